@@ -12,7 +12,7 @@ local function read(path)
   return text
 end
 
--- The lines of a file, with the lines of a row joined, and the pieces of its strings.
+-- Returns the lines of a file, with the lines of a row and the pieces of its strings joined.
 local function lines_of(path)
   local lines, row = {}, nil
   for line in read(path):gmatch("[^\n]+") do
@@ -26,8 +26,8 @@ local function lines_of(path)
   return lines
 end
 
---- Rows of ops.def: {name, ins = {{name, optional, variadic}}, outs, attrs = {{type, name, count, default}}, flags,
---- cost, doc, n_out = number of outputs, those that never leave the engine too}
+--- Returns the rows of ops.def: {name, ins = {{name, optional, variadic}}, outs, attrs = {{type, name, count,
+--- default}}, flags, cost, doc, n_out}. n_out is the number of outputs, including those that never leave the engine.
 local function parse_ops(path)
   local rows = {}
   for _, line in ipairs(lines_of(path)) do
@@ -44,7 +44,7 @@ local function parse_ops(path)
       end
       row.n_out = select(2, outs:gsub("%S+", ""))
       for w in outs:gmatch("%S+") do
-        if not w:find("~", 1, true) then row.outs[#row.outs + 1] = w end   -- the others never leave the engine
+        if not w:find("~", 1, true) then row.outs[#row.outs + 1] = w end   -- outputs with ~ never leave the engine
       end
       for field in attrs:gmatch("%s*([^;]+);") do
         local decl, default = field:match("^(.-)%s*=%s*(.+)$")
@@ -87,7 +87,7 @@ local function print_header()
       row.name)
   end
   out[#out + 1] = "/* @endcdef */"
-  local last = {}                                -- X(struct, last field), for comparing layouts
+  local last = {}                                -- entries X(struct, last field), for comparing layouts
   for i, row in ipairs(rows) do
     last[i] = ("X(ps_attrs_%s, %s)"):format(row.name, row.attrs[1] and row.attrs[#row.attrs].name or "unused")
   end
@@ -96,7 +96,7 @@ local function print_header()
   io.write(table.concat(out, "\n"), "\n")
 end
 
--- What a number must be for an attribute of an integer type; nil for floats. (2^63 itself is no int64.)
+-- The range of an attribute of each integer type; nil for floats. 2^63 itself is not an int64.
 local WHOLE = { int32_t = { "-0x1p31", "0x1p31" }, uint32_t = { "0", "0x1p32" }, int64_t = { "-0x1p63", "0x1p63" },
                 uint64_t = { "-0x1p63", "0x1p64" } }
 local function is_wrong(value, ctype)
@@ -106,9 +106,10 @@ local function is_wrong(value, ctype)
     range[2])
 end
 
---- One Lua function per op: op(inputs..., attributes...) -> outputs.... Optional inputs may be nil; an argument after
---- the last attribute is an error. Every call fills the op's own attribute struct and goes through ps_apply.
---- The file is Lua for editors. lua/ps/core/ops.lua compiles each op's lines by themselves, when the op is first used.
+--- Prints one Lua function per op: op(inputs..., attributes...) -> outputs.... Optional inputs can be nil; an argument
+--- after the last attribute is an error. Every call fills the op's own attribute struct and calls ps_apply. The file is
+--- Lua so that editors can read it. lua/ps/core/ops.lua compiles the lines of each op separately, when the op is first
+--- used.
 local function print_lua()
   local out = {
     "-- Printed by src/gen.lua from ops.def; do not edit. One function per op: inputs, then attributes.",
@@ -116,7 +117,7 @@ local function print_lua()
     "return function(ffi, C, apply, caller)",
     "local ops, info = {}, {}",
     "local error, tensor, number, more = caller.error, caller.tensor, caller.number, caller.more",
-    "local type_of = type",                                -- an attribute may be called type
+    "local type_of = type",                                -- because an attribute can be called `type`
     "local ins = ffi.new('ps_tensor *[64]')",
   }
   local function add(...) out[#out + 1] = string.format(...) end
@@ -189,7 +190,7 @@ local function print_lua()
   io.write(table.concat(out, "\n"), "\n")
 end
 
---- Two hashes of 32 bits side by side, in hex: FNV-1a, and one that rotates, mixes and adds.
+--- Returns two 32-bit hashes, one after the other, in hex: FNV-1a, and one that rotates, mixes and adds.
 local function hash(text)
   local bit = require "bit"
   local h1, h2 = 0x811c9dc5, 0x050c5d1f

@@ -49,7 +49,7 @@ void interrupt_begin(lua_State *L, interrupt_watch *was)
     was->running = running;
     running = L;
     count = 0;
-    /* If a process was started with Ctrl-C ignored (nohup, a background job), it continues to ignore it. */
+    /* If the process was started with Ctrl-C ignored (nohup, a background job), it continues to ignore it. */
     was->catching = sigaction(SIGINT, NULL, &was->before) == 0 && was->before.sa_handler != SIG_IGN;
     if (was->catching) sigaction(SIGINT, &act, NULL);
 }
@@ -62,8 +62,8 @@ void interrupt_end(lua_State *L, const interrupt_watch *was)
 }
 
 /* -- pausing ------------------------------------------------------------------------------------------------------ */
-/* Calls a function of lua/ps/prompt/pause.lua with `nargs` arguments from the top of the stack; it has 1 result. After
- * a failure the result is the message, as a string, and this function returns false. */
+/* Calls a function of lua/ps/prompt/pause.lua, which has 1 result, with `nargs` arguments from the top of the stack.
+ * After a failure the result is the message, as a string, and this function returns false. */
 static bool call_pause(lua_State *L, const char *function, int nargs)
 {
     int base = lua_gettop(L) - nargs + 1;
@@ -82,8 +82,9 @@ static bool call_pause(lua_State *L, const char *function, int nargs)
 
 static int yields(lua_State *L) { return lua_yield(L, 0); }
 
-/* While a hook runs, LuaJIT calls no other, so Ctrl-C could not stop a statement that is typed in a pause. That state
- * ends when a coroutine yields in a hook. So this code runs in a coroutine, which is never resumed. */
+/* Makes hooks run again. While a hook runs, LuaJIT calls no other hook, so Ctrl-C could not stop a statement that is
+ * typed in a pause. This state ends when a coroutine yields in a hook, so this code runs in a coroutine, which is
+ * never resumed. */
 static void let_hooks_run(lua_State *L)
 {
     lua_State *co = lua_newthread(L);
@@ -99,9 +100,9 @@ static int pause_here(lua_State *L)
     lua_State *watched = running;
     bool going_on;
     if (!call_pause(L, "begin", 0)) return lua_error(L);
-    if (lua_isboolean(L, 1)) return 1;                     /* true: not now */
-    if (lua_isstring(L, 1)) {                              /* the reason why it cannot pause at all: Ctrl-C stops it, as
-                                                            * it does elsewhere */
+    if (lua_isboolean(L, 1)) return 1;                     /* true means not now */
+    if (lua_isstring(L, 1)) {                              /* the reason why it can never be paused: Ctrl-C then
+                                                            * stops it, as it does elsewhere */
         luaL_where(L, 1);
         lua_pushfstring(L, "%sinterrupted! (%s)", lua_tostring(L, -1), lua_tostring(L, 1));
         return lua_error(L);
@@ -120,11 +121,11 @@ static int pause_here(lua_State *L)
     return lua_error(L);
 }
 
-static const char *source;                /* the function that was last passed to is_own, */
-static bool source_is_own;                /* and the result: most instructions belong to the same function as the one
-                                           * before */
+static const char *source;                /* source of the function that was last passed to is_own, */
+static bool source_is_own;                /* and the result for it: most instructions belong to the same function as
+                                           * the previous one */
 
-/* True if the function that is running is psluajit's own. */
+/* Returns true if the function that is running is psluajit's own. */
 static bool is_own(lua_State *L, lua_Debug *ar)
 {
     if (!lua_getinfo(L, "S", ar)) return true;

@@ -30,20 +30,22 @@
 
 static const char FOLDER[] = "/tmp";
 static const char PREFIX[] = "psluajit-error-";
-static const time_t STALE_S = 86400;       /* age at which a record that a job left behind is removed */
-static const long WAIT_NS = 1000000000, TRY_NS = 5000000;    /* the record's lock: longest wait, time between tries */
+static const time_t STALE_S = 86400;       /* age in seconds at which a record that a job left behind is removed */
+static const long WAIT_NS = 1000000000, TRY_NS = 5000000;    /* the record's lock: longest wait, and time between
+                                                              * tries */
 
 enum { MAX_RECORD = 65536, MAX_ENVIRONMENT = 1 << 20, MAX_ANCESTORS = 16 };
 
-/* Variables of launchers that start one process per rank and end with their job: the rank, the ranks per machine. */
+/* Variables of launchers that start one process per rank and end with their job: the rank, and the ranks per
+ * machine. */
 static const struct launcher { const char *rank, *here; } LAUNCHERS[] = {
-    { "TORCHELASTIC_RUN_ID", "LOCAL_WORLD_SIZE" },     /* the rank itself is RANK, which other programs set, too */
+    { "TORCHELASTIC_RUN_ID", "LOCAL_WORLD_SIZE" },     /* the rank itself is RANK, but other programs set that too */
     { "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE" },
     { "PMI_RANK", "MPI_LOCALNRANKS" },
     { "SLURM_PROCID", NULL },
 };
 
-/* Returns the launcher whose variables this process has; NULL: none. */
+/* Returns the launcher whose variables this process has, or NULL. */
 static const struct launcher *launcher_here(void)
 {
     for (size_t i = 0; i < sizeof LAUNCHERS / sizeof *LAUNCHERS; i++)
@@ -61,8 +63,9 @@ static void print(const char *name, const char *text)
 
 /* -- psluajit's own launcher --------------------------------------------------------------------------------------- */
 
-/* Whether standard error is the pipe on which a launcher (lua/ps/launch/supervisor.lua) reads this rank's errors.
- * PS_LAUNCHER_STDERR is its inode: a process that inherits the variable alone writes elsewhere. */
+/* Returns whether standard error is the pipe on which a launcher (lua/ps/launch/supervisor.lua) reads this rank's
+ * errors. PS_LAUNCHER_STDERR is the pipe's inode, because a process that inherits only the variable writes
+ * elsewhere. */
 static bool launcher_reads(void)
 {
     const char *text = getenv("PS_LAUNCHER_STDERR");
@@ -86,7 +89,8 @@ static void print_marked(const char *name, const char *text)
 
 /* -- other launchers ----------------------------------------------------------------------------------------------- */
 
-/* Reads a file of /proc into text[room], which it terminates. Returns the number of bytes; -1 if it cannot be read. */
+/* Reads a file of /proc into text[room], which it terminates. Returns the number of bytes, or -1 if the file cannot
+ * be read. */
 static ssize_t read_proc(const char *file, long pid, char *text, size_t room)
 {
     char path[64];
@@ -102,7 +106,7 @@ static ssize_t read_proc(const char *file, long pid, char *text, size_t room)
     return got < 0 ? -1 : (ssize_t)n;
 }
 
-/* A process's parent, and the time of its start in ticks since the system's. */
+/* Finds a process's parent, and the time of its start in ticks since the system's start. */
 static bool parent_of(long pid, long *parent, unsigned long long *start)
 {
     char text[4096], *at;
@@ -111,8 +115,8 @@ static bool parent_of(long pid, long *parent, unsigned long long *start)
                   parent, start) == 2;
 }
 
-/* True if a process was started with the variable. The environment of another user's process cannot be read; such a
- * process is not a rank's shell. */
+/* Returns true if a process was started with the variable. The environment of another user's process cannot be read;
+ * such a process is not a rank's shell. */
 static bool has_variable(long pid, const char *name, char *buffer)
 {
     ssize_t n = read_proc("environ", pid, buffer, MAX_ENVIRONMENT);
@@ -139,7 +143,8 @@ static bool find_launcher(const char *rank_variable, long *pid, unsigned long lo
     return found;
 }
 
-/* A hash of at most n bytes of the text, without addresses, which differ between processes. 0: out of memory. */
+/* Returns a hash of at most n bytes of the text, without addresses, which differ between processes. Returns 0 if
+ * memory is exhausted. */
 static uint64_t hash_words(const char *text, size_t n)
 {
     char *copy = malloc(n + 1), *to = copy;
@@ -159,9 +164,11 @@ static uint64_t hash_words(const char *text, size_t n)
 
 /* Hashes of the errors that a rank compares. */
 typedef struct words {
-    uint64_t all;                          /* the error, or only the verdict if the rank was notified */
-    uint64_t first;                        /* its first line, which other ranks get; 0: it was notified */
-    uint64_t cause;                        /* the first line of the error that it was notified of, or 0 */
+    uint64_t all;                          /* hash of the error, or only of the verdict if the rank was notified */
+    uint64_t first;                        /* hash of the first line, which other ranks get, or 0 if the rank was
+                                            * notified */
+    uint64_t cause;                        /* hash of the first line of the error of which the rank was notified, or
+                                            * 0 */
 } words;
 
 static words words_of(const char *text)
@@ -175,7 +182,7 @@ static words words_of(const char *text)
                     cause ? hash_words(cause + strlen(FAILED), sizeof verdict) : 0 };
 }
 
-/* The record's path and this process's rank. False: no known launcher has started this process. */
+/* Finds the record's path and this process's rank. Returns false if no known launcher has started this process. */
 static bool find_record(char *path, size_t room, long *rank)
 {
     char key[1024], boot[64] = "";
@@ -195,7 +202,7 @@ static bool find_record(char *path, size_t room, long *rank)
     }
     if (!boot[0] || fstat(2, &file) || stat("/proc/self/ns/pid", &space)
         || !find_launcher(variable, &launcher, &start)) return false;
-    /* Ranks with files of their own print into each of them. */
+    /* Ranks whose standard errors are separate files print into each of them. */
     bool own = S_ISREG(file.st_mode);
     snprintf(key, sizeof key, "%s %llu %ld %llu %.40s %.40s %llu %llu", boot, (unsigned long long)space.st_ino,
              launcher, start, variable, attempt ? attempt : "", own ? (unsigned long long)file.st_dev : 0,
@@ -230,7 +237,7 @@ static int open_record(const char *path, bool *made)
         }
         *made = file.st_size == 0;
         if (file.st_nlink > 0) return fd;
-        close(fd);                               /* its last rank has removed it in the meantime */
+        close(fd);                               /* the last rank has removed it meanwhile */
     }
     return -1;
 }
@@ -249,7 +256,7 @@ static void sweep(void)
     if (folder) closedir(folder);
 }
 
-/* The number of ranks that the launcher has started on this machine; 0: unknown. */
+/* Returns the number of ranks that the launcher has started on this machine, or 0 if unknown. */
 static long ranks_here(void)
 {
     const struct launcher *by = launcher_here();
@@ -257,9 +264,10 @@ static long ranks_here(void)
     return number ? atol(number) : 0;
 }
 
-static bool reported;                      /* this process, which may report two errors, has reported one */
+static bool reported;                      /* this process, which can report two errors, has reported one */
 
-/* Locks the record, and prints the text unless a listed rank has printed it. False: nothing was printed or recorded. */
+/* Locks the record, and prints the text unless a listed rank has printed it. Returns false if nothing was printed or
+ * recorded. */
 static bool print_by_record(const char *path, long rank, const char *name, const char *text)
 {
     char *list = malloc(MAX_RECORD), line[64];

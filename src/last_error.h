@@ -3,10 +3,9 @@
 #ifndef PS_LAST_ERROR_H
 #define PS_LAST_ERROR_H
 
-/* Prints "NAME: TEXT" on standard error. name may be NULL.
- * Under psluajit's own launcher each line has a mark, and the launcher shows the error once.
- * Under torchrun, Open MPI, MPICH and Slurm, a rank does not print a text that another rank of its machine has printed
- * on the same standard error. It waits for at most a second. If it cannot find out whether the text was printed, it
- * prints the text. */
+/* Prints "NAME: TEXT" on standard error. name can be NULL. Under psluajit's own launcher each line has a mark, and
+ * the launcher shows the error once. Under torchrun, Open MPI, MPICH and Slurm, a rank does not print a text that
+ * another rank of its machine has printed on the same standard error. To find out, it waits for at most a second; if
+ * it cannot find out, it prints the text. */
 void last_error(const char *name, const char *text);
 #endif

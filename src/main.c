@@ -45,14 +45,14 @@ const char *ps_abi_hash(void) { return ps_cdef_hash; }
 struct program {
     int argc;
     char **argv;
-    const char *name;            /* in front of messages */
-    int script;                  /* index of the script in argv; argc when there is none */
+    const char *name;            /* program name, put before messages */
+    int script;                  /* index of the script in argv, argc if there is none */
     bool show_help, show_version, show_build, interactive, no_env, executes, bytecode, stdin_script;
-    bool dry_run;                /* what follows are the arguments of tools/plan.lua */
+    bool dry_run;                /* the following arguments are those of tools/plan.lua */
     bool pauses;                 /* Ctrl-C pauses the script */
-    char exe[PATH_MAX];          /* path of the running binary; empty if unknown */
-    char gen[PATH_MAX];          /* folder of generated Lua in a build tree; empty if installed */
-    char root[PATH_MAX];         /* the tree; empty if none was found */
+    char exe[PATH_MAX];          /* path of the running binary, empty if unknown */
+    char gen[PATH_MAX];          /* folder of generated Lua in a build tree, empty if installed */
+    char root[PATH_MAX];         /* path of the tree, empty if none was found */
     bool installed;
     int status;                  /* exit status */
 };
@@ -88,7 +88,7 @@ static void print_usage(const struct program *p, FILE *f)
           "Tracebacks show the script's functions; PS_TRACEBACK=all shows psluajit's own as well.\n", f);
 }
 
-/* build: also prints the commit, the compiler and the libraries. */
+/* Prints the version. build: also the commit, the compiler and the libraries. */
 static void print_version(bool build)
 {
     printf("psluajit %s -- %s\n", PS_VERSION, LUAJIT_VERSION);
@@ -99,9 +99,9 @@ static void print_version(bool build)
 
 /* -- protected calls ----------------------------------------------------------------------------------------------- */
 
-/* Passes the message at 1 through a function of lua/ps/core/caller.lua. "at": if the message begins with a place in
- * psluajit's own Lua files, replaces it by the place in the script. "trace": removes the frames of psluajit's own files
- * from a traceback. "described": makes a text of an error that is not a string. */
+/* Passes the message at index 1 through a function of lua/ps/core/caller.lua. "at": if the message begins with a
+ * line of psluajit's own Lua files, replaces it by the line in the script. "trace": removes the frames of psluajit's
+ * own files from a traceback. "described": turns an error that is not a string into a text. */
 static void by_caller(lua_State *L, const char *function)
 {
     luaL_findtable(L, LUA_REGISTRYINDEX, "_LOADED", 1);
@@ -114,10 +114,9 @@ static void by_caller(lua_State *L, const char *function)
     lua_settop(L, 1);
 }
 
-static bool keeps_locals;        /* a script runs, and a prompt opens at its error */
+static bool keeps_locals;        /* a script runs, and a prompt will open at its error */
 
-/* Records the script's variables while its frames exist (lua/ps/prompt/locals.lua). The error is at 1, and stays
- * there. */
+/* Records the script's variables while its frames exist (lua/ps/prompt/locals.lua). The error stays at index 1. */
 static void keep_locals(lua_State *L)
 {
     if (program_require(L, MODULE_LOCALS)) {
@@ -130,7 +129,7 @@ static void keep_locals(lua_State *L)
 
 const char no_text[] = "(error object is not a string)";
 
-/* Turns the error object into a message with a traceback. An object that cannot become a string is left as it is. */
+/* Turns the error object into a message with a traceback. An object that cannot become a string is not changed. */
 static int traceback(lua_State *L)
 {
     if (keeps_locals) keep_locals(L);
@@ -188,14 +187,14 @@ static bool is_file(const char *path)
     return stat(path, &st) == 0 && !S_ISDIR(st.st_mode);
 }
 
-/* Joins two paths into out[PATH_MAX]. False: the result is too long. */
+/* Joins two paths into out[PATH_MAX]. Returns false if the result is too long. */
 static bool join(char *out, const char *folder, const char *name)
 {
     int n = snprintf(out, PATH_MAX, "%s/%s", folder, name);
     return n > 0 && n < PATH_MAX;
 }
 
-/* Uses `folder` as the tree if it is one. */
+/* Uses `folder` as the tree if it is a tree. */
 static bool take_root(struct program *p, const char *folder)
 {
     char probe[PATH_MAX];
@@ -228,8 +227,8 @@ static void find_paths(struct program *p)
     if (join(path, dir, PS_DATA_FROM_BIN) && take_root(p, path)) p->installed = true;
 }
 
-/* require "ps.paths": { root, exe, gen, installed, version, pauses, interprets }; root and gen are nil when there is
- * none. pauses: Ctrl-C pauses the script. interprets: none of its functions is compiled. */
+/* Implements require "ps.paths": { root, exe, gen, installed, version, pauses, interprets }. root and gen are nil if
+ * they do not exist. pauses: Ctrl-C pauses the script. interprets: none of the script's functions is compiled. */
 static int load_paths(lua_State *L)
 {
     const struct program *p = lua_touserdata(L, lua_upvalueindex(1));
@@ -244,7 +243,7 @@ static int load_paths(lua_State *L)
     return 1;
 }
 
-/* require "ps.cdef": { text, hash } of the C API this binary was built with. */
+/* Implements require "ps.cdef": { text, hash } of the C API with which this binary was built. */
 static int load_cdef(lua_State *L)
 {
     lua_newtable(L);
@@ -253,7 +252,7 @@ static int load_cdef(lua_State *L)
     return 1;
 }
 
-/* require "ps.ops_generated": the path of gen/ops.lua of a build tree, or of the copy that was installed. */
+/* Implements require "ps.ops_generated": the path of gen/ops.lua in a build tree, or of the installed copy. */
 static int load_ops(lua_State *L)
 {
     const struct program *p = lua_touserdata(L, lua_upvalueindex(1));
@@ -272,8 +271,8 @@ static void add_preload(lua_State *L, struct program *p, const char *name, lua_C
     lua_pop(L, 2);
 }
 
-/* The engine's own modules come first, so that a file in the current folder cannot replace them. models, examples and
- * tools come last, so that the user's files of the same name are found first. */
+/* Sets package.path. The engine's own modules are first, so that a file in the current folder cannot replace them.
+ * models, examples and tools are last, so that the user's files of the same name are found first. */
 static void set_package_path(lua_State *L, const struct program *p)
 {
     const char *path;
@@ -287,7 +286,7 @@ static void set_package_path(lua_State *L, const struct program *p)
     lua_pop(L, 2);
 }
 
-/* From the script's first line on, Lua's functions for lists also support lists of modules. */
+/* Makes Lua's functions for lists support lists of modules, from the script's first line on. */
 static void load_lists(lua_State *L)
 {
     int top = lua_gettop(L);
@@ -297,7 +296,8 @@ static void load_lists(lua_State *L)
 
 static const char no_checkpoint[] = "its checkpoint could not be completed";
 
-/* Before the process ends, waits for a checkpoint that is being written in the background. False: writing it failed. */
+/* Waits, before the process ends, for a checkpoint that is being written in the background. Returns false if writing
+ * it failed. */
 static bool finish_checkpoint(lua_State *L, bool failed)
 {
     bool ok = true;
@@ -317,8 +317,8 @@ static bool finish_checkpoint(lua_State *L, bool failed)
     return ok;
 }
 
-/* Before a normal end, waits for the exchanges of devices with other ranks. If that fails, the other ranks and stderr
- * get the reason. */
+/* Waits, before a normal end, for the exchanges of devices with other ranks. If this fails, the other ranks and
+ * stderr get the reason. */
 static bool finish_exchanges(void)
 {
     char why[1000];
@@ -329,8 +329,8 @@ static bool finish_exchanges(void)
     return false;
 }
 
-/* os.exit(code, close). close is true unless the caller passes false, so that finalizers run. Other ranks are
- * notified. */
+/* Implements os.exit(code, close). close is true unless the caller passes false, so that finalizers run. Other ranks
+ * are notified. */
 static int os_exit(lua_State *L)
 {
     char why[64];
@@ -361,9 +361,9 @@ static void wrap_os_exit(lua_State *L)
 
 /* -- options ----------------------------------------------------------------------------------------------------- */
 
-/* LuaJIT's own options need its jit.* modules, which are Lua. So this code is Lua, too. It is called with the option's
- * letter and its text (-j, -O), or with "b" and the arguments of jit.bcsave. It uses tail calls, so that messages have
- * no place in this text. */
+/* LuaJIT's own options need its jit.* modules, which are Lua, so this code is Lua, too. It is called with the
+ * option's letter and its text (-j, -O), or with "b" and the arguments of jit.bcsave. It uses tail calls, so that
+ * messages contain no line of this text. */
 static const char jit_options[] =
     "local kind, text = ...\n"
     "local function module(name)\n"
@@ -413,8 +413,8 @@ static int run_require(struct program *p, lua_State *L, const char *name)
     return report(p, L, program_call(L, 1, 0));
 }
 
-/* Separates options from the script, and sets p->script. False: the options are not valid. The text of an option is the
- * rest of its word. If the rest is empty, it is the next word (not for -O). */
+/* Separates options from the script, and sets p->script. Returns false if the options are not valid. The text of an
+ * option follows in the same word. If there is none, it is the next word (not for -O). */
 static bool parse_options(struct program *p)
 {
     int i;
@@ -468,7 +468,7 @@ static int run_options(struct program *p, lua_State *L)
     return 0;
 }
 
-/* -b: all other words of the command line belong to jit.bcsave. */
+/* Runs -b: all other words of the command line belong to jit.bcsave. */
 static int run_bytecode(struct program *p, lua_State *L)
 {
     int first = 2;
@@ -490,7 +490,8 @@ static int run_init(struct program *p, lua_State *L)
 
 /* -- the script -------------------------------------------------------------------------------------------------- */
 
-/* Appends the nearest script's name (lua/ps/prompt/scripts.lua) to the message at the top, if a name is near. */
+/* Appends the nearest script's name (lua/ps/prompt/scripts.lua) to the message at the top, if a name is similar
+ * enough. */
 static void add_nearest(lua_State *L, const char *name)
 {
     int message = lua_gettop(L);
@@ -507,9 +508,10 @@ static void add_nearest(lua_State *L, const char *name)
     lua_settop(L, message);
 }
 
-/* The path to open for script `name`: itself if it is there, else the first of ROOT/examples, ROOT/tools and ROOT that
- * has it. In these, a name without a folder or an ending stands for NAME.lua (`psluajit chat`). Pushes that path, or a
- * message and returns false. A name that starts with / or . means one place. */
+/* Finds the path to open for script `name`: the name itself if the file exists, else the first of ROOT/examples,
+ * ROOT/tools and ROOT that contains it. In these, a name without a folder or an extension means NAME.lua (`psluajit
+ * chat`). A name that starts with / or . is not searched for. Pushes the path, or pushes a message and returns
+ * false. */
 static bool push_script_path(const struct program *p, lua_State *L, const char *name)
 {
     static const char *const places[] = { "/examples/", "/tools/", "/" };
@@ -538,7 +540,7 @@ static bool push_script_path(const struct program *p, lua_State *L, const char *
     return false;
 }
 
-/* Sets the global `arg`: the script is at 0, its arguments come after it, the program and its options before it. */
+/* Sets the global `arg`: the script is at 0, its arguments follow it, and the program and its options precede it. */
 static void set_arg(lua_State *L, const struct program *p, const char *script)
 {
     lua_createtable(L, p->argc - p->script, p->script);
@@ -549,7 +551,7 @@ static void set_arg(lua_State *L, const struct program *p, const char *script)
     lua_setglobal(L, "arg");
 }
 
-/* Ctrl-C pauses a script on a terminal, but none of psluajit's own tools: they are programs of their own. */
+/* Returns whether Ctrl-C may pause a script. It pauses scripts on a terminal, but not psluajit's own tools. */
 static bool may_pause(const struct program *p, const char *path)
 {
     char tools[PATH_MAX], real[PATH_MAX];
@@ -558,8 +560,8 @@ static bool may_pause(const struct program *p, const char *path)
     return strncmp(real, tools, strlen(tools)) != 0;
 }
 
-/* *ran: the script was read and has run. If a prompt opens at its error, its functions are interpreted: compiled code
- * would show old values of variables. */
+/* Runs the script. *ran: the script was read and has run. If a prompt will open at its error, its functions are
+ * interpreted, because compiled code would show old values of variables. */
 static int run_script(struct program *p, lua_State *L, const char *path, bool *ran)
 {
     int nargs = p->argc - p->script - 1, status = luaL_loadfile(L, path);
@@ -632,15 +634,15 @@ static int protected_main(lua_State *L)
     return 0;
 }
 
-/* If a program was started with stdin, stdout or stderr closed, its own files would get their numbers, and output would
- * be written into them. False: no file can be opened in their place. */
+/* Opens /dev/null for stdin, stdout and stderr if the program was started with them closed. Otherwise its own files
+ * would get their descriptors, and output would be written into them. Returns false if no file can be opened. */
 static bool open_stdio(void)
 {
     int fd;
     do {
         fd = open("/dev/null", O_RDWR);
-        if (fd < 0) fd = open("/", O_RDONLY);       /* /dev does not exist here: reads and writes of these files then
-                                                     * fail, which is enough */
+        if (fd < 0) fd = open("/", O_RDONLY);       /* /dev does not exist here; reads and writes of this descriptor
+                                                     * then fail, which is sufficient */
     } while (fd >= 0 && fd <= STDERR_FILENO);
     if (fd >= 0) close(fd);
     return fd >= 0 || fcntl(STDERR_FILENO, F_GETFD) >= 0;

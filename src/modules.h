@@ -1,24 +1,24 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* The Lua modules that the program itself calls, by name. spec/core/modules_spec.lua requires each. */
+/* The Lua modules that the program itself calls, by name. spec/core/modules_spec.lua requires each of them. */
 #ifndef PS_MODULES_H
 #define PS_MODULES_H
 #include <lua.h>
 #include <stdbool.h>
 
-#define MODULE_CALLER "ps.core.caller"              /* at, trace, described */
+#define MODULE_CALLER "ps.core.caller"              /* The program uses at, trace and described. */
 #define MODULE_CHECKPOINTS "ps.checkpoints"         /* at_exit */
 #define MODULE_COMPLETE "ps.prompt.complete"        /* tab */
-#define MODULE_FFI "ps.core.ffi"                    /* ffi, C, ctx */
+#define MODULE_FFI "ps.core.ffi"                    /* The program uses ffi, C and ctx. */
 #define MODULE_LISTS "ps.core.lists"
 #define MODULE_LOCALS "ps.prompt.locals"            /* keep_at_error, environment */
-#define MODULE_PAUSE "ps.prompt.pause"              /* begin, finish, environment */
-#define MODULE_PRETTY "ps.tensor.pretty"            /* format; loads MODULE_CALLER */
+#define MODULE_PAUSE "ps.prompt.pause"              /* The program uses begin, finish and environment. */
+#define MODULE_PRETTY "ps.tensor.pretty"            /* The program uses format. The module loads MODULE_CALLER. */
 #define MODULE_SCRIPTS "ps.prompt.scripts"          /* instead */
 
-/* Pushes a module of the list above. False where it cannot be loaded: nothing is pushed, and standard error says why,
- * unless the program runs without its Lua files. */
+/* Pushes a module of the list above. If it cannot be loaded, pushes nothing and returns false; standard error then
+ * has the reason, unless the program runs without its Lua files. */
 bool program_require(lua_State *L, const char *module);
 
-/* Whether the program runs with its Lua files. */
+/* Sets whether the program runs with its Lua files. */
 void program_has_modules(bool has);
 #endif

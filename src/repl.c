@@ -29,16 +29,16 @@ enum { HISTORY_LINES = 2000 };
 
 struct repl {
     lua_State *L;
-    EditLine *el;                /* NULL: lines are read plainly */
+    EditLine *el;                /* NULL if lines are read plainly */
     History *history;
-    char history_path[PATH_MAX]; /* empty: not kept */
+    char history_path[PATH_MAX]; /* empty if no history is kept */
     char prompt[80];
-    char *line;                  /* plain reading: getline's buffer */
+    char *line;                  /* buffer of getline, for plain reading */
     size_t line_size;
     repl_mode mode;
-    int environment;             /* of statements: a registry reference, or LUA_NOREF: the globals */
+    int environment;             /* environment of statements: a registry reference, or LUA_NOREF for the globals */
     bool keeps;                  /* the loaded statement ends with a call of its argument, which is keep_locals */
-    int pretty, complete;        /* registry references of ps.pretty's format and ps.complete's tab, or LUA_NOREF */
+    int pretty, complete;        /* registry references of format of ps.pretty and tab of ps.complete, or LUA_NOREF */
 };
 
 /* -- signals at the prompt --------------------------------------------------------------------------------------- */
@@ -54,14 +54,15 @@ static void on_signal(int sig)
 
 static void catch_signal(int sig)
 {
-    struct sigaction act = { .sa_handler = on_signal };   /* no SA_RESTART: reading must notice */
+    struct sigaction act = { .sa_handler = on_signal };   /* no SA_RESTART, so that the signal interrupts reading */
     sigemptyset(&act.sa_mask);
     sigaction(sig, &act, NULL);
 }
 
 /* -- reading a line ---------------------------------------------------------------------------------------------- */
 
-/* One byte from the terminal: 1, 0 at the end, -1 when interrupted. Size changes and fg are dealt with here. */
+/* Reads one byte from the terminal. Returns 1, 0 at the end, or -1 if interrupted. Handles size changes and the
+ * return to the foreground. */
 static int get_byte(EditLine *el, unsigned char *out)
 {
     for (;;) {
@@ -82,7 +83,7 @@ static int get_byte(EditLine *el, unsigned char *out)
     }
 }
 
-/* One character. Bytes that are not text in the terminal's encoding are taken one by one. */
+/* Reads one character. Bytes that are not text in the terminal's encoding are returned one by one. */
 static int get_char(EditLine *el, wchar_t *out)
 {
     mbstate_t state;
@@ -108,7 +109,7 @@ static char *get_prompt(EditLine *el)
     return r->prompt;
 }
 
-/* The user's _PROMPT and _PROMPT2 are honoured, as luajit does. */
+/* Sets the prompt. The user's _PROMPT and _PROMPT2 are used, as in luajit. */
 static void set_prompt(struct repl *r, bool first)
 {
     const char *text;
@@ -119,7 +120,8 @@ static void set_prompt(struct repl *r, bool first)
     lua_pop(r->L, 1);
 }
 
-/* The next line with its newline, valid until the next call; NULL at the end or, with `interrupted` set, on Ctrl-C. */
+/* Returns the next line with its newline, valid until the next call. Returns NULL at the end or, with `interrupted`
+ * set, after Ctrl-C. */
 static const char *read_line(struct repl *r, bool first)
 {
     ssize_t n;
@@ -145,7 +147,7 @@ static const char *read_line(struct repl *r, bool first)
 
 /* -- history: a plain file, one line each, appended to as lines are entered -------------------------------------- */
 
-/* Makes the folders above the file `path`. Failure shows when the file is opened. */
+/* Makes the folders above the file `path`. A failure is detected when the file is opened. */
 static void make_folders(char *path)
 {
     for (char *s = strchr(path + 1, '/'); s; s = strchr(s + 1, '/')) {
@@ -187,7 +189,7 @@ static void load_history(struct repl *r)
     fclose(f);
 }
 
-/* `text` ends with a newline. */
+/* Adds a text, which ends with a newline, to the history. */
 static void remember(struct repl *r, const char *text)
 {
     HistEvent ev;
@@ -211,7 +213,7 @@ static int terminal_columns(void)
     return ioctl(STDOUT_FILENO, TIOCGWINSZ, &size) == 0 && size.ws_col ? size.ws_col : 80;
 }
 
-/* complete.tab(text before the cursor, columns, environment) -> text to insert, text to show below. */
+/* Calls complete.tab(text before the cursor, columns, environment) -> text to insert, text to show below. */
 static unsigned char on_tab(EditLine *el, int ch)
 {
     struct repl *r;
@@ -300,8 +302,8 @@ static bool is_incomplete(lua_State *L, int status)
     return status == LUA_ERRSYNTAX && text && n >= m && strcmp(text + n - m, mark) == 0;
 }
 
-/* Called at the end of a statement: its local variables go into the environment (the upvalue), so that the next
- * statement has them. What is pasted line by line from a script then works. */
+/* Called at the end of a statement: copies its local variables into the environment (the upvalue), so that the next
+ * statement has them. This makes it possible to paste a script line by line. */
 static int keep_locals(lua_State *L)
 {
     lua_Debug caller;
@@ -319,7 +321,8 @@ static int keep_locals(lua_State *L)
     return 0;
 }
 
-/* Loads a statement of n bytes, with a call behind it that keeps its locals. One that ends with `return` has none. */
+/* Loads a statement of n bytes, followed by a call that keeps its locals. A statement that ends with `return` has no
+ * such call. */
 static int load_statement(struct repl *r, const char *text, size_t n)
 {
     lua_State *L = r->L;
@@ -360,7 +363,7 @@ static int load_text(struct repl *r)
 
 enum { ENDED = -1, CONTINUED = -2, ABORTED = -3 };
 
-/* Whether the line is this word alone. */
+/* Returns whether the line consists of only this word. */
 static bool is_word(const char *line, const char *word)
 {
     size_t n = strlen(word);
@@ -368,14 +371,16 @@ static bool is_word(const char *line, const char *word)
     return strncmp(line, word, n) == 0 && line[n + strspn(line + n, " \t\r\n;")] == 0;
 }
 
-/* The statement that a line stands for which is no statement by itself: "?" asks for help. NULL: the line itself. */
+/* Returns the statement for which a line stands if it is not a statement itself: "?" asks for help. Returns NULL if
+ * the line stands for itself. */
 static const char *stands_for(const char *line)
 {
     if (is_word(line, "?") || is_word(line, "help")) return "help()";
     return NULL;
 }
 
-/* Whether a line leaves the prompt: exit or quit, also as a call, where the user has not given the name a value. */
+/* Returns whether a line leaves the prompt: exit or quit, or a call of them, unless the user has given the name a
+ * value. */
 static bool leaves(struct repl *r, const char *line)
 {
     static const char *const words[][2] = { { "exit", "exit()" }, { "quit", "quit()" } };
@@ -392,8 +397,9 @@ static bool leaves(struct repl *r, const char *line)
     return found;
 }
 
-/* Reads lines until they make a statement, and loads it: 0 with a function, or an error status with a message, on the
- * stack; ENDED at the end of input. In a pause the words continue and abort are no statements. */
+/* Reads lines until they make a statement, and loads it. Returns 0 with a function on the stack, an error status
+ * with a message on the stack, or ENDED at the end of input. In a pause the words continue and abort are not
+ * statements. */
 static int read_statement(struct repl *r)
 {
     lua_State *L = r->L;
@@ -448,10 +454,11 @@ static void print_error(lua_State *L)
     if (trace) {
         const char *statement = NULL;
         next = strstr(trace, "\n\t[C]: at 0x");
-        if (next) end = next;                                           /* where C called the statement */
+        if (next) end = next;                                           /* the frame from which C called the
+                                                                         * statement */
         for (next = trace; (next = strstr(next + 1, "\n\tstdin:"));) statement = next;
         if (statement && (next = strstr(statement, "in main chunk"))) end = next + strlen("in main chunk");
-        next = trace + strlen(title);                                  /* one frame tells nothing */
+        next = trace + strlen(title);                                  /* a single frame is not informative */
         if (end <= next || !memchr(next + 1, '\n', (size_t)(end - next - 1))) end = trace;
     }
     fflush(stdout);
@@ -460,7 +467,7 @@ static void print_error(lua_State *L)
     lua_pop(L, 1);
 }
 
-/* Prints the `count` values at the top of the stack, one a line. */
+/* Prints the `count` values at the top of the stack, one per line. */
 static int print_values(struct repl *r, int count)
 {
     lua_State *L = r->L;
@@ -508,7 +515,7 @@ static void run_statement(struct repl *r)
 
 /* -- the loop ---------------------------------------------------------------------------------------------------- */
 
-/* A reference to function `name` of module `module`, or LUA_NOREF when there is no such module. */
+/* Returns a reference to function `name` of module `module`, or LUA_NOREF if there is no such module. */
 static int find_function(lua_State *L, const char *module, const char *name)
 {
     int ref = LUA_NOREF, top = lua_gettop(L);
@@ -520,7 +527,7 @@ static int find_function(lua_State *L, const char *module, const char *name)
     return ref;
 }
 
-/* Makes `ps` and `help` globals and returns the banner's words about the device. */
+/* Makes `ps` and `help` globals and returns the banner's text about the device. */
 static const char start_text[] =
     "local ok, ps = pcall(require, 'ps')\n"
     "if not ok then return 'ps is not available: ' .. tostring(ps):match('^[^\\n]*') end\n"
@@ -546,7 +553,7 @@ static void print_banner(struct repl *r, const char *version, bool greets)
     lua_settop(L, 0);
 }
 
-/* A reference to the environment of statements among a script's variables, or LUA_NOREF. */
+/* Returns a reference to the environment of statements with a script's variables, or LUA_NOREF. */
 static int environment_of(lua_State *L, const char *module)
 {
     int ref = LUA_NOREF, make = find_function(L, module, "environment");

@@ -5,21 +5,22 @@
 #include <lua.h>
 #include <stdbool.h>
 
-/* Calls the function below its `nargs` arguments with a traceback as error handler, and Ctrl-C watched (interrupt.h).
- * Returns lua_pcall's status; on failure the message is on the stack (no string if the error object had none). */
+/* Calls the function below its `nargs` arguments, with a traceback as error handler and Ctrl-C watched
+ * (interrupt.h). Returns lua_pcall's status. After a failure the message is on the stack; it is not a string if the
+ * error object had none. */
 int program_call(lua_State *L, int nargs, int nresults);
 
-extern const char no_text[];     /* printed in the place of an error that has no text */
+extern const char no_text[];     /* printed instead of an error that has no text */
 
 typedef enum repl_mode {
     REPL_ALONE,
-    REPL_AT_ERROR,               /* a script failed, and statements see its variables (lua/ps/prompt/locals.lua) */
+    REPL_AT_ERROR,               /* a script has failed, and statements see its variables (lua/ps/prompt/locals.lua) */
     REPL_PAUSED                  /* a script is paused, and statements see its variables (lua/ps/prompt/pause.lua) */
 } repl_mode;
 
-/* Reads and runs statements until end of input. Errors are printed and never leave it. `interactive`: a person sits at
- * a terminal, so lines are edited and kept in a history; otherwise lines are read plainly, with prompts. version: NULL
- * in a pause, which has no banner. Returns false if a paused script is to be aborted (the word abort), and true if it
- * continues (the word continue, or the end of input). */
+/* Reads and runs statements until the end of input. Errors are printed and do not leave the function. `interactive`:
+ * a person uses a terminal, so lines are edited and kept in a history; otherwise lines are read plainly, with
+ * prompts. version: NULL in a pause, which has no banner. Returns false if a paused script is to be aborted (the
+ * word abort), and true if it is to continue (the word continue, or the end of input). */
 bool repl_run(lua_State *L, const char *version, bool interactive, repl_mode mode);
 #endif

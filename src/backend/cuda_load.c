@@ -46,7 +46,7 @@ static const char *error_name(const driver *d, int code)
     return d->name_of(code, &name) == 0 && name ? name : "an unknown error";
 }
 
-/* The driver works and shows at least one device. */
+/* Checks that the driver works and shows at least one device. */
 static int check_driver(void)
 {
     enum { NO_DEVICE = 100 };
@@ -67,7 +67,7 @@ static int check_driver(void)
     return 0;
 }
 
-/* PS_CUDA_PLUGIN, or libps_cuda.so next to the program, or in ../lib/psluajit if it is installed. */
+/* Finds the plug-in: PS_CUDA_PLUGIN, or libps_cuda.so next to the program, or in ../lib/psluajit if it is installed. */
 static int plugin_path(char *path, size_t size)
 {
     static const char *const places[] = { "", "../lib/psluajit/" };

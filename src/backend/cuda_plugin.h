@@ -8,8 +8,8 @@
 #include "backend/backend.h"
 #include "ps_cdef.h"
 
-/* All functions of the program that the plug-in calls; the program exports no other function to it. `fail` stays first:
- * a plug-in of another build uses it to say so. */
+/* All functions of the program that the plug-in calls; the program exports no others to it. `fail` must stay first:
+ * a plug-in of another build uses it to report the mismatch. */
 typedef struct ps_cuda_program {
     int (*fail)(int code, const char *file, int line, const char *message);    /* as ps_fail_at */
     void *(*alloc)(size_t nbytes);                                              /* as in base/alloc.h */
@@ -26,7 +26,8 @@ static inline void ps_cuda_layout(char *out, size_t size)
              sizeof(ps_cuda_program));
 }
 
-/* Exported by the plug-in. local_rank: selects the machine's devices in turn; -1: by the environment. */
+/* Exported by the plug-in. local_rank selects one of the machine's devices, modulo their number; -1: by the
+ * environment. */
 typedef int (*ps_cuda_plugin_open_fn)(const char *layout, const ps_cuda_program *program, int local_rank,
                                       ps_backend **out);
 #endif

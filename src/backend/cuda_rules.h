@@ -7,7 +7,7 @@
 #ifdef __cplusplus
 extern "C"
 #endif
-/* Bytes that the kernel of a call requests, each piece in multiples of 64. It reads only types, shapes, strides and the
- * alignment of addresses of the operands. */
+/* Returns the bytes that the kernel of a call allocates, with each allocation rounded up to a multiple of 64. Reads
+ * only types, shapes, strides and address alignments of the operands. */
 int64_t ps_cuda_rules_scratch(const ps_cuda_card *card, const ps_call *call);
 #endif

@@ -12,7 +12,8 @@ static inline int64_t product(const int64_t *n, int count)
     return p;
 }
 
-/* Dimensions 0 .. count-1 act as one of *stride; those of size 1 do not matter. */
+/* Returns whether dimensions 0 .. count-1 act as one dimension of stride *stride; dimensions of size 1 do not
+ * matter. */
 static inline bool collapses(const ps_view *v, int count, int64_t *stride)
 {
     int64_t expect = -1, step = 0;
@@ -26,8 +27,8 @@ static inline bool collapses(const ps_view *v, int count, int64_t *stride)
     return true;
 }
 
-/* The dimensions before the last two of y = a b, with sizes 1 dropped and neighbours merged if all three operands (v:
- * a, b, y) allow it. */
+/* The dimensions of y = a b before the last two, without those of size 1. Neighbours are merged if all three
+ * operands (v: a, b, y) allow it. */
 typedef struct batch_dims { int ndim; int64_t n[PS_MAX_DIMS], step[3][PS_MAX_DIMS]; } batch_dims;
 
 static inline batch_dims batch_of(const ps_view *const v[3])
@@ -39,7 +40,7 @@ static inline batch_dims batch_of(const ps_view *const v[3])
         int64_t n = v[2]->shape[d], step[3];
         if (n == 1) continue;
         for (int t = 0; t < 3; t++) {
-            int own = d - (v[2]->ndim - v[t]->ndim);         /* broadcast from the right */
+            int own = d - (v[2]->ndim - v[t]->ndim);         /* operands are broadcast from the right */
             step[t] = own < 0 || v[t]->shape[own] == 1 ? 0 : v[t]->stride[own];
         }
         int p = out.ndim - 1;

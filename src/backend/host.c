@@ -20,7 +20,7 @@ static void (*region_goes)(void *p, size_t nbytes);     /* or NULL */
 
 void ps_host_region_watch(void (*goes)(void *p, size_t nbytes)) { region_goes = goes; }
 
-/* The bytes that a region of nbytes maps: whole pages, at least one; 0 if that overflows. */
+/* Returns the bytes that a region of nbytes maps: whole pages, at least one, or 0 if that overflows. */
 static size_t mapped_bytes(size_t nbytes)
 {
     size_t page = (size_t)sysconf(_SC_PAGESIZE);
@@ -37,7 +37,7 @@ int ps_host_region_new(ps_backend *be, size_t nbytes, void **out)
     char *p = mmap(NULL, size + spare, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (p == MAP_FAILED)
         return ps_fail(PS_ENOMEM, "the system refuses %zu bytes of memory: %s", nbytes, strerror(errno));
-    if (spare) {                        /* unmap the space around the aligned part */
+    if (spare) {                        /* unmaps the space around the aligned section */
         size_t head = (huge - (uintptr_t)p % huge) % huge;
         if (head > 0) munmap(p, head);
         if (spare - head > 0) munmap(p + head + size, spare - head);
@@ -64,7 +64,7 @@ void ps_host_region_free(ps_backend *be, void *p, size_t nbytes)
 }
 
 /* -- how much is left ------------------------------------------------------------------------------------------- */
-/* The beginning of a small file as text; false when it cannot be read. */
+/* Reads the beginning of a small file as text. Returns false if it cannot be read. */
 static bool read_text(const char *path, char *text, size_t size)
 {
     int fd = open(path, O_RDONLY | O_CLOEXEC);
@@ -77,7 +77,7 @@ static bool read_text(const char *path, char *text, size_t size)
     return used > 0;
 }
 
-/* The number after `key` at the beginning of a line, or `otherwise`. */
+/* Returns the number after `key` at the beginning of a line, or `otherwise`. */
 static int64_t line_value(const char *text, const char *key, int64_t otherwise)
 {
     size_t n = strlen(key);
@@ -99,8 +99,9 @@ static bool read_number(const char *dir, const char *name, int64_t *out)
 
 struct cgroup_names { const char *mount, *limit, *usage, *cache; };
 
-/* The least room in the control group `path` and those above it. File pages that were not used lately count as room:
- * the kernel drops them before it refuses. A level that cannot be read (a container sees only its own) is skipped. */
+/* Returns the least room in the control group `path` and those above it. File pages that were not used lately count
+ * as room, because the kernel drops them before it refuses memory. A level that cannot be read (a container sees
+ * only its own) is skipped. */
 static int64_t cgroup_room(const struct cgroup_names *names, const char *path)
 {
     char dir[PATH_MAX], file[PATH_MAX + 64], stat[8192];
@@ -113,7 +114,7 @@ static int64_t cgroup_room(const struct cgroup_names *names, const char *path)
         if (read_number(dir, names->limit, &limit) && read_number(dir, names->usage, &usage)) {
             snprintf(file, sizeof file, "%s/memory.stat", dir);
             if (read_text(file, stat, sizeof stat)) usage -= line_value(stat, names->cache, 0);
-            if (usage < 0) usage = 0;             /* the two counts are of different times */
+            if (usage < 0) usage = 0;             /* the two counts are from different times */
             int64_t room = limit > usage ? limit - usage : 0;
             least = room < least ? room : least;
         }
@@ -123,7 +124,7 @@ static int64_t cgroup_room(const struct cgroup_names *names, const char *path)
     }
 }
 
-/* Lines of /proc/self/cgroup: "0::PATH" in version 2, "N:CONTROLLERS:PATH" in version 1. */
+/* Lines of /proc/self/cgroup are "0::PATH" in version 2 and "N:CONTROLLERS:PATH" in version 1. */
 static int64_t cgroups_room(void)
 {
     static const struct cgroup_names v2 = { "/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file " };
@@ -146,7 +147,7 @@ static int64_t cgroups_room(void)
     return least;
 }
 
-/* Bytes of address space that RLIMIT_AS still allows. */
+/* Returns the bytes of address space that RLIMIT_AS still allows. */
 static int64_t address_room(void)
 {
     struct rlimit limit;
@@ -157,7 +158,7 @@ static int64_t address_room(void)
     return (int64_t)limit.rlim_cur > used ? (int64_t)limit.rlim_cur - used : 0;
 }
 
-/* The smallest limit on memory, and its name in *by. */
+/* Returns the memory left by the smallest limit, and the limit's name in *by. */
 static int64_t host_left(const char **by)
 {
     char text[8192];

@@ -7,7 +7,7 @@
 #include "backend/backend.h"
 #include "base/error.h"
 
-/* `all`: those opened so far, in order. */
+/* `all`: backends opened so far, in order. */
 static int open_cpu(ps_backend *ref, ps_backend **all, ps_backend **out)
 {
     return ps_backend_cpu_open(ref, out);
@@ -29,10 +29,10 @@ static int open_sim(ps_backend *ref, ps_backend **all, ps_backend **out)
     return ps_backend_sim_open(ref, all[0], out);
 }
 
-/* This process's number on its machine, which selects one of several cards; -1: by the environment. */
+/* This process's index on its machine, which selects one of several cards; -1: by the environment. */
 static int local_rank = -1;
 
-/* A simulated machine, whose devices are opened instead of this one's. */
+/* A simulated machine, whose devices are opened instead of this machine's. */
 static ps_machine machine;
 static bool pretends;
 
@@ -56,8 +56,9 @@ static int open_cuda(ps_backend *ref, ps_backend **all, ps_backend **out)
 static const struct row {
     const char *name;
     int (*open)(ps_backend *ref, ps_backend **all, ps_backend **out);
-    const char *where;            /* machines that have it; it is opened at its first use; NULL: all, at once */
-    const char *numbered;         /* the answer to a request for one of several, as "NAME:0"; or NULL */
+    const char *where;            /* machines that have the backend, which is opened at its first use; NULL if all
+                                   * have it, and it is opened at once */
+    const char *numbered;         /* answer to a request for one of several, such as "NAME:0", or NULL */
 } rows[] = {
     { .name = "cpu", .open = open_cpu },
     { .name = "ref", .open = take_ref },
@@ -69,7 +70,7 @@ static const struct row {
 };
 enum { ROWS = sizeof rows / sizeof rows[0] };
 
-/* The devices of a simulated machine. Each has a real backend, which it closes. */
+/* Opens the devices of a simulated machine. Each has a real backend, which it closes. */
 static int open_pretended(ps_backend *ref, ps_backend **out, int max)
 {
     ps_backend *real[ROWS] = { NULL };
@@ -115,7 +116,7 @@ int ps_backends_open(ps_backend **out, int max)
     return n;
 }
 
-/* "cpu, ref, meta, sim and, with a GPU, cuda" */
+/* writes "cpu, ref, meta, sim and, with a GPU, cuda" */
 static void list_names(char *text, size_t size)
 {
     size_t used = 0;
@@ -146,7 +147,7 @@ void ps_backends_pretend(const ps_machine *m)
     if (m) machine = *m;
 }
 
-/* In the order of the list; closing one touches no other. */
+/* Closes backends in the order of the list; closing one does not use another. */
 void ps_backends_close(ps_backend **all, int n)
 {
     for (int i = 0; i < n; i++)

@@ -7,7 +7,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* Requests left until the first failure. Requests fail while it is between 0 and -failures + 1. */
+/* Allocations left until the first failure. Allocations fail while it is between 0 and -failures + 1. */
 static atomic_llong until_failure = -1, failures;
 
 bool ps_alloc_should_fail(void)

@@ -7,12 +7,12 @@
 #include <stddef.h>
 #include <stdint.h>
 
-void *ps_alloc(size_t nbytes);                  /* uninitialised; NULL on failure */
+void *ps_alloc(size_t nbytes);                  /* memory with undefined contents, or NULL on failure */
 void *ps_alloc0(size_t nbytes);                 /* zeroed */
-void *ps_realloc(void *p, size_t nbytes);       /* on failure NULL; p stays valid */
+void *ps_realloc(void *p, size_t nbytes);       /* returns NULL on failure; p then stays valid */
 void ps_free(void *p);
 char *ps_strdup(const char *s);
-/* True when a test asked for this request to fail. */
+/* Returns true if a test wants this allocation to fail. */
 bool ps_alloc_should_fail(void);
 /* Declared in ps_test.h: ps_test_fail_alloc(nth, count). */
 #endif

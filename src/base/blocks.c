@@ -77,7 +77,7 @@ void ps_unpack_iq4_nl(const uint8_t *s, float *out)
     }
 }
 
-/* The scale is a power of two of one byte, halved, since the numbers below are twice those of e2m1. */
+/* The scale is a power of two in one byte. It is halved, because the table's values are twice those of e2m1. */
 void ps_unpack_mxfp4(const uint8_t *s, float *out)
 {
     static const int8_t twice[16] = { 0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12 };
@@ -89,8 +89,8 @@ void ps_unpack_mxfp4(const uint8_t *s, float *out)
 }
 
 /* -- blocks of 256 with scales of their parts ---------------------------------------------------------------------- */
-/* 16 bytes: scale and minimum of each 16 numbers, 64 bytes: the numbers, d, dmin. Of 128 numbers, number 32 k + i has
- * bits 2 k and 2 k + 1 of byte i. */
+/* A block has 16 bytes with scale and minimum of each 16 values, 64 bytes of values, d, dmin. Of 128 values, value
+ * 32 k + i is in bits 2 k and 2 k + 1 of byte i. */
 void ps_unpack_q2_k(const uint8_t *s, float *out)
 {
     const uint8_t *qs = s + 16;
@@ -101,7 +101,8 @@ void ps_unpack_q2_k(const uint8_t *s, float *out)
     }
 }
 
-/* 32 bytes: the high bits (0 means minus 4), 64 bytes: the low ones as in Q2_K, 12 bytes: 16 scales of 6 bits, d. */
+/* A block has 32 bytes of high bits (0 means minus 4), 64 bytes of low bits as in Q2_K, 12 bytes with 16 scales of 6
+ * bits, d. */
 void ps_unpack_q3_k(const uint8_t *s, float *out)
 {
     const uint8_t *qs = s + 32, *scales = s + 96;
@@ -114,7 +115,8 @@ void ps_unpack_q3_k(const uint8_t *s, float *out)
     }
 }
 
-/* d, dmin, 12 bytes of scales, 128 bytes: of 64 numbers, the first 32 are low halves, the others high halves. */
+/* A block has d, dmin, 12 bytes of scales, 128 bytes of values. Of 64 values, the first 32 are low halves of bytes,
+ * and the others are high halves. */
 void ps_unpack_q4_k(const uint8_t *s, float *out)
 {
     const uint8_t *qs = s + 16;
@@ -128,7 +130,7 @@ void ps_unpack_q4_k(const uint8_t *s, float *out)
     }
 }
 
-/* As Q4_K, with 32 bytes of fifth bits in front of the numbers: bit p of byte k is number k of part p. */
+/* Like Q4_K, with 32 bytes of fifth bits before the values: bit p of byte k belongs to value k of part p. */
 void ps_unpack_q5_k(const uint8_t *s, float *out)
 {
     const uint8_t *qh = s + 16, *qs = s + 48;
@@ -144,8 +146,8 @@ void ps_unpack_q5_k(const uint8_t *s, float *out)
     }
 }
 
-/* 128 bytes of low halves, 64 of high bits, 16 scales of 8 bits, d. Of 128 numbers, low halves are as in Q4_K over 64
- * bytes, and number 32 k + i has bits 2 k and 2 k + 1 of byte i. */
+/* A block has 128 bytes of low halves, 64 of high bits, 16 scales of 8 bits, d. Of 128 values, low halves are as in
+ * Q4_K over 64 bytes, and the high bits of value 32 k + i are bits 2 k and 2 k + 1 of byte i. */
 void ps_unpack_q6_k(const uint8_t *s, float *out)
 {
     const uint8_t *qh = s + 128, *scales = s + 192;
@@ -157,7 +159,8 @@ void ps_unpack_q6_k(const uint8_t *s, float *out)
     }
 }
 
-/* d, u16: high bits of 8 scales, 4 bytes: their low bits, 128 bytes: 8 parts, each as in IQ4_NL. */
+/* A block has d, a u16 with the high bits of 8 scales, 4 bytes with their low bits, 128 bytes with 8 parts like
+ * IQ4_NL. */
 void ps_unpack_iq4_xs(const uint8_t *s, float *out)
 {
     float d = half_at(s);
@@ -179,7 +182,8 @@ const float ps_nf4[16] = { -1.0f, -0.6961928009986877f, -0.5250730514526367f, -0
                            0.07958029955625534f, 0.16093020141124725f, 0.24611230194568634f, 0.33791524171829224f,
                            0.44070982933044434f, 0.5626170039176941f, 0.7229568362236023f, 1.0f };
 
-/* fp32: the absolute maximum, 32 bytes: number 2 k is in the high half of byte k, number 2 k + 1 in its low half. */
+/* A block has the absolute maximum in fp32 and 32 bytes. Value 2 k is in the high half of byte k, value 2 k + 1 in
+ * its low half. */
 void ps_unpack_nf4(const uint8_t *s, float *out)
 {
     float most;

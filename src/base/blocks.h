@@ -6,20 +6,20 @@
 #define PS_BASE_BLOCKS_H
 #include <stdint.h>
 
-enum { PS_BLOCKS_MOST = 256 };                           /* numbers in the largest block */
+enum { PS_BLOCKS_MOST = 256 };                           /* values in the largest block */
 enum { PS_Q4_0 = 2, PS_Q4_1 = 3, PS_Q5_0 = 6, PS_Q5_1 = 7, PS_Q8_0 = 8, PS_Q2_K = 10, PS_Q3_K = 11, PS_Q4_K = 12,
        PS_Q5_K = 13, PS_Q6_K = 14, PS_IQ4_NL = 20, PS_IQ4_XS = 23, PS_MXFP4 = 39, PS_NF4 = 256 };
 
 typedef struct ps_blocks {
     const char *name;
     int number, block, bytes;
-    void (*unpack)(const uint8_t *block, float *out);   /* the numbers of one block */
+    void (*unpack)(const uint8_t *block, float *out);   /* unpacks the values of one block */
 } ps_blocks;
-/* NULL: no type of blocks has this number. */
+/* Returns NULL if no block type has this id. */
 const ps_blocks *ps_blocks_of(int64_t number);
 
-extern const float ps_nf4[16];                          /* the numbers of NF4, for an absolute maximum of 1 */
-/* Scale and minimum of part p of 8 in Q4_K and Q5_K, of 6 bits each, in 12 bytes. */
+extern const float ps_nf4[16];                          /* the values of NF4, for an absolute maximum of 1 */
+/* Reads the scale and minimum of part p of 8 in Q4_K and Q5_K. The 8 pairs of 6-bit values are packed in 12 bytes. */
 static inline void ps_blocks_scale(const uint8_t *s, int p, int *scale, int *min)
 {
     if (p < 4) *scale = s[p] & 63, *min = s[4 + p] & 63;

@@ -13,7 +13,7 @@ static inline int64_t ps_dtype_bytes(int dtype)
 }
 static inline bool ps_dtype_is_float(int dtype) { return dtype <= PS_F64; }
 
-/* A number to pass to Lua. Every NaN becomes the canonical one, since Lua reads other NaN bits as a nil, a string or a
- * pointer. */
+/* Returns a number that can be passed to Lua. Every NaN becomes the canonical NaN, because Lua reads other NaN bits
+ * as a nil, a string or a pointer. */
 static inline double ps_lua_number(double x) { return x == x ? x : (double)NAN; }
 #endif

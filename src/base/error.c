@@ -8,7 +8,7 @@
 #define NO_DETAIL { PS_SUB_NONE, -1, -1, -1, -1, -1, -1, -1 }
 
 static __thread ps_error_kept last = { .detail = NO_DETAIL };
-static __thread const char *running;      /* the op that runs now */
+static __thread const char *running;      /* op that is running */
 
 static const struct { int code; const char *name; } names[] = {
 #define PS_ERROR(name, code, text) { code, #name },

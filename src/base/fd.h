@@ -6,8 +6,8 @@
 #include <fcntl.h>
 #include <unistd.h>
 
-/* Moves a descriptor of open() to a number above 2, so that it is not stdin, stdout or stderr. A script may have closed
- * one of these, and a print would then write into the file. A result of -1 and errno are passed through. */
+/* Moves a descriptor of open() to a number above 2, so that it is not stdin, stdout or stderr. A script may have
+ * closed one of these; a print would then write into the file. Passes a result of -1, and errno, through. */
 static inline int ps_fd_above_stdio(int fd)
 {
     if (fd < 0 || fd > STDERR_FILENO) return fd;

@@ -6,12 +6,12 @@
 #include "base/alloc.h"
 #include "base/error.h"
 
-/* Gives the array room for `wanted` elements, and at least doubles it, so that n appends move O(n) elements. Returns 0,
- * or PS_ENOMEM with the array unchanged. */
+/* Makes room for `wanted` elements in the array. The capacity is at least doubled, so n appends move O(n) elements.
+ * Returns 0, or PS_ENOMEM with the array unchanged. */
 #define ps_grow(array, capacity, wanted) \
     (ps_try_grow(array, capacity, wanted) ? 0 : ps_fail_nomem((size_t)(wanted) * sizeof *(array)))
 
-/* The same for an array that its owner does not need: returns false instead of raising an error. */
+/* Like ps_grow, for an array that its owner can do without: returns false instead of raising an error. */
 #define ps_try_grow(array, capacity, wanted) __extension__({ \
     int64_t ps_wanted_ = (int64_t)(wanted), ps_capacity_ = (int64_t)(capacity); \
     void *ps_array_ = NULL; \
@@ -21,7 +21,7 @@
     if (ps_array_) (array) = ps_array_, (capacity) = (__typeof__(capacity))ps_capacity_; \
     ps_has_ || ps_array_; })
 
-/* For the macros. Reallocates the array to at least `wanted` elements of `size` bytes, and sets *capacity to the new
- * number of elements. Returns NULL if there is no memory, or if `wanted` is more than `most`. */
+/* Used by these macros. Reallocates the array to at least `wanted` elements of `size` bytes, and sets *capacity to
+ * the new number of elements. Returns NULL if there is no memory, or if `wanted` exceeds `most`. */
 void *ps_alloc_grown(void *array, size_t size, int64_t *capacity, int64_t wanted, int64_t most);
 #endif

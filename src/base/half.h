@@ -40,8 +40,8 @@ static inline uint16_t ps_f32_to_f16(float f)
     return (uint16_t)(sign | ((a + 0xc8000fffu + ((a >> 13) & 1)) >> 13));
 }
 
-/* Splits an fp32 value M into a bf16 weight W and lo. W is M rounded to nearest, ties away from zero; lo is the lower
- * 16 bits of M. Then M = ((W - (lo >> 15)) << 16) | lo, also for ties. All NaNs become one NaN. */
+/* Splits an fp32 value M into a bf16 weight W and a remainder lo. W is M rounded to nearest, ties away from zero; lo
+ * is the lower 16 bits of M. Then M = ((W - (lo >> 15)) << 16) | lo, also for ties. All NaNs become one NaN. */
 static inline uint16_t ps_remainder_split(uint32_t m, uint16_t *lo)
 {
     bool nan = (m & 0x7fffffffu) > 0x7f800000u;

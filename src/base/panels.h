@@ -5,10 +5,11 @@
 #define PS_BASE_PANELS_H
 #include <stdint.h>
 
-/* The number of rows of a panel; the last panel may have fewer. V: number of words, at least 1. */
+/* Returns the number of rows of a panel; the last panel can have fewer. V: number of words, at least 1. */
 static inline int64_t ps_panel_rows(int64_t N, int64_t V)
 {
-    enum { NUMEL = 16 << 20, LEAST = 128, MOST = 1024 };       /* elements of logits (bf16: 32 MiB); rows */
+    enum { NUMEL = 16 << 20, LEAST = 128, MOST = 1024 };       /* most elements of a panel's logits (bf16: 32 MiB);
+                                                                * least and most rows */
     int64_t rows = NUMEL / V;
     rows = rows < LEAST ? LEAST : rows > MOST ? MOST : rows;
     if (rows >= N) return N;

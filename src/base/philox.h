@@ -5,7 +5,7 @@
 #define PS_BASE_PHILOX_H
 #include <stdint.h>
 
-#ifdef __CUDACC__                    /* so that kernels draw the same numbers */
+#ifdef __CUDACC__                    /* inlined, so that all kernels draw the same numbers */
 #define PS_PHILOX_INLINE static __host__ __device__ inline
 #else
 #define PS_PHILOX_INLINE static inline
@@ -28,6 +28,6 @@ PS_PHILOX_INLINE ps_philox ps_philox4x32(uint64_t key, uint64_t counter_lo, uint
     return drawn;
 }
 
-/* 24 random bits to a float in [0, 1). */
+/* Converts 24 random bits to a float in [0, 1). */
 PS_PHILOX_INLINE float ps_unit_f32(uint32_t u) { return (float)(u >> 8) * 0x1p-24f; }
 #endif

@@ -23,7 +23,8 @@ double ps_now(void)
     return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 
-/* Read from /proc, because getrusage would also count the program before exec (a shell or another interpreter). */
+/* Reads the peak from /proc, because getrusage would also count the program before exec (a shell or another
+ * interpreter). */
 int64_t ps_rss_peak(void)
 {
     char text[4096];
@@ -44,17 +45,17 @@ static const int signals[] = { SIGINT, SIGTERM, SIGHUP };
 enum { N_SIGNALS = sizeof signals / sizeof *signals };
 static struct sigaction before[N_SIGNALS];
 static bool installed;
-static atomic_int count;                    /* lock-free, so a handler may touch it */
+static atomic_int count;                    /* lock-free, so that a signal handler can change it */
 
 static void on_signal(int sig)
 {
-    /* A terminal that disconnects sends SIGHUP more than once. All of them count as one interrupt, which does not end
-     * the process by itself. */
+    /* A terminal that disconnects sends SIGHUP more than once. All of them count as one interrupt, which does not
+     * end the process by itself. */
     if (sig == SIGHUP && atomic_load(&count) > 0) return;
     if (atomic_fetch_add(&count, 1) == 0) return;
     struct sigaction fallback = { .sa_handler = SIG_DFL };
     sigaction(sig, &fallback, NULL);
-    raise(sig);                             /* the signal is blocked here: it ends the process on return */
+    raise(sig);                             /* the signal is blocked here, so it ends the process on return */
 }
 
 int ps_interrupts_install(void)
@@ -66,7 +67,7 @@ int ps_interrupts_install(void)
     for (int i = 0; i < N_SIGNALS; i++) {
         if (sigaction(signals[i], NULL, &before[i]) < 0)
             return ps_fail(PS_EINVAL, "cannot read the handler of signal %d: %s", signals[i], strerror(errno));
-        /* A shell makes background jobs ignore Ctrl-C, and nohup makes them ignore SIGHUP. Keep that. */
+        /* A shell makes background jobs ignore Ctrl-C, and nohup makes them ignore SIGHUP. Keep these settings. */
         if (before[i].sa_handler != SIG_IGN) sigaction(signals[i], &action, NULL);
     }
     installed = true;

@@ -6,8 +6,8 @@
 #include <stdint.h>
 
 typedef struct ps_rank_call {
-    int32_t group;                         /* its number in the context */
-    int32_t op, dtype, root, place;        /* as in the header of a call (comm/group.h) */
+    int32_t group;                         /* index of the group in the context */
+    int32_t op, dtype, root, place;        /* fields of a call's header (comm/group.h) */
     int32_t unused;                        /* 0: calls are compared byte by byte */
     int64_t nbytes;
 } ps_rank_call;

@@ -14,8 +14,8 @@ atomic_bool ps_record_flag, ps_flops_flag, ps_record_silent;
 int64_t ps_flops_sum;
 int32_t ps_record_run;
 
-/* A thread that began to write before a restart may still be writing, so a ring that is too small is kept, not
- * freed. */
+/* A ring that is too small is kept instead of freed, because a thread that began to write before a restart may still
+ * be writing. */
 typedef struct ring {
     struct ring *smaller;
     int64_t room;                              /* capacity in events */
@@ -23,12 +23,12 @@ typedef struct ring {
 } ring;
 static _Atomic(ring *) current;
 static _Atomic int64_t capacity, taken, started_ns;
-static ps_record_total totals[PS_OP_COUNT];    /* of the script's thread, the one that runs ops */
+static ps_record_total totals[PS_OP_COUNT];    /* totals of the script's thread, which runs ops */
 static bool wanted, paused;                    /* recording was started and not stopped; a script is paused */
-static int counting;                           /* number of users that count FLOPs */
+static int counting;                           /* number of callers that count FLOPs */
 static _Atomic int32_t steps;
-static _Atomic int64_t skew_ns;                /* added by a test */
-/* One per thread, since the threads of one process may be ranks. Set in the thread that runs a step. */
+static _Atomic int64_t skew_ns;                /* error of the clock that a test has set */
+/* Set in the thread that runs a step. There is one per thread, because the threads of one process can be ranks. */
 static _Thread_local bool dry;                 /* a dry run is under way */
 static _Thread_local struct { int64_t began; bool open, planned; } step;
 static _Thread_local struct { int64_t began; ps_action is; } action;
@@ -221,7 +221,7 @@ int32_t ps_record_module(int32_t id)
 int ps_module_enter(int id)
 {
     if (depth < DEEPEST) {
-        modules[depth].id = ps_record_module(id);      /* the module to return to */
+        modules[depth].id = ps_record_module(id);      /* module to return to */
         modules[depth].began = ps_record_begin();
     }
     return depth++;

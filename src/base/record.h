@@ -12,54 +12,54 @@
 #include <stdint.h>
 #include "ps.h"
 
-/* The step, module and action that run now. The script's thread writes them, and all threads read them. */
+/* The step, module and action that are running. The script's thread writes them, and all threads read them. */
 typedef struct ps_record_place {
     _Atomic int32_t step, module;
     _Atomic uint8_t action;                /* PS_ACT_* */
-    _Atomic uint8_t backward;              /* a gradient rule runs */
+    _Atomic uint8_t backward;              /* a gradient rule is running */
 } ps_record_place;
 extern ps_record_place ps_record_at;
 extern atomic_bool ps_record_flag, ps_flops_flag;
-extern atomic_bool ps_record_silent;       /* a dry run is under way, or a script is paused: nothing is counted */
-extern int64_t ps_flops_sum;               /* FLOPs of the script's thread, which runs the ops */
-extern int32_t ps_record_run;              /* number of starts; after a start, code that records only changes records
-                                            * everything once */
+extern atomic_bool ps_record_silent;       /* a dry run is under way, or the script is paused: nothing is counted */
+extern int64_t ps_flops_sum;               /* FLOPs counted by the script's thread, which runs the ops */
+extern int32_t ps_record_run;              /* number of starts of the record; after a start, code that records only
+                                            * changes records everything once */
 
 static inline bool ps_record_on(void)
 {
     return __builtin_expect(atomic_load_explicit(&ps_record_flag, memory_order_relaxed), 0);
 }
-/* Returns the begin of an interval: the time, or 0 while the record is off. An interval that began before the record
- * was switched on is not recorded. */
+/* Begins an interval: returns the time, or 0 while the record is off. An interval that began before the record was
+ * switched on is not recorded. */
 static inline int64_t ps_record_begin(void) { return ps_record_on() ? ps_record_clock() : 0; }
-/* Puts an event into the ring, with the current step, action and module. Does nothing if the event began before the
- * record. end_ns 0: now. Any thread may call it. */
+/* Puts an event into the ring, with the present step, action and module. Does nothing if the event began before the
+ * record. end_ns 0 means now. Any thread may call it. */
 void ps_record_put(ps_record_event e);
-/* For work whose times are known only later. note sets the event's step, action and module to the current ones.
- * put_late puts the event into the ring with the event's own times, even if the record has been stopped since. Only the
- * script's thread calls them. */
+/* For work whose times become known later. note sets the event's step, action and module to the present ones.
+ * put_late puts the event into the ring with its own times, even if the record has been stopped meanwhile. Called by
+ * the script's thread only. */
 void ps_record_note(ps_record_event *e);
 void ps_record_put_late(ps_record_event e);
-/* Ends the interval that began at e.begin_ns, unless that is 0. */
+/* Ends the interval that began at e.begin_ns. Does nothing if e.begin_ns is 0. */
 static inline void ps_record_end(ps_record_event e)
 {
     if (__builtin_expect(e.begin_ns != 0, 0)) ps_record_put(e);
 }
-/* on: the script is paused; nothing is recorded or counted until it resumes. */
+/* Called when the script pauses (on) or resumes. While it is paused, nothing is recorded or counted. */
 void ps_record_pause(bool on);
-/* A step begins. Later events have its number, until it ends. dry: nothing is recorded during the step. */
+/* Begins a step, whose number later events get until it ends. dry: nothing is recorded during the step. */
 void ps_record_step_begin(bool dry, bool planned);
 void ps_record_step_end(void);
-/* An action begins. PS_ACT_NONE as kind: the action has ended. */
+/* Begins an action. The kind PS_ACT_NONE means that the action has ended. */
 void ps_record_action(ps_action action);
-/* Sets the action of later events, without an event for the action itself: an update within a backward. Returns the
+/* Sets the action of later events without recording the action itself, for an update within a backward. Returns the
  * previous action. */
 static inline int ps_record_phase(int kind)
 {
     return atomic_exchange_explicit(&ps_record_at.action, (uint8_t)kind, memory_order_relaxed);
 }
-/* Sets the module of later events, without an event for the module itself: a gradient rule runs for the module of its
- * forward. Returns the previous module. */
+/* Sets the module of later events without recording the module itself, for a gradient rule, which runs for the
+ * module of its forward op. Returns the previous module. */
 int32_t ps_record_module(int32_t id);
 int ps_module_depth(void);
 #endif

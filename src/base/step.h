@@ -13,46 +13,46 @@ struct ps_engine;
 
 /* A virtual stage in the table of a step. */
 typedef struct step_vstage {
-    int32_t last;                 /* place of its last BACKWARD or WEIGHT */
-    int32_t next, put_off, in_flight;   /* used while the table is checked: the next INPUT to look at, the number of
-                                         * INPUTs without a WEIGHT so far, and the number of forwards without a backward
-                                         * so far */
+    int32_t last;                 /* index of its last BACKWARD or WEIGHT */
+    int32_t next, put_off, in_flight;   /* Used while the table is checked: the next INPUT to look at, the number of
+                                         * INPUTs so far without a WEIGHT, and the number of forwards so far without
+                                         * a backward. */
 } step_vstage;
 
 struct ps_step {
-    ps_step_state is;             /* the state that scripts can read */
-    struct ps_mem *dry;           /* during a dry run (in which ops do everything except compute): the memory in which
-                                   * its tensors get addresses; else NULL */
-    int32_t pass;                 /* incremented by each action of the table, to distinguish reads of this action from
-                                   * earlier reads. An action that is performed again keeps its pass */
+    ps_step_state is;             /* state that scripts can read */
+    struct ps_mem *dry;           /* in a dry run (whose ops do everything except compute): memory in which its
+                                   * tensors get addresses; else NULL */
+    int32_t pass;                 /* Incremented by each action of the table, to distinguish this action's reads from
+                                   * earlier reads. A repeated action keeps its pass. */
     ps_action *actions;           /* [n_actions] the table */
     int32_t n_actions, capacity;
-    int32_t cursor;               /* place of the action that is due */
-    int32_t at;                   /* place of the action under way, or of the last one; -1: none yet */
+    int32_t cursor;               /* index of the action that is due */
+    int32_t at;                   /* index of the action under way or of the last action, -1 if there was none yet */
     step_vstage *stages;           /* [n_vstages] */
     int32_t n_vstages, stages_capacity;
-    int32_t *first_walk;          /* [n_actions] entry i: the place of the first BACKWARD or INPUT of micro-batch i, or
-                                   * -1 */
+    int32_t *first_walk;          /* [n_actions] entry i is the index of the first BACKWARD or INPUT of micro-batch
+                                   * i, or -1 */
     int32_t first_walk_capacity;
-    int32_t collected;            /* number of micro-batches that were done at Lua's last collection
+    int32_t collected;            /* number of micro-batches that were finished at Lua's last collection
                                    * (ps_step_collects) */
     bool measures;                /* the table has an action for the norm */
-    bool ahead;                   /* several micro-batches of a virtual stage are in flight, or weight gradients are put
-                                   * off. Gradients of tables are then not kept from forward to backward */
+    bool ahead;                   /* Several micro-batches of a virtual stage are in flight, or weight gradients are
+                                   * deferred. Gradients of embeddings are then not kept from forward to backward. */
     bool noted;                   /* the uses of the step are recorded as a trace */
-    bool suspended;               /* the script is paused: ops that run now are not part of the step */
-    ps_action_how how;            /* how the action under way, or the last action, is performed */
+    bool suspended;               /* the script is paused, so ops that run now are not part of the step */
+    ps_action_how how;            /* settings of the action under way, or of the last action */
     uint32_t first_op;            /* number of the next dropout when the step began */
-    uint32_t forward_op;          /* number of the next dropout when the forward under way began. An abandoned forward
-                                   * uses up no numbers: they are reset to this one */
+    uint32_t forward_op;          /* Number of the next dropout when the forward under way began. An abandoned
+                                   * forward uses up no numbers: the counter is reset to this value. */
     uint64_t forward_offset;      /* the same for other random tensors */
     int32_t refs;
     struct ps_ctx *ctx;
-    struct ps_engine *engine;     /* the engine of this step, or NULL: plain memory */
+    struct ps_engine *engine;     /* engine of this step, or NULL for plain memory */
 };
 
-/* True if the action under way is the last backward of its virtual stage, or the reduction after it: gradients are
- * final. */
+/* Returns true if the action under way is the last backward of its virtual stage, or the reduction after it, so that
+ * gradients are final. */
 static inline bool ps_step_is_last(const ps_step *s)
 {
     int kind = s->is.now.kind;
@@ -60,7 +60,7 @@ static inline bool ps_step_is_last(const ps_step *s)
            s->at >= s->stages[s->is.now.vstage].last;
 }
 
-/* True if a later action of the step adds to gradients or reduces them. */
+/* Returns true if a later action of the step adds to gradients or reduces them. */
 static inline bool ps_step_adds_later(const ps_step *s)
 {
     for (int32_t i = s->at + 1; i < s->n_actions; i++) {
@@ -70,12 +70,12 @@ static inline bool ps_step_adds_later(const ps_step *s)
     return false;
 }
 
-/* Some ops could compute gradients of tables together with their outputs, long before the gradients are needed. True:
- * they leave this computation to backward. */
+/* Returns true if some ops must leave the gradients of embeddings to backward. Otherwise they can compute them
+ * together with their outputs, long before the gradients are needed. */
 static inline bool ps_step_runs_ahead(const ps_step *s)
 {
     return s->ahead && (s->is.now.kind == PS_ACT_FORWARD || s->is.now.kind == PS_ACT_INPUT);
 }
 
-extern const ps_step ps_step_idle;        /* the step of a context without an engine */
+extern const ps_step ps_step_idle;        /* step of a context without an engine */
 #endif

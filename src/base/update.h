@@ -9,9 +9,9 @@
 
 enum { PS_STATE_BLOCK = 256 };        /* elements that share a scale */
 
-/* The 256 values of an 8-bit code, ascending: the dynamic map of bitsandbytes and torchao. Decade i of seven, from the
- * smallest on, has the means of 2^i equal parts of [0.1, 1] (2^(i + 1) without signs), times 10^(i - 6); with signs
- * also their negatives. 0 and 1 come in addition. */
+/* Computes the 256 values of an 8-bit code in ascending order: the dynamic map of bitsandbytes and torchao. There
+ * are seven decades. Decade i, from the smallest on, has the means of 2^i equal intervals of [0.1, 1] (2^(i + 1)
+ * without signs), times 10^(i - 6). With signs, it also has their negatives. 0 and 1 are added. */
 static inline void ps_state_map(float *map, bool with_sign)
 {
     static const float power[7] = { 1e-6f, 1e-5f, 1e-4f, 1e-3f, 1e-2f, 1e-1f, 1.0f };
@@ -31,10 +31,10 @@ static inline void ps_state_map(float *map, bool with_sign)
     }
 }
 
-/* The number midway between the values of `code` and `code` + 1. From this number on, `code` + 1 is used. */
+/* Returns the midpoint between the values of `code` and `code` + 1. From this number on, `code` + 1 is used. */
 static inline float ps_state_midpoint(const float *map, int code) { return (map[code] + map[code + 1]) * 0.5f; }
 
-/* The factor of Muon's step for a matrix of this shape. adjust: the attribute of muon_. */
+/* Returns the factor of Muon's step for a matrix of this shape. adjust: the attribute of muon_. */
 static inline double ps_muon_ratio(int adjust, int64_t rows, int64_t cols)
 {
     double ratio = (double)rows / (double)cols, most = (double)(rows > cols ? rows : cols);
@@ -42,8 +42,8 @@ static inline double ps_muon_ratio(int adjust, int64_t rows, int64_t cols)
     return sqrt(adjust == 0 && ratio < 1 ? 1 : ratio);
 }
 
-/* Adafactor's step size. rms: of the parameter. hugging_face: the rule of transformers, which has the three switches
- * and uses lr only without relative_step; else PyTorch's rule. */
+/* Returns Adafactor's step size. rms: of the parameter. hugging_face: use the rule of transformers, which has the
+ * three switches and uses lr only without relative_step; otherwise PyTorch's rule. */
 static inline double ps_adafactor_rate(int64_t step, double lr, double eps2, double rms, bool hugging_face,
                                        bool scale_parameter, bool relative_step, bool warmup_init)
 {

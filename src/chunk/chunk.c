@@ -28,7 +28,7 @@ int ps_kind_state(const char *name)
         return ps_fail(PS_EINVAL, "state '%s' would be kind %d of chunks, but there may only be %d", name, n,
                        PS_KIND_COUNT);
     snprintf(kind_names[n], KIND_NAME, "%s", name);
-    n_kinds = n + 1;                             /* after the name: other threads read it */
+    n_kinds = n + 1;                             /* set after the name, because other threads read the name */
     return n;
 }
 
@@ -49,9 +49,9 @@ int ps_chunk_text(const ps_chunks *cs, const chunk *c, char *buf, size_t size)
 }
 
 /* -- states -------------------------------------------------------------------------------------------------------- */
-/* The legal changes of state: the row is the old state, and each bit a possible new state. FREE: the tensor has no
- * contents. COMPUTE: the tensor is pinned. HOLD: the tensor waits for its next use. AFTER_FWD and AFTER_BWD: the same,
- * and its last use was in a forward or a backward. */
+/* The legal changes of state. The row is the old state, and each bit a possible new state. FREE: the tensor has no
+ * contents. COMPUTE: the tensor is pinned. HOLD: the tensor waits for its next use. AFTER_FWD and AFTER_BWD: like
+ * HOLD, after a use in a forward or a backward. */
 static const uint8_t legal[PS_TS_COUNT] = {
     [PS_TS_FREE] = 1 << PS_TS_COMPUTE | 1 << PS_TS_HOLD,
     [PS_TS_COMPUTE] = 1 << PS_TS_HOLD | 1 << PS_TS_HOLD_AFTER_FWD | 1 << PS_TS_HOLD_AFTER_BWD | 1 << PS_TS_FREE,
@@ -83,7 +83,7 @@ void ps_chunks_pass(ps_chunks *cs)
 {
     int kind = cs->step->is.now.kind;
     if (kind != PS_ACT_FORWARD && kind != PS_ACT_NONE) return;
-    for (int32_t i = 0; i < cs->n_chunks; i++) {         /* a new forward begins: uses in the last one no longer
+    for (int32_t i = 0; i < cs->n_chunks; i++) {         /* a new forward begins, so uses in the last one no longer
                                                           * count */
         chunk *c = &cs->chunks[i];
         for (int32_t k = 0; k < c->n_members; k++)
@@ -120,15 +120,16 @@ static int stress(ps_chunks *cs, chunk *c, int t)
     return bring(cs, c, t);
 }
 
-/* Every pin calls this function. Afterwards c lies on tier t at *out until its unpin. contents: the caller also needs
- * the contents. */
+/* Called by every pin. Afterwards c is on tier t at *out until its unpin. contents: the caller also needs the
+ * contents. */
 static int chunk_pin(ps_chunks *cs, chunk *c, int t, unsigned access, bool contents, char **out)
 {
     if (t < 0) return ps_fail(PS_EINVAL, "a parameter in chunks was requested on a device that is not a tier of its "
                                          "engine");
     note_use(cs, c, t, access & PS_WRITE);
     if (cs->step->dry) {
-        *out = (char *)((uintptr_t)1 << 60);                 /* nothing reads there; only offsets from it matter */
+        *out = (char *)((uintptr_t)1 << 60);                 /* nothing reads this address; only offsets from it
+                                                              * matter */
         return 0;
     }
     PS_TRY(advance(cs));
@@ -170,8 +171,8 @@ static int chunks_pin(ps_keeper *keeper, ps_storage *s, int device, unsigned acc
     *out = base + m->offset;
     if (cs->step->dry) return 0;
     s->pins++;
-    if (cs->step->suspended && m->state != PS_TS_FREE) return 0;     /* the states of tensors describe the step */
-    set_state(c, m, PS_TS_COMPUTE);                          /* every state may change to this one */
+    if (cs->step->suspended && m->state != PS_TS_FREE) return 0;     /* the states of tensors are those of the step */
+    set_state(c, m, PS_TS_COMPUTE);                          /* every state may change to COMPUTE */
     return 0;
 }
 
@@ -240,8 +241,8 @@ void ps_chunks_tick(ps_chunks *cs)
 }
 
 /* -- what is not in chunks ---------------------------------------------------------------------------------------- */
-/* Bounds the arena of tier t by the part of the budget that chunks do not use. The bound is at least 1 byte, since 0
- * would mean no bound. */
+/* Limits the arena of tier t to the bytes of the budget that chunks do not use, but at least 1, because 0 would mean
+ * no limit. */
 static void limit_arena(ps_chunks *cs, int t)
 {
     tier *at = &cs->tiers[t];
@@ -250,8 +251,8 @@ static void limit_arena(ps_chunks *cs, int t)
     cs->plain->table->set_hold_limit(cs->plain, at->device, left > 1 ? left : 1);
 }
 
-/* Calls `once`, which asks the plain manager for memory. If there is no room, calls it again after unused memory was
- * returned to the system, and once more after chunks were moved down. */
+/* Calls `once`, which allocates from the plain manager. If there is no room, calls it again after returning unused
+ * memory to the system, and once more after moving chunks down. */
 static int with_room(ps_chunks *cs, int device, int64_t nbytes, int (*once)(ps_chunks *, void *), void *arg)
 {
     int t = tier_of(cs, device);
@@ -266,7 +267,8 @@ static int with_room(ps_chunks *cs, int device, int64_t nbytes, int (*once)(ps_c
     if (rc != PS_ENOMEM) goto done;
     rc = transfers_poll(cs, false, NULL);
     int64_t planned = cs->tiers[t].planned_other;
-    cs->tiers[t].planned_other = 0;                       /* the plan left that memory free for requests like this */
+    cs->tiers[t].planned_other = 0;                       /* the plan reserved this memory for allocations like this
+                                                           * one */
     if (rc == 0) rc = make_room(cs, t, nbytes + 4096, NULL);
     cs->tiers[t].planned_other = planned;
     if (rc < 0) goto done;
@@ -347,7 +349,7 @@ int ps_chunk_new(ps_chunks *cs, int kind, int group, int index, int dtype, int64
                        (long long)nbytes, PS_DISK_ALIGN);
     int32_t at = cs->first_dead;
     while (at < cs->n_chunks && !cs->chunks[at].dead) at++;
-    int32_t back = cs->capacity, held = cs->capacity;    /* all three have room for `capacity` chunks */
+    int32_t back = cs->capacity, held = cs->capacity;    /* all three arrays have room for `capacity` chunks */
     PS_TRY(ps_grow(cs->back, back, at + 1));
     PS_TRY(ps_grow(cs->held, held, at + 1));
     PS_TRY(ps_grow(cs->chunks, cs->capacity, at + 1));
@@ -361,7 +363,7 @@ int ps_chunk_new(ps_chunks *cs, int kind, int group, int index, int dtype, int64
 
 static void chunk_bury(ps_chunks *cs, chunk *c)
 {
-    while (c->transfer) transfers_poll(cs, true, c);      /* ignores errors: each call completes a copy */
+    while (c->transfer) transfers_poll(cs, true, c);      /* errors are ignored: each call completes a copy */
     for (int t = 0; t < cs->n_tiers; t++) if (c->slot[t]) slot_drop(cs, c, t);
     if (c->extent >= 0) ps_disk_extent_free(cs->disk, c->extent, c->nbytes);
     source_drop(c);
@@ -376,7 +378,7 @@ static void chunk_bury(ps_chunks *cs, chunk *c)
     step_off(cs);
 }
 
-/* The number of c's members before `offset`. */
+/* Returns the number of c's members before `offset`. */
 static int32_t members_before(const chunk *c, int64_t offset)
 {
     int32_t low = 0, high = c->n_members;
@@ -388,7 +390,7 @@ static int32_t members_before(const chunk *c, int64_t offset)
     return low;
 }
 
-/* The member's chunk has room for one more pointer (check_place ensured it). */
+/* Adds the member to its chunk, which has room for one more pointer (check_place has ensured it). */
 static void member_link(chunk *c, member *m)
 {
     int32_t at = members_before(c, m->offset);
@@ -468,15 +470,16 @@ void ps_chunk_storage_undo(ps_chunks *cs, ps_storage *s)
     ps_free(s);
 }
 
-/* Copies s's bytes into its new place; both chunks are pinned meanwhile. */
+/* Copies the bytes of s to its new position, with both chunks pinned. */
 static int copy_into(ps_chunks *cs, ps_storage *s, ps_storage *to)
 {
     int host = cs->tiers[tier_of(cs, cs->config.host)].device;
     bool from_chunk = ps_storage_is_of(s, &cs->base);
     void *src, *dst;
-    if (from_chunk && chunk_at(cs, ((member *)s->block)->chunk)->valid == 0) return 0;   /* the storage had no contents
-                                                                                          * (zeros), and its new place
-                                                                                          * has none either */
+    if (from_chunk && chunk_at(cs, ((member *)s->block)->chunk)->valid == 0) return 0;   /* the storage had no
+                                                                                          * contents (zeros), so its
+                                                                                          * new position has none
+                                                                                          * either */
     int from_device = from_chunk ? host : s->device;
     PS_TRY(chunks_pin(&cs->base.keeper, to, host, PS_WRITE, &dst));
     int rc = ps_storage_pin(s, from_device, PS_READ, &src);
@@ -602,7 +605,8 @@ void ps_chunks_close(ps_chunks *cs)
     if (!cs) return;
     cs->closing = true;
     step_off(cs);
-    while (cs->transfers) transfers_poll(cs, true, NULL);        /* ignores errors, since everything is freed now */
+    while (cs->transfers) transfers_poll(cs, true, NULL);        /* errors are ignored, because everything is freed
+                                                                  * now */
     for (int32_t i = 0; i < cs->n_chunks; i++) {
         chunk *c = &cs->chunks[i];
         while (c->n_members > 0) {
@@ -687,7 +691,7 @@ int ps_chunks_new(const ps_step *step, int n_devices, ps_backend *const *devices
         }
         add_tier(cs, "disk", NULL, -1, c->budget[2]);
     }
-    for (int t = 0; t < cs->n_tiers; t++)                 /* budgets count only those bytes of other tensors that are in
+    for (int t = 0; t < cs->n_tiers; t++)                 /* budgets count only bytes of other tensors that are in
                                                            * use */
         if (!is_disk(cs, t) && cs->tiers[t].budget) plain->table->trim(plain, cs->tiers[t].device, true);
     *out = cs;

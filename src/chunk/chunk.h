@@ -17,41 +17,41 @@
 
 typedef struct ps_chunks ps_chunks;
 
-/* States of a tensor in a chunk. The state of a chunk is the first in the list COMPUTE, HOLD, HOLD_AFTER_FWD,
- * HOLD_AFTER_BWD, FREE that one of its tensors has. */
+/* States of a tensor in a chunk. A chunk's state is the first of COMPUTE, HOLD, HOLD_AFTER_FWD, HOLD_AFTER_BWD, FREE
+ * that one of its tensors has. */
 enum { PS_TS_FREE, PS_TS_COMPUTE, PS_TS_HOLD, PS_TS_HOLD_AFTER_FWD, PS_TS_HOLD_AFTER_BWD, PS_TS_COUNT };
 
 typedef struct ps_trace {
     ps_use *uses;
     int32_t n_uses, capacity, n_moments;
     int64_t other_peak[PS_TIERS];             /* peak bytes of other tensors on each tier */
-    int64_t *spare;                           /* [n_moments][PS_TIERS] bytes by which other tensors stay below
-                                               * other_peak, from a moment's op to the op of the next moment. The last
-                                               * moment lasts until the first moment of the next step. NULL: not
-                                               * known */
-    int32_t spare_capacity;                   /* capacity of `spare`, in numbers */
+    int64_t *spare;                           /* [n_moments][PS_TIERS] bytes by which other tensors are below
+                                               * other_peak, from a moment's op until the next moment's op. The last
+                                               * moment lasts until the first moment of the next step. NULL if
+                                               * unknown. */
+    int32_t spare_capacity;                   /* number of elements that `spare` has room for */
     int64_t other_base[PS_TIERS];             /* bytes of other tensors when the trace began */
 } ps_trace;
 
-/* `step`: the step under way, which each call reads. During a dry run pins only record uses. */
+/* Makes a context's chunks. Each call reads `step`, the step under way. In a dry run pins only record uses. */
 int ps_chunks_new(const ps_step *step, int n_devices, ps_backend *const *devices, ps_mem *plain,
                   const ps_chunk_config *config, const char *disk_folder, ps_chunks **out);
 ps_mem *ps_chunks_mem(ps_chunks *cs);
-void ps_chunks_tick(ps_chunks *cs);           /* an op begins: the next pin of a chunk begins a new moment */
-/* Ends every copy under way and frees all memory. Storages in chunks lose their bytes. */
+void ps_chunks_tick(ps_chunks *cs);           /* An op begins: the next pin of a chunk begins a new moment. */
+/* Ends all copies under way and frees all memory. Storages in chunks lose their bytes. */
 void ps_chunks_close(ps_chunks *cs);
-void ps_chunks_trim(ps_chunks *cs);           /* frees memory that is kept for reuse by other chunks */
+void ps_chunks_trim(ps_chunks *cs);           /* Frees memory that is kept for reuse by other chunks. */
 
-/* Makes a chunk of `nbytes` (a multiple of 4096) without contents, which reads as zeros. Its memory is allocated by the
- * first pin. */
+/* Makes a chunk of `nbytes` (a multiple of 4096) without contents, which reads as zeros. Its first pin allocates its
+ * memory. */
 int ps_chunk_new(ps_chunks *cs, int kind, int group, int index, int dtype, int64_t nbytes, int32_t *id);
 /* Makes a storage of `nbytes` at `offset` (a multiple of 256) in a chunk. Copies the name, which may be NULL. */
 int ps_chunk_storage_new(ps_chunks *cs, int32_t chunk, int64_t offset, int64_t nbytes, const char *name,
                          ps_storage **out);
-/* Undoes ps_chunk_storage_new before the storage was used; the chunk stays. */
+/* Undoes ps_chunk_storage_new, before the storage has been used. The chunk stays. */
 void ps_chunk_storage_undo(ps_chunks *cs, ps_storage *s);
-/* Moves a storage, with its bytes, into a chunk: from the plain manager, or from another chunk. stays: borrowed bytes
- * are not copied if there is a disk tier. The chunk is then read from the lender, until it is first written to. */
+/* Moves a storage with its bytes into a chunk, from plain memory or from another chunk. stays: if there is a disk
+ * tier, borrowed bytes are not copied; the chunk is read from the lender until it is first written to. */
 int ps_chunk_adopt(ps_chunks *cs, ps_storage *s, int32_t chunk, int64_t offset, const char *name, bool stays);
 int ps_chunk_count(const ps_chunks *cs);
 void ps_chunk_get(const ps_chunks *cs, int32_t chunk, ps_chunk_info *out);
@@ -59,35 +59,37 @@ const char *ps_chunk_tensor_name(const ps_chunks *cs, int32_t chunk, int i);   /
 int ps_tier_count(const ps_chunks *cs);
 void ps_tier_get(ps_chunks *cs, int tier, ps_tier_info *out);
 int32_t ps_storage_chunk(const ps_chunks *cs, const ps_storage *s);            /* the storage's chunk, or -1 */
-/* Transfers the place of s in its chunk to `to`, which is overwritten; s then has no bytes. */
+/* Gives the position of s in its chunk to `to`, whose previous value is overwritten. s then has no bytes. */
 void ps_chunk_storage_hand_on(ps_storage *s, ps_storage *to);
-/* Pins a whole chunk for work that runs concurrently with ops: the chunk is in use at every moment until the unpin.
- * PS_WRITE without PS_READ: the caller will write all of the chunk, so its contents are not fetched. */
+/* Pins a whole chunk for work that runs concurrently with ops. The chunk is in use at every moment until the unpin.
+ * PS_WRITE without PS_READ means that the caller writes the whole chunk, so its contents are not fetched. */
 int ps_chunk_pin(ps_chunks *cs, int32_t chunk, int device, unsigned access, void **out);
 void ps_chunk_unpin(ps_chunks *cs, int32_t chunk, int device);
-/* Discards the chunk's contents, which nobody will read. Its memory is freed, it does not move any more, and its next
- * pin finds undefined contents. Does nothing if the chunk is pinned, or if there is only one tier. */
+/* Discards the chunk's contents, which nobody will read again. Frees its memory; the chunk no longer moves, and its
+ * next pin finds undefined contents. Does nothing if the chunk is pinned, or if there is only one tier. */
 int ps_chunk_end(ps_chunks *cs, int32_t chunk);
 
 /* -- steps -------------------------------------------------------------------------------------------------------- */
-void ps_chunks_pass(ps_chunks *cs);       /* a new pass began */
+void ps_chunks_pass(ps_chunks *cs);       /* tells the chunks that a new pass has begun */
 /* Begins to record uses, from moment 0. The trace that ps_chunks_trace_end returns is lent until the next call. */
 void ps_chunks_trace_begin(ps_chunks *cs);
 const ps_trace *ps_chunks_trace_end(ps_chunks *cs);
-/* Plans a step whose uses are expected to be those of `trace` (lent until ps_chunks_step_end). The plan starts from the
- * present places of the chunks, and pins perform it. It leaves `trace->other_peak` bytes free on each tier. If an op's
- * chunks do not fit in addition to that peak, it leaves less free at that moment, by as much as other tensors are below
- * their peak. PS_ENOMEM: a moment of the trace does not fit; the message names the tensor, chunk and tier. */
+/* Plans a step whose uses are expected to equal those of `trace` (lent until ps_chunks_step_end). The plan starts
+ * from the chunks' present positions, and pins perform it. It leaves `trace->other_peak` bytes free on each tier. If
+ * an op's chunks do not fit beside this reserve, the plan reduces the reserve at that moment by the bytes that other
+ * tensors are below their peak. PS_ENOMEM: a moment of the trace does not fit; the message has the tensor, chunk and
+ * tier. */
 int ps_chunks_step_begin(ps_chunks *cs, const ps_trace *trace);
 void ps_chunks_step_end(ps_chunks *cs);
-/* Makes the plan of a step like `trace` that repeats. The plan is not performed. */
+/* Makes the plan of a step that repeats `trace`, without performing it. */
 int ps_chunks_predict(ps_chunks *cs, const ps_trace *trace, ps_step_forecast *out);
 void ps_chunks_stats(const ps_chunks *cs, ps_engine_stats *out);
 ps_disk *ps_chunks_disk(ps_chunks *cs);       /* or NULL */
-/* The script is paused: pins are not part of the step, and tiers have a reserve beyond their budgets (schedule.c). */
+/* Called when the script pauses. Until it resumes, pins are not part of the step, and tiers have a reserve beyond
+ * their budgets (schedule.c). */
 void ps_chunks_suspend(ps_chunks *cs);
-/* The script resumes: afterwards chunks and other tensors are within the budgets again. PS_ENOMEM: there is no room on
- * lower tiers. Also returns the errors of copies. */
+/* Called when the script resumes. Afterwards chunks and other tensors are within the budgets again. PS_ENOMEM: lower
+ * tiers have no room. Also returns errors of copies. */
 int ps_chunks_resume(ps_chunks *cs);
 /* Waits for all copies under way. */
 int ps_chunks_settle(ps_chunks *cs);

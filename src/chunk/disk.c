@@ -40,19 +40,19 @@
 #include <unistd.h>
 
 enum { PIECE = 4 << 20, DEPTH = 32, MOST_THREADS = 64, FALLBACK_THREADS = 4 };
-/* An attempt that moves no bytes is repeated at most MOST_TRIES times. The first QUICK_TRIES attempts follow each other
- * immediately, the others after one millisecond each. */
+/* An attempt that transfers no bytes is repeated at most MOST_TRIES times. The first QUICK_TRIES attempts follow
+ * each other immediately; each later one waits a millisecond first. */
 enum { MOST_TRIES = 1000, QUICK_TRIES = 8 };
 enum { READ, WRITE };
 
-/* The first failure of a job: `err` is the errno of a piece (0: the file ended early, or a write wrote nothing), or
- * that of the ring. */
+/* The first failure of a job. `err` is the errno of a piece or of the ring; 0 means that the file ended early, or
+ * that a write wrote nothing. */
 typedef struct cause {
     int err;
     bool ring;
-    bool differs;               /* bytes that were read have another checksum than when they were written */
+    bool differs;               /* the checksum of bytes that were read differs from the one when they were written */
     int way;                    /* READ or WRITE */
-    int64_t offset, nbytes;     /* offset of the piece in the file; bytes of the piece */
+    int64_t offset, nbytes;     /* offset of the piece in the file, and its bytes */
 } cause;
 
 struct ps_disk_job {
@@ -61,30 +61,30 @@ struct ps_disk_job {
     int64_t began_ns;           /* begin of its event in the record, or 0 */
     uint8_t *mem;
     /* (lock) */
-    int64_t cut, moved;         /* bytes that were cut into pieces; bytes that were transferred */
-    int pieces;                 /* number of pieces that threads work on */
-    bool done, failed, inherited;   /* inherited: the job never began, since an earlier job failed; `cause` is that
+    int64_t cut, moved;         /* bytes that have been divided into pieces, and bytes that were transferred */
+    int pieces;                 /* number of pieces that threads are transferring */
+    bool done, failed, inherited;   /* inherited: the job never began because an earlier job failed; `cause` is that
                                      * job's */
     cause cause;
-    ps_disk_job *dependents, *sibling;      /* jobs that wait for this one; the next job that waits for the same job as
+    ps_disk_job *dependents, *sibling;      /* jobs that wait for this one; next job that waits for the same job as
                                              * this one */
-    ps_disk_job *next;                      /* the job is in a line of jobs that may begin */
-    ps_disk_job *newer, *older;             /* the list of jobs that nobody has waited for yet */
+    ps_disk_job *next;                      /* next in a queue of jobs that may begin */
+    ps_disk_job *newer, *older;             /* neighbours in the list of jobs that nobody has waited for yet */
 };
 
 typedef struct piece {
-    ps_disk_job *job;           /* NULL: no piece */
+    ps_disk_job *job;           /* NULL if there is no piece */
     uint8_t *mem;
-    int64_t offset, left;       /* the part of the piece that has not been moved yet */
+    int64_t offset, left;       /* offset and bytes of the piece's untransferred remainder */
     int64_t len;                /* bytes of this attempt */
-    int64_t begin, nbytes;      /* all bytes of the piece, in the file */
-    int64_t forced;             /* a result that a test requested in place of a transfer, or 0 */
+    int64_t begin, nbytes;      /* offset in the file and bytes of the whole piece */
+    int64_t forced;             /* result that a test requested instead of a transfer, or 0 */
     double began;
     int tries;                  /* number of attempts since the last progress */
     struct iovec iov;
 } piece;
 
-/* The checksum of a piece that was written, at the place of its first block. */
+/* The checksum of a piece that was written, stored at the index of the piece's first block. */
 typedef struct piece_sum { uint64_t sum; int64_t nbytes; } piece_sum;
 typedef struct extent { int64_t offset, nbytes; } extent;
 typedef struct line { ps_disk_job *first, *last; } line;
@@ -94,12 +94,12 @@ struct ps_disk {
     char *folder;
     int64_t capacity;
     bool direct, uring;
-    piece_sum *sums;            /* [capacity / PS_DISK_ALIGN], or NULL. A piece belongs to one thread, and the read of a
-                                 * chunk waits for its write, so the entries need no lock. Pages without a piece take no
-                                 * memory. */
-    /* Only the caller's thread uses these. Free space is sorted by offset, and no two pieces of it touch. Between n
-     * extents lie at most n + 1 free pieces. So the array grows when an extent is allocated, and freeing an extent
-     * needs no memory. */
+    piece_sum *sums;            /* [capacity / PS_DISK_ALIGN] or NULL. A piece belongs to one thread, and the read of
+                                 * a chunk waits for its write, so the entries need no lock. Pages of the array
+                                 * without a checksum use no memory. */
+    /* Used only by the caller's thread. Free extents are sorted by offset, and no two of them touch. Between n
+     * extents there are at most n + 1 free ones. So the array grows when an extent is allocated, and freeing an
+     * extent needs no memory. */
     extent *free_space;
     int n_free, n_given, room;
     int64_t used;
@@ -109,12 +109,12 @@ struct ps_disk {
     bool has_lock;
     pthread_t threads[MOST_THREADS];
     int n_threads;
-    struct io_uring ring;       /* only the ring's thread uses it */
+    struct io_uring ring;       /* used only by the ring's thread */
     /* (lock) */
     bool stop;
-    cause dead;                 /* dead.ring: the ring's thread gave up */
-    line lines[2];              /* lines of jobs, by READ and WRITE */
-    int turn;                   /* READ or WRITE: the line from which the next piece is taken first */
+    cause dead;                 /* dead.ring: the ring's thread has given up */
+    line lines[2];              /* queues of jobs, by READ and WRITE */
+    int turn;                   /* READ or WRITE: the queue from which the next piece is taken first */
     ps_disk_job *jobs;          /* newest first */
     int under_way;              /* number of jobs that have not ended */
     int64_t bytes[2];
@@ -122,7 +122,7 @@ struct ps_disk {
 };
 
 /* -- faults that tests ask for ----------------------------------------------------------------------------------- */
-/* Works as in base/alloc.c: `until_failure` counts attempts down, and they fail while it is between 0 and -failures +
+/* As in base/alloc.c: `until_failure` counts attempts down, and attempts fail while it is between 0 and -failures +
  * 1. */
 static atomic_llong until_failure = -1, failures, slow_ns;
 static atomic_int failure_code;
@@ -163,7 +163,7 @@ static void enqueue(ps_disk *d, ps_disk_job *job)
     pthread_cond_broadcast(&d->work);
 }
 
-/* (lock) The job has ended. Jobs that waited for it may begin. If it failed, they also fail and end. */
+/* (lock) Ends a job. Jobs that waited for it may begin. If it failed, they also fail and end. */
 static void end_job(ps_disk *d, ps_disk_job *job)
 {
     job->next = NULL;
@@ -190,7 +190,7 @@ static void end_job(ps_disk *d, ps_disk_job *job)
     pthread_cond_broadcast(&d->ended);
 }
 
-/* (lock) Returns the next piece of the next job. False: there is none, or the disk is being closed. */
+/* (lock) Returns the next piece of the next job, or false if there is none or the disk is being closed. */
 static bool take_piece(ps_disk *d, piece *p)
 {
     line *l = &d->lines[d->turn];
@@ -216,7 +216,7 @@ static void note_sum(ps_disk *d, const piece *p)
     d->sums[p->begin / PS_DISK_ALIGN] = (piece_sum){ ps_xxh3(memory_of(p), p->nbytes), p->nbytes };
 }
 
-/* False: the bytes that were read are not those that were written there in one piece. */
+/* Returns false if the bytes that were read differ from those that were written there as one piece. */
 static bool sum_fits(const ps_disk *d, const piece *p)
 {
     if (!d->sums || p->job->way != READ) return true;
@@ -224,7 +224,7 @@ static bool sum_fits(const ps_disk *d, const piece *p)
     return s->nbytes != p->nbytes || s->sum == ps_xxh3(memory_of(p), p->nbytes);
 }
 
-/* Called before each attempt to move the rest of a piece. */
+/* Called before each attempt to transfer the remainder of a piece. */
 static void begin(ps_disk *d, piece *p)
 {
     if (p->left == p->nbytes && !p->tries) note_sum(d, p);
@@ -238,19 +238,19 @@ static void begin(ps_disk *d, piece *p)
     else if (!p->len) p->forced = PS_DISK_ALIGN / 2;
 }
 
-/* (lock) No further pieces of the job are taken; it ends when its present pieces are done. */
+/* (lock) Makes a job fail. None of its further pieces are started; it ends when its present pieces have ended. */
 static void fail_job(ps_disk *d, ps_disk_job *job, cause why)
 {
     line *l = &d->lines[job->way];
     if (job->failed) return;
     job->failed = true;
     job->cause = why;
-    if (l->first == job) l->first = job->next;      /* a job with a piece at a thread is the first job of its line, or
-                                                     * in no line */
+    if (l->first == job) l->first = job->next;      /* a job that has a piece on a thread is the first in its queue,
+                                                     * or in no queue */
 }
 
-/* Accounts for an attempt that ended with `res`: bytes, or a negative errno. True: the rest of the piece must be tried
- * again. Only whole blocks count, since a direct transfer cannot continue in the middle of a block. */
+/* Accounts for an attempt that ended with `res`: bytes, or a negative errno. Returns true if the piece's remainder
+ * must be tried again. Only whole blocks count, because a direct transfer cannot continue in the middle of a block. */
 static bool end_piece(ps_disk *d, piece *p, int64_t res)
 {
     ps_disk_job *job = p->job;
@@ -277,7 +277,7 @@ static bool end_piece(ps_disk *d, piece *p, int64_t res)
     return again;
 }
 
-/* The thread cannot continue, so it ends every job. */
+/* Ends every job, because the thread cannot continue. */
 static void give_up(ps_disk *d, int err)
 {
     pthread_mutex_lock(&d->lock);
@@ -287,7 +287,7 @@ static void give_up(ps_disk *d, int err)
         if (job->done) continue;
         job->failed = true;
         job->cause = d->dead;
-        job->dependents = NULL;         /* the list d->jobs also has them */
+        job->dependents = NULL;         /* the list d->jobs also has these jobs */
         end_job(d, job);
     }
     pthread_mutex_unlock(&d->lock);
@@ -319,7 +319,8 @@ static void *plain_thread(void *arg)
     }
 }
 
-/* The ring has twice as many entries as there are pieces. Each piece has one request at most, so an entry is free. */
+/* Submits a piece. The ring has twice as many entries as there are pieces, and each piece has at most one request,
+ * so an entry is free. */
 static void send_piece(ps_disk *d, piece *p)
 {
     struct io_uring_sqe *sqe = io_uring_get_sqe(&d->ring);
@@ -332,7 +333,7 @@ static void send_piece(ps_disk *d, piece *p)
 }
 
 /* Handles the requests that the ring has completed, and returns their number. Sets *polled if one of them was the
- * eventfd's. If `resend` is false, drops the rest of a piece. */
+ * eventfd's. If `resend` is false, drops the remainder of a piece. */
 static int reap(ps_disk *d, bool resend, bool *polled)
 {
     struct io_uring_cqe *cqe;
@@ -353,9 +354,9 @@ static int reap(ps_disk *d, bool resend, bool *polled)
     return n;
 }
 
-/* The kernel rejects the ring. Requests that the kernel accepted before may still write to buffers, so they get two
- * seconds to complete. Requests that are unsent in the ring never complete. One of the unsent requests may be the
- * eventfd's, which is not a piece. So the wait also ends if `held < unsent`. */
+/* Called when the kernel rejects the ring. Requests that the kernel accepted before can still write to buffers, so
+ * they get two seconds to complete. Unsent requests in the ring never complete. One of them may be the eventfd's,
+ * which is not a piece, so the wait also ends if `held < unsent`. */
 static void lose_ring(ps_disk *d, piece *pieces, int err)
 {
     bool polled;
@@ -427,7 +428,7 @@ static int make_lock(ps_disk *d)
     return 0;
 }
 
-/* Starts the io_uring thread if the kernel has io_uring and threads <= 0, else plain threads. */
+/* Starts the io_uring thread if the kernel has io_uring and threads <= 0, otherwise plain threads. */
 static int start(ps_disk *d, int threads)
 {
     PS_TRY(make_lock(d));
@@ -447,7 +448,8 @@ static int start(ps_disk *d, int threads)
 }
 
 /* -- the file ---------------------------------------------------------------------------------------------------- */
-/* Makes a file that no folder lists. If the file system cannot make such a file, the file has a name until unlink. */
+/* Creates a file that no folder lists. If the file system does not support this, the file has a name until it is
+ * unlinked. */
 static int open_nameless(const char *folder, int flags)
 {
     flags |= O_RDWR | O_CLOEXEC;
@@ -478,7 +480,7 @@ static int fail_file(const ps_disk *d, const char *what, int err)
                    (long long)d->capacity, strerror(err));
 }
 
-/* Some file systems open a file with O_DIRECT and then refuse the transfer. */
+/* Returns whether direct transfers work. Some file systems open a file with O_DIRECT and then refuse the transfer. */
 static bool direct_works(int fd)
 {
     _Alignas(PS_DISK_ALIGN) uint8_t block[PS_DISK_ALIGN];
@@ -501,7 +503,7 @@ static int make_file(ps_disk *d)
                             "disk tier: %lld bytes wanted in %s, but only %lld are free; lower memory.disk's "
                             "limit, free some space or name another folder", (long long)d->capacity, d->folder,
                             (long long)bytes_free);
-    /* Beyond this limit the kernel sends SIGXFSZ, which ends the process, so it is checked here. */
+    /* Beyond this limit the kernel sends SIGXFSZ, which would end the process, so it is checked here. */
     if (!getrlimit(RLIMIT_FSIZE, &most) && most.rlim_cur != RLIM_INFINITY && (uint64_t)d->capacity > most.rlim_cur)
         return ps_fail(PS_ENOSPC, "disk tier: %lld bytes wanted in %s, but this process may only make files of "
                                   "%lld bytes (ulimit -f); raise that limit or lower memory.disk's",
@@ -576,7 +578,7 @@ static int disk_new(int64_t nbytes, ps_disk **out)
     return 0;
 }
 
-/* Returns d in *out. If rc is an error, closes d instead. */
+/* Returns d in *out, or closes d if rc is an error. */
 static int opened(ps_disk *d, int rc, ps_disk **out)
 {
     if (rc < 0) ps_disk_close(d);
@@ -666,7 +668,7 @@ int ps_disk_extent_new(ps_disk *d, int64_t nbytes, int64_t *offset)
 
 void ps_disk_extent_free(ps_disk *d, int64_t offset, int64_t nbytes)
 {
-    int i = 0;                  /* the first free piece that lies after the extent */
+    int i = 0;                  /* first free extent after this extent */
     while (i < d->n_free && d->free_space[i].offset <= offset) i++;
     extent *before = i ? &d->free_space[i - 1] : NULL, *after = i < d->n_free ? &d->free_space[i] : NULL;
     if (offset < 0 || nbytes <= 0 || offset > d->capacity - nbytes || !d->n_given || d->n_free == d->room
@@ -790,8 +792,8 @@ void ps_disk_get_info(ps_disk *d, ps_disk_info *out)
 /* -- the disk's own rate ----------------------------------------------------------------------------------------- */
 enum { PROBE_THREADS = 8, PROBE_PIECE = 4 << 20 };
 
-/* Runs PROBE_THREADS transfers at once, from the front of the space to its end. They are not jobs, since the rate of
- * jobs is compared with theirs. */
+/* Runs PROBE_THREADS transfers at once, from the front of the free space to its end. They are not jobs, because the
+ * rate of jobs is compared with theirs. */
 typedef struct probe {
     int fd, way;
     int64_t offset, nbytes;

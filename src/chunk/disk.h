@@ -13,43 +13,43 @@ typedef struct ps_disk ps_disk;
 typedef struct ps_disk_job ps_disk_job;
 
 typedef struct ps_disk_info {
-    int64_t capacity, used;           /* bytes that are reserved in the file; bytes that are allocated as extents */
+    int64_t capacity, used;           /* bytes reserved in the file, and bytes allocated as extents */
     int64_t bytes_read, bytes_written;
-    double busy_s;                    /* seconds in which a job was under way */
-    bool uring, direct;               /* io_uring in use; O_DIRECT in use (else through the page cache) */
+    double busy_s;                    /* seconds during which a job was under way */
+    bool uring, direct;               /* io_uring is used; O_DIRECT is used (otherwise the page cache) */
 } ps_disk_info;
 
-/* Opens a file of `nbytes` in `folder` and reserves its space. The messages of PS_EIO and PS_ENOSPC name the folder,
- * the bytes wanted and the bytes free. threads > 0: uses this number of plain threads instead of io_uring. */
+/* Opens a file of `nbytes` in `folder` and reserves its space. The messages of PS_EIO and PS_ENOSPC have the folder,
+ * the bytes wanted and the bytes free. If threads > 0, uses this number of plain threads instead of io_uring. */
 int ps_disk_open(const char *folder, int64_t nbytes, int threads, ps_disk **out);
-/* From now on each piece of a job has a checksum, which is compared when a job reads the same bytes: if it differs,
- * that job fails with PS_EIO. Call it before the first job. PS_ENOMEM: no room for 16 bytes per 4,096 of the file. */
+/* Turns checksums on, before the first job. Each piece that a job writes gets a checksum. A later job that reads a
+ * piece with another checksum fails with PS_EIO. PS_ENOMEM: no room for 16 bytes per 4,096 bytes of the file. */
 int ps_disk_check_sums(ps_disk *disk);
-/* Opens a pretended disk. It allocates extents, but cannot transfer bytes. */
+/* Opens a simulated disk, which allocates extents but cannot transfer bytes. */
 int ps_disk_pretend(int64_t nbytes, ps_disk **out);
-/* Waits for the transfers that have begun, drops those that have not, and frees all jobs. */
+/* Waits for the transfers that have begun, drops the others, and frees all jobs. */
 void ps_disk_close(ps_disk *disk);
-/* Allocates space in the file, first fit. The message of PS_ENOSPC has the bytes that are free and the number of free
- * pieces. */
+/* Allocates space in the file, first fit. The message of PS_ENOSPC has the free bytes and the number of free
+ * extents. */
 int ps_disk_extent_new(ps_disk *disk, int64_t nbytes, int64_t *offset);
-/* Frees an extent, as a whole. */
+/* Frees a whole extent. */
 void ps_disk_extent_free(ps_disk *disk, int64_t offset, int64_t nbytes);
-/* Begins a job: the transfer of `nbytes` between memory and the file. The job starts when job `after` (or NULL) has
- * ended, and fails if `after` failed. Jobs that are not connected by `after` may run in any order, also at the same
+/* Begins a job: a transfer of `nbytes` between memory and the file. The job starts when job `after` (or NULL) has
+ * ended, and fails if `after` has failed. Jobs that `after` does not connect may run in any order or at the same
  * time. The buffer must stay valid until the job has been waited for. */
 int ps_disk_read(ps_disk *disk, int64_t offset, void *dst, int64_t nbytes, ps_disk_job *after, ps_disk_job **out);
 int ps_disk_write(ps_disk *disk, int64_t offset, const void *src, int64_t nbytes, ps_disk_job *after,
                   ps_disk_job **out);
-/* 1: the job has ended and is freed. 0: it is still under way (only if block is false). Negative: it failed and is
- * freed. A job that another one names as `after` may be freed first. */
+/* Returns 1 if the job has ended, 0 if it is still under way (only if block is false), or a negative error. The job
+ * is freed unless the result is 0. A job may be freed before a job that names it as `after`. */
 int ps_disk_wait(ps_disk *disk, ps_disk_job *job, bool block);
 void ps_disk_get_info(ps_disk *disk, ps_disk_info *out);
-/* Measures the rate of the disk itself: writes, then reads `nbytes` of free space in large pieces from front to back,
- * many at once. These transfers are not jobs, and ps_disk_info does not count them. PS_ESTATE: jobs are under way. */
+/* Measures the disk's own rates: writes, then reads `nbytes` of free space sequentially, with many large transfers
+ * at once. The transfers are not jobs, and ps_disk_info does not count them. PS_ESTATE: jobs are under way. */
 int ps_disk_probe(ps_disk *disk, int64_t nbytes, double *read_bytes_per_s, double *write_bytes_per_s);
-/* For tests: attempts nth to nth + count - 1 to move a piece, counted from now, return the error `code` (an errno). If
- * code is 0, they move half of their bytes. nth -1 switches this off. */
+/* For tests: attempts nth to nth + count - 1 to transfer a piece, counted from now, return error `code` (an errno).
+ * If code is 0, they transfer half of their bytes. nth -1 switches this off. */
 void ps_test_fail_io(int64_t nth, int64_t count, int code);
-/* For tests: every attempt to move a piece takes at least `seconds`. 0 switches this off. */
+/* For tests: every attempt to transfer a piece takes at least `seconds`. 0 switches this off. */
 void ps_test_slow_io(double seconds);
 #endif

@@ -14,10 +14,12 @@ typedef struct planner {
     const ps_plan_input *in;
     const ps_policy *policy;
     int levels;
-    ps_stream stream[PS_TIERS - 1];     /* by level. [0] is the same in all rounds, [1] is made again in each round */
+    ps_stream stream[PS_TIERS - 1];     /* by level; [0] is the same in all rounds, and [1] is made again in each
+                                         * round */
     ps_level level[PS_TIERS - 1];
     int tuning[PS_TIERS - 1];
-    uint8_t *valid, *before, *at[PS_TIERS - 1];   /* [n_chunks]; valid, before: as ps_plan_chunk.valid */
+    uint8_t *valid, *before, *at[PS_TIERS - 1];   /* [n_chunks]; valid and before have values like
+                                                   * ps_plan_chunk.valid */
 } planner;
 
 /* -- the input ---------------------------------------------------------------------------------------------------- */
@@ -54,7 +56,7 @@ static int stream_new(ps_stream *s, int32_t room, int32_t n_chunks)
     return (s->events = ps_alloc(want)) ? 0 : ps_fail_nomem(want);
 }
 
-/* Makes the events of tier 0: the uses. */
+/* Makes the events of tier 0, which are the uses. */
 static int stream_of_uses(planner *p)
 {
     const ps_plan_input *in = p->in;
@@ -71,7 +73,7 @@ static int stream_of_uses(planner *p)
 }
 
 /* -- the second level's stream ------------------------------------------------------------------------------------ */
-/* Appends the moves of level 0 that may begin before the uses of `moment`, starting at number *next. */
+/* Appends the moves of level 0, from index *next on, that can begin before the uses of `moment`. */
 static void add_moves(const planner *p, ps_stream *s, int32_t *next, int32_t moment, int32_t *group)
 {
     static const int kinds[] = { [PS_MOVE_FETCH] = EV_SOURCE, [PS_MOVE_EVICT] = EV_DEST, [PS_MOVE_DROP] = EV_GONE };
@@ -83,9 +85,9 @@ static void add_moves(const planner *p, ps_stream *s, int32_t *next, int32_t mom
     }
 }
 
-/* Makes the events of tier 1: uses there, writes on tier 0, and the moves of level 0. In one moment the moves that may
- * begin before the moment come first, then the copies that writes make stale, then the uses, which need their chunks
- * together, then the contents that end with uses on tier 0. */
+/* Makes the events of tier 1: uses there, writes on tier 0, and the moves of level 0. The order within a moment is:
+ * moves that can begin before the moment, copies that writes make stale, uses, which need their chunks together, and
+ * contents that end with uses on tier 0. */
 static int stream_of_moves(planner *p)
 {
     const ps_plan_input *in = p->in;
@@ -137,8 +139,8 @@ static void fill_at(planner *p, int l)
     }
 }
 
-/* Simulates one step from p->valid with the tunings set, on the first `levels` levels. Stores the state at the end of
- * the step in p->valid. */
+/* Simulates one step from p->valid with the present tunings on the first `levels` levels. Stores the state at the
+ * end of the step in p->valid. */
 static int run_round(planner *p, int levels)
 {
     const ps_plan_input *in = p->in;
@@ -147,7 +149,7 @@ static int run_round(planner *p, int levels)
         fill_at(p, l);
         if (l == 1) {
             PS_TRY(stream_of_moves(p));
-            fill_at(p, l);                                /* repeated, since stream_of_moves has cleared AT_BLANK
+            fill_at(p, l);                                /* repeated, because stream_of_moves has cleared AT_BLANK
                                                            * marks */
         }
         level->tuning = &p->policy->tunings[p->tuning[l]];
@@ -176,7 +178,7 @@ static void restart(planner *p)
     for (int32_t c = 0; c < p->in->n_chunks; c++) p->valid[c] = p->in->chunks[c].valid;
 }
 
-/* Repeats the step, at most `rounds` times, until it ends as it began. */
+/* Repeats the step, at most `rounds` times, until its final state equals its initial state. */
 static int run_rounds(planner *p, int levels, int rounds)
 {
     size_t n = (size_t)p->in->n_chunks;
@@ -198,8 +200,8 @@ static int try_tunings(planner *p, int levels, int t0, int t1, int64_t *bytes)
     return 0;
 }
 
-/* Sets the tunings that move the fewest bytes. Levels are tried one after the other, so the result is compared with the
- * first tuning on both levels, and is never worse. */
+/* Chooses the tunings that move the fewest bytes. Levels are tried one after the other, so the result is compared
+ * with the first tuning on both levels, and is never worse. */
 static int choose(planner *p)
 {
     int best[PS_TIERS - 1] = { 0, 0 };
@@ -253,8 +255,8 @@ static int planner_open(planner *p, const ps_plan_input *in)
     return stream_of_uses(p);
 }
 
-/* Returns the use that cannot be served, from the event of a level that failed. The event may be a move of level 0:
- * then it is the use that this move serves. */
+/* Returns the use that cannot be served, given the event of a level that failed. If the event is a move of level 0,
+ * returns the use that this move serves. */
 static int32_t bad_use_of(const planner *p)
 {
     for (int l = p->levels - 1; l >= 0; l--) {

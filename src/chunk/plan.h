@@ -20,7 +20,7 @@
  * write on the device replaces. */
 #ifndef PS_PLAN_H
 #define PS_PLAN_H
-#include "ps_test.h"   /* declares the types ps_plan_chunk, ps_move, ps_plan_input, ps_plan, and all functions */
+#include "ps_test.h"   /* declares ps_plan_chunk, ps_move, ps_plan_input, ps_plan and all functions */
 
 enum { PS_TIERS = 3 };
 #endif

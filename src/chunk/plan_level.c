@@ -12,31 +12,31 @@
 #include "base/grow.h"
 #include "chunk/plan_level.h"
 
-/* A heap of candidates for each WEIGH_* of policy.h, and one for candidates whose eviction costs no copy. Candidates of
- * the last heap are evicted first. The tops of the other heaps are compared by weight. */
+/* There is a heap of candidates for each WEIGH_* of policy.h, and one for candidates whose eviction costs no copy.
+ * The latter are evicted first. The tops of the other heaps are compared by weight. */
 enum { CLASS_FREE = WEIGH_COUNT, CLASS_COUNT };
-/* Room is made early only for uses that lie at most REACH times the read-ahead depth ahead, in bytes used by then.
- * Making room sooner gains nothing, and would evict chunks that are needed before. */
+/* Room is made early only for uses that are at most REACH times the read-ahead depth ahead, in bytes used by then.
+ * Making room sooner has no advantage, and would evict chunks that are needed before. */
 enum { REACH = 3 };
 
 typedef struct track {
-    double key, last, taken;      /* its rank while it is a candidate; the places of its last event and of its
+    double key, last, taken;      /* rank while the chunk is a candidate; positions of its last event and of its
                                    * arrival */
     int64_t nbytes;
-    int32_t next;                 /* its next event beyond the take cursor (as ps_stream.next) */
-    int32_t group;                /* the group of its last taken event, or -1 */
-    int32_t slot;                 /* place in its heap; -1: not a candidate */
-    int32_t free_from;            /* the moment from which it may leave */
-    int32_t below_from;           /* the moment from which the copy below may be read */
-    int32_t fetched, written;     /* number + 1 of the move that brought the chunk here: fetched, in this level's list;
-                                   * written, in the list of the level above. 0: none */
-    int32_t above;                /* number + 1 of the last move of the level above that read or wrote the chunk here,
+    int32_t next;                 /* its next event after the take cursor (as in ps_stream.next) */
+    int32_t group;                /* group of its last taken event, or -1 */
+    int32_t slot;                 /* index in its heap, -1 if it is not a candidate */
+    int32_t free_from;            /* moment from which it may leave */
+    int32_t below_from;           /* moment from which the copy below may be read */
+    int32_t fetched, written;     /* 1 + index of the move that brought the chunk here, or 0. fetched: in the list of
+                                   * this level. written: in the list of the level above. */
+    int32_t above;                /* 1 + index of the last move of the level above that read or wrote the chunk here,
                                    * or 0 */
     int32_t class;
 } track;
 
-/* Space that is taken for one chunk: the bytes of this chunk and of all chunks before it, and the moment at which its
- * use is over. */
+/* Memory reserved for a chunk: the bytes of this chunk and of all chunks before it, and the moment at which its use
+ * ends. */
 typedef struct taking { int64_t until; int32_t over; } taking;
 
 typedef struct run {
@@ -45,14 +45,14 @@ typedef struct run {
     track *tracks;
     int32_t *heap[CLASS_COUNT], size[CLASS_COUNT];
     int32_t *picked;
-    uint8_t *took;                /* [events of two rounds] 1: space was taken for the event's chunk */
+    uint8_t *took;                /* [events of two rounds] 1: memory was reserved for the event's chunk */
     taking *takings;
     int32_t n_takings, oldest;
-    int32_t take, use;            /* the cursors: the next event; the next group */
-    int64_t used, leaving, waiting;   /* bytes of chunks on this tier; of candidates; of space that is taken for later
+    int32_t take, use;            /* cursors: next event, next group */
+    int64_t used, leaving, waiting;   /* bytes of chunks on this tier; bytes of candidates; bytes reserved for later
                                        * uses */
-    int32_t last_free;            /* number + 1 of the last move that frees space, or 0 */
-    double now;                   /* the place of the use cursor */
+    int32_t last_free;            /* 1 + index of the last move that frees memory, or 0 */
+    double now;                   /* position of the use cursor */
 } run;
 
 static const ps_event *event_at(const run *r, int32_t i) { return &r->s->events[i < r->s->n ? i : i - r->s->n]; }
@@ -112,7 +112,8 @@ static void candidate_remove(run *r, int32_t chunk)
     heap_down(r, k, r->tracks[moved].slot);
 }
 
-/* The class of a chunk if it left now, by its coming events. *next: the event that will need it here again. */
+/* Returns the class that a chunk has if it leaves now, given its later events. *next: the event that will need it
+ * here again. */
 static int classify(const run *r, int32_t chunk, int32_t *next)
 {
     uint8_t at = r->l->at[chunk];
@@ -129,7 +130,7 @@ static int classify(const run *r, int32_t chunk, int32_t *next)
     bool this_round = e >= 0 && e < r->s->n;
     if (kind == EV_DOWN || kind == EV_DOWN_WRITE) return CLASS_FREE;
     if (this_round && (kind == EV_STALE || kind == EV_DEST || kind == EV_END))
-        return CLASS_FREE;                                /* its contents end before a use */
+        return CLASS_FREE;                                /* the contents end before a use */
     if (lone && (at & AT_ABOVE) && (!this_round || kind == EV_GONE)) return WEIGH_TWIN;
     return lone ? WEIGH_DIRTY : WEIGH_CLEAN;
 }
@@ -144,7 +145,7 @@ static void make_candidate(run *r, int32_t chunk)
     candidate_add(r, chunk);
 }
 
-/* Returns the candidate that should leave first, or -1. */
+/* Returns the candidate to evict first, or -1. */
 static int32_t best(const run *r)
 {
     if (r->size[CLASS_FREE] > 0) return r->heap[CLASS_FREE][0];
@@ -198,14 +199,14 @@ static int leave(run *r, int32_t chunk, int32_t need, int32_t event)
     return emit(r, ends ? PS_MOVE_DROP : PS_MOVE_EVICT, chunk, t->free_from < need ? t->free_from : need, need, event);
 }
 
-/* The bytes that the tier has for chunks at a moment. */
+/* Returns the bytes that the tier has for chunks at a moment. */
 static int64_t limit_at(const ps_level *l, int32_t moment)
 {
     return l->capacity + (l->extra && moment < l->n_moments ? l->extra[moment] : 0);
 }
 
-/* Makes room for `nbytes` more within `limit`. Returns 1 if there is room, 0 if that is not possible now. Chunks are
- * chosen by rank. Those that turn out not to be needed for the room stay. */
+/* Makes room for `nbytes` more within `limit`. Returns 1 if there is room, and 0 if that is not possible now. Chunks
+ * are chosen by rank. Chosen chunks that turn out not to be needed for the room stay. */
 static int make_room(run *r, int64_t nbytes, int64_t limit, int32_t need, int32_t event)
 {
     int64_t room = limit - r->used;
@@ -230,8 +231,8 @@ static int make_room(run *r, int64_t nbytes, int64_t limit, int32_t need, int32_
     return 1;
 }
 
-/* The first moment at which a fetch may take its space. From this moment on, the chunks that were fetched before it and
- * are not used yet leave room for it within `ahead`. */
+/* Returns the first moment at which a fetch may reserve its memory. From this moment on, the chunks that were
+ * fetched before it and are not used yet leave room for it within `ahead`. */
 static int32_t fetch_from(run *r, int64_t nbytes, int32_t moment)
 {
     int64_t total = (r->n_takings ? r->takings[r->n_takings - 1].until : 0) + nbytes;
@@ -242,8 +243,9 @@ static int32_t fetch_from(run *r, int64_t nbytes, int32_t moment)
     return over < moment ? over : moment;
 }
 
-/* Takes space for the chunk of event i and, if `fetch` is set, fetches its contents. Returns 1 if done, 0 if that is
- * not possible now. must: the use cursor is at the event's group, so neither `ahead` nor REACH limits it. */
+/* Reserves memory for the chunk of event i and, if `fetch` is set, fetches its contents. Returns 1 on success, and 0
+ * if that is not possible now. must: the use cursor is at the event's group, so neither `ahead` nor REACH limits the
+ * fetch. */
 static int take_space(run *r, int32_t i, bool fetch, bool must)
 {
     const ps_event *e = event_at(r, i);
@@ -273,7 +275,7 @@ static int take_space(run *r, int32_t i, bool fetch, bool must)
 }
 
 /* -- events ------------------------------------------------------------------------------------------------------- */
-/* The chunk of a use is here, but the move that brought it may have been planned for a later moment. */
+/* Handles a use whose chunk is here, but was brought by a move that may have been planned for a later moment. */
 static void hurry(run *r, const ps_event *e)
 {
     const track *t = &r->tracks[e->chunk];
@@ -292,7 +294,7 @@ static int use_here(run *r, int32_t i, const ps_event *e, bool must)
         if (rc <= 0) return rc;
         if (blank) *at = AT_HERE;
     }
-    if (*at & AT_ENDED) *at = AT_HERE;                    /* other contents use the same space */
+    if (*at & AT_ENDED) *at = AT_HERE;                    /* other contents use the same memory */
     if (e->kind == EV_WRITE) *at &= (uint8_t)~AT_BELOW;
     r->tracks[e->chunk].free_from = e->moment + 1;
     return 1;
@@ -357,20 +359,20 @@ static void note_end(run *r, const ps_event *e)
     r->tracks[e->chunk].free_from = e->moment + 1;
 }
 
-/* Takes event i. Returns 1 if done, 0 if that is not possible now. */
+/* Takes event i. Returns 1 on success, and 0 if that is not possible now. */
 static int take_event(run *r, int32_t i, bool must)
 {
     const ps_event *e = event_at(r, i);
     track *t = &r->tracks[e->chunk];
     uint8_t both = AT_HERE | AT_BELOW;
     if (e->kind == EV_DOWN && (r->l->at[e->chunk] & both) == both && !e->ends && !(r->l->at[e->chunk] & AT_ENDED)) {
-        t->next = r->s->next[i];                          /* the copy below is read: nothing changes on this tier */
+        t->next = r->s->next[i];                          /* the copy below is read, so nothing changes on this tier */
         return 1;
     }
     candidate_remove(r, e->chunk);
     int rc = e->kind <= EV_WRITE ? use_here(r, i, e, must) : e->kind <= EV_DOWN_WRITE ? use_below(r, i, e)
                                                                                      : serve_above(r, i, e, must);
-    if (rc <= 0) return rc;                               /* the chunk is not here, so it was no candidate */
+    if (rc <= 0) return rc;                               /* the chunk is not here, so it was not a candidate */
     t->next = r->s->next[i];
     t->group = e->group;
     t->last = r->s->when[i];
@@ -378,7 +380,7 @@ static int take_event(run *r, int32_t i, bool must)
     return 1;
 }
 
-/* Takes event i of the next round: fetches its chunk early if that is possible, and changes nothing else. */
+/* Takes event i of the next round: fetches its chunk early if possible, and changes nothing else. */
 static int take_beyond(run *r, int32_t i)
 {
     const ps_event *e = event_at(r, i);
@@ -387,13 +389,13 @@ static int take_beyond(run *r, int32_t i)
     if (!(at & (AT_HERE | AT_BELOW)) || (at & AT_ENDED)) return 0;
     if (e->kind == EV_SOURCE && (at & AT_ABOVE)) return 0;
     candidate_remove(r, e->chunk);
-    r->tracks[e->chunk].group = INT32_MAX;                /* the chunk stays to the end */
+    r->tracks[e->chunk].group = INT32_MAX;                /* the chunk stays until the end */
     if (at & AT_HERE) return 1;
     return take_space(r, i, true, false);
 }
 
-/* Called when the uses of the group at the use cursor are over. The space of the group no longer counts as waiting, and
- * its chunks may be evicted. Chunks whose contents have ended are evicted at once. */
+/* Called when the uses of the group at the use cursor have ended. The group's memory no longer counts as waiting,
+ * and its chunks may be evicted. Chunks whose contents have ended are evicted at once. */
 static int pass_group(run *r, int32_t first, int32_t end)
 {
     for (int32_t i = first; i < end; i++) {
@@ -456,13 +458,13 @@ static int begin(run *r)
     if (r->used <= l->capacity) return 0;
     int rc = make_room(r, 0, l->capacity, 0, 0);          /* the tier has become smaller */
     if (rc != 0) return rc < 0 ? rc : 0;
-    int32_t i = 0;                                        /* the capacity is below 0: no chunk can be here at all */
+    int32_t i = 0;                                        /* the capacity is negative, so no chunk can be here at all */
     while (i < s->n && s->events[i].kind > EV_WRITE) i++;
     return i < s->n ? fail_group(r, i) : 0;
 }
 
-/* The moment of the events [first, end) has extra room, which holds chunks until the moment's op has run. So those of
- * its chunks that are here stay. */
+/* Keeps chunks in the extra room that the moment of the events [first, end) has. It holds them until the moment's op
+ * has run, so the moment's chunks that are here stay. */
 static void keep_group(run *r, int32_t first, int32_t end)
 {
     for (int32_t i = first; i < end; i++)
@@ -526,7 +528,8 @@ int ps_level_run(ps_level *l)
     if (rc == 0) rc = walk(&r);
     ps_free(r.tracks);
     if (rc == 0) smooth(l);
-    if (rc == 0 && l->above) smooth(l->above);            /* hurry() has made some of its moves needed sooner */
+    if (rc == 0 && l->above) smooth(l->above);            /* hurry() may have made moves of the level above needed
+                                                           * sooner */
     return rc;
 }
 

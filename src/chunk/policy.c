@@ -17,9 +17,9 @@ static double rank_lru(const ps_victim *v) { return -v->last; }
 static double rank_fifo(const ps_victim *v) { return -v->taken; }
 
 static const ps_tuning even = { { 1, 1, 1 } };
-/* The first tuning is that of belady, so that `plan` is never worse than belady. A dirty chunk costs two copies, but
- * its copy down is often due later anyway. The trace determines which of the two counts for more. With the last tuning
- * dirty chunks leave only when no clean ones are left. */
+/* The first tuning is that of belady, so `plan` is never worse than belady. A dirty chunk costs two copies, but its
+ * copy down is often due later anyway. The trace determines which of these counts more. With the last tuning, dirty
+ * chunks leave only if no clean ones are left. */
 static const ps_tuning tunings[] = { { { 1, 1, 1 } }, { { 1, 4, 0.5 } }, { { 1, 1e6, 0.5 } } };
 
 static const ps_policy policies[] = {

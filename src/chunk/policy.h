@@ -5,22 +5,22 @@
 #define PS_POLICY_H
 #include "ps.h"
 
-/* A candidate for eviction: the times of its next use, of its last use, and of its arrival on the tier. The caller
- * chooses the clock: plans count bytes used; moves without a plan count moments to the next use, and uses for the other
- * two. */
+/* A candidate for eviction: times of its next use, its last use and its arrival on the tier. The caller chooses the
+ * unit: plans count bytes used; moves without a plan count moments to the next use, and count uses for the other two
+ * times. */
 typedef struct ps_victim { double next, last, taken; } ps_victim;
 
-/* The copies that the eviction of a chunk costs. CLEAN: only its fetch. DIRTY: also a copy down. TWIN: also a copy down
- * later, since the tier above has the same contents. */
+/* Copies that the eviction of a chunk costs. CLEAN: only its later fetch. DIRTY: also a copy down. TWIN: also a
+ * later copy down, because the tier above has the same contents. */
 enum { WEIGH_CLEAN, WEIGH_DIRTY, WEIGH_TWIN, WEIGH_COUNT };
 typedef struct ps_tuning { double weight[WEIGH_COUNT]; } ps_tuning;
 
 typedef struct ps_policy {
     const char *name;
     double (*rank)(const ps_victim *v);    /* the chunk with the highest rank is evicted first */
-    const ps_tuning *tunings;              /* a plan is made with each tuning, and the cheapest plan is used */
+    const ps_tuning *tunings;              /* a plan is made with each tuning, and the cheapest one is used */
     int n_tunings;
 } ps_policy;
 
-const ps_policy *ps_policy_row(int policy);       /* NULL: there is no such policy */
+const ps_policy *ps_policy_row(int policy);       /* NULL if there is no such policy */
 #endif

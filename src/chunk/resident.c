@@ -9,18 +9,18 @@
 #include "base/error.h"
 #include "chunk/impl.h"
 
-/* Number of chunks of the largest size for which the last tier keeps extra room. A reader on the host needs residents
- * there for a moment. Two chunks that swap places need the room of a third. */
+/* Number of chunks of the largest size for which the last tier keeps extra room. A reader on the host needs
+ * residents there for a short time. Two chunks that are swapped need the room of a third. */
 enum { SPARE = 2 };
 
 typedef struct candidate {
     int32_t chunk;
-    int32_t uses;                 /* number of uses in the trace; INT32_MAX: used below tier 0 */
+    int32_t uses;                 /* number of uses in the trace, INT32_MAX if the chunk is used below tier 0 */
     bool resident;
 } candidate;
 
-/* Present residents stay residents. After them, those chunks become residents that have the most uses, since they would
- * be copied most often. */
+/* Present residents stay resident. The next residents are the chunks with the most uses, because they would be
+ * copied most often. */
 static int by_worth(const void *a, const void *b)
 {
     const candidate *x = a, *y = b;
@@ -29,7 +29,7 @@ static int by_worth(const void *a, const void *b)
     return x->chunk < y->chunk ? -1 : 1;
 }
 
-/* The bytes that chunks may have on the last tier in a step like `trace`. INT64_MAX: no limit. */
+/* Returns the bytes that chunks can have on the last tier in a step like `trace`, INT64_MAX if there is no limit. */
 static int64_t last_tier_room(ps_chunks *cs, const ps_trace *trace)
 {
     int last = cs->n_tiers - 1;
@@ -40,8 +40,8 @@ static int64_t last_tier_room(ps_chunks *cs, const ps_trace *trace)
         return info.capacity;
     }
     if (budget == 0) return INT64_MAX;
-    if (tier_other(cs, last) > trace->other_peak[last])    /* memory that other tensors no longer use is returned to the
-                                                            * system first */
+    if (tier_other(cs, last) > trace->other_peak[last])    /* first returns memory that other tensors no longer use
+                                                            * to the system */
         cs->plain->table->trim(cs->plain, cs->tiers[last].device, true);
     int64_t other = other_in_step(cs, trace, last);
     return budget > other ? budget - other : 0;
@@ -65,7 +65,8 @@ int residents_choose(ps_chunks *cs, const ps_trace *trace, uint8_t *resident, in
     *nbytes = 0;
     for (int32_t i = 0; i < cs->n_chunks; i++) {
         resident[i] = 0;
-        if (cs->chunks[i].dead || cs->chunks[i].n_source) continue;      /* a source is a place below */
+        if (cs->chunks[i].dead || cs->chunks[i].n_source) continue;      /* a source counts as a position on a lower
+                                                                          * tier */
         all += cs->chunks[i].nbytes;
         if (cs->chunks[i].nbytes > largest) largest = cs->chunks[i].nbytes;
     }
@@ -105,14 +106,14 @@ int residents_choose(ps_chunks *cs, const ps_trace *trace, uint8_t *resident, in
 int residents_make(ps_chunks *cs, const uint8_t *resident)
 {
     for (int32_t i = 0; i < cs->n_chunks; i++) cs->chunks[i].resident = resident[i] != 0;
-    for (int pass = 0; pass < 2; pass++)                  /* begins with those on tier 0: they need no room there */
+    for (int pass = 0; pass < 2; pass++)                  /* begins with chunks on tier 0, which need no room there */
         for (int32_t i = 0; i < cs->n_chunks; i++) {
             chunk *c = chunk_at(cs, i);
             if (!c->resident || c->valid == 0 || c->pins > 0 || (pass == 0 && !has_copy(c, 0))) continue;
             int64_t fetched = cs->stats.unplanned;
             PS_TRY(bring(cs, c, 0));
-            cs->stats.unplanned = fetched;                /* residents come up once, not in each step, so these copies
-                                                           * are not counted */
+            cs->stats.unplanned = fetched;                /* residents move up once, not in each step, so these
+                                                           * copies are not counted */
             for (int t = 1; t < cs->n_tiers; t++) if (c->slot[t]) slot_drop(cs, c, t);
             c->valid = 1;
         }

@@ -8,9 +8,9 @@
 #include "base/grow.h"
 #include "chunk/impl.h"
 
-/* If other tensors make room for an op, plans leave them a margin in addition to their peak. The margin is OTHER_PAGES
- * pages plus the peak / OTHER_SHARE, where the second term is at most OTHER_MOST bytes. A real arena is fragmented
- * differently from that of a dry run, so other tensors may use more memory than the trace says. */
+/* If an op gets memory that other tensors do not use at that moment, plans keep a margin above the other tensors'
+ * peak: OTHER_PAGES pages plus peak / OTHER_SHARE, where the second term is at most OTHER_MOST bytes. A real arena
+ * is fragmented differently from that of a dry run, so other tensors can use more memory than the trace says. */
 enum { OTHER_PAGES = 2, OTHER_SHARE = 16, OTHER_MOST = 1 << 20 };
 
 /* -- noting ------------------------------------------------------------------------------------------------------- */
@@ -37,7 +37,7 @@ static void record_use(ps_chunks *cs, chunk *c, int t, bool write)
                                      .action = (int8_t)cs->step->is.now.kind };
 }
 
-/* The present moment is over: records the bytes of other tensors in it. */
+/* Records the bytes of other tensors in the present moment, which has ended. */
 static void note_others(ps_chunks *cs)
 {
     ps_trace *r = &cs->record;
@@ -55,7 +55,7 @@ static void note_others(ps_chunks *cs)
     }
 }
 
-/* Uses room of other tensors for those bytes of the moment's op that exceed the capacity for chunks. */
+/* Assigns memory of other tensors to the bytes of a moment's op that exceed the capacity for chunks. */
 static void plan_others(ps_chunks *cs)
 {
     const ps_trace *e = cs->expected;
@@ -117,8 +117,8 @@ const ps_trace *ps_chunks_trace_end(ps_chunks *cs)
     for (int t = 0; t < cs->n_tiers && r->n_uses > 0; t++) {
         if (is_disk(cs, t)) continue;
         int64_t *last = &r->spare[(r->n_moments - 1) * PS_TIERS + t];
-        if (*last < cs->before_step[t]) *last = cs->before_step[t];      /* the last moment lasts into the beginning of
-                                                                          * the next step */
+        if (*last < cs->before_step[t]) *last = cs->before_step[t];      /* the last moment lasts until the beginning
+                                                                          * of the next step */
         if (cs->step->dry) r->other_peak[t] = cs->step->dry->table->held(cs->step->dry, cs->tiers[t].device);
         for (int32_t m = 0; m < r->n_moments; m++) {
             int64_t *at = &r->spare[m * PS_TIERS + t];
@@ -142,13 +142,13 @@ typedef struct request {
     ps_plan_input in;
     ps_plan_chunk *chunks;        /* [n_chunks] */
     uint8_t *resident;            /* [n_chunks] 1: not part of the plan */
-    ps_use *uses;                 /* [n_uses] the uses of the trace without those of residents */
-    int32_t *number;              /* [n_uses] the number of each of `uses` in the trace */
+    ps_use *uses;                 /* [n_uses] uses of the trace, without those of residents */
+    int32_t *number;              /* [n_uses] index in the trace of each of `uses` */
     int64_t resident_nbytes;
     int64_t *extra[PS_TIERS];     /* as ps_plan_input.extra */
     int64_t margin[PS_TIERS];     /* if `extra` is set: bytes left to other tensors in addition to their peak */
-    int64_t wanted, left;         /* if an op has no room in addition to other tensors' peak: the bytes of the largest
-                                   * op's chunks on the first such tier, and that tier's capacity for chunks; else 0 */
+    int64_t wanted, left;         /* If an op has no room beside other tensors' peak: the bytes of the largest op's
+                                   * chunks on the first such tier, and that tier's capacity for chunks. Otherwise 0. */
     int32_t short_tier;           /* that tier */
 } request;
 
@@ -181,9 +181,9 @@ static int request_open(ps_chunks *cs, const ps_trace *trace, request *r)
     return rc;
 }
 
-/* The bytes left to other tensors on tier t in addition to their peak if they make room for ops. 0: they cannot make
- * room. Either the trace does not have their bytes by moment, or the backend cannot return free memory between them, or
- * the capacity is smaller than the margin. */
+/* Returns the bytes left to other tensors on tier t in addition to their peak if ops use their memory. 0: ops cannot
+ * use it, because the trace does not have other tensors' bytes by moment, because the backend cannot return free
+ * memory between them, or because the capacity is smaller than the margin. */
 static int64_t margin_of(const ps_chunks *cs, const ps_trace *trace, int t, int64_t capacity)
 {
     const ps_backend *be = cs->tiers[t].be;
@@ -194,7 +194,7 @@ static int64_t margin_of(const ps_chunks *cs, const ps_trace *trace, int t, int6
     return margin <= capacity ? margin : 0;
 }
 
-/* The largest number of bytes of chunks that one op needs on tier t. */
+/* Returns the most bytes of chunks that one op needs on tier t. */
 static int64_t widest_op(const ps_chunks *cs, const request *r, int t)
 {
     int64_t need = 0, most = 0;
@@ -207,9 +207,9 @@ static int64_t widest_op(const ps_chunks *cs, const request *r, int t)
     return most;
 }
 
-/* An op whose chunks on tier t do not fit in addition to the peak of other tensors gets memory that these tensors do
- * not use at that moment. The arena must return that memory and map it again later, which costs time. So the op gets
- * such memory only if there is no other room. */
+/* Gives an op whose chunks on tier t do not fit beside the peak of other tensors the memory that these do not use at
+ * that moment. The arena must return this memory and map it again later, which costs time, so an op gets it only if
+ * there is no other room. */
 static int fill_extra(ps_chunks *cs, const ps_trace *trace, request *r, int t)
 {
     int64_t need = widest_op(cs, r, t), capacity = r->in.capacity[t];
@@ -259,10 +259,10 @@ static int fill_request(ps_chunks *cs, const ps_trace *trace, request *r)
         if (cs->config.ahead[t]) {
             ahead = cs->config.ahead[t];
         } else if (t + 1 < cs->n_tiers && !is_disk(cs, t + 1)) {
-            ahead = r->in.capacity[t] / 2;   /* forward needs the chunks in half of backward's time, so fetches come
-                                              * close together */
+            ahead = r->in.capacity[t] / 2;   /* forward needs the chunks in half of backward's time, so its fetches
+                                              * follow each other closely */
         } else {
-            int64_t sets = n > 0 ? total / n * 6 : 0;    /* the bytes of six chunks of mean size: two sets of the chunks
+            int64_t sets = n > 0 ? total / n * 6 : 0;    /* bytes of six chunks of mean size: two sets of the chunks
                                                           * that Adam fetches */
             if (ahead > sets) ahead = sets;
         }
@@ -272,12 +272,12 @@ static int fill_request(ps_chunks *cs, const ps_trace *trace, request *r)
     return 0;
 }
 
-/* The sub-code of the error about an op whose chunks have no room. With residents it differs, because smaller chunks
- * then help more often. */
+/* Returns the sub-code of the error about an op whose chunks have no room. It differs if there are residents,
+ * because smaller chunks then help more often. */
 static int op_sub(const request *r) { return r->resident_nbytes > 0 ? PS_SUB_OP_BESIDE_RESIDENTS : PS_SUB_OP_CHUNKS; }
 
-/* The error of a use whose tier has room for its op, while the tier below has no room for chunks that move through
- * it. */
+/* Raises the error of a use whose tier has room for its op, although the tier below has no room for chunks that move
+ * through it. */
 static int below_failed(ps_chunks *cs, const ps_trace *trace, const request *r, const ps_use *u)
 {
     int t = u->tier + 1;
@@ -293,8 +293,8 @@ static int below_failed(ps_chunks *cs, const ps_trace *trace, const request *r, 
                         bytes_text(cs->tiers[t].budget).s, bytes_text(left).s, bytes_text(other).s, cs->tiers[t].name);
 }
 
-/* Raises the planner's error with the names of tensors, chunks and tiers. bad: the number, in the planner's input, of
- * the use that it could not serve. */
+/* Raises the planner's error with the names of tensors, chunks and tiers. bad: index, in the planner's input, of the
+ * use that it could not serve. */
 static int plan_failed(ps_chunks *cs, const ps_trace *trace, const request *r, int32_t bad)
 {
     if (bad < 0 || bad >= r->in.n_uses) return PS_ENOMEM;
@@ -310,7 +310,8 @@ static int plan_failed(ps_chunks *cs, const ps_trace *trace, const request *r, i
     if (r->margin[u->tier] > 0) {
         int64_t spare = trace->spare[u->moment * PS_TIERS + u->tier];
         other += r->margin[u->tier];
-        if (at->budget - other - stay + spare < wanted) other -= spare;      /* else a chunk has no room on its way */
+        if (at->budget - other - stay + spare < wanted) other -= spare;      /* otherwise a chunk has no room on its
+                                                                              * way */
     }
     int64_t left = at->budget - other - stay;
     char text[160], besides[120] = "";
@@ -326,7 +327,7 @@ static int plan_failed(ps_chunks *cs, const ps_trace *trace, const request *r, i
                         at->name, stay > 0 ? " or memory." : "", stay > 0 ? last_key(cs) : "");
 }
 
-/* Rejects residents that do not fit in addition to other tensors. Plans do not move residents. */
+/* Rejects residents that do not fit beside other tensors. Plans do not move residents. */
 static int check_residents(ps_chunks *cs, const ps_trace *trace, const request *r)
 {
     const tier *at = &cs->tiers[0];
@@ -383,7 +384,7 @@ static bool trace_fits(const ps_chunks *cs, const ps_trace *trace)
 static int check_total(ps_chunks *cs, const ps_trace *trace)
 {
     int64_t chunks = 0, room = 0, others = 0;
-    for (int32_t i = 0; i < cs->n_chunks; i++)            /* a source is a place outside of all budgets */
+    for (int32_t i = 0; i < cs->n_chunks; i++)            /* a source is outside all budgets */
         if (!cs->chunks[i].dead && !cs->chunks[i].n_source) chunks += cs->chunks[i].nbytes;
     for (int t = 0; t < cs->n_tiers; t++) {
         int64_t budget = cs->tiers[t].budget, other = is_disk(cs, t) ? 0 : trace->other_peak[t];
@@ -412,7 +413,7 @@ static int leave_room(ps_chunks *cs, const ps_trace *trace)
     return ps_chunks_settle(cs);
 }
 
-/* Rejects a step whose other tensors do not fit on a tier. This check is the last, since the plan's error has more
+/* Rejects a step whose other tensors do not fit on a tier. This is the last check, because the plan's error has more
  * details if chunks are the reason. */
 static int check_others(ps_chunks *cs, const ps_trace *trace)
 {
@@ -463,12 +464,12 @@ void ps_chunks_step_end(ps_chunks *cs) { step_off(cs); }
 int ps_chunks_predict(ps_chunks *cs, const ps_trace *trace, ps_step_forecast *out)
 {
     if (!trace_fits(cs, trace)) return ps_fail(PS_ESTATE, "the trace is for chunks that no longer exist");
-    if (cs->n_tiers == 1) PS_TRY(check_total(cs, trace));   /* with one tier no level's plan finds that there is too
+    if (cs->n_tiers == 1) PS_TRY(check_total(cs, trace));   /* with one tier, no level's plan finds that there is too
                                                              * little room */
     request r;
     ps_plan first, steady;
     int32_t bad = -1;
-    int64_t sources = 0;                                  /* bytes that the disk's file does not have */
+    int64_t sources = 0;                                  /* bytes that are in sources instead of the disk's file */
     for (int32_t i = 0; i < cs->n_chunks; i++)
         if (!cs->chunks[i].dead && cs->chunks[i].n_source) sources += cs->chunks[i].nbytes;
     *out = (ps_step_forecast){ .n_moments = trace->n_moments, .n_uses = trace->n_uses };
@@ -508,7 +509,8 @@ int ps_chunks_predict(ps_chunks *cs, const ps_trace *trace, ps_step_forecast *ou
 }
 
 /* -- a paused script ---------------------------------------------------------------------------------------------- */
-/* Bytes beyond a tier's budget that a paused script's prompt may take: 64 MiB, or a sixteenth of a larger budget. */
+/* Returns the bytes beyond a tier's budget that the prompt of a paused script may use: 64 MiB, or a sixteenth of a
+ * larger budget. */
 static int64_t reserve(int64_t budget) { return budget / 16 > 64 << 20 ? budget / 16 : 64 << 20; }
 
 void ps_chunks_suspend(ps_chunks *cs)
@@ -549,7 +551,7 @@ int ps_chunks_resume(ps_chunks *cs)
 }
 
 /* -- carrying out ------------------------------------------------------------------------------------------------- */
-/* Returns 0 if the move has begun or is not needed, 1 if it cannot begin now. */
+/* Returns 0 if the move has begun or is not needed, and 1 if it cannot begin now. */
 static int begin_move(ps_chunks *cs, const ps_move *m)
 {
     chunk *c = chunk_at(cs, m->chunk);
@@ -559,10 +561,10 @@ static int begin_move(ps_chunks *cs, const ps_move *m)
     switch (m->kind) {
     case PS_MOVE_FETCH:
         if (has_copy(c, t)) return 0;
-        if (c->valid == 0) return 0;                     /* the chunk has no contents yet: the pin makes them */
+        if (c->valid == 0) return 0;                     /* the chunk has no contents yet; the pin makes them */
         if (has_copy(c, t + 1)) return begin_fetch(cs, c, t);
-        return m->need <= cs->now ? 0 : 1;               /* the chunk is not on tier t + 1 yet. If the move is due, the
-                                                          * pin does it */
+        return m->need <= cs->now ? 0 : 1;               /* the chunk is not on tier t + 1 yet; if the move is due,
+                                                          * the pin performs it */
     case PS_MOVE_EVICT:
         return !c->slot[t] || c->pins > 0 ? 0 : begin_evict(cs, c, t);
     case PS_MOVE_DROP:
@@ -574,7 +576,7 @@ static int begin_move(ps_chunks *cs, const ps_move *m)
     return 0;
 }
 
-/* Begins moves of level l until one of them may not begin yet. */
+/* Begins moves of level l until a move may not begin yet. */
 static int advance_level(ps_chunks *cs, int l, bool *moved)
 {
     const ps_plan *p = &cs->plan;
@@ -611,17 +613,18 @@ int advance(ps_chunks *cs)
             PS_TRY(transfers_poll(cs, true, NULL));
             continue;
         }
-        for (int l = 0; l < PS_TIERS - 1; l++)           /* the plan does not fit the tiers now: continues without it */
+        for (int l = 0; l < PS_TIERS - 1; l++)           /* the plan no longer fits the tiers, so the step continues
+                                                          * without it */
             cs->cursor[l] = cs->plan.n_moves[l];
     }
     return cs->n_back > 0 ? go_back(cs) : 0;
 }
 
 /* -- ahead of the plan ----------------------------------------------------------------------------------------------
- * A plan covers one step and moves a chunk up when its use there is near. If there is room, two kinds of moves pay
- * off if they are made sooner. A chunk that was used above and is used below next moves down at once, instead of
- * together with all others. A chunk that was updated below for the last time in this step moves back up while no other
- * chunk is moving up. Without that the next step would begin with all these copies. */
+ * A plan covers one step and moves a chunk up when its next use there is near. If there is room, it pays to make two
+ * kinds of moves sooner. A chunk that was used above and will be used below moves down at once, instead of together
+ * with all others. A chunk that was updated below for the last time in this step moves back up while no other chunk
+ * is moving up; otherwise the next step would begin with all these copies. */
 static void leave_early(ps_chunks *cs, chunk *c, int t)
 {
     if (t + 1 >= cs->n_tiers || is_disk(cs, t + 1) || c->transfer || !has_copy(c, t)) return;
@@ -629,7 +632,7 @@ static void leave_early(ps_chunks *cs, chunk *c, int t)
     if (tier_room(cs, t + 1) >= cs->tiers[t].used) begin_evict(cs, c, t);      /* on failure the plan moves c later */
 }
 
-/* The bytes on tier 0 that stay free to the end of the plan if no moves except the plan's happen. */
+/* Returns the bytes on tier 0 that stay free until the end of the plan if only the plan's moves happen. */
 static int64_t room_to_stay(ps_chunks *cs)
 {
     int64_t room = tier_room(cs, 0), least;

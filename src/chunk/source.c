@@ -11,7 +11,7 @@
 #include "chunk/impl.h"
 #include "mem/mem.h"
 
-enum { BLOCK = 4 << 20 };       /* bytes that are copied at a time. The next block is read meanwhile */
+enum { BLOCK = 4 << 20 };       /* bytes that are copied at a time, while the next block is read */
 
 struct ps_source_job {
     const source_part *parts;
@@ -27,11 +27,11 @@ struct ps_source {
     pthread_cond_t work, ended;
     pthread_t thread;
     bool stop;                  /* (lock) */
-    ps_source_job *first, *last;        /* (lock) jobs that have not begun */
+    ps_source_job *first, *last;        /* (lock) queue of jobs that have not begun */
 };
 
 /* -- the thread --------------------------------------------------------------------------------------------------- */
-/* Tells the system about the pages of n bytes. The mapping has whole pages that belong to the loan alone. */
+/* Advises the system about the pages of n bytes. The mapping has whole pages that belong only to the loan. */
 static void advise(const char *bytes, int64_t n, int advice)
 {
     uintptr_t page = (uintptr_t)sysconf(_SC_PAGESIZE), begin = (uintptr_t)bytes & ~(page - 1);
@@ -151,7 +151,7 @@ void source_drop(chunk *c)
     c->n_source = c->source_capacity = 0;
 }
 
-/* True if c has no contents outside of its source, so that another part can be added to the source. */
+/* Returns true if c has no contents outside its source, so that another part can be added to the source. */
 static bool takes_parts(const ps_chunks *cs, const chunk *c)
 {
     if (!cs->disk || cs->tiers[0].be->pretends || c->transfer || c->pins > 0 || c->extent >= 0) return false;
@@ -159,7 +159,7 @@ static bool takes_parts(const ps_chunks *cs, const chunk *c)
     return c->valid == (c->n_source ? 1u << (cs->n_tiers - 1) : 0);
 }
 
-/* The number of the part of a chunk's source that has exactly the bytes of a member, or -1. */
+/* Returns the index of the part of a chunk's source that has exactly the bytes of a member, or -1. */
 static int32_t part_of(const chunk *c, const member *m)
 {
     for (int32_t i = 0; i < c->n_source; i++)
@@ -167,7 +167,7 @@ static int32_t part_of(const chunk *c, const member *m)
     return -1;
 }
 
-/* Takes the loan of s: the storage has borrowed bytes, or lies in a chunk with a source. */
+/* Takes over the loan of s, which has borrowed bytes or is in a chunk with a source. */
 static bool take_loan(ps_chunks *cs, ps_storage *s, ps_loan *out)
 {
     if (!ps_storage_is_of(s, &cs->base)) return ps_storage_take_loan(s, out);
@@ -176,7 +176,7 @@ static bool take_loan(ps_chunks *cs, ps_storage *s, ps_loan *out)
     if (i < 0 || from->transfer || from->pins > 0) return false;
     *out = from->source[i].loan;
     memmove(&from->source[i], &from->source[i + 1], (size_t)(--from->n_source - i) * sizeof *from->source);
-    if (from->n_source == 0) from->valid &= (uint8_t)~(1u << (cs->n_tiers - 1));   /* tiers above may have copies */
+    if (from->n_source == 0) from->valid &= (uint8_t)~(1u << (cs->n_tiers - 1));   /* higher tiers may have copies */
     return true;
 }
 

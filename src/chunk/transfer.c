@@ -14,7 +14,7 @@
 #include "chunk/policy.h"
 
 /* -- the record of events ----------------------------------------------------------------------------------------- */
-/* The tiers on which c has memory, as a bit set. */
+/* Returns the bit set of the tiers on which c has memory. */
 static uint16_t places_of(const ps_chunks *cs, const chunk *c)
 {
     unsigned on = 0;
@@ -101,7 +101,7 @@ static void poison(void *p, int64_t nbytes) { memset(p, 0xA5, (size_t)nbytes); }
 
 static void region_free(tier *at, void *p, int64_t nbytes) { at->be->region_free(at->be, p, (size_t)nbytes); }
 
-/* Frees memory that is kept for reuse until at least `until_room` bytes are free; INT64_MAX: all of it. */
+/* Frees memory that is kept for reuse until at least `until_room` bytes are free, or all of it for INT64_MAX. */
 void cache_clear(ps_chunks *cs, int t, int64_t until_room)
 {
     tier *at = &cs->tiers[t];
@@ -143,7 +143,7 @@ void cache_forget(ps_chunks *cs, int64_t nbytes)
             region_free(&cs->tiers[t], p, nbytes);
 }
 
-/* If that makes room for `nbytes`, lets the plain manager return its unused memory. */
+/* Makes the plain manager return its unused memory if that makes room for `nbytes`. */
 static bool trim(ps_chunks *cs, int t, int64_t nbytes)
 {
     const tier *at = &cs->tiers[t];
@@ -155,16 +155,16 @@ static bool trim(ps_chunks *cs, int t, int64_t nbytes)
     return tier_room(cs, t) >= nbytes;
 }
 
-/* True if c's extent in the disk's file can be freed: the contents there are stale or, with `redundant`, a tier above
- * also has them. */
+/* Returns true if c's extent in the disk's file can be freed: its contents are stale or, with `redundant`, a higher
+ * tier also has them. */
 static bool can_give_extent(const chunk *c, int disk, bool redundant)
 {
     if (c->dead || c->extent < 0 || c->transfer) return false;
     return !has_copy(c, disk) || (redundant && c->valid != 1u << disk);
 }
 
-/* Allocates an extent of the disk's file for c. If the file is full, frees stale copies in it first, then copies of
- * chunks that also have their contents on a tier above. */
+/* Allocates an extent of the disk's file for c. If the file is full, first frees stale copies in it, then copies of
+ * chunks whose contents are also on a higher tier. */
 static int extent_take(ps_chunks *cs, chunk *c)
 {
     int disk = cs->n_tiers - 1, rc = ps_disk_extent_new(cs->disk, c->nbytes, &c->extent);
@@ -183,9 +183,9 @@ static int extent_take(ps_chunks *cs, chunk *c)
 
 enum { SPARE_NBYTES = 64 << 20, GRANT_NBYTES = SPARE_NBYTES / 4 };
 
-/* True if the system has this much memory for tier t and, on the host, some more to spare. A query of the host takes
- * longer than the allocation of a small slot. So one query serves many slots, which together use at most a part of the
- * spare memory. */
+/* Returns true if the system has this much memory for tier t and, on the host, some more to spare. A query of the
+ * host takes longer than the allocation of a small slot, so one query serves many slots, which together use at most
+ * a fraction of the spare memory. */
 static bool system_has(tier *at, int64_t nbytes)
 {
     if (!at->be->is_host) return at->be->bytes_available(at->be) >= nbytes;
@@ -243,20 +243,20 @@ static transfer *transfer_new(ps_chunks *cs, chunk *c, int level, bool up)
     return x;
 }
 
-/* Starts to read a chunk from its source, with a thread that the first such chunk starts. */
+/* Starts to read a chunk from its source, on a thread that the first chunk with a source starts. */
 static int read_source(ps_chunks *cs, const chunk *c, void *dst, ps_source_job **out)
 {
     if (!cs->source) PS_TRY(ps_source_open(&cs->source));
     return ps_source_read(cs->source, c->source, c->n_source, dst, c->nbytes, out);
 }
 
-/* Starts the copy x, after copy `after` (or NULL). c already has memory on both tiers. */
+/* Starts the copy x after copy `after` (or NULL). c already has memory on both tiers. */
 static int transfer_start(ps_chunks *cs, transfer *x, ps_copy *after)
 {
     chunk *c = chunk_at(cs, x->chunk);
     int t = x->level;
     void *above = c->slot[t];
-    if (cs->tiers[t].be->pretends) return 0;                 /* already complete: there are no bytes to move */
+    if (cs->tiers[t].be->pretends) return 0;                 /* already complete, because there are no bytes to move */
     if (is_disk(cs, t + 1)) {
         if (x->up && c->n_source) return read_source(cs, c, above, &x->read);
         if (x->up) return ps_disk_read(cs->disk, c->extent, above, c->nbytes, NULL, &x->job);
@@ -292,10 +292,10 @@ static int begin_behind(ps_chunks *cs, chunk *c, int level, bool up, ps_copy *af
 
 static int begin(ps_chunks *cs, chunk *c, int level, bool up) { return begin_behind(cs, c, level, up, NULL); }
 
-/* Begins a fetch of c, the heir, into the memory of a chunk that is still going down. The copy engine begins the fetch
- * when the copy down has ended, so that both directions stay busy while the caller computes. The memory becomes c's
- * when the copy down is completed (transfers_poll). If the copy down failed, the other chunk keeps the memory. 1: no
- * chunk of c's size is going down. */
+/* Begins a fetch of c, the heir, into the memory of a chunk that is still being evicted. The copy engine begins the
+ * fetch when the copy down has ended, so that both directions stay busy while the caller computes. The memory
+ * becomes c's when the copy down is completed (transfers_poll). If the copy down failed, the other chunk keeps the
+ * memory. Returns 1 if no chunk of c's size is being evicted. */
 static int begin_fetch_behind(ps_chunks *cs, chunk *c, int t)
 {
     transfer *x = cs->transfers;
@@ -338,7 +338,7 @@ int begin_evict(ps_chunks *cs, chunk *c, int t)
     return rc;
 }
 
-/* Completes a copy that ended with `rc`: slots and valid copies change here, never at the moment when the copy ends. */
+/* Completes a copy that ended with `rc`. Slots and valid copies change here, never at the moment when the copy ends. */
 static void transfer_end(ps_chunks *cs, transfer *x, int rc)
 {
     chunk *c = chunk_at(cs, x->chunk);
@@ -347,8 +347,8 @@ static void transfer_end(ps_chunks *cs, transfer *x, int rc)
     c->transfer = NULL;
     if (heir) heir->transfer->behind = false;
     if (rc < 0) {
-        if (heir) heir->slot[t] = NULL;                   /* the memory stays that of the chunk that moves down; the
-                                                           * heir's copy fails, too */
+        if (heir) heir->slot[t] = NULL;                   /* the evicted chunk keeps the memory, and the heir's copy
+                                                           * fails, too */
         if (x->up) slot_drop(cs, c, t);
         else if (!is_disk(cs, t + 1)) slot_drop(cs, c, t + 1);
         return;
@@ -359,7 +359,8 @@ static void transfer_end(ps_chunks *cs, transfer *x, int rc)
     } else {
         c->valid |= (uint8_t)(1u << (t + 1));
         cs->tiers[t].bytes_down += c->nbytes;
-        if (heir) {                                       /* the heir now has the memory; `used` counts it as before */
+        if (heir) {                                       /* the heir now has the memory, which `used` counts as
+                                                           * before */
             c->slot[t] = NULL;
             c->valid &= (uint8_t)~(1u << t);
         } else if (c->tier_pins[t] == 0 && !(c->resident && t == 0)) {
@@ -370,7 +371,7 @@ static void transfer_end(ps_chunks *cs, transfer *x, int rc)
     record_chunk(cs, c, PS_CHUNK_MOVE, from, to);
     ps_record_event e = { .kind = PS_REC_COPY, .name = !x->up, .begin_ns = x->began_ns, .id = c->id,
                           .bytes = c->nbytes, .from = (uint8_t)from, .to = (uint8_t)to };
-    const int64_t *ran = cs->tiers[t].be->copied_ns;     /* the times by the device's clock, if it has them */
+    const int64_t *ran = cs->tiers[t].be->copied_ns;     /* times by the device's clock, if it has them */
     if (x->copy && x->began_ns && ran[0]) e.begin_ns = ran[0], e.end_ns = ran[1];
     ps_record_end(e);
 }
@@ -380,7 +381,7 @@ int transfers_poll(ps_chunks *cs, bool block, const chunk *only)
     int result = 0;
     for (transfer **at = &cs->transfers; *at;) {
         transfer *x = *at;
-        bool before = only && x->heir == only->id;        /* the copy down that comes before the fetch of `only` */
+        bool before = only && x->heir == only->id;        /* the copy down that precedes the fetch of `only` */
         bool wait = block && (!only || x->chunk == only->id || before);
         double began = wait ? ps_now() : 0;
         int64_t wait_ns = wait ? ps_record_begin() : 0;
@@ -433,7 +434,8 @@ int fail_no_room(ps_chunks *cs, int t, const chunk *c, int64_t nbytes)
                             "set memory.%s and memory.disk so that chunks can move out",
                             c ? "chunk " : "", c ? text : "a tensor", bytes_text(nbytes).s, at->name,
                             bytes_text(at->used).s, at->name);
-    if (!is_disk(cs, t) && tier_room(cs, t) >= nbytes)      /* the machine lacks memory, although the budget has room */
+    if (!is_disk(cs, t) && tier_room(cs, t) >= nbytes)      /* the machine has too little memory, although the budget
+                                                             * has room */
         return ps_fail_room(PS_ENOMEM, PS_SUB_NONE, t, nbytes, at->be->bytes_available(at->be),
                             "%s%s: %s wanted on tier %s, whose budget of %s has room for it, but only %s "
                             "are left %s%s; free some memory, or set memory.%s lower, so that chunks move out earlier",
@@ -463,11 +465,11 @@ int fail_no_room(ps_chunks *cs, int t, const chunk *c, int64_t nbytes)
                         !last && below[0] && is_disk(cs, t + 1) ? ".limit" : "");
 }
 
-/* A moment after all known uses, small enough that a double still resolves halves (pick adds 0.5). */
+/* A moment after all known uses, small enough that a double can still represent halves (pick adds 0.5). */
 static const int64_t NO_USE_KNOWN = 1000000000000000;
 
-/* The policy's rank of a chunk if there is no plan; the chunk with the highest rank is evicted first. Among chunks
- * whose next use is unknown, the least recently used one counts as the one whose use is last. */
+/* Returns the policy's rank of a chunk when there is no plan; the chunk with the highest rank is evicted first. Of
+ * the chunks whose next use is unknown, the least recently used one counts as the one that is used last. */
 static double rank_of(ps_chunks *cs, const chunk *c)
 {
     int64_t next = next_use_of(cs, c);
@@ -481,23 +483,25 @@ static bool movable(const ps_chunks *cs, const chunk *c, int t, const chunk *kee
     return !c->dead && c != keep && c->slot[t] && c->pins == 0 && !c->transfer && !(c->resident && t == 0);
 }
 
-/* True if tier t is the last tier and is host memory: a chunk that leaves it can only move up. */
+/* Returns true if tier t is the last tier and is host memory, so that a chunk can leave it only by moving up. */
 static bool only_up(const ps_chunks *cs, int t) { return t > 0 && t + 1 == cs->n_tiers && !is_disk(cs, t); }
 
-/* True if c's copy on tier t can be dropped at once, because tier t - 1 also has one. */
+/* Returns true if c's copy on tier t can be dropped at once, because tier t - 1 also has a copy. */
 static bool doubled(const chunk *c, int t, const chunk *keep)
 {
     return !c->dead && c != keep && c->slot[t] && c->tier_pins[t] == 0 && !c->transfer && has_copy(c, t - 1);
 }
 
-/* True if c can leave tier t without a copy down: a tier below has its contents, or its slot on t has no contents. */
+/* Returns true if c can leave tier t without a copy down: a lower tier has its contents, or its slot on t has no
+ * contents. */
 static bool has_lower(const ps_chunks *cs, const chunk *c, int t)
 {
     for (int lower = t + 1; lower < cs->n_tiers; lower++) if (has_copy(c, lower)) return true;
     return !has_copy(c, t);
 }
 
-/* True if `nbytes` can be freed on tier t at all. Counts the chunks that could move to other tiers, tier by tier. */
+/* Returns true if `nbytes` can be freed on tier t at all. Counts, tier by tier, the chunks that could move to other
+ * tiers. */
 static bool can_free(ps_chunks *cs, int t, int64_t nbytes, const chunk *keep)
 {
     int64_t room = tier_room(cs, t), down = 0;
@@ -543,7 +547,7 @@ static chunk *pick(ps_chunks *cs, int t, const chunk *keep)
     return best;
 }
 
-/* The bytes that copies under way will free on tier t. */
+/* Returns the bytes that copies under way will free on tier t. */
 static int64_t coming(const ps_chunks *cs, int t)
 {
     int64_t sum = 0;
@@ -552,8 +556,8 @@ static int64_t coming(const ps_chunks *cs, int t)
     return sum;
 }
 
-/* Makes room on the last tier t. First drops copies that tier t - 1 also has, and among them those of residents first.
- * Then moves chunks up in the order of the policy's rank, as far as there is room above. */
+/* Makes room on the last tier t. First drops copies that tier t - 1 also has, beginning with those of residents.
+ * Then moves chunks up in the order of the policy's rank, as long as there is room above. */
 static int yield_up(ps_chunks *cs, int t, int64_t nbytes, const chunk *keep)
 {
     for (int others = 0; others < 2; others++)
@@ -587,8 +591,8 @@ int make_room(ps_chunks *cs, int t, int64_t nbytes, const chunk *keep)
     PS_TRY(transfers_poll(cs, false, NULL));
     while (tier_room(cs, t) < nbytes && cs->transfers) PS_TRY(transfers_poll(cs, true, NULL));
     if (tier_room(cs, t) < nbytes && !is_disk(cs, t) && tier_other(cs, t) > cs->tiers[t].planned_other)
-        cs->plain->table->trim(cs->plain, cs->tiers[t].device, true);   /* returns memory that other tensors no longer
-                                                                         * use */
+        cs->plain->table->trim(cs->plain, cs->tiers[t].device, true);   /* returns memory that other tensors no
+                                                                         * longer use to the system */
     if (tier_room(cs, t) >= nbytes) return 0;
     if (!can_free(cs, t, nbytes, keep)) return fail_no_room(cs, t, keep, nbytes);
     if (only_up(cs, t)) PS_TRY(yield_up(cs, t, nbytes, keep));
@@ -644,7 +648,7 @@ int bring(ps_chunks *cs, chunk *c, int t)
             PS_TRY(transfers_poll(cs, true, c));
             continue;
         }
-        if (c->valid == 0) {                              /* the chunk has no contents yet: it reads as zeros */
+        if (c->valid == 0) {                              /* the chunk has no contents yet, so it reads as zeros */
             PS_TRY(take_or_make(cs, c, t));
             int rc = c->ended ? 0 : clear_slot(&cs->tiers[t], c->slot[t], c->nbytes);
             if (rc < 0) {
@@ -656,9 +660,9 @@ int bring(ps_chunks *cs, chunk *c, int t)
         }
         int from = 0;
         cs->stats.unplanned++;
-        while (!has_copy(c, from)) from++;                /* the fastest tier that has the contents */
+        while (!has_copy(c, from)) from++;                /* fastest tier that has the contents */
         int rc;
-        if (from < t) {                                   /* moves down, one tier at a time */
+        if (from < t) {                                   /* moves down one tier at a time */
             PS_TRY(take_or_make(cs, c, from + 1));
             rc = begin(cs, c, from, false);
         } else {
@@ -671,7 +675,8 @@ int bring(ps_chunks *cs, chunk *c, int t)
         if (rc < 0) return rc;
         PS_TRY(transfers_poll(cs, true, c));
     }
-    if (c->transfer) PS_TRY(transfers_poll(cs, true, c)); /* ends an eviction of c, which the pin makes pointless */
+    if (c->transfer) PS_TRY(transfers_poll(cs, true, c)); /* completes an eviction of c, which the pin makes
+                                                           * pointless */
     return has_copy(c, t) ? 0 : bring(cs, c, t);
 }
 

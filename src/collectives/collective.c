@@ -48,14 +48,15 @@ static void use_end(use *u)
     u->pinned = false;
 }
 
-/* True if nobody reads the tensor's bytes: a dry run has none, and pretended ranks have the same bytes as this rank. */
+/* Returns true if nobody reads the tensor's bytes: a dry run has none, and simulated ranks have the same bytes as
+ * this rank. */
 static bool dry(const ps_tensor *t)
 {
     return !ps_tensor_has_data(t) && (t->ctx->step->dry || t->ctx->devices[t->device_]->pretends);
 }
 
-/* True if a broadcast is sent in parts. The root of a large broadcast sends each rank a part, which that rank sends on,
- * so that no rank sends more than twice nbytes. */
+/* Returns true if a broadcast is sent in shards. The root of a large broadcast sends each rank one shard, which that
+ * rank passes on, so that no rank sends more than twice nbytes. */
 static bool spreads(const ps_group *g, int64_t nbytes) { return g->comm->size > 2 && nbytes >= SPREAD_NBYTES; }
 
 void group_count(ps_group *g, int op, place at, int dtype, int64_t nbytes, int root)
@@ -81,7 +82,7 @@ static int without_bytes(ps_group *g, int op, const ps_tensor *t, int root)
     return group_without_bytes(g, op, at, t->dtype_, ps_tensor_nbytes(t), root);
 }
 
-/* Returns the place of a tensor's device. Connects the device if it is not connected. */
+/* Returns the kind of memory of a tensor's device, and connects the device if it is not connected. */
 static int place_of(ps_group *g, ps_tensor *t, place *out)
 {
     *out = ON_HOST;
@@ -89,7 +90,7 @@ static int place_of(ps_group *g, ps_tensor *t, place *out)
     return group_place(g, t->ctx, t->device_, out);
 }
 
-/* The order of a group's calls, and of a device's (comm/group.h, at job.c). */
+/* Keeps the order of a group's calls, and of a device's (comm/group.h, at job.c). */
 static void drain_before(ps_group *g, place at)
 {
     group_drain(g);
@@ -128,7 +129,7 @@ int group_moved(ps_group *g, int op, place at, int rc)
     return group_told(g, rc);
 }
 
-/* The sum over ranks that all have these same values, in place. */
+/* Computes, in place, the sum over ranks that all have the same values. */
 static void sum_of_equals(int dtype, char *bytes, int64_t nbytes, int size)
 {
     int64_t n = nbytes / ps_dtype_bytes(dtype);
@@ -245,7 +246,7 @@ int group_all_reduce_tensor(ps_group *g, ps_tensor *t, int reduce, int rc)
 
 int ps_group_all_reduce(ps_group *g, ps_tensor *t, int reduce) { return group_all_reduce_tensor(g, t, reduce, 0); }
 
-/* `whole` must have `size` times as many elements as `part`. */
+/* Checks that `whole` has `size` times as many elements as `part`. */
 static int check_parts(const ps_group *g, const ps_tensor *part, const ps_tensor *whole, const char *names)
 {
     if (part->dtype_ != whole->dtype_)

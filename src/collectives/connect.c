@@ -8,7 +8,7 @@
 #include "collectives/collectives.h"
 #include "tensor/tensor.h"
 
-/* True if this rank could connect the device. */
+/* Returns 0 if this rank can connect the device, else the error. */
 static int could(const ps_group *g, ps_backend *be)
 {
     if (g->by_host) return ps_fail(PS_EUNSUP, "the group was made with backend = \"gloo\", which sends host memory "
@@ -21,10 +21,10 @@ static int could(const ps_group *g, ps_backend *be)
         return ps_fail(PS_EUNSUP, "%d ranks are too many for device %s; there may be %d", g->comm->size, be->name,
                        be->wire->most_ranks);
     int rc = be->wire->load(be);
-    return rc == PS_EUNSUP && g->comm->size == 1 && !g->by_device ? 0 : rc;     /* one rank needs no library */
+    return rc == PS_EUNSUP && g->comm->size == 1 && !g->by_device ? 0 : rc;     /* a single rank needs no library */
 }
 
-/* True if each rank has a device of its own. All ranks get the same result. */
+/* Checks that each rank has a device of its own. All ranks get the same result. */
 static int check_apart(ps_group *g, ps_backend *be)
 {
     int size = g->comm->size;

@@ -9,12 +9,12 @@
 #include "collectives/collectives.h"
 #include "tensor/tensor.h"
 
-static atomic_int next_id = 1;             /* the last id in this process; the group of all ranks has 0 */
+static atomic_int next_id = 1;             /* last id in this process; the group of all ranks has 0 */
 
-/* The group that a rank of the parent wants to make, as sent to the other ranks. */
+/* Description of the group that a rank of the parent wants to make, as sent to the other ranks. */
 typedef struct wish {
-    int32_t id, n;                         /* id: the smallest id that is free on this rank; n: number of ranks in the
-                                            * group */
+    int32_t id, n;                         /* id: smallest id that is free on this rank. n: number of ranks in the
+                                            * group. */
     char axis[PS_AXIS_NBYTES];
     int32_t ranks[];                       /* [size of the parent], of which n are used */
 } wish;
@@ -52,7 +52,7 @@ static int check(const ps_group *parent, int n, const int32_t *ranks, const char
     return ps_fail(PS_EINVAL, "group %s: rank %d passed a list without itself", axis, parent->comm->rank);
 }
 
-/* True if all ranks want the same groups. Each rank finds the same first difference. */
+/* Checks that all ranks want matching groups. Each rank finds the same first difference. */
 static int compare(const ps_group *parent, const char *all)
 {
     for (int r = 0; r < parent->comm->size; r++) {
@@ -113,8 +113,8 @@ int ps_group_split(ps_group *parent, int n, const int32_t *ranks, const char *ax
         memcpy(mine->ranks, ranks, (size_t)n * sizeof *ranks);
     }
     rc = tell(parent, mine, all, rc);
-    if (rc == 0 && !parent->comm->pretends) rc = compare(parent, all);   /* ranks that do not make this call want no
-                                                                          * group */
+    if (rc == 0 && !parent->comm->pretends) rc = compare(parent, all);   /* simulated ranks do not make this call and
+                                                                          * want no group */
     if (rc < 0) {                          /* the error must be the same on all ranks */
         ps_free(all);
         return rc;
@@ -123,7 +123,8 @@ int ps_group_split(ps_group *parent, int n, const int32_t *ranks, const char *ax
     ps_free(all);
     rc = parent->comm->table->cut(parent->comm, n, ranks, axis, id, &comm);
     if (rc == 0) rc = group_new(parent->ctx, comm, &g);
-    rc = group_agree_bytes(parent, OP_SPLIT, ON_HOST, 0, 0, 0, rc);     /* whether all ranks have made their groups */
+    rc = group_agree_bytes(parent, OP_SPLIT, ON_HOST, 0, 0, 0, rc);     /* finds out whether all ranks have made
+                                                                         * their groups */
     if (rc < 0) {
         ps_group_close(g);
         return rc;

@@ -22,7 +22,7 @@ static const char *const op_names[OP_COUNT] = {
 };
 
 enum { SUM_BLOCK = 1024, SMALL_OTHERS = 16 };
-/* Bytes of the memory for addends. The pieces of a device are larger, since the host must begin each piece. */
+/* Bytes of the memory for addends. Pieces on a device are larger, because the host must begin each piece. */
 static const int64_t stage_nbytes[PLACES] = { 8 << 20, 64 << 20 };
 
 const char *group_op_name(int op) { return op_names[op]; }
@@ -37,13 +37,14 @@ const char *group_call_name(const ps_group *g, int op, char text[GROUP_CALL_NBYT
 
 /* -- groups -------------------------------------------------------------------------------------------------------- */
 
-/* Sends the bytes of every rank to every other rank. With many ranks this is soon more than sending parts. */
+/* Returns whether to send the bytes of every rank to every other rank. With many ranks this soon costs more than
+ * sending shards. */
 static bool has_small(const ps_comm *comm)
 {
     return comm->size > 1 && comm->size <= 1 + SMALL_OTHERS;
 }
 
-/* True if the device's memory has a communicator of its own. */
+/* Returns true if device memory has a communicator of its own. */
 static bool has_wire(const ps_group *g) { return g->at[ON_DEVICE].comm && g->at[ON_DEVICE].comm != g->comm; }
 
 static void stage_free(transport *t)
@@ -64,7 +65,7 @@ void group_free(ps_group *g)
 {
     bool two = has_wire(g);
     for (int at = 0; at < PLACES; at++) stage_free(&g->at[at]);
-    g->comm->table->close(g->comm);        /* first, because it notifies the others that this rank left */
+    g->comm->table->close(g->comm);        /* first, because it notifies the other ranks that this rank has left */
     if (two) g->at[ON_DEVICE].comm->table->close(g->at[ON_DEVICE].comm);
     ps_free(g->pair_seq);
     ps_free(g->heard);
@@ -154,7 +155,7 @@ static const char *difference(const header *a, const header *b)
            : a->check != b->check ? "gradients of other parameters" : NULL;
 }
 
-/* The error of two ranks of a group whose headers differ. */
+/* Raises the error of two ranks of a group whose headers differ. */
 static int differ(const ps_group *g, int r_a, const header *a, int r_b, const header *b, const char *what)
 {
     int rank_a = group_world(g, r_a), rank_b = group_world(g, r_b);
@@ -176,7 +177,7 @@ static int exchange_headers(ps_group *g)
     return g->comm->table->finish(g->comm, PS_COMM_HEADER);
 }
 
-/* The parts of an exchange: of this rank's header with those of all ranks or, if peer >= 0, of one rank. */
+/* Sets the buffers of an exchange of this rank's header with the headers of all ranks or, if peer >= 0, of one rank. */
 static void parts_of_headers(ps_group *g, header *mine, int peer)
 {
     group_clear_parts(g);
@@ -187,10 +188,10 @@ static void parts_of_headers(ps_group *g, header *mine, int peer)
     }
 }
 
-/* If a call cannot be performed, all ranks find that out from the same headers. A rank whose script then ends with this
- * error notifies all others. A rank that received this notice before it had compared the headers would raise the notice
- * instead of its own error. So each rank waits here until all have compared. A failed wait changes nothing. Returns rc
- * and its error. */
+/* Returns rc and its error after all ranks have compared their headers. If a call cannot be performed, all ranks
+ * find that out from the same headers. A rank whose script then ends with this error notifies all others; a rank
+ * that received the notice before it had compared the headers would raise the notice instead of its own error. A
+ * failed wait changes nothing. */
 static int leave_together(ps_group *g, header *mine, int peer, int rc)
 {
     ps_error_kept error;
@@ -223,8 +224,8 @@ static int small_begin(ps_group *g, bool all)
     return g->comm->table->begin(g->comm, PS_COMM_DATA, g->send, g->recv);
 }
 
-/* Ends that exchange. If this rank's call has no small bytes, it still receives those of other ranks and sends as many.
- * Calls that differ do not end the group, so no message may be left over. */
+/* Ends that exchange. If this rank's call has no small bytes, it still receives those of other ranks and sends the
+ * same number. Calls that differ do not end the group, so no message may be left over. */
 static int small_end(ps_group *g, const header *mine)
 {
     bool any = mine->small;
@@ -234,7 +235,7 @@ static int small_end(ps_group *g, const header *mine)
     return g->comm->table->finish(g->comm, PS_COMM_DATA);
 }
 
-/* Reports a failure of the library in the second part of a call. */
+/* Reports a failure of the library in the second section of a call. */
 static int not_agreed(const ps_group *g, const header *mine, const char *where, int rc)
 {
     char call[GROUP_CALL_NBYTES];
@@ -243,8 +244,8 @@ static int not_agreed(const ps_group *g, const header *mine, const char *where, 
     return rc;
 }
 
-/* True if any rank is in a call of two ranks, or has made a different number of calls. From now on messages would not
- * match, so the connections are closed. */
+/* Checks whether any rank is in a call of two ranks, or has made a different number of calls. If so, messages would
+ * not match any more, so the connections are closed. */
 static int check_together(ps_group *g, const header *mine)
 {
     for (int r = 0; r < g->comm->size; r++) {
@@ -276,7 +277,7 @@ static int check_same(const ps_group *g)
     return 0;
 }
 
-/* The second part of a call while a plan is open. *over: some rank's call is the planned one. */
+/* Performs the second section of a call while a plan is open. *over: a rank's call is the planned one. */
 static int agree_planned(ps_group *g, header *mine, bool *over)
 {
     int planned = 0, rc = group_plan_exchange(g, mine, -1, &planned);
@@ -379,8 +380,8 @@ int group_move_begin(ps_group *g, place at, int lane)
     return comm->table->begin(comm, lane, g->send, g->recv);
 }
 
-/* Later operations of the group find the bytes there. On a device, the order of its work ensures that, and no thread
- * waits. */
+/* Ends a move: later operations of the group find the bytes there. On a device the order of its work ensures that,
+ * and no thread waits. */
 int group_move_end(ps_group *g, place at, int lane)
 {
     ps_comm *comm = g->at[at].comm;
@@ -466,7 +467,7 @@ static void narrow(int dtype, const float *from, char *to, int64_t n)
     }
 }
 
-/* The sum of integers, with wrap-around. */
+/* Sums integers, with wrap-around. */
 static void sum_integers(int dtype, int size, char *const *at, int64_t first, int64_t n, char *to)
 {
     for (int64_t i = first; i < first + n; i++) {
@@ -478,7 +479,7 @@ static void sum_integers(int dtype, int size, char *const *at, int64_t first, in
     }
 }
 
-/* True if `a` stays instead of `b`, which comes from a later rank. The first NaN stays. */
+/* True if `a` stays instead of `b`, which is from a later rank. The first NaN stays. */
 #define STAYS(a, b, max) ((a) != (a) || ((max) ? (a) >= (b) : (a) <= (b)))
 #define EXTREME(type, read) \
     for (int64_t i = first; i < first + n; i++) { \
@@ -491,7 +492,7 @@ static void sum_integers(int dtype, int size, char *const *at, int64_t first, in
     }
 #define ITSELF(x) (x)
 
-/* The greatest or the least element of all ranks, with the bits that one rank has. */
+/* Computes the maximum or minimum over all ranks, with the bits of one of the ranks. */
 static void extreme(bool max, int dtype, int size, char *const *at, int64_t first, int64_t n, char *to)
 {
     switch (dtype) {
@@ -505,8 +506,8 @@ static void extreme(bool max, int dtype, int size, char *const *at, int64_t firs
     }
 }
 
-/* Elements first .. first + n - 1 of the sum of the ranks' addends at[0 .. size - 1]; n <= SUM_BLOCK. `to` may be one
- * of the addends. */
+/* Computes elements first .. first + n - 1 of the sum of the ranks' addends at[0 .. size - 1]; n <= SUM_BLOCK. `to`
+ * can be one of the addends. */
 static void sum_block(int dtype, int size, char *const *at, int64_t first, int64_t n, char *to)
 {
     float sum[SUM_BLOCK], next[SUM_BLOCK];
@@ -545,7 +546,7 @@ void group_sum_small(ps_group *g, int reduce, int dtype, int64_t nbytes, char *o
     sum_ranks(reduce, dtype, g->comm->size, g->addends, nbytes / ps_dtype_bytes(dtype), out);
 }
 
-/* The memory has room for two pieces from every other rank: one piece arrives while the other one is added. */
+/* The memory has room for two pieces from every other rank: one piece arrives while the other is added. */
 int group_prepare_sum(ps_group *g, place at, int reduce, int dtype, int64_t part_nbytes, int64_t *piece_nbytes)
 {
     static const char *const names[] = { "sums", "max", "min" };
@@ -598,14 +599,14 @@ void group_count_parts(ps_group *g, const ps_comm_part *parts, bool reduces, boo
     }
 }
 
-/* A sum that is under way: parts are sent to their ranks in pieces. */
+/* A sum that is under way: shards are sent to their ranks in pieces. */
 typedef struct reduction {
     place at;
     const ps_comm_part *parts;
     int64_t piece;
 } reduction;
 
-/* Piece k of rank r's part. */
+/* Returns piece k of rank r's shard. */
 static ps_comm_part piece_of(const reduction *d, int r, int64_t k)
 {
     int64_t from = least(k * d->piece, d->parts[r].nbytes);
@@ -614,7 +615,7 @@ static ps_comm_part piece_of(const reduction *d, int r, int64_t k)
 
 static int lane_of(int64_t k) { return k & 1 ? PS_COMM_DATA_2 : PS_COMM_DATA; }
 
-/* The address of rank r's addend of piece k on this rank. */
+/* Returns the address of rank r's addend of piece k on this rank. */
 static char *addend(const ps_group *g, const reduction *d, int64_t k, int r)
 {
     int rank = g->comm->rank, others = g->comm->size - 1;
@@ -649,8 +650,7 @@ int group_reduce(ps_group *g, place at, int reduce, int dtype, const ps_comm_par
     int rank = g->comm->rank, size = g->comm->size;
     reduction d = { at, parts, piece_nbytes };
     int64_t n = 0;
-    for (int r = 0; r < size; r++) {                      /* all ranks count the same pieces, although some of them are
-                                                           * empty */
+    for (int r = 0; r < size; r++) {                      /* all ranks count the same pieces, although some are empty */
         int64_t pieces = parts[r].nbytes == 0 ? 0 : (parts[r].nbytes + piece_nbytes - 1) / piece_nbytes;
         if (pieces > n) n = pieces;
     }

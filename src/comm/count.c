@@ -11,11 +11,11 @@
 #include "base/record.h"
 #include "comm/group.h"
 
-static _Atomic uint32_t counted;           /* a bit set of calls; 0: no sums are kept */
+static _Atomic uint32_t counted;           /* bit set of calls, 0 if no sums are kept */
 static atomic_bool prints;
-static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;      /* guards all fields that follow */
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;      /* guards all following fields */
 static ps_calls_total *sums;               /* the sums in the order of first calls */
-static int32_t *places;                    /* [wide] by hash: 1 + the number of a sum, or 0. wide is a power of two */
+static int32_t *places;                    /* [wide] by hash: 1 + index of a sum, or 0; wide is a power of two */
 static int64_t n_sums, room, wide;
 
 _Static_assert(sizeof ((ps_calls_total *)0)->axis == PS_AXIS_NBYTES && OP_COUNT <= 32, "sums of calls");
@@ -64,7 +64,7 @@ static int64_t place_of(const ps_calls_total *key)
     return at;
 }
 
-/* Makes room for one more sum, so that at most half of the places are used. False: there is no memory. */
+/* Makes room for one more sum, so that at most half of the entries are used. Returns false if there is no memory. */
 static bool make_room(void)
 {
     if (!ps_try_grow(sums, room, n_sums + 1)) return false;
@@ -79,7 +79,7 @@ static bool make_room(void)
     return true;
 }
 
-/* If there is no memory for a total, it is omitted: a table of times must not end a run. */
+/* Adds a call to its sum, or omits it if there is no memory: a table of times must not end a run. */
 static void add(const ps_calls_total *one)
 {
     pthread_mutex_lock(&lock);

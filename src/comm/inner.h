@@ -7,19 +7,19 @@
 /* -- comm.c */
 /* Writes "all_reduce (call 3, fp32, 64 bytes)" to `text`. */
 void group_describe(const header *h, char *text, size_t room);
-/* A mark (>= 0, or an error) is a point in a device's queue of work. The thread that runs kernels makes it. Exchanges
+/* A mark (>= 0, or an error) is a point in a device's work queue, made by the thread that runs kernels. Exchanges
  * that begin after group_after wait for all work before the mark. */
 int group_mark(ps_group *g, place at);
 int group_after(ps_group *g, place at, int mark);
 
 /* -- plan.c */
-bool group_plan_is_open(const ps_group *g);            /* the plan has a next call */
-/* Call this only while the plan is open. Sends this rank's call to all ranks (if peer >= 0, only to that rank), and
- * receives their calls into g->heard. *planned: the number of these ranks, including this one, that make the planned
- * call. If any does, the plan advances to its next call. */
+bool group_plan_is_open(const ps_group *g);            /* returns true if the plan has a next call */
+/* Call it only while the plan is open. Sends this rank's call to all ranks (if peer >= 0, only to that rank), and
+ * receives their calls into g->heard. *planned: number of these ranks, including this one, that make the planned
+ * call. If any rank does, the plan advances to its next call. */
 int group_plan_exchange(ps_group *g, const header *mine, int peer, int *planned);
 void group_plan_free(ps_group *g);
 
 /* -- job.c */
-void group_jobs_close(ps_group *g);        /* ends the group's thread, if it has one */
+void group_jobs_close(ps_group *g);        /* ends the group's thread if there is one */
 #endif

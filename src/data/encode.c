@@ -10,18 +10,18 @@
 enum { MOST_ENCODERS = 64, PER_THREAD = 32 };
 enum { FREE, WAITS, DONE };
 
-typedef struct span { int64_t begin, end; } span;      /* bytes of a text, half-open */
+typedef struct span { int64_t begin, end; } span;      /* half-open range of bytes of a text */
 
 typedef struct job {
     int state;
-    int64_t number;                     /* of the text, from 0 */
+    int64_t number;                     /* index of the text, from 0 */
     tok_bytes text;
-    span *message, *role, *trained;     /* [n_message], [n_role], [n_trained] of `spans` */
+    span *message, *role, *trained;     /* [n_message], [n_role], [n_trained] ranges in `spans` */
     span *spans;
     int64_t n_message, n_role, n_trained, spans_room;
     int32_t whole, need;
     double weight;
-    tok_ints ids, ends, labels;         /* ends: the end of each id's bytes, exclusive */
+    tok_ints ids, ends, labels;         /* ends: end of each id's bytes, exclusive */
     int rc;
     ps_error_kept error;
 } job;
@@ -31,9 +31,9 @@ struct ps_encoder {
     ps_examples *examples;
     int32_t *special, *prefix, *suffix;
     int64_t n_special, n_prefix, n_suffix;
-    int flags;                          /* of ps_tok_encode, for whole texts */
+    int flags;                          /* flags of ps_tok_encode, for whole texts */
     int threads, started, ring;
-    int64_t put, taken, stored;         /* numbers of texts: job i % ring is text i's */
+    int64_t put, taken, stored;         /* counts of texts; job i % ring is that of text i */
     int64_t failed;
     job *jobs;
     bool stop;
@@ -56,8 +56,8 @@ static bool is_special(const ps_encoder *c, int32_t id)
 
 static bool overlap(span a, span b) { return a.begin < b.end && b.begin < a.end; }
 
-/* Whether the template wrote a special token: no byte comes from a message, and a role lies inside the token if at all.
- * conversations.lua (`written`) has the same rule, and spec/data/packing_spec.lua compares both. */
+/* Returns whether the template wrote a special token: no byte is from a message, and a role can only be inside the
+ * token. conversations.lua (`written`) has the same rule, and spec/data/packing_spec.lua compares both. */
 static bool is_own(const job *j, span token)
 {
     for (int64_t i = 0; i < j->n_message && j->message[i].begin < token.end; i++)
@@ -82,8 +82,8 @@ static int append(const ps_encoder *c, tok_state *st, job *j, int64_t begin, int
     return 0;
 }
 
-/* Special tokens that a message spells are text: the text between the template's own special tokens is encoded without
- * any. st has the ids and offsets of the whole text. */
+/* Treats special tokens that a message spells as text: the text between the template's own special tokens is encoded
+ * without special tokens. st has the ids and offsets of the whole text. */
 static int without_forged(const ps_encoder *c, tok_state *st, job *j)
 {
     size_t n = st->ids.n;
@@ -106,7 +106,7 @@ static int without_forged(const ps_encoder *c, tok_state *st, job *j)
     return rc;
 }
 
-/* A token that reaches over the end of a trained part counts if it ends within the part. */
+/* Sets labels. A token that extends over the end of a trained range counts if it ends within the range. */
 static int label(job *j)
 {
     int64_t part = 0, trained = 0;

@@ -9,15 +9,16 @@
 #include "base/alloc.h"
 #include <string.h>
 
-enum { BLOCK = 3 << 18 };               /* bytes: a multiple of both sizes of a record */
+enum { BLOCK = 3 << 18 };               /* bytes of a block, a multiple of both record sizes */
 static const char MAGIC[8] = "PSEXAMP1";
 
-typedef struct head {                   /* little-endian, as every machine this runs on */
+typedef struct head {                   /* The head of a file. It is little-endian, like every machine that this
+                                         * program supports. */
     char magic[8];
     uint64_t key[2];
     int64_t count, tokens, wide;
-    uint64_t hash;                      /* of records, starts and weights */
-    uint64_t sum;                       /* XXH3 of the bytes before */
+    uint64_t hash;                      /* hash of records, starts and weights */
+    uint64_t sum;                       /* XXH3 of the preceding bytes */
 } head;
 
 static int64_t record_nbytes(const ps_examples *e) { return e->wide ? (int64_t)sizeof(example_wide) : 4; }
@@ -115,7 +116,7 @@ int ps_examples_add(ps_examples *e, const int32_t *ids, const int32_t *labels, c
 }
 
 /* -- the file ------------------------------------------------------------------------------------------------------ */
-/* Points into the mapped file, whose head is right. */
+/* Sets pointers into the mapped file, whose head is valid. */
 static void point(ps_examples *e)
 {
     int64_t nbytes = padded(e->tokens * record_nbytes(e));

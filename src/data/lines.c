@@ -13,17 +13,18 @@ enum { EACH = 64, BLOCK = 1 << 20, STEP = 1 << 14 };
 static const char MAGIC[8] = "PSLINES2";
 
 typedef struct mark {
-    int64_t at;             /* position of the row's first byte in the file */
-    int64_t number;         /* number of its line, from 1; empty lines count */
+    int64_t at;             /* offset of the row's first byte in the file */
+    int64_t number;         /* line number, from 1, counting empty lines */
 } mark;
 
-typedef struct head {       /* of a file of marks; little-endian, as every machine this runs on */
+typedef struct head {       /* The head of a file of marks. It is little-endian, like every machine that this program
+                             * supports. */
     char magic[8];
     int64_t nbytes, written, count, nmarks;
-    uint64_t sum;           /* of the fields above and of the marks: sum_of */
+    uint64_t sum;           /* checksum of the fields above and of the marks (sum_of) */
 } head;
 
-/* The checksum of a file of marks: XXH3 of the head's other fields and of the marks. */
+/* Returns the checksum of a file of marks: XXH3 of the head's other fields and of the marks. */
 static uint64_t sum_of(const head *h, const mark *marks)
 {
     uint64_t both[2] = { ps_xxh3(h, offsetof(head, sum)), ps_xxh3(marks, h->nmarks * (int64_t)sizeof *marks) };
@@ -36,7 +37,7 @@ struct ps_lines {
     mark *marks;            /* [room] marks of rows 0, EACH, 2 EACH, ... */
     char *row;              /* [row_room] bytes around the last row that was read */
     int64_t row_room;
-    bool scanned;           /* the marks come from the file itself */
+    bool scanned;           /* the marks were made by reading the file */
 };
 
 static int note(ps_lines *l, int64_t at, int64_t number)
@@ -53,7 +54,7 @@ static int note(ps_lines *l, int64_t at, int64_t number)
     return 0;
 }
 
-/* Whether a line's bytes, without its newline, are spaces, tabs and carriage returns only. */
+/* Returns whether a line's bytes, without its newline, are only spaces, tabs and carriage returns. */
 static bool is_blank(const char *line, int64_t nbytes)
 {
     int64_t i = 0;
@@ -61,7 +62,7 @@ static bool is_blank(const char *line, int64_t nbytes)
     return i == nbytes;
 }
 
-/* The first byte of the file's text, after a byte order mark. */
+/* Returns the offset of the text's first byte, after a byte order mark. */
 static int64_t text_begin(const ps_lines *l)
 {
     char bom[3];
@@ -81,9 +82,8 @@ static int scan(ps_lines *l)
 {
     char *block = ps_alloc(BLOCK);
     if (!block) return ps_fail_nomem(BLOCK);
-    int64_t begin = text_begin(l), number = 1;      /* of the current line: the position of its first byte; its
-                                                     * number */
-    bool blank = true;                              /* the current line's bytes in earlier blocks are all blank */
+    int64_t begin = text_begin(l), number = 1;      /* current line: offset of its first byte, and its number */
+    bool blank = true;                              /* all bytes of the current line in earlier blocks are blank */
     int rc = 0;
     for (int64_t at = begin; at < l->map.nbytes && rc >= 0; at += BLOCK) {
         int64_t n = l->map.nbytes - at < BLOCK ? l->map.nbytes - at : BLOCK;
@@ -106,8 +106,8 @@ static int scan(ps_lines *l)
     return rc;
 }
 
-/* Reads marks that belong to this file. Returns 1. Otherwise leaves the marks empty and returns 0, and the file is
- * scanned. */
+/* Reads marks that belong to this file, and returns 1. If it cannot, leaves the marks empty and returns 0; the file
+ * is then scanned. */
 static int read_marks(ps_lines *l, const char *index)
 {
     ps_map map;
@@ -197,8 +197,8 @@ int ps_lines_read(ps_lines *l, int64_t i, const char **text, int64_t *nbytes, in
     PS_TRY(unchanged(l));
     mark from = l->marks[i / EACH];
     int64_t wanted = i % EACH, at = from.at, line = from.number;
-    int64_t held = 0, begin = 0;                    /* number of bytes in l->row, from `at` on; the place where the
-                                                     * current line begins */
+    int64_t held = 0, begin = 0;                    /* bytes in l->row, from `at` on; index at which the current line
+                                                     * begins */
     for (int64_t looked = 0;;) {
         char *newline = held > looked ? memchr(l->row + looked, '\n', (size_t)(held - looked)) : NULL;
         bool at_end = at + held == l->map.nbytes;

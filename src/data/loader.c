@@ -29,25 +29,24 @@ struct ps_loader {
     ps_loader_config c;
     int n;
     ps_tokens **shards;         /* [n], retained */
-    int64_t *starts;            /* [n + 1] the token of the concatenation at which each shard begins */
-    int64_t windows, batches;   /* windows of an epoch; the same for all epochs and all ranks */
+    int64_t *starts;            /* [n + 1] index in the concatenation of each shard's first token */
+    int64_t windows, batches;   /* windows and batches per epoch, equal in all epochs and on all ranks */
     int64_t global_batch;       /* rows of a batch on all ranks */
-    int half_bits;              /* the bijection works on 2 * half_bits bits, the fewest that hold `windows` */
+    int half_bits;              /* the bijection works on 2 * half_bits bits, the fewest that can hold `windows` */
     int32_t *ring;              /* [ahead][batch][seq + 1] */
     int64_t slot_numel;
     pthread_mutex_t lock;
-    pthread_cond_t ready;       /* a slot was filled, or filling failed */
-    pthread_cond_t wanted;      /* a slot is free, the position was set, or the end has come */
+    pthread_cond_t ready;       /* signalled when a slot was filled, or filling failed */
+    pthread_cond_t wanted;      /* signalled when a slot is free, the position was set, or the loader ends */
     pthread_t thread;
     bool has_lock, has_thread;
     /* (lock) */
-    int head, count;            /* ready slots: head, head + 1, ... modulo ahead */
+    int head, count;            /* slots that are ready: head, head + 1, ... modulo ahead */
     bool stop;
-    uint32_t generation;        /* number of calls of set_position: a batch that was begun before a call is discarded */
+    uint32_t generation;        /* number of calls of set_position; a batch that was begun before a call is discarded */
     ps_loader_position next;    /* position of the batch that the caller gets next */
     ps_loader_position making;  /* position of the batch that the maker makes next */
-    ps_error_kept failed;       /* result for the batch at `making`; after an error the maker waits until the position
-                                 * is set */
+    ps_error_kept failed;       /* error of the batch at `making`; the maker then waits until the position is set */
 };
 
 /* -- which window ------------------------------------------------------------------------------------------------ */
@@ -64,7 +63,7 @@ static int64_t epoch_offset(const ps_loader *l, int64_t epoch)
     return (int64_t)((unsigned __int128)u * (uint64_t)l->c.seq >> 64);
 }
 
-/* A bijection of [0, windows): a Feistel network on a power of four, applied again while the result is outside. */
+/* Applies a bijection of [0, windows): a Feistel network on a power of four, repeated while the result is outside. */
 static int64_t shuffled(const ps_loader *l, int64_t epoch, int64_t index)
 {
     uint64_t mask = (UINT64_C(1) << l->half_bits) - 1, v = (uint64_t)index;
@@ -80,7 +79,7 @@ static int64_t shuffled(const ps_loader *l, int64_t epoch, int64_t index)
     return (int64_t)v;
 }
 
-/* Tokens [at, at + n) of the concatenation. */
+/* Copies tokens [at, at + n) of the concatenation. */
 static int copy_tokens(const ps_loader *l, int64_t at, int64_t n, int32_t *dst)
 {
     int low = 0, high = l->n - 1;           /* the last shard that begins at or before `at` */
@@ -175,7 +174,7 @@ static int plan(ps_loader *l, int64_t there)
     if (c->first < 0 || c->last < c->first || c->last > there)
         return ps_fail(PS_ERANGE, "a loader was asked for tokens [%lld, %lld); its files have %lld",
                        (long long)c->first, (long long)c->last, (long long)there);
-    /* A shuffled epoch may begin seq - 1 tokens later and must still have all its windows. */
+    /* A shuffled epoch can begin up to seq - 1 tokens later and must still have all its windows. */
     int64_t range = c->last - c->first, spare = c->shuffle ? c->seq : 1, need, slots, bytes;
     char ranks[48] = "";
     if (c->world_size > 1) snprintf(ranks, sizeof ranks, " on each of %d ranks", c->world_size);
@@ -191,7 +190,7 @@ static int plan(ps_loader *l, int64_t there)
     l->batches = l->windows / l->global_batch;
     l->half_bits = 1;
     while (l->windows > INT64_C(1) << (2 * l->half_bits)) l->half_bits++;
-    l->slot_numel = c->batch * (c->seq + 1);        /* <= 2 * need, which the data exceed */
+    l->slot_numel = c->batch * (c->seq + 1);        /* at most 2 * need; `need` does not exceed the data */
     if (__builtin_mul_overflow(l->slot_numel, c->ahead, &slots) || __builtin_mul_overflow(slots, 4, &bytes))
         return ps_fail(PS_EINVAL, "%d batches of %lld x %lld tokens ahead are too many", c->ahead, (long long)c->batch,
                        (long long)c->seq);
@@ -288,7 +287,7 @@ int ps_loader_next(ps_loader *l, int32_t *x, int32_t *y)
     return 1;
 }
 
-/* At the end of an epoch this is (epoch, batches): the next call returns 0, and after it the next epoch begins. */
+/* At the end of an epoch this is (epoch, batches): the next call returns 0, and then the next epoch begins. */
 int ps_loader_get_position(ps_loader *l, ps_loader_position *out)
 {
     PS_NEED(l);

@@ -9,9 +9,9 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { GROUP = 64 };                    /* rows of similar length that stay together when lengths are grouped */
+enum { GROUP = 64 };                    /* rows of similar length that stay together when rows are grouped by length */
 
-typedef struct item { int32_t example; int64_t first, n; } item;     /* n tokens of an example, from `first` on */
+typedef struct item { int32_t example; int64_t first, n; } item;     /* n tokens of an example, from token `first` on */
 
 struct ps_rows {
     _Atomic int more;                   /* owners besides the first one */
@@ -19,13 +19,13 @@ struct ps_rows {
     bool packing;
     int64_t n_items, n_rows, n_windows;
     item *items;
-    int64_t *row;                       /* [n_rows + 1]: where a row's items begin */
-    int64_t *windows;                   /* [n_windows + 1]: where a window's rows begin */
+    int64_t *row;                       /* [n_rows + 1] index of each row's first item */
+    int64_t *windows;                   /* [n_windows + 1] index of each window's first row */
     ps_rows_info info;
 };
 
 /* -- order --------------------------------------------------------------------------------------------------------- */
-/* A random number below n, of a stream. */
+/* Returns a random number below n from a stream. */
 static int64_t draw(uint64_t seed, uint64_t stream, int64_t i, int64_t n)
 {
     ps_philox r = ps_philox4x32(seed, (uint64_t)i, stream);
@@ -33,7 +33,7 @@ static int64_t draw(uint64_t seed, uint64_t stream, int64_t i, int64_t n)
     return (int64_t)((unsigned __int128)x * (uint64_t)n >> 64);
 }
 
-/* Fisher and Yates. */
+/* Shuffles by the algorithm of Fisher and Yates. */
 static void shuffle(int32_t *order, int64_t n, uint64_t seed, uint64_t stream)
 {
     for (int64_t i = n - 1; i > 0; i--) {
@@ -53,7 +53,7 @@ static void begin_pass(const ps_rows_config *c, source *s, int k)
     s->next = 0;
 }
 
-/* The source that is due, or -1 if the epoch ends. */
+/* Returns the source that is due, or -1 if the epoch ends. */
 static int due(const ps_rows_config *c, const source *s, const int64_t *taken)
 {
     int best = -1;
@@ -97,7 +97,7 @@ static int take_all(const ps_rows_config *c, source *s, int64_t *taken, list *or
     return 0;
 }
 
-/* The examples of the epoch in order. */
+/* Makes the order of the epoch's examples. */
 static int order_of(const ps_examples *e, const ps_rows_config *c, list *order)
 {
     source *s = ps_alloc0((size_t)c->n_sources * sizeof *s);
@@ -117,7 +117,7 @@ static int order_of(const ps_examples *e, const ps_rows_config *c, list *order)
 }
 
 /* -- lengths ------------------------------------------------------------------------------------------------------- */
-/* How many tokens of item `it` a model has to predict: its trained tokens, except the first. */
+/* Returns the number of tokens of item `it` that a model must predict: its trained tokens, except the first token. */
 static int64_t targets_of(const ps_examples *e, const item *it)
 {
     int64_t n = 0;
@@ -126,7 +126,7 @@ static int64_t targets_of(const ps_examples *e, const item *it)
     return n;
 }
 
-/* Truncates an example that is too long. *keep: true if the example is part of a row. */
+/* Truncates an example that is too long. *keep: true if a row contains the example. */
 static int cut(ps_rows *r, const ps_rows_config *c, int32_t example, item *it, bool *keep)
 {
     const ps_examples *e = r->examples;
@@ -146,7 +146,7 @@ static int cut(ps_rows *r, const ps_rows_config *c, int32_t example, item *it, b
     return 0;
 }
 
-/* The items of the epoch, in order. */
+/* Makes the items of the epoch, in order. */
 static int cut_all(ps_rows *r, const ps_rows_config *c, const list *order)
 {
     r->items = ps_alloc((size_t)(order->n + 1) * sizeof *r->items);
@@ -161,9 +161,10 @@ static int cut_all(ps_rows *r, const ps_rows_config *c, const list *order)
 }
 
 /* -- packing ------------------------------------------------------------------------------------------------------- */
-typedef struct bin { int64_t left, earliest; int32_t next; } bin;    /* next: with as much room, or -1 */
+typedef struct bin { int64_t left, earliest; int32_t next; } bin;    /* next: next bin with as much room, or -1 */
 
-/* Bins by their free room. Each amount of room has a stack of bins, and a bit that is set if the stack is not empty. */
+/* Bins by their free room. There is a stack of bins for each amount of room, and a bit that is set if the stack is
+ * not empty. */
 typedef struct bins { bin *all; int64_t n; int32_t *top; uint64_t *there; int64_t seq; } bins;
 
 static void stack_push(bins *b, int32_t i)
@@ -174,7 +175,7 @@ static void stack_push(bins *b, int32_t i)
     b->there[left / 64] |= (uint64_t)1 << left % 64;
 }
 
-/* A bin with the least room of at least n, taken from its stack; -1: there is none. */
+/* Pops a bin with the least room of at least n, or returns -1 if there is none. */
 static int32_t stack_pop(bins *b, int64_t n)
 {
     int64_t word = n / 64, words = b->seq / 64 + 1;
@@ -188,7 +189,7 @@ static int32_t stack_pop(bins *b, int64_t n)
     return i;
 }
 
-typedef struct place { int64_t n, at; int32_t row; } place;          /* an item of a window: length, number, its bin */
+typedef struct place { int64_t n, at; int32_t row; } place;          /* an item of a window: length, index, its bin */
 
 static int longer_first(const void *a, const void *b)
 {
@@ -203,8 +204,8 @@ static int by_row(const void *a, const void *b)
     return x->at < y->at ? -1 : 1;
 }
 
-/* Packs the n items of a window, the longest first, each into the fullest bin in which it fits. Rows are in the order
- * of their earliest items, and the items of a row keep their order. */
+/* Packs the n items of a window, the longest first, each into the fullest bin in which it fits. Rows are in the
+ * order of their earliest items, and the items of a row keep their order. */
 static int64_t pack_window(bins *b, item *items, int64_t n, place *places, item *sorted, int64_t *row)
 {
     b->n = 0;
@@ -330,7 +331,7 @@ int ps_rows_window(const ps_rows *r, int64_t row, int64_t *window, int64_t *with
     if (row < 0 || row > r->n_rows)
         return ps_fail(PS_ERANGE, "there is no row %lld; there are %lld", (long long)row, (long long)r->n_rows);
     int64_t low = 0, high = r->n_windows;
-    while (low < high) {                             /* the last window that begins at this row or before it */
+    while (low < high) {                             /* the last window that begins at or before this row */
         int64_t middle = (low + high + 1) / 2;
         if (r->windows[middle] <= row) low = middle;
         else high = middle - 1;
@@ -366,7 +367,7 @@ int64_t ps_rows_longest(const ps_rows *r, int64_t first, int64_t n)
     return most;
 }
 
-/* One item into a row of a batch from `at` on. filler: of weight 0. */
+/* Puts an item into a row of a batch, from `at` on. filler: its weight is 0. */
 static void put_item(const ps_examples *e, const item *it, int32_t segment, bool filler, const ps_rows_batch *b,
                      int64_t at, bool packed)
 {

@@ -10,15 +10,15 @@
 #include "io/file.h"
 #include <stdbool.h>
 
-enum { TOK_ID_LIMIT = 1 << 22 };    /* ids are below this; the largest id determines a vocabulary's memory */
+enum { TOK_ID_LIMIT = 1 << 22 };    /* upper bound of ids; the largest id determines a vocabulary's memory */
 enum { TOK_SHOWN = 72 };            /* bytes of a token that a message shows */
-enum { TOK_SPLITS = 8 };            /* the most patterns that cut one after the other */
-enum { TOK_STEPS = 8 };             /* the most steps of a normalizer */
+enum { TOK_SPLITS = 8 };            /* most patterns that are applied one after the other */
+enum { TOK_STEPS = 8 };             /* most steps of a normalizer */
 
 /* -- buffers that grow ------------------------------------------------------------------------------------------- */
 typedef struct tok_bytes { uint8_t *at; size_t n, room; } tok_bytes;
 typedef struct tok_ints { int32_t *at; size_t n, room; } tok_ints;
-/* Room for `more` further elements. */
+/* Makes room for `more` further elements. */
 int tok_bytes_more(tok_bytes *b, size_t more);
 int tok_ints_more(tok_ints *b, size_t more);
 int tok_bytes_add(tok_bytes *b, const void *from, size_t n);
@@ -28,16 +28,17 @@ void tok_ints_free(tok_ints *b);
 const char *tok_shown(const uint8_t *s, size_t n, char out[TOK_SHOWN]);
 
 /* -- UTF-8 ------------------------------------------------------------------------------------------------------- */
-/* The code point of a valid character of `len` bytes (ps_utf8); its UTF-8; whether all of a text is UTF-8. */
+/* Three functions: the code point of a valid character of `len` bytes (ps_utf8), the UTF-8 of a code point, and
+ * whether a whole text is UTF-8. */
 uint32_t tok_code_point(const uint8_t *s, int len);
 int tok_utf8_put(uint32_t c, uint8_t out[4]);
 bool tok_utf8_valid(const uint8_t *s, size_t n);
-/* Returns the bytes of the malformed sequence at s. One U+FFFD replaces it (Unicode's "maximal subparts", as in
- * Python). */
+/* Returns the length in bytes of the malformed sequence at s, which one U+FFFD replaces (Unicode's "maximal
+ * subparts", as in Python). */
 size_t tok_utf8_bad(const uint8_t *s, size_t n);
 
-/* A text that is being normalized: its present bytes, and the origin of each byte. If offsets were not requested, there
- * are no origins. begin[i], end[i]: the range of bytes of the original text for which byte i stands. */
+/* A text that is being normalized: its present bytes and the origin of each byte. begin[i] to end[i] is the byte
+ * range of the original text from which byte i comes. If offsets were not requested, there are no origins. */
 typedef struct tok_text {
     tok_bytes s;
     tok_ints begin, end;
@@ -47,7 +48,8 @@ int tok_text_add(tok_text *t, const void *bytes, size_t n, int32_t begin, int32_
 void tok_text_clear(tok_text *t, bool mapped);
 void tok_text_free(tok_text *t);
 
-/* A part of a text: bytes, and their origins (NULL: they are the bytes of the original text from `first` on). */
+/* A span of a text: its bytes, and their origins. If the origins are NULL, the bytes are those of the original text
+ * from `first` on. */
 typedef struct tok_span {
     const uint8_t *s;
     size_t n;
@@ -59,12 +61,12 @@ static inline int32_t tok_begin(const tok_span *t, size_t i) { return t->begin ?
 static inline int32_t tok_end(const tok_span *t, size_t i) { return t->end ? t->end[i] : t->first + (int32_t)i + 1; }
 
 /* -- vocabularies ------------------------------------------------------------------------------------------------ */
-typedef struct tok_entry { uint32_t at; int32_t n; } tok_entry;     /* n -1: no token has this id */
+typedef struct tok_entry { uint32_t at; int32_t n; } tok_entry;     /* n is -1 if no token has this id */
 typedef struct tok_vocab {
-    tok_bytes text;             /* of all tokens */
+    tok_bytes text;             /* text of all tokens */
     tok_entry *entry;           /* [count] tokens by id */
-    int32_t count, room;        /* count: 1 + the largest id */
-    int32_t *slot;              /* a hash table with open addressing: id + 1; 0: free */
+    int32_t count, room;        /* count is 1 + the largest id */
+    int32_t *slot;              /* hash table with open addressing; a slot is id + 1, or 0 if free */
     uint32_t slots, used;
 } tok_vocab;
 /* PS_EFORMAT if the token or the id already exists. path: for messages. */
@@ -75,20 +77,21 @@ static inline const uint8_t *tok_name(const tok_vocab *v, int32_t id) { return v
 uint64_t tok_hash(const uint8_t *s, size_t n);
 
 /* -- merges ------------------------------------------------------------------------------------------------------ */
-typedef struct tok_pair { uint64_t key; int32_t rank, id; } tok_pair;       /* key: left << 32 | right; rank -1: free */
+typedef struct tok_pair { uint64_t key; int32_t rank, id; } tok_pair;       /* key is left << 32 | right; rank is -1
+                                                                             * in a free slot */
 typedef struct tok_merges {
     int32_t *left, *right, *id; /* [count] merges by rank */
     int32_t count, room;
-    tok_pair *slot;             /* a hash table with open addressing, by key */
+    tok_pair *slot;             /* hash table with open addressing, by key */
     uint32_t slots;
-    bool ordered;               /* no merge makes a pair whose rank is lower than its own */
+    bool ordered;               /* no merge makes a pair that has a lower rank than the merge itself */
     bool by_token;              /* two tokens merge if together they are a token, whose id is the rank (tiktoken) */
-    int32_t *token_rank;        /* if by_token: the rank of each token by its score. NULL: its id is its rank */
+    int32_t *token_rank;        /* if by_token: rank of each token by its score; NULL if the id is the rank */
 } tok_merges;
 int tok_merges_add(tok_merges *m, const tok_vocab *v, const char *path, int64_t line, const uint8_t *a, size_t na,
                    const uint8_t *b, size_t nb);
-/* Merges by scores: two tokens merge if together they are a token. The token with the highest score comes first; of
- * equal scores, the leftmost. A token whose score is NaN is never made. */
+/* Makes merges by scores: two tokens merge if together they are a token. The merge whose token has the highest score
+ * is first, and of equal scores the leftmost. A token with score NaN is never made. */
 int tok_merges_of_scores(tok_merges *m, const tok_vocab *v, const char *path, const float *scores, int32_t n);
 int tok_merges_ready(tok_merges *m, const tok_vocab *v);
 void tok_merges_free(tok_merges *m);
@@ -98,7 +101,7 @@ int tok_read_vocab_txt(ps_tok *t, const ps_map *map);
 int tok_read_merges(ps_tok *t, const ps_map *map);
 int tok_read_tokenizer_json(ps_tok *t, const ps_map *map);
 int tok_read_tiktoken(ps_tok *t, const ps_map *map);
-/* GPT-2's letter of a byte (bytes_to_unicode). */
+/* Returns GPT-2's letter for a byte (bytes_to_unicode). */
 uint32_t tok_letter_of(int byte);
 
 /* -- JSON: a reader that walks over a text, without recursion and without a tree ---------------------------------- */
@@ -114,65 +117,66 @@ int tok_json_string(tok_json *j);               /* to j->text */
 int tok_json_whole(tok_json *j, int64_t *out);
 int tok_json_skip(tok_json *j);                 /* skips one value of any kind */
 int tok_json_end(tok_json *j);                  /* PS_EFORMAT if anything except blanks is left */
-/* The next key of an object that was begun with '{': 1, with the key in j->text and the colon read; 0 at the end.
- * first: true if no key was read yet. */
+/* Reads the next key of an object after its '{'. Returns 1 with the key in j->text and the colon read, or 0 at the
+ * end of the object. first: true if no key was read yet. */
 int tok_json_key(tok_json *j, bool first);
 
 /* -- words ------------------------------------------------------------------------------------------------------- */
 typedef struct tok_regex tok_regex;
 int tok_regex_new(const char *pattern, size_t n, tok_regex **out);
 void tok_regex_free(tok_regex *r);
-/* The memory that a match needs; one per thread. */
+/* Memory for matching, one per thread. */
 typedef struct tok_matcher tok_matcher;
 int tok_matcher_new(tok_matcher **out);
 void tok_matcher_free(tok_matcher *m);
-/* Finds the first match in s [n] (UTF-8) from `from` on. Returns 1 with its place, or 0 if there is none. */
+/* Finds the first match in s [n] (UTF-8) from `from` on. Returns 1 with its range, or 0 if there is no match. */
 int tok_regex_find(const tok_regex *r, tok_matcher *m, const uint8_t *s, size_t n, size_t from, size_t *begin,
                    size_t *end);
-/* Returns s in the form that the regular expressions can read: s itself, or a copy in `copy` in which stand-ins replace
- * code points that are missing in their tables. */
+/* Returns s in a form that the regular expressions can read: s itself, or a copy in `copy` in which stand-ins
+ * replace code points that are missing in their tables. */
 int tok_stand_in(const uint8_t *s, size_t n, tok_bytes *copy, const uint8_t **out);
 
 /* -- from words to ids ------------------------------------------------------------------------------------------- */
-typedef struct tok_bpe tok_bpe;     /* scratch and the cache of words */
+typedef struct tok_bpe tok_bpe;     /* scratch memory and cache of words */
 typedef struct tok_state {
     tok_matcher *matcher;
     tok_bpe *bpe;
     tok_text repaired, plain, spaced;
-    tok_text normal[2], blanks[2];  /* texts that steps use in turn: those of the normalizer, and of Metaspace */
-    bool begun;                     /* a part of the original text was already processed, so what follows is not its
-                                     * beginning */
-    tok_bytes copy[TOK_SPLITS];     /* stand-ins of each split; WordPiece also uses the first */
-    tok_ints ids, offsets;          /* offsets: two per id */
+    tok_text normal[2], blanks[2];  /* two texts each for the steps of the normalizer and of Metaspace, which use
+                                     * them alternately */
+    bool begun;                     /* a section of the original text was already processed, so the next section is
+                                     * not its beginning */
+    tok_bytes copy[TOK_SPLITS];     /* stand-ins of each split; WordPiece also uses the first entry */
+    tok_ints ids, offsets;          /* two offsets per id */
     tok_bytes decoded;
-    bool mapped;                    /* offsets are requested */
+    bool mapped;                    /* offsets were requested */
     bool continued;                 /* the text continues another one, so no blank precedes its first word */
 } tok_state;
-/* Appends the ids of a word to st->ids (and offsets). */
+/* Appends the ids of a word to st->ids (and its offsets to st->offsets). */
 int tok_bpe_word(const ps_tok *t, tok_state *st, tok_span word);
 void tok_bpe_free(tok_bpe *b);
 int tok_wordpiece_word(const ps_tok *t, tok_state *st, tok_span word);
-/* Writes the text as BERT's normalizer returns it to st->plain. */
+/* Writes the text to st->plain as BERT's normalizer returns it. */
 int tok_bert_plain(const ps_tok *t, tok_state *st, tok_span text);
-/* Calls a function for each word of a normalized text, which is cut at white space and punctuation. */
+/* Calls a function for each word of a normalized text, which is split at white space and punctuation. */
 int tok_bert_words(const ps_tok *t, tok_state *st, tok_span text);
 int tok_id(tok_state *st, int32_t id, int32_t begin, int32_t end);
 
 /* -- normalizers of a BPE ------------------------------------------------------------------------------------------ */
 enum { TOK_NFC, TOK_PREPEND, TOK_REPLACE };
 typedef struct tok_step { int kind; uint8_t *from; size_t n_from; uint8_t *to; size_t n_to; } tok_step;
-/* Sets *text to the result of the steps. The result is in `turns`; *text must not be in it. */
+/* Applies the steps to *text. The result is in `turns`; *text must not point into it. */
 int tok_normalize(tok_text turns[2], bool mapped, const tok_step *steps, int n, tok_span *text);
 
 /* -- added tokens ------------------------------------------------------------------------------------------------ */
-/* s: the spelling of the token in the text that is searched; normalized if NORMALIZED is set. */
+/* s: spelling of the token in the text that is searched, which is normalized if NORMALIZED is set. */
 typedef struct tok_added { uint8_t *s; size_t n; int32_t id; int flags; } tok_added;
-/* Finds the first added token in s, from *at on, whose flag NORMALIZED is as given. If several begin there, finds the
- * longest. NULL: there is none. Afterwards *at is after the token. begin, end: its range, with the blanks that belong
- * to it, which begin after `done`. */
+/* Finds the first added token in s, from *at on, whose flag NORMALIZED equals `normalized`; if several begin there,
+ * the longest. Returns NULL if there is none. Afterwards *at is after the token. begin, end: its range, including
+ * the blanks that belong to it, which begin after `done`. */
 const tok_added *tok_added_find(const ps_tok *t, const uint8_t *s, size_t n, bool normalized, bool plain, size_t done,
                                 size_t *at, size_t *begin, size_t *end);
-/* Ids of a whole text to st->ids. flags: of ps_tok_encode. */
+/* Writes the ids of a whole text to st->ids. flags: those of ps_tok_encode. */
 int tok_encode(const ps_tok *t, tok_state *st, const uint8_t *text, size_t n, int flags);
 void tok_state_free(tok_state *st);
 
@@ -181,18 +185,19 @@ struct ps_tok {
     int model;                  /* TOK_BPE .. */
     bool ready;
     char *path;                 /* path of the vocabulary, for messages */
-    /* Settings, 0 or 1. prefix_space: a blank before the first word; byte_level: tokens spell bytes in GPT-2's letters;
-     * whole_words: a word that is a token is not merged; trim_offsets: without a token's blanks, and
-     * keep_first: but with those of the first; of WordPiece: clean_text
-     * (control characters go), chinese (Chinese characters stand alone), strip_accents, lower_case. */
+    /* Settings, 0 or 1. prefix_space: put a blank before the first word. byte_level: tokens spell bytes in GPT-2's
+     * letters. whole_words: do not merge a word that is a token. trim_offsets: exclude a token's blanks. keep_first:
+     * but include the first token's. For WordPiece: clean_text removes control characters, chinese separates Chinese
+     * characters, then strip_accents and lower_case. */
     int prefix_space, byte_level, whole_words, trim_offsets, keep_first, clean_text, chinese, strip_accents, lower_case;
-    /* Of a BPE whose tokens spell characters: byte_fallback (one that has no token is its bytes' tokens <0xXX>),
-     * fuse_unk (neighbours without a token are one unknown token), strip_first (decoded: a blank less in front).
-     * metaspace: blanks are U+2581, and one comes in front of 1: each part of a text, 2: its beginning, 3: nothing. */
+    /* For a BPE whose tokens spell characters. byte_fallback: spell a character without a token by its bytes' tokens
+     * <0xXX>. fuse_unk: make one unknown token of neighbouring characters without a token. strip_first: remove one
+     * blank from the beginning when decoding. metaspace: blanks are U+2581, and one is put before each section of a
+     * text (1), before the text's beginning (2) or nowhere (3). */
     int byte_fallback, fuse_unk, strip_first, metaspace;
-    int cuts;                   /* no word of the patterns continues after the end of a line between ASCII characters */
+    int cuts;                   /* no word of the patterns continues after a line end between ASCII characters */
     int32_t unk;                /* -1: none */
-    int64_t longest_word;       /* WordPiece: in characters; longer words are unknown */
+    int64_t longest_word;       /* for WordPiece: most characters of a word; longer words are unknown */
     int32_t longest_token;      /* in bytes */
     tok_vocab vocab;
     tok_merges merges;
@@ -201,13 +206,15 @@ struct ps_tok {
     tok_step step[TOK_STEPS];
     int n_steps;
     tok_bytes rest;             /* text of tokenizer.json without vocabulary and merges */
-    tok_added *added;           /* [n_added] longest first */
+    tok_added *added;           /* [n_added] added tokens, longest first */
     int n_added;
-    int n_kind[2];              /* added tokens that are searched in the original text, and in normalized text */
+    int n_kind[2];              /* number of added tokens that are searched in the original text, and in normalized
+                                 * text */
     bool starts[256];           /* first bytes of added tokens */
-    int32_t byte_id[256];       /* the token of a byte (byte level: its letter; byte_fallback: <0xXX>); -1: none */
-    struct { uint8_t s[2], n; } letter[256];    /* byte level: spelling of a byte */
-    tok_bytes raw;              /* byte level: the bytes for which tokens stand */
+    int32_t byte_id[256];       /* token of a byte (byte_level: its letter; byte_fallback: <0xXX>), -1 if there is
+                                 * none */
+    struct { uint8_t s[2], n; } letter[256];    /* for byte_level: spelling of a byte */
+    tok_bytes raw;              /* for byte_level: bytes for which tokens stand */
     tok_entry *raw_entry;       /* [vocab.count] */
     tok_state state;            /* state of the calling thread */
 };

@@ -9,8 +9,7 @@
 #include <utf8proc.h>
 
 typedef struct letter { uint32_t c; int32_t class, begin, end; } letter;    /* class: canonical combining class */
-enum { PENDING = 64 };              /* largest number of successive marks that are ordered; longer runs are processed in
-                                     * pieces */
+enum { PENDING = 64 };              /* most successive marks that are ordered together; longer runs are divided */
 
 static const tok_range *range_of(const tok_range *ranges, size_t n, uint32_t c)
 {

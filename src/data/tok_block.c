@@ -10,15 +10,16 @@
 #include <pthread.h>
 #include <string.h>
 
-enum { MOST_THREADS = 256, LEAST_BYTES = 1 << 16 };        /* a smaller part does not justify a thread */
+enum { MOST_THREADS = 256, LEAST_BYTES = 1 << 16 };        /* most threads; fewer bytes per thread are not worth a
+                                                            * thread */
 
 typedef struct part {
     const ps_tok *t;
     const ps_tok_block *block;
     const uint8_t *s;
     size_t n;
-    bool continued;             /* there is text before it */
-    int64_t lines;              /* number of lines that were read, including one that failed; for a text 1 */
+    bool continued;             /* the text continues an earlier section */
+    int64_t lines;              /* number of lines that were read, including a line that failed; 1 for a text */
     tok_state state;
     int rc;
     ps_error_kept error;
@@ -26,7 +27,7 @@ typedef struct part {
     bool started;
 } part;
 
-/* The first place at or after `from` where a text may be cut; n: there is none. */
+/* Returns the first position at or after `from` where a text can be split, or n if there is none. */
 static size_t cut_after(const uint8_t *s, size_t n, size_t from)
 {
     for (size_t i = from < 2 ? 2 : from; i < n; i++) {
@@ -38,7 +39,7 @@ static size_t cut_after(const uint8_t *s, size_t n, size_t from)
     return n;
 }
 
-/* Returns the last such place before n; 0: there is none. */
+/* Returns the last such position before n, or 0 if there is none. */
 static size_t cut_before(const uint8_t *s, size_t n)
 {
     for (size_t i = n; i > 2; i--)
@@ -47,7 +48,7 @@ static size_t cut_before(const uint8_t *s, size_t n)
     return 0;
 }
 
-/* True if the ids of a text's parts are those of the whole text. PLAIN: special tokens are not searched. */
+/* Returns true if the ids of a text's sections are those of the whole text. PLAIN: special tokens are not searched. */
 static bool may_cut(const ps_tok *t, int flags)
 {
     if (t->model == TOK_BPE && (!t->n_splits || !t->cuts || t->metaspace)) return false;
@@ -56,8 +57,8 @@ static bool may_cut(const ps_tok *t, int flags)
         const tok_added *a = &t->added[i];
         if (flags & PS_TOK_PLAIN && a->flags & PS_TOK_SPECIAL) continue;
         if (a->flags & PS_TOK_LSTRIP || memchr(a->s, '\n', a->n)) return false;
-        if (t->model == TOK_WORDPIECE && memchr(a->s, ' ', a->n)) return false;      /* it may become the end of a
-                                                                                      * line */
+        if (t->model == TOK_WORDPIECE && memchr(a->s, ' ', a->n)) return false;      /* the blank may become the end
+                                                                                      * of a line */
     }
     return true;
 }
@@ -69,7 +70,7 @@ static size_t line_after(const uint8_t *s, size_t n, size_t from)
 }
 
 /* -- JSON lines --------------------------------------------------------------------------------------------------- */
-/* Finds the document of a line and stores it in j->text: the string with the name `field`. */
+/* Finds the document of a line, the string with the key `field`, and stores it in j->text. */
 static int document(tok_json *j, const char *field)
 {
     size_t n = strlen(field);
@@ -122,7 +123,7 @@ static void *work(void *arg)
     return NULL;
 }
 
-/* Divides [0, n) into `count` parts of about the same size. Returns how many parts there are. */
+/* Divides [0, n) into `count` parts of about the same size. Returns the number of parts. */
 static int divide(part *parts, int count, const uint8_t *s, size_t n, bool lines)
 {
     size_t at = 0;
@@ -143,7 +144,7 @@ static int run(ps_tok *t, ps_tok_block *block, part *parts, int n)
         if (!block->field) parts[i].continued = i || block->line, parts[i].lines = 1;
         parts[i].started = i + 1 < n && ps_thread_start(&parts[i].thread, work, &parts[i]) == 0;
     }
-    /* the last part, and the parts that no thread took */
+    /* the last part, and the parts that no thread has started */
     for (int i = n - 1; i >= 0; i--) if (!parts[i].started) work(&parts[i]);
     int failed = -1;
     for (int i = 0; i < n; i++) if (parts[i].started) pthread_join(parts[i].thread, NULL);

@@ -12,27 +12,28 @@
 
 enum { SHORT = 32, LEVELS = 4, CACHE_BITS = 15, CACHED_BYTES = 16, CACHED_IDS = 10, NO_RANK = INT32_MAX, PART = 2048 };
 
-typedef struct symbol { int32_t id, from, to; } symbol;             /* bytes of the word */
+typedef struct symbol { int32_t id, from, to; } symbol;             /* byte range of the word */
 typedef struct symbols { symbol *at; int32_t n, room; } symbols;
 typedef struct pair { int32_t rank, id; } pair;
-/* n_bytes 0: free */
+/* n_bytes is 0 if the entry is free */
 typedef struct cached { uint64_t key[2]; uint8_t n_bytes, n_ids; int32_t ids[CACHED_IDS]; } cached;
-/* a pair in the list of its rank, by its left symbol */
+/* a pair in the list of its rank, given by its left symbol */
 typedef struct waiting { int32_t at, next; } waiting;
 
 struct tok_bpe {
     cached *cache;              /* [1 << CACHE_BITS] */
-    int32_t room;               /* room of the four lists: symbols of a long word */
+    int32_t room;               /* capacity of the four lists: symbols of a long word */
     symbol *sym;
     int32_t *prev, *next;       /* -1: none */
     int32_t *sorted;
-    symbols done, patch, pairs; /* of a long word: its tokens; tokens of a place that is being corrected, and of two
-                                 * neighbours */
-    waiting *pool;              /* lists by rank; unused entries are in the list `spare` */
+    symbols done, patch, pairs; /* for a long word: its tokens; tokens of a seam that is being corrected; tokens of
+                                 * two neighbours */
+    waiting *pool;              /* entries of the lists by rank; unused entries are in the list `spare` */
     int32_t n_pool, room_pool, spare;
-    int32_t *head, *tail;       /* [merges.count] -1: empty, as all lists are between words */
-    uint64_t *bits[LEVELS];     /* level 0: ranks whose list is not empty; higher levels: words that are not 0 */
-    uint64_t *heap;             /* rank << 32 | left symbol */
+    int32_t *head, *tail;       /* [merges.count] -1: empty, like all lists between words */
+    uint64_t *bits[LEVELS];     /* level 0: a bit for each rank whose list is not empty; higher levels: a bit for
+                                 * each nonzero word of the level below */
+    uint64_t *heap;             /* entries rank << 32 | left symbol */
     int32_t n_heap, room_heap;
 };
 
@@ -45,8 +46,8 @@ static inline pair find(const tok_merges *m, int32_t a, int32_t b)
 }
 
 /* -- a word's first symbols -------------------------------------------------------------------------------------- */
-/* For tokens that spell characters. A character without a token becomes the tokens of its bytes, or the unknown token,
- * or is left out. An incomplete character is treated as bytes. */
+/* Makes the symbols of a word whose tokens spell characters. A character without a token becomes the tokens of its
+ * bytes, or the unknown token, or is omitted. An incomplete character is treated as bytes. */
 static int32_t begin_characters(const ps_tok *t, tok_span word, symbol *sym)
 {
     int32_t n = 0;
@@ -68,8 +69,8 @@ static int32_t begin_characters(const ps_tok *t, tok_span word, symbol *sym)
     return n;
 }
 
-/* Returns the number of symbols. `sym` has room for one symbol per byte. A byte without a token becomes the unknown
- * token, or is left out. */
+/* Makes the symbols of a word and returns their number. `sym` has room for one symbol per byte. A byte without a
+ * token becomes the unknown token, or is omitted. */
 static int32_t begin_word(const ps_tok *t, tok_span word, symbol *sym)
 {
     int32_t n = 0;
@@ -82,7 +83,7 @@ static int32_t begin_word(const ps_tok *t, tok_span word, symbol *sym)
     return n;
 }
 
-/* A token's id, and the range of the original text that it covers, in whole characters. */
+/* Appends a token's id, and the range of the original text that it covers, in whole characters. */
 static int put(const ps_tok *t, tok_state *st, tok_span word, const symbol *s)
 {
     if (!st->mapped) return tok_ints_add(&st->ids, s->id);
@@ -95,7 +96,7 @@ static int put(const ps_tok *t, tok_state *st, tok_span word, const symbol *s)
     while (from > 0 && (word.s[from] & 0xc0) == 0x80) from--;
     while (to < word.n && (word.s[to] & 0xc0) == 0x80) to++;
     int32_t begin = tok_begin(&word, from), end = tok_end(&word, to - 1);
-    if (t->trim_offsets) {              /* as the package tokenizers does it (process_offsets) */
+    if (t->trim_offsets) {              /* like the package tokenizers (process_offsets) */
         bool kept = t->keep_first && (!st->ids.n || !begin);
         if (lead && !kept) begin = inner < end ? inner : end;
         if (trail) end = outer > begin ? outer : begin;
@@ -174,8 +175,8 @@ static void clear_bit(tok_bpe *b, uint32_t r)
         if (b->bits[level][r >> 6] &= ~(1ull << (r & 63))) return;
 }
 
-/* Returns the lowest rank whose list is not empty; -1: there is none. Level 3 is one word, because 64^4 is more than
- * the largest possible number of ranks. */
+/* Returns the lowest rank whose list is not empty, or -1 if there is none. Level 3 is one word, because 64^4 is more
+ * than the largest possible number of ranks. */
 static int32_t lowest(const tok_bpe *b)
 {
     uint32_t r = 0;
@@ -206,7 +207,7 @@ static int wait_in_list(tok_bpe *b, const tok_merges *m, int32_t at)
     return 0;
 }
 
-/* Returns the token that the pair at `at` becomes, if the pair still has this rank; else -1. */
+/* Returns the token that the pair at `at` becomes if the pair still has this rank, else -1. */
 static int32_t still_there(const tok_bpe *b, const tok_merges *m, int32_t at, int32_t rank)
 {
     int32_t right = b->next[at];
@@ -235,7 +236,7 @@ static int ascending(const void *a, const void *b)
     return x < y ? -1 : x > y;
 }
 
-/* If three equal symbols follow each other, a pair of them overlaps its neighbour: the leftmost pair comes first. */
+/* Sorts a list. If three equal symbols follow each other, two pairs overlap, and the leftmost pair must be first. */
 static int sort_list(tok_bpe *b, int32_t rank)
 {
     int32_t n = 0, last = -1;
@@ -252,8 +253,8 @@ static int sort_list(tok_bpe *b, int32_t rank)
     return 0;
 }
 
-/* A merge of one rank only makes pairs of higher ranks (tok_merges.ordered). So its list is complete when its turn
- * comes. */
+/* Merges by lists. A merge of one rank only makes pairs of higher ranks (tok_merges.ordered), so a rank's list is
+ * complete when it is processed. */
 static int merge_by_lists(tok_bpe *b, const tok_merges *m, int32_t n)
 {
     for (int32_t i = 0; i + 1 < n; i++) PS_TRY(wait_in_list(b, m, i));
@@ -273,7 +274,7 @@ static int merge_by_lists(tok_bpe *b, const tok_merges *m, int32_t n)
     return 0;
 }
 
-/* After an error there are lists left. The next word begins without them. */
+/* Empties the lists that an error has left, so that the next word begins without them. */
 static void drop_lists(tok_bpe *b)
 {
     for (int32_t r; (r = lowest(b)) >= 0;) {
@@ -364,10 +365,11 @@ static int merge_part(const ps_tok *t, tok_bpe *b, tok_span word, size_t from, s
 }
 
 /* -- very long words, in parts that fit a cache of the processor ---------------------------------------------------
+ *
  * Merging the parts separately has the same result as merging the whole if no merge crosses a seam. Until the first
- * merge crosses it, the two tokens at its seam are merged as they are when they are merged alone, and then the same
- * merge follows there. So the tokens are those of the whole if each two neighbours, merged alone, stay two. Within a
- * part they do. */
+ * merge that crosses a seam, the two tokens at the seam are merged like two tokens alone, and the crossing merge
+ * would also follow there. So the tokens are those of the whole if every two neighbours, merged alone, stay two
+ * tokens. Within a part they do. */
 static int stay_two(const ps_tok *t, tok_bpe *b, tok_span word, symbol x, symbol y)
 {
     b->pairs.n = 0;
@@ -375,7 +377,7 @@ static int stay_two(const ps_tok *t, tok_bpe *b, tok_span word, symbol x, symbol
     return b->pairs.n == 2 && b->pairs.at[0].id == x.id && b->pairs.at[1].id == y.id;
 }
 
-/* Changes the tokens around the seam before token `seam` to those of the whole. Returns 1, or 0 if too many of them
+/* Changes the tokens around the seam before token `seam` to those of the whole. Returns 1, or 0 if too many tokens
  * would change. */
 static int mend(const ps_tok *t, tok_bpe *b, tok_span word, int32_t seam)
 {
@@ -422,7 +424,7 @@ static int long_word(const ps_tok *t, tok_state *st, tok_span word)
 }
 
 /* -- words ------------------------------------------------------------------------------------------------------- */
-/* Loads all bytes of a word of 1 to 16 bytes, with their number. */
+/* Makes a key of all bytes of a word of 1 to 16 bytes, and their number. */
 static void key_of(const uint8_t *s, size_t n, uint64_t key[2])
 {
     uint32_t a, b;
@@ -458,7 +460,7 @@ static int short_word(const ps_tok *t, tok_state *st, tok_span word, size_t *n_i
     return 0;
 }
 
-/* Returns the token that is the whole word, spelled in letters; -1: there is none. */
+/* Returns the token that is the whole word, spelled in letters, or -1 if there is none. */
 static int32_t find_word(const ps_tok *t, tok_span word)
 {
     uint8_t s[1024];

@@ -6,7 +6,7 @@
 #include "base/text.h"
 #include <string.h>
 
-enum { DEPTH = 512 };               /* largest depth of skipped values */
+enum { DEPTH = 512 };               /* greatest depth of skipped values */
 
 int tok_json_bad(const tok_json *j, const char *what)
 {
@@ -34,7 +34,7 @@ int tok_json_expect(tok_json *j, char c)
     return tok_json_bad(j, what);
 }
 
-/* Reads four hexadecimal digits; -1: they are not. */
+/* Reads four hexadecimal digits. Returns -1 if they are not. */
 static int hex4(tok_json *j)
 {
     int v = 0;
@@ -122,7 +122,7 @@ int tok_json_skip(tok_json *j)
 {
     char close[DEPTH];
     int depth = 0;
-    do {                                    /* one value, or the beginning of one with items */
+    do {                                    /* one value, or the beginning of a value with items */
         blanks(j);
         if (j->at >= j->end) return tok_json_bad(j, "the text ends inside a value");
         bool open = *j->at == '{' || *j->at == '[';

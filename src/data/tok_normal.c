@@ -8,11 +8,11 @@
 #include <string.h>
 #include <utf8proc.h>
 
-enum { SEGMENT = 256 };             /* bytes of a segment that is composed at once; longer segments are cut */
+enum { SEGMENT = 256 };             /* bytes of a segment that is composed at once; longer segments are divided */
 
 /* -- NFC ---------------------------------------------------------------------------------------------------------- */
-/* Characters of class 0 whose position depends on the character before them: those that may be composed with it, and
- * those that are decomposed into marks (U+0F73, U+0F75, U+0F81). */
+/* Returns true for characters of class 0 whose position depends on the character before them: those that can be
+ * composed with it, and those that are decomposed into marks (U+0F73, U+0F75, U+0F81). */
 static bool joins_back(uint32_t c)
 {
     static const uint32_t list[] = {
@@ -24,14 +24,14 @@ static bool joins_back(uint32_t c)
     return false;
 }
 
-/* True if the text after c never changes what is before it, nor the other way round. */
+/* Returns true if the text from c on never changes the text before it, and is never changed by it. */
 static bool begins_anew(uint32_t c)
 {
     return c < 0x300 || (utf8proc_get_property((int32_t)c)->combining_class == 0 && !joins_back(c));
 }
 
-/* A character of the segment, and its origin, as the package tokenizers counts: 0: the next character of the text; 1:
- * no character of its own; -n: the next character and the n characters after it. */
+/* A character of the segment, and its origin as the package tokenizers counts it. 0: the next character of the text.
+ * 1: no character of its own. -n: the next character and the n characters after it. */
 typedef struct { int32_t c, change, class; } piece;
 
 /* Decomposes bytes [from, to), and puts marks into the order of their classes. */
@@ -56,7 +56,7 @@ static int take_apart(piece list[SEGMENT * 4], int64_t *n, tok_span text, size_t
     return 0;
 }
 
-/* The character that `a` and `b` become together; -1: none. */
+/* Returns the character into which `a` and `b` are composed, or -1 if there is none. */
 static int32_t joined(int32_t a, int32_t b)
 {
     int32_t pair[2] = { a, b };
@@ -67,7 +67,7 @@ static int32_t joined(int32_t a, int32_t b)
 static int64_t join(piece *list, int64_t n)
 {
     int64_t kept = 0, starter = -1;
-    int32_t last = -1;                  /* class of the last character kept after the starter; -1: there is none */
+    int32_t last = -1;                  /* class of the last character kept after the starter, -1 if there is none */
     for (int64_t k = 0; k < n; k++) {
         piece p = list[k];
         if (starter >= 0 && last < p.class) {                  /* no character between them prevents the composition */
@@ -85,15 +85,15 @@ static int64_t join(piece *list, int64_t n)
     return kept;
 }
 
-/* The composed form of bytes [from, to), on which other characters have no effect. Each character gets the position
- * that the package tokenizers gives it: a new character gets that of the last character that was used. */
+/* Composes bytes [from, to), on which other characters have no effect. Each character gets the position that the
+ * package tokenizers gives it: a new character gets the position of the last character that was used. */
 static int compose(tok_text *out, tok_span text, size_t from, size_t to)
 {
     piece list[SEGMENT * 4];
     int64_t n;
     PS_TRY(take_apart(list, &n, text, from, to));
     n = join(list, n);
-    size_t used = from, next = from;    /* begin of the last character that was used, and of the next one */
+    size_t used = from, next = from;    /* start of the last character that was used, and of the next one */
     for (int64_t k = 0; k < n; k++) {
         int64_t takes = 1 - list[k].change;
         size_t begin = takes > 0 && next < to ? next : used, end = begin + (size_t)ps_utf8(text.s + begin, to - begin);
@@ -136,7 +136,7 @@ static int copy(tok_text *out, tok_span text, size_t from, size_t to)
     return 0;
 }
 
-/* It stands for the first character, as that character itself does. */
+/* The prepended text gets the origin of the first character. */
 static int prepend(tok_text *out, tok_span text, const tok_step *step)
 {
     size_t first = (size_t)ps_utf8(text.s, text.n);

@@ -29,7 +29,7 @@ int tok_regex_new(const char *pattern, size_t n, tok_regex **out)
         return ps_fail(code == PCRE2_ERROR_NOMEMORY ? PS_ENOMEM : PS_EFORMAT, "the pattern '%s': character %zu: %s",
                        tok_shown((const uint8_t *)pattern, n, shown), (size_t)at, (char *)why);
     }
-    r->compiled = pcre2_jit_compile(r->code, PCRE2_JIT_COMPLETE) == 0;     /* else PCRE2 interprets it */
+    r->compiled = pcre2_jit_compile(r->code, PCRE2_JIT_COMPLETE) == 0;     /* otherwise PCRE2 interprets it */
     *out = r;
     return 0;
 }
@@ -87,7 +87,7 @@ int tok_regex_find(const tok_regex *r, tok_matcher *m, const uint8_t *s, size_t 
     if (rc == PCRE2_ERROR_NOMATCH) return 0;
     if (rc < 0) return failed(rc, from);
     const PCRE2_SIZE *place = pcre2_get_ovector_pointer(m->data);
-    if (place[0] > place[1] || place[0] < from)      /* \K in a look-around */
+    if (place[0] > place[1] || place[0] < from)      /* caused by \K in a look-around */
         return ps_fail(PS_EFORMAT, "the tokenizer's pattern gives a match that ends before it begins, at byte %zu",
             from);
     *begin = place[0], *end = place[1];
@@ -112,7 +112,7 @@ int tok_stand_in(const uint8_t *s, size_t n, tok_bytes *copy, const uint8_t **ou
     bool copied = false;
     *out = s;
     for (size_t i = 0; i < n;) {
-        if (s[i] < 0xe0) {                              /* none of the table's code points has fewer than three bytes */
+        if (s[i] < 0xe0) {                              /* every code point in the table has at least three bytes */
             i++;
             continue;
         }

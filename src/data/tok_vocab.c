@@ -7,8 +7,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* Hashes bytes to 64 bits, eight at a time: multiply and fold. It does not withstand chosen keys. Its tables belong to
- * one vocabulary, so a file whose keys all collide only makes its own loading slow. */
+/* Hashes bytes to 64 bits, eight bytes at a time: multiply and fold. It does not withstand chosen keys. Its tables
+ * belong to one vocabulary, so a file whose keys all collide only makes its own loading slow. */
 uint64_t tok_hash(const uint8_t *s, size_t n)
 {
     uint64_t h = n * 0x9e3779b97f4a7c15u, w;
@@ -91,7 +91,7 @@ int tok_vocab_add(tok_vocab *v, const char *path, const uint8_t *s, size_t n, in
                        (long long)id);
     if (v->text.n + n > UINT32_MAX) return ps_fail(PS_EFORMAT, "%s: tokens of more than 4 GiB together", path);
     if (v->used * 2 >= v->slots) PS_TRY(grow_slots(v));
-    PS_TRY(tok_bytes_more(&v->text, n + 1));        /* 1, so that the empty token also has a place */
+    PS_TRY(tok_bytes_more(&v->text, n + 1));        /* 1 more, so that the empty token also has an address */
     PS_TRY(grow_entries(v, (int32_t)id));
     uint32_t at = (uint32_t)v->text.n, slot = slot_of(v, s, n);
     PS_TRY(tok_bytes_add(&v->text, s, n));
@@ -157,11 +157,11 @@ int tok_merges_add(tok_merges *m, const tok_vocab *v, const char *path, int64_t 
     return push_merge(m, path, l, r, id);
 }
 
-/* True if merges of lower rank make every token that a merge joins. Then merging never returns to a lower rank, and a
- * word is finished in one pass over the ranks. */
+/* Determines whether every token that a merge joins is made by merges of lower rank. Merging then never returns to a
+ * lower rank, and a word is finished in one pass over the ranks. */
 static int find_order(tok_merges *m, const tok_vocab *v)
 {
-    int32_t *made = ps_alloc((size_t)(v->count + 1) * sizeof *made);        /* the last merge that makes a token */
+    int32_t *made = ps_alloc((size_t)(v->count + 1) * sizeof *made);        /* last merge that makes a token */
     if (!made) return ps_fail_nomem((size_t)(v->count + 1) * sizeof *made);
     for (int32_t i = 0; i < v->count; i++) made[i] = -1;
     for (int32_t r = 0; r < m->count; r++) made[m->id[r]] = r;
@@ -251,14 +251,14 @@ static int vocab_object(ps_tok *t, tok_json *j)
 int tok_read_vocab_json(ps_tok *t, const ps_map *map)
 {
     tok_json j = { map->path, map->bytes, map->bytes, map->bytes + map->nbytes, { 0 } };
-    int rc = tok_bytes_more(&j.text, 1);    /* so that the empty string also has a place */
+    int rc = tok_bytes_more(&j.text, 1);    /* 1, so that the empty string also has an address */
     if (rc == 0) rc = vocab_object(t, &j);
     if (rc == 0) rc = tok_json_end(&j);
     tok_bytes_free(&j.text);
     return rc;
 }
 
-/* Reads the next line, without its end. False: there is none. */
+/* Reads the next line, without its end. Returns false if there is none. */
 static bool line(const uint8_t **at, const uint8_t *end, const uint8_t **s, size_t *n)
 {
     if (*at >= end) return false;
@@ -269,7 +269,7 @@ static bool line(const uint8_t **at, const uint8_t *end, const uint8_t **s, size
     return true;
 }
 
-/* If a line occurs twice (an empty line, too), it has the number of the last one, as in transformers. */
+/* If a line occurs twice (also an empty line), it has the number of the last one, like in transformers. */
 int tok_read_vocab_txt(ps_tok *t, const ps_map *map)
 {
     const uint8_t *at = map->bytes, *end = at + map->nbytes, *s;
@@ -313,7 +313,8 @@ static int base64_value(uint8_t c)
     return c == '+' ? 62 : c == '/' ? 63 : -1;
 }
 
-/* Writes the bytes of s [n], spelled in GPT-2's letters, to `out`. False: it is not base64. */
+/* Writes the bytes that s [n], in base64, encodes to `out`, spelled in GPT-2's letters. *good is false if s is not
+ * base64. */
 static int spell_base64(tok_bytes *out, const uint8_t *s, size_t n, bool *good)
 {
     uint32_t bits = 0;
@@ -334,8 +335,8 @@ static int spell_base64(tok_bytes *out, const uint8_t *s, size_t n, bool *good)
     return 0;
 }
 
-/* Finds all pairs of tokens that together are a token. Looking up a part takes time proportional to its length, so a
- * part is looked up only if there are tokens of its length. A long token has few such cuts. */
+/* Finds all pairs of tokens that together are a token. Looking up a section of a token takes time proportional to
+ * its length, so a section is looked up only if there are tokens of its length. A long token has few such sections. */
 static int pairs_of_tokens(ps_tok *t, const char *path)
 {
     const tok_vocab *v = &t->vocab;
@@ -385,7 +386,7 @@ int tok_read_tiktoken(ps_tok *t, const ps_map *map)
 }
 
 /* -- tokenizer.json ------------------------------------------------------------------------------------------------ */
-/* A merge: "left right", or since 2024 ["left", "right"]. */
+/* Reads the merges. A merge is "left right" or, since 2024, ["left", "right"]. */
 static int merges_list(ps_tok *t, tok_json *j)
 {
     tok_bytes left = { 0 };
@@ -412,7 +413,7 @@ static int merges_list(ps_tok *t, tok_json *j)
     return rc;
 }
 
-/* The places of the model's vocabulary and merges. end NULL: it has none, or one of another kind. */
+/* The positions of the model's vocabulary and merges. end is NULL if the model has none, or one of another kind. */
 typedef struct found { const uint8_t *begin, *end; } found;
 
 static int find_model(tok_json *j, found *vocab, found *merges)

@@ -213,11 +213,12 @@ int ps_tok_add(ps_tok *t, const char *token, int64_t nbytes, int64_t id, int fla
     return 0;
 }
 
-/* GPT-2's letter of a byte (bytes_to_unicode): printable ones are themselves, the others follow from U+0100 on. */
+/* Returns GPT-2's letter for a byte (bytes_to_unicode): a printable byte is its own letter, and the other bytes have
+ * letters from U+0100 on. */
 uint32_t tok_letter_of(int byte)
 {
     static const uint8_t from[] = { 0, 127, 173, 255 }, to[] = { 33, 161, 174 };
-    uint32_t before = 0;            /* bytes below that have other letters */
+    uint32_t before = 0;            /* number of lower bytes that have other letters */
     for (int i = 0; i < 3; i++) {
         if (byte >= to[i] && byte < from[i + 1]) return (uint32_t)byte;
         before += (uint32_t)((byte < to[i] ? byte : to[i]) - (byte < from[i] ? byte : from[i]));
@@ -251,7 +252,7 @@ static int longest_first(const void *a, const void *b)
     return x->id < y->id ? -1 : x->id > y->id;
 }
 
-/* Added tokens that are searched in normalized text are normalized themselves. */
+/* Normalizes the added tokens that are searched in normalized text. */
 static int plain_added(ps_tok *t)
 {
     for (int i = 0; i < t->n_added; i++) {
@@ -362,7 +363,7 @@ const tok_added *tok_added_find(const ps_tok *t, const uint8_t *s, size_t n, boo
     return NULL;
 }
 
-/* Cuts into words by pattern `k` and those after it: both the matches and the parts between them. */
+/* Splits into words by pattern `k` and the patterns after it: words are both the matches and the text between them. */
 static int words_of(const ps_tok *t, tok_state *st, tok_span text, int k)
 {
     const uint8_t *seen;
@@ -374,7 +375,7 @@ static int words_of(const ps_tok *t, tok_state *st, tok_span text, int k)
         int rc = tok_regex_find(t->split[k], st->matcher, seen, text.n, from, &begin, &end);
         PS_TRY(rc);
         if (!rc) break;
-        if (end == begin) {                             /* an empty match does not cut */
+        if (end == begin) {                             /* an empty match does not split */
             from = end < text.n ? end + (size_t)ps_utf8(seen + end, text.n - end) : text.n;
             continue;
         }
@@ -385,7 +386,7 @@ static int words_of(const ps_tok *t, tok_state *st, tok_span text, int k)
     return text.n > done ? words_of(t, st, tok_slice(text, done, text.n), k + 1) : 0;
 }
 
-/* Replaces blanks by U+2581, and adds one at the front if there is none: transformers' Metaspace. */
+/* Replaces blanks by U+2581, and adds one at the front if there is none, like transformers' Metaspace. */
 static int metaspace(const ps_tok *t, tok_state *st, tok_span *text)
 {
     static const tok_step steps[] = { { TOK_REPLACE, (uint8_t *)" ", 1, (uint8_t *)"\xe2\x96\x81", 3 },
@@ -418,8 +419,8 @@ static int word_part(const ps_tok *t, tok_state *st, tok_span text)
     return t->model == TOK_BPE ? bpe_part(t, st, text) : tok_bert_words(t, st, text);
 }
 
-/* Cuts at added tokens of one kind, and passes each part between them to `part`. As in the package tokenizers, blanks
- * that belong to a token may also be part of the next one. */
+/* Splits at added tokens of one kind, and passes each section between them to `part`. As in the package tokenizers,
+ * blanks that belong to a token can also be part of the next one. */
 static int cut_added(const ps_tok *t, tok_state *st, tok_span text, bool normalized, bool plain,
                      int (*part)(const ps_tok *, tok_state *, tok_span, bool))
 {
@@ -495,14 +496,14 @@ static const tok_added *added_of(const ps_tok *t, int32_t id)
     return NULL;
 }
 
-/* The bytes for which tokens stand. A token that is not spelled in GPT-2's letters stands for itself. */
+/* Finds the bytes for which tokens stand. A token that is not spelled in GPT-2's letters stands for itself. */
 static int find_raw(ps_tok *t)
 {
     int16_t byte_of[512];
     for (int i = 0; i < 512; i++) byte_of[i] = -1;
     for (int byte = 0; byte < 256; byte++) byte_of[tok_letter_of(byte)] = (int16_t)byte;
     t->raw.n = 0;
-    PS_TRY(tok_bytes_more(&t->raw, t->vocab.text.n + 1));       /* raw is never longer */
+    PS_TRY(tok_bytes_more(&t->raw, t->vocab.text.n + 1));       /* raw is never longer than the text */
     tok_entry *entry = ps_alloc((size_t)t->vocab.count * sizeof *entry);
     if (!entry) return ps_fail_nomem((size_t)t->vocab.count * sizeof *entry);
     for (int32_t id = 0; id < t->vocab.count; id++) {
@@ -512,8 +513,8 @@ static int find_raw(ps_tok *t)
         for (int32_t i = 0, len; i < n; i += len) {
             len = ps_utf8(s + i, (size_t)(n - i));
             uint32_t c = tok_code_point(s + i, len);
-            if (c >= 512 || byte_of[c] < 0) {                   /* not in the alphabet: the whole token is used as it
-                                                                 * is */
+            if (c >= 512 || byte_of[c] < 0) {                   /* not in the alphabet, so the whole token stands for
+                                                                 * itself */
                 memcpy(t->raw.at + first, s, (size_t)n);
                 t->raw.n = first + (size_t)n;
                 break;
@@ -538,8 +539,8 @@ static void shorten(tok_bytes *b, size_t first, const char *from, const char *to
     }
 }
 
-/* WordPiece: puts blanks between tokens, joins "##" to the token before it, and removes the blanks before punctuation
- * and short forms, in the order of the package tokenizers. */
+/* For WordPiece: puts blanks between tokens, joins "##" to the token before it, and removes the blanks before
+ * punctuation and short forms, in the order of the package tokenizers. */
 static int add_piece(tok_bytes *out, const uint8_t *s, size_t n, bool first)
 {
     static const char *const short_of[][2] = { { " .", "." }, { " ?", "?" }, { " !", "!" }, { " ,", "," },
@@ -563,7 +564,7 @@ static int repair_decoded(tok_state *st)
     return tok_bytes_add(&st->decoded, st->repaired.s.at, st->repaired.s.n);
 }
 
-/* Returns the byte of a token <0xXX>; -1: it is not one. */
+/* Returns the byte of a token <0xXX>, or -1 for another token. */
 static int byte_of_token(const uint8_t *s, size_t n)
 {
     int value = 0;
@@ -577,7 +578,7 @@ static int byte_of_token(const uint8_t *s, size_t n)
     return value;
 }
 
-/* The bytes of a run of tokens <0xXX> that began at `from`. If together they are not UTF-8, each becomes U+FFFD. */
+/* Ends a run of tokens <0xXX> that began at `from`. If their bytes together are not UTF-8, each becomes U+FFFD. */
 static int end_bytes(tok_state *st, size_t from, bool as_they_are)
 {
     size_t n = st->decoded.n - from;
@@ -587,7 +588,7 @@ static int end_bytes(tok_state *st, size_t from, bool as_they_are)
     return 0;
 }
 
-/* For tokens that spell characters: U+2581 is a blank, <0xXX> is a byte, and the first blank may be removed. */
+/* Decodes tokens that spell characters: U+2581 is a blank, <0xXX> is a byte, and the first blank may be removed. */
 static int decode_characters(const ps_tok *t, tok_state *st, const int32_t *ids, int64_t n, int flags)
 {
     size_t run = SIZE_MAX;

@@ -44,9 +44,9 @@ static int read_header(ps_tokens *s, int width, int wanted)
 static int read_layout(ps_tokens *s, int width)
 {
     int32_t magic = s->map.nbytes >= 4 ? header_word(s, 0) : 0;
-    /* Text is always text, whatever its first bytes are. Raw tokens cannot begin like a header: as tokens, either magic
-     * is larger than every vocabulary (u32 20,240,801), or it is 55,432 followed by 308, while GPT-2's ids end at
-     * 50,256. */
+    /* Text is always text, whatever its first bytes are. Raw tokens cannot begin like a header: read as tokens, a
+     * magic number is either larger than every vocabulary (u32 20,240,801), or is 55,432 followed by 308, while
+     * GPT-2's ids end at 50,256. */
     if (width != 1 && magic == MAGIC_U16) return read_header(s, 2, width);
     if (width != 1 && magic == MAGIC_U32) return read_header(s, 4, width);
     if (width == 0)
@@ -62,7 +62,7 @@ static int read_layout(ps_tokens *s, int width)
     return 0;
 }
 
-/* Takes over `map` (also on failure). */
+/* Takes over `map`, even on failure. */
 static int open_map(ps_map *map, int width, ps_tokens **out)
 {
     ps_tokens *s = ps_alloc0(sizeof *s);
@@ -168,8 +168,8 @@ struct ps_tokw {
     char *path;
     ps_tempfile file;
     int width;
-    bool broken;                /* a write failed: the file lacks appended tokens */
-    int64_t count;              /* number of tokens so far, including those in the buffer */
+    bool broken;                /* a write has failed, so the file lacks appended tokens */
+    int64_t count;              /* tokens so far, including those in the buffer */
     int64_t flushed;            /* bytes of tokens in the file */
     int used;                   /* bytes in the buffer */
     uint8_t buffer[BUFFER_BYTES];
@@ -222,7 +222,7 @@ static int check_append(const ps_tokw *w, int64_t n)
     return 0;
 }
 
-/* All ids are checked before the first is appended. */
+/* Checks all ids before it appends the first one. */
 int ps_tokw_append(ps_tokw *w, const int32_t *ids, int64_t n)
 {
     PS_NEED(w);

@@ -9,16 +9,16 @@
 
 struct ps_tokens {
     ps_map map;
-    const uint8_t *data;    /* `count` tokens of `width` bytes, little-endian; they may be unaligned */
+    const uint8_t *data;    /* `count` tokens of `width` bytes, little-endian, possibly unaligned */
     int64_t count;
     int width;              /* 1, 2 or 4 */
     atomic_int refs;
 };
 
 void tokens_retain(ps_tokens *s);
-/* Does the same as ps_tokens_open for bytes in memory, which must outlive it. */
+/* Like ps_tokens_open, for bytes in memory, which must outlive the result. */
 int tokens_open_memory(const char *path, const void *bytes, int64_t nbytes, int width, ps_tokens **out);
-/* Tokens [first, first + n) to dst. The range must be inside. vocab 0: any that fits int32; else a token >= vocab is
- * PS_ERANGE with file, place, token and vocabulary. */
+/* Copies tokens [first, first + n), which must exist, to dst. PS_ERANGE: a token is >= vocab (if vocab is 0: does
+ * not fit int32); the message has file, position, token and vocabulary. */
 int tokens_copy(const ps_tokens *s, int64_t first, int64_t n, int64_t vocab, int32_t *dst);
 #endif

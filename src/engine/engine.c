@@ -80,7 +80,7 @@ int engine_store(ps_engine *e, param_rec *r, bool slot, bool squares)
     if (squares) PS_TRY(square_place(e, r, which, &all[1]));
     int rc = engine_run(e->ctx, PS_OP_grad_store, &attrs, 1, &grad, all);
     if (all[1]) ps_tensor_release(all[1]);
-    if (slot) set_taken(r, true);                  /* even on failure, since the value may be lost */
+    if (slot) set_taken(r, true);                  /* even on failure, because the value may be lost */
     PS_TRY(rc);
     r->square = 0;
     r->squared = squares;
@@ -91,11 +91,11 @@ int engine_store(ps_engine *e, param_rec *r, bool slot, bool squares)
 
 static int update_unit(ps_engine *e, int32_t unit);
 
-/* Handles units whose update is delayed while backward continues. Meanwhile the gradients of the oldest ones leave the
- * device. */
+/* Number of units whose update is delayed while backward continues. Meanwhile the gradients of the oldest ones are
+ * copied from the device. */
 enum { LAG = 2 };
 
-/* Updates units in the order in which their gradients were completed. The last `keep` of them stay pending. */
+/* Updates units in the order in which their gradients were completed. The last `keep` units stay pending. */
 static int update_pending(ps_engine *e, int32_t keep)
 {
     while (e->n_pending > keep) {
@@ -117,13 +117,15 @@ int engine_unit_ready(ps_engine *e, int32_t unit)
     return update_pending(e, e->device == e->host ? 0 : LAG);
 }
 
-/* True if gradients are reduced after every micro-batch, so that only their owners keep sums between micro-batches. */
+/* Returns true if gradients are reduced after every micro-batch, so that only their owners keep sums between
+ * micro-batches. */
 static bool reduces_every_time(const ps_engine *e)
 {
     return e->zero && e->zero->stage >= 2 && !e->zero->once && e->n_params > 0 && e->params[0].place;
 }
 
-/* True if storing a gradient also sums its squares: the step has a norm, and no later backward adds to gradients. */
+/* Returns true if storing a gradient also sums its squares: the step has a norm, and no later backward adds to
+ * gradients. */
 static bool squares_now(const ps_engine *e) { return e->step->measures && ps_step_is_last(e->step); }
 
 int engine_make_final(ps_engine *e, param_rec *r)
@@ -146,8 +148,8 @@ static int grad_final(ps_ctx *ctx, ps_tensor *leaf)
 {
     ps_engine *e = ctx->engine.open;
     param_rec *r = leaf->managed;
-    if (r->vstage != e->step->is.now.vstage) r->waits = true;      /* another virtual stage uses the parameter: wait
-                                                                    * until all backwards are over */
+    if (r->vstage != e->step->is.now.vstage) r->waits = true;      /* another virtual stage uses the parameter, so it
+                                                                    * waits until all backwards are over */
     if (r->vstage != e->step->is.now.vstage || e->step->is.now.kind == PS_ACT_INPUT || !leaf->grad_) return 0;
     if (!ps_step_is_last(e->step) && !reduces_every_time(e)) return 0;
     return engine_make_final(e, r);
@@ -165,7 +167,7 @@ static void none_final(ps_engine *e, int32_t vstage)
     }
 }
 
-/* The parts hold values again instead of gradients: all ranks may read and gather them. */
+/* Called when the parts hold values again instead of gradients, so that all ranks may read and gather them. */
 static void values_back(ps_engine *e)
 {
     for (int32_t i = 0; i < e->n_params; i++) if (!e->params[i].owned) set_taken(&e->params[i], false);
@@ -200,7 +202,8 @@ int engine_within(const ps_engine *e, int kind, const char *what)
 
 /* -- updates ------------------------------------------------------------------------------------------------------ */
 
-/* An op may only use states that its parameters have, so a script cannot change to settings that need others. */
+/* Checks that an op uses only states that its parameters have. A script therefore cannot change to settings that
+ * need other states. */
 static int check_states(const ps_update_group *g, const param_rec *r)
 {
     if (r->n_states >= g->n_needed && r->n_states <= g->n_states) return 0;
@@ -252,7 +255,7 @@ static int run_update(ps_engine *e, param_rec *const *list, int n, bool host)
     return rc;
 }
 
-/* A parameter that ops use on the host is updated there, wherever its unit is placed. */
+/* Returns true if a parameter is updated on the host: ops use it there, wherever its unit is placed. */
 static bool updates_on_host(const ps_engine *e, const unit_rec *u, const param_rec *r)
 {
     return r->host[0] && (!u->on_device || r->param->device_ == e->host);
@@ -357,14 +360,14 @@ int engine_tp_set(ps_engine *e, ps_tp *tp)
     return 0;
 }
 
-/* Returns parameter i of a unit; NULL: the unit has no more parameters. */
+/* Returns parameter i of a unit, or NULL if the unit has no parameter i. */
 static param_rec *unit_param(ps_engine *e, int32_t unit, int32_t i)
 {
     int32_t at = e->first[unit] + i;
     return at < e->first[unit + 1] ? &e->params[e->order[at]] : NULL;
 }
 
-/* A gradient of an earlier micro-batch of this step also counts: its owner keeps the sum. */
+/* A gradient of an earlier micro-batch of this step also counts, because its owner keeps the sum. */
 int engine_unit_had_grad(ps_engine *e, int32_t unit, int32_t i)
 {
     param_rec *r = unit_param(e, unit, i);
@@ -398,8 +401,8 @@ int engine_unit_reduced(ps_engine *e, int32_t unit)
     param_rec *r;
     bool mine = false;
     for (int32_t i = 0; (r = unit_param(e, unit, i)); i++) {
-        if (!r->owned) {                                  /* taken until values_back, as at the gradient's owner; */
-            if (!r->param->grad_) set_taken(r, false);    /* without a gradient, its owner restores the value */
+        if (!r->owned) {                                  /* `taken` until values_back, as at the gradient's owner; */
+            if (!r->param->grad_) set_taken(r, false);    /* without a gradient, the owner restores the value */
             PS_TRY(drop_grad(r));
             continue;
         }
@@ -421,7 +424,7 @@ int ps_engine_drop_grads(ps_ctx *ctx)
 int engine_drop_grads(ps_engine *e)
 {
     int result = 0;
-    if (e->zero) values_back(e);                         /* parameters of other ranks: their owners restore them */
+    if (e->zero) values_back(e);                         /* parameters of other ranks are restored by their owners */
     for (int32_t i = 0; i < e->n_params; i++) {
         param_rec *r = &e->params[i];
         if (r->in_slot) {
@@ -619,7 +622,8 @@ int ps_engine_params(ps_ctx *ctx, int n, const ps_param *params, int n_units, in
         return ps_fail(PS_EINVAL, "unit %d has parameters of virtual stages %d and %d", unit, other, vstage);
     }
     for (int u = 0; u < n_units; u++) e->first[u + 1] += e->first[u];
-    for (int i = 0; i < n; i++) {                         /* a counting sort by unit; n_final counts until new_step */
+    for (int i = 0; i < n; i++) {                         /* a counting sort by unit; n_final is the counter until
+                                                           * new_step */
         int32_t u = e->params[i].unit;
         if (u >= 0) e->order[e->first[u] + e->units[u].n_final++] = i;
         if (e->params[i].tie != PS_TIE_USE) e->params[i].param->managed = &e->params[i];

@@ -6,7 +6,7 @@
 #include "base/error.h"
 #include "engine/engine.h"
 
-/* Reads all sums of squares of a device at once, so that the host waits for the device once and not for each
+/* Reads all sums of squares of a device at once, so that the host waits for the device once instead of once per
  * gradient. */
 static int read_squares(ps_engine *e)
 {
@@ -14,7 +14,7 @@ static int read_squares(ps_engine *e)
         bool any = false;
         for (int32_t i = 0; i < e->n_params; i++) any = any || e->params[i].unread == 1 + which;
         if (!any) continue;
-        if (ps_tensor_has_data(e->sums[which]))            /* a pretended machine computes no sums, so they are zeros */
+        if (ps_tensor_has_data(e->sums[which]))            /* a simulated machine computes no sums, so they are zeros */
             PS_TRY(ps_tensor_read(e->sums[which], e->squares, e->n_params * (int64_t)sizeof *e->squares));
         for (int32_t i = 0; i < e->n_params; i++) {
             param_rec *r = &e->params[i];
@@ -36,7 +36,7 @@ static int share_squares(ps_engine *e)
     return 0;
 }
 
-/* Turns the sums of squares of this rank's pieces into those of whole parameters: adds up the sums of all pieces. */
+/* Turns the sums of squares of this rank's shards into those of whole parameters: adds up the sums of all shards. */
 static int add_pieces(ps_engine *e)
 {
     if (!e->tp) return 0;

@@ -10,7 +10,7 @@
 #include "base/error.h"
 #include "engine/engine.h"
 
-enum { ALIGNED = 16 };            /* number of elements: addends begin at multiples of it */
+enum { ALIGNED = 16 };            /* number of elements to whose multiples addends are aligned */
 
 bool partial_waits(const param_rec *r) { return r->tp == PS_TP_PARTIAL && !r->summed; }
 
@@ -60,7 +60,7 @@ void partial_free(ps_engine *e)
     e->partial = (partial_rec){ .n = 0 };
 }
 
-/* A gradient may be on the host although the device computes (ps_engine_set_device). */
+/* Copies a gradient, which may be on the host although the device computes (ps_engine_set_device). */
 static int copy(ps_engine *e, ps_tensor *to, ps_tensor *from)
 {
     ps_tensor *moved = NULL, *all[PS_MAX_OUT] = { NULL };
@@ -72,7 +72,7 @@ static int copy(ps_engine *e, ps_tensor *to, ps_tensor *from)
     return rc;
 }
 
-/* A rank without a gradient contributes zeros. */
+/* Fills the buffer. A rank without a gradient contributes zeros. */
 static int fill(ps_engine *e)
 {
     int32_t k = 0;
@@ -92,7 +92,7 @@ static int fill(ps_engine *e)
 static int check_marks(ps_engine *e)
 {
     int32_t k = 0;
-    if (!ps_tensor_has_data(e->partial.sums)) return 0;    /* the ranks are pretended */
+    if (!ps_tensor_has_data(e->partial.sums)) return 0;    /* the other ranks are simulated */
     PS_TRY(ps_tensor_read(e->partial.marks, e->partial.values, e->partial.n * (int64_t)sizeof *e->partial.values));
     for (int32_t i = 0; i < e->n_params; i++) {
         if (!takes_part(&e->params[i])) continue;
@@ -115,7 +115,7 @@ static int exchange(ps_engine *e)
 int partial_sum(ps_engine *e)
 {
     if (e->partial.n == 0) return 0;
-    if (!e->partial.exchanged) PS_TRY(exchange(e));       /* already done, if an earlier call failed later on */
+    if (!e->partial.exchanged) PS_TRY(exchange(e));       /* already exchanged if an earlier call failed after that */
     e->partial.exchanged = true;
     for (int32_t i = 0; i < e->n_params; i++) {
         param_rec *r = &e->params[i];

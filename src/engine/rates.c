@@ -13,14 +13,14 @@ static const int64_t most_numel = (int64_t)32 << 20, least_numel = 16 << 10;
 static const int64_t most_copy = (int64_t)4 << 20, least_copy = 64 << 10;
 static const double few_seconds = 0.004, poll_seconds = 20e-6;
 
-/* A trial's memory on one side (device or host): `numel` bf16 parameters whose gradients lie in their place, fp32
- * masters and averages, and one copy buffer per direction. */
+/* The memory of a trial on one side (device or host): `numel` bf16 parameters whose gradients are stored in their
+ * place, fp32 masters and averages, and one copy buffer per direction. */
 typedef struct side {
     ps_backend *be;
     void *state, *buffer[2];          /* regions; buffer[to_device] */
     size_t state_nbytes;
     char *stream[STREAMS];
-    int64_t numel, copy;              /* numel: number of parameters; copy: bytes of a buffer */
+    int64_t numel, copy;              /* numel: number of parameters; copy: bytes of a copy buffer */
 } side;
 
 static size_t stream_nbytes(int64_t numel, int k) { return (size_t)numel * (k == 0 ? 2 : 4); }
@@ -45,7 +45,7 @@ static ps_view view_of(void *data, int dtype, int64_t numel)
     return (ps_view){ .data = data, .dtype = dtype, .ndim = 1, .numel = numel, .shape = { numel }, .stride = { 1 } };
 }
 
-/* Runs Adam over `numel` elements, beginning at element `first`. */
+/* Runs Adam over `numel` elements from element `first` on. */
 static int update(const side *s, int64_t first, int64_t numel)
 {
     static const int stream_of[5] = { 0, 1, 0, 2, 3 };       /* param, master, grad, m, v */
@@ -112,7 +112,7 @@ static int lane_begin(lanes *l, int up, int n)
     return 0;
 }
 
-/* Returns 1 if all copies of this direction have ended. */
+/* Completes the copies of this direction that have ended. Returns 1 if all have. */
 static int lane_poll(lanes *l, int up, bool block)
 {
     while (l->ended[up] < l->begun[up]) {
@@ -140,8 +140,8 @@ static void rest(void)
     nanosleep(&t, NULL);
 }
 
-/* Measures the bytes per second in each direction while both are busy. The first copies, which may pin memory, are not
- * counted. */
+/* Measures the bytes per second in each direction while both are in use. The first copies, which can pin memory, are
+ * not counted. */
 static int copies(lanes *l, double *up_rate, double *down_rate)
 {
     double seconds[2] = { 0 };
@@ -188,20 +188,20 @@ static int host_adam(lanes *l, double *rate)
             spent[k - 1] = x;
         }
     }
-    *rate = (double)slice / spent[SLICES / 4];               /* uses the lower quartile, since other programs may slow
-                                                              * rounds down */
+    *rate = (double)slice / spent[SLICES / 4];               /* uses the lower quartile, because other programs can
+                                                              * slow rounds down */
     return 0;
 }
 
-/* Waits until the device has done its work: reads one float. */
+/* Waits until the device has finished its work, by reading one float. */
 static int settle(const side *s)
 {
     float word;
     return s->be->copy_out(s->be, &word, s->stream[1], sizeof word);
 }
 
-/* Measures, in the best round, the parameters per second on the device and the fraction of the time in which the caller
- * is free. */
+/* Measures, in the best round, the parameters per second on the device and the fraction of the time in which the
+ * caller is free. */
 static int device_adam(const side *s, double *rate, double *at_once)
 {
     int passes = 1;

@@ -13,7 +13,7 @@ static const char *const names[PS_ACT_COUNT] = { "nothing", "forward", "backward
 
 enum { MAX_VSTAGES = 1 << 16 };
 
-/* The name of the function that a script calls for the action; used in errors. */
+/* Name of the function that a script calls for the action, for errors. */
 static const char *const calls[PS_ACT_COUNT] = {
     "", " (model(...) with gradients; use ps.no_grad for an evaluation)", " (model:backward)", "",
     "", "", " (optimizer:step())", " (optimizer:step())" };
@@ -50,7 +50,7 @@ void step_join(ps_engine *e, ps_step *s)
     e->step = e->ctx->step = s;
 }
 
-/* Afterwards no action is under way, and no action is due. */
+/* Sets the state in which no action is under way and none is due. */
 static void to_idle(ps_step *s)
 {
     s->is = (ps_step_state){ .open = 0 };
@@ -106,9 +106,9 @@ static int out_of_order(const ps_step_config *c, int32_t at)
                    "others", at, a->micro, a->vstage);
 }
 
-/* WEIGHTs of a virtual stage must be in the order of its INPUTs. Otherwise sums of gradients would depend on the table.
- * *ahead: the table puts weight gradients off, or begins a forward of a virtual stage before the backward of an earlier
- * one. */
+/* Checks that the WEIGHTs of a virtual stage are in the order of its INPUTs; otherwise sums of gradients would
+ * depend on the table. *ahead: the table defers weight gradients, or begins a forward of a virtual stage before the
+ * backward of an earlier one. */
 static int check_order(ps_step *s, const ps_step_config *c, bool *ahead)
 {
     *ahead = false;
@@ -283,14 +283,15 @@ static int add_norm(ps_step *s)
     return 0;
 }
 
-/* True if a norm can be added to the table now: the table has no norm, and no update has freed a gradient yet. */
+/* Returns true if a norm can be added to the table now: the table has no norm, and no update has freed a gradient
+ * yet. */
 static bool takes_norm(const ps_step *s)
 {
     return due(s).kind == PS_ACT_UPDATE && s->actions[s->cursor - 1].kind != PS_ACT_NORM && !s->is.updating && !s->dry;
 }
 
-/* Returns the place of the requested action in the table. The script may request the action that is due. It may also
- * repeat the forward of the backward that is due, or skip the forward that is due and begin the backward after it. */
+/* Finds the requested action in the table. The script may request the action that is due. It may also repeat the
+ * forward of the backward that is due, or skip the forward that is due and begin the backward after it. */
 static int place_of(const ps_step *s, int kind, int32_t *at)
 {
     ps_action a = due(s);
@@ -341,10 +342,10 @@ static int crowded(const ps_step *s)
     return tier.free < tier.budget / 8 ? 2 : 1;
 }
 
-/* Lua's small tensors wait for its collector, which a walk cannot call. Without a bound they would fill any budget, so
- * a plan counts those of PS_UNCOLLECTED micro-batches. If the tier is more than half full, the collector runs every
- * PS_UNCOLLECTED micro-batches. If the tier is nearly full, the collector runs each time, since kernels may need the
- * bytes for scratch that their backend does not report to a dry run. A pretended machine has no such kernels. */
+/* Lua's small tensors wait for its collector, which a walk cannot call. Without a limit they would fill any budget,
+ * so a plan counts those of PS_UNCOLLECTED micro-batches. If the tier is more than half full, the collector runs
+ * every PS_UNCOLLECTED micro-batches. If the tier is nearly full, it runs every time, because kernels can need the
+ * bytes for workspace that their backend does not report to a dry run. A simulated machine has no such kernels. */
 int ps_step_collects(ps_step *s)
 {
     int level = crowded(s);
@@ -391,7 +392,7 @@ int ps_step_next(ps_step *s, int kind, const ps_action_how *how)
     return 0;
 }
 
-/* True if a reduction will complete the sums of the action under way. */
+/* Returns true if a reduction will complete the sums of the action under way. */
 static bool reduction_follows(const ps_step *s)
 {
     for (int32_t i = s->at + 1; i < s->n_actions; i++) {

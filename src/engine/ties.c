@@ -20,7 +20,7 @@ static param_rec *first_use_of(ps_engine *e, const param_rec *r)
     return NULL;
 }
 
-/* From now on the tensor has the gradient of this use only. */
+/* Makes the tensor have the gradient of this use only. */
 static void see_as(param_rec *r)
 {
     ps_tensor *t = r->param;
@@ -77,8 +77,8 @@ static int add_use(ps_engine *e, param_rec *use)
     return chunk >= 0 ? ps_chunk_end(e->chunks, chunk) : 0;      /* the chunk contains nothing else */
 }
 
-/* Every rank with a copy takes part. If backward did not compute a gradient for its copy, the rank contributes
- * zeros. */
+/* Adds the sums of all copies. Every rank with a copy takes part; if its backward did not compute a gradient for the
+ * copy, it contributes zeros. */
 static int add_copies(ps_engine *e, const param_rec *r)
 {
     if (!r->param->grad_) {

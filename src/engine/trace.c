@@ -102,11 +102,11 @@ int trace_begin(ps_engine *e, int32_t id)
     return 0;
 }
 
-/* The bytes that a dry run cannot predict: holes between tensors, and kernel scratch that the backend does not report
- * (ps_backend.scratch_nbytes). */
+/* Returns the bytes that a dry run cannot predict: holes between tensors, and workspace that the backend does not
+ * report (ps_backend.scratch_nbytes). */
 static int64_t slack(int64_t budget) { return budget > 0 && budget < (64 << 20) ? budget / 512 : 128 << 10; }
 
-/* The bytes of other tensors that are on a memory tier now. */
+/* Returns the bytes of other tensors that are on a memory tier now. */
 static int64_t others_now(ps_engine *e, const ps_tier_info *tier)
 {
     ps_memory_info real;
@@ -115,7 +115,7 @@ static int64_t others_now(ps_engine *e, const ps_tier_info *tier)
     return real.used;
 }
 
-/* Predicts the peaks of other tensors from a dry run: the bytes that are on a tier already, plus the peak of the dry
+/* Predicts the peaks of other tensors from a dry run: the bytes that are already on a tier, plus the peak of the dry
  * run and slack. */
 static void dry_peaks(ps_engine *e, ps_trace *trace)
 {
@@ -131,8 +131,8 @@ static void dry_peaks(ps_engine *e, ps_trace *trace)
     }
 }
 
-/* The next plan uses peaks that are higher than those of the trace, unless no plan fits them. In that case the step,
- * which has just run, keeps the peaks of the trace. */
+/* Makes the next plan use peaks that are higher than those of the trace, unless no plan fits them. In that case the
+ * trace keeps its peaks, with which the step has just run. */
 static void count_what_was_seen(ps_engine *e, ps_trace *trace, const ps_trace *seen)
 {
     int64_t expected[PS_TIERS];
@@ -197,8 +197,8 @@ int trace_end(ps_engine *e, int32_t *id)
         *id = was->id;
         return 0;
     }
-    keep_trace(e, now, gathers, was, id);                 /* after an error the only effect is that the next step has no
-                                                           * plan */
+    keep_trace(e, now, gathers, was, id);                 /* after an error the only effect is that the next step has
+                                                           * no plan */
     return 0;
 }
 

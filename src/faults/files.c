@@ -43,7 +43,7 @@ void faults_flip(void *bytes, size_t nbytes, double which)
     ((uint8_t *)bytes)[bit / 8] ^= (uint8_t)(1u << bit % 8);
 }
 
-/* The absolute path, written to out [PATH_MAX], if it is below PS_FAULT_FOLDER; else NULL. */
+/* Writes the absolute path to out [PATH_MAX] and returns it if it is below PS_FAULT_FOLDER, else returns NULL. */
 static const char *ours(int folder, const char *path, char *out)
 {
     static const char *root;
@@ -128,7 +128,7 @@ int close(int fd)
 }
 
 /* -- reading and writing ------------------------------------------------------------------------------------------ */
-/* offset: -1 means the descriptor's own position. interrupts: the kernel may return EINTR for this call. */
+/* offset -1 means the descriptor's own offset. interrupts: the kernel can return EINTR for this call. */
 static ssize_t read_door(int fd, void *bytes, size_t nbytes, int64_t offset, bool interrupts)
 {
     unsigned can = (interrupts ? CAN_STOP : CAN_FAIL) | CAN(ACT_SHORT) | CAN(ACT_FLIP);
@@ -185,7 +185,7 @@ int fsync(int fd)
     faults_hit hit = faults_pass(DOOR_SYNC, CAN_STOP, faults_path_of(fd));
     if (hit.err && hit.err != EINTR) lost_failed_sync(fd, (uint64_t)hit.arg);
     if (hit.action) return fail(hit);
-    /* The bytes need not reach the disk of this machine: a loss of power is only played. */
+    /* The bytes need not reach the disk of this machine, because a power failure is only simulated. */
     lost_sync(fd);
     return 0;
 }
@@ -223,7 +223,7 @@ static void cut_map(char *p, size_t nbytes, int flags, double which)
     syscall(SYS_close, empty);
 }
 
-/* Maps without a file count as requests for memory. */
+/* Maps without a file count as allocations. */
 void *mmap(void *at, size_t nbytes, int prot, int flags, int fd, off_t offset)
 {
     bool anonymous = (flags & MAP_ANONYMOUS) != 0;
@@ -304,12 +304,12 @@ int mkdir(const char *path, mode_t mode)
 }
 
 /* -- streams ------------------------------------------------------------------------------------------------------ */
-/* The kernel restarts calls for files that a signal interrupts, so those of a stream never return EINTR. */
+/* The kernel restarts calls on files that a signal interrupts, so calls on a stream never return EINTR. */
 static ssize_t cookie_read(void *c, char *bytes, size_t nbytes)
 {
     return read_door((int)(intptr_t)c, bytes, nbytes, -1, false);
 }
-/* A stream's write returns 0 for an error. The C library repeats short writes itself. */
+/* A stream's write function returns 0 for an error. The C library repeats short writes itself. */
 static ssize_t cookie_write(void *c, const char *bytes, size_t nbytes)
 {
     ssize_t done = 0;

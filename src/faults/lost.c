@@ -27,14 +27,14 @@ typedef struct file {
     struct file *next;
     dev_t dev;
     ino_t ino;
-    int fd;                     /* an own descriptor, for reading old bytes and for writing them back */
+    int fd;                     /* a descriptor of its own, for reading old bytes and for writing them back */
     int64_t old_size;
     block *blocks;
     int n, room;
 } file;
 typedef struct change {
     enum { CREATE, RENAME, EXCHANGE, REMOVE, REMOVE_FOLDER, MAKE_FOLDER } kind;
-    char folder[PATH_MAX], path[PATH_MAX], to[PATH_MAX];     /* folder: whose names change */
+    char folder[PATH_MAX], path[PATH_MAX], to[PATH_MAX];     /* folder: the folder whose names change */
     uint8_t *old;               /* bytes of the file that the change removes, or NULL */
     int64_t old_size;
 } change;
@@ -57,7 +57,7 @@ static file **find(const struct stat *st)
     return at;
 }
 
-/* The record of a file; made if there is none. NULL: not a file, or no memory. */
+/* Returns the record of a file, which is made if there is none, or NULL if it is not a file or there is no memory. */
 static file *record_of(int fd)
 {
     struct stat st;
@@ -146,7 +146,7 @@ void lost_sync(int fd)
 }
 
 /* -- names -------------------------------------------------------------------------------------------------------- */
-/* Appends a change of the names in the folder of `path`. (locked) */
+/* (locked) Appends a change of the names in the folder of `path`. */
 static change *append(int kind, const char *path, const char *to)
 {
     if (n_changes == room_changes) {
@@ -166,7 +166,7 @@ static change *append(int kind, const char *path, const char *to)
     return c;
 }
 
-/* Keeps the bytes of the file `path`, if there is one. */
+/* Keeps the bytes of the file `path`, if it exists. */
 static void keep_bytes(change *c, const char *path)
 {
     int fd = c ? (int)syscall(SYS_openat, AT_FDCWD, path, O_RDONLY | O_CLOEXEC | O_NOFOLLOW, 0) : -1;
@@ -180,7 +180,7 @@ static void keep_bytes(change *c, const char *path)
     syscall(SYS_close, fd);
 }
 
-/* Paths below the folder `from` begin with `to` from now on. */
+/* Replaces the folder `from` at the beginning of a path by `to`. */
 static void move_prefix(char *path, const char *from, const char *to)
 {
     char moved[PATH_MAX];
@@ -294,11 +294,11 @@ static void undo(int i)
     }
 }
 
-/* Undoes the last changes of each folder, from a drawn one on. */
+/* Undoes the last changes of each folder, from a randomly chosen one on. */
 static void lose_names(uint64_t *state)
 {
     static char gone[64][PATH_MAX];             /* folders for which the number has been drawn */
-    static int left[64];                        /* changes of that folder that are still to be undone */
+    static int left[64];                        /* changes of each folder that must still be undone */
     int n_gone = 0;
     for (int i = 0; i < n_changes; i++) {
         int k = 0;
@@ -323,7 +323,7 @@ static void lose_names(uint64_t *state)
 /* counts: blocks that stayed, were lost, and were torn. */
 static void lose_file(const file *f, uint64_t *state, int counts[3])
 {
-    bool all = draw(state) % 3 == 0;            /* nothing of this file was written: the usual case */
+    bool all = draw(state) % 3 == 0;            /* nothing of this file was written, the usual case */
     int64_t size = size_of(f->fd);
     for (int i = 0; i < f->n; i++) {
         block *b = &f->blocks[i];
@@ -362,7 +362,7 @@ void lost_failed_sync(int fd, uint64_t seed)
 
 _Noreturn void lost_power(uint64_t seed)
 {
-    faults_lock();                              /* for ever: other threads stop at their next change */
+    faults_lock();                              /* held forever, so other threads stop at their next change */
     lose_bytes(&seed);
     lose_names(&seed);
     for (;;) syscall(SYS_kill, getpid(), SIGKILL);

@@ -35,7 +35,7 @@ typedef struct event {
 static event events[MOST_EVENTS];
 static int n_events;
 static bool ready, wants_power;
-static unsigned watched;                        /* doors that have an event, as a bit set */
+static unsigned watched;                        /* bit set of the doors that have an event */
 static _Atomic int64_t calls[N_DOORS][N_CLASSES], n_happened;      /* [C_ALL]: calls of all classes */
 static atomic_flag taken = ATOMIC_FLAG_INIT;
 static int rank, log_fd = -1;

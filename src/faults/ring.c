@@ -9,7 +9,7 @@
 #include <unistd.h>
 
 enum { MOST = 64 };
-/* Requests whose result is replaced. One thread owns a ring, and a process has one disk tier. */
+/* Requests whose result is replaced. A ring belongs to one thread, and a process has one disk tier. */
 static struct { uint64_t user_data; int res; bool used; } replaced[MOST];
 static struct iovec shortened[MOST];
 static unsigned n_shortened;

@@ -59,7 +59,7 @@ int ps_call_new(ps_ctx *ctx, const char *name, int n_in, ps_tensor *const *in, i
     for (int i = 0; rc == 0 && i < n_saved; i++) rc = save(node, n_in + i, saved_[i], n_out, out);
     if (rc < 0) {
         ctx->tape.reaped.live--;
-        if (node) node->op = PS_OP_COUNT;                /* nobody has seen its number yet */
+        if (node) node->op = PS_OP_COUNT;                /* nobody has seen its id yet */
         if (node) ps_node_release(node);
         return rc;
     }
@@ -93,7 +93,7 @@ int ps_call_saved(ps_ctx *ctx, int i, ps_tensor **out)
     return 0;
 }
 
-/* A gradient may have the input's own type, or fp32 for an input of a half type. */
+/* Checks a gradient, whose type must be the input's own type, or may be fp32 for an input of a half type. */
 static int check_gradient(const ps_node *node, int i, const ps_tensor *grad, int device)
 {
     const ps_meta *want = &node->in_meta[i];

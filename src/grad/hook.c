@@ -69,7 +69,7 @@ int leaf_pass(ps_ctx *ctx, ps_walk *w, ps_node *node)
     tape_uncount(node);
     int rc = grad ? tape_add_to_leaf(ctx, leaf, grad) : 0;
     if (rc == 0 && !w->seeks) rc = tape_leaf_final(ctx, leaf);
-    if (rc == 0) leaf_let_go(node);                       /* otherwise tape_give_up does it */
+    if (rc == 0) leaf_let_go(node);                       /* otherwise tape_give_up releases it */
     return rc;
 }
 

@@ -75,7 +75,7 @@ int ps_grad_out(ps_grad *g, int i, ps_tensor **out)
 }
 
 /* -- places of gradients ------------------------------------------------------------------------------------------- */
-/* True if the leaf that is input i is also another input. */
+/* Returns true if the leaf that is input i is also another input. */
 static bool comes_twice(const ps_grad *g, int i)
 {
     for (int k = 0; k < g->n_in; k++)
@@ -83,7 +83,8 @@ static bool comes_twice(const ps_grad *g, int i)
     return false;
 }
 
-/* True if this header alone owns the bytes, PS_T_LATER aside. An undivided backward would then write sums into them. */
+/* Returns true if this header alone owns the bytes, ignoring headers with PS_T_LATER. An undivided backward would
+ * then write sums into them. */
 static bool is_alone(const ps_tensor *t)
 {
     const ps_storage *s = t->storage;
@@ -97,8 +98,8 @@ static void replace(ps_tensor **held, ps_tensor *by)
     *held = by;
 }
 
-/* *there: the gradient so far of a node's output. If weight gradients that were put off will read its bytes, it moves
- * to a copy, so that more can be added to it. */
+/* *there: the gradient so far of a node's output. If deferred weight gradients will read its bytes, replaces it by a
+ * copy, so that more can be added to it. */
 static int spare_later(ps_grad *g, ps_tensor **there)
 {
     static const ps_attrs_contiguous none;
@@ -110,8 +111,8 @@ static int spare_later(ps_grad *g, ps_tensor **there)
     return 0;
 }
 
-/* Makes a tensor for a gradient that is put off, in fp32 or a wider type. It has no fewer bits than the sum to which it
- * will be added. */
+/* Makes a tensor for a deferred gradient, in fp32 or a wider type. It has at least the precision of the sum to which
+ * it will be added. */
 static int dest_for_later(ps_grad *g, int i, ps_tensor **out)
 {
     ps_meta m = *ps_grad_in_meta(g, i);

@@ -20,7 +20,7 @@ void tape_release_reads(ps_storage **list, int n)
     for (int i = 0; i < n; i++) ps_storage_release(list[i]);
 }
 
-/* Allocates room for the number of one more segment when the segment is made. So segment_reap cannot fail. */
+/* Allocates room for the id of one more segment when the segment is made, so that segment_reap cannot fail. */
 int reap_reserve(ps_ctx *ctx)
 {
     PS_TRY(ps_grow(ctx->tape.reaped.ids, ctx->tape.reaped.capacity, ctx->tape.reaped.n + ctx->tape.reaped.live + 1));
@@ -107,7 +107,7 @@ int ps_segment_new(ps_ctx *ctx, int n_in, ps_tensor *const *in, int n_out, ps_te
     int rc = tape_take_reads(ctx, node);
     if (rc < 0) {
         ctx->tape.reaped.live--;
-        node->op = PS_OP_COUNT;                          /* nobody has seen its number yet */
+        node->op = PS_OP_COUNT;                          /* nobody has seen its id yet */
         ps_node_release(node);
         ps_segment_cancel(ctx);
         return rc;
@@ -178,8 +178,8 @@ int ps_boundary_take(ps_ctx *ctx, int n, ps_tensor *const *out, ps_tensor **grad
         gradients[i] = slot ? *slot : NULL;
         if (!gradients[i]) continue;
         *slot = NULL;
-        ps_scope_adopt(ctx, gradients[i]->storage);       /* the tensor lives as long as its header: no scope drops
-                                                           * it */
+        ps_scope_adopt(ctx, gradients[i]->storage);       /* the tensor lives as long as its header, so no scope may
+                                                           * drop it */
         ps_storage_unhold(gradients[i]->storage);
     }
     return 0;

@@ -52,8 +52,8 @@ static bool makes_one(const ps_node *node, int n, ps_tensor *const *of)
     return false;
 }
 
-/* A producer has a lower number than its consumers. So nodes with lower numbers than all of `from` do not lead to any
- * of them, and a search by falling number visits each node once. */
+/* A producer has a lower number than its consumers. So nodes with lower numbers than all of `from` do not lead to
+ * any of them, and a search by descending number visits each node once. */
 int ps_tensor_made_from(const ps_tensor *t, int n, ps_tensor *const *from)
 {
     int64_t lowest = INT64_MAX;
@@ -92,7 +92,7 @@ static bool mark_found(const ps_node *node, int n, const int64_t *ops, int8_t *f
     return any;
 }
 
-/* Does the same as ps_tensor_made_from, by falling number. */
+/* Works like ps_tensor_made_from, by descending number. */
 int ps_tensor_made_by(const ps_tensor *t, int n, const int64_t *ops, int8_t *found)
 {
     int64_t lowest = INT64_MAX;
@@ -121,9 +121,10 @@ int ps_tensor_made_by(const ps_tensor *t, int n, const int64_t *ops, int8_t *fou
 }
 
 /* -- what a walk waits for ----------------------------------------------------------------------------------------- */
-/* A parameter's gradient is whole, and its bytes are no longer read, after the walk has passed all nodes that have an
- * edge to it, saved it or (as segments) read it. Only nodes that the walk can reach count. Other recorded nodes live
- * until Lua's collector frees them. That time differs between ranks, and all ranks must behave the same. */
+/* Counts the nodes that a storage waits for. A parameter's gradient is complete, and its bytes are no longer read,
+ * after the walk has passed all nodes that have an edge to it, saved it or (segments) read it. Only nodes that the
+ * walk can reach count. Other recorded nodes live until Lua's collector frees them; that time differs between ranks,
+ * and all ranks must behave the same. */
 static void wait_for(ps_walk *w, ps_storage *s, int by, bool adds)
 {
     if (!s->engine.watched) return;
@@ -176,7 +177,7 @@ void tape_count_listed(ps_walk *w, ps_node *node)
         if (tape_is_later(&node->edges[i])) tape_count_from(w, tape_sum_node(&node->edges[i], &out));
 }
 
-/* Call this after the walk has passed the node, or when it is known that it never will, and before the node releases
+/* Called after the walk has passed the node, or when it is known that it never will, and before the node releases
  * its saved tensors. */
 void tape_uncount(ps_node *node)
 {
@@ -185,8 +186,8 @@ void tape_uncount(ps_node *node)
     node->walk = 0;
 }
 
-/* Reports to the engine that a parameter's gradient is whole, after the walk has passed all nodes with that parameter.
- * If no node reports a parameter, the engine finds it when the backward is over (engine_backward_done). */
+/* Reports to the engine that a parameter's gradient is complete, after the walk has passed all nodes with that
+ * parameter. If no node reports a parameter, the engine finds it when the backward has ended (engine_backward_done). */
 int tape_leaf_final(ps_ctx *ctx, ps_tensor *leaf)
 {
     const ps_storage *s = leaf->storage;
@@ -242,9 +243,9 @@ static void release_edges(ps_node *node)
 }
 
 /* Called for a node at which a walk failed, or which the failed walk had not passed yet: no other walk may pass it.
- * Releases its edges now, and reports to the caller that a segment's function is not needed. Neither can wait until the
- * node is freed. Through its model the function may hold an output that holds the node, and no collector finds such a
- * cycle. */
+ * Releases its edges, and reports to the caller that a segment's function is not needed. Neither can wait until the
+ * node is freed: through its model the function may hold an output that holds the node, and no collector finds such
+ * a cycle. */
 void tape_give_up(ps_node *node)
 {
     hooks_end(node);
@@ -261,7 +262,7 @@ void tape_give_up(ps_node *node)
     release_edges(node);
 }
 
-/* Nodes are freed one after another and not by recursion, because chains of nodes are as long as a program runs. */
+/* Frees nodes one after another instead of by recursion, because chains of nodes become as long as the program runs. */
 void ps_node_release(ps_node *node)
 {
     static __thread ps_node *pending;
@@ -336,8 +337,8 @@ void tape_add_edge(ps_node *node, int i, ps_tensor *t)
     }
 }
 
-/* True for a tensor that its producer can compute again, because no op has written into it, and that is large enough to
- * make that worthwhile. */
+/* Returns true for a tensor that its producer can recompute, because no op has written into it, and that is large
+ * enough for this to be worthwhile. */
 static bool is_cheap(const ps_tensor *t)
 {
     return t->node && !t->ctx->tape.keep_cheap && t->node->op >= 0 && t->node_out == 0 &&
@@ -345,8 +346,9 @@ static bool is_cheap(const ps_tensor *t)
            t->numel_ * ps_dtype_bytes(t->dtype_) >= PS_CHEAP_MIN_NBYTES && ps_tensor_is_contiguous(t);
 }
 
-/* True if a node's rule reads input i. Some inputs are read only for the gradient of another input: activations, for
- * that of a weight, so not if the weight is frozen. Call this after tape_add_edge for all inputs. */
+/* Returns true if a node's rule reads input i. Some inputs are read only for the gradient of another input: an
+ * activation is read only for the gradient of a weight, so not if the weight is frozen. Called after tape_add_edge
+ * for all inputs. */
 static bool reads_input(const ps_node *node, const ps_opinfo *row, uint64_t keeps, int i)
 {
     if (!(keeps >> i & 1)) return false;
@@ -378,7 +380,7 @@ int ps_tape_record(ps_ctx *ctx, int op, int n_in, ps_tensor *const *in, const vo
     }
     for (int i = 0; i < n_out; i++) {
         if (!out[i] || !(row->saved_out >> i & 1)) continue;
-        ps_tensor *copy; /* another header, since otherwise node and tensor would hold each other */
+        ps_tensor *copy; /* another header, because otherwise node and tensor would hold each other */
         int rc = ps_tensor_detach(out[i], &copy);
         if (rc < 0) {
             ps_node_release(node);

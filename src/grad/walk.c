@@ -52,7 +52,7 @@ static int cast_to(ps_ctx *ctx, ps_tensor *t, int dtype, ps_tensor **out)
 }
 
 /* The functions below own `grad`, a held reference, even if they fail. The scope of `grad` may have ended. */
-/* True in a walk that has targets. */
+/* Used in a walk that has targets. */
 static int add_to_target(ps_ctx *ctx, target *to, ps_tensor *grad)
 {
     ps_attrs_add none = { 0 };
@@ -169,7 +169,7 @@ int tape_deliver(ps_ctx *ctx, ps_walk *w, ps_node *node, int i, ps_tensor *grad)
     return add_to_node(ctx, w, sum, out, grad);
 }
 
-/* Returns which gradients of a node the walk puts off. */
+/* How many of a node's gradients the walk defers. */
 typedef enum parts { NONE_LATER, SOME_LATER, ALL_LATER } parts;
 
 static parts put_off(const ps_walk *w, const ps_node *node)
@@ -185,8 +185,8 @@ static parts put_off(const ps_walk *w, const ps_node *node)
 
 bool tape_puts_off(const ps_walk *w, const ps_node *node) { return put_off(w, node) != NONE_LATER; }
 
-/* Reports the leaves of a node that the walk has passed. In an INPUT the engine only records which virtual stages use a
- * leaf. */
+/* Reports the leaves of a node that the walk has passed. In an INPUT the engine only records which virtual stages
+ * use a leaf. */
 static int leaves_final(ps_ctx *ctx, const ps_node *node)
 {
     if (ctx->tape.walk->seeks) return 0;
@@ -194,14 +194,14 @@ static int leaves_final(ps_ctx *ctx, const ps_node *node)
     return 0;
 }
 
-/* Anomaly mode: ops that run from now on compute the gradient of a node's op. NULL: they do not. */
+/* Tells anomaly mode that ops from now on compute the gradient of a node's op, or of none if `node` is NULL. */
 void tape_watch(ps_ctx *ctx, const ps_node *node)
 {
     if (node) ps_anomaly_in_backward(ctx, node->op, node->place, node->module);
     else ps_anomaly_in_backward(ctx, -1, 0, 0);
 }
 
-/* The holder of an output gets a copy, because rules may add to the gradient itself. */
+/* Gives the holder of an output a copy, because rules may add to the gradient itself. */
 int tape_give_holder(ps_ctx *ctx, ps_node *node)
 {
     ps_tensor *grad = node->dout[node->holder_out], *copy = NULL;
@@ -283,7 +283,7 @@ int tape_stop(ps_walk *w, ps_node *node, int64_t number, int64_t *stopped)
 
 bool tape_is_due(const ps_walk *w, int64_t seq) { return w->hooks_ran || (w->n > 0 && w->heap[0]->seq > seq); }
 
-/* The walk ends at a node that leads to no target. Another walk can pass the node. */
+/* Ends the walk at a node that leads to no target. Another walk can pass the node. */
 static int leave_out(ps_node *node)
 {
     tape_uncount(node);
@@ -308,7 +308,7 @@ static int visit(ps_ctx *ctx, ps_walk *w, ps_node *node, bool hooks_ran, int64_t
     if (node->op == CALL) atomic_store_explicit(&ps_record_at.backward, 1, memory_order_relaxed);
     if (tape_is_callers(node)) return tape_stop(w, node, node->segment, stopped);
     if (node->op != BOUNDARY) return tape_pass(ctx, w, node);
-    node->passed = true;                              /* its gradients stay in it until they are taken */
+    node->passed = true;                              /* its gradients stay in it until they are returned */
     hooks_end(node);
     return 0;
 }
@@ -354,7 +354,8 @@ static int seed_gradient(ps_ctx *ctx, ps_tensor *loss, ps_tensor *gradient, ps_t
     return rc;
 }
 
-/* Passes the gradient (held) of `to` to its node, or to `to` itself, a leaf. seq: the number the walk has reached. */
+/* Passes the gradient (held) of `to` to its node or, if it is a leaf, to `to` itself. seq: number that the walk has
+ * reached. */
 static int give_to(ps_ctx *ctx, ps_walk *w, ps_tensor *to, ps_tensor *grad, int64_t seq)
 {
     if (w->put_off >= 0 && (!to->node || to->node->side)) return weights_relay(w, to, grad, seq);
@@ -364,7 +365,7 @@ static int give_to(ps_ctx *ctx, ps_walk *w, ps_tensor *to, ps_tensor *grad, int6
     return sum ? add_to_node(ctx, w, sum, out, grad) : tape_add_to_leaf(ctx, to, grad);
 }
 
-/* Passes the seeds, held references, to the nodes of the roots. After a failure the rest is released. */
+/* Passes the seeds, held references, to the nodes of the roots. After a failure the other seeds are released. */
 static int plant(ps_ctx *ctx, ps_walk *w, int n, ps_tensor *const *roots, ps_tensor *const *seeds)
 {
     int rc = 0;
@@ -411,8 +412,8 @@ int ps_backward_begin_n(ps_ctx *ctx, int n, ps_tensor *const *roots, ps_tensor *
         return ps_fail(PS_EINVAL, "backward from %d tensors; there must be 1 to %d", n, PS_MAX_ROOTS);
     for (int i = 0; i < n; i++) {
         if (!roots[i]) return ps_fail(PS_EINVAL, "backward needs a tensor to begin from");
-        if (!gradients || !gradients[i]) PS_TRY(ps_tensor_check_alive(roots[i]));     /* otherwise it only needs its
-                                                                                       * shape */
+        if (!gradients || !gradients[i]) PS_TRY(ps_tensor_check_alive(roots[i]));     /* otherwise only its shape is
+                                                                                       * needed */
         if (!ps_tape_wants(roots[i]))
             return ps_fail(PS_EINVAL, "backward from a tensor that depends on nothing that requires a gradient (what "
                                       "is computed within ps.no_grad requires none)");

@@ -103,8 +103,9 @@ static int keep_for_later(ps_tensor **t)
     return 0;
 }
 
-/* The second phase of a rule reads a parameter only if the op's row marks it with + (ahead_in). A saved output that the
- * rule returned as a gradient belongs to the receiver of the gradient. */
+/* Releases tensors that only the first phase needs. The second phase of a rule reads a parameter only if the op's
+ * row marks it with + (ahead_in). A saved output that the rule returned as a gradient belongs to the gradient's
+ * receiver. */
 static void release_first_phase(ps_node *node, ps_tensor *const *din)
 {
     const ps_opinfo *row = ps_op(node->op);
@@ -156,7 +157,7 @@ int weights_relay(ps_walk *w, ps_tensor *to, ps_tensor *grad, int64_t seq)
 }
 
 /* -- the second part ---------------------------------------------------------------------------------------------- */
-/* Computes the gradients of a listed node that were put off, unless they are already in din, and delivers them. */
+/* Computes the deferred gradients of a listed node, unless they are already in din, and delivers them. */
 static int weights_of(ps_ctx *ctx, ps_walk *w, ps_node *node)
 {
     ps_tensor *din[PS_MAX_IN] = { NULL };
@@ -190,7 +191,7 @@ static int weights_of(ps_ctx *ctx, ps_walk *w, ps_node *node)
 }
 
 /* Passes the nodes computed only from parameters whose numbers are above `seq`, because an undivided backward passes
- * them before `seq`. 1: the walk stopped at hooks. */
+ * them before `seq`. Returns 1 if the walk stopped at hooks. */
 static int pass_down_to(ps_ctx *ctx, ps_walk *w, int64_t seq, int64_t *stopped)
 {
     int rc = 0;

@@ -9,7 +9,7 @@
 #include "base/alloc.h"
 #include "io/file.h"
 
-static char *diverted_to;                   /* the folder, or NULL */
+static char *diverted_to;                   /* folder, or NULL */
 static size_t length_of_it;
 
 int ps_file_divert(const char *folder)
@@ -24,14 +24,15 @@ int ps_file_divert(const char *folder)
     return 0;
 }
 
-/* The paths of devices, of the system's own files and of files in the folder do not change. */
+/* Returns whether a path is not diverted: devices, the system's own files and files in the folder. */
 static bool stays(const char *path)
 {
     return strncmp(path, "/dev/", 5) == 0 || strncmp(path, "/proc/", 6) == 0 ||
            (strncmp(path, diverted_to, length_of_it) == 0 && path[length_of_it] == '/');
 }
 
-/* Makes the absolute path, without empty parts and ".", so that each file has one name. False: the path is too long. */
+/* Makes the absolute path, without empty components and ".", so that each file has one name. Returns false if the
+ * path is too long. */
 static bool whole_path(const char *path, char out[PATH_MAX])
 {
     size_t n = 0;

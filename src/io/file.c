@@ -29,7 +29,7 @@ static int64_t time_of(const struct stat *st)
 
 static int map_file(ps_map *m)
 {
-    /* O_NONBLOCK: if the path is a pipe, the open must not wait for a writer, so that the check below rejects it. */
+    /* O_NONBLOCK: if the path is a pipe, open must not wait for a writer, so that the check below can reject it. */
     char other[PATH_MAX];
     int diverted = ps_file_diverted(m->path, 0, other, sizeof other);
     PS_TRY(diverted);
@@ -73,7 +73,7 @@ int ps_map_borrow(ps_map *m, const char *path, const void *bytes, int64_t nbytes
     return 0;
 }
 
-/* PS_EIO if the file is shorter than when it was mapped. */
+/* PS_EIO: the file is shorter than when it was mapped. */
 static int check_size(const ps_map *m, struct stat *st)
 {
     if (fstat(m->fd, st) < 0) return ps_fail(PS_EIO, "cannot read %s: %s", m->path, strerror(errno));
@@ -106,7 +106,7 @@ int ps_map_lend(const ps_map *m, int64_t at, int64_t nbytes, ps_lent_map *out)
     if (m->fd < 0) return ps_fail(PS_EUNSUP, "%s is not a file, so its bytes cannot be lent", m->path);
     if (!nbytes) return 0;
     int64_t before = at % sysconf(_SC_PAGESIZE);
-    /* MAP_NORESERVE: reserves no memory for pages that may never be written. */
+    /* MAP_NORESERVE reserves no memory for pages that may never be written. */
     void *p = mmap(NULL, (size_t)(before + nbytes), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_NORESERVE, m->fd,
                    (off_t)(at - before));
     if (p == MAP_FAILED)
@@ -169,7 +169,7 @@ void ps_copy_strided(const void *data, int64_t each, int ndim, const int64_t *sh
 {
     if (numel <= 0) return;
     int64_t at[PS_MAX_DIMS] = { 0 }, from = 0, run = 1;
-    int outer = ndim;           /* dimensions [outer, ndim) are contiguous, so that one memcpy copies `run` elements */
+    int outer = ndim;           /* dimensions [outer, ndim) are contiguous, so one memcpy copies `run` elements */
     while (outer > 0 && (shape[outer - 1] == 1 || stride[outer - 1] == run)) run *= shape[--outer];
     int64_t row = first / run, inside = first % run;
     for (int d = outer - 1; d >= 0; d--) {
@@ -204,7 +204,7 @@ void ps_test_fail_file(int64_t nth, int64_t count, int code)
 
 int64_t ps_test_fail_file_left(void) { return atomic_load(&until_failure); }
 
-/* True, with errno set, if a test asked for this operation to fail. */
+/* Returns true, with errno set, if a test wants this operation to fail. */
 static bool should_fail(void)
 {
     int64_t most = atomic_load(&failures);
@@ -216,7 +216,7 @@ static bool should_fail(void)
 }
 
 /* -- temporary files --------------------------------------------------------------------------------------------- */
-/* The folder of `path`, written to `out` [PATH_MAX]. */
+/* Writes the folder of `path` to `out` [PATH_MAX]. */
 static void folder_of(const char *path, char *out)
 {
     const char *slash = strrchr(path, '/');
@@ -226,7 +226,7 @@ static void folder_of(const char *path, char *out)
     else snprintf(out, PATH_MAX, "%.*s", (int)n, path);
 }
 
-/* Reports a failed write of `nbytes` to f: errno's text and, if there is no room, the free room. */
+/* Reports a failed write of `nbytes` to f, with errno's text and, if the disk is full, the free bytes. */
 static int write_failed(const ps_tempfile *f, int err, int64_t nbytes)
 {
     struct statvfs vfs;
@@ -246,15 +246,15 @@ static int check_limit(const ps_tempfile *f, int64_t end)
 
 enum { PIECE = 8 << 20 };       /* bytes written at once */
 
-/* The last component of a path. */
+/* Returns the last component of a path. */
 static const char *name_of(const char *path)
 {
     const char *slash = strrchr(path, '/');
     return slash ? slash + 1 : path;
 }
 
-/* Finds the file to which `path` refers; out [PATH_MAX]. Follows links, even to a file that does not exist yet: that
- * file is replaced or made, and the link stays. Opening the path will report other faults. */
+/* Writes the path of the file to which `path` refers to out [PATH_MAX]. Follows links, even to a file that does not
+ * exist yet: that file is replaced or made, and the link stays. Opening the path will report other faults. */
 static int follow_links(const char *path, char *out)
 {
     char target[PATH_MAX], folder[PATH_MAX], next[PATH_MAX];
@@ -315,7 +315,7 @@ static int create_temp(ps_tempfile *f, const char *path)
     }
     f->temp = temp;
     /* Errors are ignored: a process may be allowed to replace another user's file but not to set the mode of the new
-     * one. */
+     * file. */
     if (exists) (void)fchmod(f->fd, st.st_mode & 0777);
     return 0;
 }
@@ -344,7 +344,7 @@ int ps_tempfile_reserve(ps_tempfile *f, int64_t nbytes)
         if (rc == 0) return 0;
         if (errno != EOPNOTSUPP && errno != ENOSYS) return write_failed(f, errno, nbytes);
     }
-    /* This file system cannot reserve space, so at least the free space is compared. */
+    /* This file system cannot reserve space, so at least the free space is checked. */
     struct statvfs vfs;
     if (!f->sparse && fstatvfs(f->fd, &vfs) == 0 && vfs.f_blocks && vfs.f_bavail < (uint64_t)nbytes / vfs.f_frsize)
         return write_failed(f, ENOSPC, nbytes);
@@ -352,7 +352,7 @@ int ps_tempfile_reserve(ps_tempfile *f, int64_t nbytes)
     return rc < 0 ? write_failed(f, errno, nbytes) : 0;
 }
 
-/* In a sparse file: makes a hole for bytes that are zeros. False: they must be written. */
+/* Makes a hole in a sparse file if the bytes are zeros. Returns false if they must be written. */
 static bool left_out(ps_tempfile *f, int64_t offset, const char *p, int64_t nbytes)
 {
     struct stat st;
@@ -395,15 +395,15 @@ int ps_tempfile_stream(ps_tempfile *f, int64_t offset, const void *data, int64_t
             close(fd);
             return write_failed(f, err, nbytes);
         }
-        if (n <= 0 || n % ALIGNED) break;           /* not possible on this file system: the rest is written through the
-                                                     * cache */
+        if (n <= 0 || n % ALIGNED) break;           /* not possible on this file system, so the remaining data is
+                                                     * written through the cache */
         from += n, offset += n, nbytes -= n;
     }
     if (fd >= 0) close(fd);
     return ps_tempfile_write(f, offset, from, nbytes);
 }
 
-/* `folder`: an open folder; `path`: its name. */
+/* `folder`: descriptor of an open folder; `path`: its name. */
 static int sync_folder(int folder, const char *path)
 {
     int rc;
@@ -413,8 +413,7 @@ static int sync_folder(int folder, const char *path)
     return 0;
 }
 
-/* This function never uses the folder's name: as soon as the file has its final name, another process may rename the
- * folder. */
+/* Never uses the folder's name: as soon as the file has its final name, another process may rename the folder. */
 int ps_tempfile_commit(ps_tempfile *f)
 {
     char folder[PATH_MAX];
@@ -465,8 +464,8 @@ int ps_file_write_atomic(const char *path, const void *data, int64_t nbytes)
     return rc;
 }
 
-/* Three renames, for a file system that cannot exchange two names at once (NFS). Between the first two, no file has the
- * name `path`. If the machine crashes at that moment, the old file has the name `aside`, where
+/* Uses three renames, for a file system that cannot exchange two names at once (NFS). Between the first two, no file
+ * has the name `path`. If the machine crashes at that moment, the old file has the name `aside`, where
  * lua/ps/checkpoints/folder.lua finds it. */
 static int swap_by_renames(const char *from, const char *path, const char *aside)
 {

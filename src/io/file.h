@@ -19,52 +19,52 @@ typedef struct ps_map {
     const uint8_t *bytes;   /* [nbytes] */
     int64_t nbytes;
     int64_t written;        /* time of the last write to the file, in ns */
-    int fd;                 /* -1: the bytes belong to the caller, so there is nothing to check or unmap */
+    int fd;                 /* -1 if the bytes belong to the caller, so that there is nothing to check or unmap */
 } ps_map;
 int ps_map_open(ps_map *m, const char *path);
-/* Makes a map of bytes that are already in memory and outlive the map. `path` is only used in messages. */
+/* Makes a map of bytes that are already in memory and outlive it. `path` is only used in messages. */
 int ps_map_borrow(ps_map *m, const char *path, const void *bytes, int64_t nbytes);
-/* Reads bytes at .. at + nbytes of the map by read calls. PS_EIO: the file was truncated, or the disk failed. */
+/* Reads bytes at .. at + nbytes of the map with read calls. PS_EIO: the file was truncated, or the disk failed. */
 int ps_map_read(const ps_map *m, int64_t at, void *dst, int64_t nbytes);
-int ps_map_check(const ps_map *m);      /* PS_EIO if the file has become shorter than when it was mapped */
+int ps_map_check(const ps_map *m);      /* PS_EIO if the file is shorter than when it was mapped */
 /* Maps bytes of the file in private pages: writes to the pages change neither the file nor the map. */
 typedef struct ps_lent_map {
-    void *pages;            /* NULL: no bytes */
-    int64_t nbytes;         /* number of bytes of the pages */
-    void *bytes;            /* the first requested byte */
+    void *pages;            /* NULL if there are no bytes */
+    int64_t nbytes;         /* size of the pages in bytes */
+    void *bytes;            /* address of the first requested byte */
 } ps_lent_map;
-int ps_map_lend(const ps_map *m, int64_t at, int64_t nbytes, ps_lent_map *out);     /* at: position in the file */
+int ps_map_lend(const ps_map *m, int64_t at, int64_t nbytes, ps_lent_map *out);     /* at: offset in the file */
 void ps_map_unlend(const ps_lent_map *lent);
-/* PS_EIO if the file was written to, by any process, or became shorter since it was mapped. */
+/* PS_EIO if any process has written to the file, or it has become shorter, since it was mapped. */
 int ps_map_unchanged(const ps_map *m);
-void ps_map_drop(const ps_map *m, const void *begin, int64_t nbytes);  /* the bytes are not needed soon: frees their
-                                                                        * pages */
-void ps_map_close(ps_map *m);           /* also valid for a zeroed map */
-/* Copies elements first .. first + numel - 1, row-major, of a strided tensor, whose element 0 is at `data`, to dst.
- * `each` is the size of an element in bytes, and strides count elements. The caller has checked that all the bytes
- * exist. */
+void ps_map_drop(const ps_map *m, const void *begin, int64_t nbytes);  /* frees the pages of bytes that are not
+                                                                        * needed soon */
+void ps_map_close(ps_map *m);           /* also accepts a zeroed map */
+/* Copies elements first .. first + numel - 1, row-major, of a strided tensor to dst. Element 0 is at `data`, `each`
+ * is the element size in bytes, and strides count elements. The caller has checked that all the bytes exist. */
 void ps_copy_strided(const void *data, int64_t each, int ndim, const int64_t *shape, const int64_t *stride,
                      int64_t first, void *dst, int64_t numel);
 
 typedef struct ps_tempfile {
     char *path, *temp;      /* owned; temp is NULL if there is no file to remove */
-    int fd, folder;         /* folder: an open descriptor of the folder of both names, which stay valid if the folder is
+    int fd, folder;         /* folder: open descriptor of the folder of both names, which stay valid if the folder is
                              * renamed */
-    bool sparse;            /* in a dry run (ps_file_divert): zeros, such as those of tensors without values, use no
+    bool sparse;            /* in a dry run (ps_file_divert): zeros, for example of tensors without values, use no
                              * space */
-    int64_t limit;          /* the largest file that the process may write (RLIMIT_FSIZE): a larger one would raise a
+    int64_t limit;          /* largest file that the process may write (RLIMIT_FSIZE); a larger file would raise a
                              * deadly signal */
 } ps_tempfile;
 #define PS_TEMPFILE_NONE ((ps_tempfile){ .fd = -1, .folder = -1 })     /* a closed file */
-/* Creates "path.tmp-PID-N" in path's folder. If path is a link, the function uses its target, even if the target does
- * not exist yet. */
+/* Creates "path.tmp-PID-N" in path's folder. If path is a link, its target is used, even if the target does not
+ * exist yet. */
 int ps_tempfile_open(ps_tempfile *f, const char *path);
-int ps_tempfile_reserve(ps_tempfile *f, int64_t nbytes);    /* sets the size, and reserves its blocks if possible */
+int ps_tempfile_reserve(ps_tempfile *f, int64_t nbytes);    /* sets the size, and reserves blocks if possible */
 int ps_tempfile_write(ps_tempfile *f, int64_t offset, const void *data, int64_t nbytes);
-/* Writes large data that is complete in memory, without the page cache if the file system allows it and offset and data
- * are multiples of 4096: this makes no copy, and evicts no other data from the page cache. */
+/* Writes large data that is complete in memory. Bypasses the page cache if the file system allows it and offset and
+ * data are multiples of 4096. This makes no copy, and evicts no other data from the page cache. */
 int ps_tempfile_stream(ps_tempfile *f, int64_t offset, const void *data, int64_t nbytes);
-int ps_tempfile_commit(ps_tempfile *f);                     /* fsync, rename over path, fsync the folder */
-void ps_tempfile_close(ps_tempfile *f);                   /* removes an uncommitted file; also valid for a closed one */
-bool ps_files_are_diverted(void);                           /* ps_file_divert has set a folder */
+int ps_tempfile_commit(ps_tempfile *f);                     /* fsyncs the file, renames it to path, and fsyncs the
+                                                             * folder */
+void ps_tempfile_close(ps_tempfile *f);                   /* removes an uncommitted file; also accepts a closed file */
+bool ps_files_are_diverted(void);                           /* returns true if ps_file_divert has set a folder */
 #endif

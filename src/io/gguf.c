@@ -41,7 +41,7 @@ int gguf_type_by_name(const char *name)
 }
 
 /* -- opening ------------------------------------------------------------------------------------------------------- */
-/* Takes over `map` (also on failure). */
+/* Takes over `map`, even on failure. */
 static int open_map(ps_map *map, ps_gguf **out)
 {
     ps_gguf *g = ps_alloc0(sizeof *g);
@@ -127,7 +127,7 @@ static int64_t whole_of(int type, const uint8_t *s)
     case GGUF_I16: memcpy(&i16, s, 2); return i16;
     case GGUF_U32: memcpy(&u32, s, 4); return u32;
     case GGUF_I32: memcpy(&i32, s, 4); return i32;
-    default: memcpy(&i64, s, 8); return i64;        /* u64 as its bits */
+    default: memcpy(&i64, s, 8); return i64;        /* a uint64 as its bits */
     }
 }
 
@@ -190,7 +190,7 @@ static int no_tensor(const ps_gguf *g, int i)
     return ps_fail(PS_ERANGE, "%s: tensor %d was requested, but the file has %d", g->map.path, i, g->count);
 }
 
-/* A tensor's shape in the order in which it is read. */
+/* Writes a tensor's shape in the order in which it is read. */
 static void shape_of(const gguf_tensor *t, int64_t shape[GGUF_MAX_DIMS])
 {
     for (int d = 0; d < t->ndim; d++) shape[d] = t->shape[t->transposed ? t->ndim - 1 - d : d];
@@ -235,8 +235,8 @@ int ps_gguf_layout(ps_gguf *g, int i, int64_t heads, int transposed)
     return 0;
 }
 
-/* The stored row of row j. A head's D rows are pairs there, (0, D / 2), (1, D / 2 + 1), ..., which Hugging Face's
- * rotary embedding has half a head apart. */
+/* Returns the stored row of row j. A head's D rows are stored in pairs, (0, D / 2), (1, D / 2 + 1), ...; Hugging
+ * Face's rotary embedding has the rows of a pair half a head apart. */
 int64_t gguf_stored_row(const gguf_tensor *t, int64_t j)
 {
     if (!t->heads) return j;
@@ -244,7 +244,7 @@ int64_t gguf_stored_row(const gguf_tensor *t, int64_t j)
     return j - r + (r < D / 2 ? 2 * r : 2 * (r - D / 2) + 1);
 }
 
-/* Elements from .. from + n - 1 of a row as values of the type's dtype. */
+/* Unpacks elements from .. from + n - 1 of a row to values of the type's dtype. */
 static void unpack_row(const gguf_type *type, const uint8_t *row, int64_t from, int64_t n, uint8_t *out)
 {
     if (!type->unpack) {
@@ -260,7 +260,7 @@ static void unpack_row(const gguf_type *type, const uint8_t *row, int64_t from, 
     }
 }
 
-/* A rectangle of a matrix that is read with its dimensions swapped: columns of it are parts of stored rows. */
+/* Copies a rectangle of a matrix that is read with its dimensions swapped: its columns are sections of stored rows. */
 static int copy_swapped(const ps_gguf *g, const gguf_tensor *t, const int64_t *offset, const int64_t *shape,
                         int64_t first, uint8_t *dst, int64_t numel)
 {
@@ -281,12 +281,13 @@ static int copy_swapped(const ps_gguf *g, const gguf_tensor *t, const int64_t *o
     return 0;
 }
 
-/* A rectangle row by row. A tensor of one dimension whose elements are permuted has rows of one element. */
+/* Copies a rectangle row by row. A tensor of one dimension whose elements are permuted has rows of one element. */
 static void copy_rows(const ps_gguf *g, const gguf_tensor *t, const int64_t *offset, const int64_t *shape,
                       int64_t first, uint8_t *dst, int64_t numel)
 {
     bool single = t->heads && t->ndim == 1;
-    int leading = single ? 1 : t->ndim - 1;                 /* dimensions that count rows; -1: a scalar has no row */
+    int leading = single ? 1 : t->ndim - 1;                 /* dimensions that count rows, -1 for a scalar, which has
+                                                             * no row */
     if (leading < 0) leading = 0;
     int64_t row = single || !t->ndim ? 1 : t->shape[t->ndim - 1], wide = single || !t->ndim ? 1 : shape[t->ndim - 1];
     int64_t from = single || !t->ndim ? 0 : offset[t->ndim - 1];

@@ -13,13 +13,13 @@
 
 typedef struct walk {
     ps_gguf *g;
-    const uint8_t *at, *end;    /* end: of the map */
-    const char *what;           /* the kind of what is being read, for messages: "metadata entry", "tensor" */
+    const uint8_t *at, *end;    /* end: end of the map */
+    const char *what;           /* kind of the item that is being read, for messages: "metadata entry", "tensor" */
     int64_t index;              /* its number */
     const char *key;            /* its name, if it is known */
     size_t key_n;
     size_t text_n, strings_n;   /* so far */
-    bool fills;                 /* the second walk */
+    bool fills;                 /* true in the second pass */
 } walk;
 
 const char *gguf_shown(const char *name, char out[GGUF_NAME_SHOWN])
@@ -27,7 +27,8 @@ const char *gguf_shown(const char *name, char out[GGUF_NAME_SHOWN])
     return ps_text_shown(name, out, GGUF_NAME_SHOWN);
 }
 
-/* The message always names the file, the byte, the entry or tensor (if the fault is in one) and the fault. */
+/* Raises an error. The message always has the file, the byte, the entry or tensor (if the fault is in one) and the
+ * fault. */
 static int bad(const walk *w, const char *fmt, ...) __attribute__((format(printf, 2, 3)));
 static int bad(const walk *w, const char *fmt, ...)
 {
@@ -64,7 +65,7 @@ static int read_u64(walk *w, uint64_t *out)
     return 0;
 }
 
-/* A string of any bytes, which stays in the map. */
+/* Reads a string of any bytes, which stays in the map. */
 static int read_string(walk *w, const uint8_t **s, size_t *n)
 {
     uint64_t length = 0;
@@ -76,7 +77,7 @@ static int read_string(walk *w, const uint8_t **s, size_t *n)
     return 0;
 }
 
-/* A key or a name: UTF-8 without a zero, not empty. *out: a copy with a final 0 (second walk), else NULL. */
+/* Reads a key or a name: UTF-8 without a zero, not empty. *out: a copy with a final 0 in the second pass, else NULL. */
 static int read_name(walk *w, char **out)
 {
     const uint8_t *s;
@@ -154,7 +155,7 @@ static int read_meta(walk *w, gguf_meta *m)
 }
 
 /* -- tensors ------------------------------------------------------------------------------------------------------- */
-/* Bytes of a tensor, which all fit: -1 if not, with an error. */
+/* Returns the bytes of a tensor, or -1 with an error if they are not all in the file. */
 static int64_t size_of(const walk *w, const gguf_tensor *t)
 {
     int64_t rows = 1, row = 1, nbytes;
@@ -189,7 +190,7 @@ static int read_tensor(walk *w, gguf_tensor *t)
     PS_TRY(read_u64(w, &offset));
     if ((t->nbytes = size_of(w, t)) < 0) return PS_EFORMAT;
     if (offset > INT64_MAX / 2) return bad(w, "its bytes begin at %llu of the data", (unsigned long long)offset);
-    t->begin = (int64_t)offset;                 /* for now from the start of the data */
+    t->begin = (int64_t)offset;                 /* for now counted from the start of the data */
     return 0;
 }
 
@@ -291,7 +292,8 @@ static int read_counts(walk *w)
     if (version != 2 && version != 3) return bad(w, "version %u; this psluajit reads versions 2 and 3", version);
     PS_TRY(read_u64(w, &count));
     PS_TRY(read_u64(w, &meta_count));
-    if (count > left(w) / 24 || count > INT32_MAX)      /* the least bytes of a tensor, and below of an entry */
+    if (count > left(w) / 24 || count > INT32_MAX)      /* the fewest bytes that a tensor's description has, and
+                                                         * (below) an entry */
         return bad(w, "%llu tensors, but the file has only %zu more bytes", (unsigned long long)count, left(w));
     if (meta_count > left(w) / 13 || meta_count > INT32_MAX)
         return bad(w, "%llu metadata entries, but the file has only %zu more bytes", (unsigned long long)meta_count,

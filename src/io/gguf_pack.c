@@ -18,7 +18,7 @@ static void put_half(uint8_t *s, float f)
 
 static float rounded_half(float f) { return ps_f16_to_f32(ps_f32_to_f16(f)); }
 
-/* To the nearest whole number, ties to even; |f| below 2^22. */
+/* Rounds to the nearest integer, ties to even; |f| must be below 2^22. */
 static int nearest(float f)
 {
     float shifted = f + 12582912.0f;
@@ -29,7 +29,7 @@ static int nearest(float f)
 
 static int clamp(int x, int low, int high) { return x < low ? low : x > high ? high : x; }
 
-/* The value of the largest magnitude, with its sign; the first of equal ones. */
+/* Returns the value of the largest magnitude, with its sign; the first of equal ones. */
 static float largest(const float *x, int n)
 {
     float most = 0, value = 0;
@@ -111,7 +111,7 @@ static void pack_q8_0(const float *x, uint8_t *s)
 enum { PART = 16, HALF_RANGE = 32 };
 static const float TINY = 1e-15f;
 
-/* The sums x l w and l l w, w = x^2, of the numbers l that a factor gives. */
+/* Computes the sums of x l w and l l w, with w = x^2, over the integers l that a factor gives. */
 static void weigh(const float *x, float factor, float *lx, float *ll)
 {
     *lx = *ll = 0;
@@ -123,8 +123,8 @@ static void weigh(const float *x, float factor, float *lx, float *ll)
     }
 }
 
-/* The scale of 16 numbers from -32 to 31 with the least error, weighted by the squares of the values, among 19 ways to
- * round; 0 where all are zero. */
+/* Finds the scale of 16 integers from -32 to 31 that has the least error, weighted by the squares of the values,
+ * among 19 ways to round. The scale is 0 if all values are zero. */
 static float scale_of_part(const float *x, uint8_t *q)
 {
     float max = largest(x, PART), lx, ll, used;
@@ -175,7 +175,7 @@ static void pack_q6_k(const float *x, uint8_t *s)
 }
 
 /* -- Q4_K ---------------------------------------------------------------------------------------------------------- */
-typedef struct line { float scale, min; } line;        /* value = scale * number + min */
+typedef struct line { float scale, min; } line;        /* value = scale * integer + min */
 
 static float error_of(const float *x, const float *w, const uint8_t *q, line l)
 {
@@ -188,7 +188,8 @@ static float error_of(const float *x, const float *w, const uint8_t *q, line l)
     return sum;
 }
 
-/* The least squares line through values and the numbers that a factor gives; false: there is none. */
+/* Computes the least squares line through values and the integers that a factor gives. Returns false if there is
+ * none. */
 static bool fit(const float *x, const float *w, float min, float factor, float sum_w, float sum_x, uint8_t *q,
                 line *out)
 {
@@ -207,7 +208,7 @@ static bool fit(const float *x, const float *w, float min, float factor, float s
     return true;
 }
 
-/* Scale and minimum, at most 0, of 32 numbers from 0 to 15. */
+/* Finds scale and minimum, at most 0, of 32 integers from 0 to 15. */
 static line line_of_part(const float *x, const float *w, uint8_t *q)
 {
     uint8_t other[32];
@@ -269,7 +270,7 @@ static void pack_q4_k(const float *x, uint8_t *s)
     for (int n = 0; n < 256; n++) s[16 + n / 64 * 32 + n % 32] |= (uint8_t)(q[n] << (n % 64 / 32 * 4));
 }
 
-/* The index of the nearest number of NF4, of two the lower one. */
+/* Returns the index of the nearest value of NF4, the lower one of two. */
 static uint8_t nf4_of(float x)
 {
     int i = 0;

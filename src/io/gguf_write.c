@@ -9,13 +9,13 @@
 #include <math.h>
 #include <string.h>
 
-enum { RUN = 1 << 16 };         /* values that are converted at once: a multiple of every block */
+enum { RUN = 1 << 16 };         /* values that are converted at once, a multiple of every block size */
 static const float LARGEST = 65504.0f * 7;     /* the scale of a block with larger values may not fit into fp16 */
 
 typedef struct ggufw_tensor {
-    gguf_tensor t;              /* begin: from the start of the file, once the data is laid out */
+    gguf_tensor t;              /* begin: offset in the file, once the data is laid out */
     int64_t numel, done;        /* values */
-    float *whole;               /* transposed: values until all are there */
+    float *whole;               /* for a transposed tensor: its values until all have been appended */
 } ggufw_tensor;
 
 struct ps_ggufw {
@@ -148,7 +148,7 @@ int ps_ggufw_begin(ps_ggufw *w, const void *meta, int64_t nbytes, int64_t entrie
     return rc;
 }
 
-/* n values of a dtype to fp32. */
+/* Converts n values of a dtype to fp32. */
 static int to_floats(const ps_ggufw *w, int dtype, const uint8_t *from, int64_t n, float *to)
 {
     if (dtype == PS_F32) memcpy(to, from, (size_t)n * 4);
@@ -173,7 +173,7 @@ static int bad_value(const ps_ggufw *w, const ggufw_tensor *one, float value, in
                    (long long)col, one->t.type->name);
 }
 
-/* Converts n values of one stored row, from column `col` on, to w->out; gives their bytes, or an error. */
+/* Converts n values of one stored row, from column `col` on, to w->out. Returns their bytes, or an error. */
 static int64_t convert(ps_ggufw *w, const ggufw_tensor *one, const float *x, int64_t n, int64_t row, int64_t col)
 {
     const gguf_type *type = one->t.type;
@@ -194,8 +194,8 @@ static int64_t convert(ps_ggufw *w, const ggufw_tensor *one, const float *x, int
     return out - w->out;
 }
 
-/* Writes n values of the tensor, from value `from` on, in the order of the file's rows, or of Hugging Face's rows if it
- * has heads. With heads each row is written by itself. */
+/* Writes n values of the tensor, from value `from` on, in the order of the file's rows, or of Hugging Face's rows if
+ * it has heads. With heads, each row is written separately. */
 static int write_values(ps_ggufw *w, ggufw_tensor *one, const float *x, int64_t from, int64_t n)
 {
     gguf_tensor *t = &one->t;
@@ -214,7 +214,7 @@ static int write_values(ps_ggufw *w, ggufw_tensor *one, const float *x, int64_t 
     return 0;
 }
 
-/* Writes a matrix whose dimensions are swapped, of which all values are there. */
+/* Writes a matrix with swapped dimensions when all its values have been appended. */
 static int write_swapped(ps_ggufw *w, ggufw_tensor *one)
 {
     int64_t rows = one->t.shape[0], row = one->t.shape[1];

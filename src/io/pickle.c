@@ -16,10 +16,10 @@
 typedef struct machine {
     pk *p;
     const uint8_t *at, *end;
-    int32_t *stack, *memo;          /* ids of values; memo: -1 for an empty place */
+    int32_t *stack, *memo;          /* ids of values; memo: -1 for an empty entry */
     int64_t n, stack_room, memo_n, memo_used;
-    int64_t floor;                  /* values below this position are not popped: the position of the last mark, or 0 */
-    int64_t *marks;                 /* [n_marks] earlier values of `floor` */
+    int64_t floor;                  /* values below this position are not popped; the position of the last mark, or 0 */
+    int64_t *marks;                 /* [n_marks] previous values of `floor` */
     int64_t n_marks, marks_room;
     bool stopped;
 } machine;
@@ -101,7 +101,7 @@ static int take_items(machine *m, int32_t to, int64_t n)
 /* -- the stack --------------------------------------------------------------------------------------------------- */
 static int push_id(machine *m, int32_t id)
 {
-    if (id < 0) return id;                  /* the function that should have made the value recorded the error */
+    if (id < 0) return id;                  /* the function that should have made the value has recorded the error */
     if (m->n == PK_MAX_VALUES) return bad(m, "the stack has more than %d values", PK_MAX_VALUES);
     PS_TRY(ps_grow(m->stack, m->stack_room, m->n + 1));
     m->stack[m->n++] = id;
@@ -166,7 +166,7 @@ static pk_value integer(int64_t i) { return (pk_value){ .kind = PS_PT_INT, .u.in
 
 enum { MOST_DIGITS = 309 };     /* digits of the largest double */
 
-/* Finds the double nearest to an integer that does not fit into 64 bits. text: decimal, or hexadecimal with 0x. */
+/* Pushes the double nearest to an integer that does not fit into 64 bits. text: decimal, or hexadecimal with 0x. */
 static int push_large(machine *m, const char *text)
 {
     double value = strtod(text, NULL);
@@ -207,12 +207,12 @@ static int push_double(machine *m)
     PS_TRY(need(m, 8));
     uint64_t bits = 0;
     pk_value v = { .kind = PS_PT_FLOAT };
-    for (int i = 0; i < 8; i++) bits = bits << 8 | *m->at++;        /* the only big-endian number of the format */
+    for (int i = 0; i < 8; i++) bits = bits << 8 | *m->at++;        /* the only big-endian value of the format */
     memcpy(&v.u.number, &bits, 8);
     return push(m, v);
 }
 
-/* Reads the rest of the line. */
+/* Reads up to the end of the line. */
 static int line(machine *m, const uint8_t **text, int64_t *n)
 {
     const uint8_t *newline = memchr(m->at, '\n', (size_t)(m->end - m->at));
@@ -421,7 +421,7 @@ static int step(machine *m, int op)
 /* -- the finished tree ------------------------------------------------------------------------------------------- */
 enum { UNSEEN, ON_PATH = 0xffff };
 
-/* Returns the depth of the tree below `id`. heights [count] caches it. */
+/* Returns the depth of the tree below `id`. heights [count] caches depths. */
 static int height(const pk *p, uint16_t *heights, int32_t id, int depth)
 {
     const pk_value *v = &p->values[id];

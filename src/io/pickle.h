@@ -11,9 +11,10 @@
 #include "io/zip.h"
 
 enum { PK_MAX_NBYTES = 256 << 20, PK_MAX_VALUES = 1 << 24, PK_MAX_DEPTH = 200, PK_SHOWN = 160 };
-/* Kinds beyond ps.h's PS_PT_*: an allowed name (`count`: its row in pt_rebuild.c, u.integer: the type it names), and
- * bytes in the archive (tuple.args: as the file describes them, tuple.entry: in the zip, `count`: their type). A
- * PS_PT_TENSOR is its arguments (tuple.args) and the function that takes them (`count`). */
+/* Kinds beyond ps.h's PS_PT_*. PK_GLOBAL is an allowed name: `count` is its row in pt_rebuild.c, u.integer the type
+ * it names. PK_STORAGE is bytes in the archive: tuple.args has the file's description, tuple.entry the index in the
+ * zip, `count` the type. A PS_PT_TENSOR has its arguments in tuple.args and the function to which they are passed in
+ * `count`. */
 enum { PK_GLOBAL = 100, PK_STORAGE };
 
 typedef struct pk_value {
@@ -21,40 +22,39 @@ typedef struct pk_value {
     union {
         int64_t integer;
         double number;
-        int32_t *items;         /* [count] owned; has room for the next power of two. In a dict keys and values
-                                 * alternate */
-        struct { uint32_t at, nbytes; } text;       /* points into pk.bytes or (BYTES with count 1) into pk.decoded */
+        int32_t *items;         /* [count] owned, with room for the next power of two. A dict has keys and values
+                                 * alternately. */
+        struct { uint32_t at, nbytes; } text;       /* offset in pk.bytes or (BYTES with count 1) in pk.decoded */
         struct { int32_t args, entry; } tuple;
     } u;
 } pk_value;
 
 typedef struct pk {
-    const char *path;           /* name of the file, for messages; lent */
-    const zip *archive;         /* the archive with the storages */
-    const char *prefix;         /* prefix of the archive's names: "archive" */
-    uint8_t *bytes;             /* the pickle, owned: texts point into it */
+    const char *path;           /* name of the file for messages, lent */
+    const zip *archive;         /* archive with the storages */
+    const char *prefix;         /* prefix of the names in the archive: "archive" */
+    uint8_t *bytes;             /* the pickle, owned; texts point into it */
     int64_t nbytes;
-    uint8_t *decoded;           /* [nbytes] or NULL: decoded byte strings; each one counts once */
+    uint8_t *decoded;           /* [nbytes] decoded byte strings, or NULL; each string counts once */
     int64_t decoded_used;
     pk_value *values;           /* [count] */
     int32_t count, room, root;
 } pk;
 
-/* Reads p->bytes. The caller closes p, also after a failure. */
+/* Reads p->bytes. The caller closes p, even after a failure. */
 int pk_read(pk *p);
 void pk_close(pk *p);
 
-/* For the functions to which names refer. Returns a new value (pk.values may move), or a negative code. */
+/* For the functions to which names refer. Returns a new value (pk.values can move), or a negative error. */
 int32_t pk_new(pk *p, pk_value value);
-const uint8_t *pk_text(const pk *p, const pk_value *v);     /* text of a STRING or BYTES: v->u.text.nbytes bytes of
-                                                             * it */
+const uint8_t *pk_text(const pk *p, const pk_value *v);     /* text of a STRING or BYTES, of v->u.text.nbytes bytes */
 const char *pk_shown(const uint8_t *text, int64_t nbytes, char out[PK_SHOWN]);
 bool pk_is_text(const pk *p, const pk_value *v, const char *text);
-/* PS_EFORMAT, prefixed with the file's name. */
+/* Raises PS_EFORMAT with the file's name as a prefix. */
 int pk_bad(const pk *p, const char *fmt, ...) __attribute__((format(printf, 2, 3)));
 
-/* pt_rebuild.c: the only supported names, calls and outside references. Each returns the resulting value or a negative
- * code. */
+/* pt_rebuild.c: the only supported names, calls and outside references. Each returns the resulting value or a
+ * negative error. */
 int32_t pt_global(pk *p, const uint8_t *module, int64_t module_n, const uint8_t *name, int64_t name_n);
 int32_t pt_call(pk *p, int32_t function, int32_t args);
 int32_t pt_persistent(pk *p, int32_t id);

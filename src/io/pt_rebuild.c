@@ -56,7 +56,7 @@ const char *pt_name_text(const pk_value *global)
 }
 
 /* -- names ------------------------------------------------------------------------------------------------------- */
-/* True if "module.name" is `text`. */
+/* Returns true if "module.name" is `text`. */
 static bool names_it(const char *text, const uint8_t *module, int64_t module_n, const uint8_t *name, int64_t name_n)
 {
     return (int64_t)strlen(text) == module_n + 1 + name_n && !memcmp(text, module, (size_t)module_n) &&
@@ -86,7 +86,7 @@ int32_t pt_global(pk *p, const uint8_t *module, int64_t module_n, const uint8_t 
 }
 
 /* -- storages ---------------------------------------------------------------------------------------------------- */
-/* ("storage", type, key, place, number of elements) */
+/* Arguments: ("storage", type, key, device, number of elements). */
 int32_t pt_persistent(pk *p, int32_t id)
 {
     const pk_value *v = p->values, *args = &v[id];
@@ -172,7 +172,7 @@ int pt_tensor_of(const pk *p, int32_t id, ps_pt_tensor *out)
     return 0;
 }
 
-/* (storage, offset, shape, strides[, requires_grad, hooks[, dtype][, {"conj", "neg"}]]) */
+/* Arguments: (storage, offset, shape, strides[, requires_grad, hooks[, dtype][, {"conj", "neg"}]]). */
 static int32_t new_tensor(pk *p, int what, int32_t args)
 {
     const pk_value *v = p->values, *a = &v[args];
@@ -201,8 +201,8 @@ static int32_t wrong_args(const pk *p, int32_t function)
     return pk_bad(p, "data.pkl calls '%s' in a way that is not known", pt_name_text(&p->values[function]));
 }
 
-/* A byte string that was written as text, with each byte a character below 256. All results take their bytes from one
- * buffer of the pickle's size, which valid files cannot exceed: text is never shorter than its bytes. */
+/* Makes a byte string that was written as text, with each byte a character below 256. All results are in one buffer
+ * of the pickle's size, which valid files cannot exceed, because text is never shorter than its bytes. */
 static int32_t new_bytes(pk *p, const pk_value *text)
 {
     uint32_t n = text->u.text.nbytes, used = 0;
@@ -221,7 +221,7 @@ static int32_t new_bytes(pk *p, const pk_value *text)
     return pk_new(p, v);
 }
 
-/* Performs function(args...) for calls that do not make tensors. */
+/* Performs function(args...) for functions that do not make tensors. */
 static int32_t call_plain(pk *p, int32_t function, const pk_value *args)
 {
     pk_value *v = p->values;
@@ -250,7 +250,8 @@ int32_t pt_call(pk *p, int32_t function, int32_t args)
 {
     const pk_value *v = p->values, *a = &v[args];
     int what = v[function].count;
-    if (what == PT_FROM_TYPE) {             /* (function, class, its args, attributes): a tensor with attributes */
+    if (what == PT_FROM_TYPE) {             /* arguments (function, class, its args, attributes): a tensor with
+                                             * attributes */
         if (a->count < 3 || v[a->u.items[0]].kind != PK_GLOBAL || v[a->u.items[1]].kind != PK_GLOBAL ||
             v[a->u.items[1]].count != PT_CLASS || v[a->u.items[2]].kind != PS_PT_TUPLE)
             return wrong_args(p, function);
@@ -258,7 +259,7 @@ int32_t pt_call(pk *p, int32_t function, int32_t args)
         what = v[function].count, a = &v[args];
     }
     if (what >= PT_TENSOR_V1 && what <= PT_TENSOR_V3) return new_tensor(p, what, args);
-    if (what == PT_PARAMETER) {             /* (tensor, requires_grad, hooks[, attributes]) */
+    if (what == PT_PARAMETER) {             /* arguments (tensor, requires_grad, hooks[, attributes]) */
         if (!a->count || v[a->u.items[0]].kind != PS_PT_TENSOR) return wrong_args(p, function);
         return a->u.items[0];
     }

@@ -13,8 +13,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-typedef struct frame { int32_t kind, left, number; } frame;   /* an open container: the number of missing items, and its
-                                                               * number in the memo */
+typedef struct frame { int32_t kind, left, number; } frame;   /* an open container: number of missing items, and its
+                                                               * index in the memo */
 typedef struct ptw_storage { int32_t dtype; int entry; int64_t numel; } ptw_storage;
 enum { W_STORAGE, W_CPU, W_REBUILD, W_ORDERED_DICT, W_TYPES, N_WORDS = W_TYPES + PS_DTYPE_COUNT };  /* words of all
                                                                                                      * tensors */
@@ -28,8 +28,8 @@ struct ps_ptw {
     int64_t n, room;
     frame open[PK_MAX_DEPTH];
     int depth;
-    int words[N_WORDS];         /* a word's number in the memo, plus 1; 0: the word was not written yet */
-    int memo;                   /* count of the numbers that words and containers use */
+    int words[N_WORDS];         /* 1 + a word's index in the memo, or 0 if the word was not written yet */
+    int memo;                   /* number of memo entries that words and containers use */
     ptw_storage *storages;
     int count, storages_room;
 };
@@ -83,14 +83,14 @@ static int put_text(ps_ptw *w, const char *text, int64_t n)
     return put(w, text, n);
 }
 
-/* Memo number i: stores the value that was written last (q, r), or writes the stored value again (h, j). */
+/* Handles memo entry i: stores the value that was written last (q, r), or writes the stored value again (h, j). */
 static int put_memo(ps_ptw *w, bool takes, int i)
 {
     return i < 256 ? put_number(w, takes ? 'q' : 'h', (uint64_t)i, 1)
                    : put_number(w, takes ? 'r' : 'j', (uint64_t)i, 4);
 }
 
-/* Writes word i; after its first use writes only its number. */
+/* Writes word i; after its first use, only its index. */
 static int put_word(ps_ptw *w, int i)
 {
     if (w->words[i]) return put_memo(w, false, w->words[i] - 1);
@@ -107,7 +107,7 @@ static int put_word(ps_ptw *w, int i)
     return put_memo(w, true, w->memo - 1);
 }
 
-/* Byte strings become text of the characters below 256, which readers encode back. */
+/* Writes byte strings as text of the characters below 256, which readers encode back. */
 static int put_bytes(ps_ptw *w, const uint8_t *bytes, int64_t n)
 {
     int64_t length = n;
@@ -301,7 +301,7 @@ int ps_ptw_tensor(ps_ptw *w, const ps_pt_tensor *t)
     PS_TRY(put_int(w, t->offset));
     PS_TRY(put_dims(w, t->ndim, t->shape));
     PS_TRY(put_dims(w, t->ndim, t->stride));
-    PS_TRY(put_op(w, '\x89'));                      /* requires_grad: state is plain data */
+    PS_TRY(put_op(w, '\x89'));                      /* requires_grad false: state is plain data */
     PS_TRY(put_word(w, W_ORDERED_DICT));           /* no hooks */
     PS_TRY(put(w, ")RtR", 4));
     return end_value(w);

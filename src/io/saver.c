@@ -14,11 +14,11 @@
 struct ps_saver {
     pthread_t thread;
     bool running;               /* there is a thread to join */
-    atomic_bool busy;           /* the thread is working; it sets the fields below before it clears this */
+    atomic_bool busy;           /* the thread is working; it sets the fields below before it clears this flag */
     ps_stw *writer;
     const void *data;           /* [nbytes], lent */
     int64_t nbytes;
-    ps_error_kept error;        /* error of the last save, until a thread has waited for it */
+    ps_error_kept error;        /* error of the last save, until a caller has waited for it */
     double seconds;
 };
 

@@ -16,9 +16,9 @@
 
 typedef struct parser {
     ps_st *st;
-    const uint8_t *at, *end;    /* end: of the header */
-    char *text;                 /* next free place in st->text */
-    const char *tensor;         /* the tensor that is being read, for messages */
+    const uint8_t *at, *end;    /* end: end of the header */
+    char *text;                 /* next free position in st->text */
+    const char *tensor;         /* tensor that is being read, for messages */
     bool has_meta;
 } parser;
 
@@ -36,7 +36,8 @@ int64_t st_numel(int ndim, const int64_t *shape)
 }
 
 /* -- errors ------------------------------------------------------------------------------------------------------ */
-/* The message always names the file, the byte in the file, the tensor (if the fault is in one) and the fault. */
+/* Raises an error. The message always has the file, the byte in the file, the tensor (if the fault is in one) and
+ * the fault. */
 static int bad(const parser *p, const char *fmt, ...) __attribute__((format(printf, 2, 3)));
 static int bad(const parser *p, const char *fmt, ...)
 {
@@ -52,7 +53,7 @@ static int bad(const parser *p, const char *fmt, ...)
     return ps_fail(PS_EFORMAT, "%s: header, byte %lld of the file: %s", p->st->map.path, place, what);
 }
 
-/* An error about a whole tensor or file, without a position in the header. */
+/* Raises an error about a whole tensor or file, without a position in the header. */
 static int bad_file(const ps_st *st, const char *fmt, ...) __attribute__((format(printf, 2, 3)));
 static int bad_file(const ps_st *st, const char *fmt, ...)
 {
@@ -70,7 +71,7 @@ static void skip_space(parser *p)
     while (p->at < p->end && (*p->at == ' ' || *p->at == '\t' || *p->at == '\n' || *p->at == '\r')) p->at++;
 }
 
-/* The next character, in the form for messages. */
+/* Returns the next character as messages show it. */
 static const char *next_shown(const parser *p, char out[16])
 {
     if (p->at >= p->end) return "the end of the header";
@@ -94,7 +95,7 @@ static int expect(parser *p, char c)
     return bad(p, "'%c' expected, %s found", c, next_shown(p, next));
 }
 
-/* Called after an item of a list. Returns 1 if another item follows, 0 at `close`. */
+/* Called after an item of a list. Returns 1 if another item follows, and 0 at `close`. */
 static int more(parser *p, char close)
 {
     char next[16];
@@ -143,8 +144,8 @@ static int unicode_escape(parser *p)
     return 0;
 }
 
-/* Reads a string and decodes it to st->text with a final zero. There is room: the string's two quotes are longer than
- * the zero, and the decoded text is not longer than the string. */
+/* Reads a string and decodes it to st->text with a final zero. There is room, because the string's two quotes are
+ * longer than the zero, and the decoded text is not longer than the string. */
 static int string(parser *p, const char **out)
 {
     static const char plain[] = "\"\\/bfnrt", meant[] = "\"\\/\b\f\n\r\t";
@@ -283,7 +284,7 @@ static int metadata(parser *p)
     if (p->has_meta) return bad(p, "'__metadata__' twice");
     p->has_meta = true;
     skip_space(p);
-    if (p->end - p->at >= 4 && !memcmp(p->at, "null", 4)) {           /* the reference implementation treats it as
+    if (p->end - p->at >= 4 && !memcmp(p->at, "null", 4)) {           /* the reference implementation treats null as
                                                                        * absent */
         p->at += 4;
         return 0;
@@ -312,7 +313,7 @@ static int order_by_place(const void *a, const void *b)
 {
     const st_tensor *s = a, *t = b;
     if (s->begin != t->begin) return s->begin < t->begin ? -1 : 1;
-    if (s->end != t->end) return s->end < t->end ? -1 : 1;      /* empty tensors come first */
+    if (s->end != t->end) return s->end < t->end ? -1 : 1;      /* empty tensors are first */
     return strcmp(s->name, t->name);
 }
 
@@ -326,7 +327,7 @@ static int order_by_key(const void *a, const void *b)
     return strcmp(((const st_meta *)a)->key, ((const st_meta *)b)->key);
 }
 
-/* Sorts, and checks all tensors together: names, holes, overlaps, the end. */
+/* Sorts all tensors, and checks them together: names, holes, overlaps, the end. */
 static int check_all(ps_st *st)
 {
     char shown[ST_NAME_SHOWN], other[ST_NAME_SHOWN];

@@ -12,10 +12,10 @@
 #include <string.h>
 #include <xxhash.h>
 
-enum { PIECE = 8 << 20 };       /* number of bytes of a map that are read at once */
+enum { PIECE = 8 << 20 };       /* bytes of a map that are read at once */
 
 struct st_sum {
-    void *whole;                /* the allocation that contains `state`, which xxHash requires to be 64-aligned */
+    void *whole;                /* allocation that contains `state`, which xxHash requires to be 64-aligned */
     XXH3_state_t *state;
 };
 

@@ -12,7 +12,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* A growing text. The first allocation that fails is remembered. */
+/* A growing text. It notes the first allocation that fails. */
 typedef struct text { char *p; size_t n, room; bool failed; } text;
 
 typedef struct stw_tensor {
@@ -20,7 +20,7 @@ typedef struct stw_tensor {
     const st_type *type;
     int ndim;
     int64_t shape[PS_MAX_DIMS];
-    int64_t nbytes, begin;      /* begin: position from the start of the data */
+    int64_t nbytes, begin;      /* begin: offset from the start of the data */
     int64_t written;            /* bytes written so far */
     st_sum *sum;                /* checksum of the bytes so far */
     uint64_t checksum;          /* checksum of all bytes */
@@ -31,13 +31,13 @@ struct ps_stw {
     enum { DECLARING, WRITING, DONE } state;
     char *path;
     ps_tempfile file;
-    stw_tensor *tensors;        /* [count] in the file's order after begin */
-    stw_tensor **by_name;       /* [count] after begin */
+    stw_tensor *tensors;        /* [count] tensors, in the file's order after begin */
+    stw_tensor **by_name;       /* [count] tensors by name, after begin */
     stw_meta *meta;
     int count, room, meta_count, meta_room;
     bool sums;
-    text header;                /* with checksums: kept from begin to commit */
-    int64_t data_start;         /* position in the file, a multiple of 64; with checksums, of 4096 */
+    text header;                /* with checksums: header, kept from begin to commit */
+    int64_t data_start;         /* offset in the file, a multiple of 64; with checksums, of 4096 */
     int64_t data_nbytes;
 };
 
@@ -191,7 +191,7 @@ static int name_order(const void *a, const void *b)
     return strcmp((*(stw_tensor *const *)a)->name, (*(stw_tensor *const *)b)->name);
 }
 
-/* Orders the tensors, refuses duplicate names, and assigns places. */
+/* Orders the tensors, rejects duplicate names, and assigns offsets. */
 static int lay_out(ps_stw *w, int64_t *data_nbytes)
 {
     char shown[ST_NAME_SHOWN];
@@ -215,8 +215,8 @@ static int lay_out(ps_stw *w, int64_t *data_nbytes)
     return 0;
 }
 
-/* Writes the header's length and the JSON, padded so that the data begins at a multiple of 64 bytes. Every tensor is
- * then aligned in a map. Checksums are still zeros. */
+/* Writes the header's length and the JSON, padded so that the data begins at a multiple of 64 bytes and every tensor
+ * is aligned in a map. Checksums are still zeros. */
 static int print_header(const ps_stw *w, text *t)
 {
     bool has_format = false;

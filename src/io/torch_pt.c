@@ -13,7 +13,7 @@
 #define CONVERT "; in PyTorch: torch.save(torch.load(\"%s\", map_location=\"cpu\"), \"new.pt\")"
 
 /* -- opening ----------------------------------------------------------------------------------------------------- */
-/* Recognizes files of other formats. Otherwise they would be reported as damaged archives. */
+/* Recognizes files of other formats, which would otherwise be reported as damaged archives. */
 static int check_format(const ps_map *map)
 {
     static const uint8_t magic[] = { 0x8a, 0x0a, 0x6c, 0xfc, 0x9c, 0x46, 0xf9, 0x20, 0x6a, 0xa8, 0x50, 0x19 };
@@ -35,7 +35,7 @@ static int check_format(const ps_map *map)
     return 0;
 }
 
-/* Writes the folder inside the archive to pt->prefix, and finds the index of data.pkl. */
+/* Writes the name of the folder inside the archive to pt->prefix, and finds the index of data.pkl. */
 static int find_pickle(ps_pt *pt, int *pickle)
 {
     for (int i = 0; i < pt->archive.count; i++) {
@@ -87,7 +87,7 @@ static int read_archive(ps_pt *pt)
     return pk_read(p);
 }
 
-/* Takes over `map` (also on failure). */
+/* Takes over `map`, even on failure. */
 static int open_map(ps_map *map, ps_pt **out)
 {
     ps_pt *pt = ps_alloc0(sizeof *pt);

@@ -14,12 +14,11 @@
 
 enum { END_SIZE = 22, LOCATOR_SIZE = 20, END64_SIZE = 56, ENTRY_SIZE = 46, LOCAL_SIZE = 30, MAX_COMMENT = 65535 };
 #define VERIFY_PIECE ((int64_t)32 << 20)
-#define MAX_DIRECTORY ((int64_t)256 << 20)      /* bytes; enough for about four million storages */
+#define MAX_DIRECTORY ((int64_t)256 << 20)      /* most bytes of a directory; enough for about four million storages */
 
-/* -- checksum: by tables, sixteen bytes per step, or by carry-less products if the processor has them
- * ---------------- */
+/* -- checksum: by tables, sixteen bytes per step, or by carry-less products if the processor has them */
 enum { CRC_STEP = 16, FOLD_STEP = 64 };
-static uint32_t table[CRC_STEP][256];       /* [t][b] the checksum of byte b followed by t zero bytes */
+static uint32_t table[CRC_STEP][256];       /* [t][b] checksum of byte b followed by t zero bytes */
 
 static void make_tables(void)
 {
@@ -45,7 +44,7 @@ static uint32_t load32(const uint8_t *p)
     return p[0] | (uint32_t)p[1] << 8 | (uint32_t)p[2] << 16 | (uint32_t)p[3] << 24;
 }
 
-/* Returns the register after these bytes. A checksum is the complement of the register, before and after. */
+/* Returns the register after these bytes. The checksum is the complement of the register, both before and after. */
 static uint32_t crc_by_table(uint32_t c, const uint8_t *p, int64_t n)
 {
     for (; n >= CRC_STEP; p += CRC_STEP, n -= CRC_STEP) {
@@ -60,16 +59,16 @@ static uint32_t crc_by_table(uint32_t c, const uint8_t *p, int64_t n)
 }
 
 #ifdef __x86_64__
-/* Moves x 16 bytes ahead in the message (with the factors of 64: 64 bytes), and adds the bytes there. For a distance of
- * d bits the factors are x^(d + 31) and x^(d - 33) modulo the polynomial, reflected. */
+/* Moves x 16 bytes ahead in the message (64 bytes with the other factors), and adds the bytes there. For a distance
+ * of d bits the factors are x^(d + 31) and x^(d - 33) modulo the polynomial, reflected. */
 __attribute__((target("pclmul,sse4.1"))) static inline __m128i fold(__m128i x, __m128i factors, __m128i there)
 {
     return _mm_xor_si128(there, _mm_xor_si128(_mm_clmulepi64_si128(x, factors, 0x00),
                                               _mm_clmulepi64_si128(x, factors, 0x11)));
 }
 
-/* n: a multiple of FOLD_STEP, not 0. Four lanes fold the bytes. The remainder is sixteen bytes with which the register
- * is the same as after the whole message. */
+/* n is a positive multiple of FOLD_STEP. Four lanes fold the bytes. The remainder is sixteen bytes that give the
+ * register the same value as the whole message. */
 __attribute__((target("pclmul,sse4.1"))) static uint32_t crc_by_products(uint32_t c, const uint8_t *p, int64_t n)
 {
     const __m128i by64 = _mm_set_epi64x(0x1c6e41596, 0x154442bd4), by16 = _mm_set_epi64x(0xccaa009e, 0x1751997d0);
@@ -117,7 +116,7 @@ static bool has_mark(const uint8_t *p, int a, int b) { return p[0] == 'P' && p[1
 
 typedef struct directory { int64_t begin, nbytes; uint64_t count; } directory;
 
-/* Finds the record at the end of the file, which may be followed by a comment. -1: there is none. */
+/* Finds the record at the end of the file, which may be followed by a comment. Returns -1 if there is none. */
 static int64_t find_end(const zip *z)
 {
     const uint8_t *bytes = z->map.bytes;
@@ -126,8 +125,7 @@ static int64_t find_end(const zip *z)
     return -1;
 }
 
-/* Reads the numbers that did not fit into the old record from the ZIP64 record. `end`: the position of the old
- * record. */
+/* Reads the values that did not fit into the old record from the ZIP64 record. `end`: offset of the old record. */
 static int read_end64(const zip *z, int64_t end, uint64_t *count, uint64_t *nbytes, uint64_t *begin, int64_t *limit)
 {
     const uint8_t *bytes = z->map.bytes;
@@ -159,7 +157,7 @@ static int find_directory(const zip *z, directory *d)
     return 0;
 }
 
-/* Replaces sizes and positions that mean "see ZIP64" by the wide ones in the extra fields [n]. */
+/* Replaces sizes and offsets that mean "see ZIP64" by the wide values in the extra fields [n]. */
 static int read_wide(const zip *z, const char *name, const uint8_t *extra, int64_t n, uint64_t *const fields[3])
 {
     if (*fields[0] != 0xffffffff && *fields[1] != 0xffffffff && *fields[2] != 0xffffffff) return 0;

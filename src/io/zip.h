@@ -8,12 +8,12 @@
 #include "io/file.h"
 #include <stdbool.h>
 
-uint32_t zip_crc32(uint32_t crc, const void *data, int64_t nbytes);    /* crc: 0, or the checksum of the bytes before
-                                                                        * these */
+uint32_t zip_crc32(uint32_t crc, const void *data, int64_t nbytes);    /* crc: 0, or the checksum of the preceding
+                                                                        * bytes */
 
 typedef struct zip_entry {
     const char *name;       /* in zip.names */
-    int64_t begin, nbytes;  /* position and size of its data in the file */
+    int64_t begin, nbytes;  /* offset and size of the entry's data in the file */
     uint32_t crc;
     bool verified;
 } zip_entry;
@@ -23,21 +23,21 @@ typedef struct zip {
     char *names;
     zip_entry *entries;     /* [count] in the order of names */
     int count;
-    bool has_checksums;     /* false: the writer computed no checksums and stored 0 for each entry (an option of
+    bool has_checksums;     /* false if the writer computed no checksums and stored 0 for each entry (an option of
                              * PyTorch) */
 } zip;
-/* Reads and checks the directory of z->map; the other fields are zero. On failure the caller closes z. */
+/* Reads and checks the directory of z->map. The other fields are initially zero. On failure the caller closes z. */
 int zip_open(zip *z);
 void zip_close(zip *z);
-int zip_find(const zip *z, const char *name);       /* returns an index or -1 */
-/* Checks the bytes of an entry against its checksum, once, if the archive has checksums; PS_EFORMAT if they differ. */
+int zip_find(const zip *z, const char *name);       /* index of the entry, or -1 */
+/* Checks the bytes of an entry against its checksum, once, if the archive has checksums. PS_EFORMAT: they differ. */
 int zip_verify(zip *z, int i);
 
-/* Writing: add all entries, call begin (which then knows the whole size), write each entry, call commit. */
+/* A writer: add all entries, call begin (which then knows the whole size), write each entry, call commit. */
 typedef struct zipw_entry {
     char *name;             /* owned */
     int64_t nbytes, written;
-    int64_t header, begin;  /* bytes of the file; begin is a multiple of 64 */
+    int64_t header, begin;  /* offsets in the file; begin is a multiple of 64 */
     uint32_t crc;
 } zipw_entry;
 typedef struct zipw {
@@ -45,12 +45,12 @@ typedef struct zipw {
     zipw_entry *entries;
     int count, room;
     int64_t directory, directory_nbytes, nbytes;
-    int64_t wide_from;      /* numbers from this value on are written as ZIP64: 0xffffffff, smaller in tests */
+    int64_t wide_from;      /* numbers from this value on are written as ZIP64; 0xffffffff, or less in tests */
 } zipw;
 void zipw_init(zipw *w);
-int zipw_add(zipw *w, const char *name, int64_t nbytes);            /* returns its number, from 0 */
-int zipw_begin(zipw *w, const char *path);                          /* reserves the whole size */
-int zipw_write(zipw *w, int i, const void *data, int64_t nbytes);   /* the next bytes of entry i */
+int zipw_add(zipw *w, const char *name, int64_t nbytes);            /* returns the entry's index, from 0 */
+int zipw_begin(zipw *w, const char *path);                          /* reserves space for the whole file */
+int zipw_write(zipw *w, int i, const void *data, int64_t nbytes);   /* writes the next bytes of entry i */
 int zipw_commit(zipw *w);
-void zipw_close(zipw *w);                                           /* without commit: removes the temporary file */
+void zipw_close(zipw *w);                                           /* closes the file; without a commit, removes it */
 #endif

@@ -47,7 +47,7 @@ static uint8_t *store_mark(uint8_t *p, int a, int b)
 {
     return store(p, 'P' | 'K' << 8 | (uint64_t)a << 16 | (uint64_t)b << 24, 4);
 }
-/* A size or position in its narrow field. The field has all bits set if ZIP64 has the value. */
+/* Stores a size or offset in its narrow field. All bits of the field are set if ZIP64 has the value. */
 static uint8_t *store_narrow(const zipw *w, uint8_t *p, int64_t n)
 {
     return store(p, wide(w, n) ? 0xffffffff : (uint64_t)n, 4);
@@ -73,7 +73,8 @@ static int lay_out(zipw *w)
     return 0;
 }
 
-/* The fields that a local header and a directory entry share, from the flags to the length of the extra field. */
+/* Stores the fields that a local header and a directory entry share, from the flags to the length of the extra
+ * field. */
 static uint8_t *store_common(const zipw *w, uint8_t *p, const zipw_entry *e, int needs, int extra)
 {
     p = store(store(p, (uint64_t)needs, 2), UTF8_NAMES, 2);

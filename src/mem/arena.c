@@ -19,19 +19,19 @@ enum {
     FIRST = 48,                                   /* number of powers of two, enough for more than the largest tensor
                                                    * (2^56 bytes) */
 };
-#define REGION_BYTES ((size_t)1 << 30)            /* address space; costs memory only when touched */
-#define HUGE_BYTES ((size_t)2 << 20)              /* sizes of regions are multiples of it */
+#define REGION_BYTES ((size_t)1 << 30)            /* address space, which costs memory only when touched */
+#define HUGE_BYTES ((size_t)2 << 20)              /* unit of region sizes */
 #define PAGE_BYTES ((size_t)4096)                 /* used if the backend sets no page size */
-#define MAP_PAGES ((size_t)1 << 22)               /* a region has fewer pages than this; pages of very large regions are
+#define MAP_PAGES ((size_t)1 << 22)               /* upper bound of a region's pages; pages of very large regions are
                                                    * larger */
-#define CHECK_BYTES ((int64_t)64 << 20)           /* growth after which the system is asked again for its free memory */
+#define CHECK_BYTES ((int64_t)64 << 20)           /* growth after which the system is asked for its free memory again */
 
 typedef struct region {
     struct region *next;
     char *base;
     size_t size, page;                            /* bytes; a page is the smallest unit that can be returned */
-    uint64_t *pages;                              /* one bit per page: 1 from the page's first use or commit */
-    ps_block *first;                              /* at base; never changes */
+    uint64_t *pages;                              /* one bit per page: 1 from the page's first use or commit on */
+    ps_block *first;                              /* block at base, which never changes */
 } region;
 
 struct ps_block {
@@ -40,8 +40,8 @@ struct ps_block {
     region *region;
     bool free;
     ps_block *left, *right;                       /* neighbours in the region */
-    ps_block *prev, *next;                        /* in the free list */
-    ps_holder by;                                 /* its user; nbytes is not set here */
+    ps_block *prev, *next;                        /* neighbours in the free list */
+    ps_holder by;                                 /* user of the block; nbytes is not set here */
 };
 
 /* The largest blocks that were in use at one moment. */
@@ -59,15 +59,16 @@ struct ps_arena {
     ps_block *bins[FIRST][SECOND];
     ps_block *spare;                              /* records that can be reused */
     int64_t growth;                               /* bytes of new memory since the system was last asked */
-    int64_t held, hold_limit;                     /* bytes of pages that are memory, and the limit for them (0: none) */
-    int64_t busy, busy_peak;                      /* bytes of pages with a block in use, which a trim keeps; its peak */
+    int64_t held, hold_limit;                     /* bytes of pages that have memory, and their limit (0: none) */
+    int64_t busy, busy_peak;                      /* bytes of pages with a block in use, which a trim keeps; and
+                                                   * their peak */
     ps_memory_info info;
-    bool rose;                                    /* more is in use than at `peak`: the next free updates the peak */
+    bool rose;                                    /* more is in use than at `peak`, so the next free updates the peak */
     holders peak, refused;
 };
 
-/* AddressSanitizer checks regions of host memory: free memory must not be accessed, nor the end of a block beyond the
- * bytes that were requested. */
+/* AddressSanitizer checks regions of host memory: free memory must not be accessed, nor a block beyond the bytes
+ * that were requested. */
 #ifdef __SANITIZE_ADDRESS__
 #include <sanitizer/asan_interface.h>
 static bool seen(const ps_arena *arena) { return arena->be->is_host && !arena->be->no_data; }
@@ -87,8 +88,8 @@ static void allow(const ps_arena *arena, const char *p, size_t n) {}
 void *ps_block_address(const ps_block *block) { return block->address; }
 ps_memory_info *ps_arena_info(ps_arena *arena) { return &arena->info; }
 
-/* The class of a size. `first` is the power of two below the size, in grains. `second` is the sixteenth of the interval
- * above that power. Sizes below 16 grains have first 0, and each has a class of its own. */
+/* Computes the class of a size. `first` is the power of two below the size, in grains. `second` is the sixteenth of
+ * the interval above that power. Sizes below 16 grains have first 0, and each has a class of its own. */
 static void class_of(size_t size, int *first, int *second)
 {
     size_t grains = size >> GRAIN_LOG2;
@@ -139,18 +140,18 @@ static void record_free(ps_arena *arena, ps_block *b)
     arena->spare = b;
 }
 
-/* Returns a free block of at least `size` and removes it from its list. Returns NULL if no region has one. */
+/* Returns a free block of at least `size` and removes it from its list, or returns NULL if no region has one. */
 static ps_block *take(ps_arena *arena, size_t size)
 {
     int f, s;
-    class_of(size, &f, &s); /* the size's own class first: a training step asks for the same sizes again */
+    class_of(size, &f, &s); /* the size's own class first, because a training step allocates the same sizes again */
     int tries = f < FIRST ? 16 : 0;
     for (ps_block *b = tries ? arena->bins[f][s] : NULL; b && tries--; b = b->next)
         if (b->size >= size) {
             list_remove(arena, b);
             return b;
         }
-    size_t rounded = size;                          /* up to the next class, so that any block in it fits */
+    size_t rounded = size;                          /* rounded up to the next class, so that any block in it fits */
     if ((size >> GRAIN_LOG2) >= SECOND) {
         int log2 = 63 - __builtin_clzll(size >> GRAIN_LOG2);
         rounded += ((size_t)1 << (log2 - SECOND_LOG2 + GRAIN_LOG2)) - 1;
@@ -175,8 +176,8 @@ static bool commits(const ps_arena *arena) { return arena->be->region_commit != 
 
 static bool is_set(const region *r, size_t page) { return r->pages[page / 64] >> page % 64 & 1; }
 
-/* Returns the first page in [from, end) that is backed by memory (set) or is not (not set). Returns `end` if there is
- * none. */
+/* Returns the first page in [from, end) that has memory (set) or has none (not set), or `end` if there is no such
+ * page. */
 static size_t find_page(const region *r, size_t from, size_t end, bool set)
 {
     size_t p = from;
@@ -209,7 +210,7 @@ static void mark(ps_arena *arena, region *r, size_t from, size_t end, bool set)
     if (commits(arena)) arena->info.reserved += set ? nbytes : -nbytes;
 }
 
-/* Returns to the system those pages of [from, end) that are backed by memory. Returns true if there were any. */
+/* Returns those pages of [from, end) that have memory to the system. The result is true if there were any. */
 static bool discard(ps_arena *arena, region *r, size_t from, size_t end)
 {
     bool any = false;
@@ -288,7 +289,7 @@ static int region_from_device(ps_arena *arena, size_t nbytes, void **base)
     return be->region_reserve ? be->region_reserve(be, nbytes, base) : be->region_new(be, nbytes, base);
 }
 
-/* Reserves addresses for a region of `nbytes`, with its map of pages. */
+/* Reserves addresses for a region of `nbytes`, with its page bitmap. */
 static int region_make(ps_arena *arena, size_t nbytes, region *r)
 {
     size_t page = arena->be->page_nbytes ? arena->be->page_nbytes : PAGE_BYTES;
@@ -335,7 +336,7 @@ static int grow(ps_arena *arena, size_t size)
     return 0;
 }
 
-/* Rejects growth for which the system has no memory left: the system would kill the process instead of failing. */
+/* Rejects growth for which the system has no memory, because the system would kill the process instead of failing. */
 static int check_growth(ps_arena *arena, int64_t more, size_t size)
 {
     if (arena->growth + more < CHECK_BYTES) {
@@ -366,7 +367,7 @@ static int make_memory(ps_arena *arena, region *r, size_t from, size_t end)
     return 0;
 }
 
-/* Block b is about to hold `size` bytes: commits memory for all its pages. */
+/* Commits memory for all pages of block b, which is about to hold `size` bytes. */
 static int extend(ps_arena *arena, const ps_block *b, size_t size)
 {
     region *r = b->region;
@@ -390,8 +391,8 @@ static int extend(ps_arena *arena, const ps_block *b, size_t size)
     return rc;
 }
 
-/* Returns the bytes of those of b's pages on which no other block in use lies. Free neighbours are merged, so the
- * nearest block in use on each side is the neighbour or the block next to it. */
+/* Returns the bytes of b's pages that have no other block in use. Free neighbours are merged, so the nearest block
+ * in use on each side is the neighbour or the block next to it. */
 static int64_t own_pages(const ps_block *b)
 {
     const region *r = b->region;
@@ -473,7 +474,7 @@ static int alloc(ps_arena *arena, int64_t nbytes, ps_block **out)
         list_add(arena, b);
         return rc < 0 ? rc : ps_fail_nomem(sizeof *rest);
     }
-    if (rest) {                                      /* the low part is allocated, the high part stays free */
+    if (rest) {                                      /* the low part is allocated, and the high part stays free */
         *rest = (ps_block){ .address = b->address + size, .size = b->size - size, .region = b->region, .left = b,
                             .right = b->right };
         if (rest->right) rest->right->left = rest;
@@ -541,7 +542,7 @@ int ps_arena_new(ps_backend *be, ps_arena **out)
 void ps_arena_delete(ps_arena *arena)
 {
     if (!arena) return;
-    while (arena->regions) {                         /* all blocks are free now: each is a whole region */
+    while (arena->regions) {                         /* all blocks are free now, so each is a whole region */
         region *r = arena->regions;
         arena->regions = r->next;
         region_drop(arena, r);

@@ -7,7 +7,7 @@
 
 typedef struct lent {
     ps_keeper keeper;             /* must be the first field; keeps one storage */
-    ps_keeper *before;            /* the storage's previous keeper, restored at the end of the loan */
+    ps_keeper *before;            /* previous keeper of the storage, restored at the end of the loan */
     ps_loan loan;
     bool written;                 /* a pin wrote to the bytes, which then differ from those of the lender */
 } lent;
@@ -53,7 +53,7 @@ int ps_storage_lend(ps_storage *s, const ps_loan *loan)
 {
     lent *l = ps_alloc(sizeof *l);
     if (!l) return ps_fail_nomem(sizeof *l);
-    ps_storage_free(s);           /* an older loan has its own previous keeper and restores that one */
+    ps_storage_free(s);           /* an older loan has its own previous keeper and restores it */
     *l = (lent){ { &lent_keeper }, s->keeper, *loan, false };
     s->keeper = &l->keeper;
     s->block = l;

@@ -13,65 +13,68 @@ typedef struct ps_scope ps_scope;
 
 enum { PS_READ = 1, PS_WRITE = 2 };
 
-/* Bytes on a device. The bytes exist while `block` is set. Bytes that were dropped do not come back. Each layer above
- * has notes in the struct that is named after it, and only that layer writes them (spec/source/layers_spec.lua). */
+/* Bytes on a device, which exist while `block` is set. Dropped bytes do not come back. Each higher layer has its
+ * fields in the struct that is named after it, and only that layer writes them (spec/source/layers_spec.lua). */
 struct ps_storage {
     ps_keeper *keeper;
-    void *block;                /* the keeper's record; NULL: no bytes (dropped, or nbytes is 0) */
+    void *block;                /* record of the keeper; NULL if there are no bytes (they were dropped, or nbytes is
+                                 * 0) */
     int64_t nbytes;
     int32_t device, pins;
     int32_t refs;               /* number of tensor headers */
-    int32_t holds;              /* number of owners that need the bytes even after a scope dropped the storage: tensors
-                                 * that the tape saved, gradients in transit */
-    uint32_t version;           /* number of writes after creation; the tape compares it */
+    int32_t holds;              /* number of owners that need the bytes even after a scope has dropped the storage:
+                                 * tensors saved by the tape, gradients in transit */
+    uint32_t version;           /* number of writes since creation, which the tape compares */
     struct {
         bool dropped : 1;       /* a scope has ended, so the last unhold frees the bytes */
         bool kept : 1;          /* scopes never drop the bytes */
-        bool written : 1;       /* on a pretended device: a script wrote the bytes, so they have contents */
+        bool written : 1;       /* on a simulated device: a script wrote the bytes, so they have contents */
     } bytes;
     struct {
-        bool taken;             /* a parameter's gradient lies here; only headers with PS_T_SLOT may be used */
-        bool watched;           /* a parameter: recompute segments record that they read it */
+        bool taken;             /* a parameter's gradient is stored here, so only headers with PS_T_SLOT may be used */
+        bool watched;           /* the storage is a parameter's; recompute segments record that they read it */
     } engine;
     struct {
-        bool fetched;           /* an op needed it before backward, so it came back from the host: it is not sent there
-                                 * again */
+        bool fetched;           /* an op needed the storage before backward, so it was fetched from the host and is
+                                 * not offloaded again */
     } offload;
     struct {
-        int64_t walk;           /* the walk to which `waits` belongs */
-        int32_t waits;          /* of a parameter: number of nodes that read it and that the walk has not visited yet */
-        uint32_t later : 31;    /* number of headers with PS_T_LATER. These headers own nothing, but weight gradients
-                                 * that were put off will read the bytes, so no op may overwrite them */
-        uint32_t trained : 1;   /* a tensor with these bytes once required gradients: a paused script must not write
-                                 * them */
+        int64_t walk;           /* walk to which `waits` belongs */
+        int32_t waits;          /* for a parameter: number of nodes that read it and that the walk has not visited
+                                 * yet */
+        uint32_t later : 31;    /* number of headers with PS_T_LATER. These headers own nothing, but deferred weight
+                                 * gradients will read the bytes, so no op may overwrite them. */
+        uint32_t trained : 1;   /* a tensor with these bytes has required gradients, so a paused script must not
+                                 * write them */
     } tape;
     struct {
-        struct ps_replay *of;   /* the dry run of a pipeline that made it (tensor/replay.h); or NULL */
-        int64_t number;         /* its number among the storages of that dry run */
-        int32_t noted;          /* its place in that dry run, or -1 */
+        struct ps_replay *of;   /* dry run of a pipeline that made the storage (tensor/replay.h), or NULL */
+        int64_t number;         /* index among the storages of that dry run */
+        int32_t noted;          /* position in that dry run, or -1 */
         bool scripted;          /* a script may have held a tensor of this storage */
     } replay;
     struct {
-        ps_scope *of;           /* the scope that will drop the storage, or NULL */
+        ps_scope *of;           /* scope that will drop the storage, or NULL */
         ps_storage *prev, *next;
-        int64_t *count;         /* the context's count that includes this storage, or NULL (tensor/scope.c) */
+        int64_t *count;         /* counter of the context that includes this storage, or NULL (tensor/scope.c) */
     } scope;
 };
 
-/* A parameter moves from storage `old` to `s`. */
+/* Called when a parameter moves from storage `old` to `s`. */
 static inline void ps_storage_follow(ps_storage *s, const ps_storage *old) { s->engine.watched = old->engine.watched; }
 
 /* The keeper of a storage is the object that holds its bytes at present: plain memory, a chunk, a shard, or the host
  * while activations are offloaded. */
 typedef struct ps_keeper_table {
     const char *name;
-    void (*free)(ps_keeper *keeper, ps_storage *s);        /* clears s->block; never while pinned */
-    /* The bytes stay at *out, an address of `device`, until unpin. They also stay valid for all work that was queued on
-     * the compute stream of `device` before the unpin: the memory is reused only after this work (backend.h). After a
-     * failure nothing is pinned. Only storages in chunks can be pinned on a device other than s->device. */
+    void (*free)(ps_keeper *keeper, ps_storage *s);        /* frees the bytes and clears s->block; never called while
+                                                            * they are pinned */
+    /* Pins the bytes at *out, an address of `device`, until unpin. They also stay valid for all work that was queued
+     * on the compute stream of `device` before the unpin: the memory is reused only after this work (backend.h).
+     * After a failure nothing is pinned. Only storages in chunks can be pinned on a device other than s->device. */
     int (*pin)(ps_keeper *keeper, ps_storage *s, int device, unsigned access, void **out);
     void (*unpin)(ps_keeper *keeper, ps_storage *s, int device);
-    void (*note_line)(ps_storage *s, int32_t line);        /* (optional) for ps_tensor_note_line */
+    void (*note_line)(ps_storage *s, int32_t line);        /* (optional) implements ps_tensor_note_line */
     bool (*take_loan)(ps_storage *s, ps_loan *out);     /* (optional) ps_storage_take_loan */
 } ps_keeper_table;
 
@@ -79,9 +82,9 @@ struct ps_keeper { const ps_keeper_table *table; };
 
 /* A memory manager allocates bytes for storages and is the keeper of those bytes. */
 typedef struct ps_mem_table {
-    /* Allocates s->nbytes > 0 on s->device. Sets s->block and s->keeper. */
+    /* Allocates s->nbytes > 0 on s->device, and sets s->block and s->keeper. */
     int (*alloc)(ps_mem *mem, ps_storage *s);
-    /* Allocates scratch memory for one kernel call. */
+    /* Allocates workspace for one kernel call. */
     int (*scratch)(ps_mem *mem, int device, int64_t nbytes, void **handle, void **out);
     void (*scratch_free)(ps_mem *mem, int device, void *handle);
     int (*info)(ps_mem *mem, int device, ps_memory_info *out);
@@ -89,17 +92,17 @@ typedef struct ps_mem_table {
     void (*reset_peak)(ps_mem *mem, int device);
     int64_t (*held)(ps_mem *mem, int device);              /* (optional) number of bytes obtained from the system, in
                                                             * use or not */
-    /* (optional) Returns the number of bytes that a trim with holes would keep. If `peak` is not NULL, sets it to the
-     * largest such number since the last call that asked for the peak. */
+    /* (optional) Returns the number of bytes that a trim with `holes` would keep. If `peak` is not NULL, sets it to
+     * the largest such number since the last call with `peak`. */
     int64_t (*busy)(ps_mem *mem, int device, int64_t *peak);
     void (*set_hold_limit)(ps_mem *mem, int device, int64_t nbytes);    /* (optional) sets the limit of `held`; 0: no
                                                                          * limit */
     /* (optional) Returns unused bytes to the system: those after the last used byte and, with `holes`, also those
      * between used bytes. The system maps these pages again when they are next touched. */
     void (*trim)(ps_mem *mem, int device, bool holes);
-    /* (plain memory only) ps_memory_holders. */
+    /* (plain memory only) implements ps_memory_holders */
     int (*holders)(ps_mem *mem, int device, int when, ps_holder *out, int64_t *used);
-    /* (plain memory only) Called after another manager that shares this device's budget found no memory. */
+    /* (plain memory only) Called after another manager that shares this device's budget has found no memory. */
     void (*refused)(ps_mem *mem, int device);
     void (*close)(ps_mem *mem);
 } ps_mem_table;
@@ -109,37 +112,38 @@ struct ps_mem {
     const ps_mem_table *table;
 };
 
-/* Pins and unpins through the storage's present keeper. A pin may move the storage to another keeper. */
+/* Pins and unpins through the storage's present keeper. A pin can move the storage to another keeper. */
 static inline int ps_storage_pin(ps_storage *s, int device, unsigned access, void **out)
 {
     return s->keeper->table->pin(s->keeper, s, device, access, out);
 }
 static inline void ps_storage_unpin(ps_storage *s, int device) { s->keeper->table->unpin(s->keeper, s, device); }
-/* Takes the loan from a storage, which then has no bytes. False: it has none, or its bytes were written to. */
+/* Moves the loan out of a storage, which then has no bytes. Returns false if the storage has no loan, or if its
+ * bytes were written to. */
 static inline bool ps_storage_take_loan(ps_storage *s, ps_loan *out)
 {
     return s->block && s->keeper->table->take_loan && s->keeper->table->take_loan(s, out);
 }
-/* Frees the storage's bytes, if it has any. The record stays. */
+/* Frees the storage's bytes if it has any. The record stays. */
 static inline void ps_storage_free(ps_storage *s)
 {
     if (s->block) s->keeper->table->free(s->keeper, s);
 }
-/* True if `mem`, which may be NULL, is the keeper of s. */
+/* Returns true if `mem`, which may be NULL, is the keeper of s. */
 static inline bool ps_storage_is_of(const ps_storage *s, const ps_mem *mem) { return mem && s->keeper == &mem->keeper; }
 
-/* plain.c: every storage stays where it was allocated, in one arena per device. The reference path. */
+/* plain.c: the reference implementation. Every storage stays where it was allocated, in one arena per device. */
 int ps_mem_plain_new(int n_devices, ps_backend *const *devices, ps_mem **out);
 int ps_mem_plain_add(ps_mem *mem, ps_backend *device);      /* adds a device after the others */
 void ps_mem_plain_undo(ps_mem *mem);                        /* removes the last device, which must be unused */
-bool ps_storage_is_plain(const ps_storage *s);              /* the bytes get plain.c as their keeper */
+bool ps_storage_is_plain(const ps_storage *s);              /* returns true if plain.c is the keeper of the bytes */
 
-/* lent.c: storages whose bytes belong to a lender. ps_storage_lend frees the storage's own bytes; the storage then owns
- * the loan until its bytes are freed. */
+/* lent.c: storages whose bytes belong to a lender. ps_storage_lend frees the storage's previous bytes; the storage
+ * then owns the loan until its bytes are freed. */
 int ps_storage_lend(ps_storage *s, const ps_loan *loan);
 bool ps_storage_is_lent(const ps_storage *s);
 
-/* arena.c: carves regions of a backend into blocks. */
+/* arena.c: divides regions of a backend into blocks. */
 typedef struct ps_arena ps_arena;
 typedef struct ps_block ps_block;
 int ps_arena_new(ps_backend *be, ps_arena **out);
@@ -150,8 +154,8 @@ void ps_arena_reset_peak(ps_arena *arena);
 int64_t ps_arena_held(const ps_arena *arena);
 int64_t ps_arena_busy(ps_arena *arena, int64_t *peak);      /* as ps_mem_table.busy */
 void ps_arena_set_hold_limit(ps_arena *arena, int64_t nbytes);
-/* Returns to the system unused regions, the unused ends of the other regions and, with `holes`, all whole pages that
- * are not in use. Returns true if it returned anything. */
+/* Returns memory to the system: unused regions, the unused ends of other regions and, with `holes`, all whole pages
+ * that are not in use. The result is true if there was any. */
 bool ps_arena_trim(ps_arena *arena, bool holes);
 void *ps_block_address(const ps_block *block);
 void ps_block_note(ps_block *block, int32_t line, bool scratch);

@@ -10,7 +10,7 @@ enum { MAX_DEVICES = 8 };
 typedef struct plain {
     ps_mem base;
     int n_devices;
-    int refused;                  /* the device that last found no memory, or -1 */
+    int refused;                  /* device that last found no memory, or -1 */
     ps_arena *arenas[MAX_DEVICES];
 } plain;
 

@@ -10,13 +10,14 @@
 enum { AHEAD = 2 };               /* number of storages that are fetched before a pin needs them */
 
 typedef struct record {
-    struct record *prev, *next;   /* ordered by rounds; in a round the storage that left last comes first */
+    struct record *prev, *next;   /* ordered by rounds; within a round, the storage that was offloaded last is first */
     ps_storage *of;
-    ps_storage here, there;       /* the bytes on the device and on the host; no block: no bytes */
-    ps_copy *copy;                /* the copy under way, or NULL; always NULL in dry runs */
+    ps_storage here, there;       /* bytes on the device and on the host; no block means no bytes */
+    ps_copy *copy;                /* copy under way, or NULL; always NULL in dry runs */
     int64_t round;
-    int32_t vstage, micro;        /* the forward in which the storage left */
-    bool coming, dry;             /* coming: the last copy is from there to here; dry: a dry run made the storage */
+    int32_t vstage, micro;        /* forward in which the storage was offloaded */
+    bool coming, dry;             /* coming: the last copy is from `there` to `here`. dry: a dry run made the
+                                   * storage. */
 } record;
 
 struct ps_away {
@@ -26,8 +27,7 @@ struct ps_away {
     ps_mem *const *mem;
     const ps_step *const *step;
     record *first, *last;
-    int64_t round, leaving;       /* the present round, and the round whose storages still have their bytes on the
-                                   * device */
+    int64_t round, leaving;       /* present round, and the round whose storages still have their bytes on the device */
     bool backward;
 };
 
@@ -51,7 +51,7 @@ static void unlink_record(ps_away *a, record *r)
 }
 
 /* -- copies ------------------------------------------------------------------------------------------------------- */
-/* Both sides stay pinned until the copy has ended. */
+/* Starts a copy. Both sides stay pinned until it has ended. */
 static int start(ps_away *a, record *r, bool coming)
 {
     void *here, *there;
@@ -70,7 +70,7 @@ static int start(ps_away *a, record *r, bool coming)
     return rc;
 }
 
-/* Waits for the copy, if there is one. Both places keep their bytes. After an error the bytes of the destination are
+/* Waits for the copy, if there is one. Both sides keep their bytes. After an error the bytes of the destination are
  * undefined. */
 static int finish(ps_away *a, record *r)
 {
@@ -98,7 +98,7 @@ static int begin_return(ps_away *a, record *r)
     return rc;
 }
 
-/* Ends the record: the storage is an ordinary one again, and has the bytes on the device. */
+/* Ends the record: the storage has its bytes on the device, like any other storage. */
 static void restore(ps_away *a, record *r)
 {
     drop(&r->there);
@@ -110,7 +110,7 @@ static void restore(ps_away *a, record *r)
 }
 
 /* -- leaving ------------------------------------------------------------------------------------------------------ */
-/* Waits until the storages of the previous round have left, and frees their bytes on the device. */
+/* Waits until the storages of the previous round have been copied, and frees their bytes on the device. */
 static void end_leaving(ps_away *a)
 {
     for (record *r = a->last, *prev; r && (r->here.block || r->dry != is_dry(a)); r = prev) {
@@ -147,8 +147,8 @@ void ps_away_leave(ps_away *a, ps_storage *s)
     }
     s->keeper = &a->base;
     s->block = r;
-    r->prev = a->last;      /* before its round, because scopes drop the youngest first, and backward needs the youngest
-                             * first */
+    r->prev = a->last;      /* before its round, because scopes drop the youngest storage first, and backward needs
+                             * the youngest first */
     while (r->prev && r->prev->round == r->round) r->prev = r->prev->prev;
     r->next = r->prev ? r->prev->next : a->first;
     if (r->prev) r->prev->next = r;
@@ -158,8 +158,8 @@ void ps_away_leave(ps_away *a, ps_storage *s)
 }
 
 /* -- the table ---------------------------------------------------------------------------------------------------- */
-/* Fetches the last storages of the list, which backward needs next, from the same forward as `of`: the backward of
- * other micro-batches and virtual stages may be far away. */
+/* Fetches the last storages of the list, which backward needs next, if they are from the same forward as `of`: the
+ * backward of other micro-batches and virtual stages can be far away. */
 static void fetch_ahead(ps_away *a, const record *of)
 {
     int n = 0;
@@ -174,7 +174,7 @@ static int away_pin(ps_keeper *keeper, ps_storage *s, int device, unsigned acces
 {
     ps_away *a = (ps_away *)keeper;
     record *r = s->block;
-    if (is_dry(a) && !r->dry) {                    /* a dry run reads nothing, so a real storage stays away */
+    if (is_dry(a) && !r->dry) {                    /* a dry run reads nothing, so a real storage stays offloaded */
         *out = (void *)((uintptr_t)1 << 60);
         return 0;
     }
@@ -185,7 +185,7 @@ static int away_pin(ps_keeper *keeper, ps_storage *s, int device, unsigned acces
     if (rc == 0) {
         rc = finish(a, r);
         if (rc < 0 && r->coming) drop(&r->here);
-        else rc = 0;                             /* the copy to the host failed, so the bytes are still here */
+        else rc = 0;                             /* the copy to the host failed, so the bytes are still on the device */
     }
     if (rc < 0) {
         ps_error_prefix("fetching %.1f MiB of activations from the host: ", (double)s->nbytes / 1048576.0);
@@ -195,7 +195,7 @@ static int away_pin(ps_keeper *keeper, ps_storage *s, int device, unsigned acces
     return ps_storage_pin(s, device, access, out);
 }
 
-/* A storage is away at its unpin only if a dry run pinned it, and such a pin does nothing. */
+/* Does nothing: a storage is offloaded at its unpin only if a dry run pinned it, and such a pin does nothing. */
 static void away_unpin(ps_keeper *keeper, ps_storage *s, int device) {}
 
 static void away_free(ps_keeper *keeper, ps_storage *s)

@@ -14,17 +14,18 @@
 
 typedef struct ps_away ps_away;
 
-/* `mem`: the memory that allocates now; `step`: the step under way. Each call reads both. PS_EUNSUP: there is no host
- * memory. */
+/* Makes the offloading of a context. `mem` is the memory that allocates now, and `step` the step under way; each
+ * call reads both. PS_EUNSUP: there is no host memory. */
 int ps_away_new(int n_devices, ps_backend *const *devices, ps_mem *const *mem,
                 const ps_step *const *step, ps_away **out);
-void ps_away_delete(ps_away *away);           /* may be called when no storage is away any more */
+void ps_away_delete(ps_away *away);           /* may be called when no storage is offloaded any more */
 void ps_away_round(ps_away *away);            /* begins the next round */
-/* Sends a storage away if it lies in plain memory of a device other than the host, is not pinned and was not fetched
+/* Offloads a storage if it is in plain memory of a device other than the host, is not pinned and was not fetched
  * before, and no backward is under way. If the host has no room, the storage stays. */
 void ps_away_leave(ps_away *away, ps_storage *s);
 /* on: backward is under way. A pin then also fetches the storages that backward needs next, from the forward of the
  * same micro-batch and virtual stage. */
 void ps_away_backward(ps_away *away, bool on);
-bool ps_away_is_dry(const ps_away *away, const ps_storage *s);   /* s is away, and a dry run made it */
+bool ps_away_is_dry(const ps_away *away, const ps_storage *s);   /* returns true if s is offloaded and a dry run made
+                                                                  * it */
 #endif

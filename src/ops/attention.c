@@ -19,7 +19,7 @@ static int check_dropout(const ps_infer *f, double p, int32_t first_head)
     return p >= 0 && p < 1 ? 0 : ps_rule_fail(f, "dropout p = %g is not in [0, 1)", p);
 }
 
-/* bool [B, S], or int32 [B, T] of segments, where T is S. */
+/* Checks a mask: bool [B, S], or int32 [B, T] of segments, where T is S. */
 static int check_mask(const ps_infer *f, const ps_tensor *mask, int64_t batch, int64_t queries, int64_t keys)
 {
     bool segments = mask && mask->dtype_ == PS_I32 && mask->ndim == 2;
@@ -58,7 +58,7 @@ static int check_qkv(const ps_infer *f, const ps_tensor *const *in, int32_t caus
     return check_any_mask(f, in[3], q, k->shape_[2]);
 }
 
-/* Makes a tensor like t [B, H, T, D]. If the bytes of t are laid out as [B, T, H, D], so are its bytes. */
+/* Returns a tensor like t [B, H, T, D]. If the bytes of t are laid out as [B, T, H, D], its bytes are, too. */
 static ps_meta like_heads(const ps_tensor *t)
 {
     ps_meta m = ps_meta_like(t);
@@ -79,7 +79,7 @@ int infer_attention(ps_infer *f)
     int64_t heads = q->shape_[1], rows = q->shape_[2], width = q->shape_[3];
     ps_meta *y = &f->out[0];
     *y = ps_meta_like(q);
-    y->permuted = true;                                   /* bytes as [B, T, H, D] */
+    y->permuted = true;                                   /* bytes are laid out as [B, T, H, D] */
     y->stride[0] = rows * heads * width;
     y->stride[1] = width;
     y->stride[2] = heads * width;
@@ -176,7 +176,7 @@ int infer_rope(ps_infer *f)
     return 0;
 }
 
-/* Rotates back: the matrix is orthogonal, up to the scale of cos and sin, which applies in both directions. */
+/* Rotates back. The matrix is orthogonal, up to the scale of cos and sin, which applies in both directions. */
 int grad_rope(ps_grad *g)
 {
     ps_attrs_rope attrs = { .inverse = !((const ps_attrs_rope *)g->attrs)->inverse };

@@ -11,7 +11,7 @@ int infer_conv_weight(ps_infer *f);
 int grad_conv(ps_grad *g);
 int grad_conv_transpose(ps_grad *g);
 
-/* The attributes, completed for the dimension H that a tensor of three dimensions does not have. */
+/* Checks the attributes, and completes them for the dimension H that a tensor of three dimensions does not have. */
 static int check_attrs(const ps_infer *f, ps_attrs_conv *a, int spatial)
 {
     if (spatial == 1) a->stride[0] = a->dilation[0] = 1, a->padding[0] = a->padding[2] = 0;
@@ -37,7 +37,7 @@ static int check_bias(const ps_infer *f, const ps_tensor *b, int64_t channels)
     return ps_rule_fail(f, "the bias must be float [%lld]", (long long)channels);
 }
 
-/* The size to which conv maps `size` elements along dimension i of its pairs, with a kernel of k elements. */
+/* Computes the size to which conv maps `size` elements along dimension i of its pairs, with a kernel of k elements. */
 static int size_of(const ps_infer *f, const ps_attrs_conv *a, int i, int64_t size, int64_t k, int64_t *out)
 {
     int64_t span = (k - 1) * a->dilation[i] + 1, padded = size + a->padding[i] + a->padding[i + 2];
@@ -159,8 +159,8 @@ static int give_bias(ps_grad *g, ps_tensor *dy)
     return 0;
 }
 
-/* Computes and passes on the gradient of the weight, input 1, and with with_b also that of the bias. It uses the input,
- * and the gradient of the output, of the conv that has this weight. */
+/* Computes and passes on the gradient of the weight, input 1, and with with_b also that of the bias, from the input
+ * of the conv that has this weight, and the gradient of its output. */
 static int give_weight(ps_grad *g, ps_tensor *x, ps_tensor *dy, bool with_b)
 {
     const ps_meta *w = ps_grad_in_meta(g, 1);

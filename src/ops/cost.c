@@ -15,7 +15,7 @@
 #define DECLARE(name) void cost_##name(ps_cost *c);
 RULES(DECLARE)
 
-/* The bytes of the elements of t, each counted once: an expanded dimension exists in memory once. */
+/* Returns the bytes of the elements of t, each counted once: an expanded dimension exists in memory once. */
 static int64_t nbytes(const ps_tensor *t)
 {
     if (!t) return 0;
@@ -129,8 +129,8 @@ void cost_parallel_lm_loss(ps_cost *c)            /* x [N or N / size, C], w [V,
 }
 
 /* -- convolutions: a product for each element of the kernel -------------------------------------------------------- */
-static int64_t of_kernel(const ps_tensor *w)      /* [O, C / groups, ...]: the number of products that an element of the
-                                                   * output sums */
+static int64_t of_kernel(const ps_tensor *w)      /* Returns the number of products that an element of the output
+                                                   * sums, for w [O, C / groups, ...]. */
 {
     return w->shape_[0] > 0 ? w->numel_ / w->shape_[0] : 0;
 }
@@ -141,7 +141,7 @@ void cost_conv(ps_cost *c)                        /* x, w -> y */
     if (c->out[0]) c->flops += 2 * c->out[0]->numel_ * of_kernel(c->in[1]);
 }
 
-void cost_conv_transpose(ps_cost *c)              /* x, which has the channels of conv's output, w -> y */
+void cost_conv_transpose(ps_cost *c)              /* x (which has the channels of conv's output), w -> y */
 {
     cost_moves(c);
     c->flops += 2 * c->in[0]->numel_ * of_kernel(c->in[1]);
@@ -156,23 +156,23 @@ void cost_conv_weight(ps_cost *c)                 /* x, dy -> dw */
 }
 
 /* -- attention ----------------------------------------------------------------------------------------------------- */
-/* The number of pairs of the queries at positions 0 to n - 1 with the keys that they see. A query sees keys up to its
- * own position, or the last `window` of these (0: no window). */
+/* Returns the number of pairs of the queries at positions 0 to n - 1 with the keys that they see. A query sees keys
+ * up to its own position, or the last `window` of these (0: no window). */
 static int64_t pairs_up_to(int64_t n, int64_t window)
 {
     int64_t w = window > 0 && window < n ? window : n;
     return w * (w + 1) / 2 + (n - w) * w;
 }
 
-/* The number of pairs of query and key of one head that see each other. With a causal mask, query i is at position keys
- * - queries + i. */
+/* Returns the number of query-key pairs of one head that see each other. With a causal mask, query i is at position
+ * keys - queries + i. */
 static int64_t pairs(int64_t queries, int64_t keys, int causal, int64_t window)
 {
     if (!causal) return queries * keys;
     return pairs_up_to(keys, window) - pairs_up_to(keys - queries, window);
 }
 
-/* q [B, H, T, D], k, v [B, G, S, D]. */
+/* Returns the FLOPs for q [B, H, T, D] and k, v [B, G, S, D]. */
 static int64_t attention_flops(const ps_tensor *q, const ps_tensor *k, const ps_tensor *v,
                                const ps_attrs_attention *a)
 {
@@ -187,13 +187,13 @@ void cost_attention(ps_cost *c)
 }
 
 /* Five products, while forward has two, because the scores are computed again. */
-void cost_attention_backward(ps_cost *c)          /* dy q k v mask? y lse; its attributes are those of attention */
+void cost_attention_backward(ps_cost *c)          /* dy q k v mask? y lse, with the attributes of attention */
 {
     cost_moves(c);
     c->flops += attention_flops(c->in[1], c->in[2], c->in[3], c->attrs) / 2 * 5;
 }
 
-static int64_t packed_flops(const ps_tensor *qkv, const ps_attrs_attention_packed *a)   /* [B, T, 3 C] */
+static int64_t packed_flops(const ps_tensor *qkv, const ps_attrs_attention_packed *a)   /* qkv [B, T, 3 C] */
 {
     return 4 * size(qkv, 0) * (size(qkv, 2) / 3) * pairs(size(qkv, 1), size(qkv, 1), a->causal, 0);
 }
@@ -204,7 +204,7 @@ void cost_attention_packed(ps_cost *c)
     c->flops += packed_flops(c->in[0], c->attrs);
 }
 
-void cost_attention_packed_backward(ps_cost *c)   /* dy qkv mask? y lse; its attributes are those of attention_packed */
+void cost_attention_packed_backward(ps_cost *c)   /* dy qkv mask? y lse, with the attributes of attention_packed */
 {
     cost_moves(c);
     c->flops += packed_flops(c->in[1], c->attrs) / 2 * 5;
@@ -214,15 +214,15 @@ void cost_attention_packed_backward(ps_cost *c)   /* dy qkv mask? y lse; its att
 void cost_embedding(ps_cost *c) { c->bytes += nbytes(c->in[1]) + 2 * nbytes(c->out[0]); }
 void cost_gather(ps_cost *c) { cost_embedding(c); }
 
-void cost_embedding_backward(ps_cost *c)          /* index dy -> dw: rows are accumulated; a new dw is filled with
-                                                   * zeros first */
+void cost_embedding_backward(ps_cost *c)          /* index dy -> dw: rows are accumulated; a new dw is first filled
+                                                   * with zeros */
 {
     const ps_attrs_embedding_backward *a = c->attrs;
     c->bytes += nbytes(c->in[0]) + 3 * nbytes(c->in[1]) + (a->accumulate ? 0 : nbytes(c->out[0]));
 }
 
 /* -- optimizers ---------------------------------------------------------------------------------------------------- */
-/* Inputs in groups of `width`: param, master (or the param itself), grad, then state (or the master again). */
+/* Inputs are in groups of `width`: param, master (or the param itself), grad, then states (or the master again). */
 static void update(ps_cost *c, int width)
 {
     for (int i = 0; i + width <= c->n_in; i += width) {

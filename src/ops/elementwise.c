@@ -63,7 +63,7 @@ int infer_unary(ps_infer *f)
     return 0;
 }
 
-/* The random words of a sample are generated four at a time, with a counter of 32 bits. */
+/* The random words of a sample are generated four at a time, with a 32-bit counter. */
 static const int64_t MOST_OF_SAMPLE = (int64_t)1 << 34;
 
 /* Checks that x consists of the rows with these numbers, in a whole whose samples consist of whole rows. */
@@ -184,7 +184,8 @@ int grad_mul(ps_grad *g)
     return 0;
 }
 
-/* d(a/b): da = dy / b, db = -dy ((a / b) / b). In this order a small b overflows only if db does. */
+/* d(a/b): da = dy / b, db = -dy ((a / b) / b). In this order, if b is small, an intermediate value overflows only if
+ * db does. */
 int grad_div(ps_grad *g)
 {
     ps_tensor *a, *b, *t;
@@ -202,7 +203,7 @@ int grad_div(ps_grad *g)
     return give_summed(g, 1, t);
 }
 
-/* `t` where cond, else 0. */
+/* Returns `t` where cond is true (or false, by where_true), else 0. */
 static int keep_where(ps_grad *g, ps_tensor **out, ps_tensor *cond, bool where_true, ps_tensor *t)
 {
     static const char none[PS_MAX_ATTRS];
@@ -217,7 +218,7 @@ static int select_dy(ps_grad *g, ps_tensor **out, ps_tensor *cond, bool where_tr
     return keep_where(g, out, cond, where_true, g->dout[0]);
 }
 
-/* d(a^b): da = dy b a^(b-1), 0 where b is 0 (a may be 0 there, or NaN); db = dy y log a, 0 where a is 0 and b >= 0. */
+/* d(a^b): da = dy b a^(b-1), 0 where b is 0 (a can be 0 there, or NaN); db = dy y log a, 0 where a is 0 and b >= 0. */
 int grad_pow(ps_grad *g)
 {
     ps_tensor *a, *b, *y, *zero, *t, *u;
@@ -246,8 +247,8 @@ int grad_pow(ps_grad *g)
     return give_summed(g, 1, t);
 }
 
-/* The input that was not chosen gets no gradient; with equal inputs each gets half of dy. If one is NaN, both get
- * dy. */
+/* The input that was not chosen gets no gradient. If the inputs are equal, each gets half of dy. If one is NaN, both
+ * get dy. */
 static int pick(ps_grad *g, int weaker)
 {
     ps_tensor *a, *b, *tied, *half, *lost, *t, *all[PS_MAX_OUT];
@@ -370,7 +371,7 @@ int grad_sqrt(ps_grad *g)
     return 0;
 }
 
-/* dy is halved, not y^3: the cube of a large x is close to the smallest number of fp16. */
+/* dy is halved, not y^3: the cube for a large x is close to the smallest number of fp16. */
 int grad_rsqrt(ps_grad *g)
 {
     ps_tensor *y, *t, *half;
@@ -404,7 +405,7 @@ int grad_abs(ps_grad *g) { return times_function(g, PS_OP_sign, 1); }
 int grad_sin(ps_grad *g) { return times_function(g, PS_OP_cos, 1); }
 int grad_cos(ps_grad *g) { return times_function(g, PS_OP_sin, -1); }
 
-/* sign, floor, ceil, round are constant almost everywhere. */
+/* sign, floor, ceil and round are constant almost everywhere. */
 int grad_zero(ps_grad *g)
 {
     ps_tensor *t;
@@ -465,7 +466,7 @@ static int fused(ps_grad *g, int op)
 int grad_silu(ps_grad *g) { return fused(g, PS_OP_silu_backward); }
 int grad_gelu(ps_grad *g) { return fused(g, PS_OP_gelu_backward); }
 
-/* dy if x is above `from`, else `other`. */
+/* Passes dy where x is above `from`, and `other` elsewhere. */
 static int give_above(ps_grad *g, ps_tensor *x, double from, ps_tensor *other)
 {
     ps_tensor *t, *all[PS_MAX_OUT] = { NULL };

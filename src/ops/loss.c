@@ -42,7 +42,7 @@ static int check_reduction(const ps_infer *f, int reduction)
     return reduction >= 0 && reduction <= 2 ? 0 : ps_rule_fail(f, "reduction %d is not 0, 1 or 2", reduction);
 }
 
-/* The number of rows that are hits, and the number of rows that count. */
+/* Returns the meta of hits: the number of rows that are hits, and the number of rows that count. */
 static ps_meta hits_of(int want)
 {
     return want ? (ps_meta){ .dtype = PS_I64, .ndim = 1, .shape = { 2 } } : (ps_meta){ .ndim = -1 };
@@ -114,8 +114,8 @@ int infer_lm_loss(ps_infer *f)
 }
 
 /* -- losses of a product, whose gradients are computed with them ------------------------------------------------- */
-/* Computes gradients that were left to backward: runs the op again in the same panels, so that the bits are the same.
- * inputs: x, w and bias, in the order of their gradients. want: the field of attrs with the gradients that forward
+/* Computes gradients that were left to backward: runs the op again with the same panels, so that the bits are the
+ * same. inputs: x, w and bias, in the order of their gradients. want: field of attrs with the gradients that forward
  * computed. attrs requests no hits, because forward has counted them. */
 static int panels_again(ps_grad *g, int op, const int inputs[3], void *attrs, int32_t *want, ps_tensor **all)
 {
@@ -128,8 +128,8 @@ static int panels_again(ps_grad *g, int op, const int inputs[3], void *attrs, in
     return ps_run_list(g, op, attrs, all, g->n_in, in);
 }
 
-/* The gradients were computed together with the loss, for a gradient of 1 / alpha, a power of two. They are scaled in
- * place by a factor that the host does not need to know. again: the result of panels_again. */
+/* Passes on gradients that were computed together with the loss, for a loss gradient of 1 / alpha, a power of two.
+ * They are scaled in place by a factor that the host does not need to know. again: result of panels_again. */
 static int give_panels(ps_grad *g, const int inputs[3], double alpha, ps_tensor *const *again)
 {
     ps_attrs_scale_by_ attrs = { .alpha = alpha };
@@ -169,7 +169,7 @@ int grad_parallel_lm_loss(ps_grad *g)
 /* -- of a vocabulary that ranks share out ------------------------------------------------------------------------ */
 static int wide(const ps_tensor *x) { return x->dtype_ == PS_F64 ? PS_F64 : PS_F32; }
 
-/* logits [N, V], target [N], mass [V]. */
+/* Checks logits [N, V], target [N] and mass [V]. */
 static int check_logits(const ps_infer *f, const ps_tensor *mass, int64_t words)
 {
     const ps_tensor *x = f->in[0];

@@ -78,8 +78,8 @@ static int rows_of(ps_grad *g, ps_tensor **out, ps_tensor *t)
     return ps_reshape_to(g, out, t, 2, shape);
 }
 
-/* db of one matrix b that is multiplied with every matrix of a's batch. It is one product over the rows of the whole
- * batch. In half types, separate products would be rounded before they are summed. */
+/* Computes db of one matrix b that is multiplied with every matrix of a's batch. It is one product over the rows of
+ * the whole batch. In half types, separate products would be rounded before they are summed. */
 static int give_of_rows(ps_grad *g, ps_tensor *a)
 {
     const ps_meta *m = ps_grad_in_meta(g, 1);
@@ -95,8 +95,8 @@ static int give_of_rows(ps_grad *g, ps_tensor *a)
     return 0;
 }
 
-/* da of one matrix a that is multiplied with every matrix of b's batch, in half types. It is one product over the
- * columns of the whole batch, for the same reason. */
+/* Computes da of one matrix a that is multiplied with every matrix of b's batch, in half types. It is one product
+ * over the columns of the whole batch, for the same reason as in give_of_rows. */
 static int give_of_columns(ps_grad *g, ps_tensor *b)
 {
     const ps_meta *m = ps_grad_in_meta(g, 0);
@@ -282,7 +282,7 @@ int infer_linear_gelu_backward(ps_infer *f)
     return 0;
 }
 
-/* With h = gelu(pre), computed again: dw2 = h^T dy, dpre = dy w2^T gelu'(pre), dw1 = x^T dpre, dx = dpre w1^T. */
+/* With h = gelu(pre), recomputed: dw2 = h^T dy, dpre = dy w2^T gelu'(pre), dw1 = x^T dpre, dx = dpre w1^T. */
 int grad_mlp(ps_grad *g)
 {
     const ps_attrs_mlp *at = g->attrs;
@@ -298,8 +298,8 @@ int grad_mlp(ps_grad *g)
     PS_TRY(ps_give_weights(g, 3, 4, at->out_in, h, dy));
     if (ps_grad_wants(g, 5)) ps_grad_give(g, 5, dy);
     if (!ps_grad_wants(g, 0) && !wants_1 && !ps_grad_wants(g, 2)) return 0;
-    if (!dpre) {                                       /* the gradient of the bias is computed together with it, earlier
-                                                        * than it is needed */
+    if (!dpre) {                                       /* the gradient of the bias is computed together with it,
+                                                        * earlier than it is needed */
         ps_attrs_linear_gelu_backward back = { .out_in = at->out_in, .want_b = wants_b1 };
         PS_TRY(ps_grad_in(g, 3, &w));
         if (wants_b1) PS_TRY(ps_grad_dest(g, 2, &all[1], &back.add_b));

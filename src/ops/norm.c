@@ -48,7 +48,7 @@ int infer_rms_norm(ps_infer *f)
     return 0;
 }
 
-/* in: dy x w? statistics... add?. dx like x; dw (and db) [C] of the weights' type, when wanted. */
+/* Inputs: dy x w? statistics... add?. Outputs: dx like x; dw (and db) [C] of the weights' type, if wanted. */
 static int backward_shapes(ps_infer *f, int want_w, int n_w)
 {
     const ps_tensor *x = f->in[1], *w = f->in[2], *add = f->in[f->n_in - 1];

@@ -18,10 +18,11 @@ int infer_adam8bit(ps_infer *f);
 int infer_remainder_split(ps_infer *f);
 int infer_remainder_join(ps_infer *f);
 
-/* Groups of param, master, grad and states. The master is fp32 (fp64 for fp64 parameters), the parameter itself, or the
- * remainders of a bf16 parameter: uint8 [2 numel], the lower halves of its fp32 values (base/half.h). `alike` states
- * come first and have the parameter's numel and type `dtype` (PS_F32: fp64 for fp64 parameters); the op's own rule
- * checks the others. All except the gradient are written to, so writes to a copy of them would be lost. */
+/* Checks groups of param, master, grad and states. The master is fp32 (fp64 for fp64 parameters), the parameter
+ * itself, or the remainders of a bf16 parameter: uint8 [2 numel], the lower halves of its fp32 values (base/half.h).
+ * The first `alike` states have the parameter's numel and type `dtype` (PS_F32 means fp64 for fp64 parameters); the
+ * op's own rule checks the other states. All tensors except the gradient are written to, so writes to a copy of them
+ * would be lost. */
 static int check_update(const ps_infer *f, int size, int alike, int dtype)
 {
     if (f->n_in % size) return ps_rule_fail(f, "%d tensors cannot be divided into groups of %d", f->n_in, size);
@@ -66,8 +67,8 @@ int infer_muon(ps_infer *f)
     return 0;
 }
 
-/* States: a tensor of two or more dimensions [..., R, C] has the averages of rows [..., R, 1] and of columns
- * [..., 1, C]. A vector has one average per element, and the master again. */
+/* States: a tensor of two or more dimensions [..., R, C] has the averages of rows [..., R, 1] and of columns [...,
+ * 1, C]. A vector has one average per element, and the master again. */
 int infer_adafactor(ps_infer *f)
 {
     PS_TRY(check_update(f, 5, 0, PS_F32));
@@ -87,7 +88,7 @@ int infer_adafactor(ps_infer *f)
     return 0;
 }
 
-/* States: codes of exp_avg uint8 [numel], its scales fp32 [blocks], the same of exp_avg_sq. */
+/* States: codes of exp_avg uint8 [numel], its scales fp32 [blocks], and the same for exp_avg_sq. */
 int infer_adam8bit(ps_infer *f)
 {
     PS_TRY(check_update(f, 7, 0, PS_F32));

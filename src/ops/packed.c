@@ -9,7 +9,7 @@ int infer_unpack(ps_infer *f);
 int infer_linear_packed(ps_infer *f);
 int grad_linear_packed(ps_grad *g);
 
-/* The numbers in a row of w. */
+/* Computes the number of values in a row of w. */
 static int row_numel(ps_infer *f, const ps_tensor *w, int type, int64_t *out)
 {
     const ps_blocks *b = ps_blocks_of(type);

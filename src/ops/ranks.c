@@ -20,7 +20,7 @@ int infer_column_linear_grad(ps_infer *f);
 int grad_column_linear(ps_grad *g);
 int grad_row_linear(ps_grad *g);
 
-typedef ps_attrs_all_reduce of_ranks;           /* all of them have these attributes; ops with products have more */
+typedef ps_attrs_all_reduce of_ranks;           /* attributes that all these ops have; ops with products have more */
 
 static bool gathers(int op)
 {
@@ -182,7 +182,7 @@ int infer_column_linear_grad(ps_infer *f)
     return 0;
 }
 
-/* The rows of t of all ranks. */
+/* Gathers the rows of t from all ranks. */
 static int gathered(ps_grad *g, ps_tensor **out, ps_tensor *t)
 {
     const of_ranks *at = g->attrs;
@@ -193,7 +193,7 @@ static int gathered(ps_grad *g, ps_tensor **out, ps_tensor *t)
     return 0;
 }
 
-/* The products of a call of column_linear whose outputs have a gradient: the input numbers of their weights and
+/* The products of a call of column_linear whose outputs have a gradient, by the input indices of their weights and
  * biases. */
 typedef struct products {
     int n, w[PS_MAX_COLUMNS], b[PS_MAX_COLUMNS];

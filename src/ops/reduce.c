@@ -40,7 +40,7 @@ int infer_reduce(ps_infer *f)
     return 0;
 }
 
-/* dy (or another result of the reduction), with the reduced dimensions restored as size 1. */
+/* Returns dy (or another result of the reduction) with the reduced dimensions restored as size 1. */
 static int keep_dims(ps_grad *g, ps_tensor **out, ps_tensor *t)
 {
     const ps_attrs_mean *at = g->attrs;
@@ -74,7 +74,7 @@ int grad_mean(ps_grad *g)
     return give_expanded(g, t);
 }
 
-/* The elements that equal the result share its gradient. */
+/* Elements that equal the result share its gradient. */
 int grad_amax(ps_grad *g)
 {
     const ps_attrs_amax *at = g->attrs;
@@ -136,7 +136,7 @@ int infer_topk(ps_infer *f)
     return 0;
 }
 
-/* The gradients of the values are added at the places from which the values were read. */
+/* Adds the gradients of the values at the positions from which the values were read. */
 int grad_topk(ps_grad *g)
 {
     const ps_meta *m = ps_grad_in_meta(g, 0);

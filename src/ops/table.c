@@ -24,8 +24,8 @@ static int check_index(const ps_infer *f, const ps_tensor *index)
     return index->dtype_ == PS_I32 || index->dtype_ == PS_I64 ? 0 : ps_rule_fail(f, "indices must be int32 or int64");
 }
 
-/* w has `rows` rows of a table of `total` rows (0: all of it), from row `first` on; rows after the table's end are
- * padding. */
+/* Checks an embedding shard: w has `rows` rows, from row `first` on, of an embedding of `total` rows (0: w is the
+ * whole embedding). Rows after the embedding's end are padding. */
 static int check_part(const ps_infer *f, int64_t first, int64_t total, int64_t rows)
 {
     if (first >= 0 && total >= 0 && first <= INT64_MAX - rows && (total > 0 || first == 0)) return 0;
@@ -99,8 +99,8 @@ int infer_flat_index(ps_infer *f)
     return 0;
 }
 
-/* The shape of the elements that `index` selects in x along `dim`: index's shape and, if that ends with dim, x's
- * dimensions after it. */
+/* Returns the shape of the elements that `index` selects in x along `dim`: index's shape and, if that ends with dim,
+ * x's dimensions after it. */
 static ps_meta picked_of(const ps_tensor *x, const ps_tensor *index)
 {
     ps_meta m = ps_meta_like(index);
@@ -126,7 +126,7 @@ int infer_gather(ps_infer *f)
     return 0;
 }
 
-/* The attributes of all ops that scatter begin with `dim`. */
+/* Checks an op that scatters. The attributes of all these ops begin with `dim`. */
 static int check_scatter(ps_infer *f)
 {
     PS_TRY(check_coordinates(f, &((ps_attrs_scatter *)f->attrs)->dim));

@@ -27,8 +27,8 @@ int grad_cast(ps_grad *g);
 int grad_to_device(ps_grad *g);
 int grad_concat(ps_grad *g);
 
-/* Finds strides for `shape` over x's bytes. They exist by the rule of NumPy and PyTorch: a run of old dimensions that
- * are contiguous to each other may be divided differently. False: a copy is needed. */
+/* Finds strides for `shape` over x's bytes by the rule of NumPy and PyTorch: a run of old dimensions that are
+ * contiguous with each other can be divided differently. Returns false if a copy is needed. */
 static bool view_strides(const ps_tensor *x, ps_meta *m)
 {
     int64_t shape[PS_MAX_DIMS], stride[PS_MAX_DIMS];
@@ -138,7 +138,7 @@ int infer_slice(ps_infer *f)
     return 0;
 }
 
-/* Makes zeros, and copies dy into the part that was read. */
+/* Makes zeros, and copies dy into the slice that was read. */
 int grad_slice(ps_grad *g)
 {
     ps_tensor *dx, *out[PS_MAX_OUT] = { NULL };
@@ -296,7 +296,7 @@ int grad_concat(ps_grad *g)
         ps_tensor *out[PS_MAX_OUT] = { NULL };
         PS_TRY(ps_run(g, PS_OP_slice, &part, out, 1, g->dout[0]));
         ps_grad_give(g, i, out[0]);
-        g->temps[--g->n_temps] = NULL;                        /* released here, because a long list must not fill the
+        g->temps[--g->n_temps] = NULL;                        /* released here, so that a long list does not fill the
                                                                * pool */
         ps_tensor_release(out[0]);
     }

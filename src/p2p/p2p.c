@@ -39,65 +39,65 @@ typedef struct wire {
     int64_t shape[PS_MAX_DIMS];
     ps_p2p_note note;
     int32_t place, reserved;               /* HOST, DEVICE or BEGUN */
-    char id[PS_WIRE_ID_NBYTES];            /* DEVICE: the number of the message on its line */
+    char id[PS_WIRE_ID_NBYTES];            /* for DEVICE: id for opening the line */
 } wire;
 _Static_assert(sizeof(wire) == 152 + PS_WIRE_ID_NBYTES, "the header of a message has no padding");
 
 enum { POSTED, ARRIVING, DONE, FAILED };
 
 struct ps_p2p_request {
-    ps_p2p_request *next, *made;           /* next: the next request in a channel, at a neighbour or in `spare`; made:
-                                            * the next in the list of all requests */
+    ps_p2p_request *next, *made;           /* next: next request in a channel, at a neighbour or in `spare`. made:
+                                            * next in the list of all requests. */
     ps_p2p *p2p;
-    bool used;                             /* begun, and nobody has waited for it yet */
-    int peer, lane, state;                 /* state: the lock guards it; a send is POSTED or DONE */
+    bool used;                             /* begun, and not waited for yet */
+    int peer, lane, state;                 /* state: guarded by the lock; a send is POSTED or DONE */
     bool out;
-    wire head;                             /* of a receive: the expected header, with the received `note` */
-    ps_tensor *t;                          /* the tensor, held and pinned, or NULL */
+    wire head;                             /* for a receive: the expected header, with the received `note` */
+    ps_tensor *t;                          /* tensor, held and pinned, or NULL */
     void *bytes;
     int64_t nbytes, began_ns;              /* began_ns: as in group_call */
     ps_comm_post *head_post, *body_post;
-    ps_line *line;                         /* the request transfers a device's bytes. Of a receive: set when its header
-                                            * arrives */
-    ps_line_message message;               /* its message on the line */
+    ps_line *line;                         /* set if the request transfers a device's bytes; for a receive, it is set
+                                            * when its header arrives */
+    ps_line_message message;               /* message of the request on the line */
 };
 
 typedef struct letter { struct letter *next; wire head; } letter;
 
 typedef struct channel {
     uint64_t sent, heard;
-    ps_p2p_request *first, *last;          /* receives whose header has not arrived */
-    letter *in, *in_last;                  /* headers whose receive has not begun; `first` or `in` is empty */
+    ps_p2p_request *first, *last;          /* receives whose headers have not arrived */
+    letter *in, *in_last;                  /* headers whose receives have not begun; `first` or `in` is empty */
 } channel;
 
 typedef struct neighbour {
     ps_p2p *p2p;
     int rank;
     bool listens, delivers;                /* the threads of the listener and of the sender were started */
-    bool deaf, mute;                       /* the listener, or the sender, has ended or is ending: it no longer uses any
-                                            * request */
+    bool deaf, mute;                       /* The listener (deaf) or the sender (mute) has ended or is ending, and no
+                                            * longer uses any request. */
     pthread_t listener, sender;
     ps_comm_post *waits;                   /* the listener's receive of the next header, or NULL */
     wire next;
-    ps_p2p_request *out, *out_last;        /* sends that are under way; the sender's thread waits for the first one */
-    ps_error_kept why, why_mute;           /* the reasons why the peer is deaf or mute */
+    ps_p2p_request *out, *out_last;        /* sends under way; the sender's thread waits for the first one */
+    ps_error_kept why, why_mute;           /* reasons why the peer is deaf or mute */
     channel lanes[PS_P2P_LANES];
-    ps_line *lines[2][PS_P2P_LANES];       /* [out]; made with the first message */
+    ps_line *lines[2][PS_P2P_LANES];       /* [out] lines, made with their first message */
 } neighbour;
 
 struct ps_p2p {
-    ps_group *group;                       /* a separate group of the same ranks */
+    ps_group *group;                       /* separate group of the same ranks */
     ps_comm *comm;
-    pthread_mutex_t lock;                  /* guards all fields that follow, except `spare`, `made` and `bytes_sent` */
-    pthread_cond_t news, work;             /* news: a request's state has changed or a thread has ended; work: senders
-                                            * have a message */
+    pthread_mutex_t lock;                  /* guards all following fields except `spare`, `made` and `bytes_sent` */
+    pthread_cond_t news, work;             /* news: a request's state has changed, or a thread has ended. work:
+                                            * senders have a message. */
     bool closing;
-    ps_error_kept failed;                  /* the error that this rank found first, such as an unexpected message */
+    ps_error_kept failed;                  /* error that this rank found first, such as an unexpected message */
     letter *spare_letters;
     neighbour *peers;                           /* [size] */
     ps_p2p_request *spare, *made;
     int64_t bytes_sent;
-    ps_backend *be;                        /* the backend whose memory is sent over lines, or NULL */
+    ps_backend *be;                        /* backend whose memory is sent over lines, or NULL */
     int device;                            /* its number */
 };
 
@@ -105,7 +105,7 @@ struct ps_p2p {
 
 enum { TEXT = 200, ACTION = PS_LINE_NAME };
 
-/* Text such as "F of micro-batch 3, stage 1". */
+/* Writes a text such as "F of micro-batch 3, stage 1". */
 static void action_text(int kind, int vstage, int micro, char text[ACTION])
 {
     char name = kind > ' ' && kind < 127 ? (char)kind : '?';
@@ -114,7 +114,7 @@ static void action_text(int kind, int vstage, int micro, char text[ACTION])
     else snprintf(text, ACTION, "%c of micro-batch %d, stage %d", name, micro, vstage);
 }
 
-/* Text such as "F of micro-batch 3, stage 1, part 2: fp32 [2, 8]". */
+/* Writes a text such as "F of micro-batch 3, stage 1, part 2: fp32 [2, 8]". */
 static void wire_text(const wire *h, char text[TEXT])
 {
     char action[ACTION];
@@ -152,7 +152,7 @@ static void leave(ps_p2p *p) { ps_watch_leave(p->comm->watch, p->comm->place); }
 
 /* -- failures ------------------------------------------------------------------------------------------------------ */
 
-/* Ends the run with this thread's error. All ranks get the error. */
+/* Ends the run with this thread's error, which all ranks get. */
 static int give_up(ps_p2p *p, int rc)
 {
     ps_error_kept why;
@@ -166,9 +166,9 @@ static int give_up(ps_p2p *p, int rc)
     return rc;
 }
 
-/* Turns a failure of the library with a peer into this rank's error: the watch names the rank that caused it. rc, also
- * this thread's error, is PS_ETIME, PS_EIO, or another code for a fault of this rank. An error that this rank found
- * earlier remains its error. */
+/* Turns a failure of the library with a peer into this rank's error, in which the watch identifies the rank that
+ * caused it. rc, this thread's error, is PS_ETIME, PS_EIO, or another code for a fault of this rank. An error that
+ * this rank found earlier remains its error. */
 static int blame(ps_p2p *p, int peer, int rc)
 {
     ps_error_kept why;
@@ -196,7 +196,7 @@ static int woken(ps_p2p *p)
     return ps_watch_failed_before(p->comm->watch);
 }
 
-/* Waits until a message that is under way has ended. */
+/* Waits until a message under way has ended. */
 static int end_of(ps_p2p *p, ps_comm_post *post, double seconds)
 {
     if (!post) return 0;
@@ -206,7 +206,7 @@ static int end_of(ps_p2p *p, ps_comm_post *post, double seconds)
 
 /* -- lines --------------------------------------------------------------------------------------------------------- */
 
-/* A line's thread calls this function. */
+/* Called by a line's thread. */
 static int tell_begun(void *arg, int peer, int lane)
 {
     ps_p2p *p = arg;
@@ -220,7 +220,7 @@ static int tell_begun(void *arg, int peer, int lane)
 
 static int blame_line(void *arg, int peer, int rc) { return blame(arg, peer, rc); }
 
-/* The line of a lane; the lock is held. */
+/* Finds the line of a lane. The lock is held. */
 static int find_line(ps_p2p *p, int peer, int lane, bool out, const char *id, ps_line **found)
 {
     ps_line **l = &p->peers[peer].lines[out][lane];
@@ -259,7 +259,7 @@ static int take(ps_p2p_request *q, const wire *got)
     return 0;
 }
 
-/* Matches the receives and the headers of a lane. */
+/* Matches the receives of a lane with its headers. */
 static int match(ps_p2p *p, channel *l)
 {
     int rc = 0;
@@ -304,7 +304,7 @@ static int arrive(neighbour *from, const wire *h)
     return match(p, l);
 }
 
-/* The thread that receives a peer's headers. */
+/* Receives a peer's headers, on a thread of its own. */
 static void *listen(void *arg)
 {
     neighbour *from = arg;
@@ -330,13 +330,13 @@ static void *listen(void *arg)
     from->deaf = true;
     pthread_cond_broadcast(&p->news);
     pthread_mutex_unlock(&p->lock);
-    /* Notifies all ranks at once. A time-out belongs to another call. That call has ended the connection, and it
-     * reports the time-out itself. */
+    /* Notifies all ranks at once. A time-out belongs to another call, which has ended the connection and reports the
+     * time-out itself. */
     if (rc < 0 && rc != PS_EIO && rc != PS_ETIME && rc != PS_ESTATE) give_up(p, rc);
     return NULL;
 }
 
-/* The thread that waits until the sends to a peer have finished. */
+/* Waits, on a thread of its own, until the sends to a peer have finished. */
 static void *deliver(void *arg)
 {
     neighbour *to = arg;
@@ -415,8 +415,8 @@ static void request_end(ps_p2p_request *q)
         p->comm->table->drop(q->head_post);
         p->comm->table->drop(q->body_post);
     }
-    if (q->bytes && !q->t->ctx->closed) ps_storage_unpin(q->t->storage, q->t->device_);     /* otherwise no keeper of
-                                                                                             * the tensor is left */
+    if (q->bytes && !q->t->ctx->closed) ps_storage_unpin(q->t->storage, q->t->device_);     /* otherwise the tensor
+                                                                                             * has no keeper any more */
     if (q->t) ps_tensor_unhold(q->t);
     q->used = false;
     q->next = p->spare;
@@ -464,7 +464,7 @@ static int request_new(ps_p2p *p, int peer, int lane, bool out, const ps_p2p_tag
     return 0;
 }
 
-/* Adds the message that failed to the beginning of this thread's error. */
+/* Prefixes this thread's error with the message that failed. */
 static void prefix_of(const ps_p2p *p, bool out, const char *action, int peer)
 {
     ps_error_prefix("rank %d, %s %s of %s with rank %d: ", group_world(p->group, p->comm->rank), out ? "send" : "recv",
@@ -500,7 +500,7 @@ static int pretended(ps_p2p_request *q, ps_p2p_request **out)
     return 0;
 }
 
-/* Finds the line for a device's send, which the header names. The first send makes the line. */
+/* Finds the line for a send from a device, which the header names. The first send makes the line. */
 static int send_begin(ps_p2p_request *q)
 {
     ps_p2p *p = q->p2p;
@@ -574,7 +574,7 @@ int ps_p2p_recv(ps_p2p *p, int peer, int lane, const ps_p2p_tag *tag, ps_tensor 
 
 /* -- waiting ------------------------------------------------------------------------------------------------------- */
 
-/* Waits for news until ps_now() is `until`. The lock is held. False: the time is over. */
+/* Waits for news until ps_now() is `until`. Returns false if the time is over. The lock is held. */
 static bool wait_for_news(ps_p2p *p, double until)
 {
     double left = until - ps_now();
@@ -588,8 +588,8 @@ static bool wait_for_news(ps_p2p *p, double until)
     return true;
 }
 
-/* Waits until `come` is true, or until `over` returns the reason why it never will be, or until the time is over.
- * heads: waits for a header that the peer's script sends. The lock is not held. */
+/* Waits until `come` returns true, until `over` returns the reason why `come` never will, or until the time is over.
+ * heads: the wait is for a header that the peer's script sends. The lock is not held. */
 static int until_come(ps_p2p *p, double until, bool (*come)(const void *), const ps_error_kept *(*over)(const void *),
                       const void *arg, bool heads)
 {
@@ -628,7 +628,7 @@ static const ps_error_kept *is_deaf(const void *next)
     return from->deaf ? &from->why : NULL;
 }
 
-/* Returns the error that prevents a message from being received or sent; NULL: none. A send of a device begins with
+/* Returns the error that prevents a message from being received or sent, or NULL. A send from a device begins with
  * notices that the listener receives, so the send also fails if the peer is deaf. */
 static const ps_error_kept *is_over(const void *request)
 {
@@ -702,8 +702,8 @@ int ps_p2p_test(ps_p2p_request *q)
 
 bool ps_p2p_carries(const ps_p2p *p, int device) { return p->be && device == p->device; }
 
-/* Returns a line on which this rank receives: a line that failed, or otherwise a line with bytes under way, or NULL.
- * The lock is held. */
+/* Returns a line on which this rank receives: a line that failed, else a line with bytes under way, else NULL. The
+ * lock is held. */
 static const ps_line *busy_line(const ps_p2p *p, int *peer)
 {
     const ps_line *busy = NULL;
@@ -717,7 +717,7 @@ static const ps_line *busy_line(const ps_p2p *p, int *peer)
     return busy;
 }
 
-/* True if lines failed. waits: first waits until all messages are received. */
+/* Returns whether lines have failed. waits: first waits until all messages have been received. */
 static int look_at_lines(ps_p2p *p, bool waits)
 {
     double until = ps_now() + p->comm->timeout_s;
@@ -857,8 +857,8 @@ void ps_p2p_close(ps_p2p *p)
     pthread_mutex_lock(&p->lock);
     p->closing = true;
     for (int r = 0; r < size; r++) {
-        const ps_p2p_request *q = p->peers[r].out;         /* the caller broke the rule and did not wait for the
-                                                            * request: it is abandoned */
+        const ps_p2p_request *q = p->peers[r].out;         /* the caller did not wait for the request, as it must:
+                                                            * the request is abandoned */
         if (q) p->comm->table->wake(q->head_post);
         if (q && q->body_post) p->comm->table->wake(q->body_post);
         if (p->peers[r].waits) p->comm->table->wake(p->peers[r].waits);

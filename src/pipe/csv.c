@@ -50,7 +50,7 @@ static int refuse(const reader *r, const char *from, const char *to, const char 
                    ps_text_shown(text, shown, sizeof shown), why);
 }
 
-/* Reads a whole number below `limit`. No limit is above 2^20, so the number does not overflow. */
+/* Reads an integer below `limit`. No limit is above 2^20, so the integer does not overflow. */
 static bool take_number(const char **at, const char *end, int32_t limit, int32_t *out)
 {
     int32_t value = 0;

@@ -16,8 +16,8 @@ enum { MOST_TRIED = 20000, LEAST_TRIED = 500, ACTIONS_TRIED = 20000000, ROUNDS =
 
 typedef struct score {
     double makespan;
-    double unevenness;              /* sum of squares of the virtual stages' times: decides between cuts with the same
-                                     * makespan */
+    double unevenness;              /* sum of squares of the virtual stages' times, which decides between splits with
+                                     * the same makespan */
 } score;
 
 typedef struct search {
@@ -25,11 +25,10 @@ typedef struct search {
     const ps_pipe_cost *parts;      /* [n] */
     int32_t n, vstages, tried, most;
     const ps_pipe_link *link;
-    ps_pipe_cost *costs;            /* [vstages] times of the cut that is being tried */
-    int32_t *begin;                 /* [vstages + 1] the cut that is being tried: the first part of each virtual stage,
+    ps_pipe_cost *costs;            /* [vstages] costs of the split that is being tried */
+    int32_t *begin;                 /* [vstages + 1] split that is being tried: the first part of each virtual stage,
                                      * then n */
-    int32_t *here, *best;           /* [vstages + 1] in the form of `begin`: the cut from which steps start, and the
-                                     * best cut */
+    int32_t *here, *best;           /* [vstages + 1] like `begin`: split from which steps start, and best split */
 } search;
 
 static double whole(const ps_pipe_cost *k) { return k->forward + k->input + k->weight; }
@@ -68,9 +67,9 @@ static void cut_equally(search *s)
     for (int32_t v = 0; v <= s->vstages; v++) s->begin[v] = v * size + (v < larger ? v : larger);
 }
 
-/* Cuts so that no virtual stage takes longer than `most`. Each stage gets parts while they fit, but at least one part
- * remains for each later stage. A single part that takes longer than `most` still becomes a stage. False: parts are
- * left over. */
+/* Splits the model so that no virtual stage takes longer than `most`. Each stage gets parts while they fit, but at
+ * least one part remains for each later stage. A single part that takes longer than `most` still becomes a stage.
+ * Returns false if parts are left over. */
 static bool cut_within(search *s, double most)
 {
     int32_t at = 0;
@@ -102,7 +101,8 @@ static void cut_evenly(search *s)
 /* -- steps --------------------------------------------------------------------------------------------------------- */
 static size_t cut_nbytes(const search *s) { return ((size_t)s->vstages + 1) * sizeof *s->begin; }
 
-/* Shifts the cuts before virtual stages from..to by `by` parts. False: a virtual stage would become empty. */
+/* Shifts the boundaries before virtual stages from..to by `by` parts. Returns false if a virtual stage would become
+ * empty. */
 static bool shift(const search *s, int32_t *begin, int32_t from, int32_t to, int32_t by)
 {
     if (by < 0 ? begin[from] - 1 <= begin[from - 1] : begin[to] + 1 >= begin[to + 1]) return false;
@@ -110,7 +110,7 @@ static bool shift(const search *s, int32_t *begin, int32_t from, int32_t to, int
     return true;
 }
 
-/* Takes the best step from the cut `here` until no step is better. *at: the score of `here`. */
+/* Takes the best step from the split `here` until no step is better. *at: the score of `here`. */
 static int descend(search *s, score *at)
 {
     for (bool moved = true; moved && s->tried < s->most;) {
@@ -131,8 +131,8 @@ static int descend(search *s, score *at)
     return 0;
 }
 
-/* Shifts cuts of `here` at random. In odd rounds it shifts a few, in even rounds enough to continue the search far from
- * the best cut. */
+/* Shifts boundaries of `here` at random: few of them in odd rounds, and in even rounds enough to continue the search
+ * far from the best split. */
 static void disturb(search *s, uint32_t round)
 {
     uint32_t n = round % 2 ? 2 + round % 4 : 4 * (uint32_t)s->vstages;
@@ -144,8 +144,8 @@ static void disturb(search *s, uint32_t round)
     }
 }
 
-/* Finds the best cut by descents: from the even cut, from the better of that result and the equal cut, then from random
- * shifts of the best cut so far. */
+/* Finds the best split by descents: from the even split, from the better of that result and the equal split, then
+ * from random shifts of the best split so far. */
 static int look(search *s, ps_pipe_cut_times *out)
 {
     score best, found;
@@ -169,9 +169,9 @@ static int look(search *s, ps_pipe_cut_times *out)
 }
 
 /* -- the bound ----------------------------------------------------------------------------------------------------- */
-/* A lower bound of the makespan of every cut: the larger of two bounds. One is all work, divided evenly. The other is
- * that of the worst part: the forwards of the parts before it for one micro-batch, then its own work for all
- * micro-batches. */
+/* Computes a lower bound of the makespan of every split, the larger of two bounds. One is all work, divided evenly.
+ * The other is that of the worst part: the forwards of the parts before it for one micro-batch, then its own work
+ * for all micro-batches. */
 static void find_bound(const ps_pipe_table *t, const ps_pipe_cost *parts, int32_t n, ps_pipe_cut_times *out)
 {
     bool back = !t->spec.forward_only;

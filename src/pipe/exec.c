@@ -209,8 +209,8 @@ int ps_pipe_score(ps_pipe *x, int micro, double hits, double targets)
     return 0;
 }
 
-/* Makes a boundary of the received tensors. The tape records from this boundary on. Does nothing if no gradient of them
- * is sent back. */
+/* Makes a boundary of the received tensors, from which the tape records. Does nothing if none of their gradients is
+ * sent back. */
 static int bound(ps_pipe *x, const ps_action *a)
 {
     slot *s = slot_of(x, a->vstage, a->micro);
@@ -270,7 +270,7 @@ static int begin_event(ps_pipe *x, const ps_action *a, ps_pipe_event *out)
 static int finish(ps_pipe *x, ps_pipe_event *out)
 {
     while (x->n_sends > 0) PS_TRY(pipe_wait_for(x, x->sends[--x->n_sends], NULL));
-    PS_TRY(pipe_settle(x, true));                            /* an update must not use messages that did not arrive */
+    PS_TRY(pipe_settle(x, true));                            /* an update must not use messages that have not arrived */
     for (int32_t i = 0; i < x->n_local * x->t->spec.micro_batches; i++) pipe_let_slot_go(&x->slots[i]);
     if (!x->dry) x->channel->table->at(x->channel, NULL);
     x->open = false;
@@ -299,8 +299,8 @@ static int check_due(const ps_pipe *x, const ps_action *a)
 
 static bool goes_back(int kind) { return kind == PS_ACT_BACKWARD || kind == PS_ACT_INPUT; }
 
-/* True if gradients arrive at the virtual stage or begin in it. Before the first virtual stage that has something to
- * train, no gradients do. */
+/* Returns true if gradients arrive at the virtual stage or begin in it. There are none before the first virtual
+ * stage that has something to train. */
 static bool gets_gradients(const ps_pipe *x, const ps_action *a)
 {
     if (a->vstage == x->t->spec.vstages - 1) return true;
@@ -309,8 +309,8 @@ static bool gets_gradients(const ps_pipe *x, const ps_action *a)
     return false;
 }
 
-/* Walks backward from the outputs of a virtual stage, with the gradients that were received. 1: the walk stopped at a
- * segment. */
+/* Walks backward from the outputs of a virtual stage, with the gradients that were received. Returns 1 if the walk
+ * stopped at a segment. */
 static int walk(ps_pipe *x, const ps_action *a, int64_t *segment)
 {
     ps_tensor *roots[PS_PIPE_CARRY];
@@ -325,12 +325,13 @@ static int walk(ps_pipe *x, const ps_action *a, int64_t *segment)
     const expected *e = expected_of(x, a->vstage, a->micro);
     for (int32_t i = 0; i < e->n; i++) if (e->carry[i].grad) roots[n++] = s->out.t[i];
     int rc = ps_backward_begin_n(x->ctx, n, roots, s->out_grad.t, NULL);
-    pipe_let_go(&s->out_grad);                               /* only the walk holds the gradients now, so it may add to
-                                                              * them in place */
+    pipe_let_go(&s->out_grad);                               /* only the walk holds the gradients now, so it can add
+                                                              * to them in place */
     return rc < 0 ? rc : ps_backward_next(x->ctx, segment);
 }
 
-/* Replaces a gradient that is a view, such as a part of a concatenation's, by a copy whose bytes can be sent. */
+/* Replaces a gradient that is a view, such as a slice of a concatenation's gradient, by a copy whose bytes can be
+ * sent. */
 static int make_contiguous(ps_ctx *ctx, ps_tensor **t)
 {
     static const ps_attrs_contiguous none;
@@ -345,8 +346,8 @@ static int make_contiguous(ps_ctx *ctx, ps_tensor **t)
     return 0;
 }
 
-/* Takes the gradients of `in` from the boundary and frees the rest of the slot. If the previous virtual stage is on
- * this rank, it gets the gradients here. */
+/* Takes the gradients of `in` from the boundary and frees the remaining contents of the slot. If the previous
+ * virtual stage is on this rank, passes the gradients to it. */
 static int back_done(ps_pipe *x, const ps_action *a)
 {
     slot *s = slot_of(x, a->vstage, a->micro);
@@ -384,8 +385,8 @@ static int begin_action(ps_pipe *x, const ps_action *a)
     return ps_step_next(x->step, a->kind, &how);
 }
 
-/* Repeats the effects of another micro-batch for the step's action under way. After an error that action is still under
- * way. */
+/* Repeats the effects of another micro-batch for the step's action under way. After an error the action is still
+ * under way. */
 static int do_again(ps_pipe *x, const ps_action *a)
 {
     PS_TRY(pipe_again(x, a, pipe_part_of(a->kind)));
@@ -399,8 +400,8 @@ static int forward_again(ps_pipe *x, const ps_action *a)
     return do_again(x, a);
 }
 
-/* Performs an action of the step. 1: the walk of the action stopped for the caller, and continues here later. After an
- * error the step's action is still under way, as after an error of ps_step_done. */
+/* Performs an action of the step. Returns 1 if the action's walk stopped for the caller; the action continues here
+ * later. After an error the step's action is still under way, as after an error of ps_step_done. */
 static int perform(ps_pipe *x, const ps_action *a, int64_t *segment)
 {
     int rc = 0;
@@ -420,13 +421,13 @@ static int perform(ps_pipe *x, const ps_action *a, int64_t *segment)
     return notes ? pipe_leave(x) : 0;
 }
 
-/* True if the action is one of the step's actions that the executor performs. */
+/* Returns true if the executor itself performs the action in a step. */
 static bool is_own(const ps_pipe *x, int kind)
 {
     return x->step && (goes_back(kind) || kind == PS_ACT_WEIGHT || kind == PS_ACT_REDUCE);
 }
 
-/* True if Lua has work to do before the action is performed. The action is then an event. */
+/* Returns true if Lua has work to do before the action is performed, so that the action becomes an event. */
 static bool is_told(ps_pipe *x, const ps_action *a, int32_t *collect)
 {
     if (x->told || x->stopped) return false;
@@ -434,8 +435,8 @@ static bool is_told(ps_pipe *x, const ps_action *a, int32_t *collect)
     return *collect || x->tells;
 }
 
-/* Begins an action of the step. 1: returns an event, either an action for which Lua has work or the node at which the
- * action's walk stopped. */
+/* Begins an action of the step. Returns 1 with an event: either an action for which Lua has work, or the node at
+ * which the action's walk stopped. */
 static int go_through(ps_pipe *x, const ps_action *a, ps_pipe_event *out)
 {
     int32_t collect = 0;
@@ -512,7 +513,7 @@ static int check_given(const ps_action *a, const expected *e, int n, ps_tensor *
     return 0;
 }
 
-/* Passes `out` to the next virtual stage, which is on this rank: passes the same tensors, detached from the tape. */
+/* Passes `out` to the next virtual stage, which is on this rank: the same tensors, detached from the tape. */
 static int hand_on(ps_pipe *x, const ps_action *a, const bundle *out)
 {
     bundle *to = &slot_of(x, a->vstage + 1, a->micro)->in;

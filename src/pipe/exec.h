@@ -8,20 +8,21 @@
 
 enum { PIPE_LANE_UP, PIPE_LANE_DOWN, PIPE_LANE_LOSS, PIPE_LANES };
 
-/* Names a message: the action that made it, and the number of the tensor among those of that action. Also names the
- * action that a rank runs now. */
+/* Identifies a message by the action that made it and the tensor's index among the action's tensors. Also identifies
+ * the action that a rank is running. */
 typedef struct pipe_tag {
-    char kind;                              /* of a message: 'F', 'B', 'L' (a loss). Of an action: its first letter */
-    int16_t part;                           /* number of the tensor; -1: none */
+    char kind;                              /* for a message: 'F', 'B' or 'L' (a loss); for an action: its first
+                                             * letter */
+    int16_t part;                           /* index of the tensor, or -1 for none */
     int32_t vstage, micro;
 } pipe_tag;
 
-/* Numbers that are sent with a message. */
+/* Values that are sent with a message. */
 typedef struct pipe_note {
-    double when;                            /* arrival time of the message, by the virtual clock */
+    double when;                            /* the message's arrival time by the virtual clock */
     double loss;
-    double weight;                          /* weight of the loss; -1: unknown */
-    double hits, targets;                   /* hits and targets of the loss; 0 of 0: unknown */
+    double weight;                          /* weight of the loss, or -1 if unknown */
+    double hits, targets;                   /* hits and targets of the loss, both 0 if unknown */
 } pipe_note;
 
 typedef struct pipe_channel pipe_channel;
@@ -29,22 +30,23 @@ typedef struct pipe_channel_table {
     int (*send)(pipe_channel *w, int peer, int lane, const pipe_tag *tag, const pipe_note *note, ps_tensor *t,
                 void **out);
     int (*recv)(pipe_channel *w, int peer, int lane, const pipe_tag *tag, ps_tensor *t, void **out);
-    int (*wait)(pipe_channel *w, void *request, pipe_note *note);      /* frees the request, also on failure */
-    bool (*test)(pipe_channel *w, void *request);                      /* true if a wait would return at once */
-    /* carries (NULL: no device): true if tensors on this device are sent and received directly; else they are sent
-     * through host memory. Bytes received on such a device may still be in transit after the wait. They are ordered
-     * before work that is queued on the device later. settle: waits for these bytes (`all`), or only reports whether
-     * they have failed. */
+    int (*wait)(pipe_channel *w, void *request, pipe_note *note);      /* waits for the message and frees the
+                                                                        * request, even on failure */
+    bool (*test)(pipe_channel *w, void *request);                      /* returns true if a wait would return at once */
+    /* carries (NULL: no device) returns true if tensors on this device are sent and received directly; otherwise
+     * they are sent through host memory. Bytes that were received on such a device can still be in transit after the
+     * wait; work that is queued on the device later is ordered after them. settle waits for these bytes (`all`), or
+     * only reports whether they have failed. */
     bool (*carries)(pipe_channel *w, int device);
     int (*settle)(pipe_channel *w, bool all);
-    void (*at)(pipe_channel *w, const pipe_tag *tag);                  /* sets the action that this rank runs now; NULL:
-                                                                        * none */
+    void (*at)(pipe_channel *w, const pipe_tag *tag);                  /* sets the action that this rank is running,
+                                                                        * or NULL for none */
     void (*abort)(pipe_channel *w, const char *why);
     void (*close)(pipe_channel *w);
 } pipe_channel_table;
 struct pipe_channel { const pipe_channel_table *table; };
 
-/* Makes the executor of a rank's row. The table must be lowered; the executor adds a reference to it, so its maker may
- * free it. From now on the executor owns the channel, unless this call fails. */
+/* Makes the executor of a rank's row. The table must be lowered. The executor holds a reference to it, so its maker
+ * may free it. The executor owns the channel, unless this call fails. */
 int pipe_open(ps_ctx *ctx, const ps_pipe_table *table, int rank, pipe_channel *channel, ps_pipe **out);
 #endif

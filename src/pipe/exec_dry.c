@@ -19,7 +19,7 @@ int pipe_part_of(int kind)
 
 bool pipe_noting(const ps_pipe *x) { return x->dry && x->step; }
 
-/* True if the micro-batch repeats an earlier one. */
+/* Returns true if the micro-batch repeats an earlier one. */
 bool pipe_is_again(const ps_pipe *x, const ps_action *a)
 {
     return pipe_noting(x) && a->micro >= x->first_again && a->micro < x->end_again && a->kind != PS_ACT_YIELD &&

@@ -27,8 +27,9 @@ static void let_out_go(slot *s)
     pipe_let_go(&s->out);
 }
 
-/* Backward begins at `out`, but reads none of its bytes. They are freed after the send, unless the tape needs them.
- * Otherwise a schedule with many micro-batches in flight would hold each activation between virtual stages twice. */
+/* Frees the bytes of `out` after the send, unless the tape needs them. Backward begins at `out`, but reads none of
+ * its bytes. Otherwise a schedule with many micro-batches in flight would hold each activation between virtual
+ * stages twice. */
 static void let_bytes_go(slot *s)
 {
     for (int32_t i = 0; i < s->out.n; i++) {
@@ -60,7 +61,7 @@ int pipe_put(bundle *b, ps_tensor *t)
     return rc;
 }
 
-/* The time, by the virtual clock, at which a message arrives if it is sent now. */
+/* Returns the time, by the virtual clock, at which a message arrives if it is sent now. */
 static double arrival(ps_pipe *x, int direction, int32_t from, int32_t to)
 {
     double *free = &x->free[direction][pipe_link(x->t, from, to)];
@@ -78,8 +79,8 @@ static int32_t other_end(const ps_action *a)
     return a->kind == PS_ACT_SEND_F || a->kind == PS_ACT_RECV_B ? a->vstage + 1 : a->vstage - 1;
 }
 
-/* The tensors of a transfer, as a set of numbers, `carried`. In forward these are all tensors that one virtual stage
- * passes to the next. In backward they are those that get gradients. */
+/* Finds the tensors of a transfer and puts their indices into `carried`. In forward they are all tensors that one
+ * virtual stage passes to the next; in backward, those of them that get gradients. */
 static int32_t carried_of(const ps_pipe *x, const ps_action *a, int32_t carried[PS_PIPE_CARRY], const expected **of)
 {
     int32_t n = 0, other = other_end(a), giver = other < a->vstage ? other : a->vstage;
@@ -88,7 +89,7 @@ static int32_t carried_of(const ps_pipe *x, const ps_action *a, int32_t carried[
     return n;
 }
 
-/* Both ends identify a message by the forward or the backward that made it. */
+/* Returns the tag by which both ends identify a message: that of the forward or backward that made it. */
 static pipe_tag tag_of(const ps_action *a, int32_t part)
 {
     return (pipe_tag){ goes_up(a) ? 'F' : 'B', (int16_t)part, pipe_is_receive(a) ? other_end(a) : a->vstage, a->micro };
@@ -105,14 +106,14 @@ static int to_device(ps_ctx *ctx, ps_tensor *t, int device, ps_tensor **out)
     return rc;
 }
 
-/* The device from which, or to which, a message with a tensor on `device` is transferred. */
+/* Returns the device from which, or to which, a message with a tensor on `device` is transferred. */
 static int meeting_place(const ps_pipe *x, int device)
 {
     const pipe_channel_table *w = x->channel->table;
     return w->carries && w->carries(x->channel, device) ? device : x->host;
 }
 
-/* Checks whether messages between devices have failed; all: waits until they have arrived. */
+/* Checks whether messages between devices have failed. all: waits until they have arrived. */
 int pipe_settle(ps_pipe *x, bool all)
 {
     if (x->dry || !x->channel->table->settle) return 0;
@@ -123,8 +124,8 @@ int pipe_settle(ps_pipe *x, bool all)
     return rc;
 }
 
-/* Begins a receive. Makes its tensor now, so that there is memory when the bytes arrive. `what` is NULL if the message
- * has no tensor. */
+/* Begins a receive. Makes its tensor now, so that there is memory when the bytes arrive. `what` is NULL if the
+ * message has no tensor. */
 static int post(ps_pipe *x, int peer, int lane, const pipe_tag *tag, const ps_pipe_tensor *what)
 {
     incoming in = { NULL, NULL };
@@ -175,7 +176,7 @@ int pipe_post_before(ps_pipe *x, int32_t end)
     return 0;
 }
 
-/* The index of the next computing action (pipe_is_compute) after the action that is due. */
+/* Returns the index of the next computing action (pipe_is_compute) after the due action. */
 int32_t pipe_next_work(const ps_pipe *x)
 {
     int32_t at = x->cursor + 1;
@@ -225,8 +226,8 @@ int pipe_receive(ps_pipe *x, const ps_action *a)
     return pipe_leave(x);
 }
 
-/* Begins a send. Waits here for earlier sends that have already finished. The others are waited for at the end of the
- * step at the latest. */
+/* Begins a send. First waits for earlier sends that have already finished. Other sends are waited for by the end of
+ * the step. */
 static int begin_send(ps_pipe *x, int peer, int lane, const pipe_tag *tag, const pipe_note *note, ps_tensor *t)
 {
     const pipe_channel_table *w = x->channel->table;
@@ -264,7 +265,7 @@ int pipe_send(ps_pipe *x, const ps_action *a)
     PS_TRY(rc);
     if (pipe_is_again(x, a)) return pipe_again(x, a, pipe_part_of(a->kind));
     pipe_enter(x, a, pipe_part_of(a->kind));
-    if (goes_up(a)) let_bytes_go(s);                         /* the channel holds the bytes until they are sent */
+    if (goes_up(a)) let_bytes_go(s);                         /* the channel holds the bytes until they have been sent */
     else pipe_let_go(from);
     return pipe_leave(x);
 }
@@ -275,7 +276,7 @@ static pipe_tag loss_tag(const ps_pipe *x, int32_t micro)
     return (pipe_tag){ 'L', -1, x->t->spec.vstages - 1, micro };
 }
 
-/* The rank that computes the losses. */
+/* Returns the rank that computes the losses. */
 static int loser(const ps_pipe *x) { return x->t->rank_of[x->t->spec.vstages - 1]; }
 
 /* Posts the receives of all losses at the beginning of the step, in the order in which the losses are computed. */

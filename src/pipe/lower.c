@@ -15,10 +15,11 @@
 
 typedef struct lowering {
     ps_pipe_table *t;
-    int32_t *cut;                   /* [stages] number of actions of the row before the yield that is being placed */
-    int32_t *safe;                  /* [stages] the same for the yield before that one */
-    int32_t *yields;                /* [stages x micro_batches] place of the action before which a yield is inserted */
-    ps_pipe_span **spans;           /* [stages] of an evaluation: its simulated course if each forward takes 1 */
+    int32_t *cut;                   /* [stages] number of actions in the row before the yield that is being placed */
+    int32_t *safe;                  /* [stages] the same number for the preceding yield */
+    int32_t *yields;                /* [stages x micro_batches] position of the action before which a yield is
+                                     * inserted */
+    ps_pipe_span **spans;           /* for an evaluation: [stages] simulated times if each forward takes 1 */
     int32_t *n_taken[PIPE_DIRECTIONS];      /* [n_vstages] by link: number of messages that the rows written so far
                                              * receive */
 } lowering;
@@ -26,9 +27,9 @@ typedef struct lowering {
 /* -- yields -------------------------------------------------------------------------------------------------------- */
 static bool is_back(const ps_action *a) { return a->kind == PS_ACT_BACKWARD || a->kind == PS_ACT_INPUT; }
 
-/* The latest place for a yield if other ranks did not matter. An evaluation has no backward. In an evaluation the rank
- * of the last virtual stage yields as soon as the output exists, and other ranks are at most 2 x stages micro-batches
- * ahead of it. */
+/* Returns the latest position of a yield, ignoring other ranks. An evaluation has no backward: there the rank of the
+ * last virtual stage yields as soon as the output exists, and other ranks are at most 2 x stages micro-batches ahead
+ * of it. */
 static int32_t alone(const lowering *w, int rank, int32_t micro)
 {
     const ps_pipe_table *t = w->t;
@@ -45,7 +46,7 @@ static int32_t alone(const lowering *w, int rank, int32_t micro)
     return at;
 }
 
-/* True if the action needs no action after a cut. */
+/* Returns true if the action needs no action after a cut. */
 static bool is_inside(const lowering *w, const ps_action *a)
 {
     const ps_pipe_table *t = w->t;

@@ -11,7 +11,7 @@
 #include "ps.h"
 
 enum {
-    PIPE_MOST_PAIRS = 1 << 20,      /* (virtual stage, micro-batch) pairs of a table */
+    PIPE_MOST_PAIRS = 1 << 20,      /* most (virtual stage, micro-batch) pairs of a table */
     PIPE_MOST_VSTAGES = 4096,
 };
 
@@ -20,8 +20,8 @@ typedef struct pipe_row {
     int32_t n, capacity;
 } pipe_row;
 
-/* For one (virtual stage, micro-batch) pair: the places of its actions in their row, before transfers are added. -1:
- * the row has no such action. */
+/* Positions in its row of the actions of a (virtual stage, micro-batch) pair, before transfers are added. -1 if the
+ * row has no such action. */
 typedef struct pipe_place {
     int32_t forward;
     int32_t back;                   /* INPUT or BACKWARD */
@@ -29,32 +29,34 @@ typedef struct pipe_place {
 } pipe_place;
 
 /* Messages are sent from the end of one virtual stage to the beginning of the next (PIPE_UP), or back (PIPE_DOWN). A
- * message has the number of the (virtual stage, micro-batch) pair that sends it. All messages from one rank to another
- * in one direction share a link and arrive in the order in which they were sent. Two ranks may share several pairs of
- * neighbouring virtual stages: their link has the number of the lower stage of the first pair. */
+ * message has the index of the (virtual stage, micro-batch) pair that sends it. All messages from one rank to
+ * another in one direction share a link and arrive in the order in which they were sent. Two ranks can share several
+ * pairs of neighbouring virtual stages; their link has the index of the lower stage of the first pair. */
 enum { PIPE_UP, PIPE_DOWN, PIPE_DIRECTIONS };
 
 struct ps_pipe_table {
     ps_pipe_spec spec;
     bool lowered;
-    int32_t refs;                   /* references: one for the maker of the table, one for each executor */
+    int32_t refs;                   /* references: one for the table's maker and one for each executor */
     pipe_row *rows;                 /* [stages] */
-    int32_t *rank_of, *local_of;    /* [n_vstages] the rank of a virtual stage, and its index on that rank */
+    int32_t *rank_of, *local_of;    /* [n_vstages] rank of a virtual stage, and index of the stage on that rank */
     pipe_place *places;             /* [n_vstages x micro_batches] */
-    int32_t *link_of;               /* [n_vstages] the link between this virtual stage and the next; -1: same rank */
-    int32_t *link_base;             /* [n_vstages] by link: the place in `order` of its first message */
-    int32_t *turn[PIPE_DIRECTIONS];  /* [pairs] by message: the number of earlier messages on its link */
-    int32_t *order[PIPE_DIRECTIONS]; /* [pairs] the messages of all links, link by link, each in the order of sending */
+    int32_t *link_of;               /* [n_vstages] link between this virtual stage and the next, -1 if both are on
+                                     * one rank */
+    int32_t *link_base;             /* [n_vstages] by link: position in `order` of its first message */
+    int32_t *turn[PIPE_DIRECTIONS];  /* [pairs] by message: number of earlier messages on its link */
+    int32_t *order[PIPE_DIRECTIONS]; /* [pairs] messages of all links, link by link, each link's in the order of
+                                      * sending */
 };
 
 /* Makes a table with empty rows. PS_EINVAL: a size is below 1 or too large. */
 int pipe_new(const ps_pipe_spec *spec, int64_t n_vstages, ps_pipe_table **out);
 int pipe_push(pipe_row *row, int kind, int32_t vstage, int32_t micro);
-/* Checks the rows and fills the fields after `rows`. PS_EINVAL: An action is missing, occurs twice, or precedes an
- * action of its row that it needs. Or the order of a sum of gradients would change, or ranks would deadlock. */
+/* Checks the rows and sets the fields after `rows`. PS_EINVAL: an action is missing, occurs twice, or precedes an
+ * action of its row that it needs; the order of a sum of gradients would change; or ranks would deadlock. */
 int pipe_seal(ps_pipe_table *t);
 
-/* True if the action's (virtual stage, micro-batch) pair is no longer in flight after the action. */
+/* Returns true if the action's (virtual stage, micro-batch) pair is not in flight any more after the action. */
 static inline bool pipe_ends_flight(const ps_pipe_table *t, const ps_action *a)
 {
     if (a->kind == PS_ACT_FORWARD) return t->spec.forward_only;
@@ -71,7 +73,8 @@ static inline int32_t pipe_pair(const ps_pipe_table *t, int32_t vstage, int32_t 
     return vstage * t->spec.micro_batches + micro;
 }
 
-/* The message that an action needs: its direction and the virtual stage that sends it. False: it needs no message. */
+/* Finds the message that an action needs: its direction and the virtual stage that sends it. Returns false if the
+ * action needs no message. */
 static inline bool pipe_takes(const ps_pipe_table *t, const ps_action *a, int *direction, int32_t *from)
 {
     *direction = a->kind == PS_ACT_FORWARD ? PIPE_UP : PIPE_DOWN;
@@ -80,7 +83,8 @@ static inline bool pipe_takes(const ps_pipe_table *t, const ps_action *a, int *d
     return false;
 }
 
-/* The message that an action makes: its direction and the virtual stage that receives it. False: it makes none. */
+/* Finds the message that an action makes: its direction and the virtual stage that receives it. Returns false if the
+ * action makes no message. */
 static inline bool pipe_gives(const ps_pipe_table *t, const ps_action *a, int *direction, int32_t *to)
 {
     *direction = a->kind == PS_ACT_FORWARD ? PIPE_UP : PIPE_DOWN;
@@ -89,40 +93,42 @@ static inline bool pipe_gives(const ps_pipe_table *t, const ps_action *a, int *d
     return false;
 }
 
-/* The link between two neighbouring virtual stages; -1: both are on one rank. */
+/* Returns the link between two neighbouring virtual stages, or -1 if both are on one rank. */
 static inline int32_t pipe_link(const ps_pipe_table *t, int32_t one, int32_t other)
 {
     return t->link_of[one < other ? one : other];
 }
 
-const char *pipe_kind_text(int kind);       /* "F", "B", "I", "W", "SEND_F", ..., as PyTorch writes them; else NULL */
-enum { PIPE_TEXT = 40 };                    /* number of bytes that any action's text fits in */
-const char *pipe_action_text(const ps_action *a, char *out);    /* writes "2F0" to out [PIPE_TEXT]; returns `out` */
+const char *pipe_kind_text(int kind);       /* "F", "B", "I", "W", "SEND_F" ... as PyTorch writes them, else NULL */
+enum { PIPE_TEXT = 40 };                    /* buffer size for any action's text */
+const char *pipe_action_text(const ps_action *a, char *out);    /* writes a text such as "2F0" to out [PIPE_TEXT] and
+                                                                 * returns `out` */
 
-/* Memory for the simulated course of one table; each pipe_course_run reuses it. Times have the unit of the costs. */
+/* Memory for the simulation of one table, which each pipe_course_run reuses. Times are in the unit of the costs. */
 typedef struct pipe_course {
     const ps_pipe_table *t;
     double *clock;                          /* [stages] */
-    int32_t *cursor;                        /* [stages] place of the next action */
+    int32_t *cursor;                        /* [stages] position of the next action */
     bool *sending, *queued;                 /* [stages] sending: the action at the cursor has ended, and its message
-                                             * waits for room on the link; queued: the rank is in `queue` */
-    int32_t *queue;                         /* [stages] the ranks that may be able to continue */
-    double *whole[PIPE_DIRECTIONS];         /* [pairs] end of a forward, of a BACKWARD or of an INPUT; -1: not yet */
-    double *arrival[PIPE_DIRECTIONS];       /* [pairs] by place in `order`: a message's arrival; -1: not sent */
-    double *taken[PIPE_DIRECTIONS];         /* [pairs] by place in `order`: the time when the receiver took the message;
-                                             * -1: not yet */
-    double *free[PIPE_DIRECTIONS];          /* [n_vstages] by link: the time when its last message has been sent */
+                                             * waits for room on the link. queued: the rank is in `queue`. */
+    int32_t *queue;                         /* [stages] ranks that may be able to continue */
+    double *whole[PIPE_DIRECTIONS];         /* [pairs] end of a forward, or of a BACKWARD or INPUT; -1: not yet */
+    double *arrival[PIPE_DIRECTIONS];       /* [pairs] by position in `order`: arrival of a message; -1: not sent yet */
+    double *taken[PIPE_DIRECTIONS];         /* [pairs] by position in `order`: time at which the receiver took the
+                                             * message; -1: not yet */
+    double *free[PIPE_DIRECTIONS];          /* [n_vstages] by link: time at which its last message has been sent */
     int32_t *n_taken[PIPE_DIRECTIONS];      /* [n_vstages] by link: number of messages that the receiver took */
     void *memory;
 } pipe_course;
 int pipe_course_new(const ps_pipe_table *t, pipe_course *out);
 void pipe_course_free(pipe_course *c);
-/* PS_EINVAL: one of costs [n], or a number of the link, is negative or NaN. what: "virtual stage" or "part", for the
+/* PS_EINVAL: one of costs [n], or a field of the link, is negative or NaN. what: "virtual stage" or "part", for the
  * message. */
 int pipe_check_numbers(const char *what, const ps_pipe_cost *costs, int32_t n, const ps_pipe_link *link);
-/* The time that an action takes. Without costs a forward, an input and a weight take 1 each, a whole backward 2. */
+/* Returns the time that an action takes. Without costs, a forward, an INPUT and a WEIGHT take 1 each, and a BACKWARD
+ * takes 2. */
 double pipe_cost_of(const ps_pipe_cost *costs, const ps_action *a);
-/* Does the same as ps_pipe_simulate, but does not check costs and link. */
+/* Does the work of ps_pipe_simulate without checking costs and link. */
 int pipe_course_run(pipe_course *c, const ps_pipe_cost *costs, const ps_pipe_link *link, ps_pipe_times *out,
                     ps_pipe_rank_times *ranks, ps_pipe_span *const *spans);
 #endif

@@ -33,16 +33,16 @@ int ps_pipe_schedule_find(const char *name, int *out)
 
 /* -- one rule ------------------------------------------------------------------------------------------------------ */
 typedef struct rule {
-    int32_t groups;                 /* number of micro-batches in a group: a rank performs a group in all its virtual
+    int32_t groups;                 /* number of groups of micro-batches; a rank performs a group in all its virtual
                                      * stages before the next group */
     int32_t first;                  /* number of forwards before forwards and backwards alternate */
-    int32_t lag;                    /* number of later INPUTs between an INPUT and its WEIGHT; -1: backward is not
+    int32_t lag;                    /* number of later INPUTs between an INPUT and its WEIGHT, -1 if backward is not
                                      * split */
 } rule;
 
-/* The k-th forward of a rank: its virtual stage, as the rank counts them, and its micro-batch. The sizes of groups
- * differ by at most one micro-batch. Larger groups come first, so that `first`, which is computed for the first group,
- * is enough for all groups. */
+/* Returns the k-th forward of a rank: its virtual stage, by its index on the rank, and its micro-batch. The sizes of
+ * groups differ by at most one micro-batch. Larger groups are first, so that `first`, which is computed for the
+ * first group, is enough for all groups. */
 static void nth(const ps_pipe_spec *s, int32_t groups, int32_t k, int32_t *local, int32_t *micro)
 {
     int32_t v = s->virtual_stages, size = s->micro_batches / groups, larger = s->micro_batches % groups;
@@ -92,11 +92,11 @@ static rule rule_of(const ps_pipe_spec *s, int rank)
 }
 
 /* -- zb_v ---------------------------------------------------------------------------------------------------------- */
-/* One rank's row while it is filled: its virtual stages on the way down and on the way up, and the numbers of forwards,
- * INPUTs and WEIGHTs so far of each of the two (0: down, 1: up). */
+/* One rank's row while it is filled: its virtual stages on the way down and on the way up, and for each of the two
+ * (0: down, 1: up) the numbers of forwards, INPUTs and WEIGHTs so far. */
 typedef struct vee { ps_pipe_table *t; int rank; int32_t down, up, forward[2], back[2], weight[2]; } vee;
 
-/* Pushes the next action of a kind, unless the table has no such micro-batch. */
+/* Pushes the next action of a kind, unless its micro-batch does not exist. */
 static int push_next(vee *z, int kind, int up)
 {
     int32_t *count = kind == PS_ACT_FORWARD ? z->forward : kind == PS_ACT_INPUT ? z->back : z->weight;
@@ -111,10 +111,10 @@ static int push_back_whole(vee *z, int up)
     return push_next(z, PS_ACT_WEIGHT, up);
 }
 
-/* The row is made for actions that take one tick each. Forwards fill the time until the first loss has come up the
- * ranks. Then each rank does the six actions of a micro-batch in turn. WEIGHT fills the time while the last gradients
- * go down. The first rank begins with 2 x stages - 1 micro-batches. If the step has fewer, the missing ones are left
- * out. */
+/* Fills a row, assuming that each action takes one tick. Forwards fill the time until the first loss has come back
+ * up the ranks. Then each rank repeats the six actions of a micro-batch. WEIGHT fills the time while the last
+ * gradients go down. The first rank begins with 2 x stages - 1 micro-batches; if the step has fewer, the missing
+ * ones are omitted. */
 static int fill_vee(ps_pipe_table *t, int rank)
 {
     int32_t p = t->spec.stages, m = t->spec.micro_batches > 2 * p - 1 ? t->spec.micro_batches : 2 * p - 1;
@@ -145,7 +145,7 @@ static int fill_vee(ps_pipe_table *t, int rank)
 }
 
 /* -- tables -------------------------------------------------------------------------------------------------------- */
-/* Returns the number of virtual stages per rank that a schedule requires; 0: any number. */
+/* Returns the number of virtual stages per rank that a schedule requires, 0 for any number. */
 static int32_t virtual_of(int schedule)
 {
     switch (schedule) {

@@ -53,9 +53,9 @@ static void reset(pipe_course *c)
 /* -- one rank ------------------------------------------------------------------------------------------------------ */
 typedef struct run {
     pipe_course *c;
-    const ps_pipe_cost *costs;              /* NULL: each cost is 1 */
+    const ps_pipe_cost *costs;              /* NULL if each cost is 1 */
     ps_pipe_link link;
-    int32_t first, n;                       /* begin and length of `queue`, which is a ring */
+    int32_t first, n;                       /* start and length of `queue`, a ring buffer */
 } run;
 
 static void wake(run *u, int rank)
@@ -79,8 +79,8 @@ double pipe_cost_of(const ps_pipe_cost *costs, const ps_action *a)
     }
 }
 
-/* Receives the messages of the link up to the one that this action needs, each when it has arrived. False: that message
- * has not been sent. */
+/* Receives the messages of the link up to the one that this action needs, each when it has arrived. Returns false if
+ * that message has not been sent. */
 static bool take(run *u, int rank, const ps_action *a)
 {
     pipe_course *c = u->c;
@@ -89,8 +89,8 @@ static bool take(run *u, int rank, const ps_action *a)
     int32_t from;
     if (!pipe_takes(t, a, &d, &from)) return true;
     int32_t message = pipe_pair(t, from, a->micro), link = pipe_link(t, a->vstage, from);
-    if (link < 0) return c->whole[d][message] >= 0;     /* this rank makes it. False: the action that makes it is later
-                                                         * in the row, which is a cycle */
+    if (link < 0) return c->whole[d][message] >= 0;     /* This rank makes the message. False: the action that makes
+                                                         * it is later in the row, which is a cycle. */
     int32_t base = t->link_base[link], turn = t->turn[d][message];
     if (c->arrival[d][base + turn] < 0) return false;
     for (; c->n_taken[d][link] <= turn; c->n_taken[d][link]++) {
@@ -102,7 +102,8 @@ static bool take(run *u, int rank, const ps_action *a)
     return true;
 }
 
-/* Sends the message that an action made. False: the link is full: `depth` messages on it have not been received. */
+/* Sends the message that an action made. Returns false if the link is full: `depth` of its messages have not been
+ * received. */
 static bool give(run *u, int rank, const ps_action *a)
 {
     pipe_course *c = u->c;
@@ -175,14 +176,13 @@ static int waits_for(const run *u, int rank, char *why, size_t room)
     return t->rank_of[other];
 }
 
-/* Every rank that has not reached its end waits for another such rank. Following these waits therefore ends in a
- * cycle. */
+/* Finds a cycle. Every rank that has not reached its end waits for another such rank, so following the waits ends in
+ * a cycle. */
 static int circle(const run *u, int rank)
 {
     char text[600] = "", why[160];
     size_t n = 0;
-    for (int i = 0; i < u->c->t->spec.stages; i++) rank = waits_for(u, rank, why, sizeof why);   /* it is now in
-                                                                                                  * the cycle */
+    for (int i = 0; i < u->c->t->spec.stages; i++) rank = waits_for(u, rank, why, sizeof why);   /* now in the cycle */
     int begin = rank;
     do {
         rank = waits_for(u, rank, why, sizeof why);

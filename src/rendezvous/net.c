@@ -18,7 +18,7 @@
 #include <unistd.h>
 
 static const double ONE_OF_MANY_S = 3;
-static _Atomic double linger_s = -1;       /* negative: the usual number of seconds */
+static _Atomic double linger_s = -1;       /* negative: use the default */
 
 void ps_test_linger(double seconds) { atomic_store(&linger_s, seconds); }
 
@@ -42,7 +42,7 @@ int ps_net_ready(int fd, short events, double until)
 
 bool ps_net_no_files(int why) { return why == EMFILE || why == ENFILE; }
 
-/* "localhost" and names below it, with or without a dot at their end (RFC 6761, section 6.3). */
+/* Returns true for "localhost" and names below it, with or without a final dot (RFC 6761, section 6.3). */
 static bool is_localhost(const char *host)
 {
     static const char name[] = "localhost";
@@ -52,8 +52,9 @@ static bool is_localhost(const char *host)
     return n == own || (n > own + 1 && host[n - own - 1] == '.');
 }
 
-/* getaddrinfo for stream sockets. Names of the loopback interface are not looked up. RFC 6761 requires that their
- * addresses are loopback addresses, even if no file or server of the system knows the names. flags: AI_PASSIVE or 0. */
+/* Calls getaddrinfo for stream sockets. Names of the loopback interface are not looked up: RFC 6761 requires that
+ * their addresses are loopback addresses, even if no file or server of the system knows the names. flags: AI_PASSIVE
+ * or 0. */
 static int look_up(const char *host, int port, int flags, struct addrinfo **list)
 {
     char service[16];
@@ -88,8 +89,7 @@ int ps_net_reach(const char *host, int port, double until)
     if (look_up(host, port, 0, &list) != 0) return 0;
     int fd = 0;
     for (a = list; a && !fd; a = a->ai_next) {
-        double most = ps_now() + ONE_OF_MANY_S;             /* if there are several addresses, one of them may be
-                                                             * wrong */
+        double most = ps_now() + ONE_OF_MANY_S;             /* if there are several addresses, some may be wrong */
         fd = try_connect(a, a->ai_next && most < until ? most : until);
     }
     freeaddrinfo(list);
@@ -122,7 +122,7 @@ bool ps_net_is_loopback(const char *host)
 
 int ps_host_is_loopback(const char *host) { return host && ps_net_is_loopback(host); }
 
-/* Tries to listen at one address. -1: errno says why it cannot. */
+/* Tries to listen at one address. Returns -1 with errno if it cannot. */
 static int try_listen(const struct addrinfo *at)
 {
     int fd = socket(at->ai_family, SOCK_STREAM | SOCK_CLOEXEC, 0), on = 1, off = 0;

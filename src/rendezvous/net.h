@@ -7,27 +7,29 @@
 #include <stddef.h>
 #include <stdint.h>
 
-/* Listens only at this address of this machine; "0.0.0.0" and "::" are all addresses. port 0: any free port. */
+/* Listens only at this address of this machine. "0.0.0.0" and "::" mean all addresses; port 0 means any free port. */
 int ps_net_listen(const char *host, int port, int *out_fd, int *out_port);
-bool ps_net_is_loopback(const char *host);                     /* true if no address of `host` can reach another
-                                                                * machine */
-/* Tries once to connect to host:port. Returns a non-blocking file descriptor. Returns 0 if no process answers there
- * now. PS_EIO: this process cannot open a socket. */
+bool ps_net_is_loopback(const char *host);                     /* returns true if no address of `host` can reach
+                                                                * another machine */
+/* Tries once to connect to host:port. Returns a non-blocking file descriptor, or 0 if no process answers there now.
+ * PS_EIO: this process cannot open a socket. */
 int ps_net_reach(const char *host, int port, double until);
-bool ps_net_knows(const char *host);                           /* this machine finds an address for the name */
-bool ps_net_no_files(int why);                                 /* why: an errno. True if the process may open no more
-                                                                * files */
-/* Waits until the socket is ready (POLLIN, POLLOUT). Returns 1; 0 if the time is over; -1 if it failed. */
+bool ps_net_knows(const char *host);                           /* returns true if this machine finds an address for
+                                                                * the name */
+bool ps_net_no_files(int why);                                 /* returns true if the errno `why` means that the
+                                                                * process cannot open more files */
+/* Waits until the socket is ready (POLLIN, POLLOUT). Returns 1 if it is, 0 if the time is over, and -1 if the socket
+ * failed. */
 int ps_net_ready(int fd, short events, double until);
-/* Sends or receives as many bytes as possible without waiting, and returns their number. 0: none yet; -1: the other end
- * closed the connection, or the socket failed. */
+/* Sends or receives as many bytes as possible without waiting, and returns their number. Returns 0 if none can be
+ * transferred yet, and -1 if the other end closed the connection or the socket failed. */
 int64_t ps_net_some(int fd, void *bytes, size_t nbytes, bool out);
-/* Sends or receives exactly nbytes. Returns 1; 0 if the time is over; -1 if the other end closed the connection, or the
- * socket failed. */
+/* Sends or receives exactly nbytes. Returns 1, or 0 if the time is over, or -1 if the other end closed the
+ * connection or the socket failed. */
 int ps_net_transfer(int fd, void *bytes, size_t nbytes, bool out, double until);
-/* The longest time, in seconds, that an end waits until its peers have received its last message: `usual`, or the value
- * of ps_test_linger. */
+/* Returns the longest time in seconds that an end waits until its peers have received its last message: `usual`, or
+ * the value from ps_test_linger. */
 double ps_net_linger_s(double usual);
-/* The numeric address of this end, or of the other one. */
+/* Writes the numeric address of this end of the connection, or of the other end. */
 int ps_net_address(int fd, bool peer, char *text, size_t room);
 #endif

@@ -61,8 +61,8 @@ static void say_hello(ps_proof_hello *h, const ps_run *run)
     randombytes_buf(h->random, sizeof h->random);
 }
 
-/* The hash by which one side proves that it knows the key. It contains the role of that side, so that the other side's
- * hash, sent back, proves nothing. */
+/* Computes the hash by which one side proves that it knows the key. The hash contains the side's role, so that the
+ * other side's hash, sent back, proves nothing. */
 static void prove(const ps_run *run, const char role[8], const ps_proof_hello *open, const ps_proof_hello *offer,
                   uint8_t out[PS_PROOF_BYTES])
 {
@@ -143,13 +143,14 @@ int ps_proof_ask(int fd, const ps_run *run, double until, const char *what)
 
 /* -- the server ---------------------------------------------------------------------------------------------------- */
 
-/* Sends all bytes at once; a new connection has room for them. False: it had no room, or the peer closed it. */
+/* Sends all bytes at once; a new connection has room for them. Returns false if there was no room, or if the peer
+ * closed the connection. */
 static bool send_all(int fd, void *bytes, size_t nbytes)
 {
     return ps_net_some(fd, bytes, nbytes, true) == (int64_t)nbytes;
 }
 
-/* 1: the message is complete. */
+/* Returns 1 if the message is complete. */
 static int receive(ps_proof *p, int fd, void *message, uint32_t nbytes)
 {
     while (p->got < nbytes) {

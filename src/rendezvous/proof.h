@@ -20,49 +20,49 @@ extern "C" {
 
 enum { PS_RUN_NAME = 128, PS_PROOF_BYTES = 32, PS_PROOF_TEXT = 256 };
 
-/* All zero: a run without name and secret. */
+/* Name and secret of a run. All bytes are zero if the run has neither. */
 typedef struct ps_run {
-    char name[PS_RUN_NAME + 4];            /* "": none; with a 0 */
-    bool secret;                           /* the run has a secret; without one the key is all zeros */
+    char name[PS_RUN_NAME + 4];            /* name with a final 0, "" for none */
+    bool secret;                           /* the run has a secret; without a secret the key is all zeros */
     uint8_t key[PS_PROOF_BYTES];
 } ps_run;
 
-/* name, secret: NULL or "": none. PS_EINVAL: the name is longer than PS_RUN_NAME bytes. */
+/* Makes a run. name, secret: NULL or "" for none. PS_EINVAL: the name is longer than PS_RUN_NAME bytes. */
 int ps_run_make(const char *name, const char *secret, ps_run *out);
-/* Copies `run` with another key, derived from its key and `salt`. */
+/* Copies `run` with a key that is derived from the key of `run` and from `salt`. */
 void ps_run_derive(const ps_run *run, const char *salt, ps_run *out);
-void ps_run_token(char hex[2 * PS_PROOF_BYTES + 1]);        /* 256 random bits, as text */
-/* Whether a and b are equal, in a time that does not depend on the bytes. */
+void ps_run_token(char hex[2 * PS_PROOF_BYTES + 1]);        /* writes 256 random bits as text */
+/* Returns whether a and b are equal, in a time that does not depend on the bytes. */
 bool ps_proof_same(const uint8_t a[PS_PROOF_BYTES], const uint8_t b[PS_PROOF_BYTES]);
 /* Returns "run 'NAME'" or "a run without a name", in a form that is safe to print. */
 const char *ps_run_shown(const char *name, char out[PS_RUN_NAME + 32]);
 
-typedef struct ps_proof_hello {            /* OPEN and OFFER */
+typedef struct ps_proof_hello {            /* body of OPEN and OFFER */
     uint32_t magic, secret;
-    char run[PS_RUN_NAME];                 /* padded with zeros */
+    char run[PS_RUN_NAME];                 /* name of the run, padded with zeros */
     uint8_t random[PS_PROOF_BYTES];
 } ps_proof_hello;
-typedef struct ps_proof_word {             /* PROOF and WELCOME */
+typedef struct ps_proof_word {             /* body of PROOF and WELCOME */
     uint32_t magic, refused;
     uint8_t hash[PS_PROOF_BYTES];
 } ps_proof_word;
 enum { PS_PROOF_MAGIC = 0x31485350 };      /* "PSH1" */
 
-/* A rank's side, over a new connection. PS_EIO: the server closed the connection. PS_ETIME: it did not answer.
- * PS_EFORMAT: the answer belongs to another protocol. PS_ESTATE: another run, or another secret; the message says
- * which. Messages begin with `what`. */
+/* Performs a rank's side of the proof over a new connection. PS_EIO: the server closed the connection. PS_ETIME: the
+ * server did not answer. PS_EFORMAT: the server uses another protocol. PS_ESTATE: the server belongs to another run,
+ * or has another secret; the message says which. Messages begin with `what`. */
 int ps_proof_ask(int fd, const ps_run *run, double until, const char *what);
 
-/* The server's side of one connection; all zeros at first. */
+/* The server's state of one connection, initially all zeros. */
 typedef struct ps_proof {
     bool opened;                           /* OPEN was received and OFFER was sent */
-    uint32_t got;                          /* bytes received of the present message */
+    uint32_t got;                          /* bytes of the present message that have been received */
     ps_proof_hello open, offer;
     ps_proof_word word;
 } ps_proof;
 enum { PS_PROOF_HANG_UP = -1, PS_PROOF_MORE, PS_PROOF_DONE };
-/* Reads the bytes that have arrived, and answers. Never waits. HANG_UP: if the client used the protocol of ranks, `why`
- * has the reason; for any other client it is "". */
+/* Reads the bytes that have arrived and answers, without waiting. After HANG_UP, `why` has the reason if the client
+ * used the protocol of ranks, and is "" for any other client. */
 int ps_proof_answer(ps_proof *p, int fd, const ps_run *run, char why[PS_PROOF_TEXT]);
 
 #ifdef __cplusplus

@@ -33,17 +33,18 @@ typedef struct entry {
 
 typedef struct client {
     struct client *next;
-    int fd, rank;                          /* rank -1: a stranger, which has not sent its rank */
+    int fd, rank;                          /* rank is -1 for a stranger, which has not sent its rank */
     bool proved;                           /* the client has proved that it belongs to this run */
     ps_proof proof;
     bool waits;                            /* waits for the key in `in`, or for all ranks */
-    bool done, told, gone;                 /* done: it sent BYE or FAULT; told: it got the fault; gone: it must be
-                                            * closed */
-    double deadline;                       /* ps_now() at the begin of a wait, or at the arrival of a stranger */
+    bool done, told, gone;                 /* done: it sent BYE or FAULT. told: it got the fault. gone: it must be
+                                            * closed. */
+    double deadline;                       /* time (ps_now) at which its wait ends or, for a stranger, at which it
+                                            * is closed */
     ps_store_request request;
-    uint32_t got;                          /* number of bytes of this request that have arrived */
+    uint32_t got;                          /* bytes of this request that have arrived */
     char *in;                              /* key, then value, of this request */
-    char *out;                             /* the answer that is being sent, or NULL */
+    char *out;                             /* answer that is being sent, or NULL */
     uint32_t out_nbytes, out_sent;
 } client;
 
@@ -54,17 +55,18 @@ struct ps_store_server {
     pthread_t thread;
     client *clients;                       /* list of clients, newest first */
     int n_strangers;
-    char turned_away[300];                 /* describes the last client that failed the proof, for messages; empty:
-                                            * there is none */
+    char turned_away[300];                 /* describes, for messages, the last client that failed the proof; empty
+                                            * if there is none */
     entry *entries;
     int64_t total;
     struct pollfd *polls;
-    int8_t *seen;                          /* [size]; 1: the rank has sent HELLO */
+    int8_t *seen;                          /* [size] 1 if the rank has sent HELLO */
     atomic_int n_seen;
     atomic_int n_untold;                   /* number of connected ranks that have not received the fault */
     atomic_bool faulty;                    /* there is a fault */
-    atomic_bool no_files;                  /* a client could not be accepted, because no more files may be opened */
-    char fault[PS_STORE_TEXT];             /* the first fault; empty: none */
+    atomic_bool no_files;                  /* a client could not be accepted, because the process cannot open more
+                                            * files */
+    char fault[PS_STORE_TEXT];             /* the first fault, empty if there is none */
     int fault_code;
 };
 
@@ -113,7 +115,7 @@ static void answer_fault(const ps_store_server *s, client *c)
     answer_text(c, s->fault_code, s->fault);
 }
 
-/* The first fault becomes the answer for all clients that wait, and for all later requests. */
+/* Sets the first fault, which becomes the answer to all clients that wait and to all later requests. */
 static void set_fault(ps_store_server *s, int code, const char *text)
 {
     if (s->fault[0]) return;
@@ -132,9 +134,9 @@ static entry *find(const ps_store_server *s, const char *key, uint32_t nbytes)
     return NULL;
 }
 
-enum { MISSING_NAMED = 16, MISSING_TEXT = MISSING_NAMED * 12 + 32 };      /* room for the text of `missing` */
+enum { MISSING_NAMED = 16, MISSING_TEXT = MISSING_NAMED * 12 + 32 };      /* size of the text of `missing` */
 
-/* Writes the ranks that have not connected: the first 16, and the number of the others. text: [MISSING_TEXT] */
+/* Lists the ranks that have not connected: the first 16, and the number of the others. text: [MISSING_TEXT]. */
 static void missing(const ps_store_server *s, char *text)
 {
     int n = 0;
@@ -244,7 +246,7 @@ static void serve(ps_store_server *s, client *c)
     else c->waits = true;
 }
 
-/* Allocates room for key, value and a 0 after them. */
+/* Allocates room for key, value and a final 0. */
 static bool next_body(client *c)
 {
     ps_free(c->in);
@@ -253,8 +255,8 @@ static bool next_body(client *c)
     return c->in != NULL;
 }
 
-/* True if the client has proved that it belongs to this run. False: it must be closed, or its proof is not complete
- * yet. */
+/* Returns true if the client has proved that it belongs to this run. If false, it must be closed, or its proof is
+ * not complete yet. */
 static bool is_ours(ps_store_server *s, client *c)
 {
     char why[PS_PROOF_TEXT], from[64];
@@ -298,7 +300,8 @@ static void receive(ps_store_server *s, client *c)
     }
 }
 
-/* Closes the oldest stranger that has proved nothing, or else the oldest of all. False: there is no stranger. */
+/* Closes the oldest stranger that has proved nothing, or else the oldest stranger. Returns false if there is no
+ * stranger. */
 static bool drop_stranger(ps_store_server *s)
 {
     client **oldest = NULL;
@@ -319,7 +322,7 @@ static void admit(ps_store_server *s)
         if (fd < 0 && ps_net_no_files(errno)) {
             atomic_store(&s->no_files, true);
             if (drop_stranger(s)) continue;
-            poll(NULL, 0, 10);             /* 10 ms, since otherwise the loop would use the whole processor */
+            poll(NULL, 0, 10);             /* 10 ms, so that the loop does not use the whole processor */
         }
         if (fd < 0) return;
         if (s->n_strangers == MAX_STRANGERS) drop_stranger(s);
@@ -403,7 +406,7 @@ static void *serve_all(void *arg)
             else if (news & (POLLERR | POLLHUP | POLLRDHUP)) c->gone = true;       /* a client that waits sends
                                                                                     * nothing */
         }
-        if (s->polls[1].revents) admit(s); /* this changes the list, so it comes after the loop */
+        if (s->polls[1].revents) admit(s); /* after the loop, because it changes the list */
         sweep(s);
     }
 }

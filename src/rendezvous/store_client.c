@@ -16,9 +16,9 @@
 #include <time.h>
 #include <unistd.h>
 
-static const double SLACK_S = 2;           /* seconds by which the server's answer to a time-out may be late */
-static const double LONG_S = 10;           /* seconds of waiting after which a rank prints a note */
-static const double ANSWER_S = 10;         /* seconds that a server has to prove itself before a rank tries again */
+static const double SLACK_S = 2;           /* seconds by which the server's answer to a time-out can be late */
+static const double LONG_S = 10;           /* seconds after which a waiting rank prints a note */
+static const double ANSWER_S = 10;         /* seconds that a server has for its proof before a rank tries again */
 
 struct ps_store {
     int fd, rank;
@@ -75,7 +75,7 @@ void ps_store_pause(void)
     nanosleep(&t, NULL);
 }
 
-/* Proves itself over a new connection and sends HELLO. Afterwards fd belongs to the store, or is closed. */
+/* Performs the proof over a new connection and sends HELLO. Afterwards fd belongs to the store, or is closed. */
 static int introduce(int fd, const ps_store_rank *me, double until, ps_store **out)
 {
     static const char *const what = "joining the other ranks";
@@ -151,8 +151,8 @@ int ps_store_connect(const char *host, int port, const ps_store_rank *me, ps_sto
     }
 }
 
-/* Sends a request that the server answers when other ranks have done their part, or when timeout_s is over. in_all: the
- * number of seconds in the error. */
+/* Sends a request that the server answers when other ranks have done their part, or when timeout_s is over. in_all:
+ * number of seconds for the error. */
 static int ask_to_wait(ps_store *s, ps_store_request q, const char *key, double timeout_s, double in_all, void *value,
                        int64_t room, int64_t *nbytes)
 {

@@ -22,7 +22,7 @@
 
 enum { LINE = 512 };
 
-/* Splits "host:port" or "[host]:port". host is changed in place. */
+/* Splits "host:port" or "[host]:port". Changes `text` in place. */
 static int split(char *text, char **host, int *port, const char *whole)
 {
     char *colon = strrchr(text, ':'), *end = colon;
@@ -39,7 +39,7 @@ static int split(char *text, char **host, int *port, const char *whole)
     return 0;
 }
 
-/* Returns the first address of this machine that other machines may reach. */
+/* Returns the first address of this machine that other machines can probably reach. */
 static void own_address(char *text, size_t room)
 {
     struct ifaddrs *list = NULL;
@@ -56,15 +56,15 @@ static void own_address(char *text, size_t room)
 
 /* -- by a file ----------------------------------------------------------------------------------------------------- */
 
-/* The file that rank 0 writes: "HOST:PORT\n" and, where rank 0 made the secret, "secret TEXT\n". */
+/* The file that rank 0 writes: "HOST:PORT\n" and, if rank 0 made the secret, "secret TEXT\n". */
 typedef struct note {
     char text[LINE], *host;
     const char *secret;                    /* "": none */
     int port;
 } note;
 
-/* Writes the text into a file without a name, then names it `path`: a process that is killed in between leaves no file
- * behind. Returns false where this is not possible, on NFS for example. */
+/* Writes the text into a file without a name, then names it `path`, so that a process that is killed in between
+ * leaves no file behind. Returns false if the file system does not support this, for example NFS. */
 static bool write_nameless(const char *path, const char *text, size_t nbytes)
 {
     enum { TRIES = 100 };                  /* another process may write `path` at the same time */
@@ -85,7 +85,7 @@ static bool write_nameless(const char *path, const char *text, size_t nbytes)
     return named;
 }
 
-/* Writes the file as a whole, where necessary by a rename. From its first byte on, only this user may read it. */
+/* Writes the whole file at once, by a rename if necessary. Only this user can ever read it. */
 static int write_note(const char *path, const char *text, size_t nbytes)
 {
     if (write_nameless(path, text, nbytes)) return 0;
@@ -103,9 +103,9 @@ static int write_note(const char *path, const char *text, size_t nbytes)
     return ps_fail(PS_EIO, "rank 0 cannot write its address to %s: %s", path, strerror(why));
 }
 
-/* Returns NULL if the file is complete, else the reason why it is not. A secret counts only if the file belongs to this
- * user, because a user who can put another file there could pretend to be rank 0. (An NFS server may show root's files
- * as those of `nobody`.) */
+/* Returns NULL if the file is complete, else the reason why it is not. A secret counts only if the file belongs to
+ * this user, because a user who can put another file there could pretend to be rank 0. (An NFS server may show
+ * root's files as those of `nobody`.) */
 static const char *read_note(const char *path, note *n)
 {
     enum { NOBODY = 65534 };
@@ -177,7 +177,8 @@ static int find_by(const char *path, const ps_meeting *m, ps_run *run, ps_store 
 
 /* -- by an address ------------------------------------------------------------------------------------------------- */
 
-/* The error of a rank 0 that cannot serve. It also says if another run, or another rank 0 of this run, serves there. */
+/* Raises the error of a rank 0 that cannot serve. The error also says if another run, or another rank 0 of this run,
+ * serves there. */
 static int taken(const char *host, int port, const ps_run *run, int rc)
 {
     char why[PS_STORE_TEXT], name[PS_RUN_NAME + 32];

@@ -25,12 +25,15 @@
 #include <unistd.h>
 
 /* All times are in seconds. */
-static const double BEAT_S = 1;            /* time between beats; less if less silence is allowed */
-static const double LINGER_S = 1;          /* longest time that a process waits at its end to send its last message */
-static const double AGAIN_S = 0.05;        /* time between attempts to connect */
-static const double SLACK_S = 3;           /* longest time from the end of the allowed silence to its verdict */
+static const double BEAT_S = 1;            /* time between beats, less if the allowed silence is short */
+static const double LINGER_S = 1;          /* longest time that a process waits at its end until its last message has
+                                            * been sent */
+static const double AGAIN_S = 0.05;        /* time between tries to connect */
+static const double SLACK_S = 3;           /* longest time from the end of the allowed silence to the verdict about
+                                            * it */
 static const double STRANGER_S = 10;       /* seconds in which a new connection must send its rank */
-static const double TELL_S = 1e-4;         /* times the number of ranks: shortest time between two PLACE messages */
+static const double TELL_S = 1e-4;         /* shortest time between two PLACE messages, to be multiplied by the
+                                            * number of ranks */
 
 enum { MAGIC = 0x31575350 /* "PSW1" */, MAX_STRANGERS = 64, MAX_EVENTS = 64 };
 static const char *const ADDRESS_KEY = "watch";
@@ -70,8 +73,8 @@ static watch_peer *peer_new(ps_watch *w, int fd, int rank)
     return NULL;
 }
 
-/* Takes the file out of the epoll set before it closes it: closing alone leaves a file there that a child process has,
- * too. */
+/* Removes the file from the epoll set before it closes it. Closing alone would leave a file there that a child
+ * process also has. */
 static void forget(ps_watch *w, int *fd)
 {
     if (*fd < 0) return;
@@ -86,7 +89,7 @@ static void flush(ps_watch *w, watch_peer *p)
     if (p->fd < 0) return;
     while (sent < p->out_nbytes) {
         int64_t n = ps_net_some(p->fd, p->out + sent, p->out_nbytes - sent, true);
-        if (n <= 0) break;                 /* a failure is detected by the next read */
+        if (n <= 0) break;                 /* the next read detects a failure */
         sent += (uint32_t)n;
     }
     memmove(p->out, p->out + sent, p->out_nbytes - sent);
@@ -125,15 +128,15 @@ static void post_places(ps_watch *w, watch_peer *p)
             post(w, p, (watch_message){ .kind = WATCH_BEAT, .code = w->n_beats, .at = own.at[i], .places = n-- }, NULL);
 }
 
-/* Beats and pokes are omitted while earlier bytes to this peer wait to be sent. Messages of other kinds are few, so the
- * buffer has room for them. */
+/* Returns true while earlier bytes to this peer wait to be sent; beats and pokes are then omitted. Other messages
+ * are few, so the buffer has room for them. */
 static bool is_behind(const watch_peer *p) { return !p || p->fd < 0 || p->out_nbytes > 0; }
 
 static void beat_to(ps_watch *w, watch_peer *p) { if (!is_behind(p)) post_places(w, p); }
 
-/* The pipe on which a launcher (lua/ps/launch/supervisor.lua) receives the rank that this rank's group blames.
- * PS_LAUNCHER_PIPE is "descriptor:inode", since a process that inherits only the variable has another file at that
- * number. */
+/* Returns the pipe on which a launcher (lua/ps/launch/supervisor.lua) receives the rank that this rank's group
+ * blames. PS_LAUNCHER_PIPE is "descriptor:inode", because a process that inherits only the variable has another file
+ * with that descriptor. */
 static int launcher_pipe(void)
 {
     const char *text = getenv("PS_LAUNCHER_PIPE");
@@ -144,8 +147,8 @@ static int launcher_pipe(void)
     return S_ISFIFO(file.st_mode) && file.st_ino == inode ? fd : -1;
 }
 
-/* Sends the blamed rank to the launcher, which regards it as the cause of this rank's end. The launcher never lets the
- * pipe fill, so the write does not block. */
+/* Sends the blamed rank to the launcher, which regards it as the cause of this rank's end. The launcher never lets
+ * the pipe fill, so the write does not block. */
 static void tell_launcher(const ps_watch *w)
 {
     char line[48];
@@ -187,9 +190,9 @@ static void judge(ps_watch *w)
     if (!watch_judge(w, ps_now())) no_answer(w);
 }
 
-/* True if a complaint replaces an earlier one. There is only one at a time, because its verdict is for all ranks. A
- * complaint of another kind replaces a complaint about a lost connection, because a rank that closed a connection has a
- * better reason. */
+/* Returns true if a complaint replaces an earlier one. There is only one at a time, because its verdict is for all
+ * ranks. A complaint of another kind replaces a complaint about a lost connection, because a rank that closed a
+ * connection has a better reason. */
 static bool replaces(const watch_complaint *c, const watch_complaint *earlier)
 {
     return c->on && (!earlier->on || (earlier->what == PS_WATCH_LOST && c->what != PS_WATCH_LOST));
@@ -212,13 +215,13 @@ static void complained(ps_watch *w, const watch_complaint *c)
     judge(w);
 }
 
-/* Handles the first message of a connection that has proved that it belongs to this group. False: no rank would send
- * it. */
+/* Handles the first message of a connection that has proved that it belongs to this group. Returns false if no rank
+ * would send the message. */
 static bool hello(ps_watch *w, watch_peer *p, const watch_message *m, const char *text)
 {
     if (m->kind != WATCH_HELLO || m->rank < 1 || m->rank >= w->size || w->peers[m->rank])
         return false;
-    bool over = atomic_load(&w->over);     /* there was a verdict before this rank connected */
+    bool over = atomic_load(&w->over);     /* true if there was a verdict before this rank connected */
     p->rank = m->rank;
     snprintf(p->host, sizeof p->host, "%.*s", WATCH_HOST - 1, text);
     for (watch_peer **at = &w->strangers; *at; at = &(*at)->next)
@@ -238,7 +241,7 @@ static bool hello(ps_watch *w, watch_peer *p, const watch_message *m, const char
     return true;
 }
 
-/* The peer leaves. code < 0: it has a verdict, which may be about this rank and which this rank does not know. */
+/* Handles a peer's BYE. code < 0: the peer has a verdict, perhaps about this rank, that this rank does not have. */
 static void bye(ps_watch *w, watch_peer *p, int code, int blamed, const char *text)
 {
     p->left = true;
@@ -247,7 +250,7 @@ static void bye(ps_watch *w, watch_peer *p, int code, int blamed, const char *te
     judge(w);
 }
 
-/* Stores a place that a rank sent. If there is no room for all its groups, the ones it used last are kept. */
+/* Stores a place that a rank sent. If there is no room for all its groups, the places used last are kept. */
 static watch_place note_place(watch_places *places, watch_place at)
 {
     int to = 0;
@@ -263,7 +266,7 @@ static watch_place note_place(watch_places *places, watch_place at)
     return at;
 }
 
-/* Acts on a complete message of a peer. False: no rank would send it. */
+/* Handles a complete message of a peer. Returns false if no rank would send it. */
 static bool understand(ps_watch *w, watch_peer *p, const watch_message *m, const char *text)
 {
     if (p->rank < 0) return hello(w, p, m, text);
@@ -295,7 +298,8 @@ static bool understand(ps_watch *w, watch_peer *p, const watch_message *m, const
     return true;
 }
 
-/* Reads the bytes that have arrived. False: the connection ended, or they are not a message of a rank. */
+/* Reads the bytes that have arrived. Returns false if the connection has ended, or if the bytes are not a message of
+ * a rank. */
 static bool receive(ps_watch *w, watch_peer *p)
 {
     char why[PS_PROOF_TEXT];
@@ -327,7 +331,7 @@ static bool receive(ps_watch *w, watch_peer *p)
     return true;
 }
 
-/* Closes the oldest stranger that has proved nothing, else the oldest of all. sweep_strangers frees it. */
+/* Closes the oldest stranger that has proved nothing, or else the oldest stranger. sweep_strangers frees it. */
 static void drop_stranger(ps_watch *w)
 {
     watch_peer *oldest = NULL;
@@ -358,7 +362,7 @@ static void admit(ps_watch *w)
     w->n_strangers++;
 }
 
-/* Frees strangers that ended, and those that did not send their rank within STRANGER_S. */
+/* Frees strangers that have ended, or that did not send their rank within STRANGER_S. */
 static void sweep_strangers(ps_watch *w, double now)
 {
     for (watch_peer **at = &w->strangers; *at;) {
@@ -382,8 +386,8 @@ static void lost(ps_watch *w, watch_peer *p)
 
 /* -- the thread ---------------------------------------------------------------------------------------------------- */
 
-/* Subtracts from all peers' silence the seconds in which this thread did not run (the machine slept, the process was
- * stopped) and so could not receive beats. */
+/* Subtracts from the silence of all peers the seconds in which this thread did not run (the machine slept, or the
+ * process was stopped) and therefore could not receive beats. */
 static void forgive(ps_watch *w, double seconds)
 {
     double now = ps_now();
@@ -404,15 +408,15 @@ static void beat(ps_watch *w, double now)
     w->beat_at = now + w->beat_s;
 }
 
-/* Sends the place that a caller wants sent at once, unless one was sent a moment ago. Then returns the time at which it
- * may be sent; 0: there is nothing to send. */
+/* Sends the place that a caller wants to be sent at once, unless a place was sent a moment ago; then returns the
+ * time at which it may be sent. Returns 0 if there is nothing to send. */
 static double tell(ps_watch *w, double now)
 {
     double due = w->told_at + TELL_S * w->size;
     watch_message m = { .kind = WATCH_PLACE, .places = 1 };
     pthread_mutex_lock(&w->lock);
     int place = w->moved;
-    bool known = place >= 0 && w->places.known[place];            /* otherwise its group was closed */
+    bool known = place >= 0 && w->places.known[place];            /* if the place is not known, its group was closed */
     if (known) m.at = w->places.at[place];
     if (now >= due) w->moved = -1;
     pthread_mutex_unlock(&w->lock);
@@ -423,7 +427,7 @@ static double tell(ps_watch *w, double now)
     return 0;
 }
 
-/* Handles the requests of this process's callers. True: the watch must leave. */
+/* Handles the requests of this process's callers. Returns true if the watch must leave. */
 static bool mailbox(ps_watch *w)
 {
     char words[PS_WATCH_TEXT];
@@ -457,7 +461,7 @@ static void events(ps_watch *w, int wait_ms)
             while (read(w->wake[0], bytes, sizeof bytes) > 0) { }
         } else if ((void *)p == w) {
             if (w->listener >= 0) admit(w);
-            stranger = true;               /* admit may have closed one */
+            stranger = true;               /* admit may have closed a stranger */
         } else {
             stranger = stranger || p->rank < 0;
             if (p->fd >= 0 && (list[i].events & EPOLLOUT)) flush(w, p);
@@ -467,7 +471,7 @@ static void events(ps_watch *w, int wait_ms)
     if (stranger) sweep_strangers(w, ps_now());
 }
 
-/* Sends BYE and waits at most LINGER_S until the peers have received it: closing at once could lose earlier
+/* Sends BYE and waits at most LINGER_S until the peers have received it, because closing at once could lose earlier
  * messages. */
 static void leave(ps_watch *w)
 {
@@ -519,8 +523,8 @@ static void *run(void *arg)
 
 /* -- making a watch ------------------------------------------------------------------------------------------------ */
 
-/* Rank 0 listens. The watch's key is derived from the run's key and from random bits, which only ranks that the run's
- * store has accepted have. */
+/* Makes rank 0 listen. The watch's key is derived from the run's key and from random bits, which only ranks accepted
+ * by the run's store have. */
 static int serve(ps_watch *w, ps_store *store, const ps_watch_options *o)
 {
     char text[128], token[2 * PS_PROOF_BYTES + 1];
@@ -535,7 +539,7 @@ static int serve(ps_watch *w, ps_store *store, const ps_watch_options *o)
     return ps_store_set(store, ADDRESS_KEY, text, n);
 }
 
-/* Sends HELLO over a new connection that has proved itself, and receives rank 0's WELCOME. */
+/* Sends HELLO over a new connection that has passed the proof, and receives rank 0's WELCOME. */
 static int introduce(ps_watch *w, watch_peer *p, double until)
 {
     watch_message m = { .magic = MAGIC, .kind = WATCH_HELLO, .rank = w->rank, .seconds = w->silence_s,
@@ -557,8 +561,8 @@ static int introduce(ps_watch *w, watch_peer *p, double until)
     return 0;
 }
 
-/* Connects to rank 0's watch and proves itself. If rank 0 closed the connection, since there were too many strangers,
- * the rank tries again. */
+/* Connects to rank 0's watch and performs the proof. If rank 0 closes the connection because there are too many
+ * strangers, the rank tries again. */
 static int reach(const ps_watch *w, const char *host, int port, double timeout_s, int *out)
 {
     double until = ps_now() + timeout_s;
@@ -791,8 +795,9 @@ bool ps_watch_over(const ps_watch *w) { return w && atomic_load(&w->over); }
 
 int ps_watch_verdict(ps_watch *w)
 {
-    return ps_watch_over(w) ? ps_fail_rank(w->code, w->blamed, "%s", w->verdict) : 0;  /* no lock is needed: these
-                                                                                        * fields are final */
+    return ps_watch_over(w) ? ps_fail_rank(w->code, w->blamed, "%s", w->verdict) : 0;  /* no lock is needed, because
+                                                                                        * these fields do not change
+                                                                                        * any more */
 }
 
 int ps_watch_failed_before(ps_watch *w)
@@ -802,7 +807,7 @@ int ps_watch_failed_before(ps_watch *w)
                         "it%s%s%s", over ? " (" : "", over ? w->verdict : "", over ? ")" : "");
 }
 
-/* Waits until `stop` is true, whose fields the lock guards, or for `seconds`. The lock is held. */
+/* Waits until `stop`, which reads fields that the lock guards, returns true, or for `seconds`. The lock is held. */
 static void wait_for(ps_watch *w, double seconds, bool (*stop)(const ps_watch *))
 {
     double until = ps_now() + seconds;
@@ -822,7 +827,7 @@ static bool farewell_said(const ps_watch *w)
     return w->farewell_done >= w->farewell || (w->farewell == WATCH_FAILED && atomic_load(&w->over));
 }
 
-/* op NULL: the call that this rank is in. */
+/* op NULL: the complaint is about the call that this rank is in. */
 static int complain(ps_watch *w, int place, const char *op, uint64_t call, int what, int peer, double seconds,
                     const char *text)
 {
@@ -839,11 +844,11 @@ static int complain(ps_watch *w, int place, const char *op, uint64_t call, int w
     watch_complaint c = { .on = at.inside || what == PS_WATCH_GIVES_UP, .what = what, .from = w->rank, .peer = peer,
                           .seconds = seconds, .at = at };
     snprintf(c.text, sizeof c.text, "%s", text);
-    if (replaces(&c, &w->asks)) w->asks = c;               /* else the complaint of another thread stays */
+    if (replaces(&c, &w->asks)) w->asks = c;               /* otherwise the complaint of another thread stays */
     w->unanswered = w->farewell_done == WATCH_GONE;
     wake(w);
-    /* Outside of a call (the group is being made) no rank judges a complaint, but a verdict on a rank that died may
-     * arrive. */
+    /* Outside calls (while the group is being made) no rank judges a complaint, but a verdict on a rank that died
+     * may arrive. */
     if (what != PS_WATCH_GIVES_UP) wait_for(w, c.on ? w->silence_s + SLACK_S : SLACK_S, answered);
     pthread_mutex_unlock(&w->lock);
     return what == PS_WATCH_GIVES_UP ? 0 : ps_watch_verdict(w);

@@ -13,8 +13,8 @@ enum { BLOCK = 4096 };             /* elements read at once if a tensor is not c
 
 typedef struct kinds { bool nan, inf; } kinds;
 
-/* Determines the kinds of values among n elements, whose bits are read as unsigned integers of the type: `exp` masks
- * the exponent, `all` masks all bits except the sign. */
+/* Determines the kinds of values among n elements, whose bits are read as unsigned integers of the type. `exp` masks
+ * the exponent, and `all` masks all bits except the sign. */
 #define LOOK(name, type)                                                                                              \
     static kinds name(const char *p, int64_t n, type exp, type all)                                                   \
     {                                                                                                                 \
@@ -50,7 +50,7 @@ static int look_strided(const ps_tensor *t, kinds *out)
     return 0;
 }
 
-/* Adds the kinds of a tensor's values to *out. A tensor without values, or of integers, adds nothing. */
+/* Adds the kinds of a tensor's values to *out. A tensor of integers or without values adds nothing. */
 static int look(ps_tensor *t, kinds *out)
 {
     if (!t || !ps_dtype_is_float(t->dtype_) || t->numel_ == 0 || !ps_tensor_has_data(t)) return 0;
@@ -83,8 +83,8 @@ static int look_at_all(ps_ctx *ctx, int n, ps_tensor *const *list, kinds *out)
     return rc;
 }
 
-/* True if an attribute is not finite. Attributes are doubles at multiples of 8 bytes, or integers. An integer would
- * have to exceed 9e18 to look like a double that is not finite. */
+/* Returns true if an attribute is not finite. Attributes are doubles at multiples of 8 bytes, or integers. An
+ * integer would have to exceed 9e18 to look like a double that is not finite. */
 static bool given_by_script(const ps_opinfo *row, const void *attrs)
 {
     for (int at = 0; at + 8 <= row->attrs_nbytes; at += 8) {
@@ -112,8 +112,8 @@ int ps_anomaly_before(ps_ctx *ctx, const ps_opinfo *row, int n_in, ps_tensor *co
 int ps_anomaly_after(ps_ctx *ctx, const ps_opinfo *row, int op, int n_in, ps_tensor *const *in, const void *attrs,
                      ps_tensor *const *out)
 {
-    kinds made = { false, false }, had = { ctx->anomaly.had_nan, ctx->anomaly.had_inf };   /* the values before the op
-                                                                                            * wrote */
+    kinds made = { false, false }, had = { ctx->anomaly.had_nan, ctx->anomaly.had_inf };   /* kinds of values before
+                                                                                            * the op wrote */
     bool in_place = row->flags & PS_OPF_INPLACE;
     if (!watches(ctx) || n_in == 0) return 0;
     if (ctx->anomaly.pardons) {

@@ -7,13 +7,13 @@
 #include <math.h>
 #include "base/error.h"
 
-enum { OWNED = 16 };                      /* enough for every case of a call */
+enum { OWNED = 16 };                      /* enough for every kind of call */
 
 /* One call. B: samples, T: positions, D: columns per head. */
 typedef struct cached {
     ps_ctx *ctx;
     const ps_cached_attention *how;
-    ps_tensor *q, *k, *v, *keys, *values, *cos, *sin, *mask;          /* as the caller passed them */
+    ps_tensor *q, *k, *v, *keys, *values, *cos, *sin, *mask;          /* operands as the caller passed them */
     int64_t B, T, D;
     ps_tensor *owned[OWNED];                  /* references that are released at the end of the call */
     int n_owned;
@@ -68,7 +68,7 @@ static int turn(cached *c, ps_tensor **x)
     return c->cos ? run(c, PS_OP_rope, 3, (ps_tensor *[]){ *x, c->cos, c->sin }, &attrs, sizeof attrs, x) : 0;
 }
 
-/* Returns x [B, T, ..], in which the columns of `all` heads are next to each other. Makes x contiguous if it is not. */
+/* Views x as [B, T, ..] with the columns of `all` heads next to each other. Makes x contiguous if it is not. */
 static int rows_of(cached *c, ps_tensor **x, int64_t all)
 {
     ps_attrs_contiguous none = { 0 };

@@ -12,7 +12,7 @@
 
 typedef struct ps_scratch_list ps_scratch_list;
 
-/* The call of an op. `owned`: a bit set of the inputs that the call made itself (casts, copies) and must release. */
+/* The call of an op. `owned`: bit set of the inputs that the call made itself (casts, copies) and must release. */
 typedef struct apply {
     ps_ctx *ctx;
     const ps_opinfo *row;
@@ -22,10 +22,10 @@ typedef struct apply {
     union { char bytes[PS_MAX_ATTRS]; double align; } attrs;
     ps_meta meta[PS_MAX_OUT];
     ps_tensor *out[PS_MAX_OUT];
-    uint32_t given;                       /* a bit set of the outputs that the caller passed */
+    uint32_t given;                       /* bit set of the outputs that the caller passed */
     ps_scratch_list *scratch;
     bool ticked;                          /* the engine was notified that this op begins (op_begins) */
-    bool known;                           /* in a dry run of a script: the op was computed, since its inputs are known
+    bool known;                           /* in a script's dry run: the op was computed, because its inputs are known
                                            * (is_known) */
 } apply;
 
@@ -119,8 +119,8 @@ static int replace_input(apply *a, int i, int op, const void *attrs)
     return 0;
 }
 
-/* Rejects a write to parameters while the script is paused within a step, because the step would then use both old and
- * new values. Between steps such a write is allowed. */
+/* Rejects a write to parameters while the script is paused within a step, because the step would then use both old
+ * and new values. Between steps such a write is allowed. */
 static int check_suspended(const apply *a)
 {
     const ps_ctx *ctx = a->ctx;
@@ -134,8 +134,8 @@ static int check_suspended(const apply *a)
     return 0;
 }
 
-/* True if the bytes of two tensors may overlap. Only the ranges from their first to their last elements are
- * compared. */
+/* Returns true if the bytes of two tensors may overlap. Compares only the ranges from their first to their last
+ * elements. */
 static bool may_overlap(const ps_tensor *a, const ps_tensor *b)
 {
     if (a->storage != b->storage || a->numel_ == 0 || b->numel_ == 0) return false;
@@ -146,7 +146,7 @@ static bool may_overlap(const ps_tensor *a, const ps_tensor *b)
     return a->offset <= last[1] && b->offset <= last[0];
 }
 
-/* True if every element of a has the same bytes as the same element of b. */
+/* Returns true if every element of a has the same bytes as the same element of b. */
 static bool same_elements(const ps_tensor *a, const ps_tensor *b)
 {
     bool same = a->offset == b->offset && a->dtype_ == b->dtype_ && ps_same_shape(a, b);
@@ -154,8 +154,9 @@ static bool same_elements(const ps_tensor *a, const ps_tensor *b)
     return same;
 }
 
-/* If an op writes in place, an input that overlaps its destination is read from a copy, so that the op never reads its
- * own results. Each element of the destination needs its own bytes, except for fill_, which writes one value. */
+/* Prepares an op that writes in place. An input that overlaps its destination is read from a copy, so that the op
+ * never reads its own results. Each element of the destination needs bytes of its own, except for fill_, which
+ * writes one value. */
 static int prepare_in_place(apply *a)
 {
     const ps_tensor *dst = a->in[0];
@@ -304,7 +305,7 @@ static void unpin(ps_tensor *t)
     if (t->ctx->dry.replay) ps_replay_unpin(t->ctx, t->storage, t->device_);
 }
 
-/* Allocates and frees the scratch memory that the kernel of a call would request. */
+/* Allocates and frees the workspace that the kernel of a call would allocate. */
 static int try_scratch(apply *a, ps_backend *be, const ps_call *call)
 {
     int64_t nbytes = be->scratch_nbytes ? be->scratch_nbytes(be, call) : 0;
@@ -318,8 +319,7 @@ static int try_scratch(apply *a, ps_backend *be, const ps_call *call)
 
 static int of_ranks(apply *a, ps_call *call);
 
-/* Allocates and frees the op's scratch memory, so that the peak of a dry run includes it. Records an op of several
- * ranks. */
+/* Allocates and frees the op's workspace, so that the peak of a dry run includes it. Records an op of several ranks. */
 static int dry_scratch(apply *a, ps_backend *be, ps_view *in, ps_view *out)
 {
     ps_call call = { .op = a->op, .n_in = a->n_in, .n_out = a->row->n_out, .in = in, .out = out,
@@ -330,7 +330,7 @@ static int dry_scratch(apply *a, ps_backend *be, ps_view *in, ps_view *out)
     return rc;
 }
 
-/* Performs an op with the flag MOVE: copies bytes from one device to another. */
+/* Performs an op with the flag MOVE, which copies bytes from one device to another. */
 static int move_bytes(apply *a, const ps_view *in, const ps_view *out)
 {
     ps_backend *from = a->ctx->devices[a->device], *to = a->ctx->devices[a->out[0]->device_];
@@ -367,8 +367,8 @@ static int run_chain(apply *a, ps_backend *be, ps_call *call)
     return rc;
 }
 
-/* Adds the finished ops of a device to the record. wait: waits for all ops. Omits an op whose time the device does not
- * know. */
+/* Adds the finished ops of a device to the record. wait: waits for all ops. Omits an op whose time the device does
+ * not know. */
 static void take_times(ps_ctx *ctx, int device, bool wait)
 {
     ps_record_event e;
@@ -382,10 +382,10 @@ void ps_record_settle(ps_ctx *ctx)
     for (int i = 0; i < ctx->n_devices; i++) take_times(ctx, i, true);
 }
 
-/* True if the device will report the times of work that is queued from now on. */
+/* Returns true if the device will report the times of work that is queued from now on. */
 static bool time_begins(ps_backend *be) { return be->time_begin && be->time_begin(be, ps_record_run) == 0; }
 
-/* Adds an op, or a part of an op, to the record. timed: by the device's clock, after the op has ended. */
+/* Adds an op, or a slice of an op, to the record. timed: by the device's clock, after the op has ended. */
 static void record_work(const apply *a, ps_record_event *e, bool timed)
 {
     ps_backend *be = a->ctx->devices[a->device];
@@ -422,7 +422,7 @@ int ps_call_part(ps_call *whole, ps_call *part)
     if (part->dry) return try_scratch(a, be, part);
     int64_t began = ps_record_begin();
     bool timed = began && time_begins(be);
-    a->scratch = NULL;                                       /* the scratch memory of the whole call stays allocated */
+    a->scratch = NULL;                                       /* the workspace of the whole call stays allocated */
     int rc = run_chain(a, be, part);
     a->scratch = kept;
     if (began) {
@@ -445,8 +445,8 @@ static void count_flops(const apply *a)
 
 enum { KNOWN_NBYTES = 64 << 20 };
 
-/* In a dry run of a script: true if the op reads only values that the script wrote, in host memory, and numbers derived
- * from them. Such an op is computed, unless its outputs are large. */
+/* Returns true, in a script's dry run, if the op reads only values in host memory that the script wrote, and numbers
+ * derived from them. Such an op is computed unless its outputs are large. */
 static bool is_known(const apply *a, const ps_backend *be)
 {
     if (!be->is_host || a->row->flags & (PS_OPF_MOVE | PS_OPF_RANKS)) return false;
@@ -518,8 +518,8 @@ static int check_in_place(apply *a, uint32_t needs)
                    a->row->name, needs & 1 ? "its tensor needs" : "its source needs");
 }
 
-/* In a dry run, writes change only the versions of the dry run's own tensors, because it leaves all other tensors
- * unchanged. */
+/* Increments a version. In a dry run, writes change only the versions of the dry run's own tensors, because all
+ * other tensors keep their values. */
 static void bump_version(const apply *a, ps_storage *s)
 {
     s->bytes.written = a->known;

@@ -7,31 +7,31 @@
 #include "base/dtype.h"
 
 typedef struct ps_meta {
-    int32_t dtype, ndim;                      /* ndim -1: the output is not wanted */
-    int64_t shape[PS_MAX_DIMS], stride[PS_MAX_DIMS], offset;   /* used by views, and if `permuted` is set */
-    bool permuted;                            /* an output whose dense bytes are not in row-major order */
+    int32_t dtype, ndim;                      /* ndim is -1 if the output is not wanted */
+    int64_t shape[PS_MAX_DIMS], stride[PS_MAX_DIMS], offset;   /* used for views, and if `permuted` is set */
+    bool permuted;                            /* the output is dense, but not in row-major order */
 } ps_meta;
 
-/* A shape rule reads `in` (NULL: absent), may normalise `attrs` (negative dimensions), and sets out[i]. Afterwards the
- * dtype and shape of an output that the caller passed are checked against out[i]. */
+/* A shape rule reads `in` (NULL: absent), may normalise `attrs` (negative dimensions), and sets out[i]. Then the
+ * dtype and shape of each output that the caller passed are compared with out[i]. */
 typedef struct ps_infer {
     int op, n_in;
     const ps_tensor *const *in;
     void *attrs;
-    uint32_t needs;                           /* inputs whose gradient will be needed, as a bit set */
-    uint32_t given;                           /* outputs that the caller passed, as a bit set */
-    uint64_t copied;                          /* inputs that are copies made for this call, as a bit set */
-    bool ahead;                               /* ps_step_runs_ahead: backward, not forward, computes gradients of tables
-                                               * [V, C], and nothing keeps them in between */
+    uint32_t needs;                           /* bit set of inputs whose gradient will be needed */
+    uint32_t given;                           /* bit set of outputs that the caller passed */
+    uint64_t copied;                          /* bit set of inputs that are copies made for this call */
+    bool ahead;                               /* ps_step_runs_ahead: backward, not forward, computes gradients of
+                                               * embeddings [V, C], and nothing keeps them in between */
     ps_meta *out;
 } ps_infer;
 typedef int (*ps_infer_rule)(ps_infer *f);
 
-/* A gradient rule reads dout (NULL: that output got no gradient; at least one did) and passes a tensor for every input
- * i with ps_grad_wants(g, i) to ps_grad_give. Tensors that ps_run makes live until the rule returns.
- * If weight gradients are put off, a rule with the flag SPLIT runs in two phases: first for the inputs through which
- * the walk continues, later for parameters and tensors computed only from parameters. ps_grad_wants is true for the
- * inputs of the present phase. */
+/* A gradient rule reads dout (an entry is NULL if that output got no gradient; at least one did). For every input i
+ * with ps_grad_wants(g, i), it passes a tensor to ps_grad_give. Tensors that ps_run makes live until the rule
+ * returns. If weight gradients are deferred, a rule with the flag SPLIT runs in two phases: first for the inputs
+ * through which the walk continues, later for parameters and for tensors computed only from parameters.
+ * ps_grad_wants is true for the inputs of the present phase. */
 typedef enum ps_grad_phase { PS_GRAD_WHOLE, PS_GRAD_INPUTS, PS_GRAD_WEIGHTS } ps_grad_phase;
 typedef struct ps_grad {
     ps_ctx *ctx;
@@ -39,8 +39,8 @@ typedef struct ps_grad {
     const void *attrs;
     int n_in, n_out, n_temps;
     ps_grad_phase phase;
-    bool puts_off;                            /* weight gradients were put off, so the rule must not add a gradient to
-                                               * its sum now */
+    bool puts_off;                            /* weight gradients are deferred, so the rule must not add a gradient
+                                               * to its sum now */
     ps_tensor **dout, **din;
     ps_tensor *temps[32];
 } ps_grad;
@@ -48,30 +48,32 @@ typedef int (*ps_grad_rule)(ps_grad *g);
 
 /* For gradient rules (grad/rule.c). */
 bool ps_grad_wants(const ps_grad *g, int i);
-bool ps_grad_wants_ever(const ps_grad *g, int i);            /* in this phase or in the other one */
-/* Keeps a tensor of the first phase for the second; a rule that runs in one phase keeps nothing. ps_grad_kept returns
- * that tensor (lent), or NULL. */
+bool ps_grad_wants_ever(const ps_grad *g, int i);            /* true if the gradient is wanted in this phase or the
+                                                              * other one */
+/* Keeps a tensor of the first phase for the second. A rule that runs in one phase keeps nothing. ps_grad_kept
+ * returns the tensor (lent), or NULL. */
 int ps_grad_keep(ps_grad *g, ps_tensor *t);
 ps_tensor *ps_grad_kept(const ps_grad *g);
-int ps_grad_in(ps_grad *g, int i, ps_tensor **out);          /* a saved input, lent; *out is NULL if it was absent */
+int ps_grad_in(ps_grad *g, int i, ps_tensor **out);          /* a saved input, lent; *out is NULL if the input was
+                                                              * absent */
 int ps_grad_out(ps_grad *g, int i, ps_tensor **out);         /* a saved output, lent */
-/* *t: a saved tensor that the rule is about to change. If the walk keeps the graph for another walk, *t becomes a
+/* Prepares *t, a saved tensor, to be changed by the rule. If the walk keeps the graph for another walk, *t becomes a
  * copy. */
 int ps_grad_own(ps_grad *g, ps_tensor **t);
 const ps_meta *ps_grad_in_meta(const ps_grad *g, int i);
-void ps_grad_give(ps_grad *g, int i, ps_tensor *t);          /* t is the gradient of input i; lent */
-/* Runs an op on n_in inputs passed as arguments. `out` has PS_MAX_OUT places; the op writes to tensors that are there
- * at entry. */
+void ps_grad_give(ps_grad *g, int i, ps_tensor *t);          /* passes t, which is lent, as the gradient of input i */
+/* Runs an op on n_in inputs passed as arguments. `out` has PS_MAX_OUT entries; the op writes into tensors that are
+ * there on entry. */
 int ps_run(ps_grad *g, int op, const void *attrs, ps_tensor **out, int n_in, ...);
 int ps_run_list(ps_grad *g, int op, const void *attrs, ps_tensor **out, int n_in, ps_tensor *const *in);
-/* *dest: the destination of the gradient of input i, lent. It is a tensor to add to (*accumulate = 1), or a tensor to
- * overwrite (0), or NULL: the op makes one. The rule passes the destination as the op's output. Unless *accumulate is
- * set, it then passes the op's result to ps_grad_give. */
+/* Returns in *out the destination of the gradient of input i, lent: a tensor to add to (*accumulate = 1), a tensor
+ * to overwrite (0), or NULL (the op makes a tensor). The rule passes the destination as the op's output. Unless
+ * *accumulate is set, it then passes the op's result to ps_grad_give. */
 int ps_grad_dest(ps_grad *g, int i, ps_tensor **out, int32_t *accumulate);
 /* Makes a contiguous tensor of meta's type and shape with undefined contents. It lives until the rule returns. */
 int ps_grad_new(ps_grad *g, int device, const ps_meta *meta, ps_tensor **out);
-/* For ops with an `add` input: returns the sum so far of the gradients of input i from other nodes, or NULL. *out: the
- * same tensor, if the new sum may overwrite it. If *out is NULL, the op makes the sum, and ps_grad_replace stores
+/* For ops with an `add` input: returns the sum so far of the gradients of input i from other nodes, or NULL. *out is
+ * the same tensor if the new sum may overwrite it. If *out is NULL, the op makes the sum, and ps_grad_replace stores
  * it. */
 ps_tensor *ps_grad_pending(ps_grad *g, int i, ps_tensor **out);
 void ps_grad_replace(ps_grad *g, int i, ps_tensor *sum);
@@ -99,7 +101,7 @@ enum {
     PS_OPF_PRODUCT = 1024
 };
 
-enum { PS_CHEAP_MIN_NBYTES = 1 << 20 };        /* smallest cheap output in bytes that backward computes again */
+enum { PS_CHEAP_MIN_NBYTES = 1 << 20 };        /* size in bytes from which backward recomputes a cheap output */
 
 typedef struct ps_opinfo {
     const char *name, *ins, *outs, *saved;
@@ -109,41 +111,45 @@ typedef struct ps_opinfo {
     ps_cost_rule cost;
     unsigned flags;
     /* computed at start from the strings above */
-    int n_in, n_out;                          /* n_in -1: the op takes any number of inputs */
-    uint64_t optional_in, saved_in, ahead_in;  /* bit sets; ahead_in: saved only if the step runs ahead */
+    int n_in, n_out;                          /* n_in is -1 if the op takes any number of inputs */
+    uint64_t optional_in, saved_in, ahead_in;  /* bit sets; ahead_in: inputs that are saved only if the step runs
+                                                * ahead */
     uint32_t saved_out, hidden_out;
-    int8_t saved_for[8];                      /* input i is saved only if this input wants a gradient; -1: always */
-    const char *in_name[8];                   /* point into `ins`; a name ends at a space, ?, * or 0 */
+    int8_t saved_for[8];                      /* entry i: input i is saved only if this input wants a gradient; -1:
+                                               * always */
+    const char *in_name[8];                   /* pointers into `ins`; a name ends at a space, ?, * or 0 */
 } ps_opinfo;
-const ps_opinfo *ps_op(int op);               /* op must be the number of an op */
+const ps_opinfo *ps_op(int op);               /* `op` must be an op's index */
 
 /* -- helpers for rules (ops/rules.c) ------------------------------------------------------------------------------ */
-/* Fails with the op's name and all input shapes and types after the text. */
+/* Fails with a message that has the op's name, the text, and all input shapes and types. */
 int ps_rule_fail(const ps_infer *f, const char *fmt, ...) __attribute__((format(printf, 2, 3)));
 ps_meta ps_meta_like(const ps_tensor *t);                    /* dtype and shape of t */
 ps_meta ps_tensor_meta(const ps_tensor *t);                  /* dtype, shape, strides and offset of t */
-void ps_meta_set_contiguous(ps_meta *m);                     /* strides from shape, offset 0 */
+void ps_meta_set_contiguous(ps_meta *m);                     /* sets strides from shape, and offset to 0 */
 const char *ps_shape_text(int ndim, const int64_t *shape, char *buf, size_t size);   /* "[2, 3]" */
-int ps_rule_dim(const ps_infer *f, int ndim, int32_t *dim);  /* negative numbers count from the end; the result is
-                                                              * checked */
+int ps_rule_dim(const ps_infer *f, int ndim, int32_t *dim);  /* normalizes a dimension, which is negative if it
+                                                              * counts from the end, and checks it */
 int ps_rule_broadcast(const ps_infer *f, const ps_tensor *a, const ps_tensor *b, ps_meta *out);   /* shape only */
 bool ps_same_shape(const ps_tensor *a, const ps_tensor *b);
 int ps_rule_ranks(const ps_infer *f);        /* checks size, rank and root of an op of several ranks (ops/ranks.c) */
-/* Checks that `t`, a tensor that an op passes to its gradient op, has this type and shape. The error names `name`. */
+/* Checks that `t`, a tensor that an op passes to its gradient op, has this type and shape. The error contains
+ * `name`. */
 int ps_rule_like(const ps_infer *f, const ps_tensor *t, const char *name, int dtype, int ndim, const int64_t *shape);
-/* For gradient rules: each runs an op with one output. */
+/* For gradient rules: each function runs an op with one output. */
 int ps_run1(ps_grad *g, int op, ps_tensor **out, ps_tensor *a, ps_tensor *b);   /* no attributes; b may be NULL */
 int ps_affine(ps_grad *g, ps_tensor **out, ps_tensor *x, double alpha, double beta);
-int ps_scaled(ps_grad *g, ps_tensor **out, ps_tensor *x, double alpha);         /* alpha * x, with the sign of zeros
-                                                                                 * kept */
+int ps_scaled(ps_grad *g, ps_tensor **out, ps_tensor *x, double alpha);         /* alpha * x, keeping the sign of
+                                                                                 * zeros */
 int ps_cast(ps_grad *g, ps_tensor **out, ps_tensor *x, int dtype);
 int ps_filled(ps_grad *g, ps_tensor **out, int device, const ps_meta *meta, double value);
 int ps_scalar_like(ps_grad *g, ps_tensor **out, const ps_tensor *like,
-                   double value); /* 0 dimensions, with the type and device of `like` */
+                   double value); /* a tensor with 0 dimensions, with the type and device of `like` */
 int ps_tensor_read_scalar(const ps_tensor *t, double *out);  /* waits for the device */
 int ps_sum_to(ps_grad *g, ps_tensor **out, ps_tensor *x, const ps_meta *like);  /* undoes broadcasting */
 int ps_reshape_to(ps_grad *g, ps_tensor **out, ps_tensor *x, int ndim, const int64_t *shape);
-/* Computes the gradients of inputs `iw` and `ib` of a product x w + b. Each is added directly to the gradient so far,
- * both by one op if both are wanted. ib -1: no gradient of b. x and dy [..., features] (ops/matmul.c). */
+/* Computes the gradients of inputs `iw` and `ib` of a product x w + b, and adds each directly to the gradient so
+ * far. If both are wanted, a single op computes them. ib -1: no gradient of b. x and dy are [..., features]
+ * (ops/matmul.c). */
 int ps_give_weights(ps_grad *g, int iw, int ib, bool out_in, ps_tensor *x, ps_tensor *dy);
 #endif

@@ -12,23 +12,24 @@ enum { MADE, GONE, OP, PIN, UNPIN, TAKE, GIVE };
 
 typedef struct effect {
     int32_t kind, device;
-    int32_t span, at;             /* for GONE: the storage has number `at` among the storages that `span` of the
+    int32_t span, at;             /* for GONE: the storage has index `at` among the storages that `span` of the
                                    * micro-batch made */
     int64_t access;               /* for PIN */
     int64_t nbytes;               /* for MADE and TAKE */
-    ps_storage *storage;          /* for PIN and UNPIN: a storage that outlives the step, such as those in chunks */
+    ps_storage *storage;          /* for PIN and UNPIN: a storage that outlives the step, such as a storage in a
+                                   * chunk */
 } effect;
 _Static_assert(sizeof(effect) == 40, "no padding: effects are compared byte by byte");
 
 typedef struct place { int32_t span, at; } place;
-typedef struct made { ps_storage *storage; place at; bool ended; } made;            /* storage NULL: it was dropped */
+typedef struct made { ps_storage *storage; place at; bool ended; } made;            /* storage is NULL if it was
+                                                                                     * dropped */
 
 /* The effects of a span. */
 typedef struct noted {
     effect *effects;
     int32_t n, capacity, n_made;
-    place *ended;                 /* [n_ended] sorted: storages whose bytes, from this point on, wait for Lua's
-                                   * collector */
+    place *ended;                 /* [n_ended] sorted: storages whose bytes wait for Lua's collector from here on */
     int32_t n_ended, ended_capacity;
     ps_rank_calls calls;
     bool whole;
@@ -46,19 +47,19 @@ typedef struct twins { ps_storage *list; int32_t n, live; bool whole; } twins;
 typedef struct waiting { ps_storage bytes; int64_t number; } waiting;
 typedef struct taken { void *handle; int32_t device; } taken;
 
-enum { NOTED = PS_PIPE_PERFORMED - 1 };           /* the micro-batches after the first */
+enum { NOTED = PS_PIPE_PERFORMED - 1 };           /* micro-batches after the first */
 
 struct ps_replay {
     ps_ctx *ctx;
     int32_t n_spans, n_micros, first, end;
-    notes notes[NOTED];           /* the effects of micro-batches first - NOTED to first - 1 */
-    int32_t span, micro;          /* the span under way; span -1: none */
+    notes notes[NOTED];           /* effects of micro-batches first - NOTED to first - 1 */
+    int32_t span, micro;          /* span under way, -1 if there is none */
     int32_t n_calls;              /* value of ctx->dry.calls at the begin of the span */
     bool differs;
     twins *twins;                 /* [n_micros x n_spans] */
     waiting *waiting;             /* [n_waiting] */
     int32_t n_waiting, waiting_capacity;
-    int64_t number, began;        /* number of the next storage; number of the first storage in this run */
+    int64_t number, began;        /* number of the next storage, and of the first storage in this run */
     taken *scratch;               /* [n_scratch] used while a span is repeated */
     int32_t n_scratch, scratch_capacity;
 };
@@ -81,8 +82,8 @@ static void notes_drop(notes *of, int32_t n_spans)
     *of = (notes){ .spans = NULL };
 }
 
-/* Frees the waiting bytes, the youngest first. The order must not depend on the collector, because it determines where
- * the next bytes are placed. */
+/* Orders waiting bytes, the youngest first, in which order they are freed. The order must not depend on the
+ * collector, because it determines where the next bytes are placed. */
 static int by_number(const void *a, const void *b)
 {
     int64_t x = ((const waiting *)a)->number, y = ((const waiting *)b)->number;
@@ -147,7 +148,7 @@ int ps_replay_begin(ps_ctx *ctx, int32_t micros, int32_t spans, int32_t first, i
 }
 
 /* -- noting -------------------------------------------------------------------------------------------------------- */
-/* Returns the record of the micro-batch; NULL: the micro-batch is not recorded. */
+/* Returns the record of the micro-batch, or NULL if the micro-batch is not recorded. */
 static notes *notes_of(ps_replay *r, int32_t micro)
 {
     int32_t at = micro - (r->first - NOTED);
@@ -227,7 +228,8 @@ bool ps_replay_gone(ps_storage *s, bool released)
 
 void ps_replay_op(ps_ctx *ctx) { note(ctx->dry.replay, (effect){ .kind = OP }); }
 
-/* A storage in plain memory never moves, so its pins have no effect. */
+/* Returns true if the storage is outside plain memory. A storage in plain memory never moves, so its pins have no
+ * effect. */
 static bool is_elsewhere(const ps_storage *s) { return s->block && !ps_storage_is_plain(s); }
 
 void ps_replay_pin(ps_ctx *ctx, ps_storage *s, int device, unsigned access)

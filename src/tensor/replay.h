@@ -14,32 +14,33 @@
 
 typedef struct ps_replay ps_replay;
 
-/* Begins a dry row of `micros` micro-batches and `spans` spans. Micro-batches [first, end) will repeat first - 1; if
- * first is end, no micro-batch repeats another. The row lasts until ps_replay_end. PS_ENOMEM. */
+/* Begins a dry row of `micros` micro-batches and `spans` spans. Micro-batches [first, end) will repeat micro-batch
+ * first - 1; if first is end, no micro-batch repeats another. The row lasts until ps_replay_end. PS_ENOMEM. */
 int ps_replay_begin(ps_ctx *ctx, int32_t micros, int32_t spans, int32_t first, int32_t end);
-void ps_replay_end(ps_ctx *ctx);         /* frees the kept bytes. May be called again, and without a begin */
-void ps_replay_enter(ps_ctx *ctx, int32_t span, int32_t micro);     /* that span of the micro-batch begins */
-/* The span ends. PS_ESTATE: micro-batches differ, so the row cannot continue with replays (ps_replay_differs). */
+void ps_replay_end(ps_ctx *ctx);         /* frees the kept bytes; may be called again, and without a begin */
+void ps_replay_enter(ps_ctx *ctx, int32_t span, int32_t micro);     /* begins the span of the micro-batch */
+/* Ends the span. PS_ESTATE: micro-batches differ, so the row cannot continue with replays (ps_replay_differs). */
 int ps_replay_leave(ps_ctx *ctx);
 bool ps_replay_differs(const ps_ctx *ctx);
-/* Replays the span for another micro-batch. PS_ESTATE: it was not recorded. Else the errors of memory and of pins. */
+/* Replays the span for another micro-batch. PS_ESTATE: the span was not recorded. Errors of memory and of pins. */
 int ps_replay_span(ps_ctx *ctx, int32_t span, int32_t micro);
-void ps_replay_collected(ps_ctx *ctx);   /* Lua's collector has run */
+void ps_replay_collected(ps_ctx *ctx);   /* called when Lua's collector has run */
 
 /* -- for tensor.c and dispatch.c, while ctx->dry.replay is set ----------------------------------------------------- */
 void ps_replay_made(ps_ctx *ctx, ps_storage *s);
-/* True if a dry run of a pipeline made the storage. */
+/* Returns true if a dry run of a pipeline made the storage. */
 static inline bool ps_replay_has(const ps_storage *s) { return s->replay.of != NULL; }
-/* Sets whether a script may have a header of the storage, so that its bytes wait for Lua's collector. */
+/* Sets whether a script may have a header of the storage; if so, the bytes wait for Lua's collector. */
 static inline void ps_replay_scripted(ps_storage *s, bool is) { s->replay.scripted = is; }
-/* Called before the bytes of the storage are freed. released: the last header was released. True: the bytes are kept,
- * and no longer belong to s. */
+/* Called before the bytes of the storage are freed. released: the last header was released. Returns true if the
+ * bytes are kept; they no longer belong to s. */
 bool ps_replay_gone(ps_storage *s, bool released);
 void ps_replay_op(ps_ctx *ctx);          /* called before an op pins its operands */
 void ps_replay_pin(ps_ctx *ctx, ps_storage *s, int device, unsigned access);
 void ps_replay_unpin(ps_ctx *ctx, ps_storage *s, int device);
-void ps_replay_take(ps_ctx *ctx, int device, int64_t nbytes);       /* scratch memory; `give` frees the youngest */
+void ps_replay_take(ps_ctx *ctx, int device, int64_t nbytes);       /* scratch memory; `give` frees the youngest
+                                                                     * block */
 void ps_replay_give(ps_ctx *ctx, int device);
-void ps_replay_spoil(ps_ctx *ctx);       /* an operation happened that cannot be replayed */
+void ps_replay_spoil(ps_ctx *ctx);       /* called for an operation that cannot be replayed */
 void ps_replay_free(ps_replay *r);
 #endif

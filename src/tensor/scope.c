@@ -35,7 +35,7 @@ static void unlink(ps_storage *s)
     s->scope.of = NULL;
 }
 
-enum { HEADERS_NBYTES = 512 };           /* of a storage, its tensor and Lua's object for it, approximately */
+enum { HEADERS_NBYTES = 512 };           /* approximate bytes of a storage, its tensor and Lua's object for it */
 
 void ps_scope_uncount(ps_storage *s)
 {
@@ -135,8 +135,8 @@ int ps_collect_due(ps_ctx *ctx)
 
 int64_t ps_collect_waiting(const ps_ctx *ctx) { return ctx->scope.nbytes - ctx->scope.left; }
 
-/* `used` falls by at most an eighth per collection: a training loop collects at different points of its step, and the
- * point with the most tensors in use sets the pace. */
+/* `used` falls by at most an eighth per collection. A training loop collects at different points of its step, and
+ * the point with the most tensors in use should determine when the next collection is due. */
 void ps_collected(ps_ctx *ctx, int64_t least)
 {
     int64_t left = ctx->scope.nbytes, used = ctx->scope.used - ctx->scope.used / 8;

@@ -36,8 +36,8 @@ int ps_ctx_new(ps_ctx **out)
     return 0;
 }
 
-/* If only the first of the two managers accepts the device, it keeps an arena for a closed device. That arena stays
- * empty, so its end does not call the device. */
+/* Adds a device to both memory managers. If only the first one accepts it, that manager keeps an arena for a closed
+ * device. The arena stays empty, so its end does not call the device. */
 int ps_ctx_add_device(ps_ctx *ctx, ps_backend *be)
 {
     enum { MOST = sizeof ctx->devices / sizeof *ctx->devices };
@@ -185,7 +185,7 @@ void ps_storage_leave(ps_ctx *ctx, ps_storage *s)
     bool fits = s->holds > 0 && !s->bytes.kept && s->nbytes >= PS_SCOPE_MIN_NBYTES;
     bool of_dry = ps_storage_is_of(s, ctx->dry.mem);
     if (!ctx->offload.on || !fits || of_dry != (ctx->step->dry != NULL)) return;
-    if (ctx->dry.replay) ps_replay_spoil(ctx);                  /* fetches depend on which storages are away */
+    if (ctx->dry.replay) ps_replay_spoil(ctx);                  /* fetches depend on which storages are offloaded */
     ps_away_leave(ctx->offload.away, s);
 }
 
@@ -247,7 +247,8 @@ ps_meta ps_tensor_meta(const ps_tensor *t)
     return m;
 }
 
-/* The elements and bytes of a shape. PS_EINVAL: a size is negative, or the shape overflows the addressable range. */
+/* Computes the elements and bytes of a shape. PS_EINVAL: a size is negative, or the shape overflows the address
+ * range. */
 static int shape_numel(const ps_meta *m, int64_t *numel, int64_t *nbytes)
 {
     int64_t n = 1;
@@ -506,8 +507,8 @@ static int copy_whole(const ps_tensor *t, void *host, int64_t nbytes, unsigned a
     return rc;
 }
 
-/* True if bytes that a script writes are stored. On a simulated device only bytes in host memory outside chunks are
- * stored. */
+/* Returns true if bytes that a script writes are stored. On a simulated device only bytes in host memory outside
+ * chunks are stored. */
 static bool takes_bytes(const ps_tensor *t)
 {
     const ps_backend *be = t->ctx->devices[t->device_];
@@ -516,7 +517,7 @@ static bool takes_bytes(const ps_tensor *t)
 
 uint32_t ps_tensor_version(const ps_tensor *t) { return t->storage->version; }
 
-/* Prepares to write all of a tensor. False: its values are not stored. */
+/* Prepares to write all of a tensor. Returns false if its values are not stored. */
 static bool begin_write(ps_tensor *t)
 {
     t->storage->version++;
@@ -637,7 +638,7 @@ static double element_get(const char *p, int dtype)
     }
 }
 
-/* Rounds towards 0, as casts do. A value out of range becomes the nearest value of the type, and NaN becomes 0. */
+/* Rounds towards 0, like casts. A value out of range becomes the nearest value of the type, and NaN becomes 0. */
 static int64_t whole_within(double v, int64_t low, int64_t high)
 {
     if (v != v) return 0;
@@ -663,7 +664,7 @@ static void element_set(char *p, int dtype, double v)
     }
 }
 
-/* Reads elements [first, first + numel) of a host tensor, in row-major order, into `dst`; or writes them from `src`. */
+/* Reads elements [first, first + numel) of a host tensor, in row-major order, into `dst`, or writes them from `src`. */
 static int walk_f64(const ps_tensor *t, int64_t first, int64_t numel, double *dst, const double *src)
 {
     PS_TRY(ps_tensor_check_alive(t));
@@ -716,7 +717,7 @@ int ps_tensor_read_scalar(const ps_tensor *t, double *out)
     if (t->numel_ != 1) return ps_fail(PS_EINVAL, "a single value was requested, but the tensor has "
                                                   "%lld", (long long)t->numel_);
     ps_backend *be = t->ctx->devices[t->device_];
-    if (!ps_tensor_has_data(t)) {               /* a dry run does not use values, so any number will do */
+    if (!ps_tensor_has_data(t)) {               /* a dry run does not use values, so any number is valid */
         *out = 1;
         return 0;
     }
@@ -743,7 +744,7 @@ int ps_tensor_to_device(ps_tensor *t, int device, ps_tensor **out)
     ps_tensor *all[PS_MAX_OUT] = { NULL }, *between = NULL;
     const ps_backend *from = ctx->devices[t->device_], *to = ctx->devices[device];
     int host = 0;
-    if (!from->is_host && !to->is_host && !from->no_data && !to->no_data) {         /* through the host */
+    if (!from->is_host && !to->is_host && !from->no_data && !to->no_data) {         /* through host memory */
         while (host < ctx->n_devices && !ctx->devices[host]->is_host) host++;
         PS_TRY(ps_tensor_to_device(t, host, &between));
     }

@@ -24,30 +24,30 @@ typedef struct work {
     place at;
     ps_call *call;
     const with_product *attrs;
-    int rank, size, failed;                     /* failed: this rank's error before the op allocates memory, or 0 */
+    int rank, size, failed;                     /* failed: error of this rank before the op allocates memory, or 0 */
     int32_t pieces;                             /* 1: whole */
-    int64_t n, each;                            /* number of rows of a rank; of a piece. The last piece may be short */
+    int64_t n, each;                            /* rows of a rank, and rows of a piece; the last piece can be shorter */
     group_call *moving;                         /* [PS_COMM_LANES] exchanges under way, for the record */
 } work;
 
 static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
 /* -- rows ---------------------------------------------------------------------------------------------------------- */
-/* Allocates memory of `rows` rows like those of v, for the duration of the call. */
+/* Allocates memory for `rows` rows like those of v, for the duration of the call. */
 static int rows_new(work *w, const ps_view *v, int64_t rows, ps_view *out)
 {
     *out = rows_of(v, 0, rows);
     if (w->failed < 0) return w->failed;
     size_t nbytes = (size_t)(rows * row_nbytes(v));
     out->data = w->call->scratch(w->call, nbytes ? nbytes : 1);
-    return out->data ? 0 : PS_ENOMEM;           /* the error that scratch() recorded */
+    return out->data ? 0 : PS_ENOMEM;           /* scratch() has recorded the error */
 }
 
-/* Piece k of n rows: its first row and its number of rows. */
+/* Return the first row of piece k of n rows, and its number of rows. */
 static int64_t first_of(const work *w, int64_t k) { return least(k * w->each, w->n); }
 static int64_t rows_in(const work *w, int64_t k) { return first_of(w, k + 1) - first_of(w, k); }
 
-/* The bytes of piece k of rank r's rows in v [size n, features]. */
+/* Returns the bytes of piece k of rank r's rows in v [size n, features]. */
 static ps_comm_part piece_of(const work *w, const ps_view *v, int r, int64_t k)
 {
     int64_t row = row_nbytes(v);
@@ -55,7 +55,7 @@ static ps_comm_part piece_of(const work *w, const ps_view *v, int r, int64_t k)
 }
 
 /* -- products ------------------------------------------------------------------------------------------------------ */
-/* Computes rows [first, first + rows) of y = linear(x, w, b). dry: only requests the kernel's memory. */
+/* Computes rows [first, first + rows) of y = linear(x, w, b). dry: only allocates the kernel's workspace. */
 static int multiply(const work *w, const ps_view *x, const ps_view *weight, const ps_view *b, int out_in,
                     const ps_view *y, int64_t first, int64_t rows, bool dry)
 {
@@ -66,15 +66,15 @@ static int multiply(const work *w, const ps_view *x, const ps_view *weight, cons
     return ps_call_part(w->call, &part);
 }
 
-/* Product i of column_linear: its weight, bias and output. Product i of column_linear_grad: its dy and weight. */
+/* Return weight, bias and output of product i of column_linear, or dy and weight of product i of column_linear_grad. */
 static const ps_view *weight_of(const work *w, int i) { return &w->call->in[1 + 2 * i]; }
 static const ps_view *bias_of(const work *w, int i) { return &w->call->in[2 + 2 * i]; }
 static const ps_view *output_of(const work *w, int i) { return &w->call->out[i ? 1 + i : 0]; }
 static const ps_view *dy_of(const work *w, int i) { return &w->call->in[i ? 2 + 2 * i : 0]; }
 static const ps_view *dy_weight_of(const work *w, int i) { return &w->call->in[i ? 3 + 2 * i : 1]; }
 
-/* Computes dw and, if wanted, db from x [N, I] and dy [N, O], for each weight that needs a gradient. Has the signature
- * that ps_give_weights expects. */
+/* Computes dw and, if wanted, db from x [N, I] and dy [N, O], for each weight that needs a gradient. Has the
+ * signature that ps_give_weights expects. */
 static int multiply_weights(const work *w, const ps_view *x, bool dry)
 {
     const ps_attrs_column_linear_grad *at = w->call->attrs;
@@ -97,7 +97,8 @@ static int multiply_weights(const work *w, const ps_view *x, bool dry)
     return 0;
 }
 
-/* Computes rows [first, first + rows) of all outputs of column_linear, from the ranks' x [rows, I] in these places. */
+/* Computes rows [first, first + rows) of all outputs of column_linear, from the ranks' x [rows, I] at these
+ * positions. */
 static int multiply_columns(const work *w, const ps_view *x, int64_t first, int64_t rows, bool dry)
 {
     for (int i = 0; i < PS_MAX_COLUMNS; i++) {
@@ -135,11 +136,11 @@ static int multiply_inputs(const work *w, int64_t first, int64_t rows, const ps_
     return 0;
 }
 
-/* The first row of piece k of the rank that comes i places after this rank. */
+/* Returns the first row of piece k of the rank that is i positions after this rank. */
 static int64_t others_first(const work *w, int i, int64_t k) { return (w->rank + i) % w->size * w->n + first_of(w, k); }
 
-/* The number of rows of the largest of these products, and of products whose number of rows may be larger. The kernels'
- * memory for both is requested. */
+/* Returns the row count of the largest of these products, and of products whose row count can be larger. The
+ * workspace of kernels is allocated for both. */
 static int tried_rows(const work *w, int64_t rows[2])
 {
     rows[0] = w->pieces == 1 ? w->size * w->n : w->n;
@@ -148,8 +149,8 @@ static int tried_rows(const work *w, int64_t rows[2])
 }
 
 /* -- exchanges ----------------------------------------------------------------------------------------------------- */
-/* Begins to move the bytes of g->send and g->recv, of rows of v, piece k of each rank. The record has an exchange as a
- * call of OP_*, from this moment to the moment when move_end finds that it has ended. */
+/* Begins to move the bytes of g->send and g->recv, which are rows of v, piece k of each rank. The record has an
+ * exchange as a call of OP_*, from its begin until move_end finds that it has ended. */
 static int move_begin(const work *w, int op, int lane, const ps_view *v, int64_t k)
 {
     w->moving[lane] = (group_call){ op, group_call_begin(), w->size * rows_in(w, k) * row_nbytes(v) };
@@ -163,8 +164,8 @@ static int move_end(const work *w, int lane)
     return rc;
 }
 
-/* Begins to gather piece k of the ranks' rows. own [n, features]: sent to the other ranks. all [size n, features]:
- * receives. */
+/* Begins to gather piece k of the ranks' rows. own [n, features] is sent to the other ranks; all [size n, features]
+ * receives their rows. */
 static int gather_begin(const work *w, int lane, int64_t k, const ps_view *own, const ps_view *all)
 {
     ps_group *g = w->g;
@@ -178,8 +179,8 @@ static int gather_begin(const work *w, int lane, int64_t k, const ps_view *own, 
     return move_begin(w, OP_COLUMN, lane, own, k);
 }
 
-/* The addends of rank r to this rank's piece k. all [size n, features] has this rank's addends, and addends [(size - 1)
- * n, features] has those of the other ranks. */
+/* Returns rank r's addend to this rank's piece k. all [size n, features] has this rank's addends, and addends [(size
+ * - 1) n, features] has those of the other ranks. */
 static ps_comm_part addend(const work *w, const ps_view *all, const ps_view *addends, int r, int64_t k)
 {
     if (r == w->rank) return piece_of(w, all, r, k);
@@ -212,8 +213,8 @@ static int reduce_end(const work *w, const ps_view *all, const ps_view *addends,
     return 0;
 }
 
-/* A call without bytes. It records what the call would gather of each rank's x, and what it would sum. A dry run of a
- * step records one call for all pieces. rc: the result of this rank's preparation. */
+/* Handles a call without bytes: records what the call would gather of each rank's x, and what it would sum. A dry
+ * run of a step records one call for all pieces. rc: result of this rank's preparation. */
 static int without_bytes(const work *w, int op, const ps_view *x, const ps_view *adds, int rc)
 {
     const ps_view *some = adds ? adds : x;
@@ -225,7 +226,7 @@ static int without_bytes(const work *w, int op, const ps_view *x, const ps_view 
 }
 
 /* Ends a call on which the ranks agreed. If this rank fails outside its exchanges, the other ranks must not wait for
- * the rest. So the connections are closed, and the other ranks get this error. */
+ * its remaining exchanges, so the connections are closed, and the other ranks get this error. */
 static int ended(const work *w, int op, int rc)
 {
     ps_comm *comm = w->g->at[w->at].comm;
@@ -283,7 +284,7 @@ static int row_pieces(const work *w, const ps_view *x, const ps_view *all, const
     return reduce_end(w, all, addends, &w->call->out[0]);
 }
 
-/* x [..., I], contiguous, as [rows, I]. */
+/* Views a contiguous x [..., I] as [rows, I]. */
 static ps_view as_rows(const ps_view *x, int64_t rows)
 {
     int64_t features = x->shape[x->ndim - 1];

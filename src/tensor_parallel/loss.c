@@ -19,12 +19,12 @@ typedef struct head {
     place at;
     ps_call *call;
     const ps_attrs_parallel_lm_loss *attrs;
-    ps_view x, dx;                              /* gradients for all rows [N, C]; dx may be absent */
-    int wide;                                   /* the type of losses and of the ranks' numbers */
-    int64_t N, V, C, rows, kinds;               /* rows: number of rows of a panel; kinds: number of values per row */
+    ps_view x, dx;                              /* gradients for all rows [N, C]; dx can be absent */
+    int wide;                                   /* type of losses and of the values that ranks exchange */
+    int64_t N, V, C, rows, kinds;               /* rows: rows of a panel. kinds: values per row. */
     int64_t first, words;                       /* number of this rank's words; the columns after them are padding */
     void *logits, *mine, *all, *losses;         /* [rows, V], [kinds, rows], [size, kinds, rows], [N] */
-    void *hits;                                 /* int32 [2, rows]; NULL: hits are not wanted */
+    void *hits;                                 /* int32 [2, rows], or NULL if hits are not wanted */
 } head;
 
 /* -- views --------------------------------------------------------------------------------------------------------- */
@@ -75,7 +75,7 @@ static int tell(const head *h, int64_t first, int64_t n, bool dry)
     return run(h, dry, PS_OP_logit_stats, &attrs, 3, told, 1, &mine);
 }
 
-/* dw += dlogits^T x; for the first panel dw = dlogits^T x. */
+/* Computes dw += dlogits^T x, or dw = dlogits^T x for the first panel. */
 static int add_weights(const head *h, const ps_view *dlogits, const ps_view *x, bool add, bool dry)
 {
     ps_view *dw = &h->call->out[2], *db = &h->call->out[3];
@@ -88,7 +88,7 @@ static int add_weights(const head *h, const ps_view *dlogits, const ps_view *x, 
     return ps_has(db) ? run(h, dry, PS_OP_sum, &sum, 1, dlogits, 1, db) : 0;
 }
 
-/* Adds the hits of n rows to the hits of the op. */
+/* Adds the hits of n rows to the op's hits. */
 static int add_hits(const head *h, const ps_view *hits, bool add, bool dry)
 {
     ps_attrs_sum sum = { .dims = 2, .accumulate = add };
@@ -134,7 +134,7 @@ static int finish(const head *h, bool dry)
 /* -- all ----------------------------------------------------------------------------------------------------------- */
 static int64_t in_panel(const head *h, int64_t first) { return h->N - first < h->rows ? h->N - first : h->rows; }
 
-/* Requests the memory of this call, and of its largest products. */
+/* Allocates the memory of this call and the workspace of its largest products. */
 static int take_room(head *h)
 {
     const ps_view *x = &h->call->in[0], *dx = &h->call->out[1];
@@ -149,7 +149,7 @@ static int take_room(head *h)
     if (hits) h->hits = room(h, 2 * h->rows, PS_I32);
     bool there = h->logits && h->mine && h->all && h->losses && (h->hits || !hits);
     if (parted) there = there && h->x.data && (h->dx.data || !ps_has(dx));
-    if (!there) return PS_ENOMEM;               /* the error that scratch() recorded */
+    if (!there) return PS_ENOMEM;               /* scratch() has recorded the error */
     if (h->N > 0) {
         PS_TRY(tell(h, 0, h->rows, true));
         PS_TRY(lose(h, 0, h->rows, true));
@@ -170,7 +170,7 @@ static int without_bytes(const head *h)
                                nbytes_of(&h->dx), 0);
 }
 
-/* rc: the result of this rank's preparation. */
+/* rc: result of this rank's preparation */
 static int panels(const head *h, int rc)
 {
     ps_group *g = h->g;

@@ -21,7 +21,7 @@ static int find_group(ps_ctx *ctx, const ps_attrs_all_reduce *at, ps_group **out
     return 0;
 }
 
-/* Returns the call of OP_* that performs an op; -1: the op also has products. */
+/* Returns the call of OP_* that performs an op, or -1 if the op also has products. */
 static int call_of(int op)
 {
     switch (op) {

@@ -6,13 +6,13 @@
 
 struct ps_call;
 
-/* -- op.c: the function `of_ranks` of a context (tensor.h) */
+/* -- op.c: the function of_ranks of a context (tensor.h) */
 int group_op(ps_ctx *ctx, int device, struct ps_call *call);
 
 /* -- linear.c: the ops column_linear, row_linear and column_linear_grad */
-/* carried: the host's connections send the memory of the call's device. A dry call only allocates its memory. */
+/* carried: the host's connections send the memory of the call's device. A dry call only allocates memory. */
 int group_linear(ps_group *g, place at, bool carried, struct ps_call *call);
 
-/* -- loss.c: the op parallel_lm_loss. A dry call only allocates its memory. */
+/* -- loss.c: the op parallel_lm_loss. A dry call only allocates memory. */
 int group_lm_loss(ps_group *g, place at, struct ps_call *call);
 #endif

@@ -9,10 +9,10 @@ static const ps_view absent = { .ndim = -1 };
 
 static inline int64_t nbytes_of(const ps_view *v) { return v->numel * ps_dtype_bytes(v->dtype); }
 
-/* Bytes of one row of v [.., features]. */
+/* Returns the bytes of one row of v [.., features]. */
 static inline int64_t row_nbytes(const ps_view *v) { return v->shape[1] * ps_dtype_bytes(v->dtype); }
 
-/* Rows [first, first + rows) of v [.., features]. */
+/* Returns rows [first, first + rows) of v [.., features]. */
 static inline ps_view rows_of(const ps_view *v, int64_t first, int64_t rows)
 {
     ps_view part = *v;

@@ -25,8 +25,8 @@ struct ps_line {
     bool closing, stopped, failed, rests;
     ps_error_kept why;
     ps_line_message *first, *last;         /* not begun */
-    int64_t allowed, begun, over;          /* numbers of messages; over: how many are known to have ended */
-    char at[PS_LINE_NAME];                 /* the name of the first message after `over` */
+    int64_t allowed, begun, over;          /* message counts; over: messages that are known to have ended */
+    char at[PS_LINE_NAME];                 /* name of the first message after `over` */
 };
 
 /* Returns the reason why the thread must stop, or 0. */
@@ -46,7 +46,7 @@ static void nap(int64_t turn)
     nanosleep(&t, NULL);
 }
 
-/* At that time both ranks have begun a message, so the connection has failed. */
+/* Raises the error that a connection has failed: both ranks began a message long ago. */
 static int late(const ps_line *l, const char *what)
 {
     return ps_fail(PS_EIO, "%s over %s took longer than %g s (init_distributed's timeout sets the seconds)", what,
@@ -65,7 +65,7 @@ static int until_ready(ps_line *l, const char *what)
     }
 }
 
-/* The sender is rank 0 of the two, the receiver rank 1. */
+/* Connects. The sender is rank 0 of the two, and the receiver is rank 1. */
 static int connect_wire(ps_line *l)
 {
     PS_TRY(l->table->open(l->o.be, l->id, l->out ? 0 : 1, 2, &l->wire));
@@ -84,13 +84,13 @@ static int begin(ps_line *l, ps_line_message *m)
     return l->table->event_end(l->wire, m->end);
 }
 
-/* If no message is under way, the position of the line is the next message to begin. The lock is held. */
+/* Sets the position of the line to the next message to begin, if no message is under way. The lock is held. */
 static void come_to(ps_line *l, const ps_line_message *next)
 {
     if (next && l->over == l->begun) memcpy(l->at, next->name, sizeof l->at);
 }
 
-/* Begins the first message; the lock is held before and after. */
+/* Begins the first message. The lock is held before and after. */
 static int begin_first(ps_line *l)
 {
     ps_line_message *m = l->first;
@@ -106,7 +106,7 @@ static int begin_first(ps_line *l)
     return 0;
 }
 
-/* Checks whether the last message, and so every message, has ended. The lock is held before and after. */
+/* Checks whether the last message, and therefore every message, has ended. The lock is held before and after. */
 static int look(ps_line *l, double until, int64_t turn)
 {
     int64_t begun = l->begun;
@@ -122,7 +122,7 @@ static int look(ps_line *l, double until, int64_t turn)
     return 0;
 }
 
-/* Everything that the line does until a failure. The lock is held before and after. */
+/* Does all work of the line until a failure. The lock is held before and after. */
 static int carry(ps_line *l)
 {
     int64_t turn = 0;

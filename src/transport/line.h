@@ -20,29 +20,29 @@ enum { PS_LINE_NAME = 40 };
 
 typedef struct ps_line_message {
     struct ps_line_message *next;
-    void *bytes;                           /* memory of the device; it must stay valid until `end` */
+    void *bytes;                           /* device memory, which must stay valid until `end` */
     int64_t nbytes;
-    ps_wire_event *ready, *end;            /* ready: after it the bytes may be sent, or written to. The message owns
-                                            * both events */
+    ps_wire_event *ready, *end;            /* The bytes may be sent, or written to, after `ready`. The message owns
+                                            * both events. */
     bool begun;                            /* the message is queued on the device, and `end` is set */
-    char name[PS_LINE_NAME];               /* text for errors, such as "F of micro-batch 3, stage 1" */
+    char name[PS_LINE_NAME];               /* name for errors, such as "F of micro-batch 3, stage 1" */
 } ps_line_message;
 
 /* State and functions that a line shares with its owner. tell and blame are called without the lock. */
 typedef struct ps_line_owner {
-    ps_comm *host;                         /* the host communicator, whose watch and time-out the line uses */
+    ps_comm *host;                         /* host communicator, whose watch and time-out the line uses */
     struct ps_backend *be;                 /* the device */
     pthread_mutex_t *lock;                 /* guards the owner's state and the line */
-    pthread_cond_t *news;                  /* the line broadcasts it if a message was begun, all messages have ended, or
-                                            * the line failed */
-    const ps_error_kept *failed;           /* if its code is set, the line stops */
+    pthread_cond_t *news;                  /* broadcast when a message was begun, all messages have ended, or the
+                                            * line failed */
+    const ps_error_kept *failed;           /* the line stops when the code in it is set */
     void *arg;
     int (*tell)(void *arg, int peer, int lane);              /* notifies the sender that a receive was begun */
     int (*blame)(void *arg, int peer, int rc);               /* makes this thread's error the error of the run */
 } ps_line_owner;
 
-/* Starts the line's thread, which connects. id: made by the table's new_id; both ranks pass the same id. The lock is
- * held. PS_ENOMEM */
+/* Starts the line's thread, which connects. id: from the table's new_id; both ranks pass the same id. The caller
+ * holds the lock. PS_ENOMEM. */
 int ps_line_open(const ps_line_owner *owner, const char *id, int peer, int lane, bool out, ps_line **out_line);
 const char *ps_line_id(const ps_line *line);
 /* Makes the message's events if it has none, and sets `ready`. Called by the thread that runs kernels. */
@@ -52,12 +52,14 @@ void ps_line_message_free(struct ps_backend *be, ps_line_message *m);
 /* The caller of the following functions holds the lock. */
 void ps_line_put(ps_line *line, ps_line_message *m);
 void ps_line_allow(ps_line *line);         /* the receiver is ready for one more message */
-void ps_line_stop(ps_line *line);          /* nobody waits for its messages any more */
-bool ps_line_is_still(const ps_line *line);                  /* all messages that were begun have ended */
-const ps_error_kept *ps_line_failed(const ps_line *line);    /* the line's error; NULL: it has not failed */
-const char *ps_line_at(const ps_line *line);                 /* the oldest message under way, or the one that failed */
-bool ps_line_rests(const ps_line *line);   /* after a failure: neither the line's thread nor the device uses any
-                                            * message */
+void ps_line_stop(ps_line *line);          /* nobody waits for the line's messages any more */
+bool ps_line_is_still(const ps_line *line);                  /* returns true if all messages that were begun have
+                                                              * ended */
+const ps_error_kept *ps_line_failed(const ps_line *line);    /* the line's error, or NULL if it has not failed */
+const char *ps_line_at(const ps_line *line);                 /* name of the oldest message under way, or of the
+                                                              * message that failed */
+bool ps_line_rests(const ps_line *line);   /* after a failure: true if neither the line's thread nor the device uses
+                                            * any message */
 
-void ps_line_close(ps_line *line);         /* called without the lock; NULL: does nothing */
+void ps_line_close(ps_line *line);         /* called without the lock; does nothing for NULL */
 #endif

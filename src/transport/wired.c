@@ -24,10 +24,9 @@
 #include "base/thread.h"
 #include "rendezvous/watch.h"
 
-enum { TURNS_AT_ONCE = 200 };              /* polls without a pause, because a small exchange takes tens of
+enum { TURNS_AT_ONCE = 200 };              /* number of polls without a pause, because a small exchange takes tens of
                                             * microseconds */
-enum { CALLS = 64 };                 /* largest number of points under way, each for one call; further calls share the
-                                      * last point */
+enum { CALLS = 64 };                 /* most points under way, each for one call; further calls share the last point */
 enum { CALL_TEXT = 40, CALM_S = 5 };
 
 /* A call whose bytes are under way, or the first of `n` such calls that share a point. */
@@ -39,30 +38,30 @@ typedef struct underway {
 } underway;
 
 typedef struct wired {
-    ps_comm comm;                          /* first, because the table's functions get its address */
+    ps_comm comm;                          /* must be first, because the table's functions get its address */
     ps_comm *host;
     ps_backend *be;
     const ps_wire_table *table;
     ps_wire *wire;
-    pthread_mutex_t lock;                  /* guards the wire and the fields that follow */
+    pthread_mutex_t lock;                  /* guards the wire and the following fields */
     pthread_cond_t more;
     pthread_t thread;
     bool looks, closing;                   /* looks: the thread is running */
-    underway calls[CALLS + 1];             /* a ring of points, followed by one point that is used at once */
+    underway calls[CALLS + 1];             /* ring buffer of points, followed by one point that is used at once */
     int first, n;
     bool hung_up;
     struct wired *next;                    /* in `all` */
 } wired;
 
 static pthread_mutex_t all_lock = PTHREAD_MUTEX_INITIALIZER;
-static wired *all;                         /* communicators of this process */
+static wired *all;                         /* list of this process's communicators */
 static pthread_mutex_t telling = PTHREAD_MUTEX_INITIALIZER;   /* used for the errors of lost bytes, and to find which
                                                                * thread already has the error */
 
 static wired *self(ps_comm *comm) { return (wired *)comm; }
 
-/* The result of a call of the wire. If everything under way was abandoned, the result is GONE and there is no call. The
- * lock is held only during this call; the only long operation under the lock is the wire's end. */
+/* The result of a call of the wire. If everything under way was abandoned, the result is GONE without a call. The
+ * lock is held only during this call; the only long operation under the lock is the end of the wire. */
 enum { GONE = INT_MIN };
 #define ON_WIRE(w, call) (pthread_mutex_lock(&(w)->lock), unlocked((w), (w)->hung_up ? GONE : (call)))
 static int unlocked(wired *w, int rc)
@@ -84,8 +83,8 @@ static void rest(int64_t turn)
 }
 
 /* -- calls under way ----------------------------------------------------------------------------------------------- */
-/* Returns the oldest call under way, after dropping calls that have ended; NULL: none. The device's library reports an
- * end late, so it is asked more than once if `sure` is set. The lock is held. */
+/* Drops calls that have ended, and returns the oldest call under way, or NULL. The device's library reports an end
+ * late, so `sure` makes this function ask more than once. The lock is held. */
 static underway *oldest(wired *w, bool sure)
 {
     while (w->n > 0) {
@@ -99,7 +98,7 @@ static underway *oldest(wired *w, bool sure)
     return NULL;
 }
 
-/* True if the wire failed. The lock is held. */
+/* Returns 0 or the error of the wire. The lock is held. */
 static int sound(wired *w)
 {
     for (int lane = 0; lane < PS_WIRE_LANES; lane++) {
@@ -111,7 +110,7 @@ static int sound(wired *w)
 
 /* -- failures ------------------------------------------------------------------------------------------------------ */
 /* Ends everything under way with this thread's error, rc. Bytes are lost only once in the life of the ranks'
- * connections: one failure ends all their groups. */
+ * connections, because one failure ends all their groups. */
 static void give_up(wired *w, int rc)
 {
     char why[1000];
@@ -127,8 +126,8 @@ static void give_up(wired *w, int rc)
     pthread_mutex_unlock(&w->lock);
 }
 
-/* Returns the call to which a failure belongs: the oldest call under way. False: there is none, so the failure belongs
- * to the call that this rank is in. */
+/* Returns the call to which a failure belongs, the oldest call under way. Returns false if there is none; the
+ * failure then belongs to the call that this rank is in. */
 static bool failed_call(wired *w, underway *out)
 {
     pthread_mutex_lock(&w->lock);
@@ -138,9 +137,9 @@ static bool failed_call(wired *w, underway *out)
     return first != NULL;
 }
 
-/* The wire failed with this thread's error. First the watch names the rank that caused it, then this rank ends
- * everything under way. The other ranks are notified only of a fault of this rank, and only through the watch: the
- * group's other thread may be in a call over the host's connections, and gets the verdict there. */
+/* Handles a failure of the wire with this thread's error. The watch first identifies the rank that caused it, then
+ * this rank ends everything under way. The other ranks are notified only of a fault of this rank, and only through
+ * the watch: the group's other thread may be in a call over the host's connections, and gets the verdict there. */
 static int failed(wired *w, int rc)
 {
     ps_watch *watch = w->host->watch;
@@ -166,7 +165,7 @@ static int failed(wired *w, int rc)
     return ps_error_again(&error);
 }
 
-/* Ends everything under way on this rank, because there is a verdict. */
+/* Ends everything under way on this rank because there is a verdict. */
 static int given_up(wired *w)
 {
     int rc = ps_watch_verdict(w->host->watch);
@@ -180,7 +179,7 @@ static int late(const wired *w, const char *what)
                    ps_comm_world(&w->comm, w->comm.rank), what, w->table->name, w->host->timeout_s);
 }
 
-/* Reports this thread's error to the script. False: the script already has the ranks' failure. */
+/* Reports this thread's error to the script. Returns false if the script already has the ranks' failure. */
 static bool told(wired *w)
 {
     ps_error_kept error;
@@ -192,8 +191,8 @@ static bool told(wired *w)
     return first || lost;
 }
 
-/* The error of an abandoned communicator. It reports the loss of bytes that no thread waited for, until the script has
- * the error. */
+/* Returns the error of an abandoned communicator. It reports the loss of bytes that no thread waited for, until the
+ * script has the error. */
 static int gone(wired *w)
 {
     int rc = w->table->lost(w->be, false);
@@ -206,7 +205,7 @@ static bool works(wired *w) { return ON_WIRE(w, 0) == 0; }
 static int result(wired *w, int rc) { return rc == GONE ? gone(w) : rc < 0 ? failed(w, rc) : rc; }
 
 /* -- the thread ---------------------------------------------------------------------------------------------------- */
-/* The thread found the failure rc. The lock is held before and after. */
+/* Handles the failure rc that the thread found. The lock is held before and after. */
 static void say_why(wired *w, int rc)
 {
     pthread_mutex_unlock(&w->lock);
@@ -215,7 +214,7 @@ static void say_why(wired *w, int rc)
     pthread_mutex_lock(&w->lock);
 }
 
-/* Watches the calls until they have ended, oldest first. */
+/* Watches the calls, oldest first, until they have ended. */
 static void *look(void *arg)
 {
     wired *w = arg;
@@ -313,7 +312,7 @@ static int follow(ps_comm *comm, int lane)
     return result(w, ON_WIRE(w, w->table->follow(w->wire, lane - PS_COMM_DATA)));
 }
 
-/* Exchanges come first: a sum after a failed exchange would never end. */
+/* Waits for exchanges first: a sum after a failed exchange would never end. */
 static int wait_for_all(wired *w)
 {
     for (int lane = 0; lane < PS_WIRE_LANES; lane++) PS_TRY(wait_until(w, lane, "an exchange"));
@@ -330,8 +329,8 @@ static int settle(ps_comm *comm)
     return rc;
 }
 
-/* Records a call and returns its point. If CALLS are under way, the point of the last one also stands for this call. In
- * a world of one rank there is nothing to watch. The lock is held. */
+/* Records a call and returns its point. If CALLS points are under way, the last one also stands for this call. A
+ * world of one rank has nothing to watch. The lock is held. */
 static int note(wired *w, const char *op, uint64_t call)
 {
     bool shares = w->n == CALLS;
@@ -364,7 +363,7 @@ static int catch_up(ps_comm *comm, int point)
     return unlocked(w, rc < 0 ? rc : w->table->event_follow(w->be, end));
 }
 
-/* A call on which the ranks disagreed does not end the communicator. */
+/* Called for a call on which the ranks disagreed, which does not end the communicator. */
 static void is_told(ps_comm *comm)
 {
     wired *w = self(comm);
@@ -391,7 +390,7 @@ static int memory(ps_comm *comm, int64_t nbytes, void **out)
 
 static void memory_free(ps_comm *comm, void *p) { self(comm)->table->memory_free(self(comm)->wire, p); }
 
-/* The script gets this thread's error. */
+/* Closes the connections; the script gets this thread's error. */
 static void hang_up(ps_comm *comm)
 {
     wired *w = self(comm);
@@ -403,7 +402,7 @@ static void hang_up(ps_comm *comm)
     ps_error_again(&error);
 }
 
-/* A device that waits for ranks that never arrive would block the host. */
+/* Ends the calls under way. A device that waits for ranks that never arrive would block the host. */
 static void end_calls(wired *w)
 {
     double until = ps_now() + CALM_S;

@@ -15,7 +15,7 @@ int reduce_before_slot(ps_zero *base, int32_t unit)
     return base->stage > 0 ? ps_shard_grads(z->shard, z->units[unit].param_part) : 0;
 }
 
-/* Returns a hash of the set of those parameters of the stripe that have had gradients in this step. *none: the set is
+/* Returns a hash of the set of the stripe's parameters that have had gradients in this step. *none: the set is
  * empty. */
 static uint64_t who_has(zero *z, int32_t stripe, bool *none)
 {

@@ -14,31 +14,30 @@ enum { OPEN_UNPLANNED = 2 };
 typedef struct part {
     ps_part_config c;
     int32_t n_lent, pins;
-    bool used, grads, whole;      /* grads: the part holds gradients; whole: a gather filled the buffer, so that it also
-                                   * holds values */
-    ps_storage buffer;            /* the part's bytes if it has no chunk on this rank. No block: the bytes are not here
-                                   * now */
+    bool used, grads, whole;      /* grads: the part holds gradients. whole: a gather filled the buffer, so it also
+                                   * holds values. */
+    ps_storage buffer;            /* bytes of the part if it has no chunk on this rank; it has no block if the bytes
+                                   * are not here now */
 } part;
 
-/* A storage in a part. ps_storage.block points at it. */
+/* A storage in a part. ps_storage.block points to it. */
 typedef struct lent {
     struct lent *next, **link;
-    ps_storage *outer, *inner;    /* inner: a storage of the same bytes in this rank's chunk, or NULL */
+    ps_storage *outer, *inner;    /* inner: storage of the same bytes in this rank's chunk, or NULL */
     int32_t part;
     int64_t offset;
 } lent;
 
 typedef struct stripe {
-    int32_t *parts;               /* [ranks] each rank's part, or -1 */
-    ps_comm_part *at;             /* [ranks] the parts' bytes during a job, in memory of their meeting_place */
-    void **staged;                /* [ranks] the handles of these bytes if they are scratch memory (stage_out), or
-                                   * NULL */
+    int32_t *parts;               /* [ranks] part of each rank, or -1 */
+    ps_comm_part *at;             /* [ranks] bytes of the parts during a job, in memory of their meeting_place */
+    void **staged;                /* [ranks] handles of these bytes if they are scratch memory (stage_out), or NULL */
     ps_job *job;
     bool open, stale;             /* stale: the stripe closes at its last unpin */
     bool gathering, reducing;     /* under way */
-    int32_t pins, pass, noted;    /* pass: the last pass that used the stripe; noted: the place of its gather in
-                                   * `record`, or -1 */
-    int32_t uses, until;          /* number of reads in this pass: so far, and in total; -1: unknown */
+    int32_t pins, pass, noted;    /* pass: last pass that used the stripe. noted: index of its gather in `record`, or
+                                   * -1. */
+    int32_t uses, until;          /* number of reads in this pass: so far, and in total (-1 if unknown) */
     int64_t touched;
 } stripe;
 
@@ -55,13 +54,13 @@ struct ps_shard {
     stripe *stripes;
     int32_t n_parts, parts_capacity, n_stripes, stripes_capacity;
     lent *first;
-    int32_t touched[PS_MAX_IN];   /* stripes that the latest op has read. If the op fails, these reads do not count */
+    int32_t touched[PS_MAX_IN];   /* stripes that the latest op has read; if the op fails, these reads do not count */
     int n_touched;
     int32_t first_pass;           /* value of step->pass when the step began */
     int64_t clock;
     ps_gathers record;
-    const ps_gathers *expected;   /* NULL: unknown, or the step has departed from the list */
-    int32_t next;                 /* place of the next gather in `expected` */
+    const ps_gathers *expected;   /* NULL if unknown, or if the step has departed from the list */
+    int32_t next;                 /* index of the next gather in `expected` */
     bool noting, alone;
     double waited_s;
 };
@@ -102,7 +101,7 @@ static int buffer_pin(part *p, int device, unsigned access, void **out)
 
 static void buffer_unpin(part *p, int device) { ps_storage_unpin(&p->buffer, device); }
 
-/* If the group has not connected its devices, the bytes of a buffer on a device are sent through host memory. */
+/* Sends the bytes of a buffer on a device through host memory, if the group has not connected its devices. */
 static int stage_out(ps_shard *sh, stripe *st, int r, bool contents)
 {
     part *p = part_at(sh, st, r);
@@ -138,7 +137,7 @@ static int stage_in(ps_shard *sh, stripe *st, int r, bool contents)
 }
 
 /* -- jobs ---------------------------------------------------------------------------------------------------------- */
-/* The device from which a part's bytes are sent to other ranks, and on which bytes are received. */
+/* Returns the device from which a part's bytes are sent to other ranks, and on which bytes are received. */
 static int meeting_place(const ps_shard *sh, const part *p) { return sh->direct ? p->c.device : sh->host; }
 
 /* Pins rank r's part for a job, at st->at[r]. */
@@ -157,7 +156,7 @@ static int hold(ps_shard *sh, stripe *st, int r, unsigned access)
     return 0;
 }
 
-/* Ends the pins that hold() began. come: the bytes of other ranks have arrived, so they are copied to their parts. */
+/* Ends the pins of hold(). come: the bytes of other ranks have arrived, so they are copied to their parts. */
 static int let_go(ps_shard *sh, stripe *st, bool come)
 {
     int rc = 0;
@@ -178,7 +177,7 @@ static int let_go(ps_shard *sh, stripe *st, bool come)
     return rc;
 }
 
-/* Uses all parts of a stripe on one device. */
+/* Returns the kind of memory of a stripe, all of whose parts are on one device. */
 static place place_of(const ps_shard *sh, const stripe *st)
 {
     for (int r = 0; r < sh->size; r++)
@@ -186,8 +185,8 @@ static place place_of(const ps_shard *sh, const stripe *st)
     return ON_HOST;
 }
 
-/* Starts a job on the stripe. If this rank cannot take part, the job reports that to the others, and job_end returns
- * the error. */
+/* Starts a job on the stripe. If this rank cannot take part, the job reports that to the other ranks, and job_end
+ * returns the error. */
 static int job_begin(ps_shard *sh, stripe *st, int op, int dtype, uint64_t check)
 {
     int rc = 0;
@@ -220,7 +219,7 @@ static int job_begin(ps_shard *sh, stripe *st, int op, int dtype, uint64_t check
 static int job_end(ps_shard *sh, stripe *st, bool come)
 {
     int rc = 0;
-    if (st->job) {                         /* there is no job in a dry run */
+    if (st->job) {                         /* a dry run has no job */
         double began = ps_now();
         rc = group_job_wait(sh->group, st->job);
         st->job = NULL;
@@ -257,7 +256,8 @@ static int gather_begin(ps_shard *sh, stripe *st)
 static int gather_end(ps_shard *sh, stripe *st)
 {
     st->gathering = false;
-    for (int r = 0; r < sh->size; r++)                       /* parts that held gradients were left out of the gather */
+    for (int r = 0; r < sh->size; r++)                       /* parts that held gradients were omitted from the
+                                                              * gather */
         if (st->at[r].nbytes > 0) part_at(sh, st, r)->whole = true;
     int rc = group_told(sh->group, job_end(sh, st, true));
     if (rc < 0) {
@@ -275,8 +275,8 @@ static bool keeps(const ps_shard *sh, const stripe *st)
     return false;
 }
 
-/* Without a list of gathers: closes stripes before one more opens, until only the OPEN_UNPLANNED that were used last
- * are open. */
+/* Without a list of gathers: closes the least recently used stripes before another one opens, so that only
+ * OPEN_UNPLANNED stay open. */
 static void close_oldest(ps_shard *sh, const stripe *except)
 {
     for (;;) {
@@ -323,7 +323,8 @@ static void note_gather(ps_shard *sh, stripe *st)
     st->noted = -1;
     if (!sh->noting) return;
     if (!ps_try_grow(record->list, record->capacity, record->n + 1)) {
-        sh->noting = false;                                  /* no list: in the next step a read begins its gather */
+        sh->noting = false;                                  /* there is no list, so in the next step a read begins
+                                                              * its gather */
         record->n = 0;
         return;
     }
@@ -340,7 +341,7 @@ static int run_ahead(ps_shard *sh)
     return ahead->open || ahead->gathering || ahead->reducing ? 0 : gather_begin(sh, ahead);
 }
 
-/* The step departs from the list of gathers, so the last use of a stripe is no longer known. */
+/* Drops the list of gathers when the step departs from it. The last use of a stripe is then no longer known. */
 static void go_on_without(ps_shard *sh)
 {
     sh->expected = NULL;
@@ -372,7 +373,7 @@ static int touch(ps_shard *sh, stripe *st)
     if (st->pass != sh->step->pass) {
         PS_TRY(begin_pass(sh, st));
     } else {
-        if (st->until >= 0 && st->uses >= st->until) go_on_without(sh);      /* one more use than the list has */
+        if (st->until >= 0 && st->uses >= st->until) go_on_without(sh);      /* one use more than the list has */
         PS_TRY(open_stripe(sh, st));
     }
     PS_TRY(run_ahead(sh));
@@ -381,7 +382,7 @@ static int touch(ps_shard *sh, stripe *st)
     return 0;
 }
 
-/* A stripe does not close right after its last read, but when the next op begins, because an op may fail after it has
+/* Closes stripes when the next op begins instead of right after their last read, because an op can fail after it has
  * unpinned. */
 void ps_shard_tick(ps_shard *sh)
 {
@@ -394,8 +395,8 @@ void ps_shard_tick(ps_shard *sh)
     ps_chunks_tick(sh->chunks);
 }
 
-/* The op may be tried again and then reads again, so its reads are subtracted. The counts must equal those of ranks on
- * which the op did not fail. */
+/* Subtracts the failed op's reads, because the op may be tried again and then reads again. The counts must equal
+ * those of ranks on which the op did not fail. */
 void ps_shard_failed(ps_shard *sh)
 {
     while (sh->n_touched > 0) count_use(sh, &sh->stripes[sh->touched[--sh->n_touched]], -1);
@@ -432,7 +433,7 @@ void ps_shard_step_begin(ps_shard *sh, const ps_gathers *expected)
     sh->first_pass = sh->step->pass;
 }
 
-/* Returns a hash of 52 bits, plus 1. A double holds it exactly, and it is never 0. */
+/* Returns a 52-bit hash plus 1, which a double holds exactly and which is never 0. */
 double ps_shard_expects(const ps_shard *sh)
 {
     if (!sh->expected) return 0;
@@ -461,7 +462,7 @@ int ps_shard_grads(ps_shard *sh, int32_t number)
     stripe *st = &sh->stripes[p->c.stripe];
     if (p->grads) return 0;
     if (p->c.reads && !st->open && !p->c.keeps) {
-        bool known = sh->expected != NULL;                   /* whether a read follows in this pass */
+        bool known = sh->expected != NULL;                   /* true if it is known that a read follows in this pass */
         bool follows = coming(sh) == p->c.stripe && sh->expected->list[sh->next].pass == pass_of_step(sh);
         if (follows || !known) {
             if (st->pass != sh->step->pass) PS_TRY(begin_pass(sh, st));
@@ -478,7 +479,7 @@ int ps_shard_reduce_begin(ps_shard *sh, int32_t number, bool everywhere, uint64_
 {
     const part *p = &sh->parts[number];
     stripe *st = &sh->stripes[p->c.stripe];
-    if (st->gathering) PS_TRY(gather_end(sh, st));           /* a gather that began early, for which no read came */
+    if (st->gathering) PS_TRY(gather_end(sh, st));           /* a gather that began early and was followed by no read */
     PS_TRY(job_begin(sh, st, everywhere ? OP_CHUNK_ALL_REDUCE : OP_CHUNK_REDUCE, p->c.dtype, check));
     st->reducing = true;
     return 0;
@@ -606,8 +607,7 @@ static lent *lent_new(ps_shard *sh, int32_t number, int64_t offset)
     return l;
 }
 
-/* From now on s lies in the part. If the part has a chunk on this rank, s lay in it, and `inner` takes its place
- * there. */
+/* Moves s into the part. If the part has a chunk on this rank, s was in that chunk, and `inner` replaces it there. */
 static void lend(ps_shard *sh, lent *l, ps_storage *s, ps_storage *inner)
 {
     if (inner) {
@@ -635,7 +635,7 @@ static int check_place(const ps_shard *sh, int32_t number, int64_t offset, int64
     return 0;
 }
 
-/* Reads s, so that this rank takes part in the gather, because another rank needs the bytes. */
+/* Reads s so that this rank takes part in the gather, because another rank needs the bytes. */
 static int read_along(ps_storage *s)
 {
     void *p;
@@ -707,8 +707,8 @@ static void take_back(ps_shard *sh, ps_storage *s, bool closing)
     *l->link = l->next;
     if (l->next) l->next->link = l->link;
     s->block = NULL;
-    if (p->n_lent == 1) stripe_end_job(sh, &sh->stripes[p->c.stripe]);    /* the chunk's bytes are freed with the last
-                                                                           * part */
+    if (p->n_lent == 1) stripe_end_job(sh, &sh->stripes[p->c.stripe]);    /* the chunk's bytes are freed with its
+                                                                           * last part */
     inner_release(l->inner, closing);
     if (--p->n_lent == 0) part_end(sh, p);
     ps_free(l);

@@ -6,13 +6,13 @@
 #include "engine/zero_table.h"
 #include "zero/shard.h"
 
-/* The parts with a unit's values and gradients. grad_part -1: gradients lie in the place of the values. */
+/* The parts with a unit's values and gradients. If grad_part is -1, gradients are stored in the place of the values. */
 typedef struct unit_parts { int32_t stripe, param_part, grad_part; } unit_parts;
 
-/* Units whose gradients are reduced together: at most one of each rank. */
+/* Units whose gradients are reduced together, at most one of each rank. */
 typedef struct stripe_units {
     int32_t n, n_final, vstage;
-    int32_t part;                 /* one of its parts while the group is reduced; else -1 */
+    int32_t part;                 /* one of the stripe's parts while it is reduced, else -1 */
 } stripe_units;
 
 typedef struct zero {

@@ -5,7 +5,7 @@
 #include "backend/cpu/cpu.h"
 #include "base/error.h"
 
-/* The same object serves every context of a process. */
+/* The same object serves all contexts of a process. */
 static ps_kernel kernels[2][PS_OP_COUNT];
 
 void ps_cpu_chain_open(const ps_kernel *own, const ps_kernel *fallback)
@@ -28,12 +28,12 @@ static int run(ps_call *call, int op, const void *attrs, int n_in, const ps_view
     return rc;
 }
 
-/* db = (+=) the sum of d [..., O] over all but the last dimension. */
+/* Computes db = (or +=) the sum of d [..., O] over all but the last dimension. */
 static int sum_rows(ps_call *call, const ps_view *d, ps_view *db, int add)
 {
     ps_attrs_sum attrs = { .dims = (1u << (d->ndim - 1)) - 1, .accumulate = add };
     if (d->ndim > 1) return run(call, PS_OP_sum, &attrs, 1, d, db);
-    ps_attrs_axpy_ one = { .alpha = 1 };                     /* it has a single row */
+    ps_attrs_axpy_ one = { .alpha = 1 };                     /* the sum has a single row */
     ps_attrs_copy_ none = { 0 };
     ps_view in[2] = { *db, *d };
     return add ? run(call, PS_OP_axpy_, &one, 2, in, db) : run(call, PS_OP_copy_, &none, 2, in, db);
@@ -57,7 +57,7 @@ int ps_cpu_linear_grad(ps_call *call)
     return sum_rows(call, dy, &call->out[1], at->add_b);
 }
 
-/* Returns v or, if it is absent, new memory for it. */
+/* Returns v or, if it is absent, allocates memory for it. */
 static int make(ps_call *call, ps_view *v, const ps_view *like, int64_t last)
 {
     if (ps_has(v)) return 0;

@@ -40,7 +40,7 @@ typedef struct isa {
 #define DECLARE_avx512(family) void ps_cpu_fill_##family##_avx512(ps_kernel *k);
 #define FILL_avx512(family) ps_cpu_fill_##family##_avx512(k);
 
-/* Lowest first. "sse2" is the plain build, which runs on every machine. */
+/* Instruction sets, lowest first. "sse2" is the plain build, which runs on every machine. */
 ISA(sse2)
 #if defined(__x86_64__)
 ISA(avx2)
@@ -54,8 +54,9 @@ static const isa sets[] = {
       ps_cpu_packed_dots_avx512, ps_cpu_unpack_avx512 },
 };
 
-/* Instructions that the compiler may use under -march=x86-64-v3 and v4, and whose registers the system saves; f16c,
- * movbe and lzcnt are checked by cpuid, since not every compiler has names for them. */
+/* Returns the best set. Checks all instructions that the compiler may use under -march=x86-64-v3 and v4, and whether
+ * the system saves their registers. f16c, movbe and lzcnt are checked by cpuid, because not every compiler has names
+ * for them. */
 static int best_set(void)
 {
     unsigned a, b, c, d, ext;
@@ -137,7 +138,8 @@ bool ps_cpu_has_set(const char *name)
 }
 
 /* -- scratch memory, for dry runs --------------------------------------------------------------------------------- */
-/* Ops whose kernels use scratch memory. They support ps_call.dry: with it they only request their memory. */
+/* Returns true for ops whose kernels use workspace. They support ps_call.dry: they then only allocate their
+ * workspace. */
 bool ps_cpu_asks(int op)
 {
     switch (op) {
@@ -161,7 +163,7 @@ static void *count(ps_call *call, size_t nbytes)
     return (void *)(uintptr_t)4096;                          /* never accessed */
 }
 
-/* The sum of all requests of the kernel, because dispatch keeps the memory until the kernel returns. */
+/* Returns the sum of all allocations of the kernel, because dispatch keeps the memory until the kernel returns. */
 static int64_t scratch_nbytes(ps_backend *be, const ps_call *call)
 {
     int64_t asked = 0;

@@ -8,12 +8,12 @@
 #define PS_CPU_H
 #include "backend/backend.h"
 
-enum { PS_PAR_MIN = 1 << 14 };        /* with fewer elements, a fork and join costs more than it saves */
+enum { PS_PAR_MIN = 1 << 14 };        /* with fewer elements, fork and join cost more than they save */
 
 #define PS_CPU_FAMILIES(X) X(elementwise) X(reduce) X(norm) X(dropout) X(loss) X(table) X(optim) X(update) \
     X(attention) X(rope) X(channel_norm) X(image)
 
-/* True if the view is one row-major array. */
+/* Returns true if the view is one row-major array. */
 static inline bool view_flat(const ps_view *v)
 {
     int64_t expect = 1;
@@ -25,13 +25,13 @@ static inline bool view_flat(const ps_view *v)
     return true;
 }
 
-/* A matrix for onednn.c: [rows, cols], with element (i, j) at data[i * stride_row + j * stride_col]. One of the strides
- * is 1. */
+/* A matrix for onednn.c: [rows, cols], with element (i, j) at data[i * stride_row + j * stride_col]. One of the
+ * strides is 1. */
 typedef struct ps_mat { void *data; int32_t dtype; int64_t rows, cols, stride_row, stride_col; } ps_mat;
-/* dst = a b (+ bias [cols], + residual [rows, cols] row-major with dst's type and leading dimension ld_residual,
- * + dst when accumulate); a [M, K], b [K, N], dst [M, N] row-major. bias and residual may be NULL. Float types fp32,
- * bf16, fp16; sums in fp32. `scratch` as in ps_call, for panels converted to fp32 where an instruction is
- * lacking. */
+/* Computes dst = a b (+ bias [cols], + residual [rows, cols], row-major with dst's type and leading dimension
+ * ld_residual, + dst if accumulate). a is [M, K], b is [K, N], dst is [M, N] row-major. bias and residual can be
+ * NULL. Types are fp32, bf16 and fp16; sums are in fp32. `scratch` as in ps_call holds panels that are converted to
+ * fp32 if an instruction is missing. */
 int ps_cpu_gemm(ps_call *call, const ps_mat *a, const ps_mat *b, const ps_mat *dst, const void *bias, int bias_dtype,
                 const void *residual, int64_t ld_residual, int accumulate);
 int ps_cpu_matmul(ps_call *call);      /* the kernels of the ops in ops.def */
@@ -50,27 +50,28 @@ int ps_cpu_conv(ps_call *call);                  /* onednn_conv.c */
 int ps_cpu_conv_transpose(ps_call *call);
 int ps_cpu_conv_weight(ps_call *call);
 void ps_cpu_conv_close(void);                    /* frees cached primitives */
-/* Kernels for chain.c: this backend's own and, for types that these do not support, its fallback's. */
+/* Kernels for chain.c: those of this backend or, for types that they do not support, of its fallback. */
 bool ps_cpu_asks(int op);              /* true if the op's kernel uses scratch memory and supports ps_call.dry */
 void ps_cpu_chain_open(const ps_kernel *own, const ps_kernel *fallback);
-/* Enters the kernels of the instruction set that an environment variable names (default: the best set) into a table
- * that already has the cpu's. They compute the same bits at another speed. */
+/* Enters the kernels of the instruction set that an environment variable names (default: the best one) into a table
+ * that already has the kernels of cpu. They compute the same bits at another speed. */
 int ps_cpu_kernels(const char *variable, ps_kernel *kernel);
-/* Bytes of a vector in the instruction set that PS_CPU_ISA names, or in the best one; and whether this machine has an
- * instruction set. */
+/* Two functions: the bytes of a vector in the instruction set that PS_CPU_ISA names, or in the best one; and whether
+ * this machine has an instruction set. */
 int ps_cpu_vector_nbytes(int *nbytes);
 bool ps_cpu_has_set(const char *name);
-/* copy.c: copy_in and copy_out, and load, of backend.h. */
+/* copy.c: copy_in, copy_out and load of backend.h */
 int ps_cpu_copy(ps_backend *be, void *dst, const void *src, size_t nbytes);
 int ps_cpu_load(ps_backend *be, void *dst, ps_reader read, const void *from, int64_t at, size_t nbytes);
 const char *ps_cpu_gemm_describe(void);
 int ps_cpu_gemm_open(void);
 void ps_cpu_gemm_close(void);          /* frees cached primitives */
 
-/* loss.c, one per instruction set, called through a pointer that cpu.c sets: turns one row of logits into its gradient.
- * logits [V] of `dtype` (fp32, bf16 or fp16) is overwritten by (softmax - onehot(target)) * scale, of type `dtype`;
- * target < 0: the row is ignored and becomes 0. Returns the loss of the row (0 if ignored). want_grad 0 leaves the
- * logits unchanged. *hit: true if the target's logit is the largest (of several equal ones, the first). */
+/* loss.c, one function per instruction set, called through a pointer that cpu.c sets: turns one row of logits into
+ * its gradient. logits [V] of `dtype` (fp32, bf16 or fp16) is overwritten by (softmax - onehot(target)) * scale of
+ * type `dtype`. If target < 0, the row is ignored and becomes 0. Returns the loss of the row, 0 if it is ignored.
+ * want_grad 0 leaves the logits unchanged. *hit: true if the target's logit is the largest (the first of several
+ * equal ones). */
 typedef float (*ps_cpu_loss_row_fn)(void *logits, int dtype, int64_t V, int64_t target, float scale, int want_grad,
                                     bool *hit);
 extern ps_cpu_loss_row_fn ps_cpu_loss_row;

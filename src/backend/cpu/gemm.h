@@ -5,16 +5,16 @@
 #define PS_CPU_GEMM_H
 #include "backend/cpu/cpu.h"
 
-/* The scratch memory of one kernel call. Start with { .call = call }. Each buffer grows to the largest size needed, and
- * is freed with the call's other scratch memory. */
+/* The workspace of one kernel call. Start with { .call = call }. Each buffer grows to the largest size needed, and
+ * is freed with the call's other workspace. */
 typedef struct ps_gemm_space {
     ps_call *call;
     void *work, *panels;
     size_t work_nbytes, panels_nbytes;
 } ps_gemm_space;
 
-/* dst = a b + bias + residual + dst (if `accumulate` is set), as ps_cpu_gemm computes it, `batch` times. Matrix i of an
- * operand begins i * step elements after the first; step 0 repeats the same matrix. bias and residual are only
+/* Computes dst = a b + bias + residual + dst (if `accumulate` is set) like ps_cpu_gemm, `batch` times. Matrix i of
+ * an operand begins i * step elements after the first; step 0 repeats the same matrix. bias and residual are only
  * supported with batch 1. */
 typedef struct ps_gemm {
     ps_mat a, b, dst;
@@ -26,17 +26,18 @@ typedef struct ps_gemm {
 
 int ps_cpu_gemm_run(ps_gemm_space *space, const ps_gemm *g);
 
-/* simd/few_rows.c, one per instruction set, reached through a pointer that cpu.c sets: c [M, N] = x [M, K] times g->b,
- * both dense fp32; part: fp32 [K / PS_FEW_DEPTH rounded up, M, N], if g->b lies in rows of N. */
+/* simd/few_rows.c, one function per instruction set, called through a pointer that cpu.c sets: computes c [M, N] = x
+ * [M, K] times g->b, both dense fp32. part: fp32 [K / PS_FEW_DEPTH rounded up, M, N], if g->b is stored in rows of
+ * N. */
 enum { PS_FEW_ROWS = 4, PS_FEW_DEPTH = 64 };
 typedef void (*ps_cpu_few_rows_fn)(const ps_gemm *g, const float *x, float *part, float *c);
 extern ps_cpu_few_rows_fn ps_cpu_few_rows;
 void ps_cpu_few_rows_sse2(const ps_gemm *, const float *, float *, float *);
 void ps_cpu_few_rows_avx2(const ps_gemm *, const float *, float *, float *);
 void ps_cpu_few_rows_avx512(const ps_gemm *, const float *, float *, float *);
-/* n neighbouring elements of a float type to fp32, and back, rounded to nearest even. */
+/* Convert n adjacent elements of a float type to fp32, and back, rounded to nearest even. */
 void ps_cpu_row_load(float *dst, const void *src, int64_t n, int dtype);
 void ps_cpu_row_store(void *dst, const float *src, int64_t n, int dtype);
-/* True if oneDNN multiplies this type without conversion to fp32, except in small products. */
+/* Returns true if oneDNN multiplies this type without conversion to fp32, except in small products. */
 bool ps_cpu_gemm_native(int dtype);
 #endif

@@ -28,8 +28,8 @@ typedef struct problem {
     int type;                   /* of logits */
     void *logits;               /* [panel rows, V] */
     float *loss;                /* [N] */
-    int64_t hits;               /* number of rows in which the target's logit is the largest (of several equal ones, the
-                                 * first) */
+    int64_t hits;               /* number of rows in which the target's logit is the largest (the first of several
+                                 * equal ones) */
     float *db_sum;              /* [V], if db is wanted */
 } problem;
 
@@ -40,7 +40,7 @@ static int64_t target_at(const problem *p, int64_t i)
 
 static void *at(const ps_view *v, int64_t i) { return (char *)v->data + i * ps_dtype_bytes(v->dtype); }
 
-/* Counts the rows that are not ignored. A target outside [0, V) is an error. */
+/* Counts the rows that are not ignored. Fails if a target is outside [0, V). */
 static int count_targets(const problem *p, int64_t *count)
 {
     *count = 0;
@@ -55,7 +55,7 @@ static int count_targets(const problem *p, int64_t *count)
     return 0;
 }
 
-/* dw (+)= dlogits^T x, over rows [first, first + rows) of x. */
+/* Computes dw = (or +=) dlogits^T x, over rows [first, first + rows) of x. */
 static int add_dw(problem *p, int64_t first, int64_t rows)
 {
     int64_t step = p->V < 2 * DW_ROWS ? p->V : DW_ROWS;
@@ -70,7 +70,7 @@ static int add_dw(problem *p, int64_t first, int64_t rows)
     return 0;
 }
 
-/* db_sum += the rows of a panel's dlogits, in their order. The threads share the columns. */
+/* Computes db_sum += the rows of a panel's dlogits, in their order. The columns are divided among the threads. */
 static void add_db(const problem *p, int64_t rows)
 {
 #pragma omp parallel for schedule(static) if (rows * p->V > PS_PAR_MIN)
@@ -135,8 +135,8 @@ int ps_cpu_lm_loss(ps_call *call)
     p.loss = call->scratch(call, (size_t)p.N * sizeof *p.loss);
     p.logits = p.loss ? call->scratch(call, (size_t)(rows * p.V * ps_dtype_bytes(p.type))) : NULL;
     if (p.logits && p.db) p.db_sum = call->scratch(call, (size_t)p.V * sizeof *p.db_sum);
-    if (!p.logits || (p.db && !p.db_sum)) return PS_ENOMEM;                         /* the error that scratch()
-                                                                                     * recorded */
+    if (!p.logits || (p.db && !p.db_sum)) return PS_ENOMEM;                         /* scratch() has recorded the
+                                                                                     * error */
     for (int64_t v = 0; p.db && !call->dry && v < p.V; v++) p.db_sum[v] = 0;
     float scale = attrs->reduction == 1 ? (float)(attrs->dloss / (double)(count ? count : 1)) : (float)attrs->dloss;
     for (int64_t first = 0; first < p.N; first += rows)

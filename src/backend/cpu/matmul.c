@@ -10,7 +10,7 @@
 
 static bool multiplies(const ps_view *v) { return v->dtype == PS_F32 || v->dtype == PS_BF16 || v->dtype == PS_F16; }
 
-/* True if one stride is 1 and lines do not overlap: oneDNN accepts it as a matrix. */
+/* Returns true if one stride is 1 and lines do not overlap, so that oneDNN accepts the matrix. */
 static bool is_plain(ps_mat *m)
 {
     if (m->cols == 1 && m->stride_row >= 1) m->stride_col = 1;
@@ -19,7 +19,7 @@ static bool is_plain(ps_mat *m)
     return (m->stride_col == 1 && m->stride_row >= m->cols) || (m->stride_row == 1 && m->stride_col >= m->rows);
 }
 
-/* Copies v, row-major, to dst. */
+/* Copies v to dst in row-major order. */
 static void pack(const ps_view *v, void *dst)
 {
     int last = v->ndim - 1;
@@ -40,7 +40,7 @@ static void pack(const ps_view *v, void *dst)
     }
 }
 
-/* Makes v contiguous, in scratch memory. */
+/* Copies v to workspace to make it contiguous. */
 static int pack_view(ps_call *call, ps_view *v)
 {
     void *p = call->scratch(call, (size_t)(v->numel * ps_dtype_bytes(v->dtype)));
@@ -52,7 +52,7 @@ static int pack_view(ps_call *call, ps_view *v)
     return 0;
 }
 
-/* Returns v [..., cols] as the matrix [rows, cols]. Copies it if its strides require that. */
+/* Returns v [..., cols] as the matrix [rows, cols], copying it if its strides require that. */
 static int rows_matrix(ps_call *call, const ps_view *given, ps_mat *out)
 {
     ps_view v = *given;
@@ -117,7 +117,7 @@ static ps_mat last_two(const ps_view *v)
 
 static ps_mat turned(ps_mat m) { return (ps_mat){ m.data, m.dtype, m.cols, m.rows, m.stride_col, m.stride_row }; }
 
-/* The matrices of v for oneDNN. If v cannot be used as it is, it is made contiguous. */
+/* Returns the matrices of v for oneDNN. If it cannot use v directly, v is made contiguous. */
 static int operand(ps_call *call, ps_view *v, ps_mat *out)
 {
     *out = last_two(v);
@@ -127,7 +127,8 @@ static int operand(ps_call *call, ps_view *v, ps_mat *out)
     return is_plain(out) ? 0 : ps_fail(PS_EUNSUP, "a matrix of these strides");
 }
 
-/* If b is the same for all batches: one product of the rows of all batches. It is one call, and b is packed once. */
+/* If b is the same for all batches, multiplies the rows of all batches by it in one product, for which b is packed
+ * once. */
 static bool merge_rows(ps_gemm *g, const batch_dims *bd)
 {
     if (bd->ndim != 1 || bd->step[1][0] != 0 || g->a.stride_col != 1 || g->dst.stride_col != 1) return false;
@@ -151,7 +152,7 @@ int ps_cpu_matmul(ps_call *call)
     ps_gemm g = { .batch = 1, .accumulate = attrs->accumulate };
     g.dst = last_two(y);
     if (!is_plain(&g.dst)) return PS_EUNSUP;
-    bool turn = g.dst.stride_col != 1;                       /* y^T = b^T a^T: writes y by rows */
+    bool turn = g.dst.stride_col != 1;                       /* y^T = b^T a^T, which writes y by rows */
     if (va.numel == 0) {
         g.a = (ps_mat){ va.data, va.dtype, va.shape[va.ndim - 2], 0, 1, 1 };
         g.b = (ps_mat){ vb.data, vb.dtype, 0, vb.shape[vb.ndim - 1], 1, 1 };
@@ -167,7 +168,7 @@ int ps_cpu_matmul(ps_call *call)
     } else if (va.numel > 0 && merge_rows(&g, &bd)) {
         bd.ndim = 0;
     }
-    int first = turn ? 1 : 0, in = bd.ndim - 1;              /* the innermost batch dimension goes to oneDNN */
+    int first = turn ? 1 : 0, in = bd.ndim - 1;              /* oneDNN iterates over the innermost batch dimension */
     int64_t loops = 1, size = ps_dtype_bytes(y->dtype);
     if (bd.ndim > 0) {
         g.batch = bd.n[in];

@@ -9,7 +9,7 @@
 #include "base/half.h"
 #include "base/update.h"
 
-enum { SYMMETRIC_ROWS = 256 };        /* rows of a panel of a symmetric product, of which half is computed */
+enum { SYMMETRIC_ROWS = 256 };        /* rows of a panel of a symmetric product, of which only half is computed */
 
 /* -- operands of a parameter --------------------------------------------------------------------------------------- */
 static float grad_at(const ps_view *in, int64_t i)
@@ -36,7 +36,8 @@ static void set_master(const ps_view *in, int64_t i, float p)
     else if (in[0].dtype == PS_F16) half[i] = ps_f32_to_f16(p);
     else ((float *)in[0].data)[i] = p;
 }
-/* Whether the kernels of this file know these tensors: fp32 or half parameters, fp32 masters or remainders. */
+/* Returns whether the kernels of this file support these tensors: fp32 or half parameters, fp32 masters or
+ * remainders. */
 static bool known(const ps_view *in, int each)
 {
     bool low = in[1].dtype == PS_U8, half = in[0].dtype == PS_BF16 || in[0].dtype == PS_F16;
@@ -56,10 +57,10 @@ static double in_order(const double *x, int64_t n)
 typedef struct matrices {
     ps_call *call;
     ps_gemm_space space;
-    int type;                         /* of the products' operands */
-    int64_t R, C;                     /* R <= C */
-    void *x, *y, *gram, *poly;        /* [R, C] twice, [R, R] twice */
-    float *sums;                      /* [R, C] fp32 results, of which the operands are made; in fp32 y itself */
+    int type;                         /* type of the products' operands */
+    int64_t R, C;                     /* sizes, R <= C */
+    void *x, *y, *gram, *poly;        /* x and y are [R, C], gram and poly are [R, R] */
+    float *sums;                      /* [R, C] fp32 results, from which the operands are made; for fp32, y itself */
 } matrices;
 
 static int64_t size_of(const matrices *m) { return m->type == PS_F32 ? 4 : 2; }
@@ -68,7 +69,8 @@ static void *row_of(const matrices *m, void *p, int64_t row, int64_t cols)
     return (char *)p + row * cols * size_of(m);
 }
 
-/* Rows [first, first + n) of the lower half of dst [R, R] = a b, which is symmetric. turned: b is a transposed. */
+/* Computes rows [first, first + n) of the lower half of dst [R, R] = a b, which is symmetric. turned: b is a
+ * transposed. */
 static int panel(matrices *m, float *dst, void *a, int64_t K, bool turned, int64_t first, int64_t n)
 {
     ps_gemm g = { .batch = 1 };
@@ -92,7 +94,7 @@ static int symmetric(matrices *m, float *dst, void *a, int64_t K, bool turned)
                 for (int64_t j = j0 > i ? j0 : i + 1; j < j0 + TILE && j < R; j++) dst[i * R + j] = dst[j * R + i];
     return 0;
 }
-/* dst = beta add + alpha x, rounded to the operands' type. add may be NULL. */
+/* Computes dst = beta add + alpha x, rounded to the operands' type. add can be NULL. */
 static void combine(const matrices *m, void *dst, const float *x, float alpha, const void *add, float beta, int64_t n)
 {
     if (m->call->dry) return;
@@ -126,7 +128,7 @@ static int iterate(matrices *m, const ps_attrs_muon_ *a)
     return 0;
 }
 
-/* Element (r, c) of the parameter lies at this place of [R, C], which has the smaller dimension first. */
+/* Returns the position of the parameter's element (r, c) in [R, C], which has the smaller dimension first. */
 static int64_t place(const ps_view *in, int64_t r, int64_t c)
 {
     return in->shape[0] > in->shape[1] ? c * in->shape[0] + r : r * in->shape[1] + c;
@@ -189,7 +191,7 @@ int ps_cpu_muon(ps_call *call)
 }
 
 /* -- Adafactor ----------------------------------------------------------------------------------------------------- */
-/* A tensor [batch, R, C]; a vector is [1, 1, C], with averages of its elements. */
+/* A tensor [batch, R, C]. A vector is [1, 1, C], with averages of its elements. */
 typedef struct factored {
     const ps_attrs_adafactor_ *a;
     const ps_view *in;
@@ -204,7 +206,7 @@ static double squared(const factored *f, int64_t i)
     float g = grad_at(f->in, i) * (float)f->a->grad_scale;
     return (double)g * g + (f->a->hugging_face ? f->a->eps1 : 0);
 }
-/* The update of an element of row `row`, before it is clipped. */
+/* Returns the update of an element in row `row`, before it is clipped. */
 static float factored_update(const factored *f, int64_t row, int64_t c)
 {
     const ps_attrs_adafactor_ *a = f->a;

@@ -25,13 +25,15 @@
 #endif
 
 enum {
-    CACHE_SLOTS = 2048, CACHE_MAX = 1024,           /* a hash table with open addressing, at most half full */
-    PANEL_M = 1024, PANEL_N = 1024, PANEL_K = 2048, /* panels of fp32: 20 MiB in total */
+    CACHE_SLOTS = 2048, CACHE_MAX = 1024,           /* entries of a hash table with open addressing, at most half
+                                                     * full */
+    PANEL_M = 1024, PANEL_N = 1024, PANEL_K = 2048, /* sizes of fp32 panels: 20 MiB in total */
     DEPTH = 512,                                    /* terms per part of a sum that is computed in parts */
     SHARED = 2048,                                  /* oneDNN splits sums with this many terms over threads */
     SCRATCH_MAX = 64 << 20,                         /* implementations that need more memory are skipped if there are
                                                      * others */
-    GEMM_SCRATCH_MAX = 24 << 20                     /* the same, for implementations that are only slightly faster */
+    GEMM_SCRATCH_MAX = 24 << 20                     /* the same limit for implementations that are only slightly
+                                                     * faster */
 };
 
 static dnnl_engine_t engine;
@@ -89,11 +91,11 @@ static dnnl_status_t add_sum(dnnl_post_ops_t ops) { return dnnl_post_ops_append_
 /* Iterates over oneDNN's implementations, in its order of preference. */
 typedef struct impl_walk {
 #if DNNL_VERSION_MAJOR < 3
-    dnnl_matmul_desc_t op;                           /* the iterator reads it as long as it exists */
+    dnnl_matmul_desc_t op;                           /* the iterator reads it as long as the iterator exists */
     dnnl_primitive_desc_iterator_t it;
 #endif
-    dnnl_primitive_desc_t pd;                        /* the current implementation; the walk owns it until it is
-                                                      * taken */
+    dnnl_primitive_desc_t pd;                        /* current implementation, which the walk owns until the caller
+                                                      * takes it */
 } impl_walk;
 
 #if DNNL_VERSION_MAJOR >= 3
@@ -133,16 +135,17 @@ static void walk_end(impl_walk *w)
 #endif
 
 /* -- the table of primitives --------------------------------------------------------------------------------------- */
-typedef struct key {                                 /* no padding: keys are compared and hashed as words */
+typedef struct key {                                 /* no padding, because keys are compared and hashed as words */
     int64_t m, n, k, batch, step_a, step_b, step_dst, ld_a, ld_b, ld_dst;
-    int32_t trans_a, trans_b, type_a, type_b, type_dst, type_bias;    /* type_bias -1: none */
+    int32_t trans_a, trans_b, type_a, type_b, type_dst, type_bias;    /* type_bias is -1 if there is no bias */
     int32_t residual, accumulate, threads, pad;
 } key;
 
 typedef struct entry {
     key key;
     bool supported;                                  /* false: run in panels, or one by one */
-    int order;                                       /* order in which the table's entries were created; 0: first */
+    int order;                                       /* position in the order in which the table's entries were
+                                                      * created, 0 for the first */
     size_t scratch_nbytes;
     dnnl_primitive_t prim;
     dnnl_memory_t a, b, dst, bias, residual, scratch;
@@ -188,7 +191,7 @@ static void descs_free(descs *d)
     desc_free(&d->bias);
 }
 
-/* Descriptions of the operands: [rows, cols], or [batch or 1, rows, cols]. */
+/* Describes the operands: [rows, cols], or [batch or 1, rows, cols]. */
 static dnnl_status_t descs_new(const key *k, descs *d)
 {
     memset(d, 0, sizeof *d);
@@ -225,11 +228,11 @@ static size_t scratch_of(dnnl_primitive_desc_t pd)
     return dnnl_memory_desc_get_size(dnnl_primitive_desc_query_md(pd, dnnl_query_scratchpad_md, 0));
 }
 
-/* Whether oneDNN may use every instruction of a set. Newer sets contain the bits of older ones. */
+/* Returns whether oneDNN may use every instruction of a set. Newer sets contain the bits of older sets. */
 static bool has_isa(int set) { return ((int)dnnl_get_effective_cpu_isa() & set) == set; }
 
-/* Whether the processor is a Sapphire Rapids or a successor, by an instruction set that all of them have. Virtual
- * machines may hide AMX, so AMX does not decide. */
+/* Returns whether the processor is a Sapphire Rapids or a successor, by an instruction set that all of them have.
+ * Virtual machines can hide AMX, so AMX does not decide. */
 static bool is_rapids(void)
 {
 #if defined(__x86_64__)
@@ -239,13 +242,13 @@ static bool is_rapids(void)
 #endif
 }
 
-/* Whether "gemm" packs both operands on several threads, too, by the size of the result. */
+/* Returns whether "gemm" packs both operands on several threads as well, by the size of the result. */
 static bool packs_all(const key *k) { return 1.0 / (double)k->m + 1.0 / (double)k->n < 0.00196; }
 
-/* Whether "gemm" sums a product with a transposed b in the same order on every number of threads. On one thread it
- * packs operands that it reads in place on several threads. Packed sums are cut into equal blocks of at most BLOCK
- * terms, others into blocks of BLOCK. It packs on every number of threads only if the result is large and has an even
- * stride (nocopy_checker_avx512 in gemm_driver.cpp). */
+/* Returns whether "gemm" sums a product with a transposed b in the same order on every number of threads. On one
+ * thread it packs operands that it reads directly on several threads. Packed sums are divided into equal blocks of
+ * at most BLOCK terms, other sums into blocks of BLOCK terms. It packs on every number of threads only if the result
+ * is large and has an even stride (nocopy_checker_avx512 in gemm_driver.cpp). */
 static bool has_one_order(const key *k)
 {
     enum { BLOCK = 384, EVEN = 256 };
@@ -253,14 +256,15 @@ static bool has_one_order(const key *k)
     return k->k <= BLOCK || k->k % BLOCK == 0 || (packs_all(k) && even);
 }
 
-/* Whether a "gemm" implementation is faster than the "brgemm" implementation that oneDNN prefers.
+/* Returns whether a "gemm" implementation is faster than the "brgemm" implementation that oneDNN prefers.
  *   Zen 4, b not transposed: fp32 without bias (up to 13 %, LM head) or with a residual (4 %); large bf16 weight
  * gradients with more columns than rows (5 %).
  *   Sapphire Rapids and its successor, fp32: wide results with a transposed b (5 to 14 %); sums of 512 and more terms
  * with a bias (7 %; twice the speed for GPT-2's [1024, 768] x [768, 3072]). Exceptions: a transposed b of LONG terms
- * that "gemm" reads in place (6 % slower at [1024, 3072] x [768, 3072]^T), and weight gradients with many rows, NARROW
- * and SHORT (2 to 8 % slower in panels of the LM head).
- *   Small results of long sums keep oneDNN's order: both split such sums over threads, "gemm" sooner. */
+ * that "gemm" reads directly (6 % slower at [1024, 3072] x [768, 3072]^T), and weight gradients with many rows,
+ * NARROW and SHORT (2 to 8 % slower in panels of the LM head).
+ *   Small results of long sums keep oneDNN's order: both implementations split such sums over threads, "gemm" more
+ * readily. */
 static bool prefers_gemm(const key *k)
 {
     enum { LONG = 3072, SHORT = 512, MANY = 1 << 20, NARROW = 1024 };
@@ -277,16 +281,17 @@ static bool prefers_gemm(const key *k)
     return plain && large && k->trans_a && k->n > k->m;
 }
 
-/* Whether "brgemm" would split the sums of this product over threads, so that the bits depend on the number of threads:
- * sums with a transposed `a` of at least SHARED terms; for bf16, only if the number of terms is a power of two. */
+/* Returns whether "brgemm" would split the sums of this product over threads, so that the bits depend on the number
+ * of threads. It splits sums with a transposed `a` of at least SHARED terms; for bf16, only if the number of terms
+ * is a power of two. */
 static bool shares_sums(const key *k)
 {
     if (!k->trans_a || k->batch > 1 || k->k < SHARED || !has_isa(dnnl_cpu_isa_avx512_core)) return false;
     return (k->type_a == PS_F32 || (k->k & (k->k - 1)) == 0) && !prefers_gemm(k);
 }
 
-/* Whether the machine has multiply instructions for this type. On AVX-512 machines without bf16 instructions, oneDNN
- * emulates bf16 at a third of the speed of fp32 panels. */
+/* Returns whether the machine has multiply instructions for this type. On AVX-512 machines without bf16
+ * instructions, oneDNN emulates bf16 at a third of the speed of fp32 panels. */
 static bool has_instructions(int dtype)
 {
 #if defined(__x86_64__)
@@ -298,20 +303,20 @@ static bool has_instructions(int dtype)
     return true;                                             /* otherwise oneDNN rejects the product */
 }
 
-/* Whether fp32 panels are faster than the bf16 instructions. On Sapphire Rapids only AMX is fast with bf16: the AVX-512
- * bf16 instruction reaches 0.6 of the fp32 rate (2048^3, one thread: 83 GFLOP/s, fp32 143, panels 135). Below these
- * sizes the conversion costs more than it saves. */
+/* Returns whether fp32 panels are faster than the bf16 instructions. On Sapphire Rapids only AMX is fast with bf16:
+ * the AVX-512 bf16 instruction reaches 0.6 of the fp32 rate (2048^3, one thread: 83 GFLOP/s, fp32 143, panels 135).
+ * Below these sizes the conversion costs more than it saves. */
 static bool prefers_panels(const key *k)
 {
     bool slow = k->type_a == PS_BF16 && is_rapids() && !has_isa(dnnl_cpu_isa_avx512_core_amx);
     return slow && k->m >= 64 && k->n >= 128 && k->k >= 128;
 }
 
-/* Whether to use panels for a small product of half types because oneDNN would split its sums over threads. For large
- * products oneDNN splits rows and columns instead. */
+/* Returns whether to use panels for a small product of half types because oneDNN would split its sums over threads.
+ * For large products oneDNN splits rows and columns instead. */
 static bool half_shares(const key *k) { return k->type_a != PS_F32 && k->m * k->n <= 1 << 18 && shares_sums(k); }
 
-/* Moves the walk to the implementation to use. False: only oneDNN's reference loops are left. */
+/* Moves the walk to the implementation to use. Returns false if only oneDNN's reference loops are left. */
 static bool choose(impl_walk *w, const key *k, descs *d, dnnl_primitive_attr_t attr, dnnl_status_t *st)
 {
     const shape_desc *bias = k->type_bias >= 0 ? &d->bias : NULL;
@@ -397,14 +402,14 @@ static int grow(ps_gemm_space *space, void **p, size_t *have, size_t want)
     if (want <= *have) return 0;
     *p = space->call->scratch(space->call, want);
     *have = *p ? want : 0;
-    return *p ? 0 : PS_ENOMEM;                       /* the error that scratch() recorded */
+    return *p ? 0 : PS_ENOMEM;                       /* scratch() has recorded the error */
 }
 
-/* With one column, rows may have any stride; otherwise row-major means that the stride of columns is 1. */
+/* With one column, rows can have any stride; otherwise row-major means that the stride of columns is 1. */
 static int is_transposed(const ps_mat *m) { return m->cols > 1 && m->stride_col != 1; }
 
-/* The leading dimension of a matrix whose unit stride is known. If a size of 1 does not determine it, returns that of a
- * dense matrix. */
+/* Returns the leading dimension of a matrix whose unit stride is known. If a size of 1 leaves it undetermined,
+ * returns that of a dense matrix. */
 static int64_t leading(const ps_mat *m, int transposed)
 {
     int64_t outer = transposed ? m->cols : m->rows, inner = transposed ? m->rows : m->cols;
@@ -427,11 +432,12 @@ static void key_of(const ps_gemm *g, key *k)
     k->threads = omp_get_max_threads();
 }
 
-/* The number of terms per part of a product's sums: all, DEPTH or SHARED / 2. In a tall transposed `a`, columns are a
- * page or more apart. If the result is narrow, oneDNN reads them in place, and a whole long sum does not fit the
- * caches (fp32 weight gradients of 1024 x 256 over 2048 rows: 1.4 times as fast in parts). Sums that oneDNN would split
- * over threads are computed in parts, too (on two threads: 0.85 to 0.98 of the time for results of 128 x 128 and more,
- * up to 1.9 of the time for 1,000 elements). The number of threads never decides, so no bit depends on it. */
+/* Returns the number of terms per part of a product's sums: all, DEPTH or SHARED / 2. In a tall transposed `a`,
+ * columns are a page or more apart. If the result is narrow, oneDNN reads them directly, and a whole long sum does
+ * not fit the caches (fp32 weight gradients of 1024 x 256 over 2048 rows: 1.4 times as fast in parts). Sums that
+ * oneDNN would split over threads are computed in parts, too (on two threads: 0.85 to 0.98 of the time for results
+ * of 128 x 128 and more, up to 1.9 of the time for 1,000 elements). The number of threads never decides, so no bit
+ * depends on it. */
 static int64_t depth_of(const ps_gemm *g)
 {
     int64_t M = g->a.rows, K = g->a.cols, N = g->b.cols;
@@ -469,7 +475,7 @@ static int execute(entry *e, const void *a, const void *b, void *dst, const void
     return st == dnnl_success ? 0 : fail_dnnl(st, "a matrix product");
 }
 
-/* Runs the product if oneDNN supports it. Returns 1 if it ran, 0 if oneDNN does not support it. */
+/* Runs the product if oneDNN supports it. Returns 1 if it ran, and 0 if oneDNN does not support it. */
 static int run_direct(ps_gemm_space *space, const ps_gemm *g)
 {
     key k;
@@ -495,7 +501,7 @@ static const void *at(const void *p, int64_t i, int dtype) { return (const char 
 static void *moved(const ps_mat *m, int64_t elements) { return (void *)(uintptr_t)at(m->data, elements, m->dtype); }
 static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
-/* The same as run_direct, with the sums in parts of depth_of terms. */
+/* Like run_direct, with the sums in parts of depth_of terms. */
 static int run_deep(ps_gemm_space *space, const ps_gemm *g)
 {
     int64_t K = g->a.cols, depth = depth_of(g);
@@ -563,7 +569,8 @@ void ps_cpu_row_store(void *dst, const float *src, int64_t n, int dtype)
     }
 }
 
-/* Writes c + bias + residual (+ dst) to dst at (i0, j0). c: fp32 [rows, cols], leading dimension ldc; NULL: zeros. */
+/* Writes c + bias + residual (+ dst) to dst at (i0, j0). c: fp32 [rows, cols] with leading dimension ldc, or NULL
+ * for zeros. */
 static void finish(const ps_gemm *g, const float *c, int64_t ldc, int64_t i0, int64_t rows, int64_t j0, int64_t cols)
 {
 #pragma omp parallel for schedule(static) if (rows * cols > PS_PAR_MIN)
@@ -600,7 +607,7 @@ static ps_mat panel_of(const ps_mat *m, int64_t i0, int64_t rows, int64_t j0, in
     return (ps_mat){ panel, PS_F32, rows, cols, t ? 1 : inner, t ? inner : 1 };
 }
 
-/* One product in fp32 panels. The whole sum over K is computed in fp32, and then rounded. */
+/* Computes one product in fp32 panels. The whole sum over K is computed in fp32, and then rounded. */
 static int run_panels(ps_gemm_space *space, const ps_gemm *g)
 {
     int64_t M = g->a.rows, K = g->a.cols, N = g->b.cols;
@@ -610,7 +617,7 @@ static int run_panels(ps_gemm_space *space, const ps_gemm *g)
     PS_TRY(grow(space, &space->panels, &space->panels_nbytes, (size_t)(na + nbp + mb * nb) * 4));
     float *pa = space->panels, *pb = pa + na, *pc = pb + nbp;
     bool dry = space->call->dry;
-    int64_t held_m = -1, held_k = -1;                /* the block of a that is in pa */
+    int64_t held_m = -1, held_k = -1;                /* position of the block of a that is in pa */
     for (int64_t n0 = 0; n0 < N; n0 += nb)
         for (int64_t m0 = 0; m0 < M; m0 += mb) {
             int64_t rows = least(mb, M - m0), cols = least(nb, N - n0);
@@ -632,8 +639,8 @@ static int run_panels(ps_gemm_space *space, const ps_gemm *g)
 }
 
 /* -- few rows ------------------------------------------------------------------------------------------------------ */
-/* Whether the product has few rows and a matrix so large that the time is that of reading the matrix. oneDNN reaches
- * half of the memory bandwidth in this case. */
+/* Returns whether the product has few rows and a matrix so large that reading the matrix determines the time. oneDNN
+ * reaches half of the memory bandwidth in this case. */
 static bool has_few_rows(const ps_gemm *g)
 {
     int64_t line = g->b.stride_col == 1 ? g->b.cols : g->b.rows;
@@ -641,7 +648,7 @@ static bool has_few_rows(const ps_gemm *g)
     return g->a.rows <= PS_FEW_ROWS && in_lines && line >= 64 && g->b.rows * g->b.cols >= 1 << 16;
 }
 
-/* Computes such a product. x, the parts and the sums are in scratch memory, and store_block writes the sums to dst. */
+/* Computes such a product. x, the parts and the sums are in workspace, and store_block writes the sums to dst. */
 static int run_few_rows(ps_gemm_space *space, const ps_gemm *g)
 {
     int64_t M = g->a.rows, K = g->a.cols, N = g->b.cols;
@@ -714,7 +721,7 @@ static size_t nbytes_of(dnnl_memory_t m)
     return m && dnnl_memory_get_memory_desc(m, &md) == dnnl_success ? dnnl_memory_desc_get_size(md) : 0;
 }
 
-enum { REHEARSED_NBYTES = 128 << 20 };       /* limit for each product, because several plans may run at the same
+enum { REHEARSED_NBYTES = 128 << 20 };       /* limit for each product, because several plans can run at the same
                                               * time */
 
 static size_t written_by(const entry *e) { return (nbytes_of(e->dst) + 4095) / 4096 * 4096 + e->scratch_nbytes; }

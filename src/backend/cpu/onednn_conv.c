@@ -22,8 +22,8 @@
 enum {
     SHAPES_MAX = 256,                                /* entries of the table, which is emptied when it is full */
     TASK_FLOPS = 1 << 25,                            /* work of a task, if there are enough samples */
-    TASKS_MIN = 4,                                   /* least number of tasks, even for few samples */
-    SUMS_MAX = 16,                                   /* largest number of tasks of a weight's gradient; each has its own
+    TASKS_MIN = 4,                                   /* fewest tasks, even for few samples */
+    SUMS_MAX = 16,                                   /* most tasks of a weight's gradient, each of which has its own
                                                       * sum */
     SUMS_NBYTES = 64 << 20,                          /* limit of the bytes of all these sums together */
     SCRATCH_MAX = 64 << 20                           /* implementations that need more are skipped */
@@ -69,7 +69,7 @@ static int fail_dnnl(dnnl_status_t status, const char *what)
     return ps_fail(PS_EBACKEND, "oneDNN: %s failed with status %d", what, (int)status);
 }
 
-typedef struct key {                                 /* no padding: compared as bytes */
+typedef struct key {                                 /* no padding, because keys are compared as bytes */
     int64_t n;                                       /* number of samples of a task */
     ps_conv_shape s;                                 /* s.n is 0 */
     int64_t kind, bias;
@@ -80,7 +80,7 @@ typedef struct sizes { dnnl_dims_t stride, dilation, before, after; } sizes;
 /* Iterates over oneDNN's implementations of a convolution, in its order of preference. */
 typedef struct impl_walk {
 #if DNNL_VERSION_MAJOR < 3
-    dnnl_convolution_desc_t op;                      /* the iterator reads it as long as it exists */
+    dnnl_convolution_desc_t op;                      /* the iterator reads it as long as the iterator exists */
     dnnl_primitive_desc_iterator_t it;
 #endif
     dnnl_primitive_desc_t pd;                        /* the current implementation */
@@ -145,8 +145,8 @@ typedef struct slot { dnnl_memory_t plain[ROLES], laid[ROLES], bias, scratch; } 
 
 typedef struct entry {
     key key;
-    bool supported;                                  /* false: oneDNN has only its plain loops */
-    desc plain[ROLES], laid[ROLES], scratch, bias;   /* the row-major layout, and the layout of the primitive */
+    bool supported;                                  /* false if oneDNN has only its plain loops */
+    desc plain[ROLES], laid[ROLES], scratch, bias;   /* row-major layouts, and layouts of the primitive */
     bool same[ROLES];
     dnnl_primitive_t prim, to_laid[ROLES], to_plain[ROLES];
     size_t laid_nbytes[ROLES], scratch_nbytes;
@@ -185,7 +185,7 @@ static void table_clear(void)
     table_count = 0;
 }
 
-/* Descriptions with the layouts in `tags`: for x and y, and for w without and with groups. */
+/* Describes operands with the layouts in `tags`: for x and y, and for w without and with groups. */
 static dnnl_status_t descs_new(const key *k, desc d[ROLES], const dnnl_format_tag_t tags[3])
 {
     const ps_conv_shape *s = &k->s;
@@ -265,7 +265,7 @@ static dnnl_status_t entry_fill(entry *e)
     memset(any, 0, sizeof any);
     for (int i = 0; i < 2; i++) {
         z.stride[i] = s->stride[i], z.dilation[i] = s->dilation[i] - 1, z.before[i] = s->before[i];
-        /* The padding for the last output; negative if the last elements of the input are not used. */
+        /* The padding for the last output, negative if the last elements of the input are not used. */
         z.after[i] = (s->out[i] - 1) * s->stride[i] + (s->k[i] - 1) * s->dilation[i] + 1 - s->in[i] - s->before[i];
     }
     dnnl_dims_t channels = { s->o };
@@ -281,7 +281,7 @@ static dnnl_status_t entry_fill(entry *e)
     return st == dnnl_unimplemented || st == dnnl_invalid_arguments ? dnnl_success : st;
 }
 
-/* Memory objects for `n` threads. */
+/* Makes memory objects for `n` threads. */
 static dnnl_status_t slots_grow(entry *e, int n)
 {
     if (n <= e->n_slots) return dnnl_success;
@@ -337,12 +337,12 @@ typedef struct work {
     ps_call *call;
     direction kind;
     ps_conv_shape s;
-    operand of[ROLES], bias;                         /* bias.data may be NULL */
+    operand of[ROLES], bias;                         /* bias.data can be NULL */
     int64_t per_task, tasks;
     int threads;
-    entry *whole, *rest;                             /* for tasks of per_task samples, and for the last task */
-    const float *late;                               /* bias of the transpose, which oneDNN does not add; or NULL */
-    char *w_laid, *buffers, *sums;                   /* sums: the sums of the weight's gradient, one per task */
+    entry *whole, *rest;                             /* entry for tasks of per_task samples, and for the last task */
+    const float *late;                               /* bias of the transpose, which oneDNN does not add, or NULL */
+    char *w_laid, *buffers, *sums;                   /* sums: one sum of the weight's gradient per task */
     size_t thread_nbytes, sum_nbytes;
 } work;
 
@@ -357,7 +357,7 @@ static void cut_into_tasks(work *w)
     int64_t weight = s->o * (s->c / s->groups) * s->k[0] * s->k[1], places = s->out[0] * s->out[1];
     int64_t flops = most(2 * weight * places, 1), image = w->of[X].each + w->of[Y].each;
     w->per_task = (TASK_FLOPS + flops - 1) / flops;
-    w->per_task = most(w->per_task, weight / (2 * image + 1));         /* w is read once for each task */
+    w->per_task = most(w->per_task, weight / (2 * image + 1));         /* w is read once per task */
     w->per_task = most(1, least(w->per_task, (s->n + TASKS_MIN - 1) / TASKS_MIN));
     if (w->kind == BACK_WEIGHT) {
         int64_t sums = least(SUMS_MAX, most(1, SUMS_NBYTES / (4 * weight + 1)));
@@ -380,7 +380,7 @@ static int prepare(work *w)
     return 0;
 }
 
-/* Bytes of a thread's buffers: operands in oneDNN's layout, half types as fp32, and oneDNN's scratchpad. */
+/* Returns the bytes of a thread's buffers: operands in oneDNN's layout, half types as fp32, and oneDNN's scratchpad. */
 static size_t of_thread(const work *w, const entry *e)
 {
     size_t n = rounded(e->scratch_nbytes);
@@ -465,7 +465,7 @@ static void unstage(const work *w, entry *e, slot *s, role r, int64_t task, dnnl
     if (!e->same[r]) copied(e->to_plain[r], s->laid[r], s->plain[r], st);
     if (*st == dnnl_success) *st = dnnl_memory_get_data_handle(s->plain[r], &plain);
     if (*st != dnnl_success) return;
-    int64_t n = samples_of(w, task), places = o->each / w->s.c;          /* in the transpose's result */
+    int64_t n = samples_of(w, task), places = o->each / w->s.c;          /* positions in the transpose's result */
     for (int64_t i = 0; w->late && i < n * w->s.c; i++) {
         float *p = (float *)plain + i * places, more = w->late[i % w->s.c];
         for (int64_t k = 0; k < places; k++) p[k] += more;
@@ -486,7 +486,7 @@ static dnnl_status_t do_task(const work *w, int64_t task, int thread)
     slot *s = &e->slots[thread];
     role result = results[w->kind];
     char *p = w->buffers + (size_t)thread * w->thread_nbytes;
-    char *sum = w->sums + (size_t)task * w->sum_nbytes;               /* dw and then db; only for BACK_WEIGHT */
+    char *sum = w->sums + (size_t)task * w->sum_nbytes;               /* dw and then db, for BACK_WEIGHT only */
     set(s->scratch, p, &st);
     p += rounded(e->scratch_nbytes);
     stage(w, e, s, X, task, &p, result == X, &st);
@@ -581,7 +581,7 @@ static int conv_by(ps_call *call, direction kind)
 int ps_cpu_conv(ps_call *call) { return conv_by(call, FORWARD); }
 int ps_cpu_conv_transpose(ps_call *call) { return conv_by(call, BACK_DATA); }
 
-/* dst (+)= src [n], fp32. */
+/* Stores dst = (or +=) src [n], fp32. */
 static void put(const ps_view *dst, const float *src, bool add)
 {
     enum { PIECE = 1024 };

@@ -7,7 +7,7 @@
 #include "base/blocks.h"
 #include "base/error.h"
 
-enum { TILE = 1 << 19 };                                 /* numbers in a tile: 2 MiB of fp32 */
+enum { TILE = 1 << 19 };                                 /* values in a tile: 2 MiB of fp32 */
 
 static bool is_float(const ps_view *v) { return v->dtype == PS_F32 || v->dtype == PS_BF16 || v->dtype == PS_F16; }
 static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -30,10 +30,10 @@ typedef struct product {
     ps_call *call;
     ps_gemm_space space;
     ps_packed_matrix w;
-    const ps_view *x, *bias, *residual, *y;             /* bias, residual: NULL if absent */
+    const ps_view *x, *bias, *residual, *y;             /* bias and residual are NULL if absent */
     int64_t M;
-    int64_t rows;                                       /* of a tile */
-    int type;                                           /* of a tile's numbers */
+    int64_t rows;                                       /* rows of a tile */
+    int type;                                           /* type of a tile's values */
     void *tile;
 } product;
 
@@ -73,7 +73,7 @@ static void unpack_tile(const product *p, int64_t first, int64_t n)
 
 static void *moved(const ps_view *v, int64_t i) { return (char *)v->data + i * ps_dtype_bytes(v->dtype); }
 
-/* y [M, rows] = x [M, cols] w^T + bias + residual: a tile gives columns of y. */
+/* Computes y [M, rows] = x [M, cols] w^T + bias + residual. Each tile gives columns of y. */
 static int forward(product *p)
 {
     int64_t K = p->w.cols, N = p->w.rows;
@@ -91,7 +91,7 @@ static int forward(product *p)
     return 0;
 }
 
-/* y [M, cols] = x [M, rows] w: the sum of the tiles' products, in their order, in fp32. */
+/* Computes y [M, cols] = x [M, rows] w, the sum of the tiles' products in their order, in fp32. */
 static int backward(product *p)
 {
     int64_t K = p->w.cols, N = p->w.rows, M = p->M;

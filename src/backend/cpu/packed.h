@@ -5,17 +5,17 @@
 #define PS_CPU_PACKED_H
 #include "backend/cpu/cpu.h"
 
-enum { PS_PACKED_ROWS = 4 };              /* rows of x, up to which dots are made of packed blocks */
+enum { PS_PACKED_ROWS = 4 };              /* most rows of x for which dot products use packed blocks directly */
 typedef struct ps_packed_matrix {
     const uint8_t *data;
-    int64_t rows, cols, row_nbytes;       /* cols: numbers in a row */
+    int64_t rows, cols, row_nbytes;       /* cols: values in a row */
     int type;
 } ps_packed_matrix;
 
-/* c [M, rows] = x [M, cols] times the transpose of w; x and c dense fp32, M <= PS_PACKED_ROWS. The sums depend neither
- * on threads, nor on other rows. */
+/* Computes c [M, rows] = x [M, cols] times the transpose of w. x and c are dense fp32, and M <= PS_PACKED_ROWS. The
+ * sums depend neither on threads nor on other rows. */
 typedef void (*ps_cpu_packed_dots_fn)(const ps_packed_matrix *w, const float *x, int64_t M, float *c);
-/* The numbers of n blocks, as fp32, bf16 or fp16, rounded to nearest even. */
+/* Unpacks the values of n blocks to fp32, bf16 or fp16, rounded to nearest even. */
 typedef void (*ps_cpu_unpack_fn)(int type, const uint8_t *blocks, int64_t n, void *out, int dtype);
 extern ps_cpu_packed_dots_fn ps_cpu_packed_dots;
 extern ps_cpu_unpack_fn ps_cpu_unpack;

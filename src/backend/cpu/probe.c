@@ -9,20 +9,20 @@
 #include "base/error.h"
 #include "ps_test.h"
 
-enum { STREAMS = 8, PASSES = 31, STEP = 16 };            /* one step: 64 bytes of each stream */
+enum { STREAMS = 8, PASSES = 31, STEP = 16 };            /* one step processes 64 bytes of each stream */
 struct streams { int reads, writes; float *in[STREAMS], *out[STREAMS]; };
 typedef void (*walk_fn)(const struct streams *s, int64_t first, int64_t last);
 
-/* Each written stream is one read stream plus a part of the sum of all. A number is read twice, the second time from
- * the cache: only the sum is in a register, so that nothing spills, however many streams there are. If none is written,
- * the sum of all is stored at the end, so that no read can be optimized away. The counts that benches request are
- * constants. One vector has the machine's own width: GCC moves wider ones through memory. */
+/* Each written stream is one read stream plus a fraction of the sum of all. A value is read twice, the second time
+ * from the cache. Only the sum is in a register, so that nothing spills for any number of streams. If no stream is
+ * written, the sum of all is stored at the end, so that no read can be optimized away. The counts that benchmarks
+ * request are constants. One vector has the machine's own width, because GCC moves wider ones through memory. */
 #define WALK(name, target, nbytes) \
     typedef float vf_##name __attribute__((vector_size(nbytes))); \
     static inline __attribute__((always_inline, target)) void counted_##name( \
         const struct streams *given, int64_t first, int64_t last, int reads, int writes) \
     { \
-        const struct streams s = *given;                     /* writes cannot change these pointers */ \
+        const struct streams s = *given;                     /* a copy, so that writes cannot change these pointers */ \
         vf_##name all = { 0 }; \
         for (int64_t i = first; i < last; i += (nbytes) / 4) { \
             vf_##name rest = { 0 }, x; \
@@ -107,7 +107,8 @@ int ps_probe_bandwidth(int64_t nbytes, int reads, int writes, int in_place, int 
         else s.out[k - reads] = p;
     }
     if (in_place) memcpy(s.out, s.in, sizeof s.out);
-    memset(memory, 0x3d, size);                              /* 0.046, since processors may skip writing zeros */
+    memset(memory, 0x3d, size);                              /* about 0.046, because processors may skip writing
+                                                              * zeros */
     double seconds[PASSES];
     walk_fn fn = walk_of(vector_nbytes);
     pass(&s, numel, fn);

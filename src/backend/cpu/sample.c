@@ -14,8 +14,8 @@ typedef struct candidate { uint32_t key; int32_t token; } candidate;
 
 enum { DIGIT = 11, DIGITS = 1 << DIGIT };             /* bits of a key by which one pass sorts */
 
-/* Keys decrease as logits increase. So in a stable order of increasing keys the largest logit comes first, and of
- * several equal logits the first token. */
+/* Returns a key that decreases as the logit increases. So in a stable order of increasing keys the largest logit is
+ * first, and of several equal logits the first token. */
 static uint32_t key_of(float x)
 {
     x += 0.0f;                                        /* -0 counts as 0 */
@@ -65,7 +65,7 @@ static void sort(candidate *c, candidate *other, int64_t n)
 static int64_t collect(const ps_view *x, int64_t first, int64_t V, int64_t most, candidate *c)
 {
     int64_t count[DIGITS] = { 0 }, sum = 0, n = 0;
-    uint32_t last = DIGITS - 1;                       /* the largest leading digit of a key that may be among them */
+    uint32_t last = DIGITS - 1;                       /* largest leading digit of a key that can be among them */
     enum { SHIFT = 32 - DIGIT };
     if (most < V) {
         for (int64_t j = 0; j < V; j++) count[key_of(load(x, first + j)) >> SHIFT]++;
@@ -78,7 +78,7 @@ static int64_t collect(const ps_view *x, int64_t first, int64_t V, int64_t most,
     return n;
 }
 
-/* The same as pick of ref: c [n] is sorted, and w [n] is scratch memory. */
+/* Like pick of ref: c [n] is sorted, and w [n] is scratch memory. */
 static int64_t pick(const candidate *c, double *w, int64_t n, const ps_attrs_sample *a, double u)
 {
     double total = 0, mass = 0, sum = 0, top = logit_of(c[0].key);
@@ -95,7 +95,7 @@ static int64_t pick(const candidate *c, double *w, int64_t n, const ps_attrs_sam
     return c[j].token;
 }
 
-/* Writes the token with the largest logit of each row to index. If there is none, it is an error. */
+/* Writes the token with the largest logit of each row to index. Fails if a row has none. */
 static int largest(const ps_view *x, int64_t rows, int64_t V, int64_t *index)
 {
     for (int64_t r = 0; r < rows; r++) {

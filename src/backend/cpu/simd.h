@@ -34,7 +34,7 @@ enum { VL = PS_LANES };
 typedef float vf __attribute__((vector_size(PS_LANES * 4)));
 typedef int32_t vi __attribute__((vector_size(PS_LANES * 4)));
 typedef uint32_t vu __attribute__((vector_size(PS_LANES * 4)));
-typedef uint64_t vw __attribute__((vector_size(PS_LANES * 4)));    /* half of them */
+typedef uint64_t vw __attribute__((vector_size(PS_LANES * 4)));    /* a vector with half as many lanes, of 64 bits */
 typedef uint16_t vh __attribute__((vector_size(PS_LANES * 2)));
 typedef uint8_t vb __attribute__((vector_size(PS_LANES)));
 
@@ -58,9 +58,9 @@ SIMD vf vf_zero(void) { return (vf){ 0 }; }
 SIMD vi vi_set(int32_t x) { return (vi)PS_EACH_LANE(x); }
 
 #if defined(__SSE2__) && !defined(__FMA__)
-/* The product of two floats is exact in fp64. If the sum is not exact, it is rounded to odd. Rounding that value to
- * fp32 then rounds the exact sum (Boldo and Melquiond, "Emulation of FMA and correctly rounded sums: proved algorithms
- * using rounding to odd", 2008). The rest of the sum is Knuth's. */
+/* The product of two floats is exact in fp64. If the sum is not exact, it is rounded to odd; rounding it to fp32
+ * then equals rounding the exact sum (Boldo and Melquiond, "Emulation of FMA and correctly rounded sums: proved
+ * algorithms using rounding to odd", 2008). The error term is computed by Knuth's TwoSum. */
 SIMD __m128d vf_fma_odd(__m128d a, __m128d b, __m128d c)
 {
     const __m128i one = _mm_set1_epi64x(1);
@@ -68,8 +68,10 @@ SIMD __m128d vf_fma_odd(__m128d a, __m128d b, __m128d c)
     __m128d rest = _mm_add_pd(_mm_sub_pd(p, _mm_sub_pd(s, t)), _mm_sub_pd(c, t));
     __m128i inexact = _mm_castpd_si128(_mm_and_pd(_mm_cmpneq_pd(rest, _mm_setzero_pd()), _mm_cmpord_pd(rest, rest)));
     __m128i bits = _mm_castpd_si128(s), even = _mm_andnot_si128(bits, one);
-    __m128i apart = _mm_srli_epi64(_mm_xor_si128(bits, _mm_castpd_si128(rest)), 63);      /* 1: towards zero */
-    __m128i step = _mm_sub_epi64(even, _mm_add_epi64(apart, apart));                      /* 1 or -1 if it is even */
+    __m128i apart = _mm_srli_epi64(_mm_xor_si128(bits, _mm_castpd_si128(rest)), 63);      /* 1 if the step must go
+                                                                                           * towards zero */
+    __m128i step = _mm_sub_epi64(even, _mm_add_epi64(apart, apart));                      /* 1 or -1 if the sum is
+                                                                                           * even, else 0 */
     step = _mm_and_si128(step, _mm_sub_epi64(_mm_setzero_si128(), even));
     return _mm_castsi128_pd(_mm_add_epi64(bits, _mm_and_si128(step, inexact)));
 }
@@ -125,12 +127,12 @@ SIMD vf vf_sqrt(vf a)
     return a;
 #endif
 }
-SIMD vf vf_select(vi mask, vf a, vf b)             /* a if all bits of mask are set, b if it is 0 */
+SIMD vf vf_select(vi mask, vf a, vf b)             /* a where all bits of mask are set, b where it is 0 */
 {
     return (vf)((mask & (vi)a) | (~mask & (vi)b));
 }
-/* The larger and the smaller of two; b if one of them is NaN or both are zeros. So vf_max(vf_set(c), x) keeps a NaN of
- * x. */
+/* The larger and the smaller of two values, b if one of them is NaN or both are zeros. So vf_max(vf_set(c), x) keeps
+ * a NaN of x. */
 SIMD vf vf_max(vf a, vf b)
 {
 #if defined(__AVX512F__)
@@ -157,7 +159,7 @@ SIMD vf vf_min(vf a, vf b)
 }
 SIMD vf vf_abs(vf a) { return (vf)((vi)a & vi_set(0x7fffffff)); }
 
-SIMD vf vf_copysign(vf a, vf sign)                 /* magnitude of a, sign of the other */
+SIMD vf vf_copysign(vf a, vf sign)                 /* magnitude of a with the sign of `sign` */
 {
     return (vf)(((vi)a & vi_set(0x7fffffff)) | ((vi)sign & vi_set(INT32_MIN)));
 }
@@ -207,7 +209,7 @@ PS_VF_ROUND(vf_floor, _MM_FROUND_TO_NEG_INF, floorf)
 PS_VF_ROUND(vf_ceil, _MM_FROUND_TO_POS_INF, ceilf)
 
 #if PS_LANES == 16
-/* Horizontal sums and maxima by halving. This is the fixed order of all reductions. */
+/* Horizontal sums and maxima by repeated halving, the fixed order of all reductions. */
 SIMD float vf_hsum(vf a)
 {
     float x[VL];
@@ -230,7 +232,7 @@ SIMD float vf_hmax(vf a)
 SIMD vf vf_load(const float *p) { vf v; memcpy(&v, p, sizeof v); return v; }
 SIMD void vf_store(float *p, vf v) { memcpy(p, &v, sizeof v); }
 #if defined(PS_SSE2)
-/* The lower halves. SSE2 can only pack signed numbers. */
+/* Narrows to the lower halves. SSE2 can only pack signed numbers. */
 SIMD vh vu_narrow(vu u)
 {
     __m128i w = _mm_srai_epi32(_mm_slli_epi32((__m128i)u, 16), 16);
@@ -339,7 +341,8 @@ SIMD void vf_store_f16(uint16_t *p, vf v)
     for (int i = 0; i < VL; i++) p[i] = ps_f32_to_f16(v[i]);
 #endif
 }
-/* Selects by type (PS_F32, PS_BF16, PS_F16). With a constant `dtype` the branch disappears. `i` counts elements. */
+/* Loads or stores by type (PS_F32, PS_BF16, PS_F16). If `dtype` is a constant, there is no branch. `i` counts
+ * elements. */
 SIMD vf vf_get(const void *p, int64_t i, int dtype)
 {
     if (dtype == 0) return vf_load((const float *)p + i);
@@ -352,7 +355,8 @@ SIMD void vf_put(void *p, int64_t i, int dtype, vf v)
     else if (dtype == 1) vf_store_bf16((uint16_t *)p + i, v);
     else vf_store_f16((uint16_t *)p + i, v);
 }
-/* The first n <= VL elements. On load, other lanes are `pad`; on store, their memory does not change. */
+/* Loads or stores the first n <= VL elements. When loading, the other lanes are `pad`; when storing, their memory
+ * does not change. */
 SIMD vf vf_get_n(const void *p, int64_t i, int dtype, int n, float pad)
 {
     if (n == VL) return vf_get(p, i, dtype);
@@ -376,10 +380,11 @@ SIMD void vf_put_n(void *p, int64_t i, int dtype, int n, vf v)
 }
 
 /* -- functions ----------------------------------------------------------------------------------------------------- */
-/* x = n ln2 + r with |r| <= ln2 / 2 (Cody and Waite's reduction): e^r by a polynomial, and n as an integer. */
+/* Splits x = n ln2 + r with |r| <= ln2 / 2 (Cody and Waite's reduction). Returns e^r from a polynomial, and n as an
+ * integer. */
 SIMD vf vf_exp_parts(vf x, vi *n)
 {
-    vf shifted = vf_fma(x, vf_set(1.44269504f), vf_set(12582912.0f));       /* rounds to an integer, in the low bits */
+    vf shifted = vf_fma(x, vf_set(1.44269504f), vf_set(12582912.0f));       /* the rounded integer is in the low bits */
     vf t = shifted - vf_set(12582912.0f);
     vf r = vf_fma(t, vf_set(-0.693147182f), x);
     r = vf_fma(t, vf_set(1.90465421e-9f), r);
@@ -391,7 +396,7 @@ SIMD vf vf_exp_parts(vf x, vi *n)
     *n = (vi)((vu)shifted - 0x4b400000u);
     return vf_fma(p * r, r, r) + vf_set(1.0f);
 }
-/* e^x within about 1 ulp, also for subnormal results. Infinity above 88.7. NaN stays NaN. */
+/* e^x within about 1 ulp, also for subnormal results. Infinity above 88.7. A NaN stays NaN. */
 SIMD vf vf_exp(vf x)
 {
     vi n;
@@ -401,7 +406,7 @@ SIMD vf vf_exp(vf x)
     y = vf_select(x > vf_set(88.72283f), vf_set(INFINITY), y);
     return vf_select(x != x, x, y);
 }
-/* The same for |x| <= 87 only (the caller has limited x), without the special cases at the ends. NaN stays NaN. */
+/* Like vf_exp, but only for |x| <= 87, which the caller ensures, and without special cases. A NaN stays NaN. */
 SIMD vf vf_exp_core(vf x)
 {
     vi n;
@@ -410,7 +415,7 @@ SIMD vf vf_exp_core(vf x)
 }
 /* 1 / (1 + e^-x), 0 below -88.7. */
 SIMD vf vf_sigmoid(vf x) { return vf_set(1.0f) / (vf_set(1.0f) + vf_exp(-x)); }
-/* Below 0.62 an odd polynomial, above that 1 - 2 / (e^2x + 1). The error is within 2 ulp. */
+/* Uses an odd polynomial below 0.62, and 1 - 2 / (e^2x + 1) above. The error is within 2 ulp. */
 SIMD vf vf_tanh(vf x)
 {
     vf a = vf_min(vf_set(10.0f), vf_abs(x)), z = x * x;
@@ -422,8 +427,8 @@ SIMD vf vf_tanh(vf x)
     p = vf_fma(p, z, vf_set(-0.333332866f));
     return vf_copysign(vf_select(a < vf_set(0.62f), vf_fma(p * z, a, a), big), x);
 }
-/* The parts of erf: an odd polynomial, accurate for |x| < 1; for other x the difference to 1, *tail = e^Q(|x|) with Q
- * within 2e-6 of log(erfc(|x|)), 0 from 4 on. */
+/* Computes the two parts of erf. The result is an odd polynomial, accurate for |x| < 1. For other x, *tail =
+ * e^Q(|x|) is the difference to 1, with Q within 2e-6 of log(erfc(|x|)); it is 0 from 4 on. */
 SIMD vf vf_erf_parts(vf x, vf *tail)
 {
     vf a = vf_min(vf_set(4.0f), vf_abs(x)), z = x * x;
@@ -452,15 +457,15 @@ SIMD vf vf_erf(vf x)
     vf tail, small = vf_erf_parts(x, &tail), big = vf_copysign(vf_set(1.0f) - tail, x);
     return vf_select(vf_abs(x) < vf_set(1.0f), small, vf_select(x != x, x, big));
 }
-/* The normal distribution, (1 + erf(x / sqrt(2))) / 2, without cancellation down to x = -5.65, 0 below. */
+/* The normal distribution function (1 + erf(x / sqrt(2))) / 2, without cancellation down to x = -5.65, and 0 below. */
 SIMD vf vf_normal_cdf(vf x)
 {
     vf half = vf_set(0.5f), t = x * vf_set(0.707106781f), tail, small = vf_erf_parts(t, &tail);
     vf far = vf_select(t < vf_zero(), half * tail, vf_fma(vf_set(-0.5f), tail, vf_set(1.0f)));
     return vf_select(vf_abs(t) < vf_set(1.0f), vf_fma(half, small, half), vf_select(x != x, x, far));
 }
-/* Natural logarithm within 1 ulp or so, subnormals included: x = 2^e m with m in [sqrt(1/2), sqrt(2)), a polynomial in
- * m - 1. */
+/* The natural logarithm within about 1 ulp, including subnormals: x = 2^e m with m in [sqrt(1/2), sqrt(2)), and a
+ * polynomial in m - 1. */
 SIMD vf vf_log(vf x)
 {
     vi tiny = x < vf_set(0x1p-126f);
@@ -483,8 +488,8 @@ SIMD vf vf_log(vf x)
     y = vf_select(x < vf_zero(), vf_set(NAN), y);
     return vf_select((x != x) | (x == vf_set(INFINITY)), x, y);
 }
-/* sin(x + quarters * pi / 2): with quarters 0 the sine, 1 the cosine. Within 2 ulp of max(|y|, 2^-20) for |x| <= 1e5,
- * the caller's limit. */
+/* sin(x + quarters * pi / 2): the sine for quarters 0, the cosine for 1. Within 2 ulp of max(|y|, 2^-20) for |x| <=
+ * 1e5, the caller's limit. */
 SIMD vf vf_sin_quarters(vf x, int quarters)
 {
     vf shifted = vf_fma(x, vf_set(0.636619772f), vf_set(12582912.0f));
@@ -533,7 +538,7 @@ SIMD vu vu_mulhi(vu a, uint32_t k)                 /* upper halves of the 64-bit
 #endif
     return (vu)((even >> 32) | (odd & ~low));
 }
-/* ps_philox4x32(key, c0 | c1 << 32, c2 | c3 << 32) lane by lane. */
+/* ps_philox4x32(key, c0 | c1 << 32, c2 | c3 << 32) in each lane. */
 SIMD vu4 vu_philox(uint64_t key, vu c0, vu c1, vu c2, vu c3)
 {
     uint32_t k0 = (uint32_t)key, k1 = (uint32_t)(key >> 32);
@@ -545,7 +550,8 @@ SIMD vu4 vu_philox(uint64_t key, vu c0, vu c1, vu c2, vu c3)
     }
     return (vu4){ { c0, c1, c2, c3 } };
 }
-/* The same for VL consecutive counters from `first` on (low half; carries taken), one upper half. */
+/* Like vu_philox, for VL consecutive counters from `first` on, with carries from its low half, and the same upper
+ * half `hi` for all. */
 SIMD vu4 vu_philox_run(uint64_t key, uint64_t first, uint64_t hi)
 {
     vu lane = PS_LANE_NUMBERS;

@@ -19,7 +19,8 @@ void ps_set_threads(int n) { omp_set_num_threads(n > 0 ? n : 1); }
 #endif
 int ps_threads(void) { return omp_get_max_threads(); }
 
-/* More threads would only take turns, and libgomp ends the process if it cannot create them. */
+/* Returns the most threads that make sense. More threads would only share processors, and libgomp ends the process
+ * if it cannot create them. */
 int ps_threads_most(void)
 {
     long processors = sysconf(_SC_NPROCESSORS_ONLN);
@@ -27,12 +28,12 @@ int ps_threads_most(void)
 }
 
 /* How long a waiting thread spins before it sleeps. libgomp's default of 300,000 spins is several milliseconds. If
- * programs share a processor, the thread that is waited for then has none: steps take many times as long as on a single
- * thread. If the wait is much shorter than a wake-up, two threads of a small model are as slow as one: its regions are
- * a few microseconds apart, and a virtual machine needs tens of microseconds to wake a thread. Between the ops of a
- * generated token there are up to 100 us of Lua: with waits of 150 us a token takes 0.9 of the time with 50 us, and
- * longer waits gain no more. A spin takes a few nanoseconds on one processor and fifty on another, so spins are
- * measured. */
+ * programs share a processor, the awaited thread then has no processor, and steps take many times as long as on a
+ * single thread. If the wait is much shorter than a wake-up, two threads are as slow as one for a small model: its
+ * regions are a few microseconds apart, and a virtual machine needs tens of microseconds to wake a thread. Between
+ * the ops of a generated token there are up to 100 us of Lua: with waits of 150 us a token takes 0.9 of the time
+ * with 50 us, and longer waits do not help further. A spin takes a few nanoseconds on one processor and fifty on
+ * another, so spins are measured. */
 #define SPIN_S 150e-6
 enum { MEASURED_TURNS = 256, TRIES = 5, LEAST_TURNS = 100, MOST_TURNS = 100000 };
 
@@ -53,7 +54,7 @@ static int turns(void)
     return n < LEAST_TURNS ? LEAST_TURNS : n > MOST_TURNS ? MOST_TURNS : (int)n;
 }
 
-/* Returns the first number of a list with commas, OpenMP's form for nested regions; 0 if there is none. */
+/* Returns the first number of a comma-separated list, OpenMP's form for nested regions, or 0 if there is none. */
 static unsigned long long first_number(const char *list)
 {
     unsigned long long first = 0;
@@ -69,14 +70,14 @@ static unsigned long long first_number(const char *list)
     }
 }
 
-/* glibc keeps small freed blocks for the thread that freed them, wherever in the heap they are. Neighbouring large
- * blocks then do not merge into larger holes. Buffers that oneDNN makes for each product fit into none of these holes,
- * and a process takes more memory than it ever uses. */
+/* glibc keeps small freed blocks for the thread that freed them, wherever in the heap they are. Adjacent large
+ * blocks then do not merge into larger holes. Buffers that oneDNN allocates for each product fit into none of these
+ * holes, and a process uses more memory than it ever needs. */
 #define TUNABLES "GLIBC_TUNABLES"
 #define NO_CACHE "glibc.malloc.tcache_count=0"
 
-/* Makes this process's threads keep no blocks. True: the process must start again for that. Programs that it starts are
- * not affected, because the variable is removed from the environment after it was read. */
+/* Makes this process's threads keep no freed blocks. Returns true if the process must start again for this. Programs
+ * that it starts are not affected, because the variable is removed from the environment after it was read. */
 static bool without_caches(void)
 {
     const char *had = getenv(TUNABLES);
@@ -104,7 +105,7 @@ void ps_threads_start(char **argv)
     bool again = false;
     if (wanted && n == 0) {
         fprintf(stderr, "psluajit: OMP_NUM_THREADS is '%s', not a number of threads; it is ignored\n", wanted);
-        again = unsetenv("OMP_NUM_THREADS") == 0;               /* otherwise libgomp prints one more complaint */
+        again = unsetenv("OMP_NUM_THREADS") == 0;               /* otherwise libgomp prints another complaint */
     }
     if (n > (unsigned long long)ps_threads_most()) {
         fprintf(stderr, "psluajit: OMP_NUM_THREADS is %s; %d threads are the most on this machine's %ld processors\n",

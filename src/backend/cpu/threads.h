@@ -3,10 +3,10 @@
 #ifndef PS_CPU_THREADS_H
 #define PS_CPU_THREADS_H
 
-/* Sets environment variables of OpenMP and the C library; a program calls it first. Waiting threads sleep soon, unless
- * OMP_WAIT_POLICY or GOMP_SPINCOUNT is set. OMP_NUM_THREADS is limited to the available number, and ignored if it is
- * not a number. The C library keeps no freed blocks per thread, unless GLIBC_TUNABLES has glibc.malloc.tcache_count.
- * The libraries read these variables before any code of a program runs. So after a change the program is executed
- * again in the same process (exec). */
+/* Sets environment variables of OpenMP and the C library; must be a program's first call. Waiting threads sleep
+ * soon, unless OMP_WAIT_POLICY or GOMP_SPINCOUNT is set. OMP_NUM_THREADS is limited to the available number of
+ * threads, and ignored if it is not a number. The C library keeps no freed blocks per thread, unless GLIBC_TUNABLES
+ * has glibc.malloc.tcache_count. The libraries read these variables before any code of a program runs, so after a
+ * change the program is executed again in the same process (exec). */
 void ps_threads_start(char **argv);
 #endif

@@ -4,7 +4,7 @@
 #include "backend/cuda/device.h"
 #include "backend/cuda/nccl.h"
 
-/* at[r] [numel] of rank r; arguments of a kernel can have at least 4 KiB. */
+/* Addresses at[r] [numel] of rank r. A kernel can have at least 4 KiB of arguments. */
 struct addends { const void *at[PS_CUDA_MOST_RANKS]; };
 
 template <class T> KERNEL_UP_TO(THREADS) add_up(addends in, int n, int64_t packs, int64_t numel, T *to)

@@ -5,41 +5,46 @@
 #define PS_CUDA_ATTENTION_H
 #include "backend/cuda/device.h"
 
-/* [B, H, rows, D], D contiguous; strides in elements; p NULL: absent. */
+/* A tensor [B, H, rows, D] with contiguous D and strides in elements; p is NULL if it is absent. */
 struct heads {
     void *p;
     int64_t b, h, row;
-    bool aligned;                                    /* rows can be read 16 bytes at a time, wherever a row begins */
+    bool aligned;                                    /* each row is aligned to 16 bytes and can be read 16 bytes at a
+                                                      * time */
 };
 struct attention {
-    heads q, k, v, y, dy, dq, dk, dv;                /* q, y, dy, dq [B, H, T, D]; the others [B, H / group, S, D] */
-    int32_t group;                                   /* heads that share keys and values */
-    bool ungrouped;                                  /* dk, dv are of each head by itself, [B, H, S, D] */
+    heads q, k, v, y, dy, dq, dk, dv;                /* q, y, dy and dq are [B, H, T, D]; the others are [B, H /
+                                                      * group, S, D] */
+    int32_t group;                                   /* number of heads that share keys and values */
+    bool ungrouped;                                  /* dk and dv are computed for each query head, [B, H, S, D] */
     const uint8_t *mask;                             /* [B, S] or NULL */
     int64_t mask_b, mask_j;
-    const int32_t *begin, *end;                      /* [B, T] if there are segments, or NULL: query i sees keys
-                                                      * begin[i] to end[i] - 1. Neither ever decreases. In a run of
-                                                      * padding, begin is the run's end and end is its begin, so it has
-                                                      * no keys */
-    const void *bias;                                /* a mask of 4 dimensions, of bool or floats, or NULL */
+    const int32_t *begin, *end;                      /* [B, T] if there are segments, else NULL: query i sees keys
+                                                      * begin[i] to end[i] - 1. Neither array ever decreases. In a
+                                                      * run of padding, begin is the run's end and end is its begin,
+                                                      * so its queries see no keys. */
+    const void *bias;                                /* mask of 4 dimensions, of bool or floats, or NULL */
     int32_t bias_type;
-    int64_t bias_b, bias_h, bias_i;                  /* its strides, 0 where one serves all; that of keys is 1 */
-    int64_t window;                                  /* largest number of keys that a query sees; 0: no limit */
-    int32_t sure;                                    /* backward: sure_before of all samples, or, with a mask, of */
-    const int32_t *sure_of;                          /* each, [B]; else NULL */
-    void *lse;                                       /* [B, H, T], fp32 (fp64 for fp64); or NULL */
+    int64_t bias_b, bias_h, bias_i;                  /* strides of the mask, 0 for a dimension along which it is
+                                                      * repeated; the stride of keys is 1 */
+    int64_t window;                                  /* most keys that a query sees, 0 for no limit */
+    int32_t sure;                                    /* for backward: sure_before of all samples or, with a mask, */
+    const int32_t *sure_of;                          /* of each sample, [B]; else NULL */
+    void *lse;                                       /* [B, H, T] log-sum-exp, fp32 (fp64 for fp64), or NULL */
     int64_t lse_b, lse_h;                            /* strides of lse; the stride of T is 1 */
-    void *delta;                                     /* [B, H, T], in the same type: dy . y */
+    void *delta;                                     /* [B, H, T] dy . y, in the same type */
     int64_t B, H, T, S, D;
-    float scale, p, keep;                            /* p: of dropout; keep: 1 / (1 - p) */
+    float scale, p, keep;                            /* p: dropout probability; keep: 1 / (1 - p) */
     double scale_d, keep_d;
     bool causal;
     uint64_t seed, step, sample;
     uint32_t op;
-    int32_t first_head;                              /* number of this rank's first head, if ranks share the heads */
+    int32_t first_head;                              /* index of this rank's first head if the heads are split among
+                                                      * ranks */
 };
 
-/* Whether the call has only causal or full attention, or a mask of 2 dimensions: tensor cores support these. */
+/* Returns whether the call has only causal or full attention, or a mask of 2 dimensions. Tensor cores support only
+ * these. */
 static inline bool is_plain(const attention *t) { return !t->bias && t->window == 0; }
 
 DEV bool same_segment(const attention &t, int64_t b, int64_t i, int64_t j)
@@ -54,25 +59,25 @@ DEV bool visible(const attention &t, int64_t b, int64_t i, int64_t j)
     return (!t.mask || t.mask[b * t.mask_b + j * t.mask_j] != 0) && same_segment(t, b, i, j);
 }
 
-/* The number of queries, from the first on, that see at most one key; `second`: the second key that the mask shows.
- * The weight of a single key is 1 for any score, so the score has no gradient. It must be exactly 0: Adam would turn
- * the rounding error of dy . v - delta into a step. */
+/* Returns the number of queries, from the first on, that see at most one key. `second`: the second key that the mask
+ * shows. The weight of a single key is 1 for any score, so the score has no gradient. The gradient must be exactly
+ * 0: Adam would turn the rounding error of dy . v - delta into a step. */
 static __host__ __device__ inline int32_t sure_before(const attention &t, int64_t second)
 {
     int64_t n = t.causal ? second - (t.S - t.T) : 0;
     return (int32_t)(second >= t.S || n > t.T ? t.T : n > 0 ? n : 0);
 }
 DEV int sure_queries(const attention &t, int64_t b) { return t.sure_of ? t.sure_of[b] : t.sure; }
-/* Whether query i of a segment begin .. end - 1 sees at most one key. */
+/* Returns whether query i of a segment begin .. end - 1 sees at most one key. */
 DEV bool is_single(const attention &t, int i, int begin, int end)
 {
     return (t.causal && i <= begin) || end - begin <= 1;
 }
 
-/* The position of the log-sum-exp of query 0 of a head. */
+/* Returns the position of a head's log-sum-exp for query 0. */
 DEV int64_t lse_at(const attention &t, int64_t b, int64_t h) { return b * t.lse_b + h * t.lse_h; }
 
-/* Random numbers of dropout for consecutive elements: one call of Philox gives four. */
+/* Random numbers of dropout for consecutive elements. Each call of Philox makes four. */
 struct draws { uint64_t block; ps_philox r; };
 DEV draws no_draws(void)
 {

@@ -14,7 +14,7 @@ template <int DP, bool LEAN> struct shape {
 };
 #define STEP_UP 8.0f
 
-/* Hides keys of the tile that starts at key `first` from those of this warp's queries i .. that do not see them. */
+/* Hides keys of the tile that begins at key `first` from those of this warp's queries i .. that do not see them. */
 template <int RT, int N, bool LEAN> DEV void hide(const attention &t, float (*s)[N][4], int64_t b, int i, int first)
 {
     int lane = threadIdx.x & 31, S = (int)t.S, off = (int)(t.S - t.T);
@@ -37,8 +37,8 @@ template <int RT, int N, bool LEAN> DEV void hide(const attention &t, float (*s)
         }
 }
 
-/* Turns scores of 16 rows into weights. top: base of the row's exponentials, in powers of two; sum: of this lane's
- * weights. Returns the factors for the rows of o. */
+/* Turns scores of 16 rows into weights. top: base of each row's exponentials, in powers of two. sum: sum of this
+ * lane's weights. Returns the factors for the rows of o. */
 template <int N, bool LEAN>
 DEV void soften(const attention &t, float (*s)[4], float *top, float *sum, float *shrink, float scale, int64_t b,
                 int64_t h, int i, int first)
@@ -74,7 +74,8 @@ KERNEL_UP_TO(BLOCK, 2) forward_kernel(const __grid_constant__ attention t)
     enum { RT = shape<DP, LEAN>::RT, ROWS = shape<DP, LEAN>::ROWS, KEYS = shape<DP, LEAN>::KEYS, N = KEYS / 8,
            KEPT = DP == 64 };
     PS_DYNAMIC_SHARED(shared);
-    uint16_t *q_tile = (uint16_t *)shared, *stages = q_tile + ROWS * DP;         /* two of a K and a V tile each */
+    uint16_t *q_tile = (uint16_t *)shared, *stages = q_tile + ROWS * DP;         /* two stages, each with a K and a V
+                                                                                  * tile */
     int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, h = blockIdx.y, b = blockIdx.z;
     int q0 = (int)(gridDim.x - 1 - blockIdx.x) * ROWS, w0 = q0 + warp * 16 * RT;  /* long rows first */
     int n_q = (int)t.T, n_k = (int)t.S, off = n_k - n_q, D = (int)t.D, end = t.causal ? min(n_k, q0 + ROWS + off) : n_k;

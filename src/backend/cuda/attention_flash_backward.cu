@@ -17,7 +17,7 @@ template <int DP, bool LEAN> struct dq_shape {
     enum { RT = DP == 256 ? 1 : 2, BLOCK = 128, ROWS = BLOCK / 2 * RT, KEYS = (DP == 64 ? 64 : 32) / (LEAN ? 1 : 2) };
 };
 
-/* s, d [16 RT, 8 N] of queries i .. and keys first ..: s becomes ds. */
+/* Turns s, d [16 RT, 8 N] of queries i .. and keys first .. into gradients: s becomes ds. */
 template <int RT, int N, bool LEAN>
 DEV void slope_of_rows(const attention &t, float (*s)[N][4], float (*d)[N][4], float (*lse)[2], float (*delta)[2],
                        int64_t b, int64_t h, int i, int first, bool some_hidden)
@@ -134,9 +134,9 @@ KERNEL_UP_TO(Shape::BLOCK, 2) dq_kernel(const __grid_constant__ attention t)
 }
 
 /* -- dk, dv: rows are keys ----------------------------------------------------------------------------------------- */
-/* The sums of dk and dv fill the registers: a warp has 32 keys of heads of 64, else 16. k and v of heads of 128 are
- * kept in addition; of heads of 256 a block has only W columns of dk and dv, so two blocks share the work of 64 keys. A
- * tile of queries is gone through in parts. */
+/* Shapes of the kernel for dk and dv, whose sums fill the registers. A warp has 32 keys for heads of 64, else 16.
+ * For heads of 128, k and v are kept in registers in addition. For heads of 256, a block has only W columns of dk
+ * and dv, so two blocks share the work of 64 keys. A tile of queries is processed in parts. */
 template <int DP, bool LEAN> struct dkv_shape;
 template <bool LEAN> struct dkv_shape<64, LEAN> {
     enum { RT = 2, BLOCK = 128, BLOCKS = 2, QUERIES = 64, PART = LEAN ? 32 : 16, W = 64 };
@@ -151,7 +151,7 @@ template <bool LEAN> struct dkv_shape<256, LEAN> {
     typedef rows_shared<256, 1> rows;
 };
 
-/* s [16 RT, 8 N] of keys j .. and queries first ..: 0 where their segments differ. */
+/* Sets s [16 RT, 8 N] of keys j .. and queries first .. to 0 where their segments differ. */
 template <int RT, int N> DEV void hide_segments(const attention &t, float (*s)[N][4], int64_t b, int j, int first)
 {
     int lane = threadIdx.x & 31;
@@ -169,7 +169,8 @@ template <int RT, int N> DEV void hide_segments(const attention &t, float (*s)[N
         }
 }
 
-/* d, as in hide_segments: 0 for queries that see one key of their segment. A key is in the segment of its queries. */
+/* Sets d, like s in hide_segments, to 0 for queries that see one key of their segment. A key is in the segment of
+ * its queries. */
 template <int RT, int N> DEV void clear_slopes(const attention &t, float (*d)[N][4], int64_t b, int j, int first)
 {
     int lane = threadIdx.x & 31;
@@ -186,7 +187,8 @@ template <int RT, int N> DEV void clear_slopes(const attention &t, float (*d)[N]
         }
 }
 
-/* s, d [16 RT, 8 N] of keys j .. and queries first ..: s becomes w m, d becomes ds. lse, delta: of these queries. */
+/* Turns s, d [16 RT, 8 N] of keys j .. and queries first .. into gradients: s becomes w m, and d becomes ds. lse and
+ * delta are those of these queries. */
 template <int RT, int N, bool LEAN>
 DEV void slope_of_columns(const attention &t, float (*s)[N][4], float (*d)[N][4], const float *lse, const float *delta,
                           int64_t b, int64_t h, int j, int first, bool some_hidden)
@@ -255,7 +257,8 @@ KERNEL_UP_TO(Shape::BLOCK, Shape::BLOCKS) dkv_kernel(const __grid_constant__ att
     enum { PART = Shape::PART, N = PART / 8, W = Shape::W };
     PS_DYNAMIC_SHARED(shared);
     uint16_t *k_tile = (uint16_t *)shared, *v_tile = k_tile + ROWS * DP, *stages = v_tile + ROWS * DP;
-    float *sums = (float *)(stages + 4 * QUERIES * DP);                          /* two of [2, QUERIES]: lse, delta */
+    float *sums = (float *)(stages + 4 * QUERIES * DP);                          /* two buffers of [2, QUERIES]: lse,
+                                                                                  * delta */
     int warp = threadIdx.x >> 5, h = blockIdx.y, b = blockIdx.z, col = (int)blockIdx.x % (DP / W) * W;
     int k0 = (int)blockIdx.x / (DP / W) * ROWS, w0 = k0 + warp * 16 * RT;
     int n_q = (int)t.T, n_k = (int)t.S, off = n_k - n_q, D = (int)t.D, begin = 0, until = n_q, seen_from = 0;
@@ -269,9 +272,10 @@ KERNEL_UP_TO(Shape::BLOCK, Shape::BLOCKS) dkv_kernel(const __grid_constant__ att
     typename Shape::rows k, v;
     clear_all<RT, W / 8>(dk);
     clear_all<RT, W / 8>(dv);
-    if (t.causal && k0 > off) begin = (k0 - off) / QUERIES * QUERIES;            /* earlier queries see none of these */
+    if (t.causal && k0 > off) begin = (k0 - off) / QUERIES * QUERIES;            /* earlier queries see none of these
+                                                                                  * keys */
     int seen_by_any = n_q;
-    if (!LEAN && t.begin) {                          /* the queries of the keys' segments */
+    if (!LEAN && t.begin) {                          /* only the queries of the keys' segments */
         span all = span_of(t, b, k0, ROWS, n_q), own = span_of(t, b, w0, 16 * RT, n_q);
         begin = max(begin, all.begin / QUERIES * QUERIES), until = all.end;
         seen_from = own.begin, seen_by_any = own.end;
@@ -290,7 +294,7 @@ KERNEL_UP_TO(Shape::BLOCK, Shape::BLOCKS) dkv_kernel(const __grid_constant__ att
     async_wait<1>();                                 /* k and v are complete */
     __syncthreads();
     k.open(own_k), v.open(own_v);
-    for (int first = begin; first < until; first += QUERIES) { /* without segments some query sees every key */
+    for (int first = begin; first < until; first += QUERIES) { /* without segments, every key is seen by some query */
         stage = first / QUERIES & 1;
         uint16_t *q = stages + stage * 2 * QUERIES * DP, *dy = q + QUERIES * DP;
         const float *own_sums = sums + stage * 2 * QUERIES;

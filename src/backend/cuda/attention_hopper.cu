@@ -15,11 +15,11 @@
 
 template <class T> DEV uint32_t two(float low, float high) { return two_down(T(), low, high); }
 
-/* A tile [ROWS, D] is D / 64 consecutive panels. */
+/* A tile [ROWS, D] consists of D / 64 consecutive panels. */
 template <int D, int ROWS> struct tile { enum { PANEL = ROWS * PANEL_ROW, NBYTES = D / PANEL_COLS * PANEL }; };
 
-/* Copies rows first .. first + ROWS of a head to a tile. Rows from `limit` on are zero, with FROM_LEAST also those
- * before `least`. Asynchronous, without a commit. */
+/* Copies rows first .. first + ROWS of a head to a tile. Rows from `limit` on are zero, and with FROM_LEAST also
+ * rows before `least`. The copies are asynchronous and not committed. */
 template <int D, int ROWS, int BLOCK, bool FROM_LEAST = false>
 DEV void load_tile(unsigned char *dst, const heads &x, int64_t b, int64_t h, int64_t first, int64_t limit,
                    int64_t least = 0)
@@ -37,7 +37,7 @@ DEV void load_tile(unsigned char *dst, const heads &x, int64_t b, int64_t h, int
     }
 }
 
-/* c [64, N] = a b^T over D columns. a: this warpgroup's rows in a tile of A_ROWS, b: a tile of N rows. */
+/* Computes c [64, N] = a b^T over D columns. a: this warpgroup's rows in a tile of A_ROWS; b: a tile of N rows. */
 template <class T, int D, int A_ROWS, int N> DEV void times_transposed(float *c, uint64_t a, uint64_t b)
 {
 #pragma unroll
@@ -48,14 +48,14 @@ template <class T, int D, int A_ROWS, int N> DEV void times_transposed(float *c,
     }
 }
 
-/* o [64, D] += p b; p [64, KEYS] in registers, b a tile of KEYS rows. */
+/* Computes o [64, D] += p b, with p [64, KEYS] in registers and b a tile of KEYS rows. */
 template <class T, int D, int KEYS> DEV void times(float *o, const uint32_t *p, uint64_t b)
 {
 #pragma unroll
     for (int k = 0; k < KEYS; k += 16) wgmma_registers<T, D>(o, p + k / 4, descriptor_at(b, k * PANEL_ROW), true);
 }
 
-/* Rounds x [64, N] to halves, as A of the next product. */
+/* Rounds x [64, N] to halves, as operand A of the next product. */
 template <class T, int N> DEV void to_halves(uint32_t *p, const float *x)
 {
 #pragma unroll
@@ -68,8 +68,8 @@ template <int COUNT> DEV void clear(float *x)
     for (int i = 0; i < COUNT; i++) x[i] = 0;
 }
 
-/* Stores the existing ones of a warpgroup's 64 rows to rows first .. of a head. Each warp writes its 16 rows to
- * `own`, 64 rows of a tile of A_ROWS that nothing else uses any more, and reads them in pieces of 16 bytes. */
+/* Stores those of a warpgroup's 64 rows that exist to rows first .. of a head. Each warp writes its 16 rows to
+ * `own`, 64 rows of a tile of A_ROWS that are no longer used otherwise, and reads them in pieces of 16 bytes. */
 template <class T, int D, int A_ROWS>
 DEV void store_rows(unsigned char *own, const heads &x, int64_t b, int64_t h, int64_t first, int64_t limit,
                     const float *o, float by0, float by1)
@@ -96,8 +96,8 @@ DEV void store_rows(unsigned char *own, const heads &x, int64_t b, int64_t h, in
 }
 
 /* -- forward ------------------------------------------------------------------------------------------------------- */
-/* What this thread's rows see of the tile of keys from `first` on: each up to column `last`; all: every row of the warp
- * sees every column. w0: the warp's first row. */
+/* Which keys of the tile from `first` on this thread's rows see: each row sees columns up to `last`. all: every row
+ * of the warp sees every column. w0: the warp's first row. */
 template <int KEYS> struct sight {
     int last[2];
     bool all;
@@ -114,8 +114,8 @@ template <int KEYS> struct sight {
     }
 };
 
-/* Turns scores of a tile into weights 2^(scale (s - top)) and updates the running top and sum of this thread's two
- * rows. `shrink` becomes the factor for the previous sums. scale > 0. */
+/* Turns the scores of a tile into weights 2^(scale (s - top)) and updates the running top and sum of this thread's
+ * two rows. `shrink` becomes the factor for the previous sums. scale > 0. */
 template <int KEYS>
 DEV void soften(float *s, float *top, float *sum, float *shrink, float scale, const sight<KEYS> &seen)
 {
@@ -156,7 +156,7 @@ template <int D> DEV void shrink_rows(float *o, const float *shrink)
     for (int i = 0; i < D / 2; i++) o[i] *= shrink[i >> 1 & 1];
 }
 
-/* Warpgroups of a block, keys of a tile. */
+/* Warpgroups per block, and keys per tile. */
 template <int D> struct shape;
 template <> struct shape<64> { enum { GROUPS = 3, KEYS = 128 }; };
 template <> struct shape<128> { enum { GROUPS = 2, KEYS = 128 }; };
@@ -191,7 +191,7 @@ KERNEL_UP_TO(128 * shape<D>::GROUPS, 1) forward_kernel(const __grid_constant__ a
     typedef tile<D, KEYS> key_tile;
     PS_DYNAMIC_SHARED(raw);
     unsigned char *q = raw + (-shared_address(raw) & (PANEL_ALIGN - 1)), *k = q + tile<D, ROWS>::NBYTES;
-    unsigned char *v = k + 2 * key_tile::NBYTES;                     /* two buffers each, used in turn */
+    unsigned char *v = k + 2 * key_tile::NBYTES;                     /* two buffers each, used alternately */
     int group = __shfl_sync(0xffffffffu, threadIdx.x >> 7, 0);
     int64_t q0 = (int64_t)(gridDim.x - 1 - blockIdx.x) * ROWS, b = blockIdx.z;            /* long rows first */
     int64_t h = blockIdx.y, kh = h / t.group;
@@ -223,8 +223,8 @@ KERNEL_UP_TO(128 * shape<D>::GROUPS, 1) forward_kernel(const __grid_constant__ a
         hold<KEYS / 2>(s);
         soften<KEYS>(s, top, sum, shrink, scale, sight<KEYS>::of(t, w0, 0));
     }
-    /* s: weights of tile j. o: output of the tiles before it, whose product still runs. The wait for it is at the head
-     * of the loop: in one block with the softmax, ptxas would move it before the softmax. */
+    /* s: weights of tile j. o: output of the earlier tiles, whose product is still running. The wait for it is at
+     * the head of the loop: in the same basic block as the softmax, ptxas would move it before the softmax. */
     for (int j = 0; j + 1 < tiles; j++) {
         int here = j & 1, there = here ^ 1;
         int64_t first = (int64_t)(j + 1) * KEYS;
@@ -269,10 +269,11 @@ KERNEL_UP_TO(128 * shape<D>::GROUPS, 1) forward_kernel(const __grid_constant__ a
 }
 
 /* -- backward ------------------------------------------------------------------------------------------------------ */
-/* With w = 2^(scale q.k - lse) and d = dy.v: ds = w (d - delta), dq = scale ds k, dk = scale ds^T q, dv = w^T dy. Rows
- * that do not exist are zero, with a log-sum-exp of 0, and add nothing. A weight that is hidden may be anything before
- * it is set to 0: the log-sum-exp of a query without a key to see is -infinity. Queries that see one key (sure_before)
- * are treated as in attention_flash_backward.cu: dq is set to 0, and for dk and dv q and the log-sum-exp are. */
+/* With w = 2^(scale q.k - lse) and d = dy.v: ds = w (d - delta), dq = scale ds k, dk = scale ds^T q, dv = w^T dy.
+ * Rows that do not exist are zero, with a log-sum-exp of 0, and add nothing. A hidden weight can have any value
+ * before it is set to 0: the log-sum-exp of a query that sees no key is -infinity. Queries that see one key
+ * (sure_before) are treated as in attention_flash_backward.cu: dq is set to 0, and for dk and dv also q and the
+ * log-sum-exp. */
 
 /* Reads the log-sum-exp, times log2 e, and delta of this thread's two rows. w0: the warp's first query. */
 DEV void read_figures(const attention &t, int64_t b, int64_t h, int64_t w0, float *lse, float *delta)
@@ -285,7 +286,7 @@ DEV void read_figures(const attention &t, int64_t b, int64_t h, int64_t w0, floa
     }
 }
 
-/* s, d [64, KEYS] of a warpgroup's queries: s becomes ds. lse, delta: as read_figures gives them. */
+/* Turns s, d [64, KEYS] of a warpgroup's queries into gradients: s becomes ds. lse and delta are from read_figures. */
 template <int KEYS>
 DEV void slope_of_rows(float *s, const float *d, const float *lse, const float *delta, float scale,
                        const sight<KEYS> &seen)
@@ -309,8 +310,8 @@ template <int D> static size_t dq_nbytes(void)
     return 2 * tile<D, 64 * dq_shape<D>::GROUPS>::NBYTES + 5 * tile<D, dq_shape<D>::KEYS>::NBYTES + PANEL_ALIGN;
 }
 
-/* Rows are queries. Keys have three buffers, since a tile is read for the second time while the next one is read for
- * the first. */
+/* Rows are queries. Keys have three buffers, because a tile is read for the second time while the next one is read
+ * for the first time. */
 template <class T, int D>
 KERNEL_UP_TO(128 * dq_shape<D>::GROUPS, 1) dq_kernel(const __grid_constant__ attention t)
 {
@@ -356,7 +357,7 @@ KERNEL_UP_TO(128 * dq_shape<D>::GROUPS, 1) dq_kernel(const __grid_constant__ att
         hold<KEYS / 2>(d);
         slope_of_rows<KEYS>(s, d, lse, delta, scale, sight<KEYS>::of(t, w0, 0));
     }
-    /* s: ds of tile j. dq: sum of the tiles before it, whose product still runs, as in forward_kernel. */
+    /* s: ds of tile j. dq: sum of the earlier tiles, whose product is still running, as in forward_kernel. */
     for (int j = 0; j + 1 < tiles; j++) {
         int64_t first = (int64_t)(j + 1) * KEYS;
         wgmma_wait<0>();
@@ -404,13 +405,13 @@ KERNEL_UP_TO(128 * dq_shape<D>::GROUPS, 1) dq_kernel(const __grid_constant__ att
     store_rows<T, D, ROWS>(q + group * 64 * PANEL_ROW, t.dq, b, h, q0 + group * 64, t.T, dq, t.scale, t.scale);
 }
 
-/* s, d [64, QUERIES] of a warpgroup's keys j ..: to halves, of w and ds. lse, delta [QUERIES]: of these queries, from
- * `first` on. w0: the warp's first key. */
+/* Rounds s, d [64, QUERIES] of a warpgroup's keys j .. to halves of w and ds. lse, delta [QUERIES]: those of these
+ * queries, from `first` on. w0: the warp's first key. */
 template <class T, int QUERIES>
 DEV void slope_of_columns(const attention &t, uint32_t *w, uint32_t *ds, float *s, const float *d, const float *lse,
                           const float *delta, float scale, int64_t w0, int64_t first)
 {
-    int64_t from = w0 + ((threadIdx.x & 31) >> 2) - (t.S - t.T) - first;     /* the first query that sees this row */
+    int64_t from = w0 + ((threadIdx.x & 31) >> 2) - (t.S - t.T) - first;     /* first query that sees this row */
     int c2 = (threadIdx.x & 3) * 2, least[2];
     bool all = !t.causal || w0 + 15 - (t.S - t.T) <= first;
     for (int r = 0; r < 2; r++) least[r] = (int)max((int64_t)0, min(from + 8 * r, (int64_t)QUERIES));
@@ -432,8 +433,8 @@ DEV void slope_of_columns(const attention &t, uint32_t *w, uint32_t *ds, float *
 }
 
 enum { DKV_GROUPS = 2, DKV_BLOCK = 128 * DKV_GROUPS, DKV_ROWS = 64 * DKV_GROUPS, QUERIES = 64 };
-/* A tile of queries: q, dy, then their log-sum-exp and delta. Three buffers: products use one, the next is read, and
- * a third is being loaded. */
+/* A tile of queries: q, dy, then their log-sum-exp and delta. There are three buffers: products use one, the next is
+ * read, and a third is loaded. */
 template <int D> struct query_tile {
     enum { DY = tile<D, QUERIES>::NBYTES, LSE = 2 * DY, DELTA = LSE + QUERIES * 4, NBYTES = LSE + PANEL_ALIGN };
 };
@@ -457,7 +458,7 @@ template <int D> DEV void load_queries(unsigned char *to, const attention &t, in
     async_commit();
 }
 
-/* Rows are keys. If heads share keys, the sums of each head go to separate memory (run_grouped_backward). */
+/* Rows are keys. If heads share keys, the sums of each head are written to separate memory (run_grouped_backward). */
 template <class T, int D>
 KERNEL_UP_TO(DKV_BLOCK, 1) dkv_kernel(const __grid_constant__ attention t)
 {
@@ -468,8 +469,10 @@ KERNEL_UP_TO(DKV_BLOCK, 1) dkv_kernel(const __grid_constant__ attention t)
     int group = __shfl_sync(0xffffffffu, threadIdx.x >> 7, 0);
     int64_t k0 = (int64_t)blockIdx.x * DKV_ROWS, h = blockIdx.y, kh = h / t.group, b = blockIdx.z, begin = 0;
     int64_t w0 = k0 + group * 64 + (threadIdx.x >> 5 & 3) * 16;
-    if (t.causal && k0 > t.S - t.T) begin = (k0 - (t.S - t.T)) / QUERIES * QUERIES;      /* earlier queries see none */
-    int tiles = (int)((t.T - begin + QUERIES - 1) / QUERIES);        /* at least one: the last query sees all keys */
+    if (t.causal && k0 > t.S - t.T) begin = (k0 - (t.S - t.T)) / QUERIES * QUERIES;      /* earlier queries see none
+                                                                                          * of these keys */
+    int tiles = (int)((t.T - begin + QUERIES - 1) / QUERIES);        /* at least one, because the last query sees all
+                                                                      * keys */
     float dk[D / 2], dv[D / 2], s[QUERIES / 2], d[QUERIES / 2], scale = t.scale * LOG2_E;
     uint32_t w[QUERIES / 4], ds[QUERIES / 4];
     clear<D / 2>(dk);
@@ -517,7 +520,7 @@ KERNEL_UP_TO(DKV_BLOCK, 1) dkv_kernel(const __grid_constant__ attention t)
 }
 
 /* -- launching ----------------------------------------------------------------------------------------------------- */
-/* The number of blocks of `groups` warpgroups for n rows. */
+/* Launches a kernel with blocks of `groups` warpgroups for n rows. */
 template <class F> static int start(F kernel, bool *allowed, int64_t n, int groups, size_t nbytes, const attention *t)
 {
     if (!*allowed)                                   /* shared memory above 48 KiB must be requested once per kernel */

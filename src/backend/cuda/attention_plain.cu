@@ -18,7 +18,8 @@ template <class T, class A> DEV A dot(const T *x, const T *y, int64_t n)
     return s;
 }
 
-/* The bias that a mask of 4 dimensions adds to a score; -infinity hides, and so does -1e30 and less. */
+/* Returns the bias that a mask of 4 dimensions adds to a score. -infinity hides the key, and so do values of -1e30
+ * and less. */
 template <class A> DEV A bias_of(const attention &t, int64_t b, int64_t h, int64_t i, int64_t j)
 {
     if (!t.bias) return 0;
@@ -29,8 +30,8 @@ template <class A> DEV A bias_of(const attention &t, int64_t b, int64_t h, int64
 }
 
 /* -- forward ------------------------------------------------------------------------------------------------------- */
-/* A block per query i = blockIdx.x of head blockIdx.y, sample blockIdx.z. Thread x has columns x, x + TILE, ... of
- * D. */
+/* Computes query i = blockIdx.x of head blockIdx.y, sample blockIdx.z, in one block. Thread x computes columns x, x
+ * + TILE, ... of D. */
 template <class T> static __global__ void forward_kernel(const __grid_constant__ attention t)
 {
     typedef typename type_info<T>::acc A;
@@ -51,7 +52,7 @@ template <class T> static __global__ void forward_kernel(const __grid_constant__
         if (seen) s += scale * dot<T, A>(q, (const T *)t.k.p + head_at(t.k, b, g, j), t.D);
         A new_top = block_max(s);
         new_top = new_top > top ? new_top : top;
-        if (new_top == -(A)INFINITY) continue;       /* no key seen so far: the same for all threads */
+        if (new_top == -(A)INFINITY) continue;       /* no key was seen yet, which is the same for all threads */
         A w = seen ? exp(s - new_top) : (A)0, shrink = top == -(A)INFINITY ? (A)0 : exp(top - new_top);
         sum = sum * shrink + block_sum(w);
         top = new_top;
@@ -63,7 +64,7 @@ template <class T> static __global__ void forward_kernel(const __grid_constant__
             int64_t d = threadIdx.x + k * TILE;
             if (d >= t.D) break;
             A part = 0;
-            for (int c = 0; c < n; c++)              /* v of a hidden key may be NaN or infinite */
+            for (int c = 0; c < n; c++)              /* v of a hidden key can be NaN or infinite */
                 if (weight[c] != 0) part += weight[c] * up(((const T *)t.v.p)[head_at(t.v, b, g, first + c) + d]);
             o[k] = o[k] * shrink + part;
         }
@@ -78,7 +79,7 @@ template <class T> static __global__ void forward_kernel(const __grid_constant__
 }
 
 /* -- backward ------------------------------------------------------------------------------------------------------ */
-/* `lanes` threads of a warp per row, a power of two. They read 16 bytes at a time if the rows are aligned. */
+/* Uses `lanes` threads of a warp per row, a power of two. They read 16 bytes at a time if the rows are aligned. */
 template <class T> static __global__ void delta_kernel(const __grid_constant__ attention t, int lanes)
 {
     typedef typename type_info<T>::acc A;
@@ -100,7 +101,7 @@ template <class T> static __global__ void delta_kernel(const __grid_constant__ a
     if (lane == 0 && i < t.T) ((A *)t.delta)[(b * t.H + h) * t.T + i] = s;
 }
 
-/* A block per sample. It finds the first key that the mask shows, then the second. */
+/* Uses a block per sample. Finds the first key that the mask shows, then the second. */
 static __global__ void sure_kernel(const __grid_constant__ attention t, int32_t *sure_of)
 {
     int64_t b = blockIdx.x, last = -1;
@@ -112,8 +113,9 @@ static __global__ void sure_kernel(const __grid_constant__ attention t, int32_t 
     if (threadIdx.x == 0) sure_of[b] = sure_before(t, last);
 }
 
-/* One block per sample. Each thread has a part of the segments' ids [T]. It finds the first and the last position in
- * its part at which a run of equal ids begins. For runs that reach into other parts it uses their positions. */
+/* Uses a block per sample. Each thread has a section of the segments' ids [T]. It finds the first and the last
+ * position in its section at which a run of equal ids begins. For runs that extend into other sections it uses their
+ * positions. */
 static __global__ void segments_kernel(const int32_t *id, int64_t id_b, int64_t id_step, int32_t *begin, int32_t *end,
                                        int64_t T)
 {
@@ -142,7 +144,7 @@ static __global__ void segments_kernel(const int32_t *id, int64_t id_b, int64_t 
     }
 }
 
-/* w after dropout and ds of the pair (i, j). */
+/* Computes w after dropout and ds of the pair (i, j). */
 template <class T, class A>
 DEV void pair(const attention &t, int64_t b, int64_t h, int64_t i, int64_t j, A *w_out, A *ds_out)
 {
@@ -200,7 +202,7 @@ template <class T> static __global__ void dkv_kernel(const __grid_constant__ att
     int64_t j = blockIdx.x, h = blockIdx.y, b = blockIdx.z, begin = 0, end = t.T;
     A dk[PER_THREAD], dv[PER_THREAD];
     for (int k = 0; k < PER_THREAD; k++) dk[k] = dv[k] = 0;
-    if (t.causal && j > t.S - t.T) begin = j - (t.S - t.T);          /* the first query that sees key j */
+    if (t.causal && j > t.S - t.T) begin = j - (t.S - t.T);          /* first query that sees key j */
     if (t.begin) begin = max(begin, (int64_t)t.begin[b * t.T + j]), end = t.end[b * t.T + j];
     for (int64_t first = begin; first < end; first += TILE) {
         A own_w, own_ds;
@@ -227,7 +229,8 @@ template <class T> static __global__ void dkv_kernel(const __grid_constant__ att
     }
 }
 
-/* dst [B, H / group, S, D] = the sums of src [B, H, S, D], contiguous, over heads that share keys, in their order. */
+/* Sets dst [B, H / group, S, D] to the sums of src [B, H, S, D], contiguous, over heads that share keys, in their
+ * order. */
 template <class T> static __global__ void sum_heads_kernel(const __grid_constant__ attention t, heads dst, const T *src)
 {
     int64_t G = t.H / t.group, n = t.B * G * t.S * t.D;
@@ -286,7 +289,7 @@ static heads heads_of(const ps_view *v)
     return x;
 }
 
-/* Part `part` of a contiguous x [B, T, parts * C], as a view [B, heads, T, C / heads]. */
+/* Returns part `part` of a contiguous x [B, T, parts * C], as a view [B, heads, T, C / heads]. */
 static heads packed_part(const ps_view *x, int parts, int part, int64_t n_heads)
 {
     int64_t T = x->shape[1], width = x->shape[2], C = width / parts, D = C / n_heads;
@@ -306,7 +309,7 @@ template <class At> static void set_attributes(attention *t, const At *a)
     t->seed = a->seed, t->step = a->step, t->sample = a->sample, t->op = a->op, t->first_head = a->first_head;
 }
 
-/* `mask` may be a mask or segments. t has its sizes. */
+/* Sets a mask, or segments, whose sizes t already has. */
 static int set_mask(ps_call *call, attention *t, const ps_view *mask)
 {
     if (!ps_has(mask)) return 0;
@@ -347,7 +350,7 @@ static void set_lse(attention *t, const ps_view *lse)
 static int check_sizes(attention *t)
 {
     t->scale = (float)t->scale_d;
-    if (t->window >= t->S) t->window = 0;            /* it hides no key */
+    if (t->window >= t->S) t->window = 0;            /* the window hides no key */
     if (t->D > MOST_D || t->H > 65535 || t->B > 65535)
         return ps_fail(PS_EUNSUP, "%lld heads of size %lld, %lld samples: cuda takes up to 65535, %d and 65535",
                        (long long)t->H, (long long)t->D, (long long)t->B, MOST_D);
@@ -364,7 +367,7 @@ static int run_forward(attention *t, int dtype)
 
 static int run_backward(ps_call *call, attention *t, int dtype);
 
-/* Computes dk and dv of each head in scratch, then sums over heads that share keys, as FlashAttention-2 does. */
+/* Computes dk and dv of each head in workspace, then sums over heads that share keys, as FlashAttention-2 does. */
 static int run_grouped_backward(ps_call *call, attention *t, int dtype)
 {
     attention each = *t;

@@ -18,7 +18,7 @@ enum { MOST_ROWS = 1 << 29 };
 
 template <class T> DEV uint32_t two(float low, float high) { return two_down(T(), low, high); }
 
-/* The position of row r, chunk c of a tile. */
+/* Returns the position of row r, chunk c in a tile. */
 template <int DP> DEV int place(int r, int c) { return r * DP + ((c ^ (r & 7)) << 3); }
 
 DEV const uint16_t *head_of(const heads &x, int64_t b, int64_t h)
@@ -26,14 +26,14 @@ DEV const uint16_t *head_of(const heads &x, int64_t b, int64_t h)
     return (const uint16_t *)x.p + b * x.b + h * x.h;
 }
 
-/* Loads tiles of N rows of a head, one after another from row `first` on, with all THREADS of the block: this thread's
- * chunks are STEP rows apart. Rows from `limit` on, those the mask hides, and FROM_LEAST those before `least`, are
- * zero, and so are columns from D on.
- * To be committed and waited for as asynchronous copies, then a barrier. */
+/* Loads tiles of N rows of a head, one after another from row `first` on, with all THREADS of the block. The chunks
+ * of a thread are STEP rows apart. Zeros replace rows from `limit` on, rows that the mask hides, rows before `least`
+ * if FROM_LEAST is set, and columns from D on. The copies are asynchronous: commit them, wait for them, then use a
+ * barrier. */
 template <int DP, int N, int THREADS, bool LEAN> struct reader {
     enum { CHUNKS = DP / 8, STEP = THREADS / CHUNKS };
     static_assert(N % STEP == 0, "each thread has as many chunks");
-    const uint16_t *from;                            /* of the next tile, which begins with row `first` */
+    const uint16_t *from;                            /* address in the next tile, which begins with row `first` */
     __device__ __forceinline__ void open(const heads &x, int64_t b, int64_t h, int first)
     {
         int c = threadIdx.x % CHUNKS * 8, r = threadIdx.x / CHUNKS;
@@ -60,8 +60,8 @@ template <int DP, int N, int THREADS, bool LEAN> struct reader {
     }
 };
 
-/* Tiles of keys and their values, loaded into two buffers in shared memory: while one is read, the next is loaded.
- * The values of a tile are stored after its keys. */
+/* Tiles of keys and their values, loaded into two buffers in shared memory: the next tile is loaded while one is
+ * read. A tile's values are stored after its keys. */
 template <int DP, int KEYS, int THREADS, bool LEAN> struct key_tiles {
     reader<DP, KEYS, THREADS, LEAN> k_rows, v_rows;
     __device__ __forceinline__ void open(const attention &t, int64_t b, int64_t h, int first)
@@ -72,7 +72,7 @@ template <int DP, int KEYS, int THREADS, bool LEAN> struct key_tiles {
     {
         return stages + (first / KEYS & 1) * 2 * KEYS * DP;
     }
-    /* Starts to copy the tile whose first key is `first`. Tiles are copied in order, each once. */
+    /* Begins to copy the tile whose first key is `first`. Each tile is copied once, in order. */
     __device__ __forceinline__ void next(uint16_t *stages, const attention &t, int first, int n_k, int D,
                                          const uint8_t *mask)
     {
@@ -84,8 +84,8 @@ template <int DP, int KEYS, int THREADS, bool LEAN> struct key_tiles {
 };
 
 /* -- fragments ---------------------------------------------------------------------------------------------------- */
-/* For ldmatrix: this lane's row of A [16, 16], and of B [16, 16] to be transposed; and that of B^T [16, 16];
- * in bytes from the tile's begin. What begins at column k is `across` of it, rows further down are whole rows more. */
+/* For ldmatrix: byte offset in the tile of this lane's row of A [16, 16], of B [16, 16] for transposition, and of
+ * B^T [16, 16]. `across` is the offset from there to column k. Rows further down are whole rows away. */
 template <int DP> DEV int lane_of_a(void)
 {
     int lane = threadIdx.x & 31;
@@ -129,15 +129,16 @@ template <bool KEPT, int DP, int RT> struct kept_if { typedef rows_shared<DP, RT
 template <int DP, int RT> struct kept_if<true, DP, RT> { typedef rows_kept<DP, RT> rows; };
 
 /* -- dropout ------------------------------------------------------------------------------------------------------- */
-/* A call of Philox draws for four keys of a query that follow each other. Where they begin with every fourth key, the
- * lanes that hold them make as many calls as there are fragments' elements in a lane, and share the words out. */
+/* A call of Philox makes random numbers for four consecutive keys of a query. If the keys begin at a multiple of
+ * four, the lanes that hold them make as many calls as a lane has fragment elements, and exchange the words. */
 DEV void draw(const attention &t, uint32_t *w, int64_t b, int64_t h, int i, int j)
 {
     uint64_t block = (uint64_t)(((t.first_head + h) * t.T + i) * t.S + j) / 4;
     ps_philox r = ps_philox4x32(t.seed, (t.sample + (uint64_t)b) << 32 | block, t.step << 32 | t.op);
     for (int k = 0; k < 4; k++) w[k] = r.v[k];
 }
-/* Words of a fragment's elements; rows are queries i .., columns keys j ..: two lanes hold four keys of two rows. */
+/* Draws the words of a fragment's elements. Rows are queries from i on, columns are keys from j on: two lanes hold
+ * four keys of two rows. */
 DEV void draw_rows(const attention &t, uint32_t *w, int64_t b, int64_t h, int i, int j)
 {
     int lane = threadIdx.x & 31, odd = lane & 1;
@@ -147,8 +148,8 @@ DEV void draw_rows(const attention &t, uint32_t *w, int64_t b, int64_t h, int i,
     uint32_t y = __shfl_xor_sync(0xffffffffu, odd ? own[1] : own[3], 1);
     w[0] = odd ? x : own[0], w[1] = odd ? y : own[1], w[2] = odd ? own[2] : x, w[3] = odd ? own[3] : y;
 }
-/* Rows are keys j .., columns queries i ..: four lanes, that is rows, have four queries and keys to draw for; what word
- * each got of each call is transposed among them. */
+/* Draws the words of a fragment's elements. Rows are keys from j on, columns are queries from i on: four lanes
+ * (rows) draw for four queries and keys, and the words of their calls are transposed among them. */
 DEV void draw_columns(const attention &t, uint32_t *w, int64_t b, int64_t h, int i, int j)
 {
     int lane = threadIdx.x & 31, low = lane >> 2 & 1, high = lane >> 3 & 1;
@@ -161,7 +162,8 @@ DEV void draw_columns(const attention &t, uint32_t *w, int64_t b, int64_t h, int
     y = __shfl_xor_sync(0xffffffffu, high ? a[1] : a[3], 8);
     w[0] = high ? x : a[0], w[1] = high ? y : a[1], w[2] = high ? a[2] : x, w[3] = high ? a[3] : y;
 }
-/* Bit 4 n + e: element e of fragment n of [16, 8 N] is dropped. KEYS_DOWN: rows are keys, else queries. */
+/* Returns a bit mask: bit 4 n + e is set if element e of fragment n of [16, 8 N] is dropped. KEYS_DOWN: rows are
+ * keys, else queries. */
 template <int N, bool KEYS_DOWN> DEV uint32_t dropped_of(const attention &t, int64_t b, int64_t h, int i, int j)
 {
     static_assert(N <= 8, "bits");
@@ -201,7 +203,7 @@ template <int RT, int N> DEV void clear_all(float (*c)[N][4])
     for (int m = 0; m < RT; m++) clear<N>(c + m);
 }
 
-/* c [16 RT, 8 N] = a b^T, a [16 RT, DP], b [8 N, DP] a tile. */
+/* Computes c [16 RT, 8 N] = a b^T. a is [16 RT, DP], and b [8 N, DP] is a tile. */
 template <class T, int DP, int RT, int N, class A>
 DEV void times_transposed(float (*c)[N][4], const A &a, const uint16_t *b)
 {
@@ -222,7 +224,8 @@ DEV void times_transposed(float (*c)[N][4], const A &a, const uint16_t *b)
     }
 }
 
-/* o [16 RT, W] += p b, p [16 RT, 8 N] as the product above leaves it, b [8 N, W] columns of a tile of DP. */
+/* Computes o [16 RT, W] += p b. p [16 RT, 8 N] has the layout of the product above; b [8 N, W] is columns of a tile
+ * with DP columns. */
 template <class T, int DP, int RT, int N, int W>
 DEV void times(float (*o)[W / 8][4], float (*p)[N][4], const uint16_t *b)
 {
@@ -247,8 +250,9 @@ DEV void times(float (*o)[W / 8][4], float (*p)[N][4], const uint16_t *b)
 }
 
 /* -- results ------------------------------------------------------------------------------------------------------- */
-/* Stores a warp's o [16 RT, W], times `by`, to the existing ones of rows first .., columns col .. of a head. LEAN:
- * through `own`, tile rows in shared memory that nothing else uses any more, to write 16 bytes at a time. */
+/* Stores a warp's o [16 RT, W], times `by`, to those rows from `first` on that exist, columns from col on, of a
+ * head. LEAN: goes through `own`, tile rows in shared memory that are no longer used otherwise, to write 16 bytes at
+ * a time. */
 template <class T, int DP, int RT, bool LEAN, int W>
 DEV void store_rows(const heads &x, int64_t b, int64_t h, int first, int limit, int col, int D, float (*o)[W / 8][4],
                     float by, uint16_t *own)
@@ -256,7 +260,7 @@ DEV void store_rows(const heads &x, int64_t b, int64_t h, int first, int limit, 
     int lane = threadIdx.x & 31, g = lane >> 2, c2 = (lane & 3) * 2;
     uint16_t *base = (uint16_t *)head_of(x, b, h) + col;
     D -= col;
-    if (LEAN) __syncwarp();                          /* the warp may still read `own` */
+    if (LEAN) __syncwarp();                          /* other lanes of the warp may still read `own` */
 #pragma unroll
     for (int m = 0; m < RT; m++)
 #pragma unroll
@@ -287,8 +291,8 @@ DEV void store_rows(const heads &x, int64_t b, int64_t h, int first, int limit, 
 }
 
 /* -- segments ------------------------------------------------------------------------------------------------------ */
-/* The segments of rows first .. first + n of T, or all of [0, limit) where there are none: what any of them sees begins
- * and ends there. */
+/* Returns the union of the segments of rows first .. first + n of T, or [0, limit) if there are no segments. These
+ * rows see no key outside this span. */
 struct span { int begin, end; };
 DEV span span_of(const attention &t, int64_t b, int first, int n, int limit)
 {
@@ -300,7 +304,7 @@ DEV span span_of(const attention &t, int64_t b, int first, int n, int limit)
 }
 
 /* -- launching ----------------------------------------------------------------------------------------------------- */
-/* Shared memory above 48 KiB must be requested once per kernel. */
+/* Requests shared memory above 48 KiB, which must be done once per kernel. */
 template <class F> static int allow_shared(F kernel, size_t nbytes, bool *done)
 {
     if (*done) return 0;

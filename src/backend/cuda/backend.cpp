@@ -24,9 +24,10 @@ struct ps_copy {
 };
 
 enum { SLOTS = 16 };
-static const size_t slot_nbytes = (size_t)256 << 10;      /* size of the pieces in which a copy passes pinned memory */
+static const size_t slot_nbytes = (size_t)256 << 10;      /* size of the pieces in which a copy passes through pinned
+                                                           * memory */
 static const int64_t memory_least = (int64_t)512 << 20;   /* least free memory that the device must have to be opened */
-static const int64_t memory_spare = (int64_t)64 << 20;    /* memory left to the driver: modules, local memory,
+static const int64_t memory_spare = (int64_t)64 << 20;    /* memory left to the driver for modules, local memory and
                                                            * cuBLASLt */
 
 ps_cuda *ps_cu;
@@ -53,8 +54,8 @@ static int say_broken(void)
     return ps_fail(PS_EBACKEND, "device cuda cannot be used any more in this process: %s", ps_cu->what_broke);
 }
 
-/* After an error of a library or a refused call the device may still run the work that was queued before. From now
- * on nothing waits for copies, and host memory that they write to will be reused. So this waits for them to end. */
+/* Waits for copies to end. After an error of a library or a rejected call the device can still run the work that was
+ * queued before. From then on nothing waits for copies, and host memory that they write to will be reused. */
 static void come_to_rest(void)
 {
     const cudaStream_t all[3] = { ps_cu->lane[0], ps_cu->lane[1], ps_cu->compute };
@@ -112,7 +113,7 @@ int ps_cuda_trapped(void)
 }
 
 static std::mutex lost_lock;
-static std::atomic<int> lost_code;             /* 0: no bytes were lost, or the loss was reported */
+static std::atomic<int> lost_code;             /* 0 if no bytes were lost, or if the loss was reported */
 static char lost_text[1000];
 
 void ps_cuda_lose(int code, const char *why)
@@ -143,7 +144,7 @@ int ps_cuda_move(void *dst, const void *src, size_t nbytes)
     return 0;
 }
 
-/* The scratch of a kernel is found by running it with a request function that allocates nothing. */
+/* A kernel's workspace is found by running it with a request function that allocates nothing. */
 static int64_t asked;
 
 static void *count_scratch(ps_call *call, size_t nbytes)
@@ -152,7 +153,7 @@ static void *count_scratch(ps_call *call, size_t nbytes)
     return (void *)(uintptr_t)4096;
 }
 
-/* -1: the kernel rejects the call. */
+/* Returns the workspace of a call, or -1 if the kernel rejects the call. */
 static int64_t scratch_nbytes(ps_backend *be, const ps_call *call)
 {
     ps_call c = *call;
@@ -166,7 +167,7 @@ static int64_t scratch_nbytes(ps_backend *be, const ps_call *call)
 }
 
 #ifdef PS_EMULATE_CUDA
-/* Compares the rules for work space, from which plans of simulated cards are made, with what kernels request. */
+/* Compares the rules for workspace, from which plans of simulated cards are made, with what kernels allocate. */
 static int check_rules(ps_call *call)
 {
     int64_t by_rules = ps_cuda_rules_scratch(&ps_cu->card, call), by_kernel = scratch_nbytes(&ps_cu->base, call);
@@ -194,9 +195,10 @@ static int run(ps_call *call)
 }
 
 /* -- memory -------------------------------------------------------------------------------------------------------- */
-/* Takes regions from the device's own pool if it has one (all but some virtual devices do). Freed memory stays in
- * the pool, in the order of `compute`, so chunks that replace each other in a step neither wait for the device nor
- * call the driver. Other streams no longer use a region when it is freed: the host has waited for their copies. */
+/* Regions are allocated from the device's own pool if it has one (all but some virtual devices do). Freed memory
+ * stays in the pool, in the order of `compute`, so chunks that replace each other in a step neither wait for the
+ * device nor call the driver. Other streams no longer use a region when it is freed, because the host has waited for
+ * their copies. */
 static int64_t pool_spare(void)
 {
     uint64_t reserved = 0, used = 0;
@@ -210,7 +212,7 @@ static int64_t bytes_available(ps_backend *be)
 {
     size_t left = 0, total = 0;
     if (ps_cu->broken || ps_cuda_check(cudaMemGetInfo(&left, &total), "cudaMemGetInfo") < 0)
-        return INT64_MAX;                      /* unknown: the next allocation reports the failure */
+        return INT64_MAX;                      /* unknown; the next allocation reports the failure */
     int64_t all = (int64_t)left + pool_spare();
     return all > memory_spare ? all - memory_spare : 0;
 }
@@ -227,7 +229,7 @@ static cudaError_t take_memory(size_t nbytes, void **out)
     if (!ps_cu->pool) return cudaMalloc(out, nbytes);
     cudaError_t e = cudaMallocAsync(out, nbytes, ps_cu->compute);
     if (e != cudaErrorMemoryAllocation) return e;
-    cudaGetLastError(); /* free memory may be split by pieces of the pool: release them and try again */
+    cudaGetLastError(); /* free memory may be fragmented by blocks of the pool: release them and try again */
     if (wait_all() < 0) return cudaErrorUnknown;
     cudaMemPoolTrimTo(ps_cu->pool, 0);
     return cudaMallocAsync(out, nbytes, ps_cu->compute);
@@ -240,7 +242,7 @@ static int region_new(ps_backend *be, size_t nbytes, void **out)
     cudaError_t e = take_memory(nbytes ? nbytes : 1, out);
     if (ps_cu->broken) return say_broken();
     if (e == cudaErrorMemoryAllocation) {
-        cudaGetLastError();                    /* this error is not permanent: the context still works */
+        cudaGetLastError();                    /* this error is not permanent, and the context still works */
         return ps_fail(PS_ENOMEM, "cuda has no %.1f MiB of memory in one piece, %.1f MiB are free; use a smaller "
                        "batch, a smaller model or recompute", (double)nbytes / 1048576.0,
                        (double)bytes_available(be) / 1048576.0);
@@ -371,8 +373,8 @@ static int copy_wait(ps_backend *be, ps_copy *c, bool block)
     if (ps_cu->broken) return say_broken();
     PS_TRY(rc);
     PS_TRY(ps_cuda_check(e, "a copy"));
-    if (!to_device) PS_TRY(ps_cuda_lost(false));           /* the error stays set, since otherwise a waiter could miss
-                                                            * the copy */
+    if (!to_device) PS_TRY(ps_cuda_lost(false));           /* the error stays set, because otherwise a waiting caller
+                                                            * could miss the copy */
     return 1;
 }
 
@@ -405,7 +407,7 @@ static void close_cuda(ps_backend *be)
     ps_cu = NULL;
 }
 
-/* Processes of one machine take its devices in turn, by the variables of torchrun, Open MPI, PMI or Slurm. */
+/* Distributes the machine's devices among its processes, by the variables of torchrun, Open MPI, PMI or Slurm. */
 static int device_number(int n, int local_rank)
 {
     static const char *const names[] = { "LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID",
@@ -448,7 +450,7 @@ static int choose_device(int local_rank)
     return 0;
 }
 
-/* The kind of kernels for attention calls that both kinds support. */
+/* Returns the kind of kernels for attention calls that both kinds support. */
 static int choose_attention(void)
 {
     const char *text = getenv("PS_CUDA_ATTENTION");

@@ -4,14 +4,14 @@
 #include "backend/cuda/device.h"
 
 struct norm_call {
-    const void *x, *dy, *w, *b, *mean, *var;         /* mean, var: given, or of backward */
+    const void *x, *dy, *w, *b, *mean, *var;         /* mean, var: given, or those for backward */
     void *y, *mean_out, *var_out, *dx, *dw, *db;
     int64_t N, C, S, sets, count;                    /* count: elements of a set */
     int groups, given, w_dtype, b_dtype, dw_dtype;
     double eps;
 };
 
-/* The position of element i of a set, and its channel. */
+/* Returns the position of element i of a set, and its channel. */
 DEV int64_t element_of(const norm_call &p, int64_t set, int64_t i, int64_t *channel)
 {
     if (p.groups) {
@@ -81,7 +81,7 @@ template <class T> static __global__ void channel_norm_dx_kernel(const __grid_co
     }
 }
 
-/* A block for each channel. */
+/* Uses a block for each channel. */
 template <class T> static __global__ void channel_norm_dw_kernel(const __grid_constant__ norm_call p)
 {
     typedef typename type_info<T>::acc A;

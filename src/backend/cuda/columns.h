@@ -7,7 +7,8 @@
 
 enum { SUM, MAX, MIN };                              /* the kind of reduction */
 
-/* The destination of a reduction: part s of kept element i is parts[s * kept + i]; a single part goes to y at once. */
+/* Destination of a reduction. Part s of kept element i is parts[s * kept + i]; if there is only one part, it is
+ * written to y directly. */
 struct target { void *parts, *y; int y_type, op; bool accumulate; double divide; };
 
 DEV void finish(const target &t, int64_t i, double v)
@@ -26,11 +27,12 @@ template <class A> DEV void deliver(const target &t, int64_t kept, int64_t i, in
     else finish(t, i, v);
 }
 
-/* A block has COLUMN_THREADS packs of columns and ROW_GROUPS groups of threads, which take AHEAD rows in turn. */
+/* A block has COLUMN_THREADS packs of columns and ROW_GROUPS groups of threads. The groups process AHEAD rows at a
+ * time, alternately. */
 enum { COLUMN_THREADS = 128, ROW_GROUPS = 4 };
 
-/* Sums of [rows, kept]: this block's packs of columns, and part blockIdx.y of the rows. f.load(i, j) reads the inputs
- * of pack i of row j; f.finish(i, j, loaded) computes that pack<T>. */
+/* Computes sums of [rows, kept]: this block's packs of columns over part blockIdx.y of the rows. f.load(i, j) reads
+ * the inputs of pack i of row j; f.finish(i, j, loaded) computes the pack<T>. */
 template <class T, int AHEAD, class F> DEV void sum_columns_of(const target &t, int64_t kept, int64_t rows, F f)
 {
     const int W = pack<T>::n;
@@ -65,7 +67,7 @@ template <class T, int AHEAD, class F> DEV void sum_columns_of(const target &t, 
     }
 }
 
-/* The grid of such a kernel, with COLUMN_THREADS * ROW_GROUPS threads per block. */
+/* Returns the grid of such a kernel, with COLUMN_THREADS * ROW_GROUPS threads per block. */
 static inline dim3 column_blocks(int64_t packs, int64_t parts)
 {
     return dim3((unsigned)ps_cu_div_up(packs, COLUMN_THREADS), (unsigned)parts);

@@ -39,7 +39,7 @@ template <class T> static __global__ void conv_kernel(const __grid_constant__ co
 }
 
 /* Returns the position in the output at which element `at` of x is multiplied with element `k` of the kernel, along
- * dimension d. -1: there is none. */
+ * dimension d, or -1 if there is none. */
 DEV int64_t met(const ps_conv_shape &s, int d, int64_t at, int64_t k)
 {
     int64_t i = at + s.before[d] - k * s.dilation[d];
@@ -68,7 +68,7 @@ template <class T> static __global__ void conv_transpose_kernel(const __grid_con
     }
 }
 
-/* One block for each element of dw, followed by one block for each element of db. */
+/* Uses one block for each element of dw, followed by one block for each element of db. */
 template <class T> static __global__ void conv_weight_kernel(const __grid_constant__ conv_call p)
 {
     typedef typename type_info<T>::acc A;

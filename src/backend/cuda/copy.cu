@@ -47,7 +47,7 @@ static __global__ void convert_kernel(void *dst, int to, const void *src, int fr
     }
 }
 
-/* Eight elements at a time between fp32, bf16 and fp16, both contiguous and 16-byte aligned. */
+/* Converts eight elements at a time between fp32, bf16 and fp16, both contiguous and 16-byte aligned. */
 template <class D, class S> static __global__ void convert_flat(D *dst, const S *src, int64_t n)
 {
     enum { W = 8, SN = pack<S>::n, DN = pack<D>::n };

@@ -18,8 +18,8 @@
 #endif
 #define PS_LAUNCH(...) do { if (!ps_cu->dry) { PS_START(__VA_ARGS__); } } while (0)
 #define DEV static __device__ __forceinline__
-/* A kernel whose blocks may have up to this many threads: the compiler ensures that registers suffice. A second number
- * is the number of blocks that should fit on a multiprocessor. */
+/* A kernel whose blocks have at most this many threads, for which the compiler ensures that registers suffice. A
+ * second number is the number of blocks that should fit on a multiprocessor. */
 #define KERNEL_UP_TO(...) static __global__ void __launch_bounds__(__VA_ARGS__)
 
 /* -- element types ------------------------------------------------------------------------------------------------- */
@@ -43,7 +43,7 @@ DEV float bf16_up(uint16_t h) { return __uint_as_float((unsigned)h << 16); }
 DEV float f16_up(uint16_t h) { return __half2float(__ushort_as_half(h)); }
 DEV uint16_t bf16_down(float f) { return __bfloat16_as_ushort(__float2bfloat16_rn(f)); }
 DEV uint16_t f16_down(float f) { return __half_as_ushort(__float2half_rn(f)); }
-/* 2^x in one instruction, to two units in the last place; 0 below 2^-126. */
+/* 2^x in one instruction, with an error of at most 2 ulp; 0 below 2^-126. */
 DEV float exp2_fast(float x)
 {
     float y;
@@ -67,8 +67,8 @@ template <> struct down_to<f16> {
 };
 template <class T, class A> DEV T down(A x) { return down_to<T>::of(x); }
 
-/* One element by its type at run time, as ref reads and writes it. fp32 arithmetic takes the _f functions, fp64 the _d
- * ones, integers the _i ones. */
+/* Loads or stores one element by its type at run time, like ref. The functions _f are for fp32 arithmetic, _d for
+ * fp64, and _i for integers. */
 DEV float load_f(const void *p, int dtype, int64_t i)
 {
     switch (dtype) {
@@ -91,7 +91,7 @@ DEV double load_d(const void *p, int dtype, int64_t i)
     default: return (double)load_f(p, dtype, i);
     }
 }
-/* Truncates and saturates; NaN becomes 0. */
+/* Truncates and saturates. A NaN becomes 0. */
 DEV int64_t to_int(double x, int64_t low, int64_t high)
 {
     if (x != x) return 0;
@@ -146,7 +146,7 @@ DEV void store_i(void *p, int dtype, int64_t i, int64_t x)
     default: store_d(p, dtype, i, (double)x); break;
     }
 }
-/* The functions for a class of arithmetic: float, double, int64_t. */
+/* The functions for an arithmetic type: float, double or int64_t. */
 template <class A> struct access;
 template <> struct access<float> {
     DEV float load(const void *p, int t, int64_t i) { return load_f(p, t, i); }
@@ -161,7 +161,7 @@ template <> struct access<int64_t> {
     DEV void store(void *p, int t, int64_t i, int64_t x) { store_i(p, t, i, x); }
 };
 
-/* Sixteen bytes at once: 4, 8 or 8 elements. `p` is 16-byte aligned. */
+/* Sixteen bytes that are accessed at once: 4, 8 or 8 elements. `p` is 16-byte aligned. */
 template <class T> struct pack { enum { n = 16 / sizeof(T) }; T v[16 / sizeof(T)]; };
 template <class T> DEV pack<T> load_pack(const T *p)
 {
@@ -175,8 +175,8 @@ template <class T> DEV void store_pack(T *p, const pack<T> &v)
     u.v = v;
     *(uint4 *)p = u.raw;
 }
-/* Element k (a constant after unrolling) of 16 bytes that stay packed. A kept pack needs a register per element,
- * this needs four. */
+/* Element k (a constant after unrolling) of 16 bytes that stay packed in four registers. An unpacked pack would need
+ * a register per element. */
 template <class T> struct lane_of;
 template <> struct lane_of<float> {
     DEV float get(const uint4 &v, int k) { return __uint_as_float(k == 0 ? v.x : k == 1 ? v.y : k == 2 ? v.z : v.w); }
@@ -200,7 +200,7 @@ template <> struct lane_of<double> {
     }
 };
 template <class T> DEV typename type_info<T>::acc lane(const uint4 &v, int k) { return lane_of<T>::get(v, k); }
-/* Tells the compiler to unpack values of v again at their next use, since keeping them would take too many
+/* Makes the compiler unpack the values of v again at their next use, because keeping them would take too many
  * registers. */
 DEV void stay_packed(uint4 &v)
 {
@@ -208,7 +208,7 @@ DEV void stay_packed(uint4 &v)
     asm volatile("" : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w));
 #endif
 }
-/* Prefetches the line of the L2 cache with address p. */
+/* Prefetches the L2 cache line of address p. */
 DEV void prefetch_line(const void *p)
 {
 #ifndef PS_EMULATE_CUDA
@@ -218,8 +218,8 @@ DEV void prefetch_line(const void *p)
 static __host__ __device__ inline bool aligned16(const void *p) { return ((uintptr_t)p & 15) == 0; }
 
 /* -- indexing ------------------------------------------------------------------------------------------------------ */
-/* Positions of element i, counted row-major over a shape, in each of N operands. Dimensions of size 1 are dropped,
- * and those that are row-major in all operands are merged. */
+/* The positions of element i, counted row-major over a shape, in each of N operands. Dimensions of size 1 are
+ * dropped, and dimensions that are row-major in all operands are merged. */
 template <int N> struct places {
     int ndim;
     int64_t numel;
@@ -248,7 +248,7 @@ template <int N> static __host__ __device__ inline void locate(const places<N> &
         for (int k = 0; k < N; k++) at[k] += i * x.stride[k][0];
 }
 
-/* v[k] broadcast to the shape (PyTorch's rules). */
+/* Makes places for views v[k], broadcast to the shape (PyTorch's rules). */
 template <int N> static inline places<N> make_places(int ndim, const int64_t *shape, const ps_view *const *v)
 {
     places<N> x;
@@ -270,7 +270,7 @@ template <int N> static inline places<N> make_places(int ndim, const int64_t *sh
     }
     return x;
 }
-/* Operand k is contiguous in the counted order. */
+/* Returns whether operand k is contiguous in row-major order. */
 template <int N> static inline bool is_flat(const places<N> &x, int k)
 {
     return x.ndim == 0 || (x.ndim == 1 && x.stride[k][0] == 1);
@@ -278,7 +278,7 @@ template <int N> static inline bool is_flat(const places<N> &x, int k)
 
 /* -- launching ----------------------------------------------------------------------------------------------------- */
 enum { THREADS = 256 };
-/* Blocks for n threads' worth of work; each kernel strides over the rest. */
+/* Returns the number of blocks for n threads' worth of work; each kernel strides over the remaining work. */
 static inline dim3 blocks_for(int64_t n)
 {
     int64_t want = ps_cu_div_up(n, THREADS), most = (int64_t)ps_cu->card.sm_count * 32;
@@ -293,8 +293,8 @@ static inline dim3 blocks_for(int64_t n)
      : (dtype) == PS_BF16 ? fn<bf16>(__VA_ARGS__)                   \
      : (dtype) == PS_F16 ? fn<f16>(__VA_ARGS__) : fn<double>(__VA_ARGS__))
 
-/* exp to 2 + |1.2 x| units in the last place, in two instructions; 1 / x to 2. For results that are rounded to
- * halves, or for weights that are divided by their own sum. */
+/* exp with an error of at most 2 + |1.2 x| ulp, in two instructions, and 1 / x with 2 ulp. For results that are
+ * rounded to halves, or for weights that are divided by their own sum. */
 DEV float quick_exp(float x) { return __expf(x); }
 DEV double quick_exp(double x) { return exp(x); }
 DEV float quick_inverse(float x) { return __fdividef(1.0f, x); }
@@ -308,13 +308,13 @@ template <class Op, class A> DEV A warp_all(A v)
     for (int m = 16; m > 0; m >>= 1) v = Op::of(v, __shfl_xor_sync(0xffffffffu, v, m));
     return v;
 }
-/* The same on all threads of a block of up to 1024, full warps; `empty` stands for a missing warp. */
+/* Like warp_all, for all threads of a block of up to 1024 threads in full warps. `empty` stands for a missing warp. */
 template <class Op, class A> DEV A block_all(A v, A empty)
 {
     __shared__ A part[32];
     int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = (int)blockDim.x >> 5;
     v = warp_all<Op>(v);
-    __syncthreads();                                 /* threads may still read `part` from the last call */
+    __syncthreads();                                 /* threads may still read `part` of the previous call */
     if (lane == 0) part[warp] = v;
     __syncthreads();
     return warp_all<Op>(lane < warps ? part[lane] : empty);
@@ -323,7 +323,7 @@ template <class A> DEV A block_sum(A v) { return block_all<op_add>(v, (A)0); }
 template <class A> DEV A block_max(A v) { return block_all<op_max>(v, (A)-INFINITY); }
 
 /* -- rows: a block for each, which passes over it a few times ----------------------------------------------------*/
-/* Threads for rows of n elements: enough to hold a row at once, up to 1024. */
+/* Returns the number of threads for rows of n elements: enough to hold a row at once, at most 1024. */
 static inline int threads_for(int64_t n) { return n <= 128 ? 32 : n <= 1024 ? 128 : n <= 8192 ? 256 : 1024; }
 static inline unsigned row_blocks(int64_t rows)
 {
@@ -331,7 +331,7 @@ static inline unsigned row_blocks(int64_t rows)
     return (unsigned)(rows < most ? rows : most);
 }
 
-/* Calls f(j, x[j]) for this thread's part of a row [n], 16 bytes at a time where the row is aligned. */
+/* Calls f(j, x[j]) for this thread's elements of a row [n], 16 bytes at a time if the row is aligned. */
 template <class T, class F> DEV void each(const T *x, int64_t n, F f)
 {
     const int W = pack<T>::n;
@@ -344,7 +344,8 @@ template <class T, class F> DEV void each(const T *x, int64_t n, F f)
     for (int64_t j = packs * W + threadIdx.x; j < n; j += blockDim.x) f(j, up(x[j]));
 }
 
-/* y[j] = f(j, x[j]) likewise. y may be x, or an operand that f reads at j: a thread reads its elements, then writes. */
+/* Sets y[j] = f(j, x[j]) in the same way. y can be x, or an operand that f reads at j: a thread reads its elements
+ * before it writes them. */
 template <class G, class T, class F> DEV void map_row(G *y, const T *x, int64_t n, F f)
 {
     const int W = pack<T>::n;
@@ -361,20 +362,20 @@ template <class G, class T, class F> DEV void map_row(G *y, const T *x, int64_t 
 }
 
 /* -- tensor cores: a warp's 16 x 8 += 16 x 16 by 16 x 8, in fragments as PTX lays them out (m16n8k16) -------------- */
-/* With g = lane / 4 and t = lane % 4, lane holds of
+/* Fragments of matrices. With g = lane / 4 and t = lane % 4, a lane holds
  *   A [16, 16]: a[0] (g, 2t..), a[1] (g + 8, 2t..), a[2] (g, 2t + 8..), a[3] (g + 8, 2t + 8..), two columns each;
  *   B [16, 8]:  b[0] (2t.., g), b[1] (2t + 8.., g), two rows each;
  *   C [16, 8]:  c[0], c[1] (g, 2t..), c[2], c[3] (g + 8, 2t..).
- * two_down rounds two floats to halves, the first in the low bits. async_copy16 and async_copy4 copy 16 or 4 bytes to
- * shared memory, or zeros where there is nothing (src is not read then); a thread's copies since its last async_commit
- * form a group, and async_wait<N> waits until all but its last N groups are through (other threads see them after a
- * barrier). */
+ * two_down rounds two floats to halves, with the first in the low bits. async_copy16 and async_copy4 copy 16 or 4
+ * bytes to shared memory, or write zeros without reading src if there is nothing to copy. A thread's copies since
+ * its last async_commit form a group. async_wait<N> waits until all but the thread's last N groups have ended; other
+ * threads see the data after a barrier. */
 #ifdef PS_EMULATE_CUDA
 DEV float half_up(bf16, uint32_t bits) { return bf16_up((uint16_t)bits); }
 DEV float half_up(f16, uint32_t bits) { return f16_up((uint16_t)bits); }
 template <class T> DEV void mma(float *c, const uint32_t *a, const uint32_t *b)
 {
-    float *slots = (float *)ps_emu_warp_slots();     /* 12 of each lane's 32: a's halves, then b's */
+    float *slots = (float *)ps_emu_warp_slots();     /* 12 of each lane's 32 slots: the halves of a, then of b */
     int lane = threadIdx.x & 31, g = lane / 4, t = lane % 4;
     for (int k = 0; k < 12; k++) slots[32 * lane + k] = half_up(T(), (k < 8 ? a[k / 2] : b[k / 2 - 4]) >> k % 2 * 16);
     ps_emu_warp_barrier();
@@ -391,8 +392,8 @@ DEV void async_copy16(void *dst, const void *src, bool there) { ps_emu_async_cop
 DEV void async_copy4(void *dst, const void *src, bool there) { ps_emu_async_copy(dst, there ? src : NULL, 4); }
 DEV void async_commit(void) { ps_emu_async_commit(); }
 template <int N> DEV void async_wait(void) { ps_emu_async_wait(N); }
-/* Row r of matrix m is the 16 bytes that lane 8 m + r gives; lane gets of each matrix row lane / 4, columns
- * lane % 4 * 2 and the next, or of the transposed one. */
+/* Loads matrices. Lane 8 m + r passes the address of row r, 16 bytes, of matrix m. Each lane gets row lane / 4,
+ * columns lane % 4 * 2 and the next, of each matrix or of its transpose. */
 template <int N, bool TRANSPOSED> DEV void ldmatrix(uint32_t *r, const uint16_t *p)
 {
     uint64_t *slots = ps_emu_warp_slots();
@@ -461,7 +462,7 @@ template <int N, bool TRANSPOSED> DEV void ldmatrix(uint32_t *r, const uint16_t 
 #endif
 
 /* -- four elements ------------------------------------------------------------------------------------------------- */
-/* Four adjacent elements, as they are in memory. All loads are issued before any of them is used. */
+/* Four adjacent elements in their memory format. All loads are issued before any element is used. */
 template <class T> struct four { typedef uint2 raw; };
 template <> struct four<float> { typedef float4 raw; };
 DEV void unpack(const float4 &v, float, float *x) { x[0] = v.x, x[1] = v.y, x[2] = v.z, x[3] = v.w; }

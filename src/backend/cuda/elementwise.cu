@@ -46,7 +46,7 @@ template <class A> DEV A silu_slope(A x)
     return s * (1 + x * (1 - s));
 }
 
-/* By the numbers of act_mul's activations. */
+/* Computes an activation, by the numbers of act_mul's activations. */
 template <class A> DEV A act_of(int act, A x)
 {
     return act == 0 ? x / (1 + exp(-x)) : act == 1 ? gelu_erf(x) : gelu_tanh(x);
@@ -56,7 +56,7 @@ template <class A> DEV A act_slope(int act, A x)
     return act == 0 ? silu_slope(x) : act == 1 ? gelu_erf_slope(x) : gelu_tanh_slope(x);
 }
 
-/* The ops of floats: A is float or double, and so are the functions of <math.h> that it calls. */
+/* The ops of floats. A is float or double, and the functions of <math.h> that it calls are of the same type. */
 template <class A> DEV A of_floats(int op, A a, A b, settings s)
 {
     switch (op) {
@@ -95,7 +95,7 @@ template <class A> DEV A of_floats(int op, A a, A b, settings s)
     case PS_OP_erf: return erf(a);
     case PS_OP_tanh: return tanh(a);
     case PS_OP_sigmoid: return 1 / (1 + exp(-a));
-    case PS_OP_relu: return a < 0 ? 0 : a;                  /* NaN stays NaN, -0 stays -0 */
+    case PS_OP_relu: return a < 0 ? 0 : a;                  /* NaN stays NaN, and -0 stays -0 */
     case PS_OP_silu: return a / (1 + exp(-a));
     case PS_OP_log1p: return log1p(a);
     case PS_OP_expm1: return expm1(a);
@@ -111,7 +111,7 @@ template <class A> DEV A of_floats(int op, A a, A b, settings s)
     }
 }
 
-/* Integers wrap around: sums are computed unsigned, since signed overflow is undefined. */
+/* Integers wrap around: sums are computed unsigned, because signed overflow is undefined. */
 DEV int64_t of_ints(int op, int64_t a, int64_t b, settings s)
 {
     switch (op) {
@@ -147,7 +147,8 @@ template <> struct compute<float> {
 template <> struct compute<double> {
     DEV double of(int op, double a, double b, settings s)
     {
-        if (op == PS_OP_affine) return __dadd_rn(__dmul_rn(s.alpha, a), s.beta);    /* ints: truncated after it */
+        if (op == PS_OP_affine) return __dadd_rn(__dmul_rn(s.alpha, a), s.beta);    /* for integers: truncated
+                                                                                     * afterwards */
         return of_floats(op, a, b, s);
     }
 };
@@ -223,7 +224,7 @@ template <class T> static int run_flat(int op, settings s, const operands &p, in
 template <class T> struct slope_rows {
     struct both { pack<T> pre, dy; };
     const T *pre;
-    T *dy;                                           /* becomes the gradient */
+    T *dy;                                           /* is overwritten by the gradient */
     int64_t ld;
     __device__ __forceinline__ both load(int64_t i, int64_t j) const
     {
@@ -285,7 +286,7 @@ static bool has_int_form(int op)
 
 static bool whole(double x) { return x == trunc(x) && fabs(x) < 9223372036854775808.0; }
 
-/* y = op(a, b); b NULL for ops of one input. */
+/* Computes y = op(a, b); b is NULL for ops of one input. */
 static int run(int op, settings s, const ps_view *y, const ps_view *a, const ps_view *b)
 {
     const ps_view *all[3] = { y, a, b ? b : a };
@@ -370,7 +371,7 @@ static int act_mul(ps_call *call)
     return run(call->op, s, &call->out[0], &call->in[0], &call->in[1]);
 }
 
-/* All contiguous; dx and dup may be absent. */
+/* All operands are contiguous; dx and dup can be absent. */
 template <class T>
 static __global__ void act_mul_backward_kernel(int act, const T *x, const T *up_, const T *dy, T *dx, T *dup, int64_t n,
                                                bool aligned)
@@ -428,7 +429,7 @@ static int axpy_(ps_call *call)
     return run(call->op, s, &call->in[0], &call->in[0], &call->in[1]);
 }
 
-/* The factor stays on the device: the caller does not wait for it. */
+/* The factor stays on the device, so the caller does not wait for it. */
 template <class T> static __global__ void scale_by_kernel(T *x, int64_t n, bool aligned, double alpha, const void *by,
                                                           int by_type)
 {

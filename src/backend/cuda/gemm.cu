@@ -61,8 +61,8 @@ static cublasLtHandle_t lt;
 static void *workspace;
 
 /* A problem as cuBLASLt sees it. Its matrices are column-major, so y = a b is requested as y^T = b^T a^T: its A is
- * our b, its B our a, and m is our number of columns. Has everything that the choice may depend on; compared byte by
- * byte. */
+ * our b, its B our a, and m is our number of columns. The key has everything on which the choice can depend. Keys
+ * are compared byte by byte. */
 struct lt_key {
     int64_t m, n, k, lda, ldb, ldc, ldd, batch, step_a, step_b, step_d;
     int32_t type_a, type_b, type_d, turn_a, turn_b, epilogue, beta;
@@ -70,13 +70,13 @@ struct lt_key {
 };
 struct lt_entry {
     lt_key key;
-    bool used, none;                                 /* none: cuBLASLt does not have an algorithm for this problem */
+    bool used, none;                                 /* none: cuBLASLt has no algorithm for this problem */
     cublasLtMatmulDesc_t desc;
     cublasLtMatrixLayout_t a, b, c, d;
     cublasLtMatmulAlgo_t algo;
 };
 enum { ENTRIES = 1024 };
-static lt_entry *entries;                            /* open addressing; cleared when three quarters full */
+static lt_entry *entries;                            /* table with open addressing, cleared when three quarters full */
 static int n_entries;
 
 static int lt_check(cublasStatus_t s, const char *what)
@@ -91,9 +91,9 @@ static cudaDataType_t data_type(int dtype)
     return dtype == PS_F32 ? CUDA_R_32F : dtype == PS_BF16 ? CUDA_R_16BF : dtype == PS_F16 ? CUDA_R_16F : CUDA_R_64F;
 }
 
-/* The alignment of an address in bytes, at most 16. Whole tensors start at multiples of 256, but slices need not.
- * With a larger alignment in the key, the product of a slice could use another algorithm than the product of a copy,
- * with other last bits. */
+/* Returns the alignment of an address in bytes, at most 16. Whole tensors start at multiples of 256, but slices need
+ * not. With a larger alignment in the key, the product of a slice could use another algorithm than the product of a
+ * copy, with other last bits. */
 static int alignment(const void *p)
 {
     uintptr_t low = (uintptr_t)p & -(uintptr_t)p;    /* the lowest bit that is set */
@@ -121,7 +121,7 @@ static int layout(cublasLtMatrixLayout_t *out, int dtype, int64_t rows, int64_t 
     return 0;
 }
 
-/* Rows are columns for cuBLASLt; our b is its A, our a its B. */
+/* Rows are columns for cuBLASLt: our b is its A, and our a is its B. */
 static cublasLtEpilogue_t epilogue_of(const ps_cu_gemm *g)
 {
     switch (g->also) {
@@ -134,7 +134,7 @@ static cublasLtEpilogue_t epilogue_of(const ps_cu_gemm *g)
     }
 }
 
-/* Sets the pointers of a problem in its description, since the library checks their alignment when it chooses. */
+/* Sets the pointers of a problem in its description, because the library checks their alignment when it chooses. */
 static int set_pointers(const lt_entry *e, const ps_cu_gemm *g)
 {
     const void *vector = g->bias ? g->bias : g->sums;
@@ -239,7 +239,7 @@ static int find(const lt_key *key, const ps_cu_gemm *g, lt_entry **out)
     return 0;
 }
 
-/* Whether a matrix has one unit stride, and rows that do not overlap. */
+/* Returns whether a matrix has one unit stride, and rows that do not overlap. */
 static bool is_plain(ps_cu_mat *m)
 {
     if (m->rows == 1 && m->cols == 1) m->stride_row = m->stride_col = 1;
@@ -248,7 +248,7 @@ static bool is_plain(ps_cu_mat *m)
     return (m->stride_col == 1 && m->stride_row >= m->cols) || (m->stride_row == 1 && m->stride_col >= m->rows);
 }
 
-/* Returns false if cuBLASLt cannot compute it. */
+/* Returns false if cuBLASLt cannot compute the product. */
 static bool make_key(ps_cu_gemm *g, lt_key *k)
 {
     bool half = g->a.dtype == PS_BF16 || g->a.dtype == PS_F16;
@@ -273,7 +273,7 @@ static bool make_key(ps_cu_gemm *g, lt_key *k)
     return true;
 }
 
-/* Sets e->none if the library refuses its own choice; nothing was computed then. */
+/* Sets e->none if the library rejects its own choice; nothing was computed then. */
 static int run_lt(const ps_cu_gemm *g, lt_entry *e)
 {
     const void *c = g->residual ? g->residual : g->dst.data;
@@ -301,7 +301,7 @@ static int convert_bias(ps_call *call, ps_cu_gemm *g)
     return 0;
 }
 
-/* The algorithms that cuBLASLt has for the problem. */
+/* Finds the algorithm of cuBLASLt for the problem. */
 static int look_up(lt_key *key, const ps_cu_gemm *g, lt_entry **out)
 {
     if (g->bias || g->sums) key->align_vector = alignment(g->bias ? g->bias : g->sums);
@@ -331,7 +331,7 @@ int ps_cuda_gemm_fused(ps_call *call, const ps_cu_gemm *given, bool *done)
     lt_key key;
     lt_entry *e;
     *done = false;
-    if (ps_cu->dry) return 0;                        /* the other way needs as much memory */
+    if (ps_cu->dry) return 0;                        /* the alternative needs as much memory */
     if (g.a.rows == 0 || g.b.cols == 0 || g.a.cols == 0 || g.batch != 1 || !make_key(&g, &key)) return 0;
     if (g.pre && (key.m % 8 != 0 || !aligned16(g.pre))) return 0;
     if (g.sums && !aligned16(g.sums)) return 0;

@@ -77,7 +77,7 @@ DEV void results_of(const ps_attrs_resample &a, int d, int64_t in, int64_t out, 
     if (*end > out) *end = out;
 }
 
-/* The weight of element j in result i. */
+/* Returns the weight of element j in result i. */
 DEV double weight_in(const ps_tap &t, int64_t j)
 {
     return j < t.first || j >= t.end ? 0 : j == t.end - 1 ? t.last : t.weight;
@@ -100,7 +100,7 @@ template <class T> static __global__ void resample_kernel(const __grid_constant_
     }
 }
 
-/* x has the size of the map's results, y that of its elements. */
+/* x has the size of the map's results, and y that of its elements. */
 template <class T> static __global__ void resample_back_kernel(const __grid_constant__ resample_call p)
 {
     typedef typename type_info<T>::acc A;
@@ -148,7 +148,7 @@ struct pool_call {
     const void *x;                                   /* backward: dy */
     void *y;                                         /* backward: dx */
     int64_t *index;
-    int64_t numel, in[2], out[2];                    /* of x and the windows */
+    int64_t numel, in[2], out[2];                    /* sizes of x and of the windows */
 };
 
 template <class T> static __global__ void max_pool_kernel(const __grid_constant__ pool_call p)
@@ -170,7 +170,7 @@ template <class T> static __global__ void max_pool_kernel(const __grid_constant_
     }
 }
 
-/* Windows [*first, *end) along dimension d include all windows that may contain element `at`. */
+/* Windows [*first, *end) along dimension d include all windows that can contain element `at`. */
 DEV void windows_of(const pool_call &p, int d, int64_t at, int64_t *first, int64_t *end)
 {
     if (p.a.adaptive) {
@@ -224,7 +224,7 @@ static int max_pool_backward(ps_call *call)
 {
     const ps_view *dy = &call->in[0], *dx = &call->out[0];
     pool_call p;
-    memcpy(&p.a, call->attrs, sizeof p.a);           /* the same fields */
+    memcpy(&p.a, call->attrs, sizeof p.a);           /* both structs have the same fields */
     p.x = dy->data, p.y = dx->data, p.index = (int64_t *)call->in[1].data, p.numel = dx->numel;
     for (int d = 0; d < 2; d++) p.in[d] = dx->shape[2 + d], p.out[d] = dy->shape[2 + d];
     return BY_FLOAT(dy->dtype, run_pool, p, true);

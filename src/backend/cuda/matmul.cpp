@@ -5,7 +5,7 @@
 #include "backend/cuda/cuda.h"
 #include "backend/dims.h"
 
-/* Makes v contiguous, in scratch. */
+/* Copies v to workspace to make it contiguous. */
 static int pack_view(ps_call *call, ps_view *v)
 {
     ps_view from = *v;
@@ -26,7 +26,7 @@ static ps_cu_mat turned(const ps_cu_mat &m)
     return matrix(m.data, m.dtype, m.cols, m.rows, m.stride_col, m.stride_row);
 }
 
-/* v [..., cols] as the matrix [rows, cols]. */
+/* Returns v [..., cols] as the matrix [rows, cols]. */
 static int rows_matrix(ps_call *call, const ps_view *given, ps_cu_mat *out)
 {
     ps_view v = *given;
@@ -41,13 +41,13 @@ static int rows_matrix(ps_call *call, const ps_view *given, ps_cu_mat *out)
 }
 
 /* -- linear -------------------------------------------------------------------------------------------------------- */
-/* y = x w (w [O, I] when out_in), without bias or residual. */
+/* Sets up y = x w (w [O, I] if out_in), without bias or residual. */
 static int product_of(ps_call *call, const ps_view *x, const ps_view *w, bool out_in, const ps_view *y, ps_cu_gemm *g)
 {
     int64_t O = ps_cu_last(y);
     memset(g, 0, sizeof *g);
     g->batch = 1;
-    if (x->numel == 0) {                             /* nothing to sum over: strides do not matter */
+    if (x->numel == 0) {                             /* nothing to sum over, so strides do not matter */
         g->a = matrix(x->data, x->dtype, y->numel / O, 0, 1, 1);
         g->b = matrix(w->data, w->dtype, 0, O, 1, 1);
     } else {
@@ -102,7 +102,7 @@ static int run_part(ps_call *call, int op, const void *attrs, int n_in, const ps
     return ps_cuda_kernel(op)(&part);
 }
 
-/* db = (+=) the sum of the rows of d. */
+/* Computes db = (or +=) the sum of the rows of d. */
 static int sum_rows(ps_call *call, const ps_view *d, ps_view *db, bool add)
 {
     ps_view rows = *d;
@@ -113,7 +113,8 @@ static int sum_rows(ps_call *call, const ps_view *d, ps_view *db, bool add)
     return run_part(call, PS_OP_sum, &attrs, 1, &rows, db);
 }
 
-/* True for a vector that a product may write directly: nothing is added to it, and it has the type of the result. */
+/* Returns true for a vector that a product can write directly: nothing is added to it, and it has the type of the
+ * result. */
 static bool may_write(const ps_view *db, bool add, const ps_view *result) { return !add && db->dtype == result->dtype; }
 
 static int linear_grad(ps_call *call)
@@ -190,7 +191,7 @@ static int mlp(ps_call *call)
     return ps_cuda_gemm(call, &g);
 }
 
-/* Whether ps_cuda_gelu_slope_sums takes d and pre. */
+/* Returns whether ps_cuda_gelu_slope_sums supports d and pre. */
 static bool sums_beside_slope(const ps_view *pre, const ps_view *d)
 {
     int64_t cols = ps_cu_last(d), each = ps_dtype_bytes(d->dtype), stride;
@@ -199,8 +200,8 @@ static bool sums_beside_slope(const ps_view *pre, const ps_view *d)
            d->numel > 32 * cols && ((uintptr_t)d->data | (uintptr_t)pre->data) % 16 == 0;
 }
 
-/* The product and the gradient of GELU in two passes: cuBLASLt's epilogue for both (DGELU) takes more than twice as
- * long on an H200, and its tanh is off by 2e-5 in fp32. */
+/* Computes the product and the gradient of GELU in two passes: cuBLASLt's epilogue for both (DGELU) takes more than
+ * twice as long on an H200, and its tanh is off by 2e-5 in fp32. */
 static int linear_gelu_backward(ps_call *call)
 {
     const ps_attrs_linear_gelu_backward *a = (const ps_attrs_linear_gelu_backward *)call->attrs;
@@ -237,7 +238,7 @@ static int operand(ps_call *call, ps_view *v, ps_cu_mat *out)
     return 0;
 }
 
-/* Rows of all batches in one tall product, when b is the same for all. */
+/* If b is the same for all batches, merges the rows of all batches into one tall product. */
 static bool merge_rows(ps_cu_gemm *g, const batch_dims *bd)
 {
     if (bd->ndim != 1 || bd->step[1][0] != 0 || g->a.stride_col != 1) return false;
@@ -248,7 +249,7 @@ static bool merge_rows(ps_cu_gemm *g, const batch_dims *bd)
     return true;
 }
 
-/* dispatch makes y contiguous */
+/* y is contiguous, because dispatch makes it */
 static int matmul(ps_call *call)
 {
     ps_view va = call->in[0], vb = call->in[1];
@@ -269,7 +270,8 @@ static int matmul(ps_call *call)
     batch_dims bd = batch_of(all);
     if (va.numel == 0) memset(bd.step[0], 0, sizeof bd.step[0]), memset(bd.step[1], 0, sizeof bd.step[1]);
     else if (merge_rows(&g, &bd)) bd.ndim = 0;
-    int in = bd.ndim - 1;                                    /* the innermost batch dimension goes to the library */
+    int in = bd.ndim - 1;                                    /* the library iterates over the innermost batch
+                                                              * dimension */
     int64_t loops = 1;
     if (bd.ndim > 0) {
         g.batch = bd.n[in];
@@ -292,18 +294,18 @@ static int matmul(ps_call *call)
 }
 
 /* -- lm_loss ------------------------------------------------------------------------------------------------------- */
-/* Computes logits = x w^T + bias, the cross entropy, dx, dw and db in panels of rows, so only one panel of logits
- * exists at a time. Logits are fp32. Their gradient has the type of x and its own memory. dw is summed over panels
- * in fp32 and rounded once, db is rounded once per panel. Products are fast if rows begin at multiples of 16 bytes
- * and their length is such a multiple. So rows of logits begin at multiples of 64 elements, and a vocabulary that is
- * not a multiple of 16 bytes (GPT-2's 50257) is padded with words of zeros in a copy of w. Their logits are ignored
- * and have no gradient. */
+/* Computes logits = x w^T + bias, the cross entropy, dx, dw and db in panels of rows, so that only one panel of
+ * logits exists at a time. Logits are fp32. Their gradient has the type of x and its own memory. dw is summed over
+ * panels in fp32 and rounded once; db is rounded once per panel. Products are fast if rows begin at multiples of 16
+ * bytes and their length is such a multiple. So rows of logits begin at multiples of 64 elements, and a vocabulary
+ * that is not a multiple of 16 bytes (GPT-2's 50257) is padded with words of zeros in a copy of w. Their logits are
+ * ignored and have no gradient. */
 struct lm_problem {
     int64_t N, V, C;                                         /* x [N, C], w [V, C] */
     ps_cu_lm size;
     int dtype;
     bool want_dx, want_dw, want_db;
-    void *logits, *grad, *loss, *w, *dw;                     /* w, dw [wide, C]; dw: the memory of its sum */
+    void *logits, *grad, *loss, *w, *dw;                     /* w, dw [wide, C]; dw: memory of its sum */
     void *bias;                                              /* [wide], or NULL */
     long long *count;
     unsigned long long *hits;                                /* or NULL */
@@ -324,7 +326,7 @@ static int lm_room(ps_call *call, lm_problem *p)
     return p->want_dw && !p->dw && s->dw_nbytes > 0 ? PS_ENOMEM : 0;
 }
 
-/* V rows of C elements, as *to [wide rows]: padded with zeros. */
+/* Copies V rows of C elements to *to [wide rows], padded with zeros. */
 static int fill_up(ps_call *call, const lm_problem *p, const ps_view *rows, int64_t C, void **to)
 {
     int64_t nbytes = p->V * C * ps_dtype_bytes(p->dtype), all = p->size.wide * C * ps_dtype_bytes(p->dtype);
@@ -336,7 +338,7 @@ static int fill_up(ps_call *call, const lm_problem *p, const ps_view *rows, int6
     return ps_cuda_clear((char *)*to + nbytes, (size_t)(all - nbytes));
 }
 
-/* db (+=) the sum of a panel's rows of dlogits. */
+/* Computes db (+)= the sum of a panel's rows of dlogits. */
 static int add_db(ps_call *call, const lm_problem *p, int64_t rows, bool add)
 {
     ps_view d;

@@ -31,7 +31,7 @@
 
 static_assert(PS_WIRE_ID_NBYTES == sizeof(ncclUniqueId), "the number that ranks share is NCCL's");
 
-enum { VERSION_NEEDED = 21400 };               /* 2.14: communicators that do not block */
+enum { VERSION_NEEDED = 21400 };               /* 2.14 has communicators that do not block */
 
 static struct {
     void *lib;
@@ -57,13 +57,14 @@ static struct {
 enum { NOTHING = -1, CONNECTION = PS_WIRE_LANES };
 
 struct ps_wire {
-    ncclComm_t comm;                           /* NULL: a world of one rank without NCCL, or aborted */
-    int rank, size, number;                    /* number: the device's number. A wire may be closed after the device. */
+    ncclComm_t comm;                           /* NULL for a world of one rank without NCCL, or after an abort */
+    int rank, size, number;                    /* number: index of the device. A wire can be closed after the device. */
     cudaStream_t moving, adding;
-    cudaEvent_t marks[PS_WIRE_MARKS];          /* events on `compute`, used in turn */
+    cudaEvent_t marks[PS_WIRE_MARKS];          /* events on `compute`, used cyclically */
     int next_mark;
     cudaEvent_t ended[PS_WIRE_LANES + 1];      /* by lane, with one more for PS_WIRE_LOCAL */
-    int starting;                              /* lane whose exchange NCCL has not queued yet; or see above */
+    int starting;                              /* lane whose exchange NCCL has not queued yet, or one of the values
+                                                * above */
 };
 
 static int check(cudaError_t e, const char *what)
@@ -74,7 +75,7 @@ static int check(cudaError_t e, const char *what)
 }
 #define TRY_CUDA(call) PS_TRY(check((call), #call))
 
-/* NCCL's second text has more details, if it has one. If the device failed, that is the cause of failed connections. */
+/* NCCL's second text has more details, if it exists. A failure of the device is the cause of failed connections. */
 static int nccl_failed(const ps_wire *w, ncclResult_t r, const char *what)
 {
     cudaError_t e = w && w->ended[0] ? cudaEventQuery(w->ended[0]) : cudaSuccess;
@@ -122,7 +123,7 @@ static int load(ps_backend *be)
     return PS_EUNSUP;
 }
 
-/* Names the device for other ranks: the host name and the PCI address. */
+/* Writes a name of the device for other ranks: the host name and the PCI address. */
 static int device_name(ps_backend *be, char *name)
 {
     char host[64] = "", bus[24] = "";
@@ -148,7 +149,7 @@ static void end_comm(ncclComm_t comm, bool sound, double seconds)
 {
     typedef std::chrono::steady_clock clock;
     const auto until = clock::now() + std::chrono::milliseconds((int64_t)(seconds * 1e3));
-    std::atomic<int> *told = new (std::nothrow) std::atomic<int>(0);     /* of two threads, the second deletes it */
+    std::atomic<int> *told = new (std::nothrow) std::atomic<int>(0);     /* the second of two threads deletes it */
     if (!told) return;
     auto work = [comm, sound, until, told] {
         ncclResult_t r = sound ? nccl.finalize(comm) : ncclRemoteError;
@@ -162,7 +163,7 @@ static void end_comm(ncclComm_t comm, bool sound, double seconds)
     };
     try {
         std::thread(work).detach();
-    } catch (const std::system_error &) {      /* no thread could be started: the communicator stays */
+    } catch (const std::system_error &) {      /* no thread could be started, so the communicator stays */
         delete told;
         return;
     }
@@ -183,7 +184,8 @@ static void let_go(ps_wire *w, bool sound)
 static void lose(ps_backend *be, int code, const char *why) { ps_cuda_lose(code, why); }
 static int lost(ps_backend *be, bool told) { return ps_cuda_lost(told); }
 
-/* Sums and copies run when the exchanges before them have ended, even after an error. They use the callers' memory. */
+/* Waits for sums and copies. They run when the exchanges before them have ended, even after an error, and use the
+ * callers' memory. */
 static void wait_for_local(const ps_wire *w, double seconds)
 {
     typedef std::chrono::steady_clock clock;
@@ -285,12 +287,12 @@ static int after(ps_wire *w, int i)
     return 0;
 }
 
-/* Ends a group of calls; the first failure counts, but the group is always ended. */
+/* Ends a group of calls. The first failure counts, but the group is always ended. */
 static int end_group(ps_wire *w, ncclResult_t sent, int lane, const char *what)
 {
     ncclResult_t ended = nccl.group_end(), r = went(sent) ? ended : sent, state = ncclSuccess;
-    if (!went(r) && nccl.state(w->comm, &state) == ncclSuccess && !went(state)) r = state;   /* the error of an earlier
-                                                                                              * exchange */
+    if (!went(r) && nccl.state(w->comm, &state) == ncclSuccess && !went(state)) r = state;   /* the error of an
+                                                                                              * earlier exchange */
     if (!went(r)) return nccl_failed(w, r, what);
     w->starting = lane;
     return 0;
@@ -302,8 +304,8 @@ static int begin(ps_wire *w, int lane, const ps_comm_part *send, const ps_comm_p
     for (int r = 0; r < w->size; r++)
         if (r != w->rank && (send[r].nbytes || recv[r].nbytes)) none = false;
     cudaSetDevice(w->number);
-    TRY_CUDA(cudaStreamWaitEvent(w->moving, w->ended[PS_WIRE_LOCAL], 0));      /* `adding` is the last in order, so this
-                                                                                * waits for everything */
+    TRY_CUDA(cudaStreamWaitEvent(w->moving, w->ended[PS_WIRE_LOCAL], 0));      /* `adding` is the last in order, so
+                                                                                * this waits for everything */
     if (none || !w->comm) return check(cudaEventRecord(w->ended[lane], w->moving), "an exchange of nothing");
     ncclResult_t r = nccl.group_start();
     if (r != ncclSuccess) return nccl_failed(w, r, "an exchange");
@@ -354,7 +356,7 @@ static int ended(ps_wire *w, int lane)
 /* -- moments ------------------------------------------------------------------------------------------------------- */
 struct ps_wire_event {
     cudaEvent_t at;
-    int number; /* the device's number; an event may be freed after the device was closed */
+    int number; /* index of the device; an event can be freed after the device was closed */
 };
 
 static int event_new(ps_backend *be, ps_wire_event **out)
@@ -395,8 +397,8 @@ static int event_before(ps_wire *w, ps_wire_event *e)
 static int event_end(ps_wire *w, ps_wire_event *e)
 {
     cudaSetDevice(w->number);
-    TRY_CUDA(cudaStreamWaitEvent(w->moving, w->ended[PS_WIRE_LOCAL], 0));      /* `adding` is the last in order, so this
-                                                                                * waits for everything */
+    TRY_CUDA(cudaStreamWaitEvent(w->moving, w->ended[PS_WIRE_LOCAL], 0));      /* `adding` is the last in order, so
+                                                                                * this waits for everything */
     return check(cudaEventRecord(e->at, w->moving), "the end of what was begun");
 }
 

@@ -15,7 +15,7 @@ template <int N, class A> DEV void block_sums(A *v)
     int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = (int)blockDim.x >> 5;
 #pragma unroll
     for (int n = 0; n < N; n++) v[n] = warp_all<op_add>(v[n]);
-    __syncthreads();                                 /* threads may still read `part` from the last call */
+    __syncthreads();                                 /* threads may still read `part` of the previous call */
     if (lane == 0) {
 #pragma unroll
         for (int n = 0; n < N; n++) part[warp][n] = v[n];
@@ -41,10 +41,11 @@ template <class A> DEV A weight(const weights &w, int64_t c, A otherwise)
     return w.p ? access<A>::load(w.p, w.dtype, c) : otherwise;
 }
 
-/* Number of threads for which a kernel of slices is compiled, and number of rows that it processes at a time: as many
- * as registers allow. */
+/* Number of threads for which a kernel of slices is compiled, and number of rows that it processes at a time: as
+ * many as registers allow. */
 enum { FEW = 256, FEW_ROWS = 4, MANY = 512, MANY_ROWS = 2 };
-/* Slices take rows of whole packs, one for each thread of a block, and vectors of the rows' type. */
+/* Returns whether kernels of slices support the rows: whole packs, one for each thread of a block, and vectors of
+ * the rows' type. */
 template <class T> static bool has_slices(int64_t C) { return C % pack<T>::n == 0 && C / pack<T>::n <= MANY; }
 template <class T> static bool fits(const weights &w)
 {
@@ -170,7 +171,8 @@ static int rms_norm(ps_call *call)
 }
 
 /* -- backward ------------------------------------------------------------------------------------------------------ */
-/* With n = (x - mean) * rstd and g = dy * w:  dx = rstd * (g - mean(g) - n * mean(g * n)) + add; RMS: no mean(g). */
+/* With n = (x - mean) * rstd and g = dy * w: dx = rstd * (g - mean(g) - n * mean(g * n)) + add; for RMS norm without
+ * mean(g). */
 template <class T, bool RMS>
 KERNEL_UP_TO(1024, 1) dx_kernel(T *dx, const T *dy, const T *x, weights w, const void *mean_in, const void *rstd_in,
                                  const T *add, int64_t rows, int64_t C)
@@ -193,7 +195,7 @@ KERNEL_UP_TO(1024, 1) dx_kernel(T *dx, const T *dy, const T *x, weights w, const
     }
 }
 
-/* parts [2][P][C]: sums over each part's rows of dy * n and of dy. Blocks of 32 columns by 8 rows. */
+/* parts [2][P][C]: sums over each part's rows of dy * n and of dy. Blocks have 32 columns by 8 rows. */
 template <class T, bool RMS>
 static __global__ void dw_kernel(void *parts, const T *dy, const T *x, const void *mean_in, const void *rstd_in,
                                  int64_t rows, int64_t C)
@@ -213,12 +215,12 @@ static __global__ void dw_kernel(void *parts, const T *dy, const T *x, const voi
     shared[1][line][column] = db;
     __syncthreads();
     if (line > 1 || c >= C) return;
-    A sum = 0;                                       /* line 0 sums dw, line 1 sums db */
+    A sum = 0;                                       /* line 0 sums dw, and line 1 sums db */
     for (int k = 0; k < 8; k++) sum += shared[line][k][column];
     ((A *)parts)[(line * P + blockIdx.y) * C + c] = sum;
 }
 
-/* dx, and parts as dw_kernel makes them; dx, add and parts may be NULL. Block p takes rows [p, p + 1) step. */
+/* Computes dx, and parts like dw_kernel; dx, add and parts can be NULL. Block p processes rows [p, p + 1) step. */
 template <class T, bool RMS, int MOST, int ROWS>
 KERNEL_UP_TO(MOST, 512 / MOST) slices_backward_kernel(T *dx, const T *dy, const T *x, const T *w, const void *mean_in,
                                              const void *rstd_in, const T *add, void *parts, int64_t rows, int64_t C)
@@ -258,7 +260,7 @@ KERNEL_UP_TO(MOST, 512 / MOST) slices_backward_kernel(T *dx, const T *dy, const 
                 sums[ROWS + r] += g;
             }
         }
-        if (!dx) continue;                           /* the same value for all threads */
+        if (!dx) continue;                           /* the condition is the same for all threads */
 #pragma unroll
         for (int r = 0; r < ROWS; r++) stay_packed(v[r]), stay_packed(d[r]);
         if (RMS) block_sums<ROWS>(sums);
@@ -290,8 +292,8 @@ KERNEL_UP_TO(MOST, 512 / MOST) slices_backward_kernel(T *dx, const T *dy, const 
     }
 }
 
-/* Sums over parts [.., P, C]: of the first P for dw, of the next P for db (blockIdx.y). 32 columns per block; line l
- * sums parts l, l + LINES, ... */
+/* Sums over parts [.., P, C]: over the first P for dw, and over the next P for db (blockIdx.y). A block has 32
+ * columns; line l sums parts l, l + LINES, ... */
 enum { LINES = 32 };
 template <class A>
 KERNEL_UP_TO(32 * LINES, 1) dw_total_kernel(void *dw, int dw_type, void *db, int db_type, const A *parts, int64_t P,
@@ -307,7 +309,7 @@ KERNEL_UP_TO(32 * LINES, 1) dw_total_kernel(void *dw, int dw_type, void *db, int
         if (c < C) sum += from[p * C];
     shared[line][column] = sum;
     __syncthreads();
-    sum = warp_all<op_add>(shared[column][line]);    /* of column `line`, whose lines are all in one warp now */
+    sum = warp_all<op_add>(shared[column][line]);    /* sum for column `line`, whose lines are all in one warp now */
     c = (int64_t)blockIdx.x * 32 + line;
     if (column != 0 || c >= C) return;
     if (blockIdx.y == 0 && dw) access<A>::store(dw, dw_type, c, sum);
@@ -338,7 +340,7 @@ template <class T, bool RMS> static void run_apart(const problem &p)
     const void *mean = RMS ? NULL : p.mean->data;
     auto sums = dw_kernel<T, RMS>;
     auto kernel = dx_kernel<T, RMS>;
-    if (p.parts)                                     /* before dx, which may overwrite dy */
+    if (p.parts)                                     /* before dx, which can overwrite dy */
         PS_LAUNCH(sums, dim3((unsigned)ps_cu_div_up(p.C, 32), (unsigned)p.P), 256, 0, ps_cu->compute, p.parts,
                   (const T *)p.dy->data, (const T *)p.x->data, mean, p.rstd->data, p.rows, p.C);
     if (ps_has(p.dx))

@@ -8,12 +8,12 @@
 
 enum { UNIT = 4 * THREADS, MOST_ITEMS = PS_MAX_IN / 4 };
 
-/* One tensor of a list. m and v are NULL where an operand does not exist. */
+/* One tensor of a list. m and v are NULL if an operand does not exist. */
 struct item {
     void *param, *master, *grad, *m, *v;
     int64_t numel, first_unit;
     int param_type, grad_type, master_type;
-    bool aligned;                                    /* to 16 bytes, all of them */
+    bool aligned;                                    /* all operands are aligned to 16 bytes */
 };
 struct work {
     int n;
@@ -21,7 +21,7 @@ struct work {
     item it[MOST_ITEMS];
 };
 
-/* Groups of `each` inputs: param, master, grad[, m[, v]]. */
+/* Collects groups of `each` inputs: param, master, grad[, m[, v]]. */
 static work collect(const ps_call *call, int each)
 {
     work w;
@@ -39,14 +39,15 @@ static work collect(const ps_call *call, int each)
     return w;
 }
 
-/* True if masters are kept as remainders. The kernels here do not support these: the host updates such parameters. */
+/* Returns true if masters are kept as remainders. The kernels here do not support these; the host updates such
+ * parameters. */
 static bool has_remainders(const ps_call *call, int each)
 {
     for (int i = 0; i + each <= call->n_in; i += each) if (call->in[i + 1].dtype == PS_U8) return true;
     return false;
 }
 
-/* The item of a unit. */
+/* Returns the item of a unit. */
 DEV const item &item_of(const work &w, int64_t unit)
 {
     int i = 0;
@@ -88,7 +89,7 @@ DEV void adam_double(const ps_attrs_adam_ &a, const item &it, int64_t i)
     store_d(it.param, it.param_type, i, p);
 }
 
-/* Masters are fp32, gradients G, parameters P, all aligned. */
+/* Masters are fp32, gradients G and parameters P, all aligned. */
 template <class G, class P> KERNEL_UP_TO(THREADS) adam_kernel(adam_constants h, const __grid_constant__ work w)
 {
     typedef typename four<G>::raw raw_g;
@@ -120,7 +121,7 @@ template <class G, class P> KERNEL_UP_TO(THREADS) adam_kernel(adam_constants h, 
     }
 }
 
-/* Any types and alignments. */
+/* Supports any types and alignments. */
 static __global__ void adam_any_kernel(adam_constants h, ps_attrs_adam_ a, const __grid_constant__ work w)
 {
     for (int64_t unit = blockIdx.x; unit < w.units; unit += gridDim.x) {
@@ -161,7 +162,7 @@ static int adam_(ps_call *call)
     h.omb1 = (float)(1 - a->beta1), h.omb2 = (float)(1 - a->beta2);
     h.inv = (float)(1 / sqrt(a->bias2)), h.eps = (float)a->eps, h.step = (float)(a->lr / a->bias1);
     if (w.units == 0) return 0;
-    bool alike = true;                               /* and of types that adam_kernel takes */
+    bool alike = true;                               /* whether they are also of types that adam_kernel supports */
     for (int i = 0; i < w.n; i++)
         alike = alike && w.it[i].aligned && w.it[i].master_type == PS_F32 &&
                 w.it[i].param_type == w.it[0].param_type && w.it[i].grad_type == w.it[0].grad_type;
@@ -238,8 +239,8 @@ struct squares_work {
 
 enum { SQUARES_UNIT = PS_CU_SQUARES_UNIT, SQUARES = SQUARES_UNIT / THREADS };       /* elements per block, per thread */
 
-/* The squares of this thread's elements from `first` on: groups of four, one block's width apart. The order does not
- * depend on the alignment. */
+/* Returns the sum of squares of this thread's elements from `first` on: groups of four, one block's width apart. The
+ * order does not depend on the alignment. */
 template <class T> DEV double squares_of(const squares_item &it, int64_t first)
 {
     typedef typename four<T>::raw raw;
@@ -300,7 +301,7 @@ KERNEL_UP_TO(THREADS) squares_kernel(double *parts, const __grid_constant__ squa
     }
 }
 
-/* A block per tensor. */
+/* Uses a block per tensor. */
 static __global__ void squares_total_kernel(double *out, const double *parts, const __grid_constant__ squares_work w)
 {
     int64_t first = w.it[blockIdx.x].first_unit;

@@ -25,11 +25,11 @@ DEV int64_t combine(int op, int64_t a, int64_t b)
     if (op == SUM) return (int64_t)((uint64_t)a + (uint64_t)b);
     return beats(op, b, a) ? b : a;
 }
-/* The value of an empty part. */
+/* Sets the value of an empty part. */
 DEV void nothing(int op, double *v) { *v = op == SUM ? 0 : op == MAX ? -(double)INFINITY : (double)INFINITY; }
 DEV void nothing(int op, int64_t *v) { *v = op == SUM ? 0 : op == MAX ? INT64_MIN : INT64_MAX; }
 
-/* A block per kept element and part. */
+/* Uses a block per kept element and part. */
 template <class A>
 static __global__ void together_kernel(target t, const void *x, int dtype, places<1> kept, places<1> reduced)
 {
@@ -56,7 +56,7 @@ static __global__ void together_kernel(target t, const void *x, int dtype, place
     }
 }
 
-/* A thread per kept element and part. */
+/* Uses a thread per kept element and part. */
 template <class A>
 static __global__ void apart_kernel(target t, const void *x, int dtype, places<1> kept, places<1> reduced)
 {
@@ -108,7 +108,7 @@ int ps_cuda_combine_sums(const target *t, int64_t kept, int64_t parts)
     return ps_cuda_launched();
 }
 
-/* The dimensions of x that are reduced (or not), in order. */
+/* Returns the dimensions of x that are reduced (or not), in order. */
 static places<1> some_dims(const ps_view *x, uint32_t dims, bool reduced)
 {
     ps_view v = *x;
@@ -285,7 +285,7 @@ static int cumsum(ps_call *call)
 }
 
 /* -- the k largest of each lane: k searches for the best that comes after the last one ----------------------------- */
-/* In the order of results: NaN first, then falling values, equal ones by position. */
+/* Returns whether a precedes b in the results: NaN first, then descending values, and equal ones by position. */
 template <class A> DEV bool ahead(A a, int64_t at_a, A b, int64_t at_b)
 {
     if (beats(MAX, a, b)) return true;

@@ -26,14 +26,14 @@ template <class T> static __global__ void rope_kernel(const __grid_constant__ ro
             y[d] = down<T>(first * c - second * s);
             y[d + p.half] = down<T>(second * c + first * s);
         } else {
-            int64_t at = 2 * d;                      /* columns 2 half .. D, two a thread */
+            int64_t at = 2 * d;                      /* columns 2 half .. D, two per thread */
             y[at] = x[at];
             if (at + 1 < p.D) y[at + 1] = x[at + 1];
         }
     }
 }
 
-/* A thread has 16 bytes of each half of a row. Sizes are below 2^32, so 32-bit divisions suffice. */
+/* A thread processes 16 bytes of each half of a row. Sizes are below 2^32, so 32-bit divisions suffice. */
 template <class T> static __global__ void rope_packs_kernel(const __grid_constant__ rope_call p)
 {
     typedef typename type_info<T>::acc A;
@@ -64,7 +64,7 @@ template <class T> static __global__ void rope_packs_kernel(const __grid_constan
     }
 }
 
-/* Whether all rows of x, y, cos and sin begin at multiples of 16 bytes, and consist of whole packs of pairs. */
+/* Returns whether all rows of x, y, cos and sin begin at multiples of 16 bytes, and consist of whole packs of pairs. */
 template <class T> static bool in_packs(const rope_call *p)
 {
     typedef typename type_info<T>::acc A;

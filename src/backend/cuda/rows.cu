@@ -4,8 +4,8 @@
  * Losses are added up in fp64 in the order of rows, in one block. */
 #include "backend/cuda/device.h"
 
-/* softmax of the row is exp(x - top) / sum, its log-sum-exp top + log(sum). before: this thread's largest element of
- * the first t; or NULL. */
+/* The softmax of the row is exp(x - top) / sum, and its log-sum-exp is top + log(sum). before: this thread's largest
+ * element of the first t; or NULL. */
 template <class T, class A> DEV void sum_exp(const T *x, int64_t n, A *top_out, A *sum_out, int64_t t, A *before)
 {
     A top = -INFINITY, sum = 0;
@@ -20,8 +20,8 @@ template <class T, class A> DEV void sum_exp(const T *x, int64_t n, A *top_out, 
     *sum_out = block_sum(sum);
 }
 
-/* Whether the first largest element of a row is x_t. All threads of the block call it with the same x_t, top and
- * sum; before: as returned by sum_exp. */
+/* Returns whether the first largest element of a row is x_t. All threads of the block call it with the same x_t, top
+ * and sum; before: from sum_exp. */
 template <class A> DEV bool is_hit(A x_t, A top, A sum, A before)
 {
     if (x_t != top || sum != sum || top == -(A)INFINITY) return false;
@@ -149,7 +149,7 @@ template <class T, class G> KERNEL_UP_TO(1024, 1) ce_kernel(const __grid_constan
         if (threadIdx.x == 0) deliver(c, at, ignored, x_t, top, sum, hit);
         if (!g) continue;
         A scale = grad_scale<A>(c, at), inverse = 1 / sum;
-        __syncthreads();                             /* g may be x: all threads have read x[t] */
+        __syncthreads();                             /* g can be x: all threads have read x[t] */
         map_row(g, x, V, [&](int64_t j, A v) {
             A p = exp(v - top) * inverse;
             return ignored ? (A)0 : (p - (A)(j == t)) * scale;
@@ -158,7 +158,7 @@ template <class T, class G> KERNEL_UP_TO(1024, 1) ce_kernel(const __grid_constan
     }
 }
 
-/* Pack k of a row of n elements, with -inf after its end, which changes neither the maximum nor the sum. */
+/* Returns pack k of a row of n elements, with -inf after its end, which changes neither the maximum nor the sum. */
 template <class T> DEV uint4 pack_of_row(const T *x, int k, int n)
 {
     const int W = pack<T>::n;
@@ -173,11 +173,10 @@ template <class T> DEV uint4 pack_of_row(const T *x, int k, int n)
     return u.raw;
 }
 
-/* The same for rows of whole packs: a block keeps the first `packs_kept` packs of its row in shared memory, and reads
- * the rest again from the L2 cache. A thread reads the same packs both times, so no thread waits for another's. The
- * largest value and the sum are updated after every few packs. `before` is the largest value of the thread's elements
- * before the target. While a row's gradient is computed, the next row is
- * fetched to the L2 cache. */
+/* The same for rows of whole packs. A block keeps the first `packs_kept` packs of its row in shared memory, and
+ * reads the others again from the L2 cache. A thread reads the same packs both times, so no thread waits for
+ * another's. The largest value and the sum are updated after every few packs. `before` is the largest value of the
+ * thread's elements before the target. While a row's gradient is computed, the next row is fetched to the L2 cache. */
 enum { KEPT_THREADS = 1024, AT_ONCE = 4, CACHE_LINE = 128 };
 template <class T> DEV void fetch_row(const T *x, int64_t V)
 {
@@ -217,7 +216,7 @@ KERNEL_UP_TO(KEPT_THREADS, 1) ce_kept_kernel(const __grid_constant__ ps_cu_ce c,
                 for (int e = 0; e < W; e++)
                     if (e < t_lane) before = lane<T>(v[q], e) > before ? lane<T>(v[q], e) : before;
             }
-            A base = most == -(A)INFINITY ? (A)0 : most;            /* so a NaN still reaches the sum */
+            A base = most == -(A)INFINITY ? (A)0 : most;            /* so that a NaN still reaches the sum */
             sum *= quick_exp(top - base);
             top = most;
 #pragma unroll
@@ -251,7 +250,7 @@ KERNEL_UP_TO(KEPT_THREADS, 1) ce_kept_kernel(const __grid_constant__ ps_cu_ce c,
     }
 }
 
-/* Rows are whole packs. */
+/* Returns whether rows consist of whole packs. */
 template <class T> static bool may_keep(const ps_cu_ce *c)
 {
     const int W = pack<T>::n;
@@ -268,7 +267,7 @@ template <class T, class G> static int run_ce_as(const ps_cu_ce *c)
     }
     static bool ready;                               /* for each type of kernel */
     auto kernel = ce_kept_kernel<T, G>;
-    int64_t room = ps_cu->shared - 2048;             /* sums over a block need shared memory, too */
+    int64_t room = ps_cu->shared - 2048;             /* sums over a block also need shared memory */
     if (!ready && !ps_cu->dry) {
         CU_TRY(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)room));
         ready = true;
@@ -368,9 +367,9 @@ static int cross_entropy_backward(ps_call *call)
 /* -- a vocabulary that ranks share out: logits of `words` words from word `first` on ------------------------------- */
 struct some_words {
     const void *logits, *target, *mass;              /* [rows, V], [rows], [V] or NULL */
-    int target_dtype, ranks, kinds;                  /* kinds: numbers of a row in stats */
-    int64_t rows, V, first, words, next;             /* next: the stride of share's rows */
-    void *stats;                                     /* [kinds, rows] to be written, or all ranks' [ranks, ...] */
+    int target_dtype, ranks, kinds;                  /* kinds: values per row in stats */
+    int64_t rows, V, first, words, next;             /* next: stride of the rows of `share` */
+    void *stats;                                     /* [kinds, rows] to be written, or [ranks, ...] of all ranks */
     const void *share;                               /* [3, rows] */
     double dloss;                                    /* multiplies grad */
     void *loss, *grad;                               /* [rows]; [rows, V] or NULL */
@@ -414,7 +413,7 @@ template <class T> KERNEL_UP_TO(1024, 1) logit_loss_kernel(const __grid_constant
         }
         for (int i = 0; i < c.ranks; i++) {
             const A *said = stats + i * c.kinds * c.rows;
-            bool has = said[c.rows] < 0;                 /* the target, as its first largest logit */
+            bool has = said[c.rows] < 0;                 /* whether the target is this rank's first largest logit */
             sum += (has ? -said[c.rows] : said[c.rows]) * exp(said[0] - top);
             if (said[0] == top && first) hit = has, first = false;
             target += said[2 * c.rows];

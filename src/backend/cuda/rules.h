@@ -18,13 +18,14 @@ static inline int64_t ps_cu_last(const ps_view *v) { return v->ndim > 0 ? v->sha
 /* -- reductions (reduce.cu) ---------------------------------------------------------------------------------------- */
 enum { PS_CU_REDUCE_THREADS = 256 };
 
-/* The plan of a reduction. Several parts are combined in fp64 or int64 from [parts, kept]. */
+/* The plan of a reduction. If there are several parts, they are combined in fp64 or int64 from [parts, kept]. */
 typedef struct ps_cu_reduction {
     int64_t kept, reduced, blocks, parts;
-    bool together;                             /* a block for each kept element and part, else a thread */
+    bool together;                             /* a block computes each kept element and part; otherwise a thread
+                                                * does */
 } ps_cu_reduction;
 
-/* dims: a bit set of the reduced ones; 0: all. */
+/* Plans a reduction. dims: bit set of the reduced dimensions, 0 for all. */
 static inline ps_cu_reduction ps_cu_reduce(const ps_cuda_card *card, const ps_view *x, uint32_t dims)
 {
     ps_cu_reduction r = { 1, 1, 0, 1, false };
@@ -49,11 +50,11 @@ static inline int64_t ps_cu_reduce_nbytes(const ps_cu_reduction *r)
 }
 
 /* -- norms (norm.cu) ----------------------------------------------------------------------------------------------- */
-/* 132 multiprocessors have this many blocks of slices in a whole number of turns: ten each, five (768 bf16 columns) or
- * two (1600) at a time. */
+/* Most parts of a norm's gradient sum. 132 multiprocessors run this many blocks in a whole number of rounds: ten
+ * each, with five (768 bf16 columns) or two (1600) at a time. */
 enum { PS_CU_NORM_PARTS = 1320 };
 
-/* Parts of the sum over rows that is the gradient of a norm's weight. */
+/* Returns the number of parts of the sum over rows that is the gradient of a norm's weight. */
 static inline int64_t ps_cu_norm_parts(int64_t rows)
 {
     int64_t parts = ps_cu_div_up(rows, 16);
@@ -61,12 +62,12 @@ static inline int64_t ps_cu_norm_parts(int64_t rows)
 }
 
 /* -- sums of squares (optim.cu) ------------------------------------------------------------------------------------ */
-enum { PS_CU_SQUARES_UNIT = 16 * 256 };        /* elements of a block, whose sum is an fp64 */
+enum { PS_CU_SQUARES_UNIT = 16 * 256 };        /* elements per block; each block's sum is an fp64 */
 static inline int64_t ps_cu_squares_nbytes(int64_t units) { return (units + 1) * 8; }
 
 /* -- embeddings (table.cu) ----------------------------------------------------------------------------------------- */
-enum { PS_CU_HOT = 64 };                       /* a block adds up rows with more positions than this */
-/* V rows, n positions. The largest possible number of rows with more than PS_CU_HOT positions. */
+enum { PS_CU_HOT = 64 };                       /* a whole block adds up a row with more positions than this */
+/* Returns the largest possible number of rows with more than PS_CU_HOT positions, if there are n positions. */
 static inline int64_t ps_cu_embedding_hot(int64_t n) { return n / (PS_CU_HOT + 1) + 1; }
 static inline int64_t ps_cu_embedding_nbytes(int64_t V, int64_t n)
 {
@@ -75,34 +76,35 @@ static inline int64_t ps_cu_embedding_nbytes(int64_t V, int64_t n)
 
 /* -- attention (attention_plain.cu) -------------------------------------------------------------------------------- */
 static inline int64_t ps_cu_delta_nbytes(int64_t rows, int dtype) { return (rows + 1) * (dtype == PS_F64 ? 8 : 4); }
-/* Where the segment of each of T positions begins and ends, for B samples. */
+/* Returns the bytes for the segment bounds of T positions in each of B samples. */
 static inline int64_t ps_cu_segments_nbytes(int64_t B, int64_t T) { return (B * T + 1) * 8; }
-/* dk or dv of each head, if heads share keys; numel: of all these heads. */
+/* Returns the bytes of dk or dv for each query head if heads share keys. numel: elements for all these heads. */
 static inline int64_t ps_cu_each_head_nbytes(int64_t numel, int dtype) { return (numel + 1) * ps_dtype_bytes(dtype); }
 
 /* -- matrix products (matmul.cpp, gemm.cu) ------------------------------------------------------------------------- */
-/* Whether a matrix needs no copy: one unit stride, and rows that do not overlap. */
+/* Returns whether a matrix needs no copy: it has one stride of 1, and its rows do not overlap. */
 static inline bool ps_cu_has_lines(int64_t rows, int64_t cols, int64_t stride_row, int64_t stride_col)
 {
     bool by_row = cols == 1 || stride_col == 1, by_col = rows == 1 || stride_row == 1;
     return (by_row && (rows == 1 || stride_row >= cols)) || (by_col && (cols == 1 || stride_col >= rows));
 }
-/* Whether v [..., cols] is the matrix [rows, cols] without a copy; *stride is its row stride. */
+/* Returns whether v [..., cols] is the matrix [rows, cols] without a copy; *stride is then its row stride. */
 static inline bool ps_cu_is_rows(const ps_view *v, int64_t *stride)
 {
     int last = v->ndim - 1;
     return collapses(v, last, stride) &&
            ps_cu_has_lines(product(v->shape, last), v->shape[last], *stride, v->stride[last]);
 }
-/* Whether a residual [..., cols] can be read without a copy, with rows *ld apart; rows: of the product. */
+/* Returns whether a residual [..., cols] can be read without a copy, with rows *ld apart. rows: number of rows of
+ * the product. */
 static inline bool ps_cu_is_residual(const ps_view *v, int64_t rows, int64_t cols, int64_t *ld)
 {
     bool lines = collapses(v, v->ndim - 1, ld) && (cols == 1 || v->stride[v->ndim - 1] == 1);
     if (lines && rows == 1) *ld = cols;
     return lines && *ld >= cols;
 }
-/* cuBLASLt requires a bias of the output's type. Some of its kernels fail for addresses that are not multiples of
- * 16. */
+/* Returns whether cuBLASLt can add the bias. It requires a bias of the output's type, and some of its kernels fail
+ * if the address is not a multiple of 16. */
 static inline bool ps_cu_takes_bias(const void *bias, int bias_dtype, int dtype)
 {
     return bias_dtype == dtype && (uintptr_t)bias % 16 == 0;
@@ -111,33 +113,34 @@ static inline bool ps_cu_takes_bias(const void *bias, int bias_dtype, int dtype)
 /* -- lm_loss (matmul.cpp) ------------------------------------------------------------------------------------------ */
 static inline int64_t ps_cu_panel_nbytes(const ps_cuda_card *card)             /* of logits */
 {
-#ifdef PS_CUDA_PANEL_NBYTES                                   /* tests use small ones */
+#ifdef PS_CUDA_PANEL_NBYTES                                   /* tests set a small value */
     return PS_CUDA_PANEL_NBYTES;
 #else
     int64_t part = card->memory / 128, least = (int64_t)256 << 20, most = (int64_t)1 << 30;
     return part < least ? least : part < most ? part : most;
 #endif
 }
-/* Rows per panel, for N rows of V logits. */
+/* Returns the number of rows per panel, for N rows of V logits. */
 static inline int64_t ps_cu_panel_rows(const ps_cuda_card *card, int64_t N, int64_t V)
 {
     int64_t rows = ps_cu_panel_nbytes(card) / (V * 4) / 128 * 128;
     if (rows < 128) rows = 128;
     if (rows >= N) return N;
-    int64_t panels = ps_cu_div_up(N, rows);                  /* of nearly equal size */
+    int64_t panels = ps_cu_div_up(N, rows);                  /* panels of nearly equal size */
     rows = ps_cu_div_up(ps_cu_div_up(N, panels), 128) * 128;
     return rows < N ? rows : N;
 }
 
-/* The shapes and the memory of one lm_loss: x [N, C], w [V, C]. */
+/* Shapes and memory of one lm_loss of x [N, C] and w [V, C]. */
 typedef struct ps_cu_lm {
-    int64_t rows, ld, wide;                    /* a panel is [rows, V], ld apart; w has V rows, or wide, with zeros */
-    int logits_dtype, dw_dtype;                /* dw_dtype: in which it is summed */
-    /* Bytes; 0: no separate memory. grad: gradient of a panel; w, bias: padded copies; dw: its sum. */
+    int64_t rows, ld, wide;                    /* a panel is [rows, V] with rows ld apart; w has V rows, or `wide`
+                                                * rows padded with zeros */
+    int logits_dtype, dw_dtype;                /* dw_dtype: the type in which dw is summed */
+    /* Bytes, 0 if no separate memory is needed. grad: gradient of a panel. w, bias: padded copies. dw: sum of dw. */
     int64_t loss_nbytes, logits_nbytes, grad_nbytes, dw_nbytes, w_nbytes, bias_nbytes;
 } ps_cu_lm;
 
-/* dtype: of x and w; dw: its type, or -1 where it is not wanted; grads: any gradient is. */
+/* dtype: type of x and w. dw: type of dw, or -1 if it is not wanted. grads: whether any gradient is wanted. */
 static inline ps_cu_lm ps_cu_lm_sizes(const ps_cuda_card *card, int64_t N, int64_t V, int64_t C, int dtype, int dw,
                                       bool grads, bool bias)
 {

@@ -5,7 +5,7 @@
 #include "backend/cuda/device.h"
 
 /* -- embedding ----------------------------------------------------------------------------------------------------- */
-/* Indices of a table of `total` rows. This rank has those from `first` on. */
+/* Indices of an embedding of `total` rows, of which this rank has the rows from `first` on. */
 struct indices {
     const void *p;
     int dtype;
@@ -17,10 +17,10 @@ static indices indices_of(const ps_view *index, int64_t first, int64_t total)
     indices x = { index->data, index->dtype, first, total };
     return x;
 }
-/* Whether row k, counted from this rank's first, is outside the table. */
+/* Returns whether row k, counted from this rank's first row, is outside the embedding. */
 DEV bool is_none(const indices &x, int64_t k) { return k < -x.first || k >= x.total - x.first; }
 
-/* Copies rows of nbytes in units of U; a block per position. */
+/* Copies rows of nbytes in units of U, with a block per position. */
 template <class U> DEV void clear_unit(U *y) { *y = 0; }
 DEV void clear_unit(uint4 *y) { *y = make_uint4(0, 0, 0, 0); }
 template <class U>
@@ -76,8 +76,8 @@ static __global__ void histogram_kernel(trap_to t, int *count, indices index, in
     }
 }
 
-/* begin[v] = cursor[v] = sum of count[0 .. v), begin[V] the sum of all; hot [0 .. *n_hot) the rows with more than HOT
- * positions. One block. */
+/* Sets begin[v] = cursor[v] = sum of count[0 .. v), begin[V] to the sum of all, and hot [0 .. *n_hot) to the rows
+ * with more than HOT positions. Uses one block. */
 enum { HOT = PS_CU_HOT };
 KERNEL_UP_TO(1024, 1) scan_kernel(int *begin, int *cursor, int *hot, int *n_hot, const int *count, int64_t V)
 {
@@ -114,7 +114,7 @@ KERNEL_UP_TO(1024, 1) scan_kernel(int *begin, int *cursor, int *hot, int *n_hot,
     *n_hot = hot_part[threadIdx.x];
 }
 
-/* Puts positions into their row's range, in any order: sort_kernel sorts them. */
+/* Puts positions into their row's range, in any order; sort_kernel sorts them. */
 static __global__ void place_kernel(int *mixed, int *cursor, indices index, int64_t n, int64_t V, int64_t padding)
 {
     for (int64_t i = FIRST_ELEMENT; i < n; i += ALL_THREADS) {
@@ -138,12 +138,12 @@ DEV void find_positions(int *out, const indices &index, int64_t n, int64_t v)
         int count = 0, before = 0, all = 0;
 #pragma unroll
         for (int k = 0; k < LOOKS; k++) count += here >> k & 1;
-        int upto = count;                            /* in this warp, up to this thread */
+        int upto = count;                            /* positions found in this warp, up to this thread */
         for (int step = 1; step < 32; step *= 2) {
             int other = __shfl_sync(0xffffffffu, upto, lane_id >= step ? lane_id - step : 0);
             if (lane_id >= step) upto += other;
         }
-        __syncthreads();                             /* threads may still read `found` from the last round */
+        __syncthreads();                             /* threads may still read `found` of the last round */
         if (lane_id == 31) found[warp] = upto;
         __syncthreads();
         for (int w = 0; w < SORT_THREADS / 32; w++) {
@@ -158,7 +158,7 @@ DEV void find_positions(int *out, const indices &index, int64_t n, int64_t v)
     }
 }
 
-/* A block per row. For a row of few positions, the place of each is the number of smaller ones. */
+/* Uses a block per row. In a row of few positions, the rank of each position is the number of smaller ones. */
 KERNEL_UP_TO(SORT_THREADS)
 sort_kernel(int *sorted, const int *mixed, const int *begin, indices index, int64_t N, int64_t V)
 {
@@ -173,7 +173,7 @@ sort_kernel(int *sorted, const int *mixed, const int *begin, indices index, int6
     }
 }
 
-/* dw [V, C], dy [n, C]. A thread has W columns: those of 16 bytes, or one. */
+/* dw [V, C], dy [n, C]. A thread has W columns: 16 bytes, or one column. */
 struct sums_of {
     void *dw;
     int dw_type;
@@ -194,7 +194,7 @@ template <class T> struct columns<T, 1> {
     __device__ typename type_info<T>::acc at(int) const { return up(one); }
 };
 
-/* sum[w] += dy[sorted[k]][c + w] for k = first, first + step, ... < end, in this order. */
+/* Computes sum[w] += dy[sorted[k]][c + w] for k = first, first + step, ... < end, in this order. */
 template <class T, int W> DEV void add_rows(const sums_of &s, int first, int end, int step, int64_t c,
                                             typename type_info<T>::acc *sum)
 {
@@ -239,7 +239,7 @@ template <class T, int W> DEV void store_sums(const sums_of &s, int64_t v, int64
     }
 }
 
-/* A warp per row that is not hot. */
+/* Uses a warp per row that is not hot. */
 template <class T, int W> KERNEL_UP_TO(THREADS) embedding_sum_kernel(sums_of s)
 {
     typedef typename type_info<T>::acc A;
@@ -256,7 +256,7 @@ template <class T, int W> KERNEL_UP_TO(THREADS) embedding_sum_kernel(sums_of s)
     }
 }
 
-/* A block per 32 W columns of each hot row. Line l adds up positions l, l + LINES, ..., and line 0 adds up the
+/* Uses a block per 32 W columns of each hot row. Line l adds up positions l, l + LINES, ..., and line 0 adds up the
  * lines. */
 enum { LINES = 16 };
 template <class T, int W> KERNEL_UP_TO(32 * LINES) embedding_hot_kernel(sums_of s)
@@ -317,7 +317,7 @@ static int embedding_backward(ps_call *call)
     int *count = room, *begin = count + V + 1, *cursor = begin + V + 1, *mixed = cursor + V + 1, *sorted = mixed + n;
     int *hot = sorted + n, *hot_count = count + V;
     indices x = indices_of(index, a->first, a->total > 0 ? a->total : V);
-    int64_t padding = a->padding_idx - a->first;     /* negative: another rank has the row */
+    int64_t padding = a->padding_idx - a->first;     /* negative if another rank has the row */
     PS_TRY(ps_cuda_clear(count, (size_t)V * sizeof *count));
     PS_LAUNCH(histogram_kernel, blocks_for(n), THREADS, 0, ps_cu->compute, traps(), count, x, n, V, padding);
     PS_LAUNCH(scan_kernel, 1, 1024, 0, ps_cu->compute, begin, cursor, hot, hot_count, (const int *)count, V);
@@ -375,10 +375,10 @@ static int flat_index(ps_call *call)
 }
 
 /* -- gather and scatter -------------------------------------------------------------------------------------------- */
-/* size, stride: of the elements of x that an index selects. Each index selects `width` elements. */
+/* size, stride: those of the elements of x that an index selects. Each index selects `width` elements. */
 struct shape { int ndim, dim; int64_t width, size[PS_MAX_DIMS], stride[PS_MAX_DIMS]; };
 
-/* The position in x of the coordinates of element i, with coordinate dim replaced by k. */
+/* Returns the position in x of the coordinates of element i, with coordinate dim replaced by k. */
 DEV int64_t picked(const shape &s, int64_t i, int64_t k)
 {
     int64_t at = 0;
@@ -390,7 +390,7 @@ DEV int64_t picked(const shape &s, int64_t i, int64_t k)
     return at;
 }
 
-/* The shape of x with the sizes of index, followed by those of x after the last dimension of index. */
+/* Returns the shape of x with the sizes of index, followed by those of x after the last dimension of index. */
 static shape shape_of(const ps_view *x, const ps_view *index, int dim)
 {
     shape s;
@@ -438,8 +438,8 @@ static int gather(ps_call *call)
     }
 }
 
-/* The elements of an index along dim form a lane. One thread processes a lane in order, so elements of src that are
- * added to one element are always in one lane. Calls fn(i, k) for element i of src, whose index is k. back: in
+/* The elements of an index along dim form a lane. One thread processes a lane in order, so that elements of src that
+ * are added to one element are always in one lane. Calls fn(i, k) for element i of src, whose index is k. back: in
  * reverse order. */
 template <class F>
 DEV void for_lanes(trap_to t, int op, const void *index, int dtype, int64_t lanes, int64_t limit, const shape &s,
@@ -457,7 +457,7 @@ DEV void for_lanes(trap_to t, int op, const void *index, int dtype, int64_t lane
     }
 }
 
-/* `sum` is a copy of x, in A. */
+/* `sum` is a copy of x of type A. */
 template <class A>
 static __global__ void scatter_add_kernel(trap_to t, A *sum, const void *src, int src_type, const void *index,
                                           int dtype, int64_t lanes, int64_t limit, shape s)
@@ -502,13 +502,13 @@ static __global__ void scatter_backward_kernel(trap_to t, U *dx, U *dsrc, const 
     });
 }
 
-/* The number of lanes of the elements that an index names; 0: there are none. */
+/* Returns the number of lanes of the elements that an index selects, 0 if there are none. */
 static int64_t lanes_of(const ps_view *index, const shape &s)
 {
     return index->numel == 0 ? 0 : index->numel * s.width / s.size[s.dim];
 }
 
-/* x in fp64 or int64, joined with src. reduce: that of scatter_reduce; -1: the sum. */
+/* Copies x to workspace as fp64 or int64, and joins it with src. reduce: that of scatter_reduce; -1: the sum. */
 static int joined_in_scratch(ps_call *call, int dim, int reduce)
 {
     const ps_view *x = &call->in[0], *index = &call->in[1], *src = &call->in[2], *y = &call->out[0];

@@ -7,17 +7,17 @@
 #include "backend/cuda/cuda.h"
 
 struct timed { ps_record_event what; cudaEvent_t from, to; };
-static timed *queue;                           /* [room] a ring: `count` entries from `first` on, in the order of the
-                                                * stream */
+static timed *queue;                           /* [room] ring buffer of `count` entries from `first` on, in the order
+                                                * of the stream */
 static int64_t first, count, room;
-static cudaEvent_t *spare, begun, anchor;      /* spare [n_spare]: free events; begun: event of the op under way, or
-                                                * NULL */
-static int64_t n_spare, spare_room, anchor_ns; /* anchor_ns: the anchor's time by the host's clock */
+static cudaEvent_t *spare, begun, anchor;      /* spare [n_spare]: free events. begun: event of the op under way, or
+                                                * NULL. */
+static int64_t n_spare, spare_room, anchor_ns; /* anchor_ns: time of the anchor by the host's clock */
 static int32_t aligned;                        /* the record for which the clock was aligned */
 
 enum { TRIES = 8 };
-static const int64_t near_ns = 20000;          /* a round trip that is short enough */
-/* after this the precision of a float would be worse than a quarter of a microsecond */
+static const int64_t near_ns = 20000;          /* round trip that is short enough */
+/* distance from which the precision of a float would be worse than a quarter of a microsecond */
 static const float far_ms = 2000;
 
 static int take(cudaEvent_t *out)
@@ -61,7 +61,7 @@ static void forget(void)
     begun = NULL;
 }
 
-/* Waits for all queued work of the device, once per record. */
+/* Aligns the clocks. Waits for all queued work of the device, once per record. */
 static int align(int32_t run)
 {
     int64_t shortest = INT64_MAX;
@@ -86,7 +86,7 @@ static int align(int32_t run)
     return 0;
 }
 
-/* The time of an event that has ended. */
+/* Returns the time of an event that has ended. */
 static int moment(cudaEvent_t e, int64_t *ns)
 {
     float ms = 0;
@@ -95,7 +95,7 @@ static int moment(cudaEvent_t e, int64_t *ns)
     return 0;
 }
 
-/* Makes `to` the anchor if the old one is far away. */
+/* Makes `to` the anchor if the present anchor is far away. */
 static void move_anchor(cudaEvent_t to, int64_t ns)
 {
     if ((double)(ns - anchor_ns) < (double)far_ms * 1e6) return give(to);

@@ -18,10 +18,11 @@
 
 enum { PANEL_COLS = 64, PANEL_ROW = 128, PANEL_ALIGN = 1024 };
 
-/* The descriptor of a panel at `address` (in the shared window) has, in units of 16 bytes, the address in bits 0..13,
- * the leading offset in 16..29, the stride offset in 32..45; bits 62..63 are 1 for the 128-byte swizzle. K-major: the
- * stride is from 8 rows to the next 8, the leading offset is ignored (1). MN-major: the leading offset is from a panel
- * to the next one, the stride from 8 rows to the next 8. */
+/* Makes the descriptor of a panel at `address` (in the shared window). In units of 16 bytes, bits 0..13 are the
+ * address, 16..29 the leading offset, and 32..45 the stride offset. Bits 62..63 are 1 for the 128-byte swizzle.
+ * K-major: the stride offset is the distance between groups of 8 rows, and the leading offset is ignored (1).
+ * MN-major: the leading offset is the distance between panels, and the stride offset the distance between groups of
+ * 8 rows. */
 DEV uint64_t panel_descriptor(uint32_t address, uint32_t leading_nbytes)
 {
     return (uint64_t)(address >> 4) | (uint64_t)(leading_nbytes >> 4) << 16 |
@@ -32,7 +33,8 @@ DEV uint64_t descriptor_mn_major(uint32_t address, uint32_t panel_nbytes)
 {
     return panel_descriptor(address, panel_nbytes);
 }
-/* The same, nbytes further: the low word does not overflow, since addresses have 18 bits. */
+/* Returns the descriptor of an address nbytes further. The low word does not overflow, because addresses have 18
+ * bits. */
 DEV uint64_t descriptor_at(uint64_t descriptor, uint32_t nbytes) { return descriptor + (nbytes >> 4); }
 
 #ifdef PS_EMULATE_CUDA
@@ -52,16 +54,17 @@ template <class T, int N> DEV void wgmma_registers(float *d, const uint32_t *a, 
 }
 #else
 DEV uint32_t shared_address(const void *p) { return (uint32_t)__cvta_generic_to_shared(p); }
-/* This thread's writes to shared memory become visible to products. */
+/* Makes this thread's writes to shared memory visible to products. */
 DEV void async_fence(void) { asm volatile("fence.proxy.async.shared::cta;\n" : : : "memory"); }
 DEV void wgmma_fence(void) { asm volatile("wgmma.fence.sync.aligned;\n" : : : "memory"); }
 DEV void wgmma_commit(void) { asm volatile("wgmma.commit_group.sync.aligned;\n" : : : "memory"); }
-/* Until all but the last BUT groups are through. */
+/* Waits until all but the last BUT groups have ended. */
 template <int BUT> DEV void wgmma_wait(void)
 {
     asm volatile("wgmma.wait_group.sync.aligned %0;\n" : : "n"(BUT) : "memory");
 }
-/* To the compiler these registers change here, so it moves no use of a product in flight. */
+/* Tells the compiler that these registers change here, so that it does not move uses of a product across this point
+ * while the product is in flight. */
 template <int COUNT> DEV void hold(float *d)
 {
 #pragma unroll
@@ -82,10 +85,10 @@ template <int COUNT> DEV void hold(float *d)
 #define OPERANDS_32(d, i) OPERANDS_8(d, i), OPERANDS_8(d, (i) + 8), OPERANDS_8(d, (i) + 16), OPERANDS_8(d, (i) + 24)
 #define OPERANDS_64(d, i) OPERANDS_32(d, i), OPERANDS_32(d, (i) + 32)
 
-/* d [64, N] (+)= a b: m64nNk16. wgmma_shared: a [64, 16] and b [N, 16] in shared memory, both K-major. wgmma_registers:
- * a [64, 16] as four registers, in the layout in which d's columns 16 k .. 16 k + 15 lie, and b [16, N] in shared
- * memory, MN-major. add: a predicate; without it d is only written. The numbers after it: signs of a and b, then
- * whether a and b (only b, with a in registers) are MN-major. */
+/* Computes d [64, N] (+)= a b: m64nNk16. wgmma_shared: a [64, 16] and b [N, 16] are in shared memory, both K-major.
+ * wgmma_registers: a [64, 16] is four registers with the layout of d's columns 16 k .. 16 k + 15, and b [16, N] is
+ * in shared memory, MN-major. add: a predicate; if it is false, d is only written. The constants after it are the
+ * signs of a and b, and whether a and b (only b if a is in registers) are MN-major. */
 template <class T, int N> DEV void wgmma_shared(float *d, uint64_t a, uint64_t b, bool add);
 template <class T, int N> DEV void wgmma_registers(float *d, const uint32_t *a, uint64_t b, bool add);
 #define DEFINE_PRODUCTS(T, ptx, N, count, at0, at1, at2, at3, at4, at5)                                              \

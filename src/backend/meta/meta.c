@@ -9,7 +9,7 @@
 
 struct meta_backend {
     ps_backend base;
-    uintptr_t next;                /* the address of the next region */
+    uintptr_t next;                /* address of the next region */
 };
 
 static const uintptr_t first_address = (uintptr_t)1 << (sizeof(uintptr_t) == 8 ? 60 : 30);

@@ -14,10 +14,10 @@
 
 typedef struct pretend_backend {
     ps_backend base;
-    ps_backend *real;              /* its rules for work space apply, unless there is a card */
-    ps_cuda_card card;             /* properties of a known GPU; else sm_count is 0 */
+    ps_backend *real;              /* its rules for workspace apply, unless there is a card */
+    ps_cuda_card card;             /* properties of a known GPU; otherwise sm_count is 0 */
     int64_t nbytes;                /* size of its memory */
-    uintptr_t next;                /* the address of a device's next region */
+    uintptr_t next;                /* address of a device's next region */
 } pretend_backend;
 
 /* No process can map memory there, and `meta` has its addresses elsewhere. */
@@ -69,7 +69,7 @@ static void close_pretend(ps_backend *be)
     ps_free(p);
 }
 
-/* A script writes few and small tensors at scattered places: each would otherwise use a huge page. */
+/* A script writes few and small tensors at scattered addresses, each of which would otherwise use a huge page. */
 static int host_region_new(ps_backend *be, size_t nbytes, void **out)
 {
     PS_TRY(ps_host_region_new(be, nbytes, out));
@@ -84,7 +84,7 @@ static void as_host(ps_backend *be)
     be->region_discard = ps_host_region_discard;
 }
 
-/* Frees memory by the page if the real device does, but not for a GPU: plans rely on it. */
+/* Frees memory by the page if the real device does, but not for a GPU. Plans rely on this. */
 static void as_device(ps_backend *be, const ps_backend *real, bool gpu)
 {
     be->region_new = region_new;

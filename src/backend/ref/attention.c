@@ -7,20 +7,20 @@
 struct attention {
     ps_view q, k, v, mask;             /* q [B, H, T, D]; k, v [B, G, S, D]; mask [B, S] or [B|1, H|1, T|1, S] */
     ps_view segments;                  /* int32 [B, T], instead of a mask */
-    int64_t B, H, T, S, D, group;      /* group: heads that share keys, H / G */
-    int64_t window;                    /* keys that a query sees at most; 0: all */
+    int64_t B, H, T, S, D, group;      /* group: number of heads that share keys, H / G */
+    int64_t window;                    /* most keys that a query sees, 0 for all */
     double scale, p;
     bool causal;
     uint64_t seed, step, sample;
     uint32_t op;
-    int64_t first_head;                /* of this rank, where ranks share out the heads */
+    int64_t first_head;                /* first head of this rank, if the heads are split among ranks */
 };
 
 #define ATTENTION_SET(t, a)                                                                           \
     ((t)->scale = (a)->scale, (t)->causal = (a)->causal != 0, (t)->p = (a)->p, (t)->seed = (a)->seed, \
      (t)->step = (a)->step, (t)->sample = (a)->sample, (t)->op = (a)->op, (t)->first_head = (a)->first_head)
 
-/* The input `mask` of the ops: a mask, or segments. */
+/* Sets the input `mask` of the ops: a mask, or segments. */
 static void set_mask(struct attention *t, const ps_view *mask)
 {
     t->mask = t->segments = *mask;
@@ -35,7 +35,7 @@ static void set_sizes(struct attention *t)
     t->group = t->k.shape[1] > 0 ? t->H / t->k.shape[1] : 1;
 }
 
-/* The value that the mask adds to the score of key j: 0 or -infinity, or a number. */
+/* Returns the value that the mask adds to the score of key j: 0 or -infinity, or a number. */
 static double bias(const struct attention *t, int64_t b, int64_t h, int64_t i, int64_t j)
 {
     const ps_view *m = &t->mask;
@@ -47,7 +47,7 @@ static double bias(const struct attention *t, int64_t b, int64_t h, int64_t i, i
     return x <= -1e30 ? -INFINITY : x;
 }
 
-/* The keys first .. last that query i may see by order, window and segments; the mask may hide more. */
+/* Finds the keys first .. last that query i may see by order, window and segments; the mask can hide more. */
 static void keys_of(const struct attention *t, int64_t b, int64_t i, int64_t *first, int64_t *last)
 {
     int64_t at = i + t->S - t->T;
@@ -65,8 +65,8 @@ static void keys_of(const struct attention *t, int64_t b, int64_t i, int64_t *fi
     *last = high < *last ? high : *last;
 }
 
-/* The weights w [S] of query i of head h before dropout, 0 for hidden keys; all 0 when none is seen. Returns
- * log-sum-exp. */
+/* Computes the weights w [S] of query i of head h before dropout, 0 for hidden keys; all are 0 if no key is seen.
+ * Returns the log-sum-exp. */
 static double weigh(const struct attention *t, int64_t b, int64_t h, int64_t i, const double *q, const double *k,
                     double *w)
 {
@@ -92,7 +92,7 @@ static double weigh(const struct attention *t, int64_t b, int64_t h, int64_t i, 
     return top + log(sum);
 }
 
-/* Dropout's factor for weight (i, j). */
+/* Returns dropout's factor for weight (i, j). */
 static double kept(const struct attention *t, int64_t b, int64_t h, int64_t i, int64_t j)
 {
     if (t->p <= 0) return 1;
@@ -100,7 +100,7 @@ static double kept(const struct attention *t, int64_t b, int64_t h, int64_t i, i
     return ref_dropped(t->seed, t->step, t->op, t->sample + (uint64_t)b, e, t->p) ? 0 : 1 / (1 - t->p);
 }
 
-/* One head of a [B, H, rows, D] view. */
+/* Returns one head of a [B, H, rows, D] view. */
 static ps_view head(const ps_view *v, int64_t b, int64_t h)
 {
     return ref_matrix(v, b * v->stride[0] + h * v->stride[1]);
@@ -119,7 +119,7 @@ static void put_head(const ps_view *v, int64_t b, int64_t h, const double *src)
     ref_put(&m, src, false);
 }
 
-/* y [B, H, T, D] of any strides; lse [B, H, T] contiguous or absent. */
+/* y is [B, H, T, D] with any strides; lse is [B, H, T], contiguous or absent. */
 static int forward(ps_call *call, const struct attention *t, const ps_view *y, const ps_view *lse)
 {
     int64_t T = t->T, S = t->S, D = t->D;
@@ -139,7 +139,7 @@ static int forward(ps_call *call, const struct attention *t, const ps_view *y, c
                 double l = weigh(t, b, h, i, q, k, w);
                 if (ps_has(lse)) ref_store(lse, (b * t->H + h) * T + i, l);
                 for (int64_t j = 0; j < S; j++) {
-                    if (w[j] == 0) continue;        /* a hidden key's v may hold anything */
+                    if (w[j] == 0) continue;        /* v of a hidden key can have any contents */
                     double w_j = w[j] * kept(t, b, h, i, j);
                     for (int64_t d = 0; d < D; d++) o[i * D + d] += w_j * v[j * D + d];
                 }
@@ -150,8 +150,8 @@ static int forward(ps_call *call, const struct attention *t, const ps_view *y, c
     return 0;
 }
 
-/* Gradients of one head. With m the dropout factor: dw = m * (dy . v), ds = w * (dw - sum(w * dw)) * scale,
- * dq = ds k, dk = ds^T q, dv = (w * m)^T dy. `w` and `dw` are [S] of working space. */
+/* Computes the gradients of one head. With m the dropout factor: dw = m * (dy . v), ds = w * (dw - sum(w * dw)) *
+ * scale, dq = ds k, dk = ds^T q, dv = (w * m)^T dy. `w` and `dw` are [S] of scratch memory. */
 static void head_backward(const struct attention *t, int64_t b, int64_t h, const double *q, const double *k,
                           const double *v, const double *dy, double *dq, double *dk, double *dv, double *w, double *dw)
 {
@@ -180,7 +180,7 @@ static void head_backward(const struct attention *t, int64_t b, int64_t h, const
     }
 }
 
-/* dq, dk, dv as q, k, v, any strides, each may be absent. */
+/* dq, dk and dv are like q, k and v, with any strides; each can be absent. */
 static int backward(ps_call *call, const struct attention *t, const ps_view *dy_view, const ps_view *dq_view,
                     const ps_view *dk_view, const ps_view *dv_view)
 {
@@ -236,7 +236,7 @@ int ref_attention_backward(ps_call *call)
     return backward(call, &t, &call->in[0], &call->out[0], &call->out[1], &call->out[2]);
 }
 
-/* Part `part` of x [B, T, parts * C], contiguous, seen as [B, heads, T, C / heads]. */
+/* Returns part `part` of a contiguous x [B, T, parts * C] as [B, heads, T, C / heads]. */
 static ps_view packed_part(const ps_view *x, int parts, int part, int64_t heads)
 {
     int64_t B = x->shape[0], T = x->shape[1], width = x->shape[2], C = width / parts, D = C / heads;

@@ -32,7 +32,7 @@ int ref_arange_(ps_call *call)
     return 0;
 }
 
-/* alpha * x + beta of an integer x: exact when both constants are whole, else truncated. */
+/* Stores alpha * x + beta for an integer x: exact if both constants are whole, else truncated. */
 static void store_affine_int(const ps_view *y, int64_t at, int64_t x, double alpha, double beta)
 {
     if (is_whole(alpha) && is_whole(beta))
@@ -151,7 +151,7 @@ UNARY(cos, cos(x))
 UNARY(erf, erf(x))
 UNARY(tanh, tanh(x))
 UNARY(sigmoid, 1 / (1 + exp(-x)))
-UNARY(relu, x < 0 ? 0 : x)                  /* NaN stays NaN, -0 stays -0 */
+UNARY(relu, x < 0 ? 0 : x)                  /* NaN stays NaN, and -0 stays -0 */
 UNARY(silu, x / (1 + exp(-x)))
 UNARY(log1p, log1p(x))
 UNARY(expm1, expm1(x))
@@ -214,7 +214,7 @@ int ref_softplus(ps_call *call)
     return 0;
 }
 
-/* If low > high, the result is high. NaN stays NaN. Integers are compared with the whole numbers inside [low, high]. */
+/* If low > high, the result is high. NaN stays NaN. Integers are compared with the integers inside [low, high]. */
 int ref_clamp(ps_call *call)
 {
     const ps_attrs_clamp *a = call->attrs;
@@ -252,7 +252,7 @@ static int unary_any(ps_call *call, double (*on_float)(double), int64_t (*on_int
 static int64_t abs_int(int64_t x) { return x < 0 ? (int64_t)(0 - (uint64_t)x) : x; }
 int ref_abs(ps_call *call) { return unary_any(call, fabs, abs_int); }
 
-static double sign_float(double x) { return (x > 0) - (x < 0); }       /* for NaN: 0, as in PyTorch */
+static double sign_float(double x) { return (x > 0) - (x < 0); }       /* 0 for NaN, as in PyTorch */
 static int64_t sign_int(int64_t x) { return (x > 0) - (x < 0); }
 int ref_sign(ps_call *call) { return unary_any(call, sign_float, sign_int); }
 
@@ -317,7 +317,7 @@ int ref_act_mul(ps_call *call)
     return 0;
 }
 
-/* Either output may be absent. */
+/* Either output can be absent. */
 int ref_act_mul_backward(ps_call *call)
 {
     int act = ((const ps_attrs_act_mul_backward *)call->attrs)->act;

@@ -4,8 +4,8 @@
 #include "backend/image.h"
 
 /* -- convolution --------------------------------------------------------------------------------------------------- */
-/* Calls `each` for every product of an element of x, an element of w and an element of y. The calls are in the order of
- * y's elements, and for each of these in the order of w's. */
+/* Calls `each` for every product of an element of x, an element of w and an element of y. The calls are in the order
+ * of y's elements, and for each of these in the order of w's elements. */
 typedef struct products { const ps_view *x, *w, *y; double *sum; } products;
 typedef void (*each_product)(const products *p, int64_t x, int64_t w, int64_t y);
 
@@ -101,7 +101,7 @@ int ref_pad(ps_call *call)
         if (is_float) ref_store(y, i, a->value);
         else ref_store_int(y, i, ref_to_int(a->value, INT64_MIN, INT64_MAX));
     }
-    for (int d = 0; d < x->ndim; d++) {                          /* the part that both tensors have */
+    for (int d = 0; d < x->ndim; d++) {                          /* section that both tensors have */
         int64_t before = a->before[d], after = a->after[d], cut = before < 0 ? -before : 0;
         int64_t end = x->shape[d] + (after < 0 ? after : 0);
         from = ref_shift(&from, cut * x->stride[d]);
@@ -213,8 +213,8 @@ int ref_channel_norm(ps_call *call)
     return 0;
 }
 
-/* With n = (x - mean) * rstd and g = dy * w: dx = rstd * (g - mean(g) - n * mean(g * n)), the means over a statistic's
- * elements; dx = rstd * g where the statistics are given. dw = sum of dy * n, db = sum of dy. */
+/* With n = (x - mean) * rstd and g = dy * w: dx = rstd * (g - mean(g) - n * mean(g * n)), where the means are over a
+ * statistic's elements; dx = rstd * g if the statistics are given. dw = sum of dy * n, db = sum of dy. */
 int ref_channel_norm_backward(ps_call *call)
 {
     const ps_attrs_channel_norm_backward *a = call->attrs;

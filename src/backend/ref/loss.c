@@ -5,7 +5,7 @@
 #include "ref.h"
 
 /* The terms of softmax of a row x [n]: softmax = exp(x - top) / sum, log-sum-exp = top + log(sum). The result is NaN
- * when an element is NaN or +infinity, or all are -infinity. */
+ * if an element is NaN or +infinity, or if all are -infinity. */
 struct sum_exp { double top, sum; };
 
 static struct sum_exp sum_exp(const double *x, int64_t n)
@@ -19,7 +19,7 @@ static struct sum_exp sum_exp(const double *x, int64_t n)
 static double soft(struct sum_exp s, double x) { return exp(x - s.top) / s.sum; }
 static double log_soft(struct sum_exp s, double x) { return x - s.top - log(s.sum); }
 
-/* True if x[t] is the first largest of x [n], with these terms. t < 0: it is not in this part. */
+/* Returns true if x[t] is the first largest of x [n], with these terms. If t < 0, the element is in another part. */
 static bool is_hit(const double *x, struct sum_exp s, int64_t t)
 {
     if (t < 0 || isnan(s.sum) || isinf(s.top) || x[t] != s.top) return false;
@@ -84,11 +84,11 @@ int ref_log_softmax_backward(ps_call *call)
 /* -- cross entropy ---------------------------------------------------------------------------------------------- */
 enum { REDUCTION_NONE, REDUCTION_MEAN, REDUCTION_SUM };
 
-/* The mean of no losses is 0, and no target has a gradient. (PyTorch's mean is NaN, and its gradients are also 0.) So a
- * batch without targets contributes nothing. */
+/* Returns the mean. The mean of no losses is 0, and no target has a gradient, so a batch without targets contributes
+ * nothing. (PyTorch's mean is NaN, and its gradients are also 0.) */
 static double mean(double total, int64_t counted) { return counted > 0 ? total / (double)counted : 0; }
 
-/* Checks every target against [0, V) and counts those not ignored. */
+/* Checks every target against [0, V) and counts those that are not ignored. */
 static int check_targets(const ps_view *target, int64_t V, int64_t ignore, int64_t *counted)
 {
     *counted = 0;
@@ -151,8 +151,8 @@ int ref_cross_entropy_backward(ps_call *call)
     return 0;
 }
 
-/* Handles one row of logits at a time: computes logits = w x_r, replaces them in place by their gradient, and adds that
- * to dx and dw. */
+/* Processes one row of logits at a time: computes logits = w x_r, replaces them in place by their gradient, and adds
+ * it to dx and dw. */
 int ref_lm_loss(ps_call *call)
 {
     const ps_attrs_lm_loss *a = call->attrs;
@@ -198,7 +198,7 @@ int ref_lm_loss(ps_call *call)
 }
 
 /* -- a vocabulary that ranks share out: logits of `words` words from word `first` on ------------------------------ */
-/* The column of row r's target, or -1: it is not here. */
+/* Returns the column of row r's target, or -1 if it is not here. */
 static int64_t column_of(const ps_view *target, int64_t r, int64_t first, int64_t words)
 {
     int64_t t = ref_load_int(target, r) - first;
@@ -226,8 +226,8 @@ int ref_logit_stats(ps_call *call)
     return 0;
 }
 
-/* Combines all ranks' stats [t, kinds, N] of row r: largest logit and sum of exponentials over all words; *target,
- * *dot: the sums of the ranks' third and fourth numbers; *hit: whether the first largest logit is the target's. */
+/* Combines all ranks' stats [t, kinds, N] of row r: largest logit and sum of exponentials over all words. *target
+ * and *dot are the sums of the ranks' third and fourth values. *hit: the first largest logit is the target's. */
 static struct sum_exp of_all(const ps_view *stats, int64_t r, double *target, double *dot, bool *hit)
 {
     int64_t kinds = stats->shape[1], N = stats->shape[2];

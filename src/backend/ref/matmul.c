@@ -3,7 +3,7 @@
  * sum runs over k upwards) and rounded once. */
 #include "ref.h"
 
-/* y [M, N] += a [M, K] b [K, N], all row-major. */
+/* Computes y [M, N] += a [M, K] b [K, N], all row-major. */
 static void multiply(int64_t M, int64_t N, int64_t K, const double *a, const double *b, double *y)
 {
     for (int64_t i = 0; i < M; i++)
@@ -11,7 +11,8 @@ static void multiply(int64_t M, int64_t N, int64_t K, const double *a, const dou
             for (int64_t j = 0; j < N; j++) y[i * N + j] += a[i * K + k] * b[k * N + j];
 }
 
-/* The leading dimensions of v [..., R, C], broadcast to those of out: where the matrix of batch n begins. */
+/* Returns the leading dimensions of v [..., R, C], broadcast to those of out, to find where the matrix of batch n
+ * begins. */
 static ps_view batches(const ps_view *v, const ps_view *out)
 {
     ps_view lead = *v;
@@ -41,7 +42,7 @@ int ref_matmul(ps_call *call)
     return 0;
 }
 
-/* v transposed, when `turn`. */
+/* Returns v, transposed if `turn`. */
 static ps_view turned(const ps_view *v, bool turn)
 {
     ps_view t = *v;
@@ -51,7 +52,7 @@ static ps_view turned(const ps_view *v, bool turn)
     return t;
 }
 
-/* y [rows, O] = x [rows, I] w [I, O] + b [O]; w_view is [O, I] when out_in; b may be absent. */
+/* Computes y [rows, O] = x [rows, I] w [I, O] + b [O]. w_view is [O, I] if out_in; b can be absent. */
 static int product(ps_call *call, const double *x, int64_t rows, const ps_view *w_view, bool out_in,
                    const ps_view *b_view, double **y)
 {

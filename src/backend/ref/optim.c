@@ -4,9 +4,9 @@
 #include "ref.h"
 #include "base/error.h"
 
-/* Adam (Kingma and Ba, ICLR 2015), or AdamW with its decoupled decay (Loshchilov and Hutter, ICLR 2019), for one tensor
- * whose master is not fp64, in fp32. m is exp_avg, v is exp_avg_sq. Every constant is computed in double and rounded
- * once:
+/* Adam (Kingma and Ba, ICLR 2015), or AdamW with its decoupled decay (Loshchilov and Hutter, ICLR 2019), for one
+ * tensor whose master is not fp64, in fp32. m is exp_avg, v is exp_avg_sq. Every constant is computed in double and
+ * rounded once:
  *     c1 = 1 - beta1, c2 = 1 - beta2, keep = 1 - lr * wd, step = lr / bias1, inv = 1 / sqrt(bias2)
  *     g = grad * grad_scale
  *     not adamw and wd != 0:  g = fma(wd, p, g)
@@ -106,7 +106,7 @@ int ref_sgd_(ps_call *call)
     return 0;
 }
 
-/* Decides which types and memory are accepted, for every backend: cpu leaves cases that it does not support to this
+/* Decides which types and memory are supported, for every backend: cpu leaves cases that it does not support to this
  * function. */
 int ref_grad_store(ps_call *call)
 {
@@ -122,7 +122,7 @@ int ref_grad_store(ps_call *call)
     if (!itself && from < to_end && to < from_end)
         return ps_fail(PS_EINVAL, "dst (%s) overlaps src (%s); give src itself or memory of its own",
                        ps_dtype_name(dst->dtype), ps_dtype_name(src->dtype));
-    long double sum = 0;                                                /* as ref_sq_norms adds */
+    long double sum = 0;                                                /* added in the same way as in ref_sq_norms */
     for (int64_t i = 0; i < src->numel; i++) {
         if (!itself) ref_store(dst, i, ref_load(src, i));
         double x = ref_load(dst, i);

@@ -3,7 +3,7 @@
 #include "ref.h"
 #include "base/blocks.h"
 
-/* The numbers of w, which is contiguous. */
+/* Unpacks the values of w, which is contiguous. */
 static int unpack(ps_call *call, const ps_view *w, const ps_blocks *b, double **out)
 {
     const uint8_t *s = w->data;

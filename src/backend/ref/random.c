@@ -31,7 +31,7 @@ int ref_normal_(ps_call *call)
     return 0;
 }
 
-/* low + floor(r * (high - low) / 2^64), r the first two words (the first is the low half). */
+/* low + floor(r * (high - low) / 2^64), where r is the first two words (the first is the low half). */
 int ref_randint_(ps_call *call)
 {
     const ps_attrs_randint_ *a = call->attrs;
@@ -52,7 +52,7 @@ int ref_dropout(ps_call *call)
 {
     const ps_attrs_dropout *a = call->attrs;
     const ps_view *x = &call->in[0], *rows = &call->in[1], *y = &call->out[0];
-    int64_t width = ps_has(rows) && x->numel ? x->numel / rows->numel : 0;             /* 0: x is one piece of the
+    int64_t width = ps_has(rows) && x->numel ? x->numel / rows->numel : 0;             /* 0 if x is one piece of the
                                                                                         * whole */
     if (width) PS_TRY(ref_check_index(rows, INT64_MAX / width));
     for (int64_t i = 0; i < x->numel; i++) {
@@ -67,7 +67,7 @@ int ref_dropout(ps_call *call)
 /* -- sampling a token ------------------------------------------------------------------------------------------- */
 struct candidate { double logit; int64_t token; };
 
-/* Largest first; equal ones in the order of tokens, so that the order is total. */
+/* Orders the largest first, and equal ones by token, so that the order is total. */
 static int by_logit(const void *pa, const void *pb)
 {
     const struct candidate *a = pa, *b = pb;
@@ -89,13 +89,13 @@ static int check_logits(const ps_view *logits, int64_t rows, int64_t V)
     return 0;
 }
 
-/* c [n] is sorted in descending order, and n is limited to top_k. u in [0, 1) selects from the shortest beginning whose
- * mass reaches top_p, without candidates that are less likely than min_p times the first. */
+/* Picks a candidate. c [n] is sorted in descending order, and n is limited to top_k. u in [0, 1) selects from the
+ * shortest prefix whose mass reaches top_p, without candidates that are less likely than min_p times the first. */
 static int64_t pick(const struct candidate *c, int64_t n, const ps_attrs_sample *a, double u)
 {
     double total = 0, mass = 0, sum = 0;
     int64_t used = 0, j = 0;
-#define WEIGHT(i) exp((c[i].logit - c[0].logit) / a->temperature)       /* the weight of the first is 1 */
+#define WEIGHT(i) exp((c[i].logit - c[0].logit) / a->temperature)       /* the weight of the first candidate is 1 */
     for (int64_t i = 0; i < n; i++) total += WEIGHT(i);
     while (used < n && (used == 0 || mass < a->top_p * total)) mass += WEIGHT(used), used++;
     if (WEIGHT(used - 1) < a->min_p) {

@@ -4,8 +4,8 @@
 #include <stdlib.h>
 #include "ref.h"
 
-/* Maps each element of x, counted row-major, to the element of the result to which it belongs (row-major, without the
- * reduced dimensions). dims is a bit set; 0: all. */
+/* Maps each element of x, counted row-major, to the element of the result to which it belongs (row-major, without
+ * the reduced dimensions). dims: bit set, 0 for all dimensions. */
 static ps_view target_of(const ps_view *x, uint32_t dims)
 {
     ps_view t = *x;
@@ -64,7 +64,7 @@ int ref_mean(ps_call *call)
     return 0;
 }
 
-/* True when element `a` of x goes before `b`: NaN first, then the larger (sign 1) or the smaller (sign -1). */
+/* Returns true if element `a` of x precedes `b`: NaN first, then the larger (sign 1) or the smaller (sign -1). */
 static bool beats(const ps_view *x, int64_t a, int64_t b, int sign)
 {
     if (!ps_dtype_is_float(x->dtype)) {
@@ -80,7 +80,8 @@ static int extreme(ps_call *call, uint32_t dims, int sign)
 {
     ps_view x = ref_flat(&call->in[0]), y = ref_flat(&call->out[0]), to = target_of(&call->in[0], dims);
     if (x.numel == 0 && y.numel > 0) return ps_fail(PS_EINVAL, "the largest or smallest of no elements does not exist");
-    int64_t *best = call->scratch(call, (size_t)(y.numel + 1) * sizeof *best);   /* index in x; -1: none yet */
+    int64_t *best = call->scratch(call, (size_t)(y.numel + 1) * sizeof *best);   /* index in x, -1 if there is none
+                                                                                  * yet */
     if (!best) return PS_ENOMEM;
     for (int64_t i = 0; i < y.numel; i++) best[i] = -1;
     for (int64_t i = 0; i < x.numel; i++) {
@@ -149,10 +150,10 @@ int ref_cumsum(ps_call *call)
     return 0;
 }
 
-/* An element of a lane for sorting: floats are in f (i is 0), integers in i (f is 0); and its place. */
+/* An element of a lane for sorting: a float is in f (i is 0), an integer in i (f is 0); and its position. */
 struct ranked { double f; int64_t i, place; };
 
-/* NaN first, then in descending order; equal ones by place, so that the order is total. */
+/* Orders NaN first, then in descending order, and equal ones by position, so that the order is total. */
 static int by_rank(const void *pa, const void *pb)
 {
     const struct ranked *a = pa, *b = pb;

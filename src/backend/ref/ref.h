@@ -16,8 +16,8 @@
 #include "base/half.h"
 #include "base/philox.h"
 
-/* REF_KERNELS(X) in two steps: REF_IS_VIEW(flags) is 1 for rows whose first flag is VIEW, MOVE or RANKS (they have
- * no kernel), else 0. */
+/* Implements REF_KERNELS(X) in two steps. REF_IS_VIEW(flags) is 1 for ops whose first flag is VIEW, MOVE or RANKS,
+ * which have no kernel, else 0. */
 #define REF_FLAG_VIEW ~, 1, ~
 #define REF_FLAG_MOVE ~, 1, ~
 #define REF_FLAG_RANKS ~, 1, ~
@@ -49,7 +49,7 @@ static inline double ref_load(const ps_view *v, int64_t at)
     }
 }
 
-/* Truncates and saturates; NaN becomes 0. */
+/* Truncates and saturates. A NaN becomes 0. */
 static inline int64_t ref_to_int(double x, int64_t low, int64_t high)
 {
     if (x != x) return 0;
@@ -97,14 +97,13 @@ static inline void ref_store_int(const ps_view *v, int64_t at, int64_t x)
 }
 
 /* -- views (ref.c) ---------------------------------------------------------------------------------------------- */
-/* v broadcast to a shape by PyTorch's rules (aligned at the last dimension, size 1 repeats), with dimensions that
- * lie row-major in memory merged: a contiguous view comes out with one dimension. Only ref_at may be asked of the
- * result. */
+/* Broadcasts v to a shape by PyTorch's rules (aligned at the last dimension, size 1 repeats). Dimensions that are
+ * row-major in memory are merged, so a contiguous view gets one dimension. The result is valid only for ref_at. */
 ps_view ref_expand(const ps_view *v, int ndim, const int64_t *shape);
 static inline ps_view ref_like(const ps_view *v, const ps_view *out) { return ref_expand(v, out->ndim, out->shape); }
 static inline ps_view ref_flat(const ps_view *v) { return ref_expand(v, v->ndim, v->shape); }
 
-/* The position of element i, counted row-major. */
+/* Returns the position of element i, counted row-major. */
 static inline int64_t ref_at(const ps_view *v, int64_t i)
 {
     int64_t at = 0;
@@ -115,34 +114,38 @@ static inline int64_t ref_at(const ps_view *v, int64_t i)
     return v->ndim > 0 ? at + i * v->stride[0] : 0;
 }
 
-/* The same view starting `at` elements later. */
+/* Returns the same view, beginning `at` elements later. */
 static inline ps_view ref_shift(const ps_view *v, int64_t at)
 {
     ps_view s = *v;
     s.data = (char *)v->data + at * ps_dtype_bytes(v->dtype);
     return s;
 }
-ps_view ref_matrix(const ps_view *v, int64_t at);              /* the last two dimensions, starting at `at` */
+ps_view ref_matrix(const ps_view *v, int64_t at);              /* the last two dimensions, beginning at element `at` */
 static inline int ref_dim(const ps_view *v, int dim) { return dim < 0 ? dim + v->ndim : dim; }
-ps_view ref_without_dim(const ps_view *v, int dim);            /* position 0 along dim, that dimension gone */
+ps_view ref_without_dim(const ps_view *v, int dim);            /* the view at position 0 of `dim`, without that
+                                                                * dimension */
 static inline int64_t ref_last(const ps_view *v) { return v->ndim > 0 ? v->shape[v->ndim - 1] : 1; }
 
-/* dst = src broadcast to dst's shape, converted: bytes when the types agree, exact integers when both are integers. */
+/* Copies src, broadcast to dst's shape, with conversion. Bytes are copied if the types agree, and exact integers if
+ * both are integers. */
 void ref_copy(const ps_view *dst, const ps_view *src);
 
-/* The fp32 or fp64 value of a parameter, from in[0], the parameter, and in[1], its master or remainders (update.c). */
+/* Returns the fp32 or fp64 value of a parameter, from in[0], the parameter, and in[1], its master or remainders
+ * (update.c). */
 double ref_master_get(const ps_view *in, int64_t i);
 void ref_master_put(const ps_view *in, int64_t i, double p);
 
-/* PS_ERANGE for the first index outside of [0, n). */
+/* Returns PS_ERANGE at the first index outside [0, n). */
 int ref_check_index(const ps_view *index, int64_t n);
 
 /* -- working memory: row-major doubles -------------------------------------------------------------------------- */
-/* If call->scratch refuses, it has recorded the error with device and limit: kernels only return PS_ENOMEM. */
+/* If call->scratch fails, it has recorded the error with device and limit, so kernels only return PS_ENOMEM. */
 int ref_scratch(ps_call *call, int64_t numel, double **out);    /* zeroed */
-void ref_read(const ps_view *v, double *dst);                   /* all of v */
-int ref_dense(ps_call *call, const ps_view *v, double **out);   /* all of v in scratch; NULL when v is absent */
-/* v = x, or v += x, rounded once; nothing when v is absent. */
+void ref_read(const ps_view *v, double *dst);                   /* reads all of v */
+int ref_dense(ps_call *call, const ps_view *v, double **out);   /* reads all of v into scratch memory; NULL if v is
+                                                                 * absent */
+/* Sets v = x, or v += x, rounded once. Does nothing if v is absent. */
 void ref_put(const ps_view *v, const double *x, bool add);
 
 /* -- GELU, the tanh approximation, and its derivative (elementwise.c) ---------------------------------------------- */
@@ -150,7 +153,8 @@ double ref_gelu_tanh(double x);
 double ref_gelu_tanh_slope(double x);
 
 /* -- dropout ---------------------------------------------------------------------------------------------------- */
-/* True when element e of a sample is dropped; `sample` is counted over the whole batch. p is compared as a float. */
+/* Returns true if element e of a sample is dropped. `sample` is counted over the whole batch. p is compared as a
+ * float. */
 static inline bool ref_dropped(uint64_t seed, uint64_t step, uint32_t op, uint64_t sample, uint64_t e, double p)
 {
     ps_philox r = ps_philox4x32(seed, sample << 32 | e / 4, step << 32 | op);

@@ -13,7 +13,8 @@ int ref_check_index(const ps_view *index, int64_t n)
     return 0;
 }
 
-/* The row of w [V, C] for an index: those of a table from `first` on. -1: another part of the table has it. */
+/* Returns the row of w [V, C] for an index; w has the embedding's rows from `first` on. Returns -1 if another shard
+ * has the row. */
 static int64_t own_row(const ps_view *index, int64_t i, int64_t first, int64_t V)
 {
     int64_t k = ref_load_int(index, i) - first;
@@ -35,8 +36,8 @@ int ref_embedding(ps_call *call)
     return 0;
 }
 
-/* Positions are sorted by index first (a counting sort keeps their order), so that each row of dw is one sum in double
- * over the rows of dy in row order, rounded once. */
+/* Positions are sorted by index first (a counting sort keeps their order), so that each row of dw is one sum in
+ * double over the rows of dy in row order, rounded once. */
 int ref_embedding_backward(ps_call *call)
 {
     const ps_attrs_embedding_backward *a = call->attrs;
@@ -45,7 +46,7 @@ int ref_embedding_backward(ps_call *call)
     double *sum;
     PS_TRY(ref_check_index(index, a->total > 0 ? a->total : V));
     PS_TRY(ref_scratch(call, C, &sum));
-    int64_t *begin = call->scratch(call, (size_t)(V + 1) * sizeof *begin);    /* the begin of row v's positions in
+    int64_t *begin = call->scratch(call, (size_t)(V + 1) * sizeof *begin);    /* start of row v's positions in
                                                                                * `order` */
     int64_t *order = call->scratch(call, (size_t)(n + 1) * sizeof *order);
     if (!begin || !order) return PS_ENOMEM;
@@ -70,7 +71,7 @@ int ref_embedding_backward(ps_call *call)
     return 0;
 }
 
-/* The place of element i of y in v, whose shape broadcasts to y's. */
+/* Returns the position in v, which is broadcast to y's shape, of element i of y. */
 static int64_t broadcast_at(const ps_view *v, const ps_view *y, int64_t i)
 {
     int64_t at = 0;
@@ -99,8 +100,8 @@ int ref_flat_index(ps_call *call)
     return 0;
 }
 
-/* How many elements of x an element of `index` names: those of the dimensions after dim if the index ends there, else
- * one. */
+/* Returns how many elements of x an element of `index` selects: those of the dimensions after dim if the index ends
+ * there, else one. */
 static int64_t width_of(const ps_view *x, const ps_view *index)
 {
     int64_t width = 1;
@@ -108,7 +109,8 @@ static int64_t width_of(const ps_view *x, const ps_view *index)
     return width;
 }
 
-/* The index in x of the i-th named element: its coordinates, with coordinate dim replaced by its element of `index`. */
+/* Returns the index in x of the i-th selected element: its coordinates, with coordinate dim replaced by its element
+ * of `index`. */
 static int64_t picked(const ps_view *x, const ps_view *index, int dim, int64_t width, int64_t i)
 {
     int64_t at = 0, rest = i;
@@ -134,7 +136,7 @@ int ref_gather(ps_call *call)
     return 0;
 }
 
-/* Floats are summed in double and rounded once, integers exactly. */
+/* Floats are summed in double and rounded once; integers are exact. */
 int ref_scatter_add(ps_call *call)
 {
     const ps_attrs_scatter_add *a = call->attrs;
@@ -185,7 +187,7 @@ int ref_scatter(ps_call *call)
     return 0;
 }
 
-/* From the last element of the index on, so that an earlier element with the same place finds 0 there. */
+/* Goes from the last element of the index backward, so that an earlier element with the same position finds 0 there. */
 int ref_scatter_backward(ps_call *call)
 {
     const ps_view *dy = &call->in[0], *index = &call->in[1], *dx = &call->out[0], *dsrc = &call->out[1];

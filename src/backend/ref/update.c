@@ -106,7 +106,7 @@ int ref_rmsprop_(ps_call *call)
 }
 
 /* -- AdamW with averages in bf16 ----------------------------------------------------------------------------------- */
-/* x rounded down or up to bf16 with the probability of its distance: 16 random bits are added below. */
+/* Rounds x down or up to bf16 with the probability given by its distance: 16 random bits are added below. */
 static uint16_t round_random(float x, uint32_t random)
 {
     uint32_t u = ps_f32_bits(x);
@@ -114,8 +114,8 @@ static uint16_t round_random(float x, uint32_t random)
     return (uint16_t)((u + (random & 0xffffu)) >> 16);
 }
 
-/* AdamW of optim.c; element i has word i % 64 / 16 of counter i / 64 * 16 + i % 16: exp_avg takes its lower
- * half, exp_avg_sq the upper one. */
+/* AdamW of optim.c with random rounding. Element i has word i % 64 / 16 of counter i / 64 * 16 + i % 16: exp_avg
+ * uses its lower half, exp_avg_sq the upper half. */
 static void adam_bf16(const ps_attrs_adam_bf16_ *a, const ps_view *in)
 {
     double bias1 = 1 - pow(a->beta1, (double)a->t), bias2 = 1 - pow(a->beta2, (double)a->t);
@@ -142,12 +142,12 @@ int ref_adam_bf16_(ps_call *call)
 }
 
 /* -- AdamW with averages in 8 bits --------------------------------------------------------------------------------- */
-/* Dettmers et al. 2022, "8-bit Optimizers via Block-wise Quantization": each block of PS_STATE_BLOCK elements has a
- * scale, its largest magnitude; a code is the number of the nearest of 256 values (ps_state_map). The block is
+/* Dettmers et al. 2022, "8-bit Optimizers via Block-wise Quantization". Each block of PS_STATE_BLOCK elements has a
+ * scale, its largest magnitude. A code is the index of the nearest of 256 values (ps_state_map). The block is
  * dequantised, updated as in optim.c and quantised. */
 static uint8_t nearest(const float *map, float x)
 {
-    int low = 0, high = 255;                       /* the last value <= x, or the first */
+    int low = 0, high = 255;                       /* the last value <= x, or the first value */
     while (low < high) {
         int middle = (low + high + 1) / 2;
         if (map[middle] <= x) low = middle;
@@ -198,8 +198,8 @@ int ref_adam8bit_(ps_call *call)
 }
 
 /* -- LAMB ---------------------------------------------------------------------------------------------------------- */
-/* LAMB (You et al., ICLR 2020) as in timm: the update of Adam plus wd p, scaled by the ratio of the norms of p and of
- * the update. */
+/* LAMB (You et al., ICLR 2020) as in timm: the update of Adam plus wd p, scaled by the ratio of the norms of p and
+ * of the update. */
 static double lamb_update(const ps_attrs_lamb_ *a, const ps_view *in, int64_t i, double m, double v)
 {
     double bias1 = a->bias_correction ? 1 - pow(a->beta1, (double)a->t) : 1;
@@ -238,7 +238,7 @@ typedef struct factored {
     const ps_view *in;
     int64_t batch, R, C;
     bool matrix;
-    double *row_mean;                 /* [batch] of the averages of rows */
+    double *row_mean;                 /* [batch] means of the averages of rows */
 } factored;
 
 static double squared(const factored *f, int64_t i)
@@ -247,7 +247,7 @@ static double squared(const factored *f, int64_t i)
     return g * g + (f->a->hugging_face ? f->a->eps1 : 0);
 }
 
-/* The update of element i, before it is clipped. */
+/* Returns the update of element i, before it is clipped. */
 static double factored_update(const factored *f, int64_t i)
 {
     const ps_attrs_adafactor_ *a = f->a;
@@ -260,7 +260,7 @@ static double factored_update(const factored *f, int64_t i)
     return g / sqrt(var);
 }
 
-/* Moves the averages: keep of the old ones, and `take` of the mean of squares over C or R elements. */
+/* Updates the averages: keep times the old ones, plus `take` times the mean of squares over C or R elements. */
 static void factored_averages(const factored *f, double keep, double take)
 {
     const ps_view *rows = &f->in[3], *cols = &f->in[4];
@@ -314,7 +314,7 @@ int ref_adafactor_(ps_call *call)
 }
 
 /* -- Muon ---------------------------------------------------------------------------------------------------------- */
-/* dst [R, C] = alpha a [R, K] b [K, C], or b [C, K] when turned, + beta add [R, C]. */
+/* Computes dst [R, C] = alpha a [R, K] b [K, C] + beta add [R, C]. If `turned`, b is [C, K] and is transposed. */
 static void product(double *dst, double alpha, const double *a, const double *b, bool turned, double beta,
                     const double *add, int64_t R, int64_t K, int64_t C)
 {

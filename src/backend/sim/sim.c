@@ -23,7 +23,7 @@
 #include <sys/prctl.h>
 #include <time.h>
 #include <unistd.h>
-#if defined(__SSE2__) && !defined(__SANITIZE_THREAD__)   /* which does not see such stores */
+#if defined(__SSE2__) && !defined(__SANITIZE_THREAD__)   /* thread sanitizer does not see such stores */
 #include <emmintrin.h>
 #define STREAMING 1
 #endif
@@ -35,24 +35,25 @@
 #include "base/thread.h"
 
 #define GIB ((int64_t)1 << 30)
-#define SLICE_S 0.002                /* modelled seconds per slice: more frequent wake-ups would slow down computing
+#define SLICE_S 0.002                /* modelled seconds per slice; more frequent wake-ups would slow down computing
                                       * threads */
 #define SLICE_LEAST ((size_t)64 << 10)
 #define NAP_S 0.02                   /* how long a thread sleeps before it checks whether its copy was cancelled */
-#define SPARE_BYTES ((int64_t)64 << 20)   /* of the machine's memory, left to others */
+#define SPARE_BYTES ((int64_t)64 << 20)   /* bytes of the machine's memory that are left to others */
 
 typedef struct sim_backend sim_backend;
 
 struct ps_copy {
-    ps_copy *next;                   /* in its lane */
-    ps_copy *live_prev, *live_next;  /* of all that were not waited for */
+    ps_copy *next;                   /* next in its lane */
+    ps_copy *live_prev, *live_next;  /* neighbours in the list of copies that were not waited for */
     bool to_device, ended;
     atomic_bool cancelled;
     void *dst;
     const void *src;
     size_t nbytes;
-    int64_t number, after;           /* number in its lane, from 1; of the other lane's copy it waits for, or 0 */
-    double begin, end;               /* modelled times of the bytes: latency has passed at `begin` */
+    int64_t number, after;           /* number in its lane, from 1; number of the other lane's copy for which it
+                                      * waits, or 0 */
+    double begin, end;               /* modelled times of the bytes; latency has passed at `begin` */
 };
 
 typedef struct lane {
@@ -61,26 +62,28 @@ typedef struct lane {
     const char *thread_name;
     pthread_t thread;
     bool has_thread;
-    pthread_cond_t work;             /* something to do, or what the first copy waits for has ended */
+    pthread_cond_t work;             /* signalled when there is something to do, or when the event that the first
+                                      * copy waits for has happened */
     ps_copy *first, *last;           /* in order; the first one is under way */
-    int64_t asked, ended;            /* numbers of copies so far */
-    double bytes_per_s, free_at;     /* modelled: when the last requested copy will have ended */
+    int64_t asked, ended;            /* number of copies requested, and ended */
+    double bytes_per_s, free_at;     /* modelled time at which the last requested copy will have ended */
 } lane;
 
 typedef struct region {
     struct region *next;
     char *base;
     size_t size;                     /* bytes of addresses */
-    int64_t committed;               /* bytes of memory, wherever in it */
+    int64_t committed;               /* bytes of memory, anywhere in it */
 } region;
 
 struct sim_backend {
     ps_backend base;
     region *regions;
     int64_t memory, handed_out;      /* bytes */
-    int64_t unchecked;               /* allocated since the machine's free memory was last checked */
+    int64_t unchecked;               /* bytes allocated since the machine's free memory was last checked */
     double latency_s;
-    pthread_mutex_t lock;            /* for all fields below, and for the lanes' and copies' marks of being under way */
+    pthread_mutex_t lock;            /* guards all following fields, and the marks of lanes and copies that they are
+                                      * under way */
     pthread_cond_t ended;
     bool stop;
     lane lanes[2];                   /* [to_device] */
@@ -103,7 +106,7 @@ static int64_t bytes_available(ps_backend *be)
     return sim->memory - sim->handed_out;
 }
 
-/* The region that holds all of these bytes, or (`any`) one of them. */
+/* Returns the region that holds all of these bytes, or (`any`) one of them. */
 static region *find_region(const sim_backend *sim, const char *p, size_t nbytes, bool any)
 {
     for (region *r = sim->regions; r; r = r->next) {
@@ -171,7 +174,7 @@ static void region_discard(ps_backend *be, void *p, size_t nbytes)
     r->committed -= (int64_t)nbytes;
 }
 
-/* Cancels copies (of a region, or all) and waits until no thread touches their bytes. Called with the lock held. */
+/* Cancels copies (of a region, or all) and waits until no thread uses their bytes. Called with the lock held. */
 static void cancel_copies(sim_backend *sim, const region *r)
 {
     for (ps_copy *c = sim->live; c; c = c->live_next) {
@@ -189,8 +192,8 @@ static void cancel_copies(sim_backend *sim, const region *r)
     }
 }
 
-/* Regions are freed when an arena closes or trims. If a copy is still under way there, an earlier step failed, and the
- * copy ends with an error. */
+/* Regions are freed when an arena closes or trims. If a copy is still under way there, an earlier step failed, and
+ * the copy ends with an error. */
 static void region_free(ps_backend *be, void *p, size_t nbytes)
 {
     sim_backend *sim = (sim_backend *)be;
@@ -220,7 +223,7 @@ static int region_new(ps_backend *be, size_t nbytes, void **out)
 }
 
 /* -- the lanes' threads ------------------------------------------------------------------------------------------- */
-/* False if the copy was cancelled meanwhile. */
+/* Sleeps until time t. Returns false if the copy was cancelled meanwhile. */
 static bool sleep_until(ps_copy *c, double t)
 {
     while (!atomic_load_explicit(&c->cancelled, memory_order_relaxed)) {
@@ -233,7 +236,7 @@ static bool sleep_until(ps_copy *c, double t)
     return false;
 }
 
-/* A memcpy that does not evict the caches of computing threads: it takes half the processor time of memcpy if both
+/* A memcpy that does not evict the caches of computing threads. It takes half the processor time of memcpy if both
  * sides are cold. */
 static void copy_past_caches(char *dst, const char *src, size_t n)
 {
@@ -285,7 +288,7 @@ static void *run_lane(void *arg)
     lane *l = arg;
     sim_backend *sim = l->sim;
     pthread_setname_np(pthread_self(), l->thread_name);
-    prctl(PR_SET_TIMERSLACK, 1000ul);              /* sleeps end within microseconds of the modelled time */
+    prctl(PR_SET_TIMERSLACK, 1000ul);              /* so that sleeps end within microseconds of the modelled time */
     pthread_mutex_lock(&sim->lock);
     for (;;) {
         while (!sim->stop && !may_begin(l)) pthread_cond_wait(&l->work, &sim->lock);
@@ -446,7 +449,7 @@ int ps_sim_configure(ps_backend *be, int64_t memory_nbytes, double h2d_bytes_per
     return 0;
 }
 
-/* "64MiB", "1.5G", "1000000": K, M, G are powers of 1024, as KiB, MiB, GiB. */
+/* Parses "64MiB", "1.5G" or "1000000". K, M and G are powers of 1024, like KiB, MiB and GiB. */
 static int parse_bytes(const char *text, int64_t *out)
 {
     static const struct { const char *unit; int log2; } units[] = {
@@ -466,7 +469,7 @@ static int parse_bytes(const char *text, int64_t *out)
                    text);
 }
 
-/* The value of an environment variable times `unit`; *out is unchanged if it is not set. */
+/* Reads an environment variable times `unit`; *out is unchanged if it is not set. */
 static int read_number(const char *name, double unit, double least, const char *what, double *out)
 {
     const char *text = getenv(name);

@@ -4,7 +4,7 @@
 #define PS_BACKEND_SIM_SIM_H
 #include "backend/backend.h"
 
-/* The modelled times of a copy for which nobody has waited yet, on the clock of ps_now(): when its first byte is sent,
+/* Returns the modelled times of a copy that has not been waited for yet, by ps_now(): when its first byte is sent,
  * and when it ends. */
 void ps_sim_copy_times(const ps_copy *copy, double *begin, double *end);
 #endif

@@ -17,57 +17,62 @@
 
 enum { QUERIES = 64, KEYS = 64, QV = QUERIES / VL };
 enum { READ = 5, WRITTEN = 3 };        /* tensors of heads in backward; forward has fewer */
-#define NO_SCORE (-3e38f)             /* the maximum over no keys; finite, so that differences are never NaN */
+#define NO_SCORE (-3e38f)             /* the maximum over no keys, finite so that differences are never NaN */
 #define LOG2E 1.44269504088896340736
 #define LN2 0.69314718055994530942
 
-/* Which weights of a block may be zero: none; some by order, window, mask or padding; some by segments as well. */
+/* Which weights of a block can be zero: none; some because of order, window, mask or padding; some because of
+ * segments as well. */
 enum { ALL_SEEN, HIDES, SEGMENTED };
 
-/* One call. q, dq, y, dy [B, H, T, D]; k, v, dk, dv [B, G, S, D]; mask [B, S] or [B|1, H|1, T|1, S], or int32 segments
- * [B, T]; lse [B, H, T]. */
+/* One call. q, dq, y and dy are [B, H, T, D]; k, v, dk and dv are [B, G, S, D]. mask is [B, S] or [B|1, H|1, T|1,
+ * S], or int32 segments [B, T]. lse is [B, H, T]. */
 typedef struct attn {
     ps_view q, k, v, mask, y, lse, dy, dq, dk, dv;
     int64_t B, H, G, T, S, D, Dp, Sp, nvec;         /* Sp: S rounded up to ROWS; nvec = Dp / 16 */
-    int64_t window;                                 /* keys that a query sees at most; 0: no such limit */
-    int64_t bias_step[3];                           /* strides of the mask's samples, heads and queries; 0 where one
-                                                       serves all */
-    float scale, scale2;                            /* of the scores; the same times log2 e */
-    bool causal, drop, biased, segmented;           /* biased: the mask has 4 dimensions; segmented: it is segments */
-    int32_t limit;                                  /* of 24 random bits: below, the weight is dropped */
+    int64_t window;                                 /* most keys that a query sees, 0 for no limit */
+    int64_t bias_step[3];                           /* strides of the mask along samples, heads and queries, 0 where
+                                                     * it is repeated */
+    float scale, scale2;                            /* factor on scores, and the factor times log2 e */
+    bool causal, drop, biased, segmented;           /* biased: the mask has 4 dimensions. segmented: the mask is
+                                                     * segments. */
+    int32_t limit;                                  /* a weight is dropped if its 24 random bits are below the limit */
     float keep_scale;                               /* 1 / (1 - p) */
     uint64_t seed, sample, counter_hi;
-    int64_t first_head;                             /* of this rank, where ranks share out the heads */
+    int64_t first_head;                             /* first head of this rank, if the heads are split among ranks */
 } attn;
 
-/* Rows that will be loaded or stored soon. */
+/* Rows that will soon be loaded or stored. */
 typedef struct stream { const char *at; int64_t row_nbytes, used_nbytes, rows; } stream;
 
-/* A thread's memory. Forward uses k .. sum, backward all but sum; out is y or dq of the block. */
+/* A thread's memory. Forward uses k to sum, backward all except sum. `out` is y or dq of the block. */
 typedef struct work {
     float *k, *v, *dk, *dv;                         /* [Sp, Dp] */
     float *q, *dy, *out;                            /* [QUERIES, Dp] */
-    float *qt, *dyt;                                /* [Dp, QUERIES]: q and dy transposed */
-    float *p, *dp;                                  /* [KEYS, QUERIES]: scores, weights; their gradients */
-    float *bias;                                    /* [QUERIES, KEYS]: what the mask adds, in base 2; if biased */
-    float *max, *sum, *factor;                      /* [QUERIES]; backward: max is lse in base 2, factor is delta */
-    uint32_t *keep;                                 /* [2, QUERIES]: bit r % 32 of word r / 32 is key r's dropout bit */
-    uint8_t *hidden;                                /* [Sp]: keys that nobody sees */
-    int32_t *begin, *end;                           /* [T + QUERIES]: query i sees keys begin[i] .. end[i] - 1 of its
-                                                       segment; both never fall; if segmented */
-    bool any_hidden;                                /* is there one below S? */
-    int64_t second;                                 /* the second key that the mask shows; S: there is none */
-    stream ahead[READ + WRITTEN];                   /* fetched into the cache bit by bit: what this thread's next head
-                                                       reads, and what this block writes */
+    float *qt, *dyt;                                /* [Dp, QUERIES] q and dy transposed */
+    float *p, *dp;                                  /* [KEYS, QUERIES] scores, then weights; and their gradients */
+    float *bias;                                    /* if biased: [QUERIES, KEYS] bias in base 2 */
+    float *max, *sum, *factor;                      /* [QUERIES] in backward, max is lse in base 2, and factor is
+                                                     * delta */
+    uint32_t *keep;                                 /* [2, QUERIES] bit r % 32 of word r / 32 is key r's dropout bit */
+    uint8_t *hidden;                                /* [Sp] keys that no query sees */
+    int32_t *begin, *end;                           /* if segmented: [T + QUERIES] query i sees keys begin[i] ..
+                                                     * end[i] - 1 of its segment; both arrays never decrease */
+    bool any_hidden;                                /* whether a key below S is hidden */
+    int64_t second;                                 /* second key that the mask shows, S if there is none */
+    stream ahead[READ + WRITTEN];                   /* rows that are prefetched gradually: those that this thread's
+                                                     * next head reads, and those that this block writes */
 } work;
 
-/* Queries i0 .. i0 + nq and keys j0 .. j0 + nk of head h of sample b. */
+/* The block of queries i0 .. i0 + nq and keys j0 .. j0 + nk of head h of sample b. */
 typedef struct block {
     int64_t b, h, i0, j0;
     int nq, qv, nk;                                 /* qv = ceil(nq / 16); nk is rounded up to ROWS */
-    int shift;                                      /* causal: see the top of the file; else so low that all is seen */
-    int until;                                      /* window: key r is seen by query c when c < r + until; else high */
-    int masked;                                     /* which of its weights may be zero: ALL_SEEN .. SEGMENTED */
+    int shift;                                      /* for causal attention, see the top of the file; otherwise so
+                                                     * low that all keys are seen */
+    int until;                                      /* with a window, query c sees key r if c < r + until; otherwise
+                                                     * large */
+    int masked;                                     /* ALL_SEEN, HIDES or SEGMENTED: which of its weights can be zero */
 } block;
 
 static int clamp(int64_t x, int low, int high) { return x < low ? low : x > high ? high : (int)x; }
@@ -87,7 +92,7 @@ SIMD void load_as(int dtype, const char *src, int64_t row_nbytes, int64_t n, int
         if (d < D) vf_store(dst + d, vf_get_n(src, d, dtype, (int)(D - d), 0.0f));
     }
 }
-/* dst [n_pad, Dp] = rows first .. first + n of head (b, h), then zeros. */
+/* Sets dst [n_pad, Dp] to rows first .. first + n of head (b, h), followed by zeros. */
 static void load_rows(const attn *a, const ps_view *x, int64_t b, int64_t h, int64_t first, int64_t n, int64_t n_pad,
                       float *dst)
 {
@@ -108,7 +113,7 @@ SIMD void store_as(int dtype, char *dst, int64_t row_nbytes, int64_t n, int64_t 
         if (d < D) vf_put_n(dst, d, dtype, (int)(D - d), vf_load(src + d) * f);
     }
 }
-/* Rows first .. first + n of head (b, h) = src [n, Dp], row i times factor[i * step]. */
+/* Sets rows first .. first + n of head (b, h) to src [n, Dp], with row i multiplied by factor[i * step]. */
 static void store_rows(const attn *a, const ps_view *x, int64_t b, int64_t h, int64_t first, int64_t n,
                        const float *src, const float *factor, int64_t step)
 {
@@ -119,9 +124,9 @@ static void store_rows(const attn *a, const ps_view *x, int64_t b, int64_t h, in
     else store_as(PS_F16, dst, row_nbytes, n, a->D, src, a->Dp, factor, step);
 }
 
-/* A head's rows lie far apart, so that the hardware does not foresee them, and come from main memory; fetched a few at
- * a time between products, they cost next to nothing (a tenth of the time otherwise). Rows to be written are fetched in
- * the block that ends with it. */
+/* Returns a stream for prefetching. A head's rows are far apart, so that the hardware does not predict them, and
+ * come from main memory. Fetched a few at a time between products, they cost next to nothing (otherwise a tenth of
+ * the time). Rows to be written are fetched in the last block before they are written. */
 static stream rows_ahead(const ps_view *x, int64_t b, int64_t h, int64_t first, int64_t n)
 {
     int64_t size = ps_dtype_bytes(x->dtype);
@@ -156,8 +161,8 @@ static void hide_key(const attn *a, work *w, int64_t j)
     memset(w->k + j * a->Dp, 0, (size_t)a->Dp * sizeof *w->k);
     memset(w->v + j * a->Dp, 0, (size_t)a->Dp * sizeof *w->v);
 }
-/* begin and end of each position's segment. Padding begins where it ends, and ends where it begins: it has no key, and
- * adds none to the keys of a block. */
+/* Loads begin and end of each position's segment. A run of padding has begin at its end and end at its begin, so it
+ * has no key, and adds none to the keys of a block. */
 static void load_segments(const attn *a, work *w, int64_t b)
 {
     const int32_t *id = (const int32_t *)a->mask.data + b * a->mask.stride[0];
@@ -174,7 +179,7 @@ static void load_segments(const attn *a, work *w, int64_t b)
     for (int64_t i = a->T; i < a->T + QUERIES; i++) w->begin[i] = w->end[i] = (int32_t)a->T;
 }
 
-/* K and V of their head (b, g) into their panels; hidden keys become zero rows. */
+/* Loads K and V of head (b, g) into their panels. Hidden keys become zero rows. */
 static void load_keys(const attn *a, work *w, int64_t b, int64_t g)
 {
     load_rows(a, &a->k, b, g, 0, a->S, a->Sp, w->k);
@@ -196,7 +201,7 @@ static void load_keys(const attn *a, work *w, int64_t b, int64_t g)
         hide_key(a, w, j);
     }
 }
-/* dst [Dp, QUERIES] = src [QUERIES, Dp] transposed, for the first qv vectors of queries. */
+/* Sets dst [Dp, QUERIES] to the transpose of src [QUERIES, Dp], for the first qv vectors of queries. */
 static void transpose_panel(const attn *a, const float *src, int qv, float *dst)
 {
     for (int v = 0; v < qv; v++)
@@ -205,7 +210,7 @@ static void transpose_panel(const attn *a, const float *src, int qv, float *dst)
 }
 
 /* -- blocks ------------------------------------------------------------------------------------------------------- */
-/* How many leading keys any of the queries i0 .. i0 + nq sees. */
+/* Returns the number of leading keys that contains all keys seen by queries i0 .. i0 + nq. */
 static int64_t keys_seen(const attn *a, const work *w, int64_t i0, int nq)
 {
     int64_t n = a->causal ? i0 + nq + a->S - a->T : a->S;
@@ -215,7 +220,7 @@ static int64_t keys_seen(const attn *a, const work *w, int64_t i0, int nq)
     }
     return n < 0 ? 0 : n < a->S ? n : a->S;
 }
-/* The block of keys in which the first key lies that any query from i0 on sees. */
+/* Returns the block with the first key that any query from i0 on sees. */
 static int64_t first_block(const attn *a, const work *w, int64_t i0)
 {
     int64_t first = a->window > 0 ? i0 + a->S - a->T - a->window + 1 : 0;
@@ -233,7 +238,8 @@ static block block_at(const attn *a, const work *w, int64_t b, int64_t h, int64_
     if (a->segmented && (w->begin[i0 + nq - 1] > j0 || w->end[i0] < j0 + k.nk)) k.masked = SEGMENTED;
     return k;
 }
-/* The bias that a mask of 4 dimensions adds to the scores from `scores`. -1e30 and less hides a key. */
+/* Returns the bias that a mask of 4 dimensions adds to the scores from `scores`. Values of -1e30 and less hide a
+ * key. */
 SIMD float bias_of(float x) { return x <= -1e30f ? -INFINITY : x * (float)LOG2E; }
 static void load_bias(const attn *a, const block *k, work *w)
 {
@@ -250,7 +256,7 @@ static void load_bias(const attn *a, const block *k, work *w)
         }
     }
 }
-/* Scores, times their scale, and what the mask adds: softmax takes them as they are. */
+/* Scales the scores and adds the mask, as softmax needs them. */
 static void add_bias(const attn *a, const block *k, work *w)
 {
     load_bias(a, k, w);
@@ -258,7 +264,7 @@ static void add_bias(const attn *a, const block *k, work *w)
         for (int r = 0; r < clamp(a->S - k->j0, 0, k->nk); r++)
             w->p[r * QUERIES + i] = fmaf(w->p[r * QUERIES + i], a->scale2, w->bias[i * KEYS + r]);
 }
-/* s [key][query] = rows of keys [.., Dp] times the queries' panel qt: scores, and dp from V and dy. */
+/* Computes s [key][query] = rows of keys [.., Dp] times the queries' panel qt: scores, or dp from V and dy. */
 static void scores(const attn *a, const block *k, work *w, const float *keys, const float *qt, float *s)
 {
     for (int g = 0; g < k->nk; g += ROWS) {
@@ -268,7 +274,7 @@ static void scores(const attn *a, const block *k, work *w, const float *keys, co
                 QUERIES);
     }
 }
-/* out [query, Dp] (+)= transpose of s times rows of keys: y from V, dq from K. */
+/* Computes out [query, Dp] (+)= transpose of s times rows of keys: y from V, or dq from K. */
 static void gather_keys(const attn *a, const block *k, work *w, int add, const float *s, const float *keys, float *out)
 {
     for (int i = 0; i < k->nq; i += ROWS) {
@@ -277,7 +283,7 @@ static void gather_keys(const attn *a, const block *k, work *w, int add, const f
         product(add, a->nvec, depth, s + i, 1, QUERIES, keys, a->Dp, out + i * a->Dp, a->Dp);
     }
 }
-/* out [key, Dp] += s times rows of queries: dv from dy, dk from q. */
+/* Computes out [key, Dp] += s times rows of queries: dv from dy, or dk from q. */
 static void gather_queries(const attn *a, const block *k, work *w, const float *s, const float *queries, float *out)
 {
     int nq = (int)round_up(k->nq, ROWS);
@@ -288,10 +294,11 @@ static void gather_queries(const attn *a, const block *k, work *w, const float *
                 out + g * a->Dp, a->Dp);
     }
 }
-/* One draw serves as many queries as have all their keys in it: rows of few keys lie side by side in the stream. */
+/* Draws dropout bits. One draw serves all queries whose keys it contains completely, because rows of few keys are
+ * adjacent in the stream. */
 static void draw_keep(const attn *a, const block *k, work *w)
 {
-    uint64_t n = (uint64_t)clamp(a->S - k->j0, 0, KEYS), at = 0, bits = 0;   /* bits: of 64 elements from `at` on */
+    uint64_t n = (uint64_t)clamp(a->S - k->j0, 0, KEYS), at = 0, bits = 0;   /* bits: of the 64 elements from `at` on */
     for (int i = 0; i < k->nq; i++) {
         uint64_t row = (uint64_t)((a->first_head + k->h) * a->T + k->i0 + i);
         uint64_t first = row * (uint64_t)a->S + (uint64_t)k->j0;
@@ -304,7 +311,7 @@ static void draw_keep(const attn *a, const block *k, work *w)
         w->keep[QUERIES + i] = (uint32_t)(mine >> 32);
     }
 }
-/* All ones in lanes of queries c .. that see key r. masked: a constant, HIDES or SEGMENTED. */
+/* Returns all ones in the lanes of queries c .. that see key r. masked is a constant, HIDES or SEGMENTED. */
 SIMD vni seen_by(const work *w, const block *k, int r, int c, int masked)
 {
     vni lane = vn_lanes(c), begin, end;
@@ -321,12 +328,12 @@ SIMD vni kept_by(const work *w, int r, int c)
     memcpy(&bits, w->keep + r / 32 * QUERIES + c, sizeof bits);
     return (vni)(bits << (31 - r % 32)) < 0;
 }
-/* Rows of scores that exist for query c. */
+/* Returns the number of rows of scores that exist for query c. */
 SIMD int rows_of(const block *k, int c) { return clamp(round_up((c / VL + 1) * VL - k->shift, ROWS), 0, k->nk); }
 
 /* -- forward ------------------------------------------------------------------------------------------------------ */
-/* Scores of a block become weights relative to the new running maximum; older sums must be scaled by factor.
- * masked, drop: constants. */
+/* Turns the scores of a block into weights relative to the new running maximum; older sums must be scaled by factor.
+ * masked and drop are constants. */
 SIMD void softmax_block(const attn *a, const block *k, work *w, int masked, bool drop)
 {
     vn scale = vn_set(a->biased ? 1.0f : a->scale2), keep_scale = vn_set(a->keep_scale);
@@ -365,7 +372,7 @@ static void rescale_rows(const attn *a, const block *k, work *w)
         for (int64_t d = 0; d < a->Dp; d += VL) vf_store(row + d, vf_load(row + d) * f);
     }
 }
-/* y and lse of the queries from their sums. */
+/* Computes y and lse of the queries from their sums. */
 static void finish_queries(const attn *a, work *w, int64_t b, int64_t h, int64_t i0, int nq)
 {
     for (int v = 0; v < QV; v++) {
@@ -379,7 +386,7 @@ static void finish_queries(const attn *a, work *w, int64_t b, int64_t h, int64_t
     float *lse = (float *)a->lse.data + b * a->lse.stride[0] + h * a->lse.stride[1] + i0 * a->lse.stride[2];
     for (int i = 0; i < nq; i++) lse[i * a->lse.stride[2]] = w->sum[i];
 }
-/* softmax_block with its constants. */
+/* Calls softmax_block with constants. */
 static void softmax_of(const attn *a, const block *k, work *w)
 {
     if (a->drop) {
@@ -415,14 +422,15 @@ static void forward_queries(const attn *a, work *w, int64_t b, int64_t h, int64_
 }
 
 /* -- forward of one query ----------------------------------------------------------------------------------------- */
-/* A model that continues a text asks for one query of each head. Blocks would cost as much as 16 queries, and pack all
- * keys for a single query. Here lanes are keys, or elements of the output. Each sum has the same order as in blocks,
- * so the bits are the same as when the query is one of many. */
+/* Returns whether to use the code for one query of each head, which a model that continues a text needs. Blocks
+ * would cost as much as 16 queries, and pack all keys for a single query. Here lanes are keys, or elements of the
+ * output. Each sum has the same order as in blocks, so the bits are the same as for one of many queries. */
 static bool is_one_query(const attn *a)
 {
     return a->T == 1 && a->S > 0 && !a->drop && !ps_has(&a->mask) && a->window <= 0;
 }
-/* sum [16 * vectors] += terms [count] times rows [count, ld]: one row of a product, in as many sums as `tile` has. */
+/* Computes sum [16 * vectors] += terms [count] times rows [count, ld]: one row of a product, with as many partial
+ * sums as `tile` has. */
 static void add_rows(int64_t vectors, int64_t count, const float *terms, const float *rows, int64_t ld, float *sum)
 {
     enum { MOST = 4 * LANES / VL };
@@ -430,7 +438,7 @@ static void add_rows(int64_t vectors, int64_t count, const float *terms, const f
         tile(1, MOST, 1, count, terms, 0, 1, rows, ld, sum, 0);
     for (; vectors > 0; vectors--, rows += VL, sum += VL) tile(1, 1, 1, count, terms, 0, 1, rows, ld, sum, 0);
 }
-/* w->p [n] = the scores of n keys of head (b, g), from j0 on; w->k has the query. */
+/* Sets w->p [n] to the scores of n keys of head (b, g), from j0 on; w->k has the query. */
 static void scores_of_one(const attn *a, work *w, int64_t b, int64_t g, int64_t j0, int n)
 {
     int vectors = (n + VL - 1) / VL;
@@ -441,7 +449,7 @@ static void scores_of_one(const attn *a, work *w, int64_t b, int64_t g, int64_t 
         add_rows(vectors, clamp(a->D - d0, 0, VL), w->k + d0, w->qt, KEYS, w->p);
     }
 }
-/* The n scores become weights relative to the new running maximum; older sums must be scaled by the result. */
+/* Turns the n scores into weights relative to the new running maximum; older sums must be scaled by the result. */
 static float softmax_of_one(const attn *a, work *w, int n)
 {
     vn scale = vn_set(a->scale2);
@@ -460,7 +468,7 @@ static float softmax_of_one(const attn *a, work *w, int n)
     w->sum[0] = fmaf(w->sum[0], factor[0], sum[0] + sum[1]);
     return factor[0];
 }
-/* w->out [Dp] += weights w->p [n] times the values of n keys from j0 on. */
+/* Computes w->out [Dp] += weights w->p [n] times the values of n keys from j0 on. */
 static void weigh(const attn *a, work *w, int64_t b, int64_t g, int64_t j0, int n)
 {
     const float *rows = w->q;
@@ -471,7 +479,7 @@ static void weigh(const attn *a, work *w, int64_t b, int64_t g, int64_t j0, int 
     } else load_rows(a, &a->v, b, g, j0, n, n, w->q);
     add_rows(a->nvec, n, w->p, rows, ld, w->out);
     if (n % ROWS == 0) return;
-    /* Blocks end with zero weights of zero rows: -0 becomes 0. */
+    /* Blocks end with zero weights of zero rows, so -0 becomes 0. */
     for (int64_t d = 0; d < a->Dp; d += LANES) vn_store(w->out + d, vn_load(w->out + d) + vn_set(0));
 }
 static __attribute__((noinline)) void forward_one(const attn *a, work *w, int64_t b, int64_t h, int64_t g)
@@ -491,7 +499,7 @@ static __attribute__((noinline)) void forward_one(const attn *a, work *w, int64_
 }
 
 /* -- backward ----------------------------------------------------------------------------------------------------- */
-/* Weights of key r and the gradients of dropped weights, for queries c ..; masked, drop: constants. */
+/* Returns the weights of key r for queries c .. before dropout. masked is a constant. */
 SIMD vn weight_of(const attn *a, const block *k, const work *w, int r, int c, int masked)
 {
     vn lse = vn_load(w->max + c);
@@ -504,10 +512,11 @@ SIMD vn weight_gradient(const attn *a, const work *w, int r, int c, bool drop)
     vn dp = vn_load(w->dp + r * QUERIES + c);
     return drop ? vn_and(kept_by(w, r, c), dp * vn_set(a->keep_scale)) : dp;
 }
-/* Turns scores in p into (dropped) weights, and dp into the gradient of the scores, without the scale. masked, drop:
- * constants. alone: the block has all keys of its queries, in fp32. Then weights are divided by their own sum, and
- * delta is that of p * dp. For large scores, the rounding of lse would affect all weights of a query, and dy * y has
- * the rounding of y, which is not small relative to dp - delta if one weight is nearly 1. */
+/* Turns scores in p into (dropped) weights, and dp into the gradient of the scores, without the scale. masked and
+ * drop are constants. alone: the block has all keys of its queries, in fp32; weights are then divided by their own
+ * sum, and delta is the sum of p * dp. The reason is that for large scores the rounding of lse would affect all
+ * weights of a query, and that dy * y has the rounding of y, which is not small relative to dp - delta if one weight
+ * is nearly 1. */
 SIMD void softmax_block_backward(const attn *a, const block *k, work *w, int masked, bool drop, bool alone)
 {
     for (int c = 0; c < k->qv * VL; c += LANES) {
@@ -535,14 +544,15 @@ SIMD void softmax_block_backward(const attn *a, const block *k, work *w, int mas
         }
     }
 }
-/* How many of the queries i0 .. i0 + nq, from the first on, see one key at most. Its weight is 1 whatever the score is,
- * so the score has no gradient: not even the rounding that is left of dp - delta, which Adam would make a step of. */
+/* Returns how many of the queries i0 .. i0 + nq, from the first on, see at most one key. The weight of a single key
+ * is 1 for any score, so the score has no gradient. The rounding error of dp - delta must not remain, because Adam
+ * would make a step of it. */
 static int sure_queries(const attn *a, const work *w, int64_t i0, int nq)
 {
     if (w->second >= a->S || a->window == 1) return nq;
     return a->causal ? clamp(w->second - (a->S - a->T) - i0, 0, nq) : 0;
 }
-/* factor[i] = delta of query i = sum over d of dy * y; out is scratch. */
+/* Sets factor[i] to delta of query i, the sum over d of dy * y. `out` is scratch memory. */
 static void load_delta(const attn *a, work *w, int64_t b, int64_t h, int64_t i0, int nq)
 {
     float part[VL * VL], turned[VL * VL];
@@ -560,7 +570,7 @@ static void load_delta(const attn *a, work *w, int64_t b, int64_t h, int64_t i0,
         vf_store(w->factor + v * VL, delta);
     }
 }
-/* max[i] = lse in base 2; +infinity where the query saw no key, so that its weights come out as 0. */
+/* Sets max[i] to lse in base 2, or to +infinity if the query saw no key, so that its weights become 0. */
 static void load_lse(const attn *a, work *w, int64_t b, int64_t h, int64_t i0, int nq)
 {
     const float *lse = (const float *)a->lse.data + b * a->lse.stride[0] + h * a->lse.stride[1] + i0 * a->lse.stride[2];
@@ -569,7 +579,8 @@ static void load_lse(const attn *a, work *w, int64_t b, int64_t h, int64_t i0, i
         w->max[i] = x == -INFINITY ? INFINITY : x * (float)LOG2E;
     }
 }
-/* The same if segments end within a block: clears dp of each query that sees at most one key of its segment. */
+/* Does the same for segments that end within a block: clears dp of each query that sees at most one key of its
+ * segment. */
 static void clear_sure(const attn *a, work *w, const block *k)
 {
     for (int c = 0; c < k->nq; c++) {
@@ -623,7 +634,7 @@ static void backward_queries(const attn *a, work *w, int64_t b, int64_t h, int64
     }
     if (ps_has(&a->dq)) store_rows(a, &a->dq, b, h, i0, nq, w->out, &a->scale, 0);
 }
-/* All heads that share the keys of their head (b, g). */
+/* Computes the gradients of all heads that share the keys of head (b, g). */
 static void backward_group(const attn *a, work *w, int64_t b, int64_t g)
 {
     const float one = 1.0f;
@@ -644,7 +655,7 @@ static void backward_group(const attn *a, work *w, int64_t b, int64_t g)
 }
 
 /* -- a call ------------------------------------------------------------------------------------------------------- */
-/* Carves a thread's memory from `at` on; returns its end. From NULL it only measures. */
+/* Divides a thread's memory from `at` on, and returns its end. If `at` is NULL, only measures the size. */
 static char *work_at(const attn *a, bool backward, char *at, work *w)
 {
     int64_t keys = a->Sp * a->Dp, queries = QUERIES * a->Dp, square = KEYS * QUERIES;
@@ -668,12 +679,14 @@ static bool float_view(const ps_view *x)
 {
     return x->dtype == PS_F32 || x->dtype == PS_BF16 || x->dtype == PS_F16;
 }
-/* Absent, or of a type and layout that the kernels read: rows of D neighbours. */
+/* Returns whether an operand is absent, or has a type and layout that the kernels can read: rows of D adjacent
+ * elements. */
 static bool usable(const ps_view *x)
 {
     return !ps_has(x) || (float_view(x) && x->ndim == 4 && (x->stride[3] == 1 || x->shape[3] <= 1));
 }
-/* A mask of 2 dimensions is of bytes, or int32 segments; one of 4 may be of floats, its last dimension contiguous. */
+/* Returns whether the mask is usable. A mask of 2 dimensions has bytes, or is int32 segments; one of 4 dimensions
+ * can also have floats, with a contiguous last dimension. */
 static bool mask_usable(attn *a)
 {
     const ps_view *m = &a->mask;
@@ -685,8 +698,8 @@ static bool mask_usable(attn *a)
     for (int d = 0; d < 3; d++) a->bias_step[d] = m->shape[d] == 1 ? 0 : m->stride[d];
     return (bytes || float_view(m)) && (m->stride[3] == 1 || m->shape[3] <= 1);
 }
-/* Runs over the heads of keys; forward cuts the queries of those that share one in `cuts` interleaved parts when they
- * are too few. */
+/* Runs over the key heads. If there are too few, forward divides the queries of the heads that share a key head into
+ * `cuts` interleaved parts. */
 static int run(attn *a, ps_call *call, bool backward)
 {
     if (!usable(&a->q) || !usable(&a->k) || !usable(&a->v) || !usable(&a->y) || !usable(&a->dy) || !usable(&a->dq) ||
@@ -707,7 +720,7 @@ static int run(attn *a, ps_call *call, bool backward)
     work none;
     size_t need = (size_t)(uintptr_t)work_at(a, backward, NULL, &none);
     char *memory = call->scratch(call, need * (size_t)threads);
-    if (!memory) return PS_ENOMEM;                           /* scratch() left the message */
+    if (!memory) return PS_ENOMEM;                           /* scratch() has set the message */
     if (call->dry) return 0;
 #pragma omp parallel num_threads((int)threads) if (threads > 1)
     {
@@ -730,7 +743,7 @@ static int run(attn *a, ps_call *call, bool backward)
     return 0;
 }
 
-/* The fields that the four attribute structs share. */
+/* Makes the fields that the four attribute structs share. */
 static attn attn_new(double scale, int causal, double p, uint64_t seed, uint64_t step, uint64_t sample, uint32_t op,
                      int first_head)
 {
@@ -761,7 +774,7 @@ static int attention_backward(ps_call *call)
     a.dq = call->out[0], a.dk = call->out[1], a.dv = call->out[2];
     return run(&a, call, true);
 }
-/* Part `part` of x [B, T, parts * heads * D] as [B, heads, T, D]. */
+/* Returns part `part` of x [B, T, parts * heads * D] as [B, heads, T, D]. */
 static ps_view head_view(const ps_view *x, int part, int parts, int64_t heads)
 {
     ps_view y = { .dtype = x->dtype, .ndim = 4 };

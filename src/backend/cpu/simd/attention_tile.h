@@ -7,9 +7,9 @@
 #include "backend/cpu/simd.h"
 #include "base/philox.h"
 
-enum { ROWS = 8 };                /* rows of a product come in multiples of this */
+enum { ROWS = 8 };                /* products have a multiple of this number of rows */
 
-/* The machine's own vector of LANES floats: wider GCC vectors would live in memory, not in registers. */
+/* The machine's own vector of LANES floats. GCC would keep wider vectors in memory instead of registers. */
 #if defined(__AVX512F__)
 enum { LANES = 16, TILE_VECTORS = 4 };
 typedef vf vn;
@@ -40,7 +40,7 @@ SIMD vn vn_load(const float *p) { vn v; memcpy(&v, p, sizeof v); return v; }
 SIMD void vn_store(float *p, vn v) { memcpy(p, &v, sizeof v); }
 SIMD vn vn_and(vni mask, vn v) { return (vn)(mask & (vni)v); }
 SIMD vn vn_select(vni mask, vn a, vn b) { return (vn)((mask & (vni)a) | (~mask & (vni)b)); }
-SIMD vn vn_max(vn a, vn b)        /* b where either is NaN */
+SIMD vn vn_max(vn a, vn b)        /* the larger value, b if either is NaN */
 {
 #if defined(__AVX512F__)
     return vf_max(a, b);
@@ -52,7 +52,7 @@ SIMD vn vn_max(vn a, vn b)        /* b where either is NaN */
     return vn_select(a > b, a, b);
 #endif
 }
-/* first, first + 1, ... */
+/* lanes first, first + 1, ... */
 SIMD vni vn_lanes(int first)
 {
     const vi lane = { 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15 };
@@ -62,8 +62,8 @@ SIMD vni vn_lanes(int first)
 }
 
 /* -- c [rows, 16 * vectors] (+)= a [rows, depth] b [depth, 16 * vectors] ------------------------------------------ */
-/* Element (m, k) of a at a[m * a_row + k * a_col]; rows of b and c lie ldb and ldc apart. rows and vectors are
- * constants: rows * vectors sums stay in registers. */
+/* Computes a tile of a product. Element (m, k) of a is at a[m * a_row + k * a_col]; rows of b and c are ldb and ldc
+ * apart. `rows` and `vectors` are constants, so that rows * vectors sums stay in registers. */
 SIMD void tile(int rows, int vectors, int add, int64_t depth, const float *a, int64_t a_row, int64_t a_col,
                const float *b, int64_t ldb, float *c, int64_t ldc)
 {
@@ -90,7 +90,8 @@ SIMD void tile(int rows, int vectors, int add, int64_t depth, const float *a, in
         for (int v = 0; v < n; v++) vn_store(c + m * ldc + v * LANES, sum[m][v]);
 }
 
-/* Eight rows of a tile `vectors` wide: all at once where the registers hold them, else in two halves. */
+/* Computes eight rows of a tile that is `vectors` wide, all at once if the registers can hold them, otherwise in two
+ * halves. */
 #define PS_TILE(vectors, rows_at_once)                                                                                 \
     static __attribute__((noinline)) void tile_##vectors(int add, int64_t depth, const float *a, int64_t a_row,        \
                                                          int64_t a_col, const float *b, int64_t ldb, float *c,         \
@@ -108,7 +109,7 @@ PS_TILE(4, 4)
 PS_TILE(1, 4)
 #endif
 
-/* The product for ROWS rows and any number of vectors. */
+/* Computes a product with ROWS rows and any number of vectors. */
 SIMD void product(int add, int64_t vectors, int64_t depth, const float *a, int64_t a_row, int64_t a_col,
                   const float *b, int64_t ldb, float *c, int64_t ldc)
 {
@@ -125,11 +126,11 @@ SIMD void product(int add, int64_t vectors, int64_t depth, const float *a, int64
 }
 
 /* -- functions ---------------------------------------------------------------------------------------------------- */
-/* 2^x for x at most a little above 0, as softmax needs it: within an ulp or two, 0 below -125, NaN stays NaN. */
+/* 2^x for softmax, where x is at most slightly above 0. Within 1 or 2 ulp, 0 below -125. A NaN stays NaN. */
 SIMD vn vn_exp2_neg(vn x)
 {
     vn xc = vn_max(vn_set(-125.0f), x);
-    vn shifted = xc + vn_set(12582912.0f);                                  /* rounds to an integer in the low bits */
+    vn shifted = xc + vn_set(12582912.0f);                                  /* the rounded integer is in the low bits */
     vn f = xc - (shifted - vn_set(12582912.0f));                            /* exact, |f| <= 1/2 */
     vn p = vn_set(1.54531629e-4f);
     p = vn_fma(p, f, vn_set(1.33908634e-3f));
@@ -141,7 +142,7 @@ SIMD vn vn_exp2_neg(vn x)
     vni y = (vni)((vnu)p + ((vnu)shifted << 23));                               /* adds the integer to the exponent */
     return vn_and(~(x < vn_set(-125.0f)), (vn)y);
 }
-/* log2 x for normal x > 0: x = 2^e m with m in [0.7, 1.42), log2 m = 2 / ln 2 atanh((m - 1) / (m + 1)). */
+/* log2 x for normal x > 0: x = 2^e m with m in [0.7, 1.42), and log2 m = 2 / ln 2 atanh((m - 1) / (m + 1)). */
 SIMD vf vf_log2(vf x)
 {
     vi e = ((vi)x - vi_set(0x3f3504f3)) >> 23;
@@ -156,7 +157,7 @@ SIMD vf vf_log2(vf x)
     return vf_select(x != x, x, y);
 }
 
-/* dst [16, 16] = the transpose of src [16, 16]. */
+/* Writes the transpose of src [16, 16] to dst [16, 16]. */
 SIMD void transpose16(const float *src, int64_t ld_src, float *dst, int64_t ld_dst)
 {
 #if defined(__AVX512F__)
@@ -186,7 +187,7 @@ SIMD void transpose16(const float *src, int64_t ld_src, float *dst, int64_t ld_d
 
 /* -- dropout bits ------------------------------------------------------------------------------------------------- */
 typedef uint64_t vq __attribute__((vector_size(64)));
-SIMD vq vq_mul32(vq a, vq b)                      /* products of the low halves, which are all that a and b hold */
+SIMD vq vq_mul32(vq a, vq b)                      /* products of the low halves, the only halves that a and b use */
 {
 #if defined(__AVX512F__)
     return (vq)_mm512_mul_epu32((__m512i)a, (__m512i)b);
@@ -203,7 +204,8 @@ SIMD void vu_mul_wide(vu a, uint32_t by, vu *low, vu *high)
     *high = (vu)((even >> 32) | (odd & ~half));
 }
 
-/* Words of Philox4x32-10 for the 16 counters (lo + lane, hi); the low half of lo must not wrap. word[w][lane]. */
+/* Computes Philox4x32-10 for the 16 counters (lo + lane, hi). The low half of lo must not wrap around. The results
+ * are word[w][lane]. */
 SIMD void philox16(uint64_t key, uint64_t lo, uint64_t hi, vu word[4])
 {
     const vu lane = { 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15 };
@@ -221,8 +223,8 @@ SIMD void philox16(uint64_t key, uint64_t lo, uint64_t hi, vu word[4])
     word[0] = c0, word[1] = c1, word[2] = c2, word[3] = c3;
 }
 
-/* One bit for each of elements first .. first + 63 of a sample's stream (see dropout in ops.def): set when it is kept,
- * that is when its 24 random bits are not below `limit`. */
+/* Returns one bit for each of the elements first .. first + 63 of a sample's stream (see dropout in ops.def). A bit
+ * is set if its element is kept, that is, if its 24 random bits are not below `limit`. */
 SIMD uint64_t keep_bits(uint64_t key, uint64_t stream, uint64_t hi, uint64_t first, int32_t limit)
 {
     uint64_t counter = first / 4, bits = 0, next = 0;

@@ -15,14 +15,14 @@ enum { LANES = 16 };
 struct norm {
     int dtype, groups, given;
     int64_t N, C, S;                  /* x [N, C, S] */
-    int64_t sets, rows, n, np;        /* number of rows of a set, of elements in a row, and of these with padding */
+    int64_t sets, rows, n, np;        /* rows of a set; elements of a row, without and with padding */
     double eps;
     const void *x, *dy;
-    void *y, *dx;                     /* may be NULL in backward */
+    void *y, *dx;                     /* can be NULL in backward */
     const float *w, *b;               /* [C], or NULL */
-    const float *mean_in, *var_in;    /* [sets]; given, or used in backward */
+    const float *mean_in, *var_in;    /* [sets] moments that are given, or that backward uses */
     float *mean, *var;                /* [sets] */
-    float *dw, *db;                   /* [N or 1, C] for each set, the sums of its channels */
+    float *dw, *db;                   /* [N or 1, C] sums of its channels, for each set */
 };
 
 static void set_sizes(struct norm *m, const ps_view *x, int groups)
@@ -83,7 +83,7 @@ static double sum_of(const vd *s)
     return sum[0];
 }
 
-/* The sum of n elements, a multiple of LANES. */
+/* Returns the sum of n elements; n is a multiple of LANES. */
 static double row_sum(const float *p, int64_t n)
 {
     vd s[PARTS] = { { 0 } };
@@ -92,7 +92,7 @@ static double row_sum(const float *p, int64_t n)
     return sum_of(s);
 }
 
-/* The sum of the products of p and q, which may be the same. */
+/* Returns the sum of the products of p and q, which can be the same row. */
 static double row_products(const float *p, const float *q, int64_t n)
 {
     vd s[PARTS] = { { 0 } };
@@ -104,7 +104,7 @@ static double row_products(const float *p, const float *q, int64_t n)
     return sum_of(s);
 }
 
-/* p = p * a + b for the n elements of a row; its padding becomes 0 again. */
+/* Computes p = p * a + b for the n elements of a row; its padding becomes 0 again. */
 SIMD void row_affine(float *p, int64_t n, int64_t np, float a, float b)
 {
     vf by = vf_set(a), more = vf_set(b);

@@ -7,7 +7,7 @@
 enum { DROPOUT_BLOCK = 4096 };
 static bool usable(const ps_view *v) { return !ps_has(v) || (is_lane_type(v->dtype) && view_flat(v)); }
 
-/* The two halves of a * k, lane by lane. */
+/* Computes both halves of a * k in each lane. */
 SIMD void mul_wide(vu a, uint32_t k, vu *hi, vu *lo)
 {
 #if defined(__AVX512F__)
@@ -32,7 +32,7 @@ SIMD void mul_wide(vu a, uint32_t k, vu *hi, vu *lo)
     }
 #endif
 }
-/* Transposes each group of four lanes of four vectors, seen as a 4 x 4 matrix. */
+/* Transposes each group of four lanes of four vectors as a 4 x 4 matrix. */
 SIMD void transpose_groups(vu w[4])
 {
 #if defined(__AVX512F__)
@@ -62,8 +62,8 @@ SIMD void transpose_groups(vu w[4])
     memcpy(w, to, sizeof to);
 #endif
 }
-/* The random words of the 4 VL elements from element 4 * counter on, in their order. Lane 4 l + k works on counter VL /
- * 4 k + l, so that transposing groups of four lanes restores the order. */
+/* Computes the random words of the 4 VL elements from element 4 * counter on, in their order. Lane 4 l + k computes
+ * counter VL / 4 k + l, so transposing groups of four lanes restores the order. */
 SIMD void philox_block(uint64_t key, uint32_t sample, uint32_t step, uint32_t op, uint32_t counter, vu w[4])
 {
     const vu lane = PS_LANE_NUMBERS, order = lane % 4 * (VL / 4) + lane / 4;
@@ -83,11 +83,11 @@ struct dropout {
     const void *x;
     void *y;
     const struct ps_attrs_dropout *attrs;
-    int32_t threshold;                /* an element is dropped if the upper 24 bits of its word are below this: bits *
-                                       * 2^-24 < (float)p, exactly */
+    int32_t threshold;                /* an element is dropped if the upper 24 bits of its word are below this, which
+                                       * means exactly bits * 2^-24 < (float)p */
     float scale;
 };
-/* Computes y[i + from .. i + to) from x, by the words of the lanes from .. to; there are fewer than VL. */
+/* Computes y[i + from .. i + to) from x, by the words of lanes from .. to, which are fewer than VL. */
 SIMD void drop_some(const struct dropout *d, int64_t i, vu word, int from, int to, int dtype)
 {
     for (int lane = from; lane < to; lane++) {
@@ -96,7 +96,7 @@ SIMD void drop_some(const struct dropout *d, int64_t i, vu word, int from, int t
         vf_put_n(d->y, i + lane, dtype, 1, x);
     }
 }
-/* Elements [begin, end) of a sample. Element e is at index `at` + e in x and y. */
+/* Processes elements [begin, end) of a sample. Element e is at index `at` + e in x and y. */
 SIMD void dropout_span(const struct dropout *d, uint64_t sample, int64_t begin, int64_t end, int64_t at, int dtype)
 {
     vf scale = vf_set(d->scale);
@@ -105,7 +105,7 @@ SIMD void dropout_span(const struct dropout *d, uint64_t sample, int64_t begin, 
         vu w[4];
         philox_block(d->attrs->seed, (uint32_t)(d->attrs->sample + sample), (uint32_t)d->attrs->step, d->attrs->op,
                      (uint32_t)(e / 4), w);
-#pragma GCC unroll 4                               /* the words are then in registers */
+#pragma GCC unroll 4                               /* the words then stay in registers */
         for (int k = 0; k < 4; k++) {
             int64_t v = e + k * VL, i = at + v;
             vi drop = (vi)(w[k] >> 8) < threshold;
@@ -119,7 +119,8 @@ SIMD void dropout_span(const struct dropout *d, uint64_t sample, int64_t begin, 
         }
     }
 }
-/* x consists of the rows with these numbers of a whole. Each row has `width` consecutive elements of one sample. */
+/* Processes an x that consists of the rows with these numbers of a whole. Each row has `width` consecutive elements
+ * of one sample. */
 static int dropout_rows(const struct dropout *d, const ps_view *rows, int64_t width, int dtype)
 {
     int64_t n = d->attrs->per_sample;
@@ -143,14 +144,14 @@ static int dropout(ps_call *call)
                          .scale = (float)(1.0 / (1.0 - a->p)) };
     if (ps_has(rows)) return dropout_rows(&d, rows, x->numel / rows->numel, x->dtype);
     int64_t n = a->per_sample, last = a->first + x->numel, blocks = (n - 1) / DROPOUT_BLOCK + 1;
-    int64_t from = a->first / n, to = (last - 1) / n;                         /* the samples of which x has elements */
+    int64_t from = a->first / n, to = (last - 1) / n;                         /* samples of which x has elements */
     int64_t first_block = a->first % n / DROPOUT_BLOCK;
     int64_t last_block = (to - from) * blocks + (last - 1) % n / DROPOUT_BLOCK;
 #pragma omp parallel for schedule(static) if (x->numel >= PS_PAR_MIN / 4)
     for (int64_t b = first_block; b <= last_block; b++) {
         int64_t s = from + b / blocks, begin = b % blocks * DROPOUT_BLOCK, end = begin + DROPOUT_BLOCK;
-        int64_t least = a->first - s * n, most = last - s * n < n ? last - s * n : n;   /* the part of x that belongs to
-                                                                                         * the sample */
+        int64_t least = a->first - s * n, most = last - s * n < n ? last - s * n : n;   /* section of x that belongs
+                                                                                         * to the sample */
         if (begin < least) begin = least;
         if (end > most) end = most;
         if (begin < end) PS_BY_VEC(x->dtype, dropout_span, &d, (uint64_t)s, begin, end, -least);

@@ -5,12 +5,12 @@
 #define PS_ANY_LANES
 #include "backend/cpu/simd/loop.h"
 
-/* The values that an expression may use in addition to its operands. */
+/* Values that an expression can use in addition to its operands. */
 typedef struct consts { float a, b; } consts;
 static const consts no_consts;
 
 /* -- expressions --------------------------------------------------------------------------------------------------- */
-/* Lanes that are too large for the vector's range reduction are computed one by one by the C library. */
+/* Computes lanes that are too large for the vector's range reduction one by one with the C library. */
 static __attribute__((noinline)) void large_lanes(vf *y, const vf *x, float (*f)(float))
 {
     for (int i = 0; i < VL; i++)
@@ -48,16 +48,16 @@ SIMD vf clamp_between(vf x, vf low, vf high)       /* x itself if it is NaN, or 
     return vf_select(y > high, high, y);
 }
 SIMD vf silu(vf x) { return vf_max(vf_set(-104.0f), x) * vf_sigmoid(x); }
-/* d = s + x s (1 - s), with 1 - s computed without cancellation. x is limited at a value where the product is already
- * 0, so that infinity is never multiplied by 0. */
+/* Computes d = s + x s (1 - s), with 1 - s without cancellation. x is limited to a value at which the product is
+ * already 0, so that infinity is never multiplied by 0. */
 SIMD vf silu_backward(vf x, vf dy)
 {
     vf c = vf_max(vf_set(-104.0f), vf_min(vf_set(104.0f), x)), e = vf_exp(-vf_abs(c));
     vf larger = vf_set(1.0f) / (vf_set(1.0f) + e), smaller = e * larger;             /* s and 1 - s, or vice versa */
     return dy * vf_fma(c * larger, smaller, vf_select(c < vf_zero(), smaller, larger));
 }
-/* GELU's tanh form is x * sigmoid(2u), 2u = x (a + b x^2) with a = 2 sqrt(2 / pi), b = 0.044715 a. Outside of +-9.9 the
- * sigmoid is 0 or 1 to within 1e-36, and there e^-2u still is a normal number. */
+/* GELU's tanh form is x * sigmoid(2u), with 2u = x (a + b x^2), a = 2 sqrt(2 / pi), b = 0.044715 a. Outside +-9.9
+ * the sigmoid is 0 or 1 to within 1e-36, and there e^-2u is still a normal number. */
 SIMD vf gelu_tanh_exp(vf c, vf z)                  /* e^-2u */
 {
     return vf_exp_core(c * vf_fma(z, vf_set(-0.0713548163f), vf_set(-1.59576912f)));
@@ -80,19 +80,20 @@ SIMD vf gelu_erf(vf x)
 {
     return vf_max(vf_set(-1e4f), x) * vf_normal_cdf(x);
 }
-/* Phi(x) + x phi(x), phi(x) = exp(-x^2 / 2) / sqrt(2 pi). Below -5 Phi(x) is -phi(x) / x (1 - w + 3 w^2 - 15 w^3 +
- * 105 w^4 ...) with w = x^-2 (Abramowitz and Stegun 26.2.12). */
+/* Computes Phi(x) + x phi(x), with phi(x) = exp(-x^2 / 2) / sqrt(2 pi). Below -5 Phi(x) is -phi(x) / x (1 - w + 3
+ * w^2 - 15 w^3 + 105 w^4 ...) with w = x^-2 (Abramowitz and Stegun 26.2.12). */
 SIMD vf gelu_erf_backward(vf x, vf dy)
 {
     vf c = vf_max(vf_set(-15.0f), vf_min(vf_set(15.0f), x));                          /* e^-112 is 0 */
-    vf e = vf_exp(c * c * vf_set(-0.5f)), scaled = c * vf_set(0.398942280f);      /* e last, because it may be
-                                                                                   * subnormal */
+    vf e = vf_exp(c * c * vf_set(-0.5f)), scaled = c * vf_set(0.398942280f);      /* multiplied by e last, because e
+                                                                                   * can be subnormal */
     vf w = vf_set(1.0f) / (c * c), one = vf_set(1.0f), s = vf_fma(vf_set(105.0f), w, vf_set(-15.0f));
     s = one - w * vf_fma(w, vf_fma(w, vf_fma(w, s, vf_set(3.0f)), vf_set(-1.0f)), one);
     return dy * vf_select(x < vf_set(-5.0f), scaled * s * e, vf_fma(scaled, e, vf_normal_cdf(x)));
 }
 
-/* log(u) for u = 1 + x after rounding, times x / (u - 1), which corrects the rounding (Goldberg 1991, theorem 4). */
+/* Computes log(u) for u = 1 + x after rounding, times x / (u - 1), which corrects the rounding (Goldberg 1991,
+ * theorem 4). */
 SIMD vf log1p_of(vf x)
 {
     vf u = vf_set(1.0f) + x, d = u - vf_set(1.0f);
@@ -100,7 +101,7 @@ SIMD vf log1p_of(vf x)
     y = vf_select(d == vf_zero(), x, y);
     return vf_select((x == vf_set(INFINITY)) | (x != x), x, y);
 }
-/* The same for u = exp(x) (Kahan): (u - 1) x / log(u). */
+/* The same correction for u = exp(x) (Kahan): (u - 1) x / log(u). */
 SIMD vf expm1_of(vf x)
 {
     vf u = vf_exp(x), d = u - vf_set(1.0f);
@@ -148,7 +149,7 @@ SIMD vf softplus_of(vf x, vf beta, vf threshold)
     BINARY_TYPE(name, expr, PS_F32) BINARY_TYPE(name, expr, PS_BF16) BINARY_TYPE(name, expr, PS_F16) \
     static const loop_fn name[3] = { name##_PS_F32, name##_PS_BF16, name##_PS_F16 };
 
-/* mask: all bits are set in the lanes for which it is true. */
+/* mask: all bits are set in the lanes for which the predicate is true. */
 #define PREDICATE_TYPE(name, in2, mask, T) \
     static void name##_##T(void *const *p, int64_t n, const void *arg) \
     { \
@@ -220,7 +221,7 @@ PREDICATE(p_isfinite, 1, vf_abs(x) < vf_set(INFINITY))
 PREDICATE(p_not, 1, x == vf_zero())
 
 /* -- fp64 and integers --------------------------------------------------------------------------------------------- */
-/* T: type in memory, W: type of the arithmetic (unsigned, so that overflow wraps), R: type of the result. */
+/* T: type in memory. W: type of the arithmetic (unsigned, so that overflow wraps around). R: type of the result. */
 #define SCALAR(name, T, W, R, in2, expr) \
     static void name(void *const *p, int64_t n, const void *arg) \
     { \
@@ -253,7 +254,7 @@ SCALAR(min_i32, int32_t, int32_t, int32_t, 2, x < y ? x : y)
 SCALAR(max_i64, int64_t, int64_t, int64_t, 2, x > y ? x : y)
 SCALAR(min_i64, int64_t, int64_t, int64_t, 2, x < y ? x : y)
 
-/* For each op: the functions for the three lane types and for the four other types (NULL: this file has none). */
+/* For each op: the functions for the three lane types and for the four other types (NULL if this file has none). */
 typedef struct row { const loop_fn *lanes; loop_fn f64, i32, i64, u8; } row;
 static const row rows[PS_OP_COUNT] = {
     [PS_OP_affine] = { .lanes = u_affine }, [PS_OP_clamp] = { .lanes = u_clamp },
@@ -310,7 +311,7 @@ static bool same_types(const ps_call *call)
     return true;
 }
 
-/* The inputs and the output have one type. */
+/* For ops whose inputs and output have the same type. */
 static int arithmetic(ps_call *call)
 {
     loop_fn fn = choose(call->op, call->out[0].dtype);
@@ -387,7 +388,7 @@ static int act_mul(ps_call *call)
     return lanes(call, fn[((const ps_attrs_act_mul *)call->attrs)->act], &no_consts);
 }
 
-/* dx = dy up act'(x), dup = dy act(x): of n elements, a whole number of vectors. */
+/* Computes dx = dy up act'(x) and dup = dy act(x) for n elements, a whole number of vectors. */
 #define ACT_MUL_BACKWARD_TYPE(name, act, slope, T) \
     static void name##_##T(void *const *p, int64_t n) \
     { \
@@ -406,7 +407,7 @@ ACT_MUL_BACKWARD(a_silu, silu, silu_backward)
 ACT_MUL_BACKWARD(a_gelu_erf, gelu_erf, gelu_erf_backward)
 ACT_MUL_BACKWARD(a_gelu_tanh, gelu_tanh, gelu_tanh_backward)
 
-/* Contiguous operands: dx, dup, x, up, dy. The last elements are computed in a buffer. */
+/* For contiguous operands dx, dup, x, up, dy. The last elements are computed in a buffer. */
 static int act_mul_backward(ps_call *call)
 {
     static const act_mul_fn *const all[] = { a_silu, a_gelu_erf, a_gelu_tanh };
@@ -451,7 +452,7 @@ static int scale_by_(ps_call *call)
     return apply_to(x, call, u_affine[x->dtype], &(consts){ (float)factor, -0.0f });
 }
 
-/* y += alpha x for every pair of lane types. */
+/* y += alpha x for each pair of lane types. */
 #define AXPY(TY, TX) \
     static void axpy_##TY##_##TX(void *const *p, int64_t n, const void *arg) \
     { \
@@ -478,7 +479,7 @@ static int axpy_(ps_call *call)
     return apply_to(&call->in[0], call, axpy_fn[ty][tx], &(consts){ (float)at->alpha, 0 });
 }
 
-/* where: it copies bits, so only the size of an element matters. */
+/* where copies bits, so only the size of an element matters. */
 #define WHERE(T) \
     static void where_##T(void *const *p, int64_t n, const void *arg) \
     { \

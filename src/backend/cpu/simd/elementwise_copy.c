@@ -89,7 +89,7 @@ PLAIN(f64, double, u8, uint8_t, v) PLAIN(f64, double, truth, uint8_t, v != 0)
 PLAIN(i32, int32_t, f64, double, saturate_i32(v)) PLAIN(i64, int64_t, f64, double, saturate_i64(v))
 PLAIN(u8, uint8_t, f64, double, saturate_u8(v)) PLAIN(truth, uint8_t, f64, double, v != 0)
 
-/* [to][from]. Equal types are copied, not converted. */
+/* [to][from]. Equal types are copied instead of converted. */
 static const loop_fn convert_fn[PS_DTYPE_COUNT][PS_DTYPE_COUNT] = {
 #define FROM_LANES(T) [PS_F32] = T##_from_PS_F32, [PS_BF16] = T##_from_PS_BF16, [PS_F16] = T##_from_PS_F16
 #define FROM_OTHERS(T) [PS_F64] = T##_from_f64, [PS_I32] = T##_from_i32, [PS_I64] = T##_from_i64, \
@@ -176,7 +176,7 @@ static int fill_(ps_call *call)
     return PS_OK;
 }
 
-/* The first n of sixteen elements, rounded or wrapped to the type, at flat position i. */
+/* Stores the first n of sixteen elements, rounded or wrapped to the type, at flat position i. */
 static void store_doubles(void *data, int dtype, int64_t i, int n, const double *v)
 {
     if (dtype == PS_F64) {
@@ -189,7 +189,7 @@ static void store_doubles(void *data, int dtype, int64_t i, int n, const double 
     else vf_put_n(data, i, dtype, n, vf_load(f));
 }
 
-/* Not inlined: otherwise GCC 12 warns that v may be uninitialised. */
+/* Not inlined, because GCC 12 would warn that v may be uninitialised. */
 static __attribute__((noinline)) void store_ints(void *data, int dtype, int64_t i, int n, const int64_t *v)
 {
     for (int j = 0; j < n; j++) {
@@ -274,7 +274,7 @@ static int normal_(ps_call *call)
     return PS_OK;
 }
 
-/* low + floor(r * (high - low) / 2^64), r the first two words (the first is the low half). */
+/* low + floor(r * (high - low) / 2^64), where r is the first two words (the first is the low half). */
 static int randint_(ps_call *call)
 {
     const ps_attrs_randint_ *a = call->attrs;

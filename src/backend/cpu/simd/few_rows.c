@@ -6,29 +6,31 @@
 #include "backend/cpu/simd.h"
 
 enum {
-    DEPTH = PS_FEW_DEPTH,                            /* rows of b [K, N] in a piece, for each of which there is a
-                                                      * partial sum */
+    DEPTH = PS_FEW_DEPTH,                            /* rows of b [K, N] in a piece; there is a partial sum for each
+                                                      * piece */
     WIDTH = 4096,                                    /* columns in a piece, so that the sums of all rows stay in L1 */
-    SUMS = 512,                                      /* number of parts that a thread computes at a time */
+    SUMS = 512,                                      /* number of partial sums that a thread computes at a time */
     OUTPUTS = 32,                                    /* rows of b [N, K] in a piece */
-    LINES = 4                                        /* number of streams: each reads one quarter of a piece */
+    LINES = 4                                        /* number of streams, each of which reads one quarter of a piece */
 };
 
-/* Memory is faster in a few streams than in one. It is faster still if each stream continues line by line for several
- * pages, and the streams are far from each other. A piece of n lines is read as LINES quarters; step t reads the lines
- * t + i * quarter(n), i = 0 .. lines_at(n, t) - 1. */
+/* Memory is faster with a few streams than with one. It is faster still if each stream continues line by line for
+ * several pages, and the streams are far from each other. A piece of n lines is read as LINES quarters. Step t reads
+ * the lines t + i * quarter(n), i = 0 .. lines_at(n, t) - 1. */
 static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
 static int64_t quarter(int64_t n) { return (n + LINES - 1) / LINES; }
 static int64_t lines_at(int64_t n, int64_t t) { return (n - t + quarter(n) - 1) / quarter(n); }
-/* The distance from a line of step t to the next line of its stream; after the last step, that of the next piece. */
+/* Returns the distance from a line of step t to the next line of its stream; after the last step, to that of the
+ * next piece. */
 static int64_t to_next(int64_t n, int64_t t) { return t + 1 < quarter(n) ? 1 : n - quarter(n) + 1; }
 
-/* Prefetches bytes that are read with the next lines: lines are too short for the processor to predict the next one. */
+/* Prefetches bytes that are read with the next lines, because lines are too short for the processor to predict the
+ * next one. */
 SIMD void ahead(const char *p) { __builtin_prefetch(p, 0, 3); }
 
-/* Runs body(.., T) with the type of g->b as constant T. It is called inside of parallel regions, because the compiler
- * makes a separate function of each region, in which an outer constant would be a variable. */
+/* Runs body(.., T) with the type of g->b as constant T. Used inside parallel regions, because the compiler makes a
+ * separate function of each region, in which an outer constant would be a variable. */
 #define BY_TYPE(body, ...) \
     do { \
         if (g->b.dtype == PS_F32) body(__VA_ARGS__, 0); \
@@ -37,18 +39,18 @@ SIMD void ahead(const char *p) { __builtin_prefetch(p, 0, 3); }
     } while (0)
 
 /* -- b [K, N], rows of N neighbours -------------------------------------------------------------------------------- */
-/* Row m of sums, sum + m * apart [n], += by[m][0] b + by[m][1] (b + ld) + ... of `lines` lines of b, which are ld bytes
- * apart, in this order. Each weight is read and made fp32 once for all M rows. next: bytes from there to the lines that
- * are read next, which are prefetched; 0: nothing is prefetched. */
+/* Adds to row m of sums, sum + m * apart [n], the value by[m][0] b + by[m][1] (b + ld) + ... of `lines` lines of b,
+ * which are ld bytes apart, in this order. Each weight is read and converted to fp32 once for all M rows. next:
+ * bytes from there to the lines that are read next, which are prefetched; 0 prefetches nothing. */
 SIMD void add_lines(float *sum, int64_t apart, float by[][LINES], const char *b, int64_t ld, int64_t next, int64_t n,
                     int lines, int M, int T)
 {
 #ifdef __AVX512F__
     enum { MOST = 2, SEVERAL = 2 };
 #else
-    enum { MOST = 2, SEVERAL = 1 };                  /* the sums of several rows use all registers */
+    enum { MOST = 2, SEVERAL = 1 };                  /* with several rows, their sums use all registers */
 #endif
-    int of = M == 1 ? MOST : SEVERAL;                /* vectors of a line at a time */
+    int of = M == 1 ? MOST : SEVERAL;                /* vectors of a line that are processed at a time */
     int64_t size = T == 0 ? 4 : 2, j = 0;
     vf x[PS_FEW_ROWS][LINES];
 #pragma GCC unroll 4
@@ -112,7 +114,7 @@ SIMD void piece_of_rows(const ps_gemm *g, const float *x, float *part, int64_t k
     }
 }
 
-/* c [i .. i + n) = the sum of the pieces' parts, in their order; stride: elements of a part. */
+/* Sets c [i .. i + n) to the sum of the pieces' partial sums, in their order. stride: elements of a partial sum. */
 SIMD void add_parts(float *c, const float *part, int64_t i, int64_t n, int64_t pieces, int64_t stride)
 {
     for (int64_t j = i; j < i + n; j += VL) {
@@ -138,7 +140,7 @@ static void by_rows(const ps_gemm *g, const float *x, float *part, float *c)
 }
 
 /* -- b [N, K], rows of K neighbours (out_in) ----------------------------------------------------------------------- */
-/* vf_hsum of four vectors, with the same order of sums. */
+/* vf_hsum of four vectors, with the same order of additions. */
 SIMD void hsum4(float *out, vf a, vf b, vf c, vf d)
 {
 #define HALVES(x, y) \
@@ -155,7 +157,8 @@ SIMD void hsum4(float *out, vf a, vf b, vf c, vf d)
 #undef QUARTERS
 }
 
-/* out [M, LINES] = x [M, K] times LINES lines of b, which are ld bytes apart. next: bytes to those read next. */
+/* Computes out [M, LINES] = x [M, K] times LINES lines of b, which are ld bytes apart. next: bytes to the lines that
+ * are read next. */
 SIMD void dots(float *out, const float *x, const char *b, int64_t ld, int64_t next, int64_t K, int M, int T)
 {
     int64_t size = T == 0 ? 4 : 2, k = 0;
@@ -192,7 +195,7 @@ SIMD void dots(float *out, const float *x, const char *b, int64_t ld, int64_t ne
     for (int m = 0; m < M; m++) hsum4(out + m * LINES, s[m][0], s[m][1], s[m][2], s[m][3]);
 }
 
-/* The same with one line. */
+/* Like dots, with one line. */
 SIMD float dot(const float *x, const char *b, int64_t K, int T)
 {
     vf s = vf_zero();

@@ -51,7 +51,7 @@ static int pad(ps_call *call)
 }
 
 /* -- resampling ---------------------------------------------------------------------------------------------------- */
-struct maps { ps_taps h, w; int64_t in[2], out[2]; const float *weight; };   /* weight: the weight of w's taps */
+struct maps { ps_taps h, w; int64_t in[2], out[2]; const float *weight; };   /* weight: weights of the taps of w */
 
 /* Applies the map of W to a row of x: out [W of y] in fp32. */
 static void map_row(const struct maps *m, const float *row, float *out)
@@ -103,7 +103,7 @@ static int resample(ps_call *call)
     void *of_h = call->scratch(call, ps_resample_nbytes(call, 0));
     void *of_w = call->scratch(call, ps_resample_nbytes(call, 1));
     float *memory = call->scratch(call, (size_t)(threads * each) * sizeof *memory);
-    float *weight = call->scratch(call, ps_resample_nbytes(call, 1));        /* more than one for each tap */
+    float *weight = call->scratch(call, ps_resample_nbytes(call, 1));        /* room for more than one weight per tap */
     if (!of_h || !of_w || !memory || !weight) return PS_ENOMEM;
     if (call->dry) return 0;
     m.h = ps_resample_taps(call, 0, of_h), m.w = ps_resample_taps(call, 1, of_w), m.weight = weight;

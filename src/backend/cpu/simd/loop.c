@@ -89,8 +89,8 @@ static int64_t locate(const loop *l, const loop_operand *o, int64_t first, int64
     return offset;
 }
 
-/* Called after a run has ended at the end of the last dimension: increments the next dimension, and returns the new
- * offset of the run's begin. */
+/* Called after a run has ended at the end of the last dimension: increments the next dimension, and returns the
+ * offset at which the next run begins. */
 static int64_t next_run(const loop *l, const loop_operand *o, int64_t *index, int64_t start)
 {
     for (int d = l->ndim - 2; d >= 0; d--) {
@@ -142,7 +142,8 @@ static void repeat(char *dst, int64_t size, int64_t nbytes)
             index[last] = 0, run = l->shape[last]; \
         } \
     } \
-    /* [rows, cols] of the output from an input that holds it transposed, in tiles that read and write whole lines. */ \
+    /* Writes [rows, cols] of the output from an input that contains it transposed, in tiles that read and write
+     * whole lines. */ \
     static void transpose_##T(T *dst, int64_t ld_dst, const T *src, int64_t ld_src, int64_t rows, int64_t cols) \
     { \
         enum { TILE = 64 / sizeof(T) < 16 ? 16 : 64 / sizeof(T) }; \
@@ -180,7 +181,7 @@ static void scatter(const loop *l, const loop_operand *o, int64_t first, int64_t
 }
 
 /* -- running ------------------------------------------------------------------------------------------------------- */
-/* Calls fn on whole vectors, then on a padded copy of the rest. */
+/* Calls fn on whole vectors, then on a padded copy of the remaining elements. */
 static void call_padded(const loop *l, loop_fn fn, const void *arg, char **p, int64_t n)
 {
     int64_t whole = n & ~(int64_t)(VL - 1), rest = n - whole;
@@ -235,8 +236,8 @@ void loop_run(const loop *l, loop_fn fn, const void *arg)
 }
 
 /* -- copies -------------------------------------------------------------------------------------------------------- */
-/* Returns the dimension along which the input is contiguous while the output is contiguous along its last one. -1: this
- * is not a transpose. */
+/* Returns the dimension along which the input is contiguous while the output is contiguous along its last one, or -1
+ * if this is not a transpose. */
 static int transposed_dim(const loop *l)
 {
     int last = l->ndim - 1;

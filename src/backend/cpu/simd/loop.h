@@ -13,19 +13,19 @@ enum { LOOP_OPS = 4, LOOP_BLOCK = 1024, LOOP_FLAT_BLOCK = 8192 };
 typedef struct loop_operand {
     char *data;
     int64_t size;                     /* bytes per element */
-    int64_t stride[PS_MAX_DIMS];      /* in elements, over the loop's own dimensions */
+    int64_t stride[PS_MAX_DIMS];      /* strides in elements, over the loop's own dimensions */
     bool flat;                        /* the whole operand is one row-major array of the loop's shape */
 } loop_operand;
 
-/* Dimensions of size 1 are dropped, and dimensions with the same layout in every operand are merged. So ndim is often 1
- * (never 0). */
+/* A loop over elements. Dimensions of size 1 are dropped, and dimensions with the same layout in all operands are
+ * merged, so ndim is often 1 (never 0). */
 typedef struct loop {
     int n, ndim;
     int64_t numel, shape[PS_MAX_DIMS];
     loop_operand op[LOOP_OPS];
 } loop;
 
-/* p[0]: where results are written; p[1..]: inputs. n is a positive multiple of 16. */
+/* Processes n elements, a positive multiple of 16. p[0] is where results are written; p[1..] are inputs. */
 typedef void (*loop_fn)(void *const *p, int64_t n, const void *arg);
 
 #define loop_init PS_ISA_FN(ps_loop_init)
@@ -33,17 +33,17 @@ typedef void (*loop_fn)(void *const *p, int64_t n, const void *arg);
 #define loop_copy PS_ISA_FN(ps_loop_copy)
 #define loop_fill_copies PS_ISA_FN(ps_cpu_fill_copies)
 
-/* `out` determines the shape; inputs are broadcast to it. */
+/* Sets up a loop with the shape of `out`, to which inputs are broadcast. */
 void loop_init(loop *l, const ps_view *out, int n_in, const ps_view *const *in);
 void loop_run(const loop *l, loop_fn fn, const void *arg);
-/* dst = src, broadcast; both have elements of one size. */
+/* Copies src, broadcast, to dst. Both have elements of the same size. */
 void loop_copy(const ps_view *dst, const ps_view *src);
-/* elementwise_copy.c: enters copies, casts, fills and random numbers. */
+/* elementwise_copy.c: enters kernels of copies, casts, fills and random numbers. */
 void loop_fill_copies(ps_kernel *k);
 
 SIMD bool is_lane_type(int dtype) { return dtype == PS_F32 || dtype == PS_BF16 || dtype == PS_F16; }
 
-/* The larger and the smaller; a NaN on either side wins. */
+/* The larger and the smaller value; NaN if either is NaN. */
 SIMD vf vf_max_nan(vf a, vf b) { return vf_select(a != a, a, vf_max(a, b)); }
 SIMD vf vf_min_nan(vf a, vf b) { return vf_select(a != a, a, vf_min(a, b)); }
 #endif

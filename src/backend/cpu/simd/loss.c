@@ -4,14 +4,14 @@
  * so far and their sum; when the largest value grows, the sum is scaled. Exponentials of rows up to KEEP long are kept
  * in fp32, so that each is computed once. A NaN in a row makes the row's results NaN. Rows never depend on one another,
  * sums of losses run over rows in order in fp64, and so no result depends on the thread count. */
-#define PS_ANY_LANES                    /* sums always have sixteen lanes: operand.h */
+#define PS_ANY_LANES                    /* sums always have sixteen lanes (operand.h) */
 #include "backend/cpu/simd/operand.h"
 
-enum { BLOCK = 2048, KEEP = 1 << 16 };   /* number of elements; a row's stored exponentials need at most 256 KiB of
-                                          * stack */
+enum { BLOCK = 2048, KEEP = 1 << 16 };   /* elements of a block; elements of a row whose exponentials are stored,
+                                          * which needs at most 256 KiB of stack */
 
-/* e^x for x <= 0 (in fact below 88), 0 below -86; NaN stays NaN. x = n ln2 + r, a polynomial in r of degree 5. The
- * error stays below 2e-7 relative for x > -20, where the mass of a softmax is. */
+/* Computes e^x for x <= 0 (in fact below 88), and 0 below -86. A NaN stays NaN. x = n ln2 + r, with a polynomial in
+ * r of degree 5. The relative error is below 2e-7 for x > -20, where the mass of a softmax is. */
 SIMD vf exp_below(vf x)
 {
     const vf magic = vf_set(12582912.0f);                     /* adding 1.5 * 2^23 rounds to an integer */
@@ -30,9 +30,9 @@ SIMD vf exp_below(vf x)
     return (vf)(~(x < vf_set(-86.0f)) & (vi)y);
 #endif
 }
-/* Returns the largest of n > 0 numbers. If floats are read as integers, with the lower bits of negative ones inverted,
- * they keep the order of their values. So the compiler can use vectors, and half types need no conversion. NaN counts
- * as largest or smallest. Without the pragma, -O2 does not vectorise a loop of unknown length. */
+/* Returns the largest of n > 0 values. Floats that are read as integers keep their order if the lower bits of
+ * negative ones are inverted. So the compiler can use vectors, and half types need no conversion. NaN counts as
+ * largest or smallest. Without the pragma, -O2 does not vectorise a loop of unknown length. */
 #define PS_BLOCK_MAX(type, mask) \
     const type *p = (const type *)x + first; \
     type m = (type)(p[0] ^ ((p[0] < 0 ? -1 : 0) & mask)); \
@@ -69,8 +69,8 @@ SIMD void fetch_next(const void *x, int64_t i, int dtype)
     __builtin_prefetch(ps_at(x, i + BLOCK + PAIR / 2, dtype));
     __builtin_prefetch(ps_at(x, i + BLOCK + PAIR + PAIR / 2, dtype));
 }
-/* The sum of e^(x - m) over n numbers. Unless `keep` is NULL, the exponentials are stored there in the order of pairs;
- * for fp32 it may be x. */
+/* Returns the sum of e^(x - m) over n values. Unless `keep` is NULL, stores the exponentials there in the order of
+ * pairs; for fp32 it can be x. */
 SIMD float block_exp(const void *x, int64_t first, int64_t n, float m, float *keep, int dtype)
 {
     vf s0[PARTS] = { { 0 } }, s1[PARTS] = { { 0 } }, s2[PARTS] = { { 0 } }, s3[PARTS] = { { 0 } }, mm = vf_set(m);
@@ -99,10 +99,10 @@ SIMD float block_exp(const void *x, int64_t first, int64_t n, float m, float *ke
 }
 
 struct row {
-    float max;                        /* the largest element of the row, without NaN */
-    float before;                     /* the largest element before the element `at` of scan_row, without NaN */
+    float max;                        /* largest element of the row, ignoring NaN */
+    float before;                     /* largest element before element `at` of scan_row, ignoring NaN */
     double sum;                       /* the sum of e^(x - max) */
-    float block_max[KEEP / BLOCK];    /* the maximum to which each block's stored exponentials are relative */
+    float block_max[KEEP / BLOCK];    /* maximum to which each block's stored exponentials are relative */
 };
 /* at: the largest element before this one is also stored; -1: it is not. */
 SIMD void scan_row(struct row *w, const void *x, int64_t V, float *keep, int64_t at, int dtype)
@@ -121,26 +121,27 @@ SIMD void scan_row(struct row *w, const void *x, int64_t V, float *keep, int64_t
             w->sum *= exp((double)m - top);
             m = top;
         }
-        float base = m == -INFINITY ? 0.0f : m;              /* no finite element so far, so any base results in
-                                                              * zeros */
+        float base = m == -INFINITY ? 0.0f : m;              /* there was no finite element yet, so any base results
+                                                              * in zeros */
         if (keep) w->block_max[first / BLOCK] = base;
         w->sum += block_exp(x, first, n, base, keep, dtype);
     }
     w->max = m;
 }
-/* True if `logit` is the first largest element of the row, which scan_row has read up to it. */
+/* Returns true if `logit` is the first largest element of the row, of which scan_row has read the elements before
+ * it. */
 SIMD bool is_hit(const struct row *w, float logit)
 {
     return logit == w->max && w->before < logit && w->sum == w->sum && logit < INFINITY;
 }
-/* The factor that makes the stored exponentials of block `b` relative to the row's maximum. */
+/* Returns the factor that makes the stored exponentials of block `b` relative to the row's maximum. */
 static double block_factor(const struct row *w, int64_t b)
 {
     float base = w->block_max[b];
     return base == w->max ? 1.0 : base < w->max ? exp((double)base - w->max) : 0.0;
 }
 
-/* y = factor * keep over a block. */
+/* Computes y = factor * keep over a block. */
 SIMD void scale_pair(void *y, const float *keep, int64_t i, int64_t end, vf f, int dtype)
 {
     vp e[PARTS];
@@ -157,7 +158,7 @@ SIMD void block_scale(void *y, const float *keep, int64_t first, int64_t n, floa
     for (; i + PAIR <= last; i += PAIR) scale_pair(y, keep, i, i + PAIR, f, dtype);
     if (i < last) scale_pair(y, keep, i, last, f, dtype);
 }
-/* y = e^(x - base) * factor over a row; y may be x. */
+/* Computes y = e^(x - base) * factor over a row; y can be x. */
 SIMD void exp_pair(void *y, const void *x, int64_t i, int64_t end, vf m, vf f, int dtype)
 {
     vp e[PARTS];
@@ -174,9 +175,9 @@ SIMD void row_exp(void *y, const void *x, int64_t V, float base, float factor, i
     for (; i + PAIR <= V; i += PAIR) exp_pair(y, x, i, i + PAIR, m, f, dtype);
     if (i < V) exp_pair(y, x, i, V, m, f, dtype);
 }
-/* y = softmax(x) * scale; y may be x. keep: memory for V floats, which may be y for fp32, or NULL. Returns the row's
- * logarithm of the sum of exponentials; of element `want` (-1: none) in *at the fp32 result, and in *hit whether it is
- * the first largest. */
+/* Computes y = softmax(x) * scale; y can be x. keep: memory for V floats, which can be y for fp32, or NULL. Returns
+ * the row's log-sum-exp. For element `want` (-1: none), *at is the fp32 result, and *hit is whether it is the first
+ * largest element. */
 SIMD double softmax_row(void *y, const void *x, int64_t V, float *keep, float scale, int64_t want, float *at, bool *hit,
                         int dtype)
 {
@@ -287,7 +288,7 @@ static int by_row(ps_call *call, void (*row)(void *, const void *, int64_t, int)
 static int softmax(ps_call *call) { return by_row(call, softmax_any); }
 static int log_softmax(ps_call *call) { return by_row(call, log_softmax_any); }
 
-/* dx = y * (dy - sum(y * dy)), or for the logarithm dy - exp(y) * sum(dy). */
+/* Computes dx = y * (dy - sum(y * dy)) or, for the logarithm, dy - exp(y) * sum(dy). */
 SIMD void slope_sums(const void *y, const void *dy, int64_t i, int64_t end, vf *s0, vf *s1, int log_form, int dtype)
 {
     EACH_PART(j) {
@@ -363,7 +364,7 @@ static int64_t count_targets(const ps_view *target, int64_t V, int64_t ignore_in
     }
     return count;
 }
-/* target -1: the row is ignored, and it is not a hit. */
+/* target -1: the row is ignored, and is not a hit. */
 SIMD void lse_row(const void *x, int64_t V, int64_t target, double *lse, bool *hit, int dtype)
 {
     struct row w;
@@ -446,7 +447,7 @@ static double dot_mass(const void *x, const float *mass, int64_t words, int dtyp
     for (int64_t v = 0; v < words; v++) sum += (double)mass[v] * (double)ps_get_one(x, v, dtype);
     return sum;
 }
-/* t: the target's column, or -1. */
+/* t: column of the target, or -1. */
 SIMD void top_and_sum(const void *x, int64_t words, int64_t t, float *top, float *sum, int dtype)
 {
     struct row w;
@@ -502,7 +503,7 @@ static struct all_words of_all(const ps_view *stats, int64_t r)
     if (s.sum != s.sum) s.hit = false;
     return s;
 }
-/* y = x's gradient; y may be x. t: the target's column, or -1. */
+/* Sets y to x's gradient; y can be x. t: column of the target, or -1. */
 SIMD void logit_row(void *y, const void *x, int64_t words, int64_t t, const struct all_words *s, const float *share,
                     const float *mass, int dtype)
 {

@@ -4,7 +4,7 @@
  * Invariants: all arithmetic in fp32; sums over a row run in 4 x 16 lanes in a fixed order; the sums over rows (dw, db)
  * are taken in blocks of ROW_BLOCK rows whose partial sums are added in order, so that neither the thread count nor the
  * instruction set changes a bit. Weights are copied to fp32 rows padded with zeros to whole pairs of vectors. */
-#define PS_ANY_LANES                    /* sums always have sixteen lanes: operand.h */
+#define PS_ANY_LANES                    /* sums always have sixteen lanes (operand.h) */
 #include "backend/cpu/simd/operand.h"
 
 enum { ROW_BLOCK = 64, GROUP = 4 };
@@ -13,12 +13,12 @@ struct norm {
     int dtype, rms, want_w;
     int64_t rows, C, Cp;              /* Cp: C rounded up to whole pairs of vectors */
     double eps;
-    const void *x, *dy, *add;         /* [rows, C] of dtype; add may be NULL and may be dx */
-    void *y, *dx;                     /* [rows, C] of dtype; dx may be NULL */
-    const float *w, *b;               /* [Cp] in the order of pairs, zeros after the C elements */
-    float *mean, *rstd;               /* [rows]; may be NULL in forward, mean is NULL for RMS norm */
-    float *dw, *db;                   /* partial sums [blocks, Cp] in the order of pairs */
-    float exists[PAIR];               /* for a row's last pair: 1 for its elements, 0 after its end */
+    const void *x, *dy, *add;         /* [rows, C] of dtype; add can be NULL and can be dx */
+    void *y, *dx;                     /* [rows, C] of dtype; dx can be NULL */
+    const float *w, *b;               /* [Cp] in the order of pairs, with zeros after the C elements */
+    float *mean, *rstd;               /* [rows] can be NULL in forward; mean is NULL for RMS norm */
+    float *dw, *db;                   /* [blocks, Cp] partial sums in the order of pairs */
+    float exists[PAIR];               /* for the last pair of a row: 1 for its elements, 0 after its end */
 };
 
 SIMD float row_sum(const void *x, int64_t C, int dtype)
@@ -38,8 +38,8 @@ SIMD float row_sum(const void *x, int64_t C, int dtype)
     EACH_PART(j) s0[j] = (s0[j] + s1[j]) + (s2[j] + s3[j]);
     return sum_lanes(s0);
 }
-/* The sum of (x - mean)^2. *rest is the sum of x - mean, which is the rounding error of the mean (Chan, Golub, LeVeque,
- * "Algorithms for computing the sample variance", 1983). */
+/* Returns the sum of (x - mean)^2. *rest is the sum of x - mean, which is the rounding error of the mean (Chan,
+ * Golub, LeVeque, "Algorithms for computing the sample variance", 1983). */
 SIMD float row_squares(const struct norm *n, const void *x, float mean, float *rest, int dtype)
 {
     vf s0[PARTS] = { { 0 } }, s1[PARTS] = { { 0 } }, s2[PARTS] = { { 0 } }, s3[PARTS] = { { 0 } };
@@ -69,7 +69,8 @@ SIMD float row_squares(const struct norm *n, const void *x, float mean, float *r
     return sum_lanes(s0);
 }
 
-/* A block of a row. `end` is i + PAIR, except for the last block of a row that is not a multiple of it. */
+/* Processes a block of a row. `end` is i + PAIR, except for the last block of a row whose length is not a multiple
+ * of PAIR. */
 SIMD void out_block(const struct norm *n, void *y, const void *x, int64_t i, int64_t end, vf m, vf s, int dtype)
 {
     vp out[PARTS];
@@ -83,15 +84,16 @@ SIMD void out_block(const struct norm *n, void *y, const void *x, int64_t i, int
 SIMD void forward_out(const struct norm *n, int64_t r, float mean, float rstd, int dtype)
 {
     int64_t C = n->C, i = 0;
-    const struct norm at = { .w = n->w, .b = n->b };         /* the pointers to results are different from these */
+    const struct norm at = { .w = n->w, .b = n->b };         /* a copy, whose pointers are different from those of
+                                                              * the results */
     const void *x = ps_at(n->x, r * C, dtype);
     void *y = ps_at(n->y, r * C, dtype);
     vf m = vf_set(mean), s = vf_set(rstd);
     for (; i + PAIR <= C; i += PAIR) out_block(&at, y, x, i, i + PAIR, m, s, dtype);
     if (i < C) out_block(&at, y, x, i, C, m, s, dtype);
 }
-/* Computes up to GROUP rows. They pass each stage together, so that the sums of one row overlap the final additions of
- * another. */
+/* Computes up to GROUP rows. They go through the stages together, so that the sums of one row overlap the final
+ * additions of another. */
 SIMD void forward_rows(const struct norm *n, int64_t first, int64_t last, int dtype)
 {
     float mean[GROUP] = { 0 }, rstd[GROUP];
@@ -128,7 +130,7 @@ SIMD void sums_block(const struct slope *s, int64_t i, int64_t end, vf *g0, vf *
     EACH_PART(j) {
         vp u = vp_row_get(s->x, i, end, j, 0.0f, dtype), d = vp_row_get(s->dy, i, end, j, 0.0f, dtype);
         vp w = vp_load(s->w + i, j);
-        u.a = (u.a - s->mean) * s->rstd, u.b = (u.b - s->mean) * s->rstd;    /* xhat; after the end of the row d is 0 */
+        u.a = (u.a - s->mean) * s->rstd, u.b = (u.b - s->mean) * s->rstd;    /* xhat; d is 0 after the end of the row */
         w.a *= d.a, w.b *= d.b;
         g0[j] += w.a, g1[j] += w.b;
         gx0[j] = vf_fma(w.a, u.a, gx0[j]), gx1[j] = vf_fma(w.b, u.b, gx1[j]);
@@ -142,7 +144,7 @@ SIMD void sums_block(const struct slope *s, int64_t i, int64_t end, vf *g0, vf *
         }
     }
 }
-/* First pass over a row: sums of g and g * xhat, and the row's part of dw and db. */
+/* First pass over a row: computes the sums of g and g * xhat, and adds the row's addends to dw and db. */
 SIMD void backward_sums(const struct norm *n, int64_t r, float *dw, float *db, float *mean_g, float *mean_gx, int dtype)
 {
     int64_t C = n->C, i = 0;
@@ -194,7 +196,7 @@ SIMD void backward_rows(const struct norm *n, int64_t block, int dtype)
     }
 }
 
-/* A row as fp32 in the order of pairs. NaN becomes the canonical NaN (vp_put). */
+/* Converts a row to fp32 in the order of pairs. A NaN becomes the canonical NaN (vp_put). */
 SIMD void pad_pairs(float *p, const void *v, int64_t C, int dtype)
 {
     vf nan = vf_set(NAN);
@@ -204,8 +206,8 @@ SIMD void pad_pairs(float *p, const void *v, int64_t C, int dtype)
             vp_store(p + i, j, (vp){ vf_select(u.a != u.a, nan, u.a), vf_select(u.b != u.b, nan, u.b) });
         }
 }
-/* Returns v as an fp32 row [Cp], filled with `value` if v is absent. NULL: there is no memory (scratch() has recorded
- * the error). */
+/* Returns v as an fp32 row [Cp], filled with `value` if v is absent. Returns NULL if there is no memory (scratch()
+ * has recorded the error). */
 static float *padded_row(ps_call *call, const ps_view *v, float value, const struct norm *n)
 {
     float *p = call->scratch(call, (size_t)n->Cp * sizeof *p);
@@ -254,7 +256,7 @@ static int norm_forward(ps_call *call, int rms, double eps)
     return 0;
 }
 
-/* out [C] = the sum of the partial sums [blocks, Cp] in their order, computed in the first of them. */
+/* Sets out [C] to the sum of the partial sums [blocks, Cp] in their order, computed in the first of them. */
 static void sum_blocks(ps_view *out, float *part, int64_t blocks, const struct norm *n)
 {
     for (int64_t k = 1; k < blocks; k++)

@@ -13,7 +13,7 @@ static inline int64_t ps_index_at(const ps_view *v, int64_t i)
 {
     return v->dtype == PS_I32 ? ((const int32_t *)v->data)[i] : ((const int64_t *)v->data)[i];
 }
-/* Returns PS_ERANGE at the first index outside of [0, n). */
+/* Returns PS_ERANGE at the first index outside [0, n). */
 static inline int ps_check_indices(const ps_view *index, int64_t n)
 {
     int64_t bad = 0;
@@ -32,10 +32,10 @@ static inline int ps_check_indices(const ps_view *index, int64_t n)
     }
     return 0;
 }
-/* Size of the last dimension; 1 for a scalar. */
+/* Returns the size of the last dimension, 1 for a scalar. */
 static inline int64_t ps_last_dim(const ps_view *v) { return v->ndim > 0 ? v->shape[v->ndim - 1] : 1; }
 
-/* Writes one element of a vector type, as vf_put would store it. */
+/* Writes one element of a vector type like vf_put. */
 static inline void ps_put_one(void *p, int64_t i, int dtype, float v)
 {
     if (dtype == PS_F32) ((float *)p)[i] = v;
@@ -48,19 +48,20 @@ static inline float ps_get_one(const void *p, int64_t i, int dtype)
     if (dtype == PS_BF16) return ps_bf16_to_f32(((const uint16_t *)p)[i]);
     return ps_f16_to_f32(((const uint16_t *)p)[i]);
 }
-/* The address of element i. */
+/* Returns the address of element i. */
 static inline void *ps_at(const void *p, int64_t i, int dtype)
 {
     return (char *)(uintptr_t)p + i * (dtype == PS_F32 ? 4 : 2);
 }
 
 /* -- pairs of sixteen lanes: 32 elements -----------------------------------------------------------------------------
- * Rows are walked in blocks of PAIR elements, `a` and `b` of sixteen lanes each, whatever vectors the machine has: a
- * block is PARTS pairs of vectors, part j with lanes j * VL and on of both. bf16 is taken as 16 words, each of which
- * holds two: `a` gets the even elements (the words' lower halves), `b` the odd ones, at half the cost of widening in
- * order. For other types `a` gets the first 16 elements and `b` the next 16. Kernels that treat all elements in the
- * same way need not know this. pair_place returns the position of element i of a row in an fp32 row of pairs. Sums have
- * a place for each lane of `a` and `b`, so that their order is the same in all vectors. */
+ * Rows are processed in blocks of PAIR elements: two vectors `a` and `b` of sixteen lanes each, whatever vectors the
+ * machine has. A block consists of PARTS pairs of vectors; part j has the lanes from j * VL on of both. A bf16 block
+ * is read as 16 words of two elements each: `a` gets the even elements (the lower halves of the words), and `b` the
+ * odd ones. This costs half as much as widening in order. For other types `a` gets the first 16 elements and `b` the
+ * next 16. Kernels that treat all elements in the same way need not know this. pair_place returns the position of
+ * element i of a row in an fp32 row of pairs. Sums have an accumulator for each lane of `a` and `b`, so their order
+ * is the same with all vectors. */
 enum { PAIR = 32, PARTS = 16 / VL };
 typedef struct vp { vf a, b; } vp;
 #define EACH_PART(j) _Pragma("GCC unroll 4") for (int j = 0; j < PARTS; j++)
@@ -69,7 +70,7 @@ SIMD int64_t pair_place(int64_t i, int dtype)
 {
     return dtype == PS_BF16 ? i / PAIR * PAIR + i % 2 * 16 + i % PAIR / 2 : i;
 }
-/* Part j of the block that begins with element i. */
+/* Loads part j of the block that begins with element i. */
 SIMD vp vp_get(const void *p, int64_t i, int j, int dtype)
 {
     if (dtype != PS_BF16) return (vp){ vf_get(p, i + j * VL, dtype), vf_get(p, i + 16 + j * VL, dtype) };
@@ -77,8 +78,9 @@ SIMD vp vp_get(const void *p, int64_t i, int j, int dtype)
     memcpy(&u, (const uint16_t *)p + i + 2 * VL * j, sizeof u);
     return (vp){ (vf)(u << 16), (vf)(u & 0xffff0000u) };
 }
-/* bf16 rounds to nearest even and does not check for NaN with unusual bits: those with ones in all of the upper and
- * some of the lower bits, which arithmetic on bf16 and on canonical NaN never makes, would not stay NaN. */
+/* Stores part j. bf16 is rounded to nearest even without a check for unusual NaNs: NaNs whose upper bits are all
+ * ones and whose lower bits are partly ones would not stay NaN. Arithmetic on bf16 and on canonical NaNs never makes
+ * them. */
 SIMD void vp_put(void *p, int64_t i, int j, int dtype, vp v)
 {
     if (dtype != PS_BF16) {
@@ -92,8 +94,8 @@ SIMD void vp_put(void *p, int64_t i, int j, int dtype, vp v)
     a |= b;
     memcpy((uint16_t *)p + i + 2 * VL * j, &a, sizeof a);
 }
-/* For a row that ends n < 32 elements after i. On load, elements after its end are `pad`; on store, their memory does
- * not change. These functions are not inlined, because they run at most once per row. */
+/* For a row that ends n < 32 elements after i. When loading, elements after its end are `pad`; when storing, their
+ * memory does not change. These functions are not inlined, because they run at most once per row. */
 static __attribute__((noinline, unused)) void vp_tail_get(vp *v, const void *p, int64_t i, int j, int dtype, int64_t n,
                                                           float pad)
 {
@@ -108,7 +110,7 @@ static __attribute__((noinline, unused)) void vp_tail_put(void *p, int64_t i, in
     EACH_PART(j) vp_put(buf, 0, j, dtype, v[j]);
     memcpy(ps_at(p, i, dtype), buf, (size_t)(n * (dtype == PS_F32 ? 4 : 2)));
 }
-/* Returns part j of elements i .. i + 31 of a row of n elements; after its end, `pad`. */
+/* Returns part j of elements i .. i + 31 of a row of n elements, with `pad` after its end. */
 SIMD vp vp_row_get(const void *p, int64_t i, int64_t n, int j, float pad, int dtype)
 {
     if (i + PAIR <= n) return vp_get(p, i, j, dtype);
@@ -130,15 +132,14 @@ SIMD void vp_row_put(void *p, int64_t i, int64_t n, const vp *v, int dtype)
 SIMD vp vp_load(const float *p, int j) { return (vp){ vf_load(p + j * VL), vf_load(p + 16 + j * VL) }; }
 SIMD void vp_store(float *p, int j, vp v) { vf_store(p + j * VL, v.a), vf_store(p + 16 + j * VL, v.b); }
 
-/* The sum of sixteen lanes by halving. This is the fixed order of all sums. */
+/* Returns the sum of sixteen lanes by repeated halving, the fixed order of all sums. */
 SIMD float sum_lanes(const vf *given)
 {
     vf s[PARTS];
     EACH_PART(j) s[j] = given[j];
     if (PARTS == 4) s[0] += s[PARTS / 2], s[PARTS / 4] += s[PARTS - 1];
     if (PARTS >= 2) s[0] += s[PARTS == 4 ? 1 : PARTS - 1];
-#if defined(__SSE2__)                          /* as below, because GCC's -O2 would do it lane by lane, through
-                                                * memory */
+#if defined(__SSE2__)                          /* Explicit, because GCC's -O2 would add lane by lane, through memory. */
 #if defined(__AVX512F__)
     __m256 y = _mm256_add_ps(_mm512_castps512_ps256((__m512)s[0]), _mm512_extractf32x8_ps((__m512)s[0], 1));
     __m128 x = _mm_add_ps(_mm256_castps256_ps128(y), _mm256_extractf128_ps(y, 1));
@@ -158,7 +159,7 @@ SIMD float sum_lanes(const vf *given)
 #endif
 }
 
-/* body(args..., PS_F32) and so on: bodies are always_inline, so the type is a constant inside of them. */
+/* Calls body(args..., PS_F32) and so on. Bodies are always_inline, so the type is a constant in them. */
 #define PS_BY_VEC(dtype, body, ...) \
     do { \
         if ((dtype) == PS_F32) body(__VA_ARGS__, PS_F32); \

@@ -110,7 +110,7 @@ static int sgd(ps_call *call)
 }
 
 /* -- sums of squares --------------------------------------------------------------------------------------------- */
-/* 32 sums in fp64, element i of each 32 in the i-th, in vectors of the machine's width. */
+/* 32 sums in fp64, one for each element of a group of 32, in vectors of the machine's width. */
 enum { SUMS = 32, VD = VL / 2 };
 typedef double vd __attribute__((vector_size(VD * 8)));
 
@@ -131,7 +131,7 @@ SIMD void add_squares(vf x, vd *s)
     s[0] += low * low;
     s[1] += high * high;
 }
-/* The sum for up to UNIT elements, in fp64. */
+/* Computes the sum for up to UNIT elements, in fp64. */
 SIMD void unit_squares(const void *x, int64_t first, int64_t last, double *out, int dtype)
 {
     vd s[SUMS / VD] = { { 0 } };
@@ -140,7 +140,8 @@ SIMD void unit_squares(const void *x, int64_t first, int64_t last, double *out, 
     for (; i + SUMS <= last; i += SUMS)
         _Pragma("GCC unroll 8")
         for (int k = 0; k < SUMS; k += VL) add_squares(vf_get(x, i + k, dtype), s + k / VD);
-    for (; i < last; i += 16)                                /* what is left goes into the first sixteen */
+    for (; i < last; i += 16)                                /* the remaining elements are added to the first sixteen
+                                                              * sums */
         _Pragma("GCC unroll 4")
         for (int k = 0; k < 16; k += VL) {
             int64_t n = last - i - k < VL ? last - i - k : VL;
@@ -200,7 +201,7 @@ static void store_unit(const ps_view *dst, const ps_view *src, int64_t first, in
     else if (dst->dtype == PS_BF16) PS_BY_VEC(src->dtype, convert_unit, dst->data, PS_BF16, src->data, first, last);
     else PS_BY_VEC(src->dtype, convert_unit, dst->data, PS_F16, src->data, first, last);
 }
-/* Unit by unit: stored, then its squares summed as sq_norms does, from the cache. */
+/* Processes unit by unit: stores a unit, then sums its squares from the cache like sq_norms. */
 static int grad_store(ps_call *call)
 {
     const ps_view *src = &call->in[0], *dst = &call->out[0], *sq = &call->out[1];

@@ -7,11 +7,11 @@
 
 enum { UNIT = 4096 };
 
-/* One tensor of a list: param, master, grad and states. An operand that does not exist is NULL. */
+/* One tensor of a list: param, master, grad and states. A missing operand is NULL. */
 struct item {
-    void *param;                      /* NULL when master is the parameter itself */
+    void *param;                      /* NULL if the parameter is its own master */
     float *master;
-    uint16_t *low;                    /* remainders, instead of a master */
+    uint16_t *low;                    /* remainders, used instead of a master */
     void *state[PS_MAX_STATES];
     const void *grad;
     int64_t numel;
@@ -20,7 +20,7 @@ struct item {
 struct work {
     int n;
     struct item item[PS_MAX_IN];
-    int64_t unit[PS_MAX_IN + 1];      /* first unit of each tensor; the last entry is the total */
+    int64_t unit[PS_MAX_IN + 1];      /* first unit of each tensor, followed by the total */
 };
 static inline void count_units(struct work *w)
 {
@@ -28,8 +28,8 @@ static inline void count_units(struct work *w)
     for (int i = 0; i < w->n; i++) w->unit[i + 1] = w->unit[i] + (w->item[i].numel + UNIT - 1) / UNIT;
 }
 
-/* Fills w from groups of `each` inputs: param, master, grad and states, which may have any types. False: an operand
- * that these files do not know. */
+/* Fills w from groups of `each` inputs (param, master, grad and states, of any types). Returns false if an operand
+ * is not supported by these files. */
 static inline bool collect_any(const ps_call *call, int each, struct work *w)
 {
     w->n = call->n_in / each;
@@ -49,7 +49,7 @@ static inline bool collect_any(const ps_call *call, int each, struct work *w)
     return true;
 }
 
-/* The same, but each state must have this type and the parameter's numel, or be the master. */
+/* Like collect_any, but each state must have this type and the parameter's numel, or be the master. */
 static inline bool collect_alike(const ps_call *call, int each, int dtype, struct work *w)
 {
     for (int i = 0; i + each <= call->n_in; i += each)
@@ -59,7 +59,7 @@ static inline bool collect_alike(const ps_call *call, int each, int dtype, struc
     return collect_any(call, each, w);
 }
 
-/* Calls span(setting, item, first, last) for all elements, in pieces that begin at units, on all threads. */
+/* Calls span(setting, item, first, last) for all elements on all threads, in pieces that begin at units. */
 typedef void (*span_fn)(const void *setting, const struct item *it, int64_t first, int64_t last);
 static inline void run_work(const struct work *w, const void *setting, span_fn span)
 {
@@ -78,7 +78,7 @@ static inline void run_work(const struct work *w, const void *setting, span_fn s
 }
 
 /* -- masters ------------------------------------------------------------------------------------------------------- */
-SIMD void vu_store_low(uint16_t *p, vu u)                /* the lower halves */
+SIMD void vu_store_low(uint16_t *p, vu u)                /* stores the lower halves */
 {
 #if defined(PS_SSE2)
     vh h = vu_narrow(u);
@@ -87,7 +87,8 @@ SIMD void vu_store_low(uint16_t *p, vu u)                /* the lower halves */
 #endif
     memcpy(p, &h, sizeof h);
 }
-/* The master of elements i .. i + VL - 1. form: PS_REMAINDER, or the type of a parameter with an fp32 master. */
+/* Loads or stores the master of elements i .. i + VL - 1. form: PS_REMAINDER, or the type of a parameter that has an
+ * fp32 master. */
 enum { PS_REMAINDER = 100 };
 SIMD vf master_get(const struct item *it, int64_t i, int form)
 {
@@ -108,7 +109,7 @@ SIMD void master_put(const struct item *it, int64_t i, vf p, int form)
     vu_store_low(it->low + i, m);
 }
 
-/* Calls body(..., form, grad_dtype), where both arguments are constants. */
+/* Calls body(..., form, grad_dtype) with constants for both arguments. */
 #define PS_BY_FORM(it, body, ...) \
     do { \
         if ((it)->low) PS_BY_VEC((it)->grad_dtype, body, __VA_ARGS__, PS_REMAINDER); \
@@ -118,14 +119,14 @@ SIMD void master_put(const struct item *it, int64_t i, vf p, int form)
     } while (0)
 
 /* -- the end of a tensor ------------------------------------------------------------------------------------------- */
-/* A copy of the last n < VL elements of an item, in vectors of their own. */
+/* A copy of the last n < VL elements of an item, in separate vectors. */
 struct tail {
     struct item it;
     char param[64], grad[64], state[2][64];
     float master[VL];
     uint16_t low[VL];
 };
-/* state_nbytes: bytes per element of the states, of which there are up to two; 0: there is no such state. */
+/* state_nbytes: bytes per element of each of up to two states, 0 if the state does not exist. */
 static __attribute__((noinline, unused)) void tail_get(struct tail *t, const struct item *it, int64_t i, int n,
                                                        const int *state_nbytes)
 {

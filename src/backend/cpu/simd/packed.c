@@ -9,8 +9,8 @@
 
 enum {
     W = PARTS,                                       /* vectors of 16 lanes */
-    PART = 32,                                       /* numbers for which scales are read at a time */
-    LINES = 4,                                       /* rows of the matrix at a time, which are read as streams */
+    PART = 32,                                       /* values for which scales are read at a time */
+    LINES = 4,                                       /* rows of the matrix that are read at a time, as streams */
     OUTPUTS = 32                                     /* rows of the matrix in a piece */
 };
 
@@ -25,7 +25,7 @@ static inline float half_at(const uint8_t *s)
 #endif
 }
 
-/* VL neighbouring bytes as integers, unsigned and signed. */
+/* Load VL adjacent bytes as integers, unsigned or signed. */
 SIMD vi load_u8(const uint8_t *p)
 {
 #if defined(__AVX512F__)
@@ -49,7 +49,7 @@ SIMD vi load_i8(const uint8_t *p)
 #endif
 }
 
-/* Scales of 32 numbers. Numbers k .. k + 15 are d[k / 16] times an integer, plus or minus m. */
+/* Scales of 32 values. Values k .. k + 15 are d[k / 16] times an integer, plus or minus m. */
 typedef struct scales { float d[2], m; uint32_t high; } scales;
 
 SIMD scales scales_of(const uint8_t *s, int p, int T)
@@ -75,7 +75,7 @@ SIMD scales scales_of(const uint8_t *s, int p, int T)
     return c;
 }
 
-/* The integers k .. k + VL - 1 of Q4_0 to Q5_1; s: their bytes. */
+/* Returns the integers k .. k + VL - 1 of Q4_0 to Q5_1; s: their bytes. */
 SIMD vi nibbles(const uint8_t *s, int k)
 {
     vi q = load_u8(s + k % 16);
@@ -87,7 +87,8 @@ SIMD vi fifth_bits(uint32_t high, int k)
     return (vi)(((vu)vi_set((int)high) >> (vu)(lane + vi_set(k))) & (vu)vi_set(1)) << 4;
 }
 
-SIMD vf nf4_values(const uint8_t *s)                 /* VL / 2 bytes, the first number in the upper half of a byte */
+SIMD vf nf4_values(const uint8_t *s)                 /* reads VL / 2 bytes, with the first value in the upper half of
+                                                      * each byte */
 {
 #if defined(__AVX512F__)
     const vi by = { 4, 0, 12, 8, 20, 16, 28, 24, 4, 0, 12, 8, 20, 16, 28, 24 };
@@ -111,7 +112,7 @@ SIMD vf nf4_values(const uint8_t *s)                 /* VL / 2 bytes, the first 
 #endif
 }
 
-/* Numbers k .. k + VL - 1 of part p of a block. */
+/* Returns values k .. k + VL - 1 of part p of a block. */
 SIMD vf values(const uint8_t *s, scales c, int p, int k, int T)
 {
     vf d = vf_set(c.d[k / 16]);
@@ -136,13 +137,14 @@ SIMD vf values(const uint8_t *s, scales c, int p, int k, int T)
     }
 }
 
-/* Parts of a block of type T, a constant, so that loops over them have constant places and shifts. */
+/* Returns the number of parts of a block of type T, a constant, so that loops over them have constant offsets and
+ * shifts. */
 SIMD int parts_of(int T)
 {
     return T == PS_Q4_K || T == PS_Q5_K || T == PS_Q6_K ? 8 : T == PS_NF4 ? 2 : 1;
 }
 
-/* Runs body(.., T) with the type as a constant; other types have T = -1 and are unpacked by base/blocks.c. */
+/* Runs body(.., T) with the type as a constant. For other types T is -1, and base/blocks.c unpacks them. */
 #define BY_TYPE(type, body, ...) \
     do { \
         switch (type) { \
@@ -194,7 +196,8 @@ void PS_ISA_FN(ps_cpu_unpack)(int type, const uint8_t *blocks, int64_t n, void *
 }
 
 /* -- dot products -------------------------------------------------------------------------------------------------- */
-/* out [LINES] = x [K] times rows of w, which are `apart` bytes apart. next: bytes to the rows that are read next. */
+/* Computes out [LINES] = x [K] times rows of w, which are `apart` bytes apart. next: bytes to the rows that are read
+ * next. */
 SIMD void fused(float *out, const float *x, const uint8_t *w, int64_t apart, int64_t next, const ps_blocks *b,
                 int64_t blocks, int T)
 {
@@ -221,7 +224,7 @@ SIMD void fused(float *out, const float *x, const uint8_t *w, int64_t apart, int
     for (int i = 0; i < LINES; i++) out[i] = sum_lanes(s[i]);
 }
 
-/* The same for one row of w and several rows of x: a block is unpacked once. */
+/* Like fused, for one row of w and several rows of x: each block is unpacked once. */
 SIMD void several(float *out, int64_t apart, const float *x, int64_t K, int64_t M, const uint8_t *w, const ps_blocks *b,
                   int64_t blocks, int T)
 {
@@ -246,7 +249,8 @@ SIMD void several(float *out, int64_t apart, const float *x, int64_t K, int64_t 
 
 static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
-/* Rows n0 .. of the matrix. The rows of a piece are read as LINES streams, each of which continues row by row. */
+/* Processes rows n0 .. of the matrix. The rows of a piece are read as LINES streams, each of which continues row by
+ * row. */
 SIMD void piece(const ps_packed_matrix *w, const ps_blocks *b, const float *x, int64_t M, float *c, int64_t n0, int T)
 {
     int64_t count = least(OUTPUTS, w->rows - n0), quarter = count / LINES, blocks = w->cols / b->block;

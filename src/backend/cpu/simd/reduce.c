@@ -4,16 +4,16 @@
  * layouts: rows (the reduced dimension is contiguous) and columns (the kept dimension is contiguous, as in the gradient
  * of a bias). Any other layout is first copied into rows. Integers are summed along rows; ref does all other reductions
  * of integers. */
-#define PS_ANY_LANES                    /* a row's sums always have sixteen lanes: operand.h */
+#define PS_ANY_LANES                    /* a row's sums always have sixteen lanes (operand.h) */
 #include "backend/cpu/simd/operand.h"
 
 enum { ROW_BLOCK = 4096, COLUMN_ROWS = 64, COLUMN_GROUP = 8, PANEL = 64 };
-enum { LANES = 16, ABREAST = VL == 16 ? 4 : 8 };    /* number of sums of a row; number of adjacent vectors of columns */
+enum { LANES = 16, ABREAST = VL == 16 ? 4 : 8 };    /* number of sums of a row, and of adjacent vectors of columns */
 typedef enum reducer { SUM, MAX, MIN } reducer;
 
-/* A reduction in the form that the kernels need: `outer` kept dimensions of any strides, then n reduced elements that
- * are `stride` apart, then `cols` kept elements that are contiguous (cols 1: rows, with stride 1). The result is [rows,
- * cols], row-major. */
+/* A reduction in the form that the kernels need: `outer` kept dimensions of any strides, then n reduced elements
+ * that are `stride` apart, then `cols` kept elements that are contiguous (for cols 1, rows with stride 1). The
+ * result is [rows, cols], row-major. */
 typedef struct plan {
     const char *data;
     int dtype, outer;
@@ -23,7 +23,8 @@ typedef struct plan {
 /* -- the plan ------------------------------------------------------------------------------------------------------ */
 typedef struct dims { int n; int64_t shape[PS_MAX_DIMS], stride[PS_MAX_DIMS]; bool reduced[PS_MAX_DIMS]; } dims;
 
-/* Without dimensions of size 1. Adjacent dimensions of the same kind are merged if their strides allow it. */
+/* Returns the dimensions without those of size 1. Adjacent dimensions of the same kind are merged if their strides
+ * allow it. */
 static dims merged_dims(const ps_view *x, uint32_t bits)
 {
     dims m = { .n = 0 };
@@ -56,7 +57,7 @@ static int copy_to_rows(ps_call *call, const ps_view *x, const dims *m, plan *p)
     int64_t step = 1;
     for (int d = src.ndim - 1; d >= 0; d--) dst.stride[d] = step, step *= src.shape[d];
     dst.data = call->scratch(call, (size_t)(x->numel * ps_dtype_bytes(x->dtype)));
-    if (!dst.data) return PS_ENOMEM;                         /* the error that scratch() recorded */
+    if (!dst.data) return PS_ENOMEM;                         /* scratch() has recorded the error */
     if (!call->dry) loop_copy(&dst, &src);
     p->data = dst.data;
     p->outer = 1, p->shape[0] = p->rows, p->step[0] = p->n;
@@ -64,7 +65,7 @@ static int copy_to_rows(ps_call *call, const ps_view *x, const dims *m, plan *p)
     return PS_OK;
 }
 
-/* x must have elements. only_rows: the caller does not have a kernel for columns. */
+/* Makes a plan; x must have elements. only_rows: the caller has no kernel for columns. */
 static int plan_make(ps_call *call, const ps_view *x, uint32_t bits, bool only_rows, plan *p)
 {
     dims m = merged_dims(x, bits);
@@ -82,7 +83,8 @@ static int plan_make(ps_call *call, const ps_view *x, uint32_t bits, bool only_r
         p->stride = m.stride[m.n - 2], p->cols = m.shape[m.n - 1];
         p->rows /= p->cols;
     } else if (reduced == 0 && m.n >= 1 && m.stride[m.n - 1] == 1 && !only_rows) {
-        outer = m.n - 1;                           /* all reduced dimensions have size 1: columns of one element */
+        outer = m.n - 1;                           /* all reduced dimensions have size 1, so these are columns of one
+                                                    * element */
         p->cols = m.shape[m.n - 1];
         p->rows /= p->cols;
     } else if (reduced > 0) {
@@ -112,7 +114,7 @@ SIMD float combine_1(float a, float b, reducer op)
     if (a != a || b != b) return NAN;
     return op == MAX ? (a > b ? a : b) : (a < b ? a : b);
 }
-/* Reduces sixteen lanes to one by halving. */
+/* Reduces sixteen lanes to one by repeated halving. */
 SIMD float horizontal(const vf *v, reducer op)
 {
     if (op == SUM) return sum_lanes(v);
@@ -127,7 +129,7 @@ SIMD float horizontal(const vf *v, reducer op)
 SIMD float row_block(const void *x, int64_t n, reducer op, int T)
 {
     vf none = vf_set(neutral(op)), acc[4][PARTS];
-#pragma GCC unroll 4                               /* at -O2, too: the sums are then in registers */
+#pragma GCC unroll 4                               /* also at -O2, so that the sums are in registers */
     for (int k = 0; k < 4; k++) EACH_PART(j) acc[k][j] = none;
     int64_t i = 0;
     for (; i + 4 * LANES <= n; i += 4 * LANES)
@@ -144,8 +146,8 @@ SIMD float row_block(const void *x, int64_t n, reducer op, int T)
     return horizontal(acc[0], op);
 }
 
-/* Reduces n rows that are `stride` apart to one, over `cols` <= PANEL columns. It adds them in groups of COLUMN_GROUP,
- * so that no sum has many terms added to it one by one. The error stays below two ulp. */
+/* Reduces n rows that are `stride` apart to one, over `cols` <= PANEL columns. It adds them in groups of
+ * COLUMN_GROUP, so that no sum has many terms added to it one by one. The error is below two ulp. */
 SIMD void column_block(const void *x, int64_t stride, int64_t n, int cols, float *out, reducer op, int T)
 {
     vf none = vf_set(neutral(op));
@@ -261,8 +263,8 @@ static int reduce_columns(ps_call *call, const plan *p, reducer op, float *resul
     return PS_OK;
 }
 
-/* y = result / divisor, or y += it. If both operands of an addition are NaN, the result depends on their order, which
- * the compiler chooses. So every NaN becomes the canonical one. */
+/* Computes y = result / divisor, or y += result / divisor. If both operands of an addition are NaN, the result
+ * depends on their order, which the compiler chooses, so every NaN becomes the canonical one. */
 static void finish(const ps_view *y, const float *result, float divisor, bool accumulate)
 {
 #pragma omp parallel for schedule(static) if (y->numel >= PS_PAR_MIN)
@@ -336,7 +338,7 @@ static int amax(ps_call *call) { return reduce(call, ((const ps_attrs_amax *)cal
 static int amin(ps_call *call) { return reduce(call, ((const ps_attrs_amin *)call->attrs)->dims, MIN, false, false); }
 
 /* -- positions ----------------------------------------------------------------------------------------------------- */
-/* Finds the first place of `best`. If `best` is NaN, finds the first NaN. */
+/* Finds the first position of `best`. If `best` is NaN, finds the first NaN. */
 SIMD int64_t first_equal(const void *x, int64_t n, float best, int T)
 {
     vf b = vf_set(best);
@@ -374,7 +376,7 @@ static int arg_reduce(ps_call *call, int dim, reducer op)
 static int argmax(ps_call *call) { return arg_reduce(call, ((const ps_attrs_argmax *)call->attrs)->dim, MAX); }
 static int argmin(ps_call *call) { return arg_reduce(call, ((const ps_attrs_argmin *)call->attrs)->dim, MIN); }
 
-/* Keeps the k largest elements of a row in descending order. NaN comes first; equal elements are ordered by place. */
+/* Keeps the k largest elements of a row in descending order. NaN is first; equal elements are ordered by position. */
 static void topk_row(const char *x, int64_t n, int dtype, int k, float *value, int64_t *place)
 {
     int have = 0;

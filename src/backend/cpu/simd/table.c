@@ -11,7 +11,7 @@
 
 enum { COLUMNS = 512, RADIX_BITS = 11, ZERO_CHUNK = 1 << 18 };
 
-/* True if w [V, C] has a row. Rows are counted from the first row of w in its table. */
+/* Returns true if w [V, C] has row v. Rows are counted from w's first row in the whole embedding. */
 static bool is_own(int64_t v, int64_t V) { return v >= 0 && v < V; }
 static bool index_usable(const ps_view *v) { return ps_is_index(v) && view_flat(v); }
 
@@ -51,7 +51,7 @@ static entry *sort_entries(entry *a, entry *b, int64_t n, int64_t rows)
     }
     return a;
 }
-/* Writes zeros around the caches if the machine can, because they are not read soon. */
+/* Writes zeros that bypass the caches if the machine can, because they are not read soon. */
 static void zero_bytes(char *p, size_t nbytes)
 {
 #if defined(__SSE2__)
@@ -74,7 +74,7 @@ struct table_grad {
     int64_t C;
     int dw_dtype, accumulate;
 };
-/* Columns [first, last) of the destination row for the entries [from, to). */
+/* Sums columns [first, last) of the destination row for the entries [from, to). */
 SIMD void sum_entries(const struct table_grad *g, int64_t from, int64_t to, int64_t first, int64_t last, int dtype)
 {
     int64_t out = g->sorted[from].row * g->C;
@@ -111,8 +111,8 @@ static int embedding_backward(ps_call *call)
     int64_t rows = dw->shape[0];
     if (!call->dry) PS_TRY(ps_check_indices(index, a->total > 0 ? a->total : rows));
     entry *list = call->scratch(call, (size_t)(2 * n + 1) * sizeof *list);
-    int64_t *start = call->scratch(call, (size_t)(n + 1) * sizeof *start);   /* the first of each distinct row's
-                                                                              * entries */
+    int64_t *start = call->scratch(call, (size_t)(n + 1) * sizeof *start);   /* index of the first entry of each
+                                                                              * distinct row */
     if (!list || !start) return PS_ENOMEM;
     if (call->dry) return 0;
     int64_t used = 0;
@@ -141,7 +141,7 @@ static int embedding_backward(ps_call *call)
     return 0;
 }
 
-/* One index tensor, contiguous. */
+/* Returns whether the call has one contiguous index tensor. */
 static int flat_index(ps_call *call)
 {
     const struct ps_attrs_flat_index *a = call->attrs;
@@ -154,7 +154,7 @@ static int flat_index(ps_call *call)
         bad |= k < -size || k >= size;
         y[i] = k < 0 ? k + size : k;
     }
-    return bad ? PS_EUNSUP : 0;                    /* the message of ref names it */
+    return bad ? PS_EUNSUP : 0;                    /* ref raises the error, with the index in its message */
 }
 
 /* -- gather and scatter, where only the indexed dimension's size differs ------------------------------------------- */
@@ -180,7 +180,7 @@ static const void *index_from(const ps_view *index, int64_t at)
     return (const char *)index->data + at * ps_dtype_bytes(index->dtype);
 }
 
-/* The number i of indices of type int64 (wide) or int32. */
+/* Returns index i, of type int64 (wide) or int32. */
 static inline int64_t number(const void *index, bool wide, int64_t i)
 {
     return wide ? ((const int64_t *)index)[i] : ((const int32_t *)index)[i];
@@ -190,7 +190,7 @@ static inline int64_t number(const void *index, bool wide, int64_t i)
     for (int64_t i = 0; i < n; i++) ((type *)to)[i] = ((const type *)from)[number(index, wide, i) * step + i * move]
 #define PICK(type) do { if (wide) PICK_N(type, true); else PICK_N(type, false); } while (0)
 
-/* to[i] = from[index[i] * step + i * move] for n elements of `size` bytes. */
+/* Copies to[i] = from[index[i] * step + i * move] for n elements of `size` bytes. */
 static void pick(void *to, const void *from, const void *index, bool wide, int64_t n, int64_t step, int64_t move,
                  int64_t size)
 {
@@ -200,7 +200,7 @@ static void pick(void *to, const void *from, const void *index, bool wide, int64
     else PICK(uint64_t);
 }
 
-enum { PICKS = 4096 };                       /* number of elements that a thread reads at a time */
+enum { PICKS = 4096 };                       /* elements that a thread reads at a time */
 
 static int gather(ps_call *call)
 {
@@ -235,8 +235,8 @@ static int gather(ps_call *call)
     return 0;
 }
 
-/* Data of all scatters: columns [first, last) of one outer part, for which the elements of the index are processed in
- * their order. */
+/* Data of all scatters. Each call processes columns [first, last) of one outer index, with the elements of `index`
+ * in order. */
 struct scatter {
     struct along a;
     const void *index;                /* [outer, n] or [outer, n, inner] */
@@ -247,7 +247,7 @@ struct scatter {
     int dtype;
 };
 
-/* The place to which element j of the index of part o writes column c. */
+/* Returns the position to which element j of index o writes column c. */
 static inline int64_t place(const struct scatter *s, bool wide, int64_t o, int64_t j, int64_t c)
 {
     int64_t r = o * s->a.n + j;
@@ -298,8 +298,8 @@ static void put_columns(const struct scatter *s, int64_t o, int64_t first, int64
     else PUT_ALL(uint64_t);
 }
 
-/* The gradient of put_columns. It goes through the index from its last element on: src gets the value at the element's
- * place, and that place becomes 0. */
+/* Computes the gradient of put_columns. It goes through the index from its last element on: src gets the value at
+ * the element's position, and then that position becomes 0. */
 static void take_columns(const struct scatter *s, int64_t o, int64_t first, int64_t last)
 {
     if (s->size == 2) TAKE_ALL(uint16_t)
@@ -349,7 +349,7 @@ static int scatter_of(struct scatter *s, const ps_view *x, const ps_view *index,
     return ps_check_indices(index, s->a.size);
 }
 
-/* Only fp32 and integers: for other types ref rounds after each addition. */
+/* Supports only fp32 and integers, because ref rounds after each addition for other types. */
 static int scatter_add(ps_call *call)
 {
     const ps_view *x = &call->in[0], *src = &call->in[2];

@@ -138,7 +138,7 @@ SIMD void adamw_step(const struct adamw *h, vf g, vf *p, vf *m, vf *v)
     *p = vf_fma(vf_set(-h->step), *m / vf_fma(vf_sqrt(*v), vf_set(h->inv), vf_set(h->eps)), *p);
 }
 
-/* The lower halves of `random` decide whether x is rounded up. */
+/* Stores x with random rounding: the lower halves of `random` decide whether a value is rounded up. */
 SIMD void put_random(void *to, int64_t i, vf x, vu random)
 {
     vu u = (vu)x, special = (vu)((vi)(u & 0x7fffffffu) >= vi_set(0x7f800000));
@@ -163,8 +163,8 @@ static __attribute__((noinline)) void adam_bf16_tail(const struct adamw *h, cons
     adam_bf16_at(h, &t.it, 0, random, form, grad_dtype);
     tail_put(&t, it, i, n, nbytes);
 }
-/* The four words of a counter are for elements that are 16 apart, so that no word is drawn in vain, whatever vectors
- * the machine has: 16 counters for 64 elements. */
+/* The four words of a counter are used for elements that are 16 apart, so that no word is wasted with any vector
+ * size: 16 counters serve 64 elements. */
 SIMD void adam_bf16_body(const struct adamw *h, const struct item *it, int64_t first, int64_t last, int form,
                          int grad_dtype)
 {
@@ -195,9 +195,9 @@ static int adam_bf16(ps_call *call)
 }
 
 /* -- 8 bits -------------------------------------------------------------------------------------------------------- */
-/* Maps magnitudes to codes. The upper 16 bits of a magnitude select a cell, which contains at most one midpoint. A cell
- * has one word: below, the lower half of its midpoint (or 2^16: it has none); above, 1 plus the number of midpoints up
- * to its first number. Magnitudes below 2^-25 are nearest to 0, and NaNs have the last cell. */
+/* Maps magnitudes to codes. The upper 16 bits of a magnitude select a cell, which contains at most one midpoint. A
+ * cell has one word. `below` is the lower half of its midpoint, or 2^16 if it has none. `above` is 1 plus the number
+ * of midpoints up to the cell's first number. Magnitudes below 2^-25 are nearest to 0, and NaNs have the last cell. */
 enum { LEAST = (127 - 25) << 7, CELLS = 26 << 7, MIDPOINT_BITS = 17 };
 struct code_map { float value[256]; uint32_t cell[CELLS]; };
 static struct code_map plain_map, signed_map;          /* filled once, before kernels run */
@@ -215,7 +215,7 @@ static void make_map(struct code_map *m, bool has_sign)
         m->cell[cell] = (uint32_t)(number + 1) << MIDPOINT_BITS | low;
     }
 }
-/* Eight loads of one number each, which take less time than the instruction that gathers. */
+/* Loads eight single values, which takes less time than the gather instruction. */
 #if defined(__AVX2__) && !defined(__AVX512F__) && PS_LANES == 8
 SIMD __m256 eight_of(const float *p0, const float *p1, const float *p2, const float *p3, const float *p4,
                      const float *p5, const float *p6, const float *p7)
@@ -288,7 +288,7 @@ SIMD void quantise(const struct code_map *m, vf x, uint8_t *codes, bool has_sign
     }
     put_codes(codes, code & (x == x));
 }
-/* The largest of all lanes; NaN if there is one. */
+/* Returns the largest of all lanes, or NaN if there is a NaN. */
 SIMD float most_of(vf a)
 {
     float x[VL], most;
@@ -297,7 +297,7 @@ SIMD float most_of(vf a)
     for (int i = 1; i < VL; i++) most = x[i] > most || x[i] != x[i] ? x[i] : most;
     return most;
 }
-/* Codes of n numbers x [PS_STATE_BLOCK], whose largest magnitude is `most`. */
+/* Computes codes of n numbers x [PS_STATE_BLOCK], whose largest magnitude is `most`. */
 SIMD void quantise_block(const struct code_map *m, const float *x, int64_t n, float most, uint8_t *codes, float *scale,
                          bool has_sign)
 {
@@ -311,7 +311,7 @@ SIMD void quantise_block(const struct code_map *m, const float *x, int64_t n, fl
     }
     *scale = most;
 }
-/* Updates VL elements. codes, scale: of exp_avg and of exp_avg_sq. The new averages go to mean and square. */
+/* Updates VL elements. codes, scale: of exp_avg and of exp_avg_sq. The new averages are written to mean and square. */
 SIMD void adam8bit_at(const struct adamw *h, const struct item *it, int64_t i, const uint8_t *const codes[2],
                       const float scale[2], float *mean, float *square, vf *most, int form, int grad_dtype)
 {
@@ -346,7 +346,8 @@ SIMD void adam8bit_block(const struct adamw *h, const struct item *it, int64_t f
         adam8bit_at(h, &t.it, 0, (const uint8_t *const[2]){ rest[0], rest[1] }, scale, m + i, v + i, whole, form,
                     grad_dtype);
         tail_put(&t, it, first + i, (int)(n - i), none);
-        for (int64_t k = n; k < i + VL; k++) m[k] = v[k] = 0;           /* no elements: must not affect the scale */
+        for (int64_t k = n; k < i + VL; k++) m[k] = v[k] = 0;           /* no elements, so they must not affect the
+                                                                         * scale */
         most[0] = vf_max_nan(most[0], vf_max_nan(vf_abs(vf_load(m + i)), most[0]));
         most[1] = vf_max_nan(most[1], vf_max_nan(vf_abs(vf_load(v + i)), most[1]));
     }
