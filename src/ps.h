@@ -906,8 +906,8 @@ int ps_batches_next(ps_batches *b, ps_batch *out);
 /* Returns the rows of an epoch, which the caller frees. If the thread does not have them, this call makes them. info is
  * as in ps_rows_new. Errors of ps_rows_new. */
 int ps_batches_rows(ps_batches *b, int64_t epoch, ps_rows_info *info, ps_rows **out);
-/* Sets the row, counted over all ranks, at which the next batch begins. rows: those of the epoch. PS_ERANGE: there is no
- * such row. */
+/* Sets the row, counted over all ranks, at which the next batch begins. rows: those of the epoch. PS_ERANGE: there is
+ * no such row. */
 int ps_batches_seek(ps_batches *b, int64_t epoch, ps_rows *rows, int64_t row);
 void ps_batches_free(ps_batches *b);     /* ends the thread */
 
