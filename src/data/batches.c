@@ -12,45 +12,48 @@
 #include <pthread.h>
 #include <string.h>
 
-enum { STEPS = 8 };                     /* different lengths between a length and its double */
+enum { STEPS = 8 };                     /* number of different padded lengths between a length and its double */
 
 typedef struct slot {
     ps_batch batch;
-    bool ends;                          /* no batch, but the end of an epoch */
+    bool ends;                          /* the slot has no batch, but marks the end of an epoch */
     void *memory;
-    int64_t room;                       /* bytes of memory */
+    int64_t room;                       /* size of the memory in bytes */
 } slot;
 
-/* The first row of all ranks' next batch. base: the first row of the steps of `accumulate` batches. */
+/* The position of the next batch of all ranks, given by its first row. base: the row from which steps of
+ * `accumulate` batches are counted. */
 typedef struct place { int64_t epoch, row, base; } place;
 
 struct ps_batches {
     ps_batches_config c;
-    ps_rows_config rows_config;         /* its lists are copies */
+    ps_rows_config rows_config;         /* settings, whose lists are copies */
     ps_examples *examples;              /* retained */
     int64_t global_batch;               /* rows of a batch on all ranks */
     int64_t step;                       /* rows of a step on all ranks */
     slot *ring;                         /* [ahead + 1] */
     pthread_mutex_t lock;
-    pthread_cond_t ready;               /* a slot or an epoch was made, or making failed */
-    pthread_cond_t wanted;              /* a slot is free, the position was set, or the end has come */
+    pthread_cond_t ready;               /* signalled when a slot or an epoch was made, or making failed */
+    pthread_cond_t wanted;              /* signalled when a slot is free, the position was set, or the thread must
+                                         * end */
     pthread_t thread;
     bool has_thread;
     /* (lock) */
-    int head, count;                    /* ready slots: head, head + 1, ... modulo ahead + 1 */
-    bool lent;                          /* the caller uses the oldest one */
+    int head, count;                    /* slots that are ready: head, head + 1, ... modulo ahead + 1 */
+    bool lent;                          /* the caller is using the oldest slot */
     bool stop;
-    uint32_t generation;                /* number of calls of seek: a batch begun before a call is discarded */
-    place making;                       /* of the batch that the maker makes next */
-    ps_rows *rows;                      /* retained: the rows of epoch `epoch` */
+    uint32_t generation;                /* number of calls of ps_batches_seek; a batch that was begun before a call
+                                         * is discarded */
+    place making;                       /* position of the batch that the thread makes next */
+    ps_rows *rows;                      /* rows of epoch `epoch`, retained */
     int64_t epoch;
-    int64_t arranging;                  /* the epoch whose rows the maker is making; -1: none */
-    ps_error_kept failed;               /* result for the batch at `making`; the call that returns it clears it */
+    int64_t arranging;                  /* epoch whose rows the thread is making, or -1 */
+    ps_error_kept failed;               /* error of the batch at `making`; the call that returns it clears it */
 };
 
 /* -- a batch ------------------------------------------------------------------------------------------------------- */
-/* The number of tokens to which rows are padded if the longest row has `longest`. It is a multiple of a step that grows
- * with the length, so that only a few different lengths occur. */
+/* Returns the number of tokens to which rows are padded if the longest row has `longest`. It is a multiple of a step
+ * that grows with the length, so that only a few different lengths occur. */
 static int64_t padded(const ps_batches *b, int64_t longest)
 {
     int64_t seq = b->rows_config.seq, step = b->c.multiple;
@@ -61,8 +64,8 @@ static int64_t padded(const ps_batches *b, int64_t longest)
     return n > 1 ? n : 1;
 }
 
-/* This rank's rows of the batch at p: the first one and their number. If the last batch is not full and is not filled,
- * the ranks divide it as evenly as possible. */
+/* Finds this rank's first row of the batch at p, and the number of its rows. If the last batch is not full and is
+ * not filled, the ranks divide it as evenly as possible. */
 static void own_rows(const ps_batches *b, place p, int64_t total, int64_t *first, int64_t *n)
 {
     int64_t there = total - p.row < b->global_batch ? total - p.row : b->global_batch;
@@ -74,7 +77,7 @@ static void own_rows(const ps_batches *b, place p, int64_t total, int64_t *first
     *n = there * (b->c.rank + 1) / b->c.world_size - from;
 }
 
-/* Gives a slot memory for its arrays of rows * length values. */
+/* Allocates memory for a slot's arrays of rows * length values. */
 static int make_room(const ps_batches *b, slot *s, ps_rows_batch *fill)
 {
     int64_t size, nbytes;
@@ -115,7 +118,7 @@ static int make_batch(const ps_batches *b, const ps_rows *rows, int64_t total, p
 }
 
 /* -- the background thread --------------------------------------------------------------------------------------- */
-/* Makes the rows of an epoch without the lock, and keeps them. Called with the lock. */
+/* Makes the rows of an epoch without the lock, and keeps them. Called with the lock held. */
 static int arrange(ps_batches *b, int64_t epoch)
 {
     ps_rows_config c = b->rows_config;
@@ -137,8 +140,8 @@ static int arrange(ps_batches *b, int64_t epoch)
     return rc;
 }
 
-/* Makes the next batch, or notes the end of the epoch. Called with the lock. A batch that was begun before the position
- * was set is discarded. */
+/* Makes the next batch, or notes the end of the epoch. Called with the lock held. A batch that was begun before the
+ * position was set is discarded. */
 static void make_next(ps_batches *b)
 {
     uint32_t generation = b->generation;
