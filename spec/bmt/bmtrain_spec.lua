@@ -538,7 +538,7 @@ describe("files", function()
   it("are refused if they do not fit or have no format", function()
     local model = begin "fp32"
     fails(function() bmt.save(model, "model") end, ".safetensors")
-    fails(function() bmt.save({}, "model.pt") end, "no model")
+    fails(function() bmt.save({}, "model.pt") end, "not a model")
     fails(function() bmt.save(model, "model.pt", { non_blocking = true }) end, "non_blocking", "async = true")
     fails(function() bmt.sum_loss(ps.ones {}, "tp") end, "comm")
     local path = os.tmpname() .. ".pt"

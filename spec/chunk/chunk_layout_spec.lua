@@ -135,7 +135,7 @@ describe("packing", function()
       assert.matches(words, err, 1, true)
     end
     local good = { numel = 5, dtype = "bf16", trains = true, name = "w" }
-    refused("chunk_size = 12: expected elements", pack.pack, { good }, 12)
+    refused("chunk_size = 12: expected a whole number of elements", pack.pack, { good }, 12)
     refused("chunk_size = nil", pack.pack, { good })
     refused("expected a list of tensors", pack.pack, 5, 1024)
     refused("entry 2 (w): dtype is int32, expected bf16, fp16 or fp32", pack.pack,
