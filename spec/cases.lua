@@ -225,10 +225,24 @@ for _, name in ipairs { "argmax", "argmin" } do
          { F { 3, 130, 2 }, attrs = args(1, 0) }, { F { 65, 33 }, attrs = args(1, 0) },
          { F { 130 }, attrs = args(0, 0) }, exact = true, ints = true }
 end
+case { "prod", { F { 5, 7 }, attrs = args(0, 0) }, { F { 5, 7 }, attrs = args(-1, 1) },
+       { F { 3, 13, 2 }, attrs = args(1, 0) }, { F { 65, 33 }, attrs = args(0, 0) }, { F { 130 }, attrs = args(0, 0) },
+       { F { 1 }, attrs = args(0, 1) },
+       { F { 3, 0, 2 }, attrs = args(1, 0) }, { F { 0, 3 }, attrs = args(1, 0) }, exact = true, ints = true }
+case { "flip", { F { 5, 7 }, attrs = args(1) }, { F { 5, 7 }, attrs = args(2) }, { F { 3, 5, 2 }, attrs = args(5) },
+       { F { 3, 5, 2 }, attrs = args(2) }, { F { 130 }, attrs = args(1) }, { F { 4, 3 }, attrs = args(0) },
+       { F { 3, 0 }, attrs = args(3) }, { F { 65, 513 }, attrs = args(3), grads = false, large = true },
+       exact = true, ints = true }
+case { "triangle", { F { 5, 7 }, attrs = args(0, 0) }, { F { 7, 5 }, attrs = args(2, 1) },
+       { F { 2, 3, 5 }, attrs = args(-1, 0) }, { F { 2, 5, 3 }, attrs = args(-1, 1) },
+       { F { 4, 4 }, attrs = args(9, 0) }, { F { 4, 4 }, attrs = args(-2 ^ 53, 0) },
+       { F { 4, 4 }, attrs = args(2 ^ 53, 1) }, { F { 3, 0 }, attrs = args(0, 0) },
+       { F { 65, 513 }, attrs = args(1, 1), grads = false, large = true }, exact = true, ints = true }
 case { "cumsum", { F { 5, 7 }, attrs = args(0, 0) }, { F { 5, 7 }, attrs = args(1, 1) },
        { F { 3, 130, 2 }, attrs = args(1, 0), grads = false }, { F { 65, 33 }, attrs = args(-1, 1), grads = false },
        { F { 130 }, attrs = args(0, 0), grads = false }, ints = true, tol = { bf16 = 0.02 } }
-case { "topk", { F { 5, 7 }, attrs = args(3) }, { F { 130 }, attrs = args(130) }, { F { 3, 65 }, attrs = args(1) },
+case { "topk", { F { 5, 7 }, attrs = args(3) }, { F { 3, 1500 }, attrs = args(700) }, { F { 97 }, attrs = args(97) },
+       { F { 130 }, attrs = args(130) }, { F { 3, 65 }, attrs = args(1) },
        exact = true, ints = true }
 case { "sq_norms", { F { 5, 7 }, F { 130 }, F {} }, { F { 65, 33 } },
        { F { 3, 33 }, F { 0 }, F({ 33 }, -2, 2, "fp32") } }

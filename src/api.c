@@ -158,34 +158,53 @@ int64_t ps_memory_available(ps_ctx *ctx, int device)
 
 ps_rng *ps_rng_get(ps_ctx *ctx) { return &ctx->rng; }
 
+/* Appends the numbers of the elements that are not 0 to `rows`, which has room for n more. There are no branches that
+ * depend on the values, because they would often be predicted wrongly. */
+static int64_t note_nonzero(const double *block, int64_t first, int64_t n, int64_t *rows)
+{
+    int64_t count = 0;
+    for (int64_t i = 0; i < n; i++) {
+        rows[count] = first + i;
+        count += block[i] != 0;
+    }
+    return count;
+}
+
+/* Writes the coordinates of `count` elements as rows of a new tensor. `rows` has room for them. */
+static int write_coordinates(const ps_tensor *t, int64_t *rows, int64_t count, ps_tensor **out)
+{
+    ps_tensor *result;
+    int64_t *all = rows, ndim = t->ndim;
+    if (ndim != 1) {
+        all = ps_alloc(sizeof *all * (size_t)(count * ndim + 1));
+        if (!all) return ps_fail_nomem(sizeof *all * (size_t)(count * ndim + 1));
+        for (int64_t r = 0; r < count; r++)
+            for (int64_t d = ndim - 1, rest = rows[r]; d >= 0; rest /= t->shape_[d], d--)
+                all[r * ndim + d] = rest % t->shape_[d];
+    }
+    int rc = ps_tensor_new(t->ctx, PS_I64, t->device_, 2, (int64_t[]){ count, ndim }, &result);
+    if (rc == 0) {
+        rc = count * ndim > 0 ? ps_tensor_write(result, all, count * ndim * (int64_t)sizeof *all) : 0;
+        if (rc < 0) ps_tensor_release(result);
+        else *out = result;
+    }
+    if (all != rows) ps_free(all);
+    return rc;
+}
+
 int ps_tensor_nonzero(ps_tensor *t, ps_tensor **out)
 {
     enum { BLOCK = 1024 };
     double block[BLOCK];
     int64_t count = 0, capacity = 0, *rows = NULL;
-    for (int64_t first = 0; first < t->numel_; first += BLOCK) {
+    int rc = 0;
+    for (int64_t first = 0; rc == 0 && first < t->numel_; first += BLOCK) {
         int64_t n = t->numel_ - first < BLOCK ? t->numel_ - first : BLOCK;
-        int rc = ps_tensor_read_f64(t, first, n, block);
-        for (int64_t i = 0; rc == 0 && i < n; i++) {
-            if (block[i] == 0) continue;
-            rc = ps_grow(rows, capacity, count + 1);
-            if (rc == 0) rows[count++] = first + i;
-        }
-        if (rc < 0) {
-            ps_free(rows);
-            return rc;
-        }
+        rc = ps_tensor_read_f64(t, first, n, block);
+        if (rc == 0) rc = ps_grow(rows, capacity, count + n);
+        if (rc == 0) count += note_nonzero(block, first, n, rows + count);
     }
-    ps_tensor *result;
-    int rc = ps_tensor_new(t->ctx, PS_I64, t->device_, 2, (int64_t[]){ count, t->ndim }, &result);
-    for (int64_t r = 0; rc == 0 && r < count; r++) {
-        double coordinates[PS_MAX_DIMS];
-        for (int64_t d = t->ndim - 1, rest = rows[r]; d >= 0; rest /= t->shape_[d], d--)
-            coordinates[d] = (double)(rest % t->shape_[d]);
-        rc = ps_tensor_write_f64(result, r * t->ndim, t->ndim, coordinates);
-        if (rc < 0) ps_tensor_release(result);
-    }
+    if (rc == 0) rc = write_coordinates(t, rows, count, out);
     ps_free(rows);
-    if (rc == 0) *out = result;
     return rc;
 }

@@ -151,9 +151,12 @@ local function print_lua()
             :format(p, row.name, at.name, p)
           fills[#fills + 1] = ("if #%s > %d then error('%s: %s takes at most %d numbers, got ' .. #%s, 2) end")
             :format(p, at.count, row.name, at.name, at.count, p)
-          fills[#fills + 1] = ("for i = 1, #%s do local v = %s[i] if v == nil or %s then v = number(v, '%s', '%s', "
-            .. "'%s') end attrs.%s[i - 1] = v end"):format(p, p, is_wrong("v", at.ctype), row.name, at.name, at.ctype,
-            at.name)
+          -- Without a loop, since LuaJIT compiles no path with a loop of few turns.
+          for i = 1, at.count do
+            fills[#fills + 1] = ("if #%s >= %d then local v = %s[%d] if v == nil or %s then v = number(v, '%s', '%s', "
+              .. "'%s') end attrs.%s[%d] = v end"):format(p, i, p, i, is_wrong("v", at.ctype), row.name, at.name,
+              at.ctype, at.name, i - 1)
+          end
         else
           doc_params[#doc_params + 1] = ("---@param %s? number default %s"):format(p, at.default or "0")
           fills[#fills + 1] = ("if %s and (%s) then number(%s, '%s', '%s', '%s') end"):format(p,
@@ -173,7 +176,8 @@ local function print_lua()
       add("if type_of(list) ~= 'table' then error('%s takes a list of tensors, not ' .. type_of(list)) end", row.name)
       add("local n = #list")
       add("if n > 64 then error('%s takes at most 64 tensors, got ' .. n, 2) end", row.name)
-      add("for i = 1, n do ins[i - 1] = tensor(list[i], '%s', i) end", row.name)
+      for i = 1, 2 do add("if n >= %d then ins[%d] = tensor(list[%d], '%s', %d) end", i, i - 1, i, row.name, i) end
+      add("for i = 3, n do ins[i - 1] = tensor(list[i], '%s', i) end", row.name)
     end
     for _, f in ipairs(fills) do out[#out + 1] = f end
     add("return apply(C.PS_OP_%s, %s, ins, attrs, %s, %d)", row.name, variadic and "n" or #row.ins,

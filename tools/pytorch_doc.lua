@@ -16,6 +16,8 @@ permute | Tensor.permute | t:permute, t:transpose, t:t | dimensions are given as
 slice | Tensor.narrow | t:slice, t:narrow, t:select | also t[{ {from, to}, i }]; steps are positive
 expand | Tensor.expand | t:expand |
 contiguous | Tensor.contiguous | t:contiguous, t:clone | contiguous may return the tensor itself
+flip | flip | t:flip, ps.flip |
+triangle | tril | t:tril, t:triu, ps.tril, ps.triu | upper = 1 is triu
 cast | Tensor.to | t:to, t:float, t:half, t:long | types are strings: "fp32", "int64"; integer types saturate
 to_device | Tensor.to | t:to | devices are strings: "cpu", "cuda", "cuda:1"
 all_reduce | distributed.all_reduce | - | group:sum(x) also sums the gradient; group:all_reduce works in place
@@ -95,6 +97,7 @@ sum | sum | ps.sum, t:sum | dims is a number or a list of numbers
 mean | mean | ps.mean, t:mean |
 amax | amax | ps.amax, t:amax |
 amin | amin | ps.amin, t:amin |
+prod | prod | ps.prod, t:prod | dims may be a list; products with a gradient consist of other ops
 argmax | argmax | ps.argmax, t:argmax | returns the first of equal values
 argmin | argmin | ps.argmin, t:argmin | returns the first of equal values
 cumsum | cumsum | ps.cumsum, t:cumsum |
@@ -164,12 +167,9 @@ Tensor.var | t:var, ps.var |
 Tensor.std | t:std, ps.std |
 linalg.vector_norm | t:norm, ps.norm | the gradient is 0 if the norm is 0
 logsumexp | t:logsumexp, ps.logsumexp |
-flip | t:flip, ps.flip |
 roll | t:roll, ps.roll |
 Tensor.repeat | t:tile, ps.tile | repeat is a reserved word of Lua
-sort | t:sort, ps.sort | uses topk: slow for millions of elements
-tril | t:tril, ps.tril |
-triu | t:triu, ps.triu |
+sort | t:sort, ps.sort | equal elements keep their order if descending, else they have the reverse order
 eye | ps.eye |
 linspace | ps.linspace |
 einsum | ps.einsum | "..." and diagonals are errors
@@ -205,7 +205,6 @@ nn.functional.softsign | F.softsign, nn.Softsign |
 nn.functional.glu | F.glu, nn.GLU |
 nn.functional.normalize | F.normalize | the gradient is 0 if the norm is 0
 nn.functional.cosine_similarity | F.cosine_similarity, nn.CosineSimilarity |
-prod | ps.prod, t:prod | dims may be a list
 cumprod | ps.cumprod, t:cumprod |
 isnan | ps.isnan, t:isnan |
 isinf | ps.isinf, t:isinf |

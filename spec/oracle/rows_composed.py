@@ -111,8 +111,8 @@ def einsum(d):
 
 
 ROWS = [
-    of_shape(flip, "flip", 1), of_shape(roll, "roll", 1), of_shape(tile, "tile", 1, 3),
-    of_shape(triangle("tril"), "tril", 2),
+    of_shape(flip, "flip", 1, ops="flip"), of_shape(roll, "roll", 1), of_shape(tile, "tile", 1, 3),
+    of_shape(triangle("tril"), "tril", 2, ops="triangle"),
     of_shape(triangle("triu"), "triu", 2), Row("sort", sort), Row("eye", eye), Row("linspace", linspace),
     Row("one_hot", one_hot),
     Row("logsumexp", logsumexp, "", 2), Row("norm by dimension", norm, "", 2), Row("einsum", einsum, "", 2),

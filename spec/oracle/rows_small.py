@@ -248,8 +248,8 @@ def cdist(d):
 ROWS = [
     Row("remainder", rest("remainder")), Row("fmod", rest("fmod")), Row("trunc", trunc), Row("unflatten", unflatten),
     Row("repeat_interleave", repeat_interleave), Row("cdist", cdist, mixes=True),
-    Row("prod", prod, "", 2, mixes=True), Row("cumprod", cumprod, "", 2, mixes=True), Row("lerp", lerp), Row("argsort",
-                                                                                                    argsort),
+    Row("prod", prod, "prod", 2, mixes=True), Row("cumprod", cumprod, "", 2, mixes=True), Row("lerp", lerp),
+    Row("argsort", argsort),
     Row("isclose", close), Row("isnan", predicate("isnan")), Row("isinf", predicate("isinf")), Row("equal", equal),
     Row("unbind", unbind), Row("diag", diag), Row("outer", outer, mixes=True), Row("full_like", like),
     Row("log1p", near_zero("log1p", -0.99), "log1p"), Row("expm1", near_zero("expm1", -20), "expm1"),

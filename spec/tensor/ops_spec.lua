@@ -120,7 +120,7 @@ end)
 
 -- Ops without a cuda kernel: updates that the engine runs on the host (docs/optimizers.md), and ops on packed weights.
 local HOST = {}
-for name in ([[lion_ lamb_ muon_ adafactor_ adam8bit_ adam_bf16_ rmsprop_ remainder_split_
+for name in ([[prod lion_ lamb_ muon_ adafactor_ adam8bit_ adam_bf16_ rmsprop_ remainder_split_
     remainder_join unpack linear_packed]]):gmatch "%S+" do
   HOST[name] = true
 end

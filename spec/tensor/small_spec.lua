@@ -31,6 +31,77 @@ describe("a product", function()
   end)
 end)
 
+describe("results by a shorter path", function()
+  it("have the bits of the longer one: a product with and without a gradient", function()
+    ps.manual_seed(5)
+    for _, shape in ipairs { { 1 }, { 2 }, { 7 }, { 64 }, { 1001 }, { 5, 13 }, { 13, 5 } } do
+      local x = ps.rand(shape) + 0.5
+      local p = ps.nn.Parameter(x:clone())
+      for d = 0, #shape - 1 do assert.is_true(p:prod(d):detach():equal(x:prod(d))) end
+      assert.is_true(p:prod():detach():equal(x:prod()))
+      assert.is_true(p:prod(-1, true):detach():equal(x:prod(-1, true)))
+      if #shape == 1 then assert.is_true(p:norm():detach():equal(x:norm())) end
+    end
+  end)
+
+  it("are those of a general key: pairs of indices, rows, masks", function()
+    local x = ps.arange(12, { dtype = "fp32" }):reshape(3, 4)
+    local i, j = tensor({ { 2, -1 }, { 0, 1 } }, "int64"), tensor({ 1, -4 }, "int32")
+    is({ { 9, 8 }, { 1, 4 } }, x[{ i, j }])
+    is({ { 9, 8 }, { 1, 4 } }, x:t():contiguous():t()[{ i, j }])
+    is({ 9, 1 }, x:reshape(3, 4, 1)[{ tensor({ 2, 0 }, "int64"), tensor({ 1, 1 }, "int64") }]:reshape(-1))
+    fails(function() return x[{ i, tensor({ 4 }, "int64") }] end, "4", "dimension 1")
+    local p = ps.nn.Parameter(x:clone())
+    p[{ tensor({ 1, 1 }, "int64"), tensor({ 2, 2 }, "int64") }]:sum():backward()
+    is({ { 0, 0, 0, 0 }, { 0, 0, 2, 0 }, { 0, 0, 0, 0 } }, p:grad())
+    local y = x:clone()
+    y[tensor({ -1, 0 }, "int64")] = x:narrow(0, 0, 2)
+    is({ { 4, 5, 6, 7 }, { 4, 5, 6, 7 }, { 0, 1, 2, 3 } }, y)
+    y[tensor({ 1, 0 }, "int64")] = y:narrow(0, 0, 2)          -- the source is part of the tensor
+    is({ { 4, 5, 6, 7 }, { 4, 5, 6, 7 }, { 0, 1, 2, 3 } }, y)
+    fails(function() y[tensor({ 3 }, "int64")] = x:narrow(0, 0, 1) end, "3", "dimension 0")
+    is({ 8, 9, 10, 11 }, x[x:gt(7)])
+    is({ { 2, 0 }, { 2, 1 } }, x:narrow(1, 0, 2):gt(7):nonzero())
+    is({}, ps.zeros({ 0, 3 }):nonzero():reshape(-1))
+  end)
+
+  it("sort equal elements as a longer list is sorted, NaN and zeros of both signs included", function()
+    local nan = 0 / 0
+    for _, n in ipairs { 6, 66, 3000 } do
+      local list = {}
+      for i = 1, n do list[i] = ({ 1, nan, -0.0, 0, -1, 1 })[(i - 1) % 6 + 1] end
+      local values, at = tensor(list):sort(0, true)
+      local want = {}
+      for _, k in ipairs { 1, 0, 5, 2, 3, 4 } do                -- NaN, then 1, 1, -0, 0, -1
+        want[k] = {}
+        for i = k, n - 1, 6 do table.insert(want[k], i) end
+      end
+      local function merged(a, b)
+        local all = {}
+        for i = 1, #want[a] do all[#all + 1], all[#all + 2] = want[a][i], want[b][i] end
+        return all
+      end
+      local all = {}
+      for _, part in ipairs { want[1], merged(0, 5), merged(2, 3), want[4] } do
+        for _, i in ipairs(part) do all[#all + 1] = i end
+      end
+      assert.same(all, at:tolist())
+      assert.equal(-math.huge, 1 / values[n / 6 * 3]:item())     -- the first of the zeros is -0
+      local up = select(2, tensor(list):sort())
+      assert.same(all, up:flip(0):tolist())
+    end
+  end)
+
+  it("draw the same dropout for samples of one element on cpu and ref", function()
+    ps.manual_seed(3)
+    for _, n in ipairs { 1, 31, 5000 } do
+      local x = ps.ones { n }
+      local y = ps.ops.dropout(x, nil, 0.3, 7, 2, 5, 1, 3, 1)
+      assert.is_true(y:equal(ps.ops.dropout(x:to "ref", nil, 0.3, 7, 2, 5, 1, 3, 1):to "cpu"))
+    end
+  end)
+end)
+
 describe("comparisons of whole tensors", function()
   it("return booleans", function()
     local inf, nan = math.huge, 0 / 0

@@ -6,6 +6,7 @@
 
 int infer_reduce(ps_infer *f);
 int infer_arg_reduce(ps_infer *f);
+int infer_prod(ps_infer *f);
 int infer_cumsum(ps_infer *f);
 int infer_topk(ps_infer *f);
 int infer_sq_norms(ps_infer *f);
@@ -101,6 +102,19 @@ int infer_arg_reduce(ps_infer *f)
     PS_TRY(ps_rule_dim(f, x->ndim, &at->dim));
     if (x->shape_[at->dim] == 0) return ps_rule_fail(f, "there is no element to choose from");
     f->out[0] = (ps_meta){ .dtype = PS_I64 };
+    for (int i = 0; i < x->ndim; i++)
+        if (i != at->dim) f->out[0].shape[f->out[0].ndim++] = x->shape_[i];
+        else if (at->keepdim) f->out[0].shape[f->out[0].ndim++] = 1;
+    return 0;
+}
+
+/* An empty dimension has the product 1. */
+int infer_prod(ps_infer *f)
+{
+    ps_attrs_prod *at = f->attrs;
+    const ps_tensor *x = f->in[0];
+    PS_TRY(ps_rule_dim(f, x->ndim, &at->dim));
+    f->out[0] = (ps_meta){ .dtype = ps_dtype_is_float(x->dtype_) ? x->dtype_ : PS_I64 };
     for (int i = 0; i < x->ndim; i++)
         if (i != at->dim) f->out[0].shape[f->out[0].ndim++] = x->shape_[i];
         else if (at->keepdim) f->out[0].shape[f->out[0].ndim++] = 1;

@@ -18,6 +18,8 @@ int infer_inplace_int(ps_infer *f);
 int infer_axpy(ps_infer *f);
 int infer_scale_by(ps_infer *f);
 int infer_concat(ps_infer *f);
+int infer_flip(ps_infer *f);
+int infer_triangle(ps_infer *f);
 int grad_reshape(ps_grad *g);
 int grad_permute(ps_grad *g);
 int grad_slice(ps_grad *g);
@@ -26,6 +28,8 @@ int grad_identity(ps_grad *g);
 int grad_cast(ps_grad *g);
 int grad_to_device(ps_grad *g);
 int grad_concat(ps_grad *g);
+int grad_flip(ps_grad *g);
+int grad_triangle(ps_grad *g);
 
 /* Finds strides for `shape` over x's bytes by the rule of NumPy and PyTorch: a run of old dimensions that are
  * contiguous with each other can be divided differently. Returns false if a copy is needed. */
@@ -302,3 +306,30 @@ int grad_concat(ps_grad *g)
     }
     return 0;
 }
+
+int infer_flip(ps_infer *f)
+{
+    const ps_attrs_flip *at = f->attrs;
+    const ps_tensor *x = f->in[0];
+    if (at->dims >> x->ndim) return ps_rule_fail(f, "dims 0x%x of a tensor with %d dimensions", at->dims, x->ndim);
+    f->out[0] = ps_meta_like(x);
+    return 0;
+}
+
+int infer_triangle(ps_infer *f)
+{
+    if (f->in[0]->ndim < 2) return ps_rule_fail(f, "a tensor of 2 dimensions or more is needed");
+    f->out[0] = ps_meta_like(f->in[0]);
+    return 0;
+}
+
+/* Both ops are linear, and each is its own transpose. */
+static int same_of_gradient(ps_grad *g, int op)
+{
+    ps_tensor *all[PS_MAX_OUT] = { NULL };
+    PS_TRY(ps_run(g, op, g->attrs, all, 1, g->dout[0]));
+    ps_grad_give(g, 0, all[0]);
+    return 0;
+}
+int grad_flip(ps_grad *g) { return same_of_gradient(g, PS_OP_flip); }
+int grad_triangle(ps_grad *g) { return same_of_gradient(g, PS_OP_triangle); }

@@ -207,6 +207,9 @@ def rows_of_copy():
               ["y", BF16, "x", I32, places([17, 33], [1, 17], [33, 1])])
     yield Row("copy", "convert_flat<bf16, float>", "3001 elements", 2, 256, ["y", "x", 3001])
     yield Row("copy", "convert_flat<float, f16>", "3001 elements", 2, 256, ["y", "x", 3001])
+    order = Struct("order_call", x="x", y="y", ndim=3, upper=1, dims=5, numel=2 * 17 * 9, shape=[2, 17, 9], diagonal=-2)
+    yield Row("copy", "flip_kernel<unsigned int>", "2 x 17 x 9, dimensions 0 and 2", 2, 256, [order])
+    yield Row("copy", "triangle_kernel<unsigned int>", "2 x 17 x 9, from the second diagonal below on", 2, 256, [order])
     yield Row("copy", "fill_kernel", "fp16, rows of 77, 80 apart", 2, 256, ["x", F16, 1.5, places([5, 77], [80, 1])])
     yield Row("copy", "arange_kernel", "int64, 1000", 4, 256, ["x", I64, 1000, 3.0, 2.0, 1], branches=True)
 

@@ -8,6 +8,11 @@ local caller = require "ps.core.caller"
 local hooks = require "ps.core.hooks"
 caller.for_tensors(ffi.typeof "ps_tensor")
 local C = ffi.C
+
+-- LuaJIT gives up a trace after this many tail calls (15 by default). Each op has three, so a function of several ops
+-- would never be compiled.
+require("jit.opt").start "loopunroll=60"
+
 do
   local hash = ffi.string(C.ps_abi_hash())
   if hash ~= cdef.hash then

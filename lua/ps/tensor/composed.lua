@@ -2,6 +2,7 @@
 -- Methods and functions of tensors that are composed of other ops. They have no kernels, and autograd differentiates
 -- the ops of which they consist. Names and meanings are PyTorch's.
 local autocast = require "ps.core.autocast"
+local bit = require "bit"
 local native = require "ps.core.ffi"
 local scope = require "ps.core.scope"
 local create = require "ps.tensor.create"
@@ -29,14 +30,13 @@ end
 ---@param dims integer|integer[]
 ---@return ps.Tensor of this shape
 function T:flip(dims)
-  local y = self
+  local bits, two = 0, nil
   for _, d in ipairs(caller.typed(list_of(dims), "table", "flip: the dimensions")) do
-    d = dim_index(self, d)
-    if y:size(d) > 1 and self.numel_ > 0 then
-      y = y:index_select(d, tensor.arange(y:size(d) - 1, -1, -1, { dtype = "int64", device = self:device() }))
-    end
+    local one = bit.lshift(1, dim_index(self, d))
+    two, bits = two or bit.band(bits, one) ~= 0, bit.bor(bits, one)
   end
-  return rawequal(y, self) and self:clone() or y:contiguous()
+  if two then error("flip: a dimension is named twice") end
+  return ops.flip(self, bits)
 end
 
 --- Returns the elements shifted by `shifts` along dimensions. Elements shifted past the end reappear at the beginning.
@@ -44,6 +44,13 @@ end
 ---@param dims? integer|integer[] a dimension for each shift (default: shifts all elements in row-major order)
 ---@return ps.Tensor of this shape
 function T:roll(shifts, dims)
+  if type(shifts) == "number" and type(dims) == "number" then         -- the same result by a shorter path
+    local d = dim_index(self, dims)
+    local n = tonumber(self.shape_[d])
+    local shift = n > 0 and caller.whole(shifts, "roll: the shift") % n or 0
+    if shift == 0 then return self:clone() end
+    return ops.concat({ ops.slice(self, d, n - shift, n, 1), ops.slice(self, d, 0, n - shift, 1) }, d)
+  end
   if dims == nil then
     return self:reshape(-1):roll(caller.whole(shifts, "roll: the shift"), 0):reshape(self:shape())
   end
@@ -82,8 +89,7 @@ function T:tile(...)
   return self:reshape(spread):expand(full):reshape(result)
 end
 
---- Returns the elements sorted along a dimension. It uses topk, which is fast enough for thousands of elements but not
---- for millions.
+--- Returns the elements sorted along a dimension.
 ---@param d? integer (default -1)
 ---@param descending? boolean (default false)
 ---@return ps.Tensor values of this shape
@@ -94,32 +100,34 @@ function T:sort(d, descending)
   if self.numel_ == 0 then
     return self:clone(), tensor.zeros(self:shape(), { dtype = "int64", device = self:device() })
   end
-  local moved = d == self.ndim - 1 and self or self:transpose(d, -1):contiguous()
-  local values, indices = moved:topk(moved:size(-1))
-  if not descending then values, indices = values:flip(-1), indices:flip(-1) end
-  if d == self.ndim - 1 then return values, indices end
+  local last = self.ndim - 1
+  local moved = d == last and self or self:transpose(d, -1):contiguous()
+  local values, indices = ops.topk(moved, tonumber(moved.shape_[last]))
+  if not descending then
+    local bits = bit.lshift(1, last)
+    values, indices = ops.flip(values, bits), ops.flip(indices, bits)
+  end
+  if d == last then return values, indices end
   return values:transpose(d, -1), indices:transpose(d, -1)
 end
 
 -- -- triangles ------------------------------------------------------------------------------------------------------
--- Returns the column index minus the row index of each element of the last two dimensions, int64 [R, C].
-local function offsets(t, what)
+local function triangle(t, diagonal, upper, what)
   if t.ndim < 2 then error(("%s takes a tensor of 2 dimensions or more"):format(what)) end
-  local where = { dtype = "int64", device = t:device() }
-  return tensor.arange(0, t:size(-1), 1, where):reshape(1, -1) - tensor.arange(0, t:size(-2), 1, where):reshape(-1, 1)
+  return ops.triangle(t, caller.whole(diagonal or 0, what .. ": the diagonal"), upper)
 end
 
 --- Keeps the elements on and below a diagonal of the last two dimensions, and sets all other elements to 0.
 ---@param diagonal? integer offset of the diagonal: 0 is the main diagonal, positive offsets are above it
 ---@return ps.Tensor of this shape
 function T:tril(diagonal)
-  return self:masked_fill(offsets(self, "tril"):gt(caller.whole(diagonal or 0, "tril: the diagonal")), 0)
+  return triangle(self, diagonal, 0, "tril")
 end
 --- Keeps the elements on and above a diagonal of the last two dimensions, and sets all other elements to 0.
 ---@param diagonal? integer offset of the diagonal: 0 is the main diagonal, positive offsets are above it
 ---@return ps.Tensor of this shape
 function T:triu(diagonal)
-  return self:masked_fill(offsets(self, "triu"):lt(caller.whole(diagonal or 0, "triu: the diagonal")), 0)
+  return triangle(self, diagonal, 1, "triu")
 end
 
 -- -- reductions -----------------------------------------------------------------------------------------------------
@@ -177,6 +185,10 @@ end
 ---@param keepdim? boolean
 ---@return ps.Tensor
 function T:norm(p, dims, keepdim)
+  if (p == nil or p == 2) and dims == nil and not keepdim and (self.dtype_ == C.PS_F32 or self.dtype_ == C.PS_F64)
+    and not (self:needs_grad() and scope.grad_enabled()) and not native.cast then
+    return ops.sqrt(ops.sum(ops.mul(self, self), 0, 0, 0))            -- the same result by a shorter path
+  end
   p = caller.typed(p or 2, "number", "norm: p")
   if not FLOAT[self.dtype_] then return norm(self:to("fp32"), p, dims, keepdim) end
   return wide((autocast.full(self)), "norm", norm, p, dims, keepdim)
@@ -232,13 +244,15 @@ function M.one_hot(index, classes)
   if caller.tensor(index, "one_hot", "the classes") == nil then error("one_hot: no tensor was given") end
   if classes == nil or classes == -1 then classes = index:amax():item() + 1 end
   caller.whole(classes, "one_hot: the number of classes", 1)
+  local n, at = tonumber(index.numel_), index:contiguous()
+  if at.dtype_ ~= C.PS_I64 then at = ops.cast(at, C.PS_I64) end
+  local y = create.matrix(index, n, classes, C.PS_I64, 0)
+  local ones = create.matrix(index, n, 1, C.PS_I64, 1)
+  create.alone(y, ops.scatter_(y, ops.reshape(at, 2, { n, 1 }), ones, 1))
+  if index.ndim == 1 then return y end
   local shape = index:shape()
   shape[#shape + 1] = classes
-  local where = { dtype = "int64", device = index:device() }
-  local at = index:to("int64"):unsqueeze(-1)
-  local y, n = tensor.zeros(shape, where), at:numel()
-  ops.scatter_(y:reshape(n, classes), at:reshape(n, 1), tensor.ones({ n, 1 }, where), 1)
-  return y
+  return ops.reshape(y, #shape, shape)
 end
 
 -- -- einsum ---------------------------------------------------------------------------------------------------------

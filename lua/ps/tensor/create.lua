@@ -281,6 +281,13 @@ function M.tensor(value, options)
   return t
 end
 
+--- Returns a matrix of a type (its code) with one number as all its elements, on the device of `like`.
+function M.matrix(like, rows, columns, dtype, value)
+  shape8[0], shape8[1] = rows, columns
+  local t = new_tensor(2, dtype, like.device_)
+  return alone(t, ops.fill_(t, value))
+end
+
 --- Returns a 0-dimensional constant of a type (its code), on the device of `like`.
 function M.scalar(like, value, dtype)
   return ops.fill_(new_tensor(0, dtype, like.device_), M.held(value, dtype))

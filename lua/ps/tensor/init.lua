@@ -61,9 +61,22 @@ local dim_index = create.dim_index
 --- Returns the size of each dimension.
 ---@return integer[]
 function T:shape()
-  local s = {}
-  for i = 0, self.ndim - 1 do s[i + 1] = tonumber(self.shape_[i]) end
-  return s
+  local n, s = self.ndim, self.shape_
+  if n == 1 then return { tonumber(s[0]) } end               -- without a loop: LuaJIT compiles no path with a short one
+  if n == 2 then return { tonumber(s[0]), tonumber(s[1]) } end
+  if n == 3 then return { tonumber(s[0]), tonumber(s[1]), tonumber(s[2]) } end
+  local list = {}
+  for i = 0, n - 1 do list[i + 1] = tonumber(s[i]) end
+  return list
+end
+
+-- Whether two tensors have one shape.
+local function same_shape(a, b)
+  if a.ndim ~= b.ndim then return false end
+  if a.ndim == 1 then return a.shape_[0] == b.shape_[0] end
+  if a.ndim == 2 then return a.shape_[0] == b.shape_[0] and a.shape_[1] == b.shape_[1] end
+  for i = 0, a.ndim - 1 do if a.shape_[i] ~= b.shape_[i] then return false end end
+  return true
 end
 
 --- Returns the size of dimension d, or the whole shape as a table.
@@ -466,19 +479,22 @@ function T:index_select(d, idx)
   return ops.gather(self:reshape(outer, shape[d + 1], inner), index, 1):reshape(new)
 end
 
+local ALL, COLUMN = { -1 }, { -1, 1 }
+
 --- Returns the elements where a mask is true, in row-major order.
 ---@param mask ps.Tensor bool, of this shape
 ---@return ps.Tensor [number of true elements]
 function T:masked_select(mask)
   if not is_tensor(mask) then error("masked_select: the mask is a " .. type(mask) .. "; it takes a tensor") end
-  local a, b = self:shape(), mask:shape()
-  if table.concat(a, ", ") ~= table.concat(b, ", ") then
+  if not same_shape(self, mask) then
     error(("a bool index of shape [%s] for a tensor of shape [%s]: they must be the same"):format(
-      table.concat(b, ", "), table.concat(a, ", ")))
+      table.concat(mask:shape(), ", "), table.concat(self:shape(), ", ")))
   end
-  native.retry(C.ps_tensor_nonzero, mask:contiguous():reshape(-1), tensor_out)
-  local at = own(tensor_out[0])
-  return ops.embedding(self:contiguous():reshape(-1, 1), at:reshape(-1)):reshape(-1)
+  local x, at = self:contiguous(), mask:contiguous()
+  if at.ndim ~= 1 then at = ops.reshape(at, 1, ALL) end
+  native.retry(C.ps_tensor_nonzero, at, tensor_out)
+  at = own(tensor_out[0])
+  return ops.reshape(ops.embedding(ops.reshape(x, 2, COLUMN), ops.reshape(at, 1, ALL)), 1, ALL)
 end
 --- Returns the indices of the elements that are not 0.
 ---@return ps.Tensor int64 [count, number of dimensions]

@@ -23,11 +23,14 @@ local function wide(t, fn, ...)
 end
 
 -- -- products -------------------------------------------------------------------------------------------------------
--- Returns the product along dimension d, which is kept with size 1. It multiplies one half by the other, so that the
--- gradient of an element is the product of the other elements, even if some are 0.
-local function prod_along(x, d)
+-- Returns the product along dimension d. It multiplies one half by the other, so that the gradient of an element is the
+-- product of the other elements, even if some are 0. If no gradient is needed, the op `prod` multiplies in the same
+-- order. Only host devices have a kernel for it.
+local function prod_along(x, d, keepdim)
+  if native.device_info(x.device_).is_host ~= 0 and not (x:needs_grad() and scope.grad_enabled()) then
+    return ops.prod(x, d, keepdim and 1 or 0)
+  end
   local n, rest = x:size(d), nil
-  if n == 0 then return x:sum(d, true) + 1 end
   while n > 1 do
     local half = math.floor(n / 2)
     if n % 2 == 1 then
@@ -36,23 +39,25 @@ local function prod_along(x, d)
     end
     x, n = x:narrow(d, 0, half) * x:narrow(d, half, half), half
   end
-  return rest and x * rest or x
+  local y = n == 0 and x:sum(d, true) + 1 or rest and x * rest or x
+  return keepdim and y or y:squeeze(d)
 end
 
 local function prod(x, dims, keepdim)
   if dims == nil then
-    local y = prod_along(x:reshape(-1), 0)
-    if not keepdim then return y:reshape({}) end
+    local y = prod_along(x.ndim == 1 and x or x:reshape(-1), 0)
+    if not keepdim then return y end
     local ones = {}
     for i = 1, x.ndim do ones[i] = 1 end
     return y:reshape(ones)
   end
+  if #dims == 1 then return prod_along(x, dim_index(x, dims[1]), keepdim) end
   local gone = {}
   for _, d in ipairs(dims) do
     d = dim_index(x, d)
     if gone[d] then error(("dimension %d is named twice"):format(d)) end
     gone[d] = true
-    x = prod_along(x, d)
+    x = prod_along(x, d, true)
   end
   if keepdim then return x end
   local shape = {}

@@ -131,6 +131,73 @@ static int concat(ps_call *call)
     return 0;
 }
 
+/* -- order --------------------------------------------------------------------------------------------------------- */
+struct order_call {
+    const void *x;
+    void *y;
+    int ndim, upper;
+    uint32_t dims;
+    int64_t numel, shape[PS_MAX_DIMS], diagonal;
+};
+
+template <class U> static __global__ void flip_kernel(const __grid_constant__ order_call p)
+{
+    for (int64_t e = FIRST_ELEMENT; e < p.numel; e += ALL_THREADS) {
+        int64_t rest = e, at = 0, scale = 1;
+        for (int d = p.ndim - 1; d >= 0; d--) {
+            int64_t n = p.shape[d], k = rest % n;
+            at += (p.dims >> d & 1 ? n - 1 - k : k) * scale;
+            rest /= n, scale *= n;
+        }
+        ((U *)p.y)[e] = ((const U *)p.x)[at];
+    }
+}
+
+template <class U> static __global__ void triangle_kernel(const __grid_constant__ order_call p)
+{
+    int64_t rows = p.shape[p.ndim - 2], columns = p.shape[p.ndim - 1];
+    for (int64_t e = FIRST_ELEMENT; e < p.numel; e += ALL_THREADS) {
+        int64_t right = e % columns - e / columns % rows - p.diagonal;
+        bool gone = p.upper ? right < 0 : right > 0;
+        ((U *)p.y)[e] = gone ? (U)0 : ((const U *)p.x)[e];
+    }
+}
+
+static order_call order_of(ps_call *call)
+{
+    const ps_view *x = &call->in[0];
+    order_call p = {};
+    p.x = x->data, p.y = call->out[0].data, p.ndim = x->ndim, p.numel = x->numel;
+    for (int d = 0; d < x->ndim; d++) p.shape[d] = x->shape[d];
+    return p;
+}
+
+static int flip(ps_call *call)
+{
+    order_call p = order_of(call);
+    int64_t size = ps_dtype_bytes(call->in[0].dtype);
+    p.dims = ((const ps_attrs_flip *)call->attrs)->dims;
+    if (p.numel == 0) return 0;
+    auto kernel = size == 8 ? flip_kernel<uint64_t> : size == 4 ? flip_kernel<uint32_t>
+                  : size == 2 ? flip_kernel<uint16_t> : flip_kernel<uint8_t>;
+    PS_LAUNCH(kernel, blocks_for(p.numel), THREADS, 0, ps_cu->compute, p);
+    return ps_cuda_launched();
+}
+
+static int triangle(ps_call *call)
+{
+    const ps_attrs_triangle *a = (const ps_attrs_triangle *)call->attrs;
+    order_call p = order_of(call);
+    int64_t size = ps_dtype_bytes(call->in[0].dtype);
+    if (p.numel == 0) return 0;
+    int64_t least = -p.shape[p.ndim - 2], most = p.shape[p.ndim - 1];        /* the sums in the kernel fit then */
+    p.upper = a->upper, p.diagonal = a->diagonal < least ? least : a->diagonal > most ? most : a->diagonal;
+    auto kernel = size == 8 ? triangle_kernel<uint64_t> : size == 4 ? triangle_kernel<uint32_t>
+                  : size == 2 ? triangle_kernel<uint16_t> : triangle_kernel<uint8_t>;
+    PS_LAUNCH(kernel, blocks_for(p.numel), THREADS, 0, ps_cu->compute, p);
+    return ps_cuda_launched();
+}
+
 /* -- constants ----------------------------------------------------------------------------------------------------- */
 static __global__ void fill_kernel(void *p, int dtype, double value, places<1> x)
 {
@@ -181,6 +248,8 @@ void ps_cuda_fill_copy(ps_kernel *k)
     k[PS_OP_cast] = to_output;
     k[PS_OP_copy_] = copy_;
     k[PS_OP_concat] = concat;
+    k[PS_OP_flip] = flip;
+    k[PS_OP_triangle] = triangle;
     k[PS_OP_fill_] = fill_;
     k[PS_OP_arange_] = arange_;
 }

@@ -121,6 +121,40 @@ static int arg_extreme(ps_call *call, int dim, int sign)
 int ref_argmax(ps_call *call) { return arg_extreme(call, ((const ps_attrs_argmax *)call->attrs)->dim, 1); }
 int ref_argmin(ps_call *call) { return arg_extreme(call, ((const ps_attrs_argmin *)call->attrs)->dim, -1); }
 
+/* Products of floats are rounded to fp32 (fp64 of fp64). The product of two fp32 numbers is exact in double. */
+static double times(double a, double b, bool wide) { return wide ? a * b : (double)(float)(a * b); }
+
+int ref_prod(ps_call *call)
+{
+    const ps_attrs_prod *a = call->attrs;
+    const ps_view *x = &call->in[0], *y = &call->out[0];
+    int dim = ref_dim(x, a->dim);
+    int64_t n = x->ndim > 0 ? x->shape[dim] : 1, step = x->ndim > 0 ? x->stride[dim] : 1;
+    bool is_float = ps_dtype_is_float(x->dtype), wide = x->dtype == PS_F64;
+    struct { double f; uint64_t i; } *lane = call->scratch(call, (size_t)(n + 1) * sizeof *lane), rest;
+    if (!lane) return PS_ENOMEM;
+    ps_view from = ref_without_dim(x, dim);
+    for (int64_t r = 0; r < y->numel; r++) {
+        rest.f = 1, rest.i = 1;
+        lane[0] = rest;
+        for (int64_t k = 0; k < n; k++) {
+            int64_t at = ref_at(&from, r) + k * step;
+            lane[k].f = is_float ? ref_load(x, at) : 0;
+            lane[k].i = is_float ? 0 : (uint64_t)ref_load_int(x, at);
+        }
+        for (int64_t m = n; m > 1; m /= 2) {
+            if (m % 2) rest.f = times(rest.f, lane[m - 1].f, wide), rest.i *= lane[m - 1].i;
+            for (int64_t k = 0; k < m / 2; k++) {
+                lane[k].f = times(lane[k].f, lane[k + m / 2].f, wide);
+                lane[k].i *= lane[k + m / 2].i;
+            }
+        }
+        if (is_float) ref_store(y, r, times(lane[0].f, rest.f, wide));
+        else ref_store_int(y, r, (int64_t)(lane[0].i * rest.i));
+    }
+    return 0;
+}
+
 int ref_cumsum(ps_call *call)
 {
     const ps_attrs_cumsum *a = call->attrs;

@@ -258,3 +258,35 @@ int ref_concat(ps_call *call)
     }
     return 0;
 }
+
+/* -- order --------------------------------------------------------------------------------------------------------- */
+int ref_flip(ps_call *call)
+{
+    const ps_attrs_flip *a = call->attrs;
+    const ps_view *x = &call->in[0], *y = &call->out[0];
+    int64_t size = ps_dtype_bytes(x->dtype);
+    for (int64_t i = 0; i < x->numel; i++) {
+        int64_t rest = i, at = 0, scale = 1;
+        for (int d = x->ndim - 1; d >= 0; d--) {
+            int64_t n = x->shape[d], k = rest % n;
+            at += (a->dims >> d & 1 ? n - 1 - k : k) * scale;
+            rest /= n, scale *= n;
+        }
+        memcpy((char *)y->data + i * size, (const char *)x->data + at * size, (size_t)size);
+    }
+    return 0;
+}
+
+int ref_triangle(ps_call *call)
+{
+    const ps_attrs_triangle *a = call->attrs;
+    const ps_view *x = &call->in[0], *y = &call->out[0];
+    int64_t C = x->shape[x->ndim - 1], R = x->shape[x->ndim - 2], size = ps_dtype_bytes(x->dtype);
+    for (int64_t i = 0; i < x->numel; i++) {
+        int64_t right = i % C - i / C % R - a->diagonal;          /* places to the right of the diagonal */
+        char *to = (char *)y->data + i * size;
+        if (a->upper ? right < 0 : right > 0) memset(to, 0, (size_t)size);
+        else memcpy(to, (const char *)x->data + i * size, (size_t)size);
+    }
+    return 0;
+}

@@ -62,12 +62,9 @@ SIMD void transpose_groups(vu w[4])
     memcpy(w, to, sizeof to);
 #endif
 }
-/* Computes the random words of the 4 VL elements from element 4 * counter on, in their order. Lane 4 l + k computes
- * counter VL / 4 k + l, so transposing groups of four lanes restores the order. */
-SIMD void philox_block(uint64_t key, uint32_t sample, uint32_t step, uint32_t op, uint32_t counter, vu w[4])
+/* Philox, lane by lane: from four words of a counter to four random words. */
+SIMD void philox_lanes(uint64_t key, vu c0, vu c1, vu c2, vu c3, vu w[4])
 {
-    const vu lane = PS_LANE_NUMBERS, order = lane % 4 * (VL / 4) + lane / 4;
-    vu zero = { 0 }, c0 = order + counter, c1 = zero + sample, c2 = zero + op, c3 = zero + step;
     uint32_t k0 = (uint32_t)key, k1 = (uint32_t)(key >> 32);
     for (int round = 0; round < 10; round++) {
         vu h0, l0, h1, l1;
@@ -77,6 +74,14 @@ SIMD void philox_block(uint64_t key, uint32_t sample, uint32_t step, uint32_t op
         k0 += 0x9E3779B9u, k1 += 0xBB67AE85u;
     }
     w[0] = c0, w[1] = c1, w[2] = c2, w[3] = c3;
+}
+/* The random words of the 4 VL elements from element 4 * counter on, in their order. Lane 4 l + k works on counter VL /
+ * 4 k + l, so that transposing groups of four lanes restores the order. */
+SIMD void philox_block(uint64_t key, uint32_t sample, uint32_t step, uint32_t op, uint32_t counter, vu w[4])
+{
+    const vu lane = PS_LANE_NUMBERS, order = lane % 4 * (VL / 4) + lane / 4;
+    vu zero = { 0 };
+    philox_lanes(key, order + counter, zero + sample, zero + op, zero + step, w);
     transpose_groups(w);
 }
 struct dropout {
@@ -119,8 +124,25 @@ SIMD void dropout_span(const struct dropout *d, uint64_t sample, int64_t begin, 
         }
     }
 }
-/* Processes an x that consists of the rows with these numbers of a whole. Each row has `width` consecutive elements
- * of one sample. */
+/* Elements [begin, end) of samples of one element each. */
+SIMD void dropout_singles(const struct dropout *d, int64_t begin, int64_t end, int dtype)
+{
+    vf scale = vf_set(d->scale);
+    vi threshold = vi_set(d->threshold);
+    vu zero = { 0 };
+    const vu lane = PS_LANE_NUMBERS;
+    for (int64_t i = begin; i < end; i += VL) {
+        vu w[4];
+        philox_lanes(d->attrs->seed, zero, lane + (uint32_t)(d->attrs->sample + (uint64_t)(d->attrs->first + i)),
+                     zero + d->attrs->op, zero + (uint32_t)d->attrs->step, w);
+        vi drop = (vi)(w[0] >> 8) < threshold;
+        if (i + VL <= end) vf_put(d->y, i, dtype, (vf)(~drop & (vi)(vf_get(d->x, i, dtype) * scale)));
+        else
+            vf_put_n(d->y, i, dtype, (int)(end - i),
+                     (vf)(~drop & (vi)(vf_get_n(d->x, i, dtype, (int)(end - i), 0.0f) * scale)));
+    }
+}
+/* x consists of the rows with these numbers of a whole. Each row has `width` consecutive elements of one sample. */
 static int dropout_rows(const struct dropout *d, const ps_view *rows, int64_t width, int dtype)
 {
     int64_t n = d->attrs->per_sample;
@@ -143,6 +165,12 @@ static int dropout(ps_call *call)
                          .threshold = (int32_t)ceil((double)(float)a->p * 0x1p24),
                          .scale = (float)(1.0 / (1.0 - a->p)) };
     if (ps_has(rows)) return dropout_rows(&d, rows, x->numel / rows->numel, x->dtype);
+    if (a->per_sample == 1) {
+#pragma omp parallel for schedule(static) if (x->numel >= PS_PAR_MIN / 4)
+        for (int64_t i = 0; i < x->numel; i += DROPOUT_BLOCK)
+            PS_BY_VEC(x->dtype, dropout_singles, &d, i, i + DROPOUT_BLOCK < x->numel ? i + DROPOUT_BLOCK : x->numel);
+        return 0;
+    }
     int64_t n = a->per_sample, last = a->first + x->numel, blocks = (n - 1) / DROPOUT_BLOCK + 1;
     int64_t from = a->first / n, to = (last - 1) / n;                         /* samples of which x has elements */
     int64_t first_block = a->first % n / DROPOUT_BLOCK;

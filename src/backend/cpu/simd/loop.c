@@ -135,7 +135,8 @@ static void repeat(char *dst, int64_t size, int64_t nbytes)
         for (;;) { \
             T *restrict dst = (T *)o->data + start; \
             if (run > n) run = n; \
-            for (int64_t i = 0; i < run; i++) dst[i * s] = src[i]; \
+            if (s == 1) memcpy(dst, src, (size_t)run * sizeof(T)); \
+            else for (int64_t i = 0; i < run; i++) dst[i * s] = src[i]; \
             src += run, n -= run; \
             if (n == 0) return; \
             start = next_run(l, o, index, start - index[last] * s); \

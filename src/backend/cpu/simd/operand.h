@@ -16,13 +16,15 @@ static inline int64_t ps_index_at(const ps_view *v, int64_t i)
 /* Returns PS_ERANGE at the first index outside [0, n). */
 static inline int ps_check_indices(const ps_view *index, int64_t n)
 {
-    int64_t bad = 0;
+    uint64_t bad = 0;
     if (index->dtype == PS_I32) {
         const int32_t *p = index->data;
         for (int64_t i = 0; i < index->numel; i++) bad |= p[i] < 0 || p[i] >= n;
     } else {
-        const int64_t *p = index->data;
-        for (int64_t i = 0; i < index->numel; i++) bad |= p[i] < 0 || p[i] >= n;
+        const uint64_t *p = index->data;           /* the uppermost bit of a | b tells if a or b is below 0 */
+        _Pragma("omp simd reduction(| : bad)")
+        for (int64_t i = 0; i < index->numel; i++) bad |= p[i] | ((uint64_t)n - 1 - p[i]);
+        bad >>= 63;
     }
     for (int64_t i = 0; bad && i < index->numel; i++) {
         int64_t v = ps_index_at(index, i);

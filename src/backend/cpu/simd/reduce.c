@@ -376,7 +376,53 @@ static int arg_reduce(ps_call *call, int dim, reducer op)
 static int argmax(ps_call *call) { return arg_reduce(call, ((const ps_attrs_argmax *)call->attrs)->dim, MAX); }
 static int argmin(ps_call *call) { return arg_reduce(call, ((const ps_attrs_argmin *)call->attrs)->dim, MIN); }
 
-/* Keeps the k largest elements of a row in descending order. NaN is first; equal elements are ordered by position. */
+/* -- products ------------------------------------------------------------------------------------------------------ */
+/* The product of n rows of `inner` elements. half: memory for n / 2 rows. */
+#define PROD(type) \
+    static void prod_##type(const type *x, int64_t n, int64_t inner, type *half, type *y) \
+    { \
+        for (int64_t j = 0; j < inner; j++) y[j] = 1; \
+        for (; n > 1; n /= 2) { \
+            int64_t m = n / 2 * inner; \
+            if (n % 2) for (int64_t j = 0; j < inner; j++) y[j] *= x[2 * m + j]; \
+            _Pragma("omp simd") for (int64_t j = 0; j < m; j++) half[j] = x[j] * x[m + j]; \
+            x = half; \
+        } \
+        if (n == 1) for (int64_t j = 0; j < inner; j++) y[j] = x[j] * y[j]; \
+    }
+PROD(float)
+PROD(double)
+PROD(uint64_t)
+
+static int prod(ps_call *call)
+{
+    const ps_attrs_prod *a = call->attrs;
+    const ps_view *x = &call->in[0], *y = &call->out[0];
+    int dim = a->dim < 0 ? a->dim + x->ndim : a->dim;
+    int64_t size = ps_dtype_bytes(x->dtype), outer = 1, inner = 1, n = x->ndim > 0 ? x->shape[dim] : 1;
+    if ((x->dtype != PS_F32 && x->dtype != PS_F64 && x->dtype != PS_I64) || !view_flat(x) || !view_flat(y))
+        return PS_EUNSUP;
+    for (int d = 0; d < x->ndim; d++) {
+        if (d < dim) outer *= x->shape[d];
+        if (d > dim) inner *= x->shape[d];
+    }
+    int64_t each = n / 2 * inner * size;
+    char *half = each > 0 ? scratch(call, outer * each) : NULL;
+    if (each > 0 && !half) return PS_ENOMEM;
+    if (call->dry) return PS_OK;
+#pragma omp parallel for schedule(static) if (x->numel >= PS_PAR_MIN)
+    for (int64_t o = 0; o < outer; o++) {
+        const char *from = (const char *)x->data + o * n * inner * size;
+        char *to = (char *)y->data + o * inner * size, *own = each > 0 ? half + o * each : NULL;
+        if (x->dtype == PS_F32) prod_float((const float *)from, n, inner, (float *)own, (float *)to);
+        else if (x->dtype == PS_F64) prod_double((const double *)from, n, inner, (double *)own, (double *)to);
+        else prod_uint64_t((const uint64_t *)from, n, inner, (uint64_t *)own, (uint64_t *)to);
+    }
+    return PS_OK;
+}
+
+/* -- topk ---------------------------------------------------------------------------------------------------------- */
+/* Keeps the k largest elements of a row in descending order. NaN comes first; equal elements are ordered by place. */
 static void topk_row(const char *x, int64_t n, int dtype, int k, float *value, int64_t *place)
 {
     int have = 0;
@@ -397,20 +443,92 @@ static void topk_row(const char *x, int64_t n, int dtype, int k, float *value, i
     }
 }
 
+enum { INSERTED = 64, SORT_BITS = 11 };            /* for larger k, insertion is slower than sorting */
+typedef struct sorted { uint32_t key; int32_t place; } sorted;
+
+/* A number that is smaller for a larger value: 0 for NaN, equal for +0 and -0. */
+static inline uint32_t descending(float f)
+{
+    uint32_t bits;
+    f += 0.0f;                                     /* -0 becomes +0 */
+    memcpy(&bits, &f, sizeof bits);
+    if (f != f) return 0;
+    return bits >> 31 ? bits : ~bits & 0x7fffffffu;
+}
+
+/* Sorts a row in descending order, stably, so that equal elements are in the order of their places. Returns the list
+ * that has the result; both have n entries. */
+static const sorted *sort_row(const char *x, int64_t n, int dtype, sorted *a, sorted *b)
+{
+    enum { KEYS = 1 << SORT_BITS, PASSES = 3 };
+    int32_t start[PASSES][KEYS] = { { 0 } };
+    for (int64_t i = 0; i < n; i += VL) {
+        int m = n - i < VL ? (int)(n - i) : VL;
+        vf v = vf_get_n(x, i, dtype, m, 0);
+        for (int j = 0; j < m; j++) {
+            a[i + j] = (sorted){ descending(v[j]), (int32_t)(i + j) };
+            for (int k = 0; k < PASSES; k++) start[k][a[i + j].key >> (k * SORT_BITS) & (KEYS - 1)]++;
+        }
+    }
+    for (int k = 0; k < PASSES; k++) {
+        int32_t sum = 0;
+        bool one = false;                          /* all keys have the same digit */
+        for (int d = 0; d < KEYS; d++) {
+            int32_t count = start[k][d];
+            one = one || count == n;
+            start[k][d] = sum, sum += count;
+        }
+        if (one) continue;
+        for (int64_t i = 0; i < n; i++) b[start[k][a[i].key >> (k * SORT_BITS) & (KEYS - 1)]++] = a[i];
+        sorted *swap = a;
+        a = b, b = swap;
+    }
+    return a;
+}
+
+/* Writes the first k elements of a sorted row. */
+static void put_sorted(const sorted *list, const char *x, int dtype, int64_t k, char *values, int64_t *indices)
+{
+    for (int64_t j = 0; j < k; j++) {
+        int32_t at = list[j].place;
+        indices[j] = at;
+        if (dtype == PS_F32) ((float *)values)[j] = ((const float *)x)[at];
+        else ((uint16_t *)values)[j] = ((const uint16_t *)x)[at];
+    }
+}
+
+static int topk_sorted(ps_call *call, const plan *p, int k)
+{
+    const ps_view *values = &call->out[0], *indices = &call->out[1];
+    int64_t size = ps_dtype_bytes(p->dtype);
+    sorted *lists = scratch(call, 2 * p->rows * p->n * (int64_t)sizeof *lists);
+    if (!lists) return PS_ENOMEM;
+    if (call->dry) return PS_OK;
+#pragma omp parallel for schedule(static) if (p->rows * p->n >= PS_PAR_MIN)
+    for (int64_t r = 0; r < p->rows; r++) {
+        sorted *own = lists + 2 * r * p->n;
+        const char *x = plan_row(p, r);
+        put_sorted(sort_row(x, p->n, p->dtype, own, own + p->n), x, p->dtype, k, (char *)values->data + r * k * size,
+                   (int64_t *)indices->data + r * k);
+    }
+    return PS_OK;
+}
+
 static int topk(ps_call *call)
 {
-    enum { MOST = 256 };                           /* for larger k, insertion is slower than sorting */
     const ps_view *x = &call->in[0], *values = &call->out[0], *indices = &call->out[1];
     int k = ((const ps_attrs_topk *)call->attrs)->k;
-    if (!is_lane_type(x->dtype) || x->numel == 0 || x->ndim == 0 || k < 1 || k > MOST || k > x->shape[x->ndim - 1]
-        || !view_flat(values) || !view_flat(indices)) return PS_EUNSUP;
+    if (!is_lane_type(x->dtype) || x->numel == 0 || x->ndim == 0 || k < 1 || k > x->shape[x->ndim - 1]
+        || values->dtype != x->dtype || x->shape[x->ndim - 1] > INT32_MAX || !view_flat(values) || !view_flat(indices))
+        return PS_EUNSUP;
     plan p;
     PS_TRY(plan_make(call, x, 1u << (x->ndim - 1), true, &p));
+    if (k > INSERTED) return topk_sorted(call, &p, k);
     if (call->dry) return PS_OK;
 #pragma omp parallel for schedule(static) if (x->numel >= PS_PAR_MIN)
     for (int64_t r = 0; r < p.rows; r++) {
-        float value[MOST + 1];
-        int64_t place[MOST + 1];
+        float value[INSERTED + 1];
+        int64_t place[INSERTED + 1];
         topk_row(plan_row(&p, r), p.n, p.dtype, k, value, place);
         memcpy((int64_t *)indices->data + r * k, place, (size_t)k * sizeof *place);
         for (int j = 0; j < k; j += VL)
@@ -484,6 +602,7 @@ void PS_ISA_FN(ps_cpu_fill_reduce)(ps_kernel *k)
     k[PS_OP_amin] = amin;
     k[PS_OP_argmax] = argmax;
     k[PS_OP_argmin] = argmin;
+    k[PS_OP_prod] = prod;
     k[PS_OP_topk] = topk;
     k[PS_OP_cumsum] = cumsum;
 }

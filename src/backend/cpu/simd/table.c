@@ -15,6 +15,38 @@ enum { COLUMNS = 512, RADIX_BITS = 11, ZERO_CHUNK = 1 << 18 };
 static bool is_own(int64_t v, int64_t V) { return v >= 0 && v < V; }
 static bool index_usable(const ps_view *v) { return ps_is_index(v) && view_flat(v); }
 
+static const void *index_from(const ps_view *index, int64_t at)
+{
+    return (const char *)index->data + at * ps_dtype_bytes(index->dtype);
+}
+
+/* The number i of indices of type int64 (wide) or int32. */
+static inline int64_t number(const void *index, bool wide, int64_t i)
+{
+    return wide ? ((const int64_t *)index)[i] : ((const int32_t *)index)[i];
+}
+
+#define PICK_N(type, wide, step, move) \
+    for (int64_t i = 0; i < n; i++) ((type *)to)[i] = ((const type *)from)[number(index, wide, i) * step + i * move]
+#define PICK(type) \
+    do { \
+        if (wide && step == 1 && move == 0) PICK_N(type, true, 1, 0); \
+        else if (wide) PICK_N(type, true, step, move); \
+        else PICK_N(type, false, step, move); \
+    } while (0)
+
+/* to[i] = from[index[i] * step + i * move] for n elements of `size` bytes. */
+static void pick(void *to, const void *from, const void *index, bool wide, int64_t n, int64_t step, int64_t move,
+                 int64_t size)
+{
+    if (size == 1) PICK(uint8_t);
+    else if (size == 2) PICK(uint16_t);
+    else if (size == 4) PICK(uint32_t);
+    else PICK(uint64_t);
+}
+
+enum { PICKS = 4096 };                       /* number of elements that a thread reads at a time */
+
 static int embedding(ps_call *call)
 {
     const ps_view *w = &call->in[0], *index = &call->in[1];
@@ -25,6 +57,16 @@ static int embedding(ps_call *call)
     int64_t V = w->shape[0];
     size_t row = (size_t)(w->shape[1] * ps_dtype_bytes(w->dtype));
     PS_TRY(ps_check_indices(index, a->total > 0 ? a->total : V));
+    if (w->shape[1] == 1 && a->first == 0 && (a->total == 0 || a->total == V)) {
+        int64_t n = index->numel, parts = (n + PICKS - 1) / PICKS;
+#pragma omp parallel for schedule(static) if (n >= PS_PAR_MIN)
+        for (int64_t part = 0; part < parts; part++) {
+            int64_t at = part * PICKS;
+            pick((char *)y->data + (size_t)at * row, w->data, index_from(index, at), index->dtype == PS_I64,
+                 n - at < PICKS ? n - at : PICKS, 1, 0, (int64_t)row);
+        }
+        return 0;
+    }
 #pragma omp parallel for schedule(static) if (y->numel >= PS_PAR_MIN)
     for (int64_t i = 0; i < index->numel; i++) {
         int64_t v = ps_index_at(index, i) - a->first;
@@ -175,32 +217,6 @@ static bool split_along(const ps_view *x, const ps_view *index, int dim, struct 
     return true;
 }
 
-static const void *index_from(const ps_view *index, int64_t at)
-{
-    return (const char *)index->data + at * ps_dtype_bytes(index->dtype);
-}
-
-/* Returns index i, of type int64 (wide) or int32. */
-static inline int64_t number(const void *index, bool wide, int64_t i)
-{
-    return wide ? ((const int64_t *)index)[i] : ((const int32_t *)index)[i];
-}
-
-#define PICK_N(type, wide) \
-    for (int64_t i = 0; i < n; i++) ((type *)to)[i] = ((const type *)from)[number(index, wide, i) * step + i * move]
-#define PICK(type) do { if (wide) PICK_N(type, true); else PICK_N(type, false); } while (0)
-
-/* Copies to[i] = from[index[i] * step + i * move] for n elements of `size` bytes. */
-static void pick(void *to, const void *from, const void *index, bool wide, int64_t n, int64_t step, int64_t move,
-                 int64_t size)
-{
-    if (size == 1) PICK(uint8_t);
-    else if (size == 2) PICK(uint16_t);
-    else if (size == 4) PICK(uint32_t);
-    else PICK(uint64_t);
-}
-
-enum { PICKS = 4096 };                       /* elements that a thread reads at a time */
 
 static int gather(ps_call *call)
 {
@@ -385,6 +401,69 @@ static int scatter_backward(ps_call *call)
     return run_scatter(&s, dy, dsrc->numel, take_columns);
 }
 
+/* -- order --------------------------------------------------------------------------------------------------------- */
+#define REVERSE(type) for (int64_t i = 0; i < n; i++) ((type *)to)[i] = ((const type *)from)[n - 1 - i]
+
+/* Copies n pieces of `size` bytes in reverse order. */
+static void reverse(char *to, const char *from, int64_t n, int64_t size)
+{
+    if (size == 1) REVERSE(uint8_t);
+    else if (size == 2) REVERSE(uint16_t);
+    else if (size == 4) REVERSE(uint32_t);
+    else if (size == 8) REVERSE(uint64_t);
+    else for (int64_t i = 0; i < n; i++) memcpy(to + i * size, from + (n - 1 - i) * size, (size_t)size);
+}
+
+static int flip(ps_call *call)
+{
+    const ps_view *x = &call->in[0], *y = &call->out[0];
+    uint32_t dims = ((const struct ps_attrs_flip *)call->attrs)->dims;
+    int64_t size = ps_dtype_bytes(x->dtype);
+    int last = x->ndim - 1;                                  /* the last dimension that is reversed */
+    if (!view_flat(x) || !view_flat(y)) return PS_EUNSUP;
+    if (x->numel == 0) return 0;
+    for (; last >= 0 && !(dims >> last & 1); last--) size *= x->shape[last];
+    if (last < 0) {
+        memcpy(y->data, x->data, (size_t)size);
+        return 0;
+    }
+    int64_t n = x->shape[last], rows = x->numel * ps_dtype_bytes(x->dtype) / (n * size);
+#pragma omp parallel for schedule(static) if (x->numel >= PS_PAR_MIN)
+    for (int64_t r = 0; r < rows; r++) {
+        int64_t rest = r, at = 0, scale = 1;
+        for (int d = last - 1; d >= 0; d--) {
+            int64_t i = rest % x->shape[d];
+            at += (dims >> d & 1 ? x->shape[d] - 1 - i : i) * scale;
+            rest /= x->shape[d], scale *= x->shape[d];
+        }
+        reverse((char *)y->data + r * n * size, (const char *)x->data + at * n * size, n, size);
+    }
+    return 0;
+}
+
+static int64_t within(int64_t i, int64_t n) { return i < 0 ? 0 : i > n ? n : i; }
+
+static int triangle(ps_call *call)
+{
+    const struct ps_attrs_triangle *a = call->attrs;
+    const ps_view *x = &call->in[0], *y = &call->out[0];
+    if (!view_flat(x) || !view_flat(y)) return PS_EUNSUP;
+    if (x->numel == 0) return 0;
+    int64_t C = x->shape[x->ndim - 1], R = x->shape[x->ndim - 2], size = ps_dtype_bytes(x->dtype);
+    int64_t shift = within(a->diagonal + R, R + C) - R;       /* no sum overflows then */
+#pragma omp parallel for schedule(static) if (x->numel >= PS_PAR_MIN)
+    for (int64_t r = 0; r < x->numel / C; r++) {
+        int64_t edge = a->upper ? within(r % R + shift, C) : within(r % R + shift + 1, C);
+        const char *from = (const char *)x->data + r * C * size;
+        char *to = (char *)y->data + r * C * size;
+        int64_t first = a->upper ? edge : 0, end = a->upper ? C : edge;         /* the elements that stay */
+        memset(to, 0, (size_t)(first * size));
+        memcpy(to + first * size, from + first * size, (size_t)((end - first) * size));
+        memset(to + end * size, 0, (size_t)((C - end) * size));
+    }
+    return 0;
+}
+
 void PS_ISA_FN(ps_cpu_fill_table)(ps_kernel *k);
 void PS_ISA_FN(ps_cpu_fill_table)(ps_kernel *k)
 {
@@ -392,6 +471,8 @@ void PS_ISA_FN(ps_cpu_fill_table)(ps_kernel *k)
     k[PS_OP_embedding_backward] = embedding_backward;
     k[PS_OP_flat_index] = flat_index;
     k[PS_OP_gather] = gather;
+    k[PS_OP_flip] = flip;
+    k[PS_OP_triangle] = triangle;
     k[PS_OP_scatter_add] = scatter_add;
     k[PS_OP_scatter] = scatter;
     k[PS_OP_scatter_] = scatter_;
