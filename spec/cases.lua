@@ -311,8 +311,12 @@ for _, kind in ipairs(PACKED) do
     case { "unpack", set({ w(3, 2) }, args(number, code - 1)), set({ w(1, 1) }, args(number, code - 1)),
            set({ w(0, 2) }, args(number, code - 1)), types = { dtype }, layouts = false, exact = true }
   end
-  local forward, back = args(number, 0), args(number, 1)
-  case { "linear_packed", set({ F { 1, block * 2 }, w(5, 2), F { 5 }, NONE }, forward),
+  local forward, back, int8 = args(number, 0, 0), args(number, 1, 0), args(number, 0, 1)
+  case { "linear_packed", set({ F { 1, block * 3 }, w(37, 3), F { 37 }, NONE }, int8),
+         set({ F { 4, block }, w(6, 1), NONE, F { 4, 6 } }, int8),
+         set({ F { 2, block * 4 }, w(130, 4), NONE, NONE }, int8),
+         set({ F { 5, block }, w(3, 1), NONE, NONE }, int8),
+         set({ F { 1, block * 2 }, w(5, 2), F { 5 }, NONE }, forward),
          set({ F { 2, 3, block }, w(37, 1), NONE, F { 2, 3, 37 } }, forward),
          set({ F { 4, block * 3 }, w(130, 3), F { 130 }, F { 4, 130 } }, forward),
          set({ F { block }, w(33, 1), NONE, NONE }, forward),
@@ -321,9 +325,10 @@ for _, kind in ipairs(PACKED) do
          set({ F { 3, 5 }, w(5, 2), NONE, NONE }, back), set({ F { 2, 9, 70 }, w(70, 1), NONE, NONE }, back),
          layouts = false }
 end
-case { "linear_packed", { F { 3, 64 }, I({ 4, 36 * 1 }, 0, 255), F { 4 }, F { 3, 4 }, attrs = args(256, 0),
+case { "linear_packed", { F { 3, 64 }, I({ 4, 36 * 1 }, 0, 255), F { 4 }, F { 3, 4 }, attrs = args(256, 0, 0),
          prepare = packed_rows(PACKED[14], 2) },
-       { F { 3, 4 }, I({ 4, 36 * 1 }, 0, 255), NONE, NONE, attrs = args(256, 1), prepare = packed_rows(PACKED[14], 2) },
+       { F { 3, 4 }, I({ 4, 36 * 1 }, 0, 255), NONE, NONE, attrs = args(256, 1, 0),
+         prepare = packed_rows(PACKED[14], 2) },
        layouts = false }
 
 -- -- softmax and losses ---------------------------------------------------------------------------------------------
@@ -951,9 +956,9 @@ do
   large("sq_norms", { F(LARGE), F { 5 }, F(LARGE) })
   large("grad_store", { F(LARGE), attrs = args(0) }, { F(LARGE), attrs = args(1) }, { F(LARGE), attrs = args(2) })
   large("matmul", { F { 131, 257 }, F { 257, 65 } }, { F { 3, 65, 130 }, F { 3, 130, 33 } })
-  large("linear_packed", { F { 131, 256 }, I({ 130, 8 * 34 }, 0, 255), F { 130 }, F { 131, 130 }, attrs = args(8, 0),
+  large("linear_packed", { F { 131, 256 }, I({ 130, 8 * 34 }, 0, 255), F { 130 }, F { 131, 130 }, attrs = args(8, 0, 0),
     prepare = packed_rows(PACKED[5], 2) })
-  large("linear_packed", { F { 1, 512 }, I({ 331, 2 * 144 }, 0, 255), NONE, NONE, attrs = args(12, 0),
+  large("linear_packed", { F { 1, 512 }, I({ 331, 2 * 144 }, 0, 255), NONE, NONE, attrs = args(12, 0, 0),
     prepare = packed_rows(PACKED[8], 2) })
   large("linear", { F { 131, 257 }, F { 65, 257 }, F { 65 }, F { 131, 65 }, attrs = args(1) })
   large("softmax", { F(LARGE, -8, 8) })

@@ -29,6 +29,8 @@ whole(parser:option("--seed", "seed of the random draws", "1337"), 0)
 parser:option("--dtype", "type of the weights (default: that of the files)", "auto")
 parser:flag("--special-tokens", "also print special tokens, such as the one that ends a reply")
 parser:option("--device", "the device of the model")
+parser:flag("--keep-quantized", "weights of a GGUF file stay packed")
+parser:flag("--int8-activations", "with --keep-quantized: round activations to 8 bits when generating, which is faster")
 parser:option("--adapter", "a folder with a PEFT or psluajit adapter for the model")
 local args = parser:parse()
 
@@ -112,7 +114,8 @@ end
 local function main()
   local path = folder.find(args.folder)
   local tok = ps.tokenizer.from_pretrained(path)
-  local model = ps.from_pretrained(path, { dtype = args.dtype, device = args.device, mmap = "auto" })
+  local model = ps.from_pretrained(path, { dtype = args.dtype, device = args.device, mmap = "auto",
+    keep_quantized = args.keep_quantized, int8_activations = args.int8_activations })
   if args.adapter then ps.lora.load(model, args.adapter, { trainable = false }) end
   if not model.generate then error(("%s is not a model that continues text"):format(model.class_name), 0) end
   if args.plain or not tok:has_chat_template() then return talk_plainly(model, tok) end

@@ -33,6 +33,8 @@ whole(parser:option("--seed", "seed of the random draws", "1337"), 0)
 parser:option("--dtype", "type of the weights (default: that of the files)", "auto")
 parser:flag("--special-tokens", "also print special tokens, such as the one that ends a text")
 parser:option("--device", "the device of the model")
+parser:flag("--keep-quantized", "weights of a GGUF file stay packed")
+parser:flag("--int8-activations", "with --keep-quantized: round activations to 8 bits when generating, which is faster")
 parser:option("--adapter", "a folder with a PEFT or psluajit adapter for the model")
 whole(parser:option("--pipeline", "number of stages into which the model is cut, each on a process of its own"), 2)
 local args = parser:parse()
@@ -68,7 +70,11 @@ local function open(path)
     return args.adapter and ps.lora.load(model, args.adapter, { trainable = false }) or model
   end
   if not args.pipeline then
-    return adapted(ps.from_pretrained(path, { dtype = args.dtype, device = args.device, mmap = "auto" }))
+    return adapted(ps.from_pretrained(path, { dtype = args.dtype, device = args.device, mmap = "auto",
+      keep_quantized = args.keep_quantized, int8_activations = args.int8_activations }))
+  end
+  if args.keep_quantized then
+    error("--pipeline: packed weights cannot be cut into stages; leave out --keep-quantized", 0)
   end
   ps.init_distributed { quiet = true }
   return (ps.initialize { quiet = true, model_func = function()

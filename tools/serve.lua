@@ -19,6 +19,7 @@ parser:flag("--no-token", "requests need no token; only with an address of this 
 parser:option("--name", "the model's name in the API (default: the last part of MODEL, without .gguf)")
 parser:option("--dtype", "type of the weights (default: that of the files)", "auto")
 parser:flag("--keep-quantized", "weights of a GGUF file stay packed")
+parser:flag("--int8-activations", "with --keep-quantized: round activations to 8 bits when generating, which is faster")
 parser:option("--adapter", "a folder or GGUF file with an adapter for the model")
 local args = parser:parse()
 
@@ -26,7 +27,7 @@ local function main()
   local path = folder.find(args.model)
   local tok = ps.tokenizer.from_pretrained(path)
   local model = ps.from_pretrained(path, { dtype = args.dtype, mmap = "auto", quiet = true,
-    keep_quantized = args.keep_quantized })
+    keep_quantized = args.keep_quantized, int8_activations = args.int8_activations })
   if args.adapter then ps.lora.load(model, args.adapter, { trainable = false }) end
   if not model.generate then error(("%s is not a model that continues text"):format(model.class_name), 0) end
   local name = args.name or args.model:gsub("/+$", ""):match "[^/]*$":gsub("%.gguf$", "")

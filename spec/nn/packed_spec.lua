@@ -101,6 +101,30 @@ describe("a model with packed weights", function()
     for m = 0, 3 do assert.equal(0, far(all:narrow(0, m, 1), layer(x:narrow(0, m, 1)))) end
   end)
 
+  it("rounds activations to 8 bits if asked, only in few rows without gradients", function()
+    made("llama", LLAMA):save_gguf(at "m.gguf", { type = "q8_0", name = "x" })
+    local given = { quiet = true, keep_quantized = true }
+    local exact = ps.from_pretrained(at "m.gguf", given)
+    given.int8_activations = true
+    local fast = ps.from_pretrained(at "m.gguf", given)
+    local one = ids:narrow(0, 0, 1):narrow(1, 0, 3):contiguous()
+    local want, got = logits(exact, one), logits(fast, one)
+    local off = far(want, got)
+    assert.truthy(off > 0 and off < 0.03 * want:abs():max():item(), off)
+    assert.equal(0, far(logits(exact), logits(fast)))                      -- 22 rows
+    assert.equal(0, far(exact({ input_ids = one }).logits, fast({ input_ids = one }).logits))  -- with gradients
+    local layer = fast.model.layers[0].mlp.up_proj
+    local x = ps.randn { 4, 256 }
+    ps.no_grad(function()
+      local all = layer(x)
+      for i = 0, 3 do assert.equal(0, far(all:narrow(0, i, 1), layer(x:narrow(0, i, 1):contiguous()))) end
+    end)
+    fails("keep_quantized", function() ps.from_pretrained(at "m.gguf", { int8_activations = true }) end)
+    fails("no effect", function() ps.quantize(made("llama", LLAMA), { int8_activations = true }) end)
+    local model = ps.quantize(made("llama", LLAMA), { type = "q4_k", int8_activations = true })
+    assert.truthy(far(logits(model, one), logits(ps.quantize(made("llama", LLAMA), { type = "q4_k" }), one)) > 0)
+  end)
+
   it("cannot be written or merged, which says what to do", function()
     local _, kept = both("q8_0")
     fails("keep_quantized", function() kept:save_pretrained(at "x") end)

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Rows of the part `ops`: packed weights, compared with the package gguf (NF4 with the paper's formula)."""
+import math
+
 import gguf
 import torch
 import torch.nn.functional as F
@@ -54,19 +56,34 @@ def unpack(d):
                 [d.laid_out(raw, expand=False)], device=d.choice("cpu", "cpu", "ref"))
 
 
+# Types for which int8 rounds up to 4 rows of activations to 8 bits.
+INT8 = [T.Q4_0, T.Q4_1, T.Q5_0, T.Q5_1, T.Q8_0, T.Q4_K, T.Q5_K, T.Q6_K]
+
+
+def rounded(x):
+    """x with each part of 32 elements rounded to 255 values, as ggml's Q8_0 but with an fp32 scale. The gradient is that
+    of x itself."""
+    parts = x.detach().float().reshape(-1, 32)
+    most = parts.abs().amax(1, keepdim=True)
+    q = (parts * (127 / most)).round().double()
+    values = torch.where(most > 0, q * (most / 127).double(), torch.zeros_like(q))
+    return x + (values.reshape(x.shape).to(x.dtype) - x.detach())
+
+
 def linear_packed(d):
     dtype, o = d.choice("fp32", "fp32", "fp64"), d.int(1, 70)
     kind, number, i, raw = packed_rows(d, o)
     lead, back = d.shape(0, 2), d.chance(0.3)
-    bias, residual = not back and d.chance(0.5), not back and d.chance(0.3)
+    bias, residual, int8 = not back and d.chance(0.5), not back and d.chance(0.3), not back and d.chance(0.4)
+    rows = math.prod(lead)
     inputs = [d.input(lead + [o if back else i], dtype, True), d.laid_out(raw, expand=False),
               d.input([o], dtype, True) if bias else None, d.input(lead + [o], dtype, True) if residual else None]
 
     def run(x, m):
         w = unpacked(x[1], kind).to(x[0].dtype)
-        y = F.linear(x[0], w.t() if back else w, x[2])
+        y = F.linear(rounded(x[0]) if int8 and rows <= 4 and kind in INT8 else x[0], w.t() if back else w, x[2])
         return y if x[3] is None else y + x[3]
-    return Case("ps.ops.linear_packed(x[1], x[2], x[3], x[4], %d, %d)" % (number, back), run, inputs,
+    return Case("ps.ops.linear_packed(x[1], x[2], x[3], x[4], %d, %d, %d)" % (number, back, int8), run, inputs,
                 device=d.choice("cpu", "cpu", "ref"))
 
 

@@ -18,6 +18,17 @@ typedef struct ps_blocks {
 /* Returns NULL if no block type has this id. */
 const ps_blocks *ps_blocks_of(int64_t number);
 
+/* Products of up to PS_PACKED_ROWS rows of x use the blocks directly. With the attribute int8 of linear_packed these
+ * rows are first rounded to 8 bits, in parts of PS_INT8_PART elements: x = d q, where d is the largest magnitude of the
+ * part divided by 127, and q is x / d rounded to nearest even. */
+enum { PS_PACKED_ROWS = 4, PS_INT8_PART = 32 };
+/* Returns whether int8 has an effect on products with blocks of this type. */
+static inline int ps_blocks_int8(int type)
+{
+    return type == PS_Q4_0 || type == PS_Q4_1 || type == PS_Q5_0 || type == PS_Q5_1 || type == PS_Q8_0 ||
+           type == PS_Q4_K || type == PS_Q5_K || type == PS_Q6_K;
+}
+
 extern const float ps_nf4[16];                          /* the values of NF4, for an absolute maximum of 1 */
 /* Reads the scale and minimum of part p of 8 in Q4_K and Q5_K. The 8 pairs of 6-bit values are packed in 12 bytes. */
 static inline void ps_blocks_scale(const uint8_t *s, int p, int *scale, int *min)

@@ -6,6 +6,7 @@ local caller = require "ps.core.caller"
 local native = require "ps.core.ffi"
 local registry = require "ps.nn.registry"
 local functional = require "ps.tensor.functional"
+local scope = require "ps.core.scope"
 local error = caller.error
 
 local packed = {}
@@ -53,9 +54,11 @@ function packed.refuse(layer, call, remedy)
   end
 end
 
+-- Activations are rounded to 8 bits only if no gradients are recorded.
 local function linear_forward(self, x, residual)
   local state = rawget(self, "packed_")
-  return native.ops.linear_packed(x, state.owner.weight, self.bias, residual, state.type.number, 0)
+  local int8 = state.int8 and not scope.grad_enabled()
+  return native.ops.linear_packed(x, state.owner.weight, self.bias, residual, state.type.number, 0, int8 and 1 or 0)
 end
 
 local function table_forward(self, index)
@@ -116,6 +119,25 @@ function packed.set(model, layer, kind, weight)
   attach(layer, layer, kind, dtype)
   local head = rawget(model, "tied_head")
   if head and rawget(head, "tied") == layer then attach(head, layer, kind, dtype) end
+end
+
+-- Types whose products can take activations of 8 bits (ps_blocks_int8 of base/blocks.h).
+local INT8 = { Q4_0 = true, Q4_1 = true, Q5_0 = true, Q5_1 = true, Q8_0 = true, Q4_K = true, Q5_K = true, Q6_K = true }
+
+--- Makes a model's packed layers round activations to 8 bits in products of up to 4 rows without gradients.
+---@param model ps.nn.Module
+---@return integer count number of layers on which this has an effect
+function packed.int8(model)
+  local count = 0
+  local function set(layer)
+    local state = layer and rawget(layer, "packed_")
+    if state and INT8[state.type.name] and layer.class_name ~= "Embedding" and not state.int8 then
+      state.int8, count = true, count + 1
+    end
+  end
+  for _, module in model:named_modules() do set(module) end
+  set(rawget(model, "tied_head"))
+  return count
 end
 
 return packed

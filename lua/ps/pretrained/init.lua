@@ -14,6 +14,7 @@ local settings = require "ps.pretrained.settings"
 local weights = require "ps.pretrained.weights"
 local files_of = require "ps.pretrained.files"
 local lfs = require "lfs"
+local nn_packed = require "ps.nn.packed"
 local packed = require "ps.pretrained.packed"
 local paths = require "ps.paths"
 local error = caller.error
@@ -33,7 +34,7 @@ local families = {}                                        -- by model_type
 
 local WHERE = { dtype = "string", device = "string", recompute = "boolean" }
 local LOADING = { task = "string", revision = "string", quiet = "boolean", ignore_mismatched_sizes = "boolean",
-  mmap = "boolean|string", keep_quantized = "boolean" }
+  mmap = "boolean|string", keep_quantized = "boolean", int8_activations = "boolean" }
 
 -- -- families -------------------------------------------------------------------------------------------------------
 -- Splits a script's options into settings, with aliases resolved, and other options. A shorthand sets several settings
@@ -327,6 +328,9 @@ function pretrained.load(name, options, family)
   if rest.keep_quantized and not gguf.is(path) then
     error(("from_pretrained: keep_quantized is for GGUF files, and %s is a folder"):format(path))
   end
+  if rest.int8_activations and not rest.keep_quantized then
+    error("from_pretrained: int8_activations needs packed weights; set keep_quantized = true, too")
+  end
   local files = files_of.open(list, maps(rest.mmap, list, rest.device or create.empty({ 0 }):device()))
   local ok, model = pcall(function()
     local dtype, widest = rest.dtype, check_sizes(family, class, config, files, where)
@@ -345,6 +349,10 @@ function pretrained.load(name, options, family)
       if rest.keep_quantized and packed.prepare(made, files, device) == 0 then
         error(("from_pretrained: keep_quantized: no weight of a layer is quantised in %s; remove the option"):format(
           path))
+      end
+      if rest.int8_activations and nn_packed.int8(made) == 0 then
+        error(("from_pretrained: int8_activations has no effect: no layer of %s has a type from Q4_0 to Q8_0, Q4_K, "
+          .. "Q5_K or Q6_K; remove the option"):format(path))
       end
       weights.load(made, files, how)
       return made:eval()

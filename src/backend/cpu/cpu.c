@@ -18,6 +18,8 @@ ps_cpu_loss_row_fn ps_cpu_loss_row;
 ps_cpu_few_rows_fn ps_cpu_few_rows;
 ps_cpu_packed_dots_fn ps_cpu_packed_dots;
 ps_cpu_unpack_fn ps_cpu_unpack;
+ps_cpu_int8_dots_fn ps_cpu_int8_dots;
+ps_cpu_round_int8_fn ps_cpu_round_int8;
 
 /* -- instruction sets ---------------------------------------------------------------------------------------------- */
 typedef struct isa {
@@ -28,6 +30,8 @@ typedef struct isa {
     ps_cpu_few_rows_fn few_rows;
     ps_cpu_packed_dots_fn packed_dots;
     ps_cpu_unpack_fn unpack;
+    ps_cpu_int8_dots_fn int8_dots;
+    ps_cpu_round_int8_fn round_int8;
 } isa;
 
 #define ISA(set) \
@@ -47,11 +51,11 @@ ISA(avx2)
 ISA(avx512)
 static const isa sets[] = {
     { "sse2", 16, fill_sse2, ps_cpu_loss_row_sse2, ps_cpu_few_rows_sse2,
-      ps_cpu_packed_dots_sse2, ps_cpu_unpack_sse2 },
+      ps_cpu_packed_dots_sse2, ps_cpu_unpack_sse2, ps_cpu_int8_dots_sse2, ps_cpu_round_int8_sse2 },
     { "avx2", 32, fill_avx2, ps_cpu_loss_row_avx2, ps_cpu_few_rows_avx2,
-      ps_cpu_packed_dots_avx2, ps_cpu_unpack_avx2 },
+      ps_cpu_packed_dots_avx2, ps_cpu_unpack_avx2, ps_cpu_int8_dots_avx2, ps_cpu_round_int8_avx2 },
     { "avx512", 64, fill_avx512, ps_cpu_loss_row_avx512, ps_cpu_few_rows_avx512,
-      ps_cpu_packed_dots_avx512, ps_cpu_unpack_avx512 },
+      ps_cpu_packed_dots_avx512, ps_cpu_unpack_avx512, ps_cpu_int8_dots_avx512, ps_cpu_round_int8_avx512 },
 };
 
 /* Returns the best set. Checks all instructions that the compiler may use under -march=x86-64-v3 and v4, and whether
@@ -71,7 +75,7 @@ static int best_set(void)
 }
 #else
 static const isa sets[] = { { "sse2", 16, fill_sse2, ps_cpu_loss_row_sse2, ps_cpu_few_rows_sse2,
-      ps_cpu_packed_dots_sse2, ps_cpu_unpack_sse2 } };
+      ps_cpu_packed_dots_sse2, ps_cpu_unpack_sse2, ps_cpu_int8_dots_sse2, ps_cpu_round_int8_sse2 } };
 static int best_set(void) { return 0; }
 #endif
 
@@ -208,6 +212,8 @@ int ps_backend_cpu_open(ps_backend *ref, ps_backend **out)
     ps_cpu_few_rows = set->few_rows;
     ps_cpu_packed_dots = set->packed_dots;
     ps_cpu_unpack = set->unpack;
+    ps_cpu_int8_dots = set->int8_dots;
+    ps_cpu_round_int8 = set->round_int8;
     be->fallback = ref;
     ps_cpu_chain_open(be->kernel, ref->kernel);
     be->scratch_nbytes = scratch_nbytes;

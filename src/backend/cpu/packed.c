@@ -41,12 +41,21 @@ typedef struct product {
 static int few_rows(product *p)
 {
     int64_t M = p->M, K = p->w.cols, N = p->w.rows, size = ps_dtype_bytes(p->y->dtype);
-    float *x = p->call->scratch(p->call, (size_t)(M * (K + 2 * N)) * 4);
-    if (!x) return PS_ENOMEM;
+    const struct ps_attrs_linear_packed *attrs = p->call->attrs;
+    bool int8 = attrs->int8 && ps_blocks_int8(p->w.type);
+    int64_t parts = int8 ? M * K / PS_INT8_PART : 0;
+    size_t rounded = (size_t)parts * sizeof(ps_int8_part);
+    ps_int8_part *q = p->call->scratch(p->call, rounded + (size_t)(M * (K + 2 * N)) * 4);
+    if (!q) return PS_ENOMEM;
     if (p->call->dry) return 0;
-    float *c = x + M * K, *more = c + M * N;
+    float *x = (float *)(q + parts), *c = x + M * K, *more = c + M * N;
     ps_cpu_row_load(x, p->x->data, M * K, p->x->dtype);
-    ps_cpu_packed_dots(&p->w, x, M, c);
+    if (int8) {
+        ps_cpu_round_int8(x, parts, q);
+        ps_cpu_int8_dots(&p->w, q, M, c);
+    } else {
+        ps_cpu_packed_dots(&p->w, x, M, c);
+    }
     for (int64_t m = 0; p->bias && m < M; m++) {
         ps_cpu_row_load(more, p->bias->data, N, p->bias->dtype);
         for (int64_t j = 0; j < N; j++) c[m * N + j] += more[j];

@@ -4,8 +4,15 @@
 #ifndef PS_CPU_PACKED_H
 #define PS_CPU_PACKED_H
 #include "backend/cpu/cpu.h"
+#include "base/blocks.h"
 
-enum { PS_PACKED_ROWS = 4 };              /* most rows of x for which dot products use packed blocks directly */
+/* A part of a row of x, rounded to 8 bits (base/blocks.h). */
+typedef struct ps_int8_part {
+    int8_t q[PS_INT8_PART];
+    int32_t sums[PS_INT8_PART / 4];       /* sums of 4 neighbouring q */
+    float d;
+    float padding[7];                     /* so that q and sums begin at multiples of 32 bytes */
+} ps_int8_part;
 typedef struct ps_packed_matrix {
     const uint8_t *data;
     int64_t rows, cols, row_nbytes;       /* cols: values in a row */
@@ -17,7 +24,13 @@ typedef struct ps_packed_matrix {
 typedef void (*ps_cpu_packed_dots_fn)(const ps_packed_matrix *w, const float *x, int64_t M, float *c);
 /* Unpacks the values of n blocks to fp32, bf16 or fp16, rounded to nearest even. */
 typedef void (*ps_cpu_unpack_fn)(int type, const uint8_t *blocks, int64_t n, void *out, int dtype);
+/* Computes the same product with x in parts, [M, cols / PS_INT8_PART]. The type must be one of ps_blocks_int8. */
+typedef void (*ps_cpu_int8_dots_fn)(const ps_packed_matrix *w, const ps_int8_part *x, int64_t M, float *c);
+/* Rounds `parts` parts of fp32 x. */
+typedef void (*ps_cpu_round_int8_fn)(const float *x, int64_t parts, ps_int8_part *out);
 extern ps_cpu_packed_dots_fn ps_cpu_packed_dots;
+extern ps_cpu_int8_dots_fn ps_cpu_int8_dots;
+extern ps_cpu_round_int8_fn ps_cpu_round_int8;
 extern ps_cpu_unpack_fn ps_cpu_unpack;
 void ps_cpu_packed_dots_sse2(const ps_packed_matrix *, const float *, int64_t, float *);
 void ps_cpu_packed_dots_avx2(const ps_packed_matrix *, const float *, int64_t, float *);
@@ -25,4 +38,10 @@ void ps_cpu_packed_dots_avx512(const ps_packed_matrix *, const float *, int64_t,
 void ps_cpu_unpack_sse2(int, const uint8_t *, int64_t, void *, int);
 void ps_cpu_unpack_avx2(int, const uint8_t *, int64_t, void *, int);
 void ps_cpu_unpack_avx512(int, const uint8_t *, int64_t, void *, int);
+void ps_cpu_int8_dots_sse2(const ps_packed_matrix *, const ps_int8_part *, int64_t, float *);
+void ps_cpu_round_int8_sse2(const float *, int64_t, ps_int8_part *);
+void ps_cpu_int8_dots_avx2(const ps_packed_matrix *, const ps_int8_part *, int64_t, float *);
+void ps_cpu_round_int8_avx2(const float *, int64_t, ps_int8_part *);
+void ps_cpu_int8_dots_avx512(const ps_packed_matrix *, const ps_int8_part *, int64_t, float *);
+void ps_cpu_round_int8_avx512(const float *, int64_t, ps_int8_part *);
 #endif

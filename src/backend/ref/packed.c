@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * Packed weights: blocks are unpacked one by one (base/blocks.c), and multiplied by the plain triple loop. */
+#include <math.h>
 #include "ref.h"
 #include "base/blocks.h"
 
@@ -26,6 +27,21 @@ int ref_unpack(ps_call *call)
     return 0;
 }
 
+/* Rounds x to 8 bits, as base/blocks.h has it. */
+static void round_int8(double *x, int64_t n)
+{
+    for (int64_t i = 0; i < n; i += PS_INT8_PART) {
+        float largest = 0, odd = 0;                      /* odd: NaN if an element is not finite */
+        for (int k = 0; k < PS_INT8_PART; k++) {
+            largest = fmaxf(largest, fabsf((float)x[i + k]));
+            odd += (float)x[i + k] * 0;
+        }
+        float d = largest / 127, by = largest < 1e-36f ? 0 : 127 / largest;
+        for (int k = 0; k < PS_INT8_PART; k++)
+            x[i + k] = isnan(odd) ? odd : by > 0 ? (double)rintf((float)x[i + k] * by) * d : 0;
+    }
+}
+
 int ref_linear_packed(ps_call *call)
 {
     const ps_attrs_linear_packed *attrs = call->attrs;
@@ -39,6 +55,7 @@ int ref_linear_packed(ps_call *call)
     PS_TRY(ref_dense(call, &call->in[3], &residual));
     PS_TRY(unpack(call, w_view, blocks, &w));
     PS_TRY(ref_scratch(call, out->numel, &y));
+    if (attrs->int8 && !attrs->back && rows <= PS_PACKED_ROWS && ps_blocks_int8(attrs->type)) round_int8(x, rows * I);
     for (int64_t i = 0; i < rows; i++)
         for (int64_t o = 0; o < O; o++)
             for (int64_t k = 0; k < I; k++) {
