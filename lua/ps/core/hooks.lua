@@ -16,6 +16,7 @@ local EVENTS = {
   load = "parameter, state, name: the values of that name are about to be loaded. Answer: {to, loaded(self, "
     .. "parameter)} or {elsewhere}",
   owner = "parameter: its values are about to be loaded. Answer: the rank that owns it, if another rank does",
+  sharded = "nothing: values have been read from a file. Answer: true if reading a parameter is a collective call",
   saves = "value, path: ps.save is about to write the value to the file",
   loaded = "module: its load_state_dict has written the values of a state",
   op_failed = "n_in, inputs: an op failed. Answer: a text about one of the inputs",

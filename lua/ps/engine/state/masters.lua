@@ -86,7 +86,7 @@ function masters.new(built)
     hooks.on("owner", function(param)
       local held = weak[1] and weak[1].held[param]
       return held and held.elsewhere
-    end) }
+    end), hooks.on("sharded", function() return weak[1] and weak[1].shared end) }
   self.unlisten = function() for _, off in ipairs(offs) do off() end end
   local function elsewhere(row) self.held[row.param] = { elsewhere = row.owner } end
   for _, row in ipairs(built.frozen) do
