@@ -138,8 +138,8 @@ int64_t ps_memory_available(ps_ctx *ctx, int device);     /* bytes that can stil
  * refers to and that no scope drops. A collection is due when tensors outside chunks have grown by a quarter since
  * the last one. The result is true only once until ps_collected is called. */
 int ps_collect_due(ps_ctx *ctx);
-/* Bytes of tensors that were made since the last collection and still exist, whether in use or not. Negative if more
- * bytes were freed than made. */
+/* Bytes of tensors that were made since the last collection, minus bytes of tensors that were freed since then. Can be
+ * negative. */
 int64_t ps_collect_waiting(const ps_ctx *ctx);
 /* Must be called after a collection. The next collection is due when tensors have grown by a quarter of the bytes in
  * use, and by `least` bytes or more. */

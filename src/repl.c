@@ -37,7 +37,7 @@ struct repl {
     size_t line_size;
     repl_mode mode;
     int environment;             /* environment of statements: a registry reference, or LUA_NOREF for the globals */
-    bool keeps;                  /* the loaded statement ends with a call of its argument, which is keep_locals */
+    bool keeps;                  /* the loaded chunk ends by calling keep_locals, which is passed as its argument */
     int pretty, complete;        /* registry references of format of ps.pretty and tab of ps.complete, or LUA_NOREF */
 };
 

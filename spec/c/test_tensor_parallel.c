@@ -383,7 +383,8 @@ static void test_layouts(void)
     }
 }
 
-/* Half types, gradients in the parameters' memory, and a parameter that waits for another virtual stage. */
+/* Tests half-precision types, gradients stored in the parameters' memory, and a parameter that waits for another
+ * virtual stage. */
 static void test_places(void)
 {
     for (int how = 0; how < 4; how++) {

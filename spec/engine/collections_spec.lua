@@ -10,8 +10,8 @@ local function engine(recompute)
     model_func = function() return gpt2.new("tiny", { dropout = 0, recompute = recompute }) end }
 end
 
--- Returns the number of collections in each of several steps. A step ends with its loss in a local variable of the
--- loop.
+-- Returns the number of collections in each of several steps. At the end of a step, a local variable of the loop still
+-- holds the step's loss.
 local function counted(model, optimizer)
   local x, y = ps.randint(0, 256, { 2, 16 }, { dtype = "int32" }), ps.randint(0, 256, { 2, 16 }, { dtype = "int32" })
   local own, n, list = collectgarbage, 0, {}

@@ -58,7 +58,7 @@ describe("a step", function()
   teardown(function() x, y = nil, nil end)
   after_each(L.close_engine)
 
-  -- Calls `script` twice. Returns its output, and the values after it.
+  -- Calls `script` twice. Returns its output, and the model's and optimizer's values after the second call.
   local function run(case, setting, script)
     ps.manual_seed(case.seed)
     local model, optimizer = ps.initialize(L.request(case, setting))

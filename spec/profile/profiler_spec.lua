@@ -137,8 +137,8 @@ describe("ps.profiler", function()
         end
       end
     end
-    -- Each forward op is inside its step, its action, its module, Net and, for half of the ops, the inner Net. Each
-    -- backward op is inside step and action.
+    -- Each forward op is nested in four events: step, action, module and the outer Net. Half of the ops are also in the
+    -- inner Net. Each backward op is nested in step and action.
     assert.equal(4 * 4 + 4 * 5 + 6 * 2, inside)
   end)
 

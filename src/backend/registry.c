@@ -56,8 +56,8 @@ static int open_cuda(ps_backend *ref, ps_backend **all, ps_backend **out)
 static const struct row {
     const char *name;
     int (*open)(ps_backend *ref, ps_backend **all, ps_backend **out);
-    const char *where;            /* machines that have the backend, which is opened at its first use; NULL if all
-                                   * have it, and it is opened at once */
+    const char *where;            /* which machines have the backend; it is then opened at its first use. NULL: all
+                                   * machines have it, and it is opened at startup. */
     const char *numbered;         /* answer to a request for one of several, such as "NAME:0", or NULL */
 } rows[] = {
     { .name = "cpu", .open = open_cpu },

@@ -32,8 +32,8 @@ static inline bool ps_record_on(void)
 /* Begins an interval: returns the time, or 0 while the record is off. An interval that began before the record was
  * switched on is not recorded. */
 static inline int64_t ps_record_begin(void) { return ps_record_on() ? ps_record_clock() : 0; }
-/* Puts an event into the ring, with the present step, action and module. Does nothing if the event began before the
- * record. end_ns 0 means now. Any thread may call it. */
+/* Adds an event to the ring, with the current step, action and module. Does nothing if the event began before recording
+ * started. end_ns 0 means now. Any thread can call it. */
 void ps_record_put(ps_record_event e);
 /* For work whose times become known later. note sets the event's step, action and module to the present ones.
  * put_late puts the event into the ring with its own times, even if the record has been stopped meanwhile. Called by

@@ -235,7 +235,7 @@ static int small_end(ps_group *g, const header *mine)
     return g->comm->table->finish(g->comm, PS_COMM_DATA);
 }
 
-/* Reports a failure of the library in the second section of a call. */
+/* Reports a failure of the transport in the second section of a call, which moves the data. */
 static int not_agreed(const ps_group *g, const header *mine, const char *where, int rc)
 {
     char call[GROUP_CALL_NBYTES];

@@ -106,7 +106,7 @@ static int without_forged(const ps_encoder *c, tok_state *st, job *j)
     return rc;
 }
 
-/* Sets labels. A token that extends over the end of a trained range counts if it ends within the range. */
+/* Sets labels. A token that crosses a border of a trained range is trained if its last byte is inside the range. */
 static int label(job *j)
 {
     int64_t part = 0, trained = 0;

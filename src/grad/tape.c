@@ -92,7 +92,7 @@ static bool mark_found(const ps_node *node, int n, const int64_t *ops, int8_t *f
     return any;
 }
 
-/* Works like ps_tensor_made_from, by descending number. */
+/* Does the same as ps_tensor_made_from, but visits nodes in descending order of their sequence numbers. */
 int ps_tensor_made_by(const ps_tensor *t, int n, const int64_t *ops, int8_t *found)
 {
     int64_t lowest = INT64_MAX;

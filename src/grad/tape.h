@@ -170,7 +170,7 @@ bool tape_puts_off(const ps_walk *w, const ps_node *node);   /* returns true if 
 int tape_give_holder(ps_ctx *ctx, ps_node *node);
 int tape_add_to_leaf(ps_ctx *ctx, ps_tensor *leaf, ps_tensor *grad);     /* takes over grad, a held reference */
 void tape_watch(ps_ctx *ctx, const ps_node *node);
-/* Passes a gradient, a held reference, to the node or leaf of input i. */
+/* Passes grad to the node or leaf of input i, and takes over the caller's reference to grad. */
 int tape_deliver(ps_ctx *ctx, ps_walk *w, ps_node *node, int i, ps_tensor *grad);
 
 /* -- weights.c */

@@ -29,7 +29,7 @@ enum { TURNS_AT_ONCE = 200 };              /* number of polls without a pause, b
 enum { CALLS = 64 };                 /* most points under way, each for one call; further calls share the last point */
 enum { CALL_TEXT = 40, CALM_S = 5 };
 
-/* A call whose bytes are under way, or the first of `n` such calls that share a point. */
+/* A call whose bytes are in flight, or the first of `n` such calls whose end is marked by the same event. */
 typedef struct underway {
     ps_wire_event *end;
     uint64_t call;

@@ -31,7 +31,7 @@ typedef struct lent {
 typedef struct stripe {
     int32_t *parts;               /* [ranks] part of each rank, or -1 */
     ps_comm_part *at;             /* [ranks] bytes of the parts during a job, in memory of their meeting_place */
-    void **staged;                /* [ranks] handles of these bytes if they are scratch memory (stage_out), or NULL */
+    void **staged;                /* [ranks] handles of staging buffers if stage_out made any, or NULL */
     ps_job *job;
     bool open, stale;             /* stale: the stripe closes at its last unpin */
     bool gathering, reducing;     /* under way */

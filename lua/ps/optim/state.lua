@@ -229,7 +229,7 @@ local function whole_step(made, source, step, name)
   return step
 end
 
--- Raises an error if the settings of a group belong to another algorithm than this optimizer's.
+-- Raises an error if a group's settings are for another algorithm than the one that this optimizer uses.
 local function check_torch_group(from, number, opt)
   local function refuse(text, ...)
     error(("param_groups[%d] of the saved optimizer " .. text):format(number - 1, ...), 0)

@@ -190,7 +190,7 @@ local function watch_sent()
   end
   hooks.on("action", function(action, begins)
     if not begins or action.kind ~= C.PS_ACT_FORWARD or action.micro > 0 or action.vstage > 0 then return end
-    for _, axis in ipairs { "dp", "tp" } do before[axis] = sent(axis) end   -- the last value counts the real step
+    for _, axis in ipairs { "dp", "tp" } do before[axis] = sent(axis) end   -- the call for the real step is the last
     in_pieces = before.tp and mesh.group("tp"):bytes_in_pieces() or 0
   end)
   return function(cut)

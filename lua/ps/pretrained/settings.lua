@@ -225,7 +225,8 @@ function Settings:complete(given)
   return all
 end
 
---- Reads a config.json as Hugging Face does: null means absent, except for settings in which null means none.
+--- Reads a config.json as Hugging Face does. A null value is treated as an absent key, except for settings that null
+--- turns off.
 ---@param fields table the decoded file
 ---@param changes? table<string, any> a script's settings (see Settings:change)
 ---@return table

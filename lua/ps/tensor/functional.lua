@@ -109,7 +109,7 @@ local DROPOUT = { first = "whole", per_sample = "whole", rows = "tensor" }
 --- Sets elements to 0 with probability p and multiplies all other elements by 1 / (1 - p). The mask of an element
 --- depends on the seed, the step, the index of the call and the element's position in the batch. Without `part`, x's
 --- first dimension is samples, numbered from ps.rng().sample on, so that ranks with different samples have different
---- masks. If ranks hold parts of one sample, such as rows along tp, `part` says which elements x contains. Without it,
+--- masks. If ranks hold parts of one sample, such as rows along tp, `part` says which elements x contains. Otherwise
 --- all these ranks would draw the same mask.
 ---@param x ps.Tensor
 ---@param p? number in [0, 1) (default 0.5)

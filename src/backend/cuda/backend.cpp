@@ -450,7 +450,7 @@ static int choose_device(int local_rank)
     return 0;
 }
 
-/* Returns the kind of kernels for attention calls that both kinds support. */
+/* Chooses the attention kernels for calls that both kinds of kernels support. Returns 0 or an error code. */
 static int choose_attention(void)
 {
     const char *text = getenv("PS_CUDA_ATTENTION");

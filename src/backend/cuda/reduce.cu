@@ -108,7 +108,7 @@ int ps_cuda_combine_sums(const target *t, int64_t kept, int64_t parts)
     return ps_cuda_launched();
 }
 
-/* Returns the dimensions of x that are reduced (or not), in order. */
+/* Returns, in order, the dimensions of x that are reduced if `reduced` is true, and otherwise the other dimensions. */
 static places<1> some_dims(const ps_view *x, uint32_t dims, bool reduced)
 {
     ps_view v = *x;

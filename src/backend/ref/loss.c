@@ -197,8 +197,8 @@ int ref_lm_loss(ps_call *call)
     return 0;
 }
 
-/* -- a vocabulary that ranks share out: logits of `words` words from word `first` on ------------------------------ */
-/* Returns the column of row r's target, or -1 if it is not here. */
+/* -- a vocabulary that is split over ranks: logits of `words` words from word `first` on -------------------------- */
+/* Returns the column of row r's target, or -1 if the target is not one of this rank's words. */
 static int64_t column_of(const ps_view *target, int64_t r, int64_t first, int64_t words)
 {
     int64_t t = ref_load_int(target, r) - first;

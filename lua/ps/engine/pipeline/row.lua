@@ -169,7 +169,7 @@ local function cached(micro) return micro.batch ~= nil and micro.batch.caches ~=
 local NO_EXAMPLE = "pipeline: the model was cut by parameter counts, since it was made before a batch was known: "
   .. "ps.initialize { example = BATCH, ... } cuts it by counted operations, and finds heads with a tied embedding"
 
--- Counts the costs of a model that was cut before a batch was known.
+-- Counts the costs again for a model that was cut into stages before a batch was known.
 local function recount(self, args)
   local engine = self.engine
   if mesh.group("world"):rank() == 0 then engine:note(NO_EXAMPLE) end

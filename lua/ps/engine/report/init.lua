@@ -137,7 +137,8 @@ local function line(self)
   return (table.concat(parts, " "):gsub(" ([,;])", "%1"))
 end
 
--- Returns the bytes that tiers hold, their peaks, and the tensors at the peak of the compute device.
+-- Returns the bytes that each tier holds, each tier's peak, and the tensors that were alive at the compute device's
+-- peak.
 local function memory(engine)
   local device = engine.device_name
   local held = views.memory { at = "peak", device = device }

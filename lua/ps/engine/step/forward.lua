@@ -14,8 +14,7 @@ local trained = require "ps.engine.step.trained"
 
 local forward = {}
 
--- Stores the targets of the batch from which an output's loss is computed. Returns its arguments from the second one
--- on.
+-- Stores the batch's targets, with which the output's loss was computed. Returns the arguments after `s`.
 local function output(s, result, ...)
   local loss = batch.loss(result)
   if loss ~= nil then s.targets_of[loss] = s.targets end
