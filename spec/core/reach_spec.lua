@@ -121,7 +121,7 @@ describe("docs/api.md and help", function()
 
   it("print a text once for a function with several names", function()
     local said = help.text(ps.initialize)
-    assert.equal(1, select(2, said:gsub("Makes an engine", "")))
+    assert.equal(1, select(2, said:gsub("Creates an engine", "")))
     assert.truthy(said:find("ps.initialize_engine is the same as ps.initialize", 1, true), said)
   end)
 
