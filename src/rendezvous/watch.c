@@ -39,6 +39,9 @@ enum { MAGIC = 0x31575350 /* "PSW1" */, MAX_STRANGERS = 64, MAX_EVENTS = 64 };
 static const char *const ADDRESS_KEY = "watch";
 
 static pthread_mutex_t all_lock = PTHREAD_MUTEX_INITIALIZER;
+/* The last verdict about another rank that a closed watch had, or "". A group that another rank's failure ends while it
+ * is being made is closed before its error is printed. all_lock guards it. */
+static char closed_verdict[PS_WATCH_TEXT];
 static ps_watch *all;                      /* the watches of this process */
 
 static void wake(ps_watch *w) { while (write(w->wake[1], "", 1) < 0 && errno == EINTR) { } }
@@ -682,10 +685,14 @@ int ps_watch_start(ps_store *store, const ps_watch_options *o, ps_watch **out)
 
 /* -- callers ------------------------------------------------------------------------------------------------------- */
 
+/* Returns whether another rank's failure has ended the group. */
+static bool blames_other(const ps_watch *w) { return ps_watch_over(w) && w->blamed >= 0 && w->blamed != w->rank; }
+
 void ps_watch_close(ps_watch *w)
 {
     if (!w) return;
     pthread_mutex_lock(&all_lock);
+    if (blames_other(w)) memcpy(closed_verdict, w->verdict, sizeof closed_verdict);
     for (ps_watch **at = &all; *at; at = &(*at)->next)
         if (*at == w) {
             *at = w->next;
@@ -876,9 +883,12 @@ bool ps_watch_repeats(const char *error, char *verdict)
     bool found = false;
     pthread_mutex_lock(&all_lock);
     for (ps_watch *w = all; w && !found; w = w->next) {
-        found = getpid() == w->pid && ps_watch_over(w) && w->blamed >= 0 && w->blamed != w->rank
-            && strstr(error, w->verdict);
+        found = getpid() == w->pid && blames_other(w) && strstr(error, w->verdict);
         if (found) memcpy(verdict, w->verdict, PS_WATCH_TEXT);
+    }
+    if (!found && *closed_verdict && strstr(error, closed_verdict)) {
+        memcpy(verdict, closed_verdict, PS_WATCH_TEXT);
+        found = true;
     }
     pthread_mutex_unlock(&all_lock);
     return found;
