@@ -8,8 +8,7 @@ local ps = require "ps"
 local digits = require "examples.digits"
 local layout = require "examples.layout"
 local nn, F = ps.nn, ps.F
--- Returns function values for points [n, 2] in the square from -1 to 1. Each quarter of the square has waves of a
--- different length.
+-- Returns values at points [n, 2] in the square from -1 to 1. Each quarter of the square has another wavelength.
 local function value(at)
   local x, y = at:narrow(1, 0, 1), at:narrow(1, 1, 1)
   return ps.where(x:gt(0), (9 * x):sin() * (3 * y):cos(), (3 * x + 9 * F.relu(y)):sin())

@@ -76,7 +76,7 @@ describe("a user's own model has one process's losses in every layout:", functio
     if lib.no_gloo() then return pending(lib.no_gloo()) end
     local page = check.read(paths.root .. "/docs/models.md")
     local parts = section(page, "In parts"):gsub("ps%.manual_seed%(1%)\nlocal parted.*$", "")
-    in_every_layout(section(page, "A Llama") .. parts .. section(page, "Among ranks") .. [[
+    in_every_layout(section(page, "A Llama") .. parts .. section(page, "On several ranks") .. [[
       local config = { vocab = 63, width = 32, heads = 4, kv_heads = 2, hidden = 96, layers = 2, positions = 64 }
       local function make() return Parted(config) end
       local function batch()

@@ -265,8 +265,8 @@ local function chunks_with(chunks, is)
 end
 
 -- Returns the chunks that hold a tensor. For a parameter, these are the chunks of its value, master, state and
--- gradient. `name` can be the end of a tensor's name if no other tensor's name has the same end. It can also be the name
--- of a module, because the printed tables contain both.
+-- gradient. `name` can be the end of a tensor's name if no other tensor's name has the same end. It can also be the
+-- name of a module, because the printed tables contain both.
 local function holding(chunks, name, who)
   local function shown(list)
     list.all, list.filter = true, "with " .. name
