@@ -28,6 +28,8 @@ static const struct { const char *name; int64_t size; } entries[] = {
     ENTRY(ps_encoder_config, flags)
     ENTRY(ps_encoder_text, weight)
     ENTRY(ps_rows_config, rule)
+    ENTRY(ps_batches_config, by)
+    ENTRY(ps_batch, weights)
     ENTRY(ps_rows_info, failed)
     ENTRY(ps_rows_batch, by)
     ENTRY(ps_use, action)

@@ -209,7 +209,7 @@ describe("a loop over micro-batches", function()
     fails(function() model:micro_batches { input_ids = x, labels = x:narrow(0, 0, 3) } end, "labels",
       "input_ids has 4 rows", "split_inputs")
     fails(function() model:micro_batches(x, x:narrow(0, 0, 3)) end, "argument 2 has shape [3, 16]", "split_inputs")
-    fails(function() model:micro_batches { position_ids = places } end, "cannot be cut")
+    fails(function() model:micro_batches { position_ids = places } end, "cannot be split")
     fails(function() model:micro_batches(4) end, "a batch (x, y, or a table with names) or a loader")
     fails(function() model:micro_batches(x, x, { gathr = true }) end, "did you mean 'gather'?")
   end)
