@@ -54,6 +54,7 @@ local function read(path)
     classes = math.max(classes, row.label + 1)
   end
   file:close()
+  if #rows == 0 then error(path .. " has no rows", 0) end
   return rows, classes
 end
 

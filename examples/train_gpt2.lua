@@ -197,7 +197,8 @@ local function complete(args)
     if args[name] == nil then args[name] = value end
   end
   if args.dtype == "auto" then args.dtype = ps.fast_dtype(args.device) end
-  args.seq = args.seq or math.min(128, (gpt2.presets[args.model] or {}).n_positions or 1024)
+  if not gpt2.presets[args.model] then gpt2.new(args.model) end       -- raises the error before any file is written
+  args.seq = args.seq or math.min(128, gpt2.presets[args.model].n_positions or 1024)
   args.eval_batches = args.eval_batches or math.ceil(settings.eval_rows / args.batch)
 end
 

@@ -50,6 +50,8 @@ describe("psluajit's lists", function()
         local about = ("\n" .. text):match("\n" .. name .. "%s%s+([^\n]+)%.\n")
         assert(hidden[name] and not about or about and #about > 15, of .. ": " .. name .. "\n" .. text)
       end
+      -- Whole sentences, also if the description has several literals or the comment several lines.
+      assert.is_nil(text:find " %a+ and%.\n" or text:find "for two%.\n" or text:find "the seed%.\n", text)
     end)
 
     it("name " .. of .. " that run without their ending", function()

@@ -35,13 +35,20 @@ end
 
 -- Describes a script in one line with its argparse description, or else with the first sentence of its first comment.
 local function about(text)
-  local described = text:match 'argparse%(%s*"[^"]*",%s*"([^"]*)"'
-  if described then return sentence(described) end
+  local described, at = text:match 'argparse%(%s*"[^"]*",%s*"([^"]*)"()'
+  if described then
+    while true do                                          -- the text may be several literals, joined by ..
+      local more, next_at = text:match('^%s*%.%.%s*"([^"]*)"()', at)
+      if not more then return sentence(described) end
+      described, at = described .. more, next_at
+    end
+  end
   local lines = {}
-  for line in text:gmatch "[^\n]*" do
+  for line in text:gmatch "([^\n]*)\n" do
     local comment = line:match "^%-%-%s?(.*)$"
     if not comment then
       if lines[1] then break end
+    elseif comment:find "^%s" and lines[1] then break     -- the command line of the script
     elseif not comment:find "^SPDX" then lines[#lines + 1] = comment end
   end
   return (sentence(table.concat(lines, " ")):gsub("%s+", " "))
