@@ -55,7 +55,7 @@ describe("programs", function()
     ["examples/train_chunked.lua --data no --out no"] = { "--steps 2.5", "--save 0", "--seed 1e300", "--seq nan" },
     ["examples/finetune_bert.lua --data no --out no"] = { "--lr nan", "--epochs 0", "--batch 1.5", "--seed 0.5" },
     ["examples/train_char.lua --data no"] = { "--iters 1e308", "--seed 0.5" },
-    ["tools/merge.lua --pattern=a-*.pt"] = { "--num 0", "--num 1.5", "--num 1e7" },
+    ["tools/merge.lua --pattern=a-*.pt"] = { "--num 0", "--num -3", "--num 1.5", "--num 1e7" },
     ["bench/train.lua"] = { "--steps 0" },
   }
   for program, lines in pairs(CASES) do

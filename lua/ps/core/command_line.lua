@@ -13,8 +13,21 @@ local function decimal(text)
   return (text:match "^%-?%d+%.?%d*$" or text:match "^%-?%d+%.?%d*[eE][+-]?%d+$") and tonumber(text) or nil
 end
 
+-- Joins an option of the program's command line with the negative number after it (`--lr -1` to `--lr=-1`), which
+-- argparse would take for another option.
+local function join_negative(option)
+  for i = 1, arg and #arg or 0 do
+    for _, alias in ipairs(option._aliases) do
+      if arg[i] == alias and alias:find "^%-%-" and arg[i + 1] and arg[i + 1]:find "^%-[%d.]" then
+        arg[i] = alias .. "=" .. table.remove(arg, i + 1)
+      end
+    end
+  end
+end
+
 local function convert(option, what, fits)
   local name = option._name
+  join_negative(option)
   return option:convert(function(text)
     local n = decimal(text)
     if n and fits(n) then return n end
