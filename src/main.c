@@ -47,6 +47,7 @@ struct program {
     char **argv;
     const char *name;            /* program name, put before messages */
     int script;                  /* index of the script in argv, argc if there is none */
+    const char *wrong;           /* the option at which parse_options stopped */
     bool show_help, show_version, show_build, interactive, no_env, executes, bytecode, stdin_script;
     bool dry_run;                /* the following arguments are those of tools/plan.lua */
     bool pauses;                 /* Ctrl-C pauses the script */
@@ -419,7 +420,7 @@ static bool parse_options(struct program *p)
 {
     int i;
     for (i = 1; i < p->argc; i++) {
-        const char *a = p->argv[i];
+        const char *a = p->wrong = p->argv[i];
         if (a[0] != '-') break;
         if (a[1] == 0) {
             p->stdin_script = true;
@@ -674,6 +675,9 @@ int main(int argc, char **argv)
     ps_map_fault_install(p.name);
     if (!parse_options(&p)) {
         print_usage(&p, stderr);
+        const char *w = p.wrong, *why = w[1] == 'b' ? "must be the first option"
+                                        : w[1] && strchr("ejl", w[1]) ? "needs a value" : "does not exist";
+        fprintf(stderr, "%s: the option '%s' %s\n", p.name, w, why);
         return EXIT_FAILURE;
     }
     if (p.show_help) {

@@ -199,6 +199,9 @@ describe("psluajit's command line", function()
       local out, err, code = run(args)
       assert.same({ "", 1 }, { out, code })
       assert.matches("^usage: ", err)
+      local wrong = #args > 1 and "'-b' must be the first option" or args[1]:find "^%-[el]" and "needs a value"
+        or ("'%s' does not exist"):format(args[1])
+      assert.truthy(err:find(wrong, 1, true), err)
     end
   end)
 
