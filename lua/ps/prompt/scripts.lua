@@ -9,7 +9,7 @@ local scripts = {}
 
 -- Tools that work only on psluajit's own sources.
 local OWN = {}
-for name in ("api_doc check_layers config_doc man path_doc pictures pytorch_doc site"):gmatch "%S+" do
+for name in ("api_doc check_layers config_doc faults man path_doc pictures pytorch_doc site"):gmatch "%S+" do
   OWN[name] = true
 end
 
