@@ -49,7 +49,7 @@ struct program {
     int script;                  /* index of the script in argv, argc if there is none */
     const char *wrong;           /* the option at which parse_options stopped */
     bool show_help, show_version, show_build, interactive, no_env, executes, bytecode, stdin_script;
-    bool dry_run;                /* the following arguments are those of tools/plan.lua */
+    bool dry_run;                /* --dry-run was given: the remaining arguments are passed to tools/plan.lua */
     bool pauses;                 /* Ctrl-C pauses the script */
     char exe[PATH_MAX];          /* path of the running binary, empty if unknown */
     char gen[PATH_MAX];          /* folder of generated Lua in a build tree, empty if installed */

@@ -691,7 +691,7 @@ static void test_context_ends(void)
     ps_pipe_table_free(t);
 }
 
-/* Runs a step with several virtual stages on one rank. Each failure is the step's error. */
+/* Runs a step with several virtual stages on one rank. Any failure is reported as the step's error. */
 static int quiet_step(ps_ctx *ctx, ps_pipe *x, const ps_pipe_table *t, ps_step *step, ps_tensor **w, ps_tensor **batch)
 {
     int last = t->spec.vstages - 1;

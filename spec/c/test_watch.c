@@ -412,7 +412,7 @@ static void test_death_and_silence(void)
              "crash); it was last known in all_gather (call 3)", 2);
     end(2);
 
-    if (!begin(2, 5)) return;              /* in more groups than it can report, of which the last ones count */
+    if (!begin(2, 5)) return;              /* more groups than a rank can report: the last ones are reported */
     fd = false_rank(5);
     watch_place in_tp = at;
     memcpy(in_tp.axis, "tp", 3);

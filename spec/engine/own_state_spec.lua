@@ -8,7 +8,7 @@ local folder
 setup(function() folder = ranks.folder() end)
 teardown(function() ranks.remove(folder) end)
 
--- A model of one chunk with a buffer. With ZeRO, rank 0 owns all of it.
+-- A model that has a buffer, and whose parameters fit into one chunk. With ZeRO, rank 0 owns this chunk.
 local MODEL = [[
   local F = ps.F
   local Net = nn.class "net"

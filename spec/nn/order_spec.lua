@@ -112,7 +112,8 @@ local function engine(kind, more)
   return optimizer
 end
 
--- Returns PyTorch's state for the four parameters, whose averages are filled with 1, 2, 3, 4 in the order of `order`.
+-- Returns the state of a PyTorch optimizer for the four parameters. Their averages are filled with 1, 2, 3 and 4, in
+-- the order in which `order` lists them.
 local function torch_state(keys, order)
   local shapes = { ["first.weight"] = { 3, 3 }, ["first.bias"] = { 3 }, ["second.weight"] = { 3, 3 },
     ["second.bias"] = { 3 } }

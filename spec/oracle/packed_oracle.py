@@ -18,7 +18,8 @@ import runs
 
 CLASSES = [c for c in sorted(set(models_oracle.CLASSES)) if "LM" in c[1]]
 LOSS, GRADIENT = 2e-6, 1e-5              # relative to the largest loss (at least 1), and to the largest gradient
-NOTHING = 1e-6  # fraction of the largest gradient; rounding of gradients that are 0, such as those of keys' biases
+# Gradients below this fraction of the largest gradient are rounding errors of exact zeros, as those of key biases are.
+NOTHING = 1e-6
 
 
 def draw_case(rng, index):

@@ -111,8 +111,8 @@ describe("counting", function()
     assert.falsy(all[1].carry[1].needs_grad)
     assert.falsy(all[2].carry[1].needs_grad)
     assert.truthy(all[3].carry[1].needs_grad)
-    -- The first part that trains. Its products have gradients of weights, and all products except the first also have
-    -- those of inputs.
+    -- This is the first part that trains. Each of its matrix products has a weight gradient, and all except the first
+    -- also have an input gradient.
     assert.equal(LAYER, all[3].weight)
     assert.equal(LAYER + 2.5 * ATTENTION - 2 * N * 3 * C * C, all[3].input)
     assert.same({ HEAD, 0 }, { all[5].input, all[5].weight })

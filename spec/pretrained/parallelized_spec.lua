@@ -117,7 +117,7 @@ describe("a model in one process", function()
     end
     local want = run(false)
     assert.equal(want, run(true))
-    assert.is_not_equal(want, bits(ps.load(path "mid/pytorch_model_tp_0_pp_0.bin")))  -- the values of the previous step
+    assert.is_not_equal(want, bits(ps.load(path "mid/pytorch_model_tp_0_pp_0.bin")))  -- previous step's values
   end)
 end)
 

@@ -209,7 +209,7 @@ describe("BERT's tokenizer", function()
       added[tostring(#WORDS + i - 1)] = { content = token, normalized = true }
     end
     tok = bert { added_tokens_decoder = added }
-    -- as the package tokenizers decodes them
+    -- The expected texts are those that the Python package tokenizers decodes.
     local ids = tok:encode("a ... b .net a . b FOO", { add_special_tokens = false })
     assert.equal("a... b.net a. b foo", tok:decode(ids))
     assert.equal("ax", tok:decode { ID.a, #WORDS + 2 })

@@ -27,8 +27,8 @@ static inline bool collapses(const ps_view *v, int count, int64_t *stride)
     return true;
 }
 
-/* The dimensions of y = a b before the last two, without those of size 1. Neighbours are merged if all three
- * operands (v: a, b, y) allow it. */
+/* The batch dimensions of y = a b, which are all dimensions before the last two, without those of size 1. Adjacent
+ * dimensions are merged if the strides of a, b and y (v) permit this. */
 typedef struct batch_dims { int ndim; int64_t n[PS_MAX_DIMS], step[3][PS_MAX_DIMS]; } batch_dims;
 
 static inline batch_dims batch_of(const ps_view *const v[3])

@@ -146,8 +146,9 @@ void ps_unpack_q5_k(const uint8_t *s, float *out)
     }
 }
 
-/* A block has 128 bytes of low halves, 64 of high bits, 16 scales of 8 bits, d. Of 128 values, low halves are as in
- * Q4_K over 64 bytes, and the high bits of value 32 k + i are bits 2 k and 2 k + 1 of byte i. */
+/* A block consists of 128 bytes of low nibbles, 64 bytes of high bits, 16 scales of 8 bits, and d. Each half of a block
+ * has 128 values: 64 bytes of nibbles, laid out as in Q4_K, and 32 bytes of high bits. The high bits of value 32 k + i
+ * are bits 2 k and 2 k + 1 of byte i. */
 void ps_unpack_q6_k(const uint8_t *s, float *out)
 {
     const uint8_t *qh = s + 128, *scales = s + 192;

@@ -197,7 +197,7 @@ struct ps_tok {
     int byte_fallback, fuse_unk, strip_first, metaspace;
     int cuts;                   /* no word of the patterns continues after a line end between ASCII characters */
     int32_t unk;                /* -1: none */
-    int64_t longest_word;       /* for WordPiece: most characters of a word; longer words are unknown */
+    int64_t longest_word;       /* WordPiece: largest word length in characters; longer words are unknown */
     int32_t longest_token;      /* in bytes */
     tok_vocab vocab;
     tok_merges merges;

@@ -77,7 +77,7 @@ static void place_text(const watch_places *places, char *text, size_t room)
     }
 }
 
-/* Returns whether a rank is in a call of a group other than that of place `i`. */
+/* Returns whether a rank is in a call of another group than the group of place `i`. */
 static bool is_elsewhere(const watch_places *places, int i)
 {
     bool found = false;

@@ -95,7 +95,7 @@ struct ps_ctx {
     } offload;                    /* tensor/tensor.c */
     struct { int32_t run; int64_t used[8]; } recorded;       /* bytes of each device in the record's last event */
     struct {
-        bool on, busy;            /* busy: anomaly mode itself reads values, and its own ops are not checked */
+        bool on, busy;            /* busy: set while anomaly mode reads values, so that its own ops are not checked */
         bool scaled, overflowed;  /* the loss of this step was scaled; the scaled loss has caused infinities in
                                    * backward */
         bool pardons;             /* the next op scales the loss */

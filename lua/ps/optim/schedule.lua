@@ -58,7 +58,7 @@ end
 
 local told = setmetatable({}, { __mode = "k" })
 
--- Prints once, on the first rank, how the schedule sets groups with different rates.
+-- Prints once, on the first rank, how the schedule sets the rates of groups whose initial rates differ.
 local function tell_groups(name, optimizer, how)
   local text, alike = optim_groups.rates(optimizer.groups, "initial_lr")
   local world, engine = mesh.group "world", optimizer.engine

@@ -61,8 +61,8 @@ function unpad.plan(mask, labels)
   end)
 end
 
---- Returns the labels of the needed rows. The weights of micro-batches are counted from the labels that the script
---- passed, which are on the host, so the host does not wait for a device.
+--- Returns the labels of the rows that are kept. The weights of micro-batches are computed from the script's own
+--- labels. Those are on the host, so the host does not wait for a device.
 ---@param t ps.Tensor int [B, T]
 ---@param rows ps.Tensor
 ---@param shape integer[] {B, T}
