@@ -40,8 +40,10 @@ end
 
 describe("psluajit's lists", function()
   -- Files that work on psluajit's source, and files that other files load.
-  local HIDDEN = { tools = "api_doc check_layers config_doc faults path_doc pictures pytorch_doc site tools examples man",
-    examples = "layout digits" }
+  local HIDDEN = {
+    tools = "api_doc check_layers config_doc faults path_doc pictures pytorch_doc site tools examples man",
+    examples = "layout digits",
+  }
   for _, of in ipairs { "tools", "examples" } do
     it("have a line for each of the " .. of, function()
       local text, hidden = good("psluajit " .. of), {}

@@ -19,7 +19,7 @@ local function join_negative(option)
   for i = 1, arg and #arg or 0 do
     for _, alias in ipairs(option._aliases) do
       if arg[i] == alias and alias:find "^%-%-" and arg[i + 1] and arg[i + 1]:find "^%-[%d.]" then
-        arg[i] = alias .. "=" .. table.remove(arg, i + 1)
+        arg[i] = alias .. "=" .. table.remove(arg, i + 1)     -- luacheck: ignore 122
       end
     end
   end
