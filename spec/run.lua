@@ -134,8 +134,10 @@ local function run_apart(list, number, beside)
   for _, lane in ipairs { { list, number }, { beside, 1 } } do
     local names = {}
     for i, file in ipairs(lane[1]) do names[i], all[#all + 1] = quoted(file), file end
-    lanes[#lanes + 1] = #names > 0 and ("printf '%%s\\0' %s | xargs -0 -n 1 -P %d sh -c %s %s & "):format(
-      table.concat(names, " "), lane[2], quoted(run), quoted(lock)) or nil
+    -- A shell makes the jobs behind & ignore SIGINT and SIGQUIT; the specs need the default.
+    lanes[#lanes + 1] = #names > 0
+      and ("printf '%%s\\0' %s | env --default-signal=INT,QUIT xargs -0 -n 1 -P %d sh -c %s %s & "):format(
+        table.concat(names, " "), lane[2], quoted(run), quoted(lock)) or nil
   end
   local child = assert(io.popen(table.concat(lanes) .. "wait"))
   local ended, counted = {}, false
