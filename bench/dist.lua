@@ -2,11 +2,13 @@
 -- psluajit bench/dist.lua [collectives | latency | watch | checkpoint | zero | merge] [--ranks N] [--mib N]
 --   [--rounds N] [--folder PATH]
 -- Starts processes on this machine and prints one JSON line. Without a section it runs all sections, and prints the
--- main figures of each (this takes some minutes, 6 GB of memory, and 8 GB of --folder's disk). `collectives`: seconds
--- of an all-gather and an all-reduce of 64 MiB through the engine, with the checks between ranks, and of Gloo's own in
--- the same processes, alternately; medians of the rounds; and the engine's rate over Gloo's. `latency`: seconds of an
--- all-reduce of 4 KiB, alternating with Gloo's own call by call, 1000 times --rounds; medians and 99th percentiles of
--- the engine over Gloo's. `watch`: a rank (the last one, or rank 0, of at least 3) is stopped or killed while the
+-- main figures of each (this takes some minutes, 6 GB of memory, and 8 GB of --folder's disk).
+-- `collectives`: an all-gather and an all-reduce of 64 MiB. The engine's calls, with its checks between ranks, and
+-- Gloo's own calls run alternately in the same processes. Prints the median seconds over the rounds, and the engine's
+-- rate over Gloo's.
+-- `latency`: seconds of an all-reduce of 4 KiB, alternating with Gloo's own call by call, 1000 times --rounds; medians
+-- and 99th percentiles of the engine over Gloo's.
+-- `watch`: a rank (the last one, or rank 0, of at least 3) is stopped or killed while the
 -- others are in an all-reduce; the seconds until the last of the others gets its error, with the default heartbeat;
 -- and whether all errors name the right rank. `checkpoint`: the time that training waits for a save, and the rate of
 -- writing (dist_checkpoint.lua). `zero`: the savings and costs of sharding, with options of its own (dist_zero.lua).

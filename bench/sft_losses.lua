@@ -3,9 +3,10 @@
 -- SFTTrainer and PEFT:
 --   PS_TORCH_PYTHON=PYTHON psluajit bench/sft_losses.lua MODEL [--tiny] [--steps 20]
 -- MODEL: a folder with a tokenizer that has ChatML's tokens, such as SmolLM2's. --tiny: a small Llama with random
--- weights takes the place of MODEL's own weights. Both programs begin with the same new adapter, get the same file of
--- conversations, and render it with the same template, whose generation blocks tell what is trained. AdamW, no decay,
--- constant rate, fp32, no dropout. The Python needs trl, peft and datasets. The last line is one JSON object: steps,
+-- weights takes the place of MODEL's own weights. Both programs begin with the same new adapter and read the same file
+-- of conversations. Both render it with the same template and train only the tokens of its generation blocks. They use
+-- AdamW without decay, a constant rate, fp32 and no dropout. The Python needs trl, peft and datasets. The last line is
+-- one JSON object: steps,
 -- first_loss, last_loss, largest (relative difference of a step's losses), at (its step), rows_equal (the rows whose
 -- ids and labels are equal), rows, seconds and peer_seconds. Exit status 1: the largest is above --within, or rows
 -- differ.

@@ -267,8 +267,8 @@ local function staged(list, pipe, args, how)
 end
 
 --- Applies the blocks one after another, each on the rank of its stage. All ranks of the pipeline call this function
---- with their own rows, and with equal numbers of rows. Dropout masks are the same as on a single stage with the rows
---- of all ranks.
+--- with their own rows, and with equal numbers of rows. The dropout masks are those that a single stage would draw for
+--- the rows of all ranks.
 ---@param ... any the hidden states [n, ...], the other arguments of a block, and optionally { return_hidden_states =
 --- true, batch_related = { 0, 2 } }. return_hidden_states: also returns the inputs of all blocks, [blocks, n, ...].
 --- batch_related: the indices (from 0, after the hidden states) of tensors that have one row per sample. Without it,

@@ -90,9 +90,9 @@ function Group:carrier()
   return name ~= "" and name or nil
 end
 
---- Replaces a tensor on all ranks by the sum of all ranks' tensors, computed in fp32 (fp64 for fp64) and in the order
---- of ranks, or by the maximum or minimum of their elements. max and min, and sums of int32 and int64, need tensors in
---- host memory.
+--- Replaces a tensor on all ranks by the elementwise sum, maximum or minimum of all ranks' tensors. The sum is
+--- computed in fp32 (in fp64 for fp64), in the order of ranks. For max and min, and for sums of int32 and int64, the
+--- tensors must be in host memory.
 ---@param t ps.Tensor of the same shape and type on all ranks
 ---@param reduce? "sum"|"max"|"min" (default "sum"); in max and min, a NaN on any rank results in NaN
 ---@return ps.Tensor t

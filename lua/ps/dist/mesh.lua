@@ -65,8 +65,8 @@ local function check_axis(axis)
   if not AXES[axis] then error(("no axis '%s'; there are world, dp, pp, tp, cp and ep"):format(tostring(axis))) end
 end
 
--- Returns the first of the ranks that differ from a rank only along one axis, and the distance between adjacent ranks
--- of them.
+-- Takes the ranks that differ from a rank only along one axis. Returns the first of them, and the distance from one of
+-- them to the next.
 local function first_of_line(axis, all, rank)
   local stride = 1
   for _, cut in ipairs(CUTS) do
