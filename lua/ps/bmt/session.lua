@@ -159,8 +159,9 @@ end
 --- rendezvous?: string, pipe_size?: integer, tp_size?: integer, num_micro_batches?: integer} seed: default 0.
 --- zero_level: the ZeRO level, 0 to 3 (default 3). tp_size: the number of ranks that share layers (bmt.nn). pipe_size:
 --- the number of stages to which blocks are assigned (bmt.PipelineTransformerBlockList). num_micro_batches: how many
---- micro-batches the rows of all stages are split into (default pipe_size). config: keys of ps.initialize's configuration
---- (memory, device, gradient_accumulation_steps, ...). The other options are those of ps.init_distributed.
+--- micro-batches the rows of all stages are split into (default pipe_size). config: keys of ps.initialize's
+--- configuration (memory, device, gradient_accumulation_steps, ...). The other options are those of
+--- ps.init_distributed.
 function session.begin(options)
   options = caller.options(options, "bmt.init_distributed", OPTIONS)
   if current then error "bmt.init_distributed was already called; call bmt.close() to end that run" end
