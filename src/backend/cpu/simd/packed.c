@@ -3,27 +3,9 @@
  * base/blocks.c. A sum has 16 lanes: number n of a row is added to lane n % 16, in the order of n, and the lanes are
  * added in halves. So the bits depend neither on the instruction set, nor on how many rows x has. */
 #define PS_ANY_LANES
-#include "backend/cpu/packed.h"
-#include "backend/cpu/simd/operand.h"
-#include "base/blocks.h"
+#include "backend/cpu/simd/packed_blocks.h"
 
-enum {
-    W = PARTS,                                       /* vectors of 16 lanes */
-    PART = 32,                                       /* values for which scales are read at a time */
-    LINES = 4,                                       /* rows of the matrix that are read at a time, as streams */
-    OUTPUTS = 32                                     /* rows of the matrix in a piece */
-};
-
-static inline float half_at(const uint8_t *s)
-{
-    uint16_t h;
-    memcpy(&h, s, 2);
-#if defined(__F16C__)
-    return _cvtsh_ss(h);
-#else
-    return ps_f16_to_f32(h);
-#endif
-}
+enum { PART = 32 };                                  /* values for which scales are read at a time */
 
 /* Load VL adjacent bytes as integers, unsigned or signed. */
 SIMD vi load_u8(const uint8_t *p)
@@ -137,25 +119,11 @@ SIMD vf values(const uint8_t *s, scales c, int p, int k, int T)
     }
 }
 
-/* Returns the number of parts of a block of type T, a constant, so that loops over them have constant offsets and
- * shifts. */
-SIMD int parts_of(int T)
-{
-    return T == PS_Q4_K || T == PS_Q5_K || T == PS_Q6_K ? 8 : T == PS_NF4 ? 2 : 1;
-}
-
 /* Runs body(.., T) with the type as a constant. For other types T is -1, and base/blocks.c unpacks them. */
 #define BY_TYPE(type, body, ...) \
     do { \
         switch (type) { \
-        case PS_Q4_0: body(__VA_ARGS__, PS_Q4_0); break; \
-        case PS_Q4_1: body(__VA_ARGS__, PS_Q4_1); break; \
-        case PS_Q5_0: body(__VA_ARGS__, PS_Q5_0); break; \
-        case PS_Q5_1: body(__VA_ARGS__, PS_Q5_1); break; \
-        case PS_Q8_0: body(__VA_ARGS__, PS_Q8_0); break; \
-        case PS_Q4_K: body(__VA_ARGS__, PS_Q4_K); break; \
-        case PS_Q5_K: body(__VA_ARGS__, PS_Q5_K); break; \
-        case PS_Q6_K: body(__VA_ARGS__, PS_Q6_K); break; \
+        PS_INT8_CASES(body, __VA_ARGS__) \
         case PS_NF4: body(__VA_ARGS__, PS_NF4); break; \
         default: body(__VA_ARGS__, -1); \
         } \

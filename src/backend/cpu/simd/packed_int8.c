@@ -5,27 +5,9 @@
  * of 16, in the order of j. The lanes are then added in halves. The bits therefore do not depend on the instruction
  * set, on threads, or on the number of rows of x. */
 #define PS_ANY_LANES
-#include "backend/cpu/packed.h"
-#include "backend/cpu/simd/operand.h"
-#include "base/blocks.h"
+#include "backend/cpu/simd/packed_blocks.h"
 
-enum {
-    W = PARTS,                                       /* vectors of 16 lanes */
-    PART = PS_INT8_PART,
-    LINES = 4,                                       /* rows of the matrix at a time, which are read as streams */
-    OUTPUTS = 32                                     /* rows of the matrix in a piece */
-};
-
-static inline float half_at(const uint8_t *s)
-{
-    uint16_t h;
-    memcpy(&h, s, 2);
-#if defined(__F16C__)
-    return _cvtsh_ss(h);
-#else
-    return ps_f16_to_f32(h);
-#endif
-}
+enum { PART = PS_INT8_PART };
 
 /* -- activations --------------------------------------------------------------------------------------------------- */
 /* A part of x: q = x / d rounded to nearest even, |q| <= 127. sums[l] = q[4 l] + .. + q[4 l + 3]. If an element is not
@@ -43,15 +25,14 @@ static void round_part(const float *x, ps_int8_part *out)
     vf_store(lanes, most);
     vf_store(strange, odd);
     for (int i = 0; i < VL; i++) largest = lanes[i] > largest ? lanes[i] : largest, nan += strange[i];
-    bool finite = nan == 0;
-    out->d = finite ? largest / 127 : nan;
-    vf by = vf_set(finite && largest > 0 ? 127 / largest : 0);
-    if (!finite || largest < 1e-36f) {               /* 127 / largest may be infinite */
-        out->d = finite ? 0 : out->d;
+    if (nan != 0 || largest < 1e-36f) {              /* below that, 127 / largest may be infinite */
         memset(out->q, 0, sizeof out->q);
         memset(out->sums, 0, sizeof out->sums);
+        out->d = nan;                                /* NaN, or 0 */
         return;
     }
+    out->d = largest / 127;
+    vf by = vf_set(127 / largest);
     for (int k = 0; k < PART; k += VL) {
         vf v = vf_round(vf_load(x + k) * by);
         vb q = __builtin_convertvector(__builtin_convertvector(v, vi), vb);
@@ -210,7 +191,6 @@ SIMD part part_of(const uint8_t *s, int p, int T)
     }
     return r;
 }
-SIMD int parts_of(int T) { return T == PS_Q4_K || T == PS_Q5_K || T == PS_Q6_K ? 8 : 1; }
 
 SIMD void add_part(vf acc[W], int first, part r, const ps_int8_part *x, int T)
 {
@@ -276,18 +256,10 @@ SIMD void piece(const ps_packed_matrix *w, const ps_blocks *b, const ps_int8_par
     }
 }
 
+/* Runs body(.., T) with the type, one of ps_blocks_int8, as a constant. */
 #define BY_TYPE(type, body, ...) \
     do { \
-        switch (type) { \
-        case PS_Q4_0: body(__VA_ARGS__, PS_Q4_0); break; \
-        case PS_Q4_1: body(__VA_ARGS__, PS_Q4_1); break; \
-        case PS_Q5_0: body(__VA_ARGS__, PS_Q5_0); break; \
-        case PS_Q5_1: body(__VA_ARGS__, PS_Q5_1); break; \
-        case PS_Q8_0: body(__VA_ARGS__, PS_Q8_0); break; \
-        case PS_Q4_K: body(__VA_ARGS__, PS_Q4_K); break; \
-        case PS_Q5_K: body(__VA_ARGS__, PS_Q5_K); break; \
-        default: body(__VA_ARGS__, PS_Q6_K); \
-        } \
+        switch (type) { PS_INT8_CASES(body, __VA_ARGS__) } \
     } while (0)
 
 void PS_ISA_FN(ps_cpu_int8_dots)(const ps_packed_matrix *w, const ps_int8_part *x, int64_t M, float *c)

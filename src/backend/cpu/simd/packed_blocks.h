@@ -1,0 +1,44 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * Shared by packed.c and packed_int8.c, the dot products of rows of packed weights with floats and with integers. */
+#ifndef PS_CPU_PACKED_BLOCKS_H
+#define PS_CPU_PACKED_BLOCKS_H
+#include "backend/cpu/packed.h"
+#include "backend/cpu/simd/operand.h"
+#include "base/blocks.h"
+
+enum {
+    W = PARTS,                                       /* vectors of 16 lanes */
+    LINES = 4,                                       /* rows of the matrix that are read at a time, as streams */
+    OUTPUTS = 32                                     /* rows of the matrix in a piece */
+};
+
+/* Returns the fp16 number at s, which need not be aligned. */
+static inline float half_at(const uint8_t *s)
+{
+    uint16_t h;
+    memcpy(&h, s, 2);
+#if defined(__F16C__)
+    return _cvtsh_ss(h);
+#else
+    return ps_f16_to_f32(h);
+#endif
+}
+
+/* Returns the number of parts, of 32 values each, of a block of type T. T is a constant, so that loops over the parts
+ * have constant offsets and shifts. */
+SIMD int parts_of(int T)
+{
+    return T == PS_Q4_K || T == PS_Q5_K || T == PS_Q6_K ? 8 : T == PS_NF4 ? 2 : 1;
+}
+
+/* The cases of a switch that run body(.., T), one for each type of ps_blocks_int8. */
+#define PS_INT8_CASES(body, ...) \
+    case PS_Q4_0: body(__VA_ARGS__, PS_Q4_0); break; \
+    case PS_Q4_1: body(__VA_ARGS__, PS_Q4_1); break; \
+    case PS_Q5_0: body(__VA_ARGS__, PS_Q5_0); break; \
+    case PS_Q5_1: body(__VA_ARGS__, PS_Q5_1); break; \
+    case PS_Q8_0: body(__VA_ARGS__, PS_Q8_0); break; \
+    case PS_Q4_K: body(__VA_ARGS__, PS_Q4_K); break; \
+    case PS_Q5_K: body(__VA_ARGS__, PS_Q5_K); break; \
+    case PS_Q6_K: body(__VA_ARGS__, PS_Q6_K); break;
+#endif
