@@ -17,6 +17,17 @@ int grad_amax(ps_grad *g);
 int grad_cumsum(ps_grad *g);
 int grad_topk(ps_grad *g);
 
+/* Returns the shape of x without the dimensions in `dims`, a bit set, or with keepdim with size 1 for each of them. */
+static ps_meta reduced_meta(const ps_tensor *x, uint32_t dims, bool keepdim, int dtype)
+{
+    ps_meta m = { .dtype = dtype };
+    for (int i = 0; i < x->ndim; i++) {
+        if (!(dims >> i & 1)) m.shape[m.ndim++] = x->shape_[i];
+        else if (keepdim) m.shape[m.ndim++] = 1;
+    }
+    return m;
+}
+
 /* All reductions begin with the fields of ps_attrs_mean: dims, keepdim. */
 int infer_reduce(ps_infer *f)
 {
@@ -27,15 +38,9 @@ int infer_reduce(ps_infer *f)
     if (at->dims == 0) at->dims = all;
     bool is_float = ps_dtype_is_float(x->dtype_), picks = f->op == PS_OP_amax || f->op == PS_OP_amin;
     if (f->op == PS_OP_mean && !is_float) return ps_rule_fail(f, "a float tensor is needed; convert with :float()");
-    ps_meta *m = &f->out[0];
-    *m = (ps_meta){ .dtype = is_float || picks ? x->dtype_ : PS_I64 };
+    f->out[0] = reduced_meta(x, at->dims, at->keepdim, is_float || picks ? x->dtype_ : PS_I64);
     int64_t reduced = 1;
-    for (int i = 0; i < x->ndim; i++) {
-        bool gone = at->dims >> i & 1;
-        if (gone) reduced *= x->shape_[i];
-        if (!gone) m->shape[m->ndim++] = x->shape_[i];
-        else if (at->keepdim) m->shape[m->ndim++] = 1;
-    }
+    for (int i = 0; i < x->ndim; i++) if (at->dims >> i & 1) reduced *= x->shape_[i];
     if (picks && reduced == 0) return ps_rule_fail(f, "there is no element to choose from");
     if (f->op == PS_OP_sum && !f->given) ((ps_attrs_sum *)f->attrs)->accumulate = 0;
     return 0;
@@ -101,10 +106,7 @@ int infer_arg_reduce(ps_infer *f)
     const ps_tensor *x = f->in[0];
     PS_TRY(ps_rule_dim(f, x->ndim, &at->dim));
     if (x->shape_[at->dim] == 0) return ps_rule_fail(f, "there is no element to choose from");
-    f->out[0] = (ps_meta){ .dtype = PS_I64 };
-    for (int i = 0; i < x->ndim; i++)
-        if (i != at->dim) f->out[0].shape[f->out[0].ndim++] = x->shape_[i];
-        else if (at->keepdim) f->out[0].shape[f->out[0].ndim++] = 1;
+    f->out[0] = reduced_meta(x, 1u << at->dim, at->keepdim, PS_I64);
     return 0;
 }
 
@@ -114,10 +116,7 @@ int infer_prod(ps_infer *f)
     ps_attrs_prod *at = f->attrs;
     const ps_tensor *x = f->in[0];
     PS_TRY(ps_rule_dim(f, x->ndim, &at->dim));
-    f->out[0] = (ps_meta){ .dtype = ps_dtype_is_float(x->dtype_) ? x->dtype_ : PS_I64 };
-    for (int i = 0; i < x->ndim; i++)
-        if (i != at->dim) f->out[0].shape[f->out[0].ndim++] = x->shape_[i];
-        else if (at->keepdim) f->out[0].shape[f->out[0].ndim++] = 1;
+    f->out[0] = reduced_meta(x, 1u << at->dim, at->keepdim, ps_dtype_is_float(x->dtype_) ? x->dtype_ : PS_I64);
     return 0;
 }
 
