@@ -256,6 +256,17 @@ describe("a wrong use", function()
 end)
 
 describe("composed methods", function()
+  it("take diagonals far outside the matrix", function()
+    local t = count(2, 3)
+    local zero = ps.zeros { 2, 3 }
+    for d, lower in pairs { [2 ^ 53] = t, [-2 ^ 53] = zero, [3] = t, [-2] = zero } do
+      assert.same(lower:tolist(), t:tril(d):tolist())
+    end
+    for d, upper in pairs { [2 ^ 53] = zero, [-2 ^ 53] = t, [3] = zero, [-2] = t } do
+      assert.same(upper:tolist(), t:triu(d):tolist())
+    end
+  end)
+
   it("name the fault of a call", function()
     local t = count(2, 3)
     fails(function() t:tile(2) end, "tile: 1 numbers for 2 dimensions")

@@ -316,10 +316,15 @@ int infer_flip(ps_infer *f)
     return 0;
 }
 
+/* A diagonal outside the matrix is moved to its border, so that the kernels' sums of it and an index fit. */
 int infer_triangle(ps_infer *f)
 {
-    if (f->in[0]->ndim < 2) return ps_rule_fail(f, "a tensor of 2 dimensions or more is needed");
-    f->out[0] = ps_meta_like(f->in[0]);
+    ps_attrs_triangle *at = f->attrs;
+    const ps_tensor *x = f->in[0];
+    if (x->ndim < 2) return ps_rule_fail(f, "a tensor of 2 dimensions or more is needed");
+    int64_t least = -x->shape_[x->ndim - 2], most = x->shape_[x->ndim - 1];
+    at->diagonal = at->diagonal < least ? least : at->diagonal > most ? most : at->diagonal;
+    f->out[0] = ps_meta_like(x);
     return 0;
 }
 

@@ -190,8 +190,7 @@ static int triangle(ps_call *call)
     order_call p = order_of(call);
     int64_t size = ps_dtype_bytes(call->in[0].dtype);
     if (p.numel == 0) return 0;
-    int64_t least = -p.shape[p.ndim - 2], most = p.shape[p.ndim - 1];        /* the sums in the kernel fit then */
-    p.upper = a->upper, p.diagonal = a->diagonal < least ? least : a->diagonal > most ? most : a->diagonal;
+    p.upper = a->upper, p.diagonal = a->diagonal;
     auto kernel = size == 8 ? triangle_kernel<uint64_t> : size == 4 ? triangle_kernel<uint32_t>
                   : size == 2 ? triangle_kernel<uint16_t> : triangle_kernel<uint8_t>;
     PS_LAUNCH(kernel, blocks_for(p.numel), THREADS, 0, ps_cu->compute, p);

@@ -450,10 +450,9 @@ static int triangle(ps_call *call)
     if (!view_flat(x) || !view_flat(y)) return PS_EUNSUP;
     if (x->numel == 0) return 0;
     int64_t C = x->shape[x->ndim - 1], R = x->shape[x->ndim - 2], size = ps_dtype_bytes(x->dtype);
-    int64_t shift = within(a->diagonal + R, R + C) - R;       /* no sum overflows then */
 #pragma omp parallel for schedule(static) if (x->numel >= PS_PAR_MIN)
     for (int64_t r = 0; r < x->numel / C; r++) {
-        int64_t edge = a->upper ? within(r % R + shift, C) : within(r % R + shift + 1, C);
+        int64_t edge = within(r % R + a->diagonal + !a->upper, C);
         const char *from = (const char *)x->data + r * C * size;
         char *to = (char *)y->data + r * C * size;
         int64_t first = a->upper ? edge : 0, end = a->upper ? C : edge;         /* the elements that stay */
