@@ -56,8 +56,8 @@ def fill(lengths, width):
 def packed(batch):
     """Returns the batch with several lines per row. `first` has the position of each line's first token in [rows *
     T]."""
-    lines = [[x for x, seen in zip(ids, mask) if seen] for ids,
-             mask in zip(batch["input_ids"], batch["attention_mask"])]
+    rows = zip(batch["input_ids"], batch["attention_mask"])
+    lines = [[x for x, seen in zip(ids, mask) if seen] for ids, mask in rows]
     lengths = [len(x) for x in lines]
     fewest = len(fill(lengths, ROW))
     T = next(t for t in range(max(lengths), ROW + 1) if len(fill(lengths, t)) <= fewest)
@@ -73,8 +73,8 @@ def packed(batch):
             owner[r, at:at + n] = i + 1
             first[i] = r * T + at
             at += n
-    return {"input_ids": ids, "position_ids": places, "attention_mask": owner[:, None, :, None] == owner[:, None, None,
-                                                                                                         :],
+    mask = owner[:, None, :, None] == owner[:, None, None, :]
+    return {"input_ids": ids, "position_ids": places, "attention_mask": mask,
             "first": first, "labels": torch.tensor(batch["labels"])}
 
 
@@ -94,8 +94,8 @@ class Packed(torch.nn.Module):
         x = bert(input_ids=input_ids, position_ids=position_ids, attention_mask=attention_mask).last_hidden_state
         pooled = bert.pooler(x.reshape(-1, 1, x.shape[-1])[first])
         logits = self.of.classifier(self.of.dropout(pooled))
-        return transformers.modeling_outputs.SequenceClassifierOutput(loss=torch.nn.functional.cross_entropy(logits,
-                                                                                                             labels))
+        loss = torch.nn.functional.cross_entropy(logits, labels)
+        return transformers.modeling_outputs.SequenceClassifierOutput(loss=loss)
 
 
 model = transformers.BertForSequenceClassification(transformers.BertConfig()).train()
