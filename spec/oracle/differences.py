@@ -31,9 +31,8 @@ def reference(name, fn):
         def floats(a, b):
             # Powers of integers are fp32. PyTorch's overflow silently, and it rejects negative exponents.
             if not torch.result_type(a, b).is_floating_point:
-                a, b = a.to(torch.get_default_dtype()), b if isinstance(b,
-                                                                        (int,
-                                                                         float)) else b.to(torch.get_default_dtype())
+                a = a.to(torch.get_default_dtype())
+                b = b if isinstance(b, (int, float)) else b.to(torch.get_default_dtype())
             return fn(a, b)
         return floats
     return fn
@@ -55,9 +54,8 @@ def cast(x, dtype):
         return x.to(dtype)
     info = torch.iinfo(dtype)
     x = torch.nan_to_num(x.double(), 0.0, math.inf, -math.inf)
-    wide = torch.where(x >= 2.0 ** 63, info.max, torch.where(x < -2.0 ** 63, info.min,
-                                                             x.clamp(-2.0 ** 63, 2.0 ** 63 - 1024)
-                                                             .long()))
+    inside = x.clamp(-2.0 ** 63, 2.0 ** 63 - 1024).long()
+    wide = torch.where(x >= 2.0 ** 63, info.max, torch.where(x < -2.0 ** 63, info.min, inside))
     return wide.clamp(info.min, info.max).to(dtype)
 
 

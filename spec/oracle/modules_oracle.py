@@ -28,10 +28,12 @@ COVERED = {"Linear", "Conv1D", "Embedding", "LayerNorm", "RMSNorm", "ReLU", "SiL
 
 def put(module, *params):
     """Returns Lua that sets the parameters of `module`, from pairs of a path and the index of an input."""
-    return "local m = %s %s" % (module, " ".join("m%s:param(%s, x[%d])" % (
-        "".join(".%s" % p if not p.isdigit() else "[%s]" % p for p in path.split(".")[:-1]), lua(path.split(".")[-1]),
-                                                                           i)
-        for path, i in params))
+    calls = []
+    for path, i in params:
+        *owners, name = path.split(".")
+        owner = "".join("[%s]" % p if p.isdigit() else ".%s" % p for p in owners)
+        calls.append("m%s:param(%s, x[%d])" % (owner, lua(name), i))
+    return "local m = %s %s" % (module, " ".join(calls))
 
 
 def gelu(x, how, m):
@@ -279,9 +281,9 @@ def self_attention(d):
               d.input([3 * width], dtype, True), d.input([width, width], dtype, True, low=-1, high=1),
               d.input([width], dtype, True), d.input([b, t], "bool") if masked else None,
               d.input([b, t, width], dtype, True) if residual else None]
-    code = put("ps.nn.MultiheadSelfAttention(%d, %d, { causal = %s, dtype = %s })" % (width, heads, lua(causal),
-                                                                                      lua(dtype)),
-               ("qkv.weight", 2), ("qkv.bias", 3), ("proj.weight", 4), ("proj.bias", 5))
+    module = "ps.nn.MultiheadSelfAttention(%d, %d, { causal = %s, dtype = %s })" % (
+        width, heads, lua(causal), lua(dtype))
+    code = put(module, ("qkv.weight", 2), ("qkv.bias", 3), ("proj.weight", 4), ("proj.bias", 5))
 
     def run(x, m):
         q, k, v = F.linear(x[0], x[1], x[2]).reshape(b, t, 3, heads, each).permute(2, 0, 3, 1, 4)

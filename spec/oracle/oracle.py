@@ -612,8 +612,8 @@ class Part:
         if isinstance(answer, str) or any("error" in r for r in answer[0].values()):
             return False
         wrong = sum(bool(self.look(other, compute(other, exact=True), answer[1])) for other in again)
-        print("oracle %s: %d is off by a rounding, and so are %d of %d cases near by" % (self.name, case.index, wrong,
-                                                                                         AGAIN))
+        print("oracle %s: %d is off by a rounding, and so are %d of %d cases near by" % (
+            self.name, case.index, wrong, AGAIN))
         return 2 * wrong <= AGAIN
 
     def draw(self, row, index):

@@ -230,8 +230,8 @@ def batch_norm(d):
     shape, x, w, b, eps = channels(d)
     momentum, training = d.choice(0.1, 0.3, 1.0), d.chance(0.7)
     dtype = "fp64" if x.base.dtype == torch.float64 else "fp32"
-    mean, var = d.input([shape[1]], dtype, low=-1, high=1, plain=1.0), d.input([shape[1]], dtype, low=0.5, high=2,
-                                                                               plain=1.0)
+    mean = d.input([shape[1]], dtype, low=-1, high=1, plain=1.0)
+    var = d.input([shape[1]], dtype, low=0.5, high=2, plain=1.0)
     options = {"training": training, "momentum": momentum, "eps": eps}
 
     def run(x, m):

@@ -241,10 +241,12 @@ def holders(d):
     return Case(code, lambda x, m: x[1] * x[0] + x[2], inputs, **tolerance(dtype))
 
 
-ROWS = [Row("MultiheadAttention", attention, weight=3, mixes=True), Row("TransformerEncoder", encoder, weight=2,
-                                                                        mixes=True),
-        Row("TransformerDecoder", decoder, weight=2, mixes=True), Row("LayerNorm of dimensions", layer_norm,
-                                                                      mixes=True),
-        Row("activation modules", activation, weight=2, mixes=True), Row("loss modules", loss, weight=2, mixes=True),
+ROWS = [Row("MultiheadAttention", attention, weight=3, mixes=True),
+        Row("TransformerEncoder", encoder, weight=2, mixes=True),
+        Row("TransformerDecoder", decoder, weight=2, mixes=True),
+        Row("LayerNorm of dimensions", layer_norm, mixes=True),
+        Row("activation modules", activation, weight=2, mixes=True),
+        Row("loss modules", loss, weight=2, mixes=True),
         Row("loss modules of three", loss_of_three, mixes=True),
-        Row("CosineSimilarity", cosine, mixes=True), Row("modules that hold others", holders, mixes=True)]
+        Row("CosineSimilarity", cosine, mixes=True),
+        Row("modules that hold others", holders, mixes=True)]

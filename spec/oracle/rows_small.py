@@ -105,8 +105,8 @@ def unbind(d):
     dim = any_dim(d, shape)
     if shape[dim] > 8:
         shape[dim] = 8
-    return Case("x[1]:unbind(%d)" % dim, lambda x, m: list(torch.unbind(x[0], dim)), [d.input(shape, d.choice(*ALL),
-                                                                                              True)],
+    x = d.input(shape, d.choice(*ALL), True)
+    return Case("x[1]:unbind(%d)" % dim, lambda x, m: list(torch.unbind(x[0], dim)), [x],
                 exact={"out%d" % i for i in range(8)})
 
 
@@ -145,8 +145,8 @@ def activation(text, fn, slack=None, low=-6, high=6):
 def near_zero(name, low):
     def draw(d):
         bounds = d.choice((low, 9), (-1e-4, 1e-4))
-        return Case("x[1]:%s()" % name, lambda x, m: getattr(torch, name)(x[0]), [d.input(d.shape(), d.dtype(), True,
-                                                                                          *bounds)])
+        x = d.input(d.shape(), d.dtype(), True, *bounds)
+        return Case("x[1]:%s()" % name, lambda x, m: getattr(torch, name)(x[0]), [x])
     return draw
 
 
