@@ -101,7 +101,7 @@ describe("the cost of an op", function()
   end)
 
   it("refuses another number of operands", function()
-    fails(function() of_op("matmul", 1, { t(5, 3) }, {}, 1, t(5, 7)) end, "matmul has 2 inputs and 1 outputs, not 1")
+    fails(function() of_op("matmul", 1, { t(5, 3) }, {}, 1, t(5, 7)) end, "matmul has 2 inputs and 1 outputs, but 1")
     fails(function() of_op("matmul", 2, { t(5, 3) }, {}, 1, t(5, 7)) end, "matmul: input 1 is missing")
   end)
 end)

@@ -49,12 +49,12 @@ static int check_qkv(const ps_infer *f, const ps_tensor *const *in, int32_t caus
     const ps_tensor *q = in[0], *k = in[1], *v = in[2];
     if (q->ndim != 4 || k->ndim != 4 || !ps_same_shape(k, v) || q->dtype_ != k->dtype_ || q->dtype_ != v->dtype_ ||
         !ps_dtype_is_float(q->dtype_) || q->shape_[0] != k->shape_[0] || q->shape_[3] != k->shape_[3])
-        return ps_rule_fail(f, "q [B, H, T, D], k and v [B, G, S, D] of one float type are needed");
+        return ps_rule_fail(f, "q must be [B, H, T, D], and k and v must be [B, G, S, D], all of one float type");
     if (q->shape_[1] != k->shape_[1] && (k->shape_[1] < 1 || q->shape_[1] % k->shape_[1]))
         return ps_rule_fail(f, "%lld heads of keys do not divide %lld heads", (long long)k->shape_[1],
                             (long long)q->shape_[1]);
     if (window < 0 || (window > 0 && !causal))
-        return ps_rule_fail(f, "a window needs causal attention and at least 1 key (it is %d)", window);
+        return ps_rule_fail(f, "a window needs causal attention, and must be at least 1 key (it is %d)", window);
     return check_any_mask(f, in[3], q, k->shape_[2]);
 }
 
@@ -116,7 +116,8 @@ int grad_attention(ps_grad *g)
 
 static int check_packed(const ps_infer *f, const ps_tensor *qkv, const ps_tensor *mask, int32_t heads)
 {
-    if (qkv->ndim != 3 || !ps_dtype_is_float(qkv->dtype_)) return ps_rule_fail(f, "qkv must be float [B, T, 3C]");
+    if (qkv->ndim != 3 || !ps_dtype_is_float(qkv->dtype_))
+        return ps_rule_fail(f, "qkv must be a float tensor [B, T, 3C]");
     if (heads < 1 || qkv->shape_[2] % (3 * (int64_t)heads))
         return ps_rule_fail(f, "%d heads do not divide C = %g", heads, (double)qkv->shape_[2] / 3);
     return check_mask(f, mask, qkv->shape_[0], qkv->shape_[1], qkv->shape_[1]);

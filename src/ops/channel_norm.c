@@ -13,7 +13,7 @@ static int stats_of(const ps_infer *f, const ps_tensor *x, int groups, const ps_
                     ps_meta *stats)
 {
     if (x->ndim < 2 || !ps_dtype_is_float(x->dtype_) || x->shape_[1] < 1)
-        return ps_rule_fail(f, "a float tensor [N, C, ...] is needed");
+        return ps_rule_fail(f, "x must be a float tensor [N, C, ...]");
     int64_t C = x->shape_[1];
     if (groups < 0 || (groups > 0 && C % groups != 0))
         return ps_rule_fail(f, "%lld channels cannot be divided into %d groups", (long long)C, groups);
@@ -38,7 +38,7 @@ int infer_channel_norm(ps_infer *f)
     if (mean) PS_TRY(ps_rule_like(f, mean, "the given mean", stats.dtype, 1, stats.shape));
     if (mean) PS_TRY(ps_rule_like(f, var, "the given variance", stats.dtype, 1, stats.shape));
     int64_t count = x->numel_ / x->shape_[1];                 /* number of values from which a statistic is computed */
-    if (!mean && !a->groups && count < 1) return ps_rule_fail(f, "there are no values to compute the mean of");
+    if (!mean && !a->groups && count < 1) return ps_rule_fail(f, "there are no values of which to compute the mean");
     f->out[0] = ps_meta_like(x);
     f->out[1] = f->out[2] = stats;
     if (mean) f->out[1].ndim = f->out[2].ndim = -1;

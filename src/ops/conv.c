@@ -16,12 +16,12 @@ static int check_attrs(const ps_infer *f, ps_attrs_conv *a, int spatial)
 {
     if (spatial == 1) a->stride[0] = a->dilation[0] = 1, a->padding[0] = a->padding[2] = 0;
     for (int i = 0; i < 2; i++) {
-        if (a->stride[i] < 1) return ps_rule_fail(f, "stride %d; the smallest is 1", a->stride[i]);
-        if (a->dilation[i] < 1) return ps_rule_fail(f, "dilation %d; the smallest is 1", a->dilation[i]);
+        if (a->stride[i] < 1) return ps_rule_fail(f, "stride is %d; it must be 1 or more", a->stride[i]);
+        if (a->dilation[i] < 1) return ps_rule_fail(f, "dilation is %d; it must be 1 or more", a->dilation[i]);
         if (a->padding[i] < 0 || a->padding[i + 2] < 0)
-            return ps_rule_fail(f, "padding %d and %d; the smallest is 0", a->padding[i], a->padding[i + 2]);
+            return ps_rule_fail(f, "padding is %d and %d; both must be 0 or more", a->padding[i], a->padding[i + 2]);
     }
-    return a->groups >= 1 ? 0 : ps_rule_fail(f, "groups = %d; the smallest is 1", a->groups);
+    return a->groups >= 1 ? 0 : ps_rule_fail(f, "groups is %d; it must be 1 or more", a->groups);
 }
 
 static int check_operands(const ps_infer *f, const ps_tensor *x, const ps_tensor *w, const char *names)
@@ -42,7 +42,7 @@ static int size_of(const ps_infer *f, const ps_attrs_conv *a, int i, int64_t siz
 {
     int64_t span = (k - 1) * a->dilation[i] + 1, padded = size + a->padding[i] + a->padding[i + 2];
     const char *along = i == 0 ? "height" : "width";
-    if (k < 1) return ps_rule_fail(f, "a kernel of %s %lld", along, (long long)k);
+    if (k < 1) return ps_rule_fail(f, "the kernel's %s is %lld; it must be 1 or more", along, (long long)k);
     if (span > padded)
         return ps_rule_fail(f, "the kernel of %s %lld spans %lld elements (dilation %d), more than the %lld of the "
                             "padded input; use a larger padding", along, (long long)k, (long long)span, a->dilation[i],
@@ -103,7 +103,7 @@ int infer_conv_transpose(ps_infer *f)
                         a->padding[i] - a->padding[i + 2];
         int64_t size = at->size[i] ? at->size[i] : least, back = 0;
         if (size < 1 || x->shape_[d] < 1)
-            return ps_rule_fail(f, "an output of %lld elements along the %s; the padding is too large",
+            return ps_rule_fail(f, "the output would have %lld elements along the %s: the padding is too large",
                                 (long long)size, i == 0 ? "height" : "width");
         PS_TRY(size_of(f, a, i, size, w->shape_[d], &back));
         if (back != x->shape_[d])

@@ -256,8 +256,8 @@ int ps_op_cost(int op, int n_in, ps_tensor *const *in, const void *attrs, int n_
     if (op < 0 || op >= PS_OP_COUNT) return ps_fail(PS_EINVAL, "no such op: %d", op);
     const ps_opinfo *row = ps_op(op);
     if (n_in < 1 || n_in > PS_MAX_IN || (row->n_in >= 0 && n_in != row->n_in) || n_out != row->n_out)
-        return ps_fail(PS_EINVAL, "%s has %d inputs and %d outputs, not %d and %d", row->name, row->n_in, row->n_out,
-                       n_in, n_out);
+        return ps_fail(PS_EINVAL, "%s has %d inputs and %d outputs, but %d and %d were passed", row->name, row->n_in,
+                       row->n_out, n_in, n_out);
     for (int i = 0; i < n_in; i++)
         if (!in[i] && !(row->optional_in >> i & 1))
             return ps_fail(PS_EINVAL, "%s: input %d is missing", row->name, i);

@@ -59,7 +59,7 @@ int infer_unary(ps_infer *f)
     if (!ps_dtype_is_float(f->in[0]->dtype_)) f->out[0].dtype = PS_F32;
     if ((f->op == PS_OP_softmax || f->op == PS_OP_log_softmax) &&
         (f->in[0]->ndim == 0 || !ps_dtype_is_float(f->in[0]->dtype_)))
-        return ps_rule_fail(f, "a float tensor with a last dimension is needed");
+        return ps_rule_fail(f, "x must be a float tensor with a last dimension");
     return 0;
 }
 
@@ -74,10 +74,11 @@ static int check_dropout_rows(const ps_infer *f, const ps_attrs_dropout *at)
         return ps_rule_fail(f, "rows must be int32 or int64 [R]");
     int64_t R = rows->shape_[0];
     if (R == 0 ? x->numel_ != 0 : x->numel_ % R != 0)
-        return ps_rule_fail(f, "%lld elements cannot form %lld equal rows", (long long)x->numel_, (long long)R);
+        return ps_rule_fail(f, "%lld elements cannot be divided into %lld equal rows", (long long)x->numel_,
+                            (long long)R);
     if (at->first == 0 && at->per_sample > 0 && (x->numel_ == 0 || at->per_sample % (x->numel_ / R) == 0)) return 0;
-    return ps_rule_fail(f, "with rows, first is 0 and per_sample a multiple of a row's elements; they are %lld, %lld",
-                        (long long)at->first, (long long)at->per_sample);
+    return ps_rule_fail(f, "with rows, first must be 0, and per_sample must be a multiple of a row's elements; they "
+                        "are %lld and %lld", (long long)at->first, (long long)at->per_sample);
 }
 
 /* The elements of x have the numbers `first` to first + numel - 1 of the whole, or those of their rows. All numbers
@@ -89,14 +90,14 @@ int infer_dropout(ps_infer *f)
     int64_t end;
     f->out[0] = ps_meta_like(x);
     if (!(at->p >= 0 && at->p < 1)) return ps_rule_fail(f, "p = %g is not in [0, 1)", at->p);
-    if (!ps_dtype_is_float(x->dtype_)) return ps_rule_fail(f, "a float tensor is needed");
+    if (!ps_dtype_is_float(x->dtype_)) return ps_rule_fail(f, "x must be a float tensor");
     if (at->first < 0 || at->per_sample < 0 || __builtin_add_overflow(at->first, x->numel_, &end))
         return ps_rule_fail(f, "first = %lld and per_sample = %lld are negative or too large",
                             (long long)at->first, (long long)at->per_sample);
     if (f->in[1]) PS_TRY(check_dropout_rows(f, at));
     if (at->per_sample == 0) at->per_sample = x->ndim > 0 && x->numel_ > 0 ? x->numel_ / x->shape_[0] : 1;
     if (at->per_sample > MOST_OF_SAMPLE)
-        return ps_rule_fail(f, "a sample has %lld elements; random numbers are counted up to %lld",
+        return ps_rule_fail(f, "a sample has %lld elements, but random numbers are counted only up to %lld",
                             (long long)at->per_sample, (long long)MOST_OF_SAMPLE);
     return 0;
 }
@@ -112,8 +113,8 @@ int infer_unary_backward(ps_infer *f)
     const ps_tensor *x = f->in[0];
     bool rows = f->op == PS_OP_softmax_backward || f->op == PS_OP_log_softmax_backward;
     if (!ps_same_shape(x, f->in[1]) || !ps_dtype_is_float(x->dtype_) || x->dtype_ != f->in[1]->dtype_)
-        return ps_rule_fail(f, "float inputs of the same shape and type are needed");
-    if (rows && x->ndim == 0) return ps_rule_fail(f, "a last dimension is needed");
+        return ps_rule_fail(f, "the inputs must be float tensors of the same shape and type");
+    if (rows && x->ndim == 0) return ps_rule_fail(f, "the inputs must have a last dimension");
     f->out[0] = ps_meta_like(f->in[0]);
     return 0;
 }
@@ -130,8 +131,9 @@ static int check_act_mul(const ps_infer *f, int act)
     for (int i = 0; i < f->n_in; i++)
         if (!ps_same_shape(f->in[0], f->in[i]) || !ps_dtype_is_float(f->in[0]->dtype_) ||
             f->in[i]->dtype_ != f->in[0]->dtype_)
-            return ps_rule_fail(f, "float inputs of the same shape and type are needed");
-    return act >= 0 && act <= 2 ? 0 : ps_rule_fail(f, "no activation %d: 0 silu, 1 gelu, 2 its tanh form", act);
+            return ps_rule_fail(f, "the inputs must be float tensors of the same shape and type");
+    return act >= 0 && act <= 2 ? 0 : ps_rule_fail(f, "there is no activation %d; 0 is silu, 1 is gelu, and 2 is the "
+                                                   "tanh form of gelu", act);
 }
 
 int infer_act_mul(ps_infer *f)

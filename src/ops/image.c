@@ -20,8 +20,8 @@ int infer_pad(ps_infer *f)
     for (int d = 0; d < x->ndim; d++) {
         int64_t before = a->before[d], after = a->after[d], most = INT64_MAX / 8;
         if (before > most || before < -most || after > most || after < -most)
-            return ps_rule_fail(f, "padding %lld and %lld of dimension %d is out of range",
-                                (long long)before, (long long)after, d);
+            return ps_rule_fail(f, "padding %lld and %lld of dimension %d are out of range", (long long)before,
+                                (long long)after, d);
         f->out[0].shape[d] = x->shape_[d] + before + after;
         if (f->out[0].shape[d] < 0 || -before > x->shape_[d] || -after > x->shape_[d])
             return ps_rule_fail(f, "padding %lld and %lld cut more than the %lld elements of dimension %d",
@@ -46,7 +46,7 @@ int grad_pad(ps_grad *g)
 static int check_image(const ps_infer *f, const ps_tensor *x)
 {
     if (x->ndim == 4 && ps_dtype_is_float(x->dtype_)) return 0;
-    return ps_rule_fail(f, "a float tensor [N, C, H, W] is needed");
+    return ps_rule_fail(f, "x must be a float tensor [N, C, H, W]");
 }
 
 static const char *along(int i) { return i == 0 ? "height" : "width"; }
@@ -58,15 +58,15 @@ static int check_windows(const ps_infer *f, int i, int64_t in, int64_t out, int6
 {
     int64_t span = (kernel - 1) * dilation + 1;
     if (kernel < 1 || stride < 1 || dilation < 1)
-        return ps_rule_fail(f, "kernel %lld, stride %lld and dilation %lld along the %s; the smallest is 1",
+        return ps_rule_fail(f, "kernel %lld, stride %lld and dilation %lld along the %s must all be 1 or more",
                             (long long)kernel, (long long)stride, (long long)dilation, along(i));
     if (before < 0 || after < 0 || before > kernel / 2 || after > kernel / 2)
-        return ps_rule_fail(f, "padding %lld along the %s; it is 0 to half of the kernel, %lld",
+        return ps_rule_fail(f, "padding %lld along the %s must be 0 to half of the kernel, %lld",
                             (long long)(before > after ? before : after), along(i), (long long)kernel);
     if (out < 1 || (out - 1) * stride >= in + before || (out - 1) * stride > in + before + after - span + stride - 1)
-        return ps_rule_fail(f, "%lld windows of %lld elements along the %s, over %lld elements and a padding of %lld "
-                            "and %lld", (long long)out, (long long)span, along(i), (long long)in, (long long)before,
-                            (long long)after);
+        return ps_rule_fail(f, "%lld windows of %lld elements along the %s do not fit %lld elements with a padding of "
+                            "%lld and %lld", (long long)out, (long long)span, along(i), (long long)in,
+                            (long long)before, (long long)after);
     return 0;
 }
 
@@ -97,12 +97,12 @@ int infer_resample(ps_infer *f)
         int64_t size = a->size[i], in = a->transpose ? size : x->shape_[2 + i];
         int64_t out = a->transpose ? x->shape_[2 + i] : size, before = a->padding[i], after = a->padding[i + 2];
         if (in < 1 || out < 1)
-            return ps_rule_fail(f, "from %lld to %lld elements along the %s; the smallest is 1", (long long)in,
-                                (long long)out, along(i));
+            return ps_rule_fail(f, "cannot resample %lld elements to %lld along the %s; both sizes must be 1 or more",
+                                (long long)in, (long long)out, along(i));
         if (a->kind == WINDOWS) PS_TRY(check_windows(f, i, in, out, a->kernel[i], 1, a->stride[i], before, after));
         if (a->kind >= REFLECT && (out != in + before + after || before < 0 || after < 0))
-            return ps_rule_fail(f, "padding %lld and %lld of %lld elements along the %s", (long long)before,
-                                (long long)after, (long long)in, along(i));
+            return ps_rule_fail(f, "padding %lld and %lld of %lld elements along the %s do not match the output, or "
+                                "are negative", (long long)before, (long long)after, (long long)in, along(i));
         int64_t most = a->kind == REFLECT ? in - 1 : in;
         if ((a->kind == REFLECT || a->kind == CIRCULAR) && (before > most || after > most))
             return ps_rule_fail(f, "padding %lld along the %s by %s takes %lld at most, from %lld elements",
@@ -134,8 +134,8 @@ int infer_max_pool(ps_infer *f)
     for (int i = 0; i < 2; i++) {
         int64_t in = x->shape_[2 + i];
         if (a->adaptive && (a->size[i] < 1 || in < 1))
-            return ps_rule_fail(f, "from %lld to %lld elements along the %s; the smallest is 1", (long long)in,
-                                (long long)a->size[i], along(i));
+            return ps_rule_fail(f, "cannot resample %lld elements to %lld along the %s; both sizes must be 1 or more",
+                                (long long)in, (long long)a->size[i], along(i));
         if (!a->adaptive) {
             PS_TRY(check_windows(f, i, in, a->size[i], a->kernel[i], a->dilation[i], a->stride[i], a->padding[i],
                                  a->padding[i]));

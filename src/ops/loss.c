@@ -30,7 +30,7 @@ int grad_log_softmax(ps_grad *g) { return softmax_like(g, PS_OP_log_softmax_back
 /* Checks the targets: integers, one for each row of `rows` [..., last]. */
 static int check_targets(const ps_infer *f, const ps_tensor *rows, const ps_tensor *target)
 {
-    if (rows->ndim < 1 || !ps_dtype_is_float(rows->dtype_)) return ps_rule_fail(f, "float rows are needed");
+    if (rows->ndim < 1 || !ps_dtype_is_float(rows->dtype_)) return ps_rule_fail(f, "x must have float rows");
     if (target->dtype_ != PS_I32 && target->dtype_ != PS_I64) return ps_rule_fail(f, "targets must be int32 or int64");
     if (target->ndim != rows->ndim - 1 || memcmp(target->shape_, rows->shape_, sizeof(int64_t) * (size_t)target->ndim))
         return ps_rule_fail(f, "targets must have the shape of x without its last dimension: one target per row");
@@ -39,7 +39,7 @@ static int check_targets(const ps_infer *f, const ps_tensor *rows, const ps_tens
 
 static int check_reduction(const ps_infer *f, int reduction)
 {
-    return reduction >= 0 && reduction <= 2 ? 0 : ps_rule_fail(f, "reduction %d is not 0, 1 or 2", reduction);
+    return reduction >= 0 && reduction <= 2 ? 0 : ps_rule_fail(f, "reduction is %d; it must be 0, 1 or 2", reduction);
 }
 
 /* Returns the meta of hits: the number of rows that are hits, and the number of rows that count. */
@@ -174,9 +174,10 @@ static int check_logits(const ps_infer *f, const ps_tensor *mass, int64_t words)
 {
     const ps_tensor *x = f->in[0];
     PS_TRY(check_targets(f, x, f->in[1]));
-    if (x->ndim != 2) return ps_rule_fail(f, "logits [N, V] are needed");
+    if (x->ndim != 2) return ps_rule_fail(f, "logits must be [N, V]");
     if (words < 0 || words > x->shape_[1])
-        return ps_rule_fail(f, "%lld words, but %lld columns", (long long)words, (long long)x->shape_[1]);
+        return ps_rule_fail(f, "there are %lld words, but only %lld columns of logits", (long long)words,
+                            (long long)x->shape_[1]);
     return mass ? ps_rule_like(f, mass, "mass", wide(x), 1, &x->shape_[1]) : 0;
 }
 
@@ -194,7 +195,7 @@ int infer_logit_loss(ps_infer *f)
     const ps_tensor *x = f->in[0], *stats = f->in[2];
     PS_TRY(check_logits(f, f->in[4], at->words));
     int64_t N = x->shape_[0], said[3] = { stats->shape_[0], f->in[4] ? 4 : 3, N }, coefficients[2] = { 3, N };
-    if (stats->ndim != 3 || said[0] < 1) return ps_rule_fail(f, "stats [ranks, 3 or 4, N] are needed");
+    if (stats->ndim != 3 || said[0] < 1) return ps_rule_fail(f, "stats must be [ranks, 3 or 4, N]");
     PS_TRY(ps_rule_like(f, stats, "stats", wide(x), 3, said));
     PS_TRY(ps_rule_like(f, f->in[3], "share", wide(x), 2, coefficients));
     f->out[0] = (ps_meta){ .dtype = wide(x), .ndim = 1, .shape = { N } };
@@ -218,8 +219,8 @@ int infer_parallel_lm_loss(ps_infer *f)
     if ((target->dtype_ != PS_I32 && target->dtype_ != PS_I64) || target->ndim != 1 || target->shape_[0] != N)
         return ps_rule_fail(f, "targets must be int32 or int64 [%lld]", (long long)N);
     if (at->words < 1 || (at->words + at->size - 1) / at->size != w->shape_[0])
-        return ps_rule_fail(f, "%lld words on %d ranks do not give %lld words per rank", (long long)at->words, at->size,
-                            (long long)w->shape_[0]);
+        return ps_rule_fail(f, "%lld words on %d ranks do not match %lld words per rank", (long long)at->words,
+                            at->size, (long long)w->shape_[0]);
     coefficients[0] = 3, coefficients[1] = N;
     PS_TRY(ps_rule_like(f, f->in[3], "share", wide(x), 2, coefficients));
     if (f->in[4]) PS_TRY(ps_rule_like(f, f->in[4], "bias", x->dtype_, 1, w->shape_));

@@ -17,7 +17,8 @@ int grad_mlp(ps_grad *g);
 int infer_matmul(ps_infer *f)
 {
     const ps_tensor *a = f->in[0], *b = f->in[1];
-    if (a->ndim < 2 || b->ndim < 2) return ps_rule_fail(f, "matrices are needed; add a dimension with :unsqueeze()");
+    if (a->ndim < 2 || b->ndim < 2)
+        return ps_rule_fail(f, "both inputs must be matrices; add a dimension with :unsqueeze()");
     if (!ps_dtype_is_float(a->dtype_) || a->dtype_ != b->dtype_)
         return ps_rule_fail(f, "two float tensors of one type are needed");
     int64_t k = a->shape_[a->ndim - 1], k2 = b->shape_[b->ndim - 2];
@@ -28,7 +29,7 @@ int infer_matmul(ps_infer *f)
     ps_meta *m = &f->out[0];
     m->dtype = a->dtype_;
     PS_TRY(ps_rule_broadcast(f, &batch_a, &batch_b, m));
-    if (m->ndim + 2 > PS_MAX_DIMS) return ps_rule_fail(f, "too many dimensions");
+    if (m->ndim + 2 > PS_MAX_DIMS) return ps_rule_fail(f, "the inputs have too many dimensions");
     m->shape[m->ndim++] = a->shape_[a->ndim - 2];
     m->shape[m->ndim++] = b->shape_[b->ndim - 1];
     if (!f->given) ((ps_attrs_matmul *)f->attrs)->accumulate = 0;

@@ -15,7 +15,7 @@ int grad_rms_norm(ps_grad *g);
 static int check_row_weights(const ps_infer *f, const ps_tensor *x, int first, int last)
 {
     if (x->ndim < 1 || x->shape_[x->ndim - 1] < 1 || !ps_dtype_is_float(x->dtype_))
-        return ps_rule_fail(f, "a float tensor [..., C] is needed");
+        return ps_rule_fail(f, "x must be a float tensor [..., C]");
     for (int i = first; i <= last; i++) {
         const ps_tensor *w = f->in[i];
         if (w && (w->ndim != 1 || w->shape_[0] != x->shape_[x->ndim - 1] || !ps_dtype_is_float(w->dtype_)))

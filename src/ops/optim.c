@@ -31,7 +31,7 @@ static int check_update(const ps_infer *f, int size, int alike, int dtype)
         int k = i % size, wide = p->dtype_ == PS_F64 ? PS_F64 : PS_F32, state = dtype == PS_F32 ? wide : dtype;
         bool low = k == 1 && t->dtype_ == PS_U8;
         if (k < 3 + alike && t->numel_ != (low ? 2 : 1) * p->numel_ && t != f->in[i - k + 1])
-            return ps_rule_fail(f, "tensor %d of group %d has numel %lld, and the parameter %lld", k, i / size,
+            return ps_rule_fail(f, "tensor %d of group %d has %lld elements, but the parameter has %lld", k, i / size,
                                 (long long)t->numel_, (long long)p->numel_);
         bool fits = ps_dtype_is_float(t->dtype_);
         if (k == 1) fits = t->dtype_ == wide || t == p || (low && p->dtype_ == PS_BF16);
@@ -39,7 +39,8 @@ static int check_update(const ps_infer *f, int size, int alike, int dtype)
         if (k >= 3 + alike) fits = true;
         if (k != 2 && f->copied >> i & 1)
             return ps_rule_fail(f, "tensor %d of group %d is not contiguous", k, i / size);
-        if (!fits) return ps_rule_fail(f, "tensor %d of group %d has type %s", k, i / size, ps_dtype_name(t->dtype_));
+        if (!fits) return ps_rule_fail(f, "tensor %d of group %d has type %s, which does not fit the parameter", k,
+                                       i / size, ps_dtype_name(t->dtype_));
     }
     return 0;
 }
@@ -63,7 +64,8 @@ int infer_muon(ps_infer *f)
     PS_TRY(check_update(f, 4, 1, PS_F32));
     for (int i = 0; i < f->n_in; i += 4)
         if (f->in[i]->ndim != 2)
-            return ps_rule_fail(f, "parameter %d has %d dimensions; Muon takes matrices", i / 4, f->in[i]->ndim);
+            return ps_rule_fail(f, "parameter %d has %d dimensions; Muon supports only matrices", i / 4,
+                                f->in[i]->ndim);
     return 0;
 }
 
@@ -78,12 +80,13 @@ int infer_adafactor(ps_infer *f)
         int64_t r = n > 1 && p->shape_[n - 1] > 0 ? p->numel_ / p->shape_[n - 1] : p->numel_;
         int64_t c = n > 1 && p->shape_[n - 2] > 0 ? p->numel_ / p->shape_[n - 2] : p->numel_;
         if (rows->numel_ != r || (n > 1 && cols->numel_ != c))
-            return ps_rule_fail(f, "the states of parameter %d have %lld and %lld elements; they need %lld and %lld",
-                                i / 5, (long long)rows->numel_, (long long)cols->numel_, (long long)r, (long long)c);
+            return ps_rule_fail(f, "the states of parameter %d have %lld and %lld elements; they must have %lld and "
+                                "%lld", i / 5, (long long)rows->numel_, (long long)cols->numel_, (long long)r,
+                                (long long)c);
         for (int k = 3; k < (n > 1 ? 5 : 4); k++)
             if (f->in[i + k]->dtype_ != (p->dtype_ == PS_F64 ? PS_F64 : PS_F32))
-                return ps_rule_fail(f, "state %d of parameter %d has type %s", k - 3, i / 5,
-                                    ps_dtype_name(f->in[i + k]->dtype_));
+                return ps_rule_fail(f, "state %d of parameter %d has type %s, which does not fit the parameter", k - 3,
+                                    i / 5, ps_dtype_name(f->in[i + k]->dtype_));
     }
     return 0;
 }
@@ -98,10 +101,11 @@ int infer_adam8bit(ps_infer *f)
         bool codes = k == 3 || k == 5;
         int64_t numel = codes ? p->numel_ : (p->numel_ + PS_STATE_BLOCK - 1) / PS_STATE_BLOCK;
         if (k > 2 && (t->numel_ != numel || t->dtype_ != (codes ? PS_U8 : PS_F32)))
-            return ps_rule_fail(f, "tensor %d of group %d is %s [%lld], and needs %s [%lld]", k, i / 7,
+            return ps_rule_fail(f, "tensor %d of group %d is %s [%lld]; it must be %s [%lld]", k, i / 7,
                                 ps_dtype_name(t->dtype_), (long long)t->numel_, codes ? "uint8" : "fp32",
                                 (long long)numel);
-        if (k == 0 && p->dtype_ == PS_F64) return ps_rule_fail(f, "parameter %d is fp64", i / 7);
+        if (k == 0 && p->dtype_ == PS_F64)
+            return ps_rule_fail(f, "parameter %d is fp64, which this op does not support", i / 7);
     }
     return 0;
 }
@@ -112,10 +116,10 @@ int infer_remainder_split(ps_infer *f)
     for (int i = 0; i < f->n_in; i += 3) {
         const ps_tensor *w = f->in[i], *low = f->in[i + 1], *src = f->in[i + 2];
         if (w->dtype_ != PS_BF16 || low->dtype_ != PS_U8 || src->dtype_ != PS_F32)
-            return ps_rule_fail(f, "param is %s, low %s, src %s; they must be bf16, uint8, fp32",
+            return ps_rule_fail(f, "param is %s, low is %s and src is %s; they must be bf16, uint8 and fp32",
                                 ps_dtype_name(w->dtype_), ps_dtype_name(low->dtype_), ps_dtype_name(src->dtype_));
         if (low->numel_ != 2 * w->numel_ || src->numel_ != w->numel_)
-            return ps_rule_fail(f, "low has %lld elements and src %lld; param has %lld", (long long)low->numel_,
+            return ps_rule_fail(f, "low has %lld elements and src has %lld, but param has %lld", (long long)low->numel_,
                                 (long long)src->numel_, (long long)w->numel_);
         if (f->copied >> i & 3) return ps_rule_fail(f, "param or low of group %d is not contiguous", i / 3);
     }

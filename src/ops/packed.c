@@ -17,8 +17,8 @@ static int row_numel(ps_infer *f, const ps_tensor *w, int type, int64_t *out)
     if (w->ndim < 1 || w->dtype_ != PS_U8) return ps_rule_fail(f, "w must be uint8 [..., bytes]");
     int64_t nbytes = w->shape_[w->ndim - 1];
     if (nbytes % b->bytes)
-        return ps_rule_fail(f, "rows of %lld bytes are no whole number of blocks of %s, of %d bytes", (long long)nbytes,
-                            b->name, b->bytes);
+        return ps_rule_fail(f, "rows of %lld bytes are not a whole number of blocks of %s, which have %d bytes",
+                            (long long)nbytes, b->name, b->bytes);
     *out = nbytes / b->bytes * b->block;
     return 0;
 }
@@ -29,7 +29,7 @@ int infer_unpack(ps_infer *f)
     const ps_tensor *w = f->in[0];
     int64_t numel;
     if (at->dtype != PS_F32 && at->dtype != PS_BF16 && at->dtype != PS_F16)
-        return ps_rule_fail(f, "packed numbers become fp32, bf16 or fp16");
+        return ps_rule_fail(f, "packed values can be unpacked only to fp32, bf16 or fp16");
     PS_TRY(row_numel(f, w, at->type, &numel));
     f->out[0] = ps_meta_like(w);
     f->out[0].dtype = at->dtype;
@@ -51,7 +51,7 @@ int infer_linear_packed(ps_infer *f)
                             (long long)in);
     f->out[0] = ps_meta_like(x);
     f->out[0].shape[x->ndim - 1] = out;
-    if (at->back && (b || r)) return ps_rule_fail(f, "back takes neither a bias nor a residual");
+    if (at->back && (b || r)) return ps_rule_fail(f, "with back, neither a bias nor a residual is supported");
     if (b && (b->ndim != 1 || b->shape_[0] != out || !ps_dtype_is_float(b->dtype_)))
         return ps_rule_fail(f, "the bias must be float [%lld]", (long long)out);
     if (r && (r->dtype_ != x->dtype_ || r->ndim != x->ndim ||

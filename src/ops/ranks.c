@@ -31,7 +31,7 @@ int ps_rule_ranks(const ps_infer *f)
 {
     const of_ranks *at = f->attrs;
     if (at->size >= 1 && at->rank >= 0 && at->rank < at->size && at->root >= 0 && at->root < at->size) return 0;
-    return ps_rule_fail(f, "rank %d, root %d of a group of %d", at->rank, at->root, at->size);
+    return ps_rule_fail(f, "rank %d or root %d does not exist in a group of %d ranks", at->rank, at->root, at->size);
 }
 
 int infer_of_ranks(ps_infer *f)
@@ -42,7 +42,7 @@ int infer_of_ranks(ps_infer *f)
     *y = view ? ps_tensor_meta(f->in[0]) : ps_meta_like(f->in[0]);
     PS_TRY(ps_rule_ranks(f));
     bool gather = gathers(f->op), scatter = f->op == PS_OP_reduce_scatter || f->op == PS_OP_scatter_to_tp;
-    if ((gather || scatter) && y->ndim == 0) return ps_rule_fail(f, "x has no dimension to be cut along");
+    if ((gather || scatter) && y->ndim == 0) return ps_rule_fail(f, "x has no dimension along which it could be split");
     if (scatter && y->shape[0] % at->size)
         return ps_rule_fail(f, "the first dimension of x, %lld, cannot be cut into %d equal parts",
                             (long long)y->shape[0], at->size);
@@ -161,19 +161,20 @@ int infer_column_linear_grad(ps_infer *f)
     int64_t all[2] = { rows, in }, own[2] = { rows / at->size, in };
     if (x) PS_TRY(ps_rule_like(f, x, "x", dy->dtype_, 2, own));
     if (full) PS_TRY(ps_rule_like(f, full, "full", dy->dtype_, 2, all));
-    if (at->want_w && !x && !full) return ps_rule_fail(f, "gradients of weights need x, or full");
-    if (at->want_b & ~at->want_w) return ps_rule_fail(f, "the gradient of a bias comes with that of its weight");
+    if (at->want_w && !x && !full) return ps_rule_fail(f, "gradients of weights need x or full");
+    if (at->want_b & ~at->want_w)
+        return ps_rule_fail(f, "the gradient of a bias can be computed only with that of its weight");
     f->out[0] = (ps_meta){ .dtype = dy->dtype_, .ndim = 2, .shape = { own[0], in } };
     for (int i = 0; i < PS_MAX_COLUMNS; i++) {
         const ps_tensor *d = f->in[i ? 2 + 2 * i : 0], *w = f->in[i ? 3 + 2 * i : 1];
         ps_meta *dw = &f->out[1 + 2 * i], *db = &f->out[2 + 2 * i];
         int64_t got;
         dw->ndim = db->ndim = -1;
-        if (!d != !w) return ps_rule_fail(f, "each dy needs a weight, and each weight a dy");
+        if (!d != !w) return ps_rule_fail(f, "each dy needs a weight, and each weight needs a dy");
         if (!d && ((at->want_w | at->want_b) >> i & 1)) return ps_rule_fail(f, "there is no weight %d", i);
         if (!d) continue;
         PS_TRY(check_product(f, d, w, !at->out_in, &got));
-        if (got != in || d->shape_[0] != rows) return ps_rule_fail(f, "all products have the same rows of x");
+        if (got != in || d->shape_[0] != rows) return ps_rule_fail(f, "all products must have the same rows of x");
         if (at->want_w >> i & 1) *dw = ps_meta_like(w);
         if (at->want_b >> i & 1) *db = (ps_meta){ .dtype = dy->dtype_, .ndim = 1, .shape = { d->shape_[1] } };
         if (!(f->given >> (1 + 2 * i) & 1)) at->accumulate &= ~(1 << i);

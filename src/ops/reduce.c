@@ -41,7 +41,7 @@ int infer_reduce(ps_infer *f)
     f->out[0] = reduced_meta(x, at->dims, at->keepdim, is_float || picks ? x->dtype_ : PS_I64);
     int64_t reduced = 1;
     for (int i = 0; i < x->ndim; i++) if (at->dims >> i & 1) reduced *= x->shape_[i];
-    if (picks && reduced == 0) return ps_rule_fail(f, "there is no element to choose from");
+    if (picks && reduced == 0) return ps_rule_fail(f, "the reduced dimensions have no element to choose from");
     if (f->op == PS_OP_sum && !f->given) ((ps_attrs_sum *)f->attrs)->accumulate = 0;
     return 0;
 }
@@ -105,7 +105,7 @@ int infer_arg_reduce(ps_infer *f)
     ps_attrs_argmax *at = f->attrs;
     const ps_tensor *x = f->in[0];
     PS_TRY(ps_rule_dim(f, x->ndim, &at->dim));
-    if (x->shape_[at->dim] == 0) return ps_rule_fail(f, "there is no element to choose from");
+    if (x->shape_[at->dim] == 0) return ps_rule_fail(f, "the reduced dimensions have no element to choose from");
     f->out[0] = reduced_meta(x, 1u << at->dim, at->keepdim, PS_I64);
     return 0;
 }
@@ -175,10 +175,10 @@ int infer_sample(ps_infer *f)
     const ps_attrs_sample *at = f->attrs;
     const ps_tensor *x = f->in[0];
     if (x->ndim < 1 || x->shape_[x->ndim - 1] < 1 || !ps_dtype_is_float(x->dtype_))
-        return ps_rule_fail(f, "float logits [..., V] are needed");
+        return ps_rule_fail(f, "logits must be a float tensor [..., V]");
     if (!(at->temperature >= 0) || !(at->top_p > 0) || at->top_k < 0 || !(at->min_p >= 0 && at->min_p <= 1))
-        return ps_rule_fail(f, "temperature %g (>= 0), top_p %g (> 0), top_k %d (>= 0), min_p %g (0 to 1)",
-                            at->temperature, at->top_p, at->top_k, at->min_p);
+        return ps_rule_fail(f, "temperature is %g (it must be >= 0), top_p is %g (> 0), top_k is %d (>= 0) and min_p "
+                            "is %g (0 to 1)", at->temperature, at->top_p, at->top_k, at->min_p);
     f->out[0] = ps_meta_like(x);
     f->out[0].ndim--;
     f->out[0].dtype = PS_I64;

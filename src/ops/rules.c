@@ -46,7 +46,8 @@ int ps_rule_like(const ps_infer *f, const ps_tensor *t, const char *name, int dt
 int ps_rule_dim(const ps_infer *f, int ndim, int32_t *dim)
 {
     int d = *dim < 0 ? *dim + ndim : *dim;
-    if (d < 0 || d >= ndim) return ps_rule_fail(f, "dimension %d of a tensor with %d", *dim, ndim);
+    if (d < 0 || d >= ndim)
+        return ps_rule_fail(f, "dimension %d does not exist in a tensor with %d dimensions", *dim, ndim);
     *dim = d;
     return 0;
 }

@@ -29,7 +29,8 @@ static int check_index(const ps_infer *f, const ps_tensor *index)
 static int check_part(const ps_infer *f, int64_t first, int64_t total, int64_t rows)
 {
     if (first >= 0 && total >= 0 && first <= INT64_MAX - rows && (total > 0 || first == 0)) return 0;
-    return ps_rule_fail(f, "there are no rows from %lld on in a table of %lld", (long long)first, (long long)total);
+    return ps_rule_fail(f, "there are no rows from %lld on in an embedding of %lld rows", (long long)first,
+                        (long long)total);
 }
 
 int infer_embedding(ps_infer *f)
@@ -37,7 +38,7 @@ int infer_embedding(ps_infer *f)
     const ps_tensor *w = f->in[0], *index = f->in[1];
     PS_TRY(check_index(f, index));
     if (w->ndim != 2) return ps_rule_fail(f, "w must be [V, C]");
-    if (index->ndim + 1 > PS_MAX_DIMS) return ps_rule_fail(f, "too many dimensions");
+    if (index->ndim + 1 > PS_MAX_DIMS) return ps_rule_fail(f, "the index and w have too many dimensions");
     const ps_attrs_embedding *at = f->attrs;
     PS_TRY(check_part(f, at->first, at->total, w->shape_[0]));
     int64_t rows = at->total > 0 ? at->total : w->shape_[0];
@@ -57,9 +58,9 @@ int infer_embedding_backward(ps_infer *f)
     PS_TRY(check_index(f, index));
     if (dy->ndim != index->ndim + 1 || memcmp(dy->shape_, index->shape_, sizeof(int64_t) * (size_t)index->ndim) ||
         !ps_dtype_is_float(dy->dtype_))
-        return ps_rule_fail(f, "dy must be float [..., C] over the indices");
+        return ps_rule_fail(f, "dy must be a float tensor [..., C] with the shape of the indices");
     if (at->rows < 0 || at->dtype < 0 || at->dtype >= PS_DTYPE_COUNT || !ps_dtype_is_float(at->dtype))
-        return ps_rule_fail(f, "rows = %lld, dtype = %d; rows must be 0 or more, and dtype a float type",
+        return ps_rule_fail(f, "rows is %lld and dtype is %d; rows must be 0 or more, and dtype must be a float type",
                             (long long)at->rows, at->dtype);
     PS_TRY(check_part(f, at->first, at->total, at->rows));
     if (!f->given) at->accumulate = 0;
@@ -84,12 +85,13 @@ int grad_embedding(ps_grad *g)
 int infer_flat_index(ps_infer *f)
 {
     const ps_attrs_flat_index *at = f->attrs;
-    if (f->n_in > PS_MAX_DIMS) return ps_rule_fail(f, "%d indices, at most %d", f->n_in, PS_MAX_DIMS);
+    if (f->n_in > PS_MAX_DIMS)
+        return ps_rule_fail(f, "%d indices were passed; at most %d are supported", f->n_in, PS_MAX_DIMS);
     ps_meta m = { .dtype = PS_I64 };
     for (int i = 0; i < f->n_in; i++) {
         int dtype = f->in[i]->dtype_;
         if (dtype != PS_I32 && dtype != PS_I64 && dtype != PS_U8)
-            return ps_rule_fail(f, "an index is %s; it must have integers", ps_dtype_name(dtype));
+            return ps_rule_fail(f, "an index has type %s; it must have an integer type", ps_dtype_name(dtype));
         if (at->size[i] < 0) return ps_rule_fail(f, "size %lld", (long long)at->size[i]);
         ps_tensor so_far = { .ndim = m.ndim };
         memcpy(so_far.shape_, m.shape, sizeof m.shape);

@@ -63,7 +63,7 @@ int infer_reshape(ps_infer *f)
     const ps_tensor *x = f->in[0];
     ps_meta *m = &f->out[0];
     if (at->ndim < 0 || at->ndim > PS_MAX_DIMS)
-        return ps_rule_fail(f, "%d dimensions, at most %d", at->ndim, PS_MAX_DIMS);
+        return ps_rule_fail(f, "the tensor would have %d dimensions; at most %d are supported", at->ndim, PS_MAX_DIMS);
     *m = (ps_meta){ .dtype = x->dtype_, .ndim = at->ndim, .offset = x->offset };
     int64_t numel = 1;
     int unknown = -1;
@@ -85,7 +85,7 @@ int infer_reshape(ps_infer *f)
         return 0;
     }
     if (!view_strides(x, m))
-        return ps_rule_fail(f, "this tensor's strides allow no such view; call :contiguous() first");
+        return ps_rule_fail(f, "this tensor's strides do not allow this view; call :contiguous() first");
     return 0;
 }
 
@@ -132,8 +132,8 @@ int infer_slice(ps_infer *f)
     PS_TRY(ps_rule_dim(f, x->ndim, &at->dim));
     int64_t size = x->shape_[at->dim];
     if (at->step < 1 || at->start < 0 || at->stop < at->start || at->stop > size)
-        return ps_rule_fail(f, "range [%lld, %lld) step %lld of dimension %d with size %lld", (long long)at->start,
-                            (long long)at->stop, (long long)at->step, at->dim, (long long)size);
+        return ps_rule_fail(f, "the range [%lld, %lld) with step %lld is not valid for dimension %d of size %lld",
+                            (long long)at->start, (long long)at->stop, (long long)at->step, at->dim, (long long)size);
     if (at->step > size) at->step = size > 0 ? size : 1;       /* selects the same elements, without overflow */
     f->out[0] = ps_tensor_meta(x);
     f->out[0].offset += at->start * x->stride_[at->dim];
@@ -160,14 +160,16 @@ int infer_expand(ps_infer *f)
 {
     ps_attrs_expand *at = f->attrs;
     const ps_tensor *x = f->in[0];
-    if (at->ndim < x->ndim || at->ndim > PS_MAX_DIMS) return ps_rule_fail(f, "to %d dimensions", at->ndim);
+    if (at->ndim < x->ndim || at->ndim > PS_MAX_DIMS)
+        return ps_rule_fail(f, "a tensor cannot be expanded to %d dimensions", at->ndim);
     int extra = at->ndim - x->ndim;
     f->out[0] = (ps_meta){ .dtype = x->dtype_, .ndim = at->ndim, .offset = x->offset };
     for (int i = 0; i < at->ndim; i++) {
         int64_t have = i < extra ? 1 : x->shape_[i - extra],
                 want = at->shape[i] == -1 && i >= extra ? have : at->shape[i];
         if (want < 0 || (have != want && have != 1))
-            return ps_rule_fail(f, "size %lld of dimension %d to %lld", (long long)have, i, (long long)at->shape[i]);
+            return ps_rule_fail(f, "size %lld of dimension %d cannot be expanded to %lld", (long long)have, i,
+                                (long long)at->shape[i]);
         f->out[0].shape[i] = want;
         f->out[0].stride[i] = have == want && i >= extra ? x->stride_[i - extra] : 0;
     }
@@ -246,14 +248,14 @@ int infer_inplace_float(ps_infer *f)
 int infer_inplace_int(ps_infer *f)
 {
     const ps_attrs_randint_ *at = f->attrs;
-    if (ps_dtype_is_float(f->in[0]->dtype_)) return ps_rule_fail(f, "an integer tensor is needed");
+    if (ps_dtype_is_float(f->in[0]->dtype_)) return ps_rule_fail(f, "the tensor must have an integer type");
     if (at->high <= at->low)
-        return ps_rule_fail(f, "range [%lld, %lld) is empty", (long long)at->low, (long long)at->high);
+        return ps_rule_fail(f, "the range [%lld, %lld) is empty", (long long)at->low, (long long)at->high);
     int dtype = f->in[0]->dtype_;
     int64_t least = dtype == PS_I64 ? INT64_MIN : dtype == PS_I32 ? INT32_MIN : 0;
     int64_t most = dtype == PS_I64 ? INT64_MAX : dtype == PS_I32 ? INT32_MAX : dtype == PS_U8 ? 255 : 1;
     if (at->low < least || at->high - 1 > most)
-        return ps_rule_fail(f, "range [%lld, %lld) does not fit %s", (long long)at->low, (long long)at->high,
+        return ps_rule_fail(f, "the range [%lld, %lld) does not fit %s", (long long)at->low, (long long)at->high,
                             ps_dtype_name(dtype));
     return 0;
 }
@@ -262,14 +264,14 @@ int infer_axpy(ps_infer *f)
 {
     if (!ps_same_shape(f->in[0], f->in[1])) return ps_rule_fail(f, "shapes differ");
     if (!ps_dtype_is_float(f->in[0]->dtype_) || !ps_dtype_is_float(f->in[1]->dtype_))
-        return ps_rule_fail(f, "float tensors are needed");
+        return ps_rule_fail(f, "both tensors must have a float type");
     return 0;
 }
 
 int infer_scale_by(ps_infer *f)
 {
     if (!ps_dtype_is_float(f->in[0]->dtype_) || !ps_dtype_is_float(f->in[1]->dtype_) || f->in[1]->numel_ != 1)
-        return ps_rule_fail(f, "a float tensor and a single float value are needed");
+        return ps_rule_fail(f, "the inputs must be a float tensor and a single float value");
     return 0;
 }
 
