@@ -13,7 +13,8 @@ int ps_tensor_hash(ps_tensor *t, uint64_t *out)
     PS_TRY(ps_tensor_check_alive(t));
     const ps_backend *be = t->ctx->closed ? NULL : t->ctx->devices[t->device_];
     if (!be || !be->is_host || !ps_tensor_has_data(t) || !ps_tensor_is_contiguous(t))
-        return ps_fail(PS_EUNSUP, "only a contiguous tensor in host memory has a hash");
+        return ps_fail(PS_EUNSUP, "only a contiguous tensor in host memory can be hashed; call t:to(\"cpu\") and "
+                       "t:contiguous() first");
     ps_storage *s = t->storage;
     if (t->numel_ > 0) PS_TRY(ps_storage_pin(s, t->device_, PS_READ, &p));
     *out = ps_xxh3((char *)p + t->offset * ps_dtype_bytes(t->dtype_), ps_tensor_nbytes(t));
@@ -95,8 +96,8 @@ int ps_machine_pretend(const ps_machine *machine)
 {
     if (!machine || machine->host_nbytes < 0 || machine->device_nbytes < 0 || machine->device_total < 0 ||
         machine->device_sms < 0 || machine->device_sms > INT32_MAX)
-        return ps_fail(PS_EINVAL, "a machine needs bytes of host memory, bytes of GPU memory and a number of "
-                                  "multiprocessors, none below 0");
+        return ps_fail(PS_EINVAL, "a simulated machine has a negative size: its bytes of host memory, bytes of GPU "
+                       "memory and number of multiprocessors must be 0 or more");
     ps_backends_pretend(machine);
     pretended = true;
     return 0;

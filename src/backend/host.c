@@ -32,7 +32,8 @@ static size_t mapped_bytes(size_t nbytes)
 int ps_host_region_new(ps_backend *be, size_t nbytes, void **out)
 {
     size_t size = mapped_bytes(nbytes), spare = size >= huge ? huge : 0;
-    if (ps_alloc_should_fail()) return ps_fail(PS_ENOMEM, "no memory for %zu bytes (a test asked for this)", nbytes);
+    if (ps_alloc_should_fail())
+        return ps_fail(PS_ENOMEM, "no memory for %zu bytes, because a test made this allocation fail", nbytes);
     if (size == 0) return ps_fail(PS_ENOMEM, "no address space has room for %zu bytes", nbytes);
     char *p = mmap(NULL, size + spare, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (p == MAP_FAILED)

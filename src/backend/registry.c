@@ -77,7 +77,8 @@ static int open_pretended(ps_backend *ref, ps_backend **out, int max)
     int n = 0, rc = 0;
     for (int i = 0; i < ROWS && rc == 0; i++) {
         if (rows[i].where) continue;
-        rc = n < max ? rows[i].open(ref, real, &real[n]) : ps_fail(PS_EINVAL, "there is room for %d backends", max);
+        rc = n < max ? rows[i].open(ref, real, &real[n]) : ps_fail(PS_EINVAL, "the list of backends is too short: it "
+                                                                   "has room for only %d", max);
         if (rc == 0) n++;
     }
     if (rc < 0) {
@@ -103,7 +104,8 @@ int ps_backends_open(ps_backend **out, int max)
     for (int i = 0; i < ROWS; i++) {
         if (rows[i].where) continue;
         rc = n < max ? rows[i].open(ref, out, &out[n])
-                     : ps_fail(PS_EINVAL, "there is room for %d backends, and %s is another one", max, rows[i].name);
+                     : ps_fail(PS_EINVAL, "the list of backends is too short: it has room for only %d, and %s is one "
+                               "more", max, rows[i].name);
         if (rc < 0) break;
         ref_listed = ref_listed || out[n] == ref;
         n++;

@@ -58,7 +58,8 @@ static void switch_flags(void)
 int ps_record_start(int64_t events)
 {
     if (events < 1 || events > PS_RECORD_MOST)
-        return ps_fail(PS_EINVAL, "a record of %lld events; it must have 1 to %d", (long long)events, PS_RECORD_MOST);
+        return ps_fail(PS_EINVAL, "a record cannot have %lld events; it must have 1 to %d", (long long)events,
+                       PS_RECORD_MOST);
     ps_record_stop();
     ring *r = atomic_load(&current);
     if (!r || r->room < events) {
@@ -148,7 +149,8 @@ int64_t ps_record_count(int64_t *dropped)
 int ps_record_get(int64_t i, ps_record_event *out)
 {
     int64_t dropped, n = ps_record_count(&dropped);
-    if (i < 0 || i >= n) return ps_fail(PS_ERANGE, "no event %lld: the record has %lld", (long long)i, (long long)n);
+    if (i < 0 || i >= n) return ps_fail(PS_ERANGE, "there is no event %lld: the record has %lld events", (long long)i,
+                                        (long long)n);
     const ps_record_event *at = &atomic_load(&current)->events[(dropped + i) % atomic_load(&capacity)];
     if (__atomic_load_n(&at->number, __ATOMIC_ACQUIRE) != dropped + i + 1) return 1;
     *out = *at;

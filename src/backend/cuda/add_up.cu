@@ -43,7 +43,8 @@ int ps_cuda_add_up(cudaStream_t stream, int dtype, int n, char *const *at, int64
 {
     addends in;
     if (n > PS_CUDA_MOST_RANKS)
-        return ps_fail(PS_EUNSUP, "sums over %d ranks on cuda; there may be %d", n, (int)PS_CUDA_MOST_RANKS);
+        return ps_fail(PS_EUNSUP, "cannot sum over %d ranks on cuda: at most %d are supported", n,
+                       (int)PS_CUDA_MOST_RANKS);
     for (int r = 0; r < n; r++) in.at[r] = at[r];
     return BY_FLOAT(dtype, start, stream, in, n, numel, to);
 }

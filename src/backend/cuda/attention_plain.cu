@@ -314,7 +314,9 @@ static int set_mask(ps_call *call, attention *t, const ps_view *mask)
 {
     if (!ps_has(mask)) return 0;
     if (mask->ndim == 2 && mask->dtype == PS_I32) {
-        if (t->T >= INT32_MAX / 2) return ps_fail(PS_EUNSUP, "segments of %lld positions on cuda", (long long)t->T);
+        if (t->T >= INT32_MAX / 2)
+            return ps_fail(PS_EUNSUP, "cannot use segments of %lld positions on cuda: there must be fewer than 2^30 - "
+                           "1", (long long)t->T);
         int32_t *bounds = (int32_t *)call->scratch(call, (size_t)ps_cu_segments_nbytes(t->B, t->T));
         if (!bounds) return PS_ENOMEM;
         t->begin = bounds, t->end = bounds + t->B * t->T;
@@ -352,8 +354,9 @@ static int check_sizes(attention *t)
     t->scale = (float)t->scale_d;
     if (t->window >= t->S) t->window = 0;            /* the window hides no key */
     if (t->D > MOST_D || t->H > 65535 || t->B > 65535)
-        return ps_fail(PS_EUNSUP, "%lld heads of size %lld, %lld samples: cuda takes up to 65535, %d and 65535",
-                       (long long)t->H, (long long)t->D, (long long)t->B, MOST_D);
+        return ps_fail(PS_EUNSUP, "cannot compute attention of %lld heads of size %lld, %lld samples on cuda: at most "
+                       "65535 heads, size %d and 65535 samples are supported", (long long)t->H, (long long)t->D,
+                       (long long)t->B, MOST_D);
     return 0;
 }
 

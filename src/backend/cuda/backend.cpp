@@ -238,7 +238,8 @@ static cudaError_t take_memory(size_t nbytes, void **out)
 static int region_new(ps_backend *be, size_t nbytes, void **out)
 {
     if (ps_cu->broken) return say_broken();
-    if (ps_alloc_should_fail()) return ps_fail(PS_ENOMEM, "no memory for %zu bytes (a test asked for this)", nbytes);
+    if (ps_alloc_should_fail())
+        return ps_fail(PS_ENOMEM, "no memory for %zu bytes, because a test made this allocation fail", nbytes);
     cudaError_t e = take_memory(nbytes ? nbytes : 1, out);
     if (ps_cu->broken) return say_broken();
     if (e == cudaErrorMemoryAllocation) {
@@ -523,8 +524,9 @@ int ps_cuda_plugin_open(const char *layout, const ps_cuda_program *program, int 
     ps_cuda_layout(own, sizeof own);
     if (strcmp(layout, own) != 0)
         return ps_fail(PS_EUNSUP, "no library: libps_cuda.so was built from other sources than psluajit (%s, not %s); "
-                       "build both anew", own, layout);
-    if (ps_cu) return ps_fail(PS_ESTATE, "device cuda is open in another context of this process");
+                       "rebuild both", own, layout);
+    if (ps_cu) return ps_fail(PS_ESTATE, "device cuda is already open in another context of this process; close that "
+                              "context first");
     ps_cu = (ps_cuda *)ps_alloc0(sizeof *ps_cu);
     if (!ps_cu) return ps_fail_nomem(sizeof *ps_cu);
     ps_backend *be = &ps_cu->base;

@@ -46,8 +46,8 @@ static int run_plain(const ps_cu_gemm *g)
 {
     int64_t tiles = ps_cu_div_up(g->a.rows, TILE) * ps_cu_div_up(g->b.cols, TILE), most = 65535;
     if (tiles > INT32_MAX)
-        return ps_fail(PS_EUNSUP, "a matrix product of %lld x %lld in types or strides that cuBLASLt does not take",
-                       (long long)g->a.rows, (long long)g->b.cols);
+        return ps_fail(PS_EUNSUP, "cuBLASLt does not support a matrix product of %lld x %lld with these types or "
+                       "strides", (long long)g->a.rows, (long long)g->b.cols);
     dim3 grid((unsigned)tiles, (unsigned)(g->batch < most ? g->batch : most));
     bool wide = g->a.dtype == PS_F64 || g->b.dtype == PS_F64;
     auto kernel = wide ? plain_kernel<double> : plain_kernel<float>;

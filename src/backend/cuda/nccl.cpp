@@ -415,7 +415,8 @@ static int event_over(ps_wire_event *e)
 static int raw(ps_wire *w, bool all_reduce, float *out, const float *in, int64_t count)
 {
     cudaSetDevice(w->number);
-    if (!w->comm) return ps_fail(PS_EUNSUP, "this world of one has no NCCL, so nothing to compare with");
+    if (!w->comm) return ps_fail(PS_EUNSUP, "this world of one rank does not use NCCL, so there are no collectives of "
+                                 "NCCL to compare with");
     ncclResult_t r = nccl.group_start();
     if (r != ncclSuccess) return nccl_failed(w, r, "its own collective");
     if (all_reduce) r = nccl.all_reduce(in, out, (size_t)count, ncclFloat32, ncclSum, w->comm, w->moving);
@@ -427,14 +428,14 @@ static int raw(ps_wire *w, bool all_reduce, float *out, const float *in, int64_t
 static int memory(ps_wire *w, int64_t nbytes, void **out)
 {
     cudaSetDevice(w->number);
-    if (ps_alloc_should_fail()) return ps_fail(PS_ENOMEM, "no memory for %lld bytes (a test asked for this)",
-                                               (long long)nbytes);
+    if (ps_alloc_should_fail())
+        return ps_fail(PS_ENOMEM, "no memory for %lld bytes, because a test made this allocation fail",
+                       (long long)nbytes);
     cudaError_t e = cudaMalloc(out, (size_t)nbytes);
     if (e != cudaErrorMemoryAllocation) return check(e, "cudaMalloc");
     cudaGetLastError();
-    return ps_fail(PS_ENOMEM, "cuda has no %.1f MiB for sums over ranks, which are not part of memory.device; lower "
-                   "memory.device",
-                   (double)nbytes / 1048576.0);
+    return ps_fail(PS_ENOMEM, "cuda has no %.1f MiB for sums over ranks, which are not counted in memory.device; lower "
+                   "memory.device", (double)nbytes / 1048576.0);
 }
 
 static void memory_free(ps_wire *w, void *p)

@@ -340,12 +340,12 @@ static int grad_store(ps_call *call)
     const ps_view *src = &call->in[0], *dst = &call->out[0], *sq = &call->out[1];
     const char *from = (const char *)src->data, *to = (const char *)dst->data;
     bool itself = from == to && src->dtype == dst->dtype;
-    if (sq->dtype != PS_F64) return ps_fail(PS_EINVAL, "sq must be fp64");
+    if (sq->dtype != PS_F64) return ps_fail(PS_EINVAL, "the output sq must be fp64");
     if ((src->dtype == PS_F64) != (dst->dtype == PS_F64))
-        return ps_fail(PS_EINVAL, "fp64 gradients are stored as fp64, and only they");
+        return ps_fail(PS_EINVAL, "fp64 gradients must be stored as fp64, and other gradients must not");
     if (!itself && from < to + dst->numel * ps_dtype_bytes(dst->dtype) &&
         to < from + src->numel * ps_dtype_bytes(src->dtype))
-        return ps_fail(PS_EINVAL, "dst overlaps src; give src itself or memory of its own");
+        return ps_fail(PS_EINVAL, "dst overlaps src; pass src itself as dst, or a tensor that does not overlap it");
     squares_work w;
     squares_item it = { src->data, itself ? NULL : dst->data, src->numel, 0, src->dtype, dst->dtype };
     w.n = 1;

@@ -177,7 +177,8 @@ static int reduce(ps_call *call, int op, uint32_t dims, bool accumulate, bool me
     if (mean) t.divide = (double)reduced.numel;
     if (kept.numel == 0) return 0;
     if (op != SUM && reduced.numel == 0)
-        return ps_fail(PS_EINVAL, "the largest or smallest of no elements does not exist");
+        return ps_fail(PS_EINVAL, "the maximum or minimum of no elements does not exist; reduce a dimension that has "
+                       "elements");
     ps_cu_reduction r = ps_cu_reduce(&ps_cu->card, x, dims);
     return ps_dtype_is_float(x->dtype) ? run<double>(call, t, x, r, kept, reduced)
                                        : run<int64_t>(call, t, x, r, kept, reduced);
@@ -233,7 +234,8 @@ static int arg_extreme(ps_call *call, int op, int dim)
     if (dim < 0) dim += x->ndim;
     int64_t n = x->ndim > 0 ? x->shape[dim] : 1, stride = x->ndim > 0 ? x->stride[dim] : 0;
     if (y->numel == 0) return 0;
-    if (n == 0) return ps_fail(PS_EINVAL, "the largest or smallest of no elements does not exist");
+    if (n == 0) return ps_fail(PS_EINVAL, "the maximum or minimum of no elements does not exist; reduce a dimension "
+                               "that has elements");
     places<1> lanes = some_dims(x, x->ndim > 0 ? 1u << dim : 0, false);
     int64_t most = (int64_t)1 << 30;
     auto kernel = ps_dtype_is_float(x->dtype) ? arg_kernel<double> : arg_kernel<int64_t>;

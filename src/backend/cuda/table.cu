@@ -308,10 +308,12 @@ static int embedding_backward(ps_call *call)
     const ps_attrs_embedding_backward *a = (const ps_attrs_embedding_backward *)call->attrs;
     const ps_view *index = &call->in[0], *dy = &call->in[1], *dw = &call->out[0];
     int64_t V = a->rows, n = index->numel, C = ps_cu_last(dy);
-    if (n > INT32_MAX) return ps_fail(PS_EUNSUP, "%lld positions, cuda takes up to 2^31", (long long)n);
+    if (n > INT32_MAX) return ps_fail(PS_EUNSUP, "cannot process %lld positions on cuda: at most 2^31 - 1 are "
+                                      "supported", (long long)n);
     if (dw->numel == 0) return 0;
     if (C > (int64_t)65535 * 32)
-        return ps_fail(PS_EUNSUP, "rows of %lld elements, cuda takes up to 2^21", (long long)C);
+        return ps_fail(PS_EUNSUP, "cannot process rows of %lld elements on cuda: at most 2097120 are supported",
+                       (long long)C);
     int *room = (int *)call->scratch(call, (size_t)ps_cu_embedding_nbytes(V, n));
     if (!room) return PS_ENOMEM;
     int *count = room, *begin = count + V + 1, *cursor = begin + V + 1, *mixed = cursor + V + 1, *sorted = mixed + n;

@@ -19,7 +19,7 @@ static int region_new(ps_backend *be, size_t nbytes, void **out)
     struct meta_backend *meta = (struct meta_backend *)be;
     const size_t page = 4096;
     size_t room = SIZE_MAX - (size_t)meta->next;
-    if (nbytes > room - 2 * page) return ps_fail(PS_ENOMEM, "no addresses left for %zu bytes on meta", nbytes);
+    if (nbytes > room - 2 * page) return ps_fail(PS_ENOMEM, "device meta has no addresses left for %zu bytes", nbytes);
     *out = (void *)meta->next;
     meta->next += (nbytes / page + 1) * page;
     return 0;

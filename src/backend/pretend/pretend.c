@@ -28,7 +28,8 @@ static int region_new(ps_backend *be, size_t nbytes, void **out)
     pretend_backend *p = (pretend_backend *)be;
     const size_t page = 4096;
     size_t room = SIZE_MAX - (size_t)p->next;
-    if (nbytes > room - 2 * page) return ps_fail(PS_ENOMEM, "no addresses left for %zu bytes on %s", nbytes, be->name);
+    if (nbytes > room - 2 * page)
+        return ps_fail(PS_ENOMEM, "no addresses are left for %zu bytes on %s", nbytes, be->name);
     *out = (void *)p->next;
     p->next += (nbytes / page + 1) * page;
     return 0;

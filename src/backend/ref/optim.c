@@ -115,13 +115,14 @@ int ref_grad_store(ps_call *call)
     uintptr_t from_end = from + (uintptr_t)(src->numel * ps_dtype_bytes(src->dtype));
     uintptr_t to_end = to + (uintptr_t)(dst->numel * ps_dtype_bytes(dst->dtype));
     bool itself = from == to && src->dtype == dst->dtype;
-    if (sq->dtype != PS_F64) return ps_fail(PS_EINVAL, "sq must be fp64, not %s", ps_dtype_name(sq->dtype));
+    if (sq->dtype != PS_F64)
+        return ps_fail(PS_EINVAL, "the output sq must be fp64, but it is %s", ps_dtype_name(sq->dtype));
     if ((src->dtype == PS_F64) != (dst->dtype == PS_F64))
         return ps_fail(PS_EINVAL, "a gradient in %s cannot be stored as %s: fp64 goes to fp64 only",
                        ps_dtype_name(src->dtype), ps_dtype_name(dst->dtype));
     if (!itself && from < to_end && to < from_end)
-        return ps_fail(PS_EINVAL, "dst (%s) overlaps src (%s); give src itself or memory of its own",
-                       ps_dtype_name(dst->dtype), ps_dtype_name(src->dtype));
+        return ps_fail(PS_EINVAL, "dst (%s) overlaps src (%s); pass src itself as dst, or a tensor that does not "
+                       "overlap it", ps_dtype_name(dst->dtype), ps_dtype_name(src->dtype));
     long double sum = 0;                                                /* added in the same way as in ref_sq_norms */
     for (int64_t i = 0; i < src->numel; i++) {
         if (!itself) ref_store(dst, i, ref_load(src, i));

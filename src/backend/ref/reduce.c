@@ -79,7 +79,9 @@ static bool beats(const ps_view *x, int64_t a, int64_t b, int sign)
 static int extreme(ps_call *call, uint32_t dims, int sign)
 {
     ps_view x = ref_flat(&call->in[0]), y = ref_flat(&call->out[0]), to = target_of(&call->in[0], dims);
-    if (x.numel == 0 && y.numel > 0) return ps_fail(PS_EINVAL, "the largest or smallest of no elements does not exist");
+    if (x.numel == 0 && y.numel > 0)
+        return ps_fail(PS_EINVAL, "the maximum or minimum of no elements does not exist; reduce a dimension that has "
+                       "elements");
     int64_t *best = call->scratch(call, (size_t)(y.numel + 1) * sizeof *best);   /* index in x, -1 if there is none
                                                                                   * yet */
     if (!best) return PS_ENOMEM;
@@ -108,7 +110,9 @@ static int arg_extreme(ps_call *call, int dim, int sign)
     dim = ref_dim(x, dim);
     ps_view lanes = x->ndim > 0 ? ref_without_dim(x, dim) : *x;
     int64_t n = x->ndim > 0 ? x->shape[dim] : 1, stride = x->ndim > 0 ? x->stride[dim] : 0;
-    if (n == 0 && y.numel > 0) return ps_fail(PS_EINVAL, "the largest or smallest of no elements does not exist");
+    if (n == 0 && y.numel > 0)
+        return ps_fail(PS_EINVAL, "the maximum or minimum of no elements does not exist; reduce a dimension that has "
+                       "elements");
     for (int64_t r = 0; r < y.numel; r++) {
         int64_t first = ref_at(&lanes, r), best = 0;
         for (int64_t j = 1; j < n; j++)

@@ -154,8 +154,8 @@ static int region_commit(ps_backend *be, void *p, size_t nbytes)
         int64_t host = ps_host_bytes_available(be);
         if (host - SPARE_BYTES < more) {
             sim->unchecked -= more;
-            return ps_fail(PS_ENOMEM, "%.1f MiB for sim's memory are not available, this machine has %.1f MiB left",
-                           mib(more), mib(host));
+            return ps_fail(PS_ENOMEM, "%.1f MiB for sim's memory are not available: this machine has only %.1f MiB "
+                           "left; lower PS_SIM_MEMORY", mib(more), mib(host));
         }
         sim->unchecked = 0;
     }
@@ -431,15 +431,15 @@ static void close_sim(ps_backend *be)
 int ps_sim_configure(ps_backend *be, int64_t memory_nbytes, double h2d_bytes_per_s, double d2h_bytes_per_s,
                      double latency_s)
 {
-    if (be->close != close_sim) return ps_fail(PS_EUNSUP, "device %s is not sim and has no such settings", be->name);
+    if (be->close != close_sim) return ps_fail(PS_EUNSUP, "device %s does not have the settings of sim", be->name);
     sim_backend *sim = (sim_backend *)be;
     if (memory_nbytes < 0 || !(h2d_bytes_per_s >= 0) || !(d2h_bytes_per_s >= 0) || isnan(latency_s)
         || latency_s == INFINITY)
-        return ps_fail(PS_EINVAL,
-                       "sim cannot have %lld bytes of memory, %g bytes/s in, %g bytes/s out and %g s of latency",
+        return ps_fail(PS_EINVAL, "sim cannot have %lld bytes of memory, %g bytes/s in, %g bytes/s out and %g s of "
+                       "latency: memory and rates must not be negative, and the latency must be finite",
                        (long long)memory_nbytes, h2d_bytes_per_s, d2h_bytes_per_s, latency_s);
     if (memory_nbytes && memory_nbytes < sim->handed_out)
-        return ps_fail(PS_ESTATE, "sim's memory cannot shrink to %.1f MiB: %.1f MiB of it are in use",
+        return ps_fail(PS_ESTATE, "sim's memory cannot be reduced to %.1f MiB: %.1f MiB of it are in use",
                        mib(memory_nbytes), mib(sim->handed_out));
     if (memory_nbytes) sim->memory = memory_nbytes;
     if (h2d_bytes_per_s > 0) sim->lanes[1].bytes_per_s = h2d_bytes_per_s;
