@@ -210,7 +210,8 @@ int ps_encoder_new(ps_tok *tok, ps_examples *examples, const ps_encoder_config *
     PS_NEED(config);
     PS_NEED(out);
     if (config->threads < 1 || config->threads > MOST_ENCODERS)
-        return ps_fail(PS_EINVAL, "%d threads are requested; there can be 1 to %d", config->threads, MOST_ENCODERS);
+        return ps_fail(PS_EINVAL, "a tokenizing encoder cannot use %d threads; use 1 to %d", config->threads,
+                       MOST_ENCODERS);
     if (!tok->ready) return ps_fail(PS_ESTATE, "the tokenizer is not ready yet (ps_tok_ready)");
     ps_encoder *c = ps_alloc0(sizeof *c);
     if (!c) return ps_fail_nomem(sizeof *c);
@@ -226,7 +227,7 @@ int ps_encoder_new(ps_tok *tok, ps_examples *examples, const ps_encoder_config *
     if (rc == 0) rc = copy_ids(config->suffix, config->n_suffix, &c->suffix, &c->n_suffix);
     for (int i = 0; rc == 0 && i < c->threads; i++)
         if (ps_thread_start(&c->thread[c->started], work, c) == 0) c->started++;
-    if (rc == 0 && c->started == 0) rc = ps_fail(PS_ENOMEM, "no thread can be started for tokenizing");
+    if (rc == 0 && c->started == 0) rc = ps_fail(PS_ENOMEM, "cannot start a thread for tokenizing");
     if (rc < 0) ps_encoder_free(c);
     else *out = c;
     return rc;
@@ -254,7 +255,9 @@ int ps_encoder_put(ps_encoder *c, const ps_encoder_text *text)
 {
     PS_NEED(c);
     PS_NEED(text && text->text);
-    if (text->nbytes > INT32_MAX) return ps_fail(PS_EINVAL, "a text of %lld bytes", (long long)text->nbytes);
+    if (text->nbytes > INT32_MAX)
+        return ps_fail(PS_EINVAL, "a text of %lld bytes is too long for the tokenizer; split it into texts of less "
+                       "than 2 GiB", (long long)text->nbytes);
     if (c->put - c->stored == c->ring) PS_TRY(store(c));
     job *j = &c->jobs[c->put % c->ring];
     j->text.n = 0;

@@ -95,14 +95,14 @@ int ps_examples_add(ps_examples *e, const int32_t *ids, const int32_t *labels, c
 {
     PS_NEED(e);
     PS_NEED(ids || n == 0);
-    if (e->finished) return ps_fail(PS_ESTATE, "examples are complete: none can be added");
-    if (!e->wide && weights) return ps_fail(PS_EINVAL, "weights of tokens need wide examples");
+    if (e->finished) return ps_fail(PS_ESTATE, "no example can be added after ps_examples_finish");
+    if (!e->wide && weights) return ps_fail(PS_EINVAL, "token weights need wide examples (ps_examples_new)");
     PS_TRY(make_room(e));
     for (int64_t i = 0; i < n; i++) {
         int32_t label = labels ? labels[i] : ids[i];
         if (ids[i] < 0) return ps_fail(PS_ERANGE, "token %lld is %d; ids begin with 0", (long long)i, ids[i]);
         if (!e->wide && label != ids[i] && label != EXAMPLE_IGNORED)
-            return ps_fail(PS_EINVAL, "labels other than ids need wide examples");
+            return ps_fail(PS_EINVAL, "labels that differ from the ids need wide examples (ps_examples_new)");
         if (e->in_block == BLOCK) PS_TRY(store_block(e));
         example_wide wide = { ids[i], label, weights ? weights[i] : 1.0f };
         uint32_t narrow = (uint32_t)ids[i] | (label == ids[i] ? 0 : EXAMPLE_UNTRAINED);
@@ -178,8 +178,9 @@ int ps_examples_open(const char *path, const uint64_t *key, ps_examples **out)
     if (rc == 0) rc = ps_map_read(&map, 0, &h, sizeof h);
     if (rc == 0 && (memcmp(h.magic, MAGIC, sizeof MAGIC) || h.sum != ps_xxh3(&h, (int64_t)offsetof(head, sum)) ||
                     h.count < 0 || h.tokens < 0 || map.nbytes != file_nbytes(&h)))
-        rc = ps_fail(PS_EFORMAT, "%s: not a complete file of examples", path);
-    if (rc == 0 && memcmp(h.key, key, sizeof h.key)) rc = ps_fail(PS_ESTATE, "%s: examples of other data", path);
+        rc = ps_fail(PS_EFORMAT, "%s: this is not a complete file of examples", path);
+    if (rc == 0 && memcmp(h.key, key, sizeof h.key))
+        rc = ps_fail(PS_ESTATE, "%s: the file has the examples of other data", path);
     ps_examples *e = rc == 0 ? ps_alloc0(sizeof *e) : NULL;
     if (rc == 0 && !e) rc = ps_fail_nomem(sizeof *e);
     if (rc < 0) {
@@ -223,9 +224,10 @@ int ps_examples_read(const ps_examples *e, int64_t i, int32_t *ids, int32_t *lab
 {
     PS_NEED(e);
     PS_NEED(n);
-    if (!e->finished) return ps_fail(PS_ESTATE, "examples are read when they are complete (ps_examples_finish)");
+    if (!e->finished) return ps_fail(PS_ESTATE, "examples can be read only after ps_examples_finish");
     if (i < 0 || i >= e->count)
-        return ps_fail(PS_ERANGE, "there is no example %lld; there are %lld", (long long)i, (long long)e->count);
+        return ps_fail(PS_ERANGE, "there is no example %lld: there are %lld examples", (long long)i,
+                       (long long)e->count);
     *n = e->starts[i + 1] - e->starts[i];
     for (int64_t k = 0; k < *n && k < room; k++) {
         ids[k] = example_id(e, e->starts[i] + k);

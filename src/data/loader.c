@@ -140,10 +140,10 @@ static void *maker(void *arg)
 static int start_thread(ps_loader *l)
 {
     if (pthread_mutex_init(&l->lock, NULL) || pthread_cond_init(&l->ready, NULL) || pthread_cond_init(&l->wanted, NULL))
-        return ps_fail(PS_ENOMEM, "no lock can be made for a loader");
+        return ps_fail(PS_ENOMEM, "cannot make a lock for a loader");
     l->has_lock = true;
     int rc = ps_thread_start(&l->thread, maker, l);
-    if (rc) return ps_fail(PS_ENOMEM, "the loader's thread cannot be started: %s", strerror(rc));
+    if (rc) return ps_fail(PS_ENOMEM, "cannot start a loader's thread: %s", strerror(rc));
     l->has_thread = true;
     return 0;
 }
@@ -153,12 +153,13 @@ static int check_config(int n, ps_tokens *const *shards, const ps_loader_config 
 {
     if (n < 1) return ps_fail(PS_EINVAL, "a loader needs at least one token file");
     for (int i = 0; i < n; i++)
-        if (!shards[i]) return ps_fail(PS_EINVAL, "a loader was given NULL as token file %d", i);
+        if (!shards[i]) return ps_fail(PS_EINVAL, "token file %d of a loader is NULL", i);
     if (c->batch < 1 || c->seq < 1)
         return ps_fail(PS_EINVAL, "a loader's batch and seq are at least 1, not %lld and %lld", (long long)c->batch,
                        (long long)c->seq);
     if (c->ahead < 1) return ps_fail(PS_EINVAL, "a loader's ahead is at least 1, not %d", c->ahead);
-    if (c->vocab < 0) return ps_fail(PS_EINVAL, "a loader's vocab is %lld", (long long)c->vocab);
+    if (c->vocab < 0) return ps_fail(PS_EINVAL, "a loader's vocab is %lld; it must be 0 (not checked) or more",
+                                     (long long)c->vocab);
     if (c->world_size < 0) return ps_fail(PS_EINVAL, "a loader's world_size is at least 1, not %d", c->world_size);
     int32_t size = c->world_size ? c->world_size : 1;
     if (c->rank < 0 || c->rank >= size)
@@ -192,8 +193,8 @@ static int plan(ps_loader *l, int64_t there)
     while (l->windows > INT64_C(1) << (2 * l->half_bits)) l->half_bits++;
     l->slot_numel = c->batch * (c->seq + 1);        /* at most 2 * need; `need` does not exceed the data */
     if (__builtin_mul_overflow(l->slot_numel, c->ahead, &slots) || __builtin_mul_overflow(slots, 4, &bytes))
-        return ps_fail(PS_EINVAL, "%d batches of %lld x %lld tokens ahead are too many", c->ahead, (long long)c->batch,
-                       (long long)c->seq);
+        return ps_fail(PS_EINVAL, "a loader cannot prepare %d batches of %lld x %lld tokens ahead: they are too large; "
+                       "lower ahead", c->ahead, (long long)c->batch, (long long)c->seq);
     if (!(l->ring = ps_alloc((size_t)bytes))) return ps_fail_nomem(bytes);
     return 0;
 }

@@ -285,19 +285,24 @@ static int arrange(ps_rows *r, const ps_rows_config *c)
 static int check(const ps_examples *e, const ps_rows_config *c)
 {
     int64_t all = 0;
-    if (!e->finished) return ps_fail(PS_ESTATE, "examples are read when they are complete (ps_examples_finish)");
-    if (c->seq < 1 || c->seq > INT32_MAX) return ps_fail(PS_EINVAL, "rows of %lld tokens", (long long)c->seq);
-    if (c->window < 1 || c->window > INT32_MAX) return ps_fail(PS_EINVAL, "a window of %lld", (long long)c->window);
-    if (e->count > INT32_MAX) return ps_fail(PS_EUNSUP, "%lld examples: at most 2^31 - 1", (long long)e->count);
-    if (c->n_sources < 1) return ps_fail(PS_EINVAL, "%d sources", c->n_sources);
+    if (!e->finished) return ps_fail(PS_ESTATE, "examples can be read only after ps_examples_finish");
+    if (c->seq < 1 || c->seq > INT32_MAX)
+        return ps_fail(PS_EINVAL, "a row cannot have %lld tokens; seq must be 1 to 2^31 - 1", (long long)c->seq);
+    if (c->window < 1 || c->window > INT32_MAX)
+        return ps_fail(PS_EINVAL, "a window cannot have %lld examples; it must have 1 to 2^31 - 1",
+                       (long long)c->window);
+    if (e->count > INT32_MAX)
+        return ps_fail(PS_EUNSUP, "there are %lld examples; at most 2^31 - 1 are supported", (long long)e->count);
+    if (c->n_sources < 1) return ps_fail(PS_EINVAL, "there are %d sources; there must be 1 or more", c->n_sources);
     for (int k = 0; k < c->n_sources; k++) {
         if (!(c->weights[k] > 0) || c->counts[k] < 0)
-            return ps_fail(PS_EINVAL, "source %d has weight %g and %lld examples", k, c->weights[k],
-                           (long long)c->counts[k]);
+            return ps_fail(PS_EINVAL, "source %d has weight %g and %lld examples; the weight must be positive, and the "
+                           "number of examples must not be negative", k, c->weights[k], (long long)c->counts[k]);
         all += c->counts[k];
     }
     if (all == e->count) return 0;
-    return ps_fail(PS_EINVAL, "the sources have %lld examples, not %lld", (long long)all, (long long)e->count);
+    return ps_fail(PS_EINVAL, "the sources have %lld examples in total, but there are %lld examples", (long long)all,
+                   (long long)e->count);
 }
 
 int ps_rows_new(ps_examples *e, const ps_rows_config *c, ps_rows_info *info, ps_rows **out)
@@ -329,7 +334,7 @@ int ps_rows_window(const ps_rows *r, int64_t row, int64_t *window, int64_t *with
     PS_NEED(r);
     PS_NEED(window && within);
     if (row < 0 || row > r->n_rows)
-        return ps_fail(PS_ERANGE, "there is no row %lld; there are %lld", (long long)row, (long long)r->n_rows);
+        return ps_fail(PS_ERANGE, "there is no row %lld: there are %lld rows", (long long)row, (long long)r->n_rows);
     int64_t low = 0, high = r->n_windows;
     while (low < high) {                             /* the last window that begins at or before this row */
         int64_t middle = (low + high + 1) / 2;
@@ -359,7 +364,9 @@ static int64_t length(const ps_rows *r, int64_t row)
 int64_t ps_rows_longest(const ps_rows *r, int64_t first, int64_t n)
 {
     int64_t most = 0;
-    if (!r || first < 0 || n < 0) return ps_fail(PS_EINVAL, "rows %lld and %lld", (long long)first, (long long)n);
+    if (!r || first < 0 || n < 0)
+        return ps_fail(PS_EINVAL, "the first row, %lld, and the number of rows, %lld, must not be negative",
+                       (long long)first, (long long)n);
     for (int64_t i = first; i < first + n && i < r->n_rows; i++) {
         int64_t own = length(r, i);
         most = own > most ? own : most;
@@ -398,7 +405,7 @@ int ps_rows_fill(const ps_rows *r, int64_t first, const ps_rows_batch *b)
         bool filler = first + i >= r->n_rows || i >= b->real;
         int64_t row = filler ? b->filler : first + i, at = i * b->length;
         if (length(r, row) > b->length)
-            return ps_fail(PS_EINVAL, "row %lld has %lld tokens, the batch %lld", (long long)row,
+            return ps_fail(PS_EINVAL, "row %lld has %lld tokens, but the batch has only %lld columns", (long long)row,
                            (long long)length(r, row), (long long)b->length);
         int32_t segment = 0;
         for (int64_t k = r->row[row]; k < r->row[row + 1]; at += r->items[k++].n)

@@ -178,8 +178,8 @@ int ps_tok_encode_block(ps_tok *t, ps_tok_block *block, const char *text, int64_
     PS_NEED(out);
     if (!t->ready) return ps_fail(PS_ESTATE, "the tokenizer is not ready yet (ps_tok_ready)");
     if (block->threads < 1 || block->threads > MOST_THREADS)
-        return ps_fail(PS_EINVAL, "%d threads are asked for; 1 to %d can be had", block->threads, MOST_THREADS);
-    if (block->flags & PS_TOK_OFFSETS) return ps_fail(PS_EUNSUP, "blocks have no offsets");
+        return ps_fail(PS_EINVAL, "the tokenizer cannot use %d threads; use 1 to %d", block->threads, MOST_THREADS);
+    if (block->flags & PS_TOK_OFFSETS) return ps_fail(PS_EUNSUP, "offsets cannot be requested for blocks");
     const uint8_t *s = (const uint8_t *)text;
     size_t n = (size_t)nbytes;
     bool whole = !block->field && !may_cut(t, block->flags);

@@ -186,7 +186,7 @@ int ps_tok_normalize(ps_tok *t, const char *what, const char *from, const char *
     PS_NEED(from);
     PS_NEED(to);
     static const char *const kinds[] = { [TOK_NFC] = "nfc", [TOK_PREPEND] = "prepend", [TOK_REPLACE] = "replace" };
-    if (t->ready) return ps_fail(PS_ESTATE, "the tokenizer is ready: nothing more can be said about it");
+    if (t->ready) return ps_fail(PS_ESTATE, "the tokenizer is ready, so its settings can no longer change");
     if (t->n_steps == TOK_STEPS) return ps_fail(PS_EUNSUP, "a tokenizer has more than %d normalizers", TOK_STEPS);
     for (int kind = 0; kind < 3; kind++) {
         if (strcmp(what, kinds[kind])) continue;
@@ -199,5 +199,5 @@ int ps_tok_normalize(ps_tok *t, const char *what, const char *from, const char *
         t->n_steps++;
         return step->from && step->to ? 0 : ps_fail_nomem(step->n_from + step->n_to + 2);
     }
-    return ps_fail(PS_EINVAL, "there is no normalizer \"%s\": there are nfc, prepend and replace", what);
+    return ps_fail(PS_EINVAL, "there is no normalizer \"%s\"; the normalizers are nfc, prepend and replace", what);
 }

@@ -88,8 +88,8 @@ int tok_regex_find(const tok_regex *r, tok_matcher *m, const uint8_t *s, size_t 
     if (rc < 0) return failed(rc, from);
     const PCRE2_SIZE *place = pcre2_get_ovector_pointer(m->data);
     if (place[0] > place[1] || place[0] < from)      /* caused by \K in a look-around */
-        return ps_fail(PS_EFORMAT, "the tokenizer's pattern gives a match that ends before it begins, at byte %zu",
-            from);
+        return ps_fail(PS_EFORMAT, "the tokenizer's pattern has a match that ends before it begins, at byte %zu of the "
+                       "text", from);
     *begin = place[0], *end = place[1];
     return 1;
 }

@@ -76,10 +76,11 @@ int tok_vocab_add(tok_vocab *v, const char *path, const uint8_t *s, size_t n, in
 {
     char shown[TOK_SHOWN], other[TOK_SHOWN];
     if (id < 0 || id >= TOK_ID_LIMIT)
-        return ps_fail(PS_EFORMAT, "%s: token '%s' has id %lld; ids are 0 to %d", path, tok_shown(s, n, shown),
+        return ps_fail(PS_EFORMAT, "%s: token '%s' has id %lld; ids must be 0 to %d", path, tok_shown(s, n, shown),
                        (long long)id, TOK_ID_LIMIT - 1);
     if (n > UINT16_MAX)
-        return ps_fail(PS_EFORMAT, "%s: token %lld has %zu bytes; one has 65,535 at most", path, (long long)id, n);
+        return ps_fail(PS_EFORMAT, "%s: token %lld has %zu bytes; a token can have at most 65,535", path, (long long)id,
+                       n);
     int32_t there = tok_vocab_find(v, s, n);
     if (there >= 0)
         return ps_fail(PS_EFORMAT, "%s: token '%s' is there twice, as %d and as %lld", path, tok_shown(s, n, shown),
@@ -89,7 +90,7 @@ int tok_vocab_add(tok_vocab *v, const char *path, const uint8_t *s, size_t n, in
         return ps_fail(PS_EFORMAT, "%s: tokens '%s' and '%s' have the same id, %lld", path,
                        tok_shown(tok_name(v, (int32_t)id), (size_t)v->entry[id].n, other), tok_shown(s, n, shown),
                        (long long)id);
-    if (v->text.n + n > UINT32_MAX) return ps_fail(PS_EFORMAT, "%s: tokens of more than 4 GiB together", path);
+    if (v->text.n + n > UINT32_MAX) return ps_fail(PS_EFORMAT, "%s: all tokens together have more than 4 GiB", path);
     if (v->used * 2 >= v->slots) PS_TRY(grow_slots(v));
     PS_TRY(tok_bytes_more(&v->text, n + 1));        /* 1 more, so that the empty token also has an address */
     PS_TRY(grow_entries(v, (int32_t)id));
@@ -126,7 +127,7 @@ static int push_merge(tok_merges *m, const char *path, int32_t left, int32_t rig
 {
     if (m->count == m->room) {
         int32_t room = m->room ? m->room * 2 : 4096;
-        if (room > TOK_ID_LIMIT) return ps_fail(PS_EFORMAT, "%s: more than %d merges", path, TOK_ID_LIMIT);
+        if (room > TOK_ID_LIMIT) return ps_fail(PS_EFORMAT, "%s: there are more than %d merges", path, TOK_ID_LIMIT);
         int32_t **lists[] = { &m->left, &m->right, &m->id };
         for (int i = 0; i < 3; i++) {
             int32_t *p = ps_realloc(*lists[i], (size_t)room * sizeof *p);
@@ -295,9 +296,8 @@ int tok_read_merges(ps_tok *t, const ps_map *map)
         size_t left = blank ? (size_t)(blank - s) : 0, right = blank ? n - left - 1 : 0;
         if (!left || !right || memchr(blank + 1, ' ', right)) {
             char shown[TOK_SHOWN];
-            return ps_fail(PS_EFORMAT, "%s: line %lld is '%s'; a merge is two tokens with a blank between them",
-                map->path,
-                           (long long)i, tok_shown(s, n, shown));
+            return ps_fail(PS_EFORMAT, "%s: line %lld is '%s'; a merge must be two tokens with a blank between them",
+                           map->path, (long long)i, tok_shown(s, n, shown));
         }
         PS_TRY(tok_merges_add(&t->merges, &t->vocab, map->path, t->merges.count + 1, s, left, blank + 1, right));
     }

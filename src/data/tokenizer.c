@@ -25,7 +25,7 @@ int ps_tok_new(const char *model, ps_tok **out)
     PS_NEED(out);
     bool bpe = !strcmp(model, "bpe");
     if (!bpe && strcmp(model, "wordpiece"))
-        return ps_fail(PS_EINVAL, "a tokenizer's model is \"bpe\" or \"wordpiece\", not \"%s\"", model);
+        return ps_fail(PS_EINVAL, "a tokenizer's model must be \"bpe\" or \"wordpiece\", not \"%s\"", model);
     ps_tok *t = ps_alloc0(sizeof *t);
     if (!t) return ps_fail_nomem(sizeof *t);
     t->model = bpe ? TOK_BPE : TOK_WORDPIECE;
@@ -118,7 +118,7 @@ int ps_tok_merge(ps_tok *t, const char *left, int64_t n_left, const char *right,
     PS_NEED(left);
     PS_NEED(right);
     if (n_left < 0 || n_left > UINT16_MAX || n_right < 0 || n_right > UINT16_MAX)
-        return ps_fail(PS_EFORMAT, "%s: merge %d is of tokens of more than 65,535 bytes", path_of(t), t->merges.count);
+        return ps_fail(PS_EFORMAT, "%s: merge %d joins a token of more than 65,535 bytes", path_of(t), t->merges.count);
     return tok_merges_add(&t->merges, &t->vocab, path_of(t), t->merges.count, (const uint8_t *)left, (size_t)n_left,
                           (const uint8_t *)right, (size_t)n_right);
 }
@@ -128,9 +128,10 @@ int ps_tok_scores(ps_tok *t, const float *scores, int64_t n)
     PS_TRY(being_made(t));
     PS_NEED(scores);
     if (t->merges.count)
-        return ps_fail(PS_ESTATE, "%s: a tokenizer has either merges or scores, and this one has merges", path_of(t));
+        return ps_fail(PS_ESTATE, "%s: the tokenizer already has merges; it cannot also have scores", path_of(t));
     if (n != t->vocab.count)
-        return ps_fail(PS_EFORMAT, "%s: %lld scores for %d tokens", path_of(t), (long long)n, t->vocab.count);
+        return ps_fail(PS_EFORMAT, "%s: there are %lld scores for %d tokens; each token needs one", path_of(t),
+                       (long long)n, t->vocab.count);
     return tok_merges_of_scores(&t->merges, &t->vocab, path_of(t), scores, (int32_t)n);
 }
 
@@ -140,19 +141,20 @@ int ps_tok_set(ps_tok *t, const char *name, int64_t value)
     PS_NEED(name);
     if (!strcmp(name, "unk")) {
         if (value >= 0 && (value >= t->vocab.count || t->vocab.entry[value].n < 0))
-            return ps_fail(PS_EINVAL, "the unknown token is %lld, and the vocabulary has none of that id",
-                (long long)value);
+            return ps_fail(PS_EINVAL, "the unknown token is set to id %lld, which the vocabulary does not have",
+                           (long long)value);
         t->unk = value < 0 ? -1 : (int32_t)value;
         return 0;
     }
     if (!strcmp(name, "longest_word")) {
         if (value < 1 || value > INT32_MAX)
-            return ps_fail(PS_EINVAL, "longest_word is %lld characters", (long long)value);
+            return ps_fail(PS_EINVAL, "longest_word is %lld; it must be 1 to 2^31 - 1 characters", (long long)value);
         t->longest_word = value;
         return 0;
     }
     if (!strcmp(name, "metaspace")) {
-        if (value < 0 || value > 3) return ps_fail(PS_EINVAL, "metaspace is %lld", (long long)value);
+        if (value < 0 || value > 3)
+            return ps_fail(PS_EINVAL, "metaspace is %lld; it must be 0 to 3", (long long)value);
         t->metaspace = (int)value;
         return 0;
     }
@@ -164,14 +166,14 @@ int ps_tok_set(ps_tok *t, const char *name, int64_t value)
         { "lower_case", &t->lower_case } };
     for (size_t i = 0; i < sizeof flags / sizeof *flags; i++)
         if (!strcmp(name, flags[i].name)) return *flags[i].at = value != 0, 0;
-    return ps_fail(PS_EINVAL, "a tokenizer has no setting \"%s\"", name);
+    return ps_fail(PS_EINVAL, "there is no tokenizer setting \"%s\"", name);
 }
 
 int ps_tok_split(ps_tok *t, const char *pattern, int64_t nbytes)
 {
     PS_TRY(being_made(t));
     PS_NEED(pattern);
-    if (t->n_splits == TOK_SPLITS) return ps_fail(PS_EUNSUP, "a tokenizer has more than %d patterns", TOK_SPLITS);
+    if (t->n_splits == TOK_SPLITS) return ps_fail(PS_EUNSUP, "a tokenizer can have at most %d patterns", TOK_SPLITS);
     PS_TRY(tok_regex_new(pattern, (size_t)nbytes, &t->split[t->n_splits]));
     t->n_splits++;
     return 0;
@@ -198,7 +200,7 @@ int ps_tok_add(ps_tok *t, const char *token, int64_t nbytes, int64_t id, int fla
         return ps_fail(PS_EFORMAT, "%s: added token %lld is %s", path, (long long)id, n ? "no UTF-8" : "empty");
     int32_t there = tok_vocab_find(&t->vocab, s, n);
     if (there >= 0 && there != id)
-        return ps_fail(PS_EFORMAT, "%s: added token '%s' has id %lld, and the vocabulary has it as %d", path,
+        return ps_fail(PS_EFORMAT, "%s: added token '%s' has id %lld, but the vocabulary has it with id %d", path,
                        tok_shown(s, n, shown), (long long)id, there);
     if (there < 0) PS_TRY(tok_vocab_add(&t->vocab, path, s, n, id));
     for (int i = 0; i < t->n_added; i++)
@@ -465,8 +467,8 @@ static int repair(tok_state *st, const uint8_t *s, size_t n)
 int tok_encode(const ps_tok *t, tok_state *st, const uint8_t *text, size_t n, int flags)
 {
     if (n > INT32_MAX / 4)
-        return ps_fail(PS_EINVAL, "a text of %zu bytes is too long to encode at once; cut it up: %d bytes at most", n,
-                       INT32_MAX / 4);
+        return ps_fail(PS_EINVAL, "a text of %zu bytes is too long to encode at once; split it into texts of at most "
+                       "%d bytes", n, INT32_MAX / 4);
     tok_span span = { text, n, NULL, NULL, 0 };
     st->mapped = (flags & PS_TOK_OFFSETS) != 0, st->begun = st->continued;
     if (!tok_utf8_valid(text, n)) {

@@ -27,10 +27,12 @@ static int read_header(ps_tokens *s, int width, int wanted)
         return ps_fail(PS_EFORMAT, "%s: truncated: the header has %d bytes, the file %lld", path, HEADER_BYTES,
                        (long long)s->map.nbytes);
     if (header_word(s, 1) != version)
-        return ps_fail(PS_EFORMAT, "%s: version %d of the token format; %d is known", path, header_word(s, 1), version);
+        return ps_fail(PS_EFORMAT, "%s: the header has version %d of the token format; only version %d is supported",
+                       path, header_word(s, 1), version);
     s->count = header_word(s, 2);
     if (s->count < 0)
-        return ps_fail(PS_EFORMAT, "%s: the header says %lld tokens", path, (long long)s->count);
+        return ps_fail(PS_EFORMAT, "%s: the header says that the file has %lld tokens; the number must not be negative",
+                       path, (long long)s->count);
     int64_t expected = HEADER_BYTES + s->count * width;
     if (s->map.nbytes != expected)
         return ps_fail(PS_EFORMAT, "%s: %s: the header says %lld tokens of %d bytes, so %lld bytes are expected; the "
@@ -53,8 +55,8 @@ static int read_layout(ps_tokens *s, int width)
         return ps_fail(PS_EFORMAT, "%s: no token header (it begins with %d, neither %d nor %d); for raw tokens give "
                        "their width: 2, 4, or 1 for text", s->map.path, magic, MAGIC_U16, MAGIC_U32);
     if (s->map.nbytes % width)
-        return ps_fail(PS_EFORMAT, "%s: truncated: %lld bytes are not a multiple of the %d bytes of a token (%lld "
-                       "expected)", s->map.path, (long long)s->map.nbytes, width,
+        return ps_fail(PS_EFORMAT, "%s: the file is truncated: its %lld bytes are not a multiple of the %d bytes of a "
+                       "token (%lld bytes expected)", s->map.path, (long long)s->map.nbytes, width,
                        (long long)(s->map.nbytes / width * width));
     s->width = width;
     s->count = s->map.nbytes / width;
@@ -81,7 +83,7 @@ static int open_map(ps_map *map, int width, ps_tokens **out)
 static int check_width(int width)
 {
     if (width == 0 || width == 1 || width == 2 || width == 4) return 0;
-    return ps_fail(PS_EINVAL, "a token has 1, 2 or 4 bytes (0: by the file's header), not %d", width);
+    return ps_fail(PS_EINVAL, "a token must have 1, 2 or 4 bytes (0: as in the file's header), not %d", width);
 }
 
 int ps_tokens_open(const char *path, int width, ps_tokens **out)
@@ -179,7 +181,7 @@ int ps_tokw_new(const char *path, int width, ps_tokw **out)
 {
     PS_NEED(path);
     PS_NEED(out);
-    if (width != 2 && width != 4) return ps_fail(PS_EINVAL, "a token is written with 2 or 4 bytes, not %d", width);
+    if (width != 2 && width != 4) return ps_fail(PS_EINVAL, "a token must be written with 2 or 4 bytes, not %d", width);
     ps_tokw *w = ps_alloc(sizeof *w);
     if (!w) return ps_fail_nomem(sizeof *w);
     w->width = width, w->broken = false, w->count = 0, w->flushed = 0, w->used = 0;
@@ -213,12 +215,13 @@ static int push(ps_tokw *w, uint32_t id)
 
 static int check_append(const ps_tokw *w, int64_t n)
 {
-    if (!w->file.temp) return ps_fail(PS_ESTATE, "writing %s: it was committed already", w->path);
-    if (w->broken) return ps_fail(PS_ESTATE, "writing %s: an earlier write failed, begin again", w->path);
+    if (!w->file.temp) return ps_fail(PS_ESTATE, "writing %s: the file was already committed", w->path);
+    if (w->broken) return ps_fail(PS_ESTATE, "writing %s: an earlier write failed; write the file again from the "
+                                  "beginning", w->path);
     if (n < 0) return ps_fail(PS_EINVAL, "writing %s: %lld tokens to append", w->path, (long long)n);
     if (n > INT32_MAX - w->count)
-        return ps_fail(PS_EINVAL, "writing %s: %lld tokens and %lld more; a shard holds fewer than 2^31, begin another",
-                       w->path, (long long)w->count, (long long)n);
+        return ps_fail(PS_EINVAL, "writing %s: the file has %lld tokens, and %lld more do not fit: a shard must have "
+                       "fewer than 2^31; start another file", w->path, (long long)w->count, (long long)n);
     return 0;
 }
 
@@ -231,8 +234,8 @@ int ps_tokw_append(ps_tokw *w, const int32_t *ids, int64_t n)
     int64_t limit = w->width == 2 ? 65536 : (int64_t)INT32_MAX + 1;
     for (int64_t i = 0; i < n; i++)
         if (ids[i] < 0 || ids[i] >= limit)
-            return ps_fail(PS_ERANGE, "writing %s: token %d at position %lld does not fit in %d bytes (0 to %lld)",
-                           w->path, ids[i], (long long)(w->count + i), w->width, (long long)(limit - 1));
+            return ps_fail(PS_ERANGE, "writing %s: token %d at position %lld does not fit in %d bytes, which can hold "
+                           "0 to %lld", w->path, ids[i], (long long)(w->count + i), w->width, (long long)(limit - 1));
     for (int64_t i = 0; i < n; i++) PS_TRY(push(w, (uint32_t)ids[i]));
     return 0;
 }
