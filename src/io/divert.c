@@ -16,7 +16,8 @@ int ps_file_divert(const char *folder)
 {
     char *copy = NULL;
     if (folder && (!*folder || strlen(folder) > PATH_MAX - 64))
-        return ps_fail(PS_EINVAL, "ps_file_divert: the folder's path has %zu bytes", strlen(folder));
+        return ps_fail(PS_EINVAL, "ps_file_divert: the path of the folder has %zu bytes; it must have 1 to %d",
+                       strlen(folder), PATH_MAX - 64);
     if (folder && !(copy = ps_strdup(folder))) return ps_fail_nomem(strlen(folder) + 1);
     ps_free(diverted_to);
     diverted_to = copy;
@@ -66,7 +67,8 @@ int ps_file_diverted(const char *path, int writes, char *out, int64_t room)
     int n = snprintf(out, (size_t)room, "%s/%016llx", diverted_to,
                      (unsigned long long)ps_xxh3(whole, (int64_t)strlen(whole)));
     if (n < 0 || n >= room)
-        return ps_fail(PS_ERANGE, "ps_file_diverted: %lld bytes for a path of %d", (long long)room, n);
+        return ps_fail(PS_ERANGE, "ps_file_diverted: a buffer of %lld bytes is too small for a path of %d",
+                       (long long)room, n);
     return writes || access(out, F_OK) == 0;
 }
 

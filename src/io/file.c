@@ -103,7 +103,7 @@ int ps_map_unchanged(const ps_map *m)
 int ps_map_lend(const ps_map *m, int64_t at, int64_t nbytes, ps_lent_map *out)
 {
     *out = (ps_lent_map){ 0 };
-    if (m->fd < 0) return ps_fail(PS_EUNSUP, "%s is not a file, so its bytes cannot be lent", m->path);
+    if (m->fd < 0) return ps_fail(PS_EUNSUP, "%s is not a regular file, so its bytes cannot be lent", m->path);
     if (!nbytes) return 0;
     int64_t before = at % sysconf(_SC_PAGESIZE);
     /* MAP_NORESERVE reserves no memory for pages that may never be written. */

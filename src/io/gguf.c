@@ -140,8 +140,8 @@ int ps_gguf_meta_get(const ps_gguf *g, int i, int64_t k, ps_gguf_value *out)
                        g->meta_count);
     const gguf_meta *m = &g->meta[i];
     if (k < -1 || k >= m->n)
-        return ps_fail(PS_ERANGE, "%s: value %lld of %s was requested, but it has %lld", g->map.path, (long long)k,
-                       m->key, (long long)m->n);
+        return ps_fail(PS_ERANGE, "%s: value %lld of %s was requested, but it has %lld values", g->map.path,
+                       (long long)k, m->key, (long long)m->n);
     PS_TRY(ps_map_check(&g->map));
     *out = (ps_gguf_value){ .type = m->type, .of = m->of, .n = m->n };
     if (k < 0) return 0;
@@ -229,8 +229,8 @@ int ps_gguf_layout(ps_gguf *g, int i, int64_t heads, int transposed)
         return ps_fail(PS_EFORMAT, "%s: tensor '%s' is a vector in blocks (%s), whose elements cannot be read in "
                        "another order", g->map.path, gguf_shown(t->name, shown), t->type->name);
     if (transposed && t->ndim != 2)
-        return ps_fail(PS_EFORMAT, "%s: tensor '%s' has %d dimensions; a matrix has 2", g->map.path,
-                       gguf_shown(t->name, shown), t->ndim);
+        return ps_fail(PS_EFORMAT, "%s: tensor '%s' has %d dimensions, but only a matrix, with 2, can be transposed",
+                       g->map.path, gguf_shown(t->name, shown), t->ndim);
     t->heads = heads, t->transposed = transposed != 0;
     return 0;
 }

@@ -128,7 +128,8 @@ static int read_values(walk *w, gguf_meta *m)
     }
     size_t each = (size_t)gguf_value_bytes[m->of];
     if ((uint64_t)m->n > left(w) / each)
-        return bad(w, "%lld values of %zu bytes, but the file has only %zu more bytes", (long long)m->n, each, left(w));
+        return bad(w, "there are %lld values of %zu bytes, but the file has only %zu more bytes", (long long)m->n, each,
+                   left(w));
     for (int64_t i = 0; m->of == GGUF_BOOL && i < m->n; i++)
         if (w->at[i] > 1) return bad(w, "a truth value of %d; use 0 or 1", w->at[i]);
     w->at += (size_t)m->n * each;
@@ -178,10 +179,11 @@ static int read_tensor(walk *w, gguf_tensor *t)
     uint64_t dims[GGUF_MAX_DIMS], offset = 0;
     PS_TRY(read_name(w, &t->name));
     PS_TRY(read_u32(w, &ndim));
-    if (ndim > GGUF_MAX_DIMS) return bad(w, "it has %u dimensions; the format allows %d", ndim, GGUF_MAX_DIMS);
+    if (ndim > GGUF_MAX_DIMS) return bad(w, "it has %u dimensions, but the format allows only %d", ndim, GGUF_MAX_DIMS);
     for (uint32_t d = 0; d < ndim; d++) {
         PS_TRY(read_u64(w, &dims[d]));
-        if (dims[d] > INT64_MAX) return bad(w, "dimension %u is %llu", d, (unsigned long long)dims[d]);
+        if (dims[d] > INT64_MAX)
+            return bad(w, "dimension %u is %llu; it must be less than 2^63", d, (unsigned long long)dims[d]);
     }
     PS_TRY(read_u32(w, &type));
     if (!(t->type = gguf_type_of(type))) return bad(w, "there is no type %u of tensors", type);
@@ -189,7 +191,9 @@ static int read_tensor(walk *w, gguf_tensor *t)
     for (uint32_t d = 0; d < ndim; d++) t->shape[ndim - 1 - d] = (int64_t)dims[d];
     PS_TRY(read_u64(w, &offset));
     if ((t->nbytes = size_of(w, t)) < 0) return PS_EFORMAT;
-    if (offset > INT64_MAX / 2) return bad(w, "its bytes begin at %llu of the data", (unsigned long long)offset);
+    if (offset > INT64_MAX / 2)
+        return bad(w, "its bytes begin at byte %llu of the data; the offset must be less than 2^62",
+                   (unsigned long long)offset);
     t->begin = (int64_t)offset;                 /* for now counted from the start of the data */
     return 0;
 }
@@ -260,13 +264,14 @@ static int place_tensors(ps_gguf *g, int64_t header)
     for (int i = 0; i < g->count; i++) {
         gguf_tensor *t = &g->tensors[i];
         if (t->begin % g->alignment)
-            return ps_fail(PS_EFORMAT, "%s: tensor '%s' begins at byte %lld of the data, which is no multiple of %lld",
-                           g->map.path, gguf_shown(t->name, shown), (long long)t->begin, (long long)g->alignment);
+            return ps_fail(PS_EFORMAT, "%s: tensor '%s' begins at byte %lld of the data, which is not a multiple of "
+                           "%lld", g->map.path, gguf_shown(t->name, shown), (long long)t->begin,
+                           (long long)g->alignment);
         t->begin += g->data;
         if (t->begin > g->map.nbytes || t->nbytes > g->map.nbytes - t->begin)
-            return ps_fail(PS_EFORMAT, "%s: tensor '%s' has bytes %lld to %lld, but the file has only %lld; it is "
-                           "truncated: get it again", g->map.path, gguf_shown(t->name, shown), (long long)t->begin,
-                           (long long)(t->begin + t->nbytes), (long long)g->map.nbytes);
+            return ps_fail(PS_EFORMAT, "%s: tensor '%s' has bytes %lld to %lld, but the file has only %lld; the file "
+                           "is truncated, download it again", g->map.path, gguf_shown(t->name, shown),
+                           (long long)t->begin, (long long)(t->begin + t->nbytes), (long long)g->map.nbytes);
     }
     PS_TRY(sorted(g->count, g, compare_places, &order));
     for (int i = 1; i < g->count && !rc; i++) {
@@ -284,20 +289,22 @@ static int read_counts(walk *w)
     ps_gguf *g = w->g;
     uint32_t version = 0;
     uint64_t count = 0, meta_count = 0;
-    if (left(w) < 4 || memcmp(w->at, "GGUF", 4)) return bad(w, "this is not a GGUF file (it begins with \"GGUF\")");
+    if (left(w) < 4 || memcmp(w->at, "GGUF", 4)) return bad(w, "this is not a GGUF file (which begins with \"GGUF\")");
     w->at += 4;
     PS_TRY(read_u32(w, &version));
     if (version == 0x02000000u || version == 0x03000000u)
         return bad(w, "the file is big-endian, which is not supported; convert it on a little-endian machine");
-    if (version != 2 && version != 3) return bad(w, "version %u; this psluajit reads versions 2 and 3", version);
+    if (version != 2 && version != 3)
+        return bad(w, "the file has version %u; this psluajit reads only versions 2 and 3", version);
     PS_TRY(read_u64(w, &count));
     PS_TRY(read_u64(w, &meta_count));
     if (count > left(w) / 24 || count > INT32_MAX)      /* the fewest bytes that a tensor's description has, and
                                                          * (below) an entry */
-        return bad(w, "%llu tensors, but the file has only %zu more bytes", (unsigned long long)count, left(w));
+        return bad(w, "the header announces %llu tensors, but the file has only %zu more bytes",
+                   (unsigned long long)count, left(w));
     if (meta_count > left(w) / 13 || meta_count > INT32_MAX)
-        return bad(w, "%llu metadata entries, but the file has only %zu more bytes", (unsigned long long)meta_count,
-                   left(w));
+        return bad(w, "the header announces %llu metadata entries, but the file has only %zu more bytes",
+                   (unsigned long long)meta_count, left(w));
     g->count = (int)count, g->meta_count = (int)meta_count;
     return 0;
 }

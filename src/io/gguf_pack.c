@@ -310,9 +310,9 @@ int ps_pack(int type, const float *values, int64_t numel, void *out)
     gguf_pack pack = gguf_pack_of(type);
     PS_NEED(values);
     PS_NEED(out);
-    if (!b || !pack) return ps_fail(PS_EUNSUP, "ps_pack: numbers cannot be packed as type %d", type);
+    if (!b || !pack) return ps_fail(PS_EUNSUP, "ps_pack: type %d cannot be written", type);
     if (numel < 0 || numel % b->block)
-        return ps_fail(PS_EINVAL, "ps_pack: %lld values are no whole number of blocks of %s, of %d values",
+        return ps_fail(PS_EINVAL, "ps_pack: %lld values are not a whole number of blocks of %s, which have %d values",
                        (long long)numel, b->name, b->block);
     for (int64_t i = 0; i < numel; i++)
         if (!(fabsf(values[i]) <= 65504.0f))

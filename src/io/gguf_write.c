@@ -79,8 +79,8 @@ int ps_ggufw_add(ps_ggufw *w, const char *name, const char *type, int ndim, cons
         return ps_fail(PS_EUNSUP, "%s: tensor '%s': type %s cannot be written", w->path, shown, type);
     one.t.type = gguf_type_of(number);
     if (ndim < 0 || ndim > GGUF_MAX_DIMS || (transposed && ndim != 2))
-        return ps_fail(PS_EINVAL, "%s: tensor '%s' has %d dimensions; the format allows %d", w->path, shown, ndim,
-                       GGUF_MAX_DIMS);
+        return ps_fail(PS_EINVAL, "%s: tensor '%s' has %d dimensions, but the format allows only %d", w->path, shown,
+                       ndim, GGUF_MAX_DIMS);
     for (int d = 0; d < ndim; d++) {
         one.t.shape[transposed ? ndim - 1 - d : d] = shape[d];
         if (shape[d] < 0 || __builtin_mul_overflow(one.numel, shape[d], &one.numel))
@@ -88,12 +88,12 @@ int ps_ggufw_add(ps_ggufw *w, const char *name, const char *type, int ndim, cons
     }
     int64_t row = ndim ? one.t.shape[ndim - 1] : 1;
     if (row % one.t.type->block)
-        return ps_fail(PS_EINVAL, "%s: tensor '%s' has rows of %lld values, and %s has blocks of %d", w->path, shown,
+        return ps_fail(PS_EINVAL, "%s: tensor '%s' has rows of %lld values, but %s has blocks of %d", w->path, shown,
                        (long long)row, type, one.t.type->block);
     bool fits = ndim >= 1 && heads && one.t.shape[0] % heads == 0 && one.t.shape[0] / heads % 2 == 0;
     if (heads && (!fits || (ndim == 1 && one.t.type->block > 1)))
-        return ps_fail(PS_EINVAL, "%s: tensor '%s' has no %lld heads of an even number of rows", w->path, shown,
-                       (long long)heads);
+        return ps_fail(PS_EINVAL, "%s: tensor '%s' cannot be divided into %lld heads with an even number of rows",
+                       w->path, shown, (long long)heads);
     one.t.nbytes = one.numel / one.t.type->block * one.t.type->bytes;
     for (int i = 0; i < w->count; i++)
         if (!strcmp(w->tensors[i].t.name, name))
@@ -162,7 +162,8 @@ static int to_floats(const ps_ggufw *w, int dtype, const uint8_t *from, int64_t 
         }
     }
     if (dtype == PS_F32 || dtype == PS_F64 || dtype == PS_BF16 || dtype == PS_F16) return 0;
-    return ps_fail(PS_EUNSUP, "%s: values of dtype %s are not floats", w->path, ps_dtype_name(dtype));
+    return ps_fail(PS_EUNSUP, "%s: values of dtype %s cannot be written, because they are not floats", w->path,
+                   ps_dtype_name(dtype));
 }
 
 static int bad_value(const ps_ggufw *w, const ggufw_tensor *one, float value, int64_t row, int64_t col)
@@ -264,7 +265,7 @@ int ps_ggufw_commit(ps_ggufw *w)
     PS_TRY(in_state(w, WRITING, "commit"));
     for (int i = 0; i < w->count; i++)
         if (w->tensors[i].done < w->tensors[i].numel)
-            return ps_fail(PS_ESTATE, "%s: tensor '%s' has only %lld of its %lld values", w->path,
+            return ps_fail(PS_ESTATE, "%s: tensor '%s' got only %lld of its %lld values", w->path,
                            gguf_shown(w->tensors[i].t.name, shown), (long long)w->tensors[i].done,
                            (long long)w->tensors[i].numel);
     PS_TRY(ps_tempfile_commit(&w->file));

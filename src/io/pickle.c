@@ -121,7 +121,7 @@ static int need_stack(const machine *m, int64_t n)
 
 static int push_mark(machine *m)
 {
-    if (m->n_marks == PK_MAX_VALUES) return bad(m, "more than %d marks", PK_MAX_VALUES);
+    if (m->n_marks == PK_MAX_VALUES) return bad(m, "there are more than %d marks", PK_MAX_VALUES);
     PS_TRY(ps_grow(m->marks, m->marks_room, m->n_marks + 1));
     m->marks[m->n_marks++] = m->floor;
     m->floor = m->n;
@@ -170,7 +170,7 @@ enum { MOST_DIGITS = 309 };     /* digits of the largest double */
 static int push_large(machine *m, const char *text)
 {
     double value = strtod(text, NULL);
-    if (isinf(value)) return bad(m, "an integer larger than every double");
+    if (isinf(value)) return bad(m, "an integer is larger than every double");
     return push(m, (pk_value){ .kind = PS_PT_FLOAT, .u.number = value });
 }
 
@@ -191,7 +191,7 @@ static int push_long(machine *m, int width)
         return push(m, integer((int64_t)v));
     }
     char text[2 * 129 + 4] = "-0x", *to = text + 3;
-    if (n > 129) return bad(m, "an integer of %llu bytes", (unsigned long long)n);
+    if (n > 129) return bad(m, "an integer of %llu bytes is too long", (unsigned long long)n);
     bool carry = negative;      /* the magnitude of a negative number: all bits inverted, plus 1 */
     uint8_t magnitude[129];
     for (uint64_t i = 0; i < n; i++) {
@@ -232,7 +232,7 @@ static int push_decimal(machine *m, bool is_long)
     if (!is_long && n == 2 && text[0] == '0' && (text[1] == '0' || text[1] == '1'))
         return push(m, (pk_value){ .kind = PS_PT_BOOL, .u.integer = text[1] == '1' });
     if (is_long && n && text[n - 1] == 'L') n--;
-    if (n < 1 || n >= (int64_t)sizeof digits) return bad(m, "an integer of %lld digits", (long long)n);
+    if (n < 1 || n >= (int64_t)sizeof digits) return bad(m, "an integer of %lld digits is too long", (long long)n);
     memcpy(digits, text, (size_t)n);
     digits[n] = 0;
     const char *first = digits + (digits[0] == '-');
@@ -247,8 +247,8 @@ static int push_decimal(machine *m, bool is_long)
 static int put(machine *m, uint64_t i)
 {
     PS_TRY(need_stack(m, 1));
-    if (i >= PK_MAX_VALUES || i >= (uint64_t)m->p->nbytes) return bad(m, "number %llu of the memo is too large",
-                                                                      (unsigned long long)i);
+    if (i >= PK_MAX_VALUES || i >= (uint64_t)m->p->nbytes)
+        return bad(m, "the memo index %llu is too large", (unsigned long long)i);
     int64_t n = m->memo_n;
     PS_TRY(ps_grow(m->memo, m->memo_n, i + 1));
     for (; n < m->memo_n; n++) m->memo[n] = -1;
@@ -260,7 +260,7 @@ static int put(machine *m, uint64_t i)
 static int get(machine *m, uint64_t i)
 {
     if (i >= (uint64_t)m->memo_n || m->memo[i] < 0)
-        return bad(m, "number %llu of the memo was never set", (unsigned long long)i);
+        return bad(m, "the memo index %llu was never set", (unsigned long long)i);
     return push_id(m, m->memo[i]);
 }
 
@@ -292,7 +292,7 @@ static int add_items(machine *m, int kind, int64_t n)
     if (m->p->values[to].kind != kind) return bad(m, "items are added to something that is not a "
                                                      "%s", names[kind - PS_PT_LIST]);
     if (kind == PS_PT_DICT && n % 2) return bad(m, "a key has no value");
-    if (m->p->values[to].count > PK_MAX_VALUES - n) return bad(m, "more than %d items", PK_MAX_VALUES);
+    if (m->p->values[to].count > PK_MAX_VALUES - n) return bad(m, "there are more than %d items", PK_MAX_VALUES);
     return take_items(m, to, n);
 }
 
@@ -317,7 +317,7 @@ static int push_stack_global(machine *m)
 {
     PS_TRY(need_stack(m, 2));
     const pk_value *v = m->p->values, *module = &v[m->stack[m->n - 2]], *name = &v[m->stack[m->n - 1]];
-    if (module->kind != PS_PT_STRING || name->kind != PS_PT_STRING) return bad(m, "a name that is not a string");
+    if (module->kind != PS_PT_STRING || name->kind != PS_PT_STRING) return bad(m, "a name is not a string");
     m->n -= 2;
     return push_id(m, pt_global(m->p, pk_text(m->p, module), module->u.text.nbytes, pk_text(m->p, name),
                                 name->u.text.nbytes));
@@ -339,7 +339,8 @@ static int call(machine *m)
 static int build(machine *m)
 {
     PS_TRY(need_stack(m, 2));
-    if (m->p->values[m->stack[m->n - 2]].kind != PS_PT_DICT) return bad(m, "only a dict may have a state");
+    if (m->p->values[m->stack[m->n - 2]].kind != PS_PT_DICT)
+        return bad(m, "an object has state; only a dict can have state");
     m->n--;
     return 0;
 }

@@ -114,7 +114,7 @@ static int read_dims(const pk *p, const char *what, const pk_value *tuple, int64
 {
     if (tuple->kind != PS_PT_TUPLE) return pk_bad(p, "a tensor's %s is not a tuple", what);
     if (tuple->count > PS_MAX_DIMS)
-        return pk_bad(p, "a tensor has %d dimensions, at most %d are supported", tuple->count, PS_MAX_DIMS);
+        return pk_bad(p, "a tensor has %d dimensions; at most %d are supported", tuple->count, PS_MAX_DIMS);
     for (int d = 0; d < tuple->count; d++) {
         const pk_value *n = &p->values[tuple->u.items[d]];
         if (n->kind != PS_PT_INT || n->u.integer < 0)
@@ -208,7 +208,8 @@ static int32_t new_bytes(pk *p, const pk_value *text)
     uint32_t n = text->u.text.nbytes, used = 0;
     const uint8_t *from = pk_text(p, text);
     if (!p->decoded && !(p->decoded = ps_alloc((size_t)p->nbytes))) return ps_fail_nomem(p->nbytes);
-    if (n > p->nbytes - p->decoded_used) return pk_bad(p, "data.pkl makes more byte strings than it holds");
+    if (n > p->nbytes - p->decoded_used)
+        return pk_bad(p, "data.pkl makes byte strings that together are longer than data.pkl");
     uint8_t *to = p->decoded + p->decoded_used;
     for (uint32_t i = 0; i < n; i++) {
         if (from[i] < 0x80) to[used++] = from[i];

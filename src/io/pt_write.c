@@ -154,7 +154,7 @@ int ps_ptw_storage(ps_ptw *w, int dtype, int64_t numel)
     int64_t nbytes;
     if (!type) return ps_fail(PS_EINVAL, "writing %s: dtype %d does not exist", w->path, dtype);
     if (numel < 0 || __builtin_mul_overflow(numel, type->nbytes, &nbytes))
-        return ps_fail(PS_EINVAL, "writing %s: a storage of %lld elements", w->path, (long long)numel);
+        return ps_fail(PS_EINVAL, "writing %s: a storage cannot have %lld elements", w->path, (long long)numel);
     PS_TRY(ps_grow(w->storages, w->storages_room, w->count + 1));
     w->storages[w->count] = (ptw_storage){ .dtype = dtype, .numel = numel };
     return w->count++;
@@ -193,7 +193,7 @@ static int open_container(ps_ptw *w, const ps_pt_value *v)
 {
     bool dict = v->kind == PS_PT_DICT;
     if (v->count < 0 || (dict && v->count % 2))
-        return ps_fail(PS_EINVAL, "writing %s: a container has %d items", w->path, v->count);
+        return ps_fail(PS_EINVAL, "writing %s: a container cannot have %d items", w->path, v->count);
     if (w->depth == PK_MAX_DEPTH)
         return ps_fail(PS_EINVAL, "writing %s: values are nested more than %d deep", w->path, PK_MAX_DEPTH);
     int number = w->memo++;
@@ -265,8 +265,8 @@ static int check_tensor(const ps_ptw *w, const ps_pt_tensor *t)
     if (t->storage < 0 || t->storage >= w->count)
         return ps_fail(PS_EINVAL, "writing %s: storage %d was not declared", w->path, t->storage);
     if (t->ndim < 0 || t->ndim > PS_MAX_DIMS)
-        return ps_fail(PS_EINVAL, "writing %s: a tensor of %d dimensions; 0 to %d are supported", w->path, t->ndim,
-                       PS_MAX_DIMS);
+        return ps_fail(PS_EINVAL, "writing %s: a tensor has %d dimensions; only 0 to %d are supported", w->path,
+                       t->ndim, PS_MAX_DIMS);
     int64_t last = t->offset, step;
     bool empty = false, wrong = t->offset < 0;
     for (int d = 0; d < t->ndim; d++) {

@@ -149,8 +149,8 @@ const void *ps_st_data(const ps_st *st, int i)
 static int check_range(const ps_st *st, int64_t at, int64_t nbytes, const void *out)
 {
     if (at >= 0 && nbytes >= 0 && at <= st->data_nbytes && nbytes <= st->data_nbytes - at && (!nbytes || out)) return 0;
-    return ps_fail(PS_ERANGE, "%s: %lld bytes from byte %lld of the data on were requested, but it has %lld",
-                   st->map.path, (long long)nbytes, (long long)at, (long long)st->data_nbytes);
+    return ps_fail(PS_ERANGE, "%s: %lld bytes from byte %lld of the data on were requested, but the data has only %lld "
+                   "bytes", st->map.path, (long long)nbytes, (long long)at, (long long)st->data_nbytes);
 }
 
 int ps_st_read(const void *from, int64_t at, void *dst, int64_t nbytes)

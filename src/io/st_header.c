@@ -107,11 +107,11 @@ static int more(parser *p, char close)
 static int hex4(parser *p, uint32_t *out)
 {
     uint32_t v = 0;
-    if (p->end - p->at < 4) return bad(p, "\\u without four hexadecimal digits");
+    if (p->end - p->at < 4) return bad(p, "\\u is not followed by four hexadecimal digits");
     for (int i = 0; i < 4; i++, p->at++) {
         uint8_t c = *p->at;
         bool digit = c >= '0' && c <= '9', letter = (c | 32) >= 'a' && (c | 32) <= 'f';
-        if (!digit && !letter) return bad(p, "\\u without four hexadecimal digits");
+        if (!digit && !letter) return bad(p, "\\u is not followed by four hexadecimal digits");
         v = v * 16 + (uint32_t)(digit ? c - '0' : (c | 32) - 'a' + 10);
     }
     *out = v;
@@ -123,13 +123,13 @@ static int unicode_escape(parser *p)
 {
     uint32_t c, low;
     PS_TRY(hex4(p, &c));
-    if (c == 0) return bad(p, "a zero character (\\u0000) in a string");
+    if (c == 0) return bad(p, "a string contains a zero character (\\u0000)");
     if (c >= 0xd800 && c < 0xe000) {
         bool pair = c < 0xdc00 && p->end - p->at >= 2 && p->at[0] == '\\' && p->at[1] == 'u';
-        if (!pair) return bad(p, "half of a surrogate pair (\\u%04x)", (unsigned)c);
+        if (!pair) return bad(p, "\\u%04x is only half of a surrogate pair", (unsigned)c);
         p->at += 2;
         PS_TRY(hex4(p, &low));
-        if (low < 0xdc00 || low > 0xdfff) return bad(p, "half of a surrogate pair (\\u%04x)", (unsigned)c);
+        if (low < 0xdc00 || low > 0xdfff) return bad(p, "\\u%04x is only half of a surrogate pair", (unsigned)c);
         c = 0x10000 + ((c - 0xd800) << 10) + (low - 0xdc00);
     }
     if (c < 0x80) *p->text++ = (char)c;
@@ -155,7 +155,7 @@ static int string(parser *p, const char **out)
         if (p->at >= p->end) return bad(p, "the header ends inside a string");
         uint8_t c = *p->at;
         if (c == '"') break;
-        if (c < 0x20) return bad(p, "control character 0x%02x in a string", c);
+        if (c < 0x20) return bad(p, "a string contains control character 0x%02x", c);
         if (c != '\\') {
             int len = ps_utf8(p->at, (size_t)(p->end - p->at));
             if (!len) return bad(p, "a string is not UTF-8 (byte 0x%02x)", c);
@@ -200,7 +200,7 @@ static int shape(parser *p, st_tensor *t)
     if (accept(p, ']')) return 0;
     int again;
     do {
-        if (t->ndim == PS_MAX_DIMS) return bad(p, "more than %d dimensions", PS_MAX_DIMS);
+        if (t->ndim == PS_MAX_DIMS) return bad(p, "there are more than %d dimensions", PS_MAX_DIMS);
         PS_TRY(integer(p, &t->shape[t->ndim]));
         t->ndim++;
         PS_TRY(again = more(p, ']'));
@@ -354,8 +354,9 @@ static int check_all(ps_st *st)
         covered = t->end;
     }
     if (covered != st->data_nbytes)
-        return bad_file(st, "the tensors end at byte %lld of the data, which has %lld: %lld bytes belong to no tensor",
-                        (long long)covered, (long long)st->data_nbytes, (long long)(st->data_nbytes - covered));
+        return bad_file(st, "the tensors end at byte %lld of the data, which has %lld bytes: the last %lld bytes "
+                        "belong to no tensor", (long long)covered, (long long)st->data_nbytes,
+                        (long long)(st->data_nbytes - covered));
     return 0;
 }
 

@@ -91,7 +91,8 @@ static int sums_of(const ps_st *st, const char **out)
     for (int i = 0; i < st->meta_count; i++)
         if (!strcmp(st->meta[i].key, ST_SUM_KEY)) *out = st->meta[i].value;
     if (!*out || strlen(*out) != ((size_t)st->count + 1) * (ST_SUM_DIGITS + 1) - 1)
-        return ps_fail(PS_EFORMAT, "%s: it does not have one checksum for each of %d tensors", st->map.path, st->count);
+        return ps_fail(PS_EFORMAT, "%s: the file does not have one checksum for each of its %d tensors", st->map.path,
+                       st->count);
     return 0;
 }
 

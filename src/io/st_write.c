@@ -162,12 +162,12 @@ int ps_stw_add(ps_stw *w, const char *name, int dtype, int ndim, const int64_t *
     stw_tensor t = { .type = st_type_by_dtype(dtype), .ndim = ndim };
     if (!t.type) return ps_fail(PS_EINVAL, "writing %s: tensor '%s': dtype %d does not exist", w->path, shown, dtype);
     if (ndim < 0 || ndim > PS_MAX_DIMS || (ndim && !shape))
-        return ps_fail(PS_EINVAL, "writing %s: tensor '%s': %d dimensions; 0 to %d are supported", w->path, shown, ndim,
-                       PS_MAX_DIMS);
+        return ps_fail(PS_EINVAL, "writing %s: tensor '%s' has %d dimensions; only 0 to %d are supported", w->path,
+                       shown, ndim, PS_MAX_DIMS);
     for (int d = 0; d < ndim; d++) {
         if (shape[d] < 0)
-            return ps_fail(PS_EINVAL, "writing %s: tensor '%s': dimension %d is %lld", w->path, shown, d,
-                           (long long)shape[d]);
+            return ps_fail(PS_EINVAL, "writing %s: tensor '%s': dimension %d is %lld; it must not be negative", w->path,
+                           shown, d, (long long)shape[d]);
         t.shape[d] = shape[d];
     }
     int64_t numel = st_numel(ndim, t.shape);
@@ -254,7 +254,7 @@ static int print_header(const ps_stw *w, text *t)
     if (t->failed) return ps_fail_nomem(t->n * 2);
     uint64_t length = t->n - 8;
     if (length > ST_MAX_HEADER)
-        return ps_fail(PS_EINVAL, "writing %s: the header would have %llu bytes, %d is the most allowed; use fewer "
+        return ps_fail(PS_EINVAL, "writing %s: the header would have %llu bytes, but at most %d are allowed; use fewer "
                        "tensors or shorter names", w->path, (unsigned long long)length, ST_MAX_HEADER);
     for (int i = 0; i < 8; i++) t->p[i] = (char)(length >> (8 * i));
     return 0;

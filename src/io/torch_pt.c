@@ -46,7 +46,7 @@ static int find_pickle(ps_pt *pt, int *pickle)
         *pickle = i;
         return 0;
     }
-    return ps_fail(PS_EFORMAT, "%s: not a file of torch.save: no entry FOLDER/data.pkl is in this ZIP archive",
+    return ps_fail(PS_EFORMAT, "%s: this is not a file of torch.save: the ZIP archive has no entry FOLDER/data.pkl",
                    pt->archive.map.path);
 }
 
@@ -219,7 +219,7 @@ int ps_pt_copy(const ps_pt *pt, const ps_pt_tensor *tensor, int64_t first, void 
     bool wrong = t.storage < 0 || t.storage >= pt->archive.count || t.dtype < 0 || t.dtype >= PS_DTYPE_COUNT ||
                  t.ndim < 0 || t.ndim > PS_MAX_DIMS || t.offset < 0;
     for (int d = 0; d < t.ndim && !wrong; d++) wrong = t.shape[d] < 0 || t.stride[d] < 0;
-    if (wrong) return ps_fail(PS_EINVAL, "%s: this does not describe a tensor of the file", pt->archive.map.path);
+    if (wrong) return ps_fail(PS_EINVAL, "%s: this value does not describe a tensor of the file", pt->archive.map.path);
     int64_t each = (int64_t)ps_dtype_bytes(t.dtype);
     t.storage_nbytes = pt->archive.entries[t.storage].nbytes;
     PS_TRY(pt_measure(&pt->pickle, (int)each, &t));

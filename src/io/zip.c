@@ -151,7 +151,7 @@ static int find_directory(const zip *z, directory *d)
     if (begin > (uint64_t)limit || nbytes > (uint64_t)limit - begin || count > nbytes / ENTRY_SIZE)
         return bad(z, "its directory does not fit into the file");
     if (nbytes > (uint64_t)MAX_DIRECTORY)
-        return bad(z, "its directory has %llu bytes, at most %lld are read", (unsigned long long)nbytes,
+        return bad(z, "its directory has %llu bytes, but at most %lld are supported", (unsigned long long)nbytes,
                    (long long)MAX_DIRECTORY);
     *d = (directory){ .begin = (int64_t)begin, .nbytes = (int64_t)nbytes, .count = count };
     return 0;
@@ -192,16 +192,16 @@ static int place_entry(zip *z, const directory *d, const uint8_t *p, zip_entry *
         return ps_fail(PS_EFORMAT, "%s: entry '%.100s' is compressed (method %d); only stored entries are read, as "
                        "PyTorch writes them: unpack the file and pack it with zip -0 -r", z->map.path, e->name,
                        (int)load(p + 10, 2));
-    if (packed != nbytes) return bad(z, "entry '%.100s' has two different sizes", e->name);
+    if (packed != nbytes) return bad(z, "entry '%.100s' has different compressed and uncompressed sizes", e->name);
     if (header > (uint64_t)d->begin || (uint64_t)d->begin - header < LOCAL_SIZE)
-        return bad(z, "entry '%.100s' lies outside the file", e->name);
+        return bad(z, "entry '%.100s' is outside the file", e->name);
     const uint8_t *local = z->map.bytes + header;
     int64_t local_name = (int64_t)load(local + 26, 2), room = d->begin - (int64_t)header - LOCAL_SIZE;
     int64_t before = local_name + (int64_t)load(local + 28, 2);
     if (!has_mark(local, 3, 4) || before > room || (size_t)local_name != name_length ||
         memcmp(local + LOCAL_SIZE, e->name, name_length))
         return bad(z, "the header of entry '%.100s' is not at the position in the directory", e->name);
-    if (nbytes > (uint64_t)(room - before)) return bad(z, "entry '%.100s' lies outside the file", e->name);
+    if (nbytes > (uint64_t)(room - before)) return bad(z, "entry '%.100s' is outside the file", e->name);
     e->begin = (int64_t)header + LOCAL_SIZE + before;
     e->nbytes = (int64_t)nbytes;
     e->crc = (uint32_t)load(p + 16, 4);
@@ -227,7 +227,7 @@ int zip_open(zip *z)
         int64_t name_length = (int64_t)load(p + 28, 2);
         int64_t length = ENTRY_SIZE + name_length + (int64_t)load(p + 30, 2) + (int64_t)load(p + 32, 2);
         if (length > end - p) return bad(z, "its directory ends early");
-        if (memchr(p + ENTRY_SIZE, 0, (size_t)name_length)) return bad(z, "a name with a zero byte");
+        if (memchr(p + ENTRY_SIZE, 0, (size_t)name_length)) return bad(z, "a name contains a zero byte");
         zip_entry *e = &z->entries[z->count];
         e->name = names;                    /* each entry is longer than its name and 0, so the names fit */
         memcpy(names, p + ENTRY_SIZE, (size_t)name_length);
