@@ -25,7 +25,7 @@ int ps_kind_state(const char *name)
         return ps_fail(PS_EINVAL, "the name of a state, '%s', has %zu characters, not 1 to %d", name, strlen(name),
                        KIND_NAME - 1);
     if (n == PS_KIND_COUNT)
-        return ps_fail(PS_EINVAL, "state '%s' would be kind %d of chunks, but there may only be %d", name, n,
+        return ps_fail(PS_EINVAL, "state '%s' would be kind %d of chunks, but at most %d kinds are supported", name, n,
                        PS_KIND_COUNT);
     snprintf(kind_names[n], KIND_NAME, "%s", name);
     n_kinds = n + 1;                             /* set after the name, because other threads read the name */
@@ -64,8 +64,8 @@ static int set_state(chunk *c, member *m, int to)
 {
     if (m->state == to) return 0;
     if (!(legal[m->state] >> to & 1))
-        return ps_fail(PS_ESTATE, "a tensor of chunk %s[%d] cannot go from state %d to %d", ps_kind_name(c->kind),
-                       c->index, m->state, to);
+        return ps_fail(PS_ESTATE, "internal error: a tensor of chunk %s[%d] cannot change from state %d to state %d",
+                       ps_kind_name(c->kind), c->index, m->state, to);
     c->count[m->state]--;
     c->count[to]++;
     m->state = (int8_t)to;
@@ -329,8 +329,8 @@ static int chunks_set_limit(ps_mem *mem, int device, int64_t nbytes)
     ps_chunks *cs = (ps_chunks *)mem;
     int t = tier_of(cs, device);
     if (t < 0) return cs->plain->table->set_limit(cs->plain, device, nbytes);
-    return ps_fail(PS_ESTATE, "the budget of this device is that of its chunks; set memory.%s where the engine is made",
-                   cs->tiers[t].name);
+    return ps_fail(PS_ESTATE, "the limit of this device is the budget of its chunks; set memory.%s in the "
+                   "configuration of the engine", cs->tiers[t].name);
 }
 
 static void chunks_reset_peak(ps_mem *mem, int device)
@@ -345,7 +345,7 @@ static void chunks_reset_peak(ps_mem *mem, int device)
 int ps_chunk_new(ps_chunks *cs, int kind, int group, int index, int dtype, int64_t nbytes, int32_t *id)
 {
     if (nbytes <= 0 || nbytes % PS_DISK_ALIGN)
-        return ps_fail(PS_EINVAL, "a chunk of %lld bytes; it must be a positive multiple of %d",
+        return ps_fail(PS_EINVAL, "a chunk cannot have %lld bytes; its size must be a positive multiple of %d",
                        (long long)nbytes, PS_DISK_ALIGN);
     int32_t at = cs->first_dead;
     while (at < cs->n_chunks && !cs->chunks[at].dead) at++;
@@ -497,7 +497,8 @@ static int copy_into(ps_chunks *cs, ps_storage *s, ps_storage *to)
 int ps_chunk_adopt(ps_chunks *cs, ps_storage *s, int32_t chunk_id, int64_t offset, const char *name, bool stays)
 {
     if (tier_of(cs, s->device) < 0 || !s->block)
-        return ps_fail(PS_EINVAL, "only tensors with bytes, on a device of this engine, can go into chunks");
+        return ps_fail(PS_EINVAL, "only a tensor that has bytes, on a device of this engine, can be moved into a "
+                       "chunk");
     if (s->pins > 0) return ps_fail(PS_ESTATE, "a tensor that is in use cannot be moved into a chunk");
     PS_TRY(check_place(cs, chunk_id, offset, s->nbytes));
     ps_storage to = { .keeper = &cs->base.keeper, .nbytes = s->nbytes, .device = s->device, .refs = 1 };
@@ -661,13 +662,13 @@ int ps_chunks_new(const ps_step *step, int n_devices, ps_backend *const *devices
     const ps_chunk_config *c = config;
     if (c->device < 0 || c->device >= n_devices || c->host < 0 || c->host >= n_devices ||
         !devices[c->host]->is_host || devices[c->host]->no_data || devices[c->device]->no_data)
-        return ps_fail(PS_EINVAL, "chunks need a device that computes and a device of host memory");
+        return ps_fail(PS_EINVAL, "an engine with chunks needs a device that computes and a device with host memory");
     if (c->device != c->host && !devices[c->device]->copy_start && !devices[c->device]->is_host)
         return ps_fail(PS_EUNSUP, "device %s cannot copy while it computes", devices[c->device]->name);
     for (int t = 0; t < PS_TIERS; t++)
         if (c->budget[t] < 0) return ps_fail(PS_EINVAL, "a budget of %lld bytes; it must not be negative",
                                              (long long)c->budget[t]);
-    if (!ps_policy_row(c->policy)) return ps_fail(PS_EINVAL, "no such policy: %d", c->policy);
+    if (!ps_policy_row(c->policy)) return ps_fail(PS_EINVAL, "there is no eviction policy %d", c->policy);
     ps_chunks *cs = ps_alloc0(sizeof *cs);
     if (!cs) return ps_fail_nomem(sizeof *cs);
     cs->base = (ps_mem){ { &chunks_keeper }, &chunks_table };

@@ -416,14 +416,14 @@ static int start_threads(ps_disk *d, int wanted)
         rc = ps_thread_start(&d->threads[d->n_threads], d->uring ? ring_thread : plain_thread, d);
         if (!rc) d->n_threads++;
     }
-    if (!d->n_threads) return ps_fail(PS_ENOMEM, "the disk tier's thread cannot be started: %s", strerror(rc));
+    if (!d->n_threads) return ps_fail(PS_ENOMEM, "cannot start the disk tier's thread: %s", strerror(rc));
     return 0;
 }
 
 static int make_lock(ps_disk *d)
 {
     if (pthread_mutex_init(&d->lock, NULL) || pthread_cond_init(&d->work, NULL) || pthread_cond_init(&d->ended, NULL))
-        return ps_fail(PS_ENOMEM, "no lock can be made for the disk tier");
+        return ps_fail(PS_ENOMEM, "cannot make a lock for the disk tier");
     d->has_lock = true;
     return 0;
 }
@@ -505,9 +505,9 @@ static int make_file(ps_disk *d)
                             (long long)bytes_free);
     /* Beyond this limit the kernel sends SIGXFSZ, which would end the process, so it is checked here. */
     if (!getrlimit(RLIMIT_FSIZE, &most) && most.rlim_cur != RLIM_INFINITY && (uint64_t)d->capacity > most.rlim_cur)
-        return ps_fail(PS_ENOSPC, "disk tier: %lld bytes wanted in %s, but this process may only make files of "
-                                  "%lld bytes (ulimit -f); raise that limit or lower memory.disk's",
-                       (long long)d->capacity, d->folder, (long long)most.rlim_cur);
+        return ps_fail(PS_ENOSPC, "disk tier: %lld bytes wanted in %s, but this process may only write files of %lld "
+                       "bytes (ulimit -f); raise that limit, or lower memory.disk's limit", (long long)d->capacity,
+                       d->folder, (long long)most.rlim_cur);
     d->fd = open_nameless(d->folder, O_DIRECT);
     d->direct = d->fd >= 0;
     if (d->fd < 0 && errno == EINVAL) d->fd = open_nameless(d->folder, 0);
@@ -833,7 +833,7 @@ static int probe_way(ps_disk *d, probe *p, int way, double *bytes_per_s)
     }
     for (int i = 0; i < n; i++) pthread_join(threads[i], NULL);
     *bytes_per_s = (double)p->nbytes / (ps_now() - began);
-    if (!n) return ps_fail(PS_ENOMEM, "no thread can be started to measure the disk: %s", strerror(rc));
+    if (!n) return ps_fail(PS_ENOMEM, "cannot start a thread to measure the disk: %s", strerror(rc));
     int err = atomic_load(&p->err);
     if (!err) return 0;
     cause why = { .err = err < 0 ? 0 : err, .way = way, .offset = p->offset, .nbytes = p->nbytes };

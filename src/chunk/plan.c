@@ -26,10 +26,10 @@ typedef struct planner {
 static int check_input(const ps_plan_input *in)
 {
     if (in->n_tiers < 1 || in->n_tiers > PS_TIERS)
-        return ps_fail(PS_EINVAL, "a plan over %d tiers; there may be 1 to %d", in->n_tiers, PS_TIERS);
-    if (!ps_policy_row(in->policy)) return ps_fail(PS_EINVAL, "there is no eviction policy with number %d", in->policy);
+        return ps_fail(PS_EINVAL, "a plan cannot have %d tiers; it must have 1 to %d", in->n_tiers, PS_TIERS);
+    if (!ps_policy_row(in->policy)) return ps_fail(PS_EINVAL, "there is no eviction policy %d", in->policy);
     if (in->n_chunks < 0 || in->n_uses < 0 || in->n_moments < 0 || in->n_moments > INT32_MAX / 4)
-        return ps_fail(PS_EINVAL, "a plan of %d chunks, %d uses and %d moments; none of these may be negative",
+        return ps_fail(PS_EINVAL, "a plan cannot have %d chunks, %d uses and %d moments; none of them may be negative",
                        in->n_chunks, in->n_uses, in->n_moments);
     for (int32_t c = 0; c < in->n_chunks; c++)
         if (in->chunks[c].nbytes < 0 || in->chunks[c].valid >> in->n_tiers)
@@ -39,7 +39,7 @@ static int check_input(const ps_plan_input *in)
     for (int32_t i = 0; i < in->n_uses; i++) {
         const ps_use *u = &in->uses[i];
         if (u->chunk < 0 || u->chunk >= in->n_chunks || u->tier < 0 || u->tier > 1 || u->tier >= in->n_tiers)
-            return ps_fail(PS_EINVAL, "use %d is of chunk %d of %d on tier %d of %d; tiers 0 and 1 can be used", i,
+            return ps_fail(PS_EINVAL, "use %d is of chunk %d of %d on tier %d of %d; only tiers 0 and 1 can be used", i,
                            u->chunk, in->n_chunks, u->tier, in->n_tiers);
         if (u->moment < moment || u->moment >= in->n_moments)
             return ps_fail(PS_EINVAL, "use %d is at moment %d, after one at %d; there are %d moments", i, u->moment,

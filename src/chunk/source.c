@@ -96,7 +96,7 @@ int ps_source_open(ps_source **out)
         pthread_cond_destroy(&s->work);
         pthread_mutex_destroy(&s->lock);
         ps_free(s);
-        return ps_fail(PS_ENOMEM, "the thread that reads mapped files cannot be started: %s", strerror(rc));
+        return ps_fail(PS_ENOMEM, "cannot start the thread that reads mapped files: %s", strerror(rc));
     }
     *out = s;
     return 0;

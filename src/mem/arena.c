@@ -379,7 +379,8 @@ static int extend(ps_arena *arena, const ps_block *b, size_t size)
     if (more == 0) return 0;
     if (arena->hold_limit && arena->held + more > arena->hold_limit)
         return ps_fail_room(PS_ENOMEM, PS_SUB_NONE, -1, (int64_t)size, arena->hold_limit - arena->held,
-                            "device %s: %.1f MiB wanted, %.1f MiB held, of which %.1f in use; %.1f may be held",
+                            "device %s: %.1f MiB wanted; %.1f MiB are held, of which %.1f are in use, but at most %.1f "
+                            "MiB may be held",
                             arena->be->name, mib(size), mib((size_t)arena->held), mib((size_t)arena->info.used),
                             mib((size_t)arena->hold_limit));
     if (!commits(arena)) PS_TRY(check_growth(arena, more, size));
@@ -452,7 +453,7 @@ void ps_block_note(ps_block *block, int32_t line, bool scratch)
 static int alloc(ps_arena *arena, int64_t nbytes, ps_block **out)
 {
     if (ps_alloc_should_fail())
-        return ps_fail(PS_ENOMEM, "device %s: %lld bytes wanted, refused by a test", arena->be->name,
+        return ps_fail(PS_ENOMEM, "device %s: %lld bytes wanted, but a test made this allocation fail", arena->be->name,
                        (long long)nbytes);
     size_t size = ((size_t)nbytes + GRAIN - 1) & ~(size_t)(GRAIN - 1);
     if (size == 0) size = GRAIN;
@@ -467,7 +468,7 @@ static int alloc(ps_arena *arena, int64_t nbytes, ps_block **out)
         PS_TRY(grow(arena, size + size / SECOND + GRAIN));
         b = take(arena, size);
     }
-    if (!b) return ps_fail(PS_ENOMEM, "device %s: no block of %zu bytes", arena->be->name, size);
+    if (!b) return ps_fail(PS_ENOMEM, "device %s: there is no block of %zu bytes", arena->be->name, size);
     int rc = extend(arena, b, size);
     ps_block *rest = rc == 0 && b->size > size ? record_new(arena) : NULL;
     if (rc < 0 || (b->size > size && !rest)) {

@@ -122,7 +122,7 @@ static int plain_holders(ps_mem *mem, int device, int when, ps_holder *out, int6
         device = p->refused;
     }
     if (device < 0 || device >= p->n_devices || when < PS_HOLD_NOW || when > PS_HOLD_FAILED)
-        return ps_fail(PS_EINVAL, "there is no device %d, or no moment %d", device, when);
+        return ps_fail(PS_EINVAL, "there is no device %d, or no moment %d of memory use", device, when);
     return ps_arena_holders(p->arenas[device], when, out, used);
 }
 
@@ -141,7 +141,9 @@ bool ps_storage_is_plain(const ps_storage *s) { return s->keeper->table == &plai
 int ps_mem_plain_add(ps_mem *mem, ps_backend *device)
 {
     plain *p = (plain *)mem;
-    if (p->n_devices == MAX_DEVICES) return ps_fail(PS_EINVAL, "%d devices, at most %d", MAX_DEVICES + 1, MAX_DEVICES);
+    if (p->n_devices == MAX_DEVICES)
+        return ps_fail(PS_EINVAL, "a context cannot have %d devices; at most %d are supported", MAX_DEVICES + 1,
+                       MAX_DEVICES);
     PS_TRY(ps_arena_new(device, &p->arenas[p->n_devices]));
     p->n_devices++;
     return 0;
@@ -155,7 +157,8 @@ void ps_mem_plain_undo(ps_mem *mem)
 
 int ps_mem_plain_new(int n_devices, ps_backend *const *devices, ps_mem **out)
 {
-    if (n_devices > MAX_DEVICES) return ps_fail(PS_EINVAL, "%d devices, at most %d", n_devices, MAX_DEVICES);
+    if (n_devices > MAX_DEVICES)
+        return ps_fail(PS_EINVAL, "a context cannot have %d devices; at most %d are supported", n_devices, MAX_DEVICES);
     plain *p = ps_alloc0(sizeof *p);
     if (!p) return ps_fail_nomem(sizeof *p);
     p->base = (ps_mem){ { &plain_keeper }, &plain_table };

@@ -179,7 +179,7 @@ static int away_pin(ps_keeper *keeper, ps_storage *s, int device, unsigned acces
         return 0;
     }
     if (r->dry && !is_dry(a))
-        return ps_fail(PS_ESTALE, "a tensor that was made in a dry run has no contents; make it anew in each step");
+        return ps_fail(PS_ESTALE, "a tensor that was made in a dry run has no contents; make it again in each step");
     int rc = begin_return(a, r);
     if (rc == 0 && a->backward) fetch_ahead(a, r);
     if (rc == 0) {
@@ -225,7 +225,8 @@ int ps_away_new(int n_devices, ps_backend *const *devices, ps_mem *const *mem,
 {
     int host = 0;
     while (host < n_devices && (!devices[host]->is_host || devices[host]->no_data)) host++;
-    if (host == n_devices) return ps_fail(PS_EUNSUP, "there is no host memory to send activations to");
+    if (host == n_devices)
+        return ps_fail(PS_EUNSUP, "activations cannot be offloaded, because there is no host memory");
     ps_away *a = ps_alloc(sizeof *a);
     if (!a) return ps_fail_nomem(sizeof *a);
     *a = (ps_away){ .base.table = &away_table, .devices = devices, .host = host, .mem = mem, .step = step };
