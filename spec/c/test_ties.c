@@ -338,7 +338,7 @@ static void test_refusals(void)
     FAILS(ps_engine_params(p->ctx, n, other, 2, 1), PS_EINVAL, "another use of number 7");
     memcpy(other, list, sizeof other);
     other[2].grad = NULL;
-    FAILS(ps_engine_params(p->ctx, n, other, 2, 1), PS_EINVAL, "no place");
+    FAILS(ps_engine_params(p->ctx, n, other, 2, 1), PS_EINVAL, "no tensor for its gradient");
     memcpy(other, list, sizeof other);
     other[1] = list[2], other[2] = list[1];
     FAILS(ps_engine_params(p->ctx, n, other, 2, 1), PS_EINVAL, "before all other uses");

@@ -235,7 +235,7 @@ describe("rates", function()
     assert(r.seconds > 0)
     assert(rawequal(r, ps.device_rates "sim"))
     assert.matches("G parameters/s on the host, .* GB/s up, .* down, .* at once %(measured in %d+ ms%)", tostring(r))
-    fails(function() ps.device_rates "cpu" end, "an accelerator and host memory")
+    fails(function() ps.device_rates "cpu" end, "the first must be an accelerator")
   end)
 
   it("complete the configuration, and leave the memory unchanged", function()

@@ -13,7 +13,7 @@
 
 int engine_get(ps_ctx *ctx, ps_engine **out)
 {
-    if (!ctx->engine.open) return ps_fail(PS_ESTATE, "no engine is open");
+    if (!ctx->engine.open) return ps_fail(PS_ESTATE, "no engine is open; call ps.initialize first");
     *out = ctx->engine.open;
     return 0;
 }
@@ -207,8 +207,8 @@ int engine_within(const ps_engine *e, int kind, const char *what)
 static int check_states(const ps_update_group *g, const param_rec *r)
 {
     if (r->n_states >= g->n_needed && r->n_states <= g->n_states) return 0;
-    return ps_fail(PS_EINVAL, "the update of group %d (op %d) needs %d to %d states, and a parameter has %d", r->group,
-                   g->op, g->n_needed, g->n_states, r->n_states);
+    return ps_fail(PS_EINVAL, "the update of group %d (op %d) needs %d to %d states per parameter, but a parameter has "
+                   "%d", r->group, g->op, g->n_needed, g->n_states, r->n_states);
 }
 
 static int per_call(const ps_update_group *g) { return PS_MAX_IN / (3 + g->n_states); }
@@ -346,7 +346,7 @@ void engine_zero_set(ps_engine *e, ps_zero *z) { e->zero = z; }
 int engine_stages_set(ps_engine *e, ps_pipe_ranks *stages, int32_t n_numbers)
 {
     if (e->pipe_ranks || e->n_params > 0)
-        return ps_fail(PS_ESTATE, "an engine's stages can be set once, before parameters are added");
+        return ps_fail(PS_ESTATE, "the stages of an engine can be set only once, before parameters are added");
     e->pipe_ranks = stages;
     e->n_numbers = n_numbers;
     return 0;
@@ -355,7 +355,8 @@ int engine_stages_set(ps_engine *e, ps_pipe_ranks *stages, int32_t n_numbers)
 int engine_tp_set(ps_engine *e, ps_tp *tp)
 {
     if (e->tp || e->n_params > 0)
-        return ps_fail(PS_ESTATE, "an engine's tensor-parallel ranks can be set once, before parameters are added");
+        return ps_fail(PS_ESTATE, "the tensor-parallel ranks of an engine can be set only once, before parameters are "
+                       "added");
     e->tp = tp;
     return 0;
 }
@@ -517,12 +518,14 @@ static int check_params(const ps_engine *e, int n, const ps_param *params, int n
     for (int i = 0; i < n; i++) {
         const ps_param *p = &params[i];
         if (p->n_states < 0 || p->n_states > PS_MAX_STATES)
-            return ps_fail(PS_EINVAL, "parameter %d has %d states, not 0 to %d", i, p->n_states, PS_MAX_STATES);
+            return ps_fail(PS_EINVAL, "parameter %d has %d states; it must have 0 to %d", i, p->n_states,
+                           PS_MAX_STATES);
         bool state = p->master, none = !p->master && p->n_states == 0;
         for (int k = 0; k < p->n_states; k++) state = state && p->state[k];
         bool use = p->tie == PS_TIE_USE, elsewhere = none && e->zero && e->zero->stage > 0;
         if (!p->param || !(use ? none : state || elsewhere))
-            return ps_fail(PS_EINVAL, "parameter %d lacks a tensor", i);
+            return ps_fail(PS_EINVAL, "parameter %d lacks its values or a state, or is another use of a tensor and has "
+                           "states of its own", i);
         const ps_param *before = i > 0 ? &params[i - 1] : NULL;
         if (before && before->tie == PS_TIE_USE && !use)
             return ps_fail(PS_EINVAL, "parameter %d must come before all other uses of parameters", i);
@@ -534,17 +537,17 @@ static int check_params(const ps_engine *e, int n, const ps_param *params, int n
         if (e->pipe_ranks && p->number >= e->n_numbers)
             return ps_fail(PS_EINVAL, "parameter %d is number %d of %d in the model", i, p->number, e->n_numbers);
         if (p->tie < PS_TIE_NONE || p->tie > PS_TIE_COPY || (p->tie != PS_TIE_NONE && !p->grad))
-            return ps_fail(PS_EINVAL, "parameter %d has tie %d%s", i, p->tie, p->grad ? "" : ", but no place for its "
-                           "gradient");
+            return ps_fail(PS_EINVAL, "parameter %d has tie %d%s", i, p->tie,
+                           p->grad ? "" : ", but no tensor for its gradient");
         if (p->tp < PS_TP_WHOLE || p->tp > PS_TP_PARTIAL || (p->tp != PS_TP_WHOLE && !e->tp))
             return ps_fail(PS_EINVAL, "parameter %d is of kind %d of tensor parallelism%s", i, p->tp,
                            e->tp ? "" : ", and the engine has no such ranks");
         if (use) continue;
         if (p->unit < 0 || p->unit >= n_units || p->group < 0 || p->group >= n_groups)
-            return ps_fail(PS_EINVAL, "parameter %d is of unit %d of %d, group %d of %d", i, p->unit, n_units, p->group,
-                           n_groups);
+            return ps_fail(PS_EINVAL, "parameter %d is in unit %d and group %d, but there are %d units and %d groups",
+                           i, p->unit, p->group, n_units, n_groups);
         if (!engine_holds(e, p->param->storage))
-            return ps_fail(PS_EINVAL, "parameter %d does not lie in a chunk", i);
+            return ps_fail(PS_EINVAL, "parameter %d is not in a chunk", i);
     }
     return 0;
 }
@@ -619,7 +622,8 @@ int ps_engine_params(ps_ctx *ctx, int n, const ps_param *params, int n_units, in
         if (e->units[r->unit].vstage == r->vstage) continue;
         int32_t unit = r->unit, vstage = r->vstage, other = e->units[r->unit].vstage;
         release_params(e);
-        return ps_fail(PS_EINVAL, "unit %d has parameters of virtual stages %d and %d", unit, other, vstage);
+        return ps_fail(PS_EINVAL, "unit %d has parameters of virtual stages %d and %d; a unit must be in one virtual "
+                       "stage", unit, other, vstage);
     }
     for (int u = 0; u < n_units; u++) e->first[u + 1] += e->first[u];
     for (int i = 0; i < n; i++) {                         /* a counting sort by unit; n_final is the counter until
@@ -647,7 +651,8 @@ int ps_engine_set_on_device(ps_ctx *ctx, int unit, int on_device)
 {
     ps_engine *e = NULL;
     PS_TRY(engine_get(ctx, &e));
-    if (unit < 0 || unit >= e->n_units) return ps_fail(PS_ERANGE, "unit %d of %d", unit, e->n_units);
+    if (unit < 0 || unit >= e->n_units)
+        return ps_fail(PS_ERANGE, "there is no unit %d: the engine has %d units", unit, e->n_units);
     e->units[unit].on_device = on_device != 0;
     return 0;
 }
@@ -656,7 +661,8 @@ int ps_engine_set_device(ps_ctx *ctx, ps_tensor *t, int device)
 {
     ps_engine *e = NULL;
     PS_TRY(engine_get(ctx, &e));
-    if (device != e->device && device != e->host) return ps_fail(PS_EINVAL, "device %d is not the engine's", device);
+    if (device != e->device && device != e->host)
+        return ps_fail(PS_EINVAL, "device %d is not a device of the engine", device);
     if (!engine_holds(e, t->storage))
         return ps_fail(PS_EINVAL, "only tensors in chunks can be used on another device of the engine");
     if (t->grad_ || t->node)
@@ -674,7 +680,8 @@ static int param_get(ps_ctx *ctx, int i, param_rec **out)
 {
     ps_engine *e = NULL;
     PS_TRY(engine_get(ctx, &e));
-    if (i < 0 || i >= e->n_params) return ps_fail(PS_ERANGE, "parameter %d of %d", i, e->n_params);
+    if (i < 0 || i >= e->n_params)
+        return ps_fail(PS_ERANGE, "there is no parameter %d: the engine has %d parameters", i, e->n_params);
     *out = &e->params[i];
     return 0;
 }
@@ -690,7 +697,8 @@ int ps_engine_set_param_steps(ps_ctx *ctx, int param, int64_t steps)
 {
     param_rec *r = NULL;
     PS_TRY(param_get(ctx, param, &r));
-    if (steps < 0) return ps_fail(PS_EINVAL, "%lld updates", (long long)steps);
+    if (steps < 0) return ps_fail(PS_EINVAL, "the number of updates cannot be %lld; it must be 0 or more",
+                                  (long long)steps);
     r->t = steps;
     return 0;
 }
@@ -761,9 +769,9 @@ int ps_engine_open(ps_ctx *ctx, ps_step *step, const ps_chunk_config *config, co
     if (ctx->closed) return ps_fail(PS_ESTATE, "the context is closed");
     if (ctx->engine.open) return ps_fail(PS_ESTATE, "another engine is open; close it with model:close() first");
     if (step->engine || step->is.open)
-        return ps_fail(PS_ESTATE, "this step is another engine's, or has begun without one");
+        return ps_fail(PS_ESTATE, "another engine uses this step, or the step has begun without an engine");
     if (config->budget[2] > 0 && !disk_folder)
-        return ps_fail(PS_EINVAL, "a disk budget needs a folder; set memory.disk.path");
+        return ps_fail(PS_EINVAL, "a disk budget is set, but no folder for the disk tier; set memory.disk.path");
     ps_engine *e = ps_alloc0(sizeof *e);
     if (!e) return ps_fail_nomem(sizeof *e);
     int rc = ps_chunks_new(step, ctx->n_devices, ctx->devices, ctx->mem.plain, config, disk_folder, &e->chunks);

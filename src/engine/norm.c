@@ -87,8 +87,8 @@ int ps_engine_sq_norm_of(ps_ctx *ctx, int32_t first, int32_t n, double *out)
     double sum = 0;
     PS_TRY(engine_get(ctx, &e));
     if (first < 0 || n < 0 || first > e->n_numbers - n)
-        return ps_fail(PS_ERANGE, "parameters %d to %d do not exist in a model of %d",
-                       first, first + n - 1, e->n_numbers);
+        return ps_fail(PS_ERANGE, "there are no parameters %d to %d in a model of %d parameters", first, first + n - 1,
+                       e->n_numbers);
     for (int32_t i = first; i < first + n; i++) sum += e->by_number[i];
     *out = ps_lua_number(sum);
     return 0;

@@ -99,7 +99,8 @@ static int check_marks(ps_engine *e)
         int ranks = (int)e->partial.values[k++];
         if (ranks != 0 && ranks != e->tp->ranks)
             return ps_fail_sub(PS_EINVAL, PS_SUB_ADDENDS, "%d of the %d tensor-parallel ranks have a gradient of "
-                               "parameter %d, and all have it or none: they run the same model on the same rows", ranks,
+                                                          "parameter %d; either all or none must have one: all ranks "
+                                                          "must run the same model on the same rows", ranks,
                                e->tp->ranks, e->params[i].number);
     }
     return 0;

@@ -7,7 +7,7 @@ int ps_engine_chunk_new(ps_ctx *ctx, int kind, int group, int index, int dtype, 
 {
     ps_engine *e = NULL;
     PS_TRY(engine_get(ctx, &e));
-    if (!ps_kind_name(kind)) return ps_fail(PS_EINVAL, "no such kind of chunk: %d", kind);
+    if (!ps_kind_name(kind)) return ps_fail(PS_EINVAL, "there is no kind %d of chunks", kind);
     return ps_chunk_new(e->chunks, kind, group, index, dtype, nbytes, chunk);
 }
 
@@ -33,7 +33,7 @@ int ps_engine_adopt(ps_ctx *ctx, ps_tensor *t, int32_t chunk, int64_t offset, co
 int engine_check_device(const ps_engine *e, int device)
 {
     if (device == e->device || device == e->host) return 0;
-    return ps_fail(PS_EINVAL, "device %d is not the engine's", device);
+    return ps_fail(PS_EINVAL, "device %d is not a device of the engine", device);
 }
 
 int engine_meta_like(const ps_engine *e, const ps_tensor *like, int dtype, int device, ps_meta *meta, int64_t *nbytes)
@@ -65,7 +65,7 @@ int ps_engine_tensor_shaped(ps_ctx *ctx, int ndim, const int64_t *shape, int dty
                             int64_t offset, const char *name, ps_tensor **out)
 {
     ps_tensor like = { .ndim = ndim, .numel_ = 1 };
-    if (ndim < 0 || ndim > PS_MAX_DIMS) return ps_fail(PS_EINVAL, "%d dimensions", ndim);
+    if (ndim < 0 || ndim > PS_MAX_DIMS) return ps_fail(PS_EINVAL, "a tensor cannot have %d dimensions", ndim);
     for (int i = 0; i < ndim; i++) like.shape_[i] = shape[i], like.numel_ *= shape[i];
     return ps_engine_tensor_new(ctx, &like, dtype, device, chunk, offset, name, out);
 }

@@ -238,12 +238,12 @@ static int measure(side *device, side *host, ps_rates *out)
 int ps_rates_measure(ps_ctx *ctx, int device, int host, int64_t nbytes, ps_rates *out)
 {
     if (device < 0 || device >= ctx->n_devices || host < 0 || host >= ctx->n_devices)
-        return ps_fail(PS_EINVAL, "cannot measure rates of devices %d and %d; there are %d devices",
-                       device, host, ctx->n_devices);
+        return ps_fail(PS_EINVAL, "cannot measure rates between devices %d and %d; there are only %d devices", device,
+                       host, ctx->n_devices);
     ps_backend *at = ctx->devices[device], *home = ctx->devices[host];
     if (at->is_host || !at->copy_start || !at->copy_out || at->no_data || !home->is_host || home->no_data)
-        return ps_fail(PS_EINVAL, "rates between %s and %s; they are measured of an accelerator and host memory",
-                       at->name, home->name);
+        return ps_fail(PS_EINVAL, "cannot measure rates between %s and %s: the first must be an accelerator, the "
+                       "second host memory", at->name, home->name);
     double began = ps_now();
     int rc;
     do {

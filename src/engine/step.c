@@ -91,11 +91,13 @@ static int check_table(const ps_step_config *c, int32_t *n_vstages, int32_t *n_m
                            a->kind, a->vstage, a->micro);
         if (a->vstage >= *n_vstages) *n_vstages = a->vstage + 1;
         if ((walks(a) || adds(a)) && *measures)
-            return ps_fail(PS_EINVAL, "action %d of the step is a backward after the norm of its gradients", i);
+            return ps_fail(PS_EINVAL, "action %d of the step is a backward after the norm of the gradients; a norm "
+                           "must follow all backwards", i);
         if (adds(a)) ++*n_micro;
         if (a->kind == PS_ACT_NORM) *measures = true;
     }
-    return *n_micro > 0 ? 0 : ps_fail(PS_EINVAL, "a step of %d actions has no backward", c->n_actions);
+    return *n_micro > 0 ? 0 : ps_fail(PS_EINVAL, "a step of %d actions has no backward; it needs at least one",
+                                      c->n_actions);
 }
 
 static int out_of_order(const ps_step_config *c, int32_t at)
@@ -126,7 +128,7 @@ static int check_order(ps_step *s, const ps_step_config *c, bool *ahead)
     }
     for (int32_t i = 0; i < c->n_actions; i++)
         if (s->stages[c->actions[i].vstage].put_off > 0)
-            return ps_fail(PS_EINVAL, "the step puts weight gradients of virtual stage %d off and never computes them",
+            return ps_fail(PS_EINVAL, "the step defers weight gradients of virtual stage %d and never computes them",
                            c->actions[i].vstage);
     return 0;
 }
@@ -164,7 +166,7 @@ static int dry_begin(ps_step *s)
 {
     ps_engine *e = s->engine;
     ps_ctx *ctx = s->ctx;
-    if (!e) return ps_fail(PS_ESTATE, "a dry run is of a model in chunks");
+    if (!e) return ps_fail(PS_ESTATE, "a dry run needs a model whose parameters are in chunks");
     for (int32_t i = 0; i < e->n_params; i++)
         if (e->params[i].param->grad_)
             return ps_fail(PS_ESTATE, "a dry run cannot begin while there are gradients; call optimizer:zero_grad()");
@@ -247,7 +249,7 @@ int ps_step_end(ps_step *s, int32_t *trace)
     if (s->ctx->engine.suspended.on) return ps_fail_suspended("the end of its step");
     if (!trace) return give_up(s);
     *trace = -1;
-    if (!s->is.open) return ps_fail(PS_ESTATE, "no step is under way that could end");
+    if (!s->is.open) return ps_fail(PS_ESTATE, "no step is under way, so none can end");
     if (s->is.now.kind != PS_ACT_NONE || s->cursor < s->n_actions)
         return ps_fail(PS_ESTATE, "the step cannot end before its %s",
                        names[s->is.now.kind != PS_ACT_NONE ? s->is.now.kind : due(s).kind]);
@@ -316,19 +318,21 @@ static int check_how(const ps_step *s, int32_t at, const ps_action_how *how)
 {
     const ps_action *a = &s->actions[at];
     if (how->overlap && s->measures)
-        return ps_fail(PS_EINVAL, "a norm is only known after backward: updates cannot overlap it");
+        return ps_fail(PS_EINVAL, "the norm is known only after backward, so updates cannot overlap backward in this "
+                       "step");
     if (how->overlap && (!adds(a) || s->stages[a->vstage].last != at))
         return ps_fail(PS_EINVAL, "only the last backward of a virtual stage can update parameters");
     if (how->overlap && s->n_vstages > 1 && s->engine && s->engine->zero && s->engine->zero->ranks > 1)
-        return ps_fail(PS_EINVAL, "updates cannot overlap backward where several ranks train the %d virtual stages of "
-                       "this one", s->n_vstages);
+        return ps_fail(PS_EINVAL, "updates cannot overlap backward if several ranks train the %d virtual stages of "
+                       "this rank", s->n_vstages);
     if (how->overlap && s->engine && ties_any(s->engine))
         return ps_fail(PS_EINVAL, "updates cannot overlap backward where parameters of other virtual stages are tied");
     if (how->slot && s->stages[a->vstage].last != at)
         return ps_fail(PS_EINVAL, "gradients take the places of parameters in the last backward of a virtual stage, "
                        "and this one is of micro-batch %d", a->micro);
     if (s->engine && how->groups && how->n_groups != s->engine->n_groups)
-        return ps_fail(PS_ERANGE, "settings of %d groups; the optimizer has %d", how->n_groups, s->engine->n_groups);
+        return ps_fail(PS_ERANGE, "%d groups of settings were passed, but the optimizer has %d groups", how->n_groups,
+                       s->engine->n_groups);
     return 0;
 }
 

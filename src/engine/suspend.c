@@ -12,9 +12,10 @@ int ps_is_suspended(const ps_ctx *ctx) { return ctx->engine.suspended.on; }
 int ps_suspend(ps_ctx *ctx, int64_t *scope)
 {
     ps_engine *e = ctx->engine.open;
-    if (ctx->engine.suspended.on) return ps_fail(PS_ESTATE, "the script is paused already");
+    if (ctx->engine.suspended.on) return ps_fail(PS_ESTATE, "the script is already paused");
     if (e && e->zero && e->zero->ranks > 1)
-        return ps_fail(PS_ESTATE, "a script of %d ranks cannot pause: the others would wait", e->zero->ranks);
+        return ps_fail(PS_ESTATE, "a script of %d ranks cannot be paused, because the other ranks would wait",
+                       e->zero->ranks);
     if (ctx->dry.real) return 1;
     PS_TRY(ps_scope_begin(ctx, scope));
     if (e) ps_chunks_suspend(e->chunks);

@@ -50,12 +50,12 @@ int ties_find(ps_engine *e)
         r->waits = true;
         if (r->tie == PS_TIE_COPY) {
             if (e->pipe_ranks && e->pipe_ranks->table->has_copies(e->pipe_ranks)) continue;
-            return ps_fail(PS_EINVAL, "parameter %d is a copy, and no group of ranks has copies", i);
+            return ps_fail(PS_EINVAL, "parameter %d is a copy, but no group of ranks with copies was set", i);
         }
         r->first_use = first_use_of(e, r);
         if (!r->first_use || r->first_use->param != r->param || !r->first_use->place)
-            return ps_fail(PS_EINVAL, "parameter %d is another use of number %d, but no earlier parameter is the "
-                           "same tensor with a place for its gradient", i, r->number);
+            return ps_fail(PS_EINVAL, "parameter %d is another use of number %d, but no earlier parameter is the same "
+                           "tensor and has a tensor for its gradient", i, r->number);
         r->first_use->waits = true;
     }
     return 0;

@@ -19,8 +19,8 @@ static int check_outputs(const char *name, int n, ps_tensor *const *out)
         bool fresh = !out[i]->node && !(out[i]->flags & PS_T_REQUIRES_GRAD) && ps_dtype_is_float(out[i]->dtype_);
         for (int k = 0; fresh && k < i; k++) fresh = out[i] != out[k];
         if (!fresh)
-            return ps_fail(PS_EINVAL, "output %d of %s must be a float tensor without history, returned once", i + 1,
-                           name);
+            return ps_fail(PS_EINVAL, "output %d of %s must be a float tensor without history, and must be returned "
+                           "only once", i + 1, name);
     }
     return given ? 0 : ps_fail(PS_EINVAL, "%s has no output that can get a gradient", name);
 }
@@ -45,7 +45,7 @@ int ps_call_new(ps_ctx *ctx, const char *name, int n_in, ps_tensor *const *in, i
                 int n_saved, ps_tensor *const *saved_, int64_t *id)
 {
     if (!name || n_in < 1 || n_out < 1 || n_saved < 0)
-        return ps_fail(PS_EINVAL, "a function of the script needs a name, an input and an output");
+        return ps_fail(PS_EINVAL, "a function of the script needs a name, at least one input and at least one output");
     PS_TRY(check_outputs(name, n_out, out));
     PS_TRY(reap_reserve(ctx));
     ps_node *node = tape_node_new(ctx, CALL, n_in + n_saved, n_out, (int)strlen(name) + 1);
@@ -87,7 +87,7 @@ int ps_call_saved(ps_ctx *ctx, int i, ps_tensor **out)
     ps_node *node = stopped_at_call(ctx);
     if (!node) return ps_fail(PS_ESTATE, "the walk is not stopped at a function of the script");
     int at = node->n_args + i;
-    if (i < 0 || at >= node->n_in) return ps_fail(PS_ERANGE, "%s saved no tensor %d", tape_name(node), i + 1);
+    if (i < 0 || at >= node->n_in) return ps_fail(PS_ERANGE, "%s has no saved tensor %d", tape_name(node), i + 1);
     PS_TRY(tape_check_version(node, &node->saved_in[at]));
     *out = node->saved_in[at].t;
     return 0;

@@ -28,9 +28,10 @@ int ps_tensor_hook(ps_tensor *t, int64_t *id, int *out)
 {
     ps_node *node = t->node;
     if (!ps_tape_wants(t))
-        return ps_fail(PS_EINVAL, "a hook of a tensor that requires no gradient would never run");
+        return ps_fail(PS_EINVAL, "a hook of a tensor that requires no gradient would never run; call requires_grad() "
+                       "on it first");
     if (node && node->passed)
-        return ps_fail(PS_ESTATE, "backward has run through %s already: a hook of its output would never run",
+        return ps_fail(PS_ESTATE, "backward has already run through %s, so a hook of its output would never run",
                        tape_name(node));
     if (!node) PS_TRY(leaf_node(t, &node));
     if (!node->hooks) {

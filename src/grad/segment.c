@@ -88,15 +88,15 @@ int tape_take_reads(ps_ctx *ctx, ps_node *node)
 
 int ps_segment_new(ps_ctx *ctx, int n_in, ps_tensor *const *in, int n_out, ps_tensor *const *out, int64_t *segment)
 {
-    if (n_in < 0 || n_out < 1) return ps_fail(PS_EINVAL, "a recompute segment needs an output");
+    if (n_in < 0 || n_out < 1) return ps_fail(PS_EINVAL, "a recompute segment must have at least one output");
     for (int i = 0; i < n_out; i++) {
         bool fresh =
             out[i] && !out[i]->node && !(out[i]->flags & PS_T_REQUIRES_GRAD) && ps_dtype_is_float(out[i]->dtype_);
         for (int k = 0; fresh && k < n_in; k++) fresh = out[i] != in[k];
         for (int k = 0; fresh && k < i; k++) fresh = out[i] != out[k];
         if (!fresh)
-            return ps_fail(PS_EINVAL,
-                           "output %d of a recompute segment must be a float tensor computed in it, returned once", i);
+            return ps_fail(PS_EINVAL, "output %d of a recompute segment must be a float tensor computed in it, and "
+                           "must be returned only once", i);
     }
     PS_TRY(reap_reserve(ctx));
     ps_node *node = tape_node_new(ctx, SEGMENT, n_in, n_out, 0);
@@ -141,7 +141,7 @@ int ps_boundary(ps_ctx *ctx, int n, ps_tensor *const *in, ps_tensor **out)
     int made = 0, rc = 0;
     ps_node *node = NULL;
     if (n < 1 || n > PS_MAX_ROOTS)
-        return ps_fail(PS_EINVAL, "a boundary of %d tensors; it must have 1 to %d", n, PS_MAX_ROOTS);
+        return ps_fail(PS_EINVAL, "a boundary cannot have %d tensors; it must have 1 to %d", n, PS_MAX_ROOTS);
     for (int i = 0; i < n; i++) {
         PS_TRY(ps_tensor_check_alive(in[i]));
         if (in[i]->node || (in[i]->flags & PS_T_REQUIRES_GRAD))
@@ -172,7 +172,7 @@ int ps_boundary_take(ps_ctx *ctx, int n, ps_tensor *const *out, ps_tensor **grad
         return ps_fail(PS_ESTATE, "gradients of a boundary can be taken only after the backward walk has ended");
     for (int i = 0; i < n; i++)
         if (out[i]->node && out[i]->node->op != BOUNDARY)
-            return ps_fail(PS_EINVAL, "tensor %d is not an output of a boundary", i);
+            return ps_fail(PS_EINVAL, "tensor %d is not an output of this boundary", i);
     for (int i = 0; i < n; i++) {
         ps_tensor **slot = out[i]->node ? &out[i]->node->dout[out[i]->node_out] : NULL;
         gradients[i] = slot ? *slot : NULL;

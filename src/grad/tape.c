@@ -419,8 +419,10 @@ int ps_set_grad_enabled(ps_ctx *ctx, int enabled)
 int ps_tensor_require_grad(ps_tensor *t, int on)
 {
     if (on && !ps_dtype_is_float(t->dtype_))
-        return ps_fail(PS_EINVAL, "only float tensors can require gradients, this one is %s", ps_dtype_name(t->dtype_));
-    if (t->node) return ps_fail(PS_EINVAL, "this tensor was computed from others; detach() it first");
+        return ps_fail(PS_EINVAL, "only float tensors can require gradients, but this tensor is %s",
+                       ps_dtype_name(t->dtype_));
+    if (t->node) return ps_fail(PS_EINVAL, "this tensor was computed from others, so it cannot require gradients "
+                                "itself; detach() it first");
     t->flags = on ? t->flags | PS_T_REQUIRES_GRAD : t->flags & ~PS_T_REQUIRES_GRAD;
     if (on) t->storage->tape.trained = true;
     return 0;
@@ -431,7 +433,7 @@ ps_tensor *ps_tensor_get_grad(ps_tensor *t) { return t->grad_; }
 int ps_tensor_keep_grad(ps_tensor *t, ps_tensor *holder)
 {
     if (!t->node || (t->node->op < 0 && !tape_is_callers(t->node)))
-        return ps_fail(PS_EINVAL, "no op computed this tensor with gradients on: there is no gradient to keep");
+        return ps_fail(PS_EINVAL, "no op computed this tensor with gradients on, so there is no gradient to keep");
     if (holder->node || holder->dtype_ != t->dtype_ || !ps_same_shape(t, holder) || holder->device_ != t->device_)
         return ps_fail(PS_EINVAL, "the holder of a gradient must be a tensor without history, of the same shape, type "
                        "and device");
@@ -450,7 +452,8 @@ int ps_tensor_set_grad(ps_tensor *t, ps_tensor *grad)
     if (t->ctx->engine.suspended.on) return ps_fail_suspended("to set a gradient");
     if (grad) {
         if (!ps_same_shape(t, grad) || !ps_dtype_is_float(grad->dtype_) || grad->device_ != t->device_)
-            return ps_fail(PS_EINVAL, "a gradient must be a float tensor of its tensor's shape, on its device");
+            return ps_fail(PS_EINVAL, "a gradient must be a float tensor of its tensor's shape, on its tensor's "
+                           "device");
         PS_TRY(ps_tensor_check_alive(grad));
         ps_scope_adopt(t->ctx, grad->storage);
         ps_tensor_retain(grad);

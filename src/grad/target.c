@@ -108,7 +108,8 @@ int ps_backward_for(ps_ctx *ctx, int n, ps_tensor *const *roots, ps_tensor *cons
         if (!ps_tape_wants(to[i]))
             return ps_fail(PS_EINVAL, "input %d requires no gradient: no op that uses it was recorded", i + 1);
         for (int k = 0; k < i; k++)
-            if (to[k] == to[i]) return ps_fail(PS_EINVAL, "inputs %d and %d are the same tensor", k + 1, i + 1);
+            if (to[k] == to[i])
+                return ps_fail(PS_EINVAL, "inputs %d and %d are the same tensor; pass it once", k + 1, i + 1);
     }
     if (ctx->tape.walk && ctx->tape.walk->active) return ps_fail(PS_ESTATE, "a backward walk is under way");
     if (!ctx->tape.walk && !(ctx->tape.walk = ps_alloc0(sizeof *ctx->tape.walk)))
@@ -127,7 +128,9 @@ int ps_backward_taken(ps_ctx *ctx, int n, ps_tensor **gradients)
     ps_walk *w = ctx->tape.walk;
     if (!w || w->active || w->seeks) return ps_fail(PS_ESTATE, "gradients can be taken only after the backward walk "
                                                                "has ended");
-    if (n != w->n_targets) return ps_fail(PS_EINVAL, "the walk was for %d tensors, not %d", w->n_targets, n);
+    if (n != w->n_targets)
+        return ps_fail(PS_EINVAL, "the walk was for %d tensors, but the gradients of %d were requested", w->n_targets,
+                       n);
     for (int i = 0; i < n; i++) {
         gradients[i] = w->targets[i].sum;
         w->targets[i].sum = NULL;

@@ -332,7 +332,7 @@ static int seed_gradient(ps_ctx *ctx, ps_tensor *loss, ps_tensor *gradient, ps_t
     char x[160], y[160];
     if (gradient) {
         if (!ps_same_shape(loss, gradient))
-            return ps_fail(PS_EINVAL, "backward: the gradient has shape %s, the tensor %s",
+            return ps_fail(PS_EINVAL, "backward: the gradient has shape %s, but the tensor has shape %s",
                            ps_shape_text(gradient->ndim, gradient->shape_, x, sizeof x),
                            ps_shape_text(loss->ndim, loss->shape_, y, sizeof y));
         if (gradient->dtype_ != loss->dtype_) return cast_to(ctx, gradient, loss->dtype_, out);
@@ -409,14 +409,14 @@ static int begin_walk(ps_ctx *ctx, int n, ps_tensor *const *roots, ps_tensor *co
 int ps_backward_begin_n(ps_ctx *ctx, int n, ps_tensor *const *roots, ps_tensor *const *gradients, int64_t *segment)
 {
     if (n < 1 || n > PS_MAX_ROOTS)
-        return ps_fail(PS_EINVAL, "backward from %d tensors; there must be 1 to %d", n, PS_MAX_ROOTS);
+        return ps_fail(PS_EINVAL, "backward cannot begin from %d tensors; pass 1 to %d", n, PS_MAX_ROOTS);
     for (int i = 0; i < n; i++) {
         if (!roots[i]) return ps_fail(PS_EINVAL, "backward needs a tensor to begin from");
         if (!gradients || !gradients[i]) PS_TRY(ps_tensor_check_alive(roots[i]));     /* otherwise only its shape is
                                                                                        * needed */
         if (!ps_tape_wants(roots[i]))
-            return ps_fail(PS_EINVAL, "backward from a tensor that depends on nothing that requires a gradient (what "
-                                      "is computed within ps.no_grad requires none)");
+            return ps_fail(PS_EINVAL, "backward from a tensor that depends on nothing that requires a gradient "
+                           "(tensors computed within ps.no_grad require none)");
     }
     if (ctx->engine.suspended.on) return ps_fail_suspended("backward");
     if (ctx->tape.walk && ctx->tape.walk->active) return ps_fail(PS_ESTATE, "a backward walk is under way");

@@ -29,7 +29,7 @@ int weights_open(ps_ctx *ctx, ps_walk *w)
     const ps_action *a = &ctx->step->is.now;
     if (find(w, a))
         return ps_fail(PS_ESTATE, "backward of micro-batch %d ran a second time while the weight gradients of the "
-                       "first one are still put off", a->micro);
+                       "first one are still deferred", a->micro);
     int32_t i = 0;
     while (i < w->n_lists && w->lists[i].used) i++;
     PS_TRY(ps_grow(w->lists, w->lists_capacity, i + 1));

@@ -16,8 +16,8 @@ static int32_t *numbers(int64_t n)
 int pipe_new(const ps_pipe_spec *s, int64_t n_vstages, ps_pipe_table **out)
 {
     if (s->stages < 1 || s->virtual_stages < 1 || s->micro_batches < 1)
-        return ps_fail(PS_EINVAL, "a pipeline of %d stages, %d virtual stages per rank and %d micro-batches; each must "
-                                  "be 1 or more", s->stages, s->virtual_stages, s->micro_batches);
+        return ps_fail(PS_EINVAL, "a pipeline cannot have %d stages, %d virtual stages per rank and %d micro-batches; "
+                       "each must be 1 or more", s->stages, s->virtual_stages, s->micro_batches);
     if (n_vstages > PIPE_MOST_VSTAGES || n_vstages * s->micro_batches > PIPE_MOST_PAIRS)
         return ps_fail(PS_EINVAL, "a pipeline of %lld virtual stages and %d micro-batches is too large; at most %d "
                                   "virtual stages are allowed, and their product with the micro-batches may be %d",

@@ -93,8 +93,8 @@ int ps_pipe_expect(ps_pipe *x, int vstage, int micro, int n, const ps_pipe_tenso
     ps_pipe_tensor *copy = NULL;
     if (x->open) return ps_fail(PS_ESTATE, "a step of the pipeline is already under way");
     if (vstage < 0 || vstage >= x->t->spec.vstages || micro < 0 || micro >= x->t->spec.micro_batches)
-        return ps_fail(PS_ERANGE, "there is no virtual stage %d, micro-batch %d in a table of %d and %d", vstage, micro,
-                       x->t->spec.vstages, x->t->spec.micro_batches);
+        return ps_fail(PS_ERANGE, "there is no virtual stage %d or micro-batch %d in a table of %d and %d", vstage,
+                       micro, x->t->spec.vstages, x->t->spec.micro_batches);
     if (n < 0 || n > PS_PIPE_CARRY)
         return ps_fail(PS_EINVAL, "virtual stage %d passes %d tensors to the next one; at most %d are "
                                   "allowed", vstage, n,
@@ -110,7 +110,7 @@ int ps_pipe_expect(ps_pipe *x, int vstage, int micro, int n, const ps_pipe_tenso
 /* -- the virtual clock --------------------------------------------------------------------------------------------- */
 int ps_pipe_clock(ps_pipe *x, const ps_pipe_cost *costs, const ps_pipe_link *link)
 {
-    if (x->open) return ps_fail(PS_ESTATE, "a step of the pipeline is under way");
+    if (x->open) return ps_fail(PS_ESTATE, "a step of the pipeline is already under way");
     PS_TRY(pipe_check_numbers("virtual stage", costs, x->t->spec.vstages, link));
     x->has_clock = costs != NULL;
     x->link = link ? *link : (ps_pipe_link){ .depth = 0 };
@@ -139,7 +139,7 @@ static const ps_action_how plain_how = { .scale = 1 };
 int ps_pipe_begin(ps_pipe *x, ps_step *step, int dry, int tells)
 {
     if (x->ctx->closed) return ps_fail(PS_ESTATE, "the context is closed");
-    if (x->open) return ps_fail(PS_ESTATE, "a step of the pipeline is under way");
+    if (x->open) return ps_fail(PS_ESTATE, "a step of the pipeline is already under way");
     x->open = true;
     x->dry = dry;
     x->tells = tells;
@@ -504,7 +504,7 @@ static int check_given(const ps_action *a, const expected *e, int n, ps_tensor *
         for (int d = 0; same && d < k->ndim; d++) same = out[i]->shape_[d] == k->shape[d];
         if (!same)
             return ps_fail(PS_EINVAL, "tensor %d that virtual stage %d returned for micro-batch %d has another dtype, "
-                           "device or shape than is expected", i, a->vstage, a->micro);
+                           "device or shape than expected", i, a->vstage, a->micro);
         if (!ps_tensor_is_contiguous(out[i]))
             return ps_fail(PS_EINVAL, "tensor %d that virtual stage %d returned for micro-batch %d is not "
                                       "contiguous", i,

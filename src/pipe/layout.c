@@ -24,7 +24,7 @@ static int refuse(const reader *r, const char *why)
 
 static int push(reader *r, const char *from, int32_t n)
 {
-    if (n > MOST_LETTERS - r->n) return refuse(r, "more than 65536 letters");
+    if (n > MOST_LETTERS - r->n) return refuse(r, "there are more than 65536 letters");
     PS_TRY(ps_grow(r->out, r->capacity, r->n + n));
     if (n) memcpy(r->out + r->n, from, (size_t)n);
     r->n += n;
@@ -44,7 +44,7 @@ static int repeat(reader *r, int32_t from)
     }
     if (times == 0) r->n = from;
     if (size == 0 || times < 2) return 0;
-    if ((int64_t)size * times > MOST_LETTERS) return refuse(r, "more than 65536 letters");
+    if ((int64_t)size * times > MOST_LETTERS) return refuse(r, "there are more than 65536 letters");
     PS_TRY(ps_grow(r->out, r->capacity, from + (int64_t)size * times));
     for (; times > 1; times--) PS_TRY(push(r, r->out + from, size));
     return 0;
@@ -86,8 +86,8 @@ static int count(const reader *r, const char *kinds, int32_t vstages, int32_t *c
     for (int32_t i = 0, v = 0; i <= r->n; i++) {
         if (i < r->n && r->out[i] != '|') {
             if (r->out[i] != kinds[part])
-                return ps_fail(PS_EINVAL, "layout '%s' has '%c' as part %d, in virtual stage %d; the model's is '%c'",
-                               shown, r->out[i], part, v, kinds[part]);
+                return ps_fail(PS_EINVAL, "layout '%s' has '%c' as part %d, in virtual stage %d, but the model has "
+                               "'%c'", shown, r->out[i], part, v, kinds[part]);
             part++;
             continue;
         }

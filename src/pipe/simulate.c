@@ -193,7 +193,7 @@ static int circle(const run *u, int rank)
         }
         n += (size_t)k;
     } while (rank != begin);
-    return ps_fail(PS_EINVAL, "the table cannot be performed, ranks wait for each other in a cycle: %s", text);
+    return ps_fail(PS_EINVAL, "the table cannot be performed, because ranks wait for each other in a cycle: %s", text);
 }
 
 /* -- all ranks ----------------------------------------------------------------------------------------------------- */

@@ -97,8 +97,8 @@ static int check(cached *c)
     const ps_cached_attention *how = c->how;
     ps_tensor *all[] = { c->q, c->k, c->v, c->keys, c->values, c->mask };
     if (!c->q || !c->keys || !c->k != !c->v || !c->k != !c->values || !c->cos != !c->sin || (c->cos && !c->k))
-        return ps_fail(PS_EINVAL, "attention with caches: q, k, v and two caches, with or without cos and sin, or qkv "
-                       "and one cache are needed");
+        return ps_fail(PS_EINVAL, "attention with caches: pass q, k, v and two caches, with or without cos and sin, or "
+                       "pass qkv and one cache");
     if (how->heads < 1 || how->groups < 1 || c->q->ndim < 3 || c->q->numel_ == 0 || c->keys->ndim != 4)
         return ps_fail(PS_EINVAL, "attention with caches: %lld heads, %lld of keys; both, and all sizes, must be 1 or "
                        "more", (long long)how->heads, (long long)how->groups);

@@ -58,9 +58,9 @@ static int check_inputs(apply *a, const ps_tensor *const *out)
                                              input_name(row, i, name, sizeof name));
         PS_TRY(ps_tensor_check_alive(t));
         if (t->storage->engine.taken && !(t->flags & PS_T_SLOT))
-            return ps_fail(PS_ESTATE,
-                           "%s: a parameter was used between backward and optimizer:step(), while its gradient "
-                           "occupies its place; call optimizer:step() or optimizer:zero_grad() first", row->name);
+            return ps_fail(PS_ESTATE, "%s: a parameter was used between backward and optimizer:step(), while its "
+                           "gradient is stored in its place; call optimizer:step() or optimizer:zero_grad() first",
+                           row->name);
         if (a->ctx->tape.reads.on && t->storage->engine.watched) ps_reads_add(a->ctx, t->storage);
         if (a->device < 0) a->device = t->device_;
         else if (a->device != t->device_)
@@ -285,7 +285,7 @@ static int pin_view(apply *a, ps_tensor *t, unsigned access, ps_view *v)
     }
     void *p = NULL;
     if (ps_storage_is_of(t->storage, a->ctx->dry.mem) && !a->ctx->step->dry)
-        return ps_fail(PS_ESTALE, "%s: an input was made in a dry run and has no contents; make it anew in each step",
+        return ps_fail(PS_ESTALE, "%s: an input was made in a dry run and has no contents; make it again in each step",
                        a->row->name);
     PS_TRY(ps_storage_pin(t->storage, t->device_, access, &p));
     if (a->ctx->dry.replay) ps_replay_pin(a->ctx, t->storage, t->device_, access);
@@ -431,8 +431,8 @@ int ps_call_part(ps_call *whole, ps_call *part)
                               .to = (uint8_t)part->in[0].dtype };
         record_work(a, &e, timed);
     }
-    if (rc == PS_EUNSUP) return ps_fail(rc, "no kernel of %s on device %s for these types", ps_op(part->op)->name,
-                                        be->name);
+    if (rc == PS_EUNSUP) return ps_fail(rc, "there is no kernel of %s on device %s for these types",
+                                        ps_op(part->op)->name, be->name);
     return rc;
 }
 
@@ -481,7 +481,7 @@ static int call_kernel(apply *a, ps_backend *be, ps_view *in, ps_view *out)
     if (__builtin_expect(atomic_load_explicit(&ps_flops_flag, memory_order_relaxed), 0)) count_flops(a);
     if (rc < 0 && rc != PS_EUNSUP) ps_error_prefix("%s: ", a->row->name);
     if (rc == PS_EUNSUP && !(a->row->flags & (PS_OPF_MOVE | PS_OPF_RANKS)))
-        rc = ps_fail(PS_EUNSUP, "%s: no kernel on device %s for these types", a->row->name,
+        rc = ps_fail(PS_EUNSUP, "%s: there is no kernel on device %s for these types", a->row->name,
                      a->ctx->devices[a->device]->name);
     return rc;
 }

@@ -379,7 +379,7 @@ int ps_replay_span(ps_ctx *ctx, int32_t span, int32_t micro)
     twins *t = twins_of(r, micro, span);
     if (!p->whole) {
         r->differs = true;
-        return ps_fail(PS_ESTATE, "micro-batch %d is to repeat a span that no earlier one has performed", micro);
+        return ps_fail(PS_ESTATE, "micro-batch %d must repeat a span that no earlier one has performed", micro);
     }
     if (p->n_made > 0 && !(t->list = ps_alloc0((size_t)p->n_made * sizeof *t->list)))
         return ps_fail_nomem((size_t)p->n_made * sizeof *t->list);

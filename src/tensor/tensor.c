@@ -44,7 +44,7 @@ int ps_ctx_add_device(ps_ctx *ctx, ps_backend *be)
     ps_backend *meta = NULL;
     int rc = 0;
     for (int i = 0; i < ctx->n_devices; i++) if (ctx->devices[i]->no_data) meta = ctx->devices[i];
-    if (ctx->n_devices == MOST) rc = ps_fail(PS_EINVAL, "there is room for %d devices", MOST);
+    if (ctx->n_devices == MOST) rc = ps_fail(PS_EINVAL, "a context can have at most %d devices", MOST);
     if (rc == 0) rc = ps_mem_plain_add(ctx->mem.plain, be);
     if (rc == 0 && ctx->dry.mem && (rc = ps_mem_plain_add(ctx->dry.mem, meta)) < 0) ps_mem_plain_undo(ctx->mem.plain);
     if (rc < 0) {
@@ -118,7 +118,7 @@ void ps_ctx_free(ps_ctx *ctx)
 /* -- dry runs ------------------------------------------------------------------------------------------------------ */
 int ps_dry_begin(ps_ctx *ctx)
 {
-    if (ctx->dry.real) return ps_fail(PS_ESTATE, "a dry run is under way");
+    if (ctx->dry.real) return ps_fail(PS_ESTATE, "a dry run is already under way");
     if (!ctx->dry.mem) {
         ps_backend *metas[8], *meta = NULL;
         for (int i = 0; i < ctx->n_devices; i++) if (ctx->devices[i]->no_data) meta = ctx->devices[i];
@@ -317,7 +317,8 @@ int ps_tensor_new(ps_ctx *ctx, int dtype, int device, int ndim, const int64_t *s
 {
     if (dtype < 0 || dtype >= PS_DTYPE_COUNT) return ps_fail(PS_EINVAL, "no such type: %d", dtype);
     if (device < 0 || device >= ctx->n_devices) return ps_fail(PS_EINVAL, "no such device: %d", device);
-    if (ndim < 0 || ndim > PS_MAX_DIMS) return ps_fail(PS_EINVAL, "%d dimensions, at most %d", ndim, PS_MAX_DIMS);
+    if (ndim < 0 || ndim > PS_MAX_DIMS)
+        return ps_fail(PS_EINVAL, "a tensor cannot have %d dimensions; at most %d are supported", ndim, PS_MAX_DIMS);
     ps_meta m = { .dtype = dtype, .ndim = ndim };
     for (int i = 0; i < ndim; i++) m.shape[i] = shape[i];
     PS_TRY(ps_tensor_new_meta(ctx, device, &m, out));
@@ -461,11 +462,10 @@ int ps_tensor_check_alive(const ps_tensor *t)
 {
     if (ps_tensor_alive(t)) return 0;
     char text[160];
-    return ps_fail(PS_ESTALE,
-                   "a %s tensor of shape %s was used after the scope that made it had ended (a module call, a "
-                   "turn of a loader or optimizer:step() ends one), or after release(); call :keep() on it, or return "
-                   "it from ps.scope",
-                   ps_dtype_name(t->dtype_), ps_shape_text(t->ndim, t->shape_, text, sizeof text));
+    return ps_fail(PS_ESTALE, "a %s tensor of shape %s was used after the scope that made it had ended (a module call, "
+                   "an iteration of a loader or optimizer:step() ends one), or after release(); call :keep() on it, or "
+                   "return it from ps.scope", ps_dtype_name(t->dtype_),
+                   ps_shape_text(t->ndim, t->shape_, text, sizeof text));
 }
 
 int64_t ps_tensor_nbytes(const ps_tensor *t) { return t->numel_ * ps_dtype_bytes(t->dtype_); }
@@ -480,7 +480,8 @@ int ps_tensor_is_contiguous(const ps_tensor *t)
 static int check_whole(const ps_tensor *t, int64_t nbytes, const char *what)
 {
     PS_TRY(ps_tensor_check_alive(t));
-    if (!ps_tensor_is_contiguous(t)) return ps_fail(PS_EINVAL, "%s needs a contiguous tensor", what);
+    if (!ps_tensor_is_contiguous(t))
+        return ps_fail(PS_EINVAL, "%s needs a contiguous tensor; call t:contiguous() first", what);
     if (nbytes != ps_tensor_nbytes(t))
         return ps_fail(PS_EINVAL, "%s: %lld bytes were passed, but the tensor has %lld", what, (long long)nbytes,
                        (long long)ps_tensor_nbytes(t));
@@ -675,9 +676,8 @@ static int walk_f64(const ps_tensor *t, int64_t first, int64_t numel, double *ds
     PS_TRY(check_has_data(t));
     if (!be->is_host) return ps_fail(PS_EUNSUP, "move the tensor to the cpu first: it is on %s", be->name);
     if (first < 0 || numel < 0 || first + numel > t->numel_)
-        return ps_fail(PS_ERANGE, "there are no elements %lld to %lld in a tensor of %lld",
-                       (long long)first, (long long)(first + numel),
-                       (long long)t->numel_);
+        return ps_fail(PS_ERANGE, "elements %lld to %lld do not exist in a tensor of %lld elements", (long long)first,
+                       (long long)(first + numel), (long long)t->numel_);
     if (numel == 0) return 0;
     void *p;
     PS_TRY(ps_storage_pin(t->storage, t->device_, dst ? PS_READ : PS_READ | PS_WRITE, &p));
@@ -714,8 +714,8 @@ int ps_tensor_write_f64(ps_tensor *t, int64_t first, int64_t numel, const double
 
 int ps_tensor_read_scalar(const ps_tensor *t, double *out)
 {
-    if (t->numel_ != 1) return ps_fail(PS_EINVAL, "a single value was requested, but the tensor has "
-                                                  "%lld", (long long)t->numel_);
+    if (t->numel_ != 1) return ps_fail(PS_EINVAL, "a single value was requested, but the tensor has %lld elements",
+                                       (long long)t->numel_);
     ps_backend *be = t->ctx->devices[t->device_];
     if (!ps_tensor_has_data(t)) {               /* a dry run does not use values, so any number is valid */
         *out = 1;

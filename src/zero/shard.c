@@ -511,12 +511,12 @@ static int shard_pin(ps_keeper *keeper, ps_storage *s, int device, unsigned acce
         PS_TRY(ps_storage_pin(l->inner, device, access, out));
     } else {
         if (device != p->c.device)
-            return ps_fail(PS_ESTATE, "a tensor in rank %d's chunks was requested on another device than the one that "
-                           "computes", p->c.owner);
+            return ps_fail(PS_ESTATE, "a tensor in rank %d's chunks was requested on a device other than the compute "
+                           "device", p->c.owner);
         if (reads && p->grads && !p->whole && !s->engine.taken && !sh->step->dry)
             return ps_fail(PS_ESTATE, "a parameter in rank %d's chunks was read after its last use in this pass, when "
                            "gradients had replaced its values; this step used parameters in another order than the "
-                           "step before", p->c.owner);
+                           "previous step", p->c.owner);
         PS_TRY(buffer_take(sh, p));
         PS_TRY(buffer_pin(p, device, access, out));
         *out = (char *)*out + l->offset;
@@ -560,16 +560,16 @@ int ps_shard_part(ps_shard *sh, const ps_part_config *c, int32_t *out)
 {
     if (c->owner < 0 || c->owner >= sh->size || c->nbytes <= 0 || c->stripe < 0 || c->stripe > 1 << 24 ||
         (c->chunk < 0 && c->owner == sh->rank) || (c->device != sh->device && c->device != sh->host))
-        return ps_fail(PS_EINVAL, "cannot make a part of stripe %d with %lld bytes of rank %d",
-                       c->stripe, (long long)c->nbytes,
-                       c->owner);
+        return ps_fail(PS_EINVAL, "cannot make a part of stripe %d with %lld bytes for rank %d of %d", c->stripe,
+                       (long long)c->nbytes, c->owner, sh->size);
     PS_TRY(stripe_need(sh, c->stripe));
     stripe *st = &sh->stripes[c->stripe];
     if (st->parts[c->owner] >= 0)
         return ps_fail(PS_EINVAL, "stripe %d already has a part of rank %d", c->stripe, c->owner);
     for (int r = 0; r < sh->size; r++)
         if (st->parts[r] >= 0 && part_at(sh, st, r)->c.device != c->device)
-            return ps_fail(PS_EINVAL, "stripe %d has its part of rank %d on another device", c->stripe, r);
+            return ps_fail(PS_EINVAL, "stripe %d has its part of rank %d on another device; all its parts must be on "
+                           "one device", c->stripe, r);
     int32_t at = 0;
     while (at < sh->n_parts && sh->parts[at].used) at++;
     PS_TRY(ps_grow(sh->parts, sh->parts_capacity, at + 1));

@@ -62,7 +62,7 @@ int ps_engine_shard(ps_ctx *ctx, ps_group *group, int stage, int once)
     PS_TRY(engine_base_get(ctx, &base));
     if (stage < 0 || stage > 3) return ps_fail(PS_EINVAL, "there is no ZeRO stage %d; stages are 0 to 3", stage);
     if (base.zero || ps_chunk_count(base.chunks) > 0)
-        return ps_fail(PS_ESTATE, "ranks must share out chunks once, before the first chunk is made");
+        return ps_fail(PS_ESTATE, "the chunks of an engine can be shared only once, before the first chunk is made");
     zero *z = ps_alloc0(sizeof *z);
     if (!z) return ps_fail_nomem(sizeof *z);
     int rc = ps_shard_new(base.chunks, base.step, ctx->devices, base.device, base.host, group, &z->shard);
@@ -128,8 +128,8 @@ int ps_engine_unit_parts(ps_ctx *ctx, int unit, int32_t stripe, int32_t param_pa
     PS_TRY(zero_get(ctx, &base));
     zero *z = of(base.zero);
     if (unit < 0 || unit >= z->n_units || stripe < 0 || stripe >= z->n_units || stripe > z->n_stripes)
-        return ps_fail(PS_ERANGE, "there is no unit %d of %d, or no stripe %d of %d",
-                       unit, z->n_units, stripe, z->n_stripes);
+        return ps_fail(PS_ERANGE, "there is no unit %d or no stripe %d: the engine has %d units and %d stripes", unit,
+                       stripe, z->n_units, z->n_stripes);
     int32_t vstage = engine_unit_vstage(z->e, unit);
     if (stripe < z->n_stripes && z->stripes[stripe].vstage != vstage)
         return ps_fail(PS_EINVAL, "stripe %d has units of virtual stages %d and %d, whose gradients are final at "
