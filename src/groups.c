@@ -22,7 +22,7 @@ int ps_group_self(ps_ctx *ctx, ps_group **out)
 int ps_group_pretend(ps_ctx *ctx, int rank, int size, ps_group **out)
 {
     if (size < 1 || rank < 0 || rank >= size)
-        return ps_fail(PS_EINVAL, "there is no rank %d in a world of %d: ranks count from 0", rank, size);
+        return ps_fail(PS_EINVAL, "there is no rank %d in a world of %d ranks; ranks are numbered from 0", rank, size);
     ps_comm *comm;
     PS_TRY(ps_comm_pretend(rank, size, &comm));
     return make(ctx, comm, out);
@@ -31,7 +31,8 @@ int ps_group_pretend(ps_ctx *ctx, int rank, int size, ps_group **out)
 int ps_group_gloo(ps_ctx *ctx, const ps_meeting *m, ps_group **out)
 {
     if (m->size < 1 || m->rank < 0 || m->rank >= m->size)
-        return ps_fail(PS_EINVAL, "there is no rank %d in a world of %d: ranks count from 0", m->rank, m->size);
+        return ps_fail(PS_EINVAL, "there is no rank %d in a world of %d ranks; ranks are numbered from 0", m->rank,
+                       m->size);
     if (!(m->timeout_s >= 0.01 && m->timeout_s <= 1e6))
         return ps_fail(PS_EINVAL, "a time-out of %g s; it must be 0.01 to 1e6", m->timeout_s);
     if (!(m->heartbeat_s >= 0.1 && m->heartbeat_s <= 1e6))

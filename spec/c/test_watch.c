@@ -216,7 +216,7 @@ static void test_groups(void)
 
     if (!begin(1, 5)) return;              /* as many as there is room for; closing one makes room */
     for (int i = 1; i < PS_WATCH_PLACES; i++) CHECK(ps_watch_join(members[0].watch, (uint64_t)i, "g") == i);
-    FAILS(ps_watch_join(members[0].watch, 99, "g"), PS_EINVAL, "there are 32 groups of these ranks");
+    FAILS(ps_watch_join(members[0].watch, 99, "g"), PS_EINVAL, "there are already 32 groups of these ranks");
     ps_watch_part(members[0].watch, 5);
     ps_watch_part(members[0].watch, 0);
     ps_watch_part(members[0].watch, -1);

@@ -24,7 +24,8 @@ static int use_begin(ps_group *g, use *u, ps_tensor *t, unsigned access)
     *u = (use){ .t = t };
     PS_TRY(ps_tensor_check_alive(t));
     const ps_backend *be = t->ctx->devices[t->device_];
-    if (be->no_data) return ps_fail(PS_EUNSUP, "a tensor is on device %s, whose tensors have no bytes", be->name);
+    if (be->no_data) return ps_fail(PS_EUNSUP, "cannot send a tensor on device %s: tensors of this device have no "
+                                    "bytes", be->name);
     if (!be->is_host && g->device != t->device_)
         return ps_fail(PS_ESTATE, "a tensor is on device %s, which is not connected: call group:connect on all ranks "
                                   "first",
@@ -255,8 +256,8 @@ static int check_parts(const ps_group *g, const ps_tensor *part, const ps_tensor
     if (part->device_ != whole->device_)
         return ps_fail(PS_EINVAL, "%s are on two devices", names);
     if (part->numel_ * g->comm->size != whole->numel_)
-        return ps_fail(PS_EINVAL, "%s have %lld and %lld elements; with %d ranks the larger must have %lld", names,
-                       (long long)part->numel_, (long long)whole->numel_, g->comm->size,
+        return ps_fail(PS_EINVAL, "%s have %lld and %lld elements; with %d ranks the larger must have %lld elements",
+                       names, (long long)part->numel_, (long long)whole->numel_, g->comm->size,
                        (long long)part->numel_ * g->comm->size);
     return 0;
 }
@@ -362,7 +363,7 @@ int ps_group_raw(ps_group *g, int all_reduce, ps_tensor *out, ps_tensor *in)
     if (!call) return ps_fail(PS_EUNSUP, "the library of a group of %s has no collectives of its own",
                               comm->table->name);
     if (in->dtype_ != PS_F32 || out->dtype_ != PS_F32 || out->numel_ != in->numel_ * (all_reduce ? 1 : comm->size))
-        return ps_fail(PS_EINVAL, "the library's own collectives take fp32 of fitting sizes here");
+        return ps_fail(PS_EINVAL, "the library's own collectives support only fp32 tensors of matching sizes here");
     int rc = use_begin(g, &to, out, PS_WRITE);
     if (rc == 0) rc = use_begin(g, &from, in, PS_READ);
     if (rc == 0) rc = call(comm, (float *)(void *)to.bytes, (float *)(void *)from.bytes, in->numel_);

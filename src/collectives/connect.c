@@ -18,8 +18,8 @@ static int could(const ps_group *g, ps_backend *be)
         return ps_fail(PS_EUNSUP, "this build cannot connect device %s to other ranks; t:to(\"cpu\") sends its tensors "
                                   "through the host", be->name);
     if (g->comm->size > be->wire->most_ranks)
-        return ps_fail(PS_EUNSUP, "%d ranks are too many for device %s; there may be %d", g->comm->size, be->name,
-                       be->wire->most_ranks);
+        return ps_fail(PS_EUNSUP, "cannot connect %d ranks on device %s: at most %d are supported", g->comm->size,
+                       be->name, be->wire->most_ranks);
     int rc = be->wire->load(be);
     return rc == PS_EUNSUP && g->comm->size == 1 && !g->by_device ? 0 : rc;     /* a single rank needs no library */
 }
@@ -64,8 +64,8 @@ int ps_group_connect(ps_group *g, ps_ctx *ctx, int device)
     if (be->is_host || g->device == device) return 0;
     if (be->no_data) return ps_fail(PS_EUNSUP, "the tensors of device %s have no bytes that could be sent to other "
                                                "ranks", be->name);
-    int rc = g->device >= 0 ? ps_fail(PS_ESTATE, "this group already sends memory of device %s",
-                                      ctx->devices[g->device]->name) : could(g, be);
+    int rc = g->device >= 0 ? ps_fail(PS_ESTATE, "this group already sends memory of device %s; a group can connect "
+                                      "only one device", ctx->devices[g->device]->name) : could(g, be);
     PS_TRY(group_agree_bytes(g, OP_CONNECT, ON_DEVICE, 0, 0, be->host_carries, rc));
     if (be->host_carries) g->at[ON_DEVICE].comm = g->comm;
     else PS_TRY(connect_wire(g, be));

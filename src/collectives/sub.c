@@ -105,7 +105,9 @@ int ps_group_split(ps_group *parent, int n, const int32_t *ranks, const char *ax
     char *all = ps_alloc0(nbytes * ((size_t)parent->comm->size + 1));
     wish *mine = all ? (wish *)(void *)(all + nbytes * (size_t)parent->comm->size) : NULL;
     int rc = all ? check(parent, n, ranks, axis) : ps_fail_nomem(nbytes * ((size_t)parent->comm->size + 1));
-    if (rc == 0 && !parent->ctx) rc = ps_fail(PS_EINVAL, "cannot have more than %d groups at a time", PS_MAX_GROUPS);
+    if (rc == 0 && !parent->ctx)
+        rc = ps_fail(PS_EINVAL, "a process cannot have more than %d groups over the same connections; close one",
+                     PS_MAX_GROUPS);
     if (rc == 0) {
         mine->id = atomic_load(&next_id);
         mine->n = n;

@@ -113,7 +113,7 @@ const char *ps_group_axis(const ps_group *g) { return g->comm->axis; }
 int ps_group_world_rank(const ps_group *g, int rank)
 {
     if (rank < 0 || rank >= g->comm->size)
-        return ps_fail(PS_EINVAL, "rank %d of a group of %d ranks", rank, g->comm->size);
+        return ps_fail(PS_EINVAL, "there is no rank %d in a group of %d ranks", rank, g->comm->size);
     return group_world(g, rank);
 }
 

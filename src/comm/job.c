@@ -124,7 +124,7 @@ static int jobs_open(ps_group *g)
     if (!failed) return 0;
     g->jobs = NULL;
     jobs_free(q);
-    return ps_fail(PS_ENOMEM, "a group of ranks found no thread for its collectives: %s", strerror(failed));
+    return ps_fail(PS_ENOMEM, "cannot start a thread for the collectives of a group of ranks: %s", strerror(failed));
 }
 
 static ps_job *job_take(ps_group *g)

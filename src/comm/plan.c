@@ -52,7 +52,7 @@ int32_t ps_group_plan_calls(const ps_group *g) { return g->plan.next.n; }
 int ps_group_plan_call(const ps_group *g, int32_t i, char *text, int64_t room)
 {
     const ps_rank_calls *c = &g->plan.next;
-    if (i < 0 || i >= c->n) return ps_fail(PS_ERANGE, "there is no planned call %d of %d", i, c->n);
+    if (i < 0 || i >= c->n) return ps_fail(PS_ERANGE, "there is no planned call %d: the plan has %d calls", i, c->n);
     const ps_rank_call *call = &c->list[i];
     header h = { .seq = (uint64_t)i, .op = call->op, .dtype = call->dtype, .nbytes = call->nbytes, .root = call->root,
                  .place = call->place };

@@ -289,9 +289,8 @@ static int arrive(neighbour *from, const wire *h)
     }
     ours = ours && h->place != BEGUN;
     if (!ours)
-        return ps_fail_rank(PS_EFORMAT, group_world(p->group, from->rank), "rank %d sent bytes that are not a "
-            "message of a "
-                            "pipeline", group_world(p->group, from->rank));
+        return ps_fail_rank(PS_EFORMAT, group_world(p->group, from->rank), "rank %d sent bytes that are not a message "
+                            "of a pipeline", group_world(p->group, from->rank));
     ps_watch_came(p->comm->watch, p->comm->place);
     letter *got = p->spare_letters;
     if (got) p->spare_letters = got->next;
@@ -382,15 +381,16 @@ static int start_listening(neighbour *from) { return start(from, &from->listens,
 static int check(const ps_p2p *p, int peer, int lane, const ps_tensor *t)
 {
     if (peer < 0 || peer >= p->comm->size || peer == p->comm->rank)
-        return ps_fail(PS_EINVAL, "rank %d and rank %d cannot exchange messages in a group of %d", p->comm->rank, peer,
-                       p->comm->size);
+        return ps_fail(PS_EINVAL, "rank %d cannot exchange messages with rank %d in a group of %d ranks", p->comm->rank,
+                       peer, p->comm->size);
     if (lane < 0 || lane >= PS_P2P_LANES) return ps_fail(PS_EINVAL, "there is no lane %d", lane);
     if (!t) return 0;
     PS_TRY(ps_tensor_check_alive(t));
     const ps_backend *be = t->ctx->devices[t->device_];
     if ((!be->is_host && !ps_p2p_carries(p, t->device_)) || be->no_data)
         return ps_fail(PS_EUNSUP, "a message has a tensor on device %s, which is not connected", be->name);
-    if (!ps_tensor_is_contiguous(t)) return ps_fail(PS_EINVAL, "a message has a tensor that is not contiguous");
+    if (!ps_tensor_is_contiguous(t))
+        return ps_fail(PS_EINVAL, "a message has a tensor that is not contiguous; send t:contiguous()");
     return 0;
 }
 

@@ -161,8 +161,8 @@ int ps_net_listen(const char *host, int port, int *out_fd, int *out_port)
     }
     if (fd >= 0) close(fd);
     if (why == EADDRINUSE)
-        return ps_fail(PS_EIO, "port %d of this machine is in use; rank 0 serves the addresses of all ranks there: "
-                       "choose another port (MASTER_PORT, --master-port), or end what uses it", port);
+        return ps_fail(PS_EIO, "port %d of this machine is in use, and rank 0 needs it for the addresses of all ranks: "
+                       "choose another port (MASTER_PORT, --master-port), or end the program that uses it", port);
     if (why == EADDRNOTAVAIL)
         return ps_fail(PS_EIO, "rank 0 cannot serve at %s (%s), which is no address of this machine: start rank 0 "
                        "there, or give the address of this one (MASTER_ADDR); where another machine passes that "

@@ -108,7 +108,7 @@ static int transfer(int fd, void *bytes, size_t nbytes, bool out, double until, 
     int done = ps_net_transfer(fd, bytes, nbytes, out, until);
     if (done < 0)
         return ps_fail(PS_EIO, "%s: what rank 0 serves hung up; rank 0 ended, or something else answers there", what);
-    if (done == 0) return ps_fail(PS_ETIME, "%s: what rank 0 serves does not answer; is rank 0 stopped?", what);
+    if (done == 0) return ps_fail(PS_ETIME, "%s: the server of rank 0 does not answer; is rank 0 stopped?", what);
     return 0;
 }
 

@@ -434,8 +434,9 @@ static void server_free(ps_store_server *s)
 int ps_store_serve(const char *host, int port, int size, const ps_run *run, ps_store_server **out)
 {
     if (size < 1 || size > PS_STORE_MAX_RANKS)
-        return ps_fail(PS_EINVAL, "a world of %d ranks; 1 to %d can be served", size, PS_STORE_MAX_RANKS);
-    if (port < 0 || port > 65535) return ps_fail(PS_EINVAL, "port %d; ports are 1 to 65535", port);
+        return ps_fail(PS_EINVAL, "a store cannot serve a world of %d ranks; it can serve 1 to %d", size,
+                       PS_STORE_MAX_RANKS);
+    if (port < 0 || port > 65535) return ps_fail(PS_EINVAL, "there is no port %d; ports are 1 to 65535", port);
     ps_store_server *s = ps_alloc0(sizeof *s);
     if (!s) return ps_fail_nomem(sizeof *s);
     size_t polls = sizeof *s->polls * (size_t)(size + MAX_STRANGERS + 2);

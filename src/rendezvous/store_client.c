@@ -38,7 +38,7 @@ static int transfer(ps_store *s, void *bytes, size_t nbytes, bool out, double un
     int done = ps_net_transfer(s->fd, bytes, nbytes, out, until);
     if (done < 0) return lost(what);
     if (done == 0)
-        return ps_fail(PS_ETIME, "%s: the store that rank 0 serves does not answer; is rank 0 stopped?", what);
+        return ps_fail(PS_ETIME, "%s: the store of rank 0 does not answer; is rank 0 stopped?", what);
     return 0;
 }
 
@@ -64,7 +64,8 @@ static int hear(ps_store *s, void *value, int64_t room, int64_t *nbytes, double 
         return ps_fail(a.status, "%s: %s", what, ps_text_shown(text, text, sizeof text));
     }
     if (a.nbytes > room)
-        return ps_fail(PS_EFORMAT, "%s: %u bytes, there is room for %lld", what, a.nbytes, (long long)room);
+        return ps_fail(PS_EFORMAT, "%s: the answer has %u bytes, but there is room for only %lld", what, a.nbytes,
+                       (long long)room);
     if (nbytes) *nbytes = a.nbytes;
     return transfer(s, value, a.nbytes, false, until, what);
 }
@@ -185,8 +186,9 @@ int ps_store_set(ps_store *s, const char *key, const void *value, int64_t nbytes
 {
     size_t length = strlen(key);
     if (length > PS_STORE_MAX_KEY || nbytes < 0 || nbytes > PS_STORE_MAX_VALUE)
-        return ps_fail(PS_ERANGE, "a key of %zu bytes with a value of %lld; the store takes %d and %d", length,
-                       (long long)nbytes, PS_STORE_MAX_KEY, PS_STORE_MAX_VALUE);
+        return ps_fail(PS_ERANGE, "a key of %zu bytes with a value of %lld bytes is too long; the store supports keys "
+                       "of up to %d bytes and values of up to %d", length, (long long)nbytes, PS_STORE_MAX_KEY,
+                       PS_STORE_MAX_VALUE);
     double until = ps_now() + s->timeout_s;
     ps_store_request q = { .what = PS_STORE_SET, .key_nbytes = (uint32_t)length, .value_nbytes = (uint32_t)nbytes };
     PS_TRY(ask(s, q, key, value, until, "telling the other ranks"));
@@ -197,7 +199,8 @@ int ps_store_get(ps_store *s, const char *key, double timeout_s, void *value, in
 {
     size_t length = strlen(key);
     if (length > PS_STORE_MAX_KEY)
-        return ps_fail(PS_ERANGE, "a key of %zu bytes; the store takes %d", length, PS_STORE_MAX_KEY);
+        return ps_fail(PS_ERANGE, "a key of %zu bytes is too long; the store supports keys of up to %d bytes", length,
+                       PS_STORE_MAX_KEY);
     ps_store_request q = { .what = PS_STORE_GET, .key_nbytes = (uint32_t)length };
     return ask_to_wait(s, q, key, timeout_s, timeout_s, value, room, nbytes);
 }

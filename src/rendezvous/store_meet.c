@@ -166,7 +166,7 @@ static int find_by(const char *path, const ps_meeting *m, ps_run *run, ps_store 
         if (ps_now() + PS_STORE_AGAIN_S >= until) {
             char why[PS_STORE_TEXT] = "it is there, but who wrote it does not answer";
             if (lacks || found != PS_STORE_NOBODY) snprintf(why, sizeof why, "%s", lacks ? lacks : ps_error_message());
-            return ps_fail(PS_ETIME, "rank %d of %d found nobody by %s in %g s (%s); is rank 0 running, and does it "
+            return ps_fail(PS_ETIME, "rank %d of %d found no rank 0 by %s in %g s (%s); is rank 0 running, and does it "
                            "use the same file?", m->rank, m->size, path, m->timeout_s, why);
         }
         snprintf(where, sizeof where, "by %s", path);
@@ -225,7 +225,7 @@ int ps_store_join(const ps_meeting *m, ps_run *run, ps_store_server **server, ps
         PS_TRY(split(text, &host, &port, m->rendezvous));
         rc = meet_at(host, port, m, run, server, out);
     } else
-        return ps_fail(PS_EINVAL, "ranks cannot meet at '%s'; give tcp://HOST:PORT or file:///PATH", m->rendezvous);
+        return ps_fail(PS_EINVAL, "ranks cannot meet at '%s'; set tcp://HOST:PORT or file:///PATH", m->rendezvous);
     if (rc < 0) {
         char why[2 * PS_STORE_TEXT];
         snprintf(why, sizeof why, "%s%s", ps_error_message(), *server ? ps_store_lacks(*server) : "");

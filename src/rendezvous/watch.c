@@ -723,7 +723,7 @@ int ps_watch_join(ps_watch *w, uint64_t key, const char *axis)
     }
     pthread_mutex_unlock(&w->lock);
     if (place < PS_WATCH_PLACES) return place;
-    return ps_fail(PS_EINVAL, "group %s: there are %d groups of these ranks; close one", axis, PS_WATCH_PLACES);
+    return ps_fail(PS_EINVAL, "group %s: there are already %d groups of these ranks; close one", axis, PS_WATCH_PLACES);
 }
 
 void ps_watch_part(ps_watch *w, int place)

@@ -202,8 +202,8 @@ static void broke(ps_watch *w, const watch_complaint *c)
     char call[96];
     call_text(&c->at, call, sizeof call);
     if (c->peer < 0) {
-        watch_decide(w, PS_EIO, -1, "rank %d (%s) lost its connection to other ranks' devices in %s, while all ranks "
-                     "are alive: %s", c->from, host_of(w, c->from), call, c->text);
+        watch_decide(w, PS_EIO, -1, "rank %d (%s) lost its connection to other ranks' devices in %s, although all "
+                     "ranks are alive: %s", c->from, host_of(w, c->from), call, c->text);
         return;
     }
     watch_decide(w, PS_EIO, -1, "the connection of rank %d (%s) to rank %d (%s) broke in %s, while both are alive; is "
