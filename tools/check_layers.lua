@@ -94,7 +94,7 @@ local FLOORS = {
   { "parallel/pipeline", "core" },
   { "engine/step", "core", "tensor", "dist", "nn", "data" },
   { "engine/state", "core", "optimizers", "tensor", "nn", "optim", "engine/step" },
-  { "engine/layout", "core", "optimizers", "tensor", "nn", "optim", "engine/state" },
+  { "engine/layout", "core", "optimizers", "tensor", "nn", "optim", "engine/step", "engine/state" },
   { "engine/ranks", "core", "optimizers", "tensor", "dist", "nn", "data", "optim", "engine/step" },
   { "engine/plan", "core", "optimizers", "dist", "data", "memory", "engine/step", "engine/layout" },
   { "engine/pipeline", "core", "tensor", "dist", "nn", "data", "memory", "parallel/pipeline", "engine/step",

@@ -25,7 +25,10 @@ local function open(case, config)
   local groups
   if case.groups then groups = { { match = is_bias, weight_decay = 0 }, {} } end
   return ps.initialize {
-    model_func = function() return gpt2.from_pretrained(case.model) end,
+    model_func = function()
+      local module = gpt2.from_pretrained(case.model)
+      return case.thaw and module:freeze(case.thaw.names) or module
+    end,
     config = config, param_groups = groups, quiet = true,
   }
 end
@@ -60,6 +63,8 @@ end
 
 local function train(case, data, from, to, model, optimizer, result)
   for step = from, to do
+    if case.thaw and case.thaw.step == step then model:thaw(case.thaw.names) end
+    if case.freeze and case.freeze.step == step then model:freeze(case.freeze.names) end
     local rate = case.rates[tostring(step)]
     if rate then optimizer:set_lr(rate) end
     optimizer:zero_grad()
@@ -127,6 +132,8 @@ local function run(case)
       for key, list in pairs(before) do
         for i, value in ipairs(list) do result[key][i] = value end
       end
+      if case.thaw and case.thaw.step <= cut then model:thaw(case.thaw.names) end
+      if case.freeze and case.freeze.step <= cut then model:freeze(case.freeze.names) end
       ps.checkpoints.load(case.out .. "/checkpoints", { model = model, optimizer = optimizer })
       train(case, data, cut + 1, case.steps, model, optimizer, result)
       save(model, optimizer, case.out .. "/trained.pt", result)

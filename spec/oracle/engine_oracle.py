@@ -3,7 +3,8 @@
 
 A case has a small GPT-2 from transformers, batches with masked labels, and a random configuration: type,
 accumulation, the loop (written by hand, or model:micro_batches with the step's whole batch), optimizer, clipping,
-loss scale, memory, changes of the learning rate, a stop and a resume. The engine trains it, a PyTorch loop trains it
+loss scale, memory, changes of the learning rate, parameters that are frozen at first and thawed at some step,
+parameters that are frozen from some step on, a stop and a resume. The engine trains it, a PyTorch loop trains it
 in the same types, and the same loop trains it in float64, which counts as the exact result.
 
 The loop computes the mean over all targets of a step (those that are not -100), as docs/memory.md promises for
@@ -195,6 +196,15 @@ class Loop:
         self.optimizer = make(groups, foreach=False, **given)
         self.scaler = Scaler(config["fp16"]) if "fp16" in config else None
         self.losses, self.norms, self.skipped, self.largest = [], [], [], []
+        self.train(case.get("thaw", {}).get("names", []), False)
+
+    def train(self, names, on):
+        """Freezes or thaws parameters. The master of a thawed parameter begins with the parameter's value."""
+        for n in names:
+            self.params[n].requires_grad_(on)
+            with torch.no_grad():
+                if on and self.compute != torch.float64:
+                    self.masters[n].copy_(self.params[n])
 
     def step(self, number, batches, skip=None):
         """skip: whether the engine skipped this step. The float64 loop needs it, since nothing overflows in float64."""
@@ -202,6 +212,9 @@ class Loop:
         if str(number) in case["rates"]:
             for group in self.optimizer.param_groups:
                 group["lr"] = case["rates"][str(number)]
+        for key, on in (("thaw", True), ("freeze", False)):
+            if case.get(key, {}).get("step") == number:
+                self.train(case[key]["names"], on)
         pieces = [batches[number, m] for m in range(1, case["accumulate"] + 1)]
         total = sum(int((y != IGNORED).sum()) for _, y in pieces)
         scale = self.scaler.scale if self.scaler and self.compute != torch.float64 else 1.0
@@ -218,7 +231,8 @@ class Loop:
             self.model.zero_grad(set_to_none=True)
             (loss * (scale / total)).backward()
             for n, p in self.params.items():
-                sums[n] += p.grad.to(self.master)
+                if p.requires_grad:
+                    sums[n] += p.grad.to(self.master)
         if total == 0:  # without targets, the step is skipped, and the loss scale does not change
             self.largest.append(0.0)
             self.skipped.append(True)
@@ -240,7 +254,7 @@ class Loop:
         if clip:
             factor *= min(1.0, clip / (norm + 1e-6))
         for n, m in self.masters.items():
-            m.grad = sums[n] * factor
+            m.grad = sums[n] * factor if self.params[n].requires_grad else None
         self.optimizer.step()
         self.publish()
 
@@ -421,6 +435,15 @@ def make_model(rng, case):
     return model
 
 
+def draw_freezing(rng, case):
+    """Draws parameters that are frozen until a step, and parameters that are frozen from a later step on."""
+    names = list(case["names"])
+    rng.shuffle(names)
+    at = rng.randint(2, case["steps"])
+    case["thaw"] = {"step": at, "names": names[: rng.randint(1, len(names) - 1)]}
+    case["freeze"] = {"step": rng.randint(at + 1, case["steps"] + 1), "names": names[: -rng.randint(1, len(names) - 1)]}
+
+
 def prepare(run, index):
     rng, folder = run.random(index), run.folder
     case = draw_case(rng)
@@ -429,6 +452,8 @@ def prepare(run, index):
     os.makedirs(case["out"])
     numel = sum(p.numel() for p in make_model(rng, case).parameters())
     batches = draw_batches(rng, case)
+    if case["way"] in ("straight", "ours, ours") and rng.random() < 0.5:
+        draw_freezing(rng, case)
     save_file({f"{k}.{s}.{m}": t for (s, m), xy in batches.items() for k, t in zip("xy", xy)}, case["data"])
     memory = draw_memory(rng, numel, folder)
     case["config"].update(memory)
@@ -448,9 +473,9 @@ def prepare(run, index):
 
 def told(case):
     config = {k: v for k, v in case["config"].items() if k != "plan_print"}
-    return json.dumps({k: case[k] for k in ("type", "way", "mask", "accumulate", "loop", "steps", "rows", "positions",
-                                            "groups",
-                                            "resume_at", "rates", "gpt2") if k in case} | {"config": config})
+    keys = ("type", "way", "mask", "accumulate", "loop", "steps", "rows", "positions", "groups", "resume_at", "rates",
+            "thaw", "freeze", "gpt2")
+    return json.dumps({k: case[k] for k in keys if k in case} | {"config": config})
 
 
 def main():

@@ -402,6 +402,7 @@ function checkpoint.save(path, parts)
     error("a checkpoint is taken between steps: save after optimizer:step(), or call optimizer:zero_grad() first")
   end
   checkpoint.wait()
+  if engine and not engine.torn then engine:train_thawed() end
   if not parts.async then background.release() end
   local job = new_job(path, parts, base)
   local ok, problem = pcall(function()

@@ -105,6 +105,12 @@ function Engine:laid_out(new_masters)
   self.plan.adam_split, self.plan.tables_on_host = false, false
 end
 
+--- Gives the parameters that were thawed since the last step their masters, gradients and optimizer state. All ranks
+--- must call it, between steps. Steps call it themselves.
+function Engine:train_thawed()
+  if self.plain then plain.train_thawed(self) else begin.train_thawed(self) end
+end
+
 --- Ends the step. The optimizer calls this.
 function Engine:finish_step(info)
   self.steps = self.steps + 1

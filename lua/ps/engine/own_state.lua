@@ -87,6 +87,7 @@ function own_state.load(engine, state, options)
   end
   if type(options) == "table" and options.check_only then return engine.module:load_state_dict(state, options) end
   engine:end_step()
+  engine:train_thawed()
   local function load() return engine.module:load_state_dict(state, options) end
   local result = together and agree.run(group, load) or not together and load()
   if together then share(engine, holder(state)) end

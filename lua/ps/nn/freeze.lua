@@ -72,9 +72,9 @@ end
 ---@param Module ps.nn.Module the class to which the methods are added
 return function(Module)
   --- Freezes the parameters whose names match a pattern. Backward computes no gradients of frozen parameters, and an
-  --- engine that is created afterwards has no masters, gradients and optimizer state for them. In a pattern, "*" stands
-  --- for any characters. A pattern matches whole components of a name: "layers.*" matches
-  --- "model.layers.0.mlp.up_proj.weight", and "wte" matches "transformer.wte.weight".
+  --- engine that is created afterwards has no masters, gradients and optimizer state for them. An engine's model may be
+  --- frozen and thawed between steps. In a pattern, "*" stands for any characters. A pattern matches whole components
+  --- of a name: "layers.*" matches "model.layers.0.mlp.up_proj.weight", and "wte" matches "transformer.wte.weight".
   ---@param patterns string|string[]
   ---@return ps.nn.Module self
   function Module:freeze(patterns)
@@ -82,7 +82,8 @@ return function(Module)
     return self
   end
 
-  --- Makes the parameters whose names match a pattern train again, after freeze.
+  --- Makes the parameters whose names match a pattern train again, after freeze. An engine creates their masters,
+  --- gradients and optimizer state before its next step; all ranks must thaw the same parameters.
   ---@param patterns string|string[]
   ---@return ps.nn.Module self
   function Module:thaw(patterns)

@@ -150,7 +150,8 @@ local function own_parameters(entries, stages)
       elsewhere[#elsewhere + 1] = { name = entry.name, param = entry.tensor, numel = entry.tensor:numel(),
         number = entry.number }
     else
-      frozen[#frozen + 1] = { name = entry.name, param = entry.tensor }
+      frozen[#frozen + 1] = { name = entry.name, param = entry.tensor, numel = entry.tensor:numel(),
+        number = entry.number }
     end
   end
   return mine, elsewhere, frozen
@@ -338,6 +339,26 @@ local function finish_row(made, where)
   end
 end
 
+-- Adds the states, the gradient and the other uses to the row of a parameter that trains. `at` is its place in the
+-- layout.
+local function train_row(made, group, ids, at, where)
+  made.states, made.averages = group.states, ids.mine and {} or nil
+  for k, state in ipairs(ids.mine and group.states or {}) do
+    made.averages[k] = new_state(made.param, state, where.host, ids, at.offset, at.index, made.name)
+  end
+  if where.grads then made.grad = new_grad(made.param, group, where, ids, at.offset, made.name) end
+  made.uses = other_uses(made, group, where)
+end
+
+-- Moves a parameter that was frozen into the chunks of a row that trains. Its master takes its value, and its optimizer
+-- state begins with zeros.
+local function thaw_param(made, group, ids, at, where)
+  local _, master = place_param({ tensor = made.param, dtype = group.dtype, trains = true, name = made.name }, ids,
+    at.offset, where)
+  made.master = master
+  train_row(made, group, ids, at, where)
+end
+
 -- Creates a unit from a row whose tensors train.
 local function add_unit(built, row, group, ids)
   built.units = built.units + 1
@@ -364,7 +385,8 @@ end
 ---  sharded) and values (its fp32 values as the host sees them). If state is sharded, owner is the owning rank. On
 ---  other ranks the row has no master, averages, place and values
 ---@field frozen table[] a row for each frozen parameter: name, param, owner, place
----@field untrained table[] the rows of `frozen`, and {name, param} for frozen parameters of other pipeline ranks
+---@field untrained table[] the rows of `frozen`, and {name, param, numel, number} for frozen parameters of other
+---  pipeline ranks
 ---@field elsewhere table[] a row for each trained parameter that other pipeline ranks hold: name, param (without data),
 ---  numel, number
 ---@field tables ps.engine.Table[] embedding matrices that have their own chunks
@@ -437,13 +459,8 @@ function build.place(module, options)
         owner = sharded and row.owner or nil }
       finish_row(made, options)
       if group.trains then
-        made.unit, made.states = built.units - 1, group.states
-        made.averages = ids.mine and {} or nil
-        for k, state in ipairs(ids.mine and group.states or {}) do
-          made.averages[k] = new_state(param, state, options.host, ids, at.offset, at.index, entry.name)
-        end
-        if options.grads then made.grad = new_grad(param, group, options, ids, at.offset, entry.name) end
-        made.uses = other_uses(made, group, options)
+        made.unit = built.units - 1
+        train_row(made, group, ids, at, options)
         rows[#rows + 1] = made
       else
         built.frozen[#built.frozen + 1] = made
@@ -519,9 +536,9 @@ function build.register(built, group_of, n_groups, where)
   end
 end
 
--- engine/layout/rechunk.lua uses these functions.
+-- engine/layout/rechunk.lua and engine/layout/thaw.lua use these functions.
 build.pieces = { adopt = adopt, adopt_state = adopt_state, adopt_remainder = adopt_remainder, adopt_param = adopt_param,
-  new_grad = new_grad,
+  new_grad = new_grad, thaw_param = thaw_param,
   chunks_for = chunks_for,
   number_stripes = number_stripes, finish_row = finish_row, add_unit = add_unit, state_bytes = state_bytes }
 

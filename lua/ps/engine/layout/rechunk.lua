@@ -86,7 +86,8 @@ local function move(built, plan, options)
       local made = rows[at.index]
       if group.trains then made.unit = built.units - 1 end
       if ids then
-        move_param(made, group, ids, at, options)
+        local moves = group.trains and not made.states and pieces.thaw_param or move_param
+        moves(made, group, ids, at, options)
         pieces.finish_row(made, options)
       end
     end
@@ -174,32 +175,45 @@ function finer.share(engine, problem)
   return math.min(left > 0 and left / problem.wanted or 0.5, 0.9, limit)
 end
 
+--- Replaces the model's layout. Chunks that both layouts have stay where they are, and all values and states are kept.
+--- All ranks must call it with the same layout, between steps and without gradients. Closes the engine if it fails.
+---@param engine ps.Engine
+---@param plan ps.layout.Layout
+---@param turn fun() called after the parameters have moved; may change the rows of built.list
+---@param told fun(problem: string): string returns the text of the error
+function finer.replace(engine, plan, turn, told)
+  local built, optimizer, updates = engine.built, engine.optimizer, {}
+  for i, row in ipairs(built.list) do updates[row] = optimizer:updates(i) end
+  engine.masters:close()
+  local ok, problem = pcall(function()
+    move(built, plan, place_options(engine))
+    turn()
+    build.register(built, optimizer.group_of, #optimizer.groups, engine)
+    for i, row in ipairs(built.list) do optimizer:set_updates(i, updates[row] or 0) end
+    engine:laid_out(masters.new(built))
+  end)
+  if ok then return end
+  engine:close()
+  local coded = type(problem) == "table" and problem.msg
+  local text = told(coded or tostring(problem))
+  if coded then problem.msg = text end
+  error(coded and problem or text, 0)
+end
+
 --- Replaces the model's layout by one with smaller chunks. All ranks must call it with the same `part`, between steps
 --- and without gradients.
 ---@param engine ps.Engine
 ---@param part number the fraction of an op's chunks for which there is room
 function finer.split(engine, part)
-  local built, optimizer, numel, updates = engine.built, engine.optimizer, {}, {}
+  local built, numel = engine.built, {}
   local was, size = built.layout.chunk_size, split.next_size(built.layout, part)
   for _, list in ipairs { built.list, built.frozen } do
     for _, row in ipairs(list) do numel[row.index] = row.numel end
   end
-  for i = 1, optimizer:count() do updates[i] = optimizer:updates(i) end
-  engine.masters:close()
-  local ok, problem = pcall(function()
-    move(built, split.chunks(built.layout, numel, size), place_options(engine))
-    build.register(built, optimizer.group_of, #optimizer.groups, engine)
-    for i, t in ipairs(updates) do optimizer:set_updates(i, t) end
-    engine:laid_out(masters.new(built))
+  finer.replace(engine, split.chunks(built.layout, numel, size), function() end, function(problem)
+    return ("the step did not fit in chunks of %d elements, and the new layout of the model failed in chunks of "
+      .. "%d: %s; the engine is closed; set chunk_size = %d"):format(was, size, problem, size)
   end)
-  if not ok then
-    engine:close()
-    local coded = type(problem) == "table" and problem.msg
-    local text = ("the step did not fit in chunks of %d elements, and the new layout of the model failed in chunks of "
-      .. "%d: %s; the engine is closed; set chunk_size = %d"):format(was, size, coded or tostring(problem), size)
-    if coded then problem.msg = text end
-    error(coded and problem or text, 0)
-  end
 end
 
 return finer

@@ -1,16 +1,34 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Begins a step. The plan comes from a trace of a step with the same shapes, or from a dry run. If the plan finds too
 -- little room, room is made in this order: by collecting Lua's garbage, by finishing the checkpoint that is being
--- saved, and by smaller chunks (engine/layout/rechunk.lua). A step begins on all ranks or on none.
+-- saved, and by smaller chunks (engine/layout/rechunk.lua). If parameters were thawed since the last step, the model
+-- first gets a layout in which they train (engine/layout/thaw.lua). A step begins on all ranks or on none.
 local native = require "ps.core.ffi"
 local scope = require "ps.core.scope"
 local forecasts = require "ps.engine.plan.forecast"
 local plan_step = require "ps.engine.plan.step"
 local step = require "ps.engine.step"
 local rechunk = require "ps.engine.layout.rechunk"
+local thaw = require "ps.engine.layout.thaw"
 local ffi, C = native.ffi, native.C
 
 local begin = {}
+
+--- Gives the thawed parameters their masters, gradients and optimizer state now, so that a checkpoint has or finds
+--- them. All ranks must call it, between steps.
+---@param engine ps.Engine
+function begin.train_thawed(engine)
+  local replace
+  local function prepare()
+    local names = thaw.names(engine)
+    if names then replace = thaw.prepare(engine) end
+    return names
+  end
+  if engine.ranks then engine.ranks:agree_on_thawed(prepare) else prepare() end
+  if not replace then return end
+  engine.masters:sync()
+  replace()
+end
 
 local left_out = ffi.new("int64_t[1]")
 
@@ -62,19 +80,29 @@ local function plan_and_begin(engine, args, key)
   native.check(rc)
 end
 
--- Tries to begin a step. Returns nil if the step has begun. Otherwise returns a fraction for rechunk.split if smaller
--- chunks may help, or 0 if they may help but a rank has no room for the new layout.
+-- Tries to begin a step. Returns nil if the step has begun. Otherwise returns a function that replaces the layout
+-- (because parameters were thawed), or a fraction for rechunk.split if smaller chunks may help, or 0 if they may help
+-- but a rank has no room for the new layout.
 local function try_step(engine, args, key)
+  local replace
   local function try()
+    local names = thaw.names(engine)
+    if names then
+      replace = thaw.prepare(engine)
+      return names
+    end
     local ok, problem = pcall(plan_and_begin, engine, args, key)
     if ok then return end
     if not (type(problem) == "table" and problem.name == "ENOMEM" and native.give_room()) then error(problem, 0) end
     plan_and_begin(engine, args, key)
   end
   local function share(problem) return rechunk.share(engine, problem) end
-  if engine.ranks then return engine.ranks:begin_step(try, share, function() return rechunk.limit(engine) end, key) end
+  if engine.ranks then
+    local part, thaws = engine.ranks:begin_step(try, share, function() return rechunk.limit(engine) end, key)
+    return thaws and (replace or function() end) or part
+  end
   local ok, problem = pcall(try)
-  if ok then return nil end
+  if ok then return replace end
   return share(problem) or error(problem, 0)
 end
 
@@ -88,7 +116,8 @@ function begin.step(engine, args)
     local ok, part = pcall(try_step, engine, args, key)
     if not ok then step.give_up(engine) elseif part then step.take_back(engine) end
     if not ok then error(part, 0) end
-    if part == 0 then engine.plan.no_finer = true
+    if type(part) == "function" then part()
+    elseif part == 0 then engine.plan.no_finer = true
     elseif part then rechunk.split(engine, part) end
   until not part
   local now = engine.built.layout.chunk_size

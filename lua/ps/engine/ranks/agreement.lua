@@ -203,8 +203,9 @@ local PLANNED = { "tp", "dp" }                     -- axes whose calls within a 
 --   ops        the hash of the ops that the forward ran in a dry run, or 0 if they are unknown or were compared before
 --   shapes     the hash of the shapes of this step
 --   rates      the hash of the optimizer's settings, which must be equal on the ranks that train the same parameters
+--   thawed     the hash of the names of the parameters that were thawed since the last step, or 0 if there are none
 local RECORD = { "failed", "gathers", "short", "share", "data", "batch", "settings", "own", "tp", "dp", "rows",
-  "ops", "shapes", "rates" }
+  "ops", "shapes", "rates", "thawed" }
 local hash_out, text_out = ffi.new "uint64_t[1]", ffi.new "char[200]"
 local ops_out, n_out = ffi.new "const uint16_t *[1]", ffi.new "int32_t[1]"
 
@@ -309,11 +310,47 @@ local function compare_ops(self, records)
       two or "missing", other - 1, one or "missing", first - 1))
 end
 
+-- Raises an error on all ranks if ranks that train the same parameters thawed different ones. If the stages of a model
+-- run in its own forward, each stage has its own. `values` are the hashes of all ranks, and `names` is this rank's list
+-- of names.
+local function compare_thawed(self, values, names)
+  local own, first = self.engine.stages and not self.engine.driver.in_loops, {}
+  for rank, value in ipairs(values) do
+    local line = own and mesh.line_of("dp", rank - 1) or 0
+    first[line] = first[line] or rank
+    if value ~= values[first[line]] then
+      local said, list = agree.texts(self.world, names or ""), {}
+      for k, at in ipairs { rank, first[line] } do
+        list[k] = ("rank %d thawed %s"):format(at - 1, said[at] == "" and "no parameter" or said[at]:gsub("\n", ", "))
+      end
+      error(("%s: freeze and thaw the same parameters on all ranks"):format(table.concat(list, ", but ")), 0)
+    end
+  end
+end
+
+--- Checks that all ranks thawed the same parameters. All ranks must call it. An error of prepare() on one rank is
+--- raised on all ranks.
+---@param prepare fun(): string? returns the names of the parameters
+function Ranks:agree_on_thawed(prepare)
+  local ok, result = pcall(prepare)
+  local said, values = agree.texts(self.world, ok and "+" .. (result or "") or "-" .. tostring(result)), {}
+  if not ok then error(result, 0) end
+  for i, text in ipairs(said) do
+    if text:sub(1, 1) == "-" then error(("rank %d cannot thaw parameters: %s"):format(i - 1, text:sub(2)), 0) end
+    values[i] = text
+  end
+  compare_thawed(self, values, result)
+end
+
 -- Returns this rank's record. `ok` tells whether the step has begun. `part` is the fraction of an op's chunks for which
--- there was room.
-local function record_of(self, ok, part, limit, key)
+-- there was room. `thawed` has the names of the parameters for which this rank needs a new layout first.
+local function record_of(self, ok, part, limit, key, thawed)
   local engine, mine = self.engine, { failed = (ok or part) and 0 or 1, short = part and 1 or 0,
-    share = part or ok and limit() or 1, gathers = 0 }
+    share = part or ok and not thawed and limit() or 1, gathers = 0 }
+  if thawed then
+    mine.thawed = agree.text_hash(thawed)
+    return mine
+  end
   local reads = not self.data_compared and data.read_by(self.world)
   if reads then mine.data = agree.text_hash(reads) end
   if not ok then return mine end
@@ -334,21 +371,29 @@ end
 --- Begins a step by calling `fn`. A failure on one rank is raised on all ranks, and the errors of the other ranks name
 --- the failed rank and the cause. There is one exception: if share(problem) is a number on all ranks that failed,
 --- begin_step returns the minimum of these numbers and of the other ranks' limits, and the caller abandons the step.
---- Gathers run ahead of their uses only if all ranks expect the same gathers.
----@param fn function
+--- Gathers run ahead of their uses only if all ranks expect the same gathers. If fn returns names of thawed parameters
+--- on any rank, the step has not begun, and all ranks get a new layout first.
+---@param fn fun(): string? names of the thawed parameters, if this rank needs a new layout
 ---@param share fun(problem: any): number? returns the fraction of an op's chunks for which there was room
 ---@param limit fun(): number returns the size that smaller chunks may have on this rank, as a fraction of the present
 ---  size
 ---@param key string the shapes of the step
 ---@return number?
+---@return boolean? thaws whether a rank needs a new layout because parameters were thawed
 function Ranks:begin_step(fn, share, limit, key)
   local ok, problem = pcall(fn)
   local part = not ok and share(problem) or nil
-  local mine = record_of(self, ok, part, limit, key)
+  local mine = record_of(self, ok, part, limit, key, ok and problem)
   local records, failed, same, short, least = agree.gather(self.world, RECORD, mine), false, true, false, 1
-  for _, record in ipairs(records) do
+  local thaws, thawed = false, {}
+  for i, record in ipairs(records) do
     failed, short = failed or record.failed > 0, short or record.short > 0
     least = math.min(least, record.share)
+    thawed[i], thaws = record.thawed, thaws or record.thawed ~= 0
+  end
+  if not failed and thaws then
+    compare_thawed(self, thawed, ok and problem)
+    return nil, true
   end
   if not failed and short then return least end            -- the step begins again and compares these notes then
   self.noted = {}

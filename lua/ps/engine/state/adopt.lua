@@ -44,7 +44,7 @@ end
 --- Returns the optimizer's groups as param_groups of an engine, which identifies parameters by name.
 ---@param optimizer ps.Optimizer
 ---@param module ps.nn.Module
----@return table[] param_groups
+---@return table[] param_groups also has a function `adopted`, which returns whether the optimizer has a parameter
 function adopt.groups(optimizer, module)
   local number_of, list, by_name, left = {}, {}, {}, {}
   for number, group in ipairs(optimizer.groups) do
@@ -67,7 +67,18 @@ function adopt.groups(optimizer, module)
     left[at] = nil
   end
   if next(left) then refuse "has parameters that do not belong to the model" end
+  list.adopted = function(name) return by_name[name] ~= nil end
   return list
+end
+
+--- Raises an error if a parameter was thawed that the adopted optimizer does not have.
+---@param engine ps.Engine
+---@param name string the parameter's name
+function adopt.check_thawed(engine, name)
+  local list = engine.param_groups
+  if not (list and list.adopted) or list.adopted(name) then return end
+  caller.error(("%s was thawed, but the optimizer that was passed to ps.initialize does not have it, so it would not "
+    .. "be trained: make that optimizer over all parameters that train later, before they are frozen"):format(name))
 end
 
 --- Makes every other optimizer that has parameters of this module refuse step() while the engine is open.

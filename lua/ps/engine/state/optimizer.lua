@@ -220,6 +220,7 @@ end
 function Optimizer:load_state_dict(saved, model) -- luacheck: ignore 212/model
   self.engine:check_open()
   self.engine:end_step()
+  self.engine:train_thawed()
   state.load(self, saved)
   self:loaded()
   unused.begin(self.engine)
@@ -229,21 +230,12 @@ end
 --- Notes that values of the state were written, possibly including masters.
 function Optimizer:loaded() native.check(C.ps_engine_forget(native.ctx)) end
 
---- Creates the optimizer of an engine. Splits the trained parameters into groups by the engine's param_groups (default:
---- one group), and sorts built.list by virtual stage and then by group.
----@param engine ps.Engine
----@param built ps.engine.Built
----@param cfg ps.Config
----@return ps.EngineOptimizer
-function optimizer.new(engine, built, cfg)
-  local self = setmetatable({ engine = engine, built = built, kind = cfg.optimizer.type, steps = 0, group_of = {},
-    ranges = {}, groups = groups.configured(cfg.optimizer, engine.param_groups),
-    max_norm = cfg.gradient_clipping > 0 and cfg.gradient_clipping or nil }, INSTANCE)
-  self.states = groups.states(self.groups)
-  groups.begin_rates(self, cfg.rate_given and cfg.optimizer.params.lr or nil)
-  -- The order is the order of ps.optim and PyTorch: group by group. Norms are summed in this order, whichever rank
-  -- holds a parameter.
-  local all = copied(built.list)
+--- Assigns the trained parameters to groups, and sorts built.list by virtual stage and then by group. The order within
+--- the model is the order of ps.optim and PyTorch: group by group. Norms are summed in this order, whichever rank holds
+--- a parameter.
+---@param self ps.EngineOptimizer
+function optimizer.arrange(self)
+  local engine, built, all = self.engine, self.built, copied(self.built.list)
   for _, row in ipairs(built.elsewhere) do all[#all + 1] = row end
   groups.check_members(engine.param_groups, all, function(text) engine:note(text) end)
   for _, row in ipairs(all) do row.group = groups.number_of(engine.param_groups, row.name, row.param) - 1 end
@@ -261,6 +253,21 @@ function optimizer.new(engine, built, cfg)
     return a.order < b.order
   end)
   for i, row in ipairs(built.list) do self.group_of[i] = row.group end
+end
+
+--- Creates the optimizer of an engine. Splits the trained parameters into groups by the engine's param_groups (default:
+--- one group), and sorts built.list by virtual stage and then by group.
+---@param engine ps.Engine
+---@param built ps.engine.Built
+---@param cfg ps.Config
+---@return ps.EngineOptimizer
+function optimizer.new(engine, built, cfg)
+  local self = setmetatable({ engine = engine, built = built, kind = cfg.optimizer.type, steps = 0, group_of = {},
+    ranges = {}, groups = groups.configured(cfg.optimizer, engine.param_groups),
+    max_norm = cfg.gradient_clipping > 0 and cfg.gradient_clipping or nil }, INSTANCE)
+  self.states = groups.states(self.groups)
+  groups.begin_rates(self, cfg.rate_given and cfg.optimizer.params.lr or nil)
+  optimizer.arrange(self)
   return self
 end
 

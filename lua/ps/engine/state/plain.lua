@@ -15,6 +15,7 @@ local adopt = require "ps.engine.state.adopt"
 local masters = require "ps.engine.state.masters"
 local optimizer = require "ps.engine.state.optimizer"
 local step = require "ps.engine.step"
+local training = require "ps.engine.step.trained"
 
 local plain = {}
 
@@ -159,8 +160,63 @@ local function groups_of(engine, module)
   return list
 end
 
+-- Returns the field `built` of an engine, and the group, from 0, of each row of its list.
+local function rows_of(module, inner, made)
+  local rows, trains, untrained, group_of, numbers = named_rows(module, inner, made), {}, {}, {}, {}
+  for _, row in ipairs(rows) do trains[nn_module.address(row.param)] = true end
+  for name, param in module:named_parameters() do
+    if not trains[nn_module.address(param)] then untrained[#untrained + 1] = { name = name, param = param } end
+  end
+  for number, group in ipairs(inner.groups) do numbers[group] = number - 1 end
+  for i, row in ipairs(rows) do group_of[i] = numbers[row.entry.group] end
+  return { list = rows, frozen = {}, untrained = untrained }, group_of
+end
+
+--- Adds the parameters that were thawed since the last step to the optimizer. Their optimizer state begins with zeros.
+---@param engine ps.Engine
+function plain.train_thawed(engine)
+  local list = training.thawed(engine)
+  if #list == 0 then return end
+  local inner, made, entry_of = engine.optimizer.inner, {}, {}
+  local param_groups, number_of = engine.param_groups, {}
+  engine.masters:sync()
+  for _, entry in ipairs(inner.entries) do
+    local at = nn_module.address(entry.param)
+    entry_of[at] = entry
+    if not rawequal(entry.master, entry.param) then made[at] = entry.master end
+  end
+  for number, group in ipairs(inner.groups) do number_of[group] = number end
+  for _, row in ipairs(list) do
+    adopt.check_thawed(engine, row.name)
+    local group = inner.groups[optim_groups.number_of(param_groups, row.name, row.param)]
+    optim_groups.check_parameter(group, row.name, row.param, false)
+    row.param:set_grad(nil)
+    entry_of[nn_module.address(row.param)] = { param = row.param, group = group, t = 0 }
+  end
+  local members, entries = {}, {}
+  for i in ipairs(inner.groups) do members[i] = {} end
+  for _, p in ipairs(engine.module:parameters()) do
+    local entry = entry_of[nn_module.address(p)]
+    if entry then table.insert(members[number_of[entry.group]], entry) end
+  end
+  for i, group in ipairs(inner.groups) do
+    group.params = {}
+    for k, entry in ipairs(members[i]) do
+      group.params[k], entries[#entries + 1] = entry.param, entry
+      inner.trained[nn_module.address(entry.param)] = true
+    end
+  end
+  inner.entries = entries
+  local built, group_of = rows_of(engine.module, inner, made)
+  for key, value in pairs(built) do engine.built[key] = value end
+  engine.optimizer.group_of = group_of
+  engine.masters:close()
+  engine:laid_out(masters.new(engine.built))
+end
+
 -- Begins a step, without a plan.
 local function begin_step(engine)
+  plain.train_thawed(engine)
   engine.masters:sync()
   native.check(step.begin(engine, false))
 end
@@ -188,16 +244,7 @@ function plain.initialize(engine, request)
   local inner = optim[cfg.optimizer.type](groups_of(engine, module),
     { lr = cfg.rate_given and cfg.optimizer.params.lr or nil })
   inner.of_engine = true
-  local rows = named_rows(module, inner, made)
-  local trains, untrained = {}, {}
-  for _, row in ipairs(rows) do trains[nn_module.address(row.param)] = true end
-  for name, param in module:named_parameters() do
-    if not trains[nn_module.address(param)] then untrained[#untrained + 1] = { name = name, param = param } end
-  end
-  local built = { list = rows, frozen = {}, untrained = untrained }
-  local group_of, numbers = {}, {}
-  for number, group in ipairs(inner.groups) do numbers[group] = number - 1 end
-  for i, row in ipairs(rows) do group_of[i] = numbers[row.entry.group] end
+  local built, group_of = rows_of(module, inner, made)
   local own = setmetatable({ engine = engine, inner = inner, groups = inner.groups, group_of = group_of,
     kind = cfg.optimizer.type, states = optim_groups.states(inner.groups), steps = 0, n_updated = 0,
     max_norm = cfg.gradient_clipping > 0 and cfg.gradient_clipping or nil }, PlainOptimizer.instance)

@@ -1,8 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- An engine trains the parameters that its module had when the engine was made. A parameter that was added to the
 -- module later has no place for a gradient and no optimizer state: it would take part in the forward but never be
--- updated. The same is true of a parameter that was frozen at that time and is no longer frozen. Ranks compare which
--- parameters are frozen.
+-- updated. A parameter that was frozen at that time and is no longer frozen gets both before the next step
+-- (engine/layout/thaw.lua). Ranks compare which parameters are frozen.
 local caller = require "ps.core.caller"
 local nn_module = require "ps.nn.module"
 
@@ -10,26 +10,26 @@ local trained = {}
 
 local seen = setmetatable({}, { __mode = "k" })       -- nn_module.changes at the last check, by engine
 
--- Raises an error for parameters that were frozen when the engine was created and now require a gradient.
-local function check_frozen(engine)
-  for _, row in ipairs(engine.built.untrained) do
-    if row.param:needs_grad() then
-      error(("%s was frozen in ps.initialize, but requires a gradient now: it has no optimizer state and "
-        .. "would not be trained; to thaw parameters later, freeze them after ps.initialize, not before"):format(
-        row.name), 0)
-    end
-  end
+--- Returns the rows of the parameters that have no optimizer state yet and now require a gradient, since they were
+--- frozen when the layout was made. Includes parameters of other stages. The order is that of the model.
+---@param engine ps.Engine
+---@return table[]
+function trained.thawed(engine)
+  local list = {}
+  for _, row in ipairs(engine.built.untrained) do if row.param:needs_grad() then list[#list + 1] = row end end
+  if list[1] and list[1].number then table.sort(list, function(a, b) return a.number < b.number end) end
+  return list
 end
 
 --- Raises an error before a step if the module has parameters that the engine does not know or cannot train. It
 --- searches for new parameters only after a module has changed.
 ---@param engine ps.Engine
 function trained.check(engine)
-  check_frozen(engine)
   if seen[engine] == nn_module.changes then return end
   local known, built = {}, engine.built
-  for _, row in ipairs(built.list) do known[nn_module.address(row.param)] = true end
-  for _, row in ipairs(built.elsewhere or {}) do known[nn_module.address(row.param)] = true end
+  for _, list in ipairs { built.list, built.elsewhere or {}, built.untrained } do
+    for _, row in ipairs(list) do known[nn_module.address(row.param)] = true end
+  end
   for name, param in engine.module:named_parameters() do
     if param:needs_grad() and not known[nn_module.address(param)] then
       error(("%s is not a parameter of the engine: it was assigned, or replaced by module:to(...), after "
