@@ -2,7 +2,9 @@
 """Optimizers, schedules and loss scalers over about 20 steps, compared with torch.optim, torch.optim.lr_scheduler,
 torch.amp and the formulas of DeepSpeed's schedules, which docs/config.md lists.
 """
+import importlib.util
 import math
+from pathlib import Path
 
 import torch
 
@@ -125,6 +127,60 @@ def adafactor(d):
             opt.step()
         return [p.detach().to(m.dtype(dtype)) for p in ps]
     return Case(code, run, params + grads)
+
+
+def torchao():
+    """Returns torchao's functions of 8-bit states, without the rest of the package, which takes seconds to load."""
+    path = Path(importlib.util.find_spec("torchao").origin).parent / "optim" / "quant_utils.py"
+    spec = importlib.util.spec_from_file_location("quant_utils", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def codes(d):
+    """The 8-bit codes and scales of AdamW8bit's averages. With betas of 0 the averages are the gradient and its square.
+    Numbers are drawn between two values of the map, not closer to their midpoint than 1e-4 of the interval."""
+    quant, signed, n = torchao(), d.chance(0.5), d.int(1, 700)
+    table = torch.tensor(quant.create_dynamic_map(signed))
+    blocks = (n + 255) // 256
+    low = torch.tensor([d.int(0, 254) for _ in range(n)])
+    part = torch.tensor([d.choice(0.0, 0.3, 0.4999, 0.5001, 0.8) for _ in range(n)], dtype=torch.float64)
+    numbers = table.double()[low] * (1 - part) + table.double()[low + 1] * part
+    numbers[::256] = d.choice(1.0, -1.0) if signed else 1.0         # the largest of each block
+    scales = torch.tensor([d.choice(1e-11, 1e-6, 0.3, 1.0, 7e4) for _ in range(blocks)], dtype=torch.float64)
+    values = (numbers * scales.repeat_interleave(256)[:n]).float()
+    text = ("local p, byte = ps.zeros { %d }, { dtype = 'uint8' } "
+            "local m, of_m = ps.zeros({ %d }, byte), ps.zeros { %d } "
+            "local v, of_v = ps.zeros({ %d }, byte), ps.zeros { %d } "
+            "ps.ops.adam8bit_({ p, p, x[1], m, of_m, v, of_v }, 1, 1, 0, 0, 0, 1e-8, 0) return %s") % (
+                n, n, blocks, n, blocks, "m, of_m" if signed else "v, of_v")
+
+    def run(x, m):
+        given = x[0].detach().float()
+        whole = torch.zeros(256 * blocks)
+        whole[:n] = given if signed else given.square()
+        scaled, scale = quant.scale_tensor(whole, 256)
+        return [quant.quantize_8bit_with_qmap(scaled, table)[:n], scale]
+    return Case(text, run, [Input(values if signed else values.sqrt())], exact=True)
+
+
+def code_values(d):
+    """The values of 8-bit codes. With betas of 1 the averages stay, so the scale of a block with one code that is not
+    that of 0 becomes the magnitude of this code's value."""
+    signed, blocks = d.chance(0.5), d.int(1, 9)
+    table = torch.tensor(torchao().create_dynamic_map(signed))
+    of_block = torch.tensor([d.int(0, 255) for _ in range(blocks)])
+    given = torch.full((blocks, 256), 127 if signed else 0)
+    given[:, d.int(0, 255)] = of_block
+    scales = d.values([blocks], "fp32", 0.5, 2)
+    n = 256 * blocks
+    text = ("local p, m, of_m = ps.zeros { %d }, ps.zeros({ %d }, { dtype = 'uint8' }), ps.zeros { %d } "
+            "ps.ops.adam8bit_({ p, p, p, %s }, 1, 1, 0, 1, 1, 1e-8, 0) return x[2]") % (
+                n, n, blocks, "x[1], x[2], m, of_m" if signed else "m, of_m, x[1], x[2]")
+    # The map is computed by other operations: 5 units in the last place.
+    inputs = [Input(given.flatten().to(torch.uint8)), Input(scales)]
+    return Case(text, lambda x, m: table[of_block].abs() * x[1], inputs, slack=6 * 2.0 ** -24)
 
 
 def clip(d):
@@ -387,7 +443,8 @@ ROWS = [Row("optimizer", optimizer, weight=6), Row("clip_grad_norm", clip), Row(
         Row("loss scaler", loss_scaler, weight=2), Row("schedules", plain, weight=2),
         Row("PyTorch's schedules", of_names, weight=2),
         Row("WarmupLR, WarmupDecayLR", deepspeed_warmup, weight=2), Row("WarmupCosineLR", deepspeed_cosine),
-        Row("OneCycle", deepspeed_cycle), Row("LRRangeTest", deepspeed_range), Row("Adafactor", adafactor, weight=2)]
+        Row("OneCycle", deepspeed_cycle), Row("LRRangeTest", deepspeed_range), Row("Adafactor", adafactor, weight=2),
+        Row("8-bit codes", codes), Row("8-bit values", code_values)]
 
 if __name__ == "__main__":
     assert set(TYPES) >= {"fp32", "bf16", "fp16", "fp64"}

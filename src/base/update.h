@@ -1,38 +1,99 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Numbers that the updates of optimizers share on all backends: the values of 8-bit codes, and rates that follow from a
+ * Numbers that the updates of optimizers share on all backends: 8-bit codes of states, and rates that follow from a
  * parameter's shape or values. */
 #ifndef PS_BASE_UPDATE_H
 #define PS_BASE_UPDATE_H
+#include <float.h>
 #include <math.h>
 #include <stdbool.h>
 #include <stdint.h>
+#include "base/half.h"
 
 enum { PS_STATE_BLOCK = 256 };        /* elements that share a scale */
 
-/* Computes the 256 values of an 8-bit code in ascending order: the dynamic map of bitsandbytes and torchao. There
- * are seven decades. Decade i, from the smallest on, has the means of 2^i equal intervals of [0.1, 1] (2^(i + 1)
- * without signs), times 10^(i - 6). With signs, it also has their negatives. 0 and 1 are added. */
-static inline void ps_state_map(float *map, bool with_sign)
+/* -- 8-bit codes of states ----------------------------------------------------------------------------------------- */
+/* The dynamic map of bitsandbytes and torchao (Dettmers et al. 2022, "8-bit Optimizers via Block-wise Quantization")
+ * has 256 values. There are seven decades: decade i has the means of 2^i equal intervals of [0.1, 1] (2^(i + 1)
+ * without signs), times 10^(i - 6). With signs, the map also has their negatives. 0 and 1 are added. A code is the
+ * index of a value in ascending order, and a number has the code of the nearest value.
+ *
+ * Both conversions are arithmetic, so that vectors need no table of 256 values. `number` counts the values from 0 on:
+ * code - 127 with signs, else the code. Inside a decade a value is a linear function of its number. The exponent of
+ * q = 2 number (with signs) or q = number + 1 (without) tells the decade, as index (exponent field of q) % 8. The
+ * values are within 5 units in the last place of those of torchao. Arrays have 16 elements, the second half equal to
+ * the first, because a vector has up to 16 lanes. */
+typedef struct ps_codes {
+    float slope[16], base[16];        /* value = slope q + base, base with the sign of q */
+    float bound[16];                  /* range j + 1 of magnitudes begins at bound[j] */
+    float rate[16], shift[16];        /* number = first + min(whole part of (rate magnitude + shift), limit) */
+    float limit[16];
+    int32_t first[16];
+} ps_codes;
+/* The upper 16 bits of a magnitude are nearly linear in its logarithm. (bits - LEAST, at least 0) SPREAD / 2^16 is the
+ * number of the magnitude's range, or one less. */
+enum { PS_CODES_LEAST = 0x34e0, PS_CODES_SPREAD = 154 };
+
+static inline void ps_codes_make(ps_codes *c, bool has_sign)
 {
-    static const float power[7] = { 1e-6f, 1e-5f, 1e-4f, 1e-3f, 1e-2f, 1e-1f, 1.0f };
-    int n = 0, zero = with_sign ? 127 : 0;
-    map[zero] = 0, map[255] = 1;
+    static const double power[7] = { 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1 };
+    double last = 0;                  /* the largest value before the decade */
     for (int i = 0; i < 7; i++) {
-        int parts = (with_sign ? 1 : 2) << i;
-        float step = (1.0f - 0.1f) / (float)parts;
-        for (int k = 0; k < parts; k++) {
-            float low = k < (parts + 1) / 2 ? 0.1f + step * (float)k : 1.0f - step * (float)(parts - k);
-            float high = k + 1 < (parts + 1) / 2 ? 0.1f + step * (float)(k + 1) : 1.0f - step * (float)(parts - k - 1);
-            float value = power[i] * ((low + high) / 2.0f);
-            n++;
-            map[zero + n] = value;
-            if (with_sign) map[zero - n] = -value;
-        }
+        int parts = (has_sign ? 1 : 2) << i, first = has_sign ? parts : parts - 1, q = has_sign ? 2 * first : first + 1;
+        double width = power[i] * 0.9 / parts, least = power[i] * 0.1 + width / 2;
+        c->slope[i] = (float)(has_sign ? width / 2 : width);
+        c->base[i] = (float)(least - (double)c->slope[i] * q);
+        if (i > 0) c->bound[i - 1] = (float)((last + least) / 2);
+        c->rate[i] = (float)(1 / width), c->shift[i] = (float)(-power[i] * 0.1 / width);
+        c->first[i] = first, c->limit[i] = (float)(parts - 1);
+        last = power[i] - width / 2;
+        if (i > 0) continue;
+        c->first[0] = 0, c->limit[0] = (float)parts;           /* 0 belongs to the lowest decade: numbers 0, 1 or
+                                                                * 0, 1, 2, whose midpoints are on a line */
+        if (has_sign) c->slope[0] = (float)(least / 2), c->base[0] = 0;
+        c->rate[0] = has_sign ? (float)(2 / least) : (float)(1 / (least / 2 + width / 2));
+        c->shift[0] = has_sign ? 0 : (float)(1 - (double)c->rate[0] * (least / 2));
+    }
+    c->bound[6] = (float)((last + 1) / 2), c->bound[7] = INFINITY;
+    c->rate[7] = c->shift[7] = c->limit[7] = 0, c->first[7] = has_sign ? 128 : 255;
+    /* 1 has q = 256. Without signs, 0 has q = 1 and the same index. */
+    c->slope[7] = has_sign ? 1.0f / 256 : 1.0f / 255, c->base[7] = has_sign ? 0 : -1.0f / 255;
+    for (int i = 0; i < 8; i++) {
+        c->slope[i + 8] = c->slope[i], c->base[i + 8] = c->base[i], c->bound[i + 8] = c->bound[i];
+        c->rate[i + 8] = c->rate[i], c->shift[i + 8] = c->shift[i], c->limit[i + 8] = c->limit[i];
+        c->first[i + 8] = c->first[i];
     }
 }
 
-/* Returns the midpoint between the values of `code` and `code` + 1. From this number on, `code` + 1 is used. */
-static inline float ps_state_midpoint(const float *map, int code) { return (map[code] + map[code + 1]) * 0.5f; }
+/* Returns the value of a code. */
+static inline float ps_codes_value(const ps_codes *c, int code, bool has_sign)
+{
+    float q = (float)(has_sign ? 2 * (code - 127) : code + 1);
+    int j = (int)(ps_f32_bits(q) >> 23 & 7);
+    return fmaf(c->slope[j], q, has_sign && q < 0 ? -c->base[j] : c->base[j]);
+}
+
+/* Returns the code of the value nearest to x, with -1 - 2^-22 < x < 1 + 2^-22, x >= 0 without signs. The smallest
+ * value with signs is -0.993, since there is no code for -1. */
+static inline int ps_codes_nearest(const ps_codes *c, float x, bool has_sign)
+{
+    float magnitude = fabsf(x);
+    int32_t high = (int32_t)(ps_f32_bits(magnitude) >> 16) - PS_CODES_LEAST;
+    int j = (int)((high > 0 ? (uint32_t)high : 0) * PS_CODES_SPREAD >> 16);
+    j += magnitude >= c->bound[j];
+    float k = fmaf(magnitude, c->rate[j], c->shift[j]);
+    int number = c->first[j] + (int32_t)(k < c->limit[j] ? k : c->limit[j]);
+    if (!has_sign) return number;
+    number = x < 0 ? 127 - number : 127 + number;
+    return number < 0 ? 0 : number;
+}
+
+/* Returns the factor by which a block is multiplied before its elements are quantised. `most`: its largest magnitude,
+ * which is finite. */
+static inline float ps_codes_factor(float most)
+{
+    float factor = most > 0 ? 1 / most : 0;
+    return factor < FLT_MAX ? factor : FLT_MAX;              /* 1 / most overflows for subnormal numbers */
+}
 
 /* Returns the factor of Muon's step for a matrix of this shape. adjust: the attribute of muon_. */
 static inline double ps_muon_ratio(int adjust, int64_t rows, int64_t cols)

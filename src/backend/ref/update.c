@@ -142,28 +142,17 @@ int ref_adam_bf16_(ps_call *call)
 }
 
 /* -- AdamW with averages in 8 bits --------------------------------------------------------------------------------- */
-/* Dettmers et al. 2022, "8-bit Optimizers via Block-wise Quantization". Each block of PS_STATE_BLOCK elements has a
- * scale, its largest magnitude. A code is the index of the nearest of 256 values (ps_state_map). The block is
- * dequantised, updated as in optim.c and quantised. */
-static uint8_t nearest(const float *map, float x)
-{
-    int low = 0, high = 255;                       /* the last value <= x, or the first value */
-    while (low < high) {
-        int middle = (low + high + 1) / 2;
-        if (map[middle] <= x) low = middle;
-        else high = middle - 1;
-    }
-    if (low < 255 && x >= ps_state_midpoint(map, low)) low++;
-    return (uint8_t)low;
-}
-
-static void quantise(const float *map, const float *x, int64_t n, uint8_t *codes, float *scale)
+/* Each block of PS_STATE_BLOCK elements has a scale, its largest magnitude. The block is dequantised, updated as in
+ * optim.c and quantised. The codes of a block that is not finite are 0. */
+static void quantise(const ps_codes *c, const float *x, int64_t n, uint8_t *codes, float *scale, bool has_sign)
 {
     float most = 0;
     for (int64_t i = 0; i < n; i++) most = fabsf(x[i]) > most || x[i] != x[i] ? fabsf(x[i]) : most;
-    float inv = most > 0 ? 1 / most : 0;
-    for (int64_t i = 0; i < n; i++) codes[i] = nearest(map, x[i] * inv);
     *scale = most;
+    memset(codes, 0, (size_t)n);
+    if (!isfinite(most)) return;
+    float factor = ps_codes_factor(most);
+    for (int64_t i = 0; i < n; i++) codes[i] = (uint8_t)ps_codes_nearest(c, x[i] * factor, has_sign);
 }
 
 static void adam8bit(const ps_attrs_adam8bit_ *a, const ps_view *in)
@@ -172,22 +161,24 @@ static void adam8bit(const ps_attrs_adam8bit_ *a, const ps_view *in)
     float b1 = (float)a->beta1, b2 = (float)a->beta2, c1 = (float)(1 - a->beta1), c2 = (float)(1 - a->beta2);
     float keep = (float)(1 - a->lr * a->weight_decay), scale = (float)a->grad_scale, eps = (float)a->eps;
     float step = (float)(a->lr / bias1), inv = (float)(1 / sqrt(bias2)), m[PS_STATE_BLOCK], v[PS_STATE_BLOCK];
-    float signed_map[256], plain_map[256], *m_scale = in[4].data, *v_scale = in[6].data;
+    float *m_scale = in[4].data, *v_scale = in[6].data;
     uint8_t *m_codes = in[3].data, *v_codes = in[5].data;
-    ps_state_map(signed_map, true), ps_state_map(plain_map, false);
+    ps_codes with_sign, plain;
+    ps_codes_make(&with_sign, true), ps_codes_make(&plain, false);
     for (int64_t block = 0; block * PS_STATE_BLOCK < in->numel; block++) {
         int64_t first = block * PS_STATE_BLOCK, left = in->numel - first;
         int64_t n = left < PS_STATE_BLOCK ? left : PS_STATE_BLOCK;
         for (int64_t k = 0; k < n; k++) {
             int64_t i = first + k;
             float p = (float)ref_master_get(in, i) * keep, g = (float)ref_load(&in[2], i) * scale;
-            float old_m = signed_map[m_codes[i]] * m_scale[block], old_v = plain_map[v_codes[i]] * v_scale[block];
+            float old_m = ps_codes_value(&with_sign, m_codes[i], true) * m_scale[block];
+            float old_v = ps_codes_value(&plain, v_codes[i], false) * v_scale[block];
             m[k] = fmaf(b1, old_m, c1 * g);
             v[k] = fmaf(b2, old_v, (c2 * g) * g);
             ref_master_put(in, i, fmaf(-step, m[k] / fmaf(sqrtf(v[k]), inv, eps), p));
         }
-        quantise(signed_map, m, n, m_codes + first, &m_scale[block]);
-        quantise(plain_map, v, n, v_codes + first, &v_scale[block]);
+        quantise(&with_sign, m, n, m_codes + first, &m_scale[block], true);
+        quantise(&plain, v, n, v_codes + first, &v_scale[block], false);
     }
 }
 

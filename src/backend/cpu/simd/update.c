@@ -4,7 +4,7 @@
 #define PS_ANY_LANES
 #include "backend/cpu/simd/operand.h"
 #include "backend/cpu/simd/optim_list.h"
-#include "base/update.h"
+#include "backend/cpu/simd/codes.h"
 
 /* -- remainders ---------------------------------------------------------------------------------------------------- */
 static int remainder_split(ps_call *call)
@@ -195,143 +195,28 @@ static int adam_bf16(ps_call *call)
 }
 
 /* -- 8 bits -------------------------------------------------------------------------------------------------------- */
-/* Maps magnitudes to codes. The upper 16 bits of a magnitude select a cell, which contains at most one midpoint. A
- * cell has one word. `below` is the lower half of its midpoint, or 2^16 if it has none. `above` is 1 plus the number
- * of midpoints up to the cell's first number. Magnitudes below 2^-25 are nearest to 0, and NaNs have the last cell. */
-enum { LEAST = (127 - 25) << 7, CELLS = 26 << 7, MIDPOINT_BITS = 17 };
-struct code_map { float value[256]; uint32_t cell[CELLS]; };
-static struct code_map plain_map, signed_map;          /* filled once, before kernels run */
+static ps_codes plain_codes, signed_codes;             /* filled once, before kernels run */
 
-static void make_map(struct code_map *m, bool has_sign)
-{
-    int zero = has_sign ? 127 : 0, most = 255 - zero, number = 0;
-    ps_state_map(m->value, has_sign);
-    for (int cell = 0; cell < CELLS; cell++) {
-        uint32_t bits = (uint32_t)(LEAST + cell) << 16, low = 1u << 16;
-        float first = cell == 0 ? 0 : ps_bits_f32(bits), next = ps_bits_f32(bits + (1u << 16));
-        while (number < most && ps_state_midpoint(m->value, zero + number) <= first) number++;
-        if (number < most && ps_state_midpoint(m->value, zero + number) < next)
-            low = ps_f32_bits(ps_state_midpoint(m->value, zero + number)) & 0xffffu;
-        m->cell[cell] = (uint32_t)(number + 1) << MIDPOINT_BITS | low;
-    }
-}
-/* Loads eight single values, which takes less time than the gather instruction. */
-#if defined(__AVX2__) && !defined(__AVX512F__) && PS_LANES == 8
-SIMD __m256 eight_of(const float *p0, const float *p1, const float *p2, const float *p3, const float *p4,
-                     const float *p5, const float *p6, const float *p7)
-{
-    __m128 a = _mm_insert_ps(_mm_load_ss(p0), _mm_load_ss(p1), 0x10), b = _mm_load_ss(p4);
-    b = _mm_insert_ps(b, _mm_load_ss(p5), 0x10);
-    a = _mm_insert_ps(_mm_insert_ps(a, _mm_load_ss(p2), 0x20), _mm_load_ss(p3), 0x30);
-    b = _mm_insert_ps(_mm_insert_ps(b, _mm_load_ss(p6), 0x20), _mm_load_ss(p7), 0x30);
-    return _mm256_set_m128(b, a);
-}
-#endif
-SIMD vu cell_of(const struct code_map *m, vi at)
-{
-#if defined(__AVX512F__)
-    return (vu)_mm512_i32gather_epi32((__m512i)at, m->cell, 4);
-#elif defined(__AVX2__) && PS_LANES == 8
-    const float *t = (const float *)(const void *)m->cell;
-    uint64_t a = (uint64_t)_mm256_extract_epi64((__m256i)at, 0), b = (uint64_t)_mm256_extract_epi64((__m256i)at, 1);
-    uint64_t c = (uint64_t)_mm256_extract_epi64((__m256i)at, 2), d = (uint64_t)_mm256_extract_epi64((__m256i)at, 3);
-    return (vu)eight_of(t + (uint32_t)a, t + (a >> 32), t + (uint32_t)b, t + (b >> 32), t + (uint32_t)c, t + (c >> 32),
-                        t + (uint32_t)d, t + (d >> 32));
-#else
-    vu x;
-    for (int i = 0; i < VL; i++) x[i] = m->cell[at[i]];
-    return x;
-#endif
-}
-SIMD vf dequantise(const struct code_map *m, const uint8_t *codes, float scale)
-{
-    const float *t = m->value;
-#if defined(__AVX512F__)
-    return (vf)_mm512_i32gather_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)codes)), t, 4) * scale;
-#elif defined(__AVX2__) && PS_LANES == 8
-    uint64_t c;
-    memcpy(&c, codes, sizeof c);
-    return (vf)eight_of(t + (c & 255), t + (c >> 8 & 255), t + (c >> 16 & 255), t + (c >> 24 & 255),
-                        t + (c >> 32 & 255), t + (c >> 40 & 255), t + (c >> 48 & 255), t + (c >> 56)) * scale;
-#else
-    vf x;
-    for (int i = 0; i < VL; i++) x[i] = t[codes[i]];
-    return x * scale;
-#endif
-}
-SIMD void put_codes(uint8_t *codes, vi code)
-{
-#if defined(__AVX512F__)
-    _mm_storeu_si128((__m128i *)codes, _mm512_cvtepi32_epi8((__m512i)code));
-#elif defined(__AVX2__) && PS_LANES == 8
-    __m128i a = _mm256_castsi256_si128((__m256i)code), b = _mm256_extracti128_si256((__m256i)code, 1);
-    a = _mm_packs_epi32(a, b);
-    _mm_storel_epi64((__m128i *)codes, _mm_packus_epi16(a, a));
-#else
-    vb b = __builtin_convertvector(code, vb);
-    memcpy(codes, &b, sizeof b);
-#endif
-}
-/* A midpoint itself has the higher code, so a negative number must be beyond it. There is no code for -1. */
-SIMD void quantise(const struct code_map *m, vf x, uint8_t *codes, bool has_sign)
-{
-    vi magnitude = (vi)x & 0x7fffffff, cell = (magnitude >> 16) - vi_set(LEAST);
-    vi below = cell < vi_set(0), above = cell >= vi_set(CELLS);
-    cell = (cell & ~below & ~above) | (above & vi_set(CELLS - 1));
-    vu word = cell_of(m, cell);
-    vi low = magnitude & 0xffff, negative = (vi)x >> 31;
-    if (has_sign) low += negative;
-    vi code = (vi)(word >> MIDPOINT_BITS) + ((vi)(word & ((1u << MIDPOINT_BITS) - 1)) > low);
-    if (has_sign) {
-        code = ((code ^ negative) - negative) + vi_set(127);
-        code = code & ~(code < vi_set(0));
-    }
-    put_codes(codes, code & (x == x));
-}
-/* Returns the largest of all lanes, or NaN if there is a NaN. */
-SIMD float most_of(vf a)
-{
-    float x[VL], most;
-    memcpy(x, &a, sizeof x);
-    most = x[0];
-    for (int i = 1; i < VL; i++) most = x[i] > most || x[i] != x[i] ? x[i] : most;
-    return most;
-}
-/* Computes codes of n numbers x [PS_STATE_BLOCK], whose largest magnitude is `most`. */
-SIMD void quantise_block(const struct code_map *m, const float *x, int64_t n, float most, uint8_t *codes, float *scale,
-                         bool has_sign)
-{
-    float inv = most > 0 ? 1 / most : 0;
-    int64_t i = 0;
-    for (; i + VL <= n; i += VL) quantise(m, vf_load(x + i) * inv, codes + i, has_sign);
-    if (i < n) {
-        uint8_t rest[VL];
-        quantise(m, vf_load(x + i) * inv, rest, has_sign);
-        memcpy(codes + i, rest, (size_t)(n - i));
-    }
-    *scale = most;
-}
 /* Updates VL elements. codes, scale: of exp_avg and of exp_avg_sq. The new averages are written to mean and square. */
 SIMD void adam8bit_at(const struct adamw *h, const struct item *it, int64_t i, const uint8_t *const codes[2],
-                      const float scale[2], float *mean, float *square, vf *most, int form, int grad_dtype)
+                      const float scale[2], float *mean, float *square, vi most[2], int form, int grad_dtype)
 {
-    vf p = master_get(it, i, form), m = dequantise(&signed_map, codes[0], scale[0]);
-    vf v = dequantise(&plain_map, codes[1], scale[1]);
+    vf p = master_get(it, i, form), m = codes_load(&signed_codes, codes[0], true) * scale[0];
+    vf v = codes_load(&plain_codes, codes[1], false) * scale[1];
     adamw_step(h, vf_get(it->grad, i, grad_dtype), &p, &m, &v);
     master_put(it, i, p, form);
     vf_store(mean, m), vf_store(square, v);
-    most[0] = vf_max_nan(most[0], vf_max_nan(vf_abs(m), most[0]));
-    most[1] = vf_max_nan(most[1], vf_max_nan(vf_abs(v), most[1]));
+    most[0] = codes_most(most[0], m), most[1] = codes_most(most[1], v);
 }
 SIMD void adam8bit_block(const struct adamw *h, const struct item *it, int64_t first, int64_t n, int form,
                          int grad_dtype)
 {
-    float m[PS_STATE_BLOCK + VL], v[PS_STATE_BLOCK + VL];
+    float m[PS_STATE_BLOCK + CODES_RUN], v[PS_STATE_BLOCK + CODES_RUN];
     int64_t block = first / PS_STATE_BLOCK;
     float *m_scale = (float *)it->state[1] + block, *v_scale = (float *)it->state[3] + block;
     const float scale[2] = { *m_scale, *v_scale };
     uint8_t *m_codes = (uint8_t *)it->state[0] + first, *v_codes = (uint8_t *)it->state[2] + first;
-    vf most[2] = { vf_zero(), vf_zero() };
+    vi most[2] = { vi_set(0), vi_set(0) };
     int64_t i = 0;
     for (; i + VL <= n; i += VL)
         adam8bit_at(h, it, first + i, (const uint8_t *const[2]){ m_codes + i, v_codes + i }, scale, m + i, v + i, most,
@@ -339,20 +224,18 @@ SIMD void adam8bit_block(const struct adamw *h, const struct item *it, int64_t f
     if (i < n) {
         static const int none[2] = { 0, 0 };
         struct tail t;
-        vf whole[2] = { most[0], most[1] };
+        vi unused[2] = { vi_set(0), vi_set(0) };
         uint8_t rest[2][VL] = { { 0 }, { 0 } };
         memcpy(rest[0], m_codes + i, (size_t)(n - i)), memcpy(rest[1], v_codes + i, (size_t)(n - i));
         tail_get(&t, it, first + i, (int)(n - i), none);
-        adam8bit_at(h, &t.it, 0, (const uint8_t *const[2]){ rest[0], rest[1] }, scale, m + i, v + i, whole, form,
+        adam8bit_at(h, &t.it, 0, (const uint8_t *const[2]){ rest[0], rest[1] }, scale, m + i, v + i, unused, form,
                     grad_dtype);
         tail_put(&t, it, first + i, (int)(n - i), none);
-        for (int64_t k = n; k < i + VL; k++) m[k] = v[k] = 0;           /* no elements, so they must not affect the
-                                                                         * scale */
-        most[0] = vf_max_nan(most[0], vf_max_nan(vf_abs(vf_load(m + i)), most[0]));
-        most[1] = vf_max_nan(most[1], vf_max_nan(vf_abs(vf_load(v + i)), most[1]));
+        for (int64_t k = n; k < i + VL; k++) m[k] = v[k] = 0;  /* no elements, so they must not affect the scale */
+        most[0] = codes_most(most[0], vf_load(m + i)), most[1] = codes_most(most[1], vf_load(v + i));
     }
-    quantise_block(&signed_map, m, n, most_of(most[0]), m_codes, m_scale, true);
-    quantise_block(&plain_map, v, n, most_of(most[1]), v_codes, v_scale, false);
+    codes_store_block(&signed_codes, m, n, most[0], m_codes, m_scale, true);
+    codes_store_block(&plain_codes, v, n, most[1], v_codes, v_scale, false);
 }
 SIMD void adam8bit_body(const struct adamw *h, const struct item *it, int64_t first, int64_t last, int form,
                         int grad_dtype)
@@ -377,8 +260,8 @@ static int adam8bit(ps_call *call)
 void PS_ISA_FN(ps_cpu_fill_update)(ps_kernel *k);
 void PS_ISA_FN(ps_cpu_fill_update)(ps_kernel *k)
 {
-    make_map(&plain_map, false);
-    make_map(&signed_map, true);
+    ps_codes_make(&plain_codes, false);
+    ps_codes_make(&signed_codes, true);
     k[PS_OP_remainder_split_] = remainder_split;
     k[PS_OP_remainder_join] = remainder_join;
     k[PS_OP_lion_] = lion;
