@@ -3,6 +3,7 @@
 -- from a disk file. Prints the plan, each step, and one JSON line:
 --   step_s         the last step
 --   compute_s      the part without waits for copies
+--   processor_s    processor time of all threads
 --   bound_s        max(compute_s, bytes read / read rate + bytes written / write rate), with rates measured in this
 --                  run
 --   step_over_bound, peak_rss_mib, bytes_moved (of the last step), disk_gb_per_s (moved / step_s), rates
@@ -36,6 +37,7 @@ whole(parser:option("--width", "another width"), 1)
 whole(parser:option("--heads", "number of heads, instead of the preset's"), 1)
 whole(parser:option("--spare", "disk space to leave free, bytes", "5e9"), 0)
 parser:flag("--no-recompute", "keep activations")
+parser:flag("--checksums", "memory.disk.checksums: verify the bytes that are read from the disk")
 local args = parser:parse()
 
 local ps = require "ps"
@@ -89,7 +91,8 @@ local model, optimizer = ps.initialize {
     bf16 = args.dtype == "bf16" and { enabled = true } or nil,
     fp16 = args.dtype == "fp16" and { enabled = true } or nil,
     gradient_clipping = args.clip, chunk_size = args.chunk_size, eviction = args.eviction,
-    memory = { host = args.host, disk = { path = args.disk, limit = limit }, master = args.master },
+    memory = { host = args.host, disk = { path = args.disk, limit = limit, checksums = args.checksums },
+      master = args.master },
   },
 }
 result.state_bytes = tonumber(require("ps.nn.handle").of(model).built.state_bytes)
@@ -115,7 +118,7 @@ local function counters()
   local last = C.ps_engine_tier_count(ps.ctx) - 1
   ps.check(C.ps_engine_tier_get(ps.ctx, last, tier))
   return { wait = tonumber(stats.wait_s), unplanned = tonumber(stats.unplanned), up = tonumber(tier.bytes_up),
-    down = tonumber(tier.bytes_down), at = ps.now() }
+    down = tonumber(tier.bytes_down), at = ps.now(), processor = os.clock() }
 end
 
 local last
@@ -131,14 +134,15 @@ for step = 1, args.steps do
   optimizer:step()
   ps.check(C.ps_engine_settle(ps.ctx))
   local after = counters()
-  last = { seconds = after.at - before.at, wait = after.wait - before.wait, read = after.up - before.up,
-    written = after.down - before.down, unplanned = after.unplanned - before.unplanned }
-  print(("step %d: loss %.4f, %.1f s (forward %.1f, backward %.1f, update %.1f; waiting %.1f), read %.2f GB, wrote "
-    .. "%.2f GB, %d unplanned fetches, peak RSS %.0f MiB"):format(step, value, last.seconds, forward, backward,
-    last.seconds - forward - backward, last.wait, last.read / 1e9, last.written / 1e9, last.unplanned,
-    ps.peak_rss() / 2 ^ 20))
+  last = { seconds = after.at - before.at, processor = after.processor - before.processor,
+    wait = after.wait - before.wait, read = after.up - before.up, written = after.down - before.down,
+    unplanned = after.unplanned - before.unplanned }
+  print(("step %d: loss %.4f, %.1f s (forward %.1f, backward %.1f, update %.1f; waiting %.1f; processor %.1f), read "
+    .. "%.2f GB, wrote %.2f GB, %d unplanned fetches, peak RSS %.0f MiB"):format(step, value, last.seconds, forward,
+    backward, last.seconds - forward - backward, last.wait, last.processor, last.read / 1e9,
+    last.written / 1e9, last.unplanned, ps.peak_rss() / 2 ^ 20))
 end
-result.step_s, result.wait_s = last.seconds, last.wait
+result.step_s, result.wait_s, result.processor_s = last.seconds, last.wait, last.processor
 result.compute_s = last.seconds - last.wait
 result.bytes_read, result.bytes_written, result.bytes_moved = last.read, last.written, last.read + last.written
 result.transfer_s = last.read / read[0] + last.written / write[0]

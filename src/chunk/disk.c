@@ -225,9 +225,8 @@ static bool sum_fits(const ps_disk *d, const piece *p)
 }
 
 /* Called before each attempt to transfer the remainder of a piece. */
-static void begin(ps_disk *d, piece *p)
+static void begin(piece *p)
 {
-    if (p->left == p->nbytes && !p->tries) note_sum(d, p);
     p->len = p->left;
     p->forced = 0;
     p->began = atomic_load(&slow_ns) ? ps_now() : 0;
@@ -309,8 +308,9 @@ static void *plain_thread(void *arg)
         pthread_mutex_unlock(&d->lock);
         if (!have) return NULL;
         int64_t res;
+        note_sum(d, &p);
         do {
-            begin(d, &p);
+            begin(&p);
             if (p.forced) res = p.forced;
             else if (p.job->way == WRITE) res = pwrite(d->fd, p.mem, (size_t)p.len, p.offset);
             else res = pread(d->fd, p.mem, (size_t)p.len, p.offset);
@@ -324,7 +324,7 @@ static void *plain_thread(void *arg)
 static void send_piece(ps_disk *d, piece *p)
 {
     struct io_uring_sqe *sqe = io_uring_get_sqe(&d->ring);
-    begin(d, p);
+    begin(p);
     p->iov = (struct iovec){ p->mem, (size_t)p->len };
     if (p->forced) io_uring_prep_nop(sqe);
     else if (p->job->way == WRITE) io_uring_prep_writev(sqe, d->fd, &p->iov, 1, (uint64_t)p->offset);
@@ -369,6 +369,30 @@ static void lose_ring(ps_disk *d, piece *pieces, int err)
     give_up(d, err);
 }
 
+/* Takes pieces into all unused entries and submits their requests. Returns the number of pieces in use. The checksums
+ * of writes are computed after the requests have been submitted, so that the disk is busy meanwhile. If the kernel
+ * refuses a request, it stays in the ring until the next submission. */
+static int send_pieces(ps_disk *d, piece *pieces)
+{
+    bool taken[DEPTH] = { false };
+    int held = 0, sums = 0;
+    for (int i = 0; i < DEPTH; i++) {
+        if (!pieces[i].job) {
+            pthread_mutex_lock(&d->lock);
+            taken[i] = take_piece(d, &pieces[i]);
+            pthread_mutex_unlock(&d->lock);
+            if (!taken[i]) continue;
+            send_piece(d, &pieces[i]);
+            sums += d->sums && pieces[i].job->way == WRITE;
+        }
+        held++;
+    }
+    if (sums) io_uring_submit_and_wait(&d->ring, 0);
+    for (int i = 0; i < DEPTH && sums; i++)
+        if (taken[i]) note_sum(d, &pieces[i]);
+    return held;
+}
+
 static void *ring_thread(void *arg)
 {
     ps_disk *d = arg;
@@ -383,17 +407,7 @@ static void *ring_thread(void *arg)
             io_uring_sqe_set_data(sqe, NULL);
             wants_poll = false;
         }
-        int held = 0;
-        for (int i = 0; i < DEPTH; i++) {
-            if (!pieces[i].job) {
-                pthread_mutex_lock(&d->lock);
-                bool have = take_piece(d, &pieces[i]);
-                pthread_mutex_unlock(&d->lock);
-                if (!have) continue;
-                send_piece(d, &pieces[i]);
-            }
-            held++;
-        }
+        int held = send_pieces(d, pieces);
         pthread_mutex_lock(&d->lock);
         bool stop = d->stop;
         pthread_mutex_unlock(&d->lock);
