@@ -23,6 +23,7 @@ local lfs = require "lfs"
 local encode = require "ps.core.encode"
 local Pieced = require "ps.io.pieced"
 local rectangles = require "ps.core.rectangles"
+local read_file = require "ps.core.read_file"
 local safetensors = require "ps.io.safetensors"
 local C = native.C
 local error = require("ps.core.caller").error
@@ -234,11 +235,9 @@ end
 ---@return table
 function rank_files.index(folder)
   local path = folder .. INDEX
-  local file, why = io.open(path, "rb")
-  if not file then error(("this checkpoint is incomplete: cannot open %s"):format(why), 0) end
-  local text, problem = file:read("*a")
-  file:close()
-  if not text then error(("cannot read %s: %s"):format(path, problem), 0) end
+  local text, why, absent = read_file(path)
+  if absent then error(("this checkpoint is incomplete: cannot open %s"):format(why), 0) end
+  if not text then error("cannot read " .. why, 0) end
   local digits, rest = text:sub(#HEAD + 1, #HEAD + 16), text:sub(#HEAD + 17)
   if text:sub(1, #HEAD) ~= HEAD or bit.tohex(C.ps_xxh3(rest, #rest), 16) ~= digits then
     error(path .. " is damaged: its checksum differs from the one in it", 0)

@@ -3,6 +3,7 @@
 -- file, or base64 of JSON. The result is a copy, which the caller may change.
 local json = require "ps.config.json"
 local without_bom = require "ps.core.bom"
+local read_file = require "ps.core.read_file"
 local lib_null = require("cjson").null                     -- null in a table that a script decoded itself with cjson
 
 local source = {}
@@ -40,14 +41,6 @@ local function base64(text)
   return table.concat(out)
 end
 
-local function contents(path)
-  local f, why = io.open(path, "rb")
-  if not f then return nil, why end
-  local text, problem = f:read("*a")
-  f:close()
-  return text, problem and path .. ": " .. problem
-end
-
 local function run_lua(text, path)
   if text:sub(1, 1) == "\27" then error(path .. ": compiled Lua; a configuration is a .lua file in text", 0) end
   local chunk, why = loadstring((text:gsub("^#[^\n]*", "")), "@" .. path)
@@ -79,7 +72,7 @@ function source.read(from)
   if type(from) ~= "string" then
     error(("config: a %s was given; expected a table, a path (.lua, .json) or base64 of JSON"):format(type(from)), 0)
   end
-  local text, why = contents(from)
+  local text, why = read_file(from)
   if text then
     text = without_bom(text)
     if from:match("%.lua$") then return copy(run_lua(text, from), from, 1), from end

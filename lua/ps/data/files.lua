@@ -10,6 +10,7 @@ local cjson = require "cjson"
 local ffi = require "ffi"
 local glob = require "posix.glob"
 local lfs = require "lfs"
+local read_file = require "ps.core.read_file"
 local error = caller.error
 local C, check = native.C, native.check
 
@@ -93,10 +94,8 @@ function files.list(list, name)
 end
 
 local function whole_file(path)
-  local file, why = io.open(path, "rb")
-  if not file then error("ps.data.table: " .. why) end
-  local text = file:read "*a"
-  file:close()
+  local text, why = read_file(path)
+  if not text then error("ps.data.table: " .. why) end
   return text
 end
 

@@ -7,6 +7,7 @@ local fcntl = require "posix.fcntl"
 local stat = require "posix.sys.stat"
 local unistd = require "posix.unistd"
 local entropy = require "ps.core.entropy"
+local read_file = require "ps.core.read_file"
 
 local secret = {}
 
@@ -39,14 +40,6 @@ local function own_folder(getenv)
   return path
 end
 
-local function read(path)
-  local f, why = io.open(path, "rb")
-  if not f then return nil, why end
-  local text = f:read("*a")
-  f:close()
-  return text
-end
-
 -- Creates the file of the secret. If several processes try, the first one wins. The file is complete when it gets its
 -- name.
 local function make(path)
@@ -70,7 +63,7 @@ end
 function secret.of_this_machine(getenv)
   local path = own_folder(getenv) .. "/secret"
   if not stat.stat(path) then make(path) end
-  local text, why = read(path)
+  local text, why = read_file(path)
   if not text then fail("cannot read the secret of this user's runs: %s", why) end
   if not text:match("^%x+$") or #text ~= 64 then
     fail("%s is not a secret that psluajit wrote (64 hexadecimal digits); remove it", path)
@@ -79,7 +72,7 @@ function secret.of_this_machine(getenv)
 end
 
 local function of_file(path)
-  local text, why = read(path)
+  local text, why = read_file(path)
   if not text then fail("PS_SECRET names a file that cannot be read: %s", why) end
   text = text:gsub("%s+$", "")
   if text == "" then fail("PS_SECRET names %s, which is empty; write a secret into it", path) end

@@ -72,7 +72,8 @@ function writing.replace(path, entry)
   end
   local fine = at and entry[2] ~= "string" and type(entry[3]) ~= "table" and file:seek("set", base + at - 1)
     and file:write(whole)
-  file:close()
+  local closed, problem = file:close()
+  if not closed then error(("cannot change the entry %s of %s: %s"):format(entry[1], path, problem)) end
   if not fine then error(("%s: it has no entry %s of type %s that can be changed"):format(path, entry[1], entry[2])) end
 end
 

@@ -6,6 +6,7 @@ local caller = require "ps.core.caller"
 local json = require "cjson"
 local without_bom = require "ps.core.bom"
 local lfs = require "lfs"
+local read_file = require "ps.core.read_file"
 local rectangles = require "ps.core.rectangles"
 local settings = require "ps.pretrained.settings"
 local error = caller.error
@@ -27,10 +28,8 @@ local COMPANIONS = { "generation_config.json", "tokenizer.json", "tokenizer_conf
 local function is(path, mode) return lfs.attributes(path, "mode") == mode end
 
 local function read(path)
-  local file, why = io.open(path, "rb")
-  if not file then error("no model file: " .. why) end
-  local text = file:read("*a") or ""                       -- read returns nil if the path is a folder
-  file:close()
+  local text, why, absent = read_file(path)
+  if not text then error((absent and "no model file: " or "cannot read a model's file: ") .. why) end
   return text
 end
 
@@ -58,11 +57,9 @@ local function cache()
 end
 
 local function commit_of(repo, revision)
-  local file = io.open(("%s/refs/%s"):format(repo, revision), "rb")
-  if not file then return revision end
-  local commit = (file:read("*a") or ""):match("^%s*(.-)%s*$")
-  file:close()
-  return commit
+  local text, why, absent = read_file(("%s/refs/%s"):format(repo, revision))
+  if not text and not absent then error("cannot read the commit of a model's revision: " .. why) end
+  return text and text:match "^%s*(.-)%s*$" or revision
 end
 
 --- Returns the path of a model. If `name` is the path of a folder or a GGUF file, returns it. Otherwise `name` is a

@@ -5,6 +5,7 @@
 local caller = require "ps.core.caller"
 local io_gguf = require "ps.io.gguf"
 local json = require "cjson"
+local read_file = require "ps.core.read_file"
 local without_bom = require "ps.core.bom"
 local gguf_tokenizer = require "ps.pretrained.gguf_tokenizer"
 local settings = require "ps.pretrained.settings"
@@ -20,9 +21,8 @@ local GPT2 = gguf_tokenizer.PRE["gpt-2"][1]
 local PREFERRED = { "llama-bpe", "gpt-2", "qwen2", "smollm", "gpt-4o", "falcon", "deepseek-v3", "tekken", "qwen35" }
 
 local function read(path)
-  local file = io.open(path, "rb")
-  local text = file and file:read "*a"
-  if file then file:close() end
+  local text, why, absent = read_file(path)
+  if not text and not absent then error("cannot read a tokenizer's file: " .. why) end
   return text and without_bom(text)
 end
 

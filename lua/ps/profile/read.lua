@@ -3,6 +3,7 @@
 -- the phases of the steps. Times are microseconds, as in the file.
 local json = require("cjson").new()
 local optimizers = require "ps.optimizers"
+local read_file = require "ps.core.read_file"
 
 json.decode_max_depth(100)
 
@@ -53,10 +54,8 @@ for i, kind in ipairs(kinds_in_order()) do rank_of_kind[kind] = i end
 -- Returns the JSON in the file. The error says whether the file is not JSON, is truncated, or was written by another
 -- program.
 local function decoded(path)
-  local f, why = io.open(path, "rb")
-  local text = f and f:read "*a"
-  if f then f:close() end
-  if not text then error(("cannot read %s: %s"):format(path, why or "it is not a file"), 0) end
+  local text, why = read_file(path)
+  if not text then error("cannot read " .. why, 0) end
   local ok, all = pcall(json.decode, text)
   if not ok then
     local what = tostring(all):match "^[^\n]*"

@@ -4,6 +4,7 @@
 local json = require("cjson").new()
 local caller = require "ps.core.caller"
 local readable = require "ps.core.readable"
+local read_file = require "ps.core.read_file"
 local error = caller.error
 
 local report = { OUTSIDE = "(no module)" }   -- OUTSIDE is the name of the row for ops outside modules
@@ -51,10 +52,8 @@ end
 ---@param path string
 ---@return table
 function report.read(path)
-  local file, problem = io.open(path, "rb")
-  if not file then error("cannot read the profile: " .. problem) end
-  local content = file:read("*a")
-  file:close()
+  local content, problem = read_file(path)
+  if not content then error("cannot read the profile: " .. problem) end
   local ok, profile = pcall(json.decode, content)
   if not ok then error(("%s is not a profile, or was cut off: %s"):format(path, profile)) end
   local about = type(profile) == "table" and profile.psluajit

@@ -6,6 +6,7 @@ local caller = require "ps.core.caller"
 local chat = require "ps.chat"
 local folder = require "ps.pretrained.folder"
 local lfs = require "lfs"
+local read_file = require "ps.core.read_file"
 local error = caller.error
 local C, check = native.C, native.check
 
@@ -14,10 +15,8 @@ local conversations = {}
 local NAMES = { "bos", "eos", "unk", "sep", "pad", "cls", "mask" }
 
 local function read(path)
-  local file, why = io.open(path, "rb")
-  if not file then error("no chat template: " .. why) end
-  local text = file:read("*a")
-  file:close()
+  local text, why = read_file(path)
+  if not text then error("no chat template: " .. why) end
   return text
 end
 

@@ -3,6 +3,7 @@
 local caller = require "ps.core.caller"
 local json = require "cjson"
 local lfs = require "lfs"
+local read_file = require "ps.core.read_file"
 local without_bom = require "ps.core.bom"
 local error = caller.error
 
@@ -25,11 +26,9 @@ end
 ---@return table? value nil if there is no such file
 function object.of_file(path)
   if lfs.attributes(path, "mode") ~= "file" then return nil end
-  local file, why = io.open(path, "rb")
-  if not file then error("no tokenizer: " .. why) end
-  local text = file:read("*a")
-  file:close()
-  return object.decode(without_bom(text or ""), path)
+  local text, why = read_file(path)
+  if not text then error("cannot read a tokenizer's file: " .. why) end
+  return object.decode(without_bom(text), path)
 end
 
 --- Returns whether a field is absent or null.

@@ -8,6 +8,7 @@ local folder = require "ps.pretrained.folder"
 local gguf = require "ps.io.gguf"
 local json = require "cjson"
 local lfs = require "lfs"
+local read_file = require "ps.core.read_file"
 local error = caller.error
 local C, check = native.C, native.check
 
@@ -17,10 +18,8 @@ local save = {}
 local OTHERS = { ["generation_config.json"] = true, ["preprocessor_config.json"] = true }
 
 local function read(path)
-  local file, why = io.open(path, "rb")
-  if not file then error("no tokenizer: " .. why) end
-  local text = file:read("*a")
-  file:close()
+  local text, why = read_file(path)
+  if not text then error("cannot read a tokenizer's file: " .. why) end
   return text
 end
 

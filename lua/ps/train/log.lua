@@ -6,6 +6,7 @@ local native = require "ps.core.ffi"
 local appended = require "ps.io.appended"
 local folder = require "ps.checkpoints.folder"
 local lfs = require "lfs"
+local read_file = require "ps.core.read_file"
 local chunks = require "ps.memory.chunks"
 local time = require "posix.time"
 
@@ -38,14 +39,15 @@ Log.__index = Log
 -- the current form.
 local function lines_until(path, step, step_of, renew)
   local kept = {}
-  local old = step > 0 and io.open(path, "rb")
-  if not old then return kept end
-  for line in old:read("*a"):gmatch "[^\n]*\n" do
+  if step == 0 then return kept end
+  local old, why, absent = read_file(path)
+  if absent then return kept end
+  if not old then error(("cannot continue the log %s"):format(why), 0) end
+  for line in old:gmatch "[^\n]*\n" do
     if renew then line = renew(line) end
     local at = tonumber(step_of(line))
     if at and at <= step then kept[#kept + 1] = line end
   end
-  old:close()
   return kept
 end
 
