@@ -94,6 +94,26 @@ describe("a door", function()
     assert.truthy(text:match "^true\tfalse\t.*tensor 'a' is damaged: the checksum of the bytes that were read", text)
   end)
 
+  it("fails a read of a file that is copied, and no empty copy is made", function()
+    if missing then return pending(missing) end
+    local text = run("0:read@0=EIO", [[
+      require("lfs").mkdir(folder .. "/to")
+      local f = io.open(folder .. "/generation_config.json", "w") f:write '{"top_k":3}' f:close()
+      print(pcall(require("ps.pretrained.folder").copy_companions, folder, folder .. "/to"))
+      print(io.open(folder .. "/to/generation_config.json"))
+    ]])
+    assert.truthy(text:find("/run/generation_config.json: Input/output error", 1, true), text)
+    assert.truthy(text:match "^false" and text:match "\nnil\t", text)
+  end)
+
+  it("has no room only for calls that need room", function()
+    if missing then return pending(missing) end
+    local text, _, events = run("0:any@0+1000=ENOSPC", "print(os.remove(folder .. '/a'), io.open(folder .. '/a', 'w'))")
+    assert.truthy(text:find("/run/a: No space left on device", 1, true), text)
+    assert.truthy(text:find "nil", text)
+    assert.equal(1, #events)
+  end)
+
   it("counts the calls of one class of files", function()
     if missing then return pending(missing) end
     local text, _, events = run("0:write/save@0=EIO", SAVE)

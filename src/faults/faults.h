@@ -27,12 +27,13 @@ enum faults_door {
 };
 /* plan.c performs the actions from ACT_DELAY on before the call. The door performs the other actions. */
 enum faults_action {
-    ACT_NONE, ACT_ERRNO, ACT_INTERRUPT, ACT_SHORT, ACT_FLIP, ACT_RESET, ACT_HALF_OPEN, ACT_DRIP, ACT_JUMP,
+    ACT_NONE, ACT_ERRNO, ACT_FULL, ACT_INTERRUPT, ACT_SHORT, ACT_FLIP, ACT_RESET, ACT_HALF_OPEN, ACT_DRIP, ACT_JUMP,
     ACT_SPURIOUS, ACT_REORDER, ACT_CUT, ACT_DELAY, ACT_KILL, ACT_STOP, ACT_SIGNAL, ACT_POWER, ACT_POWER_ALL
 };
 typedef struct faults_hit {
     int action;                 /* ACT_NONE lets the call proceed */
-    int err;                    /* errno for ACT_ERRNO and ACT_INTERRUPT (EINTR, which only some calls can return) */
+    int err;                    /* errno for ACT_ERRNO, for ACT_FULL (ENOSPC and EDQUOT, only of calls that need space)
+                                 * and for ACT_INTERRUPT (EINTR, which only some calls can return) */
     double arg;                 /* number of the action, or 0 */
 } faults_hit;
 

@@ -75,8 +75,9 @@ static int open_door(int folder, const char *path, int flags, mode_t mode, bool 
     char full[PATH_MAX];
     const char *mine = ours(folder, path, full);
     bool folders = (flags & O_DIRECTORY) != 0, nameless = (flags & O_TMPFILE) == O_TMPFILE;
+    unsigned can = (interrupts ? CAN_STOP : CAN_FAIL) | (flags & O_CREAT || nameless ? CAN(ACT_FULL) : 0u);
     if (!mine) return (int)syscall(SYS_openat, folder, path, flags, mode);
-    faults_hit hit = faults_pass(DOOR_OPEN, interrupts ? CAN_STOP : CAN_FAIL, mine);
+    faults_hit hit = faults_pass(DOOR_OPEN, can, mine);
     if (hit.action) return fail(hit);
     bool is_new = (flags & O_CREAT) && access(mine, F_OK) != 0;
     if (is_new) lost_create(mine);
@@ -142,7 +143,7 @@ static ssize_t read_door(int fd, void *bytes, size_t nbytes, int64_t offset, boo
 
 static ssize_t write_door(int fd, const void *bytes, size_t nbytes, int64_t offset, bool interrupts)
 {
-    unsigned can = (interrupts ? CAN_STOP : CAN_FAIL) | CAN(ACT_SHORT);
+    unsigned can = (interrupts ? CAN_STOP : CAN_FAIL) | CAN(ACT_FULL) | CAN(ACT_SHORT);
     faults_hit hit = faults_pass(DOOR_WRITE, can, faults_path_of(fd));
     if (hit.err) return fail(hit);
     size_t n = hit.action == ACT_SHORT && nbytes > 1 ? (nbytes > 8192 ? nbytes / 2 / 4096 * 4096 : nbytes / 2) : nbytes;
@@ -182,7 +183,7 @@ int fsync(int fd)
 {
     int class = faults_class_of(fd);
     if (class != FD_FILE && class != FD_FOLDER) return (int)syscall(SYS_fsync, fd);
-    faults_hit hit = faults_pass(DOOR_SYNC, CAN_STOP, faults_path_of(fd));
+    faults_hit hit = faults_pass(DOOR_SYNC, CAN_STOP | CAN(ACT_FULL), faults_path_of(fd));
     if (hit.err && hit.err != EINTR) lost_failed_sync(fd, (uint64_t)hit.arg);
     if (hit.action) return fail(hit);
     /* The bytes need not reach the disk of this machine, because a power failure is only simulated. */
@@ -195,7 +196,7 @@ int fdatasync(int fd) { return fsync(fd); }
 int ftruncate(int fd, off_t nbytes)
 {
     if (!is_file(fd)) return (int)syscall(SYS_ftruncate, fd, nbytes);
-    faults_hit hit = faults_pass(DOOR_SPACE, CAN_STOP, faults_path_of(fd));
+    faults_hit hit = faults_pass(DOOR_SPACE, CAN_STOP | CAN(ACT_FULL), faults_path_of(fd));
     if (hit.action) return fail(hit);
     if (faults_class_of(fd) == FD_FILE) lost_resize(fd);
     return (int)syscall(SYS_ftruncate, fd, nbytes);
@@ -204,7 +205,7 @@ int ftruncate(int fd, off_t nbytes)
 int fallocate(int fd, int mode, off_t offset, off_t nbytes)
 {
     if (!is_file(fd)) return (int)syscall(SYS_fallocate, fd, mode, offset, nbytes);
-    faults_hit hit = faults_pass(DOOR_SPACE, CAN_STOP, faults_path_of(fd));
+    faults_hit hit = faults_pass(DOOR_SPACE, CAN_STOP | CAN(ACT_FULL), faults_path_of(fd));
     if (hit.action) return fail(hit);
     if (faults_class_of(fd) == FD_FILE) lost_resize(fd);
     return (int)syscall(SYS_fallocate, fd, mode, offset, nbytes);
@@ -295,7 +296,7 @@ int mkdir(const char *path, mode_t mode)
     char full[PATH_MAX];
     const char *mine = ours(AT_FDCWD, path, full);
     if (!mine) return (int)syscall(SYS_mkdir, path, mode);
-    faults_hit hit = faults_pass(DOOR_MKDIR, CAN_FAIL, mine);
+    faults_hit hit = faults_pass(DOOR_MKDIR, CAN_FAIL | CAN(ACT_FULL), mine);
     if (hit.action) return fail(hit);
     lost_mkdir(mine);
     int rc = (int)syscall(SYS_mkdir, path, mode);

@@ -120,7 +120,8 @@ static bool set_action(event *e, char *text)
     for (size_t i = 0; i < sizeof errors / sizeof *errors; i++)
         if (!strcmp(text, errors[i].name)) {
             e->err = errors[i].err;
-            e->action = e->err == EINTR ? ACT_INTERRUPT : ACT_ERRNO;
+            bool full = e->err == ENOSPC || e->err == EDQUOT;
+            e->action = e->err == EINTR ? ACT_INTERRUPT : full ? ACT_FULL : ACT_ERRNO;
         }
     return e->action != ACT_NONE;
 }
@@ -140,7 +141,7 @@ static void add(const char *text)
     if (e.door < 0 || e.class < 0 || nth < 0 || count < 1 || !set_action(&e, what)) refuse(text);
     wants_power |= e.action == ACT_POWER_ALL;               /* of any rank */
     if (who[0] != '*' && atoi(who) != rank) return;
-    wants_power |= e.action == ACT_POWER || (e.action == ACT_ERRNO && e.door == DOOR_SYNC);
+    wants_power |= e.action == ACT_POWER || ((e.action == ACT_ERRNO || e.action == ACT_FULL) && e.door == DOOR_SYNC);
     watched |= 1u << e.door;
     events[n_events++] = e;
 }

@@ -33,7 +33,7 @@ static void pass(struct io_uring_sqe *sqe, struct io_uring_sqe *last)
     if ((!reads && sqe->opcode != IORING_OP_WRITEV) || sqe->len != 1) return;
     struct iovec *v = (struct iovec *)(uintptr_t)sqe->addr;
     unsigned can = CAN(ACT_ERRNO) | CAN(ACT_INTERRUPT) | CAN(ACT_SHORT) | CAN(ACT_REORDER)
-                   | (reads ? CAN(ACT_FLIP) : 0u);
+                   | (reads ? CAN(ACT_FLIP) : CAN(ACT_FULL));
     faults_hit hit = faults_pass(reads ? DOOR_READ : DOOR_WRITE, can, "(ring)");
     if (hit.action == ACT_REORDER) {
         struct io_uring_sqe first = *sqe;

@@ -11,6 +11,7 @@ local rectangles = require "ps.core.rectangles"
 local scope = require "ps.core.scope"
 local sharded = require "ps.nn.sharded"
 local serialize = require "ps.io.serialize"
+local batch = require "ps.pretrained.batch"
 local folder = require "ps.pretrained.folder"
 local pretrained_save = require "ps.pretrained.save"
 local safetensors = require "ps.io.safetensors"
@@ -269,13 +270,11 @@ end
 local function write_folder(path, adapters, name, entries, base, group)
   local rank = group and group:rank() or 0
   agree.run(group, function() if rank == 0 then make_folder((path:gsub("(.)/+$", "%1"))) end end)
-  pretrained_save.write(path .. "/" .. WEIGHTS, entries, function(file, list)
-    return safetensors.writer(file, list, { format = "pt", [BASE_KEY] = base })
-  end, group)
-  agree.run(group, function()
-    if rank > 0 then return end
-    local text = config.text(adapters, name)
-    native.check(C.ps_file_write_atomic(path .. "/" .. config.FILE, text, #text))
+  batch.write(path, group, function(made)
+    pretrained_save.write(made:file(WEIGHTS), entries, function(file, list)
+      return safetensors.writer(file, list, { format = "pt", [BASE_KEY] = base })
+    end, group)
+    return { [config.FILE] = config.text(adapters, name) }
   end)
 end
 

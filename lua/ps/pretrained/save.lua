@@ -8,6 +8,7 @@ local handle = require "ps.nn.handle"
 local caller = require "ps.core.caller"
 local sharded = require "ps.nn.sharded"
 local agree = require "ps.dist.agree"
+local batch = require "ps.pretrained.batch"
 local encode = require "ps.core.encode"
 local make_folder = require("ps.checkpoints.folder").make
 local folder = require "ps.pretrained.folder"
@@ -286,8 +287,6 @@ local function index_of(files, names)
   return index
 end
 
-local function write_text(path, text) native.check(C.ps_file_write_atomic(path, text, #text)) end
-
 -- Patterns for the names of weight files and their indices.
 local WEIGHTS = { "^model%.safetensors$", "^model%.safetensors%.index%.json$", "^model%-%d+%-of%-%d+%.safetensors$",
   "^pytorch_model%.bin$", "^pytorch_model%.bin%.index%.json$", "^pytorch_model%-%d+%-of%-%d+%.bin$",
@@ -321,23 +320,21 @@ end
 ---@return table writer
 function save.safetensors_file(path, entries) return safetensors.writer(path, entries, { format = "pt" }) end
 
-local function write_all(path, files, group)
-  local rank = group and group:rank() or 0
-  if #files == 1 then
-    save.write(path .. "/model.safetensors", files[1], save.safetensors_file, group)
-    return agree.run(group, function() if rank == 0 then remove_older(path, { "model.safetensors" }) end end)
+local INDEX = "model.safetensors.index.json"
+
+-- Writes the weights and the text of config.json.
+local function write_all(path, files, config, group)
+  local names = {}
+  for i in ipairs(files) do
+    names[i] = #files == 1 and "model.safetensors" or ("model-%05d-of-%05d.safetensors"):format(i, #files)
   end
-  local names, shards = { "model.safetensors.index.json" }, {}
-  for i, list in ipairs(files) do
-    local name = ("model-%05d-of-%05d.safetensors"):format(i, #files)
-    shards[i], names[i + 1] = name, name
-    save.write(path .. "/" .. name, list, save.safetensors_file, group)
-  end
-  agree.run(group, function()
-    if rank > 0 then return end
-    write_text(path .. "/model.safetensors.index.json", encode(index_of(files, shards), "the index of the weights"))
-    remove_older(path, names)
+  batch.write(path, group, function(made)
+    for i, list in ipairs(files) do save.write(made:file(names[i]), list, save.safetensors_file, group) end
+    local index = #files > 1 and encode(index_of(files, names), "the index of the weights")
+    return { [INDEX] = index or nil, ["config.json"] = config }
   end)
+  if #files > 1 then names[#names + 1] = INDEX end
+  agree.run(group, function() if not group or group:rank() == 0 then remove_older(path, names) end end)
 end
 
 --- Writes a folder from one process: weights, config.json and the companion files of another folder.
@@ -349,8 +346,7 @@ function save.folder(path, entries, config_of, more)
   local most = nbytes_of(more.max_shard_size)
   make_folder((path:gsub("(.)/+$", "%1")))
   table.sort(entries, function(a, b) return a.name < b.name end)
-  write_all(path, split(entries, most), nil)
-  write_text(path .. "/config.json", config_of(save.dtype_of(entries)))
+  write_all(path, split(entries, most), config_of(save.dtype_of(entries)), nil)
   if more.source then folder.copy_companions(more.source, path) end
 end
 
@@ -397,11 +393,9 @@ function save.run(model, path, config_of, more)
   agree.run(group, function() return save.entries(model) end)          -- raises an error of one rank on all ranks
   local entries = save.whole(model)
   if more.entries then entries = more.entries(entries) end
-  write_all(path, split(entries, most), group)
+  write_all(path, split(entries, most), config_of(save.dtype_of(entries)), group)
   agree.run(group, function()
-    if rank > 0 then return end
-    write_text(path .. "/config.json", config_of(save.dtype_of(entries)))
-    if more.source then folder.copy_companions(more.source, path) end
+    if rank == 0 and more.source then folder.copy_companions(more.source, path) end
   end)
 end
 

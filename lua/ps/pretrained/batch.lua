@@ -1,0 +1,117 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Files of a folder that replace older files together. Each file is written completely under a temporary name,
+-- NAME.new. Then all files get their names. So an error while they are written, for example because the disk is full,
+-- leaves the older files unchanged.
+--
+-- Texts such as config.json say how to read the other files. Before the files get their names, the older texts that
+-- would not match them are renamed to NAME.old, and the new texts get their names last. If the process ends in between,
+-- the folder has no such text, and a reader refuses it. It never reads new weights with an older text.
+local agree = require "ps.dist.agree"
+local caller = require "ps.core.caller"
+local native = require "ps.core.ffi"
+local read_file = require "ps.core.read_file"
+local lfs = require "lfs"
+local realpath = require("posix.stdlib").realpath
+local error = caller.error
+local C = native.C
+
+local batch = {}
+
+local NEW, OLD = ".new", ".old"
+
+---@class ps.pretrained.Batch
+---@field private path string
+---@field private names string[]  names of the files, in the order in which they are written
+---@field private texts table<string, string>
+local Batch = {}
+Batch.__index = Batch
+
+-- Returns the path of a file. If it is a link to a file, returns the path of that file.
+local function target(self, name)
+  local path = self.path .. "/" .. name
+  return lfs.symlinkattributes(path, "mode") == "link" and realpath(path) or path
+end
+
+local function write_text(path, text) native.check(C.ps_file_write_atomic(path, text, #text)) end
+
+--- Adds a file, which the caller then writes.
+---@param name string
+---@return string path the path under which the caller writes it
+function Batch:file(name)
+  table.insert(self.names, name)
+  return target(self, name) .. NEW
+end
+
+local function rename(from, to)
+  local ok, why = os.rename(from, to)
+  if not ok then error(("cannot rename %s to %s: %s"):format(from, to, why:match "([^ :][^:]*)$"), 0) end
+end
+
+-- Renames the older texts that differ, or all if several files are replaced one after the other. Appends their paths
+-- to `aside`.
+local function set_aside(self, order, aside)
+  for _, name in ipairs(order) do
+    local path = target(self, name)
+    local old, _, absent = read_file(path)
+    if not absent and (old ~= self.texts[name] or #self.names > 1) then
+      rename(path, path .. OLD)
+      aside[#aside + 1] = path
+    end
+  end
+end
+
+-- Gives all files their names.
+local function commit(self, texts)
+  local order, aside, folders, renamed = {}, {}, {}, 0
+  self.texts = texts
+  for name in pairs(texts) do order[#order + 1] = name end
+  table.sort(order)
+  for _, name in ipairs(order) do write_text(target(self, name) .. NEW, texts[name]) end
+  local ok, problem = pcall(function()
+    set_aside(self, order, aside)
+    for _, list in ipairs { self.names, order } do
+      for _, name in ipairs(list) do
+        local path = target(self, name)
+        rename(path .. NEW, path)
+        folders[path:match "^(.*)/"], renamed = true, renamed + 1
+      end
+    end
+  end)
+  if not ok and renamed == 0 then
+    for _, path in ipairs(aside) do os.rename(path .. OLD, path) end
+    error(problem, 0)
+  end
+  for _, path in ipairs(aside) do os.remove(path .. OLD) end
+  if not ok then
+    error(("%s; %s now has files of two models, so save again"):format(tostring(problem), self.path), 0)
+  end
+  for folder in pairs(folders) do native.check(C.ps_file_fsync_dir(folder)) end
+end
+
+-- Removes files that did not get their names.
+local function clean(self)
+  local function remove(name)
+    local path = target(self, name) .. NEW
+    if lfs.symlinkattributes(path, "mode") then os.remove(path) end
+  end
+  for _, name in ipairs(self.names) do remove(name) end
+  for name in pairs(self.texts) do remove(name) end
+end
+
+--- Writes files of a folder on the group's rank 0. All ranks of the group call this function. fn(batch) writes each
+--- file at batch:file(name), and returns the texts by name.
+---@param path string the folder
+---@param group? ps.Group
+---@param fn fun(batch: ps.pretrained.Batch): table<string, string>
+function batch.write(path, group, fn)
+  local rank = group and group:rank() or 0
+  local self = setmetatable({ path = (path:gsub("(.)/+$", "%1")), names = {}, texts = {} }, Batch)
+  local ok, problem = pcall(function()
+    local texts = fn(self)
+    agree.run(group, function() if rank == 0 then commit(self, texts) end end)
+  end)
+  if rank == 0 then clean(self) end
+  if not ok then error(problem, 0) end
+end
+
+return batch
