@@ -120,20 +120,12 @@ end)
 
 -- Ops without a cuda kernel: updates that the engine runs on the host (docs/optimizers.md), and ops on packed weights.
 local HOST = {}
-for name in ([[prod lion_ lamb_ muon_ adafactor_ adam8bit_ adam_bf16_ rmsprop_ remainder_split_
-    remainder_join unpack linear_packed]]):gmatch "%S+" do
-  HOST[name] = true
-end
+for name in ("prod lamb_ muon_ adafactor_ adam8bit_ unpack linear_packed"):gmatch "%S+" do HOST[name] = true end
 
 -- Returns whether the device runs an op. It does not run collectives, moves between two devices other than the host,
 -- and ops of the host.
 local function runs_there(name)
   return ON_CPU or not (has_flag(name, "RANKS") or has_flag(name, "MOVE") or HOST[name])
-end
-
--- Returns whether the device leaves a case to the host, which is an update with masters as remainders (uint8).
-local function left_to_host(name, set)
-  return not ON_CPU and (name == "adam_" or name == "sgd_") and set.prepare ~= nil
 end
 
 -- Calls check for all sets of inputs and types of an op. An error contains the first MOST differences.
@@ -148,9 +140,7 @@ local function check_all(name, check)
   end
   for _, row in ipairs(rows_of[name]) do
     for k = 2, #row do
-      if not left_to_host(name, row[k]) then
-        for _, dtype in ipairs(row.types or FLOATS) do try(row, row[k], dtype) end
-      end
+      for _, dtype in ipairs(row.types or FLOATS) do try(row, row[k], dtype) end
       if row.ints and k % 2 == 0 then
         for _, dtype in ipairs(INTS) do try(row, row[k], dtype) end
       end

@@ -269,14 +269,19 @@ def rows_of_norm():
               quick=True, plants=(0,))
 
 
+def optim_work(kernel_types, param="param", unit=1024, states=2):
+    """Two tensors of 1500 and 1027 elements, as optim.h has them. kernel_types: of parameter, gradient and master."""
+    p, g, m = kernel_types
+    state = ["m", "v", "m_scale", "v_scale"][:states]
+    one = dict(param=param, master="master", grad="grad", state=state, numel=1500, first_unit=0, param_type=p,
+               grad_type=g, master_type=m, aligned=1)
+    two = dict(one, param=param and param + "2", master="master2", grad="grad2", state=[name + "2" for name in state],
+               numel=1027, first_unit=-(-1500 // unit))
+    return Struct("work", n=2, units=-(-1500 // unit) - (-1027 // unit), it=[one, two])
+
+
 def rows_of_optim():
-    def work(kernel_types, param="param"):
-        p, g, m = kernel_types
-        one = dict(param=param, master="master", grad="grad", m="m", v="v", numel=1500, first_unit=0,
-                   param_type=p, grad_type=g, master_type=m, aligned=1)
-        two = dict(one, param=param and param + "2", master="master2", grad="grad2", m="m2", v="v2", numel=1027,
-                   first_unit=2)
-        return Struct("work", n=2, units=4, it=[one, two])
+    work = optim_work
     h = Struct("adam_constants", scale=1.0, keep=1.0, b1=.9, b2=.99, omb1=.1, omb2=.01, inv=1.0, eps=1e-8, step=.1)
     adam = Struct("ps_attrs_adam_", lr=.1, beta1=.9, beta2=.99, eps=1e-8, grad_scale=1.0, bias1=.5, bias2=.5)
     sgd = Struct("ps_attrs_sgd_", lr=.1, momentum=.9, grad_scale=1.0)
@@ -284,6 +289,8 @@ def rows_of_optim():
               quick=True)
     yield Row("optim", "adam_kernel<float, float>", "parameters that are their masters", 2, 256,
               [h, work((F32, F32, F32), "master")])
+    yield Row("optim", "adam_kernel<bf16, remainders>", "two tensors, masters as remainders", 2, 256,
+              [h, work((BF16, BF16, U8))])
     yield Row("optim", "adam_any_kernel", "bf16 gradients, fp32 parameters", 2, 256, [h, adam, work((F32, BF16, F32))])
     yield Row("optim", "adam_any_kernel", "fp64", 2, 256, [h, adam, work((F64, F64, F64))], branches=True)
     yield Row("optim", "sgd_kernel", "two tensors, fp32, momentum", 2, 256, [sgd, work((F32, F32, F32))], branches=True)
@@ -294,6 +301,22 @@ def rows_of_optim():
               quick=True, plants=(0, 1))
     yield Row("optim", "squares_total_kernel", "two tensors", 2, 256, ["out", "parts", work_of_squares], plants=(1,),
               redundant=(0,))
+
+
+def rows_of_update():
+    lion = Struct("lion_rule", scale=1.0, keep=1.0, b1=.9, b2=.99, c1=.1, c2=.01, lr=.1)
+    yield Row("update", "rule_kernel<lion_rule>", "two tensors, bf16 with fp32 masters", 2, 256,
+              [lion, optim_work((BF16, BF16, F32), states=1)], branches=True)
+    rmsprop = Struct("rmsprop_rule", scale=1.0, alpha=.9, rest=.1, eps=1e-8, momentum=.9, lr=.1)
+    yield Row("update", "rule_kernel<rmsprop_rule>", "two tensors, masters as remainders", 2, 256,
+              [rmsprop, optim_work((BF16, BF16, U8))], branches=True)
+    adamw = Struct("adamw_constants", scale=1.0, keep=1.0, b1=.9, b2=.99, c1=.1, c2=.01, inv=1.0, eps=1e-8, step=.1,
+                   seed=7, t=3)
+    yield Row("update", "adam_bf16_kernel", "two tensors, 1500 and 1027", 2, 256,
+              [adamw, optim_work((BF16, BF16, F32))], quick=True, branches=True)
+    yield Row("update", "remainder_split_kernel", "two tensors", 2, 256, [optim_work((BF16, F32, U8), states=0)],
+              branches=True)
+    yield Row("update", "remainder_join_kernel", "1000", 2, 256, ["y", "w", "low", 1000])
 
 
 def rows_of_random():

@@ -505,6 +505,7 @@ static void fill_kernels(void)
     ps_cuda_fill_norm(kernels);
     ps_cuda_fill_table(kernels);
     ps_cuda_fill_optim(kernels);
+    ps_cuda_fill_update(kernels);
     ps_cuda_fill_matmul(kernels);
     ps_cuda_fill_attention(kernels);
     ps_cuda_fill_rope(kernels);

@@ -93,6 +93,7 @@ void ps_cuda_fill_rows(ps_kernel *k);
 void ps_cuda_fill_norm(ps_kernel *k);
 void ps_cuda_fill_table(ps_kernel *k);
 void ps_cuda_fill_optim(ps_kernel *k);
+void ps_cuda_fill_update(ps_kernel *k);
 void ps_cuda_fill_matmul(ps_kernel *k);
 void ps_cuda_fill_attention(ps_kernel *k);
 void ps_cuda_fill_rope(ps_kernel *k);

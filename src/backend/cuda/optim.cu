@@ -4,56 +4,7 @@
  * uses explicit fused multiply-adds, IEEE division and square root, and constants computed once on the host, so its
  * bits are those of the cpu backend. An element is read before it is written, so operands may share memory (master or
  * grad with param). */
-#include "backend/cuda/device.h"
-
-enum { UNIT = 4 * THREADS, MOST_ITEMS = PS_MAX_IN / 4 };
-
-/* One tensor of a list. m and v are NULL if an operand does not exist. */
-struct item {
-    void *param, *master, *grad, *m, *v;
-    int64_t numel, first_unit;
-    int param_type, grad_type, master_type;
-    bool aligned;                                    /* all operands are aligned to 16 bytes */
-};
-struct work {
-    int n;
-    int64_t units;
-    item it[MOST_ITEMS];
-};
-
-/* Collects groups of `each` inputs: param, master, grad[, m[, v]]. */
-static work collect(const ps_call *call, int each)
-{
-    work w;
-    w.n = 0;
-    w.units = 0;
-    for (int i = 0; i + each <= call->n_in; i += each) {
-        const ps_view *g = call->in + i;
-        if (g[0].numel == 0) continue;
-        item it = { g[0].data, g[1].data, g[2].data, each > 3 ? g[3].data : NULL, each > 4 ? g[4].data : NULL,
-                    g[0].numel, w.units, g[0].dtype, g[2].dtype, g[1].dtype, true };
-        for (int k = 0; k < each; k++) it.aligned = it.aligned && aligned16(g[k].data);
-        w.units += ps_cu_div_up(it.numel, UNIT);
-        w.it[w.n++] = it;
-    }
-    return w;
-}
-
-/* Returns true if masters are kept as remainders. The kernels here do not support these; the host updates such
- * parameters. */
-static bool has_remainders(const ps_call *call, int each)
-{
-    for (int i = 0; i + each <= call->n_in; i += each) if (call->in[i + 1].dtype == PS_U8) return true;
-    return false;
-}
-
-/* Returns the item of a unit. */
-DEV const item &item_of(const work &w, int64_t unit)
-{
-    int i = 0;
-    while (i + 1 < w.n && unit >= w.it[i + 1].first_unit) i++;
-    return w.it[i];
-}
+#include "backend/cuda/optim.h"
 
 /* -- Adam ---------------------------------------------------------------------------------------------------------- */
 struct adam_constants { float scale, l2, keep, b1, b2, omb1, omb2, inv, eps, step; bool has_l2; };
@@ -76,7 +27,7 @@ DEV void adam_double(const ps_attrs_adam_ &a, const item &it, int64_t i)
     double keep = __dadd_rn(1, -__dmul_rn(a.lr, wd)), step = __ddiv_rn(a.lr, a.bias1);
     double inv = __ddiv_rn(1, __dsqrt_rn(a.bias2));
     double p = load_d(it.master, it.master_type, i), g = __dmul_rn(load_d(it.grad, it.grad_type, i), a.grad_scale);
-    double *m = (double *)it.m + i, *v = (double *)it.v + i;
+    double *m = (double *)it.state[0] + i, *v = (double *)it.state[1] + i;
     if (wd != 0 && !a.adamw) g = __fma_rn(wd, p, g);
     if (wd != 0 && a.adamw) p = __dmul_rn(p, keep);
     double m1 = __fma_rn(a.beta1, *m, __dmul_rn(c1, g));
@@ -89,33 +40,31 @@ DEV void adam_double(const ps_attrs_adam_ &a, const item &it, int64_t i)
     store_d(it.param, it.param_type, i, p);
 }
 
-/* Masters are fp32, gradients G and parameters P, all aligned. */
+/* Masters are as masters<P> has them and gradients G, all aligned. */
 template <class G, class P> KERNEL_UP_TO(THREADS) adam_kernel(adam_constants h, const __grid_constant__ work w)
 {
     typedef typename four<G>::raw raw_g;
     for (int64_t unit = blockIdx.x; unit < w.units; unit += gridDim.x) {
         const item &it = item_of(w, unit);
         int64_t i = (unit - it.first_unit) * UNIT + threadIdx.x * 4;
-        float *master = (float *)it.master, *ms = (float *)it.m, *vs = (float *)it.v;
+        float *ms = (float *)it.state[0], *vs = (float *)it.state[1];
         const G *grad = (const G *)it.grad;
-        P *param = (P *)it.param;
         if (i + 4 <= it.numel) {
             raw_g rg = *(const raw_g *)(grad + i);
-            float4 rp = *(const float4 *)(master + i), rm = *(const float4 *)(ms + i), rv = *(const float4 *)(vs + i);
+            float4 rm = *(const float4 *)(ms + i), rv = *(const float4 *)(vs + i);
             float g[4], p[4], m[4], v[4];
-            unpack(rg, G(), g), unpack(rp, 0.0f, p), unpack(rm, 0.0f, m), unpack(rv, 0.0f, v);
+            masters<P>::get(it, i, p);
+            unpack(rg, G(), g), unpack(rm, 0.0f, m), unpack(rv, 0.0f, v);
 #pragma unroll
             for (int k = 0; k < 4; k++) adam_step(h, g[k], &p[k], &m[k], &v[k]);
             *(float4 *)(ms + i) = pack_four(m, 0.0f);
             *(float4 *)(vs + i) = pack_four(v, 0.0f);
-            *(float4 *)(master + i) = pack_four(p, 0.0f);
-            if (it.param != it.master) *(typename four<P>::raw *)(param + i) = pack_four(p, P());
+            masters<P>::put(it, i, p);
         } else {
             for (; i < it.numel; i++) {
-                float p = master[i];
+                float p = master_get<float>(it, i);
                 adam_step(h, up(grad[i]), &p, &ms[i], &vs[i]);
-                master[i] = p;
-                if (it.param != it.master) param[i] = down<P>(p);
+                master_put(it, i, p);
             }
         }
     }
@@ -133,25 +82,17 @@ static __global__ void adam_any_kernel(adam_constants h, ps_attrs_adam_ a, const
                 adam_double(a, it, i);
                 continue;
             }
-            float p = load_f(it.master, it.master_type, i);
-            adam_step(h, load_f(it.grad, it.grad_type, i), &p, (float *)it.m + i, (float *)it.v + i);
-            store_f(it.master, it.master_type, i, p);
-            store_f(it.param, it.param_type, i, p);
+            float p = master_get<float>(it, i);
+            adam_step(h, load_f(it.grad, it.grad_type, i), &p, (float *)it.state[0] + i, (float *)it.state[1] + i);
+            master_put(it, i, p);
         }
     }
-}
-
-static unsigned unit_blocks(int64_t units)
-{
-    int64_t most = (int64_t)ps_cu->card.sm_count * 32;
-    return (unsigned)(units < most ? units : most);
 }
 
 static int adam_(ps_call *call)
 {
     const ps_attrs_adam_ *a = (const ps_attrs_adam_ *)call->attrs;
-    if (has_remainders(call, 5)) return PS_EUNSUP;
-    work w = collect(call, 5);
+    work w = collect(call, 5, UNIT);
     float wd = (float)a->weight_decay;
     adam_constants h;
     h.scale = (float)a->grad_scale;
@@ -164,11 +105,14 @@ static int adam_(ps_call *call)
     if (w.units == 0) return 0;
     bool alike = true;                               /* whether they are also of types that adam_kernel supports */
     for (int i = 0; i < w.n; i++)
-        alike = alike && w.it[i].aligned && w.it[i].master_type == PS_F32 &&
+        alike = alike && w.it[i].aligned && w.it[i].master_type == w.it[0].master_type &&
                 w.it[i].param_type == w.it[0].param_type && w.it[i].grad_type == w.it[0].grad_type;
-    int grad = w.it[0].grad_type, param = w.it[0].param_type;
+    int grad = w.it[0].grad_type, param = w.it[0].param_type, master = w.it[0].master_type;
     auto kernel = adam_kernel<float, float>;
-    if (grad == PS_F32 && param == PS_BF16) kernel = adam_kernel<float, bf16>;
+    if (master == PS_U8 && grad == PS_F32) kernel = adam_kernel<float, remainders>;
+    else if (master == PS_U8 && grad == PS_BF16) kernel = adam_kernel<bf16, remainders>;
+    else if (master != PS_F32) alike = false;
+    else if (grad == PS_F32 && param == PS_BF16) kernel = adam_kernel<float, bf16>;
     else if (grad == PS_F32 && param == PS_F16) kernel = adam_kernel<float, f16>;
     else if (grad == PS_BF16 && param == PS_BF16) kernel = adam_kernel<bf16, bf16>;
     else if (grad == PS_F16 && param == PS_F16) kernel = adam_kernel<f16, f16>;
@@ -179,31 +123,19 @@ static int adam_(ps_call *call)
 }
 
 /* -- SGD ----------------------------------------------------------------------------------------------------------- */
-template <class A> struct exact;
-template <> struct exact<float> {
-    DEV float mul(float a, float b) { return __fmul_rn(a, b); }
-    DEV float fma_(float a, float b, float c) { return __fmaf_rn(a, b, c); }
-};
-template <> struct exact<double> {
-    DEV double mul(double a, double b) { return __dmul_rn(a, b); }
-    DEV double fma_(double a, double b, double c) { return __fma_rn(a, b, c); }
-};
-
 template <class A> DEV void sgd_step(const ps_attrs_sgd_ &a, const item &it, int64_t i)
 {
     A lr = (A)a.lr, wd = (A)a.weight_decay, momentum = (A)a.momentum, take = (A)(1 - a.dampening);
-    A p = access<A>::load(it.master, it.master_type, i);
+    A p = master_get<A>(it, i);
     A g = exact<A>::mul(access<A>::load(it.grad, it.grad_type, i), (A)a.grad_scale);
     if (wd != 0) g = exact<A>::fma_(wd, p, g);
     if (momentum != 0) {
-        A *buffer = (A *)it.m + i;
+        A *buffer = (A *)it.state[0] + i;
         A b = a.first ? g : exact<A>::fma_(momentum, *buffer, exact<A>::mul(take, g));
         *buffer = b;
         g = a.nesterov ? exact<A>::fma_(momentum, b, g) : b;
     }
-    p = exact<A>::fma_(-lr, g, p);
-    access<A>::store(it.master, it.master_type, i, p);
-    access<A>::store(it.param, it.param_type, i, p);
+    master_put(it, i, exact<A>::fma_(-lr, g, p));
 }
 
 static __global__ void sgd_kernel(ps_attrs_sgd_ a, const __grid_constant__ work w)
@@ -221,8 +153,7 @@ static __global__ void sgd_kernel(ps_attrs_sgd_ a, const __grid_constant__ work 
 
 static int sgd_(ps_call *call)
 {
-    if (has_remainders(call, 4)) return PS_EUNSUP;
-    work w = collect(call, 4);
+    work w = collect(call, 4, UNIT);
     if (w.units == 0) return 0;
     PS_LAUNCH(sgd_kernel, unit_blocks(w.units), THREADS, 0, ps_cu->compute, *(const ps_attrs_sgd_ *)call->attrs, w);
     return 0;

@@ -32,9 +32,8 @@ local APART = 0.3  -- fraction of the shorter phase (copies or updates) that doe
 ---@field forecast? ps.engine.Forecast
 ---@field all_host? ps.engine.Split the split with all units on the host, or with as many as fit there
 
--- Returns whether the device has kernels for this optimizer's updates. The kernels of cuda do not support remainders.
+-- Returns whether the device has kernels for this optimizer's updates.
 local function has_kernels(engine)
-  if engine.remainder and engine.device_name == "cuda" then return false end
   local names = { [engine.cfg.optimizer.type] = true }
   for _, group in ipairs(engine.param_groups or {}) do if group.optimizer then names[group.optimizer] = true end end
   for name in pairs(names) do

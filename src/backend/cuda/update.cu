@@ -1,0 +1,173 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * Optimizers besides those of optim.cu whose update of an element depends only on that element, or only on its block of
+ * 8-bit codes, and masters that are kept as remainders. ref/update.c has the formulas and their sources. As in
+ * optim.cu, operations and their order are those of the cpu backend, and so are the bits. */
+#include "backend/cuda/optim.h"
+
+/* -- Lion ---------------------------------------------------------------------------------------------------------- */
+struct lion_rule {
+    double scale, keep, b1, b2, c1, c2, lr;
+    template <class A> DEV void step(const lion_rule &h, const item &it, int64_t i)
+    {
+        typedef exact<A> e;
+        A *m = (A *)it.state[0] + i, lr = (A)h.lr, old = *m;
+        A p = e::mul(master_get<A>(it, i), (A)h.keep);
+        A g = e::mul(access<A>::load(it.grad, it.grad_type, i), (A)h.scale);
+        A u = e::fma_((A)h.b1, old, e::mul((A)h.c1, g));
+        p = u > 0 ? e::add(p, -lr) : u < 0 ? e::add(p, lr) : u != u ? u : p;
+        *m = e::fma_((A)h.b2, old, e::mul((A)h.c2, g));
+        master_put(it, i, p);
+    }
+};
+
+/* -- RMSprop ------------------------------------------------------------------------------------------------------- */
+struct rmsprop_rule {
+    double scale, wd, alpha, rest, eps, momentum, lr;
+    template <class A> DEV void step(const rmsprop_rule &h, const item &it, int64_t i)
+    {
+        typedef exact<A> e;
+        A p = master_get<A>(it, i), g = e::mul(access<A>::load(it.grad, it.grad_type, i), (A)h.scale);
+        A *square = (A *)it.state[0] + i;
+        if ((A)h.wd != 0) g = e::fma_((A)h.wd, p, g);
+        A v = e::fma_((A)h.alpha, *square, e::mul(e::mul((A)h.rest, g), g));
+        A u = e::div(g, e::add(e::root(v), (A)h.eps));
+        *square = v;
+        if ((A)h.momentum != 0) {
+            A *buffer = (A *)it.state[1] + i;
+            u = e::fma_((A)h.momentum, *buffer, u);
+            *buffer = u;
+        }
+        master_put(it, i, e::fma_(-(A)h.lr, u, p));
+    }
+};
+
+/* Updates each element by a rule, in double if the master is fp64. */
+template <class Rule> KERNEL_UP_TO(THREADS) rule_kernel(Rule h, const __grid_constant__ work w)
+{
+    for (int64_t unit = blockIdx.x; unit < w.units; unit += gridDim.x) {
+        const item &it = item_of(w, unit);
+        for (int k = 0; k < 4; k++) {
+            int64_t i = (unit - it.first_unit) * UNIT + k * THREADS + threadIdx.x;
+            if (i >= it.numel) break;
+            if (it.master_type == PS_F64) Rule::template step<double>(h, it, i);
+            else Rule::template step<float>(h, it, i);
+        }
+    }
+}
+template <class Rule> static int run_rule(ps_call *call, int each, const Rule &h)
+{
+    work w = collect(call, each, UNIT);
+    if (w.units > 0) PS_LAUNCH(rule_kernel<Rule>, unit_blocks(w.units), THREADS, 0, ps_cu->compute, h, w);
+    return 0;
+}
+
+static int lion_(ps_call *call)
+{
+    const ps_attrs_lion_ *a = (const ps_attrs_lion_ *)call->attrs;
+    lion_rule h = { a->grad_scale, 1 - a->lr * a->weight_decay, a->beta1, a->beta2, 1 - a->beta1, 1 - a->beta2, a->lr };
+    return run_rule(call, 4, h);
+}
+static int rmsprop_(ps_call *call)
+{
+    const ps_attrs_rmsprop_ *a = (const ps_attrs_rmsprop_ *)call->attrs;
+    rmsprop_rule h = { a->grad_scale, a->weight_decay, a->alpha, 1 - a->alpha, a->eps, a->momentum, a->lr };
+    return run_rule(call, 5, h);
+}
+
+/* -- AdamW with averages in bf16 ----------------------------------------------------------------------------------- */
+struct adamw_constants { float scale, keep, b1, b2, c1, c2, inv, eps, step; uint64_t seed, t; };
+
+template <class Attrs> static adamw_constants adamw_of(const Attrs *a, uint64_t seed)
+{
+    double bias1 = 1 - pow(a->beta1, (double)a->t), bias2 = 1 - pow(a->beta2, (double)a->t);
+    adamw_constants h = { (float)a->grad_scale, (float)(1 - a->lr * a->weight_decay), (float)a->beta1, (float)a->beta2,
+                          (float)(1 - a->beta1), (float)(1 - a->beta2), (float)(1 / sqrt(bias2)), (float)a->eps,
+                          (float)(a->lr / bias1), seed, (uint64_t)a->t };
+    return h;
+}
+DEV void adamw_step(const adamw_constants &h, float g, float *p, float *m, float *v)
+{
+    g = __fmul_rn(g, h.scale);
+    *p = __fmul_rn(*p, h.keep);
+    *m = __fmaf_rn(h.b1, *m, __fmul_rn(h.c1, g));
+    *v = __fmaf_rn(h.b2, *v, __fmul_rn(__fmul_rn(h.c2, g), g));
+    *p = __fmaf_rn(-h.step, __fdiv_rn(*m, __fmaf_rn(__fsqrt_rn(*v), h.inv, h.eps)), *p);
+}
+/* Rounds x to bf16, up or down as the lower half of `random` decides. */
+DEV uint16_t round_random(float x, uint32_t random)
+{
+    uint32_t u = __float_as_uint(x);
+    if ((u & 0x7fffffffu) >= 0x7f800000u) return bf16_down(x);
+    return (uint16_t)((u + (random & 0xffffu)) >> 16);
+}
+
+/* The four words of a counter belong to elements that are 16 apart (ref/update.c), which one thread updates. */
+KERNEL_UP_TO(THREADS) adam_bf16_kernel(adamw_constants h, const __grid_constant__ work w)
+{
+    for (int64_t unit = blockIdx.x; unit < w.units; unit += gridDim.x) {
+        const item &it = item_of(w, unit);
+        int64_t first = (unit - it.first_unit) * UNIT + threadIdx.x / 16 * 64 + threadIdx.x % 16;
+        uint16_t *ms = (uint16_t *)it.state[0], *vs = (uint16_t *)it.state[1];
+        ps_philox random = ps_philox4x32(h.seed, (uint64_t)(first / 64 * 16 + first % 16), h.t);
+#pragma unroll
+        for (int k = 0; k < 4; k++) {
+            int64_t i = first + 16 * k;
+            if (i >= it.numel) break;
+            float p = master_get<float>(it, i), m = bf16_up(ms[i]), v = bf16_up(vs[i]);
+            adamw_step(h, load_f(it.grad, it.grad_type, i), &p, &m, &v);
+            ms[i] = round_random(m, random.v[k]);
+            vs[i] = round_random(v, random.v[k] >> 16);
+            master_put(it, i, p);
+        }
+    }
+}
+static int adam_bf16_(ps_call *call)
+{
+    const ps_attrs_adam_bf16_ *a = (const ps_attrs_adam_bf16_ *)call->attrs;
+    work w = collect(call, 5, UNIT);
+    adamw_constants h = adamw_of(a, a->seed);
+    if (w.units > 0) PS_LAUNCH(adam_bf16_kernel, unit_blocks(w.units), THREADS, 0, ps_cu->compute, h, w);
+    return 0;
+}
+
+/* -- remainders ---------------------------------------------------------------------------------------------------- */
+/* Inputs are param, low and src, of which `collect` makes parameter, master and gradient. */
+static __global__ void remainder_split_kernel(const __grid_constant__ work w)
+{
+    for (int64_t unit = blockIdx.x; unit < w.units; unit += gridDim.x) {
+        const item &it = item_of(w, unit);
+        for (int k = 0; k < 4; k++) {
+            int64_t i = (unit - it.first_unit) * UNIT + k * THREADS + threadIdx.x;
+            if (i >= it.numel) break;
+            master_put(it, i, ((const float *)it.grad)[i]);
+        }
+    }
+}
+static int remainder_split_(ps_call *call)
+{
+    work w = collect(call, 3, UNIT);
+    if (w.units > 0) PS_LAUNCH(remainder_split_kernel, unit_blocks(w.units), THREADS, 0, ps_cu->compute, w);
+    return 0;
+}
+
+static __global__ void remainder_join_kernel(float *y, const uint16_t *w, const void *low, int64_t n)
+{
+    for (int64_t i = FIRST_ELEMENT; i < n; i += ALL_THREADS) y[i] = remainder_join(w[i], low_at(low, i));
+}
+static int remainder_join_op(ps_call *call)
+{
+    const ps_view *w = &call->in[0];
+    if (w->numel > 0)
+        PS_LAUNCH(remainder_join_kernel, blocks_for(w->numel), THREADS, 0, ps_cu->compute, (float *)call->out[0].data,
+                  (const uint16_t *)w->data, (const void *)call->in[1].data, w->numel);
+    return 0;
+}
+
+void ps_cuda_fill_update(ps_kernel *k)
+{
+    k[PS_OP_lion_] = lion_;
+    k[PS_OP_rmsprop_] = rmsprop_;
+    k[PS_OP_adam_bf16_] = adam_bf16_;
+    k[PS_OP_remainder_split_] = remainder_split_;
+    k[PS_OP_remainder_join] = remainder_join_op;
+}
