@@ -13,7 +13,8 @@ local ps = require "ps"
 local ffi = require "ffi"
 local cjson = require "cjson"
 local argparse = require "argparse"
-local whole = require("ps.core.command_line").whole
+local command_line = require "ps.core.command_line"
+local whole = command_line.whole
 
 local parser = argparse("bench/adam.lua", "Measures the CPU's AdamW against memory bandwidth.")
 whole(parser:option("--params", "parameters", "50e6"), 1)
@@ -21,7 +22,7 @@ whole(parser:option("--tensors", "number of tensors among which they are divided
 whole(parser:option("--rounds", "rounds in which op and probe alternate", "9"), 1)
 whole(parser:option("--passes", "steps a round", "3"), 1)
 parser:flag("--no-peers", "run neither PyTorch nor DeepSpeed")
-local args = parser:parse()
+local args = command_line.parse(parser)
 
 local function median(list)
   table.sort(list)

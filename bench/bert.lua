@@ -17,7 +17,8 @@ local argparse = require "argparse"
 local cjson = require "cjson"
 local paths = require "ps.paths"
 local process = require "bench.process_lib"
-local whole = require("ps.core.command_line").whole
+local command_line = require "ps.core.command_line"
+local whole = command_line.whole
 
 local parser = argparse("bench/bert.lua", "Measures fine-tuning of BERT on lines of natural length.")
 parser:option("--text", "lines", "docs/memory.md")
@@ -31,7 +32,7 @@ parser:option("--peer", "run transformers alternately with psluajit"):choices { 
 parser:flag("--compile", "compile the peer's model")
 parser:flag("--packed", "give the peer several lines per row")
 parser:flag("--profile", "print the time of the kernels by op")
-local args = parser:parse()
+local args = command_line.parse(parser)
 if (args.compile or args.packed) and not args.peer then
   parser:error("--compile and --packed apply to the peer; they need --peer")
 end

@@ -15,7 +15,8 @@
 -- parameters, bit for bit.
 --   psluajit bench/chunk.lua [--only moved,speed] [--disk DIR]
 local argparse = require "argparse"
-local whole = require("ps.core.command_line").whole
+local command_line = require "ps.core.command_line"
+local whole = command_line.whole
 local parser = argparse("bench/chunk.lua", "Measures chunked training against plain memory and against bounds.")
 parser:option("--only", "sections, separated by commas: state, moved, speed, sim, exact")
 parser:option("--disk", "folder for disk tiers", ".")
@@ -27,7 +28,7 @@ whole(parser:option("--batch", "rows per batch in section speed", "4"), 1)
 whole(parser:option("--seq", "positions per row in section speed", "256"), 1)
 whole(parser:option("--sim-steps", "steps that section sim times", "7"), 1)
 parser:flag("--verbose", "print each step of sections moved and sim")
-local args = parser:parse()
+local args = command_line.parse(parser)
 
 local ps = require "ps"
 local cjson = require "cjson"

@@ -7,7 +7,8 @@ local cjson = require "cjson"
 local argparse = require "argparse"
 local process_lib = require "bench.process_lib"
 local paths = require "ps.paths"
-local whole = require("ps.core.command_line").whole
+local command_line = require "ps.core.command_line"
+local whole = command_line.whole
 
 local parser = argparse("bench/conv.lua", "Compares forward and backward of a convolution with PyTorch.")
 parser:option("--peer", "a Python that has PyTorch")
@@ -18,7 +19,7 @@ whole(parser:option("--channels", "channels of input and output", "64"), 1)
 whole(parser:option("--size", "height and width", "32"), 1)
 whole(parser:option("--kernel", "height and width of the kernel", "3"), 1)
 parser:flag("--worker", "(for this script) answer the other process")
-local args = parser:parse()
+local args = command_line.parse(parser)
 
 if args.worker then
   local ps = require "ps"

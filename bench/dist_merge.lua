@@ -6,13 +6,14 @@ local ps = require "ps"
 local paths = require "ps.paths"
 local lfs = require "lfs"
 local argparse = require "argparse"
-local whole = require("ps.core.command_line").whole
+local command_line = require "ps.core.command_line"
+local whole = command_line.whole
 
 local parser = argparse("bench/dist.lua merge", "Measures the memory of merging shards.")
 whole(parser:option("--parameters", "of the model", "1.56e9"), 1)
 whole(parser:option("--ranks", "shards", "4"), 1)
 parser:option("--folder", "where to write", "/tmp")
-local args = parser:parse()
+local args = command_line.parse(parser)
 
 local ROW = 1600  -- tensors of GPT-2 XL; the largest is its embedding with 80 M elements
 local folder = ("%s/psluajit-bench-merge"):format(args.folder)

@@ -12,7 +12,8 @@
 local ps = require "ps"
 local inner = require("ps.nn.handle").of
 local argparse = require "argparse"
-local whole = require("ps.core.command_line").whole
+local command_line = require "ps.core.command_line"
+local whole = command_line.whole
 local paths = require "ps.paths"
 
 local parser = argparse("bench/dist.lua zero", "Measures the savings and costs of sharding.")
@@ -23,7 +24,7 @@ whole(parser:option("--tokens", "tokens of a row; a rank's batch is one row", "6
 whole(parser:option("--steps", "steps that are counted", "3"), 1)
 parser:option("--dtype", "bf16 or fp32", "bf16"):choices { "bf16", "fp32" }
 parser:option("--out", "(for this script) the file to which rank 0 writes the figures")
-local args = parser:parse()
+local args = command_line.parse(parser)
 
 local function rank_main()
   local group = ps.init_distributed { seed = 1, quiet = true }

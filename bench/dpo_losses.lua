@@ -25,7 +25,7 @@ whole(parser:option("--lora", "rank of the adapter", "8"), 1)
 number(parser:option("--beta", "of the loss", "0.1"), 0)
 number(parser:option("--lr", "learning rate", "1e-3"), 0)
 number(parser:option("--within", "relative difference that is allowed", "1e-4"), 0)
-local args = parser:parse()
+local args = command_line.parse(parser)
 
 local WORDS = {}
 for word in ("the a red green blue old new small large house tree river stone bird cat dog runs sleeps sings under "

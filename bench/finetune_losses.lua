@@ -23,7 +23,7 @@ whole(parser:option("--batch", "conversations of a step", "1"), 1)
 whole(parser:option("--most", "the most tokens of a conversation", "64"), 2)
 number(parser:option("--lr", "learning rate", "1e-5"), 0)
 number(parser:option("--within", "relative difference that is allowed", "1e-4"), 0)
-local args = parser:parse()
+local args = command_line.parse(parser)
 
 local function read(path)
   local file = assert(io.open(path, "rb"))

@@ -17,7 +17,8 @@ local json = require "cjson"
 local lfs = require "lfs"
 local paths = require "ps.paths"
 local process = require "bench.process_lib"
-local whole = require("ps.core.command_line").whole
+local command_line = require "ps.core.command_line"
+local whole = command_line.whole
 
 local parser = argparse("bench/first_logits.lua", "Measures the seconds from a program's start to a model's first " ..
   "logits.")
@@ -30,7 +31,7 @@ parser:flag("--mmap", "leave the weights in the file")
 parser:flag("--cold", "drop the file from the page cache before each run")
 parser:flag("--peer", "run transformers alternately with psluajit")
 parser:flag("--child", "(for this script) load, run, print the logits")
-local args = parser:parse()
+local args = command_line.parse(parser)
 
 local TOLD, IDS = 64, {}                                   -- number of printed logits of the last id; the row of ids
 for id in args.ids:gmatch("%d+") do IDS[#IDS + 1] = tonumber(id) end

@@ -19,7 +19,8 @@ local ffi = require "ffi"
 local json = require "cjson"
 local paths = require "ps.paths"
 local process = require "bench.process_lib"
-local whole = require("ps.core.command_line").whole
+local command_line = require "ps.core.command_line"
+local whole = command_line.whole
 
 local parser = argparse("bench/generate.lua", "Continues ids with the model of a folder.")
 parser:argument("folder", "a Hugging Face folder with a causal model, or a GGUF file")
@@ -32,7 +33,7 @@ parser:flag("--keep-quantized", "weights of a GGUF file stay packed")
 parser:flag("--int8-activations", "with --keep-quantized: round activations to 8 bits when generating, which is faster")
 parser:flag("--json", "one JSON object")
 parser:flag("--peer", "run transformers alternately with psluajit")
-local args = parser:parse()
+local args = command_line.parse(parser)
 
 local function prompts()
   local rows = {}

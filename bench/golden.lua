@@ -11,7 +11,8 @@
 -- c_attn_bias_grad_error, c_attn_bias_param_error.
 local cjson = require "cjson"
 local argparse = require "argparse"
-local whole = require("ps.core.command_line").whole
+local command_line = require "ps.core.command_line"
+local whole = command_line.whole
 
 local parser = argparse("bench/golden.lua", "Compares training with golden float64 values.")
 parser:argument("golden", "a file of spec/golden, or a folder with golden.json and model.safetensors")
@@ -30,7 +31,7 @@ whole(parser:option("--tensor", "tensor_parallel.size: number of processes that 
 whole(parser:option("--micro-batches", "gradient_accumulation_steps", 1), 1)
 parser:option("--schedule", "pipeline.schedule")
 whole(parser:option("--virtual-stages", "pipeline.virtual_stages"), 1)
-local args = parser:parse()
+local args = command_line.parse(parser)
 local group
 if tonumber(os.getenv "WORLD_SIZE" or 1) > 1 then
   group = require("ps").init_distributed {}

@@ -13,7 +13,8 @@
 local ps = require "ps"
 local cjson = require "cjson"
 local argparse = require "argparse"
-local whole = require("ps.core.command_line").whole
+local command_line = require "ps.core.command_line"
+local whole = command_line.whole
 local gpt2 = require "models.gpt2"
 local C = ps.C
 
@@ -32,7 +33,7 @@ whole(parser:option("--seq", "positions", "1024"), 1)
 whole(parser:option("--steps", "steps", "6"), 1)
 parser:flag("--recompute", "recompute blocks in backward")
 parser:flag("--largest", "search the largest number of layers that fits")
-local args = parser:parse()
+local args = command_line.parse(parser)
 
 local function median(list)
   table.sort(list)

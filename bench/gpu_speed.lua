@@ -5,7 +5,8 @@
 local ps = require "ps"
 local cjson = require "cjson"
 local argparse = require "argparse"
-local whole = require("ps.core.command_line").whole
+local command_line = require "ps.core.command_line"
+local whole = command_line.whole
 
 io.stdout:setvbuf "line"                                -- if this process is killed, its output so far is used
 local parser = argparse("bench/gpu_speed.lua", "Measures rates of single operations.")
@@ -14,7 +15,7 @@ parser:option("--device", "device", "cuda")
 parser:option("--dtype", "bf16, fp16 or fp32", "bf16")
 whole(parser:option("--seq", "positions of attention", "2048"), 1)
 parser:flag("--small", "small sizes, to test that it runs")
-local args = parser:parse()
+local args = command_line.parse(parser)
 local on = { dtype = args.dtype, device = args.device }
 
 local function wait(t) return t:reshape(-1)[0]:item() end

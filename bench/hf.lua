@@ -120,7 +120,7 @@ require("ps.core.command_line").number(parser:option("--alpha", "alpha of the ne
 parser:option("--targets", "names of layers, separated by commas; default all-linear")
 parser:flag("--rslora", "the new adapter's scale is alpha / sqrt(R)")
 parser:flag("--dora", "the new adapter has DoRA's magnitudes")
-local args = parser:parse()
+local args = require("ps.core.command_line").parse(parser)
 local ok, problem = pcall(run, args)
 if not ok then
   local refused = type(problem) == "table" and problem.refused

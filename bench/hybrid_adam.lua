@@ -10,7 +10,8 @@
 -- planned split over the shortest of the others, at the worst link rate. exact: all runs of a link rate ended with
 -- equal bits.
 local argparse = require "argparse"
-local whole = require("ps.core.command_line").whole
+local command_line = require "ps.core.command_line"
+local whole = command_line.whole
 local cjson = require "cjson"
 local lib = require "bench.chunk_lib"
 local merged, pluck = lib.merged, lib.pluck
@@ -24,7 +25,7 @@ whole(parser:option("--chunk-size", "elements", "262144"), 1)
 whole(parser:option("--steps", "number of measured steps of each run", "9"), 1)
 parser:option("--host-isa", "instruction set of Adam on the host", "sse2")
 parser:flag("--verbose", "print the plans")
-local args = parser:parse()
+local args = command_line.parse(parser)
 
 local WARM = 3
 

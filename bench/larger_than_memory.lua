@@ -38,7 +38,7 @@ whole(parser:option("--heads", "number of heads, instead of the preset's"), 1)
 whole(parser:option("--spare", "disk space to leave free, bytes", "5e9"), 0)
 parser:flag("--no-recompute", "keep activations")
 parser:flag("--checksums", "memory.disk.checksums: verify the bytes that are read from the disk")
-local args = parser:parse()
+local args = command_line.parse(parser)
 
 local ps = require "ps"
 local optimizers = require "ps.optimizers"

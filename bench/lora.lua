@@ -13,7 +13,8 @@ local argparse = require "argparse"
 local cjson = require "cjson"
 local paths = require "ps.paths"
 local process = require "bench.process_lib"
-local whole = require("ps.core.command_line").whole
+local command_line = require "ps.core.command_line"
+local whole = command_line.whole
 
 local SHAPES = {
   ["0.35b"] = { hidden_size = 1024, intermediate_size = 2816, num_hidden_layers = 24, num_attention_heads = 16,
@@ -33,7 +34,7 @@ parser:flag("--compile", "compile the peer's model")
 parser:option("--peer-dtype", "the type of PEFT's frozen weights", "bf16"):choices { "bf16", "fp32" }
 parser:option("--peer-adapter", "the type of PEFT's adapters", "fp32"):choices { "fp32", "bf16" }
 parser:flag("--profile", "print the time of the kernels by op")
-local args = parser:parse()
+local args = command_line.parse(parser)
 
 local function start_peer(shape)
   local words = { os.getenv "PS_TORCH_PYTHON" or "python3", paths.root .. "/bench/peers/lora_peft.py",

@@ -42,7 +42,7 @@ parser:option("--layouts", "dp,pp,tp[,zero[,sgd]] of each, separated by ;")
 parser:flag("--figures-only", "no layouts")
 parser:flag("--overlap-only", "overlap_ratio alone")
 parser:option("--run", "(for this script) a rank's job, in JSON"):hidden(true)
-local args = parser:parse()
+local args = command_line.parse(parser)
 
 -- dp, pp, tp, ZeRO level, whether steps use SGD
 local LAYOUTS = { { 2, 1, 1 }, { 1, 2, 1 }, { 1, 1, 2, 0, true }, { 2, 2, 1, 1 }, { 2, 1, 2, 2 }, { 1, 2, 2 },

@@ -10,7 +10,8 @@ local ps = require "ps"
 local argparse = require "argparse"
 local cjson = require "cjson"
 local paths = require "ps.paths"
-local whole = require("ps.core.command_line").whole
+local command_line = require "ps.core.command_line"
+local whole = command_line.whole
 
 local parser = argparse("bench/optim.lua", "Updates parameters with given gradients.")
 parser:argument("file", "IN.safetensors")
@@ -20,7 +21,7 @@ whole(parser:option("--steps", "updates", "1"), 1)
 parser:option("--chunk", "a configuration for the engine, as JSON")
 whole(parser:option("--ranks", "processes", "1"), 1, 64)
 parser:flag("--rank", "(for this script) this process is one of several"):hidden(true)
-local args = parser:parse()
+local args = command_line.parse(parser)
 
 local function refuse(problem)
   io.stderr:write("bench/optim.lua: ", tostring(problem), "\n")

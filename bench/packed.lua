@@ -87,7 +87,7 @@ parser:argument "folder"
 parser:argument "file"
 parser:option("--device", "a device; ref gives the same bits packed and one by one"):default "cpu"
 parser:flag("--one-by-one", "each sequence in a batch of its own")
-local args = parser:parse()
+local args = require("ps.core.command_line").parse(parser)
 local ok, problem = pcall(run, args.folder, args.file, args.device, args.one_by_one)
 if not ok then
   local refused = type(problem) == "table" and problem.refused

@@ -19,7 +19,7 @@ line.whole(parser:option("--conversations", "examples", "4000"), 1)
 parser:option("--preset", "of Llama's family", "llama-110m")
 parser:flag("--loader", "the loader alone")
 line.number(parser:option("--step-seconds", "with --loader: processor time of a step"), 0)
-local args = parser:parse()
+local args = line.parse(parser)
 
 local WORDS, TEXT = {}, [[
   the of and to in a is that for it as was with be by on not he his but at are this have from or had an they

@@ -38,7 +38,7 @@ parser:flag("--traffic-only", "measure only the bytes between memory and disk")
 parser:option("--train", "(for this script) the schedule of a rank that trains"):hidden(true)
 parser:flag("--traffic", "(for this script) the rank trains within budgets"):hidden(true)
 parser:option("--out", "(for this script) the file to which rank 0 writes its figures"):hidden(true)
-local args = parser:parse()
+local args = command_line.parse(parser)
 
 local P, M = 4, 8
 local SCHEDULES = { "gpipe", "1f1b", "interleaved", "looped_bfs", "zb_h1", "zb_v" }

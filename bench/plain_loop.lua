@@ -11,7 +11,7 @@ local command_line = require "ps.core.command_line"
 local parser = argparse("bench/plain_loop.lua", "A plain loop with and without ps.scope.")
 parser:option("--own", "measures one loop and prints its figures as JSON"):args(4)
 command_line.whole(parser:option("--rounds", "times that each loop runs", "3"), 1)
-local args = parser:parse()
+local args = command_line.parse(parser)
 
 local SIZES = { { 64, 256, 300 }, { 128, 512, 100 }, { 256, 1024, 30 }, { 256, 4096, 8 } }        -- width, rows, steps
 

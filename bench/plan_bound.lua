@@ -18,7 +18,7 @@ whole(parser:option("--chunks", "chunks of parameters", "64"), 1)
 whole(parser:option("--ahead", "read-ahead, in chunks of parameters", "2"), 0)
 parser:option("--shape", "only this trace")
 command_line.number(parser:option("--seconds", "seconds that the solver may take for one case", "120"), 0)
-local args = parser:parse()
+local args = command_line.parse(parser)
 
 local MIB = 2 ^ 20
 local WARM_UP, ROUNDS = 8, 60

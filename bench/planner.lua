@@ -42,7 +42,7 @@ command_line.whole(parser:option("--rank-settings", "number of settings with pip
   "tensor parallelism", "1"), 0)
 parser:flag("--light", "small settings")
 parser:flag("--no-published", "leave out the published models")
-local args = parser:parse()
+local args = command_line.parse(parser)
 
 local CASE, with, on_hardware = plan_lib.CASE, plan_lib.with, plan_lib.on_hardware
 local STEPS, BELOW, APART = 10, 0.97, 1.2

@@ -16,14 +16,15 @@
 --   instructions, of_record    of such a step
 --   step_ms, events            milliseconds of a step without the record, and number of events of a step
 local argparse = require "argparse"
-local whole = require("ps.core.command_line").whole
+local command_line = require "ps.core.command_line"
+local whole = command_line.whole
 
 local parser = argparse("bench/profiler_cost.lua", "Measures the cost of the record of events.")
 whole(parser:option("--rounds", "number of measurements of each figure", "100"), 1)
 whole(parser:option("--steps", "steps of the model in a round, with the record and without", "4"), 1)
 whole(parser:option("--count-steps", "steps whose instructions are counted; 0: none", "2"), 0)
 parser:flag("--only-steps", "only train --count-steps steps, for a count of their instructions")
-local args = parser:parse()
+local args = command_line.parse(parser)
 
 local cjson = require "cjson"
 local ps = require "ps"

@@ -28,7 +28,7 @@ whole(parser:option("--batch", "conversations of a step", "2"), 1)
 whole(parser:option("--lora", "rank of the adapter", "8"), 1)
 number(parser:option("--lr", "learning rate", "1e-3"), 0)
 number(parser:option("--within", "relative difference that is allowed", "1e-4"), 0)
-local args = parser:parse()
+local args = command_line.parse(parser)
 
 local TEMPLATE = "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' }}"
   .. "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] + '<|im_end|>' }}"

@@ -15,7 +15,7 @@ parser:option("--key", "figure to compare"):args "*"
 whole(parser:option("--rounds", "number of runs of each command", "3"), 1)
 number(parser:option("--timeout", "the most seconds of a command", "300"), 0)
 parser:argument("commands", "shell commands"):args "+"
-local args = parser:parse()
+local args = command_line.parse(parser)
 
 local function run(command)
   local p = assert(io.popen(("timeout %d sh -c '%s' 2>/dev/null"):format(args.timeout, command:gsub("'", [['\'']]))))

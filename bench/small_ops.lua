@@ -13,7 +13,7 @@ local parser = argparse("bench/small_ops.lua", "Compares small ops with PyTorch 
 parser:flag("--own", "print psluajit's figures as JSON, and run no peer")
 parser:option("--only", "only ops whose name contains this")
 command_line.whole(parser:option("--rounds", "number of runs of each side", "3"), 1)
-local args = parser:parse()
+local args = command_line.parse(parser)
 
 local SIZES = { 16, 1024, 65536 }                           -- elements, about
 

@@ -15,7 +15,8 @@ local argparse = require "argparse"
 local cjson = require "cjson"
 local optimizers = require "ps.optimizers"
 local updates = require "ps.optimizers.update"
-local whole = require("ps.core.command_line").whole
+local command_line = require "ps.core.command_line"
+local whole = command_line.whole
 local nn = ps.nn
 
 local parser = argparse("bench/state.lua", "Measures the state and the time of optimizers.")
@@ -23,7 +24,7 @@ whole(parser:option("--params", "number of parameters of the timed update", "20e
 whole(parser:option("--rounds", "rounds in which update and probe alternate", "5"), 1)
 parser:option("--disk", "a folder for the disk tier", "/tmp")
 parser:flag("--no-muon", "do not time Muon")
-local args = parser:parse()
+local args = command_line.parse(parser)
 
 local function median(list)
   table.sort(list)

@@ -18,7 +18,7 @@ whole(parser:option("--rate", "strangers a second", "100"), 1)
 number(parser:option("--timeout", "the timeout of the ranks in seconds", "600"), 0)
 whole(parser:option("--flood", "(for this script) the port to connect to"), 1, 65535)
 parser:flag("--train", "(for this script) be a rank")
-local options = parser:parse()
+local options = command_line.parse(parser)
 
 local STEPS, KEPT = 5, 300                   -- number of steps; number of connections that the strangers keep open
 local MARK = "\27[31mstranger"

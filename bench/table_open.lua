@@ -10,7 +10,7 @@ local parser = require "argparse" ("bench/table_open.lua", "Measures the opening
 line.whole(parser:option("--mib", "size of the file", "2048"), 1)
 line.whole(parser:option("--rounds", "measurements of each kind", "3"), 1)
 parser:option("--folder", "where the file is written", os.getenv "TMPDIR" or "/tmp")
-local args = parser:parse()
+local args = line.parse(parser)
 
 local now = ps.now
 

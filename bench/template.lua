@@ -8,6 +8,7 @@
 -- bos_token, eos_token, unk_token and pad_token of a bare .jinja are <s>, </s>, <unk> and <pad>. Exit status 2, and
 -- `refused: WHY` on stderr: a construct is not supported. 3, and the message: the template raises an error.
 local argparse = require "argparse"
+local command_line = require "ps.core.command_line"
 local cjson = require "cjson"
 local chat = require "ps.chat"
 local ps = require "ps"
@@ -19,7 +20,7 @@ parser:flag("--add-generation-prompt", "end with the header of the model's next 
 parser:option("--tools", "a JSON file: a list of functions as JSON schemas")
 parser:option("--date", "YYYY-MM-DD, for templates that print the date")
 parser:option("--mask", "print pieces and whether they are trained"):choices { "assistant" }
-local args = parser:parse()
+local args = command_line.parse(parser)
 
 local function read(path)
   local file = io.open(path, "rb") or error(path .. ": cannot be read", 0)

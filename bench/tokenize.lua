@@ -8,13 +8,14 @@
 -- times.
 local ps = require "ps"
 local argparse = require "argparse"
+local command_line = require "ps.core.command_line"
 
 local parser = argparse("bench/tokenize.lua", "Converts lines of text to lines of token ids, and back.")
 parser:argument("tokenizer", "a Hugging Face folder, or one of its tokenizer files")
 parser:flag("--decode", "ids to text")
 parser:flag("--no-special-tokens", "no special tokens around texts; with --decode leave out special tokens")
 parser:flag("--count", "print the number of tokens of the whole text")
-local args = parser:parse()
+local args = command_line.parse(parser)
 
 local ok, tok = pcall(ps.tokenizer.from_pretrained, args.tokenizer)
 if not ok then

@@ -11,14 +11,15 @@ local ps = require "ps"
 local argparse = require "argparse"
 local cjson = require "cjson"
 local paths = require "ps.paths"
-local whole = require("ps.core.command_line").whole
+local command_line = require "ps.core.command_line"
+local whole = command_line.whole
 
 local parser = argparse("bench/tokenize_speed.lua", "Measures tokenizing from a cold process against tiktoken.")
 parser:argument("tokenizer", "a folder with GPT-2's vocabulary and merges")
 parser:option("--text", "prose or source code", "docs/memory.md")
 whole(parser:option("--rounds", "rounds of all texts and programs in turn", "5"), 1)
 parser:flag("--no-peers", "leave tiktoken out")
-local args = parser:parse()
+local args = command_line.parse(parser)
 
 local MIB = 2 ^ 20
 

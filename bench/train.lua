@@ -10,7 +10,8 @@
 local ps = require "ps"
 local cjson = require "cjson"
 local argparse = require "argparse"
-local whole = require("ps.core.command_line").whole
+local command_line = require "ps.core.command_line"
+local whole = command_line.whole
 
 io.stdout:setvbuf "line"                                -- if this process is killed, its output so far is used
 local parser = argparse("bench/train.lua", "Measures training speed.")
@@ -26,7 +27,7 @@ parser:flag("--profile", "print the time of the kernels by op")
 parser:flag("--paired", "run products between the steps, for mfu_paired; not with --profile, which would include them")
 parser:flag("--recompute", "recompute blocks in backward")
 parser:flag("--keep", "keep outputs of norms and GELU for backward")
-local args = parser:parse()
+local args = command_line.parse(parser)
 if args.paired and args.profile then parser:error("--paired and --profile exclude each other") end
 if args.paired and args.gemm == 0 then parser:error("--paired needs products; remove --gemm 0") end
 

@@ -7,10 +7,12 @@
 local ps = require "ps"
 local bmt = require "ps.bmt"
 local argparse = require "argparse"
-local whole = require("ps.command_line").whole
+local command_line = require "ps.command_line"
+local whole = command_line.whole
 local nn, F = ps.nn, ps.F
 
-local parser = argparse("bmtrain.lua", "Trains a small GPT on random tokens, in a script that uses BMTrain's names.")
+local parser = argparse("psluajit bmtrain.lua",
+  "Trains a small GPT on random tokens, in a script that uses BMTrain's names.")
 whole(parser:option("--iters", "Iterations.", "100"), 1)
 whole(parser:option("--zero-level", "ZeRO stage.", "3"), 0, 3)
 whole(parser:option("--tp-size", "Ranks that divide each layer; must divide the number of processes.", "1"), 1)
@@ -19,7 +21,7 @@ whole(parser:option("--pipe-size", "Pipeline stages, which divide the blocks; tp
   .. "of processes.", "1"), 1)
 parser:option("--dtype", "Type of the parameters: fp32, bf16 or fp16.", "fp32"):choices { "fp32", "bf16", "fp16" }
 parser:option("--save", "Write the weights to this file (.pt or .safetensors).")
-local args = parser:parse()
+local args = command_line.parse(parser)
 
 -- Without sequence parallelism, all ranks that share a layer have all rows between layers.
 bmt.init_distributed { seed = 0, zero_level = args.zero_level, tp_size = args.tp_size, pipe_size = args.pipe_size,

@@ -8,7 +8,8 @@
 -- micro-batch.
 local ps = require "ps"
 local argparse = require "argparse"
-local whole = require("ps.command_line").whole
+local command_line = require "ps.command_line"
+local whole = command_line.whole
 
 local CUTS = 2                                     -- number of micro-batches in a step, over all data-parallel ranks
 local RANKS = { plain = 1, chunks = 1, zero = 2, pipeline = 2, tensor = 2 }
@@ -22,7 +23,7 @@ layout.__index = layout
 ---@param default {steps: integer, batch: integer, lr: number, picture: string}
 ---@return table run run.args has the options
 function layout.open(name, what, default)
-  local parser = argparse(name, what)
+  local parser = argparse("psluajit " .. name, what)
   parser:option("--layout", "how the model is trained", "plain"):choices { "plain", "chunks", "zero", "pipeline",
     "tensor" }
   whole(parser:option("--steps", "training steps", tostring(default.steps)), 1)
@@ -31,7 +32,7 @@ function layout.open(name, what, default)
   parser:option("--picture", "the picture's file", default.picture)
   parser:option("--save", "a folder for a checkpoint of the last step")
   parser:option("--trace", "a file for the first weights and batches, so that another program can repeat the training")
-  local self = setmetatable({ args = parser:parse(), lr = default.lr }, layout)
+  local self = setmetatable({ args = command_line.parse(parser), lr = default.lr }, layout)
   local how, ranks = self.args.layout, tonumber(os.getenv "WORLD_SIZE" or "1")
   if RANKS[how] ~= ranks then
     io.stderr:write(("%s: --layout %s runs on %d rank%s, not on %d: psluajit launch.lua --nproc-per-node %d %s\n")

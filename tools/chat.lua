@@ -13,7 +13,7 @@ local folder = require "ps.pretrained.folder"
 local utf8 = require "ps.core.utf8"
 local whole, number = command_line.whole, command_line.number
 
-local parser = argparse("tools/chat.lua", "Talks with a model, by its chat template.")
+local parser = argparse("psluajit chat", "Talks with a model, by its chat template.")
 parser:argument("folder", "a Hugging Face folder with a causal model and its tokenizer, a name in its cache, "
   .. "or a GGUF file")
 parser:flag("--plain", "use --user and --model instead of a chat template")
@@ -32,7 +32,7 @@ parser:option("--device", "the device of the model")
 parser:flag("--keep-quantized", "weights of a GGUF file stay packed")
 parser:flag("--int8-activations", "with --keep-quantized: round activations to 8 bits when generating, which is faster")
 parser:option("--adapter", "a folder with a PEFT or psluajit adapter for the model")
-local args = parser:parse()
+local args = command_line.parse(parser)
 
 -- Returns a function that writes a reply as it arrives, without the text `stop` at its end. Text that can be the start
 -- of `stop` is not written yet.

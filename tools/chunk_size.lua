@@ -8,6 +8,7 @@
 -- taken to be that of registration. Exit code 1: no size is feasible.
 local ps = require "ps"
 local argparse = require "argparse"
+local command_line = require "ps.core.command_line"
 local pack = require "ps.engine.layout.pack"
 local readable = require "ps.core.readable"
 
@@ -38,7 +39,7 @@ local function elements(text)
 end
 
 local function arguments()
-  local parser = argparse("tools/chunk_size.lua", "Searches the chunk size for a model.")
+  local parser = argparse("psluajit chunk_size", "Searches the chunk size for a model.")
   parser:option("--model", "preset of models/gpt2.lua, or FILE.lua[:FUNCTION]", "gpt2")
   parser:option("--dtype", "bf16, fp16 or fp32; default: as the config says, else bf16")
     :choices { "bf16", "fp16", "fp32" }
@@ -50,7 +51,7 @@ local function arguments()
   parser:flag("--uniform", "give all chunks one size, instead of shortening each to its contents")
   parser:flag("--all", "show every size that was tried")
   parser:flag("--json", "print one JSON object instead of a table")
-  return parser:parse()
+  return command_line.parse(parser)
 end
 
 -- Returns the free bytes of host memory, to which fractions in a configuration refer.

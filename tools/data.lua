@@ -12,7 +12,7 @@ local formats = require "ps.data.formats"
 local posix = require "posix.unistd"
 local whole = command_line.whole
 
-local parser = argparse("tools/data.lua", "Shows a file of conversations as a model reads it.")
+local parser = argparse("psluajit data", "Shows a file of conversations as a model reads it.")
 parser:require_command(true)
 local function command(name, text)
   local one = parser:command(name, text)
@@ -28,7 +28,7 @@ whole(show:option("--row", "the row, from 1", "1"), 1)
 show:flag("--ids", "also print the ids")
 local stats = command("stats", "Prints lengths and counts over all rows.")
 whole(stats:option("--max-length", "count the rows that are longer than this"), 1)
-local args = parser:parse()
+local args = command_line.parse(parser)
 
 local function open()
   local tok = ps.tokenizer.from_pretrained(folder.find(args.model))

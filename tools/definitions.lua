@@ -3,13 +3,14 @@
 -- psluajit: .luarc.json, if there is none, and the folder .psluajit, to which it points.
 --   psluajit definitions [DIR]
 local argparse = require "argparse"
+local command_line = require "ps.core.command_line"
 local lfs = require "lfs"
 local paths = require "ps.paths"
 
 local parser = argparse("psluajit definitions",
   "Writes .luarc.json and .psluajit/, by which editors complete and check scripts.")
 parser:argument("dir", "The folder of the scripts.", ".")
-local args = parser:parse()
+local args = command_line.parse(parser)
 local dir = args.dir:gsub("(.)/+$", "%1")
 
 local function fail(text, ...)

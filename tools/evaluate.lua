@@ -16,7 +16,7 @@ local command_line = require "ps.core.command_line"
 local folder = require "ps.pretrained.folder"
 local whole = command_line.whole
 
-local parser = argparse("tools/evaluate.lua", "Evaluates a language model on a file.")
+local parser = argparse("psluajit evaluate", "Evaluates a language model on a file.")
 parser:argument("model", "a Hugging Face folder with a causal model and its tokenizer, or a name in its cache")
 parser:option("--data", "JSON lines, text, or a folder or pattern of such files"):count(1)
 parser:option("--task", "perplexity, choices or answers (default: choices if rows have them, else perplexity)")
@@ -37,7 +37,7 @@ parser:option("--device", "the device of the model")
 parser:option("--adapter", "a folder with a PEFT or psluajit adapter for the model")
 parser:flag("--json", "print the result as JSON")
 parser:option("--samples", "write the result of each row to this file, as JSON lines")
-local args = parser:parse()
+local args = command_line.parse(parser)
 
 -- The order in which results are shown.
 local NAMES = { "rows", "tokens", "words", "bytes", "token_perplexity", "word_perplexity", "byte_perplexity",

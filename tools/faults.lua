@@ -14,7 +14,7 @@ local draw = require "tools.faults.draw"
 local run = require "tools.faults.run"
 local trial = require "tools.faults.trial"
 
-local parser = argparse("tools/faults.lua", "Runs a small training job for each seed, under faults that the seed "
+local parser = argparse("psluajit faults", "Runs a small training job for each seed, under faults that the seed "
   .. "draws, then resumes it without faults. Prints a line per seed: golden (the results of a run without faults), "
   .. "named: CAUSE, or WRONG: WHY. The exit status is 1 if any is WRONG.")
 local whole, number = command_line.whole, command_line.number
@@ -37,7 +37,7 @@ parser:option("--plan", "with --replay: these events instead of the drawn ones, 
 whole(parser:option("--stop-at", "end after this number of WRONG seeds"), 1)
 parser:flag("--keep", "keep the folders of jobs that are WRONG")
 parser:flag("--json", "print each line as an object of JSON")
-local options = parser:parse()
+local options = command_line.parse(parser)
 if not (options.seeds or options.replay or options.plans) or options.replay and (options.seeds or options.plans) then
   parser:error "give --seeds A:B, --plans FILE or --replay SEED"
 end

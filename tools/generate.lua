@@ -13,7 +13,7 @@ local command_line = require "ps.core.command_line"
 local folder = require "ps.pretrained.folder"
 local whole, number = command_line.whole, command_line.number
 
-local parser = argparse("tools/generate.lua", "Continues a text with a model.")
+local parser = argparse("psluajit generate", "Continues a text with a model.")
 parser:argument("model", "a Hugging Face folder with a causal model and its tokenizer, a name in its cache, "
   .. "or a GGUF file")
 parser:option("--start", "the text to continue, or FILE:PATH", "")
@@ -37,7 +37,7 @@ parser:flag("--keep-quantized", "weights of a GGUF file stay packed")
 parser:flag("--int8-activations", "with --keep-quantized: round activations to 8 bits when generating, which is faster")
 parser:option("--adapter", "a folder with a PEFT or psluajit adapter for the model")
 whole(parser:option("--pipeline", "number of stages into which the model is cut, each on a process of its own"), 2)
-local args = parser:parse()
+local args = command_line.parse(parser)
 
 local function start()
   local path = args.start:match("^FILE:(.*)$")

@@ -21,7 +21,7 @@ local verify = require "ps.pretrained.gguf_verify"
 local SHOWN = 8                                            -- number of array values that `info` prints
 local TYPES = "f32, f16, bf16, q8_0, q6_k, q4_k_m or q4_0"
 
-local parser = argparse("tools/gguf.lua", "Reads, writes and compares GGUF files, the format of llama.cpp.")
+local parser = argparse("psluajit gguf", "Reads, writes and compares GGUF files, the format of llama.cpp.")
 parser:command_target "command"
 local info = parser:command("info", "Prints a file's metadata and tensors.")
 info:argument("file", "a GGUF file")
@@ -44,7 +44,7 @@ compared:argument("file", "a GGUF file")
 compared:option("--against", "the folder or file of the model"):count(1)
 compared:option("--text", "a file with the text to run over; default: a text of 350 words")
 compared:flag("--json", "as JSON")
-local args = parser:parse()
+local args = command_line.parse(parser)
 
 local function shown(value)
   if type(value) == "string" then

@@ -25,7 +25,7 @@ local function fail(text)
 end
 
 local function arguments()
-  local parser = argparse("tools/merge.lua", "Merges the shards of a checkpoint, one file per rank, into one file.")
+  local parser = argparse("psluajit merge", "Merges the shards of a checkpoint, one file per rank, into one file.")
   parser:option("--pattern", "names of the shards, where * stands for the rank: checkpoint-*.pt")
   whole(parser:option("--num", "number of shards: ranks 0 .. NUM - 1"), 1, 1e6)
   parser:option("--out", "file to write, .pt or .safetensors; default: the pattern with 'merged' for *")
@@ -33,7 +33,7 @@ local function arguments()
     "used, with a note")
   parser:flag("--force", "replace an existing file; continue even if there are more shards than --num")
   parser:argument("folder", "instead of --pattern: a folder of ps.checkpoints.save or save_parallelized"):args("*")
-  local args = parser:parse()
+  local args = command_line.parse(parser)
   if not args.pattern then
     if #args.folder ~= 1 then
       fail("name the shards to merge: --pattern='checkpoint-*.pt' --num=4, or a checkpoint's folder")

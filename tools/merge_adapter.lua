@@ -6,14 +6,14 @@
 local ps = require "ps"
 local line = require "ps.core.command_line"
 
-local parser = require "argparse" ("tools/merge_adapter.lua", "Merges an adapter into its base model.")
+local parser = require "argparse" ("psluajit merge_adapter", "Merges an adapter into its base model.")
 parser:argument("base", "the folder of the base model, or its name in Hugging Face's cache")
 parser:argument("adapter", "the folder with adapter_config.json")
 parser:option("--out", "the folder to write"):count(1)
 parser:option("--max-shard-size", "largest size of a file, such as 5GB")
 parser:option("--task", "the model's class, if config.json names another one: causal_lm, sequence_classification, ...")
 parser:flag("--other-base", "merge even if the adapter was trained on other weights")
-local args = parser:parse()
+local args = line.parse(parser)
 line.try("merge_adapter.lua", ps.lora.merge_folder, args.base, args.adapter, args.out,
   { max_shard_size = args.max_shard_size, other_base = args.other_base, task = args.task })
 print(("wrote %s"):format(args.out))

@@ -5,6 +5,7 @@
 -- Each folder of templates/ is a kind. Its README.md begins with "# TITLE" and a paragraph that describes the kind, and
 -- has the commands to run.
 local argparse = require "argparse"
+local command_line = require "ps.core.command_line"
 local lfs = require "lfs"
 local paths = require "ps.paths"
 
@@ -33,7 +34,7 @@ for _, kind in ipairs(kinds) do lines[#lines + 1] = ("  %-12s %s"):format(kind, 
 local parser = argparse("psluajit new", "Writes a small project to start from.", table.concat(lines, "\n"))
 parser:argument("kind", "What it trains: " .. table.concat(kinds, ", ") .. "."):choices(kinds)
 parser:argument("dir", "The folder to make.")
-local args = parser:parse()
+local args = command_line.parse(parser)
 
 local function fail(text, ...)
   io.stderr:write("new: ", text:format(...), "\n")

@@ -5,6 +5,7 @@
 --   bytes.svg, tiers.svg, step.svg   how memory works
 --   schedule_1f1b.svg, schedule_zb_h1.svg   four stages of a pipeline with eight micro-batches
 local argparse = require "argparse"
+local command_line = require "ps.core.command_line"
 local draw = require "ps.profile.draw"
 local drawings = require "tools.site.drawings"
 local gpt2 = require "models.gpt2"
@@ -13,9 +14,9 @@ local paths = require "ps.paths"
 local ps = require "ps"
 local read = require "ps.profile.read"
 
-local parser = argparse("tools/pictures.lua", "Draws the pictures of the guides.")
+local parser = argparse("psluajit pictures", "Draws the pictures of the guides.")
 parser:argument("folder", "folder to write to", paths.root .. "/docs/pictures")
-local args = parser:parse()
+local args = command_line.parse(parser)
 lfs.mkdir(args.folder)
 
 -- A GPT-2 with 3.6 million parameters, whose state of 55.7 MiB is in 48 MiB of memory and a file.

@@ -10,7 +10,7 @@ local picture = require "ps.parallel.pipeline.picture"
 local command_line = require "ps.core.command_line"
 local whole, number = command_line.whole, command_line.number
 
-local parser = argparse("tools/pipeline.lua", "Shows the table of a pipeline.")
+local parser = argparse("psluajit pipeline", "Shows the table of a pipeline.")
 whole(parser:option("--stages", "ranks that share the model"), 1, 4096)
 whole(parser:option("--micro-batches", "micro-batches of a step"), 1, 2 ^ 20)
 whole(parser:option("--virtual-stages", "virtual stages on each rank; default 1, or 2 for zb_v"), 1, 4096)
@@ -23,7 +23,7 @@ number(parser:option("--weight", "time of the gradients of its weights", "1"), 0
 number(parser:option("--latency", "of a message", "0"), 0)
 parser:option("--csv", "file to write the table to")
 parser:option("--out", "picture to draw: a file that ends in .svg or .png")
-local args = parser:parse()
+local args = command_line.parse(parser)
 
 local function write(path, text)
   local f, why = io.open(path, "w")

@@ -38,8 +38,8 @@ local function bytes(text)
 end
 
 local function arguments()
-  local parser = argparse("tools/plan.lua", "Reports the memory and time of a training script's first step.")
-  parser:usage "Usage: psluajit tools/plan.lua [OPTIONS] SCRIPT [ARGUMENTS OF THE SCRIPT]..."
+  local parser = argparse("psluajit plan", "Reports the memory and time of a training script's first step.")
+  parser:usage "Usage: psluajit plan [OPTIONS] SCRIPT [ARGUMENTS OF THE SCRIPT]..."
   parser:flag("--json", "print one JSON object instead of a table")
   parser:option("--hardware", "a machine other than this one: " .. table.concat(hardware.names(), ", ")
     .. ", and NAMExN with N GPUs")
@@ -49,7 +49,7 @@ local function arguments()
     :choices { "budget", "batch", "model", "all", "nothing" }
   command_line.number(parser:option("--limit", "seconds within which further dry runs may begin; 0: no limit", "60"), 0)
   local own, script, args = split(arg)
-  local options = parser:parse(own)
+  local options = command_line.parse(parser, own)
   if not script then parser:error "no script was given; its path follows the options" end
   options.script, options.args = script, args
   return options

@@ -13,7 +13,7 @@ local command_line = require "ps.core.command_line"
 local whole = command_line.whole
 local C, check = ps.C, ps.check
 
-local parser = argparse("tools/prepare.lua", "Converts text and JSON lines to token shards.")
+local parser = argparse("psluajit prepare", "Converts text and JSON lines to token shards.")
 parser:argument("files", "text files, or JSON lines (.jsonl, .ndjson, .json)"):args "+"
 parser:option("--tokenizer", "a Hugging Face folder, or one of its tokenizer files"):count(1)
 parser:option("--out", "prefix of the shards' names: OUT_000000.bin ..."):count(1)
@@ -23,7 +23,7 @@ parser:option("--mark",
 whole(parser:option("--shard-tokens", "tokens in a shard", "100000000"), 1)
 whole(parser:option("--threads", "number of threads (default: that of the kernels)"), 1)
 parser:flag("--json", "print one JSON object as the last line")
-local args = parser:parse()
+local args = command_line.parse(parser)
 
 local function mark_of(tok)
   if args.mark == "none" then return -1 end

@@ -9,14 +9,14 @@ local draw = require "ps.profile.draw"
 local page = require "ps.profile.page"
 local read = require "ps.profile.read"
 
-local parser = argparse("tools/profile_visualizer.lua", "Draws a profile of ps.profiler.save.")
+local parser = argparse("psluajit profile_visualizer", "Draws a profile of ps.profiler.save.")
 parser:argument("profile", "the file")
 parser:option("--fig_type", "memory (of a tier, over time; the default) or access (the place of each chunk)")
 parser:option("--memory_type", "the tier: GPU, CPU or DISK; default: the fastest one in the profile")
 parser:option("--rm_warmup", "leave out the first steps, which had no plan"):args "?"
 parser:flag("--html", "write one page with both figures for a browser; it needs no network")
 parser:option("--out", "file to write: .svg or .png, with --html .html")
-local args = parser:parse()
+local args = command_line.parse(parser)
 
 -- Accepts PatrickStar's --rm_warmup=True as well as a bare --rm_warmup.
 local function flag(given)

@@ -9,7 +9,7 @@ local command_line = require "ps.core.command_line"
 local folder = require "ps.pretrained.folder"
 local serve = require "ps.serve"
 
-local parser = argparse("tools/serve.lua", "Serves a model to programs that speak OpenAI's API.")
+local parser = argparse("psluajit serve", "Serves a model to programs that speak OpenAI's API.")
 parser:argument("model", "a Hugging Face folder with a causal model and its tokenizer, a name in its cache, or a "
   .. "GGUF file")
 command_line.whole(parser:option("--port", "default: one that is free", "0"), 0, 65535)
@@ -21,7 +21,7 @@ parser:option("--dtype", "type of the weights (default: that of the files)", "au
 parser:flag("--keep-quantized", "weights of a GGUF file stay packed")
 parser:flag("--int8-activations", "with --keep-quantized: round activations to 8 bits when generating, which is faster")
 parser:option("--adapter", "a folder or GGUF file with an adapter for the model")
-local args = parser:parse()
+local args = command_line.parse(parser)
 
 local function main()
   local path = folder.find(args.model)

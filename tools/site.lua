@@ -5,14 +5,15 @@
 -- The pages are README.md, the guides of docs/, and the API reference. Links to source files lead to pages that the
 -- site has of them.
 local argparse = require "argparse"
+local command_line = require "ps.core.command_line"
 local lfs = require "lfs"
 local paths = require "ps.paths"
 local html = require "tools.site.html"
 
-local parser = argparse("tools/site.lua", "Writes the pages of the site for Sphinx, or checks those that Sphinx made.")
+local parser = argparse("psluajit site", "Writes the pages of the site for Sphinx, or checks those that Sphinx made.")
 parser:argument("folder", "where to write them, or the HTML to check")
 parser:flag("--check", "check that every link leads somewhere, and that no page loads anything from a network")
-local args = parser:parse()
+local args = command_line.parse(parser)
 
 -- The pages in the order of the site's menu. Pages of docs/ that are missing from the list follow in a separate group.
 local MENU = {

@@ -12,7 +12,7 @@ local make_folder = require("ps.checkpoints.folder").make
 local here = arg[0]:match "^(.*)/" or "."
 local sizes = dofile(here .. "/models.lua")
 
-local parser = argparse("benchmark/scale.lua", "Plans PatrickStar's benchmark for machines that are not here.")
+local parser = argparse("psluajit benchmark/scale.lua", "Plans PatrickStar's benchmark for machines that are not here.")
 parser:option("--hardware", "Machines of psluajit plan, separated by commas.", "v100-32,v100-32x2,v100-32x4,v100-32x8")
 parser:option("--models", "Sizes from small to large, separated by commas. Default: the GPTs by their parameters.")
 parser:option("--host", "Host memory of a machine, such as 240GB. Default: that of the tables.")
@@ -20,7 +20,7 @@ parser:option("--disk", "Folder for a disk tier. Default: no disk tier.")
 command_line.whole(parser:option("--batch", "Rows per process and step.", "16"), 1)
 parser:option("--precision", "fp16, bf16 or fp32.", "fp16"):choices { "fp16", "bf16", "fp32" }
 parser:option("--out", "Folder for scale.csv, scale.md, scale.svg and speed.svg.", "out/scale")
-local args = parser:parse()
+local args = command_line.parse(parser)
 
 local function split(text)
   local list = {}

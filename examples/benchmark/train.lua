@@ -15,7 +15,7 @@ local whole = command_line.whole
 
 local FLOPS = 2 * 4  -- FLOPs per parameter and token, counted as in PatrickStar: forward 2, recompute 2, backward 4
 
-local parser = argparse("benchmark/train.lua", "Trains a model of PatrickStar's benchmark on random data.",
+local parser = argparse("psluajit benchmark/train.lua", "Trains a model of PatrickStar's benchmark on random data.",
   "Models: " .. table.concat(sizes.names(), ", ") .. ", and WIDTH/SEQ/LAYERS/HEADS.")
 parser:option("--model", "The size of the model.", "GPT2small")
 whole(parser:option("--batch", "Rows per process and step.", "16"), 1)
@@ -29,7 +29,7 @@ parser:flag("--no-recompute", "Keep activations instead of computing them again 
 whole(parser:option("--seed", "Random seed.", "1"), 0)
 whole(parser:option("--local_rank --local-rank", "Number of this process on its machine (some launchers pass it)."), 0)
 parser:flag("--json", "Print one JSON line at the end.")
-local args = parser:parse()
+local args = command_line.parse(parser)
 local size = command_line.try("train.lua", sizes.of, args.model)
 
 local function make()

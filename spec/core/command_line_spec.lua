@@ -43,6 +43,43 @@ describe("a number of a command line", function()
   end)
 end)
 
+describe("a command line", function()
+  local function parser()
+    local made = require "argparse" "p"
+    command_line.number(made:option("--lr", "A rate."), -10)
+    command_line.whole(made:option("--n -n", "A count."), -10)
+    made:option("--text", "A text.")
+    made:flag("--force", "A flag.")
+    made:argument("rest", "Words."):args "*"
+    return made
+  end
+
+  it("takes a negative number after an option for its value", function()
+    for _, words in ipairs { { "--lr", "-1" }, { "--lr", "-0.5e1" }, { "--lr=-1" } } do
+      assert.is_true(command_line.parse(parser(), words).lr < 0)
+    end
+    assert.same({ lr = -1, n = -2, text = "-3", rest = { "x" } },
+      command_line.parse(parser(), { "--lr", "-1", "--n", "-2", "--text", "-3", "x" }))
+    local words = { "--force", "--", "--lr", "-1" }
+    assert.same({ force = true, rest = { "--lr", "-1" } }, command_line.parse(parser(), words))
+    assert.same({ force = true, lr = 1, rest = {} }, command_line.parse(parser(), { "--lr", "1", "--force" }))
+  end)
+
+  it("may have a negative number after an option of a command", function()
+    local made = require "argparse" "p"
+    command_line.number(made:command "go":option("--lr", "A rate."), -10)
+    assert.same({ go = true, lr = -1 }, command_line.parse(made, { "go", "--lr", "-1" }))
+  end)
+
+  it("stays as it is in the global arg", function()
+    local before = _G.arg
+    _G.arg = { [0] = "p", "--lr", "-1" }
+    assert.same({ lr = -1, rest = {} }, command_line.parse(parser()))
+    assert.same({ [0] = "p", "--lr", "-1" }, _G.arg)
+    _G.arg = before
+  end)
+end)
+
 -- Returns the output and the exit code of a program for a command line.
 local function says(line)
   return check.shell(("cd '%s' && timeout 300 '%s' %s"):format(paths.root, paths.exe, line))
@@ -68,14 +105,35 @@ describe("programs", function()
     end)
   end
 
-  it("all read their numbers in this way", function()
-    for _, folder in ipairs { "examples", "tools", "bench" } do
+  it("all read their command line and their numbers in this way", function()
+    for _, folder in ipairs { "examples", "examples/benchmark", "tools", "tools/hardware", "bench" } do
       for name in lfs.dir(paths.root .. "/" .. folder) do
-        if name:match("%.lua$") then
+        if name:match "%.lua$" then
           local text = lib.read(paths.root .. "/" .. folder .. "/" .. name)
           assert(not text:find("convert(tonumber)", 1, true), folder .. "/" .. name)
+          assert(not text:find("parser:p?parse%("), folder .. "/" .. name .. ": it calls parser:parse")
         end
       end
+    end
+  end)
+
+  -- The name in a usage line is the one that `psluajit NAME` runs.
+  it("name themselves in their usage", function()
+    local n = 0
+    for folder, form in pairs { tools = "psluajit %s", examples = "psluajit %s.lua" } do
+      for name in lfs.dir(paths.root .. "/" .. folder) do
+        local text = name:match "%.lua$" and lib.read(paths.root .. "/" .. folder .. "/" .. name) or ""
+        local named = text:match 'argparse"?%s*%(%s*"([^"]*)"' or text:match 'layout%.open%("([^"]*)"'
+        if named and name ~= "layout.lua" then
+          n = n + 1
+          if text:find("layout.open", 1, true) then named = "psluajit " .. named end
+          assert.equal(form:format((name:gsub("%.lua$", ""))), named)
+        end
+      end
+    end
+    assert(n >= 30, n)
+    for _, script in ipairs { "gpt.lua", "chat", "plan", "launch" } do
+      assert.matches("[Uu]sage: psluajit " .. script .. "%f[%s]", (says(script .. " --help")))
     end
   end)
 end)

@@ -15,7 +15,7 @@ command_line.whole(parser:option("--jobs", "jobs that run at once", "2"), 1, 64)
 command_line.number(parser:option("--patience", "as of tools/faults.lua", "1"), 1, 1000)
 parser:option("--only", "defects whose names have this text")
 parser:option("--folder", "the copy of the source", "/tmp/psluajit-planted")
-local options = parser:parse()
+local options = command_line.parse(parser)
 local folder = options.folder
 
 local function shell(text, ...)

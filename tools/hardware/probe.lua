@@ -3,16 +3,17 @@
 -- table for plans (planning/hardware.lua). With --disk FOLDER it also measures the disk of that folder.
 local ps = require "ps"
 local argparse = require "argparse"
+local command_line = require "ps.core.command_line"
 local speeds = require "ps.profile.speeds"
 local C = ps.C
 
 local DISK_NBYTES = 2 ^ 29      -- number of bytes with which the disk is measured
 local SIZES = { side = 2048, nbytes = 2 ^ 27, dtypes = { "bf16", "fp16", "fp32" } }
 
-local parser = argparse("tools/hardware/probe.lua", "Measures this machine for plans.")
+local parser = argparse("psluajit hardware/probe.lua", "Measures this machine for plans.")
 parser:option("--device", "cpu, or cuda for a GPU", "cpu")
 parser:option("--disk", "a folder whose disk is measured with a file of 1 GiB")
-local args = parser:parse()
+local args = command_line.parse(parser)
 
 -- Returns the bytes per second that the disk tier reads and writes in a folder, bypassing the page cache if the file
 -- system allows it.

@@ -1,7 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Checks of a program's command line, for argparse: whole(parser:option("--steps", "Steps."), 1) accepts only whole
 -- numbers. A value that is not a number, not whole or out of range ends the program with the option's name and the
--- accepted range. try("train.lua", fn) ends the program with a one-line error if fn raises one.
+-- accepted range. parse(parser) reads the command line. try("train.lua", fn) ends the program with a one-line error if
+-- fn raises one.
 local environment = require "ps.core.environment"
 
 local command_line = {}
@@ -13,21 +14,8 @@ local function decimal(text)
   return (text:match "^%-?%d+%.?%d*$" or text:match "^%-?%d+%.?%d*[eE][+-]?%d+$") and tonumber(text) or nil
 end
 
--- Joins an option of the program's command line with the negative number after it (`--lr -1` to `--lr=-1`), which
--- argparse would take for another option.
-local function join_negative(option)
-  for i = 1, arg and #arg or 0 do
-    for _, alias in ipairs(option._aliases) do
-      if arg[i] == alias and alias:find "^%-%-" and arg[i + 1] and arg[i + 1]:find "^%-[%d.]" then
-        arg[i] = alias .. "=" .. table.remove(arg, i + 1)     -- luacheck: ignore 122
-      end
-    end
-  end
-end
-
 local function convert(option, what, fits)
   local name = option._name
-  join_negative(option)
   return option:convert(function(text)
     local n = decimal(text)
     if n and fits(n) then return n end
@@ -54,6 +42,38 @@ end
 function command_line.number(option, least, most)
   return convert(option, ("a number from %.14g %s"):format(least, most and ("to %.14g"):format(most) or "on"),
     function(n) return n >= least and n <= (most or math.huge) and n < math.huge end)
+end
+
+-- Adds the long names of a parser's options that take one value, and of those of its commands.
+local function add_names(parser, names)
+  for _, option in ipairs(parser._options) do
+    for _, alias in ipairs(option._aliases) do
+      if option._maxargs == 1 and alias:find "^%-%-" then names[alias] = true end
+    end
+  end
+  for _, command in ipairs(parser._commands) do add_names(command, names) end
+  return names
+end
+
+--- Parses a command line, as the parser's own method does, but an option also takes a negative number as its value
+--- (`--lr -1`), which argparse would take for another option. Changes neither `words` nor the global `arg`.
+---@param parser table a parser of argparse
+---@param words? string[] (default: the program's command line)
+---@return table options
+function command_line.parse(parser, words)
+  words = words or arg or {}
+  local names, joined, i = add_names(parser, {}), {}, 1
+  while i <= #words do
+    local word, value = words[i], words[i + 1]
+    if word == "--" then
+      for k = i, #words do joined[#joined + 1] = words[k] end
+      break
+    end
+    local negative = names[word] and value and value:find "^%-%.?%d"
+    joined[#joined + 1] = negative and word .. "=" .. value or word
+    i = i + (negative and 2 or 1)
+  end
+  return parser:parse(joined)
 end
 
 --- Calls fn(...) and returns its results. An error of fn is treated as a mistake of the program's user, who needs no

@@ -26,7 +26,7 @@ local launch_options = {}
 ---@field args string[]
 
 local USAGE = [[
-usage: psluajit tools/launch.lua [options] script.lua [arguments of the script]
+usage: psluajit launch [options] script.lua [arguments of the script]
 Starts a script several times, as ranks of one run. Names may have dashes or underscores; values follow = or a blank.
   --nproc-per-node N   ranks on this node: a number, cpu (one per core), gpu (one per GPU), auto (gpu if there is
                        one, else cpu); also --num-gpus. Default 1. MIN:MAX, on one node: MAX at first, then one
@@ -257,7 +257,7 @@ function launch_options.read(words, getenv)
     wrong("--node-rank", ("%d"):format(node_rank), ("less than --nnodes, which is %d"):format(nnodes))
   end
   local script = words[first]
-  if not script then fail("a script is missing: psluajit tools/launch.lua [options] script.lua (--help shows all)") end
+  if not script then fail("a script is missing: psluajit launch [options] script.lua (--help shows all)") end
   if script == "-" then fail("the script is '-'; expected a file, since several ranks cannot share standard input") end
   local args = {}
   for i = first + 1, #words do args[#args + 1] = words[i] end
