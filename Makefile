@@ -88,8 +88,10 @@ cuda: setup
 	@cmake --build $(BUILD) --target program
 
 # Trains a small GPT-2 on the text of the package fortunes, or on DATA=my.txt, for about two minutes, or for STEPS=n.
+# Replaces an earlier run in out/train, but not in a folder that OUT=folder names.
+train: FORCE := $(if $(filter file,$(origin OUT)),--force)
 train: build
-	@$(RUN) examples/train_gpt2.lua --out $(OUT) $(if $(DATA),--data $(DATA)) $(if $(STEPS),--steps $(STEPS),--minutes 2)
+	@$(RUN) examples/train_gpt2.lua --out $(OUT) $(FORCE) $(if $(DATA),--data $(DATA)) $(if $(STEPS),--steps $(STEPS),--minutes 2)
 
 # Draws the pictures of the guides anew.
 pictures: build

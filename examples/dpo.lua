@@ -10,7 +10,7 @@
 local ps = require "ps"
 local line = require "ps.command_line"
 
-local parser = require "argparse" ("dpo.lua", "Trains a chat model on preferences.")
+local parser = require "argparse" ("psluajit dpo.lua", "Trains a chat model on preferences.")
 parser:option("--model", "A folder, or a name in Hugging Face's cache."):count(1)
 parser:option("--data", "Pairs of answers: JSON lines, or a folder or pattern of such files."):count(1)
 parser:option("--out", "Folder to write the adapter to."):count(1)
@@ -26,8 +26,10 @@ parser:option("--cache", "File for the reference's log-probabilities.")
 parser:option("--host", "Memory budget on the host, such as 6GiB.")
 parser:option("--disk", "Folder for the disk tier.")
 line.whole(parser:option("--seed", "Random seed.", "1"), 0)
-local args = parser:parse()
+parser:flag("--force", "Replace a model or an adapter in --out.")
+local args = line.parse(parser)
 local function try(fn, ...) return line.try("dpo.lua", fn, ...) end
+try(ps.checkpoints.new_run, args.out, { force = args.force })
 
 ps.manual_seed(args.seed)
 local folder = try(require("ps.pretrained.folder").find, args.model)

@@ -19,7 +19,7 @@ local lfs = require "lfs"
 local line = require "ps.command_line"
 local train, checkpoints, plot = require "ps.train", require "ps.checkpoints", require "ps.train.plot"
 
-local parser = argparse("finetune.lua", "Fine-tunes a chat model on conversations.")
+local parser = argparse("psluajit finetune.lua", "Fine-tunes a chat model on conversations.")
 parser:option("--model", "A folder, a name in Hugging Face's cache, or a GGUF file, with a chat template."):count(1)
 parser:option("--data", "Conversations: JSON lines, or a folder or pattern of such files."):count(1)
 parser:option("--eval", "Held-out conversations. Default: a twentieth of --data.")
@@ -45,7 +45,8 @@ parser:option("--disk", "Folder for the disk tier. Default: no disk tier.")
 line.whole(parser:option("--zero", "ZeRO stage with several processes: 0 to 3.", "3"), 0, 3)
 line.whole(parser:option("--seed", "Random seed.", "1"), 0)
 parser:flag("--resume", "Continue from the newest checkpoint in --out.")
-local args = parser:parse()
+parser:flag("--force", "Start a new run even if --out has a run or a model, which it replaces.")
+local args = line.parse(parser)
 args.lr = args.lr or args.lora and 2e-4 or 2e-5
 local run = args.out .. "/run"
 local function try(fn, ...) return line.try("finetune.lua", fn, ...) end
@@ -87,6 +88,11 @@ local function prepared()
   if there and there.ino == from.ino and there.dev == from.dev then
     error("--out: it is the folder of --model, whose files would be replaced; name another one", 0)
   end
+  local earlier
+  if not args.resume then
+    earlier = checkpoints.new_run(run, { resume = true, force = args.force })
+    checkpoints.new_run(args.out, { force = args.force })
+  end
   local config = require("ps.pretrained.folder").config(folder)
   local most = config.max_position_embeddings or config.n_positions
   if args.seq and most and args.seq > most then
@@ -115,9 +121,9 @@ local function prepared()
   local loader, evaluation = loader_of(rows, tok, seq, date, true), loader_of(held_out, tok, seq, date, false)
   checkpoints.make_folder(args.out)
   checkpoints.make_folder(run)
-  return folder, tok, held_out, most, date, loader, evaluation
+  return folder, tok, held_out, most, date, loader, evaluation, earlier
 end
-local folder, tok, held_out, most, date, loader, evaluation = try(prepared)
+local folder, tok, held_out, most, date, loader, evaluation, earlier = try(prepared)
 
 local model, optimizer = try(ps.initialize, { quiet = ps.rank() > 0,
   model_func = function()
@@ -157,6 +163,7 @@ local function reply(when)
 end
 ps.print_rank(("%s\n%d held-out rows; of the first:"):format(tostring(loader), #held_out))
 try(reply, "before")
+if earlier and ps.rank() == 0 then os.remove(run .. "/latest") end     -- --resume continues the new run
 local result = try(train.run, { model = model, optimizer = optimizer, sched = schedule, loader = loader, steps = steps,
   start = start, log = run .. "/log.csv", eval = { every = math.max(1, math.ceil(steps / 8)),
     data = function() return evaluation:epoch() end },

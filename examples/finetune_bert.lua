@@ -21,7 +21,7 @@ local settings = { warmup_share = 0.1, weight_decay = 0.01, max_norm = 1,
   untrained = { lr = 2e-3, epochs = 5 },                    -- values for a small model with random weights
 }
 
-local parser = argparse("finetune_bert.lua", "Fine-tunes an encoder to classify texts.")
+local parser = argparse("psluajit finetune_bert.lua", "Fine-tunes an encoder to classify texts.")
 parser:option("--model", "A folder, or a name in Hugging Face's cache. Default: a small BERT with random weights.")
 parser:option("--data", "Training lines, {\"text\": \"...\", \"label\": 0}. Default: generated ones.")
 parser:option("--held-out", "Held-out lines. Default: the last tenth of --data.")
@@ -34,8 +34,9 @@ line.whole(parser:option("--batch", "Lines per step.", "32"), 1)
 line.number(parser:option("--lr", "Highest learning rate." .. default "lr"), 0)
 line.whole(parser:option("--seed", "Random seed.", "1"), 0)
 parser:option("--device", "Device that computes: cpu or cuda.", "cpu")
+parser:flag("--force", "Replace a model in --out.")
 parser:flag("--json", "Print only one JSON line.")
-local args = parser:parse()
+local args = line.parse(parser)
 for key, value in pairs(args.model and settings.pretrained or settings.untrained) do
   if args[key] == nil then args[key] = value end
 end
@@ -74,6 +75,7 @@ local function draw(n)
 end
 
 local function try(fn, ...) return line.try("finetune_bert.lua", fn, ...) end
+if args.out then try(ps.checkpoints.new_run, args.out, { force = args.force }) end
 
 local rows, classes, held_out
 if args.data then rows, classes = try(read, args.data) else rows, classes = draw(2000) end

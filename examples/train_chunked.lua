@@ -19,7 +19,7 @@ local source = require "ps.config.source"
 local train, checkpoints = require "ps.train", require "ps.checkpoints"
 
 local here = arg[0]:match("^(.*/)") or "./"
-local parser = argparse("train_chunked.lua", "Trains a GPT-2 in chunks on text, within memory budgets.")
+local parser = argparse("psluajit train_chunked.lua", "Trains a GPT-2 in chunks on text, within memory budgets.")
 parser:option("--data", "A text file (read as bytes), or a token shard (.bin)."):count(1)
 parser:option("--config", "Configuration: DeepSpeed JSON or .lua.", here .. "ds_config.json")
 parser:option("--model", "Preset: small, char, tiny, gpt2, gpt2-medium, gpt2-large, gpt2-xl.", "small")
@@ -39,7 +39,7 @@ whole(parser:option("--pipeline", "Pipeline stages, each on its own processes.")
 parser:flag("--recompute", "Recompute blocks in backward: less memory, more time.")
 parser:flag("--resume", "Continue from the newest checkpoint in --out.")
 parser:flag("--force", "Start a new run even if --out has one. --resume then ignores the old run; its files stay.")
-local args = parser:parse()
+local args = command_line.parse(parser)
 
 local function try(fn, ...) return command_line.try("train_chunked.lua", fn, ...) end
 local config = try(source.read, args.config)
@@ -67,12 +67,8 @@ local function began_here()
   return name == launch
 end
 local restarted = env.restart_count > 0 and (launch == "" or began_here())
-local earlier = not args.resume and not restarted and checkpoints.find(args.out)
-if earlier and not args.force then
-  io.stderr:write(("train_chunked.lua: %s has a run, at %s: --resume continues it, --force starts a new one in its "
-    .. "place, another --out keeps both\n"):format(args.out, earlier))
-  os.exit(1)
-end
+local earlier = not args.resume and not restarted
+  and try(checkpoints.new_run, args.out, { resume = true, force = args.force })
 if earlier then os.remove(args.out .. "/latest") end
 
 ps.init_distributed { seed = args.seed, local_rank = args.local_rank }
@@ -89,24 +85,21 @@ end })
 
 local engine = ps.engine()                                   -- nil if memory is "plain"
 local batch_size = (engine and engine.config or config).train_micro_batch_size_per_gpu or 8
-local loader = ps.data.loader { shards = { tokens }, split = { 0, 0.9 }, batch = batch_size, seq = args.seq,
-  seed = args.seed, vocab = args.vocab }
+local loader = try(ps.data.loader, { shards = { tokens }, split = { 0, 0.9 }, batch = batch_size, seq = args.seq,
+  seed = args.seed, vocab = args.vocab })
+local windows = try(ps.data.windows, { shards = { tokens }, split = { 0.9, 1 }, batch = batch_size, seq = args.seq,
+  limit = 128 })
 
 local done = 0                                               -- number of optimizer steps so far
 local parts = { model = model, optimizer = optimizer, loader = loader, async = args.async }
 if args.resume or restarted and checkpoints.find(args.out) then
-  local from = checkpoints.load(args.out, parts)
+  local from = try(checkpoints.load, args.out, parts)
   done = from.step
   print(("resumed from %s, step %d"):format(from.file, done))
 end
 local function save()
   parts.step = done
   print((args.async and "saving " or "saved ") .. checkpoints.save(args.out, parts))
-end
-
-local function held_out()
-  return train.evaluate(model, ps.data.windows { shards = { tokens }, split = { 0.9, 1 }, batch = batch_size,
-    seq = args.seq, limit = 128 })
 end
 
 ps.catch_interrupts()
@@ -143,6 +136,6 @@ if interrupted() then
 end
 if args.steps % args.save ~= 0 then save() end
 checkpoints.wait()
-print(("held-out loss %.4f after %d steps"):format(held_out(), done))
+print(("held-out loss %.4f after %d steps"):format(train.evaluate(model, windows), done))
 print(ps.memory())
 model:close()

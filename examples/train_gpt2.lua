@@ -43,7 +43,7 @@ local FREE = { "data", "device", "steps", "recompute", "eval_every", "eval_batch
 -- Reads the command line without defaults, since --resume must know which options were given.
 local function arguments()
   local whole, number = command_line.whole, command_line.number
-  local parser = argparse("train_gpt2.lua", "Trains a GPT-2 on text.")
+  local parser = argparse("psluajit train_gpt2.lua", "Trains a GPT-2 on text.")
   local function option(name, text)
     local default = defaults[name:match("%w+$")]
     return parser:option(name, text .. (default and (" Default: %s."):format(default) or ""))
@@ -69,7 +69,8 @@ local function arguments()
   whole(option("--eval-batches", ("Batches per measurement. Default: %d rows in total."):format(settings.eval_rows)), 1)
   parser:flag("--recompute", "Recompute blocks in backward: less memory, more time.")
   parser:flag("--resume", "Continue from the newest checkpoint in --out, with the options of its run.")
-  return parser:parse()
+  parser:flag("--force", "Start a new run even if --out has one, which it replaces.")
+  return command_line.parse(parser)
 end
 
 local function flag(name) return "--" .. name:gsub("_", "-") end
@@ -292,7 +293,7 @@ local function main()
     print(("nothing to do: the checkpoint is at step %d, --steps is %d"):format(start, args.steps))
     return
   end
-  local earlier = not args.resume and checkpoints.find(args.out)
+  local earlier = not args.resume and checkpoints.new_run(args.out, { resume = true, force = args.force })
   if earlier then
     print(("%s has an earlier run (at %s), which the new one replaces"):format(args.out, earlier))
   end
@@ -312,6 +313,7 @@ local function main()
   for _, names in ipairs { FIXED, FREE } do
     for _, name in ipairs(names) do options[name] = args[name] end
   end
+  if earlier then os.remove(args.out .. "/latest") end     -- --resume continues the new run
   local result = train.run(merge(run, {
     steps = args.steps, start = start, accumulate = args.accumulate, max_norm = settings.max_norm,
     log = args.out .. "/log.csv",

@@ -210,7 +210,7 @@ describe("pairs of texts", function()
       lines[i] = ('{"prompt": "say %s", "chosen": "%s", "rejected": "no"}\n'):format(c, c:rep(3))
     end
     check.write(folder .. "/pairs.jsonl", table.concat(lines))
-    for _, more in ipairs { "", "--loss ipo --cache " .. folder .. "/reference.safetensors" } do
+    for _, more in ipairs { "", "--force --loss ipo --cache " .. folder .. "/reference.safetensors" } do
       local text, code = check.shell(("'%s' '%s/examples/dpo.lua' --model %s --data %s/pairs.jsonl --out %s/out "
         .. "--lr 1e-2 --epochs 3 --beta 0.5 --lora 4 %s"):format(paths.exe, paths.root, folder, folder, folder, more))
       assert.equal(0, code, text)
@@ -219,9 +219,12 @@ describe("pairs of texts", function()
       assert.truthy(text:find "accuracy 1%.00", text)
       ps.from_pretrained(folder .. "/out", { quiet = true })
     end
+    local again, refused = check.shell(("'%s' '%s/examples/dpo.lua' --model %s --data %s/pairs.jsonl --out %s/out")
+      :format(paths.exe, paths.root, folder, folder, folder))
+    assert.truthy(refused == 1 and again:find("dpo.lua: " .. folder .. "/out has a model, at ", 1, true), again)
     for want, bad in pairs { ["needs chosen and rejected"] = '{"prompt": "a", "chosen": "b"}', ["not JSON"] = "{" } do
       check.write(folder .. "/pairs.jsonl", table.concat(lines, "", 1, 2) .. bad .. "\n")
-      local text, code = check.shell(("'%s' '%s/examples/dpo.lua' --model %s --data %s/pairs.jsonl --out %s/out")
+      local text, code = check.shell(("'%s' '%s/examples/dpo.lua' --model %s --data %s/pairs.jsonl --out %s/bad")
         :format(paths.exe, paths.root, folder, folder, folder))
       assert.equal(1, code)
       assert(text:find("dpo.lua: " .. folder .. "/pairs.jsonl:3: ", 1, true) and text:find(want, 1, true), text)

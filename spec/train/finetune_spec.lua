@@ -210,6 +210,8 @@ describe("examples/finetune.lua", function()
     for words, want in pairs {
       [("--data %s --out %s"):format(data, data)] = "finetune.lua: --out: " .. data .. " is a file, not a folder\n",
       [("--data %s --out %s/."):format(data, folder)] = "--out: it is the folder of --model",
+      [("--data %s --out %s"):format(data, bare)] = bare .. " has a model, at " .. bare
+        .. "/config.json: --force writes the new one in its place, another --out keeps both",
       [("--data %s/one.jsonl --out %s"):format(folder, to)] = "--data: it has one row, and one is held out",
       [("--data %s/none.jsonl --out %s"):format(folder, to)] = "none.jsonl has no rows",
       [("--data %s --out %s --batch 100"):format(data, to)] =

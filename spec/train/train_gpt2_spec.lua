@@ -86,15 +86,19 @@ describe("train_gpt2.lua", function()
     assert.truthy(text:find("resumed from run/step-00000006", 1, true), text)
   end)
 
-  it("starts a new run without --resume", function()
+  it("starts no new run in a folder that has one, and changes no file there", function()
+    refused("other.txt", "", "train_gpt2.lua: run has a run, at run/step-0000000", "--resume", "--force", "--out")
+  end)
+
+  it("starts a new run with --force", function()
     local before = files "run"
-    local text, code = train("other.txt", 1)
+    local text, code = train("other.txt", 1, "--force")
     assert.equal(0, code, text)
     assert.not_equal(before["train.bin"], files("run")["train.bin"])
   end)
 
   it("prints that a new run replaces an earlier one", function()
-    local text, code = train("other.txt", 1)
+    local text, code = train("other.txt", 1, "--force")
     assert.equal(0, code, text)
     has(text, "run has an earlier run (at run/step-00000001", "), which the new one replaces")
   end)

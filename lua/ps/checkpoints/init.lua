@@ -32,6 +32,7 @@ local safetensors = require "ps.io.safetensors"
 local hooks = require "ps.core.hooks"
 local scope = require "ps.core.scope"
 local rank_files = require "ps.checkpoints.rank_files"
+local lfs = require "lfs"
 local time = require "posix.time"
 local error = caller.error
 
@@ -429,6 +430,26 @@ function checkpoint.find(path)
   local found = restore.candidates(path)[1]
   if found then return found end
   return nil, restore.why_none(path)
+end
+
+--- Checks that a script may start a new run in a folder. If the folder has a checkpoint or a saved model (config.json,
+--- adapter_config.json), raises an error that names the script's options for this case. Writes nothing.
+---@param path string
+---@param options? {force?: boolean, resume?: boolean} force: raise no error; resume: the script has an option --resume
+---@return string? earlier path of the earlier run's checkpoint or model, which the new run will replace
+function checkpoint.new_run(path, options)
+  caller.typed(path, "string", "ps.checkpoints.new_run: the path")
+  options = caller.options(options or {}, "ps.checkpoints.new_run", { force = "boolean", resume = "boolean" })
+  local run_of, model = restore.candidates(path)[1], nil
+  for _, name in ipairs { "config.json", "adapter_config.json" } do
+    if lfs.attributes(path .. "/" .. name) then model = path .. "/" .. name end
+  end
+  if (run_of or model) and not options.force then
+    error(("%s has a %s, at %s: %s--force %s in its place, another --out keeps both"):format(path,
+      run_of and "run" or "model", run_of or model, run_of and options.resume and "--resume continues it, " or "",
+      run_of and "starts a new one" or "writes the new one"), 0)
+  end
+  return run_of or model
 end
 
 --- Returns a checkpoint's step and `extra`, without its tensors. If the path is a folder of checkpoints, uses the
