@@ -89,6 +89,14 @@ describe("a misspelt script", function()
     end
     local text = sh "psluajit nothing_like_it.lua"
     assert.is_nil(text:find("did you mean", 1, true))
+    assert.matches("\n  psluajit examples and psluajit tools list psluajit's scripts\n", text, 1, true)
+  end)
+
+  it("that is a word of several names, or near such a word, is an error that names them", function()
+    for name, meant in pairs { train = "train_char, train_chunked or train_gpt2", fine = "finetune or finetune_bert",
+      ["tarin.lua"] = "train_char.lua, train_chunked.lua or train_gpt2.lua", gpt2 = "train_gpt2" } do
+      assert.matches("\n  did you mean " .. meant .. "?\n", (sh("psluajit " .. name)), 1, true)
+    end
   end)
 
   it("may be the user's, also in another folder", function()
@@ -117,6 +125,33 @@ describe("psluajit new", function()
       end)
     end
   end
+
+  it("writes scripts that end with one line if their input is missing or too short", function()
+    for kind, file in pairs { text = "data.txt", ranks = "data.txt", classifier = "data.tsv" } do
+      good(("psluajit new %s poor_%s && rm poor_%s/%s"):format(kind, kind, kind, file))
+      local at = ("cd poor_%s && psluajit "):format(kind)
+      local text, code = sh(at .. "train.lua")
+      assert.equal(1, code)
+      assert.equal(("train.lua: cannot open %s: No such file or directory\n"):format(file), text)
+      check.write(("%s/poor_%s/%s"):format(folder, kind, file), kind == "classifier" and "a\tb\n" or "a\n")
+      text, code = sh(at .. "train.lua")
+      assert.equal(1, code)
+      assert.matches("^train%.lua: [^\n]*needs? [^\n]*\n$", text:gsub("needed", "needs "))
+    end
+    for line, want in pairs { ["cd poor_text && psluajit sample.lua"] =
+      "sample.lua: there is no model.safetensors: run psluajit train.lua first\n",
+      ["cd poor_classifier && psluajit classify.lua x"] =
+      "classify.lua: there is no classes.txt: run psluajit train.lua first\n",
+      ["cd poor_classifier && psluajit classify.lua"] = "classify.lua: give a text: psluajit classify.lua TEXT\n",
+      ["psluajit train_char.lua --data none.txt"] = "train_char.lua: cannot open none.txt: No such file or directory\n",
+      ["psluajit train_char.lua --data poor_text/data.txt"] =
+      "train_char.lua: too few tokens for one batch: 12 x 64 needs 832, 1 are there; use a smaller batch or seq, or "
+        .. "more data\n" } do
+      local text, code = sh(line)
+      assert.equal(1, code)
+      assert.equal(want, text)
+    end
+  end)
 
   it("overwrites nothing", function()
     assert(lfs.mkdir(folder .. "/full"))

@@ -2,12 +2,19 @@
 local ps = require "ps"
 local model_file = require "model"
 
-local names = {}
-for line in io.lines "classes.txt" do names[#names + 1] = line end
+-- Reads the names of the classes, and checks the command line.
+local function read()
+  if not arg[1] then error("give a text: psluajit classify.lua TEXT", 0) end
+  local names, file = {}, io.open "classes.txt"
+  if not file then error("there is no classes.txt: run psluajit train.lua first", 0) end
+  for line in file:lines() do names[#names + 1] = line end
+  file:close()
+  return names
+end
+local names = require("ps.command_line").try("classify.lua", read)      -- an error is one line
 local model = model_file.new(#names)
 model:load_state_dict(ps.load "model.safetensors")
 
-local text = arg[1] or error("give a text: psluajit classify.lua TEXT", 0)
-local logits = model(ps.tensor({ model_file.encode(text) }, { dtype = "int32" }))
+local logits = model(ps.tensor({ model_file.encode(arg[1]) }, { dtype = "int32" }))
 local shares = ps.softmax(logits, 1):tolist()[1]
 for i, name in ipairs(names) do print(("%-10s %.2f"):format(name, shares[i])) end

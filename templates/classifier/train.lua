@@ -6,7 +6,9 @@ local model_file = require "model"
 -- The examples of a file, and the names of its classes in the order of their first lines.
 local function read(path)
   local rows, names, number = {}, {}, {}
-  for line in io.lines(path) do
+  local file, why = io.open(path)
+  if not file then error("cannot open " .. why, 0) end
+  for line in file:lines() do
     local class, text = line:match "^([^\t]+)\t(.+)$"
     if not class then error(("%s: line %d has no tab between a class and a text"):format(path, #rows + 1), 0) end
     if not number[class] then
@@ -15,11 +17,15 @@ local function read(path)
     end
     rows[#rows + 1] = { ids = model_file.encode(text), class = number[class] }
   end
+  file:close()
+  if #rows < 5 or #names < 2 then
+    error(("%s: at least 5 texts and 2 classes are needed; it has %d and %d"):format(path, #rows, #names), 0)
+  end
   return rows, names
 end
 
 ps.manual_seed(config.seed)
-local rows, names = read "data.tsv"
+local rows, names = require("ps.command_line").try("train.lua", read, "data.tsv")      -- an error is one line
 local train, test = {}, {}
 for i, row in ipairs(rows) do table.insert(i % 5 == 0 and test or train, row) end
 

@@ -3,15 +3,18 @@ local ps = require "ps"
 local gpt2 = require "models.gpt2"
 local config = require "config"
 
+-- Calls a function that reads input: its error becomes one line, without a traceback.
+local function try(fn, ...) return require("ps.command_line").try("train.lua", fn, ...) end
+
 ps.init_distributed { seed = config.seed }
-local tokens = ps.data.tokens("data.txt", { width = 1 })
+local tokens = try(ps.data.tokens, "data.txt", { width = 1 })
 local model, optimizer = ps.initialize {
   config = config.engine,
   model_func = function() return gpt2.new(config.model) end,
 }
 -- The loader gives each rank its own rows of every batch.
-local loader = ps.data.loader { shards = { tokens }, batch = config.batch, seq = config.seq, vocab = 256,
-  seed = config.seed }
+local loader = try(ps.data.loader, { shards = { tokens }, batch = config.batch, seq = config.seq, vocab = 256,
+  seed = config.seed })
 
 for step = 1, config.steps do
   local x, y = loader:next()

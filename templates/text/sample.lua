@@ -3,9 +3,17 @@ local ps = require "ps"
 local gpt2 = require "models.gpt2"
 local config = require "config"
 
-local start = arg[1] or "The "
+-- Loads the weights that train.lua wrote.
+local function weights()
+  local file = io.open "model.safetensors"
+  if not file then error("there is no model.safetensors: run psluajit train.lua first", 0) end
+  file:close()
+  return ps.load "model.safetensors"
+end
+
+local start = arg[1] ~= "" and arg[1] or "The "
 local model = gpt2.new(config.model)
-model:load_state_dict(ps.load "model.safetensors")
+model:load_state_dict(require("ps.command_line").try("sample.lua", weights))      -- an error is one line
 model:eval()
 ps.manual_seed(config.seed)
 

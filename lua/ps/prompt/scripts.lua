@@ -86,8 +86,20 @@ function scripts.print(folder)
     paths.root .. "/" .. folder))
 end
 
---- Returns the end of the error for a script that does not exist: the most similar name among psluajit's scripts and
---- the Lua files in the current folder, or "" if there is none.
+local MOST = 4                                             -- largest number of names in a suggestion
+local LEAST = 3                                            -- least number of letters that names are searched for
+
+-- Returns the names that have `word` at the beginning or after an underscore: train_gpt2 for "train" and "gpt2".
+local function with_word(word, names)
+  local found = {}
+  for _, name in ipairs(names) do
+    if ("_" .. name):find("_" .. word, 1, true) then found[#found + 1] = name end
+  end
+  return found
+end
+
+--- Returns the end of the error for a script that does not exist: the names among psluajit's scripts and the Lua files
+--- in the current folder that begin with the name's word, or else the most similar one, and where the lists are.
 ---@param name string
 ---@return string
 function scripts.instead(name)
@@ -103,10 +115,23 @@ function scripts.instead(name)
     for entry in each, state do words[#words + 1] = entry:match "^(.+)%.lua$" end
   end
   table.sort(words)
-  local near = nearest.find(bare, words)
-  if not near then return "" end
+  local meant = #bare >= LEAST and with_word(bare:lower(), words) or {}
+  if #meant == 0 or #meant > MOST then meant = { nearest.find(bare, words) } end
+  if #meant == 0 then                                      -- a misspelt word of a name, such as "tarin"
+    local parts = {}
+    for _, word in ipairs(words) do
+      for part in word:gmatch "[^_]+" do parts[#parts + 1] = part end
+    end
+    local part = nearest.find(bare, parts)
+    meant = part and with_word(part, words) or {}
+    if #meant > MOST then meant = {} end
+  end
   local ending = (folder or name:find "%.lua$") and ".lua" or ""
-  return ("\n  did you mean %s?"):format((folder or "") .. near .. ending)
+  for i, word in ipairs(meant) do meant[i] = (folder or "") .. word .. ending end
+  local last = table.remove(meant)
+  local hint = last and ("\n  did you mean %s?"):format(#meant > 0 and table.concat(meant, ", ") .. " or " .. last
+    or last) or ""
+  return hint .. (folder and "" or "\n  psluajit examples and psluajit tools list psluajit's scripts")
 end
 
 return scripts
