@@ -8,7 +8,8 @@ local lfs = require "lfs"
 local paths = require "ps.paths"
 local scripts = require "ps.prompt.scripts"
 
-local folder = arg[1] or error("usage: psluajit tools/man.lua DIR", 0)
+local folder = arg[1]
+if not folder or folder:find "^%-" then error("usage: psluajit tools/man.lua DIR", 0) end
 local SECTION = "General Commands Manual"
 
 -- -- the tables -------------------------------------------------------------------------------------------------------
