@@ -91,7 +91,8 @@ cuda: setup
 # Replaces an earlier run in out/train, but not in a folder that OUT=folder names.
 train: FORCE := $(if $(filter file,$(origin OUT)),--force)
 train: build
-	@$(RUN) examples/train_gpt2.lua --out $(OUT) $(FORCE) $(if $(DATA),--data $(DATA)) $(if $(STEPS),--steps $(STEPS),--minutes 2)
+	@$(RUN) examples/train_gpt2.lua --out $(OUT) $(FORCE) $(if $(DATA),--data $(DATA)) \
+	  $(if $(STEPS),--steps $(STEPS),--minutes 2)
 
 # Draws the pictures of the guides anew.
 pictures: build

@@ -247,6 +247,7 @@ local CALLS = {
   { "ps.checkpoints.save", "asynch", "async", function(o)
     ps.checkpoints.save("/nowhere", with(o, { model = model() }))
   end, source = '"ps.checkpoints." .. call' },
+  { "ps.checkpoints.new_run", "forc", "force", function(o) ps.checkpoints.new_run("/nowhere", o) end },
   { "ps.checkpoints.load", "verfy", "verify", function(o)
     ps.checkpoints.load("/nowhere", with(o, { model = model() }))
   end, source = '"ps.checkpoints." .. call' },
