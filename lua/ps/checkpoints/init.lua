@@ -432,6 +432,8 @@ function checkpoint.find(path)
   return nil, restore.why_none(path)
 end
 
+local NEW_RUN = { force = "boolean", resume = "boolean" }
+
 --- Checks that a script may start a new run in a folder. If the folder has a checkpoint or a saved model (config.json,
 --- adapter_config.json), raises an error that names the script's options for this case. Writes nothing.
 ---@param path string
@@ -439,7 +441,7 @@ end
 ---@return string? earlier path of the earlier run's checkpoint or model, which the new run will replace
 function checkpoint.new_run(path, options)
   caller.typed(path, "string", "ps.checkpoints.new_run: the path")
-  options = caller.options(options or {}, "ps.checkpoints.new_run", { force = "boolean", resume = "boolean" })
+  options = caller.options(options, "ps.checkpoints.new_run", NEW_RUN)
   local run_of, model = restore.candidates(path)[1], nil
   for _, name in ipairs { "config.json", "adapter_config.json" } do
     if lfs.attributes(path .. "/" .. name) then model = path .. "/" .. name end
