@@ -373,7 +373,7 @@ describe("a loader of a table", function()
       end
     end
     fails(function() loader(rows_of(3, lengths), { loss_weights = "absent" }) end,
-      "rows[1]: the field 'absent' is missing; a weight is a number of 0 or more")
+      "rows[1]: the field 'absent' is missing; a weight must be a number of 0 or more")
     fails(function() model { input_ids = ps.ones({ 1, 3 }, { dtype = "int32" }), loss_weights = ps.ones { 1, 3 } } end,
       "the batch has no labels")
   end)
@@ -424,10 +424,11 @@ describe("ps.data.mix", function()
     local table_of = ps.data.table(rows_of(3, lengths))
     local mix = ps.data.mix { { table_of, 1 }, { table_of, 2 } }
     assert.equal(6, #mix)
-    fails(function() mix:shuffle(1) end, "table:shuffle of a mixture: call it on the tables before they are mixed")
+    fails(function() mix:shuffle(1) end,
+      "table:shuffle cannot be called on a mixture; call it on the tables before they are mixed")
     fails(function() ps.data.mix { { table_of, 0 } } end, "entry 1 has the weight 0")
     fails(function() ps.data.mix { { {}, 1 } } end, "entry 1 has a table, not a table of examples")
-    fails(function() ps.data.mix { { table_of, 1 }, { mix, 1 } } end, "entry 2 is a mixture")
+    fails(function() ps.data.mix { { table_of, 1 }, { mix, 1 } } end, "entry 2 is itself a mixture")
   end)
 end)
 
@@ -582,7 +583,7 @@ describe("the cache of examples", function()
     local out = p:read "*a"
     p:close()
     os.remove(script)
-    for _, words in ipairs { "false", "the cache of tokens: cannot write " .. folder .. "/full/", "cache = false" } do
+    for _, words in ipairs { "false", "the token cache: cannot write " .. folder .. "/full/", "cache = false" } do
       assert.truthy(out:find(words, 1, true), out)
     end
     for name in lfs.dir(folder .. "/full") do assert.truthy(name == "." or name == "..", name) end

@@ -78,7 +78,7 @@ describe("a loader of a table", function()
       "rows[1]: none of its 8 tokens are trained")
     fails(function() loader({ talk("Q", "b") }, { tokenizer = setmetatable({ apply_chat_template = function()
       return { 1, 2 }, { 1, 1 } end }, { __index = tok }) }) end, "all of its 2 tokens are trained")
-    fails(function() loader { { chosen = "a", rejected = "b" } } end, "training by preferences")
+    fails(function() loader { { chosen = "a", rejected = "b" } } end, "preference training")
     local refused = talk("Q", "b")
     refused.messages[1].role = "critic"
     local strict = tokens.gpt2({ { "a", "b" } }, { ["tokenizer_config.json"] = { chat_template =
@@ -92,7 +92,7 @@ describe("a loader of a table", function()
       ["rows[1]: 1 labels for 2 input_ids"] = { input_ids = { 1, 2 }, labels = { 1 } },
       ["input_ids[2] is 258; the vocabulary has the ids 0 to 257"] = { input_ids = { 1, 258 } },
       ["input_ids[1] is -1"] = { input_ids = { -1 } },
-      ["labels[1] is -5; -100 or an id of 0 to 257 expected"] = { input_ids = { 1 }, labels = { -5 } },
+      ["labels[1] is -5; it must be -100 or an id of 0 to 257"] = { input_ids = { 1 }, labels = { -5 } },
       ["input_ids[1] is x, not a token id"] = { input_ids = { "x" } },
       ["input_ids[1] is 1.5, not a token id"] = { input_ids = { 1.5 } },
       ["the field 'input_ids' is not a list of token ids"] = { input_ids = "abc" },

@@ -42,7 +42,7 @@ describe("a table of examples", function()
     assert.same({ 1, 2, 3 }, numbers(rows))
     assert.equal('{"n": 3}', rows:json(3))
     assert.equal(folder .. "/a.jsonl:4", rows:place(3))
-    fails(function() return rows[4] end, "there is no row 4; the table has 3, from 1")
+    fails(function() return rows[4] end, "there is no row 4; the table has rows 1 to 3")
     fails(function() return rows[0] end, "there is no row 0")
     fails(function() rows[1] = {} end, "cannot be changed")
     fails(function() return rows:nosuch() end, "no method 'nosuch'")
@@ -164,9 +164,9 @@ describe("a table of examples", function()
     assert.equal(']}"{', rows[1].a)
     assert.equal('{"a": "x"}', rows:json(2))
     assert.equal(0, #ps.data.table(file("a.json", " [ ] ")))
-    for source, want in pairs { ['[{"a": 1}'] = "a.json:1: not a JSON list of objects: ',' or ']' expected",
-      ['[{"a": 1},\n\n{"a": "x]'] = "a.json:3: not a JSON list of objects: a value has no end",
-      ['[{"a": 1},]'] = "a value has no end, or is missing", ['[{"a": 1}] x'] = "more text follows the list",
+    for source, want in pairs { ['[{"a": 1}'] = "a.json:1: not a JSON list of objects: expected ',' or ']'",
+      ['[{"a": 1},\n\n{"a": "x]'] = "a.json:3: not a JSON list of objects: a value is missing or not closed",
+      ['[{"a": 1},]'] = "a value is missing or not closed", ['[{"a": 1}] x'] = "more text follows the list",
       ["[] x"] = "more text follows the list" } do
       fails(function() ps.data.table(file("a.json", source)) end, want)
     end
@@ -286,10 +286,12 @@ describe("files of other kinds", function()
     assert.equal(3000, #rows)
     for i = 1, 3000 do assert.equal(want[i], rows[i].t) end
     fails(function() return ps.data.table(file("b.csv", "a,b\n1,2\n3\n"))[2] end, "b.csv:3: 1 values for 2 fields")
-    fails(function() ps.data.table(file("b.csv", 'a,b\n1,2\n"3,4\n')) end, "b.csv:3: a value in quotes has no end")
-    fails(function() ps.data.table(file("b.csv", "a,a\n")) end, "b.csv:1: field 2 has the name of another, a")
+    fails(function() ps.data.table(file("b.csv", 'a,b\n1,2\n"3,4\n')) end,
+      "b.csv:3: the closing quote of a value is missing")
+    fails(function() ps.data.table(file("b.csv", "a,a\n")) end,
+      "b.csv:1: field 2 has the same name as another field, a")
     fails(function() ps.data.table(file("b.csv", "a,\n")) end, "b.csv:1: field 2 has no name")
-    fails(function() ps.data.table(file("b.csv", "\n")) end, "the file has no row with the names of its fields")
+    fails(function() ps.data.table(file("b.csv", "\n")) end, "its first row must have the names of its fields")
     fails(function() ps.data.table(file("b.csv", "a\n\255\n")) end, "not valid UTF-8")
   end)
 
@@ -370,19 +372,19 @@ describe("the form of rows", function()
 
   it("has fields of the types that it needs", function()
     for want, row in pairs {
-      ["rows[1]: the field 'conversations' is a value of type int; list expected"] = { conversations = 5 },
-      ["the field 'conversations' is a value of type str; list expected"] = { conversations = "abc" },
+      ["rows[1]: the field 'conversations' has type int; it must have type list"] = { conversations = 5 },
+      ["the field 'conversations' has type str; it must have type list"] = { conversations = "abc" },
       ["conversations[1]: from = '5'; human, gpt"] = { conversations = { { from = 5, value = "x" } } },
       ["conversations[1]: from = 'nothing'"] = { conversations = { "x" } },
       ["conversations[1]: the field 'value' is missing"] = { conversations = { { from = "gpt" } } },
-      ["the field 'prompt' is a value of type int; str or list expected"] = { prompt = 5, completion = "x" },
-      ["the field 'input' is a value of type list; str expected"] = { instruction = "a", output = "b", input = { 1 } },
-      ["the field 'output' is a value of type int; str expected"] = { instruction = "a", output = 1 },
-      ["the field 'messages' is a value of type dict; list expected"] = { messages = { role = "user" } },
-      ["message 1 is a value of type int; an object with role and content expected"] = { messages = { 5 } },
+      ["the field 'prompt' has type int; it must have type str or list"] = { prompt = 5, completion = "x" },
+      ["the field 'input' has type list; it must have type str"] = { instruction = "a", output = "b", input = { 1 } },
+      ["the field 'output' has type int; it must have type str"] = { instruction = "a", output = 1 },
+      ["the field 'messages' has type dict; it must have type list"] = { messages = { role = "user" } },
+      ["message 1 has type int; it must be an object with role and content"] = { messages = { 5 } },
       ["message 1: its role is 5"] = { messages = { { role = 5, content = "x" } } },
       ["message 1: its role is missing"] = { prompt = { { content = "x" } }, completion = "x" },
-      ["the field 'tools' is a value of type int"] = { messages = { USER }, tools = 5 },
+      ["the field 'tools' has type int"] = { messages = { USER }, tools = 5 },
       ["a list with the key 'x'"] = { messages = { USER, x = 1 } },
     } do fails(function() ps.data.conversation(ps.data.table { row }, 1) end, want) end
   end)

@@ -154,7 +154,8 @@ describe("ps.data.loader of texts", function()
     fails({ texts = { "a", "" } }, "texts[2] has no tokens")
     fails({ batch = 3 }, "2 texts are fewer than a batch of 3", "drop_last = false")
     fails({ padding = "longst" }, "did you mean 'longest'?")
-    fails({ texts = texts(9), batch = 2, world_size = 2, rank = 0, drop_last = false }, "leave 1, too few for 2 ranks")
+    fails({ texts = texts(9), batch = 2, world_size = 2, rank = 0, drop_last = false },
+      "has only 1, too few for 2 ranks")
   end)
 
   it("gets the rows of this rank from ps.init_distributed", function()

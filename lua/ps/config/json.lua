@@ -43,7 +43,9 @@ local function unicode(reader, at)
   if not code then fail(reader, at, "\\u needs four hexadecimal digits") end
   if code < 0xD800 or code > 0xDFFF then return utf8(code), at + 6 end
   local low = tonumber(reader.text:match("^\\u(%x%x%x%x)", at + 6) or "", 16)
-  if code > 0xDBFF or not low or low < 0xDC00 or low > 0xDFFF then fail(reader, at, "half of a surrogate pair") end
+  if code > 0xDBFF or not low or low < 0xDC00 or low > 0xDFFF then
+    fail(reader, at, "this \\u escape is only half of a surrogate pair")
+  end
   return utf8(0x10000 + (code - 0xD800) * 0x400 + low - 0xDC00), at + 12
 end
 
@@ -59,7 +61,9 @@ local function string_at(reader)
       reader.at = stop + 1
       return table.concat(parts)
     elseif c ~= "\\" then
-      if c:byte() ~= 127 then fail(reader, stop, "a control character in a string (write \\n, \\t or \\u00XX)") end
+      if c:byte() ~= 127 then
+        fail(reader, stop, "a string contains a control character (write \\n, \\t or \\u00XX)")
+      end
       parts[#parts + 1], at = c, stop + 1
     else
       local escape = text:sub(stop + 1, stop + 1)
@@ -90,7 +94,9 @@ local value_at
 local function sequence(reader, close, one)
   local open = reader.at
   reader.depth = reader.depth + 1
-  if reader.depth > DEEPEST then fail(reader, open, ("nested deeper than %d"):format(DEEPEST)) end
+  if reader.depth > DEEPEST then
+    fail(reader, open, ("the value is nested more than %d levels deep"):format(DEEPEST))
+  end
   reader.at = open + 1
   skip(reader)
   local n = 0

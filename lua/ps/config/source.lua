@@ -14,7 +14,9 @@ local DEEPEST = 32
 local function copy(value, name, depth)
   if rawequal(value, lib_null) then return json.null end
   if type(value) ~= "table" or value == json.null then return value end
-  if depth > DEEPEST then error(("%s: nested deeper than %d; does it contain itself?"):format(name, DEEPEST), 0) end
+  if depth > DEEPEST then
+    error(("%s: the table is nested more than %d levels deep; does it contain itself?"):format(name, DEEPEST), 0)
+  end
   local out = {}
   for key, item in next, value do out[key] = copy(item, name, depth + 1) end
   return out
@@ -42,7 +44,9 @@ local function base64(text)
 end
 
 local function run_lua(text, path)
-  if text:sub(1, 1) == "\27" then error(path .. ": compiled Lua; a configuration is a .lua file in text", 0) end
+  if text:sub(1, 1) == "\27" then
+    error(path .. ": this file is compiled Lua; a configuration must be Lua source text", 0)
+  end
   local chunk, why = loadstring((text:gsub("^#[^\n]*", "")), "@" .. path)
   if not chunk then error(why, 0) end
   local ok, result = pcall(setfenv(chunk, {}))

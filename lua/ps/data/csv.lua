@@ -69,7 +69,7 @@ local function scan(path, text, separator)
     local last, after = record_end(text, at, separator)
     if not last then
       local _, lines = text:sub(at, after):gsub("\n", "")
-      error(("%s:%d: a value in quotes has no end"):format(path, line + lines))
+      error(("%s:%d: the closing quote of a value is missing"):format(path, line + lines))
     end
     local stop = text:byte(last) == 13 and last - 1 or last
     if stop >= at then
@@ -93,14 +93,15 @@ end
 ---@param separator string "," or "\t"
 ---@return {n: integer, name: string, get: fun(i: integer): table, place: fun(i: integer): string}
 return function(path, text, separator)
-  if not utf8.valid(text) then error(path .. ": not valid UTF-8") end
+  if not utf8.valid(text) then error(path .. ": the file is not valid UTF-8") end
   local places, n = scan(path, text, separator)
-  if n == 0 then error(path .. ": the file has no row with the names of its fields") end
+  if n == 0 then error(path .. ": the file is empty; its first row must have the names of its fields") end
   local function record(k) return values_of(text:sub(places[3 * k], places[3 * k + 1]), separator) end
   local names, known = record(0), {}
   for k, name in ipairs(names) do
     if name == "" or known[name] then
-      error(("%s:1: field %d %s"):format(path, k, name == "" and "has no name" or "has the name of another, " .. name))
+      error(("%s:1: field %d %s"):format(path, k, name == "" and "has no name"
+        or "has the same name as another field, " .. name))
     end
     known[name] = true
   end
@@ -109,7 +110,7 @@ return function(path, text, separator)
   function node.get(i)
     local list, row = record(i), {}
     if #list ~= #names then
-      error(("%s: %d values for %d fields"):format(node.place(i), #list, #names))
+      error(("%s: the row has %d values, but the first row names %d fields"):format(node.place(i), #list, #names))
     end
     for k, name in ipairs(names) do row[name] = list[k] end
     return row

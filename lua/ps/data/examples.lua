@@ -60,7 +60,7 @@ end
 -- Raises an error for a cache file that cannot be written.
 local function unwritable(problem)
   if problem.name ~= "ENOSPC" and problem.name ~= "EIO" then return end
-  error(("ps.data.loader: the cache of tokens: %s; free space, name another folder (cache = \"folder\"), or keep "
+  error(("ps.data.loader: the token cache: %s; free space, choose another folder (cache = \"folder\"), or keep "
     .. "tokens in memory (cache = false)"):format(tostring(problem)))
 end
 
@@ -129,8 +129,8 @@ local function weight_of(row, field, rows, i)
   if not field then return 1 end
   local weight = row[field]
   if type(weight) ~= "number" or weight < 0 or weight ~= weight or weight == math.huge then
-    error(("ps.data.loader: %s: the field '%s' is %s; a weight is a number of 0 or more"):format(rows:place(i), field,
-      weight == nil and "missing" or tostring(weight)))
+    error(("ps.data.loader: %s: the field '%s' is %s; a weight must be a number of 0 or more"):format(rows:place(i),
+      field, weight == nil and "missing" or tostring(weight)))
   end
   return weight
 end
@@ -151,11 +151,13 @@ local function add_ids(handle, rows, i, row, tokenizer, weight)
   local weights = row.loss_weights
   if weights == cjson.null then weights = nil end
   if weights ~= nil and #caller.list(weights, rows:place(i) .. ": loss_weights") ~= #ids then
-    error(("%s: %d loss_weights for %d input_ids; give one weight per id"):format(rows:place(i), #weights, #ids))
+    error(("%s: there are %d loss_weights for %d input_ids; give one weight per id"):format(rows:place(i), #weights,
+      #ids))
   end
   for k, w in ipairs(weights or {}) do
     if type(w) ~= "number" or not (w >= 0 and w < math.huge) then
-      error(("%s: loss_weights[%d] is %s; a weight is a number of 0 or more"):format(rows:place(i), k, tostring(w)))
+      error(("%s: loss_weights[%d] is %s; a weight must be a number of 0 or more"):format(rows:place(i), k,
+        tostring(w)))
     end
   end
   add(handle, ids, labels, weights, weight)
@@ -312,7 +314,8 @@ function examples.of_table(rows, tokenizer, given)
   if #rows == 0 then error "ps.data.loader: the table has no rows" end
   local form = formats.recognise(rows, { check = 1 })
   if form:find "preference" then
-    error(("ps.data.loader: rows in the form '%s' are for training by preferences"):format(form))
+    error(("ps.data.loader: rows in the form '%s' are for preference training, which needs pairs; this loader does not "
+      .. "read them"):format(form))
   end
   if given.date ~= nil then chat.moment(given.date) end     -- checks the date even if the cache has the tokens
   given = setmetatable({ date = given.date or os.date "%Y-%m-%d" }, { __index = given })  -- all rows use the same date

@@ -165,10 +165,10 @@ local function of_json(text, path)
   local more = text:sub(at, at) ~= "]"
   while more do
     local stop = not text:find("^[%],}]", at) and value_end(text, at)
-    if not stop or stop == at then bad(at, "a value has no end, or is missing") end
+    if not stop or stop == at then bad(at, "a value is missing or not closed") end
     from[#from + 1], upto[#upto + 1] = at, stop - 1
     local c, after = text:match("^%s*([,%]])%s*()", stop)
-    if not c then bad(stop, "',' or ']' expected") end
+    if not c then bad(stop, "expected ',' or ']'") end
     more, at = c == ",", after
   end
   if text:find("^%s*%]%s*%S", at) or #from > 0 and text:find("^%S", at) then bad(at, "more text follows the list") end
@@ -200,7 +200,8 @@ local function opened(path, given)
   local kind = kind_of(path)
   if not kind then
     local hint = UNREAD[path:match "%.([^./]*)$" or ""]
-    error(("%s: not a kind of file that ps.data.table reads (%s)%s"):format(path, READ, hint and "; " .. hint or ""))
+    error(("%s: ps.data.table does not read this kind of file; it reads %s%s"):format(path, READ,
+      hint and "; " .. hint or ""))
   end
   local source = path:find "%.gz$" and unpacked.gzip(path) or path
   if kind == "lines" or kind == "text" and given.text ~= "file" then return of_lines(source, kind, path) end

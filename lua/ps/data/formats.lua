@@ -129,7 +129,7 @@ function CONVERSATIONS.sharegpt(get, fail)
     local from = getmetatable(turn) == values.Dict and values.get(turn, "from")
     local role = text.is(from) and SHAREGPT[text.flat(from)]
     if not role then
-      fail("conversations[%d]: from = '%s'; human, gpt, system and tool are known", i,
+      fail("conversations[%d]: from is '%s'; it must be human, gpt, system or tool", i,
         from and text.flat(values.repr(from)):gsub("^'(.*)'$", "%1") or "nothing")
     end
     local value = values.get(turn, "value")
@@ -176,7 +176,7 @@ local function check_messages(messages, fail)
   if #messages == 0 then fail "the conversation has no message" end
   for i, one in ipairs(messages) do
     if getmetatable(one) ~= values.Dict then
-      fail("message %d is a value of type %s; an object with role and content expected", i, values.kind(one))
+      fail("message %d has type %s; it must be an object with role and content", i, values.kind(one))
     end
     local role = values.get(one, "role")
     if not text.is(role) then
@@ -219,7 +219,7 @@ function formats.conversation(rows, i, form)
     if v == nil then fail("the field '%s' is missing", name) end
     local kind = values.kind(v)
     if not (" " .. kinds .. " "):find(" " .. kind .. " ", 1, true) then
-      fail("the field '%s' is a value of type %s; %s expected", name, kind,
+      fail("the field '%s' has type %s; it must have type %s", name, kind,
         (kinds:gsub(" NoneType", ""):gsub(" ", " or ")))
     end
     return v
@@ -228,7 +228,7 @@ function formats.conversation(rows, i, form)
   local tools = values.get(row, "tools")
   if tools == values.NONE then tools = nil end
   if tools ~= nil and getmetatable(tools) ~= values.List and not text.is(tools) then
-    fail("the field 'tools' is a value of type %s; a list or its JSON expected", values.kind(tools))
+    fail("the field 'tools' has type %s; it must be a list, or a list in JSON", values.kind(tools))
   end
   return messages, tools
 end
@@ -257,7 +257,9 @@ function formats.ids(rows, i, vocab_size)
   local function fail(why, ...) error(("%s: " .. why):format(rows:place(i), ...)) end
   local ids, labels = whole_numbers(row, "input_ids", fail), whole_numbers(row, "labels", fail)
   if not ids or #ids == 0 then fail "the field 'input_ids' has no token id" end
-  if labels and #labels ~= #ids then fail("%d labels for %d input_ids: give one label for each", #labels, #ids) end
+  if labels and #labels ~= #ids then
+    fail("there are %d labels for %d input_ids; give one label per id", #labels, #ids)
+  end
   local most = vocab_size or 2 ^ 31
   for k, id in ipairs(ids) do
     if id < 0 or id >= most then
@@ -265,7 +267,7 @@ function formats.ids(rows, i, vocab_size)
     end
     local label = labels and labels[k]
     if label and label ~= IGNORED and (label < 0 or label >= most) then
-      fail("labels[%d] is %d; -100 or an id of 0 to %.0f expected", k, label, most - 1)
+      fail("labels[%d] is %d; it must be -100 or an id of 0 to %.0f", k, label, most - 1)
     end
   end
   return ids, labels

@@ -44,8 +44,8 @@ local function opened(self)
   local at = self.at
   local turn = self.make(at.epoch, self.seeks and at.batch or 0)
   if type(turn) ~= "function" then
-    error(("%s: make(%d) returned a %s; it returns an iterator, a function that returns the next batch"):format(CALL,
-      at.epoch, type(turn)))
+    error(("%s: make(%d) returned a %s; it must return an iterator: a function that returns the next batch")
+      :format(CALL, at.epoch, type(turn)))
   end
   for dropped = 1, self.seeks and 0 or at.batch do
     if turn() == nil then
@@ -73,7 +73,9 @@ local function step(self)
 end
 
 local function first_of_epoch(self, batch, ...)
-  if batch == nil then error(("%s: epoch %d has no batch"):format(CALL, self.at.epoch - 1)) end
+  if batch == nil then
+    error(("%s: epoch %d has no batch: the iterator returned nil at once"):format(CALL, self.at.epoch - 1))
+  end
   return batch, ...
 end
 

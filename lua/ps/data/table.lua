@@ -146,7 +146,9 @@ end
 -- Returns the node of a table from which a view is made. Raises an error for a mixture, which has no views.
 local function whole(self, what)
   local node = node_of(self)
-  if node.mix then error(("table:%s of a mixture: call it on the tables before they are mixed"):format(what)) end
+  if node.mix then
+    error(("table:%s cannot be called on a mixture; call it on the tables before they are mixed"):format(what))
+  end
   return node
 end
 
@@ -171,7 +173,9 @@ function Table:map(fn)
   local node = whole(self, "map")
   return new { n = node.n, name = node.name, place = node.place, get = function(i)
     local row = fn(for_script(node, i), i)
-    if type(row) ~= "table" then error(("table:map: the function returned a %s for row %d"):format(type(row), i)) end
+    if type(row) ~= "table" then
+      error(("table:map: the function returned a %s for row %d; it must return a row"):format(type(row), i))
+    end
     return row
   end }
 end
@@ -249,7 +253,7 @@ function Table:select(numbers)
   local node, kept = whole(self, "select"), {}
   for k, i in ipairs(caller.list(numbers, "table:select: the numbers")) do
     caller.whole(i, "table:select: a number", 1)
-    if i > node.n then error(("table:select: row %d; the table has %d"):format(i, node.n)) end
+    if i > node.n then error(("table:select: there is no row %d; the table has %d rows"):format(i, node.n)) end
     kept[k] = i
   end
   local listed = table.concat(kept, ",")
@@ -269,7 +273,7 @@ function Table:mixture() return node_of(self).mix end
 
 local function checked(node, i)
   if type(i) ~= "number" or i % 1 ~= 0 or i < 1 or i > node.n then
-    error(("there is no row %s; the table has %d, from 1"):format(tostring(i), node.n))
+    error(("there is no row %s; the table has rows 1 to %d"):format(tostring(i), node.n))
   end
   return i
 end
@@ -324,7 +328,7 @@ function tables.mix(parts, options)
   for i, part in ipairs(caller.list(parts, "ps.data.mix: the tables")) do
     local rows, weight = caller.typed(part, "table", ("ps.data.mix: entry %d"):format(i))[1], part[2]
     if not tables.is(rows) then
-      error(("ps.data.mix: entry %d has a %s, not a table of examples: { ps.data.table(path), weight }"):format(i,
+      error(("ps.data.mix: entry %d has a %s, not a table of examples; write { ps.data.table(path), weight }"):format(i,
         type(rows)))
     end
     if type(weight) ~= "number" or not (weight > 0 and weight < math.huge) then
@@ -332,7 +336,7 @@ function tables.mix(parts, options)
     end
     if #rows == 0 then error(("ps.data.mix: entry %d has no rows"):format(i)) end
     list[i], mix.counts[i], mix.weights[i] = node_of(rows), #rows, weight
-    if list[i].mix then error(("ps.data.mix: entry %d is a mixture: name its tables here"):format(i)) end
+    if list[i].mix then error(("ps.data.mix: entry %d is itself a mixture; list its tables here instead"):format(i)) end
     shown[i] = ("%d x %.17g"):format(#rows, weight)
   end
   if #list == 0 then error "ps.data.mix: the list has no tables" end

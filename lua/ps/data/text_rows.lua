@@ -84,7 +84,7 @@ function Rows:at(epoch, window, within)
   check(first)
   local row = tonumber(first) + within
   if row > self.now.rows then
-    error(("loader:seek: there is no row %d of window %d in epoch %d"):format(within, window, epoch))
+    error(("loader:seek: there is no row %d in window %d of epoch %d"):format(within, window, epoch))
   end
   return row
 end
@@ -164,8 +164,8 @@ local function check_size(self, given, drop)
       given.batch, self.world_size, hint))
   end
   if not drop and not self.fills and rest > 0 and rest < self.world_size then
-    error(("ps.data.loader: %d %s in batches of %d leave %d, too few for %d ranks: drop_last = true leaves them out")
-      :format(n, what, global, rest, self.world_size))
+    error(("ps.data.loader: the last batch of %d %s, in batches of %d, has only %d, too few for %d ranks; drop_last = "
+      .. "true drops it"):format(n, what, global, rest, self.world_size))
   end
 end
 
