@@ -209,7 +209,7 @@ static void test_tables(void)
     ps_rng *rng = ps_rng_get(ctx);
     rng->op = 5, rng->sample = 6;
     OK(ps_step_begin(step, &c));
-    FAILS(ps_backward_weights(ctx, NULL), PS_ESTATE, "not due");
+    FAILS(ps_backward_weights(ctx, NULL), PS_ESTATE, "not a backward of weights");
     OK(ps_step_next(step, PS_ACT_FORWARD, &(ps_action_how){ .numbered = 1, .first_op = 40, .sample = 1000 }));
     CHECK(rng->op == 40 && rng->sample == 1000);
     ps_step_abandon(step);

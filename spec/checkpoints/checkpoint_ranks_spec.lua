@@ -391,7 +391,7 @@ describe("a checkpoint of several processes", function()
       case("owned by two", function() checkpoints.save(folder .. "/none", parts) end)
     ]])
     check_cases(out, 3, { ["one file"] = { "holds only its part", "tools/merge.lua" },
-      ["owned by none"] = { "was saved by no rank" }, ["owned by two"] = { "was saved twice" } })
+      ["owned by none"] = { "no rank saved tensor" }, ["owned by two"] = { "was saved twice" } })
     local bytes = {}
     for rank = 0, 2 do
       bytes[rank + 1] = lfs.attributes(("%s/whole/step-00000001/rank-%05d-of-00003.safetensors"):format(folder, rank),

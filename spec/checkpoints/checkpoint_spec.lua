@@ -422,7 +422,8 @@ describe("tensors of the script", function()
       run.tensors = nil
       checkpoints.load(folder, run)                          -- they need not be read
       run.tensors = { "x" }
-      fails(function() checkpoints.save(folder, run) end, "tensors has 1 = a string; it must have tensors by name")
+      fails(function() checkpoints.save(folder, run) end, "tensors.1 is a string; every value of tensors must be a "
+        .. "tensor")
       run.tensors = nil
     end)
   end

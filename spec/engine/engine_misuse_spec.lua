@@ -292,7 +292,7 @@ describe("wrong use", function()
       ["plain memory has no budgets"] = function() open { memory = { kind = "plain", host = MIB } } end,
       ["did you mean"] = function() open { gradient_cliping = 1 } end,
       ["memory.disk.path"] = function() open { memory = { disk = { limit = MIB } } } end,
-      ["no parameter that trains"] = function() open({}, function() return nn.GELU() end) end,
+      ["no parameter of the model requires a gradient"] = function() open({}, function() return nn.GELU() end) end,
       ["fp64"] = function() open({}, function() return nn.Linear(4, 4, { dtype = "fp64" }) end) end,
       ["is on cpu, but the engine computes on sim"] = function()
         open({ device = "sim" }, function() return nn.Linear(4, 4, { device = "cpu" }) end)

@@ -154,7 +154,7 @@ describe("use_cpu_embedding has plain memory's bits:", function()
 
   it("where it has no effect, with a note", function()
     local _, said = train(net, { use_cpu_embedding = true }, notes)
-    assert(said:find("use_cpu_embedding has no effect: the cpu computes", 1, true), said)
+    assert(said:find("use_cpu_embedding has no effect: all ops already run on the cpu", 1, true), said)
     _, said = train(net, { device = "sim", memory = "plain", use_cpu_embedding = true }, notes)
     assert(said:find("use_cpu_embedding has no effect: memory = \"plain\"", 1, true), said)
     _, said = train(net, { use_cpu_embedding = "auto" }, notes)
@@ -212,7 +212,7 @@ describe("cpu_checkpointing has plain memory's bits:", function()
 
   it("where it has no effect, with a note", function()
     local _, said = train(net, AWAY, notes)
-    assert(said:find("cpu_checkpointing has no effect: the cpu computes", 1, true), said)
+    assert(said:find("cpu_checkpointing has no effect: the model is already in host memory", 1, true), said)
   end)
 end)
 

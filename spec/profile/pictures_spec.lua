@@ -81,7 +81,7 @@ describe("a profile", function()
     assert.same({ { 1000 }, { "host" } }, { p.chunks[3].times, p.chunks[3].on })
     assert.same({ 3, 1000, 2 }, { #p.bands, p.bands[1].begin, p.steps[1].step })
     p = read.file(changed(function(made) made.psluajit.steps[2].first = true end))
-    check.fails_saying({ "all 2 steps are without a plan" }, function() read.drop_warmup(p) end)
+    check.fails_saying({ "none of the 2 steps has a plan" }, function() read.drop_warmup(p) end)
   end)
 
   it("may have chunks that no longer existed when it was saved", function()

@@ -234,7 +234,7 @@ int ps_backward_weights(ps_ctx *ctx, int64_t *stopped)
     const ps_action *a = &ctx->step->is.now;
     ps_walk *w = ctx->tape.walk;
     if (a->kind != PS_ACT_WEIGHT)
-        return ps_fail(PS_ESTATE, "the backward of weights is not due: the step has another action, or none");
+        return ps_fail(PS_ESTATE, "the step's current action is not a backward of weights");
     if (w && w->active) return ps_fail(PS_ESTATE, "a backward walk is under way");
     weight_list *list = w ? find(w, a) : NULL;
     if (!list)

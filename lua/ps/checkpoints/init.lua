@@ -70,7 +70,7 @@ local function check_parts(call, path, parts)
   end
   for name, tensor in pairs(parts.tensors or {}) do
     if type(name) ~= "string" or not scope.is_tensor(tensor) then
-      refuse("tensors has %s = a %s; it must have tensors by name", tostring(name), type(tensor))
+      refuse("tensors.%s is a %s; every value of tensors must be a tensor", tostring(name), type(tensor))
     end
   end
   if parts.step and parts.step < 0 then refuse("step is %d; it must be at least 0", parts.step) end

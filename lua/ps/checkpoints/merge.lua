@@ -159,7 +159,8 @@ local function check_flat(root, path)
     if node.kind ~= KIND.TENSOR or key.kind ~= KIND.STRING then
       error(("%s: a safetensors file holds only tensors by name, but '%s' of %s is %s%s; merge to a .pt "
         .. "file"):format(path,
-        entry.text, node.file.path, class(node), key.kind ~= KIND.STRING and " with a key that is not a text" or ""), 0)
+        entry.text, node.file.path, class(node), key.kind ~= KIND.STRING and " with a key that is not a string"
+          or ""), 0)
     elseif node.span then
       error(("%s: '%s' of %s is a view that repeats elements, which a safetensors file cannot "
         .. "hold; merge to a .pt file, or save it in PyTorch as .contiguous()"):format(path, entry.text,

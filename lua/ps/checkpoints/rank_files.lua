@@ -78,7 +78,7 @@ end
 local function about_of(file)
   local text = file.metadata[KEY]
   local ok, about = pcall(json.decode, text or "")
-  if not ok or type(about) ~= "table" then error(file.path .. " is not a rank's file of a checkpoint", 0) end
+  if not ok or type(about) ~= "table" then error(file.path .. " is not a checkpoint's file of one rank", 0) end
   check_version(file.path, about.version)
   return about
 end
@@ -195,7 +195,7 @@ function rank_files.write_index(folder, about, state_text, expected)
     if not ok then error(problem, 0) end
   end
   for _, name in ipairs(expected) do
-    if not index.tensors[name] then error(("tensor '%s' was saved by no rank"):format(name), 0) end
+    if not index.tensors[name] then error(("no rank saved tensor '%s'"):format(name), 0) end
   end
   for name, entry in pairs(index.tensors) do check_pieces(name, entry) end
   local text = "," .. encode(index):sub(2, -2) .. ",\"state\":" .. state_text .. "}\n"

@@ -36,7 +36,9 @@ local function open_file(path, options)
   local ok, state = pcall(json.decode, text or "")
   if not ok or type(state) ~= "table" or state.version ~= 1 and state.version ~= 2 then
     file:close()
-    if not text then error(path .. ": not a checkpoint of psluajit (load_state_dict reads plain weights)", 0) end
+    if not text then
+      error(path .. ": this is not a checkpoint of psluajit (load_state_dict reads files of weights)", 0)
+    end
     error(path .. ": the state in this checkpoint cannot be read", 0)
   end
   return { path = path, tensors = file, state = state, run = file.metadata.psluajit_run, rng = { state.rng } }
@@ -287,7 +289,7 @@ local function check(opened, parts, with)
     local there = opened.tensors:has(SCRIPT .. name) and opened.tensors:shape(SCRIPT .. name)
     if not there then error(("%s: this checkpoint has no tensor '%s' of the script"):format(opened.path, name), 0) end
     if not rectangles.same(there, tensor:shape()) then
-      error(("%s: tensor '%s' is [%s] in the checkpoint, [%s] in the script"):format(opened.path, name,
+      error(("%s: tensor '%s' is [%s] in the checkpoint, but [%s] in the script"):format(opened.path, name,
         rectangles.text(there), rectangles.text(tensor:shape())), 0)
     end
   end

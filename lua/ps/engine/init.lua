@@ -317,7 +317,7 @@ local function open(request)
     making(self, function() assemble(self, setup.open_engine(self, c_step, pipeline)) end)
   elseif mesh.group "world" then
     self.closed = true
-    error("memory = \"plain\" trains in one process; leave it out, or set budgets, to train with several", 0)
+    error("memory = \"plain\" trains only in one process; to train in several processes, remove it or set budgets", 0)
   end
   return self
 end

@@ -78,7 +78,7 @@ local function check_kind(list, default)
   for i, group in ipairs(list or {}) do
     local kind = group.optimizer and optimizers.find(group.optimizer) or default
     if group.optimizer and not optimizers.find(group.optimizer) then
-      error(("ps.initialize: param_groups[%d].optimizer is '%s'; there are %s"):format(i, group.optimizer,
+      error(("ps.initialize: param_groups[%d].optimizer is '%s'; the optimizers are %s"):format(i, group.optimizer,
         table.concat(optimizers.names, ", ")))
     end
     local known = { match = true, optimizer = true }
@@ -234,8 +234,8 @@ local function keeps_remainders(engine, fields, cfg)
       .. "configuration has %s%s"):format(cfg.precision, cfg.memory.kind == "plain" and " in plain memory" or ""))
   end
   if not saves then
-    engine:note("memory.master = \"remainder\" saves nothing here: gradients wait for clipping in places of their own "
-      .. "(14 bytes per parameter with AdamW, as with whole masters); memory.master = \"auto\" decides by this")
+    engine:note("memory.master = \"remainder\" saves no memory here: gradients have memory of their own until they are "
+      .. "clipped (14 bytes per parameter with AdamW, as with whole masters); memory.master = \"auto\" decides by this")
   end
   return true
 end
@@ -516,7 +516,7 @@ local function runner(engine, run)
   if engine.device ~= engine.host then
     return function(...) return scope.offload_activations(run, ...) end
   end
-  engine:note("activation_checkpointing.cpu_checkpointing has no effect: the cpu computes")
+  engine:note("activation_checkpointing.cpu_checkpointing has no effect: the model is already in host memory")
   return run
 end
 

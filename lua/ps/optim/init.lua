@@ -104,7 +104,8 @@ local function kind_of_group(kind, given, what)
   if not name then return kind end
   local found = type(name) == "string" and optimizers.find(name)
   if not found then
-    error(("%s: optimizer is '%s'; there are %s"):format(what, tostring(name), table.concat(optimizers.names, ", ")))
+    error(("%s: optimizer is '%s'; the optimizers are %s"):format(what, tostring(name),
+      table.concat(optimizers.names, ", ")))
   end
   return optimizers.of(found)
 end

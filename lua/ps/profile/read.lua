@@ -273,8 +273,8 @@ function read.drop_warmup(self)
   end
   if not last then return end
   if last == #self.steps then
-    error(("%s: all %d steps are without a plan, as first steps are; profile a later one, or omit --rm_warmup")
-      :format(self.path, last), 0)
+    error(("%s: none of the %d steps has a plan, since first steps run without one; profile a later step, or omit "
+      .. "--rm_warmup"):format(self.path, last), 0)
   end
   local begin = self.steps[last + 1].begin
   self.begin = begin

@@ -499,7 +499,7 @@ static int init_locks(sim_backend *sim)
 {
     if (pthread_mutex_init(&sim->lock, NULL) || pthread_cond_init(&sim->ended, NULL)
         || pthread_cond_init(&sim->lanes[0].work, NULL) || pthread_cond_init(&sim->lanes[1].work, NULL))
-        return ps_fail(PS_ENOMEM, "no lock can be made for sim");
+        return ps_fail(PS_ENOMEM, "cannot make a lock for sim");
     return 0;
 }
 

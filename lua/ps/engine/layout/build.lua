@@ -410,7 +410,9 @@ end
 ---@return ps.engine.Built
 function build.place(module, options)
   local entries, elsewhere, untrained = parameters(module), {}, {}
-  if #entries == 0 then error("the model has no parameter that trains", 0) end
+  if #entries == 0 then
+    error("no parameter of the model requires a gradient, so there is nothing to train; thaw some (model:thaw)", 0)
+  end
   if options.stages then entries, elsewhere, untrained = own_parameters(entries, options.stages) end
   local entry_sizes, shapes, numel = {}, {}, 0
   for i, entry in ipairs(entries) do

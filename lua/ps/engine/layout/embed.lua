@@ -43,9 +43,9 @@ end
 function embed.wanted(fields, note)
   local want = fields.cfg.use_cpu_embedding
   if want == true and fields.device == fields.host then
-    note("use_cpu_embedding has no effect: the cpu computes")
+    note("use_cpu_embedding has no effect: all ops already run on the cpu")
   elseif want == true and fields.cfg.memory.kind == "plain" then
-    note("use_cpu_embedding has no effect: memory = \"plain\" moves no parameter")
+    note("use_cpu_embedding has no effect: with memory = \"plain\", parameters are never moved")
   else
     return want ~= false and fields.device ~= fields.host
   end

@@ -480,7 +480,7 @@ function Stages:check_uses(costs)
         for _, other in ipairs(list) do has = has or other == v - 1 end
         if not has then
           error(("pipeline: part %s uses %s, which its virtual stage %d does not hold: name it in the part's "
-            .. "`parameters`, or give ps.initialize a batch as `example`, with which it finds tied tables"):format(
+            .. "`parameters`, or give ps.initialize a batch as `example`, with which it finds tied embeddings"):format(
             costs[i].name, name, v - 1), 0)
         end
       end
