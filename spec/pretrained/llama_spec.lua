@@ -58,7 +58,8 @@ describe("rotary embedding", function()
   it("is refused or an error if its kind is unknown, or lacks a setting that the kind needs", function()
     local llama = require "models.llama"
     for _, case in ipairs {
-      { { rope_scaling = { rope_type = "proportional" } }, "llama: refused: rope_type = proportional: there are" },
+      { { rope_scaling = { rope_type = "proportional" } },
+        "llama: refused: rope_type = proportional: the supported values are" },
       { { rope_scaling = { rope_type = "longrope", factor = 2 } }, "rope_type = longrope need " },
       { { rope_scaling = { type = "longrope", long_factor = { 1, 2 }, short_factor = { 1, 1 }, attention_factor = 1 } },
         "llama: refused: long_factor = {...}: it differs from short_factor" },

@@ -114,7 +114,8 @@ describe("models by model_type", function()
   it("are refused by name if there is none, or not for that task", function()
     bert.new("tiny", { task = "masked_lm" }):save_pretrained(path "other")
     for _, case in ipairs {
-      { { model_type = "mamba" }, "refused: model_type = mamba: there are bert, gpt2, llama, mistral, qwen2, qwen3" },
+      { { model_type = "mamba" }, "refused: model_type = mamba: the supported values are bert, gpt2, llama, mistral, "
+        .. "qwen2, qwen3" },
       { { model_type = "../x" }, "refused: model_type = ../x" }, { { model_type = json.null }, "model_type = none" },
       { { architectures = { "BertForNextSentencePrediction" } }, "refused: architectures = BertForNextSentencePre" },
       { { architectures = json.null }, "has no architectures; choose a task (base, masked_lm," },

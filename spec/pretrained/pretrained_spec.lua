@@ -183,7 +183,7 @@ describe("GPT-2's settings", function()
       { { id2label = { x = "a" } }, "id2label = {...}: 'x' is not the number of a label" },
       { { num_labels = 1, problem_type = "single_label_classification" },
         "problem_type = single_label_classification: num_labels is 1" },
-      { { activation_function = "mish" }, "activation_function = mish: there are gelu, gelu_accurate, " },
+      { { activation_function = "mish" }, "activation_function = mish: the supported values are gelu, gelu_accurate" },
       { { activation_function = "gelu_10" }, "activation_function" },
       { { num_attention_heads = 4 }, "num_attention_heads = 4, but n_head = 3: they are two names of one setting" },
       { { hidden_size = 96 }, "hidden_size" }, { { num_hidden_layers = 4 }, "num_hidden_layers" },

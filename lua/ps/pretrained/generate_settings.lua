@@ -103,7 +103,7 @@ local function choose_temperature(chosen, given, file)
     chosen.top_k = 50                                       -- transformers' default
   end
   if chosen.num_beams > 1 and chosen.temperature ~= 0 then
-    rules.refuse("generate", "num_beams", chosen.num_beams, "beams are not sampled; set temperature = 0")
+    rules.refuse("generate", "num_beams", chosen.num_beams, "beam search does not sample; set temperature = 0")
   end
 end
 
@@ -151,7 +151,7 @@ function settings.of(model, options)
   else caller.typed(chosen.early_stopping, "boolean", "generate: early_stopping") end
   choose_temperature(chosen, given, file)
   if chosen.num_beams > 1 and (chosen.on_token or chosen.on_text) then
-    error("generate: on_token and on_text do not work with beams, whose earlier tokens can change")
+    error("generate: on_token and on_text do not work with beam search, in which earlier tokens can change")
   end
   if chosen.num_beams > 1 and chosen.num_return_sequences > chosen.num_beams then
     error(("generate: num_return_sequences is %d, but there are %d beams; raise num_beams"):format(

@@ -45,7 +45,8 @@ function gguf.architecture(file)
   local name = file:get("general.architecture", "string", true)
   local arch = names.ARCHITECTURES[name]
   if not arch then
-    refuse(file, "general.architecture", name, "there are " .. table.concat(sorted(names.ARCHITECTURES), ", "))
+    refuse(file, "general.architecture", name, "the supported values are "
+      .. table.concat(sorted(names.ARCHITECTURES), ", "))
   end
   local kind = file:get("general.type", "string")
   if kind and kind ~= "model" then
@@ -224,7 +225,7 @@ local function present(file, arch, fields)
     local own, rows = names.to_hf(arch, raw)
     local layout = rows and { transposed = rows == "swapped" or nil, heads = names.heads(fields, rows) }
     if not own and raw ~= "rope_freqs.weight" then
-      refuse(file, "tensor", raw, "psluajit knows no such tensor in this architecture")
+      refuse(file, "tensor", raw, "psluajit does not support this tensor in this architecture")
     end
     file:present(raw, own, layout)
   end

@@ -79,7 +79,9 @@ end
 local function of_bytes(t, file)
   local name = file:get("tokenizer.ggml.pre", "string") or "default"
   local pre = PRE[name]
-  if not pre then settings.refuse(file.path, "tokenizer.ggml.pre", name, "there are " .. names_of(PRE)) end
+  if not pre then
+    settings.refuse(file.path, "tokenizer.ggml.pre", name, "the supported values are " .. names_of(PRE))
+  end
   local steps = {}
   for i, regex in ipairs(pre) do
     steps[i] = { type = "Split", pattern = { Regex = regex }, behavior = "Isolated", invert = false }
@@ -189,7 +191,9 @@ end
 ---@return ps.gguf.Tokenizer
 function tokenizer.of(file)
   local kind = file:get("tokenizer.ggml.model", "string", true)
-  if not KINDS[kind] then settings.refuse(file.path, "tokenizer.ggml.model", kind, "there are " .. names_of(KINDS)) end
+  if not KINDS[kind] then
+    settings.refuse(file.path, "tokenizer.ggml.model", kind, "the supported values are " .. names_of(KINDS))
+  end
   local t = { kind = kind, tokens = file:get("tokenizer.ggml.tokens", "strings", true),
     types = file:get("tokenizer.ggml.token_type", "numbers") or {} }
   for i = #t.types + 1, #t.tokens do t.types[i] = NORMAL end

@@ -138,7 +138,7 @@ function pretrained.find(model_type, where)
     if families[model_type] then return families[model_type] end
   end
   return settings.refuse(where, "model_type", model_type == nil and "none" or model_type,
-    "there are " .. known_families())
+    "the supported values are " .. known_families())
 end
 
 --- Returns the class of a task. Without a task, returns the class in config.json's architectures, or else the family's
@@ -160,7 +160,7 @@ function pretrained.class_of(family, task, architectures, where)
   if not name then error(("%s has no architectures; choose a task (%s)"):format(where,
     table.concat(sorted(family.tasks), ", "))) end
   if not family.classes[name] then
-    settings.refuse(where, "architectures", name, ("there are %s; task chooses one (%s)"):format(
+    settings.refuse(where, "architectures", name, ("the supported values are %s; task chooses one (%s)"):format(
       table.concat(sorted(family.classes), ", "), table.concat(sorted(family.tasks), ", ")))
   end
   return family.classes[name]

@@ -53,7 +53,7 @@ function rope.parameters(who, config)
   local given = config.rope_scaling or config.rope_parameters or {}
   local p, named = {}, given.rope_type or given.type
   if type(named) == "string" and not KINDS[named] then
-    settings.refuse(who, "rope_type", named, "there are " .. names_of(KINDS))
+    settings.refuse(who, "rope_type", named, "the supported values are " .. names_of(KINDS))
   end
   for _, key in ipairs { "mrope_section", "mrope_interleaved" } do
     if given[key] ~= nil and type(given[key]) ~= "userdata" and given[key] ~= false then
@@ -69,7 +69,7 @@ function rope.parameters(who, config)
   p.rope_type, p.type = p.rope_type or p.type or "default", nil
   p.rope_theta = p.rope_theta or config.rope_theta or 10000
   local kind = KINDS[p.rope_type]
-  if not kind then settings.refuse(who, "rope_type", p.rope_type, "there are " .. names_of(KINDS)) end
+  if not kind then settings.refuse(who, "rope_type", p.rope_type, "the supported values are " .. names_of(KINDS)) end
   local share = p.partial_rotary_factor or config.partial_rotary_factor or 1
   if share ~= 1 then
     settings.refuse(who, "partial_rotary_factor", share, "an embedding of a part of each head is not supported")

@@ -141,7 +141,8 @@ end
 local function check_supported(self, given)
   local rules, who = self.rules, self.rules.model_type
   if not ACTIVATIONS[given[rules.activation]] then
-    settings.refuse(who, rules.activation, given[rules.activation], "there are " .. names_of(ACTIVATIONS))
+    settings.refuse(who, rules.activation, given[rules.activation], "the supported values are "
+      .. names_of(ACTIVATIONS))
   end
   for key, fixed in pairs(rules.fixed or {}) do
     if given[key] ~= nil and given[key] ~= fixed[1] then
@@ -156,7 +157,7 @@ local function check_supported(self, given)
     end
   end
   if given.problem_type ~= nil and not PROBLEMS[given.problem_type] then
-    settings.refuse(who, "problem_type", given.problem_type, "there are " .. names_of(PROBLEMS))
+    settings.refuse(who, "problem_type", given.problem_type, "the supported values are " .. names_of(PROBLEMS))
   end
 end
 
@@ -183,7 +184,7 @@ local function count_labels(self, given)
   if map ~= nil and next(map) == nil then map, given.id2label = nil, nil end
   for id in pairs(map or {}) do
     if type(id) ~= "string" or not id:match("^%d+$") then
-      wrong(self, "id2label", map, "'%s' is not the number of a label", tostring(id))
+      wrong(self, "id2label", map, "'%s' is not a label's number", tostring(id))
     end
   end
   if given.num_labels == nil then
