@@ -415,7 +415,7 @@ describe("tensors of the script", function()
       assert.equal(7, count:item())
       local before = values(run)
       run.tensors = { ["average.weight"] = ps.zeros { 4, 3 } }
-      fails(function() checkpoints.load(folder, run) end, "'average.weight' is [3, 4] in the checkpoint, [4, 3]")
+      fails(function() checkpoints.load(folder, run) end, "'average.weight' is [3, 4] in the checkpoint, but [4, 3]")
       run.tensors = { other = count }
       fails(function() checkpoints.load(folder, run) end, "this checkpoint has no tensor 'other' of the script")
       assert.equal(before, values(run))

@@ -89,7 +89,7 @@ describe("a loader of a table", function()
     fails(function() loader({ talk("Q", "b") }, { tokenizer = setmetatable({ apply_chat_template =
       function() error "of the script" end }, { __index = tok }) }) end, "rows[1]: ", "of the script")
     for want, row in pairs {
-      ["rows[1]: 1 labels for 2 input_ids"] = { input_ids = { 1, 2 }, labels = { 1 } },
+      ["rows[1]: there are 1 labels for 2 input_ids"] = { input_ids = { 1, 2 }, labels = { 1 } },
       ["input_ids[2] is 258; the vocabulary has the ids 0 to 257"] = { input_ids = { 1, 258 } },
       ["input_ids[1] is -1"] = { input_ids = { -1 } },
       ["labels[1] is -5; it must be -100 or an id of 0 to 257"] = { input_ids = { 1 }, labels = { -5 } },

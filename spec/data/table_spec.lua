@@ -285,7 +285,8 @@ describe("files of other kinds", function()
     rows = ps.data.table(file("long.csv", "n,t\n" .. table.concat(list, "\n")))
     assert.equal(3000, #rows)
     for i = 1, 3000 do assert.equal(want[i], rows[i].t) end
-    fails(function() return ps.data.table(file("b.csv", "a,b\n1,2\n3\n"))[2] end, "b.csv:3: 1 values for 2 fields")
+    fails(function() return ps.data.table(file("b.csv", "a,b\n1,2\n3\n"))[2] end, "b.csv:3: the row has 1 values, but "
+      .. "the first row names 2 fields")
     fails(function() ps.data.table(file("b.csv", 'a,b\n1,2\n"3,4\n')) end,
       "b.csv:3: the closing quote of a value is missing")
     fails(function() ps.data.table(file("b.csv", "a,a\n")) end,
@@ -366,7 +367,7 @@ describe("the form of rows", function()
       "rows[2]: this row has the form 'messages', but the first row has the form 'text'")
     fails(function() ps.data.format(ps.data.table { { a = 1, b = 2 } }) end, "the fields a, b match no known form")
     fails(function() ps.data.conversation(rows, 1) end, "rows[1]: a row in the form 'text' is not a conversation")
-    fails(function() conversation { conversations = { { from = "alien", value = "x" } } } end, "from = 'alien'")
+    fails(function() conversation { conversations = { { from = "alien", value = "x" } } } end, "from is 'alien'")
     fails(function() conversation { messages = {} } end, "the conversation has no message")
   end)
 
@@ -374,8 +375,8 @@ describe("the form of rows", function()
     for want, row in pairs {
       ["rows[1]: the field 'conversations' has type int; it must have type list"] = { conversations = 5 },
       ["the field 'conversations' has type str; it must have type list"] = { conversations = "abc" },
-      ["conversations[1]: from = '5'; human, gpt"] = { conversations = { { from = 5, value = "x" } } },
-      ["conversations[1]: from = 'nothing'"] = { conversations = { "x" } },
+      ["conversations[1]: from is '5'; it must be human, gpt"] = { conversations = { { from = 5, value = "x" } } },
+      ["conversations[1]: from is 'nothing'"] = { conversations = { "x" } },
       ["conversations[1]: the field 'value' is missing"] = { conversations = { { from = "gpt" } } },
       ["the field 'prompt' has type int; it must have type str or list"] = { prompt = 5, completion = "x" },
       ["the field 'input' has type list; it must have type str"] = { instruction = "a", output = "b", input = { 1 } },

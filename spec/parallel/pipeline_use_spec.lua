@@ -69,7 +69,7 @@ describe("a pipeline", function()
         end
       end)
       assert(#logits == 3 and #seen == 3)
-      fails(function() model(x, y) end, "split into 2 stages", "model:micro_batches(x, y)")
+      fails(function() model(x, y) end, "cut into 2 stages", "model:micro_batches(x, y)")
       model:close()
     ]])
   end)

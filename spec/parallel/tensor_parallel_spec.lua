@@ -183,7 +183,7 @@ describe("a model that cannot be cut", function()
 
   it("is refused if it already has values", function()
     local model = require("models.gpt2").new "tiny"
-    fails({ "a parameter can be split only before it has values" }, function()
+    fails({ "a parameter can be cut only before it has values" }, function()
       deferred.cut(model, model.transformer.wte.weight, shard.new { dim = 0, index = 0, count = 2,
         full_shape = { 256, 32 } })
     end)

@@ -180,7 +180,7 @@ describe("GPT-2's settings", function()
       { { compression_config = { bits = 4 } }, "refused: compression_config" },
       { { architectures = "GPT2Model" }, "refused: architectures = GPT2Model: it is a list of names of classes" },
       { { architectures = { 5 } }, "refused: architectures = 5" },
-      { { id2label = { x = "a" } }, "id2label = {...}: 'x' is not the number of a label" },
+      { { id2label = { x = "a" } }, "id2label = {...}: 'x' is not a label's number" },
       { { num_labels = 1, problem_type = "single_label_classification" },
         "problem_type = single_label_classification: num_labels is 1" },
       { { activation_function = "mish" }, "activation_function = mish: the supported values are gelu, gelu_accurate" },

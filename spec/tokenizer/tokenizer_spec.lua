@@ -386,7 +386,7 @@ describe("invalid tokenizer files", function()
     refused(json_of { pre_tokenizer = { type = "Metaspace", replacement = "\u{2581}" } }, "decoder = null: tokens that")
     refused(json_of { pre_tokenizer = json.null, decoder = { type = "ByteLevel" } }, 'decoder.type = "ByteLevel"')
     refused(json_of { added_tokens = { { id = 266, content = "x y", single_word = true } } }, "single_word")
-    refused(json_of { added_tokens = { { id = 3, content = "the" } } }, "'the' has id 3", "as 257")
+    refused(json_of { added_tokens = { { id = 3, content = "the" } } }, "'the' has id 3", "with id 257")
     refused(json_of { added_tokens = { { id = 3, content = "new" } } }, "have the same id, 3")
     refused(json_of { decoder = { type = "Metaspace" } }, 'decoder.type = "Metaspace"')
     local bytes, blanks, words = { type = "ByteLevel", use_regex = false, add_prefix_space = false }, {

@@ -169,8 +169,8 @@ end
 function micro.call(engine, ...)
   engine:check_open()
   if not batch.is_named(batch.spread(...)) then
-    caller.error(("this model is split into %d stages, which run forwards and backwards at the same time: write `for "
-      .. "out in model:micro_batches(x, y) do` instead of model(x, y)"):format(engine.cfg.pipeline.stages))
+    caller.error(("this model is cut into %d stages, which run forwards and backwards at the same time: write `for out "
+      .. "in model:micro_batches(x, y) do` instead of model(x, y)"):format(engine.cfg.pipeline.stages))
   end
   return micro.batches(engine, ...)
 end

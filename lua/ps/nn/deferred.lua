@@ -427,7 +427,7 @@ end
 function deferred.cut(model, parameter, desc)
   local record = records[model] and records[model].record
   if not record or parameter.device_ ~= META then
-    error("a parameter can be split only before it has values, and this parameter of a " .. model.class_name
+    error("a parameter can be cut only before it has values, and this parameter of a " .. model.class_name
       .. " has values: make the model within the function, model_func = function() return MODEL_CLASS(...) end, "
       .. "without a device", 0)
   end
