@@ -461,7 +461,7 @@ nn.MLP(4, {}, nil) | nn.MLP | the hidden width | a whole number
 nn.MultiheadSelfAttention(4) | heads | a whole number
 nn.MultiheadSelfAttention({}, 2) | the width | a whole number
 nn.MultiheadSelfAttention(4, -1) | -1 heads
-nn.init.kaiming_uniform_(x, {}) | kaiming_uniform_ | a number
+nn.init.kaiming_uniform_(x, {mode=1}) | kaiming_uniform_ | a string
 nn.init.kaiming_normal_(x, "a") | kaiming_normal_ | a number
 nn.init.xavier_uniform_(x, {}) | xavier_uniform_ | a number
 nn.init.xavier_normal_(x, {}) | xavier_normal_ | a number

@@ -203,6 +203,13 @@ nn.functional.hardsigmoid | F.hardsigmoid, nn.Hardsigmoid |
 nn.functional.hardswish | F.hardswish, nn.Hardswish |
 nn.functional.softsign | F.softsign, nn.Softsign |
 nn.functional.glu | F.glu, nn.GLU |
+nn.functional.prelu | F.prelu, nn.PReLU |
+nn.functional.celu | F.celu, nn.CELU |
+nn.functional.softmin | F.softmin, nn.Softmin |
+nn.functional.dropout1d | F.dropout1d, nn.Dropout1d | as dropout
+nn.functional.dropout2d | F.dropout2d, nn.Dropout2d | as dropout
+nn.functional.pixel_shuffle | F.pixel_shuffle, nn.PixelShuffle |
+nn.functional.embedding_bag | F.embedding_bag, nn.EmbeddingBag | options go by name; equal maxima share gradients
 nn.functional.normalize | F.normalize | the gradient is 0 if the norm is 0
 nn.functional.cosine_similarity | F.cosine_similarity, nn.CosineSimilarity |
 cumprod | ps.cumprod, t:cumprod |
@@ -222,6 +229,42 @@ trunc | ps.trunc, t:trunc |
 Tensor.unflatten | t:unflatten, nn.Unflatten |
 Tensor.expand_as | t:expand_as |
 repeat_interleave | ps.repeat_interleave, t:repeat_interleave |
+bincount | ps.bincount, t:bincount | options are passed by name
+count_nonzero | ps.count_nonzero, t:count_nonzero |
+unique | ps.unique, t:unique | options are passed by name; always sorted, without dim
+median | ps.median, t:median |
+quantile | ps.quantile, t:quantile | options are passed by name
+searchsorted | ps.searchsorted, t:searchsorted | options are passed by name
+bucketize | ps.bucketize, t:bucketize | options are passed by name
+nan_to_num | ps.nan_to_num, t:nan_to_num |
+Tensor.unfold | t:unfold | returns a copy
+movedim | ps.movedim, t:movedim |
+swapaxes | ps.swapaxes, t:swapaxes |
+diagonal | ps.diagonal, t:diagonal | returns a copy
+tril_indices | ps.tril_indices |
+triu_indices | ps.triu_indices |
+meshgrid | ps.meshgrid | takes a list of vectors; returns several results
+Tensor.new_zeros | t:new_zeros, t:new_ones, t:new_full, t:new_empty | the shape is one list
+addcmul | ps.addcmul, t:addcmul | value is the last argument
+addcdiv | ps.addcdiv, t:addcdiv | value is the last argument
+addmm | ps.addmm, t:addmm, ps.baddbmm, t:baddbmm | options are passed by name
+dot | ps.dot, t:dot |
+mv | ps.mv, t:mv |
+diff | ps.diff, t:diff |
+floor_divide | ps.floor_divide, t:floor_divide | integers are exact up to 2^53
+log2 | ps.log2, t:log2 |
+log10 | ps.log10, t:log10 |
+any | ps.any, t:any | of bool
+all | t:all | of bool; ps.all selects all elements of a dimension
+max | ps.max, t:max | of one tensor, along a dimension, or of two tensors
+min | ps.min, t:min | as max
+square | ps.square, t:square |
+squeeze | ps.squeeze, t:squeeze |
+unsqueeze | ps.unsqueeze, t:unsqueeze |
+flatten | ps.flatten, t:flatten |
+clip | ps.clip, t:clip, t:clamp_min, t:clamp_max |
+Tensor.lerp_ | t:lerp_, t:clamp_, t:exp_, t:pow_, t:relu_, t:addcmul_ | docs/api.md lists the methods in place
+Tensor.fill_diagonal_ | t:fill_diagonal_ |
 cdist | ps.cdist, t:cdist | the gradient of a norm of 0 is 0
 nn.functional.pairwise_distance | F.pairwise_distance |
 nn.functional.triplet_margin_loss | F.triplet_margin_loss, nn.TripletMarginLoss | options are passed by name
@@ -282,6 +325,12 @@ nn.BatchNorm1d | nn.BatchNorm1d | momentum = false stands for None; running stat
 nn.BatchNorm2d | nn.BatchNorm2d | as nn.BatchNorm1d
 nn.SyncBatchNorm | nn.SyncBatchNorm | statistics are over the data-parallel ranks
 nn.functional.group_norm | F.group_norm, nn.GroupNorm |
+nn.InstanceNorm1d | nn.InstanceNorm1d | without running statistics
+nn.InstanceNorm2d | nn.InstanceNorm2d | as nn.InstanceNorm1d
+nn.init.kaiming_normal_ | nn.init.kaiming_normal_, nn.init.kaiming_uniform_ | options are passed by name
+nn.init.orthogonal_ | nn.init.orthogonal_ | as uniform_
+nn.utils.clip_grad_norm_ | nn.clip_grad_norm_ | with an engine: see the function
+nn.utils.clip_grad_value_ | nn.clip_grad_value_ | not with an engine
 no_grad | ps.no_grad | the argument is a function
 autocast | ps.autocast | `ps.autocast("bf16", fn)`; the lists of ops for CUDA on every device
 utils.checkpoint.checkpoint | ps.recompute | the function may return only tensors
@@ -323,7 +372,7 @@ local REST = [==[
 ]==]
 
 local HOMES = { ps = ps, ["ps.sched"] = ps.sched, F = ps.functional, nn = ps.nn, optim = ps.optim,
-  autograd = ps.autograd, module = ps.nn.Module, t = require("ps.tensor").methods() }
+  ["nn.init"] = ps.nn.init, autograd = ps.autograd, module = ps.nn.Module, t = require("ps.tensor").methods() }
 local wrong = {}
 
 local function check_names(names, of)

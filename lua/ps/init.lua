@@ -70,7 +70,10 @@ for _, name in ipairs { "exp", "log", "sqrt", "rsqrt", "abs", "sign", "floor", "
                         "masked_select", "nonzero", "prod", "cumprod", "outer", "isnan", "isinf", "log1p", "expm1",
                         "lerp", "argsort", "remainder", "fmod", "trunc", "unflatten", "repeat_interleave",
                         "cdist", "isclose", "allclose", "equal", "unbind", "diag", "bernoulli",
-                        "multinomial" } do
+                        "multinomial", "any", "max", "min", "neg", "square", "squeeze", "unsqueeze", "flatten", "chunk",
+                        "narrow", "select", "numel", "bincount", "count_nonzero", "unique", "median", "quantile",
+                        "searchsorted", "bucketize", "nan_to_num", "movedim", "swapaxes", "diagonal", "clip", "addcmul",
+                        "addcdiv", "addmm", "baddbmm", "dot", "mv", "diff", "floor_divide", "log2", "log10" } do
   ps[name] = as_function(name)
 end
 
@@ -183,6 +186,8 @@ tensor.later(function()
   require "ps.tensor.small"
   require "ps.tensor.like"
   require "ps.tensor.composed"
+  require "ps.tensor.counts"
+  require "ps.tensor.shapes"
 end)
 
 local lazy = { nn = "ps.nn", lora = "ps.lora", preference = "ps.lora.preference", autograd = "ps.autograd",
@@ -195,6 +200,7 @@ local lazy = { nn = "ps.nn", lora = "ps.lora", preference = "ps.lora.preference"
 -- Functions whose files are loaded when a script first uses one of them.
 local file_of = {}
 for file, names in pairs { ["ps.tensor.composed"] = "eye linspace einsum one_hot",
+  ["ps.tensor.shapes"] = "tril_indices triu_indices meshgrid",
   ["ps.tensor.like"] = "empty_like full_like ones_like rand_like randint_like randn_like randperm zeros_like" } do
   for name in names:gmatch "%S+" do file_of[name] = file end
 end

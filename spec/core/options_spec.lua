@@ -146,6 +146,26 @@ local CALLS = {
   { "nn.BatchNorm1d", "momentun", "momentum", function(o) nn.BatchNorm1d(2, o) end, source = "name" },
   { "nn.BatchNorm2d", "afine", "affine", function(o) nn.BatchNorm2d(2, o) end, source = "name" },
   { "nn.SyncBatchNorm", "epss", "eps", function(o) nn.SyncBatchNorm(2, o) end, source = "name" },
+  { "nn.InstanceNorm1d", "momentm", "momentum", function(o) nn.InstanceNorm1d(2, o) end, source = "name" },
+  { "nn.PReLU", "inti", "init", function(o) nn.PReLU(1, o) end },
+  { "nn.EmbeddingBag", "mod", "mode", function(o) nn.EmbeddingBag(2, 3, o) end },
+  { "F.embedding_bag", "mod", "mode", function(o)
+    F.embedding_bag(ps.zeros({ 1, 1 }, { dtype = "int64" }), ps.ones { 2, 2 }, nil, o)
+  end, source = "call" },
+  { "F.normalize", "dims", "dim", function(o) F.normalize(ps.ones { 2, 2 }, o) end },
+  { "nn.init.kaiming_normal_", "mod", "mode", function(o) nn.init.kaiming_normal_(ps.ones { 2, 2 }, o) end,
+    source = '"nn.init." .. name' },
+  { "bincount", "min_length", "minlength", function(o) ps.zeros({ 1 }, { dtype = "int64" }):bincount(o) end },
+  { "unique", "return_count", "return_counts", function(o) ps.ones({ 2 }):unique(o) end },
+  { "quantile", "keepdims", "keepdim", function(o) ps.ones({ 2 }):quantile(0.5, o) end, source = "call" },
+  { "searchsorted", "rigth", "right", function(o) ps.ones({ 2 }):searchsorted(1, o) end },
+  { "bucketize", "rigth", "right", function(o) ps.ones({ 2 }):bucketize(ps.ones { 2 }, o) end },
+  { "ps.meshgrid", "indexin", "indexing", function(o) ps.meshgrid({ ps.ones { 2 } }, o) end, source = "call" },
+  { "new_zeros", "dtyp", "dtype", function(o) ps.ones({ 2 }):new_zeros({ 2 }, o) end, source = "call" },
+  { "addcmul", "valeu", "value", function(o) ps.ones({ 2 }):addcmul(ps.ones { 2 }, ps.ones { 2 }, o) end,
+    source = "call" },
+  { "addmm", "apha", "alpha", function(o) ps.ones({ 2 }):addmm(ps.ones { 2, 2 }, ps.ones { 2, 2 }, o) end,
+    source = "name" },
   { "nn.GroupNorm", "afine", "affine", function(o) nn.GroupNorm(1, 2, o) end },
   { "nn.ParallelLMHead's loss", "reductn", "reduction", function(o)
     local head = nn.ParallelLMHead(2, 4, { group = ps.dist.self() })
@@ -420,6 +440,7 @@ local INNER = {
     .. "Engine:save_gguf",
   ["lua/ps/engine/step/backward.lua"] = "step.weight_of step.backward check_kept",
   ["lua/ps/tensor/functional.lua"] = "reduction_of first_head",
+  ["lua/ps/tensor/shapes.lua"] = "T:new_full T:addcmul T:addcdiv",
   ["lua/ps/tensor/images.lua"] = "F.conv1d F.conv2d F.conv_transpose1d F.conv_transpose2d pooling F.max_pool1d "
     .. "F.max_pool2d F.avg_pool1d F.avg_pool2d",
   ["lua/ps/nn/conv.lua"] = "*", ["lua/ps/nn/channel_norm.lua"] = "BatchNorm:init BatchNorm1d:init BatchNorm2d:init",

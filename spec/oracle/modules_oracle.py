@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from transformers.pytorch_utils import Conv1D
 
 import philox
+import rows_counts
 import rows_layers
 from oracle import Case, Row, lua, main
 from rows_elementwise import exact_gelu
@@ -23,7 +24,8 @@ COVERED = {"Linear", "Conv1D", "Embedding", "LayerNorm", "RMSNorm", "ReLU", "SiL
            "ColumnParallelLinear", "RowParallelLinear", "VocabParallelEmbedding", "ParallelLMHead",
            "ParallelCrossEntropy", "Conv1d", "Conv2d", "ConvTranspose1d", "ConvTranspose2d", "MaxPool1d", "MaxPool2d",
            "AvgPool1d", "AvgPool2d", "AdaptiveAvgPool1d", "AdaptiveAvgPool2d", "AdaptiveMaxPool1d", "AdaptiveMaxPool2d",
-           "Upsample", "Flatten", "BatchNorm1d", "BatchNorm2d", "SyncBatchNorm", "GroupNorm"} | rows_layers.COVERED
+           "Upsample", "Flatten", "BatchNorm1d", "BatchNorm2d", "SyncBatchNorm", "GroupNorm"} | rows_layers.COVERED \
+    | rows_counts.COVERED
 
 
 def put(module, *params):
@@ -330,7 +332,7 @@ ROWS = [Row("Linear", linear, weight=2), Row("LMHead", lm_head), Row("Conv1D", c
         Row("convolutions", convolution, weight=3),
         Row("pooling", without_parameters, weight=2), Row("norms over channels", channel_norm, weight=3), Row("MLP",
             mlp), Row("MultiheadSelfAttention", self_attention, weight=2), Row("nn.init", initialisation, weight=2)]
-OWN = rows_layers.ROWS
+OWN = rows_layers.ROWS + rows_counts.MODULES
 for each in ROWS:
     each.mixes = each.name not in ("activations", "Dropout", "nn.init")
 

@@ -8,6 +8,7 @@ import torch
 
 import differences
 import rows_composed
+import rows_counts
 import rows_elementwise
 import rows_images
 import rows_index
@@ -22,7 +23,7 @@ from oracle import HERE, main
 
 ROWS = rows_elementwise.ROWS + rows_views.ROWS + rows_reduce.ROWS + rows_products.ROWS + rows_random.ROWS \
     + rows_losses.ROWS + rows_composed.ROWS + rows_images.ROWS + rows_index.ROWS + rows_small.ROWS \
-    + rows_packed.ROWS
+    + rows_packed.ROWS + rows_counts.ROWS
 
 
 def uncovered():

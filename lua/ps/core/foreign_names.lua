@@ -15,6 +15,8 @@ local OPTIMIZERS = "there are ps.optim.Adam, AdamW, SGD, Lion, Muon, Adafactor, 
   .. "AdamWBF16 and RMSprop"
 local GROUPS = "give the groups to ps.initialize { param_groups = ... } or to ps.optim's optimizer when it is made"
 local LAYERS = "write a class with nn.class from the ops in ps.F"
+local PADS = "write F.pad(x, { left, right }, { mode = \"reflect\" }) in forward"
+local THREE = "there are layers of one and two dimensions"
 local FOURIER = "there is no Fourier transform: a short one is ps.matmul with matrices of cosines and sines"
 local COMPLEX = "there are no complex numbers: keep real and imaginary parts in two tensors; F.rope turns pairs"
 local RECURRENT = "recurrent layers are left out: write a cell of nn.Linear, F.sigmoid and F.tanh and call it once per "
@@ -55,9 +57,11 @@ return {
   },
   nn = {
     RNN = RECURRENT, LSTM = RECURRENT, GRU = RECURRENT, RNNCell = RECURRENT, LSTMCell = RECURRENT,
-    GRUCell = RECURRENT, EmbeddingBag = "write nn.Embedding(rows, width)(index):sum(1)",
-    clip_grad_value_ = "write nn.clip_grad_norm_(model, max_norm), or gradient_clipping into the configuration",
-    utils = "write nn.clip_grad_norm_(model:parameters(), max_norm)", functional = "write ps.F",
+    GRUCell = RECURRENT, functional = "write ps.F",
+    utils = "write nn.clip_grad_norm_(model:parameters(), max_norm), nn.clip_grad_value_(model:parameters(), value)",
+    ReflectionPad1d = PADS, ReflectionPad2d = PADS, ReplicationPad1d = PADS, ReplicationPad2d = PADS,
+    ConstantPad1d = PADS, ConstantPad2d = PADS, ZeroPad1d = PADS, ZeroPad2d = PADS, Conv3d = THREE,
+    MaxPool3d = THREE, AvgPool3d = THREE, BatchNorm3d = THREE, InstanceNorm3d = THREE, Dropout3d = THREE,
     parallel = ENGINE, DataParallel = ENGINE,
     Transformer = "write nn.TransformerEncoder(layer, n) and nn.TransformerDecoder(layer, n)",
   },

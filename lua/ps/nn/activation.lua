@@ -1,5 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Modules without parameters: activations and Dropout.
+local create = require "ps.tensor.create"
 local functional = require "ps.tensor.functional"
 local caller = require "ps.core.caller"
 local error = caller.error
@@ -11,6 +12,13 @@ local activation = {}
 local function plain(name, fn)
   local class = nn_module.class(name)
   class.unscoped = true
+  --- Takes no arguments.
+  ---@param inplace? nil PyTorch's inplace, which is rejected
+  function class:init(inplace) -- luacheck: no self
+    if inplace == nil then return end
+    error(("nn.%s takes no arguments; inplace does not exist here and changes no values: write nn.%s()"):format(name,
+      name))
+  end
   --- Applies the function to each element.
   ---@param x ps.Tensor
   ---@return ps.Tensor of x's shape
@@ -62,6 +70,9 @@ local function with_numbers(class_name, fn, names, defaults, dim)
 end
 
 with_numbers("LeakyReLU", F.leaky_relu, { "negative_slope" }, { 0.01 })
+with_numbers("CELU", F.celu, { "alpha" }, { 1 })
+with_numbers("Softmin", function(x, dim) return F.softmin(x, dim) end, { "dim" }, { -1 }, true)
+with_numbers("PixelShuffle", F.pixel_shuffle, { "upscale_factor" }, { 1 }, true)
 with_numbers("ELU", F.elu, { "alpha" }, { 1 })
 with_numbers("Softplus", F.softplus, { "beta", "threshold" }, { 1, 20 })
 with_numbers("Hardtanh", F.hardtanh, { "min_val", "max_val" }, { -1, 1 })
@@ -140,5 +151,48 @@ function Dropout:forward(x, part)
 end
 function Dropout:extra_repr() return "p=" .. self.p end
 activation.Dropout = Dropout
+
+-- Creates the class of a Dropout that drops whole channels.
+local function channel_dropout(class_name, fn)
+  local class = nn_module.class(class_name, Dropout)
+  class.unscoped = true
+  --- In training, sets whole channels to 0 with probability p and multiplies all other channels by 1 / (1 - p).
+  ---@param p? number in [0, 1) (default 0.5)
+  function class:init(p) Dropout.init(self, p) end
+  --- Drops channels in training. Returns x itself in evaluation.
+  ---@param x ps.Tensor [N, C, ...]
+  ---@return ps.Tensor of x's shape
+  function class:forward(x)
+    if not self:active() then return x end
+    return fn(x, self.p)
+  end
+  activation[class_name] = class
+end
+channel_dropout("Dropout1d", F.dropout1d)
+channel_dropout("Dropout2d", F.dropout2d)
+
+---@class ps.nn.PReLU: ps.nn.Module
+---@field weight ps.Tensor [num_parameters]
+local PReLU = nn_module.class("PReLU")
+PReLU.unscoped = true
+
+local PRELU = { init = "number", dtype = "string", device = "string" }
+
+--- Creates a ReLU with a trained slope for negative inputs (He et al. 2015).
+---@param num_parameters? integer the number of channels, or 1 for one slope (default 1)
+---@param init? number|{init?: number, dtype?: string, device?: string} the initial slope (default 0.25)
+function PReLU:init(num_parameters, init)
+  if type(init) == "number" then init = { init = init } end
+  local options = caller.options(init, "nn.PReLU", PRELU)
+  self.num_parameters = caller.whole(num_parameters or 1, "nn.PReLU: num_parameters", 1)
+  self:param("weight", create.full({ self.num_parameters }, options.init or 0.25, { dtype = options.dtype,
+    device = options.device }))
+end
+--- Applies the function.
+---@param x ps.Tensor [N, num_parameters, ...], or of any shape with one slope
+---@return ps.Tensor of x's shape
+function PReLU:forward(x) return F.prelu(x, self.weight) end
+function PReLU:extra_repr() return ("num_parameters=%d"):format(self.num_parameters) end
+activation.PReLU = PReLU
 
 return activation

@@ -288,4 +288,49 @@ function GroupNorm:extra_repr()
 end
 exports.GroupNorm = GroupNorm
 
+-- -- instance norm ----------------------------------------------------------------------------------------------------
+local INSTANCE_NORM = { eps = "number", affine = "boolean", track_running_stats = "boolean", momentum = "number",
+  dtype = "string", device = "string" }
+
+-- Creates the class of an InstanceNorm for inputs of `dims` dimensions.
+local function instance_norm(class_name, dims, takes)
+  local class = core.class(class_name)
+  class.unscoped = true
+  --- Normalises each channel of each sample over all positions (Ulyanov et al. 2016), in training and evaluation. There
+  --- are no running statistics.
+  ---@param num_features integer C
+  ---@param options? {eps?: number, affine?: boolean, dtype?: string, device?: string} eps (default 1e-5); affine = true
+  ---  creates a trained weight and bias for each channel (default false)
+  function class:init(num_features, options)
+    local name = "nn." .. class_name
+    options = caller.options(options, name, INSTANCE_NORM)
+    if options.track_running_stats then
+      error(name .. ": track_running_stats = true does not exist here; use nn.BatchNorm for running statistics")
+    end
+    self.num_features, self.eps = caller.whole(num_features, name .. ": num_features", 1), options.eps or 1e-5
+    if not options.affine then return end
+    local where = { dtype = options.dtype, device = options.device }
+    self:param("weight", create.ones({ num_features }, where))
+    self:param("bias", create.zeros({ num_features }, where))
+  end
+  --- Normalises the input.
+  ---@param x ps.Tensor [N, num_features, ...]
+  ---@return ps.Tensor of x's shape
+  function class:forward(x)
+    local name = "nn." .. class_name
+    if caller.tensor(x, name, "the input") == nil then error(name .. ": no input was given") end
+    if x:dim() ~= dims or x:size(1) ~= self.num_features then
+      error(("%s: the input is [%s]; it must be %s with C = %d"):format(name, table.concat(x:shape(), ", "), takes,
+        self.num_features))
+    end
+    return F.group_norm(x, self.num_features, self.weight, self.bias, self.eps)
+  end
+  function class:extra_repr()
+    return ("%d, eps=%g, affine=%s"):format(self.num_features, self.eps, self.weight ~= nil and "True" or "False")
+  end
+  exports[class_name] = class
+end
+instance_norm("InstanceNorm1d", 3, "[N, C, L]")
+instance_norm("InstanceNorm2d", 4, "[N, C, H, W]")
+
 return exports

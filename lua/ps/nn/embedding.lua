@@ -1,6 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- nn.Embedding: looks up the vectors of integer ids.
 local create = require "ps.tensor.create"
+local functional = require "ps.tensor.functional"
 local native = require "ps.core.ffi"
 local scope = require "ps.core.scope"
 local caller = require "ps.core.caller"
@@ -51,4 +52,37 @@ end
 
 function Embedding:extra_repr() return ("%d, %d"):format(self.rows, self.width) end
 
-return { Embedding = Embedding }
+---@class ps.nn.EmbeddingBag: ps.nn.Module
+---@field weight ps.Tensor [rows, width]
+local EmbeddingBag = nn_module.class("EmbeddingBag")
+EmbeddingBag.unscoped = true
+
+local BAG = { mode = "string", std = "number", padding_idx = "whole", include_last_offset = "boolean",
+  dtype = "string", device = "string" }
+
+--- Creates an embedding that combines the rows of each bag of indices.
+---@param rows integer V, the number of rows
+---@param width integer C, the size of each row
+---@param options? {mode?: "mean"|"sum"|"max", std?: number, padding_idx?: integer, include_last_offset?: boolean,
+---  dtype?: string, device?: string} mode (default "mean"); std: deviation of the initial values (default 1); others
+---  as in F.embedding_bag
+function EmbeddingBag:init(rows, width, options)
+  options = caller.options(options, "nn.EmbeddingBag", BAG)
+  Embedding.init(self, rows, width, { std = options.std, padding_idx = options.padding_idx, dtype = options.dtype,
+    device = options.device })
+  self.mode = options.mode or "mean"
+  caller.one_of(self.mode, { mean = true, sum = true, max = true }, "nn.EmbeddingBag: mode")
+  self.include_last_offset = options.include_last_offset
+end
+--- Returns the mean, sum or maximum of the rows of each bag.
+---@param index ps.Tensor integers [B, L], where each row is a bag, or [N] with offsets
+---@param offsets? ps.Tensor integers [B], the index of each bag's first element
+---@param per_sample_weights? ps.Tensor factors of index's shape, for mode "sum"
+---@return ps.Tensor [B, width]
+function EmbeddingBag:forward(index, offsets, per_sample_weights)
+  return functional.embedding_bag(index, self.weight, offsets, { mode = self.mode, padding_idx = self.padding_idx,
+    per_sample_weights = per_sample_weights, include_last_offset = self.include_last_offset })
+end
+function EmbeddingBag:extra_repr() return ("%d, %d, mode=%s"):format(self.rows, self.width, self.mode) end
+
+return { Embedding = Embedding, EmbeddingBag = EmbeddingBag }

@@ -212,7 +212,7 @@ local function class(name, base)
     return self[key]
   end
   self.instance = {
-    __index = index, __newindex = assign, __call = call, ps_module = true,
+    __index = index, __newindex = assign, __call = call, ps_module = true, ps_class = self,
     __names = function(object) return rawget(object, "_fields"), self end,
     __tostring = function(object) return show(object, "") end,
   }
@@ -224,6 +224,18 @@ end
 
 for _, name in ipairs { "register_forward_pre_hook", "register_forward_hook", "register_full_backward_hook" } do
   Module[name] = module_hooks[name]
+end
+
+--- Returns whether the module is an object of a class, or of a class that derives from it (Python's isinstance).
+---@param of table a class, such as nn.Linear
+---@return boolean
+function Module:is_a(of)
+  if type(of) ~= "table" or of ~= Module and not rawget(of, "instance") then
+    error(("module:is_a takes a class, not %s"):format(of == nil and "nil" or "a " .. type(of)))
+  end
+  local own = getmetatable(self).ps_class
+  while own and not rawequal(own, of) do own = own ~= Module and getmetatable(own).__index end
+  return own and true or false
 end
 
 function Module:init() end

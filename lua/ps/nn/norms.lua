@@ -99,4 +99,29 @@ function norms.clip_grad_norm(params, max_norm)
   return norm
 end
 
+--- Limits each element of the gradients of `params` to [-clip_value, clip_value]. Gradients of a model of ps.initialize
+--- raise an error, since they are scaled, and may be shards.
+---@param params ps.Tensor[]|ps.nn.Module
+---@param clip_value number
+function norms.clip_grad_value(params, clip_value)
+  local call = "nn.clip_grad_value"
+  caller.typed(clip_value, "number", call .. ": clip_value")
+  if nn_module.is_module(params) or handle.of(params) then params = params:parameters() end
+  for i, p in ipairs(caller.typed(params, "table", call .. ": the parameters")) do
+    if not scope.is_tensor(p) then
+      error(("%s: item %d of the parameters is a %s, not a tensor"):format(call, i, type(p)))
+    end
+    if p.managed ~= nil then
+      error(call .. " cannot change the gradients of a model of ps.initialize; register a hook on the parameters "
+        .. "(p:register_hook(function(g) return g:clamp(-1, 1) end)), or use nn.clip_grad_norm")
+    end
+  end
+  scope.no_grad(function()
+    for _, p in ipairs(params) do
+      local g = p:grad()
+      if g then g:copy_(g:clamp(-clip_value, clip_value)) end
+    end
+  end)
+end
+
 return norms

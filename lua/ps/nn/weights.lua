@@ -1,5 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- nn.init: fills tensors in place, with PyTorch's formulas. Weights are [out, in] unless stated otherwise.
+local create = require "ps.tensor.create"
 local scope = require "ps.core.scope"
 local caller = require "ps.core.caller"
 local error = caller.error
@@ -55,22 +56,54 @@ function init.zeros_(tensor) return fill(tensor, "fill_", 0) end
 ---@return ps.Tensor tensor
 function init.ones_(tensor) return fill(tensor, "fill_", 1) end
 
---- Fills a tensor with uniform numbers in +-sqrt(6 / ((1 + a^2) fan_in)), the initialization of He et al. 2015 for
---- leaky ReLUs of slope a.
+-- Gains of PyTorch's calculate_gain. That of leaky_relu depends on its slope.
+local GAINS = { linear = 1, conv1d = 1, conv2d = 1, sigmoid = 1, tanh = 5 / 3, relu = math.sqrt(2), selu = 3 / 4,
+  leaky_relu = true }
+
+--- Returns the factor by which the standard deviation of weights before a nonlinearity is multiplied.
+---@param nonlinearity string "linear", "conv1d", "conv2d", "sigmoid", "tanh", "relu", "leaky_relu" or "selu"
+---@param a? number the slope of leaky_relu (default 0.01)
+---@return number
+function init.calculate_gain(nonlinearity, a)
+  caller.one_of(nonlinearity, GAINS, "nn.init.calculate_gain: the nonlinearity")
+  local slope = number(a, 0.01, "calculate_gain: a")
+  return nonlinearity == "leaky_relu" and math.sqrt(2 / (1 + slope ^ 2)) or GAINS[nonlinearity]
+end
+
+local KAIMING = { a = "number", mode = "string", nonlinearity = "string" }
+local MODES = { fan_in = true, fan_out = true }
+
+-- Returns the numerator and the denominator of the variance of the weights (He et al. 2015).
+local function kaiming(tensor, a, name)
+  local options = type(a) == "table" and caller.options(a, "nn.init." .. name, KAIMING)
+    or { a = number(a, 0, name .. ": a") }
+  local mode = options.mode or "fan_in"
+  caller.one_of(mode, MODES, "nn.init." .. name .. ": mode")
+  local fan_in, fan_out = fans(tensor)
+  local fan = mode == "fan_in" and fan_in or fan_out
+  local of = options.nonlinearity or "leaky_relu"
+  if of == "leaky_relu" then return 2, (1 + (options.a or 0) ^ 2) * fan end
+  return init.calculate_gain(of) ^ 2, fan
+end
+
+--- Fills a tensor with uniform numbers in +-sqrt(3) gain / sqrt(fan), the initialization of He et al. 2015.
 ---@param tensor ps.Tensor [out, in, ...]
----@param a? number (default 0)
+---@param a? number|{a?: number, mode?: "fan_in"|"fan_out", nonlinearity?: string} a: slope of a leaky ReLU (default 0);
+---  mode (default "fan_in"); nonlinearity: as in calculate_gain (default "leaky_relu")
 ---@return ps.Tensor tensor
 function init.kaiming_uniform_(tensor, a)
-  local bound = math.sqrt(6 / ((1 + number(a, 0, "kaiming_uniform_: a") ^ 2) * fans(tensor)))
+  local above, below = kaiming(tensor, a, "kaiming_uniform_")
+  local bound = math.sqrt(3 * above / below)
   return init.uniform_(tensor, -bound, bound)
 end
 
---- Fills a tensor with normally distributed numbers of variance 2 / ((1 + a^2) fan_in) (He et al. 2015).
+--- Fills a tensor with normally distributed numbers of standard deviation gain / sqrt(fan) (He et al. 2015).
 ---@param tensor ps.Tensor [out, in, ...]
----@param a? number (default 0)
+---@param a? number|{a?: number, mode?: "fan_in"|"fan_out", nonlinearity?: string} as in kaiming_uniform_
 ---@return ps.Tensor tensor
 function init.kaiming_normal_(tensor, a)
-  return init.normal_(tensor, 0, math.sqrt(2 / ((1 + number(a, 0, "kaiming_normal_: a") ^ 2) * fans(tensor))))
+  local above, below = kaiming(tensor, a, "kaiming_normal_")
+  return init.normal_(tensor, 0, math.sqrt(above / below))
 end
 
 --- Fills a tensor with uniform numbers in +-gain sqrt(6 / (fan_in + fan_out)) (Glorot and Bengio 2010).
@@ -92,4 +125,44 @@ function init.xavier_normal_(tensor, gain)
   return init.normal_(tensor, 0, number(gain, 1, "xavier_normal_: gain") * math.sqrt(2 / (fan_in + fan_out)))
 end
 
-return init
+--- Fills a matrix with orthogonal rows, or orthogonal columns if it has more rows than columns (Saxe et al. 2013),
+--- times gain. Dimensions after the first are merged.
+---@param tensor ps.Tensor [out, in, ...]
+---@param gain? number (default 1)
+---@return ps.Tensor tensor
+function init.orthogonal_(tensor, gain)
+  gain = number(gain, 1, "orthogonal_: gain")
+  fans(tensor)
+  scope.no_grad(function()
+    local rows, columns = tensor:size(0), tensor:numel() / tensor:size(0)
+    local n, width = math.min(rows, columns), math.max(rows, columns)
+    local q = create.empty({ n, width }, { dtype = "fp64", device = tensor:device() }):normal_()
+    -- Gram-Schmidt; the second pass removes what rounding left of the first rows
+    for i = 0, n - 1 do
+      local row, before = q:narrow(0, i, 1), q:narrow(0, 0, i)
+      for _ = 1, i > 0 and 2 or 0 do row:copy_(row - row:matmul(before:t()):matmul(before)) end
+      row:copy_(row / row:square():sum():sqrt())
+    end
+    if rows > columns then q = q:t() end
+    tensor:copy_((q * gain):reshape(tensor:shape()))
+  end)
+  return tensor
+end
+
+--- Fills a matrix with the identity: 1 on the diagonal, else 0.
+---@param tensor ps.Tensor [out, in]
+---@return ps.Tensor tensor
+function init.eye_(tensor)
+  if not scope.is_tensor(tensor) or tensor:dim() ~= 2 then error("nn.init.eye_ takes a matrix") end
+  init.zeros_(tensor)
+  scope.no_grad(function() tensor:fill_diagonal_(1) end)
+  return tensor
+end
+
+return setmetatable(init, { __index = function(_, name)
+  if type(name) ~= "string" then return nil end
+  local names = {}
+  for key in pairs(init) do names[#names + 1] = key end
+  table.sort(names)
+  error(("nn.init.%s does not exist; there are %s"):format(name, table.concat(names, ", ")))
+end })

@@ -44,6 +44,39 @@ end
 ---@return ps.Tensor of x's shape
 function M.elu(x, alpha) return ops.elu(floats(x, "F.elu"), number(alpha, 1, "F.elu: alpha")) end
 
+--- Returns x where x is above 0, else the slope of its channel times x (He et al. 2015).
+---@param x ps.Tensor floats [N, C, ...], or of any shape with one slope
+---@param w ps.Tensor slopes [C] or [1]
+---@return ps.Tensor of x's shape
+function M.prelu(x, w)
+  floats(x, "F.prelu")
+  floats(w, "F.prelu: the slopes")
+  local n = w:numel()
+  if n == 1 then return ops.where(x:gt(0), x, w:reshape({}) * x) end
+  if w:dim() ~= 1 or x:dim() < 2 or x:size(1) ~= n then
+    error(("F.prelu: %d slopes for x [%s]; dimension 1 of x must have this size"):format(n,
+      table.concat(x:shape(), ", ")))
+  end
+  local shape = {}
+  for i = 1, x:dim() do shape[i] = i == 2 and n or 1 end
+  return ops.where(x:gt(0), x, w:reshape(shape) * x)
+end
+
+--- Returns x where x is above 0, else alpha (exp(x / alpha) - 1) (Barron 2017).
+---@param x ps.Tensor floats
+---@param alpha? number (default 1)
+---@return ps.Tensor of x's shape
+function M.celu(x, alpha)
+  alpha = number(alpha, 1, "F.celu: alpha")
+  return ops.elu(floats(x, "F.celu") / alpha, 1) * alpha
+end
+
+--- Returns softmax of -x along one dimension.
+---@param x ps.Tensor floats
+---@param dim? integer (default -1)
+---@return ps.Tensor of x's shape
+function M.softmin(x, dim) return (-floats(x, "F.softmin")):softmax(dim) end
+
 local SELU_ALPHA, SELU_SCALE = 1.6732632423543772848170429916717, 1.0507009873554804934193349852946
 
 --- Returns 1.0507 elu(x, 1.6733), which preserves mean and variance (Klambauer et al. 2017).
@@ -115,13 +148,20 @@ function M.glu(x, dim)
   return x:narrow(dim or -1, 0, n / 2) * ops.sigmoid(x:narrow(dim or -1, n / 2, n / 2))
 end
 
+local NORMALIZE = { p = "number", dim = "whole", eps = "number" }
+
 --- Returns x divided by its p-norm along dimensions. A norm below eps is replaced by eps.
 ---@param x ps.Tensor floats
----@param p? number (default 2)
+---@param p? number|{p?: number, dim?: integer, eps?: number} default 2; the arguments can be passed by name
 ---@param dim? integer|integer[] (default 1)
 ---@param eps? number default 1e-12
 ---@return ps.Tensor of x's shape
 function M.normalize(x, p, dim, eps)
+  if type(p) == "table" then
+    if dim ~= nil then error("F.normalize: pass the arguments in one table or separately, not both") end
+    local options = caller.options(p, "F.normalize", NORMALIZE)
+    p, dim, eps = options.p, options.dim, options.eps
+  end
   eps = number(eps, 1e-12, "F.normalize: eps")
   x = autocast.full(floats(x, "F.normalize"))
   return x / x:norm(p or 2, dim or 1, true):clamp(eps)

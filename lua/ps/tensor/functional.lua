@@ -126,6 +126,32 @@ function F.dropout(x, p, training, part)
   return ops.dropout(x, part.rows, p, rng.seed, rng.step, rng.sample, next_op(), part.first or 0, part.per_sample)
 end
 
+-- Drops whole channels of x [N, C, ...], whose number of dimensions must be `dims`.
+local function drop_channels(x, p, training, dims, call)
+  if caller.tensor(x, call, "x") == nil then error(call .. ": x is missing") end
+  if x:dim() ~= dims then
+    error(("%s takes a tensor of %d dimensions, [N, C, ...], not [%s]"):format(call, dims,
+      table.concat(x:shape(), ", ")))
+  end
+  if training == false or p == 0 then return x end
+  local shape = { x:size(0), x:size(1) }
+  for i = 3, dims do shape[i] = 1 end
+  return x * F.dropout(tensor.ones(shape, { dtype = x:dtype(), device = x:device() }), p)
+end
+
+--- Sets whole channels to 0 with probability p and multiplies all other channels by 1 / (1 - p).
+---@param x ps.Tensor [N, C, L]
+---@param p? number in [0, 1) (default 0.5)
+---@param training? boolean (default true); false returns x unchanged
+---@return ps.Tensor of x's shape
+function F.dropout1d(x, p, training) return drop_channels(x, p, training, 3, "F.dropout1d") end
+--- Sets whole channels to 0 with probability p and multiplies all other channels by 1 / (1 - p).
+---@param x ps.Tensor [N, C, H, W]
+---@param p? number in [0, 1) (default 0.5)
+---@param training? boolean (default true); false returns x unchanged
+---@return ps.Tensor of x's shape
+function F.dropout2d(x, p, training) return drop_channels(x, p, training, 4, "F.dropout2d") end
+
 local GELU = { none = 0, tanh = 1 }
 
 --- Returns x times the normal distribution's cumulative probability at x, or its approximation by tanh.
@@ -229,6 +255,80 @@ local EMBEDDING = { padding_idx = "whole" }
 function F.embedding(index, w, options)
   if options == nil then return ops.embedding(w, index) end
   return ops.embedding(w, index, caller.options(options, "F.embedding", EMBEDDING).padding_idx)
+end
+
+local BAG = { mode = "string", padding_idx = "whole", per_sample_weights = "tensor", include_last_offset = "boolean" }
+local MODES = { mean = true, sum = true, max = true }
+
+-- Returns the bag of each index, and the number of bags.
+local function bags_of(index, offsets, last, call)
+  if caller.tensor(offsets, call, "the offsets") == nil or offsets:dim() ~= 1 or index:dim() ~= 1 then
+    error(("%s takes indices [B, L] without offsets, or indices [N] with offsets [B]"):format(call))
+  end
+  if offsets:size(0) == 0 then error(call .. ": there are no offsets") end
+  local n = offsets:size(0)
+  if last then n, offsets = n - 1, offsets:narrow(0, 0, n - 1) end
+  if n > 0 and offsets[0]:item() ~= 0 then
+    error(("%s: the first offset is %d; it must be 0"):format(call, offsets[0]:item()))
+  end
+  local at = tensor.arange(0, index:size(0), 1, { dtype = offsets:dtype(), device = index:device() })
+  return offsets:searchsorted(at, { right = true }) - 1, n
+end
+
+--- Returns the mean, sum or maximum of the rows of an embedding matrix, for each bag of indices. A bag without indices
+--- gives 0.
+---@param index ps.Tensor integers [B, L], where each row is a bag, or [N] with offsets
+---@param w ps.Tensor [V, C]
+---@param offsets? ps.Tensor integers [B], the index of each bag's first element
+---@param options? {mode?: "mean"|"sum"|"max", padding_idx?: integer, per_sample_weights?: ps.Tensor,
+---  include_last_offset?: boolean} mode (default "mean"); padding_idx: an index that is left out; per_sample_weights:
+---  factors of index's shape, for mode "sum"; include_last_offset: the last offset is N and begins no bag
+---@return ps.Tensor [B, C]
+function F.embedding_bag(index, w, offsets, options)
+  local call = "F.embedding_bag"
+  options = caller.options(options, call, BAG)
+  local mode, factors = options.mode or "mean", options.per_sample_weights
+  caller.one_of(mode, MODES, call .. ": mode")
+  if caller.tensor(index, call, "the indices") == nil then error(call .. ": the indices are missing") end
+  if factors and mode ~= "sum" then
+    error(("%s: per_sample_weights go with mode \"sum\", not \"%s\""):format(call, mode))
+  end
+  local bag, n
+  if offsets == nil then
+    if index:dim() ~= 2 then
+      error(("%s takes indices [B, L] without offsets, or indices [N] with offsets [B]"):format(call))
+    end
+    n = index:size(0)
+    bag = tensor.arange(0, n, 1, { dtype = "int64", device = index:device() }):unsqueeze(1):expand(index:shape())
+      :reshape(-1)
+  else
+    bag, n = bags_of(index, offsets, options.include_last_offset, call)
+  end
+  local flat, where = index:reshape(-1), { dtype = w:dtype(), device = w:device() }
+  if factors then
+    if table.concat(factors:shape(), ",") ~= table.concat(index:shape(), ",") then
+      error(call .. ": per_sample_weights must have the shape of the indices")
+    end
+    factors = factors:reshape(-1)
+  end
+  if options.padding_idx then
+    local kept = scope.no_grad(function() return flat:ne(options.padding_idx) end)
+    flat, bag = flat:masked_select(kept), bag:masked_select(kept)
+    factors = factors and factors:masked_select(kept)
+  end
+  local rows = ops.embedding(w, flat, options.padding_idx)
+  if factors then rows = rows * factors:unsqueeze(1) end
+  local zeros = tensor.zeros({ n, w:size(1) }, where)
+  if mode == "max" then
+    if flat:size(0) == 0 then return zeros + rows:sum() end
+    return zeros:scatter_reduce(0, bag:unsqueeze(1):expand(rows:shape()), rows, "amax", false)
+  end
+  local sums = zeros:index_add(0, bag, rows)
+  if mode == "sum" then return sums end
+  local count = scope.no_grad(function()
+    return tensor.zeros({ n }, where):index_add(0, bag, tensor.ones({ flat:size(0) }, where)):clamp(1)
+  end)
+  return sums / count:unsqueeze(1)
 end
 
 local function full_table(t)

@@ -460,6 +460,24 @@ end
 
 local BATCH_NORM = { training = "boolean", momentum = "number|tensor", eps = "number" }
 
+--- Moves channels to positions: each group of r^2 channels becomes one channel of r times the height and width (Shi et
+--- al. 2016).
+---@param x ps.Tensor [N, C r^2, H, W]
+---@param r integer
+---@return ps.Tensor [N, C, H r, W r]
+function F.pixel_shuffle(x, r)
+  local call = "F.pixel_shuffle"
+  if caller.tensor(x, call, "x") == nil then error(call .. ": x is missing") end
+  caller.whole(r, call .. ": the factor", 1)
+  if x:dim() ~= 4 or x:size(1) % (r * r) ~= 0 then
+    error(("%s takes [N, C, H, W] with a number of channels that %d divides, not [%s]"):format(call, r * r,
+      table.concat(x:shape(), ", ")))
+  end
+  local n, c, h, w = unpack(x:shape())
+  c = c / (r * r)
+  return x:reshape(n, c, r, r, h, w):permute(0, 1, 4, 2, 5, 3):reshape(n, c, h * r, w * r)
+end
+
 --- Normalises each channel over the batch and all positions (Ioffe and Szegedy 2015), multiplies by weight and adds
 --- bias.
 ---@param x ps.Tensor floats [N, C, ...]

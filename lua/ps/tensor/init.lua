@@ -540,7 +540,7 @@ local INSTEAD = {
   retain_grad = "write t:register_hook(fn), or ps.inspect.record_tensor(t, name), which records a gradient",
   is_leaf = "t:needs_grad()",
   detach_ = "write t = t:detach()",
-  fft = "there is no Fourier transform", real = "there are no complex numbers", view_as = "write t:view(u:shape())",
+  fft = "there is no Fourier transform", real = "there are no complex numbers",
   type = "write t:dtype(), t:to(\"fp32\")", type_as = "write t:to(other:dtype())", ndim = "write t:dim()",
 }
 local SET = { requires_grad = "write t:requires_grad_(false)", data = "write ps.no_grad(function() t:copy_(x) end)",

@@ -284,11 +284,12 @@ function T:amax(dims, keepdim) return ops.amax(self, dim_bits(self, dims), kept(
 ---@return ps.Tensor
 function T:amin(dims, keepdim) return ops.amin(self, dim_bits(self, dims), kept(keepdim)) end
 --- Returns the largest element. With d, returns the largest elements along that dimension, and their indices.
----@param d? integer
+---@param d? integer|ps.Tensor a dimension, or another tensor, with which the elements are compared as in t:maximum
 ---@param keepdim? boolean
 ---@return ps.Tensor values
 ---@return ps.Tensor? indices int64; only with d
 function T:max(d, keepdim)
+  if is_tensor(d) and keepdim == nil then return T.maximum(self, d) end
   if d == nil then
     if keepdim ~= nil then error("max: keepdim needs a dimension; t:amax(nil, true) keeps all dimensions") end
     return self:amax()
@@ -296,11 +297,12 @@ function T:max(d, keepdim)
   return self:amax(d, keepdim), ops.argmax(self, d, kept(keepdim))
 end
 --- Returns the smallest element. With d, returns the smallest elements along that dimension, and their indices.
----@param d? integer
+---@param d? integer|ps.Tensor a dimension, or another tensor, with which the elements are compared as in t:minimum
 ---@param keepdim? boolean
 ---@return ps.Tensor values
 ---@return ps.Tensor? indices int64; only with d
 function T:min(d, keepdim)
+  if is_tensor(d) and keepdim == nil then return T.minimum(self, d) end
   if d == nil then
     if keepdim ~= nil then error("min: keepdim needs a dimension; t:amin(nil, true) keeps all dimensions") end
     return self:amin()
@@ -403,12 +405,16 @@ function T:var(dims, unbiased, keepdim) return narrowed(variance(self, dims, unb
 ---@param keepdim? boolean
 ---@return ps.Tensor
 function T:std(dims, unbiased, keepdim) return narrowed(root(variance(self, dims, unbiased, keepdim)), self.dtype_) end
---- Returns whether any element is not 0.
----@return ps.Tensor bool, of 0 dimensions
-function T:any() return self:ne(0):long():sum():gt(0) end
---- Returns whether no element is 0.
----@return ps.Tensor bool, of 0 dimensions
-function T:all() return self:eq(0):long():sum():eq(0) end
+--- Returns whether any element is not 0, over some dimensions.
+---@param dims? integer|integer[] (default: all)
+---@param keepdim? boolean
+---@return ps.Tensor bool
+function T:any(dims, keepdim) return self:ne(0):long():sum(dims, keepdim):gt(0) end
+--- Returns whether no element is 0, over some dimensions.
+---@param dims? integer|integer[] (default: all)
+---@param keepdim? boolean
+---@return ps.Tensor bool
+function T:all(dims, keepdim) return self:eq(0):long():sum(dims, keepdim):eq(0) end
 --- Returns exp(x) divided by its sum along dimension d.
 ---@param d? integer (default -1)
 ---@return ps.Tensor of this shape

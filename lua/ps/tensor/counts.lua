@@ -1,0 +1,257 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Counts, order statistics and search: bincount, unique, median, quantile, searchsorted, bucketize. They consist of
+-- other ops.
+local native = require "ps.core.ffi"
+local scope = require "ps.core.scope"
+local create = require "ps.tensor.create"
+local tensor = require "ps.tensor"
+local C, ops, caller = native.C, native.ops, native.caller
+local error = caller.error
+local is_tensor = scope.is_tensor
+local dim_index = create.dim_index
+
+local T = tensor.T
+local M = {}
+
+local FLOAT = { [C.PS_F32] = true, [C.PS_BF16] = true, [C.PS_F16] = true, [C.PS_F64] = true }
+
+local function shown(t) return ("%s [%s]"):format(t:dtype(), table.concat(t:shape(), ", ")) end
+
+local function floats(t, call)
+  if not FLOAT[t.dtype_] then error(("%s takes floats, not %s; convert with :float()"):format(call, t:dtype())) end
+  return t
+end
+
+-- -- counts ---------------------------------------------------------------------------------------------------------
+local BINCOUNT = { weights = "tensor", minlength = "whole" }
+
+--- Counts how often each integer from 0 on occurs. The largest value is read on the host.
+---@param options? {weights?: ps.Tensor, minlength?: integer} weights [N]: adds these numbers instead of 1; minlength:
+---  the least length of the result (default 0)
+---@return ps.Tensor [max(minlength, largest value + 1)] int64, or with weights fp32 (fp64 for other types than fp32),
+---  without a gradient
+function T:bincount(options)
+  options = caller.options(options, "bincount", BINCOUNT)
+  local weights, least = options.weights, caller.whole(options.minlength or 0, "bincount: minlength", 0)
+  if self.ndim ~= 1 or FLOAT[self.dtype_] or self.dtype_ == C.PS_BOOL then
+    error(("bincount takes a vector of integers, not %s"):format(shown(self)))
+  end
+  if weights and (weights.ndim ~= 1 or weights:size(0) ~= self:size(0)) then
+    error(("bincount: the weights are %s, but there are %d values"):format(shown(weights), self:size(0)))
+  end
+  return scope.no_grad(function()
+    local dtype = not weights and "int64" or weights:dtype() == "fp32" and "fp32" or "fp64"
+    local n, where = self:size(0), { dtype = dtype, device = self:device() }
+    if n == 0 then return tensor.zeros({ least }, where) end
+    local low, high = self:amin():item(), self:amax():item()
+    if low < 0 then error(("bincount: a value is %d; it must not be negative"):format(low)) end
+    local ones = weights and weights:to(dtype) or tensor.ones({ n }, where)
+    return ops.scatter_add(tensor.zeros({ math.max(least, high + 1) }, where), self, ones, 0)
+  end)
+end
+
+--- Counts the elements that are not 0.
+---@param dims? integer|integer[] (default: all)
+---@return ps.Tensor int64
+function T:count_nonzero(dims) return self:ne(0):long():sum(dims) end
+
+local UNIQUE = { return_inverse = "boolean", return_counts = "boolean" }
+
+--- Returns the different elements, in ascending order.
+---@param options? {return_inverse?: boolean, return_counts?: boolean}
+---@return ps.Tensor values [K]
+---@return ps.Tensor? inverse int64 of this shape, with return_inverse: the index of each element in `values`
+---@return ps.Tensor? counts int64 [K], with return_counts: how often each value occurs. It is the second result without
+---  return_inverse
+function T:unique(options)
+  options = caller.options(options, "unique", UNIQUE)
+  return scope.no_grad(function()
+    local flat = self:reshape(-1)
+    local sorted, order = flat:sort()
+    local n, where = flat:size(0), { dtype = "bool", device = self:device() }
+    local first = n == 0 and tensor.zeros({ 0 }, where)
+      or tensor.cat { tensor.ones({ 1 }, where), sorted:narrow(0, 1, n - 1):ne(sorted:narrow(0, 0, n - 1)) }
+    local values, inverse, counts = sorted:masked_select(first), nil, nil
+    if options.return_inverse or options.return_counts then
+      local rank = n == 0 and tensor.zeros({ 0 }, { dtype = "int64", device = self:device() })
+        or first:long():cumsum(0) - 1
+      if options.return_inverse then
+        inverse = ops.scatter(rank, order, rank, 0):reshape(self:shape())
+      end
+      if options.return_counts then counts = rank:bincount { minlength = values:size(0) } end
+    end
+    if inverse then return values, inverse, counts end
+    return values, counts
+  end)
+end
+
+-- -- order statistics -----------------------------------------------------------------------------------------------
+-- Returns x with NaN in each row along d that contains a NaN.
+local function with_nans(y, x, d)
+  local bad = x:isnan():any(d, true)
+  return ops.where(bad, create.scalar_like(y, 0 / 0), y)
+end
+
+--- Returns the median, which is the lower one of the two middle elements if their number is even. With d, returns the
+--- medians along that dimension, and their indices. A NaN makes a median NaN. Without d, elements equal to the median
+--- share the gradient.
+---@param d? integer
+---@param keepdim? boolean (default false)
+---@return ps.Tensor values
+---@return ps.Tensor? indices int64; only with d
+function T:median(d, keepdim)
+  if keepdim ~= nil then caller.typed(keepdim, "boolean", "median: keepdim") end
+  if d == nil then
+    if keepdim ~= nil then error("median: keepdim needs a dimension") end
+    local x = floats(self, "median"):reshape(-1)
+    if x:size(0) == 0 then error("median: the tensor has no elements") end
+    local found = scope.no_grad(function() return (x:median(0)) end)
+    local same = scope.no_grad(function() return x:eq(found):logical_or(x:isnan():logical_and(found:isnan())) end)
+    return ops.where(same, x, create.scalar_like(x, -math.huge)):amax()
+  end
+  floats(self, "median")
+  d = dim_index(self, d)
+  local n = self:size(d)
+  if n == 0 then error(("median: dimension %d has size 0"):format(d)) end
+  local index = scope.no_grad(function()
+    local _, order = self:detach():sort(d)
+    local middle = order:narrow(d, math.floor((n - 1) / 2), 1)
+    local bad = self:isnan()
+    return ops.where(bad:any(d, true), bad:long():argmax(d, true), middle)
+  end)
+  local values = self:gather(d, index)
+  if keepdim then return values, index end
+  return values:squeeze(d), index:squeeze(d)
+end
+
+local QUANTILE = { dim = "whole", keepdim = "boolean", interpolation = "string" }
+local BETWEEN = { linear = true, lower = true, higher = true, nearest = true, midpoint = true }
+
+-- Returns the weight of the upper one of two neighbours for a place between them.
+local function upper_share(at, how)
+  local low = math.floor(at)
+  if how == "linear" then return at - low end
+  if how == "midpoint" then return at > low and 0.5 or 0 end
+  if how == "lower" then return 0 end
+  if how == "higher" then return at > low and 1 or 0 end
+  local rest = at - low
+  return rest > 0.5 and 1 or rest < 0.5 and 0 or low % 2                     -- a tie is rounded to the even place
+end
+
+--- Returns the q-quantiles along a dimension. A NaN makes a quantile NaN.
+---@param q number|number[]|ps.Tensor in [0, 1]; several values add a first dimension
+---@param options? integer|{dim?: integer, keepdim?: boolean, interpolation?: string} dim (default: all elements);
+---  interpolation: "linear" (default), "lower", "higher", "nearest" or "midpoint"
+---@return ps.Tensor
+function T:quantile(q, options)
+  local call = "quantile"
+  if type(options) == "number" then options = { dim = options } end
+  options = caller.options(options, call, QUANTILE)
+  local how = options.interpolation or "linear"
+  caller.one_of(how, BETWEEN, "quantile: interpolation")
+  local list = is_tensor(q) and q:tolist() or q
+  local one = type(list) == "number"
+  list = one and { list } or caller.list(caller.typed(list, "table", "quantile: q"), "quantile: q")
+  local x, d = floats(self, call), options.dim
+  if d == nil then x, d = self:reshape(-1), 0 else d = dim_index(self, d) end
+  local n = x:size(d)
+  if n == 0 then error(("quantile: dimension %d has size 0"):format(d)) end
+  local sorted, results = x:sort(d), {}
+  for i, value in ipairs(list) do
+    if not (type(value) == "number" and value >= 0 and value <= 1) then
+      error(("quantile: q is %s; it must be a number in [0, 1]"):format(tostring(value)))
+    end
+    local at = value * (n - 1)
+    local low, share = math.floor(at), upper_share(at, how)
+    local y = sorted:narrow(d, low, 1)
+    if share > 0 then y = y:lerp(sorted:narrow(d, low + 1, 1), share) end
+    y = with_nans(y, x:detach(), d)
+    if options.dim == nil and options.keepdim then
+      local ones = {}
+      for k = 1, self.ndim do ones[k] = 1 end
+      y = y:reshape(ones)
+    elseif not options.keepdim then y = y:squeeze(d) end
+    results[i] = y
+  end
+  return one and results[1] or tensor.stack(results)
+end
+
+-- -- search ---------------------------------------------------------------------------------------------------------
+local SEARCH = { right = "boolean" }
+
+-- Returns the number of elements of each row of seq [..., N] that are less than a value, or with right at most the
+-- value, by a binary search of all values at once.
+local function places(seq, values, right)
+  local n, step = seq:size(-1), 1
+  while step * 2 <= n do step = step * 2 end
+  local at = tensor.zeros(values:shape(), { dtype = "int64", device = values:device() })
+  if n == 0 or values:numel() == 0 then return at end
+  while step >= 1 do
+    local next_at = at + step
+    local inside = next_at:le(n)
+    local element = seq:gather(-1, next_at:clamp(1, n) - 1)
+    local below = right and element:le(values) or element:lt(values)
+    at, step = ops.where(inside:logical_and(below), next_at, at), math.floor(step / 2)
+  end
+  return at
+end
+
+--- Returns the index at which each value would be inserted into a sorted sequence, which this tensor is.
+---@param values ps.Tensor|number of any shape if this tensor has one dimension, else with equal leading sizes
+---@param options? {right?: boolean} right: after equal elements instead of before them (default false)
+---@return ps.Tensor int64 of the shape of values
+function T:searchsorted(values, options)
+  options = caller.options(options, "searchsorted", SEARCH)
+  if type(values) == "number" then values = create.scalar_like(self, values) end
+  if caller.tensor(values, "searchsorted", "the values") == nil then error("searchsorted: the values are missing") end
+  if self.ndim == 0 then error("searchsorted: the sorted sequence has no dimension") end
+  return scope.no_grad(function()
+    if self.ndim == 1 then
+      return places(self, values:reshape(-1), options.right):reshape(values:shape())
+    end
+    for i = 0, self.ndim - 2 do
+      if values.ndim ~= self.ndim or values:size(i) ~= self:size(i) then
+        error(("searchsorted: the sequence is %s and the values are %s; all sizes except the last must be equal")
+          :format(shown(self), shown(values)))
+      end
+    end
+    return places(self, values, options.right)
+  end)
+end
+
+--- Returns the index of the bucket of each element. boundaries[i - 1] < x <= boundaries[i] is bucket i, or with right
+--- boundaries[i - 1] <= x < boundaries[i].
+---@param boundaries ps.Tensor ascending [N]
+---@param options? {right?: boolean} (default false)
+---@return ps.Tensor int64 of this shape
+function T:bucketize(boundaries, options)
+  options = caller.options(options, "bucketize", SEARCH)
+  if caller.tensor(boundaries, "bucketize", "the boundaries") == nil or boundaries.ndim ~= 1 then
+    error("bucketize takes a vector of boundaries")
+  end
+  return boundaries:searchsorted(self, options)
+end
+
+-- -- values ---------------------------------------------------------------------------------------------------------
+local LARGEST = { [C.PS_F32] = 3.4028234663852886e38, [C.PS_F64] = 1.7976931348623157e308,
+  [C.PS_BF16] = 3.3895313892515355e38, [C.PS_F16] = 65504 }
+
+--- Replaces NaN and infinities. Integers are copied.
+---@param nan? number (default 0)
+---@param posinf? number (default: the largest number of the type)
+---@param neginf? number (default: the smallest number of the type)
+---@return ps.Tensor of this shape
+function T:nan_to_num(nan, posinf, neginf)
+  if not FLOAT[self.dtype_] then return ops.contiguous(self) end
+  local high = LARGEST[self.dtype_]
+  local bounds = { nan or 0, posinf or high, neginf or -high }
+  for i, name in ipairs { "nan", "posinf", "neginf" } do
+    caller.typed(bounds[i], "number", "nan_to_num: " .. name)
+  end
+  local function put(y, where, value) return ops.where(where, create.scalar_like(y, value), y) end
+  local y = put(self, self:isnan(), bounds[1])
+  y = put(y, ops.eq(self, create.scalar_like(self, math.huge)), bounds[2])
+  return put(y, ops.eq(self, create.scalar_like(self, -math.huge)), bounds[3])
+end
+
+return M

@@ -1,0 +1,319 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Windows, diagonals, grids and other shapes, products with an addend, and methods in place. They consist of other ops.
+local native = require "ps.core.ffi"
+local scope = require "ps.core.scope"
+local create = require "ps.tensor.create"
+local indexing = require "ps.tensor.index"
+local tensor = require "ps.tensor"
+local C, ops, caller = native.C, native.ops, native.caller
+local error = caller.error
+local is_tensor = scope.is_tensor
+local dim_index = create.dim_index
+
+local T = tensor.T
+local M = {}
+
+local FLOAT = { [C.PS_F32] = true, [C.PS_BF16] = true, [C.PS_F16] = true, [C.PS_F64] = true }
+
+local function given(t, call, name)
+  return caller.tensor(t, call, name) or error(("%s: %s is missing"):format(call, name))
+end
+
+-- -- new tensors ----------------------------------------------------------------------------------------------------
+local NEW = { dtype = "string", device = "string", requires_grad = "boolean" }
+
+local function place(t, options, call)
+  options = caller.options(options, call, NEW)
+  return { dtype = options.dtype or t:dtype(), device = options.device or t:device(),
+    requires_grad = options.requires_grad }
+end
+
+for _, name in ipairs { "zeros", "ones", "empty" } do
+  --- Returns a new tensor of this tensor's dtype and device.
+  ---@param shape integer[]|integer
+  ---@param options? {dtype?: string, device?: string, requires_grad?: boolean}
+  ---@return ps.Tensor
+  T["new_" .. name] = function(self, shape, options)
+    local call = "new_" .. name
+    if type(options) == "number" then
+      error(("%s takes a shape as one list: t:%s({ %s, %s })"):format(call, call, tostring(shape), options))
+    end
+    return tensor[name](shape, place(self, options, call))
+  end
+end
+
+--- Returns a new tensor of this tensor's dtype and device, whose elements all have one value.
+---@param shape integer[]|integer
+---@param value number
+---@param options? {dtype?: string, device?: string, requires_grad?: boolean}
+---@return ps.Tensor
+function T:new_full(shape, value, options) return tensor.full(shape, value, place(self, options, "new_full")) end
+
+-- -- dimensions -----------------------------------------------------------------------------------------------------
+--- Moves dimensions to other places. The other dimensions keep their order. The result is a view.
+---@param from integer|integer[]
+---@param to integer|integer[] as many as `from`
+---@return ps.Tensor
+function T:movedim(from, to)
+  from = type(from) == "number" and { from } or caller.list(from, "movedim: the dimensions")
+  to = type(to) == "number" and { to } or caller.list(to, "movedim: the places")
+  if #from ~= #to then error(("movedim: %d dimensions for %d places"):format(#from, #to)) end
+  local axes, moved = {}, {}
+  for i = 1, #from do
+    local a, b = dim_index(self, from[i]), dim_index(self, to[i])
+    if moved[a] or axes[b + 1] then error("movedim: a dimension is named twice") end
+    moved[a], axes[b + 1] = true, a
+  end
+  local at = 1
+  for d = 0, self.ndim - 1 do
+    if not moved[d] then
+      while axes[at] do at = at + 1 end
+      axes[at] = d
+    end
+  end
+  return ops.permute(self, axes)
+end
+
+T.swapaxes, T.swapdims = T.transpose, T.transpose
+
+--- Returns this tensor in the shape of another tensor, in row-major order.
+---@param other ps.Tensor
+---@return ps.Tensor
+function T:reshape_as(other) return self:reshape(given(other, "reshape_as", "the other tensor"):shape()) end
+--- Returns a view of the same bytes in the shape of another tensor. Raises an error if reshape_as would have to copy.
+---@param other ps.Tensor
+---@return ps.Tensor
+function T:view_as(other) return self:view(given(other, "view_as", "the other tensor"):shape()) end
+
+--- Returns all windows of a size along dimension d. The result is a copy; PyTorch's is a view.
+---@param d integer
+---@param size integer of a window
+---@param step integer from the start of a window to the start of the next one
+---@return ps.Tensor with the number of windows as dimension d, and `size` as an additional last dimension
+function T:unfold(d, size, step)
+  d = dim_index(self, d)
+  caller.whole(size, "unfold: the size", 1)
+  caller.whole(step, "unfold: the step", 1)
+  local n = self:size(d)
+  if size > n then error(("unfold: the size is %d, but dimension %d has size %d"):format(size, d, n)) end
+  local where = { dtype = "int64", device = self:device() }
+  local starts = tensor.arange(0, n - size + 1, step, where)
+  local index = starts:unsqueeze(1) + tensor.arange(0, size, 1, where)
+  return self:index_select(d, index):movedim(d + 1, -1)
+end
+
+--- Returns the diagonal of two dimensions as the last dimension. The result is a copy; PyTorch's is a view.
+---@param offset? integer 0 is the main diagonal, positive offsets are above it
+---@param dim1? integer (default 0)
+---@param dim2? integer (default 1)
+---@return ps.Tensor without dim1 and dim2, and with the diagonal as an additional last dimension
+function T:diagonal(offset, dim1, dim2)
+  local k = caller.whole(offset or 0, "diagonal: the offset")
+  local a, b = dim_index(self, dim1 or 0), dim_index(self, dim2 or 1)
+  if a == b then error(("diagonal: both dimensions are %d"):format(a)) end
+  local x = self:movedim({ a, b }, { -2, -1 })
+  local rows, columns = x:size(-2), x:size(-1)
+  local n = math.max(0, math.min(rows + math.min(k, 0), columns - math.max(k, 0)))
+  local flat, first = x:flatten(-2, -1), k >= 0 and k or -k * columns
+  if n == 0 then return flat:slice(-1, 0, 0) end
+  return flat:slice(-1, first, first + (n - 1) * (columns + 1) + 1, columns + 1)
+end
+
+--- Sets the elements of the main diagonal to one number, in place.
+---@param value number
+---@return ps.Tensor self
+function T:fill_diagonal_(value)
+  caller.typed(value, "number", "fill_diagonal_: the value")
+  if self.ndim ~= 2 then
+    error(("fill_diagonal_ takes a matrix, not [%s]"):format(table.concat(self:shape(), ", ")))
+  end
+  indexing.check_gradients(self, nil, "fill_diagonal_",
+    "masked_fill(ps.eye(n, { dtype = \"bool\" }), value)")
+  local n = math.min(self:size(0), self:size(1))
+  local index = tensor.arange(0, n, 1, { dtype = "int64", device = self:device() })
+  indexing.set(self, { index, index }, value)
+  return self
+end
+
+-- Returns the coordinates of the elements of a triangle, as two rows.
+local function triangle_indices(call, rows, columns, offset, upper)
+  caller.whole(rows, call .. ": the rows", 0)
+  caller.whole(columns, call .. ": the columns", 0)
+  local ones = tensor.ones { rows, columns }
+  return ops.triangle(ones, caller.whole(offset or 0, call .. ": the offset"), upper):nonzero():t():contiguous()
+end
+--- Returns the row and column indices of the elements on and below a diagonal, in row-major order.
+---@param rows integer
+---@param columns integer
+---@param offset? integer 0 is the main diagonal, positive offsets are above it
+---@return ps.Tensor int64 [2, N]
+function M.tril_indices(rows, columns, offset) return triangle_indices("ps.tril_indices", rows, columns, offset, 0) end
+--- Returns the row and column indices of the elements on and above a diagonal, in row-major order.
+---@param rows integer
+---@param columns integer
+---@param offset? integer 0 is the main diagonal, positive offsets are above it
+---@return ps.Tensor int64 [2, N]
+function M.triu_indices(rows, columns, offset) return triangle_indices("ps.triu_indices", rows, columns, offset, 1) end
+
+local GRID = { indexing = "string" }
+local INDEXING = { ij = true, xy = true }
+
+--- Returns the coordinates of a grid: result i has the elements of vector i along dimension i, and is constant along
+--- the other dimensions. The results are views.
+---@param vectors ps.Tensor[] of one dimension each
+---@param options? {indexing?: "ij"|"xy"} "xy" exchanges the first two dimensions of the results (default "ij")
+---@return ps.Tensor ... one for each vector
+function M.meshgrid(vectors, options)
+  local call = "ps.meshgrid"
+  if is_tensor(vectors) then error("ps.meshgrid takes a list of vectors: ps.meshgrid({ x, y })") end
+  caller.list(caller.typed(vectors, "table", call .. ": the vectors"), call .. ": the vectors")
+  local how = caller.options(options, call, GRID).indexing or "ij"
+  caller.one_of(how, INDEXING, call .. ": indexing")
+  local shape, results, n = {}, {}, #vectors
+  for i, v in ipairs(vectors) do
+    if given(v, call, i).ndim > 1 then error(("%s: tensor %d has %d dimensions, not 1"):format(call, i, v.ndim)) end
+    shape[i] = v:numel()
+  end
+  for i, v in ipairs(vectors) do
+    local ones = {}
+    for k = 1, n do ones[k] = k == i and -1 or 1 end
+    local y = v:reshape(ones):expand(shape)
+    results[i] = how == "xy" and n > 1 and y:transpose(0, 1) or y
+  end
+  return unpack(results)
+end
+
+-- -- arithmetic -----------------------------------------------------------------------------------------------------
+T.clip = T.clamp
+--- Returns the larger of this tensor and a bound.
+---@param low number
+---@return ps.Tensor
+function T:clamp_min(low) return self:clamp(caller.typed(low, "number", "clamp_min: the bound")) end
+--- Returns the smaller of this tensor and a bound.
+---@param high number
+---@return ps.Tensor
+function T:clamp_max(high) return self:clamp(nil, caller.typed(high, "number", "clamp_max: the bound")) end
+
+local VALUE = { value = "number" }
+local function value_of(options, call)
+  if type(options) == "number" then return options end
+  return caller.options(options, call, VALUE).value or 1
+end
+--- Returns this tensor + value * a * b.
+---@param a ps.Tensor
+---@param b ps.Tensor
+---@param options? number|{value?: number} default 1
+---@return ps.Tensor
+function T:addcmul(a, b, options)
+  return self + given(a, "addcmul", "a") * given(b, "addcmul", "b") * value_of(options, "addcmul")
+end
+--- Returns this tensor + value * a / b.
+---@param a ps.Tensor
+---@param b ps.Tensor
+---@param options? number|{value?: number} default 1
+---@return ps.Tensor
+function T:addcdiv(a, b, options)
+  return self + given(a, "addcdiv", "a") / given(b, "addcdiv", "b") * value_of(options, "addcdiv")
+end
+
+local FACTORS = { alpha = "number", beta = "number" }
+for _, name in ipairs { "addmm", "baddbmm", "addmv" } do
+  --- Returns beta times this tensor plus alpha times the product of a and b.
+  ---@param a ps.Tensor
+  ---@param b ps.Tensor
+  ---@param options? {alpha?: number, beta?: number} default 1; with beta 0 this tensor is not used
+  ---@return ps.Tensor
+  T[name] = function(self, a, b, options)
+    options = caller.options(options, name, FACTORS)
+    local y, alpha, beta = given(a, name, "a"):matmul(given(b, name, "b")), options.alpha or 1, options.beta or 1
+    if alpha ~= 1 then y = y * alpha end
+    if beta == 0 then return y end
+    return y + (beta == 1 and self or self * beta)
+  end
+end
+
+--- Returns the sum of the products of the elements of two vectors.
+---@param other ps.Tensor [N]
+---@return ps.Tensor of 0 dimensions
+function T:dot(other)
+  if self.ndim ~= 1 or given(other, "dot", "the other vector").ndim ~= 1 or other:size(0) ~= self:size(0) then
+    error(("dot takes two vectors of one length, not [%s] and [%s]"):format(table.concat(self:shape(), ", "),
+      table.concat(other:shape(), ", ")))
+  end
+  return self:matmul(other)
+end
+--- Returns the product of this matrix and a vector.
+---@param v ps.Tensor [M]
+---@return ps.Tensor [N], for a matrix [N, M]
+function T:mv(v)
+  if self.ndim ~= 2 or given(v, "mv", "the vector").ndim ~= 1 then
+    error(("mv takes a matrix and a vector, not [%s] and [%s]"):format(table.concat(self:shape(), ", "),
+      table.concat(v:shape(), ", ")))
+  end
+  return self:matmul(v)
+end
+
+--- Returns the differences of adjacent elements along a dimension.
+---@param n? integer how often the differences are formed (default 1)
+---@param d? integer (default -1)
+---@return ps.Tensor
+function T:diff(n, d)
+  d = dim_index(self, d or -1)
+  local x = self
+  for _ = 1, caller.whole(n or 1, "diff: n", 0) do
+    local size = math.max(0, x:size(d) - 1)
+    x = x:narrow(d, x:size(d) - size, size) - x:narrow(d, 0, size)
+  end
+  return x
+end
+
+--- Returns the quotient rounded down: (a - a:remainder(b)) / b. Integers are exact up to 2^53.
+---@param b ps.Tensor|number not 0 for integers
+---@return ps.Tensor
+function T:floor_divide(b)
+  local rest = self:remainder(b)
+  local y = is_tensor(b) and b:double() or b
+  local q = ((self:double() - rest:double()) / y):round():to(rest:dtype())
+  if not FLOAT[rest.dtype_] then return q end
+  local zero = is_tensor(b) and b:eq(0) or tensor.full(self:shape(), b == 0 and 1 or 0, { dtype = "bool",
+    device = self:device() })
+  local quotient = self / b
+  return ops.where(zero, quotient, ops.where(q:eq(0), quotient * 0, q))    -- 0 has the sign of the quotient
+end
+
+for name, factor in pairs { log2 = 1 / math.log(2), log10 = 1 / math.log(10) } do
+  --- Returns the logarithm to the base in the method's name.
+  ---@return ps.Tensor
+  T[name] = function(self) return self:log() * factor end
+end
+
+-- -- in place -------------------------------------------------------------------------------------------------------
+local SHOWN = { lerp = "lerp(stop, weight)", clamp = "clamp(low, high)", clip = "clip(low, high)",
+  clamp_min = "clamp_min(low)", clamp_max = "clamp_max(high)", pow = "pow(b)", addcmul = "addcmul(a, b)",
+  addcdiv = "addcdiv(a, b)", addmm = "addmm(a, b)", exp = "exp()", log = "log()", sqrt = "sqrt()", abs = "abs()",
+  neg = "neg()", floor = "floor()", ceil = "ceil()", round = "round()", relu = "relu()", sigmoid = "sigmoid()",
+  tanh = "tanh()", reciprocal = "reciprocal()", cumsum = "cumsum(d)", tril = "tril(d)", triu = "triu(d)",
+  nan_to_num = "nan_to_num()", square = "square()" }
+
+for name, instead in pairs(SHOWN) do
+  --- Performs the method without the trailing _, with the same arguments, but writes into the tensor. Raises an error
+  --- if the tensor or an argument requires a gradient, or if the result is of another type or shape.
+  ---@param a? any
+  ---@param b? any
+  ---@param c? any
+  ---@return ps.Tensor self
+  T[name .. "_"] = function(self, a, b, c)
+    indexing.check_gradients(self, a, name .. "_", instead)
+    indexing.check_gradients(self, b, name .. "_", instead)
+    local y = scope.no_grad(tensor.exact[name], self, a, b, c)
+    if y.dtype_ ~= self.dtype_ or table.concat(y:shape(), ",") ~= table.concat(self:shape(), ",") then
+      error(("%s_: the result is a tensor of %s [%s], which does not fit the tensor of %s [%s]; write t = t:%s")
+        :format(name, y:dtype(), table.concat(y:shape(), ", "), self:dtype(), table.concat(self:shape(), ", "),
+        instead))
+    end
+    ops.copy_(self, y)
+    return self
+  end
+end
+
+return M
