@@ -31,6 +31,8 @@ whole(parser:option("--rounds", "number of runs, of which the fastest is reporte
 parser:option("--dtype", "type of the weights", "fp32")
 parser:flag("--keep-quantized", "weights of a GGUF file stay packed")
 parser:flag("--int8-activations", "with --keep-quantized: round activations to 8 bits when generating, which is faster")
+parser:option("--kv-cache", "type of the cached keys and values: bf16 or q8_0 (default: that of the weights)")
+  :choices { "bf16", "q8_0" }
 parser:flag("--json", "one JSON object")
 parser:flag("--peer", "run transformers alternately with psluajit")
 local args = command_line.parse(parser)
@@ -98,7 +100,8 @@ local function run()
   local best, theirs, out, summed, walked = math.huge, { seconds = math.huge }, nil, 0, 0
   for _ = 1, args.rounds do
     local began = ps.now()
-    out = model:generate(rows, args.max_new, { do_sample = false, num_beams = args.num_beams })
+    out = model:generate(rows, args.max_new, { do_sample = false, num_beams = args.num_beams,
+      kv_cache = args.kv_cache })
     local seconds = ps.now() - began
     best = math.min(best, seconds)
     if peer then

@@ -337,11 +337,11 @@ end
 function GPT2:positions() return self.config.n_positions end
 
 -- Returns {kv [B, 2H, S, D]} for each layer on this rank, with keys before values.
-function GPT2:new_caches(B, S)
+function GPT2:new_caches(B, S, kind)
   local attn = self.transformer.h[0].attn                                -- has this rank's heads
   return heads.caches({ "kv" }, { B, 2 * attn.heads, S, attn.width / attn.heads }, self.transformer.h, function(block)
     return block.ln_1.weight
-  end)
+  end, kind)
 end
 
 -- See ps/pretrained/generate_rows.lua.

@@ -333,11 +333,11 @@ end
 function CausalLM:positions() return math.huge end -- luacheck: no self
 
 -- Returns {k, v [B, G, S, D]} for each layer on this rank.
-function CausalLM:new_caches(B, S)
+function CausalLM:new_caches(B, S, kind)
   local attention = self.model.layers[0].self_attn                      -- has this rank's heads
   return heads.caches({ "k", "v" }, { B, attention.groups, S, attention.width }, self.model.layers, function(layer)
     return layer.input_layernorm.weight
-  end)
+  end, kind)
 end
 
 -- See ps/pretrained/generate_rows.lua.

@@ -325,6 +325,9 @@ for _, kind in ipairs(PACKED) do
          set({ F { 3, 5 }, w(5, 2), NONE, NONE }, back), set({ F { 2, 9, 70 }, w(70, 1), NONE, NONE }, back),
          layouts = false }
 end
+case { "pack", { F { 3, 64 }, attrs = args(8) }, { F { 32 }, attrs = args(8) }, { F { 0, 32 }, attrs = args(8) },
+       { F({ 2, 3, 96 }, -1e-3, 1e-3), attrs = args(8) }, { F { 700, 32 }, attrs = args(8), large = true },
+       exact = true }
 case { "linear_packed", { F { 3, 64 }, I({ 4, 36 * 1 }, 0, 255), F { 4 }, F { 3, 4 }, attrs = args(256, 0, 0),
          prepare = packed_rows(PACKED[14], 2) },
        { F { 3, 4 }, I({ 4, 36 * 1 }, 0, 255), NONE, NONE, attrs = args(256, 1, 0),
@@ -754,6 +757,21 @@ do
   local tol = { fp32 = 2e-5, bf16 = 0.03, fp16 = 0.005 }
   forward.tol = tol
   case(forward)
+  --- Adds keys and values of a cache of another type than the queries, which have 4 heads for 2 of the keys.
+  local cached = { "attention", tol = tol, layouts = false }
+  local function cache(T, S, D, turn, mask)
+    cached[#cached + 1] = { F { 2, 4, T, D }, F { 2, 2, S, D }, F { 2, 2, S, D }, mask and B { 2, S } or NONE,
+      attrs = causal, grads = false, wrt = {}, cached = true,
+      prepare = function(ins) ins[2], ins[3] = turn(ins[2]), turn(ins[3]) end }
+  end
+  for _, turn in ipairs { function(x) return ps.ops.pack(x, 8) end, function(x) return x:to "bf16" end,
+    function(x) return x:to "fp16" end } do
+    cache(1, 150, 64, turn)
+    cache(1, 33, 32, turn, true)
+    cache(5, 70, 96, turn)
+    cache(3, 9, 32, turn, true)
+  end
+  case(cached)
   case(backward)
 
   local packed, packed_backward = { "attention_packed" }, { "attention_packed_backward" }

@@ -241,6 +241,7 @@ int ps_apply(ps_ctx *ctx, int op, int n_in, ps_tensor *const *in, const void *at
  *   and values are [B, G, S, D]; cos and sin are rope's, or both NULL.
  *   Fused input: q is [B, T, (H + 2 G) D], queries, then keys, then values; the cache keys is [B, 2 G, S, D], keys,
  *   then values; k, v, values, cos and sin are NULL.
+ * The caches have the type of q, or bf16 or fp16 if q is not fp64, or uint8 [B, G, S, D / 32 * 34] with rows of Q8_0.
  * mask is bool [B, at + T], or NULL. PS_EINVAL: also if a gradient would be needed. Errors of ps_apply. */
 typedef struct ps_cached_attention {
   int64_t heads, groups, at;   /* query heads H, key heads G, cached positions */

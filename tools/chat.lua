@@ -31,6 +31,8 @@ parser:flag("--special-tokens", "also print special tokens, such as the one that
 parser:option("--device", "the device of the model")
 parser:flag("--keep-quantized", "weights of a GGUF file stay packed")
 parser:flag("--int8-activations", "with --keep-quantized: round activations to 8 bits when generating, which is faster")
+parser:option("--kv-cache", "type of the cached keys and values: bf16 or q8_0 (default: that of the weights)")
+  :choices { "bf16", "q8_0" }
 parser:option("--adapter", "a folder with a PEFT or psluajit adapter for the model")
 local args = command_line.parse(parser)
 
@@ -85,7 +87,8 @@ local function reply(model, tok, ids, seed, stop)
     function rest() return table.concat(pieces) end
   end
   model:generate({ ids }, args.max_new, { temperature = args.temperature, top_k = args.top_k, top_p = args.top_p,
-    num_beams = 1, seed = seed, tokenizer = tok, on_text = add, skip_special_tokens = not args.special_tokens })
+    num_beams = 1, seed = seed, tokenizer = tok, on_text = add, skip_special_tokens = not args.special_tokens,
+    kv_cache = args.kv_cache })
   local text = rest()
   io.write("\n")
   return text

@@ -35,6 +35,8 @@ parser:flag("--special-tokens", "also print special tokens, such as the one that
 parser:option("--device", "the device of the model")
 parser:flag("--keep-quantized", "weights of a GGUF file stay packed")
 parser:flag("--int8-activations", "with --keep-quantized: round activations to 8 bits when generating, which is faster")
+parser:option("--kv-cache", "type of the cached keys and values: bf16 or q8_0 (default: that of the weights)")
+  :choices { "bf16", "q8_0" }
 parser:option("--adapter", "a folder with a PEFT or psluajit adapter for the model")
 whole(parser:option("--pipeline", "number of stages into which the model is cut, each on a process of its own"), 2)
 local args = command_line.parse(parser)
@@ -104,7 +106,8 @@ local function main()
   if args.chat then text = "" end                          -- only the reply is printed
   local options = { temperature = args.temperature, top_k = args.top_k, top_p = args.top_p, min_p = args.min_p,
     repetition_penalty = args.repetition_penalty, num_beams = args.num_beams or 1, seed = args.seed, tokenizer = tok,
-    skip_special_tokens = not args.special_tokens, stop_strings = #args.stop > 0 and args.stop or nil }
+    skip_special_tokens = not args.special_tokens, stop_strings = #args.stop > 0 and args.stop or nil,
+    kv_cache = args.kv_cache }
   if args.num_beams and args.num_beams > 1 then options.num_return_sequences = args.num_samples
   elseif not args.temperature then options.do_sample = true end
   for i = 1, options.num_return_sequences and 1 or args.num_samples do prompts[i] = prompt end

@@ -108,6 +108,7 @@ matmul | matmul | ps.matmul, t:matmul, t:mm, t:bmm | sums in fp32
 linear | nn.functional.linear | F.linear, nn.Linear, nn.Conv1D | w is [in, out]; out_in = true: [out, in]
 linear_grad | - | - | linear's gradient
 unpack | - | - | the numbers of packed weights (Q4_K, NF4, ...)
+pack | - | - | packs cached keys and values as Q8_0
 linear_packed | - | - | linear with packed weights, which have no gradient
 mlp | - | F.mlp | two products with GELU between them
 linear_gelu_backward | - | - | mlp's gradient

@@ -20,6 +20,8 @@ parser:option("--name", "the model's name in the API (default: the last part of 
 parser:option("--dtype", "type of the weights (default: that of the files)", "auto")
 parser:flag("--keep-quantized", "weights of a GGUF file stay packed")
 parser:flag("--int8-activations", "with --keep-quantized: round activations to 8 bits when generating, which is faster")
+parser:option("--kv-cache", "type of the cached keys and values: bf16 or q8_0 (default: that of the weights)")
+  :choices { "bf16", "q8_0" }
 parser:option("--adapter", "a folder or GGUF file with an adapter for the model")
 local args = command_line.parse(parser)
 
@@ -32,7 +34,7 @@ local function main()
   if not model.generate then error(("%s is not a model that continues text"):format(model.class_name), 0) end
   local name = args.name or args.model:gsub("/+$", ""):match "[^/]*$":gsub("%.gguf$", "")
   serve.run(model, tok, { name = name, host = args.host, port = args.port, token = args.token,
-    no_token = args.no_token, told = function(address, token)
+    no_token = args.no_token, kv_cache = args.kv_cache, told = function(address, token)
       print(("%s: %s/v1%s"):format(name, address, token and "  token " .. token or ""))
       io.stdout:flush()
     end })

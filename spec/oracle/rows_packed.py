@@ -56,6 +56,15 @@ def unpack(d):
                 [d.laid_out(raw, expand=False)], device=d.choice("cpu", "cpu", "ref"))
 
 
+def pack(d):
+    dtype = d.choice("fp32", "fp32", "bf16", "fp16")
+
+    def run(x, _):
+        return torch.from_numpy(gguf.quants.quantize(x[0].float().contiguous().numpy(), T.Q8_0))
+    return Case("ps.ops.pack(x[1], 8)", run, [d.input(d.shape(0, 2) + [32 * d.int(1, 4)], dtype)],
+                device=d.choice("cpu", "cpu", "ref"))
+
+
 # Types for which int8 rounds up to 4 rows of activations to 8 bits.
 INT8 = [T.Q4_0, T.Q4_1, T.Q5_0, T.Q5_1, T.Q8_0, T.Q4_K, T.Q5_K, T.Q6_K]
 
@@ -87,4 +96,4 @@ def linear_packed(d):
                 device=d.choice("cpu", "cpu", "ref"))
 
 
-ROWS = [Row("unpack", unpack, "unpack"), Row("linear_packed", linear_packed, "linear_packed", 2, True)]
+ROWS = [Row("unpack", unpack, "unpack"), Row("pack", pack, "pack"), Row("linear_packed", linear_packed, "linear_packed", 2, True)]

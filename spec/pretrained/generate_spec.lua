@@ -228,6 +228,43 @@ describe("GPT-2's caches", function()
     assert.same(plain(long, 20, 24), model:generate(long, 20, { temperature = 0 }))
   end)
 
+  it("can have another type, for batches, beams and restarts, and change the logits by little", function()
+    ps.manual_seed(12)
+    local wide = gpt2.new({ vocab_size = 61, n_positions = 24, n_layer = 2, n_head = 2, n_embd = 64,
+      initializer_range = 0.2 })
+    local function logits(kind)                            -- of the last of 6 tokens, which follow the same ids
+      local last
+      wide:generate({ 5, 6, 7 }, 6, { temperature = 0, kv_cache = kind, logits_processor = function(seen, scores)
+        last = scores:clone():keep()
+        return ps.zeros(scores:shape()) + ps.arange(61, { dtype = "fp32" }):eq(seen:size(1)):to("fp32")
+      end })
+      return last
+    end
+    local want, prompts = logits(), { { 1, 2, 3, 4, 5 }, { 60 }, { 7, 7, 8 } }
+    for kind, limits in pairs { bf16 = { 1e-4, 0.05 }, q8_0 = { 1e-4, 0.1 } } do
+      local far = (logits(kind) - want):abs():max():item() / want:std():item()
+      assert(far > limits[1] and far < limits[2], ("%s: %g"):format(kind, far))
+      local options = { temperature = 0, kv_cache = kind }
+      local together = wide:generate(prompts, 15, options)
+      for i, prompt in ipairs(prompts) do assert.same(wide:generate(prompt, 15, options), together[i]) end
+      assert.equal(40, #wide:generate({ 1 }, 39, options))                    -- reading restarts
+      options.num_beams = 3
+      assert.equal(9, #wide:generate({ 1, 2, 3 }, 6, options))
+    end
+  end)
+
+  it("of another type are refused where they do not fit", function()
+    fails({ "kv_cache is 'q4'", "bf16, q8_0" }, function() model:generate({ 1 }, 2, { kv_cache = "q4" }) end)
+    fails({ 'kv_cache = "q8_0" needs heads of a multiple of 32 columns', "have 8", '"bf16"' }, function()
+      model:generate({ 1 }, 2, { kv_cache = "q8_0" })
+    end)
+    fails({ 'kv_cache = "bf16" has no effect on this model' }, function()
+      local chain = Chain { { 0, 1 }, { 1, 0 } }
+      function chain.new_caches() return { [0] = { k = ps.zeros { 1, 1, 3, 4 } } } end
+      generate(chain, { 0 }, 2, { kv_cache = "bf16" })
+    end)
+  end)
+
   it("use an MLP in one call, with the bits of its ops", function()
     for _, dtype in ipairs { "fp32", "bf16" } do
       ps.manual_seed(5)
@@ -404,6 +441,44 @@ describe("attention with caches", function()
         same(others.v, caches.v)
       end
     end)
+  end)
+
+  -- The 8 bits are those of x / d with d = the largest magnitude of 32 values / 127, and are read as multiples of d
+  -- in fp16. The other error is that of fp16.
+  it("of another type rounds only the keys and values, bf16 to nearest, q8_0 by blocks", function()
+    ps.manual_seed(5)
+    local wide = 64
+    local function heads_of(y, n) return y:reshape(B, y:size(1), n, wide):permute(0, 2, 1, 3) end
+    local rounded = { bf16 = function(x) return x:to("bf16"):to("fp32") end, q8_0 = function(x)
+      local blocks = x:contiguous():reshape(-1, 32)
+      local most = blocks:abs():max(1, true)
+      local q = (blocks / (most / 127)):round()
+      return (q * (most / 127):to("fp16"):to("fp32")):reshape(unpack(x:shape()))
+    end }
+    for _, device in ipairs { "cpu", "ref" } do
+      for kind, round in pairs(rounded) do
+        for _, T in ipairs { 1, 5 } do
+          ps.no_grad(function()
+            local function drawn(n) return ps.randn({ B, T, n * wide }, { device = device }) end
+            local q, k, v, seen = drawn(H), drawn(G), drawn(G), {}
+            local layers = ps.nn.ModuleList { ps.nn.LayerNorm(4, { device = device }) }
+            local caches = heads.caches({ "k", "v" }, { B, G, S, wide }, layers, function(one) return one.weight end,
+              kind)[0]
+            assert.equal(kind == "bf16" and B * G * S * wide * 2 or B * G * S * wide / 32 * 34, caches.k:nbytes())
+            for at_now = 0, S - T, T do
+              local x = heads.attend_cached({ heads = H, groups = G }, caches, at_now, nil, q, k, v)
+              seen[#seen + 1] = { heads_of(k, G), heads_of(v, G) }
+              local keys, values = {}, {}
+              for i, pair in ipairs(seen) do keys[i], values[i] = round(pair[1]), round(pair[2]) end
+              local y = ps.functional.attention(heads_of(q, H), ps.cat(keys, 2), ps.cat(values, 2), { causal = true })
+              local far = (y:permute(0, 2, 1, 3):reshape(B, T, H * wide) - x):abs():max():item()
+              assert(far < 2e-6, ("%s on %s differs by %g"):format(kind, device, far))
+              q, k, v = drawn(H), drawn(G), drawn(G)
+            end
+          end)
+        end
+      end
+    end
   end)
 
   it("is refused with a gradient, without room, and with operands that do not fit", function()

@@ -4,6 +4,7 @@
  * and qh are the low and the high bits of its numbers. */
 #include "base/blocks.h"
 #include "base/half.h"
+#include <math.h>
 #include <stddef.h>
 #include <string.h>
 
@@ -64,6 +65,20 @@ void ps_unpack_q8_0(const uint8_t *s, float *out)
 {
     float d = half_at(s);
     for (int k = 0; k < 32; k++) out[k] = (float)(int8_t)s[2 + k] * d;
+}
+
+/* The scale rounds to fp16. If a value is not finite, or too large for the scale, unpacking gives NaN or infinity. */
+void ps_pack_q8_0(const float *x, uint8_t *s)
+{
+    float most = 0, odd = 0;
+    for (int k = 0; k < 32; k++) {
+        if (most < fabsf(x[k])) most = fabsf(x[k]);
+        odd += x[k] * 0;                                     /* NaN if x[k] is not finite */
+    }
+    float d = most / 127, by = d ? 1.0f / d : 0.0f;
+    uint16_t h = ps_f32_to_f16(odd == 0 ? d : NAN);
+    memcpy(s, &h, 2);
+    for (int k = 0; k < 32; k++) s[2 + k] = odd == 0 ? (uint8_t)(int8_t)roundf(x[k] * by) : 0;
 }
 
 static const int8_t iq4_values[16] = { -127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113 };

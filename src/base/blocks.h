@@ -29,6 +29,9 @@ static inline int ps_blocks_int8(int type)
            type == PS_Q4_K || type == PS_Q5_K || type == PS_Q6_K;
 }
 
+/* Packs 32 values into a block of Q8_0, as ggml's reference quantizer does. */
+void ps_pack_q8_0(const float *x, uint8_t *block);
+
 extern const float ps_nf4[16];                          /* the values of NF4, for an absolute maximum of 1 */
 /* Reads the scale and minimum of part p of 8 in Q4_K and Q5_K. The 8 pairs of 6-bit values are packed in 12 bytes. */
 static inline void ps_blocks_scale(const uint8_t *s, int p, int *scale, int *min)

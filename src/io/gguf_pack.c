@@ -100,13 +100,6 @@ static void pack_q5_1(const float *x, uint8_t *s)
     put_fives(q, s + 4, s + 8);
 }
 
-static void pack_q8_0(const float *x, uint8_t *s)
-{
-    float d = fabsf(largest(x, 32)) / 127, by = d ? 1.0f / d : 0.0f;
-    put_half(s, d);
-    for (int k = 0; k < 32; k++) s[2 + k] = (uint8_t)(int8_t)roundf(x[k] * by);
-}
-
 /* -- Q6_K ---------------------------------------------------------------------------------------------------------- */
 enum { PART = 16, HALF_RANGE = 32 };
 static const float TINY = 1e-15f;
@@ -296,7 +289,7 @@ gguf_pack gguf_pack_of(int number)
     case PS_Q4_1: return pack_q4_1;
     case PS_Q5_0: return pack_q5_0;
     case PS_Q5_1: return pack_q5_1;
-    case PS_Q8_0: return pack_q8_0;
+    case PS_Q8_0: return ps_pack_q8_0;
     case PS_Q4_K: return pack_q4_k;
     case PS_Q6_K: return pack_q6_k;
     case PS_NF4: return pack_nf4;

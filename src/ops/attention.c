@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * Attention and rotary position embedding (Su et al. 2021): shapes and gradients. */
 #include <string.h>
+#include "base/blocks.h"
 #include "base/error.h"
 #include "tensor/optable.h"
 
@@ -44,11 +45,22 @@ static int check_any_mask(const ps_infer *f, const ps_tensor *mask, const ps_ten
                         (long long)q->shape_[2], (long long)keys);
 }
 
-static int check_qkv(const ps_infer *f, const ps_tensor *const *in, int32_t causal, int32_t window)
+/* Returns whether k, of another type than q, has the type and width of a cache: bf16, fp16, or rows of Q8_0. */
+static bool is_cache_of(const ps_tensor *q, const ps_tensor *k)
+{
+    const ps_blocks *b = ps_blocks_of(PS_Q8_0);
+    int64_t width = q->shape_[3];
+    if (q->dtype_ == PS_F64) return false;
+    if (k->dtype_ == PS_BF16 || k->dtype_ == PS_F16) return k->shape_[3] == width;
+    return k->dtype_ == PS_U8 && width % b->block == 0 && k->shape_[3] == width / b->block * b->bytes;
+}
+
+static int check_qkv(const ps_infer *f, const ps_tensor *const *in, int32_t causal, int32_t window, bool caches)
 {
     const ps_tensor *q = in[0], *k = in[1], *v = in[2];
-    if (q->ndim != 4 || k->ndim != 4 || !ps_same_shape(k, v) || q->dtype_ != k->dtype_ || q->dtype_ != v->dtype_ ||
-        !ps_dtype_is_float(q->dtype_) || q->shape_[0] != k->shape_[0] || q->shape_[3] != k->shape_[3])
+    if (q->ndim != 4 || k->ndim != 4 || !ps_same_shape(k, v) || k->dtype_ != v->dtype_ ||
+        !ps_dtype_is_float(q->dtype_) || q->shape_[0] != k->shape_[0] ||
+        !((q->dtype_ == k->dtype_ && q->shape_[3] == k->shape_[3]) || (caches && is_cache_of(q, k))))
         return ps_rule_fail(f, "q must be [B, H, T, D], and k and v must be [B, G, S, D], all of one float type");
     if (q->shape_[1] != k->shape_[1] && (k->shape_[1] < 1 || q->shape_[1] % k->shape_[1]))
         return ps_rule_fail(f, "%lld heads of keys do not divide %lld heads", (long long)k->shape_[1],
@@ -74,7 +86,7 @@ int infer_attention(ps_infer *f)
 {
     const ps_tensor *q = f->in[0];
     const ps_attrs_attention *at = f->attrs;
-    PS_TRY(check_qkv(f, f->in, at->causal, at->window));
+    PS_TRY(check_qkv(f, f->in, at->causal, at->window, true));
     PS_TRY(check_dropout(f, at->p, at->first_head));
     int64_t heads = q->shape_[1], rows = q->shape_[2], width = q->shape_[3];
     ps_meta *y = &f->out[0];
@@ -93,7 +105,7 @@ int infer_attention_backward(ps_infer *f)
 {
     const ps_tensor *q = f->in[1];
     const ps_attrs_attention_backward *at = f->attrs;
-    PS_TRY(check_qkv(f, f->in + 1, at->causal, at->window));
+    PS_TRY(check_qkv(f, f->in + 1, at->causal, at->window, false));
     PS_TRY(check_dropout(f, at->p, at->first_head));
     PS_TRY(ps_rule_like(f, f->in[0], "dy", q->dtype_, 4, q->shape_));
     PS_TRY(ps_rule_like(f, f->in[5], "y", q->dtype_, 4, q->shape_));
@@ -107,6 +119,9 @@ int grad_attention(ps_grad *g)
     ps_tensor *in[4], *y, *lse, *all[PS_MAX_OUT] = { NULL };
     if (ps_grad_wants(g, 3)) return ps_fail(PS_EUNSUP, "attention: a mask has no gradient here; detach it");
     for (int i = 0; i < 4; i++) PS_TRY(ps_grad_in(g, i, &in[i]));
+    if (in[0]->dtype_ != in[1]->dtype_)
+        return ps_fail(PS_EUNSUP, "attention: keys and values of another type (%s) than queries (%s) have no gradient; "
+                       "convert them first", ps_dtype_name(in[1]->dtype_), ps_dtype_name(in[0]->dtype_));
     PS_TRY(ps_grad_out(g, 0, &y));
     PS_TRY(ps_grad_out(g, 1, &lse));
     PS_TRY(ps_run(g, PS_OP_attention_backward, g->attrs, all, 7, g->dout[0], in[0], in[1], in[2], in[3], y, lse));

@@ -6,6 +6,7 @@
 #include "tensor/optable.h"
 
 int infer_unpack(ps_infer *f);
+int infer_pack(ps_infer *f);
 int infer_linear_packed(ps_infer *f);
 int grad_linear_packed(ps_grad *g);
 
@@ -34,6 +35,23 @@ int infer_unpack(ps_infer *f)
     f->out[0] = ps_meta_like(w);
     f->out[0].dtype = at->dtype;
     f->out[0].shape[w->ndim - 1] = numel;
+    return 0;
+}
+
+int infer_pack(ps_infer *f)
+{
+    const ps_attrs_pack *at = f->attrs;
+    const ps_tensor *x = f->in[0];
+    const ps_blocks *b = ps_blocks_of(PS_Q8_0);
+    if (at->type != PS_Q8_0) return ps_rule_fail(f, "numbers are packed as type %d, Q8_0, not %d", PS_Q8_0, at->type);
+    if (x->ndim < 1 || !ps_dtype_is_float(x->dtype_)) return ps_rule_fail(f, "x must be float [..., I]");
+    int64_t width = x->shape_[x->ndim - 1];
+    if (width % b->block)
+        return ps_rule_fail(f, "rows of %lld values are no whole number of blocks of %s, of %d values",
+                            (long long)width, b->name, b->block);
+    f->out[0] = ps_meta_like(x);
+    f->out[0].dtype = PS_U8;
+    f->out[0].shape[x->ndim - 1] = width / b->block * b->bytes;
     return 0;
 }
 

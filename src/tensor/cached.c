@@ -5,9 +5,10 @@
  * the products. */
 #include "tensor/tensor.h"
 #include <math.h>
+#include "base/blocks.h"
 #include "base/error.h"
 
-enum { OWNED = 16 };                      /* enough for every kind of call */
+enum { OWNED = 20 };                      /* enough for every kind of call */
 
 /* One call. B: samples, T: positions, D: columns per head. */
 typedef struct cached {
@@ -17,6 +18,7 @@ typedef struct cached {
     int64_t B, T, D;
     ps_tensor *owned[OWNED];                  /* references that are released at the end of the call */
     int n_owned;
+    const ps_blocks *q8;                      /* Q8_0 */
 } cached;
 
 static ps_tensor *own(cached *c, ps_tensor *t) { return c->owned[c->n_owned++] = t; }
@@ -53,11 +55,16 @@ static int part_of(cached *c, ps_tensor *cache, int64_t first, int64_t count, in
     return 0;
 }
 
-/* Copies [B, n, T, D] into a cache, after its first `at` positions. */
+/* Returns whether a cache has rows of Q8_0 blocks. */
+static bool is_packed(const ps_tensor *cache) { return cache->dtype_ == PS_U8; }
+
+/* Copies [B, n, T, D] into a cache, after its first `at` positions, in the type of the cache. */
 static int append(cached *c, ps_tensor *cache, ps_tensor *what)
 {
     ps_attrs_copy_ none = { 0 };
+    ps_attrs_pack q8 = { .type = PS_Q8_0 };
     ps_tensor *to, *same;
+    if (is_packed(cache)) PS_TRY(run(c, PS_OP_pack, 1, &what, &q8, sizeof q8, &what));
     PS_TRY(part_of(c, cache, 0, cache->shape_[1], c->how->at, c->T, &to));
     return run(c, PS_OP_copy_, 2, (ps_tensor *[]){ to, what }, &none, sizeof none, &same);
 }
@@ -85,11 +92,12 @@ static int rows_of(cached *c, ps_tensor **x, int64_t all)
 static int check_cache(const cached *c, const ps_tensor *cache, int64_t heads)
 {
     char text[160];
-    if (cache->ndim == 4 && cache->shape_[0] == c->B && cache->shape_[1] == heads && cache->shape_[3] == c->D &&
+    int64_t width = is_packed(cache) ? c->D / c->q8->block * c->q8->bytes : c->D;
+    if (cache->ndim == 4 && cache->shape_[0] == c->B && cache->shape_[1] == heads && cache->shape_[3] == width &&
         c->how->at >= 0 && c->how->at <= cache->shape_[2] - c->T) return 0;
     return ps_fail(PS_EINVAL, "attention with caches: a cache is %s; [%lld, %lld, %lld or more, %lld] is needed",
                    ps_shape_text(cache->ndim, cache->shape_, text, sizeof text), (long long)c->B, (long long)heads,
-                   (long long)(c->how->at + c->T), (long long)c->D);
+                   (long long)(c->how->at + c->T), (long long)width);
 }
 
 static int check(cached *c)
@@ -109,6 +117,7 @@ static int check(cached *c)
         if (all[i] && ps_tape_needs(c->ctx, 1, &all[i]))
             return ps_fail(PS_EINVAL, "attention with caches has no gradient; call it inside ps.no_grad()");
     c->B = c->q->shape_[0], c->T = c->q->shape_[1], c->D = c->keys->shape_[3];
+    if (is_packed(c->keys)) c->D = c->D / c->q8->bytes * c->q8->block;
     PS_TRY(check_cache(c, c->keys, c->values ? how->groups : 2 * how->groups));
     return c->values ? check_cache(c, c->values, how->groups) : 0;
 }
@@ -158,7 +167,7 @@ int ps_attention_cached(ps_ctx *ctx, const ps_cached_attention *how, ps_tensor *
 {
     if (ctx->closed) return ps_fail(PS_ESTATE, "the context is closed");
     cached c = { .ctx = ctx, .how = how, .q = q, .k = k, .v = v, .keys = keys, .values = values, .cos = cos,
-                 .sin = sin, .mask = mask };
+                 .sin = sin, .mask = mask, .q8 = ps_blocks_of(PS_Q8_0) };
     int rc = check(&c);
     if (rc == 0) rc = attend(&c, out);
     while (c.n_owned > 0) ps_tensor_release(c.owned[--c.n_owned]);

@@ -55,7 +55,7 @@ end
 
 local function run(model, prompts, n, chosen)
   local copies = chosen.num_beams > 1 and chosen.num_beams or chosen.num_return_sequences
-  local rows = rows_of.new(model, prompts, n, copies)
+  local rows = rows_of.new(model, prompts, n, copies, chosen.kv_cache)
   if chosen.num_beams > 1 then return beams.run(rows, prompts, n, chosen) end
   local results, ended, streams, left = {}, {}, {}, rows.count
   for r = 1, rows.count do
@@ -153,12 +153,14 @@ end
 --- integer|integer[]|false, stop_strings?: string|string[], tokenizer?: ps.Tokenizer, num_beams?: integer,
 --- length_penalty?: number, early_stopping?: boolean|"never", num_return_sequences?: integer, logits_processor?:
 --- (fun(ids: ps.Tensor, logits: ps.Tensor): ps.Tensor), on_token?: (fun(id: integer|integer[], i: integer): boolean?),
---- on_text?: (fun(text: string, row: integer): boolean?), skip_special_tokens?: boolean} Temperature 0 or do_sample =
+--- on_text?: (fun(text: string, row: integer): boolean?), skip_special_tokens?: boolean, kv_cache?: "bf16"|"q8_0"}
+--- Temperature 0 or do_sample =
 --- false selects the likeliest token. min_p drops tokens with less than this fraction of the likeliest token's
 --- probability, after top_k and top_p. A sequence ends after a token of eos_token_id, and after the token in which a
 --- stop string ends. logits_processor gets ids int32 [R, L], padded left, and logits fp32 [R, V] (log probabilities
 --- with beams). on_token gets -1 for rows that have ended. on_token and on_text stop the generation by returning false.
---- With skip_special_tokens, on_text gets no text of special tokens. Without a seed, the engine's random numbers are
+--- With skip_special_tokens, on_text gets no text of special tokens. kv_cache keeps keys and values rounded to this
+--- type, which needs less memory and changes the logits (default: the dtype of the weights, without rounding). Without a seed, the engine's random numbers are
 --- used.
 ---@return integer[]|integer[][] ids The prompt and its continuation. The result is a list of lists if the prompt is, or
 --- if num_return_sequences > 1.

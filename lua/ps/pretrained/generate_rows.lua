@@ -2,7 +2,8 @@
 -- Sequences that a causal model continues: their tokens in one tensor, padded on the left, and the keys and values of
 -- the columns that the model has read. A model needs these functions:
 --   positions()                  how many positions it has; math.huge: any number
---   new_caches(R, S)             by layer a table of tensors [R rows, ., S positions, .]
+--   new_caches(R, S, kind)       by layer a table of tensors [R rows, ., S positions, .], of the dtype of the weights, or
+--                                of kind "bf16" or "q8_0" (uint8, rows of blocks)
 --   next_logits(ids, step)       logits [R, V] or [R, 1, V] after the columns ids int [R, n], which follow step.at
 --                                columns in step.caches; step.mask bool [R, at + n], or nil: false hides a column;
 --                                step.position_ids int64 [R, n], or nil: at, at + 1, ...;
@@ -14,7 +15,9 @@
 --   agreed(read)                 read() on all ranks: an error of one, or another request, is an error of all
 --   together(fn)                 fn() on all ranks: an error of one is raised on all; false if any rank returns false
 -- Sizes: R rows, which are B prompts times `copies`; L columns; V words.
+local caller = require "ps.core.caller"
 local create = require "ps.tensor.create"
+local error = caller.error
 
 ---@class ps.pretrained.Rows
 ---@field model ps.pretrained.Model
@@ -27,6 +30,7 @@ local create = require "ps.tensor.create"
 ---@field starts integer[] for each row, the column of its first token, from 0
 ---@field lead integer the largest value of `starts`
 ---@field base integer? the column of ids at position 0 of the caches; nil before the first logits
+---@field kind? string type of the caches, if it is not that of the weights
 ---@field at integer number of columns, counted from `base`, whose keys and values are in the caches
 local Rows = {}
 Rows.__index = Rows
@@ -40,8 +44,9 @@ local function device_of(model) return model.where_ids or model:parameters()[1]:
 ---@param prompts integer[][] no prompt is empty
 ---@param n integer
 ---@param copies integer rows per prompt
+---@param kind? "bf16"|"q8_0" type of the caches (default: that of the weights)
 ---@return ps.pretrained.Rows
-function rows.new(model, prompts, n, copies)
+function rows.new(model, prompts, n, copies, kind)
   local width, columns, starts = 0, {}, {}
   for _, prompt in ipairs(prompts) do width = math.max(width, #prompt) end
   for _, prompt in ipairs(prompts) do
@@ -52,7 +57,7 @@ function rows.new(model, prompts, n, copies)
     end
   end
   local self = setmetatable({ model = model, count = #columns, copies = copies, width = width, length = width,
-    starts = starts, lead = math.max(unpack(starts)), at = 0, next = {},
+    starts = starts, lead = math.max(unpack(starts)), at = 0, next = {}, kind = kind,
     parts = model.parts and model:parts() }, Rows)
   self.window = math.min(model:positions(), width + n)
   self.ids = create.zeros({ #columns, width + n }, { dtype = "int32", device = device_of(model) })
@@ -76,9 +81,23 @@ function Rows:real(n)
   return columns:ge(starts)
 end
 
+local DTYPES = { bf16 = "bf16", q8_0 = "uint8" }
+
+-- Raises an error if a model ignores the type of its caches.
+local function check_caches(caches, kind)
+  local _, layer = next(caches)
+  local _, t = next(layer or {})
+  if not kind or t == nil or t:dtype() == DTYPES[kind] then return end
+  error(("generate: kv_cache = %q has no effect on this model, whose new_caches returns %s; remove the option"):format(
+    kind, t:dtype()))
+end
+
 -- Restarts reading at a column: empties the caches, and assigns position 0 to the column.
 local function read_from(self, base)
-  self.caches = self.caches or self.model:new_caches(self.count, self.window)
+  if not self.caches then
+    self.caches = self.model:new_caches(self.count, self.window, self.kind)
+    check_caches(self.caches, self.kind)
+  end
   self.base, self.at, self.mask, self.shift = base, 0, nil, nil
   if self.lead > base then
     local columns, starts = columns_and_starts(self, base, self.window, self.starts)

@@ -19,7 +19,7 @@ local OPTIONS = { temperature = "number", top_k = "whole", top_p = "number", min
   length_penalty = "number", early_stopping = "boolean|string", num_return_sequences = "whole",
   max_new_tokens = "whole", max_length = "whole",
   logits_processor = "callable", on_token = "callable", on_text = "callable",
-  skip_special_tokens = "boolean" }
+  skip_special_tokens = "boolean", kv_cache = "string" }
 
 -- The settings of generation_config.json that are supported, with their kinds.
 local FOLLOWED = { temperature = "number", top_k = "number", top_p = "number", min_p = "number", do_sample = "boolean",
@@ -149,6 +149,9 @@ function settings.of(model, options)
   if type(chosen.early_stopping) == "string" then
     caller.one_of(chosen.early_stopping, { never = "never" }, "generate: early_stopping")
   else caller.typed(chosen.early_stopping, "boolean", "generate: early_stopping") end
+  if chosen.kv_cache then
+    caller.one_of(chosen.kv_cache, { bf16 = "bf16", q8_0 = "q8_0" }, "generate: kv_cache")
+  end
   choose_temperature(chosen, given, file)
   if chosen.num_beams > 1 and (chosen.on_token or chosen.on_text) then
     error("generate: on_token and on_text do not work with beam search, in which earlier tokens can change")

@@ -13,6 +13,7 @@ local same_shape = require("ps.nn.module").same_shape
 local native = require "ps.core.ffi"
 local F = functional
 local IGNORED = require("ps.data.batch").IGNORED
+local packed = require "ps.nn.packed"
 local error = caller.error
 local META = native.device_index "meta"
 
@@ -389,21 +390,39 @@ end
 ---@return ps.Tensor
 function heads.last_position(x) return x:narrow(1, x:size(1) - 1, 1):contiguous() end
 
+-- Returns the shape and dtype of a cache of another type than the weights.
+local function cache_of(kind, shape, where)
+  if where.device ~= "cpu" and where.device ~= "ref" and where.device ~= "meta" then
+    error(("generate: kv_cache = %q works only on the cpu, but the model's weights are on %s"):format(kind,
+      where.device))
+  end
+  if kind == "bf16" then return shape, "bf16" end
+  local q8, width = packed.type "Q8_0", shape[4]
+  if width % q8.block ~= 0 then
+    error(("generate: kv_cache = \"q8_0\" needs heads of a multiple of %d columns, but the model's have %d; use "
+      .. "\"bf16\""):format(q8.block, width))
+  end
+  return { shape[1], shape[2], shape[3], width / q8.block * q8.nbytes }, "uint8"
+end
+
 --- Creates caches of keys and values. Each layer, counted from 0, gets a tensor of the given shape for each name, with
---- the dtype of the layer's weights. Layers of other pipeline ranks get none.
+--- the dtype of the layer's weights, or of `kind`. Layers of other pipeline ranks get none.
 ---@param names string[]
 ---@param shape integer[]
 ---@param layers ps.nn.ModuleList
 ---@param weight_of fun(layer: ps.nn.Module): ps.Tensor
+---@param kind? "bf16"|"q8_0"
 ---@return table<integer, table<string, ps.Tensor>>
-function heads.caches(names, shape, layers, weight_of)
+function heads.caches(names, shape, layers, weight_of, kind)
   local caches = {}
   for i, layer in layers:each() do
     local weight = weight_of(layer)
     local where = { dtype = weight:dtype(), device = weight:device() }
+    local sizes = shape
+    if kind and kind ~= where.dtype then sizes, where.dtype = cache_of(kind, shape, where) end
     if where.device ~= "meta" then
       caches[i] = {}
-      for _, name in ipairs(names) do caches[i][name] = create.empty(shape, where) end
+      for _, name in ipairs(names) do caches[i][name] = create.empty(sizes, where) end
     end
   end
   return caches

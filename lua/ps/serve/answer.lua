@@ -141,6 +141,7 @@ local function continue(model, tok, ids, n, fields, seed, put)
   for _, id in ipairs(type(ends) == "table" and ends or { ends }) do eos[id] = true end
   model:generate({ ids }, n, { temperature = fields.temperature or 1, top_p = fields.top_p, top_k = fields.top_k or 0,
     min_p = fields.min_p, seed = seed, tokenizer = tok, skip_special_tokens = true, num_beams = 1,
+    kv_cache = fields.kv_cache,
     on_token = function(id) new[#new + 1] = id end,
     on_text = function(text) return add(text) end })
   if rest() or #new < n or eos[new[#new]] then finish = "stop" end

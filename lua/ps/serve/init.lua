@@ -26,14 +26,14 @@ local function local_address(host) return host == "127.0.0.1" or host == "::1" o
 local STATUS = { ["401"] = "authentication_error", ["404"] = "not_found_error" }
 
 local OPTIONS = { name = "string", host = "string", port = "whole", token = "string", no_token = "boolean",
-  told = "callable" }
+  kv_cache = "string", told = "callable" }
 
 --- Serves a model until the process ends.
 ---@param model ps.pretrained.Model
 ---@param tok ps.Tokenizer
----@param options {name: string, host?: string, port?: integer, token?: string, no_token?: boolean, told: fun(address:
---- string, token: string?)} name: the model's name in the API. host: default 127.0.0.1. port: default a free port.
---- token: default a random token. no_token: requests need no token. told: called with the address and the token.
+---@param options {name: string, host?: string, port?: integer, token?: string, no_token?: boolean, kv_cache?:
+--- "bf16"|"q8_0", told: fun(address: string, token: string?)} name: the model's name in the API. host: default 127.0.0.1. port: default a free port.
+--- token: default a random token. no_token: requests need no token. kv_cache: as in generate. told: called with the address and the token.
 function serve.run(model, tok, options)
   options = caller.options(options, "serve.run", OPTIONS)
   local ok, server = pcall(require, "http.server")
@@ -98,6 +98,7 @@ function serve.run(model, tok, options)
     end
     local fine, failed = in_turn(function()
       local fields = request.read(body, chat)
+      fields.kv_cache = options.kv_cache
       if fields.model and fields.model ~= options.name then
         request.refuse("404", ("there is no model '%s'; this server has '%s'"):format(fields.model, options.name),
           "model", "model_not_found")

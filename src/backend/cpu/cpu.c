@@ -104,6 +104,7 @@ static void fill_kernels(const isa *set, ps_kernel *kernel)
     kernel[PS_OP_matmul] = ps_cpu_matmul;
     kernel[PS_OP_linear] = ps_cpu_linear;
     kernel[PS_OP_unpack] = ps_cpu_unpack_op;
+    kernel[PS_OP_pack] = ps_cpu_pack_op;
     kernel[PS_OP_linear_packed] = ps_cpu_linear_packed;
     kernel[PS_OP_lm_loss] = ps_cpu_lm_loss;
     kernel[PS_OP_linear_grad] = ps_cpu_linear_grad;

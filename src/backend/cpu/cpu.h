@@ -37,6 +37,7 @@ int ps_cpu_gemm(ps_call *call, const ps_mat *a, const ps_mat *b, const ps_mat *d
 int ps_cpu_matmul(ps_call *call);      /* the kernels of the ops in ops.def */
 int ps_cpu_linear(ps_call *call);
 int ps_cpu_unpack_op(ps_call *call);             /* packed.c */
+int ps_cpu_pack_op(ps_call *call);
 int ps_cpu_linear_packed(ps_call *call);
 int ps_cpu_lm_loss(ps_call *call);
 int ps_cpu_sample(ps_call *call);

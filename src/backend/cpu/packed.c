@@ -26,6 +26,21 @@ int ps_cpu_unpack_op(ps_call *call)
     return 0;
 }
 
+int ps_cpu_pack_op(ps_call *call)
+{
+    const ps_view *x = &call->in[0];
+    const ps_blocks *b = ps_blocks_of(PS_Q8_0);
+    int64_t blocks = x->numel / b->block, size = b->block * ps_dtype_bytes(x->dtype);
+    if (!is_float(x)) return PS_EUNSUP;
+#pragma omp parallel for schedule(static) if (x->numel > PS_PAR_MIN)
+    for (int64_t i = 0; i < blocks; i++) {
+        float values[PS_BLOCKS_MOST];
+        ps_cpu_row_load(values, (const char *)x->data + i * size, b->block, x->dtype);
+        ps_pack_q8_0(values, (uint8_t *)call->out[0].data + i * b->bytes);
+    }
+    return 0;
+}
+
 typedef struct product {
     ps_call *call;
     ps_gemm_space space;

@@ -417,6 +417,7 @@ static int attention_op(ps_call *call)
 {
     const ps_view *q = &call->in[0], *k = &call->in[1], *lse = &call->out[1];
     attention t;
+    if (k->dtype != q->dtype) return PS_EUNSUP;
     memset(&t, 0, sizeof t);
     t.q = heads_of(q), t.k = heads_of(k), t.v = heads_of(&call->in[2]), t.y = heads_of(&call->out[0]);
     set_attributes(&t, (const ps_attrs_attention *)call->attrs);

@@ -3,6 +3,7 @@
  * ops build views of q, k, v inside qkv [B, T, 3C] and use the same code. The backward computes the weights again in
  * double and does not read the saved y and lse, which may be rounded. */
 #include "ref.h"
+#include "base/blocks.h"
 
 struct attention {
     ps_view q, k, v, mask;             /* q [B, H, T, D]; k, v [B, G, S, D]; mask [B, S] or [B|1, H|1, T|1, S] */
@@ -112,6 +113,23 @@ static void read_head(const ps_view *v, int64_t b, int64_t h, double *dst)
     ref_read(&m, dst);
 }
 
+/* Reads a head of k or v, which can have rows of Q8_0. */
+static void read_keys(const ps_view *v, int64_t b, int64_t h, double *dst)
+{
+    const ps_blocks *q8 = ps_blocks_of(PS_Q8_0);
+    ps_view m = head(v, b, h);
+    float values[PS_BLOCKS_MOST];
+    if (v->dtype != PS_U8) {
+        ref_read(&m, dst);
+        return;
+    }
+    for (int64_t i = 0; i < m.shape[0]; i++)
+        for (int64_t at = 0; at < m.shape[1]; at += q8->bytes) {
+            q8->unpack((const uint8_t *)m.data + i * m.stride[0] + at, values);
+            for (int k = 0; k < q8->block; k++) *dst++ = values[k];
+        }
+}
+
 static void put_head(const ps_view *v, int64_t b, int64_t h, const double *src)
 {
     if (!ps_has(v)) return;
@@ -132,8 +150,8 @@ static int forward(ps_call *call, const struct attention *t, const ps_view *y, c
     for (int64_t b = 0; b < t->B; b++) {
         for (int64_t h = 0; h < t->H; h++) {
             read_head(&t->q, b, h, q);
-            read_head(&t->k, b, h / t->group, k);
-            read_head(&t->v, b, h / t->group, v);
+            read_keys(&t->k, b, h / t->group, k);
+            read_keys(&t->v, b, h / t->group, v);
             memset(o, 0, (size_t)(T * D) * sizeof *o);
             for (int64_t i = 0; i < T; i++) {
                 double l = weigh(t, b, h, i, q, k, w);

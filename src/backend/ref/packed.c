@@ -27,6 +27,20 @@ int ref_unpack(ps_call *call)
     return 0;
 }
 
+int ref_pack(ps_call *call)
+{
+    const ps_view *x = &call->in[0];
+    const ps_blocks *b = ps_blocks_of(PS_Q8_0);
+    double *all;
+    PS_TRY(ref_dense(call, x, &all));
+    for (int64_t i = 0; i < x->numel / b->block; i++) {
+        float values[PS_BLOCKS_MOST];
+        for (int k = 0; k < b->block; k++) values[k] = (float)all[i * b->block + k];
+        ps_pack_q8_0(values, (uint8_t *)call->out[0].data + i * b->bytes);
+    }
+    return 0;
+}
+
 /* Rounds x to 8 bits, as base/blocks.h has it. */
 static void round_int8(double *x, int64_t n)
 {

@@ -11,11 +11,13 @@
  * g .. g + 7 (g a multiple of 8) scores exist from query vector lead(g) on; earlier places are neither written nor
  * read. */
 #include "backend/cpu/cpu.h"
+#include "backend/cpu/packed.h"
+#include "base/blocks.h"
 #include "attention_tile.h"
 #include "base/error.h"
 #include <omp.h>
 
-enum { QUERIES = 64, KEYS = 64, QV = QUERIES / VL };
+enum { QUERIES = 64, KEYS = 64, QV = QUERIES / VL, Q8_NBYTES = 34 };   /* Q8_NBYTES: of a block of Q8_0 */
 enum { READ = 5, WRITTEN = 3 };        /* tensors of heads in backward; forward has fewer */
 #define NO_SCORE (-3e38f)             /* the maximum over no keys, finite so that differences are never NaN */
 #define LOG2E 1.44269504088896340736
@@ -100,6 +102,10 @@ static void load_rows(const attn *a, const ps_view *x, int64_t b, int64_t h, int
     int64_t row_nbytes = x->stride[2] * ps_dtype_bytes(x->dtype);
     if (x->dtype == PS_F32) load_as(PS_F32, src, row_nbytes, n, a->D, dst, a->Dp);
     else if (x->dtype == PS_BF16) load_as(PS_BF16, src, row_nbytes, n, a->D, dst, a->Dp);
+    else if (x->dtype == PS_U8)
+        for (int64_t i = 0; i < n; i++)
+            ps_cpu_unpack(PS_Q8_0, (const uint8_t *)src + i * row_nbytes, x->shape[3] / Q8_NBYTES, dst + i * a->Dp,
+                          PS_F32);
     else load_as(PS_F16, src, row_nbytes, n, a->D, dst, a->Dp);
     memset(dst + n * a->Dp, 0, (size_t)((n_pad - n) * a->Dp) * sizeof *dst);
 }
@@ -685,6 +691,8 @@ static bool usable(const ps_view *x)
 {
     return !ps_has(x) || (float_view(x) && x->ndim == 4 && (x->stride[3] == 1 || x->shape[3] <= 1));
 }
+/* Returns whether k or v is usable; in forward it can have rows of Q8_0. */
+static bool usable_keys(const ps_view *x) { return (x->dtype == PS_U8 && x->stride[3] == 1) || usable(x); }
 /* Returns whether the mask is usable. A mask of 2 dimensions has bytes, or is int32 segments; one of 4 dimensions
  * can also have floats, with a contiguous last dimension. */
 static bool mask_usable(attn *a)
@@ -702,7 +710,7 @@ static bool mask_usable(attn *a)
  * `cuts` interleaved parts. */
 static int run(attn *a, ps_call *call, bool backward)
 {
-    if (!usable(&a->q) || !usable(&a->k) || !usable(&a->v) || !usable(&a->y) || !usable(&a->dy) || !usable(&a->dq) ||
+    if (!usable(&a->q) || !usable_keys(&a->k) || !usable_keys(&a->v) || !usable(&a->y) || !usable(&a->dy) || !usable(&a->dq) ||
         !usable(&a->dk) || !usable(&a->dv) || a->lse.dtype != PS_F32 || !mask_usable(a))
         return PS_EUNSUP;
     a->B = a->q.shape[0], a->H = a->q.shape[1], a->T = a->q.shape[2], a->D = a->q.shape[3], a->S = a->k.shape[2];
