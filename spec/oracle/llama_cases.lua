@@ -51,9 +51,9 @@ end
 
 -- Writes the ids that continue each row greedily.
 function tasks.greedy(case)
-  local rows = {}
+  local rows, model = {}, load(case)
   for i, ids in ipairs(case.rows) do
-    local all = load(case):generate({ ids }, case.count, { do_sample = false, eos_token_id = {} })[1]
+    local all = model:generate({ ids }, case.count, { do_sample = false, eos_token_id = {} })[1]
     rows[i] = { unpack(all, #ids + 1) }
   end
   write(case.out, json.encode(rows))

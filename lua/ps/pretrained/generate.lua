@@ -154,14 +154,13 @@ end
 --- length_penalty?: number, early_stopping?: boolean|"never", num_return_sequences?: integer, logits_processor?:
 --- (fun(ids: ps.Tensor, logits: ps.Tensor): ps.Tensor), on_token?: (fun(id: integer|integer[], i: integer): boolean?),
 --- on_text?: (fun(text: string, row: integer): boolean?), skip_special_tokens?: boolean, kv_cache?: "bf16"|"q8_0"}
---- Temperature 0 or do_sample =
---- false selects the likeliest token. min_p drops tokens with less than this fraction of the likeliest token's
---- probability, after top_k and top_p. A sequence ends after a token of eos_token_id, and after the token in which a
---- stop string ends. logits_processor gets ids int32 [R, L], padded left, and logits fp32 [R, V] (log probabilities
---- with beams). on_token gets -1 for rows that have ended. on_token and on_text stop the generation by returning false.
---- With skip_special_tokens, on_text gets no text of special tokens. kv_cache keeps keys and values rounded to this
---- type, which needs less memory and changes the logits (default: the dtype of the weights, without rounding). Without a seed, the engine's random numbers are
---- used.
+--- Temperature 0 or do_sample = false selects the likeliest token. min_p drops tokens with less than this fraction of
+--- the likeliest token's probability, after top_k and top_p. A sequence ends after a token of eos_token_id, and after
+--- the token in which a stop string ends. logits_processor gets ids int32 [R, L], padded left, and logits fp32 [R, V]
+--- (log probabilities with beams). on_token gets -1 for rows that have ended. on_token and on_text stop the generation
+--- by returning false. With skip_special_tokens, on_text gets no text of special tokens. kv_cache keeps keys and values
+--- rounded to this type, which needs less memory and changes the logits (default: the dtype of the weights, without
+--- rounding). Without a seed, the engine's random numbers are used.
 ---@return integer[]|integer[][] ids The prompt and its continuation. The result is a list of lists if the prompt is, or
 --- if num_return_sequences > 1.
 return function(model, prompt, n, options)

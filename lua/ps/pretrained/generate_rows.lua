@@ -2,8 +2,8 @@
 -- Sequences that a causal model continues: their tokens in one tensor, padded on the left, and the keys and values of
 -- the columns that the model has read. A model needs these functions:
 --   positions()                  how many positions it has; math.huge: any number
---   new_caches(R, S, kind)       by layer a table of tensors [R rows, ., S positions, .], of the dtype of the weights, or
---                                of kind "bf16" or "q8_0" (uint8, rows of blocks)
+--   new_caches(R, S, kind)       by layer a table of tensors [R rows, ., S positions, .], of the dtype of the weights,
+--                                or of kind "bf16" or "q8_0" (uint8, rows of blocks)
 --   next_logits(ids, step)       logits [R, V] or [R, 1, V] after the columns ids int [R, n], which follow step.at
 --                                columns in step.caches; step.mask bool [R, at + n], or nil: false hides a column;
 --                                step.position_ids int64 [R, n], or nil: at, at + 1, ...;

@@ -32,8 +32,9 @@ local OPTIONS = { name = "string", host = "string", port = "whole", token = "str
 ---@param model ps.pretrained.Model
 ---@param tok ps.Tokenizer
 ---@param options {name: string, host?: string, port?: integer, token?: string, no_token?: boolean, kv_cache?:
---- "bf16"|"q8_0", told: fun(address: string, token: string?)} name: the model's name in the API. host: default 127.0.0.1. port: default a free port.
---- token: default a random token. no_token: requests need no token. kv_cache: as in generate. told: called with the address and the token.
+--- "bf16"|"q8_0", told: fun(address: string, token: string?)} name: the model's name in the API. host: default
+--- 127.0.0.1. port: default a free port. token: default a random token. no_token: requests need no token. kv_cache: as
+--- in generate. told: called with the address and the token.
 function serve.run(model, tok, options)
   options = caller.options(options, "serve.run", OPTIONS)
   local ok, server = pcall(require, "http.server")

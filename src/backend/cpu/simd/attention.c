@@ -710,8 +710,8 @@ static bool mask_usable(attn *a)
  * `cuts` interleaved parts. */
 static int run(attn *a, ps_call *call, bool backward)
 {
-    if (!usable(&a->q) || !usable_keys(&a->k) || !usable_keys(&a->v) || !usable(&a->y) || !usable(&a->dy) || !usable(&a->dq) ||
-        !usable(&a->dk) || !usable(&a->dv) || a->lse.dtype != PS_F32 || !mask_usable(a))
+    if (!usable(&a->q) || !usable_keys(&a->k) || !usable_keys(&a->v) || !usable(&a->y) || !usable(&a->dy) ||
+        !usable(&a->dq) || !usable(&a->dk) || !usable(&a->dv) || a->lse.dtype != PS_F32 || !mask_usable(a))
         return PS_EUNSUP;
     a->B = a->q.shape[0], a->H = a->q.shape[1], a->T = a->q.shape[2], a->D = a->q.shape[3], a->S = a->k.shape[2];
     a->G = a->k.shape[1] > 0 ? a->k.shape[1] : 1;
