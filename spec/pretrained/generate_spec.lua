@@ -459,8 +459,8 @@ describe("attention with caches", function()
       for kind, round in pairs(rounded) do
         for _, T in ipairs { 1, 5 } do
           ps.no_grad(function()
-            local function drawn(n) return ps.randn({ B, T, n * wide }, { device = device }) end
-            local q, k, v, seen = drawn(H), drawn(G), drawn(G), {}
+            local function random(n) return ps.randn({ B, T, n * wide }, { device = device }) end
+            local q, k, v, seen = random(H), random(G), random(G), {}
             local layers = ps.nn.ModuleList { ps.nn.LayerNorm(4, { device = device }) }
             local caches = heads.caches({ "k", "v" }, { B, G, S, wide }, layers, function(one) return one.weight end,
               kind)[0]
@@ -473,7 +473,7 @@ describe("attention with caches", function()
               local y = ps.functional.attention(heads_of(q, H), ps.cat(keys, 2), ps.cat(values, 2), { causal = true })
               local far = (y:permute(0, 2, 1, 3):reshape(B, T, H * wide) - x):abs():max():item()
               assert(far < 2e-6, ("%s on %s differs by %g"):format(kind, device, far))
-              q, k, v = drawn(H), drawn(G), drawn(G)
+              q, k, v = random(H), random(G), random(G)
             end
           end)
         end
