@@ -70,8 +70,8 @@ INT8 = [T.Q4_0, T.Q4_1, T.Q5_0, T.Q5_1, T.Q8_0, T.Q4_K, T.Q5_K, T.Q6_K]
 
 
 def rounded(x):
-    """x with each part of 32 elements rounded to 255 values, as ggml's Q8_0 but with an fp32 scale. The gradient is that
-    of x itself."""
+    """x with each part of 32 elements rounded to 255 values, as ggml's Q8_0 but with an fp32 scale. The gradient is
+    that of x itself."""
     parts = x.detach().float().reshape(-1, 32)
     most = parts.abs().amax(1, keepdim=True)
     q = (parts * (127 / most)).round().double()
@@ -96,4 +96,5 @@ def linear_packed(d):
                 device=d.choice("cpu", "cpu", "ref"))
 
 
-ROWS = [Row("unpack", unpack, "unpack"), Row("pack", pack, "pack"), Row("linear_packed", linear_packed, "linear_packed", 2, True)]
+ROWS = [Row("unpack", unpack, "unpack"), Row("pack", pack, "pack"),
+        Row("linear_packed", linear_packed, "linear_packed", 2, True)]
