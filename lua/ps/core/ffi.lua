@@ -66,6 +66,8 @@ function M.raise(rc)
   if d.wanted >= 0 then
     err.wanted, err.left = tonumber(d.wanted), tonumber(d.left)
     err.lacking = math.max(0, err.wanted - err.left)
+  elseif rc == M.C.PS_ENOMEM then                          -- memory of the system, not of a tier
+    err.msg = ("%s (%s%s)"):format(err.msg, err.op and "op " .. err.op .. ", " or "", err.where)
   end
   local tier = d.tier                      -- read first, since the next call may fail and overwrite the detail
   if tier >= 0 and C.ps_engine_tier_get(M.ctx, tier, tier_info) == 0 then err.tier = ffi.string(tier_info.name) end
