@@ -69,7 +69,8 @@ local function report(plan, verdict, shrunk)
   if options.json then
     print(json.encode { seed = plan.seed, job = draw.describe(plan.job), settings = settings_of(plan.job),
       begins = plan.begins, events = draw.events(plan), off = plan.off, outcome = verdict.outcome, why = verdict.why,
-      faults = verdict.faults, shrunk = shrunk and draw.events(shrunk) })
+      faults = verdict.faults, ended_s = verdict.ended_s and math.floor(verdict.ended_s * 100 + 0.5) / 100,
+      shrunk = shrunk and draw.events(shrunk) })
   else
     print(("%d  %s%s  [%s]  %d happened  %s%s"):format(plan.seed, draw.describe(plan.job),
       plan.begins == "saved" and ", from a checkpoint" or "", draw.events(plan), verdict.faults, verdict.outcome,

@@ -28,7 +28,7 @@ enum faults_door {
 /* plan.c performs the actions from ACT_DELAY on before the call. The door performs the other actions. */
 enum faults_action {
     ACT_NONE, ACT_ERRNO, ACT_FULL, ACT_INTERRUPT, ACT_SHORT, ACT_FLIP, ACT_RESET, ACT_HALF_OPEN, ACT_DRIP, ACT_JUMP,
-    ACT_SPURIOUS, ACT_REORDER, ACT_CUT, ACT_DELAY, ACT_KILL, ACT_STOP, ACT_SIGNAL, ACT_POWER, ACT_POWER_ALL
+    ACT_SPURIOUS, ACT_REORDER, ACT_CUT, ACT_LAG, ACT_DELAY, ACT_KILL, ACT_STOP, ACT_SIGNAL, ACT_POWER, ACT_POWER_ALL
 };
 typedef struct faults_hit {
     int action;                 /* ACT_NONE lets the call proceed */

@@ -46,7 +46,8 @@ static const struct { const char *name; int action; } actions[] = {
     { "short", ACT_SHORT }, { "flip", ACT_FLIP }, { "reset", ACT_RESET },
     { "half_open", ACT_HALF_OPEN }, { "drip", ACT_DRIP }, { "jump", ACT_JUMP }, { "spurious", ACT_SPURIOUS },
     { "delay", ACT_DELAY }, { "kill", ACT_KILL }, { "stop", ACT_STOP }, { "signal", ACT_SIGNAL },
-    { "power", ACT_POWER }, { "power_all", ACT_POWER_ALL }, { "reorder", ACT_REORDER }, { "cut", ACT_CUT } };
+    { "power", ACT_POWER }, { "power_all", ACT_POWER_ALL }, { "reorder", ACT_REORDER }, { "cut", ACT_CUT },
+    { "lag", ACT_LAG } };
 static const struct { const char *name; int err; } errors[] = {
     { "EIO", EIO }, { "ENOSPC", ENOSPC }, { "EDQUOT", EDQUOT }, { "EINTR", EINTR }, { "EMFILE", EMFILE },
     { "EACCES", EACCES }, { "EROFS", EROFS }, { "ENOMEM", ENOMEM }, { "ECONNREFUSED", ECONNREFUSED },

@@ -75,11 +75,21 @@ int clock_nanosleep(clockid_t id, int flags, const struct timespec *t, struct ti
 }
 
 /* -- hand-overs between threads ----------------------------------------------------------------------------------- */
+/* An event `lag` makes the thread that called late at LAGS locks: others run between its steps. */
+enum { LAGS = 200 };
+static _Thread_local int lags_left;
+static _Thread_local double lag_s;
+
 int pthread_mutex_lock(pthread_mutex_t *m)
 {
     static int (*next)(pthread_mutex_t *);
     if (!next) *(void **)&next = faults_next("pthread_mutex_lock", NULL);
-    faults_pass(DOOR_LOCK, 0, NULL);
+    faults_hit hit = faults_pass(DOOR_LOCK, CAN(ACT_LAG), NULL);
+    if (hit.action) lags_left = LAGS, lag_s = hit.arg;
+    if (lags_left > 0) {
+        lags_left--;
+        faults_nap(lag_s);
+    }
     return next(m);
 }
 

@@ -141,6 +141,7 @@ local function at(where, doors, action, count, pattern)
       if n then return text_of(class.name, call_of(r, n), count, action) end
       local most = CALLS[class.name]
       if class.name == "any" then most = where.job.ranks > 1 and 1200 or where.job.disk_threads and 800 or most end
+      if class.name == "lock" and not where.job.disk_threads then most = 2500 end
       return text_of(class.name, r.chance(0.5) and r.early(most) or r.int(0, most), count, action)
     end
   end
@@ -177,6 +178,10 @@ local KINDS = {
   { "spurious", golden = true, make = function(w) return at(w, { "wait" }, "spurious", w.r.int(1, 50)) end },
   { "hand_over", golden = true, make = function(w)
     return at(w, { "lock", "wait" }, ("delay:%.4f"):format(w.r.next() * 0.01), w.r.int(1, 30))
+  end },
+  -- A thread that is late at 200 locks in a row. It finds lost wake-ups.
+  { "late_thread", golden = true, weight = 3, make = function(w)
+    return at(w, { "lock" }, ("lag:%.4f"):format(0.0002 + w.r.next() * 0.004))
   end },
   { "jump", golden = true, make = function(w)
     return at(w, { "clock" }, "jump:" .. w.r.pick { -86400, -5, 5, 86400 })
@@ -277,7 +282,7 @@ function draw.job(seed, options)
     config.memory = { host = r.pick { "520KiB", "700KiB" }, disk = { limit = "4MiB", checksums = true } }
     config.chunk_size = r.pick { 2048, 4096 }
     config.eviction = r.pick { "plan", "lru" }
-    job.disk_threads = r.pick { 0, 2 }                     -- 0: io_uring
+    job.disk_threads = r.pick { 0, 1, 2 }                  -- 0: io_uring
   end
   return job
 end
@@ -371,7 +376,7 @@ end
 
 -- Maps the name of an action to its kind. An action with an errno belongs to the kind that allows the errno.
 local OF_ACTION = { EINTR = "eintr", short = "short", delay = "slow", drip = "drip", spurious = "spurious",
-  reorder = "reorder",
+  reorder = "reorder", lag = "late_thread",
   jump = "jump", stop = "stop", ENOSPC = "full", EDQUOT = "full", EMFILE = "refused", EACCES = "refused",
   EROFS = "refused", ENOMEM = "memory", EIO = "eio", flip = "flip", reset = "reset", half_open = "half_open",
   ECONNREFUSED = "unreachable", ECONNABORTED = "unreachable", kill = "kill", signal = "signal", power = "power",

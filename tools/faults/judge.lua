@@ -90,9 +90,9 @@ local function ending(process, by_rank, all)
     last_words(process.text))
 end
 
--- Returns when all processes must have ended if one ended badly: some seconds after the last fault, after stopped ranks
--- continue, and after the first end.
-local function ends_by(processes, list, job)
+-- Returns the last of these times, if a process ended badly: the last fault, the continuation of a stopped rank, and
+-- the first end of a process. All processes must end some seconds later.
+local function failed_at(processes, list, job)
   local first, last, failed = math.huge, 0, false
   for _, process in ipairs(processes) do
     first = math.min(first, process.over or math.huge)
@@ -102,7 +102,7 @@ local function ends_by(processes, list, job)
     local seconds = tonumber(event.text:match "=stop:([%d.]+)")
     last = math.max(last, (event.at or 0) + (seconds and run.stopped(seconds, job) or 0))
   end
-  return failed and first < math.huge and math.max(first, last) + (job.ends_s or math.huge) or math.huge
+  return failed and first < math.huge and math.max(first, last) or nil
 end
 
 -- Checks that parameters have the golden run's values. The chunk size determines which rank has which parameters, so
@@ -203,12 +203,14 @@ function judge.life(spec, plan, life, processes, golden, state, resumes)
   local by_rank, all = happened(plan, life, list, state.faults + 1)
   state.faults = #list
   local outcome, why = "golden", nil
-  local deadline = ends_by(processes, list, spec.job)
+  local from, most = failed_at(processes, list, spec.job), spec.job.ends_s or math.huge
   for _, process in ipairs(processes) do
     local how, what = ending(process, by_rank, all)
-    if how ~= "wrong" and (process.over or 0) > deadline then
+    local after = from and process.over and process.over - from or 0
+    state.ended_s = math.max(state.ended_s or 0, after)
+    if how ~= "wrong" and after > most then
       how, what = "wrong", ("rank %d ended %.1f s after the last fault and the first end of a rank"):format(
-        process.rank, process.over - deadline + spec.job.ends_s)
+        process.rank, after)
     end
     if how == "wrong" then return { outcome = "WRONG", why = what } end
     if how and outcome == "golden" then outcome, why = "named", what end

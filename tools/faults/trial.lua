@@ -144,7 +144,8 @@ end
 --- Runs a plan in a folder `name`, which stays.
 ---@param plan ps.faults.Plan
 ---@param name string
----@return ps.faults.Verdict verdict with `faults`, the number that happened
+---@return ps.faults.Verdict verdict with `faults`, the number that happened, and `ended_s`, the longest time between
+--- a failure and the end of all processes
 ---@return ps.faults.Process[][] processes of its lives
 ---@return table spec of run.life
 function Trials:perform(plan, name)
@@ -167,7 +168,7 @@ function Trials:perform(plan, name)
     local problem = judge.left(spec, state, self.shm)
     verdict = problem and { outcome = "WRONG", why = problem } or named or verdict
   end
-  verdict.faults = state.faults
+  verdict.faults, verdict.ended_s = state.faults, state.ended_s
   return verdict, all, spec
 end
 
