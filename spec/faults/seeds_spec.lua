@@ -78,7 +78,7 @@ describe("a seed", function()
 
   it("draws calls of files that the life makes, of each class its share", function()
     local drawn, files = {}, 0
-    for seed = 1, 1000 do
+    for seed = 1, 1300 do
       local plan = plan_of(seed)
       for _, event in ipairs(plan.events) do
         local class, nth = (event.text or ""):match "^(%l+/%l+)@(%d+)"
@@ -143,6 +143,7 @@ describe("the checker", function()
     assert.truthy(wrong { "0 1 step 1 v=a1 aa" }:find("other values of v", 1, true))
     assert.truthy(wrong { "0 1 step 1 w=a1 bb" }:find("other rows in step 1", 1, true))
     assert.truthy(wrong { "0 1 step 3 w=a1 aa" }:find("does not exist", 1, true))
+    assert.truthy(wrong { "0 1 damaged latest" }:find("`latest` was damaged", 1, true))
     assert.truthy(wrong({ "0 1 resumed 0 0" }, false, 1):find("continued from step 0", 1, true))
     assert.truthy(wrong({ "0 1 resumed 1 1" }, true, 1):find("were damaged", 1, true))
     assert.truthy(wrong { "0 1 resumed 1 0", "1 1 resumed 0 0" }:find("another rank from step 1", 1, true))

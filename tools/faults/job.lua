@@ -7,6 +7,7 @@
 --                                      it read
 --   RANK LIFE saved STEP               the checkpoint is said to be complete
 --   RANK LIFE end STEP
+--   RANK LIFE damaged FILE
 local ps = require "ps"
 local bit = require "bit"
 local ffi = require "ffi"
@@ -78,7 +79,16 @@ local function load_kept()
   for i = math.min(job.keep - 1, #older), 1, -1 do ps.checkpoints.load(run .. "/" .. older[i], parts) end
 end
 
+-- The file `latest` is replaced as a whole, so it never has other bytes than those of one of its versions.
+local function check_latest()
+  local latest = io.open(run .. "/latest", "rb")
+  if not latest then return end
+  if not latest:read("*a"):match "^step%-%d+%.?%l*\n%x+\n$" then note "damaged latest" end
+  latest:close()
+end
+
 local first = 0
+if job.checks then check_latest() end
 if ps.checkpoints.find(run) then
   if job.checks then load_kept() end
   local from = ps.checkpoints.load(run, parts)

@@ -139,6 +139,8 @@ local function check_log(log, job, life, golden, state, resumes)
       if line.what == "step" then
         problem = check_step(line, job, golden)
         state.seen[line.rank .. " " .. line.step] = true
+      elseif line.what == "damaged" then
+        problem = "the file `latest` was damaged: it has neither its older bytes nor the new ones"
       elseif line.what == "resumed" then
         problem = check_begin(line, state, resumes)
         first = first or line.step
