@@ -357,6 +357,9 @@ local REST = [==[
   when a checkpointed forward is recomputed. A step of an engine that is given up or skipped (an error, an overflow)
   restores them. Each rank computes them from its own rows, and those of rank 0 are saved; `nn.SyncBatchNorm` computes
   them from the rows of all ranks. They are fp32 in models of half types, too.
+- **The mean loss over no targets** (each is -100) is 0. PyTorch's is NaN.
+- **`F.binary_cross_entropy`** does not check its probabilities. Outside [0, 1] the loss is NaN, whereas PyTorch raises
+  an error.
 - **Causal masks with T queries and S keys, T < S**: query i sees the keys up to i + S - T, as in decoding with a
   cache. In PyTorch, `is_causal` lets query i see the keys up to i.
 - **`p.grad`, `p.requires_grad`, `t.shape`, `t.dtype`** are methods: `p:grad()`. Without the parentheses each is a

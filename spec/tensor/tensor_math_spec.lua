@@ -236,6 +236,11 @@ describe("a wrong use", function()
     local ignored = F.cross_entropy(logits, tensor({ 1, -100 }, "int64"))
     assert(math.abs(ignored:item() - math.log(5)) < 1e-6)
   end)
+  it("losses without targets are 0, and probabilities outside [0, 1] give NaN (docs/pytorch.md)", function()
+    assert.equal(0, F.cross_entropy(ps.ones { 2, 5 }, tensor({ -100, -100 }, "int64")):item())
+    local loss = F.binary_cross_entropy(tensor { 2 }, tensor { 1 }):item()
+    assert.is_true(loss ~= loss)
+  end)
 
   it("of layers names op and shapes", function()
     local x = ps.zeros { 2, 4 }
