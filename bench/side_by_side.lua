@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Runs commands whose last line is JSON, one after another in several rounds, and prints medians and ratios to the
--- first.
+-- first. The last line is one JSON object with both, which bench/record.lua records.
 --   psluajit bench/side_by_side.lua --key tokens_per_s --rounds 3 \
 --     'psluajit bench/train.lua' 'OMP_NUM_THREADS=2 python3 peer.py bench'
 -- A ratio above 1 means that the first command is better: higher for rates (.._per_s), lower for keys that end in _s or
@@ -42,13 +42,17 @@ local function median(list)
   return list[math.floor((#list + 1) / 2)]
 end
 
+local found = {}
 for _, key in ipairs(args.key) do
   local first = median(figures[1][key])
   local higher_is_better = key:match("per_s$") or not (key:match("_s$") or key:match("_mib$"))
   for i, command in ipairs(args.commands) do
     local value = median(figures[i][key])
     local ratio = value and first and (higher_is_better and first / value or value / first)
+    found[i] = found[i] or { command = command, rounds = args.rounds }
+    found[i][key], found[i]["first_is_better_" .. key] = value, ratio
     print(("%-14s %12s  first is %s  %s"):format(key, value and ("%.4g"):format(value) or "no result",
       ratio and ("%.2fx"):format(ratio) or "-", command))
   end
 end
+print(cjson.encode(found))

@@ -36,6 +36,18 @@ describe("larger_than_memory.lua", function()
   end)
 end)
 
+describe("side_by_side.lua", function()
+  it("ends with a line of JSON that has the medians and ratios, for bench/record.lua", function()
+    local text, code = check.shell(([[cd '%s' && '%s' bench/side_by_side.lua 'echo "{\"x_per_s\": 6, \"y_mib\": 2}"' \
+      'echo "{\"x_per_s\": 4, \"y_mib\": 8}"' false --key x_per_s y_mib --rounds 2]]):format(paths.root, paths.exe))
+    assert.equal(0, code, text)
+    local found = require("cjson").decode(text:match "\n(%[[^\n]*%])\n$")
+    assert.same({ 6, 2, 1.5, 4 }, { found[1].x_per_s, found[1].y_mib, found[2].first_is_better_x_per_s,
+      found[2].first_is_better_y_mib })
+    assert.same({ command = "false", rounds = 2 }, found[3])
+  end)
+end)
+
 describe("first_logits.lua", function()
   it("writes the folder, loads it in its own process, and prints seconds and memory", function()
     local folder = os.tmpname()
