@@ -43,12 +43,49 @@ describe("the records of docs/benchmarks/", function()
           assert.equal("string", type(read[field]), name .. ": " .. field)
         end
         assert.equal("table", type(read.result), name)
-        local script = read.command:match "bench/[%w_]+%.lua"
+        local script = read.command:match "bench/[%w_]+%.lua" or read.command:match "examples/[%w_/]+%.lua"
         assert(script and lfs.attributes(paths.root .. "/" .. script, "mode"), name .. ": " .. read.command)
         assert.matches("(benchmarks/" .. name .. ")", page, 1, true)
       end
     end
     assert(n >= 2, n)
+  end)
+
+  -- Adds all numbers of a record's result to a list.
+  local function numbers(value, list)
+    if type(value) == "table" then
+      for _, v in pairs(value) do numbers(v, list) end
+    elseif type(value) == "number" then list[#list + 1] = value end
+    return list
+  end
+
+  -- Returns whether a number as text is one of the values, rounded to the text's last digit.
+  local function is_one_of(text, values)
+    local digits = #text:gsub("[eE].*", ""):gsub("^[-0.]+", ""):gsub("%D", "")
+    for _, value in ipairs(values) do
+      if tonumber(("%%.%dg"):format(digits):format(value)) == tonumber(text) then return true end
+    end
+    return false
+  end
+
+  it("have the figures of the tables that link them", function()
+    assert(is_one_of("5.4e-8", { 5.404e-08 }) and is_one_of("14.0082", { 14.00818 }))
+    assert(is_one_of("66956546", { 66956546 }))
+    assert(not is_one_of("5.5e-8", { 5.404e-08 }) and not is_one_of("1.05", { 1.0417 }))
+    local page, n = check.read(paths.root .. "/docs/benchmarks.md"), 0
+    for figures, name in page:gmatch "|([^|\n]*)|[^|\n]*%(benchmarks/([%w_]+%.json)%)[^|\n]*|\n" do
+      local values = numbers(json.decode(check.read(paths.root .. "/docs/benchmarks/" .. name)).result, {})
+      for text in figures:gmatch "%f[%w.]%d[%d.]*[eE]?%-?%d*" do
+        n = n + 1
+        assert(is_one_of(text, values), name .. " has no " .. text)
+      end
+    end
+    assert(n >= 10, n)
+    local own = check.read(paths.root .. "/examples/benchmark/README.md")
+    local steps = json.decode(check.read(paths.root .. "/docs/benchmarks/patrickstar_bert.json")).result.steps
+    for i, step in ipairs(steps) do
+      assert.matches(("\n| %d | %.1f | %.3f | %.4f |\n"):format(i, step.seconds, step.tflops, step.loss), own, 1, true)
+    end
   end)
 
   it("stand for all figures: each section with a table has a date and commands that exist", function()
