@@ -66,6 +66,11 @@ describe("psluajit's lists", function()
     end)
   end
 
+  it("are described by their parser, however it is written", function()
+    assert.matches("\nmerge_adapter +Merges an adapter into its base model%.\n", (good "psluajit tools"))
+    assert.matches("\ndpo +Trains a chat model on preferences%.\n", (good "psluajit examples"))
+  end)
+
   it("come after the user's own files", function()
     local file = assert(io.open(folder .. "/chat", "w"))
     file:write "print 'my chat'\n"

@@ -35,7 +35,7 @@ end
 
 -- Describes a script in one line with its argparse description, or else with the first sentence of its first comment.
 local function about(text)
-  local described, at = text:match 'argparse%(%s*"[^"]*",%s*"([^"]*)"()'
+  local described, at = text:match 'argparse"?%s*%(%s*"[^"]*",%s*"([^"]*)"()'
   if described then
     while true do                                          -- the text may be several literals, joined by ..
       local more, next_at = text:match('^%s*%.%.%s*"([^"]*)"()', at)
