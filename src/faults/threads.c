@@ -75,17 +75,22 @@ int clock_nanosleep(clockid_t id, int flags, const struct timespec *t, struct ti
 }
 
 /* -- hand-overs between threads ----------------------------------------------------------------------------------- */
-/* An event `lag` makes the thread that called late at LAGS locks: others run between its steps. */
+/* An event `lag` makes the thread that called late at its next LAGS locks: others run between its steps. */
 enum { LAGS = 200 };
 static _Thread_local int lags_left;
 static _Thread_local double lag_s;
+
+static void make_late(faults_hit hit)
+{
+    if (hit.action == ACT_LAG) lags_left = LAGS, lag_s = hit.arg;
+}
 
 int pthread_mutex_lock(pthread_mutex_t *m)
 {
     static int (*next)(pthread_mutex_t *);
     if (!next) *(void **)&next = faults_next("pthread_mutex_lock", NULL);
     faults_hit hit = faults_pass(DOOR_LOCK, CAN(ACT_LAG), NULL);
-    if (hit.action) lags_left = LAGS, lag_s = hit.arg;
+    make_late(hit);
     if (lags_left > 0) {
         lags_left--;
         faults_nap(lag_s);
@@ -98,7 +103,9 @@ int pthread_cond_wait(pthread_cond_t *c, pthread_mutex_t *m)
 {
     static int (*next)(pthread_cond_t *, pthread_mutex_t *);
     if (!next) *(void **)&next = faults_next("pthread_cond_wait", "GLIBC_2.3.2");
-    if (faults_pass(DOOR_WAIT, CAN(ACT_SPURIOUS), NULL).action) return 0;
+    faults_hit hit = faults_pass(DOOR_WAIT, CAN(ACT_SPURIOUS) | CAN(ACT_LAG), NULL);
+    make_late(hit);
+    if (hit.action == ACT_SPURIOUS) return 0;
     return next(c, m);
 }
 
@@ -106,6 +113,8 @@ int pthread_cond_timedwait(pthread_cond_t *c, pthread_mutex_t *m, const struct t
 {
     static int (*next)(pthread_cond_t *, pthread_mutex_t *, const struct timespec *);
     if (!next) *(void **)&next = faults_next("pthread_cond_timedwait", "GLIBC_2.3.2");
-    if (faults_pass(DOOR_WAIT, CAN(ACT_SPURIOUS), NULL).action) return 0;
+    faults_hit hit = faults_pass(DOOR_WAIT, CAN(ACT_SPURIOUS) | CAN(ACT_LAG), NULL);
+    make_late(hit);
+    if (hit.action == ACT_SPURIOUS) return 0;
     return next(c, m, until);
 }

@@ -148,10 +148,10 @@ local function at(where, doors, action, count, pattern)
 end
 
 local FILE = { "read", "write", "sync", "rename", "open", "space", "mkdir", "remove", "map" }
--- Where a process ends: at a call of a file, or at any.
--- Power is also lost when the process has ended, and everything that it said must be true.
+-- Where a process ends: at a call of a file, or at any. Power is lost more often between an fsync and a rename. It is
+-- also lost when the process has ended, and everything that it said must be true.
 local ENDS = { "any", "any", "any", "write", "sync", "rename", "open", "mkdir", "remove", "read", "map" }
-local POWER = { "end", "end" }
+local POWER = { "end", "end", "sync", "sync", "rename" }
 for _, door in ipairs(ENDS) do POWER[#POWER + 1] = door end
 local MOVES, LINKS = { "read", "write", "send", "recv" }, { "send", "recv" }
 
@@ -181,7 +181,7 @@ local KINDS = {
   end },
   -- A thread that is late at 200 locks in a row. It finds lost wake-ups.
   { "late_thread", golden = true, weight = 3, make = function(w)
-    return at(w, { "lock" }, ("lag:%.4f"):format(0.0002 + w.r.next() * 0.004))
+    return at(w, { "lock", "wait", "wait" }, ("lag:%.4f"):format(0.0002 + w.r.next() * 0.004))
   end },
   { "jump", golden = true, make = function(w)
     return at(w, { "clock" }, "jump:" .. w.r.pick { -86400, -5, 5, 86400 })

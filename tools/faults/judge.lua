@@ -57,9 +57,10 @@ local function fits(text, kinds)
   end
 end
 
--- Returns the line that contains the reason why a process ended.
+-- Returns the line that contains the reason why a process ended: its last one that names the program.
 local function last_words(text)
-  local words = text:match "psluajit[%w_]*: ([^\n]+)" or text:match "([^\n]+)\n*$" or ""
+  local words = text:match "([^\n]+)\n*$" or ""
+  for line in text:gmatch "psluajit[%w_]*: ([^\n]+)" do words = line end
   return (words:gsub("^%c*", ""):sub(1, 240))
 end
 
