@@ -889,6 +889,23 @@ do
          layouts = false }
   case { "rmsprop_", squared(with_low(group({ 65 }, 5, true), { 65 })), types = { "bf16" }, exact = true,
          layouts = false }
+  --- gradient scale, step, lr, betas, eps, weight decay, average, bias correction
+  local free = args(0.5, 3, 1e-2, 0.9, 0.99, 1e-8, 0.1, 0.25, 0.3)
+  case { "adam_schedule_free_", set(group({ 5, 7 }, 5), free), set(group({ 130 }, 5), free),
+         set(group({ 65 }, 5), args(1, 1, 1e-2, 0.9, 0.99, 1e-8)), types = { "fp32" }, exact = true, layouts = false }
+  case { "adam_schedule_free_", set(group({ 65 }, 5, true), free), set(group({ LARGE[1], LARGE[2] }, 5, true), free),
+         exact = true, layouts = false }
+  case { "adam_schedule_free_", set(with_low(group({ 65 }, 5, true), { 65 }), free),
+         set(with_low(group({ 130 }, 5, true), { 130 }), args(1, 1, 1e-2, 0.9, 0.99, 1e-8)), types = { "bf16" },
+         exact = true, layouts = false }
+  local function three(shape, weight, master)
+    return set({ F(shape), master and F(shape, -2, 2, "fp32") or SAME(1), F(shape, -1, 1, "fp32") }, args(weight))
+  end
+  case { "master_lerp_", three({ 5, 7 }, 0.1), three({ 130 }, -1 / 9), three({ 65 }, -1), types = { "fp32" },
+         exact = true, layouts = false }
+  case { "master_lerp_", three({ 65 }, 0.7, true), three({ LARGE[1], LARGE[2] }, -0.25, true), exact = true,
+         layouts = false }
+  case { "master_lerp_", with_low(three({ 65 }, -0.25), { 65 }), types = { "bf16" }, exact = true, layouts = false }
   local near = { fp32 = 2e-5, bf16 = 2e-2, fp16 = 4e-3 }
   case { "lamb_", set(group({ 5, 7 }, 5), args(0.5, 3, 1e-2, 0.9, 0.99, 1e-6, 0.1)),
          set(group({ 9000 }, 5), args(1, 1, 1e-2, 0.9, 0.99, 1e-6, 0)), types = { "fp32" }, tol = near, floor = 1e-6,

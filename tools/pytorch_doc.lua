@@ -151,6 +151,8 @@ attention_packed_backward | - | - | its gradient
 adam_ | optim.AdamW | optim.Adam, optim.AdamW | one pass for all parameters
 sgd_ | optim.SGD | optim.SGD |
 rmsprop_ | optim.RMSprop | optim.RMSprop | centered is refused
+adam_schedule_free_ | - | optim.AdamWScheduleFree | AdamWScheduleFree of schedulefree
+master_lerp_ | - | - | optimizer:eval() and optimizer:train() of AdamWScheduleFree
 lion_ | - | optim.Lion | lion-pytorch's
 lamb_ | - | optim.LAMB | timm's, without its clipping
 muon_ | optim.Muon | optim.Muon | products are fp32 for fp32 parameters; groups name the optimizer of other parameters

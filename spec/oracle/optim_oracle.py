@@ -82,6 +82,61 @@ def optimizer(d):
     return Case(" ".join(code), run, params + grads)
 
 
+def schedule_free(d):
+    """AdamWScheduleFree of the package schedulefree over several steps: states that are saved by name, or converted to
+    the package's form and back; evaluation in the middle; gradients that are missing; two groups."""
+    dtype, steps = d.dtype("fp32", "fp32", "bf16"), d.int(1, 20)
+    ours = {"lr": d.choice(2.5e-3, 0.1), "betas": [d.choice(0.9, 0.5, 0.98), d.choice(0.999, 0.95)],
+            "eps": d.choice(1e-8, 1e-6), "weight_decay": d.choice(0, 0, 0.1), "warmup_steps": d.choice(0, 3, 30),
+            "r": d.choice(0, 0, 1, 0.5), "weight_lr_power": d.choice(2, 2, 0, 1)}
+    theirs = ours | {"betas": tuple(ours["betas"]), "foreach": d.chance(0.5)}
+    shapes = [d.shape(0, 2, 200) for _ in range(d.int(1, 4))]
+    params = [Input(d.values(s, dtype, -2, 2)) for s in shapes]
+    grads = [Input(d.values([steps] + s, dtype, -1, 1)) for s in shapes]
+    count, rate_at, half = len(shapes), d.int(0, steps - 1) if d.chance(0.3) else -1, dtype != "fp32"
+    # A step without any gradient is skipped here; the package counts it.
+    missing = {(i, s) for i in range(1, count) for s in range(steps) if d.chance(0.1)}
+    by_name = half or d.chance(0.5)                                              # PyTorch's form has no masters
+    reload_at, eval_at = d.int(0, steps - 1), d.int(0, steps - 1) if d.chance(0.5) else -1
+    cut = d.int(1, count - 1) if count > 1 and d.chance(0.5) else 0
+    names = ["x[%d]" % (i + 1) for i in range(count)]
+    groups = "{ { params = { %s } }, { params = { %s }, lr = 0.01, weight_decay = 0.3 } }" % (
+        ", ".join(names[:cut]), ", ".join(names[cut:])) if cut else "{ %s }" % ", ".join(names)
+    make = "ps.optim.AdamWScheduleFree(%s, %s)" % (groups, lua(ours))
+    code = ["local opt, missing = %s, { %s }" % (make, ", ".join('["%d.%d"] = true' % m for m in sorted(missing))),
+            "for s = 0, %d do for i = 1, %d do" % (steps - 1, count),
+            "local grad = not missing[(i - 1) .. '.' .. s] and x[i + %d][s]:clone() or nil" % count,
+            "x[i]:requires_grad(true) x[i]:set_grad(grad) end",
+            "if s == %d then for _, group in ipairs(opt.groups) do group.lr = 0.02 end end" % rate_at,
+            "opt:step()",
+            "if s == %d then opt:eval() assert(not pcall(opt.step, opt)) opt:train() end" % eval_at,
+            "if s == %d then local state = opt:%s() opt = %s opt:load_state_dict(state) end end" % (
+                reload_at, "state_dict" if by_name else "torch_state_dict", make),
+            "local y = {} for i = 1, %d do y[i] = x[i]:detach():clone() end opt:eval()" % count,
+            "for i = 1, %d do y[#y + 1] = x[i]:detach() end return unpack(y)" % count]
+
+    def run(x, m):
+        from schedulefree import AdamWScheduleFree
+        ps = [torch.nn.Parameter(p.detach().to(m.dtype("fp32")).clone()) for p in x[:count]]
+        groups = [{"params": ps[:cut or count]}] + ([{"params": ps[cut:], "lr": 0.01, "weight_decay": 0.3}]
+                                                    if cut else [])
+        opt = AdamWScheduleFree(groups, **theirs)
+        opt.train()
+        for s in range(steps):
+            for i, p in enumerate(ps):
+                p.grad = None if (i, s) in missing else x[count + i][s].detach().to(m.dtype("fp32")).clone()
+            for g in opt.param_groups if s == rate_at else ():
+                g["lr"] = 0.02
+            opt.step()
+            if s == eval_at:
+                opt.eval()
+                opt.train()
+        y = [p.detach().clone().to(m.dtype(dtype)) for p in ps]
+        opt.eval()
+        return y + [p.detach().to(m.dtype(dtype)) for p in ps]
+    return Case(" ".join(code), run, params + grads)
+
+
 def adafactor(d):
     """PyTorch's and transformers' Adafactor over several steps, with a state that is converted to PyTorch's form and
     back."""
@@ -444,7 +499,8 @@ ROWS = [Row("optimizer", optimizer, weight=6), Row("clip_grad_norm", clip), Row(
         Row("PyTorch's schedules", of_names, weight=2),
         Row("WarmupLR, WarmupDecayLR", deepspeed_warmup, weight=2), Row("WarmupCosineLR", deepspeed_cosine),
         Row("OneCycle", deepspeed_cycle), Row("LRRangeTest", deepspeed_range), Row("Adafactor", adafactor, weight=2),
-        Row("8-bit codes", codes), Row("8-bit values", code_values)]
+        Row("8-bit codes", codes), Row("8-bit values", code_values),
+        Row("AdamWScheduleFree", schedule_free, weight=2)]
 
 if __name__ == "__main__":
     assert set(TYPES) >= {"fp32", "bf16", "fp16", "fp64"}

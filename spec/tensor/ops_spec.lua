@@ -120,7 +120,8 @@ end)
 
 -- Ops without a cuda kernel: updates that the engine runs on the host (docs/optimizers.md), and ops on packed weights.
 local HOST = {}
-for name in ("prod lamb_ muon_ adafactor_ adam8bit_ unpack pack linear_packed"):gmatch "%S+" do HOST[name] = true end
+for name in ([[prod lamb_ muon_ adafactor_ adam8bit_ adam_schedule_free_ master_lerp_ unpack pack
+    linear_packed]]):gmatch "%S+" do HOST[name] = true end
 
 -- Returns whether the device runs an op. It does not run collectives, moves between two devices other than the host,
 -- and ops of the host.

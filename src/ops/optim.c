@@ -10,6 +10,8 @@ int infer_sgd(ps_infer *f);
 int infer_grad_store(ps_infer *f);
 int infer_rmsprop(ps_infer *f);
 int infer_lion(ps_infer *f);
+int infer_adam_schedule_free(ps_infer *f);
+int infer_master_lerp(ps_infer *f);
 int infer_adam_bf16(ps_infer *f);
 int infer_lamb(ps_infer *f);
 int infer_muon(ps_infer *f);
@@ -56,6 +58,14 @@ int infer_adam(ps_infer *f)
 int infer_sgd(ps_infer *f) { return check_update(f, 4, 1, PS_F32); }
 int infer_rmsprop(ps_infer *f) { return check_update(f, 5, 2, PS_F32); }
 int infer_lion(ps_infer *f) { return check_update(f, 4, 1, PS_F32); }
+int infer_master_lerp(ps_infer *f) { return check_update(f, 3, 0, PS_F32); }
+
+int infer_adam_schedule_free(ps_infer *f)
+{
+    const ps_attrs_adam_schedule_free_ *at = f->attrs;
+    if (!(at->bias2 > 0)) return ps_rule_fail(f, "the bias correction %g must be positive", at->bias2);
+    return check_update(f, 5, 2, PS_F32);
+}
 int infer_adam_bf16(ps_infer *f) { return check_update(f, 5, 2, PS_BF16); }
 int infer_lamb(ps_infer *f) { return check_update(f, 5, 2, PS_F32); }
 

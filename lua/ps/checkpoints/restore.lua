@@ -1,6 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- The reading half of ps.checkpoints: opens a checkpoint of either form, compares checksums (each rank a share of
 -- them), falls back to an earlier checkpoint if one is damaged, and loads the state into the parts.
+local create = require "ps.tensor.create"
 local dist = require "ps.dist"
 local handle = require "ps.nn.handle"
 local json = require("cjson").new()
@@ -8,10 +9,12 @@ local agree = require "ps.dist.agree"
 local folder = require "ps.checkpoints.folder"
 local lfs = require "lfs"
 local mesh = require "ps.dist.mesh"
+local native = require "ps.core.ffi"
 local random_state = require "ps.dist.random_state"
 local safetensors = require "ps.io.safetensors"
 local rank_files = require "ps.checkpoints.rank_files"
 local rectangles = require "ps.core.rectangles"
+local scope = require "ps.core.scope"
 
 local restore = {}
 
@@ -201,12 +204,34 @@ local function optimizer_tensors(file)
   end })
 end
 
+-- Reads values with which a schedule-free optimizer evaluates the model. The file has those of training, which `text`
+-- tells how to move (ps.optim.average). `read` fills a tensor of the same shape with a tensor of the file.
+local function read_average(file, name, text, tensor, read)
+  local state, weight = text:match "^(%S+) (%S+)$"
+  local toward = PREFIX .. name .. "." .. state
+  local function values(of)
+    local out = create.empty(tensor:shape(), { dtype = file:dtype(toward) })
+    read(of, out)
+    return out
+  end
+  local value, stop = values(name), values(toward)
+  scope.no_grad(function()
+    native.ops.master_lerp_({ value, value, stop }, tonumber(weight))
+    tensor:copy_(value)
+  end)
+end
+
 -- Returns the model's tensors of a file, with the methods that Module:load_state_dict calls. An engine's parameters
 -- have masters from the beginning, so for an engine, a master in the file is read instead of the rounded parameter.
-local function model_view(file, for_engine)
+-- averages: of a model without its optimizer.
+local function model_view(file, for_engine, averages)
   local function source(name)
     local master = PREFIX .. name .. ".master"
-    return for_engine and file:has(master) and master or name
+    return (for_engine or averages and averages[name]) and file:has(master) and master or name
+  end
+  local function average_of(name)
+    local text = averages and averages[name]
+    return text and file:has(PREFIX .. name .. "." .. text:match "^%S+") and text
   end
   local view = { whole = true, shape = function(_, name) return file:shape(source(name)) end,
     check = function(_, name) file:check(source(name)) end }
@@ -217,8 +242,20 @@ local function model_view(file, for_engine)
     end
     return names
   end
-  function view.read_into(_, name, tensor) file:read_into(source(name), tensor) end
-  function view.read_part(_, name, tensor, offset) file:read_part(source(name), tensor, offset) end
+  function view.read_into(_, name, tensor)
+    local text = average_of(name)
+    if not text then return file:read_into(source(name), tensor) end
+    read_average(file, name, text, tensor, function(of, into)
+      file:read_into(of == name and source(name) or of, into)
+    end)
+  end
+  function view.read_part(_, name, tensor, offset)
+    local text = average_of(name)
+    if not text then return file:read_part(source(name), tensor, offset) end
+    read_average(file, name, text, tensor, function(of, into)
+      file:read_part(of == name and source(name) or of, into, offset)
+    end)
+  end
   return view
 end
 
@@ -307,7 +344,8 @@ local function apply(opened, parts, with, group)
   end
   -- The schedule is loaded after the optimizer, since it sets the optimizer's learning rate.
   if with.sched then with.sched:load_state_dict(state.sched) end
-  parts.model:load_state_dict(model_view(tensors, handle.of(parts.model) ~= nil),
+  local averages = not with.optimizer and state.optimizer and state.optimizer.averages or nil
+  parts.model:load_state_dict(model_view(tensors, handle.of(parts.model) ~= nil, averages),
     { elsewhere = opened.elsewhere })
   for name, tensor in pairs(parts.tensors or {}) do tensors:read_into(SCRIPT .. name, tensor) end
   random_state.set(own_rng(opened, group))

@@ -191,6 +191,12 @@ local sections = {
       .. "of it" },
     { "always_adapt", T.boolean, nil, H, "in LAMB, whether rates depend on norms without weight decay, too" },
     { "trust_clip", T.boolean, nil, H, "in LAMB, whether the ratio of norms is limited to 1" },
+    { "warmup_steps", T.integer(0, 2 ^ 53), nil, H, "in AdamWScheduleFree, the number of steps in which the rate rises "
+      .. "to lr (default 0)" },
+    { "r", T.number(0, 1e3), nil, H, "in AdamWScheduleFree, the weight of step k in the average is k ^ r times a power "
+      .. "of the rate (default 0)" },
+    { "weight_lr_power", T.number(0, 1e3), nil, H, "in AdamWScheduleFree, that power of the largest rate so far "
+      .. "(default 2)" },
     { "ns_method", T.any, nil, R, OTHER },
   } },
   { "fp16", "Training with fp16 parameters, fp32 masters and a loss scale. If neither fp16 nor bf16 is enabled, "

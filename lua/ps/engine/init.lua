@@ -16,6 +16,7 @@
 local native = require "ps.core.ffi"
 local random = require "ps.core.random"
 local adopt = require "ps.engine.state.adopt"
+local averaged = require "ps.engine.state.averaged"
 local handle = require "ps.nn.handle"
 local masters = require "ps.engine.state.masters"
 local replicas = require "ps.engine.ranks.replicas"
@@ -163,6 +164,14 @@ function Engine:state_dict(options)
   return options.tied == false and state or tied.add(self.module, state)
 end
 
+--- Calls fn with the parameters at the values at which the model is evaluated, which differ from the training's with
+--- AdamWScheduleFree.
+---@param call string name of the call in messages
+---@param fn fun(...: any): ...
+---@param ... any arguments of fn
+---@return any ...
+function Engine:averaged(call, fn, ...) return averaged.run(self, call, fn, ...) end
+
 --- Calls the module's save_pretrained with the fp32 values. All ranks call it; rank 0 writes.
 ---@param folder string|{save_directory: string} the folder, or a table with the folder and the options
 ---@param options? {max_shard_size?: integer|string} the options of the module's save_pretrained
@@ -173,7 +182,7 @@ function Engine:save_pretrained(folder, options)
   if not save then
     caller.error "this model has no save_pretrained; ps.safetensors.save(path, model:state_dict()) saves its values"
   end
-  return save(self.module, folder, self.handle, options)
+  return self:averaged("save_pretrained", save, self.module, folder, self.handle, options)
 end
 
 --- Calls the module's save_gguf with the fp32 values. All ranks must call it; only rank 0 writes.
@@ -183,7 +192,7 @@ function Engine:save_gguf(path, options)
   self = handle.own(self, "save_gguf")
   local write = self.module.save_gguf
   if not write then caller.error "this model has no save_gguf; models of ps.from_pretrained have it" end
-  write(self.module, path, self.handle, options)
+  self:averaged("save_gguf", write, self.module, path, self.handle, options)
 end
 
 --- Calls the module's save_parallelized with the fp32 values. All ranks must call it. It may be called between backward
@@ -195,7 +204,7 @@ function Engine:save_parallelized(folder, options)
   self = handle.own(self, "save_parallelized")
   local write = self.module.save_parallelized
   if not write then caller.error "this model has no save_parallelized; ps.checkpoints.save saves its state" end
-  return write(self.module, folder, self.handle, options)
+  return self:averaged("save_parallelized", write, self.module, folder, self.handle, options)
 end
 
 --- Calls the module's generate. If the model is cut into stages or its layers are cut, all ranks of the model must call
@@ -206,9 +215,9 @@ function Engine:generate(...)
   self = handle.own(self, "generate")
   self:check_open()
   if self.driver.in_loops or self.tensor_parallel then
-    return require("ps.engine.pipeline.generate").generate(self, ...)
+    return self:averaged("generate", require("ps.engine.pipeline.generate").generate, self, ...)
   end
-  return self.module:generate(...)
+  return self:averaged("generate", self.module.generate, self.module, ...)
 end
 
 --- Copies values into the model by name. The values of half parameters are copied into their masters. Abandons the

@@ -266,6 +266,8 @@ end
 local function run(model, tokenizer, full, rows)
   local task = full.task or (rows_of.has_choices(rows[1]) and "choices" or "perplexity")
   caller.one_of(task, TASKS, "ps.evaluate.run: task")
+  local engine = handle.of(model)
+  if engine then return engine:averaged("ps.evaluate.run", TASKS[task], model, tokenizer, rows, #rows, full) end
   return TASKS[task](model, tokenizer, rows, #rows, full)
 end
 

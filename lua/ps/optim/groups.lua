@@ -55,14 +55,25 @@ end
 ---@return string[]
 function groups.settings(group) return optimizers.of_group(group).settings end
 
---- Returns the settings of a group that are saved: the settings of its optimizer, and the group's fields that cannot be
---- set.
+--- Returns the fields of a group that are saved: the settings of its optimizer, and the fields that cannot be set.
 ---@param group table
 ---@return string[]
 function groups.saved_keys(group)
   local made, keys = optimizers.of_group(group), {}
   for _, key in ipairs(made.settings) do keys[#keys + 1] = key end
-  for key in pairs(made.fixed or {}) do keys[#keys + 1] = key end
+  for _, fields in ipairs { made.fixed or {}, made.counters or {} } do
+    for key in pairs(fields) do keys[#keys + 1] = key end
+  end
+  return keys
+end
+
+--- Returns the fields of a group that PyTorch's form has: the settings of its optimizer, and its counters.
+---@param group table
+---@return string[]
+function groups.read_keys(group)
+  local made, keys = optimizers.of_group(group), {}
+  for _, key in ipairs(made.settings) do keys[#keys + 1] = key end
+  for key in pairs(made.counters or {}) do keys[#keys + 1] = key end
   return keys
 end
 
@@ -318,7 +329,7 @@ function groups.configured(optimizer, param_groups)
       elseif key == "lr" and kind ~= optimizer.type then value = params.adam_lr or value end
       group[key] = type(value) == "table" and copied(value) or value
     end
-    for key, value in pairs(made.fixed or {}) do group[key] = value end
+    optimizers.complete(group, made)
     for key, value in pairs(given) do if key ~= "match" and key ~= "optimizer" then group[key] = value end end
     list[number] = group
   end

@@ -12,6 +12,7 @@ local caller = require "ps.core.caller"
 local check = require "ps.config.check"
 local types = require "ps.core.types"
 local error = caller.error
+local average = require "ps.optim.average"
 local entries_of = require "ps.optim.entries"
 local groups = require "ps.optim.groups"
 local loss_scaler = require "ps.optim.loss_scaler"
@@ -85,7 +86,7 @@ local function checked_options(kind, options, call, also)
   local keys = {}
   for key, type_of in pairs(also) do keys[key] = type_of end
   for key, default in pairs(kind.defaults) do keys[key] = type(default) end
-  for key, value in pairs(also == OF_GROUP and kind.fixed or {}) do keys[key] = type(value) end
+  for key, value in pairs(also == OF_GROUP and optimizers.complete({}, kind) or {}) do keys[key] = type(value) end
   options = in_range(caller.options(options, call, keys), call, types.OPTIMIZER)
   return kind.ranges and in_range(options, call, kind.ranges) or options
 end
@@ -93,9 +94,8 @@ end
 local function defaults_of(made, lr)
   local defaults = {}
   for key, default in pairs(made.defaults) do defaults[key] = default end
-  for key, value in pairs(made.fixed or {}) do defaults[key] = value end
   defaults.lr = lr or defaults.lr
-  return defaults
+  return optimizers.complete(defaults, made)
 end
 
 -- Returns the optimizer of a group, which is the group's own optimizer if it names one.
@@ -293,6 +293,7 @@ function Optimizer:step(options)
   groups.check(self.groups, self.kind.name)
   groups.tell_zero(self)
   check_taken(self)
+  average.check_trains(self, self.kind.name)
   if self.lost then
     error(("%s: module:to(...) replaced %s, and this optimizer has the old tensor: convert first, then make the "
       .. "optimizer"):format(self.kind.name, self.lost))
@@ -322,6 +323,7 @@ function Optimizer:step(options)
     if not info.skipped then
       update(entries, grads, scale)
       self.steps = self.steps + 1
+      optimizers.stepped(self.groups)
     end
     optim.give_back(grads)
   end)
@@ -334,6 +336,20 @@ end
 function Optimizer:skip()
   end_step()
   return { skipped = true }
+end
+
+--- Moves the parameters to the averages at which AdamWScheduleFree evaluates the model. Call it before the model is
+--- evaluated or saved. Other optimizers change nothing.
+function Optimizer:eval()
+  called(self, "eval")
+  average.switch_plain(self, false)
+end
+
+--- Moves the parameters back to the values at which gradients are computed, after eval(). They can differ from the
+--- earlier values by rounding. Other optimizers change nothing.
+function Optimizer:train()
+  called(self, "train")
+  average.switch_plain(self, true)
 end
 
 --- Drops the gradients of all parameters.
@@ -378,6 +394,7 @@ function Optimizer:state_dict(model)
     if group.kind ~= self.kind.name then values.groups[number].kind = group.kind end
   end
   if model == nil then values.param_names = entries_of.own_names(self) end
+  values.averages = average.saved(self.entries, names)
   return { tensors = tensors, values = values }
 end
 
@@ -428,7 +445,7 @@ end
 local function load_torch(self, state)
   local view = for_torch(self)
   optimizer_state.load(view, state)
-  self.steps = view.steps
+  self.steps, self.moved = view.steps, nil
   for _, entry in ipairs(self.entries) do entry.master = nil end
 end
 
@@ -479,7 +496,7 @@ function Optimizer:load_state_dict(state, model)
     end
   end
   groups.from_text(self.groups, values.groups)
-  self.steps = values.steps
+  self.steps, self.moved = values.steps, nil
 end
 
 --- Creates an Adam optimizer, which adds weight_decay to the gradient. With per_rank, step() is allowed in a group of
@@ -560,6 +577,15 @@ function optim.LAMB(params, options) return build(optimizers.of "LAMB", params, 
 ---  boolean}
 ---@return ps.Optimizer
 function optim.AdamW8bit(params, options) return build(optimizers.of "AdamW8bit", params, options) end
+
+--- Creates a schedule-free AdamW optimizer (Defazio et al. 2024), that of the package schedulefree. Call
+--- optimizer:eval() before evaluation and before the model is saved, and optimizer:train() before the next step.
+--- ps.train.run does so.
+---@param params ps.nn.Module|ps.Tensor[]|table[]
+---@param options? {lr?: number, betas?: number[], eps?: number, weight_decay?: number, warmup_steps?: integer, r?:
+---  number, weight_lr_power?: number, max_norm?: number, per_rank?: boolean}
+---@return ps.Optimizer
+function optim.AdamWScheduleFree(params, options) return build(optimizers.of "AdamWScheduleFree", params, options) end
 
 --- Creates an AdamW optimizer whose averages are stored in bf16 with stochastic rounding.
 ---@param params ps.nn.Module|ps.Tensor[]|table[]

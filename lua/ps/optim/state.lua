@@ -15,6 +15,7 @@
 --   named: false if parameters have no names
 local scope = require "ps.core.scope"
 local sharded = require "ps.nn.sharded"
+local average = require "ps.optim.average"
 local optim_groups = require "ps.optim.groups"
 local optimizers = require "ps.optimizers"
 local copied = require "ps.core.copied"
@@ -56,11 +57,11 @@ end
 -- Sets a parameter's averages from a source, in which their names are `prefix`exp_avg and so on. Without a source they
 -- become zeros, as if the parameter had never been updated.
 local function set_averages(slot, source, prefix)
-  for k, average in ipairs(slot.averages or {}) do
+  for k, to in ipairs(slot.averages or {}) do
     local of = slot.states[k]
-    if source and of.shape then sharded.read_plain(source, prefix .. of.name, average)
-    elseif source then sharded.read(source, prefix .. of.name, average, slot.param)
-    else scope.no_grad(function() average:fill_(0) end) end
+    if source and of.shape then sharded.read_plain(source, prefix .. of.name, to)
+    elseif source then sharded.read(source, prefix .. of.name, to, slot.param)
+    else scope.no_grad(function() to:fill_(0) end) end
   end
 end
 
@@ -99,6 +100,22 @@ local function check_groups(saved, opt)
   if problem then error(problem, 0) end
 end
 
+-- Returns each group's parameters in the order of the whole model, as {name, i}. `i` is the index of the slot, or nil
+-- if another stage has the parameter.
+local function members(opt)
+  local all, lists = {}, {}
+  for i = 1, opt:count() do
+    all[i] = { i = i, name = opt.engine.built.list[i].name, group = opt.group_of[i], order = opt:order(i) }
+  end
+  for _, row in ipairs(opt.engine.built.elsewhere or {}) do
+    all[#all + 1] = { name = row.name, group = row.group, order = row.order }
+  end
+  table.sort(all, function(a, b) return a.order < b.order end)
+  for number in ipairs(opt.groups) do lists[number] = {} end
+  for _, at in ipairs(all) do table.insert(lists[at.group + 1], at) end
+  return lists
+end
+
 -- -- by name ---------------------------------------------------------------------------------------------------------
 --- Returns the state by name, {tensors, values}. `tensors` contains tensors by "<parameter>.exp_avg" and so on.
 --- `values` has a form that JSON can store. Masters are not among the tensors, since the model's state_dict contains
@@ -119,6 +136,11 @@ function state.named(opt)
     values.groups[number] = optim_groups.to_text(group, optim_groups.saved_keys(group))
     if group.kind ~= opt.kind then values.groups[number].kind = group.kind end
   end
+  local entries, names = {}, {}
+  for number, list in ipairs(members(opt)) do
+    for _, at in ipairs(list) do entries[#entries + 1], names[#names + 1] = { group = opt.groups[number] }, at.name end
+  end
+  values.averages = average.saved(entries, names)
   return { tensors = tensors, values = values }
 end
 
@@ -154,22 +176,6 @@ local function load_named(opt, source, values)
 end
 
 -- -- PyTorch's form ---------------------------------------------------------------------------------------------------
--- Returns each group's parameters in the order of the whole model, as {name, i}. `i` is the index of the slot, or nil
--- if another stage has the parameter.
-local function members(opt)
-  local all, lists = {}, {}
-  for i = 1, opt:count() do
-    all[i] = { i = i, name = opt.engine.built.list[i].name, group = opt.group_of[i], order = opt:order(i) }
-  end
-  for _, row in ipairs(opt.engine.built.elsewhere or {}) do
-    all[#all + 1] = { name = row.name, group = row.group, order = row.order }
-  end
-  table.sort(all, function(a, b) return a.order < b.order end)
-  for number in ipairs(opt.groups) do lists[number] = {} end
-  for _, at in ipairs(all) do table.insert(lists[at.group + 1], at) end
-  return lists
-end
-
 -- Returns a group in PyTorch's form. `names` are the names of its parameters, which PyTorch writes for named
 -- parameters.
 local function torch_group(group, params, names)
@@ -177,6 +183,7 @@ local function torch_group(group, params, names)
   for _, key in ipairs(made.settings) do
     out[key] = type(group[key]) == "table" and copied(group[key]) or group[key]
   end
+  for key in pairs(made.counters or {}) do out[key] = group[key] end
   for key, value in pairs(made.torch.extra or {}) do out[key] = value end
   if made.torch.write then made.torch.write(group, out) end
   return out
@@ -294,7 +301,7 @@ local function load_torch(opt, saved)
   for number, group in ipairs(opt.groups) do
     local from, read = groups[number], optimizers.of_group(group).torch.read
     local renamed = read and read(from) or {}
-    for _, key in ipairs(optim_groups.settings(group)) do
+    for _, key in ipairs(optim_groups.read_keys(group)) do
       local value = renamed[key]
       if value == nil then value = from[key] end
       if type(group[key]) == "number" then group[key] = number_of(value) or group[key]

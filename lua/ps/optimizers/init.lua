@@ -18,6 +18,11 @@ local dtypes = require "ps.core.dtype"
 ---@field settings string[] names of a group's settings, as in PyTorch and in PyTorch's order
 ---@field defaults table<string, any> defaults in ps.optim, which are PyTorch's
 ---@field fixed? table<string, any> fields of every group that cannot be set
+---@field counters? table<string, any> fields of every group that steps change, with their first values; they are saved
+---@field stepped? fun(group: table) with `counters`, is called after each step that was not skipped
+---@field average? {state: string, to: fun(group: table): number, from: fun(group: table): number} parameters hold other
+---  values in evaluation: they are moved toward a state by to(group), and back by from(group); the counter train_mode
+---  tells which values they hold
 ---@field ranges? table<string, ps.config.Type> ranges of settings that types.OPTIMIZER does not contain
 ---@field states ps.optimizers.State[] in the order of the op's inputs
 ---@field takes? integer number of state tensors that the op takes for each parameter (default: the number of states)
@@ -40,10 +45,10 @@ local dtypes = require "ps.core.dtype"
 local optimizers = {}
 
 optimizers.names = { "Adam", "AdamW", "SGD", "Lion", "Muon", "Adafactor", "HuggingFaceAdafactor", "LAMB", "AdamW8bit",
-  "AdamWBF16", "RMSprop" }
+  "AdamWBF16", "RMSprop", "AdamWScheduleFree" }
 local FILES = { Adam = "adam", AdamW = "adam", SGD = "sgd", Lion = "lion", Muon = "muon", Adafactor = "adafactor",
   HuggingFaceAdafactor = "adafactor", LAMB = "lamb", AdamW8bit = "adam_small", AdamWBF16 = "adam_small",
-  RMSprop = "rmsprop" }
+  RMSprop = "rmsprop", AdamWScheduleFree = "schedule_free" }
 local by_name, by_any, by_exact, updates = {}, {}, {}, {}
 
 for _, name in ipairs(optimizers.names) do
@@ -67,6 +72,25 @@ function optimizers.find(name) return by_exact[name] or by_any[name:lower()] end
 ---@param group {kind: string}
 ---@return ps.optimizers.Description
 function optimizers.of_group(group) return by_name[group.kind] end
+
+--- Adds the fields to a group that cannot be set: those that never change, and counters with their first values.
+---@param group table
+---@param made ps.optimizers.Description
+---@return table group
+function optimizers.complete(group, made)
+  for key, value in pairs(made.fixed or {}) do group[key] = value end
+  for key, value in pairs(made.counters or {}) do group[key] = value end
+  return group
+end
+
+--- Advances the counters of groups after a step that was not skipped.
+---@param groups table[]
+function optimizers.stepped(groups)
+  for _, group in ipairs(groups) do
+    local made = by_name[group.kind]
+    if made and made.stepped then made.stepped(group) end
+  end
+end
 
 --- Returns whether an op updates parameters.
 ---@param op string

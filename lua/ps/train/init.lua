@@ -29,6 +29,7 @@ local train_log = require "ps.train.log"
 local engine_step = require "ps.engine.step"
 local unused = require "ps.engine.step.unused"
 local schedule = require "ps.optim.schedule"
+local average = require "ps.optim.average"
 local C = native.C
 
 local train = {}
@@ -122,20 +123,8 @@ end
 -- Returns the fraction of correctly predicted targets, or nil if no target was counted.
 local function accuracy(hits, targets) return targets > 0 and hits / targets or nil end
 
---- Returns the mean loss over an iterator of batches, without gradients and with the model in evaluation mode. Each
---- batch is weighted by the weights of its targets, or by its rows if neither a loss op nor labels define targets. With
---- an engine of several ranks, all ranks call this function with the same number of batches, and get the mean over all
---- ranks.
----@param model ps.nn.Module|ps.Engine
----@param batches fun(): ... returns x, y or one table of named tensors, and nil at the end
----@param options? {loss?: fun(model, ...): ps.Tensor, stop?: fun(): boolean}
----@return number? loss nil if `stop` returned true on any rank, or if all targets are ignored
----@return number? accuracy the fraction of targets whose logit is the first largest of its row, or nil if the loss is
---- not computed by F.cross_entropy, F.lm_loss or F.nll_loss
-function train.evaluate(model, batches, options)
-  options = caller.options(options, "ps.train.evaluate", EVALUATE)
-  caller.typed(model, "table", "ps.train.evaluate: the model")
-  caller.callable(batches, "ps.train.evaluate, after the model,")
+-- Performs train.evaluate with the parameters as they are.
+local function held_out(model, batches, options)
   local engine = handle.of(model)
   local restore, ranks = nn_module.modes(handle.module(model)), engine and engine.ranks or {}
   model:eval()
@@ -161,6 +150,25 @@ function train.evaluate(model, batches, options)
   if not ok then error(problem, 0) end
   if stopped or weights == 0 then return nil end
   return sum / weights, accuracy(hits, targets)
+end
+
+--- Returns the mean loss over an iterator of batches, without gradients and with the model in evaluation mode. Each
+--- batch is weighted by the weights of its targets, or by its rows if neither a loss op nor labels define targets. With
+--- an engine of several ranks, all ranks call this function with the same number of batches, and get the mean over all
+--- ranks.
+---@param model ps.nn.Module|ps.Engine
+---@param batches fun(): ... returns x, y or one table of named tensors, and nil at the end
+---@param options? {loss?: fun(model, ...): ps.Tensor, stop?: fun(): boolean}
+---@return number? loss nil if `stop` returned true on any rank, or if all targets are ignored
+---@return number? accuracy the fraction of targets whose logit is the first largest of its row, or nil if the loss is
+--- not computed by F.cross_entropy, F.lm_loss or F.nll_loss
+function train.evaluate(model, batches, options)
+  options = caller.options(options, "ps.train.evaluate", EVALUATE)
+  caller.typed(model, "table", "ps.train.evaluate: the model")
+  caller.callable(batches, "ps.train.evaluate, after the model,")
+  local engine = handle.of(model)
+  if engine then return engine:averaged("ps.train.evaluate", held_out, model, batches, options) end
+  return held_out(model, batches, options)
 end
 
 local function cell(value, format) return value and format:format(value) or "" end
@@ -235,9 +243,18 @@ local function schedule_of(options)
   return options.sched or engine and engine.scheduler
 end
 
+-- Moves the parameters to the values of training or of evaluation, which differ with a schedule-free optimizer.
+function Run:set_mode(train_mode)
+  local optimizer = self.options.optimizer
+  if not average.of(optimizer) then return end
+  if train_mode then optimizer:train() else optimizer:eval() end
+end
+
 function Run:evaluate(step)
   local options = self.options
+  self:set_mode(false)
   local val, hit = train.evaluate(options.model, options.eval.data(), { loss = options.loss, stop = interrupted })
+  self:set_mode(true)
   self:stopping(true)                                    -- the error ends the run
   if val then
     self.val_loss, self.val_accuracy = val, hit
@@ -423,6 +440,7 @@ local function loop(self)
     for _, p in ipairs(options.model:parameters()) do p:grad_in_fp32(true) end
   end
   options.model:train()
+  self:set_mode(true)
   local step = options.start or 0
   while step < options.steps and not self:stopping(true) do
     step = step + 1
@@ -430,6 +448,7 @@ local function loop(self)
   end
   if self:stopping() and self.saved_step ~= step then self:save(step) end
   checkpoints.wait()
+  self:set_mode(false)
   return step
 end
 
@@ -517,7 +536,9 @@ end
 
 --- Trains a model. An error leaves saved checkpoints untouched. With an engine of several ranks, all ranks call this
 --- function. Losses are means over all ranks, a signal to one rank ends the run on all ranks after the same step, and
---- rank 0 writes the log. `interrupted` is true if a signal or a callback ended the run before its last step.
+--- rank 0 writes the log. With AdamWScheduleFree, held-out losses are those of the averages, and the model holds the
+--- averages at the end (optimizer:train() moves it back). `interrupted` is true if a signal or a callback ended the run
+--- before its last step.
 ---@param options ps.TrainOptions
 ---@return {step: integer, loss?: number, accuracy?: number, val_loss?: number, val_accuracy?: number, seconds: number,
 --- tokens_per_s: number, history: table[], interrupted: boolean, saved?: string} accuracy: the fraction of the last

@@ -70,6 +70,58 @@ int ref_adam_(ps_call *call)
     return 0;
 }
 
+/* Schedule-free AdamW (Defazio et al. 2024, "The Road Less Scheduled") for one tensor, in fp32 like Adam, or in double
+ * for an fp64 master. The master is y. The first update (t = 1) starts z with y:
+ *     toward = lr * (beta1 * (1 - average) - 1), inv = 1 / sqrt(bias2)
+ *     g = grad * grad_scale
+ *     v = fma(beta2, v, (c2 * g) * g)
+ *     u = g / fma(sqrt(v), inv, eps);  wd != 0: u = fma(wd, p, u)
+ *     p = fma(toward, u, fma(average, z - p, p))
+ *     z = fma(-lr, u, z) */
+#define SCHEDULE_FREE(name, R, FMA, SQRT)                                                                  \
+    static void name(const ps_attrs_adam_schedule_free_ *a, const ps_view *in)                             \
+    {                                                                                                      \
+        R lr = (R)a->lr, wd = (R)a->weight_decay, beta2 = (R)a->beta2, c2 = (R)(1 - a->beta2);             \
+        R average = (R)a->average, toward = (R)(a->lr * (a->beta1 * (1 - a->average) - 1));                \
+        R inv = (R)(1 / sqrt(a->bias2)), eps = (R)a->eps, scale = (R)a->grad_scale;                        \
+        for (int64_t i = 0; i < in->numel; i++) {                                                          \
+            R p = (R)ref_master_get(in, i), g = (R)ref_load(&in[2], i) * scale;                            \
+            R z = a->t == 1 ? p : (R)ref_load(&in[3], i);                                                  \
+            R v = FMA(beta2, (R)ref_load(&in[4], i), (c2 * g) * g), u = g / FMA(SQRT(v), inv, eps);        \
+            if (wd != 0) u = FMA(wd, p, u);                                                                \
+            ref_store(&in[3], i, FMA(-lr, u, z));                                                          \
+            ref_store(&in[4], i, v);                                                                       \
+            ref_master_put(in, i, FMA(toward, u, FMA(average, z - p, p)));                                 \
+        }                                                                                                  \
+    }
+SCHEDULE_FREE(schedule_free_float, float, fmaf, sqrtf)
+SCHEDULE_FREE(schedule_free_double, double, fma, sqrt)
+
+int ref_adam_schedule_free_(ps_call *call)
+{
+    for (int n = 0; n + 5 <= call->n_in; n += 5)
+        (call->in[n + 1].dtype == PS_F64 ? schedule_free_double : schedule_free_float)(call->attrs, &call->in[n]);
+    return 0;
+}
+
+/* Moves masters toward `end`, in fp32, or in double for fp64 masters. As PyTorch's lerp, it begins at the nearer end:
+ *     |weight| < 0.5:  p = fma(weight, end - p, p);  otherwise:  p = fma(weight - 1, end - p, end) */
+int ref_master_lerp_(ps_call *call)
+{
+    const ps_attrs_master_lerp_ *a = call->attrs;
+    bool near = fabs(a->weight) < 0.5;
+    double w = near ? a->weight : a->weight - 1;
+    for (int n = 0; n + 3 <= call->n_in; n += 3) {
+        const ps_view *in = &call->in[n];
+        for (int64_t i = 0; i < in->numel; i++) {
+            double p = ref_master_get(in, i), end = ref_load(&in[2], i), from = near ? p : end;
+            ref_master_put(in, i, in[1].dtype == PS_F64 ? fma(w, end - p, from)
+                                                        : fmaf((float)w, (float)end - (float)p, (float)from));
+        }
+    }
+    return 0;
+}
+
 /* SGD for one tensor, in fp32 like Adam, or in double for an fp64 master (R is the type, FMA its fused multiply-add):
  *     g = grad * grad_scale;  wd != 0: g = fma(wd, p, g)
  *     momentum != 0:  buf = first ? g : fma(momentum, buf, (1 - dampening) * g)

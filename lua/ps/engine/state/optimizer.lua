@@ -3,6 +3,7 @@
 -- the configuration's clipping, loss scale and accumulation. Groups, set_lr, step and zero_grad work as in ps.optim.
 local native = require "ps.core.ffi"
 local array = require "ps.core.array"
+local average = require "ps.optim.average"
 local exact = require "ps.core.exact"
 local caller = require "ps.core.caller"
 local copied = require "ps.core.copied"
@@ -11,6 +12,7 @@ local step = require "ps.engine.step"
 local groups = require "ps.optim.groups"
 local optimizers = require "ps.optimizers"
 local updates = require "ps.optimizers.update"
+local scope = require "ps.core.scope"
 local text_of = require "ps.optim.text"
 local unused = require "ps.engine.step.unused"
 local error = caller.error
@@ -66,6 +68,7 @@ end
 ---@return string
 function Optimizer:checked_settings()
   groups.check(self.groups, self.kind)
+  average.check_trains(self, self.kind)
   local parts = {}
   for i, group in ipairs(self.groups) do
     local keys = groups.settings(group)
@@ -85,6 +88,9 @@ end
 function Optimizer:grad_scale() return step.weight_factor(self.engine) / (self.scaler and self.scaler.scale or 1) end
 
 -- -- called by the step (the optimizer of plain memory overrides these: engine/state/plain.lua) -----------------------
+--- Advances the counters of groups after a step that was not skipped.
+function Optimizer:stepped() optimizers.stepped(self.groups) end
+
 --- Returns the norm of all gradients.
 ---@return number
 function Optimizer:norm()
@@ -179,6 +185,51 @@ function Optimizer:zero_grad(set_to_none)
   step.zero_grad(engine)
 end
 
+-- Moves the fp32 values of a parameter that this rank holds toward a state.
+local function move(self, i, toward, weight)
+  local row, slot = self.engine.built.list[i], self:slot(i)
+  if not slot.averages or self:updates(i) == 0 then return end
+  local param, master = row.place, row.master
+  if param == nil then param = row.param end
+  if rawequal(master, row.param) then master = param end
+  for k, of in ipairs(slot.states) do
+    if of.name == toward then
+      scope.no_grad(function() native.ops.master_lerp_({ param, master, slot.averages[k] }, weight) end)
+    end
+  end
+end
+
+local function switch(self, train, call)
+  local engine = self.engine
+  engine:check_open()
+  step.check_whole(engine)
+  if not average.of(self) then return end
+  if step.is_open(engine) then
+    if not step.evaluates(engine) then
+      error(call .. ": a step has begun, and its gradients belong to the present values of the parameters: call it "
+        .. "after optimizer:step()")
+    end
+    step.give_up(engine)
+  end
+  engine.masters:sync()
+  average.switch(self, train, function(number)
+    local list = {}
+    for i = 1, self:count() do if self.group_of[i] == number - 1 then list[#list + 1] = i end end
+    return list
+  end, function(i, toward, weight) move(self, i, toward, weight) end)
+  engine.masters:note()
+  self:loaded()
+end
+
+--- Moves the parameters to the values at which the model is evaluated, which are the averages x of AdamWScheduleFree.
+--- ps.train.run, ps.evaluate, save_pretrained and generate call it. Other optimizers change nothing. All ranks must
+--- call it between steps.
+function Optimizer:eval() switch(self, false, "optimizer:eval()") end
+
+--- Moves the parameters back to the values at which gradients are computed, after eval(). They can differ from the
+--- earlier values by rounding. Other optimizers change nothing. All ranks must call it between steps.
+function Optimizer:train() switch(self, true, "optimizer:train()") end
+
 --- Sets the learning rate for the next step. A group whose rate differs from the optimizer's rate keeps its ratio to
 --- it. Raises an error if the optimizer was created without a rate and its groups have different rates: set
 --- optimizer.groups[i].lr instead.
@@ -222,6 +273,7 @@ function Optimizer:load_state_dict(saved, model) -- luacheck: ignore 212/model
   self.engine:end_step()
   self.engine:train_thawed()
   state.load(self, saved)
+  self.moved = nil
   self:loaded()
   unused.begin(self.engine)
   step.mend(self.engine, "optimizer")
@@ -271,7 +323,7 @@ function optimizer.new(engine, built, cfg)
   return self
 end
 
-for _, name in ipairs { "step", "zero_grad", "set_lr", "state_dict", "load_state_dict" } do
+for _, name in ipairs { "step", "zero_grad", "set_lr", "eval", "train", "state_dict", "load_state_dict" } do
   Optimizer[name] = exact.of(Optimizer[name], "optimizer:" .. name, true)
 end
 

@@ -159,7 +159,10 @@ function step.update(engine)
   end
   info.skipped, info.grad_norm = s.scale == false, opt.grad_norm
   if info.skipped then hooks.tell("stepped", engine.module, "given_up") end
-  if not info.skipped then opt.steps = opt.steps + 1 end
+  if not info.skipped then
+    opt.steps = opt.steps + 1
+    opt:stepped()
+  end
   ending.finish(engine)
   return info
 end

@@ -61,6 +61,82 @@ static int adam(ps_call *call)
     return 0;
 }
 
+/* -- schedule-free AdamW ------------------------------------------------------------------------------------------ */
+struct schedule_free { float scale, wd, b2, c2, inv, eps, average, toward, lr; int has_wd, first; };
+
+SIMD void schedule_free_at(const struct schedule_free *h, const struct item *it, int64_t i, int form, int grad_dtype)
+{
+    float *of_z = (float *)it->state[0] + i, *of_v = (float *)it->state[1] + i;
+    vf p = master_get(it, i, form), g = vf_get(it->grad, i, grad_dtype) * h->scale, z = h->first ? p : vf_load(of_z);
+    vf v = vf_fma(vf_set(h->b2), vf_load(of_v), (g * h->c2) * g);
+    vf u = g / vf_fma(vf_sqrt(v), vf_set(h->inv), vf_set(h->eps));
+    if (h->has_wd) u = vf_fma(vf_set(h->wd), p, u);
+    vf_store(of_z, vf_fma(vf_set(-h->lr), u, z));
+    vf_store(of_v, v);
+    master_put(it, i, vf_fma(vf_set(h->toward), u, vf_fma(vf_set(h->average), z - p, p)), form);
+}
+SIMD void schedule_free_body(const struct schedule_free *h, const struct item *it, int64_t i, int64_t last, int form,
+                             int grad_dtype)
+{
+    static const int nbytes[2] = { 4, 4 };
+    for (; i + VL <= last; i += VL) schedule_free_at(h, it, i, form, grad_dtype);
+    if (i == last) return;
+    struct tail t;
+    tail_get(&t, it, i, (int)(last - i), nbytes);
+    schedule_free_at(h, &t.it, 0, form, grad_dtype);
+    tail_put(&t, it, i, (int)(last - i), nbytes);
+}
+static void schedule_free_span(const void *setting, const struct item *it, int64_t first, int64_t last)
+{
+    PS_BY_FORM(it, schedule_free_body, setting, it, first, last);
+}
+static int schedule_free(ps_call *call)
+{
+    const struct ps_attrs_adam_schedule_free_ *a = call->attrs;
+    struct work w;
+    if (!collect_alike(call, 5, PS_F32, &w)) return PS_EUNSUP;
+    struct schedule_free h = { .scale = (float)a->grad_scale, .wd = (float)a->weight_decay, .b2 = (float)a->beta2,
+                               .c2 = (float)(1 - a->beta2), .inv = (float)(1 / sqrt(a->bias2)), .eps = (float)a->eps,
+                               .average = (float)a->average, .lr = (float)a->lr,
+                               .toward = (float)(a->lr * (a->beta1 * (1 - a->average) - 1)),
+                               .has_wd = (float)a->weight_decay != 0, .first = a->t == 1 };
+    run_work(&w, &h, schedule_free_span);
+    return 0;
+}
+
+/* `end` is in the place of a gradient. */
+struct lerp { float weight; int near; };
+
+SIMD void lerp_at(const struct lerp *h, const struct item *it, int64_t i, int form, int end_dtype)
+{
+    vf p = master_get(it, i, form), end = vf_get(it->grad, i, end_dtype);
+    master_put(it, i, vf_fma(vf_set(h->weight), end - p, h->near ? p : end), form);
+}
+SIMD void lerp_body(const struct lerp *h, const struct item *it, int64_t i, int64_t last, int form, int end_dtype)
+{
+    static const int none[2] = { 0, 0 };
+    for (; i + VL <= last; i += VL) lerp_at(h, it, i, form, end_dtype);
+    if (i == last) return;
+    struct tail t;
+    tail_get(&t, it, i, (int)(last - i), none);
+    lerp_at(h, &t.it, 0, form, end_dtype);
+    tail_put(&t, it, i, (int)(last - i), none);
+}
+static void lerp_span(const void *setting, const struct item *it, int64_t first, int64_t last)
+{
+    PS_BY_FORM(it, lerp_body, setting, it, first, last);
+}
+static int master_lerp(ps_call *call)
+{
+    const struct ps_attrs_master_lerp_ *a = call->attrs;
+    struct work w;
+    if (!collect_any(call, 3, &w)) return PS_EUNSUP;
+    bool near = fabs(a->weight) < 0.5;
+    struct lerp h = { .weight = (float)(near ? a->weight : a->weight - 1), .near = near };
+    run_work(&w, &h, lerp_span);
+    return 0;
+}
+
 /* -- SGD --------------------------------------------------------------------------------------------------------- */
 struct sgd { float scale, l2, momentum, take, lr; int has_l2, has_momentum, nesterov, first; };
 
@@ -230,6 +306,8 @@ void PS_ISA_FN(ps_cpu_fill_optim)(ps_kernel *k);
 void PS_ISA_FN(ps_cpu_fill_optim)(ps_kernel *k)
 {
     k[PS_OP_adam_] = adam;
+    k[PS_OP_adam_schedule_free_] = schedule_free;
+    k[PS_OP_master_lerp_] = master_lerp;
     k[PS_OP_sgd_] = sgd;
     k[PS_OP_sq_norms] = sq_norms;
     k[PS_OP_grad_store] = grad_store;
