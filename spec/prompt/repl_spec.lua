@@ -418,10 +418,10 @@ describe("the prompt", function()
     local text = check.read(paths.root .. "/README.md"):match "```lua\n(.-)\n```"
     local ids = {}
     for i = 1, 400 do ids[i] = i % 250 end
-    require("ps").data.write_tokens(folder .. "/tokens.bin", ids)
+    require("ps").data.write_tokens(folder .. "/tokens_000000.bin", ids)
     -- Returns the same script with a small model and its own shard.
     for from, to in pairs { ['gpt2.new("gpt2", {'] = 'gpt2.new("tiny", { vocab_size = 50257, n_positions = 1024,',
-      ["batch = 4, seq = 1024"] = "batch = 2, seq = 16", ["tokens.bin"] = folder .. "/tokens.bin",
+      ["batch = 4, seq = 1024"] = "batch = 2, seq = 16", ["tokens_000000.bin"] = folder .. "/tokens_000000.bin",
       ['dtype = "bf16"'] = 'dtype = "fp32"' } do
       local at, last = text:find(from, 1, true)
       text = text:sub(1, at - 1) .. to .. text:sub(last + 1)
