@@ -403,7 +403,12 @@ describe("the launcher", function()
     local _, times = err:gsub("cannot open nosuch.lua", "")
     assert.equal(1, times)
     assert.matches(("and %s/tools/nosuch.lua"):format(paths.root), err, 1, true)
+    _, err = launch("--nproc-per-node 3 train", "")
+    assert.matches("\n  did you mean train_char, train_chunked or train_gpt2?\n", err, 1, true)
     local out
+    out, _, code = launch("--nproc-per-node 1 train_char --help", "")      -- a name without .lua
+    assert.equal(0, code)
+    assert.matches("Usage: psluajit train_char.lua ", out, 1, true)
     out, _, code = launch("check_layers.lua " .. paths.root, "")            -- found in tools/
     assert.is_not_nil(out)
     assert.is_true(code <= 1)
