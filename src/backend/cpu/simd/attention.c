@@ -378,8 +378,8 @@ static void rescale_rows(const attn *a, const block *k, work *w)
         for (int64_t d = 0; d < a->Dp; d += VL) vf_store(row + d, vf_load(row + d) * f);
     }
 }
-/* Computes y and lse of the queries from their sums. */
-static void finish_queries(const attn *a, work *w, int64_t b, int64_t h, int64_t i0, int nq)
+/* Turns all sums into lse, and factor into the reciprocals of the sums. */
+static void finish_sums(work *w)
 {
     for (int v = 0; v < QV; v++) {
         vf sum = vf_load(w->sum + v * VL);
@@ -388,9 +388,13 @@ static void finish_queries(const attn *a, work *w, int64_t b, int64_t h, int64_t
         vf lse = (vf_load(w->max + v * VL) + vf_log2(sum)) * vf_set((float)LN2);
         vf_store(w->sum + v * VL, vf_select(none, vf_set(-INFINITY), lse));
     }
-    store_rows(a, &a->y, b, h, i0, nq, w->out, w->factor, 1);
+}
+/* Stores y and lse of nq queries of head h, from row `from` of out and sum on. */
+static void store_queries(const attn *a, const work *w, int64_t b, int64_t h, int64_t i0, int nq, int from)
+{
+    store_rows(a, &a->y, b, h, i0, nq, w->out + from * a->Dp, w->factor + from, 1);
     float *lse = (float *)a->lse.data + b * a->lse.stride[0] + h * a->lse.stride[1] + i0 * a->lse.stride[2];
-    for (int i = 0; i < nq; i++) lse[i * a->lse.stride[2]] = w->sum[i];
+    for (int i = 0; i < nq; i++) lse[i * a->lse.stride[2]] = w->sum[from + i];
 }
 /* Calls softmax_block with constants. */
 static void softmax_of(const attn *a, const block *k, work *w)
@@ -424,7 +428,8 @@ static void forward_queries(const attn *a, work *w, int64_t b, int64_t h, int64_
         if (j0 > first) rescale_rows(a, &k, w);
         gather_keys(a, &k, w, j0 > first, w->p, w->v + j0 * a->Dp, w->out);
     }
-    finish_queries(a, w, b, h, i0, nq);
+    finish_sums(w);
+    store_queries(a, w, b, h, i0, nq, 0);
 }
 
 /* -- forward of one query ----------------------------------------------------------------------------------------- */
@@ -444,38 +449,39 @@ static void add_rows(int64_t vectors, int64_t count, const float *terms, const f
         tile(1, MOST, 1, count, terms, 0, 1, rows, ld, sum, 0);
     for (; vectors > 0; vectors--, rows += VL, sum += VL) tile(1, 1, 1, count, terms, 0, 1, rows, ld, sum, 0);
 }
-/* Sets w->p [n] to the scores of n keys of head (b, g), from j0 on; w->k has the query. */
-static void scores_of_one(const attn *a, work *w, int64_t b, int64_t g, int64_t j0, int n)
+/* Sets row i of w->p [heads, KEYS] to the scores of n keys of head (b, g), from j0 on; w->k has the queries. */
+static void scores_of_one(const attn *a, work *w, int64_t b, int64_t g, int64_t j0, int n, int heads)
 {
     int vectors = (n + VL - 1) / VL;
-    memset(w->p, 0, (size_t)(vectors * VL) * sizeof *w->p);
+    memset(w->p, 0, (size_t)(heads * KEYS) * sizeof *w->p);
     load_rows(a, &a->k, b, g, j0, n, vectors * VL, w->q);
     for (int64_t d0 = 0; d0 < a->D; d0 += VL) {
         for (int v = 0; v < vectors; v++) transpose16(w->q + v * VL * a->Dp + d0, a->Dp, w->qt + v * VL, KEYS);
-        add_rows(vectors, clamp(a->D - d0, 0, VL), w->k + d0, w->qt, KEYS, w->p);
+        for (int i = 0; i < heads; i++)
+            add_rows(vectors, clamp(a->D - d0, 0, VL), w->k + i * a->Dp + d0, w->qt, KEYS, w->p + i * KEYS);
     }
 }
-/* Turns the n scores into weights relative to the new running maximum; older sums must be scaled by the result. */
-static float softmax_of_one(const attn *a, work *w, int n)
+/* Turns the n scores in row i of w->p into weights relative to the new running maximum; older sums must be scaled by
+ * the result. */
+static float softmax_of_one(const attn *a, work *w, int n, int i)
 {
     vn scale = vn_set(a->scale2);
-    float old = w->max[0], now = old, sum[2] = { 0, 0 }, top[LANES];
+    float old = w->max[i], now = old, sum[2] = { 0, 0 }, top[LANES], *p = w->p + i * KEYS;
     vn most = vn_set(old), factor;
-    memset(w->p + n, 0, (size_t)(KEYS - n) * sizeof *w->p);
+    memset(p + n, 0, (size_t)(KEYS - n) * sizeof *p);
     for (int r = 0; r < n; r += LANES)
-        most = vn_max(vn_select(vn_lanes(r) < n, vn_load(w->p + r) * scale, vn_set(NO_SCORE)), most);
+        most = vn_max(vn_select(vn_lanes(r) < n, vn_load(p + r) * scale, vn_set(NO_SCORE)), most);
     vn_store(top, most);
-    for (int i = 0; i < LANES; i++) now = top[i] > now ? top[i] : now;
-    for (int r = 0; r < n; r += LANES)
-        vn_store(w->p + r, vn_exp2_neg(vn_fma(vn_load(w->p + r), scale, vn_set(-now))));
-    for (int r = 0; r < n; r++) sum[r % 2] += w->p[r];
+    for (int r = 0; r < LANES; r++) now = top[r] > now ? top[r] : now;
+    for (int r = 0; r < n; r += LANES) vn_store(p + r, vn_exp2_neg(vn_fma(vn_load(p + r), scale, vn_set(-now))));
+    for (int r = 0; r < n; r++) sum[r % 2] += p[r];
     factor = vn_exp2_neg(vn_set(old - now));
-    w->max[0] = now;
-    w->sum[0] = fmaf(w->sum[0], factor[0], sum[0] + sum[1]);
+    w->max[i] = now;
+    w->sum[i] = fmaf(w->sum[i], factor[0], sum[0] + sum[1]);
     return factor[0];
 }
-/* Computes w->out [Dp] += weights w->p [n] times the values of n keys from j0 on. */
-static void weigh(const attn *a, work *w, int64_t b, int64_t g, int64_t j0, int n)
+/* Computes rows of w->out [heads, Dp] += weights, the rows of w->p, times the values of n keys from j0 on. */
+static void weigh(const attn *a, work *w, int64_t b, int64_t g, int64_t j0, int n, int heads)
 {
     const float *rows = w->q;
     int64_t ld = a->Dp;
@@ -483,25 +489,41 @@ static void weigh(const attn *a, work *w, int64_t b, int64_t g, int64_t j0, int 
         rows = (const float *)row_of(&a->v, b, g, j0);
         ld = a->v.stride[2];
     } else load_rows(a, &a->v, b, g, j0, n, n, w->q);
-    add_rows(a->nvec, n, w->p, rows, ld, w->out);
-    if (n % ROWS == 0) return;
-    /* Blocks end with zero weights of zero rows, so -0 becomes 0. */
-    for (int64_t d = 0; d < a->Dp; d += LANES) vn_store(w->out + d, vn_load(w->out + d) + vn_set(0));
+    for (int i = 0; i < heads; i++) {
+        float *out = w->out + i * a->Dp;
+        add_rows(a->nvec, n, w->p + i * KEYS, rows, ld, out);
+        if (n % ROWS == 0) continue;
+        /* Blocks end with zero weights of zero rows, so -0 becomes 0. */
+        for (int64_t d = 0; d < a->Dp; d += LANES) vn_store(out + d, vn_load(out + d) + vn_set(0));
+    }
 }
-static __attribute__((noinline)) void forward_one(const attn *a, work *w, int64_t b, int64_t h, int64_t g)
+/* Computes the query of heads h, h + step, ..., which share the keys of head g. Each block of keys is loaded once. */
+static __attribute__((noinline)) void forward_one(const attn *a, work *w, int64_t b, int64_t h, int64_t step, int heads,
+                                                  int64_t g)
 {
-    load_rows(a, &a->q, b, h, 0, 1, 1, w->k);
+    for (int i = 0; i < heads; i++) load_rows(a, &a->q, b, h + i * step, 0, 1, 1, w->k + i * a->Dp);
     for (int i = 0; i < QUERIES; i++) w->max[i] = NO_SCORE, w->sum[i] = 0;
-    memset(w->out, 0, (size_t)a->Dp * sizeof *w->out);
+    memset(w->out, 0, (size_t)(heads * a->Dp) * sizeof *w->out);
     for (int64_t j0 = 0; j0 < a->S; j0 += KEYS) {
         int n = clamp(a->S - j0, 0, KEYS);
-        scores_of_one(a, w, b, g, j0, n);
-        float factor = softmax_of_one(a, w, n);
-        if (j0 > 0 && factor != 1.0f)
-            for (int64_t d = 0; d < a->Dp; d += LANES) vn_store(w->out + d, vn_load(w->out + d) * vn_set(factor));
-        weigh(a, w, b, g, j0, n);
+        scores_of_one(a, w, b, g, j0, n, heads);
+        for (int i = 0; i < heads; i++) {
+            float factor = softmax_of_one(a, w, n, i), *out = w->out + i * a->Dp;
+            if (j0 > 0 && factor != 1.0f)
+                for (int64_t d = 0; d < a->Dp; d += LANES) vn_store(out + d, vn_load(out + d) * vn_set(factor));
+        }
+        weigh(a, w, b, g, j0, n, heads);
     }
-    finish_queries(a, w, b, h, 0, 1);
+    finish_sums(w);
+    for (int i = 0; i < heads; i++) store_queries(a, w, b, h + i * step, 0, 1, i);
+}
+/* Calls forward_one for part `cut` of `cuts` of the heads that share the keys of head g. The queries need rows of
+ * w->k, which has at least as many as a tile. */
+static void forward_one_group(const attn *a, work *w, int64_t b, int64_t g, int64_t cut, int64_t cuts)
+{
+    int64_t shared = a->H / a->G, most = a->Sp < QUERIES ? a->Sp : QUERIES;
+    for (int64_t i = cut; i < shared; i += most * cuts)
+        forward_one(a, w, b, g * shared + i, cuts, clamp((shared - i + cuts - 1) / cuts, 0, (int)most), g);
 }
 
 /* -- backward ----------------------------------------------------------------------------------------------------- */
@@ -742,10 +764,13 @@ static int run(attn *a, ps_call *call, bool backward)
                 backward_group(a, &w, b, g);
                 continue;
             }
-            if (!one) load_keys(a, &w, b, g);
+            if (one) {
+                forward_one_group(a, &w, b, g, item % cuts, cuts);
+                continue;
+            }
+            load_keys(a, &w, b, g);
             for (int64_t i = item % cuts; i < blocks; i += cuts)
-                if (one) forward_one(a, &w, b, g * shared + i, g);
-                else forward_queries(a, &w, b, g * shared + i / per_head, i % per_head * QUERIES);
+                forward_queries(a, &w, b, g * shared + i / per_head, i % per_head * QUERIES);
         }
     }
     return 0;
