@@ -299,11 +299,24 @@ local function packed_rows(kind, place)
     ins[place] = flat:reshape(unpack(shape))
   end
 end
+-- Products of more than 4 rows use weights, and on some devices a bias, that are rounded to the type of x.
+local function rounded_weights(number, back)
+  local ps = require "ps"
+  return function(ins, u)
+    local x, bias = ins[1]:double(), ins[3]
+    local w = ps.ops.unpack(ins[2], number, 0):double()
+    local rows = x:numel() / x:size(-1)
+    if u < 2 ^ -20 or rows <= 4 and not back then return {} end
+    local squares = x:square():matmul(back and w:square() or w:square():t())
+    return { (bias and squares + bias:double():square() or squares):sqrt() * 3 ^ -0.5 }
+  end
+end
 for _, kind in ipairs(PACKED) do
   local number, block, nbytes = kind[1], kind[2], kind[3]
   local function w(rows, blocks) return I({ rows, blocks * nbytes }, 0, 255) end
   local function set(list, attrs, more)
     list.prepare, list.attrs, list.grads, list.wrt = packed_rows(kind, #list == 1 and 1 or 2), attrs, false, nil
+    if #list > 1 then list.spread = rounded_weights(number, attrs[2] == 1) end
     for key, value in pairs(more or {}) do list[key] = value end
     return list
   end
@@ -992,7 +1005,7 @@ do
   large("grad_store", { F(LARGE), attrs = args(0) }, { F(LARGE), attrs = args(1) }, { F(LARGE), attrs = args(2) })
   large("matmul", { F { 131, 257 }, F { 257, 65 } }, { F { 3, 65, 130 }, F { 3, 130, 33 } })
   large("linear_packed", { F { 131, 256 }, I({ 130, 8 * 34 }, 0, 255), F { 130 }, F { 131, 130 }, attrs = args(8, 0, 0),
-    prepare = packed_rows(PACKED[5], 2) })
+    prepare = packed_rows(PACKED[5], 2), spread = rounded_weights(8) })
   large("linear_packed", { F { 1, 512 }, I({ 331, 2 * 144 }, 0, 255), NONE, NONE, attrs = args(12, 0, 0),
     prepare = packed_rows(PACKED[8], 2) })
   large("linear", { F { 131, 257 }, F { 65, 257 }, F { 65 }, F { 131, 65 }, attrs = args(1) })

@@ -19,7 +19,9 @@ describe("updates of the device cuda", function()
         sgd_ = { { "fp32" }, { 0.1, 0.9, 0.01, 0.1, 1, 0, 0.5 } },
         lion_ = { { "fp32" }, { 0.5, 3, 1e-2, 0.9, 0.99, 0.1 } },
         rmsprop_ = { { "fp32", "fp32" }, { 0.5, 3, 1e-2, 0.9, 1e-3, 0.1, 0.9 } },
-        adam_bf16_ = { { "bf16", "bf16" }, { 0.5, 3, 1e-2, 0.9, 0.99, 1e-8, 0.1, 7 } } }
+        adam_bf16_ = { { "bf16", "bf16" }, { 0.5, 3, 1e-2, 0.9, 0.99, 1e-8, 0.1, 7 } },
+        lamb_ = { { "fp32", "fp32" }, { 0.5, 3, 1e-2, 0.9, 0.99, 1e-6, 0.1 } },
+        adam8bit_ = { { "codes", "scales", "codes", "scales" }, { 0.5, 3, 1e-2, 0.9, 0.99, 1e-8, 0.1 } } }
       local function check(name, master, g_type, numel, off)
         local states, attrs = unpack(OPS[name])
         local function make(dtype, scale)
@@ -28,13 +30,16 @@ describe("updates of the device cuda", function()
         local p_type = master == "remainder" and "bf16" or master
         local all = { make(p_type, 1), make("fp32", 1), make(g_type, 0.1) }
         if master == "remainder" then all[2] = ps.randint(0, 256, { 2 * numel + 1 }, { dtype = "uint8" }) end
-        for i, dtype in ipairs(states) do all[i + 3] = make(dtype, 0.01):abs() end
+        local sizes, blocks = { numel, master == "remainder" and 2 * numel or numel, numel }, math.ceil(numel / 256)
+        for i, kind in ipairs(states) do
+          sizes[i + 3] = kind == "scales" and blocks or numel
+          if kind == "codes" then all[i + 3] = ps.randint(0, 256, { numel + 1 }, { dtype = "uint8" })
+          else all[i + 3] = make(kind == "scales" and "fp32" or kind, 0.01):abs() end
+        end
         local results = {}
         for _, device in ipairs { "cpu", "cuda" } do
           local there = {}
-          for i, t in ipairs(all) do
-            there[i] = t:to(device):clone():narrow(0, off, i == 2 and master == "remainder" and 2 * numel or numel)
-          end
+          for i, t in ipairs(all) do there[i] = t:to(device):clone():narrow(0, off, sizes[i]) end
           if master == "fp32" then there[2] = there[1] end
           ps.ops[name](there, unpack(attrs))
           for i, t in ipairs(there) do there[i] = t:to("cpu"):tolist() end
@@ -47,10 +52,34 @@ describe("updates of the device cuda", function()
           end
         end
       end
+      -- Adafactor's states are averages of rows and of columns, or of elements.
+      local function check_factored(shape, rows, cols, g_type, hugging_face)
+        local param, results = ps.randn(shape), {}
+        local grad, low = (ps.randn(shape) * 0.1):to(g_type), ps.randint(0, 256, { 2 * param:numel() },
+          { dtype = "uint8" })
+        local of_rows, of_cols = ps.rand(rows) + 0.1, cols and ps.rand(cols) + 0.1
+        for _, device in ipairs { "cpu", "cuda" } do
+          for _, half in ipairs { false, true } do
+            local p = half and param:to("bf16"):to(device) or param:to(device):clone()
+            local all = { p, half and low:to(device):clone() or p, grad:to(device), of_rows:to(device):clone() }
+            all[5] = of_cols and of_cols:to(device):clone() or all[2]
+            ps.ops.adafactor_(all, 0.5, 3, 1e-2, -0.8, 1e-7, 1e-3, 1, 0.1, hugging_face, 1, 0)
+            local seen = {}
+            for i, t in ipairs(all) do seen[i] = require("spec.check_lib").bytes(t:to("cpu")) end
+            results[#results + 1] = table.concat(seen)
+          end
+        end
+        assert(results[1] == results[3] and results[2] == results[4], "adafactor_ of " .. table.concat(shape, " x "))
+      end
+      for hugging_face = 0, 1 do
+        check_factored({ 300, 280 }, { 300, 1 }, { 1, 280 }, "fp32", hugging_face)
+        check_factored({ 3, 5, 70 }, { 3, 5, 1 }, { 3, 1, 70 }, "bf16", hugging_face)
+        check_factored({ 700 }, { 700 }, nil, "fp32", hugging_face)
+      end
       for name in pairs(OPS) do
         for _, master in ipairs { "fp32", "bf16", "fp16", "remainder" } do
           for _, g_type in ipairs { "fp32", "bf16" } do
-            for _, numel in ipairs { 3, 1024, 2111 } do
+            for _, numel in ipairs { 3, 1024, 4611 } do
               for off = 0, 1 do check(name, master, g_type, numel, off) end
             end
           end
@@ -92,7 +121,8 @@ describe("updates of the device cuda", function()
       local FAST = { up = 1e15, down = 1e15, host_adam = 1e6, device_adam = 1e12, at_once = 1 }
       local SLOW = { up = 1e6, down = 1e6, host_adam = 1e12, device_adam = 1e12, at_once = 1 }
       for _, case in ipairs { { "Lion", "full" }, { "RMSprop", "full" }, { "AdamWBF16", "full" },
-                              { "AdamW", "remainder" }, { "Lion", "remainder" } } do
+                              { "AdamW", "remainder" }, { "AdamW8bit", "remainder" },
+                              { "LAMB", "full" }, { "Adafactor", "remainder" } } do
         local kind, master = case[1], case[2]
         local small = { device = 240 * 1024, host = "64MiB", master = master }
         local most, on_device, units = train(kind, small, FAST, 2)

@@ -4,6 +4,7 @@
  * at every call. */
 #include "backend/cuda_rules.h"
 #include <string.h>
+#include "base/blocks.h"
 
 static int64_t up(int64_t nbytes) { return (nbytes + 63) / 64 * 64; }
 static int64_t nbytes_of(const ps_view *v) { return v->numel * ps_dtype_bytes(v->dtype); }
@@ -177,6 +178,43 @@ static int64_t squares(int n, const ps_view *x)
     return up(ps_cu_squares_nbytes(units));
 }
 
+static int64_t lamb(const ps_call *call)
+{
+    int64_t nbytes = 0;
+    for (int i = 0; i + 5 <= call->n_in; i += 5)
+        if (call->in[i].numel > 0) nbytes += up(ps_cu_lamb_nbytes(call->in[i].numel));
+    return nbytes;
+}
+static int64_t adafactor(const ps_call *call)
+{
+    int64_t nbytes = 0;
+    for (int i = 0; i + 5 <= call->n_in; i += 5) {
+        const ps_view *p = &call->in[i];
+        if (p->numel == 0) continue;
+        int64_t rows = p->ndim > 1 ? p->numel / ps_cu_last(p) : 1;
+        nbytes += up(ps_cu_factored_nbytes(rows, p->ndim > 1 ? rows / p->shape[p->ndim - 2] : 1));
+    }
+    return nbytes;
+}
+
+static int64_t linear_packed(const ps_call *call)
+{
+    const ps_attrs_linear_packed *a = (const ps_attrs_linear_packed *)call->attrs;
+    const ps_view *x = &call->in[0], *bias = &call->in[2], *y = &call->out[0];
+    if (y->numel == 0) return 0;
+    int64_t M = y->numel / ps_cu_last(y), N = call->in[1].shape[0], K = ps_cu_last(a->back ? y : x);
+    if (!a->back && M <= PS_PACKED_ROWS)
+        return a->int8 && ps_blocks_int8(a->type) ? up(ps_cu_rounded_nbytes(M * K, y->dtype)) : 0;
+    if (a->back)
+        return x->numel == 0 ? 0 : up(ps_cu_packed_nbytes(N, ps_cu_packed_cols(N, K, y->dtype), y->dtype));
+    int64_t step = ps_cu_packed_rows(N, K, y->dtype), nbytes = up(ps_cu_packed_nbytes(step, K, y->dtype));
+    for (int64_t first = 0; first < N; first += step) {
+        int64_t n = N - first < step ? N - first : step;
+        nbytes += bias_copy(bias, M, K, n, y->dtype, y->dtype, y->dtype);
+    }
+    return nbytes;
+}
+
 int64_t ps_cuda_rules_scratch(const ps_cuda_card *card, const ps_call *call)
 {
     const ps_view *in = call->in, *out = call->out;
@@ -209,6 +247,9 @@ int64_t ps_cuda_rules_scratch(const ps_cuda_card *card, const ps_call *call)
     case PS_OP_linear_grad: return linear_grad(card, call);
     case PS_OP_linear_gelu_backward: return linear_gelu_backward(card, call);
     case PS_OP_lm_loss: return lm_loss(card, call);
+    case PS_OP_lamb_: return lamb(call);
+    case PS_OP_adafactor_: return adafactor(call);
+    case PS_OP_linear_packed: return linear_packed(call);
     default: return 0;
     }
 }

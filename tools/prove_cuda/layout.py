@@ -35,7 +35,7 @@ class Layouts:
     def __init__(self, source, generated):
         files = [os.path.join(ROOT, "src/ps.h"), os.path.join(generated, "ps_gen.h")]
         headers = sorted(name for name in os.listdir(FOLDER) if name.endswith(".h"))
-        files += [os.path.join(ROOT, "src/backend/image.h")]
+        files += [os.path.join(ROOT, "src/backend/image.h"), os.path.join(ROOT, "src/base/update.h")]
         files += [os.path.join(FOLDER, name) for name in headers + [source]]
         text = "\n".join(read(path) for path in files)
         self.constants = {}

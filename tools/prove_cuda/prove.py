@@ -64,6 +64,7 @@ class Files:
         said = hashlib.sha256(self.version)
         headers = [os.path.join(FOLDER, name) for name in sorted(os.listdir(FOLDER)) if name.endswith(".h")]
         headers += [os.path.join(ROOT, "src/backend/image.h"), os.path.join(self.generated, "ps_gen.h")]
+        headers += [os.path.join(ROOT, "src/base", name) for name in ("blocks.h", "half.h", "philox.h", "update.h")]
         for path in headers + [os.path.join(FOLDER, source + ".cu")]:
             with open(path, "rb") as file:
                 said.update(file.read())

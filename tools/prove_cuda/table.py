@@ -272,7 +272,7 @@ def rows_of_norm():
 def optim_work(kernel_types, param="param", unit=1024, states=2):
     """Two tensors of 1500 and 1027 elements, as optim.h has them. kernel_types: of parameter, gradient and master."""
     p, g, m = kernel_types
-    state = ["m", "v", "m_scale", "v_scale"][:states]
+    state = ["m", "v"][:states] if states < 4 else ["m", "m_scale", "v", "v_scale"]
     one = dict(param=param, master="master", grad="grad", state=state, numel=1500, first_unit=0, param_type=p,
                grad_type=g, master_type=m, aligned=1)
     two = dict(one, param=param and param + "2", master="master2", grad="grad2", state=[name + "2" for name in state],
@@ -314,9 +314,55 @@ def rows_of_update():
                    seed=7, t=3)
     yield Row("update", "adam_bf16_kernel", "two tensors, 1500 and 1027", 2, 256,
               [adamw, optim_work((BF16, BF16, F32))], quick=True, branches=True)
+    codes = Struct("code_tables")
+    for master, shape in ((F32, "300 elements"), (U8, "300 elements, masters as remainders")):
+        one = optim_work((BF16, BF16, master), unit=256, states=4)
+        one["n"], one["units"], one["it"] = 1, 2, [dict(one["it"][0], numel=300)]
+        yield Row("update", "adam8bit_kernel", shape, 1, 64, [adamw, codes, one], branches=True, quick=True,
+                  plants=(1,))
     yield Row("update", "remainder_split_kernel", "two tensors", 2, 256, [optim_work((BF16, F32, U8), states=0)],
               branches=True)
     yield Row("update", "remainder_join_kernel", "1000", 2, 256, ["y", "w", "low", 1000])
+
+
+def rows_of_whole():
+    one = optim_work((BF16, BF16, F32))["it"][0]
+    it = Struct("item", **one)
+    h = Struct("lamb_constants", scale=1.0, b1=.9, b2=.99, c1=.1, c2=.01, inv1=1.0, inv2=1.0, eps=1e-8, wd=.1, lr=.1,
+               adapt=1)
+    yield Row("whole", "in_order_kernel", "300 terms", 1, 256, ["out", "x", 300], quick=True, plants=(0, 1))
+    yield Row("whole", "lamb_sums_kernel<float>", "600 elements", 1, 256,
+              [h, Struct("item", **dict(one, numel=600)), "sums", 1], branches=True, quick=True, plants=(0, 1))
+    yield Row("whole", "lamb_kernel<float>", "1500 elements", 2, 256, [h, it, "totals"], branches=True)
+
+    def factored(**more):
+        return Struct("factored", **dict(dict(it=Struct("item", **dict(one, numel=900)), batch=1, R=3, C=300, matrix=1,
+                                              scale=1.0, eps1=1e-7, keep=.9, take=.1, by_row="by_row",
+                                              row_mean="row_mean"), **more))
+    adafactor = Struct("ps_attrs_adafactor_", grad_scale=1.0, t=3, lr=.01, beta2_decay=-.8, eps1=1e-7, eps2=1e-3, d=1.0)
+    yield Row("whole", "row_squares_kernel<float, 0>", "3 rows of 300, of the master", 2, 256, [factored()],
+              branches=True)
+    yield Row("whole", "row_squares_kernel<float, 1>", "3 rows of 300, of the update", 2, 256, [factored()],
+              branches=True)
+    yield Row("whole", "row_averages_kernel<float>", "3 rows of 300", 2, 256, [factored()], branches=True, plants=(0,))
+    yield Row("whole", "column_averages_kernel<float>", "300 columns of 3", 2, 256, [factored()], branches=True)
+    yield Row("whole", "row_mean_kernel<float>", "300 rows", 1, 256, [factored(R=300, C=3)])
+    yield Row("whole", "adafactor_kernel<float>", "3 rows of 300", 2, 256, [factored(), adafactor, "totals"],
+              branches=True)
+
+
+def rows_of_packed():
+    q4_k = Struct("packed_type", type=12, block=256, bytes=144)
+    part = Struct("packed_part", t=q4_k, w="w", rows=3, row_nbytes=288, per_row=64)
+    yield Row("packed", "unpack_kernel<bf16>", "3 rows of 2 blocks of Q4_K", 1, 256, ["y", part], quick=True,
+              branches=True)
+    q8_0 = Struct("packed_type", type=8, block=32, bytes=34)
+    part = Struct("packed_part", t=q8_0, w="w", rows=5, row_nbytes=68, per_row=8)
+    few = Struct("few_call", w=part, x="x", y="y", bias="bias", residual="residual", bias_dtype=F32, M=3)
+    few["N"], few["K"] = 5, 64
+    yield Row("packed", "few_rows_kernel<bf16, bf16>", "3 rows of 64 and 5 rows of Q8_0", 1, 256, [few], branches=True)
+    yield Row("packed", "pack_kernel<bf16>", "6 blocks", 1, 256, ["to", "x", 6], branches=True)
+    yield Row("packed", "round_kernel<bf16>", "6 parts", 1, 256, ["to", "x", 6], branches=True)
 
 
 def rows_of_random():

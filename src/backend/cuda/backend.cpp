@@ -506,6 +506,8 @@ static void fill_kernels(void)
     ps_cuda_fill_table(kernels);
     ps_cuda_fill_optim(kernels);
     ps_cuda_fill_update(kernels);
+    ps_cuda_fill_whole(kernels);
+    ps_cuda_fill_packed(kernels);
     ps_cuda_fill_matmul(kernels);
     ps_cuda_fill_attention(kernels);
     ps_cuda_fill_rope(kernels);

@@ -94,6 +94,8 @@ void ps_cuda_fill_norm(ps_kernel *k);
 void ps_cuda_fill_table(ps_kernel *k);
 void ps_cuda_fill_optim(ps_kernel *k);
 void ps_cuda_fill_update(ps_kernel *k);
+void ps_cuda_fill_whole(ps_kernel *k);
+void ps_cuda_fill_packed(ps_kernel *k);
 void ps_cuda_fill_matmul(ps_kernel *k);
 void ps_cuda_fill_attention(ps_kernel *k);
 void ps_cuda_fill_rope(ps_kernel *k);

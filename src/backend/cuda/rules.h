@@ -65,6 +65,13 @@ static inline int64_t ps_cu_norm_parts(int64_t rows)
 enum { PS_CU_SQUARES_UNIT = 16 * 256 };        /* elements per block; each block's sum is an fp64 */
 static inline int64_t ps_cu_squares_nbytes(int64_t units) { return (units + 1) * 8; }
 
+/* -- LAMB and Adafactor (whole.cu) --------------------------------------------------------------------------------- */
+enum { PS_CU_LAMB_UNIT = 4096 };               /* elements whose squares are summed at once, as on the cpu */
+static inline int64_t ps_cu_lamb_units(int64_t numel) { return ps_cu_div_up(numel, PS_CU_LAMB_UNIT); }
+static inline int64_t ps_cu_lamb_nbytes(int64_t numel) { return (2 * ps_cu_lamb_units(numel) + 2) * 8; }
+/* rows: of all matrices of a tensor; batch: number of matrices. */
+static inline int64_t ps_cu_factored_nbytes(int64_t rows, int64_t batch) { return (rows + 2 + batch) * 8; }
+
 /* -- embeddings (table.cu) ----------------------------------------------------------------------------------------- */
 enum { PS_CU_HOT = 64 };                       /* a whole block adds up a row with more positions than this */
 /* Returns the largest possible number of rows with more than PS_CU_HOT positions, if there are n positions. */
@@ -109,6 +116,35 @@ static inline bool ps_cu_takes_bias(const void *bias, int bias_dtype, int dtype)
 {
     return bias_dtype == dtype && (uintptr_t)bias % 16 == 0;
 }
+
+/* -- packed weights (packed.cu) ------------------------------------------------------------------------------------ */
+static inline int64_t ps_cu_packed_panel(int dtype)               /* values of a panel of unpacked weights */
+{
+#ifdef PS_CUDA_PANEL_NBYTES                                   /* tests set a small value */
+    return PS_CUDA_PANEL_NBYTES / ps_dtype_bytes(dtype);
+#else
+    return ((int64_t)128 << 20) / ps_dtype_bytes(dtype);
+#endif
+}
+/* Returns the number of rows, or of columns, of a panel of a matrix [N, K]. Columns are whole blocks. */
+static inline int64_t ps_cu_packed_rows(int64_t N, int64_t K, int dtype)
+{
+    int64_t rows = ps_cu_packed_panel(dtype) / (K > 0 ? K : 1) / 64 * 64;
+    if (rows < 64) rows = 64;
+    return rows < N ? rows : N;
+}
+static inline int64_t ps_cu_packed_cols(int64_t N, int64_t K, int dtype)
+{
+    int64_t cols = ps_cu_packed_panel(dtype) / (N > 0 ? N : 1) / 256 * 256;
+    if (cols < 256) cols = 256;
+    return cols < K ? cols : K;
+}
+static inline int64_t ps_cu_packed_nbytes(int64_t rows, int64_t cols, int dtype)
+{
+    return (rows * cols + 1) * ps_dtype_bytes(dtype);
+}
+/* Returns the bytes of few rows that are rounded to 8 bits, as fp32 or fp64. */
+static inline int64_t ps_cu_rounded_nbytes(int64_t numel, int dtype) { return (numel + 1) * (dtype == PS_F64 ? 8 : 4); }
 
 /* -- lm_loss (matmul.cpp) ------------------------------------------------------------------------------------------ */
 static inline int64_t ps_cu_panel_nbytes(const ps_cuda_card *card)             /* of logits */

@@ -3,6 +3,7 @@
  * 8-bit codes, and masters that are kept as remainders. ref/update.c has the formulas and their sources. As in
  * optim.cu, operations and their order are those of the cpu backend, and so are the bits. */
 #include "backend/cuda/optim.h"
+#include "base/update.h"
 
 /* -- Lion ---------------------------------------------------------------------------------------------------------- */
 struct lion_rule {
@@ -130,6 +131,75 @@ static int adam_bf16_(ps_call *call)
     return 0;
 }
 
+/* -- AdamW with averages in 8 bits --------------------------------------------------------------------------------- */
+/* States are codes and scales of exp_avg and of exp_avg_sq. The tables of both codes. */
+struct code_tables { ps_codes with_sign, plain; };
+
+/* Quantises the elements x of a block, of which this lane has every 32nd from `lane` on: left > 32 k for element k. */
+enum { EACH = PS_STATE_BLOCK / 32 };
+template <bool SIGN> DEV void quantise(const ps_codes *c, const float *x, int64_t left, uint8_t *codes, float *scale)
+{
+    int most = 0;                                    /* bits of the largest magnitude, or of a NaN */
+#pragma unroll
+    for (int k = 0; k < EACH; k++)
+        if (32 * k < left) most = max(most, (int)(__float_as_uint(x[k]) & 0x7fffffffu));
+    most = warp_all<op_max>(most);
+    float largest = __uint_as_float((unsigned)most), factor = ps_codes_factor(largest);
+#pragma unroll
+    for (int k = 0; k < EACH; k++) {
+        if (32 * k >= left) continue;
+        codes[32 * k] = most < 0x7f800000 ? (uint8_t)ps_codes_nearest(c, __fmul_rn(x[k], factor), SIGN) : 0;
+    }
+    if (threadIdx.x % 32 == 0) *scale = largest;
+}
+
+/* A warp updates a block of elements that share a scale. */
+KERNEL_UP_TO(THREADS) adam8bit_kernel(adamw_constants h, const __grid_constant__ code_tables given,
+                                      const __grid_constant__ work w)
+{
+    __shared__ code_tables tables;                   /* lanes read different entries at once */
+    for (int i = threadIdx.x; i < (int)(sizeof tables / 4); i += blockDim.x)
+        ((uint32_t *)&tables)[i] = ((const uint32_t *)&given)[i];
+    __syncthreads();
+    int lane = threadIdx.x % 32;
+    for (int64_t unit = FIRST_ELEMENT / 32; unit < w.units; unit += ALL_THREADS / 32) {
+        const item &it = item_of(w, unit);
+        int64_t block = unit - it.first_unit, first = block * PS_STATE_BLOCK + lane, left = it.numel - first;
+        uint8_t *m_codes = (uint8_t *)it.state[0] + first, *v_codes = (uint8_t *)it.state[2] + first;
+        float *m_scale = (float *)it.state[1] + block, *v_scale = (float *)it.state[3] + block;
+        float old_m = *m_scale, old_v = *v_scale, m[EACH], v[EACH];
+#pragma unroll
+        for (int k = 0; k < EACH; k++) {
+            m[k] = v[k] = 0;
+            if (32 * k >= left) continue;
+            int64_t i = first + 32 * k;
+            float p = master_get<float>(it, i);
+            m[k] = __fmul_rn(ps_codes_value(&tables.with_sign, m_codes[32 * k], true), old_m);
+            v[k] = __fmul_rn(ps_codes_value(&tables.plain, v_codes[32 * k], false), old_v);
+            adamw_step(h, load_f(it.grad, it.grad_type, i), &p, &m[k], &v[k]);
+            master_put(it, i, p);
+        }
+        __syncwarp();                                /* all lanes have read the scales */
+        quantise<true>(&tables.with_sign, m, left, m_codes, m_scale);
+        quantise<false>(&tables.plain, v, left, v_codes, v_scale);
+    }
+}
+static int adam8bit_(ps_call *call)
+{
+    static code_tables tables;
+    static bool made;
+    if (!made) {
+        ps_codes_make(&tables.with_sign, true), ps_codes_make(&tables.plain, false);
+        made = true;
+    }
+    work w = collect(call, 7, PS_STATE_BLOCK);
+    adamw_constants h = adamw_of((const ps_attrs_adam8bit_ *)call->attrs, 0);
+    if (w.units > 0)
+        PS_LAUNCH(adam8bit_kernel, unit_blocks(ps_cu_div_up(w.units, THREADS / 32)), THREADS, 0, ps_cu->compute, h,
+                  tables, w);
+    return 0;
+}
+
 /* -- remainders ---------------------------------------------------------------------------------------------------- */
 /* Inputs are param, low and src, of which `collect` makes parameter, master and gradient. */
 static __global__ void remainder_split_kernel(const __grid_constant__ work w)
@@ -168,6 +238,7 @@ void ps_cuda_fill_update(ps_kernel *k)
     k[PS_OP_lion_] = lion_;
     k[PS_OP_rmsprop_] = rmsprop_;
     k[PS_OP_adam_bf16_] = adam_bf16_;
+    k[PS_OP_adam8bit_] = adam8bit_;
     k[PS_OP_remainder_split_] = remainder_split_;
     k[PS_OP_remainder_join] = remainder_join_op;
 }
