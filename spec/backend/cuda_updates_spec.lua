@@ -20,6 +20,8 @@ describe("updates of the device cuda", function()
         lion_ = { { "fp32" }, { 0.5, 3, 1e-2, 0.9, 0.99, 0.1 } },
         rmsprop_ = { { "fp32", "fp32" }, { 0.5, 3, 1e-2, 0.9, 1e-3, 0.1, 0.9 } },
         adam_bf16_ = { { "bf16", "bf16" }, { 0.5, 3, 1e-2, 0.9, 0.99, 1e-8, 0.1, 7 } },
+        adam_schedule_free_ = { { "fp32", "fp32" }, { 0.5, 3, 1e-2, 0.9, 0.99, 1e-8, 0.1, 0.2, 0.03 } },
+        master_lerp_ = { {}, { 0.7 } },
         lamb_ = { { "fp32", "fp32" }, { 0.5, 3, 1e-2, 0.9, 0.99, 1e-6, 0.1 } },
         adam8bit_ = { { "codes", "scales", "codes", "scales" }, { 0.5, 3, 1e-2, 0.9, 0.99, 1e-8, 0.1 } } }
       local function check(name, master, g_type, numel, off)
@@ -122,7 +124,7 @@ describe("updates of the device cuda", function()
       local SLOW = { up = 1e6, down = 1e6, host_adam = 1e12, device_adam = 1e12, at_once = 1 }
       for _, case in ipairs { { "Lion", "full" }, { "RMSprop", "full" }, { "AdamWBF16", "full" },
                               { "AdamW", "remainder" }, { "AdamW8bit", "remainder" },
-                              { "LAMB", "full" }, { "Adafactor", "remainder" } } do
+                              { "LAMB", "full" }, { "AdamWScheduleFree", "full" }, { "Adafactor", "remainder" } } do
         local kind, master = case[1], case[2]
         local small = { device = 240 * 1024, host = "64MiB", master = master }
         local most, on_device, units = train(kind, small, FAST, 2)

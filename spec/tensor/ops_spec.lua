@@ -118,10 +118,10 @@ describe("the case table", function()
   end)
 end)
 
--- Ops without a cuda kernel: updates that the engine runs on the host (docs/optimizers.md), and prod, which uses other
--- ops there.
+-- Ops without a cuda kernel: the update of Muon, which the engine runs on the host (docs/optimizers.md), and prod,
+-- which uses other ops there.
 local HOST = {}
-for name in ("prod muon_ adam_schedule_free_ master_lerp_"):gmatch "%S+" do HOST[name] = true end
+for name in ("prod muon_"):gmatch "%S+" do HOST[name] = true end
 
 -- Returns whether the device runs an op. It does not run collectives, moves between two devices other than the host,
 -- and ops of the host.

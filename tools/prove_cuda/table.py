@@ -310,6 +310,11 @@ def rows_of_update():
     rmsprop = Struct("rmsprop_rule", scale=1.0, alpha=.9, rest=.1, eps=1e-8, momentum=.9, lr=.1)
     yield Row("update", "rule_kernel<rmsprop_rule>", "two tensors, masters as remainders", 2, 256,
               [rmsprop, optim_work((BF16, BF16, U8))], branches=True)
+    free = Struct("schedule_free_rule", scale=1.0, b2=.99, c2=.01, inv=1.0, eps=1e-8, lr=.1, average=.1, toward=-.1)
+    yield Row("update", "rule_kernel<schedule_free_rule>", "two tensors, fp32 that are their masters", 2, 256,
+              [free, optim_work((F32, F32, F32), "master")], branches=True)
+    yield Row("update", "rule_kernel<lerp_rule>", "two tensors, bf16 with fp32 masters", 2, 256,
+              [Struct("lerp_rule", weight=.3, near_master=1), optim_work((BF16, F32, F32), states=0)], branches=True)
     adamw = Struct("adamw_constants", scale=1.0, keep=1.0, b1=.9, b2=.99, c1=.1, c2=.01, inv=1.0, eps=1e-8, step=.1,
                    seed=7, t=3)
     yield Row("update", "adam_bf16_kernel", "two tensors, 1500 and 1027", 2, 256,

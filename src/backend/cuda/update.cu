@@ -42,6 +42,34 @@ struct rmsprop_rule {
     }
 };
 
+/* -- schedule-free AdamW (ref/optim.c) ----------------------------------------------------------------------------- */
+struct schedule_free_rule {
+    double scale, wd, b2, c2, inv, eps, lr, average, toward;
+    bool first;
+    template <class A> DEV void step(const schedule_free_rule &h, const item &it, int64_t i)
+    {
+        typedef exact<A> e;
+        A p = master_get<A>(it, i), g = e::mul(access<A>::load(it.grad, it.grad_type, i), (A)h.scale);
+        A *zs = (A *)it.state[0] + i, *vs = (A *)it.state[1] + i, z = h.first ? p : *zs;
+        A v = e::fma_((A)h.b2, *vs, e::mul(e::mul((A)h.c2, g), g));
+        A u = e::div(g, e::fma_(e::root(v), (A)h.inv, (A)h.eps));
+        if ((A)h.wd != 0) u = e::fma_((A)h.wd, p, u);
+        *zs = e::fma_(-(A)h.lr, u, z);
+        *vs = v;
+        master_put(it, i, e::fma_((A)h.toward, u, e::fma_((A)h.average, e::add(z, -p), p)));
+    }
+};
+/* Inputs are param, master and end, of which `collect` makes parameter, master and gradient. */
+struct lerp_rule {
+    double weight;
+    bool near_master;
+    template <class A> DEV void step(const lerp_rule &h, const item &it, int64_t i)
+    {
+        A p = master_get<A>(it, i), end = access<A>::load(it.grad, it.grad_type, i);
+        master_put(it, i, exact<A>::fma_((A)h.weight, exact<A>::add(end, -p), h.near_master ? p : end));
+    }
+};
+
 /* Updates each element by a rule, in double if the master is fp64. */
 template <class Rule> KERNEL_UP_TO(THREADS) rule_kernel(Rule h, const __grid_constant__ work w)
 {
@@ -73,6 +101,21 @@ static int rmsprop_(ps_call *call)
     const ps_attrs_rmsprop_ *a = (const ps_attrs_rmsprop_ *)call->attrs;
     rmsprop_rule h = { a->grad_scale, a->weight_decay, a->alpha, 1 - a->alpha, a->eps, a->momentum, a->lr };
     return run_rule(call, 5, h);
+}
+
+static int adam_schedule_free_(ps_call *call)
+{
+    const ps_attrs_adam_schedule_free_ *a = (const ps_attrs_adam_schedule_free_ *)call->attrs;
+    schedule_free_rule h = { a->grad_scale, a->weight_decay, a->beta2, 1 - a->beta2, 1 / sqrt(a->bias2), a->eps, a->lr,
+                             a->average, a->lr * (a->beta1 * (1 - a->average) - 1), a->t == 1 };
+    return run_rule(call, 5, h);
+}
+static int master_lerp_(ps_call *call)
+{
+    double weight = ((const ps_attrs_master_lerp_ *)call->attrs)->weight;
+    bool near_master = fabs(weight) < 0.5;
+    lerp_rule h = { near_master ? weight : weight - 1, near_master };
+    return run_rule(call, 3, h);
 }
 
 /* -- AdamW with averages in bf16 ----------------------------------------------------------------------------------- */
@@ -237,6 +280,8 @@ void ps_cuda_fill_update(ps_kernel *k)
 {
     k[PS_OP_lion_] = lion_;
     k[PS_OP_rmsprop_] = rmsprop_;
+    k[PS_OP_adam_schedule_free_] = adam_schedule_free_;
+    k[PS_OP_master_lerp_] = master_lerp_;
     k[PS_OP_adam_bf16_] = adam_bf16_;
     k[PS_OP_adam8bit_] = adam8bit_;
     k[PS_OP_remainder_split_] = remainder_split_;
