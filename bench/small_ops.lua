@@ -1,147 +1,155 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Measures small ops, indexing and movement of elements in psluajit and PyTorch on one thread, and prints a table in
--- Markdown:
---   PYTHON=$(tools/oracle.sh python) psluajit bench/small_ops.lua [--only NAME] [--rounds 3]
--- Both run alternately, each in its own process (bench/peers/small_ops_torch.py). A figure is the best of the rounds,
--- each of which takes some milliseconds. Each op has three sizes.
+-- Measures the ops of docs/pytorch.md, forward and backward, in psluajit and PyTorch on one thread, and prints a table
+-- in Markdown:
+--   PYTHON=$(tools/oracle.sh python) psluajit bench/small_ops.lua [--only NAME] [--rounds 3] [--json FILE] [--above 2]
+-- Both run alternately, each in its own process (bench/peers/small_ops_torch.py). A figure is processor time of a call,
+-- the best of the rounds. Each op has three sizes. bench.small_ops_lib.lua has the calls; a row of docs/pytorch.md without a
+-- call there, or without a reason, is an error.
 local cjson = require "cjson"
 local argparse = require "argparse"
 local paths = require "ps.paths"
 local command_line = require "ps.core.command_line"
+local ops_table = require "bench.small_ops_lib"
 
-local parser = argparse("bench/small_ops.lua", "Compares small ops with PyTorch on one thread.")
+local parser = argparse("bench/small_ops.lua", "Compares the ops of docs/pytorch.md with PyTorch on one thread.")
 parser:flag("--own", "print psluajit's figures as JSON, and run no peer")
-parser:option("--only", "only ops whose name contains this")
+parser:option("--only", "only calls that contain this, as printed")
+parser:option("--json", "also write all figures to this file")
+command_line.number(parser:option("--above", "print only rows above this ratio", "0"), 0)
 command_line.whole(parser:option("--rounds", "number of runs of each side", "3"), 1)
-local args = command_line.parse(parser)
+local args = parser:parse()
 
 local SIZES = { 16, 1024, 65536 }                           -- elements, about
 
--- Returns the cases: name -> function that gets a number of elements and returns the call to measure. The peer has the
--- same names.
-local function cases(ps)
-  local F = ps.F
+-- Returns a function that makes an input of n elements, by its kind. The peer has the same kinds.
+local function kinds(ps)
   local function square(n) return math.floor(math.sqrt(n)) end
-  local function ints(n, below) return ps.randint(0, below, { n }) end
-  local with_gradient = function(fn)
-    return function(n)
-      local call, p = fn(n)
-      return function()
-        call():backward()
-        p:set_grad(nil)
-      end
-    end
-  end
+  local function ints(shape, below) return ps.randint(0, below, shape) end
+  local function rows(n) return math.ceil(n / 16) end
   return {
-    { "add", function(n) local a, b = ps.randn { n }, ps.randn { n } return function() return a + b end end },
-    { "add a number", function(n) local a = ps.randn { n } return function() return a + 1.5 end end },
-    { "add int64", function(n) local a, b = ints(n, 99), ints(n, 99) return function() return a + b end end },
-    { "mul a column", function(n)
-      local a, b = ps.randn { square(n), square(n) }, ps.randn { square(n), 1 }
-      return function() return a * b end
-    end },
-    { "add a row", function(n)
-      local a, b = ps.randn { square(n), square(n) }, ps.randn { square(n) }
-      return function() return a + b end
-    end },
-    { "relu", function(n) local a = ps.randn { n } return function() return F.relu(a) end end },
-    { "softplus", function(n) local a = ps.randn { n } return function() return F.softplus(a) end end },
-    { "sum", function(n) local a = ps.randn { n } return function() return a:sum() end end },
-    { "norm", function(n) local a = ps.randn { n } return function() return a:norm() end end },
-    { "item", function() local a = ps.randn { 1 } return function() return a:item() end end },
-    { "one_hot", function(n) local a = ints(math.ceil(n / 16), 16) return function() return ps.one_hot(a, 16) end end },
-    { "flip", function(n) local a = ps.randn { square(n), square(n) } return function() return a:flip(1) end end },
-    { "roll", function(n) local a = ps.randn { square(n), square(n) } return function() return a:roll(1, 0) end end },
-    { "tril", function(n) local a = ps.randn { square(n), square(n) } return function() return a:tril() end end },
-    { "cat, last dimension", function(n)
-      local a, b = ps.randn { square(n), square(n) }, ps.randn { square(n), square(n) }
-      return function() return ps.cat({ a, b }, -1) end
-    end },
-    { "gather", function(n)
-      local a, i = ps.randn { square(n), square(n) }, ps.randint(0, square(n), { square(n), square(n) })
-      return function() return a:gather(1, i) end
-    end },
-    { "scatter_add of rows", function(n)
-      local m = math.ceil(n / 16)
-      local a, i, b = ps.zeros { m, 16 }, ints(m, m):unsqueeze(1):expand(m, 16), ps.randn { m, 16 }
-      return function() return a:scatter_add(0, i, b) end
-    end },
-    { "index_add", function(n)
-      local m = math.ceil(n / 16)
-      local a, i, b = ps.zeros { m, 16 }, ints(m, m), ps.randn { m, 16 }
-      return function() return a:index_add(0, i, b) end
-    end },
-    { "x[i]", function(n)
-      local m = math.ceil(n / 16)
-      local a, i = ps.randn { m, 16 }, ints(m, m)
-      return function() return a[i] end
-    end },
-    { "x[i, j]", function(n)
-      local m = square(n)
-      local a, i, j = ps.randn { m, m }, ints(m, m), ints(m, m)
-      return function() return a[{ i, j }] end
-    end },
-    { "x[i] = v", function(n)
-      local m = math.ceil(n / 16)
-      local a, i, b = ps.randn { m, 16 }, ints(m, m), ps.randn { m, 16 }
-      return function() a[i] = b end
-    end },
-    { "x[mask]", function(n)
-      local a = ps.randn { n }
-      local mask = a:gt(0)
-      return function() return a[mask] end
-    end },
-    { "nonzero", function(n) local a = ps.randn({ n }):gt(0) return function() return a:nonzero() end end },
-    { "sort", function(n) local a = ps.randn { n } return function() return a:sort() end end },
-    { "dropout", function(n) local a = ps.randn { n } return function() return F.dropout(a, 0.1) end end },
-    { "prod", function(n) local a = ps.rand { n } return function() return a:prod() end end },
-    { "x[i], backward", with_gradient(function(n)
-      local m = math.ceil(n / 16)
-      local p, i = ps.nn.Parameter(ps.randn { m, 16 }), ints(m, m)
-      return function() return p[i]:sum() end, p
-    end) },
-    { "softplus, backward", with_gradient(function(n)
-      local p = ps.nn.Parameter(ps.randn { n })
-      return function() return F.softplus(p):sum() end, p
-    end) },
+    v = function(n) return ps.randn { n } end, u = function(n) return ps.rand { n } + 0.5 end,
+    p = function(n) return ps.rand { n } * 0.8 + 0.1 end, i = function(n) return ints({ n }, 99) end,
+    b = function(n) return ps.randn({ n }):gt(0) end, m = function(n) return ps.randn { square(n), square(n) } end,
+    mu = function(n) return ps.rand { square(n), square(n) } + 0.5 end,
+    c = function(n) return ps.randn { square(n), 1 } end, w = function(n) return ps.randn { square(n) } end,
+    r = function(n) return ps.randn { rows(n), 16 } end, k = function(n) return ints({ rows(n) }, rows(n)) end,
+    kk = function(n) return ints({ rows(n) }, rows(n)):unsqueeze(1):expand(rows(n), 16) end,
+    perm = function(n) return ps.randperm(rows(n)) end, h = function(n) return ints({ rows(n) }, 16) end,
+    g = function(n) return ints({ square(n), square(n) }, square(n)) end,
+    j = function(n) return ints({ square(n) }, square(n)) end,
+    bag = function(n) return ints({ rows(n), 4 }, rows(n)) end,
+    img = function(n) local q = square(n / 4) return ps.randn { 1, 4, q, q } end,
+    f = function() return ps.randn { 4, 4, 3, 3 } end, f1 = function() return ps.randn { 4, 4, 3 } end,
+    c4 = function() return ps.randn { 4 } end, sig = function(n) return ps.randn { 1, 4, n / 4 } end,
+    sg = function(n) return ps.randn({ square(n) }):sign() end,
+    a = function(n) return ps.randn { 1, 2, rows(n), 8 } end, one = function() return ps.randn { 1 } end,
+    four = function(n) return ps.randn { 4, n / 4 } end, d16 = function(n) return ps.randn { square(n), 16 } end,
   }
 end
 
--- Returns the seconds of a call in processor time, as the best of several runs, each of which takes about 5 ms. Each
+-- Returns the call of a case, with its inputs, as a function of no arguments.
+local function call_of(ps, case, n, backward)
+  local make, names, values, grads = kinds(ps), {}, {}, {}
+  for name, kind in case.inputs:gmatch "(%w+)=(%w+)" do
+    names[#names + 1], values[#values + 1] = name, make[kind](n)
+    if backward and (case.grads .. ","):find(name .. ",", 1, true) then
+      grads[#grads + 1] = ps.nn.Parameter(values[#values])
+      values[#values] = grads[#grads]
+    end
+  end
+  local text = ("local ps, F, %s = ...  return function() return %s end"):format(table.concat(names, ", "), case.ours)
+  local forward = assert(loadstring(text, case.ours))(ps, ps.F, unpack(values))
+  if not backward then return forward end
+  return function()
+    ps.sum((forward())):backward()
+    for _, p in ipairs(grads) do p:set_grad(nil) end
+  end
+end
+
+-- Returns the seconds of a call in processor time, as the best of several runs, each of which takes about 1 ms. Each
 -- call has a loop of its own, as in a script, because LuaJIT compiles a loop for the first function that it calls.
 local function seconds_of(call, ps)
-  local loop = loadstring "local call, n = ... for _ = 1, n do call() end"
+  local loop = loadstring "local call, n = ... local y for _ = 1, n do y = call() end return y"
   local function run(n)
     local began = os.clock()
     loop(call, n)
     return os.clock() - began
   end
-  local n = 1
-  while run(n) < 2e-3 and n < 1e5 do n = n * 2 end
-  local best = math.huge
-  for _ = 1, 5 do
-    best = math.min(best, run(n) / n)
-    ps.collect()
+  local n, warm = 1, 0
+  for _ = 1, 100 do                                         -- loads files, compiles traces, fills caches
+    warm = warm + run(1)
+    if warm > 10e-3 then break end
   end
+  while run(n) < 1e-3 and n < 1e5 do n = n * 2 end
+  local best = math.huge
+  for _ = 1, 5 do best = math.min(best, run(n) / n) end
+  ps.collect()
   return best
+end
+
+-- Returns the measurements as { case, backward, name }, in the table's order.
+local function measurements()
+  local list = {}
+  for _, case in ipairs(ops_table.cases) do
+    for backward = 0, case.grads ~= "" and 1 or 0 do
+      local name = ("%s  [%s]%s"):format(case.ours, case.inputs, backward == 1 and ", backward" or "")
+      if not args.only or name:find(args.only, 1, true) then
+        list[#list + 1] = { case, backward == 1, name }
+      end
+    end
+  end
+  return list
 end
 
 if args.own then
   local ps, found = require "ps", {}
-  for _, case in ipairs(cases(ps)) do
-    if not args.only or case[1]:find(args.only, 1, true) then
-      for _, n in ipairs(SIZES) do found[("%s|%d"):format(case[1], n)] = seconds_of(case[2](n), ps) end
+  for _, one in ipairs(measurements()) do
+    for _, n in ipairs(SIZES) do
+      local ok, call = pcall(call_of, ps, one[1], n, one[2])
+      local done, seconds = pcall(seconds_of, call, ps)
+      if not (ok and done) then error(("%s, %d elements: %s"):format(one[3], n, tostring(ok and seconds or call))) end
+      found[("%s|%d"):format(one[3], n)] = seconds
     end
   end
   print(cjson.encode(found))
   return
 end
 
+-- Raises an error if a row of docs/pytorch.md has neither a call nor a reason.
+local function check_table()
+  local known, missing = {}, {}
+  for _, case in ipairs(ops_table.cases) do known[case.op] = true end
+  local function is_left_out(op)
+    for _, patterns in pairs(ops_table.left_out) do
+      for _, pattern in ipairs(patterns) do if op:find(pattern) then return true end end
+    end
+  end
+  for line in io.lines(paths.root .. "/docs/pytorch.md") do
+    local op, second, third = line:match "^| `([^`]+)` | ([^|]*)| ([^|]*)|"
+    local composed = op and not line:match "^|[^|]*|[^|]*|[^|]*|[^|]*|"
+    if op and not known[op] and not is_left_out(op) and (composed or second:match "%S" and third:match "%S") then missing[#missing + 1] = op end
+  end
+  if #missing > 0 then
+    error("bench.small_ops_lib.lua has no calls of rows of docs/pytorch.md: " .. table.concat(missing, ", "))
+  end
+end
+check_table()
+
+local list = measurements()
+local tasks = os.tmpname()
+local file = assert(io.open(tasks, "w"))
+local rows = {}
+for i, one in ipairs(list) do
+  rows[i] = { name = one[3], inputs = one[1].inputs, call = one[1].theirs, grads = one[2] and one[1].grads or "" }
+end
+file:write(cjson.encode(rows))
+file:close()
+
 local only = args.only and (" --only '%s'"):format(args.only) or ""
 local here = paths.root .. "/bench/"
 local sides = {
   ("OMP_NUM_THREADS=1 '%s' '%ssmall_ops.lua' --own%s"):format(paths.exe, here, only),
-  ("OMP_NUM_THREADS=1 '%s' '%speers/small_ops_torch.py'%s"):format(os.getenv "PYTHON" or "python3", here, only),
+  ("OMP_NUM_THREADS=1 '%s' '%speers/small_ops_torch.py' '%s'"):format(os.getenv "PYTHON" or "python3", here, tasks),
 }
 
 local best = { {}, {} }
@@ -155,18 +163,31 @@ for _ = 1, args.rounds do
     for key, value in pairs(cjson.decode(line)) do best[side][key] = math.min(best[side][key] or math.huge, value) end
   end
 end
+os.remove(tasks)
 
-print("| op | elements | psluajit, us | PyTorch, us | of PyTorch's time |\n|---|---|---|---|---|")
-local ratios = {}
-for _, case in ipairs(cases(require "ps")) do
+print("| call | elements | psluajit, us | PyTorch, us | of PyTorch's time |\n|---|---|---|---|---|")
+local ratios, small, figures, above = {}, {}, {}, 0
+for _, one in ipairs(list) do
   for _, n in ipairs(SIZES) do
-    local key = ("%s|%d"):format(case[1], n)
+    local key = ("%s|%d"):format(one[3], n)
     local ours, theirs = best[1][key], best[2][key]
-    if ours and theirs then
-      ratios[#ratios + 1] = ours / theirs
-      print(("| %s | %d | %.2f | %.2f | %.2fx |"):format(case[1], n, ours * 1e6, theirs * 1e6, ours / theirs))
+    local ratio = ours / theirs
+    ratios[#ratios + 1], above = ratio, above + (ratio > 3 and 1 or 0)
+    if n == SIZES[1] then small[#small + 1] = ratio end
+    figures[#figures + 1] = { op = one[1].op, call = one[3], elements = n, psluajit = ours, pytorch = theirs,
+      ratio = ratio }
+    if ratio > args.above then
+      print(("| %s | %d | %.2f | %.2f | %.2fx |"):format(one[3]:gsub("|", "\\|"), n, ours * 1e6, theirs * 1e6, ratio))
     end
   end
 end
+if args.json then
+  local out = assert(io.open(args.json, "w"))
+  out:write(cjson.encode(figures), "\n")
+  out:close()
+end
 table.sort(ratios)
-print(("\nmedian %.2fx, largest %.2fx, of %d"):format(ratios[math.ceil(#ratios / 2)], ratios[#ratios], #ratios))
+table.sort(small)
+print(("\nmedian %.2fx, largest %.2fx, %d of %d above 3x; %d elements: median %.2fx, largest %.2fx"):format(
+  ratios[math.ceil(#ratios / 2)], ratios[#ratios], above, #ratios, SIZES[1], small[math.ceil(#small / 2)],
+  small[#small]))

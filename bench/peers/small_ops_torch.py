@@ -1,99 +1,90 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""PyTorch's side of bench/small_ops.lua. Prints the seconds of each call on one thread as one line of JSON."""
-import argparse
+"""PyTorch's side of bench/small_ops.lua. Reads the calls from a JSON file, and prints the processor seconds of each call
+on one thread as one line of JSON."""
 import json
 import math
+import sys
 import time
 
 import torch
 import torch.nn.functional as F
 
-parser = argparse.ArgumentParser()
-parser.add_argument("--only")
-args = parser.parse_args()
 torch.set_num_threads(1)
 SIZES = (16, 1024, 65536)
 
 
 def square(n):
-    return math.isqrt(n)
+    return math.isqrt(int(n))
 
 
-def ints(n, below):
-    return torch.randint(0, below, (n,))
+def rows(n):
+    return math.ceil(n / 16)
 
 
-def pair(n):
-    return torch.randn(n), torch.randn(n)
+def ints(shape, below):
+    return torch.randint(0, below, shape)
 
 
-def matrix(n):
-    return torch.randn(square(n), square(n))
+KINDS = {
+    "v": lambda n: torch.randn(n), "u": lambda n: torch.rand(n) + 0.5, "p": lambda n: torch.rand(n) * 0.8 + 0.1,
+    "i": lambda n: ints((n,), 99), "b": lambda n: torch.randn(n) > 0, "m": lambda n: torch.randn(square(n), square(n)),
+    "mu": lambda n: torch.rand(square(n), square(n)) + 0.5, "c": lambda n: torch.randn(square(n), 1),
+    "w": lambda n: torch.randn(square(n)), "r": lambda n: torch.randn(rows(n), 16),
+    "k": lambda n: ints((rows(n),), rows(n)),
+    "kk": lambda n: ints((rows(n),), rows(n)).unsqueeze(1).expand(rows(n), 16), "perm": lambda n: torch.randperm(rows(n)),
+    "h": lambda n: ints((rows(n),), 16), "g": lambda n: ints((square(n), square(n)), square(n)),
+    "j": lambda n: ints((square(n),), square(n)), "bag": lambda n: ints((rows(n), 4), rows(n)),
+    "img": lambda n: torch.randn(1, 4, square(n / 4), square(n / 4)), "f": lambda n: torch.randn(4, 4, 3, 3),
+    "f1": lambda n: torch.randn(4, 4, 3), "c4": lambda n: torch.randn(4), "sig": lambda n: torch.randn(1, 4, n // 4),
+    "sg": lambda n: torch.randn(square(n)).sign(),
+    "a": lambda n: torch.randn(1, 2, rows(n), 8), "one": lambda n: torch.randn(1),
+    "four": lambda n: torch.randn(4, n // 4), "d16": lambda n: torch.randn(square(n), 16),
+}
 
 
-def of_rows(n):
-    m = math.ceil(n / 16)
-    return torch.zeros(m, 16), ints(m, m), torch.randn(m, 16)
+def call_of(row, n):
+    scope, wanted, grads = {"torch": torch, "F": F}, row["grads"].split(","), []
+    for item in row["inputs"].split(","):
+        name, kind = item.split("=")
+        scope[name] = KINDS[kind](n)
+        if name in wanted:
+            scope[name].requires_grad_(True)
+            grads.append(scope[name])
+    forward = eval("lambda: " + row["call"], scope)
+    if not grads:
+        return forward
 
-
-def backward(p, fn):
-    def call():
-        fn().backward()
-        p.grad = None
-    return call
-
-
-def assign(n):
-    a, i, b = of_rows(n)
-
-    def call():
-        a[i] = b
-    return call
-
-
-def cases(n):
-    a, b = pair(n)
-    i64, j64 = ints(n, 99), ints(n, 99)
-    x, y, column, row = matrix(n), matrix(n), torch.randn(square(n), 1), torch.randn(square(n))
-    zeros, i, rows = of_rows(n)
-    m = math.ceil(n / 16)
-    spread, at = i.unsqueeze(1).expand(m, 16), torch.randint(0, square(n), (square(n), square(n)))
-    hot, one, mask, u = ints(m, 16), torch.randn(1), a > 0, torch.rand(n)
-    r, c = ints(square(n), square(n)), ints(square(n), square(n))
-    p, q = torch.randn(m, 16, requires_grad=True), torch.randn(n, requires_grad=True)
-    return {
-        "add": lambda: a + b, "add a number": lambda: a + 1.5, "add int64": lambda: i64 + j64,
-        "mul a column": lambda: x * column,
-        "add a row": lambda: x + row, "relu": lambda: F.relu(a), "softplus": lambda: F.softplus(a),
-        "sum": lambda: a.sum(),
-        "norm": lambda: torch.linalg.vector_norm(a), "item": lambda: one.item(), "one_hot": lambda: F.one_hot(hot, 16),
-        "flip": lambda: x.flip(1), "roll": lambda: x.roll(1, 0), "tril": lambda: x.tril(),
-        "cat, last dimension": lambda: torch.cat([x, y], -1), "gather": lambda: x.gather(1, at),
-        "scatter_add of rows": lambda: zeros.scatter_add(0, spread, rows),
-        "index_add": lambda: zeros.index_add(0, i, rows),
-        "x[i]": lambda: rows[i], "x[i, j]": lambda: x[r, c], "x[i] = v": assign(n), "x[mask]": lambda: a[mask],
-        "nonzero": lambda: mask.nonzero(), "sort": lambda: a.sort(), "dropout": lambda: F.dropout(a, 0.1),
-        "prod": lambda: u.prod(),
-        "x[i], backward": backward(p, lambda: p[i].sum()), "softplus, backward": backward(q,
-                                                                                          lambda: F.softplus(q).sum()),
-    }
+    def both():
+        y = forward()
+        (y if isinstance(y, torch.Tensor) else y[0]).sum().backward()
+        for p in grads:
+            p.grad = None
+    return both
 
 
 def seconds_of(call):
     def run(n):
-        began = time.perf_counter()
+        began = time.process_time()
         for _ in range(n):
             call()
-        return time.perf_counter() - began
-    n = 1
-    while run(n) < 2e-3 and n < 1e5:
+        return time.process_time() - began
+    n, warm = 1, 0.0
+    for _ in range(100):
+        warm += run(1)
+        if warm > 10e-3:
+            break
+    while run(n) < 1e-3 and n < 1e5:
         n *= 2
     return min(run(n) / n for _ in range(5))
 
 
+with open(sys.argv[1]) as file:
+    calls = json.load(file)
 found = {}
-for n in SIZES:
-    for name, call in cases(n).items():
-        if not args.only or args.only in name:
-            found["%s|%d" % (name, n)] = seconds_of(call)
+for row in calls:
+    for n in SIZES:
+        try:
+            found["%s|%d" % (row["name"], n)] = seconds_of(call_of(row, n))
+        except Exception as error:
+            sys.exit("%s, %d elements: %s" % (row["name"], n, error))
 print(json.dumps(found))
