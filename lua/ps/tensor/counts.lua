@@ -179,21 +179,32 @@ end
 -- -- search ---------------------------------------------------------------------------------------------------------
 local SEARCH = { right = "boolean" }
 
+-- the largest numbers of integer types, which stand after the end of a sorted sequence
+local LAST = { [C.PS_U8] = 255, [C.PS_I32] = 2 ^ 31 - 1, [C.PS_I64] = 2 ^ 62, [C.PS_BOOL] = 1 }
+
 -- Returns the number of elements of each row of seq [..., N] that are less than a value, or with right at most the
--- value, by a binary search of all values at once.
+-- value, by a binary search of all values at once. NaN is larger than all numbers.
 local function places(seq, values, right)
-  local n, step = seq:size(-1), 1
-  while step * 2 <= n do step = step * 2 end
-  local at = tensor.zeros(values:shape(), { dtype = "int64", device = values:device() })
-  if n == 0 or values:numel() == 0 then return at end
-  while step >= 1 do
-    local next_at = at + step
-    local inside = next_at:le(n)
-    local element = seq:gather(-1, next_at:clamp(1, n) - 1)
-    local below = right and element:le(values) or element:lt(values)
-    at, step = ops.where(inside:logical_and(below), next_at, at), math.floor(step / 2)
+  local n, size = seq:size(-1), 1
+  while size <= n do size = size * 2 end
+  -- One element is put before the sequence, and as many after it as make its length a power of 2, so that no index of
+  -- the search needs a bound.
+  local function filled(length, value)
+    local shape = seq:shape()
+    shape[#shape] = length
+    return tensor.full(shape, value, { dtype = seq:dtype(), device = seq:device() })
   end
-  return at
+  local row = tensor.cat({ filled(1, 0), seq, filled(size - n, LAST[seq.dtype_] or math.huge) }, -1)
+  local at = tensor.zeros(values:shape(), { dtype = "int32", device = values:device() })
+  local step = size / 2
+  while step >= 1 do
+    local further = ops.affine(at, 1, step)
+    local element = row.ndim == 1 and ops.embedding(row:reshape(-1, 1), further):reshape(further:shape())
+      or ops.gather(row, further, row.ndim - 1)
+    local stays = right and ops.gt(element, values) or not right and ops.ge(element, values)
+    at, step = ops.where(stays, at, further), step / 2
+  end
+  return at:clamp(0, n):long()
 end
 
 --- Returns the index at which each value would be inserted into a sorted sequence, which this tensor is.
