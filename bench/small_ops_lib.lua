@@ -175,14 +175,14 @@ trunc | x=v | x:trunc() | =
 Tensor.unflatten | x=r | x:unflatten(1, { 4, 4 }) | x.unflatten(1, (4, 4)) | x
 Tensor.expand_as | x=w,y=m | x:expand_as(y) | =
 repeat_interleave | x=w | x:repeat_interleave(2) | = | x
-cdist | x=d16,y=d16 | x:cdist(y) | = | x
+cdist | x=d16,y=d16 | ps.cdist(x, y) | = | x
 nn.functional.pairwise_distance | x=m,y=m | F.pairwise_distance(x, y) | = | x
 bincount | i=i | i:bincount() | =
 count_nonzero | x=v | x:count_nonzero() | =
 unique | x=i | x:unique() | =
 median | x=v | x:median() | = | x
 quantile | x=v | x:quantile(0.3) | =
-searchsorted | x=w,y=v | x:searchsorted(y) | =
+searchsorted | x=w,y=v | ps.searchsorted(x, y) | =
 bucketize | x=v,y=w | x:bucketize(y) | torch.bucketize(x, y)
 nan_to_num | x=v | x:nan_to_num() | =
 Tensor.unfold | x=v | x:unfold(0, 4, 2) | x.unfold(0, 4, 2).contiguous() | x
