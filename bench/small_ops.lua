@@ -3,8 +3,8 @@
 -- in Markdown:
 --   PYTHON=$(tools/oracle.sh python) psluajit bench/small_ops.lua [--only NAME] [--rounds 3] [--json FILE] [--above 2]
 -- Both run alternately, each in its own process (bench/peers/small_ops_torch.py). A figure is processor time of a call,
--- the best of the rounds. Each op has three sizes. bench.small_ops_lib.lua has the calls; a row of docs/pytorch.md without a
--- call there, or without a reason, is an error.
+-- the best of the rounds. Each op has three sizes. bench/small_ops_lib.lua has the calls; a row of docs/pytorch.md that
+-- has neither a call nor a reason there is an error.
 local cjson = require "cjson"
 local argparse = require "argparse"
 local paths = require "ps.paths"
@@ -127,10 +127,11 @@ local function check_table()
   for line in io.lines(paths.root .. "/docs/pytorch.md") do
     local op, second, third = line:match "^| `([^`]+)` | ([^|]*)| ([^|]*)|"
     local composed = op and not line:match "^|[^|]*|[^|]*|[^|]*|[^|]*|"
-    if op and not known[op] and not is_left_out(op) and (composed or second:match "%S" and third:match "%S") then missing[#missing + 1] = op end
+    local computes = composed or op and second:match "%S" and third:match "%S"
+    if op and computes and not known[op] and not is_left_out(op) then missing[#missing + 1] = op end
   end
   if #missing > 0 then
-    error("bench.small_ops_lib.lua has no calls of rows of docs/pytorch.md: " .. table.concat(missing, ", "))
+    error("bench/small_ops_lib.lua has no calls of rows of docs/pytorch.md: " .. table.concat(missing, ", "))
   end
 end
 check_table()

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The calls that bench/small_ops.lua measures: at least one for each op of docs/pytorch.md that computes. Both sides get
--- this table, so that they measure the same call on the same shapes.
+-- The calls that bench/small_ops.lua measures: at least one for each op of docs/pytorch.md that computes. Both sides
+-- use this table, so that they measure the same call on the same shapes.
 --
 -- Columns: op of docs/pytorch.md | inputs | psluajit | PyTorch | inputs with a gradient. "=" as PyTorch's call means
 -- psluajit's call with the signs of Python. With inputs in the last column, forward and backward together are measured,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""PyTorch's side of bench/small_ops.lua. Reads the calls from a JSON file, and prints the processor seconds of each call
+"""PyTorch's side of bench/small_ops.lua. Reads the calls from a JSON file. Prints the processor seconds of each call
 on one thread as one line of JSON."""
 import json
 import math
@@ -31,7 +31,8 @@ KINDS = {
     "mu": lambda n: torch.rand(square(n), square(n)) + 0.5, "c": lambda n: torch.randn(square(n), 1),
     "w": lambda n: torch.randn(square(n)), "r": lambda n: torch.randn(rows(n), 16),
     "k": lambda n: ints((rows(n),), rows(n)),
-    "kk": lambda n: ints((rows(n),), rows(n)).unsqueeze(1).expand(rows(n), 16), "perm": lambda n: torch.randperm(rows(n)),
+    "kk": lambda n: ints((rows(n),), rows(n)).unsqueeze(1).expand(rows(n), 16),
+    "perm": lambda n: torch.randperm(rows(n)),
     "h": lambda n: ints((rows(n),), 16), "g": lambda n: ints((square(n), square(n)), square(n)),
     "j": lambda n: ints((square(n),), square(n)), "bag": lambda n: ints((rows(n), 4), rows(n)),
     "img": lambda n: torch.randn(1, 4, square(n / 4), square(n / 4)), "f": lambda n: torch.randn(4, 4, 3, 3),

@@ -86,6 +86,7 @@ function M.selu(x) return ops.elu(floats(x, "F.selu"), SELU_ALPHA) * SELU_SCALE 
 
 -- Returns x limited to [low, high]. As in PyTorch, and unlike clamp, the gradient is 0 at the bounds themselves.
 local function limited(x, low, high)
+  if x:is_float() and not (scope.grad_enabled() and x:needs_grad()) then return ops.clamp(x, low, high) end
   return tensor.where(x:le(low), low, tensor.where(x:ge(high), high, x))
 end
 

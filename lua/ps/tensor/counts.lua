@@ -261,6 +261,7 @@ function T:nan_to_num(nan, posinf, neginf)
   end
   local function put(y, where, value) return ops.where(where, create.scalar_like(y, value), y) end
   local y = put(self, self:isnan(), bounds[1])
+  if posinf == nil and neginf == nil then return ops.clamp(y, -high, high) end
   y = put(y, ops.eq(self, create.scalar_like(self, math.huge)), bounds[2])
   return put(y, ops.eq(self, create.scalar_like(self, -math.huge)), bounds[3])
 end

@@ -243,7 +243,10 @@ end
 ---@return boolean
 function T:equal(other)
   if caller.tensor(other, "equal", "the other") == nil then error("equal: the other tensor is missing") end
-  if table.concat(self:shape(), ",") ~= table.concat(other:shape(), ",") then return false end
+  if self.ndim ~= other.ndim then return false end
+  for i = 0, self.ndim - 1 do
+    if self.shape_[i] ~= other.shape_[i] then return false end
+  end
   return self:numel() == 0 or self:eq(other):all():item()
 end
 
@@ -320,6 +323,10 @@ function T:diag(diagonal)
     local size = n + math.abs(k)
     local zeros = tensor.zeros({ size * size }, { dtype = self:dtype(), device = self:device() })
     local first = k >= 0 and k or -k * size
+    if n > 0 and not (scope.grad_enabled() and self:needs_grad()) then           -- the same result by a shorter path
+      ops.copy_(ops.slice(zeros, 0, first, first + (n - 1) * (size + 1) + 1, size + 1), self)
+      return zeros:reshape(size, size)
+    end
     local at = tensor.arange(first, first + n * (size + 1), size + 1, { dtype = "int64", device = self:device() })
     return ops.scatter(zeros, at, self, 0):reshape(size, size)
   end

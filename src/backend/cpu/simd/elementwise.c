@@ -248,6 +248,10 @@ SCALAR_COMPARES(u8, uint8_t)
 SCALAR_ARITHMETIC(f64, double, double)
 SCALAR_ARITHMETIC(i32, int32_t, uint32_t)
 SCALAR_ARITHMETIC(i64, int64_t, uint64_t)
+SCALAR(floor_f64, double, double, double, 1, floor(x))
+SCALAR(ceil_f64, double, double, double, 1, ceil(x))
+SCALAR(round_f64, double, double, double, 1, nearbyint(x))
+SCALAR(abs_f64, double, double, double, 1, fabs(x))
 SCALAR(div_f64, double, double, double, 2, x / y)
 SCALAR(max_i32, int32_t, int32_t, int32_t, 2, x > y ? x : y)
 SCALAR(min_i32, int32_t, int32_t, int32_t, 2, x < y ? x : y)
@@ -260,8 +264,10 @@ static const row rows[PS_OP_COUNT] = {
     [PS_OP_affine] = { .lanes = u_affine }, [PS_OP_clamp] = { .lanes = u_clamp },
     [PS_OP_exp] = { .lanes = u_exp }, [PS_OP_log] = { .lanes = u_log }, [PS_OP_sqrt] = { .lanes = u_sqrt },
     [PS_OP_rsqrt] = { .lanes = u_rsqrt }, [PS_OP_reciprocal] = { .lanes = u_reciprocal },
-    [PS_OP_abs] = { .lanes = u_abs }, [PS_OP_sign] = { .lanes = u_sign }, [PS_OP_floor] = { .lanes = u_floor },
-    [PS_OP_ceil] = { .lanes = u_ceil }, [PS_OP_round] = { .lanes = u_round }, [PS_OP_sin] = { .lanes = u_sin },
+    [PS_OP_abs] = { .lanes = u_abs, .f64 = abs_f64 }, [PS_OP_sign] = { .lanes = u_sign },
+    [PS_OP_floor] = { .lanes = u_floor, .f64 = floor_f64 },
+    [PS_OP_ceil] = { .lanes = u_ceil, .f64 = ceil_f64 }, [PS_OP_round] = { .lanes = u_round, .f64 = round_f64 },
+    [PS_OP_sin] = { .lanes = u_sin },
     [PS_OP_cos] = { .lanes = u_cos }, [PS_OP_erf] = { .lanes = u_erf }, [PS_OP_tanh] = { .lanes = u_tanh },
     [PS_OP_sigmoid] = { .lanes = u_sigmoid }, [PS_OP_relu] = { .lanes = u_relu }, [PS_OP_silu] = { .lanes = u_silu },
     [PS_OP_log1p] = { .lanes = u_log1p }, [PS_OP_expm1] = { .lanes = u_expm1 },
@@ -281,7 +287,7 @@ static const row rows[PS_OP_COUNT] = {
 };
 
 /* -- kernels ------------------------------------------------------------------------------------------------------- */
-static int apply_to(const ps_view *out, ps_call *call, loop_fn fn, const consts *k)
+static int apply_to(const ps_view *out, ps_call *call, loop_fn fn, const void *k)
 {
     const ps_view *in[LOOP_OPS - 1];
     for (int i = 0; i < call->n_in; i++) in[i] = &call->in[i];
@@ -290,7 +296,7 @@ static int apply_to(const ps_view *out, ps_call *call, loop_fn fn, const consts 
     loop_run(&l, fn, k);
     return PS_OK;
 }
-static int apply(ps_call *call, loop_fn fn, const consts *k) { return apply_to(&call->out[0], call, fn, k); }
+static int apply(ps_call *call, loop_fn fn, const void *k) { return apply_to(&call->out[0], call, fn, k); }
 
 static loop_fn choose(int op, int dtype)
 {
@@ -334,9 +340,35 @@ static int lanes(ps_call *call, const loop_fn *fn, const consts *k)
     return apply(call, fn[dtype], k);
 }
 
+/* Types without lanes. arg: the op's attributes. Integers wrap around. */
+static void affine_f64(void *const *p, int64_t n, const void *arg)
+{
+    const ps_attrs_affine *at = arg;
+    double *restrict out = p[0], alpha = at->alpha, beta = at->beta;
+    const double *x = p[1];
+    for (int64_t i = 0; i < n; i++) out[i] = alpha * x[i] + beta;
+}
+
+#define AFFINE_INT(T) \
+    static void affine_##T(void *const *p, int64_t n, const void *arg) \
+    { \
+        const ps_attrs_affine *at = arg; \
+        T *restrict out = p[0], alpha = (T)(int64_t)at->alpha, beta = (T)(int64_t)at->beta; \
+        const T *x = p[1]; \
+        for (int64_t i = 0; i < n; i++) out[i] = x[i] * alpha + beta; \
+    }
+AFFINE_INT(uint32_t)
+AFFINE_INT(uint64_t)
+
+static bool fits_i64(double x) { return floor(x) == x && fabs(x) < 0x1p63; }
+
 static int affine(ps_call *call)
 {
     const ps_attrs_affine *at = call->attrs;
+    int dtype = call->out[0].dtype;
+    if (call->in[0].dtype == dtype && dtype == PS_F64) return apply(call, affine_f64, at);
+    if (call->in[0].dtype == dtype && (dtype == PS_I64 || dtype == PS_I32) && fits_i64(at->alpha) && fits_i64(at->beta))
+        return apply(call, dtype == PS_I64 ? affine_uint64_t : affine_uint32_t, at);
     return lanes(call, u_affine, &(consts){ (float)at->alpha, (float)at->beta });
 }
 
