@@ -275,7 +275,7 @@ local function list_parts(body, last, modules, fn)
     end }
   end
   list[#list + 1] = { name = last, modules = modules, forward = function(carry, batch) return fn(carry.x, batch) end }
-  return list
+  return heads.segmented(list)
 end
 
 --- Returns the table that the parts read. `given` is a table of named tensors, or token ids [B, T].

@@ -195,7 +195,7 @@ local function list_parts(self, last, modules, fn)
   list[#list + 1] = { name = last, modules = { body.ln_f, unpack(modules) }, forward = function(carry, batch)
     return fn(body.ln_f(batch.caches and heads.last_position(carry.x) or carry.x), batch)
   end }
-  return list
+  return heads.segmented(list)
 end
 
 --- Returns the table that the parts read. `given` is a table of named tensors, or token ids [B, T].

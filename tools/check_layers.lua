@@ -68,7 +68,8 @@ local RULES = {
   { of = "lua/ps/tensor/losses%.lua", "ps%.core%.ffi$", "ps%.tensor$", "ps%.core%.scope$", "ps%.core%.autocast$",
     "ps%.core%.loss_weight$" },
   { of = "lua/ps/tensor/functional%.lua", "ps%.core%.ffi$", "ps%.core%.scope$", "ps%.tensor$", "ps%.tensor%.losses$",
-    "ps%.tensor%.activations$", "ps%.tensor%.images$", "ps%.core%.hooks$", "ps%.core%.loss_weight$" },
+    "ps%.tensor%.activations$", "ps%.tensor%.images$", "ps%.tensor%.segments$", "ps%.core%.hooks$",
+    "ps%.core%.loss_weight$" },
   { of = "lua/ps/tensor/images%.lua", "ps%.core%.ffi$", "ps%.core%.scope$" },
   { of = "models/", "ps", "models%." },
 }

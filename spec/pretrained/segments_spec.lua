@@ -5,6 +5,7 @@
 -- transformers'.
 local ps = require "ps"
 local heads = require "ps.pretrained.heads"
+local random = require "ps.core.random"
 local check = require "spec.check_lib"
 local lib = require "spec.ranks_lib"
 
@@ -98,6 +99,46 @@ describe("rows of several sequences", function()
     end)
   end
 
+  for _, family in ipairs { "llama", "mistral", "gpt2", "bert" } do
+    it("have the same masks of dropout as each sequence in a batch of its own: " .. family, function()
+      for _, device in ipairs { "ref", "cpu" } do
+        local model, ids, segments = tiny(family, device, { dropout = 0.3 }), tokens(device), segments_of(LENGTHS)
+        ps.lora.wrap(model, { dropout = 0.4, init = false, modules_to_save = {} })
+        for _, p in ipairs(model:parameters()) do p:requires_grad(true) end
+        model:train()
+        segments = segments:to(device)
+        local rng = random.state()
+        local function losses_as(sample, batch)
+          rng.seed, rng.step, rng.op, rng.sample = 3, 5, 0, sample
+          return losses_of(model, batch)
+        end
+        local packed = losses_as(1000, { input_ids = ids, segment_ids = segments })
+        packed:sum():backward()
+        local got, wanted = take_grads(model), ps.zeros { 2, T }
+        each_sequence(LENGTHS, function(row, first, n)
+          local own = ids:narrow(0, row, 1):narrow(1, first, n):contiguous()
+          local losses = losses_as((1000 + row + first * 0x9E3779B1) % 2 ^ 32, { input_ids = own })
+          losses:sum():backward()
+          wanted:narrow(0, row, 1):narrow(1, first, n):copy_(losses:detach():to "cpu")
+        end)
+        packed = packed:detach():to "cpu"
+        if device == "ref" then assert.equal(check.bytes(wanted), check.bytes(packed))
+        else
+          local off = largest(packed - wanted)
+          assert(off <= 2e-6 * math.max(1, largest(wanted)), ("losses are off by %g"):format(off))
+        end
+        for name, want in pairs(take_grads(model)) do
+          local off, most = largest(got[name]:double() - want:double()), largest(want)
+          local bound = name:find "key%.bias$" and 1e-5 or 1e-5 * most
+          assert(off <= bound, ("%s on %s: %g of %g"):format(name, device, off, most))
+        end
+        local other = losses_as(1001, { input_ids = ids, segment_ids = segments }):detach():to "cpu"
+        assert(largest(other - packed) > 0.01)
+      end
+      random.state().sample = 0
+    end)
+  end
+
   it("have the same loss as their sequences, weighted by their targets, and predict nothing across borders", function()
     local model, ids, segments = tiny "llama", tokens "cpu", segments_of(LENGTHS)
     local labels = ids:clone()
@@ -155,7 +196,7 @@ describe("rows of several sequences", function()
     assert.near(plain, without, 1e-6)
   end)
 
-  it("have dropout by row and element of the weights, like rows of one sequence", function()
+  it("have dropout of the weights by segment, and like rows of one sequence if there is one", function()
     ps.manual_seed(3)
     local q = ps.randn { 2, 2, T, 8 }
     local function run(device, mask, causal)
@@ -230,7 +271,7 @@ describe("rows of several sequences on several ranks", function()
         local model, optimizer = ps.initialize { quiet = true, config = config, model_func = function()
           ps.manual_seed(4)
           return require("models." .. family).new("tiny", { recompute = kind == "pp",
-            task = family == "bert" and "masked_lm" or nil, dropout = 0 }):train()
+            task = family == "bert" and "masked_lm" or nil, dropout = 0.2 }):train()
         end }
         ps.manual_seed(6)
         local said = {}

@@ -6,6 +6,7 @@ local create = require "ps.tensor.create"
 local functional = require "ps.tensor.functional"
 local scope = require "ps.core.scope"
 local tensors = require "ps.tensor"
+local segments_of = require "ps.tensor.segments"
 local caller = require "ps.core.caller"
 local loss_weight = require "ps.core.loss_weight"
 local settings = require "ps.pretrained.settings"
@@ -140,14 +141,8 @@ end
 ---@return ps.Tensor int64 [B, T]
 function heads.places_of(segments)
   return scope.no_grad(function()
-    local B, T = segments:size(0), segments:size(1)
-    local begins = begins_of(segments:narrow(1, 1, T - 1):ne(segments:narrow(1, 0, T - 1)))
-    local at = create.arange(0, T, 1, { device = segments:device() }):reshape(1, T)
-    local run = begins:cumsum(1)
-    -- Tokens that do not begin a run are added to column 0, which is not read.
-    local starts = create.zeros({ B, T + 1 }, { device = segments:device() }):scatter_add(1,
-      (run * begins):to("int64"), at * begins)
-    return ((at - starts:gather(1, run:to("int64"))) * segments:ne(0):float()):to("int64")
+    local at = create.arange(0, segments:size(1), 1, { device = segments:device() }):reshape(1, -1)
+    return ((at - segments_of.begins(segments)) * segments:ne(0):float()):to("int64")
   end)
 end
 
@@ -191,6 +186,12 @@ function heads.segments(who, config, given)
   end
   return nil, places
 end
+
+--- Returns the parts of a model that takes segments: in a batch with segments, dropout numbers each of them as a sample
+--- of its own.
+---@param list ps.nn.Part[] parts of which each gets the batch's mask in batch.mask
+---@return ps.nn.Part[] list
+function heads.segmented(list) return segments_of.parts(list) end
 
 --- Converts a mask of ones and zeros to bool [B, T], which is true for visible keys.
 ---@param mask? ps.Tensor

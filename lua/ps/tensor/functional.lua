@@ -7,6 +7,7 @@ local tensor = require "ps.tensor"
 local losses = require "ps.tensor.losses"
 local activations = require "ps.tensor.activations"
 local images = require "ps.tensor.images"
+local segments_of = require "ps.tensor.segments"
 local hooks = require "ps.core.hooks"
 local scope = require "ps.core.scope"
 local loss_weight = require "ps.core.loss_weight"
@@ -109,8 +110,8 @@ local DROPOUT = { first = "whole", per_sample = "whole", rows = "tensor" }
 --- Sets elements to 0 with probability p and multiplies all other elements by 1 / (1 - p). The mask of an element
 --- depends on the seed, the step, the index of the call and the element's position in the batch. Without `part`, x's
 --- first dimension is samples, numbered from ps.rng().sample on, so that ranks with different samples have different
---- masks. If ranks hold parts of one sample, such as rows along tp, `part` says which elements x contains. Otherwise
---- all these ranks would draw the same mask.
+--- masks. In a model's rows of several segments, each segment is a sample. If ranks hold parts of one sample, such as
+--- rows along tp, `part` says which elements x contains. Otherwise all these ranks would draw the same mask.
 ---@param x ps.Tensor
 ---@param p? number in [0, 1) (default 0.5)
 ---@param training? boolean (default true); false returns x unchanged
@@ -121,8 +122,9 @@ local DROPOUT = { first = "whole", per_sample = "whole", rows = "tensor" }
 function F.dropout(x, p, training, part)
   if training == false or p == 0 then return x end
   p = p or 0.5
+  if part ~= nil then caller.options(part, "F.dropout", DROPOUT) end
+  part = segments_of.part(x, part)
   if part == nil then return ops.dropout(x, nil, p, rng.seed, rng.step, rng.sample, next_op()) end
-  caller.options(part, "F.dropout", DROPOUT)
   return ops.dropout(x, part.rows, p, rng.seed, rng.step, rng.sample, next_op(), part.first or 0, part.per_sample)
 end
 

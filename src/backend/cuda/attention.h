@@ -87,10 +87,17 @@ DEV draws no_draws(void)
 }
 DEV bool dropped(const attention &t, draws *d, int64_t b, int64_t h, int64_t i, int64_t j)
 {
-    uint64_t e = (uint64_t)(((t.first_head + h) * t.T + i) * t.S + j);
-    if (e / 4 != d->block) {
+    int64_t begin = 0, T = t.T, S = t.S;
+    if (t.begin) {                                   /* a segment is a sample of its own */
+        if (i >= t.T) return false;                  /* a tile can have more queries */
+        begin = t.begin[b * t.T + i];
+        T = S = t.end[b * t.T + i] - begin;
+    }
+    uint64_t e = (uint64_t)(((t.first_head + h) * T + i - begin) * S + j - begin);
+    if (e / 4 != d->block) {                         /* callers use d for one query */
+        uint64_t sample = t.sample + (uint64_t)b + ps_segment_sample(begin);
         d->block = e / 4;
-        d->r = ps_philox4x32(t.seed, (t.sample + (uint64_t)b) << 32 | e / 4, t.step << 32 | t.op);
+        d->r = ps_philox4x32(t.seed, sample << 32 | (uint32_t)(e / 4), t.step << 32 | t.op);
     }
     uint32_t word = e & 2 ? (e & 1 ? d->r.v[3] : d->r.v[2]) : e & 1 ? d->r.v[1] : d->r.v[0];
     return ps_unit_f32(word) < t.p;

@@ -172,7 +172,7 @@ template <int N, bool KEYS_DOWN> DEV uint32_t dropped_of(const attention &t, int
 #pragma unroll 1
     for (int n = 0; n < N; n++) {
         int row = KEYS_DOWN ? i + n * 8 : i, col = KEYS_DOWN ? j : j + n * 8;
-        if (t.S % 4 == 0) {
+        if (t.S % 4 == 0 && !t.begin) {
             uint32_t w[4];
             if (KEYS_DOWN) draw_columns(t, w, b, h, row, col);
             else draw_rows(t, w, b, h, row, col);

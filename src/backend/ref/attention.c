@@ -48,22 +48,33 @@ static double bias(const struct attention *t, int64_t b, int64_t h, int64_t i, i
     return x <= -1e30 ? -INFINITY : x;
 }
 
+/* Positions first .. last of the segment of a position, which are first = i and last = i - 1 in padding. Without
+ * segments, all keys. */
+struct run { int64_t first, last; };
+
+static struct run run_of(const struct attention *t, int64_t b, int64_t i)
+{
+    struct run r = { 0, t->S - 1 };
+    if (!ps_has(&t->segments)) return r;
+    const char *id = (const char *)t->segments.data + b * t->segments.stride[0] * 4;
+    int64_t step = t->segments.stride[1] * 4;
+#define ID(j) (*(const int32_t *)(id + (j) * step))
+    r = (struct run){ i, ID(i) == 0 ? i - 1 : i };
+    while (ID(i) != 0 && r.first > 0 && ID(r.first - 1) == ID(i)) r.first--;
+    while (ID(i) != 0 && r.last + 1 < t->S && ID(r.last + 1) == ID(i)) r.last++;
+#undef ID
+    return r;
+}
+
 /* Finds the keys first .. last that query i may see by order, window and segments; the mask can hide more. */
 static void keys_of(const struct attention *t, int64_t b, int64_t i, int64_t *first, int64_t *last)
 {
     int64_t at = i + t->S - t->T;
     *first = t->window > 0 && at >= t->window ? at - t->window + 1 : 0;
     *last = t->causal && at < t->S ? at : t->S - 1;
-    if (!ps_has(&t->segments)) return;
-    const char *id = (const char *)t->segments.data + b * t->segments.stride[0] * 4;
-    int64_t step = t->segments.stride[1] * 4, low = i, high = i;
-#define ID(j) (*(const int32_t *)(id + (j) * step))
-    if (ID(i) == 0) high = i - 1;
-    while (ID(i) != 0 && low > 0 && ID(low - 1) == ID(i)) low--;
-    while (ID(i) != 0 && high + 1 < t->S && ID(high + 1) == ID(i)) high++;
-#undef ID
-    *first = low > *first ? low : *first;
-    *last = high < *last ? high : *last;
+    struct run r = run_of(t, b, i);
+    *first = r.first > *first ? r.first : *first;
+    *last = r.last < *last ? r.last : *last;
 }
 
 /* Computes the weights w [S] of query i of head h before dropout, 0 for hidden keys; all are 0 if no key is seen.
@@ -93,12 +104,15 @@ static double weigh(const struct attention *t, int64_t b, int64_t h, int64_t i, 
     return top + log(sum);
 }
 
-/* Returns dropout's factor for weight (i, j). */
-static double kept(const struct attention *t, int64_t b, int64_t h, int64_t i, int64_t j)
+/* Returns dropout's factor for weight (i, j). A segment, whose positions are `r`, draws as a sample of its own. */
+static double kept(const struct attention *t, int64_t b, int64_t h, int64_t i, int64_t j, struct run r)
 {
     if (t->p <= 0) return 1;
-    uint64_t e = (uint64_t)(((t->first_head + h) * t->T + i) * t->S + j);
-    return ref_dropped(t->seed, t->step, t->op, t->sample + (uint64_t)b, e, t->p) ? 0 : 1 / (1 - t->p);
+    bool is_run = ps_has(&t->segments);
+    int64_t first = is_run ? r.first : 0, T = is_run ? r.last - first + 1 : t->T, S = is_run ? T : t->S;
+    uint64_t e = (uint64_t)(((t->first_head + h) * T + i - first) * S + j - first);
+    uint64_t sample = t->sample + (uint64_t)b + ps_segment_sample(first);
+    return ref_dropped(t->seed, t->step, t->op, sample, e, t->p) ? 0 : 1 / (1 - t->p);
 }
 
 /* Returns one head of a [B, H, rows, D] view. */
@@ -155,10 +169,11 @@ static int forward(ps_call *call, const struct attention *t, const ps_view *y, c
             memset(o, 0, (size_t)(T * D) * sizeof *o);
             for (int64_t i = 0; i < T; i++) {
                 double l = weigh(t, b, h, i, q, k, w);
+                struct run r = run_of(t, b, i);
                 if (ps_has(lse)) ref_store(lse, (b * t->H + h) * T + i, l);
                 for (int64_t j = 0; j < S; j++) {
                     if (w[j] == 0) continue;        /* v of a hidden key can have any contents */
-                    double w_j = w[j] * kept(t, b, h, i, j);
+                    double w_j = w[j] * kept(t, b, h, i, j, r);
                     for (int64_t d = 0; d < D; d++) o[i * D + d] += w_j * v[j * D + d];
                 }
             }
@@ -176,10 +191,11 @@ static void head_backward(const struct attention *t, int64_t b, int64_t h, const
     int64_t D = t->D;
     for (int64_t i = 0; i < t->T; i++) {
         double dot = 0;
+        struct run r = run_of(t, b, i);
         weigh(t, b, h, i, q, k, w);
         for (int64_t j = 0; j < t->S; j++) {
             if (w[j] == 0) continue;
-            double m = kept(t, b, h, i, j);
+            double m = kept(t, b, h, i, j, r);
             dw[j] = 0;
             for (int64_t d = 0; d < D; d++) {
                 dw[j] += m * dy[i * D + d] * v[j * D + d];

@@ -300,10 +300,37 @@ static void gather_queries(const attn *a, const block *k, work *w, const float *
                 out + g * a->Dp, a->Dp);
     }
 }
+/* Draws dropout bits of segments, each of which is a sample of its own with as many queries and keys as it has
+ * positions. One draw serves all queries of a segment whose keys it contains completely. */
+static void draw_keep_of_segments(const attn *a, const block *k, work *w)
+{
+    uint64_t at = 0, bits = 0;                        /* bits: of the 64 elements from `at` on of the segment `drawn` */
+    int32_t drawn = -1;
+    for (int i = 0; i < k->nq; i++) {
+        int32_t begin = w->begin[k->i0 + i], n = w->end[k->i0 + i] - begin;
+        int64_t from = begin > k->j0 ? begin : k->j0, to = begin + n < k->j0 + KEYS ? begin + n : k->j0 + KEYS;
+        w->keep[i] = w->keep[QUERIES + i] = 0;
+        if (n <= 0 || from >= to) continue;
+        uint64_t row = (uint64_t)((a->first_head + k->h) * n + k->i0 + i - begin);
+        uint64_t first = row * (uint64_t)n + (uint64_t)(from - begin);
+        if (drawn != begin || first - at + (uint64_t)(to - from) > 64) {
+            uint64_t sample = a->sample + (uint64_t)k->b + ps_segment_sample(begin);
+            bits = keep_bits(a->seed, sample << 32, a->counter_hi, first, a->limit);
+            at = first, drawn = begin;
+        }
+        uint64_t mine = bits >> (first - at) << (from - k->j0);
+        w->keep[i] = (uint32_t)mine;
+        w->keep[QUERIES + i] = (uint32_t)(mine >> 32);
+    }
+}
 /* Draws dropout bits. One draw serves all queries whose keys it contains completely, because rows of few keys are
  * adjacent in the stream. */
 static void draw_keep(const attn *a, const block *k, work *w)
 {
+    if (a->segmented) {
+        draw_keep_of_segments(a, k, w);
+        return;
+    }
     uint64_t n = (uint64_t)clamp(a->S - k->j0, 0, KEYS), at = 0, bits = 0;   /* bits: of the 64 elements from `at` on */
     for (int i = 0; i < k->nq; i++) {
         uint64_t row = (uint64_t)((a->first_head + k->h) * a->T + k->i0 + i);
