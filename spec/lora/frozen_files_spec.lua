@@ -2,6 +2,8 @@
 -- Frozen weights that stay in the user's safetensors file: an engine with a disk tier reads them from there and never
 -- writes them. Values are those of plain memory, also if the script writes into such a weight; a file that changes is
 -- an error.
+local ffi = require "ffi"
+local lfs = require "lfs"
 local ps = require "ps"
 local chunks = require "ps.memory.chunks"
 local check = require "spec.check_lib"
@@ -67,6 +69,32 @@ local function losses(optimizer, steps)
   return list
 end
 
+ffi.cdef [[
+  int spec_frozen_open(const char *path, int flags, ...) __asm__("open");
+  int spec_frozen_close(int fd) __asm__("close");
+  int spec_frozen_fadvise(int fd, long at, long n, int advice) __asm__("posix_fadvise64");
+  void *spec_frozen_mmap(void *at, size_t n, int protection, int flags, int fd, long offset) __asm__("mmap");
+  int spec_frozen_munmap(void *at, size_t n) __asm__("munmap");
+  int spec_frozen_mincore(void *at, size_t n, unsigned char *resident) __asm__("mincore");
+  int spec_frozen_fsync(int fd) __asm__("fsync");
+]]
+
+-- Returns the bytes of a file that the system's page cache holds. With `drop`, drops them first.
+local function cached(path, drop)
+  local n, fd = lfs.attributes(path, "size"), ffi.C.spec_frozen_open(path, 0)
+  if drop then
+    ffi.C.spec_frozen_fsync(fd)
+    ffi.C.spec_frozen_fadvise(fd, 0, 0, 4)                          -- POSIX_FADV_DONTNEED
+  end
+  local pages, count = ffi.new("unsigned char[?]", n / 4096 + 1), 0
+  local at = ffi.C.spec_frozen_mmap(nil, n, 1, 1, fd, 0)            -- PROT_READ, MAP_SHARED
+  assert(ffi.C.spec_frozen_mincore(at, n, pages) == 0)
+  for i = 0, math.ceil(n / 4096) - 1 do count = count + pages[i] % 2 end
+  ffi.C.spec_frozen_munmap(at, n)
+  ffi.C.spec_frozen_close(fd)
+  return 4096 * count
+end
+
 local function tier(name)
   for _, row in ipairs(chunks.tiers()) do if row.name == name then return row end end
 end
@@ -85,6 +113,18 @@ describe("a frozen base in an engine with a disk tier", function()
       assert(at.bytes_up > 3 * 10 * MIB, at.bytes_up)      -- more than half of it is read again in each step
     end
     fails(function() losses(open(nil, { host = 10 * MIB, disk = disk(4) }, adapted(false))) end, "disk")
+  end)
+
+  it("leaves no pages in the system's page cache", function()
+    local path = base .. "/model.safetensors"
+    if cached(path, true) > 0 then return pending "needs a file system with a page cache that can be dropped" end
+    local optimizer = open("auto", { host = 10 * MIB, disk = disk(4) }, adapted(false))
+    losses(optimizer, 1)
+    cached(path, true)                                              -- of the next steps only, not of loading
+    losses(optimizer, 2)
+    assert(tier("disk").bytes_up > 3 * 10 * MIB)
+    local bytes = cached(path)
+    assert(bytes < 5 * MIB, ("%d bytes are in the page cache"):format(bytes))
   end)
 
   it("keeps what a script writes, and trains what is not frozen", function()

@@ -39,14 +39,22 @@ static void advise(const char *bytes, int64_t n, int advice)
     madvise((void *)begin, end - begin, advice);
 }
 
-/* Copies bytes of a file. Their pages leave the process at once, so that they do not count as its memory. */
+#ifndef MADV_PAGEOUT
+#define MADV_PAGEOUT 21         /* Linux 5.4; older systems refuse it */
+#endif
+
+/* Copies bytes of a file. Their pages leave the process at once, so that they do not count as its memory, and also the
+ * page cache if the user owns the file: a model that is larger than memory would push all other files out of the cache.
+ */
 static void copy_part(char *dst, const char *src, int64_t nbytes)
 {
+    int64_t page = sysconf(_SC_PAGESIZE);
     advise(src, nbytes < BLOCK ? nbytes : BLOCK, MADV_WILLNEED);
     for (int64_t at = 0; at < nbytes; at += BLOCK) {
         int64_t n = nbytes - at < BLOCK ? nbytes - at : BLOCK, rest = nbytes - at - n;
         if (rest > 0) advise(src + at + n, rest < BLOCK ? rest : BLOCK, MADV_WILLNEED);
         memcpy(dst + at, src + at, (size_t)n);
+        advise(src + at, rest > 0 ? n - page : n, MADV_PAGEOUT);           /* the next block shares the last page */
     }
     advise(src, nbytes, MADV_DONTNEED);
 }
