@@ -263,6 +263,31 @@ def lion(d):
     return update("lion_", d, lambda s: [Input(d.values(s, "fp32", -1, 1))], (scale, t, lr, b1, b2, wd), formula)
 
 
+def schedule_free(d):
+    t, lr, b1, b2, wd = d.int(1, 3), d.choice(1e-3, 0.1), d.choice(0.9, 0.5), d.choice(0.99, 0.5), d.choice(0, 0.1)
+    scale, average, bias2, eps = d.choice(1, 0.5), d.choice(0.2, 0.9, 1), d.choice(0.1, 1), d.choice(1e-8, 1e-3)
+
+    def formula(p, g, z, square, m):
+        g, z = g * scale, p if t == 1 else z
+        square = b2 * square + (1 - b2) * g * g
+        u = g / ((square / bias2).sqrt() + eps) + wd * p
+        change = m.change if m.exact and m.change else lambda x: x   # constants are rounded to fp32
+        return [p + change(average * (z - p)) - change(lr * (1 - b1 * (1 - average)) * u), z - change(lr * u), square]
+    return update("adam_schedule_free_", d, lambda s: [Input(d.values(s, "fp32", -1, 1)),
+                                                       Input(d.values(s, "fp32", 0, 1))],
+                  (scale, t, lr, b1, b2, eps, wd, average, bias2), formula)
+
+
+def master_lerp(d):
+    shape, weight = d.shape(1, 2), d.choice(0.1, -1 / 9, 0.7, -1)
+    text = "ps.ops.master_lerp_({ x[1], x[1], x[2] }, %s) return x[1]" % lua(weight)
+
+    def run(x, m):
+        out = x[0].double().lerp(x[1].double(), weight)
+        return out if m.exact else out.float()
+    return Case(text, run, [Input(d.values(shape, "fp32", -1, 1)), Input(d.values(shape, "fp32", -1, 1))])
+
+
 def rmsprop(d):
     lr, alpha, eps, wd = d.choice(1e-3, 0.1), d.choice(0.99, 0.5), d.choice(1e-8, 1e-3), d.choice(0, 0.1)
     momentum, scale = d.choice(0, 0.9, 0.5), d.choice(1, 0.5)
@@ -398,6 +423,8 @@ ROWS = [
     Row("full, zeros, ones", filled), Row("zeros_like, ones_like", like), Row("scale_by_", scale_by, "scale_by_"),
     Row("sample", sample, "sample"), Row("adam_", adam, "adam_", 2), Row("sgd_", sgd, "sgd_", 2),
     Row("lion_", lion, "lion_"), Row("lamb_", lamb, "lamb_"), Row("muon_", muon, "muon_"),
+    Row("adam_schedule_free_", schedule_free, "adam_schedule_free_"),
+    Row("master_lerp_", master_lerp, "master_lerp_"),
     Row("rmsprop_", rmsprop, "rmsprop_"),
     Row("adafactor_", adafactor, "adafactor_"),
     Row("adam8bit_, adam_bf16_", small_adam, "adam8bit_ adam_bf16_"),

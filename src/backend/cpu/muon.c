@@ -9,7 +9,10 @@
 #include "base/half.h"
 #include "base/update.h"
 
-enum { SYMMETRIC_ROWS = 256 };        /* rows of a panel of a symmetric product, of which only half is computed */
+enum {
+    LEAF = 128,                       /* most rows of a square block of a symmetric product that is computed whole */
+    TILE = 32,
+};
 
 /* -- operands of a parameter --------------------------------------------------------------------------------------- */
 static float grad_at(const ps_view *in, int64_t i)
@@ -54,106 +57,176 @@ static double in_order(const double *x, int64_t n)
 }
 
 /* -- Muon ---------------------------------------------------------------------------------------------------------- */
+/* An iteration X' = (a I + b A + c A A) X with A = X X^T is computed as X' = q (X + P X) with
+ *     E = A - s I,  P = ((b + 2 c s) E + c E E) / q,  q = a + b s + c s s.
+ * In the last iterations A is near I, and b A and c A A nearly cancel, so that the products' rounding errors grow. If s
+ * is near A, E is small, and they do not. Operands of half types have no shift: in the first iterations A is small, and
+ * A - s I would lose it. X is stored divided by `scale`, the product of all q so far, so that the last product adds X
+ * itself. */
 typedef struct matrices {
     ps_call *call;
     ps_gemm_space space;
     int type;                         /* type of the products' operands */
     int64_t R, C;                     /* sizes, R <= C */
     void *x, *y, *gram, *poly;        /* x and y are [R, C], gram and poly are [R, R] */
-    float *sums;                      /* [R, C] fp32 results, from which the operands are made; for fp32, y itself */
+    float *sums;                      /* [R, C] fp32, memory of y if that is fp32 */
+    double shift, q, scale;
 } matrices;
 
+/* s for fp32 operands: of 0.5 to 1, the errors of random matrices are least from 0.6 to 0.7. */
+static const double SHIFT = 0.65;
+
 static int64_t size_of(const matrices *m) { return m->type == PS_F32 ? 4 : 2; }
-static void *row_of(const matrices *m, void *p, int64_t row, int64_t cols)
+static void *at(const matrices *m, void *p, int64_t i) { return (char *)p + i * size_of(m); }
+static float load(const matrices *m, const void *p, int64_t i)
 {
-    return (char *)p + row * cols * size_of(m);
+    return m->type == PS_F32 ? ((const float *)p)[i] : ps_bf16_to_f32(((const uint16_t *)p)[i]);
+}
+static void store(const matrices *m, void *p, int64_t i, float value)
+{
+    if (m->type == PS_F32) ((float *)p)[i] = value;
+    else ((uint16_t *)p)[i] = ps_f32_to_bf16(value);
 }
 
-/* Computes rows [first, first + n) of the lower half of dst [R, R] = a b, which is symmetric. turned: b is a
- * transposed. */
-static int panel(matrices *m, float *dst, void *a, int64_t K, bool turned, int64_t first, int64_t n)
+/* Computes a block of dst [R, R] = a a^T, or a a for a symmetric `a` [R, R]: rows i0 to i0 + rows, columns j0 to
+ * j0 + cols. K: columns of `a`. */
+static int block(matrices *m, float *dst, void *a, int64_t K, int64_t i0, int64_t rows, int64_t j0, int64_t cols)
 {
+    bool turned = a == m->x;
     ps_gemm g = { .batch = 1 };
-    int64_t cols = first + n;
-    g.a = (ps_mat){ row_of(m, a, first, K), m->type, n, K, K, 1 };
-    g.b = turned ? (ps_mat){ a, m->type, K, cols, 1, K } : (ps_mat){ a, m->type, K, cols, K, 1 };
-    g.dst = (ps_mat){ dst + first * m->R, PS_F32, n, cols, m->R, 1 };
+    g.a = (ps_mat){ at(m, a, i0 * K), m->type, rows, K, K, 1 };
+    g.b = turned ? (ps_mat){ at(m, a, j0 * K), m->type, K, cols, 1, K } : (ps_mat){ at(m, a, j0), m->type, K, cols, K,
+                                                                                  1 };
+    g.dst = (ps_mat){ dst + i0 * m->R + j0, PS_F32, rows, cols, m->R, 1 };
     return ps_cpu_gemm_run(&m->space, &g);
 }
-static int symmetric(matrices *m, float *dst, void *a, int64_t K, bool turned)
+/* Computes the lower half of the square block of rows [first, first + n): of a square of at most LEAF rows all. */
+static int lower(matrices *m, float *dst, void *a, int64_t K, int64_t first, int64_t n)
+{
+    if (n <= LEAF) return block(m, dst, a, K, first, n, first, n);
+    int64_t top = (n / 2 + TILE - 1) / TILE * TILE;
+    PS_TRY(lower(m, dst, a, K, first, top));
+    PS_TRY(block(m, dst, a, K, first + top, n - top, first, top));
+    return lower(m, dst, a, K, first + top, n - top);
+}
+/* Computes dst [R, R] = alpha sum + beta add + diagonal I, of which `sum` has the lower half. It may lie in dst. */
+static void mirror(const matrices *m, void *dst, const float *sum, float alpha, const void *add, float beta,
+                   float diagonal)
 {
     int64_t R = m->R;
-    for (int64_t first = 0; first < R; first += SYMMETRIC_ROWS)
-        PS_TRY(panel(m, dst, a, K, turned, first, R - first < SYMMETRIC_ROWS ? R - first : SYMMETRIC_ROWS));
-    if (m->call->dry) return 0;
-    enum { TILE = 32 };
+    if (m->call->dry) return;
 #pragma omp parallel for schedule(dynamic, 1)
     for (int64_t i0 = 0; i0 < R; i0 += TILE)
-        for (int64_t j0 = i0; j0 < R; j0 += TILE)
-            for (int64_t i = i0; i < i0 + TILE && i < R; i++)
-                for (int64_t j = j0 > i ? j0 : i + 1; j < j0 + TILE && j < R; j++) dst[i * R + j] = dst[j * R + i];
-    return 0;
+        for (int64_t j0 = 0; j0 <= i0; j0 += TILE) {
+            float tile[TILE][TILE];
+            int64_t rows = R - i0 < TILE ? R - i0 : TILE, cols = R - j0 < TILE ? R - j0 : TILE;
+            for (int64_t i = 0; i < rows; i++)
+                for (int64_t j = 0; j < cols; j++) {
+                    int64_t from = (i0 + i) * R + j0 + j;
+                    tile[i][j] = alpha * sum[from];
+                    if (add) tile[i][j] += beta * load(m, add, from);
+                }
+            for (int64_t i = 0; i0 == j0 && i < rows; i++) {
+                tile[i][i] += diagonal;
+                for (int64_t j = i + 1; j < cols; j++) tile[i][j] = tile[j][i];
+            }
+            for (int64_t i = 0; i < rows; i++)
+                for (int64_t j = 0; j < cols; j++) store(m, dst, (i0 + i) * R + j0 + j, tile[i][j]);
+            for (int64_t j = 0; i0 != j0 && j < cols; j++)
+                for (int64_t i = 0; i < rows; i++) store(m, dst, (j0 + j) * R + i0 + i, tile[i][j]);
+        }
 }
-/* Computes dst = beta add + alpha x, rounded to the operands' type. add can be NULL. */
-static void combine(const matrices *m, void *dst, const float *x, float alpha, const void *add, float beta, int64_t n)
+
+/* Multiplies x by its scale before x leaves the range of its type, which happens after many iterations. */
+static void rescale(matrices *m)
 {
-    if (m->call->dry) return;
+    int64_t n = m->R * m->C;
+    if (m->scale < 1e6 && m->scale > 1e-6) return;
 #pragma omp parallel for schedule(static) if (n > PS_PAR_MIN)
-    for (int64_t i = 0; i < n; i++) {
-        float old = !add ? 0 : m->type == PS_F32 ? ((const float *)add)[i] : ps_bf16_to_f32(((const uint16_t *)add)[i]);
-        float value = alpha * x[i] + beta * old;
-        if (m->type == PS_F32) ((float *)dst)[i] = value;
-        else ((uint16_t *)dst)[i] = ps_f32_to_bf16(value);
-    }
+    for (int64_t i = 0; i < n; i++) store(m, m->x, i, load(m, m->x, i) * (float)m->scale);
+    m->scale = 1;
 }
 
 static int iterate(matrices *m, const ps_attrs_muon_ *a)
 {
     int64_t R = m->R, C = m->C;
-    float *square = m->type == PS_F32 ? m->gram : m->sums;
-    PS_TRY(symmetric(m, square, m->x, C, true));
-    if (m->type != PS_F32) combine(m, m->gram, square, 1, NULL, 0, R * R);
-    square = m->type == PS_F32 ? m->poly : m->sums;
-    PS_TRY(symmetric(m, square, m->gram, R, false));
-    combine(m, m->poly, square, (float)a->c, m->gram, (float)a->b, R * R);
-    float *result = m->type == PS_F32 ? m->y : m->sums;
-    ps_gemm g = { .batch = 1 };
+    bool wide = m->type == PS_F32;
+    float *square = wide ? m->gram : m->sums;
+    if (!m->call->dry) rescale(m);
+    PS_TRY(lower(m, square, m->x, C, 0, R));
+    mirror(m, m->gram, square, (float)(m->scale * m->scale), NULL, 0, (float)-m->shift);
+    square = wide ? m->poly : m->sums;
+    PS_TRY(lower(m, square, m->gram, R, 0, R));
+    mirror(m, m->poly, square, (float)(a->c / m->q), m->gram, (float)((a->b + 2 * a->c * m->shift) / m->q), 0);
+    ps_gemm g = { .batch = 1, .residual = m->x, .ld_residual = C };
     g.a = (ps_mat){ m->poly, m->type, R, R, R, 1 };
     g.b = (ps_mat){ m->x, m->type, R, C, C, 1 };
-    g.dst = (ps_mat){ result, PS_F32, R, C, C, 1 };
+    g.dst = (ps_mat){ m->y, m->type, R, C, C, 1 };
     PS_TRY(ps_cpu_gemm_run(&m->space, &g));
-    combine(m, m->y, result, 1, m->x, (float)a->a, R * C);
+    m->scale *= m->q;
     void *swap = m->x;
     m->x = m->y, m->y = swap;
     return 0;
 }
 
-/* Returns the position of the parameter's element (r, c) in [R, C], which has the smaller dimension first. */
-static int64_t place(const ps_view *in, int64_t r, int64_t c)
-{
-    return in->shape[0] > in->shape[1] ? c * in->shape[0] + r : r * in->shape[1] + c;
-}
+/* Returns whether x is the parameter transposed: R <= C. */
+static bool is_turned(const ps_view *in) { return in->shape[0] > in->shape[1]; }
 
-/* Updates the momentum, and writes the update, divided by its norm, to x. */
-static void begin(matrices *m, const ps_attrs_muon_ *a, const ps_view *in, float *u, double *by_row)
+/* Updates the momentum, and writes the update to u [R, C]. by_row: sums of squares of the parameter's rows. */
+static void begin_rows(const ps_attrs_muon_ *a, const ps_view *in, float *u, double *by_row, int64_t first, int64_t n)
 {
     int64_t rows = in->shape[0], cols = in->shape[1];
     float take = (float)(1 - a->momentum), momentum = (float)a->momentum, scale = (float)a->grad_scale;
-    float *buf = in[3].data;
-#pragma omp parallel for schedule(static) if (rows * cols > PS_PAR_MIN)
-    for (int64_t r = 0; r < rows; r++) {
-        by_row[r] = 0;
-        for (int64_t c = 0; c < cols; c++) {
-            int64_t i = r * cols + c;
-            float g = grad_at(in, i) * scale, b = buf[i] + take * (g - buf[i]);
-            float x = a->nesterov ? g + momentum * (b - g) : b;
-            buf[i] = b;
-            u[place(in, r, c)] = x;
-            by_row[r] += (double)x * x;
+    float *buf = in[3].data, tile[TILE][TILE];
+    bool turned = is_turned(in);
+    for (int64_t k = 0; k < n; k++) by_row[first + k] = 0;
+    for (int64_t c0 = 0; c0 < cols; c0 += TILE) {
+        int64_t width = cols - c0 < TILE ? cols - c0 : TILE;
+        for (int64_t k = 0; k < n; k++) {
+            double sum = by_row[first + k];
+            for (int64_t c = 0; c < width; c++) {
+                int64_t i = (first + k) * cols + c0 + c;
+                float g = grad_at(in, i) * scale, b = buf[i] + take * (g - buf[i]);
+                float x = a->nesterov ? g + momentum * (b - g) : b;
+                buf[i] = b;
+                if (turned) tile[c][k] = x;
+                else u[i] = x;
+                sum += (double)x * x;
+            }
+            by_row[first + k] = sum;
         }
+        for (int64_t c = 0; turned && c < width; c++)
+            memcpy(u + (c0 + c) * rows + first, tile[c], (size_t)n * sizeof(float));
     }
+}
+static void begin(matrices *m, const ps_attrs_muon_ *a, const ps_view *in, float *u, double *by_row)
+{
+    int64_t rows = in->shape[0], n = m->R * m->C;
+#pragma omp parallel for schedule(static) if (n > PS_PAR_MIN)
+    for (int64_t first = 0; first < rows; first += TILE)
+        begin_rows(a, in, u, by_row, first, rows - first < TILE ? rows - first : TILE);
     double norm = sqrt(in_order(by_row, rows));
-    combine(m, m->x, u, (float)(1 / (norm > a->eps ? norm : a->eps)), NULL, 0, rows * cols);
+    float inv = (float)(1 / (norm > a->eps ? norm : a->eps));
+#pragma omp parallel for schedule(static) if (n > PS_PAR_MIN)
+    for (int64_t i = 0; i < n; i++) store(m, m->x, i, u[i] * inv);
+}
+
+/* Moves rows [first, first + n) of the master by `rate` x. */
+static void end_rows(const matrices *m, const ps_view *in, float keep, float rate, int64_t first, int64_t n)
+{
+    int64_t rows = in->shape[0], cols = in->shape[1];
+    float tile[TILE][TILE];
+    bool turned = is_turned(in);
+    for (int64_t c0 = 0; c0 < cols; c0 += TILE) {
+        int64_t width = cols - c0 < TILE ? cols - c0 : TILE;
+        for (int64_t c = 0; turned && c < width; c++)
+            for (int64_t k = 0; k < n; k++) tile[k][c] = load(m, m->x, (c0 + c) * rows + first + k);
+        for (int64_t k = 0; k < n; k++)
+            for (int64_t c = 0; c < width; c++) {
+                int64_t i = (first + k) * cols + c0 + c;
+                set_master(in, i, master_at(in, i) * keep - rate * (turned ? tile[k][c] : load(m, m->x, i)));
+            }
+    }
 }
 
 static int muon_matrix(ps_call *call, const ps_view *in)
@@ -161,24 +234,26 @@ static int muon_matrix(ps_call *call, const ps_view *in)
     const struct ps_attrs_muon_ *a = call->attrs;
     int64_t rows = in->shape[0], cols = in->shape[1];
     matrices m = { .call = call, .space = { .call = call }, .R = rows < cols ? rows : cols,
-                   .C = rows < cols ? cols : rows, .type = in[0].dtype == PS_BF16 ? PS_BF16 : PS_F32 };
+                   .C = rows < cols ? cols : rows, .scale = 1,
+                   .type = in[0].dtype == PS_BF16 && ps_cpu_gemm_native(PS_BF16) ? PS_BF16 : PS_F32 };
     size_t all = (size_t)(m.R * m.C), square = (size_t)(m.R * m.R), size = (size_t)size_of(&m);
     double *by_row = call->scratch(call, (size_t)rows * sizeof *by_row);
     m.x = call->scratch(call, all * size), m.y = call->scratch(call, all * size);
     m.gram = call->scratch(call, square * size), m.poly = call->scratch(call, square * size);
     m.sums = m.type == PS_F32 ? m.y : call->scratch(call, all * 4);
     if (!by_row || !m.x || !m.y || !m.gram || !m.poly || !m.sums) return PS_ENOMEM;
+    m.shift = m.type == PS_F32 ? SHIFT : 0;
+    m.q = a->a + a->b * m.shift + a->c * m.shift * m.shift;
+    if (m.q == 0) m.shift = 0, m.q = a->a;
+    if (m.q == 0) return ps_fail(PS_EINVAL, "muon_: a = 0 in the iteration's coefficients");
     if (!call->dry) begin(&m, a, in, m.sums, by_row);
     for (int k = 0; k < a->steps; k++) PS_TRY(iterate(&m, a));
     if (call->dry) return 0;
-    float rate = (float)(a->lr * ps_muon_ratio(a->adjust, rows, cols)), keep = (float)(1 - a->lr * a->weight_decay);
+    float rate = (float)(a->lr * ps_muon_ratio(a->adjust, rows, cols) * m.scale);
+    float keep = (float)(1 - a->lr * a->weight_decay);
 #pragma omp parallel for schedule(static) if (rows * cols > PS_PAR_MIN)
-    for (int64_t r = 0; r < rows; r++)
-        for (int64_t c = 0; c < cols; c++) {
-            int64_t i = r * cols + c, at = place(in, r, c);
-            float x = m.type == PS_F32 ? ((float *)m.x)[at] : ps_bf16_to_f32(((uint16_t *)m.x)[at]);
-            set_master(in, i, master_at(in, i) * keep - rate * x);
-        }
+    for (int64_t first = 0; first < rows; first += TILE)
+        end_rows(&m, in, keep, rate, first, rows - first < TILE ? rows - first : TILE);
     return 0;
 }
 
