@@ -83,7 +83,7 @@ const char *ps_device_describe(ps_ctx *ctx, int device)
 
 int ps_device_info_get(ps_ctx *ctx, int device, ps_device_info *out)
 {
-    if (!device_ok(ctx, device)) return ps_fail(PS_EINVAL, "no such device: %d", device);
+    if (!device_ok(ctx, device)) return ps_fail(PS_EINVAL, "there is no device %d", device);
     const ps_backend *be = ctx->devices[device];
     *out = (ps_device_info){ .is_host = be->is_host, .has_data = !be->no_data, .fast_bf16 = be->fast_bf16,
                              .fuses = be->fuses };
@@ -124,13 +124,13 @@ int ps_device_find(ps_ctx *ctx, const char *name, int *out)
 
 int ps_memory_get(ps_ctx *ctx, int device, ps_memory_info *out)
 {
-    if (!device_ok(ctx, device)) return ps_fail(PS_EINVAL, "no such device: %d", device);
+    if (!device_ok(ctx, device)) return ps_fail(PS_EINVAL, "there is no device %d", device);
     return ctx->mem.now->table->info(ctx->mem.now, device, out);
 }
 
 int ps_memory_set_limit(ps_ctx *ctx, int device, int64_t nbytes)
 {
-    if (!device_ok(ctx, device)) return ps_fail(PS_EINVAL, "no such device: %d", device);
+    if (!device_ok(ctx, device)) return ps_fail(PS_EINVAL, "there is no device %d", device);
     if (nbytes < 0) return ps_fail(PS_EINVAL, "a limit of %lld bytes; it must not be negative", (long long)nbytes);
     return ctx->mem.now->table->set_limit(ctx->mem.now, device, nbytes);
 }

@@ -121,9 +121,9 @@ static int pause_here(lua_State *L)
     return lua_error(L);
 }
 
-static const char *source;                /* source of the function that was last passed to is_own, */
-static bool source_is_own;                /* and the result for it: most instructions belong to the same function as
-                                           * the previous one */
+static const char *source;                /* source of the function that was last passed to is_own */
+static bool source_is_own;                /* the result for that function: most instructions belong to the same
+                                           * function as the previous one */
 
 /* Returns true if the function that is running is psluajit's own. */
 static bool is_own(lua_State *L, lua_Debug *ar)

@@ -188,7 +188,7 @@ describe("attention by warpgroup products", function()
   it("is selected by name, on the GPUs that support it", function()
     if cuda.REAL then return pending("this test needs a missing part, and nothing is missing") end
     if lacks() then return end
-    for setting, words in pairs { hopper = "PS_CUDA_ATTENTION is 'hopper'; it takes mma or wgmma; unset",
+    for setting, words in pairs { hopper = "PS_CUDA_ATTENTION is 'hopper'; it must be mma or wgmma",
                                   wgmma = "is for compute capability 9.0, this device has 10.0; unset it" } do
       local out, code = cuda.child("local ok, err = pcall(ps.device, 'cuda') assert(not ok) print(tostring(err))",
                                    { PS_CUDA_ATTENTION = setting, PS_EMULATE_CAPABILITY = setting == "wgmma" and "10" })

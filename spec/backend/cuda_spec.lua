@@ -44,14 +44,14 @@ describe("the device cuda names the missing part:", function()
   it("a driver that starts", function()
     if needs_emulated() then return end
     says({ PS_EMULATE_INIT = "803" }, "the NVIDIA driver does not start: CUDA_ERROR_SYSTEM_DRIVER_MISMATCH (803)")
-    says({ PS_EMULATE_VERSION = "11040" }, "the NVIDIA driver is too old: it is for CUDA 11.4, 12.0 is needed")
+    says({ PS_EMULATE_VERSION = "11040" }, "the NVIDIA driver is too old: it supports CUDA 11.4, but 12.0 is needed")
   end)
   it("a device", function()
     if needs_emulated() then return end
     says({ PS_EMULATE_DEVICES = "0" }, "the NVIDIA driver shows no device")
     says({ PS_EMULATE_INIT = "100", CUDA_VISIBLE_DEVICES = "7" }, "shows no device (CUDA_VISIBLE_DEVICES is '7')")
     says({ PS_EMULATE_CAPABILITY = "7" }, "no device: emulated on the processor has compute capability 7.0",
-         "at least 8.0 is needed")
+         "but at least 8.0 is needed")
   end)
   it("a library", function()
     if needs_emulated() then return end
@@ -72,7 +72,7 @@ describe("the device cuda names the missing part:", function()
     local other = os.tmpname()
     check.write(other, bytes)
     says({ PS_CUDA_PLUGIN = other }, "no library: libQ.so.6: cannot open shared object file", "the plug-in " .. other
-         .. " needs it: install it, and name its folder in LD_LIBRARY_PATH")
+         .. " needs it; install it, and add its folder to LD_LIBRARY_PATH")
     os.remove(other)
   end)
   it("a library of the same build", function()

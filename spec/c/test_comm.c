@@ -263,10 +263,11 @@ static void test_runs(void)
 {
     char name[PS_RUN_NAME + 2];
     ps_run run;
-    apart(run_of("A", NULL), run_of("B", NULL), "run 'A' answers there, and this rank is of run 'B'",
+    apart(run_of("A", NULL), run_of("B", NULL), "run 'A' answers there, but this rank belongs to run 'B'",
           "one that came from 127.0.0.1 was turned away: it is of run 'B'");
     apart(run_of("A", "x"), run_of("B", "x"), "run 'A' answers there", "of run 'B'");
-    apart(run_of("A", NULL), run_of(NULL, NULL), "this rank is of a run without a name", "of a run without a name");
+    apart(run_of("A", NULL), run_of(NULL, NULL), "this rank belongs to a run without a name",
+          "of a run without a name");
     apart(run_of("A\x1b[31m\n", NULL), run_of("\xc2\x9b!", NULL), "run 'A?[31m?' answers", "of run '?!'");
     apart(run_of("A", "secret"), run_of("A", "Secret"), "for run 'A' has another secret", "it has another secret");
     apart(run_of("A", "secret"), run_of("A", NULL), "a secret, which is lacking here", "it has no secret");
@@ -306,7 +307,8 @@ static void test_false_server(void)
     pthread_create(&thread, NULL, false_server, &fd);
     for (int i = 0; i < 2; i++) {
         int c = raw_connect(port);
-        FAILS(ps_proof_ask(c, &run, ps_now() + 5, "test"), PS_ESTATE, "what answers for run 'A' has another secret");
+        FAILS(ps_proof_ask(c, &run, ps_now() + 5, "test"), PS_ESTATE,
+              "the program that answers for run 'A' has another secret");
         close(c);
     }
     pthread_join(thread, NULL);
@@ -326,7 +328,8 @@ static void test_addresses(void)
     close(other);
     FAILS(ps_net_listen("127.0.1.1", port, &other, &port), PS_EIO, "in use");
     close(fd);
-    FAILS(ps_net_listen("192.0.2.1", 0, &fd, &port), PS_EIO, "at 192.0.2.1 (192.0.2.1), which is no address of this");
+    FAILS(ps_net_listen("192.0.2.1", 0, &fd, &port), PS_EIO,
+          "at 192.0.2.1 (192.0.2.1), which is not an address of this");
     FAILS(ps_net_listen("no..host", 0, &fd, &port), PS_EIO, "at no..host, which has no address here");
     if (OK(ps_net_listen("0.0.0.0", 0, &fd, &port))) {
         CHECK((other = ps_net_reach("127.0.1.1", port, ps_now() + 1)) > 0);
@@ -353,7 +356,7 @@ static void test_addresses(void)
     ps_run run;
     ps_meeting m = { .rendezvous = "tcp://127.0.1.1:1", .size = 2, .machines = 2, .timeout_s = FAR_S };
     double start = ps_now();
-    FAILS(ps_store_join(&m, &run, &server, &s), PS_EINVAL, "127.0.1.1 is a loopback address on that of rank 0");
+    FAILS(ps_store_join(&m, &run, &server, &s), PS_EINVAL, "127.0.1.1 is a loopback address on the machine of rank 0");
     CHECK(ps_now() - start < PROMPT_S);
 }
 
@@ -403,7 +406,7 @@ static void test_file(void)
     m.rank = 1;
     m.run = "B";
     m.timeout_s = 0.2;
-    FAILS(ps_store_join(&m, &run, &none, &b), PS_ETIME, "this rank is of run 'B'");
+    FAILS(ps_store_join(&m, &run, &none, &b), PS_ETIME, "this rank belongs to run 'B'");
     m.run = "A";
     m.secret = "mine";
     FAILS(ps_store_join(&m, &run, &none, &b), PS_ETIME, "has another secret");
@@ -691,8 +694,8 @@ static int one_fails(struct member *m, ps_ctx *ctx, ps_group *g)
 {
     ps_tensor *t = numbers(ctx, m->rank == 2 ? PS_U8 : PS_F32, 100, 1, 0), *u = numbers(ctx, PS_F32, 100, 1, 0);
     int rc = ps_group_all_reduce(g, t, PS_REDUCE_SUM);
-    expect(m, rc == PS_EUNSUP, "sums of uint8");
-    const char *word = m->rank == 2 ? "sums of uint8" : "rank 2 could not take part (EUNSUP)";
+    expect(m, rc == PS_EUNSUP, "cannot sum uint8");
+    const char *word = m->rank == 2 ? "cannot sum uint8" : "rank 2 could not take part (EUNSUP)";
     expect(m, strstr(ps_error_message(), word) != NULL, "told");
     expect(m, ps_group_all_reduce(g, u, PS_REDUCE_SUM) == 0 && at(u, 0) == 3, "goes on");
     ps_tensor_release(t);

@@ -545,7 +545,7 @@ static void test_grad_store(void)
     for (int i = 0; i < isas; i++) CHECK(call_kernel(&t, kernels[i][t.op]) == PS_EUNSUP);
     FAILS(call_kernel(&t, ref->kernel[t.op]), PS_EINVAL, "overlaps src");
     out[0] = make(PS_F64, 40, 0);
-    FAILS(call_kernel(&t, ref->kernel[t.op]), PS_EINVAL, "fp64 goes to fp64 only");
+    FAILS(call_kernel(&t, ref->kernel[t.op]), PS_EINVAL, "fp64 can only be stored as fp64");
     out[0] = make(PS_F32, 40, 0);
     out[1] = make(PS_F32, 1, 0);
     FAILS(call_kernel(&t, ref->kernel[t.op]), PS_EINVAL, "sq must be fp64");

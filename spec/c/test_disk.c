@@ -219,7 +219,7 @@ static void test_arguments(int threads)
     FAILS(ps_disk_write(d, 0, NULL, BLOCK, NULL, &job), PS_EINVAL, "address");
     FAILS(ps_disk_write(d, 512, mem, BLOCK, NULL, &job), PS_EINVAL, "offset 512");
     FAILS(ps_disk_write(d, -BLOCK, mem, BLOCK, NULL, &job), PS_EINVAL, "offset -4096");
-    FAILS(ps_disk_write(d, MIB, mem, BLOCK, NULL, &job), PS_ERANGE, "beyond its 1048576");
+    FAILS(ps_disk_write(d, MIB, mem, BLOCK, NULL, &job), PS_ERANGE, "beyond its end at 1048576");
     FAILS(ps_disk_write(d, 0, mem, 2 * MIB, NULL, &job), PS_ERANGE, "beyond");
     ps_disk_close(d);
     free(mem);

@@ -30,12 +30,12 @@ static void test_tokens(void)
             CHECK(ps_tokens_count(s) == 130000 / width);
             OK(ps_tokens_read(s, 30000, 8, back));
             for (int i = 0; i < 8; i++) CHECK(back[i] == 30007 + i);
-            FAILS(ps_tokens_read(s, ps_tokens_count(s) - 7, 8, back), PS_ERANGE, "asked for");
-            FAILS(ps_tokens_read(s, -1, 8, back), PS_ERANGE, "asked for");
-            FAILS(ps_tokens_read(s, INT64_MAX, 8, back), PS_ERANGE, "asked for");
+            FAILS(ps_tokens_read(s, ps_tokens_count(s) - 7, 8, back), PS_ERANGE, "were requested");
+            FAILS(ps_tokens_read(s, -1, 8, back), PS_ERANGE, "were requested");
+            FAILS(ps_tokens_read(s, INT64_MAX, 8, back), PS_ERANGE, "were requested");
             ps_tokens_close(s);
         }
-        FAILS(ps_tokens_open(path, 6 - width, &s), PS_EFORMAT, "were asked for");
+        FAILS(ps_tokens_open(path, 6 - width, &s), PS_EFORMAT, "were requested");
     }
     if (OK(ps_tokens_open(path, 0, &s))) {
         CHECK(truncate(path, 5000) == 0);

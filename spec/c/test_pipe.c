@@ -510,9 +510,10 @@ static void test_layout(void)
     static const struct { const char *layout, *kinds; int n; const char *word; } wrong[] = {
         { "Et|tL", "EtttL", 2, "has 4 parts, the model has 5" }, { "Et|tL", "EttL", 3, "2 virtual stages, the" },
         { "Et||tL", "EttL", 3, "no part in virtual stage 1" }, { "Et|mL", "EttL", 2, "'m' as part 2, in virtual s" },
-        { "Et*|tL", "EttL", 2, "character 3: a number follows *" }, { "(Et|tL", "EttL", 2, "a bracket is open" },
+        { "Et*|tL", "EttL", 2, "character 3: a number must follow *" },
+        { "(Et|tL", "EttL", 2, "a bracket is not closed" },
         { "Et|tL)", "EttL", 2, "character 6: it closes a bracket that" },
-        { "Et;tL", "EttL", 2, "character 3: neither" },
+        { "Et;tL", "EttL", 2, "character 3: expected a letter" },
         { "t*70000", "t", 1, "more than 65536 repeats" }, { "((t*300)*300)", "t", 1, "more than 65536 letters" },
         { "((((((((((((((((((t", "t", 1, "too many brackets" }, { "", "t", 1, "has 0 parts" } };
     static const int32_t megatron[] = { 4, 2, 2, 1, 1 };

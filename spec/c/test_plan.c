@@ -476,7 +476,7 @@ static void test_refused(void)
     ps_plan_clear(&p);
     int policy;
     for (int i = 0; ps_policy_name(i); i++) CHECK(ps_policy_find(ps_policy_name(i), &policy) == 0 && policy == i);
-    FAILS(ps_policy_find("optimal", &policy), PS_EINVAL, "'optimal'; there are plan, belady, lru, fifo");
+    FAILS(ps_policy_find("optimal", &policy), PS_EINVAL, "'optimal'; the policies are plan, belady, lru, fifo");
     CHECK(!ps_policy_name(-1) && !ps_policy_name(99));
 }
 

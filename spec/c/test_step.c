@@ -235,7 +235,7 @@ static void test_tables(void)
     OK(ps_step_next(step, PS_ACT_WEIGHT, NULL));
     OK(ps_backward_weights(ctx, NULL));
     CHECK(ps_tensor_get_grad(w[1]) != NULL);
-    FAILS(ps_backward_weights(ctx, NULL), PS_ESTATE, "were put off");
+    FAILS(ps_backward_weights(ctx, NULL), PS_ESTATE, "were deferred");
     OK(ps_step_done(step));
     OK(ps_step_end(step, NULL));
     c.actions = (const ps_action[]){ F(0, 0), B(0, 0), F(0, 1), B(0, 1), { PS_ACT_UPDATE, 0, 0 } }, c.n_actions = 5;

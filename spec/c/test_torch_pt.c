@@ -139,7 +139,7 @@ static void check_sample(const char *path)
     FAILS(ps_pt_copy(pt, &t, INT64_MAX, copy, 2), PS_ERANGE, "but the tensor has 1");
     ps_pt_tensor outside = t;
     outside.ndim = 1, outside.shape[0] = 2, outside.stride[0] = 1;
-    FAILS(ps_pt_copy(pt, &outside, 0, copy, 1), PS_EFORMAT, "reaches element 3");
+    FAILS(ps_pt_copy(pt, &outside, 0, copy, 1), PS_EFORMAT, "needs element 3");
     outside = t, outside.storage = 99;
     FAILS(ps_pt_copy(pt, &outside, 0, copy, 1), PS_EINVAL, "not describe a tensor of");
     outside = t, outside.dtype = -1;
@@ -378,9 +378,9 @@ static void test_refused_calls(void)
     REFUSED("\x80\2" "ccollections\nOrderedDict\n)\x81.", "object of a class");
     REFUSED("\x80\2(X\1\0\0\0aios\nsystem\n.", "object of a class");
     REFUSED("\x80\2K\1)R.", "not a function");
-    REFUSED("\x80\2" "ctorch\nFloatStorage\n)R.", "in a way that is not known");
-    REFUSED("\x80\2" "ctorch._tensor\n_rebuild_from_type_v2\n(c_codecs\nencode\nctorch\nSize\n)NtR.", "not known");
-    REFUSED("\x80\2" "ctorch._utils\n_rebuild_parameter\n(K\1tR.", "not known");
+    REFUSED("\x80\2" "ctorch\nFloatStorage\n)R.", "in a form that is not supported");
+    REFUSED("\x80\2" "ctorch._tensor\n_rebuild_from_type_v2\n(c_codecs\nencode\nctorch\nSize\n)NtR.", "not supported");
+    REFUSED("\x80\2" "ctorch._utils\n_rebuild_parameter\n(K\1tR.", "not supported");
     REFUSED("\x80\2" "c_codecs\nencode\nX\3\0\0\0\xe2\x82\xacX\6\0\0\0latin1\x86R.", "Latin-1");
     TAKEN("\x80\2" "c_codecs\nencode\nX\2\0\0\0\xc3\xbfX\6\0\0\0latin1\x86R.");
 }
@@ -404,7 +404,7 @@ static void test_refused_machine(void)
     REFUSED("\x80\2h\1.", "never set");
     REFUSED("\x80\2K\1q\0j\1\0\0\0.", "never set");
     REFUSED("\x80\2\xfe.", "0xfe");
-    REFUSED("\x80\2I1x\n.", "malformed integer");
+    REFUSED("\x80\2I1x\n.", "an integer is malformed");
     REFUSED("\x80\2]q\0h\0a.", "contains itself");
     REFUSED("\x80\2}q\0K\1h\0s.", "contains itself");
     REFUSED("\x80\2]q\0(h\0ta.", "contains itself");
@@ -422,9 +422,9 @@ static void test_tensors(void)
 {
     TAKEN(TENSOR("\4", "K\0K\4\x85K\1\x85" PLAIN));
     TAKEN(TENSOR("\4", "K\3))" PLAIN));
-    REFUSED(TENSOR("\5", "K\0K\4\x85K\1\x85" PLAIN), "16 bytes, data.pkl says 5 elements of 4");
-    REFUSED(TENSOR("\4", "K\1K\4\x85K\1\x85" PLAIN), "element 4 of a storage with 4");
-    REFUSED(TENSOR("\4", "K\4))" PLAIN), "element 4 of a storage with 4");
+    REFUSED(TENSOR("\5", "K\0K\4\x85K\1\x85" PLAIN), "16 bytes, but data.pkl says that it has 5 elements of 4");
+    REFUSED(TENSOR("\4", "K\1K\4\x85K\1\x85" PLAIN), "element 4 of a storage that has 4");
+    REFUSED(TENSOR("\4", "K\4))" PLAIN), "element 4 of a storage that has 4");
     REFUSED(TENSOR("\4", "K\0K\4\x85K\2\x85" PLAIN), "element 6");
     REFUSED(TENSOR("\4", "J\xff\xff\xff\xff))" PLAIN), "offset");
     REFUSED(TENSOR("\4", "K\0K\4\x85J\xff\xff\xff\xff\x85" PLAIN), "strides");
@@ -506,10 +506,10 @@ static void test_large_numbers(void)
     memset(digits + 3, '9', 390);
     memcpy(digits + 393, "L\n.", 3);
     FAILS(refuse_pickle(digits, 396), PS_EFORMAT, "390 digits");
-    REFUSED("\x80\2L-\n.", "malformed integer");
-    REFUSED("\x80\2L--1\n.", "malformed integer");
-    REFUSED("\x80\2I1-1\n.", "malformed integer");
-    REFUSED("\x80\2L1\0L\n.", "malformed integer");
+    REFUSED("\x80\2L-\n.", "an integer is malformed");
+    REFUSED("\x80\2L--1\n.", "an integer is malformed");
+    REFUSED("\x80\2I1-1\n.", "an integer is malformed");
+    REFUSED("\x80\2L1\0L\n.", "an integer is malformed");
 }
 
 /* A container that occurs again is one value at two positions. */

@@ -230,7 +230,7 @@ describe("a training", function()
       assert.matches("PS_SECRET is 'required', but there is no secret", alpha.text, 1, true)
       local loopback = "$LAUNCH --nnodes 2 --master-addr 127.0.0.1 --nproc-per-node 1 --grace 3 --node-rank 0 $TRAIN"
       alpha = two(loopback, "true")
-      assert.matches("ranks are on several machines, and 127.0.0.1 is a loopback address", alpha.text, 1, true)
+      assert.matches("ranks are on several machines, but 127.0.0.1 is a loopback address", alpha.text, 1, true)
     end)
 
     it("listens only on the link's address", function()

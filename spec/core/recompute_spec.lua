@@ -232,7 +232,7 @@ describe("a recompute segment", function()
     local function again() runs = runs + 1 return runs % 2 == 0 end
     fails(function()
       ps.recompute(function(t) if again() then return t * 1, t * 2 end return t * 1 end, x):sum():backward()
-    end, "1 tensors first, 2 when run again")
+    end, "1 tensors first, but 2 when it was run again")
     fails(function()
       ps.recompute(function(t) if again() then return t[0] * 1 end return t * 1 end, x):sum():backward()
     end, "changed its shape")

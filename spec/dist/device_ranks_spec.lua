@@ -53,7 +53,7 @@ local VALUES = [[
   for _, case in ipairs {
     { "other memory", function() group:all_reduce(ps.ones({ 3 }, { device = rank == 0 and "cpu" or device })) end },
     { "two devices", function() group:all_gather(ps.ones { size * 2 }, ps.ones({ 2 }, { device = device })) end },
-    { "sums of uint8", function() group:all_reduce(ps.ones({ 3 }, { device = device, dtype = "uint8" })) end },
+    { "cannot sum uint8", function() group:all_reduce(ps.ones({ 3 }, { device = device, dtype = "uint8" })) end },
     { "no bytes", function() group:connect "meta" end },
   } do
     local ok, why = pcall(case[2])

@@ -72,11 +72,11 @@ describe("ranks at a port", function()
     listens(port)
     local b = rank(1, port, "TORCHELASTIC_RUN_ID=pears PS_SECRET=one", 3)
     has(said(rank(0, port, "PS_RUN_ID=pears PS_SECRET=one")), ("port %d of this machine is in use"):format(port),
-      "run 'apples' answers there, and this rank is of run 'pears'", "in time")
+      "run 'apples' answers there, but this rank belongs to run 'pears'", "in time")
     has(said(rank(0, port, "PS_RUN_ID=apples PS_SECRET=one")), ("port %d of this machine is in use"):format(port),
-      "a rank 0 of run 'apples' serves there already", "in time")
+      "rank 0 of run 'apples' already serves there", "in time")
     has(said(b), "rank 1 of 2 at 127.0.0.1 port " .. port,
-      "run 'apples' answers there, and this rank is of run 'pears'", "in time")
+      "run 'apples' answers there, but this rank belongs to run 'pears'", "in time")
     local late = rank(1, port, "TORCHELASTIC_RUN_ID=apples PS_SECRET=one")
     assert.equal("sum 3\nin time\n", said(late))
     assert.equal("sum 3\nin time\n", said(a))
@@ -116,7 +116,7 @@ describe("ranks at a port", function()
     local start = os.time()
     for _, host in ipairs { "127.0.1.1", "localhost", "::1" } do
       has(said(rank(0, free_port(), "LOCAL_WORLD_SIZE=1 LOCAL_RANK=0 MASTER_ADDR=" .. host)),
-        "ranks are on several machines, and " .. host .. " is a loopback address on that of rank 0", "in time")
+        "ranks are on several machines, but " .. host .. " is a loopback address on the machine of rank 0", "in time")
     end
     assert.is_true(os.time() - start < check.PROMPT_S)
   end)

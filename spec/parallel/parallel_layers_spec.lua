@@ -424,7 +424,7 @@ local PIECES = [[
     { "w needs 4", function() group:gathered_linear(ps.ones { 2, 5 }, w) end },
     { "bias must be float %[3%]", function() group:gathered_linear(x, w, ps.ones { 4 }) end },
     { "x has 1 dimensions; it must have rows", function() group:gathered_linear(ps.ones { 4 }, w) end },
-    { "w with two dimensions", function() group:linear_scattered(ps.ones { size, 4 }, x[0], { pieces = 2 }) end },
+    { "w must have two dimensions", function() group:linear_scattered(ps.ones { size, 4 }, x[0], { pieces = 2 }) end },
     { "disagree.*another number of pieces", function()
       group:gathered_linear(ps.ones { 6, 4 }, w, nil, { pieces = 2 + rank })
     end },

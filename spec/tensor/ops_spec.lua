@@ -300,7 +300,7 @@ describe("an output that is given", function()
   it("must fit", function()
     local a = ps.ones { 2, 3 }
     local ok, err = pcall(apply_into, "sum", { a }, { dims = 1 }, ps.zeros { 2 })
-    assert(not ok and tostring(err):find("sum: the output given has shape [2] (fp32), needed [3] (fp32)", 1, true),
-      tostring(err))
+    assert(not ok and tostring(err):find("sum: the given output has shape [2] (fp32); it must have shape [3] (fp32)", 1,
+      true), tostring(err))
   end)
 end)

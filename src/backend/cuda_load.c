@@ -62,8 +62,8 @@ static int check_driver(void)
     if (rc != 0)
         return ps_fail(PS_EUNSUP, "no device cuda: the NVIDIA driver does not start: %s (%d)", error_name(&d, rc), rc);
     if (d.version(&version) != 0 || version < DRIVER_NEEDED)
-        return ps_fail(PS_EUNSUP, "no device cuda: the NVIDIA driver is too old: it is for CUDA %d.%d, %d.%d is needed",
-                       version / 1000, version % 1000 / 10, DRIVER_NEEDED / 1000, DRIVER_NEEDED % 1000 / 10);
+        return ps_fail(PS_EUNSUP, "no device cuda: the NVIDIA driver is too old: it supports CUDA %d.%d, but %d.%d is "
+                       "needed", version / 1000, version % 1000 / 10, DRIVER_NEEDED / 1000, DRIVER_NEEDED % 1000 / 10);
     return 0;
 }
 
@@ -104,8 +104,8 @@ static const ps_cuda_program program = {
 static int cannot_load(const char *path, const char *why)
 {
     if (strncmp(why, path, strlen(path)) == 0) return ps_fail(PS_EUNSUP, "no device cuda: no library: %s", why);
-    return ps_fail(PS_EUNSUP, "no device cuda: no library: %s; the plug-in %s needs it: install it, and name its "
-                   "folder in LD_LIBRARY_PATH (docs/cuda.md)", why, path);
+    return ps_fail(PS_EUNSUP, "no device cuda: no library: %s; the plug-in %s needs it; install it, and add its folder "
+                   "to LD_LIBRARY_PATH (docs/cuda.md)", why, path);
 }
 
 int ps_backend_cuda_open(int local_rank, ps_backend **out)

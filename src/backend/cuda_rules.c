@@ -15,7 +15,7 @@ static int64_t reduction(const ps_cuda_card *card, const ps_view *x, uint32_t di
     return r.kept == 0 ? 0 : up(ps_cu_reduce_nbytes(&r));
 }
 
-/* Returns the workspace of the sum of n rows of `cols` elements, ld apart. */
+/* Returns the workspace of a sum of n rows of `cols` elements, which are ld elements apart. */
 static int64_t row_sums(const ps_cuda_card *card, int64_t n, int64_t cols, int64_t ld)
 {
     ps_view rows;

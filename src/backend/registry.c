@@ -138,7 +138,7 @@ int ps_backend_open_named(const char *name, ps_backend **out)
             return ps_fail(PS_EUNSUP, "no device called '%s': %s", name, rows[i].numbered);
     }
     list_names(names, sizeof names);
-    return ps_fail(PS_EUNSUP, "no device called '%s'; there are %s", name, names);
+    return ps_fail(PS_EUNSUP, "no device called '%s'; the devices are %s", name, names);
 }
 
 void ps_backends_local_rank(int number) { local_rank = number; }

@@ -8,8 +8,8 @@
 /* Returns the number of rows of a panel; the last panel can have fewer. V: number of words, at least 1. */
 static inline int64_t ps_panel_rows(int64_t N, int64_t V)
 {
-    enum { NUMEL = 16 << 20, LEAST = 128, MOST = 1024 };       /* most elements of a panel's logits (bf16: 32 MiB);
-                                                                * least and most rows */
+    enum { NUMEL = 16 << 20, LEAST = 128, MOST = 1024 };       /* maximum number of logits in a panel (bf16: 32 MiB);
+                                                                * minimum and maximum number of rows */
     int64_t rows = NUMEL / V;
     rows = rows < LEAST ? LEAST : rows > MOST ? MOST : rows;
     if (rows >= N) return N;

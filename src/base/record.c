@@ -159,7 +159,7 @@ int ps_record_get(int64_t i, ps_record_event *out)
 
 int ps_record_op_total(int op, ps_record_total *out)
 {
-    if (op < 0 || op >= PS_OP_COUNT) return ps_fail(PS_EINVAL, "no such op: %d", op);
+    if (op < 0 || op >= PS_OP_COUNT) return ps_fail(PS_EINVAL, "there is no op %d", op);
     *out = totals[op];
     return 0;
 }

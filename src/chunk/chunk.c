@@ -22,8 +22,8 @@ int ps_kind_state(const char *name)
     int n = n_kinds;
     for (int i = PS_KIND_STATE; i < n; i++) if (strcmp(kind_names[i], name) == 0) return i;
     if (!name[0] || strlen(name) >= KIND_NAME)
-        return ps_fail(PS_EINVAL, "the name of a state, '%s', has %zu characters, not 1 to %d", name, strlen(name),
-                       KIND_NAME - 1);
+        return ps_fail(PS_EINVAL, "the name of a state, '%s', has %zu characters; it must have 1 to %d", name,
+                       strlen(name), KIND_NAME - 1);
     if (n == PS_KIND_COUNT)
         return ps_fail(PS_EINVAL, "state '%s' would be kind %d of chunks, but at most %d kinds are supported", name, n,
                        PS_KIND_COUNT);

@@ -70,15 +70,15 @@ void ps_chunk_unpin(ps_chunks *cs, int32_t chunk, int device);
 int ps_chunk_end(ps_chunks *cs, int32_t chunk);
 
 /* -- steps -------------------------------------------------------------------------------------------------------- */
-void ps_chunks_pass(ps_chunks *cs);       /* tells the chunks that a new pass has begun */
+void ps_chunks_pass(ps_chunks *cs);       /* begins a new pass over the chunks */
 /* Begins to record uses, from moment 0. The trace that ps_chunks_trace_end returns is lent until the next call. */
 void ps_chunks_trace_begin(ps_chunks *cs);
 const ps_trace *ps_chunks_trace_end(ps_chunks *cs);
-/* Plans a step whose uses are expected to equal those of `trace` (lent until ps_chunks_step_end). The plan starts
+/* Plans a step whose uses are expected to equal the uses of `trace` (lent until ps_chunks_step_end). The plan starts
  * from the chunks' present positions, and pins perform it. It leaves `trace->other_peak` bytes free on each tier. If
- * an op's chunks do not fit beside this reserve, the plan reduces the reserve at that moment by the bytes that other
- * tensors are below their peak. PS_ENOMEM: a moment of the trace does not fit; the message has the tensor, chunk and
- * tier. */
+ * an op's chunks do not fit in addition to this reserve, the plan reduces the reserve at that moment by the bytes
+ * that other tensors are below their peak. PS_ENOMEM: a moment of the trace does not fit; the message has the
+ * tensor, chunk and tier. */
 int ps_chunks_step_begin(ps_chunks *cs, const ps_trace *trace);
 void ps_chunks_step_end(ps_chunks *cs);
 /* Makes the plan of a step that repeats `trace`, without performing it. */

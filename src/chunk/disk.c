@@ -489,8 +489,8 @@ static int fail_file(const ps_disk *d, const char *what, int err)
 {
     if (err == ENOSPC || err == EDQUOT)
         return ps_fail(PS_ENOSPC, "disk tier: %s has no room for %lld bytes (%s); lower memory.disk's limit, free some "
-                       "space or name another folder", d->folder, (long long)d->capacity, strerror(err));
-    return ps_fail(PS_EIO, "disk tier: %s %s for %lld bytes: %s; name another folder in memory.disk", what, d->folder,
+                       "space or choose another folder", d->folder, (long long)d->capacity, strerror(err));
+    return ps_fail(PS_EIO, "disk tier: %s %s for %lld bytes: %s; choose another folder in memory.disk", what, d->folder,
                    (long long)d->capacity, strerror(err));
 }
 
@@ -515,7 +515,7 @@ static int make_file(ps_disk *d)
     if (d->capacity > bytes_free)
         return ps_fail_room(PS_ENOSPC, PS_SUB_NONE, -1, d->capacity, bytes_free,
                             "disk tier: %lld bytes wanted in %s, but only %lld are free; lower memory.disk's "
-                            "limit, free some space or name another folder", (long long)d->capacity, d->folder,
+                            "limit, free some space or choose another folder", (long long)d->capacity, d->folder,
                             (long long)bytes_free);
     /* Beyond this limit the kernel sends SIGXFSZ, which would end the process, so it is checked here. */
     if (!getrlimit(RLIMIT_FSIZE, &most) && most.rlim_cur != RLIM_INFINITY && (uint64_t)d->capacity > most.rlim_cur)
@@ -527,7 +527,7 @@ static int make_file(ps_disk *d)
     if (d->fd < 0 && errno == EINVAL) d->fd = open_nameless(d->folder, 0);
     if (d->fd < 0) return fail_file(d, "cannot make a file in", errno);
     if (kind.f_type == TMPFS_MAGIC || kind.f_type == RAMFS_MAGIC)
-        ps_log(PS_LOG_WARN, "disk tier: %s lies in memory, not on a disk; name another folder in memory.disk",
+        ps_log(PS_LOG_WARN, "disk tier: %s lies in memory, not on a disk; choose another folder in memory.disk",
                d->folder);
 
     int rc;
@@ -715,14 +715,13 @@ static int fail_cause(const ps_disk *d, const cause *why, const char *before)
         return ps_fail(PS_EIO, "disk tier in %s: %sio_uring failed: %s", d->folder, before, strerror(why->err));
     if (why->differs)
         return ps_fail(PS_EIO, "disk tier in %s: %s%lld bytes at offset %lld are damaged: their checksum is not the "
-                       "one of the bytes that were written there; check that disk, or name another folder in "
-                       "memory.disk",
-                       d->folder, before, (long long)why->nbytes, (long long)why->offset);
+                       "one of the bytes that were written there; check that disk, or choose another folder in "
+                       "memory.disk", d->folder, before, (long long)why->nbytes, (long long)why->offset);
     bool full = why->err == ENOSPC || why->err == EDQUOT;
     const char *text = why->err ? strerror(why->err) : why->way == READ ? "the file ended early" : "no bytes were "
                                                                                                    "written";
     return ps_fail(full ? PS_ENOSPC : PS_EIO, "disk tier in %s: %s%s %lld bytes at offset %lld failed: %s (errno %d); "
-                   "%s, or name another folder in memory.disk", d->folder, before,
+                   "%s, or choose another folder in memory.disk", d->folder, before,
                    why->way == READ ? "reading" : "writing", (long long)why->nbytes, (long long)why->offset, text,
                    why->err, full ? "free some space there" : "check that disk");
 }
@@ -736,8 +735,8 @@ static int submit(ps_disk *d, int way, int64_t offset, uint8_t *mem, int64_t nby
         return ps_fail(PS_EINVAL, "disk tier: a transfer at offset %lld, address %p; both must be multiples of %d",
                        (long long)offset, (void *)mem, PS_DISK_ALIGN);
     if (nbytes > d->capacity || offset > d->capacity - nbytes)
-        return ps_fail(PS_ERANGE, "disk tier in %s: %lld bytes at offset %lld lie beyond its %lld bytes", d->folder,
-                       (long long)nbytes, (long long)offset, (long long)d->capacity);
+        return ps_fail(PS_ERANGE, "disk tier in %s: %lld bytes at offset %lld are beyond its end at %lld bytes",
+                       d->folder, (long long)nbytes, (long long)offset, (long long)d->capacity);
     ps_disk_job *job = ps_alloc0(sizeof *job);
     if (!job) return ps_fail_nomem(sizeof *job);
     job->way = way, job->offset = offset, job->mem = mem, job->nbytes = nbytes;

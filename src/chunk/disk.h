@@ -27,7 +27,7 @@ int ps_disk_open(const char *folder, int64_t nbytes, int threads, ps_disk **out)
 int ps_disk_check_sums(ps_disk *disk);
 /* Opens a simulated disk, which allocates extents but cannot transfer bytes. */
 int ps_disk_pretend(int64_t nbytes, ps_disk **out);
-/* Waits for the transfers that have begun, drops the others, and frees all jobs. */
+/* Waits for the transfers under way, drops all other jobs, and frees all jobs. */
 void ps_disk_close(ps_disk *disk);
 /* Allocates space in the file, first fit. The message of PS_ENOSPC has the free bytes and the number of free
  * extents. */

@@ -258,7 +258,7 @@ static int take_space(run *r, int32_t i, bool fetch, bool must)
     int rc = make_room(r, t->nbytes, more ? limit_at(l, e->moment) : l->capacity, need, i);
     if (rc <= 0) return rc;
     int32_t from = fetch_from(r, t->nbytes, e->moment + beyond);
-    if (r->used + t->nbytes > l->capacity) from = e->moment;         /* only this moment has the extra room */
+    if (r->used + t->nbytes > l->capacity) from = e->moment;         /* the extra room exists only at this moment */
     if (fetch) PS_TRY(emit(r, PS_MOVE_FETCH, e->chunk, from > t->below_from ? from : t->below_from, need, i));
     else if (l->n_moves > 0 && l->moves[l->n_moves - 1].need > need) l->moves[l->n_moves - 1].need = need;
     bool use = e->kind == EV_READ || e->kind == EV_WRITE;

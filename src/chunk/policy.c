@@ -49,5 +49,5 @@ int ps_policy_find(const char *name, int *out)
         }
     for (int i = 0; i < COUNT && n < sizeof names; i++)
         n += (size_t)snprintf(names + n, sizeof names - n, "%s%s", i > 0 ? ", " : "", policies[i].name);
-    return ps_fail(PS_EINVAL, "no eviction policy '%s'; there are %s", name ? name : "", names);
+    return ps_fail(PS_EINVAL, "there is no eviction policy '%s'; the policies are %s", name ? name : "", names);
 }

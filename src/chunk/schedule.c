@@ -147,8 +147,9 @@ typedef struct request {
     int64_t resident_nbytes;
     int64_t *extra[PS_TIERS];     /* as ps_plan_input.extra */
     int64_t margin[PS_TIERS];     /* if `extra` is set: bytes left to other tensors in addition to their peak */
-    int64_t wanted, left;         /* If an op has no room beside other tensors' peak: the bytes of the largest op's
-                                   * chunks on the first such tier, and that tier's capacity for chunks. Otherwise 0. */
+    int64_t wanted, left;         /* If an op has no room in addition to other tensors' peak: the bytes of the
+                                   * largest op's chunks on the first such tier, and the tier's capacity for chunks.
+                                   * Otherwise 0. */
     int32_t short_tier;           /* that tier */
 } request;
 
@@ -321,10 +322,11 @@ static int plan_failed(ps_chunks *cs, const ps_trace *trace, const request *r, i
                  cs->tiers[cs->n_tiers - 1].name);
     return ps_fail_room(PS_ENOMEM, op_sub(r), u->tier, wanted, left,
                         "the step does not fit: at moment %d its op needs %s of chunks at once on tier %s, %s among "
-                        "them, and the budget of %s leaves %s beside the %s of other tensors%s; raise memory.%s%s%s, "
-                        "or use a smaller batch or recompute", u->moment, bytes_text(wanted).s, at->name, text,
-                        bytes_text(at->budget).s, bytes_text(left > 0 ? left : 0).s, bytes_text(other).s, besides,
-                        at->name, stay > 0 ? " or memory." : "", stay > 0 ? last_key(cs) : "");
+                        "them, and the budget of %s leaves only %s in addition to the %s of other tensors%s; raise "
+                        "memory.%s%s%s, or use a smaller batch or recompute", u->moment, bytes_text(wanted).s,
+                        at->name, text, bytes_text(at->budget).s, bytes_text(left > 0 ? left : 0).s,
+                        bytes_text(other).s, besides, at->name, stay > 0 ? " or memory." : "",
+                        stay > 0 ? last_key(cs) : "");
 }
 
 /* Rejects residents that do not fit beside other tensors. Plans do not move residents. */
@@ -335,8 +337,8 @@ static int check_residents(ps_chunks *cs, const ps_trace *trace, const request *
     if (r->resident_nbytes == 0 || at->budget == 0 || r->resident_nbytes <= left) return 0;
     return ps_fail_room(PS_ENOMEM, PS_SUB_RESIDENTS, 0, r->resident_nbytes, left,
                         "the step does not fit: tier %s has no room for %s of chunks, and on tier %s the budget of %s "
-                        "leaves them %s beside the %s of other tensors; raise memory.%s or memory.%s, or use a smaller "
-                        "batch or recompute",
+                        "leaves them only %s in addition to the %s of other tensors; raise memory.%s or memory.%s, or "
+                        "use a smaller batch or recompute",
                         cs->tiers[cs->n_tiers - 1].name, bytes_text(r->resident_nbytes).s, at->name,
                         bytes_text(at->budget).s, bytes_text(left > 0 ? left : 0).s, bytes_text(trace->other_peak[0]).s,
                         at->name, last_key(cs));
@@ -464,8 +466,8 @@ void ps_chunks_step_end(ps_chunks *cs) { step_off(cs); }
 int ps_chunks_predict(ps_chunks *cs, const ps_trace *trace, ps_step_forecast *out)
 {
     if (!trace_fits(cs, trace)) return ps_fail(PS_ESTATE, "the trace is for chunks that no longer exist");
-    if (cs->n_tiers == 1) PS_TRY(check_total(cs, trace));   /* with one tier, no level's plan finds that there is too
-                                                             * little room */
+    if (cs->n_tiers == 1) PS_TRY(check_total(cs, trace));   /* with only one tier, no level has a plan that could
+                                                             * find too little room */
     request r;
     ps_plan first, steady;
     int32_t bad = -1;
@@ -629,7 +631,8 @@ static void leave_early(ps_chunks *cs, chunk *c, int t)
 {
     if (t + 1 >= cs->n_tiers || is_disk(cs, t + 1) || c->transfer || !has_copy(c, t)) return;
     if (cs->expected->uses[c->next_in_trace].tier <= t) return;
-    if (tier_room(cs, t + 1) >= cs->tiers[t].used) begin_evict(cs, c, t);      /* on failure the plan moves c later */
+    if (tier_room(cs, t + 1) >= cs->tiers[t].used) begin_evict(cs, c, t);      /* if this fails, the plan moves c
+                                                                                * later */
 }
 
 /* Returns the bytes on tier 0 that stay free until the end of the plan if only the plan's moves happen. */

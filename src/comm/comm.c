@@ -557,11 +557,11 @@ int group_prepare_sum(ps_group *g, place at, int reduce, int dtype, int64_t part
         return ps_fail(PS_EINVAL, "there is no reduction %d", reduce);
     bool adds = ps_dtype_is_float(dtype) || dtype == PS_I32 || dtype == PS_I64;
     if (reduce == PS_REDUCE_SUM && !adds)
-        return ps_fail(PS_EUNSUP, "sums of %s; they are of floating-point types, int32 and int64",
+        return ps_fail(PS_EUNSUP, "cannot sum %s; only floating-point types, int32 and int64 can be summed",
                        ps_dtype_name(dtype));
     if (t->comm->table->sum && (reduce != PS_REDUCE_SUM || !ps_dtype_is_float(dtype)))
-        return ps_fail(PS_EUNSUP, "%s of %s in a device's memory; t:to(\"cpu\") first", names[reduce],
-                       ps_dtype_name(dtype));
+        return ps_fail(PS_EUNSUP, "cannot compute %s of %s in a device's memory; call t:to(\"cpu\") first",
+                       names[reduce], ps_dtype_name(dtype));
     if (others == 0) return 0;
     int64_t most = stage_nbytes[at] / (2 * others) & ~(int64_t)4095;
     if (most < 4096) most = 4096;

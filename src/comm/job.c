@@ -130,7 +130,7 @@ static int jobs_open(ps_group *g)
 static ps_job *job_take(ps_group *g)
 {
     ps_jobs *q = g->jobs;
-    ps_job *job = q->spare;                /* only the thread that starts jobs and waits for them uses this list */
+    ps_job *job = q->spare;                /* used only by the thread that starts jobs and waits for them */
     size_t parts = sizeof *job->parts * (size_t)g->comm->size;
     if (job) q->spare = job->next;
     else if (!(job = ps_alloc(sizeof *job + parts))) return NULL;

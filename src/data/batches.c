@@ -189,8 +189,8 @@ static void *maker(void *arg)
 static int check(const ps_batches_config *c)
 {
     if (c->batch < 1 || c->accumulate < 1 || c->multiple < 1 || c->ahead < 1)
-        return ps_fail(PS_EINVAL, "batch, accumulate, multiple and ahead are at least 1, not %lld, %lld, %lld and %d",
-                       (long long)c->batch, (long long)c->accumulate, (long long)c->multiple, c->ahead);
+        return ps_fail(PS_EINVAL, "batch, accumulate, multiple and ahead must be at least 1, not %lld, %lld, %lld and "
+                       "%d", (long long)c->batch, (long long)c->accumulate, (long long)c->multiple, c->ahead);
     if (c->world_size < 1 || c->rank < 0 || c->rank >= c->world_size)
         return ps_fail(PS_EINVAL, "a loader's rank is 0 to world_size - 1: %d of %d", c->rank, c->world_size);
     return 0;

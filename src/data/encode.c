@@ -33,7 +33,7 @@ struct ps_encoder {
     int64_t n_special, n_prefix, n_suffix;
     int flags;                          /* flags of ps_tok_encode, for whole texts */
     int threads, started, ring;
-    int64_t put, taken, stored;         /* counts of texts; job i % ring is that of text i */
+    int64_t put, taken, stored;         /* numbers of texts; job i % ring belongs to text i */
     int64_t failed;
     job *jobs;
     bool stop;

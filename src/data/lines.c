@@ -24,7 +24,7 @@ typedef struct head {       /* The head of a file of marks. It is little-endian,
     uint64_t sum;           /* checksum of the fields above and of the marks (sum_of) */
 } head;
 
-/* Returns the checksum of a file of marks: XXH3 of the head's other fields and of the marks. */
+/* Returns the checksum of a file of marks: XXH3 of the marks and of all other fields of the head. */
 static uint64_t sum_of(const head *h, const mark *marks)
 {
     uint64_t both[2] = { ps_xxh3(h, offsetof(head, sum)), ps_xxh3(marks, h->nmarks * (int64_t)sizeof *marks) };

@@ -155,12 +155,12 @@ static int check_config(int n, ps_tokens *const *shards, const ps_loader_config 
     for (int i = 0; i < n; i++)
         if (!shards[i]) return ps_fail(PS_EINVAL, "token file %d of a loader is NULL", i);
     if (c->batch < 1 || c->seq < 1)
-        return ps_fail(PS_EINVAL, "a loader's batch and seq are at least 1, not %lld and %lld", (long long)c->batch,
+        return ps_fail(PS_EINVAL, "a loader's batch and seq must be at least 1, not %lld and %lld", (long long)c->batch,
                        (long long)c->seq);
-    if (c->ahead < 1) return ps_fail(PS_EINVAL, "a loader's ahead is at least 1, not %d", c->ahead);
+    if (c->ahead < 1) return ps_fail(PS_EINVAL, "a loader's ahead must be at least 1, not %d", c->ahead);
     if (c->vocab < 0) return ps_fail(PS_EINVAL, "a loader's vocab is %lld; it must be 0 (not checked) or more",
                                      (long long)c->vocab);
-    if (c->world_size < 0) return ps_fail(PS_EINVAL, "a loader's world_size is at least 1, not %d", c->world_size);
+    if (c->world_size < 0) return ps_fail(PS_EINVAL, "a loader's world_size must be at least 1, not %d", c->world_size);
     int32_t size = c->world_size ? c->world_size : 1;
     if (c->rank < 0 || c->rank >= size)
         return ps_fail(PS_EINVAL, "a loader's rank is 0 to world_size - 1: %d of %d", c->rank, size);
@@ -173,7 +173,7 @@ static int plan(ps_loader *l, int64_t there)
     ps_loader_config *c = &l->c;
     if (c->last == 0) c->last = there;
     if (c->first < 0 || c->last < c->first || c->last > there)
-        return ps_fail(PS_ERANGE, "a loader was asked for tokens [%lld, %lld); its files have %lld",
+        return ps_fail(PS_ERANGE, "a loader cannot read tokens [%lld, %lld): its files have %lld tokens",
                        (long long)c->first, (long long)c->last, (long long)there);
     /* A shuffled epoch can begin up to seq - 1 tokens later and must still have all its windows. */
     int64_t range = c->last - c->first, spare = c->shuffle ? c->seq : 1, need, slots, bytes;
@@ -191,7 +191,8 @@ static int plan(ps_loader *l, int64_t there)
     l->batches = l->windows / l->global_batch;
     l->half_bits = 1;
     while (l->windows > INT64_C(1) << (2 * l->half_bits)) l->half_bits++;
-    l->slot_numel = c->batch * (c->seq + 1);        /* at most 2 * need; `need` does not exceed the data */
+    l->slot_numel = c->batch * (c->seq + 1);        /* at most 2 * need, since `need` never exceeds the amount of
+                                                     * data */
     if (__builtin_mul_overflow(l->slot_numel, c->ahead, &slots) || __builtin_mul_overflow(slots, 4, &bytes))
         return ps_fail(PS_EINVAL, "a loader cannot prepare %d batches of %lld x %lld tokens ahead: they are too large; "
                        "lower ahead", c->ahead, (long long)c->batch, (long long)c->seq);

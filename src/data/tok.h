@@ -12,8 +12,8 @@
 
 enum { TOK_ID_LIMIT = 1 << 22 };    /* upper bound of ids; the largest id determines a vocabulary's memory */
 enum { TOK_SHOWN = 72 };            /* bytes of a token that a message shows */
-enum { TOK_SPLITS = 8 };            /* most patterns that are applied one after the other */
-enum { TOK_STEPS = 8 };             /* most steps of a normalizer */
+enum { TOK_SPLITS = 8 };            /* maximum number of patterns, which are applied one after the other */
+enum { TOK_STEPS = 8 };             /* maximum number of steps of a normalizer */
 
 /* -- buffers that grow ------------------------------------------------------------------------------------------- */
 typedef struct tok_bytes { uint8_t *at; size_t n, room; } tok_bytes;
@@ -214,7 +214,7 @@ struct ps_tok {
     int32_t byte_id[256];       /* token of a byte (byte_level: its letter; byte_fallback: <0xXX>), -1 if there is
                                  * none */
     struct { uint8_t s[2], n; } letter[256];    /* for byte_level: spelling of a byte */
-    tok_bytes raw;              /* for byte_level: bytes for which tokens stand */
+    tok_bytes raw;              /* for byte_level: the bytes that tokens represent */
     tok_entry *raw_entry;       /* [vocab.count] */
     tok_state state;            /* state of the calling thread */
 };

@@ -9,7 +9,8 @@
 #include <utf8proc.h>
 
 typedef struct letter { uint32_t c; int32_t class, begin, end; } letter;    /* class: canonical combining class */
-enum { PENDING = 64 };              /* most successive marks that are ordered together; longer runs are divided */
+enum { PENDING = 64 };              /* maximum number of successive marks that are ordered together; longer runs are
+                                     * divided */
 
 static const tok_range *range_of(const tok_range *ranges, size_t n, uint32_t c)
 {

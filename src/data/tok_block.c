@@ -10,7 +10,7 @@
 #include <pthread.h>
 #include <string.h>
 
-enum { MOST_THREADS = 256, LEAST_BYTES = 1 << 16 };        /* most threads; fewer bytes per thread are not worth a
+enum { MOST_THREADS = 256, LEAST_BYTES = 1 << 16 };        /* maximum number of threads; minimum number of bytes per
                                                             * thread */
 
 typedef struct part {

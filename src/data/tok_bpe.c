@@ -96,7 +96,7 @@ static int put(const ps_tok *t, tok_state *st, tok_span word, const symbol *s)
     while (from > 0 && (word.s[from] & 0xc0) == 0x80) from--;
     while (to < word.n && (word.s[to] & 0xc0) == 0x80) to++;
     int32_t begin = tok_begin(&word, from), end = tok_end(&word, to - 1);
-    if (t->trim_offsets) {              /* like the package tokenizers (process_offsets) */
+    if (t->trim_offsets) {              /* as the package tokenizers does (process_offsets) */
         bool kept = t->keep_first && (!st->ids.n || !begin);
         if (lead && !kept) begin = inner < end ? inner : end;
         if (trail) end = outer > begin ? outer : begin;
@@ -424,7 +424,7 @@ static int long_word(const ps_tok *t, tok_state *st, tok_span word)
 }
 
 /* -- words ------------------------------------------------------------------------------------------------------- */
-/* Makes a key of all bytes of a word of 1 to 16 bytes, and their number. */
+/* Makes a key from all bytes and the length of a word of 1 to 16 bytes. */
 static void key_of(const uint8_t *s, size_t n, uint64_t key[2])
 {
     uint32_t a, b;

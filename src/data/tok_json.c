@@ -51,12 +51,12 @@ static int unicode_escape(tok_json *j)
 {
     uint8_t out[4];
     int c = hex4(j);
-    if (c < 0) return tok_json_bad(j, "\\u without four hexadecimal digits");
+    if (c < 0) return tok_json_bad(j, "\\u is not followed by four hexadecimal digits");
     if (c >= 0xd800 && c < 0xdc00) {
         int low = j->end - j->at >= 2 && j->at[0] == '\\' && j->at[1] == 'u' ? (j->at += 2, hex4(j)) : -1;
-        if (low < 0xdc00 || low > 0xdfff) return tok_json_bad(j, "half of a surrogate pair alone");
+        if (low < 0xdc00 || low > 0xdfff) return tok_json_bad(j, "this \\u escape is only half of a surrogate pair");
         c = 0x10000 + ((c - 0xd800) << 10) + (low - 0xdc00);
-    } else if (c >= 0xdc00 && c < 0xe000) return tok_json_bad(j, "half of a surrogate pair alone");
+    } else if (c >= 0xdc00 && c < 0xe000) return tok_json_bad(j, "this \\u escape is only half of a surrogate pair");
     return tok_bytes_add(&j->text, out, (size_t)tok_utf8_put((uint32_t)c, out));
 }
 
@@ -67,7 +67,7 @@ static int escape(tok_json *j)
     char c = (char)*j->at++;
     if (c == 'u') return unicode_escape(j);
     const char *found = c ? strchr(from, c) : NULL;
-    if (!found) return tok_json_bad(j, "no such escape");
+    if (!found) return tok_json_bad(j, "there is no such escape in JSON");
     return tok_bytes_add(&j->text, to + (found - from), 1);
 }
 
@@ -87,7 +87,8 @@ int tok_json_string(tok_json *j)
             continue;
         }
         int len = ps_utf8(j->at, (size_t)(j->end - j->at));
-        if (!len || *j->at < 0x20) return tok_json_bad(j, len ? "a control character in a string" : "no UTF-8");
+        if (!len || *j->at < 0x20)
+            return tok_json_bad(j, len ? "a string contains a control character" : "the text is not UTF-8");
         PS_TRY(tok_bytes_add(&j->text, j->at, (size_t)len));
         j->at += len;
     }
@@ -101,11 +102,11 @@ int tok_json_whole(tok_json *j, int64_t *out)
     if (minus) j->at++;
     const uint8_t *digits = j->at;
     for (; j->at < j->end && *j->at >= '0' && *j->at <= '9'; j->at++) {
-        if (j->at - digits >= 15) return tok_json_bad(j, "a number of more than 15 digits");
+        if (j->at - digits >= 15) return tok_json_bad(j, "a number has more than 15 digits");
         v = v * 10 + (*j->at - '0');
     }
     bool part = j->at < j->end && (*j->at == '.' || *j->at == 'e' || *j->at == 'E');
-    if (j->at == digits || part) return tok_json_bad(j, "a whole number expected");
+    if (j->at == digits || part) return tok_json_bad(j, "expected a whole number");
     *out = minus ? -v : v;
     return 0;
 }
@@ -115,7 +116,7 @@ static int skip_word(tok_json *j)
 {
     const uint8_t *from = j->at;
     while (j->at < j->end && *j->at > 0x20 && !strchr(",:[]{}\"", *j->at)) j->at++;
-    return j->at > from ? 0 : tok_json_bad(j, "a value expected");
+    return j->at > from ? 0 : tok_json_bad(j, "expected a value");
 }
 
 int tok_json_skip(tok_json *j)
@@ -127,7 +128,7 @@ int tok_json_skip(tok_json *j)
         if (j->at >= j->end) return tok_json_bad(j, "the text ends inside a value");
         bool open = *j->at == '{' || *j->at == '[';
         if (open) {
-            if (depth == DEPTH) return tok_json_bad(j, "nested deeper than 512 levels");
+            if (depth == DEPTH) return tok_json_bad(j, "values are nested deeper than 512 levels");
             close[depth++] = *j->at++ == '{' ? '}' : ']';
         } else if (*j->at == '"') PS_TRY(tok_json_string(j));
         else PS_TRY(skip_word(j));
@@ -146,7 +147,7 @@ int tok_json_skip(tok_json *j)
 int tok_json_end(tok_json *j)
 {
     blanks(j);
-    return j->at < j->end ? tok_json_bad(j, "more text behind the value") : 0;
+    return j->at < j->end ? tok_json_bad(j, "more text follows the value") : 0;
 }
 
 int tok_json_key(tok_json *j, bool first)

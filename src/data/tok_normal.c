@@ -193,7 +193,7 @@ int ps_tok_normalize(ps_tok *t, const char *what, const char *from, const char *
         if ((kind == TOK_REPLACE && !*from) || (kind == TOK_PREPEND && !*to))
             return ps_fail(PS_EINVAL, "a normalizer \"%s\" has an empty text", what);
         if (!tok_utf8_valid((const uint8_t *)from, strlen(from)) || !tok_utf8_valid((const uint8_t *)to, strlen(to)))
-            return ps_fail(PS_EFORMAT, "the texts of a normalizer \"%s\" are no UTF-8", what);
+            return ps_fail(PS_EFORMAT, "the texts of a normalizer \"%s\" are not UTF-8", what);
         tok_step *step = &t->step[t->n_steps];
         *step = (tok_step){ kind, (uint8_t *)ps_strdup(from), strlen(from), (uint8_t *)ps_strdup(to), strlen(to) };
         t->n_steps++;

@@ -74,9 +74,8 @@ static int failed(int rc, size_t from)
     PCRE2_UCHAR why[160];
     if (rc == PCRE2_ERROR_NOMEMORY) return ps_fail_nomem(HEAP_KIB * 1024);
     pcre2_get_error_message(rc, why, sizeof why);
-    return ps_fail(PS_ERANGE, "the tokenizer's pattern fails at byte %zu of the text: %s (a match may take %d steps)",
-        from,
-                   (char *)why, STEPS);
+    return ps_fail(PS_ERANGE, "the tokenizer's pattern fails at byte %zu of the text: %s (a match can have at most %d "
+                   "steps)", from, (char *)why, STEPS);
 }
 
 int tok_regex_find(const tok_regex *r, tok_matcher *m, const uint8_t *s, size_t n, size_t from, size_t *begin,

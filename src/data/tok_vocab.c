@@ -152,7 +152,7 @@ int tok_merges_add(tok_merges *m, const tok_vocab *v, const char *path, int64_t 
         id = tok_vocab_find(v, both, na + nb);
     }
     if (id < 0)
-        return ps_fail(PS_EFORMAT, "%s: merge %lld is of '%s' and '%s', and the vocabulary has no token '%s%s'", path,
+        return ps_fail(PS_EFORMAT, "%s: merge %lld joins '%s' and '%s', but the vocabulary has no token '%s%s'", path,
                        (long long)line, tok_shown(a, na, left), tok_shown(b, nb, right), l < 0 || r >= 0 ? left : "",
                        l < 0 ? "" : right);
     return push_merge(m, path, l, r, id);
@@ -276,8 +276,8 @@ int tok_read_vocab_txt(ps_tok *t, const ps_map *map)
     const uint8_t *at = map->bytes, *end = at + map->nbytes, *s;
     size_t n;
     for (int64_t id = 0; line(&at, end, &s, &n); id++) {
-        if (!tok_utf8_valid(s, n)) return ps_fail(PS_EFORMAT, "%s: line %lld is no UTF-8", map->path,
-            (long long)id + 1);
+        if (!tok_utf8_valid(s, n))
+            return ps_fail(PS_EFORMAT, "%s: line %lld is not UTF-8", map->path, (long long)id + 1);
         int32_t there = id < TOK_ID_LIMIT ? tok_vocab_find(&t->vocab, s, n) : -1;
         PS_TRY(there >= 0 ? move_token(&t->vocab, there, (int32_t)id)
                           : tok_vocab_add(&t->vocab, map->path, s, n, id));
@@ -406,7 +406,7 @@ static int merges_list(ps_tok *t, tok_json *j)
             const uint8_t *blank = na ? memchr(left.at, ' ', na) : NULL;
             if (blank) b = blank + 1, nb = na - (size_t)(b - left.at), na = (size_t)(blank - left.at);
         }
-        if (!na || !nb) rc = tok_json_bad(j, "a merge is two tokens");
+        if (!na || !nb) rc = tok_json_bad(j, "a merge must be two tokens");
         else rc = tok_merges_add(&t->merges, &t->vocab, j->path, t->merges.count + 1, left.at, na, b, nb);
     }
     tok_bytes_free(&left);

@@ -68,7 +68,7 @@ void ps_tok_free(ps_tok *t)
 static int being_made(const ps_tok *t)
 {
     PS_NEED(t);
-    return t->ready ? ps_fail(PS_ESTATE, "the tokenizer is ready: nothing more can be said about it") : 0;
+    return t->ready ? ps_fail(PS_ESTATE, "the tokenizer is ready, so its settings can no longer change") : 0;
 }
 
 static int tok_is_ready(const ps_tok *t)
@@ -96,7 +96,7 @@ int ps_tok_read(ps_tok *t, const char *format, const char *path)
         ps_map_close(&map);
         return rc;
     }
-    return ps_fail(PS_EINVAL, "no format of a tokenizer's file is called \"%s\"", format);
+    return ps_fail(PS_EINVAL, "there is no format of tokenizer files called \"%s\"", format);
 }
 
 static const char *path_of(const ps_tok *t) { return t->path ? t->path : "a tokenizer"; }
@@ -197,7 +197,7 @@ int ps_tok_add(ps_tok *t, const char *token, int64_t nbytes, int64_t id, int fla
     size_t n = (size_t)nbytes;
     const char *path = t->path ? t->path : "a tokenizer";
     if (!n || !tok_utf8_valid(s, n))
-        return ps_fail(PS_EFORMAT, "%s: added token %lld is %s", path, (long long)id, n ? "no UTF-8" : "empty");
+        return ps_fail(PS_EFORMAT, "%s: added token %lld is %s", path, (long long)id, n ? "not UTF-8" : "empty");
     int32_t there = tok_vocab_find(&t->vocab, s, n);
     if (there >= 0 && there != id)
         return ps_fail(PS_EFORMAT, "%s: added token '%s' has id %lld, but the vocabulary has it with id %d", path,
@@ -498,7 +498,7 @@ static const tok_added *added_of(const ps_tok *t, int32_t id)
     return NULL;
 }
 
-/* Finds the bytes for which tokens stand. A token that is not spelled in GPT-2's letters stands for itself. */
+/* Finds the bytes that each token represents. A token that is not spelled in GPT-2's letters represents itself. */
 static int find_raw(ps_tok *t)
 {
     int16_t byte_of[512];
@@ -515,8 +515,8 @@ static int find_raw(ps_tok *t)
         for (int32_t i = 0, len; i < n; i += len) {
             len = ps_utf8(s + i, (size_t)(n - i));
             uint32_t c = tok_code_point(s + i, len);
-            if (c >= 512 || byte_of[c] < 0) {                   /* not in the alphabet, so the whole token stands for
-                                                                 * itself */
+            if (c >= 512 || byte_of[c] < 0) {                   /* the letter is not in the alphabet, so the whole
+                                                                 * token represents itself */
                 memcpy(t->raw.at + first, s, (size_t)n);
                 t->raw.n = first + (size_t)n;
                 break;

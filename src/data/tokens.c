@@ -22,7 +22,8 @@ static int read_header(ps_tokens *s, int width, int wanted)
     const char *path = s->map.path;
     int version = width == 2 ? VERSION_U16 : VERSION_U32;
     if (wanted && wanted != width)
-        return ps_fail(PS_EFORMAT, "%s: its header says tokens of %d bytes, %d were asked for", path, width, wanted);
+        return ps_fail(PS_EFORMAT, "%s: its header says that tokens have %d bytes, but %d were requested", path, width,
+                       wanted);
     if (s->map.nbytes < HEADER_BYTES)
         return ps_fail(PS_EFORMAT, "%s: truncated: the header has %d bytes, the file %lld", path, HEADER_BYTES,
                        (long long)s->map.nbytes);
@@ -52,8 +53,8 @@ static int read_layout(ps_tokens *s, int width)
     if (width != 1 && magic == MAGIC_U16) return read_header(s, 2, width);
     if (width != 1 && magic == MAGIC_U32) return read_header(s, 4, width);
     if (width == 0)
-        return ps_fail(PS_EFORMAT, "%s: no token header (it begins with %d, neither %d nor %d); for raw tokens give "
-                       "their width: 2, 4, or 1 for text", s->map.path, magic, MAGIC_U16, MAGIC_U32);
+        return ps_fail(PS_EFORMAT, "%s: the file has no token header (it begins with %d, neither %d nor %d); for raw "
+                       "tokens pass their width: 2, 4, or 1 for text", s->map.path, magic, MAGIC_U16, MAGIC_U32);
     if (s->map.nbytes % width)
         return ps_fail(PS_EFORMAT, "%s: the file is truncated: its %lld bytes are not a multiple of the %d bytes of a "
                        "token (%lld bytes expected)", s->map.path, (long long)s->map.nbytes, width,
@@ -152,8 +153,8 @@ int ps_tokens_read(const ps_tokens *s, int64_t first, int64_t n, int32_t *dst)
 {
     PS_NEED(s);
     if (first < 0 || n < 0 || first > s->count || n > s->count - first)
-        return ps_fail(PS_ERANGE, "%s: %lld tokens from %lld were asked for, it has %lld", s->map.path, (long long)n,
-                       (long long)first, (long long)s->count);
+        return ps_fail(PS_ERANGE, "%s: %lld tokens from %lld on were requested, but the file has %lld", s->map.path,
+                       (long long)n, (long long)first, (long long)s->count);
     if (!n) return 0;
     PS_NEED(dst);
     if (s->width == 4)          /* dst is written only if all tokens are valid, so they are checked first */
@@ -218,7 +219,7 @@ static int check_append(const ps_tokw *w, int64_t n)
     if (!w->file.temp) return ps_fail(PS_ESTATE, "writing %s: the file was already committed", w->path);
     if (w->broken) return ps_fail(PS_ESTATE, "writing %s: an earlier write failed; write the file again from the "
                                   "beginning", w->path);
-    if (n < 0) return ps_fail(PS_EINVAL, "writing %s: %lld tokens to append", w->path, (long long)n);
+    if (n < 0) return ps_fail(PS_EINVAL, "writing %s: cannot append %lld tokens", w->path, (long long)n);
     if (n > INT32_MAX - w->count)
         return ps_fail(PS_EINVAL, "writing %s: the file has %lld tokens, and %lld more do not fit: a shard must have "
                        "fewer than 2^31; start another file", w->path, (long long)w->count, (long long)n);

@@ -80,7 +80,7 @@ int engine_store(ps_engine *e, param_rec *r, bool slot, bool squares)
     if (squares) PS_TRY(square_place(e, r, which, &all[1]));
     int rc = engine_run(e->ctx, PS_OP_grad_store, &attrs, 1, &grad, all);
     if (all[1]) ps_tensor_release(all[1]);
-    if (slot) set_taken(r, true);                  /* even on failure, because the value may be lost */
+    if (slot) set_taken(r, true);                  /* set even on failure, because the value may be lost */
     PS_TRY(rc);
     r->square = 0;
     r->squared = squares;
@@ -403,7 +403,7 @@ int engine_unit_reduced(ps_engine *e, int32_t unit)
     bool mine = false;
     for (int32_t i = 0; (r = unit_param(e, unit, i)); i++) {
         if (!r->owned) {                                  /* `taken` until values_back, as at the gradient's owner; */
-            if (!r->param->grad_) set_taken(r, false);    /* without a gradient, the owner restores the value */
+            if (!r->param->grad_) set_taken(r, false);    /* if there is no gradient, the owner restores the value */
             PS_TRY(drop_grad(r));
             continue;
         }

@@ -38,7 +38,7 @@ int engine_check_device(const ps_engine *e, int device)
 
 int engine_meta_like(const ps_engine *e, const ps_tensor *like, int dtype, int device, ps_meta *meta, int64_t *nbytes)
 {
-    if (dtype < 0 || dtype >= PS_DTYPE_COUNT) return ps_fail(PS_EINVAL, "no such type: %d", dtype);
+    if (dtype < 0 || dtype >= PS_DTYPE_COUNT) return ps_fail(PS_EINVAL, "there is no type %d", dtype);
     PS_TRY(engine_check_device(e, device));
     *meta = ps_meta_like(like);
     meta->dtype = dtype;

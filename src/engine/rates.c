@@ -37,7 +37,7 @@ static int call_kernel(ps_backend *be, ps_call *call)
     call->scratch = no_scratch;
     for (; be && rc == PS_EUNSUP; be = be->fallback)
         if (be->kernel[call->op]) rc = be->kernel[call->op](call);
-    return rc == PS_EUNSUP ? ps_fail(PS_EUNSUP, "no kernel for op %d", call->op) : rc;
+    return rc == PS_EUNSUP ? ps_fail(PS_EUNSUP, "there is no kernel for op %d", call->op) : rc;
 }
 
 static ps_view view_of(void *data, int dtype, int64_t numel)

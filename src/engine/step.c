@@ -87,8 +87,8 @@ static int check_table(const ps_step_config *c, int32_t *n_vstages, int32_t *n_m
         const ps_action *a = &c->actions[i];
         if (a->kind <= PS_ACT_NONE || a->kind >= PS_ACT_COUNT || a->vstage < 0 || a->vstage >= MAX_VSTAGES ||
             a->micro < 0 || a->micro >= c->n_actions)
-            return ps_fail(PS_EINVAL, "action %d of the step is of kind %d, virtual stage %d, micro-batch %d", i,
-                           a->kind, a->vstage, a->micro);
+            return ps_fail(PS_EINVAL, "action %d of the step has kind %d, virtual stage %d and micro-batch %d; one of "
+                           "these is out of range", i, a->kind, a->vstage, a->micro);
         if (a->vstage >= *n_vstages) *n_vstages = a->vstage + 1;
         if ((walks(a) || adds(a)) && *measures)
             return ps_fail(PS_EINVAL, "action %d of the step is a backward after the norm of the gradients; a norm "
@@ -195,7 +195,7 @@ static void pass_began(ps_step *s)
 int ps_step_begin(ps_step *s, const ps_step_config *c)
 {
     if (s->ctx->engine.suspended.on) return ps_fail_suspended("another step");
-    if (s->is.open) return ps_fail(PS_ESTATE, "a step is under way");
+    if (s->is.open) return ps_fail(PS_ESTATE, "a step is already under way");
     if (s->engine && s->ctx->engine.open != s->engine) return ps_fail(PS_ESTATE, "the step's engine was closed");
     if (c->dry) PS_TRY(dry_begin(s));
     int rc = take_table(s, c);
@@ -265,11 +265,11 @@ static int refuse(const ps_step *s, int kind)
                                "configuration";
     ps_action a = due(s);
     if (a.kind == PS_ACT_NONE)
-        return ps_fail(PS_ESTATE, "the step expects its end, and %s%s came", names[kind], calls[kind]);
+        return ps_fail(PS_ESTATE, "the step expects its end, but got %s%s", names[kind], calls[kind]);
     if (a.kind > PS_ACT_WEIGHT)
-        return ps_fail(PS_ESTATE, "the step expects its %s%s, and %s%s came%s", names[a.kind], calls[a.kind],
+        return ps_fail(PS_ESTATE, "the step expects its %s%s, but got %s%s%s", names[a.kind], calls[a.kind],
                        names[kind], calls[kind], kind == PS_ACT_FORWARD ? more : "");
-    return ps_fail(PS_ESTATE, "the step expects the %s of micro-batch %d%s, and %s%s came", names[a.kind], a.micro + 1,
+    return ps_fail(PS_ESTATE, "the step expects the %s of micro-batch %d%s, but got %s%s", names[a.kind], a.micro + 1,
                    calls[a.kind], names[kind], calls[kind]);
 }
 
@@ -328,8 +328,8 @@ static int check_how(const ps_step *s, int32_t at, const ps_action_how *how)
     if (how->overlap && s->engine && ties_any(s->engine))
         return ps_fail(PS_EINVAL, "updates cannot overlap backward where parameters of other virtual stages are tied");
     if (how->slot && s->stages[a->vstage].last != at)
-        return ps_fail(PS_EINVAL, "gradients take the places of parameters in the last backward of a virtual stage, "
-                       "and this one is of micro-batch %d", a->micro);
+        return ps_fail(PS_EINVAL, "gradients can replace parameters only in the last backward of a virtual stage, but "
+                       "this backward is of micro-batch %d", a->micro);
     if (s->engine && how->groups && how->n_groups != s->engine->n_groups)
         return ps_fail(PS_ERANGE, "%d groups of settings were passed, but the optimizer has %d groups", how->n_groups,
                        s->engine->n_groups);
@@ -366,9 +366,9 @@ int ps_step_next(ps_step *s, int kind, const ps_action_how *how)
     int32_t at;
     if (s->ctx->engine.suspended.on) return ps_fail_suspended("an action of its step");
     if (kind <= PS_ACT_NONE || kind >= PS_ACT_COUNT) return ps_fail(PS_EINVAL, "there is no action %d", kind);
-    if (!s->is.open) return ps_fail(PS_ESTATE, "%s came, and no step is under way", names[kind]);
+    if (!s->is.open) return ps_fail(PS_ESTATE, "%s was called, but no step is under way", names[kind]);
     if (s->is.now.kind != PS_ACT_NONE)
-        return ps_fail(PS_ESTATE, "%s came within the step's %s", names[kind], names[s->is.now.kind]);
+        return ps_fail(PS_ESTATE, "%s was called within the step's %s", names[kind], names[s->is.now.kind]);
     if (kind == PS_ACT_NORM && takes_norm(s)) PS_TRY(add_norm(s));
     PS_TRY(place_of(s, kind, &at));
     if (!how) how = &none;

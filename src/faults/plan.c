@@ -23,7 +23,7 @@
 #include <unistd.h>
 
 enum { MOST_EVENTS = 64 };
-/* What a call is about, by its path. An event may count the calls of one class only. */
+/* The kind of file or folder that a call uses, by its path. An event can count the calls of one class only. */
 enum class { C_ALL, C_SAVE, C_INDEX, C_LATEST, C_FOLDER, C_CHUNK, C_LOG, C_OTHER, N_CLASSES };
 static const char *const classes[N_CLASSES] = { "", "save", "index", "latest", "folder", "chunk", "log", "other" };
 typedef struct event {
@@ -140,7 +140,7 @@ static void add(const char *text)
     event e = { .door = named(door, doors, N_DOORS), .class = slash ? named(slash + 1, classes, N_CLASSES) : C_ALL,
         .nth = nth, .count = count };
     if (e.door < 0 || e.class < 0 || nth < 0 || count < 1 || !set_action(&e, what)) refuse(text);
-    wants_power |= e.action == ACT_POWER_ALL;               /* of any rank */
+    wants_power |= e.action == ACT_POWER_ALL;               /* an action of any rank */
     if (who[0] != '*' && atoi(who) != rank) return;
     wants_power |= e.action == ACT_POWER || ((e.action == ACT_ERRNO || e.action == ACT_FULL) && e.door == DOOR_SYNC);
     watched |= 1u << e.door;

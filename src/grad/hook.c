@@ -93,7 +93,7 @@ int ps_hook_replace(ps_ctx *ctx, int out, ps_tensor *gradient)
     PS_TRY(ps_tensor_check_alive(gradient));
     if (!before || !ps_same_shape(before, gradient) || before->dtype_ != gradient->dtype_ ||
         before->device_ != gradient->device_)
-        return ps_fail(PS_EINVAL, "a hook returned a gradient of another shape, type or device");
+        return ps_fail(PS_EINVAL, "a hook must return a gradient of the same shape, type and device");
     ps_tensor_hold(gradient);
     tape_let_go(&w->stopped->dout[out]);
     w->stopped->dout[out] = gradient;

@@ -24,8 +24,8 @@ const char *tape_name(const ps_node *node)
 
 int tape_passed_already(const ps_node *node)
 {
-    return ps_fail(PS_ESTATE, "backward ran through %s a second time; compute the loss again, or give the first "
-                   "backward retain_graph = true", tape_name(node));
+    return ps_fail(PS_ESTATE, "backward ran through %s a second time; compute the loss again, or pass retain_graph = "
+                   "true to the first backward", tape_name(node));
 }
 
 bool ps_tape_wants(const ps_tensor *t)

@@ -67,7 +67,7 @@ typedef struct weight_list {
     int32_t at;                    /* index of the node that is due */
 } weight_list;
 
-/* A tensor whose gradient a walk wants, instead of the gradients of all leaves. */
+/* A tensor whose gradient a walk computes. With targets, the walk does not compute the gradients of all leaves. */
 typedef struct target {
     ps_tensor *t;
     ps_tensor *sum;                /* its gradient so far, held, or NULL */
@@ -86,7 +86,7 @@ struct ps_walk {
     weight_list *lists;
     int32_t n_lists, lists_capacity;
     int32_t processed;             /* index of the list that ps_backward_weights processes, -1 for none */
-    target *targets;               /* [n_targets]; if it is empty, the gradients of all leaves are wanted */
+    target *targets;               /* [n_targets]; without targets, the walk computes the gradients of all leaves */
     int32_t n_targets, targets_capacity;
     bool seeks;                    /* the walk under way has targets */
 };

@@ -106,7 +106,7 @@ int ps_backward_for(ps_ctx *ctx, int n, ps_tensor *const *roots, ps_tensor *cons
 {
     for (int i = 0; i < n_to; i++) {
         if (!ps_tape_wants(to[i]))
-            return ps_fail(PS_EINVAL, "input %d requires no gradient: no op that uses it was recorded", i + 1);
+            return ps_fail(PS_EINVAL, "input %d requires no gradient, so no op that uses it was recorded", i + 1);
         for (int k = 0; k < i; k++)
             if (to[k] == to[i])
                 return ps_fail(PS_EINVAL, "inputs %d and %d are the same tensor; pass it once", k + 1, i + 1);

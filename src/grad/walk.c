@@ -147,9 +147,8 @@ int tape_deliver(ps_ctx *ctx, ps_walk *w, ps_node *node, int i, ps_tensor *grad)
     bool fits = grad->ndim == want->ndim && !memcmp(grad->shape_, want->shape, sizeof(int64_t) * (size_t)want->ndim);
     if (!fits) {
         char x[160], y[160];
-        int rc = ps_fail(PS_ESTATE, "the gradient rule of %s gave shape %s for input %d of shape %s",
-                         tape_name(node),
-                         ps_shape_text(grad->ndim, grad->shape_, x, sizeof x), i,
+        int rc = ps_fail(PS_ESTATE, "the gradient rule of %s returned shape %s for input %d of shape %s",
+                         tape_name(node), ps_shape_text(grad->ndim, grad->shape_, x, sizeof x), i,
                          ps_shape_text(want->ndim, want->shape, y, sizeof y));
         ps_tensor_unhold(grad);
         return rc;
@@ -453,7 +452,8 @@ int ps_backward_splice(ps_ctx *ctx, int n, ps_tensor *const *out)
     if (!node || node->op != SEGMENT || w->at_hooks)
         return ps_fail(PS_ESTATE, "the walk is not stopped at a recompute segment");
     if (n != node->n_out)
-        return ps_fail(PS_EINVAL, "the segment gave %d tensors first, %d when run again", node->n_out, n);
+        return ps_fail(PS_EINVAL, "the segment returned %d tensors first, but %d when it was run again", node->n_out,
+                       n);
     int enabled = ps_set_grad_enabled(ctx, 0), rc = node->holder ? tape_give_holder(ctx, node) : 0;
     for (int i = 0; rc == 0 && w->seeks && i < n; i++) rc = targets_mark(w, out[i]->node);
     for (int i = 0; rc == 0 && i < n; i++) {

@@ -238,7 +238,7 @@ int ps_backward_weights(ps_ctx *ctx, int64_t *stopped)
     if (w && w->active) return ps_fail(PS_ESTATE, "a backward walk is under way");
     weight_list *list = w ? find(w, a) : NULL;
     if (!list)
-        return ps_fail(PS_ESTATE, "no weight gradients of micro-batch %d, virtual stage %d were put off", a->micro,
+        return ps_fail(PS_ESTATE, "no weight gradients of micro-batch %d, virtual stage %d were deferred", a->micro,
                        a->vstage);
     int rc = 0;
     w->active = true;

@@ -395,8 +395,8 @@ int ps_tempfile_stream(ps_tempfile *f, int64_t offset, const void *data, int64_t
             close(fd);
             return write_failed(f, err, nbytes);
         }
-        if (n <= 0 || n % ALIGNED) break;           /* not possible on this file system, so the remaining data is
-                                                     * written through the cache */
+        if (n <= 0 || n % ALIGNED) break;           /* this file system does not support the operation, so the
+                                                     * remaining data is written through the cache */
         from += n, offset += n, nbytes -= n;
     }
     if (fd >= 0) close(fd);

@@ -39,7 +39,7 @@ void ps_map_unlend(const ps_lent_map *lent);
 int ps_map_unchanged(const ps_map *m);
 void ps_map_drop(const ps_map *m, const void *begin, int64_t nbytes);  /* frees the pages of bytes that are not
                                                                         * needed soon */
-void ps_map_close(ps_map *m);           /* also accepts a zeroed map */
+void ps_map_close(ps_map *m);           /* `map` can also be zeroed */
 /* Copies elements first .. first + numel - 1, row-major, of a strided tensor to dst. Element 0 is at `data`, `each`
  * is the element size in bytes, and strides count elements. The caller has checked that all the bytes exist. */
 void ps_copy_strided(const void *data, int64_t each, int ndim, const int64_t *shape, const int64_t *stride,

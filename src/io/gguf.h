@@ -39,7 +39,7 @@ typedef struct gguf_meta {
     int type, of;               /* of: type of an array's elements, else equal to `type` */
     int64_t n;                  /* elements of an array, else 1 */
     const uint8_t *bytes;       /* the value in the map, without an array's header */
-    const uint64_t *at;         /* for strings: offsets in the map of the strings, each with its length */
+    const uint64_t *at;         /* for strings: offset of each string in the map, where its length comes first */
 } gguf_meta;
 
 typedef struct gguf_tensor {

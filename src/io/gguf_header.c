@@ -131,7 +131,7 @@ static int read_values(walk *w, gguf_meta *m)
         return bad(w, "there are %lld values of %zu bytes, but the file has only %zu more bytes", (long long)m->n, each,
                    left(w));
     for (int64_t i = 0; m->of == GGUF_BOOL && i < m->n; i++)
-        if (w->at[i] > 1) return bad(w, "a truth value of %d; use 0 or 1", w->at[i]);
+        if (w->at[i] > 1) return bad(w, "a boolean is %d; it must be 0 or 1", w->at[i]);
     w->at += (size_t)m->n * each;
     return 0;
 }
@@ -194,7 +194,7 @@ static int read_tensor(walk *w, gguf_tensor *t)
     if (offset > INT64_MAX / 2)
         return bad(w, "its bytes begin at byte %llu of the data; the offset must be less than 2^62",
                    (unsigned long long)offset);
-    t->begin = (int64_t)offset;                 /* for now counted from the start of the data */
+    t->begin = (int64_t)offset;                 /* counted from the start of the data until all tensors are read */
     return 0;
 }
 

@@ -240,8 +240,9 @@ int ps_ggufw_append(ps_ggufw *w, const char *name, int dtype, const void *data, 
     gguf_shown(name, shown);
     if (!one) return ps_fail(PS_EINVAL, "%s: tensor '%s' was not declared", w->path, shown);
     if (numel < 0 || numel > one->numel - one->done || (numel % one->t.type->block && !one->t.transposed))
-        return ps_fail(PS_EINVAL, "%s: tensor '%s' has %lld values left, and %lld were appended, which must be whole "
-                       "blocks", w->path, shown, (long long)(one->numel - one->done), (long long)numel);
+        return ps_fail(PS_EINVAL, "%s: tensor '%s' needs %lld more values, but %lld were appended; append whole "
+                       "blocks, and not more values", w->path, shown, (long long)(one->numel - one->done),
+                       (long long)numel);
     if (numel) PS_NEED(data);
     if (one->t.transposed && !one->whole && one->numel) {
         if (!(one->whole = ps_alloc((size_t)one->numel * sizeof *one->whole)))

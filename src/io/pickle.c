@@ -80,7 +80,7 @@ bool pk_is_text(const pk *p, const pk_value *v, const char *text)
 
 static bool has_items(const pk_value *v) { return v->kind >= PS_PT_LIST && v->kind <= PS_PT_DICT; }
 
-/* Moves `n` ids from the top of the stack to the end of the items of value `to`. */
+/* Moves the top `n` ids of the stack to the end of the items of value `to`. */
 static int take_items(machine *m, int32_t to, int64_t n)
 {
     pk_value *v = &m->p->values[to];
@@ -237,7 +237,7 @@ static int push_decimal(machine *m, bool is_long)
     digits[n] = 0;
     const char *first = digits + (digits[0] == '-');
     if (!*first || strspn(first, "0123456789") != strlen(first) || strlen(digits) != (size_t)n)
-        return bad(m, "a malformed integer");
+        return bad(m, "an integer is malformed");
     errno = 0;
     int64_t value = strtoll(digits, &end, 10);
     return errno == ERANGE ? push_large(m, digits) : push(m, integer(value));
@@ -394,7 +394,7 @@ static int step(machine *m, int op)
     switch (op) {
     case 0x80:
         PS_TRY(number(m, 1, &n));
-        return n <= 5 ? 0 : bad(m, "protocol %d of pickle is not known", (int)n);
+        return n <= 5 ? 0 : bad(m, "protocol %d of pickle is not supported", (int)n);
     case 0x95: return number(m, 8, &n);                     /* a frame, which only helps readers of streams */
     case '.': m->stopped = true; return need_stack(m, 1);
     case 'K': PS_TRY(number(m, 1, &n)); return push(m, integer((int64_t)n));

@@ -96,7 +96,7 @@ int32_t pt_persistent(pk *p, int32_t id)
     char name[256], shown[PK_SHOWN];
     if (type->kind != PK_GLOBAL || (type->count != PT_STORAGE && type->count != PT_UNTYPED) ||
         key->kind != PS_PT_STRING || numel->kind != PS_PT_INT)
-        return pk_bad(p, "data.pkl describes a storage in a way that is not known");
+        return pk_bad(p, "data.pkl describes a storage in a form that is not supported");
     pk_shown(pk_text(p, key), key->u.text.nbytes, shown);
     int n = snprintf(name, sizeof name, "%s/data/%s", p->prefix, shown);
     int entry = n < (int)sizeof name && pk_is_text(p, key, shown) ? zip_find(p->archive, name) : -1;
@@ -104,8 +104,8 @@ int32_t pt_persistent(pk *p, int32_t id)
     int64_t nbytes, has = p->archive->entries[entry].nbytes;
     if (numel->u.integer < 0 || __builtin_mul_overflow(numel->u.integer, types[type->u.integer].nbytes, &nbytes) ||
         nbytes != has)
-        return pk_bad(p, "storage '%s' has %lld bytes, data.pkl says %lld elements of %d", shown, (long long)has,
-                      (long long)numel->u.integer, types[type->u.integer].nbytes);
+        return pk_bad(p, "storage '%s' has %lld bytes, but data.pkl says that it has %lld elements of %d bytes", shown,
+                      (long long)has, (long long)numel->u.integer, types[type->u.integer].nbytes);
     return pk_new(p, (pk_value){ .kind = PK_STORAGE, .count = (int32_t)type->u.integer, .u.tuple = { id, entry } });
 }
 
@@ -138,7 +138,7 @@ int pt_measure(const pk *p, int nbytes_each, ps_pt_tensor *t)
     if (overflow || __builtin_mul_overflow(t->numel, nbytes_each, &t->nbytes))
         return pk_bad(p, "a tensor's shape and strides are too large");
     if (!empty && last >= t->storage_nbytes / nbytes_each)
-        return pk_bad(p, "a tensor reaches element %lld of a storage with %lld", (long long)last,
+        return pk_bad(p, "a tensor needs element %lld of a storage that has %lld elements", (long long)last,
                       (long long)(t->storage_nbytes / nbytes_each));
     return 0;
 }
@@ -198,7 +198,7 @@ static int32_t new_tensor(pk *p, int what, int32_t args)
 /* -- the other calls ---------------------------------------------------------------------------------------------- */
 static int32_t wrong_args(const pk *p, int32_t function)
 {
-    return pk_bad(p, "data.pkl calls '%s' in a way that is not known", pt_name_text(&p->values[function]));
+    return pk_bad(p, "data.pkl calls '%s' in a form that is not supported", pt_name_text(&p->values[function]));
 }
 
 /* Makes a byte string that was written as text, with each byte a character below 256. All results are in one buffer

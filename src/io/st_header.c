@@ -169,7 +169,7 @@ static int string(parser *p, const char **out)
         else if (*p->at == 'u') {
             p->at++;
             PS_TRY(unicode_escape(p));
-        } else return bad(p, "no such escape in a string");
+        } else return bad(p, "a string contains an unknown escape");
     }
     p->at++;
     *p->text++ = 0;
@@ -183,9 +183,9 @@ static int integer(parser *p, int64_t *out)
     int64_t v = 0;
     skip_space(p);
     if (p->at >= p->end || *p->at < '0' || *p->at > '9')
-        return bad(p, "a whole number >= 0 expected, %s found", next_shown(p, next));
+        return bad(p, "expected a whole number of at least 0, found %s", next_shown(p, next));
     if (*p->at == '0' && p->end - p->at > 1 && p->at[1] >= '0' && p->at[1] <= '9')
-        return bad(p, "a number with a leading zero");
+        return bad(p, "a number has a leading zero");
     for (; p->at < p->end && *p->at >= '0' && *p->at <= '9'; p->at++)
         if (__builtin_mul_overflow(v, 10, &v) || __builtin_add_overflow(v, *p->at - '0', &v))
             return bad(p, "a number does not fit in 63 bits");
@@ -231,7 +231,7 @@ static int tensor_fields(parser *p, st_tensor *t)
         int field = !strcmp(key, "dtype") ? DTYPE : !strcmp(key, "shape") ? SHAPE
                   : !strcmp(key, "data_offsets") ? OFFSETS : 0;
         if (!field) return bad(p, "unknown entry '%s'", st_shown(key, shown));
-        if (seen & field) return bad(p, "entry '%s' twice", key);
+        if (seen & field) return bad(p, "entry '%s' occurs twice", key);
         seen |= field;
         PS_TRY(expect(p, ':'));
         if (field == DTYPE) {
@@ -281,7 +281,7 @@ static int tensor(parser *p, const char *name)
 static int metadata(parser *p)
 {
     ps_st *st = p->st;
-    if (p->has_meta) return bad(p, "'__metadata__' twice");
+    if (p->has_meta) return bad(p, "'__metadata__' occurs twice");
     p->has_meta = true;
     skip_space(p);
     if (p->end - p->at >= 4 && !memcmp(p->at, "null", 4)) {           /* the reference implementation treats null as
@@ -299,7 +299,7 @@ static int metadata(parser *p)
         PS_TRY(expect(p, ':'));
         skip_space(p);
         if (p->at >= p->end || *p->at != '"')
-            return bad(p, "__metadata__ holds strings only, %s found", next_shown(p, next));
+            return bad(p, "__metadata__ can have only strings, found %s", next_shown(p, next));
         PS_TRY(string(p, &m.value));
         PS_TRY(ps_grow(st->meta, st->meta_room, st->meta_count + 1));
         st->meta[st->meta_count++] = m;
@@ -334,7 +334,7 @@ static int check_all(ps_st *st)
     if (st->meta_count) qsort(st->meta, (size_t)st->meta_count, sizeof *st->meta, order_by_key);
     for (int i = 1; i < st->meta_count; i++)
         if (!strcmp(st->meta[i - 1].key, st->meta[i].key))
-            return bad_file(st, "key '%s' twice in __metadata__", st_shown(st->meta[i].key, shown));
+            return bad_file(st, "key '%s' occurs twice in __metadata__", st_shown(st->meta[i].key, shown));
     if (st->count) qsort(st->tensors, (size_t)st->count, sizeof *st->tensors, order_by_place);
     if (!(st->by_name = ps_alloc((size_t)st->count * sizeof *st->by_name)))
         return ps_fail_nomem((size_t)st->count * sizeof *st->by_name);
@@ -342,7 +342,7 @@ static int check_all(ps_st *st)
     if (st->count) qsort(st->by_name, (size_t)st->count, sizeof *st->by_name, order_by_name);
     for (int i = 1; i < st->count; i++)
         if (!strcmp(st->by_name[i - 1]->name, st->by_name[i]->name))
-            return bad_file(st, "tensor '%s' twice in the header", st_shown(st->by_name[i]->name, shown));
+            return bad_file(st, "tensor '%s' occurs twice in the header", st_shown(st->by_name[i]->name, shown));
     int64_t covered = 0;
     for (int i = 0; i < st->count; i++) {
         const st_tensor *t = &st->tensors[i];
@@ -386,7 +386,7 @@ int st_parse(ps_st *st)
     uint64_t length = 0;
     for (int i = 7; i >= 0; i--) length = length << 8 | bytes[i];
     if (length > ST_MAX_HEADER)
-        return bad_file(st, "not a safetensors file: a header of %llu bytes is announced, %d is the most allowed",
+        return bad_file(st, "not a safetensors file: it announces a header of %llu bytes, but at most %d are allowed",
                         (unsigned long long)length, ST_MAX_HEADER);
     if ((int64_t)length > there - 8)
         return bad_file(st, "truncated: a header of %llu bytes is announced, %lld bytes follow",

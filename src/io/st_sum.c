@@ -80,7 +80,7 @@ int st_check_header(const ps_st *st)
     const char *saved = (const char *)st->map.bytes + ST_SUM_AT;
     if (!memcmp(saved, digits, ST_SUM_DIGITS)) return 0;
     return ps_fail(PS_EFORMAT, "%s: the header is damaged: its checksum is %s, but the file has %.16s; copy the file "
-                   "again, or take an older one", st->map.path, digits, saved);
+                   "again, or use an older one", st->map.path, digits, saved);
 }
 
 /* Returns the checksums' text, or NULL if the file has none. The text must have a checksum for each tensor. */
@@ -128,8 +128,7 @@ int ps_st_verify(const ps_st *st, int i)
     st_sum_print(sum, digits);
     const char *saved = sums + ((size_t)i + 1) * (ST_SUM_DIGITS + 1);
     if (!memcmp(saved, digits, ST_SUM_DIGITS)) return 1;
-    return ps_fail(PS_EFORMAT, "%s: tensor '%s' is damaged: the checksum of its bytes is %s, but the file has "
-                               "%.16s; copy "
-                   "the file again, or take an older one", st->map.path, st_shown(st->tensors[i].name, shown), digits,
-                   saved);
+    return ps_fail(PS_EFORMAT, "%s: tensor '%s' is damaged: the checksum of its bytes is %s, but the file has %.16s; "
+                   "copy the file again, or use an older one", st->map.path, st_shown(st->tensors[i].name, shown),
+                   digits, saved);
 }

@@ -78,8 +78,8 @@ static int read_archive(ps_pt *pt)
     pk *p = &pt->pickle;
     p->nbytes = z->entries[pickle].nbytes;
     if (p->nbytes > PK_MAX_NBYTES)
-        return ps_fail(PS_EFORMAT, "%s: data.pkl has %lld bytes, at most %d are read; keep long lists of numbers in "
-                       "tensors", z->map.path, (long long)p->nbytes, PK_MAX_NBYTES);
+        return ps_fail(PS_EFORMAT, "%s: data.pkl has %lld bytes, but at most %d are supported; keep long lists of "
+                       "numbers in tensors", z->map.path, (long long)p->nbytes, PK_MAX_NBYTES);
     p->path = z->map.path, p->archive = z, p->prefix = pt->prefix;
     if (!(p->bytes = ps_alloc((size_t)p->nbytes + 1))) return ps_fail_nomem(p->nbytes + 1);
     PS_TRY(zip_verify(z, pickle));

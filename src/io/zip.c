@@ -14,7 +14,8 @@
 
 enum { END_SIZE = 22, LOCATOR_SIZE = 20, END64_SIZE = 56, ENTRY_SIZE = 46, LOCAL_SIZE = 30, MAX_COMMENT = 65535 };
 #define VERIFY_PIECE ((int64_t)32 << 20)
-#define MAX_DIRECTORY ((int64_t)256 << 20)      /* most bytes of a directory; enough for about four million storages */
+#define MAX_DIRECTORY ((int64_t)256 << 20)      /* maximum number of bytes of a directory; enough for about four
+                                                 * million storages */
 
 /* -- checksum: by tables, sixteen bytes per step, or by carry-less products if the processor has them */
 enum { CRC_STEP = 16, FOLD_STEP = 64 };

@@ -359,8 +359,7 @@ static int make_memory(ps_arena *arena, region *r, size_t from, size_t end)
     ps_backend *be = arena->be;
     for (size_t after, first = next_run(r, from, end, false, &after); first < end;
          first = next_run(r, after, end, false, &after)) {
-        size_t nbytes = (after - first) * r->page;   /* on failure the runs before this one stay committed and
-                                                      * counted */
+        size_t nbytes = (after - first) * r->page;   /* if this fails, the runs before it stay committed and counted */
         if (commits(arena)) PS_TRY(be->region_commit(be, r->base + first * r->page, nbytes));
         mark(arena, r, first, after, true);
     }

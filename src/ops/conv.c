@@ -27,7 +27,7 @@ static int check_attrs(const ps_infer *f, ps_attrs_conv *a, int spatial)
 static int check_operands(const ps_infer *f, const ps_tensor *x, const ps_tensor *w, const char *names)
 {
     bool fits = (x->ndim == 3 || x->ndim == 4) && w->ndim == x->ndim && ps_dtype_is_float(x->dtype_);
-    if (!fits || x->dtype_ != w->dtype_) return ps_rule_fail(f, "%s, of one float type, are needed", names);
+    if (!fits || x->dtype_ != w->dtype_) return ps_rule_fail(f, "the inputs must be %s, of one float type", names);
     return 0;
 }
 
@@ -107,8 +107,9 @@ int infer_conv_transpose(ps_infer *f)
                                 (long long)size, i == 0 ? "height" : "width");
         PS_TRY(size_of(f, a, i, size, w->shape_[d], &back));
         if (back != x->shape_[d])
-            return ps_rule_fail(f, "no output of %lld elements along the %s: it is %lld to %lld", (long long)size,
-                                i == 0 ? "height" : "width", (long long)least, (long long)(least + a->stride[i] - 1));
+            return ps_rule_fail(f, "the output cannot have %lld elements along the %s; it must have %lld to %lld",
+                                (long long)size, i == 0 ? "height" : "width", (long long)least,
+                                (long long)(least + a->stride[i] - 1));
         at->size[i] = f->out[0].shape[d] = size;
     }
     return 0;
@@ -159,8 +160,8 @@ static int give_bias(ps_grad *g, ps_tensor *dy)
     return 0;
 }
 
-/* Computes and passes on the gradient of the weight, input 1, and with with_b also that of the bias, from the input
- * of the conv that has this weight, and the gradient of its output. */
+/* Computes and passes on the gradient of the weight, input 1, and, if with_b, the gradient of the bias. x is the
+ * input of the conv that has this weight, and dy is the gradient of its output. */
 static int give_weight(ps_grad *g, ps_tensor *x, ps_tensor *dy, bool with_b)
 {
     const ps_meta *w = ps_grad_in_meta(g, 1);

@@ -253,7 +253,7 @@ void cost_muon(ps_cost *c)                        /* counts half of each symmetr
 int ps_op_cost(int op, int n_in, ps_tensor *const *in, const void *attrs, int n_out, ps_tensor *const *out,
                ps_op_cost_info *cost)
 {
-    if (op < 0 || op >= PS_OP_COUNT) return ps_fail(PS_EINVAL, "no such op: %d", op);
+    if (op < 0 || op >= PS_OP_COUNT) return ps_fail(PS_EINVAL, "there is no op %d", op);
     const ps_opinfo *row = ps_op(op);
     if (n_in < 1 || n_in > PS_MAX_IN || (row->n_in >= 0 && n_in != row->n_in) || n_out != row->n_out)
         return ps_fail(PS_EINVAL, "%s has %d inputs and %d outputs, but %d and %d were passed", row->name, row->n_in,

@@ -105,8 +105,8 @@ int infer_resample(ps_infer *f)
                                 "are negative", (long long)before, (long long)after, (long long)in, along(i));
         int64_t most = a->kind == REFLECT ? in - 1 : in;
         if ((a->kind == REFLECT || a->kind == CIRCULAR) && (before > most || after > most))
-            return ps_rule_fail(f, "padding %lld along the %s by %s takes %lld at most, from %lld elements",
-                                (long long)(before > after ? before : after), along(i),
+            return ps_rule_fail(f, "padding %lld along the %s by %s is too large; it can be at most %lld for %lld "
+                                "elements", (long long)(before > after ? before : after), along(i),
                                 a->kind == REFLECT ? "reflection" : "the other end", (long long)most, (long long)in);
         f->out[0].shape[2 + i] = size;
     }
@@ -156,7 +156,8 @@ int infer_max_pool_backward(ps_infer *f)
     PS_TRY(ps_rule_like(f, index, "index", PS_I64, dy->ndim, dy->shape_));
     f->out[0] = ps_meta_like(dy);
     for (int i = 0; i < 2; i++) {
-        if (a->size[i] < 1) return ps_rule_fail(f, "a %s of %lld", along(i), (long long)a->size[i]);
+        if (a->size[i] < 1)
+            return ps_rule_fail(f, "the %s is %lld; it must be 1 or more", along(i), (long long)a->size[i]);
         f->out[0].shape[2 + i] = a->size[i];
     }
     return 0;

@@ -20,9 +20,9 @@ int infer_matmul(ps_infer *f)
     if (a->ndim < 2 || b->ndim < 2)
         return ps_rule_fail(f, "both inputs must be matrices; add a dimension with :unsqueeze()");
     if (!ps_dtype_is_float(a->dtype_) || a->dtype_ != b->dtype_)
-        return ps_rule_fail(f, "two float tensors of one type are needed");
+        return ps_rule_fail(f, "both inputs must be float tensors of one type");
     int64_t k = a->shape_[a->ndim - 1], k2 = b->shape_[b->ndim - 2];
-    if (k != k2) return ps_rule_fail(f, "inner sizes differ: %lld and %lld", (long long)k, (long long)k2);
+    if (k != k2) return ps_rule_fail(f, "the inner sizes differ: %lld and %lld", (long long)k, (long long)k2);
     ps_tensor batch_a = { .ndim = a->ndim - 2 }, batch_b = { .ndim = b->ndim - 2 };
     memcpy(batch_a.shape_, a->shape_, sizeof a->shape_);
     memcpy(batch_b.shape_, b->shape_, sizeof b->shape_);
@@ -152,7 +152,7 @@ int infer_linear(ps_infer *f)
     const ps_attrs_linear *at = f->attrs;
     const ps_tensor *x = f->in[0], *w = f->in[1], *b = f->in[2], *r = f->in[3];
     if (x->ndim < 1 || w->ndim != 2 || !ps_dtype_is_float(x->dtype_) || x->dtype_ != w->dtype_)
-        return ps_rule_fail(f, "x [..., I] and w with two dimensions, of one float type, are needed");
+        return ps_rule_fail(f, "x must be [..., I], and w must have two dimensions and x's float type");
     int64_t in = w->shape_[at->out_in ? 1 : 0], out = w->shape_[at->out_in ? 0 : 1];
     if (x->shape_[x->ndim - 1] != in)
         return ps_rule_fail(f, "x has %lld features, but w needs %lld (w is %s)", (long long)x->shape_[x->ndim - 1],
@@ -173,7 +173,7 @@ int infer_linear_grad(ps_infer *f)
     const ps_tensor *x = f->in[0], *dy = f->in[1];
     if (x->ndim != 2 || dy->ndim != 2 || x->shape_[0] != dy->shape_[0] || !ps_dtype_is_float(x->dtype_) ||
         x->dtype_ != dy->dtype_)
-        return ps_rule_fail(f, "x [N, I] and dy [N, O] of one float type are needed");
+        return ps_rule_fail(f, "x must be [N, I] and dy [N, O], both of one float type");
     f->out[0] = (ps_meta){ .dtype = x->dtype_, .ndim = 2 };
     f->out[0].shape[at->out_in ? 1 : 0] = x->shape_[1];
     f->out[0].shape[at->out_in ? 0 : 1] = dy->shape_[1];
@@ -247,7 +247,7 @@ int infer_mlp(ps_infer *f)
     const ps_tensor *x = f->in[0], *w1 = f->in[1], *w2 = f->in[3], *r = f->in[5];
     if (x->ndim < 1 || w1->ndim != 2 || w2->ndim != 2 || !ps_dtype_is_float(x->dtype_) || x->dtype_ != w1->dtype_ ||
         x->dtype_ != w2->dtype_)
-        return ps_rule_fail(f, "x [..., C] and two weights with two dimensions, of one float type, are needed");
+        return ps_rule_fail(f, "x must be [..., C], and both weights must have two dimensions and x's float type");
     int64_t C = w1->shape_[at->out_in ? 1 : 0], H = w1->shape_[at->out_in ? 0 : 1];
     int64_t H2 = w2->shape_[at->out_in ? 1 : 0], O = w2->shape_[at->out_in ? 0 : 1];
     if (x->shape_[x->ndim - 1] != C || H != H2)
@@ -274,7 +274,7 @@ int infer_linear_gelu_backward(ps_infer *f)
                 !memcmp(dy->shape_, pre->shape_, sizeof(int64_t) * (size_t)(dy->ndim - 1));
     if (!fits || dy->shape_[dy->ndim - 1] != w->shape_[at->out_in ? 0 : 1] ||
         pre->shape_[dy->ndim - 1] != w->shape_[at->out_in ? 1 : 0])
-        return ps_rule_fail(f, "dy [..., O], w %s and pre [..., H] of one float type are needed",
+        return ps_rule_fail(f, "dy must be [..., O], w %s and pre [..., H], all of one float type",
                             at->out_in ? "[O, H]" : "[H, O]");
     f->out[0] = ps_meta_like(pre);
     f->out[1] = (ps_meta){ .dtype = pre->dtype_, .ndim = 1, .shape = { pre->shape_[pre->ndim - 1] } };

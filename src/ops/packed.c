@@ -62,7 +62,7 @@ int infer_linear_packed(ps_infer *f)
     int64_t numel;
     PS_TRY(row_numel(f, w, at->type, &numel));
     if (x->ndim < 1 || w->ndim != 2 || !ps_dtype_is_float(x->dtype_))
-        return ps_rule_fail(f, "float x [..., I] and w with two dimensions are needed");
+        return ps_rule_fail(f, "x must be a float tensor [..., I], and w must have two dimensions");
     int64_t in = at->back ? w->shape_[0] : numel, out = at->back ? numel : w->shape_[0];
     if (x->shape_[x->ndim - 1] != in)
         return ps_rule_fail(f, "x has %lld features, but w needs %lld", (long long)x->shape_[x->ndim - 1],

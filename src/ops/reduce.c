@@ -37,7 +37,7 @@ int infer_reduce(ps_infer *f)
     if (at->dims & ~all) return ps_rule_fail(f, "dims 0x%x of a tensor with %d dimensions", at->dims, x->ndim);
     if (at->dims == 0) at->dims = all;
     bool is_float = ps_dtype_is_float(x->dtype_), picks = f->op == PS_OP_amax || f->op == PS_OP_amin;
-    if (f->op == PS_OP_mean && !is_float) return ps_rule_fail(f, "a float tensor is needed; convert with :float()");
+    if (f->op == PS_OP_mean && !is_float) return ps_rule_fail(f, "x must be a float tensor; convert it with :float()");
     f->out[0] = reduced_meta(x, at->dims, at->keepdim, is_float || picks ? x->dtype_ : PS_I64);
     int64_t reduced = 1;
     for (int i = 0; i < x->ndim; i++) if (at->dims >> i & 1) reduced *= x->shape_[i];

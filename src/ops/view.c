@@ -71,7 +71,9 @@ int infer_reshape(ps_infer *f)
         m->shape[i] = at->shape[i];
         if (at->shape[i] == -1 && unknown < 0) unknown = i;
         else if (at->shape[i] < 0) return ps_rule_fail(f, "the new shape has size %lld", (long long)at->shape[i]);
-        else if (__builtin_mul_overflow(numel, at->shape[i], &numel)) return ps_rule_fail(f, "the new shape overflows");
+        else if (__builtin_mul_overflow(numel, at->shape[i], &numel)) return ps_rule_fail(f,
+                                                                                          "the new shape has 2^63 "
+                                                                                          "elements or more");
     }
     if (unknown >= 0 && numel > 0 && x->numel_ % numel == 0) m->shape[unknown] = x->numel_ / numel, numel = x->numel_;
     if (numel != x->numel_ || (unknown >= 0 && m->shape[unknown] < 0)) {
@@ -215,7 +217,7 @@ int grad_to_device(ps_grad *g)
 int infer_cast(ps_infer *f)
 {
     ps_attrs_cast *at = f->attrs;
-    if (at->dtype < 0 || at->dtype >= PS_DTYPE_COUNT) return ps_rule_fail(f, "no such type: %d", at->dtype);
+    if (at->dtype < 0 || at->dtype >= PS_DTYPE_COUNT) return ps_rule_fail(f, "there is no type %d", at->dtype);
     f->out[0] = ps_meta_like(f->in[0]);
     f->out[0].dtype = at->dtype;
     return 0;
@@ -242,7 +244,7 @@ int infer_inplace(ps_infer *f) { return 0; }
 
 int infer_inplace_float(ps_infer *f)
 {
-    return ps_dtype_is_float(f->in[0]->dtype_) ? 0 : ps_rule_fail(f, "a float tensor is needed");
+    return ps_dtype_is_float(f->in[0]->dtype_) ? 0 : ps_rule_fail(f, "x must be a float tensor");
 }
 
 int infer_inplace_int(ps_infer *f)
@@ -262,7 +264,7 @@ int infer_inplace_int(ps_infer *f)
 
 int infer_axpy(ps_infer *f)
 {
-    if (!ps_same_shape(f->in[0], f->in[1])) return ps_rule_fail(f, "shapes differ");
+    if (!ps_same_shape(f->in[0], f->in[1])) return ps_rule_fail(f, "the two tensors must have the same shape");
     if (!ps_dtype_is_float(f->in[0]->dtype_) || !ps_dtype_is_float(f->in[1]->dtype_))
         return ps_rule_fail(f, "both tensors must have a float type");
     return 0;
@@ -323,7 +325,7 @@ int infer_triangle(ps_infer *f)
 {
     ps_attrs_triangle *at = f->attrs;
     const ps_tensor *x = f->in[0];
-    if (x->ndim < 2) return ps_rule_fail(f, "a tensor of 2 dimensions or more is needed");
+    if (x->ndim < 2) return ps_rule_fail(f, "x must have at least 2 dimensions");
     int64_t least = -x->shape_[x->ndim - 2], most = x->shape_[x->ndim - 1];
     at->diagonal = at->diagonal < least ? least : at->diagonal > most ? most : at->diagonal;
     f->out[0] = ps_meta_like(x);

@@ -25,7 +25,7 @@ static const double FOR_EVER = 1e8;
 static const char *const lane_names[PS_P2P_LANES] = { "up", "down", "loss", "tied" };
 _Static_assert((int)HEADERS < (int)PS_COMM_SLOTS, "slots");
 
-/* BEGUN is not a message but a notice of a line: the receiver has begun one more receive. */
+/* BEGUN is not a message. It notifies the other end of a line that the receiver has begun one more receive. */
 enum { HOST, DEVICE, BEGUN };
 
 /* The header that is sent before a payload. */
@@ -795,7 +795,7 @@ int ps_p2p_rank(const ps_p2p *p) { return p->comm->rank; }
 int ps_p2p_size(const ps_p2p *p) { return p->comm->size; }
 int64_t ps_p2p_bytes_sent(const ps_p2p *p) { return p->bytes_sent; }
 
-/* Makes a group of the same ranks, with its own slots and its own place in the watch. */
+/* Makes a group of the same ranks, with its own slots and its own index in the watch. */
 static int same_ranks(ps_group *group, ps_group **out)
 {
     int n = ps_group_size(group);

@@ -44,7 +44,7 @@ typedef struct ps_p2p_tag {
 /* Values that are sent with a message in addition to the tensor. */
 typedef struct ps_p2p_note {
     double when;                           /* time of the sender's virtual clock */
-    double value[4];                       /* for example a loss, its weight, hits and targets */
+    double value[4];                       /* values such as a loss, its weight, hits and targets */
 } ps_p2p_note;
 
 /* A message whose header has arrived and whose payload has not been received yet. */

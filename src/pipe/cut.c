@@ -169,9 +169,9 @@ static int look(search *s, ps_pipe_cut_times *out)
 }
 
 /* -- the bound ----------------------------------------------------------------------------------------------------- */
-/* Computes a lower bound of the makespan of every split, the larger of two bounds. One is all work, divided evenly.
- * The other is that of the worst part: the forwards of the parts before it for one micro-batch, then its own work
- * for all micro-batches. */
+/* Computes a lower bound of the makespan of every split: the larger of two bounds. The first bound is all work,
+ * divided evenly. The second bound is the time of the worst part: the forwards of all earlier parts for one
+ * micro-batch, then the part's own work for all micro-batches. */
 static void find_bound(const ps_pipe_table *t, const ps_pipe_cost *parts, int32_t n, ps_pipe_cut_times *out)
 {
     bool back = !t->spec.forward_only;

@@ -183,8 +183,8 @@ int ps_pipe_mark(ps_pipe *x, int micro, ps_tensor *root, double weight)
     int32_t last = x->t->spec.vstages - 1;
     PS_TRY(check_micro(x, micro));
     if (root && x->t->rank_of[last] != x->rank)
-        return ps_fail(PS_EINVAL, "a backward begins from a loss on rank %d, which has the last virtual stage; this is "
-                       "rank %d", x->t->rank_of[last], x->rank);
+        return ps_fail(PS_EINVAL, "a backward must begin from a loss on rank %d, which has the last virtual stage; "
+                       "this is rank %d", x->t->rank_of[last], x->rank);
     if (root) {
         slot *s = slot_of(x, last, micro);
         PS_TRY(ps_tensor_check_alive(root));
@@ -325,7 +325,7 @@ static int walk(ps_pipe *x, const ps_action *a, int64_t *segment)
     const expected *e = expected_of(x, a->vstage, a->micro);
     for (int32_t i = 0; i < e->n; i++) if (e->carry[i].grad) roots[n++] = s->out.t[i];
     int rc = ps_backward_begin_n(x->ctx, n, roots, s->out_grad.t, NULL);
-    pipe_let_go(&s->out_grad);                               /* only the walk holds the gradients now, so it can add
+    pipe_let_go(&s->out_grad);                               /* then only the walk holds the gradients, so it can add
                                                               * to them in place */
     return rc < 0 ? rc : ps_backward_next(x->ctx, segment);
 }

@@ -79,8 +79,8 @@ static int32_t other_end(const ps_action *a)
     return a->kind == PS_ACT_SEND_F || a->kind == PS_ACT_RECV_B ? a->vstage + 1 : a->vstage - 1;
 }
 
-/* Finds the tensors of a transfer and puts their indices into `carried`. In forward they are all tensors that one
- * virtual stage passes to the next; in backward, those of them that get gradients. */
+/* Finds the tensors of a transfer and puts their indices into `carried`. A transfer in forward has all tensors that
+ * one virtual stage passes to the next. A transfer in backward has only the tensors among them that get gradients. */
 static int32_t carried_of(const ps_pipe *x, const ps_action *a, int32_t carried[PS_PIPE_CARRY], const expected **of)
 {
     int32_t n = 0, other = other_end(a), giver = other < a->vstage ? other : a->vstage;

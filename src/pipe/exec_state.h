@@ -67,7 +67,7 @@ struct ps_pipe {
     bool has_clock;                 /* the virtual clock is on */
     ps_pipe_cost *costs;            /* [vstages] */
     ps_pipe_link link;
-    double clock, *free[PIPE_DIRECTIONS];       /* by link: [vstages] time at which its last message has left */
+    double clock, *free[PIPE_DIRECTIONS];       /* by link: [vstages] time at which the link's last message was sent */
     ps_pipe_span *spans;            /* [actions of the row] simulated times */
 };
 

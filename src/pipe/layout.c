@@ -37,10 +37,10 @@ static int repeat(reader *r, int32_t from)
 {
     int32_t times = 0, size = r->n - from;
     if (*r->at != '*') return 0;
-    if (r->at[1] < '0' || r->at[1] > '9') return refuse(r, "a number follows *");
+    if (r->at[1] < '0' || r->at[1] > '9') return refuse(r, "a number must follow *");
     for (r->at++; *r->at >= '0' && *r->at <= '9'; r->at++) {
         times = times * 10 + (*r->at - '0');
-        if (times > MOST_LETTERS) return refuse(r, "more than 65536 repeats");
+        if (times > MOST_LETTERS) return refuse(r, "there are more than 65536 repeats");
     }
     if (times == 0) r->n = from;
     if (size == 0 || times < 2) return 0;
@@ -64,11 +64,11 @@ static int write_out(reader *r)
             if (!r->n_open) return refuse(r, "it closes a bracket that is not open");
             from = r->open[--r->n_open];
         } else if (is_letter(c) || c == '|') PS_TRY(push(r, &c, 1));
-        else if (c != ',' && c != ' ') return refuse(r, "neither a letter nor one of | ( ) * ,");
+        else if (c != ',' && c != ' ') return refuse(r, "expected a letter or one of | ( ) * ,");
         r->at++;
         if (c != '(' && c != ',' && c != ' ') PS_TRY(repeat(r, from));
     }
-    return r->n_open ? refuse(r, "a bracket is open") : 0;
+    return r->n_open ? refuse(r, "a bracket is not closed") : 0;
 }
 
 /* Compares the layout with the parts of the model. counts: [vstages] the number of parts in each virtual stage, or

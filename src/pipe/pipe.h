@@ -11,7 +11,7 @@
 #include "ps.h"
 
 enum {
-    PIPE_MOST_PAIRS = 1 << 20,      /* most (virtual stage, micro-batch) pairs of a table */
+    PIPE_MOST_PAIRS = 1 << 20,      /* maximum number of (virtual stage, micro-batch) pairs in a table */
     PIPE_MOST_VSTAGES = 4096,
 };
 

@@ -164,9 +164,9 @@ int ps_net_listen(const char *host, int port, int *out_fd, int *out_port)
         return ps_fail(PS_EIO, "port %d of this machine is in use, and rank 0 needs it for the addresses of all ranks: "
                        "choose another port (MASTER_PORT, --master-port), or end the program that uses it", port);
     if (why == EADDRNOTAVAIL)
-        return ps_fail(PS_EIO, "rank 0 cannot serve at %s (%s), which is no address of this machine: start rank 0 "
-                       "there, or give the address of this one (MASTER_ADDR); where another machine passes that "
-                       "address on to this one, give rank 0 alone 0.0.0.0", host, text);
+        return ps_fail(PS_EIO, "rank 0 cannot serve at %s (%s), which is not an address of this machine: start rank 0 "
+                       "there, or set this machine's address (MASTER_ADDR); if another machine forwards that address "
+                       "to this one, set 0.0.0.0 for rank 0 only", host, text);
     return ps_fail(PS_EIO, "rank 0 cannot serve on port %d of %s: %s", port, host, strerror(why));
 }
 

@@ -107,7 +107,8 @@ static int transfer(int fd, void *bytes, size_t nbytes, bool out, double until, 
 {
     int done = ps_net_transfer(fd, bytes, nbytes, out, until);
     if (done < 0)
-        return ps_fail(PS_EIO, "%s: what rank 0 serves hung up; rank 0 ended, or something else answers there", what);
+        return ps_fail(PS_EIO, "%s: the server of rank 0 closed the connection; rank 0 ended, or another program "
+                       "answers there", what);
     if (done == 0) return ps_fail(PS_ETIME, "%s: the server of rank 0 does not answer; is rank 0 stopped?", what);
     return 0;
 }
@@ -128,16 +129,15 @@ int ps_proof_ask(int fd, const ps_run *run, double until, const char *what)
     if (offer.magic != PS_PROOF_MAGIC) return foreign(what);      /* the answer of another protocol may be shorter */
     PS_TRY(transfer(fd, &offer.secret, sizeof offer - sizeof offer.magic, false, until, what));
     if (!same_run(run, &offer))
-        return ps_fail(PS_ESTATE, "%s: %s answers there, and this rank is of %s; two runs use one address, or ranks "
-                       "of one have unlike names (PS_RUN_ID): give each run a port of its own (MASTER_PORT, "
-                       "--master-port)", what, theirs(&offer, other),
-                       ps_run_shown(run->name, mine));
+        return ps_fail(PS_ESTATE, "%s: %s answers there, but this rank belongs to %s; two runs use one address, or the "
+                       "ranks of one run have different names (PS_RUN_ID): give each run its own port (MASTER_PORT, "
+                       "--master-port)", what, theirs(&offer, other), ps_run_shown(run->name, mine));
     prove(run, OF_RANK, &open, &offer, word.hash);
     PS_TRY(transfer(fd, &word, sizeof word, true, until, what));
     PS_TRY(transfer(fd, &word, sizeof word, false, until, what));
     if (word.magic != PS_PROOF_MAGIC) return foreign(what);
     if (!word.refused && proves(run, OF_SERVER, &open, &offer, word.hash)) return 0;
-    return ps_fail(PS_ESTATE, "%s: what answers for %s %s; give all ranks the same PS_SECRET", what,
+    return ps_fail(PS_ESTATE, "%s: the program that answers for %s %s; give all ranks the same PS_SECRET", what,
                    ps_run_shown(run->name, mine), unlike(run->secret, offer.secret));
 }
 

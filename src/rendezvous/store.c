@@ -447,7 +447,8 @@ int ps_store_serve(const char *host, int port, int size, const ps_run *run, ps_s
     if (!(s->polls = ps_alloc(polls)) || !(s->seen = ps_alloc0((size_t)size))) rc = ps_fail_nomem(polls);
     if (rc == 0) rc = ps_net_listen(host, port, &s->fd, &s->port);
     if (rc == 0) rc = ps_net_address(s->fd, false, s->host, sizeof s->host);
-    if (rc == 0 && fcntl(s->fd, F_SETFL, O_NONBLOCK) < 0) rc = ps_fail(PS_EIO, "no socket: %s", strerror(errno));
+    if (rc == 0 && fcntl(s->fd, F_SETFL, O_NONBLOCK) < 0)
+        rc = ps_fail(PS_EIO, "cannot open a socket: %s", strerror(errno));
     if (rc == 0 && pipe2(s->wake, O_CLOEXEC) < 0) rc = ps_fail(PS_EIO, "cannot make a pipe for the store: %s",
                                                                strerror(errno));
     if (rc == 0 && (errno = ps_thread_start(&s->thread, serve_all, s)) != 0)

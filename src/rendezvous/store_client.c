@@ -29,8 +29,8 @@ struct ps_store {
 
 static int lost(const char *what)
 {
-    return ps_fail(PS_EIO, "%s: the store that rank 0 serves hung up; rank 0 ended, or something else answers there",
-                   what);
+    return ps_fail(PS_EIO, "%s: the store of rank 0 closed the connection; rank 0 ended, or another program answers "
+                   "there", what);
 }
 
 static int transfer(ps_store *s, void *bytes, size_t nbytes, bool out, double until, const char *what)
@@ -141,10 +141,10 @@ int ps_store_connect(const char *host, int port, const ps_store_rank *me, ps_sto
             return ps_fail(PS_ETIME, "rank %d of %d was turned away at %s port %d for %g s: %s", me->rank, me->size,
                            host, port, me->timeout_s, why);
         if (late && !ps_net_knows(host))
-            return ps_fail(PS_ETIME, "rank %d of %d: no host called %s is known here, tried for %g s; is rank 0's "
-                           "address (MASTER_ADDR) right?", me->rank, me->size, host, me->timeout_s);
+            return ps_fail(PS_ETIME, "rank %d of %d: the host %s could not be found in %g s; is rank 0's address "
+                           "(MASTER_ADDR) right?", me->rank, me->size, host, me->timeout_s);
         if (late)
-            return ps_fail(PS_ETIME, "rank %d of %d reached nobody at %s port %d in %g s; is rank 0 running there, and "
+            return ps_fail(PS_ETIME, "rank %d of %d got no answer at %s port %d in %g s; is rank 0 running there, and "
                            "are address and port (MASTER_ADDR, MASTER_PORT) right?", me->rank, me->size, host, port,
                            me->timeout_s);
         ps_store_say(me, began, where, &said);

@@ -188,7 +188,7 @@ static int taken(const char *host, int port, const ps_run *run, int rc)
     if (fd <= 0) return ps_fail(rc, "%s", why);
     int found = ps_proof_ask(fd, run, until, "who is there");
     close(fd);
-    if (found == 0) return ps_fail(rc, "%s; a rank 0 of %s serves there already", why, ps_run_shown(run->name, name));
+    if (found == 0) return ps_fail(rc, "%s; rank 0 of %s already serves there", why, ps_run_shown(run->name, name));
     if (found != PS_ESTATE) return ps_fail(rc, "%s", why);
     ps_error_prefix("%s; ", why);
     return rc;
@@ -199,10 +199,10 @@ static int meet_at(const char *host, int port, const ps_meeting *m, const ps_run
 {
     ps_store_rank me = { m->rank, m->size, run, m->timeout_s };
     if (m->machines == 2 && ps_net_is_loopback(host))
-        return ps_fail(PS_EINVAL, "ranks are on several machines, and %s is a loopback address on that of rank %d, "
-                       "where no other machine reaches it (Debian's /etc/hosts gives a machine's own name such a one): "
-                       "give the address of rank 0's network interface (MASTER_ADDR, --master-addr), or, if all ranks "
-                       "are on this machine after all, PS_RENDEZVOUS=tcp://HOST:PORT", host, m->rank);
+        return ps_fail(PS_EINVAL, "ranks are on several machines, but %s is a loopback address on the machine of rank "
+                       "%d, which other machines cannot reach (Debian's /etc/hosts maps a machine's own name to such "
+                       "an address): set the address of rank 0's network interface (MASTER_ADDR, --master-addr), or, "
+                       "if all ranks are on this machine, set PS_RENDEZVOUS=tcp://HOST:PORT", host, m->rank);
     if (m->rank == 0) {
         int rc = ps_store_serve(host, port, m->size, run, server);
         if (rc < 0) return taken(host, port, run, rc);

@@ -419,7 +419,8 @@ static double tell(ps_watch *w, double now)
     watch_message m = { .kind = WATCH_PLACE, .places = 1 };
     pthread_mutex_lock(&w->lock);
     int place = w->moved;
-    bool known = place >= 0 && w->places.known[place];            /* if the place is not known, its group was closed */
+    bool known = place >= 0 && w->places.known[place];            /* an unknown place belongs to a group that was
+                                                                   * closed */
     if (known) m.at = w->places.at[place];
     if (now >= due) w->moved = -1;
     pthread_mutex_unlock(&w->lock);
@@ -580,9 +581,9 @@ static int reach(const ps_watch *w, const char *host, int port, double timeout_s
         bool late = ps_now() + AGAIN_S >= until;
         if (fd > 0 && (late || rc != PS_EIO)) return rc;
         if (late)
-            return ps_fail(PS_ETIME, "rank %d reached nobody at %s port %d in %g s, where rank 0 watches over the "
-                           "ranks; is that port, which the system chose, open between the machines?", w->rank, host,
-                           port, timeout_s);
+            return ps_fail(PS_ETIME, "rank %d got no answer at %s port %d in %g s, where rank 0 watches the ranks; is "
+                           "that port, which the system chose, open between the machines?", w->rank, host, port,
+                           timeout_s);
         poll(NULL, 0, (int)(AGAIN_S * 1e3));
     }
 }

@@ -43,8 +43,8 @@ typedef struct watch_message {
                                             * silence. */
     watch_place at;                        /* a place of the sender; in COMPLAIN, the place of the call */
     uint32_t nbytes;
-    int32_t places;                        /* number of messages, including this one, that carry the sender's places;
-                                            * 0: `at` is not set */
+    int32_t places;                        /* number of messages, including this one, that contain the sender's
+                                            * places; 0: `at` is not set */
 } watch_message;
 _Static_assert(sizeof(watch_message) == 32 + 160 + 8, "a message between ranks has no padding");
 _Static_assert(sizeof(watch_message) + PS_WATCH_TEXT <= WATCH_IN, "a message fits");

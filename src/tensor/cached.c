@@ -82,8 +82,8 @@ static int rows_of(cached *c, ps_tensor **x, int64_t all)
     ps_tensor *t = *x;
     char text[160];
     if (t->ndim < 3 || t->shape_[0] != c->B || t->shape_[1] != c->T || t->numel_ != c->B * c->T * all * c->D)
-        return ps_fail(PS_EINVAL, "attention with caches: %lld rows of %lld positions with %lld heads of %lld are "
-                       "needed, not %s", (long long)c->B, (long long)c->T, (long long)all, (long long)c->D,
+        return ps_fail(PS_EINVAL, "attention with caches: expected %lld rows of %lld positions with %lld heads of size "
+                       "%lld, not %s", (long long)c->B, (long long)c->T, (long long)all, (long long)c->D,
                        ps_shape_text(t->ndim, t->shape_, text, sizeof text));
     if (ps_tensor_is_contiguous(t)) return 0;
     return run(c, PS_OP_contiguous, 1, &t, &none, sizeof none, x);
@@ -95,7 +95,7 @@ static int check_cache(const cached *c, const ps_tensor *cache, int64_t heads)
     int64_t width = is_packed(cache) ? c->D / c->q8->block * c->q8->bytes : c->D;
     if (cache->ndim == 4 && cache->shape_[0] == c->B && cache->shape_[1] == heads && cache->shape_[3] == width &&
         c->how->at >= 0 && c->how->at <= cache->shape_[2] - c->T) return 0;
-    return ps_fail(PS_EINVAL, "attention with caches: a cache is %s; [%lld, %lld, %lld or more, %lld] is needed",
+    return ps_fail(PS_EINVAL, "attention with caches: a cache is %s; it must be [%lld, %lld, %lld or more, %lld]",
                    ps_shape_text(cache->ndim, cache->shape_, text, sizeof text), (long long)c->B, (long long)heads,
                    (long long)(c->how->at + c->T), (long long)width);
 }

@@ -44,9 +44,9 @@ static int check_inputs(apply *a, const ps_tensor *const *out)
     const ps_opinfo *row = a->row;
     char name[32];
     if (row->n_in >= 0 && a->n_in != row->n_in)
-        return ps_fail(PS_EINVAL, "%s takes %d inputs (%s), got %d", row->name, row->n_in, row->ins, a->n_in);
+        return ps_fail(PS_EINVAL, "%s takes %d inputs (%s), but got %d", row->name, row->n_in, row->ins, a->n_in);
     if (a->n_in < 1 || a->n_in > PS_MAX_IN)
-        return ps_fail(PS_EINVAL, "%s takes 1 to %d inputs, got %d", row->name, PS_MAX_IN, a->n_in);
+        return ps_fail(PS_EINVAL, "%s takes 1 to %d inputs, but got %d", row->name, PS_MAX_IN, a->n_in);
     a->device = -1;
     for (int i = 0; i < a->n_in; i++) {
         ps_tensor *t = a->in[i];
@@ -73,7 +73,7 @@ static int check_inputs(apply *a, const ps_tensor *const *out)
         if (out[i]) {
             PS_TRY(ps_tensor_check_alive(out[i]));
             if (out[i]->device_ != a->device || !ps_tensor_is_contiguous(out[i]))
-                return ps_fail(PS_EINVAL, "%s: the output given must be contiguous and on the inputs' device",
+                return ps_fail(PS_EINVAL, "%s: the given output must be contiguous and on the inputs' device",
                                row->name);
             a->given |= 1u << i;
             a->out[i] = (ps_tensor *)(uintptr_t)out[i];
@@ -204,7 +204,7 @@ static int check_given(const apply *a, int i)
     bool same = t->ndim == m->ndim && !memcmp(t->shape_, m->shape, sizeof(int64_t) * (size_t)m->ndim);
     if (same && ps_dtype_is_float(t->dtype_) == ps_dtype_is_float(m->dtype)) return 0;
     char x[160], y[160];
-    return ps_fail(PS_EINVAL, "%s: the output given has shape %s (%s), needed %s (%s)", a->row->name,
+    return ps_fail(PS_EINVAL, "%s: the given output has shape %s (%s); it must have shape %s (%s)", a->row->name,
                    ps_shape_text(t->ndim, t->shape_, x, sizeof x), ps_dtype_name(t->dtype_),
                    ps_shape_text(m->ndim, m->shape, y, sizeof y), ps_dtype_name(m->dtype));
 }
@@ -219,7 +219,7 @@ static int make_outputs(apply *a)
     int device = a->device;
     if (a->row->flags & PS_OPF_MOVE) {
         device = ((const ps_attrs_to_device *)a->attrs.bytes)->device;
-        if (device < 0 || device >= a->ctx->n_devices) return ps_fail(PS_EINVAL, "no such device: %d", device);
+        if (device < 0 || device >= a->ctx->n_devices) return ps_fail(PS_EINVAL, "there is no device %d", device);
     }
     for (int i = 0; i < a->row->n_out; i++) {
         if (a->meta[i].ndim < 0) continue;
@@ -336,7 +336,7 @@ static int move_bytes(apply *a, const ps_view *in, const ps_view *out)
     ps_backend *from = a->ctx->devices[a->device], *to = a->ctx->devices[a->out[0]->device_];
     size_t nbytes = (size_t)(in->numel * ps_dtype_bytes(in->dtype));
     if (nbytes == 0 || to->no_data) return 0;
-    if (from->no_data) return ps_fail(PS_EUNSUP, "device %s holds no data to copy", from->name);
+    if (from->no_data) return ps_fail(PS_EUNSUP, "tensors of device %s have no data to copy", from->name);
     if (!from->is_host && !to->is_host)
         return ps_fail(PS_EUNSUP, "%s: a tensor cannot be copied directly from %s to %s; copy it to the host first",
                        a->row->name, from->name,
@@ -592,10 +592,10 @@ int ps_apply(ps_ctx *ctx, int op, int n_in, ps_tensor *const *in, const void *at
              ps_tensor **out)
 {
     if (ctx->closed) return ps_fail(PS_ESTATE, "the context is closed");
-    if (op < 0 || op >= PS_OP_COUNT) return ps_fail(PS_EINVAL, "no such op: %d", op);
+    if (op < 0 || op >= PS_OP_COUNT) return ps_fail(PS_EINVAL, "there is no op %d", op);
     const ps_opinfo *row = ps_op(op);
     if (n_in < 0 || n_in > PS_MAX_IN)
-        return ps_fail(PS_EINVAL, "%s takes at most %d inputs, got %d", row->name, PS_MAX_IN, n_in);
+        return ps_fail(PS_EINVAL, "%s takes at most %d inputs, but got %d", row->name, PS_MAX_IN, n_in);
     if (attrs_nbytes != row->attrs_nbytes)
         return ps_fail(PS_EINVAL, "%s: attributes of %lld bytes, its struct has %d", row->name, (long long)attrs_nbytes,
                        row->attrs_nbytes);

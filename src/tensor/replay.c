@@ -12,8 +12,8 @@ enum { MADE, GONE, OP, PIN, UNPIN, TAKE, GIVE };
 
 typedef struct effect {
     int32_t kind, device;
-    int32_t span, at;             /* for GONE: the storage has index `at` among the storages that `span` of the
-                                   * micro-batch made */
+    int32_t span, at;             /* for GONE: the storage's index among the storages that `span` of the micro-batch
+                                   * made */
     int64_t access;               /* for PIN */
     int64_t nbytes;               /* for MADE and TAKE */
     ps_storage *storage;          /* for PIN and UNPIN: a storage that outlives the step, such as a storage in a

@@ -260,7 +260,8 @@ static int shape_numel(const ps_meta *m, int64_t *numel, int64_t *nbytes)
                            ps_shape_text(m->ndim, m->shape, text, sizeof text));
         if (m->shape[i] == 0) empty = true;
         else if (__builtin_mul_overflow(n, m->shape[i], &n))
-            return ps_fail(PS_EINVAL, "shape %s overflows", ps_shape_text(m->ndim, m->shape, text, sizeof text));
+            return ps_fail(PS_EINVAL, "shape %s has too many elements",
+                           ps_shape_text(m->ndim, m->shape, text, sizeof text));
     }
     if (empty) n = 0;
     if (__builtin_mul_overflow(n, ps_dtype_bytes(m->dtype), nbytes) || *nbytes > (int64_t)1 << 56)
@@ -315,8 +316,8 @@ int ps_tensor_new_meta(ps_ctx *ctx, int device, const ps_meta *meta, ps_tensor *
 
 int ps_tensor_new(ps_ctx *ctx, int dtype, int device, int ndim, const int64_t *shape, ps_tensor **out)
 {
-    if (dtype < 0 || dtype >= PS_DTYPE_COUNT) return ps_fail(PS_EINVAL, "no such type: %d", dtype);
-    if (device < 0 || device >= ctx->n_devices) return ps_fail(PS_EINVAL, "no such device: %d", device);
+    if (dtype < 0 || dtype >= PS_DTYPE_COUNT) return ps_fail(PS_EINVAL, "there is no type %d", dtype);
+    if (device < 0 || device >= ctx->n_devices) return ps_fail(PS_EINVAL, "there is no device %d", device);
     if (ndim < 0 || ndim > PS_MAX_DIMS)
         return ps_fail(PS_EINVAL, "a tensor cannot have %d dimensions; at most %d are supported", ndim, PS_MAX_DIMS);
     ps_meta m = { .dtype = dtype, .ndim = ndim };
@@ -449,7 +450,7 @@ bool ps_tensor_has_data(const ps_tensor *t)
 static int check_has_data(const ps_tensor *t)
 {
     if (ps_tensor_has_data(t)) return 0;
-    if (t->ctx->devices[t->device_]->no_data) return ps_fail(PS_EUNSUP, "device meta holds no data");
+    if (t->ctx->devices[t->device_]->no_data) return ps_fail(PS_EUNSUP, "tensors of device meta have no data");
     if (t->ctx->devices[t->device_]->pretends && !t->ctx->step->dry)
         return ps_fail(PS_EDRY, "a value was read before the end of the first optimizer:step(), but a dry run of "
                        "a script has none before; read it after that step");
@@ -485,7 +486,8 @@ static int check_whole(const ps_tensor *t, int64_t nbytes, const char *what)
     if (nbytes != ps_tensor_nbytes(t))
         return ps_fail(PS_EINVAL, "%s: %lld bytes were passed, but the tensor has %lld", what, (long long)nbytes,
                        (long long)ps_tensor_nbytes(t));
-    if (t->ctx->devices[t->device_]->no_data) return ps_fail(PS_EUNSUP, "%s: device meta holds no data", what);
+    if (t->ctx->devices[t->device_]->no_data)
+        return ps_fail(PS_EUNSUP, "%s: tensors of device meta have no data", what);
     return 0;
 }
 
@@ -734,7 +736,7 @@ int ps_tensor_to_device(ps_tensor *t, int device, ps_tensor **out)
 {
     ps_ctx *ctx = t->ctx;
     if (ctx->closed || device < 0 || device >= ctx->n_devices)
-        return ps_fail(PS_EINVAL, "no such device: %d", device);
+        return ps_fail(PS_EINVAL, "there is no device %d", device);
     if (device == t->device_) {
         ps_tensor_retain(t);
         *out = t;

@@ -179,8 +179,8 @@ static int gather_begin(const work *w, int lane, int64_t k, const ps_view *own, 
     return move_begin(w, OP_COLUMN, lane, own, k);
 }
 
-/* Returns rank r's addend to this rank's piece k. all [size n, features] has this rank's addends, and addends [(size
- * - 1) n, features] has those of the other ranks. */
+/* Returns rank r's addend to this rank's piece k. `all` [size n, features] has this rank's addends, and `addends`
+ * [(size - 1) n, features] has the other ranks' addends. */
 static ps_comm_part addend(const work *w, const ps_view *all, const ps_view *addends, int r, int64_t k)
 {
     if (r == w->rank) return piece_of(w, all, r, k);
@@ -376,7 +376,7 @@ static int carry_out(work *w)
     case PS_OP_column_linear: return column(w);
     case PS_OP_row_linear: return row(w);
     case PS_OP_column_linear_grad: return column_grad(w);
-    default: return ps_fail(PS_EUNSUP, "there is no such product of several ranks");
+    default: return ps_fail(PS_EUNSUP, "this op is not a product of several ranks");
     }
 }
 

@@ -331,7 +331,7 @@ end
 local OPTIONS = { world_size = "whole", device = "string|function", available = "table|function", auto = "table",
   client = "table", asked = "table", later = "boolean" }
 
--- the paths that their sources gave, by checked table
+-- the paths that were given, keyed by checked table
 local checked = setmetatable({}, { __mode = "k" })
 
 -- Merges the argument `client` into the configuration's section, which it overrides.

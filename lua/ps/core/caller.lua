@@ -130,7 +130,7 @@ end
 ---@param e any
 ---@return boolean
 function caller.was_noted(e)
-  local again = raised_again(e, 4)                         -- not a tail call, since levels are counted
+  local again = raised_again(e, 4)  -- this is not a tail call, because raised_again counts levels of the stack
   return again
 end
 

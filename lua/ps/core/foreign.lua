@@ -20,7 +20,7 @@ local WHOLE = { F = "ps.F.%s",
   ps = "ps.%s", nn = "nn.%s", optim = "ps.optim.%s", sched = "ps.sched.%s", optimizer = "optimizer:%s",
   scaler = "scaler:%s", module = "module:%s", model = "model:%s", loader = "loader:%s" }
 
-local made = {}                                     -- stand-ins by place and name
+local made = {}                                     -- stand-ins, keyed by place and name
 
 local function stand_in(place, name, text)
   local whole = WHOLE[place]:format(name)

@@ -127,7 +127,7 @@ local hash_out = native.ffi.new("uint64_t[1]")
 ---@param said string[]
 ---@param value any
 function batch.add_hashes(said, value)
-  if not devices.computes then return end  -- in a dry run of a script, the other ranks' rows do not exist
+  if not devices.computes then return end  -- in a script's dry run, the other ranks have no rows
   if scope.is_tensor(value) then
     native.check(native.C.ps_tensor_hash(value:to("cpu"):contiguous(), hash_out))
     said[#said + 1] = tostring(hash_out[0])

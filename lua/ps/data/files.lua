@@ -35,7 +35,7 @@ local function decoded(text, place)
   return row
 end
 
-local INDEXED = 16 * 1024 * 1024                           -- in bytes; files of at least this size get an index
+local INDEXED = 16 * 1024 * 1024                           -- size in bytes from which a file gets an index
 
 -- Returns whether `index` is an index file or does not exist. The user's own files are never replaced.
 local function may_write(index)

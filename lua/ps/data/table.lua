@@ -86,7 +86,7 @@ local function without_bad(node)
   for i = 1, node.n do
     local ok, problem = pcall(node.get, i)
     if ok and node.text then
-      ok, problem = pcall(json.decode, node.text(i))       -- also detects duplicate keys
+      ok, problem = pcall(json.decode, node.text(i))       -- this parser also detects duplicate keys
       if not ok then
         problem = ("%s: not JSON: %s"):format(node.place(i), type(problem) == "table" and problem.json
           or tostring(problem))

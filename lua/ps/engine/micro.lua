@@ -100,7 +100,7 @@ function Loop:next()
   local engine = self.engine
   if self.trains then return step.next(engine, self) end
   local ok, out = pcall(engine.driver.look, engine.driver, self)
-  if not ok then engine.driver:abandon(out) end              -- so that other ranks report the cause
+  if not ok then engine.driver:abandon(out) end  -- abandons the step, so that the other ranks report the cause
   if not (ok and out) then self:left() end
   if not ok then error(out, 0) end
   return out

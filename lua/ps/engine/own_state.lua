@@ -64,7 +64,7 @@ local function merged(options, elsewhere)
   return more
 end
 
--- Returns a function that tells whether a source contains a name.
+-- Returns a function that returns whether a source contains a name.
 local function holder(state)
   if not state.read_into then return function(name) return state[name] ~= nil end end
   local set = {}

@@ -355,7 +355,7 @@ local function bytes_a_parameter(engine)
 end
 
 -- Returns the size of the disk file in bytes: the configured limit, or the size of this process's share of the model's
--- state and of the staging of its parameters.
+-- state and of the buffers that stage its parameters.
 local function disk_bytes(engine, pipeline)
   local disk = engine.cfg.memory.disk
   if not disk then return 0 end

@@ -44,7 +44,7 @@ end
 
 local function std(s) return s[1] > 1 and math.sqrt(s[3] / (s[1] - 1)) or 0 / 0 end
 
--- Returns the statistics of the union of two sets of elements (Chan, Golub, LeVeque 1979).
+-- Merges the statistics of two sets of elements (Chan, Golub, LeVeque 1979).
 local function join(a, b)
   if a[1] == 0 then return b end
   if b[1] == 0 then return a end

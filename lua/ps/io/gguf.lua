@@ -153,7 +153,7 @@ function File:keys()
   return keys
 end
 
--- Returns the types and the number of values of an entry of the metadata, with its part and index. Returns nil if there
+-- Returns the types and the value count of a metadata entry, and the part and index that hold it. Returns nil if there
 -- is no such entry.
 local function meta_of(self, key)
   local g, out = opened(self), ffi.new("ps_gguf_value")

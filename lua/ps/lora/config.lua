@@ -112,7 +112,7 @@ function config.text(adapters, name)
   local null = json.null
   local whole, task = spec.modules_to_save, spec.task_type
   if whole and #whole == 0 then whole = nil end
-  if HEADED[task] and not whole then task = nil end        -- with this task, PEFT would train the whole head
+  if HEADED[task] and not whole then task = nil end        -- PEFT would train the whole head for this task
   local fields = { peft_type = "LORA", task_type = task or null, auto_mapping = null, revision = null,
     base_model_name_or_path = spec.base or null, inference_mode = true, r = spec.r, lora_alpha = spec.alpha,
     lora_dropout = spec.dropout, target_modules = targets, exclude_modules = spec.exclude_modules or null,

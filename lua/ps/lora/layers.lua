@@ -271,7 +271,7 @@ end
 ---@param layer ps.nn.Module
 ---@param name string
 function layers.reset_magnitude(layer, name)
-  local deferred = native.recorder ~= nil                  -- in ps.deferred, the values are computed later
+  local deferred = native.recorder ~= nil                  -- within ps.deferred, the values are computed later
   if not layer.lora_.adapters[name].dora or layer.weight:device() == "meta" and not deferred then return end
   local magnitude = layer.lora_magnitude_vector[name].weight
   scope.no_grad(function() magnitude:copy_(norm_of(layer, name)) end)

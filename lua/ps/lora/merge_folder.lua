@@ -117,7 +117,7 @@ local function entries_of(adapters, state, trained)
     entries[#entries + 1] = { name = name, shape = state:shape(name), dtype = dtype, owner = 0, tensor = tensor,
       numel = rectangles.numel(state:shape(name)) }
   end
-  for name, tensor in pairs(trained) do                    -- for example a head that the base model's files lack
+  for name, tensor in pairs(trained) do                    -- such as a head that the base model's files lack
     if not state:has(name) and not name:find "%.lora_" then
       local made = tensor()
       entries[#entries + 1] = { name = name, shape = made:shape(), dtype = made:dtype(), owner = 0, tensor = tensor,

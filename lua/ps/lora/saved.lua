@@ -56,7 +56,7 @@ local function flat(name) return (name:gsub("%.", "_")) end
 ---@field active string|false the adapter whose values are the module's parameters, or false for the base model
 ---@field names table<string, boolean> the adapters that have their own values
 
---- Gives an adapter its own copy of a module's values, initialized from the base model.
+--- Adds a copy of a module's values for an adapter, initialized from the base model.
 ---@param module ps.nn.Module
 ---@param name string the adapter's name
 function saved.add(module, name)

@@ -110,7 +110,7 @@ function optimizers.state_names()
   return list
 end
 
---- Returns the number of elements of a state of a parameter of this shape.
+--- Returns a state's number of elements for a parameter of this shape.
 ---@param state ps.optimizers.State
 ---@param shape integer[]
 ---@return integer
@@ -120,7 +120,7 @@ function optimizers.state_numel(state, shape)
   return numel
 end
 
---- Returns the size of all states of a parameter of this shape, in bytes.
+--- Returns the bytes of all states for a parameter of this shape.
 ---@param states ps.optimizers.State[]
 ---@param shape integer[]
 ---@return integer

@@ -91,7 +91,7 @@ function child.finish(running)
   return cjson.decode(text)
 end
 
---- Runs fn(give) in a separate process, and returns the value that it passed to give.
+--- Runs fn(give) in a separate process. Returns the value that fn passes to give.
 ---@param fn fun(give: fun(value: table))
 ---@param quiet boolean
 ---@return table value

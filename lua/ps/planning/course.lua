@@ -5,7 +5,8 @@ local child = require "ps.planning.child"
 
 local course = {}
 
--- Simulates the step of a cut (ps.planning.Pipeline). `costs` are the costs of its virtual stages (ps.pipe.Cost).
+-- Simulates the step of a cut model (`cut`: ps.planning.Pipeline). `costs` are its virtual stages' costs
+-- (ps.pipe.Cost).
 local function simulated(cut, costs, link)
   local got = child.run(function(give)
     local c = require("ps.parallel.pipeline.table").table({ schedule = cut.schedule, stages = cut.stages,

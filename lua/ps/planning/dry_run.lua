@@ -133,8 +133,8 @@ end
 
 local function tp_of(engine) return engine.tensor_parallel and engine.tensor_parallel.group:size() or 1 end
 
--- Returns the cut of the model, with the costs of its virtual stages for the script's micro-batches, or nil if it is
--- not cut.
+-- Returns how the model is cut into stages, with its virtual stages' costs for the script's micro-batches. Returns nil
+-- if the model is not cut.
 ---@return ps.planning.Pipeline?
 local function cut_of(engine)
   local pipe, stages = engine.driver.pipe, engine.stages

@@ -8,13 +8,13 @@ local trial = require "ps.planning.trial"
 
 local search = {}
 
-local NEAR = 1.005             -- smallest budgets are found to within this factor,
-local BELOW = 0.97             -- and a run with this fraction of one failed
+local NEAR = 1.005             -- smallest budgets are found to within this factor
+local BELOW = 0.97             -- a run with this fraction of the smallest budget has failed
 local PAGE = 4096
 local MOST_BYTES = 2 ^ 50
 local MOST_ROWS = 2 ^ 20
 local MOST_BLOCKS = 2 ^ 12
-local GROWTH = 3               -- upper bound of the time of a run of twice the size, as a multiple
+local GROWTH = 3               -- upper bound of the time ratio of two runs, one with twice the size of the other
 
 -- Returns a copy of a request with some fields changed. Dry runs of a search are quiet.
 local function with(request, changes)

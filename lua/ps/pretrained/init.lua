@@ -205,7 +205,7 @@ local function check_sizes(family, class, config, files, from)
   local rules, names, shapes, widest = family.settings.rules, {}, {}, nil
   local state = files:state()
   local list = state.names()
-  table.sort(list)                                         -- so that an error always names the same tensor
+  table.sort(list)                                         -- sorted, so that an error always names the same tensor
   for _, name in ipairs(list) do
     local bare = name:match("^" .. class.base .. "%.(.*)$") or name
     names[bare] = name
@@ -252,7 +252,7 @@ end
 
 -- Returns the reason why the weights cannot stay in their files for a model on a device, or nil if they can.
 local function not_mapped(list, device)
-  if device ~= "cpu" and device ~= "meta" then             -- on meta, ps.materialize fills in the values later
+  if device ~= "cpu" and device ~= "meta" then             -- for device meta, ps.materialize fills in the values later
     return ("weights can stay in files only for device cpu, but the model is for %s"):format(device)
   end
   for _, path in ipairs(list) do

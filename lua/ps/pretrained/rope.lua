@@ -81,7 +81,7 @@ function rope.parameters(who, config)
   if p.rope_type == "yarn" and type(given.factor) == "userdata" then      -- null in DeepSeek's files
     p.factor = config.max_position_embeddings / p.original_max_position_embeddings
   end
-  if type(given.truncate) == "userdata" then p.truncate = false end         -- for truncate, null means false
+  if type(given.truncate) == "userdata" then p.truncate = false end         -- null means false for truncate
   for key, needed in pairs(kind) do
     local value = p[key]
     if value == nil and needed then

@@ -337,7 +337,7 @@ local function truncate(self, way, parts, extra, limit)
     return shorten(self, one, one.n - over)
   end
   local short = math.min(a.n, b.n)
-  if 2 * short >= room then                                -- both texts are truncated
+  if 2 * short >= room then                                -- in this case both texts are truncated
     local n = a.n > b.n and math.ceil(room / 2) or math.floor(room / 2)
     if a.n == b.n then n = math.floor(room / 2) end
     shorten(self, a, math.min(a.n, n))

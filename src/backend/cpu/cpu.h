@@ -51,7 +51,7 @@ int ps_cpu_conv(ps_call *call);                  /* onednn_conv.c */
 int ps_cpu_conv_transpose(ps_call *call);
 int ps_cpu_conv_weight(ps_call *call);
 void ps_cpu_conv_close(void);                    /* frees cached primitives */
-/* Kernels for chain.c: those of this backend or, for types that they do not support, of its fallback. */
+/* Kernels for chain.c: the kernels of this backend or, for types that they do not support, the fallback's kernels. */
 bool ps_cpu_asks(int op);              /* true if the op's kernel uses scratch memory and supports ps_call.dry */
 void ps_cpu_chain_open(const ps_kernel *own, const ps_kernel *fallback);
 /* Enters the kernels of the instruction set that an environment variable names (default: the best one) into a table

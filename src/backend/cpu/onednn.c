@@ -408,8 +408,8 @@ static int grow(ps_gemm_space *space, void **p, size_t *have, size_t want)
 /* With one column, rows can have any stride; otherwise row-major means that the stride of columns is 1. */
 static int is_transposed(const ps_mat *m) { return m->cols > 1 && m->stride_col != 1; }
 
-/* Returns the leading dimension of a matrix whose unit stride is known. If a size of 1 leaves it undetermined,
- * returns that of a dense matrix. */
+/* Returns the leading dimension of a matrix whose unit stride is known. If a size of 1 leaves the leading dimension
+ * undetermined, returns the leading dimension of a dense matrix. */
 static int64_t leading(const ps_mat *m, int transposed)
 {
     int64_t outer = transposed ? m->cols : m->rows, inner = transposed ? m->rows : m->cols;

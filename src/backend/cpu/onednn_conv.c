@@ -23,8 +23,8 @@ enum {
     SHAPES_MAX = 256,                                /* entries of the table, which is emptied when it is full */
     TASK_FLOPS = 1 << 25,                            /* work of a task, if there are enough samples */
     TASKS_MIN = 4,                                   /* fewest tasks, even for few samples */
-    SUMS_MAX = 16,                                   /* most tasks of a weight's gradient, each of which has its own
-                                                      * sum */
+    SUMS_MAX = 16,                                   /* maximum number of tasks for a weight's gradient; each task
+                                                      * has its own sum */
     SUMS_NBYTES = 64 << 20,                          /* limit of the bytes of all these sums together */
     SCRATCH_MAX = 64 << 20                           /* implementations that need more are skipped */
 };

@@ -11,7 +11,7 @@ typedef struct ps_int8_part {
     int8_t q[PS_INT8_PART];
     int32_t sums[PS_INT8_PART / 4];       /* sums of 4 neighbouring q */
     float d;
-    float padding[7];                     /* so that q and sums begin at multiples of 32 bytes */
+    float padding[7];                     /* makes q and sums begin at multiples of 32 bytes */
 } ps_int8_part;
 typedef struct ps_packed_matrix {
     const uint8_t *data;

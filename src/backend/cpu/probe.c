@@ -100,8 +100,7 @@ int ps_probe_bandwidth(int64_t nbytes, int reads, int writes, int in_place, int 
     void *memory;
     PS_TRY(ps_host_region_new(NULL, size, &memory));
     struct streams s = { .reads = reads, .writes = writes };
-    for (int k = 0; k < count; k++) {                        /* so that no two streams have equal offsets within a
-                                                              * page */
+    for (int k = 0; k < count; k++) {                        /* no two streams then have equal offsets within a page */
         float *p = (float *)((char *)memory + (size_t)k * (stream + pad) / 64 * 64);
         if (k < reads) s.in[k] = p;
         else s.out[k - reads] = p;

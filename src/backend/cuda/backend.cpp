@@ -433,12 +433,12 @@ static int choose_device(int local_rank)
     CU_TRY(cudaSetDevice(number));
     CU_TRY(cudaGetDeviceProperties(&prop, number));
     if (prop.major < 8)
-        return ps_fail(PS_EUNSUP, "no device: %s has compute capability %d.%d, at least 8.0 is needed", prop.name,
+        return ps_fail(PS_EUNSUP, "no device: %s has compute capability %d.%d, but at least 8.0 is needed", prop.name,
                        prop.major, prop.minor);
     CU_TRY(cudaMemGetInfo(&left, &total));
     if ((int64_t)left < memory_least)
         return ps_fail(PS_ENOMEM, "no memory: %s has %.0f MiB, of which %.0f MiB are free and at least %.0f MiB are "
-                       "needed; end what else runs on it", prop.name, (double)total / 1048576.0,
+                       "needed; end the other programs that use it", prop.name, (double)total / 1048576.0,
                        (double)left / 1048576.0, (double)memory_least / 1048576.0);
     ps_cu->number = number;
     ps_cu->card.sm_count = prop.multiProcessorCount;
@@ -459,8 +459,8 @@ static int choose_attention(void)
     if (!text || !*text) return 0;
     ps_cu->wgmma = strcmp(text, "wgmma") == 0 ? WGMMA_ALWAYS : WGMMA_NEVER;
     if (ps_cu->wgmma == WGMMA_NEVER && strcmp(text, "mma") != 0)
-        return ps_fail(PS_EINVAL, "PS_CUDA_ATTENTION is '%s'; it takes mma or wgmma; unset, each call takes the faster",
-                       text);
+        return ps_fail(PS_EINVAL, "PS_CUDA_ATTENTION is '%s'; it must be mma or wgmma; if it is unset, each call uses "
+                       "the faster one", text);
     if (ps_cu->wgmma == WGMMA_ALWAYS && ps_cu->capability != 90)
         return ps_fail(PS_EUNSUP, "PS_CUDA_ATTENTION=wgmma is for compute capability 9.0, this device has %d.%d; unset "
                        "it", ps_cu->capability / 10, ps_cu->capability % 10);

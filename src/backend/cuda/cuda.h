@@ -143,7 +143,8 @@ struct ps_cu_ce {
     int64_t ld;                                /* row stride of logits and of grad, in elements */
     int64_t wide;                              /* at most ld; elements V to wide - 1 of grad's rows become 0 */
     const void *target; int target_dtype; int64_t first, ignore;   /* targets; row i has target[first + i] */
-    void *grad; int grad_dtype;                /* shape of logits, can be logits itself; NULL if not wanted */
+    void *grad; int grad_dtype;                /* has the shape of logits, and can be logits itself; NULL if not
+                                                * wanted */
     double scale;
     const long long *count;                    /* divisor of the gradient, or NULL */
     const void *dloss; int dloss_dtype; bool dloss_per_row;        /* factor on the gradient, or NULL */

@@ -398,7 +398,7 @@ static int lm_loss(ps_call *call)
     memset(&p, 0, sizeof p);
     p.N = target->numel, p.V = w->shape[0], p.C = w->shape[1];
     p.dtype = x->dtype;
-    if (p.V == 0) return ps_fail(PS_EINVAL, "there are no words to choose from");
+    if (p.V == 0) return ps_fail(PS_EINVAL, "the logits have no words to choose from");
     p.want_dx = (a->want_grad & 1) && ps_has(&call->out[1]) && p.N > 0;
     p.want_dw = (a->want_grad & 2) && ps_has(dw);
     p.want_db = (a->want_grad & 4) && ps_has(db);

@@ -299,7 +299,8 @@ static int sample(ps_call *call)
     const ps_view *x = &call->in[0];
     int64_t n = ps_cu_last(x);
     int token_bits = 4;
-    if (n > INT32_MAX) return ps_fail(PS_EUNSUP, "%lld logits a row, cuda takes up to 2^31", (long long)n);
+    if (n > INT32_MAX) return ps_fail(PS_EUNSUP, "cannot sample from rows of %lld logits on cuda: at most 2^31 - 1 are "
+                                      "supported", (long long)n);
     if (call->out[0].numel == 0) return 0;
     while (n > (int64_t)1 << token_bits) token_bits += 4;
     return BY_FLOAT(x->dtype, run_sample, call, token_bits);

@@ -285,7 +285,7 @@ int ps_cuda_ce_rows(const ps_cu_ce *c)
 {
     if (c->rows == 0) return 0;
     if (!c->grad || c->grad_dtype == c->dtype) return BY_FLOAT(c->dtype, run_ce, c);
-    if (c->dtype != PS_F32) return ps_fail(PS_EUNSUP, "a gradient of another type than its logits");
+    if (c->dtype != PS_F32) return ps_fail(PS_EUNSUP, "the gradient must have the type of the logits");
     return c->grad_dtype == PS_BF16 ? run_ce_as<float, bf16>(c) : run_ce_as<float, f16>(c);
 }
 

@@ -9,7 +9,7 @@ struct attention {
     ps_view q, k, v, mask;             /* q [B, H, T, D]; k, v [B, G, S, D]; mask [B, S] or [B|1, H|1, T|1, S] */
     ps_view segments;                  /* int32 [B, T], instead of a mask */
     int64_t B, H, T, S, D, group;      /* group: number of heads that share keys, H / G */
-    int64_t window;                    /* most keys that a query sees, 0 for all */
+    int64_t window;                    /* maximum number of keys that a query sees, 0 for all */
     double scale, p;
     bool causal;
     uint64_t seed, step, sample;

@@ -170,8 +170,8 @@ int ref_grad_store(ps_call *call)
     if (sq->dtype != PS_F64)
         return ps_fail(PS_EINVAL, "the output sq must be fp64, but it is %s", ps_dtype_name(sq->dtype));
     if ((src->dtype == PS_F64) != (dst->dtype == PS_F64))
-        return ps_fail(PS_EINVAL, "a gradient in %s cannot be stored as %s: fp64 goes to fp64 only",
-                       ps_dtype_name(src->dtype), ps_dtype_name(dst->dtype));
+        return ps_fail(PS_EINVAL, "a gradient in %s cannot be stored as %s: fp64 can only be stored as fp64, and other "
+                       "types cannot be stored as fp64", ps_dtype_name(src->dtype), ps_dtype_name(dst->dtype));
     if (!itself && from < to_end && to < from_end)
         return ps_fail(PS_EINVAL, "dst (%s) overlaps src (%s); pass src itself as dst, or a tensor that does not "
                        "overlap it", ps_dtype_name(dst->dtype), ps_dtype_name(src->dtype));

@@ -100,8 +100,8 @@ int ref_flat_index(ps_call *call)
     return 0;
 }
 
-/* Returns how many elements of x an element of `index` selects: those of the dimensions after dim if the index ends
- * there, else one. */
+/* Returns the number of elements of x that an element of `index` selects: 1, or, if the index ends at `dim`, the
+ * number of elements in the dimensions after `dim`. */
 static int64_t width_of(const ps_view *x, const ps_view *index)
 {
     int64_t width = 1;

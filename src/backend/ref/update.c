@@ -223,7 +223,7 @@ int ref_lamb_(ps_call *call)
 }
 
 /* -- Adafactor ----------------------------------------------------------------------------------------------------- */
-/* A tensor [batch, R, C], or a vector [1, 1, C], whose averages are those of its elements. */
+/* A tensor [batch, R, C], or a vector [1, 1, C], for which each element has its own average. */
 typedef struct factored {
     const ps_attrs_adafactor_ *a;
     const ps_view *in;

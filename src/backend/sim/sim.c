@@ -64,7 +64,7 @@ typedef struct lane {
     bool has_thread;
     pthread_cond_t work;             /* signalled when there is something to do, or when the event that the first
                                       * copy waits for has happened */
-    ps_copy *first, *last;           /* in order; the first one is under way */
+    ps_copy *first, *last;           /* list of copies in order; the first one is under way */
     int64_t asked, ended;            /* number of copies requested, and ended */
     double bytes_per_s, free_at;     /* modelled time at which the last requested copy will have ended */
 } lane;
@@ -288,7 +288,7 @@ static void *run_lane(void *arg)
     lane *l = arg;
     sim_backend *sim = l->sim;
     pthread_setname_np(pthread_self(), l->thread_name);
-    prctl(PR_SET_TIMERSLACK, 1000ul);              /* so that sleeps end within microseconds of the modelled time */
+    prctl(PR_SET_TIMERSLACK, 1000ul);              /* makes sleeps end within microseconds of the modelled time */
     pthread_mutex_lock(&sim->lock);
     for (;;) {
         while (!sim->stop && !may_begin(l)) pthread_cond_wait(&l->work, &sim->lock);
@@ -300,7 +300,7 @@ static void *run_lane(void *arg)
         l->first = c->next;
         if (!l->first) l->last = NULL;
         l->ended = c->number;
-        c->ended = true;                           /* from here on it belongs to the thread that waits for it */
+        c->ended = true;                           /* after this line, c belongs to the thread that waits for it */
         pthread_cond_broadcast(&sim->ended);
         pthread_cond_signal(&l->other->work);
     }

@@ -339,8 +339,8 @@ local function finish_row(made, where)
   end
 end
 
--- Adds the states, the gradient and the other uses to the row of a parameter that trains. `at` is its place in the
--- layout.
+-- Adds the states, the gradient and the other uses to the row of a parameter that trains. `at` is the parameter's
+-- position in the layout.
 local function train_row(made, group, ids, at, where)
   made.states, made.averages = group.states, ids.mine and {} or nil
   for k, state in ipairs(ids.mine and group.states or {}) do

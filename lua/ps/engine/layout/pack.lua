@@ -42,7 +42,7 @@ local ALIGN, UNIT, MI = layout.ALIGN, layout.UNIT, 1024 * 1024
 local MOVE_COST = 65536        -- cost of a copy in elements; 128 KiB of bf16 are 50 us at 2.6 GB/s
 local COARSE = 0.25
 local FOR_A_RANK = 16          -- least number of chunks per rank, if the model is large enough
-local BLOCK_TENSORS = 32       -- in a longer block, sums of adjacent tensors begin only at the first ones
+local BLOCK_TENSORS = 32       -- in a block of more tensors, sums of adjacent tensors begin only at the first 32
 
 local ELEMENT = require("ps.core.dtype").nbytes
 -- Bytes per element of a trained parameter with Adam's master, exp_avg and exp_avg_sq in fp32. The gradient of a half

@@ -208,7 +208,7 @@ local function search(engine, units, numel, low, most, try)
       break
     end
     local split = look(share)
-    if not split then return best end                   -- neither this share nor a larger one has room
+    if not split then return best end                   -- there is no room for this share or for a larger one
     if split.host > split.link then low = split else high = split end
   end
   look(most)

@@ -516,7 +516,7 @@ function Ranks:keep_own(state)
   end
   for name, tensor in pairs(state) do
     local row = rows[nn_module.address(tensor)]
-    if row and row.place ~= nil then state[name] = row.place      -- under each of its tied names
+    if row and row.place ~= nil then state[name] = row.place      -- stored under each tied name
     elseif row or mine > 0 then state[name] = nil end
   end
 end

@@ -67,7 +67,7 @@ driver.work = {
 Driver.work = {
   [FORWARD] = function(engine, args) return engine.run(engine.module, unpack(args, 1, args.n)) end,
   [BACKWARD] = function(_, root, factor, gradient) return scope.walk_back(root, gradient, factor) end,
-  [REDUCE] = function() end,                                    -- C does all of its work
+  [REDUCE] = function() end,                                    -- C performs the whole action
   [C.PS_ACT_NORM] = driver.work[C.PS_ACT_NORM], [C.PS_ACT_UPDATE] = driver.work[C.PS_ACT_UPDATE],
 }
 

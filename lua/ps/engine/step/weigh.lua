@@ -16,7 +16,7 @@ local hooks = require "ps.core.hooks"
 
 local weigh = {}
 
-local NONE = { count = 1, places = 1 }      -- targets of a loss whose targets are not known
+local NONE = { count = 1, places = 1 }      -- used for a loss whose targets are unknown
 
 --- Returns whether losses are weighted by their targets, because a step has several losses.
 ---@param engine table

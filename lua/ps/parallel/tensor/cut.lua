@@ -517,7 +517,7 @@ function tensor_parallel.cut(model, how)
   for _, kind in ipairs { "column", "row", "vocabulary", "head" } do
     of_kind(kind, function(_, claim)
       local new = REPLACE[kind](cut, claim)
-      if not new then return end                            -- the module was cut in place
+      if not new then return end                            -- the module itself was changed
       cut.made[claim.module] = new
       put(claim, new)
       local cut_into = rawget(claim.module, "cut_into")       -- function of a layer with an adapter (ps.lora)

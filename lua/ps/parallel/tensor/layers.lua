@@ -377,8 +377,8 @@ end
 local LOSS = { ignore_index = "whole", reduction = "string", weight = "tensor", label_smoothing = "number" }
 local MEAN_OR_SUM = { mean = true, sum = true }
 
--- Returns factors [3, N] of the loss: the factors of each row's log-sum-exp, of its target's logit and of the sum of
--- its logits. `share` [N] has the weights of the targets' classes, and 0 for rows that do not count. `smooth` is the
+-- Returns the loss's factors [3, N]: for each row, the factor of its log-sum-exp, of its target's logit and of the sum
+-- of its logits. `share` [N] has the weights of the targets' classes, and 0 for rows that do not count. `smooth` is the
 -- label smoothing, `mass` the sum of all class weights, and `words` the number of classes.
 local function coefficients(share, counts, smooth, mass, words, reduction)
   local one, some = share * (1 - smooth), counts * (smooth / words)

@@ -32,7 +32,7 @@ enum { ALL_SEEN, HIDES, SEGMENTED };
 typedef struct attn {
     ps_view q, k, v, mask, y, lse, dy, dq, dk, dv;
     int64_t B, H, G, T, S, D, Dp, Sp, nvec;         /* Sp: S rounded up to ROWS; nvec = Dp / 16 */
-    int64_t window;                                 /* most keys that a query sees, 0 for no limit */
+    int64_t window;                                 /* maximum number of keys that a query sees, 0 for no limit */
     int64_t bias_step[3];                           /* strides of the mask along samples, heads and queries, 0 where
                                                      * it is repeated */
     float scale, scale2;                            /* factor on scores, and the factor times log2 e */

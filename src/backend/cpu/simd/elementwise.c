@@ -511,7 +511,7 @@ static int axpy_(ps_call *call)
     return apply_to(&call->in[0], call, axpy_fn[ty][tx], &(consts){ (float)at->alpha, 0 });
 }
 
-/* where copies bits, so only the size of an element matters. */
+/* The op `where` copies bits, so only the size of an element matters. */
 #define WHERE(T) \
     static void where_##T(void *const *p, int64_t n, const void *arg) \
     { \

@@ -21,8 +21,8 @@ static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
 static int64_t quarter(int64_t n) { return (n + LINES - 1) / LINES; }
 static int64_t lines_at(int64_t n, int64_t t) { return (n - t + quarter(n) - 1) / quarter(n); }
-/* Returns the distance from a line of step t to the next line of its stream; after the last step, to that of the
- * next piece. */
+/* Returns the distance from a line of step t to the next line of its stream. After the last step, the next line
+ * belongs to the next piece. */
 static int64_t to_next(int64_t n, int64_t t) { return t + 1 < quarter(n) ? 1 : n - quarter(n) + 1; }
 
 /* Prefetches bytes that are read with the next lines, because lines are too short for the processor to predict the

@@ -53,7 +53,7 @@ static int pad(ps_call *call)
 /* -- resampling ---------------------------------------------------------------------------------------------------- */
 struct maps { ps_taps h, w; int64_t in[2], out[2]; const float *weight; };   /* weight: weights of the taps of w */
 
-/* Applies the map of W to a row of x: out [W of y] in fp32. */
+/* Applies W's map to a row of x. Writes `out`, [W of y], in fp32. */
 static void map_row(const struct maps *m, const float *row, float *out)
 {
     const ps_taps *t = &m->w;

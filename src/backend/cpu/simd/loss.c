@@ -104,7 +104,7 @@ struct row {
     double sum;                       /* the sum of e^(x - max) */
     float block_max[KEEP / BLOCK];    /* maximum to which each block's stored exponentials are relative */
 };
-/* at: the largest element before this one is also stored; -1: it is not. */
+/* at: the largest element before element `at` is also stored, in row.before; -1: it is not stored. */
 SIMD void scan_row(struct row *w, const void *x, int64_t V, float *keep, int64_t at, int dtype)
 {
     float m = -INFINITY;

@@ -18,7 +18,7 @@ struct norm {
     const float *w, *b;               /* [Cp] in the order of pairs, with zeros after the C elements */
     float *mean, *rstd;               /* [rows] can be NULL in forward; mean is NULL for RMS norm */
     float *dw, *db;                   /* [blocks, Cp] partial sums in the order of pairs */
-    float exists[PAIR];               /* for the last pair of a row: 1 for its elements, 0 after its end */
+    float exists[PAIR];               /* a row's last pair: 1 for the row's elements, 0 after its end */
 };
 
 SIMD float row_sum(const void *x, int64_t C, int dtype)

@@ -129,7 +129,7 @@ SIMD float horizontal(const vf *v, reducer op)
 SIMD float row_block(const void *x, int64_t n, reducer op, int T)
 {
     vf none = vf_set(neutral(op)), acc[4][PARTS];
-#pragma GCC unroll 4                               /* also at -O2, so that the sums are in registers */
+#pragma GCC unroll 4                               /* unrolled also at -O2, to keep the sums in registers */
     for (int k = 0; k < 4; k++) EACH_PART(j) acc[k][j] = none;
     int64_t i = 0;
     for (; i + 4 * LANES <= n; i += 4 * LANES)
@@ -422,7 +422,8 @@ static int prod(ps_call *call)
 }
 
 /* -- topk ---------------------------------------------------------------------------------------------------------- */
-/* Keeps the k largest elements of a row in descending order. NaN comes first; equal elements are ordered by place. */
+/* Keeps the k largest elements of a row in descending order. NaN comes first. Equal elements are ordered by
+ * position. */
 static void topk_row(const char *x, int64_t n, int dtype, int k, float *value, int64_t *place)
 {
     int have = 0;
@@ -443,7 +444,7 @@ static void topk_row(const char *x, int64_t n, int dtype, int k, float *value, i
     }
 }
 
-enum { INSERTED = 64, SORT_BITS = 11 };            /* for larger k, insertion is slower than sorting */
+enum { INSERTED = 64, SORT_BITS = 11 };            /* above this k, insertion is slower than sorting */
 typedef struct sorted { uint32_t key; int32_t place; } sorted;
 
 /* A number that is smaller for a larger value: 0 for NaN, equal for +0 and -0. */

@@ -35,7 +35,7 @@ static inline int64_t number(const void *index, bool wide, int64_t i)
         else PICK_N(type, false, step, move); \
     } while (0)
 
-/* to[i] = from[index[i] * step + i * move] for n elements of `size` bytes. */
+/* Sets to[i] = from[index[i] * step + i * move] for n elements of `size` bytes. */
 static void pick(void *to, const void *from, const void *index, bool wide, int64_t n, int64_t step, int64_t move,
                  int64_t size)
 {
