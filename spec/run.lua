@@ -134,7 +134,7 @@ local function run_apart(list, number, beside)
   for _, lane in ipairs { { list, number }, { beside, 1 } } do
     local names = {}
     for i, file in ipairs(lane[1]) do names[i], all[#all + 1] = quoted(file), file end
-    -- A shell makes the jobs behind & ignore SIGINT and SIGQUIT; the specs need the default.
+    -- A shell makes background jobs (&) ignore SIGINT and SIGQUIT, but the specs need the default.
     lanes[#lanes + 1] = #names > 0
       and ("printf '%%s\\0' %s | env --default-signal=INT,QUIT xargs -0 -n 1 -P %d sh -c %s %s & "):format(
         table.concat(names, " "), lane[2], quoted(run), quoted(lock)) or nil

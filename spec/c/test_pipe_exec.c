@@ -551,7 +551,7 @@ static void test_faults(void)
                                                         "but the step expects another action"));
     ps_pipe_table_free(apart);
     prepare(t, NULL, NULL);
-    ranks[2].t = other;                             /* its messages arrive in the order of its own table */
+    ranks[2].t = other;                             /* rank 2's messages have the order of its own table */
     ranks[2].small = true;
     run_ranks(4);
     bool named = false;

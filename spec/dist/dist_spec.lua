@@ -268,7 +268,7 @@ describe("a group of processes", function()
     local out, seconds = ranks(3, [[
       local g = join { timeout = 0.5 }
       g:barrier()
-      if rank == 1 then                                  -- it arrives after both other ranks have timed out
+      if rank == 1 then                                  -- waits until both other ranks have timed out
         os.execute(("for i in $(seq 4000); do [ -e %s.0 ] && [ -e %s.2 ] && break; sleep 0.05; done"):format(meeting,
           meeting))
       end

@@ -233,7 +233,8 @@ describe("ranks that share a model", function()
     end)
   end)
 
-  -- Every virtual stage of six parts uses one embedding. ((g0 + g1) + g2) + ... is the only order of its sums.
+  -- Every virtual stage of six parts uses one embedding. Its gradient can only be summed in the order
+  -- ((g0 + g1) + g2) + ...
   it("refuse a table of several virtual stages whose sums would have another order than the model's", function()
     local Six = nn.class("Six")
     function Six:init() self.table = nn.Embedding(4, 4) end

@@ -37,7 +37,7 @@ typedef struct ps_trace {
 int ps_chunks_new(const ps_step *step, int n_devices, ps_backend *const *devices, ps_mem *plain,
                   const ps_chunk_config *config, const char *disk_folder, ps_chunks **out);
 ps_mem *ps_chunks_mem(ps_chunks *cs);
-void ps_chunks_tick(ps_chunks *cs);           /* An op begins: the next pin of a chunk begins a new moment. */
+void ps_chunks_tick(ps_chunks *cs);           /* An op begins, so the next pin of a chunk begins a new moment. */
 /* Ends all copies under way and frees all memory. Storages in chunks lose their bytes. */
 void ps_chunks_close(ps_chunks *cs);
 void ps_chunks_trim(ps_chunks *cs);           /* Frees memory that is kept for reuse by other chunks. */

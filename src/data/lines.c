@@ -35,7 +35,7 @@ struct ps_lines {
     ps_map map;
     int64_t count, nmarks, room;
     mark *marks;            /* [room] marks of rows 0, EACH, 2 EACH, ... */
-    char *row;              /* [row_room] bytes around the last row that was read */
+    char *row;              /* [row_room] buffer with the bytes around the last row that was read */
     int64_t row_room;
     bool scanned;           /* the marks were made by reading the file */
 };

@@ -22,7 +22,7 @@ typedef struct waiting { int32_t at, next; } waiting;
 
 struct tok_bpe {
     cached *cache;              /* [1 << CACHE_BITS] */
-    int32_t room;               /* capacity of the four lists: symbols of a long word */
+    int32_t room;               /* capacity of the four lists, in symbols of a long word */
     symbol *sym;
     int32_t *prev, *next;       /* -1: none */
     int32_t *sorted;

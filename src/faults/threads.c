@@ -29,7 +29,7 @@ void *__wrap_calloc(size_t n, size_t nbytes) { return no_memory() ? NULL : __rea
 void *__wrap_realloc(void *p, size_t nbytes) { return no_memory() ? NULL : __real_realloc(p, nbytes); }
 
 /* -- clocks and sleeps -------------------------------------------------------------------------------------------- */
-/* seconds by which the time of day has jumped; the monotonic clock cannot jump */
+/* seconds by which the wall clock has jumped; the monotonic clock cannot jump */
 static _Atomic int64_t jumped_s;
 
 int clock_gettime(clockid_t id, struct timespec *t)

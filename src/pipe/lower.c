@@ -46,7 +46,7 @@ static int32_t alone(const lowering *w, int rank, int32_t micro)
     return at;
 }
 
-/* Returns true if the action needs no action after a cut. */
+/* Returns true if the action takes no message, or a message of an action before the sender's cut. */
 static bool is_inside(const lowering *w, const ps_action *a)
 {
     const ps_pipe_table *t = w->t;

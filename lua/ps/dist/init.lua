@@ -99,7 +99,8 @@ end
 function Group:all_reduce(t, reduce)
   local number = REDUCTIONS[reduce or "sum"]
   if not number then
-    error(("group:all_reduce: no reduction '%s'; there are sum, max and min"):format(tostring(reduce)))
+    error(("group:all_reduce: there is no reduction '%s'; the reductions are sum, max and min")
+      :format(tostring(reduce)))
   end
   check(C.ps_group_all_reduce(open(self), tensor(t, "t", "all_reduce"), number))
   return t
@@ -259,8 +260,8 @@ end
 local function check_options(o)
   if o.seed then caller.seed(o.seed, "ps.init_distributed: seed") end
   if o.backend and not BACKENDS[o.backend] then
-    error(("ps.init_distributed: no backend '%s'; there are gloo and nccl (Gloo for host memory, NCCL for GPUs)")
-      :format(o.backend))
+    error(("ps.init_distributed: there is no backend '%s'; the backends are gloo and nccl (Gloo for host memory, NCCL "
+      .. "for GPUs)"):format(o.backend))
   end
   for name in pairs(ASKED) do
     if o[name] then caller.whole(o[name], "ps.init_distributed: " .. name, 1) end

@@ -62,7 +62,9 @@ function mesh.env() return env end
 local function world_size() return joined and joined:size() or 1 end
 
 local function check_axis(axis)
-  if not AXES[axis] then error(("no axis '%s'; there are world, dp, pp, tp, cp and ep"):format(tostring(axis))) end
+  if not AXES[axis] then
+    error(("there is no axis '%s'; the axes are world, dp, pp, tp, cp and ep"):format(tostring(axis)))
+  end
 end
 
 -- Takes the ranks that differ from a rank only along one axis. Returns the first of them, and the distance from one of
@@ -94,7 +96,7 @@ local function complete(given, world)
         error(("ps.mesh: %s = %s: %s does not exist yet"):format(axis, tostring(size), RESERVED[axis]))
       end
     elseif not AXES[axis] or axis == "world" then
-      error(("ps.mesh: no axis '%s'; there are dp, pp and tp"):format(tostring(axis)))
+      error(("ps.mesh: there is no axis '%s'; the axes are dp, pp and tp"):format(tostring(axis)))
     end
     if type(size) ~= "number" or size < 1 or size % 1 ~= 0 then
       error(("ps.mesh: %s is %s; it must be a whole number of at least 1"):format(axis, tostring(size)))

@@ -9,7 +9,7 @@ local ffi, C, ctx = native.ffi, native.C, native.ctx
 
 local anomaly = {}
 
-local places, numbers = {}, {}                      -- lines that called ops by index, and the indices by line
+local places, numbers = {}, {}                      -- index -> line that called an op; line -> index
 local found = ffi.new("ps_anomaly_info")
 
 -- Passes the line that calls the next op to C, as an index.

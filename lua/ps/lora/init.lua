@@ -63,7 +63,7 @@ local function check_numbers(spec)
   end
   for pattern, r in pairs(spec.rank_pattern or {}) do
     if type(r) ~= "number" or r < 1 or r % 1 ~= 0 then
-      error(("lora: rank_pattern['%s'] = %s; ranks are whole numbers of at least 1"):format(tostring(pattern),
+      error(("lora: rank_pattern['%s'] = %s; a rank must be a whole number of at least 1"):format(tostring(pattern),
         tostring(r)))
     end
   end
@@ -77,8 +77,8 @@ end
 
 local function check_name(name)
   if not name:find "^[%w_%-]+$" or nn_module.Module[name] ~= nil then
-    error(("lora: the name '%s' of an adapter; use letters, digits, _ and -, and no name of a module's method"):format(
-      name))
+    error(("lora: '%s' cannot be the name of an adapter; use letters, digits, _ and -, and not the name of a module's "
+      .. "method"):format(name))
   end
   return name
 end

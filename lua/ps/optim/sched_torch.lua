@@ -211,8 +211,8 @@ function torch.SequentialLR(options, ...)
   end
   for i, part in ipairs(parts) do
     if type(part) ~= "table" or part.how ~= schedule.OWN or part.beta1 or part.optimizer ~= options.optimizer then
-      error(("sched.SequentialLR: schedulers[%d] is not a schedule of PyTorch or Hugging Face for the same optimizer "
-        .. "that sets rates alone"):format(i))
+      error(("sched.SequentialLR: schedulers[%d] must be a schedule of PyTorch or Hugging Face that has the same "
+        .. "optimizer and sets only rates"):format(i))
     end
   end
   local total = parts[#parts].total

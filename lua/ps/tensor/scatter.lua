@@ -40,8 +40,8 @@ end
 local function along(x, d, idx, call)
   d = dim_index(x, d)
   if given(idx, call, "the index").ndim ~= x.ndim then
-    error(("%s: the index has shape %s, the tensor %s: their numbers of dimensions must match"):format(call, shown(idx),
-      shown(x)))
+    error(("%s: the index has shape %s, but the tensor has shape %s; they must have the same number of dimensions")
+      :format(call, shown(idx), shown(x)))
   end
   return d, shortened(x, d, idx)
 end
@@ -53,12 +53,12 @@ local function part_for(x, idx, src, call)
     return create.full(idx:shape(), src, { dtype = x:dtype(), device = x:device() })
   end
   if given(src, call, "the source").ndim ~= idx.ndim then
-    error(("%s: the source has shape %s, the index %s: they must have as many dimensions"):format(call, shown(src),
-      shown(idx)))
+    error(("%s: the source has shape %s, but the index has shape %s; they must have the same number of dimensions")
+      :format(call, shown(src), shown(idx)))
   end
   if src.dtype_ ~= x.dtype_ then
-    error(("%s: the source is a tensor of %s, the tensor one of %s; convert with :to"):format(call, src:dtype(),
-      x:dtype()))
+    error(("%s: the source has type %s, but the tensor has type %s; convert the source with :to"):format(call,
+      src:dtype(), x:dtype()))
   end
   for d = 0, src.ndim - 1 do
     local n = tonumber(idx.shape_[d])
@@ -177,8 +177,8 @@ local function part_along(x, d, n, src, shape, call)
       table.concat(want, ", ")))
   end
   if src.dtype_ ~= x.dtype_ then
-    error(("%s: the source is a tensor of %s, the tensor one of %s; convert with :to"):format(call, src:dtype(),
-      x:dtype()))
+    error(("%s: the source has type %s, but the tensor has type %s; convert the source with :to"):format(call,
+      src:dtype(), x:dtype()))
   end
   return src:reshape(shape)
 end
@@ -278,8 +278,8 @@ function T:masked_scatter(mask, src)
   local call = "masked_scatter"
   mask = mask_of(self, mask, call):expand(self:shape()):contiguous():reshape(-1)
   if given(src, call, "the source").dtype_ ~= self.dtype_ then
-    error(("%s: the source is a tensor of %s, the tensor one of %s; convert with :to"):format(call, src:dtype(),
-      self:dtype()))
+    error(("%s: the source has type %s, but the tensor has type %s; convert the source with :to"):format(call,
+      src:dtype(), self:dtype()))
   end
   if self:numel() == 0 then return self:clone() end
   if src:numel() < self:numel() then                       -- otherwise src has enough elements for any mask

@@ -405,7 +405,7 @@ static int grow(ps_gemm_space *space, void **p, size_t *have, size_t want)
     return *p ? 0 : PS_ENOMEM;                       /* scratch() has recorded the error */
 }
 
-/* With one column, rows can have any stride; otherwise row-major means that the stride of columns is 1. */
+/* Returns whether the matrix is not row-major, that is, has several columns whose stride is not 1. */
 static int is_transposed(const ps_mat *m) { return m->cols > 1 && m->stride_col != 1; }
 
 /* Returns the leading dimension of a matrix whose unit stride is known. If a size of 1 leaves the leading dimension

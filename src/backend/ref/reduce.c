@@ -188,7 +188,7 @@ int ref_cumsum(ps_call *call)
     return 0;
 }
 
-/* An element of a lane for sorting: a float is in f (i is 0), an integer in i (f is 0); and its position. */
+/* An element of a lane and its position, for sorting. A float is in f (i is 0), an integer is in i (f is 0). */
 struct ranked { double f; int64_t i, place; };
 
 /* Orders NaN first, then in descending order, and equal ones by position, so that the order is total. */

@@ -101,7 +101,7 @@ local function check_finite(engine, loss)
   local value, stages = loss:item(), mesh.group "pp"
   if value - value == 0 then return end
   told[engine] = true
-  if stages and stages:rank() > 0 then return end                    -- all stages have the loss
+  if stages and stages:rank() > 0 then return end                    -- rank 0 of the stages reports the loss
   engine:note(("the loss of step %d is %s, and its gradients make the parameters NaN; ps.set_detect_anomaly(true) "
     .. "before the forward names the first op that makes such a value"):format(engine.steps + 1,
     value ~= value and "nan" or tostring(value)))
