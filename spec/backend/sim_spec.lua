@@ -155,7 +155,8 @@ describe("sim's memory", function()
     assert.matches("accelerator: 8 MiB of memory, 8 GB/s in, 8 GB/s out, 10 us", text, 1, true)
     assert.matches("false\tENOMEM\tdevice sim: 5.0 MiB wanted, 4.0 of 4.0 MiB held in use: ", text, 1, true)
     assert.matches("sim has 8.0 MiB of memory and 4.0 MiB of it left; use a smaller batch, a smaller model or "
-      .. "recompute, or set PS_SIM_MEMORY higher\nsim\tsim\n", text, 1, true)
+      .. "recompute, or set PS_SIM_MEMORY higher (src/backend/sim/sim.c:", text, 1, true)
+    assert.matches("%)\nsim\tsim\n", text)
   end)
 
   it("and its rates are refused if they are invalid", function()
