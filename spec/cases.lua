@@ -965,6 +965,18 @@ do
          layouts = false }
   case { "adam8bit_", with_low(in_8_bits({ 300 }, 2, true, of_8), { 300 }, bytes(2, 4, 6)), types = { "bf16" },
          exact = true, layouts = false }
+  local function lion_in_8_bits(shape, blocks, master)
+    local list = in_8_bits(shape, blocks, master, lion)
+    list[6], list[7] = nil, nil
+    list.prepare = bytes(4)
+    return list
+  end
+  case { "lion8bit_", lion_in_8_bits({ 5, 7 }, 1), lion_in_8_bits({ 1000 }, 4), types = { "fp32" }, exact = true,
+         layouts = false }
+  case { "lion8bit_", lion_in_8_bits({ 65 }, 1, true), lion_in_8_bits({ 131, 257 }, 132, true), exact = true,
+         layouts = false }
+  case { "lion8bit_", with_low(lion_in_8_bits({ 300 }, 2, true), { 300 }, bytes(2, 4)), types = { "bf16" },
+         exact = true, layouts = false }
   case { "remainder_split_", with_low({ F { 5, 7 }, SAME(1), F({ 5, 7 }, -2, 2, "fp32") }, { 5, 7 }),
          with_low({ F { 131, 257 }, SAME(1), F({ 131, 257 }, -2, 2, "fp32") }, { 131, 257 }), types = { "bf16" },
          exact = true, layouts = false }

@@ -154,6 +154,7 @@ rmsprop_ | optim.RMSprop | optim.RMSprop | centered is refused
 adam_schedule_free_ | - | optim.AdamWScheduleFree | AdamWScheduleFree of schedulefree
 master_lerp_ | - | - | optimizer:eval() and optimizer:train() of AdamWScheduleFree
 lion_ | - | optim.Lion | lion-pytorch's
+lion8bit_ | - | optim.Lion8bit | its average in 8 bits
 lamb_ | - | optim.LAMB | timm's, without its clipping
 muon_ | optim.Muon | optim.Muon | products are fp32 for fp32 parameters; groups name the optimizer of other parameters
 adafactor_ | optim.Adafactor | optim.Adafactor, optim.HuggingFaceAdafactor | eps is eps1 and eps2

@@ -153,8 +153,8 @@ describe("the kernels of the device cuda" .. (REAL and "" or ", on the processor
       table.sort(missing)
       missing = table.concat(missing, " ")
       -- The host runs the updates of Muon (docs/optimizers.md). t:prod() uses other ops on a GPU.
-      assert(missing == "copy_to_tp counted_once expand muon_ permute prod reshape scatter_to_tp slice to_device",
-        missing)
+      assert(missing == "copy_to_tp counted_once expand lion8bit_ muon_ permute prod reshape scatter_to_tp slice "
+        .. "to_device", missing)
     ]]
   end)
 

@@ -98,7 +98,7 @@ describe("every honoured key", function()
     train { optimizer = { type = "SGD", params = { momentum = 0.9 } } }
     train { optimizer = { type = "Muon", params = { muon_lr = 0.01, adam_lr = 0.01 } } }
     for _, kind in ipairs { "Adafactor", "HuggingFaceAdafactor", "Lion", "LAMB", "AdamW8bit", "AdamWBF16",
-      "RMSprop", "AdamWScheduleFree" } do
+      "RMSprop", "AdamWScheduleFree", "Lion8bit" } do
       train { optimizer = { type = kind } }
     end
     train { fp16 = { enabled = true } }

@@ -288,6 +288,23 @@ def master_lerp(d):
     return Case(text, run, [Input(d.values(shape, "fp32", -1, 1)), Input(d.values(shape, "fp32", -1, 1))])
 
 
+def lion8bit(d):
+    """Lion with an average in 8 bits that begins at 0: the parameter, and the scales of the new average."""
+    n, lr, b1, wd = d.int(1, 600), d.choice(1e-3, 0.1), d.choice(0.9, 0.5), d.choice(0, 0.1)
+    blocks = (n + 255) // 256
+    text = ("local codes, scale = ps.zeros({ %d }, { dtype = 'uint8' }), ps.zeros { %d } "
+            "ps.ops.lion8bit_({ x[1], x[1], x[2], codes, scale }, %s) return x[1], scale") % (
+                n, blocks, ", ".join(map(lua, (1, 1, lr, b1, 0.75, wd))))
+
+    def run(x, m):
+        p, g = x[0].double(), x[1].double()
+        scale = torch.stack([(0.25 * g[i:i + 256]).abs().max() for i in range(0, n, 256)])
+        step = lr * g.sign()
+        p = p * (1 - lr * wd) - (m.change(step) if m.exact and m.change else step)
+        return [p, scale] if m.exact else [p.float(), scale.float()]
+    return Case(text, run, [Input(d.values([n], "fp32")), Input(d.values([n], "fp32", -1, 1))])
+
+
 def rmsprop(d):
     lr, alpha, eps, wd = d.choice(1e-3, 0.1), d.choice(0.99, 0.5), d.choice(1e-8, 1e-3), d.choice(0, 0.1)
     momentum, scale = d.choice(0, 0.9, 0.5), d.choice(1, 0.5)
@@ -422,7 +439,8 @@ ROWS = [
     Row("dropout", dropout, "dropout", 2), Row("arange_", arange_in_place, "arange_"), Row("arange", arange),
     Row("full, zeros, ones", filled), Row("zeros_like, ones_like", like), Row("scale_by_", scale_by, "scale_by_"),
     Row("sample", sample, "sample"), Row("adam_", adam, "adam_", 2), Row("sgd_", sgd, "sgd_", 2),
-    Row("lion_", lion, "lion_"), Row("lamb_", lamb, "lamb_"), Row("muon_", muon, "muon_"),
+    Row("lion_", lion, "lion_"),
+    Row("lion8bit_", lion8bit, "lion8bit_"), Row("lamb_", lamb, "lamb_"), Row("muon_", muon, "muon_"),
     Row("adam_schedule_free_", schedule_free, "adam_schedule_free_"),
     Row("master_lerp_", master_lerp, "master_lerp_"),
     Row("rmsprop_", rmsprop, "rmsprop_"),

@@ -121,7 +121,7 @@ end)
 -- Ops without a cuda kernel: the update of Muon, which the engine runs on the host (docs/optimizers.md), and prod,
 -- which uses other ops there.
 local HOST = {}
-for name in ("prod muon_"):gmatch "%S+" do HOST[name] = true end
+for name in ("prod muon_ lion8bit_"):gmatch "%S+" do HOST[name] = true end
 
 -- Returns whether the device runs an op. It does not run collectives, moves between two devices other than the host,
 -- and ops of the host.

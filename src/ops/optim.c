@@ -17,6 +17,7 @@ int infer_lamb(ps_infer *f);
 int infer_muon(ps_infer *f);
 int infer_adafactor(ps_infer *f);
 int infer_adam8bit(ps_infer *f);
+int infer_lion8bit(ps_infer *f);
 int infer_remainder_split(ps_infer *f);
 int infer_remainder_join(ps_infer *f);
 
@@ -101,24 +102,27 @@ int infer_adafactor(ps_infer *f)
     return 0;
 }
 
-/* States: codes of exp_avg uint8 [numel], its scales fp32 [blocks], and the same for exp_avg_sq. */
-int infer_adam8bit(ps_infer *f)
+/* States: for each average, codes uint8 [numel] and scales fp32 [blocks]. */
+static int check_codes(const ps_infer *f, int each)
 {
-    PS_TRY(check_update(f, 7, 0, PS_F32));
+    PS_TRY(check_update(f, each, 0, PS_F32));
     for (int i = 0; i < f->n_in; i++) {
-        const ps_tensor *p = f->in[i - i % 7], *t = f->in[i];
-        int k = i % 7;
-        bool codes = k == 3 || k == 5;
+        const ps_tensor *p = f->in[i - i % each], *t = f->in[i];
+        int k = i % each;
+        bool codes = k % 2 == 1;
         int64_t numel = codes ? p->numel_ : (p->numel_ + PS_STATE_BLOCK - 1) / PS_STATE_BLOCK;
         if (k > 2 && (t->numel_ != numel || t->dtype_ != (codes ? PS_U8 : PS_F32)))
-            return ps_rule_fail(f, "tensor %d of group %d is %s [%lld]; it must be %s [%lld]", k, i / 7,
+            return ps_rule_fail(f, "tensor %d of group %d is %s [%lld]; it must be %s [%lld]", k, i / each,
                                 ps_dtype_name(t->dtype_), (long long)t->numel_, codes ? "uint8" : "fp32",
                                 (long long)numel);
         if (k == 0 && p->dtype_ == PS_F64)
-            return ps_rule_fail(f, "parameter %d is fp64, which this op does not support", i / 7);
+            return ps_rule_fail(f, "parameter %d is fp64, which this op does not support", i / each);
     }
     return 0;
 }
+
+int infer_adam8bit(ps_infer *f) { return check_codes(f, 7); }
+int infer_lion8bit(ps_infer *f) { return check_codes(f, 5); }
 
 int infer_remainder_split(ps_infer *f)
 {

@@ -15,7 +15,7 @@ int ps_update_attrs(int op, void *attrs, int64_t t, double grad_scale)
         a->grad_scale = grad_scale;
         a->first = t == 1;
     } else if (op == PS_OP_lion_ || op == PS_OP_lamb_ || op == PS_OP_muon_ || op == PS_OP_adafactor_ ||
-               op == PS_OP_adam8bit_ || op == PS_OP_adam_bf16_ || op == PS_OP_rmsprop_ ||
+               op == PS_OP_adam8bit_ || op == PS_OP_lion8bit_ || op == PS_OP_adam_bf16_ || op == PS_OP_rmsprop_ ||
                op == PS_OP_adam_schedule_free_) {
         struct { double grad_scale; int64_t t; } *head = attrs;           /* first attributes of every update op */
         head->grad_scale = grad_scale;

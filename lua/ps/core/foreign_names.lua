@@ -12,7 +12,7 @@ local SCHEDULES = "there are ps.sched.LambdaLR, StepLR, LinearLR, OneCycleLR, Re
   .. "and others of PyTorch, ps.sched.get_scheduler, linear, cosine and others of Hugging Face, and DeepSpeed's "
   .. "(docs/optimizers.md); optimizer:set_lr(lr) sets any other rate"
 local OPTIMIZERS = "there are ps.optim.Adam, AdamW, SGD, Lion, Muon, Adafactor, HuggingFaceAdafactor, LAMB, AdamW8bit, "
-  .. "AdamWBF16, RMSprop and AdamWScheduleFree"
+  .. "AdamWBF16, RMSprop, AdamWScheduleFree and Lion8bit"
 local GROUPS = "give the groups to ps.initialize { param_groups = ... } or to ps.optim's optimizer when it is made"
 local LAYERS = "write a class with nn.class from the ops in ps.F"
 local PADS = "write F.pad(x, { left, right }, { mode = \"reflect\" }) in forward"

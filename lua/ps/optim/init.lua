@@ -535,6 +535,12 @@ function optim.RMSprop(params, options) return build(optimizers.of "RMSprop", pa
 ---@return ps.Optimizer
 function optim.Lion(params, options) return build(optimizers.of "Lion", params, options) end
 
+--- Creates a Lion optimizer whose average has 8 bits, like those of AdamW8bit.
+---@param params ps.nn.Module|ps.Tensor[]|table[]
+---@param options? {lr?: number, betas?: number[], weight_decay?: number, max_norm?: number, per_rank?: boolean}
+---@return ps.Optimizer
+function optim.Lion8bit(params, options) return build(optimizers.of "Lion8bit", params, options) end
+
 --- Creates a Muon optimizer for matrices (Jordan et al. 2024), which is PyTorch's. Pass other parameters in groups with
 --- another optimizer: { params = list, optimizer = "AdamW" }.
 ---@param params ps.nn.Module|ps.Tensor[]|table[]

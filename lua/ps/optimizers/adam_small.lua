@@ -1,13 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- AdamW with small averages. AdamW8bit: 8 bits each, by the maps of bitsandbytes and torchao, in blocks of 256 elements
--- (Dettmers et al. 2022). AdamWBF16: bf16, rounded up or down at random, so that small changes are not lost.
-local BLOCK = 256                                  -- value of PS_STATE_BLOCK in src/base/update.h
-
-local function blocks(shape)
-  local numel = 1
-  for _, size in ipairs(shape) do numel = numel * size end
-  return { math.ceil(numel / BLOCK) }
-end
+-- AdamW with small averages. AdamW8bit: 8 bits each. AdamWBF16: bf16, rounded up or down at random, so that small
+-- changes are not lost.
+local in_8_bits = require "ps.optimizers.blocks"
 
 local DEFAULTS = { lr = 1e-3, betas = { 0.9, 0.999 }, eps = 1e-8, weight_decay = 0.01 }
 local SETTINGS = { "lr", "betas", "eps", "weight_decay" }
@@ -22,9 +16,7 @@ local function belongs(group) if not group.betas or not group.eps then return "i
 return {
   AdamW8bit = {
     name = "AdamW8bit", op = "adam8bit_", blocks = true, settings = SETTINGS, defaults = DEFAULTS, attrs = attrs,
-    states = { { name = "exp_avg_codes", dtype = "uint8" }, { name = "exp_avg_scale", dtype = "fp32", shape = blocks,
-      most = 4 }, { name = "exp_avg_sq_codes", dtype = "uint8" }, { name = "exp_avg_sq_scale", dtype = "fp32",
-      shape = blocks, most = 4 } },
+    states = in_8_bits("exp_avg", "exp_avg_sq"),
     torch = { belongs = belongs },
     aliases = { "adamw_bnb_8bit", "adamw_8bit", "adamw_torch_8bit" },
   },

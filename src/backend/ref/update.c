@@ -182,6 +182,35 @@ static void adam8bit(const ps_attrs_adam8bit_ *a, const ps_view *in)
     }
 }
 
+/* Lion as above, in fp32, with an average in 8 bits. */
+static void lion8bit(const ps_attrs_lion8bit_ *a, const ps_view *in)
+{
+    float lr = (float)a->lr, keep = (float)(1 - a->lr * a->weight_decay), scale = (float)a->grad_scale;
+    float b1 = (float)a->beta1, b2 = (float)a->beta2, c1 = (float)(1 - a->beta1), c2 = (float)(1 - a->beta2);
+    float m[PS_STATE_BLOCK], *scales = in[4].data;
+    uint8_t *codes = in[3].data;
+    ps_codes with_sign;
+    ps_codes_make(&with_sign, true);
+    for (int64_t block = 0; block * PS_STATE_BLOCK < in->numel; block++) {
+        int64_t first = block * PS_STATE_BLOCK, left = in->numel - first;
+        int64_t n = left < PS_STATE_BLOCK ? left : PS_STATE_BLOCK;
+        for (int64_t k = 0; k < n; k++) {
+            int64_t i = first + k;
+            float p = (float)ref_master_get(in, i) * keep, g = (float)ref_load(&in[2], i) * scale;
+            float old = ps_codes_value(&with_sign, codes[i], true) * scales[block], u = fmaf(b1, old, c1 * g);
+            m[k] = fmaf(b2, old, c2 * g);
+            ref_master_put(in, i, u > 0 ? p - lr : u < 0 ? p + lr : u != u ? u : p);
+        }
+        quantise(&with_sign, m, n, codes + first, &scales[block], true);
+    }
+}
+
+int ref_lion8bit_(ps_call *call)
+{
+    for (int n = 0; n + 5 <= call->n_in; n += 5) lion8bit(call->attrs, &call->in[n]);
+    return 0;
+}
+
 int ref_adam8bit_(ps_call *call)
 {
     for (int n = 0; n + 7 <= call->n_in; n += 7) adam8bit(call->attrs, &call->in[n]);

@@ -38,14 +38,19 @@ static int remainder_join(ps_call *call)
 /* -- Lion ---------------------------------------------------------------------------------------------------------- */
 struct lion { float scale, keep, b1, b2, c1, c2, lr; };
 
-SIMD void lion_at(const struct lion *h, const struct item *it, int64_t i, int form, int grad_dtype)
+/* Updates VL elements, and returns the new average. */
+SIMD vf lion_step(const struct lion *h, const struct item *it, int64_t i, vf old, int form, int grad_dtype)
 {
     vf p = master_get(it, i, form) * h->keep, g = vf_get(it->grad, i, grad_dtype) * h->scale;
-    float *m = (float *)it->state[0] + i;
-    vf old = vf_load(m), u = vf_fma(vf_set(h->b1), old, g * h->c1), lr = vf_set(h->lr);
+    vf u = vf_fma(vf_set(h->b1), old, g * h->c1), lr = vf_set(h->lr);
     p = vf_select(u > vf_zero(), p - lr, vf_select(u < vf_zero(), p + lr, vf_select(u != u, u, p)));
-    vf_store(m, vf_fma(vf_set(h->b2), old, g * h->c2));
     master_put(it, i, p, form);
+    return vf_fma(vf_set(h->b2), old, g * h->c2);
+}
+SIMD void lion_at(const struct lion *h, const struct item *it, int64_t i, int form, int grad_dtype)
+{
+    float *m = (float *)it->state[0] + i;
+    vf_store(m, lion_step(h, it, i, vf_load(m), form, grad_dtype));
 }
 SIMD void lion_body(const struct lion *h, const struct item *it, int64_t first, int64_t last, int form, int grad_dtype)
 {
@@ -62,14 +67,17 @@ static void lion_span(const void *setting, const struct item *it, int64_t first,
 {
     PS_BY_FORM(it, lion_body, setting, it, first, last);
 }
+static struct lion lion_of(double lr, double beta1, double beta2, double wd, double scale)
+{
+    return (struct lion){ .scale = (float)scale, .keep = (float)(1 - lr * wd), .b1 = (float)beta1, .b2 = (float)beta2,
+                          .c1 = (float)(1 - beta1), .c2 = (float)(1 - beta2), .lr = (float)lr };
+}
 static int lion(ps_call *call)
 {
     const struct ps_attrs_lion_ *a = call->attrs;
     struct work w;
     if (!collect_alike(call, 4, PS_F32, &w)) return PS_EUNSUP;
-    struct lion h = { .scale = (float)a->grad_scale, .keep = (float)(1 - a->lr * a->weight_decay),
-                      .b1 = (float)a->beta1, .b2 = (float)a->beta2, .c1 = (float)(1 - a->beta1),
-                      .c2 = (float)(1 - a->beta2), .lr = (float)a->lr };
+    struct lion h = lion_of(a->lr, a->beta1, a->beta2, a->weight_decay, a->grad_scale);
     run_work(&w, &h, lion_span);
     return 0;
 }
@@ -257,6 +265,53 @@ static int adam8bit(ps_call *call)
     return 0;
 }
 
+SIMD void lion8bit_block(const struct lion *h, const struct item *it, int64_t first, int64_t n, int form,
+                         int grad_dtype)
+{
+    float m[PS_STATE_BLOCK + CODES_RUN], *scale = (float *)it->state[1] + first / PS_STATE_BLOCK;
+    uint8_t *codes = (uint8_t *)it->state[0] + first;
+    vi most = vi_set(0);
+    int64_t i = 0;
+    for (; i + VL <= n; i += VL) {
+        vf old = codes_load(&signed_codes, codes + i, true) * *scale;
+        vf new = lion_step(h, it, first + i, old, form, grad_dtype);
+        vf_store(m + i, new);
+        most = codes_most(most, new);
+    }
+    if (i < n) {
+        static const int none[2] = { 0, 0 };
+        struct tail t;
+        uint8_t rest[VL] = { 0 };
+        memcpy(rest, codes + i, (size_t)(n - i));
+        tail_get(&t, it, first + i, (int)(n - i), none);
+        vf old = codes_load(&signed_codes, rest, true) * *scale;
+        vf_store(m + i, lion_step(h, &t.it, 0, old, form, grad_dtype));
+        tail_put(&t, it, first + i, (int)(n - i), none);
+        for (int64_t k = n; k < i + VL; k++) m[k] = 0;         /* no elements, so they must not affect the scale */
+        most = codes_most(most, vf_load(m + i));
+    }
+    codes_store_block(&signed_codes, m, n, most, codes, scale, true);
+}
+SIMD void lion8bit_body(const struct lion *h, const struct item *it, int64_t first, int64_t last, int form,
+                        int grad_dtype)
+{
+    for (int64_t i = first; i < last; i += PS_STATE_BLOCK)
+        lion8bit_block(h, it, i, last - i < PS_STATE_BLOCK ? last - i : PS_STATE_BLOCK, form, grad_dtype);
+}
+static void lion8bit_span(const void *setting, const struct item *it, int64_t first, int64_t last)
+{
+    PS_BY_FORM(it, lion8bit_body, setting, it, first, last);
+}
+static int lion8bit(ps_call *call)
+{
+    const struct ps_attrs_lion8bit_ *a = call->attrs;
+    struct work w;
+    if (!collect_any(call, 5, &w)) return PS_EUNSUP;
+    struct lion h = lion_of(a->lr, a->beta1, a->beta2, a->weight_decay, a->grad_scale);
+    run_work(&w, &h, lion8bit_span);
+    return 0;
+}
+
 void PS_ISA_FN(ps_cpu_fill_update)(ps_kernel *k);
 void PS_ISA_FN(ps_cpu_fill_update)(ps_kernel *k)
 {
@@ -268,4 +323,5 @@ void PS_ISA_FN(ps_cpu_fill_update)(ps_kernel *k)
     k[PS_OP_rmsprop_] = rmsprop;
     k[PS_OP_adam_bf16_] = adam_bf16;
     k[PS_OP_adam8bit_] = adam8bit;
+    k[PS_OP_lion8bit_] = lion8bit;
 }
