@@ -86,6 +86,10 @@ describe("a loader of a table", function()
     fails(function() loader({ talk("Q", "b"), refused }, { tokenizer = ps.tokenizer.from_pretrained(strict) }) end,
       "rows[2]: ", "no critics")
     tokens.remove(strict)
+    local misspelt = talk("Q", "b")
+    misspelt.messages[2].role = "Asistant"
+    fails(function() loader { talk("Q", "b"), misspelt } end, "rows[2]: ", "messages[2]", "no role 'Asistant'",
+      "did you mean 'assistant'?")
     fails(function() loader({ talk("Q", "b") }, { tokenizer = setmetatable({ apply_chat_template =
       function() error "of the script" end }, { __index = tok }) }) end, "rows[1]: ", "of the script")
     for want, row in pairs {

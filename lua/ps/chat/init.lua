@@ -12,6 +12,7 @@ local mask = require "ps.chat.mask"
 local utf8 = require "ps.core.utf8"
 local caller = require "ps.core.caller"
 local refuse = require "ps.core.refusal"
+local nearest = require "ps.core.nearest"
 local error = caller.error
 
 local chat = {}
@@ -51,6 +52,9 @@ end
 -- Roles whose names can be part of a special token, as in '<|' + role + '|>'.
 local ROLES = { system = true, developer = true, user = true, assistant = true, tool = true, ["function"] = true,
   model = true, ipython = true, observation = true, environment = true, tool_response = true, ipynb = true }
+local ROLE_NAMES = {}
+for role in pairs(ROLES) do ROLE_NAMES[#ROLE_NAMES + 1] = role end
+table.sort(ROLE_NAMES)
 
 -- Sets a mark on all strings in a value.
 local function marked(v, mark)
@@ -311,6 +315,17 @@ local function roles_of(messages)
   return roles
 end
 
+-- Raises an error for a role that is probably misspelt: neither standard nor in the template, but close to a standard
+-- role. The template would write it, and its message would not be trained.
+local function check_roles(self, messages)
+  for i, role in ipairs(roles_of(messages)) do
+    local meant = not ROLES[role] and not self.source:find(role, 1, true) and nearest.find(role, ROLE_NAMES)
+    if meant then
+      error(("messages[%d]: the chat template has no role '%s'; did you mean '%s'?"):format(i, role, meant))
+    end
+  end
+end
+
 -- Returns the indices of the messages to train on.
 local function wanted_of(messages, train_on)
   local wanted = {}
@@ -344,6 +359,7 @@ function Template:trained(messages, options, train_on)
   options, train_on = checked_options(options, "template:trained"), train_on or "assistant"
   if type(train_on) ~= "function" then caller.one_of(train_on, TRAIN_ON, "train_on") end
   messages = value_of(messages, "messages")
+  check_roles(self, messages)
   local rendered = render(self, variables_of(messages, options, true), true)
   local s = text.flat(rendered)
   local spans = mask.generated(rendered)
