@@ -311,7 +311,7 @@ end
 --- folder, or false for no cache
 ---@return ps.Examples
 function examples.of_table(rows, tokenizer, given)
-  if #rows == 0 then error "ps.data.loader: the table has no rows" end
+  if #rows == 0 then error(("ps.data.loader: the table has no rows: %s"):format(tostring(rows))) end
   local form = formats.recognise(rows, { check = 1 })
   if form:find "preference" then
     error(("ps.data.loader: rows in the form '%s' are for preference training, which needs pairs; this loader does not "

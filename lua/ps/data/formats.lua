@@ -97,7 +97,7 @@ function formats.recognise(rows, options)
   checked(rows, "ps.data.format")
   options = caller.options(options, "ps.data.format", { check = "whole" })
   if options.check then caller.whole(options.check, "ps.data.format: check", 1) end
-  if #rows == 0 then error "ps.data.format: the table has no rows" end
+  if #rows == 0 then error(("ps.data.format: the table has no rows: %s"):format(tostring(rows))) end
   local first
   for i = 1, math.min(#rows, options.check or #rows) do
     local _, form = formats.check(rows, i, first)
