@@ -11,21 +11,21 @@ local argparse = require "argparse"
 local json = require "cjson"
 local paths = require "ps.paths"
 local process = require "bench.process_lib"
-local whole = require("ps.core.command_line").whole
+local command_line = require "ps.core.command_line"
 
 local parser = argparse("bench/llama_cpp.lua", "Generates text in turn by psluajit and by llama.cpp.")
 parser:argument("model", "a GGUF file, or a folder with --peer-file")
 parser:option("--peer-file", "the file that llama.cpp runs (default: MODEL)")
-whole(parser:option("--prompt", "number of tokens of the prompt", "512"), 1)
-whole(parser:option("--tokens", "number of tokens to generate", "64"), 2)
-whole(parser:option("--rounds", "number of rounds", "5"), 1)
+command_line.whole(parser:option("--prompt", "number of tokens of the prompt", "512"), 1)
+command_line.whole(parser:option("--tokens", "number of tokens to generate", "64"), 2)
+command_line.whole(parser:option("--rounds", "number of rounds", "5"), 1)
 parser:option("--dtype", "type of the weights", "fp32")
 parser:flag("--keep-quantized", "weights of a GGUF file stay packed")
 parser:flag("--int8-activations", "with --keep-quantized: round activations to 8 bits when generating, which is faster")
 parser:option("--kv-cache", "type of the cached keys and values: bf16 or q8_0 (default: that of the weights)")
   :choices { "bf16", "q8_0" }
 parser:flag("--json", "one JSON object")
-local args = parser:parse()
+local args = command_line.parse(parser)
 
 local KEYS = { "prompt_s", "prompt_cpu_s", "decode_s", "decode_cpu_s" }
 

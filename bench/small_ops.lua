@@ -17,7 +17,7 @@ parser:option("--only", "only calls that contain this, as printed")
 parser:option("--json", "also write all figures to this file")
 command_line.number(parser:option("--above", "print only rows above this ratio", "0"), 0)
 command_line.whole(parser:option("--rounds", "number of runs of each side", "3"), 1)
-local args = parser:parse()
+local args = command_line.parse(parser)
 
 local SIZES = { 16, 1024, 65536 }                           -- elements, about
 

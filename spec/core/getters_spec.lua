@@ -1,5 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- A function that can be called without arguments is a getter, or its name is a verb. Getters change nothing.
+-- A function that can be called without arguments is a getter, or its name is a verb or ends in "_", as those of
+-- methods that write in place. Getters change nothing.
 local ps = require "ps"
 local annotations = require "ps.prompt.annotations"
 local fails = require("spec.check_lib").fails
@@ -7,16 +8,16 @@ local nn = ps.nn
 
 -- Functions without a required argument whose names are verbs.
 local VERBS = {}
-for name in ([[ backward release keep zero_ normal_ uniform_ bernoulli_ requires_grad_ train eval zero_grad
-  recompute_blocks step skip close micro_batches generate to load_weights barrier forward save_pretrained
-  save_parallelized apply
+for name in ([[ backward release keep train eval zero_grad recompute_blocks step skip close micro_batches generate to
+  load_weights barrier forward save_pretrained save_parallelized apply
 ]]):gmatch "%S+" do VERBS[name] = true end
 
 -- Returns the names of functions that are meant to be called without arguments.
 local function answering(functions)
   local names = {}
   for name, fn in pairs(functions) do
-    if type(name) == "string" and type(fn) == "function" and not VERBS[name] and not name:find "^_" then
+    if type(name) == "string" and type(fn) == "function" and not VERBS[name] and not name:find "^_"
+      and not name:find "_$" then
       local needed = 0
       for i, param in ipairs(annotations.described(fn).params) do
         if i > (annotations.parameter_names(fn)[1] == "self" and 0 or 1) and not param.name:find "%?$"

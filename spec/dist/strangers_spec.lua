@@ -87,7 +87,7 @@ describe("ranks at a port", function()
     local a = rank(0, port, "PS_RUN_ID=apples", 15)
     listens(port)
     local b = rank(1, port, "PS_RUN_ID=\"$(printf 'pears\\033[31m')\"", 3)
-    has(said(b), "is of run 'pears?[31m'")
+    has(said(b), "run 'apples' answers there, but this rank belongs to run 'pears?[31m'")
     has(said(a), "rank 1 of 2 did not come", "one that came from 127.0.0.1 was turned away: it is of run 'pears?[31m'")
   end)
 

@@ -91,7 +91,7 @@ describe("psluajit's command line", function()
       .. 'if arg[1] then config() else train() end\n')
     local _, err, code = run { "wrong.lua" }
     assert.equal(1, code)
-    assert.matches("matmul: inner sizes differ.*\nstack traceback:\n\t%S*wrong.lua:4: in function 'train'\n"
+    assert.matches("matmul: the inner sizes differ.*\nstack traceback:\n\t%S*wrong.lua:4: in function 'train'\n"
       .. "\t%S*wrong.lua:11: in main chunk\n\t%[C%]: at 0x%x+\n$", err)
     _, err = run { "wrong.lua", "config" }
     assert.matches("unknown key bf17.*\nstack traceback:\n\t%S*wrong.lua:8: in function 'config'\n"
