@@ -490,7 +490,7 @@ describe("attention with caches", function()
         ps.no_grad(heads.attend_cached, { heads = H }, unpack(args, 1, args.n))
       end)
     end
-    says({ "a cache is [2, 8, 9, 8]; [2, 8, 10 or more, 8]" }, { kv = kv }, 9, nil, qkv)
+    says({ "a cache is [2, 8, 9, 8]; it must be [2, 8, 10 or more, 8]" }, { kv = kv }, 9, nil, qkv)
     says({ "a cache is [2, 8, 9, 8]" }, { kv = kv }, -1, nil, qkv)
     says({ "a cache is [2, 8, 9, 8]; [2, 4, 6 or more, 8]" }, { k = kv, v = kv }, at, nil, k, k, k)
     says({ "2 rows of 1 positions with 12 heads of 8 are needed, not [2, 1, 32]" }, { kv = kv }, at, nil, k)

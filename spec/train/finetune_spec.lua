@@ -135,10 +135,10 @@ describe("examples/finetune.lua", function()
   end)
 
   it("ends on Ctrl-C with a checkpoint, without errors about other ranks", function()
-    for _, at in ipairs { "before:", "step %d+/" } do
+    for i, at in ipairs { "before:", "step %d+/" } do
       local p = assert(io.popen(("exec 2>&1; echo $$; OMP_NUM_THREADS=1 exec '%s' '%s/tools/launch.lua' "
-        .. "--nproc-per-node 2 '%s/examples/finetune.lua' --model %s --data %s --out %s/stopped --epochs 100000")
-        :format(paths.exe, paths.root, paths.root, folder, data, folder)))
+        .. "--nproc-per-node 2 '%s/examples/finetune.lua' --model %s --data %s --out %s/stopped%d --epochs 100000")
+        :format(paths.exe, paths.root, paths.root, folder, data, folder, i)))
       local pid, lines, sent = p:read "*l", {}, false
       for line in p:lines() do
         lines[#lines + 1] = line
