@@ -7,7 +7,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* Allocations left until the first failure. Allocations fail while it is between 0 and -failures + 1. */
+/* until_failure is the number of allocations before the first failure. While its value is between 0 and -failures +
+ * 1, allocations fail. */
 static atomic_llong until_failure = -1, failures;
 
 bool ps_alloc_should_fail(void)

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Unpacks blocks of packed numbers. Each value is computed by the operations of ggml's own definition (NF4: those of
- * bitsandbytes), in fp32 and in the same order, so that it has the same bits. d and m are fp16 scales of a block; qs
- * and qh are the low and the high bits of its numbers. */
+ * Unpacks blocks of packed numbers. Each value is computed by the operations of ggml's own definition (for NF4, of the
+ * definition in bitsandbytes), in fp32 and in the same order, so that it has the same bits. d and m are fp16 scales of
+ * a block; qs and qh are the low and the high bits of its numbers. */
 #include "base/blocks.h"
 #include "base/half.h"
 #include <math.h>
@@ -92,7 +92,7 @@ void ps_unpack_iq4_nl(const uint8_t *s, float *out)
     }
 }
 
-/* The scale is a power of two in one byte. It is halved, because the table's values are twice those of e2m1. */
+/* The scale is a power of two in one byte. It is halved, because the values in the table are twice the e2m1 values. */
 void ps_unpack_mxfp4(const uint8_t *s, float *out)
 {
     static const int8_t twice[16] = { 0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12 };
@@ -104,8 +104,8 @@ void ps_unpack_mxfp4(const uint8_t *s, float *out)
 }
 
 /* -- blocks of 256 with scales of their parts ---------------------------------------------------------------------- */
-/* A block has 16 bytes with scale and minimum of each 16 values, 64 bytes of values, d, dmin. Of 128 values, value
- * 32 k + i is in bits 2 k and 2 k + 1 of byte i. */
+/* A block consists of 16 bytes, each with the scale and minimum of 16 values, 64 bytes of values, d, and dmin. Each
+ * 32 bytes of values contain 128 values: value 32 k + i is in bits 2 k and 2 k + 1 of byte i. */
 void ps_unpack_q2_k(const uint8_t *s, float *out)
 {
     const uint8_t *qs = s + 16;
@@ -116,8 +116,8 @@ void ps_unpack_q2_k(const uint8_t *s, float *out)
     }
 }
 
-/* A block has 32 bytes of high bits (0 means minus 4), 64 bytes of low bits as in Q2_K, 12 bytes with 16 scales of 6
- * bits, d. */
+/* A block consists of 32 bytes of high bits, 64 bytes of low bits in the layout of Q2_K, 12 bytes with 16 scales of
+ * 6 bits, and d. A high bit of 0 subtracts 4 from its value. */
 void ps_unpack_q3_k(const uint8_t *s, float *out)
 {
     const uint8_t *qs = s + 32, *scales = s + 96;
@@ -130,8 +130,8 @@ void ps_unpack_q3_k(const uint8_t *s, float *out)
     }
 }
 
-/* A block has d, dmin, 12 bytes of scales, 128 bytes of values. Of 64 values, the first 32 are low halves of bytes,
- * and the others are high halves. */
+/* A block consists of d, dmin, 12 bytes of scales, and 128 bytes of values. Each 32 bytes of values contain 64
+ * values: the first 32 in the low halves of the bytes, the others in the high halves. */
 void ps_unpack_q4_k(const uint8_t *s, float *out)
 {
     const uint8_t *qs = s + 16;
@@ -145,7 +145,7 @@ void ps_unpack_q4_k(const uint8_t *s, float *out)
     }
 }
 
-/* Like Q4_K, with 32 bytes of fifth bits before the values: bit p of byte k belongs to value k of part p. */
+/* Like Q4_K, but with 32 bytes of fifth bits before the values: bit p of byte k belongs to value k of part p. */
 void ps_unpack_q5_k(const uint8_t *s, float *out)
 {
     const uint8_t *qh = s + 16, *qs = s + 48;
@@ -175,8 +175,8 @@ void ps_unpack_q6_k(const uint8_t *s, float *out)
     }
 }
 
-/* A block has d, a u16 with the high bits of 8 scales, 4 bytes with their low bits, 128 bytes with 8 parts like
- * IQ4_NL. */
+/* A block consists of d, a u16 with the high bits of 8 scales, 4 bytes with their low bits, and 128 bytes with 8
+ * parts in the layout of IQ4_NL. */
 void ps_unpack_iq4_xs(const uint8_t *s, float *out)
 {
     float d = half_at(s);

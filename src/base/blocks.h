@@ -1,12 +1,12 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Blocks of packed numbers: the types of ggml, by ggml's numbers, and NF4 (Dettmers et al. 2023, "QLoRA: Efficient
- * Finetuning of Quantized LLMs"). A row of packed numbers is a sequence of blocks. Each type is `block` numbers in
- * `bytes` bytes. */
+ * Blocks of packed numbers: the types of ggml, with ggml's ids, and NF4 (Dettmers et al. 2023, "QLoRA: Efficient
+ * Finetuning of Quantized LLMs"). A row of packed numbers is a sequence of blocks. A block of a type consists of
+ * `block` numbers in `bytes` bytes. */
 #ifndef PS_BASE_BLOCKS_H
 #define PS_BASE_BLOCKS_H
 #include <stdint.h>
 
-enum { PS_BLOCKS_MOST = 256 };                           /* values in the largest block */
+enum { PS_BLOCKS_MOST = 256 };                           /* number of values in the largest block */
 enum { PS_Q4_0 = 2, PS_Q4_1 = 3, PS_Q5_0 = 6, PS_Q5_1 = 7, PS_Q8_0 = 8, PS_Q2_K = 10, PS_Q3_K = 11, PS_Q4_K = 12,
        PS_Q5_K = 13, PS_Q6_K = 14, PS_IQ4_NL = 20, PS_IQ4_XS = 23, PS_MXFP4 = 39, PS_NF4 = 256 };
 

@@ -8,20 +8,20 @@
 /* Records the error and returns `code`, so that a caller can write `return ps_fail(PS_EINVAL, "...", ...)`. */
 #define ps_fail(code, ...) ps_fail_at((code), __FILE__, __LINE__, __VA_ARGS__)
 int ps_fail_at(int code, const char *file, int line, const char *fmt, ...) __attribute__((format(printf, 4, 5)));
-/* Like ps_fail, with details for programs (ps_error_detail). sub: PS_SUB_*, or PS_SUB_NONE. */
+/* Like ps_fail, with details for programs (ps_error_detail). `sub` is one of PS_SUB_*, or PS_SUB_NONE. */
 #define ps_fail_sub(code, sub, ...) (ps_fail(code, __VA_ARGS__), ps_error_set_sub(sub))
-/* Fails because there is no room for `wanted` bytes: only `left` bytes are free. tier: -1 if the memory belongs to
- * no tier. */
+/* Fails because there is no room for `wanted` bytes: only `left` bytes are free. `tier` is -1 if the memory belongs
+ * to no tier. */
 #define ps_fail_room(code, sub, tier, wanted, left, ...) \
     (ps_fail(code, __VA_ARGS__), ps_error_set_room(sub, tier, wanted, left))
 /* Fails with an error that rank `rank` caused. */
 #define ps_fail_rank(code, rank, ...) (ps_fail(code, __VA_ARGS__), ps_error_set_rank(rank))
-/* Each function adds details to the thread's last error, and returns its code. */
+/* Each of these functions adds details to the thread's last error, and returns that error's code. */
 int ps_error_set_sub(int sub);
 int ps_error_set_room(int sub, int tier, int64_t wanted, int64_t left);
 int ps_error_set_rank(int rank);
 int ps_error_set_stripes(int rank, int stripe, int other_rank, int other_stripe);
-int ps_error_set_detail(const ps_error_detail *detail);     /* for an error that will be raised again */
+int ps_error_set_detail(const ps_error_detail *detail);     /* sets all details, for an error that is raised again */
 /* An error with all its details, to be raised again later or on another thread. */
 typedef struct ps_error_kept {
     int code;                     /* 0: none */
@@ -31,10 +31,10 @@ typedef struct ps_error_kept {
 } ps_error_kept;
 void ps_error_keep(ps_error_kept *out);             /* copies this thread's last error */
 int ps_error_again(const ps_error_kept *error);     /* makes `error` this thread's last error and returns its code */
-/* Fails because there is no memory for `nbytes` of engine bookkeeping (not tensor bytes, whose message has the
- * tier). */
+/* Fails because there is no memory for `nbytes` of engine bookkeeping. Errors about tensor bytes are different:
+ * their messages name the tier. */
 #define ps_fail_nomem(nbytes) ps_fail(PS_ENOMEM, "no memory for %zu bytes of bookkeeping", (size_t)(nbytes))
-/* Sets the op that later errors name; NULL for none. `name` must outlive its use. */
+/* Sets the op that later errors name, or no op if `name` is NULL. `name` must outlive its use. */
 void ps_error_set_op(const char *name);
 const char *ps_error_running(void);                 /* the op that later errors name, or NULL */
 /* Prepends text ("loading FILE: ") to the message of the last error. The error's code and source line do not change. */

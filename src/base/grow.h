@@ -11,7 +11,7 @@
 #define ps_grow(array, capacity, wanted) \
     (ps_try_grow(array, capacity, wanted) ? 0 : ps_fail_nomem((size_t)(wanted) * sizeof *(array)))
 
-/* Like ps_grow, for an array that its owner can do without: returns false instead of raising an error. */
+/* Like ps_grow, for an array that is not essential: returns false instead of raising an error. */
 #define ps_try_grow(array, capacity, wanted) __extension__({ \
     int64_t ps_wanted_ = (int64_t)(wanted), ps_capacity_ = (int64_t)(capacity); \
     void *ps_array_ = NULL; \

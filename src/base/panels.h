@@ -5,7 +5,7 @@
 #define PS_BASE_PANELS_H
 #include <stdint.h>
 
-/* Returns the number of rows of a panel; the last panel can have fewer. V: number of words, at least 1. */
+/* Returns the number of rows in a panel. The last panel can have fewer rows. `V` is the number of words, at least 1. */
 static inline int64_t ps_panel_rows(int64_t N, int64_t V)
 {
     enum { NUMEL = 16 << 20, LEAST = 128, MOST = 1024 };       /* maximum number of logits in a panel (bf16: 32 MiB);

@@ -8,7 +8,7 @@
 typedef struct ps_rank_call {
     int32_t group;                         /* index of the group in the context */
     int32_t op, dtype, root, place;        /* fields of a call's header (comm/group.h) */
-    int32_t unused;                        /* 0: calls are compared byte by byte */
+    int32_t unused;                        /* always 0, because calls are compared byte by byte */
     int64_t nbytes;
 } ps_rank_call;
 _Static_assert(sizeof(ps_rank_call) == 32, "no holes");

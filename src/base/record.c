@@ -24,11 +24,11 @@ typedef struct ring {
 static _Atomic(ring *) current;
 static _Atomic int64_t capacity, taken, started_ns;
 static ps_record_total totals[PS_OP_COUNT];    /* totals of the script's thread, which runs ops */
-static bool wanted, paused;                    /* recording was started and not stopped; a script is paused */
+static bool wanted, paused;                    /* wanted: recording is on; paused: a script is paused */
 static int counting;                           /* number of callers that count FLOPs */
 static _Atomic int32_t steps;
-static _Atomic int64_t skew_ns;                /* error of the clock that a test has set */
-/* Set in the thread that runs a step. There is one per thread, because the threads of one process can be ranks. */
+static _Atomic int64_t skew_ns;                /* clock error that a test has set */
+/* State of the step that this thread runs. It is per thread, because the threads of one process can be ranks. */
 static _Thread_local bool dry;                 /* a dry run is under way */
 static _Thread_local struct { int64_t began; bool open, planned; } step;
 static _Thread_local struct { int64_t began; ps_action is; } action;

@@ -20,10 +20,10 @@ typedef struct ps_record_place {
 } ps_record_place;
 extern ps_record_place ps_record_at;
 extern atomic_bool ps_record_flag, ps_flops_flag;
-extern atomic_bool ps_record_silent;       /* a dry run is under way, or the script is paused: nothing is counted */
+extern atomic_bool ps_record_silent;       /* true in a dry run or while the script is paused: nothing is counted */
 extern int64_t ps_flops_sum;               /* FLOPs counted by the script's thread, which runs the ops */
-extern int32_t ps_record_run;              /* number of starts of the record; after a start, code that records only
-                                            * changes records everything once */
+extern int32_t ps_record_run;              /* number of times that recording has started; code that records only
+                                            * changes records everything once after each start */
 
 static inline bool ps_record_on(void)
 {
@@ -35,9 +35,9 @@ static inline int64_t ps_record_begin(void) { return ps_record_on() ? ps_record_
 /* Adds an event to the ring, with the current step, action and module. Does nothing if the event began before recording
  * started. end_ns 0 means now. Any thread can call it. */
 void ps_record_put(ps_record_event e);
-/* For work whose times become known later. note sets the event's step, action and module to the present ones.
- * put_late puts the event into the ring with its own times, even if the record has been stopped meanwhile. Called by
- * the script's thread only. */
+/* These two functions record work whose times become known later. ps_record_note sets the event's step, action and
+ * module to the current ones. ps_record_put_late adds the event to the ring with its own times, even if recording
+ * has been stopped meanwhile. Only the script's thread calls them. */
 void ps_record_note(ps_record_event *e);
 void ps_record_put_late(ps_record_event e);
 /* Ends the interval that began at e.begin_ns. Does nothing if e.begin_ns is 0. */
@@ -47,7 +47,8 @@ static inline void ps_record_end(ps_record_event e)
 }
 /* Called when the script pauses (on) or resumes. While it is paused, nothing is recorded or counted. */
 void ps_record_pause(bool on);
-/* Begins a step, whose number later events get until it ends. dry: nothing is recorded during the step. */
+/* Begins a step. Later events get its number until the step ends. If `dry` is true, nothing is recorded during the
+ * step. */
 void ps_record_step_begin(bool dry, bool planned);
 void ps_record_step_end(void);
 /* Begins an action. The kind PS_ACT_NONE means that the action has ended. */

@@ -45,7 +45,7 @@ struct ps_step {
     uint32_t first_op;            /* number of the next dropout when the step began */
     uint32_t forward_op;          /* Number of the next dropout when the forward under way began. An abandoned
                                    * forward uses up no numbers: the counter is reset to this value. */
-    uint64_t forward_offset;      /* the same for other random tensors */
+    uint64_t forward_offset;      /* counter of other random tensors when that forward began */
     int32_t refs;
     struct ps_ctx *ctx;
     struct ps_engine *engine;     /* engine of this step, or NULL for plain memory */
@@ -70,8 +70,8 @@ static inline bool ps_step_adds_later(const ps_step *s)
     return false;
 }
 
-/* Returns true if some ops must leave the gradients of embeddings to backward. Otherwise they can compute them
- * together with their outputs, long before the gradients are needed. */
+/* Returns true if some ops must leave the gradients of embeddings to backward. Otherwise these ops can compute the
+ * gradients together with their outputs, long before the gradients are needed. */
 static inline bool ps_step_runs_ahead(const ps_step *s)
 {
     return s->ahead && (s->is.now.kind == PS_ACT_FORWARD || s->is.now.kind == PS_ACT_INPUT);

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Makes untrusted text (from files or from peers) safe to print. Such text may contain terminal escapes, for
- * example. */
+ * Makes untrusted text (from files or from peers) safe to print. For example, such text may contain terminal
+ * escapes. */
 #ifndef PS_BASE_TEXT_H
 #define PS_BASE_TEXT_H
 #include <stddef.h>

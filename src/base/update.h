@@ -21,15 +21,16 @@ enum { PS_STATE_BLOCK = 256 };        /* elements that share a scale */
 
 /* -- 8-bit codes of states ----------------------------------------------------------------------------------------- */
 /* The dynamic map of bitsandbytes and torchao (Dettmers et al. 2022, "8-bit Optimizers via Block-wise Quantization")
- * has 256 values. There are seven decades: decade i has the means of 2^i equal intervals of [0.1, 1] (2^(i + 1)
- * without signs), times 10^(i - 6). With signs, the map also has their negatives. 0 and 1 are added. A code is the
- * index of a value in ascending order, and a number has the code of the nearest value.
+ * has 256 values. It has seven decades. Decade i divides [0.1, 1] into 2^i equal intervals (2^(i + 1) without
+ * signs); its values are the means of the intervals, times 10^(i - 6). With signs, the map also contains the
+ * negatives of these values. The map also contains 0 and 1. The code of a value is its index in ascending order. Any
+ * other number has the code of the nearest value.
  *
- * Both conversions are arithmetic, so that vectors need no table of 256 values. `number` counts the values from 0 on:
- * code - 127 with signs, else the code. Inside a decade a value is a linear function of its number. The exponent of
- * q = 2 number (with signs) or q = number + 1 (without) tells the decade, as index (exponent field of q) % 8. The
- * values are within 5 units in the last place of those of torchao. Arrays have 16 elements, the second half equal to
- * the first, because a vector has up to 16 lanes. */
+ * Both conversions are arithmetic, so that vector code needs no table of 256 values. `number` counts the values from
+ * 0 on: it is code - 127 with signs, and code without signs. Within a decade, a value is a linear function of its
+ * number. The decade follows from q, which is 2 number with signs, and number + 1 without: the decade's index is
+ * (exponent field of q) % 8. The values differ from those of torchao by at most 5 units in the last place. The
+ * arrays have 16 elements, the second half equal to the first, because a vector has up to 16 lanes. */
 typedef struct ps_codes {
     float slope[16], base[16];        /* value = slope q + base, base with the sign of q */
     float bound[16];                  /* range j + 1 of magnitudes begins at bound[j] */
@@ -37,8 +38,8 @@ typedef struct ps_codes {
     float limit[16];
     int32_t first[16];
 } ps_codes;
-/* The upper 16 bits of a magnitude are nearly linear in its logarithm. (bits - LEAST, at least 0) SPREAD / 2^16 is the
- * number of the magnitude's range, or one less. */
+/* The upper 16 bits of a magnitude are nearly linear in its logarithm. The index of the magnitude's range is
+ * max(bits - LEAST, 0) SPREAD / 2^16, or one more. */
 enum { PS_CODES_LEAST = 0x34e0, PS_CODES_SPREAD = 154 };
 
 static inline void ps_codes_make(ps_codes *c, bool has_sign)
@@ -55,8 +56,9 @@ static inline void ps_codes_make(ps_codes *c, bool has_sign)
         c->first[i] = first, c->limit[i] = (float)(parts - 1);
         last = power[i] - width / 2;
         if (i > 0) continue;
-        c->first[0] = 0, c->limit[0] = (float)parts;           /* 0 belongs to the lowest decade: numbers 0, 1 or
-                                                                * 0, 1, 2, whose midpoints are on a line */
+        c->first[0] = 0, c->limit[0] = (float)parts;           /* 0 belongs to the lowest decade, which has the
+                                                                * numbers 0, 1 or 0, 1, 2; their midpoints are on a
+                                                                * line */
         if (has_sign) c->slope[0] = (float)(least / 2), c->base[0] = 0;
         c->rate[0] = has_sign ? (float)(2 / least) : (float)(1 / (least / 2 + width / 2));
         c->shift[0] = has_sign ? 0 : (float)(1 - (double)c->rate[0] * (least / 2));
@@ -80,8 +82,8 @@ PS_UPDATE_INLINE float ps_codes_value(const ps_codes *c, int code, bool has_sign
     return fmaf(c->slope[j], q, has_sign && q < 0 ? -c->base[j] : c->base[j]);
 }
 
-/* Returns the code of the value nearest to x, with -1 - 2^-22 < x < 1 + 2^-22, x >= 0 without signs. The smallest
- * value with signs is -0.993, since there is no code for -1. */
+/* Returns the code of the value nearest to x. x must be greater than -1 - 2^-22 and less than 1 + 2^-22; without
+ * signs it must be at least 0. With signs, the smallest value is -0.993, since -1 has no code. */
 PS_UPDATE_INLINE int ps_codes_nearest(const ps_codes *c, float x, bool has_sign)
 {
     float magnitude = fabsf(x);
@@ -95,15 +97,15 @@ PS_UPDATE_INLINE int ps_codes_nearest(const ps_codes *c, float x, bool has_sign)
     return number < 0 ? 0 : number;
 }
 
-/* Returns the factor by which a block is multiplied before its elements are quantised. `most`: its largest magnitude,
- * which is finite. */
+/* Returns the factor by which a block is multiplied before its elements are quantised. `most` is the largest
+ * magnitude in the block, which is finite. */
 PS_UPDATE_INLINE float ps_codes_factor(float most)
 {
     float factor = most > 0 ? 1 / most : 0;
     return factor < FLT_MAX ? factor : FLT_MAX;              /* 1 / most overflows for subnormal numbers */
 }
 
-/* Returns the factor of Muon's step for a matrix of this shape. adjust: the attribute of muon_. */
+/* Returns the factor of Muon's step for a matrix of this shape. `adjust` is the attribute of the op muon_. */
 static inline double ps_muon_ratio(int adjust, int64_t rows, int64_t cols)
 {
     double ratio = (double)rows / (double)cols, most = (double)(rows > cols ? rows : cols);
@@ -111,8 +113,9 @@ static inline double ps_muon_ratio(int adjust, int64_t rows, int64_t cols)
     return sqrt(adjust == 0 && ratio < 1 ? 1 : ratio);
 }
 
-/* Returns Adafactor's step size. rms: of the parameter. hugging_face: use the rule of transformers, which has the
- * three switches and uses lr only without relative_step; otherwise PyTorch's rule. */
+/* Returns Adafactor's step size. `rms` is the root mean square of the parameter. If hugging_face is true, uses the
+ * rule of transformers, which has the three switches and uses lr only without relative_step. Otherwise uses
+ * PyTorch's rule. */
 PS_UPDATE_INLINE double ps_adafactor_rate(int64_t step, double lr, double eps2, double rms, bool hugging_face,
                                        bool scale_parameter, bool relative_step, bool warmup_init)
 {
