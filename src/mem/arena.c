@@ -3,7 +3,7 @@
  * allocator for real-time systems", ECRTS 2004). Finding a free block takes constant time, and free neighbours merge at
  * once. Regions are reused and not returned mid-run, because page faults would cost a third of a training step. The
  * arena tracks which pages of a region are backed by memory. Under memory pressure the pages of free blocks are
- * returned to the system, wherever they lie: holes use up addresses but no budget. Block records lie outside the
+ * returned to the system, wherever they lie: holes use up addresses but no budget. Block records are outside the
  * regions, so that a region may be memory that the CPU cannot access. A memory manager owns the arena, and one thread
  * uses it. */
 #include "mem/mem.h"
@@ -29,7 +29,8 @@ enum {
 typedef struct region {
     struct region *next;
     char *base;
-    size_t size, page;                            /* bytes; a page is the smallest unit that can be returned */
+    size_t size, page;                            /* in bytes; a page is the smallest unit that can be returned to
+                                                   * the system */
     uint64_t *pages;                              /* one bit per page: 1 from the page's first use or commit on */
     ps_block *first;                              /* block at base, which never changes */
 } region;
@@ -67,8 +68,8 @@ struct ps_arena {
     holders peak, refused;
 };
 
-/* AddressSanitizer checks regions of host memory: free memory must not be accessed, nor a block beyond the bytes
- * that were requested. */
+/* AddressSanitizer checks regions of host memory: it reports accesses to free memory, and accesses to a block after
+ * the bytes that were requested. */
 #ifdef __SANITIZE_ADDRESS__
 #include <sanitizer/asan_interface.h>
 static bool seen(const ps_arena *arena) { return arena->be->is_host && !arena->be->no_data; }
@@ -88,8 +89,9 @@ static void allow(const ps_arena *arena, const char *p, size_t n) {}
 void *ps_block_address(const ps_block *block) { return block->address; }
 ps_memory_info *ps_arena_info(ps_arena *arena) { return &arena->info; }
 
-/* Computes the class of a size. `first` is the power of two below the size, in grains. `second` is the sixteenth of
- * the interval above that power. Sizes below 16 grains have first 0, and each has a class of its own. */
+/* Computes the class of a size. `first` is the power of two below the size, in grains. `second` is the index of the
+ * sixteenth in the interval above that power. Sizes below 16 grains have first 0, and each of these sizes has a
+ * separate class. */
 static void class_of(size_t size, int *first, int *second)
 {
     size_t grains = size >> GRAIN_LOG2;
@@ -151,7 +153,8 @@ static ps_block *take(ps_arena *arena, size_t size)
             list_remove(arena, b);
             return b;
         }
-    size_t rounded = size;                          /* rounded up to the next class, so that any block in it fits */
+    size_t rounded = size;                          /* rounded up to the next class, so that every block of that
+                                                     * class fits */
     if ((size >> GRAIN_LOG2) >= SECOND) {
         int log2 = 63 - __builtin_clzll(size >> GRAIN_LOG2);
         rounded += ((size_t)1 << (log2 - SECOND_LOG2 + GRAIN_LOG2)) - 1;
@@ -188,7 +191,8 @@ static size_t find_page(const region *r, size_t from, size_t end, bool set)
     return p < end ? p : end;
 }
 
-/* Returns the first page of the next run of such pages, or `end`. Sets *after to the page after the run. */
+/* Finds the next run of pages in [from, end) that have memory (set) or have none (not set). Returns its first page,
+ * or `end` if there is none. Sets *after to the page after the run. */
 static size_t next_run(const region *r, size_t from, size_t end, bool set, size_t *after)
 {
     size_t first = find_page(r, from, end, set);
@@ -210,7 +214,7 @@ static void mark(ps_arena *arena, region *r, size_t from, size_t end, bool set)
     if (commits(arena)) arena->info.reserved += set ? nbytes : -nbytes;
 }
 
-/* Returns those pages of [from, end) that have memory to the system. The result is true if there were any. */
+/* Returns the memory of all pages in [from, end) to the system. The result is true if any of these pages had memory. */
 static bool discard(ps_arena *arena, region *r, size_t from, size_t end)
 {
     bool any = false;
@@ -353,7 +357,7 @@ static int check_growth(ps_arena *arena, int64_t more, size_t size)
     return 0;
 }
 
-/* Commits memory for those pages of [from, end) that have none. */
+/* Commits memory for the pages of [from, end) that have none. */
 static int make_memory(ps_arena *arena, region *r, size_t from, size_t end)
 {
     ps_backend *be = arena->be;

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * The keeper of a storage whose bytes belong to a lender, such as those of a mapped file. A pin asks the lender whether
- * the bytes are unchanged. No budget counts them. tensor/ calls it. */
+ * the bytes are unchanged. No budget counts these bytes. tensor/ calls this file. */
 #include "base/alloc.h"
 #include "base/error.h"
 #include "mem/mem.h"
@@ -9,7 +9,7 @@ typedef struct lent {
     ps_keeper keeper;             /* must be the first field; keeps one storage */
     ps_keeper *before;            /* previous keeper of the storage, restored at the end of the loan */
     ps_loan loan;
-    bool written;                 /* a pin wrote to the bytes, which then differ from those of the lender */
+    bool written;                 /* a pin wrote to the bytes, which then differ from the lender's bytes */
 } lent;
 
 static void lent_free(ps_keeper *keeper, ps_storage *s)

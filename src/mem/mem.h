@@ -32,7 +32,7 @@ struct ps_storage {
     } bytes;
     struct {
         bool taken;             /* a parameter's gradient is stored here, so only headers with PS_T_SLOT may be used */
-        bool watched;           /* the storage is a parameter's; recompute segments record that they read it */
+        bool watched;           /* the storage belongs to a parameter; recompute segments record that they read it */
     } engine;
     struct {
         bool fetched;           /* an op needed the storage before backward, so it was fetched from the host and is
@@ -49,21 +49,21 @@ struct ps_storage {
     } tape;
     struct {
         struct ps_replay *of;   /* dry run of a pipeline that made the storage (tensor/replay.h), or NULL */
-        int64_t number;         /* index among the storages of that dry run */
-        int32_t noted;          /* position in that dry run, or -1 */
+        int64_t number;         /* index among the storages of the dry run */
+        int32_t noted;          /* position in the dry run, or -1 */
         bool scripted;          /* a script may have held a tensor of this storage */
     } replay;
     struct {
         ps_scope *of;           /* scope that will drop the storage, or NULL */
         ps_storage *prev, *next;
-        int64_t *count;         /* counter of the context that includes this storage, or NULL (tensor/scope.c) */
+        int64_t *count;         /* the context's counter that includes this storage, or NULL (tensor/scope.c) */
     } scope;
 };
 
 /* Called when a parameter moves from storage `old` to `s`. */
 static inline void ps_storage_follow(ps_storage *s, const ps_storage *old) { s->engine.watched = old->engine.watched; }
 
-/* The keeper of a storage is the object that holds its bytes at present: plain memory, a chunk, a shard, or the host
+/* The keeper of a storage is the object that currently holds its bytes: plain memory, a chunk, a shard, or the host
  * while activations are offloaded. */
 typedef struct ps_keeper_table {
     const char *name;
@@ -93,12 +93,12 @@ typedef struct ps_mem_table {
     int64_t (*held)(ps_mem *mem, int device);              /* (optional) number of bytes obtained from the system, in
                                                             * use or not */
     /* (optional) Returns the number of bytes that a trim with `holes` would keep. If `peak` is not NULL, sets it to
-     * the largest such number since the last call with `peak`. */
+     * the maximum of this number since the last call with `peak`. */
     int64_t (*busy)(ps_mem *mem, int device, int64_t *peak);
-    void (*set_hold_limit)(ps_mem *mem, int device, int64_t nbytes);    /* (optional) sets the limit of `held`; 0: no
-                                                                         * limit */
-    /* (optional) Returns unused bytes to the system: those after the last used byte and, with `holes`, also those
-     * between used bytes. The system maps these pages again when they are next touched. */
+    void (*set_hold_limit)(ps_mem *mem, int device, int64_t nbytes);    /* (optional) sets the limit of `held`; 0
+                                                                         * means no limit */
+    /* (optional) Returns unused bytes to the system: the bytes after the last used byte and, with `holes`, also the
+     * bytes between used bytes. The system maps these pages again when they are next touched. */
     void (*trim)(ps_mem *mem, int device, bool holes);
     /* (plain memory only) implements ps_memory_holders */
     int (*holders)(ps_mem *mem, int device, int when, ps_holder *out, int64_t *used);
@@ -112,7 +112,7 @@ struct ps_mem {
     const ps_mem_table *table;
 };
 
-/* Pins and unpins through the storage's present keeper. A pin can move the storage to another keeper. */
+/* Pins and unpins through the storage's current keeper. A pin can move the storage to another keeper. */
 static inline int ps_storage_pin(ps_storage *s, int device, unsigned access, void **out)
 {
     return s->keeper->table->pin(s->keeper, s, device, access, out);
@@ -155,7 +155,7 @@ int64_t ps_arena_held(const ps_arena *arena);
 int64_t ps_arena_busy(ps_arena *arena, int64_t *peak);      /* as ps_mem_table.busy */
 void ps_arena_set_hold_limit(ps_arena *arena, int64_t nbytes);
 /* Returns memory to the system: unused regions, the unused ends of other regions and, with `holes`, all whole pages
- * that are not in use. The result is true if there was any. */
+ * that are not in use. The result is true if any memory was returned. */
 bool ps_arena_trim(ps_arena *arena, bool holes);
 void *ps_block_address(const ps_block *block);
 void ps_block_note(ps_block *block, int32_t line, bool scratch);
