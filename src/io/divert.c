@@ -9,7 +9,7 @@
 #include "base/alloc.h"
 #include "io/file.h"
 
-static char *diverted_to;                   /* folder, or NULL */
+static char *diverted_to;                   /* folder of diverted files, or NULL if files are not diverted */
 static size_t length_of_it;
 
 int ps_file_divert(const char *folder)
@@ -25,7 +25,8 @@ int ps_file_divert(const char *folder)
     return 0;
 }
 
-/* Returns whether a path is not diverted: devices, the system's own files and files in the folder. */
+/* Returns whether a path is not diverted. This is the case for devices, the system's own files and files in the
+ * folder. */
 static bool stays(const char *path)
 {
     return strncmp(path, "/dev/", 5) == 0 || strncmp(path, "/proc/", 6) == 0 ||

@@ -73,7 +73,7 @@ int ps_map_borrow(ps_map *m, const char *path, const void *bytes, int64_t nbytes
     return 0;
 }
 
-/* PS_EIO: the file is shorter than when it was mapped. */
+/* Returns PS_EIO if the file is shorter than when it was mapped. */
 static int check_size(const ps_map *m, struct stat *st)
 {
     if (fstat(m->fd, st) < 0) return ps_fail(PS_EIO, "cannot read %s: %s", m->path, strerror(errno));
@@ -253,8 +253,9 @@ static const char *name_of(const char *path)
     return slash ? slash + 1 : path;
 }
 
-/* Writes the path of the file to which `path` refers to out [PATH_MAX]. Follows links, even to a file that does not
- * exist yet: that file is replaced or made, and the link stays. Opening the path will report other faults. */
+/* Finds the file to which `path` refers, and writes the file's path to out [PATH_MAX]. Follows links, even to a file
+ * that does not exist yet: that file is replaced or made, and the link stays. Other faults are reported when the
+ * path is opened. */
 static int follow_links(const char *path, char *out)
 {
     char target[PATH_MAX], folder[PATH_MAX], next[PATH_MAX];
@@ -352,7 +353,7 @@ int ps_tempfile_reserve(ps_tempfile *f, int64_t nbytes)
     return rc < 0 ? write_failed(f, errno, nbytes) : 0;
 }
 
-/* Makes a hole in a sparse file if the bytes are zeros. Returns false if they must be written. */
+/* Makes a hole in a sparse file if the bytes are zeros. Returns false if the bytes must be written. */
 static bool left_out(ps_tempfile *f, int64_t offset, const char *p, int64_t nbytes)
 {
     struct stat st;
@@ -403,12 +404,12 @@ int ps_tempfile_stream(ps_tempfile *f, int64_t offset, const void *data, int64_t
     return ps_tempfile_write(f, offset, from, nbytes);
 }
 
-/* `folder`: descriptor of an open folder; `path`: its name. */
+/* Syncs a folder. `folder` is the descriptor of the open folder, and `path` is the folder's name. */
 static int sync_folder(int folder, const char *path)
 {
     int rc;
     do rc = should_fail() ? -1 : fsync(folder); while (rc < 0 && errno == EINTR);
-    /* EINVAL: this file system does not have the operation, so its renames cannot be made more durable. */
+    /* EINVAL: this file system cannot sync folders, so its renames cannot be made more durable. */
     if (rc < 0 && errno != EINVAL) return ps_fail(PS_EIO, "cannot sync the folder %s: %s", path, strerror(errno));
     return 0;
 }

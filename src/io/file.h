@@ -24,7 +24,8 @@ typedef struct ps_map {
 int ps_map_open(ps_map *m, const char *path);
 /* Makes a map of bytes that are already in memory and outlive it. `path` is only used in messages. */
 int ps_map_borrow(ps_map *m, const char *path, const void *bytes, int64_t nbytes);
-/* Reads bytes at .. at + nbytes of the map with read calls. PS_EIO: the file was truncated, or the disk failed. */
+/* Reads nbytes bytes into dst, from offset `at` of the map on, with read calls. Returns PS_EIO if the file was
+ * truncated or the disk failed. */
 int ps_map_read(const ps_map *m, int64_t at, void *dst, int64_t nbytes);
 int ps_map_check(const ps_map *m);      /* PS_EIO if the file is shorter than when it was mapped */
 /* Maps bytes of the file in private pages: writes to the pages change neither the file nor the map. */
@@ -35,20 +36,21 @@ typedef struct ps_lent_map {
 } ps_lent_map;
 int ps_map_lend(const ps_map *m, int64_t at, int64_t nbytes, ps_lent_map *out);     /* at: offset in the file */
 void ps_map_unlend(const ps_lent_map *lent);
-/* PS_EIO if any process has written to the file, or it has become shorter, since it was mapped. */
+/* Returns PS_EIO if any process has written to the file, or the file has become shorter, since it was mapped. */
 int ps_map_unchanged(const ps_map *m);
 void ps_map_drop(const ps_map *m, const void *begin, int64_t nbytes);  /* frees the pages of bytes that are not
                                                                         * needed soon */
 void ps_map_close(ps_map *m);           /* `map` can also be zeroed */
-/* Copies elements first .. first + numel - 1, row-major, of a strided tensor to dst. Element 0 is at `data`, `each`
- * is the element size in bytes, and strides count elements. The caller has checked that all the bytes exist. */
+/* Copies elements first to first + numel - 1 of a strided tensor, in row-major order, to dst. `data` is the address
+ * of element 0, `each` is the element size in bytes, and strides count elements. The caller has checked that all
+ * these bytes exist. */
 void ps_copy_strided(const void *data, int64_t each, int ndim, const int64_t *shape, const int64_t *stride,
                      int64_t first, void *dst, int64_t numel);
 
 typedef struct ps_tempfile {
     char *path, *temp;      /* owned; temp is NULL if there is no file to remove */
-    int fd, folder;         /* folder: open descriptor of the folder of both names, which stay valid if the folder is
-                             * renamed */
+    int fd, folder;         /* folder: descriptor of the folder that contains both files; it stays valid if the
+                             * folder is renamed */
     bool sparse;            /* in a dry run (ps_file_divert): zeros, for example of tensors without values, use no
                              * space */
     int64_t limit;          /* largest file that the process may write (RLIMIT_FSIZE); a larger file would raise a

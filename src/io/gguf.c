@@ -41,7 +41,7 @@ int gguf_type_by_name(const char *name)
 }
 
 /* -- opening ------------------------------------------------------------------------------------------------------- */
-/* Takes over `map`, even on failure. */
+/* Opens the file in `map`. Becomes the owner of `map`, even on failure. */
 static int open_map(ps_map *map, ps_gguf **out)
 {
     ps_gguf *g = ps_alloc0(sizeof *g);
@@ -127,7 +127,7 @@ static int64_t whole_of(int type, const uint8_t *s)
     case GGUF_I16: memcpy(&i16, s, 2); return i16;
     case GGUF_U32: memcpy(&u32, s, 4); return u32;
     case GGUF_I32: memcpy(&i32, s, 4); return i32;
-    default: memcpy(&i64, s, 8); return i64;        /* a uint64 as its bits */
+    default: memcpy(&i64, s, 8); return i64;        /* a uint64 is returned as its bits */
     }
 }
 
@@ -235,8 +235,8 @@ int ps_gguf_layout(ps_gguf *g, int i, int64_t heads, int transposed)
     return 0;
 }
 
-/* Returns the stored row of row j. A head's D rows are stored in pairs, (0, D / 2), (1, D / 2 + 1), ...; Hugging
- * Face's rotary embedding has the rows of a pair half a head apart. */
+/* Returns the index of the stored row that contains row j. The file stores a head's D rows in pairs: (0, D / 2),
+ * (1, D / 2 + 1), and so on. In Hugging Face's rotary embedding the rows of a pair are half a head apart. */
 int64_t gguf_stored_row(const gguf_tensor *t, int64_t j)
 {
     if (!t->heads) return j;
@@ -244,7 +244,7 @@ int64_t gguf_stored_row(const gguf_tensor *t, int64_t j)
     return j - r + (r < D / 2 ? 2 * r : 2 * (r - D / 2) + 1);
 }
 
-/* Unpacks elements from .. from + n - 1 of a row to values of the type's dtype. */
+/* Unpacks n elements of a row, from element `from` on, to values of the type's dtype. */
 static void unpack_row(const gguf_type *type, const uint8_t *row, int64_t from, int64_t n, uint8_t *out)
 {
     if (!type->unpack) {
@@ -260,7 +260,8 @@ static void unpack_row(const gguf_type *type, const uint8_t *row, int64_t from, 
     }
 }
 
-/* Copies a rectangle of a matrix that is read with its dimensions swapped: its columns are sections of stored rows. */
+/* Copies a rectangle of a matrix that is read with its dimensions swapped. The rectangle's columns are sections of
+ * stored rows. */
 static int copy_swapped(const ps_gguf *g, const gguf_tensor *t, const int64_t *offset, const int64_t *shape,
                         int64_t first, uint8_t *dst, int64_t numel)
 {

@@ -2,9 +2,9 @@
  * Shared by the reader and the writer of GGUF, the format of llama.cpp. Included by src/io and the fuzz target only.
  *
  * A file is: "GGUF", u32 version, u64 number of tensors, u64 number of metadata entries, the entries (key, type,
- * value), the tensors (name, number of dimensions, u64 dimensions from the innermost on, type, u64 offset in the
- * data), padding to the alignment, the data. All numbers are little-endian. A string is a u64 length and its bytes.
- * An opened ps_gguf holds checked entries and tensors only. Every tensor has its bytes inside the file, and no two
+ * value), the tensors (name, number of dimensions, u64 dimensions from the innermost on, type, u64 offset in the data),
+ * padding to the alignment, the data. All numbers are little-endian. A string is a u64 length and its bytes. An opened
+ * ps_gguf contains only checked entries and tensors. The bytes of every tensor are inside the file, and no two tensors
  * overlap. */
 #ifndef PS_IO_GGUF_H
 #define PS_IO_GGUF_H
@@ -24,13 +24,13 @@ typedef struct gguf_type {
     const char *name;           /* NULL if no type has this id */
     int block, bytes;
     int dtype;                  /* dtype of the values that are read; -1 if the type is known but not supported */
-    /* Unpacks the values of one block. NULL: the elements are plain values of dtype. */
+    /* Unpacks the values of one block. If this function is NULL, the elements are plain values of dtype. */
     void (*unpack)(const uint8_t *block, float *out);
 } gguf_type;
 /* Returns the type with an id, or NULL if there is none. */
 const gguf_type *gguf_type_of(int64_t number);
 int gguf_type_by_name(const char *name);            /* id of the type, or -1 if there is none */
-/* Makes one block from `block` values. NULL for block types that cannot be written. */
+/* Makes one block from gguf_type.block values. gguf_pack_of returns NULL for block types that cannot be written. */
 typedef void (*gguf_pack)(const float *values, uint8_t *block);
 gguf_pack gguf_pack_of(int number);
 
@@ -39,7 +39,7 @@ typedef struct gguf_meta {
     int type, of;               /* of: type of an array's elements, else equal to `type` */
     int64_t n;                  /* elements of an array, else 1 */
     const uint8_t *bytes;       /* the value in the map, without an array's header */
-    const uint64_t *at;         /* for strings: offset of each string in the map, where its length comes first */
+    const uint64_t *at;         /* for strings: the offset in the map of each string, which begins with its length */
 } gguf_meta;
 
 typedef struct gguf_tensor {

@@ -16,7 +16,7 @@ typedef struct walk {
     const uint8_t *at, *end;    /* end: end of the map */
     const char *what;           /* kind of the item that is being read, for messages: "metadata entry", "tensor" */
     int64_t index;              /* its number */
-    const char *key;            /* its name, if it is known */
+    const char *key;            /* name of the item, if it is known */
     size_t key_n;
     size_t text_n, strings_n;   /* so far */
     bool fills;                 /* true in the second pass */
@@ -27,8 +27,8 @@ const char *gguf_shown(const char *name, char out[GGUF_NAME_SHOWN])
     return ps_text_shown(name, out, GGUF_NAME_SHOWN);
 }
 
-/* Raises an error. The message always has the file, the byte, the entry or tensor (if the fault is in one) and the
- * fault. */
+/* Raises an error. The message always contains the file, the byte, the entry or tensor (if the fault is in an entry
+ * or tensor) and the fault. */
 static int bad(const walk *w, const char *fmt, ...) __attribute__((format(printf, 2, 3)));
 static int bad(const walk *w, const char *fmt, ...)
 {
@@ -77,7 +77,8 @@ static int read_string(walk *w, const uint8_t **s, size_t *n)
     return 0;
 }
 
-/* Reads a key or a name: UTF-8 without a zero, not empty. *out: a copy with a final 0 in the second pass, else NULL. */
+/* Reads a key or a name, which must be UTF-8 without a zero and not empty. In the second pass, sets *out to a copy
+ * with a final 0. In the first pass, sets it to NULL. */
 static int read_name(walk *w, char **out)
 {
     const uint8_t *s;
@@ -156,7 +157,8 @@ static int read_meta(walk *w, gguf_meta *m)
 }
 
 /* -- tensors ------------------------------------------------------------------------------------------------------- */
-/* Returns the bytes of a tensor, or -1 with an error if they are not all in the file. */
+/* Returns the size of a tensor in bytes. If the file does not contain all of these bytes, records an error and
+ * returns -1. */
 static int64_t size_of(const walk *w, const gguf_tensor *t)
 {
     int64_t rows = 1, row = 1, nbytes;
@@ -194,7 +196,7 @@ static int read_tensor(walk *w, gguf_tensor *t)
     if (offset > INT64_MAX / 2)
         return bad(w, "its bytes begin at byte %llu of the data; the offset must be less than 2^62",
                    (unsigned long long)offset);
-    t->begin = (int64_t)offset;                 /* counted from the start of the data until all tensors are read */
+    t->begin = (int64_t)offset;                 /* relative to the start of the data until all tensors are read */
     return 0;
 }
 
@@ -298,8 +300,8 @@ static int read_counts(walk *w)
         return bad(w, "the file has version %u; this psluajit reads only versions 2 and 3", version);
     PS_TRY(read_u64(w, &count));
     PS_TRY(read_u64(w, &meta_count));
-    if (count > left(w) / 24 || count > INT32_MAX)      /* the fewest bytes that a tensor's description has, and
-                                                         * (below) an entry */
+    if (count > left(w) / 24 || count > INT32_MAX)      /* minimum size of a tensor's description and, below, of a
+                                                         * metadata entry */
         return bad(w, "the header announces %llu tensors, but the file has only %zu more bytes",
                    (unsigned long long)count, left(w));
     if (meta_count > left(w) / 13 || meta_count > INT32_MAX)

@@ -9,7 +9,7 @@
 #include <math.h>
 #include <string.h>
 
-enum { RUN = 1 << 16 };         /* values that are converted at once, a multiple of every block size */
+enum { RUN = 1 << 16 };         /* number of values converted at once, a multiple of every block size */
 static const float LARGEST = 65504.0f * 7;     /* the scale of a block with larger values may not fit into fp16 */
 
 typedef struct ggufw_tensor {
@@ -174,7 +174,8 @@ static int bad_value(const ps_ggufw *w, const ggufw_tensor *one, float value, in
                    (long long)col, one->t.type->name);
 }
 
-/* Converts n values of one stored row, from column `col` on, to w->out. Returns their bytes, or an error. */
+/* Converts n values of one stored row, from column `col` on, and writes them to w->out. Returns the number of bytes
+ * written there, or an error. */
 static int64_t convert(ps_ggufw *w, const ggufw_tensor *one, const float *x, int64_t n, int64_t row, int64_t col)
 {
     const gguf_type *type = one->t.type;
@@ -195,8 +196,8 @@ static int64_t convert(ps_ggufw *w, const ggufw_tensor *one, const float *x, int
     return out - w->out;
 }
 
-/* Writes n values of the tensor, from value `from` on, in the order of the file's rows, or of Hugging Face's rows if
- * it has heads. With heads, each row is written separately. */
+/* Writes n values of the tensor, from value `from` on. They are in the order of the file's rows or, if the tensor
+ * has heads, of Hugging Face's rows. With heads, each row is written separately. */
 static int write_values(ps_ggufw *w, ggufw_tensor *one, const float *x, int64_t from, int64_t n)
 {
     gguf_tensor *t = &one->t;

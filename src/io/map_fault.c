@@ -12,12 +12,12 @@
 
 enum { MOST_MAPS = 256, MOST_PATH = 240 };
 
-/* An entry is taken as soon as `pages` is set, and valid once `named` is. */
+/* An entry is in use as soon as `pages` is set, and valid as soon as `named` is set. */
 static struct {
     _Atomic uintptr_t pages;    /* 0: free */
     _Atomic int64_t nbytes;
     atomic_bool named;
-    char path[MOST_PATH];       /* its last characters, if it is longer */
+    char path[MOST_PATH];       /* the path, or its last characters if it is longer */
 } maps[MOST_MAPS];
 static const char *program;
 
@@ -84,8 +84,8 @@ static void on_fault(int sig, siginfo_t *info, void *context)
     add(&t, "\n");
     if (t.n == sizeof t.bytes) t.bytes[t.n - 1] = '\n';
     (void)!write(STDERR_FILENO, t.bytes, t.n);
-    /* The handler was reset (SA_RESETHAND): on return the same access ends the process. A signal that another process
-     * sent does not come again by itself. */
+    /* The handler was reset (SA_RESETHAND), so on return the same access ends the process. A signal that another
+     * process sent does not repeat, so it is raised here. */
     if (info->si_code <= 0) raise(sig);
 }
 

@@ -18,7 +18,7 @@ typedef struct machine {
     const uint8_t *at, *end;
     int32_t *stack, *memo;          /* ids of values; memo: -1 for an empty entry */
     int64_t n, stack_room, memo_n, memo_used;
-    int64_t floor;                  /* values below this position are not popped; the position of the last mark, or 0 */
+    int64_t floor;                  /* position of the last mark, or 0; values below this position are not popped */
     int64_t *marks;                 /* [n_marks] previous values of `floor` */
     int64_t n_marks, marks_room;
     bool stopped;
@@ -166,7 +166,7 @@ static pk_value integer(int64_t i) { return (pk_value){ .kind = PS_PT_INT, .u.in
 
 enum { MOST_DIGITS = 309 };     /* digits of the largest double */
 
-/* Pushes the double nearest to an integer that does not fit into 64 bits. text: decimal, or hexadecimal with 0x. */
+/* Pushes the double nearest to an integer that does not fit into 64 bits. `text` is decimal, or hexadecimal with 0x. */
 static int push_large(machine *m, const char *text)
 {
     double value = strtod(text, NULL);
@@ -283,7 +283,7 @@ static int push_marked(machine *m, int kind)
     return push_items(m, kind, n);
 }
 
-/* Adds the top n values to the container of this kind below them. */
+/* Adds the top n values to the container below them on the stack, which must be of kind `kind`. */
 static int add_items(machine *m, int kind, int64_t n)
 {
     static const char *const names[] = { "list", "tuple", "set", "dict" };
@@ -395,7 +395,8 @@ static int step(machine *m, int op)
     case 0x80:
         PS_TRY(number(m, 1, &n));
         return n <= 5 ? 0 : bad(m, "protocol %d of pickle is not supported", (int)n);
-    case 0x95: return number(m, 8, &n);                     /* a frame, which only helps readers of streams */
+    case 0x95: return number(m, 8, &n);                     /* the length of a frame, which only readers of streams
+                                                             * need */
     case '.': m->stopped = true; return need_stack(m, 1);
     case 'K': PS_TRY(number(m, 1, &n)); return push(m, integer((int64_t)n));
     case 'M': PS_TRY(number(m, 2, &n)); return push(m, integer((int64_t)n));

@@ -4,17 +4,17 @@
  *
  * Invariants of a pk that was read: Every item is one of its values. A path of items from the root never has a value
  * twice (there are no cycles) and is at most PK_MAX_DEPTH long. Several paths may lead to the same value, which is then
- * shared, as in Python. Memory is linear in the pickle's size: no opcode makes more than one value, and copies
- * share. */
+ * shared, as in Python. Memory is linear in the pickle's size: no opcode makes more than one value, and copies refer to
+ * the same value. */
 #ifndef PS_IO_PICKLE_H
 #define PS_IO_PICKLE_H
 #include "io/zip.h"
 
 enum { PK_MAX_NBYTES = 256 << 20, PK_MAX_VALUES = 1 << 24, PK_MAX_DEPTH = 200, PK_SHOWN = 160 };
-/* Kinds beyond ps.h's PS_PT_*. PK_GLOBAL is an allowed name: `count` is its row in pt_rebuild.c, u.integer the type
- * it names. PK_STORAGE is bytes in the archive: tuple.args has the file's description, tuple.entry the index in the
- * zip, `count` the type. A PS_PT_TENSOR has its arguments in tuple.args and the function to which they are passed in
- * `count`. */
+/* Kinds in addition to PS_PT_* of ps.h. A PK_GLOBAL is an allowed name: `count` is the name's row in pt_rebuild.c,
+ * and u.integer is the type to which the name refers. A PK_STORAGE is bytes in the archive: tuple.args contains the
+ * file's description, tuple.entry is the index in the zip, and `count` is the type. In a PS_PT_TENSOR, tuple.args
+ * contains the arguments, and `count` is the function to which they are passed. */
 enum { PK_GLOBAL = 100, PK_STORAGE };
 
 typedef struct pk_value {
@@ -24,7 +24,7 @@ typedef struct pk_value {
         double number;
         int32_t *items;         /* [count] owned, with room for the next power of two. A dict has keys and values
                                  * alternately. */
-        struct { uint32_t at, nbytes; } text;       /* offset in pk.bytes or (BYTES with count 1) in pk.decoded */
+        struct { uint32_t at, nbytes; } text;       /* offset in pk.bytes or, for BYTES with count 1, in pk.decoded */
         struct { int32_t args, entry; } tuple;
     } u;
 } pk_value;
@@ -45,7 +45,8 @@ typedef struct pk {
 int pk_read(pk *p);
 void pk_close(pk *p);
 
-/* For the functions to which names refer. Returns a new value (pk.values can move), or a negative error. */
+/* Makes a new value, for the functions to which names refer. Returns its id (pk.values can move), or a negative
+ * error. */
 int32_t pk_new(pk *p, pk_value value);
 const uint8_t *pk_text(const pk *p, const pk_value *v);     /* text of a STRING or BYTES, of v->u.text.nbytes bytes */
 const char *pk_shown(const uint8_t *text, int64_t nbytes, char out[PK_SHOWN]);
@@ -53,8 +54,8 @@ bool pk_is_text(const pk *p, const pk_value *v, const char *text);
 /* Raises PS_EFORMAT with the file's name as a prefix. */
 int pk_bad(const pk *p, const char *fmt, ...) __attribute__((format(printf, 2, 3)));
 
-/* pt_rebuild.c: the only supported names, calls and outside references. Each returns the resulting value or a
- * negative error. */
+/* pt_rebuild.c: implements the only supported names, calls and outside references. Each function returns the
+ * resulting value or a negative error. */
 int32_t pt_global(pk *p, const uint8_t *module, int64_t module_n, const uint8_t *name, int64_t name_n);
 int32_t pt_call(pk *p, int32_t function, int32_t args);
 int32_t pt_persistent(pk *p, int32_t id);

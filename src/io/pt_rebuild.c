@@ -201,8 +201,8 @@ static int32_t wrong_args(const pk *p, int32_t function)
     return pk_bad(p, "data.pkl calls '%s' in a form that is not supported", pt_name_text(&p->values[function]));
 }
 
-/* Makes a byte string that was written as text, with each byte a character below 256. All results are in one buffer
- * of the pickle's size, which valid files cannot exceed, because text is never shorter than its bytes. */
+/* Makes a byte string from text in which each byte is a character below 256. All results share one buffer of the
+ * pickle's size. Valid files cannot exceed this size, because text is never shorter than its bytes. */
 static int32_t new_bytes(pk *p, const pk_value *text)
 {
     uint32_t n = text->u.text.nbytes, used = 0;

@@ -2,7 +2,8 @@
  * Writing PyTorch's .pt files. Storages and the value are declared first (a container, then its items), so that `begin`
  * knows the whole file and reserves its space. Then the bytes of each storage are passed in one or more pieces. The
  * writer keeps data.pkl in memory (some hundred bytes per tensor), but no tensor bytes. The file gets its name only at
- * commit, when it is complete and on its disk. torch.load(weights_only=True) reads it (1.13's only without floats). */
+ * commit, when it is complete and on its disk. torch.load(weights_only=True) reads it. (PyTorch 1.13 reads it only
+ * without floats.) */
 #include "io/torch_pt.h"
 #include "base/alloc.h"
 #include "base/grow.h"
@@ -16,8 +17,8 @@
 typedef struct frame { int32_t kind, left, number; } frame;   /* an open container: number of missing items, and its
                                                                * index in the memo */
 typedef struct ptw_storage { int32_t dtype; int entry; int64_t numel; } ptw_storage;
-enum { W_STORAGE, W_CPU, W_REBUILD, W_ORDERED_DICT, W_TYPES, N_WORDS = W_TYPES + PS_DTYPE_COUNT };  /* words of all
-                                                                                                     * tensors */
+enum { W_STORAGE, W_CPU, W_REBUILD, W_ORDERED_DICT, W_TYPES, N_WORDS = W_TYPES + PS_DTYPE_COUNT };  /* words that all
+                                                                                                     * tensors use */
 
 struct ps_ptw {
     enum { DECLARING, WRITING, DONE } state;
@@ -83,14 +84,14 @@ static int put_text(ps_ptw *w, const char *text, int64_t n)
     return put(w, text, n);
 }
 
-/* Handles memo entry i: stores the value that was written last (q, r), or writes the stored value again (h, j). */
+/* Stores the last written value in memo entry i (q, r), or writes the value of entry i again (h, j). */
 static int put_memo(ps_ptw *w, bool takes, int i)
 {
     return i < 256 ? put_number(w, takes ? 'q' : 'h', (uint64_t)i, 1)
                    : put_number(w, takes ? 'r' : 'j', (uint64_t)i, 4);
 }
 
-/* Writes word i; after its first use, only its index. */
+/* Writes word i, or only its index in the memo if the word was written before. */
 static int put_word(ps_ptw *w, int i)
 {
     if (w->words[i]) return put_memo(w, false, w->words[i] - 1);
@@ -107,7 +108,7 @@ static int put_word(ps_ptw *w, int i)
     return put_memo(w, true, w->memo - 1);
 }
 
-/* Writes byte strings as text of the characters below 256, which readers encode back. */
+/* Writes a byte string as text of characters below 256, which readers convert back to bytes. */
 static int put_bytes(ps_ptw *w, const uint8_t *bytes, int64_t n)
 {
     int64_t length = n;

@@ -29,7 +29,7 @@ const st_type *st_type_by_dtype(int dtype)
     return NULL;
 }
 
-/* Takes over `map`, even on failure. */
+/* Opens the file in `map`. Becomes the owner of `map`, even on failure. */
 static int open_map(ps_map *map, ps_st **out)
 {
     ps_st *st = ps_alloc0(sizeof *st);
@@ -132,10 +132,10 @@ const char *ps_st_meta_value(const ps_st *st, int i)
     return st && i >= 0 && i < st->meta_count ? st->meta[i].value : NULL;
 }
 
-/* Returns NULL with an error on failure. The alignment of the pointer is that of the data in the file. Every call
- * checks the file's size again and so detects a file that was truncated since it was opened. Only a truncation
- * between this call and the reading of the bytes still kills the reader. This is a property of maps; ps_st_read does
- * not have it. */
+/* On failure, records an error and returns NULL. The pointer has the same alignment as the data in the file. Every
+ * call checks the file's size again and so detects a file that was truncated since it was opened. A truncation
+ * between this call and the reading of the bytes still kills the reader. All maps have this weakness, but ps_st_read
+ * does not. */
 const void *ps_st_data(const ps_st *st, int i)
 {
     const st_tensor *t = tensor_at(st, i);

@@ -17,11 +17,11 @@ enum { ST_MAX_HEADER = 100000000, ST_NAME_SHOWN = 160 };
 #define ST_SUM_HEAD "{\"__metadata__\":{\"" ST_SUM_KEY "\":\""
 enum { ST_SUM_AT = 8 + sizeof ST_SUM_HEAD - 1, ST_SUM_DIGITS = 16 };
 typedef struct st_sum st_sum;
-st_sum *st_sum_new(void);                           /* NULL if there is no memory */
+st_sum *st_sum_new(void);                           /* returns NULL if there is no memory */
 void st_sum_add(st_sum *s, const void *data, int64_t nbytes);
 uint64_t st_sum_end(st_sum *s);                     /* frees it */
 void st_sum_free(st_sum *s);
-void st_sum_print(uint64_t sum, char *out);         /* writes [ST_SUM_DIGITS], without a final 0 */
+void st_sum_print(uint64_t sum, char *out);         /* writes ST_SUM_DIGITS characters to out, without a final 0 */
 int st_sum_header(const void *bytes, int64_t nbytes, uint64_t *out);    /* computes the checksum of all bytes before
                                                                          * the data */
 
@@ -30,8 +30,8 @@ typedef struct st_type {
     int bits;               /* bits per element */
     int dtype;              /* PS_*, or -1 if the type is known but not supported */
 } st_type;
-const st_type *st_type_by_text(const char *text);   /* NULL if the format does not have the type */
-const st_type *st_type_by_dtype(int dtype);         /* NULL if it is not a dtype */
+const st_type *st_type_by_text(const char *text);   /* returns NULL if the format does not have the type */
+const st_type *st_type_by_dtype(int dtype);         /* returns NULL if `dtype` is not a dtype */
 
 typedef struct st_tensor {
     const char *name;       /* in ps_st.text */

@@ -36,8 +36,8 @@ int64_t st_numel(int ndim, const int64_t *shape)
 }
 
 /* -- errors ------------------------------------------------------------------------------------------------------ */
-/* Raises an error. The message always has the file, the byte in the file, the tensor (if the fault is in one) and
- * the fault. */
+/* Raises an error. The message always contains the file, the byte in the file, the tensor (if the fault is in a
+ * tensor) and the fault. */
 static int bad(const parser *p, const char *fmt, ...) __attribute__((format(printf, 2, 3)));
 static int bad(const parser *p, const char *fmt, ...)
 {
@@ -144,8 +144,8 @@ static int unicode_escape(parser *p)
     return 0;
 }
 
-/* Reads a string and decodes it to st->text with a final zero. There is room, because the string's two quotes are
- * longer than the zero, and the decoded text is not longer than the string. */
+/* Reads a string and decodes it to st->text with a final zero. st->text has enough room: the decoded text is not
+ * longer than the string, and the zero is shorter than the string's two quotes. */
 static int string(parser *p, const char **out)
 {
     static const char plain[] = "\"\\/bfnrt", meant[] = "\"\\/\b\f\n\r\t";
@@ -246,7 +246,7 @@ static int tensor_fields(parser *p, st_tensor *t)
     return 0;
 }
 
-/* Checks that dtype, shape and range of one tensor agree and are inside the data. */
+/* Checks that a tensor's dtype, shape and byte range agree, and that the range is inside the data. */
 static int check_tensor(const parser *p, const st_tensor *t)
 {
     int64_t nbits, held, there = p->st->data_nbytes, numel = st_numel(t->ndim, t->shape);

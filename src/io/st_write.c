@@ -12,7 +12,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* A growing text. It notes the first allocation that fails. */
+/* A growing text. `failed` is set when an allocation fails. */
 typedef struct text { char *p; size_t n, room; bool failed; } text;
 
 typedef struct stw_tensor {

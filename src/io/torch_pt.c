@@ -87,7 +87,7 @@ static int read_archive(ps_pt *pt)
     return pk_read(p);
 }
 
-/* Takes over `map`, even on failure. */
+/* Opens the file in `map`. Becomes the owner of `map`, even on failure. */
 static int open_map(ps_map *map, ps_pt **out)
 {
     ps_pt *pt = ps_alloc0(sizeof *pt);

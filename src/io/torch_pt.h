@@ -27,7 +27,7 @@ struct ps_pt {
 /* Reads the tensor that value `id` (a TENSOR or STORAGE) describes, and checks it against its storage. Does not set
  * out->data. */
 int pt_tensor_of(const pk *p, int32_t id, ps_pt_tensor *out);
-/* Sets numel and nbytes. PS_EFORMAT: an element is outside the storage. */
+/* Sets numel and nbytes of t. Returns PS_EFORMAT if an element is outside the storage. */
 int pt_measure(const pk *p, int nbytes_each, ps_pt_tensor *t);
 /* Like ps_pt_open, for bytes in memory, which must outlive the result. */
 int pt_open_memory(const char *path, const void *bytes, int64_t nbytes, ps_pt **out);

@@ -117,7 +117,7 @@ static bool has_mark(const uint8_t *p, int a, int b) { return p[0] == 'P' && p[1
 
 typedef struct directory { int64_t begin, nbytes; uint64_t count; } directory;
 
-/* Finds the record at the end of the file, which may be followed by a comment. Returns -1 if there is none. */
+/* Finds the record at the end of the file. A comment may follow the record. Returns -1 if there is no record. */
 static int64_t find_end(const zip *z)
 {
     const uint8_t *bytes = z->map.bytes;
@@ -126,7 +126,8 @@ static int64_t find_end(const zip *z)
     return -1;
 }
 
-/* Reads the values that did not fit into the old record from the ZIP64 record. `end`: offset of the old record. */
+/* Reads from the ZIP64 record the values that did not fit into the old record. `end` is the offset of the old
+ * record. */
 static int read_end64(const zip *z, int64_t end, uint64_t *count, uint64_t *nbytes, uint64_t *begin, int64_t *limit)
 {
     const uint8_t *bytes = z->map.bytes;

@@ -30,10 +30,11 @@ typedef struct zip {
 int zip_open(zip *z);
 void zip_close(zip *z);
 int zip_find(const zip *z, const char *name);       /* index of the entry, or -1 */
-/* Checks the bytes of an entry against its checksum, once, if the archive has checksums. PS_EFORMAT: they differ. */
+/* Compares an entry's bytes with its checksum, once, if the archive has checksums. Returns PS_EFORMAT if they
+ * differ. */
 int zip_verify(zip *z, int i);
 
-/* A writer: add all entries, call begin (which then knows the whole size), write each entry, call commit. */
+/* A writer: add all entries, call begin (which needs the whole size), write each entry, then call commit. */
 typedef struct zipw_entry {
     char *name;             /* owned */
     int64_t nbytes, written;

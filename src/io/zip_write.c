@@ -47,7 +47,8 @@ static uint8_t *store_mark(uint8_t *p, int a, int b)
 {
     return store(p, 'P' | 'K' << 8 | (uint64_t)a << 16 | (uint64_t)b << 24, 4);
 }
-/* Stores a size or offset in its narrow field. All bits of the field are set if ZIP64 has the value. */
+/* Stores a size or offset in its narrow field. If the value is in the ZIP64 record, sets all bits of the field
+ * instead. */
 static uint8_t *store_narrow(const zipw *w, uint8_t *p, int64_t n)
 {
     return store(p, wide(w, n) ? 0xffffffff : (uint64_t)n, 4);
