@@ -52,8 +52,8 @@ struct ps_batches {
 };
 
 /* -- a batch ------------------------------------------------------------------------------------------------------- */
-/* Returns the number of tokens to which rows are padded if the longest row has `longest`. It is a multiple of a step
- * that grows with the length, so that only a few different lengths occur. */
+/* Returns the length in tokens to which rows are padded if the longest row has `longest` tokens. The result is a
+ * multiple of a step that grows with the length, so that only a few different lengths occur. */
 static int64_t padded(const ps_batches *b, int64_t longest)
 {
     int64_t seq = b->rows_config.seq, step = b->c.multiple;
@@ -64,8 +64,8 @@ static int64_t padded(const ps_batches *b, int64_t longest)
     return n > 1 ? n : 1;
 }
 
-/* Finds this rank's first row of the batch at p, and the number of its rows. If the last batch is not full and is
- * not filled, the ranks divide it as evenly as possible. */
+/* Finds this rank's first row of the batch at p, and the number of its rows. If the last batch is incomplete and is
+ * not filled up, the ranks divide it as evenly as possible. */
 static void own_rows(const ps_batches *b, place p, int64_t total, int64_t *first, int64_t *n)
 {
     int64_t there = total - p.row < b->global_batch ? total - p.row : b->global_batch;
@@ -118,7 +118,7 @@ static int make_batch(const ps_batches *b, const ps_rows *rows, int64_t total, p
 }
 
 /* -- the background thread --------------------------------------------------------------------------------------- */
-/* Makes the rows of an epoch without the lock, and keeps them. Called with the lock held. */
+/* Makes the rows of an epoch, and keeps them. The caller holds the lock; it is released while the rows are made. */
 static int arrange(ps_batches *b, int64_t epoch)
 {
     ps_rows_config c = b->rows_config;
@@ -140,8 +140,8 @@ static int arrange(ps_batches *b, int64_t epoch)
     return rc;
 }
 
-/* Makes the next batch, or notes the end of the epoch. Called with the lock held. A batch that was begun before the
- * position was set is discarded. */
+/* Makes the next batch, or marks the end of the epoch. The caller holds the lock. If the position is set while a
+ * batch is being made, the batch is discarded. */
 static void make_next(ps_batches *b)
 {
     uint32_t generation = b->generation;

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Texts to examples, by threads: the script's thread puts texts into a ring of jobs, threads encode them, and the
- * script's thread appends the results in order when it needs the place of the oldest job, or at the end. */
+ * Encodes texts to examples on several threads. The script's thread puts texts into a ring of jobs, and other threads
+ * encode them. The script's thread appends the results in order when it needs the place of the oldest job, or at the
+ * end. */
 #include "base/alloc.h"
 #include "base/thread.h"
 #include "data/examples.h"
@@ -33,7 +34,8 @@ struct ps_encoder {
     int64_t n_special, n_prefix, n_suffix;
     int flags;                          /* flags of ps_tok_encode, for whole texts */
     int threads, started, ring;
-    int64_t put, taken, stored;         /* numbers of texts; job i % ring belongs to text i */
+    int64_t put, taken, stored;         /* numbers of texts that were put, taken and stored; job i % ring belongs to
+                                         * text i */
     int64_t failed;
     job *jobs;
     bool stop;
@@ -56,8 +58,9 @@ static bool is_special(const ps_encoder *c, int32_t id)
 
 static bool overlap(span a, span b) { return a.begin < b.end && b.begin < a.end; }
 
-/* Returns whether the template wrote a special token: no byte is from a message, and a role can only be inside the
- * token. conversations.lua (`written`) has the same rule, and spec/data/packing_spec.lua compares both. */
+/* Returns whether the template wrote a special token: none of the token's bytes is from a message, and a role that
+ * overlaps the token is completely inside it. conversations.lua (`written`) implements the same rule, and
+ * spec/data/packing_spec.lua compares the two. */
 static bool is_own(const job *j, span token)
 {
     for (int64_t i = 0; i < j->n_message && j->message[i].begin < token.end; i++)
@@ -82,8 +85,8 @@ static int append(const ps_encoder *c, tok_state *st, job *j, int64_t begin, int
     return 0;
 }
 
-/* Treats special tokens that a message spells as text: the text between the template's own special tokens is encoded
- * without special tokens. st has the ids and offsets of the whole text. */
+/* Encodes special tokens that a message spells as ordinary text: the text between the template's own special tokens
+ * is encoded without special tokens. st contains the ids and offsets of the whole text. */
 static int without_forged(const ps_encoder *c, tok_state *st, job *j)
 {
     size_t n = st->ids.n;
@@ -154,7 +157,7 @@ static int encode(const ps_encoder *c, tok_state *st, job *j)
 static void run(const ps_encoder *c, tok_state *st, job *j)
 {
     j->rc = encode(c, st, j);
-    if (j->rc < 0) ps_error_keep(&j->error);             /* the message is this thread's own */
+    if (j->rc < 0) ps_error_keep(&j->error);             /* the error message belongs to this thread */
 }
 
 static void *work(void *arg)

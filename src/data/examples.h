@@ -13,7 +13,7 @@ enum { EXAMPLE_IGNORED = -100 };        /* label of a token that is not trained 
 typedef struct example_wide { int32_t id, label; float weight; } example_wide;
 
 struct ps_examples {
-    _Atomic int more;                   /* owners besides the first one */
+    _Atomic int more;                   /* number of owners in addition to the first */
     bool wide, finished;
     int64_t count, room, tokens;
     int64_t *starts;                    /* [room + 1] number of tokens before each example */
@@ -23,7 +23,7 @@ struct ps_examples {
     int64_t memory_room;
     uint8_t *block;                     /* [BLOCK] records that are not yet in the file or in `memory` */
     int64_t in_block, stored;           /* bytes */
-    uint64_t hash, key[2];              /* hash: of complete blocks */
+    uint64_t hash, key[2];              /* hash: hash of the complete blocks */
     ps_tempfile file;
     ps_map map;
 };

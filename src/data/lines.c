@@ -106,8 +106,8 @@ static int scan(ps_lines *l)
     return rc;
 }
 
-/* Reads marks that belong to this file, and returns 1. If it cannot, leaves the marks empty and returns 0; the file
- * is then scanned. */
+/* Reads the marks from `index` if they belong to this file, and returns 1. Otherwise leaves the marks empty and
+ * returns 0; the file is then scanned. */
 static int read_marks(ps_lines *l, const char *index)
 {
     ps_map map;

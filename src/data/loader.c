@@ -1,14 +1,14 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The loader: a background thread that cuts batches out of token shards and keeps a ring of them ready.
+ * The loader: a background thread that copies batches from token shards and keeps a ring of them ready.
  *
  * The tokens are the shards' concatenation within [first, last). An epoch is `windows` windows of seq + 1 tokens at
- * stride seq (a target is the next token, so neighbours share one). Shuffled, an epoch begins at a random offset in [0,
+ * stride seq (a target is the next token, so neighbours share one). A shuffled epoch begins at a random offset in [0,
  * seq) and takes its windows in the order of a keyed bijection. Both depend on (seed, epoch) only. So a batch is a
  * function of (config, epoch, batch). There is no other state: a loader resumes exactly at a position, and `ahead` does
  * not change any batch.
  *
- * With several ranks, batches and positions are those of one process that gives batch * world_size rows. Each rank
- * makes only its own rows of these batches, independent of the other ranks.
+ * With several ranks, batches and positions equal those of one process whose batches have batch * world_size rows. Each
+ * rank makes only its own rows of these batches, independent of the other ranks.
  *
  * Threads: the maker owns the slot it fills, and nobody else touches that slot. The caller owns the oldest ready slot.
  * Counters and everything marked (lock) change under `lock` only. All memory is allocated in ps_loader_new. */
@@ -29,7 +29,7 @@ struct ps_loader {
     ps_loader_config c;
     int n;
     ps_tokens **shards;         /* [n], retained */
-    int64_t *starts;            /* [n + 1] index in the concatenation of each shard's first token */
+    int64_t *starts;            /* [n + 1] index of each shard's first token in the concatenation */
     int64_t windows, batches;   /* windows and batches per epoch, equal in all epochs and on all ranks */
     int64_t global_batch;       /* rows of a batch on all ranks */
     int half_bits;              /* the bijection works on 2 * half_bits bits, the fewest that can hold `windows` */
@@ -167,7 +167,7 @@ static int check_config(int n, ps_tokens *const *shards, const ps_loader_config 
     return 0;
 }
 
-/* Determines the range and the size of an epoch. `there`: number of tokens in all shards. */
+/* Determines the range and the size of an epoch. `there` is the number of tokens in all shards. */
 static int plan(ps_loader *l, int64_t there)
 {
     ps_loader_config *c = &l->c;
@@ -289,7 +289,8 @@ int ps_loader_next(ps_loader *l, int32_t *x, int32_t *y)
     return 1;
 }
 
-/* At the end of an epoch this is (epoch, batches): the next call returns 0, and then the next epoch begins. */
+/* At the end of an epoch the position is (epoch, batches). The next call of ps_loader_next then returns 0, and after
+ * it the next epoch begins. */
 int ps_loader_get_position(ps_loader *l, ps_loader_position *out)
 {
     PS_NEED(l);

@@ -9,12 +9,13 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { GROUP = 64 };                    /* rows of similar length that stay together when rows are grouped by length */
+enum { GROUP = 64 };                    /* number of rows of similar length that stay together when rows are grouped
+                                         * by length */
 
 typedef struct item { int32_t example; int64_t first, n; } item;     /* n tokens of an example, from token `first` on */
 
 struct ps_rows {
-    _Atomic int more;                   /* owners besides the first one */
+    _Atomic int more;                   /* number of owners in addition to the first */
     ps_examples *examples;              /* retained */
     bool packing;
     int64_t n_items, n_rows, n_windows;
@@ -53,7 +54,7 @@ static void begin_pass(const ps_rows_config *c, source *s, int k)
     s->next = 0;
 }
 
-/* Returns the source that is due, or -1 if the epoch ends. */
+/* Returns the index of the source from which the next example is taken, or -1 if the epoch ends. */
 static int due(const ps_rows_config *c, const source *s, const int64_t *taken)
 {
     int best = -1;
@@ -126,7 +127,7 @@ static int64_t targets_of(const ps_examples *e, const item *it)
     return n;
 }
 
-/* Truncates an example that is too long. *keep: true if a row contains the example. */
+/* Truncates an example that is too long. Sets *keep to whether a row contains the example. */
 static int cut(ps_rows *r, const ps_rows_config *c, int32_t example, item *it, bool *keep)
 {
     const ps_examples *e = r->examples;
@@ -161,9 +162,9 @@ static int cut_all(ps_rows *r, const ps_rows_config *c, const list *order)
 }
 
 /* -- packing ------------------------------------------------------------------------------------------------------- */
-typedef struct bin { int64_t left, earliest; int32_t next; } bin;    /* next: next bin with as much room, or -1 */
+typedef struct bin { int64_t left, earliest; int32_t next; } bin;    /* next: next bin with the same free room, or -1 */
 
-/* Bins by their free room. There is a stack of bins for each amount of room, and a bit that is set if the stack is
+/* Bins, grouped by their free room. Each amount of room has a stack of bins, and a bit that is set if the stack is
  * not empty. */
 typedef struct bins { bin *all; int64_t n; int32_t *top; uint64_t *there; int64_t seq; } bins;
 
@@ -189,7 +190,8 @@ static int32_t stack_pop(bins *b, int64_t n)
     return i;
 }
 
-typedef struct place { int64_t n, at; int32_t row; } place;          /* an item of a window: length, index, its bin */
+typedef struct place { int64_t n, at; int32_t row; } place;          /* an item of a window: its length, index and
+                                                                      * bin */
 
 static int longer_first(const void *a, const void *b)
 {
@@ -374,7 +376,7 @@ int64_t ps_rows_longest(const ps_rows *r, int64_t first, int64_t n)
     return most;
 }
 
-/* Puts an item into a row of a batch, from `at` on. filler: its weight is 0. */
+/* Copies an item into a row of a batch, from position `at` on. If `filler` is true, the item's weight is 0. */
 static void put_item(const ps_examples *e, const item *it, int32_t segment, bool filler, const ps_rows_batch *b,
                      int64_t at, bool packed)
 {

@@ -1,9 +1,10 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Tokenizers from the inside. A `ps_tok` has the contents of files (vocabulary, merges, patterns, added tokens). It
- * does not change after it is ready. A `tok_state` has the memory to turn a text into ids; each thread has one. In
- * reading order: tok_json.c and tok_vocab.c read files. tok_regex.c cuts text into words. tok_bpe.c and tok_wordpiece.c
- * turn words into ids. tok_bert.c normalizes text for BERT, tok_normal.c for other models. tokenizer.c implements ps.h.
- * tok_block.c encodes long texts on several threads. tok_text.c has buffers and UTF-8. */
+ * Tokenizers from the inside. A `ps_tok` contains the data of files (vocabulary, merges, patterns, added tokens).
+ * It does not change after it is ready. A `tok_state` is the memory that a thread needs to turn a text into ids; each
+ * thread has one. In reading order: tok_json.c and tok_vocab.c read files. tok_regex.c splits text into words.
+ * tok_bpe.c and tok_wordpiece.c turn words into ids. tok_bert.c normalizes text for BERT, tok_normal.c for other
+ * models. tokenizer.c implements ps.h. tok_block.c encodes long texts on several threads. tok_text.c has buffers and
+ * UTF-8. */
 #ifndef PS_DATA_TOK_H
 #define PS_DATA_TOK_H
 #include "base/error.h"
@@ -28,8 +29,8 @@ void tok_ints_free(tok_ints *b);
 const char *tok_shown(const uint8_t *s, size_t n, char out[TOK_SHOWN]);
 
 /* -- UTF-8 ------------------------------------------------------------------------------------------------------- */
-/* Three functions: the code point of a valid character of `len` bytes (ps_utf8), the UTF-8 of a code point, and
- * whether a whole text is UTF-8. */
+/* These functions return the code point of a valid character of `len` bytes (ps_utf8), convert a code point to
+ * UTF-8, and return whether a whole text is UTF-8. */
 uint32_t tok_code_point(const uint8_t *s, int len);
 int tok_utf8_put(uint32_t c, uint8_t out[4]);
 bool tok_utf8_valid(const uint8_t *s, size_t n);
@@ -37,8 +38,8 @@ bool tok_utf8_valid(const uint8_t *s, size_t n);
  * subparts", as in Python). */
 size_t tok_utf8_bad(const uint8_t *s, size_t n);
 
-/* A text that is being normalized: its present bytes and the origin of each byte. begin[i] to end[i] is the byte
- * range of the original text from which byte i comes. If offsets were not requested, there are no origins. */
+/* A text that is being normalized: its current bytes, and the origin of each byte. Byte i comes from bytes begin[i]
+ * to end[i] of the original text. If offsets were not requested, there are no origins. */
 typedef struct tok_text {
     tok_bytes s;
     tok_ints begin, end;
@@ -69,7 +70,7 @@ typedef struct tok_vocab {
     int32_t *slot;              /* hash table with open addressing; a slot is id + 1, or 0 if free */
     uint32_t slots, used;
 } tok_vocab;
-/* PS_EFORMAT if the token or the id already exists. path: for messages. */
+/* Adds a token. Returns PS_EFORMAT if the token or the id already exists. `path` is used in messages. */
 int tok_vocab_add(tok_vocab *v, const char *path, const uint8_t *s, size_t n, int64_t id);
 int32_t tok_vocab_find(const tok_vocab *v, const uint8_t *s, size_t n);     /* -1: none */
 void tok_vocab_free(tok_vocab *v);
@@ -91,7 +92,7 @@ typedef struct tok_merges {
 int tok_merges_add(tok_merges *m, const tok_vocab *v, const char *path, int64_t line, const uint8_t *a, size_t na,
                    const uint8_t *b, size_t nb);
 /* Makes merges by scores: two tokens merge if together they are a token. The merge whose token has the highest score
- * is first, and of equal scores the leftmost. A token with score NaN is never made. */
+ * is first. If scores are equal, the leftmost merge is first. A token with score NaN is never made. */
 int tok_merges_of_scores(tok_merges *m, const tok_vocab *v, const char *path, const float *scores, int32_t n);
 int tok_merges_ready(tok_merges *m, const tok_vocab *v);
 void tok_merges_free(tok_merges *m);
@@ -117,8 +118,8 @@ int tok_json_string(tok_json *j);               /* to j->text */
 int tok_json_whole(tok_json *j, int64_t *out);
 int tok_json_skip(tok_json *j);                 /* skips one value of any kind */
 int tok_json_end(tok_json *j);                  /* PS_EFORMAT if anything except blanks is left */
-/* Reads the next key of an object after its '{'. Returns 1 with the key in j->text and the colon read, or 0 at the
- * end of the object. first: true if no key was read yet. */
+/* Reads the next key of an object after its '{', and the colon after the key. Returns 1 and stores the key in
+ * j->text, or returns 0 at the end of the object. `first` is true if no key was read yet. */
 int tok_json_key(tok_json *j, bool first);
 
 /* -- words ------------------------------------------------------------------------------------------------------- */
@@ -133,7 +134,7 @@ void tok_matcher_free(tok_matcher *m);
 int tok_regex_find(const tok_regex *r, tok_matcher *m, const uint8_t *s, size_t n, size_t from, size_t *begin,
                    size_t *end);
 /* Returns s in a form that the regular expressions can read: s itself, or a copy in `copy` in which stand-ins
- * replace code points that are missing in their tables. */
+ * replace the code points that PCRE2's tables do not have. */
 int tok_stand_in(const uint8_t *s, size_t n, tok_bytes *copy, const uint8_t **out);
 
 /* -- from words to ids ------------------------------------------------------------------------------------------- */
@@ -171,12 +172,13 @@ int tok_normalize(tok_text turns[2], bool mapped, const tok_step *steps, int n, 
 /* -- added tokens ------------------------------------------------------------------------------------------------ */
 /* s: spelling of the token in the text that is searched, which is normalized if NORMALIZED is set. */
 typedef struct tok_added { uint8_t *s; size_t n; int32_t id; int flags; } tok_added;
-/* Finds the first added token in s, from *at on, whose flag NORMALIZED equals `normalized`; if several begin there,
- * the longest. Returns NULL if there is none. Afterwards *at is after the token. begin, end: its range, including
- * the blanks that belong to it, which begin after `done`. */
+/* Finds the first added token in s, from *at on, whose flag NORMALIZED equals `normalized`. If several of these
+ * tokens begin at the same position, finds the longest. Returns NULL if there is none. Afterwards *at is the
+ * position after the token. `begin` and `end` are the token's range, including the blanks that belong to the token,
+ * which begin after `done`. */
 const tok_added *tok_added_find(const ps_tok *t, const uint8_t *s, size_t n, bool normalized, bool plain, size_t done,
                                 size_t *at, size_t *begin, size_t *end);
-/* Writes the ids of a whole text to st->ids. flags: those of ps_tok_encode. */
+/* Writes the ids of a whole text to st->ids. `flags` are the flags of ps_tok_encode. */
 int tok_encode(const ps_tok *t, tok_state *st, const uint8_t *text, size_t n, int flags);
 void tok_state_free(tok_state *st);
 
@@ -185,17 +187,17 @@ struct ps_tok {
     int model;                  /* TOK_BPE .. */
     bool ready;
     char *path;                 /* path of the vocabulary, for messages */
-    /* Settings, 0 or 1. prefix_space: put a blank before the first word. byte_level: tokens spell bytes in GPT-2's
-     * letters. whole_words: do not merge a word that is a token. trim_offsets: exclude a token's blanks. keep_first:
-     * but include the first token's. For WordPiece: clean_text removes control characters, chinese separates Chinese
-     * characters, then strip_accents and lower_case. */
+    /* Settings, 0 or 1. prefix_space puts a blank before the first word. byte_level: tokens spell bytes in GPT-2's
+     * letters. whole_words: a word that is a token is not merged. trim_offsets excludes a token's blanks from its
+     * offsets, and keep_first still includes those of the first token. For WordPiece, clean_text removes control
+     * characters, chinese separates Chinese characters, and then strip_accents and lower_case apply. */
     int prefix_space, byte_level, whole_words, trim_offsets, keep_first, clean_text, chinese, strip_accents, lower_case;
-    /* For a BPE whose tokens spell characters. byte_fallback: spell a character without a token by its bytes' tokens
-     * <0xXX>. fuse_unk: make one unknown token of neighbouring characters without a token. strip_first: remove one
-     * blank from the beginning when decoding. metaspace: blanks are U+2581, and one is put before each section of a
-     * text (1), before the text's beginning (2) or nowhere (3). */
+    /* Settings of a BPE whose tokens spell characters. byte_fallback spells a character without a token by the
+     * tokens <0xXX> of its bytes. fuse_unk makes one unknown token of adjacent characters without a token.
+     * strip_first removes one blank from the beginning when decoding. metaspace: blanks are U+2581, and one is put
+     * before each section of a text (1), before the text's beginning (2) or nowhere (3). */
     int byte_fallback, fuse_unk, strip_first, metaspace;
-    int cuts;                   /* no word of the patterns continues after a line end between ASCII characters */
+    int cuts;                   /* no word that the patterns find continues after a line end between ASCII characters */
     int32_t unk;                /* -1: none */
     int64_t longest_word;       /* WordPiece: largest word length in characters; longer words are unknown */
     int32_t longest_token;      /* in bytes */

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Long texts and JSON lines to ids on several threads. A text is only cut at places that no word of a known pattern
- * crosses: after the end of a line, between two ASCII characters that are not blanks. So the ids are those of the whole
- * text. If a word, a normalizer or an added token may cross such places, the text is not cut. */
+ * Encodes long texts and JSON lines to ids on several threads. A text is split only at positions that no word of a
+ * known pattern crosses: after the end of a line, between two ASCII characters that are not blanks. So the ids are
+ * those of the whole text. If a word, a normalizer or an added token can cross such a position, the text is not
+ * split. */
 #define _GNU_SOURCE
 #include "data/tok.h"
 #include "base/alloc.h"
@@ -39,7 +40,7 @@ static size_t cut_after(const uint8_t *s, size_t n, size_t from)
     return n;
 }
 
-/* Returns the last such position before n, or 0 if there is none. */
+/* Returns the last position before n where a text can be split, or 0 if there is none. */
 static size_t cut_before(const uint8_t *s, size_t n)
 {
     for (size_t i = n; i > 2; i--)
@@ -48,7 +49,8 @@ static size_t cut_before(const uint8_t *s, size_t n)
     return 0;
 }
 
-/* Returns true if the ids of a text's sections are those of the whole text. PLAIN: special tokens are not searched. */
+/* Returns true if a text has the same ids whether it is encoded in sections or as a whole. PLAIN means that special
+ * tokens are not searched. */
 static bool may_cut(const ps_tok *t, int flags)
 {
     if (t->model == TOK_BPE && (!t->n_splits || !t->cuts || t->metaspace)) return false;
@@ -144,7 +146,7 @@ static int run(ps_tok *t, ps_tok_block *block, part *parts, int n)
         if (!block->field) parts[i].continued = i || block->line, parts[i].lines = 1;
         parts[i].started = i + 1 < n && ps_thread_start(&parts[i].thread, work, &parts[i]) == 0;
     }
-    /* the last part, and the parts that no thread has started */
+    /* this thread encodes the last part, and the parts for which no thread was started */
     for (int i = n - 1; i >= 0; i--) if (!parts[i].started) work(&parts[i]);
     int failed = -1;
     for (int i = 0; i < n; i++) if (parts[i].started) pthread_join(parts[i].thread, NULL);

@@ -30,7 +30,7 @@ struct tok_bpe {
                                  * two neighbours */
     waiting *pool;              /* entries of the lists by rank; unused entries are in the list `spare` */
     int32_t n_pool, room_pool, spare;
-    int32_t *head, *tail;       /* [merges.count] -1: empty, like all lists between words */
+    int32_t *head, *tail;       /* [merges.count] -1 if the list is empty; all lists are empty between words */
     uint64_t *bits[LEVELS];     /* level 0: a bit for each rank whose list is not empty; higher levels: a bit for
                                  * each nonzero word of the level below */
     uint64_t *heap;             /* entries rank << 32 | left symbol */
@@ -207,7 +207,7 @@ static int wait_in_list(tok_bpe *b, const tok_merges *m, int32_t at)
     return 0;
 }
 
-/* Returns the token that the pair at `at` becomes if the pair still has this rank, else -1. */
+/* Returns the token into which the pair at `at` merges if the pair still has this rank, else -1. */
 static int32_t still_there(const tok_bpe *b, const tok_merges *m, int32_t at, int32_t rank)
 {
     int32_t right = b->next[at];
@@ -366,10 +366,11 @@ static int merge_part(const ps_tok *t, tok_bpe *b, tok_span word, size_t from, s
 
 /* -- very long words, in parts that fit a cache of the processor ---------------------------------------------------
  *
- * Merging the parts separately has the same result as merging the whole if no merge crosses a seam. Until the first
- * merge that crosses a seam, the two tokens at the seam are merged like two tokens alone, and the crossing merge
- * would also follow there. So the tokens are those of the whole if every two neighbours, merged alone, stay two
- * tokens. Within a part they do. */
+ * Merging the parts separately gives the same tokens as merging the whole word if no merge crosses a seam. Until the
+ * first merge that crosses a seam, the two tokens at the seam are merged as if they were the whole word. The
+ * crossing merge would therefore also occur if only these two tokens were merged. So the tokens equal those of the
+ * whole word if every two neighbours, merged without other tokens, stay two tokens. Neighbours within a part always
+ * stay two tokens. */
 static int stay_two(const ps_tok *t, tok_bpe *b, tok_span word, symbol x, symbol y)
 {
     b->pairs.n = 0;
@@ -377,8 +378,8 @@ static int stay_two(const ps_tok *t, tok_bpe *b, tok_span word, symbol x, symbol
     return b->pairs.n == 2 && b->pairs.at[0].id == x.id && b->pairs.at[1].id == y.id;
 }
 
-/* Changes the tokens around the seam before token `seam` to those of the whole. Returns 1, or 0 if too many tokens
- * would change. */
+/* Changes the tokens around the seam before token `seam` to the tokens that merging the whole word gives. Returns 1,
+ * or 0 if too many tokens would change. */
 static int mend(const ps_tok *t, tok_bpe *b, tok_span word, int32_t seam)
 {
     symbols *all = &b->done, *patch = &b->patch;

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * The JSON of vocabularies and JSON lines: a reader that goes through a text and keeps only the last string that it
- * read. Numbers must be whole where one is requested. Skipped values are only checked as far as is necessary to find
- * their end. */
+ * read. If the caller requests a number, it must be an integer. Skipped values are only checked as far as is necessary
+ * to find their end. */
 #include "data/tok.h"
 #include "base/text.h"
 #include <string.h>
@@ -34,7 +34,7 @@ int tok_json_expect(tok_json *j, char c)
     return tok_json_bad(j, what);
 }
 
-/* Reads four hexadecimal digits. Returns -1 if they are not. */
+/* Reads four hexadecimal digits. Returns -1 if the next four characters are not hexadecimal digits. */
 static int hex4(tok_json *j)
 {
     int v = 0;

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The normalizers of a BPE's tokenizer.json, which change a text before it is cut into words: canonical composition
+ * The normalizers of a BPE's tokenizer.json, which change a text before it is split into words: canonical composition
  * (NFC, Unicode Standard Annex 15, by utf8proc), a text that is prepended, and a text that replaces another. */
 #define _GNU_SOURCE
 #include "data/tok.h"
@@ -24,14 +24,15 @@ static bool joins_back(uint32_t c)
     return false;
 }
 
-/* Returns true if the text from c on never changes the text before it, and is never changed by it. */
+/* Returns true if the text from c on and the text before c are normalized independently of each other. */
 static bool begins_anew(uint32_t c)
 {
     return c < 0x300 || (utf8proc_get_property((int32_t)c)->combining_class == 0 && !joins_back(c));
 }
 
-/* A character of the segment, and its origin as the package tokenizers counts it. 0: the next character of the text.
- * 1: no character of its own. -n: the next character and the n characters after it. */
+/* A character of the segment. `change` is its origin as the package tokenizers counts it. 0 means the next character
+ * of the text. 1 means that the character has no origin of its own. -n means the next character and the n characters
+ * after it. */
 typedef struct { int32_t c, change, class; } piece;
 
 /* Decomposes bytes [from, to), and puts marks into the order of their classes. */
@@ -127,7 +128,7 @@ static int nfc(tok_text *out, tok_span text)
     return 0;
 }
 
-/* -- texts in front of a text, and in the place of parts of it ---------------------------------------------------- */
+/* -- prepended texts, and replacements of parts of a text --------------------------------------------------------- */
 static int copy(tok_text *out, tok_span text, size_t from, size_t to)
 {
     if (!out->mapped) return tok_bytes_add(&out->s, text.s + from, to - from);

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The regular expressions that cut text into words. They are those of PCRE2, which only this file uses. Matches have
+ * The regular expressions that split text into words. PCRE2, which only this file uses, implements them. Matches have
  * limits, so that a hostile pattern ends with an error. */
 #define PCRE2_CODE_UNIT_WIDTH 8
 #include "data/tok.h"

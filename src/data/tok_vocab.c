@@ -7,8 +7,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* Hashes bytes to 64 bits, eight bytes at a time: multiply and fold. It does not withstand chosen keys. Its tables
- * belong to one vocabulary, so a file whose keys all collide only makes its own loading slow. */
+/* Hashes bytes to 64 bits, eight bytes at a time, by multiplying and folding. The hash is not safe against chosen
+ * keys. Its tables belong to one vocabulary, so a file whose keys all collide only makes its own loading slow. */
 uint64_t tok_hash(const uint8_t *s, size_t n)
 {
     uint64_t h = n * 0x9e3779b97f4a7c15u, w;
@@ -270,7 +270,7 @@ static bool line(const uint8_t **at, const uint8_t *end, const uint8_t **s, size
     return true;
 }
 
-/* If a line occurs twice (also an empty line), it has the number of the last one, like in transformers. */
+/* If a line occurs twice (even an empty line), its token gets the number of the last occurrence, as in transformers. */
 int tok_read_vocab_txt(ps_tok *t, const ps_map *map)
 {
     const uint8_t *at = map->bytes, *end = at + map->nbytes, *s;
@@ -313,8 +313,8 @@ static int base64_value(uint8_t c)
     return c == '+' ? 62 : c == '/' ? 63 : -1;
 }
 
-/* Writes the bytes that s [n], in base64, encodes to `out`, spelled in GPT-2's letters. *good is false if s is not
- * base64. */
+/* Decodes the base64 text s [n], and appends the bytes to `out`, spelled in GPT-2's letters. *good is false if s is
+ * not base64. */
 static int spell_base64(tok_bytes *out, const uint8_t *s, size_t n, bool *good)
 {
     uint32_t bits = 0;
@@ -413,7 +413,8 @@ static int merges_list(ps_tok *t, tok_json *j)
     return rc;
 }
 
-/* The positions of the model's vocabulary and merges. end is NULL if the model has none, or one of another kind. */
+/* The positions of the model's vocabulary and merges. `end` is NULL if the model does not contain the list, or
+ * contains a value of another kind. */
 typedef struct found { const uint8_t *begin, *end; } found;
 
 static int find_model(tok_json *j, found *vocab, found *merges)

@@ -7,8 +7,8 @@
 
 static bool begins_character(const uint8_t *s, size_t i) { return (s[i] & 0xc0) != 0x80; }
 
-/* Finds the longest token at the beginning of s [n]. continued: "##" precedes s. Returns its length, or 0 if there
- * is none. */
+/* Finds the longest token at the beginning of s [n], and returns its length, or 0 if there is none. If `continued`
+ * is true, the two bytes before s are "##", and the token begins with them. */
 static size_t longest(const ps_tok *t, const uint8_t *s, size_t n, bool continued, int32_t *id)
 {
     size_t most = (size_t)t->longest_token;

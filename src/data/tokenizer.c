@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Tokenizers as ps.h declares them: made from files, then texts to ids and ids to text. A text is cut at added tokens.
- * The parts between them are normalized (WordPiece), cut at added tokens that are searched in normalized text, and cut
- * into words. */
+ * Implements the tokenizers of ps.h: makes them from files, and turns texts into ids and ids into text. A text is split
+ * at added tokens. The sections between these tokens are normalized (WordPiece), split at added tokens that are
+ * searched in normalized text, and split into words. */
 #define _GNU_SOURCE
 #include "data/tok.h"
 #include "base/alloc.h"
@@ -365,7 +365,8 @@ const tok_added *tok_added_find(const ps_tok *t, const uint8_t *s, size_t n, boo
     return NULL;
 }
 
-/* Splits into words by pattern `k` and the patterns after it: words are both the matches and the text between them. */
+/* Splits a text into words by pattern `k` and the patterns after it. Words are both the matches and the text between
+ * the matches. */
 static int words_of(const ps_tok *t, tok_state *st, tok_span text, int k)
 {
     const uint8_t *seen;

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * Token shards. It reads llm.c's .bin files (256 int32: magic, version, count; then the tokens), raw tokens and plain
- * text, all through a map. It writes llm.c's files. Formats are little-endian, as every machine this runs on. */
+ * text, all through a map. It writes llm.c's files. Formats are little-endian, like every machine on which psluajit
+ * runs. */
 #include "data/tokens.h"
 #include "base/alloc.h"
 #include <stdio.h>
@@ -16,7 +17,7 @@ static int32_t header_word(const ps_tokens *s, int i)
     return v;
 }
 
-/* Reads a header whose magic is that of `width`. */
+/* Reads a header whose magic number stands for tokens of `width` bytes. */
 static int read_header(ps_tokens *s, int width, int wanted)
 {
     const char *path = s->map.path;
@@ -47,9 +48,9 @@ static int read_header(ps_tokens *s, int width, int wanted)
 static int read_layout(ps_tokens *s, int width)
 {
     int32_t magic = s->map.nbytes >= 4 ? header_word(s, 0) : 0;
-    /* Text is always text, whatever its first bytes are. Raw tokens cannot begin like a header: read as tokens, a
-     * magic number is either larger than every vocabulary (u32 20,240,801), or is 55,432 followed by 308, while
-     * GPT-2's ids end at 50,256. */
+    /* A file of width 1 is text, whatever its first bytes are. Raw tokens cannot begin like a header. Read as u32
+     * tokens, a magic number is larger than every vocabulary (20,240,801). Read as u16 tokens, it is 55,432 followed
+     * by 308, while GPT-2's ids end at 50,256. */
     if (width != 1 && magic == MAGIC_U16) return read_header(s, 2, width);
     if (width != 1 && magic == MAGIC_U32) return read_header(s, 4, width);
     if (width == 0)
@@ -65,7 +66,7 @@ static int read_layout(ps_tokens *s, int width)
     return 0;
 }
 
-/* Takes over `map`, even on failure. */
+/* Opens the file in `map`. Becomes the owner of `map`, even on failure. */
 static int open_map(ps_map *map, int width, ps_tokens **out)
 {
     ps_tokens *s = ps_alloc0(sizeof *s);

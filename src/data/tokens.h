@@ -18,7 +18,7 @@ struct ps_tokens {
 void tokens_retain(ps_tokens *s);
 /* Like ps_tokens_open, for bytes in memory, which must outlive the result. */
 int tokens_open_memory(const char *path, const void *bytes, int64_t nbytes, int width, ps_tokens **out);
-/* Copies tokens [first, first + n), which must exist, to dst. PS_ERANGE: a token is >= vocab (if vocab is 0: does
- * not fit int32); the message has file, position, token and vocabulary. */
+/* Copies tokens [first, first + n), which must exist, to dst. Returns PS_ERANGE if a token is >= vocab or, if vocab
+ * is 0, does not fit into int32. The message contains the file, position, token and vocabulary. */
 int tokens_copy(const ps_tokens *s, int64_t first, int64_t n, int64_t vocab, int32_t *dst);
 #endif
