@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * Anomaly mode: checks the outputs of each op. The first op that makes a NaN or an infinity fails. An op makes a NaN if
  * no input has one, and an infinity if no input and no attribute has one and no input has a NaN. A value that the
- * script wrote (a mask of -inf) is passed on, not made. In backward, the node whose gradient is computed is blamed.
- * A scaled loss may overflow in backward; the loss scaler then skips the step. From ps_anomaly_scaled(1) to
- * ps_anomaly_scaled(0), infinities of backward therefore do not count, nor does anything after one. */
+ * script wrote (a mask of -inf) is passed on, not made. In backward, the node whose gradient is computed is blamed. A
+ * scaled loss may overflow in backward; the loss scaler then skips the step. From ps_anomaly_scaled(1) to
+ * ps_anomaly_scaled(0), infinities in backward are therefore ignored, and so is everything after the first infinity. */
 #include <math.h>
 #include <string.h>
 #include "base/error.h"

@@ -32,7 +32,8 @@ static int run(cached *c, int op, int n_in, ps_tensor *const *in, const void *at
     return 0;
 }
 
-/* Returns heads first .. first + count of x [B, T, all D], which is contiguous, as [B, count, T, D]; *out is lent. */
+/* Sets *out, which is lent, to `count` heads of x, from head `first` on, as [B, count, T, D]. x is [B, T, all D] and
+ * contiguous. */
 static int heads_of(cached *c, ps_tensor *x, int64_t first, int64_t count, int64_t all, ps_tensor **out)
 {
     int64_t row = all * c->D;
@@ -43,7 +44,7 @@ static int heads_of(cached *c, ps_tensor *x, int64_t first, int64_t count, int64
     return 0;
 }
 
-/* Returns positions from .. from + n of heads first .. first + count of a cache; *out is lent. */
+/* Sets *out, which is lent, to n positions of `count` heads of a cache, from position `from` and head `first` on. */
 static int part_of(cached *c, ps_tensor *cache, int64_t first, int64_t count, int64_t from, int64_t n, ps_tensor **out)
 {
     ps_meta m = ps_tensor_meta(cache);
@@ -58,7 +59,8 @@ static int part_of(cached *c, ps_tensor *cache, int64_t first, int64_t count, in
 /* Returns whether a cache has rows of Q8_0 blocks. */
 static bool is_packed(const ps_tensor *cache) { return cache->dtype_ == PS_U8; }
 
-/* Copies [B, n, T, D] into a cache, after its first `at` positions, in the type of the cache. */
+/* Copies a tensor [B, n, T, D] into a cache, after the cache's first `at` positions, and converts it to the cache's
+ * type. */
 static int append(cached *c, ps_tensor *cache, ps_tensor *what)
 {
     ps_attrs_copy_ none = { 0 };
@@ -122,7 +124,7 @@ static int check(cached *c)
     return c->values ? check_cache(c, c->values, how->groups) : 0;
 }
 
-/* Writes keys and values into the caches. *q: [B, H, T, D], as attention needs it. */
+/* Writes keys and values into the caches. Sets *q to the queries [B, H, T, D], the layout that attention needs. */
 static int write_caches(cached *c, ps_tensor **q)
 {
     int64_t H = c->how->heads, G = c->how->groups;

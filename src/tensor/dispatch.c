@@ -12,7 +12,8 @@
 
 typedef struct ps_scratch_list ps_scratch_list;
 
-/* The call of an op. `owned`: bit set of the inputs that the call made itself (casts, copies) and must release. */
+/* The call of an op. `owned` is the bit set of the inputs that the call made itself (casts, copies) and must
+ * release. */
 typedef struct apply {
     ps_ctx *ctx;
     const ps_opinfo *row;
@@ -81,8 +82,8 @@ static int check_inputs(apply *a, const ps_tensor *const *out)
     return 0;
 }
 
-/* PyTorch's type promotion: first by category (bool < integer < float), and tensors with dimensions before those
- * without. */
+/* Implements PyTorch's type promotion. The category decides first (bool < integer < float). Within a category,
+ * tensors with dimensions have priority over tensors without dimensions. */
 static int category(int dtype) { return ps_dtype_is_float(dtype) ? 2 : dtype == PS_BOOL ? 0 : 1; }
 
 static int wider(int a, int b)
@@ -120,7 +121,7 @@ static int replace_input(apply *a, int i, int op, const void *attrs)
 }
 
 /* Rejects a write to parameters while the script is paused within a step, because the step would then use both old
- * and new values. Between steps such a write is allowed. */
+ * and new values. Between steps, a write to parameters is allowed. */
 static int check_suspended(const apply *a)
 {
     const ps_ctx *ctx = a->ctx;
@@ -319,7 +320,8 @@ static int try_scratch(apply *a, ps_backend *be, const ps_call *call)
 
 static int of_ranks(apply *a, ps_call *call);
 
-/* Allocates and frees the op's workspace, so that the peak of a dry run includes it. Records an op of several ranks. */
+/* Allocates and frees the op's workspace, so that the peak of a dry run includes it. If the op is one of several
+ * ranks, also records it. */
 static int dry_scratch(apply *a, ps_backend *be, ps_view *in, ps_view *out)
 {
     ps_call call = { .op = a->op, .n_in = a->n_in, .n_out = a->row->n_out, .in = in, .out = out,
@@ -367,8 +369,8 @@ static int run_chain(apply *a, ps_backend *be, ps_call *call)
     return rc;
 }
 
-/* Adds the finished ops of a device to the record. wait: waits for all ops. Omits an op whose time the device does
- * not know. */
+/* Adds the finished ops of a device to the record, except ops whose time the device does not know. If `wait` is
+ * true, waits for all ops first. */
 static void take_times(ps_ctx *ctx, int device, bool wait)
 {
     ps_record_event e;
@@ -385,7 +387,8 @@ void ps_record_settle(ps_ctx *ctx)
 /* Returns true if the device will report the times of work that is queued from now on. */
 static bool time_begins(ps_backend *be) { return be->time_begin && be->time_begin(be, ps_record_run) == 0; }
 
-/* Adds an op, or a slice of an op, to the record. timed: by the device's clock, after the op has ended. */
+/* Adds an op, or a slice of an op, to the record. If `timed` is true, the device's clock times it, and it is added
+ * after it has ended. */
 static void record_work(const apply *a, ps_record_event *e, bool timed)
 {
     ps_backend *be = a->ctx->devices[a->device];

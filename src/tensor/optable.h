@@ -12,8 +12,8 @@ typedef struct ps_meta {
     bool permuted;                            /* the output is dense, but not in row-major order */
 } ps_meta;
 
-/* A shape rule reads `in` (NULL: absent), may normalise `attrs` (negative dimensions), and sets out[i]. Then the
- * dtype and shape of each output that the caller passed are compared with out[i]. */
+/* A shape rule reads `in` (an absent input is NULL), can normalise `attrs` (negative dimensions), and sets out[i].
+ * Then the dtype and shape of each output that the caller passed are compared with out[i]. */
 typedef struct ps_infer {
     int op, n_in;
     const ps_tensor *const *in;
@@ -27,11 +27,11 @@ typedef struct ps_infer {
 } ps_infer;
 typedef int (*ps_infer_rule)(ps_infer *f);
 
-/* A gradient rule reads dout (an entry is NULL if that output got no gradient; at least one did). For every input i
- * with ps_grad_wants(g, i), it passes a tensor to ps_grad_give. Tensors that ps_run makes live until the rule
- * returns. If weight gradients are deferred, a rule with the flag SPLIT runs in two phases: first for the inputs
- * through which the walk continues, later for parameters and for tensors computed only from parameters.
- * ps_grad_wants is true for the inputs of the present phase. */
+/* A gradient rule reads dout (an entry is NULL if that output got no gradient; at least one is not NULL). For every
+ * input i with ps_grad_wants(g, i), the rule passes a tensor to ps_grad_give. The tensors made by ps_run exist until
+ * the rule returns. If weight gradients are deferred, a rule with the flag SPLIT runs in two phases: first for the
+ * inputs through which the walk continues, later for parameters and for tensors computed only from parameters.
+ * ps_grad_wants is true for the inputs of the current phase. */
 typedef enum ps_grad_phase { PS_GRAD_WHOLE, PS_GRAD_INPUTS, PS_GRAD_WEIGHTS } ps_grad_phase;
 typedef struct ps_grad {
     ps_ctx *ctx;
@@ -46,7 +46,7 @@ typedef struct ps_grad {
 } ps_grad;
 typedef int (*ps_grad_rule)(ps_grad *g);
 
-/* For gradient rules (grad/rule.c). */
+/* The following functions are for gradient rules (grad/rule.c). */
 bool ps_grad_wants(const ps_grad *g, int i);
 bool ps_grad_wants_ever(const ps_grad *g, int i);            /* true if the gradient is wanted in this phase or the
                                                               * other one */
@@ -62,23 +62,24 @@ int ps_grad_out(ps_grad *g, int i, ps_tensor **out);         /* a saved output, 
 int ps_grad_own(ps_grad *g, ps_tensor **t);
 const ps_meta *ps_grad_in_meta(const ps_grad *g, int i);
 void ps_grad_give(ps_grad *g, int i, ps_tensor *t);          /* passes t, which is lent, as the gradient of input i */
-/* Runs an op on n_in inputs passed as arguments. `out` has PS_MAX_OUT entries; the op writes into tensors that are
- * there on entry. */
+/* Runs an op on n_in inputs passed as arguments. `out` has PS_MAX_OUT entries. If an entry is not NULL on entry, the
+ * op writes into that tensor. */
 int ps_run(ps_grad *g, int op, const void *attrs, ps_tensor **out, int n_in, ...);
 int ps_run_list(ps_grad *g, int op, const void *attrs, ps_tensor **out, int n_in, ps_tensor *const *in);
-/* Returns in *out the destination of the gradient of input i, lent: a tensor to add to (*accumulate = 1), a tensor
- * to overwrite (0), or NULL (the op makes a tensor). The rule passes the destination as the op's output. Unless
- * *accumulate is set, it then passes the op's result to ps_grad_give. */
+/* Sets *out to the destination (lent) of the gradient of input i. The rule passes it as the op's output. It is a
+ * tensor to add to (*accumulate is 1), a tensor to overwrite (*accumulate is 0), or NULL, so that the op makes a
+ * tensor. Unless *accumulate is 1, the rule then passes the op's result to ps_grad_give. */
 int ps_grad_dest(ps_grad *g, int i, ps_tensor **out, int32_t *accumulate);
 /* Makes a contiguous tensor of meta's type and shape with undefined contents. It lives until the rule returns. */
 int ps_grad_new(ps_grad *g, int device, const ps_meta *meta, ps_tensor **out);
-/* For ops with an `add` input: returns the sum so far of the gradients of input i from other nodes, or NULL. *out is
- * the same tensor if the new sum may overwrite it. If *out is NULL, the op makes the sum, and ps_grad_replace stores
- * it. */
+/* For ops with an `add` input: returns the sum of the gradients that input i has got from other nodes so far, or
+ * NULL. If the new sum may overwrite this tensor, *out is the same tensor. If *out is NULL, the op makes the sum,
+ * and ps_grad_replace stores it. */
 ps_tensor *ps_grad_pending(ps_grad *g, int i, ps_tensor **out);
 void ps_grad_replace(ps_grad *g, int i, ps_tensor *sum);
 
-/* A cost rule reads the types and shapes of `in` and `out` (NULL: absent), and adds to flops and bytes (ps_op_cost). */
+/* A cost rule reads the types and shapes of `in` and `out` (an absent tensor is NULL), and adds to flops and bytes
+ * (ps_op_cost). */
 typedef struct ps_cost {
     int n_in, n_out;
     ps_tensor *const *in, *const *out;
@@ -115,8 +116,8 @@ typedef struct ps_opinfo {
     uint64_t optional_in, saved_in, ahead_in;  /* bit sets; ahead_in: inputs that are saved only if the step runs
                                                 * ahead */
     uint32_t saved_out, hidden_out;
-    int8_t saved_for[8];                      /* entry i: input i is saved only if this input wants a gradient; -1:
-                                               * always */
+    int8_t saved_for[8];                      /* input i is saved only if input saved_for[i] wants a gradient; -1: it
+                                               * is always saved */
     const char *in_name[8];                   /* pointers into `ins`; a name ends at a space, ?, * or 0 */
 } ps_opinfo;
 const ps_opinfo *ps_op(int op);               /* `op` must be an op's index */
@@ -148,8 +149,8 @@ int ps_scalar_like(ps_grad *g, ps_tensor **out, const ps_tensor *like,
 int ps_tensor_read_scalar(const ps_tensor *t, double *out);  /* waits for the device */
 int ps_sum_to(ps_grad *g, ps_tensor **out, ps_tensor *x, const ps_meta *like);  /* undoes broadcasting */
 int ps_reshape_to(ps_grad *g, ps_tensor **out, ps_tensor *x, int ndim, const int64_t *shape);
-/* Computes the gradients of inputs `iw` and `ib` of a product x w + b, and adds each directly to the gradient so
- * far. If both are wanted, a single op computes them. ib -1: no gradient of b. x and dy are [..., features]
- * (ops/matmul.c). */
+/* Computes the gradients of inputs `iw` and `ib` of a product x w + b, and adds each directly to the input's
+ * gradient so far. If both are wanted, a single op computes them. If ib is -1, b gets no gradient. x and dy are
+ * [..., features] (ops/matmul.c). */
 int ps_give_weights(ps_grad *g, int iw, int ib, bool out_in, ps_tensor *x, ps_tensor *dy);
 #endif

@@ -47,7 +47,7 @@ typedef struct twins { ps_storage *list; int32_t n, live; bool whole; } twins;
 typedef struct waiting { ps_storage bytes; int64_t number; } waiting;
 typedef struct taken { void *handle; int32_t device; } taken;
 
-enum { NOTED = PS_PIPE_PERFORMED - 1 };           /* micro-batches after the first */
+enum { NOTED = PS_PIPE_PERFORMED - 1 };           /* number of performed micro-batches after the first */
 
 struct ps_replay {
     ps_ctx *ctx;
@@ -82,8 +82,8 @@ static void notes_drop(notes *of, int32_t n_spans)
     *of = (notes){ .spans = NULL };
 }
 
-/* Orders waiting bytes, the youngest first, in which order they are freed. The order must not depend on the
- * collector, because it determines where the next bytes are placed. */
+/* Orders waiting bytes from the youngest to the oldest, which is the order in which they are freed. The order must
+ * not depend on the collector, because it determines where the next bytes are placed. */
 static int by_number(const void *a, const void *b)
 {
     int64_t x = ((const waiting *)a)->number, y = ((const waiting *)b)->number;
@@ -194,7 +194,8 @@ void ps_replay_made(ps_ctx *ctx, ps_storage *s)
     note(r, (effect){ .kind = MADE, .device = s->device, .nbytes = s->nbytes });
 }
 
-/* Records that a storage of a recorded micro-batch loses its bytes. late: the bytes wait for Lua's collector. */
+/* Records that a storage of a recorded micro-batch loses its bytes. If `late` is true, the bytes wait for Lua's
+ * collector. */
 static void note_gone(ps_replay *r, const ps_storage *s, bool late)
 {
     notes *of = &r->notes[s->replay.noted % NOTED];
@@ -272,7 +273,7 @@ static int by_place(const void *a, const void *b)
     return x->at < y->at ? -1 : x->at > y->at ? 1 : 0;
 }
 
-/* Finds storages of the micro-batch that are no longer held, so that only a script's header keeps their bytes. */
+/* Finds the storages of the micro-batch that nothing holds any more except a script's header. */
 static void find_ended(ps_replay *r, notes *of, noted *p)
 {
     for (int32_t i = 0; i < of->n_made; i++) {

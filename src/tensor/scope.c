@@ -5,8 +5,8 @@
  * root until the tape releases them.
  *
  * Bytes that only a dead header in Lua refers to wait for Lua's collector. The context counts the bytes of all storages
- * with contents outside chunks, whether they are in use or wait. A collection tells how many are in use. The next one
- * is due when a quarter of that has been added. */
+ * with contents outside chunks, whether they are in use or wait. A collection shows how many bytes are in use. The next
+ * collection is due when a quarter of these bytes has been added. */
 #include "tensor/tensor.h"
 #include "base/alloc.h"
 #include "base/error.h"

@@ -36,8 +36,8 @@ int ps_ctx_new(ps_ctx **out)
     return 0;
 }
 
-/* Adds a device to both memory managers. If only the first one accepts it, that manager keeps an arena for a closed
- * device. The arena stays empty, so its end does not call the device. */
+/* Adds a device to both memory managers. If only the first manager accepts the device, this manager keeps an arena
+ * for a closed device. The arena stays empty, so freeing the arena does not call the device. */
 int ps_ctx_add_device(ps_ctx *ctx, ps_backend *be)
 {
     enum { MOST = sizeof ctx->devices / sizeof *ctx->devices };
@@ -247,8 +247,8 @@ ps_meta ps_tensor_meta(const ps_tensor *t)
     return m;
 }
 
-/* Computes the elements and bytes of a shape. PS_EINVAL: a size is negative, or the shape overflows the address
- * range. */
+/* Computes the number of elements of a shape, and their bytes. Returns PS_EINVAL if a size is negative, or if the
+ * shape overflows the address range. */
 static int shape_numel(const ps_meta *m, int64_t *numel, int64_t *nbytes)
 {
     int64_t n = 1;
@@ -538,7 +538,7 @@ int ps_tensor_write(ps_tensor *t, const void *src, int64_t nbytes)
 
 enum { LOADED_NBYTES = 8 << 20 };
 
-/* Loads from a reader into memory of a device. Host memory is loaded directly, other memory through a buffer. */
+/* Loads bytes from a reader into a device's memory. Host memory is loaded directly, other memory through a buffer. */
 static int load(ps_backend *be, char *to, ps_reader read, const void *from, int64_t at, int64_t nbytes)
 {
     if (be->load) return be->load(be, to, read, from, at, (size_t)nbytes);

@@ -25,21 +25,22 @@ typedef struct ps_walk ps_walk;   /* grad/walk.c */
 typedef struct ps_hooks {
     void (*close)(ps_ctx *ctx);            /* called when the context is closed: the engine ends and removes its
                                             * hooks */
-    /* op_begins: an op will pin its operands. op_failed: that op failed; it may be tried again. */
+    /* op_begins is called before an op pins its operands. op_failed is called if that op fails. The op may be tried
+     * again. */
     void (*op_begins)(ps_ctx *ctx);
     void (*op_failed)(ps_ctx *ctx);
     /* Called when a walk begins that reaches leaves with `managed` set. */
     int (*walk_begin)(ps_ctx *ctx);
-    /* Called when a managed leaf gets its first gradient. *out: tensor to which the gradient must be written (lent),
-     * or NULL if the op must make a tensor. */
+    /* Called when a managed leaf gets its first gradient. Sets *out to the tensor to which the gradient must be
+     * written (lent), or to NULL if the op must make a tensor. */
     int (*grad_place)(ps_ctx *ctx, ps_tensor *leaf, ps_tensor **out);
-    /* Called when no node or segment of the tape will read or add to the leaf any more. grad_ can be NULL. */
+    /* Called when no remaining node or segment of the tape reads the leaf or adds to it. grad_ can be NULL. */
     int (*grad_final)(ps_ctx *ctx, ps_tensor *leaf);
 } ps_hooks;
 
 typedef struct ps_engine ps_engine;   /* engine/engine.c */
 
-/* Watched storages that a recompute segment has read in its first run, which is under way. */
+/* Watched storages that a recompute segment has read so far in its first run, which is under way. */
 typedef struct ps_reads {
     ps_storage **list;
     int32_t n, capacity;
@@ -48,15 +49,15 @@ typedef struct ps_reads {
 
 enum { PS_MAX_GROUPS = 64 };
 
-/* Work that runs concurrently with ops and can still write to tensors. When the context ends, close() is called
- * before the context's bytes are freed, and ends the work. */
+/* Work that runs concurrently with ops and can still write to tensors. close() ends the work. It is called when the
+ * context ends, before the context's bytes are freed. */
 typedef struct ps_guest {
     struct ps_guest *next, **link;          /* link is NULL if the guest is not in the list of a context */
     void (*close)(struct ps_guest *g);
 } ps_guest;
 
-/* The state of a layer is in the struct that is named after it, and only that layer writes it
- * (spec/source/layers_spec.lua). Other layers read it, and change it through functions of its owner. */
+/* Each layer's state is in the struct that is named after the layer, and only this layer writes it
+ * (spec/source/layers_spec.lua). Other layers read the state, and change it by calling functions of its owner. */
 struct ps_ctx {
     int64_t refs;                 /* 1 while the context is open, plus 1 for each tensor header and each tape node */
     int closed;
@@ -66,15 +67,15 @@ struct ps_ctx {
     const ps_step *step;          /* step of the engine, or the idle step */
     ps_guest *guests;
     struct {
-        ps_mem *now;              /* memory that allocates now: `plain`, the engine's chunks, or that of a dry run */
+        ps_mem *now;              /* manager of new memory: `plain`, the engine's chunks, or that of a dry run */
         ps_mem *plain;            /* mem/plain.c on every device, set once */
     } mem;                        /* tensor/tensor.c */
     struct {
         ps_mem *mem;              /* memory of dry runs, which only has addresses; NULL before the first dry run */
         ps_mem *real;             /* in a dry run: previous value of mem.now; else NULL */
-        ps_rank_calls calls;      /* calls between ranks in the present or last dry run */
-        /* [n_ops] ops that have computed with gradients enabled, which are the ops of forward, in the present or last
-         * dry run. n_ops is -1 if there was no memory for the list. */
+        ps_rank_calls calls;      /* calls between ranks in the current or last dry run */
+        /* [n_ops] ops that ran with gradients enabled in the current or last dry run. These are the ops of forward.
+         * n_ops is -1 if there was no memory for the list. */
         uint16_t *ops;
         int32_t n_ops, ops_capacity;
         struct ps_replay *replay;               /* set during a dry run of a pipeline (tensor/replay.h), else NULL */
@@ -99,9 +100,8 @@ struct ps_ctx {
         bool scaled, overflowed;  /* the loss of this step was scaled; the scaled loss has caused infinities in
                                    * backward */
         bool pardons;             /* the next op scales the loss */
-        bool had_nan, had_inf;    /* the tensors that the op under way writes had NaNs, infinities before it ran */
-        bool in_backward;         /* a node's gradient is being computed, that of op `of`, which was called at
-                                   * `of_place` */
+        bool had_nan, had_inf;    /* outputs of the running op had NaNs, infinities before it ran */
+        bool in_backward;         /* the gradient of op `of`, which was called at `of_place`, is being computed */
         int32_t of, of_module;
         int64_t of_place, place;  /* place of the call of `of`, and place of the next op, as numbers that only the
                                    * caller interprets */
@@ -142,7 +142,8 @@ enum { PS_SCOPE_MIN_NBYTES = 64 << 10 };       /* tensors below this size (losse
 void ps_ctx_release(ps_ctx *ctx);
 /* Raises PS_ESTATE: the action `what` is impossible until the paused script resumes. */
 int ps_fail_suspended(const char *what);
-void ps_guest_come(ps_ctx *ctx, ps_guest *g);                                /* adds a guest; g->close is set */
+void ps_guest_come(ps_ctx *ctx, ps_guest *g);                                /* adds a guest; the caller has set
+                                                                              * g->close */
 void ps_guest_leave(ps_guest *g);                                            /* removes a guest; may be called again */
 int ps_ctx_add_device(ps_ctx *ctx, ps_backend *be);                          /* adds a device; owns `be` afterwards,
                                                                               * and closes it on failure */
@@ -159,7 +160,7 @@ void ps_storage_drop(ps_storage *s);                                         /* 
                                                                               * scope */
 /* Called when the storage will not be read before backward. While activations are offloaded, moves it to the host. */
 void ps_storage_leave(ps_ctx *ctx, ps_storage *s);
-/* A hold together with a reference to the header; the tape keeps tensors this way. */
+/* Adds a hold on the storage and a reference to the header. The tape keeps tensors this way. */
 ps_tensor *ps_tensor_hold(ps_tensor *t);
 void ps_tensor_unhold(ps_tensor *t);
 /* Returns true if the caller may overwrite the bytes or pass them on: the tensor is contiguous and not kept, the
@@ -167,18 +168,18 @@ void ps_tensor_unhold(ps_tensor *t);
 bool ps_tensor_exclusive(const ps_tensor *t);
 bool ps_meta_contiguous(const ps_meta *m);
 bool ps_tensor_has_data(const ps_tensor *t);  /* returns false on meta and for tensors of a dry run */
-/* Makes a contiguous tensor over a storage that already has its bytes. Takes over the caller's reference to the
- * storage. */
+/* Makes a contiguous tensor over a storage that already has its bytes. The tensor becomes the owner of the caller's
+ * reference to the storage. */
 int ps_tensor_over(ps_ctx *ctx, ps_storage *s, const ps_meta *meta, int device, ps_tensor **out);
 /* Begins and ends the use of memory for a dry run, in which ops infer shapes, allocate, pin and record, but compute
  * nothing (step->dry). A storage made in between has an address and no contents. */
 int ps_dry_begin(ps_ctx *ctx);
 void ps_dry_end(ps_ctx *ctx);
-/* Adds calls to those of the dry run under way. */
+/* Appends calls to the current dry run's list of calls. */
 int ps_dry_note_calls(ps_ctx *ctx, const ps_rank_call *list, int32_t n);
-/* Adds an op to the ops of forward of the dry run under way, if gradients are enabled. */
+/* Appends an op to the current dry run's list of forward ops, if gradients are enabled. */
 void ps_dry_note_op(ps_ctx *ctx, int op);
-void ps_ctx_set_mem(ps_ctx *ctx, ps_mem *mem);    /* sets the memory that allocates from now on; NULL: plain memory */
+void ps_ctx_set_mem(ps_ctx *ctx, ps_mem *mem);    /* sets the manager of new memory; NULL means plain memory */
 
 /* -- scope.c ----------------------------------------------------------------------------------------------------- */
 void ps_scope_add(ps_ctx *ctx, ps_storage *s); /* adds a new storage to the innermost scope */
@@ -189,20 +190,21 @@ void ps_scope_adopt(ps_ctx *ctx, ps_storage *s);                             /* 
                                                                               * scope drops it */
 
 /* -- anomaly.c --------------------------------------------------------------------------------------------------- */
-/* Called before and after an op's kernel. given: bit set of the outputs that existed before the call. PS_ERANGE: the
- * op made a NaN or an infinity. */
+/* These functions are called before and after an op's kernel. `given` is the bit set of the outputs that existed
+ * before the call. They return PS_ERANGE if the op made a NaN or an infinity. */
 int ps_anomaly_before(ps_ctx *ctx, const ps_opinfo *row, int n_in, ps_tensor *const *in, uint32_t given,
                       ps_tensor *const *out);
 int ps_anomaly_after(ps_ctx *ctx, const ps_opinfo *row, int op, int n_in, ps_tensor *const *in, const void *attrs,
                      ps_tensor *const *out);
-/* Sets the op whose gradient the following ops compute, and the place and module of its call. op < 0: none. */
+/* Sets the op whose gradient the following ops compute, and the place and module of that op's call. A negative `op`
+ * means that the following ops compute no gradient. */
 void ps_anomaly_in_backward(ps_ctx *ctx, int32_t op, int64_t place, int32_t module);
 
 /* -- dispatch.c -------------------------------------------------------------------------------------------------- */
 /* Like ps_apply, but also returns outputs marked `~`. */
 int ps_apply_all(ps_ctx *ctx, int op, int n_in, ps_tensor *const *in, const void *attrs, ps_tensor **out);
 /* For an op of several ranks: runs a kernel of the call's device on slices of the call's operands. A dry call only
- * allocates and frees the kernel's workspace. PS_ENOMEM, PS_EUNSUP, errors of the kernel. */
+ * allocates and frees the kernel's workspace. Returns PS_ENOMEM, PS_EUNSUP, or an error of the kernel. */
 int ps_call_part(ps_call *whole, ps_call *part);
 
 /* -- grad/tape.c: called by dispatch ------------------------------------------------------------------------------- */
