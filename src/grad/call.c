@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * Functions of the script, with a backward of their own, as nodes of the tape. The walk stops at such a node, as it
- * does at a recompute segment. The caller reads the gradients of its outputs (ps_stop_gradient) and the tensors that it
- * saved (ps_call_saved), and gives the gradients of its inputs to ps_call_done. The node's inputs after its arguments
- * are the saved tensors: they have no edge. */
+ * does at a recompute segment. The caller reads the gradients of the function's outputs (ps_stop_gradient) and the
+ * tensors that the function saved (ps_call_saved), and passes the gradients of the function's inputs to ps_call_done.
+ * The node's inputs after its arguments are the saved tensors, which have no edge. */
 #include <string.h>
 #include "base/alloc.h"
 #include "base/error.h"
@@ -25,7 +25,8 @@ static int check_outputs(const char *name, int n, ps_tensor *const *out)
     return given ? 0 : ps_fail(PS_EINVAL, "%s has no output that can get a gradient", name);
 }
 
-/* Makes another header for a saved tensor that is an output. Otherwise node and tensor would hold each other. */
+/* Saves a tensor. If it is an output, saves another header of it, because otherwise the node and the tensor would
+ * hold each other. */
 static int save(ps_node *node, int at, ps_tensor *t, int n_out, ps_tensor *const *out)
 {
     ps_tensor *kept = t;

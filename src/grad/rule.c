@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The functions that a gradient rule calls (ps_grad, tensor/optable.h). They return its node's inputs and outputs,
- * computed again if they were not kept, and the place where a gradient is written or added up. They also run ops of the
- * rule and make its temporaries. */
+ * The functions that a gradient rule calls (ps_grad, tensor/optable.h). They return the inputs and outputs of the
+ * rule's node, computed again if they were not kept, and the tensor to which a gradient is written or added. They also
+ * run the rule's ops and make its temporaries. */
 #include <stdarg.h>
 #include "base/error.h"
 #include "grad/tape.h"
@@ -75,7 +75,7 @@ int ps_grad_out(ps_grad *g, int i, ps_tensor **out)
 }
 
 /* -- places of gradients ------------------------------------------------------------------------------------------- */
-/* Returns true if the leaf that is input i is also another input. */
+/* Returns true if input i is a leaf that is also another input. */
 static bool comes_twice(const ps_grad *g, int i)
 {
     for (int k = 0; k < g->n_in; k++)
@@ -83,8 +83,8 @@ static bool comes_twice(const ps_grad *g, int i)
     return false;
 }
 
-/* Returns true if this header alone owns the bytes, ignoring headers with PS_T_LATER. An undivided backward would
- * then write sums into them. */
+/* Returns true if this header alone owns the bytes, ignoring headers with PS_T_LATER. In this case an undivided
+ * backward would write sums into the bytes. */
 static bool is_alone(const ps_tensor *t)
 {
     const ps_storage *s = t->storage;
@@ -98,8 +98,8 @@ static void replace(ps_tensor **held, ps_tensor *by)
     *held = by;
 }
 
-/* *there: the gradient so far of a node's output. If deferred weight gradients will read its bytes, replaces it by a
- * copy, so that more can be added to it. */
+/* *there is the sum so far of the gradients of a node's output. If deferred weight gradients will read its bytes,
+ * replaces it by a copy, so that more gradients can be added to it. */
 static int spare_later(ps_grad *g, ps_tensor **there)
 {
     static const ps_attrs_contiguous none;

@@ -1,13 +1,13 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * The tape. A node records one op: its attributes, the tensors that its gradient rule will read, and an edge for each
  * input. The edge leads to the node that made the input, or to the input itself if it is a leaf. The backward walk
- * (walk.c) takes nodes by falling sequence number, so that every consumer has passed before its producer and sums are
- * added in one fixed order. A node's saved tensors are released as soon as the walk has passed it. This file makes
- * nodes, frees them, and counts those that a walk must still pass.
+ * (walk.c) visits nodes by descending sequence number, so that it passes every consumer before its producer and adds
+ * sums in one fixed order. A node's saved tensors are released as soon as the walk has passed it. This file makes
+ * nodes, frees them, and counts the nodes that a walk must still pass.
  *
- * Cheap outputs (layer norm, GELU) are not kept: their consumer saves the producer, which computes them again when
- * asked (rule.c). Some kinds of node have no op: recompute segments and boundaries (segment.c), functions of the script
- * (call.c), leaves with hooks (hook.c). */
+ * Cheap outputs (layer norm, GELU) are not kept: their consumer saves the producer, which computes them again when they
+ * are needed (rule.c). Some kinds of node have no op: recompute segments and boundaries (segment.c), functions of the
+ * script (call.c), leaves with hooks (hook.c). */
 #include <string.h>
 #include "base/alloc.h"
 #include "base/error.h"
@@ -122,9 +122,9 @@ int ps_tensor_made_by(const ps_tensor *t, int n, const int64_t *ops, int8_t *fou
 
 /* -- what a walk waits for ----------------------------------------------------------------------------------------- */
 /* Counts the nodes that a storage waits for. A parameter's gradient is complete, and its bytes are no longer read,
- * after the walk has passed all nodes that have an edge to it, saved it or (segments) read it. Only nodes that the
- * walk can reach count. Other recorded nodes live until Lua's collector frees them; that time differs between ranks,
- * and all ranks must behave the same. */
+ * after the walk has passed all nodes that have an edge to the parameter, saved it or (segments) read it. Only nodes
+ * that the walk can reach are counted. Other recorded nodes exist until Lua's collector frees them. That time
+ * differs between ranks, and all ranks must behave the same. */
 static void wait_for(ps_walk *w, ps_storage *s, int by, bool adds)
 {
     if (!s->engine.watched) return;
@@ -177,8 +177,8 @@ void tape_count_listed(ps_walk *w, ps_node *node)
         if (tape_is_later(&node->edges[i])) tape_count_from(w, tape_sum_node(&node->edges[i], &out));
 }
 
-/* Called after the walk has passed the node, or when it is known that it never will, and before the node releases
- * its saved tensors. */
+/* Called after the walk has passed the node, or when it is certain that the walk will never pass it, and before the
+ * node releases its saved tensors. */
 void tape_uncount(ps_node *node)
 {
     ps_walk *w = node->ctx->tape.walk;
@@ -242,10 +242,10 @@ static void release_edges(ps_node *node)
     }
 }
 
-/* Called for a node at which a walk failed, or which the failed walk had not passed yet: no other walk may pass it.
- * Releases its edges, and reports to the caller that a segment's function is not needed. Neither can wait until the
- * node is freed: through its model the function may hold an output that holds the node, and no collector finds such
- * a cycle. */
+/* Called for a node at which a walk failed, or which the failed walk had not passed yet. No other walk may pass the
+ * node. Releases the node's edges, and reports to the caller that a segment's function is no longer needed. Both
+ * must happen before the node is freed: the function's model may hold an output that holds the node, and no
+ * collector finds this cycle. */
 void tape_give_up(ps_node *node)
 {
     hooks_end(node);
@@ -346,9 +346,9 @@ static bool is_cheap(const ps_tensor *t)
            t->numel_ * ps_dtype_bytes(t->dtype_) >= PS_CHEAP_MIN_NBYTES && ps_tensor_is_contiguous(t);
 }
 
-/* Returns true if a node's rule reads input i. Some inputs are read only for the gradient of another input: an
- * activation is read only for the gradient of a weight, so not if the weight is frozen. Called after tape_add_edge
- * for all inputs. */
+/* Returns true if a node's rule reads input i. Some inputs are read only for the gradient of another input. For
+ * example, an activation is read only for the gradient of a weight, so it is not read if the weight is frozen.
+ * Called after tape_add_edge for all inputs. */
 static bool reads_input(const ps_node *node, const ps_opinfo *row, uint64_t keeps, int i)
 {
     if (!(keeps >> i & 1)) return false;

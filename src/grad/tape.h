@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * Shared by the files of the tape: tape.c (nodes), segment.c (nodes without an op), call.c (functions of the script),
  * hook.c (hooks of tensors), rule.c (the calls of gradient rules), walk.c (backward), target.c (gradients of chosen
- * tensors), weights.c (weight gradients that are put off). */
+ * tensors), weights.c (deferred weight gradients). */
 #ifndef PS_TAPE_H
 #define PS_TAPE_H
 #include "tensor/tensor.h"
@@ -47,7 +47,8 @@ struct ps_node {
     ps_meta *in_meta;              /* [n_in] */
     ps_tensor **dout;              /* [n_out], held */
     ps_tensor **din;               /* [n_in] deferred gradients, held */
-    ps_tensor *kept;               /* tensor, held, of the rule's first phase for the second (ps_grad_keep) */
+    ps_tensor *kept;               /* tensor (held) that the rule's first phase has kept for the second
+                                    * (ps_grad_keep) */
     ps_tensor *holder;             /* tensor that gets a copy of the gradient of output holder_out, or NULL */
     int holder_out;
     int64_t place;                 /* place of the call, recorded in anomaly mode */
@@ -95,8 +96,8 @@ struct ps_walk {
  * edge can be deferred. */
 static inline bool tape_is_later(const edge *e) { return e->leaf || (e->node && e->node->side); }
 
-/* Returns the node where gradients along an edge are summed, and the node's output. Returns NULL if they are added
- * to the leaf itself. */
+/* Returns the node in which gradients along an edge are summed, and sets *out to the index of the node's output.
+ * Returns NULL if the gradients are added to the leaf itself. */
 static inline ps_node *tape_sum_node(const edge *e, int *out)
 {
     *out = e->node ? e->out : 0;
@@ -132,8 +133,8 @@ int tape_leaf_final(ps_ctx *ctx, ps_tensor *leaf);
 
 /* -- segment.c */
 void tape_release_reads(ps_storage **list, int n);
-int tape_take_reads(ps_ctx *ctx, ps_node *node);     /* gives the node the reads that were recorded since
-                                                      * ps_segment_begin */
+int tape_take_reads(ps_ctx *ctx, ps_node *node);     /* moves the reads that were recorded since ps_segment_begin to
+                                                      * the node */
 int reap_reserve(ps_ctx *ctx);                       /* makes room for an id, so that segment_reap cannot fail */
 void segment_reap(ps_ctx *ctx, int64_t segment);     /* reports that the caller can drop the object with this id */
 
@@ -144,26 +145,27 @@ int leaf_pass(ps_ctx *ctx, ps_walk *w, ps_node *node);       /* passes the sum o
 void leaf_let_go(ps_node *node);                     /* called when the walk has passed a LEAF node, or never will */
 
 /* -- target.c */
-/* Marks the nodes that `node` leads to, and which of them lead to a target. */
+/* Marks the nodes to which `node` leads, and marks which of these nodes lead to a target. */
 int targets_mark(ps_walk *w, ps_node *node);
 bool targets_want(const ps_walk *w, const edge *e);  /* returns true if a gradient along the edge is wanted */
-int targets_take(ps_walk *w, ps_node *node);         /* notes the gradients of a node's outputs that are targets */
+int targets_take(ps_walk *w, ps_node *node);         /* records the gradients of a node's outputs that are targets */
 target *targets_leaf(ps_walk *w, const ps_tensor *leaf);     /* NULL if the leaf is not a target */
 void targets_close(ps_walk *w);                      /* ends the walk, so that the gradients of its targets can be
                                                       * returned */
 void targets_drop(ps_walk *w);                       /* releases targets and gradients */
 
 /* -- rule.c */
-int tape_check_version(const ps_node *node, const saved *s);     /* PS_ESTALE: the tensor was changed after it was
-                                                                  * saved */
+int tape_check_version(const ps_node *node, const saved *s);     /* returns PS_ESTALE if the tensor was changed after
+                                                                  * it was saved */
 
 /* -- walk.c */
 /* Visits the node that is due. Returns 1 if the walk stopped there; *stopped is then the caller's id. */
 int tape_visit(ps_ctx *ctx, ps_walk *w, int64_t *stopped);
 int tape_stop(ps_walk *w, ps_node *node, int64_t number, int64_t *stopped);
 bool tape_is_due(const ps_walk *w, int64_t seq);     /* returns true if a node with a number above seq is due */
-/* Passes on the gradients of a node's inputs (held; NULL: none), or defers them. later: some of them are deferred.
- * split: the rule's second phase computes the deferred ones. Afterwards the walk has passed the node. */
+/* Passes on or defers the gradients of a node's inputs (held; NULL if an input has none). `later` is true if some
+ * gradients are deferred. `split` is true if the rule's second phase computes the deferred gradients. Afterwards the
+ * walk has passed the node. */
 int tape_hand_on(ps_ctx *ctx, ps_walk *w, ps_node *node, ps_tensor **din, bool later, bool split);
 bool tape_puts_off(const ps_walk *w, const ps_node *node);   /* returns true if gradients of some of the node's
                                                               * inputs are deferred */
@@ -179,15 +181,16 @@ int weights_open(ps_ctx *ctx, ps_walk *w);
 /* Continues with the list that is being processed. Returns the result of ps_backward_weights. */
 int weights_go_on(ps_ctx *ctx, ps_walk *w, int64_t *stopped);
 void weights_close(ps_walk *w);                      /* empties the list that is being processed, if any */
-/* Called when the walk has passed the node except for the gradients of inputs with tape_is_later, which are
- * deferred. din NULL: the rule has not run yet. split: the rule's second phase computes these gradients; otherwise
- * they are in din (held), from which this function takes them. Releases tensors that the gradients do not need. */
+/* Called when the walk has passed the node except for the deferred gradients, which are those of inputs with
+ * tape_is_later. If din is NULL, the rule has not run yet. If `split` is true, the rule's second phase computes the
+ * deferred gradients. Otherwise they are in din (held), and this function takes them from there. Releases tensors
+ * that the deferred gradients do not need. */
 int weights_put_off(ps_walk *w, ps_node *node, bool split, ps_tensor **din);
-/* Defers the gradient (held) of `to`: a root of the walk or an output of a segment that is a leaf or was computed
- * only from parameters. seq: number that the walk has reached. */
+/* Defers the gradient (held) of `to`, which is a root of the walk or an output of a segment. `to` is a leaf, or was
+ * computed only from parameters. `seq` is the number that the walk has reached. */
 int weights_relay(ps_walk *w, ps_tensor *to, ps_tensor *grad, int64_t seq);
 /* Called after `listed`, `later` or `passed` has changed. Releases saved tensors that are no longer needed. */
 void weights_release(ps_node *node);
-void weights_unclaim(ps_node *cheap);                /* one node less will need its output */
+void weights_unclaim(ps_node *cheap);                /* records that one node fewer will need the output of `cheap` */
 void weights_drop(ps_walk *w);                       /* empties all lists */
 #endif

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The backward walk: visits nodes of the tape by falling number, runs their gradient rules and sums the results at the
- * nodes that made the inputs. At a node for which its caller has work to do it returns that node's number: at a
- * recompute segment (ps_backward_splice), at a function of the script (ps_call_done) and at hooks (ps_hooks_done). The
- * caller continues with ps_backward_next. */
+ * The backward walk: visits nodes of the tape by descending number, runs their gradient rules and sums the results at
+ * the nodes that made the inputs. If its caller has work to do at a node, the walk stops and returns that node's
+ * number: at a recompute segment (ps_backward_splice), at a function of the script (ps_call_done) and at hooks
+ * (ps_hooks_done). The caller continues with ps_backward_next. */
 #include <string.h>
 #include "base/alloc.h"
 #include "base/error.h"
@@ -168,7 +168,7 @@ int tape_deliver(ps_ctx *ctx, ps_walk *w, ps_node *node, int i, ps_tensor *grad)
     return add_to_node(ctx, w, sum, out, grad);
 }
 
-/* How many of a node's gradients the walk defers. */
+/* Whether the walk defers none, some or all of a node's gradients. */
 typedef enum parts { NONE_LATER, SOME_LATER, ALL_LATER } parts;
 
 static parts put_off(const ps_walk *w, const ps_node *node)
@@ -184,8 +184,8 @@ static parts put_off(const ps_walk *w, const ps_node *node)
 
 bool tape_puts_off(const ps_walk *w, const ps_node *node) { return put_off(w, node) != NONE_LATER; }
 
-/* Reports the leaves of a node that the walk has passed. In an INPUT the engine only records which virtual stages
- * use a leaf. */
+/* Reports the leaves of a node that the walk has passed. During an INPUT action the engine only records which
+ * virtual stages use a leaf. */
 static int leaves_final(ps_ctx *ctx, const ps_node *node)
 {
     if (ctx->tape.walk->seeks) return 0;
@@ -200,7 +200,8 @@ void tape_watch(ps_ctx *ctx, const ps_node *node)
     else ps_anomaly_in_backward(ctx, -1, 0, 0);
 }
 
-/* Gives the holder of an output a copy, because rules may add to the gradient itself. */
+/* Copies the gradient of an output to the output's holder. The holder needs a copy, because rules may add to the
+ * gradient itself. */
 int tape_give_holder(ps_ctx *ctx, ps_node *node)
 {
     ps_tensor *grad = node->dout[node->holder_out], *copy = NULL;
@@ -353,8 +354,8 @@ static int seed_gradient(ps_ctx *ctx, ps_tensor *loss, ps_tensor *gradient, ps_t
     return rc;
 }
 
-/* Passes the gradient (held) of `to` to its node or, if it is a leaf, to `to` itself. seq: number that the walk has
- * reached. */
+/* Passes the gradient (held) of `to` to its node or, if it is a leaf, to `to` itself. `seq` is the number that the
+ * walk has reached. */
 static int give_to(ps_ctx *ctx, ps_walk *w, ps_tensor *to, ps_tensor *grad, int64_t seq)
 {
     if (w->put_off >= 0 && (!to->node || to->node->side)) return weights_relay(w, to, grad, seq);

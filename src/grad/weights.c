@@ -1,12 +1,12 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * Backward in two parts (Qi et al. 2023, "Zero Bubble Pipeline Parallelism"). A walk whose action is INPUT computes the
- * gradients of activations and puts off those of parameters: nodes with parameters are added to a list, in the order of
- * the walk. The action WEIGHT processes the list. Every parameter gets the additions of an undivided backward, in its
- * order:
+ * gradients of activations and defers those of parameters: nodes with parameters are added to a list, in the order of
+ * the walk. The action WEIGHT processes the list. Every parameter gets the additions of an undivided backward, in the
+ * same order:
  *
  * - A rule whose row has SPLIT runs twice, each time for different inputs. Any other rule runs once, and its gradients
  *   of parameters are kept (ps_node.din).
- * - Nodes computed only from parameters pass in the second part, between the nodes of the list, by falling number.
+ * - Nodes computed only from parameters pass in the second part, between the nodes of the list, by descending number.
  * - A listed node reads the gradient of its output later, through a header that does not count as an owner
  *   (ps_storage.tape.later). So sums are formed as in an undivided backward, but a sum that would be written to these
  *   bytes gets a new tensor instead.
@@ -190,8 +190,8 @@ static int weights_of(ps_ctx *ctx, ps_walk *w, ps_node *node)
     return rc;
 }
 
-/* Passes the nodes computed only from parameters whose numbers are above `seq`, because an undivided backward passes
- * them before `seq`. Returns 1 if the walk stopped at hooks. */
+/* Passes the nodes with numbers above `seq` that were computed only from parameters, because an undivided backward
+ * passes these nodes before `seq`. Returns 1 if the walk stopped at hooks. */
 static int pass_down_to(ps_ctx *ctx, ps_walk *w, int64_t seq, int64_t *stopped)
 {
     int rc = 0;
