@@ -45,7 +45,7 @@ static int check_any_mask(const ps_infer *f, const ps_tensor *mask, const ps_ten
                         (long long)q->shape_[2], (long long)keys);
 }
 
-/* Returns whether k, of another type than q, has the type and width of a cache: bf16, fp16, or rows of Q8_0. */
+/* Returns whether k, whose type differs from q's, has the type and width of a cache: bf16, fp16, or rows of Q8_0. */
 static bool is_cache_of(const ps_tensor *q, const ps_tensor *k)
 {
     const ps_blocks *b = ps_blocks_of(PS_Q8_0);
@@ -70,7 +70,8 @@ static int check_qkv(const ps_infer *f, const ps_tensor *const *in, int32_t caus
     return check_any_mask(f, in[3], q, k->shape_[2]);
 }
 
-/* Returns a tensor like t [B, H, T, D]. If the bytes of t are laid out as [B, T, H, D], its bytes are, too. */
+/* Returns the meta of a tensor like t [B, H, T, D]. If the bytes of t are laid out as [B, T, H, D], the new tensor
+ * has the same layout. */
 static ps_meta like_heads(const ps_tensor *t)
 {
     ps_meta m = ps_meta_like(t);

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * Convolution, its transpose and the gradient of its weight: shapes and gradients. Each of the three is the gradient of
- * another. Attributes of all three begin with those of conv: pairs of H and W, of which a tensor [N, C, L] has W. */
+ * another. The attributes of all three begin with the attributes of conv, which are pairs for H and W. A tensor [N, C,
+ * L] uses only the value for W. */
 #include <string.h>
 #include "base/error.h"
 #include "tensor/optable.h"
@@ -37,7 +38,8 @@ static int check_bias(const ps_infer *f, const ps_tensor *b, int64_t channels)
     return ps_rule_fail(f, "the bias must be float [%lld]", (long long)channels);
 }
 
-/* Computes the size to which conv maps `size` elements along dimension i of its pairs, with a kernel of k elements. */
+/* Computes the output size of conv along the height (i = 0) or the width (i = 1), for `size` elements and a kernel
+ * of k elements. */
 static int size_of(const ps_infer *f, const ps_attrs_conv *a, int i, int64_t size, int64_t k, int64_t *out)
 {
     int64_t span = (k - 1) * a->dilation[i] + 1, padded = size + a->padding[i] + a->padding[i + 2];

@@ -15,7 +15,8 @@
 #define DECLARE(name) void cost_##name(ps_cost *c);
 RULES(DECLARE)
 
-/* Returns the bytes of the elements of t, each counted once: an expanded dimension exists in memory once. */
+/* Returns the bytes of the elements of t. Each element is counted once, because an expanded dimension exists in
+ * memory once. */
 static int64_t nbytes(const ps_tensor *t)
 {
     if (!t) return 0;
@@ -89,7 +90,7 @@ void cost_lm_loss(ps_cost *c)                     /* x [..., C], w [V, C]: logit
     c->flops += 2 * c->in[0]->numel_ * size(c->in[1], 0) * products;
 }
 
-/* Products with exchanges: rows from other ranks, and addends to them, are also moved. */
+/* Products with exchanges: these ops also move rows from other ranks, and the addends to these rows. */
 void cost_column_linear(ps_cost *c)               /* x [n, I] -> y [size n, O] */
 {
     const ps_attrs_column_linear *a = c->attrs;
@@ -156,8 +157,8 @@ void cost_conv_weight(ps_cost *c)                 /* x, dy -> dw */
 }
 
 /* -- attention ----------------------------------------------------------------------------------------------------- */
-/* Returns the number of pairs of the queries at positions 0 to n - 1 with the keys that they see. A query sees keys
- * up to its own position, or the last `window` of these (0: no window). */
+/* Returns the number of query-key pairs of the queries at positions 0 to n - 1. A query sees the keys up to its own
+ * position or, if `window` is not 0, only the last `window` of these keys. */
 static int64_t pairs_up_to(int64_t n, int64_t window)
 {
     int64_t w = window > 0 && window < n ? window : n;
@@ -186,7 +187,7 @@ void cost_attention(ps_cost *c)
     c->flops += attention_flops(c->in[0], c->in[1], c->in[2], c->attrs);
 }
 
-/* Five products, while forward has two, because the scores are computed again. */
+/* Counts five products, while forward has two, because the scores are computed again. */
 void cost_attention_backward(ps_cost *c)          /* dy q k v mask? y lse, with the attributes of attention */
 {
     cost_moves(c);

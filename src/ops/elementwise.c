@@ -66,7 +66,8 @@ int infer_unary(ps_infer *f)
 /* The random words of a sample are generated four at a time, with a 32-bit counter. */
 static const int64_t MOST_OF_SAMPLE = (int64_t)1 << 34;
 
-/* Checks that x consists of the rows with these numbers, in a whole whose samples consist of whole rows. */
+/* Checks that x consists of the rows in `rows`, which are row numbers in the whole tensor, and that each sample of
+ * the whole tensor consists of whole rows. */
 static int check_dropout_rows(const ps_infer *f, const ps_attrs_dropout *at)
 {
     const ps_tensor *x = f->in[0], *rows = f->in[1];
@@ -81,8 +82,8 @@ static int check_dropout_rows(const ps_infer *f, const ps_attrs_dropout *at)
                         "are %lld and %lld", (long long)at->first, (long long)at->per_sample);
 }
 
-/* The elements of x have the numbers `first` to first + numel - 1 of the whole, or those of their rows. All numbers
- * must fit into 64 bits. */
+/* The elements of x are elements `first` to first + numel - 1 of the whole tensor. If rows are given, x consists of
+ * these rows of the whole tensor. All element numbers must fit into 64 bits. */
 int infer_dropout(ps_infer *f)
 {
     ps_attrs_dropout *at = f->attrs;
@@ -205,7 +206,7 @@ int grad_div(ps_grad *g)
     return give_summed(g, 1, t);
 }
 
-/* Returns `t` where cond is true (or false, by where_true), else 0. */
+/* Returns a tensor with the values of t where cond equals where_true, and 0 elsewhere. */
 static int keep_where(ps_grad *g, ps_tensor **out, ps_tensor *cond, bool where_true, ps_tensor *t)
 {
     static const char none[PS_MAX_ATTRS];
@@ -373,7 +374,7 @@ int grad_sqrt(ps_grad *g)
     return 0;
 }
 
-/* dy is halved, not y^3: the cube for a large x is close to the smallest number of fp16. */
+/* Halves dy instead of y^3, because for a large x the cube is close to the smallest number of fp16. */
 int grad_rsqrt(ps_grad *g)
 {
     ps_tensor *y, *t, *half;

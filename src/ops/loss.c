@@ -114,9 +114,9 @@ int infer_lm_loss(ps_infer *f)
 }
 
 /* -- losses of a product, whose gradients are computed with them ------------------------------------------------- */
-/* Computes gradients that were left to backward: runs the op again with the same panels, so that the bits are the
- * same. inputs: x, w and bias, in the order of their gradients. want: field of attrs with the gradients that forward
- * computed. attrs requests no hits, because forward has counted them. */
+/* Computes gradients that were left to backward by running the op again with the same panels, so that the bits are
+ * the same. `inputs` are the indices of x, w and bias, in the order of their gradients. `want` is the field of attrs
+ * with the gradients that forward computed. attrs requests no hits, because forward has counted them. */
 static int panels_again(ps_grad *g, int op, const int inputs[3], void *attrs, int32_t *want, ps_tensor **all)
 {
     ps_tensor *in[8] = { NULL };
@@ -129,7 +129,7 @@ static int panels_again(ps_grad *g, int op, const int inputs[3], void *attrs, in
 }
 
 /* Passes on gradients that were computed together with the loss, for a loss gradient of 1 / alpha, a power of two.
- * They are scaled in place by a factor that the host does not need to know. again: result of panels_again. */
+ * They are scaled in place by a factor that the host does not need to know. `again` is the result of panels_again. */
 static int give_panels(ps_grad *g, const int inputs[3], double alpha, ps_tensor *const *again)
 {
     ps_attrs_scale_by_ attrs = { .alpha = alpha };

@@ -48,8 +48,8 @@ static int transpose(ps_grad *g, ps_tensor **out, ps_tensor *t)
     return 0;
 }
 
-/* Computes the product a b as the gradient of input i. Adds it directly to an existing gradient if that needs no
- * further pass. */
+/* Computes the product a b as the gradient of input i. If the product needs no further pass, adds it directly to an
+ * existing gradient. */
 static int give_product(ps_grad *g, int i, ps_tensor *a, ps_tensor *b)
 {
     const ps_meta *m = ps_grad_in_meta(g, i);
@@ -79,8 +79,8 @@ static int rows_of(ps_grad *g, ps_tensor **out, ps_tensor *t)
     return ps_reshape_to(g, out, t, 2, shape);
 }
 
-/* Computes db of one matrix b that is multiplied with every matrix of a's batch. It is one product over the rows of
- * the whole batch. In half types, separate products would be rounded before they are summed. */
+/* Computes db if one matrix b is multiplied with every matrix of a's batch, as one product over the rows of the
+ * whole batch. In half types, separate products would be rounded before they are summed. */
 static int give_of_rows(ps_grad *g, ps_tensor *a)
 {
     const ps_meta *m = ps_grad_in_meta(g, 1);
@@ -96,8 +96,8 @@ static int give_of_rows(ps_grad *g, ps_tensor *a)
     return 0;
 }
 
-/* Computes da of one matrix a that is multiplied with every matrix of b's batch, in half types. It is one product
- * over the columns of the whole batch, for the same reason as in give_of_rows. */
+/* Computes da, in half types, if one matrix a is multiplied with every matrix of b's batch, as one product over the
+ * columns of the whole batch. The reason is the same as in give_of_rows. */
 static int give_of_columns(ps_grad *g, ps_tensor *b)
 {
     const ps_meta *m = ps_grad_in_meta(g, 0);

@@ -80,8 +80,8 @@ int infer_muon(ps_infer *f)
     return 0;
 }
 
-/* States: a tensor of two or more dimensions [..., R, C] has the averages of rows [..., R, 1] and of columns [...,
- * 1, C]. A vector has one average per element, and the master again. */
+/* A tensor of two or more dimensions [..., R, C] has two states: the averages of rows [..., R, 1] and of columns
+ * [..., 1, C]. The states of a vector are one average per element, and the master again. */
 int infer_adafactor(ps_infer *f)
 {
     PS_TRY(check_update(f, 5, 0, PS_F32));
@@ -102,7 +102,7 @@ int infer_adafactor(ps_infer *f)
     return 0;
 }
 
-/* States: for each average, codes uint8 [numel] and scales fp32 [blocks]. */
+/* Checks the states: each average has codes uint8 [numel] and scales fp32 [blocks]. */
 static int check_codes(const ps_infer *f, int each)
 {
     PS_TRY(check_update(f, each, 0, PS_F32));

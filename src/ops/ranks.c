@@ -94,7 +94,7 @@ int grad_broadcast(ps_grad *g)
 /* column_linear and column_linear_grad begin with the attributes of row_linear. */
 typedef ps_attrs_row_linear with_product;
 
-/* Checks x [..., I] and w, which have one float type. out_in: w is [O, I]. *out is O. */
+/* Checks x [..., I] and w, which must have the same float type. With out_in, w is [O, I]. Sets *out to O. */
 static int check_product(const ps_infer *f, const ps_tensor *x, const ps_tensor *w, bool out_in, int64_t *out)
 {
     const with_product *at = f->attrs;
@@ -194,8 +194,8 @@ static int gathered(ps_grad *g, ps_tensor **out, ps_tensor *t)
     return 0;
 }
 
-/* The products of a call of column_linear whose outputs have a gradient, by the input indices of their weights and
- * biases. */
+/* The products of a column_linear call whose outputs have a gradient. Each product is given by the input indices of
+ * its weight and its bias. */
 typedef struct products {
     int n, w[PS_MAX_COLUMNS], b[PS_MAX_COLUMNS];
     ps_tensor *dy[PS_MAX_COLUMNS];

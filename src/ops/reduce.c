@@ -17,7 +17,8 @@ int grad_amax(ps_grad *g);
 int grad_cumsum(ps_grad *g);
 int grad_topk(ps_grad *g);
 
-/* Returns the shape of x without the dimensions in `dims`, a bit set, or with keepdim with size 1 for each of them. */
+/* Returns the shape of x without the dimensions in the bit set `dims`. With keepdim, these dimensions have size 1
+ * instead. */
 static ps_meta reduced_meta(const ps_tensor *x, uint32_t dims, bool keepdim, int dtype)
 {
     ps_meta m = { .dtype = dtype };
@@ -149,7 +150,7 @@ int infer_topk(ps_infer *f)
     return 0;
 }
 
-/* Adds the gradients of the values at the positions from which the values were read. */
+/* Adds each value's gradient at the position from which the value was read. */
 int grad_topk(ps_grad *g)
 {
     const ps_meta *m = ps_grad_in_meta(g, 0);

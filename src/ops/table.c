@@ -101,8 +101,8 @@ int infer_flat_index(ps_infer *f)
     return 0;
 }
 
-/* Returns the shape of the elements that `index` selects in x along `dim`: index's shape and, if that ends with dim,
- * x's dimensions after it. */
+/* Returns the shape of the elements that `index` selects in x along `dim`: the shape of index, followed by x's
+ * dimensions after `dim` if index has no dimensions after `dim`. */
 static ps_meta picked_of(const ps_tensor *x, const ps_tensor *index)
 {
     ps_meta m = ps_meta_like(index);

@@ -320,7 +320,8 @@ int infer_flip(ps_infer *f)
     return 0;
 }
 
-/* A diagonal outside the matrix is moved to its border, so that the kernels' sums of it and an index fit. */
+/* A diagonal outside the matrix is moved to the matrix's border, so that sums of the diagonal and an index do not
+ * overflow in the kernels. */
 int infer_triangle(ps_infer *f)
 {
     ps_attrs_triangle *at = f->attrs;
