@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The remaining functions of ps.h: lists of devices, memory figures, hashes, indices of elements that are not 0. */
+ * The remaining functions of ps.h: lists of devices, memory figures, hashes, indices of nonzero elements. */
 #include <math.h>
 #include <string.h>
 #include "base/alloc.h"
@@ -159,8 +159,8 @@ int64_t ps_memory_available(ps_ctx *ctx, int device)
 
 ps_rng *ps_rng_get(ps_ctx *ctx) { return &ctx->rng; }
 
-/* Appends the numbers of the elements that are not 0 to `rows`, which has room for n more. There are no branches that
- * depend on the values, because they would often be predicted wrongly. */
+/* Appends the indices of the nonzero elements to `rows`, which has room for n more. There are no branches that
+ * depend on the values, because the processor would often predict them wrongly. */
 static int64_t note_nonzero(const double *block, int64_t first, int64_t n, int64_t *rows)
 {
     int64_t count = 0;

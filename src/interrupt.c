@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * Ctrl-C while Lua runs. The handler sets a hook, which is the only change that a signal handler may make to a running
- * lua_State. The hook raises an error or pauses the script. To pause, it waits for the next instruction of a function
- * of the script itself, because psluajit's own functions may be in the middle of a change, and opens a prompt there.
- * lua/ps/prompt/pause.lua and src/engine/suspend.c handle the effects of a pause on tensors and steps. */
+ * lua_State. The hook raises an error or pauses the script. To pause the script, the hook waits for the next
+ * instruction of a function of the script itself, because psluajit's own functions may be in the middle of a change,
+ * and opens a prompt there. lua/ps/prompt/pause.lua and src/engine/suspend.c handle the effects of a pause on tensors
+ * and steps. */
 #include <lauxlib.h>
 #include <unistd.h>
 
@@ -11,7 +12,8 @@
 #include "repl.h"
 
 bool interrupt_pauses, interrupt_at_prompt;
-static volatile sig_atomic_t count;       /* number of Ctrl-C since the watch began, or since the last pause */
+static volatile sig_atomic_t count;       /* number of times that Ctrl-C was pressed since the watch began, or since
+                                           * the last pause */
 static lua_State *running;
 
 static void stop_hook(lua_State *L, lua_Debug *ar)
@@ -49,7 +51,7 @@ void interrupt_begin(lua_State *L, interrupt_watch *was)
     was->running = running;
     running = L;
     count = 0;
-    /* If the process was started with Ctrl-C ignored (nohup, a background job), it continues to ignore it. */
+    /* A process that was started with Ctrl-C ignored (nohup, a background job) continues to ignore Ctrl-C. */
     was->catching = sigaction(SIGINT, NULL, &was->before) == 0 && was->before.sa_handler != SIG_IGN;
     if (was->catching) sigaction(SIGINT, &act, NULL);
 }
@@ -101,8 +103,8 @@ static int pause_here(lua_State *L)
     bool going_on;
     if (!call_pause(L, "begin", 0)) return lua_error(L);
     if (lua_isboolean(L, 1)) return 1;                     /* true means not now */
-    if (lua_isstring(L, 1)) {                              /* the reason why it can never be paused: Ctrl-C then
-                                                            * stops it, as it does elsewhere */
+    if (lua_isstring(L, 1)) {                              /* the reason why the script can never be paused; Ctrl-C
+                                                            * then stops it, as it does elsewhere */
         luaL_where(L, 1);
         lua_pushfstring(L, "%sinterrupted! (%s)", lua_tostring(L, -1), lua_tostring(L, 1));
         return lua_error(L);
@@ -122,8 +124,8 @@ static int pause_here(lua_State *L)
 }
 
 static const char *source;                /* source of the function that was last passed to is_own */
-static bool source_is_own;                /* the result for that function: most instructions belong to the same
-                                           * function as the previous one */
+static bool source_is_own;                /* result of is_own for this function, kept because most instructions
+                                           * belong to the same function as the previous one */
 
 /* Returns true if the function that is running is psluajit's own. */
 static bool is_own(lua_State *L, lua_Debug *ar)

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Ctrl-C while Lua runs: it stops what runs, or pauses a script. */
+ * Ctrl-C while Lua runs: stops the running code, or pauses a script. */
 #ifndef PS_INTERRUPT_H
 #define PS_INTERRUPT_H
 #include <lua.h>
@@ -13,9 +13,9 @@ typedef struct interrupt_watch {
     bool catching;
 } interrupt_watch;
 
-/* Between the two calls Ctrl-C acts on L: the first raises "interrupted!" or, if interrupt_pauses is set, pauses the
- * script. Later ones end the process; at a prompt, and for scripts that can be paused, a warning comes first. A
- * SIGINT that is ignored stays ignored. */
+/* Between the two calls Ctrl-C acts on L. The first Ctrl-C raises "interrupted!" or, if interrupt_pauses is set,
+ * pauses the script. The second ends the process. At a prompt, and for a script that can be paused, the second
+ * prints a warning, and the third ends the process. If SIGINT was ignored before, it stays ignored. */
 void interrupt_begin(lua_State *L, interrupt_watch *was);
 void interrupt_end(lua_State *L, const interrupt_watch *was);
 

@@ -3,12 +3,13 @@
  *
  * Ranks of one machine agree through a record, a file in /tmp whose name is a hash of the launcher's process, of the
  * attempt and of the standard error. It lists the ranks that have failed, with hashes of their errors. A rank locks the
- * record, prints if no listed rank has its error, and adds itself: a rank that dies before it prints is not listed. A
- * rank that is listed already belongs to another run under the same launcher: the list starts over, and the rank
- * prints.
+ * record, prints if no listed rank has its error, and adds itself: a rank that dies before it prints is not listed. If
+ * a rank finds itself in the list, the list belongs to another run under the same launcher. The list then starts over,
+ * and the rank prints.
  *
  * A rank that was told of another rank's failure (the watch's verdict) repeats the first line of that rank's error. It
- * prints this only if the other rank is not listed, since it then runs on another machine, or was killed. */
+ * prints this only if the other rank is not listed, since the other rank then runs on another machine, or was
+ * killed. */
 #define _GNU_SOURCE
 #include <ctype.h>
 #include <dirent.h>
@@ -202,7 +203,7 @@ static bool find_record(char *path, size_t room, long *rank)
     }
     if (!boot[0] || fstat(2, &file) || stat("/proc/self/ns/pid", &space)
         || !find_launcher(variable, &launcher, &start)) return false;
-    /* Ranks whose standard errors are separate files print into each of them. */
+    /* If the ranks' standard errors are separate files, the text is printed into each file. */
     bool own = S_ISREG(file.st_mode);
     snprintf(key, sizeof key, "%s %llu %ld %llu %.40s %.40s %llu %llu", boot, (unsigned long long)space.st_ino,
              launcher, start, variable, attempt ? attempt : "", own ? (unsigned long long)file.st_dev : 0,
@@ -223,7 +224,8 @@ static bool lock(int fd)
     return true;
 }
 
-/* Opens and locks the record. *made: true if no rank has written to it. Returns -1 if it cannot be opened or locked. */
+/* Opens and locks the record. Sets *made to whether no rank has written to it. Returns -1 if it cannot be opened or
+ * locked. */
 static int open_record(const char *path, bool *made)
 {
     struct stat file;

@@ -5,7 +5,7 @@
 
 /* Prints "NAME: TEXT" on standard error. name can be NULL. Under psluajit's own launcher each line has a mark, and
  * the launcher shows the error once. Under torchrun, Open MPI, MPICH and Slurm, a rank does not print a text that
- * another rank of its machine has printed on the same standard error. To find out, it waits for at most a second; if
- * it cannot find out, it prints the text. */
+ * another rank of its machine has printed on the same standard error. The rank waits at most one second to find out
+ * whether another rank has printed it. If the rank cannot find out, it prints the text. */
 void last_error(const char *name, const char *text);
 #endif

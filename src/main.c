@@ -89,7 +89,7 @@ static void print_usage(const struct program *p, FILE *f)
           "Tracebacks show the script's functions; PS_TRACEBACK=all shows psluajit's own as well.\n", f);
 }
 
-/* Prints the version. build: also the commit, the compiler and the libraries. */
+/* Prints the version. If `build` is true, also prints the commit, the compiler and the libraries. */
 static void print_version(bool build)
 {
     printf("psluajit %s -- %s\n", PS_VERSION, LUAJIT_VERSION);
@@ -414,8 +414,8 @@ static int run_require(struct program *p, lua_State *L, const char *name)
     return report(p, L, program_call(L, 1, 0));
 }
 
-/* Separates options from the script, and sets p->script. Returns false if the options are not valid. The text of an
- * option follows in the same word. If there is none, it is the next word (not for -O). */
+/* Separates options from the script, and sets p->script. Returns false if the options are not valid. An option's
+ * text is the remainder of the option's word. If this is empty, the text is the next word (not for -O). */
 static bool parse_options(struct program *p)
 {
     int i;
@@ -561,8 +561,8 @@ static bool may_pause(const struct program *p, const char *path)
     return strncmp(real, tools, strlen(tools)) != 0;
 }
 
-/* Runs the script. *ran: the script was read and has run. If a prompt will open at its error, its functions are
- * interpreted, because compiled code would show old values of variables. */
+/* Runs the script. Sets *ran to true if the script was read and has run. If a prompt will open at its error, its
+ * functions are interpreted, because compiled code would show old values of variables. */
 static int run_script(struct program *p, lua_State *L, const char *path, bool *ran)
 {
     int nargs = p->argc - p->script - 1, status = luaL_loadfile(L, path);

@@ -15,8 +15,8 @@
 #define MODULE_PRETTY "ps.tensor.pretty"            /* The program uses format. The module loads MODULE_CALLER. */
 #define MODULE_SCRIPTS "ps.prompt.scripts"          /* instead */
 
-/* Pushes a module of the list above. If it cannot be loaded, pushes nothing and returns false; standard error then
- * has the reason, unless the program runs without its Lua files. */
+/* Pushes a module of the list above. If the module cannot be loaded, pushes nothing and returns false. The reason is
+ * then printed on standard error, unless the program runs without its Lua files. */
 bool program_require(lua_State *L, const char *module);
 
 /* Sets whether the program runs with its Lua files. */

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * The public C API of psluajit. The text between the two cdef marks is, word for word, what Lua declares through the
- * FFI, so it holds only enums, opaque and plain structs and prototypes: no preprocessor, no inline, no struct by value.
- * For the same reason it is one file, and longer than files of code may be.
+ * FFI, so it contains only enums, opaque and plain structs and prototypes: no preprocessor, no inline, no struct by
+ * value. For the same reason it is one file, and longer than files of code may be.
  *
  * Conventions. `_new` and `out` parameters give the caller a reference to release; `_get` lends. Sizes: `numel` counts
  * elements, `nbytes` counts bytes. Dimensions, tensors and ids count from 0; ranges are half-open. A context and its
@@ -9,7 +9,7 @@
  *
  * Errors. A function that can fail returns 0 (or a number that is not negative) or a negative PS_E* code, and leaves a
  * message (ps_error_message). Outputs are untouched on failure. The comment of a function, or of the group of functions
- * that it stands in, names its codes and their causes. Three codes have one cause everywhere, which is not repeated:
+ * to which it belongs, names its codes and their causes. Three codes have one cause everywhere, which is not repeated:
  * PS_EINVAL, an argument is NULL, of a wrong size, shape or type, or contradicts another one; PS_ENOMEM, there is no
  * memory for records, for a result or for work space; PS_ESTATE, the context is closed. A call that runs ops also
  * returns the errors of ps_apply. */
@@ -27,8 +27,8 @@ extern "C" {
 
 /* @cdef */
 enum { PS_MAX_DIMS = 8, PS_MAX_IN = 64, PS_MAX_OUT = 8, PS_MAX_ATTRS = 256,
-       PS_MAX_PIECES = 8 /* most pieces in which an op exchanges rows while it multiplies them */,
-       PS_MAX_COLUMNS = 3 /* most products of rows that are gathered once */ };
+       PS_MAX_PIECES = 8 /* maximum number of pieces in which an op exchanges rows while it multiplies them */,
+       PS_MAX_COLUMNS = 3 /* maximum number of products of rows that are gathered once */ };
 enum { PS_F32, PS_BF16, PS_F16, PS_F64, PS_I32, PS_I64, PS_U8, PS_BOOL, PS_DTYPE_COUNT };
 
 typedef struct ps_ctx ps_ctx;
@@ -50,8 +50,8 @@ typedef struct ps_tensor {
   ps_node *node;               /* node of the op that computed the tensor, if backward may pass that op */
   struct ps_tensor *grad_;     /* gradient, for leaves only */
   void *managed;               /* an engine's record of this parameter or NULL, for leaves only */
-  ps_node *hook;               /* for leaves with hooks only, else NULL: node where the leaf's gradients are summed
-                                * before its hooks run */
+  ps_node *hook;               /* node where the leaf's gradients are summed before its hooks run; NULL for tensors
+                                * that are not leaves with hooks */
 } ps_tensor;
 /* GRAD_F32: this leaf's gradients are summed in fp32. SLOT: the tensor is a gradient that is stored in its
  * parameter's place. LATER: the tensor is a gradient that will be read when deferred weight gradients are computed. */
@@ -63,7 +63,8 @@ const char *ps_error_where(void);        /* file:line in the engine's source whe
 const char *ps_error_op(void);           /* name of the op that was running, or NULL */
 const char *ps_error_name(int code);     /* "EINVAL" ... */
 const char *ps_error_sub_name(int sub);  /* name such as "OP_CHUNKS", or NULL for PS_SUB_NONE */
-/* Numbers on which a program can act without parsing the message. A field is -1 if the error has no such number. */
+/* Numbers on which a program can act without parsing the message. A field is -1 if the error does not have this
+ * number. */
 typedef struct ps_error_detail {
   int32_t sub;                 /* PS_SUB_*: a finer code within the error's code */
   int32_t tier;                /* index of the tier without room (ps_engine_tier_get), -1 also for memory outside
@@ -105,8 +106,8 @@ int ps_device_find(ps_ctx *ctx, const char *name, int *out);
  * faster on it than the single ops. PS_EINVAL: there is no such device. */
 typedef struct ps_device_info { uint8_t is_host, has_data, fast_bf16, fuses; } ps_device_info;
 int ps_device_info_get(ps_ctx *ctx, int device, ps_device_info *out);
-/* Sets this process's index on its machine, which selects the card when "cuda" is opened and there are several. -1:
- * use the index in a launcher's variables. */
+/* Sets this process's index on its machine. If the machine has several cards, the index selects the card when "cuda"
+ * is opened. -1 means the index in a launcher's variables. */
 void ps_local_rank_set(int local_rank);
 /* Bytes of a device's memory: used by tensors, the peak of that use, reserved from the system, and the limit (0: no
  * limit). */
@@ -115,10 +116,11 @@ int ps_memory_get(ps_ctx *ctx, int device, ps_memory_info *out);     /* PS_EINVA
 int ps_memory_set_limit(ps_ctx *ctx, int device, int64_t nbytes);    /* PS_EINVAL: there is no such device, or nbytes
                                                                       * is negative */
 void ps_memory_reset_peak(ps_ctx *ctx, int device);
-/* Lists the largest tensors outside chunks in a device's memory, largest first: those that exist NOW, those at the
- * PEAK of use (within 1/256 of it), or those at the last FAILED allocation (with device -1: on the device that
- * refused it). Returns their count, at most PS_HOLDERS. *used: bytes that were in use at that time. PS_EINVAL: there
- * is no such device or no such `when`. */
+/* Lists the largest tensors outside chunks in a device's memory, largest first. `when` selects the tensors that
+ * exist NOW, those that existed at the PEAK of use (within 1/256 of it), or those that existed at the last FAILED
+ * allocation. For the last, device -1 means the device that refused the allocation. Returns the number of tensors,
+ * at most PS_HOLDERS. Sets *used to the bytes that were in use at that time. PS_EINVAL: there is no such device or
+ * no such `when`. */
 enum { PS_HOLDERS = 16 };
 enum { PS_HOLD_NOW, PS_HOLD_PEAK, PS_HOLD_FAILED };
 typedef struct ps_holder {
@@ -138,8 +140,8 @@ int64_t ps_memory_available(ps_ctx *ctx, int device);     /* bytes that can stil
  * refers to and that no scope drops. A collection is due when tensors outside chunks have grown by a quarter since
  * the last one. The result is true only once until ps_collected is called. */
 int ps_collect_due(ps_ctx *ctx);
-/* Bytes of tensors that were made since the last collection, minus bytes of tensors that were freed since then. Can be
- * negative. */
+/* Returns the bytes of tensors that were made since the last collection, minus the bytes of tensors that were freed
+ * since then. The result can be negative. */
 int64_t ps_collect_waiting(const ps_ctx *ctx);
 /* Must be called after a collection. The next collection is due when tensors have grown by a quarter of the bytes in
  * use, and by `least` bytes or more. */
@@ -153,27 +155,28 @@ const char *ps_dtype_name(int dtype);    /* "fp32", "bf16", "fp16", "fp64", "int
 int ps_tensor_new(ps_ctx *ctx, int dtype, int device, int ndim, const int64_t *shape, ps_tensor **out);
 void ps_tensor_retain(ps_tensor *t);
 void ps_tensor_release(ps_tensor *t);
-void ps_tensor_note_line(ps_tensor *t, int32_t line);       /* notes the script line that made the tensor, as a
-                                                             * number of the caller's choice */
+void ps_tensor_note_line(ps_tensor *t, int32_t line);       /* records the script line that made the tensor, as a
+                                                             * number that the caller chooses */
 void ps_tensor_drop(ps_tensor *t);         /* frees the tensor's bytes unless other tensors share them; its header
                                             * stays */
 int ps_tensor_keep(ps_tensor *t);        /* lets the tensor outlive every scope until it is released. PS_ESTALE: its
                                           * bytes are gone */
-int ps_tensor_alive(const ps_tensor *t); /* 0 after a scope dropped its bytes */
-/* Gives t, and everything that refers to it, the bytes, device and strides of `from`. The bytes that t had are
- * freed. Used for a leaf that was made without data (device meta) and gets its values later. PS_EINVAL: type or
- * shape differ. PS_ESTALE: the bytes of `from` are gone. PS_ESTATE: an op computed t, t has a gradient, or its bytes
- * are in use. */
+int ps_tensor_alive(const ps_tensor *t); /* returns 0 if a scope has dropped the tensor's bytes */
+/* Replaces the bytes, device and strides of t, and of everything that refers to t, by those of `from`. The bytes
+ * that t had are freed. Used for a leaf that was made without data (device meta) and gets its values later.
+ * PS_EINVAL: type or shape differ. PS_ESTALE: the bytes of `from` are gone. PS_ESTATE: an op computed t, t has a
+ * gradient, or its bytes are in use. */
 int ps_tensor_set_data(ps_tensor *t, ps_tensor *from);
 int64_t ps_tensor_nbytes(const ps_tensor *t);        /* numel times element size */
 int ps_tensor_is_contiguous(const ps_tensor *t);
-uint32_t ps_tensor_version(const ps_tensor *t);      /* increases with every write to its bytes */
+uint32_t ps_tensor_version(const ps_tensor *t);      /* returns a number that increases with every write to the
+                                                      * tensor's bytes */
 /* Copies the whole contents, row-major, between host memory and a contiguous tensor. PS_EINVAL: nbytes is not
  * exactly the tensor's size. PS_ESTALE: the tensor's bytes are gone. PS_EUNSUP: the tensor is not contiguous, or is
  * on a device without contents. PS_EDRY: a read in a dry run. */
 int ps_tensor_write(ps_tensor *t, const void *src, int64_t nbytes);
-/* Reads bytes at .. at + nbytes of a source to dst. Several threads may call it at the same time. Returns 0 or an
- * error code. */
+/* Reads nbytes bytes of a source, from offset `at` on, into dst. Several threads can call this function at the same
+ * time. Returns 0 or an error code. */
 typedef int (*ps_reader)(const void *from, int64_t at, void *dst, int64_t nbytes);
 /* Like ps_tensor_write, but gets the bytes from a reader, which all compute threads call. Host memory is filled
  * without an extra copy. Also returns errors of the reader; the tensor then has a mixture of old and new contents. */
@@ -186,17 +189,17 @@ typedef struct ps_loan {
     void (*end)(void *lender);           /* called when the bytes are no longer used */
     void *lender;
 } ps_loan;
-/* Lends bytes at .. at + nbytes of a source. Returns 0 or an error code. */
+/* Lends nbytes bytes of a source, from offset `at` on. Returns 0 or an error code. */
 typedef int (*ps_lender)(void *from, int64_t at, int64_t nbytes, ps_loan *out);
 /* Like ps_tensor_load, but the tensor uses the lender's bytes from now on, without a copy, and its previous bytes
  * are freed. The loan ends when the tensor is freed or when its bytes move into a chunk. PS_EUNSUP, without an
  * effect: the tensor is a view of part of a storage, or is not in host memory outside chunks, or its elements would
- * not be aligned to their size. PS_ESTATE: the tensor is in use. Also errors of the lender. */
+ * not be aligned to their size. PS_ESTATE: the tensor is in use. Also returns errors of the lender. */
 int ps_tensor_borrow(ps_tensor *t, ps_lender lend, void *from, int64_t at, int64_t nbytes);
-int ps_tensor_is_lent(const ps_tensor *t);    /* 1: its bytes are those of ps_tensor_borrow's lender */
+int ps_tensor_is_lent(const ps_tensor *t);    /* 1 if the bytes belong to the lender of ps_tensor_borrow */
 int ps_tensor_read(const ps_tensor *t, void *dst, int64_t nbytes);
 /* Like ps_tensor_read, for contents that will be written to a file: after ps_machine_pretend, a tensor without
- * values yields zeros. Errors of ps_tensor_read. */
+ * values yields zeros. Returns errors of ps_tensor_read. */
 int ps_tensor_save(const ps_tensor *t, void *dst, int64_t nbytes);
 /* Computes XXH3 of the bytes of a contiguous tensor in host memory, inside or outside chunks. PS_EUNSUP: the tensor
  * is not contiguous, or not in host memory. PS_ESTALE: its bytes are gone. */
@@ -218,7 +221,7 @@ int ps_tensor_address(ps_tensor *t, void **out);
  * processor cannot read the device's memory. PS_EDRY: the tensor was made in a dry run. */
 int ps_tensor_read_f64(const ps_tensor *t, int64_t first, int64_t numel, double *dst);
 int ps_tensor_write_f64(ps_tensor *t, int64_t first, int64_t numel, const double *src);
-/* Returns a copy of t on a device. If t is already there, returns t itself, retained. Errors of ps_apply. */
+/* Returns a copy of t on a device. If t is already there, returns t itself, retained. Returns errors of ps_apply. */
 int ps_tensor_to_device(ps_tensor *t, int device, ps_tensor **out);
 /* Returns the indices of the nonzero elements of a tensor on a host device, int64 [count, ndim]. PS_EUNSUP: another
  * device. PS_EDRY: a call in a dry run. PS_ESTALE: the tensor's bytes are gone. */
@@ -241,12 +244,13 @@ int ps_apply(ps_ctx *ctx, int op, int n_in, ps_tensor *const *in, const void *at
  *   and values are [B, G, S, D]; cos and sin are rope's, or both NULL.
  *   Fused input: q is [B, T, (H + 2 G) D], queries, then keys, then values; the cache keys is [B, 2 G, S, D], keys,
  *   then values; k, v, values, cos and sin are NULL.
- * The caches have the type of q, or bf16 or fp16 if q is not fp64, or uint8 [B, G, S, D / 32 * 34] with rows of Q8_0.
- * mask is bool [B, at + T], or NULL. PS_EINVAL: also if a gradient would be needed. Errors of ps_apply. */
+ * The caches have the type of q, or bf16 or fp16 if q is not fp64, or uint8 [B, G, S, D / 32 * 34] with rows of
+ * Q8_0. mask is bool [B, at + T], or NULL. PS_EINVAL: also if a gradient would be needed. Also returns errors of
+ * ps_apply. */
 typedef struct ps_cached_attention {
   int64_t heads, groups, at;   /* query heads H, key heads G, cached positions */
   int32_t window, pad;         /* window as in the op attention */
-  double scale;                /* factor on scores; 0: 1 / sqrt(D) */
+  double scale;                /* factor on scores; 0 means 1 / sqrt(D) */
 } ps_cached_attention;
 int ps_attention_cached(ps_ctx *ctx, const ps_cached_attention *how, ps_tensor *q, ps_tensor *k, ps_tensor *v,
                         ps_tensor *keys, ps_tensor *values, ps_tensor *cos, ps_tensor *sin, ps_tensor *mask,
@@ -266,8 +270,8 @@ int ps_op_cost(int op, int n_in, ps_tensor *const *in, const void *attrs, int n_
 int ps_detect_anomaly(ps_ctx *ctx, int on);
 void ps_anomaly_at(ps_ctx *ctx, int64_t place);     /* sets the caller's number for the place in the script that
                                                      * calls the following ops */
-/* 1: the next op scales the loss, so its backward may overflow. Infinities in backward are then ignored until a call
- * with 0, which must follow the step. */
+/* If `on` is 1, the next op scales the loss, so that the loss's backward may overflow. Infinities in backward are
+ * then ignored until a call with `on` 0, which must follow the step. */
 void ps_anomaly_scaled(ps_ctx *ctx, int on);
 typedef struct ps_anomaly_info {
   int64_t place;               /* place that called the op, or called the op whose gradient it computed; -1 if
@@ -277,7 +281,7 @@ typedef struct ps_anomaly_info {
   int32_t nan;                 /* 1 for a NaN, 0 for an infinity */
   int32_t module;              /* module that called the op (ps_module_enter), 0 if none */
 } ps_anomaly_info;
-void ps_anomaly_get(ps_ctx *ctx, ps_anomaly_info *out);     /* describes the last such error */
+void ps_anomaly_get(ps_ctx *ctx, ps_anomaly_info *out);     /* describes the last error of anomaly mode */
 int ps_op_kernel_device(ps_ctx *ctx, int device, int op);  /* returns the device whose kernel runs the op on
                                                             * `device`, or -1 */
 
@@ -301,7 +305,7 @@ enum { PS_REC_OP = 1, PS_REC_MODULE, PS_REC_STEP, PS_REC_ACTION, PS_REC_COPY, PS
 enum { PS_WAIT_COPY, PS_WAIT_COLLECTIVE, PS_WAIT_MESSAGE };
 enum { PS_CHUNK_ALLOCATE, PS_CHUNK_MOVE, PS_CHUNK_RELEASE, PS_CHUNK_THERE };   /* THERE: existed when the record
                                                                                 * began */
-enum { PS_RECORD_MOST = 1 << 26 };       /* most events that a record can hold, 64 bytes each */
+enum { PS_RECORD_MOST = 1 << 26 };       /* maximum number of events in a record, 64 bytes each */
 typedef struct ps_record_event {
   int64_t begin_ns, end_ns;
   int64_t number;              /* sequence number from 1, in the order in which events end */
@@ -327,15 +331,15 @@ int ps_record_op_total(int op, ps_record_total *out);    /* totals of all calls,
                                                           * PS_EINVAL: there is no such op */
 const char *ps_record_call_name(int name);           /* name of a COLLECTIVE's call, or NULL if there is no such
                                                       * index */
-int64_t ps_record_clock(void);           /* the present time in nanoseconds, by the events' clock */
+int64_t ps_record_clock(void);           /* returns the current time in nanoseconds, by the events' clock */
 /* Counts the operations (ps_op_cost) of all ops that run while counting is on, except in dry runs. Counting needs no
  * record. `on` 1 begins a count, 0 ends one; counts can be nested. */
 void ps_flops_count(int on);
 int64_t ps_flops_counted(void);
-/* Sums up the calls between ranks (which a record has as COLLECTIVE) by call, group and size. The sums need no
- * record, and exclude the calls that a record excludes. names: bit set of the calls to count, by index of
- * ps_record_call_name; 0 stops counting. A call that begins counting drops earlier sums. verbose: print each call
- * when it ends. */
+/* Sums up the calls between ranks (the COLLECTIVE events of a record) by call, group and size. The sums need no
+ * record, and exclude the calls that a record excludes. `names` is the bit set of the calls to count, by index of
+ * ps_record_call_name; 0 stops counting. A call that begins counting drops earlier sums. If `verbose` is 1, each
+ * call is printed when it ends. */
 void ps_calls_count(uint32_t names, int verbose);
 typedef struct ps_calls_total {
   int32_t name, group, ranks, pad;     /* group: index of the group, or -1 */
@@ -349,9 +353,9 @@ int ps_calls_total_get(int64_t i, ps_calls_total *out);
  * second this is the "bus bandwidth" of NCCL's tests. With n ranks it is 2 (n - 1) / n for a sum that all ranks get,
  * (n - 1) / n for a gather and for a sum of which each rank gets a shard, and 1 for other calls. */
 double ps_calls_bus(int name, int ranks);
-/* Enters and leaves a module, whose id is positive. enter returns the depth, which leave needs, and never fails.
- * Errors of memory contain the running module, even without a record. The end of a scope leaves the modules that were
- * entered in it. */
+/* These functions enter and leave a module, whose id is positive. ps_module_enter returns the depth, which
+ * ps_module_leave needs, and never fails. Errors of memory contain the running module, even without a record. The
+ * end of a scope leaves the modules that were entered in the scope. */
 int ps_module_enter(int id);
 void ps_module_leave(int depth);
 int ps_module_now(void);                 /* 0: none */
@@ -420,37 +424,38 @@ int ps_backward_taken(ps_ctx *ctx, int n, ps_tensor **gradients);
 /* Returns the gradient, lent, of output `out` of the node where the walk is stopped, unless the node is a segment.
  * *gradient is NULL if no gradient arrived. PS_ESTATE: the walk is not stopped. PS_ERANGE: there is no such output. */
 int ps_stop_gradient(ps_ctx *ctx, int out, ps_tensor **gradient);
-/* Records a function whose backward the caller computes. `out` were computed with gradients off and become functions
- * of `in`. An entry of `in` is NULL if that input is not a tensor; an entry of `out` is NULL if that output gets no
- * gradient. The tensors `saved` (NULL: none) are kept for backward and checked against changes in place like other
- * saved tensors. Call ps_segment_begin before the function runs, and ps_segment_cancel if it fails or needs no node.
- * *id: the caller's id for the function. Returns 1 as ps_segment_new does. PS_EINVAL: there is no input or output,
- * or an output has a history, is not a float tensor, or occurs twice. PS_ESTALE: the bytes of a saved tensor are
- * gone. PS_ENOMEM. */
+/* Records a function whose backward the caller computes. The tensors `out` were computed with gradients off and
+ * become functions of `in`. An entry of `in` is NULL if that input is not a tensor; an entry of `out` is NULL if
+ * that output gets no gradient. The tensors `saved` (NULL if there are none) are kept for backward and checked
+ * against changes in place like other saved tensors. Call ps_segment_begin before the function runs, and
+ * ps_segment_cancel if the function fails or needs no node. *id is the caller's id for the function. Returns 1 as
+ * ps_segment_new does. PS_EINVAL: there is no input or output, or an output has a history, is not a float tensor, or
+ * occurs twice. PS_ESTALE: the bytes of a saved tensor are gone. PS_ENOMEM. */
 int ps_call_new(ps_ctx *ctx, const char *name, int n_in, ps_tensor *const *in, int n_out, ps_tensor *const *out,
                 int n_saved, ps_tensor *const *saved, int64_t *id);
 /* Returns saved tensor i, lent, of the function where the walk is stopped. PS_ESTATE: the walk is not stopped at a
  * function. PS_ESTALE: the tensor was changed in place. PS_ERANGE: there is no saved tensor i. */
 int ps_call_saved(ps_ctx *ctx, int i, ps_tensor **out);
-/* Passes on the gradients of all inputs of the function, NULL for an input without one. Gradients of inputs that
- * require none are ignored. devices: the devices of the inputs. PS_EINVAL: n is not the number of inputs that
- * ps_call_new got, or a gradient has another shape, type or device; fp32 is allowed for a half type. PS_ESTALE: the
- * bytes of a gradient are gone. Errors of ps_apply. */
+/* Passes on the gradients of all inputs of the function, with NULL for an input without a gradient. Gradients of
+ * inputs that require no gradient are ignored. `devices` contains the devices of the inputs. PS_EINVAL: n is not the
+ * number of inputs that ps_call_new got, or a gradient has another shape, type or device; fp32 is allowed for a half
+ * type. PS_ESTALE: the bytes of a gradient are gone. Also returns errors of ps_apply. */
 int ps_call_done(ps_ctx *ctx, int n, ps_tensor *const *gradients, const int32_t *devices);
-/* Makes the walk stop when the gradient of t is complete: before it passes the op that computed t, or, if t is a
- * leaf, before it adds to t's gradient. *id: the id that the stopped walk returns. *out: t's output index, for the
- * next two calls. An id is valid as long as the op's node or the leaf exists; then ps_segment_reap returns it.
- * PS_EINVAL: t requires no gradient. PS_ESTATE: a walk has already passed its op. PS_ENOMEM. */
+/* Makes the walk stop when the gradient of t is complete: before it passes the op that computed t or, if t is a
+ * leaf, before it adds to t's gradient. *id is the id that the stopped walk returns, and *out is t's output index,
+ * for the next two calls. An id is valid as long as the op's node or the leaf exists. Afterwards ps_segment_reap
+ * returns the id. PS_EINVAL: t requires no gradient. PS_ESTATE: a walk has already passed the op. PS_ENOMEM. */
 int ps_tensor_hook(ps_tensor *t, int64_t *id, int *out);
 /* Replaces the gradient of output `out`. PS_ESTATE: the walk is not stopped at hooks. PS_EINVAL: the new gradient
  * has another shape, type or device. PS_ESTALE: its bytes are gone. PS_ERANGE: there is no such output. */
 int ps_hook_replace(ps_ctx *ctx, int out, ps_tensor *gradient);
 int ps_hooks_done(ps_ctx *ctx);          /* ends the stop at hooks. PS_ESTATE: the walk is not stopped at hooks */
-/* Cuts the tape at the input of a pipeline stage. `out` are n new headers of the tensors that the stage received;
- * the tape records from them on. A walk that reaches them sums their gradients, as it does for tensors that ops of
- * this process made, and keeps the sums. take returns them after the walk, one reference each; a second take returns
- * none. An entry is NULL if no gradient arrived (an integer tensor has none). If gradients are off, nothing is
- * recorded. A stage whose inputs need no gradient, because nothing before it is trained, needs no boundary.
+/* Cuts the tape at the input of a pipeline stage. `out` gets n new headers of the tensors that the stage received,
+ * and the tape records from these headers on. A walk that reaches the headers sums their gradients, as it does for
+ * tensors that ops of this process made, and keeps the sums. ps_boundary_take returns the sums after the walk, one
+ * reference each; a second call returns none. An entry is NULL if no gradient arrived (an integer tensor has none).
+ * If gradients are off, nothing is recorded. A stage whose inputs need no gradient, because nothing before it is
+ * trained, needs no boundary.
  *   To get the bits of the undivided model, received gradients must have no other owner while the walk runs: call
  *   ps_backward_begin_n with segment NULL, release the gradients, then call ps_backward_next.
  * PS_EINVAL: there are 0 tensors or more than PS_MAX_ROOTS, or a tensor has a history, or (take) belongs to no
@@ -461,7 +466,8 @@ int ps_boundary_take(ps_ctx *ctx, int n, ps_tensor *const *out, ps_tensor **grad
  * deferred during its action INPUT. Returns 1 if it stopped at hooks; the caller then continues with
  * ps_backward_next. Every parameter gets the additions of an undivided backward in the same order. The end of the
  * step drops the gradients that are still deferred. PS_ESTATE: no action WEIGHT is under way, no gradients were
- * deferred, or a walk is under way. PS_ESTALE: a tensor was changed in place meanwhile. Errors of ps_apply. */
+ * deferred, or a walk is under way. PS_ESTALE: a tensor was changed in place meanwhile. Also returns errors of
+ * ps_apply. */
 int ps_backward_weights(ps_ctx *ctx, int64_t *stopped);
 /* Passes the gradients of the stopped segment's outputs to the outputs of its second run. PS_EINVAL: n or a shape
  * differs from the first run. PS_ESTATE: the walk is not stopped at a segment. */
@@ -471,10 +477,10 @@ void ps_backward_end(ps_ctx *ctx);
  * `in`, and backward computes them again. `segment` is the caller's id for it. The inputs are kept alive until the
  * walk has passed. Returns 1 if the function read parameters of an engine, so that it cannot run again once the
  * engine is closed. PS_EINVAL: there is no output, or an output already has a history. */
-void ps_segment_begin(ps_ctx *ctx);      /* before the function first runs: starts noting the parameters that it
-                                          * reads */
+void ps_segment_begin(ps_ctx *ctx);      /* called before the function first runs: starts recording the parameters
+                                          * that it reads */
 int ps_segment_new(ps_ctx *ctx, int n_in, ps_tensor *const *in, int n_out, ps_tensor *const *out, int64_t *segment);
-void ps_segment_cancel(ps_ctx *ctx);     /* instead of ps_segment_new, if the function failed */
+void ps_segment_cancel(ps_ctx *ctx);     /* called instead of ps_segment_new if the function failed */
 /* Returns the id of a segment that is no longer needed, whose function the caller can drop, or -1 if there is none. */
 int64_t ps_segment_reap(ps_ctx *ctx);
 
@@ -491,7 +497,7 @@ typedef struct ps_st_entry {
     int32_t dtype, ndim;
     int64_t shape[8];
     int64_t at, nbytes;          /* at: position of the tensor's bytes, for ps_st_read */
-} ps_st_entry; /* dtype -1: a type that this library does not support */
+} ps_st_entry; /* dtype is -1 for a type that this library does not support */
 /* Maps the file and checks its whole header, and the header's checksum if there is one. PS_EIO: the file cannot be
  * read. PS_EFORMAT: the file is not a safetensors file, or is damaged. */
 int ps_st_open(const char *path, ps_st **out);
@@ -499,7 +505,7 @@ void ps_st_close(ps_st *st);
 int ps_st_count(const ps_st *st);
 const char *ps_st_name(const ps_st *st, int i);
 int ps_st_find(const ps_st *st, const char *name);          /* index of the tensor, or -1 */
-int ps_st_get(const ps_st *st, int i, ps_st_entry *out);    /* PS_ERANGE: there is no tensor i */
+int ps_st_get(const ps_st *st, int i, ps_st_entry *out);    /* describes tensor i. PS_ERANGE: there is no tensor i */
 const char *ps_st_dtype_text(const ps_st *st, int i);       /* the type's name in the file, "F32" ... */
 int ps_st_meta_count(const ps_st *st);
 const char *ps_st_meta_key(const ps_st *st, int i);
@@ -510,9 +516,9 @@ const void *ps_st_data(const ps_st *st, int i);             /* the tensor's byte
  * truncation while the file is open is an error. PS_ERANGE: some of the bytes are outside the data. PS_EIO: they
  * cannot be read. */
 int ps_st_read(const void *st, int64_t at, void *dst, int64_t nbytes);
-/* Copies elements first .. first + numel - 1, row-major, of a rectangle of tensor i. `offset` and `shape` give the
- * rectangle's start and size in each dimension of the tensor. PS_ERANGE: there is no tensor i, or part of the range
- * is outside it. PS_EUNSUP: the tensor's type is not supported. PS_EIO: the file was truncated. */
+/* Copies elements first to first + numel - 1 of a rectangle of tensor i, in row-major order. `offset` and `shape`
+ * are the rectangle's start and size in each dimension of the tensor. PS_ERANGE: there is no tensor i, or part of
+ * the range is outside it. PS_EUNSUP: the tensor's type is not supported. PS_EIO: the file was truncated. */
 int ps_st_copy(const ps_st *st, int i, const int64_t *offset, const int64_t *shape, int64_t first, void *dst,
                int64_t numel);
 /* A ps_lender of an open file's data; `from` is the ps_st. Writes to the bytes change neither the file nor another
@@ -575,36 +581,38 @@ void ps_gguf_close(ps_gguf *g);
 int ps_gguf_count(const ps_gguf *g);
 const char *ps_gguf_name(const ps_gguf *g, int i);
 int ps_gguf_find(const ps_gguf *g, const char *name);       /* index of the tensor, or -1 */
-int ps_gguf_get(const ps_gguf *g, int i, ps_gguf_entry *out);           /* PS_ERANGE: there is no tensor i */
+int ps_gguf_get(const ps_gguf *g, int i, ps_gguf_entry *out);           /* describes tensor i. PS_ERANGE: there is no
+                                                                         * tensor i */
 const char *ps_gguf_type_name(int type);                    /* name such as "Q4_0", or NULL if there is no such type */
 int ps_gguf_meta_count(const ps_gguf *g);
 const char *ps_gguf_meta_key(const ps_gguf *g, int i);
 int ps_gguf_meta_find(const ps_gguf *g, const char *key);   /* index of the entry, or -1 */
-/* Reads value k, from 0, of entry i if it is an array, or value 0 of another entry. k = -1 reads only the types and
- * n. PS_ERANGE: there is no such value. PS_EIO: the file was truncated. */
+/* Reads value k (from 0) of entry i. An entry that is not an array has only value 0. If k is -1, reads only the
+ * types and n. PS_ERANGE: there is no such value. PS_EIO: the file was truncated. */
 int ps_gguf_meta_get(const ps_gguf *g, int i, int64_t k, ps_gguf_value *out);
-/* Sets how tensor i is read. heads: 0, or the number of heads whose rows (elements of a vector) llama.cpp stores in
- * pairs for its rotary embedding; they are then read half a head apart, as in Hugging Face's files. transposed: 1
- * swaps the two dimensions of a matrix. PS_EFORMAT: the tensor's shape does not fit. PS_ERANGE: there is no tensor
- * i. */
+/* Sets how tensor i is read. If `heads` is not 0, it is the number of heads whose rows (elements of a vector)
+ * llama.cpp stores in pairs for its rotary embedding. These rows are then read half a head apart, as in Hugging
+ * Face's files. If `transposed` is 1, the two dimensions of a matrix are swapped. PS_EFORMAT: the tensor's shape
+ * does not fit. PS_ERANGE: there is no tensor i. */
 int ps_gguf_layout(ps_gguf *g, int i, int64_t heads, int transposed);
-/* Copies elements first .. first + numel - 1, row-major, of a rectangle of tensor i, as values of its entry's dtype.
- * `offset` and `shape` give the rectangle's start and size in each dimension. PS_ERANGE: there is no tensor i, or
- * part of the range is outside it. PS_EUNSUP: the tensor's type is not supported. PS_EIO: the file was truncated. */
+/* Copies elements first to first + numel - 1 of a rectangle of tensor i, in row-major order, as values of its
+ * entry's dtype. `offset` and `shape` are the rectangle's start and size in each dimension. PS_ERANGE: there is no
+ * tensor i, or part of the range is outside it. PS_EUNSUP: the tensor's type is not supported. PS_EIO: the file was
+ * truncated. */
 int ps_gguf_copy(const ps_gguf *g, int i, const int64_t *offset, const int64_t *shape, int64_t first, void *dst,
                  int64_t numel);
-/* ps_gguf_copy_packed copies bytes first .. first + nbytes - 1 of the packed rows of matrix i. The rows are in the
- * order set by ps_gguf_layout, but not transposed. The other function returns the number of these rows, 0 if tensor
- * i is not a matrix. Errors of ps_gguf_copy. */
+/* ps_gguf_copy_packed copies bytes first to first + nbytes - 1 of the packed rows of matrix i. The rows are in the
+ * order set by ps_gguf_layout, but not transposed. ps_gguf_rows returns the number of these rows, or 0 if tensor i
+ * is not a matrix. ps_gguf_copy_packed returns errors of ps_gguf_copy. */
 int ps_gguf_copy_packed(const ps_gguf *g, int i, int64_t first, void *dst, int64_t nbytes);
 int64_t ps_gguf_rows(const ps_gguf *g, int i);
 int ps_gguf_read(const void *g, int64_t at, void *dst, int64_t nbytes);     /* a ps_reader like ps_st_read */
 int ps_gguf_lend(void *g, int64_t at, int64_t nbytes, ps_loan *out);        /* a ps_lender like ps_st_lend */
 void ps_gguf_drop(const ps_gguf *g, int i);                 /* as ps_st_drop */
 
-/* Packs values into blocks of a type: the id in GGUF files of Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K or Q6_K, or 256 for
- * NF4. `out` gets the bytes of all blocks. PS_EUNSUP: another type. PS_EINVAL: numel is not a multiple of the type's
- * block size. PS_ERANGE: a value is not finite, or is above 65504. */
+/* Packs values into blocks of a type. `type` is the id in GGUF files of Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K or Q6_K,
+ * or 256 for NF4. `out` gets the bytes of all blocks. PS_EUNSUP: another type. PS_EINVAL: numel is not a multiple of
+ * the type's block size. PS_ERANGE: a value is not finite, or is above 65504. */
 int ps_pack(int type, const float *values, int64_t numel, void *out);
 
 /* A writer of version 3: declare all tensors in file order, begin, append values to each, commit. PS_ESTATE: a call
@@ -614,15 +622,16 @@ int ps_pack(int type, const float *values, int64_t numel, void *out);
 typedef struct ps_ggufw ps_ggufw;
 int ps_ggufw_new(const char *path, ps_ggufw **out);
 /* Declares a tensor. type: "F32", "Q4_0", ... The shape begins with the outermost dimension. heads and transposed
- * are as in ps_gguf_layout, for values that are appended in the order of Hugging Face's files. Errors of
+ * are as in ps_gguf_layout, for values that are appended in the order of Hugging Face's files. Returns errors of
  * ps_ggufw_new. */
 int ps_ggufw_add(ps_ggufw *w, const char *name, const char *type, int ndim, const int64_t *shape, int64_t heads,
                  int transposed);
-/* Writes the header. meta: the bytes of all metadata entries as they are in files. Errors of ps_ggufw_new. */
+/* Writes the header. `meta` contains the bytes of all metadata entries in the form that files have.
+ * Returns errors of ps_ggufw_new. */
 int ps_ggufw_begin(ps_ggufw *w, const void *meta, int64_t nbytes, int64_t entries);
-/* Appends the next values of a tensor. Errors of ps_ggufw_new. */
+/* Appends the next values of a tensor. Returns errors of ps_ggufw_new. */
 int ps_ggufw_append(ps_ggufw *w, const char *name, int dtype, const void *data, int64_t numel);
-/* Fsyncs the file, renames it to path, and fsyncs the folder. Errors of ps_ggufw_new. */
+/* Fsyncs the file, renames it to path, and fsyncs the folder. Returns errors of ps_ggufw_new. */
 int ps_ggufw_commit(ps_ggufw *w);
 void ps_ggufw_free(ps_ggufw *w);                             /* frees the writer; without a commit, removes the
                                                               * temporary file */
@@ -631,13 +640,13 @@ void ps_ggufw_free(ps_ggufw *w);                             /* frees the writer
  * PS_ENOMEM: no thread can be started. */
 typedef struct ps_saver ps_saver;
 int ps_saver_new(ps_saver **out);
-/* Writes `data` to a writer after its begin and commits, in the background. The saver owns the writer from now on,
- * even if the call fails. The data, of nbytes, must not change until ps_saver_wait. If its address is a multiple of
- * 4096, a copy is avoided. PS_ESTATE: the saver is busy. PS_ENOMEM: no thread can be started. */
+/* Writes `data` in the background to a writer after the writer's begin, and commits. The saver owns the writer from
+ * now on, even if the call fails. The nbytes bytes of data must not change until ps_saver_wait. If their address is
+ * a multiple of 4096, a copy is avoided. PS_ESTATE: the saver is busy. PS_ENOMEM: no thread can be started. */
 int ps_saver_start(ps_saver *s, ps_stw *writer, const void *data, int64_t nbytes);
 int ps_saver_busy(ps_saver *s);                             /* 1 while the thread writes, else 0 */
-/* Waits until the file is written. Returns the file's error, once: errors of ps_stw_write and ps_stw_commit.
- * *seconds: the time that the last file took; `seconds` may be NULL. */
+/* Waits until the file is written. Returns an error of ps_stw_write or ps_stw_commit for this file only once.
+ * *seconds is the time that the last file took; `seconds` may be NULL. */
 int ps_saver_wait(ps_saver *s, double *seconds);
 void ps_saver_free(ps_saver *s);                            /* also waits */
 
@@ -648,16 +657,16 @@ int ps_file_hash(const char *path, uint64_t *out);
 /* The rows of a text file, which are its non-empty lines. A byte order mark at the file's start and a carriage
  * return at a line's end do not belong to a row. Only one thread at a time may use a ps_lines. */
 typedef struct ps_lines ps_lines;
-/* Opens a file. index: a file written by ps_lines_save, or "" for none. If the index does not match the file's size
- * and time, the file is read once. PS_EIO: the file cannot be read, or changes during the call. */
+/* Opens a file. `index` is a file written by ps_lines_save, or "" for none. If the index does not match the file's
+ * size and time, the file is read once. PS_EIO: the file cannot be read, or changes during the call. */
 int ps_lines_open(const char *path, const char *index, ps_lines **out);
 int ps_lines_scanned(const ps_lines *l);                    /* 1 if the file was read because the index did not match */
 int64_t ps_lines_count(const ps_lines *l);                  /* rows */
-/* Writes an index atomically. It has the position of every 64th row, and the file's size and time. PS_EIO: the index
- * cannot be written. */
+/* Writes an index atomically. The index contains the position of every 64th row, and the file's size and time.
+ * PS_EIO: the index cannot be written. */
 int ps_lines_save(const ps_lines *l, const char *index);
-/* Reads row i, from 0: its bytes, lent until the next call, and its line number, from 1. PS_ERANGE: there is no row
- * i. PS_EIO: the file was changed or truncated after it was opened. */
+/* Reads row i (from 0): returns the row's bytes, lent until the next call, and its line number (from 1). PS_ERANGE:
+ * there is no row i. PS_EIO: the file was changed or truncated after it was opened. */
 int ps_lines_read(ps_lines *l, int64_t i, const char **text, int64_t *nbytes, int64_t *number);
 void ps_lines_close(ps_lines *l);
 
@@ -669,7 +678,8 @@ typedef struct ps_tokens ps_tokens;
 int ps_tokens_open(const char *path, int width, ps_tokens **out);
 void ps_tokens_close(ps_tokens *s);      /* loaders hold references of their own */
 int64_t ps_tokens_count(const ps_tokens *s);
-/* PS_ERANGE: the file has no such tokens, or a token does not fit into int32. PS_EIO: the file was truncated. */
+/* Reads n tokens, from token `first` on, into dst. PS_ERANGE: the file has no such tokens, or a token does not fit
+ * into int32. PS_EIO: the file was truncated. */
 int ps_tokens_read(const ps_tokens *s, int64_t first, int64_t n, int32_t *dst);
 /* Writes an llm.c shard, width 2 or 4, through a temporary file. PS_EIO: the file cannot be written. PS_ERANGE: a
  * token does not fit into the width. PS_ESTATE: a call after commit, or after a failed write. */
@@ -683,17 +693,18 @@ void ps_tokw_free(ps_tokw *w);
 typedef struct ps_loader ps_loader;
 typedef struct ps_loader_config {
   int64_t batch, seq;        /* `batch` rows of `seq` tokens for this rank; each target is the token after its input */
-  int64_t vocab;             /* A token >= vocab is an error that names file and position. 0: tokens are not checked. */
-  int64_t first, last;       /* half-open range of the concatenated tokens that is used; last 0: up to the end */
+  int64_t vocab;             /* A token >= vocab is an error, whose message contains file and position. If vocab is
+                              * 0, tokens are not checked. */
+  int64_t first, last;       /* half-open range of the concatenated tokens that is used; if last is 0, up to the end */
   uint64_t seed;
-  int32_t shuffle;           /* 1: each epoch visits every window once, in a random order and from a random offset */
+  int32_t shuffle;           /* 1 if each epoch visits every window once, in a random order and from a random offset */
   int32_t ahead;             /* batches that the background thread prepares in advance, >= 1 */
   int32_t rank, world_size;  /* The rank reads rows [rank, rank + 1) * batch of global batches of world_size * batch
                               * rows. 0 means 1. */
 } ps_loader_config;
 typedef struct ps_loader_position { int64_t epoch, batch; } ps_loader_position;  /* position of all ranks' next batch */
-/* PS_EINVAL: settings are out of range, or there are too few tokens for one batch. PS_ERANGE: the range is outside
- * the files. PS_ENOMEM: no memory for batches, or no thread. */
+/* Makes a loader. PS_EINVAL: settings are out of range, or there are too few tokens for one batch. PS_ERANGE: the
+ * range is outside the files. PS_ENOMEM: no memory for batches, or no thread. */
 int ps_loader_new(int n, ps_tokens *const *shards, const ps_loader_config *config, ps_loader **out);
 void ps_loader_free(ps_loader *l);
 int64_t ps_loader_batches(const ps_loader *l);              /* number of full batches per epoch */
@@ -701,8 +712,8 @@ int64_t ps_loader_batches(const ps_loader *l);              /* number of full ba
  * token >= vocab. PS_EIO: a file was truncated. */
 int ps_loader_next(ps_loader *l, int32_t *x, int32_t *y);
 int ps_loader_get_position(ps_loader *l, ps_loader_position *out);                /* PS_EINVAL: NULL */
-int ps_loader_set_position(ps_loader *l, const ps_loader_position *position);     /* PS_ERANGE: there is no such
-                                                                                   * batch */
+int ps_loader_set_position(ps_loader *l, const ps_loader_position *position);     /* sets the next batch. PS_ERANGE:
+                                                                                   * there is no such batch */
 
 /* -- tokenizers: texts to token ids and back (lua/ps/tokenizer/init.lua) ----------------------------------------------
  * PS_ESTATE: a file or setting after ps_tok_ready, or a text before it. */
@@ -748,8 +759,8 @@ int64_t ps_tok_missing(const ps_tok *t);                     /* number of bytes 
                                                               * nor an unk token */
 int32_t ps_tok_find(const ps_tok *t, const char *token, int64_t nbytes);    /* id of a token as files spell it, or -1
                                                                              * if there is no such token */
-int ps_tok_name(const ps_tok *t, int64_t id, const char **token, int64_t *nbytes);   /* PS_ERANGE: there is no such
-                                                                                      * id */
+int ps_tok_name(const ps_tok *t, int64_t id, const char **token, int64_t *nbytes);   /* a token's text. PS_ERANGE: there
+                                                                                      * is no such id */
 /* Encodes a text. Malformed UTF-8 becomes U+FFFD. PLAIN treats special tokens in the text as plain text. PS_EINVAL:
  * the text is too long. PS_ERANGE: a pattern needs too many steps. */
 enum { PS_TOK_OFFSETS = 1, PS_TOK_PLAIN = 2 };
@@ -763,24 +774,26 @@ typedef struct ps_tok_block {            /* progress in a file that is encoded i
   const char *path;                      /* for messages */
   const char *field;                     /* key of the string that is a JSON line's document, or NULL for plain text */
   int64_t line;                          /* lines before this block; the call adds the block's lines */
-  int64_t used;                          /* out: bytes that were used; the next block must begin with the others */
+  int64_t used;                          /* set by the call: number of bytes that were used; the next block must
+                                          * begin with the remaining bytes */
   int32_t mark;                          /* id that is put before each line's document, or -1 for none */
   int32_t threads, last, flags;          /* last: 1 for the last block. flags: as in ps_tok_encode. */
 } ps_tok_block;
-/* Encodes a block. PS_EFORMAT: a line is not a JSON object with that string; the message has file and line. Errors
- * of ps_tok_encode. */
+/* Encodes a block. PS_EFORMAT: a line is not a JSON object with that string; the message has file and line. Also
+ * returns errors of ps_tok_encode. */
 int ps_tok_encode_block(ps_tok *t, ps_tok_block *block, const char *text, int64_t nbytes, ps_tok_ids *out);
 
 /* -- examples: tokenized rows of a table (lua/ps/data/examples.lua) --------------------------------------------------
  * For one thread at a time unless a comment says otherwise. Examples and tokens count from 0. */
 typedef struct ps_examples ps_examples;
-/* Begins a list of examples. path: the file that holds them once they are complete (ps_examples_finish); memory then
- * holds only their starts. "" keeps all examples in memory. key: [2], identifies the data from which they are made.
- * wide: 1 if examples have labels or weights of their own (12 bytes per token instead of 4). PS_EIO: the file cannot
- * be created. */
+/* Begins a list of examples. `path` is the file that contains them once they are complete (ps_examples_finish);
+ * memory then contains only their starts. If `path` is "", all examples stay in memory. `key` [2] identifies the
+ * data from which the examples are made. `wide` is 1 if examples have labels or weights of their own (12 bytes per
+ * token instead of 4). PS_EIO: the file cannot be created. */
 int ps_examples_new(const char *path, const uint64_t *key, int wide, ps_examples **out);
-/* Appends an example. labels: [n], -100 for a token that is not trained; NULL: the ids. weights: [n], one per token,
- * or NULL. PS_ENOSPC, PS_EIO: the file cannot be written. PS_ERANGE: an id is negative. */
+/* Appends an example. `labels` [n] contains -100 for a token that is not trained. If it is NULL, the labels are the
+ * ids. `weights` [n] contains one weight per token, or is NULL. PS_ENOSPC, PS_EIO: the file cannot be written.
+ * PS_ERANGE: an id is negative. */
 int ps_examples_add(ps_examples *e, const int32_t *ids, const int32_t *labels, const float *weights, int64_t n,
                     double weight);
 int ps_examples_finish(ps_examples *e);      /* ends the list; writes and maps the file */
@@ -802,7 +815,7 @@ typedef struct ps_encoder_config {
   const int32_t *special;                /* [n_special] ascending ids that the text of a message never becomes */
   const int32_t *prefix, *suffix;        /* ids before and after a whole text */
   int64_t n_special, n_prefix, n_suffix;
-  int32_t threads, flags;                /* flags: those of ps_tok_encode, for whole texts */
+  int32_t threads, flags;                /* flags: flags of ps_tok_encode, for whole texts */
 } ps_encoder_config;
 typedef struct ps_encoder_text {
   const char *text;                      /* the text, which the call copies */
@@ -812,17 +825,17 @@ typedef struct ps_encoder_text {
    * trained. */
   const int64_t *message, *role, *trained;
   int64_t n_message, n_role, n_trained;
-  int32_t whole;                         /* 1: all tokens of the text are trained, and it is put between prefix and
-                                          * suffix */
-  int32_t need;                          /* 1: at least one token must be trained; 2: in addition, at least one must
-                                          * not */
+  int32_t whole;                         /* 1 if all tokens of the text are trained, and the text is put between
+                                          * prefix and suffix */
+  int32_t need;                          /* 1: at least one token must be trained; 2: in addition, at least one token
+                                          * must not be trained */
   double weight;
 } ps_encoder_text;
-/* PS_EINVAL: the number of threads is out of range. PS_ESTATE: the tokenizer is not ready. PS_ENOMEM: no thread can
- * be started. */
+/* Makes an encoder. PS_EINVAL: the number of threads is out of range. PS_ESTATE: the tokenizer is not ready.
+ * PS_ENOMEM: no thread can be started. */
 int ps_encoder_new(ps_tok *tok, ps_examples *examples, const ps_encoder_config *config, ps_encoder **out);
 /* Queues a text. Waits for an earlier text if many are queued. PS_EINVAL: an earlier text has no tokens, or violates
- * `need`. Also errors of ps_tok_encode and ps_examples_add. */
+ * `need`. Also returns errors of ps_tok_encode and ps_examples_add. */
 int ps_encoder_put(ps_encoder *c, const ps_encoder_text *text);
 int ps_encoder_finish(ps_encoder *c);    /* waits for all texts; errors of ps_encoder_put */
 int64_t ps_encoder_failed(const ps_encoder *c);              /* index of the text that failed, or -1 */
@@ -848,12 +861,12 @@ typedef struct ps_rows_config {
   int32_t shuffle, packing, grouping, rule;
 } ps_rows_config;
 typedef struct ps_rows_info {
-  int64_t rows, windows, examples, tokens;     /* examples: those that rows contain */
+  int64_t rows, windows, examples, tokens;     /* examples: number of examples that rows contain */
   int64_t cut, dropped;                  /* examples that lost tokens; examples that were left out */
   int64_t failed;                        /* with PS_LONG_ERROR, the example that is too long, else -1 */
 } ps_rows_info;
-/* `info` is filled even if the call fails. PS_ERANGE: an example is too long (PS_LONG_ERROR). PS_EINVAL: a setting
- * is wrong. */
+/* Makes the rows of an epoch. `info` is filled even if the call fails. PS_ERANGE: an example is too long
+ * (PS_LONG_ERROR). PS_EINVAL: a setting is wrong. */
 int ps_rows_new(ps_examples *e, const ps_rows_config *config, ps_rows_info *info, ps_rows **out);
 int ps_rows_window(const ps_rows *r, int64_t row, int64_t *window, int64_t *within);   /* returns a row's window and
                                                                                         * its index there; `row` may
@@ -868,8 +881,8 @@ typedef struct ps_rows_batch {
   int32_t *positions;                    /* or NULL */
   float *weights;                        /* weights of labels, or NULL */
   int64_t rows, length;
-  int64_t real;                          /* rows to read; those after them, or after the last row, are copies of row
-                                          * `filler` with weight 0 */
+  int64_t real;                          /* number of rows to read; rows after these, or after the last row, are
+                                          * copies of row `filler` with weight 0 */
   int64_t filler;
   int32_t pad, by;                       /* pad: padding id; by: PS_WEIGHTS_* */
 } ps_rows_batch;
@@ -886,7 +899,7 @@ typedef struct ps_batches_config {
   int32_t rank, world_size;
   int32_t ahead;                         /* batches made in advance, at least 1 */
   int32_t to_seq, drop_last, fills;      /* fills: 1 adds rows of weight 0 to a last batch that is not full */
-  int32_t weights;                       /* 1: batches have weights */
+  int32_t weights;                       /* 1 if batches have weights */
   int32_t pad, by;                       /* as in ps_rows_batch */
 } ps_batches_config;
 typedef struct ps_batch {                /* The arrays are [rows, length], as in ps_rows_batch. They are lent until the
@@ -897,18 +910,19 @@ typedef struct ps_batch {                /* The arrays are [rows, length], as in
   const int32_t *ids, *labels, *mask, *positions;    /* positions is NULL without packing */
   const float *weights;                  /* NULL if there are none */
 } ps_batch;
-/* Makes batches. first: the rows of the epoch in rows_config, at which batches begin. PS_EINVAL: a setting is wrong. */
+/* Makes batches. `first` contains the rows of the epoch in rows_config, at which batches begin. PS_EINVAL: a setting
+ * is wrong. */
 int ps_batches_new(ps_examples *e, const ps_rows_config *rows_config, const ps_batches_config *config, ps_rows *first,
                    ps_batches **out);
-/* Returns 1 with a batch, or 0 at the end of an epoch, after which the next epoch begins. Starts the thread. PS_EIO:
- * the file of examples was truncated. Errors of ps_rows_new for an epoch, and of ps_rows_fill; the next call then tries
- * again. */
+/* Returns 1 with a batch, or 0 at the end of an epoch. After the end, the next epoch begins. Starts the thread.
+ * PS_EIO: the file of examples was truncated. Also returns errors of ps_rows_new for an epoch, and of ps_rows_fill;
+ * the next call then tries again. */
 int ps_batches_next(ps_batches *b, ps_batch *out);
-/* Returns the rows of an epoch, which the caller frees. If the thread does not have them, this call makes them. info is
- * as in ps_rows_new. Errors of ps_rows_new. */
+/* Returns the rows of an epoch, which the caller frees. If the thread does not have them, this call makes them. info
+ * is as in ps_rows_new. Returns errors of ps_rows_new. */
 int ps_batches_rows(ps_batches *b, int64_t epoch, ps_rows_info *info, ps_rows **out);
-/* Sets the row, counted over all ranks, at which the next batch begins. rows: those of the epoch. PS_ERANGE: there is
- * no such row. */
+/* Sets the row, counted over all ranks, at which the next batch begins. `rows` contains the rows of the epoch.
+ * PS_ERANGE: there is no such row. */
 int ps_batches_seek(ps_batches *b, int64_t epoch, ps_rows *rows, int64_t row);
 void ps_batches_free(ps_batches *b);     /* ends the thread */
 
@@ -928,7 +942,7 @@ typedef struct ps_step_state {
   ps_action now, due;          /* action under way, and next action of the table; kind PS_ACT_NONE if there is none */
   int32_t open;                /* 1 between the begin and the end of a step */
   int32_t micro, n_micro;      /* number of finished actions BACKWARD and WEIGHT, and their number in the table */
-  int32_t updating;            /* 1: an action that updates parameters has begun, so the step can no longer be
+  int32_t updating;            /* 1 if an action that updates parameters has begun, so that the step can no longer be
                                 * abandoned */
   double weight;               /* sum of the weights of all micro-batches whose backward has run */
 } ps_step_state;
@@ -941,9 +955,9 @@ enum { PS_TRACE_UNKNOWN = -1, PS_TRACE_NONE = -2 };
 typedef struct ps_step_config {
   const ps_action *actions;    /* copied */
   int32_t n_actions;
-  int32_t dry;                 /* 1: a dry run, in which ops do not compute */
-  int32_t trace;               /* Trace that the step is expected to repeat. _UNKNOWN: there is none. _NONE: there is
-                                * none, and the step's uses of chunks are not noted. */
+  int32_t dry;                 /* 1 for a dry run, in which ops do not compute */
+  int32_t trace;               /* Trace that the step is expected to repeat. _UNKNOWN means that there is none. _NONE
+                                * means that there is none, and that the step's uses of chunks are not recorded. */
   int32_t pad;
 } ps_step_config;
 /* Begins a step. PS_ESTATE: a step is under way, or a dry run finds gradients. PS_EINVAL: the table has no backward,
@@ -974,45 +988,46 @@ typedef struct ps_action_how {
   int32_t slot;                /* for a last backward: store final gradients in the place of their half-type
                                 * parameters */
   int32_t overlap;             /* for a last backward: update each unit as soon as its gradients are final */
-  const ps_update_group *groups; /* [n_groups] optimizer settings, which are copied; NULL: those of the previous
-                                  * action */
+  const ps_update_group *groups; /* [n_groups] optimizer settings, which are copied; NULL means the settings of the
+                                  * previous action */
   int32_t n_groups;
-  int32_t numbered;            /* For a forward. 1: its dropouts count from first_op and its rows from sample, so
-                                * that masks are those of a single process that runs all virtual stages in order. */
+  int32_t numbered;            /* for a forward: 1 if its dropouts count from first_op and its rows from sample, so
+                                * that masks are those of a single process that runs all virtual stages in order */
   uint64_t sample;
   uint32_t first_op, pad;
 } ps_action_how;
 /* Begins the action that is due, which must be of this kind. A forward may be repeated until its backward begins. A
- * backward may have no forward. If the step's table has no norm, one may precede the update. how NULL: all settings
- * are 0. PS_ESTATE: another action is due or under way, or no step is. PS_EINVAL: an update during a backward that
- * is not the last, or in a step that has a norm or several virtual stages; or `slot` for a backward that is not the
- * last of its virtual stage. */
+ * backward may have no forward. If the step's table has no norm, one may precede the update. If `how` is NULL, all
+ * settings are 0. PS_ESTATE: another action is due or under way, or no step is. PS_EINVAL: an update during a
+ * backward that is not the last, or in a step that has a norm or several virtual stages; or `slot` for a backward
+ * that is not the last of its virtual stage. */
 int ps_step_next(ps_step *step, int kind, const ps_action_how *how);
 /* Ends the action under way. For a backward, this completes its work: gradients become final, sums over ranks
- * arrive, units are updated. After an error the action is still under way. PS_ESTATE: no action is under way. Errors
- * of ps_apply. */
+ * arrive, units are updated. After an error the action is still under way. PS_ESTATE: no action is under way. Also
+ * returns errors of ps_apply. */
 int ps_step_done(ps_step *step);
 /* Pauses the script at a prompt, possibly in the middle of a step. Computations until ps_resume do not belong to the
- * step: they are not recorded for backward, their uses of chunks are not noted, the step's random numbers do not
+ * step: they are not recorded for backward, their uses of chunks are not recorded, the step's random numbers do not
  * advance, and their memory is not counted in the budgets. Until ps_resume, these calls fail with PS_ESTATE: actions
  * of a step, backward, setting gradients, and writes to parameters. If the pause is between two steps, the engine
- * allows the last three. *scope: a scope that ps_resume ends. Returns 1 if the script cannot be paused now because a
- * dry run is under way. PS_ESTATE: the script is already paused, or there are several ranks. PS_ENOMEM. */
+ * allows the last three. *scope is a scope that ps_resume ends. Returns 1 if the script cannot be paused now because
+ * a dry run is under way. PS_ESTATE: the script is already paused, or there are several ranks. PS_ENOMEM. */
 int ps_suspend(ps_ctx *ctx, int64_t *scope);
-/* Resumes the script. The tensors `keep` survive, as in ps_scope_end. PS_ESTATE: the script is not paused. Also
- * errors of moving chunks until they fit the budgets again; the script is resumed even then. */
+/* Resumes the script. The tensors `keep` survive, as in ps_scope_end. PS_ESTATE: the script is not paused. Chunks
+ * are moved until they fit the budgets again. Also returns errors of these moves; the script is resumed even then. */
 int ps_resume(ps_ctx *ctx, int n_keep, ps_tensor *const *keep);
 int ps_is_suspended(const ps_ctx *ctx);
-/* Ends the action under way, if any, as failed. It counts as not begun. A forward gives back its random numbers. */
+/* Ends the action under way, if any, as failed. The action then counts as not begun. An abandoned forward uses up no
+ * random numbers. */
 void ps_step_abandon(ps_step *step);
 /* Returns 1 if the caller should collect Lua's garbage before the next BACKWARD, INPUT or WEIGHT. This is so if less
  * than 1/8 of the first tier is free, or if less than half is free and the last collection was PS_UNCOLLECTED
  * micro-batches ago. Returns 0 otherwise. The call never fails. */
 enum { PS_UNCOLLECTED = 16 };
 int ps_step_collects(ps_step *step);
-/* Ends the step. *trace: the trace of this step, which is the expected trace if the step repeated it; -1: none. With
- * trace NULL, abandons the step: its gradients are dropped (if that fails, a later call drops the others), and the
- * next step uses the same dropout numbers. PS_ESTATE: actions are still due. */
+/* Ends the step. *trace is the trace of this step, which is the expected trace if the step repeated it, or -1 if
+ * there is none. If `trace` is NULL, abandons the step: its gradients are dropped (if that fails, a later call drops
+ * the others), and the next step uses the same dropout numbers. PS_ESTATE: actions are still due. */
 int ps_step_end(ps_step *step, int32_t *trace);
 
 /* -- pipelines: the tables of a step whose model is cut into stages (src/pipe, docs/pipeline.md) -------------------
@@ -1031,23 +1046,23 @@ typedef struct ps_pipe_spec {
   int32_t schedule, stages;
   int32_t virtual_stages;      /* per rank */
   int32_t micro_batches;
-  int32_t forward_only;        /* 1: an evaluation without backward */
+  int32_t forward_only;        /* 1 for an evaluation without backward */
   int32_t vstages;             /* virtual stages of the whole model, set by ps_pipe_table_spec */
 } ps_pipe_spec;
 typedef struct ps_pipe_table ps_pipe_table;
 const char *ps_pipe_schedule_name(int schedule);            /* "gpipe" ... "zb_v", "custom"; NULL if there is no such
                                                              * schedule */
-int ps_pipe_schedule_find(const char *name, int *out);      /* PS_EINVAL: there is no such schedule; the message has
-                                                             * the names of all */
+int ps_pipe_schedule_find(const char *name, int *out);      /* finds a schedule by name. PS_EINVAL: there is no such
+                                                             * schedule; the message contains all names */
 /* Makes the table of a schedule, which has only forwards and backwards. Every table can be performed. PS_EINVAL: the
  * schedule has no table of these sizes; the message has the numbers. */
 int ps_pipe_table_new(const ps_pipe_spec *spec, ps_pipe_table **out);
-/* Reads a table in PyTorch's CSV form (docs/pipeline.md). name: the file's name, for messages. PS_EFORMAT: the text
- * is not such a table; the message has line and cell. PS_EINVAL: the table cannot be performed, or the order of its
- * sums is not unique. */
+/* Reads a table in PyTorch's CSV form (docs/pipeline.md). `name` is the file's name, for messages. PS_EFORMAT: the
+ * text is not such a table; the message contains line and cell. PS_EINVAL: the table cannot be performed, or the
+ * order of its sums is not unique. */
 int ps_pipe_table_read(const char *text, int64_t nbytes, const char *name, ps_pipe_table **out);
-/* Writes the text of a table. Returns its number of bytes, including a final 0. If `room` is less, the text is
- * truncated. plain 1: without transfers and yields, for ps_pipe_table_read. */
+/* Writes the text of a table. Returns the number of bytes of the whole text, including a final 0. If `room` is less,
+ * the text is truncated. If `plain` is 1, omits transfers and yields, for ps_pipe_table_read. */
 int64_t ps_pipe_table_write(const ps_pipe_table *t, int plain, char *out, int64_t room);
 void ps_pipe_table_free(ps_pipe_table *t);
 /* Returns the table's sizes. For a table that was read, virtual_stages is the maximum over ranks. */
@@ -1065,7 +1080,8 @@ typedef struct ps_pipe_held {
                                 * BACKWARD */
   int32_t waiting;             /* pairs between their INPUT and their WEIGHT */
 } ps_pipe_held;
-int ps_pipe_table_held(const ps_pipe_table *t, int rank, ps_pipe_held *out);     /* PS_ERANGE: there is no such rank */
+int ps_pipe_table_held(const ps_pipe_table *t, int rank, ps_pipe_held *out);     /* returns peak counts. PS_ERANGE:
+                                                                                  * there is no such rank */
 /* The cost of a virtual stage for one micro-batch, in any unit of time. A BACKWARD costs input + weight. */
 typedef struct ps_pipe_cost {
   double forward, input, weight;
@@ -1091,10 +1107,10 @@ typedef struct ps_pipe_rank_times {
   double busy;                 /* sum of the rank's actions */
   int64_t peak;                /* peak bytes, counted by ps_pipe_cost.held and .waiting */
 } ps_pipe_rank_times;
-/* Simulates a table with a cost for each virtual stage; costs NULL: forward, input and weight take 1 each. link
- * NULL: transfers take no time. ranks: [stages] or NULL. spans: [stages], each entry NULL or [n] like its row.
- * PS_EINVAL: a cost is negative or not a number, or ranks wait for each other in a cycle; only links of limited
- * depth can cause a cycle, and the message shows it. */
+/* Simulates a table with a cost for each virtual stage. If `costs` is NULL, forward, input and weight take 1 each.
+ * If `link` is NULL, transfers take no time. `ranks` is [stages] or NULL. `spans` is [stages], and each entry is
+ * NULL or [n] like its row. PS_EINVAL: a cost is negative or not a number, or ranks wait for each other in a cycle.
+ * Only links of limited depth can cause a cycle, and the message shows it. */
 int ps_pipe_simulate(const ps_pipe_table *t, const ps_pipe_cost *costs, const ps_pipe_link *link, ps_pipe_times *out,
                      ps_pipe_rank_times *ranks, ps_pipe_span *const *spans);
 /* Simulated times of a split of a model. A split is the number of consecutive parts (embedding, layers, head) in
@@ -1110,13 +1126,13 @@ typedef struct ps_pipe_cut_times {
 /* Searches for the split with the least makespan (ps_pipe_simulate), given the costs of the parts [n]. The costs of
  * a virtual stage's parts are added up; its output is that of its last part. counts: [vstages], each at least 1. The
  * search moves single parts between virtual stages, and can miss the best split of a large model. PS_EINVAL: there
- * are fewer parts than virtual stages. Errors of ps_pipe_simulate. */
+ * are fewer parts than virtual stages. Also returns errors of ps_pipe_simulate. */
 int ps_pipe_cut(const ps_pipe_table *t, const ps_pipe_cost *parts, int32_t n, const ps_pipe_link *link, int32_t *counts,
                 ps_pipe_cut_times *out);
 /* Reads a split in Megatron's notation. "Et*3|(tt|)*29,m|L" has a letter for each part and a bar between virtual
- * stages. *n repeats a letter or a group in brackets; commas and blanks are ignored. kinds: a letter for each part
- * of the model. PS_EINVAL: the text is not a layout, or does not split these parts into this number of virtual
- * stages; the message has the position. */
+ * stages. *n repeats a letter or a group in brackets; commas and blanks are ignored. `kinds` contains a letter for
+ * each part of the model. PS_EINVAL: the text is not a layout, or does not split these parts into this number of
+ * virtual stages; the message has the position. */
 int ps_pipe_layout(const char *layout, const char *kinds, int32_t vstages, int32_t *counts);
 
 /* -- chunks: parameters, gradients and optimizer state in chunks on several tiers (docs/memory.md) ---------------- */
@@ -1135,11 +1151,11 @@ enum { PS_KIND_SHIFT = 4864 };
 typedef struct ps_chunk_config {
   int32_t device, host;        /* ids of the compute device and of host memory; equal if there is no device tier */
   int32_t policy;              /* ps_policy_find */
-  int32_t prefetch;            /* 1: copies are started before their chunks are used */
-  int32_t stress;              /* for tests. 1: chunks move at every pin, and the memory that they leave is
+  int32_t prefetch;            /* 1 if copies are started before their chunks are used */
+  int32_t stress;              /* for tests: 1 if chunks move at every pin, and the memory that they leave is
                                 * overwritten */
-  int32_t disk_threads;        /* 0: io_uring; otherwise the number of plain threads */
-  int32_t disk_checksums;      /* 1: bytes read from the disk are compared with the bytes that were written */
+  int32_t disk_threads;        /* 0 for io_uring, otherwise the number of plain threads */
+  int32_t disk_checksums;      /* 1 if bytes read from the disk are compared with the bytes that were written */
   int32_t pad;
   int64_t budget[3];           /* bytes of device, host and disk. 0 means no limit for device and host, and no disk
                                 * tier for disk */
@@ -1155,7 +1171,7 @@ typedef struct ps_chunk_info {
 } ps_chunk_info;
 typedef struct ps_tier_info {
   char name[16];               /* "device", "host" or "disk": key in the configuration and name in messages */
-  int32_t device, pad;         /* id of the device that has the memory; -1: a file, which no op can read */
+  int32_t device, pad;         /* id of the device that has the memory; -1 for a file, which no op can read */
   int64_t budget, chunks, other, free, peak;   /* All in bytes. budget is 0 if there is no limit. peak counts chunks
                                                 * and other tensors together. */
   int64_t bytes_up, bytes_down;                /* total bytes copied up from this tier, and down to it */
@@ -1165,8 +1181,8 @@ typedef struct ps_step_forecast {
   int64_t peak[3];             /* bytes per tier: chunks and other tensors */
   int64_t other[3];            /* bytes of other tensors per tier */
   int64_t fetched[2], evicted[2];   /* bytes per step that are fetched up to tier i, and evicted down from tier i */
-  int64_t first_fetched[2], first_evicted[2];   /* the same for the next step, which starts from the chunks' present
-                                                 * positions */
+  int64_t first_fetched[2], first_evicted[2];   /* fetched and evicted bytes of the next step, which starts from the
+                                                 * chunks' current positions */
   /* The first op that has room only because other tensors use less than their peak at its trace index. wanted: bytes
    * of chunks that it needs at once on short_tier. left: bytes left for them there. wanted is 0 if there is no such
    * op. */
@@ -1176,7 +1192,7 @@ typedef struct ps_step_forecast {
   int64_t gathers, gathered;   /* number of stripes that a step gathers from other ranks, and their bytes */
 } ps_step_forecast;
 
-/* -- the engine: trains parameters that live in chunks. One a context. --------------------------------------------
+/* -- the engine: trains parameters that live in chunks. One per context. ------------------------------------------
  * PS_ESTATE, for every function below: no engine is open. */
 /* Opens the context's engine. `step` is used by this engine only. PS_ESTATE: an engine is already open, or another
  * engine uses the step. PS_EINVAL: budgets or devices are impossible. PS_EIO, PS_ENOSPC: the disk tier's file cannot
@@ -1185,8 +1201,8 @@ int ps_engine_open(ps_ctx *ctx, ps_step *step, const ps_chunk_config *config, co
 void ps_engine_close(ps_ctx *ctx);       /* Closes the engine. Tensors in chunks lose their bytes. */
 int ps_engine_is_open(ps_ctx *ctx);
 /* Eviction policies are numbered from 0, by their rows in src/chunk/policy.c. */
-int ps_policy_find(const char *name, int *out);      /* PS_EINVAL: there is no such policy; the message has the names
-                                                      * of all */
+int ps_policy_find(const char *name, int *out);      /* finds a policy by name. PS_EINVAL: there is no such policy;
+                                                      * the message contains all names */
 const char *ps_policy_name(int policy);  /* NULL if there is no such policy */
 /* Makes a chunk; chunks are numbered from 0. PS_EINVAL: there is no such kind, or nbytes is not a multiple of 4096. */
 int ps_engine_chunk_new(ps_ctx *ctx, int kind, int group, int index, int dtype, int64_t nbytes, int32_t *chunk);
@@ -1198,58 +1214,59 @@ int ps_engine_adopt(ps_ctx *ctx, ps_tensor *t, int32_t chunk, int64_t offset, co
  * device is not one of the engine's, or the position does not fit or is occupied. */
 int ps_engine_tensor_new(ps_ctx *ctx, const ps_tensor *like, int dtype, int device, int32_t chunk, int64_t offset,
                          const char *name, ps_tensor **out);
-/* Like ps_engine_tensor_new, for a shape [ndim]. Errors of ps_engine_tensor_new. */
+/* Like ps_engine_tensor_new, for a shape [ndim]. Returns errors of ps_engine_tensor_new. */
 int ps_engine_tensor_shaped(ps_ctx *ctx, int ndim, const int64_t *shape, int dtype, int device, int32_t chunk,
                             int64_t offset, const char *name, ps_tensor **out);
 /* Returns a tensor with the same bytes for use on another device of the engine. PS_EINVAL: there is no such device,
  * or the tensor is in no chunk. */
 int ps_engine_tensor_at(ps_ctx *ctx, ps_tensor *t, int device, ps_tensor **out);
-/* -- sharding (ZeRO): the ranks of a group share the chunks. Called before the first chunk; stage 0: every rank has
+/* -- sharding (ZeRO): the ranks of a group share the chunks -------------------------------------------------------
  *
  * ps_engine_shard is called before the first chunk is made. Stage 0: every rank has everything, and gradients are
- * summed. Stage 1: each optimizer state has one owner. Stage 2: also each gradient. Stage 3: also each parameter.
- * once: 1 makes stages 2 and 3 reduce the gradients of several micro-batches once per step, and every rank keeps its
- * own sums until then; 0 reduces them in each backward. The engine holds a reference to the group. All ranks make
- * the same calls. PS_ESTATE: there are already chunks. PS_EINVAL: there is no such stage. */
+ * summed. Stage 1: each optimizer state has one owner. Stage 2: each gradient has one owner, too. Stage 3: each
+ * parameter has one owner, too. If `once` is 1, stages 2 and 3 reduce the gradients of several micro-batches once
+ * per step, and every rank keeps its own sums until then. If it is 0, the gradients are reduced in each backward.
+ * The engine holds a reference to the group. All ranks make the same calls. PS_ESTATE: there are already chunks.
+ * PS_EINVAL: there is no such stage. */
 typedef struct ps_group ps_group;
 int ps_engine_shard(ps_ctx *ctx, ps_group *group, int stage, int once);
 /* A part is the bytes of one chunk, as seen by all ranks. A stripe has at most one part per rank. Both are numbered
  * from 0. */
 typedef struct ps_part_config {
   int32_t owner, dtype;        /* owner: a rank. dtype: the type in which the part's bytes are reduced. */
-  int32_t chunk;               /* the part's chunk on this rank; -1: it has none, and the bytes are temporarily on
+  int32_t chunk;               /* the part's chunk on this rank; -1 if it has none, and the bytes are temporarily on
                                 * `device` */
   int32_t device, stripe;
-  int32_t reads;               /* 1: values, of which every rank uses the owner's; 0: gradients */
-  int32_t keeps;               /* 1: once they have been read, the bytes stay until the end of the step */
+  int32_t reads;               /* 1 for values, of which every rank uses the owner's; 0 for gradients */
+  int32_t keeps;               /* 1 if the bytes stay until the end of the step once they have been read */
   int64_t nbytes;
 } ps_part_config;
-/* PS_EINVAL: a rank, stripe, chunk or size does not fit. PS_ESTATE: the chunks are not shared. */
+/* Makes a part. PS_EINVAL: a rank, stripe, chunk or size does not fit. PS_ESTATE: the chunks are not shared. */
 int ps_engine_part(ps_ctx *ctx, const ps_part_config *config, int32_t *part);
 /* Drops a part without tensors. A part with tensors is dropped with its last tensor. PS_EINVAL: there is no such
  * part. */
 int ps_engine_part_drop(ps_ctx *ctx, int32_t part);
-/* Like ps_engine_adopt and ps_engine_tensor_new, with a part instead of a chunk. Errors of these functions. If the
- * tensor is already in a part, all ranks must call adopt. */
+/* Like ps_engine_adopt and ps_engine_tensor_new, with a part instead of a chunk. Returns the errors of these
+ * functions. If the tensor is already in a part, all ranks must call ps_engine_part_adopt. */
 int ps_engine_part_adopt(ps_ctx *ctx, ps_tensor *t, int32_t part, int64_t offset, const char *name);
 int ps_engine_part_tensor(ps_ctx *ctx, const ps_tensor *like, int dtype, int device, int32_t part, int64_t offset,
                           const char *name, ps_tensor **out);
-/* Returns a tensor over the bytes of t that only this rank uses. *out is NULL if another rank owns them. PS_EINVAL:
- * t is in no chunk and in no part. */
+/* Returns a tensor over the bytes of t that only this rank uses. *out is NULL if another rank owns these bytes.
+ * PS_EINVAL: t is in no chunk and in no part. */
 int ps_engine_own(ps_ctx *ctx, ps_tensor *t, int device, ps_tensor **out);
 /* Returns a hash of the gathers that the step expects, or 0 if none are known. If the hashes of ranks differ, no
  * rank may gather ahead: all drop the expectation. */
 double ps_engine_gathers(ps_ctx *ctx);
 void ps_engine_gathers_drop(ps_ctx *ctx);
 /* Must be called by all ranks after values were written without using the parts: the next read of each part gathers
- * it again. Errors of ps_apply, from exchanges under way. */
+ * it again. Returns errors of ps_apply, from exchanges under way. */
 int ps_engine_forget(ps_ctx *ctx);
 /* Sets the stages of a pipeline. The ranks of `stages` run the other virtual stages of this model, which has
  * n_numbers parameters (ps_param.number is below n_numbers). The norm then includes the parameters of all stages,
- * with the bits of a single process that has them all. copies: the ranks that have the copies of PS_TIE_COPY,
- * including this one, or NULL. All ranks call it before ps_engine_params. The engine holds references to the groups.
- * PS_ESTATE: there are already parameters, or the function was called before. PS_EINVAL: the model has no
- * parameters. PS_ENOMEM. */
+ * with the bits of a single process that has all parameters. `copies` contains the ranks that have the copies of
+ * PS_TIE_COPY, including this one, or is NULL. All ranks call the function before ps_engine_params. The engine holds
+ * references to the groups. PS_ESTATE: there are already parameters, or the function was called before. PS_EINVAL:
+ * the model has no parameters. PS_ENOMEM. */
 int ps_engine_stages(ps_ctx *ctx, ps_group *stages, ps_group *copies, int32_t n_numbers);
 /* Sets the tensor-parallel group. Its ranks share the same layers. After the last backward of a step, one exchange
  * sums all gradients of PS_TP_PARTIAL over the ranks, in fp32 and in the order of ranks. The norm counts each
@@ -1257,13 +1274,12 @@ int ps_engine_stages(ps_ctx *ctx, ps_group *stages, ps_group *copies, int32_t n_
  * the rank's own shapes, and call this function before ps_engine_params. The engine holds a reference to the group.
  * PS_ESTATE: there are already parameters, or the function was called before. PS_ENOMEM. */
 int ps_engine_tensor_parallel(ps_ctx *ctx, ps_group *tp);
-/* Plans the collectives of the step that begins: they are those of `group` that the dry run of a trace noted. *hash
- * is a hash of the plan; 0: the dry run noted no collectives, there is no such trace, or there is no memory for a
- * plan. PS_ESTATE: no engine is open. */
+/* Plans the collectives of the step that begins. The plan contains the collectives of `group` that the dry run of a
+ * trace recorded. *hash is a hash of the plan. It is 0 if the dry run recorded no collectives, there is no such
+ * trace, or there is no memory for a plan. PS_ESTATE: no engine is open. */
 int ps_engine_plan_calls(ps_ctx *ctx, int32_t trace, ps_group *group, uint64_t *hash);
-/* Returns the ops (PS_OP_*) that computed in the forward of the dry run of a trace, in order, without views. *n is 0 if
- * there is no such trace, or if no dry run made it. *ops is valid until the next dry run. PS_ESTATE: no engine is
- * open. */
+/* Returns the ops (PS_OP_*) that ran in the forward of a trace's dry run, in order, without views. *n is 0 if there
+ * is no such trace, or if no dry run made it. *ops is valid until the next dry run. PS_ESTATE: no engine is open. */
 int ps_engine_forward_ops(ps_ctx *ctx, int32_t trace, const uint16_t **ops, int32_t *n);
 /* Sets a unit's stripe, and the parts with its values and gradients. If grad_part is -1, gradients are stored in the
  * place of values. PS_ERANGE: there is no such unit. PS_EINVAL: the stripe has units of another virtual stage. */
@@ -1306,31 +1322,31 @@ int ps_engine_set_device(ps_ctx *ctx, ps_tensor *t, int device);
 /* Sets where a unit is updated; 0 (the default) is the host. PS_ERANGE: there is no such unit. */
 int ps_engine_set_on_device(ps_ctx *ctx, int unit, int on_device);
 /* Computes, within the step's norm, the sum of squares of all gradients, which is infinite or NaN if a gradient is.
- * PS_ESTATE: the step's norm is not under way. Errors of ps_apply, and of ranks. */
+ * PS_ESTATE: the step's norm is not under way. Also returns errors of ps_apply, and of ranks. */
 int ps_engine_sq_norm(ps_ctx *ctx, double *out);
-/* Returns the part of that sum that belongs to n parameters of the model from number `first` on, on any rank
- * (ps_param.number). Called after the norm, in the same step. PS_ERANGE: the model has no such numbers. */
+/* Returns the sum of squares of the gradients of n parameters of the model, from number `first` on
+ * (ps_param.number), on any rank. Called after the norm, in the same step. PS_ERANGE: the model has no such numbers. */
 int ps_engine_sq_norm_of(ps_ctx *ctx, int32_t first, int32_t n, double *out);
 /* Updates, within the step's update, all parameters that this step has not updated yet. Gradients are multiplied by
- * the action's scale and then dropped. PS_ESTATE: the step's update is not under way. Errors of ps_apply; a second
- * call then updates the other parameters. */
+ * the action's scale and then dropped. PS_ESTATE: the step's update is not under way. Also returns errors of
+ * ps_apply; a second call then updates the other parameters. */
 int ps_engine_update(ps_ctx *ctx);
-/* Drops all gradients. A parameter is restored from its master if a gradient was stored in its place. Errors of
- * ps_apply. */
+/* Drops all gradients. A parameter is restored from its master if a gradient was stored in its place.
+ * Returns errors of ps_apply. */
 int ps_engine_drop_grads(ps_ctx *ctx);
-/* For one parameter: the number of its updates, whether this step has already updated it, and a factor on its
- * gradient in this step's update, in addition to the group's factor. PS_ERANGE: there is no such parameter.
- * PS_EINVAL: `steps` is negative. */
+/* These functions read or set, for one parameter, the number of its updates, whether this step has already updated
+ * it, and a factor on its gradient in this step's update, in addition to the group's factor. PS_ERANGE: there is no
+ * such parameter. PS_EINVAL: `steps` is negative. */
 int64_t ps_engine_param_steps(ps_ctx *ctx, int param);
 int ps_engine_set_param_steps(ps_ctx *ctx, int param, int64_t steps);
 int ps_engine_param_updated(ps_ctx *ctx, int param);
 int ps_engine_param_scale(ps_ctx *ctx, int param, double scale);
 /* Computes the bytes of other tensors that are on a tier now and were not there when trace `id` was made. They are
- * garbage, or tensors that stay. *nbytes is 0 if the plan's slack covers them. adopt: the next plan includes them.
- * PS_ERANGE: the trace no longer exists. */
+ * garbage, or tensors that stay. *nbytes is 0 if the plan's slack covers them. If `adopt` is 1, the next plan
+ * includes them. PS_ERANGE: the trace no longer exists. */
 int ps_engine_leftover(ps_ctx *ctx, int32_t id, int adopt, int64_t *nbytes);
-/* Forecasts a step like trace `id` by making its plan. PS_ERANGE: the trace no longer exists. PS_ENOMEM: such a step
- * does not fit; ps_error_get_detail has tier and bytes. */
+/* Forecasts a step that repeats trace `id` by making its plan. PS_ERANGE: the trace no longer exists. PS_ENOMEM: the
+ * step does not fit; ps_error_get_detail returns the tier and the bytes. */
 int ps_engine_forecast(ps_ctx *ctx, int32_t id, ps_step_forecast *out);
 /* One use of a chunk by a step: at trace index `moment` its bytes must be on `tier` (0 or 1). Trace indices number
  * the ops of a step that use chunks, from 0. Uses are sorted by trace index. Uses with the same index are needed at
@@ -1358,8 +1374,8 @@ typedef struct ps_engine_stats {
 } ps_engine_stats;
 int ps_engine_stats_get(ps_ctx *ctx, ps_engine_stats *out);
 /* Rates for plans. The call measures them with up to `nbytes` of memory on each side, which it frees afterwards. It
- * must not be made during a dry run or a step. PS_EINVAL: the devices are not an accelerator and host memory. Errors
- * of ps_apply. */
+ * must not be made during a dry run or a step. PS_EINVAL: the devices are not an accelerator and host memory. Also
+ * returns errors of ps_apply. */
 typedef struct ps_rates {
   double host_adam, device_adam;   /* parameters per second (bf16 with fp32 state) that Adam updates; on the host
                                     * while copies run */
@@ -1372,7 +1388,7 @@ int ps_rates_measure(ps_ctx *ctx, int device, int host, int64_t nbytes, ps_rates
 /* Measures the sequential rates of the disk tier with `nbytes` in each direction. PS_ESTATE: there is no disk tier,
  * or copies are under way. PS_EIO, PS_ENOSPC: the disk failed, or has too little free space. */
 int ps_engine_disk_probe(ps_ctx *ctx, int64_t nbytes, double *read_bytes_per_s, double *write_bytes_per_s);
-/* Chunks and tiers, for display. PS_ERANGE: there is no such chunk or tier. */
+/* These functions describe chunks and tiers, for display. PS_ERANGE: there is no such chunk or tier. */
 int ps_engine_chunk_count(ps_ctx *ctx);
 int ps_engine_chunk_get(ps_ctx *ctx, int chunk, ps_chunk_info *out);
 const char *ps_engine_chunk_tensor(ps_ctx *ctx, int chunk, int i);
@@ -1395,20 +1411,21 @@ int ps_file_swap_folder(const char *from, const char *path);
  * renamed. Zeros take no space in such a file. `folder` NULL ends the diversion. PS_EINVAL: `folder` is "" or too
  * long. PS_ENOMEM. */
 int ps_file_divert(const char *folder);
-/* Returns whether a path is diverted. 1: the file would be written (writes 1), or was written and would be read
- * (writes 0), at another path, which is stored in out [room]. 0: the path itself is used. PS_EINVAL: an argument is
- * NULL. PS_ERANGE: `room` is too small. */
+/* Returns 1 if a path is diverted: the file would be written (writes 1), or was written and would be read (writes
+ * 0), at another path, which is stored in out [room]. Returns 0 if the path itself is used. PS_EINVAL: an argument
+ * is NULL. PS_ERANGE: `room` is too small. */
 int ps_file_diverted(const char *path, int writes, char *out, int64_t room);
 
 /* -- the process ----------------------------------------------------------------------------------------------------
  */
 double ps_now(void);                     /* seconds of a monotonic clock */
 int64_t ps_rss_peak(void);               /* bytes */
-/* Performs once, with zeros, each matrix product that the processor has computed with the present number of threads,
+/* Performs once, with zeros, each matrix product that the processor has computed with the current number of threads,
  * including the products of dry runs, in the order of their first use. Afterwards the process holds the memory that
- * oneDNN keeps for them (code, heap buffers, pages of libraries). *operations: the operations of all products.
- * Returns 0 and performs none if these are more than `most`, if a product writes more than 128 MiB, or if there were
- * too many kinds to note; otherwise returns 1. PS_ENOMEM: there is no room for the operands. PS_EBACKEND. */
+ * oneDNN keeps for these products (code, heap buffers, pages of libraries). *operations is the number of operations
+ * of all products. Returns 0 and performs none if this number is more than `most`, if a product writes more than 128
+ * MiB, or if there were too many kinds to record; otherwise returns 1. PS_ENOMEM: there is no room for the operands.
+ * PS_EBACKEND. */
 int ps_products_rehearse(double most, double *operations);
 /* Counts the first Ctrl-C, SIGTERM or SIGHUP instead of ending the process; the next Ctrl-C or SIGTERM ends it.
  * PS_EINVAL: the system refused. */
@@ -1453,8 +1470,8 @@ int ps_pt_tensor_get(const ps_pt *pt, int value, ps_pt_tensor *out);
 int ps_pt_ready(const ps_pt *pt);                    /* PS_EIO: the file was truncated while it was open */
 int ps_pt_verify(ps_pt *pt, int value);              /* compares a tensor's storage with its checksum, only once;
                                                       * PS_EFORMAT: damaged */
-/* Copies elements first .. first + numel - 1, row-major, of a tensor from ps_pt_tensor_get, whose sizes the caller
- * may have reduced. PS_ERANGE: the tensor has no such elements. PS_EIO: the file was truncated. */
+/* Copies elements first to first + numel - 1, in row-major order, of a tensor from ps_pt_tensor_get, whose sizes the
+ * caller may have reduced. PS_ERANGE: the tensor has no such elements. PS_EIO: the file was truncated. */
 int ps_pt_copy(const ps_pt *pt, const ps_pt_tensor *tensor, int64_t first, void *dst, int64_t numel);
 /* Returns the number of bytes of the text that ps_ptw_note added, and the text, lent until close, without a final 0.
  * Returns 0 if there is no text. PS_EFORMAT: the text is damaged. */
@@ -1468,8 +1485,8 @@ int ps_ptw_storage(ps_ptw *w, int dtype, int64_t numel);      /* its number */
 int ps_ptw_put(ps_ptw *w, const ps_pt_value *value);          /* Declares the next value. The items of a container
                                                                * follow it. Returns the id of a container, 0 for
                                                                * other values. */
-int ps_ptw_again(ps_ptw *w, int container);                   /* declares the next value: a complete container once
-                                                               * more */
+int ps_ptw_again(ps_ptw *w, int container);                   /* declares the next value: a container that was
+                                                               * declared completely before */
 int ps_ptw_tensor(ps_ptw *w, const ps_pt_tensor *tensor);     /* declares a tensor, from the fields ndim, shape,
                                                                * stride, offset and storage */
 int ps_ptw_note(ps_ptw *w, const char *text);        /* adds a text that PyTorch does not read */
@@ -1491,12 +1508,12 @@ typedef struct ps_meeting {
   const char *rendezvous;
   const char *run;             /* name that distinguishes this run from others, at most 128 bytes; NULL or "" for no
                                 * name */
-  /* Secret that only the ranks know. They prove that they know it and never send it. NULL or "": there is none, and
-   * a process that knows the run's name is accepted as a rank. If there is no secret and ranks meet by a file, rank
-   * 0 makes a secret and writes it to the file, which only this user can read. */
+  /* Secret that only the ranks know. The ranks prove that they know it, and never send it. If it is NULL or "",
+   * there is no secret, and a process that knows the run's name is accepted as a rank. If there is no secret and
+   * ranks meet by a file, rank 0 makes a secret and writes it to the file, which only this user can read. */
   const char *secret;
   int32_t rank, size;
-  int32_t machines, pad;       /* 1: all ranks are on this machine; 2: they are on several; 0: unknown */
+  int32_t machines, pad;       /* 1 if all ranks are on this machine, 2 if they are on several machines, 0 if unknown */
   double timeout_s;            /* longest time that making the group, and every call below, can wait */
   double heartbeat_s;          /* A rank that is silent for this long, or dies, is reported to all ranks by name, and
                                 * their calls fail. */
@@ -1508,9 +1525,9 @@ int ps_group_gloo(ps_ctx *ctx, const ps_meeting *meeting, ps_group **out);
 int ps_host_is_loopback(const char *host);                  /* 1 if no other machine can reach this one by this
                                                              * address */
 void ps_group_close(ps_group *group);
-/* Notifies the other ranks of all groups that this process is about to end. why: its error message, whose first line
- * the other ranks get; their calls then fail. NULL: a normal end, which is a fault only for ranks that wait for this
- * one. */
+/* Notifies the other ranks of all groups that this process is about to end. `why` is its error message. The other
+ * ranks get the first line of the message, and their calls then fail. If `why` is NULL, the process ends normally,
+ * which is a fault only for ranks that wait for this one. */
 void ps_groups_end(const char *why);
 /* Waits for the bytes of all collectives of all groups. A collective on device memory returns before its bytes have
  * arrived, and later work on the memory is ordered after them. Returns the error of a collective that failed
@@ -1524,8 +1541,9 @@ int64_t ps_group_bytes_sent(const ps_group *group);         /* total bytes of te
                                                              * counted for ps_group_pretend */
 int64_t ps_group_bytes_in_pieces(const ps_group *group);    /* the part of these bytes that was sent while products
                                                              * ran */
-/* Agreement by plan, for the calls of ps_engine_plan_calls. All ranks begin it together, with `agreed` 1 if all have
- * the same nonzero hash. Ranks then compare only the index of a planned call; other calls are compared as usual. */
+/* These functions implement agreement by plan, for the calls of ps_engine_plan_calls. All ranks begin it together,
+ * and pass `agreed` 1 if all have the same nonzero hash. Ranks then compare only the index of a planned call; other
+ * calls are compared as usual. */
 int32_t ps_group_plan_calls(const ps_group *group);
 /* Writes planned call i, from 0, as text: "all_reduce (call 3, fp32, 64 bytes)". PS_ERANGE: there is no such call. */
 int ps_group_plan_call(const ps_group *group, int32_t i, char *text, int64_t room);
@@ -1533,21 +1551,24 @@ void ps_group_plan_begin(ps_group *group, int agreed);
 int64_t ps_group_planned(const ps_group *group);          /* total number of calls that all ranks made as planned */
 /* Makes a group of some of `parent`'s ranks, over the same connections and under the same watch: a rank that fails
  * in one of the two groups fails in both. Like a collective, all ranks of the parent call it at the same time, each
- * with the list of the ranks of its own new group. ranks: [n], ranks of the parent, in the order of the new group.
- * axis: name of the group in errors, 1 to 15 letters, digits and "_". If no other call orders them, both groups may
- * be used at the same time. Either may be closed first. PS_EINVAL: the lists of two ranks do not match (an error on
- * all), or there are already 32 groups over these connections. PS_ENOMEM. Errors of the calls below. */
+ * with the list of the ranks of its own new group. `ranks` [n] contains ranks of the parent, in the order of the new
+ * group. `axis` is the group's name in errors, with 1 to 15 letters, digits and "_". If no other call orders them,
+ * both groups may be used at the same time. Either may be closed first. PS_EINVAL: the lists of two ranks do not
+ * match (an error on all), or there are already 32 groups over these connections. PS_ENOMEM. Also returns errors of
+ * the calls below. */
 int ps_group_split(ps_group *parent, int n, const int32_t *ranks, const char *axis, ps_group **out);
 const char *ps_group_axis(const ps_group *group);           /* name of the group; "" if it has all ranks */
 int ps_group_world_rank(const ps_group *group, int rank);   /* the rank's index among all ranks; PS_EINVAL: there is
                                                              * no such rank */
-/* Sets how device memory is sent to other ranks. never: through host memory. must: from device to device; if this is
- * impossible for any reason, even in a world of one, it is an error. Neither: from device to device if all ranks
- * can. Called before the first connection, with equal values on all ranks. */
+/* Sets how device memory is sent to other ranks. If `never` is 1, it is sent through host memory. If `must` is 1, it
+ * is sent from device to device; if this is impossible for any reason, even in a world of one, it is an error. If
+ * both are 0, it is sent from device to device if all ranks can do so. Called before the first connection, with
+ * equal values on all ranks. */
 void ps_group_devices(ps_group *group, int never, int must);
 /* Connects the ranks' devices, so that the calls below accept tensors on them. All ranks call it, or the first of
  * the calls below does. PS_EUNSUP: a rank cannot connect its device; the message has the reason, and the group
- * continues with host memory. PS_ESTATE: another device is already connected. Errors of the calls below. */
+ * continues with host memory. PS_ESTATE: another device is already connected. Also returns errors of the calls
+ * below. */
 int ps_group_connect(ps_group *group, ps_ctx *ctx, int device);
 const char *ps_group_carrier(const ps_group *group);        /* library that sends device memory, "nccl"; "" if there
                                                              * is none */
@@ -1587,7 +1608,7 @@ typedef struct ps_pipe ps_pipe;
 enum { PS_PIPE_CARRY = 16 };   /* most tensors that a virtual stage passes to the next one */
 typedef struct ps_pipe_tensor {
   int32_t dtype, device, ndim;
-  int32_t grad;                /* 1: a gradient of the tensor is sent back */
+  int32_t grad;                /* 1 if a gradient of the tensor is sent back */
   int64_t shape[8];
 } ps_pipe_tensor;
 typedef struct ps_pipe_event {
@@ -1598,11 +1619,11 @@ typedef struct ps_pipe_event {
   int32_t micro;
   int32_t again;               /* for a FORWARD of a dry row: 1 if ps_pipe_done also performs it (ps_pipe_repeat) */
   int32_t n, n_before;
-  int32_t collect, pad;        /* collect: 1: Lua's garbage should be collected now */
+  int32_t collect, pad;        /* collect: 1 if Lua's garbage should be collected now */
   ps_tensor *const *in;        /* for a FORWARD: [n] outputs of the previous virtual stage, lent until ps_pipe_done */
   const ps_action *before;     /* [n_before] actions of the row that the executor performed since the previous event,
                                 * lent as long as the table exists */
-  int64_t segment;             /* for a SEGMENT: id of what the walk stopped at */
+  int64_t segment;             /* for a SEGMENT: id of the segment, function or hooks at which the walk stopped */
   double seconds;              /* seconds of backwards, weight gradients and reductions since the previous event */
   double loss;                 /* for a YIELD: the micro-batch's loss */
   double weight;               /* for a YIELD: the weight from ps_pipe_weigh; -1 if the last virtual stage set none */
@@ -1611,25 +1632,25 @@ typedef struct ps_pipe_event {
 } ps_pipe_event;
 /* Opens the executor of this rank's row, whose index is the rank in the group. All ranks of the group call it with
  * equal tables. Table, group and context may be closed before the executor. PS_ESTATE: the table is not lowered.
- * PS_EINVAL: the group has another size. Errors of ps_group_split. */
+ * PS_EINVAL: the group has another size. Also returns errors of ps_group_split. */
 int ps_pipe_open(ps_ctx *ctx, const ps_pipe_table *table, ps_group *group, ps_pipe **out);
 void ps_pipe_close(ps_pipe *x);
-/* Sets which tensors a virtual stage will pass to the next one in a micro-batch; both ranks must set the same. n: 0
- * to PS_PIPE_CARRY; if it is 0, a message without a tensor is sent. PS_ESTATE: a step is under way. PS_ERANGE: there
- * is no such virtual stage or micro-batch. */
+/* Sets which tensors a virtual stage will pass to the next one in a micro-batch; both ranks must set the same. `n`
+ * is 0 to PS_PIPE_CARRY. If it is 0, a message without a tensor is sent. PS_ESTATE: a step is under way. PS_ERANGE:
+ * there is no such virtual stage or micro-batch. */
 int ps_pipe_expect(ps_pipe *x, int vstage, int micro, int n, const ps_pipe_tensor *carry);
 /* Sets a virtual clock: an action takes the time of its cost [vstages], and a message takes the time of the link,
- * however long they really take. costs NULL: no clock (the initial state). PS_EINVAL: as in ps_pipe_simulate.
- * PS_ESTATE: a step is under way. */
+ * however long they really take. If `costs` is NULL, there is no clock (the initial state). PS_EINVAL: as in
+ * ps_pipe_simulate. PS_ESTATE: a step is under way. */
 int ps_pipe_clock(ps_pipe *x, const ps_pipe_cost *costs, const ps_pipe_link *link);
-/* Returns the times of the last step by the virtual clock. spans: one for each action of the row, lent. PS_ESTATE:
- * there is no clock. */
+/* Returns the times of the last step by the virtual clock. `spans` (lent) contains a span for each action of the
+ * row. PS_ESTATE: there is no clock. */
 int ps_pipe_measured(const ps_pipe *x, ps_pipe_rank_times *out, const ps_pipe_span **spans);
-/* Begins a step. step: the step under way, lent until the end. Its table has the row's forwards, backwards and
- * reductions in the same order, with virtual stages by their indices on this rank. NULL: there is no step, for
- * example for a table of only forwards; the caller then performs all actions. dry: messages are neither sent nor
- * awaited, tensors have no contents, and losses are 0. tells: 1: every action of the step becomes an event before it
- * is performed. PS_ESTATE: a step is already under way. */
+/* Begins a step. `step` is the step under way, lent until the end. The step's table contains the row's forwards,
+ * backwards and reductions in the same order, with virtual stages by their indices on this rank. If `step` is NULL,
+ * there is no step, for example for a table of only forwards, and the caller performs all actions. If `dry` is 1,
+ * messages are neither sent nor awaited, tensors have no contents, and losses are 0. If `tells` is 1, every action
+ * of the step becomes an event before it is performed. PS_ESTATE: a step is already under way. */
 int ps_pipe_begin(ps_pipe *x, ps_step *step, int dry, int tells);
 /* Number of micro-batches at the beginning of a dry row that are performed. The first one makes gradients; the
  * following ones must have equal effects. The last micro-batch of the row is also performed, since it ends the sums
@@ -1639,8 +1660,8 @@ enum { PS_PIPE_PERFORMED = 3 };
  * chunks and other ranks. The step's actions are performed, but only forwards become events, with `again` set, so
  * that the caller can collect garbage before them. Inputs have the shapes of the PS_PIPE_PERFORMED - 1 micro-batches
  * before them. These must have equal effects; otherwise the row fails with PS_ESTATE, and ps_pipe_differed returns
- * 1. first == end: none (the initial state). PS_ESTATE: a step is under way. PS_EINVAL: the first PS_PIPE_PERFORMED
- * micro-batches or the last one are in the range. */
+ * 1. If first == end, no micro-batch repeats another (the initial state). PS_ESTATE: a step is under way. PS_EINVAL:
+ * the first PS_PIPE_PERFORMED micro-batches or the last one are in the range. */
 int ps_pipe_repeat(ps_pipe *x, int first, int end);
 int ps_pipe_differed(const ps_pipe *x);  /* 1 if the last dry row failed because micro-batches had different effects */
 /* Reports that the caller's collector has run in a dry row, so that bytes that waited for it are freed. */
@@ -1649,29 +1670,32 @@ void ps_pipe_collected(ps_pipe *x);
  * called before the first of these actions. The weight is that of ps_pipe_mark. Without this call the settings are
  * NULL. PS_ESTATE: no step is under way. PS_ENOMEM. */
 int ps_pipe_settings(ps_pipe *x, const ps_action_how *how);
-/* Sets the weight in the step (ps_action_how) of a micro-batch whose YIELD was returned; without this call it is 0.
- * root: on the rank of the last virtual stage, the tensor that the script made of the loss, at which the walk
- * begins; it is held until then. NULL: the loss itself. PS_ESTATE: no step is under way. PS_ERANGE: there is no such
- * micro-batch. PS_EINVAL: another rank passes a root. PS_ESTALE: the root's bytes are gone. */
+/* Sets the weight in the step (ps_action_how) of a micro-batch whose YIELD was returned. Without this call the
+ * weight is 0. On the rank of the last virtual stage, `root` is the tensor that the script made of the loss. The
+ * walk begins at this tensor, which is held until then. If `root` is NULL, the walk begins at the loss itself.
+ * PS_ESTATE: no step is under way. PS_ERANGE: there is no such micro-batch. PS_EINVAL: another rank passes a root.
+ * PS_ESTALE: the root's bytes are gone. */
 int ps_pipe_mark(ps_pipe *x, int micro, ps_tensor *root, double weight);
 /* Sets the weight of the loss that the current FORWARD made. Called before its ps_pipe_done. The ranks of other
  * stages get the weight with the loss. PS_ESTATE, PS_ERANGE: as for ps_pipe_mark. */
 int ps_pipe_weigh(ps_pipe *x, int micro, double weight);
 /* Like ps_pipe_weigh, sets how many targets of the FORWARD its largest logits hit, and the number of targets.
- * Errors of ps_pipe_weigh. */
+ * Returns errors of ps_pipe_weigh. */
 int ps_pipe_score(ps_pipe *x, int micro, double hits, double targets);
 /* Returns the event that is due, and may wait for messages. PS_EINVAL: a message differs from the table, or a tensor
  * that should have a gradient has none. PS_ETIME, PS_EIO: as for groups; the message names rank and action.
  * PS_ESTATE: no step is under way, the previous event has not ended, or the step's table is not that of the row.
- * Errors of a walk (ps_backward_begin_n), of weight gradients (ps_backward_weights) and of ps_step_done; after these
- * the step's action is still under way. */
+ * Also returns errors of a walk (ps_backward_begin_n), of weight gradients (ps_backward_weights) and of
+ * ps_step_done; after these the step's action is still under way. */
 int ps_pipe_next(ps_pipe *x, ps_pipe_event *out);
-/* Ends an event. For a FORWARD, out [n] has the tensors for the next virtual stage, as in ps_pipe_expect. For the
- * last virtual stage it has the loss, a single number, and other tensors that the caller wants to keep with it. For
- * other events n is 0. PS_EINVAL: the tensors are not the expected ones. Errors of ps_pipe_next. */
+/* Ends an event. For a FORWARD, out [n] contains the tensors for the next virtual stage, as in ps_pipe_expect. For
+ * the last virtual stage it contains the loss, a single number, and other tensors that the caller wants to keep with
+ * it. For other events n is 0. PS_EINVAL: the tensors are not the expected ones. Also returns errors of
+ * ps_pipe_next. */
 int ps_pipe_done(ps_pipe *x, int n, ps_tensor *const *out);
-/* Ends the step after this rank failed, or abandons it. Nothing of the step is kept. why: a text for the other
- * ranks, whose calls then fail. NULL: they are not notified, because they failed themselves or there are none. */
+/* Ends the step after this rank failed, or abandons it. Nothing of the step is kept. `why` is a text for the other
+ * ranks, whose calls then fail. If `why` is NULL, the other ranks are not notified, because they failed themselves
+ * or there are none. */
 void ps_pipe_abort(ps_pipe *x, const char *why);
 /* @endcdef */
 

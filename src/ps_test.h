@@ -40,8 +40,8 @@ int64_t ps_abi_size(int i, const char **name);
 /* -- planning: from a trace of one step to the moves that serve it; src/chunk/plan.h says how to read them --------- */
 typedef struct ps_plan_chunk {
   int64_t nbytes;
-  uint8_t valid;               /* bit set of the tiers with a valid copy at the start. 0: the chunk has no contents
-                                * yet (zeros), so its first use allocates memory but moves nothing. */
+  uint8_t valid;               /* bit set of the tiers with a valid copy at the start. 0 means that the chunk has no
+                                * contents yet (zeros), so that its first use allocates memory but moves nothing. */
 } ps_plan_chunk;
 /* FETCH: copies from tier + 1 up to `tier`. EVICT: copies from `tier` down to tier + 1, then drops the copy on
  * `tier`. DROP: drops the copy on `tier`, because another copy is valid, or because the contents have ended or end
@@ -67,7 +67,7 @@ typedef struct ps_plan_input {
                                 * chunks of that op that exceed the capacity; or NULL */
   int64_t ahead[3];            /* read-ahead depth: bytes of a tier that fetches may occupy before their use */
   int32_t policy;
-  int32_t cyclic;              /* 1: the step repeats, so its first moment follows its last one */
+  int32_t cyclic;              /* 1 if the step repeats, so that its first moment follows its last one */
 } ps_plan_input;
 typedef struct ps_plan {
   int32_t n_moves[2];
@@ -77,9 +77,9 @@ typedef struct ps_plan {
   uint8_t *valid_before, *valid_after;   /* [n_chunks] values like ps_plan_chunk.valid; if both are equal, the plan
                                           * repeats */
 } ps_plan;
-/* Makes a plan. PS_ENOMEM if the chunks of one moment do not fit their tier: the message has the moment, the bytes
- * wanted and the capacity (the caller adds names), and *bad_use is the first use that does not fit. *bad_use is -1
- * for another failure. */
+/* Makes a plan. Returns PS_ENOMEM if the chunks of one moment do not fit their tier. The message then contains the
+ * moment, the bytes wanted and the capacity (the caller adds names), and *bad_use is the first use that does not
+ * fit. After another failure *bad_use is -1. */
 int ps_plan_make(const ps_plan_input *in, ps_plan *out, int32_t *bad_use);
 /* Makes the plan of a step that repeats. Plans again from the plan's own final state until it equals the initial
  * state, for at most a few rounds. */
@@ -88,10 +88,10 @@ void ps_plan_clear(ps_plan *plan);
 
 /* -- rates of the machine ----------------------------------------------------------------------------------------- */
 /* Measures the bytes per second that the compute threads read and write (median of `passes`). They read `reads` fp32
- * streams and write `writes` streams (0 or more). in_place: the written streams are the first of those that are
- * read; otherwise they are separate. nbytes: bytes of all streams together. */
+ * streams and write `writes` streams (0 or more). If `in_place` is 1, the written streams are the first of those
+ * that are read; otherwise they are separate. `nbytes` is the size of all streams together. */
 int ps_probe_bandwidth(int64_t nbytes, int reads, int writes, int in_place, int passes, double *bytes_per_s);
-/* The library's own all-gather or all-reduce of fp32, without checks between ranks. */
+/* Runs the library's own all-gather or all-reduce of fp32, without checks between ranks. */
 int ps_group_raw(ps_group *group, int all_reduce, ps_tensor *out, ps_tensor *in);
 /* @endcdef */
 

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * The prompt: reads statements, runs them, prints the values of expressions. It owns the line editor, the history and
- * the state between two lines of one statement. The look of values and the offers of TAB are Lua (ps.pretty,
- * ps.complete); without those files the prompt still works, plainly. Called by main.c only. No error leaves repl_run.
+ * the state between two lines of one statement. Lua code formats the values and finds the completions of TAB
+ * (ps.pretty, ps.complete). Without these files the prompt still works, but without formatting and completion. Called
+ * by main.c only. No error leaves repl_run.
  *
  * A typed statement is interpreted, not compiled, because compiled loops do not see Ctrl-C. Functions that it defines
  * or calls are compiled as everywhere. */
@@ -371,16 +372,16 @@ static bool is_word(const char *line, const char *word)
     return strncmp(line, word, n) == 0 && line[n + strspn(line + n, " \t\r\n;")] == 0;
 }
 
-/* Returns the statement for which a line stands if it is not a statement itself: "?" asks for help. Returns NULL if
- * the line stands for itself. */
+/* Returns the statement for which a line stands if the line is not a statement itself ("?" asks for help), or NULL
+ * if it is a statement. */
 static const char *stands_for(const char *line)
 {
     if (is_word(line, "?") || is_word(line, "help")) return "help()";
     return NULL;
 }
 
-/* Returns whether a line leaves the prompt: exit or quit, or a call of them, unless the user has given the name a
- * value. */
+/* Returns whether a line leaves the prompt. Such a line is exit or quit, or a call of one of these names, unless the
+ * user has given the name a value. */
 static bool leaves(struct repl *r, const char *line)
 {
     static const char *const words[][2] = { { "exit", "exit()" }, { "quit", "quit()" } };
