@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Finds the cuda backend: a driver, a device, then the plug-in libps_cuda.so next to psluajit (or PS_CUDA_PLUGIN), in
- * that order, so that a machine without a GPU pays nothing and each missing part has its own error. This file does not
- * need CUDA's headers; it queries the driver through the four functions below, whose signatures are part of its ABI.
- * The plug-in stays loaded, since its libraries do not support unloading. */
+ * Finds the cuda backend: a driver, a device, then the plug-in libps_cuda.so in the folder of psluajit (or
+ * PS_CUDA_PLUGIN), in that order. So a machine without a GPU loses no time, and each missing part has its own
+ * error. This file does not need CUDA's headers; it queries the driver through the four functions below, whose
+ * signatures are part of its ABI. The plug-in stays loaded, because its libraries do not support unloading. */
 #include <dlfcn.h>
 #include <errno.h>
 #include <limits.h>
@@ -14,7 +14,7 @@
 #include "base/error.h"
 #include "base/record.h"
 
-enum { DRIVER_NEEDED = 12000 };      /* CUDA 12.0; a plug-in built with a newer toolkit checks for more itself */
+enum { DRIVER_NEEDED = 12000 };      /* CUDA 12.0; a plug-in built with a newer toolkit checks the driver itself */
 
 typedef struct driver {
     int (*init)(unsigned flags);
@@ -46,7 +46,7 @@ static const char *error_name(const driver *d, int code)
     return d->name_of(code, &name) == 0 && name ? name : "an unknown error";
 }
 
-/* Checks that the driver works and shows at least one device. */
+/* Checks that the driver works and reports at least one device. */
 static int check_driver(void)
 {
     enum { NO_DEVICE = 100 };
@@ -67,7 +67,8 @@ static int check_driver(void)
     return 0;
 }
 
-/* Finds the plug-in: PS_CUDA_PLUGIN, or libps_cuda.so next to the program, or in ../lib/psluajit if it is installed. */
+/* Finds the plug-in. Its path is PS_CUDA_PLUGIN, or libps_cuda.so in the program's directory, or, if the program is
+ * installed, in ../lib/psluajit. */
 static int plugin_path(char *path, size_t size)
 {
     static const char *const places[] = { "", "../lib/psluajit/" };

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Work space of cuda's kernels on a card that may be simulated (cuda/rules.h). */
+ * The workspace of cuda's kernels on a card that may be simulated (cuda/rules.h). */
 #ifndef PS_CUDA_RULES_SCRATCH_H
 #define PS_CUDA_RULES_SCRATCH_H
 #include "backend/cuda/rules.h"
@@ -7,7 +7,7 @@
 #ifdef __cplusplus
 extern "C"
 #endif
-/* Returns the bytes that the kernel of a call allocates, with each allocation rounded up to a multiple of 64. Reads
- * only types, shapes, strides and address alignments of the operands. */
+/* Returns the bytes that the kernel of a call allocates. Each allocation is rounded up to a multiple of 64. Reads
+ * only the operands' types, shapes, strides and address alignments. */
 int64_t ps_cuda_rules_scratch(const ps_cuda_card *card, const ps_call *call);
 #endif

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Regions of host memory and the amount that is left, for all backends whose memory is the machine's. Regions are
- * private anonymous mappings: address space costs nothing until it is touched. Large ones begin at a huge page. */
+ * Regions of host memory and the amount that is free, for all backends that use the machine's memory. Regions are
+ * private anonymous mappings, whose address space costs nothing until it is touched. Large regions begin at a
+ * huge page. */
 #include <errno.h>
 #include <fcntl.h>
 #include <limits.h>
@@ -20,7 +21,8 @@ static void (*region_goes)(void *p, size_t nbytes);     /* or NULL */
 
 void ps_host_region_watch(void (*goes)(void *p, size_t nbytes)) { region_goes = goes; }
 
-/* Returns the bytes that a region of nbytes maps: whole pages, at least one, or 0 if that overflows. */
+/* Returns the number of bytes that a region of nbytes maps: whole pages, at least one. Returns 0 if the number
+ * overflows. */
 static size_t mapped_bytes(size_t nbytes)
 {
     size_t page = (size_t)sysconf(_SC_PAGESIZE);
@@ -43,7 +45,7 @@ int ps_host_region_new(ps_backend *be, size_t nbytes, void **out)
         if (head > 0) munmap(p, head);
         if (spare - head > 0) munmap(p + head + size, spare - head);
         p += head;
-        madvise(p, size, MADV_HUGEPAGE); /* a hint: everything works without huge pages, but slower */
+        madvise(p, size, MADV_HUGEPAGE); /* a hint: without huge pages everything works, but more slowly */
     }
     *out = p;
     return 0;
@@ -65,7 +67,7 @@ void ps_host_region_free(ps_backend *be, void *p, size_t nbytes)
 }
 
 /* -- how much is left ------------------------------------------------------------------------------------------- */
-/* Reads the beginning of a small file as text. Returns false if it cannot be read. */
+/* Reads the beginning of a small file as text. Returns false if the file cannot be read. */
 static bool read_text(const char *path, char *text, size_t size)
 {
     int fd = open(path, O_RDONLY | O_CLOEXEC);
@@ -78,7 +80,7 @@ static bool read_text(const char *path, char *text, size_t size)
     return used > 0;
 }
 
-/* Returns the number after `key` at the beginning of a line, or `otherwise`. */
+/* Returns the number after a line's leading `key`, or `otherwise` if no line has this key. */
 static int64_t line_value(const char *text, const char *key, int64_t otherwise)
 {
     size_t n = strlen(key);
@@ -95,14 +97,14 @@ static bool read_number(const char *dir, const char *name, int64_t *out)
     snprintf(path, sizeof path, "%s/%s", dir, name);
     if (!read_text(path, text, sizeof text)) return false;
     *out = strtoll(text, &end, 10);
-    return end != text;                 /* "max": no limit */
+    return end != text;                 /* "max" means no limit */
 }
 
 struct cgroup_names { const char *mount, *limit, *usage, *cache; };
 
-/* Returns the least room in the control group `path` and those above it. File pages that were not used lately count
- * as room, because the kernel drops them before it refuses memory. A level that cannot be read (a container sees
- * only its own) is skipped. */
+/* Returns the smallest amount of memory that the control group `path`, or any group above it, still allows. File
+ * pages that were not used recently count as free, because the kernel drops them before it refuses memory. A group
+ * that cannot be read is skipped, because a container sees only its own group. */
 static int64_t cgroup_room(const struct cgroup_names *names, const char *path)
 {
     char dir[PATH_MAX], file[PATH_MAX + 64], stat[8192];
@@ -115,7 +117,7 @@ static int64_t cgroup_room(const struct cgroup_names *names, const char *path)
         if (read_number(dir, names->limit, &limit) && read_number(dir, names->usage, &usage)) {
             snprintf(file, sizeof file, "%s/memory.stat", dir);
             if (read_text(file, stat, sizeof stat)) usage -= line_value(stat, names->cache, 0);
-            if (usage < 0) usage = 0;             /* the two counts are from different times */
+            if (usage < 0) usage = 0;             /* the two counts were read at different times */
             int64_t room = limit > usage ? limit - usage : 0;
             least = room < least ? room : least;
         }
@@ -148,7 +150,7 @@ static int64_t cgroups_room(void)
     return least;
 }
 
-/* Returns the bytes of address space that RLIMIT_AS still allows. */
+/* Returns the number of bytes of address space that RLIMIT_AS still allows. */
 static int64_t address_room(void)
 {
     struct rlimit limit;
@@ -159,7 +161,7 @@ static int64_t address_room(void)
     return (int64_t)limit.rlim_cur > used ? (int64_t)limit.rlim_cur - used : 0;
 }
 
-/* Returns the memory left by the smallest limit, and the limit's name in *by. */
+/* Returns the memory that the strictest limit still allows. Sets *by to the limit's name. */
 static int64_t host_left(const char **by)
 {
     char text[8192];

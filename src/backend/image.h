@@ -1,13 +1,13 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * What kernels of several backends share about images, in C and in C++: the sizes of a convolution, windows of pooling,
- * and the table of taps of `resample`. */
+ * Functions for images that kernels of several backends share, in C and in C++: the sizes of a convolution,
+ * windows of pooling, and the taps of `resample`. */
 #ifndef PS_BACKEND_IMAGE_H
 #define PS_BACKEND_IMAGE_H
 #include <math.h>
 #include <string.h>
 #include "backend/backend.h"
 
-/* for the processor and, when CUDA's compiler reads it, for the device */
+/* functions for the processor and, if CUDA's compiler reads this file, for the device */
 #ifdef __CUDACC__
 #define PS_BOTH static __host__ __device__ inline
 #else
@@ -15,12 +15,13 @@
 #endif
 
 /* -- convolution --------------------------------------------------------------------------------------------------- */
-/* x is [n, c, in], w [o, c / groups, k], y [n, o, out]. Pairs are of H and W. A tensor [N, C, L] has H = 1. */
+/* x is [n, c, in], w is [o, c / groups, k], and y is [n, o, out]. Pairs hold the values for H and W. A tensor [N, C,
+ * L] has H = 1. */
 typedef struct ps_conv_shape {
     int64_t n, c, o, groups, in[2], out[2], k[2], stride[2], dilation[2], before[2];
 } ps_conv_shape;
 
-/* The attributes of the three ops begin with those of conv. w: [O, C / groups, ...]. */
+/* The attributes of the three convolution ops begin with the fields of conv's attributes. w is [O, C / groups, ...]. */
 static inline ps_conv_shape ps_conv_shape_of(const ps_attrs_conv *a, const ps_view *x, const ps_view *w,
                                              const ps_view *y)
 {
@@ -37,10 +38,10 @@ static inline ps_conv_shape ps_conv_shape_of(const ps_attrs_conv *a, const ps_vi
 }
 
 /* -- windows of pooling -------------------------------------------------------------------------------------------- */
-/* Elements from `first` to before `end` in steps of `step`. */
+/* Elements first, first + step, ... below `end`. */
 typedef struct ps_window { int64_t first, end, step; } ps_window;
 
-/* Returns window i of `out` windows that together cover all `in` elements. */
+/* Returns window i of `out` windows, which together cover all `in` elements. */
 PS_BOTH ps_window ps_window_adaptive(int64_t i, int64_t in, int64_t out)
 {
     ps_window w = { i * in / out, ((i + 1) * in + out - 1) / out, 1 };
@@ -67,10 +68,10 @@ PS_BOTH ps_window ps_max_pool_window(const ps_attrs_max_pool *a, int d, int64_t 
 enum { PS_TAPS_WINDOWS, PS_TAPS_ADAPTIVE, PS_TAPS_NEAREST, PS_TAPS_LINEAR, PS_TAPS_REFLECT, PS_TAPS_REPLICATE,
        PS_TAPS_CIRCULAR };
 
-/* A linear map of one dimension: result i is the sum of weight[t] * x[at[t]] over t in [start[i], start[i + 1]). */
+/* A linear map along one dimension. Result i is the sum of weight[t] * x[at[t]] over t in [start[i], start[i + 1]). */
 typedef struct ps_taps { int64_t n, *start, *at; double *weight; } ps_taps;
 
-/* Returns the most taps that a map from `in` to `out` elements can have. */
+/* Returns the maximum number of taps of a map from `in` to `out` elements. */
 static inline int64_t ps_taps_most(const ps_attrs_resample *a, int d, int64_t in, int64_t out)
 {
     if (a->kind == PS_TAPS_WINDOWS) return out * a->kernel[d];
@@ -78,13 +79,14 @@ static inline int64_t ps_taps_most(const ps_attrs_resample *a, int d, int64_t in
     return a->kind == PS_TAPS_LINEAR ? 2 * out : out;
 }
 
-/* Returns the bytes of the map and its transpose. */
+/* Returns the bytes needed for the map and its transpose. */
 static inline size_t ps_taps_nbytes(const ps_attrs_resample *a, int d, int64_t in, int64_t out)
 {
     return (size_t)(in + out + 4 + 4 * ps_taps_most(a, d, in, out)) * 8;
 }
 
-/* The taps of one result: elements [first, end), each with `weight`, except that the last one has `last`. */
+/* The taps of one result: elements [first, end). The weight of the last element is `last`; every other element has
+ * `weight`. */
 typedef struct ps_tap { int64_t first, end; double weight, last; } ps_tap;
 
 PS_BOTH ps_tap ps_tap_window(const ps_attrs_resample *a, int d, int64_t in, int64_t out, int64_t i)
@@ -120,11 +122,11 @@ PS_BOTH ps_tap ps_tap_of(const ps_attrs_resample *a, int d, int64_t in, int64_t 
     int64_t j = i - a->padding[d];
     if (a->kind <= PS_TAPS_ADAPTIVE) return ps_tap_window(a, d, in, out, i);
     if (a->kind == PS_TAPS_LINEAR) return ps_tap_linear(a, in, out, i, scale);
-    if (a->kind == PS_TAPS_NEAREST) {                           /* in fp32, like PyTorch */
+    if (a->kind == PS_TAPS_NEAREST) {                           /* computed in fp32, like in PyTorch */
         j = (int64_t)floorf(((float)i + (a->flag ? 0.5f : 0.0f)) * (float)scale);
         if (j > in - 1) j = in - 1;
-        if (!a->flag && (out == in || out == 2 * in)) j = i / (out / in);      /* independent of the scale, like
-                                                                                * PyTorch */
+        if (!a->flag && (out == in || out == 2 * in)) j = i / (out / in);      /* does not depend on the scale, like
+                                                                                * in PyTorch */
     } else if (a->kind == PS_TAPS_REFLECT) {
         j = j < 0 ? -j : j >= in ? 2 * (in - 1) - j : j;
     } else if (a->kind == PS_TAPS_REPLICATE) {
@@ -136,8 +138,8 @@ PS_BOTH ps_tap ps_tap_of(const ps_attrs_resample *a, int d, int64_t in, int64_t 
     return t;
 }
 
-/* Makes the map of dimension d (0: H, 1: W) from x's size to y's, or its transpose, in `memory` of ps_taps_nbytes.
- * Both sizes are those of the map that is not transposed. */
+/* Returns the map along dimension d (0: H, 1: W) from x's size to y's size, or its transpose if a->transpose is set.
+ * Stores it in `memory`, which has ps_taps_nbytes. in and out are the sizes of the map that is not transposed. */
 static inline ps_taps ps_taps_make(const ps_attrs_resample *a, int d, int64_t in, int64_t out, void *memory)
 {
     int64_t most = ps_taps_most(a, d, in, out), n = 0;
@@ -164,7 +166,7 @@ static inline ps_taps ps_taps_make(const ps_attrs_resample *a, int d, int64_t in
     return back;
 }
 
-/* Makes both maps of a call in *memory, which has room for both. */
+/* Returns the bytes needed for the map along dimension d of a call. */
 static inline size_t ps_resample_nbytes(const ps_call *call, int d)
 {
     const ps_attrs_resample *a = (const ps_attrs_resample *)call->attrs;
