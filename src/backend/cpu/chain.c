@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Ops that other devices compute in one kernel, and the cpu computes by a chain of its kernels. The bits are those of
- * the separate ops. The table in cpu.c has these functions. */
+ * Ops that other devices compute in one kernel, and that the cpu computes by a chain of its kernels. The bits are
+ * those of the separate ops. cpu.c enters these functions into its kernel table. */
 #include <string.h>
 #include "backend/cpu/cpu.h"
 #include "base/error.h"
 
-/* The same object serves all contexts of a process. */
+/* All contexts of a process share these kernels. */
 static ps_kernel kernels[2][PS_OP_COUNT];
 
 void ps_cpu_chain_open(const ps_kernel *own, const ps_kernel *fallback)
@@ -16,7 +16,7 @@ void ps_cpu_chain_open(const ps_kernel *own, const ps_kernel *fallback)
 
 static const ps_view absent = { .ndim = -1 };
 
-/* Runs one kernel of the chain: this backend's or, if it does not support the types, its fallback's. */
+/* Runs one kernel of the chain: this backend's kernel or, if it does not support the types, the fallback's kernel. */
 static int run(ps_call *call, int op, const void *attrs, int n_in, const ps_view *in, ps_view *out)
 {
     ps_call one = *call;
@@ -57,7 +57,7 @@ int ps_cpu_linear_grad(ps_call *call)
     return sum_rows(call, dy, &call->out[1], at->add_b);
 }
 
-/* Returns v or, if it is absent, allocates memory for it. */
+/* Returns v. If v is absent, allocates memory for it first. */
 static int make(ps_call *call, ps_view *v, const ps_view *like, int64_t last)
 {
     if (ps_has(v)) return 0;

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Opens the cpu backend: picks the instruction set, fills the kernel table from each family, adds the matrix products
- * of onednn.c and the convolutions of onednn_conv.c. Ops without a kernel here run on ref. PS_CPU_ISA=sse2|avx2|avx512
- * lowers the choice (the vector kernels give the same bits under each). */
+ * Opens the cpu backend: chooses the instruction set, fills the kernel table from each family, and adds the
+ * matrix products of onednn.c and the convolutions of onednn_conv.c. Ops without a kernel here run on ref.
+ * PS_CPU_ISA=sse2|avx2|avx512 selects a lower set. The vector kernels compute the same bits with each set. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -44,7 +44,7 @@ typedef struct isa {
 #define DECLARE_avx512(family) void ps_cpu_fill_##family##_avx512(ps_kernel *k);
 #define FILL_avx512(family) ps_cpu_fill_##family##_avx512(k);
 
-/* Instruction sets, lowest first. "sse2" is the plain build, which runs on every machine. */
+/* Instruction sets, from lowest to highest. "sse2" is the plain build, which runs on every machine. */
 ISA(sse2)
 #if defined(__x86_64__)
 ISA(avx2)
@@ -58,9 +58,9 @@ static const isa sets[] = {
       ps_cpu_packed_dots_avx512, ps_cpu_unpack_avx512, ps_cpu_int8_dots_avx512, ps_cpu_round_int8_avx512 },
 };
 
-/* Returns the best set. Checks all instructions that the compiler may use under -march=x86-64-v3 and v4, and whether
- * the system saves their registers. f16c, movbe and lzcnt are checked by cpuid, because not every compiler has names
- * for them. */
+/* Returns the best set. Checks for all instructions that the compiler may use under -march=x86-64-v3 and v4, and
+ * checks whether the system saves their registers. For f16c, movbe and lzcnt it reads cpuid, because not every
+ * compiler has names for them. */
 static int best_set(void)
 {
     unsigned a, b, c, d, ext;
@@ -143,8 +143,8 @@ bool ps_cpu_has_set(const char *name)
 }
 
 /* -- scratch memory, for dry runs --------------------------------------------------------------------------------- */
-/* Returns true for ops whose kernels use workspace. They support ps_call.dry: they then only allocate their
- * workspace. */
+/* Returns true for ops whose kernels use workspace. These kernels support ps_call.dry: with it they only allocate
+ * their workspace. */
 bool ps_cpu_asks(int op)
 {
     switch (op) {
@@ -168,7 +168,7 @@ static void *count(ps_call *call, size_t nbytes)
     return (void *)(uintptr_t)4096;                          /* never accessed */
 }
 
-/* Returns the sum of all allocations of the kernel, because dispatch keeps the memory until the kernel returns. */
+/* Returns the sum of all the kernel's allocations, because dispatch keeps the memory until the kernel returns. */
 static int64_t scratch_nbytes(ps_backend *be, const ps_call *call)
 {
     int64_t asked = 0;

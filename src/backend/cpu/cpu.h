@@ -1,14 +1,14 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Internals of the cpu backend. Kernels are in simd/<family>.c, compiled once per instruction set; each family exports
- * `void PS_ISA_FN(ps_cpu_fill_<family>)(ps_kernel *k)`, which enters its kernels into a table; cpu.c picks the set at
- * run time. Matrix products go through onednn.c and convolutions through onednn_conv.c, the files that know oneDNN. All
- * loops run on the OpenMP pool that oneDNN uses; a loop goes parallel only above PS_PAR_MIN elements, and splits work
- * so that sums do not change. */
+ * Internals of the cpu backend. Kernels are in simd/<family>.c, which is compiled once per instruction set. Each
+ * family exports `void PS_ISA_FN(ps_cpu_fill_<family>)(ps_kernel *k)`, which enters its kernels into a table, and
+ * cpu.c chooses the set at run time. Only onednn.c (matrix products) and onednn_conv.c (convolutions) use oneDNN.
+ * All loops run on the OpenMP pool that oneDNN uses. A loop runs in parallel only if it has at least PS_PAR_MIN
+ * elements, and divides the work so that sums do not change. */
 #ifndef PS_CPU_H
 #define PS_CPU_H
 #include "backend/backend.h"
 
-enum { PS_PAR_MIN = 1 << 14 };        /* with fewer elements, fork and join cost more than they save */
+enum { PS_PAR_MIN = 1 << 14 };        /* with fewer elements, fork and join cost more than parallel execution saves */
 
 #define PS_CPU_FAMILIES(X) X(elementwise) X(reduce) X(norm) X(dropout) X(loss) X(table) X(optim) X(update) \
     X(attention) X(rope) X(channel_norm) X(image)
@@ -28,10 +28,10 @@ static inline bool view_flat(const ps_view *v)
 /* A matrix for onednn.c: [rows, cols], with element (i, j) at data[i * stride_row + j * stride_col]. One of the
  * strides is 1. */
 typedef struct ps_mat { void *data; int32_t dtype; int64_t rows, cols, stride_row, stride_col; } ps_mat;
-/* Computes dst = a b (+ bias [cols], + residual [rows, cols], row-major with dst's type and leading dimension
- * ld_residual, + dst if accumulate). a is [M, K], b is [K, N], dst is [M, N] row-major. bias and residual can be
- * NULL. Types are fp32, bf16 and fp16; sums are in fp32. `scratch` as in ps_call holds panels that are converted to
- * fp32 if an instruction is missing. */
+/* Computes dst = a b, plus each of these: bias [cols], if not NULL; residual [rows, cols], if not NULL; dst, if
+ * `accumulate` is set. residual is row-major, with dst's type and leading dimension ld_residual. a is [M, K], b is
+ * [K, N], dst is [M, N] row-major. Types are fp32, bf16 and fp16; sums are in fp32. `scratch` is as in ps_call. It
+ * holds panels that are converted to fp32 if an instruction is missing. */
 int ps_cpu_gemm(ps_call *call, const ps_mat *a, const ps_mat *b, const ps_mat *dst, const void *bias, int bias_dtype,
                 const void *residual, int64_t ld_residual, int accumulate);
 int ps_cpu_matmul(ps_call *call);      /* the kernels of the ops in ops.def */
@@ -51,14 +51,15 @@ int ps_cpu_conv(ps_call *call);                  /* onednn_conv.c */
 int ps_cpu_conv_transpose(ps_call *call);
 int ps_cpu_conv_weight(ps_call *call);
 void ps_cpu_conv_close(void);                    /* frees cached primitives */
-/* Kernels for chain.c: the kernels of this backend or, for types that they do not support, the fallback's kernels. */
+/* Gives chain.c its kernels: this backend's kernels, and the fallback's kernels for types that this backend's
+ * kernels do not support. */
 bool ps_cpu_asks(int op);              /* true if the op's kernel uses scratch memory and supports ps_call.dry */
 void ps_cpu_chain_open(const ps_kernel *own, const ps_kernel *fallback);
-/* Enters the kernels of the instruction set that an environment variable names (default: the best one) into a table
- * that already has the kernels of cpu. They compute the same bits at another speed. */
+/* Replaces kernels in `kernel`, which already has the kernels of cpu, by the kernels of one instruction set: the set
+ * that an environment variable names, by default the best one. All sets compute the same bits, at different speeds. */
 int ps_cpu_kernels(const char *variable, ps_kernel *kernel);
-/* Two functions: the bytes of a vector in the instruction set that PS_CPU_ISA names, or in the best one; and whether
- * this machine has an instruction set. */
+/* ps_cpu_vector_nbytes returns the bytes of a vector in the instruction set that PS_CPU_ISA names, or in the best
+ * set. ps_cpu_has_set returns whether this machine has an instruction set. */
 int ps_cpu_vector_nbytes(int *nbytes);
 bool ps_cpu_has_set(const char *name);
 /* copy.c: copy_in, copy_out and load of backend.h */
@@ -68,11 +69,11 @@ const char *ps_cpu_gemm_describe(void);
 int ps_cpu_gemm_open(void);
 void ps_cpu_gemm_close(void);          /* frees cached primitives */
 
-/* loss.c, one function per instruction set, called through a pointer that cpu.c sets: turns one row of logits into
- * its gradient. logits [V] of `dtype` (fp32, bf16 or fp16) is overwritten by (softmax - onehot(target)) * scale of
- * type `dtype`. If target < 0, the row is ignored and becomes 0. Returns the loss of the row, 0 if it is ignored.
- * want_grad 0 leaves the logits unchanged. *hit: true if the target's logit is the largest (the first of several
- * equal ones). */
+/* loss.c: turns one row of logits into its gradient. Each instruction set has such a function, and cpu.c sets the
+ * pointer to one of them. logits [V] of `dtype` (fp32, bf16 or fp16) is overwritten by (softmax - onehot(target)) *
+ * scale of type `dtype`. If target < 0, the row is ignored and becomes 0. Returns the row's loss, or 0 if the row is
+ * ignored. If want_grad is 0, the logits do not change. *hit is true if the target's logit is the largest; if
+ * several are equal, the first counts as the largest. */
 typedef float (*ps_cpu_loss_row_fn)(void *logits, int dtype, int64_t V, int64_t target, float scale, int want_grad,
                                     bool *hit);
 extern ps_cpu_loss_row_fn ps_cpu_loss_row;

@@ -1,21 +1,21 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Shared by onednn.c and the kernels made of matrix products (matmul.c, lm_loss.c): a product with all its options,
- * batched, and the scratch memory that consecutive products of one kernel call use again. */
+ * Shared by onednn.c and the kernels that consist of matrix products (matmul.c, lm_loss.c): a batched product
+ * with all its options, and the scratch memory that consecutive products of one kernel call reuse. */
 #ifndef PS_CPU_GEMM_H
 #define PS_CPU_GEMM_H
 #include "backend/cpu/cpu.h"
 
-/* The workspace of one kernel call. Start with { .call = call }. Each buffer grows to the largest size needed, and
- * is freed with the call's other workspace. */
+/* The workspace of one kernel call. Initialize it with { .call = call }. Each buffer grows to the largest size that
+ * is needed, and is freed with the call's other workspace. */
 typedef struct ps_gemm_space {
     ps_call *call;
     void *work, *panels;
     size_t work_nbytes, panels_nbytes;
 } ps_gemm_space;
 
-/* Computes dst = a b + bias + residual + dst (if `accumulate` is set) like ps_cpu_gemm, `batch` times. Matrix i of
- * an operand begins i * step elements after the first; step 0 repeats the same matrix. bias and residual are only
- * supported with batch 1. */
+/* Computes dst = a b + bias + residual, plus dst if `accumulate` is set, like ps_cpu_gemm, `batch` times. An
+ * operand's matrix i begins i * step elements after its first matrix; step 0 repeats the same matrix. bias and
+ * residual are supported only if batch is 1. */
 typedef struct ps_gemm {
     ps_mat a, b, dst;
     const void *bias, *residual;
@@ -26,9 +26,9 @@ typedef struct ps_gemm {
 
 int ps_cpu_gemm_run(ps_gemm_space *space, const ps_gemm *g);
 
-/* simd/few_rows.c, one function per instruction set, called through a pointer that cpu.c sets: computes c [M, N] = x
- * [M, K] times g->b, both dense fp32. part: fp32 [K / PS_FEW_DEPTH rounded up, M, N], if g->b is stored in rows of
- * N. */
+/* simd/few_rows.c: computes c [M, N] = x [M, K] times g->b, with dense fp32 x and c. Each instruction set has such a
+ * function, and cpu.c sets the pointer to one of them. If g->b is stored in rows of N, `part` is fp32 [K /
+ * PS_FEW_DEPTH rounded up, M, N]. */
 enum { PS_FEW_ROWS = 4, PS_FEW_DEPTH = 64 };
 typedef void (*ps_cpu_few_rows_fn)(const ps_gemm *g, const float *x, float *part, float *c);
 extern ps_cpu_few_rows_fn ps_cpu_few_rows;
@@ -38,6 +38,6 @@ void ps_cpu_few_rows_avx512(const ps_gemm *, const float *, float *, float *);
 /* Convert n adjacent elements of a float type to fp32, and back, rounded to nearest even. */
 void ps_cpu_row_load(float *dst, const void *src, int64_t n, int dtype);
 void ps_cpu_row_store(void *dst, const float *src, int64_t n, int dtype);
-/* Returns true if oneDNN multiplies this type without conversion to fp32, except in small products. */
+/* Returns true if oneDNN multiplies this type without converting it to fp32, small products excepted. */
 bool ps_cpu_gemm_native(int dtype);
 #endif

@@ -1,11 +1,12 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The op lm_loss on the cpu: logits = x w^T + bias, cross entropy, dx, dw and db, in panels of rows, so that only one
- * panel of logits ever exists; each row's loss and gradient are made in place (ps_cpu_loss_row). Called by dispatch
- * only.
+ * The op lm_loss on the cpu: logits = x w^T + bias, cross entropy, dx, dw and db. It is computed in panels of rows,
+ * so that only one panel of logits exists at a time. Each row's loss and gradient are computed in place
+ * (ps_cpu_loss_row). Only dispatch calls it.
  *
- * Rounding: logits and their gradients have the type of x. If that type is multiplied as fp32 in any case, they are
- * fp32. dw is summed over a panel's rows in fp32 and rounded to its type once per panel, db over all rows in fp32, in
- * row order; losses are added in double, in row order. The panels depend on the shapes alone (base/panels.h). */
+ * Rounding: logits and their gradients have the type of x, or are fp32 if products of that type are computed in
+ * fp32 anyway. dw is summed over a panel's rows in fp32 and rounded to its type once per panel. db is summed over
+ * all rows in fp32, in row order. Losses are added in double, in row order. The panels depend only on the shapes
+ * (base/panels.h). */
 #include "backend/cpu/gemm.h"
 #include "base/error.h"
 #include "base/panels.h"
@@ -13,8 +14,8 @@
 
 enum {
     DB_COLUMNS = 1024,
-    DW_ROWS = 2048              /* rows of dw that are computed at a time, so that they stay in the cache (+20% with
-                                 * 50257 words) */
+    DW_ROWS = 2048              /* rows of dw that are computed at a time, so that they stay in the cache (20 %
+                                 * faster with 50257 words) */
 };
 
 typedef struct problem {
@@ -29,7 +30,7 @@ typedef struct problem {
     void *logits;               /* [panel rows, V] */
     float *loss;                /* [N] */
     int64_t hits;               /* number of rows in which the target's logit is the largest (the first of several
-                                 * equal ones) */
+                                 * equal logits) */
     float *db_sum;              /* [V], if db is wanted */
 } problem;
 
@@ -70,7 +71,7 @@ static int add_dw(problem *p, int64_t first, int64_t rows)
     return 0;
 }
 
-/* Computes db_sum += the rows of a panel's dlogits, in their order. The columns are divided among the threads. */
+/* Adds the rows of a panel's dlogits to db_sum, in order. The columns are divided among the threads. */
 static void add_db(const problem *p, int64_t rows)
 {
 #pragma omp parallel for schedule(static) if (rows * p->V > PS_PAR_MIN)
@@ -145,7 +146,7 @@ int ps_cpu_lm_loss(ps_call *call)
     if (p.db) ps_cpu_row_store(p.db->data, p.db_sum, p.V, p.db->dtype);
     double sum = 0;
     for (int64_t i = 0; i < p.N; i++) sum += p.loss[i];
-    bool mean = attrs->reduction == 1 && count > 0;          /* the mean of no rows is 0 */
+    bool mean = attrs->reduction == 1 && count > 0;          /* without rows the mean is 0 */
     *(float *)call->out[0].data = (float)(mean ? sum / (double)count : sum);
     if (attrs->want_hits && ps_has(&call->out[4])) {
         int64_t *hits = call->out[4].data;

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The ops matmul and linear on the cpu: operands of any strides are turned into the matrices that onednn.c requires. If
- * their strides allow it, dimensions are merged and flags for transposition are set; otherwise the operand is copied to
- * contiguous scratch memory. The fallback computes types other than fp32, bf16 and fp16 (this file returns PS_EUNSUP
- * before it changes any memory). Only dispatch calls it. */
+ * The ops matmul and linear on the cpu. They turn operands of any strides into the matrices that onednn.c
+ * requires. If the strides allow it, dimensions are merged and flags for transposition are set. Otherwise the
+ * operand is copied to contiguous scratch memory. The fallback computes types other than fp32, bf16 and fp16, for
+ * which this file returns PS_EUNSUP before it changes any memory. Only dispatch calls this file. */
 #include "backend/cpu/gemm.h"
 #include "backend/dims.h"
 #include "base/error.h"
@@ -81,7 +81,7 @@ int ps_cpu_linear(ps_call *call)
     if (y->numel == 0) return 0;
     ps_gemm_space space = { .call = call };
     ps_gemm g = { .batch = 1, .bias_dtype = PS_F32 };
-    if (x->numel == 0) {                                     /* there are no terms, so strides do not matter */
+    if (x->numel == 0) {                                     /* the sums have no terms, so strides do not matter */
         g.a = (ps_mat){ x->data, x->dtype, product(x->shape, x->ndim - 1), 0, 1, 1 };
         g.b = (ps_mat){ w->data, w->dtype, 0, y->shape[y->ndim - 1], 1, 1 };
     } else {
@@ -117,7 +117,7 @@ static ps_mat last_two(const ps_view *v)
 
 static ps_mat turned(ps_mat m) { return (ps_mat){ m.data, m.dtype, m.cols, m.rows, m.stride_col, m.stride_row }; }
 
-/* Returns the matrices of v for oneDNN. If it cannot use v directly, v is made contiguous. */
+/* Returns the matrices of v for oneDNN. Makes v contiguous if oneDNN cannot use it directly. */
 static int operand(ps_call *call, ps_view *v, ps_mat *out)
 {
     *out = last_two(v);
@@ -127,8 +127,7 @@ static int operand(ps_call *call, ps_view *v, ps_mat *out)
     return is_plain(out) ? 0 : ps_fail(PS_EUNSUP, "a matrix of these strides");
 }
 
-/* If b is the same for all batches, multiplies the rows of all batches by it in one product, for which b is packed
- * once. */
+/* If all batches share the same b, merges the batches' rows into one product, so that b is packed only once. */
 static bool merge_rows(ps_gemm *g, const batch_dims *bd)
 {
     if (bd->ndim != 1 || bd->step[1][0] != 0 || g->a.stride_col != 1 || g->dst.stride_col != 1) return false;

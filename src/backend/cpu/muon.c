@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Muon and the optimizers that need sums over whole tensors, made of matrix products and of sums in a fixed order.
- * ref/update.c has the formulas and their sources. Sums are in double: of a row from left to right, of rows in their
- * order, whatever the number of threads. */
+ * Muon and the optimizers that need sums over whole tensors. They consist of matrix products and of sums in a
+ * fixed order. ref/update.c has the formulas and their sources. Sums are in double. A row is summed from left to
+ * right, and rows are added in order, with any number of threads. */
 #include <math.h>
 #include <string.h>
 #include "backend/cpu/gemm.h"
@@ -10,7 +10,8 @@
 #include "base/update.h"
 
 enum {
-    LEAF = 128,                       /* most rows of a square block of a symmetric product that is computed whole */
+    LEAF = 128,                       /* maximum number of rows of a diagonal block of a symmetric product that is
+                                       * computed whole */
     TILE = 32,
 };
 
@@ -39,7 +40,7 @@ static void set_master(const ps_view *in, int64_t i, float p)
     else if (in[0].dtype == PS_F16) half[i] = ps_f32_to_f16(p);
     else ((float *)in[0].data)[i] = p;
 }
-/* Returns whether the kernels of this file support these tensors: fp32 or half parameters, fp32 masters or
+/* Returns whether this file's kernels support these tensors: fp32 or half parameters, with fp32 masters or
  * remainders. */
 static bool known(const ps_view *in, int each)
 {
@@ -59,21 +60,22 @@ static double in_order(const double *x, int64_t n)
 /* -- Muon ---------------------------------------------------------------------------------------------------------- */
 /* An iteration X' = (a I + b A + c A A) X with A = X X^T is computed as X' = q (X + P X) with
  *     E = A - s I,  P = ((b + 2 c s) E + c E E) / q,  q = a + b s + c s s.
- * In the last iterations A is near I, and b A and c A A nearly cancel, so that the products' rounding errors grow. If s
- * is near A, E is small, and they do not. Operands of half types have no shift: in the first iterations A is small, and
- * A - s I would lose it. X is stored divided by `scale`, the product of all q so far, so that the last product adds X
- * itself. */
+ * In the last iterations A is near I, and b A and c A A nearly cancel, so that the products' rounding errors grow.
+ * If s I is near A, E is small, and the rounding errors stay small. Operands of half types have no shift, because A
+ * is small in the first iterations, and A - s I would lose it. X is stored divided by `scale`, the product of all q
+ * so far, so that the last product adds X itself. */
 typedef struct matrices {
     ps_call *call;
     ps_gemm_space space;
     int type;                         /* type of the products' operands */
     int64_t R, C;                     /* sizes, R <= C */
     void *x, *y, *gram, *poly;        /* x and y are [R, C], gram and poly are [R, R] */
-    float *sums;                      /* [R, C] fp32, memory of y if that is fp32 */
+    float *sums;                      /* [R, C] fp32, in the memory of y if y is fp32 */
     double shift, q, scale;
 } matrices;
 
-/* s for fp32 operands: of 0.5 to 1, the errors of random matrices are least from 0.6 to 0.7. */
+/* The shift s for fp32 operands. Among shifts from 0.5 to 1, random matrices have the smallest errors from 0.6 to
+ * 0.7. */
 static const double SHIFT = 0.65;
 
 static int64_t size_of(const matrices *m) { return m->type == PS_F32 ? 4 : 2; }
@@ -88,8 +90,8 @@ static void store(const matrices *m, void *p, int64_t i, float value)
     else ((uint16_t *)p)[i] = ps_f32_to_bf16(value);
 }
 
-/* Computes a block of dst [R, R] = a a^T, or a a for a symmetric `a` [R, R]: rows i0 to i0 + rows, columns j0 to
- * j0 + cols. K: columns of `a`. */
+/* Computes rows i0 to i0 + rows, columns j0 to j0 + cols of dst [R, R]. dst is a a^T, or a a if `a` is the symmetric
+ * [R, R]. K: columns of `a`. */
 static int block(matrices *m, float *dst, void *a, int64_t K, int64_t i0, int64_t rows, int64_t j0, int64_t cols)
 {
     bool turned = a == m->x;
@@ -100,7 +102,8 @@ static int block(matrices *m, float *dst, void *a, int64_t K, int64_t i0, int64_
     g.dst = (ps_mat){ dst + i0 * m->R + j0, PS_F32, rows, cols, m->R, 1 };
     return ps_cpu_gemm_run(&m->space, &g);
 }
-/* Computes the lower half of the square block of rows [first, first + n): of a square of at most LEAF rows all. */
+/* Computes the lower half of the diagonal block of rows [first, first + n). Computes the whole block if it has at
+ * most LEAF rows. */
 static int lower(matrices *m, float *dst, void *a, int64_t K, int64_t first, int64_t n)
 {
     if (n <= LEAF) return block(m, dst, a, K, first, n, first, n);
@@ -109,7 +112,8 @@ static int lower(matrices *m, float *dst, void *a, int64_t K, int64_t first, int
     PS_TRY(block(m, dst, a, K, first + top, n - top, first, top));
     return lower(m, dst, a, K, first + top, n - top);
 }
-/* Computes dst [R, R] = alpha sum + beta add + diagonal I, of which `sum` has the lower half. It may lie in dst. */
+/* Computes dst [R, R] = alpha sum + beta add + diagonal I. Only the lower half of `sum` is read, and dst can be
+ * `sum`. */
 static void mirror(const matrices *m, void *dst, const float *sum, float alpha, const void *add, float beta,
                    float diagonal)
 {
@@ -137,7 +141,7 @@ static void mirror(const matrices *m, void *dst, const float *sum, float alpha, 
         }
 }
 
-/* Multiplies x by its scale before x leaves the range of its type, which happens after many iterations. */
+/* Multiplies x by its scale before x leaves the range of its type. This happens after many iterations. */
 static void rescale(matrices *m)
 {
     int64_t n = m->R * m->C;
@@ -169,7 +173,7 @@ static int iterate(matrices *m, const ps_attrs_muon_ *a)
     return 0;
 }
 
-/* Returns whether x is the parameter transposed: R <= C. */
+/* Returns whether x holds the transposed parameter, so that R <= C. */
 static bool is_turned(const ps_view *in) { return in->shape[0] > in->shape[1]; }
 
 /* Updates the momentum, and writes the update to u [R, C]. by_row: sums of squares of the parameter's rows. */
@@ -211,7 +215,7 @@ static void begin(matrices *m, const ps_attrs_muon_ *a, const ps_view *in, float
     for (int64_t i = 0; i < n; i++) store(m, m->x, i, u[i] * inv);
 }
 
-/* Moves rows [first, first + n) of the master by `rate` x. */
+/* Multiplies rows [first, first + n) of the master by `keep`, and subtracts `rate` times x. */
 static void end_rows(const matrices *m, const ps_view *in, float keep, float rate, int64_t first, int64_t n)
 {
     int64_t rows = in->shape[0], cols = in->shape[1];
@@ -266,13 +270,13 @@ int ps_cpu_muon(ps_call *call)
 }
 
 /* -- Adafactor ----------------------------------------------------------------------------------------------------- */
-/* A tensor [batch, R, C]. A vector is [1, 1, C], with averages of its elements. */
+/* A tensor [batch, R, C]. A vector is [1, 1, C], and each of its elements has its own average. */
 typedef struct factored {
     const ps_attrs_adafactor_ *a;
     const ps_view *in;
     int64_t batch, R, C;
     bool matrix;
-    double *by_row;                   /* [batch R] sums of rows */
+    double *by_row;                   /* [batch R] row sums */
     double *row_mean;                 /* [batch] */
 } factored;
 
@@ -337,7 +341,7 @@ static void adafactor(const factored *f)
     const ps_view *in = f->in;
     int64_t n_rows = f->batch * f->R, C = f->C;
     double take = pow((double)a->t, a->beta2_decay), n = (double)in->numel, rms = 0;
-    if (!a->hugging_face || a->scale_parameter) {            /* otherwise the rate does not depend on rms */
+    if (!a->hugging_face || a->scale_parameter) {            /* in the other case the rate does not depend on rms */
 #pragma omp parallel for schedule(static) if (n_rows * C > PS_PAR_MIN)
         for (int64_t r = 0; r < n_rows; r++) {
             f->by_row[r] = 0;
@@ -388,7 +392,7 @@ int ps_cpu_adafactor(ps_call *call)
 
 /* -- LAMB ---------------------------------------------------------------------------------------------------------- */
 typedef struct lamb { float scale, b1, b2, c1, c2, inv1, inv2, eps, wd; } lamb;
-enum { LAMB_UNIT = 4096 };            /* elements whose squares are summed at once */
+enum { LAMB_UNIT = 4096 };            /* number of elements whose squares are summed at a time */
 
 static float lamb_update(const lamb *h, const ps_view *in, int64_t i)
 {

@@ -1,15 +1,15 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Convolution, its transpose and the gradient of its weight by oneDNN, in fp32; written for the C APIs of 2.x and 3.x,
- * whose differences end with the section "two APIs".
+ * Convolution, its transpose and the gradient of its weight by oneDNN, in fp32. The file supports the C APIs of 2.x
+ * and 3.x. Only the section "two APIs" depends on the version.
  *
- * The bits do not depend on the number of threads: each primitive is made for one thread, and the samples are cut into
- * tasks by shape alone. A task copies its samples into oneDNN's layout, computes, and copies the result back, all in
- * memory that fits a core's cache. The weight is copied into its layout once per call. Each task of the weight's
- * gradient has a sum of its own; the sums are added in the order of samples. Half types are converted to fp32, and
- * results are rounded once.
+ * The bits do not depend on the number of threads: each primitive runs on one thread, and only the shape determines
+ * how the samples are divided into tasks. A task copies its samples into oneDNN's layout, computes, and copies the
+ * result back. All its memory fits a core's cache. The weight is copied into its layout once per call. Each task of
+ * the weight's gradient has its own sum, and the sums are added in the order of the samples. Half types are
+ * converted to fp32, and results are rounded once.
  *
- * Primitives are made once for each shape and kept in a bounded table. All buffers are the call's scratch. One lock
- * covers the table and its memory objects for the length of a call. */
+ * Primitives are created once per shape and kept in a bounded table. All buffers are the call's scratch memory. A
+ * call holds one lock, which guards the table and its memory objects, until it ends. */
 #include "backend/cpu/gemm.h"
 #include "backend/image.h"
 #include "base/alloc.h"
@@ -20,13 +20,14 @@
 #include <string.h>
 
 enum {
-    SHAPES_MAX = 256,                                /* entries of the table, which is emptied when it is full */
-    TASK_FLOPS = 1 << 25,                            /* work of a task, if there are enough samples */
-    TASKS_MIN = 4,                                   /* fewest tasks, even for few samples */
+    SHAPES_MAX = 256,                                /* maximum number of entries of the table; a full table is
+                                                      * emptied */
+    TASK_FLOPS = 1 << 25,                            /* work per task, if there are enough samples */
+    TASKS_MIN = 4,                                   /* minimum number of tasks, even for few samples */
     SUMS_MAX = 16,                                   /* maximum number of tasks for a weight's gradient; each task
                                                       * has its own sum */
-    SUMS_NBYTES = 64 << 20,                          /* limit of the bytes of all these sums together */
-    SCRATCH_MAX = 64 << 20                           /* implementations that need more are skipped */
+    SUMS_NBYTES = 64 << 20,                          /* maximum bytes of all these sums together */
+    SCRATCH_MAX = 64 << 20                           /* implementations that need more memory are skipped */
 };
 
 /* -- two APIs ------------------------------------------------------------------------------------------------------ */
@@ -70,8 +71,8 @@ static int fail_dnnl(dnnl_status_t status, const char *what)
 }
 
 typedef struct key {                                 /* no padding, because keys are compared as bytes */
-    int64_t n;                                       /* number of samples of a task */
-    ps_conv_shape s;                                 /* s.n is 0 */
+    int64_t n;                                       /* number of samples in a task */
+    ps_conv_shape s;                                 /* the shape, with s.n set to 0 */
     int64_t kind, bias;
 } key;
 
@@ -80,7 +81,7 @@ typedef struct sizes { dnnl_dims_t stride, dilation, before, after; } sizes;
 /* Iterates over oneDNN's implementations of a convolution, in its order of preference. */
 typedef struct impl_walk {
 #if DNNL_VERSION_MAJOR < 3
-    dnnl_convolution_desc_t op;                      /* the iterator reads it as long as the iterator exists */
+    dnnl_convolution_desc_t op;                      /* the iterator reads it, so both must live equally long */
     dnnl_primitive_desc_iterator_t it;
 #endif
     dnnl_primitive_desc_t pd;                        /* the current implementation */
@@ -145,8 +146,8 @@ typedef struct slot { dnnl_memory_t plain[ROLES], laid[ROLES], bias, scratch; } 
 
 typedef struct entry {
     key key;
-    bool supported;                                  /* false if oneDNN has only its plain loops */
-    desc plain[ROLES], laid[ROLES], scratch, bias;   /* row-major layouts, and layouts of the primitive */
+    bool supported;                                  /* false if oneDNN has only its plain loops for this shape */
+    desc plain[ROLES], laid[ROLES], scratch, bias;   /* plain: row-major layouts. laid: the primitive's layouts. */
     bool same[ROLES];
     dnnl_primitive_t prim, to_laid[ROLES], to_plain[ROLES];
     size_t laid_nbytes[ROLES], scratch_nbytes;
@@ -185,7 +186,7 @@ static void table_clear(void)
     table_count = 0;
 }
 
-/* Describes operands with the layouts in `tags`: for x and y, and for w without and with groups. */
+/* Describes the operands. tags: the layout of x and y, of w without groups, and of w with groups. */
 static dnnl_status_t descs_new(const key *k, desc d[ROLES], const dnnl_format_tag_t tags[3])
 {
     const ps_conv_shape *s = &k->s;
@@ -209,7 +210,7 @@ static dnnl_status_t reorder_new(dnnl_primitive_t *out, const desc *from, const 
     return st;
 }
 
-/* Sets the layouts that the chosen implementation needs for its operands, and the copies to and from them. */
+/* Sets the layouts that the chosen implementation needs for its operands, and the copies to and from these layouts. */
 static dnnl_status_t take_layouts(entry *e, dnnl_primitive_desc_t pd)
 {
     static const dnnl_query_t queries[3][ROLES] = {
@@ -265,7 +266,7 @@ static dnnl_status_t entry_fill(entry *e)
     memset(any, 0, sizeof any);
     for (int i = 0; i < 2; i++) {
         z.stride[i] = s->stride[i], z.dilation[i] = s->dilation[i] - 1, z.before[i] = s->before[i];
-        /* The padding for the last output, negative if the last elements of the input are not used. */
+        /* The padding that the last output needs. It is negative if the last elements of the input are not used. */
         z.after[i] = (s->out[i] - 1) * s->stride[i] + (s->k[i] - 1) * s->dilation[i] + 1 - s->in[i] - s->before[i];
     }
     dnnl_dims_t channels = { s->o };
@@ -302,7 +303,7 @@ static dnnl_status_t slots_grow(entry *e, int n)
     return dnnl_success;
 }
 
-/* Finds or creates the entry of a key, with memory objects for `threads`. Each primitive is for one thread. */
+/* Finds or creates the entry of a key, with memory objects for `threads` threads. Each primitive runs on one thread. */
 static int entry_get(const key *k, int threads, entry **out)
 {
     entry *e = NULL;
@@ -330,7 +331,7 @@ static int entry_get(const key *k, int threads, entry **out)
 }
 
 /* -- one call ------------------------------------------------------------------------------------------------------ */
-/* An operand of the call, row-major. each: number of elements per sample (for w: of all elements). */
+/* A row-major operand of the call. each: number of elements per sample, or of all elements for w. */
 typedef struct operand { void *data; int dtype; int64_t each; } operand;
 
 typedef struct work {
@@ -340,9 +341,10 @@ typedef struct work {
     operand of[ROLES], bias;                         /* bias.data can be NULL */
     int64_t per_task, tasks;
     int threads;
-    entry *whole, *rest;                             /* entry for tasks of per_task samples, and for the last task */
-    const float *late;                               /* bias of the transpose, which oneDNN does not add, or NULL */
-    char *w_laid, *buffers, *sums;                   /* sums: one sum of the weight's gradient per task */
+    entry *whole, *rest;                             /* whole: entry for tasks of per_task samples. rest: for the
+                                                      * last task. */
+    const float *late;                               /* bias of a transpose, which oneDNN does not add; can be NULL */
+    char *w_laid, *buffers, *sums;                   /* sums: the weight's gradient, one sum per task */
     size_t thread_nbytes, sum_nbytes;
 } work;
 
@@ -357,7 +359,7 @@ static void cut_into_tasks(work *w)
     int64_t weight = s->o * (s->c / s->groups) * s->k[0] * s->k[1], places = s->out[0] * s->out[1];
     int64_t flops = most(2 * weight * places, 1), image = w->of[X].each + w->of[Y].each;
     w->per_task = (TASK_FLOPS + flops - 1) / flops;
-    w->per_task = most(w->per_task, weight / (2 * image + 1));         /* w is read once per task */
+    w->per_task = most(w->per_task, weight / (2 * image + 1));         /* each task reads w once */
     w->per_task = most(1, least(w->per_task, (s->n + TASKS_MIN - 1) / TASKS_MIN));
     if (w->kind == BACK_WEIGHT) {
         int64_t sums = least(SUMS_MAX, most(1, SUMS_NBYTES / (4 * weight + 1)));
@@ -436,7 +438,8 @@ static const void *sample(const operand *o, int64_t i)
     return (const char *)o->data + i * o->each * ps_dtype_bytes(o->dtype);
 }
 
-/* Copies operand x or y into oneDNN's layout, or reserves memory for it. *p: the thread's free buffer memory. */
+/* Copies operand x or y into oneDNN's layout, or reserves memory for the result. *p: the thread's free buffer
+ * memory. */
 static void stage(const work *w, entry *e, slot *s, role r, int64_t task, char **p, bool is_result, dnnl_status_t *st)
 {
     const operand *o = &w->of[r];
@@ -457,7 +460,7 @@ static void stage(const work *w, entry *e, slot *s, role r, int64_t task, char *
     if (!is_result) copied(e->to_laid[r], s->plain[r], s->laid[r], st);
 }
 
-/* Copies the result from oneDNN's layout and from fp32. */
+/* Copies the result out of oneDNN's layout, and converts it from fp32. */
 static void unstage(const work *w, entry *e, slot *s, role r, int64_t task, dnnl_status_t *st)
 {
     const operand *o = &w->of[r];
@@ -465,7 +468,8 @@ static void unstage(const work *w, entry *e, slot *s, role r, int64_t task, dnnl
     if (!e->same[r]) copied(e->to_plain[r], s->laid[r], s->plain[r], st);
     if (*st == dnnl_success) *st = dnnl_memory_get_data_handle(s->plain[r], &plain);
     if (*st != dnnl_success) return;
-    int64_t n = samples_of(w, task), places = o->each / w->s.c;          /* positions in the transpose's result */
+    int64_t n = samples_of(w, task), places = o->each / w->s.c;          /* places: positions in the transpose's
+                                                                          * result */
     for (int64_t i = 0; w->late && i < n * w->s.c; i++) {
         float *p = (float *)plain + i * places, more = w->late[i % w->s.c];
         for (int64_t k = 0; k < places; k++) p[k] += more;
@@ -486,7 +490,7 @@ static dnnl_status_t do_task(const work *w, int64_t task, int thread)
     slot *s = &e->slots[thread];
     role result = results[w->kind];
     char *p = w->buffers + (size_t)thread * w->thread_nbytes;
-    char *sum = w->sums + (size_t)task * w->sum_nbytes;               /* dw and then db, for BACK_WEIGHT only */
+    char *sum = w->sums + (size_t)task * w->sum_nbytes;               /* dw followed by db, used only for BACK_WEIGHT */
     set(s->scratch, p, &st);
     p += rounded(e->scratch_nbytes);
     stage(w, e, s, X, task, &p, result == X, &st);
@@ -506,7 +510,7 @@ static dnnl_status_t do_task(const work *w, int64_t task, int thread)
 static int do_tasks(work *w)
 {
     dnnl_status_t worst = dnnl_success;
-    /* oneDNN does not treat a team of one thread as a parallel region, and would use all threads. */
+    /* oneDNN does not treat a team of one thread as a parallel region, and would run on all threads. */
     int was = omp_get_max_threads();
     if (w->threads == 1) omp_set_num_threads(1);
 #pragma omp parallel for schedule(static) num_threads(w->threads) if (w->threads > 1)
@@ -597,7 +601,7 @@ static void put(const ps_view *dst, const float *src, bool add)
     }
 }
 
-/* Adds the sums of the tasks to the first one, in order. */
+/* Adds the sums of all tasks to the first task's sum, in order. */
 static void add_sums(const work *w)
 {
     int64_t n = (int64_t)(w->sum_nbytes / 4);
@@ -616,7 +620,7 @@ static int weight_locked(work *w, const ps_view *dw, const ps_view *db)
     PS_TRY(prepare(w));
     entry *e = w->whole;
     if (!e->supported || !w->rest->supported) return PS_EUNSUP;
-    /* Both entries must have the same layout of sums. */
+    /* Both entries must store their sums in the same layout. */
     if (!dnnl_memory_desc_equal(ref_of(&e->laid[W]), ref_of(&w->rest->laid[W]))) return PS_EUNSUP;
     w->thread_nbytes = most((int64_t)of_thread(w, e), (int64_t)of_thread(w, w->rest));
     w->sum_nbytes = rounded(e->laid_nbytes[W]) + (w->bias.data ? rounded((size_t)w->s.o * 4) : 0);
@@ -625,7 +629,7 @@ static int weight_locked(work *w, const ps_view *dw, const ps_view *db)
     float *plain = asked(w, (size_t)dw->numel * 4);
     if (!w->buffers || !w->sums || !plain) return PS_ENOMEM;
     if (w->call->dry) return 0;
-    memset(w->sums, 0, w->sum_nbytes * (size_t)w->tasks);     /* the bytes between and after sums are added, too */
+    memset(w->sums, 0, w->sum_nbytes * (size_t)w->tasks);     /* add_sums also adds the bytes between and after sums */
     PS_TRY(do_tasks(w));
     add_sums(w);
     const float *result = (const float *)w->sums;

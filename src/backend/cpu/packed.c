@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The ops over packed weights on the cpu. Few rows are multiplied with the blocks as they are (simd/packed.c), in fp32.
- * For many rows, tiles of the matrix are unpacked and multiplied as other matrices: in the type of x if oneDNN
- * multiplies that type itself, else in fp32. The tiles depend on the shapes alone. Called by dispatch only. */
+ * The ops over packed weights on the cpu. For few rows, the blocks themselves are multiplied in fp32
+ * (simd/packed.c). For many rows, tiles of the matrix are unpacked and multiplied like other matrices: in the
+ * type of x if oneDNN multiplies that type itself, otherwise in fp32. The tiles depend only on the shapes. Only
+ * dispatch calls this file. */
 #include "backend/cpu/gemm.h"
 #include "backend/cpu/packed.h"
 #include "base/blocks.h"
@@ -47,7 +48,7 @@ typedef struct product {
     ps_packed_matrix w;
     const ps_view *x, *bias, *residual, *y;             /* bias and residual are NULL if absent */
     int64_t M;
-    int64_t rows;                                       /* rows of a tile */
+    int64_t rows;                                       /* number of rows in a tile */
     int type;                                           /* type of a tile's values */
     void *tile;
 } product;
@@ -97,7 +98,7 @@ static void unpack_tile(const product *p, int64_t first, int64_t n)
 
 static void *moved(const ps_view *v, int64_t i) { return (char *)v->data + i * ps_dtype_bytes(v->dtype); }
 
-/* Computes y [M, rows] = x [M, cols] w^T + bias + residual. Each tile gives columns of y. */
+/* Computes y [M, rows] = x [M, cols] w^T + bias + residual. Each tile yields some columns of y. */
 static int forward(product *p)
 {
     int64_t K = p->w.cols, N = p->w.rows;
@@ -115,7 +116,7 @@ static int forward(product *p)
     return 0;
 }
 
-/* Computes y [M, cols] = x [M, rows] w, the sum of the tiles' products in their order, in fp32. */
+/* Computes y [M, cols] = x [M, rows] w. y is the fp32 sum of the tiles' products, in their order. */
 static int backward(product *p)
 {
     int64_t K = p->w.cols, N = p->w.rows, M = p->M;

@@ -1,12 +1,13 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Shared by packed.c, which has the ops over packed weights, and simd/packed.c, one per instruction set, which it
- * reaches through pointers that cpu.c sets. Rows of packed numbers are blocks of base/blocks.h. */
+ * Shared by packed.c, which has the ops over packed weights, and simd/packed.c, which is compiled once per
+ * instruction set. packed.c calls simd/packed.c through pointers that cpu.c sets. Rows of packed numbers consist
+ * of the blocks of base/blocks.h. */
 #ifndef PS_CPU_PACKED_H
 #define PS_CPU_PACKED_H
 #include "backend/cpu/cpu.h"
 #include "base/blocks.h"
 
-/* A part of a row of x, rounded to 8 bits (base/blocks.h). */
+/* PS_INT8_PART values of a row of x, rounded to 8 bits (base/blocks.h). */
 typedef struct ps_int8_part {
     int8_t q[PS_INT8_PART];
     int32_t sums[PS_INT8_PART / 4];       /* sums of 4 neighbouring q */
@@ -15,18 +16,19 @@ typedef struct ps_int8_part {
 } ps_int8_part;
 typedef struct ps_packed_matrix {
     const uint8_t *data;
-    int64_t rows, cols, row_nbytes;       /* cols: values in a row */
+    int64_t rows, cols, row_nbytes;       /* cols: number of values in a row */
     int type;
 } ps_packed_matrix;
 
-/* Computes c [M, rows] = x [M, cols] times the transpose of w. x and c are dense fp32, and M <= PS_PACKED_ROWS. The
- * sums depend neither on threads nor on other rows. */
+/* Computes c [M, rows] = x [M, cols] times the transpose of w. x and c are dense fp32, and M <= PS_PACKED_ROWS. A
+ * row's sums depend neither on the number of threads nor on other rows. */
 typedef void (*ps_cpu_packed_dots_fn)(const ps_packed_matrix *w, const float *x, int64_t M, float *c);
 /* Unpacks the values of n blocks to fp32, bf16 or fp16, rounded to nearest even. */
 typedef void (*ps_cpu_unpack_fn)(int type, const uint8_t *blocks, int64_t n, void *out, int dtype);
-/* Computes the same product with x in parts, [M, cols / PS_INT8_PART]. The type must be one of ps_blocks_int8. */
+/* Computes the same product from an x that is rounded in parts, [M, cols / PS_INT8_PART]. ps_blocks_int8 must accept
+ * the type. */
 typedef void (*ps_cpu_int8_dots_fn)(const ps_packed_matrix *w, const ps_int8_part *x, int64_t M, float *c);
-/* Rounds `parts` parts of fp32 x. */
+/* Rounds the fp32 values x to `parts` parts of 8-bit values. */
 typedef void (*ps_cpu_round_int8_fn)(const float *x, int64_t parts, ps_int8_part *out);
 extern ps_cpu_packed_dots_fn ps_cpu_packed_dots;
 extern ps_cpu_int8_dots_fn ps_cpu_int8_dots;

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The bytes per second that the compute threads move to and from memory, for benches. A pass walks several streams of
- * fp32 in parallel, as an optimizer does, with almost no arithmetic, in the widest vectors of the machine and in the
- * kind of memory that tensors use (huge pages if the system grants them). */
+ * Measures, for benchmarks, how many bytes per second the compute threads move to and from memory. A pass reads
+ * and writes several streams of fp32 in parallel, as an optimizer does, with almost no arithmetic. It uses the
+ * machine's widest vectors and the kind of memory that tensors use (huge pages if the system grants them). */
 #include <omp.h>
 #include <stdbool.h>
 #include <string.h>
@@ -13,10 +13,11 @@ enum { STREAMS = 8, PASSES = 31, STEP = 16 };            /* one step processes 6
 struct streams { int reads, writes; float *in[STREAMS], *out[STREAMS]; };
 typedef void (*walk_fn)(const struct streams *s, int64_t first, int64_t last);
 
-/* Each written stream is one read stream plus a fraction of the sum of all. A value is read twice, the second time
- * from the cache. Only the sum is in a register, so that nothing spills for any number of streams. If no stream is
- * written, the sum of all is stored at the end, so that no read can be optimized away. The counts that benchmarks
- * request are constants. One vector has the machine's own width, because GCC moves wider ones through memory. */
+/* Each written stream is one read stream plus a fraction of the sum of all read streams. A value is read twice, the
+ * second time from the cache. Only the sum is in a register, so that no number of streams makes registers spill. If
+ * no stream is written, the sum is stored at the end, so that the compiler cannot remove the reads. The counts that
+ * benchmarks request are constants. A vector has the machine's own width, because GCC moves wider vectors through
+ * memory. */
 #define WALK(name, target, nbytes) \
     typedef float vf_##name __attribute__((vector_size(nbytes))); \
     static inline __attribute__((always_inline, target)) void counted_##name( \
@@ -100,14 +101,14 @@ int ps_probe_bandwidth(int64_t nbytes, int reads, int writes, int in_place, int 
     void *memory;
     PS_TRY(ps_host_region_new(NULL, size, &memory));
     struct streams s = { .reads = reads, .writes = writes };
-    for (int k = 0; k < count; k++) {                        /* no two streams then have equal offsets within a page */
+    for (int k = 0; k < count; k++) {                        /* gives all streams different offsets within a page */
         float *p = (float *)((char *)memory + (size_t)k * (stream + pad) / 64 * 64);
         if (k < reads) s.in[k] = p;
         else s.out[k - reads] = p;
     }
     if (in_place) memcpy(s.out, s.in, sizeof s.out);
-    memset(memory, 0x3d, size);                              /* about 0.046, because processors may skip writing
-                                                              * zeros */
+    memset(memory, 0x3d, size);                              /* fills with about 0.046, because processors may skip
+                                                              * writing zeros */
     double seconds[PASSES];
     walk_fn fn = walk_of(vector_nbytes);
     pass(&s, numel, fn);

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The op sample on the cpu. It returns the same tokens as ref. It only sorts candidates that the options allow, by the
- * digits of their keys, and computes each weight once. Only dispatch calls it. */
+ * The op sample on the cpu. It returns the same tokens as ref. It sorts only the candidates that the options
+ * allow, by the digits of their keys, and computes each weight once. Only dispatch calls it. */
 #include <inttypes.h>
 #include <math.h>
 #include <omp.h>
@@ -12,10 +12,10 @@
 
 typedef struct candidate { uint32_t key; int32_t token; } candidate;
 
-enum { DIGIT = 11, DIGITS = 1 << DIGIT };             /* bits of a key by which one pass sorts */
+enum { DIGIT = 11, DIGITS = 1 << DIGIT };             /* number of bits of the key that one sorting pass uses */
 
-/* Returns a key that decreases as the logit increases. So in a stable order of increasing keys the largest logit is
- * first, and of several equal logits the first token. */
+/* Returns a key that decreases as the logit increases. A stable sort by increasing key therefore places the largest
+ * logit first, and places the first of several tokens with equal logits before the others. */
 static uint32_t key_of(float x)
 {
     x += 0.0f;                                        /* -0 counts as 0 */
@@ -61,11 +61,13 @@ static void sort(candidate *c, candidate *other, int64_t n)
     if (from != c) memcpy(c, from, (size_t)n * sizeof *c);
 }
 
-/* Fills c with the candidates that may be among the `most` largest, in the order of tokens. Returns their number. */
+/* Fills c with the candidates that may be among the `most` largest, in token order. Returns the number of
+ * candidates. */
 static int64_t collect(const ps_view *x, int64_t first, int64_t V, int64_t most, candidate *c)
 {
     int64_t count[DIGITS] = { 0 }, sum = 0, n = 0;
-    uint32_t last = DIGITS - 1;                       /* largest leading digit of a key that can be among them */
+    uint32_t last = DIGITS - 1;                       /* largest leading digit that the key of such a candidate can
+                                                       * have */
     enum { SHIFT = 32 - DIGIT };
     if (most < V) {
         for (int64_t j = 0; j < V; j++) count[key_of(load(x, first + j)) >> SHIFT]++;

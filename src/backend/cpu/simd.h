@@ -1,12 +1,13 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * Sixteen float lanes as a GCC vector on every machine: AVX-512 uses one register for it, AVX2 two, SSE four. Every
  * kernel is compiled once per instruction set (PS_ISA) from the same source, with the same lanes, the same order of
- * sums and explicit fused multiply-adds, so that all of them give the same bits. No kernel may rely on contraction: the
- * build sets -ffp-contract=off. Tails are masked by padded loads, never by another order of operations.
+ * sums and explicit fused multiply-adds, so that all sets compute the same bits. No kernel may rely on contraction,
+ * because the build sets -ffp-contract=off. The last elements are loaded with padding, and never computed in another
+ * order of operations.
  *
- * GCC handles vectors wider than a register badly (through memory, often lane by lane). If a file never combines
- * different lanes, it may define PS_ANY_LANES before it includes this header. It then gets eight lanes on AVX2 and four
- * below that, and must use VL instead of 16. */
+ * GCC handles vectors wider than a register badly (through memory, often lane by lane). A file that never
+ * combines different lanes can define PS_ANY_LANES before it includes this header. It then gets eight lanes on
+ * AVX2 and four on lower sets, and must use VL instead of 16. */
 #ifndef PS_CPU_SIMD_H
 #define PS_CPU_SIMD_H
 #include <math.h>
@@ -34,7 +35,8 @@ enum { VL = PS_LANES };
 typedef float vf __attribute__((vector_size(PS_LANES * 4)));
 typedef int32_t vi __attribute__((vector_size(PS_LANES * 4)));
 typedef uint32_t vu __attribute__((vector_size(PS_LANES * 4)));
-typedef uint64_t vw __attribute__((vector_size(PS_LANES * 4)));    /* a vector with half as many lanes, of 64 bits */
+typedef uint64_t vw __attribute__((vector_size(PS_LANES * 4)));    /* a vector of 64-bit lanes, half as many as in
+                                                                    * other vectors */
 typedef uint16_t vh __attribute__((vector_size(PS_LANES * 2)));
 typedef uint8_t vb __attribute__((vector_size(PS_LANES)));
 
@@ -58,9 +60,9 @@ SIMD vf vf_zero(void) { return (vf){ 0 }; }
 SIMD vi vi_set(int32_t x) { return (vi)PS_EACH_LANE(x); }
 
 #if defined(__SSE2__) && !defined(__FMA__)
-/* The product of two floats is exact in fp64. If the sum is not exact, it is rounded to odd; rounding it to fp32
- * then equals rounding the exact sum (Boldo and Melquiond, "Emulation of FMA and correctly rounded sums: proved
- * algorithms using rounding to odd", 2008). The error term is computed by Knuth's TwoSum. */
+/* Computes a * b + c in fp64. The product of two floats is exact in fp64. An inexact sum is rounded to odd, so that
+ * rounding it to fp32 equals rounding the exact sum (Boldo and Melquiond, "Emulation of FMA and correctly rounded
+ * sums: proved algorithms using rounding to odd", 2008). Knuth's TwoSum computes the error term. */
 SIMD __m128d vf_fma_odd(__m128d a, __m128d b, __m128d c)
 {
     const __m128i one = _mm_set1_epi64x(1);
@@ -131,8 +133,8 @@ SIMD vf vf_select(vi mask, vf a, vf b)             /* a where all bits of mask a
 {
     return (vf)((mask & (vi)a) | (~mask & (vi)b));
 }
-/* The larger and the smaller of two values, b if one of them is NaN or both are zeros. So vf_max(vf_set(c), x) keeps
- * a NaN of x. */
+/* Return the larger and the smaller of two values. If one is NaN or both are zeros, they return b, so that
+ * vf_max(vf_set(c), x) keeps a NaN of x. */
 SIMD vf vf_max(vf a, vf b)
 {
 #if defined(__AVX512F__)
@@ -180,7 +182,7 @@ SIMD int vi_any(vi mask)                           /* true if the mask of any la
 }
 SIMD vb vi_to_bool(vi mask) { return __builtin_convertvector(mask & 1, vb); }   /* one byte per lane, 1 if set */
 
-/* Rounds to an integer: to nearest with ties to even, down, or up. */
+/* Round to an integer: to nearest with ties to even, down, or up. */
 #if defined(__AVX512F__)
 #define PS_VF_ROUND(name, mode, scalar) \
     SIMD vf name(vf a) { return (vf)_mm512_roundscale_ps((__m512)a, (mode) | _MM_FROUND_NO_EXC); }
@@ -209,7 +211,7 @@ PS_VF_ROUND(vf_floor, _MM_FROUND_TO_NEG_INF, floorf)
 PS_VF_ROUND(vf_ceil, _MM_FROUND_TO_POS_INF, ceilf)
 
 #if PS_LANES == 16
-/* Horizontal sums and maxima by repeated halving, the fixed order of all reductions. */
+/* Horizontal sums and maxima, computed by repeated halving. All reductions use this fixed order. */
 SIMD float vf_hsum(vf a)
 {
     float x[VL];
@@ -232,7 +234,7 @@ SIMD float vf_hmax(vf a)
 SIMD vf vf_load(const float *p) { vf v; memcpy(&v, p, sizeof v); return v; }
 SIMD void vf_store(float *p, vf v) { memcpy(p, &v, sizeof v); }
 #if defined(PS_SSE2)
-/* Narrows to the lower halves. SSE2 can only pack signed numbers. */
+/* Narrows each lane to its lower half. SSE2 can pack only signed numbers. */
 SIMD vh vu_narrow(vu u)
 {
     __m128i w = _mm_srai_epi32(_mm_slli_epi32((__m128i)u, 16), 16);
@@ -355,8 +357,8 @@ SIMD void vf_put(void *p, int64_t i, int dtype, vf v)
     else if (dtype == 1) vf_store_bf16((uint16_t *)p + i, v);
     else vf_store_f16((uint16_t *)p + i, v);
 }
-/* Loads or stores the first n <= VL elements. When loading, the other lanes are `pad`; when storing, their memory
- * does not change. */
+/* Loads or stores the first n <= VL elements. A load sets the other lanes to `pad`; a store does not change the
+ * memory of the other lanes. */
 SIMD vf vf_get_n(const void *p, int64_t i, int dtype, int n, float pad)
 {
     if (n == VL) return vf_get(p, i, dtype);
@@ -396,7 +398,7 @@ SIMD vf vf_exp_parts(vf x, vi *n)
     *n = (vi)((vu)shifted - 0x4b400000u);
     return vf_fma(p * r, r, r) + vf_set(1.0f);
 }
-/* e^x within about 1 ulp, also for subnormal results. Infinity above 88.7. A NaN stays NaN. */
+/* Returns e^x within about 1 ulp, also for subnormal results. The result is infinity above 88.7. A NaN stays NaN. */
 SIMD vf vf_exp(vf x)
 {
     vi n;
@@ -406,16 +408,16 @@ SIMD vf vf_exp(vf x)
     y = vf_select(x > vf_set(88.72283f), vf_set(INFINITY), y);
     return vf_select(x != x, x, y);
 }
-/* Like vf_exp, but only for |x| <= 87, which the caller ensures, and without special cases. A NaN stays NaN. */
+/* Like vf_exp, but without special cases. The caller ensures that |x| <= 87. A NaN stays NaN. */
 SIMD vf vf_exp_core(vf x)
 {
     vi n;
     vf p = vf_exp_parts(x, &n);
     return p * (vf)((vu)(n + 127) << 23);
 }
-/* 1 / (1 + e^-x), 0 below -88.7. */
+/* Returns 1 / (1 + e^-x), and 0 below -88.7. */
 SIMD vf vf_sigmoid(vf x) { return vf_set(1.0f) / (vf_set(1.0f) + vf_exp(-x)); }
-/* Uses an odd polynomial below 0.62, and 1 - 2 / (e^2x + 1) above. The error is within 2 ulp. */
+/* Uses an odd polynomial below 0.62, and 1 - 2 / (e^2x + 1) above 0.62. The error is within 2 ulp. */
 SIMD vf vf_tanh(vf x)
 {
     vf a = vf_min(vf_set(10.0f), vf_abs(x)), z = x * x;
@@ -428,7 +430,7 @@ SIMD vf vf_tanh(vf x)
     return vf_copysign(vf_select(a < vf_set(0.62f), vf_fma(p * z, a, a), big), x);
 }
 /* Computes the two parts of erf. The result is an odd polynomial, accurate for |x| < 1. For other x, *tail =
- * e^Q(|x|) is the difference to 1, with Q within 2e-6 of log(erfc(|x|)); it is 0 from 4 on. */
+ * e^Q(|x|) is the difference from 1, where Q is within 2e-6 of log(erfc(|x|)). From |x| = 4 on, *tail is 0. */
 SIMD vf vf_erf_parts(vf x, vf *tail)
 {
     vf a = vf_min(vf_set(4.0f), vf_abs(x)), z = x * x;
@@ -457,15 +459,16 @@ SIMD vf vf_erf(vf x)
     vf tail, small = vf_erf_parts(x, &tail), big = vf_copysign(vf_set(1.0f) - tail, x);
     return vf_select(vf_abs(x) < vf_set(1.0f), small, vf_select(x != x, x, big));
 }
-/* The normal distribution function (1 + erf(x / sqrt(2))) / 2, without cancellation down to x = -5.65, and 0 below. */
+/* Returns the normal distribution function (1 + erf(x / sqrt(2))) / 2, without cancellation down to x = -5.65. Below
+ * -5.65 the result is 0. */
 SIMD vf vf_normal_cdf(vf x)
 {
     vf half = vf_set(0.5f), t = x * vf_set(0.707106781f), tail, small = vf_erf_parts(t, &tail);
     vf far = vf_select(t < vf_zero(), half * tail, vf_fma(vf_set(-0.5f), tail, vf_set(1.0f)));
     return vf_select(vf_abs(t) < vf_set(1.0f), vf_fma(half, small, half), vf_select(x != x, x, far));
 }
-/* The natural logarithm within about 1 ulp, including subnormals: x = 2^e m with m in [sqrt(1/2), sqrt(2)), and a
- * polynomial in m - 1. */
+/* Returns the natural logarithm within about 1 ulp, also for subnormals. Splits x = 2^e m with m in [sqrt(1/2),
+ * sqrt(2)), and uses a polynomial in m - 1. */
 SIMD vf vf_log(vf x)
 {
     vi tiny = x < vf_set(0x1p-126f);
@@ -488,8 +491,8 @@ SIMD vf vf_log(vf x)
     y = vf_select(x < vf_zero(), vf_set(NAN), y);
     return vf_select((x != x) | (x == vf_set(INFINITY)), x, y);
 }
-/* sin(x + quarters * pi / 2): the sine for quarters 0, the cosine for 1. Within 2 ulp of max(|y|, 2^-20) for |x| <=
- * 1e5, the caller's limit. */
+/* Returns sin(x + quarters * pi / 2): the sine for quarters 0, the cosine for quarters 1. The error is within 2 ulp
+ * of max(|y|, 2^-20) for |x| <= 1e5. The caller ensures this limit. */
 SIMD vf vf_sin_quarters(vf x, int quarters)
 {
     vf shifted = vf_fma(x, vf_set(0.636619772f), vf_set(12582912.0f));
@@ -538,7 +541,7 @@ SIMD vu vu_mulhi(vu a, uint32_t k)                 /* upper halves of the 64-bit
 #endif
     return (vu)((even >> 32) | (odd & ~low));
 }
-/* ps_philox4x32(key, c0 | c1 << 32, c2 | c3 << 32) in each lane. */
+/* Computes ps_philox4x32(key, c0 | c1 << 32, c2 | c3 << 32) in each lane. */
 SIMD vu4 vu_philox(uint64_t key, vu c0, vu c1, vu c2, vu c3)
 {
     uint32_t k0 = (uint32_t)key, k1 = (uint32_t)(key >> 32);
@@ -550,8 +553,8 @@ SIMD vu4 vu_philox(uint64_t key, vu c0, vu c1, vu c2, vu c3)
     }
     return (vu4){ { c0, c1, c2, c3 } };
 }
-/* Like vu_philox, for VL consecutive counters from `first` on, with carries from its low half, and the same upper
- * half `hi` for all. */
+/* Like vu_philox, for VL consecutive counters that start at `first`. Carries out of the low half of `first` are
+ * added, and all counters have the same upper half `hi`. */
 SIMD vu4 vu_philox_run(uint64_t key, uint64_t first, uint64_t hi)
 {
     vu lane = PS_LANE_NUMBERS;

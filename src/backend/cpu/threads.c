@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The number of compute threads, which is the size of the OpenMP pool that kernels and oneDNN share. ThreadSanitizer
- * cannot see libgomp's barriers and would report every parallel loop, so its builds compute on one thread. */
+ * The number of compute threads, which is the size of the OpenMP pool that kernels and oneDNN share.
+ * ThreadSanitizer does not see libgomp's barriers and would report every parallel loop, so builds with it compute
+ * on one thread. */
 #include "backend/cpu/threads.h"
 #include <omp.h>
 #include <stdbool.h>
@@ -19,21 +20,21 @@ void ps_set_threads(int n) { omp_set_num_threads(n > 0 ? n : 1); }
 #endif
 int ps_threads(void) { return omp_get_max_threads(); }
 
-/* Returns the most threads that make sense. More threads would only share processors, and libgomp ends the process
- * if it cannot create them. */
+/* Returns the largest useful number of threads. More threads would only share processors, and libgomp ends the
+ * process if it cannot create them. */
 int ps_threads_most(void)
 {
     long processors = sysconf(_SC_NPROCESSORS_ONLN);
     return processors > 16 ? (int)processors * 4 : 64;
 }
 
-/* How long a waiting thread spins before it sleeps. libgomp's default of 300,000 spins is several milliseconds. If
- * programs share a processor, the awaited thread then has no processor, and steps take many times as long as on a
- * single thread. If the wait is much shorter than a wake-up, two threads are as slow as one for a small model: its
- * regions are a few microseconds apart, and a virtual machine needs tens of microseconds to wake a thread. Between
- * the ops of a generated token there are up to 100 us of Lua: with waits of 150 us a token takes 0.9 of the time
- * with 50 us, and longer waits do not help further. A spin takes a few nanoseconds on one processor and fifty on
- * another, so spins are measured. */
+/* How long a waiting thread spins before it sleeps. libgomp's default of 300,000 spins takes several milliseconds.
+ * If programs share a processor, the awaited thread then gets no processor, and steps take many times as long as on
+ * a single thread. If the wait is much shorter than a wake-up, two threads are as slow as one for a small model: its
+ * parallel regions are a few microseconds apart, and a virtual machine needs tens of microseconds to wake a thread.
+ * Up to 100 us of Lua run between the ops of a generated token. With waits of 150 us a token takes 0.9 of its time
+ * with waits of 50 us, and longer waits do not help further. A spin takes a few nanoseconds on one processor and
+ * fifty on another, so its duration is measured. */
 #define SPIN_S 150e-6
 enum { MEASURED_TURNS = 256, TRIES = 5, LEAST_TURNS = 100, MOST_TURNS = 100000 };
 
@@ -54,7 +55,8 @@ static int turns(void)
     return n < LEAST_TURNS ? LEAST_TURNS : n > MOST_TURNS ? MOST_TURNS : (int)n;
 }
 
-/* Returns the first number of a comma-separated list, OpenMP's form for nested regions, or 0 if there is none. */
+/* Returns the first number of a comma-separated list, or 0 if there is none. OpenMP uses such lists for nested
+ * regions. */
 static unsigned long long first_number(const char *list)
 {
     unsigned long long first = 0;
@@ -70,14 +72,15 @@ static unsigned long long first_number(const char *list)
     }
 }
 
-/* glibc keeps small freed blocks for the thread that freed them, wherever in the heap they are. Adjacent large
- * blocks then do not merge into larger holes. Buffers that oneDNN allocates for each product fit into none of these
- * holes, and a process uses more memory than it ever needs. */
+/* glibc keeps small freed blocks for the thread that freed them, wherever in the heap they are. They prevent
+ * adjacent large blocks from merging into larger holes. The buffers that oneDNN allocates for each product then fit
+ * into none of these holes, and the process uses more memory than it ever needs. */
 #define TUNABLES "GLIBC_TUNABLES"
 #define NO_CACHE "glibc.malloc.tcache_count=0"
 
-/* Makes this process's threads keep no freed blocks. Returns true if the process must start again for this. Programs
- * that it starts are not affected, because the variable is removed from the environment after it was read. */
+/* Makes this process's threads keep no freed blocks. Returns true if the process must restart for this to take
+ * effect. Programs that the process starts are not affected, because it removes the variable from the environment
+ * after it was read. */
 static bool without_caches(void)
 {
     const char *had = getenv(TUNABLES);
@@ -105,7 +108,7 @@ void ps_threads_start(char **argv)
     bool again = false;
     if (wanted && n == 0) {
         fprintf(stderr, "psluajit: OMP_NUM_THREADS is '%s', not a number of threads; it is ignored\n", wanted);
-        again = unsetenv("OMP_NUM_THREADS") == 0;               /* otherwise libgomp prints another complaint */
+        again = unsetenv("OMP_NUM_THREADS") == 0;               /* libgomp would print another complaint about it */
     }
     if (n > (unsigned long long)ps_threads_most()) {
         fprintf(stderr, "psluajit: OMP_NUM_THREADS is %s; %d threads are the most on this machine's %ld processors\n",
@@ -118,5 +121,5 @@ void ps_threads_start(char **argv)
         again = setenv("GOMP_SPINCOUNT", spins, 1) == 0 || again;
     }
     again = without_caches() || again;
-    if (again) execv("/proc/self/exe", argv);       /* without such a file, libgomp's own settings apply */
+    if (again) execv("/proc/self/exe", argv);       /* if execv fails, libgomp's own settings apply */
 }

@@ -1,12 +1,12 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The settings of the process's compute threads. For their number see ps_threads and ps_set_threads of ps.h. */
+ * The settings of the process's compute threads. ps_threads and ps_set_threads of ps.h read and set their number. */
 #ifndef PS_CPU_THREADS_H
 #define PS_CPU_THREADS_H
 
-/* Sets environment variables of OpenMP and the C library; must be a program's first call. Waiting threads sleep
+/* Sets environment variables of OpenMP and the C library. It must be a program's first call. Waiting threads sleep
  * soon, unless OMP_WAIT_POLICY or GOMP_SPINCOUNT is set. OMP_NUM_THREADS is limited to the available number of
  * threads, and ignored if it is not a number. The C library keeps no freed blocks per thread, unless GLIBC_TUNABLES
- * has glibc.malloc.tcache_count. The libraries read these variables before any code of a program runs, so after a
- * change the program is executed again in the same process (exec). */
+ * has glibc.malloc.tcache_count. The libraries read these variables before any code of the program runs. So if a
+ * variable changed, the function executes the program again in the same process (exec). */
 void ps_threads_start(char **argv);
 #endif
