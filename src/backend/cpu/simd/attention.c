@@ -1,15 +1,15 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Attention forward and backward without a T x S buffer: FlashAttention (Dao et al., NeurIPS 2022). A thread takes one
- * (sample, head) at a time. It converts K and V to fp32 panels, and then multiplies blocks of QUERIES queries with
- * blocks of KEYS keys. Scores are held transposed, [key][query], so that the softmax runs along vector lanes (a lane is
- * a query) and needs no horizontal sums. Forward keeps a running maximum and sum per query, the online softmax of
- * Milakov and Gimelshein (2018). Backward computes the weights again from lse. Sums are fp32. Their order depends on
- * shapes only: not on the thread count, the instruction set or addresses.
+ * Attention forward and backward without a T x S buffer: FlashAttention (Dao et al., NeurIPS 2022). A thread
+ * computes one (sample, head) at a time. It converts K and V to fp32 panels, and then multiplies blocks of QUERIES
+ * queries with blocks of KEYS keys. Scores are stored transposed, as [key][query], so that the softmax runs along
+ * vector lanes (a lane is a query) and needs no horizontal sums. Forward keeps a running maximum and sum per query,
+ * the online softmax of Milakov and Gimelshein (2018). Backward computes the weights again from lse. Sums are fp32.
+ * Their order depends only on shapes, and not on the thread count, the instruction set or addresses.
  *
- * Invariants. Panels are [rows][Dp], Dp = D rounded up to 16, and zero in padding columns, in the rows of hidden keys,
- * and in padding rows up to a multiple of 16. In a causal block, key r is seen by query c when c >= r + shift; for keys
- * g .. g + 7 (g a multiple of 8) scores exist from query vector lead(g) on; earlier places are neither written nor
- * read. */
+ * Invariants. Panels are [rows][Dp], where Dp is D rounded up to 16. They are zero in padding columns, in the
+ * rows of hidden keys, and in padding rows up to a multiple of 16. In a causal block, query c sees key r if c >=
+ * r + shift. For keys g .. g + 7 (g is a multiple of 8), scores exist from query vector lead(g) on; scores before
+ * it are neither written nor read. */
 #include "backend/cpu/cpu.h"
 #include "backend/cpu/packed.h"
 #include "base/blocks.h"
@@ -17,14 +17,15 @@
 #include "base/error.h"
 #include <omp.h>
 
-enum { QUERIES = 64, KEYS = 64, QV = QUERIES / VL, Q8_NBYTES = 34 };   /* Q8_NBYTES: of a block of Q8_0 */
-enum { READ = 5, WRITTEN = 3 };        /* tensors of heads in backward; forward has fewer */
-#define NO_SCORE (-3e38f)             /* the maximum over no keys, finite so that differences are never NaN */
+enum { QUERIES = 64, KEYS = 64, QV = QUERIES / VL, Q8_NBYTES = 34 };   /* Q8_NBYTES: bytes per Q8_0 block */
+enum { READ = 5, WRITTEN = 3 };        /* number of tensors with heads that backward reads and writes; forward has
+                                        * fewer */
+#define NO_SCORE (-3e38f)             /* the maximum if there are no keys; finite, so that differences are never NaN */
 #define LOG2E 1.44269504088896340736
 #define LN2 0.69314718055994530942
 
-/* Which weights of a block can be zero: none; some because of order, window, mask or padding; some because of
- * segments as well. */
+/* Which weights of a block can be zero. ALL_SEEN: none. HIDES: weights hidden by order, window, mask or padding.
+ * SEGMENTED: also weights that segments hide. */
 enum { ALL_SEEN, HIDES, SEGMENTED };
 
 /* One call. q, dq, y and dy are [B, H, T, D]; k, v, dk and dv are [B, G, S, D]. mask is [B, S] or [B|1, H|1, T|1,
@@ -33,9 +34,9 @@ typedef struct attn {
     ps_view q, k, v, mask, y, lse, dy, dq, dk, dv;
     int64_t B, H, G, T, S, D, Dp, Sp, nvec;         /* Sp: S rounded up to ROWS; nvec = Dp / 16 */
     int64_t window;                                 /* maximum number of keys that a query sees, 0 for no limit */
-    int64_t bias_step[3];                           /* strides of the mask along samples, heads and queries, 0 where
-                                                     * it is repeated */
-    float scale, scale2;                            /* factor on scores, and the factor times log2 e */
+    int64_t bias_step[3];                           /* the mask's strides along samples, heads and queries, 0 along a
+                                                     * dimension that repeats */
+    float scale, scale2;                            /* factor for scores, and the factor times log2 e */
     bool causal, drop, biased, segmented;           /* biased: the mask has 4 dimensions. segmented: the mask is
                                                      * segments. */
     int32_t limit;                                  /* a weight is dropped if its 24 random bits are below the limit */
@@ -44,37 +45,39 @@ typedef struct attn {
     int64_t first_head;                             /* first head of this rank, if the heads are split among ranks */
 } attn;
 
-/* Rows that will soon be loaded or stored. */
+/* Rows that are prefetched because they will soon be loaded or stored. */
 typedef struct stream { const char *at; int64_t row_nbytes, used_nbytes, rows; } stream;
 
-/* A thread's memory. Forward uses k to sum, backward all except sum. `out` is y or dq of the block. */
+/* A thread's memory. Forward uses the fields from k to sum. Backward uses all fields except sum. `out` is the
+ * block's y or dq. */
 typedef struct work {
     float *k, *v, *dk, *dv;                         /* [Sp, Dp] */
     float *q, *dy, *out;                            /* [QUERIES, Dp] */
     float *qt, *dyt;                                /* [Dp, QUERIES] q and dy transposed */
-    float *p, *dp;                                  /* [KEYS, QUERIES] scores, then weights; and their gradients */
-    float *bias;                                    /* if biased: [QUERIES, KEYS] bias in base 2 */
+    float *p, *dp;                                  /* [KEYS, QUERIES] p: scores, later weights. dp: their gradients. */
+    float *bias;                                    /* [QUERIES, KEYS] bias in base 2, if biased */
     float *max, *sum, *factor;                      /* [QUERIES] in backward, max is lse in base 2, and factor is
                                                      * delta */
-    uint32_t *keep;                                 /* [2, QUERIES] bit r % 32 of word r / 32 is key r's dropout bit */
+    uint32_t *keep;                                 /* [2, QUERIES] key r's dropout bit is bit r % 32 of word r / 32 */
     uint8_t *hidden;                                /* [Sp] keys that no query sees */
-    int32_t *begin, *end;                           /* if segmented: [T + QUERIES] query i sees keys begin[i] ..
+    int32_t *begin, *end;                           /* [T + QUERIES] if segmented: query i sees keys begin[i] ..
                                                      * end[i] - 1 of its segment; both arrays never decrease */
-    bool any_hidden;                                /* whether a key below S is hidden */
+    bool any_hidden;                                /* whether any of the keys below S is hidden */
     int64_t second;                                 /* second key that the mask shows, S if there is none */
-    stream ahead[READ + WRITTEN];                   /* rows that are prefetched gradually: those that this thread's
-                                                     * next head reads, and those that this block writes */
+    stream ahead[READ + WRITTEN];                   /* rows that are prefetched gradually: rows that this thread's
+                                                     * next head reads, and rows that this block writes */
 } work;
 
-/* The block of queries i0 .. i0 + nq and keys j0 .. j0 + nk of head h of sample b. */
+/* The part of head h of sample b with queries i0 .. i0 + nq and keys j0 .. j0 + nk. */
 typedef struct block {
     int64_t b, h, i0, j0;
     int nq, qv, nk;                                 /* qv = ceil(nq / 16); nk is rounded up to ROWS */
-    int shift;                                      /* for causal attention, see the top of the file; otherwise so
+    int shift;                                      /* if attention is causal, see the top of the file; otherwise so
                                                      * low that all keys are seen */
-    int until;                                      /* with a window, query c sees key r if c < r + until; otherwise
-                                                     * large */
-    int masked;                                     /* ALL_SEEN, HIDES or SEGMENTED: which of its weights can be zero */
+    int until;                                      /* with a window, query c sees key r if c < r + until; without a
+                                                     * window, until is large */
+    int masked;                                     /* which of the block's weights can be zero: ALL_SEEN, HIDES or
+                                                     * SEGMENTED */
 } block;
 
 static int clamp(int64_t x, int low, int high) { return x < low ? low : x > high ? high : (int)x; }
@@ -94,7 +97,7 @@ SIMD void load_as(int dtype, const char *src, int64_t row_nbytes, int64_t n, int
         if (d < D) vf_store(dst + d, vf_get_n(src, d, dtype, (int)(D - d), 0.0f));
     }
 }
-/* Sets dst [n_pad, Dp] to rows first .. first + n of head (b, h), followed by zeros. */
+/* Sets dst [n_pad, Dp] to rows first .. first + n of head (b, h), and pads it with zeros. */
 static void load_rows(const attn *a, const ps_view *x, int64_t b, int64_t h, int64_t first, int64_t n, int64_t n_pad,
                       float *dst)
 {
@@ -119,7 +122,7 @@ SIMD void store_as(int dtype, char *dst, int64_t row_nbytes, int64_t n, int64_t 
         if (d < D) vf_put_n(dst, d, dtype, (int)(D - d), vf_load(src + d) * f);
     }
 }
-/* Sets rows first .. first + n of head (b, h) to src [n, Dp], with row i multiplied by factor[i * step]. */
+/* Sets rows first .. first + n of head (b, h) to src [n, Dp]. Multiplies row i by factor[i * step]. */
 static void store_rows(const attn *a, const ps_view *x, int64_t b, int64_t h, int64_t first, int64_t n,
                        const float *src, const float *factor, int64_t step)
 {
@@ -130,9 +133,9 @@ static void store_rows(const attn *a, const ps_view *x, int64_t b, int64_t h, in
     else store_as(PS_F16, dst, row_nbytes, n, a->D, src, a->Dp, factor, step);
 }
 
-/* Returns a stream for prefetching. A head's rows are far apart, so that the hardware does not predict them, and
- * come from main memory. Fetched a few at a time between products, they cost next to nothing (otherwise a tenth of
- * the time). Rows to be written are fetched in the last block before they are written. */
+/* Returns a stream that prefetches rows of a head. These rows are far apart, so the hardware does not predict them,
+ * and they come from main memory. If a few of them are fetched at a time between products, they cost next to nothing
+ * (otherwise a tenth of the time). Rows to be written are fetched during the last block before they are written. */
 static stream rows_ahead(const ps_view *x, int64_t b, int64_t h, int64_t first, int64_t n)
 {
     int64_t size = ps_dtype_bytes(x->dtype);
@@ -167,8 +170,8 @@ static void hide_key(const attn *a, work *w, int64_t j)
     memset(w->k + j * a->Dp, 0, (size_t)a->Dp * sizeof *w->k);
     memset(w->v + j * a->Dp, 0, (size_t)a->Dp * sizeof *w->v);
 }
-/* Loads begin and end of each position's segment. A run of padding has begin at its end and end at its begin, so it
- * has no key, and adds none to the keys of a block. */
+/* Loads begin and end of each position's segment. In a run of padding, begin is the run's end, and end is the run's
+ * begin. Its positions therefore see no key, and add no key to a block. */
 static void load_segments(const attn *a, work *w, int64_t b)
 {
     const int32_t *id = (const int32_t *)a->mask.data + b * a->mask.stride[0];
@@ -185,7 +188,7 @@ static void load_segments(const attn *a, work *w, int64_t b)
     for (int64_t i = a->T; i < a->T + QUERIES; i++) w->begin[i] = w->end[i] = (int32_t)a->T;
 }
 
-/* Loads K and V of head (b, g) into their panels. Hidden keys become zero rows. */
+/* Loads K and V of head (b, g) into their panels. Rows of hidden keys become zero. */
 static void load_keys(const attn *a, work *w, int64_t b, int64_t g)
 {
     load_rows(a, &a->k, b, g, 0, a->S, a->Sp, w->k);
@@ -216,7 +219,7 @@ static void transpose_panel(const attn *a, const float *src, int qv, float *dst)
 }
 
 /* -- blocks ------------------------------------------------------------------------------------------------------- */
-/* Returns the number of leading keys that contains all keys seen by queries i0 .. i0 + nq. */
+/* Returns a number n such that queries i0 .. i0 + nq see only keys below n. */
 static int64_t keys_seen(const attn *a, const work *w, int64_t i0, int nq)
 {
     int64_t n = a->causal ? i0 + nq + a->S - a->T : a->S;
@@ -226,7 +229,7 @@ static int64_t keys_seen(const attn *a, const work *w, int64_t i0, int nq)
     }
     return n < 0 ? 0 : n < a->S ? n : a->S;
 }
-/* Returns the block with the first key that any query from i0 on sees. */
+/* Returns the first key of the block that contains the first key seen by any query from i0 on. */
 static int64_t first_block(const attn *a, const work *w, int64_t i0)
 {
     int64_t first = a->window > 0 ? i0 + a->S - a->T - a->window + 1 : 0;
@@ -244,8 +247,7 @@ static block block_at(const attn *a, const work *w, int64_t b, int64_t h, int64_
     if (a->segmented && (w->begin[i0 + nq - 1] > j0 || w->end[i0] < j0 + k.nk)) k.masked = SEGMENTED;
     return k;
 }
-/* Returns the bias that a mask of 4 dimensions adds to the scores from `scores`. Values of -1e30 and less hide a
- * key. */
+/* Returns the bias that a mask of 4 dimensions adds to a score. Values of -1e30 and less hide the key. */
 SIMD float bias_of(float x) { return x <= -1e30f ? -INFINITY : x * (float)LOG2E; }
 static void load_bias(const attn *a, const block *k, work *w)
 {
@@ -262,7 +264,7 @@ static void load_bias(const attn *a, const block *k, work *w)
         }
     }
 }
-/* Scales the scores and adds the mask, as softmax needs them. */
+/* Scales the scores for softmax, and adds the mask to them. */
 static void add_bias(const attn *a, const block *k, work *w)
 {
     load_bias(a, k, w);
@@ -270,7 +272,8 @@ static void add_bias(const attn *a, const block *k, work *w)
         for (int r = 0; r < clamp(a->S - k->j0, 0, k->nk); r++)
             w->p[r * QUERIES + i] = fmaf(w->p[r * QUERIES + i], a->scale2, w->bias[i * KEYS + r]);
 }
-/* Computes s [key][query] = rows of keys [.., Dp] times the queries' panel qt: scores, or dp from V and dy. */
+/* Computes s [key][query], the product of the rows of keys [.., Dp] and the queries' panel qt. K and q yield the
+ * scores; V and dy yield dp. */
 static void scores(const attn *a, const block *k, work *w, const float *keys, const float *qt, float *s)
 {
     for (int g = 0; g < k->nk; g += ROWS) {
@@ -280,7 +283,7 @@ static void scores(const attn *a, const block *k, work *w, const float *keys, co
                 QUERIES);
     }
 }
-/* Computes out [query, Dp] (+)= transpose of s times rows of keys: y from V, or dq from K. */
+/* Computes out [query, Dp] (+)= the transpose of s times the rows of keys. V yields y; K yields dq. */
 static void gather_keys(const attn *a, const block *k, work *w, int add, const float *s, const float *keys, float *out)
 {
     for (int i = 0; i < k->nq; i += ROWS) {
@@ -289,7 +292,7 @@ static void gather_keys(const attn *a, const block *k, work *w, int add, const f
         product(add, a->nvec, depth, s + i, 1, QUERIES, keys, a->Dp, out + i * a->Dp, a->Dp);
     }
 }
-/* Computes out [key, Dp] += s times rows of queries: dv from dy, or dk from q. */
+/* Computes out [key, Dp] += s times the rows of queries. dy yields dv; q yields dk. */
 static void gather_queries(const attn *a, const block *k, work *w, const float *s, const float *queries, float *out)
 {
     int nq = (int)round_up(k->nq, ROWS);
@@ -300,11 +303,11 @@ static void gather_queries(const attn *a, const block *k, work *w, const float *
                 out + g * a->Dp, a->Dp);
     }
 }
-/* Draws dropout bits of segments, each of which is a sample of its own with as many queries and keys as it has
- * positions. One draw serves all queries of a segment whose keys it contains completely. */
+/* Draws dropout bits if there are segments. Each segment counts as a separate sample, with as many queries and keys
+ * as it has positions. One draw serves all queries of a segment whose keys in this block it covers completely. */
 static void draw_keep_of_segments(const attn *a, const block *k, work *w)
 {
-    uint64_t at = 0, bits = 0;                        /* bits: of the 64 elements from `at` on of the segment `drawn` */
+    uint64_t at = 0, bits = 0;                        /* bits: 64 elements of segment `drawn`, from element `at` on */
     int32_t drawn = -1;
     for (int i = 0; i < k->nq; i++) {
         int32_t begin = w->begin[k->i0 + i], n = w->end[k->i0 + i] - begin;
@@ -323,15 +326,16 @@ static void draw_keep_of_segments(const attn *a, const block *k, work *w)
         w->keep[QUERIES + i] = (uint32_t)(mine >> 32);
     }
 }
-/* Draws dropout bits. One draw serves all queries whose keys it contains completely, because rows of few keys are
- * adjacent in the stream. */
+/* Draws dropout bits. Short rows are adjacent in the stream, so one draw serves all queries whose keys in this block
+ * it covers completely. */
 static void draw_keep(const attn *a, const block *k, work *w)
 {
     if (a->segmented) {
         draw_keep_of_segments(a, k, w);
         return;
     }
-    uint64_t n = (uint64_t)clamp(a->S - k->j0, 0, KEYS), at = 0, bits = 0;   /* bits: of the 64 elements from `at` on */
+    uint64_t n = (uint64_t)clamp(a->S - k->j0, 0, KEYS), at = 0, bits = 0;   /* bits: 64 elements, from element `at`
+                                                                              * on */
     for (int i = 0; i < k->nq; i++) {
         uint64_t row = (uint64_t)((a->first_head + k->h) * a->T + k->i0 + i);
         uint64_t first = row * (uint64_t)a->S + (uint64_t)k->j0;
@@ -344,7 +348,8 @@ static void draw_keep(const attn *a, const block *k, work *w)
         w->keep[QUERIES + i] = (uint32_t)(mine >> 32);
     }
 }
-/* Returns all ones in the lanes of queries c .. that see key r. masked is a constant, HIDES or SEGMENTED. */
+/* Returns a mask for the queries from c on: all bits are set in the lanes of queries that see key r. masked is a
+ * constant, HIDES or SEGMENTED. */
 SIMD vni seen_by(const work *w, const block *k, int r, int c, int masked)
 {
     vni lane = vn_lanes(c), begin, end;
@@ -365,8 +370,8 @@ SIMD vni kept_by(const work *w, int r, int c)
 SIMD int rows_of(const block *k, int c) { return clamp(round_up((c / VL + 1) * VL - k->shift, ROWS), 0, k->nk); }
 
 /* -- forward ------------------------------------------------------------------------------------------------------ */
-/* Turns the scores of a block into weights relative to the new running maximum; older sums must be scaled by factor.
- * masked and drop are constants. */
+/* Turns the scores of a block into weights relative to the new running maximum. The caller must scale older sums by
+ * factor. masked and drop are constants. */
 SIMD void softmax_block(const attn *a, const block *k, work *w, int masked, bool drop)
 {
     vn scale = vn_set(a->biased ? 1.0f : a->scale2), keep_scale = vn_set(a->keep_scale);
@@ -405,7 +410,7 @@ static void rescale_rows(const attn *a, const block *k, work *w)
         for (int64_t d = 0; d < a->Dp; d += VL) vf_store(row + d, vf_load(row + d) * f);
     }
 }
-/* Turns all sums into lse, and factor into the reciprocals of the sums. */
+/* Sets factor to the reciprocals of the sums, and replaces the sums by lse. */
 static void finish_sums(work *w)
 {
     for (int v = 0; v < QV; v++) {
@@ -416,14 +421,14 @@ static void finish_sums(work *w)
         vf_store(w->sum + v * VL, vf_select(none, vf_set(-INFINITY), lse));
     }
 }
-/* Stores y and lse of nq queries of head h, from row `from` of out and sum on. */
+/* Stores y and lse of nq queries of head h. Their results begin at row `from` of out and sum. */
 static void store_queries(const attn *a, const work *w, int64_t b, int64_t h, int64_t i0, int nq, int from)
 {
     store_rows(a, &a->y, b, h, i0, nq, w->out + from * a->Dp, w->factor + from, 1);
     float *lse = (float *)a->lse.data + b * a->lse.stride[0] + h * a->lse.stride[1] + i0 * a->lse.stride[2];
     for (int i = 0; i < nq; i++) lse[i * a->lse.stride[2]] = w->sum[from + i];
 }
-/* Calls softmax_block with constants. */
+/* Calls softmax_block with constant masked and drop. */
 static void softmax_of(const attn *a, const block *k, work *w)
 {
     if (a->drop) {
@@ -460,15 +465,16 @@ static void forward_queries(const attn *a, work *w, int64_t b, int64_t h, int64_
 }
 
 /* -- forward of one query ----------------------------------------------------------------------------------------- */
-/* Returns whether to use the code for one query of each head, which a model that continues a text needs. Blocks
- * would cost as much as 16 queries, and pack all keys for a single query. Here lanes are keys, or elements of the
- * output. Each sum has the same order as in blocks, so the bits are the same as for one of many queries. */
+/* Returns whether each head has only one query, as when a model continues a text. Separate code handles this case,
+ * because blocks would cost as much as 16 queries, and would pack all keys for a single query. In this code lanes
+ * are keys, or elements of the output. Its sums have the same order as in blocks, so the bits do not depend on the
+ * number of queries. */
 static bool is_one_query(const attn *a)
 {
     return a->T == 1 && a->S > 0 && !a->drop && !ps_has(&a->mask) && a->window <= 0;
 }
-/* Computes sum [16 * vectors] += terms [count] times rows [count, ld]: one row of a product, with as many partial
- * sums as `tile` has. */
+/* Computes sum [16 * vectors] += terms [count] times rows [count, ld]. This is one row of a product, with as many
+ * partial sums as in `tile`. */
 static void add_rows(int64_t vectors, int64_t count, const float *terms, const float *rows, int64_t ld, float *sum)
 {
     enum { MOST = 4 * LANES / VL };
@@ -476,7 +482,8 @@ static void add_rows(int64_t vectors, int64_t count, const float *terms, const f
         tile(1, MOST, 1, count, terms, 0, 1, rows, ld, sum, 0);
     for (; vectors > 0; vectors--, rows += VL, sum += VL) tile(1, 1, 1, count, terms, 0, 1, rows, ld, sum, 0);
 }
-/* Sets row i of w->p [heads, KEYS] to the scores of n keys of head (b, g), from j0 on; w->k has the queries. */
+/* Sets row i of w->p [heads, KEYS] to the scores of n keys of head (b, g), starting at key j0. w->k holds the
+ * queries. */
 static void scores_of_one(const attn *a, work *w, int64_t b, int64_t g, int64_t j0, int n, int heads)
 {
     int vectors = (n + VL - 1) / VL;
@@ -488,8 +495,8 @@ static void scores_of_one(const attn *a, work *w, int64_t b, int64_t g, int64_t 
             add_rows(vectors, clamp(a->D - d0, 0, VL), w->k + i * a->Dp + d0, w->qt, KEYS, w->p + i * KEYS);
     }
 }
-/* Turns the n scores in row i of w->p into weights relative to the new running maximum; older sums must be scaled by
- * the result. */
+/* Turns the n scores in row i of w->p into weights relative to the new running maximum. Returns the factor by which
+ * the caller must scale older sums. */
 static float softmax_of_one(const attn *a, work *w, int n, int i)
 {
     vn scale = vn_set(a->scale2);
@@ -507,7 +514,7 @@ static float softmax_of_one(const attn *a, work *w, int n, int i)
     w->sum[i] = fmaf(w->sum[i], factor[0], sum[0] + sum[1]);
     return factor[0];
 }
-/* Computes rows of w->out [heads, Dp] += weights, the rows of w->p, times the values of n keys from j0 on. */
+/* Adds to the rows of w->out [heads, Dp] the weights in the rows of w->p times the values of n keys from j0 on. */
 static void weigh(const attn *a, work *w, int64_t b, int64_t g, int64_t j0, int n, int heads)
 {
     const float *rows = w->q;
@@ -520,11 +527,11 @@ static void weigh(const attn *a, work *w, int64_t b, int64_t g, int64_t j0, int 
         float *out = w->out + i * a->Dp;
         add_rows(a->nvec, n, w->p + i * KEYS, rows, ld, out);
         if (n % ROWS == 0) continue;
-        /* Blocks end with zero weights of zero rows, so -0 becomes 0. */
+        /* Turns -0 into 0, as in blocks, whose sums end with zero weights of zero rows. */
         for (int64_t d = 0; d < a->Dp; d += LANES) vn_store(out + d, vn_load(out + d) + vn_set(0));
     }
 }
-/* Computes the query of heads h, h + step, ..., which share the keys of head g. Each block of keys is loaded once. */
+/* Computes the query of heads h, h + step, ..., which share the keys of head g. Loads each block of keys once. */
 static __attribute__((noinline)) void forward_one(const attn *a, work *w, int64_t b, int64_t h, int64_t step, int heads,
                                                   int64_t g)
 {
@@ -544,8 +551,8 @@ static __attribute__((noinline)) void forward_one(const attn *a, work *w, int64_
     finish_sums(w);
     for (int i = 0; i < heads; i++) store_queries(a, w, b, h + i * step, 0, 1, i);
 }
-/* Calls forward_one for part `cut` of `cuts` of the heads that share the keys of head g. The queries need rows of
- * w->k, which has at least as many as a tile. */
+/* Calls forward_one for part `cut` of `cuts` of the heads that share the keys of head g. The queries are stored in
+ * w->k, which has at least as many rows as a tile. */
 static void forward_one_group(const attn *a, work *w, int64_t b, int64_t g, int64_t cut, int64_t cuts)
 {
     int64_t shared = a->H / a->G, most = a->Sp < QUERIES ? a->Sp : QUERIES;
@@ -554,7 +561,7 @@ static void forward_one_group(const attn *a, work *w, int64_t b, int64_t g, int6
 }
 
 /* -- backward ----------------------------------------------------------------------------------------------------- */
-/* Returns the weights of key r for queries c .. before dropout. masked is a constant. */
+/* Returns the weights, before dropout, of key r for the queries from c on. masked is a constant. */
 SIMD vn weight_of(const attn *a, const block *k, const work *w, int r, int c, int masked)
 {
     vn lse = vn_load(w->max + c);
@@ -567,11 +574,11 @@ SIMD vn weight_gradient(const attn *a, const work *w, int r, int c, bool drop)
     vn dp = vn_load(w->dp + r * QUERIES + c);
     return drop ? vn_and(kept_by(w, r, c), dp * vn_set(a->keep_scale)) : dp;
 }
-/* Turns scores in p into (dropped) weights, and dp into the gradient of the scores, without the scale. masked and
- * drop are constants. alone: the block has all keys of its queries, in fp32; weights are then divided by their own
- * sum, and delta is the sum of p * dp. The reason is that for large scores the rounding of lse would affect all
- * weights of a query, and that dy * y has the rounding of y, which is not small relative to dp - delta if one weight
- * is nearly 1. */
+/* Turns the scores in p into weights, after dropout, and dp into the gradient of the scores, without the scale.
+ * masked and drop are constants. alone: the block has all keys of its queries, in fp32. The weights are then divided
+ * by their own sum, and delta is the sum of p * dp, for two reasons. For large scores the rounding of lse would
+ * affect all of a query's weights. dy * y contains the rounding of y, which is not small relative to dp - delta if
+ * one weight is nearly 1. */
 SIMD void softmax_block_backward(const attn *a, const block *k, work *w, int masked, bool drop, bool alone)
 {
     for (int c = 0; c < k->qv * VL; c += LANES) {
@@ -599,15 +606,15 @@ SIMD void softmax_block_backward(const attn *a, const block *k, work *w, int mas
         }
     }
 }
-/* Returns how many of the queries i0 .. i0 + nq, from the first on, see at most one key. The weight of a single key
- * is 1 for any score, so the score has no gradient. The rounding error of dp - delta must not remain, because Adam
- * would make a step of it. */
+/* Returns the number of leading queries of i0 .. i0 + nq that see at most one key. The weight of a single key is 1
+ * for any score, so the score's gradient must be exactly 0. Adam would turn the rounding error of dp - delta into a
+ * step. */
 static int sure_queries(const attn *a, const work *w, int64_t i0, int nq)
 {
     if (w->second >= a->S || a->window == 1) return nq;
     return a->causal ? clamp(w->second - (a->S - a->T) - i0, 0, nq) : 0;
 }
-/* Sets factor[i] to delta of query i, the sum over d of dy * y. `out` is scratch memory. */
+/* Sets factor[i] to query i's delta, the sum over d of dy * y. `out` is scratch memory. */
 static void load_delta(const attn *a, work *w, int64_t b, int64_t h, int64_t i0, int nq)
 {
     float part[VL * VL], turned[VL * VL];
@@ -625,7 +632,7 @@ static void load_delta(const attn *a, work *w, int64_t b, int64_t h, int64_t i0,
         vf_store(w->factor + v * VL, delta);
     }
 }
-/* Sets max[i] to lse in base 2, or to +infinity if the query saw no key, so that its weights become 0. */
+/* Sets max[i] to lse in base 2. If the query saw no key, max[i] is +infinity, so that the query's weights become 0. */
 static void load_lse(const attn *a, work *w, int64_t b, int64_t h, int64_t i0, int nq)
 {
     const float *lse = (const float *)a->lse.data + b * a->lse.stride[0] + h * a->lse.stride[1] + i0 * a->lse.stride[2];
@@ -634,8 +641,8 @@ static void load_lse(const attn *a, work *w, int64_t b, int64_t h, int64_t i0, i
         w->max[i] = x == -INFINITY ? INFINITY : x * (float)LOG2E;
     }
 }
-/* Does the same for segments that end within a block: clears dp of each query that sees at most one key of its
- * segment. */
+/* Clears dp of each query that sees at most one key of its segment. sure_queries cannot count these queries, because
+ * a segment can end within a block. */
 static void clear_sure(const attn *a, work *w, const block *k)
 {
     for (int c = 0; c < k->nq; c++) {
@@ -710,7 +717,7 @@ static void backward_group(const attn *a, work *w, int64_t b, int64_t g)
 }
 
 /* -- a call ------------------------------------------------------------------------------------------------------- */
-/* Divides a thread's memory from `at` on, and returns its end. If `at` is NULL, only measures the size. */
+/* Divides a thread's memory, which begins at `at`, and returns its end. If `at` is NULL, only measures the size. */
 static char *work_at(const attn *a, bool backward, char *at, work *w)
 {
     int64_t keys = a->Sp * a->Dp, queries = QUERIES * a->Dp, square = KEYS * QUERIES;
@@ -734,16 +741,16 @@ static bool float_view(const ps_view *x)
 {
     return x->dtype == PS_F32 || x->dtype == PS_BF16 || x->dtype == PS_F16;
 }
-/* Returns whether an operand is absent, or has a type and layout that the kernels can read: rows of D adjacent
- * elements. */
+/* Returns whether the kernels can read an operand. They can if the operand is absent, or if its type is supported
+ * and its rows have D adjacent elements. */
 static bool usable(const ps_view *x)
 {
     return !ps_has(x) || (float_view(x) && x->ndim == 4 && (x->stride[3] == 1 || x->shape[3] <= 1));
 }
-/* Returns whether k or v is usable; in forward it can have rows of Q8_0. */
+/* Returns whether k or v is usable. In forward, k and v can have rows of Q8_0. */
 static bool usable_keys(const ps_view *x) { return (x->dtype == PS_U8 && x->stride[3] == 1) || usable(x); }
-/* Returns whether the mask is usable. A mask of 2 dimensions has bytes, or is int32 segments; one of 4 dimensions
- * can also have floats, with a contiguous last dimension. */
+/* Returns whether the mask is usable. A mask of 2 dimensions consists of bytes or of int32 segments. A mask of 4
+ * dimensions can also consist of floats, with a contiguous last dimension. */
 static bool mask_usable(attn *a)
 {
     const ps_view *m = &a->mask;
@@ -755,8 +762,8 @@ static bool mask_usable(attn *a)
     for (int d = 0; d < 3; d++) a->bias_step[d] = m->shape[d] == 1 ? 0 : m->stride[d];
     return (bytes || float_view(m)) && (m->stride[3] == 1 || m->shape[3] <= 1);
 }
-/* Runs over the key heads. If there are too few, forward divides the queries of the heads that share a key head into
- * `cuts` interleaved parts. */
+/* Runs the threads over the key heads. If there are too few key heads, forward divides the queries of the heads that
+ * share a key head into `cuts` interleaved parts. */
 static int run(attn *a, ps_call *call, bool backward)
 {
     if (!usable(&a->q) || !usable_keys(&a->k) || !usable_keys(&a->v) || !usable(&a->y) || !usable(&a->dy) ||
@@ -803,7 +810,7 @@ static int run(attn *a, ps_call *call, bool backward)
     return 0;
 }
 
-/* Makes the fields that the four attribute structs share. */
+/* Sets the fields that the four attribute structs share. */
 static attn attn_new(double scale, int causal, double p, uint64_t seed, uint64_t step, uint64_t sample, uint32_t op,
                      int first_head)
 {

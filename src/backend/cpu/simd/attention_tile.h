@@ -1,13 +1,14 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Arithmetic under attention.c, and for it alone: a register-blocked fp32 matrix product on small panels, 2^x and log2
- * of vectors, transposition, and dropout bits. Every element of a product is one chain of fused multiply-adds in the
- * order of the depth, whatever the tile, so all instruction sets give the same bits. Pointers need no alignment. */
+ * The arithmetic of attention.c, which alone includes this header: a register-blocked fp32 matrix product on
+ * small panels, 2^x and log2 of vectors, transposition, and dropout bits. Every element of a product is one chain
+ * of fused multiply-adds in the order of the depth, for every tile shape, so all instruction sets compute the
+ * same bits. Pointers need no alignment. */
 #ifndef PS_CPU_ATTENTION_TILE_H
 #define PS_CPU_ATTENTION_TILE_H
 #include "backend/cpu/simd.h"
 #include "base/philox.h"
 
-enum { ROWS = 8 };                /* products have a multiple of this number of rows */
+enum { ROWS = 8 };                /* the number of rows of every product is a multiple of ROWS */
 
 /* The machine's own vector of LANES floats. GCC would keep wider vectors in memory instead of registers. */
 #if defined(__AVX512F__)
@@ -40,7 +41,7 @@ SIMD vn vn_load(const float *p) { vn v; memcpy(&v, p, sizeof v); return v; }
 SIMD void vn_store(float *p, vn v) { memcpy(p, &v, sizeof v); }
 SIMD vn vn_and(vni mask, vn v) { return (vn)(mask & (vni)v); }
 SIMD vn vn_select(vni mask, vn a, vn b) { return (vn)((mask & (vni)a) | (~mask & (vni)b)); }
-SIMD vn vn_max(vn a, vn b)        /* the larger value, b if either is NaN */
+SIMD vn vn_max(vn a, vn b)        /* the larger value; b if either value is NaN */
 {
 #if defined(__AVX512F__)
     return vf_max(a, b);
@@ -52,7 +53,7 @@ SIMD vn vn_max(vn a, vn b)        /* the larger value, b if either is NaN */
     return vn_select(a > b, a, b);
 #endif
 }
-/* lanes first, first + 1, ... */
+/* returns first, first + 1, ... in the lanes */
 SIMD vni vn_lanes(int first)
 {
     const vi lane = { 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15 };
@@ -62,8 +63,8 @@ SIMD vni vn_lanes(int first)
 }
 
 /* -- c [rows, 16 * vectors] (+)= a [rows, depth] b [depth, 16 * vectors] ------------------------------------------ */
-/* Computes a tile of a product. Element (m, k) of a is at a[m * a_row + k * a_col]; rows of b and c are ldb and ldc
- * apart. `rows` and `vectors` are constants, so that rows * vectors sums stay in registers. */
+/* Computes a tile of a product. Element (m, k) of a is at a[m * a_row + k * a_col]. Rows of b are ldb apart, rows of
+ * c are ldc apart. `rows` and `vectors` are constants, so that rows * vectors sums stay in registers. */
 SIMD void tile(int rows, int vectors, int add, int64_t depth, const float *a, int64_t a_row, int64_t a_col,
                const float *b, int64_t ldb, float *c, int64_t ldc)
 {
@@ -90,7 +91,7 @@ SIMD void tile(int rows, int vectors, int add, int64_t depth, const float *a, in
         for (int v = 0; v < n; v++) vn_store(c + m * ldc + v * LANES, sum[m][v]);
 }
 
-/* Computes eight rows of a tile that is `vectors` wide, all at once if the registers can hold them, otherwise in two
+/* Computes eight rows of a tile of width `vectors`: all at once if the registers can hold them, otherwise in two
  * halves. */
 #define PS_TILE(vectors, rows_at_once)                                                                                 \
     static __attribute__((noinline)) void tile_##vectors(int add, int64_t depth, const float *a, int64_t a_row,        \
@@ -126,7 +127,8 @@ SIMD void product(int add, int64_t vectors, int64_t depth, const float *a, int64
 }
 
 /* -- functions ---------------------------------------------------------------------------------------------------- */
-/* 2^x for softmax, where x is at most slightly above 0. Within 1 or 2 ulp, 0 below -125. A NaN stays NaN. */
+/* Returns 2^x for softmax, where x is at most slightly above 0. The error is 1 or 2 ulp, and the result is 0 below
+ * -125. A NaN stays NaN. */
 SIMD vn vn_exp2_neg(vn x)
 {
     vn xc = vn_max(vn_set(-125.0f), x);
@@ -142,7 +144,8 @@ SIMD vn vn_exp2_neg(vn x)
     vni y = (vni)((vnu)p + ((vnu)shifted << 23));                               /* adds the integer to the exponent */
     return vn_and(~(x < vn_set(-125.0f)), (vn)y);
 }
-/* log2 x for normal x > 0: x = 2^e m with m in [0.7, 1.42), and log2 m = 2 / ln 2 atanh((m - 1) / (m + 1)). */
+/* Returns log2 x for normal x > 0. Splits x = 2^e m with m in [0.7, 1.42), and computes log2 m = 2 / ln 2 atanh((m -
+ * 1) / (m + 1)). */
 SIMD vf vf_log2(vf x)
 {
     vi e = ((vi)x - vi_set(0x3f3504f3)) >> 23;
@@ -187,7 +190,7 @@ SIMD void transpose16(const float *src, int64_t ld_src, float *dst, int64_t ld_d
 
 /* -- dropout bits ------------------------------------------------------------------------------------------------- */
 typedef uint64_t vq __attribute__((vector_size(64)));
-SIMD vq vq_mul32(vq a, vq b)                      /* products of the low halves, the only halves that a and b use */
+SIMD vq vq_mul32(vq a, vq b)                      /* products of the low halves; a and b use only these halves */
 {
 #if defined(__AVX512F__)
     return (vq)_mm512_mul_epu32((__m512i)a, (__m512i)b);
@@ -204,8 +207,8 @@ SIMD void vu_mul_wide(vu a, uint32_t by, vu *low, vu *high)
     *high = (vu)((even >> 32) | (odd & ~half));
 }
 
-/* Computes Philox4x32-10 for the 16 counters (lo + lane, hi). The low half of lo must not wrap around. The results
- * are word[w][lane]. */
+/* Computes Philox4x32-10 for the 16 counters (lo + lane, hi). The low half of lo must not wrap around. Writes word w
+ * of a lane's result to word[w][lane]. */
 SIMD void philox16(uint64_t key, uint64_t lo, uint64_t hi, vu word[4])
 {
     const vu lane = { 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15 };
@@ -223,8 +226,8 @@ SIMD void philox16(uint64_t key, uint64_t lo, uint64_t hi, vu word[4])
     word[0] = c0, word[1] = c1, word[2] = c2, word[3] = c3;
 }
 
-/* Returns one bit for each of the elements first .. first + 63 of a sample's stream (see dropout in ops.def). A bit
- * is set if its element is kept, that is, if its 24 random bits are not below `limit`. */
+/* Returns one bit for each of the elements first .. first + 63 of a sample's stream (see dropout in ops.def). The
+ * bit is set if the element is kept, which is the case if its 24 random bits are not below `limit`. */
 SIMD uint64_t keep_bits(uint64_t key, uint64_t stream, uint64_t hi, uint64_t first, int32_t limit)
 {
     uint64_t counter = first / 4, bits = 0, next = 0;

@@ -1,10 +1,11 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * Batch norm and group norm for contiguous fp32, bf16 and fp16; compiled once per instruction set.
  *
- * A set is the elements of one statistic. A thread copies a set to fp32 rows in its scratch buffer, computes the sums,
- * and writes the set. Rows of group norm are the channels of the set; batch norm has one row, the channel's positions
- * in all samples. A row is padded to whole blocks of 16 lanes. Sums of a row run in sixteen lanes of doubles in a fixed
- * order, so that neither the thread count nor the instruction set changes a bit. */
+ * A set consists of the elements that share one statistic. A thread copies a set to fp32 rows in its scratch
+ * buffer, computes the sums, and writes the set. In group norm, the rows are the set's channels. In batch norm, a
+ * set has one row, which consists of the channel's positions in all samples. A row is padded to whole blocks of
+ * 16 lanes. A row is summed in sixteen lanes of doubles in a fixed order, so that neither the thread count nor
+ * the instruction set changes a bit. */
 #define PS_ANY_LANES
 #include "backend/cpu/simd/operand.h"
 #include "backend/cpu/gemm.h"
@@ -15,14 +16,14 @@ enum { LANES = 16 };
 struct norm {
     int dtype, groups, given;
     int64_t N, C, S;                  /* x [N, C, S] */
-    int64_t sets, rows, n, np;        /* rows of a set; elements of a row, without and with padding */
+    int64_t sets, rows, n, np;        /* rows: rows per set; n, np: a row's elements without and with padding */
     double eps;
     const void *x, *dy;
     void *y, *dx;                     /* can be NULL in backward */
     const float *w, *b;               /* [C], or NULL */
-    const float *mean_in, *var_in;    /* [sets] moments that are given, or that backward uses */
+    const float *mean_in, *var_in;    /* [sets] moments that the caller gives, or that backward uses */
     float *mean, *var;                /* [sets] */
-    float *dw, *db;                   /* [N or 1, C] sums of its channels, for each set */
+    float *dw, *db;                   /* [N or 1, C] each set's sums for its channels */
 };
 
 static void set_sizes(struct norm *m, const ps_view *x, int groups)
@@ -40,7 +41,7 @@ static int64_t channel(const struct norm *m, int64_t set, int64_t row)
     return m->groups ? set % m->groups * m->rows + row : set;
 }
 
-/* Copies a set of v to rows, each padded with zeros. */
+/* Copies one set of the elements of v to the rows of buf, and pads each row with zeros. */
 static void gather(const struct norm *m, int64_t set, const void *v, float *buf)
 {
     if (m->groups) {
@@ -92,7 +93,7 @@ static double row_sum(const float *p, int64_t n)
     return sum_of(s);
 }
 
-/* Returns the sum of the products of p and q, which can be the same row. */
+/* Returns the sum of the elementwise products of p and q. p and q can be the same row. */
 static double row_products(const float *p, const float *q, int64_t n)
 {
     vd s[PARTS] = { { 0 } };
@@ -104,7 +105,7 @@ static double row_products(const float *p, const float *q, int64_t n)
     return sum_of(s);
 }
 
-/* Computes p = p * a + b for the n elements of a row; its padding becomes 0 again. */
+/* Computes p = p * a + b for the n elements of a row, and resets the row's padding to 0. */
 SIMD void row_affine(float *p, int64_t n, int64_t np, float a, float b)
 {
     vf by = vf_set(a), more = vf_set(b);
@@ -112,7 +113,7 @@ SIMD void row_affine(float *p, int64_t n, int64_t np, float a, float b)
     for (int64_t i = n; i < np; i++) p[i] = 0;
 }
 
-/* Subtracts the mean from a set, and returns both moments. */
+/* Subtracts a set's mean from its elements. Returns the mean and the variance. */
 static void center(const struct norm *m, float *buf, float *mean, float *var)
 {
     double sum = 0, squares = 0, count = (double)(m->rows * m->n);
@@ -123,7 +124,7 @@ static void center(const struct norm *m, float *buf, float *mean, float *var)
         row_affine(p, m->n, m->np, 1.0f, -*mean);
         squares += row_products(p, p, m->np);
     }
-    double rounded = sum / count - *mean;            /* the squares are also of this difference */
+    double rounded = sum / count - *mean;            /* the squares above include this difference */
     squares = squares / count - rounded * rounded;
     *var = squares < 0 ? 0.0f : (float)squares;
 }
@@ -184,7 +185,7 @@ static void backward_set(const struct norm *m, int64_t set, float *buf, float *d
 static bool usable(const ps_view *v) { return !ps_has(v) || (is_lane_type(v->dtype) && view_flat(v)); }
 static bool narrow(const ps_view *v) { return !ps_has(v) || (v->dtype == PS_F32 && view_flat(v)); }
 
-/* Returns v [C] in fp32, or NULL if v is absent. PS_ENOMEM: scratch() has recorded the error. */
+/* Sets *out to v [C] in fp32, or to NULL if v is absent. Returns PS_ENOMEM after scratch() has recorded the error. */
 static int weights(ps_call *call, const ps_view *v, const float **out)
 {
     *out = NULL;

@@ -1,13 +1,13 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * 8-bit codes of states in vectors: base/update.h has the formulas, whose order of operations is repeated here.
- * Included after optim_list.h, by files that define PS_ANY_LANES. */
+ * 8-bit codes of states in vectors. base/update.h has the formulas, and this file repeats their order of
+ * operations. Files that define PS_ANY_LANES include it after optim_list.h. */
 #ifndef PS_CPU_SIMD_CODES_H
 #define PS_CPU_SIMD_CODES_H
 #include "base/update.h"
 
-enum { CODES_RUN = 32 };              /* elements that are quantised at once, a multiple of VL */
+enum { CODES_RUN = 32 };              /* number of elements that are quantised at a time, a multiple of VL */
 
-/* Returns VL elements of a row of ps_codes, by index modulo 8. */
+/* Returns VL elements of a row of ps_codes, selected by index modulo 8. */
 SIMD vf codes_row(const float *row, vi index)
 {
 #if defined(__AVX512F__)
@@ -38,7 +38,7 @@ SIMD vf codes_load(const ps_codes *c, const uint8_t *codes, bool has_sign)
     if (has_sign) base = (vf)((vi)base ^ ((vi)q & vi_set(INT32_MIN)));
     return vf_fma(codes_row(c->slope, index), q, base);
 }
-/* Returns the number of the value nearest to each magnitude. */
+/* Returns, for each magnitude, the index of the nearest value. */
 SIMD vi codes_number(const ps_codes *c, vf magnitude)
 {
     vi high = (vi)((vu)magnitude >> 16);
@@ -59,7 +59,7 @@ SIMD vi codes_nearest(const ps_codes *c, vf x, bool has_sign)
     vi number = codes_number(c, vf_abs(x)), sign = (vi)x >> 31;
     return ((number ^ sign) - sign) + vi_set(127);
 }
-/* Stores the codes of the CODES_RUN numbers x times factor. A code of -1 is stored as 0. */
+/* Multiplies CODES_RUN numbers x by factor, and stores their codes. Stores a code of -1 as 0. */
 SIMD void codes_store(const ps_codes *c, uint8_t *codes, const float *x, float factor, bool has_sign)
 {
 #if PS_LANES == 8 && defined(__AVX2__)
@@ -85,14 +85,15 @@ SIMD void codes_store(const ps_codes *c, uint8_t *codes, const float *x, float f
 }
 
 /* -- blocks -------------------------------------------------------------------------------------------------------- */
-/* Lanes with the largest magnitude so far, as bits of fp32: NaNs are larger than all numbers. */
+/* Returns each lane's largest magnitude so far, as the bits of an fp32 value. In this form a NaN is larger than
+ * every number. */
 SIMD vi codes_most(vi most, vf x)
 {
     vi bits = (vi)x & vi_set(0x7fffffff), larger = bits > most;
     return (larger & bits) | (~larger & most);
 }
-/* Quantises a block of n <= PS_STATE_BLOCK numbers x [PS_STATE_BLOCK + CODES_RUN], whose largest magnitudes are in
- * `most`. Elements of x from n on are overwritten. */
+/* Quantises a block of n <= PS_STATE_BLOCK numbers x [PS_STATE_BLOCK + CODES_RUN]. `most` holds their largest
+ * magnitudes. Elements of x from n on are overwritten. */
 SIMD void codes_store_block(const ps_codes *c, float *x, int64_t n, vi most, uint8_t *codes, float *scale,
                             bool has_sign)
 {

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Dropout for contiguous fp32, bf16 and fp16, compiled once per instruction set. It computes a vector of random numbers
- * at a time. A mask depends only on seed, step, op, sample and element. */
+ * Dropout for contiguous fp32, bf16 and fp16; compiled once per instruction set. It computes one vector of random
+ * numbers at a time. A mask depends only on seed, step, op, sample and element. */
 #define PS_ANY_LANES
 #include "backend/cpu/simd/operand.h"
 
@@ -62,7 +62,7 @@ SIMD void transpose_groups(vu w[4])
     memcpy(w, to, sizeof to);
 #endif
 }
-/* Philox, lane by lane: from four words of a counter to four random words. */
+/* Computes Philox in each lane: turns the four words of a counter into four random words. */
 SIMD void philox_lanes(uint64_t key, vu c0, vu c1, vu c2, vu c3, vu w[4])
 {
     uint32_t k0 = (uint32_t)key, k1 = (uint32_t)(key >> 32);
@@ -75,8 +75,8 @@ SIMD void philox_lanes(uint64_t key, vu c0, vu c1, vu c2, vu c3, vu w[4])
     }
     w[0] = c0, w[1] = c1, w[2] = c2, w[3] = c3;
 }
-/* The random words of the 4 VL elements from element 4 * counter on, in their order. Lane 4 l + k works on counter VL /
- * 4 k + l, so that transposing groups of four lanes restores the order. */
+/* Computes the random words of 4 VL elements in order, starting at element 4 * counter. Lane 4 l + k computes
+ * counter VL / 4 k + l, so that transposing groups of four lanes restores the order. */
 SIMD void philox_block(uint64_t key, uint32_t sample, uint32_t step, uint32_t op, uint32_t counter, vu w[4])
 {
     const vu lane = PS_LANE_NUMBERS, order = lane % 4 * (VL / 4) + lane / 4;
@@ -88,11 +88,11 @@ struct dropout {
     const void *x;
     void *y;
     const struct ps_attrs_dropout *attrs;
-    int32_t threshold;                /* an element is dropped if the upper 24 bits of its word are below this, which
-                                       * means exactly bits * 2^-24 < (float)p */
+    int32_t threshold;                /* an element is dropped if the upper 24 bits of its word are below threshold,
+                                       * that is, exactly if bits * 2^-24 < (float)p */
     float scale;
 };
-/* Computes y[i + from .. i + to) from x, by the words of lanes from .. to, which are fewer than VL. */
+/* Computes y[i + from .. i + to) from x with the words of lanes from .. to, which are fewer than VL lanes. */
 SIMD void drop_some(const struct dropout *d, int64_t i, vu word, int from, int to, int dtype)
 {
     for (int lane = from; lane < to; lane++) {
@@ -124,7 +124,7 @@ SIMD void dropout_span(const struct dropout *d, uint64_t sample, int64_t begin, 
         }
     }
 }
-/* Elements [begin, end) of samples of one element each. */
+/* Processes elements [begin, end). Each element is a sample by itself. */
 SIMD void dropout_singles(const struct dropout *d, int64_t begin, int64_t end, int dtype)
 {
     vf scale = vf_set(d->scale);
@@ -142,7 +142,8 @@ SIMD void dropout_singles(const struct dropout *d, int64_t begin, int64_t end, i
                      (vf)(~drop & (vi)(vf_get_n(d->x, i, dtype, (int)(end - i), 0.0f) * scale)));
     }
 }
-/* x consists of the rows with these numbers of a whole. Each row has `width` consecutive elements of one sample. */
+/* Processes x if it consists of some rows of a larger tensor. `rows` holds their indices in that tensor. Each row
+ * has `width` consecutive elements of one sample. */
 static int dropout_rows(const struct dropout *d, const ps_view *rows, int64_t width, int dtype)
 {
     int64_t n = d->attrs->per_sample;
@@ -172,14 +173,15 @@ static int dropout(ps_call *call)
         return 0;
     }
     int64_t n = a->per_sample, last = a->first + x->numel, blocks = (n - 1) / DROPOUT_BLOCK + 1;
-    int64_t from = a->first / n, to = (last - 1) / n;                         /* samples of which x has elements */
+    int64_t from = a->first / n, to = (last - 1) / n;                         /* first and last sample with elements
+                                                                               * in x */
     int64_t first_block = a->first % n / DROPOUT_BLOCK;
     int64_t last_block = (to - from) * blocks + (last - 1) % n / DROPOUT_BLOCK;
 #pragma omp parallel for schedule(static) if (x->numel >= PS_PAR_MIN / 4)
     for (int64_t b = first_block; b <= last_block; b++) {
         int64_t s = from + b / blocks, begin = b % blocks * DROPOUT_BLOCK, end = begin + DROPOUT_BLOCK;
-        int64_t least = a->first - s * n, most = last - s * n < n ? last - s * n : n;   /* section of x that belongs
-                                                                                         * to the sample */
+        int64_t least = a->first - s * n, most = last - s * n < n ? last - s * n : n;   /* range of the sample's
+                                                                                         * elements that x has */
         if (begin < least) begin = least;
         if (end > most) end = most;
         if (begin < end) PS_BY_VEC(x->dtype, dropout_span, &d, (uint64_t)s, begin, end, -least);

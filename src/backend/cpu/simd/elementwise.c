@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Elementwise arithmetic. Float types of up to 32 bits are computed in fp32 lanes by one expression per op, compiled
- * for each storage type; fp64 and integers have plain loops for the few ops for which this pays. Other cases return
- * PS_EUNSUP and run on ref. Copies, casts, fills and random numbers: elementwise_copy.c. */
+ * Elementwise arithmetic. Float types of up to 32 bits are computed in fp32 lanes by one expression per op, which
+ * is compiled for each storage type. fp64 and integers have plain loops for the few ops that benefit from them.
+ * In all other cases this file returns PS_EUNSUP, and ref computes the op. elementwise_copy.c has copies, casts,
+ * fills and random numbers. */
 #define PS_ANY_LANES
 #include "backend/cpu/simd/loop.h"
 
@@ -41,15 +42,15 @@ SIMD vf sign(vf x)
 {
     return vf_select(x > vf_zero(), vf_set(1.0f), vf_zero()) - vf_select(x < vf_zero(), vf_set(1.0f), vf_zero());
 }
-SIMD vf clamp_between(vf x, vf low, vf high)       /* x itself if it is NaN, or if the bound is a zero with another
-                                                    * sign */
+SIMD vf clamp_between(vf x, vf low, vf high)       /* returns x itself if x is NaN, or if x and the bound are zeros
+                                                    * with different signs */
 {
     vf y = vf_select(x < low, low, x);
     return vf_select(y > high, high, y);
 }
 SIMD vf silu(vf x) { return vf_max(vf_set(-104.0f), x) * vf_sigmoid(x); }
-/* Computes d = s + x s (1 - s), with 1 - s without cancellation. x is limited to a value at which the product is
- * already 0, so that infinity is never multiplied by 0. */
+/* Multiplies dy by the derivative s + x s (1 - s), where 1 - s is computed without cancellation. x is limited to a
+ * value at which the product is already 0, so that infinity is never multiplied by 0. */
 SIMD vf silu_backward(vf x, vf dy)
 {
     vf c = vf_max(vf_set(-104.0f), vf_min(vf_set(104.0f), x)), e = vf_exp(-vf_abs(c));
@@ -66,8 +67,8 @@ SIMD vf gelu_tanh(vf x)
 {
     vf above = vf_max(vf_set(-9.9f), x), c = vf_min(vf_set(9.9f), above);
     vf s = vf_set(1.0f) / (vf_set(1.0f) + gelu_tanh_exp(c, c * c));
-    return above * vf_select(x > vf_set(-9.9f), s, vf_zero());      /* "x <= -9.9: 0, else s" would need two
-                                                                     * divisions */
+    return above * vf_select(x > vf_set(-9.9f), s, vf_zero());      /* selecting 0 for s where x <= -9.9 would need
+                                                                     * two divisions */
 }
 SIMD vf gelu_tanh_backward(vf x, vf dy)
 {
@@ -80,7 +81,7 @@ SIMD vf gelu_erf(vf x)
 {
     return vf_max(vf_set(-1e4f), x) * vf_normal_cdf(x);
 }
-/* Computes Phi(x) + x phi(x), with phi(x) = exp(-x^2 / 2) / sqrt(2 pi). Below -5 Phi(x) is -phi(x) / x (1 - w + 3
+/* Computes Phi(x) + x phi(x), with phi(x) = exp(-x^2 / 2) / sqrt(2 pi). Below -5, Phi(x) is -phi(x) / x (1 - w + 3
  * w^2 - 15 w^3 + 105 w^4 ...) with w = x^-2 (Abramowitz and Stegun 26.2.12). */
 SIMD vf gelu_erf_backward(vf x, vf dy)
 {
@@ -92,8 +93,8 @@ SIMD vf gelu_erf_backward(vf x, vf dy)
     return dy * vf_select(x < vf_set(-5.0f), scaled * s * e, vf_fma(scaled, e, vf_normal_cdf(x)));
 }
 
-/* Computes log(u) for u = 1 + x after rounding, times x / (u - 1), which corrects the rounding (Goldberg 1991,
- * theorem 4). */
+/* Computes log(u) times x / (u - 1), where u is 1 + x after rounding. The factor corrects the rounding (Goldberg
+ * 1991, theorem 4). */
 SIMD vf log1p_of(vf x)
 {
     vf u = vf_set(1.0f) + x, d = u - vf_set(1.0f);
@@ -101,7 +102,7 @@ SIMD vf log1p_of(vf x)
     y = vf_select(d == vf_zero(), x, y);
     return vf_select((x == vf_set(INFINITY)) | (x != x), x, y);
 }
-/* The same correction for u = exp(x) (Kahan): (u - 1) x / log(u). */
+/* Computes (u - 1) x / log(u) for u = exp(x), which corrects the rounding of u as in log1p_of (Kahan). */
 SIMD vf expm1_of(vf x)
 {
     vf u = vf_exp(x), d = u - vf_set(1.0f);
@@ -149,7 +150,7 @@ SIMD vf softplus_of(vf x, vf beta, vf threshold)
     BINARY_TYPE(name, expr, PS_F32) BINARY_TYPE(name, expr, PS_BF16) BINARY_TYPE(name, expr, PS_F16) \
     static const loop_fn name[3] = { name##_PS_F32, name##_PS_BF16, name##_PS_F16 };
 
-/* mask: all bits are set in the lanes for which the predicate is true. */
+/* mask: has all bits set in the lanes for which the predicate is true. */
 #define PREDICATE_TYPE(name, in2, mask, T) \
     static void name##_##T(void *const *p, int64_t n, const void *arg) \
     { \
@@ -258,7 +259,8 @@ SCALAR(min_i32, int32_t, int32_t, int32_t, 2, x < y ? x : y)
 SCALAR(max_i64, int64_t, int64_t, int64_t, 2, x > y ? x : y)
 SCALAR(min_i64, int64_t, int64_t, int64_t, 2, x < y ? x : y)
 
-/* For each op: the functions for the three lane types and for the four other types (NULL if this file has none). */
+/* Each op's functions for the three lane types and for the four other types. A function is NULL if this file does
+ * not have it. */
 typedef struct row { const loop_fn *lanes; loop_fn f64, i32, i64, u8; } row;
 static const row rows[PS_OP_COUNT] = {
     [PS_OP_affine] = { .lanes = u_affine }, [PS_OP_clamp] = { .lanes = u_clamp },
@@ -317,7 +319,7 @@ static bool same_types(const ps_call *call)
     return true;
 }
 
-/* For ops whose inputs and output have the same type. */
+/* Runs ops whose inputs and output have the same type. */
 static int arithmetic(ps_call *call)
 {
     loop_fn fn = choose(call->op, call->out[0].dtype);
@@ -332,7 +334,7 @@ static int predicate(ps_call *call)
     return apply(call, fn, &no_consts);
 }
 
-/* Runs one of three block functions, by the type that all operands share. */
+/* Runs the one of three block functions that matches the type of all operands. */
 static int lanes(ps_call *call, const loop_fn *fn, const consts *k)
 {
     int dtype = call->out[0].dtype;
@@ -340,7 +342,7 @@ static int lanes(ps_call *call, const loop_fn *fn, const consts *k)
     return apply(call, fn[dtype], k);
 }
 
-/* Types without lanes. arg: the op's attributes. Integers wrap around. */
+/* Functions for types without lanes. arg: the op's attributes. Integers wrap around. */
 static void affine_f64(void *const *p, int64_t n, const void *arg)
 {
     const ps_attrs_affine *at = arg;
@@ -420,7 +422,7 @@ static int act_mul(ps_call *call)
     return lanes(call, fn[((const ps_attrs_act_mul *)call->attrs)->act], &no_consts);
 }
 
-/* Computes dx = dy up act'(x) and dup = dy act(x) for n elements, a whole number of vectors. */
+/* Computes dx = dy up act'(x) and dup = dy act(x) for n elements. n must be a multiple of the vector size. */
 #define ACT_MUL_BACKWARD_TYPE(name, act, slope, T) \
     static void name##_##T(void *const *p, int64_t n) \
     { \
@@ -439,7 +441,7 @@ ACT_MUL_BACKWARD(a_silu, silu, silu_backward)
 ACT_MUL_BACKWARD(a_gelu_erf, gelu_erf, gelu_erf_backward)
 ACT_MUL_BACKWARD(a_gelu_tanh, gelu_tanh, gelu_tanh_backward)
 
-/* For contiguous operands dx, dup, x, up, dy. The last elements are computed in a buffer. */
+/* Supports contiguous operands dx, dup, x, up, dy. Computes the last elements in a buffer. */
 static int act_mul_backward(ps_call *call)
 {
     static const act_mul_fn *const all[] = { a_silu, a_gelu_erf, a_gelu_tanh };
@@ -470,8 +472,8 @@ static int scale_(ps_call *call)
     const ps_attrs_scale_ *at = call->attrs;
     const ps_view *x = &call->in[0];
     if (!is_lane_type(x->dtype)) return PS_EUNSUP;
-    return apply_to(x, call, u_affine[x->dtype], &(consts){ (float)at->alpha, -0.0f });       /* adding -0 changes
-                                                                                               * nothing */
+    return apply_to(x, call, u_affine[x->dtype], &(consts){ (float)at->alpha, -0.0f });       /* adding -0 does not
+                                                                                               * change x */
 }
 
 static int scale_by_(ps_call *call)
@@ -484,7 +486,7 @@ static int scale_by_(ps_call *call)
     return apply_to(x, call, u_affine[x->dtype], &(consts){ (float)factor, -0.0f });
 }
 
-/* y += alpha x for each pair of lane types. */
+/* Computes y += alpha x for each pair of lane types. */
 #define AXPY(TY, TX) \
     static void axpy_##TY##_##TX(void *const *p, int64_t n, const void *arg) \
     { \

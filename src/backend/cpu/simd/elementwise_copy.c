@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Ops that fill a tensor: copies, casts, constants, ranges, random numbers, concatenation. Conversions give the bits of
- * ref: to floats one rounding (bf16 and fp16 through fp32), float to integer truncates and saturates with NaN as 0,
- * integers wrap. elementwise.c enters them into the table. */
+ * Ops that fill a tensor: copies, casts, constants, ranges, random numbers, concatenation. Conversions compute
+ * the same bits as ref. Conversions to floats round once (bf16 and fp16 through fp32). Conversions from float to
+ * integer truncate and saturate, and turn NaN into 0. Integers wrap around. elementwise.c enters these ops into
+ * the table. */
 #define PS_ANY_LANES
 #include "backend/cpu/simd/loop.h"
 #include "base/philox.h"
@@ -145,7 +146,7 @@ static int concat(ps_call *call)
 }
 
 /* -- constants and ranges ------------------------------------------------------------------------------------------ */
-/* arg: sixteen equal elements. */
+/* arg: sixteen copies of the element. */
 #define FILL(T) \
     static void fill_##T(void *const *p, int64_t n, const void *arg) \
     { \
@@ -189,7 +190,7 @@ static void store_doubles(void *data, int dtype, int64_t i, int n, const double 
     else vf_put_n(data, i, dtype, n, vf_load(f));
 }
 
-/* Not inlined, because GCC 12 would warn that v may be uninitialised. */
+/* The function is not inlined, because GCC 12 would warn that v may be uninitialised. */
 static __attribute__((noinline)) void store_ints(void *data, int dtype, int64_t i, int n, const int64_t *v)
 {
     for (int j = 0; j < n; j++) {
@@ -226,7 +227,7 @@ static int arange_(ps_call *call)
 }
 
 /* -- random numbers: element i belongs to counter offset + i ------------------------------------------------------- */
-/* A number that rounds up to `high` becomes `low`, so that the range stays half-open in every type. */
+/* If a number rounds up to `high`, it is replaced by `low`, so that the range stays half-open in every type. */
 static int uniform_(ps_call *call)
 {
     const ps_attrs_uniform_ *a = call->attrs;
@@ -254,7 +255,7 @@ static int uniform_(ps_call *call)
     return PS_OK;
 }
 
-/* Box and Muller: sqrt(-2 log(1 - u1)) cos(2 pi u2). */
+/* Uses the formula of Box and Muller: sqrt(-2 log(1 - u1)) cos(2 pi u2). */
 static int normal_(ps_call *call)
 {
     const ps_attrs_normal_ *a = call->attrs;
@@ -274,7 +275,8 @@ static int normal_(ps_call *call)
     return PS_OK;
 }
 
-/* low + floor(r * (high - low) / 2^64), where r is the first two words (the first is the low half). */
+/* Computes low + floor(r * (high - low) / 2^64), where r consists of the first two words. The first word is its low
+ * half. */
 static int randint_(ps_call *call)
 {
     const ps_attrs_randint_ *a = call->attrs;

@@ -1,22 +1,22 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Products of a few rows with a large matrix, which a model computes when it continues a text token by token. Each
- * weight is read once and used once, so memory limits the speed. Threads divide the matrix into pieces of fixed sizes.
- * So sums do not depend on the number of threads, nor on the other rows. */
+ * Products of a few rows with a large matrix, which a model computes when it continues a text token by token.
+ * Each weight is read once and used once, so memory limits the speed. Threads divide the matrix into pieces of
+ * fixed sizes. So sums depend neither on the number of threads nor on the other rows. */
 #include "backend/cpu/gemm.h"
 #include "backend/cpu/simd.h"
 
 enum {
-    DEPTH = PS_FEW_DEPTH,                            /* rows of b [K, N] in a piece; there is a partial sum for each
-                                                      * piece */
-    WIDTH = 4096,                                    /* columns in a piece, so that the sums of all rows stay in L1 */
+    DEPTH = PS_FEW_DEPTH,                            /* rows of b [K, N] per piece; each piece has its own partial
+                                                      * sum */
+    WIDTH = 4096,                                    /* columns per piece, so that the sums of all rows stay in L1 */
     SUMS = 512,                                      /* number of partial sums that a thread computes at a time */
-    OUTPUTS = 32,                                    /* rows of b [N, K] in a piece */
+    OUTPUTS = 32,                                    /* rows of b [N, K] per piece */
     LINES = 4                                        /* number of streams, each of which reads one quarter of a piece */
 };
 
-/* Memory is faster with a few streams than with one. It is faster still if each stream continues line by line for
- * several pages, and the streams are far from each other. A piece of n lines is read as LINES quarters. Step t reads
- * the lines t + i * quarter(n), i = 0 .. lines_at(n, t) - 1. */
+/* Memory is faster with a few streams than with one. It is faster still if each stream reads consecutive lines over
+ * several pages, and if the streams are far from each other. A piece of n lines is read as LINES quarters. Step t
+ * reads the lines t + i * quarter(n), i = 0 .. lines_at(n, t) - 1. */
 static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
 static int64_t quarter(int64_t n) { return (n + LINES - 1) / LINES; }
@@ -25,12 +25,12 @@ static int64_t lines_at(int64_t n, int64_t t) { return (n - t + quarter(n) - 1) 
  * belongs to the next piece. */
 static int64_t to_next(int64_t n, int64_t t) { return t + 1 < quarter(n) ? 1 : n - quarter(n) + 1; }
 
-/* Prefetches bytes that are read with the next lines, because lines are too short for the processor to predict the
- * next one. */
+/* Prefetches bytes of the lines that are read next, because lines are too short for the processor to predict the
+ * next line. */
 SIMD void ahead(const char *p) { __builtin_prefetch(p, 0, 3); }
 
-/* Runs body(.., T) with the type of g->b as constant T. Used inside parallel regions, because the compiler makes a
- * separate function of each region, in which an outer constant would be a variable. */
+/* Runs body(.., T), where the constant T stands for the type of g->b. It must be used inside parallel regions,
+ * because the compiler makes a separate function of each region, in which an outer constant would be a variable. */
 #define BY_TYPE(body, ...) \
     do { \
         if (g->b.dtype == PS_F32) body(__VA_ARGS__, 0); \
@@ -39,18 +39,18 @@ SIMD void ahead(const char *p) { __builtin_prefetch(p, 0, 3); }
     } while (0)
 
 /* -- b [K, N], rows of N neighbours -------------------------------------------------------------------------------- */
-/* Adds to row m of sums, sum + m * apart [n], the value by[m][0] b + by[m][1] (b + ld) + ... of `lines` lines of b,
- * which are ld bytes apart, in this order. Each weight is read and converted to fp32 once for all M rows. next:
- * bytes from there to the lines that are read next, which are prefetched; 0 prefetches nothing. */
+/* Adds by[m][0] b + by[m][1] (b + ld) + ... to row m of sums, which is sum + m * apart [n]. Adds `lines` lines of b,
+ * ld bytes apart, in this order. Reads each weight and converts it to fp32 once for all M rows. next: distance in
+ * bytes from a line to the line to prefetch, which is read next; 0 prefetches nothing. */
 SIMD void add_lines(float *sum, int64_t apart, float by[][LINES], const char *b, int64_t ld, int64_t next, int64_t n,
                     int lines, int M, int T)
 {
 #ifdef __AVX512F__
     enum { MOST = 2, SEVERAL = 2 };
 #else
-    enum { MOST = 2, SEVERAL = 1 };                  /* with several rows, their sums use all registers */
+    enum { MOST = 2, SEVERAL = 1 };                  /* the sums of several rows use all registers */
 #endif
-    int of = M == 1 ? MOST : SEVERAL;                /* vectors of a line that are processed at a time */
+    int of = M == 1 ? MOST : SEVERAL;                /* number of a line's vectors that are processed at a time */
     int64_t size = T == 0 ? 4 : 2, j = 0;
     vf x[PS_FEW_ROWS][LINES];
 #pragma GCC unroll 4
@@ -114,7 +114,8 @@ SIMD void piece_of_rows(const ps_gemm *g, const float *x, float *part, int64_t k
     }
 }
 
-/* Sets c [i .. i + n) to the sum of the pieces' partial sums, in their order. stride: elements of a partial sum. */
+/* Sets c [i .. i + n) to the sum of the pieces' partial sums, added in order. stride: number of elements of a
+ * partial sum. */
 SIMD void add_parts(float *c, const float *part, int64_t i, int64_t n, int64_t pieces, int64_t stride)
 {
     for (int64_t j = i; j < i + n; j += VL) {
@@ -140,7 +141,7 @@ static void by_rows(const ps_gemm *g, const float *x, float *part, float *c)
 }
 
 /* -- b [N, K], rows of K neighbours (out_in) ----------------------------------------------------------------------- */
-/* vf_hsum of four vectors, with the same order of additions. */
+/* Computes vf_hsum of four vectors, with the same order of additions. */
 SIMD void hsum4(float *out, vf a, vf b, vf c, vf d)
 {
 #define HALVES(x, y) \
@@ -157,8 +158,8 @@ SIMD void hsum4(float *out, vf a, vf b, vf c, vf d)
 #undef QUARTERS
 }
 
-/* Computes out [M, LINES] = x [M, K] times LINES lines of b, which are ld bytes apart. next: bytes to the lines that
- * are read next. */
+/* Computes out [M, LINES] = x [M, K] times LINES lines of b, which are ld bytes apart. next: distance in bytes to
+ * the lines that are read next. */
 SIMD void dots(float *out, const float *x, const char *b, int64_t ld, int64_t next, int64_t K, int M, int T)
 {
     int64_t size = T == 0 ? 4 : 2, k = 0;
@@ -195,7 +196,7 @@ SIMD void dots(float *out, const float *x, const char *b, int64_t ld, int64_t ne
     for (int m = 0; m < M; m++) hsum4(out + m * LINES, s[m][0], s[m][1], s[m][2], s[m][3]);
 }
 
-/* Like dots, with one line. */
+/* Like dots, for one row of x and one line of b. */
 SIMD float dot(const float *x, const char *b, int64_t K, int T)
 {
     vf s = vf_zero();

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * Implements the iterator of loop.h: merges dimensions, gathers strided operands into buffers, and pads the last
- * vector. It also copies between layouts: as runs if both sides have them, as tiles if one side is the transpose of the
- * other. */
+ * vector. It also copies between layouts: run by run if both operands have contiguous runs, and tile by tile if
+ * one operand is the transpose of the other. */
 #include "backend/cpu/simd/loop.h"
 
 /* -- set-up -------------------------------------------------------------------------------------------------------- */
@@ -23,7 +23,7 @@ static void swap_dims(loop *l, int a, int b)
     }
 }
 
-static bool mergeable(const loop *l, int d)        /* d and d + 1 */
+static bool mergeable(const loop *l, int d)        /* whether dimensions d and d + 1 can be merged */
 {
     for (int k = 0; k < l->n; k++)
         if (l->op[k].stride[d] != l->op[k].stride[d + 1] * l->shape[d + 1]) return false;
@@ -77,7 +77,7 @@ void loop_init(loop *l, const ps_view *out, int n_in, const ps_view *const *in)
 }
 
 /* -- gather and scatter -------------------------------------------------------------------------------------------- */
-/* Finds the position of flat index `first`: the index in each dimension. Returns the operand's offset in elements. */
+/* Sets `index` to the index of flat position `first` in each dimension. Returns the operand's offset in elements. */
 static int64_t locate(const loop *l, const loop_operand *o, int64_t first, int64_t *index)
 {
     int64_t offset = 0;
@@ -89,8 +89,8 @@ static int64_t locate(const loop *l, const loop_operand *o, int64_t first, int64
     return offset;
 }
 
-/* Called after a run has ended at the end of the last dimension: increments the next dimension, and returns the
- * offset at which the next run begins. */
+/* Moves to the next run after a run that ended at the end of the last dimension. Increments the index of the next
+ * dimension, and returns the offset at which the next run begins. */
 static int64_t next_run(const loop *l, const loop_operand *o, int64_t *index, int64_t start)
 {
     for (int d = l->ndim - 2; d >= 0; d--) {
@@ -102,7 +102,8 @@ static int64_t next_run(const loop *l, const loop_operand *o, int64_t *index, in
     return start;
 }
 
-/* Copies the first element, then twice as many elements each time, because memcpy is fast at any optimisation level. */
+/* Copies the first element, then doubles the number of copied elements each time, because memcpy is fast at any
+ * optimisation level. */
 static void repeat(char *dst, int64_t size, int64_t nbytes)
 {
     for (int64_t have = size; have < nbytes; have *= 2)
@@ -143,8 +144,8 @@ static void repeat(char *dst, int64_t size, int64_t nbytes)
             index[last] = 0, run = l->shape[last]; \
         } \
     } \
-    /* Writes [rows, cols] of the output from an input that contains it transposed, in tiles that read and write
-     * whole lines. */ \
+    /* Writes [rows, cols] of the output from an input that is stored transposed, in tiles whose reads and writes
+     * cover whole lines. */ \
     static void transpose_##T(T *dst, int64_t ld_dst, const T *src, int64_t ld_src, int64_t rows, int64_t cols) \
     { \
         enum { TILE = 64 / sizeof(T) < 16 ? 16 : 64 / sizeof(T) }; \
@@ -237,8 +238,8 @@ void loop_run(const loop *l, loop_fn fn, const void *arg)
 }
 
 /* -- copies -------------------------------------------------------------------------------------------------------- */
-/* Returns the dimension along which the input is contiguous while the output is contiguous along its last one, or -1
- * if this is not a transpose. */
+/* Returns the dimension along which the input is contiguous, provided that the output is contiguous along its last
+ * dimension. Returns -1 if the copy is not a transpose. */
 static int transposed_dim(const loop *l)
 {
     int last = l->ndim - 1;

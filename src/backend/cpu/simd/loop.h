@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The iterator of all elementwise and reducing kernels. A loop processes up to four operands of one shape in row-major
- * order, in blocks. Regardless of their strides, a block function gets plain arrays of a multiple of 16 elements: parts
- * of the operands if these are contiguous, else small buffers. An element never depends on its place in a block. So
- * results depend neither on blocks nor on threads. */
+ * The iterator of all elementwise and reducing kernels. A loop processes up to four operands of one shape in
+ * row-major order, in blocks. A block function gets plain arrays of a multiple of 16 elements for any strides:
+ * parts of the operands if these are contiguous, otherwise small buffers. An element's result never depends on
+ * its position in a block, so results depend neither on blocks nor on threads. */
 #ifndef PS_CPU_LOOP_H
 #define PS_CPU_LOOP_H
 #include "backend/cpu/cpu.h"
@@ -13,8 +13,8 @@ enum { LOOP_OPS = 4, LOOP_BLOCK = 1024, LOOP_FLAT_BLOCK = 8192 };
 typedef struct loop_operand {
     char *data;
     int64_t size;                     /* bytes per element */
-    int64_t stride[PS_MAX_DIMS];      /* strides in elements, over the loop's own dimensions */
-    bool flat;                        /* the whole operand is one row-major array of the loop's shape */
+    int64_t stride[PS_MAX_DIMS];      /* strides in elements, one for each dimension of the loop */
+    bool flat;                        /* whether the whole operand is one row-major array of the loop's shape */
 } loop_operand;
 
 /* A loop over elements. Dimensions of size 1 are dropped, and dimensions with the same layout in all operands are
@@ -25,7 +25,7 @@ typedef struct loop {
     loop_operand op[LOOP_OPS];
 } loop;
 
-/* Processes n elements, a positive multiple of 16. p[0] is where results are written; p[1..] are inputs. */
+/* Processes n elements, a positive multiple of 16. Writes results to p[0]; p[1..] are inputs. */
 typedef void (*loop_fn)(void *const *p, int64_t n, const void *arg);
 
 #define loop_init PS_ISA_FN(ps_loop_init)
@@ -33,17 +33,17 @@ typedef void (*loop_fn)(void *const *p, int64_t n, const void *arg);
 #define loop_copy PS_ISA_FN(ps_loop_copy)
 #define loop_fill_copies PS_ISA_FN(ps_cpu_fill_copies)
 
-/* Sets up a loop with the shape of `out`, to which inputs are broadcast. */
+/* Sets up a loop with the shape of `out`. Broadcasts inputs to this shape. */
 void loop_init(loop *l, const ps_view *out, int n_in, const ps_view *const *in);
 void loop_run(const loop *l, loop_fn fn, const void *arg);
-/* Copies src, broadcast, to dst. Both have elements of the same size. */
+/* Broadcasts src to dst. Both have elements of the same size. */
 void loop_copy(const ps_view *dst, const ps_view *src);
 /* elementwise_copy.c: enters kernels of copies, casts, fills and random numbers. */
 void loop_fill_copies(ps_kernel *k);
 
 SIMD bool is_lane_type(int dtype) { return dtype == PS_F32 || dtype == PS_BF16 || dtype == PS_F16; }
 
-/* The larger and the smaller value; NaN if either is NaN. */
+/* Return the larger and the smaller value, or NaN if either value is NaN. */
 SIMD vf vf_max_nan(vf a, vf b) { return vf_select(a != a, a, vf_max(a, b)); }
 SIMD vf vf_min_nan(vf a, vf b) { return vf_select(a != a, a, vf_min(a, b)); }
 #endif

@@ -1,17 +1,19 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Softmax, log-softmax and cross-entropy over rows of fp32, bf16 or fp16; compiled once per instruction set.
- * A row is read in blocks that fit the first-level cache: block maximum, then exponentials below the largest value seen
- * so far and their sum; when the largest value grows, the sum is scaled. Exponentials of rows up to KEEP long are kept
- * in fp32, so that each is computed once. A NaN in a row makes the row's results NaN. Rows never depend on one another,
- * sums of losses run over rows in order in fp64, and so no result depends on the thread count. */
+ * Softmax, log-softmax and cross-entropy over rows of fp32, bf16 or fp16; compiled once per instruction set. A
+ * row is read in blocks that fit the first-level cache. For each block, the kernel finds the block's maximum, and
+ * then computes exponentials relative to the largest value so far, and their sum. If the largest value grows, the
+ * previous sum is scaled. The exponentials of rows with up to KEEP elements are kept in fp32, so that each is
+ * computed once. A NaN in a row makes the row's results NaN. Rows are independent of each other, and losses are
+ * added over rows in order in fp64, so no result depends on the thread count. */
 #define PS_ANY_LANES                    /* sums always have sixteen lanes (operand.h) */
 #include "backend/cpu/simd/operand.h"
 
-enum { BLOCK = 2048, KEEP = 1 << 16 };   /* elements of a block; elements of a row whose exponentials are stored,
-                                          * which needs at most 256 KiB of stack */
+enum { BLOCK = 2048, KEEP = 1 << 16 };   /* BLOCK: elements per block. KEEP: number of a row's elements whose
+                                          * exponentials are stored, which needs at most 256 KiB of stack. */
 
-/* Computes e^x for x <= 0 (in fact below 88), and 0 below -86. A NaN stays NaN. x = n ln2 + r, with a polynomial in
- * r of degree 5. The relative error is below 2e-7 for x > -20, where the mass of a softmax is. */
+/* Computes e^x for x <= 0 (in fact below 88). The result is 0 below -86, and a NaN stays NaN. Splits x = n ln2 + r,
+ * and uses a polynomial in r of degree 5. The relative error is below 2e-7 for x > -20, where most of a softmax's
+ * sum comes from. */
 SIMD vf exp_below(vf x)
 {
     const vf magic = vf_set(12582912.0f);                     /* adding 1.5 * 2^23 rounds to an integer */
@@ -30,8 +32,8 @@ SIMD vf exp_below(vf x)
     return (vf)(~(x < vf_set(-86.0f)) & (vi)y);
 #endif
 }
-/* Returns the largest of n > 0 values. Floats that are read as integers keep their order if the lower bits of
- * negative ones are inverted. So the compiler can use vectors, and half types need no conversion. NaN counts as
+/* Returns the largest of n > 0 values. Compares floats as integers, which have the same order if the lower bits of
+ * negative floats are inverted. So the compiler can use vectors, and half types need no conversion. NaN counts as
  * largest or smallest. Without the pragma, -O2 does not vectorise a loop of unknown length. */
 #define PS_BLOCK_MAX(type, mask) \
     const type *p = (const type *)x + first; \
@@ -59,8 +61,8 @@ SIMD float block_max(const void *x, int64_t first, int64_t n, int dtype)
     return dtype == PS_F32 ? block_max_f32(x, first, n) : block_max_half(x, first, n, dtype);
 }
 
-/* Prefetches 2 PAIR elements of the next block. Otherwise the search for its maximum would run at the speed of
- * memory. */
+/* Prefetches 2 PAIR elements of the next block. Without this, memory would limit the speed of the search for the
+ * block's maximum. */
 SIMD void fetch_next(const void *x, int64_t i, int dtype)
 {
     __builtin_prefetch(ps_at(x, i + BLOCK, dtype));
@@ -69,8 +71,8 @@ SIMD void fetch_next(const void *x, int64_t i, int dtype)
     __builtin_prefetch(ps_at(x, i + BLOCK + PAIR / 2, dtype));
     __builtin_prefetch(ps_at(x, i + BLOCK + PAIR + PAIR / 2, dtype));
 }
-/* Returns the sum of e^(x - m) over n values. Unless `keep` is NULL, stores the exponentials there in the order of
- * pairs; for fp32 it can be x. */
+/* Returns the sum of e^(x - m) over n values. If `keep` is not NULL, stores the exponentials in `keep` in the order
+ * of pairs. For fp32, `keep` can be x. */
 SIMD float block_exp(const void *x, int64_t first, int64_t n, float m, float *keep, int dtype)
 {
     vf s0[PARTS] = { { 0 } }, s1[PARTS] = { { 0 } }, s2[PARTS] = { { 0 } }, s3[PARTS] = { { 0 } }, mm = vf_set(m);
@@ -92,7 +94,8 @@ SIMD float block_exp(const void *x, int64_t first, int64_t n, float m, float *ke
             s0[j] += u.a, s1[j] += u.b, e[j] = u;
         }
         if (keep && dtype != PS_BF16) vp_row_put(keep, i, last, e, PS_F32);
-        else if (keep) EACH_PART(j) vp_store(keep + i, j, e[j]);         /* bf16: `keep` has room for it */
+        else if (keep) EACH_PART(j) vp_store(keep + i, j, e[j]);         /* for bf16, `keep` has space for the whole
+                                                                          * part */
     }
     EACH_PART(j) s0[j] = (s0[j] + s1[j]) + (s2[j] + s3[j]);
     return sum_lanes(s0);
@@ -104,7 +107,7 @@ struct row {
     double sum;                       /* the sum of e^(x - max) */
     float block_max[KEEP / BLOCK];    /* maximum to which each block's stored exponentials are relative */
 };
-/* at: the largest element before element `at` is also stored, in row.before; -1: it is not stored. */
+/* Scans a row. Also stores the largest element before element `at` in row.before, unless `at` is -1. */
 SIMD void scan_row(struct row *w, const void *x, int64_t V, float *keep, int64_t at, int dtype)
 {
     float m = -INFINITY;
@@ -121,15 +124,15 @@ SIMD void scan_row(struct row *w, const void *x, int64_t V, float *keep, int64_t
             w->sum *= exp((double)m - top);
             m = top;
         }
-        float base = m == -INFINITY ? 0.0f : m;              /* there was no finite element yet, so any base results
-                                                              * in zeros */
+        float base = m == -INFINITY ? 0.0f : m;              /* without a finite element so far, every base yields
+                                                              * zeros */
         if (keep) w->block_max[first / BLOCK] = base;
         w->sum += block_exp(x, first, n, base, keep, dtype);
     }
     w->max = m;
 }
-/* Returns true if `logit` is the first largest element of the row, of which scan_row has read the elements before
- * it. */
+/* Returns true if `logit` is the first of the row's largest elements. scan_row has found the largest element before
+ * `logit`. */
 SIMD bool is_hit(const struct row *w, float logit)
 {
     return logit == w->max && w->before < logit && w->sum == w->sum && logit < INFINITY;
@@ -175,9 +178,9 @@ SIMD void row_exp(void *y, const void *x, int64_t V, float base, float factor, i
     for (; i + PAIR <= V; i += PAIR) exp_pair(y, x, i, i + PAIR, m, f, dtype);
     if (i < V) exp_pair(y, x, i, V, m, f, dtype);
 }
-/* Computes y = softmax(x) * scale; y can be x. keep: memory for V floats, which can be y for fp32, or NULL. Returns
- * the row's log-sum-exp. For element `want` (-1: none), *at is the fp32 result, and *hit is whether it is the first
- * largest element. */
+/* Computes y = softmax(x) * scale; y can be x. Returns the row's log-sum-exp. keep: NULL, or memory for V floats,
+ * which can be y for fp32. want: an element, or -1. For this element, *at is the fp32 result, and *hit tells whether
+ * it is the first of the largest elements. */
 SIMD double softmax_row(void *y, const void *x, int64_t V, float *keep, float scale, int64_t want, float *at, bool *hit,
                         int dtype)
 {
@@ -260,7 +263,8 @@ SIMD void log_softmax_body(void *y, const void *x, int64_t V, int dtype)
 {
     struct row w;
     scan_row(&w, x, V, NULL, -1, dtype);
-    vf m = vf_set(w.max), l = vf_set((float)log(w.sum));     /* two steps, because x - max is exact where it matters */
+    vf m = vf_set(w.max), l = vf_set((float)log(w.sum));     /* subtracted in two steps, because x - max is exact
+                                                              * where it matters */
     int64_t i = 0;
     for (; i + PAIR <= V; i += PAIR) log_pair(y, x, i, i + PAIR, m, l, dtype);
     if (i < V) log_pair(y, x, i, V, m, l, dtype);
@@ -272,7 +276,7 @@ static void log_softmax_any(void *y, const void *x, int64_t V, int dtype)
 
 static bool usable(const ps_view *v) { return is_lane_type(v->dtype) && view_flat(v); }
 
-/* Computes y's rows from x's. */
+/* Calls `row` for each row of x, which computes a row of y. */
 static int by_row(ps_call *call, void (*row)(void *, const void *, int64_t, int))
 {
     const ps_view *x = &call->in[0];
@@ -288,7 +292,7 @@ static int by_row(ps_call *call, void (*row)(void *, const void *, int64_t, int)
 static int softmax(ps_call *call) { return by_row(call, softmax_any); }
 static int log_softmax(ps_call *call) { return by_row(call, log_softmax_any); }
 
-/* Computes dx = y * (dy - sum(y * dy)) or, for the logarithm, dy - exp(y) * sum(dy). */
+/* Computes dx = y * (dy - sum(y * dy)), or for log-softmax dx = dy - exp(y) * sum(dy). */
 SIMD void slope_sums(const void *y, const void *dy, int64_t i, int64_t end, vf *s0, vf *s1, int log_form, int dtype)
 {
     EACH_PART(j) {
@@ -350,7 +354,7 @@ static int softmax_backward(ps_call *call) { return backward(call, 0); }
 static int log_softmax_backward(ps_call *call) { return backward(call, 1); }
 
 /* -- cross-entropy ----------------------------------------------------------------------------------------------- */
-/* Returns the number of rows that count, or PS_ERANGE if a target is neither a class nor ignore_index. */
+/* Returns the number of rows that are not ignored, or PS_ERANGE if a target is neither a class nor ignore_index. */
 static int64_t count_targets(const ps_view *target, int64_t V, int64_t ignore_index)
 {
     int64_t count = 0;
@@ -364,7 +368,7 @@ static int64_t count_targets(const ps_view *target, int64_t V, int64_t ignore_in
     }
     return count;
 }
-/* target -1: the row is ignored, and is not a hit. */
+/* If target is -1, the row is ignored and is not a hit. */
 SIMD void lse_row(const void *x, int64_t V, int64_t target, double *lse, bool *hit, int dtype)
 {
     struct row w;
@@ -383,7 +387,7 @@ static int cross_entropy(ps_call *call)
         return PS_EUNSUP;
     int64_t count = call->dry ? 0 : count_targets(target, V, a->ignore_index);
     if (count < 0) return (int)count;
-    double *each = call->scratch(call, (size_t)(rows + 1) * sizeof *each);   /* losses by row */
+    double *each = call->scratch(call, (size_t)(rows + 1) * sizeof *each);   /* one loss per row */
     if (!each) return PS_ENOMEM;
     if (call->dry) return 0;
 #pragma omp parallel for schedule(static) reduction(+ : hits) if (x->numel >= PS_PAR_MIN)
@@ -447,7 +451,7 @@ static double dot_mass(const void *x, const float *mass, int64_t words, int dtyp
     for (int64_t v = 0; v < words; v++) sum += (double)mass[v] * (double)ps_get_one(x, v, dtype);
     return sum;
 }
-/* t: column of the target, or -1. */
+/* t: column of the target, or -1 if no column is the target. */
 SIMD void top_and_sum(const void *x, int64_t words, int64_t t, float *top, float *sum, int dtype)
 {
     struct row w;
@@ -479,13 +483,14 @@ static int logit_stats(ps_call *call)
     return 0;
 }
 
-/* Reads row r of all ranks' stats [t, kinds, N]. hit: the target's logit is the first largest. */
+/* Combines row r of all ranks' stats [t, kinds, N]. hit: whether the target's logit is the first of the largest
+ * logits. */
 struct all_words { double top, sum, target, dot; bool hit; };
 static struct all_words of_all(const ps_view *stats, int64_t r)
 {
     int64_t kinds = stats->shape[1], N = stats->shape[2];
     struct all_words s = { -INFINITY, 0, 0, 0, false };
-    bool first = true;                                       /* no rank so far has the largest logit */
+    bool first = true;                                       /* whether no previous rank has the largest logit */
     for (int64_t i = 0; i < stats->shape[0]; i++) {
         const float *mine = (const float *)stats->data + i * kinds * N + r;
         s.top = mine[0] > s.top ? mine[0] : s.top;
@@ -503,7 +508,7 @@ static struct all_words of_all(const ps_view *stats, int64_t r)
     if (s.sum != s.sum) s.hit = false;
     return s;
 }
-/* Sets y to x's gradient; y can be x. t: column of the target, or -1. */
+/* Sets y to the gradient of x; y can be x. t: column of the target, or -1 if no column is the target. */
 SIMD void logit_row(void *y, const void *x, int64_t words, int64_t t, const struct all_words *s, const float *share,
                     const float *mass, int dtype)
 {

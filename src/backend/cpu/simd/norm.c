@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Layer norm and RMS norm for contiguous fp32, bf16 and fp16; compiled once per instruction set and entered
- * into the table by the fill function at the end.
- * Invariants: all arithmetic in fp32; sums over a row run in 4 x 16 lanes in a fixed order; the sums over rows (dw, db)
- * are taken in blocks of ROW_BLOCK rows whose partial sums are added in order, so that neither the thread count nor the
- * instruction set changes a bit. Weights are copied to fp32 rows padded with zeros to whole pairs of vectors. */
+ * Layer norm and RMS norm for contiguous fp32, bf16 and fp16; compiled once per instruction set. The fill
+ * function at the end of the file enters the kernels into the table. Invariants: all arithmetic is in fp32. A row
+ * is summed in 4 x 16 lanes in a fixed order. The sums over rows (dw, db) are computed in blocks of ROW_BLOCK
+ * rows, and the blocks' partial sums are added in order. So neither the thread count nor the instruction set
+ * changes a bit. Weights are copied to fp32 rows, which are padded with zeros to whole pairs of vectors. */
 #define PS_ANY_LANES                    /* sums always have sixteen lanes (operand.h) */
 #include "backend/cpu/simd/operand.h"
 
@@ -13,12 +13,13 @@ struct norm {
     int dtype, rms, want_w;
     int64_t rows, C, Cp;              /* Cp: C rounded up to whole pairs of vectors */
     double eps;
-    const void *x, *dy, *add;         /* [rows, C] of dtype; add can be NULL and can be dx */
+    const void *x, *dy, *add;         /* [rows, C] of dtype; add can be NULL, or equal to dx */
     void *y, *dx;                     /* [rows, C] of dtype; dx can be NULL */
-    const float *w, *b;               /* [Cp] in the order of pairs, with zeros after the C elements */
-    float *mean, *rstd;               /* [rows] can be NULL in forward; mean is NULL for RMS norm */
+    const float *w, *b;               /* [Cp] in the order of pairs; zeros follow the C elements */
+    float *mean, *rstd;               /* [rows]; both can be NULL in forward; mean is NULL for RMS norm */
     float *dw, *db;                   /* [blocks, Cp] partial sums in the order of pairs */
-    float exists[PAIR];               /* a row's last pair: 1 for the row's elements, 0 after its end */
+    float exists[PAIR];               /* for a row's last pair: 1 for the row's elements, 0 for elements after its
+                                       * end */
 };
 
 SIMD float row_sum(const void *x, int64_t C, int dtype)
@@ -69,8 +70,8 @@ SIMD float row_squares(const struct norm *n, const void *x, float mean, float *r
     return sum_lanes(s0);
 }
 
-/* Processes a block of a row. `end` is i + PAIR, except for the last block of a row whose length is not a multiple
- * of PAIR. */
+/* Processes a block of a row. `end` is i + PAIR, except in the last block of a row whose length is not a multiple of
+ * PAIR. */
 SIMD void out_block(const struct norm *n, void *y, const void *x, int64_t i, int64_t end, vf m, vf s, int dtype)
 {
     vp out[PARTS];
@@ -84,16 +85,16 @@ SIMD void out_block(const struct norm *n, void *y, const void *x, int64_t i, int
 SIMD void forward_out(const struct norm *n, int64_t r, float mean, float rstd, int dtype)
 {
     int64_t C = n->C, i = 0;
-    const struct norm at = { .w = n->w, .b = n->b };         /* a copy, whose pointers are different from those of
-                                                              * the results */
+    const struct norm at = { .w = n->w, .b = n->b };         /* a copy, so that stores of results cannot change its
+                                                              * pointers */
     const void *x = ps_at(n->x, r * C, dtype);
     void *y = ps_at(n->y, r * C, dtype);
     vf m = vf_set(mean), s = vf_set(rstd);
     for (; i + PAIR <= C; i += PAIR) out_block(&at, y, x, i, i + PAIR, m, s, dtype);
     if (i < C) out_block(&at, y, x, i, C, m, s, dtype);
 }
-/* Computes up to GROUP rows. They go through the stages together, so that the sums of one row overlap the final
- * additions of another. */
+/* Computes up to GROUP rows. All rows pass through each stage together, so that one row's sums overlap another row's
+ * final additions. */
 SIMD void forward_rows(const struct norm *n, int64_t first, int64_t last, int dtype)
 {
     float mean[GROUP] = { 0 }, rstd[GROUP];
@@ -116,7 +117,7 @@ SIMD void forward_rows(const struct norm *n, int64_t first, int64_t last, int dt
 }
 
 /* -- backward: with g = dy * w, dx = rstd * (g - mean(g) - xhat * mean(g * xhat)); RMS norm has no mean(g) ------- */
-/* A row in backward, and the values that are the same for all of its elements. */
+/* A row in backward, with the values that are the same for all its elements. */
 struct slope { const void *x, *dy, *add; const float *w; float *dw, *db; vf mean, rstd; };
 SIMD struct slope slope_of(const struct norm *n, int64_t r, float *dw, float *db, int dtype)
 {
@@ -130,7 +131,8 @@ SIMD void sums_block(const struct slope *s, int64_t i, int64_t end, vf *g0, vf *
     EACH_PART(j) {
         vp u = vp_row_get(s->x, i, end, j, 0.0f, dtype), d = vp_row_get(s->dy, i, end, j, 0.0f, dtype);
         vp w = vp_load(s->w + i, j);
-        u.a = (u.a - s->mean) * s->rstd, u.b = (u.b - s->mean) * s->rstd;    /* xhat; d is 0 after the end of the row */
+        u.a = (u.a - s->mean) * s->rstd, u.b = (u.b - s->mean) * s->rstd;    /* u becomes xhat; d is 0 after the end
+                                                                              * of the row */
         w.a *= d.a, w.b *= d.b;
         g0[j] += w.a, g1[j] += w.b;
         gx0[j] = vf_fma(w.a, u.a, gx0[j]), gx1[j] = vf_fma(w.b, u.b, gx1[j]);
@@ -256,7 +258,8 @@ static int norm_forward(ps_call *call, int rms, double eps)
     return 0;
 }
 
-/* Sets out [C] to the sum of the partial sums [blocks, Cp] in their order, computed in the first of them. */
+/* Sets out [C] to the sum of the partial sums [blocks, Cp], added in order. The sum overwrites the first partial
+ * sum. */
 static void sum_blocks(ps_view *out, float *part, int64_t blocks, const struct norm *n)
 {
     for (int64_t k = 1; k < blocks; k++)

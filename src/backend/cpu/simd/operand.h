@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * Shared by the row-wise and flat kernels (norm, dropout, loss, reduce, table, optim), in addition to simd.h and
- * loop.h. It reads operands one element at a time or in pairs of sixteen lanes, and has the switch that makes a
- * run-time type a constant. Only these kernels include it. */
+ * loop.h. It has functions that read operands one element at a time or in pairs of sixteen lanes, and a switch
+ * that turns a run-time type into a constant. Only these kernels include it. */
 #ifndef PS_CPU_SIMD_OPERAND_H
 #define PS_CPU_SIMD_OPERAND_H
 #include <stdbool.h>
@@ -21,7 +21,7 @@ static inline int ps_check_indices(const ps_view *index, int64_t n)
         const int32_t *p = index->data;
         for (int64_t i = 0; i < index->numel; i++) bad |= p[i] < 0 || p[i] >= n;
     } else {
-        const uint64_t *p = index->data;           /* the uppermost bit of a | b tells if a or b is below 0 */
+        const uint64_t *p = index->data;           /* the top bit of a | b is set if a or b is below 0 */
         _Pragma("omp simd reduction(| : bad)")
         for (int64_t i = 0; i < index->numel; i++) bad |= p[i] | ((uint64_t)n - 1 - p[i]);
         bad >>= 63;
@@ -37,7 +37,7 @@ static inline int ps_check_indices(const ps_view *index, int64_t n)
 /* Returns the size of the last dimension, 1 for a scalar. */
 static inline int64_t ps_last_dim(const ps_view *v) { return v->ndim > 0 ? v->shape[v->ndim - 1] : 1; }
 
-/* Writes one element of a vector type like vf_put. */
+/* Like vf_put, but writes a single element of a vector type. */
 static inline void ps_put_one(void *p, int64_t i, int dtype, float v)
 {
     if (dtype == PS_F32) ((float *)p)[i] = v;
@@ -57,13 +57,13 @@ static inline void *ps_at(const void *p, int64_t i, int dtype)
 }
 
 /* -- pairs of sixteen lanes: 32 elements -----------------------------------------------------------------------------
- * Rows are processed in blocks of PAIR elements: two vectors `a` and `b` of sixteen lanes each, whatever vectors the
- * machine has. A block consists of PARTS pairs of vectors; part j has the lanes from j * VL on of both. A bf16 block
- * is read as 16 words of two elements each: `a` gets the even elements (the lower halves of the words), and `b` the
- * odd ones. This costs half as much as widening in order. For other types `a` gets the first 16 elements and `b` the
- * next 16. Kernels that treat all elements in the same way need not know this. pair_place returns the position of
- * element i of a row in an fp32 row of pairs. Sums have an accumulator for each lane of `a` and `b`, so their order
- * is the same with all vectors. */
+ * Rows are processed in blocks of PAIR elements, as two vectors `a` and `b` of sixteen lanes each, whatever the
+ * machine's vector size is. A block consists of PARTS pairs of vectors; part j has VL lanes of `a` and of `b`, from
+ * lane j * VL on. A bf16 block is read as 16 words of two elements each: `a` gets the even elements (the lower
+ * halves of the words), and `b` the odd elements. This costs half as much as widening in order. For other types `a`
+ * gets the first 16 elements and `b` the next 16. Kernels that treat all elements in the same way do not depend on
+ * this order. pair_place returns the position of a row's element i in an fp32 row of pairs. Sums have an accumulator
+ * for each lane of `a` and `b`, so the order of additions does not depend on the vector size. */
 enum { PAIR = 32, PARTS = 16 / VL };
 typedef struct vp { vf a, b; } vp;
 #define EACH_PART(j) _Pragma("GCC unroll 4") for (int j = 0; j < PARTS; j++)
@@ -80,9 +80,9 @@ SIMD vp vp_get(const void *p, int64_t i, int j, int dtype)
     memcpy(&u, (const uint16_t *)p + i + 2 * VL * j, sizeof u);
     return (vp){ (vf)(u << 16), (vf)(u & 0xffff0000u) };
 }
-/* Stores part j. bf16 is rounded to nearest even without a check for unusual NaNs: NaNs whose upper bits are all
- * ones and whose lower bits are partly ones would not stay NaN. Arithmetic on bf16 and on canonical NaNs never makes
- * them. */
+/* Stores part j. Rounds bf16 to nearest even without a check for unusual NaNs. A NaN whose upper bits are all ones,
+ * and whose lower bits are not all zeros, would not stay NaN. Arithmetic on bf16 and on canonical NaNs never
+ * produces such a NaN. */
 SIMD void vp_put(void *p, int64_t i, int j, int dtype, vp v)
 {
     if (dtype != PS_BF16) {
@@ -96,8 +96,9 @@ SIMD void vp_put(void *p, int64_t i, int j, int dtype, vp v)
     a |= b;
     memcpy((uint16_t *)p + i + 2 * VL * j, &a, sizeof a);
 }
-/* For a row that ends n < 32 elements after i. When loading, elements after its end are `pad`; when storing, their
- * memory does not change. These functions are not inlined, because they run at most once per row. */
+/* Load and store the end of a row that ends n < 32 elements after i. When loading, elements after the row's end are
+ * `pad`; when storing, memory after the row's end does not change. These functions are not inlined, because they run
+ * at most once per row. */
 static __attribute__((noinline, unused)) void vp_tail_get(vp *v, const void *p, int64_t i, int j, int dtype, int64_t n,
                                                           float pad)
 {
@@ -112,7 +113,7 @@ static __attribute__((noinline, unused)) void vp_tail_put(void *p, int64_t i, in
     EACH_PART(j) vp_put(buf, 0, j, dtype, v[j]);
     memcpy(ps_at(p, i, dtype), buf, (size_t)(n * (dtype == PS_F32 ? 4 : 2)));
 }
-/* Returns part j of elements i .. i + 31 of a row of n elements, with `pad` after its end. */
+/* Returns part j of elements i .. i + 31 of a row of n elements. Elements after the row's end are `pad`. */
 SIMD vp vp_row_get(const void *p, int64_t i, int64_t n, int j, float pad, int dtype)
 {
     if (i + PAIR <= n) return vp_get(p, i, j, dtype);
@@ -141,7 +142,8 @@ SIMD float sum_lanes(const vf *given)
     EACH_PART(j) s[j] = given[j];
     if (PARTS == 4) s[0] += s[PARTS / 2], s[PARTS / 4] += s[PARTS - 1];
     if (PARTS >= 2) s[0] += s[PARTS == 4 ? 1 : PARTS - 1];
-#if defined(__SSE2__)                          /* Explicit, because GCC's -O2 would add lane by lane, through memory. */
+#if defined(__SSE2__)                          /* The additions are explicit, because GCC's -O2 would add lane by
+                                                * lane, through memory. */
 #if defined(__AVX512F__)
     __m256 y = _mm256_add_ps(_mm512_castps512_ps256((__m512)s[0]), _mm512_extractf32x8_ps((__m512)s[0], 1));
     __m128 x = _mm_add_ps(_mm256_castps256_ps128(y), _mm256_extractf128_ps(y, 1));
@@ -161,7 +163,8 @@ SIMD float sum_lanes(const vf *given)
 #endif
 }
 
-/* Calls body(args..., PS_F32) and so on. Bodies are always_inline, so the type is a constant in them. */
+/* Calls body(args..., PS_F32) or body for another vector type. Bodies are always_inline, so the type is a constant
+ * in them. */
 #define PS_BY_VEC(dtype, body, ...) \
     do { \
         if ((dtype) == PS_F32) body(__VA_ARGS__, PS_F32); \

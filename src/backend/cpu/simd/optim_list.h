@@ -1,17 +1,18 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Shared by the optimizers (optim.c, update.c): lists of tensors as one range of units that the threads share, so that
- * a list of small tensors costs one fork, and masters that are kept as remainders. Included after operand.h. */
+ * Shared by the optimizers (optim.c, update.c): lists of tensors as one range of units, and masters that are kept
+ * as remainders. The range is divided among the threads, so that a list of small tensors costs one fork. Included
+ * after operand.h. */
 #ifndef PS_CPU_OPTIM_LIST_H
 #define PS_CPU_OPTIM_LIST_H
 #include <omp.h>
 
 enum { UNIT = 4096 };
 
-/* One tensor of a list: param, master, grad and states. A missing operand is NULL. */
+/* One tensor of a list: param, master, grad and states. The pointer of an absent operand is NULL. */
 struct item {
     void *param;                      /* NULL if the parameter is its own master */
     float *master;
-    uint16_t *low;                    /* remainders, used instead of a master */
+    uint16_t *low;                    /* remainders, which are used instead of a master */
     void *state[PS_MAX_STATES];
     const void *grad;
     int64_t numel;
@@ -28,8 +29,8 @@ static inline void count_units(struct work *w)
     for (int i = 0; i < w->n; i++) w->unit[i + 1] = w->unit[i] + (w->item[i].numel + UNIT - 1) / UNIT;
 }
 
-/* Fills w from groups of `each` inputs (param, master, grad and states, of any types). Returns false if an operand
- * is not supported by these files. */
+/* Fills w from groups of `each` inputs: param, master, grad and states, of any types. Returns false if the kernels
+ * that include this file do not support an operand. */
 static inline bool collect_any(const ps_call *call, int each, struct work *w)
 {
     w->n = call->n_in / each;
@@ -49,7 +50,7 @@ static inline bool collect_any(const ps_call *call, int each, struct work *w)
     return true;
 }
 
-/* Like collect_any, but each state must have this type and the parameter's numel, or be the master. */
+/* Like collect_any, but requires that each state has this type and the parameter's numel, or is the master. */
 static inline bool collect_alike(const ps_call *call, int each, int dtype, struct work *w)
 {
     for (int i = 0; i + each <= call->n_in; i += each)
@@ -87,8 +88,8 @@ SIMD void vu_store_low(uint16_t *p, vu u)                /* stores the lower hal
 #endif
     memcpy(p, &h, sizeof h);
 }
-/* Loads or stores the master of elements i .. i + VL - 1. form: PS_REMAINDER, or the type of a parameter that has an
- * fp32 master. */
+/* Load or store the master of elements i .. i + VL - 1. form: PS_REMAINDER, or the type of a parameter with an fp32
+ * master. */
 enum { PS_REMAINDER = 100 };
 SIMD vf master_get(const struct item *it, int64_t i, int form)
 {
@@ -126,7 +127,7 @@ struct tail {
     float master[VL];
     uint16_t low[VL];
 };
-/* state_nbytes: bytes per element of each of up to two states, 0 if the state does not exist. */
+/* state_nbytes: bytes per element of each of up to two states, 0 for a state that does not exist. */
 static __attribute__((noinline, unused)) void tail_get(struct tail *t, const struct item *it, int64_t i, int n,
                                                        const int *state_nbytes)
 {

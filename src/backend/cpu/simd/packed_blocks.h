@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Shared by packed.c and packed_int8.c, the dot products of rows of packed weights with floats and with integers. */
+ * Shared by packed.c and packed_int8.c, which compute dot products of rows of packed weights with floats and with
+ * integers. */
 #ifndef PS_CPU_PACKED_BLOCKS_H
 #define PS_CPU_PACKED_BLOCKS_H
 #include "backend/cpu/packed.h"
@@ -7,9 +8,10 @@
 #include "base/blocks.h"
 
 enum {
-    W = PARTS,                                       /* vectors of 16 lanes */
-    LINES = 4,                                       /* rows of the matrix that are read at a time, as streams */
-    OUTPUTS = 32                                     /* rows of the matrix in a piece */
+    W = PARTS,                                       /* number of vectors that hold 16 lanes */
+    LINES = 4,                                       /* number of the matrix's rows that are read at a time, as
+                                                      * streams */
+    OUTPUTS = 32                                     /* rows of the matrix per piece */
 };
 
 /* Returns the fp16 number at s, which need not be aligned. */
@@ -24,8 +26,8 @@ static inline float half_at(const uint8_t *s)
 #endif
 }
 
-/* Returns the number of parts, of 32 values each, of a block of type T. T is a constant, so that loops over the parts
- * have constant offsets and shifts. */
+/* Returns the number of parts in a block of type T. A part has 32 values. T is a constant, so that loops over the
+ * parts have constant offsets and shifts. */
 SIMD int parts_of(int T)
 {
     return T == PS_Q4_K || T == PS_Q5_K || T == PS_Q6_K ? 8 : T == PS_NF4 ? 2 : 1;

@@ -1,19 +1,19 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Reductions, running sums and topk. Sums are fp32 over blocks of a fixed size, and blocks are added in their order (in
- * double along a row), so neither the number of threads nor the instruction set shows. There are kernels for two
- * layouts: rows (the reduced dimension is contiguous) and columns (the kept dimension is contiguous, as in the gradient
- * of a bias). Any other layout is first copied into rows. Integers are summed along rows; ref does all other reductions
- * of integers. */
+ * Reductions, running sums and topk. Sums are fp32 over blocks of a fixed size, and blocks are added in order (in
+ * double along a row), so the bits depend neither on the number of threads nor on the instruction set. There are
+ * kernels for two layouts: rows (the reduced dimension is contiguous) and columns (the kept dimension is
+ * contiguous, as in the gradient of a bias). Any other layout is first copied into rows. Integers are summed
+ * along rows; ref does all other reductions of integers. */
 #define PS_ANY_LANES                    /* a row's sums always have sixteen lanes (operand.h) */
 #include "backend/cpu/simd/operand.h"
 
 enum { ROW_BLOCK = 4096, COLUMN_ROWS = 64, COLUMN_GROUP = 8, PANEL = 64 };
-enum { LANES = 16, ABREAST = VL == 16 ? 4 : 8 };    /* number of sums of a row, and of adjacent vectors of columns */
+enum { LANES = 16, ABREAST = VL == 16 ? 4 : 8 };    /* LANES: sums per row. ABREAST: adjacent vectors of columns. */
 typedef enum reducer { SUM, MAX, MIN } reducer;
 
-/* A reduction in the form that the kernels need: `outer` kept dimensions of any strides, then n reduced elements
- * that are `stride` apart, then `cols` kept elements that are contiguous (for cols 1, rows with stride 1). The
- * result is [rows, cols], row-major. */
+/* A reduction in the form that the kernels need. It has `outer` kept dimensions of any strides, then n reduced
+ * elements that are `stride` apart, then `cols` contiguous kept elements. If cols is 1, it reduces rows with stride
+ * 1. The result is a row-major [rows, cols]. */
 typedef struct plan {
     const char *data;
     int dtype, outer;
@@ -23,8 +23,8 @@ typedef struct plan {
 /* -- the plan ------------------------------------------------------------------------------------------------------ */
 typedef struct dims { int n; int64_t shape[PS_MAX_DIMS], stride[PS_MAX_DIMS]; bool reduced[PS_MAX_DIMS]; } dims;
 
-/* Returns the dimensions without those of size 1. Adjacent dimensions of the same kind are merged if their strides
- * allow it. */
+/* Returns the dimensions of sizes other than 1. Merges adjacent dimensions that are both kept or both reduced, if
+ * their strides allow it. */
 static dims merged_dims(const ps_view *x, uint32_t bits)
 {
     dims m = { .n = 0 };
@@ -42,7 +42,7 @@ static dims merged_dims(const ps_view *x, uint32_t bits)
     return m;
 }
 
-/* Copies x to row-major scratch memory with its kept dimensions first: [rows, n]. */
+/* Copies x to row-major scratch memory as [rows, n], with its kept dimensions first. */
 static int copy_to_rows(ps_call *call, const ps_view *x, const dims *m, plan *p)
 {
     ps_view src = *x, dst;
@@ -83,7 +83,7 @@ static int plan_make(ps_call *call, const ps_view *x, uint32_t bits, bool only_r
         p->stride = m.stride[m.n - 2], p->cols = m.shape[m.n - 1];
         p->rows /= p->cols;
     } else if (reduced == 0 && m.n >= 1 && m.stride[m.n - 1] == 1 && !only_rows) {
-        outer = m.n - 1;                           /* all reduced dimensions have size 1, so these are columns of one
+        outer = m.n - 1;                           /* all reduced dimensions have size 1, so each column has one
                                                     * element */
         p->cols = m.shape[m.n - 1];
         p->rows /= p->cols;
@@ -125,11 +125,11 @@ SIMD float horizontal(const vf *v, reducer op)
     return x[0];
 }
 
-/* Reduces n contiguous elements to one, in four sums of sixteen lanes. */
+/* Reduces n contiguous elements to one element, using four sums of sixteen lanes. */
 SIMD float row_block(const void *x, int64_t n, reducer op, int T)
 {
     vf none = vf_set(neutral(op)), acc[4][PARTS];
-#pragma GCC unroll 4                               /* unrolled also at -O2, to keep the sums in registers */
+#pragma GCC unroll 4                               /* unrolls the loop at -O2 as well, to keep the sums in registers */
     for (int k = 0; k < 4; k++) EACH_PART(j) acc[k][j] = none;
     int64_t i = 0;
     for (; i + 4 * LANES <= n; i += 4 * LANES)
@@ -146,8 +146,8 @@ SIMD float row_block(const void *x, int64_t n, reducer op, int T)
     return horizontal(acc[0], op);
 }
 
-/* Reduces n rows that are `stride` apart to one, over `cols` <= PANEL columns. It adds them in groups of
- * COLUMN_GROUP, so that no sum has many terms added to it one by one. The error is below two ulp. */
+/* Reduces n rows that are `stride` apart to one row, over `cols` <= PANEL columns. Adds them in groups of
+ * COLUMN_GROUP, so that no sum gets many terms one by one. The error is below two ulp. */
 SIMD void column_block(const void *x, int64_t stride, int64_t n, int cols, float *out, reducer op, int T)
 {
     vf none = vf_set(neutral(op));
@@ -263,8 +263,8 @@ static int reduce_columns(ps_call *call, const plan *p, reducer op, float *resul
     return PS_OK;
 }
 
-/* Computes y = result / divisor, or y += result / divisor. If both operands of an addition are NaN, the result
- * depends on their order, which the compiler chooses, so every NaN becomes the canonical one. */
+/* Computes y = result / divisor, or y += result / divisor. If both operands of an addition are NaN, the resulting
+ * NaN depends on their order, which the compiler chooses. So every NaN is replaced by the canonical NaN. */
 static void finish(const ps_view *y, const float *result, float divisor, bool accumulate)
 {
 #pragma omp parallel for schedule(static) if (y->numel >= PS_PAR_MIN)
@@ -377,7 +377,7 @@ static int argmax(ps_call *call) { return arg_reduce(call, ((const ps_attrs_argm
 static int argmin(ps_call *call) { return arg_reduce(call, ((const ps_attrs_argmin *)call->attrs)->dim, MIN); }
 
 /* -- products ------------------------------------------------------------------------------------------------------ */
-/* The product of n rows of `inner` elements. half: memory for n / 2 rows. */
+/* Computes the product of n rows of `inner` elements. half: memory for n / 2 rows. */
 #define PROD(type) \
     static void prod_##type(const type *x, int64_t n, int64_t inner, type *half, type *y) \
     { \
@@ -422,8 +422,7 @@ static int prod(ps_call *call)
 }
 
 /* -- topk ---------------------------------------------------------------------------------------------------------- */
-/* Keeps the k largest elements of a row in descending order. NaN comes first. Equal elements are ordered by
- * position. */
+/* Keeps the k largest elements of a row in descending order, NaN first. Orders equal elements by position. */
 static void topk_row(const char *x, int64_t n, int dtype, int k, float *value, int64_t *place)
 {
     int have = 0;
@@ -447,7 +446,7 @@ static void topk_row(const char *x, int64_t n, int dtype, int k, float *value, i
 enum { INSERTED = 64, SORT_BITS = 11 };            /* above this k, insertion is slower than sorting */
 typedef struct sorted { uint32_t key; int32_t place; } sorted;
 
-/* A number that is smaller for a larger value: 0 for NaN, equal for +0 and -0. */
+/* Returns a key that decreases as the value increases. It is 0 for NaN, and the same for +0 and -0. */
 static inline uint32_t descending(float f)
 {
     uint32_t bits;
@@ -457,8 +456,8 @@ static inline uint32_t descending(float f)
     return bits >> 31 ? bits : ~bits & 0x7fffffffu;
 }
 
-/* Sorts a row in descending order, stably, so that equal elements are in the order of their places. Returns the list
- * that has the result; both have n entries. */
+/* Sorts a row in descending order with a stable sort, which keeps equal elements in the order of their positions. a
+ * and b have n entries each. Returns the one that holds the result. */
 static const sorted *sort_row(const char *x, int64_t n, int dtype, sorted *a, sorted *b)
 {
     enum { KEYS = 1 << SORT_BITS, PASSES = 3 };
@@ -473,7 +472,7 @@ static const sorted *sort_row(const char *x, int64_t n, int dtype, sorted *a, so
     }
     for (int k = 0; k < PASSES; k++) {
         int32_t sum = 0;
-        bool one = false;                          /* all keys have the same digit */
+        bool one = false;                          /* whether all keys have the same digit */
         for (int d = 0; d < KEYS; d++) {
             int32_t count = start[k][d];
             one = one || count == n;

@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * Lookups: embedding and its gradient, gather and scatter along a dimension; compiled once per instruction set.
- * Invariants: every index is checked before anything is written. The embedding's gradient sorts positions by index
- * (stable), sums the rows of one index in fp32 in the order of positions and rounds once; a destination row belongs to
- * one thread at a time, so there are no atomics and the thread count changes nothing. */
+ * Invariants: every index is checked before any output is written. The embedding's gradient sorts positions by
+ * index with a stable sort. It sums the rows of one index in fp32 in the order of their positions, and rounds
+ * once. Only one thread writes a destination row, so there are no atomics and the thread count does not change
+ * the result. */
 #define PS_ANY_LANES
 #include "backend/cpu/simd/operand.h"
 #if defined(__SSE2__)
@@ -11,7 +12,7 @@
 
 enum { COLUMNS = 512, RADIX_BITS = 11, ZERO_CHUNK = 1 << 18 };
 
-/* Returns true if w [V, C] has row v. Rows are counted from w's first row in the whole embedding. */
+/* Returns true if w [V, C] has row v. Row 0 is w's first row, not the whole embedding's first row. */
 static bool is_own(int64_t v, int64_t V) { return v >= 0 && v < V; }
 static bool index_usable(const ps_view *v) { return ps_is_index(v) && view_flat(v); }
 
@@ -20,7 +21,7 @@ static const void *index_from(const ps_view *index, int64_t at)
     return (const char *)index->data + at * ps_dtype_bytes(index->dtype);
 }
 
-/* The number i of indices of type int64 (wide) or int32. */
+/* Returns element i of an index tensor of type int64 (wide) or int32. */
 static inline int64_t number(const void *index, bool wide, int64_t i)
 {
     return wide ? ((const int64_t *)index)[i] : ((const int32_t *)index)[i];
@@ -80,7 +81,8 @@ static int embedding(ps_call *call)
 /* -- gradient of the embedding ----------------------------------------------------------------------------------- */
 typedef struct entry { int64_t row, position; } entry;
 
-/* Sorts n entries by row < rows, stably, by passes over RADIX_BITS bits. Returns the array that holds the result. */
+/* Sorts n entries by row < rows with a stable sort, in passes over RADIX_BITS bits. Returns the array that holds the
+ * result. */
 static entry *sort_entries(entry *a, entry *b, int64_t n, int64_t rows)
 {
     for (int shift = 0; shift < 63 && (rows - 1) >> shift > 0; shift += RADIX_BITS) {
@@ -93,7 +95,7 @@ static entry *sort_entries(entry *a, entry *b, int64_t n, int64_t rows)
     }
     return a;
 }
-/* Writes zeros that bypass the caches if the machine can, because they are not read soon. */
+/* Writes zeros. They bypass the caches if the machine supports it, because they are not read soon. */
 static void zero_bytes(char *p, size_t nbytes)
 {
 #if defined(__SSE2__)
@@ -116,7 +118,7 @@ struct table_grad {
     int64_t C;
     int dw_dtype, accumulate;
 };
-/* Sums columns [first, last) of the destination row for the entries [from, to). */
+/* Sums columns [first, last) of entries [from, to), which all have the same destination row. */
 SIMD void sum_entries(const struct table_grad *g, int64_t from, int64_t to, int64_t first, int64_t last, int dtype)
 {
     int64_t out = g->sorted[from].row * g->C;
@@ -200,7 +202,7 @@ static int flat_index(ps_call *call)
 }
 
 /* -- gather and scatter, where only the indexed dimension's size differs ------------------------------------------- */
-/* x is [outer, size, inner]; index is [outer, n, inner], or, if it is `whole`, [outer, n]. */
+/* x is [outer, size, inner]. index is [outer, n, inner], or [outer, n] if `whole` is set. */
 struct along { int64_t outer, n, inner, size; bool whole; };
 
 static bool split_along(const ps_view *x, const ps_view *index, int dim, struct along *a)
@@ -251,8 +253,8 @@ static int gather(ps_call *call)
     return 0;
 }
 
-/* Data of all scatters. Each call processes columns [first, last) of one outer index, with the elements of `index`
- * in order. */
+/* Data of all scatters. Each call processes columns [first, last) of one outer index, and takes the elements of
+ * `index` in order. */
 struct scatter {
     struct along a;
     const void *index;                /* [outer, n] or [outer, n, inner] */
@@ -263,7 +265,7 @@ struct scatter {
     int dtype;
 };
 
-/* Returns the position to which element j of index o writes column c. */
+/* Returns the position to which element j of outer index o writes column c. */
 static inline int64_t place(const struct scatter *s, bool wide, int64_t o, int64_t j, int64_t c)
 {
     int64_t r = o * s->a.n + j;
@@ -314,8 +316,8 @@ static void put_columns(const struct scatter *s, int64_t o, int64_t first, int64
     else PUT_ALL(uint64_t);
 }
 
-/* Computes the gradient of put_columns. It goes through the index from its last element on: src gets the value at
- * the element's position, and then that position becomes 0. */
+/* Computes the gradient of put_columns. Processes the index in reverse order: reads the value at the element's
+ * position into src, and then sets that position to 0. */
 static void take_columns(const struct scatter *s, int64_t o, int64_t first, int64_t last)
 {
     if (s->size == 2) TAKE_ALL(uint16_t)
@@ -325,7 +327,7 @@ static void take_columns(const struct scatter *s, int64_t o, int64_t first, int6
 
 enum { SCATTER_COLUMNS = 1024 };
 
-/* Copies x to `to` if they are different, and calls fn for all parts and columns. */
+/* Copies x to `to` if they are different, and calls fn for all outer indices and columns. */
 static int run_scatter(struct scatter *s, const ps_view *x, int64_t work,
                        void (*fn)(const struct scatter *, int64_t, int64_t, int64_t))
 {
@@ -353,7 +355,7 @@ static int run_scatter(struct scatter *s, const ps_view *x, int64_t work,
     return 0;
 }
 
-/* Sets the fields for x, index, src and the result. */
+/* Sets the fields of s for x, index, src and the result. */
 static int scatter_of(struct scatter *s, const ps_view *x, const ps_view *index, const ps_view *src, const ps_view *y,
                       int dim)
 {
@@ -419,7 +421,7 @@ static int flip(ps_call *call)
     const ps_view *x = &call->in[0], *y = &call->out[0];
     uint32_t dims = ((const struct ps_attrs_flip *)call->attrs)->dims;
     int64_t size = ps_dtype_bytes(x->dtype);
-    int last = x->ndim - 1;                                  /* the last dimension that is reversed */
+    int last = x->ndim - 1;                                  /* last reversed dimension */
     if (!view_flat(x) || !view_flat(y)) return PS_EUNSUP;
     if (x->numel == 0) return 0;
     for (; last >= 0 && !(dims >> last & 1); last--) size *= x->shape[last];
@@ -455,7 +457,8 @@ static int triangle(ps_call *call)
         int64_t edge = within(r % R + a->diagonal + !a->upper, C);
         const char *from = (const char *)x->data + r * C * size;
         char *to = (char *)y->data + r * C * size;
-        int64_t first = a->upper ? edge : 0, end = a->upper ? C : edge;         /* the elements that stay */
+        int64_t first = a->upper ? edge : 0, end = a->upper ? C : edge;         /* range of the elements that are
+                                                                                 * kept */
         memset(to, 0, (size_t)(first * size));
         memcpy(to + first * size, from + first * size, (size_t)((end - first) * size));
         memset(to + end * size, 0, (size_t)((C - end) * size));
