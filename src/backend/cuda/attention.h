@@ -1,35 +1,37 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The operands of all attention kernels. attention_flash.cu has the kernels for bf16 and fp16 on tensor cores,
- * attention_hopper.cu some of them for compute capability 9.0, attention_plain.cu those for every type and size. */
+ * The operands of all attention kernels. attention_flash.cu has the kernels for bf16 and fp16 on tensor cores.
+ * attention_hopper.cu has some of these kernels for compute capability 9.0. attention_plain.cu has kernels for
+ * every type and size. */
 #ifndef PS_CUDA_ATTENTION_H
 #define PS_CUDA_ATTENTION_H
 #include "backend/cuda/device.h"
 
-/* A tensor [B, H, rows, D] with contiguous D and strides in elements; p is NULL if it is absent. */
+/* A tensor [B, H, rows, D] with contiguous D. Strides count elements. p is NULL if the tensor is absent. */
 struct heads {
     void *p;
     int64_t b, h, row;
-    bool aligned;                                    /* each row is aligned to 16 bytes and can be read 16 bytes at a
-                                                      * time */
+    bool aligned;                                    /* whether each row is aligned to 16 bytes and can be read 16
+                                                      * bytes at a time */
 };
 struct attention {
-    heads q, k, v, y, dy, dq, dk, dv;                /* q, y, dy and dq are [B, H, T, D]; the others are [B, H /
+    heads q, k, v, y, dy, dq, dk, dv;                /* q, y, dy and dq are [B, H, T, D]; k, v, dk and dv are [B, H /
                                                       * group, S, D] */
     int32_t group;                                   /* number of heads that share keys and values */
-    bool ungrouped;                                  /* dk and dv are computed for each query head, [B, H, S, D] */
+    bool ungrouped;                                  /* whether dk and dv are computed for each query head, as [B, H,
+                                                      * S, D] */
     const uint8_t *mask;                             /* [B, S] or NULL */
     int64_t mask_b, mask_j;
-    const int32_t *begin, *end;                      /* [B, T] if there are segments, else NULL: query i sees keys
-                                                      * begin[i] to end[i] - 1. Neither array ever decreases. In a
-                                                      * run of padding, begin is the run's end and end is its begin,
-                                                      * so its queries see no keys. */
+    const int32_t *begin, *end;                      /* [B, T] if there are segments, otherwise NULL. Query i sees
+                                                      * keys begin[i] to end[i] - 1. Neither array ever decreases. In
+                                                      * a run of padding, begin is the run's end and end is its
+                                                      * begin, so the run's queries see no keys. */
     const void *bias;                                /* mask of 4 dimensions, of bool or floats, or NULL */
     int32_t bias_type;
-    int64_t bias_b, bias_h, bias_i;                  /* strides of the mask, 0 for a dimension along which it is
-                                                      * repeated; the stride of keys is 1 */
-    int64_t window;                                  /* most keys that a query sees, 0 for no limit */
-    int32_t sure;                                    /* for backward: sure_before of all samples or, with a mask, */
-    const int32_t *sure_of;                          /* of each sample, [B]; else NULL */
+    int64_t bias_b, bias_h, bias_i;                  /* the mask's strides, 0 along a dimension that repeats; the
+                                                      * stride of keys is 1 */
+    int64_t window;                                  /* maximum number of keys that a query sees, 0 for no limit */
+    int32_t sure;                                    /* for backward, without a mask: sure_before of all samples */
+    const int32_t *sure_of;                          /* [B] with a mask: sure_before of each sample; otherwise NULL */
     void *lse;                                       /* [B, H, T] log-sum-exp, fp32 (fp64 for fp64), or NULL */
     int64_t lse_b, lse_h;                            /* strides of lse; the stride of T is 1 */
     void *delta;                                     /* [B, H, T] dy . y, in the same type */
@@ -43,8 +45,8 @@ struct attention {
                                                       * ranks */
 };
 
-/* Returns whether the call has only causal or full attention, or a mask of 2 dimensions. Tensor cores support only
- * these. */
+/* Returns whether attention is only causal or full, or has a mask of 2 dimensions. Tensor cores support only these
+ * cases. */
 static inline bool is_plain(const attention *t) { return !t->bias && t->window == 0; }
 
 DEV bool same_segment(const attention &t, int64_t b, int64_t i, int64_t j)
@@ -59,9 +61,9 @@ DEV bool visible(const attention &t, int64_t b, int64_t i, int64_t j)
     return (!t.mask || t.mask[b * t.mask_b + j * t.mask_j] != 0) && same_segment(t, b, i, j);
 }
 
-/* Returns the number of queries, from the first on, that see at most one key. `second`: the second key that the mask
- * shows. The weight of a single key is 1 for any score, so the score has no gradient. The gradient must be exactly
- * 0: Adam would turn the rounding error of dy . v - delta into a step. */
+/* Returns the number of leading queries that see at most one key. `second`: the second key that the mask shows. The
+ * weight of a single key is 1 for any score, so the score's gradient must be exactly 0. Adam would turn the rounding
+ * error of dy . v - delta into a step. */
 static __host__ __device__ inline int32_t sure_before(const attention &t, int64_t second)
 {
     int64_t n = t.causal ? second - (t.S - t.T) : 0;
@@ -74,10 +76,10 @@ DEV bool is_single(const attention &t, int i, int begin, int end)
     return (t.causal && i <= begin) || end - begin <= 1;
 }
 
-/* Returns the position of a head's log-sum-exp for query 0. */
+/* Returns the position of query 0's log-sum-exp in a head. */
 DEV int64_t lse_at(const attention &t, int64_t b, int64_t h) { return b * t.lse_b + h * t.lse_h; }
 
-/* Random numbers of dropout for consecutive elements. Each call of Philox makes four. */
+/* Random numbers for the dropout of consecutive elements. Each call of Philox makes four numbers. */
 struct draws { uint64_t block; ps_philox r; };
 DEV draws no_draws(void)
 {
@@ -88,13 +90,13 @@ DEV draws no_draws(void)
 DEV bool dropped(const attention &t, draws *d, int64_t b, int64_t h, int64_t i, int64_t j)
 {
     int64_t begin = 0, T = t.T, S = t.S;
-    if (t.begin) {                                   /* a segment is a sample of its own */
-        if (i >= t.T) return false;                  /* a tile can have more queries */
+    if (t.begin) {                                   /* each segment counts as a separate sample */
+        if (i >= t.T) return false;                  /* a tile can have more queries than there are */
         begin = t.begin[b * t.T + i];
         T = S = t.end[b * t.T + i] - begin;
     }
     uint64_t e = (uint64_t)(((t.first_head + h) * T + i - begin) * S + j - begin);
-    if (e / 4 != d->block) {                         /* callers use d for one query */
+    if (e / 4 != d->block) {                         /* callers keep d for one query */
         uint64_t sample = t.sample + (uint64_t)b + ps_segment_sample(begin);
         d->block = e / 4;
         d->r = ps_philox4x32(t.seed, sample << 32 | (uint32_t)(e / 4), t.step << 32 | t.op);
@@ -103,7 +105,7 @@ DEV bool dropped(const attention &t, draws *d, int64_t b, int64_t h, int64_t i, 
     return ps_unit_f32(word) < t.p;
 }
 
-/* These functions return PS_EUNSUP for operands that they do not support, before they launch a kernel. */
+/* If these functions do not support the operands, they return PS_EUNSUP before they launch a kernel. */
 int ps_cuda_flash_forward(const attention *t, int dtype);
 int ps_cuda_flash_backward(const attention *t, int dtype);
 int ps_cuda_hopper_forward(const attention *t, int dtype);

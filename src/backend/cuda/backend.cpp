@@ -1,12 +1,12 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Opens the cuda backend. Has memory, streams, copies and errors; kernels are in other files. All functions are called
- * from one thread, which runs ahead of the device. It waits only in copy_out, in copy_wait, when memory goes back to
- * the driver, and in copy_in while 4 MiB of such copies are pending.
+ * Opens the cuda backend. This file has memory, streams, copies and errors; other files have the kernels. One thread
+ * calls all functions and runs ahead of the device. It waits only in copy_out, in copy_wait, when memory is returned
+ * to the driver, and in copy_in while 4 MiB of such copies are pending.
  *
- * Order. Kernels, copy_in and copy_out share the stream `compute`, so dispatch can reuse memory of one kernel for the
- * next without waiting. A copy of copy_start runs on the stream of its direction, after everything that was queued on
- * `compute` when it was requested, since queued kernels may still use its buffers. The caller may use the buffers again
- * only after copy_wait. */
+ * Order. Kernels, copy_in and copy_out share the stream `compute`, so dispatch can reuse memory of one kernel for
+ * the next without waiting. A copy of copy_start runs on the stream of its direction, after all work that was
+ * queued on `compute` when the copy was requested, because queued kernels may still use its buffers. The caller
+ * can use the buffers again only after copy_wait. */
 #include "backend/cuda/nccl.h"
 #include "backend/cuda_rules.h"
 #include <atomic>
@@ -24,16 +24,16 @@ struct ps_copy {
 };
 
 enum { SLOTS = 16 };
-static const size_t slot_nbytes = (size_t)256 << 10;      /* size of the pieces in which a copy passes through pinned
+static const size_t slot_nbytes = (size_t)256 << 10;      /* size of a copy's pieces, which pass through pinned
                                                            * memory */
-static const int64_t memory_least = (int64_t)512 << 20;   /* least free memory that the device must have to be opened */
+static const int64_t memory_least = (int64_t)512 << 20;   /* free memory that a device needs to be opened */
 static const int64_t memory_spare = (int64_t)64 << 20;    /* memory left to the driver for modules, local memory and
                                                            * cuBLASLt */
 
 ps_cuda *ps_cu;
 static ps_copy *spare;
 static ps_kernel kernels[PS_OP_COUNT];
-/* Pinned memory through which copies of copy_in run in pieces, and the event at which a slot's last copy ends. One
+/* Pinned memory through which copy_in copies in pieces, and for each slot the event at which its last copy ends. One
  * additional slot is for small copies to the host. */
 static char *slots;
 static cudaEvent_t slot_free[SLOTS];
@@ -54,8 +54,8 @@ static int say_broken(void)
     return ps_fail(PS_EBACKEND, "device cuda cannot be used any more in this process: %s", ps_cu->what_broke);
 }
 
-/* Waits for copies to end. After an error of a library or a rejected call the device can still run the work that was
- * queued before. From then on nothing waits for copies, and host memory that they write to will be reused. */
+/* Waits for copies to end. After an error of a library or a rejected call, the device can still run work that was
+ * queued earlier. From then on no caller waits for copies, and host memory that they write to will be reused. */
 static void come_to_rest(void)
 {
     const cudaStream_t all[3] = { ps_cu->lane[0], ps_cu->lane[1], ps_cu->compute };
@@ -95,7 +95,7 @@ int ps_cuda_trapped(void)
     int kind = *(volatile int *)&ps_cu->trap_host->kind;
     if (kind == TRAP_NONE) return 0;
     CU_TRY(cudaStreamSynchronize(ps_cu->compute));
-    ps_trap t = *ps_cu->trap_host;             /* no copy writes to it any more */
+    ps_trap t = *ps_cu->trap_host;             /* no copy still writes to it */
     ps_cu->trap_host->kind = TRAP_NONE;
     CU_TRY(cudaMemsetAsync(ps_cu->trap_taken, 0, sizeof *ps_cu->trap_taken, ps_cu->compute));
     if (kind == TRAP_TARGET)
@@ -144,7 +144,7 @@ int ps_cuda_move(void *dst, const void *src, size_t nbytes)
     return 0;
 }
 
-/* A kernel's workspace is found by running it with a request function that allocates nothing. */
+/* The engine finds a kernel's workspace by running the kernel with a scratch function that allocates nothing. */
 static int64_t asked;
 
 static void *count_scratch(ps_call *call, size_t nbytes)
@@ -167,7 +167,7 @@ static int64_t scratch_nbytes(ps_backend *be, const ps_call *call)
 }
 
 #ifdef PS_EMULATE_CUDA
-/* Compares the rules for workspace, from which plans of simulated cards are made, with what kernels allocate. */
+/* Compares the workspace that kernels allocate with the rules for it, from which plans of simulated cards are made. */
 static int check_rules(ps_call *call)
 {
     int64_t by_rules = ps_cuda_rules_scratch(&ps_cu->card, call), by_kernel = scratch_nbytes(&ps_cu->base, call);
@@ -177,7 +177,7 @@ static int check_rules(ps_call *call)
 }
 #endif
 
-/* Runs the kernel of any op: checks that the device works, and reports errors of the launches. */
+/* Runs the kernel of any op. Checks first that the device works, and reports launch errors. */
 static int run(ps_call *call)
 {
     if (ps_cu->broken) return say_broken();
@@ -195,10 +195,10 @@ static int run(ps_call *call)
 }
 
 /* -- memory -------------------------------------------------------------------------------------------------------- */
-/* Regions are allocated from the device's own pool if it has one (all but some virtual devices do). Freed memory
+/* Regions are allocated from the device's own pool if it has one, as all but some virtual devices do. Freed memory
  * stays in the pool, in the order of `compute`, so chunks that replace each other in a step neither wait for the
- * device nor call the driver. Other streams no longer use a region when it is freed, because the host has waited for
- * their copies. */
+ * device nor call the driver. When a region is freed, other streams no longer use it, because the host has waited
+ * for their copies. */
 static int64_t pool_spare(void)
 {
     uint64_t reserved = 0, used = 0;
@@ -212,7 +212,7 @@ static int64_t bytes_available(ps_backend *be)
 {
     size_t left = 0, total = 0;
     if (ps_cu->broken || ps_cuda_check(cudaMemGetInfo(&left, &total), "cudaMemGetInfo") < 0)
-        return INT64_MAX;                      /* unknown; the next allocation reports the failure */
+        return INT64_MAX;                      /* the amount is unknown; the next allocation reports the failure */
     int64_t all = (int64_t)left + pool_spare();
     return all > memory_spare ? all - memory_spare : 0;
 }
@@ -365,7 +365,7 @@ static int copy_wait(ps_backend *be, ps_copy *c, bool block)
 {
     cudaError_t e = ps_cu->broken ? cudaSuccess : block ? cudaEventSynchronize(c->done) : cudaEventQuery(c->done);
     if (e == cudaErrorNotReady) {
-        cudaGetLastError();                    /* otherwise the next kernel's launch would report it */
+        cudaGetLastError();                    /* clears the error, which the next kernel's launch would report */
         return 0;
     }
     bool to_device = c->to_device;
@@ -451,7 +451,7 @@ static int choose_device(int local_rank)
     return 0;
 }
 
-/* Chooses the attention kernels for calls that both kinds of kernels support. Returns 0 or an error code. */
+/* Chooses the attention kernels for calls that both kinds of attention kernels support. Returns 0 or an error code. */
 static int choose_attention(void)
 {
     const char *text = getenv("PS_CUDA_ATTENTION");
@@ -467,7 +467,7 @@ static int choose_attention(void)
     return 0;
 }
 
-/* The pool keeps its memory: nothing is returned to the driver during a step. */
+/* Finds the pool. The pool keeps its memory, so that nothing is returned to the driver during a step. */
 static int find_pool(void)
 {
     int there = 0;

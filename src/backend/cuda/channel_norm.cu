@@ -1,17 +1,19 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Batch norm and group norm. A block computes the statistics of a set, the elements of one statistic; another one the
- * gradients of a channel's weights. Sums have one order. */
+ * Batch norm and group norm. A set consists of the elements that share one statistic. One block computes the
+ * statistics of a set, and another one computes the gradients of a channel's weights. The order of every sum is
+ * fixed. */
 #include "backend/cuda/device.h"
 
 struct norm_call {
-    const void *x, *dy, *w, *b, *mean, *var;         /* mean, var: given, or those for backward */
+    const void *x, *dy, *w, *b, *mean, *var;         /* mean, var: moments that the caller gives, or that backward
+                                                      * uses */
     void *y, *mean_out, *var_out, *dx, *dw, *db;
-    int64_t N, C, S, sets, count;                    /* count: elements of a set */
+    int64_t N, C, S, sets, count;                    /* count: elements per set */
     int groups, given, w_dtype, b_dtype, dw_dtype;
     double eps;
 };
 
-/* Returns the position of element i of a set, and its channel. */
+/* Returns the position of a set's element i. Also sets *channel to its channel. */
 DEV int64_t element_of(const norm_call &p, int64_t set, int64_t i, int64_t *channel)
 {
     if (p.groups) {

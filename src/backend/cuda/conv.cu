@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Convolution, its transpose and the gradient of its weight: plain kernels, a thread (of the weight's gradient: a
- * block) for each element of the result, without tensor cores. Sums have one order. */
+ * Convolution, its transpose and the gradient of its weight: plain kernels without tensor cores. Each element of
+ * the result is computed by a thread, or, for the weight's gradient, by a block. The order of every sum is fixed. */
 #include "backend/cuda/device.h"
 #include "backend/image.h"
 
@@ -38,8 +38,8 @@ template <class T> static __global__ void conv_kernel(const __grid_constant__ co
     }
 }
 
-/* Returns the position in the output at which element `at` of x is multiplied with element `k` of the kernel, along
- * dimension d, or -1 if there is none. */
+/* Returns the position, along dimension d, of the output to which element `at` of x contributes through element `k`
+ * of the kernel. Returns -1 if there is no such output. */
 DEV int64_t met(const ps_conv_shape &s, int d, int64_t at, int64_t k)
 {
     int64_t i = at + s.before[d] - k * s.dilation[d];

@@ -47,7 +47,8 @@ static __global__ void convert_kernel(void *dst, int to, const void *src, int fr
     }
 }
 
-/* Converts eight elements at a time between fp32, bf16 and fp16, both contiguous and 16-byte aligned. */
+/* Converts eight elements at a time between fp32, bf16 and fp16. Both operands are contiguous and aligned to 16
+ * bytes. */
 template <class D, class S> static __global__ void convert_flat(D *dst, const S *src, int64_t n)
 {
     enum { W = 8, SN = pack<S>::n, DN = pack<D>::n };
@@ -219,7 +220,7 @@ static int fill_(ps_call *call)
     return 0;
 }
 
-/* Adds whole constants to an integer tensor in integers. */
+/* Uses integer arithmetic for an integer tensor and whole constants. */
 static __global__ void arange_kernel(void *p, int dtype, int64_t n, double start, double step, bool exact)
 {
     for (int64_t i = FIRST_ELEMENT; i < n; i += ALL_THREADS) {

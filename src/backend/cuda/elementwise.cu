@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * Ops that compute each element of the output from one element of each input. One kernel supports any strides and
- * types, in fp32, fp64 or int64 arithmetic. It processes 16 bytes at a time if all tensors have one float type and the
- * same layout. The op is chosen at run time by a branch that is the same for all threads, except for the ops of a
- * transformer's step, which have separate kernels. For half types each result is rounded once. */
+ * types, in fp32, fp64 or int64 arithmetic. It processes 16 bytes at a time if all tensors have one float type
+ * and the same layout. The op is chosen at run time by a branch that is the same for all threads, except for the
+ * ops of a transformer's step, which have separate kernels. For half types each result is rounded once. */
 #include "backend/cuda/columns.h"
 
 struct settings { double alpha, beta; };
@@ -13,13 +13,13 @@ struct settings { double alpha, beta; };
 #define INV_SQRT_2PI 0.39894228040143267794
 #define GELU_CUBIC 0.044715
 
-/* 0.5 (1 + tanh(u)) = 1 / (1 + exp(-2u)), which stays precise for small values. */
+/* Uses 0.5 (1 + tanh(u)) = 1 / (1 + exp(-2u)), which stays precise for small values. */
 template <class A> DEV A gelu_tanh(A x)
 {
     A u = (A)SQRT_2_OVER_PI * (x + (A)GELU_CUBIC * x * x * x);
     return x / (1 + exp(-2 * u));
 }
-/* The same for results that are rounded to halves. */
+/* Like gelu_tanh, for results that are rounded to halves. */
 DEV float gelu_tanh_quick(float x)
 {
     float u = (float)SQRT_2_OVER_PI * (x + (float)GELU_CUBIC * x * x * x);
@@ -46,7 +46,7 @@ template <class A> DEV A silu_slope(A x)
     return s * (1 + x * (1 - s));
 }
 
-/* Computes an activation, by the numbers of act_mul's activations. */
+/* Computes the activation with index `act`, as in act_mul. */
 template <class A> DEV A act_of(int act, A x)
 {
     return act == 0 ? x / (1 + exp(-x)) : act == 1 ? gelu_erf(x) : gelu_tanh(x);
@@ -56,7 +56,7 @@ template <class A> DEV A act_slope(int act, A x)
     return act == 0 ? silu_slope(x) : act == 1 ? gelu_erf_slope(x) : gelu_tanh_slope(x);
 }
 
-/* The ops of floats. A is float or double, and the functions of <math.h> that it calls are of the same type. */
+/* Computes ops of floats. A is float or double, and so are the <math.h> functions that it calls. */
 template <class A> DEV A of_floats(int op, A a, A b, settings s)
 {
     switch (op) {
@@ -111,7 +111,8 @@ template <class A> DEV A of_floats(int op, A a, A b, settings s)
     }
 }
 
-/* Integers wrap around: sums are computed unsigned, because signed overflow is undefined. */
+/* Computes ops of integers, which wrap around. Sums are computed as unsigned numbers, because signed overflow is
+ * undefined. */
 DEV int64_t of_ints(int op, int64_t a, int64_t b, settings s)
 {
     switch (op) {
@@ -147,7 +148,7 @@ template <> struct compute<float> {
 template <> struct compute<double> {
     DEV double of(int op, double a, double b, settings s)
     {
-        if (op == PS_OP_affine) return __dadd_rn(__dmul_rn(s.alpha, a), s.beta);    /* for integers: truncated
+        if (op == PS_OP_affine) return __dadd_rn(__dmul_rn(s.alpha, a), s.beta);    /* integer results are truncated
                                                                                      * afterwards */
         return of_floats(op, a, b, s);
     }
@@ -159,7 +160,7 @@ template <> struct compute<int64_t> {
 /* -- any strides --------------------------------------------------------------------------------------------------- */
 struct operands { void *y, *a, *b; int y_type, a_type, b_type; };
 
-/* b is absent (NULL) in ops of one input. */
+/* b is NULL for ops with one input. */
 template <class A> static __global__ void any_kernel(int op, settings s, operands p, places<3> x)
 {
     for (int64_t i = FIRST_ELEMENT; i < x.numel; i += ALL_THREADS) {
@@ -171,7 +172,7 @@ template <class A> static __global__ void any_kernel(int op, settings s, operand
 }
 
 /* -- 16 bytes at a time: all operands of type T, in the same order in memory --------------------------------------- */
-/* OP >= 0 fixes the op when the kernel is compiled. */
+/* If OP >= 0, the op is fixed when the kernel is compiled. */
 template <class T, int OP>
 DEV typename type_info<T>::acc flat_element(int op, typename type_info<T>::acc a, typename type_info<T>::acc b,
                                             settings s)
@@ -286,7 +287,7 @@ static bool has_int_form(int op)
 
 static bool whole(double x) { return x == trunc(x) && fabs(x) < 9223372036854775808.0; }
 
-/* Computes y = op(a, b); b is NULL for ops of one input. */
+/* Computes y = op(a, b). b is NULL for ops with one input. */
 static int run(int op, settings s, const ps_view *y, const ps_view *a, const ps_view *b)
 {
     const ps_view *all[3] = { y, a, b ? b : a };

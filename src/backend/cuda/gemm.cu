@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Matrix products: by cuBLASLt if it has a kernel for the types and strides, else by a plain tiled kernel of this file.
- * cuBLASLt's choice for a problem is kept, so later steps do not ask again. If cuBLASLt splits a sum, it must add the
- * parts in fp32 and in a fixed order: algorithms that reduce in place, or round parts to the output's type, are
- * excluded. */
+ * Matrix products. cuBLASLt computes them if it has a kernel for the types and strides, otherwise a plain tiled
+ * kernel of this file does. cuBLASLt's choice for a problem is kept, so later steps do not ask again. If cuBLASLt
+ * splits a sum, it must add the parts in fp32 and in a fixed order. So algorithms that reduce in place, or round
+ * parts to the output's type, are excluded. */
 #include <cublasLt.h>
 #include <stdlib.h>
 #include "backend/cuda/device.h"
@@ -60,9 +60,9 @@ static const size_t workspace_nbytes = (size_t)32 << 20;
 static cublasLtHandle_t lt;
 static void *workspace;
 
-/* A problem as cuBLASLt sees it. Its matrices are column-major, so y = a b is requested as y^T = b^T a^T: its A is
- * our b, its B our a, and m is our number of columns. The key has everything on which the choice can depend. Keys
- * are compared byte by byte. */
+/* A product in the form that cuBLASLt expects. Its matrices are column-major, so y = a b is requested as y^T = b^T
+ * a^T: its A is our b, its B is our a, and its m is our number of columns. The key contains everything on which the
+ * choice of the algorithm can depend. Keys are compared byte by byte. */
 struct lt_key {
     int64_t m, n, k, lda, ldb, ldc, ldd, batch, step_a, step_b, step_d;
     int32_t type_a, type_b, type_d, turn_a, turn_b, epilogue, beta;
@@ -70,13 +70,14 @@ struct lt_key {
 };
 struct lt_entry {
     lt_key key;
-    bool used, none;                                 /* none: cuBLASLt has no algorithm for this problem */
+    bool used, none;                                 /* none: whether cuBLASLt has no algorithm for this product */
     cublasLtMatmulDesc_t desc;
     cublasLtMatrixLayout_t a, b, c, d;
     cublasLtMatmulAlgo_t algo;
 };
 enum { ENTRIES = 1024 };
-static lt_entry *entries;                            /* table with open addressing, cleared when three quarters full */
+static lt_entry *entries;                            /* hash table with open addressing; cleared when it is three
+                                                      * quarters full */
 static int n_entries;
 
 static int lt_check(cublasStatus_t s, const char *what)
@@ -92,11 +93,11 @@ static cudaDataType_t data_type(int dtype)
 }
 
 /* Returns the alignment of an address in bytes, at most 16. Whole tensors start at multiples of 256, but slices need
- * not. With a larger alignment in the key, the product of a slice could use another algorithm than the product of a
- * copy, with other last bits. */
+ * not. If the key contained a larger alignment, a product of a slice could use another algorithm than a product of
+ * the slice's copy, and differ in the last bits. */
 static int alignment(const void *p)
 {
-    uintptr_t low = (uintptr_t)p & -(uintptr_t)p;    /* the lowest bit that is set */
+    uintptr_t low = (uintptr_t)p & -(uintptr_t)p;    /* lowest bit that is set */
     return low == 0 || low > 16 ? 16 : (int)low;
 }
 
@@ -121,7 +122,7 @@ static int layout(cublasLtMatrixLayout_t *out, int dtype, int64_t rows, int64_t 
     return 0;
 }
 
-/* Rows are columns for cuBLASLt: our b is its A, and our a is its B. */
+/* cuBLASLt sees our rows as columns: our b is its A, and our a is its B. */
 static cublasLtEpilogue_t epilogue_of(const ps_cu_gemm *g)
 {
     switch (g->also) {
@@ -134,7 +135,8 @@ static cublasLtEpilogue_t epilogue_of(const ps_cu_gemm *g)
     }
 }
 
-/* Sets the pointers of a problem in its description, because the library checks their alignment when it chooses. */
+/* Sets the product's pointers in its description, because the library checks their alignment when it chooses an
+ * algorithm. */
 static int set_pointers(const lt_entry *e, const ps_cu_gemm *g)
 {
     const void *vector = g->bias ? g->bias : g->sums;
@@ -169,7 +171,7 @@ static int describe(lt_entry *e, const ps_cu_gemm *g)
     return layout(&e->d, k->type_d, k->m, k->n, k->ldd, k->batch, k->step_d);
 }
 
-/* Requests the best algorithm; sets e->none if there is none. */
+/* Requests the best algorithm. Sets e->none if the library has none. */
 static int choose(lt_entry *e)
 {
     cublasLtMatmulPreference_t pref;
@@ -239,7 +241,7 @@ static int find(const lt_key *key, const ps_cu_gemm *g, lt_entry **out)
     return 0;
 }
 
-/* Returns whether a matrix has one unit stride, and rows that do not overlap. */
+/* Returns whether one of the matrix's strides is 1 and its rows do not overlap. */
 static bool is_plain(ps_cu_mat *m)
 {
     if (m->rows == 1 && m->cols == 1) m->stride_row = m->stride_col = 1;
@@ -273,7 +275,7 @@ static bool make_key(ps_cu_gemm *g, lt_key *k)
     return true;
 }
 
-/* Sets e->none if the library rejects its own choice; nothing was computed then. */
+/* Runs the product. If the library rejects the algorithm that it chose, sets e->none and computes nothing. */
 static int run_lt(const ps_cu_gemm *g, lt_entry *e)
 {
     const void *c = g->residual ? g->residual : g->dst.data;
@@ -331,7 +333,7 @@ int ps_cuda_gemm_fused(ps_call *call, const ps_cu_gemm *given, bool *done)
     lt_key key;
     lt_entry *e;
     *done = false;
-    if (ps_cu->dry) return 0;                        /* the alternative needs as much memory */
+    if (ps_cu->dry) return 0;                        /* the unfused product needs as much memory */
     if (g.a.rows == 0 || g.b.cols == 0 || g.a.cols == 0 || g.batch != 1 || !make_key(&g, &key)) return 0;
     if (g.pre && (key.m % 8 != 0 || !aligned16(g.pre))) return 0;
     if (g.sums && !aligned16(g.sums)) return 0;

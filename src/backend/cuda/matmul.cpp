@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The ops matmul, linear, mlp and their gradients, and lm_loss. Makes the matrices that gemm.cu takes from operands of
- * any strides: it collapses dimensions if their strides allow that, else it copies to contiguous scratch memory. */
+ * The ops matmul, linear, mlp and their gradients, and lm_loss. They turn operands of any strides into the
+ * matrices that gemm.cu requires. If the strides allow it, dimensions are merged, otherwise the operand is copied
+ * to contiguous scratch memory. */
 #include <string.h>
 #include "backend/cuda/cuda.h"
 #include "backend/dims.h"
@@ -41,13 +42,13 @@ static int rows_matrix(ps_call *call, const ps_view *given, ps_cu_mat *out)
 }
 
 /* -- linear -------------------------------------------------------------------------------------------------------- */
-/* Sets up y = x w (w [O, I] if out_in), without bias or residual. */
+/* Sets up the product y = x w, without bias or residual. If out_in is set, w is [O, I]. */
 static int product_of(ps_call *call, const ps_view *x, const ps_view *w, bool out_in, const ps_view *y, ps_cu_gemm *g)
 {
     int64_t O = ps_cu_last(y);
     memset(g, 0, sizeof *g);
     g->batch = 1;
-    if (x->numel == 0) {                             /* nothing to sum over, so strides do not matter */
+    if (x->numel == 0) {                             /* the sums have no terms, so strides do not matter */
         g->a = matrix(x->data, x->dtype, y->numel / O, 0, 1, 1);
         g->b = matrix(w->data, w->dtype, 0, O, 1, 1);
     } else {
@@ -113,8 +114,8 @@ static int sum_rows(ps_call *call, const ps_view *d, ps_view *db, bool add)
     return run_part(call, PS_OP_sum, &attrs, 1, &rows, db);
 }
 
-/* Returns true for a vector that a product can write directly: nothing is added to it, and it has the type of the
- * result. */
+/* Returns true if a product can write the vector directly, because nothing is added to it and it has the result's
+ * type. */
 static bool may_write(const ps_view *db, bool add, const ps_view *result) { return !add && db->dtype == result->dtype; }
 
 static int linear_grad(ps_call *call)
@@ -124,7 +125,7 @@ static int linear_grad(ps_call *call)
     ps_view *db = &call->out[1];
     bool done = false;
     if (db->numel == 0) return 0;
-    if (x->numel == 0) {                             /* no rows, or no weights */
+    if (x->numel == 0) {                             /* there are no rows, or no weights */
         if (dw->numel > 0 && !a->accumulate)
             PS_TRY(ps_cuda_clear(dw->data, (size_t)(dw->numel * ps_dtype_bytes(dw->dtype))));
     } else {
@@ -178,8 +179,7 @@ static int mlp(ps_call *call)
     }
     if (h.numel > 0 && !done) {
         ps_attrs_gelu gelu = { 1 };
-        ps_view *before = ps_has(&pre) ? &pre : &h;          /* there is no memory to keep it, so it is computed in
-                                                              * place */
+        ps_view *before = ps_has(&pre) ? &pre : &h;          /* if no memory keeps it, it is computed in place */
         g.dst.data = before->data;
         PS_TRY(ps_cuda_gemm(call, &g));
         PS_TRY(run_part(call, PS_OP_gelu, &gelu, 1, before, &h));
@@ -200,7 +200,7 @@ static bool sums_beside_slope(const ps_view *pre, const ps_view *d)
            d->numel > 32 * cols && ((uintptr_t)d->data | (uintptr_t)pre->data) % 16 == 0;
 }
 
-/* Computes the product and the gradient of GELU in two passes: cuBLASLt's epilogue for both (DGELU) takes more than
+/* Computes the product and the gradient of GELU in two passes. cuBLASLt's epilogue for both (DGELU) takes more than
  * twice as long on an H200, and its tanh is off by 2e-5 in fp32. */
 static int linear_gelu_backward(ps_call *call)
 {
@@ -238,7 +238,7 @@ static int operand(ps_call *call, ps_view *v, ps_cu_mat *out)
     return 0;
 }
 
-/* If b is the same for all batches, merges the rows of all batches into one tall product. */
+/* If all batches share the same b, merges the batches' rows into one tall product. */
 static bool merge_rows(ps_cu_gemm *g, const batch_dims *bd)
 {
     if (bd->ndim != 1 || bd->step[1][0] != 0 || g->a.stride_col != 1) return false;
@@ -249,7 +249,7 @@ static bool merge_rows(ps_cu_gemm *g, const batch_dims *bd)
     return true;
 }
 
-/* y is contiguous, because dispatch makes it */
+/* y is contiguous, because dispatch has allocated it */
 static int matmul(ps_call *call)
 {
     ps_view va = call->in[0], vb = call->in[1];
@@ -296,16 +296,16 @@ static int matmul(ps_call *call)
 /* -- lm_loss ------------------------------------------------------------------------------------------------------- */
 /* Computes logits = x w^T + bias, the cross entropy, dx, dw and db in panels of rows, so that only one panel of
  * logits exists at a time. Logits are fp32. Their gradient has the type of x and its own memory. dw is summed over
- * panels in fp32 and rounded once; db is rounded once per panel. Products are fast if rows begin at multiples of 16
- * bytes and their length is such a multiple. So rows of logits begin at multiples of 64 elements, and a vocabulary
- * that is not a multiple of 16 bytes (GPT-2's 50257) is padded with words of zeros in a copy of w. Their logits are
- * ignored and have no gradient. */
+ * panels in fp32 and rounded once. db is rounded once per panel. Products are fast if rows begin at multiples of 16
+ * bytes and have a length that is a multiple of 16 bytes. So rows of logits begin at multiples of 64 elements. A
+ * vocabulary that is not a multiple of 16 bytes (GPT-2's 50257) is padded with words of zeros in a copy of w. The
+ * logits of these words are ignored and have no gradient. */
 struct lm_problem {
     int64_t N, V, C;                                         /* x [N, C], w [V, C] */
     ps_cu_lm size;
     int dtype;
     bool want_dx, want_dw, want_db;
-    void *logits, *grad, *loss, *w, *dw;                     /* w, dw [wide, C]; dw: memory of its sum */
+    void *logits, *grad, *loss, *w, *dw;                     /* w, dw [wide, C]; dw is the memory of dw's sum */
     void *bias;                                              /* [wide], or NULL */
     long long *count;
     unsigned long long *hits;                                /* or NULL */
@@ -326,7 +326,7 @@ static int lm_room(ps_call *call, lm_problem *p)
     return p->want_dw && !p->dw && s->dw_nbytes > 0 ? PS_ENOMEM : 0;
 }
 
-/* Copies V rows of C elements to *to [wide rows], padded with zeros. */
+/* Copies V rows of C elements to *to, which has `wide` rows. The remaining rows become zeros. */
 static int fill_up(ps_call *call, const lm_problem *p, const ps_view *rows, int64_t C, void **to)
 {
     int64_t nbytes = p->V * C * ps_dtype_bytes(p->dtype), all = p->size.wide * C * ps_dtype_bytes(p->dtype);
@@ -338,7 +338,7 @@ static int fill_up(ps_call *call, const lm_problem *p, const ps_view *rows, int6
     return ps_cuda_clear((char *)*to + nbytes, (size_t)(all - nbytes));
 }
 
-/* Computes db (+)= the sum of a panel's rows of dlogits. */
+/* Sets db to the sum of the rows of a panel's dlogits, or adds the sum to db. */
 static int add_db(ps_call *call, const lm_problem *p, int64_t rows, bool add)
 {
     ps_view d;

@@ -1,22 +1,22 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The wire of device cuda: moves bytes between the GPUs of several processes, over NCCL. The library is loaded when a
- * group first uses memory of the device, so a machine without NCCL can still use its device.
+ * The wire of device cuda: moves bytes between the GPUs of several processes, over NCCL. The library is loaded when
+ * a group first uses memory of the device, so a machine without NCCL can still use its device.
  *
- * This file uses only sends and receives of NCCL, one group of them per exchange: NCCL's reductions add up in another
- * order and round every partial sum to the type that is sent. Communicators are non-blocking: each call returns at once
- * and is polled until it ends, so a peer that has died blocks no rank.
+ * This file uses only NCCL's sends and receives, one group of them per exchange, because NCCL's reductions add up in
+ * another order and round every partial sum to the type that is sent. Communicators are non-blocking: each call
+ * returns at once and is polled until it ends, so a peer that has died blocks no rank.
  *
- * Streams. `moving` has the exchanges, `adding` the sums and copies, which can thus overlap the next exchange. Events
- * order them: a sum runs after the exchange that it follows, an exchange after the sums before it. Both streams begin
- * after the work that `compute` had when the mark named by `after` was made. `compute` waits for the end of a wire's
- * work by an event (event_follow). All functions but `mark`, event_now and event_follow may be called from other
- * threads than the backend's, and use nothing of ps_cu but its numbers. An exchange that another rank never joins
- * blocks `compute` until the communicator is aborted. Results computed after that are invalid, and reads of memory
- * report it (lost).
+ * Streams. `moving` has the exchanges, and `adding` has the sums and copies, which can thus overlap the next
+ * exchange. Events order them: a sum runs after the exchange that it follows, and an exchange runs after the earlier
+ * sums. Both streams begin after the work that `compute` had when the mark named by `after` was made. `compute`
+ * waits for the end of a wire's work by an event (event_follow). All functions except `mark`, event_now and
+ * event_follow can be called from threads other than the backend's thread. They use no field of ps_cu except the
+ * device's index. An exchange that another rank never joins blocks `compute` until the communicator is aborted.
+ * Results computed after that are invalid, and reads of memory report it (lost).
  *
- * The end. NCCL's threads serve peers of the same machine until those end, too, so both ways of ending a communicator
- * may wait for other ranks. They run on a separate thread, which is abandoned after a few seconds. A connection without
- * errors is finalized first, since its last bytes may still be on their way to the network. */
+ * The end. NCCL's threads serve peers on the same machine until those peers end, too, so both ways of ending a
+ * communicator may wait for other ranks. They run on a separate thread, which is abandoned after a few seconds. A
+ * connection without errors is finalized first, because its last bytes may not have reached the network yet. */
 #include <atomic>
 #include <chrono>
 #include <new>
@@ -31,7 +31,7 @@
 
 static_assert(PS_WIRE_ID_NBYTES == sizeof(ncclUniqueId), "the number that ranks share is NCCL's");
 
-enum { VERSION_NEEDED = 21400 };               /* 2.14 has communicators that do not block */
+enum { VERSION_NEEDED = 21400 };               /* communicators that do not block exist since 2.14 */
 
 static struct {
     void *lib;
@@ -58,11 +58,11 @@ enum { NOTHING = -1, CONNECTION = PS_WIRE_LANES };
 
 struct ps_wire {
     ncclComm_t comm;                           /* NULL for a world of one rank without NCCL, or after an abort */
-    int rank, size, number;                    /* number: index of the device. A wire can be closed after the device. */
+    int rank, size, number;                    /* number: device index, because a wire can be closed after the device */
     cudaStream_t moving, adding;
-    cudaEvent_t marks[PS_WIRE_MARKS];          /* events on `compute`, used cyclically */
+    cudaEvent_t marks[PS_WIRE_MARKS];          /* events on `compute`, reused cyclically */
     int next_mark;
-    cudaEvent_t ended[PS_WIRE_LANES + 1];      /* by lane, with one more for PS_WIRE_LOCAL */
+    cudaEvent_t ended[PS_WIRE_LANES + 1];      /* one per lane, and one for PS_WIRE_LOCAL */
     int starting;                              /* lane whose exchange NCCL has not queued yet, or one of the values
                                                 * above */
 };
@@ -75,7 +75,8 @@ static int check(cudaError_t e, const char *what)
 }
 #define TRY_CUDA(call) PS_TRY(check((call), #call))
 
-/* NCCL's second text has more details, if it exists. A failure of the device is the cause of failed connections. */
+/* NCCL's second text, if it exists, has more details. If the device failed, its failure is the cause of failed
+ * connections. */
 static int nccl_failed(const ps_wire *w, ncclResult_t r, const char *what)
 {
     cudaError_t e = w && w->ended[0] ? cudaEventQuery(w->ended[0]) : cudaSuccess;
@@ -123,7 +124,7 @@ static int load(ps_backend *be)
     return PS_EUNSUP;
 }
 
-/* Writes a name of the device for other ranks: the host name and the PCI address. */
+/* Writes the device's name for other ranks, which consists of the host name and the PCI address. */
 static int device_name(ps_backend *be, char *name)
 {
     char host[64] = "", bus[24] = "";
@@ -144,12 +145,13 @@ static int new_id(ps_backend *be, char *id)
 }
 
 /* -- opening and closing ------------------------------------------------------------------------------------------- */
-/* Ends a communicator, within `seconds` or later on a separate thread. */
+/* Ends a communicator on a separate thread, and waits for this thread for at most `seconds`. */
 static void end_comm(ncclComm_t comm, bool sound, double seconds)
 {
     typedef std::chrono::steady_clock clock;
     const auto until = clock::now() + std::chrono::milliseconds((int64_t)(seconds * 1e3));
-    std::atomic<int> *told = new (std::nothrow) std::atomic<int>(0);     /* the second of two threads deletes it */
+    std::atomic<int> *told = new (std::nothrow) std::atomic<int>(0);     /* the last of the two threads that use it
+                                                                          * deletes it */
     if (!told) return;
     auto work = [comm, sound, until, told] {
         ncclResult_t r = sound ? nccl.finalize(comm) : ncclRemoteError;
@@ -163,7 +165,7 @@ static void end_comm(ncclComm_t comm, bool sound, double seconds)
     };
     try {
         std::thread(work).detach();
-    } catch (const std::system_error &) {      /* no thread could be started, so the communicator stays */
+    } catch (const std::system_error &) {      /* no thread could be started, so the communicator is not ended */
         delete told;
         return;
     }
@@ -184,8 +186,8 @@ static void let_go(ps_wire *w, bool sound)
 static void lose(ps_backend *be, int code, const char *why) { ps_cuda_lose(code, why); }
 static int lost(ps_backend *be, bool told) { return ps_cuda_lost(told); }
 
-/* Waits for sums and copies. They run when the exchanges before them have ended, even after an error, and use the
- * callers' memory. */
+/* Waits for sums and copies. They use the callers' memory, and run after the exchanges before them have ended, even
+ * after an error. */
 static void wait_for_local(const ps_wire *w, double seconds)
 {
     typedef std::chrono::steady_clock clock;
@@ -287,7 +289,7 @@ static int after(ps_wire *w, int i)
     return 0;
 }
 
-/* Ends a group of calls. The first failure counts, but the group is always ended. */
+/* Ends a group of calls, even after a failure. Reports the first failure. */
 static int end_group(ps_wire *w, ncclResult_t sent, int lane, const char *what)
 {
     ncclResult_t ended = nccl.group_end(), r = went(sent) ? ended : sent, state = ncclSuccess;
@@ -356,7 +358,7 @@ static int ended(ps_wire *w, int lane)
 /* -- moments ------------------------------------------------------------------------------------------------------- */
 struct ps_wire_event {
     cudaEvent_t at;
-    int number; /* index of the device; an event can be freed after the device was closed */
+    int number; /* device index, because an event can be freed after the device was closed */
 };
 
 static int event_new(ps_backend *be, ps_wire_event **out)

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Between nccl.cpp, which moves bytes between GPUs of several processes, and its kernel in add_up.cu. */
+ * Shared by nccl.cpp, which moves bytes between GPUs of several processes, and add_up.cu, which has its kernel. */
 #ifndef PS_CUDA_NCCL_H
 #define PS_CUDA_NCCL_H
 #include "backend/cuda/cuda.h"

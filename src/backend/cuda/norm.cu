@@ -1,14 +1,16 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Layer norm and RMS norm over the last dimension C, in fp32 (fp64 for fp64). The gradients of w and b are summed over
- * rows in parts whose number depends only on the shape, then over the parts in a fixed order. `dx` may share the memory
- * of `add` or dy: a thread reads its elements of them before it writes the same elements of dx.
+ * Layer norm and RMS norm over the last dimension C, in fp32 (fp64 for fp64). The gradients of w and b are summed
+ * over rows in parts whose number depends only on the shape, and then over the parts in a fixed order. `dx` can
+ * share the memory of `add` or dy, because a thread reads its elements of `add` and dy before it writes the same
+ * elements of dx.
  *
  * If rows are aligned and w and b have the rows' type, a thread has 16 bytes of columns (a "slice"), and a block
- * processes up to four rows at a time. All inputs are read once and then kept in registers, and the sums for w and b
- * are computed in the same pass as dx. Other problems use a block per row, which reads the row several times. */
+ * processes up to four rows at a time. All inputs are read once and then kept in registers, and the sums for w
+ * and b are computed in the same pass as dx. In all other cases a block computes one row and reads it several
+ * times. */
 #include "backend/cuda/device.h"
 
-/* Sums v[n] over the block; all threads get the result. Needs full warps. */
+/* Sums each of v[n] over the block, whose warps must be full. All threads get the results. */
 template <int N, class A> DEV void block_sums(A *v)
 {
     __shared__ A part[32][N];
@@ -41,11 +43,11 @@ template <class A> DEV A weight(const weights &w, int64_t c, A otherwise)
     return w.p ? access<A>::load(w.p, w.dtype, c) : otherwise;
 }
 
-/* Number of threads for which a kernel of slices is compiled, and number of rows that it processes at a time: as
- * many as registers allow. */
+/* Kernels of slices are compiled for at most FEW or MANY threads. They process FEW_ROWS or MANY_ROWS rows at a time,
+ * as many as registers allow. */
 enum { FEW = 256, FEW_ROWS = 4, MANY = 512, MANY_ROWS = 2 };
-/* Returns whether kernels of slices support the rows: whole packs, one for each thread of a block, and vectors of
- * the rows' type. */
+/* Returns whether kernels of slices support rows of C elements. A row must consist of whole packs, at most one for
+ * each thread of a block. fits returns whether a vector has the rows' type. */
 template <class T> static bool has_slices(int64_t C) { return C % pack<T>::n == 0 && C / pack<T>::n <= MANY; }
 template <class T> static bool fits(const weights &w)
 {
@@ -75,7 +77,7 @@ norm_slices_kernel(T *y, const T *x, const T *w, const T *b, void *mean_out, voi
         uint4 v[ROWS];
         A mean[ROWS], rstd[ROWS];
 #pragma unroll
-        for (int r = 0; r < ROWS; r++) {             /* loads the next rows while these are computed */
+        for (int r = 0; r < ROWS; r++) {             /* loads the next rows while the current rows are computed */
             int64_t later = first + jump + r;
             v[r] = next[r];
             next[r] = slice_of(x, later * C + c, own && later < rows);
@@ -112,7 +114,7 @@ norm_slices_kernel(T *y, const T *x, const T *w, const T *b, void *mean_out, voi
     }
 }
 
-/* rms: mean is 0 and not written. */
+/* If RMS is set, the mean is 0 and is not written. */
 template <class T, bool RMS>
 KERNEL_UP_TO(1024, 1) norm_kernel(T *y, const T *x, weights w, weights b, void *mean_out, void *rstd_out, int64_t rows,
                                    int64_t C, double eps)
@@ -171,7 +173,7 @@ static int rms_norm(ps_call *call)
 }
 
 /* -- backward ------------------------------------------------------------------------------------------------------ */
-/* With n = (x - mean) * rstd and g = dy * w: dx = rstd * (g - mean(g) - n * mean(g * n)) + add; for RMS norm without
+/* With n = (x - mean) * rstd and g = dy * w: dx = rstd * (g - mean(g) - n * mean(g * n)) + add. RMS norm omits
  * mean(g). */
 template <class T, bool RMS>
 KERNEL_UP_TO(1024, 1) dx_kernel(T *dx, const T *dy, const T *x, weights w, const void *mean_in, const void *rstd_in,
@@ -195,7 +197,7 @@ KERNEL_UP_TO(1024, 1) dx_kernel(T *dx, const T *dy, const T *x, weights w, const
     }
 }
 
-/* parts [2][P][C]: sums over each part's rows of dy * n and of dy. Blocks have 32 columns by 8 rows. */
+/* Writes parts [2][P][C]: the sums of dy * n and of dy over the rows of each part. Blocks have 32 columns by 8 rows. */
 template <class T, bool RMS>
 static __global__ void dw_kernel(void *parts, const T *dy, const T *x, const void *mean_in, const void *rstd_in,
                                  int64_t rows, int64_t C)
@@ -220,7 +222,8 @@ static __global__ void dw_kernel(void *parts, const T *dy, const T *x, const voi
     ((A *)parts)[(line * P + blockIdx.y) * C + c] = sum;
 }
 
-/* Computes dx and, like dw_kernel, parts. dx, add and parts can be NULL. Block p processes rows [p, p + 1) step. */
+/* Computes dx, and parts like dw_kernel. dx, add and parts can be NULL. Block p processes rows p step .. (p + 1)
+ * step - 1. */
 template <class T, bool RMS, int MOST, int ROWS>
 KERNEL_UP_TO(MOST, 512 / MOST) slices_backward_kernel(T *dx, const T *dy, const T *x, const T *w, const void *mean_in,
                                              const void *rstd_in, const T *add, void *parts, int64_t rows, int64_t C)
@@ -292,8 +295,8 @@ KERNEL_UP_TO(MOST, 512 / MOST) slices_backward_kernel(T *dx, const T *dy, const 
     }
 }
 
-/* Sums over parts [.., P, C]: over the first P for dw, and over the next P for db (blockIdx.y). A block has 32
- * columns; line l sums parts l, l + LINES, ... */
+/* Sums the parts [.., P, C]: blockIdx.y 0 sums the first P parts for dw, blockIdx.y 1 the next P parts for db. A
+ * block has 32 columns. Line l sums parts l, l + LINES, ... */
 enum { LINES = 32 };
 template <class A>
 KERNEL_UP_TO(32 * LINES, 1) dw_total_kernel(void *dw, int dw_type, void *db, int db_type, const A *parts, int64_t P,
@@ -309,14 +312,15 @@ KERNEL_UP_TO(32 * LINES, 1) dw_total_kernel(void *dw, int dw_type, void *db, int
         if (c < C) sum += from[p * C];
     shared[line][column] = sum;
     __syncthreads();
-    sum = warp_all<op_add>(shared[column][line]);    /* sum for column `line`, whose lines are all in one warp now */
+    sum = warp_all<op_add>(shared[column][line]);    /* sums column `line`; all lines of this column are now in one
+                                                      * warp */
     c = (int64_t)blockIdx.x * 32 + line;
     if (column != 0 || c >= C) return;
     if (blockIdx.y == 0 && dw) access<A>::store(dw, dw_type, c, sum);
     if (blockIdx.y == 1 && db) access<A>::store(db, db_type, c, sum);
 }
 
-/* The operands of a backward. */
+/* The operands of a norm's backward. */
 struct problem {
     const ps_view *dy, *x, *mean, *rstd, *add, *dx, *dw, *db;
     weights w;
@@ -340,7 +344,7 @@ template <class T, bool RMS> static void run_apart(const problem &p)
     const void *mean = RMS ? NULL : p.mean->data;
     auto sums = dw_kernel<T, RMS>;
     auto kernel = dx_kernel<T, RMS>;
-    if (p.parts)                                     /* before dx, which can overwrite dy */
+    if (p.parts)                                     /* must run before dx, which can overwrite dy */
         PS_LAUNCH(sums, dim3((unsigned)ps_cu_div_up(p.C, 32), (unsigned)p.P), 256, 0, ps_cu->compute, p.parts,
                   (const T *)p.dy->data, (const T *)p.x->data, mean, p.rstd->data, p.rows, p.C);
     if (ps_has(p.dx))

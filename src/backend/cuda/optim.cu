@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Optimizers over lists of tensors in one launch, sums of squares, and gradients stored together with their sums of
- * squares. ref/optim.c has the formulas and their sources. The update of an element depends only on that element. It
- * uses explicit fused multiply-adds, IEEE division and square root, and constants computed once on the host, so its
- * bits are those of the cpu backend. An element is read before it is written, so operands may share memory (master or
- * grad with param). */
+ * Optimizers over lists of tensors in one launch, sums of squares, and gradients that are stored together with
+ * their sums of squares. ref/optim.c has the formulas and their sources. The update of an element depends only on
+ * that element. It uses explicit fused multiply-adds, IEEE division and square root, and constants that are
+ * computed once on the host, so its bits are those of the cpu backend. An element is read before it is written,
+ * so operands can share memory (master or grad with param). */
 #include "backend/cuda/optim.h"
 
 /* -- Adam ---------------------------------------------------------------------------------------------------------- */
@@ -13,14 +13,14 @@ DEV void adam_step(const adam_constants &h, float g, float *p, float *m, float *
 {
     g = __fmul_rn(g, h.scale);
     if (h.has_l2) g = __fmaf_rn(h.l2, *p, g);
-    *p = __fmul_rn(*p, h.keep);                      /* keep is 1 (exact) without decoupled decay */
+    *p = __fmul_rn(*p, h.keep);                      /* without decoupled decay, keep is exactly 1 */
     *m = __fmaf_rn(h.b1, *m, __fmul_rn(h.omb1, g));
     *v = __fmaf_rn(h.b2, *v, __fmul_rn(__fmul_rn(h.omb2, g), g));
     float denominator = __fmaf_rn(__fsqrt_rn(*v), h.inv, h.eps);
     *p = __fmaf_rn(-h.step, __fdiv_rn(*m, denominator), *p);
 }
 
-/* The same for fp64 masters. */
+/* Like adam_step, for one element with an fp64 master. */
 DEV void adam_double(const ps_attrs_adam_ &a, const item &it, int64_t i)
 {
     double c1 = 1 - a.beta1, c2 = 1 - a.beta2, wd = a.weight_decay;
@@ -40,7 +40,7 @@ DEV void adam_double(const ps_attrs_adam_ &a, const item &it, int64_t i)
     store_d(it.param, it.param_type, i, p);
 }
 
-/* Masters are as masters<P> has them and gradients G, all aligned. */
+/* Supports gradients of type G and masters that masters<P> supports, if all operands are aligned. */
 template <class G, class P> KERNEL_UP_TO(THREADS) adam_kernel(adam_constants h, const __grid_constant__ work w)
 {
     typedef typename four<G>::raw raw_g;
@@ -103,7 +103,7 @@ static int adam_(ps_call *call)
     h.omb1 = (float)(1 - a->beta1), h.omb2 = (float)(1 - a->beta2);
     h.inv = (float)(1 / sqrt(a->bias2)), h.eps = (float)a->eps, h.step = (float)(a->lr / a->bias1);
     if (w.units == 0) return 0;
-    bool alike = true;                               /* whether they are also of types that adam_kernel supports */
+    bool alike = true;                               /* whether adam_kernel supports the types of all tensors */
     for (int i = 0; i < w.n; i++)
         alike = alike && w.it[i].aligned && w.it[i].master_type == w.it[0].master_type &&
                 w.it[i].param_type == w.it[0].param_type && w.it[i].grad_type == w.it[0].grad_type;
@@ -160,7 +160,7 @@ static int sgd_(ps_call *call)
 }
 
 /* -- sums of squares, and gradients as they are stored ------------------------------------------------------------- */
-/* Copies src [numel] to dst (NULL: no copy) and sums the squares of the stored values, in units. */
+/* Copies src [numel] to dst, unless dst is NULL, and sums the squares of the stored values unit by unit. */
 struct squares_item { const void *src; void *dst; int64_t numel, first_unit; int src_type, dst_type; };
 struct squares_work {
     int n;
@@ -168,10 +168,11 @@ struct squares_work {
     squares_item it[PS_MAX_IN];
 };
 
-enum { SQUARES_UNIT = PS_CU_SQUARES_UNIT, SQUARES = SQUARES_UNIT / THREADS };       /* elements per block, per thread */
+enum { SQUARES_UNIT = PS_CU_SQUARES_UNIT, SQUARES = SQUARES_UNIT / THREADS };       /* elements per block, and
+                                                                                     * elements per thread */
 
-/* Returns the sum of squares of this thread's elements from `first` on: groups of four, one block's width apart. The
- * order does not depend on the alignment. */
+/* Returns the sum of squares of this thread's elements, which begin at `first`. They are groups of four, which are
+ * one block's width apart. The order of additions does not depend on the alignment. */
 template <class T> DEV double squares_of(const squares_item &it, int64_t first)
 {
     typedef typename four<T>::raw raw;

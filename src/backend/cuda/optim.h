@@ -7,12 +7,12 @@
 
 enum { UNIT = 4 * THREADS, MOST_STATES = 4, MOST_ITEMS = PS_MAX_IN / 3 };
 
-/* One tensor of a list. A state is NULL if the operand does not exist. */
+/* One tensor of a list. The pointer of an absent state is NULL. */
 struct item {
     void *param, *master, *grad, *state[MOST_STATES];
     int64_t numel, first_unit;
-    int param_type, grad_type, master_type;          /* master_type: PS_U8 for remainders */
-    bool aligned;                                    /* all operands are aligned to 16 bytes */
+    int param_type, grad_type, master_type;          /* master_type is PS_U8 for remainders */
+    bool aligned;                                    /* whether all operands are aligned to 16 bytes */
 };
 struct work {
     int n;
@@ -20,7 +20,7 @@ struct work {
     item it[MOST_ITEMS];
 };
 
-/* Collects groups of `each` inputs: param, master, grad, and states. A unit has `unit` elements. */
+/* Collects the tensors from groups of `each` inputs: param, master, grad, and states. A unit has `unit` elements. */
 static inline work collect(const ps_call *call, int each, int64_t unit)
 {
     work w;
@@ -39,7 +39,7 @@ static inline work collect(const ps_call *call, int each, int64_t unit)
     return w;
 }
 
-/* Returns the item of a unit. */
+/* Returns the item to which a unit belongs. */
 DEV const item &item_of(const work &w, int64_t unit)
 {
     int i = 0;
@@ -71,7 +71,7 @@ template <> struct exact<double> {
 };
 
 /* -- masters: fp32, fp64, or the lower halves of fp32 values whose upper halves are the bf16 parameter (half.h) ---- */
-/* The functions of half.h, which is compiled for the host only. */
+/* Device versions of the functions in half.h, which is compiled only for the host. */
 DEV float remainder_join(uint16_t w, uint16_t lo)
 {
     return __uint_as_float((uint32_t)(uint16_t)(w - (lo >> 15)) << 16 | lo);
@@ -113,7 +113,8 @@ template <class A> DEV void master_put(const item &it, int64_t i, A p)
     access<A>::store(it.param, it.param_type, i, p);
 }
 
-/* The same for four adjacent elements, if all operands are aligned: fp32 masters and parameters P, or remainders. */
+/* Load and store four adjacent elements, if all operands are aligned. The masters are fp32 with parameters P, or
+ * remainders. */
 struct remainders;
 template <class P> struct masters {
     DEV void get(const item &it, int64_t i, float *p)

@@ -1,13 +1,14 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Packed weights: blocks of base/blocks.h, whose formulas are repeated here operation by operation, so that each number
- * has ref's bits. Up to PS_PACKED_ROWS rows of x are multiplied with the blocks themselves, in fp32. More rows are
- * multiplied by cuBLASLt with panels of the matrix that are unpacked to the type of x. */
+ * Packed weights: the blocks of base/blocks.h. This file repeats the formulas of base/blocks.h operation by
+ * operation, so that each number has ref's bits. Up to PS_PACKED_ROWS rows of x are multiplied with the blocks
+ * themselves, in fp32. If x has more rows, panels of the matrix are unpacked to the type of x, and cuBLASLt
+ * multiplies them. */
 #include "backend/cuda/device.h"
 #include "base/blocks.h"
 
-enum { RUN = 8 };                                    /* values that a thread unpacks at once */
+enum { RUN = 8 };                                    /* number of values that a thread unpacks at a time */
 
-/* The sizes of a type of blocks, and the table of NF4, which is read from the kernel's parameters. */
+/* The sizes of a block type, and the values of NF4, which kernels read from their parameters. */
 struct packed_type {
     int type, block, bytes;
     float nf4[16];
@@ -45,21 +46,21 @@ DEV uint32_t u32_at(const uint8_t *s)
 {
     return (uint32_t)s[0] | (uint32_t)s[1] << 8 | (uint32_t)s[2] << 16 | (uint32_t)s[3] << 24;
 }
-/* Returns entry i of a table of 16 bytes with signs. */
+/* Returns entry i of a table of 16 signed bytes. */
 DEV int entry(uint64_t low, uint64_t high, int i) { return (int8_t)((i < 8 ? low : high) >> (i % 8 * 8)); }
 DEV int iq4_value(int i) { return entry(0xf6eaddcfbfad9881ull, 0x7159453526190d01ull, i); }
 DEV int mxfp4_twice(int i) { return entry(0x0c08060403020100ull, 0xf4f8fafcfdfeff00ull, i); }
 DEV float times(float a, int b) { return __fmul_rn(a, (float)b); }
 
-/* The scale and minimum of part p of 8 in Q4_K and Q5_K (ps_blocks_scale). */
+/* Reads the scale and minimum of part p of 8 in Q4_K and Q5_K (ps_blocks_scale). */
 DEV void part_scale(const uint8_t *s, int p, int *scale, int *min)
 {
     *scale = p < 4 ? s[p] & 63 : (s[4 + p] & 15) | (s[p - 4] >> 6) << 4;
     *min = p < 4 ? s[4 + p] & 63 : s[4 + p] >> 4 | (s[p] >> 6) << 4;
 }
 
-/* Blocks of 32: number k < 16 is in the low half of byte k, number 16 + k in its high half. A run of 8 numbers from k
- * on, a multiple of 8, is in one half of 8 bytes. */
+/* Unpacks blocks of 32. Number k < 16 is in the low half of byte k, and number 16 + k in its high half. A run of 8
+ * numbers starts at a multiple of 8, so it is in the same half of 8 bytes. */
 DEV void unpack_32(int type, const uint8_t *s, int k, float *v)
 {
     int shift = k < 16 ? 0 : 4, at = k % 16;
@@ -92,7 +93,7 @@ DEV void unpack_q8_0(const uint8_t *s, int k, float *v)
     for (int j = 0; j < RUN; j++) v[j] = times(d, (int8_t)s[2 + k + j]);
 }
 
-/* Number 2 k is in the high half of byte k. */
+/* The high half of byte k holds number 2 k. */
 DEV void unpack_nf4(const float *table, const uint8_t *s, int k, float *v)
 {
     float most = __uint_as_float(u32_at(s));
@@ -100,7 +101,8 @@ DEV void unpack_nf4(const float *table, const uint8_t *s, int k, float *v)
     for (int j = 0; j < RUN; j++) v[j] = __fmul_rn(table[s[4 + (k + j) / 2] >> (j % 2 ? 0 : 4) & 15], most);
 }
 
-/* Blocks of 256 (base/blocks.c describes each). All numbers of a run have the same scale. */
+/* The following functions unpack blocks of 256, each as base/blocks.c describes. All numbers of a run have the same
+ * scale. */
 DEV void unpack_q2_k(const uint8_t *s, int n, float *v)
 {
     float d = half_at(s + 80), m = half_at(s + 82);
@@ -177,7 +179,7 @@ DEV void unpack_run(const packed_type &t, const uint8_t *s, int k, float *v)
 }
 
 /* -- unpacking ----------------------------------------------------------------------------------------------------- */
-/* A part of a packed matrix: `rows` rows, row_nbytes apart, of per_row runs each. */
+/* A part of a packed matrix. It has `rows` rows that are row_nbytes apart, and per_row runs per row. */
 struct packed_part {
     packed_type t;
     const uint8_t *w;
@@ -249,8 +251,8 @@ static int pack_op(ps_call *call)
 }
 
 /* -- few rows ------------------------------------------------------------------------------------------------------ */
-/* Rounds parts of 32 elements to 8 bits, as base/blocks.h has it, and multiplies them by their scale again. A warp
- * rounds a part. */
+/* Rounds parts of 32 elements to 8 bits as described in base/blocks.h, and multiplies them by their scale again. A
+ * warp rounds one part. */
 template <class T> KERNEL_UP_TO(THREADS) round_kernel(typename type_info<T>::acc *to, const T *x, int64_t parts)
 {
     for (int64_t part = FIRST_ELEMENT / 32; part < parts; part += ALL_THREADS / 32) {
@@ -261,8 +263,8 @@ template <class T> KERNEL_UP_TO(THREADS) round_kernel(typename type_info<T>::acc
     }
 }
 
-/* y [M, N] = x [M, K] times the transpose of the packed w [N, K], plus bias [N], plus residual [M, N]. X is the type of
- * x, which has been rounded to 8 bits if it is not T. */
+/* Computes y [M, N] = x [M, K] times the transpose of the packed w [N, K], plus bias [N], plus residual [M, N]. X is
+ * the type of x. If X is not T, x has been rounded to 8 bits. */
 template <class X, class T> struct few_call {
     packed_part w;
     const X *x;
@@ -343,7 +345,7 @@ static ps_cu_mat matrix(void *data, int dtype, int64_t rows, int64_t cols, int64
     return m;
 }
 
-/* Computes y [M, N] = x [M, K] w^T + bias + residual. Each panel of rows of w gives columns of y. */
+/* Computes y [M, N] = x [M, K] w^T + bias + residual. Each panel of rows of w yields some columns of y. */
 static int forward(const packed_product &p)
 {
     int64_t step = ps_cu_packed_rows(p.N, p.K, p.y->dtype);
@@ -368,7 +370,8 @@ static int forward(const packed_product &p)
     return 0;
 }
 
-/* Computes y [M, K] = x [M, N] w. Each panel of columns of w gives columns of y, so that no sum is rounded twice. */
+/* Computes y [M, K] = x [M, N] w. Each panel of columns of w yields some columns of y, so that no sum is rounded
+ * twice. */
 static int backward(const packed_product &p)
 {
     int64_t step = ps_cu_packed_cols(p.N, p.K, p.y->dtype);

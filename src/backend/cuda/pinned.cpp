@@ -14,7 +14,8 @@ struct range {
 };
 static range *ranges;                          /* by address */
 static int64_t pinned;
-static bool full;                              /* the system refused to pin more; reset when a range is unpinned */
+static bool full;                              /* true if the system refused to pin more; false again when a range is
+                                                * unpinned */
 
 static void let_go(uintptr_t begin, uintptr_t end)
 {
@@ -38,7 +39,7 @@ static void let_go(uintptr_t begin, uintptr_t end)
 
 static void host_memory_goes(void *p, size_t nbytes) { let_go((uintptr_t)p, (uintptr_t)p + nbytes); }
 
-/* Pins [begin, end), which does not overlap any range, and inserts it before *at. */
+/* Pins [begin, end), and inserts it before *at. No other range may overlap it. */
 static bool add(range **at, uintptr_t begin, uintptr_t end)
 {
     int64_t most = (int64_t)sysconf(_SC_PHYS_PAGES) / 8 * 7 * (int64_t)sysconf(_SC_PAGESIZE);

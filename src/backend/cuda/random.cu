@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Random numbers, dropout and sampling. Each element's number comes from Philox at the element's counter, as on every
- * other device. */
+ * Random numbers, dropout and sampling. Each element's number is computed by Philox from the element's counter,
+ * as on every other device. */
 #include "backend/cuda/device.h"
 
-/* A number that rounds up to `high` becomes `low`, so that the range stays half-open in every type. */
+/* If a number rounds up to `high`, it is replaced by `low`, so that the range stays half-open in every type. */
 static __global__ void uniform_kernel(void *p, int dtype, int64_t n, ps_attrs_uniform_ a)
 {
     for (int64_t i = FIRST_ELEMENT; i < n; i += ALL_THREADS) {
@@ -23,7 +23,7 @@ static __global__ void normal_kernel(void *p, int dtype, int64_t n, ps_attrs_nor
     }
 }
 
-/* low + floor(r * (high - low) / 2^64), where r is the first two words. */
+/* Computes low + floor(r * (high - low) / 2^64), where r consists of the first two words. */
 static __global__ void randint_kernel(void *p, int dtype, int64_t n, ps_attrs_randint_ a)
 {
     uint64_t range = (uint64_t)a.high - (uint64_t)a.low;
@@ -63,11 +63,12 @@ static int randint_(ps_call *call)
     return 0;
 }
 
-/* Returns the counter, counted over all samples, whose four elements include element g of the whole. */
+/* Returns the index of the counter whose four elements include element g. Counters and elements are counted over all
+ * samples. */
 static __host__ __device__ inline int64_t four_of(int64_t g, int64_t n) { return g / n * ((n + 3) / 4) + g % n / 4; }
 
-/* x, y: elements first .. last of samples of n. A thread processes the four elements of one counter, at once if they
- * are `whole`. */
+/* x and y have elements first .. last of samples of n elements. A thread processes the four elements of one counter,
+ * at once if they are `whole`. */
 template <class T>
 static __global__ void dropout_kernel(T *y, const T *x, int64_t first, int64_t last, int64_t n, ps_attrs_dropout a,
                                       double keep, bool whole)
@@ -94,14 +95,14 @@ static __global__ void dropout_kernel(T *y, const T *x, int64_t first, int64_t l
     }
 }
 
-/* x, y: the rows with these numbers of a whole tensor, each with `width` elements of one sample of n. A thread
- * processes the elements of a row that share one counter. */
+/* x and y consist of some rows of a larger tensor; `rows` holds their indices in that tensor. Each row has `width`
+ * elements of one sample of n elements. A thread processes the elements of a row that share one counter. */
 template <class T>
 static __global__ void dropout_rows_kernel(trap_to t, T *y, const T *x, const void *rows, int dtype, int64_t count,
                                            int64_t width, int64_t n, ps_attrs_dropout a, double keep)
 {
     typedef typename type_info<T>::acc A;
-    int64_t fours = (width + 2) / 4 + 1;                            /* most counters per row */
+    int64_t fours = (width + 2) / 4 + 1;                            /* maximum number of counters per row */
     float p = (float)a.p;
     A scale = (A)keep;
     for (int64_t i = FIRST_ELEMENT; i < count * fours; i += ALL_THREADS) {
@@ -152,15 +153,16 @@ static int dropout(ps_call *call)
 }
 
 /* -- sampling a token ---------------------------------------------------------------------------------------------- */
-/* Orders candidates by descending logit, and equal ones by ascending token. Their keys descend in this order and are
- * all different: the high bits are the logit's, changed to compare as integers, and the low bits are from the token. */
+/* Orders candidates by descending logit, and equal logits by ascending token. The candidates' keys descend in this
+ * order and are all different. A key's high bits are the logit, changed so that it compares as an integer, and its
+ * low bits are derived from the token. */
 template <class A> struct logit_order;
 template <> struct logit_order<float> {
     typedef uint64_t key;
     enum { bits = 32 };
     DEV uint32_t of(float x)
     {
-        uint32_t u = __float_as_uint(x + 0.0f);                     /* no negative zero */
+        uint32_t u = __float_as_uint(x + 0.0f);                     /* turns -0 into 0 */
         return u ^ (u >> 31 ? 0xffffffffu : 0x80000000u);
     }
 };
@@ -198,7 +200,7 @@ template <class T> struct logits_row {
     }
 };
 
-/* Returns the weight of the candidates with keys from `least` on. Weights below least_weight count as 0. */
+/* Returns the total weight of the candidates with keys from `least` on. A weight below least_weight counts as 0. */
 template <class T> DEV double weight_of(const logits_row<T> &r, typename logits_row<T>::K least)
 {
     double sum = 0;
@@ -207,9 +209,10 @@ template <class T> DEV double weight_of(const logits_row<T> &r, typename logits_
     return block_sum(sum);
 }
 
-/* Returns the smallest key of the shortest prefix of candidates whose weights (COUNT: number) reach `target`, or
- * exceed it if `past` is set. If rounding leaves the total below the target, it is the smallest key of all. Each
- * pass finds four bits of the key, from the sums for their sixteen values. */
+/* Finds the shortest prefix of candidates whose total weight (if COUNT: whose number) reaches `target`, or exceeds
+ * it if `past` is set. Returns the smallest key of this prefix. If rounding leaves the total below the target,
+ * returns the smallest key of all. Each pass finds four bits of the key, by summing separately for each of their
+ * sixteen values. */
 template <bool COUNT, class T>
 DEV typename logits_row<T>::K choose_key(const logits_row<T> &r, typename logits_row<T>::K least, double target,
                                          bool past)
@@ -217,7 +220,8 @@ DEV typename logits_row<T>::K choose_key(const logits_row<T> &r, typename logits
     typedef typename logits_row<T>::K K;
     __shared__ int seen[16];
     K found = 0;
-    double before = 0;                                              /* weight of all keys above the remaining ones */
+    double before = 0;                                              /* weight of all keys above those that can still
+                                                                     * be the result */
     for (int shift = logit_order<typename logits_row<T>::A>::bits + r.token_bits - 4; shift >= 0; shift -= 4) {
         double sums[16];
         for (int b = 0; b < 16; b++) sums[b] = 0;

@@ -1,13 +1,15 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Reductions over any dimensions, the largest and smallest element, running sums, the k largest. Sums of floats run in
- * fp64, of integers in int64. The order of every sum is fixed, so results have the same bits each time.
+ * Reductions over any dimensions, the largest and smallest element, running sums, the k largest elements. Sums of
+ * floats are computed in fp64, and sums of integers in int64. The order of every sum is fixed, so results have the
+ * same bits each time.
  *
- * A reduction sees its input as [kept, reduced], with any strides of both. Threads of a block share one kept element
- * (for few of them, or for adjacent reduced elements), or have one each (for adjacent kept elements). If that does not
- * use the whole device, the reduced part is split, and a second kernel combines the results. */
+ * A reduction treats its input as [kept, reduced], with any strides. If kept elements are few, or reduced
+ * elements are adjacent, the threads of a block share one kept element. If kept elements are adjacent, each
+ * thread has its own kept element. If this does not use the whole device, the reduced part is split, and a second
+ * kernel combines the results. */
 #include "backend/cuda/columns.h"
 
-/* NaN precedes every number, then the larger (or smaller) value. */
+/* Returns whether a precedes b: NaN precedes every number, and the larger (or smaller) number precedes the other. */
 DEV bool beats(int op, double a, double b)
 {
     if (a != a) return b == b;
@@ -25,11 +27,11 @@ DEV int64_t combine(int op, int64_t a, int64_t b)
     if (op == SUM) return (int64_t)((uint64_t)a + (uint64_t)b);
     return beats(op, b, a) ? b : a;
 }
-/* Sets the value of an empty part. */
+/* Sets *v to the result of an empty part. */
 DEV void nothing(int op, double *v) { *v = op == SUM ? 0 : op == MAX ? -(double)INFINITY : (double)INFINITY; }
 DEV void nothing(int op, int64_t *v) { *v = op == SUM ? 0 : op == MAX ? INT64_MIN : INT64_MAX; }
 
-/* Uses a block per kept element and part. */
+/* Uses one block for each part of each kept element. */
 template <class A>
 static __global__ void together_kernel(target t, const void *x, int dtype, places<1> kept, places<1> reduced)
 {
@@ -56,7 +58,7 @@ static __global__ void together_kernel(target t, const void *x, int dtype, place
     }
 }
 
-/* Uses a thread per kept element and part. */
+/* Uses one thread for each part of each kept element. */
 template <class A>
 static __global__ void apart_kernel(target t, const void *x, int dtype, places<1> kept, places<1> reduced)
 {
@@ -75,7 +77,7 @@ static __global__ void apart_kernel(target t, const void *x, int dtype, places<1
     }
 }
 
-/* The columns of a matrix [rows, kept] whose rows are ld apart and aligned. */
+/* The columns of a matrix [rows, kept]. Its rows are ld apart and aligned. */
 template <class T> struct plain_rows {
     const T *x;
     int64_t ld;
@@ -108,7 +110,7 @@ int ps_cuda_combine_sums(const target *t, int64_t kept, int64_t parts)
     return ps_cuda_launched();
 }
 
-/* Returns, in order, the dimensions of x that are reduced if `reduced` is true, and otherwise the other dimensions. */
+/* Returns, in order, the reduced dimensions of x if `reduced` is true, and the other dimensions if not. */
 static places<1> some_dims(const ps_view *x, uint32_t dims, bool reduced)
 {
     ps_view v = *x;
@@ -287,7 +289,8 @@ static int cumsum(ps_call *call)
 }
 
 /* -- the k largest of each lane: k searches for the best that comes after the last one ----------------------------- */
-/* Returns whether a precedes b in the results: NaN first, then descending values, and equal ones by position. */
+/* Returns whether a precedes b in the results. NaN comes first, then values descend, and equal values are ordered by
+ * position. */
 template <class A> DEV bool ahead(A a, int64_t at_a, A b, int64_t at_b)
 {
     if (beats(MAX, a, b)) return true;

@@ -4,8 +4,8 @@
  * Losses are added up in fp64 in the order of rows, in one block. */
 #include "backend/cuda/device.h"
 
-/* The softmax of the row is exp(x - top) / sum, and its log-sum-exp is top + log(sum). before: this thread's largest
- * element of the first t; or NULL. */
+/* The softmax of the row is exp(x - top) / sum, and its log-sum-exp is top + log(sum). *before is set to this
+ * thread's largest element of the first t elements, unless `before` is NULL. */
 template <class T, class A> DEV void sum_exp(const T *x, int64_t n, A *top_out, A *sum_out, int64_t t, A *before)
 {
     A top = -INFINITY, sum = 0;
@@ -20,8 +20,8 @@ template <class T, class A> DEV void sum_exp(const T *x, int64_t n, A *top_out, 
     *sum_out = block_sum(sum);
 }
 
-/* Returns whether the first largest element of a row is x_t. All threads of the block call it with the same x_t, top
- * and sum; before: from sum_exp. */
+/* Returns whether the first largest element of a row is x_t. All threads of the block must call it with the same
+ * x_t, top and sum. `before` comes from sum_exp. */
 template <class A> DEV bool is_hit(A x_t, A top, A sum, A before)
 {
     if (x_t != top || sum != sum || top == -(A)INFINITY) return false;
@@ -114,10 +114,11 @@ int ps_cuda_count_targets(int op, const ps_view *target, int64_t V, int64_t igno
 }
 
 /* -- cross entropy ------------------------------------------------------------------------------------------------- */
-/* count_kernel traps on a target outside [0, V); here it counts as ignored. */
+/* A target outside [0, V) counts as ignored here, because count_kernel has already trapped on it. */
 DEV bool is_ignored(const ps_cu_ce &c, int64_t t) { return t == c.ignore || t < 0 || t >= c.V; }
 
-/* Stores loss and log-sum-exp of the row with target [at]; x_t is 0 for an ignored target. One thread calls it. */
+/* Stores the loss and the log-sum-exp of the row with target [at]. x_t is 0 for an ignored target. Only one thread
+ * calls this function. */
 template <class A> DEV void deliver(const ps_cu_ce &c, int64_t at, bool ignored, A x_t, A top, A sum, bool hit)
 {
     if (hit) atomicAdd(c.hits, 1ull);
@@ -158,7 +159,8 @@ template <class T, class G> KERNEL_UP_TO(1024, 1) ce_kernel(const __grid_constan
     }
 }
 
-/* Returns pack k of a row of n elements, with -inf after its end, which changes neither the maximum nor the sum. */
+/* Returns pack k of a row of n elements. Elements after the row's end are -inf, which changes neither the maximum
+ * nor the sum. */
 template <class T> DEV uint4 pack_of_row(const T *x, int k, int n)
 {
     const int W = pack<T>::n;
@@ -173,10 +175,11 @@ template <class T> DEV uint4 pack_of_row(const T *x, int k, int n)
     return u.raw;
 }
 
-/* The same for rows of whole packs. A block keeps the first `packs_kept` packs of its row in shared memory, and
- * reads the others again from the L2 cache. A thread reads the same packs both times, so no thread waits for
- * another's. The largest value and the sum are updated after every few packs. `before` is the largest value of the
- * thread's elements before the target. While a row's gradient is computed, the next row is fetched to the L2 cache. */
+/* Like ce_kernel, for rows of whole packs. A block keeps the first `packs_kept` packs of its row in shared memory,
+ * and reads the other packs again from the L2 cache. A thread reads the same packs both times, so no thread waits
+ * for another thread's packs. The largest value and the sum are updated after every few packs. `before` is the
+ * largest of the thread's elements before the target. While a row's gradient is computed, the next row is fetched to
+ * the L2 cache. */
 enum { KEPT_THREADS = 1024, AT_ONCE = 4, CACHE_LINE = 128 };
 template <class T> DEV void fetch_row(const T *x, int64_t V)
 {
@@ -265,7 +268,7 @@ template <class T, class G> static int run_ce_as(const ps_cu_ce *c)
         PS_LAUNCH(any, row_blocks(c->rows), threads_for(c->V), 0, ps_cu->compute, *c);
         return ps_cuda_launched();
     }
-    static bool ready;                               /* for each type of kernel */
+    static bool ready;                               /* one variable per type of kernel */
     auto kernel = ce_kept_kernel<T, G>;
     int64_t room = ps_cu->shared - 2048;             /* sums over a block also need shared memory */
     if (!ready && !ps_cu->dry) {
@@ -367,9 +370,10 @@ static int cross_entropy_backward(ps_call *call)
 /* -- a vocabulary that ranks share out: logits of `words` words from word `first` on ------------------------------- */
 struct some_words {
     const void *logits, *target, *mass;              /* [rows, V], [rows], [V] or NULL */
-    int target_dtype, ranks, kinds;                  /* kinds: values per row in stats */
-    int64_t rows, V, first, words, next;             /* next: stride of the rows of `share` */
-    void *stats;                                     /* [kinds, rows] to be written, or [ranks, ...] of all ranks */
+    int target_dtype, ranks, kinds;                  /* kinds: number of values per row in stats */
+    int64_t rows, V, first, words, next;             /* next: distance between rows of `share` */
+    void *stats;                                     /* [kinds, rows] that are written, or [ranks, kinds, rows] of
+                                                      * all ranks */
     const void *share;                               /* [3, rows] */
     double dloss;                                    /* multiplies grad */
     void *loss, *grad;                               /* [rows]; [rows, V] or NULL */
@@ -413,7 +417,7 @@ template <class T> KERNEL_UP_TO(1024, 1) logit_loss_kernel(const __grid_constant
         }
         for (int i = 0; i < c.ranks; i++) {
             const A *said = stats + i * c.kinds * c.rows;
-            bool has = said[c.rows] < 0;                 /* whether the target is this rank's first largest logit */
+            bool has = said[c.rows] < 0;                 /* whether this rank's first largest logit is the target's */
             sum += (has ? -said[c.rows] : said[c.rows]) * exp(said[0] - top);
             if (said[0] == top && first) hit = has, first = false;
             target += said[2 * c.rows];

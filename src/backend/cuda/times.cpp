@@ -1,23 +1,23 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Times of kernels and copies by the device's clock, for the record of events. Each is between two events of its
- * stream. They are read when they have ended; a step does not wait for them. The clock is aligned with the host's at
- * the start of a record: the host waits for an event, whose time is between those before and after the wait (as for
- * clocks of ranks, lua/ps/profile_clock.lua). */
+ * Times of kernels and copies by the device's clock, for the event record. Each time is measured between two
+ * events of its stream. Times are read after the events have ended, and a step does not wait for them. At the
+ * start of a record, the device's clock is aligned with the host's clock: the host waits for an event, whose time
+ * is between the host's times before and after the wait (as for clocks of ranks, lua/ps/profile_clock.lua). */
 #include <string.h>
 #include "backend/cuda/cuda.h"
 
 struct timed { ps_record_event what; cudaEvent_t from, to; };
-static timed *queue;                           /* [room] ring buffer of `count` entries from `first` on, in the order
-                                                * of the stream */
+static timed *queue;                           /* [room] ring buffer; its `count` entries begin at `first`, in the
+                                                * order of the stream */
 static int64_t first, count, room;
-static cudaEvent_t *spare, begun, anchor;      /* spare [n_spare]: free events. begun: event of the op under way, or
+static cudaEvent_t *spare, begun, anchor;      /* spare [n_spare]: free events. begun: event of the running op, or
                                                 * NULL. */
 static int64_t n_spare, spare_room, anchor_ns; /* anchor_ns: time of the anchor by the host's clock */
-static int32_t aligned;                        /* the record for which the clock was aligned */
+static int32_t aligned;                        /* record for which the clock was aligned */
 
 enum { TRIES = 8 };
-static const int64_t near_ns = 20000;          /* round trip that is short enough */
-/* distance from which the precision of a float would be worse than a quarter of a microsecond */
+static const int64_t near_ns = 20000;          /* a round trip this short is accepted */
+/* At longer distances, the precision of a float would be worse than a quarter of a microsecond. */
 static const float far_ms = 2000;
 
 static int take(cudaEvent_t *out)
@@ -61,7 +61,7 @@ static void forget(void)
     begun = NULL;
 }
 
-/* Aligns the clocks. Waits for all queued work of the device, once per record. */
+/* Aligns the clocks once per record. Waits for all work that is queued on the device. */
 static int align(int32_t run)
 {
     int64_t shortest = INT64_MAX;

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Optimizers besides those of optim.cu whose update of an element depends only on that element, or only on its block of
- * 8-bit codes, and masters that are kept as remainders. ref/update.c has the formulas and their sources. As in
- * optim.cu, operations and their order are those of the cpu backend, and so are the bits. */
+ * The optimizers that are not in optim.cu and whose update of an element depends only on that element, or only on
+ * its block of 8-bit codes, and masters that are kept as remainders. ref/update.c has the formulas and their
+ * sources. As in optim.cu, operations and their order are those of the cpu backend, and so are the bits. */
 #include "backend/cuda/optim.h"
 #include "base/update.h"
 
@@ -59,7 +59,7 @@ struct schedule_free_rule {
         master_put(it, i, e::fma_((A)h.toward, u, e::fma_((A)h.average, e::add(z, -p), p)));
     }
 };
-/* Inputs are param, master and end, of which `collect` makes parameter, master and gradient. */
+/* `collect` reads the inputs param, master and end as parameter, master and gradient. */
 struct lerp_rule {
     double weight;
     bool near_master;
@@ -70,7 +70,7 @@ struct lerp_rule {
     }
 };
 
-/* Updates each element by a rule, in double if the master is fp64. */
+/* Updates each element by a rule. Computes in double if the master is fp64. */
 template <class Rule> KERNEL_UP_TO(THREADS) rule_kernel(Rule h, const __grid_constant__ work w)
 {
     for (int64_t unit = blockIdx.x; unit < w.units; unit += gridDim.x) {
@@ -137,7 +137,7 @@ DEV void adamw_step(const adamw_constants &h, float g, float *p, float *m, float
     *v = __fmaf_rn(h.b2, *v, __fmul_rn(__fmul_rn(h.c2, g), g));
     *p = __fmaf_rn(-h.step, __fdiv_rn(*m, __fmaf_rn(__fsqrt_rn(*v), h.inv, h.eps)), *p);
 }
-/* Rounds x to bf16, up or down as the lower half of `random` decides. */
+/* Rounds x to bf16. The lower half of `random` decides whether it is rounded up or down. */
 DEV uint16_t round_random(float x, uint32_t random)
 {
     uint32_t u = __float_as_uint(x);
@@ -145,7 +145,7 @@ DEV uint16_t round_random(float x, uint32_t random)
     return (uint16_t)((u + (random & 0xffffu)) >> 16);
 }
 
-/* The four words of a counter belong to elements that are 16 apart (ref/update.c), which one thread updates. */
+/* A counter's four words belong to elements that are 16 apart (ref/update.c). One thread updates these elements. */
 KERNEL_UP_TO(THREADS) adam_bf16_kernel(adamw_constants h, const __grid_constant__ work w)
 {
     for (int64_t unit = blockIdx.x; unit < w.units; unit += gridDim.x) {
@@ -175,14 +175,15 @@ static int adam_bf16_(ps_call *call)
 }
 
 /* -- AdamW with averages in 8 bits --------------------------------------------------------------------------------- */
-/* States are codes and scales of exp_avg and of exp_avg_sq. The tables of both codes. */
+/* The tables of both codes. The states are codes and scales of exp_avg and of exp_avg_sq. */
 struct code_tables { ps_codes with_sign, plain; };
 
-/* Quantises the elements x of a block, of which this lane has every 32nd from `lane` on: left > 32 k for element k. */
+/* Quantises a block. x [EACH] are this lane's elements, every 32nd of the block from `lane` on. Element k exists if
+ * left > 32 k. */
 enum { EACH = PS_STATE_BLOCK / 32 };
 template <bool SIGN> DEV void quantise(const ps_codes *c, const float *x, int64_t left, uint8_t *codes, float *scale)
 {
-    int most = 0;                                    /* bits of the largest magnitude, or of a NaN */
+    int most = 0;                                    /* bits of the largest magnitude, which can be a NaN */
 #pragma unroll
     for (int k = 0; k < EACH; k++)
         if (32 * k < left) most = max(most, (int)(__float_as_uint(x[k]) & 0x7fffffffu));
@@ -196,11 +197,12 @@ template <bool SIGN> DEV void quantise(const ps_codes *c, const float *x, int64_
     if (threadIdx.x % 32 == 0) *scale = largest;
 }
 
-/* A warp updates a block of elements that share a scale. */
+/* Uses a warp for each block of elements that share a scale. */
 KERNEL_UP_TO(THREADS) adam8bit_kernel(adamw_constants h, const __grid_constant__ code_tables given,
                                       const __grid_constant__ work w)
 {
-    __shared__ code_tables tables;                   /* lanes read different entries at once */
+    __shared__ code_tables tables;                   /* in shared memory, because lanes read different entries at the
+                                                      * same time */
     for (int i = threadIdx.x; i < (int)(sizeof tables / 4); i += blockDim.x)
         ((uint32_t *)&tables)[i] = ((const uint32_t *)&given)[i];
     __syncthreads();
@@ -244,7 +246,7 @@ static int adam8bit_(ps_call *call)
 }
 
 /* -- remainders ---------------------------------------------------------------------------------------------------- */
-/* Inputs are param, low and src, of which `collect` makes parameter, master and gradient. */
+/* `collect` reads the inputs param, low and src as parameter, master and gradient. */
 static __global__ void remainder_split_kernel(const __grid_constant__ work w)
 {
     for (int64_t unit = blockIdx.x; unit < w.units; unit += gridDim.x) {

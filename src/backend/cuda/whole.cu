@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * LAMB and Adafactor, whose updates depend on sums over the whole tensor. Operations, and the order of each sum, are
- * those of the cpu backend (cpu/muon.c), and so are the bits: threads compute the terms, and one thread adds them up in
- * double, in the order of elements. */
+ * LAMB and Adafactor, whose updates depend on sums over the whole tensor. Operations, and the order of each sum,
+ * are those of the cpu backend (cpu/muon.c), and so are the bits: threads compute the terms, and one thread adds
+ * up the terms in double, in the order of elements. */
 #include "backend/cuda/optim.h"
 #include "base/update.h"
 
-/* Adds the terms of a block's threads to *sum in the order of threads. Only thread 0 has the sum. */
+/* Adds the terms of a block's threads to *sum, in the order of the threads. Only thread 0 has the sum. */
 DEV void add_in_order(double term, int n, double *sum)
 {
     __shared__ double terms[THREADS];
@@ -17,7 +17,7 @@ DEV void add_in_order(double term, int n, double *sum)
 }
 DEV int least(int64_t a, int64_t b) { return (int)(a < b ? a : b); }
 
-/* *out = the sum of x [n] in order. */
+/* Sets *out to the sum of x [n], added in order. */
 KERNEL_UP_TO(THREADS) in_order_kernel(double *out, const double *x, int64_t n)
 {
     double sum = 0;
@@ -41,7 +41,8 @@ template <class A> DEV A lamb_update(const lamb_constants &h, A p, A m, A v)
     return e::add(e::div(e::mul(m, (A)h.inv1), below), e::mul((A)h.wd, p));
 }
 
-/* Updates the averages. sums [2, units]: the squares of p and of the update, for units of PS_CU_LAMB_UNIT elements. */
+/* Updates the averages. Writes sums [2, units]: the sums of squares of p and of the update, per unit of
+ * PS_CU_LAMB_UNIT elements. */
 template <class A> KERNEL_UP_TO(THREADS) lamb_sums_kernel(lamb_constants h, item it, double *sums, int64_t units)
 {
     typedef exact<A> e;
@@ -68,7 +69,7 @@ template <class A> KERNEL_UP_TO(THREADS) lamb_sums_kernel(lamb_constants h, item
     }
 }
 
-/* totals: the squares of p and of the update, as in_order_kernel writes them. */
+/* totals: the sums of squares of p and of the update, which in_order_kernel has written. */
 template <class A> KERNEL_UP_TO(THREADS) lamb_kernel(lamb_constants h, item it, const double *totals)
 {
     typedef exact<A> e;
@@ -112,13 +113,13 @@ static int lamb_(ps_call *call)
 }
 
 /* -- Adafactor ----------------------------------------------------------------------------------------------------- */
-/* A tensor [batch, R, C]. A vector is [1, 1, C], with averages of its elements. */
+/* A tensor [batch, R, C]. A vector is [1, 1, C], and each of its elements has its own average. */
 struct factored {
     item it;
     int64_t batch, R, C;
     bool matrix, hugging_face;
     double scale, eps1, keep, take;
-    double *by_row, *row_mean;                       /* [batch R] sums of rows, [batch] */
+    double *by_row, *row_mean;                       /* [batch R] row sums; [batch] their means */
 };
 enum { OF_MASTER, OF_UPDATE };
 
@@ -146,7 +147,7 @@ template <class A> DEV A factored_update(const factored &f, int64_t row, int64_t
     return e::div(e::mul(access<A>::load(f.it.grad, f.it.grad_type, row * f.C + c), (A)f.scale), e::root(var));
 }
 
-/* by_row [batch R] = the squares of the master, or of the update, in each row. */
+/* Sets by_row [batch R] to the sums of squares of the master, or of the update, in each row. */
 template <class A, int OF> KERNEL_UP_TO(THREADS) row_squares_kernel(const __grid_constant__ factored f)
 {
     for (int64_t row = blockIdx.x; row < f.batch * f.R; row += gridDim.x) {
@@ -164,7 +165,7 @@ template <class A> DEV A averaged(const factored &f, A old, double mean)
 {
     return (A)__dadd_rn(__dmul_rn(f.keep, (double)old), __dmul_rn(f.take, mean));
 }
-/* The averages of the rows of a matrix, or of the elements of a vector. */
+/* Updates the averages of a matrix's rows, or of a vector's elements. */
 template <class A> KERNEL_UP_TO(THREADS) row_averages_kernel(const __grid_constant__ factored f)
 {
     A *rows = (A *)f.it.state[0];
@@ -181,7 +182,7 @@ template <class A> KERNEL_UP_TO(THREADS) row_averages_kernel(const __grid_consta
         if (threadIdx.x == 0) rows[row] = averaged(f, rows[row], __ddiv_rn(sum, (double)f.C));
     }
 }
-/* The averages of columns, a thread for each. */
+/* Updates the averages of columns, with one thread per column. */
 template <class A> KERNEL_UP_TO(THREADS) column_averages_kernel(const __grid_constant__ factored f)
 {
     A *cols = (A *)f.it.state[1];
@@ -193,7 +194,7 @@ template <class A> KERNEL_UP_TO(THREADS) column_averages_kernel(const __grid_con
         cols[k] = averaged(f, cols[k], __ddiv_rn(sum, (double)f.R));
     }
 }
-/* row_mean [batch], a block for each. */
+/* Computes row_mean [batch], with one block per matrix. */
 template <class A> KERNEL_UP_TO(THREADS) row_mean_kernel(const __grid_constant__ factored f)
 {
     const A *rows = (const A *)f.it.state[0];
@@ -206,7 +207,7 @@ template <class A> KERNEL_UP_TO(THREADS) row_mean_kernel(const __grid_constant__
         if (threadIdx.x == 0) f.row_mean[b] = __ddiv_rn(sum, (double)f.R);
     }
 }
-/* totals: the squares of the master and of the update, as in_order_kernel writes them. */
+/* totals: the sums of squares of the master and of the update, which in_order_kernel has written. */
 template <class A> KERNEL_UP_TO(THREADS) adafactor_kernel(const __grid_constant__ factored f, ps_attrs_adafactor_ a,
                                                           const double *totals)
 {
