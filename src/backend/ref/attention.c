@@ -1,15 +1,15 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Attention, one head at a time, with the whole row of weights in hand: y = dropout(softmax(scale q k^T)) v. The packed
- * ops build views of q, k, v inside qkv [B, T, 3C] and use the same code. The backward computes the weights again in
- * double and does not read the saved y and lse, which may be rounded. */
+ * Attention, one head at a time, with one whole row of weights in memory: y = dropout(softmax(scale q k^T)) v.
+ * The packed ops make views of q, k and v in qkv [B, T, 3C], and use the same code. The backward computes the
+ * weights again in double and does not read the saved y and lse, which may be rounded. */
 #include "ref.h"
 #include "base/blocks.h"
 
 struct attention {
     ps_view q, k, v, mask;             /* q [B, H, T, D]; k, v [B, G, S, D]; mask [B, S] or [B|1, H|1, T|1, S] */
-    ps_view segments;                  /* int32 [B, T], instead of a mask */
-    int64_t B, H, T, S, D, group;      /* group: number of heads that share keys, H / G */
-    int64_t window;                    /* maximum number of keys that a query sees, 0 for all */
+    ps_view segments;                  /* int32 [B, T]; replaces the mask */
+    int64_t B, H, T, S, D, group;      /* group: number of heads that share keys (H / G) */
+    int64_t window;                    /* maximum number of keys that a query sees, 0 for no limit */
     double scale, p;
     bool causal;
     uint64_t seed, step, sample;
@@ -21,7 +21,7 @@ struct attention {
     ((t)->scale = (a)->scale, (t)->causal = (a)->causal != 0, (t)->p = (a)->p, (t)->seed = (a)->seed, \
      (t)->step = (a)->step, (t)->sample = (a)->sample, (t)->op = (a)->op, (t)->first_head = (a)->first_head)
 
-/* Sets the input `mask` of the ops: a mask, or segments. */
+/* Sets the ops' input `mask`, which is a mask or segments. */
 static void set_mask(struct attention *t, const ps_view *mask)
 {
     t->mask = t->segments = *mask;
@@ -36,7 +36,7 @@ static void set_sizes(struct attention *t)
     t->group = t->k.shape[1] > 0 ? t->H / t->k.shape[1] : 1;
 }
 
-/* Returns the value that the mask adds to the score of key j: 0 or -infinity, or a number. */
+/* Returns the value that the mask adds to the score of key j: a number, which is 0 or -infinity for a bool mask. */
 static double bias(const struct attention *t, int64_t b, int64_t h, int64_t i, int64_t j)
 {
     const ps_view *m = &t->mask;
@@ -48,8 +48,8 @@ static double bias(const struct attention *t, int64_t b, int64_t h, int64_t i, i
     return x <= -1e30 ? -INFINITY : x;
 }
 
-/* Positions first .. last of the segment of a position, which are first = i and last = i - 1 in padding. Without
- * segments, all keys. */
+/* The segment of a position: positions first .. last. In padding, first = i and last = i - 1. Without segments, all
+ * keys. */
 struct run { int64_t first, last; };
 
 static struct run run_of(const struct attention *t, int64_t b, int64_t i)
@@ -66,7 +66,8 @@ static struct run run_of(const struct attention *t, int64_t b, int64_t i)
     return r;
 }
 
-/* Finds the keys first .. last that query i may see by order, window and segments; the mask can hide more. */
+/* Finds the range of keys first .. last that order, window and segments let query i see. The mask can hide more
+ * keys. */
 static void keys_of(const struct attention *t, int64_t b, int64_t i, int64_t *first, int64_t *last)
 {
     int64_t at = i + t->S - t->T;
@@ -77,8 +78,8 @@ static void keys_of(const struct attention *t, int64_t b, int64_t i, int64_t *fi
     *last = r.last < *last ? r.last : *last;
 }
 
-/* Computes the weights w [S] of query i of head h before dropout, 0 for hidden keys; all are 0 if no key is seen.
- * Returns the log-sum-exp. */
+/* Computes the weights w [S] of query i of head h before dropout. The weights of hidden keys are 0, so all weights
+ * are 0 if the query sees no key. Returns the log-sum-exp. */
 static double weigh(const struct attention *t, int64_t b, int64_t h, int64_t i, const double *q, const double *k,
                     double *w)
 {
@@ -104,7 +105,7 @@ static double weigh(const struct attention *t, int64_t b, int64_t h, int64_t i, 
     return top + log(sum);
 }
 
-/* Returns dropout's factor for weight (i, j). A segment, whose positions are `r`, draws as a sample of its own. */
+/* Returns dropout's factor for weight (i, j). A segment counts as a separate sample; `r` has its positions. */
 static double kept(const struct attention *t, int64_t b, int64_t h, int64_t i, int64_t j, struct run r)
 {
     if (t->p <= 0) return 1;
@@ -127,7 +128,7 @@ static void read_head(const ps_view *v, int64_t b, int64_t h, double *dst)
     ref_read(&m, dst);
 }
 
-/* Reads a head of k or v, which can have rows of Q8_0. */
+/* Reads a head of k or v. k and v can have rows of Q8_0. */
 static void read_keys(const ps_view *v, int64_t b, int64_t h, double *dst)
 {
     const ps_blocks *q8 = ps_blocks_of(PS_Q8_0);
@@ -172,7 +173,7 @@ static int forward(ps_call *call, const struct attention *t, const ps_view *y, c
                 struct run r = run_of(t, b, i);
                 if (ps_has(lse)) ref_store(lse, (b * t->H + h) * T + i, l);
                 for (int64_t j = 0; j < S; j++) {
-                    if (w[j] == 0) continue;        /* v of a hidden key can have any contents */
+                    if (w[j] == 0) continue;        /* v of a hidden key can have any content */
                     double w_j = w[j] * kept(t, b, h, i, j, r);
                     for (int64_t d = 0; d < D; d++) o[i * D + d] += w_j * v[j * D + d];
                 }
@@ -183,8 +184,8 @@ static int forward(ps_call *call, const struct attention *t, const ps_view *y, c
     return 0;
 }
 
-/* Computes the gradients of one head. With m the dropout factor: dw = m * (dy . v), ds = w * (dw - sum(w * dw)) *
- * scale, dq = ds k, dk = ds^T q, dv = (w * m)^T dy. `w` and `dw` are [S] of scratch memory. */
+/* Computes the gradients of one head, where m is the dropout factor: dw = m * (dy . v), ds = w * (dw - sum(w * dw))
+ * * scale, dq = ds k, dk = ds^T q, dv = (w * m)^T dy. `w` and `dw` are scratch memory of size [S]. */
 static void head_backward(const struct attention *t, int64_t b, int64_t h, const double *q, const double *k,
                           const double *v, const double *dy, double *dq, double *dk, double *dv, double *w, double *dw)
 {
@@ -214,7 +215,7 @@ static void head_backward(const struct attention *t, int64_t b, int64_t h, const
     }
 }
 
-/* dq, dk and dv are like q, k and v, with any strides; each can be absent. */
+/* dq, dk and dv have the shapes of q, k and v, and any strides. Each can be absent. */
 static int backward(ps_call *call, const struct attention *t, const ps_view *dy_view, const ps_view *dq_view,
                     const ps_view *dk_view, const ps_view *dv_view)
 {

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Matrix products: operands of any strides are read into row-major doubles, multiplied by the plain triple loop (each
- * sum runs over k upwards) and rounded once. */
+ * Matrix products. Operands of any strides are read into row-major doubles and multiplied by the plain triple
+ * loop, in which each sum runs over increasing k. The result is rounded once. */
 #include "ref.h"
 
 /* Computes y [M, N] += a [M, K] b [K, N], all row-major. */
@@ -11,8 +11,8 @@ static void multiply(int64_t M, int64_t N, int64_t K, const double *a, const dou
             for (int64_t j = 0; j < N; j++) y[i * N + j] += a[i * K + k] * b[k * N + j];
 }
 
-/* Returns the leading dimensions of v [..., R, C], broadcast to those of out, to find where the matrix of batch n
- * begins. */
+/* Returns the leading dimensions of v [..., R, C], broadcast to the leading dimensions of out. They tell where the
+ * matrix of batch n begins. */
 static ps_view batches(const ps_view *v, const ps_view *out)
 {
     ps_view lead = *v;
@@ -42,7 +42,7 @@ int ref_matmul(ps_call *call)
     return 0;
 }
 
-/* Returns v, transposed if `turn`. */
+/* Returns v, or its transpose if `turn` is set. */
 static ps_view turned(const ps_view *v, bool turn)
 {
     ps_view t = *v;
@@ -52,7 +52,7 @@ static ps_view turned(const ps_view *v, bool turn)
     return t;
 }
 
-/* Computes y [rows, O] = x [rows, I] w [I, O] + b [O]. w_view is [O, I] if out_in; b can be absent. */
+/* Computes y [rows, O] = x [rows, I] w [I, O] + b [O]. If out_in is set, w_view is [O, I]. b can be absent. */
 static int product(ps_call *call, const double *x, int64_t rows, const ps_view *w_view, bool out_in,
                    const ps_view *b_view, double **y)
 {

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Rows and elements picked by index, sums back into them, and concatenation. Every index is checked before anything is
- * written; negative ones are errors. */
+ * Rows and elements that are selected by index, sums that are added back to them, and concatenation. Every index
+ * is checked before any output is written. Negative indices are errors. */
 #include "ref.h"
 
 int ref_check_index(const ps_view *index, int64_t n)
@@ -13,8 +13,8 @@ int ref_check_index(const ps_view *index, int64_t n)
     return 0;
 }
 
-/* Returns the row of w [V, C] for an index; w has the embedding's rows from `first` on. Returns -1 if another shard
- * has the row. */
+/* Returns the row of w [V, C] that an index selects. w has the embedding's rows from `first` on. Returns -1 if
+ * another shard has the row. */
 static int64_t own_row(const ps_view *index, int64_t i, int64_t first, int64_t V)
 {
     int64_t k = ref_load_int(index, i) - first;
@@ -36,8 +36,8 @@ int ref_embedding(ps_call *call)
     return 0;
 }
 
-/* Positions are sorted by index first (a counting sort keeps their order), so that each row of dw is one sum in
- * double over the rows of dy in row order, rounded once. */
+/* Sorts positions by index first, by a counting sort that keeps their order. So each row of dw is one sum in double
+ * over rows of dy, added in row order and rounded once. */
 int ref_embedding_backward(ps_call *call)
 {
     const ps_attrs_embedding_backward *a = call->attrs;
@@ -46,8 +46,8 @@ int ref_embedding_backward(ps_call *call)
     double *sum;
     PS_TRY(ref_check_index(index, a->total > 0 ? a->total : V));
     PS_TRY(ref_scratch(call, C, &sum));
-    int64_t *begin = call->scratch(call, (size_t)(V + 1) * sizeof *begin);    /* start of row v's positions in
-                                                                               * `order` */
+    int64_t *begin = call->scratch(call, (size_t)(V + 1) * sizeof *begin);    /* begin[v]: start of row v's positions
+                                                                               * in `order` */
     int64_t *order = call->scratch(call, (size_t)(n + 1) * sizeof *order);
     if (!begin || !order) return PS_ENOMEM;
     memset(begin, 0, (size_t)(V + 1) * sizeof *begin);
@@ -71,7 +71,7 @@ int ref_embedding_backward(ps_call *call)
     return 0;
 }
 
-/* Returns the position in v, which is broadcast to y's shape, of element i of y. */
+/* Returns the position in v of element i of y. v is broadcast to y's shape. */
 static int64_t broadcast_at(const ps_view *v, const ps_view *y, int64_t i)
 {
     int64_t at = 0;
@@ -100,8 +100,8 @@ int ref_flat_index(ps_call *call)
     return 0;
 }
 
-/* Returns the number of elements of x that an element of `index` selects: 1, or, if the index ends at `dim`, the
- * number of elements in the dimensions after `dim`. */
+/* Returns the number of elements of x that an element of `index` selects. The number is 1, unless the index ends at
+ * `dim`. In this case it is the number of elements in the dimensions after `dim`. */
 static int64_t width_of(const ps_view *x, const ps_view *index)
 {
     int64_t width = 1;
@@ -109,8 +109,8 @@ static int64_t width_of(const ps_view *x, const ps_view *index)
     return width;
 }
 
-/* Returns the index in x of the i-th selected element: its coordinates, with coordinate dim replaced by its element
- * of `index`. */
+/* Returns the index in x of the i-th selected element. Its coordinates are those of the element, with coordinate dim
+ * replaced by the corresponding value of `index`. */
 static int64_t picked(const ps_view *x, const ps_view *index, int dim, int64_t width, int64_t i)
 {
     int64_t at = 0, rest = i;
@@ -187,7 +187,7 @@ int ref_scatter(ps_call *call)
     return 0;
 }
 
-/* Goes from the last element of the index backward, so that an earlier element with the same position finds 0 there. */
+/* Processes the index in reverse order, so that an earlier element with the same position finds 0 at this position. */
 int ref_scatter_backward(ps_call *call)
 {
     const ps_view *dy = &call->in[0], *index = &call->in[1], *dx = &call->out[0], *dsrc = &call->out[1];
@@ -283,7 +283,7 @@ int ref_triangle(ps_call *call)
     const ps_view *x = &call->in[0], *y = &call->out[0];
     int64_t C = x->shape[x->ndim - 1], R = x->shape[x->ndim - 2], size = ps_dtype_bytes(x->dtype);
     for (int64_t i = 0; i < x->numel; i++) {
-        int64_t right = i % C - i / C % R - a->diagonal;          /* places to the right of the diagonal */
+        int64_t right = i % C - i / C % R - a->diagonal;          /* columns to the right of the diagonal */
         char *to = (char *)y->data + i * size;
         if (a->upper ? right < 0 : right > 0) memset(to, 0, (size_t)size);
         else memcpy(to, (const char *)x->data + i * size, (size_t)size);

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Steps of further optimizers over lists of tensors, and masters that are kept as remainders. As in optim.c, the order
- * of operations of elementwise steps in fp32 is a contract that other backends repeat. Sums over a tensor (norms,
- * means) are in double in the order of elements here, and other backends agree with them up to rounding. */
+ * Steps of the other optimizers over lists of tensors, and masters that are kept as remainders. As in optim.c,
+ * the order of operations of elementwise steps in fp32 is a contract that other backends repeat. Here, sums over
+ * a tensor (norms, means) are in double in the order of elements, and other backends agree with them up to
+ * rounding. */
 #include "ref.h"
 #include "base/update.h"
 
@@ -13,7 +14,7 @@ static uint16_t low_at(const ps_view *low, int64_t i)
     return lo;
 }
 
-/* in: param and master. The master's type is fp32 or fp64, or uint8 for remainders. */
+/* in: the parameter and its master. The master is fp32 or fp64, or uint8 for remainders. */
 double ref_master_get(const ps_view *in, int64_t i)
 {
     if (in[1].dtype != PS_U8) return ref_load(&in[1], i);
@@ -106,7 +107,8 @@ int ref_rmsprop_(ps_call *call)
 }
 
 /* -- AdamW with averages in bf16 ----------------------------------------------------------------------------------- */
-/* Rounds x down or up to bf16 with the probability given by its distance: 16 random bits are added below. */
+/* Rounds x down or up to bf16 at random. The distances to both values determine the probabilities: 16 random bits
+ * are added below the last bit. */
 static uint16_t round_random(float x, uint32_t random)
 {
     uint32_t u = ps_f32_bits(x);
@@ -114,8 +116,8 @@ static uint16_t round_random(float x, uint32_t random)
     return (uint16_t)((u + (random & 0xffffu)) >> 16);
 }
 
-/* AdamW of optim.c with random rounding. Element i has word i % 64 / 16 of counter i / 64 * 16 + i % 16: exp_avg
- * uses its lower half, exp_avg_sq the upper half. */
+/* AdamW of optim.c with stochastic rounding. Element i uses word i % 64 / 16 of counter i / 64 * 16 + i % 16: its
+ * lower half for exp_avg, and its upper half for exp_avg_sq. */
 static void adam_bf16(const ps_attrs_adam_bf16_ *a, const ps_view *in)
 {
     double bias1 = 1 - pow(a->beta1, (double)a->t), bias2 = 1 - pow(a->beta2, (double)a->t);
@@ -142,8 +144,8 @@ int ref_adam_bf16_(ps_call *call)
 }
 
 /* -- AdamW with averages in 8 bits --------------------------------------------------------------------------------- */
-/* Each block of PS_STATE_BLOCK elements has a scale, its largest magnitude. The block is dequantised, updated as in
- * optim.c and quantised. The codes of a block that is not finite are 0. */
+/* Each block of PS_STATE_BLOCK elements has a scale, which is its largest magnitude. The block is dequantised,
+ * updated as in optim.c, and quantised. If an element of a block is not finite, all codes of the block are 0. */
 static void quantise(const ps_codes *c, const float *x, int64_t n, uint8_t *codes, float *scale, bool has_sign)
 {
     float most = 0;
@@ -182,7 +184,7 @@ static void adam8bit(const ps_attrs_adam8bit_ *a, const ps_view *in)
     }
 }
 
-/* Lion as above, in fp32, with an average in 8 bits. */
+/* Lion as above, in fp32, with an 8-bit average. */
 static void lion8bit(const ps_attrs_lion8bit_ *a, const ps_view *in)
 {
     float lr = (float)a->lr, keep = (float)(1 - a->lr * a->weight_decay), scale = (float)a->grad_scale;
@@ -218,8 +220,8 @@ int ref_adam8bit_(ps_call *call)
 }
 
 /* -- LAMB ---------------------------------------------------------------------------------------------------------- */
-/* LAMB (You et al., ICLR 2020) as in timm: the update of Adam plus wd p, scaled by the ratio of the norms of p and
- * of the update. */
+/* LAMB (You et al., ICLR 2020) as in timm. The update is Adam's update plus wd p, scaled by the ratio of the norm of
+ * p to the norm of the update. */
 static double lamb_update(const ps_attrs_lamb_ *a, const ps_view *in, int64_t i, double m, double v)
 {
     double bias1 = a->bias_correction ? 1 - pow(a->beta1, (double)a->t) : 1;
@@ -252,13 +254,13 @@ int ref_lamb_(ps_call *call)
 }
 
 /* -- Adafactor ----------------------------------------------------------------------------------------------------- */
-/* A tensor [batch, R, C], or a vector [1, 1, C], for which each element has its own average. */
+/* A tensor [batch, R, C]. A vector is [1, 1, C], and each of its elements has its own average. */
 typedef struct factored {
     const ps_attrs_adafactor_ *a;
     const ps_view *in;
     int64_t batch, R, C;
     bool matrix;
-    double *row_mean;                 /* [batch] means of the averages of rows */
+    double *row_mean;                 /* [batch] means of the row averages */
 } factored;
 
 static double squared(const factored *f, int64_t i)
@@ -280,7 +282,7 @@ static double factored_update(const factored *f, int64_t i)
     return g / sqrt(var);
 }
 
-/* Updates the averages: keep times the old ones, plus `take` times the mean of squares over C or R elements. */
+/* Updates the averages to `keep` times the old averages plus `take` times the mean of squares over C or R elements. */
 static void factored_averages(const factored *f, double keep, double take)
 {
     const ps_view *rows = &f->in[3], *cols = &f->in[4];
@@ -302,7 +304,7 @@ static void factored_averages(const factored *f, double keep, double take)
     }
 }
 
-/* Adafactor (Shazeer and Stern 2018), in PyTorch's form or in that of transformers. */
+/* Adafactor (Shazeer and Stern 2018), in the form of PyTorch or of transformers. */
 static void adafactor(const factored *f)
 {
     const ps_attrs_adafactor_ *a = f->a;
@@ -334,7 +336,8 @@ int ref_adafactor_(ps_call *call)
 }
 
 /* -- Muon ---------------------------------------------------------------------------------------------------------- */
-/* Computes dst [R, C] = alpha a [R, K] b [K, C] + beta add [R, C]. If `turned`, b is [C, K] and is transposed. */
+/* Computes dst [R, C] = alpha a [R, K] b [K, C] + beta add [R, C]. If `turned` is set, b is [C, K], and its
+ * transpose is used. */
 static void product(double *dst, double alpha, const double *a, const double *b, bool turned, double beta,
                     const double *add, int64_t R, int64_t K, int64_t C)
 {
@@ -346,7 +349,7 @@ static void product(double *dst, double alpha, const double *a, const double *b,
         }
 }
 
-/* Muon (Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks"), all in double. */
+/* Muon (Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks"), computed in double. */
 static int muon(ps_call *call, const ps_view *in)
 {
     const ps_attrs_muon_ *a = call->attrs;
