@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The `meta` backend: shapes and bytes, no data. Its regions are addresses without memory, so a model of any size can
- * be built and counted; kernels do nothing. The addresses are where no process can map memory: a read through one
- * faults. */
+ * The `meta` backend: shapes and bytes, but no data. Its regions are addresses without memory, so a model of any
+ * size can be built and counted. Its kernels do nothing. No process can map memory at these addresses, so a read
+ * through one of them faults. */
 #include <stdio.h>
 #include "backend/backend.h"
 #include "base/alloc.h"

@@ -1,17 +1,18 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The `sim` backend, a simulated accelerator: separate memory of a set size (regions of host memory that scripts cannot
- * read in place), the cpu backend's kernels, and a copy engine with a bandwidth model. With it, all code for a device
- * apart from the host can be run, tested and timed without one.
+ * The `sim` backend, a simulated accelerator: separate memory of a set size (regions of host memory that scripts
+ * cannot read in place), the cpu backend's kernels, and a copy engine with a bandwidth model. With it, all code for
+ * a device with separate memory can be run, tested and timed without such a device.
  *
- * The copy engine has two lanes, to the device and from it, each a plain thread that starts with the lane's first copy.
- * A copy's time is fixed when it is requested: it begins when it is requested, the lane is free and the copy before it
- * has ended, and takes latency + nbytes / bandwidth. The thread moves the bytes in slices spread over that time, and
- * the copy ends when both the bytes are moved and the time is over. The thread is late if the processor
- * is too slow for it, and catches up when it can. Everything else is called from one thread.
+ * The copy engine has two lanes, one to the device and one from it. Each lane is a plain thread that starts with the
+ * lane's first copy. A copy's time is fixed when the copy is requested. The copy begins as soon as it is requested,
+ * the lane is free and the copy before it has ended, and takes latency + nbytes / bandwidth. The thread moves the
+ * bytes in slices spread over that time, and the copy ends when the bytes are moved and the time is over. If the
+ * processor is too slow for this, the thread is late, and catches up when it can. All other functions are called
+ * from one thread.
  *
- * The cpu's kernels compute in the caller's thread, so the device is as fast as the host. With PS_SIM_ISA they are
- * those of another instruction set (with the names of PS_CPU_ISA): if the cpu's own is lowered, the device is faster
- * than its host. */
+ * The cpu's kernels compute in the caller's thread, so the device is as fast as the host. With PS_SIM_ISA the
+ * device uses the kernels of another instruction set (with the names of PS_CPU_ISA). If the cpu backend uses a
+ * lower set, the device is faster than its host. */
 #define _GNU_SOURCE                  /* pthread_setname_np */
 #include <math.h>
 #include <pthread.h>
@@ -35,25 +36,25 @@
 #include "base/thread.h"
 
 #define GIB ((int64_t)1 << 30)
-#define SLICE_S 0.002                /* modelled seconds per slice; more frequent wake-ups would slow down computing
-                                      * threads */
+#define SLICE_S 0.002                /* modelled seconds per slice; shorter slices would wake up more often and slow
+                                      * down computing threads */
 #define SLICE_LEAST ((size_t)64 << 10)
 #define NAP_S 0.02                   /* how long a thread sleeps before it checks whether its copy was cancelled */
-#define SPARE_BYTES ((int64_t)64 << 20)   /* bytes of the machine's memory that are left to others */
+#define SPARE_BYTES ((int64_t)64 << 20)   /* bytes of the machine's memory that are left to other programs */
 
 typedef struct sim_backend sim_backend;
 
 struct ps_copy {
-    ps_copy *next;                   /* next in its lane */
-    ps_copy *live_prev, *live_next;  /* neighbours in the list of copies that were not waited for */
+    ps_copy *next;                   /* next copy in its lane */
+    ps_copy *live_prev, *live_next;  /* neighbours in the list of copies that no caller has waited for yet */
     bool to_device, ended;
     atomic_bool cancelled;
     void *dst;
     const void *src;
     size_t nbytes;
-    int64_t number, after;           /* number in its lane, from 1; number of the other lane's copy for which it
-                                      * waits, or 0 */
-    double begin, end;               /* modelled times of the bytes; latency has passed at `begin` */
+    int64_t number, after;           /* number: the copy's number in its lane, from 1. after: number of the copy in
+                                      * the other lane for which it waits, or 0. */
+    double begin, end;               /* modelled times of the first and last byte; `begin` is after the latency */
 };
 
 typedef struct lane {
@@ -62,18 +63,18 @@ typedef struct lane {
     const char *thread_name;
     pthread_t thread;
     bool has_thread;
-    pthread_cond_t work;             /* signalled when there is something to do, or when the event that the first
-                                      * copy waits for has happened */
-    ps_copy *first, *last;           /* list of copies in order; the first one is under way */
-    int64_t asked, ended;            /* number of copies requested, and ended */
-    double bytes_per_s, free_at;     /* modelled time at which the last requested copy will have ended */
+    pthread_cond_t work;             /* signalled when a copy was queued, or when the event that the first copy waits
+                                      * for has happened */
+    ps_copy *first, *last;           /* list of copies in order; the first copy is running */
+    int64_t asked, ended;            /* numbers of copies that were requested and that have ended */
+    double bytes_per_s, free_at;     /* free_at: modelled time at which the last requested copy ends */
 } lane;
 
 typedef struct region {
     struct region *next;
     char *base;
-    size_t size;                     /* bytes of addresses */
-    int64_t committed;               /* bytes of memory, anywhere in it */
+    size_t size;                     /* bytes of address space */
+    int64_t committed;               /* bytes of committed memory, anywhere in the region */
 } region;
 
 struct sim_backend {
@@ -82,8 +83,8 @@ struct sim_backend {
     int64_t memory, handed_out;      /* bytes */
     int64_t unchecked;               /* bytes allocated since the machine's free memory was last checked */
     double latency_s;
-    pthread_mutex_t lock;            /* guards all following fields, and the marks of lanes and copies that they are
-                                      * under way */
+    pthread_mutex_t lock;            /* guards all following fields, and the fields of lanes and copies that tell
+                                      * whether they are running */
     pthread_cond_t ended;
     bool stop;
     lane lanes[2];                   /* [to_device] */
@@ -106,7 +107,8 @@ static int64_t bytes_available(ps_backend *be)
     return sim->memory - sim->handed_out;
 }
 
-/* Returns the region that holds all of these bytes, or (`any`) one of them. */
+/* Returns the region that holds all of these bytes. If `any` is set, returns a region that holds at least one of
+ * them. */
 static region *find_region(const sim_backend *sim, const char *p, size_t nbytes, bool any)
 {
     for (region *r = sim->regions; r; r = r->next) {
@@ -174,7 +176,8 @@ static void region_discard(ps_backend *be, void *p, size_t nbytes)
     r->committed -= (int64_t)nbytes;
 }
 
-/* Cancels copies (of a region, or all) and waits until no thread uses their bytes. Called with the lock held. */
+/* Cancels the copies of a region, or all copies, and waits until no thread uses their bytes. The caller must hold
+ * the lock. */
 static void cancel_copies(sim_backend *sim, const region *r)
 {
     for (ps_copy *c = sim->live; c; c = c->live_next) {
@@ -192,8 +195,8 @@ static void cancel_copies(sim_backend *sim, const region *r)
     }
 }
 
-/* Regions are freed when an arena closes or trims. If a copy is still under way there, an earlier step failed, and
- * the copy ends with an error. */
+/* An arena frees regions when it is closed or trimmed. If a copy still uses the region, an earlier step has failed,
+ * and the copy ends with an error. */
 static void region_free(ps_backend *be, void *p, size_t nbytes)
 {
     sim_backend *sim = (sim_backend *)be;
@@ -223,7 +226,7 @@ static int region_new(ps_backend *be, size_t nbytes, void **out)
 }
 
 /* -- the lanes' threads ------------------------------------------------------------------------------------------- */
-/* Sleeps until time t. Returns false if the copy was cancelled meanwhile. */
+/* Sleeps until time t. Returns false if the copy was cancelled in the meantime. */
 static bool sleep_until(ps_copy *c, double t)
 {
     while (!atomic_load_explicit(&c->cancelled, memory_order_relaxed)) {
@@ -236,8 +239,8 @@ static bool sleep_until(ps_copy *c, double t)
     return false;
 }
 
-/* A memcpy that does not evict the caches of computing threads. It takes half the processor time of memcpy if both
- * sides are cold. */
+/* Copies like memcpy, but does not evict the caches of computing threads. Uses half the processor time of memcpy if
+ * neither side is in a cache. */
 static void copy_past_caches(char *dst, const char *src, size_t n)
 {
 #ifdef STREAMING
@@ -300,7 +303,7 @@ static void *run_lane(void *arg)
         l->first = c->next;
         if (!l->first) l->last = NULL;
         l->ended = c->number;
-        c->ended = true;                           /* after this line, c belongs to the thread that waits for it */
+        c->ended = true;                           /* from now on, c belongs to the thread that waits for it */
         pthread_cond_broadcast(&sim->ended);
         pthread_cond_signal(&l->other->work);
     }
@@ -405,7 +408,7 @@ static int copy_out(ps_backend *be, void *host_dst, const void *src, size_t nbyt
 }
 
 /* -- opening, settings, closing ----------------------------------------------------------------------------------- */
-/* Cancels copies under way; frees copies that no thread has waited for. */
+/* Cancels running copies. Frees copies that no thread has waited for. */
 static void close_sim(ps_backend *be)
 {
     sim_backend *sim = (sim_backend *)be;
@@ -449,7 +452,7 @@ int ps_sim_configure(ps_backend *be, int64_t memory_nbytes, double h2d_bytes_per
     return 0;
 }
 
-/* Parses "64MiB", "1.5G" or "1000000". K, M and G are powers of 1024, like KiB, MiB and GiB. */
+/* Parses a size such as "64MiB", "1.5G" or "1000000". K, M and G are powers of 1024, like KiB, MiB and GiB. */
 static int parse_bytes(const char *text, int64_t *out)
 {
     static const struct { const char *unit; int log2; } units[] = {
@@ -469,7 +472,7 @@ static int parse_bytes(const char *text, int64_t *out)
                    text);
 }
 
-/* Reads an environment variable times `unit`; *out is unchanged if it is not set. */
+/* Sets *out to an environment variable's number times `unit`. If the variable is not set, *out does not change. */
 static int read_number(const char *name, double unit, double least, const char *what, double *out)
 {
     const char *text = getenv(name);

@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * For tests of sim's copy engine. */
+ * Functions for tests of sim's copy engine. */
 #ifndef PS_BACKEND_SIM_SIM_H
 #define PS_BACKEND_SIM_SIM_H
 #include "backend/backend.h"
 
-/* Returns the modelled times of a copy that has not been waited for yet, by ps_now(): when its first byte is sent,
- * and when it ends. */
+/* Returns the modelled times, by ps_now(), at which a copy sends its first byte and at which it ends. No caller must
+ * have waited for the copy yet. */
 void ps_sim_copy_times(const ps_copy *copy, double *begin, double *end);
 #endif
