@@ -28,7 +28,7 @@ int ps_kind_state(const char *name)
         return ps_fail(PS_EINVAL, "state '%s' would be kind %d of chunks, but at most %d kinds are supported", name, n,
                        PS_KIND_COUNT);
     snprintf(kind_names[n], KIND_NAME, "%s", name);
-    n_kinds = n + 1;                             /* set after the name, because other threads read the name */
+    n_kinds = n + 1;                             /* set last: other threads read names below n_kinds */
     return n;
 }
 
@@ -49,7 +49,7 @@ int ps_chunk_text(const ps_chunks *cs, const chunk *c, char *buf, size_t size)
 }
 
 /* -- states -------------------------------------------------------------------------------------------------------- */
-/* The legal changes of state. The row is the old state, and each bit a possible new state. FREE: the tensor has no
+/* The legal changes of state: for each old state, a bit set of the states that may follow. FREE: the tensor has no
  * contents. COMPUTE: the tensor is pinned. HOLD: the tensor waits for its next use. AFTER_FWD and AFTER_BWD: like
  * HOLD, after a use in a forward or a backward. */
 static const uint8_t legal[PS_TS_COUNT] = {
@@ -83,8 +83,8 @@ void ps_chunks_pass(ps_chunks *cs)
 {
     int kind = cs->step->is.now.kind;
     if (kind != PS_ACT_FORWARD && kind != PS_ACT_NONE) return;
-    for (int32_t i = 0; i < cs->n_chunks; i++) {         /* a new forward begins, so uses in the last one no longer
-                                                          * count */
+    for (int32_t i = 0; i < cs->n_chunks; i++) {         /* a new forward begins, so uses in the previous one no
+                                                          * longer count */
         chunk *c = &cs->chunks[i];
         for (int32_t k = 0; k < c->n_members; k++)
             if (c->members[k]->state == PS_TS_HOLD_AFTER_FWD || c->members[k]->state == PS_TS_HOLD_AFTER_BWD)
@@ -101,7 +101,7 @@ static void only_valid(ps_chunks *cs, chunk *c, int t)
     source_drop(c);
 }
 
-/* For tests: chunks that may move do so at random, and the requested chunk changes its address. */
+/* For tests: evicts random chunks, often including the requested chunk c, so that the address of c changes. */
 static int stress(ps_chunks *cs, chunk *c, int t)
 {
     if (c->pins > 0 || c->transfer || c->valid == 0) return 0;
@@ -120,16 +120,16 @@ static int stress(ps_chunks *cs, chunk *c, int t)
     return bring(cs, c, t);
 }
 
-/* Called by every pin. Afterwards c is on tier t at *out until its unpin. contents: the caller also needs the
- * contents. */
+/* Pins a chunk for any caller, and stores its address in *out. The chunk stays on tier t until its unpin. If
+ * `contents` is set, the caller also needs the contents. */
 static int chunk_pin(ps_chunks *cs, chunk *c, int t, unsigned access, bool contents, char **out)
 {
     if (t < 0) return ps_fail(PS_EINVAL, "a parameter in chunks was requested on a device that is not a tier of its "
                                          "engine");
     note_use(cs, c, t, access & PS_WRITE);
     if (cs->step->dry) {
-        *out = (char *)((uintptr_t)1 << 60);                 /* nothing reads this address; only offsets from it
-                                                              * matter */
+        *out = (char *)((uintptr_t)1 << 60);                 /* a dry run reads no bytes and uses only offsets from
+                                                              * this address */
         return 0;
     }
     PS_TRY(advance(cs));
@@ -171,8 +171,9 @@ static int chunks_pin(ps_keeper *keeper, ps_storage *s, int device, unsigned acc
     *out = base + m->offset;
     if (cs->step->dry) return 0;
     s->pins++;
-    if (cs->step->suspended && m->state != PS_TS_FREE) return 0;     /* the states of tensors are those of the step */
-    set_state(c, m, PS_TS_COMPUTE);                          /* every state may change to COMPUTE */
+    if (cs->step->suspended && m->state != PS_TS_FREE) return 0;     /* a paused script does not change the step's
+                                                                      * states */
+    set_state(c, m, PS_TS_COMPUTE);                          /* legal from every state */
     return 0;
 }
 
@@ -241,8 +242,8 @@ void ps_chunks_tick(ps_chunks *cs)
 }
 
 /* -- what is not in chunks ---------------------------------------------------------------------------------------- */
-/* Limits the arena of tier t to the bytes of the budget that chunks do not use, but at least 1, because 0 would mean
- * no limit. */
+/* Limits the arena of tier t to the bytes of the budget that chunks do not use. The limit is at least 1, because 0
+ * would mean no limit. */
 static void limit_arena(ps_chunks *cs, int t)
 {
     tier *at = &cs->tiers[t];
@@ -251,8 +252,8 @@ static void limit_arena(ps_chunks *cs, int t)
     cs->plain->table->set_hold_limit(cs->plain, at->device, left > 1 ? left : 1);
 }
 
-/* Calls `once`, which allocates from the plain manager. If there is no room, calls it again after returning unused
- * memory to the system, and once more after moving chunks down. */
+/* Calls `once`, which allocates from the plain manager. If there is no room, returns unused memory to the system and
+ * calls it again. If there is still no room, moves chunks down and calls it a last time. */
 static int with_room(ps_chunks *cs, int device, int64_t nbytes, int (*once)(ps_chunks *, void *), void *arg)
 {
     int t = tier_of(cs, device);
@@ -267,8 +268,8 @@ static int with_room(ps_chunks *cs, int device, int64_t nbytes, int (*once)(ps_c
     if (rc != PS_ENOMEM) goto done;
     rc = transfers_poll(cs, false, NULL);
     int64_t planned = cs->tiers[t].planned_other;
-    cs->tiers[t].planned_other = 0;                       /* the plan reserved this memory for allocations like this
-                                                           * one */
+    cs->tiers[t].planned_other = 0;                       /* the plan reserved this memory for other tensors, which
+                                                           * now use it */
     if (rc == 0) rc = make_room(cs, t, nbytes + 4096, NULL);
     cs->tiers[t].planned_other = planned;
     if (rc < 0) goto done;
@@ -349,7 +350,7 @@ int ps_chunk_new(ps_chunks *cs, int kind, int group, int index, int dtype, int64
                        (long long)nbytes, PS_DISK_ALIGN);
     int32_t at = cs->first_dead;
     while (at < cs->n_chunks && !cs->chunks[at].dead) at++;
-    int32_t back = cs->capacity, held = cs->capacity;    /* all three arrays have room for `capacity` chunks */
+    int32_t back = cs->capacity, held = cs->capacity;    /* all three arrays have the same capacity */
     PS_TRY(ps_grow(cs->back, back, at + 1));
     PS_TRY(ps_grow(cs->held, held, at + 1));
     PS_TRY(ps_grow(cs->chunks, cs->capacity, at + 1));
@@ -363,7 +364,7 @@ int ps_chunk_new(ps_chunks *cs, int kind, int group, int index, int dtype, int64
 
 static void chunk_bury(ps_chunks *cs, chunk *c)
 {
-    while (c->transfer) transfers_poll(cs, true, c);      /* errors are ignored: each call completes a copy */
+    while (c->transfer) transfers_poll(cs, true, c);      /* ignores errors: the copy ends either way */
     for (int t = 0; t < cs->n_tiers; t++) if (c->slot[t]) slot_drop(cs, c, t);
     if (c->extent >= 0) ps_disk_extent_free(cs->disk, c->extent, c->nbytes);
     source_drop(c);
@@ -390,7 +391,7 @@ static int32_t members_before(const chunk *c, int64_t offset)
     return low;
 }
 
-/* Adds the member to its chunk, which has room for one more pointer (check_place has ensured it). */
+/* Adds the member to its chunk. check_place has already made room for its pointer. */
 static void member_link(chunk *c, member *m)
 {
     int32_t at = members_before(c, m->offset);
@@ -470,16 +471,16 @@ void ps_chunk_storage_undo(ps_chunks *cs, ps_storage *s)
     ps_free(s);
 }
 
-/* Copies the bytes of s to its new position, with both chunks pinned. */
+/* Copies the bytes of s to its new position `to`. Both chunks are pinned during the copy. */
 static int copy_into(ps_chunks *cs, ps_storage *s, ps_storage *to)
 {
     int host = cs->tiers[tier_of(cs, cs->config.host)].device;
     bool from_chunk = ps_storage_is_of(s, &cs->base);
     void *src, *dst;
-    if (from_chunk && chunk_at(cs, ((member *)s->block)->chunk)->valid == 0) return 0;   /* the storage had no
-                                                                                          * contents (zeros), so its
-                                                                                          * new position has none
-                                                                                          * either */
+    if (from_chunk && chunk_at(cs, ((member *)s->block)->chunk)->valid == 0) return 0;   /* the old chunk has no
+                                                                                          * contents (it reads as
+                                                                                          * zeros), so there is
+                                                                                          * nothing to copy */
     int from_device = from_chunk ? host : s->device;
     PS_TRY(chunks_pin(&cs->base.keeper, to, host, PS_WRITE, &dst));
     int rc = ps_storage_pin(s, from_device, PS_READ, &src);
@@ -507,7 +508,8 @@ int ps_chunk_adopt(ps_chunks *cs, ps_storage *s, int32_t chunk_id, int64_t offse
     if (!m) return PS_ENOMEM;
     to.block = m;
     member_link(chunk_at(cs, chunk_id), m);
-    int rc = stays || chunk_at(cs, chunk_id)->group < 0 ? source_adopt(cs, s, m) : 0;    /* group -1: staging */
+    int rc = stays || chunk_at(cs, chunk_id)->group < 0 ? source_adopt(cs, s, m) : 0;    /* a negative group marks a
+                                                                                          * staging chunk */
     if (rc == 0) rc = copy_into(cs, s, &to);
     if (rc < 0) {
         member_unlink(cs, m, false);
@@ -606,8 +608,7 @@ void ps_chunks_close(ps_chunks *cs)
     if (!cs) return;
     cs->closing = true;
     step_off(cs);
-    while (cs->transfers) transfers_poll(cs, true, NULL);        /* errors are ignored, because everything is freed
-                                                                  * now */
+    while (cs->transfers) transfers_poll(cs, true, NULL);        /* ignores errors: everything is freed now */
     for (int32_t i = 0; i < cs->n_chunks; i++) {
         chunk *c = &cs->chunks[i];
         while (c->n_members > 0) {
@@ -692,8 +693,7 @@ int ps_chunks_new(const ps_step *step, int n_devices, ps_backend *const *devices
         }
         add_tier(cs, "disk", NULL, -1, c->budget[2]);
     }
-    for (int t = 0; t < cs->n_tiers; t++)                 /* budgets count only bytes of other tensors that are in
-                                                           * use */
+    for (int t = 0; t < cs->n_tiers; t++)                 /* bytes of other tensors count only while they are in use */
         if (!is_disk(cs, t) && cs->tiers[t].budget) plain->table->trim(plain, cs->tiers[t].device, true);
     *out = cs;
     return 0;

@@ -17,28 +17,30 @@
 
 typedef struct ps_chunks ps_chunks;
 
-/* States of a tensor in a chunk. A chunk's state is the first of COMPUTE, HOLD, HOLD_AFTER_FWD, HOLD_AFTER_BWD, FREE
- * that one of its tensors has. */
+/* States of a tensor in a chunk. The state of a chunk follows from its tensors: it is the first of COMPUTE, HOLD,
+ * HOLD_AFTER_FWD, HOLD_AFTER_BWD and FREE that one of them has. */
 enum { PS_TS_FREE, PS_TS_COMPUTE, PS_TS_HOLD, PS_TS_HOLD_AFTER_FWD, PS_TS_HOLD_AFTER_BWD, PS_TS_COUNT };
 
 typedef struct ps_trace {
     ps_use *uses;
     int32_t n_uses, capacity, n_moments;
     int64_t other_peak[PS_TIERS];             /* peak bytes of other tensors on each tier */
-    int64_t *spare;                           /* [n_moments][PS_TIERS] bytes by which other tensors are below
-                                               * other_peak, from a moment's op until the next moment's op. The last
-                                               * moment lasts until the first moment of the next step. NULL if
-                                               * unknown. */
+    int64_t *spare;                           /* [n_moments][PS_TIERS] number of bytes between other_peak and the
+                                               * bytes of other tensors, from a moment's op until the next moment's
+                                               * op. The last moment lasts until the first moment of the next step.
+                                               * NULL if unknown. */
     int32_t spare_capacity;                   /* number of elements that `spare` has room for */
     int64_t other_base[PS_TIERS];             /* bytes of other tensors when the trace began */
 } ps_trace;
 
-/* Makes a context's chunks. Each call reads `step`, the step under way. In a dry run pins only record uses. */
+/* Creates the chunk manager of a context. `step` is the context's step; every later call reads its current state. In
+ * a dry run pins only record uses. */
 int ps_chunks_new(const ps_step *step, int n_devices, ps_backend *const *devices, ps_mem *plain,
                   const ps_chunk_config *config, const char *disk_folder, ps_chunks **out);
 ps_mem *ps_chunks_mem(ps_chunks *cs);
-void ps_chunks_tick(ps_chunks *cs);           /* An op begins, so the next pin of a chunk begins a new moment. */
-/* Ends all copies under way and frees all memory. Storages in chunks lose their bytes. */
+void ps_chunks_tick(ps_chunks *cs);           /* Called when an op begins: the next pin of a chunk begins a new
+                                               * moment. */
+/* Waits for all copies under way and frees all memory. Storages in chunks lose their bytes. */
 void ps_chunks_close(ps_chunks *cs);
 void ps_chunks_trim(ps_chunks *cs);           /* Frees memory that is kept for reuse by other chunks. */
 
@@ -50,8 +52,8 @@ int ps_chunk_storage_new(ps_chunks *cs, int32_t chunk, int64_t offset, int64_t n
                          ps_storage **out);
 /* Undoes ps_chunk_storage_new, before the storage has been used. The chunk stays. */
 void ps_chunk_storage_undo(ps_chunks *cs, ps_storage *s);
-/* Moves a storage with its bytes into a chunk, from plain memory or from another chunk. stays: if there is a disk
- * tier, borrowed bytes are not copied; the chunk is read from the lender until it is first written to. */
+/* Moves a storage and its bytes into a chunk, from plain memory or from another chunk. If `stays` is set and there
+ * is a disk tier, borrowed bytes are not copied: the chunk reads them from the lender until it is first written to. */
 int ps_chunk_adopt(ps_chunks *cs, ps_storage *s, int32_t chunk, int64_t offset, const char *name, bool stays);
 int ps_chunk_count(const ps_chunks *cs);
 void ps_chunk_get(const ps_chunks *cs, int32_t chunk, ps_chunk_info *out);
@@ -59,14 +61,14 @@ const char *ps_chunk_tensor_name(const ps_chunks *cs, int32_t chunk, int i);   /
 int ps_tier_count(const ps_chunks *cs);
 void ps_tier_get(ps_chunks *cs, int tier, ps_tier_info *out);
 int32_t ps_storage_chunk(const ps_chunks *cs, const ps_storage *s);            /* the storage's chunk, or -1 */
-/* Gives the position of s in its chunk to `to`, whose previous value is overwritten. s then has no bytes. */
+/* Moves s's position in its chunk to `to`, overwriting the position that `to` had. Afterwards s has no bytes. */
 void ps_chunk_storage_hand_on(ps_storage *s, ps_storage *to);
-/* Pins a whole chunk for work that runs concurrently with ops. The chunk is in use at every moment until the unpin.
- * PS_WRITE without PS_READ means that the caller writes the whole chunk, so its contents are not fetched. */
+/* Pins a whole chunk for work that runs concurrently with ops. Until the unpin, every moment counts as a use of the
+ * chunk. PS_WRITE without PS_READ means that the caller writes the whole chunk, so its contents are not fetched. */
 int ps_chunk_pin(ps_chunks *cs, int32_t chunk, int device, unsigned access, void **out);
 void ps_chunk_unpin(ps_chunks *cs, int32_t chunk, int device);
-/* Discards the chunk's contents, which nobody will read again. Frees its memory; the chunk no longer moves, and its
- * next pin finds undefined contents. Does nothing if the chunk is pinned, or if there is only one tier. */
+/* Discards the chunk's contents, which nobody will read again. Frees its memory and stops moving the chunk. The next
+ * pin finds undefined contents. Does nothing if the chunk is pinned, or if there is only one tier. */
 int ps_chunk_end(ps_chunks *cs, int32_t chunk);
 
 /* -- steps -------------------------------------------------------------------------------------------------------- */
@@ -74,22 +76,21 @@ void ps_chunks_pass(ps_chunks *cs);       /* begins a new pass over the chunks *
 /* Begins to record uses, from moment 0. The trace that ps_chunks_trace_end returns is lent until the next call. */
 void ps_chunks_trace_begin(ps_chunks *cs);
 const ps_trace *ps_chunks_trace_end(ps_chunks *cs);
-/* Plans a step whose uses are expected to equal the uses of `trace` (lent until ps_chunks_step_end). The plan starts
- * from the chunks' present positions, and pins perform it. It leaves `trace->other_peak` bytes free on each tier. If
- * an op's chunks do not fit in addition to this reserve, the plan reduces the reserve at that moment by the bytes
- * that other tensors are below their peak. PS_ENOMEM: a moment of the trace does not fit; the message has the
- * tensor, chunk and tier. */
+/* Plans a step that is expected to repeat the uses of `trace` (lent until ps_chunks_step_end). The plan starts from
+ * the chunks' present positions, and pins perform its moves. It leaves `trace->other_peak` bytes free on each tier.
+ * If an op's chunks do not fit beside these bytes, the plan leaves fewer at that moment: only those that other
+ * tensors then use. PS_ENOMEM: a moment of the trace does not fit; the message names the tensor, chunk and tier. */
 int ps_chunks_step_begin(ps_chunks *cs, const ps_trace *trace);
 void ps_chunks_step_end(ps_chunks *cs);
-/* Makes the plan of a step that repeats `trace`, without performing it. */
+/* Plans a step that repeats `trace`, without performing the plan, and returns the plan's forecast in *out. */
 int ps_chunks_predict(ps_chunks *cs, const ps_trace *trace, ps_step_forecast *out);
 void ps_chunks_stats(const ps_chunks *cs, ps_engine_stats *out);
 ps_disk *ps_chunks_disk(ps_chunks *cs);       /* or NULL */
-/* Called when the script pauses. Until it resumes, pins are not part of the step, and tiers have a reserve beyond
- * their budgets (schedule.c). */
+/* Called when the script pauses. Until it resumes, pins do not count as uses in the step, and each tier may exceed
+ * its budget by a reserve (schedule.c). */
 void ps_chunks_suspend(ps_chunks *cs);
-/* Called when the script resumes. Afterwards chunks and other tensors are within the budgets again. PS_ENOMEM: lower
- * tiers have no room. Also returns errors of copies. */
+/* Called when the script resumes. Brings chunks and other tensors back within the budgets. PS_ENOMEM: lower tiers
+ * have no room. Also returns errors of copies. */
 int ps_chunks_resume(ps_chunks *cs);
 /* Waits for all copies under way. */
 int ps_chunks_settle(ps_chunks *cs);

@@ -45,8 +45,8 @@ enum { PIECE = 4 << 20, DEPTH = 32, MOST_THREADS = 64, FALLBACK_THREADS = 4 };
 enum { MOST_TRIES = 1000, QUICK_TRIES = 8 };
 enum { READ, WRITE };
 
-/* The first failure of a job. `err` is the errno of a piece or of the ring; 0 means that the file ended early, or
- * that a write wrote nothing. */
+/* The first failure of a job. `err` is the errno of a piece or of the ring. An `err` of 0 means that the file ended
+ * early, or that a write wrote no bytes. */
 typedef struct cause {
     int err;
     bool ring;
@@ -63,13 +63,13 @@ struct ps_disk_job {
     /* (lock) */
     int64_t cut, moved;         /* bytes that have been divided into pieces, and bytes that were transferred */
     int pieces;                 /* number of pieces that threads are transferring */
-    bool done, failed, inherited;   /* inherited: the job never began because an earlier job failed; `cause` is that
-                                     * job's */
+    bool done, failed, inherited;   /* inherited: the job never began, because an earlier job failed; `cause` is the
+                                     * earlier job's */
     cause cause;
-    ps_disk_job *dependents, *sibling;      /* jobs that wait for this one; next job that waits for the same job as
-                                             * this one */
+    ps_disk_job *dependents, *sibling;      /* dependents: first job that waits for this one. sibling: next job that
+                                             * waits for the same job */
     ps_disk_job *next;                      /* next in a queue of jobs that may begin */
-    ps_disk_job *newer, *older;             /* neighbours in the list of jobs that nobody has waited for yet */
+    ps_disk_job *newer, *older;             /* neighbours in the list of jobs that no caller has waited for yet */
 };
 
 typedef struct piece {
@@ -84,7 +84,7 @@ typedef struct piece {
     struct iovec iov;
 } piece;
 
-/* The checksum of a piece that was written, stored at the index of the piece's first block. */
+/* The checksum of a written piece, stored at the index of the piece's first block. */
 typedef struct piece_sum { uint64_t sum; int64_t nbytes; } piece_sum;
 typedef struct extent { int64_t offset, nbytes; } extent;
 typedef struct line { ps_disk_job *first, *last; } line;
@@ -94,12 +94,12 @@ struct ps_disk {
     char *folder;
     int64_t capacity;
     bool direct, uring;
-    piece_sum *sums;            /* [capacity / PS_DISK_ALIGN] or NULL. A piece belongs to one thread, and the read of
-                                 * a chunk waits for its write, so the entries need no lock. Pages of the array
-                                 * without a checksum use no memory. */
-    /* Used only by the caller's thread. Free extents are sorted by offset, and no two of them touch. Between n
-     * extents there are at most n + 1 free ones. So the array grows when an extent is allocated, and freeing an
-     * extent needs no memory. */
+    piece_sum *sums;            /* [capacity / PS_DISK_ALIGN] or NULL. The entries need no lock: only one thread
+                                 * works on a piece, and the read of a chunk waits for its write. The system provides
+                                 * no memory for pages of the array that no checksum has been written to. */
+    /* Used only by the caller's thread. Free extents are sorted by offset, and no two of them touch, so n allocated
+     * extents leave at most n + 1 free ones. The array grows when an extent is allocated. Freeing an extent
+     * therefore never needs memory. */
     extent *free_space;
     int n_free, n_given, room;
     int64_t used;
@@ -114,7 +114,7 @@ struct ps_disk {
     bool stop;
     cause dead;                 /* dead.ring: the ring's thread has given up */
     line lines[2];              /* queues of jobs, by READ and WRITE */
-    int turn;                   /* READ or WRITE: the queue from which the next piece is taken first */
+    int turn;                   /* queue (READ or WRITE) that is tried first for the next piece */
     ps_disk_job *jobs;          /* newest first */
     int under_way;              /* number of jobs that have not ended */
     int64_t bytes[2];
@@ -122,8 +122,8 @@ struct ps_disk {
 };
 
 /* -- faults that tests ask for ----------------------------------------------------------------------------------- */
-/* As in base/alloc.c: `until_failure` counts attempts down, and attempts fail while it is between 0 and -failures +
- * 1. */
+/* As in base/alloc.c: each attempt decrements `until_failure`, and fails while the counter is between 0 and
+ * -failures + 1. */
 static atomic_llong until_failure = -1, failures, slow_ns;
 static atomic_int failure_code;
 
@@ -163,7 +163,7 @@ static void enqueue(ps_disk *d, ps_disk_job *job)
     pthread_cond_broadcast(&d->work);
 }
 
-/* (lock) Ends a job. Jobs that waited for it may begin. If it failed, they also fail and end. */
+/* (lock) Ends a job. If it succeeded, the jobs that waited for it may begin. If it failed, they fail and end, too. */
 static void end_job(ps_disk *d, ps_disk_job *job)
 {
     job->next = NULL;
@@ -216,7 +216,7 @@ static void note_sum(ps_disk *d, const piece *p)
     d->sums[p->begin / PS_DISK_ALIGN] = (piece_sum){ ps_xxh3(memory_of(p), p->nbytes), p->nbytes };
 }
 
-/* Returns false if the bytes that were read differ from those that were written there as one piece. */
+/* Returns false if the piece was written with a checksum and the bytes that were read have a different one. */
 static bool sum_fits(const ps_disk *d, const piece *p)
 {
     if (!d->sums || p->job->way != READ) return true;
@@ -224,7 +224,7 @@ static bool sum_fits(const ps_disk *d, const piece *p)
     return s->nbytes != p->nbytes || s->sum == ps_xxh3(memory_of(p), p->nbytes);
 }
 
-/* Called before each attempt to transfer the remainder of a piece. */
+/* Prepares an attempt to transfer the remainder of a piece. */
 static void begin(piece *p)
 {
     p->len = p->left;
@@ -237,15 +237,15 @@ static void begin(piece *p)
     else if (!p->len) p->forced = PS_DISK_ALIGN / 2;
 }
 
-/* (lock) Makes a job fail. None of its further pieces are started; it ends when its present pieces have ended. */
+/* (lock) Makes a job fail. Starts no more of its pieces; the job ends when the pieces that are under way have ended. */
 static void fail_job(ps_disk *d, ps_disk_job *job, cause why)
 {
     line *l = &d->lines[job->way];
     if (job->failed) return;
     job->failed = true;
     job->cause = why;
-    if (l->first == job) l->first = job->next;      /* a job that has a piece on a thread is the first in its queue,
-                                                     * or in no queue */
+    if (l->first == job) l->first = job->next;      /* if the job is in a queue, it is the queue's first, because
+                                                     * pieces are only taken from there */
 }
 
 /* Accounts for an attempt that ended with `res`: bytes, or a negative errno. Returns true if the piece's remainder
@@ -276,7 +276,7 @@ static bool end_piece(ps_disk *d, piece *p, int64_t res)
     return again;
 }
 
-/* Ends every job, because the thread cannot continue. */
+/* Ends every job with an error, because the ring's thread cannot continue. */
 static void give_up(ps_disk *d, int err)
 {
     pthread_mutex_lock(&d->lock);
@@ -286,7 +286,7 @@ static void give_up(ps_disk *d, int err)
         if (job->done) continue;
         job->failed = true;
         job->cause = d->dead;
-        job->dependents = NULL;         /* the list d->jobs also has these jobs */
+        job->dependents = NULL;         /* the loop reaches the dependents, too */
         end_job(d, job);
     }
     pthread_mutex_unlock(&d->lock);
@@ -319,8 +319,8 @@ static void *plain_thread(void *arg)
     }
 }
 
-/* Submits a piece. The ring has twice as many entries as there are pieces, and each piece has at most one request,
- * so an entry is free. */
+/* Submits a piece. The ring always has a free entry, because it has twice as many entries as there are pieces, and a
+ * piece has at most one request. */
 static void send_piece(ps_disk *d, piece *p)
 {
     struct io_uring_sqe *sqe = io_uring_get_sqe(&d->ring);
@@ -332,8 +332,8 @@ static void send_piece(ps_disk *d, piece *p)
     io_uring_sqe_set_data(sqe, p);
 }
 
-/* Handles the requests that the ring has completed, and returns their number. Sets *polled if one of them was the
- * eventfd's. If `resend` is false, drops the remainder of a piece. */
+/* Handles the requests that the ring has completed, and returns their number. Sets *polled if the request for the
+ * eventfd has completed. If `resend` is false, does not resend the untransferred remainder of a piece. */
 static int reap(ps_disk *d, bool resend, bool *polled)
 {
     struct io_uring_cqe *cqe;
@@ -354,9 +354,9 @@ static int reap(ps_disk *d, bool resend, bool *polled)
     return n;
 }
 
-/* Called when the kernel rejects the ring. Requests that the kernel accepted before can still write to buffers, so
- * they get two seconds to complete. Unsent requests in the ring never complete. One of them may be the eventfd's,
- * which is not a piece, so the wait also ends if `held < unsent`. */
+/* Called when the kernel rejects the ring. Requests that the kernel has already accepted can still write to buffers,
+ * so this function waits up to two seconds for them. Unsent requests in the ring never complete. One of them may be
+ * the eventfd's, which is not a piece, so the wait also ends if `held < unsent`. */
 static void lose_ring(ps_disk *d, piece *pieces, int err)
 {
     bool polled;
@@ -369,9 +369,9 @@ static void lose_ring(ps_disk *d, piece *pieces, int err)
     give_up(d, err);
 }
 
-/* Takes pieces into all unused entries and submits their requests. Returns the number of pieces in use. The checksums
- * of writes are computed after the requests have been submitted, so that the disk is busy meanwhile. If the kernel
- * refuses a request, it stays in the ring until the next submission. */
+/* Assigns pieces to all unused entries and submits their requests. Returns the number of pieces in use. Computes the
+ * checksums of writes after submitting, so that the disk works meanwhile. If the kernel refuses a request, the
+ * request stays in the ring until the next submission. */
 static int send_pieces(ps_disk *d, piece *pieces)
 {
     bool taken[DEPTH] = { false };
@@ -517,7 +517,7 @@ static int make_file(ps_disk *d)
                             "disk tier: %lld bytes wanted in %s, but only %lld are free; lower memory.disk's "
                             "limit, free some space or choose another folder", (long long)d->capacity, d->folder,
                             (long long)bytes_free);
-    /* Beyond this limit the kernel sends SIGXFSZ, which would end the process, so it is checked here. */
+    /* Checks the limit before writing, because a write past it raises SIGXFSZ, which would end the process. */
     if (!getrlimit(RLIMIT_FSIZE, &most) && most.rlim_cur != RLIM_INFINITY && (uint64_t)d->capacity > most.rlim_cur)
         return ps_fail(PS_ENOSPC, "disk tier: %lld bytes wanted in %s, but this process may only write files of %lld "
                        "bytes (ulimit -f); raise that limit, or lower memory.disk's limit", (long long)d->capacity,
@@ -682,7 +682,7 @@ int ps_disk_extent_new(ps_disk *d, int64_t nbytes, int64_t *offset)
 
 void ps_disk_extent_free(ps_disk *d, int64_t offset, int64_t nbytes)
 {
-    int i = 0;                  /* first free extent after this extent */
+    int i = 0;                  /* first free extent that follows the freed one */
     while (i < d->n_free && d->free_space[i].offset <= offset) i++;
     extent *before = i ? &d->free_space[i - 1] : NULL, *after = i < d->n_free ? &d->free_space[i] : NULL;
     if (offset < 0 || nbytes <= 0 || offset > d->capacity - nbytes || !d->n_given || d->n_free == d->room
@@ -805,8 +805,8 @@ void ps_disk_get_info(ps_disk *d, ps_disk_info *out)
 /* -- the disk's own rate ----------------------------------------------------------------------------------------- */
 enum { PROBE_THREADS = 8, PROBE_PIECE = 4 << 20 };
 
-/* Runs PROBE_THREADS transfers at once, from the front of the free space to its end. They are not jobs, because the
- * rate of jobs is compared with theirs. */
+/* Runs PROBE_THREADS transfers at once, from the front of the free space to its end. These transfers bypass the job
+ * queue, because the result serves as a yardstick for the rate of jobs. */
 typedef struct probe {
     int fd, way;
     int64_t offset, nbytes;
@@ -864,8 +864,9 @@ int ps_disk_probe(ps_disk *d, int64_t nbytes, double *read_bytes_per_s, double *
     size_t size = (size_t)PROBE_THREADS * PROBE_PIECE;
     uint8_t *block = ps_alloc(size + PROBE_PIECE);
     if (!block) return ps_fail_nomem(size + PROBE_PIECE);
-    /* The buffers use huge pages, as tensors do. With small pages the disk gets many more addresses, which can halve
-     * its rate. The buffers are filled, so that no page faults are measured and the disk cannot skip zeros. */
+    /* The buffers use huge pages, as tensors do: with small pages a transfer has many more addresses, which can
+     * halve the disk's rate. The buffers are filled first, so that no page faults are measured and the disk cannot
+     * skip zeros. */
     p.buffers = block + (-(uintptr_t)block & (PROBE_PIECE - 1));
     madvise(p.buffers, size, MADV_HUGEPAGE);
     memset(p.buffers, 0x5a, size);

@@ -14,8 +14,7 @@ typedef struct planner {
     const ps_plan_input *in;
     const ps_policy *policy;
     int levels;
-    ps_stream stream[PS_TIERS - 1];     /* by level; [0] is the same in all rounds, and [1] is made again in each
-                                         * round */
+    ps_stream stream[PS_TIERS - 1];     /* by level; [0] is made once, and [1] is made again in each round */
     ps_level level[PS_TIERS - 1];
     int tuning[PS_TIERS - 1];
     uint8_t *valid, *before, *at[PS_TIERS - 1];   /* [n_chunks]; valid and before have values like
@@ -85,9 +84,9 @@ static void add_moves(const planner *p, ps_stream *s, int32_t *next, int32_t mom
     }
 }
 
-/* Makes the events of tier 1: uses there, writes on tier 0, and the moves of level 0. The order within a moment is:
- * moves that can begin before the moment, copies that writes make stale, uses, which need their chunks together, and
- * contents that end with uses on tier 0. */
+/* Makes the events of tier 1: uses on it, writes on tier 0, and the moves of level 0. Within a moment they are
+ * ordered as follows: moves that can begin before the moment, then copies that writes make stale, then uses (whose
+ * chunks must be here together), then contents that end with uses on tier 0. */
 static int stream_of_moves(planner *p)
 {
     const ps_plan_input *in = p->in;
@@ -139,8 +138,8 @@ static void fill_at(planner *p, int l)
     }
 }
 
-/* Simulates one step from p->valid with the present tunings on the first `levels` levels. Stores the state at the
- * end of the step in p->valid. */
+/* Simulates one step on the first `levels` levels, with the present tunings. Starts from the state in p->valid, and
+ * stores the state at the end of the step there. */
 static int run_round(planner *p, int levels)
 {
     const ps_plan_input *in = p->in;
@@ -149,8 +148,8 @@ static int run_round(planner *p, int levels)
         fill_at(p, l);
         if (l == 1) {
             PS_TRY(stream_of_moves(p));
-            fill_at(p, l);                                /* repeated, because stream_of_moves has cleared AT_BLANK
-                                                           * marks */
+            fill_at(p, l);                                /* restores the AT_BLANK marks that stream_of_moves has
+                                                           * cleared */
         }
         level->tuning = &p->policy->tunings[p->tuning[l]];
         PS_TRY(ps_level_run(level));
@@ -200,8 +199,8 @@ static int try_tunings(planner *p, int levels, int t0, int t1, int64_t *bytes)
     return 0;
 }
 
-/* Chooses the tunings that move the fewest bytes. Levels are tried one after the other, so the result is compared
- * with the first tuning on both levels, and is never worse. */
+/* Chooses the tunings that move the fewest bytes. Tries the levels one after the other, and then compares the result
+ * with the first tuning on both levels, so the choice is never worse than this. */
 static int choose(planner *p)
 {
     int best[PS_TIERS - 1] = { 0, 0 };
@@ -255,7 +254,7 @@ static int planner_open(planner *p, const ps_plan_input *in)
     return stream_of_uses(p);
 }
 
-/* Returns the use that cannot be served, given the event of a level that failed. If the event is a move of level 0,
+/* Returns the use that cannot be served, after a level has failed at an event. If the event is a move of level 0,
  * returns the use that this move serves. */
 static int32_t bad_use_of(const planner *p)
 {
@@ -270,7 +269,7 @@ static int32_t bad_use_of(const planner *p)
     return -1;
 }
 
-/* With one tier there are no moves. Each chunk that is used has contents there afterwards. */
+/* Plans a step on one tier, which has no moves. Afterwards every chunk that was used has contents on the tier. */
 static void run_flat(planner *p)
 {
     for (int32_t i = 0; i < p->in->n_uses; i++) p->valid[p->in->uses[i].chunk] = 1;

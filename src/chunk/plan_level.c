@@ -12,31 +12,31 @@
 #include "base/grow.h"
 #include "chunk/plan_level.h"
 
-/* There is a heap of candidates for each WEIGH_* of policy.h, and one for candidates whose eviction costs no copy.
- * The latter are evicted first. The tops of the other heaps are compared by weight. */
+/* Classes of candidates, each with a heap: one class for each WEIGH_* of policy.h, and one for candidates whose
+ * eviction costs no copy. The latter are evicted first. Among the tops of the other heaps, weights decide. */
 enum { CLASS_FREE = WEIGH_COUNT, CLASS_COUNT };
-/* Room is made early only for uses that are at most REACH times the read-ahead depth ahead, in bytes used by then.
- * Making room sooner has no advantage, and would evict chunks that are needed before. */
+/* The planner makes room early only for uses that are at most REACH times the read-ahead depth away (in bytes that
+ * uses before them need). Making room sooner has no advantage, and would evict chunks that are needed before. */
 enum { REACH = 3 };
 
 typedef struct track {
-    double key, last, taken;      /* rank while the chunk is a candidate; positions of its last event and of its
-                                   * arrival */
+    double key, last, taken;      /* key: rank while the chunk is a candidate. last, taken: positions of its last
+                                   * event and of its arrival */
     int64_t nbytes;
-    int32_t next;                 /* its next event after the take cursor (as in ps_stream.next) */
+    int32_t next;                 /* next event of the chunk after the take cursor (as in ps_stream.next) */
     int32_t group;                /* group of its last taken event, or -1 */
     int32_t slot;                 /* index in its heap, -1 if it is not a candidate */
-    int32_t free_from;            /* moment from which it may leave */
-    int32_t below_from;           /* moment from which the copy below may be read */
-    int32_t fetched, written;     /* 1 + index of the move that brought the chunk here, or 0. fetched: in the list of
-                                   * this level. written: in the list of the level above. */
+    int32_t free_from;            /* first moment at which the chunk may be evicted */
+    int32_t below_from;           /* first moment at which the copy below may be read */
+    int32_t fetched, written;     /* 1 + index of the move that brought the chunk here, or 0. fetched: a move of this
+                                   * level. written: a move of the level above. */
     int32_t above;                /* 1 + index of the last move of the level above that read or wrote the chunk here,
                                    * or 0 */
     int32_t class;
 } track;
 
-/* Memory reserved for a chunk: the bytes of this chunk and of all chunks before it, and the moment at which its use
- * ends. */
+/* A reservation of memory for a chunk. until: bytes of this and all earlier reservations. over: the moment at which
+ * the chunk's use ends. */
 typedef struct taking { int64_t until; int32_t over; } taking;
 
 typedef struct run {
@@ -112,8 +112,8 @@ static void candidate_remove(run *r, int32_t chunk)
     heap_down(r, k, r->tracks[moved].slot);
 }
 
-/* Returns the class that a chunk has if it leaves now, given its later events. *next: the event that will need it
- * here again. */
+/* Returns the class of a chunk that would be evicted now, judged by its later events. *next: the first event that
+ * needs the chunk here again. */
 static int classify(const run *r, int32_t chunk, int32_t *next)
 {
     uint8_t at = r->l->at[chunk];
@@ -121,8 +121,8 @@ static int classify(const run *r, int32_t chunk, int32_t *next)
     bool lone = !(at & AT_BELOW);
     for (; e >= 0; e = after(r, e)) {
         int kind = event_at(r, e)->kind;
-        if (lone ? kind == EV_DOWN : kind == EV_DOWN_WRITE) break;      /* the chunk must leave anyway */
-        if (!lone && (kind == EV_DOWN || kind == EV_GONE)) continue;    /* the copy below serves these events */
+        if (lone ? kind == EV_DOWN : kind == EV_DOWN_WRITE) break;      /* the event requires an eviction anyway */
+        if (!lone && (kind == EV_DOWN || kind == EV_GONE)) continue;    /* the copy below is enough for these events */
         break;
     }
     *next = e;
@@ -130,7 +130,7 @@ static int classify(const run *r, int32_t chunk, int32_t *next)
     bool this_round = e >= 0 && e < r->s->n;
     if (kind == EV_DOWN || kind == EV_DOWN_WRITE) return CLASS_FREE;
     if (this_round && (kind == EV_STALE || kind == EV_DEST || kind == EV_END))
-        return CLASS_FREE;                                /* the contents end before a use */
+        return CLASS_FREE;                                /* the contents end before anything uses them */
     if (lone && (at & AT_ABOVE) && (!this_round || kind == EV_GONE)) return WEIGH_TWIN;
     return lone ? WEIGH_DIRTY : WEIGH_CLEAN;
 }
@@ -188,7 +188,7 @@ static int emit(run *r, int kind, int32_t chunk, int32_t from, int32_t need, int
     return 0;
 }
 
-/* Emits the move by which a chunk leaves. The caller has removed the chunk from the candidates. */
+/* Emits the move that evicts a chunk from the tier. The caller has already removed the chunk from the candidates. */
 static int leave(run *r, int32_t chunk, int32_t need, int32_t event)
 {
     track *t = &r->tracks[chunk];
@@ -199,14 +199,14 @@ static int leave(run *r, int32_t chunk, int32_t need, int32_t event)
     return emit(r, ends ? PS_MOVE_DROP : PS_MOVE_EVICT, chunk, t->free_from < need ? t->free_from : need, need, event);
 }
 
-/* Returns the bytes that the tier has for chunks at a moment. */
+/* Returns the number of bytes that chunks may use on the tier at a moment. */
 static int64_t limit_at(const ps_level *l, int32_t moment)
 {
     return l->capacity + (l->extra && moment < l->n_moments ? l->extra[moment] : 0);
 }
 
-/* Makes room for `nbytes` more within `limit`. Returns 1 if there is room, and 0 if that is not possible now. Chunks
- * are chosen by rank. Chosen chunks that turn out not to be needed for the room stay. */
+/* Makes room for `nbytes` more within `limit`. Returns 1 if there is room, and 0 if that is not possible now. Picks
+ * chunks by rank until there is enough room. Then unpicks those without which there is still enough. */
 static int make_room(run *r, int64_t nbytes, int64_t limit, int32_t need, int32_t event)
 {
     int64_t room = limit - r->used;
@@ -231,8 +231,8 @@ static int make_room(run *r, int64_t nbytes, int64_t limit, int32_t need, int32_
     return 1;
 }
 
-/* Returns the first moment at which a fetch may reserve its memory. From this moment on, the chunks that were
- * fetched before it and are not used yet leave room for it within `ahead`. */
+/* Returns the first moment at which a fetch may reserve its memory. The fetch must fit within `ahead` bytes together
+ * with all earlier fetches whose chunks are not used yet, which is true from this moment on. */
 static int32_t fetch_from(run *r, int64_t nbytes, int32_t moment)
 {
     int64_t total = (r->n_takings ? r->takings[r->n_takings - 1].until : 0) + nbytes;
@@ -244,8 +244,8 @@ static int32_t fetch_from(run *r, int64_t nbytes, int32_t moment)
 }
 
 /* Reserves memory for the chunk of event i and, if `fetch` is set, fetches its contents. Returns 1 on success, and 0
- * if that is not possible now. must: the use cursor is at the event's group, so neither `ahead` nor REACH limits the
- * fetch. */
+ * if that is not possible now. If `must` is set, the use cursor is at the event's group, so neither `ahead` nor
+ * REACH limits the fetch. */
 static int take_space(run *r, int32_t i, bool fetch, bool must)
 {
     const ps_event *e = event_at(r, i);
@@ -258,7 +258,7 @@ static int take_space(run *r, int32_t i, bool fetch, bool must)
     int rc = make_room(r, t->nbytes, more ? limit_at(l, e->moment) : l->capacity, need, i);
     if (rc <= 0) return rc;
     int32_t from = fetch_from(r, t->nbytes, e->moment + beyond);
-    if (r->used + t->nbytes > l->capacity) from = e->moment;         /* the extra room exists only at this moment */
+    if (r->used + t->nbytes > l->capacity) from = e->moment;         /* only this moment has the extra room */
     if (fetch) PS_TRY(emit(r, PS_MOVE_FETCH, e->chunk, from > t->below_from ? from : t->below_from, need, i));
     else if (l->n_moves > 0 && l->moves[l->n_moves - 1].need > need) l->moves[l->n_moves - 1].need = need;
     bool use = e->kind == EV_READ || e->kind == EV_WRITE;
@@ -275,7 +275,8 @@ static int take_space(run *r, int32_t i, bool fetch, bool must)
 }
 
 /* -- events ------------------------------------------------------------------------------------------------------- */
-/* Handles a use whose chunk is here, but was brought by a move that may have been planned for a later moment. */
+/* Handles a use of a chunk that is here. If the move that brings the chunk was planned for a later moment, makes the
+ * move due in time for the use. */
 static void hurry(run *r, const ps_event *e)
 {
     const track *t = &r->tracks[e->chunk];
@@ -294,7 +295,7 @@ static int use_here(run *r, int32_t i, const ps_event *e, bool must)
         if (rc <= 0) return rc;
         if (blank) *at = AT_HERE;
     }
-    if (*at & AT_ENDED) *at = AT_HERE;                    /* other contents use the same memory */
+    if (*at & AT_ENDED) *at = AT_HERE;                    /* the use begins new contents in the same memory */
     if (e->kind == EV_WRITE) *at &= (uint8_t)~AT_BELOW;
     r->tracks[e->chunk].free_from = e->moment + 1;
     return 1;
@@ -314,7 +315,7 @@ static int use_below(run *r, int32_t i, const ps_event *e)
     return 1;
 }
 
-/* Handles a move of the level above, or a write or an end of contents there. */
+/* Handles an event of the level above: a move, or a write or an end of contents on its upper tier. */
 static int serve_above(run *r, int32_t i, const ps_event *e, bool must)
 {
     uint8_t *at = &r->l->at[e->chunk];
@@ -351,7 +352,7 @@ static int serve_above(run *r, int32_t i, const ps_event *e, bool must)
     return 1;
 }
 
-/* Handles contents that end with an event that has been taken. */
+/* Records that the contents of e's chunk end with event e, which has just been taken. */
 static void note_end(run *r, const ps_event *e)
 {
     uint8_t *at = &r->l->at[e->chunk];
@@ -366,7 +367,7 @@ static int take_event(run *r, int32_t i, bool must)
     track *t = &r->tracks[e->chunk];
     uint8_t both = AT_HERE | AT_BELOW;
     if (e->kind == EV_DOWN && (r->l->at[e->chunk] & both) == both && !e->ends && !(r->l->at[e->chunk] & AT_ENDED)) {
-        t->next = r->s->next[i];                          /* the copy below is read, so nothing changes on this tier */
+        t->next = r->s->next[i];                          /* reads the copy below, so nothing changes on this tier */
         return 1;
     }
     candidate_remove(r, e->chunk);
@@ -380,7 +381,7 @@ static int take_event(run *r, int32_t i, bool must)
     return 1;
 }
 
-/* Takes event i of the next round: fetches its chunk early if possible, and changes nothing else. */
+/* Takes event i of the next round: only fetches its chunk early, if possible. */
 static int take_beyond(run *r, int32_t i)
 {
     const ps_event *e = event_at(r, i);
@@ -389,13 +390,13 @@ static int take_beyond(run *r, int32_t i)
     if (!(at & (AT_HERE | AT_BELOW)) || (at & AT_ENDED)) return 0;
     if (e->kind == EV_SOURCE && (at & AT_ABOVE)) return 0;
     candidate_remove(r, e->chunk);
-    r->tracks[e->chunk].group = INT32_MAX;                /* the chunk stays until the end */
+    r->tracks[e->chunk].group = INT32_MAX;                /* keeps the chunk here until the step ends */
     if (at & AT_HERE) return 1;
     return take_space(r, i, true, false);
 }
 
-/* Called when the uses of the group at the use cursor have ended. The group's memory no longer counts as waiting,
- * and its chunks may be evicted. Chunks whose contents have ended are evicted at once. */
+/* Called when the uses of the group at the use cursor have ended. Stops counting the group's memory as waiting, and
+ * makes its chunks candidates for eviction. Drops chunks whose contents have ended at once. */
 static int pass_group(run *r, int32_t first, int32_t end)
 {
     for (int32_t i = first; i < end; i++) {
@@ -405,7 +406,9 @@ static int pass_group(run *r, int32_t first, int32_t end)
         if (r->took[i]) r->waiting -= t->nbytes;
         if (t->group != r->use || t->slot >= 0 || !(*at & AT_HERE)) continue;
         if (*at & AT_ENDED) {
-            int32_t need = r->used > r->l->capacity ? t->free_from : 2 * r->l->n_moments;      /* the extra room ends */
+            int32_t need = r->used > r->l->capacity ? t->free_from : 2 * r->l->n_moments;      /* the extra room must
+                                                                                                * be free before the
+                                                                                                * next moment */
             PS_TRY(emit(r, PS_MOVE_DROP, chunk, t->free_from, need, i));
             *at = AT_BLANK;
         } else {
@@ -456,22 +459,22 @@ static int begin(run *r)
     }
     l->peak = r->used;
     if (r->used <= l->capacity) return 0;
-    int rc = make_room(r, 0, l->capacity, 0, 0);          /* the tier has become smaller */
+    int rc = make_room(r, 0, l->capacity, 0, 0);          /* the tier is smaller than in the previous step */
     if (rc != 0) return rc < 0 ? rc : 0;
     int32_t i = 0;                                        /* the capacity is negative, so no chunk can be here at all */
     while (i < s->n && s->events[i].kind > EV_WRITE) i++;
     return i < s->n ? fail_group(r, i) : 0;
 }
 
-/* Keeps chunks in the extra room that the moment of the events [first, end) has. It holds them until the moment's op
- * has run, so the moment's chunks that are here stay. */
+/* Keeps the chunks that the events [first, end) of a moment use. Called if the moment has extra room, because its op
+ * needs all these chunks here until it has run. */
 static void keep_group(run *r, int32_t first, int32_t end)
 {
     for (int32_t i = first; i < end; i++)
         if (r->s->events[i].kind <= EV_WRITE) candidate_remove(r, r->s->events[i].chunk);
 }
 
-/* Moves chunks out of the extra room of a moment before the next moment. */
+/* Evicts the chunks that only fit in a moment's extra room, before the next moment begins. */
 static int end_extra(run *r, int32_t moment, int32_t event)
 {
     if (limit_at(r->l, moment) <= r->l->capacity || r->used <= r->l->capacity || moment + 1 >= r->l->n_moments)
@@ -506,8 +509,8 @@ static int walk(run *r)
     return 0;
 }
 
-/* Moves are performed in order. Each move therefore gets a `from` that is not earlier than those of the moves before
- * it, and a `need` that is not later than those of the moves after it. */
+/* Adjusts the moments of moves, which are performed in order: no move gets an earlier `from` than the moves before
+ * it, or a later `need` than the moves after it. */
 static void smooth(ps_level *l)
 {
     for (int32_t i = l->n_moves - 2; i >= 0; i--)
@@ -528,7 +531,7 @@ int ps_level_run(ps_level *l)
     if (rc == 0) rc = walk(&r);
     ps_free(r.tracks);
     if (rc == 0) smooth(l);
-    if (rc == 0 && l->above) smooth(l->above);            /* hurry() may have made moves of the level above needed
+    if (rc == 0 && l->above) smooth(l->above);            /* hurry() may have made moves of the level above due
                                                            * sooner */
     return rc;
 }

@@ -10,20 +10,19 @@
 /* Events of a chunk, as seen from the level's upper tier ("here"). */
 typedef enum ps_event_kind {
     EV_READ, EV_WRITE,            /* a use on this tier */
-    EV_DOWN, EV_DOWN_WRITE,       /* use on the tier below, where the contents must be; a write makes the copy here
-                                   * stale */
-    EV_SOURCE,                    /* fetch of the level above, for which the contents must be here */
-    EV_DEST,                      /* eviction of the level above, for which there must be room here; its contents are
-                                   * new */
+    EV_DOWN, EV_DOWN_WRITE,       /* use on the tier below, which needs the contents there; a write makes the copy
+                                   * here stale */
+    EV_SOURCE,                    /* fetch of the level above, which needs the contents here */
+    EV_DEST,                      /* eviction of the level above, which needs room here and brings new contents */
     EV_STALE,                     /* write or first use on the tier above, which makes the copies here and below
                                    * stale */
-    EV_GONE,                      /* drop of the copy above; the only valid copy is then here */
-    EV_END,                       /* use on the tier above with which the contents end */
+    EV_GONE,                      /* drop of the copy above, after which the copy here must be valid */
+    EV_END,                       /* use on the tier above after which nobody reads the contents */
 } ps_event_kind;
 
 typedef struct ps_event {
     int32_t chunk;
-    int32_t moment;               /* earliest moment of the event, when all uses at earlier moments have ended */
+    int32_t moment;               /* earliest moment of the event; all uses at earlier moments have then ended */
     int32_t need;                 /* moment that waits for the event */
     int32_t ref;                  /* index of the use, or of the move in the level above */
     int32_t group;                /* group of chunks that must be here together; group numbers have no gaps */
@@ -34,10 +33,10 @@ typedef struct ps_event {
 typedef struct ps_stream {
     ps_event *events;
     int32_t n, n_chunks;
-    int32_t *next;                /* [n] next event of the same chunk; n + i means event i of the next round, -1 none */
+    int32_t *next;                /* [n] next event of the same chunk: n + i is event i of the next round, -1 is none */
     int32_t *first, *last;        /* [n_chunks] first and last event of each chunk, or -1 */
-    double *when;                 /* [n] position of an event: number of earlier events plus the bytes of their
-                                   * chunks. If consecutive groups use a chunk, its bytes count once. */
+    double *when;                 /* [n] position of each event: number of earlier events plus the bytes of their
+                                   * chunks. A chunk that consecutive groups use counts once. */
     double total;                 /* position after the last event */
 } ps_stream;
 
@@ -56,7 +55,7 @@ typedef struct ps_level {
     const ps_policy *policy;
     const ps_tuning *tuning;
     struct ps_level *above;       /* level whose moves the events refer to, or NULL */
-    uint8_t *at;                  /* [n_chunks] AT_* before the step; ps_level_run replaces them by the values after
+    uint8_t *at;                  /* [n_chunks] AT_* before the step; ps_level_run overwrites them with those after
                                    * the step */
     /* made */
     ps_move *moves;

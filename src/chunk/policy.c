@@ -17,9 +17,9 @@ static double rank_lru(const ps_victim *v) { return -v->last; }
 static double rank_fifo(const ps_victim *v) { return -v->taken; }
 
 static const ps_tuning even = { { 1, 1, 1 } };
-/* The first tuning is that of belady, so `plan` is never worse than belady. A dirty chunk costs two copies, but its
- * copy down is often due later anyway. The trace determines which of these counts more. With the last tuning, dirty
- * chunks leave only if no clean ones are left. */
+/* The first tuning is belady's, so `plan` is never worse than belady. Evicting a dirty chunk costs two copies, but
+ * its copy down is often due later anyway. Whether to count this copy depends on the trace, so several weights are
+ * tried. With the last tuning, dirty chunks are evicted only if no clean ones are left. */
 static const ps_tuning tunings[] = { { { 1, 1, 1 } }, { { 1, 4, 0.5 } }, { { 1, 1e6, 0.5 } } };
 
 static const ps_policy policies[] = {

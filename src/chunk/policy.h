@@ -5,20 +5,20 @@
 #define PS_POLICY_H
 #include "ps.h"
 
-/* A candidate for eviction: times of its next use, its last use and its arrival on the tier. The caller chooses the
- * unit: plans count bytes used; moves without a plan count moments to the next use, and count uses for the other two
- * times. */
+/* A candidate for eviction: times of its next use, its last use and its arrival on the tier. A plan measures times
+ * in bytes used. Without a plan, `next` is the number of moments until the next use, and the other two times count
+ * uses. */
 typedef struct ps_victim { double next, last, taken; } ps_victim;
 
-/* Copies that the eviction of a chunk costs. CLEAN: only its later fetch. DIRTY: also a copy down. TWIN: also a
- * later copy down, because the tier above has the same contents. */
+/* Copies that the eviction of a chunk costs. CLEAN: only the fetch that follows. DIRTY: also a copy down now. TWIN:
+ * the tier above has the same contents, so also another copy down later. */
 enum { WEIGH_CLEAN, WEIGH_DIRTY, WEIGH_TWIN, WEIGH_COUNT };
 typedef struct ps_tuning { double weight[WEIGH_COUNT]; } ps_tuning;
 
 typedef struct ps_policy {
     const char *name;
     double (*rank)(const ps_victim *v);    /* the chunk with the highest rank is evicted first */
-    const ps_tuning *tunings;              /* a plan is made with each tuning, and the cheapest one is used */
+    const ps_tuning *tunings;              /* the planner tries each tuning and uses the cheapest plan */
     int n_tunings;
 } ps_policy;
 

@@ -9,8 +9,8 @@
 #include "base/error.h"
 #include "chunk/impl.h"
 
-/* Number of chunks of the largest size for which the last tier keeps extra room. A reader on the host needs
- * residents there for a short time. Two chunks that are swapped need the room of a third. */
+/* Number of chunks of the largest size that the last tier must have extra room for. The host reads a resident
+ * through a short-lived copy there, and swapping two chunks needs room for a third. */
 enum { SPARE = 2 };
 
 typedef struct candidate {
@@ -19,8 +19,8 @@ typedef struct candidate {
     bool resident;
 } candidate;
 
-/* Present residents stay resident. The next residents are the chunks with the most uses, because they would be
- * copied most often. */
+/* Orders candidates by how much they should be resident. Present residents come first, because they should not move.
+ * The others follow by their number of uses, because each use would cost copies. */
 static int by_worth(const void *a, const void *b)
 {
     const candidate *x = a, *y = b;
@@ -29,7 +29,7 @@ static int by_worth(const void *a, const void *b)
     return x->chunk < y->chunk ? -1 : 1;
 }
 
-/* Returns the bytes that chunks can have on the last tier in a step like `trace`, INT64_MAX if there is no limit. */
+/* Returns the bytes that the last tier has for chunks in a step like `trace`, or INT64_MAX if it has no limit. */
 static int64_t last_tier_room(ps_chunks *cs, const ps_trace *trace)
 {
     int last = cs->n_tiers - 1;
@@ -65,8 +65,8 @@ int residents_choose(ps_chunks *cs, const ps_trace *trace, uint8_t *resident, in
     *nbytes = 0;
     for (int32_t i = 0; i < cs->n_chunks; i++) {
         resident[i] = 0;
-        if (cs->chunks[i].dead || cs->chunks[i].n_source) continue;      /* a source counts as a position on a lower
-                                                                          * tier */
+        if (cs->chunks[i].dead || cs->chunks[i].n_source) continue;      /* a chunk with a source needs no room on
+                                                                          * lower tiers */
         all += cs->chunks[i].nbytes;
         if (cs->chunks[i].nbytes > largest) largest = cs->chunks[i].nbytes;
     }
@@ -106,14 +106,15 @@ int residents_choose(ps_chunks *cs, const ps_trace *trace, uint8_t *resident, in
 int residents_make(ps_chunks *cs, const uint8_t *resident)
 {
     for (int32_t i = 0; i < cs->n_chunks; i++) cs->chunks[i].resident = resident[i] != 0;
-    for (int pass = 0; pass < 2; pass++)                  /* begins with chunks on tier 0, which need no room there */
+    for (int pass = 0; pass < 2; pass++)                  /* the first pass handles chunks on tier 0, which need no
+                                                           * room */
         for (int32_t i = 0; i < cs->n_chunks; i++) {
             chunk *c = chunk_at(cs, i);
             if (!c->resident || c->valid == 0 || c->pins > 0 || (pass == 0 && !has_copy(c, 0))) continue;
             int64_t fetched = cs->stats.unplanned;
             PS_TRY(bring(cs, c, 0));
-            cs->stats.unplanned = fetched;                /* residents move up once, not in each step, so these
-                                                           * copies are not counted */
+            cs->stats.unplanned = fetched;                /* does not count these fetches, which happen once instead
+                                                           * of in each step */
             for (int t = 1; t < cs->n_tiers; t++) if (c->slot[t]) slot_drop(cs, c, t);
             c->valid = 1;
         }

@@ -8,13 +8,14 @@
 #include "base/grow.h"
 #include "chunk/impl.h"
 
-/* If an op gets memory that other tensors do not use at that moment, plans keep a margin above the other tensors'
- * peak: OTHER_PAGES pages plus peak / OTHER_SHARE, where the second term is at most OTHER_MOST bytes. A real arena
+/* Margin above the peak of other tensors, for plans in which ops use memory that other tensors leave free at a
+ * moment: OTHER_PAGES pages plus peak / OTHER_SHARE, where the second term is at most OTHER_MOST bytes. A real arena
  * is fragmented differently from that of a dry run, so other tensors can use more memory than the trace says. */
 enum { OTHER_PAGES = 2, OTHER_SHARE = 16, OTHER_MOST = 1 << 20 };
 
 /* -- noting ------------------------------------------------------------------------------------------------------- */
-static void stop_noting(ps_chunks *cs)                       /* without a trace, pins still fetch their chunks */
+static void stop_noting(ps_chunks *cs)                       /* harmless: without a trace, pins still fetch their
+                                                              * chunks */
 {
     cs->noting = false;
     cs->record.n_uses = 0;
@@ -55,7 +56,8 @@ static void note_others(ps_chunks *cs)
     }
 }
 
-/* Assigns memory of other tensors to the bytes of a moment's op that exceed the capacity for chunks. */
+/* Sets the bytes that tiers leave for other tensors at the present moment. If the moment's op has extra bytes,
+ * subtracts them. */
 static void plan_others(ps_chunks *cs)
 {
     const ps_trace *e = cs->expected;
@@ -79,7 +81,8 @@ void note_use(ps_chunks *cs, chunk *c, int t, bool write)
             int64_t other = cs->step->dry ? 0 : tier_other(cs, i);
             if (other > cs->record.other_peak[i]) cs->record.other_peak[i] = other;
         }
-        for (int32_t i = 0; i < cs->n_held; i++) {        /* held chunks cannot move at this moment either */
+        for (int32_t i = 0; i < cs->n_held; i++) {        /* records the held chunks, which cannot move at this
+                                                           * moment */
             chunk *x = chunk_at(cs, cs->held[i]);
             record_use(cs, x, x->held_tier, false);
             x->noted = cs->now;
@@ -142,14 +145,14 @@ typedef struct request {
     ps_plan_input in;
     ps_plan_chunk *chunks;        /* [n_chunks] */
     uint8_t *resident;            /* [n_chunks] 1: not part of the plan */
-    ps_use *uses;                 /* [n_uses] uses of the trace, without those of residents */
-    int32_t *number;              /* [n_uses] index in the trace of each of `uses` */
+    ps_use *uses;                 /* [n_uses] uses of the trace except those of residents */
+    int32_t *number;              /* [n_uses] index of each of `uses` in the trace */
     int64_t resident_nbytes;
     int64_t *extra[PS_TIERS];     /* as ps_plan_input.extra */
-    int64_t margin[PS_TIERS];     /* if `extra` is set: bytes left to other tensors in addition to their peak */
-    int64_t wanted, left;         /* If an op has no room in addition to other tensors' peak: the bytes of the
-                                   * largest op's chunks on the first such tier, and the tier's capacity for chunks.
-                                   * Otherwise 0. */
+    int64_t margin[PS_TIERS];     /* if `extra` is set: bytes that stay free above the peak of other tensors */
+    int64_t wanted, left;         /* Set for the first tier on which an op's chunks do not fit beside the peak of
+                                   * other tensors: the bytes of the largest op's chunks, and the tier's capacity for
+                                   * chunks. Otherwise 0. */
     int32_t short_tier;           /* that tier */
 } request;
 
@@ -182,9 +185,9 @@ static int request_open(ps_chunks *cs, const ps_trace *trace, request *r)
     return rc;
 }
 
-/* Returns the bytes left to other tensors on tier t in addition to their peak if ops use their memory. 0: ops cannot
- * use it, because the trace does not have other tensors' bytes by moment, because the backend cannot return free
- * memory between them, or because the capacity is smaller than the margin. */
+/* Returns the margin above the peak of other tensors on tier t, if ops use memory that other tensors leave free.
+ * Returns 0 if ops cannot use it: the trace does not have other tensors' bytes by moment, the backend cannot return
+ * free memory between them, or the capacity is smaller than the margin. */
 static int64_t margin_of(const ps_chunks *cs, const ps_trace *trace, int t, int64_t capacity)
 {
     const ps_backend *be = cs->tiers[t].be;
@@ -208,9 +211,9 @@ static int64_t widest_op(const ps_chunks *cs, const request *r, int t)
     return most;
 }
 
-/* Gives an op whose chunks on tier t do not fit beside the peak of other tensors the memory that these do not use at
- * that moment. The arena must return this memory and map it again later, which costs time, so an op gets it only if
- * there is no other room. */
+/* Handles ops whose chunks on tier t do not fit beside the peak of other tensors: lets them use memory that other
+ * tensors leave free at that moment. The arena must return this memory and later map it again, which costs time, so
+ * only ops without other room get it. */
 static int fill_extra(ps_chunks *cs, const ps_trace *trace, request *r, int t)
 {
     int64_t need = widest_op(cs, r, t), capacity = r->in.capacity[t];
@@ -260,11 +263,11 @@ static int fill_request(ps_chunks *cs, const ps_trace *trace, request *r)
         if (cs->config.ahead[t]) {
             ahead = cs->config.ahead[t];
         } else if (t + 1 < cs->n_tiers && !is_disk(cs, t + 1)) {
-            ahead = r->in.capacity[t] / 2;   /* forward needs the chunks in half of backward's time, so its fetches
-                                              * follow each other closely */
+            ahead = r->in.capacity[t] / 2;   /* a forward uses the same chunks in half the time of a backward, so its
+                                              * fetches need more room ahead */
         } else {
-            int64_t sets = n > 0 ? total / n * 6 : 0;    /* bytes of six chunks of mean size: two sets of the chunks
-                                                          * that Adam fetches */
+            int64_t sets = n > 0 ? total / n * 6 : 0;    /* bytes of six chunks of mean size: two of the sets that
+                                                          * Adam fetches */
             if (ahead > sets) ahead = sets;
         }
         r->in.ahead[t] = cs->config.prefetch ? ahead : 0;
@@ -273,11 +276,11 @@ static int fill_request(ps_chunks *cs, const ps_trace *trace, request *r)
     return 0;
 }
 
-/* Returns the sub-code of the error about an op whose chunks have no room. It differs if there are residents,
+/* Returns the sub-code of the error about an op whose chunks have no room. Residents have a sub-code of their own,
  * because smaller chunks then help more often. */
 static int op_sub(const request *r) { return r->resident_nbytes > 0 ? PS_SUB_OP_BESIDE_RESIDENTS : PS_SUB_OP_CHUNKS; }
 
-/* Raises the error of a use whose tier has room for its op, although the tier below has no room for chunks that move
+/* Raises the error for a use whose op fits on its tier, if the tier below has no room for the chunks that move
  * through it. */
 static int below_failed(ps_chunks *cs, const ps_trace *trace, const request *r, const ps_use *u)
 {
@@ -294,8 +297,8 @@ static int below_failed(ps_chunks *cs, const ps_trace *trace, const request *r, 
                         bytes_text(cs->tiers[t].budget).s, bytes_text(left).s, bytes_text(other).s, cs->tiers[t].name);
 }
 
-/* Raises the planner's error with the names of tensors, chunks and tiers. bad: index, in the planner's input, of the
- * use that it could not serve. */
+/* Raises the planner's error with the names of tensors, chunks and tiers. bad: the use that the planner could not
+ * serve, as an index in its input. */
 static int plan_failed(ps_chunks *cs, const ps_trace *trace, const request *r, int32_t bad)
 {
     if (bad < 0 || bad >= r->in.n_uses) return PS_ENOMEM;
@@ -311,8 +314,9 @@ static int plan_failed(ps_chunks *cs, const ps_trace *trace, const request *r, i
     if (r->margin[u->tier] > 0) {
         int64_t spare = trace->spare[u->moment * PS_TIERS + u->tier];
         other += r->margin[u->tier];
-        if (at->budget - other - stay + spare < wanted) other -= spare;      /* otherwise a chunk has no room on its
-                                                                              * way */
+        if (at->budget - other - stay + spare < wanted) other -= spare;      /* if the op fits with the spare bytes,
+                                                                              * a chunk on its way has no room
+                                                                              * instead */
     }
     int64_t left = at->budget - other - stay;
     char text[160], besides[120] = "";
@@ -329,7 +333,8 @@ static int plan_failed(ps_chunks *cs, const ps_trace *trace, const request *r, i
                         stay > 0 ? last_key(cs) : "");
 }
 
-/* Rejects residents that do not fit beside other tensors. Plans do not move residents. */
+/* Rejects residents that do not fit beside other tensors. The planner would not notice, because it does not move
+ * residents. */
 static int check_residents(ps_chunks *cs, const ps_trace *trace, const request *r)
 {
     const tier *at = &cs->tiers[0];
@@ -382,11 +387,11 @@ static bool trace_fits(const ps_chunks *cs, const ps_trace *trace)
     return true;
 }
 
-/* Rejects a step whose chunks and other tensors exceed all budgets together. */
+/* Rejects a step whose chunks and other tensors need more than the sum of all budgets. */
 static int check_total(ps_chunks *cs, const ps_trace *trace)
 {
     int64_t chunks = 0, room = 0, others = 0;
-    for (int32_t i = 0; i < cs->n_chunks; i++)            /* a source is outside all budgets */
+    for (int32_t i = 0; i < cs->n_chunks; i++)            /* chunks with a source do not need memory of any budget */
         if (!cs->chunks[i].dead && !cs->chunks[i].n_source) chunks += cs->chunks[i].nbytes;
     for (int t = 0; t < cs->n_tiers; t++) {
         int64_t budget = cs->tiers[t].budget, other = is_disk(cs, t) ? 0 : trace->other_peak[t];
@@ -415,8 +420,8 @@ static int leave_room(ps_chunks *cs, const ps_trace *trace)
     return ps_chunks_settle(cs);
 }
 
-/* Rejects a step whose other tensors do not fit on a tier. This is the last check, because the plan's error has more
- * details if chunks are the reason. */
+/* Rejects a step whose other tensors do not fit on a tier. This check comes last, because if chunks are the reason,
+ * the error of the plan has more details. */
 static int check_others(ps_chunks *cs, const ps_trace *trace)
 {
     for (int t = 0; t < cs->n_tiers; t++) {
@@ -466,12 +471,13 @@ void ps_chunks_step_end(ps_chunks *cs) { step_off(cs); }
 int ps_chunks_predict(ps_chunks *cs, const ps_trace *trace, ps_step_forecast *out)
 {
     if (!trace_fits(cs, trace)) return ps_fail(PS_ESTATE, "the trace is for chunks that no longer exist");
-    if (cs->n_tiers == 1) PS_TRY(check_total(cs, trace));   /* with only one tier, no level has a plan that could
-                                                             * find too little room */
+    if (cs->n_tiers == 1) PS_TRY(check_total(cs, trace));   /* with one tier there is no level whose plan could find
+                                                             * too little room */
     request r;
     ps_plan first, steady;
     int32_t bad = -1;
-    int64_t sources = 0;                                  /* bytes that are in sources instead of the disk's file */
+    int64_t sources = 0;                                  /* bytes in sources, which the disk's file does not need to
+                                                           * hold */
     for (int32_t i = 0; i < cs->n_chunks; i++)
         if (!cs->chunks[i].dead && cs->chunks[i].n_source) sources += cs->chunks[i].nbytes;
     *out = (ps_step_forecast){ .n_moments = trace->n_moments, .n_uses = trace->n_uses };
@@ -563,22 +569,22 @@ static int begin_move(ps_chunks *cs, const ps_move *m)
     switch (m->kind) {
     case PS_MOVE_FETCH:
         if (has_copy(c, t)) return 0;
-        if (c->valid == 0) return 0;                     /* the chunk has no contents yet; the pin makes them */
+        if (c->valid == 0) return 0;                     /* no contents to move yet; the pin creates them */
         if (has_copy(c, t + 1)) return begin_fetch(cs, c, t);
-        return m->need <= cs->now ? 0 : 1;               /* the chunk is not on tier t + 1 yet; if the move is due,
-                                                          * the pin performs it */
+        return m->need <= cs->now ? 0 : 1;               /* c is not on tier t + 1 yet; if the move is due, skips it,
+                                                          * and the pin fetches c */
     case PS_MOVE_EVICT:
         return !c->slot[t] || c->pins > 0 ? 0 : begin_evict(cs, c, t);
     case PS_MOVE_DROP:
         if (!c->slot[t] || c->tier_pins[t] > 0) return 0;
         if (!has_copy(c, t) || (c->valid & ~(1u << t))) slot_drop(cs, c, t);
-        else return begin_evict(cs, c, t);               /* the last valid copy is moved down instead */
+        else return begin_evict(cs, c, t);               /* does not drop the last valid copy, but moves it down */
         return 0;
     }
     return 0;
 }
 
-/* Begins moves of level l until a move may not begin yet. */
+/* Begins the moves of level l in order, up to the first one that may not begin yet. */
 static int advance_level(ps_chunks *cs, int l, bool *moved)
 {
     const ps_plan *p = &cs->plan;
@@ -615,18 +621,18 @@ int advance(ps_chunks *cs)
             PS_TRY(transfers_poll(cs, true, NULL));
             continue;
         }
-        for (int l = 0; l < PS_TIERS - 1; l++)           /* the plan no longer fits the tiers, so the step continues
-                                                          * without it */
+        for (int l = 0; l < PS_TIERS - 1; l++)           /* the plan no longer fits, so drops it; the step continues
+                                                          * with fetches by pins */
             cs->cursor[l] = cs->plan.n_moves[l];
     }
     return cs->n_back > 0 ? go_back(cs) : 0;
 }
 
 /* -- ahead of the plan ----------------------------------------------------------------------------------------------
- * A plan covers one step and moves a chunk up when its next use there is near. If there is room, it pays to make two
- * kinds of moves sooner. A chunk that was used above and will be used below moves down at once, instead of together
- * with all others. A chunk that was updated below for the last time in this step moves back up while no other chunk
- * is moving up; otherwise the next step would begin with all these copies. */
+ * A plan covers one step and moves a chunk up only shortly before its next use there. If there is room, two kinds of
+ * moves are better made sooner. A chunk that was used above and will be used below moves down at once, instead of
+ * together with all others. A chunk that was updated below for the last time in this step moves back up while no
+ * other chunk is moving up; otherwise the next step would begin with all these copies. */
 static void leave_early(ps_chunks *cs, chunk *c, int t)
 {
     if (t + 1 >= cs->n_tiers || is_disk(cs, t + 1) || c->transfer || !has_copy(c, t)) return;
@@ -635,7 +641,8 @@ static void leave_early(ps_chunks *cs, chunk *c, int t)
                                                                                 * later */
 }
 
-/* Returns the bytes on tier 0 that stay free until the end of the plan if only the plan's moves happen. */
+/* Returns the fewest bytes that are free on tier 0 at any time until the end of the plan, if only the plan's moves
+ * happen. */
 static int64_t room_to_stay(ps_chunks *cs)
 {
     int64_t room = tier_room(cs, 0), least;

@@ -8,7 +8,7 @@
 #include <stdint.h>
 #include "ps.h"
 
-/* Bytes `at` to at + nbytes of a chunk, which are those of the loan. */
+/* A range of a chunk whose bytes come from a loan: `nbytes` bytes from offset `at` on. */
 typedef struct source_part {
     int64_t at, nbytes;
     ps_loan loan;
@@ -19,10 +19,12 @@ typedef struct ps_source_job ps_source_job;
 
 int ps_source_open(ps_source **out);
 void ps_source_close(ps_source *source);      /* called after all jobs have been waited for; `source` may be NULL */
-/* Begins a job that fills `nbytes` at dst from parts. The parts are in order and do not overlap; bytes of no part
- * become 0. parts and dst must stay valid until the job has been waited for. Fails if a lender's file has changed. */
+/* Begins a job that fills `nbytes` at dst from parts. The parts are in order and do not overlap; bytes between them
+ * become 0. parts and dst must stay valid until the caller has waited for the job. Fails if a lender's file has
+ * changed. */
 int ps_source_read(ps_source *source, const source_part *parts, int32_t n, void *dst, int64_t nbytes,
                    ps_source_job **out);
-/* Returns 1 if the job has ended and is freed, and 0 if it is still under way (only if block is false). */
+/* Returns 1 if the job has ended, and frees it. Returns 0 if the job is still under way, which is possible only if
+ * block is false. */
 int ps_source_wait(ps_source *source, ps_source_job *job, bool block);
 #endif

@@ -155,8 +155,8 @@ static bool trim(ps_chunks *cs, int t, int64_t nbytes)
     return tier_room(cs, t) >= nbytes;
 }
 
-/* Returns true if c's extent in the disk's file can be freed: its contents are stale or, with `redundant`, a higher
- * tier also has them. */
+/* Returns true if c's extent in the disk's file can be freed. Stale contents can always be freed. If `redundant` is
+ * set, contents that a higher tier also has can be freed, too. */
 static bool can_give_extent(const chunk *c, int disk, bool redundant)
 {
     if (c->dead || c->extent < 0 || c->transfer) return false;
@@ -183,9 +183,9 @@ static int extent_take(ps_chunks *cs, chunk *c)
 
 enum { SPARE_NBYTES = 64 << 20, GRANT_NBYTES = SPARE_NBYTES / 4 };
 
-/* Returns true if the system has this much memory for tier t and, on the host, some more to spare. A query of the
- * host takes longer than the allocation of a small slot, so one query serves many slots, which together use at most
- * a fraction of the spare memory. */
+/* Returns true if the system has this much memory for tier t. On the host, some spare memory must remain. Asking the
+ * system takes longer than allocating a small slot, so one query serves many slots, which together use at most a
+ * fraction of the spare memory. */
 static bool system_has(tier *at, int64_t nbytes)
 {
     if (!at->be->is_host) return at->be->bytes_available(at->be) >= nbytes;
@@ -243,20 +243,21 @@ static transfer *transfer_new(ps_chunks *cs, chunk *c, int level, bool up)
     return x;
 }
 
-/* Starts to read a chunk from its source, on a thread that the first chunk with a source starts. */
+/* Starts to read a chunk from its source. The reading thread is created for the first chunk with a source. */
 static int read_source(ps_chunks *cs, const chunk *c, void *dst, ps_source_job **out)
 {
     if (!cs->source) PS_TRY(ps_source_open(&cs->source));
     return ps_source_read(cs->source, c->source, c->n_source, dst, c->nbytes, out);
 }
 
-/* Starts the copy x after copy `after` (or NULL). c already has memory on both tiers. */
+/* Starts copy x, which waits for copy `after` if it is not NULL. c already has memory on both tiers. */
 static int transfer_start(ps_chunks *cs, transfer *x, ps_copy *after)
 {
     chunk *c = chunk_at(cs, x->chunk);
     int t = x->level;
     void *above = c->slot[t];
-    if (cs->tiers[t].be->pretends) return 0;                 /* already complete, because there are no bytes to move */
+    if (cs->tiers[t].be->pretends) return 0;                 /* simulated memory has no bytes to move, so the copy is
+                                                              * complete */
     if (is_disk(cs, t + 1)) {
         if (x->up && c->n_source) return read_source(cs, c, above, &x->read);
         if (x->up) return ps_disk_read(cs->disk, c->extent, above, c->nbytes, NULL, &x->job);
@@ -292,10 +293,10 @@ static int begin_behind(ps_chunks *cs, chunk *c, int level, bool up, ps_copy *af
 
 static int begin(ps_chunks *cs, chunk *c, int level, bool up) { return begin_behind(cs, c, level, up, NULL); }
 
-/* Begins a fetch of c, the heir, into the memory of a chunk that is still being evicted. The copy engine begins the
- * fetch when the copy down has ended, so that both directions stay busy while the caller computes. The memory
- * becomes c's when the copy down is completed (transfers_poll). If the copy down failed, the other chunk keeps the
- * memory. Returns 1 if no chunk of c's size is being evicted. */
+/* Begins a fetch of c, the heir, into the memory of a chunk that is still being evicted. The copy engine starts the
+ * fetch when the copy down has ended, so both directions stay busy while the caller computes. The memory becomes c's
+ * when transfers_poll completes the copy down. If the copy down failed, the evicted chunk keeps the memory. Returns
+ * 1 if no chunk of c's size is being evicted. */
 static int begin_fetch_behind(ps_chunks *cs, chunk *c, int t)
 {
     transfer *x = cs->transfers;
@@ -338,7 +339,7 @@ int begin_evict(ps_chunks *cs, chunk *c, int t)
     return rc;
 }
 
-/* Completes a copy that ended with `rc`. Slots and valid copies change here, never at the moment when the copy ends. */
+/* Completes a copy that ended with `rc`: updates slots and valid copies, which do not change while copies run. */
 static void transfer_end(ps_chunks *cs, transfer *x, int rc)
 {
     chunk *c = chunk_at(cs, x->chunk);
@@ -359,8 +360,7 @@ static void transfer_end(ps_chunks *cs, transfer *x, int rc)
     } else {
         c->valid |= (uint8_t)(1u << (t + 1));
         cs->tiers[t].bytes_down += c->nbytes;
-        if (heir) {                                       /* the heir now has the memory, which `used` counts as
-                                                           * before */
+        if (heir) {                                       /* the heir now owns the memory, so `used` does not change */
             c->slot[t] = NULL;
             c->valid &= (uint8_t)~(1u << t);
         } else if (c->tier_pins[t] == 0 && !(c->resident && t == 0)) {
@@ -371,7 +371,7 @@ static void transfer_end(ps_chunks *cs, transfer *x, int rc)
     record_chunk(cs, c, PS_CHUNK_MOVE, from, to);
     ps_record_event e = { .kind = PS_REC_COPY, .name = !x->up, .begin_ns = x->began_ns, .id = c->id,
                           .bytes = c->nbytes, .from = (uint8_t)from, .to = (uint8_t)to };
-    const int64_t *ran = cs->tiers[t].be->copied_ns;     /* times by the device's clock, if it has them */
+    const int64_t *ran = cs->tiers[t].be->copied_ns;     /* times by the device's clock, if the backend has them */
     if (x->copy && x->began_ns && ran[0]) e.begin_ns = ran[0], e.end_ns = ran[1];
     ps_record_end(e);
 }
@@ -381,7 +381,7 @@ int transfers_poll(ps_chunks *cs, bool block, const chunk *only)
     int result = 0;
     for (transfer **at = &cs->transfers; *at;) {
         transfer *x = *at;
-        bool before = only && x->heir == only->id;        /* the copy down that precedes the fetch of `only` */
+        bool before = only && x->heir == only->id;        /* this copy down frees the memory for the fetch of `only` */
         bool wait = block && (!only || x->chunk == only->id || before);
         double began = wait ? ps_now() : 0;
         int64_t wait_ns = wait ? ps_record_begin() : 0;
@@ -434,8 +434,7 @@ int fail_no_room(ps_chunks *cs, int t, const chunk *c, int64_t nbytes)
                             "set memory.%s and memory.disk so that chunks can move out",
                             c ? "chunk " : "", c ? text : "a tensor", bytes_text(nbytes).s, at->name,
                             bytes_text(at->used).s, at->name);
-    if (!is_disk(cs, t) && tier_room(cs, t) >= nbytes)      /* the machine has too little memory, although the budget
-                                                             * has room */
+    if (!is_disk(cs, t) && tier_room(cs, t) >= nbytes)      /* the budget has room, but the machine does not */
         return ps_fail_room(PS_ENOMEM, PS_SUB_NONE, t, nbytes, at->be->bytes_available(at->be),
                             "%s%s: %s wanted on tier %s, whose budget of %s has room for it, but only %s "
                             "are left %s%s; free some memory, or set memory.%s lower, so that chunks move out earlier",
@@ -465,11 +464,12 @@ int fail_no_room(ps_chunks *cs, int t, const chunk *c, int64_t nbytes)
                         !last && below[0] && is_disk(cs, t + 1) ? ".limit" : "");
 }
 
-/* A moment after all known uses, small enough that a double can still represent halves (pick adds 0.5). */
+/* Counts as a moment after all known uses. It is small enough that a double still represents halves (pick adds 0.5). */
 static const int64_t NO_USE_KNOWN = 1000000000000000;
 
-/* Returns the policy's rank of a chunk when there is no plan; the chunk with the highest rank is evicted first. Of
- * the chunks whose next use is unknown, the least recently used one counts as the one that is used last. */
+/* Returns the policy's rank of a chunk when there is no plan; the chunk with the highest rank is evicted first.
+ * Chunks whose next use is unknown are assumed to be used after all others, and the least recently used of them
+ * last. */
 static double rank_of(ps_chunks *cs, const chunk *c)
 {
     int64_t next = next_use_of(cs, c);
@@ -492,15 +492,15 @@ static bool doubled(const chunk *c, int t, const chunk *keep)
     return !c->dead && c != keep && c->slot[t] && c->tier_pins[t] == 0 && !c->transfer && has_copy(c, t - 1);
 }
 
-/* Returns true if c can leave tier t without a copy down: a lower tier has its contents, or its slot on t has no
- * contents. */
+/* Returns true if c can be removed from tier t without a copy down: a lower tier has its contents, or its slot on t
+ * has no contents. */
 static bool has_lower(const ps_chunks *cs, const chunk *c, int t)
 {
     for (int lower = t + 1; lower < cs->n_tiers; lower++) if (has_copy(c, lower)) return true;
     return !has_copy(c, t);
 }
 
-/* Returns true if `nbytes` can be freed on tier t at all. Counts, tier by tier, the chunks that could move to other
+/* Returns true if `nbytes` can be freed on tier t at all. Counts, for each tier, the chunks that could move to other
  * tiers. */
 static bool can_free(ps_chunks *cs, int t, int64_t nbytes, const chunk *keep)
 {
@@ -547,7 +547,7 @@ static chunk *pick(ps_chunks *cs, int t, const chunk *keep)
     return best;
 }
 
-/* Returns the bytes that copies under way will free on tier t. */
+/* Returns the bytes that the copies under way will free on tier t when they end. */
 static int64_t coming(const ps_chunks *cs, int t)
 {
     int64_t sum = 0;
@@ -556,8 +556,8 @@ static int64_t coming(const ps_chunks *cs, int t)
     return sum;
 }
 
-/* Makes room on the last tier t. First drops copies that tier t - 1 also has, beginning with those of residents.
- * Then moves chunks up in the order of the policy's rank, as long as there is room above. */
+/* Makes room on tier t, the last one. First drops copies that tier t - 1 also has, beginning with those of
+ * residents. Then moves chunks up, highest rank of the policy first, while there is room above. */
 static int yield_up(ps_chunks *cs, int t, int64_t nbytes, const chunk *keep)
 {
     for (int others = 0; others < 2; others++)
@@ -591,8 +591,8 @@ int make_room(ps_chunks *cs, int t, int64_t nbytes, const chunk *keep)
     PS_TRY(transfers_poll(cs, false, NULL));
     while (tier_room(cs, t) < nbytes && cs->transfers) PS_TRY(transfers_poll(cs, true, NULL));
     if (tier_room(cs, t) < nbytes && !is_disk(cs, t) && tier_other(cs, t) > cs->tiers[t].planned_other)
-        cs->plain->table->trim(cs->plain, cs->tiers[t].device, true);   /* returns memory that other tensors no
-                                                                         * longer use to the system */
+        cs->plain->table->trim(cs->plain, cs->tiers[t].device, true);   /* returns memory that other tensors freed to
+                                                                         * the system */
     if (tier_room(cs, t) >= nbytes) return 0;
     if (!can_free(cs, t, nbytes, keep)) return fail_no_room(cs, t, keep, nbytes);
     if (only_up(cs, t)) PS_TRY(yield_up(cs, t, nbytes, keep));
@@ -623,7 +623,7 @@ static int take_or_make(ps_chunks *cs, chunk *c, int t)
     return rc == 1 ? fail_no_room(cs, t, c, c->nbytes) : rc;
 }
 
-/* Fills a slot with zeros. The host may be unable to access the slot's memory. */
+/* Fills a slot with zeros. Uses the backend if the host may be unable to access the slot's memory. */
 static int clear_slot(const tier *at, char *p, int64_t nbytes)
 {
     static const char zeros[64 << 10];
@@ -660,7 +660,7 @@ int bring(ps_chunks *cs, chunk *c, int t)
         }
         int from = 0;
         cs->stats.unplanned++;
-        while (!has_copy(c, from)) from++;                /* fastest tier that has the contents */
+        while (!has_copy(c, from)) from++;                /* finds the fastest tier with the contents */
         int rc;
         if (from < t) {                                   /* moves down one tier at a time */
             PS_TRY(take_or_make(cs, c, from + 1));
@@ -668,15 +668,14 @@ int bring(ps_chunks *cs, chunk *c, int t)
         } else {
             while (from > t + 1 && has_copy(c, from - 1)) from--;
             PS_TRY(take_or_make(cs, c, from - 1));
-            if (!has_copy(c, from)) continue;             /* making room has moved c further down */
+            if (!has_copy(c, from)) continue;             /* make_room has moved c down, so starts again */
             rc = begin(cs, c, from - 1, true);
             if (rc < 0) slot_drop(cs, c, from - 1);
         }
         if (rc < 0) return rc;
         PS_TRY(transfers_poll(cs, true, c));
     }
-    if (c->transfer) PS_TRY(transfers_poll(cs, true, c)); /* completes an eviction of c, which the pin makes
-                                                           * pointless */
+    if (c->transfer) PS_TRY(transfers_poll(cs, true, c)); /* completes c's eviction, which this pin makes pointless */
     return has_copy(c, t) ? 0 : bring(cs, c, t);
 }
 
