@@ -65,7 +65,7 @@ static int grad_place(ps_ctx *ctx, ps_tensor *leaf, ps_tensor **out)
     return 0;
 }
 
-/* Returns a view of the element of sums[which] that has the sum of squares of r's gradient. */
+/* Returns a view of the element of sums[which] that stores the sum of squares of r's gradient. */
 static int square_place(ps_engine *e, const param_rec *r, int which, ps_tensor **out)
 {
     ps_meta m = { .dtype = PS_F64, .ndim = 1, .shape = { 1 }, .stride = { 1 }, .offset = r - e->params };
@@ -80,7 +80,8 @@ int engine_store(ps_engine *e, param_rec *r, bool slot, bool squares)
     if (squares) PS_TRY(square_place(e, r, which, &all[1]));
     int rc = engine_run(e->ctx, PS_OP_grad_store, &attrs, 1, &grad, all);
     if (all[1]) ps_tensor_release(all[1]);
-    if (slot) set_taken(r, true);                  /* set even on failure, because the value may be lost */
+    if (slot) set_taken(r, true);                  /* set even on failure, because the op may already have
+                                                    * overwritten the value */
     PS_TRY(rc);
     r->square = 0;
     r->squared = squares;
@@ -91,8 +92,8 @@ int engine_store(ps_engine *e, param_rec *r, bool slot, bool squares)
 
 static int update_unit(ps_engine *e, int32_t unit);
 
-/* Number of units whose update is delayed while backward continues. Meanwhile the gradients of the oldest ones are
- * copied from the device. */
+/* Number of final units that are not updated yet while backward continues. Meanwhile the gradients of the oldest
+ * ones are copied from the device. */
 enum { LAG = 2 };
 
 /* Updates units in the order in which their gradients were completed. The last `keep` units stay pending. */
@@ -124,15 +125,16 @@ static bool reduces_every_time(const ps_engine *e)
     return e->zero && e->zero->stage >= 2 && !e->zero->once && e->n_params > 0 && e->params[0].place;
 }
 
-/* Returns true if storing a gradient also sums its squares: the step has a norm, and no later backward adds to
- * gradients. */
+/* Returns true if the engine computes a gradient's sum of squares when it stores the gradient: the step has a norm,
+ * and no later backward adds to gradients. */
 static bool squares_now(const ps_engine *e) { return e->step->measures && ps_step_is_last(e->step); }
 
 int engine_make_final(ps_engine *e, param_rec *r)
 {
     if (r->final || r->updated || (r->waits && !e->summing_ties)) return 0;
     if (e->ctx->dry.replay && !e->summing_ties && !ps_step_is_last(e->step))
-        ps_replay_spoil(e->ctx);                                 /* the sums are sent to other ranks */
+        ps_replay_spoil(e->ctx);                                 /* the sums are sent to other ranks, which a replay
+                                                                  * cannot repeat */
     r->final = true;
     unit_rec *u = &e->units[r->unit];
     u->n_final++;
@@ -148,8 +150,8 @@ static int grad_final(ps_ctx *ctx, ps_tensor *leaf)
 {
     ps_engine *e = ctx->engine.open;
     param_rec *r = leaf->managed;
-    if (r->vstage != e->step->is.now.vstage) r->waits = true;      /* another virtual stage uses the parameter, so it
-                                                                    * waits until all backwards are over */
+    if (r->vstage != e->step->is.now.vstage) r->waits = true;      /* another virtual stage uses the parameter, too,
+                                                                    * so its gradient waits for all backwards */
     if (r->vstage != e->step->is.now.vstage || e->step->is.now.kind == PS_ACT_INPUT || !leaf->grad_) return 0;
     if (!ps_step_is_last(e->step) && !reduces_every_time(e)) return 0;
     return engine_make_final(e, r);
@@ -167,7 +169,8 @@ static void none_final(ps_engine *e, int32_t vstage)
     }
 }
 
-/* Called when the parts hold values again instead of gradients, so that all ranks may read and gather them. */
+/* Called when the parameters' memory holds values again instead of gradients. From now on all ranks may read and
+ * gather the values. */
 static void values_back(ps_engine *e)
 {
     for (int32_t i = 0; i < e->n_params; i++) if (!e->params[i].owned) set_taken(&e->params[i], false);
@@ -202,8 +205,8 @@ int engine_within(const ps_engine *e, int kind, const char *what)
 
 /* -- updates ------------------------------------------------------------------------------------------------------ */
 
-/* Checks that an op uses only states that its parameters have. A script therefore cannot change to settings that
- * need other states. */
+/* Checks that the parameter has the states that the group's op needs. A script therefore cannot change to settings
+ * that need other states. */
 static int check_states(const ps_update_group *g, const param_rec *r)
 {
     if (r->n_states >= g->n_needed && r->n_states <= g->n_states) return 0;
@@ -213,7 +216,7 @@ static int check_states(const ps_update_group *g, const param_rec *r)
 
 static int per_call(const ps_update_group *g) { return PS_MAX_IN / (3 + g->n_states); }
 
-/* Updates parameters of one group that have had the same number of updates and have the same gradient scale. */
+/* Updates parameters of one group. All of them have had the same number of updates and have the same gradient scale. */
 static int run_update(ps_engine *e, param_rec *const *list, int n, bool host)
 {
     ps_tensor *in[PS_MAX_IN], *moved[PS_MAX_IN] = { NULL }, *all[PS_MAX_OUT] = { NULL };
@@ -255,13 +258,14 @@ static int run_update(ps_engine *e, param_rec *const *list, int n, bool host)
     return rc;
 }
 
-/* Returns true if a parameter is updated on the host: ops use it there, wherever its unit is placed. */
+/* Returns true if a parameter is updated on the host: its unit is placed there, or ops use the parameter there. */
 static bool updates_on_host(const ps_engine *e, const unit_rec *u, const param_rec *r)
 {
     return r->host[0] && (!u->on_device || r->param->device_ == e->host);
 }
 
-/* Called after a unit's update. If its gradient chunk has no gradients any more, the chunk need not move. */
+/* Called after a unit's update. If none of the unit's gradients remain, discards the contents of its gradient chunk,
+ * so that the chunk need not move. */
 static int gradients_end(ps_engine *e, int32_t unit)
 {
     int32_t chunk = e->units[unit].grad_chunk;
@@ -319,7 +323,8 @@ int ps_engine_update(ps_ctx *ctx)
     return 0;
 }
 
-/* Writes a parameter's value, copied from its master, over the gradient or the undefined bytes in its place. */
+/* Restores a parameter's value from its master. The value's memory holds the gradient, or undefined bytes, until
+ * then. */
 static int restore(ps_engine *e, param_rec *r)
 {
     bool host = r->host[0] != NULL;
@@ -368,7 +373,7 @@ static param_rec *unit_param(ps_engine *e, int32_t unit, int32_t i)
     return at < e->first[unit + 1] ? &e->params[e->order[at]] : NULL;
 }
 
-/* A gradient of an earlier micro-batch of this step also counts, because its owner keeps the sum. */
+/* Also counts gradients of earlier micro-batches of this step, because their owners keep the sums. */
 int engine_unit_had_grad(ps_engine *e, int32_t unit, int32_t i)
 {
     param_rec *r = unit_param(e, unit, i);
@@ -392,7 +397,7 @@ int engine_unit_reduces(ps_engine *e, int32_t unit)
     for (int32_t i = 0; (r = unit_param(e, unit, i)); i++) {
         if (r->param->grad_) continue;
         if (reduces_every_time(e) && !r->owned) PS_TRY(engine_fill_zero(e, r->place));
-        if (r->slot && !r->place) set_taken(r, true);     /* the sum also covers its bytes, and overwrites its value */
+        if (r->slot && !r->place) set_taken(r, true);     /* the sum also overwrites the value of this parameter */
     }
     return 0;
 }
@@ -402,8 +407,8 @@ int engine_unit_reduced(ps_engine *e, int32_t unit)
     param_rec *r;
     bool mine = false;
     for (int32_t i = 0; (r = unit_param(e, unit, i)); i++) {
-        if (!r->owned) {                                  /* `taken` until values_back, as at the gradient's owner; */
-            if (!r->param->grad_) set_taken(r, false);    /* if there is no gradient, the owner restores the value */
+        if (!r->owned) {                                  /* marked as taken until values_back, as on the owner; */
+            if (!r->param->grad_) set_taken(r, false);    /* without a gradient, the owner restores the value now */
             PS_TRY(drop_grad(r));
             continue;
         }
@@ -425,13 +430,13 @@ int ps_engine_drop_grads(ps_ctx *ctx)
 int engine_drop_grads(ps_engine *e)
 {
     int result = 0;
-    if (e->zero) values_back(e);                         /* parameters of other ranks are restored by their owners */
+    if (e->zero) values_back(e);                         /* the owners restore the parameters of other ranks */
     for (int32_t i = 0; i < e->n_params; i++) {
         param_rec *r = &e->params[i];
         if (r->in_slot) {
             int rc = restore(e, r);
             if (rc < 0) {
-                result = rc;                             /* other parameters still get their values */
+                result = rc;                             /* continues, so that other parameters get their values */
                 continue;
             }
         }
@@ -501,7 +506,7 @@ static int take_param(ps_engine *e, param_rec *r, const ps_param *p)
     ps_tensor *own[] = { r->param, r->master, r->place };
     for (int k = 0; k < 3; k++) if (own[k]) ps_tensor_retain(own[k]);
     r->owned = r->master != NULL;
-    bool apart = r->master && r->master->dtype_ == PS_U8;     /* remainders need the parameter's value */
+    bool apart = r->master && r->master->dtype_ == PS_U8;     /* a master of remainders needs the value */
     if (r->param->dtype_ != PS_F32 && p->tie != PS_TIE_USE && !apart) {
         PS_TRY(slot_view(r->param, &r->slot));
         PS_TRY(slot_view(r->host[0], &r->host_slot));
@@ -626,8 +631,8 @@ int ps_engine_params(ps_ctx *ctx, int n, const ps_param *params, int n_units, in
                        "stage", unit, other, vstage);
     }
     for (int u = 0; u < n_units; u++) e->first[u + 1] += e->first[u];
-    for (int i = 0; i < n; i++) {                         /* a counting sort by unit; n_final is the counter until
-                                                           * new_step */
+    for (int i = 0; i < n; i++) {                         /* counting sort by unit; uses n_final as the counter,
+                                                           * which new_step resets */
         int32_t u = e->params[i].unit;
         if (u >= 0) e->order[e->first[u] + e->units[u].n_final++] = i;
         if (e->params[i].tie != PS_TIE_USE) e->params[i].param->managed = &e->params[i];
@@ -638,7 +643,7 @@ int ps_engine_params(ps_ctx *ctx, int n, const ps_param *params, int n_units, in
     int rc = ties_find(e);
     if (rc == 0) rc = partial_make(e);
     if (rc < 0) release_params(e);
-    else ps_chunks_trim(e->chunks);                       /* the layout is complete and needs no more memory */
+    else ps_chunks_trim(e->chunks);                       /* the complete layout needs no more memory */
     return rc;
 }
 
@@ -733,7 +738,7 @@ static void engine_free(ps_engine *e)
     ps_chunks_close(e->chunks);
     trace_free(e);
     ps_free(e);
-    step_give_back(step);                  /* last, because everything that was closed here uses it */
+    step_give_back(step);                  /* released last, because closing the rest uses the step */
 }
 
 void ps_engine_close(ps_ctx *ctx)

@@ -12,49 +12,52 @@
 
 enum { PS_ENGINE_TRACES = 8 };
 
-/* A trained parameter. Its gradient is made in a tensor of its own or in `place`, becomes final, may move into the
- * parameter's slot (ps_action_how.slot), and is freed by the update. */
+/* A trained parameter. Its gradient is computed into a tensor of its own or into `place`. The gradient then becomes
+ * final, may move into the parameter's slot (ps_action_how.slot), and is freed by the update. */
 typedef struct param_rec {
     struct ps_engine *engine;
     ps_tensor *param, *master, *state[PS_MAX_STATES];
-    ps_tensor *host[2 + PS_MAX_STATES];   /* param, master and states for the host, NULL if the host is the compute
-                                           * device */
-    ps_tensor *place, *host_place;   /* its gradient in a gradient chunk, or NULL; the same bytes for the host */
-    ps_tensor *slot, *host_slot;  /* the bytes of `param` viewed as its gradient, NULL if the parameter is its own
+    ps_tensor *host[2 + PS_MAX_STATES];   /* views of param, master and states on the host; NULL if the host is the
+                                           * compute device */
+    ps_tensor *place, *host_place;   /* its gradient in a gradient chunk, or NULL; host_place: the same bytes, on the
+                                      * host */
+    ps_tensor *slot, *host_slot;  /* the bytes of `param` viewed as its gradient; NULL if the parameter is its own
                                    * master */
-    ps_tensor *addend;            /* for PS_TP_PARTIAL: its section of partial_rec.sums, in its shape; else NULL */
+    ps_tensor *addend;            /* for PS_TP_PARTIAL: the parameter's section of partial_rec.sums, viewed in the
+                                   * parameter's shape; else NULL */
     int32_t group, unit, vstage, number, tie, tp;   /* unit is -1 for a PS_TIE_USE */
     int32_t n_states;
-    struct param_rec *first_use;  /* for PS_TIE_USE: earlier use that has a unit; else NULL */
-    ps_tensor *sum;               /* gradient of this use while the tensor holds the gradient of another use, else
+    struct param_rec *first_use;  /* for PS_TIE_USE: the earlier use that has a unit; else NULL */
+    ps_tensor *sum;               /* gradient of this use while the tensor's gradient is that of another use; else
                                    * NULL */
     int64_t t;                    /* number of updates so far */
-    double square;                /* sum of squares of the gradient as stored */
-    double scale;                 /* factor on the gradient in this step's update */
-    int32_t unread;               /* if not 0, the sum of squares is still in sums[unread - 1], not in `square` */
+    double square;                /* sum of squares of the stored gradient */
+    double scale;                 /* factor that this step's update multiplies the gradient by */
+    int32_t unread;               /* 0, or 1 + the index in `sums` of the sum of squares if it has not been read into
+                                   * `square` yet */
     bool final, squared, in_slot, updated;
-    bool waits;                   /* several virtual stages use the parameter, so its gradient is complete only after
-                                   * all backwards */
+    bool waits;                   /* several virtual stages use the parameter, so its gradient is complete only when
+                                   * all backwards are over */
     bool summed;                  /* for PS_TP_PARTIAL: the gradient has been summed over the ranks */
-    bool had;                     /* the parameter has had a gradient in this step, at the last comparison between
-                                   * ranks or earlier */
-    bool owned;                   /* this rank has master and states */
+    bool had;                     /* the parameter had a gradient in this step when ranks last compared their
+                                   * gradients, or before */
+    bool owned;                   /* this rank holds the master and the states */
 } param_rec;
 
 typedef struct unit_rec {
     int32_t n, n_final, vstage;
-    int32_t grad_chunk;           /* chunk that holds only the gradients of this unit, or -1 */
+    int32_t grad_chunk;           /* chunk that contains only gradients of this unit, or -1 */
     bool on_device, updated;
 } unit_rec;
 
-/* Buffer in which PS_TP_PARTIAL gradients are summed, fp32 on the compute device: first n marks, then the addends. A
- * parameter's mark is 1 if this rank has a gradient for it. */
+/* Buffer in which PS_TP_PARTIAL gradients are summed, fp32 on the compute device: first n marks, then the addends.
+ * The mark of a parameter is 1 if this rank has a gradient for it. */
 typedef struct partial_rec {
     ps_tensor *sums, *marks;      /* marks are the first n elements of sums; both NULL if this rank owns no such
                                    * gradient */
-    float *values;                /* [n] marks, after they have been read to the host */
+    float *values;                /* [n] copy of the marks on the host, after the sum */
     int32_t n;
-    bool exchanged;               /* the sums of this step over the ranks are complete */
+    bool exchanged;               /* this step's sums over the ranks are complete */
 } partial_rec;
 
 typedef struct trace_rec {
@@ -63,21 +66,22 @@ typedef struct trace_rec {
     ps_rank_calls calls;          /* collectives of the dry run that made the trace */
     uint16_t *ops;                /* [n_ops] ops of the forward of that dry run */
     int32_t n_ops, ops_capacity;
-    int32_t id;                   /* Id of the trace. It stays the same if a step that ran differently replaces the
-                                   * trace. A reused record gets a new id. */
-    int64_t used_at;              /* clock at the last use, 0 if never used; the least recently used record is reused */
+    int32_t id;                   /* Id of the trace. If a step ran differently, its trace replaces this one under
+                                   * the same id. If the record is reused for another trace, it gets a new id. */
+    int64_t used_at;              /* clock at the last use, 0 if never used; the least recently used record is
+                                   * replaced first */
 } trace_rec;
 
 struct ps_engine {
     ps_ctx *ctx;
-    const ps_step *step;          /* written only by step.c */
+    const ps_step *step;          /* only step.c writes to it */
     ps_chunks *chunks;
     ps_zero *zero;                /* NULL if there is one process */
     ps_pipe_ranks *pipe_ranks;    /* the other stages of a pipeline, or NULL */
     ps_tp *tp;                    /* the tensor-parallel group, or NULL */
     partial_rec partial;
-    bool summing_ties;            /* ties_sum is making gradients with param_rec.waits final */
-    double *squares;              /* [n_params] scratch buffer for sums of squares that are read from `sums` or
+    bool summing_ties;            /* ties_sum is running: gradients with param_rec.waits may become final */
+    double *squares;              /* [n_params] scratch for sums of squares, while they are read from `sums` or
                                    * summed over ranks */
     double *by_number;            /* [n_numbers] sums of squares, by ps_param.number */
     int32_t n_numbers;
@@ -86,55 +90,57 @@ struct ps_engine {
     param_rec *params;
     int32_t n_params, n_units, n_groups;
     unit_rec *units;
-    int32_t *pending, n_pending;  /* units with complete gradients that backward has not updated yet */
+    int32_t *pending, n_pending;  /* units whose gradients are complete and that backward has not updated yet */
     int32_t *order;               /* indices of parameters, sorted by unit */
     int32_t *first;               /* [n_units + 1] unit u has the parameters order[first[u]] to order[first[u + 1] -
                                    * 1] */
     ps_update_group *groups;
     trace_rec traces[PS_ENGINE_TRACES];
     int32_t next_id;              /* id of the next new trace */
-    int32_t step_trace;           /* trace that this step is expected to repeat, or -1 */
-    int64_t clock;                /* clock for trace_rec.used_at */
+    int32_t step_trace;           /* trace that the present step should repeat, or -1 */
+    int64_t clock;                /* counts uses of traces, for trace_rec.used_at */
 };
 
 int engine_get(ps_ctx *ctx, ps_engine **out);     /* PS_ESTATE if no engine is open */
 
 /* -- engine.c */
-int engine_backward_done(ps_engine *e);           /* called after a backward: gradients that are complete are now
-                                                   * final */
-int engine_gradients_whole(ps_engine *e);         /* ends the reductions under way and performs the pending updates */
+int engine_backward_done(ps_engine *e);           /* called after a backward: marks complete gradients as final */
+int engine_gradients_whole(ps_engine *e);         /* waits for the reductions under way, and performs the pending
+                                                   * updates */
 int engine_make_final(ps_engine *e, param_rec *r);
-int engine_unit_ready(ps_engine *e, int32_t unit);   /* called when the unit's gradients are complete: backward may
-                                                      * update the unit */
-/* Stores a gradient. squares: adds its squares to its element of `sums`. slot: moves it into its parameter's slot. */
+int engine_unit_ready(ps_engine *e, int32_t unit);   /* called when the unit's gradients are complete, so that
+                                                      * backward may update the unit */
+/* Stores a gradient. If `squares` is set, also stores its sum of squares in `sums`. If `slot` is set, moves the
+ * gradient into its parameter's slot. */
 int engine_store(ps_engine *e, param_rec *r, bool slot, bool squares);
 int engine_run(ps_ctx *ctx, int op, const void *attrs, int n, ps_tensor *const *in, ps_tensor **all);
 int engine_fill_zero(ps_engine *e, ps_tensor *t);
 int engine_within(const ps_engine *e, int kind, const char *what);     /* PS_ESTATE: another action is under way */
 void engine_set_groups(ps_engine *e, const ps_update_group *groups);
 bool engine_holds(const ps_engine *e, const ps_storage *s);   /* returns true if s is in a chunk or a part */
-int engine_drop_grads(ps_engine *e);              /* restores values from masters; after an error, some gradients are
-                                                   * still stored in place of values */
-void engine_reset(ps_engine *e);                  /* after a dry run: drops gradients and marks, and keeps values */
+int engine_drop_grads(ps_engine *e);              /* drops gradients, and restores from masters the values that they
+                                                   * replaced; after an error some values are not restored */
+void engine_reset(ps_engine *e);                  /* after a dry run: drops gradients and marks, but keeps values */
 
 /* -- ties.c */
 int ties_find(ps_engine *e);                      /* called when all parameters have been added. PS_EINVAL: a use is
-                                                   * not possible */
-/* Gives tensors with several uses the gradients of their use in this virtual stage, or of their first use if vstage
- * is -1. */
+                                                   * invalid */
+/* Selects the gradient of each tensor with several uses: that of its use in virtual stage `vstage`, or of its first
+ * use if vstage is -1. */
 void ties_turn(ps_engine *e, int32_t vstage);
-int ties_sum(ps_engine *e);                       /* sums uses and copies, once per step; the sums are then final */
+int ties_sum(ps_engine *e);                       /* once per step: sums the gradients of uses and copies, and makes
+                                                   * the sums final */
 bool ties_any(const ps_engine *e);
 
 /* -- partial.c */
-int partial_make(ps_engine *e);                   /* called when all parameters have been added */
+int partial_make(ps_engine *e);                   /* makes the buffer when all parameters have been added */
 void partial_free(ps_engine *e);
 /* Sums the gradients over the ranks, once per step. Units that waited for the sums can then be updated. */
 int partial_sum(ps_engine *e);
-bool partial_waits(const param_rec *r);           /* returns true if the parameter's gradient is still an addend */
+bool partial_waits(const param_rec *r);           /* returns true if the parameter's gradient has not been summed yet */
 
 /* -- trace.c */
-/* Begins to record the step's uses, and plans the step by trace `id`, or not at all for PS_TRACE_UNKNOWN. */
+/* Begins to record the step's uses, and plans the step from trace `id`. For PS_TRACE_UNKNOWN there is no plan. */
 int trace_begin(ps_engine *e, int32_t id);
 int trace_end(ps_engine *e, int32_t *id);         /* as ps_step_end */
 void trace_free(ps_engine *e);
@@ -142,8 +148,8 @@ void trace_free(ps_engine *e);
 /* -- step.c */
 void step_suspend(ps_engine *e, bool on);         /* called when the script pauses or resumes */
 void step_join(ps_engine *e, ps_step *step);
-void step_leave(ps_engine *e);                    /* called when the engine ends: abandons the step and detaches it
-                                                   * from the engine */
-void step_give_back(const ps_step *step);         /* releases the reference of step_join; the script's reference may
-                                                   * already have been released */
+void step_leave(ps_engine *e);                    /* called when the engine is closed: abandons the step, and
+                                                   * detaches the step from the engine */
+void step_give_back(const ps_step *step);         /* releases the reference that step_join took; the script may
+                                                   * already have released its own */
 #endif

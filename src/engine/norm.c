@@ -6,15 +6,15 @@
 #include "base/error.h"
 #include "engine/engine.h"
 
-/* Reads all sums of squares of a device at once, so that the host waits for the device once instead of once per
- * gradient. */
+/* Reads all sums of squares of a device with one copy, so that the host waits for the device once instead of once
+ * per gradient. */
 static int read_squares(ps_engine *e)
 {
     for (int which = 0; which < 2; which++) {
         bool any = false;
         for (int32_t i = 0; i < e->n_params; i++) any = any || e->params[i].unread == 1 + which;
         if (!any) continue;
-        if (ps_tensor_has_data(e->sums[which]))            /* a simulated machine computes no sums, so they are zeros */
+        if (ps_tensor_has_data(e->sums[which]))            /* a simulated machine has no data, so its sums are zeros */
             PS_TRY(ps_tensor_read(e->sums[which], e->squares, e->n_params * (int64_t)sizeof *e->squares));
         for (int32_t i = 0; i < e->n_params; i++) {
             param_rec *r = &e->params[i];
@@ -26,7 +26,7 @@ static int read_squares(ps_engine *e)
     return 0;
 }
 
-/* Sums over the ranks. Afterwards every rank has the sums of squares of all parameters in `params`. */
+/* Shares the sums of squares between the ranks. Afterwards every rank has those of all parameters. */
 static int share_squares(ps_engine *e)
 {
     if (!e->zero || e->step->dry) return 0;
@@ -36,7 +36,7 @@ static int share_squares(ps_engine *e)
     return 0;
 }
 
-/* Turns the sums of squares of this rank's shards into those of whole parameters: adds up the sums of all shards. */
+/* Adds up the sums of squares of all ranks' shards of each parameter, which gives the sums of whole parameters. */
 static int add_pieces(ps_engine *e)
 {
     if (!e->tp) return 0;
@@ -48,7 +48,8 @@ static int add_pieces(ps_engine *e)
     return 0;
 }
 
-/* Fills by_number with the sums of squares of all stages' parameters. A parameter with uses or copies counts once. */
+/* Fills by_number with the sums of squares of all stages' parameters. Counts a parameter with several uses or copies
+ * once. */
 static int of_all_stages(ps_engine *e)
 {
     memset(e->by_number, 0, sizeof *e->by_number * (size_t)e->n_numbers);

@@ -10,7 +10,7 @@
 #include "base/error.h"
 #include "engine/engine.h"
 
-enum { ALIGNED = 16 };            /* number of elements to whose multiples addends are aligned */
+enum { ALIGNED = 16 };            /* addends begin at multiples of this number of elements */
 
 bool partial_waits(const param_rec *r) { return r->tp == PS_TP_PARTIAL && !r->summed; }
 
@@ -60,7 +60,7 @@ void partial_free(ps_engine *e)
     e->partial = (partial_rec){ .n = 0 };
 }
 
-/* Copies a gradient, which may be on the host although the device computes (ps_engine_set_device). */
+/* Copies a gradient. It may be on the host even if the device computes (ps_engine_set_device). */
 static int copy(ps_engine *e, ps_tensor *to, ps_tensor *from)
 {
     ps_tensor *moved = NULL, *all[PS_MAX_OUT] = { NULL };
@@ -72,7 +72,7 @@ static int copy(ps_engine *e, ps_tensor *to, ps_tensor *from)
     return rc;
 }
 
-/* Fills the buffer. A rank without a gradient contributes zeros. */
+/* Fills the buffer with this rank's marks and gradients, or zeros for parameters without a gradient. */
 static int fill(ps_engine *e)
 {
     int32_t k = 0;
@@ -87,12 +87,12 @@ static int fill(ps_engine *e)
     return ps_tensor_write(e->partial.marks, e->partial.values, k * (int64_t)sizeof *e->partial.values);
 }
 
-/* Checks for each parameter that either all ranks or no ranks have a gradient. Every rank finds the same first
+/* Checks that each parameter has a gradient either on all ranks or on none. Every rank finds the same first
  * difference. */
 static int check_marks(ps_engine *e)
 {
     int32_t k = 0;
-    if (!ps_tensor_has_data(e->partial.sums)) return 0;    /* the other ranks are simulated */
+    if (!ps_tensor_has_data(e->partial.sums)) return 0;    /* simulated ranks have no marks to compare */
     PS_TRY(ps_tensor_read(e->partial.marks, e->partial.values, e->partial.n * (int64_t)sizeof *e->partial.values));
     for (int32_t i = 0; i < e->n_params; i++) {
         if (!takes_part(&e->params[i])) continue;
@@ -116,7 +116,8 @@ static int exchange(ps_engine *e)
 int partial_sum(ps_engine *e)
 {
     if (e->partial.n == 0) return 0;
-    if (!e->partial.exchanged) PS_TRY(exchange(e));       /* already exchanged if an earlier call failed after that */
+    if (!e->partial.exchanged) PS_TRY(exchange(e));       /* skipped if an earlier call exchanged the sums and then
+                                                           * failed */
     e->partial.exchanged = true;
     for (int32_t i = 0; i < e->n_params; i++) {
         param_rec *r = &e->params[i];

@@ -13,8 +13,8 @@ static const int64_t most_numel = (int64_t)32 << 20, least_numel = 16 << 10;
 static const int64_t most_copy = (int64_t)4 << 20, least_copy = 64 << 10;
 static const double few_seconds = 0.004, poll_seconds = 20e-6;
 
-/* The memory of a trial on one side (device or host): `numel` bf16 parameters whose gradients are stored in their
- * place, fp32 masters and averages, and one copy buffer per direction. */
+/* The memory of a trial on one side (device or host): `numel` bf16 parameters, whose gradients share their memory,
+ * with fp32 masters and averages, and one copy buffer per direction. */
 typedef struct side {
     ps_backend *be;
     void *state, *buffer[2];          /* regions; buffer[to_device] */
@@ -45,7 +45,7 @@ static ps_view view_of(void *data, int dtype, int64_t numel)
     return (ps_view){ .data = data, .dtype = dtype, .ndim = 1, .numel = numel, .shape = { numel }, .stride = { 1 } };
 }
 
-/* Runs Adam over `numel` elements from element `first` on. */
+/* Runs Adam on `numel` elements, beginning with element `first`. */
 static int update(const side *s, int64_t first, int64_t numel)
 {
     static const int stream_of[5] = { 0, 1, 0, 2, 3 };       /* param, master, grad, m, v */
@@ -112,13 +112,13 @@ static int lane_begin(lanes *l, int up, int n)
     return 0;
 }
 
-/* Completes the copies of this direction that have ended. Returns 1 if all have. */
+/* Completes the copies of one direction that have ended. Returns 1 if all copies of this direction have ended. */
 static int lane_poll(lanes *l, int up, bool block)
 {
     while (l->ended[up] < l->begun[up]) {
         int rc = l->device->be->copy_wait(l->device->be, l->copy[up][l->ended[up]], block);
         if (rc == 0) return 0;
-        l->ended[up]++;                                      /* frees the copy, whether it failed or not */
+        l->ended[up]++;                                      /* the wait has freed the copy, even on failure */
         if (rc < 0) return rc;
     }
     return 1;
@@ -140,8 +140,8 @@ static void rest(void)
     nanosleep(&t, NULL);
 }
 
-/* Measures the bytes per second in each direction while both are in use. The first copies, which can pin memory, are
- * not counted. */
+/* Measures the bytes per second of each direction while both directions are busy. The first copies are not counted,
+ * because they can pin memory. */
 static int copies(lanes *l, double *up_rate, double *down_rate)
 {
     double seconds[2] = { 0 };
@@ -166,7 +166,7 @@ static int copies(lanes *l, double *up_rate, double *down_rate)
 }
 
 /* -- Adam ---------------------------------------------------------------------------------------------------------- */
-/* Measures the parameters per second on the host while copies run in both directions, as they do in a step. */
+/* Measures how many parameters per second the host updates while copies run in both directions, as in a step. */
 static int host_adam(lanes *l, double *rate)
 {
     const side *s = l->host;
@@ -188,8 +188,8 @@ static int host_adam(lanes *l, double *rate)
             spent[k - 1] = x;
         }
     }
-    *rate = (double)slice / spent[SLICES / 4];               /* uses the lower quartile, because other programs can
-                                                              * slow rounds down */
+    *rate = (double)slice / spent[SLICES / 4];               /* the lower quartile of the times, because other
+                                                              * programs can slow rounds down */
     return 0;
 }
 
@@ -200,8 +200,8 @@ static int settle(const side *s)
     return s->be->copy_out(s->be, &word, s->stream[1], sizeof word);
 }
 
-/* Measures, in the best round, the parameters per second on the device and the fraction of the time in which the
- * caller is free. */
+/* Measures how many parameters per second the device updates, and during which fraction of this time the caller is
+ * free. Both values are those of the best round. */
 static int device_adam(const side *s, double *rate, double *at_once)
 {
     int passes = 1;
@@ -256,7 +256,7 @@ int ps_rates_measure(ps_ctx *ctx, int device, int host, int64_t nbytes, ps_rates
         if (rc == 0) rc = measure(&d, &h, out);
         side_free(&d);
         side_free(&h);
-        nbytes /= 2;                                         /* PS_ENOMEM: tries again with half the parameters */
+        nbytes /= 2;                                         /* after PS_ENOMEM, tries again with half the parameters */
     } while (rc == PS_ENOMEM && nbytes >= 4 * least_copy);
     out->seconds = ps_now() - began;
     return rc;

@@ -13,7 +13,7 @@ static const char *const names[PS_ACT_COUNT] = { "nothing", "forward", "backward
 
 enum { MAX_VSTAGES = 1 << 16 };
 
-/* Name of the function that a script calls for the action, for errors. */
+/* For errors: the function by which a script requests each action. */
 static const char *const calls[PS_ACT_COUNT] = {
     "", " (model(...) with gradients; use ps.no_grad for an evaluation)", " (model:backward)", "",
     "", "", " (optimizer:step())", " (optimizer:step())" };
@@ -50,7 +50,7 @@ void step_join(ps_engine *e, ps_step *s)
     e->step = e->ctx->step = s;
 }
 
-/* Sets the state in which no action is under way and none is due. */
+/* Resets the step: no action is under way or due. */
 static void to_idle(ps_step *s)
 {
     s->is = (ps_step_state){ .open = 0 };
@@ -60,7 +60,7 @@ static void to_idle(ps_step *s)
 
 void step_leave(ps_engine *e)
 {
-    ps_step *s = (ps_step *)(uintptr_t)e->step;            /* only this file writes steps */
+    ps_step *s = (ps_step *)(uintptr_t)e->step;            /* others get a const pointer, because only step.c writes */
     ps_dry_end(e->ctx);
     e->ctx->step = &ps_step_idle;
     s->dry = NULL;
@@ -108,9 +108,9 @@ static int out_of_order(const ps_step_config *c, int32_t at)
                    "others", at, a->micro, a->vstage);
 }
 
-/* Checks that the WEIGHTs of a virtual stage are in the order of its INPUTs; otherwise sums of gradients would
- * depend on the table. *ahead: the table defers weight gradients, or begins a forward of a virtual stage before the
- * backward of an earlier one. */
+/* Checks that the WEIGHTs of each virtual stage have the same order as its INPUTs; otherwise sums of gradients would
+ * depend on the table. Sets *ahead if the table defers weight gradients, or begins a forward of a virtual stage
+ * before the backward of an earlier one. */
 static int check_order(ps_step *s, const ps_step_config *c, bool *ahead)
 {
     *ahead = false;
@@ -183,7 +183,7 @@ static void dry_end(ps_step *s)
     s->dry = NULL;
 }
 
-/* Called when an action begins and when the step ends: chunks and stripes begin a new pass. */
+/* Called when an action begins and when the step ends. Begins a new pass of chunks and stripes. */
 static void pass_began(ps_step *s)
 {
     ps_engine *e = s->engine;
@@ -273,7 +273,7 @@ static int refuse(const ps_step *s, int kind)
                    calls[a.kind], names[kind], calls[kind]);
 }
 
-/* Adds a norm to a table that has none, before the update that is due. */
+/* Inserts a norm before the update that is due. The table has no norm yet. */
 static int add_norm(ps_step *s)
 {
     PS_TRY(ps_grow(s->actions, s->capacity, s->n_actions + 1));
@@ -285,15 +285,14 @@ static int add_norm(ps_step *s)
     return 0;
 }
 
-/* Returns true if a norm can be added to the table now: the table has no norm, and no update has freed a gradient
- * yet. */
+/* Returns true if a norm can still be added to the table: it has none, and no update has freed a gradient. */
 static bool takes_norm(const ps_step *s)
 {
     return due(s).kind == PS_ACT_UPDATE && s->actions[s->cursor - 1].kind != PS_ACT_NORM && !s->is.updating && !s->dry;
 }
 
-/* Finds the requested action in the table. The script may request the action that is due. It may also repeat the
- * forward of the backward that is due, or skip the forward that is due and begin the backward after it. */
+/* Finds the requested action in the table. The script may request the action that is due, repeat the forward whose
+ * backward is due, or skip the forward that is due and request the backward that follows it. */
 static int place_of(const ps_step *s, int kind, int32_t *at)
 {
     ps_action a = due(s);
@@ -346,10 +345,11 @@ static int crowded(const ps_step *s)
     return tier.free < tier.budget / 8 ? 2 : 1;
 }
 
-/* Lua's small tensors wait for its collector, which a walk cannot call. Without a limit they would fill any budget,
- * so a plan counts those of PS_UNCOLLECTED micro-batches. If the tier is more than half full, the collector runs
- * every PS_UNCOLLECTED micro-batches. If the tier is nearly full, it runs every time, because kernels can need the
- * bytes for workspace that their backend does not report to a dry run. A simulated machine has no such kernels. */
+/* Lua frees small tensors only when its collector runs, and a walk cannot call the collector. Without a limit these
+ * tensors would fill any budget, so a plan reserves memory for those of PS_UNCOLLECTED micro-batches. If the tier is
+ * more than half full, the collector runs every PS_UNCOLLECTED micro-batches. If the tier is nearly full, the
+ * collector runs every time, because kernels can need memory for workspace that their backend does not report to a
+ * dry run. A simulated machine has no such kernels. */
 int ps_step_collects(ps_step *s)
 {
     int level = crowded(s);
@@ -392,11 +392,11 @@ int ps_step_next(ps_step *s, int kind, const ps_action_how *how)
     if (at == s->at) return 0;
     s->at = at;
     s->pass++;
-    if (kind != PS_ACT_REDUCE) pass_began(s);             /* a reduction reads no values */
+    if (kind != PS_ACT_REDUCE) pass_began(s);             /* a reduction reads no values, so the pass continues */
     return 0;
 }
 
-/* Returns true if a reduction will complete the sums of the action under way. */
+/* Returns true if a later reduction of the table completes the sums of the present action. */
 static bool reduction_follows(const ps_step *s)
 {
     for (int32_t i = s->at + 1; i < s->n_actions; i++) {
@@ -417,8 +417,8 @@ int ps_step_done(ps_step *s)
     if (e && added) PS_TRY(engine_backward_done(e));
     if (e && (kind == PS_ACT_REDUCE || (added && !reduction_follows(s)))) PS_TRY(engine_gradients_whole(e));
     if (added) s->is.micro++;
-    if (s->first_walk[s->is.now.micro] == s->at) s->is.weight += s->how.weight;   /* a micro-batch's weight counts
-                                                                                   * once */
+    if (s->first_walk[s->is.now.micro] == s->at) s->is.weight += s->how.weight;   /* counts the weight of a
+                                                                                   * micro-batch once */
     action_over(s);
     if (s->at >= s->cursor) s->cursor = s->at + 1;
     s->is.due = due(s);

@@ -20,7 +20,7 @@ static param_rec *first_use_of(ps_engine *e, const param_rec *r)
     return NULL;
 }
 
-/* Makes the tensor have the gradient of this use only. */
+/* Makes the tensor's gradient that of this use. */
 static void see_as(param_rec *r)
 {
     ps_tensor *t = r->param;
@@ -74,11 +74,11 @@ static int add_use(ps_engine *e, param_rec *use)
     ps_tensor_release(use->sum);
     use->sum = NULL;
     int32_t chunk = ps_storage_chunk(e->chunks, use->place->storage);
-    return chunk >= 0 ? ps_chunk_end(e->chunks, chunk) : 0;      /* the chunk contains nothing else */
+    return chunk >= 0 ? ps_chunk_end(e->chunks, chunk) : 0;      /* the chunk contains only this gradient */
 }
 
-/* Adds the sums of all copies. Every rank with a copy takes part; if its backward did not compute a gradient for the
- * copy, it contributes zeros. */
+/* Sums the gradient over all copies of a parameter. Every rank with a copy takes part. If its backward did not
+ * compute a gradient for the copy, it contributes zeros. */
 static int add_copies(ps_engine *e, const param_rec *r)
 {
     if (!r->param->grad_) {

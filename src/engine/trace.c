@@ -46,7 +46,7 @@ static int keep_calls(ps_rank_calls *to, const ps_rank_calls *from)
     return 0;
 }
 
-/* Stores the ops of the forward of the last dry run. Without memory for them, the record has none. */
+/* Stores the ops of the forward of the last dry run. If there is no memory for them, the record has no ops. */
 static void keep_ops(trace_rec *r, const ps_ctx *ctx)
 {
     int32_t n = ctx->dry.n_ops;
@@ -97,16 +97,17 @@ int trace_begin(ps_engine *e, int32_t id)
         gathers_end(e);
         return rc;
     }
-    if (r) r->used_at = ++e->clock;                          /* otherwise similar dry runs would evict it */
+    if (r) r->used_at = ++e->clock;                          /* counts as a use, so that similar dry runs do not
+                                                              * evict it */
     e->step_trace = id;
     return 0;
 }
 
-/* Returns the bytes that a dry run cannot predict: holes between tensors, and workspace that the backend does not
- * report (ps_backend.scratch_nbytes). */
+/* Returns bytes to add to a dry run's peak for memory that a dry run cannot predict: holes between tensors, and
+ * workspace that the backend does not report (ps_backend.scratch_nbytes). */
 static int64_t slack(int64_t budget) { return budget > 0 && budget < (64 << 20) ? budget / 512 : 128 << 10; }
 
-/* Returns the bytes of other tensors that are on a memory tier now. */
+/* Returns the present bytes of other tensors on a memory tier. */
 static int64_t others_now(ps_engine *e, const ps_tier_info *tier)
 {
     ps_memory_info real;
@@ -115,8 +116,8 @@ static int64_t others_now(ps_engine *e, const ps_tier_info *tier)
     return real.used;
 }
 
-/* Predicts the peaks of other tensors from a dry run: the bytes that are already on a tier, plus the peak of the dry
- * run and slack. */
+/* Predicts the peaks of other tensors after a dry run. For each tier, adds the bytes that are already there, the
+ * peak of the dry run, and slack. */
 static void dry_peaks(ps_engine *e, ps_trace *trace)
 {
     ps_ctx *ctx = e->ctx;
@@ -131,8 +132,8 @@ static void dry_peaks(ps_engine *e, ps_trace *trace)
     }
 }
 
-/* Makes the next plan use peaks that are higher than those of the trace, unless no plan fits them. In that case the
- * trace keeps its peaks, with which the step has just run. */
+/* If the step's peaks were higher than the trace's, the trace takes them over, so that the next plan allows for
+ * them. If no plan fits the higher peaks, the trace keeps the old ones. */
 static void count_what_was_seen(ps_engine *e, ps_trace *trace, const ps_trace *seen)
 {
     int64_t expected[PS_TIERS];
@@ -197,8 +198,8 @@ int trace_end(ps_engine *e, int32_t *id)
         *id = was->id;
         return 0;
     }
-    keep_trace(e, now, gathers, was, id);                 /* after an error the only effect is that the next step has
-                                                           * no plan */
+    keep_trace(e, now, gathers, was, id);                 /* ignores errors: without a stored trace, the next step
+                                                           * only has no plan */
     return 0;
 }
 
