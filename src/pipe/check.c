@@ -113,8 +113,8 @@ static int find_missing(const ps_pipe_table *t)
     return 0;
 }
 
-/* Checks that each virtual stage sums gradients in the order of micro-batches, and that each rank's first backwards
- * of the micro-batches are also in this order, in which the script's loop gets the micro-batches. */
+/* Checks that each virtual stage sums gradients in the order of micro-batches. Also checks that each rank begins the
+ * backwards of its micro-batches in this order, because the script's loop gets the micro-batches in it. */
 static int check_order(const ps_pipe_table *t)
 {
     for (int32_t v = 0; v < t->spec.vstages; v++)
@@ -155,7 +155,7 @@ static void name_links(ps_pipe_table *t)
     }
 }
 
-/* Orders messages: a link carries them in the order in which the sender's row makes them. */
+/* Numbers the messages of each link. A link carries messages in the order in which the sender's row makes them. */
 static int order_messages(ps_pipe_table *t)
 {
     int32_t *n[PIPE_DIRECTIONS] = { ps_alloc0((size_t)t->spec.vstages * sizeof(int32_t)),

@@ -50,7 +50,7 @@ static int refuse(const reader *r, const char *from, const char *to, const char 
                    ps_text_shown(text, shown, sizeof shown), why);
 }
 
-/* Reads an integer below `limit`. No limit is above 2^20, so the integer does not overflow. */
+/* Reads an integer below `limit`. It cannot overflow, because no limit exceeds 2^20. */
 static bool take_number(const char **at, const char *end, int32_t limit, int32_t *out)
 {
     int32_t value = 0;
@@ -119,7 +119,8 @@ static int make(reader *r, ps_pipe_table **out)
     ps_pipe_table *t;
     PS_TRY(pipe_new(&spec, r->n_vstages, &t));
     memcpy(t->rows, r->rows, (size_t)r->n * sizeof *t->rows);
-    memset(r->rows, 0, (size_t)r->n * sizeof *r->rows);                  /* the table now owns their actions */
+    memset(r->rows, 0, (size_t)r->n * sizeof *r->rows);                  /* so that only the table frees their
+                                                                          * actions */
     int rc = pipe_seal(t);
     if (rc < 0) return ps_error_prefix("%s: ", r->name), ps_pipe_table_free(t), rc;
     for (int32_t v = 0; v < t->spec.vstages; v++)

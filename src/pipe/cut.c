@@ -16,8 +16,8 @@ enum { MOST_TRIED = 20000, LEAST_TRIED = 500, ACTIONS_TRIED = 20000000, ROUNDS =
 
 typedef struct score {
     double makespan;
-    double unevenness;              /* sum of squares of the virtual stages' times, which decides between splits with
-                                     * the same makespan */
+    double unevenness;              /* sum of squares of the virtual stages' times; decides between splits with the
+                                     * same makespan */
 } score;
 
 typedef struct search {
@@ -26,9 +26,10 @@ typedef struct search {
     int32_t n, vstages, tried, most;
     const ps_pipe_link *link;
     ps_pipe_cost *costs;            /* [vstages] costs of the split that is being tried */
-    int32_t *begin;                 /* [vstages + 1] split that is being tried: the first part of each virtual stage,
-                                     * then n */
-    int32_t *here, *best;           /* [vstages + 1] like `begin`: split from which steps start, and best split */
+    int32_t *begin;                 /* [vstages + 1] split that is being tried: first part of each virtual stage,
+                                     * then the number of parts */
+    int32_t *here, *best;           /* [vstages + 1] like `begin`: split that is being improved, and best split so
+                                     * far */
 } search;
 
 static double whole(const ps_pipe_cost *k) { return k->forward + k->input + k->weight; }
@@ -67,8 +68,8 @@ static void cut_equally(search *s)
     for (int32_t v = 0; v <= s->vstages; v++) s->begin[v] = v * size + (v < larger ? v : larger);
 }
 
-/* Splits the model so that no virtual stage takes longer than `most`. Each stage gets parts while they fit, but at
- * least one part remains for each later stage. A single part that takes longer than `most` still becomes a stage.
+/* Splits the model so that no virtual stage takes longer than `most`. Gives each stage as many parts as fit, but
+ * leaves at least one part for each later stage. A single part that takes longer than `most` is a stage by itself.
  * Returns false if parts are left over. */
 static bool cut_within(search *s, double most)
 {
@@ -83,7 +84,7 @@ static bool cut_within(search *s, double most)
     return at == s->n;
 }
 
-/* Makes the longest virtual stage approximately as short as possible. */
+/* Finds a split whose longest virtual stage is approximately as short as possible. */
 static void cut_evenly(search *s)
 {
     double low = 0, high = 0;
@@ -110,7 +111,8 @@ static bool shift(const search *s, int32_t *begin, int32_t from, int32_t to, int
     return true;
 }
 
-/* Takes the best step from the split `here` until no step is better. *at: the score of `here`. */
+/* Improves the split `here` step by step: performs the best step until no step improves the score. *at: the score of
+ * `here`. */
 static int descend(search *s, score *at)
 {
     for (bool moved = true; moved && s->tried < s->most;) {
@@ -131,8 +133,8 @@ static int descend(search *s, score *at)
     return 0;
 }
 
-/* Shifts boundaries of `here` at random: few of them in odd rounds, and in even rounds enough to continue the search
- * far from the best split. */
+/* Shifts boundaries of `here` at random. In odd rounds, shifts a few, to search near the best split. In even rounds,
+ * shifts enough to search far from it. */
 static void disturb(search *s, uint32_t round)
 {
     uint32_t n = round % 2 ? 2 + round % 4 : 4 * (uint32_t)s->vstages;
@@ -144,8 +146,8 @@ static void disturb(search *s, uint32_t round)
     }
 }
 
-/* Finds the best split by descents: from the even split, from the better of that result and the equal split, then
- * from random shifts of the best split so far. */
+/* Finds the best split by several descents. The first starts from the even split, and the second from the better of
+ * its result and the equal split. Each later one starts from the best split so far, shifted at random. */
 static int look(search *s, ps_pipe_cut_times *out)
 {
     score best, found;
@@ -169,9 +171,9 @@ static int look(search *s, ps_pipe_cut_times *out)
 }
 
 /* -- the bound ----------------------------------------------------------------------------------------------------- */
-/* Computes a lower bound of the makespan of every split: the larger of two bounds. The first bound is all work,
- * divided evenly. The second bound is the time of the worst part: the forwards of all earlier parts for one
- * micro-batch, then the part's own work for all micro-batches. */
+/* Computes a lower bound of the makespan of every split: the larger of two bounds. The first bound is the time of
+ * all work, divided by the number of stages. The second bound is that of the worst part: the forwards of all earlier
+ * parts for one micro-batch, then the part's own work for all micro-batches. */
 static void find_bound(const ps_pipe_table *t, const ps_pipe_cost *parts, int32_t n, ps_pipe_cut_times *out)
 {
     bool back = !t->spec.forward_only;

@@ -63,7 +63,8 @@ int pipe_open(ps_ctx *ctx, const ps_pipe_table *t, int rank, pipe_channel *chann
     x->ctx = ctx;
     ctx->refs++;
     x->t = t;
-    ((ps_pipe_table *)(uintptr_t)t)->refs++;                /* the table's maker may free it before the executor ends */
+    ((ps_pipe_table *)(uintptr_t)t)->refs++;                /* so the caller may free the table before the executor
+                                                             * ends */
     x->rank = rank;
     x->host = find_host(ctx);
     for (size_t s = 0; s < v; s++) x->n_local += t->rank_of[s] == rank;
@@ -209,8 +210,8 @@ int ps_pipe_score(ps_pipe *x, int micro, double hits, double targets)
     return 0;
 }
 
-/* Makes a boundary of the received tensors, from which the tape records. Does nothing if none of their gradients is
- * sent back. */
+/* Makes the received tensors a boundary, where the tape begins to record. Does nothing if the sender needs no
+ * gradient of any of them. */
 static int bound(ps_pipe *x, const ps_action *a)
 {
     slot *s = slot_of(x, a->vstage, a->micro);
@@ -229,7 +230,7 @@ static int bound(ps_pipe *x, const ps_action *a)
     return 0;
 }
 
-/* Notifies the watch that this rank begins an action. */
+/* Tells the watch which action this rank begins. */
 static void tell(ps_pipe *x, const ps_action *a)
 {
     pipe_tag tag = { *pipe_kind_text(a->kind), -1, a->vstage, a->micro };
@@ -244,7 +245,7 @@ static ps_pipe_event hand_out(ps_pipe *x, int32_t kind)
     return (ps_pipe_event){ .kind = kind, .vstage = a->vstage, .local = x->t->local_of[a->vstage], .micro = a->micro };
 }
 
-/* Begins an action that the caller performs. */
+/* Returns in *out the event of an action that the caller performs. */
 static int begin_event(ps_pipe *x, const ps_action *a, ps_pipe_event *out)
 {
     ps_pipe_event e = hand_out(x, a->kind);
@@ -270,7 +271,8 @@ static int begin_event(ps_pipe *x, const ps_action *a, ps_pipe_event *out)
 static int finish(ps_pipe *x, ps_pipe_event *out)
 {
     while (x->n_sends > 0) PS_TRY(pipe_wait_for(x, x->sends[--x->n_sends], NULL));
-    PS_TRY(pipe_settle(x, true));                            /* an update must not use messages that have not arrived */
+    PS_TRY(pipe_settle(x, true));                            /* an update must not begin while received bytes are in
+                                                              * transit */
     for (int32_t i = 0; i < x->n_local * x->t->spec.micro_batches; i++) pipe_let_slot_go(&x->slots[i]);
     if (!x->dry) x->channel->table->at(x->channel, NULL);
     x->open = false;
@@ -279,7 +281,7 @@ static int finish(ps_pipe *x, ps_pipe_event *out)
     return 0;
 }
 
-/* Ends the action under way. */
+/* Ends the action under way and moves the cursor to the next one. */
 static void go_past(ps_pipe *x, const ps_action *a)
 {
     double begin = x->clock;
@@ -299,8 +301,8 @@ static int check_due(const ps_pipe *x, const ps_action *a)
 
 static bool goes_back(int kind) { return kind == PS_ACT_BACKWARD || kind == PS_ACT_INPUT; }
 
-/* Returns true if gradients arrive at the virtual stage or begin in it. There are none before the first virtual
- * stage that has something to train. */
+/* Returns true if the virtual stage receives gradients, or computes the loss. Stages without anything to train in or
+ * before them receive none. */
 static bool gets_gradients(const ps_pipe *x, const ps_action *a)
 {
     if (a->vstage == x->t->spec.vstages - 1) return true;
@@ -309,7 +311,7 @@ static bool gets_gradients(const ps_pipe *x, const ps_action *a)
     return false;
 }
 
-/* Walks backward from the outputs of a virtual stage, with the gradients that were received. Returns 1 if the walk
+/* Walks backward from the outputs of a virtual stage, beginning with the received gradients. Returns 1 if the walk
  * stopped at a segment. */
 static int walk(ps_pipe *x, const ps_action *a, int64_t *segment)
 {
@@ -325,13 +327,13 @@ static int walk(ps_pipe *x, const ps_action *a, int64_t *segment)
     const expected *e = expected_of(x, a->vstage, a->micro);
     for (int32_t i = 0; i < e->n; i++) if (e->carry[i].grad) roots[n++] = s->out.t[i];
     int rc = ps_backward_begin_n(x->ctx, n, roots, s->out_grad.t, NULL);
-    pipe_let_go(&s->out_grad);                               /* then only the walk holds the gradients, so it can add
-                                                              * to them in place */
+    pipe_let_go(&s->out_grad);                               /* the walk is now the only holder of the gradients, so
+                                                              * it can add to them in place */
     return rc < 0 ? rc : ps_backward_next(x->ctx, segment);
 }
 
-/* Replaces a gradient that is a view, such as a slice of a concatenation's gradient, by a copy whose bytes can be
- * sent. */
+/* If a gradient is a view, such as a slice of a concatenation's gradient, replaces it by a contiguous copy, which
+ * can be sent. */
 static int make_contiguous(ps_ctx *ctx, ps_tensor **t)
 {
     static const ps_attrs_contiguous none;
@@ -346,8 +348,8 @@ static int make_contiguous(ps_ctx *ctx, ps_tensor **t)
     return 0;
 }
 
-/* Takes the gradients of `in` from the boundary and frees the remaining contents of the slot. If the previous
- * virtual stage is on this rank, passes the gradients to it. */
+/* Takes the gradients of `in` from the boundary, and frees everything else in the slot. If the previous virtual
+ * stage is on this rank, passes the gradients to it directly. */
 static int back_done(ps_pipe *x, const ps_action *a)
 {
     slot *s = slot_of(x, a->vstage, a->micro);
@@ -385,8 +387,8 @@ static int begin_action(ps_pipe *x, const ps_action *a)
     return ps_step_next(x->step, a->kind, &how);
 }
 
-/* Repeats the effects of another micro-batch for the step's action under way. After an error the action is still
- * under way. */
+/* Repeats, for the step's present action, the recorded effects of an earlier micro-batch. After an error the action
+ * is still under way. */
 static int do_again(ps_pipe *x, const ps_action *a)
 {
     PS_TRY(pipe_again(x, a, pipe_part_of(a->kind)));
@@ -400,8 +402,9 @@ static int forward_again(ps_pipe *x, const ps_action *a)
     return do_again(x, a);
 }
 
-/* Performs an action of the step. Returns 1 if the action's walk stopped for the caller; the action continues here
- * later. After an error the step's action is still under way, as after an error of ps_step_done. */
+/* Performs an action of the step. Returns 1 if the action's walk stopped at a segment, which the caller must handle;
+ * the next call continues the action. After an error the action is still under way, as after an error of
+ * ps_step_done. */
 static int perform(ps_pipe *x, const ps_action *a, int64_t *segment)
 {
     int rc = 0;
@@ -421,13 +424,13 @@ static int perform(ps_pipe *x, const ps_action *a, int64_t *segment)
     return notes ? pipe_leave(x) : 0;
 }
 
-/* Returns true if the executor itself performs the action in a step. */
+/* Returns true if the executor performs actions of this kind itself instead of returning an event. */
 static bool is_own(const ps_pipe *x, int kind)
 {
     return x->step && (goes_back(kind) || kind == PS_ACT_WEIGHT || kind == PS_ACT_REDUCE);
 }
 
-/* Returns true if Lua has work to do before the action is performed, so that the action becomes an event. */
+/* Returns true if the due action must first be returned as an event, because Lua has work to do before it. */
 static bool is_told(ps_pipe *x, const ps_action *a, int32_t *collect)
 {
     if (x->told || x->stopped) return false;
@@ -435,8 +438,8 @@ static bool is_told(ps_pipe *x, const ps_action *a, int32_t *collect)
     return *collect || x->tells;
 }
 
-/* Begins an action of the step. Returns 1 with an event: either an action for which Lua has work, or the node at
- * which the action's walk stopped. */
+/* Begins or continues an action of the step. Returns 1 with an event if Lua has work to do: before the action, or at
+ * the segment where its walk stopped. */
 static int go_through(ps_pipe *x, const ps_action *a, ps_pipe_event *out)
 {
     int32_t collect = 0;
@@ -513,7 +516,7 @@ static int check_given(const ps_action *a, const expected *e, int n, ps_tensor *
     return 0;
 }
 
-/* Passes `out` to the next virtual stage, which is on this rank: the same tensors, detached from the tape. */
+/* Passes the tensors of `out` to the next virtual stage, which is on this rank. Detaches them from the tape. */
 static int hand_on(ps_pipe *x, const ps_action *a, const bundle *out)
 {
     bundle *to = &slot_of(x, a->vstage + 1, a->micro)->in;

@@ -8,8 +8,8 @@
 
 enum { PIPE_LANE_UP, PIPE_LANE_DOWN, PIPE_LANE_LOSS, PIPE_LANES };
 
-/* Identifies a message by the action that made it and the tensor's index among the action's tensors. Also identifies
- * the action that a rank is running. */
+/* Identifies a message: the action that made it, and the index of its tensor among the action's tensors. Also
+ * identifies the action that a rank is running. */
 typedef struct pipe_tag {
     char kind;                              /* for a message: 'F', 'B' or 'L' (a loss); for an action: its first
                                              * letter */
@@ -30,13 +30,13 @@ typedef struct pipe_channel_table {
     int (*send)(pipe_channel *w, int peer, int lane, const pipe_tag *tag, const pipe_note *note, ps_tensor *t,
                 void **out);
     int (*recv)(pipe_channel *w, int peer, int lane, const pipe_tag *tag, ps_tensor *t, void **out);
-    int (*wait)(pipe_channel *w, void *request, pipe_note *note);      /* waits for the message and frees the
-                                                                        * request, even on failure */
+    int (*wait)(pipe_channel *w, void *request, pipe_note *note);      /* waits for the message, and frees the
+                                                                        * request even on failure */
     bool (*test)(pipe_channel *w, void *request);                      /* returns true if a wait would return at once */
-    /* carries (NULL: no device) returns true if tensors on this device are sent and received directly; otherwise
-     * they are sent through host memory. Bytes that were received on such a device can still be in transit after the
-     * wait; work that is queued on the device later is ordered after them. settle waits for these bytes (`all`), or
-     * only reports whether they have failed. */
+    /* carries (NULL: for no device) returns true if tensors on this device are sent and received directly. Other
+     * tensors are sent through host memory. Bytes that were received on such a device can still be in transit after
+     * the wait; the device performs all work that is queued later after them. settle waits for these bytes if `all`
+     * is set, and otherwise only reports whether they have failed. */
     bool (*carries)(pipe_channel *w, int device);
     int (*settle)(pipe_channel *w, bool all);
     void (*at)(pipe_channel *w, const pipe_tag *tag);                  /* sets the action that this rank is running,
@@ -46,7 +46,7 @@ typedef struct pipe_channel_table {
 } pipe_channel_table;
 struct pipe_channel { const pipe_channel_table *table; };
 
-/* Makes the executor of a rank's row. The table must be lowered. The executor holds a reference to it, so its maker
- * may free it. The executor owns the channel, unless this call fails. */
+/* Makes an executor for the row of a rank. The table must be lowered. The executor holds a reference to the table,
+ * so the caller may free the table. If this call succeeds, the executor owns the channel. */
 int pipe_open(ps_ctx *ctx, const ps_pipe_table *table, int rank, pipe_channel *channel, ps_pipe **out);
 #endif

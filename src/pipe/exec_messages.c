@@ -27,9 +27,9 @@ static void let_out_go(slot *s)
     pipe_let_go(&s->out);
 }
 
-/* Frees the bytes of `out` after the send, unless the tape needs them. Backward begins at `out`, but reads none of
- * its bytes. Otherwise a schedule with many micro-batches in flight would hold each activation between virtual
- * stages twice. */
+/* Frees the bytes of `out` after the send, unless the tape needs them: backward begins at `out`, but does not read
+ * its bytes. If they were kept, a schedule with many micro-batches in flight would hold two copies of each
+ * activation between virtual stages. */
 static void let_bytes_go(slot *s)
 {
     for (int32_t i = 0; i < s->out.n; i++) {
@@ -52,7 +52,7 @@ void pipe_let_slot_go(slot *s)
     s->bounded = false;
 }
 
-/* Adds a tensor to a bundle. Takes over the caller's reference, even on failure. */
+/* Adds a tensor to a bundle. Releases the caller's reference, even on failure. */
 int pipe_put(bundle *b, ps_tensor *t)
 {
     int rc = ps_tensor_check_alive(t);
@@ -61,7 +61,7 @@ int pipe_put(bundle *b, ps_tensor *t)
     return rc;
 }
 
-/* Returns the time, by the virtual clock, at which a message arrives if it is sent now. */
+/* Returns the virtual clock's time at which a message arrives if it is sent now. */
 static double arrival(ps_pipe *x, int direction, int32_t from, int32_t to)
 {
     double *free = &x->free[direction][pipe_link(x->t, from, to)];
@@ -79,8 +79,9 @@ static int32_t other_end(const ps_action *a)
     return a->kind == PS_ACT_SEND_F || a->kind == PS_ACT_RECV_B ? a->vstage + 1 : a->vstage - 1;
 }
 
-/* Finds the tensors of a transfer and puts their indices into `carried`. A transfer in forward has all tensors that
- * one virtual stage passes to the next. A transfer in backward has only the tensors among them that get gradients. */
+/* Finds the tensors that a transfer sends, and puts their indices into `carried`. A transfer in forward sends all
+ * tensors that one virtual stage passes to the next. A transfer in backward sends only gradients, so it skips
+ * tensors that get none. */
 static int32_t carried_of(const ps_pipe *x, const ps_action *a, int32_t carried[PS_PIPE_CARRY], const expected **of)
 {
     int32_t n = 0, other = other_end(a), giver = other < a->vstage ? other : a->vstage;
@@ -89,7 +90,7 @@ static int32_t carried_of(const ps_pipe *x, const ps_action *a, int32_t carried[
     return n;
 }
 
-/* Returns the tag by which both ends identify a message: that of the forward or backward that made it. */
+/* Returns the tag of a message, which names the forward or backward that made it. Both ends compute the same tag. */
 static pipe_tag tag_of(const ps_action *a, int32_t part)
 {
     return (pipe_tag){ goes_up(a) ? 'F' : 'B', (int16_t)part, pipe_is_receive(a) ? other_end(a) : a->vstage, a->micro };
@@ -106,14 +107,14 @@ static int to_device(ps_ctx *ctx, ps_tensor *t, int device, ps_tensor **out)
     return rc;
 }
 
-/* Returns the device from which, or to which, a message with a tensor on `device` is transferred. */
+/* Returns the device whose memory a message with a tensor on `device` is sent from or received into. */
 static int meeting_place(const ps_pipe *x, int device)
 {
     const pipe_channel_table *w = x->channel->table;
     return w->carries && w->carries(x->channel, device) ? device : x->host;
 }
 
-/* Checks whether messages between devices have failed. all: waits until they have arrived. */
+/* Returns an error if messages between devices have failed. If `all` is set, first waits until they have arrived. */
 int pipe_settle(ps_pipe *x, bool all)
 {
     if (x->dry || !x->channel->table->settle) return 0;
@@ -124,7 +125,7 @@ int pipe_settle(ps_pipe *x, bool all)
     return rc;
 }
 
-/* Begins a receive. Makes its tensor now, so that there is memory when the bytes arrive. `what` is NULL if the
+/* Begins a receive. Allocates its tensor now, so that the bytes can arrive at any time. `what` is NULL if the
  * message has no tensor. */
 static int post(ps_pipe *x, int peer, int lane, const pipe_tag *tag, const ps_pipe_tensor *what)
 {
@@ -135,7 +136,8 @@ static int post(ps_pipe *x, int peer, int lane, const pipe_tag *tag, const ps_pi
         int device = x->dry ? what->device : meeting_place(x, what->device);
         ps_tensor *made;
         PS_TRY(ps_tensor_new(x->ctx, what->dtype, device, what->ndim, what->shape, &made));
-        ps_replay_scripted(made->storage, pipe_noting(x) && lane == PIPE_LANE_UP);   /* scripts cannot see gradients */
+        ps_replay_scripted(made->storage, pipe_noting(x) && lane == PIPE_LANE_UP);   /* scripts can see only tensors
+                                                                                      * of a forward */
         in.t = ps_tensor_hold(made);
         ps_tensor_release(made);
     }
@@ -158,7 +160,7 @@ static int post_action(ps_pipe *x, const ps_action *a)
     return 0;
 }
 
-/* Posts the receives before `end`, in the row's order. */
+/* Posts the receives of all actions before index `end`, in the row's order. */
 int pipe_post_before(ps_pipe *x, int32_t end)
 {
     for (; x->ahead < end; x->ahead++) {
@@ -176,7 +178,7 @@ int pipe_post_before(ps_pipe *x, int32_t end)
     return 0;
 }
 
-/* Returns the index of the next computing action (pipe_is_compute) after the due action. */
+/* Returns the index of the first action after the due one that computes (pipe_is_compute). */
 int32_t pipe_next_work(const ps_pipe *x)
 {
     int32_t at = x->cursor + 1;
@@ -184,7 +186,7 @@ int32_t pipe_next_work(const ps_pipe *x)
     return at;
 }
 
-/* Waits until a message has been received or sent. */
+/* Waits until the message of `request` has been received or sent. */
 int pipe_wait_for(ps_pipe *x, void *request, pipe_note *note)
 {
     int64_t began = ps_record_begin();
@@ -193,7 +195,7 @@ int pipe_wait_for(ps_pipe *x, void *request, pipe_note *note)
     return rc;
 }
 
-/* Waits for the receive that was posted first, and adds its tensor to `to`, on `device`. */
+/* Waits for the oldest posted receive, moves its tensor to `device`, and adds it to `to`. */
 static int take_one(ps_pipe *x, int device, bundle *to)
 {
     incoming in = x->posted[x->first_posted++];
@@ -226,8 +228,7 @@ int pipe_receive(ps_pipe *x, const ps_action *a)
     return pipe_leave(x);
 }
 
-/* Begins a send. First waits for earlier sends that have already finished. Other sends are waited for by the end of
- * the step. */
+/* Begins a send. First frees the earlier sends that have ended. The end of the step waits for the other sends. */
 static int begin_send(ps_pipe *x, int peer, int lane, const pipe_tag *tag, const pipe_note *note, ps_tensor *t)
 {
     const pipe_channel_table *w = x->channel->table;
@@ -265,7 +266,8 @@ int pipe_send(ps_pipe *x, const ps_action *a)
     PS_TRY(rc);
     if (pipe_is_again(x, a)) return pipe_again(x, a, pipe_part_of(a->kind));
     pipe_enter(x, a, pipe_part_of(a->kind));
-    if (goes_up(a)) let_bytes_go(s);                         /* the channel holds the bytes until they have been sent */
+    if (goes_up(a)) let_bytes_go(s);                         /* until they have been sent, the channel holds the
+                                                              * bytes */
     else pipe_let_go(from);
     return pipe_leave(x);
 }

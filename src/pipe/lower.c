@@ -15,21 +15,21 @@
 
 typedef struct lowering {
     ps_pipe_table *t;
-    int32_t *cut;                   /* [stages] number of actions in the row before the yield that is being placed */
-    int32_t *safe;                  /* [stages] the same number for the preceding yield */
-    int32_t *yields;                /* [stages x micro_batches] position of the action before which a yield is
-                                     * inserted */
+    int32_t *cut;                   /* [stages] number of actions in each row before the yield that is being placed */
+    int32_t *safe;                  /* [stages] number of actions in each row before the preceding yield */
+    int32_t *yields;                /* [stages x micro_batches] index of the action that each yield is inserted
+                                     * before */
     ps_pipe_span **spans;           /* for an evaluation: [stages] simulated times if each forward takes 1 */
-    int32_t *n_taken[PIPE_DIRECTIONS];      /* [n_vstages] by link: number of messages that the rows written so far
-                                             * receive */
+    int32_t *n_taken[PIPE_DIRECTIONS];      /* [n_vstages] by link: number of messages that are received by the rows
+                                             * written so far */
 } lowering;
 
 /* -- yields -------------------------------------------------------------------------------------------------------- */
 static bool is_back(const ps_action *a) { return a->kind == PS_ACT_BACKWARD || a->kind == PS_ACT_INPUT; }
 
-/* Returns the latest position of a yield, ignoring other ranks. An evaluation has no backward: there the rank of the
- * last virtual stage yields as soon as the output exists, and other ranks are at most 2 x stages micro-batches ahead
- * of it. */
+/* Returns the latest position of a yield if the other ranks are ignored. An evaluation has no backward. In it the
+ * rank of the last virtual stage yields as soon as the output exists, and the other ranks are at most 2 x stages
+ * micro-batches ahead of this rank. */
 static int32_t alone(const lowering *w, int rank, int32_t micro)
 {
     const ps_pipe_table *t = w->t;
@@ -46,7 +46,7 @@ static int32_t alone(const lowering *w, int rank, int32_t micro)
     return at;
 }
 
-/* Returns true if the action takes no message, or a message of an action before the sender's cut. */
+/* Returns true if the action needs no message, or if the action that makes the message is before the sender's cut. */
 static bool is_inside(const lowering *w, const ps_action *a)
 {
     const ps_pipe_table *t = w->t;

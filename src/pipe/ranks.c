@@ -27,8 +27,8 @@ static int sum(ps_pipe_ranks *base, double *values, int32_t n)
 
 static bool has_copies(const ps_pipe_ranks *base) { return ((const stages *)base)->copies != NULL; }
 
-/* Sums on the host, because one stage may look up its embedding on the host while another stage multiplies by it on
- * a device. */
+/* Sums on the host, because stages can use the same embedding on different devices: one looks rows up on the host,
+ * and another multiplies by it on a device. */
 static int sum_on_host(ps_group *copies, ps_tensor *t, int host)
 {
     ps_tensor *there = NULL, *back = NULL, *out[PS_MAX_OUT] = { NULL };
@@ -45,7 +45,7 @@ static int sum_on_host(ps_group *copies, ps_tensor *t, int host)
 
 static int sum_copies(ps_pipe_ranks *base, ps_tensor *t)
 {
-    if (t->ctx->step->dry) {                      /* a dry run records the pin and has no bytes to send */
+    if (t->ctx->step->dry) {                      /* a dry run only records the pin; it has no bytes to send */
         void *address;
         PS_TRY(ps_storage_pin(t->storage, t->device_, PS_READ | PS_WRITE, &address));
         ps_storage_unpin(t->storage, t->device_);

@@ -79,8 +79,8 @@ double pipe_cost_of(const ps_pipe_cost *costs, const ps_action *a)
     }
 }
 
-/* Receives the messages of the link up to the one that this action needs, each when it has arrived. Returns false if
- * that message has not been sent. */
+/* Receives messages of the link in order, up to the one that this action needs, and waits for each to arrive.
+ * Returns false if the needed message has not been sent. */
 static bool take(run *u, int rank, const ps_action *a)
 {
     pipe_course *c = u->c;
@@ -89,8 +89,9 @@ static bool take(run *u, int rank, const ps_action *a)
     int32_t from;
     if (!pipe_takes(t, a, &d, &from)) return true;
     int32_t message = pipe_pair(t, from, a->micro), link = pipe_link(t, a->vstage, from);
-    if (link < 0) return c->whole[d][message] >= 0;     /* This rank makes the message. False: the action that makes
-                                                         * it is later in the row, which is a cycle. */
+    if (link < 0) return c->whole[d][message] >= 0;     /* This rank itself makes the message. If the result is
+                                                         * false, the action that makes it is later in the row, which
+                                                         * is a cycle. */
     int32_t base = t->link_base[link], turn = t->turn[d][message];
     if (c->arrival[d][base + turn] < 0) return false;
     for (; c->n_taken[d][link] <= turn; c->n_taken[d][link]++) {
@@ -102,8 +103,8 @@ static bool take(run *u, int rank, const ps_action *a)
     return true;
 }
 
-/* Sends the message that an action made. Returns false if the link is full: `depth` of its messages have not been
- * received. */
+/* Sends the message that an action made. Returns false if the link is full, that is, `depth` of its messages have
+ * not been received yet. */
 static bool give(run *u, int rank, const ps_action *a)
 {
     pipe_course *c = u->c;
@@ -128,7 +129,7 @@ static bool give(run *u, int rank, const ps_action *a)
     return true;
 }
 
-/* Performs a rank's row as far as possible. */
+/* Performs the actions of a rank's row until one has to wait. */
 static void perform(run *u, int rank, ps_pipe_rank_times *times, ps_pipe_span *spans)
 {
     pipe_course *c = u->c;
@@ -152,7 +153,7 @@ static void perform(run *u, int rank, ps_pipe_rank_times *times, ps_pipe_span *s
 }
 
 /* -- ranks that wait in a circle ----------------------------------------------------------------------------------- */
-/* Returns the rank for which a rank waits, and the reason. */
+/* Returns the rank that a rank waits for, and writes the reason to `why`. */
 static int waits_for(const run *u, int rank, char *why, size_t room)
 {
     const ps_pipe_table *t = u->c->t;
@@ -176,13 +177,15 @@ static int waits_for(const run *u, int rank, char *why, size_t room)
     return t->rank_of[other];
 }
 
-/* Finds a cycle. Every rank that has not reached its end waits for another such rank, so following the waits ends in
- * a cycle. */
+/* Raises the error for a cycle of waits. Every rank that has not reached its end waits for another such rank, so
+ * following these waits leads into a cycle. */
 static int circle(const run *u, int rank)
 {
     char text[600] = "", why[160];
     size_t n = 0;
-    for (int i = 0; i < u->c->t->spec.stages; i++) rank = waits_for(u, rank, why, sizeof why);   /* now in the cycle */
+    for (int i = 0; i < u->c->t->spec.stages; i++) rank = waits_for(u, rank, why, sizeof why);   /* after so many
+                                                                                                  * waits, `rank` is
+                                                                                                  * in the cycle */
     int begin = rank;
     do {
         rank = waits_for(u, rank, why, sizeof why);
