@@ -25,7 +25,8 @@ static const double FOR_EVER = 1e8;
 static const char *const lane_names[PS_P2P_LANES] = { "up", "down", "loss", "tied" };
 _Static_assert((int)HEADERS < (int)PS_COMM_SLOTS, "slots");
 
-/* BEGUN is not a message. It notifies the other end of a line that the receiver has begun one more receive. */
+/* Places of a payload. BEGUN marks a notice without a payload: the receiver tells the other end of a line that it
+ * has begun one more receive. */
 enum { HOST, DEVICE, BEGUN };
 
 /* The header that is sent before a payload. */
@@ -46,20 +47,21 @@ _Static_assert(sizeof(wire) == 152 + PS_WIRE_ID_NBYTES, "the header of a message
 enum { POSTED, ARRIVING, DONE, FAILED };
 
 struct ps_p2p_request {
-    ps_p2p_request *next, *made;           /* next: next request in a channel, at a neighbour or in `spare`. made:
-                                            * next in the list of all requests. */
+    ps_p2p_request *next, *made;           /* next: next request in the same list (of a channel, of a neighbour, or
+                                            * `spare`). made: next in the list of all requests. */
     ps_p2p *p2p;
-    bool used;                             /* begun, and not waited for yet */
-    int peer, lane, state;                 /* state: guarded by the lock; a send is POSTED or DONE */
+    bool used;                             /* begun, and the caller has not waited for it yet */
+    int peer, lane, state;                 /* the lock guards `state`; a send is only POSTED or DONE */
     bool out;
-    wire head;                             /* for a receive: the expected header, with the received `note` */
+    wire head;                             /* for a receive: the header that it expects, and later the received
+                                            * `note` */
     ps_tensor *t;                          /* tensor, held and pinned, or NULL */
     void *bytes;
     int64_t nbytes, began_ns;              /* began_ns: as in group_call */
     ps_comm_post *head_post, *body_post;
-    ps_line *line;                         /* set if the request transfers a device's bytes; for a receive, it is set
-                                            * when its header arrives */
-    ps_line_message message;               /* message of the request on the line */
+    ps_line *line;                         /* line that carries the bytes, if they are on a device; a receive gets
+                                            * its line when its header arrives */
+    ps_line_message message;               /* the request's message on the line */
 };
 
 typedef struct letter { struct letter *next; wire head; } letter;
@@ -67,26 +69,26 @@ typedef struct letter { struct letter *next; wire head; } letter;
 typedef struct channel {
     uint64_t sent, heard;
     ps_p2p_request *first, *last;          /* receives whose headers have not arrived */
-    letter *in, *in_last;                  /* headers whose receives have not begun; `first` or `in` is empty */
+    letter *in, *in_last;                  /* headers for which no receive has begun; either `first` or `in` is empty */
 } channel;
 
 typedef struct neighbour {
     ps_p2p *p2p;
     int rank;
     bool listens, delivers;                /* the threads of the listener and of the sender were started */
-    bool deaf, mute;                       /* The listener (deaf) or the sender (mute) has ended or is ending, and no
-                                            * longer uses any request. */
+    bool deaf, mute;                       /* deaf: the listener has ended or is ending, and no longer uses any
+                                            * request. mute: the same for the sender. */
     pthread_t listener, sender;
     ps_comm_post *waits;                   /* the listener's receive of the next header, or NULL */
     wire next;
     ps_p2p_request *out, *out_last;        /* sends under way; the sender's thread waits for the first one */
     ps_error_kept why, why_mute;           /* reasons why the peer is deaf or mute */
     channel lanes[PS_P2P_LANES];
-    ps_line *lines[2][PS_P2P_LANES];       /* [out] lines, made with their first message */
+    ps_line *lines[2][PS_P2P_LANES];       /* [out] lines; each is made with its first message */
 } neighbour;
 
 struct ps_p2p {
-    ps_group *group;                       /* separate group of the same ranks */
+    ps_group *group;                       /* a separate group of the caller's ranks */
     ps_comm *comm;
     pthread_mutex_t lock;                  /* guards all following fields except `spare`, `made` and `bytes_sent` */
     pthread_cond_t news, work;             /* news: a request's state has changed, or a thread has ended. work:
@@ -152,7 +154,7 @@ static void leave(ps_p2p *p) { ps_watch_leave(p->comm->watch, p->comm->place); }
 
 /* -- failures ------------------------------------------------------------------------------------------------------ */
 
-/* Ends the run with this thread's error, which all ranks get. */
+/* Ends the run: all ranks get this thread's error. */
 static int give_up(ps_p2p *p, int rc)
 {
     ps_error_kept why;
@@ -166,9 +168,9 @@ static int give_up(ps_p2p *p, int rc)
     return rc;
 }
 
-/* Turns a failure of the library with a peer into this rank's error, in which the watch identifies the rank that
- * caused it. rc, this thread's error, is PS_ETIME, PS_EIO, or another code for a fault of this rank. An error that
- * this rank found earlier remains its error. */
+/* Turns a failed call of the library with a peer into this rank's error, in which the watch names the rank that
+ * caused the failure. rc, this thread's error, is PS_ETIME, PS_EIO, or another code for a fault of this rank. If
+ * this rank found an error earlier, returns that error instead. */
 static int blame(ps_p2p *p, int peer, int rc)
 {
     ps_error_kept why;
@@ -176,8 +178,8 @@ static int blame(ps_p2p *p, int peer, int rc)
     pthread_mutex_lock(&p->lock);
     int first = p->failed.code ? ps_error_again(&p->failed) : 0;
     pthread_mutex_unlock(&p->lock);
-    if (first) p->comm->table->hang_up(p->comm);       /* the thread that found the error may not have closed its
-                                                        * connections yet */
+    if (first) p->comm->table->hang_up(p->comm);       /* closes the connections, because the thread that found the
+                                                        * error may not have done so yet */
     if (first) return first;
     if (rc != PS_ETIME && rc != PS_EIO) return rc == PS_ESTATE ? rc : give_up(p, rc);
     int world = group_world(p->group, peer), what = rc == PS_ETIME ? PS_WATCH_TIME_OUT : PS_WATCH_LOST;
@@ -189,14 +191,14 @@ static int blame(ps_p2p *p, int peer, int rc)
     return give_up(p, rc);
 }
 
-/* Returns the reason why a wait was woken: a verdict, or a communicator of these ranks that closed its connections. */
+/* Returns the error that woke a wait: a verdict, or a communicator of these ranks that closed its connections. */
 static int woken(ps_p2p *p)
 {
     PS_TRY(ps_watch_verdict(p->comm->watch));
     return ps_watch_failed_before(p->comm->watch);
 }
 
-/* Waits until a message under way has ended. */
+/* Waits until a message has been sent or received. */
 static int end_of(ps_p2p *p, ps_comm_post *post, double seconds)
 {
     if (!post) return 0;
@@ -206,7 +208,7 @@ static int end_of(ps_p2p *p, ps_comm_post *post, double seconds)
 
 /* -- lines --------------------------------------------------------------------------------------------------------- */
 
-/* Called by a line's thread. */
+/* Notifies the sender that a receive on the line has begun. Called by the line's thread. */
 static int tell_begun(void *arg, int peer, int lane)
 {
     ps_p2p *p = arg;
@@ -220,7 +222,7 @@ static int tell_begun(void *arg, int peer, int lane)
 
 static int blame_line(void *arg, int peer, int rc) { return blame(arg, peer, rc); }
 
-/* Finds the line of a lane. The lock is held. */
+/* Finds the line of a lane, or makes it. The lock is held. */
 static int find_line(ps_p2p *p, int peer, int lane, bool out, const char *id, ps_line **found)
 {
     ps_line **l = &p->peers[peer].lines[out][lane];
@@ -259,7 +261,7 @@ static int take(ps_p2p_request *q, const wire *got)
     return 0;
 }
 
-/* Matches the receives of a lane with its headers. */
+/* Matches the receives of a lane with its headers, in order. */
 static int match(ps_p2p *p, channel *l)
 {
     int rc = 0;
@@ -303,7 +305,7 @@ static int arrive(neighbour *from, const wire *h)
     return match(p, l);
 }
 
-/* Receives a peer's headers, on a thread of its own. */
+/* The listener: a thread that receives the headers of one peer. */
 static void *listen(void *arg)
 {
     neighbour *from = arg;
@@ -329,13 +331,13 @@ static void *listen(void *arg)
     from->deaf = true;
     pthread_cond_broadcast(&p->news);
     pthread_mutex_unlock(&p->lock);
-    /* Notifies all ranks at once. A time-out belongs to another call, which has ended the connection and reports the
-     * time-out itself. */
+    /* Notifies all ranks at once. PS_ETIME needs no notice: it belongs to another call, which has ended the
+     * connection and reports the time-out itself. */
     if (rc < 0 && rc != PS_EIO && rc != PS_ETIME && rc != PS_ESTATE) give_up(p, rc);
     return NULL;
 }
 
-/* Waits, on a thread of its own, until the sends to a peer have finished. */
+/* The sender: a thread that waits until the sends to one peer have ended. */
 static void *deliver(void *arg)
 {
     neighbour *to = arg;
@@ -415,8 +417,8 @@ static void request_end(ps_p2p_request *q)
         p->comm->table->drop(q->head_post);
         p->comm->table->drop(q->body_post);
     }
-    if (q->bytes && !q->t->ctx->closed) ps_storage_unpin(q->t->storage, q->t->device_);     /* otherwise the tensor
-                                                                                             * has no keeper any more */
+    if (q->bytes && !q->t->ctx->closed) ps_storage_unpin(q->t->storage, q->t->device_);     /* a closed context no
+                                                                                             * longer keeps pins */
     if (q->t) ps_tensor_unhold(q->t);
     q->used = false;
     q->next = p->spare;
@@ -464,7 +466,7 @@ static int request_new(ps_p2p *p, int peer, int lane, bool out, const ps_p2p_tag
     return 0;
 }
 
-/* Prefixes this thread's error with the message that failed. */
+/* Prefixes this thread's error with a description of the message that failed. */
 static void prefix_of(const ps_p2p *p, bool out, const char *action, int peer)
 {
     ps_error_prefix("rank %d, %s %s of %s with rank %d: ", group_world(p->group, p->comm->rank), out ? "send" : "recv",
@@ -478,7 +480,7 @@ static void prefix(const ps_p2p_request *q)
     prefix_of(q->p2p, q->out, action, q->peer);
 }
 
-/* Ends a request whose message cannot begin. */
+/* Ends a request whose message cannot be begun, and returns the error. */
 static int refused(ps_p2p_request *q, int rc)
 {
     ps_p2p *p = q->p2p;
@@ -490,8 +492,8 @@ static int refused(ps_p2p_request *q, int rc)
     return rc;
 }
 
-/* Handles a message to or from a simulated rank. Its tensor is held until the wait, like other tensors, but no bytes
- * are sent. */
+/* Begins a message to or from a simulated rank. Holds its tensor until the wait, like for a real message, but sends
+ * no bytes. */
 static int pretended(ps_p2p_request *q, ps_p2p_request **out)
 {
     q->state = DONE;
@@ -500,13 +502,14 @@ static int pretended(ps_p2p_request *q, ps_p2p_request **out)
     return 0;
 }
 
-/* Finds the line for a send from a device, which the header names. The first send makes the line. */
+/* Finds the line for a send from a device, and writes the line's id to the header. The first send makes the line. */
 static int send_begin(ps_p2p_request *q)
 {
     ps_p2p *p = q->p2p;
     char id[PS_WIRE_ID_NBYTES] = { 0 };
     if (!p->peers[q->peer].lines[true][q->lane]) PS_TRY(p->be->wire->new_id(p->be, id));
-    PS_TRY(start_listening(&p->peers[q->peer]));                   /* receives the notices of the peer's line */
+    PS_TRY(start_listening(&p->peers[q->peer]));                   /* the listener receives the notices of the line's
+                                                                    * other end */
     pthread_mutex_lock(&p->lock);
     int rc = find_line(p, q->peer, q->lane, true, id, &q->line);
     if (rc == 0) memcpy(q->head.id, ps_line_id(q->line), sizeof q->head.id);
@@ -535,7 +538,7 @@ int ps_p2p_send(ps_p2p *p, int peer, int lane, const ps_p2p_tag *tag, const ps_p
     rc = table->post(p->comm, HEADERS, peer, true, &q->head, sizeof q->head, &q->head_post);
     if (rc == 0 && q->nbytes > 0 && q->head.place == HOST)
         rc = table->post(p->comm, lane, peer, true, q->bytes, q->nbytes, &q->body_post);
-    if (rc < 0) return refused(q, rc);     /* a header that was sent without its payload also ends the run */
+    if (rc < 0) return refused(q, rc);     /* ends the run: the header may have been sent without its payload */
     to->lanes[lane].sent++;
     p->bytes_sent += q->nbytes;
     pthread_mutex_lock(&p->lock);
@@ -574,7 +577,7 @@ int ps_p2p_recv(ps_p2p *p, int peer, int lane, const ps_p2p_tag *tag, ps_tensor 
 
 /* -- waiting ------------------------------------------------------------------------------------------------------- */
 
-/* Waits for news until ps_now() is `until`. Returns false if the time is over. The lock is held. */
+/* Waits for news until ps_now() reaches `until`. Returns false if this time has already passed. The lock is held. */
 static bool wait_for_news(ps_p2p *p, double until)
 {
     double left = until - ps_now();
@@ -588,8 +591,8 @@ static bool wait_for_news(ps_p2p *p, double until)
     return true;
 }
 
-/* Waits until `come` returns true, until `over` returns the reason why `come` never will, or until the time is over.
- * heads: the wait is for a header that the peer's script sends. The lock is not held. */
+/* Waits until `come` returns true. Fails if `over` returns the reason why this will never happen, or when the time
+ * is over. heads: the wait is for a header that the peer's script must send. The lock is not held. */
 static int until_come(ps_p2p *p, double until, bool (*come)(const void *), const ps_error_kept *(*over)(const void *),
                       const void *arg, bool heads)
 {
@@ -628,8 +631,8 @@ static const ps_error_kept *is_deaf(const void *next)
     return from->deaf ? &from->why : NULL;
 }
 
-/* Returns the error that prevents a message from being received or sent, or NULL. A send from a device begins with
- * notices that the listener receives, so the send also fails if the peer is deaf. */
+/* Returns the error that prevents a message from being received or sent, or NULL. A send from a device needs notices
+ * that the listener receives, so it also fails if the peer is deaf. */
 static const ps_error_kept *is_over(const void *request)
 {
     const ps_p2p_request *q = request;
@@ -647,14 +650,15 @@ static int wait_for(ps_p2p_request *q, double until)
     return q->out ? 0 : end_of(p, q->body_post, until - ps_now());
 }
 
-/* After a failure, which ended all messages under way: waits until no other thread uses the request. */
+/* Called after a failure, which ends all messages under way. Waits until no other thread uses the request. */
 static void let_go(ps_p2p_request *q)
 {
     ps_p2p *p = q->p2p;
     neighbour *with = &p->peers[q->peer];
     pthread_mutex_lock(&p->lock);
     for (;;) {
-        bool line_rests = !q->line || ps_line_rests(q->line);    /* the listener sets the line of a receive */
+        bool line_rests = !q->line || ps_line_rests(q->line);    /* read in each round, because the listener sets the
+                                                                  * line of a receive */
         bool thread_rests = q->out ? q->state == DONE || with->mute : q->line || has_come(q) || with->deaf;
         if (line_rests && thread_rests) break;
         if (q->line) ps_line_stop(q->line);
@@ -702,8 +706,8 @@ int ps_p2p_test(ps_p2p_request *q)
 
 bool ps_p2p_carries(const ps_p2p *p, int device) { return p->be && device == p->device; }
 
-/* Returns a line on which this rank receives: a line that failed, else a line with bytes under way, else NULL. The
- * lock is held. */
+/* Returns one of the lines on which this rank receives: one that failed, else one with bytes under way, else NULL.
+ * The lock is held. */
 static const ps_line *busy_line(const ps_p2p *p, int *peer)
 {
     const ps_line *busy = NULL;
@@ -717,7 +721,8 @@ static const ps_line *busy_line(const ps_p2p *p, int *peer)
     return busy;
 }
 
-/* Returns whether lines have failed. waits: first waits until all messages have been received. */
+/* Returns the error of a line that failed, or 0. If `waits` is set, first waits until all messages have been
+ * received. */
 static int look_at_lines(ps_p2p *p, bool waits)
 {
     double until = ps_now() + p->comm->timeout_s;
@@ -795,7 +800,7 @@ int ps_p2p_rank(const ps_p2p *p) { return p->comm->rank; }
 int ps_p2p_size(const ps_p2p *p) { return p->comm->size; }
 int64_t ps_p2p_bytes_sent(const ps_p2p *p) { return p->bytes_sent; }
 
-/* Makes a group of the same ranks, with its own slots and its own index in the watch. */
+/* Makes a group of the same ranks as `group`, with slots and an index in the watch of its own. */
 static int same_ranks(ps_group *group, ps_group **out)
 {
     int n = ps_group_size(group);
@@ -857,8 +862,8 @@ void ps_p2p_close(ps_p2p *p)
     pthread_mutex_lock(&p->lock);
     p->closing = true;
     for (int r = 0; r < size; r++) {
-        const ps_p2p_request *q = p->peers[r].out;         /* the caller did not wait for the request, as it must:
-                                                            * the request is abandoned */
+        const ps_p2p_request *q = p->peers[r].out;         /* the caller should have waited for this request; it is
+                                                            * abandoned */
         if (q) p->comm->table->wake(q->head_post);
         if (q && q->body_post) p->comm->table->wake(q->body_post);
         if (p->peers[r].waits) p->comm->table->wake(p->peers[r].waits);

@@ -28,20 +28,20 @@
 typedef struct ps_p2p ps_p2p;
 typedef struct ps_p2p_request ps_p2p_request;
 
-/* UP: to later virtual stages (activations). DOWN: to earlier ones (gradients). LOSS: a micro-batch's loss, to all
- * stages. TIED: gradients of embeddings that several stages have. */
+/* UP: activations, to later virtual stages. DOWN: gradients, to earlier ones. LOSS: a micro-batch's loss, to all
+ * stages. TIED: gradients of embeddings that several stages share. */
 enum { PS_P2P_UP, PS_P2P_DOWN, PS_P2P_LOSS, PS_P2P_TIED, PS_P2P_LANES };
 
 /* Identifies a message. The receiver passes the tag that it expects, which must equal the sender's tag. */
 typedef struct ps_p2p_tag {
     char kind;                             /* kind of the action that made the message ('F', 'I', 'B', 'W' ...), a
                                             * printable character */
-    int16_t part;                          /* index, from 0, of the tensor among those of the action */
+    int16_t part;                          /* index, from 0, of the tensor among the action's tensors */
     int32_t vstage, micro;                 /* virtual stage and micro-batch of the action; micro is -1 if there is
                                             * none */
 } ps_p2p_tag;
 
-/* Values that are sent with a message in addition to the tensor. */
+/* Values that a message carries in addition to its tensor. */
 typedef struct ps_p2p_note {
     double when;                           /* time of the sender's virtual clock */
     double value[4];                       /* values such as a loss, its weight, hits and targets */
@@ -55,51 +55,53 @@ typedef struct ps_p2p_header {
     int64_t shape[PS_MAX_DIMS];
 } ps_p2p_header;
 
-/* Opens messages between the ranks of a group; all of them must call it. The group may be closed before the ps_p2p.
- * In a group of one rank every send and receive is an error. Errors of ps_group_split. */
+/* Opens messages between the ranks of a group; all ranks must call it. The group may be closed before the ps_p2p. In
+ * a group of one rank every send and receive is an error. Returns the same errors as ps_group_split. */
 int ps_p2p_open(ps_group *group, ps_p2p **out);
-/* Closes the messages after the caller has waited for all requests. Ranks that still wait for messages of this rank
+/* Closes the messages. The caller must first wait for all requests. Ranks that still wait for messages of this rank
  * get an error. */
 void ps_p2p_close(ps_p2p *p2p);
 
 bool ps_p2p_carries(const ps_p2p *p2p, int device);    /* returns true if messages are sent directly from this
                                                         * device's memory to the peer's */
 
-/* Begins to send `t`, or only the tag and the note if t is NULL. The tensor is held and pinned, and must not be
- * written to, until the request has been waited for. PS_EINVAL: there is no such peer or lane, or t is not
- * contiguous. PS_EUNSUP: t is neither in host memory nor on a device of ps_p2p_carries. PS_ENOMEM, PS_ESTALE. Errors
- * of ps_p2p_wait. */
+/* Begins to send `t`, or only the tag and the note if t is NULL. Until the request has been waited for, the tensor
+ * is held and pinned, and must not be written to. PS_EINVAL: there is no such peer or lane, or t is not contiguous.
+ * PS_EUNSUP: t is neither in host memory nor on a device of ps_p2p_carries. Also returns PS_ENOMEM, PS_ESTALE, and
+ * the errors of ps_p2p_wait. */
 int ps_p2p_send(ps_p2p *p2p, int peer, int lane, const ps_p2p_tag *tag, const ps_p2p_note *note, ps_tensor *t,
                 ps_p2p_request **out);
-/* Begins to receive into `t` (NULL: a message without a tensor), which is held and pinned until the request has been
- * waited for. The message must have this tag, and t's type and shape. Errors of ps_p2p_send. */
+/* Begins to receive into `t`, or a message without a tensor if t is NULL. The tensor is held and pinned until the
+ * request has been waited for. The message must have this tag, and the type and shape of t. Returns the same errors
+ * as ps_p2p_send. */
 int ps_p2p_recv(ps_p2p *p2p, int peer, int lane, const ps_p2p_tag *tag, ps_tensor *t, ps_p2p_request **out);
-/* Waits for the header of the message that the next ps_p2p_recv on this lane will receive, if the caller does not
- * know its shape. */
+/* Waits for the header of the message that the next ps_p2p_recv on this lane will receive. For a caller that does
+ * not know the shape of the message's tensor. */
 int ps_p2p_next(ps_p2p *p2p, int peer, int lane, ps_p2p_header *out);
 
-/* Returns 1 if ps_p2p_wait would return at once, else 0. For a receive, 1 means soon: its bytes are arriving. For a
- * send from a device, 1 means that its bytes have been sent, so the wait orders nothing. */
+/* Returns 1 if ps_p2p_wait would return at once, else 0. For a receive, 1 can also mean that its bytes are arriving,
+ * so that a wait takes little time. For a send from a device, 1 means that its bytes have been sent, so the wait
+ * orders nothing. */
 int ps_p2p_test(ps_p2p_request *request);
 /* Waits until the bytes of a send have been sent, or those of a receive have arrived. Frees the request, even on
- * failure. *note, unless NULL, gets the values that were received, or sent, with the message. PS_EINVAL: another
- * message arrived; this error, and that of the other ranks (PS_EIO), have the ranks, the actions and both values.
- * PS_ETIME: nothing arrived within the group's time-out, or a rank is silent. PS_EIO: a rank died, failed or
- * aborted. PS_ESTATE: after such an error. */
+ * failure. If note is not NULL, *note gets the values that were received, or sent, with the message. PS_EINVAL:
+ * another message arrived; this error, and that of the other ranks (PS_EIO), name the ranks, the actions and both
+ * values. PS_ETIME: nothing arrived within the group's time-out, or a rank is silent. PS_EIO: a rank died, failed or
+ * aborted. PS_ESTATE: an earlier call returned such an error. */
 int ps_p2p_wait(ps_p2p_request *request, ps_p2p_note *note);
 
-/* Returns 0, or the error of a device's message that failed after it was waited for. */
+/* Returns the error of a message between devices that failed after the wait for it, or 0. */
 int ps_p2p_check(ps_p2p *p2p);
-/* Waits until all bytes received on devices have arrived, but not for other work of the device. Errors of
- * ps_p2p_wait. */
+/* Waits until all bytes that devices receive have arrived. Does not wait for other work of the devices. Returns the
+ * same errors as ps_p2p_wait. */
 int ps_p2p_settle(ps_p2p *p2p);
 
-/* Sets the action that this rank is running ("F of micro-batch 3, stage 1"), for verdicts, until the next call that
- * waits. Kind 'Y' is an iteration of the script's loop and belongs to no stage. NULL: this rank runs no action.
- * Other ranks are notified at once (ps_watch_tell), and again when this rank has to wait for a message. */
+/* Sets the action that this rank is running ("F of micro-batch 3, stage 1"), which verdicts name until the next call
+ * that waits. Kind 'Y' is an iteration of the script's loop and belongs to no stage. NULL: this rank runs no action.
+ * Notifies other ranks at once (ps_watch_tell). They are notified again when this rank has to wait for a message. */
 void ps_p2p_at(ps_p2p *p2p, const ps_p2p_tag *tag);
-/* Reports that this rank's step failed: the calls of all other ranks fail with this text. Returns at once and does
- * not change this thread's error. */
+/* Reports that this rank's step failed, so that the calls of all other ranks fail with this text. Returns at once
+ * and does not change this thread's error. */
 void ps_p2p_abort(ps_p2p *p2p, const char *text);
 int ps_p2p_rank(const ps_p2p *p2p);
 int ps_p2p_size(const ps_p2p *p2p);
