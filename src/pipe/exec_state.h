@@ -58,7 +58,7 @@ struct ps_pipe {
     ps_update_group *groups;        /* [last.n_groups] or NULL */
     int32_t groups_capacity;
     int32_t event;                  /* kind of the event that the caller is handling, or NONE */
-    bool told;                      /* the due action has already been returned as an event */
+    bool told;                      /* the caller has handled the event of the due action */
     bool stopped;                   /* the walk of the due action stopped at a segment */
     bool broken;                    /* the step failed */
     double seconds;                 /* seconds that the executor's own actions took since the last event */
