@@ -22,7 +22,8 @@ static const char *const op_names[OP_COUNT] = {
 };
 
 enum { SUM_BLOCK = 1024, SMALL_OTHERS = 16 };
-/* Bytes of the memory for addends. Pieces on a device are larger, because the host must begin each piece. */
+/* Bytes of the memory for addends, by place. Devices get more, because their pieces should be large: the host has to
+ * begin each piece. */
 static const int64_t stage_nbytes[PLACES] = { 8 << 20, 64 << 20 };
 
 const char *group_op_name(int op) { return op_names[op]; }
@@ -37,8 +38,8 @@ const char *group_call_name(const ps_group *g, int op, char text[GROUP_CALL_NBYT
 
 /* -- groups -------------------------------------------------------------------------------------------------------- */
 
-/* Returns whether to send the bytes of every rank to every other rank. With many ranks this soon costs more than
- * sending shards. */
+/* Returns whether calls may send all bytes of every rank to every other rank. With many ranks this soon costs more
+ * than sending shards. */
 static bool has_small(const ps_comm *comm)
 {
     return comm->size > 1 && comm->size <= 1 + SMALL_OTHERS;
@@ -65,7 +66,7 @@ void group_free(ps_group *g)
 {
     bool two = has_wire(g);
     for (int at = 0; at < PLACES; at++) stage_free(&g->at[at]);
-    g->comm->table->close(g->comm);        /* first, because it notifies the other ranks that this rank has left */
+    g->comm->table->close(g->comm);        /* closed first, to notify the other ranks that this rank has left */
     if (two) g->at[ON_DEVICE].comm->table->close(g->at[ON_DEVICE].comm);
     ps_free(g->pair_seq);
     ps_free(g->heard);
@@ -155,7 +156,7 @@ static const char *difference(const header *a, const header *b)
            : a->check != b->check ? "gradients of other parameters" : NULL;
 }
 
-/* Raises the error of two ranks of a group whose headers differ. */
+/* Raises the error for two ranks of a group whose headers differ. */
 static int differ(const ps_group *g, int r_a, const header *a, int r_b, const header *b, const char *what)
 {
     int rank_a = group_world(g, r_a), rank_b = group_world(g, r_b);
@@ -177,7 +178,7 @@ static int exchange_headers(ps_group *g)
     return g->comm->table->finish(g->comm, PS_COMM_HEADER);
 }
 
-/* Sets the buffers of an exchange of this rank's header with the headers of all ranks or, if peer >= 0, of one rank. */
+/* Sets g->send and g->recv for an exchange of headers: with all ranks, or only with rank `peer` if peer >= 0. */
 static void parts_of_headers(ps_group *g, header *mine, int peer)
 {
     group_clear_parts(g);
@@ -188,10 +189,10 @@ static void parts_of_headers(ps_group *g, header *mine, int peer)
     }
 }
 
-/* Returns rc and its error after all ranks have compared their headers. If a call cannot be performed, all ranks
- * find that out from the same headers. A rank whose script then ends with this error notifies all others; a rank
- * that received the notice before it had compared the headers would raise the notice instead of its own error. A
- * failed wait changes nothing. */
+/* Returns rc and its error, but only after all ranks have compared their headers. If a call cannot be performed,
+ * every rank finds this out from the same headers. If this rank's script ended with the error at once, it would
+ * notify the other ranks, and a rank that had not compared the headers yet would raise this notice instead of its
+ * own error. A failed wait changes nothing. */
 static int leave_together(ps_group *g, header *mine, int peer, int rc)
 {
     ps_error_kept error;
@@ -211,7 +212,8 @@ bool group_goes_small(const ps_group *g, int op, place at, int64_t nbytes)
     return (op == OP_ALL_REDUCE || op == OP_ALL_GATHER) && group_is_small(g, at, nbytes);
 }
 
-/* Begins to exchange small bytes with all ranks, or only with those whose headers say that they send small bytes. */
+/* Begins to exchange small bytes: with all ranks if `all` is set, else only with those whose headers announce small
+ * bytes. */
 static int small_begin(ps_group *g, bool all)
 {
     int rank = g->comm->rank;
@@ -224,8 +226,9 @@ static int small_begin(ps_group *g, bool all)
     return g->comm->table->begin(g->comm, PS_COMM_DATA, g->send, g->recv);
 }
 
-/* Ends that exchange. If this rank's call has no small bytes, it still receives those of other ranks and sends the
- * same number. Calls that differ do not end the group, so no message may be left over. */
+/* Ends the exchange of small bytes. If this rank's call has none, first exchanges bytes with the ranks that have
+ * some. Otherwise their messages would be left over and reach the next call, because calls that differ do not end
+ * the group. */
 static int small_end(ps_group *g, const header *mine)
 {
     bool any = mine->small;
@@ -235,7 +238,7 @@ static int small_end(ps_group *g, const header *mine)
     return g->comm->table->finish(g->comm, PS_COMM_DATA);
 }
 
-/* Reports a failure of the transport in the second section of a call, which moves the data. */
+/* Prefixes the error of a transport failure in a call's second section with the call and the rank. */
 static int not_agreed(const ps_group *g, const header *mine, const char *where, int rc)
 {
     char call[GROUP_CALL_NBYTES];
@@ -244,8 +247,8 @@ static int not_agreed(const ps_group *g, const header *mine, const char *where, 
     return rc;
 }
 
-/* Checks whether any rank is in a call of two ranks, or has made a different number of calls. If so, messages would
- * not match any more, so the connections are closed. */
+/* Closes the connections if any rank is in a call of two ranks, or has made a different number of calls. Later
+ * messages of the ranks would not match. */
 static int check_together(ps_group *g, const header *mine)
 {
     for (int r = 0; r < g->comm->size; r++) {
@@ -277,7 +280,8 @@ static int check_same(const ps_group *g)
     return 0;
 }
 
-/* Performs the second section of a call while a plan is open. *over: a rank's call is the planned one. */
+/* Performs the second section of a call while a plan is open. Sets *over if this completes the section, that is, if
+ * any rank's call is the planned one. */
 static int agree_planned(ps_group *g, header *mine, bool *over)
 {
     int planned = 0, rc = group_plan_exchange(g, mine, -1, &planned);
@@ -380,8 +384,8 @@ int group_move_begin(ps_group *g, place at, int lane)
     return comm->table->begin(comm, lane, g->send, g->recv);
 }
 
-/* Ends a move: later operations of the group find the bytes there. On a device the order of its work ensures that,
- * and no thread waits. */
+/* Ends a move, so that later operations of the group find its bytes. On a device no thread waits, because the order
+ * of the device's work ensures this. */
 int group_move_end(ps_group *g, place at, int lane)
 {
     ps_comm *comm = g->at[at].comm;
@@ -479,7 +483,7 @@ static void sum_integers(int dtype, int size, char *const *at, int64_t first, in
     }
 }
 
-/* True if `a` stays instead of `b`, which is from a later rank. The first NaN stays. */
+/* Returns true if `a` is kept instead of `b`, which is from a later rank. Of several NaNs, the first is kept. */
 #define STAYS(a, b, max) ((a) != (a) || ((max) ? (a) >= (b) : (a) <= (b)))
 #define EXTREME(type, read) \
     for (int64_t i = first; i < first + n; i++) { \
@@ -492,7 +496,7 @@ static void sum_integers(int dtype, int size, char *const *at, int64_t first, in
     }
 #define ITSELF(x) (x)
 
-/* Computes the maximum or minimum over all ranks, with the bits of one of the ranks. */
+/* Computes the maximum or minimum over all ranks. The result is always the exact value of one rank, bit for bit. */
 static void extreme(bool max, int dtype, int size, char *const *at, int64_t first, int64_t n, char *to)
 {
     switch (dtype) {
@@ -506,8 +510,8 @@ static void extreme(bool max, int dtype, int size, char *const *at, int64_t firs
     }
 }
 
-/* Computes elements first .. first + n - 1 of the sum of the ranks' addends at[0 .. size - 1]; n <= SUM_BLOCK. `to`
- * can be one of the addends. */
+/* Computes elements first .. first + n - 1 of the sum of the ranks' addends at[0 .. size - 1], where n <= SUM_BLOCK.
+ * `to` may be one of the addends. */
 static void sum_block(int dtype, int size, char *const *at, int64_t first, int64_t n, char *to)
 {
     float sum[SUM_BLOCK], next[SUM_BLOCK];
@@ -546,7 +550,7 @@ void group_sum_small(ps_group *g, int reduce, int dtype, int64_t nbytes, char *o
     sum_ranks(reduce, dtype, g->comm->size, g->addends, nbytes / ps_dtype_bytes(dtype), out);
 }
 
-/* The memory has room for two pieces from every other rank: one piece arrives while the other is added. */
+/* Makes the memory large enough for two pieces from every other rank: one piece arrives while the other is added. */
 int group_prepare_sum(ps_group *g, place at, int reduce, int dtype, int64_t part_nbytes, int64_t *piece_nbytes)
 {
     static const char *const names[] = { "sums", "max", "min" };
@@ -568,7 +572,7 @@ int group_prepare_sum(ps_group *g, place at, int reduce, int dtype, int64_t part
     if (*piece_nbytes > most) *piece_nbytes = most;
     int64_t want = 2 * *piece_nbytes * others;
     if (want <= t->stage_nbytes) return 0;
-    if (t->staging) PS_TRY(group_settle(g, at));             /* sums under way use the memory */
+    if (t->staging) PS_TRY(group_settle(g, at));             /* waits for the sums that use the old memory */
     stage_free(t);
     if (t->comm->table->memory) {
         void *memory = NULL;
@@ -599,7 +603,7 @@ void group_count_parts(ps_group *g, const ps_comm_part *parts, bool reduces, boo
     }
 }
 
-/* A sum that is under way: shards are sent to their ranks in pieces. */
+/* A reduction under way, which sends each shard to its rank in pieces. */
 typedef struct reduction {
     place at;
     const ps_comm_part *parts;
@@ -615,7 +619,7 @@ static ps_comm_part piece_of(const reduction *d, int r, int64_t k)
 
 static int lane_of(int64_t k) { return k & 1 ? PS_COMM_DATA_2 : PS_COMM_DATA; }
 
-/* Returns the address of rank r's addend of piece k on this rank. */
+/* Returns the address, on this rank, of rank r's addend to piece k of this rank's shard. */
 static char *addend(const ps_group *g, const reduction *d, int64_t k, int r)
 {
     int rank = g->comm->rank, others = g->comm->size - 1;
@@ -650,7 +654,8 @@ int group_reduce(ps_group *g, place at, int reduce, int dtype, const ps_comm_par
     int rank = g->comm->rank, size = g->comm->size;
     reduction d = { at, parts, piece_nbytes };
     int64_t n = 0;
-    for (int r = 0; r < size; r++) {                      /* all ranks count the same pieces, although some are empty */
+    for (int r = 0; r < size; r++) {                      /* all ranks use the largest number of pieces, so some are
+                                                           * empty */
         int64_t pieces = parts[r].nbytes == 0 ? 0 : (parts[r].nbytes + piece_nbytes - 1) / piece_nbytes;
         if (pieces > n) n = pieces;
     }

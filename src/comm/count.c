@@ -11,11 +11,11 @@
 #include "base/record.h"
 #include "comm/group.h"
 
-static _Atomic uint32_t counted;           /* bit set of calls, 0 if no sums are kept */
+static _Atomic uint32_t counted;           /* bit set of the calls that are counted, or 0 */
 static atomic_bool prints;
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;      /* guards all following fields */
-static ps_calls_total *sums;               /* the sums in the order of first calls */
-static int32_t *places;                    /* [wide] by hash: 1 + index of a sum, or 0; wide is a power of two */
+static ps_calls_total *sums;               /* one sum for each kind of call, in the order of first calls */
+static int32_t *places;                    /* [wide] hash table: 1 + index of a sum, or 0; wide is a power of two */
 static int64_t n_sums, room, wide;
 
 _Static_assert(sizeof ((ps_calls_total *)0)->axis == PS_AXIS_NBYTES && OP_COUNT <= 32, "sums of calls");
@@ -64,7 +64,7 @@ static int64_t place_of(const ps_calls_total *key)
     return at;
 }
 
-/* Makes room for one more sum, so that at most half of the entries are used. Returns false if there is no memory. */
+/* Makes room for one more sum, keeping at least half of the hash table empty. Returns false if there is no memory. */
 static bool make_room(void)
 {
     if (!ps_try_grow(sums, room, n_sums + 1)) return false;
@@ -79,7 +79,7 @@ static bool make_room(void)
     return true;
 }
 
-/* Adds a call to its sum, or omits it if there is no memory: a table of times must not end a run. */
+/* Adds a call to its sum. If there is no memory, omits the call, because missing statistics must not end a run. */
 static void add(const ps_calls_total *one)
 {
     pthread_mutex_lock(&lock);
@@ -124,7 +124,7 @@ void group_call_end(const ps_group *g, const group_call *call)
     ps_record_put((ps_record_event){ .kind = PS_REC_COLLECTIVE, .name = (uint16_t)call->op, .begin_ns = call->began_ns,
                                      .end_ns = end, .id = g->number, .bytes = call->nbytes,
                                      .on = (uint16_t)g->comm->size });
-    bool alone = g->comm->size == 1;                          /* no bytes are sent */
+    bool alone = g->comm->size == 1;                          /* a single rank sends no bytes */
     if (alone || !counts() || !(atomic_load(&counted) >> call->op & 1)) return;
     ps_calls_total one = { .name = call->op, .group = g->number, .ranks = g->comm->size, .nbytes = call->nbytes,
                            .calls = 1, .ns = end - call->began_ns };

@@ -17,19 +17,20 @@ enum { TEXT = 900 };
 struct ps_job {
     ps_job *next;
     place at;
-    int op, dtype, stripe, failed, rc, mark, point;        /* point: after the job's bytes, or -1 if the job failed */
+    int op, dtype, stripe, failed, rc, mark, point;        /* point: position after the job's bytes, or -1 if the job
+                                                            * failed */
     uint64_t check;
     bool done;
-    ps_comm_part *parts;                   /* [size] entries, stored after the struct */
+    ps_comm_part *parts;                   /* [size] stored after the struct */
     char text[TEXT];                       /* the message of the job's failure */
-    ps_error_detail detail;                /* ranks and stripes in the failure's message */
+    ps_error_detail detail;                /* ranks and stripes that the failure's message names */
 };
 
 struct ps_jobs {
     pthread_t thread;
     pthread_mutex_t lock;
     pthread_cond_t more, fewer;
-    ps_job *first, *last, *spare;          /* first: the job that runs, or runs next. spare: jobs that can be reused. */
+    ps_job *first, *last, *spare;          /* first: the job that runs, or that runs next. spare: jobs to reuse. */
     bool closing;
 };
 
@@ -38,7 +39,7 @@ static int carry_out(ps_group *g, ps_job *job)
     header mine = { .seq = g->seq++, .op = job->op, .dtype = job->dtype, .root = job->stripe, .failed = job->failed,
                     .check = job->check, .place = job->at };
     int64_t piece = 0, largest = 0;
-    if (g->comm->pretends) {                               /* the other ranks are simulated and have no bytes */
+    if (g->comm->pretends) {                               /* simulated ranks have no bytes to move */
         group_count_parts(g, job->parts, job->op != OP_CHUNK_GATHER, job->op != OP_CHUNK_REDUCE);
         return 0;
     }

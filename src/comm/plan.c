@@ -31,7 +31,7 @@ void group_plan_prepare(ps_group *g, const ps_rank_calls *calls)
         if (calls->list[i].group != g->number) continue;
         if (!ps_try_grow(to->list, to->capacity, n + 1)) return;
         to->list[n] = calls->list[i];
-        to->list[n++].group = 0;           /* ranks can have different indices for the group */
+        to->list[n++].group = 0;           /* cleared, because each rank may number the group differently */
     }
     to->n = n;
 }
