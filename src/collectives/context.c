@@ -10,8 +10,8 @@ static void enroll(ps_ctx *ctx, ps_group *g)
     for (int i = 0; i < PS_MAX_GROUPS && g->number < 0; i++) if (!ctx->ranks.groups[i]) g->number = i;
     if (g->number < 0) return;
     ctx->ranks.groups[g->number] = g;
-    ctx->refs++;                           /* the context outlives the group, and the group clears its entry in
-                                            * `groups` when it is closed */
+    ctx->refs++;                           /* keeps the context until the group is closed, because closing clears the
+                                            * group's entry in `groups` */
     g->ctx = ctx;
 }
 

@@ -9,11 +9,11 @@
 #include "collectives/collectives.h"
 #include "tensor/tensor.h"
 
-static atomic_int next_id = 1;             /* last id in this process; the group of all ranks has 0 */
+static atomic_int next_id = 1;             /* next id in this process; the group of all ranks has id 0 */
 
-/* Description of the group that a rank of the parent wants to make, as sent to the other ranks. */
+/* The request of a rank of the parent: describes the group that the rank wants to make. */
 typedef struct wish {
-    int32_t id, n;                         /* id: smallest id that is free on this rank. n: number of ranks in the
+    int32_t id, n;                         /* id: smallest id that this rank has not used. n: number of ranks in the
                                             * group. */
     char axis[PS_AXIS_NBYTES];
     int32_t ranks[];                       /* [size of the parent], of which n are used */
@@ -52,7 +52,7 @@ static int check(const ps_group *parent, int n, const int32_t *ranks, const char
     return ps_fail(PS_EINVAL, "group %s: rank %d passed a list without itself", axis, parent->comm->rank);
 }
 
-/* Checks that all ranks want matching groups. Each rank finds the same first difference. */
+/* Checks that the groups that the ranks request match. Each rank finds the same first difference. */
 static int compare(const ps_group *parent, const char *all)
 {
     for (int r = 0; r < parent->comm->size; r++) {
@@ -71,8 +71,7 @@ static int compare(const ps_group *parent, const char *all)
     return 0;
 }
 
-/* Sends this rank's request to all ranks and receives theirs. all: [size of the parent] requests of wish_nbytes
- * each. */
+/* Exchanges requests with all ranks of the parent. all: [size of the parent] requests of wish_nbytes each. */
 static int tell(ps_group *parent, const wish *mine, char *all, int rc)
 {
     int64_t nbytes = (int64_t)wish_nbytes(parent);
@@ -84,7 +83,7 @@ static int tell(ps_group *parent, const wish *mine, char *all, int rc)
     return rc;
 }
 
-/* Chooses the id of the new groups: no group on any rank of the parent has this id or a higher one. */
+/* Returns an id for the new groups: the smallest one that no rank of the parent has used. */
 static int agree_id(const ps_group *parent, const char *all)
 {
     int id = 0;
@@ -115,9 +114,9 @@ int ps_group_split(ps_group *parent, int n, const int32_t *ranks, const char *ax
         memcpy(mine->ranks, ranks, (size_t)n * sizeof *ranks);
     }
     rc = tell(parent, mine, all, rc);
-    if (rc == 0 && !parent->comm->pretends) rc = compare(parent, all);   /* simulated ranks do not make this call and
-                                                                          * want no group */
-    if (rc < 0) {                          /* the error must be the same on all ranks */
+    if (rc == 0 && !parent->comm->pretends) rc = compare(parent, all);   /* simulated ranks send no requests to
+                                                                          * compare */
+    if (rc < 0) {                          /* all ranks must raise the same error */
         ps_free(all);
         return rc;
     }
@@ -125,8 +124,8 @@ int ps_group_split(ps_group *parent, int n, const int32_t *ranks, const char *ax
     ps_free(all);
     rc = parent->comm->table->cut(parent->comm, n, ranks, axis, id, &comm);
     if (rc == 0) rc = group_new(parent->ctx, comm, &g);
-    rc = group_agree_bytes(parent, OP_SPLIT, ON_HOST, 0, 0, 0, rc);     /* finds out whether all ranks have made
-                                                                         * their groups */
+    rc = group_agree_bytes(parent, OP_SPLIT, ON_HOST, 0, 0, 0, rc);     /* checks that all ranks have made their
+                                                                         * groups */
     if (rc < 0) {
         ps_group_close(g);
         return rc;
