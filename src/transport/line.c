@@ -25,11 +25,11 @@ struct ps_line {
     bool closing, stopped, failed, rests;
     ps_error_kept why;
     ps_line_message *first, *last;         /* not begun */
-    int64_t allowed, begun, over;          /* message counts; over: messages that are known to have ended */
-    char at[PS_LINE_NAME];                 /* name of the first message after `over` */
+    int64_t allowed, begun, over;          /* message counts; over: messages that the thread knows to have ended */
+    char at[PS_LINE_NAME];                 /* name of the oldest message that has not ended */
 };
 
-/* Returns the reason why the thread must stop, or 0. */
+/* Returns the error that the thread must stop with, or 0. */
 static int given_up(ps_line *l)
 {
     PS_TRY(ps_watch_verdict(l->o.host->watch));
@@ -46,7 +46,7 @@ static void nap(int64_t turn)
     nanosleep(&t, NULL);
 }
 
-/* Raises the error that a connection has failed: both ranks began a message long ago. */
+/* Raises the error for a failed connection: both ranks began long ago, but nothing has arrived. */
 static int late(const ps_line *l, const char *what)
 {
     return ps_fail(PS_EIO, "%s over %s took longer than %g s (init_distributed's timeout sets the seconds)", what,
@@ -65,7 +65,7 @@ static int until_ready(ps_line *l, const char *what)
     }
 }
 
-/* Connects. The sender is rank 0 of the two, and the receiver is rank 1. */
+/* Connects the two devices. On the wire, the sender is rank 0 and the receiver is rank 1. */
 static int connect_wire(ps_line *l)
 {
     PS_TRY(l->table->open(l->o.be, l->id, l->out ? 0 : 1, 2, &l->wire));
@@ -84,13 +84,13 @@ static int begin(ps_line *l, ps_line_message *m)
     return l->table->event_end(l->wire, m->end);
 }
 
-/* Sets the position of the line to the next message to begin, if no message is under way. The lock is held. */
+/* If no message is under way, sets the name in `at` to that of `next`, the next message to begin. The lock is held. */
 static void come_to(ps_line *l, const ps_line_message *next)
 {
     if (next && l->over == l->begun) memcpy(l->at, next->name, sizeof l->at);
 }
 
-/* Begins the first message. The lock is held before and after. */
+/* Begins the first message of the queue. The lock is held before and after. */
 static int begin_first(ps_line *l)
 {
     ps_line_message *m = l->first;
@@ -101,12 +101,13 @@ static int begin_first(ps_line *l)
     if (rc < 0) return rc;
     l->first = m->next;
     l->begun++;
-    m->begun = true;                       /* the message's owner may reuse it */
+    m->begun = true;                       /* from now on the owner may reuse the message */
     pthread_cond_broadcast(l->o.news);
     return 0;
 }
 
-/* Checks whether the last message, and therefore every message, has ended. The lock is held before and after. */
+/* Checks whether the last message that was begun has ended. If it has, all earlier ones have ended, too. The lock is
+ * held before and after. */
 static int look(ps_line *l, double until, int64_t turn)
 {
     int64_t begun = l->begun;
@@ -122,7 +123,7 @@ static int look(ps_line *l, double until, int64_t turn)
     return 0;
 }
 
-/* Does all work of the line until a failure. The lock is held before and after. */
+/* Runs the line until it fails or is closed. The lock is held before and after. */
 static int carry(ps_line *l)
 {
     int64_t turn = 0;
@@ -144,7 +145,7 @@ static int carry(ps_line *l)
     return 0;
 }
 
-/* Passes the failure to the owner before the device continues. */
+/* Makes the line fail. Tells the owner the error before the device continues. */
 static void fail(ps_line *l, int rc)
 {
     bool mine;
@@ -153,7 +154,7 @@ static void fail(ps_line *l, int rc)
     pthread_mutex_unlock(l->o.lock);
     if (mine) l->o.blame(l->o.arg, l->peer, rc);
     pthread_mutex_lock(l->o.lock);
-    come_to(l, l->first);                  /* the connection may have failed before the first message began */
+    come_to(l, l->first);                  /* `at` is not set if the line failed before its first message began */
     ps_error_keep(&l->why);
     l->failed = true;
     pthread_cond_broadcast(l->o.news);

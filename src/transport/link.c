@@ -19,10 +19,10 @@ struct ps_link {
     ps_link_send send;
     double rate;                           /* bytes per second */
     pthread_t thread;
-    pthread_mutex_t lock;                  /* guards the following fields; held while a message is sent */
+    pthread_mutex_t lock;                  /* guards the fields below; held while a message is sent */
     pthread_cond_t more;
     bool closing;
-    double free;                           /* time when the last message has passed */
+    double free;                           /* time at which the last queued message will have passed */
     waiting *queue;                        /* [n] messages in the order of `due` */
     int32_t n, capacity;
 };

@@ -11,14 +11,16 @@ extern "C" {
 #endif
 
 typedef struct ps_link ps_link;
-/* Sends a message that has passed the link. Called by the link's thread; it must not wait for the user of the link. */
+/* Sends a message that has passed the link. The link's thread calls it, so it must not wait for any caller of the
+ * link. */
 typedef void (*ps_link_send)(void *message, int peer, uint64_t slot);
 
-/* *out is NULL if PS_SIM_LINK is not set. PS_EINVAL: PS_SIM_LINK is not a number of bytes. PS_ENOMEM. */
+/* Opens the link that PS_SIM_LINK describes. If PS_SIM_LINK is not set, *out is NULL. PS_EINVAL: PS_SIM_LINK is not
+ * a number of bytes. PS_ENOMEM. */
 int ps_link_open(ps_link_send send, ps_link **out);
-/* Queues a message after the other messages of the link. PS_ENOMEM: the message will not be sent. */
+/* Queues a message behind the other messages of the link. PS_ENOMEM: the message was not queued. */
 int ps_link_put(ps_link *link, void *message, int peer, uint64_t slot, int64_t nbytes);
-/* Drops a message that has not passed the link yet, so that it is not sent. Does nothing if `link` is NULL. */
+/* Drops a message that has not passed the link yet, so that it is never sent. Does nothing if `link` is NULL. */
 void ps_link_drop(ps_link *link, const void *message);
 void ps_link_close(ps_link *link);         /* does nothing for NULL */
 

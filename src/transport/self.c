@@ -30,7 +30,7 @@ int ps_comm_self(ps_comm **out)
     return 0;
 }
 
-/* Does nothing: every simulated rank makes the calls of this rank, and collective.c supplies their bytes. */
+/* Does nothing. Every simulated rank is assumed to make this rank's calls, and collective.c supplies its bytes. */
 static int pretend_begin(ps_comm *comm, int lane, const ps_comm_part *send, const ps_comm_part *recv)
 {
     for (int r = 0; r < comm->size; r++)
@@ -55,7 +55,7 @@ static int pretend_cut(ps_comm *comm, int n, const int32_t *ranks, const char *a
 static const ps_comm_table pretend_table = { .name = "nobody", .begin = pretend_begin, .finish = self_finish,
                                             .hang_up = self_hang_up, .close = self_close, .cut = pretend_cut };
 
-/* Makes a simulated communicator. The world ranks of a subgroup's ranks are stored after the struct. */
+/* Makes a simulated communicator. For a subgroup, the world ranks of its ranks are stored after the struct. */
 static int pretend_new(int rank, int size, ps_comm **out)
 {
     size_t nbytes = sizeof(ps_comm) + (size_t)size * sizeof(int32_t);

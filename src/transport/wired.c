@@ -24,12 +24,12 @@
 #include "base/thread.h"
 #include "rendezvous/watch.h"
 
-enum { TURNS_AT_ONCE = 200 };              /* number of polls without a pause, because a small exchange takes tens of
-                                            * microseconds */
-enum { CALLS = 64 };                 /* most points under way, each for one call; further calls share the last point */
+enum { TURNS_AT_ONCE = 200 };              /* number of polls without a pause; a small exchange ends within them,
+                                            * after tens of microseconds */
+enum { CALLS = 64 };                 /* most points under way; each is for one call, but further calls share the last */
 enum { CALL_TEXT = 40, CALM_S = 5 };
 
-/* A call whose bytes are in flight, or the first of `n` such calls whose end is marked by the same event. */
+/* A call whose bytes are in flight. Several calls can share one end; this is then the first of `n` such calls. */
 typedef struct underway {
     ps_wire_event *end;
     uint64_t call;
@@ -38,7 +38,7 @@ typedef struct underway {
 } underway;
 
 typedef struct wired {
-    ps_comm comm;                          /* must be first, because the table's functions get its address */
+    ps_comm comm;                          /* must be first, because the functions of the table get its address */
     ps_comm *host;
     ps_backend *be;
     const ps_wire_table *table;
@@ -47,7 +47,7 @@ typedef struct wired {
     pthread_cond_t more;
     pthread_t thread;
     bool looks, closing;                   /* looks: the thread is running */
-    underway calls[CALLS + 1];             /* ring buffer of points, followed by one point that is used at once */
+    underway calls[CALLS + 1];             /* ring buffer of points, and one more point for immediate use */
     int first, n;
     bool hung_up;
     struct wired *next;                    /* in `all` */
@@ -55,13 +55,13 @@ typedef struct wired {
 
 static pthread_mutex_t all_lock = PTHREAD_MUTEX_INITIALIZER;
 static wired *all;                         /* list of this process's communicators */
-static pthread_mutex_t telling = PTHREAD_MUTEX_INITIALIZER;   /* used for the errors of lost bytes, and to find which
-                                                               * thread already has the error */
+static pthread_mutex_t telling = PTHREAD_MUTEX_INITIALIZER;   /* guards errors of lost bytes, and the choice of the
+                                                               * thread that reports the failure */
 
 static wired *self(ps_comm *comm) { return (wired *)comm; }
 
-/* The result of a call of the wire. If everything under way was abandoned, the result is GONE without a call. The
- * lock is held only during this call; the only long operation under the lock is the end of the wire. */
+/* Performs a call of the wire while holding the lock, and returns its result. If everything under way was abandoned,
+ * returns GONE without the call. Of these calls, only the end of the wire takes long. */
 enum { GONE = INT_MIN };
 #define ON_WIRE(w, call) (pthread_mutex_lock(&(w)->lock), unlocked((w), (w)->hung_up ? GONE : (call)))
 static int unlocked(wired *w, int rc)
@@ -83,8 +83,8 @@ static void rest(int64_t turn)
 }
 
 /* -- calls under way ----------------------------------------------------------------------------------------------- */
-/* Drops calls that have ended, and returns the oldest call under way, or NULL. The device's library reports an end
- * late, so `sure` makes this function ask more than once. The lock is held. */
+/* Drops calls that have ended, and returns the oldest call under way, or NULL. Asks the device's library several
+ * times if `sure` is set, because the library reports an end late. The lock is held. */
 static underway *oldest(wired *w, bool sure)
 {
     while (w->n > 0) {
@@ -98,7 +98,7 @@ static underway *oldest(wired *w, bool sure)
     return NULL;
 }
 
-/* Returns 0 or the error of the wire. The lock is held. */
+/* Returns the error of the wire, or 0. The lock is held. */
 static int sound(wired *w)
 {
     for (int lane = 0; lane < PS_WIRE_LANES; lane++) {
@@ -109,8 +109,8 @@ static int sound(wired *w)
 }
 
 /* -- failures ------------------------------------------------------------------------------------------------------ */
-/* Ends everything under way with this thread's error, rc. Bytes are lost only once in the life of the ranks'
- * connections, because one failure ends all their groups. */
+/* Ends everything under way with this thread's error, rc. Only the first failure is reported as a loss of bytes,
+ * because one failure ends all groups of these ranks' connections. */
 static void give_up(wired *w, int rc)
 {
     char why[1000];
@@ -126,8 +126,8 @@ static void give_up(wired *w, int rc)
     pthread_mutex_unlock(&w->lock);
 }
 
-/* Returns the call to which a failure belongs, the oldest call under way. Returns false if there is none; the
- * failure then belongs to the call that this rank is in. */
+/* Finds the call that a failure belongs to: the oldest call under way. Returns false if there is none; the failure
+ * then belongs to the call that this rank is in. */
 static bool failed_call(wired *w, underway *out)
 {
     pthread_mutex_lock(&w->lock);
@@ -137,9 +137,9 @@ static bool failed_call(wired *w, underway *out)
     return first != NULL;
 }
 
-/* Handles a failure of the wire with this thread's error. The watch first identifies the rank that caused it, then
- * this rank ends everything under way. The other ranks are notified only of a fault of this rank, and only through
- * the watch: the group's other thread may be in a call over the host's connections, and gets the verdict there. */
+/* Handles a failure of the wire with this thread's error. The watch first identifies the rank that caused it. Then
+ * this rank ends everything under way. It notifies the other ranks only of its own faults, and only through the
+ * watch: the group's other thread may be in a call over the host's connections, and gets the verdict there. */
 static int failed(wired *w, int rc)
 {
     ps_watch *watch = w->host->watch;
@@ -179,7 +179,7 @@ static int late(const wired *w, const char *what)
                    ps_comm_world(&w->comm, w->comm.rank), what, w->table->name, w->host->timeout_s);
 }
 
-/* Reports this thread's error to the script. Returns false if the script already has the ranks' failure. */
+/* Returns true if the script should get this thread's error, and false if it already has the ranks' failure. */
 static bool told(wired *w)
 {
     ps_error_kept error;
@@ -191,8 +191,8 @@ static bool told(wired *w)
     return first || lost;
 }
 
-/* Returns the error of an abandoned communicator. It reports the loss of bytes that no thread waited for, until the
- * script has the error. */
+/* Returns the error of an abandoned communicator. Until the script has been told, this is the loss of bytes that no
+ * thread waited for. */
 static int gone(wired *w)
 {
     int rc = w->table->lost(w->be, false);
@@ -201,7 +201,7 @@ static int gone(wired *w)
 
 static bool works(wired *w) { return ON_WIRE(w, 0) == 0; }
 
-/* Turns the result of ON_WIRE into the group's result: a failure of the wire is a failure of the group. */
+/* Turns the result of ON_WIRE into the group's result. If the wire failed, makes the group fail. */
 static int result(wired *w, int rc) { return rc == GONE ? gone(w) : rc < 0 ? failed(w, rc) : rc; }
 
 /* -- the thread ---------------------------------------------------------------------------------------------------- */
@@ -214,7 +214,7 @@ static void say_why(wired *w, int rc)
     pthread_mutex_lock(&w->lock);
 }
 
-/* Watches the calls, oldest first, until they have ended. */
+/* The communicator's thread: watches the calls, oldest first, until they have ended. */
 static void *look(void *arg)
 {
     wired *w = arg;
@@ -246,7 +246,7 @@ static void *look(void *arg)
     return NULL;
 }
 
-/* Makes the points and the thread. */
+/* Makes the events of all points, and starts the thread. */
 static int prepare(wired *w)
 {
     for (int i = 0; i <= CALLS; i++) PS_TRY(w->table->event_new(w->be, &w->calls[i].end));
@@ -273,7 +273,8 @@ static int wait_until(wired *w, int lane, const char *what)
     }
 }
 
-/* Waits for the calls that were handed over. The communicator's thread ensures that each of them ends in time. */
+/* Waits for the calls that were handed over. The wait ends, because the communicator's thread fails calls that take
+ * too long. */
 static int wait_for_calls(wired *w)
 {
     for (int64_t turn = 0;; turn++) {
@@ -312,7 +313,7 @@ static int follow(ps_comm *comm, int lane)
     return result(w, ON_WIRE(w, w->table->follow(w->wire, lane - PS_COMM_DATA)));
 }
 
-/* Waits for exchanges first: a sum after a failed exchange would never end. */
+/* Waits for the exchanges, and then for everything else, because a sum after a failed exchange would never end. */
 static int wait_for_all(wired *w)
 {
     for (int lane = 0; lane < PS_WIRE_LANES; lane++) PS_TRY(wait_until(w, lane, "an exchange"));
@@ -329,8 +330,8 @@ static int settle(ps_comm *comm)
     return rc;
 }
 
-/* Records a call and returns its point. If CALLS points are under way, the last one also stands for this call. A
- * world of one rank has nothing to watch. The lock is held. */
+/* Records a call and returns its point. If CALLS points are under way, the call shares the last of them. In a world
+ * of one rank there is nothing to watch. The lock is held. */
 static int note(wired *w, const char *op, uint64_t call)
 {
     bool shares = w->n == CALLS;
@@ -363,7 +364,7 @@ static int catch_up(ps_comm *comm, int point)
     return unlocked(w, rc < 0 ? rc : w->table->event_follow(w->be, end));
 }
 
-/* Called for a call on which the ranks disagreed, which does not end the communicator. */
+/* Called when the ranks disagreed on a call. This does not end the communicator. */
 static void is_told(ps_comm *comm)
 {
     wired *w = self(comm);
@@ -390,7 +391,7 @@ static int memory(ps_comm *comm, int64_t nbytes, void **out)
 
 static void memory_free(ps_comm *comm, void *p) { self(comm)->table->memory_free(self(comm)->wire, p); }
 
-/* Closes the connections; the script gets this thread's error. */
+/* Closes the connections. The script gets this thread's error. */
 static void hang_up(ps_comm *comm)
 {
     wired *w = self(comm);
@@ -402,7 +403,7 @@ static void hang_up(ps_comm *comm)
     ps_error_again(&error);
 }
 
-/* Ends the calls under way. A device that waits for ranks that never arrive would block the host. */
+/* Ends the calls under way. Otherwise a device that waits for ranks that never arrive would block the host. */
 static void end_calls(wired *w)
 {
     double until = ps_now() + CALM_S;
