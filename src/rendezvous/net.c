@@ -18,7 +18,7 @@
 #include <unistd.h>
 
 static const double ONE_OF_MANY_S = 3;
-static _Atomic double linger_s = -1;       /* negative: use the default */
+static _Atomic double linger_s = -1;       /* set by ps_test_linger; negative means the default */
 
 void ps_test_linger(double seconds) { atomic_store(&linger_s, seconds); }
 
@@ -52,9 +52,9 @@ static bool is_localhost(const char *host)
     return n == own || (n > own + 1 && host[n - own - 1] == '.');
 }
 
-/* Calls getaddrinfo for stream sockets. Names of the loopback interface are not looked up: RFC 6761 requires that
- * their addresses are loopback addresses, even if no file or server of the system knows the names. flags: AI_PASSIVE
- * or 0. */
+/* Calls getaddrinfo for stream sockets. For names of the loopback interface, asks for loopback addresses directly,
+ * because RFC 6761 requires these addresses even if no file or server of the system knows the names. flags:
+ * AI_PASSIVE or 0. */
 static int look_up(const char *host, int port, int flags, struct addrinfo **list)
 {
     char service[16];
@@ -64,7 +64,7 @@ static int look_up(const char *host, int port, int flags, struct addrinfo **list
     return getaddrinfo(local ? NULL : host, service, &hints, list);
 }
 
-/* Tries one address once. Returns 0 if no process answers there now. */
+/* Tries once to connect to one address. Returns 0 if no process answers there now. */
 static int try_connect(const struct addrinfo *at, double until)
 {
     int fd = socket(at->ai_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0), error = 0, on = 1;
@@ -89,7 +89,8 @@ int ps_net_reach(const char *host, int port, double until)
     if (look_up(host, port, 0, &list) != 0) return 0;
     int fd = 0;
     for (a = list; a && !fd; a = a->ai_next) {
-        double most = ps_now() + ONE_OF_MANY_S;             /* if there are several addresses, some may be wrong */
+        double most = ps_now() + ONE_OF_MANY_S;             /* limit for one of several addresses; some may be
+                                                             * unreachable */
         fd = try_connect(a, a->ai_next && most < until ? most : until);
     }
     freeaddrinfo(list);
@@ -122,7 +123,7 @@ bool ps_net_is_loopback(const char *host)
 
 int ps_host_is_loopback(const char *host) { return host && ps_net_is_loopback(host); }
 
-/* Tries to listen at one address. Returns -1 with errno if it cannot. */
+/* Tries to listen at one address. On failure, returns -1 and sets errno. */
 static int try_listen(const struct addrinfo *at)
 {
     int fd = socket(at->ai_family, SOCK_STREAM | SOCK_CLOEXEC, 0), on = 1, off = 0;

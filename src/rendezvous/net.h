@@ -7,7 +7,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-/* Listens only at this address of this machine. "0.0.0.0" and "::" mean all addresses; port 0 means any free port. */
+/* Listens at one address of this machine. "0.0.0.0" and "::" mean all its addresses; port 0 means any free port. */
 int ps_net_listen(const char *host, int port, int *out_fd, int *out_port);
 bool ps_net_is_loopback(const char *host);                     /* returns true if no address of `host` can reach
                                                                 * another machine */
@@ -18,18 +18,18 @@ bool ps_net_knows(const char *host);                           /* returns true i
                                                                 * the name */
 bool ps_net_no_files(int why);                                 /* returns true if the errno `why` means that the
                                                                 * process cannot open more files */
-/* Waits until the socket is ready (POLLIN, POLLOUT). Returns 1 if it is, 0 if the time is over, and -1 if the socket
- * failed. */
+/* Waits until the socket is ready for `events` (POLLIN or POLLOUT). Returns 1 if it is ready, 0 if the time is over,
+ * and -1 if the socket failed. */
 int ps_net_ready(int fd, short events, double until);
 /* Sends or receives as many bytes as possible without waiting, and returns their number. Returns 0 if none can be
  * transferred yet, and -1 if the other end closed the connection or the socket failed. */
 int64_t ps_net_some(int fd, void *bytes, size_t nbytes, bool out);
-/* Sends or receives exactly nbytes. Returns 1, or 0 if the time is over, or -1 if the other end closed the
+/* Sends or receives exactly nbytes. Returns 1 on success, 0 if the time is over, and -1 if the other end closed the
  * connection or the socket failed. */
 int ps_net_transfer(int fd, void *bytes, size_t nbytes, bool out, double until);
-/* Returns the longest time in seconds that an end waits until its peers have received its last message: `usual`, or
- * the value from ps_test_linger. */
+/* Returns how many seconds an end waits, at most, for its peers to receive its last message: `usual`, or the value
+ * from ps_test_linger. */
 double ps_net_linger_s(double usual);
-/* Writes the numeric address of this end of the connection, or of the other end. */
+/* Writes a numeric address of the connection to `text`: the other end's if `peer` is set, else this end's. */
 int ps_net_address(int fd, bool peer, char *text, size_t room);
 #endif

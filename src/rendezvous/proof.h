@@ -23,16 +23,16 @@ enum { PS_RUN_NAME = 128, PS_PROOF_BYTES = 32, PS_PROOF_TEXT = 256 };
 /* Name and secret of a run. All bytes are zero if the run has neither. */
 typedef struct ps_run {
     char name[PS_RUN_NAME + 4];            /* name with a final 0, "" for none */
-    bool secret;                           /* the run has a secret; without a secret the key is all zeros */
+    bool secret;                           /* the run has a secret; otherwise the key is all zeros */
     uint8_t key[PS_PROOF_BYTES];
 } ps_run;
 
-/* Makes a run. name, secret: NULL or "" for none. PS_EINVAL: the name is longer than PS_RUN_NAME bytes. */
+/* Makes a run from its name and secret; NULL or "" means none. PS_EINVAL: the name is longer than PS_RUN_NAME bytes. */
 int ps_run_make(const char *name, const char *secret, ps_run *out);
-/* Copies `run` with a key that is derived from the key of `run` and from `salt`. */
+/* Copies `run` and replaces its key by one that is derived from the key and from `salt`. */
 void ps_run_derive(const ps_run *run, const char *salt, ps_run *out);
 void ps_run_token(char hex[2 * PS_PROOF_BYTES + 1]);        /* writes 256 random bits as text */
-/* Returns whether a and b are equal, in a time that does not depend on the bytes. */
+/* Returns whether a and b are equal. Takes the same time for all bytes, so that the time reveals nothing. */
 bool ps_proof_same(const uint8_t a[PS_PROOF_BYTES], const uint8_t b[PS_PROOF_BYTES]);
 /* Returns "run 'NAME'" or "a run without a name", in a form that is safe to print. */
 const char *ps_run_shown(const char *name, char out[PS_RUN_NAME + 32]);
@@ -50,19 +50,19 @@ enum { PS_PROOF_MAGIC = 0x31485350 };      /* "PSH1" */
 
 /* Performs a rank's side of the proof over a new connection. PS_EIO: the server closed the connection. PS_ETIME: the
  * server did not answer. PS_EFORMAT: the server uses another protocol. PS_ESTATE: the server belongs to another run,
- * or has another secret; the message says which. Messages begin with `what`. */
+ * or has another secret; the error says which of the two. All errors begin with `what`. */
 int ps_proof_ask(int fd, const ps_run *run, double until, const char *what);
 
-/* The server's state of one connection, initially all zeros. */
+/* The server's progress in the proof of one connection, initially all zeros. */
 typedef struct ps_proof {
     bool opened;                           /* OPEN was received and OFFER was sent */
-    uint32_t got;                          /* bytes of the present message that have been received */
+    uint32_t got;                          /* number of bytes of the present message received so far */
     ps_proof_hello open, offer;
     ps_proof_word word;
 } ps_proof;
 enum { PS_PROOF_HANG_UP = -1, PS_PROOF_MORE, PS_PROOF_DONE };
-/* Reads the bytes that have arrived and answers, without waiting. After HANG_UP, `why` has the reason if the client
- * used the protocol of ranks, and is "" for any other client. */
+/* Reads the bytes that have arrived, and answers if a message is complete. Does not wait. If it returns HANG_UP,
+ * `why` is the reason for a client that used the protocol of ranks, and "" for any other client. */
 int ps_proof_answer(ps_proof *p, int fd, const ps_run *run, char why[PS_PROOF_TEXT]);
 
 #ifdef __cplusplus

@@ -33,16 +33,16 @@ typedef struct entry {
 
 typedef struct client {
     struct client *next;
-    int fd, rank;                          /* rank is -1 for a stranger, which has not sent its rank */
+    int fd, rank;                          /* rank: -1 for a stranger, that is, until the client sends its rank */
     bool proved;                           /* the client has proved that it belongs to this run */
     ps_proof proof;
-    bool waits;                            /* waits for the key in `in`, or for all ranks */
-    bool done, told, gone;                 /* done: it sent BYE or FAULT. told: it got the fault. gone: it must be
-                                            * closed. */
-    double deadline;                       /* time (ps_now) at which its wait ends or, for a stranger, at which it
-                                            * is closed */
+    bool waits;                            /* the client waits for the key in `in`, or for all ranks */
+    bool done, told, gone;                 /* done: it sent BYE or FAULT. told: it was sent the fault. gone: its
+                                            * connection must be closed. */
+    double deadline;                       /* time (ps_now) at which its wait ends, or at which it is closed if it is
+                                            * a stranger */
     ps_store_request request;
-    uint32_t got;                          /* bytes of this request that have arrived */
+    uint32_t got;                          /* number of bytes of this request received so far */
     char *in;                              /* key, then value, of this request */
     char *out;                             /* answer that is being sent, or NULL */
     uint32_t out_nbytes, out_sent;
@@ -55,17 +55,16 @@ struct ps_store_server {
     pthread_t thread;
     client *clients;                       /* list of clients, newest first */
     int n_strangers;
-    char turned_away[300];                 /* describes, for messages, the last client that failed the proof; empty
-                                            * if there is none */
+    char turned_away[300];                 /* for errors: describes the last client that failed the proof, "" if
+                                            * there was none */
     entry *entries;
     int64_t total;
     struct pollfd *polls;
     int8_t *seen;                          /* [size] 1 if the rank has sent HELLO */
     atomic_int n_seen;
     atomic_int n_untold;                   /* number of connected ranks that have not received the fault */
-    atomic_bool faulty;                    /* there is a fault */
-    atomic_bool no_files;                  /* a client could not be accepted, because the process cannot open more
-                                            * files */
+    atomic_bool faulty;                    /* a fault has been set */
+    atomic_bool no_files;                  /* a client was not accepted, because the process cannot open more files */
     char fault[PS_STORE_TEXT];             /* the first fault, empty if there is none */
     int fault_code;
 };
@@ -115,7 +114,7 @@ static void answer_fault(const ps_store_server *s, client *c)
     answer_text(c, s->fault_code, s->fault);
 }
 
-/* Sets the first fault, which becomes the answer to all clients that wait and to all later requests. */
+/* Sets the first fault. It becomes the answer to all clients that wait, and to every later request. */
 static void set_fault(ps_store_server *s, int code, const char *text)
 {
     if (s->fault[0]) return;
@@ -134,9 +133,9 @@ static entry *find(const ps_store_server *s, const char *key, uint32_t nbytes)
     return NULL;
 }
 
-enum { MISSING_NAMED = 16, MISSING_TEXT = MISSING_NAMED * 12 + 32 };      /* size of the text of `missing` */
+enum { MISSING_NAMED = 16, MISSING_TEXT = MISSING_NAMED * 12 + 32 };      /* bytes of the text that `missing` writes */
 
-/* Lists the ranks that have not connected: the first 16, and the number of the others. text: [MISSING_TEXT]. */
+/* Lists the ranks that have not connected: names the first 16, and counts the others. text: [MISSING_TEXT]. */
 static void missing(const ps_store_server *s, char *text)
 {
     int n = 0;
@@ -246,7 +245,7 @@ static void serve(ps_store_server *s, client *c)
     else c->waits = true;
 }
 
-/* Allocates room for key, value and a final 0. */
+/* Allocates memory for the request's key and value, and for a final 0. */
 static bool next_body(client *c)
 {
     ps_free(c->in);
@@ -255,8 +254,8 @@ static bool next_body(client *c)
     return c->in != NULL;
 }
 
-/* Returns true if the client has proved that it belongs to this run. If false, it must be closed, or its proof is
- * not complete yet. */
+/* Continues the client's proof that it belongs to this run. Returns true if the proof is complete. Otherwise, `gone`
+ * is set if the client must be closed. */
 static bool is_ours(ps_store_server *s, client *c)
 {
     char why[PS_PROOF_TEXT], from[64];
@@ -270,7 +269,7 @@ static bool is_ours(ps_store_server *s, client *c)
     return c->proved;
 }
 
-/* Reads the bytes that have arrived, and serves each request when it is complete. */
+/* Reads the bytes that have arrived, and serves each complete request. */
 static void receive(ps_store_server *s, client *c)
 {
     char *head = (char *)&c->request;
@@ -300,8 +299,8 @@ static void receive(ps_store_server *s, client *c)
     }
 }
 
-/* Closes the oldest stranger that has proved nothing, or else the oldest stranger. Returns false if there is no
- * stranger. */
+/* Closes the oldest stranger that has proved nothing. If all have proved something, closes the oldest one. Returns
+ * false if there is no stranger. */
 static bool drop_stranger(ps_store_server *s)
 {
     client **oldest = NULL;
@@ -322,7 +321,7 @@ static void admit(ps_store_server *s)
         if (fd < 0 && ps_net_no_files(errno)) {
             atomic_store(&s->no_files, true);
             if (drop_stranger(s)) continue;
-            poll(NULL, 0, 10);             /* 10 ms, so that the loop does not use the whole processor */
+            poll(NULL, 0, 10);             /* waits 10 ms, so that the loop does not occupy the processor */
         }
         if (fd < 0) return;
         if (s->n_strangers == MAX_STRANGERS) drop_stranger(s);
@@ -404,9 +403,9 @@ static void *serve_all(void *arg)
             if (c->out) flush(c);
             if (!c->waits) receive(s, c);
             else if (news & (POLLERR | POLLHUP | POLLRDHUP)) c->gone = true;       /* a client that waits sends
-                                                                                    * nothing */
+                                                                                    * nothing to read */
         }
-        if (s->polls[1].revents) admit(s); /* after the loop, because it changes the list */
+        if (s->polls[1].revents) admit(s); /* comes last, because it changes the list */
         sweep(s);
     }
 }

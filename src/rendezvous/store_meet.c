@@ -22,7 +22,7 @@
 
 enum { LINE = 512 };
 
-/* Splits "host:port" or "[host]:port". Changes `text` in place. */
+/* Splits "host:port" or "[host]:port" into host and port. Writes zeros into `text`. */
 static int split(char *text, char **host, int *port, const char *whole)
 {
     char *colon = strrchr(text, ':'), *end = colon;
@@ -39,7 +39,7 @@ static int split(char *text, char **host, int *port, const char *whole)
     return 0;
 }
 
-/* Returns the first address of this machine that other machines can probably reach. */
+/* Writes the first address of this machine that is probably reachable from other machines. */
 static void own_address(char *text, size_t room)
 {
     struct ifaddrs *list = NULL;
@@ -63,11 +63,11 @@ typedef struct note {
     int port;
 } note;
 
-/* Writes the text into a file without a name, then names it `path`, so that a process that is killed in between
- * leaves no file behind. Returns false if the file system does not support this, for example NFS. */
+/* Writes the text into a file without a name, and then gives it the name `path`. If the process is killed before
+ * that, no file remains. Returns false if the file system does not support this, for example NFS. */
 static bool write_nameless(const char *path, const char *text, size_t nbytes)
 {
-    enum { TRIES = 100 };                  /* another process may write `path` at the same time */
+    enum { TRIES = 100 };                  /* tries again if another process makes `path` at the same time */
     char folder[PATH_MAX], own[64];
     const char *slash = strrchr(path, '/');
     int n = slash ? snprintf(folder, sizeof folder, "%.*s", (int)(slash - path + 1), path)
@@ -85,7 +85,8 @@ static bool write_nameless(const char *path, const char *text, size_t nbytes)
     return named;
 }
 
-/* Writes the whole file at once, by a rename if necessary. Only this user can ever read it. */
+/* Writes the file so that a reader finds all of it or none, by a rename if necessary. Only this user can ever read
+ * the file. */
 static int write_note(const char *path, const char *text, size_t nbytes)
 {
     if (write_nameless(path, text, nbytes)) return 0;
@@ -103,9 +104,9 @@ static int write_note(const char *path, const char *text, size_t nbytes)
     return ps_fail(PS_EIO, "rank 0 cannot write its address to %s: %s", path, strerror(why));
 }
 
-/* Returns NULL if the file is complete, else the reason why it is not. A secret counts only if the file belongs to
- * this user, because a user who can put another file there could pretend to be rank 0. (An NFS server may show
- * root's files as those of `nobody`.) */
+/* Returns NULL if the file is complete, else the reason why it is not. Ignores a secret in a file of another user,
+ * because a user who can put a file there could pretend to be rank 0. (An NFS server may show root's files as those
+ * of `nobody`.) */
 static const char *read_note(const char *path, note *n)
 {
     enum { NOBODY = 65534 };
@@ -177,8 +178,8 @@ static int find_by(const char *path, const ps_meeting *m, ps_run *run, ps_store 
 
 /* -- by an address ------------------------------------------------------------------------------------------------- */
 
-/* Raises the error of a rank 0 that cannot serve. The error also says if another run, or another rank 0 of this run,
- * serves there. */
+/* Raises the error for a rank 0 that cannot serve. If another run, or another rank 0 of this run, serves at the
+ * address, the error says so. */
 static int taken(const char *host, int port, const ps_run *run, int rc)
 {
     char why[PS_STORE_TEXT], name[PS_RUN_NAME + 32];

@@ -8,8 +8,8 @@
 enum { PS_STORE_MAGIC = 0x31565350 };                  /* "PSV1" */
 enum { PS_STORE_HELLO, PS_STORE_SET, PS_STORE_GET, PS_STORE_FAULT, PS_STORE_BYE, PS_STORE_ALL };
 /* A request: this header, then the key, then the value. HELLO: a is the rank, b the world size. GET: a is the
- * longest wait in milliseconds. FAULT: the value is the text. ALL: answered when all ranks have sent HELLO; a is the
- * longest wait in milliseconds. */
+ * longest wait in milliseconds. FAULT: the value is the text. ALL: is answered when all ranks have sent HELLO; a is
+ * the longest wait in milliseconds. */
 typedef struct ps_store_request {
     uint32_t magic, what, key_nbytes, value_nbytes;
     int32_t a, b;

@@ -25,24 +25,22 @@
 #include <unistd.h>
 
 /* All times are in seconds. */
-static const double BEAT_S = 1;            /* time between beats, less if the allowed silence is short */
-static const double LINGER_S = 1;          /* longest time that a process waits at its end until its last message has
-                                            * been sent */
+static const double BEAT_S = 1;            /* time between beats; shorter if the allowed silence is short */
+static const double LINGER_S = 1;          /* longest time that a process that ends waits for its last message to be
+                                            * sent */
 static const double AGAIN_S = 0.05;        /* time between tries to connect */
-static const double SLACK_S = 3;           /* longest time from the end of the allowed silence to the verdict about
-                                            * it */
-static const double STRANGER_S = 10;       /* seconds in which a new connection must send its rank */
-static const double TELL_S = 1e-4;         /* shortest time between two PLACE messages, to be multiplied by the
-                                            * number of ranks */
+static const double SLACK_S = 3;           /* longest time between the end of the allowed silence and the verdict */
+static const double STRANGER_S = 10;       /* time that a new connection has to send its rank */
+static const double TELL_S = 1e-4;         /* shortest time between two PLACE messages, per rank of the group */
 
 enum { MAGIC = 0x31575350 /* "PSW1" */, MAX_STRANGERS = 64, MAX_EVENTS = 64 };
 static const char *const ADDRESS_KEY = "watch";
 
 static pthread_mutex_t all_lock = PTHREAD_MUTEX_INITIALIZER;
-/* The last verdict about another rank that a closed watch had, or "". A group that another rank's failure ends while it
- * is being made is closed before its error is printed. all_lock guards it. */
+/* The last verdict about another rank in a watch that is now closed, or "". Needed because a group that fails while
+ * it is being made is closed before its error is printed. all_lock guards it. */
 static char closed_verdict[PS_WATCH_TEXT];
-static ps_watch *all;                      /* the watches of this process */
+static ps_watch *all;                      /* list of this process's watches */
 
 static void wake(ps_watch *w) { while (write(w->wake[1], "", 1) < 0 && errno == EINTR) { } }
 
@@ -76,8 +74,8 @@ static watch_peer *peer_new(ps_watch *w, int fd, int rank)
     return NULL;
 }
 
-/* Removes the file from the epoll set before it closes it. Closing alone would leave a file there that a child
- * process also has. */
+/* Closes a file. First removes it from the epoll set, because closing does not remove it if a child process has it,
+ * too. */
 static void forget(ps_watch *w, int *fd)
 {
     if (*fd < 0) return;
@@ -92,7 +90,7 @@ static void flush(ps_watch *w, watch_peer *p)
     if (p->fd < 0) return;
     while (sent < p->out_nbytes) {
         int64_t n = ps_net_some(p->fd, p->out + sent, p->out_nbytes - sent, true);
-        if (n <= 0) break;                 /* the next read detects a failure */
+        if (n <= 0) break;                 /* if the connection failed, the next read reports it */
         sent += (uint32_t)n;
     }
     memmove(p->out, p->out + sent, p->out_nbytes - sent);
@@ -119,7 +117,7 @@ static void post_all(ps_watch *w, watch_message m, const char *text)
     for (int r = 0; r < w->size; r++) post(w, w->peers[r], m, text);
 }
 
-/* Sends one beat for each place. */
+/* Sends a beat, which has one message per place. */
 static void post_places(ps_watch *w, watch_peer *p)
 {
     watch_places own;
@@ -131,15 +129,15 @@ static void post_places(ps_watch *w, watch_peer *p)
             post(w, p, (watch_message){ .kind = WATCH_BEAT, .code = w->n_beats, .at = own.at[i], .places = n-- }, NULL);
 }
 
-/* Returns true while earlier bytes to this peer wait to be sent; beats and pokes are then omitted. Other messages
- * are few, so the buffer has room for them. */
+/* Returns true while earlier bytes to this peer wait to be sent. The watch then skips beats and pokes. Other
+ * messages are never skipped: there are few of them, so the buffer has room for them. */
 static bool is_behind(const watch_peer *p) { return !p || p->fd < 0 || p->out_nbytes > 0; }
 
 static void beat_to(ps_watch *w, watch_peer *p) { if (!is_behind(p)) post_places(w, p); }
 
-/* Returns the pipe on which a launcher (lua/ps/launch/supervisor.lua) receives the rank that this rank's group
- * blames. PS_LAUNCHER_PIPE is "descriptor:inode", because a process that inherits only the variable has another file
- * with that descriptor. */
+/* Returns the pipe to this rank's launcher (lua/ps/launch/supervisor.lua), which receives the rank that this rank's
+ * group blames. PS_LAUNCHER_PIPE is "descriptor:inode". The inode is checked, because in a process that inherits
+ * only the variable this descriptor belongs to another file. */
 static int launcher_pipe(void)
 {
     const char *text = getenv("PS_LAUNCHER_PIPE");
@@ -150,8 +148,8 @@ static int launcher_pipe(void)
     return S_ISFIFO(file.st_mode) && file.st_ino == inode ? fd : -1;
 }
 
-/* Sends the blamed rank to the launcher, which regards it as the cause of this rank's end. The launcher never lets
- * the pipe fill, so the write does not block. */
+/* Sends the blamed rank to the launcher, which then treats it as the cause of this rank's end. The launcher keeps
+ * the pipe from filling, so the write does not block. */
 static void tell_launcher(const ps_watch *w)
 {
     char line[48];
@@ -193,15 +191,15 @@ static void judge(ps_watch *w)
     if (!watch_judge(w, ps_now())) no_answer(w);
 }
 
-/* Returns true if a complaint replaces an earlier one. There is only one at a time, because its verdict is for all
- * ranks. A complaint of another kind replaces a complaint about a lost connection, because a rank that closed a
+/* Returns true if a complaint replaces an earlier one. Only one is judged at a time, because its verdict is for all
+ * ranks. A complaint of another kind replaces one about a lost connection, because the rank that closed the
  * connection has a better reason. */
 static bool replaces(const watch_complaint *c, const watch_complaint *earlier)
 {
     return c->on && (!earlier->on || (earlier->what == PS_WATCH_LOST && c->what != PS_WATCH_LOST));
 }
 
-/* Handles a complaint. Rank 0 asks all ranks for their progress; another rank passes the complaint to rank 0. */
+/* Handles a complaint. Rank 0 asks all ranks for their progress; other ranks pass the complaint to rank 0. */
 static void complained(ps_watch *w, const watch_complaint *c)
 {
     if (!replaces(c, &w->pending)) return;
@@ -218,13 +216,13 @@ static void complained(ps_watch *w, const watch_complaint *c)
     judge(w);
 }
 
-/* Handles the first message of a connection that has proved that it belongs to this group. Returns false if no rank
- * would send the message. */
+/* Handles the first message of a connection after its proof. Returns false if the message cannot come from a rank of
+ * this group. */
 static bool hello(ps_watch *w, watch_peer *p, const watch_message *m, const char *text)
 {
     if (m->kind != WATCH_HELLO || m->rank < 1 || m->rank >= w->size || w->peers[m->rank])
         return false;
-    bool over = atomic_load(&w->over);     /* true if there was a verdict before this rank connected */
+    bool over = atomic_load(&w->over);     /* there already was a verdict when this rank connected */
     p->rank = m->rank;
     snprintf(p->host, sizeof p->host, "%.*s", WATCH_HOST - 1, text);
     for (watch_peer **at = &w->strangers; *at; at = &(*at)->next)
@@ -244,7 +242,8 @@ static bool hello(ps_watch *w, watch_peer *p, const watch_message *m, const char
     return true;
 }
 
-/* Handles a peer's BYE. code < 0: the peer has a verdict, perhaps about this rank, that this rank does not have. */
+/* Handles a peer's BYE. If code < 0, the message carries the peer's verdict, perhaps about this rank, which this
+ * rank may not have received. */
 static void bye(ps_watch *w, watch_peer *p, int code, int blamed, const char *text)
 {
     p->left = true;
@@ -253,7 +252,8 @@ static void bye(ps_watch *w, watch_peer *p, int code, int blamed, const char *te
     judge(w);
 }
 
-/* Stores a place that a rank sent. If there is no room for all its groups, the places used last are kept. */
+/* Stores a place that a rank sent. If the rank has more groups than there is room for, keeps the places that were
+ * used last. */
 static watch_place note_place(watch_places *places, watch_place at)
 {
     int to = 0;
@@ -269,7 +269,7 @@ static watch_place note_place(watch_places *places, watch_place at)
     return at;
 }
 
-/* Handles a complete message of a peer. Returns false if no rank would send it. */
+/* Handles a complete message of a peer. Returns false if the message cannot come from a rank of this group. */
 static bool understand(ps_watch *w, watch_peer *p, const watch_message *m, const char *text)
 {
     if (p->rank < 0) return hello(w, p, m, text);
@@ -301,8 +301,8 @@ static bool understand(ps_watch *w, watch_peer *p, const watch_message *m, const
     return true;
 }
 
-/* Reads the bytes that have arrived. Returns false if the connection has ended, or if the bytes are not a message of
- * a rank. */
+/* Reads the bytes that have arrived. Returns false if the connection has ended, or if the bytes cannot come from a
+ * rank of this group. */
 static bool receive(ps_watch *w, watch_peer *p)
 {
     char why[PS_PROOF_TEXT];
@@ -334,7 +334,8 @@ static bool receive(ps_watch *w, watch_peer *p)
     return true;
 }
 
-/* Closes the oldest stranger that has proved nothing, or else the oldest stranger. sweep_strangers frees it. */
+/* Closes the oldest stranger that has proved nothing. If all have proved something, closes the oldest one.
+ * sweep_strangers frees it. */
 static void drop_stranger(ps_watch *w)
 {
     watch_peer *oldest = NULL;
@@ -365,7 +366,7 @@ static void admit(ps_watch *w)
     w->n_strangers++;
 }
 
-/* Frees strangers that have ended, or that did not send their rank within STRANGER_S. */
+/* Frees strangers whose connections have ended, and those that have not sent their rank within STRANGER_S. */
 static void sweep_strangers(ps_watch *w, double now)
 {
     for (watch_peer **at = &w->strangers; *at;) {
@@ -389,8 +390,8 @@ static void lost(ps_watch *w, watch_peer *p)
 
 /* -- the thread ---------------------------------------------------------------------------------------------------- */
 
-/* Subtracts from the silence of all peers the seconds in which this thread did not run (the machine slept, or the
- * process was stopped) and therefore could not receive beats. */
+/* Subtracts `seconds` from the silence of all peers. This thread did not run during these seconds, because the
+ * machine slept or the process was stopped, and so could not receive beats. */
 static void forgive(ps_watch *w, double seconds)
 {
     double now = ps_now();
@@ -411,16 +412,15 @@ static void beat(ps_watch *w, double now)
     w->beat_at = now + w->beat_s;
 }
 
-/* Sends the place that a caller wants to be sent at once, unless a place was sent a moment ago; then returns the
- * time at which it may be sent. Returns 0 if there is nothing to send. */
+/* Sends the place that a caller wants to be sent at once. If a place was sent a moment ago, only returns the time at
+ * which the next one may be sent. Returns 0 if nothing remains to be sent. */
 static double tell(ps_watch *w, double now)
 {
     double due = w->told_at + TELL_S * w->size;
     watch_message m = { .kind = WATCH_PLACE, .places = 1 };
     pthread_mutex_lock(&w->lock);
     int place = w->moved;
-    bool known = place >= 0 && w->places.known[place];            /* an unknown place belongs to a group that was
-                                                                   * closed */
+    bool known = place >= 0 && w->places.known[place];            /* an unknown place belongs to a closed group */
     if (known) m.at = w->places.at[place];
     if (now >= due) w->moved = -1;
     pthread_mutex_unlock(&w->lock);
@@ -465,7 +465,7 @@ static void events(ps_watch *w, int wait_ms)
             while (read(w->wake[0], bytes, sizeof bytes) > 0) { }
         } else if ((void *)p == w) {
             if (w->listener >= 0) admit(w);
-            stranger = true;               /* admit may have closed a stranger */
+            stranger = true;               /* admit may have closed one, which must be freed */
         } else {
             stranger = stranger || p->rank < 0;
             if (p->fd >= 0 && (list[i].events & EPOLLOUT)) flush(w, p);
@@ -475,8 +475,8 @@ static void events(ps_watch *w, int wait_ms)
     if (stranger) sweep_strangers(w, ps_now());
 }
 
-/* Sends BYE and waits at most LINGER_S until the peers have received it, because closing at once could lose earlier
- * messages. */
+/* Sends BYE, and waits at most LINGER_S until the peers have received it. If the connections were closed at once,
+ * earlier messages could be lost. */
 static void leave(ps_watch *w)
 {
     bool over = atomic_load(&w->over);
@@ -527,8 +527,8 @@ static void *run(void *arg)
 
 /* -- making a watch ------------------------------------------------------------------------------------------------ */
 
-/* Makes rank 0 listen. The watch's key is derived from the run's key and from random bits, which only ranks accepted
- * by the run's store have. */
+/* Makes rank 0 listen. Derives the watch's key from the run's key and from random bits, which only ranks that the
+ * run's store has accepted can read. */
 static int serve(ps_watch *w, ps_store *store, const ps_watch_options *o)
 {
     char text[128], token[2 * PS_PROOF_BYTES + 1];
@@ -565,8 +565,8 @@ static int introduce(ps_watch *w, watch_peer *p, double until)
     return 0;
 }
 
-/* Connects to rank 0's watch and performs the proof. If rank 0 closes the connection because there are too many
- * strangers, the rank tries again. */
+/* Connects to rank 0's watch and performs the proof. Tries again if rank 0 closes the connection, which it does if
+ * there are too many strangers. */
 static int reach(const ps_watch *w, const char *host, int port, double timeout_s, int *out)
 {
     double until = ps_now() + timeout_s;
@@ -686,7 +686,7 @@ int ps_watch_start(ps_store *store, const ps_watch_options *o, ps_watch **out)
 
 /* -- callers ------------------------------------------------------------------------------------------------------- */
 
-/* Returns whether another rank's failure has ended the group. */
+/* Returns whether the group ended because another rank failed. */
 static bool blames_other(const ps_watch *w) { return ps_watch_over(w) && w->blamed >= 0 && w->blamed != w->rank; }
 
 void ps_watch_close(ps_watch *w)
@@ -803,9 +803,9 @@ bool ps_watch_over(const ps_watch *w) { return w && atomic_load(&w->over); }
 
 int ps_watch_verdict(ps_watch *w)
 {
-    return ps_watch_over(w) ? ps_fail_rank(w->code, w->blamed, "%s", w->verdict) : 0;  /* no lock is needed, because
-                                                                                        * these fields do not change
-                                                                                        * any more */
+    return ps_watch_over(w) ? ps_fail_rank(w->code, w->blamed, "%s", w->verdict) : 0;  /* needs no lock, because
+                                                                                        * these fields no longer
+                                                                                        * change */
 }
 
 int ps_watch_failed_before(ps_watch *w)
@@ -815,7 +815,8 @@ int ps_watch_failed_before(ps_watch *w)
                         "it%s%s%s", over ? " (" : "", over ? w->verdict : "", over ? ")" : "");
 }
 
-/* Waits until `stop`, which reads fields that the lock guards, returns true, or for `seconds`. The lock is held. */
+/* Waits until `stop` returns true, for at most `seconds`. `stop` reads fields that the lock guards. The lock is
+ * held. */
 static void wait_for(ps_watch *w, double seconds, bool (*stop)(const ps_watch *))
 {
     double until = ps_now() + seconds;
@@ -835,7 +836,8 @@ static bool farewell_said(const ps_watch *w)
     return w->farewell_done >= w->farewell || (w->farewell == WATCH_FAILED && atomic_load(&w->over));
 }
 
-/* op NULL: the complaint is about the call that this rank is in. */
+/* Reports a complaint and waits for the verdict. If op is NULL, the complaint is about the call that this rank is
+ * in. */
 static int complain(ps_watch *w, int place, const char *op, uint64_t call, int what, int peer, double seconds,
                     const char *text)
 {
@@ -852,11 +854,11 @@ static int complain(ps_watch *w, int place, const char *op, uint64_t call, int w
     watch_complaint c = { .on = at.inside || what == PS_WATCH_GIVES_UP, .what = what, .from = w->rank, .peer = peer,
                           .seconds = seconds, .at = at };
     snprintf(c.text, sizeof c.text, "%s", text);
-    if (replaces(&c, &w->asks)) w->asks = c;               /* otherwise the complaint of another thread stays */
+    if (replaces(&c, &w->asks)) w->asks = c;               /* else another thread's complaint is judged */
     w->unanswered = w->farewell_done == WATCH_GONE;
     wake(w);
-    /* Outside calls (while the group is being made) no rank judges a complaint, but a verdict on a rank that died
-     * may arrive. */
+    /* Outside calls (while the group is being made) no rank judges a complaint. A verdict on a rank that died may
+     * still arrive. */
     if (what != PS_WATCH_GIVES_UP) wait_for(w, c.on ? w->silence_s + SLACK_S : SLACK_S, answered);
     pthread_mutex_unlock(&w->lock);
     return what == PS_WATCH_GIVES_UP ? 0 : ps_watch_verdict(w);
