@@ -15,8 +15,7 @@ int reduce_before_slot(ps_zero *base, int32_t unit)
     return base->stage > 0 ? ps_shard_grads(z->shard, z->units[unit].param_part) : 0;
 }
 
-/* Returns a hash of the set of the stripe's parameters that have had gradients in this step. *none: the set is
- * empty. */
+/* Returns a hash of the stripe's parameters that have had gradients in this step. *none: no parameter has had one. */
 static uint64_t who_has(zero *z, int32_t stripe, bool *none)
 {
     uint64_t h = 0;
@@ -32,7 +31,7 @@ static uint64_t who_has(zero *z, int32_t stripe, bool *none)
     return h;
 }
 
-/* Completes reductions, oldest first, until only `keep` are under way. */
+/* Completes the oldest reductions, until at most `keep` are under way. */
 static int end_oldest(zero *z, int32_t keep)
 {
     while (z->n_reducing > keep) {

@@ -14,30 +14,32 @@ enum { OPEN_UNPLANNED = 2 };
 typedef struct part {
     ps_part_config c;
     int32_t n_lent, pins;
-    bool used, grads, whole;      /* grads: the part holds gradients. whole: a gather filled the buffer, so it also
-                                   * holds values. */
-    ps_storage buffer;            /* bytes of the part if it has no chunk on this rank; it has no block if the bytes
-                                   * are not here now */
+    bool used, grads, whole;      /* grads: the part holds gradients. whole: a gather has filled the buffer, so the
+                                   * part also holds values. */
+    ps_storage buffer;            /* bytes of the part if it has no chunk on this rank; `block` is NULL while this
+                                   * rank does not have the bytes */
 } part;
 
 /* A storage in a part. ps_storage.block points to it. */
 typedef struct lent {
     struct lent *next, **link;
-    ps_storage *outer, *inner;    /* inner: storage of the same bytes in this rank's chunk, or NULL */
+    ps_storage *outer, *inner;    /* inner: storage of the same bytes in this rank's chunk; NULL if another rank owns
+                                   * them */
     int32_t part;
     int64_t offset;
 } lent;
 
 typedef struct stripe {
     int32_t *parts;               /* [ranks] part of each rank, or -1 */
-    ps_comm_part *at;             /* [ranks] bytes of the parts during a job, in memory of their meeting_place */
-    void **staged;                /* [ranks] handles of staging buffers if stage_out made any, or NULL */
+    ps_comm_part *at;             /* [ranks] address and size of each part during a job, on the part's meeting_place */
+    void **staged;                /* [ranks] handle of the staging buffer that stage_out made for the part, or NULL */
     ps_job *job;
-    bool open, stale;             /* stale: the stripe closes at its last unpin */
+    bool open, stale;             /* stale: the last unpin closes the stripe */
     bool gathering, reducing;     /* under way */
-    int32_t pins, pass, noted;    /* pass: last pass that used the stripe. noted: index of its gather in `record`, or
-                                   * -1. */
-    int32_t uses, until;          /* number of reads in this pass: so far, and in total (-1 if unknown) */
+    int32_t pins, pass, noted;    /* pass: last pass that used the stripe. noted: index in `record` of the stripe's
+                                   * gather, or -1. */
+    int32_t uses, until;          /* uses: number of reads so far in this pass. until: number of reads that this pass
+                                   * will have, -1 if unknown. */
     int64_t touched;
 } stripe;
 
@@ -54,12 +56,12 @@ struct ps_shard {
     stripe *stripes;
     int32_t n_parts, parts_capacity, n_stripes, stripes_capacity;
     lent *first;
-    int32_t touched[PS_MAX_IN];   /* stripes that the latest op has read; if the op fails, these reads do not count */
+    int32_t touched[PS_MAX_IN];   /* stripes that the latest op has read; these reads are subtracted if the op fails */
     int n_touched;
     int32_t first_pass;           /* value of step->pass when the step began */
     int64_t clock;
     ps_gathers record;
-    const ps_gathers *expected;   /* NULL if unknown, or if the step has departed from the list */
+    const ps_gathers *expected;   /* list of gathers; NULL if unknown, or if the step has departed from the list */
     int32_t next;                 /* index of the next gather in `expected` */
     bool noting, alone;
     double waited_s;
@@ -101,7 +103,8 @@ static int buffer_pin(part *p, int device, unsigned access, void **out)
 
 static void buffer_unpin(part *p, int device) { ps_storage_unpin(&p->buffer, device); }
 
-/* Sends the bytes of a buffer on a device through host memory, if the group has not connected its devices. */
+/* Copies a buffer on a device to a staging buffer on the host, which is sent instead. Called if the group has not
+ * connected its devices. */
 static int stage_out(ps_shard *sh, stripe *st, int r, bool contents)
 {
     part *p = part_at(sh, st, r);
@@ -137,10 +140,10 @@ static int stage_in(ps_shard *sh, stripe *st, int r, bool contents)
 }
 
 /* -- jobs ---------------------------------------------------------------------------------------------------------- */
-/* Returns the device from which a part's bytes are sent to other ranks, and on which bytes are received. */
+/* Returns the device that a part's bytes are sent from and received on. */
 static int meeting_place(const ps_shard *sh, const part *p) { return sh->direct ? p->c.device : sh->host; }
 
-/* Pins rank r's part for a job, at st->at[r]. */
+/* Pins rank r's part for a job, and stores its address and size in st->at[r]. */
 static int hold(ps_shard *sh, stripe *st, int r, unsigned access)
 {
     part *p = part_at(sh, st, r);
@@ -156,7 +159,8 @@ static int hold(ps_shard *sh, stripe *st, int r, unsigned access)
     return 0;
 }
 
-/* Ends the pins of hold(). come: the bytes of other ranks have arrived, so they are copied to their parts. */
+/* Releases the pins of hold(). If `come` is set, the bytes of other ranks have arrived, and are copied to their
+ * parts. */
 static int let_go(ps_shard *sh, stripe *st, bool come)
 {
     int rc = 0;
@@ -177,7 +181,7 @@ static int let_go(ps_shard *sh, stripe *st, bool come)
     return rc;
 }
 
-/* Returns the kind of memory of a stripe, all of whose parts are on one device. */
+/* Returns the kind of memory of a stripe. All parts of a stripe are on one device. */
 static place place_of(const ps_shard *sh, const stripe *st)
 {
     for (int r = 0; r < sh->size; r++)
@@ -185,7 +189,7 @@ static place place_of(const ps_shard *sh, const stripe *st)
     return ON_HOST;
 }
 
-/* Starts a job on the stripe. If this rank cannot take part, the job reports that to the other ranks, and job_end
+/* Starts a job on the stripe. If this rank cannot take part, the job sends the error to the other ranks, and job_end
  * returns the error. */
 static int job_begin(ps_shard *sh, stripe *st, int op, int dtype, uint64_t check)
 {
@@ -229,7 +233,7 @@ static int job_end(ps_shard *sh, stripe *st, bool come)
     return rc < 0 ? rc : back;
 }
 
-/* Ends the stripe's job under way, if any, and ignores its result. */
+/* Waits for the stripe's job if one is under way, and ignores the job's result. */
 static void stripe_end_job(ps_shard *sh, stripe *st)
 {
     if (st->gathering || st->reducing) job_end(sh, st, false);
@@ -256,8 +260,7 @@ static int gather_begin(ps_shard *sh, stripe *st)
 static int gather_end(ps_shard *sh, stripe *st)
 {
     st->gathering = false;
-    for (int r = 0; r < sh->size; r++)                       /* parts that held gradients were omitted from the
-                                                              * gather */
+    for (int r = 0; r < sh->size; r++)                       /* the gather skipped parts that hold gradients */
         if (st->at[r].nbytes > 0) part_at(sh, st, r)->whole = true;
     int rc = group_told(sh->group, job_end(sh, st, true));
     if (rc < 0) {
@@ -275,8 +278,8 @@ static bool keeps(const ps_shard *sh, const stripe *st)
     return false;
 }
 
-/* Without a list of gathers: closes the least recently used stripes before another one opens, so that only
- * OPEN_UNPLANNED stay open. */
+/* Closes the least recently used stripes until only OPEN_UNPLANNED stay open. Called before another stripe opens, if
+ * there is no list of gathers. */
 static void close_oldest(ps_shard *sh, const stripe *except)
 {
     for (;;) {
@@ -311,7 +314,7 @@ int64_t ps_shard_comes(const ps_shard *sh, int32_t number)
     return sum;
 }
 
-/* Returns the stripe of the next gather in the list, or -1. */
+/* Returns the stripe that the list of gathers has next, or -1. */
 static int32_t coming(const ps_shard *sh)
 {
     return sh->expected && sh->next < sh->expected->n ? sh->expected->list[sh->next].stripe : -1;
@@ -323,8 +326,8 @@ static void note_gather(ps_shard *sh, stripe *st)
     st->noted = -1;
     if (!sh->noting) return;
     if (!ps_try_grow(record->list, record->capacity, record->n + 1)) {
-        sh->noting = false;                                  /* there is no list, so in the next step a read begins
-                                                              * its gather */
+        sh->noting = false;                                  /* the next step will have no list, so its gathers begin
+                                                              * only at their first reads */
         record->n = 0;
         return;
     }
@@ -332,7 +335,8 @@ static void note_gather(ps_shard *sh, stripe *st)
     record->list[record->n++] = (ps_gather){ number_of(sh, st), pass_of_step(sh), 0 };
 }
 
-/* Begins the next gather of the list before its first read. If it cannot begin on this rank, each read tries again. */
+/* Begins the next gather of the list before the first read that needs it. If the gather cannot begin on this rank,
+ * every later read tries again. */
 static int run_ahead(ps_shard *sh)
 {
     int32_t next = coming(sh);
@@ -341,7 +345,7 @@ static int run_ahead(ps_shard *sh)
     return ahead->open || ahead->gathering || ahead->reducing ? 0 : gather_begin(sh, ahead);
 }
 
-/* Drops the list of gathers when the step departs from it. The last use of a stripe is then no longer known. */
+/* Drops the list of gathers, because the step has departed from it. The last use of each stripe is then unknown. */
 static void go_on_without(ps_shard *sh)
 {
     sh->expected = NULL;
@@ -373,7 +377,7 @@ static int touch(ps_shard *sh, stripe *st)
     if (st->pass != sh->step->pass) {
         PS_TRY(begin_pass(sh, st));
     } else {
-        if (st->until >= 0 && st->uses >= st->until) go_on_without(sh);      /* one use more than the list has */
+        if (st->until >= 0 && st->uses >= st->until) go_on_without(sh);      /* the list has fewer uses */
         PS_TRY(open_stripe(sh, st));
     }
     PS_TRY(run_ahead(sh));
@@ -382,8 +386,8 @@ static int touch(ps_shard *sh, stripe *st)
     return 0;
 }
 
-/* Closes stripes when the next op begins instead of right after their last read, because an op can fail after it has
- * unpinned. */
+/* Closes stripes whose last read has happened. This is done when the next op begins, because an op can fail after it
+ * has unpinned. */
 void ps_shard_tick(ps_shard *sh)
 {
     while (sh->n_touched > 0) {
@@ -395,8 +399,8 @@ void ps_shard_tick(ps_shard *sh)
     ps_chunks_tick(sh->chunks);
 }
 
-/* Subtracts the failed op's reads, because the op may be tried again and then reads again. The counts must equal
- * those of ranks on which the op did not fail. */
+/* Subtracts the failed op's reads. If the op is tried again, it repeats these reads, and the counts must stay equal
+ * to those of ranks on which the op did not fail. */
 void ps_shard_failed(ps_shard *sh)
 {
     while (sh->n_touched > 0) count_use(sh, &sh->stripes[sh->touched[--sh->n_touched]], -1);
@@ -433,7 +437,7 @@ void ps_shard_step_begin(ps_shard *sh, const ps_gathers *expected)
     sh->first_pass = sh->step->pass;
 }
 
-/* Returns a 52-bit hash plus 1, which a double holds exactly and which is never 0. */
+/* Returns a 52-bit hash plus 1. A double represents this value exactly, and the value is never 0. */
 double ps_shard_expects(const ps_shard *sh)
 {
     if (!sh->expected) return 0;
@@ -443,7 +447,7 @@ double ps_shard_expects(const ps_shard *sh)
 
 void ps_shard_expect_none(ps_shard *sh) { sh->expected = NULL; }
 
-/* Omits gathers without a read: stripes into which only gradients were written need no values. */
+/* Omits gathers that no read followed. Stripes that were only written to, with gradients, need no values. */
 const ps_gathers *ps_shard_step_end(ps_shard *sh)
 {
     int32_t n = 0;
@@ -462,7 +466,7 @@ int ps_shard_grads(ps_shard *sh, int32_t number)
     stripe *st = &sh->stripes[p->c.stripe];
     if (p->grads) return 0;
     if (p->c.reads && !st->open && !p->c.keeps) {
-        bool known = sh->expected != NULL;                   /* true if it is known that a read follows in this pass */
+        bool known = sh->expected != NULL;                   /* the list says whether a read follows in this pass */
         bool follows = coming(sh) == p->c.stripe && sh->expected->list[sh->next].pass == pass_of_step(sh);
         if (follows || !known) {
             if (st->pass != sh->step->pass) PS_TRY(begin_pass(sh, st));
@@ -479,7 +483,7 @@ int ps_shard_reduce_begin(ps_shard *sh, int32_t number, bool everywhere, uint64_
 {
     const part *p = &sh->parts[number];
     stripe *st = &sh->stripes[p->c.stripe];
-    if (st->gathering) PS_TRY(gather_end(sh, st));           /* a gather that began early and was followed by no read */
+    if (st->gathering) PS_TRY(gather_end(sh, st));           /* a gather that began early, without a later read */
     PS_TRY(job_begin(sh, st, everywhere ? OP_CHUNK_ALL_REDUCE : OP_CHUNK_REDUCE, p->c.dtype, check));
     st->reducing = true;
     return 0;
@@ -506,7 +510,8 @@ static int shard_pin(ps_keeper *keeper, ps_storage *s, int device, unsigned acce
     stripe *st = &sh->stripes[p->c.stripe];
     bool reads = p->c.reads && !(access & PS_WRITE);
     if (reads && !s->engine.taken && !sh->alone && (st->open || !p->grads)) PS_TRY(touch(sh, st));
-    if (p->c.reads && (access & PS_WRITE) && st->gathering) PS_TRY(gather_end(sh, st));  /* a gather also writes here */
+    if (p->c.reads && (access & PS_WRITE) && st->gathering) PS_TRY(gather_end(sh, st));  /* a gather writes to the
+                                                                                          * part, too */
     if (l->inner) {
         PS_TRY(ps_storage_pin(l->inner, device, access, out));
     } else {
@@ -583,7 +588,7 @@ int ps_shard_part(ps_shard *sh, const ps_part_config *c, int32_t *out)
 static void part_end(ps_shard *sh, part *p)
 {
     stripe *st = &sh->stripes[p->c.stripe];
-    stripe_end_job(sh, st);                 /* bytes of other ranks may be arriving in the part */
+    stripe_end_job(sh, st);                 /* the job may still write to the part */
     if (p->pins == 0) buffer_drop(p);
     p->used = false;
     st->parts[p->c.owner] = -1;
@@ -607,7 +612,8 @@ static lent *lent_new(ps_shard *sh, int32_t number, int64_t offset)
     return l;
 }
 
-/* Moves s into the part. If the part has a chunk on this rank, s was in that chunk, and `inner` replaces it there. */
+/* Moves s into the part. If the part has a chunk on this rank, s was in this chunk, and `inner` takes over its
+ * position there. */
 static void lend(ps_shard *sh, lent *l, ps_storage *s, ps_storage *inner)
 {
     if (inner) {
@@ -635,7 +641,7 @@ static int check_place(const ps_shard *sh, int32_t number, int64_t offset, int64
     return 0;
 }
 
-/* Reads s so that this rank takes part in the gather, because another rank needs the bytes. */
+/* Reads s, because another rank needs the bytes and this rank must take part in the gather. */
 static int read_along(ps_storage *s)
 {
     void *p;
@@ -707,8 +713,8 @@ static void take_back(ps_shard *sh, ps_storage *s, bool closing)
     *l->link = l->next;
     if (l->next) l->next->link = l->link;
     s->block = NULL;
-    if (p->n_lent == 1) stripe_end_job(sh, &sh->stripes[p->c.stripe]);    /* the chunk's bytes are freed with its
-                                                                           * last part */
+    if (p->n_lent == 1) stripe_end_job(sh, &sh->stripes[p->c.stripe]);    /* the last storage of the part frees the
+                                                                           * bytes that the job uses */
     inner_release(l->inner, closing);
     if (--p->n_lent == 0) part_end(sh, p);
     ps_free(l);

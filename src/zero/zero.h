@@ -6,13 +6,14 @@
 #include "engine/zero_table.h"
 #include "zero/shard.h"
 
-/* The parts with a unit's values and gradients. If grad_part is -1, gradients are stored in the place of the values. */
+/* The parts that contain a unit's values and gradients. If grad_part is -1, gradients are stored in the place of the
+ * values. */
 typedef struct unit_parts { int32_t stripe, param_part, grad_part; } unit_parts;
 
-/* Units whose gradients are reduced together, at most one of each rank. */
+/* Units whose gradients are reduced together: at most one per rank. */
 typedef struct stripe_units {
     int32_t n, n_final, vstage;
-    int32_t part;                 /* one of the stripe's parts while it is reduced, else -1 */
+    int32_t part;                 /* one of the stripe's parts during a reduction, else -1 */
 } stripe_units;
 
 typedef struct zero {
@@ -21,7 +22,7 @@ typedef struct zero {
     ps_shard *shard;
     unit_parts *units;
     stripe_units *stripes;        /* [n_units] room */
-    int32_t *reducing;            /* [n_units] stripes under way, oldest first */
+    int32_t *reducing;            /* [n_units] stripes that are being reduced, oldest first */
     int32_t n_units, n_stripes, n_reducing;
 } zero;
 
