@@ -7,17 +7,17 @@
 #include "base/alloc.h"
 #include "base/error.h"
 
-enum { AHEAD = 2 };               /* number of storages that are fetched before a pin needs them */
+enum { AHEAD = 2 };               /* number of storages that a pin in backward fetches ahead */
 
 typedef struct record {
-    struct record *prev, *next;   /* ordered by rounds; within a round, the storage that was offloaded last is first */
+    struct record *prev, *next;   /* ordered by round; within a round, the storage that was offloaded last is first */
     ps_storage *of;
-    ps_storage here, there;       /* bytes on the device and on the host; no block means no bytes */
+    ps_storage here, there;       /* bytes on the device and on the host; a side without a block has no bytes */
     ps_copy *copy;                /* copy under way, or NULL; always NULL in dry runs */
     int64_t round;
     int32_t vstage, micro;        /* forward in which the storage was offloaded */
-    bool coming, dry;             /* coming: the last copy is from `there` to `here`. dry: a dry run made the
-                                   * storage. */
+    bool coming, dry;             /* coming: the last copy went from `there` to `here`. dry: the storage was made in
+                                   * a dry run. */
 } record;
 
 struct ps_away {
@@ -27,7 +27,7 @@ struct ps_away {
     ps_mem *const *mem;
     const ps_step *const *step;
     record *first, *last;
-    int64_t round, leaving;       /* present round, and the round whose storages still have their bytes on the device */
+    int64_t round, leaving;       /* present round; round whose storages may still have bytes on the device */
     bool backward;
 };
 
@@ -51,7 +51,7 @@ static void unlink_record(ps_away *a, record *r)
 }
 
 /* -- copies ------------------------------------------------------------------------------------------------------- */
-/* Starts a copy. Both sides stay pinned until it has ended. */
+/* Starts a copy, which keeps both sides pinned until it has ended. */
 static int start(ps_away *a, record *r, bool coming)
 {
     void *here, *there;
@@ -70,8 +70,8 @@ static int start(ps_away *a, record *r, bool coming)
     return rc;
 }
 
-/* Waits for the copy, if there is one. Both sides keep their bytes. After an error the bytes of the destination are
- * undefined. */
+/* Waits for the record's copy, if one is under way. Both sides keep their memory. After an error the destination has
+ * undefined bytes. */
 static int finish(ps_away *a, record *r)
 {
     if (!r->copy) return 0;
@@ -98,7 +98,7 @@ static int begin_return(ps_away *a, record *r)
     return rc;
 }
 
-/* Ends the record: the storage has its bytes on the device, like any other storage. */
+/* Ends the offloading of a storage, whose bytes are on the device. Frees the bytes on the host and the record. */
 static void restore(ps_away *a, record *r)
 {
     drop(&r->there);
@@ -110,7 +110,7 @@ static void restore(ps_away *a, record *r)
 }
 
 /* -- leaving ------------------------------------------------------------------------------------------------------ */
-/* Waits until the storages of the previous round have been copied, and frees their bytes on the device. */
+/* Waits for the copies of the previous round's storages to the host, and frees the storages' bytes on the device. */
 static void end_leaving(ps_away *a)
 {
     for (record *r = a->last, *prev; r && (r->here.block || r->dry != is_dry(a)); r = prev) {
@@ -147,8 +147,8 @@ void ps_away_leave(ps_away *a, ps_storage *s)
     }
     s->keeper = &a->base;
     s->block = r;
-    r->prev = a->last;      /* before its round, because scopes drop the youngest storage first, and backward needs
-                             * the youngest first */
+    r->prev = a->last;      /* inserts r at the front of its round, because scopes drop the youngest storage first,
+                             * and backward needs the youngest first */
     while (r->prev && r->prev->round == r->round) r->prev = r->prev->prev;
     r->next = r->prev ? r->prev->next : a->first;
     if (r->prev) r->prev->next = r;
@@ -158,8 +158,8 @@ void ps_away_leave(ps_away *a, ps_storage *s)
 }
 
 /* -- the table ---------------------------------------------------------------------------------------------------- */
-/* Fetches the last storages of the list, which backward needs next, if they are from the same forward as `of`: the
- * backward of other micro-batches and virtual stages can be far away. */
+/* Fetches the last storages of the list, which backward needs next. Only fetches storages of the same forward as
+ * `of`, because the backward of other micro-batches and virtual stages can be far away. */
 static void fetch_ahead(ps_away *a, const record *of)
 {
     int n = 0;
@@ -174,7 +174,7 @@ static int away_pin(ps_keeper *keeper, ps_storage *s, int device, unsigned acces
 {
     ps_away *a = (ps_away *)keeper;
     record *r = s->block;
-    if (is_dry(a) && !r->dry) {                    /* a dry run reads nothing, so a real storage stays offloaded */
+    if (is_dry(a) && !r->dry) {                    /* a dry run reads no bytes, so it does not fetch real storages */
         *out = (void *)((uintptr_t)1 << 60);
         return 0;
     }
@@ -185,7 +185,7 @@ static int away_pin(ps_keeper *keeper, ps_storage *s, int device, unsigned acces
     if (rc == 0) {
         rc = finish(a, r);
         if (rc < 0 && r->coming) drop(&r->here);
-        else rc = 0;                             /* the copy to the host failed, so the bytes are still on the device */
+        else rc = 0;                             /* if the copy to the host failed, the device still has the bytes */
     }
     if (rc < 0) {
         ps_error_prefix("fetching %.1f MiB of activations from the host: ", (double)s->nbytes / 1048576.0);
@@ -195,7 +195,7 @@ static int away_pin(ps_keeper *keeper, ps_storage *s, int device, unsigned acces
     return ps_storage_pin(s, device, access, out);
 }
 
-/* Does nothing: a storage is offloaded at its unpin only if a dry run pinned it, and such a pin does nothing. */
+/* Does nothing. A storage that is still offloaded at its unpin was pinned by a dry run, and such a pin does nothing. */
 static void away_unpin(ps_keeper *keeper, ps_storage *s, int device) {}
 
 static void away_free(ps_keeper *keeper, ps_storage *s)

@@ -14,17 +14,17 @@
 
 typedef struct ps_away ps_away;
 
-/* Makes the offloading of a context. `mem` is the memory that allocates now, and `step` the step under way; each
- * call reads both. PS_EUNSUP: there is no host memory. */
+/* Makes the offloading of a context. `mem` points to the memory managers that allocate now, and `step` to the
+ * present step; each call reads both. PS_EUNSUP: there is no host memory. */
 int ps_away_new(int n_devices, ps_backend *const *devices, ps_mem *const *mem,
                 const ps_step *const *step, ps_away **out);
-void ps_away_delete(ps_away *away);           /* may be called when no storage is offloaded any more */
+void ps_away_delete(ps_away *away);           /* may be called only when no storage is offloaded */
 void ps_away_round(ps_away *away);            /* begins the next round */
-/* Offloads a storage if it is in plain memory of a device other than the host, is not pinned and was not fetched
- * before, and no backward is under way. If the host has no room, the storage stays. */
+/* Offloads a storage. Does nothing during a backward, or if the storage is not in plain memory of a device, is
+ * pinned, or was fetched before. If the host has no room, the storage stays on the device. */
 void ps_away_leave(ps_away *away, ps_storage *s);
-/* on: backward is under way. A pin then also fetches the storages that backward needs next, from the forward of the
- * same micro-batch and virtual stage. */
+/* Tells whether a backward is under way. While it is, each pin also fetches the storages that backward needs next,
+ * if they are from the forward of the same micro-batch and virtual stage. */
 void ps_away_backward(ps_away *away, bool on);
 bool ps_away_is_dry(const ps_away *away, const ps_storage *s);   /* returns true if s is offloaded and a dry run made
                                                                   * it */
