@@ -17,23 +17,25 @@
 #include "tensor_parallel/ops.h"
 #include "tensor_parallel/rows.h"
 
-typedef ps_attrs_row_linear with_product;       /* the attributes of the other ops begin with these */
+typedef ps_attrs_row_linear with_product;       /* the attributes of the other ops begin with the same fields */
 
 typedef struct work {
     ps_group *g;
     place at;
     ps_call *call;
     const with_product *attrs;
-    int rank, size, failed;                     /* failed: error of this rank before the op allocates memory, or 0 */
+    int rank, size, failed;                     /* failed: error of this rank's preparation, before it allocates
+                                                 * memory, or 0 */
     int32_t pieces;                             /* 1: whole */
-    int64_t n, each;                            /* rows of a rank, and rows of a piece; the last piece can be shorter */
-    group_call *moving;                         /* [PS_COMM_LANES] exchanges under way, for the record */
+    int64_t n, each;                            /* n: rows of each rank. each: rows of each piece; the last can have
+                                                 * fewer */
+    group_call *moving;                         /* [PS_COMM_LANES] exchanges under way, for the event record */
 } work;
 
 static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
 /* -- rows ---------------------------------------------------------------------------------------------------------- */
-/* Allocates memory for `rows` rows like those of v, for the duration of the call. */
+/* Allocates `rows` rows with the features of v. The call frees them when it ends. */
 static int rows_new(work *w, const ps_view *v, int64_t rows, ps_view *out)
 {
     *out = rows_of(v, 0, rows);
@@ -43,7 +45,7 @@ static int rows_new(work *w, const ps_view *v, int64_t rows, ps_view *out)
     return out->data ? 0 : PS_ENOMEM;           /* scratch() has recorded the error */
 }
 
-/* Return the first row of piece k of n rows, and its number of rows. */
+/* Return, for piece k of a rank's n rows, its first row and its number of rows. */
 static int64_t first_of(const work *w, int64_t k) { return least(k * w->each, w->n); }
 static int64_t rows_in(const work *w, int64_t k) { return first_of(w, k + 1) - first_of(w, k); }
 
@@ -55,7 +57,8 @@ static ps_comm_part piece_of(const work *w, const ps_view *v, int r, int64_t k)
 }
 
 /* -- products ------------------------------------------------------------------------------------------------------ */
-/* Computes rows [first, first + rows) of y = linear(x, w, b). dry: only allocates the kernel's workspace. */
+/* Computes rows [first, first + rows) of y = linear(x, w, b). If `dry` is set, only allocates the kernel's
+ * workspace. */
 static int multiply(const work *w, const ps_view *x, const ps_view *weight, const ps_view *b, int out_in,
                     const ps_view *y, int64_t first, int64_t rows, bool dry)
 {
@@ -66,14 +69,14 @@ static int multiply(const work *w, const ps_view *x, const ps_view *weight, cons
     return ps_call_part(w->call, &part);
 }
 
-/* Return weight, bias and output of product i of column_linear, or dy and weight of product i of column_linear_grad. */
+/* Return tensors of product i: weight, bias and output of column_linear, or dy and weight of column_linear_grad. */
 static const ps_view *weight_of(const work *w, int i) { return &w->call->in[1 + 2 * i]; }
 static const ps_view *bias_of(const work *w, int i) { return &w->call->in[2 + 2 * i]; }
 static const ps_view *output_of(const work *w, int i) { return &w->call->out[i ? 1 + i : 0]; }
 static const ps_view *dy_of(const work *w, int i) { return &w->call->in[i ? 2 + 2 * i : 0]; }
 static const ps_view *dy_weight_of(const work *w, int i) { return &w->call->in[i ? 3 + 2 * i : 1]; }
 
-/* Computes dw and, if wanted, db from x [N, I] and dy [N, O], for each weight that needs a gradient. Has the
+/* Computes dw from x [N, I] and dy [N, O] for each weight that needs a gradient, and db if it is wanted. Has the
  * signature that ps_give_weights expects. */
 static int multiply_weights(const work *w, const ps_view *x, bool dry)
 {
@@ -97,8 +100,8 @@ static int multiply_weights(const work *w, const ps_view *x, bool dry)
     return 0;
 }
 
-/* Computes rows [first, first + rows) of all outputs of column_linear, from the ranks' x [rows, I] at these
- * positions. */
+/* Computes rows [first, first + rows) of all outputs of column_linear. x [rows, I] has the ranks' inputs for these
+ * rows. */
 static int multiply_columns(const work *w, const ps_view *x, int64_t first, int64_t rows, bool dry)
 {
     for (int i = 0; i < PS_MAX_COLUMNS; i++) {
@@ -109,7 +112,7 @@ static int multiply_columns(const work *w, const ps_view *x, int64_t first, int6
     return 0;
 }
 
-/* Adds the first `rows` rows of `more` to those of `sum`. */
+/* Adds the first `rows` rows of `more` to the same rows of `sum`. */
 static int add_rows(const work *w, const ps_view *sum, const ps_view *more, int64_t rows)
 {
     if (rows == 0) return 0;
@@ -119,8 +122,8 @@ static int add_rows(const work *w, const ps_view *sum, const ps_view *more, int6
     return ps_call_part(w->call, &part);
 }
 
-/* Computes rows [first, first + rows) of dx, which is this rank's addend `all` [size n, I]. more: memory for as many
- * rows, used if there are several products. */
+/* Computes rows [first, first + rows) of this rank's addend to dx, which is `all` [size n, I]. more: memory for as
+ * many rows, used if there are several products. */
 static int multiply_inputs(const work *w, int64_t first, int64_t rows, const ps_view *all, const ps_view *more,
                            bool dry)
 {
@@ -139,8 +142,9 @@ static int multiply_inputs(const work *w, int64_t first, int64_t rows, const ps_
 /* Returns the first row of piece k of the rank that is i positions after this rank. */
 static int64_t others_first(const work *w, int i, int64_t k) { return (w->rank + i) % w->size * w->n + first_of(w, k); }
 
-/* Returns the row count of the largest of these products, and of products whose row count can be larger. The
- * workspace of kernels is allocated for both. */
+/* Sets `rows` to the row counts for which the workspace of kernels is allocated, and returns their number. One is
+ * the count of products that are not split into pieces. With several pieces, the other is that of the first piece,
+ * which is the largest. */
 static int tried_rows(const work *w, int64_t rows[2])
 {
     rows[0] = w->pieces == 1 ? w->size * w->n : w->n;
@@ -149,8 +153,8 @@ static int tried_rows(const work *w, int64_t rows[2])
 }
 
 /* -- exchanges ----------------------------------------------------------------------------------------------------- */
-/* Begins to move the bytes of g->send and g->recv, which are rows of v, piece k of each rank. The record has an
- * exchange as a call of OP_*, from its begin until move_end finds that it has ended. */
+/* Begins to move the bytes of g->send and g->recv, which are rows of v, piece k of each rank. The event record shows
+ * the exchange as a call of OP_*, which ends when move_end finds that the exchange has ended. */
 static int move_begin(const work *w, int op, int lane, const ps_view *v, int64_t k)
 {
     w->moving[lane] = (group_call){ op, group_call_begin(), w->size * rows_in(w, k) * row_nbytes(v) };
@@ -164,8 +168,8 @@ static int move_end(const work *w, int lane)
     return rc;
 }
 
-/* Begins to gather piece k of the ranks' rows. own [n, features] is sent to the other ranks; all [size n, features]
- * receives their rows. */
+/* Begins to gather piece k of the ranks' rows. Sends it from own [n, features] to the other ranks, and receives
+ * their rows into all [size n, features]. */
 static int gather_begin(const work *w, int lane, int64_t k, const ps_view *own, const ps_view *all)
 {
     ps_group *g = w->g;
@@ -179,15 +183,16 @@ static int gather_begin(const work *w, int lane, int64_t k, const ps_view *own, 
     return move_begin(w, OP_COLUMN, lane, own, k);
 }
 
-/* Returns rank r's addend to this rank's piece k. `all` [size n, features] has this rank's addends, and `addends`
- * [(size - 1) n, features] has the other ranks' addends. */
+/* Returns rank r's addend to piece k of this rank's rows. This rank's addends are in `all` [size n, features], and
+ * those of the other ranks in `addends` [(size - 1) n, features]. */
 static ps_comm_part addend(const work *w, const ps_view *all, const ps_view *addends, int r, int64_t k)
 {
     if (r == w->rank) return piece_of(w, all, r, k);
     return piece_of(w, addends, r - (r > w->rank), k);
 }
 
-/* Begins to send the other ranks their rows of piece k of `all`, and to receive their addends to this rank's rows. */
+/* Begins to exchange addends to piece k: sends each other rank the addends in `all` to its rows, and receives the
+ * addends to this rank's rows. */
 static int reduce_begin(const work *w, int64_t k, const ps_view *all, const ps_view *addends)
 {
     ps_group *g = w->g;
@@ -200,7 +205,7 @@ static int reduce_begin(const work *w, int64_t k, const ps_view *all, const ps_v
     return move_begin(w, w->call->op == PS_OP_row_linear ? OP_ROW : OP_COLUMN_GRAD, PS_COMM_PIECE + (int)k, all, k);
 }
 
-/* Computes the sums of this rank's rows, out [n, features], as the addends arrive. */
+/* Sums this rank's rows into out [n, features], one piece after the other as their addends arrive. */
 static int reduce_end(const work *w, const ps_view *all, const ps_view *addends, const ps_view *out)
 {
     ps_group *g = w->g;
@@ -213,8 +218,8 @@ static int reduce_end(const work *w, const ps_view *all, const ps_view *addends,
     return 0;
 }
 
-/* Handles a call without bytes: records what the call would gather of each rank's x, and what it would sum. A dry
- * run of a step records one call for all pieces. rc: result of this rank's preparation. */
+/* Performs a call that moves no bytes. Records that the call gathers each rank's x and sums `adds`. A dry run of a
+ * step records one call for all pieces. rc: result of this rank's preparation. */
 static int without_bytes(const work *w, int op, const ps_view *x, const ps_view *adds, int rc)
 {
     const ps_view *some = adds ? adds : x;
@@ -225,13 +230,13 @@ static int without_bytes(const work *w, int op, const ps_view *x, const ps_view 
     return adds ? group_without_bytes(w->g, OP_REDUCE_SCATTER, w->at, adds->dtype, nbytes_of(adds), 0) : 0;
 }
 
-/* Ends a call on which the ranks agreed. If this rank fails outside its exchanges, the other ranks must not wait for
- * its remaining exchanges, so the connections are closed, and the other ranks get this error. */
+/* Ends a call on which the ranks agreed. If this rank fails between its exchanges, closes the connections, because
+ * the other ranks must not wait for its remaining exchanges. The other ranks get this error. */
 static int ended(const work *w, int op, int rc)
 {
     ps_comm *comm = w->g->at[w->at].comm;
     if (rc < 0) comm->table->hang_up(comm);
-    w->g->recorded.began_ns = 0;                /* its exchanges were recorded one by one */
+    w->g->recorded.began_ns = 0;                /* not recorded, because its exchanges were */
     return group_moved(w->g, op, w->at, rc);
 }
 
@@ -284,7 +289,7 @@ static int row_pieces(const work *w, const ps_view *x, const ps_view *all, const
     return reduce_end(w, all, addends, &w->call->out[0]);
 }
 
-/* Views a contiguous x [..., I] as [rows, I]. */
+/* Returns a view of a contiguous x [..., I] as [rows, I]. */
 static ps_view as_rows(const ps_view *x, int64_t rows)
 {
     int64_t features = x->shape[x->ndim - 1];
@@ -320,7 +325,8 @@ static bool gathers_x(const work *w)
     return ((const ps_attrs_column_linear_grad *)w->call->attrs)->want_w && !ps_has(&w->call->in[3]);
 }
 
-/* Gathers x during the products of dx, and sums the rows of dx during the products of dw. */
+/* Computes the products of both gradients. Gathers x during the products of dx, and sums the rows of dx during the
+ * products of dw. */
 static int grad_pieces(const work *w, const ps_view *full, const ps_view *all, const ps_view *more,
                        const ps_view *addends)
 {

@@ -19,10 +19,10 @@ typedef struct head {
     place at;
     ps_call *call;
     const ps_attrs_parallel_lm_loss *attrs;
-    ps_view x, dx;                              /* gradients for all rows [N, C]; dx can be absent */
-    int wide;                                   /* type of losses and of the values that ranks exchange */
-    int64_t N, V, C, rows, kinds;               /* rows: rows of a panel. kinds: values per row. */
-    int64_t first, words;                       /* number of this rank's words; the columns after them are padding */
+    ps_view x, dx;                              /* inputs and their gradients for all rows [N, C]; dx can be absent */
+    int wide;                                   /* dtype of losses and of the values that ranks exchange */
+    int64_t N, V, C, rows, kinds;               /* rows: rows per panel. kinds: exchanged values per row. */
+    int64_t first, words;                       /* first and number of this rank's words; later columns are padding */
     void *logits, *mine, *all, *losses;         /* [rows, V], [kinds, rows], [size, kinds, rows], [N] */
     void *hits;                                 /* int32 [2, rows], or NULL if hits are not wanted */
 } head;
@@ -62,7 +62,7 @@ static ps_view targets_of(const head *h, int64_t first, int64_t n)
     return vector(place_in(target, first), target->dtype, n);
 }
 
-/* Computes the logits of n rows, and this rank's values for them. */
+/* Computes the logits of n rows, and from them the values that this rank sends to the others. */
 static int tell(const head *h, int64_t first, int64_t n, bool dry)
 {
     const ps_view *in = h->call->in;
@@ -75,7 +75,7 @@ static int tell(const head *h, int64_t first, int64_t n, bool dry)
     return run(h, dry, PS_OP_logit_stats, &attrs, 3, told, 1, &mine);
 }
 
-/* Computes dw += dlogits^T x, or dw = dlogits^T x for the first panel. */
+/* Adds the panel's dlogits^T x to dw. For the first panel, overwrites dw instead. Does the same for db. */
 static int add_weights(const head *h, const ps_view *dlogits, const ps_view *x, bool add, bool dry)
 {
     ps_view *dw = &h->call->out[2], *db = &h->call->out[3];
@@ -88,14 +88,14 @@ static int add_weights(const head *h, const ps_view *dlogits, const ps_view *x, 
     return ps_has(db) ? run(h, dry, PS_OP_sum, &sum, 1, dlogits, 1, db) : 0;
 }
 
-/* Adds the hits of n rows to the op's hits. */
+/* Adds the hits of n rows to the hits that the op returns. */
 static int add_hits(const head *h, const ps_view *hits, bool add, bool dry)
 {
     ps_attrs_sum sum = { .dims = 2, .accumulate = add };
     return h->hits ? run(h, dry, PS_OP_sum, &sum, 1, hits, 1, &h->call->out[4]) : 0;
 }
 
-/* Computes the losses of n rows from all ranks' values, and their contribution to the gradients. */
+/* Computes the losses of n rows from the values of all ranks. Adds the rows' contribution to the gradients. */
 static int lose(const head *h, int64_t first, int64_t n, bool dry)
 {
     const ps_view *in = h->call->in, *share = &in[3];
@@ -120,7 +120,7 @@ static int lose(const head *h, int64_t first, int64_t n, bool dry)
     return add_weights(h, &logits, &x, first > 0, dry);
 }
 
-/* Computes the sum of the losses. With no rows, dw, db and the hits are 0. */
+/* Sums the losses of all rows. If there are no rows, sets dw, db and the hits to 0. */
 static int finish(const head *h, bool dry)
 {
     ps_attrs_sum sum = { .dims = 1 };

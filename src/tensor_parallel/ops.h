@@ -13,6 +13,6 @@ int group_op(ps_ctx *ctx, int device, struct ps_call *call);
 /* carried: the host's connections send the memory of the call's device. A dry call only allocates memory. */
 int group_linear(ps_group *g, place at, bool carried, struct ps_call *call);
 
-/* -- loss.c: the op parallel_lm_loss. A dry call only allocates memory. */
+/* -- loss.c: the op parallel_lm_loss; a dry call only allocates memory */
 int group_lm_loss(ps_group *g, place at, struct ps_call *call);
 #endif
