@@ -17,74 +17,77 @@
 #include <stdint.h>
 #include <sys/types.h>
 
-/* Kinds of calls, in the order of `doors` in plan.c. `any` counts the calls of all other doors except clock, lock
- * and alloc. */
+/* Kinds of calls, in the order of `doors` in plan.c. `any` counts all calls except those of clock, lock and alloc. */
 enum faults_door {
     DOOR_ANY, DOOR_OPEN, DOOR_READ, DOOR_WRITE, DOOR_SYNC, DOOR_RENAME, DOOR_SPACE, DOOR_REMOVE, DOOR_MKDIR, DOOR_MAP,
     DOOR_CONNECT, DOOR_ACCEPT, DOOR_SEND, DOOR_RECV, DOOR_ALLOC, DOOR_CLOCK, DOOR_SLEEP, DOOR_LOCK, DOOR_WAIT,
-    DOOR_END,                   /* end of a process that exits; called once */
+    DOOR_END,                   /* called once, when the process exits */
     N_DOORS
 };
-/* plan.c performs the actions from ACT_DELAY on before the call. The door performs the other actions. */
+/* Actions of events. Actions from ACT_DELAY on are performed by plan.c, before the call. The door itself performs
+ * the others. */
 enum faults_action {
     ACT_NONE, ACT_ERRNO, ACT_FULL, ACT_INTERRUPT, ACT_SHORT, ACT_FLIP, ACT_RESET, ACT_HALF_OPEN, ACT_DRIP, ACT_JUMP,
     ACT_SPURIOUS, ACT_REORDER, ACT_CUT, ACT_LAG, ACT_DELAY, ACT_KILL, ACT_STOP, ACT_SIGNAL, ACT_POWER, ACT_POWER_ALL
 };
 typedef struct faults_hit {
     int action;                 /* ACT_NONE lets the call proceed */
-    int err;                    /* errno for ACT_ERRNO, for ACT_FULL (ENOSPC and EDQUOT, only of calls that need space)
-                                 * and for ACT_INTERRUPT (EINTR, which only some calls can return) */
-    double arg;                 /* number of the action, or 0 */
+    int err;                    /* errno that the call returns. ACT_ERRNO: any. ACT_FULL: ENOSPC or EDQUOT, only for
+                                 * calls that need space. ACT_INTERRUPT: EINTR, which only some calls can return. */
+    double arg;                 /* number that follows the action in the plan, or 0 */
 } faults_hit;
 
-/* Counts a call of `door`, and returns the action that the plan has for it. what: a path for the log, or NULL. can:
- * bit set of the actions that this call can perform; events with other actions are not used up. */
+/* Counts a call of `door`, and returns the action that the plan has for this call. what: a path for the log, or
+ * NULL. can: bit set of the actions that this call can perform. Events with other actions stay in the plan. */
 faults_hit faults_pass(int door, unsigned can, const char *what);
 #define CAN(action) (1u << (action))
 enum { CAN_WAIT = 1u << ACT_DELAY | 1u << ACT_KILL | 1u << ACT_STOP | 1u << ACT_SIGNAL | 1u << ACT_POWER
                   | 1u << ACT_POWER_ALL };
 
-/* For scripts that make every call fail in turn: replaces the plan, and counts calls and events from 0. No other
- * thread may be in a door. */
+/* Replaces the plan, and counts calls and events from 0 again. For scripts that make every call fail in turn. No
+ * other thread may be in a door. */
 void faults_arm(const char *plan);
 int64_t faults_happened(void);                  /* number of events since faults_arm */
-int64_t faults_calls(void);                     /* calls that door `any` has counted since faults_arm */
+int64_t faults_calls(void);                     /* number of calls that `any` has counted since faults_arm */
 
 /* -- descriptors (files.c) ---------------------------------------------------------------------------------------- */
 enum faults_class { FD_OTHER, FD_FILE, FD_NAMELESS, FD_FOLDER, FD_SOCKET };
 int faults_class_of(int fd);
 void faults_set_class(int fd, int class, const char *path);
 const char *faults_path_of(int fd);             /* path of a descriptor, "" if unknown */
-/* Code shared by reads and writes of a file and of a socket. */
+/* Send and receive on a socket. read and write use them, too, if the descriptor is a socket. */
 ssize_t faults_socket_send(int fd, const void *bytes, size_t nbytes, int flags);
 ssize_t faults_socket_recv(int fd, void *bytes, size_t nbytes, int flags);
 /* Flips bit `which` (modulo the number of bits) of the bytes. */
 void faults_flip(void *bytes, size_t nbytes, double which);
 
 /* -- loss of power (lost.c) --------------------------------------------------------------------------------------- */
-/* Each function is called before the change that it records. Paths are absolute. */
+/* Record changes, so that a loss of power can undo them. Each function is called before its change. Paths are
+ * absolute. */
 void lost_write(int fd, int64_t offset, int64_t nbytes);
 void lost_resize(int fd);
 void lost_truncate(const char *path);           /* records a change of all bytes of a file */
-void lost_sync(int fd);                         /* records that a file's bytes, or a folder's names, are on the disk */
-void lost_failed_sync(int fd, uint64_t seed);   /* fsync of a file failed: its bytes are lost as in a power failure,
-                                                 * and the next fsync succeeds, as on Linux */
+void lost_sync(int fd);                         /* records that a file's bytes, or the names in a folder, have been
+                                                 * synced */
+void lost_failed_sync(int fd, uint64_t seed);   /* after a failed fsync: loses the file's bytes as a power failure
+                                                 * would; the next fsync succeeds, as on Linux */
 void lost_create(const char *path);
 void lost_rename(const char *from, const char *to, bool exchange);
 void lost_remove(const char *path, bool folder);
 void lost_mkdir(const char *path);
-void lost_undone(void);                         /* records that the latest change of a folder failed */
-/* Undoes changes that were not synced, chosen at random by `seed`, and ends the process. */
+void lost_undone(void);                         /* records that the latest change of names failed */
+/* Undoes a random choice of the changes that were not synced, and kills the process. The seed determines the choice. */
 _Noreturn void lost_power(uint64_t seed);
-bool faults_want_power(void);                   /* returns true if the plan has an event that loses bytes, so that
+bool faults_want_power(void);                   /* returns true if the plan has an event that loses bytes; only then
                                                  * changes are recorded */
 
 /* -- system calls that pass no door ------------------------------------------------------------------------------- */
 void faults_nap(double seconds);
-void faults_lock(void);                         /* the only lock of this folder, not recursive */
+void faults_lock(void);                         /* takes this folder's only lock, which is not recursive */
 void faults_unlock(void);
-void *faults_next(const char *name, const char *version);       /* returns the C library's function; version may be
-                                                                 * NULL */
-void faults_note(const char *fmt, ...) __attribute__((format(printf, 1, 2)));      /* writes a line to the log, after
-                                                                     * the rank and the monotonic clock's seconds */
+void *faults_next(const char *name, const char *version);       /* returns the C library's version of a function;
+                                                                 * version may be NULL */
+void faults_note(const char *fmt, ...) __attribute__((format(printf, 1, 2)));      /* writes a line to the log: the
+                                                                                    * rank, the monotonic clock's
+                                                                                    * seconds, the text */
 #endif

@@ -43,7 +43,8 @@ void faults_flip(void *bytes, size_t nbytes, double which)
     ((uint8_t *)bytes)[bit / 8] ^= (uint8_t)(1u << bit % 8);
 }
 
-/* Writes the absolute path to out [PATH_MAX] and returns it if it is below PS_FAULT_FOLDER, else returns NULL. */
+/* Returns the absolute path, written to out [PATH_MAX], if it is below PS_FAULT_FOLDER. Returns NULL for other
+ * paths. */
 static const char *ours(int folder, const char *path, char *out)
 {
     static const char *root;
@@ -129,7 +130,8 @@ int close(int fd)
 }
 
 /* -- reading and writing ------------------------------------------------------------------------------------------ */
-/* offset -1 means the descriptor's own offset. interrupts: the kernel can return EINTR for this call. */
+/* Reads from a descriptor. offset -1 means the descriptor's own offset. interrupts: the kernel can return EINTR for
+ * this call. */
 static ssize_t read_door(int fd, void *bytes, size_t nbytes, int64_t offset, bool interrupts)
 {
     unsigned can = (interrupts ? CAN_STOP : CAN_FAIL) | CAN(ACT_SHORT) | CAN(ACT_FLIP);
@@ -186,7 +188,7 @@ int fsync(int fd)
     faults_hit hit = faults_pass(DOOR_SYNC, CAN_STOP | CAN(ACT_FULL), faults_path_of(fd));
     if (hit.err && hit.err != EINTR) lost_failed_sync(fd, (uint64_t)hit.arg);
     if (hit.action) return fail(hit);
-    /* The bytes need not reach the disk of this machine, because a power failure is only simulated. */
+    /* Does not sync the real file: a power failure is only simulated, so a record of the sync is enough. */
     lost_sync(fd);
     return 0;
 }
@@ -212,8 +214,8 @@ int fallocate(int fd, int mode, off_t offset, off_t nbytes)
 }
 
 /* -- maps --------------------------------------------------------------------------------------------------------- */
-/* Replaces the pages of a private map, from one of the first ten on, by those of an empty file. Touching them raises
- * SIGBUS, as if another process had truncated the file, or its disk had failed. */
+/* Replaces the pages of a private map by those of an empty file, beginning with one of the first ten. An access to
+ * them raises SIGBUS, as if another process had truncated the file, or its disk had failed. */
 static void cut_map(char *p, size_t nbytes, int flags, double which)
 {
     size_t page = (size_t)sysconf(_SC_PAGESIZE), from = (size_t)which % 10 * page;
@@ -224,7 +226,7 @@ static void cut_map(char *p, size_t nbytes, int flags, double which)
     syscall(SYS_close, empty);
 }
 
-/* Maps without a file count as allocations. */
+/* Passes a map of a file to its door, and counts a map without a file as an allocation. */
 void *mmap(void *at, size_t nbytes, int prot, int flags, int fd, off_t offset)
 {
     bool anonymous = (flags & MAP_ANONYMOUS) != 0;
@@ -305,12 +307,13 @@ int mkdir(const char *path, mode_t mode)
 }
 
 /* -- streams ------------------------------------------------------------------------------------------------------ */
-/* The kernel restarts calls on files that a signal interrupts, so calls on a stream never return EINTR. */
+/* Reads for a stream. Never returns EINTR, because the kernel restarts calls on files that a signal interrupts. */
 static ssize_t cookie_read(void *c, char *bytes, size_t nbytes)
 {
     return read_door((int)(intptr_t)c, bytes, nbytes, -1, false);
 }
-/* A stream's write function returns 0 for an error. The C library repeats short writes itself. */
+/* Writes for a stream. Returns 0 for an error, as the C library requires. The C library itself continues after short
+ * writes. */
 static ssize_t cookie_write(void *c, const char *bytes, size_t nbytes)
 {
     ssize_t done = 0;

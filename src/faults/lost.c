@@ -22,20 +22,20 @@
 enum { BLOCK = 4096, SECTOR = 512, MOST_SAVED = 64 << 20 };
 
 typedef struct block { int64_t index; uint8_t old[BLOCK]; } block;
-/* A file with bytes that are not synced. */
+/* A file that has bytes that are not synced. */
 typedef struct file {
     struct file *next;
     dev_t dev;
     ino_t ino;
-    int fd;                     /* a descriptor of its own, for reading old bytes and for writing them back */
+    int fd;                     /* a separate descriptor, for reading old bytes and writing them back */
     int64_t old_size;
     block *blocks;
     int n, room;
 } file;
 typedef struct change {
     enum { CREATE, RENAME, EXCHANGE, REMOVE, REMOVE_FOLDER, MAKE_FOLDER } kind;
-    char folder[PATH_MAX], path[PATH_MAX], to[PATH_MAX];     /* folder: the folder whose names change */
-    uint8_t *old;               /* bytes of the file that the change removes, or NULL */
+    char folder[PATH_MAX], path[PATH_MAX], to[PATH_MAX];     /* folder: the folder in which the names change */
+    uint8_t *old;               /* bytes of the file that the change removes or replaces, or NULL */
     int64_t old_size;
 } change;
 
@@ -57,7 +57,8 @@ static file **find(const struct stat *st)
     return at;
 }
 
-/* Returns the record of a file, which is made if there is none, or NULL if it is not a file or there is no memory. */
+/* Returns the record of a file, and makes it if necessary. Returns NULL if fd is not a file, or if there is no
+ * memory. */
 static file *record_of(int fd)
 {
     struct stat st;
@@ -146,7 +147,7 @@ void lost_sync(int fd)
 }
 
 /* -- names -------------------------------------------------------------------------------------------------------- */
-/* (locked) Appends a change of the names in the folder of `path`. */
+/* (locked) Appends a record of a change of names in the folder that contains `path`. */
 static change *append(int kind, const char *path, const char *to)
 {
     if (n_changes == room_changes) {
@@ -166,7 +167,7 @@ static change *append(int kind, const char *path, const char *to)
     return c;
 }
 
-/* Keeps the bytes of the file `path`, if it exists. */
+/* Stores the bytes of the file `path` in the change, if the file exists. */
 static void keep_bytes(change *c, const char *path)
 {
     int fd = c ? (int)syscall(SYS_openat, AT_FDCWD, path, O_RDONLY | O_CLOEXEC | O_NOFOLLOW, 0) : -1;
@@ -294,11 +295,11 @@ static void undo(int i)
     }
 }
 
-/* Undoes the last changes of each folder, from a randomly chosen one on. */
+/* Undoes the last changes of each folder. A random number decides how many of them. */
 static void lose_names(uint64_t *state)
 {
-    static char gone[64][PATH_MAX];             /* folders for which the number has been drawn */
-    static int left[64];                        /* changes of each folder that must still be undone */
+    static char gone[64][PATH_MAX];             /* folders whose number of lost changes has been drawn */
+    static int left[64];                        /* [n_gone] number of changes that remain to be undone in each */
     int n_gone = 0;
     for (int i = 0; i < n_changes; i++) {
         int k = 0;
@@ -320,10 +321,10 @@ static void lose_names(uint64_t *state)
             }
 }
 
-/* counts: blocks that stayed, were lost, and were torn. */
+/* Loses bytes of a file. Counts in `counts` the blocks that stayed, that were lost, and that were torn. */
 static void lose_file(const file *f, uint64_t *state, int counts[3])
 {
-    bool all = draw(state) % 3 == 0;            /* nothing of this file was written, the usual case */
+    bool all = draw(state) % 3 == 0;            /* no block reached the disk, as is usual */
     int64_t size = size_of(f->fd);
     for (int i = 0; i < f->n; i++) {
         block *b = &f->blocks[i];
@@ -362,7 +363,7 @@ void lost_failed_sync(int fd, uint64_t seed)
 
 _Noreturn void lost_power(uint64_t seed)
 {
-    faults_lock();                              /* held forever, so other threads stop at their next change */
+    faults_lock();                              /* never unlocked, so that other threads stop at their next change */
     lose_bytes(&seed);
     lose_names(&seed);
     for (;;) syscall(SYS_kill, getpid(), SIGKILL);

@@ -23,7 +23,7 @@
 #include <unistd.h>
 
 enum { MOST_EVENTS = 64 };
-/* The kind of file or folder that a call uses, by its path. An event can count the calls of one class only. */
+/* Classes of files and folders, which follow from their paths. An event can count only the calls of one class. */
 enum class { C_ALL, C_SAVE, C_INDEX, C_LATEST, C_FOLDER, C_CHUNK, C_LOG, C_OTHER, N_CLASSES };
 static const char *const classes[N_CLASSES] = { "", "save", "index", "latest", "folder", "chunk", "log", "other" };
 typedef struct event {
@@ -35,8 +35,9 @@ typedef struct event {
 static event events[MOST_EVENTS];
 static int n_events;
 static bool ready, wants_power;
-static unsigned watched;                        /* bit set of the doors that have an event */
-static _Atomic int64_t calls[N_DOORS][N_CLASSES], n_happened;      /* [C_ALL]: calls of all classes */
+static unsigned watched;                        /* bit set of the doors that events watch */
+static _Atomic int64_t calls[N_DOORS][N_CLASSES], n_happened;      /* number of calls by door and class; C_ALL: all
+                                                                    * classes */
 static atomic_flag taken = ATOMIC_FLAG_INIT;
 static int rank, log_fd = -1;
 
@@ -92,7 +93,7 @@ static _Noreturn void refuse(const char *text)
     _exit(2);
 }
 
-/* The class of a path. A checkpoint's files are below run/, and the disk tier's have no name. */
+/* Returns the class of a path. A checkpoint's files are below run/, and those of the disk tier have no name. */
 static int class_of(int door, const char *what)
 {
     struct stat st;
@@ -127,7 +128,7 @@ static bool set_action(event *e, char *text)
     return e->action != ACT_NONE;
 }
 
-/* Adds an event if it is for this rank. */
+/* Parses an event, and adds it to the plan if it is for this rank. */
 static void add(const char *text)
 {
     char who[16], door[32], what[48];
@@ -140,7 +141,7 @@ static void add(const char *text)
     event e = { .door = named(door, doors, N_DOORS), .class = slash ? named(slash + 1, classes, N_CLASSES) : C_ALL,
         .nth = nth, .count = count };
     if (e.door < 0 || e.class < 0 || nth < 0 || count < 1 || !set_action(&e, what)) refuse(text);
-    wants_power |= e.action == ACT_POWER_ALL;               /* an action of any rank */
+    wants_power |= e.action == ACT_POWER_ALL;               /* an event of any rank cuts every rank's power */
     if (who[0] != '*' && atoi(who) != rank) return;
     wants_power |= e.action == ACT_POWER || ((e.action == ACT_ERRNO || e.action == ACT_FULL) && e.door == DOOR_SYNC);
     watched |= 1u << e.door;
@@ -176,7 +177,7 @@ static const char *action_name(const event *e)
 }
 
 /* -- loss of power of all ranks ------------------------------------------------------------------------------------ */
-/* The processes map one file. A thread of each sleeps until the seed in it is not 0. */
+/* Seed in a file that all processes map. A thread of each process sleeps until the seed is not 0. */
 static _Atomic uint32_t *all_power;
 
 static void *wait_for_power(void *arg)
@@ -259,7 +260,7 @@ faults_hit faults_pass(int door, unsigned can, const char *what)
     return hit.action ? hit : first;
 }
 
-/* Notes the numbers of calls, from which plans are drawn. */
+/* Logs the numbers of calls. Tests choose plans from these numbers. */
 __attribute__((destructor)) static void end(void)
 {
     char line[2048];

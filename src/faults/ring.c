@@ -9,7 +9,8 @@
 #include <unistd.h>
 
 enum { MOST = 64 };
-/* Requests whose result is replaced. A ring belongs to one thread, and a process has one disk tier. */
+/* Requests whose result an event replaces. They need no lock, because a ring belongs to one thread, and a process
+ * has one disk tier. */
 static struct { uint64_t user_data; int res; bool used; } replaced[MOST];
 static struct iovec shortened[MOST];
 static unsigned n_shortened;
@@ -26,7 +27,7 @@ static void replace(struct io_uring_sqe *sqe, int res)
     }
 }
 
-/* last: the last request of the batch, with which an event `reorder` swaps this one. */
+/* Passes a request to its door. last: the last request of the batch, which an event `reorder` swaps with this one. */
 static void pass(struct io_uring_sqe *sqe, struct io_uring_sqe *last)
 {
     bool reads = sqe->opcode == IORING_OP_READV;

@@ -11,8 +11,8 @@
 #include <unistd.h>
 
 enum { MOST = 4096 };
-/* Events of a descriptor. DRIPS: it sends and receives at most 64 bytes per call. HALF_OPEN: bytes that it sends are
- * lost. */
+/* States that events set for a descriptor. DRIPS: each call transfers at most 64 bytes. HALF_OPEN: bytes that are
+ * sent are lost. */
 enum { DRIPS = 1, HALF_OPEN = 2 };
 static atomic_uchar state[MOST];
 enum { CAN_SEND = CAN(ACT_ERRNO) | CAN(ACT_INTERRUPT) | CAN(ACT_SHORT) | CAN(ACT_RESET) | CAN(ACT_HALF_OPEN)
@@ -50,7 +50,7 @@ int connect(int fd, const struct sockaddr *address, socklen_t length)
     return (int)syscall(SYS_connect, fd, address, length);
 }
 
-/* Sends RST to the other side, and returns an error on this side. */
+/* Resets a connection: sends RST to the other side, and returns an error on this side. */
 static ssize_t reset(int fd)
 {
     struct linger now = { 1, 0 };
@@ -61,7 +61,8 @@ static ssize_t reset(int fd)
     return -1;
 }
 
-/* Returns true if the call ends with *result. Otherwise *nbytes is the number of bytes that it may transfer. */
+/* Lets events act on a call. Returns true if the call must return *result at once. Otherwise sets *nbytes to the
+ * number of bytes that the call may transfer. */
 static bool struck(int door, int fd, size_t *nbytes, ssize_t *result)
 {
     unsigned can = CAN_SEND & ~(door == DOOR_RECV ? CAN(ACT_HALF_OPEN) : 0u);

@@ -29,7 +29,7 @@ void *__wrap_calloc(size_t n, size_t nbytes) { return no_memory() ? NULL : __rea
 void *__wrap_realloc(void *p, size_t nbytes) { return no_memory() ? NULL : __real_realloc(p, nbytes); }
 
 /* -- clocks and sleeps -------------------------------------------------------------------------------------------- */
-/* seconds by which the wall clock has jumped; the monotonic clock cannot jump */
+/* seconds that the wall clock has jumped by; the monotonic clock cannot jump */
 static _Atomic int64_t jumped_s;
 
 int clock_gettime(clockid_t id, struct timespec *t)
@@ -75,7 +75,7 @@ int clock_nanosleep(clockid_t id, int flags, const struct timespec *t, struct ti
 }
 
 /* -- hand-overs between threads ----------------------------------------------------------------------------------- */
-/* An event `lag` makes the thread that called late at its next LAGS locks: others run between its steps. */
+/* An event `lag` delays its thread at each of its next LAGS locks, so that other threads run between its steps. */
 enum { LAGS = 200 };
 static _Thread_local int lags_left;
 static _Thread_local double lag_s;
@@ -98,7 +98,7 @@ int pthread_mutex_lock(pthread_mutex_t *m)
     return next(m);
 }
 
-/* POSIX allows a wait to end without a signal, so its caller must check its condition again. */
+/* Can end without a signal. POSIX allows this, so callers must check their condition again. */
 int pthread_cond_wait(pthread_cond_t *c, pthread_mutex_t *m)
 {
     static int (*next)(pthread_cond_t *, pthread_mutex_t *);
