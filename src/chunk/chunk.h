@@ -78,8 +78,9 @@ void ps_chunks_trace_begin(ps_chunks *cs);
 const ps_trace *ps_chunks_trace_end(ps_chunks *cs);
 /* Plans a step that is expected to repeat the uses of `trace` (lent until ps_chunks_step_end). The plan starts from
  * the chunks' present positions, and pins perform its moves. It leaves `trace->other_peak` bytes free on each tier.
- * If an op's chunks do not fit beside these bytes, the plan leaves fewer at that moment: only those that other
- * tensors then use. PS_ENOMEM: a moment of the trace does not fit; the message names the tensor, chunk and tier. */
+ * If an op's chunks do not fit in addition to these bytes, the plan leaves fewer bytes free at that moment, but at
+ * least those that other tensors use then. PS_ENOMEM: a moment of the trace does not fit; the message names the
+ * tensor, chunk and tier. */
 int ps_chunks_step_begin(ps_chunks *cs, const ps_trace *trace);
 void ps_chunks_step_end(ps_chunks *cs);
 /* Plans a step that repeats `trace`, without performing the plan, and returns the plan's forecast in *out. */

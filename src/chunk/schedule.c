@@ -150,9 +150,9 @@ typedef struct request {
     int64_t resident_nbytes;
     int64_t *extra[PS_TIERS];     /* as ps_plan_input.extra */
     int64_t margin[PS_TIERS];     /* if `extra` is set: bytes that stay free above the peak of other tensors */
-    int64_t wanted, left;         /* Set for the first tier on which an op's chunks do not fit beside the peak of
-                                   * other tensors: the bytes of the largest op's chunks, and the tier's capacity for
-                                   * chunks. Otherwise 0. */
+    int64_t wanted, left;         /* Set for the first tier on which an op's chunks and the peak of other tensors do
+                                   * not fit together: the bytes of the largest op's chunks, and the tier's capacity
+                                   * for chunks. Otherwise 0. */
     int32_t short_tier;           /* that tier */
 } request;
 
@@ -211,9 +211,9 @@ static int64_t widest_op(const ps_chunks *cs, const request *r, int t)
     return most;
 }
 
-/* Handles ops whose chunks on tier t do not fit beside the peak of other tensors: lets them use memory that other
- * tensors leave free at that moment. The arena must return this memory and later map it again, which costs time, so
- * only ops without other room get it. */
+/* Handles ops whose chunks do not fit on tier t in addition to the peak of other tensors: lets them use memory that
+ * other tensors leave free at that moment. The arena must return this memory and later map it again, which costs
+ * time, so only ops that have no other room get it. */
 static int fill_extra(ps_chunks *cs, const ps_trace *trace, request *r, int t)
 {
     int64_t need = widest_op(cs, r, t), capacity = r->in.capacity[t];
@@ -333,8 +333,8 @@ static int plan_failed(ps_chunks *cs, const ps_trace *trace, const request *r, i
                         stay > 0 ? last_key(cs) : "");
 }
 
-/* Rejects residents that do not fit beside other tensors. The planner would not notice, because it does not move
- * residents. */
+/* Rejects residents that do not fit on tier 0 in addition to other tensors. The planner cannot detect this, because
+ * it does not move residents. */
 static int check_residents(ps_chunks *cs, const ps_trace *trace, const request *r)
 {
     const tier *at = &cs->tiers[0];
