@@ -483,7 +483,8 @@ static void sum_integers(int dtype, int size, char *const *at, int64_t first, in
     }
 }
 
-/* Returns true if `a` is kept instead of `b`, which is from a later rank. Of several NaNs, the first is kept. */
+/* Returns true if `a` is kept instead of `b`, which is from a later rank. If several values are NaN, the first is
+ * kept. */
 #define STAYS(a, b, max) ((a) != (a) || ((max) ? (a) >= (b) : (a) <= (b)))
 #define EXTREME(type, read) \
     for (int64_t i = first; i < first + n; i++) { \
