@@ -183,9 +183,8 @@ static int circle(const run *u, int rank)
 {
     char text[600] = "", why[160];
     size_t n = 0;
-    for (int i = 0; i < u->c->t->spec.stages; i++) rank = waits_for(u, rank, why, sizeof why);   /* after so many
-                                                                                                  * waits, `rank` is
-                                                                                                  * in the cycle */
+    for (int i = 0; i < u->c->t->spec.stages; i++) rank = waits_for(u, rank, why, sizeof why);   /* leads into the
+                                                                                                  * cycle */
     int begin = rank;
     do {
         rank = waits_for(u, rank, why, sizeof why);
