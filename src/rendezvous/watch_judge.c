@@ -217,7 +217,7 @@ static void broke(ps_watch *w, const watch_complaint *c)
 /* -- cycles
  *
  * Ranks that deadlock in calls of different groups would wait until the calls' time-out. Rank 0 finds such ranks
- * earlier, by the places that beats carry. What rank 0 knows about two ranks can be from different times, so it
+ * earlier, by the places that beats carry. Its information about two ranks can be from different times, so it
  * examines one moment in the past: the moment at which it sent an earlier beat. A rank had its present place at that
  * moment if two things are true: it sent this place before that moment, and it sent the same place again after it
  * had received that beat. A rank whose script waits begins no other call, so a cycle of such ranks never ends. */
