@@ -18,7 +18,7 @@ typedef void (*ps_link_send)(void *message, int peer, uint64_t slot);
 /* Opens the link that PS_SIM_LINK describes. If PS_SIM_LINK is not set, *out is NULL. PS_EINVAL: PS_SIM_LINK is not
  * a number of bytes. PS_ENOMEM. */
 int ps_link_open(ps_link_send send, ps_link **out);
-/* Queues a message behind the other messages of the link. PS_ENOMEM: the message was not queued. */
+/* Queues a message as the last one of the link. PS_ENOMEM: the message was not queued. */
 int ps_link_put(ps_link *link, void *message, int peer, uint64_t slot, int64_t nbytes);
 /* Drops a message that has not passed the link yet, so that it is never sent. Does nothing if `link` is NULL. */
 void ps_link_drop(ps_link *link, const void *message);

@@ -61,7 +61,7 @@ static pthread_mutex_t telling = PTHREAD_MUTEX_INITIALIZER;   /* guards errors o
 static wired *self(ps_comm *comm) { return (wired *)comm; }
 
 /* Performs a call of the wire while holding the lock, and returns its result. If everything under way was abandoned,
- * returns GONE without the call. Of these calls, only the end of the wire takes long. */
+ * returns GONE without the call. The only one of these calls that takes long is the end of the wire. */
 enum { GONE = INT_MIN };
 #define ON_WIRE(w, call) (pthread_mutex_lock(&(w)->lock), unlocked((w), (w)->hung_up ? GONE : (call)))
 static int unlocked(wired *w, int rc)
