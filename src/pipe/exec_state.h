@@ -51,7 +51,7 @@ struct ps_pipe {
                                      * before `first_posted` have ended */
     int32_t n_posted, posted_capacity, first_posted;
     bool open, dry, tells;
-    int32_t first_again, end_again; /* in a dry row, micro-batches first_again..end_again - 1 repeat the one before */
+    int32_t first_again, end_again; /* dry row: micro-batches [first_again, end_again) repeat the one before them */
     bool differed;                  /* the last dry row found that these micro-batches differ from the one before */
     ps_step *step;                  /* the step that contains the row's actions, or NULL if the caller performs all */
     ps_action_how last;             /* settings for the last BACKWARD or WEIGHT of each virtual stage */
