@@ -194,7 +194,7 @@ int group_all_gather(ps_group *g, place at, int dtype, const char *in, int64_t n
 {
     bool small = group_is_small(g, at, nbytes);
     if (small && rc == 0) {
-        group_drain(g);                    /* waits for jobs, which use the same memory for addends */
+        group_drain(g);                    /* waits for jobs, which use the same memory */
         memcpy(group_small(g, g->comm->rank), in, (size_t)nbytes);
     }
     PS_TRY(group_agree_bytes(g, OP_ALL_GATHER, at, dtype, nbytes, 0, rc));

@@ -13,8 +13,8 @@ static atomic_int next_id = 1;             /* next id in this process; the group
 
 /* The request of a rank of the parent: describes the group that the rank wants to make. */
 typedef struct wish {
-    int32_t id, n;                         /* id: smallest id that this rank has not used. n: number of ranks in the
-                                            * group. */
+    int32_t id, n;                         /* id: first id after all that this rank has used. n: number of ranks in
+                                            * the group. */
     char axis[PS_AXIS_NBYTES];
     int32_t ranks[];                       /* [size of the parent], of which n are used */
 } wish;
@@ -83,7 +83,7 @@ static int tell(ps_group *parent, const wish *mine, char *all, int rc)
     return rc;
 }
 
-/* Returns an id for the new groups: the smallest one that no rank of the parent has used. */
+/* Returns an id for the new groups. No group on any rank of the parent has this id or a higher one. */
 static int agree_id(const ps_group *parent, const char *all)
 {
     int id = 0;
