@@ -126,6 +126,34 @@ describe("thawing in an engine", function()
     end
   end)
 
+  it("notes saved state of parameters that are frozen when it is loaded", function()
+    for _, memory in ipairs { "plain", { kind = "chunk" } } do
+      local path, x = folder .. "/noted", ps.tensor({ { 1, 2, 3, 4 } }, "int32")
+      local function open()
+        return ps.initialize { quiet = true, model_func = function()
+          return gpt2.new("tiny", { dropout = 0 }):freeze "wte"
+        end, config = { plan_print = false, memory = memory, optimizer = { type = "AdamW", params = { lr = 1e-2 } } } }
+      end
+      local function loaded(thawed)
+        local model, opt = open()
+        if thawed then model:thaw "wte" end
+        ps.checkpoints.load(path, { model = model, optimizer = opt })
+        local said = {}
+        for text in pairs(inner(model).said) do said[#said + 1] = text end
+        model:close()
+        return table.concat(said, "\n")
+      end
+      local model, opt = open()
+      model:thaw "wte"
+      model:backward(model(x, x))
+      opt:step()
+      ps.checkpoints.save(path, { model = model, optimizer = opt })
+      model:close()
+      assert.truthy(loaded(false):find("frozen here (1, the first is", 1, true))
+      assert.falsy(loaded(true):find("frozen here", 1, true))
+    end
+  end)
+
   it("names what the budgets lack, and trains on when the parameters are frozen again", function()
     local model, opt = ps.initialize { quiet = true, model_func = function()
       return gpt2.new("tiny", { dropout = 0 }):freeze { "wte", "wpe", "h.0", "h.1.attn" }

@@ -133,8 +133,8 @@ local function run(case)
         for i, value in ipairs(list) do result[key][i] = value end
       end
       if case.thaw and case.thaw.step <= cut then model:thaw(case.thaw.names) end
-      if case.freeze and case.freeze.step <= cut then model:freeze(case.freeze.names) end
       ps.checkpoints.load(case.out .. "/checkpoints", { model = model, optimizer = optimizer })
+      if case.freeze and case.freeze.step <= cut then model:freeze(case.freeze.names) end  -- keeps the loaded state
       train(case, data, cut + 1, case.steps, model, optimizer, result)
       save(model, optimizer, case.out .. "/trained.pt", result)
     end)

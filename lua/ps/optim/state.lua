@@ -144,6 +144,21 @@ function state.named(opt)
   return { tensors = tensors, values = values }
 end
 
+-- Notes that the saved optimizer has state of parameters that are frozen here, since this state is not loaded.
+local function note_frozen(opt, updates)
+  local names, seen = {}, {}
+  for _, key in ipairs { "frozen", "untrained" } do
+    for _, row in ipairs(opt.engine.built[key] or {}) do
+      if (updates[row.name] or 0) > 0 and not seen[row.name] then
+        names[#names + 1], seen[row.name] = row.name, true
+      end
+    end
+  end
+  if #names == 0 then return end
+  opt.engine:note(("the saved optimizer has state of parameters that are frozen here (%d, the first is %s); it is not "
+    .. "loaded. Thaw them before loading, and freeze them afterwards, to keep it"):format(#names, names[1]))
+end
+
 local function load_named(opt, source, values)
   if values.kind ~= opt.kind then
     error(("the saved optimizer is %s, but this one is %s"):format(tostring(values.kind), opt.kind), 0)
@@ -170,6 +185,7 @@ local function load_named(opt, source, values)
     end
     opt:set_updates(i, t)
   end
+  note_frozen(opt, values.t)
   optim_groups.from_text(opt.groups, values.groups)
   opt.steps = values.steps
   opt.engine:set_steps(values.calls or values.steps)
