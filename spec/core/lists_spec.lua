@@ -195,3 +195,32 @@ describe("BMTrain's loop over its blocks", function()
     end
   end)
 end)
+
+describe("loops over pairs", function()
+  -- This program fails in Debian 12's LuaJIT (its issue 827): a compiled loop ends after its first key.
+  it("return every key after they have been compiled", function()
+    local said = check.run("", [[
+      local list = { 1, 2, 3, 4, 5 }
+      local lists = { a = list, b = list, c = list, d = list, e = list }
+      local function interpreted(...) for _ = 1, 100 do end end
+      for _ = 1, 20000 do
+        interpreted()
+        local keys = 0
+        for _, one in pairs(lists) do
+          for _ in pairs(one) do end
+          keys = keys + 1
+        end
+        assert(keys == 5, keys)
+      end
+      print "all keys"
+    ]])
+    assert.equal("all keys\n", said)
+  end)
+
+  it("have Lua's errors", function()
+    fails(function() return pairs(nil) end, "bad argument #1", "(table expected, got nil)")
+    fails(function() return next(5) end, "bad argument #1", "(table expected, got number)")
+    assert.is_nil(next {})
+    assert.same({ 1, "x" }, { next { "x" } })
+  end)
+end)

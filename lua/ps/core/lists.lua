@@ -7,7 +7,7 @@
 -- A list's metatable holds its functions in `ps_list`: each, get, size, insert, remove. The operator # cannot be
 -- changed: it returns 0 for every list (ps.nn.container).
 local ffi = require "ffi"
-local raw_ipairs, raw_pairs, raw_unpack = ipairs, pairs, unpack
+local raw_ipairs, raw_pairs, raw_next, raw_unpack = ipairs, pairs, next, unpack
 local raw_insert, raw_remove, raw_getn = table.insert, table.remove, table.getn
 local getmetatable, type, select = getmetatable, type, select
 
@@ -40,6 +40,15 @@ end
 ---@return boolean
 function lists.is_list(value) return list_of(value) ~= nil end
 
+--- Lua's next. LuaJIT compiles a loop over its own `next` with an instruction of its own, which in Debian 12's version
+--- ends loops early or sets their key to another value (LuaJIT's issues 827 and 1510). A loop over a function of Lua
+--- does not get this instruction.
+---@param t table
+---@param key? any
+---@return any key
+---@return any value
+function lists.next(t, key) return raw_next(t, key) end
+
 function lists.ipairs(t)
   local list, it = list_of(t)
   if list then return list.each(it) end
@@ -56,7 +65,8 @@ function lists.pairs(t)
   local meta = type(t) == "table" and getmetatable(t)
   local all = type(meta) == "table" and rawget(meta, "__pairs")      -- as in Lua 5.2
   if all then return all(t) end
-  return raw_pairs(t)
+  if type(t) ~= "table" then return raw_pairs(t) end                  -- raises Lua's error
+  return lists.next, t, nil
 end
 
 function lists.unpack(t, ...)
@@ -89,7 +99,7 @@ function lists.getn(t)
 end
 
 -- luacheck: push ignore 122 142
-_G.ipairs, _G.pairs, _G.unpack = lists.ipairs, lists.pairs, lists.unpack
+_G.ipairs, _G.pairs, _G.next, _G.unpack = lists.ipairs, lists.pairs, lists.next, lists.unpack
 table.insert, table.remove, table.getn = lists.insert, lists.remove, lists.getn
 -- luacheck: pop
 
