@@ -329,7 +329,7 @@ describe("a schedule", function()
     end
     assert.matches("2 schedules need 1 milestones, not 2", problem(sched.SequentialLR, adam, { warm, fall }, { 1, 2 }),
       1, true)
-    assert.matches("schedulers[2] is not a schedule of PyTorch", problem(sched.SequentialLR, adam, { warm,
+    assert.matches("schedulers[2] must be a schedule of PyTorch", problem(sched.SequentialLR, adam, { warm,
       sched.constant { optimizer = adam, max_lr = 1 } }, { 1 }), 1, true)
   end)
 

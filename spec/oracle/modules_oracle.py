@@ -341,7 +341,7 @@ def classes():
     """Checks that all classes of ps.nn are covered. The first case requests their names."""
     def draw(d):
         code = ("local lacks = {} local known = %s for name, value in pairs(ps.nn) do "
-                "if type(value) == 'table' and value.class_name and not known[name] "
+                "if type(value) == 'table' and rawget(value, 'class_name') and not known[name] "
                 "then lacks[#lacks + 1] = name end end "
                 "if #lacks > 0 then error('no cases for ' .. table.concat(lacks, ', '), 0) end return 0") % (
                     "{ %s }" % ", ".join("%s = true" % name for name in sorted(COVERED)))

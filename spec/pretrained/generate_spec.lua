@@ -492,8 +492,8 @@ describe("attention with caches", function()
     end
     says({ "a cache is [2, 8, 9, 8]; it must be [2, 8, 10 or more, 8]" }, { kv = kv }, 9, nil, qkv)
     says({ "a cache is [2, 8, 9, 8]" }, { kv = kv }, -1, nil, qkv)
-    says({ "a cache is [2, 8, 9, 8]; [2, 4, 6 or more, 8]" }, { k = kv, v = kv }, at, nil, k, k, k)
-    says({ "2 rows of 1 positions with 12 heads of 8 are needed, not [2, 1, 32]" }, { kv = kv }, at, nil, k)
+    says({ "a cache is [2, 8, 9, 8]; it must be [2, 4, 6 or more, 8]" }, { k = kv, v = kv }, at, nil, k, k, k)
+    says({ "expected 2 rows of 1 positions with 12 heads of size 8, not [2, 1, 32]" }, { kv = kv }, at, nil, k)
     says({ "the mask has 4 dimensions; it must be bool [2, 6]" }, { kv = kv }, at,
       ps.ones({ 1, 1, 1, 6 }, { dtype = "bool" }), qkv)
     says({ "the mask must be bool [2, 6]" }, { kv = kv }, at, ps.ones({ 2, 5 }, { dtype = "bool" }), qkv)
