@@ -270,8 +270,8 @@ int ps_op_cost(int op, int n_in, ps_tensor *const *in, const void *attrs, int n_
 int ps_detect_anomaly(ps_ctx *ctx, int on);
 void ps_anomaly_at(ps_ctx *ctx, int64_t place);     /* sets the caller's number for the place in the script that
                                                      * calls the following ops */
-/* If `on` is 1, the next op scales the loss, so that the loss's backward may overflow. Infinities in backward are
- * then ignored until a call with `on` 0, which must follow the step. */
+/* If `on` is 1, the next op scales the loss, and gradients can overflow. Infinities in backward are then ignored, until
+ * a call with `on` 0, which must follow the step. */
 void ps_anomaly_scaled(ps_ctx *ctx, int on);
 typedef struct ps_anomaly_info {
   int64_t place;               /* place that called the op, or called the op whose gradient it computed; -1 if

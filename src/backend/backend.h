@@ -126,7 +126,7 @@ void ps_backends_local_rank(int number);         /* implements ps_local_rank_set
 void ps_backends_pretend(const ps_machine *machine);
 void ps_backends_close(ps_backend **all, int n);
 
-/* Constructors of the backends. The backend owns `out` (static or on the heap) until it is closed. */
+/* Constructors of the backends. Each returns a backend in `out`, which is valid until the backend is closed. */
 int ps_backend_ref_open(ps_backend **out);
 int ps_backend_cpu_open(ps_backend *ref, ps_backend **out);
 int ps_backend_meta_open(ps_backend **out);

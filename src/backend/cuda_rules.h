@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The workspace of cuda's kernels on a card that may be simulated (cuda/rules.h). */
+ * Workspace that cuda's kernels need on a card, which can be a simulated one (cuda/rules.h). */
 #ifndef PS_CUDA_RULES_SCRATCH_H
 #define PS_CUDA_RULES_SCRATCH_H
 #include "backend/cuda/rules.h"

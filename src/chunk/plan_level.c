@@ -466,8 +466,8 @@ static int begin(run *r)
     return i < s->n ? fail_group(r, i) : 0;
 }
 
-/* Keeps the chunks that the events [first, end) of a moment use. Called if the moment has extra room, because its op
- * needs all these chunks here until it has run. */
+/* Keeps the chunks that the events [first, end) of a moment use. It is called if the
+ * moment has extra room, since the op of the moment needs all these chunks on this tier until it has run. */
 static void keep_group(run *r, int32_t first, int32_t end)
 {
     for (int32_t i = first; i < end; i++)

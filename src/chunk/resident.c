@@ -9,8 +9,8 @@
 #include "base/error.h"
 #include "chunk/impl.h"
 
-/* Number of chunks of the largest size that the last tier must have extra room for. The host reads a resident
- * through a short-lived copy there, and swapping two chunks needs room for a third. */
+/* The last tier must have extra room for this number of chunks of the largest size: for a short-lived copy, through
+ * which the host reads a resident, and for a third chunk while two chunks are swapped. */
 enum { SPARE = 2 };
 
 typedef struct candidate {

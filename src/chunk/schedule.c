@@ -280,8 +280,8 @@ static int fill_request(ps_chunks *cs, const ps_trace *trace, request *r)
  * because smaller chunks then help more often. */
 static int op_sub(const request *r) { return r->resident_nbytes > 0 ? PS_SUB_OP_BESIDE_RESIDENTS : PS_SUB_OP_CHUNKS; }
 
-/* Raises the error for a use whose op fits on its tier, if the tier below has no room for the chunks that move
- * through it. */
+/* Raises the error for an op that fits on its tier, but whose chunks must move through the tier below, which has no
+ * room for them. */
 static int below_failed(ps_chunks *cs, const ps_trace *trace, const request *r, const ps_use *u)
 {
     int t = u->tier + 1;

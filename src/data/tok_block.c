@@ -49,8 +49,8 @@ static size_t cut_before(const uint8_t *s, size_t n)
     return 0;
 }
 
-/* Returns true if a text has the same ids whether it is encoded in sections or as a whole. PLAIN means that special
- * tokens are not searched. */
+/* Returns true if a text has the same ids whether it is encoded in sections or as a whole. PLAIN means that the
+ * text is not searched for special tokens. */
 static bool may_cut(const ps_tok *t, int flags)
 {
     if (t->model == TOK_BPE && (!t->n_splits || !t->cuts || t->metaspace)) return false;

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Implements the tokenizers of ps.h: makes them from files, and turns texts into ids and ids into text. A text is split
- * at added tokens. The sections between these tokens are normalized (WordPiece), split at added tokens that are
- * searched in normalized text, and split into words. */
+ * Implements the tokenizers of ps.h: makes them from files, and turns texts into ids and ids into text. A text is first
+ * split at those added tokens that are matched as written. The sections between them are normalized (WordPiece), split
+ * at the added tokens that are matched after normalization, and then split into words. */
 #define _GNU_SOURCE
 #include "data/tok.h"
 #include "base/alloc.h"

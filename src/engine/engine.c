@@ -373,7 +373,8 @@ static param_rec *unit_param(ps_engine *e, int32_t unit, int32_t i)
     return at < e->first[unit + 1] ? &e->params[e->order[at]] : NULL;
 }
 
-/* Also counts gradients of earlier micro-batches of this step, because their owners keep the sums. */
+/* Returns whether parameter i of the unit has had a gradient in this step. A gradient of an earlier micro-batch counts,
+ * because its owner keeps the sum. */
 int engine_unit_had_grad(ps_engine *e, int32_t unit, int32_t i)
 {
     param_rec *r = unit_param(e, unit, i);

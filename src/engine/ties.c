@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * Parameters that several virtual stages use, such as an embedding table that is also the weight of the head. Each use
- * has its own sum, to which the backwards of its virtual stage add in the order of micro-batches. After all backwards
- * and before the norm or the update, the uses on this rank are summed in the order of virtual stages, then the copies
- * in the order of ranks. Only then is such a gradient final, and summed over the ranks that train the same
- * parameters. */
+ * has a sum of its own. The backward passes of the virtual stage add to this sum, in the order of micro-batches. When
+ * all backward passes have run, the sums on this rank are added in the order of virtual stages, then those of all ranks
+ * in the order of ranks. This gives the final gradient, which the norm and the update use. It is then summed over the
+ * ranks that train the same parameters. */
 #include "base/error.h"
 #include "engine/engine.h"
 

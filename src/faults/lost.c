@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * Loss of power (faults.h). Before each change of a file, its present bytes are kept until fsync says that the new ones
  * are on the disk. Names are kept likewise until their folder is synced. When power is lost, each block of 4,096 bytes
- * that was not synced stays, returns to its old bytes, or does the latter in one part of its sectors. Of the changes of
- * a folder's names, a number of the last ones is undone, as a file system with a journal would.
+ * that was not synced keeps its new bytes, gets its old bytes back, or gets the old bytes back in some of its sectors.
+ * The last few changes of a folder's names are undone, as a file system with a journal would do.
  *
  * Files of the disk tier have no name, so they are left out: nothing of them outlives the process. Each process undoes
  * its own changes. If all ranks lose power, each does so, with no order among them. */

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Names the file of a page that cannot be read (map_fault.h). The handler only calls write and sigaction, and reads the
- * table of maps without a lock: a map is not removed while a thread reads its bytes. */
+ * Handles SIGBUS: if a page of a mapped file cannot be read, the error gets the name of that file (map_fault.h). The
+ * handler only calls write and sigaction. It reads the table of maps without a lock, since a map is not removed while a
+ * thread reads its bytes. */
 #define _GNU_SOURCE
 #include "io/map_fault.h"
 #include <signal.h>

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * A cut as text, in the form of Megatron-LM's --pipeline-model-parallel-layout. */
+ * Reads and writes the division of a model into pipeline stages as text, in the form of Megatron-LM's
+ * --pipeline-model-parallel-layout. */
 #include <string.h>
 #include "base/grow.h"
 #include "base/text.h"

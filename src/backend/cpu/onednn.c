@@ -315,8 +315,8 @@ static bool prefers_panels(const key *k)
     return slow && k->m >= 64 && k->n >= 128 && k->k >= 128;
 }
 
-/* Returns whether to use panels for a small product of half types because oneDNN would split its sums over threads.
- * For large products oneDNN splits rows and columns instead. */
+/* Returns whether a product of half types must use panels. Small products must, since oneDNN would split their sums
+ * over threads. For large products oneDNN splits rows and columns instead. */
 static bool half_shares(const key *k) { return k->type_a != PS_F32 && k->m * k->n <= 1 << 18 && shares_sums(k); }
 
 /* Moves the walk to the implementation to use. Returns false if only oneDNN's reference loops are left. */

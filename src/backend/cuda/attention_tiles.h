@@ -4,7 +4,7 @@
  *
  * A tile has DP columns (64, 128 or 256), and columns from D on are zero. A chunk is 16 bytes of a row. Chunk c of
  * row r is stored at the position of chunk c ^ (r & 7). The eight rows that ldmatrix reads at once are then in
- * different banks, without padding. A warp has 16 RT rows, so that one read of the other operand serves RT products.
+ * different banks, without padding. A warp has 16 * RT rows, so that one read of the other operand serves RT products.
  *
  * LEAN kernels are for the common case: operands that can be read 16 bytes at a time (heads.aligned), no mask, no
  * dropout, and a scale above zero. The other kernels support all cases. Kernels count rows and keys in int. */

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * 8-bit codes of states in vectors. base/update.h has the formulas, and this file repeats their order of
- * operations. Files that define PS_ANY_LANES include it after optim_list.h. */
+ * Converts optimizer states to 8-bit codes and back, with vectors. The formulas and their order of operations are those
+ * of base/update.h. Files that define PS_ANY_LANES include it after optim_list.h. */
 #ifndef PS_CPU_SIMD_CODES_H
 #define PS_CPU_SIMD_CODES_H
 #include "base/update.h"

@@ -277,7 +277,7 @@ static void store_unit(const ps_view *dst, const ps_view *src, int64_t first, in
     else if (dst->dtype == PS_BF16) PS_BY_VEC(src->dtype, convert_unit, dst->data, PS_BF16, src->data, first, last);
     else PS_BY_VEC(src->dtype, convert_unit, dst->data, PS_F16, src->data, first, last);
 }
-/* Stores one unit at a time, and then sums the unit's squares from the cache like sq_norms. */
+/* Stores one unit at a time. It then sums the squares of the unit, which is still in the cache, as sq_norms does. */
 static int grad_store(ps_call *call)
 {
     const ps_view *src = &call->in[0], *dst = &call->out[0], *sq = &call->out[1];
