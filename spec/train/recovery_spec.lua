@@ -120,7 +120,8 @@ describe("a failure that other ranks report", function()
     assert.equal(1, count(text, "of one rank"), text)
     for rank = 0, 1 do
       local f = assert(io.open(("%s/logs/attempt_0/rank_%d.log"):format(folder, rank)))
-      assert.equal(1, count(f:read "*a", "of one rank"))
+      local times = count(f:read "*a", "of one rank")
+      assert.is_true(times == 1 or rank == 0 and times == 0, times)     -- rank 0 may be ended before it hears of it
       f:close()
     end
     -- an error that all ranks have
