@@ -40,14 +40,15 @@ end
 ---@return boolean
 function lists.is_list(value) return list_of(value) ~= nil end
 
---- Lua's next. LuaJIT compiles a loop over its own `next` with an instruction of its own, which in Debian 12's version
---- ends loops early or sets their key to another value (LuaJIT's issues 827 and 1510). A loop over a function of Lua
---- does not get this instruction.
+--- Lua's next, which LuaJIT does not compile. Debian 12's version compiles loops over its own `next` wrongly: they end
+--- early or set their key to another value (LuaJIT's issues 827 and 1510). Compiled calls of `next` end the program in
+--- rare cases.
 ---@param t table
 ---@param key? any
 ---@return any key
 ---@return any value
 function lists.next(t, key) return raw_next(t, key) end
+jit.off(lists.next)
 
 function lists.ipairs(t)
   local list, it = list_of(t)
