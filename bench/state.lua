@@ -69,6 +69,7 @@ local function group_of(kind)
   local made, group = optimizers.of(kind), { kind = kind }
   for key, value in pairs(made.defaults) do group[key] = value end
   for key, value in pairs(made.fixed or {}) do group[key] = value end
+  for key, value in pairs(made.counters or {}) do group[key] = value end
   return group
 end
 
