@@ -23,6 +23,7 @@
 #include "backend/cpu/threads.h"
 #include "interrupt.h"
 #include "io/map_fault.h"
+#include "keys.h"
 #include "last_error.h"
 #include "modules.h"
 #include "ps.h"
@@ -625,6 +626,7 @@ static int protected_main(lua_State *L)
     add_preload(L, p, "ps.paths", load_paths);
     add_preload(L, p, "ps.cdef", load_cdef);
     add_preload(L, p, "ps.ops_generated", load_ops);
+    add_preload(L, p, "ps.keys", keys_load);
     load_lists(L);
     p->status = p->bytecode ? run_bytecode(p, L) != 0 : run_program(p, L);
     if (p->status == 0 && !finish_exchanges()) p->status = 1;

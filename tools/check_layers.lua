@@ -44,7 +44,7 @@ local RULES = {
   { of = "src/tensor_parallel/ranks%.c$", "base/", "collectives/collectives%.h$", "engine/zero_table%.h$" },
   { of = "src/tensor_parallel/", "base/", "tensor/", "collectives/collectives%.h$", "tensor_parallel/" },
   { of = "src/groups%.c$", "base/", "tensor/tensor%.h$", "tensor_parallel/ops%.h$" },
-  { of = "lua/ps/core/caller%.lua", "ps%.paths$", "ps%.core%.nearest$", "ps%.core%.environment$" },
+  { of = "lua/ps/core/caller%.lua", "ps%.keys$", "ps%.paths$", "ps%.core%.nearest$", "ps%.core%.environment$" },
   { of = "lua/ps/core/hooks%.lua" },
   { of = "lua/ps/core/exact%.lua", "ps%.core%.caller$" },
   { of = "lua/ps/core/rectangles%.lua" },
@@ -121,7 +121,8 @@ local FLOORS = {
   { "bmt", "core", "config", "tensor", "dist", "io", "nn", "optim", "memory", "parallel/tensor", "engine/step",
     "engine/state", "engine/layout", "engine/pipeline", "engine", "inspect", "pretrained" },
 }
-local PROGRAM = { ["ps.paths"] = true, ["ps.cdef"] = true, ["ps.ops_generated"] = true }
+local PROGRAM = { ["ps.paths"] = true, ["ps.cdef"] = true, ["ps.ops_generated"] = true,
+  ["ps.keys"] = true }
 
 -- Rows of rules. Objects of sources whose path matches `of` can use only symbols of their own folder and of sources
 -- that match one of the patterns. Only the first row that matches applies, and every source matches one.
@@ -157,6 +158,7 @@ local LINKS = {
   { of = "src/api%.c$", "src/base/", "src/backend/registry%.c$", "src/tensor/" },
   { of = "src/abi%.c$" },
   { of = "src/main%.c$", "src/" },
+  { of = "src/keys%.c$" },
   { of = "src/last_error%.c$", "src/base/hash%.c$", "src/rendezvous/watch%.c$" },
   { of = "src/repl%.c$", "src/base/", "src/main%.c$", "src/interrupt%.c$", "src/modules%.c$" },
   { of = "src/interrupt%.c$", "src/repl%.c$", "src/modules%.c$" },

@@ -6,6 +6,7 @@
 -- caller.at, and tracebacks through caller.trace, which keeps only the script's own frames.
 local ffi = require "ffi"
 local environment = require "ps.core.environment"
+local keys_of = require "ps.keys"
 local lfs = require "lfs"
 local nearest = require "ps.core.nearest"
 local paths = require "ps.paths"
@@ -220,6 +221,7 @@ end
 function caller.options(options, call, keys)
   if options == nil then return {} end
   if type(options) ~= "table" then raise(("%s takes a table of options, not %s"):format(call, kind(options))) end
+  if keys_of.known(options, keys) then return options end
   for key, value in pairs(options) do
     local kinds = keys[key]
     if not kinds then raise(("%s: %s"):format(call, unknown(key, keys))) end
@@ -313,6 +315,7 @@ end
 ---@param what string name of the list in errors, such as "ps.zeros: the shape"
 ---@return table value
 function caller.list(value, what)
+  if keys_of.listed(value) then return value end
   local n = #value
   for key in pairs(value) do
     if not (type(key) == "number" and key >= 1 and key <= n and key % 1 == 0) then

@@ -9,9 +9,25 @@ local hooks = require "ps.core.hooks"
 caller.for_tensors(ffi.typeof "ps_tensor")
 local C = ffi.C
 
--- LuaJIT gives up a trace after this many tail calls (15 by default). Each op has three, so a function of several ops
--- would never be compiled.
-require("jit.opt").start "loopunroll=60"
+-- LuaJIT gives up a trace after `loopunroll` tail calls (15 by default). Each op has three. It also gives up after
+-- `maxrecord` instructions, and each op has about 150. With the defaults, a function of several ops would never be
+-- compiled.
+require("jit.opt").start("loopunroll=60", "maxrecord=12000", "maxirconst=4000", "maxsnap=3000", "maxmcode=4096")
+
+-- Stops the collector while LuaJIT records a trace, since a finalizer ends a recording. Each tensor has a finalizer, so
+-- a loop that makes tensors would be compiled only by chance.
+do
+  local stopped = false
+  jit.attach(function(event)
+    if event == "start" and collectgarbage "isrunning" then
+      collectgarbage "stop"
+      stopped = true
+    elseif stopped and event ~= "flush" then
+      collectgarbage "restart"
+      stopped = false
+    end
+  end, "trace")
+end
 
 do
   local hash = ffi.string(C.ps_abi_hash())
@@ -196,8 +212,8 @@ end
 
 -- Lines of scripts by index, for reports about the tensors that hold memory (ps/memory/holders.lua). Only tensors that
 -- a script itself creates have a line, since the name of a module identifies the others. Small tensors have no line,
--- since reading Lua's stack takes microseconds.
-local LINED_NUMEL = 2 ^ 16
+-- since reading Lua's stack takes microseconds and ends a trace.
+local LINED_NUMEL = 2 ^ 18
 local line_numbers = {}
 M.lines = {}
 

@@ -1,0 +1,61 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * Checks of the keys of Lua tables, for the arguments of functions that run in a loop. LuaJIT compiles no loop over
+ * `next`, but a compiled loop can call a C function. */
+#include "keys.h"
+#include <lauxlib.h>
+#include <math.h>
+#include <stdbool.h>
+#include <string.h>
+
+/* keys.listed(t): returns whether the keys of a table are 1, 2, ... #t. A list of modules (a metatable) is not
+ * checked. */
+static int listed(lua_State *L)
+{
+    luaL_checktype(L, 1, LUA_TTABLE);
+    lua_settop(L, 1);
+    double n = (double)lua_objlen(L, 1);
+    bool all = true;
+    for (lua_pushnil(L); all && lua_next(L, 1); lua_pop(L, 1)) {
+        double key = lua_type(L, -2) == LUA_TNUMBER ? lua_tonumber(L, -2) : 0;
+        all = key >= 1 && key <= n && key == floor(key);
+    }
+    lua_pushboolean(L, all);
+    return 1;
+}
+
+/* Returns whether the value at the top of the stack is of a kind: a Lua type, or "whole". */
+static bool fits(lua_State *L, const char *kind)
+{
+    if (strcmp(kind, luaL_typename(L, -1)) == 0) return true;
+    if (strcmp(kind, "whole") != 0 || lua_type(L, -1) != LUA_TNUMBER) return false;
+    double value = lua_tonumber(L, -1);
+    return value == floor(value) && !isinf(value);
+}
+
+/* keys.known(options, kinds): returns true if each option's name is in `kinds`, and its value is of the kind given
+ * there. Returns false if this function does not know, as with kinds that only Lua can check. */
+static int known(lua_State *L)
+{
+    luaL_checktype(L, 1, LUA_TTABLE);
+    luaL_checktype(L, 2, LUA_TTABLE);
+    lua_settop(L, 2);
+    bool all = !lua_getmetatable(L, 1);
+    lua_settop(L, 2);
+    for (lua_pushnil(L); all && lua_next(L, 1); lua_pop(L, 1)) {
+        lua_pushvalue(L, 3);
+        lua_rawget(L, 2);
+        const char *kind = lua_type(L, -1) == LUA_TSTRING ? lua_tostring(L, -1) : NULL;
+        lua_pop(L, 1);
+        all = kind && fits(L, kind);
+    }
+    lua_pushboolean(L, all);
+    return 1;
+}
+
+int keys_load(lua_State *L)
+{
+    static const luaL_Reg functions[] = { { "listed", listed }, { "known", known }, { NULL, NULL } };
+    lua_newtable(L);
+    luaL_setfuncs(L, functions, 0);
+    return 1;
+}
