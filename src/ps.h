@@ -797,6 +797,17 @@ int ps_examples_new(const char *path, const uint64_t *key, int wide, ps_examples
 int ps_examples_add(ps_examples *e, const int32_t *ids, const int32_t *labels, const float *weights, int64_t n,
                     double weight);
 int ps_examples_finish(ps_examples *e);      /* ends the list; writes and maps the file */
+/* Begins `count` scattered examples, which are put by number in any order and stay in memory. Rows that grow
+ * (ps_rows_begin) read them meanwhile. PS_EUNSUP: there are too many. */
+int ps_examples_scattered(int64_t count, int wide, ps_examples **out);
+/* Puts example i of scattered examples, or appends it if it is the next one of others. Also returns errors of
+ * ps_examples_add. PS_EINVAL: there is no such example, or it was put before. */
+int ps_examples_put(ps_examples *e, int64_t i, const int32_t *ids, const int32_t *labels, const float *weights,
+                    int64_t n, double weight);
+/* Appends all scattered examples to e, in the order of their numbers. The result is as if ps_examples_add had appended
+ * them. PS_ESTATE: one has not been put. PS_EINVAL: e is finished, or one is wide and the other is not. Also returns
+ * errors of ps_examples_add. */
+int ps_examples_gather(ps_examples *e, const ps_examples *scattered);
 /* Maps a file of ps_examples_finish. PS_EIO: there is no such file. PS_EFORMAT: it is incomplete. PS_ESTATE: it has
  * another key. */
 int ps_examples_open(const char *path, const uint64_t *key, ps_examples **out);
@@ -816,6 +827,7 @@ typedef struct ps_encoder_config {
   const int32_t *prefix, *suffix;        /* ids before and after a whole text */
   int64_t n_special, n_prefix, n_suffix;
   int32_t threads, flags;                /* flags: flags of ps_tok_encode, for whole texts */
+  int32_t queue;                         /* most texts that are queued; 0: 32 per thread */
 } ps_encoder_config;
 typedef struct ps_encoder_text {
   const char *text;                      /* the text, which the call copies */
@@ -830,6 +842,7 @@ typedef struct ps_encoder_text {
   int32_t need;                          /* 1: at least one token must be trained; 2: in addition, at least one token
                                           * must not be trained */
   double weight;
+  int64_t number;                        /* number of the example (ps_examples_put) */
 } ps_encoder_text;
 /* Makes an encoder. PS_EINVAL: the number of threads is out of range. PS_ESTATE: the tokenizer is not ready.
  * PS_ENOMEM: no thread can be started. */
@@ -837,8 +850,11 @@ int ps_encoder_new(ps_tok *tok, ps_examples *examples, const ps_encoder_config *
 /* Queues a text. Waits for an earlier text if many are queued. PS_EINVAL: an earlier text has no tokens, or violates
  * `need`. Also returns errors of ps_tok_encode and ps_examples_add. */
 int ps_encoder_put(ps_encoder *c, const ps_encoder_text *text);
+/* Stores the examples that are encoded, in order, without waiting. Returns the number of texts that are still queued,
+ * or errors of ps_encoder_put. */
+int64_t ps_encoder_drain(ps_encoder *c);
 int ps_encoder_finish(ps_encoder *c);    /* waits for all texts; errors of ps_encoder_put */
-int64_t ps_encoder_failed(const ps_encoder *c);              /* index of the text that failed, or -1 */
+int64_t ps_encoder_failed(const ps_encoder *c);              /* number of the example that failed, or -1 */
 void ps_encoder_free(ps_encoder *c);
 
 /* The rows of an epoch. They depend only on the examples and the settings, not on batches and ranks. */
@@ -864,10 +880,19 @@ typedef struct ps_rows_info {
   int64_t rows, windows, examples, tokens;     /* examples: number of examples that rows contain */
   int64_t cut, dropped;                  /* examples that lost tokens; examples that were left out */
   int64_t failed;                        /* with PS_LONG_ERROR, the example that is too long, else -1 */
+  int64_t taken, places;                 /* places of the order whose examples were read, and all places */
 } ps_rows_info;
 /* Makes the rows of an epoch. `info` is filled even if the call fails. PS_ERANGE: an example is too long
  * (PS_LONG_ERROR). PS_EINVAL: a setting is wrong. */
 int ps_rows_new(ps_examples *e, const ps_rows_config *config, ps_rows_info *info, ps_rows **out);
+/* Begins rows of scattered examples. They grow in place while examples are put, and become those that ps_rows_new makes
+ * of the same examples. Batches read rows that are there (ps_batches_next). Also returns errors of ps_rows_new. */
+int ps_rows_begin(ps_examples *scattered, const ps_rows_config *config, ps_rows **out);
+int32_t ps_rows_order(const ps_rows *r, int64_t place);      /* the example at a place of the order of such rows, or a
+                                                              * PS_E* code */
+/* Adds the rows of those examples that follow one another in the order and are there. With packing or grouping, whole
+ * windows are added. Errors as ps_rows_new. */
+int ps_rows_grow(ps_rows *r, ps_rows_info *info);
 int ps_rows_window(const ps_rows *r, int64_t row, int64_t *window, int64_t *within);   /* returns a row's window and
                                                                                         * its index there; `row` may
                                                                                         * be the number of rows */
@@ -915,6 +940,8 @@ typedef struct ps_batch {                /* The arrays are [rows, length], as in
 int ps_batches_new(ps_examples *e, const ps_rows_config *rows_config, const ps_batches_config *config, ps_rows *first,
                    ps_batches **out);
 /* Returns 1 with a batch, or 0 at the end of an epoch. After the end, the next epoch begins. Starts the thread.
+ * Returns 2 if the batch needs rows that are not there: grow the rows (ps_rows_grow), or, if they are complete, pass
+ * the gathered examples to ps_batches_examples, and call again.
  * PS_EIO: the file of examples was truncated. Also returns errors of ps_rows_new for an epoch, and of ps_rows_fill;
  * the next call then tries again. */
 int ps_batches_next(ps_batches *b, ps_batch *out);
@@ -924,6 +951,8 @@ int ps_batches_rows(ps_batches *b, int64_t epoch, ps_rows_info *info, ps_rows **
 /* Sets the row, counted over all ranks, at which the next batch begins. `rows` contains the rows of the epoch.
  * PS_ERANGE: there is no such row. */
 int ps_batches_seek(ps_batches *b, int64_t epoch, ps_rows *rows, int64_t row);
+/* Sets the examples of the next epochs, after epoch 0 began with scattered ones. PS_ESTATE: they are not finished. */
+int ps_batches_examples(ps_batches *b, ps_examples *e);
 void ps_batches_free(ps_batches *b);     /* ends the thread */
 
 /* -- steps of training (base/step.h) ------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * Tests of src/data/batches.c: batches that a thread makes ahead are those that ps_rows_fill makes at once, from any
- * position, and after failures. Prints what failed and returns non-zero. */
+ * position, and after failures, also while rows grow. Prints what failed and returns non-zero. */
 #define _GNU_SOURCE
 #include "check.h"
 #include "ps.h"
@@ -12,6 +12,12 @@ enum { N = 61, SEQ = 24, MOST = 6 * SEQ };              /* examples, tokens of a
 
 static int32_t length_of(int i) { return 2 + i * 13 % 21; }
 
+/* Makes ids and labels [SEQ] of example i. */
+static void example_of(int i, int32_t *ids, int32_t *labels)
+{
+    for (int k = 0; k < length_of(i); k++) ids[k] = 100 * i + k, labels[k] = k % 3 ? ids[k] : -100;
+}
+
 static ps_examples *examples_of(const char *path)
 {
     uint64_t key[2] = { 1, 2 };
@@ -19,7 +25,7 @@ static ps_examples *examples_of(const char *path)
     if (!OK(ps_examples_new(path, key, 0, &e))) exit(1);
     for (int i = 0; i < N; i++) {
         int32_t ids[SEQ], labels[SEQ];
-        for (int k = 0; k < length_of(i); k++) ids[k] = 100 * i + k, labels[k] = k % 3 ? ids[k] : -100;
+        example_of(i, ids, labels);
         OK(ps_examples_add(e, ids, labels, NULL, length_of(i), 1 + i % 3));
     }
     OK(ps_examples_finish(e));
@@ -167,6 +173,113 @@ static void test_failures(ps_examples *e)
     CHECK(failures > 10);
 }
 
+/* Returns whether two lists have the same examples. */
+static bool same_examples(ps_examples *a, ps_examples *b)
+{
+    bool equal = ps_examples_count(a) == ps_examples_count(b) && ps_examples_hash(a) == ps_examples_hash(b);
+    for (int64_t i = 0; i < ps_examples_count(a) && equal; i++) {
+        int32_t ids[2][SEQ], labels[2][SEQ];
+        int64_t n[2];
+        equal = OK(ps_examples_read(a, i, ids[0], labels[0], SEQ, &n[0])) &&
+                OK(ps_examples_read(b, i, ids[1], labels[1], SEQ, &n[1])) && n[0] == n[1];
+        for (int64_t k = 0; k < n[0] && equal; k++) equal = ids[0][k] == ids[1][k] && labels[0][k] == labels[1][k];
+    }
+    return equal;
+}
+
+/* Puts up to n examples in the order of the rows, and lets the rows grow. Returns how many were put. */
+static int64_t put(ps_examples *s, ps_rows *r, int64_t at, int64_t n)
+{
+    ps_rows_info info;
+    for (int64_t last = at + n < N ? at + n : N; at < last; at++) {
+        int32_t ids[SEQ], labels[SEQ], i = ps_rows_order(r, at);
+        example_of(i, ids, labels);
+        OK(ps_examples_put(s, i, ids, labels, NULL, length_of(i), 1 + i % 3));
+    }
+    OK(ps_rows_grow(r, &info));
+    CHECK(info.taken == at && info.places == N && info.rows <= info.examples && info.examples == at);
+    return at;
+}
+
+/* The thread makes batches of rows that grow meanwhile. They are those of rows that are complete at the beginning, and
+ * are not made before their rows are there. */
+static void test_growing(ps_examples *e, bool packing, int64_t each, int ahead)
+{
+    uint64_t key[2] = { 1, 2 };
+    ps_examples *s = NULL, *all = NULL;
+    ps_rows *r = NULL;
+    ps_batches *b = NULL;
+    ps_rows_config rc = rows_config(packing);
+    ps_batches_config bc = batches_config(packing, ahead);
+    int64_t n, there = 0, row = 0;
+    if (!OK(ps_examples_scattered(N, 0, &s)) || !OK(ps_rows_begin(s, &rc, &r))) return;
+    ps_rows *want = rows_of(e, rc, 0, &n);
+    OK(ps_batches_new(s, &rc, &bc, r, &b));
+    int calls = 0;
+    for (int result = 2; result != 0; calls++) {
+        ps_batch got;
+        if (calls % 3 == 0) there = put(s, r, there, each);
+        result = ps_batches_next(b, &got);
+        if (!check(result >= 0, __LINE__, "ps_batches_next", ps_error_message())) break;
+        if (result == 2) CHECK(there < N), there = put(s, r, there, each);
+        if (result != 1) continue;
+        CHECK(got.first == row && same(want, &got) && got.length % 4 == 0);
+        CHECK(row < there);
+        row = got.next;
+    }
+    CHECK(row == n && there == N);
+    ps_batch got;
+    CHECK(ps_batches_next(b, &got) == 2);                /* the next epoch needs gathered examples */
+    FAILS(ps_batches_examples(b, s), PS_ESTATE, "not finished");
+    OK(ps_examples_new("", key, 0, &all));
+    OK(ps_examples_gather(all, s));
+    OK(ps_examples_finish(all));
+    CHECK(same_examples(all, e));
+    OK(ps_batches_examples(b, all));
+    ps_examples_free(s);
+    ps_examples_free(all);
+    follow(b, e, packing, 1, 0, 60);
+    ps_rows_free(want);
+    ps_rows_free(r);
+    ps_batches_free(b);
+}
+
+static void test_scattered(ps_examples *e)
+{
+    uint64_t key[2] = { 1, 2 };
+    ps_examples *s = NULL, *other = NULL;
+    ps_rows *r = NULL;
+    ps_rows_info info;
+    ps_rows_config rc = rows_config(false);
+    int32_t ids[SEQ] = { 0 }, labels[SEQ] = { 0 };
+    if (!OK(ps_examples_scattered(N, 0, &s)) || !OK(ps_rows_begin(s, &rc, &r))) return;
+    FAILS(ps_examples_put(s, N, ids, labels, NULL, 1, 1), PS_EINVAL, "no such example");
+    FAILS(ps_examples_add(s, ids, labels, NULL, 1, 1), PS_ESTATE, "appended");
+    OK(ps_examples_put(s, 5, ids, labels, NULL, 1, 1));
+    FAILS(ps_examples_put(s, 5, ids, labels, NULL, 1, 1), PS_EINVAL, "there already");
+    FAILS(ps_rows_order(r, N), PS_ERANGE, "place 61");
+    FAILS(ps_examples_finish(s), PS_ESTATE, "gathered");
+    OK(ps_examples_new("", key, 0, &other));
+    FAILS(ps_examples_gather(other, s), PS_ESTATE, "example 0 has not been put");
+    FAILS(ps_examples_put(other, 1, ids, labels, NULL, 1, 1), PS_EINVAL, "example 0 is the next one");
+    FAILS(ps_rows_new(s, &rc, &info, &r), PS_ESTATE, "ps_examples_finish");
+    ps_examples_free(other);
+    ps_rows_free(r);
+    ps_examples_free(s);
+    for (int nth = 0; nth < 12; nth++) {                 /* each allocation fails once */
+        s = NULL, r = NULL;
+        ps_test_fail_alloc(nth, 1);
+        int code = ps_examples_scattered(N, 0, &s);
+        if (code == 0) code = ps_rows_begin(s, &rc, &r);
+        if (code == 0) code = ps_examples_put(s, 5, ids, labels, NULL, 1, 1);
+        ps_test_fail_alloc(-1, 0);
+        CHECK(code == 0 || code == PS_ENOMEM);
+        ps_rows_free(r);
+        if (s) ps_examples_free(s);
+    }
+    for (int i = 0; i < 8; i++) test_growing(e, i % 2, 1 + 7 * (i / 2), 1 + i % 4);
+}
+
 static int threads_now(void)
 {
     int n = 0;
@@ -239,6 +352,7 @@ int main(void)
     test_order(e);
     test_seek(e);
     test_failures(e);
+    test_scattered(e);
     test_end(e);
     test_errors(e);
     ps_examples_free(e);

@@ -108,13 +108,24 @@ static int make_batch(const ps_batches *b, const ps_rows *rows, int64_t total, p
     ps_rows_batch fill = { .rows = n, .length = padded(b, longest), .real = n, .pad = b->c.pad, .by = b->c.by,
                            .filler = from < total - 1 ? from : total - 1 };
     PS_TRY(make_room(b, s, &fill));
-    if (b->examples->map.bytes) PS_TRY(ps_map_check(&b->examples->map));
+    PS_TRY(rows_check(rows));
     PS_TRY(ps_rows_fill(rows, first, &fill));
     int64_t next = p.row + b->global_batch;
     s->batch = (ps_batch){ .epoch = p.epoch, .first = first, .next = next < total ? next : total, .rows = n,
                            .length = fill.length, .ids = fill.ids, .labels = fill.labels, .mask = fill.mask,
                            .positions = fill.positions, .weights = fill.weights };
     return 0;
+}
+
+/* Returns whether the thread can make the batch at `making`: its rows are there, and so are those that decide its
+ * length and its end. The caller holds the lock. */
+static bool has_rows(const ps_batches *b)
+{
+    place p = b->making;
+    if (!b->rows || b->epoch != p.epoch) return b->examples->finished;
+    if (rows_complete(b->rows)) return true;
+    int64_t step = p.row - (p.row - p.base) % b->step + b->step, batch = p.row + b->global_batch;
+    return rows_count(b->rows) >= (step > batch ? step : batch);
 }
 
 /* -- the background thread --------------------------------------------------------------------------------------- */
@@ -176,7 +187,7 @@ static void *maker(void *arg)
     pthread_setname_np(pthread_self(), "ps-batches");
     pthread_mutex_lock(&b->lock);
     for (;;) {
-        while (!b->stop && (b->failed.code || b->count == b->c.ahead + b->lent))
+        while (!b->stop && (b->failed.code || b->count == b->c.ahead + b->lent || !has_rows(b)))
             pthread_cond_wait(&b->wanted, &b->lock);
         if (b->stop) break;
         make_next(b);
@@ -256,9 +267,12 @@ int ps_batches_next(ps_batches *b, ps_batch *out)
         b->count--;
         pthread_cond_signal(&b->wanted);
     }
-    while (!b->count && !b->failed.code) pthread_cond_wait(&b->ready, &b->lock);
+    pthread_cond_signal(&b->wanted);                     /* rows may have grown */
+    while (!b->count && !b->failed.code && has_rows(b)) pthread_cond_wait(&b->ready, &b->lock);
     int rc;
-    if (b->count) {
+    if (!b->count && !b->failed.code) {
+        rc = 2;
+    } else if (b->count) {
         const slot *s = &b->ring[b->head];
         *out = s->batch;
         b->lent = true;
@@ -270,6 +284,21 @@ int ps_batches_next(ps_batches *b, ps_batch *out)
     pthread_cond_signal(&b->wanted);
     pthread_mutex_unlock(&b->lock);
     return rc;
+}
+
+int ps_batches_examples(ps_batches *b, ps_examples *e)
+{
+    PS_NEED(b);
+    PS_NEED(e);
+    if (!e->finished) return ps_fail(PS_ESTATE, "these examples are not finished");
+    examples_retain(e);
+    pthread_mutex_lock(&b->lock);
+    ps_examples *before = b->examples;
+    b->examples = e;
+    pthread_cond_signal(&b->wanted);
+    pthread_mutex_unlock(&b->lock);
+    ps_examples_free(before);
+    return 0;
 }
 
 int ps_batches_rows(ps_batches *b, int64_t epoch, ps_rows_info *info, ps_rows **out)

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * Encodes texts to examples on several threads. The script's thread puts texts into a ring of jobs, and other threads
- * encode them. The script's thread appends the results in order when it needs the place of the oldest job, or at the
- * end. */
+ * encode them. The script's thread stores the results in order when it needs the place of the oldest job, when it asks
+ * for those that are done (ps_encoder_drain), or at the end. */
 #include "base/alloc.h"
 #include "base/thread.h"
 #include "data/examples.h"
@@ -15,7 +15,8 @@ typedef struct span { int64_t begin, end; } span;      /* half-open range of byt
 
 typedef struct job {
     int state;
-    int64_t number;                     /* index of the text, from 0 */
+    int64_t index;                      /* index of the text among those that were put */
+    int64_t number;                     /* number of its example */
     tok_bytes text;
     span *message, *role, *trained;     /* [n_message], [n_role], [n_trained] ranges in `spans` */
     span *spans;
@@ -36,7 +37,7 @@ struct ps_encoder {
     int threads, started, ring;
     int64_t put, taken, stored;         /* numbers of texts that were put, taken and stored; job i % ring belongs to
                                          * text i */
-    int64_t failed;
+    int64_t failed;                     /* number of the example that failed, or -1 */
     job *jobs;
     bool stop;
     pthread_t thread[MOST_ENCODERS];
@@ -173,27 +174,27 @@ static void *work(void *arg)
         run(c, &st, j);
         pthread_mutex_lock(&c->lock);
         j->state = DONE;
-        if (j->number == c->stored) pthread_cond_signal(&c->done);
+        if (j->index == c->stored) pthread_cond_signal(&c->done);
     }
     pthread_mutex_unlock(&c->lock);
     tok_state_free(&st);
     return NULL;
 }
 
-/* Appends the oldest text's example. */
+/* Stores the oldest text's example. */
 static int store(ps_encoder *c)
 {
     job *j = &c->jobs[c->stored % c->ring];
     pthread_mutex_lock(&c->lock);
     while (j->state != DONE) pthread_cond_wait(&c->done, &c->lock);
     j->state = FREE;
-    int64_t number = c->stored++;
+    c->stored++;
     pthread_mutex_unlock(&c->lock);
     int rc = j->rc;
     if (rc < 0) ps_error_again(&j->error);
-    else rc = ps_examples_add(c->examples, j->ids.at, j->whole ? NULL : j->labels.at, NULL, (int64_t)j->ids.n,
-                              j->weight);
-    if (rc < 0) c->failed = number;
+    else rc = ps_examples_put(c->examples, j->number, j->ids.at, j->whole ? NULL : j->labels.at, NULL,
+                              (int64_t)j->ids.n, j->weight);
+    if (rc < 0) c->failed = j->number;
     return rc;
 }
 
@@ -219,7 +220,7 @@ int ps_encoder_new(ps_tok *tok, ps_examples *examples, const ps_encoder_config *
     ps_encoder *c = ps_alloc0(sizeof *c);
     if (!c) return ps_fail_nomem(sizeof *c);
     c->tok = tok, c->examples = examples, c->threads = config->threads, c->flags = config->flags, c->failed = -1;
-    c->ring = PER_THREAD * c->threads;
+    c->ring = config->queue > 0 ? config->queue : PER_THREAD * c->threads;
     pthread_mutex_init(&c->lock, NULL);
     pthread_cond_init(&c->waits, NULL);
     pthread_cond_init(&c->done, NULL);
@@ -268,13 +269,27 @@ int ps_encoder_put(ps_encoder *c, const ps_encoder_text *text)
     memcpy(j->text.at, text->text, (size_t)text->nbytes);
     j->text.n = (size_t)text->nbytes;
     PS_TRY(copy_spans(j, text));
-    j->whole = text->whole, j->need = text->need, j->weight = text->weight, j->number = c->put;
+    j->whole = text->whole, j->need = text->need, j->weight = text->weight, j->number = text->number;
+    j->index = c->put;
     pthread_mutex_lock(&c->lock);
     j->state = WAITS;
     c->put++;
     pthread_cond_signal(&c->waits);
     pthread_mutex_unlock(&c->lock);
     return 0;
+}
+
+int64_t ps_encoder_drain(ps_encoder *c)
+{
+    PS_NEED(c);
+    while (c->stored < c->put) {
+        pthread_mutex_lock(&c->lock);
+        bool done = c->jobs[c->stored % c->ring].state == DONE;
+        pthread_mutex_unlock(&c->lock);
+        if (!done) break;
+        PS_TRY(store(c));
+    }
+    return c->put - c->stored;
 }
 
 int ps_encoder_finish(ps_encoder *c)

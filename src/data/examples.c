@@ -21,7 +21,6 @@ typedef struct head {                   /* The head of a file. It is little-endi
     uint64_t sum;                       /* XXH3 of the preceding bytes */
 } head;
 
-static int64_t record_nbytes(const ps_examples *e) { return e->wide ? (int64_t)sizeof(example_wide) : 4; }
 static int64_t padded(int64_t nbytes) { return (nbytes + 7) / 8 * 8; }
 static uint64_t both(uint64_t a, uint64_t b)
 {
@@ -90,28 +89,59 @@ static int make_room(ps_examples *e)
     return 0;
 }
 
+int example_record(const ps_examples *e, const int32_t *ids, const int32_t *labels, const float *weights, int64_t i,
+                   uint8_t *to)
+{
+    int32_t label = labels ? labels[i] : ids[i];
+    if (ids[i] < 0) return ps_fail(PS_ERANGE, "token %lld is %d; ids begin with 0", (long long)i, ids[i]);
+    if (!e->wide && label != ids[i] && label != EXAMPLE_IGNORED)
+        return ps_fail(PS_EINVAL, "labels that differ from the ids need wide examples (ps_examples_new)");
+    example_wide wide = { ids[i], label, weights ? weights[i] : 1.0f };
+    uint32_t narrow = (uint32_t)ids[i] | (label == ids[i] ? 0 : EXAMPLE_UNTRAINED);
+    memcpy(to, e->wide ? (void *)&wide : (void *)&narrow, (size_t)record_nbytes(e));
+    return 0;
+}
+
 int ps_examples_add(ps_examples *e, const int32_t *ids, const int32_t *labels, const float *weights, int64_t n,
                     double weight)
 {
     PS_NEED(e);
     PS_NEED(ids || n == 0);
-    if (e->finished) return ps_fail(PS_ESTATE, "no example can be added after ps_examples_finish");
+    if (e->finished || e->at) return ps_fail(PS_ESTATE, "no example can be appended to these");
     if (!e->wide && weights) return ps_fail(PS_EINVAL, "token weights need wide examples (ps_examples_new)");
     PS_TRY(make_room(e));
     for (int64_t i = 0; i < n; i++) {
-        int32_t label = labels ? labels[i] : ids[i];
-        if (ids[i] < 0) return ps_fail(PS_ERANGE, "token %lld is %d; ids begin with 0", (long long)i, ids[i]);
-        if (!e->wide && label != ids[i] && label != EXAMPLE_IGNORED)
-            return ps_fail(PS_EINVAL, "labels that differ from the ids need wide examples (ps_examples_new)");
         if (e->in_block == BLOCK) PS_TRY(store_block(e));
-        example_wide wide = { ids[i], label, weights ? weights[i] : 1.0f };
-        uint32_t narrow = (uint32_t)ids[i] | (label == ids[i] ? 0 : EXAMPLE_UNTRAINED);
-        memcpy(e->block + e->in_block, e->wide ? (void *)&wide : (void *)&narrow, (size_t)record_nbytes(e));
+        PS_TRY(example_record(e, ids, labels, weights, i, e->block + e->in_block));
         e->in_block += record_nbytes(e);
     }
     e->tokens += n;
     e->weights[e->count] = (float)weight;
     e->starts[++e->count] = e->tokens;
+    return 0;
+}
+
+int ps_examples_gather(ps_examples *e, const ps_examples *from)
+{
+    PS_NEED(e);
+    PS_NEED(from && from->at);
+    if (e->finished || e->at || e->wide != from->wide)
+        return ps_fail(PS_EINVAL, "examples are gathered into a list of the same kind that is not finished");
+    for (int64_t i = 0; i < from->count; i++) {
+        if (!from->at[i]) return ps_fail(PS_ESTATE, "example %lld has not been put", (long long)i);
+        int64_t left = from->lengths[i] * record_nbytes(e);
+        const uint8_t *records = from->at[i];
+        PS_TRY(make_room(e));
+        while (left > 0) {
+            if (e->in_block == BLOCK) PS_TRY(store_block(e));
+            int64_t n = left < BLOCK - e->in_block ? left : BLOCK - e->in_block;
+            memcpy(e->block + e->in_block, records, (size_t)n);
+            e->in_block += n, records += n, left -= n;
+        }
+        e->tokens += from->lengths[i];
+        e->weights[e->count] = from->weights[i];
+        e->starts[++e->count] = e->tokens;
+    }
     return 0;
 }
 
@@ -153,6 +183,7 @@ int ps_examples_finish(ps_examples *e)
 {
     PS_NEED(e);
     if (e->finished) return 0;
+    if (e->at) return ps_fail(PS_ESTATE, "scattered examples are not finished but gathered (ps_examples_gather)");
     PS_TRY(make_room(e));
     PS_TRY(store_block(e));
     e->hash = both(e->hash, both(ps_xxh3(e->starts, (e->count + 1) * 8), ps_xxh3(e->weights, e->count * 4)));
@@ -224,14 +255,15 @@ int ps_examples_read(const ps_examples *e, int64_t i, int32_t *ids, int32_t *lab
 {
     PS_NEED(e);
     PS_NEED(n);
-    if (!e->finished) return ps_fail(PS_ESTATE, "examples can be read only after ps_examples_finish");
-    if (i < 0 || i >= e->count)
+    if (!e->finished && !e->at) return ps_fail(PS_ESTATE, "examples can be read only after ps_examples_finish");
+    if (i < 0 || i >= e->count || (e->at && !e->at[i]))
         return ps_fail(PS_ERANGE, "there is no example %lld: there are %lld examples", (long long)i,
                        (long long)e->count);
-    *n = e->starts[i + 1] - e->starts[i];
+    const uint8_t *records = example_records(e, i);
+    *n = example_length(e, i);
     for (int64_t k = 0; k < *n && k < room; k++) {
-        ids[k] = example_id(e, e->starts[i] + k);
-        labels[k] = example_label(e, e->starts[i] + k);
+        ids[k] = example_id(e, records, k);
+        labels[k] = example_label(e, records, k);
     }
     return 0;
 }
@@ -249,5 +281,6 @@ void ps_examples_free(ps_examples *e)
     }
     ps_free(e->memory);
     ps_free(e->block);
+    scatter_free(e);
     ps_free(e);
 }

@@ -18,10 +18,16 @@ struct ps_rows {
     _Atomic int more;                   /* number of owners in addition to the first */
     ps_examples *examples;              /* retained */
     bool packing;
-    int64_t n_items, n_rows, n_windows;
+    int64_t n_items, n_windows;
+    _Atomic int64_t n_rows;             /* a thread that makes batches reads these rows while others are added */
+    _Atomic bool complete;
+    ps_rows_config config;              /* without its lists */
+    int32_t *order;                     /* [places] examples, in order; freed when the rows are complete */
+    int64_t places, taken;              /* taken: places whose examples are in items, or left out */
+    int64_t arranged;                   /* items of complete windows */
     item *items;
     int64_t *row;                       /* [n_rows + 1] index of each row's first item */
-    int64_t *windows;                   /* [n_windows + 1] index of each window's first row */
+    int64_t *windows;                   /* [n_windows + 1] index of each window's first row; script's thread */
     ps_rows_info info;
 };
 
@@ -122,8 +128,8 @@ static int order_of(const ps_examples *e, const ps_rows_config *c, list *order)
 static int64_t targets_of(const ps_examples *e, const item *it)
 {
     int64_t n = 0;
-    int64_t from = e->starts[it->example] + it->first;
-    for (int64_t k = 1; k < it->n; k++) n += example_label(e, from + k) != EXAMPLE_IGNORED;
+    const uint8_t *records = example_records(e, it->example);
+    for (int64_t k = it->first + 1; k < it->first + it->n; k++) n += example_label(e, records, k) != EXAMPLE_IGNORED;
     return n;
 }
 
@@ -131,7 +137,7 @@ static int64_t targets_of(const ps_examples *e, const item *it)
 static int cut(ps_rows *r, const ps_rows_config *c, int32_t example, item *it, bool *keep)
 {
     const ps_examples *e = r->examples;
-    int64_t n = e->starts[example + 1] - e->starts[example];
+    int64_t n = example_length(e, example);
     *it = (item){ example, 0, n };
     *keep = true;
     if (n <= c->seq) return 0;
@@ -147,17 +153,15 @@ static int cut(ps_rows *r, const ps_rows_config *c, int32_t example, item *it, b
     return 0;
 }
 
-/* Makes the items of the epoch, in order. */
-static int cut_all(ps_rows *r, const ps_rows_config *c, const list *order)
+/* Makes the items of the next examples in the order that are there. */
+static int take_items(ps_rows *r)
 {
-    r->items = ps_alloc((size_t)(order->n + 1) * sizeof *r->items);
-    if (!r->items) return ps_fail_nomem((size_t)(order->n + 1) * sizeof *r->items);
-    for (int64_t i = 0; i < order->n; i++) {
+    const ps_examples *e = r->examples;
+    for (; r->taken < r->places && (!e->at || e->at[r->order[r->taken]]); r->taken++) {
         bool keep;
-        PS_TRY(cut(r, c, order->at[i], &r->items[r->n_items], &keep));
+        PS_TRY(cut(r, &r->config, r->order[r->taken], &r->items[r->n_items], &keep));
         if (keep) r->info.tokens += r->items[r->n_items++].n;
     }
-    r->info.examples = r->n_items;
     return 0;
 }
 
@@ -255,39 +259,70 @@ static void group_window(const ps_rows_config *c, item *items, int64_t n, int64_
     memcpy(items, sorted, (size_t)n * sizeof *items);
 }
 
-static int arrange(ps_rows *r, const ps_rows_config *c)
+/* Memory for the items of a window. */
+typedef struct desk { bins bins; place *places; item *sorted; } desk;
+
+static void desk_free(desk *d)
 {
-    int64_t W = c->window, windows = (r->n_items + W - 1) / W, most = r->n_items < W ? r->n_items : W;
-    bins b = { .seq = c->seq };
-    place *places = ps_alloc((size_t)(most + 1) * sizeof *places);
-    item *sorted = ps_alloc((size_t)(most + 1) * sizeof *sorted);
-    b.all = ps_alloc((size_t)(most + 1) * sizeof *b.all);
-    b.top = ps_alloc((size_t)(c->seq + 1) * sizeof *b.top);
-    b.there = ps_alloc((size_t)(c->seq / 64 + 1) * sizeof *b.there);
-    r->row = ps_alloc((size_t)(r->n_items + 1) * sizeof *r->row);
-    r->windows = ps_alloc((size_t)(windows + 1) * sizeof *r->windows);
-    bool there = places && sorted && b.all && b.top && b.there && r->row && r->windows;
-    for (int64_t w = 0; there && w < windows; w++) {
-        int64_t first = w * W, n = r->n_items - first < W ? r->n_items - first : W, rows = n;
-        r->windows[w] = r->n_rows;
-        if (c->packing) rows = pack_window(&b, r->items + first, n, places, sorted, r->row + r->n_rows);
-        else if (c->grouping) group_window(c, r->items + first, n, w, places, sorted);
-        for (int64_t i = 0; i < rows; i++) r->row[r->n_rows + i] = first + (c->packing ? r->row[r->n_rows + i] : i);
-        r->n_rows += rows;
+    ps_free(d->places);
+    ps_free(d->sorted);
+    ps_free(d->bins.all);
+    ps_free(d->bins.top);
+    ps_free(d->bins.there);
+}
+
+static int desk_new(const ps_rows_config *c, int64_t most, desk *d)
+{
+    *d = (desk){ .bins.seq = c->seq };
+    d->places = ps_alloc((size_t)(most + 1) * sizeof *d->places);
+    d->sorted = ps_alloc((size_t)(most + 1) * sizeof *d->sorted);
+    d->bins.all = ps_alloc((size_t)(most + 1) * sizeof *d->bins.all);
+    d->bins.top = ps_alloc((size_t)(c->seq + 1) * sizeof *d->bins.top);
+    d->bins.there = ps_alloc((size_t)(c->seq / 64 + 1) * sizeof *d->bins.there);
+    if (d->places && d->sorted && d->bins.all && d->bins.top && d->bins.there) return 0;
+    desk_free(d);
+    return ps_fail_nomem((size_t)(most + 1) * (sizeof *d->places + sizeof *d->sorted + sizeof *d->bins.all));
+}
+
+/* Makes rows of n items from `first` on, which are a window or, without packing and grouping, a part of one. A row's
+ * end is written before n_rows says that the row is there. */
+static void add_rows(ps_rows *r, desk *d, int64_t first, int64_t n)
+{
+    const ps_rows_config *c = &r->config;
+    int64_t rows = n, at = r->n_rows;
+    if (c->packing) rows = pack_window(&d->bins, r->items + first, n, d->places, d->sorted, r->row + at + 1);
+    else if (c->grouping) group_window(c, r->items + first, n, first / c->window, d->places, d->sorted);
+    for (int64_t i = 0; i + 1 < rows; i++) r->row[at + i + 1] = first + (c->packing ? r->row[at + i + 2] : i + 1);
+    r->row[at + rows] = first + n;
+    r->n_rows = at + rows;
+}
+
+/* Makes the rows of all items whose window is complete, or of all items. */
+static int arrange(ps_rows *r)
+{
+    const ps_rows_config *c = &r->config;
+    int64_t W = c->window, most = r->places < W ? r->places : W;
+    bool whole = c->packing || c->grouping, all = r->taken == r->places;
+    desk d = { 0 };
+    if (whole && r->n_items > r->arranged) PS_TRY(desk_new(c, most, &d));
+    while (r->arranged < r->n_items) {
+        int64_t end = r->arranged - r->arranged % W + W;
+        if (end > r->n_items) {
+            if (whole && !all) break;
+            end = r->n_items;
+        }
+        add_rows(r, &d, r->arranged, end - r->arranged);
+        r->arranged = end;
+        if (end % W == 0 || all) r->windows[++r->n_windows] = r->n_rows;
     }
-    if (there) r->row[r->n_rows] = r->n_items, r->windows[windows] = r->n_rows, r->n_windows = windows;
-    ps_free(places);
-    ps_free(sorted);
-    ps_free(b.all);
-    ps_free(b.top);
-    ps_free(b.there);
-    return there ? 0 : ps_fail_nomem((size_t)r->n_items * sizeof *r->row);
+    desk_free(&d);
+    if (all && r->arranged % W && r->windows[r->n_windows] != r->n_rows) r->windows[++r->n_windows] = r->n_rows;
+    return 0;
 }
 
 static int check(const ps_examples *e, const ps_rows_config *c)
 {
     int64_t all = 0;
-    if (!e->finished) return ps_fail(PS_ESTATE, "examples can be read only after ps_examples_finish");
     if (c->seq < 1 || c->seq > INT32_MAX)
         return ps_fail(PS_EINVAL, "a row cannot have %lld tokens; seq must be 1 to 2^31 - 1", (long long)c->seq);
     if (c->window < 1 || c->window > INT32_MAX)
@@ -307,26 +342,83 @@ static int check(const ps_examples *e, const ps_rows_config *c)
                    (long long)e->count);
 }
 
+/* Adds the rows of the examples that are there. */
+static int grow(ps_rows *r)
+{
+    if (r->complete) return 0;
+    int rc = take_items(r), arranged = arrange(r);      /* rows before an example that is too long are there */
+    r->info.examples = r->n_items, r->info.rows = r->n_rows, r->info.windows = r->n_windows, r->info.taken = r->taken;
+    PS_TRY(rc);
+    PS_TRY(arranged);
+    if (r->taken < r->places) return 0;
+    ps_free(r->order);
+    r->order = NULL;
+    r->complete = true;
+    return 0;
+}
+
+/* Makes rows that contain no example yet. */
+static int begin(ps_examples *e, const ps_rows_config *c, ps_rows **out)
+{
+    PS_TRY(check(e, c));
+    ps_rows *r = ps_alloc0(sizeof *r);
+    if (!r) return ps_fail_nomem(sizeof *r);
+    list order = { 0 };
+    examples_retain(e);
+    r->examples = e, r->packing = c->packing != 0, r->info.failed = -1, r->config = *c;
+    r->config.counts = NULL, r->config.weights = NULL;
+    *out = r;
+    int rc = order_of(e, c, &order);
+    r->order = order.at, r->places = r->info.places = order.n;
+    PS_TRY(rc);
+    r->items = ps_alloc((size_t)(order.n + 1) * sizeof *r->items);
+    r->row = ps_alloc0((size_t)(order.n + 1) * sizeof *r->row);
+    r->windows = ps_alloc0((size_t)(order.n / c->window + 2) * sizeof *r->windows);
+    return r->items && r->row && r->windows ? 0 : ps_fail_nomem((size_t)(order.n + 1) * sizeof *r->items);
+}
+
 int ps_rows_new(ps_examples *e, const ps_rows_config *c, ps_rows_info *info, ps_rows **out)
 {
     PS_NEED(e);
     PS_NEED(c);
     PS_NEED(info);
     PS_NEED(out);
-    PS_TRY(check(e, c));
-    ps_rows *r = ps_alloc0(sizeof *r);
-    if (!r) return ps_fail_nomem(sizeof *r);
-    list order = { 0 };
-    examples_retain(e);
-    r->examples = e, r->packing = c->packing != 0, r->info.failed = -1;
-    int rc = order_of(e, c, &order);
-    if (rc == 0) rc = cut_all(r, c, &order);
-    if (rc == 0) rc = arrange(r, c);
-    ps_free(order.at);
-    r->info.rows = r->n_rows, r->info.windows = r->n_windows;
-    *info = r->info;
+    ps_rows *r = NULL;
+    *info = (ps_rows_info){ .failed = -1 };
+    if (!e->finished) return ps_fail(PS_ESTATE, "examples can be read only after ps_examples_finish");
+    int rc = begin(e, c, &r);
+    if (rc == 0) rc = grow(r);
+    if (r) *info = r->info;
     if (rc < 0) ps_rows_free(r);
     else *out = r;
+    return rc;
+}
+
+int ps_rows_begin(ps_examples *e, const ps_rows_config *c, ps_rows **out)
+{
+    PS_NEED(e && e->at);
+    PS_NEED(c);
+    PS_NEED(out);
+    ps_rows *r = NULL;
+    int rc = begin(e, c, &r);
+    if (rc < 0) ps_rows_free(r);
+    else *out = r;
+    return rc;
+}
+
+int32_t ps_rows_order(const ps_rows *r, int64_t i)
+{
+    if (!r || !r->order || i < 0 || i >= r->places)
+        return ps_fail(PS_ERANGE, "there is no place %lld in the order of these rows", (long long)i);
+    return r->order[i];
+}
+
+int ps_rows_grow(ps_rows *r, ps_rows_info *info)
+{
+    PS_NEED(r);
+    PS_NEED(info);
+    int rc = grow(r);
+    *info = r->info;
     return rc;
 }
 
@@ -380,7 +472,7 @@ int64_t ps_rows_longest(const ps_rows *r, int64_t first, int64_t n)
 static void put_item(const ps_examples *e, const item *it, int32_t segment, bool filler, const ps_rows_batch *b,
                      int64_t at, bool packed)
 {
-    int64_t from = e->starts[it->example] + it->first;
+    const uint8_t *records = example_records(e, it->example);
     double share = e->weights[it->example];
     if (b->weights && b->by == PS_WEIGHTS_EXAMPLE) {
         int64_t targets = targets_of(e, it);
@@ -388,11 +480,12 @@ static void put_item(const ps_examples *e, const item *it, int32_t segment, bool
     }
     for (int64_t k = 0; k < it->n; k++) {
         bool trained = !filler && !(packed && k == 0);
-        b->ids[at + k] = example_id(e, from + k);
-        b->labels[at + k] = trained ? example_label(e, from + k) : EXAMPLE_IGNORED;
+        int64_t own = it->first + k;
+        b->ids[at + k] = example_id(e, records, own);
+        b->labels[at + k] = trained ? example_label(e, records, own) : EXAMPLE_IGNORED;
         b->mask[at + k] = packed ? segment : 1;
         if (b->positions) b->positions[at + k] = (int32_t)k;
-        if (b->weights) b->weights[at + k] = trained ? (float)(share * example_token_weight(e, from + k)) : 0;
+        if (b->weights) b->weights[at + k] = trained ? (float)(share * example_token_weight(e, records, own)) : 0;
     }
 }
 
@@ -431,12 +524,15 @@ int64_t ps_rows_examples(const ps_rows *r, int64_t row, int64_t *out, int64_t ro
 
 void rows_retain(ps_rows *r) { atomic_fetch_add(&r->more, 1); }
 int64_t rows_count(const ps_rows *r) { return r->n_rows; }
+bool rows_complete(const ps_rows *r) { return r->complete; }
+int rows_check(const ps_rows *r) { return r->examples->map.bytes ? ps_map_check(&r->examples->map) : 0; }
 void rows_info(const ps_rows *r, ps_rows_info *out) { *out = r->info; }
 
 void ps_rows_free(ps_rows *r)
 {
     if (!r || atomic_fetch_sub(&r->more, 1) > 0) return;
     ps_examples_free(r->examples);
+    ps_free(r->order);
     ps_free(r->items);
     ps_free(r->row);
     ps_free(r->windows);

@@ -23,10 +23,14 @@ local examples = {}
 local VERSION = 2                                          -- format version of a cache file
 local MOST_THREADS = 8
 
+local QUEUE = 1024                                         -- most texts that a stream queues
+
 ---@class ps.Examples
 ---@field handle ffi.cdata*
 ---@field count integer
 ---@field cached boolean whether the examples were read from a cache file
+---@field hash string hash of all tokens
+---@field key? string hash of the data, the tokenizer and the options, or nil if the data has none
 
 -- -- encoding -------------------------------------------------------------------------------------------------------
 local function free_later(out, free) return ffi.gc(out[0], free) end
@@ -69,14 +73,14 @@ Encoder.__index = Encoder
 
 -- Returns an encoder whose texts become examples of `handle`. place(i) returns the file and line of example i, for
 -- errors.
-local function encoder_of(tokenizer, handle, place)
+local function encoder_of(tokenizer, handle, place, queue)
   local special, before, after = {}, around(tokenizer)
   for id in pairs(rawget(tokenizer, "special_ids")) do special[#special + 1] = id end
   table.sort(special)
   local lists = { ids_of(special), ids_of(before), ids_of(after) }       -- alive until the call copies them
   local config = ffi.new("ps_encoder_config", { threads = math.max(1, math.min(MOST_THREADS, C.ps_threads())),
     special = lists[1], n_special = #special, prefix = lists[2], n_prefix = #before, suffix = lists[3],
-    n_suffix = #after, flags = rawget(tokenizer, "splits_special") and C.PS_TOK_PLAIN or 0 })
+    n_suffix = #after, flags = rawget(tokenizer, "splits_special") and C.PS_TOK_PLAIN or 0, queue = queue or 0 })
   local out = ffi.new("ps_encoder *[1]")
   check(C.ps_encoder_new(rawget(tokenizer, "handle"), handle, config, out))
   return setmetatable({ handle = free_later(out, C.ps_encoder_free), text = ffi.new "ps_encoder_text", place = place,
@@ -105,12 +109,13 @@ local function foreign_of(rendered)
   return foreign, known
 end
 
--- Encodes `rendered`, a result {text =, message =, roles =, spans =} of tokenizer:render_chat. If `spans` is nil, the
--- whole text is trained.
-function Encoder:put(rendered, need, weight)
+-- Encodes `rendered`, a result {text =, message =, roles =, spans =} of tokenizer:render_chat, as example i. If `spans`
+-- is nil, the whole text is trained.
+function Encoder:put(i, rendered, need, weight)
   local text = self.text
   self.kept = {}
   text.text, text.nbytes, text.weight, text.need = rendered.text, #rendered.text, weight, need
+  text.number = i - 1
   text.whole = rendered.spans and 0 or 1
   local foreign, known = foreign_of(rendered)
   text.message, text.n_message = spans_of(self, foreign)
@@ -135,19 +140,19 @@ local function weight_of(row, field, rows, i)
   return weight
 end
 
-local function add(handle, ids, labels, weights, weight)
+local function add(handle, i, ids, labels, weights, weight)
   local n = #ids
   local label_list, weight_list = labels and ids_of(labels) or nil, nil
   if weights then
     weight_list = float_array(math.max(n, 1))
-    for i, w in ipairs(weights) do weight_list[i - 1] = w end
+    for k, w in ipairs(weights) do weight_list[k - 1] = w end
   end
-  check(C.ps_examples_add(handle, ids_of(ids), label_list, weight_list, n, weight))
+  check(C.ps_examples_put(handle, i - 1, ids_of(ids), label_list, weight_list, n, weight))
 end
 
 -- Checks row i, which contains ids, and appends it.
 local function add_ids(handle, rows, i, row, tokenizer, weight)
-  local ids, labels = formats.ids(rows, i, tokenizer.vocab_size)
+  local ids, labels = formats.ids_of(rows, i, row, tokenizer.vocab_size)
   local weights = row.loss_weights
   if weights == cjson.null then weights = nil end
   if weights ~= nil and #caller.list(weights, rows:place(i) .. ": loss_weights") ~= #ids then
@@ -160,7 +165,7 @@ local function add_ids(handle, rows, i, row, tokenizer, weight)
         tostring(w)))
     end
   end
-  add(handle, ids, labels, weights, weight)
+  add(handle, i, ids, labels, weights, weight)
 end
 
 -- Makes labels from a mask, for tokenizers that ps.tokenizer did not create.
@@ -177,39 +182,39 @@ local function labels_of(ids, mask, place, train_on)
   return labels
 end
 
--- Appends the examples of a table. `form` is the form of the table's rows.
-local function fill(handle, rows, tokenizer, form, given)
+-- Returns a function add(i), which puts example i of a table, and the encoder whose threads finish it, or nil. `form`
+-- is the form of the table's rows.
+local function adder(handle, rows, tokenizer, form, given, queue)
   local function place(i) return rows:place(i) end
   local own = rawget(tokenizer, "handle") ~= nil
   local threaded = own and not rawget(tokenizer, "special_strips")       -- unsupported by encode.c
-  local encoder = own and form ~= "ids" and encoder_of(tokenizer, handle, place)
+  local encoder = own and form ~= "ids" and encoder_of(tokenizer, handle, place, queue) or nil
   local train_on, field = given.train_on or "assistant", given.weight_field
   local need = train_on == "assistant" and 2 or 1
-  for i = 1, #rows do
+  return function(i)
     local row = formats.check(rows, i, form)
     local weight = field and weight_of(row, field, rows, i) or 1
     if form == "ids" then add_ids(handle, rows, i, row, tokenizer, weight)
     elseif form == "text" then
       local text = row.text
       if type(text) ~= "string" then caller.typed(text, "string", place(i) .. ": text") end
-      if own then encoder:put({ text = text }, 0, weight)
+      if own then encoder:put(i, { text = text }, 0, weight)
       else
         local ids = tokenizer:encode(text)
         if #ids == 0 then error(("ps.data.loader: %s has no tokens"):format(place(i))) end
-        add(handle, ids, nil, nil, weight)
+        add(handle, i, ids, nil, nil, weight)
       end
     else
-      local messages, tools = formats.conversation(rows, i, form)
+      local messages, tools = formats.conversation_of(rows, i, form, row)
       local how = { train_on = train_on, date = given.date, tools = tools }
       if threaded then
-        encoder:put(formats.of_row(rows, i, tokenizer.render_chat, tokenizer, messages, how), need, weight)
+        encoder:put(i, formats.of_row(rows, i, tokenizer.render_chat, tokenizer, messages, how), need, weight)
       else
         local ids, mask = formats.of_row(rows, i, tokenizer.apply_chat_template, tokenizer, messages, how)
-        add(handle, ids, labels_of(ids, mask, place(i), train_on), nil, weight)
+        add(handle, i, ids, labels_of(ids, mask, place(i), train_on), nil, weight)
       end
     end
-  end
-  if encoder then encoder:finish() end
+  end, encoder
 end
 
 -- -- the cache ------------------------------------------------------------------------------------------------------
@@ -298,18 +303,50 @@ local function made(path, key, wide, fn, given)
   return handle
 end
 
-local function finished(handle, cached)
+local function finished(handle, cached, key)
   return { handle = handle, count = tonumber(C.ps_examples_count(handle)), cached = cached,
-    hash = bit.tohex(C.ps_examples_hash(handle)) }
+    hash = bit.tohex(C.ps_examples_hash(handle)), key = key and bit.tohex(key[0]) .. bit.tohex(key[1]) or nil }
+end
+
+-- -- streams --------------------------------------------------------------------------------------------------------
+---@class ps.ExampleSource examples that are put one by one, in any order, while a loader uses those that are there
+---@field handle ffi.cdata*
+---@field count integer
+---@field key? string as in ps.Examples
+---@field is_stream boolean true
+---@field add fun(self: ps.ExampleSource, i: integer) puts example i
+local Source = {}
+Source.__index = Source
+
+--- Stores the examples that are encoded. With `wait`, waits for all that were put.
+---@param wait boolean
+function Source:drain(wait)
+  local encoder = self.encoder
+  if encoder then encoder:checked((wait and C.ps_encoder_finish or C.ps_encoder_drain)(encoder.handle)) end
+end
+
+--- Returns all examples, in the order of the table, after all were put.
+---@return ps.Examples
+function Source:gathered()
+  return self.gather()
+end
+
+local function source_of(rows, tokenizer, form, given, gather)
+  local out = ffi.new "ps_examples *[1]"
+  check(C.ps_examples_scattered(#rows, form == "ids" and 1 or 0, out))
+  local handle = free_later(out, C.ps_examples_free)
+  local add_row, encoder = adder(handle, rows, tokenizer, form, given, QUEUE)
+  return setmetatable({ handle = handle, count = #rows, encoder = encoder, key = given.key, is_stream = true,
+    add = function(_, i) add_row(i) end, gather = function() return gather(handle) end }, Source)
 end
 
 --- Returns the examples of a table. They are read from the cache if it contains them. If several ranks start together,
 --- each of them writes a file. The last file replaces the others, whose bytes are the same.
 ---@param rows ps.DataTable
 ---@param tokenizer ps.Tokenizer
----@param given {train_on?: string|function, date?: string, weight_field?: string, cache?: boolean|string} cache: a
---- folder, or false for no cache
----@return ps.Examples
+---@param given {train_on?: string|function, date?: string, weight_field?: string, cache?: boolean|string, stream?:
+--- boolean} cache: a folder, or false for no cache. stream: returns a source unless the cache contains the examples
+---@return ps.Examples|ps.ExampleSource
 function examples.of_table(rows, tokenizer, given)
   if #rows == 0 then error(("ps.data.loader: the table has no rows: %s"):format(tostring(rows))) end
   local form = formats.recognise(rows, { check = 1 })
@@ -323,10 +360,21 @@ function examples.of_table(rows, tokenizer, given)
   local folder = key and cache_folder(given.cache)
   local path = folder and ("%s/%s.examples"):format(folder, bit.tohex(key[0])) or ""
   local handle = folder and mapped(path, key)
-  if handle then return finished(handle, true) end
-  return finished(made(path, key or key_array(2), form == "ids", function(new)
-    fill(new, rows, tokenizer, form, given)
-  end, type(given.cache) == "string"), false)
+  if handle then return finished(handle, true, key) end
+  local function make(fn)
+    return finished(made(path, key or key_array(2), form == "ids", fn, type(given.cache) == "string"), false, key)
+  end
+  if given.stream then
+    given.key = key and bit.tohex(key[0]) .. bit.tohex(key[1]) or nil
+    return source_of(rows, tokenizer, form, given, function(scattered)
+      return make(function(new) check(C.ps_examples_gather(new, scattered)) end)
+    end)
+  end
+  return make(function(new)
+    local add_row, encoder = adder(new, rows, tokenizer, form, given)
+    for i = 1, #rows do add_row(i) end
+    if encoder then encoder:finish() end
+  end)
 end
 
 --- Returns the examples for a list of texts.
@@ -342,11 +390,11 @@ function examples.of_texts(texts, tokenizer)
       if type(text) ~= "string" then
         error(("ps.data.loader: texts[%d] is a %s, not a string"):format(i, type(text)))
       end
-      if own then encoder:put({ text = text }, 0, 1)
+      if own then encoder:put(i, { text = text }, 0, 1)
       else
         local ids = tokenizer:encode(text)
         if #ids == 0 then error(("ps.data.loader: texts[%d] has no tokens; remove it from the list"):format(i)) end
-        add(handle, ids, nil, nil, 1)
+        add(handle, i, ids, nil, nil, 1)
       end
     end
     if encoder then encoder:finish() end

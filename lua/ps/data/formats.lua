@@ -47,10 +47,11 @@ local function checked(rows, call)
   return rows
 end
 
--- Returns a row of a table as template values. Keys keep the file's order if the file has one.
-local function row_of(rows, i)
+-- Returns a row of a table as template values. Keys keep the file's order if the file has one. `read` is the row, if it
+-- was read already.
+local function row_of(rows, i, read)
   local source = rows:json(i)
-  if not source then return convert.value(rows[i], rows:place(i)) end
+  if not source then return convert.value(read or rows[i], rows:place(i)) end
   local ok, row = pcall(json.decode, source)
   if not ok then
     error(("%s: not JSON: %s"):format(rows:place(i), type(row) == "table" and row.json or tostring(row)))
@@ -208,12 +209,23 @@ function formats.of_row(rows, i, fn, ...) return at_place(rows, i, pcall(fn, ...
 function formats.conversation(rows, i, form)
   checked(rows, "ps.data.conversation")
   if form ~= nil then caller.one_of(form, NAMES, "ps.data.conversation: the form") end
-  local row = row_of(rows, i)
+  return formats.conversation_of(rows, i, form)
+end
+
+--- Like formats.conversation, for a row that was read before, so that functions of `map` run once for a row.
+---@param rows ps.DataTable
+---@param i integer
+---@param form? string
+---@param read? table the row, a result of rows[i]
+---@return table messages
+---@return table? tools
+function formats.conversation_of(rows, i, form, read)
+  local row = row_of(rows, i, read)
   local function fail(why, ...) error(("%s: " .. why):format(rows:place(i), ...)) end
   form = form or form_of(function(name) local v = values.get(row, name); return v ~= nil and v ~= values.NONE end)
-  local read = CONVERSATIONS[form or ""]
-  if not read then fail("a row in the form '%s' is not a conversation", form or "unknown") end
-  local messages = read(function(name, kinds, may_lack)
+  local convert_row = CONVERSATIONS[form or ""]
+  if not convert_row then fail("a row in the form '%s' is not a conversation", form or "unknown") end
+  local messages = convert_row(function(name, kinds, may_lack)
     local v = values.get(row, name)
     if v == nil and may_lack then return nil end
     if v == nil then fail("the field '%s' is missing", name) end
@@ -253,7 +265,17 @@ end
 ---@return integer[] input_ids
 ---@return integer[]? labels one label per id, or nil if the row has none
 function formats.ids(rows, i, vocab_size)
-  local row = checked(rows, "ps.data.ids")[i]
+  return formats.ids_of(rows, i, checked(rows, "ps.data.ids")[i], vocab_size)
+end
+
+--- Like formats.ids, for a row that was read before.
+---@param rows ps.DataTable
+---@param i integer
+---@param row table
+---@param vocab_size? integer
+---@return integer[] input_ids
+---@return integer[]? labels
+function formats.ids_of(rows, i, row, vocab_size)
   local function fail(why, ...) error(("%s: " .. why):format(rows:place(i), ...)) end
   local ids, labels = whole_numbers(row, "input_ids", fail), whole_numbers(row, "labels", fail)
   if not ids or #ids == 0 then fail "the field 'input_ids' has no token id" end

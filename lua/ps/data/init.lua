@@ -204,9 +204,10 @@ function data.read_by(group)
   local loader = read_by[group]
   if not loader then return nil end
   if loader.rows then
-    return ("%d texts (%s) in rows of at most %d tokens, batches of %d, %s"):format(loader.rows.count, loader.texts,
-      loader.seq, loader.batch, loader.shuffle and ("shuffled with seed %s"):format(tostring(loader.seed))
-      or "in order")
+    local from = loader.source and ("rows of a stream: %s"):format(loader.source) or loader.texts
+    return ("%d texts (%s) in rows of at most %d tokens, batches of %d, %s"):format(
+      loader.source and loader.table_rows or loader.rows.count, from, loader.seq, loader.batch,
+      loader.shuffle and ("shuffled with seed %s"):format(tostring(loader.seed)) or "in order")
   end
   if not loader.reads then
     local total, bytes = 0, {}
@@ -238,6 +239,7 @@ Loader.__index = Loader
 function Loader:__tostring()
   local tokens, at = 0, self:position()
   if self.rows then
+    text_rows.complete(self)
     local rows = self.rows
     return ("Loader(%d texts, %d of them cut to %d tokens, %sbatches of %d, %d per epoch; next: batch %d of epoch %d)")
       :format(rows.count, rows.cut, self.seq, rows.dropped > 0 and ("%d left out, "):format(rows.dropped) or "",
@@ -247,6 +249,14 @@ function Loader:__tostring()
   return ("Loader(%.0f tokens of %s, batches of %d x %d, %d per epoch; next: batch %d of epoch %d)"):format(tokens,
     #self.shards == 1 and self.shards[1].path or #self.shards .. " shards", self.batch, self.seq, self.batches,
     at.batch, at.epoch)
+end
+
+-- The class of loaders with stream = true. Some of their fields exist after all rows are tokenized.
+local OF_ALL = { batches = true, texts = true }
+local Streaming = { __tostring = Loader.__tostring, __call = function(self) return Loader.__call(self) end }
+function Streaming.__index(self, key)
+  if OF_ALL[key] then text_rows.complete(self) end
+  return OF_ALL[key] and rawget(self, key) or Loader[key]
 end
 
 -- Options that both loaders and windows accept.
@@ -261,11 +271,11 @@ local LOADER = and_also { shuffle = "boolean", seed = "whole", vocab = "whole", 
   world_size = "whole", texts = "table", table = "cdata", tokenizer = "table", padding = "string",
   drop_last = "boolean", too_long = "string", train_on = "string|function", date = "string", packing = "boolean",
   group_by_length = "boolean", pad_to_multiple_of = "whole", window = "whole", accumulate = "whole",
-  loss_weights = "string", cache = "boolean|string" }
+  loss_weights = "string", cache = "boolean|string", stream = "boolean" }
 -- Options that only loaders of texts accept, and those that only loaders of tables accept.
 local OF_TEXTS = { "tokenizer", "padding", "drop_last", "too_long", "packing", "group_by_length", "pad_to_multiple_of",
   "window", "accumulate" }
-local OF_TABLES = { "train_on", "date", "loss_weights", "cache" }
+local OF_TABLES = { "train_on", "date", "loss_weights", "cache", "stream" }
 local WINDOWS = and_also { limit = "whole" }
 
 -- Returns an option that must fit into an int32 in C.
@@ -293,16 +303,17 @@ end
 --- "longest"|"max_length", drop_last?: boolean, table?: ps.DataTable, too_long?: "right"|"left"|"drop"|"error",
 --- train_on?: string|fun(i: integer, role: string): boolean, date?: string, packing?: boolean, group_by_length?:
 --- boolean, pad_to_multiple_of?: integer, window?: integer, accumulate?: integer, loss_weights?: string, cache?:
---- boolean|string} shuffle: whether the order is random (default true). split: { 0, 0.9 } uses the first nine tenths.
---- vocab: the vocabulary size; larger ids are errors. ahead: the number of batches prepared in advance (default 2).
---- rank and world_size: default to the ranks along dp of ps.init_distributed, or else to one process. device: the
---- device of the tensors; an engine accepts any device. texts: a list of texts in place of shards; it needs a
---- tokenizer. padding: pads to the longest row of the batch (default), or to seq. drop_last: skips a last batch that is
---- not full (default true for texts and false for a table). With false, the last batch of texts is smaller, and the
---- last batch of a table is filled with rows of weight 0. table: a table of examples in place of texts. too_long: the
---- treatment of examples of more than seq tokens (default "right", which removes the last tokens and skips an example
---- without a trained token). train_on and date: as in tokenizer:apply_chat_template (default "assistant"). docs/data.md
---- describes the other options.
+--- boolean|string, stream?: boolean} shuffle: whether the order is random (default true). split: { 0, 0.9 } uses the
+--- first nine tenths. vocab: the vocabulary size; larger ids are errors. ahead: the number of batches prepared in
+--- advance (default 2). rank and world_size: default to the ranks along dp of ps.init_distributed, or else to one
+--- process. device: the device of the tensors; an engine accepts any device. texts: a list of texts in place of shards;
+--- it needs a tokenizer. padding: pads to the longest row of the batch (default), or to seq. drop_last: skips a last
+--- batch that is not full (default true for texts and false for a table). With false, the last batch of texts is
+--- smaller, and the last batch of a table is filled with rows of weight 0. table: a table of examples in place of
+--- texts. too_long: the treatment of examples of more than seq tokens (default "right", which removes the last tokens
+--- and skips an example without a trained token). train_on and date: as in tokenizer:apply_chat_template (default
+--- "assistant"). stream: whether rows are tokenized in the first epoch, ahead of the batches that need them, and not
+--- all before the first batch (default false). docs/data.md describes the other options.
 ---@return ps.Loader
 function data.loader(options)
   options = caller.options(options, "ps.data.loader", LOADER)
@@ -334,7 +345,10 @@ function data.loader(options)
   local self = { batch = options.batch, seq = options.seq, shuffle = shuffle, rank = rank, world_size = world_size,
     global_batch = options.batch * world_size, seed = seed, device = options.device, of_mesh = of_mesh,
     group = of_mesh and mesh.group "dp" or nil, world = of_mesh and mesh.group "world" or nil }
-  if options.texts or options.table then return setmetatable(text_rows.fill(self, options), Loader) end
+  if options.texts or options.table then
+    text_rows.fill(self, options)
+    return setmetatable(self, self.rows.stream and Streaming or Loader)
+  end
   local shards = shards_of(options)
   local first, last = range_of(options, shards)
   local config = ffi.new("ps_loader_config", { batch = options.batch, seq = options.seq, vocab = options.vocab or 0,

@@ -8,6 +8,7 @@ local native = require "ps.core.ffi"
 local array = require "ps.core.array"
 local caller = require "ps.core.caller"
 local examples = require "ps.data.examples"
+local stream = require "ps.data.stream"
 local tables = require "ps.data.table"
 local ffi = require "ffi"
 local error = caller.error
@@ -15,17 +16,20 @@ local C, check = native.C, native.check
 local count_array, weight_array = array "int64_t", array "double"
 
 ---@class ps.TextRows
----@field count integer number of examples in the first epoch
+---@field count integer number of examples in the first epoch; with a stream, this and the next two after rows.complete
 ---@field seq integer the largest number of tokens in a row
 ---@field cut integer number of examples that were longer and were truncated
 ---@field dropped integer number of omitted examples: longer than seq, or without a trained token after truncation
----@field private examples ps.Examples
+---@field private examples ps.Examples|ps.ExampleSource
+---@field private stream? ps.Stream the rows of the first epoch, while its examples are being tokenized
 ---@field private batches? ffi.cdata* ps_batches, whose thread makes batches in advance
 ---@field private weights? "token"|"example" the kind of loss_weights in a batch, or nil if it has none
 local Rows = {}
 Rows.__index = Rows
 
 local rows = {}
+
+local MORE = 2                           -- the result of ps_batches_next if a batch needs rows that are not there
 
 local LONG = { cut = C.PS_LONG_RIGHT, right = C.PS_LONG_RIGHT, left = C.PS_LONG_LEFT, drop = C.PS_LONG_DROP,
   error = C.PS_LONG_ERROR }
@@ -34,6 +38,14 @@ rows.WINDOW = 4096                       -- number of consecutive examples that 
 rows.AHEAD = 2                           -- number of batches that the thread makes in advance
 
 -- -- an epoch -------------------------------------------------------------------------------------------------------
+-- Raises the error of an example that is too long.
+local function refuse(self, handle, failed)
+  local n = ffi.new "int64_t[1]"
+  check(C.ps_examples_read(handle, failed, nil, nil, 0, n))
+  error(("ps.data.loader: %s has %d tokens, more than seq = %d"):format(self.place(failed + 1), tonumber(n[0]),
+    self.seq))
+end
+
 -- Creates the rows of an epoch, unless the thread that makes batches has them.
 local function make(self, epoch)
   local info, out = ffi.new "ps_rows_info", ffi.new "ps_rows *[1]"
@@ -43,12 +55,7 @@ local function make(self, epoch)
     self.config.epoch = epoch
     rc = C.ps_rows_new(self.examples.handle, self.config, info, out)
   end
-  if rc < 0 and info.failed >= 0 then
-    local n = ffi.new "int64_t[1]"
-    check(C.ps_examples_read(self.examples.handle, info.failed, nil, nil, 0, n))
-    error(("ps.data.loader: %s has %d tokens, more than seq = %d"):format(self.place(tonumber(info.failed) + 1),
-      tonumber(n[0]), self.seq))
-  end
+  if rc < 0 and info.failed >= 0 then refuse(self, self.examples.handle, tonumber(info.failed)) end
   check(rc)
   return { epoch = epoch, handle = ffi.gc(out[0], C.ps_rows_free), rows = tonumber(info.rows),
     examples = tonumber(info.examples), tokens = tonumber(info.tokens), cut = tonumber(info.cut),
@@ -70,7 +77,8 @@ end
 ---@return integer within
 function Rows:window(epoch, row)
   local out = ffi.new "int64_t[2]"
-  check(C.ps_rows_window(self:epoch(epoch).handle, row, out, out + 1))
+  local handle = self.stream and self.stream.handle or self:epoch(epoch).handle
+  check(C.ps_rows_window(handle, row, out, out + 1))
   return tonumber(out[0]), tonumber(out[1])
 end
 
@@ -95,6 +103,7 @@ end
 ---@param n integer
 ---@return integer[]
 function Rows:numbers(epoch, first, n)
+  if self.stream then self.complete() end
   local now, list, room = self:epoch(epoch), {}, count_array(self.seq)
   for row = first, math.min(first + n, now.rows) - 1 do
     local k = C.ps_rows_examples(now.handle, row, room, self.seq)
@@ -146,7 +155,7 @@ local function read(self, given, tokenizer)
     if not tables.is(given.table) then error "ps.data.loader: table must be a result of ps.data.table" end
     self.place = function(i) return given.table:place(i) end
     self.examples = examples.of_table(given.table, tokenizer, { train_on = given.train_on, date = given.date,
-      cache = given.cache, weight_field = weights and not WEIGHTS[weights] and weights or nil })
+      cache = given.cache, stream = given.stream, weight_field = weights and not WEIGHTS[weights] and weights or nil })
   else
     self.place = function(i) return ("texts[%d]"):format(i) end
     self.examples = examples.of_texts(caller.list(given.texts, "ps.data.loader: texts"), tokenizer)
@@ -154,11 +163,11 @@ local function read(self, given, tokenizer)
 end
 
 -- Raises an error if a loader has too few rows for a batch, or for a last batch with rows on all ranks.
-local function check_size(self, given, drop)
-  local n, global, what = self.rows.now.rows, self.global_batch, given.table and "rows" or "texts"
+local function check_size(self, given, drop, n)
+  local global, what = self.global_batch, given.table and "rows" or "texts"
   local rest = n % global
   if n < (drop and global or 1) then
-    local hint = self.rows.dropped > 0 and ("; %d of more than seq = %d tokens were left out"):format(
+    local hint = (self.rows.dropped or 0) > 0 and ("; %d of more than seq = %d tokens were left out"):format(
       self.rows.dropped, given.seq) or n > 0 and "; drop_last = false gives a smaller one" or ""
     error(("ps.data.loader: %d %s are fewer than a batch of %d (%d on each of %d ranks)%s"):format(n, what, global,
       given.batch, self.world_size, hint))
@@ -172,9 +181,37 @@ end
 -- Creates the batches, from the beginning of epoch 0 on.
 local function batches_of(self, settings)
   local own, out = self.rows, ffi.new "ps_batches *[1]"
-  check(C.ps_batches_new(own.examples.handle, own.config, ffi.new("ps_batches_config", settings), own:epoch(0).handle,
-    out))
+  local first = own.stream and own.stream.handle or own:epoch(0).handle
+  check(C.ps_batches_new(own.examples.handle, own.config, ffi.new("ps_batches_config", settings), first, out))
   return ffi.gc(out[0], C.ps_batches_free)
+end
+
+-- Sets the fields that all examples determine.
+local function set_totals(self, given, drop)
+  local own = self.rows
+  local first = own:epoch(0)
+  own.count, own.cut, own.dropped = first.examples, first.cut, first.dropped
+  own.most = first.examples + first.dropped
+  if own.cut + own.dropped > 0 and self.rank == 0 then
+    io.stderr:write(("psluajit: ps.data.loader: of %d examples, %d have more than %d tokens and are cut, %d are left "
+      .. "out\n"):format(own.most, own.cut, self.seq, own.dropped))
+  end
+  check_size(self, given, drop, first.rows)
+  self.texts = own.examples.hash
+end
+
+--- Tokenizes the remaining examples of a stream, and sets the fields that all examples determine.
+---@param self table the loader
+function rows.complete(self)
+  local own = self.rows
+  if own.stream then
+    own.examples, own.stream = own.stream:finish(), nil
+    check(C.ps_batches_examples(own.batches, own.examples.handle))
+    local ok, problem = pcall(own.set_totals)
+    if not ok then own.problem = problem end
+    rows.count(self, 0)
+  end
+  if own.problem ~= nil then error(own.problem, 0) end
 end
 
 --- Sets the fields of a loader of texts or of a table of examples.
@@ -204,19 +241,23 @@ function rows.fill(self, options)
   self.rows = own
   read(own, options, tokenizer)
   own.config = config_of(own, options, self.seed, mix)
-  local first = own:epoch(0)
-  own.count, own.cut, own.dropped = first.examples, first.cut, first.dropped
-  own.most = first.examples + first.dropped
-  if own.cut + own.dropped > 0 and self.rank == 0 then
-    io.stderr:write(("psluajit: ps.data.loader: of %d examples, %d have more than %d tokens and are cut, %d are left "
-      .. "out\n"):format(own.most, own.cut, options.seq, own.dropped))
-  end
   local drop = options.drop_last
   if drop == nil then drop = options.table == nil end
   self.fills = options.table ~= nil
-  check_size(self, options, drop)
-  self.texts, self.drop_last, self.at = own.examples.hash, drop, { epoch = 0, row = 0 }
   self.accumulate = options.accumulate or 1
+  self.drop_last, self.at = drop, { epoch = 0, row = 0 }
+  own.set_totals = function() set_totals(self, options, drop) end
+  own.complete = function() rows.complete(self) end
+  if own.examples.is_stream then
+    local whole = options.packing or options.group_by_length
+    local lead = ((options.ahead or rows.AHEAD) + 2) * self.global_batch * self.accumulate
+    own.stream = stream.new(own.examples, own.config, { batch = self.global_batch, lead = lead,
+      window = whole and (options.window or rows.WINDOW) or 0 }, function(...) refuse(own, ...) end)
+    check_size(self, options, drop, own.stream.places)
+  else own.set_totals() end
+  -- All ranks compare this text, whether the examples of a rank came from the cache or not.
+  self.source = options.stream and (own.examples.key or "without a key") or nil
+  self.table_rows = options.table and #options.table
   self.window, self.packing = options.window or rows.WINDOW, own.packing
   self.group_by_length = options.group_by_length or false
   self.too_long, self.loss_weights = options.too_long or "cut", options.loss_weights or false
@@ -227,7 +268,7 @@ function rows.fill(self, options)
     fills = self.fills and 1 or 0, weights = own.weights and 1 or 0,
     pad = tokenizer.pad_token_id or tokenizer.eos_token_id or 0,
     by = own.weights == "example" and C.PS_WEIGHTS_EXAMPLE or C.PS_WEIGHTS_TOKEN })
-  rows.count(self, 0)
+  if not own.stream then rows.count(self, 0) end
   return self
 end
 
@@ -246,16 +287,22 @@ end
 function rows.next(self, rng)
   local own = self.rows
   own.given = own.given or ffi.new "ps_batch"
-  local given = own.given
+  local given, row = own.given, self.at.row
+  if own.stream then own.stream:ahead(row) end
   local rc = C.ps_batches_next(own.batches, given)
+  while rc == MORE do
+    if not own.stream:more(row) then rows.complete(self) end
+    rc = C.ps_batches_next(own.batches, given)
+  end
   check(rc)
   if rc == 0 then
+    rows.complete(self)
     self.at = { epoch = self.at.epoch + 1, row = 0 }
     rows.count(self, self.at.epoch)
     return nil
   end
   local epoch = tonumber(given.epoch)
-  rng.sample, rng.op = epoch * own.most + tonumber(given.first), 0
+  rng.sample, rng.op = epoch * (own.most or 0) + tonumber(given.first), 0
   local batch = tensors(own, given, self.device)
   self.at = { epoch = epoch, row = tonumber(given.next) }
   return batch
@@ -274,6 +321,7 @@ end
 ---@param self table
 ---@param position {epoch: integer, window?: integer, row?: integer, batch?: integer}
 function rows.seek(self, position)
+  rows.complete(self)
   local epoch = caller.whole(tonumber(position.epoch), "loader:seek: epoch", 0)
   local row
   if position.window ~= nil then

@@ -1,0 +1,129 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- The first epoch of a loader that tokenizes while it trains. Before each batch, Lua reads the rows that later batches
+-- need and runs their template; threads encode the texts during the step (src/data/encode.c). Rows of the epoch grow as
+-- their examples arrive (src/data/rows.c), and batches are those of a loader that tokenizes before the first step.
+local native = require "ps.core.ffi"
+local ffi = require "ffi"
+local array = require "ps.core.array"
+local C, check = native.C, native.check
+local byte_array = array "uint8_t"
+
+---@class ps.Stream
+---@field handle ffi.cdata* ps_rows of the first epoch
+---@field places integer number of examples in the first epoch, with those that will be left out
+---@field info ffi.cdata* ps_rows_info
+---@field private source ps.ExampleSource
+---@field private put integer number of places of the order whose examples were put
+---@field private problem? any error of the next example in the order
+local Stream = {}
+Stream.__index = Stream
+
+local stream = {}
+
+--- Begins the rows of the first epoch.
+---@param source ps.ExampleSource its examples are scattered
+---@param config ffi.cdata* ps_rows_config
+---@param pace {batch: integer, lead: integer, window: integer} batch: rows of a batch on all ranks. lead: number of
+--- rows to prepare in advance. window: number of examples that are packed or grouped together, or 0
+---@param refuse fun(handle: ffi.cdata*, failed: integer) raises the error of an example that is too long
+---@return ps.Stream
+function stream.new(source, config, pace, refuse)
+  local out = ffi.new "ps_rows *[1]"
+  check(C.ps_rows_begin(source.handle, config, out))
+  local self = setmetatable({ source = source, handle = ffi.gc(out[0], C.ps_rows_free), info = ffi.new "ps_rows_info",
+    pace = pace, refuse = refuse, put = 0, there = byte_array(source.count + 1) }, Stream)
+  self:grow()
+  self.places = tonumber(self.info.places)
+  return self
+end
+
+-- Keeps the first error.
+function Stream:fail(problem)
+  if self.problem == nil then self.problem = problem end
+end
+
+-- Adds the rows whose examples are there.
+function Stream:grow()
+  local ok, problem, _ = pcall(check, C.ps_rows_grow(self.handle, self.info))
+  if ok then return end
+  if self.info.failed >= 0 then _, problem = pcall(self.refuse, self.source.handle, tonumber(self.info.failed)) end
+  self:fail(problem)
+end
+
+-- Puts the examples of the order up to place `last`. An error is kept until a batch needs the example.
+function Stream:feed(last)
+  last = math.min(last, self.places)
+  while self.put < last and self.problem == nil do
+    local i = C.ps_rows_order(self.handle, self.put)
+    check(i)
+    if self.there[i] == 0 then
+      local ok, problem = pcall(self.source.add, self.source, i + 1)
+      if not ok then
+        self:drain(true)                                   -- an earlier example's error comes first
+        self:fail(problem)
+        return
+      end
+      self.there[i] = 1
+    end
+    self.put = self.put + 1
+  end
+end
+
+-- Stores the examples that are encoded; with `wait`, all that were put.
+function Stream:drain(wait)
+  local ok, problem = pcall(self.source.drain, self.source, wait)
+  if not ok then self:fail(problem) end
+  self:grow()
+end
+
+-- Returns the place of the order up to which examples are needed for the next window, or for `lead` rows.
+function Stream:due(row)
+  local info, pace = self.info, self.pace
+  local taken = tonumber(info.taken)
+  if pace.window > 0 then return taken + pace.window - tonumber(info.examples) % pace.window end
+  return taken + math.max(1, row + pace.lead - tonumber(info.rows))
+end
+
+--- Puts a part of the examples that batches after this one need. The parts of a window are equal, so that its examples
+--- are there when the batches reach it.
+---@param row integer first row of the next batch
+function Stream:ahead(row)
+  if self.problem ~= nil then return end
+  self:drain(false)
+  local due, pace = self:due(row), self.pace
+  if pace.window > 0 then
+    local turns = math.floor((tonumber(self.info.rows) - row - pace.lead) / pace.batch)
+    due = self.put + math.ceil(math.max(0, due - self.put) / math.max(1, turns))
+  end
+  self:feed(due)
+end
+
+--- Adds rows that the batch at `row` needs, and waits for them. Raises the error of the next example, if it has one.
+---@param row integer
+---@return boolean more false if the rows are complete
+function Stream:more(row)
+  if self.info.taken == self.info.places then return false end
+  self:feed(self:due(row))
+  local before = self.info.taken
+  self:drain(true)
+  if self.info.taken == before then error(self.problem, 0) end
+  return true
+end
+
+--- Puts all examples, and returns them in the order of the table. The rows of the first epoch are then complete.
+---@return ps.Examples
+function Stream:finish()
+  self:feed(math.huge)
+  self:drain(true)
+  if self.info.taken < self.info.places then error(self.problem, 0) end
+  for i = 0, self.source.count - 1 do                      -- a mixture may leave examples out of the first epoch
+    if self.there[i] == 0 then
+      self.source:add(i + 1)
+      self.there[i] = 1
+    end
+  end
+  self.source:drain(true)
+  return self.source:gathered()
+end
+
+return stream
