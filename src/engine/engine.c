@@ -1,8 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The engine: parameters that live in chunks, their gradients in backward, and updates of the units of chunks.
- * Through ps_hooks the tape asks where to write a leaf's first gradient, and reports when no node will add to a
- * gradient or read its parameter any more. Values equal those of the plain optimizer bit for bit: the same op updates
- * the same numbers, and a norm sums the squares of each tensor, then these sums in the order of the parameters. */
+ * Trains parameters that live in chunks: stores their gradients during backward, then updates them. The tape calls
+ * this file through ps_hooks. It asks where to write a gradient, and reports when a gradient is complete. Results
+ * equal those of the plain optimizer bit for bit. */
 #include "engine/engine.h"
 #include <string.h>
 #include "base/alloc.h"
@@ -65,7 +64,6 @@ static int grad_place(ps_ctx *ctx, ps_tensor *leaf, ps_tensor **out)
     return 0;
 }
 
-/* Returns a view of the element of sums[which] that stores the sum of squares of r's gradient. */
 static int square_place(ps_engine *e, const param_rec *r, int which, ps_tensor **out)
 {
     ps_meta m = { .dtype = PS_F64, .ndim = 1, .shape = { 1 }, .stride = { 1 }, .offset = r - e->params };
@@ -80,8 +78,7 @@ int engine_store(ps_engine *e, param_rec *r, bool slot, bool squares)
     if (squares) PS_TRY(square_place(e, r, which, &all[1]));
     int rc = engine_run(e->ctx, PS_OP_grad_store, &attrs, 1, &grad, all);
     if (all[1]) ps_tensor_release(all[1]);
-    if (slot) set_taken(r, true);                  /* set even on failure, because the op may already have
-                                                    * overwritten the value */
+    if (slot) set_taken(r, true);                  /* even on failure: the op may have overwritten the value */
     PS_TRY(rc);
     r->square = 0;
     r->squared = squares;
@@ -92,11 +89,11 @@ int engine_store(ps_engine *e, param_rec *r, bool slot, bool squares)
 
 static int update_unit(ps_engine *e, int32_t unit);
 
-/* Number of final units that are not updated yet while backward continues. Meanwhile the gradients of the oldest
- * ones are copied from the device. */
+/* Number of complete units that wait for their update while backward runs. Meanwhile the oldest ones' gradients are
+ * copied from the device. */
 enum { LAG = 2 };
 
-/* Updates units in the order in which their gradients were completed. The last `keep` units stay pending. */
+/* Updates the units whose gradients are complete, oldest first, except the last `keep` ones. */
 static int update_pending(ps_engine *e, int32_t keep)
 {
     while (e->n_pending > keep) {
@@ -118,23 +115,21 @@ int engine_unit_ready(ps_engine *e, int32_t unit)
     return update_pending(e, e->device == e->host ? 0 : LAG);
 }
 
-/* Returns true if gradients are reduced after every micro-batch, so that only their owners keep sums between
- * micro-batches. */
+/* Returns whether gradients are summed over the ranks after every micro-batch. Then only their owners keep the sums. */
 static bool reduces_every_time(const ps_engine *e)
 {
     return e->zero && e->zero->stage >= 2 && !e->zero->once && e->n_params > 0 && e->params[0].place;
 }
 
-/* Returns true if the engine computes a gradient's sum of squares when it stores the gradient: the step has a norm,
- * and no later backward adds to gradients. */
+/* Returns whether engine_store should also compute the sum of squares. This holds for the last backward of a step
+ * with a norm, because no later backward adds to the gradients. */
 static bool squares_now(const ps_engine *e) { return e->step->measures && ps_step_is_last(e->step); }
 
 int engine_make_final(ps_engine *e, param_rec *r)
 {
     if (r->final || r->updated || (r->waits && !e->summing_ties)) return 0;
     if (e->ctx->dry.replay && !e->summing_ties && !ps_step_is_last(e->step))
-        ps_replay_spoil(e->ctx);                                 /* the sums are sent to other ranks, which a replay
-                                                                  * cannot repeat */
+        ps_replay_spoil(e->ctx);                                 /* a replay cannot send the sums to other ranks */
     r->final = true;
     unit_rec *u = &e->units[r->unit];
     u->n_final++;
@@ -150,14 +145,13 @@ static int grad_final(ps_ctx *ctx, ps_tensor *leaf)
 {
     ps_engine *e = ctx->engine.open;
     param_rec *r = leaf->managed;
-    if (r->vstage != e->step->is.now.vstage) r->waits = true;      /* another virtual stage uses the parameter, too,
-                                                                    * so its gradient waits for all backwards */
+    if (r->vstage != e->step->is.now.vstage) r->waits = true;      /* another virtual stage uses it, too */
     if (r->vstage != e->step->is.now.vstage || e->step->is.now.kind == PS_ACT_INPUT || !leaf->grad_) return 0;
     if (!ps_step_is_last(e->step) && !reduces_every_time(e)) return 0;
     return engine_make_final(e, r);
 }
 
-/* Marks the gradients of a virtual stage (-1: of all virtual stages) as not final. */
+/* Marks the gradients of a virtual stage as not final. If vstage is -1, marks those of all virtual stages. */
 static void none_final(ps_engine *e, int32_t vstage)
 {
     for (int32_t i = 0; i < e->n_params; i++)
@@ -169,8 +163,8 @@ static void none_final(ps_engine *e, int32_t vstage)
     }
 }
 
-/* Called when the parameters' memory holds values again instead of gradients. From now on all ranks may read and
- * gather the values. */
+/* Called when the parameters' memory holds values again instead of gradients. All ranks may then read and gather
+ * them. */
 static void values_back(ps_engine *e)
 {
     for (int32_t i = 0; i < e->n_params; i++) if (!e->params[i].owned) set_taken(&e->params[i], false);
@@ -205,8 +199,8 @@ int engine_within(const ps_engine *e, int kind, const char *what)
 
 /* -- updates ------------------------------------------------------------------------------------------------------ */
 
-/* Checks that the parameter has the states that the group's op needs. A script therefore cannot change to settings
- * that need other states. */
+/* Returns an error if the parameter has too few or too many optimizer states for the group's op. Without this check
+ * a script could switch to settings that need other states. */
 static int check_states(const ps_update_group *g, const param_rec *r)
 {
     if (r->n_states >= g->n_needed && r->n_states <= g->n_states) return 0;
@@ -216,7 +210,7 @@ static int check_states(const ps_update_group *g, const param_rec *r)
 
 static int per_call(const ps_update_group *g) { return PS_MAX_IN / (3 + g->n_states); }
 
-/* Updates parameters of one group. All of them have had the same number of updates and have the same gradient scale. */
+/* Updates parameters of one group with one op. All must have the same number of updates so far and the same scale. */
 static int run_update(ps_engine *e, param_rec *const *list, int n, bool host)
 {
     ps_tensor *in[PS_MAX_IN], *moved[PS_MAX_IN] = { NULL }, *all[PS_MAX_OUT] = { NULL };
@@ -258,14 +252,14 @@ static int run_update(ps_engine *e, param_rec *const *list, int n, bool host)
     return rc;
 }
 
-/* Returns true if a parameter is updated on the host: its unit is placed there, or ops use the parameter there. */
+/* Returns whether a parameter is updated on the host: its unit is placed there, or ops use the parameter there. */
 static bool updates_on_host(const ps_engine *e, const unit_rec *u, const param_rec *r)
 {
     return r->host[0] && (!u->on_device || r->param->device_ == e->host);
 }
 
-/* Called after a unit's update. If none of the unit's gradients remain, discards the contents of its gradient chunk,
- * so that the chunk need not move. */
+/* Called after a unit's update. If no gradients are left, discards the contents of the unit's gradient chunk, so
+ * that the chunk is not moved. */
 static int gradients_end(ps_engine *e, int32_t unit)
 {
     int32_t chunk = e->units[unit].grad_chunk;
@@ -323,8 +317,7 @@ int ps_engine_update(ps_ctx *ctx)
     return 0;
 }
 
-/* Restores a parameter's value from its master. The value's memory holds the gradient, or undefined bytes, until
- * then. */
+/* Restores a parameter's value from its master. Until then its memory holds the gradient, or undefined bytes. */
 static int restore(ps_engine *e, param_rec *r)
 {
     bool host = r->host[0] != NULL;
@@ -366,15 +359,12 @@ int engine_tp_set(ps_engine *e, ps_tp *tp)
     return 0;
 }
 
-/* Returns parameter i of a unit, or NULL if the unit has no parameter i. */
 static param_rec *unit_param(ps_engine *e, int32_t unit, int32_t i)
 {
     int32_t at = e->first[unit] + i;
     return at < e->first[unit + 1] ? &e->params[e->order[at]] : NULL;
 }
 
-/* Returns whether parameter i of the unit has had a gradient in this step. A gradient of an earlier micro-batch counts,
- * because its owner keeps the sum. */
 int engine_unit_had_grad(ps_engine *e, int32_t unit, int32_t i)
 {
     param_rec *r = unit_param(e, unit, i);
@@ -398,7 +388,7 @@ int engine_unit_reduces(ps_engine *e, int32_t unit)
     for (int32_t i = 0; (r = unit_param(e, unit, i)); i++) {
         if (r->param->grad_) continue;
         if (reduces_every_time(e) && !r->owned) PS_TRY(engine_fill_zero(e, r->place));
-        if (r->slot && !r->place) set_taken(r, true);     /* the sum also overwrites the value of this parameter */
+        if (r->slot && !r->place) set_taken(r, true);     /* the sum overwrites this value, too */
     }
     return 0;
 }
@@ -408,8 +398,8 @@ int engine_unit_reduced(ps_engine *e, int32_t unit)
     param_rec *r;
     bool mine = false;
     for (int32_t i = 0; (r = unit_param(e, unit, i)); i++) {
-        if (!r->owned) {                                  /* marked as taken until values_back, as on the owner; */
-            if (!r->param->grad_) set_taken(r, false);    /* without a gradient, the owner restores the value now */
+        if (!r->owned) {                                  /* with a gradient: stays taken until values_back */
+            if (!r->param->grad_) set_taken(r, false);    /* without: the owner restores the value now */
             PS_TRY(drop_grad(r));
             continue;
         }
@@ -431,13 +421,13 @@ int ps_engine_drop_grads(ps_ctx *ctx)
 int engine_drop_grads(ps_engine *e)
 {
     int result = 0;
-    if (e->zero) values_back(e);                         /* the owners restore the parameters of other ranks */
+    if (e->zero) values_back(e);                         /* other ranks' parameters: their owners restore them */
     for (int32_t i = 0; i < e->n_params; i++) {
         param_rec *r = &e->params[i];
         if (r->in_slot) {
             int rc = restore(e, r);
             if (rc < 0) {
-                result = rc;                             /* continues, so that other parameters get their values */
+                result = rc;                             /* continues with the other parameters */
                 continue;
             }
         }
@@ -507,7 +497,7 @@ static int take_param(ps_engine *e, param_rec *r, const ps_param *p)
     ps_tensor *own[] = { r->param, r->master, r->place };
     for (int k = 0; k < 3; k++) if (own[k]) ps_tensor_retain(own[k]);
     r->owned = r->master != NULL;
-    bool apart = r->master && r->master->dtype_ == PS_U8;     /* a master of remainders needs the value */
+    bool apart = r->master && r->master->dtype_ == PS_U8;     /* stores remainders, so it needs the value */
     if (r->param->dtype_ != PS_F32 && p->tie != PS_TIE_USE && !apart) {
         PS_TRY(slot_view(r->param, &r->slot));
         PS_TRY(slot_view(r->host[0], &r->host_slot));
@@ -564,7 +554,6 @@ static int32_t grad_chunk_of(const ps_engine *e, const param_rec *r)
     return e->zero ? e->zero->table->chunk(e->zero, r->place->storage) : ps_storage_chunk(e->chunks, r->place->storage);
 }
 
-/* Fills unit_rec.grad_chunk. */
 static void find_grad_chunks(ps_engine *e)
 {
     for (int32_t u = 0; u < e->n_units; u++) {
@@ -632,8 +621,7 @@ int ps_engine_params(ps_ctx *ctx, int n, const ps_param *params, int n_units, in
                        "stage", unit, other, vstage);
     }
     for (int u = 0; u < n_units; u++) e->first[u + 1] += e->first[u];
-    for (int i = 0; i < n; i++) {                         /* counting sort by unit; uses n_final as the counter,
-                                                           * which new_step resets */
+    for (int i = 0; i < n; i++) {                         /* counting sort; new_step resets n_final */
         int32_t u = e->params[i].unit;
         if (u >= 0) e->order[e->first[u] + e->units[u].n_final++] = i;
         if (e->params[i].tie != PS_TIE_USE) e->params[i].param->managed = &e->params[i];
@@ -644,7 +632,7 @@ int ps_engine_params(ps_ctx *ctx, int n, const ps_param *params, int n_units, in
     int rc = ties_find(e);
     if (rc == 0) rc = partial_make(e);
     if (rc < 0) release_params(e);
-    else ps_chunks_trim(e->chunks);                       /* the complete layout needs no more memory */
+    else ps_chunks_trim(e->chunks);                       /* the layout is complete: frees unused memory */
     return rc;
 }
 
@@ -739,7 +727,7 @@ static void engine_free(ps_engine *e)
     ps_chunks_close(e->chunks);
     trace_free(e);
     ps_free(e);
-    step_give_back(step);                  /* released last, because closing the rest uses the step */
+    step_give_back(step);                  /* last, because the calls above use the step */
 }
 
 void ps_engine_close(ps_ctx *ctx)

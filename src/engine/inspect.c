@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Chunks, tiers, and seconds of waiting for copies, as scripts read them. */
+ * Tells scripts about chunks, tiers, and time spent waiting for copies. */
 #include "base/error.h"
 #include "engine/engine.h"
 

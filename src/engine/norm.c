@@ -1,20 +1,19 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The norm of all gradients. Squares are summed for each parameter, then these sums in the order of the model
- * (ps_param.number), independent of the rank and virtual stage of a parameter. So a model that is cut into virtual
- * stages has the norm of the whole model, bit for bit. */
+ * The norm of all gradients. The squares of each parameter are summed first. These sums are then added in the order
+ * of the model (ps_param.number), which does not depend on ranks or virtual stages. So a model that is split into
+ * virtual stages has the same norm, bit for bit. */
 #include <string.h>
 #include "base/error.h"
 #include "engine/engine.h"
 
-/* Reads all sums of squares of a device with one copy, so that the host waits for the device once instead of once
- * per gradient. */
+/* Reads each device's sums of squares with one copy, so that the host waits for the device only once. */
 static int read_squares(ps_engine *e)
 {
     for (int which = 0; which < 2; which++) {
         bool any = false;
         for (int32_t i = 0; i < e->n_params; i++) any = any || e->params[i].unread == 1 + which;
         if (!any) continue;
-        if (ps_tensor_has_data(e->sums[which]))            /* a simulated machine has no data, so its sums are zeros */
+        if (ps_tensor_has_data(e->sums[which]))            /* a simulated machine has no data; its sums are zeros */
             PS_TRY(ps_tensor_read(e->sums[which], e->squares, e->n_params * (int64_t)sizeof *e->squares));
         for (int32_t i = 0; i < e->n_params; i++) {
             param_rec *r = &e->params[i];
@@ -26,7 +25,7 @@ static int read_squares(ps_engine *e)
     return 0;
 }
 
-/* Shares the sums of squares between the ranks. Afterwards every rank has those of all parameters. */
+/* Gives every rank the sums of squares of all parameters. */
 static int share_squares(ps_engine *e)
 {
     if (!e->zero || e->step->dry) return 0;
@@ -36,11 +35,11 @@ static int share_squares(ps_engine *e)
     return 0;
 }
 
-/* Adds up the sums of squares of all ranks' shards of each parameter, which gives the sums of whole parameters. */
+/* Adds up the sums of squares of each parameter's shards on the tensor-parallel ranks. */
 static int add_pieces(ps_engine *e)
 {
     if (!e->tp) return 0;
-    if (e->step->dry) return e->tp->table->sum(e->tp, e->squares, e->n_params);        /* recorded only */
+    if (e->step->dry) return e->tp->table->sum(e->tp, e->squares, e->n_params);        /* only recorded */
     for (int32_t i = 0; i < e->n_params; i++)
         e->squares[i] = e->params[i].tp == PS_TP_SPLIT || e->tp->rank == 0 ? e->params[i].square : 0;
     PS_TRY(e->tp->table->sum(e->tp, e->squares, e->n_params));
@@ -48,8 +47,7 @@ static int add_pieces(ps_engine *e)
     return 0;
 }
 
-/* Fills by_number with the sums of squares of all stages' parameters. Counts a parameter with several uses or copies
- * once. */
+/* Fills by_number with the sums of squares of all stages' parameters. Shared parameters are counted once. */
 static int of_all_stages(ps_engine *e)
 {
     memset(e->by_number, 0, sizeof *e->by_number * (size_t)e->n_numbers);

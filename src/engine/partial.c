@@ -1,16 +1,16 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Gradients that are the sum of one addend per tensor-parallel rank (PS_TP_PARTIAL). These are the gradients of norm
- * weights and biases, because ops apply them only to this rank's rows. After the last backward of a step, and after the
- * sum over the ranks that have other rows of the batch, the owners copy these gradients into one fp32 tensor, sum it
- * over the tensor-parallel group, and copy the sums back. So a step has one small exchange, and a half type is rounded
- * once. The sums are then the gradients, with the same bits on all ranks of the group. The norm and the update follow.
- * If parameters wait for other virtual stages (ties.c), their sums over the batch may end only after that wait. The
- * exchange then follows these sums. */
+ * Sums gradients over the tensor-parallel ranks. This concerns norm weights and biases (PS_TP_PARTIAL): each rank
+ * applies them only to its own rows, so it has only an addend of the gradient.
+ *
+ * All addends are copied to one fp32 tensor, summed in one exchange per step, and copied back. A half type is
+ * therefore rounded only once, and all ranks get the same bits. The exchange follows the sum over the batch, and
+ * comes before the norm and the update. If parameters wait for other virtual stages (ties.c), the exchange waits for
+ * them, too. */
 #include "base/alloc.h"
 #include "base/error.h"
 #include "engine/engine.h"
 
-enum { ALIGNED = 16 };            /* addends begin at multiples of this number of elements */
+enum { ALIGNED = 16 };            /* in elements; an addend begins at a multiple of this */
 
 bool partial_waits(const param_rec *r) { return r->tp == PS_TP_PARTIAL && !r->summed; }
 
@@ -60,7 +60,7 @@ void partial_free(ps_engine *e)
     e->partial = (partial_rec){ .n = 0 };
 }
 
-/* Copies a gradient. It may be on the host even if the device computes (ps_engine_set_device). */
+/* Copies a gradient, which may be on the host even if the device computes (ps_engine_set_device). */
 static int copy(ps_engine *e, ps_tensor *to, ps_tensor *from)
 {
     ps_tensor *moved = NULL, *all[PS_MAX_OUT] = { NULL };
@@ -72,7 +72,6 @@ static int copy(ps_engine *e, ps_tensor *to, ps_tensor *from)
     return rc;
 }
 
-/* Fills the buffer with this rank's marks and gradients, or zeros for parameters without a gradient. */
 static int fill(ps_engine *e)
 {
     int32_t k = 0;
@@ -87,12 +86,12 @@ static int fill(ps_engine *e)
     return ps_tensor_write(e->partial.marks, e->partial.values, k * (int64_t)sizeof *e->partial.values);
 }
 
-/* Checks that each parameter has a gradient either on all ranks or on none. Every rank finds the same first
+/* Checks, for each parameter, that either all ranks or none have a gradient. All ranks report the same first
  * difference. */
 static int check_marks(ps_engine *e)
 {
     int32_t k = 0;
-    if (!ps_tensor_has_data(e->partial.sums)) return 0;    /* simulated ranks have no marks to compare */
+    if (!ps_tensor_has_data(e->partial.sums)) return 0;    /* simulated ranks have no marks */
     PS_TRY(ps_tensor_read(e->partial.marks, e->partial.values, e->partial.n * (int64_t)sizeof *e->partial.values));
     for (int32_t i = 0; i < e->n_params; i++) {
         if (!takes_part(&e->params[i])) continue;
@@ -116,8 +115,7 @@ static int exchange(ps_engine *e)
 int partial_sum(ps_engine *e)
 {
     if (e->partial.n == 0) return 0;
-    if (!e->partial.exchanged) PS_TRY(exchange(e));       /* skipped if an earlier call exchanged the sums and then
-                                                           * failed */
+    if (!e->partial.exchanged) PS_TRY(exchange(e));       /* not again after a later failure */
     e->partial.exchanged = true;
     for (int32_t i = 0; i < e->n_params; i++) {
         param_rec *r = &e->params[i];

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Measures how fast this machine runs Adam and copies. A plan uses these rates when it decides where Adam runs. A trial
- * allocates its own regions, frees them when it ends, and calls kernels and copies as a step does. So it neither reads
- * nor writes memory of a model. Only lua/ps/engine/plan/rates.lua calls it, between steps. */
+ * Measures how fast this machine runs Adam and copies. The plan uses these rates to decide where Adam runs. A trial
+ * runs the kernels and copies of a real step, but in memory of its own. Only lua/ps/engine/plan/rates.lua calls this
+ * file, between steps. */
 #include <string.h>
 #include <time.h>
 #include "base/alloc.h"
@@ -13,14 +13,14 @@ static const int64_t most_numel = (int64_t)32 << 20, least_numel = 16 << 10;
 static const int64_t most_copy = (int64_t)4 << 20, least_copy = 64 << 10;
 static const double few_seconds = 0.004, poll_seconds = 20e-6;
 
-/* The memory of a trial on one side (device or host): `numel` bf16 parameters, whose gradients share their memory,
- * with fp32 masters and averages, and one copy buffer per direction. */
+/* Memory of a trial on the device or on the host: `numel` bf16 parameters with fp32 masters and averages, and one
+ * copy buffer per direction. The gradients share the memory of the parameters. */
 typedef struct side {
     ps_backend *be;
     void *state, *buffer[2];          /* regions; buffer[to_device] */
     size_t state_nbytes;
     char *stream[STREAMS];
-    int64_t numel, copy;              /* numel: number of parameters; copy: bytes of a copy buffer */
+    int64_t numel, copy;              /* number of parameters; bytes of a copy buffer */
 } side;
 
 static size_t stream_nbytes(int64_t numel, int k) { return (size_t)numel * (k == 0 ? 2 : 4); }
@@ -45,7 +45,6 @@ static ps_view view_of(void *data, int dtype, int64_t numel)
     return (ps_view){ .data = data, .dtype = dtype, .ndim = 1, .numel = numel, .shape = { numel }, .stride = { 1 } };
 }
 
-/* Runs Adam on `numel` elements, beginning with element `first`. */
 static int update(const side *s, int64_t first, int64_t numel)
 {
     static const int stream_of[5] = { 0, 1, 0, 2, 3 };       /* param, master, grad, m, v */
@@ -97,7 +96,7 @@ static int side_new(side *s, ps_backend *be, int64_t numel, int64_t copy)
 /* -- copies -------------------------------------------------------------------------------------------------------- */
 typedef struct lanes {
     const side *device, *host;
-    ps_copy *copy[2][COPIES];         /* [to_device] copies under way, in the order of their start */
+    ps_copy *copy[2][COPIES];         /* [to_device] copies under way, oldest first */
     int begun[2], ended[2];
 } lanes;
 
@@ -112,13 +111,13 @@ static int lane_begin(lanes *l, int up, int n)
     return 0;
 }
 
-/* Completes the copies of one direction that have ended. Returns 1 if all copies of this direction have ended. */
+/* Frees the copies of one direction that have ended, or waits for all if `block`. Returns 1 if none is left, else 0. */
 static int lane_poll(lanes *l, int up, bool block)
 {
     while (l->ended[up] < l->begun[up]) {
         int rc = l->device->be->copy_wait(l->device->be, l->copy[up][l->ended[up]], block);
         if (rc == 0) return 0;
-        l->ended[up]++;                                      /* the wait has freed the copy, even on failure */
+        l->ended[up]++;                                      /* copy_wait has freed it, even on failure */
         if (rc < 0) return rc;
     }
     return 1;
@@ -140,8 +139,8 @@ static void rest(void)
     nanosleep(&t, NULL);
 }
 
-/* Measures the bytes per second of each direction while both directions are busy. The first copies are not counted,
- * because they can pin memory. */
+/* Measures the copy rates of both directions, in bytes per second, while both are busy. The first copies are not
+ * counted, because they may have to pin memory. */
 static int copies(lanes *l, double *up_rate, double *down_rate)
 {
     double seconds[2] = { 0 };
@@ -166,7 +165,7 @@ static int copies(lanes *l, double *up_rate, double *down_rate)
 }
 
 /* -- Adam ---------------------------------------------------------------------------------------------------------- */
-/* Measures how many parameters per second the host updates while copies run in both directions, as in a step. */
+/* Measures the host's update rate, in parameters per second, while copies run in both directions. */
 static int host_adam(lanes *l, double *rate)
 {
     const side *s = l->host;
@@ -188,20 +187,19 @@ static int host_adam(lanes *l, double *rate)
             spent[k - 1] = x;
         }
     }
-    *rate = (double)slice / spent[SLICES / 4];               /* the lower quartile of the times, because other
-                                                              * programs can slow rounds down */
+    *rate = (double)slice / spent[SLICES / 4];               /* lower quartile: other programs slow rounds */
     return 0;
 }
 
-/* Waits until the device has finished its work, by reading one float. */
+/* Waits for the device, by reading one float from it. */
 static int settle(const side *s)
 {
     float word;
     return s->be->copy_out(s->be, &word, s->stream[1], sizeof word);
 }
 
-/* Measures how many parameters per second the device updates, and during which fraction of this time the caller is
- * free. Both values are those of the best round. */
+/* Measures the device's update rate, in parameters per second, and the fraction of the time in which the caller is
+ * free. Returns both values of the best round. */
 static int device_adam(const side *s, double *rate, double *at_once)
 {
     int passes = 1;
@@ -256,7 +254,7 @@ int ps_rates_measure(ps_ctx *ctx, int device, int host, int64_t nbytes, ps_rates
         if (rc == 0) rc = measure(&d, &h, out);
         side_free(&d);
         side_free(&h);
-        nbytes /= 2;                                         /* after PS_ENOMEM, tries again with half the parameters */
+        nbytes /= 2;                                         /* if memory ran out, tries again with half of it */
     } while (rc == PS_ENOMEM && nbytes >= 4 * least_copy);
     out->seconds = ps_now() - began;
     return rc;

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The only file that writes a step (struct ps_step, base/step.h): the action of its table that is due, the action under
- * way, and everything that other layers read. If an action is out of order, it raises an error that names the action.
- * An engine's step also records the chunks that its actions use (trace.c). The step of plain memory has no engine. */
+ * Enforces the order of a training step: forward, backward, reduce, norm, update. A step has a table of such actions
+ * (struct ps_step, base/step.h), and only this file changes it. A script that runs another action than the one due
+ * gets an error. With an engine, the step also records which chunks its actions use (trace.c). Without chunks there
+ * is no engine. */
 #include <string.h>
 #include "base/error.h"
 #include "base/grow.h"
@@ -13,7 +14,7 @@ static const char *const names[PS_ACT_COUNT] = { "nothing", "forward", "backward
 
 enum { MAX_VSTAGES = 1 << 16 };
 
-/* For errors: the function by which a script requests each action. */
+/* How a script requests each action. Used in errors. */
 static const char *const calls[PS_ACT_COUNT] = {
     "", " (model(...) with gradients; use ps.no_grad for an evaluation)", " (model:backward)", "",
     "", "", " (optimizer:step())", " (optimizer:step())" };
@@ -50,7 +51,6 @@ void step_join(ps_engine *e, ps_step *s)
     e->step = e->ctx->step = s;
 }
 
-/* Resets the step: no action is under way or due. */
 static void to_idle(ps_step *s)
 {
     s->is = (ps_step_state){ .open = 0 };
@@ -60,7 +60,7 @@ static void to_idle(ps_step *s)
 
 void step_leave(ps_engine *e)
 {
-    ps_step *s = (ps_step *)(uintptr_t)e->step;            /* others get a const pointer, because only step.c writes */
+    ps_step *s = (ps_step *)(uintptr_t)e->step;            /* const for all other files */
     ps_dry_end(e->ctx);
     e->ctx->step = &ps_step_idle;
     s->dry = NULL;
@@ -108,9 +108,9 @@ static int out_of_order(const ps_step_config *c, int32_t at)
                    "others", at, a->micro, a->vstage);
 }
 
-/* Checks that the WEIGHTs of each virtual stage have the same order as its INPUTs; otherwise sums of gradients would
- * depend on the table. Sets *ahead if the table defers weight gradients, or begins a forward of a virtual stage
- * before the backward of an earlier one. */
+/* Checks that each virtual stage runs its WEIGHT actions in the order of its INPUT actions. Otherwise the order of
+ * sums would depend on the table. Sets *ahead if the table defers weight gradients, or begins a forward of a virtual
+ * stage before the backward of an earlier one. */
 static int check_order(ps_step *s, const ps_step_config *c, bool *ahead)
 {
     *ahead = false;
@@ -183,7 +183,7 @@ static void dry_end(ps_step *s)
     s->dry = NULL;
 }
 
-/* Called when an action begins and when the step ends. Begins a new pass of chunks and stripes. */
+/* Tells the chunk manager and ZeRO that an action begins, or that the step ends. */
 static void pass_began(ps_step *s)
 {
     ps_engine *e = s->engine;
@@ -273,7 +273,6 @@ static int refuse(const ps_step *s, int kind)
                    calls[a.kind], names[kind], calls[kind]);
 }
 
-/* Inserts a norm before the update that is due. The table has no norm yet. */
 static int add_norm(ps_step *s)
 {
     PS_TRY(ps_grow(s->actions, s->capacity, s->n_actions + 1));
@@ -285,14 +284,15 @@ static int add_norm(ps_step *s)
     return 0;
 }
 
-/* Returns true if a norm can still be added to the table: it has none, and no update has freed a gradient. */
+/* Returns whether a norm can be inserted: an update is due, none has freed a gradient yet, and the table has no
+ * norm. */
 static bool takes_norm(const ps_step *s)
 {
     return due(s).kind == PS_ACT_UPDATE && s->actions[s->cursor - 1].kind != PS_ACT_NORM && !s->is.updating && !s->dry;
 }
 
-/* Finds the requested action in the table. The script may request the action that is due, repeat the forward whose
- * backward is due, or skip the forward that is due and request the backward that follows it. */
+/* Finds the requested action in the table. A script may request the action that is due. It may also repeat the
+ * forward whose backward is due, or skip the forward that is due. */
 static int place_of(const ps_step *s, int kind, int32_t *at)
 {
     ps_action a = due(s);
@@ -345,11 +345,10 @@ static int crowded(const ps_step *s)
     return tier.free < tier.budget / 8 ? 2 : 1;
 }
 
-/* Lua frees small tensors only when its collector runs, and a walk cannot call the collector. Without a limit these
- * tensors would fill any budget, so a plan reserves memory for those of PS_UNCOLLECTED micro-batches. If the tier is
- * more than half full, the collector runs every PS_UNCOLLECTED micro-batches. If the tier is nearly full, the
- * collector runs every time, because kernels can need memory for workspace that their backend does not report to a
- * dry run. A simulated machine has no such kernels. */
+/* Returns whether Lua's collector should run now. Only the collector frees small tensors, and a walk cannot call it.
+ * A plan reserves memory for the small tensors of PS_UNCOLLECTED micro-batches, so the collector runs that often
+ * once the tier is half full. If the tier is nearly full, it runs every time, because kernels may need workspace
+ * that a dry run did not see. A simulated machine needs no such workspace. */
 int ps_step_collects(ps_step *s)
 {
     int level = crowded(s);
@@ -379,7 +378,7 @@ int ps_step_next(ps_step *s, int kind, const ps_action_how *how)
     }
     const ps_update_group *groups = how->groups;
     if (s->engine && groups) engine_set_groups(s->engine, groups);
-    if (kind != PS_ACT_REDUCE) s->how = *how;             /* a reduction keeps the settings of its backward */
+    if (kind != PS_ACT_REDUCE) s->how = *how;             /* a reduction keeps its backward's settings */
     s->how.groups = NULL;
     s->is.now = s->actions[at];
     if (s->engine && (walks(&s->is.now) || adds(&s->is.now))) ties_turn(s->engine, s->is.now.vstage);
@@ -392,11 +391,11 @@ int ps_step_next(ps_step *s, int kind, const ps_action_how *how)
     if (at == s->at) return 0;
     s->at = at;
     s->pass++;
-    if (kind != PS_ACT_REDUCE) pass_began(s);             /* a reduction reads no values, so the pass continues */
+    if (kind != PS_ACT_REDUCE) pass_began(s);             /* a reduction reads no values */
     return 0;
 }
 
-/* Returns true if a later reduction of the table completes the sums of the present action. */
+/* Returns whether a later reduction of the table completes the sums of the present action. */
 static bool reduction_follows(const ps_step *s)
 {
     for (int32_t i = s->at + 1; i < s->n_actions; i++) {
@@ -417,8 +416,7 @@ int ps_step_done(ps_step *s)
     if (e && added) PS_TRY(engine_backward_done(e));
     if (e && (kind == PS_ACT_REDUCE || (added && !reduction_follows(s)))) PS_TRY(engine_gradients_whole(e));
     if (added) s->is.micro++;
-    if (s->first_walk[s->is.now.micro] == s->at) s->is.weight += s->how.weight;   /* counts the weight of a
-                                                                                   * micro-batch once */
+    if (s->first_walk[s->is.now.micro] == s->at) s->is.weight += s->how.weight;   /* once per micro-batch */
     action_over(s);
     if (s->at >= s->cursor) s->cursor = s->at + 1;
     s->is.due = due(s);

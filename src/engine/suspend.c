@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Handles a script that is paused at a prompt. Ops that run at the prompt do not affect the script: this file saves the
- * state on which the script's next op depends, and restores it when the script resumes. Layers check
- * ctx->engine.suspended.on to learn whether an op comes from the script or from the prompt. The chunk manager checks
- * its step. */
+ * Pauses a script while its user works at a prompt. Ops at the prompt must not affect the script. This file
+ * therefore saves the state that the script's next op depends on, and restores it when the script resumes. Other
+ * layers check ctx->engine.suspended.on to tell the prompt's ops from the script's. The chunk manager checks its
+ * step. */
 #include "base/error.h"
 #include "base/record.h"
 #include "engine/engine.h"

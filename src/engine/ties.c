@@ -1,9 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Parameters that several virtual stages use, such as an embedding table that is also the weight of the head. Each use
- * has a sum of its own. The backward passes of the virtual stage add to this sum, in the order of micro-batches. When
- * all backward passes have run, the sums on this rank are added in the order of virtual stages, then those of all ranks
- * in the order of ranks. This gives the final gradient, which the norm and the update use. It is then summed over the
- * ranks that train the same parameters. */
+ * Parameters that several virtual stages share, such as an embedding that is also the head's weight. Each use has
+ * its own sum, to which the backwards of its virtual stage add in the order of micro-batches. After all backwards,
+ * the sums of this rank are added in the order of virtual stages, then those of all ranks in rank order. The result
+ * is the final gradient. It is then summed over the ranks that train the same parameters. */
 #include "base/error.h"
 #include "engine/engine.h"
 
@@ -20,7 +19,7 @@ static param_rec *first_use_of(ps_engine *e, const param_rec *r)
     return NULL;
 }
 
-/* Makes the tensor's gradient that of this use. */
+/* Makes the gradient of this use the tensor's grad_. The gradient of the previous use moves to its `sum`. */
 static void see_as(param_rec *r)
 {
     ps_tensor *t = r->param;
@@ -77,8 +76,7 @@ static int add_use(ps_engine *e, param_rec *use)
     return chunk >= 0 ? ps_chunk_end(e->chunks, chunk) : 0;      /* the chunk contains only this gradient */
 }
 
-/* Sums the gradient over all copies of a parameter. Every rank with a copy takes part. If its backward did not
- * compute a gradient for the copy, it contributes zeros. */
+/* Sums a gradient over all ranks that have a copy of the parameter. A rank without a gradient contributes zeros. */
 static int add_copies(ps_engine *e, const param_rec *r)
 {
     if (!r->param->grad_) {

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Traces of steps: the uses of chunks in a dry run or in a real step. Traces are kept by number, and the next similar
- * step is planned from them. */
+ * Traces record which chunks a step uses, in order. They come from dry runs and from real steps. The engine keeps
+ * traces by id, and plans the next similar step from one. */
 #include <string.h>
 #include "base/error.h"
 #include "base/grow.h"
@@ -46,7 +46,7 @@ static int keep_calls(ps_rank_calls *to, const ps_rank_calls *from)
     return 0;
 }
 
-/* Stores the ops of the forward of the last dry run. If there is no memory for them, the record has no ops. */
+/* Keeps the forward ops of the last dry run, or none if memory is short. */
 static void keep_ops(trace_rec *r, const ps_ctx *ctx)
 {
     int32_t n = ctx->dry.n_ops;
@@ -55,7 +55,7 @@ static void keep_ops(trace_rec *r, const ps_ctx *ctx)
     r->n_ops = n;
 }
 
-/* Stores copies of `trace` and `gathers` in record `in`. If `in` is NULL, uses the least recently used record. */
+/* Copies `trace` and `gathers` to record `in`. If `in` is NULL, replaces the least recently used record. */
 static int keep_trace(ps_engine *e, const ps_trace *trace, const ps_gathers *gathers, trace_rec *in, int32_t *out)
 {
     trace_rec *r = in;
@@ -97,17 +97,16 @@ int trace_begin(ps_engine *e, int32_t id)
         gathers_end(e);
         return rc;
     }
-    if (r) r->used_at = ++e->clock;                          /* counts as a use, so that similar dry runs do not
-                                                              * evict it */
+    if (r) r->used_at = ++e->clock;                          /* a use, so dry runs do not evict it */
     e->step_trace = id;
     return 0;
 }
 
-/* Returns bytes to add to a dry run's peak for memory that a dry run cannot predict: holes between tensors, and
- * workspace that the backend does not report (ps_backend.scratch_nbytes). */
+/* Returns a reserve in bytes for memory that a dry run cannot predict: holes between tensors, and workspace that the
+ * backend does not report (ps_backend.scratch_nbytes). */
 static int64_t slack(int64_t budget) { return budget > 0 && budget < (64 << 20) ? budget / 512 : 128 << 10; }
 
-/* Returns the present bytes of other tensors on a memory tier. */
+/* Returns the bytes that tensors outside chunks use now on a tier. */
 static int64_t others_now(ps_engine *e, const ps_tier_info *tier)
 {
     ps_memory_info real;
@@ -116,8 +115,7 @@ static int64_t others_now(ps_engine *e, const ps_tier_info *tier)
     return real.used;
 }
 
-/* Predicts the peaks of other tensors after a dry run. For each tier, adds the bytes that are already there, the
- * peak of the dry run, and slack. */
+/* Predicts the peak of tensors outside chunks on each tier: bytes used now, plus the dry run's peak, plus a reserve. */
 static void dry_peaks(ps_engine *e, ps_trace *trace)
 {
     ps_ctx *ctx = e->ctx;
@@ -132,8 +130,8 @@ static void dry_peaks(ps_engine *e, ps_trace *trace)
     }
 }
 
-/* If the step's peaks were higher than the trace's, the trace takes them over, so that the next plan allows for
- * them. If no plan fits the higher peaks, the trace keeps the old ones. */
+/* Raises the trace's peaks to those of the step that has just run, so that the next plan allows for them. If no plan
+ * fits the higher peaks, keeps the old ones. */
 static void count_what_was_seen(ps_engine *e, ps_trace *trace, const ps_trace *seen)
 {
     int64_t expected[PS_TIERS];
@@ -198,8 +196,7 @@ int trace_end(ps_engine *e, int32_t *id)
         *id = was->id;
         return 0;
     }
-    keep_trace(e, now, gathers, was, id);                 /* ignores errors: without a stored trace, the next step
-                                                           * only has no plan */
+    keep_trace(e, now, gathers, was, id);                 /* on an error, the next step has no plan */
     return 0;
 }
 
