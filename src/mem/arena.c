@@ -1,11 +1,12 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Carves large regions of a backend into blocks: two-level segregated fit (Masmano et al., "TLSF: a new dynamic memory
- * allocator for real-time systems", ECRTS 2004). Finding a free block takes constant time, and free neighbours merge at
- * once. Regions are reused and not returned mid-run, because page faults would cost a third of a training step. The
- * arena tracks which pages of a region are backed by memory. Under memory pressure the pages of free blocks are
- * returned to the system, wherever they lie: holes use up addresses but no budget. Block records are outside the
- * regions, so that a region may be memory that the CPU cannot access. A memory manager owns the arena, and one thread
- * uses it. */
+ * A memory allocator that divides large regions of a backend into blocks. The algorithm is two-level segregated fit
+ * (Masmano et al., "TLSF: a new dynamic memory allocator for real-time systems", ECRTS 2004). It finds a free block
+ * in constant time, and merges free neighbours at once.
+ *
+ * Regions stay allocated during a run, because page faults would cost a third of a training step. If memory is
+ * short, the arena returns the pages of free blocks to the system. Holes therefore use addresses but no budget.
+ * Records of blocks are outside the regions, whose memory the CPU may be unable to access. Only one thread uses an
+ * arena. */
 #include "mem/mem.h"
 #include "base/alloc.h"
 #include "base/error.h"
@@ -16,22 +17,19 @@
 enum {
     GRAIN_LOG2 = 8, GRAIN = 1 << GRAIN_LOG2,      /* sizes and addresses are multiples of 256 bytes */
     SECOND_LOG2 = 4, SECOND = 1 << SECOND_LOG2,   /* 16 classes between powers of two */
-    FIRST = 48,                                   /* number of powers of two, enough for more than the largest tensor
-                                                   * (2^56 bytes) */
+    FIRST = 48,                                   /* powers of two: enough for the largest tensor (2^56 bytes) */
 };
-#define REGION_BYTES ((size_t)1 << 30)            /* address space, which costs memory only when touched */
+#define REGION_BYTES ((size_t)1 << 30)            /* address space; costs memory only when touched */
 #define HUGE_BYTES ((size_t)2 << 20)              /* unit of region sizes */
 #define PAGE_BYTES ((size_t)4096)                 /* used if the backend sets no page size */
-#define MAP_PAGES ((size_t)1 << 22)               /* upper bound of a region's pages; pages of very large regions are
-                                                   * larger */
-#define CHECK_BYTES ((int64_t)64 << 20)           /* growth after which the system is asked for its free memory again */
+#define MAP_PAGES ((size_t)1 << 22)               /* maximum for a region; larger regions get larger pages */
+#define CHECK_BYTES ((int64_t)64 << 20)           /* growth after which the system's free memory is checked again */
 
 typedef struct region {
     struct region *next;
     char *base;
-    size_t size, page;                            /* in bytes; a page is the smallest unit that can be returned to
-                                                   * the system */
-    uint64_t *pages;                              /* one bit per page: 1 from the page's first use or commit on */
+    size_t size, page;                            /* in bytes; a page is the smallest unit to return to the system */
+    uint64_t *pages;                              /* one bit per page: 1 if the page has memory */
     ps_block *first;                              /* block at base, which never changes */
 } region;
 
@@ -42,7 +40,7 @@ struct ps_block {
     bool free;
     ps_block *left, *right;                       /* neighbours in the region */
     ps_block *prev, *next;                        /* neighbours in the free list */
-    ps_holder by;                                 /* user of the block; nbytes is not set here */
+    ps_holder by;                                 /* user of the block, without nbytes */
 };
 
 /* The largest blocks that were in use at one moment. */
@@ -59,17 +57,16 @@ struct ps_arena {
     uint32_t second_map[FIRST];
     ps_block *bins[FIRST][SECOND];
     ps_block *spare;                              /* records that can be reused */
-    int64_t growth;                               /* bytes of new memory since the system was last asked */
+    int64_t growth;                               /* bytes of new memory since the last check */
     int64_t held, hold_limit;                     /* bytes of pages that have memory, and their limit (0: none) */
-    int64_t busy, busy_peak;                      /* bytes of pages with a block in use, which a trim keeps; and
-                                                   * their peak */
+    int64_t busy, busy_peak;                      /* bytes of pages with a used block, and their peak */
     ps_memory_info info;
-    bool rose;                                    /* more is in use than at `peak`, so the next free updates the peak */
+    bool rose;                                    /* more is used than at `peak`; the next free updates it */
     holders peak, refused;
 };
 
-/* AddressSanitizer checks regions of host memory: it reports accesses to free memory, and accesses to a block after
- * the bytes that were requested. */
+/* For AddressSanitizer, in host memory: it reports accesses to free memory, and to a block's bytes after those
+ * requested. */
 #ifdef __SANITIZE_ADDRESS__
 #include <sanitizer/asan_interface.h>
 static bool seen(const ps_arena *arena) { return arena->be->is_host && !arena->be->no_data; }
@@ -89,9 +86,8 @@ static void allow(const ps_arena *arena, const char *p, size_t n) {}
 void *ps_block_address(const ps_block *block) { return block->address; }
 ps_memory_info *ps_arena_info(ps_arena *arena) { return &arena->info; }
 
-/* Computes the class of a size. `first` is the power of two below the size, in grains. `second` is the index of the
- * sixteenth in the interval above that power. Sizes below 16 grains have first 0, and each of these sizes has a
- * separate class. */
+/* Computes the class of a size. `first` is the power of two below the size, in grains. `second` is the sixteenth of
+ * the interval above that power. Below 16 grains `first` is 0, and each size has its own class. */
 static void class_of(size_t size, int *first, int *second)
 {
     size_t grains = size >> GRAIN_LOG2;
@@ -142,19 +138,18 @@ static void record_free(ps_arena *arena, ps_block *b)
     arena->spare = b;
 }
 
-/* Returns a free block of at least `size` and removes it from its list, or returns NULL if no region has one. */
+/* Takes a free block of at least `size` from its list. Returns NULL if there is none. */
 static ps_block *take(ps_arena *arena, size_t size)
 {
     int f, s;
-    class_of(size, &f, &s); /* the size's own class first, because a training step allocates the same sizes again */
+    class_of(size, &f, &s); /* its own class first: a training step repeats its sizes */
     int tries = f < FIRST ? 16 : 0;
     for (ps_block *b = tries ? arena->bins[f][s] : NULL; b && tries--; b = b->next)
         if (b->size >= size) {
             list_remove(arena, b);
             return b;
         }
-    size_t rounded = size;                          /* rounded up to the next class, so that every block of that
-                                                     * class fits */
+    size_t rounded = size;                          /* up to the next class, in which every block fits */
     if ((size >> GRAIN_LOG2) >= SECOND) {
         int log2 = 63 - __builtin_clzll(size >> GRAIN_LOG2);
         rounded += ((size_t)1 << (log2 - SECOND_LOG2 + GRAIN_LOG2)) - 1;
@@ -179,7 +174,7 @@ static bool commits(const ps_arena *arena) { return arena->be->region_commit != 
 
 static bool is_set(const region *r, size_t page) { return r->pages[page / 64] >> page % 64 & 1; }
 
-/* Returns the first page in [from, end) that has memory (set) or has none (not set), or `end` if there is no such
+/* Returns the first page in [from, end) that has memory (set) or has none (!set). Returns `end` if there is no such
  * page. */
 static size_t find_page(const region *r, size_t from, size_t end, bool set)
 {
@@ -191,8 +186,8 @@ static size_t find_page(const region *r, size_t from, size_t end, bool set)
     return p < end ? p : end;
 }
 
-/* Finds the next run of pages in [from, end) that have memory (set) or have none (not set). Returns its first page,
- * or `end` if there is none. Sets *after to the page after the run. */
+/* Finds the next run of pages in [from, end) that have memory (set) or have none (!set). Returns its first page, or
+ * `end`. Sets *after to the page after the run. */
 static size_t next_run(const region *r, size_t from, size_t end, bool set, size_t *after)
 {
     size_t first = find_page(r, from, end, set);
@@ -214,7 +209,7 @@ static void mark(ps_arena *arena, region *r, size_t from, size_t end, bool set)
     if (commits(arena)) arena->info.reserved += set ? nbytes : -nbytes;
 }
 
-/* Returns the memory of all pages in [from, end) to the system. The result is true if any of these pages had memory. */
+/* Returns the memory of pages [from, end) to the system. The result is true if there was any. */
 static bool discard(ps_arena *arena, region *r, size_t from, size_t end)
 {
     bool any = false;
@@ -293,7 +288,7 @@ static int region_from_device(ps_arena *arena, size_t nbytes, void **base)
     return be->region_reserve ? be->region_reserve(be, nbytes, base) : be->region_new(be, nbytes, base);
 }
 
-/* Reserves addresses for a region of `nbytes`, with its page bitmap. */
+/* Reserves addresses for a region, and allocates its page bitmap. */
 static int region_make(ps_arena *arena, size_t nbytes, region *r)
 {
     size_t page = arena->be->page_nbytes ? arena->be->page_nbytes : PAGE_BYTES;
@@ -318,8 +313,7 @@ static int grow(ps_arena *arena, size_t size)
     }
     size_t least = (size + HUGE_BYTES - 1) / HUGE_BYTES * HUGE_BYTES;
     size_t got = least > REGION_BYTES ? least : REGION_BYTES;
-    if (commits(arena)) {                            /* one region for the whole device, so that no block ends at a
-                                                      * region's border */
+    if (commits(arena)) {                            /* one region per device, so that no block ends at a border */
         int64_t available = arena->be->bytes_available(arena->be);
         if (available > (int64_t)got) got = ((size_t)available + HUGE_BYTES - 1) / HUGE_BYTES * HUGE_BYTES;
     }
@@ -340,7 +334,7 @@ static int grow(ps_arena *arena, size_t size)
     return 0;
 }
 
-/* Rejects growth for which the system has no memory, because the system would kill the process instead of failing. */
+/* Fails if the system lacks the memory to grow. Without this check, the system would kill the process later. */
 static int check_growth(ps_arena *arena, int64_t more, size_t size)
 {
     if (arena->growth + more < CHECK_BYTES) {
@@ -357,20 +351,20 @@ static int check_growth(ps_arena *arena, int64_t more, size_t size)
     return 0;
 }
 
-/* Commits memory for the pages of [from, end) that have none. */
+/* Commits memory for those pages of [from, end) that have none. */
 static int make_memory(ps_arena *arena, region *r, size_t from, size_t end)
 {
     ps_backend *be = arena->be;
     for (size_t after, first = next_run(r, from, end, false, &after); first < end;
          first = next_run(r, after, end, false, &after)) {
-        size_t nbytes = (after - first) * r->page;   /* if this fails, the runs before it stay committed and counted */
+        size_t nbytes = (after - first) * r->page;   /* on failure, earlier runs stay committed and counted */
         if (commits(arena)) PS_TRY(be->region_commit(be, r->base + first * r->page, nbytes));
         mark(arena, r, first, after, true);
     }
     return 0;
 }
 
-/* Commits memory for all pages of block b, which is about to hold `size` bytes. */
+/* Commits memory for the first `size` bytes of block b. */
 static int extend(ps_arena *arena, const ps_block *b, size_t size)
 {
     region *r = b->region;
@@ -395,8 +389,8 @@ static int extend(ps_arena *arena, const ps_block *b, size_t size)
     return rc;
 }
 
-/* Returns the bytes of b's pages that have no other block in use. Free neighbours are merged, so the nearest block
- * in use on each side is the neighbour or the block next to it. */
+/* Returns the bytes of the pages that only block b uses. Free neighbours are merged, so on each side the nearest
+ * used block is the first or the second neighbour. */
 static int64_t own_pages(const ps_block *b)
 {
     const region *r = b->region;
@@ -478,7 +472,7 @@ static int alloc(ps_arena *arena, int64_t nbytes, ps_block **out)
         list_add(arena, b);
         return rc < 0 ? rc : ps_fail_nomem(sizeof *rest);
     }
-    if (rest) {                                      /* the low part is allocated, and the high part stays free */
+    if (rest) {                                      /* allocates the low part; the high part stays free */
         *rest = (ps_block){ .address = b->address + size, .size = b->size - size, .region = b->region, .left = b,
                             .right = b->right };
         if (rest->right) rest->right->left = rest;
@@ -546,7 +540,7 @@ int ps_arena_new(ps_backend *be, ps_arena **out)
 void ps_arena_delete(ps_arena *arena)
 {
     if (!arena) return;
-    while (arena->regions) {                         /* all blocks are free now, so each is a whole region */
+    while (arena->regions) {                         /* all blocks are free, so each is a whole region */
         region *r = arena->regions;
         arena->regions = r->next;
         region_drop(arena, r);

@@ -1,15 +1,15 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The keeper of a storage whose bytes belong to a lender, such as those of a mapped file. A pin asks the lender whether
- * the bytes are unchanged. No budget counts these bytes. tensor/ calls this file. */
+ * Storages whose bytes belong to a lender, such as a mapped file. Each pin asks the lender whether the bytes are
+ * unchanged. No budget counts these bytes. */
 #include "base/alloc.h"
 #include "base/error.h"
 #include "mem/mem.h"
 
 typedef struct lent {
     ps_keeper keeper;             /* must be the first field; keeps one storage */
-    ps_keeper *before;            /* previous keeper of the storage, restored at the end of the loan */
+    ps_keeper *before;            /* previous keeper, restored when the loan ends */
     ps_loan loan;
-    bool written;                 /* a pin wrote to the bytes, which then differ from the lender's bytes */
+    bool written;                 /* a pin wrote to the bytes, so they may differ from the lender's */
 } lent;
 
 static void lent_free(ps_keeper *keeper, ps_storage *s)
@@ -53,7 +53,7 @@ int ps_storage_lend(ps_storage *s, const ps_loan *loan)
 {
     lent *l = ps_alloc(sizeof *l);
     if (!l) return ps_fail_nomem(sizeof *l);
-    ps_storage_free(s);           /* an older loan has its own previous keeper and restores it */
+    ps_storage_free(s);           /* an older loan restores its previous keeper */
     *l = (lent){ { &lent_keeper }, s->keeper, *loan, false };
     s->keeper = &l->keeper;
     s->block = l;

@@ -1,8 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Bytes are accessed only between pin and unpin, through the table of their keeper (ps_keeper), so that the same
- * program runs with plain memory and with chunks. A manager that allocates memory also fills a second table (ps_mem).
- * This layer knows storages (bytes on a device), never a tensor or an op. Layers above keep notes in a storage; this
- * layer never reads them. */
+ * Storages: blocks of bytes on a device. Code may access the bytes only between a pin and an unpin. Both call the
+ * storage's keeper (ps_keeper), so the same program runs with plain memory and with chunks. A manager that allocates
+ * memory also fills a second table (ps_mem). This layer knows no tensors and no ops. */
 #ifndef PS_MEM_H
 #define PS_MEM_H
 #include "backend/backend.h"
@@ -13,39 +12,34 @@ typedef struct ps_scope ps_scope;
 
 enum { PS_READ = 1, PS_WRITE = 2 };
 
-/* Bytes on a device, which exist while `block` is set. Dropped bytes do not come back. Each higher layer has its
- * fields in the struct that is named after it, and only that layer writes them (spec/source/layers_spec.lua). */
+/* Bytes on a device, which exist while `block` is set. Dropped bytes do not come back. Each higher layer keeps its
+ * notes in the struct with its name, and only that layer writes them (spec/source/layers_spec.lua). */
 struct ps_storage {
     ps_keeper *keeper;
-    void *block;                /* record of the keeper; NULL if there are no bytes (they were dropped, or nbytes is
-                                 * 0) */
+    void *block;                /* the keeper's record; NULL if there are no bytes (dropped, or nbytes is 0) */
     int64_t nbytes;
     int32_t device, pins;
     int32_t refs;               /* number of tensor headers */
-    int32_t holds;              /* number of owners that need the bytes even after a scope has dropped the storage:
-                                 * tensors saved by the tape, gradients in transit */
-    uint32_t version;           /* number of writes since creation, which the tape compares */
+    int32_t holds;              /* number of owners that keep dropped bytes alive: the tape, gradients in transit */
+    uint32_t version;           /* number of writes so far, which the tape compares */
     struct {
-        bool dropped : 1;       /* a scope has ended, so the last unhold frees the bytes */
+        bool dropped : 1;       /* a scope has ended: the last unhold frees the bytes */
         bool kept : 1;          /* scopes never drop the bytes */
-        bool written : 1;       /* on a simulated device: a script wrote the bytes, so they have contents */
+        bool written : 1;       /* simulated device: a script wrote the bytes, so they have contents */
     } bytes;
     struct {
-        bool taken;             /* a parameter's gradient is stored here, so only headers with PS_T_SLOT may be used */
-        bool watched;           /* the storage belongs to a parameter; recompute segments record that they read it */
+        bool taken;             /* contains a parameter's gradient: only headers with PS_T_SLOT may be used */
+        bool watched;           /* belongs to a parameter; recompute segments record that they read it */
     } engine;
     struct {
-        bool fetched;           /* an op needed the storage before backward, so it was fetched from the host and is
-                                 * not offloaded again */
+        bool fetched;           /* an op needed it before backward: fetched from the host, not offloaded again */
     } offload;
     struct {
         int64_t walk;           /* walk to which `waits` belongs */
-        int32_t waits;          /* for a parameter: number of nodes that read it and that the walk has not visited
-                                 * yet */
-        uint32_t later : 31;    /* number of headers with PS_T_LATER. These headers own nothing, but deferred weight
-                                 * gradients will read the bytes, so no op may overwrite them. */
-        uint32_t trained : 1;   /* a tensor with these bytes has required gradients, so a paused script must not
-                                 * write them */
+        int32_t waits;          /* parameter: number of nodes that read it and that the walk has not visited */
+        uint32_t later : 31;    /* number of headers with PS_T_LATER: deferred weight gradients will read the bytes,
+                                 * so no op may overwrite them */
+        uint32_t trained : 1;   /* a tensor here has required gradients: a paused script must not write it */
     } tape;
     struct {
         struct ps_replay *of;   /* dry run of a pipeline that made the storage (tensor/replay.h), or NULL */
@@ -63,24 +57,23 @@ struct ps_storage {
 /* Called when a parameter moves from storage `old` to `s`. */
 static inline void ps_storage_follow(ps_storage *s, const ps_storage *old) { s->engine.watched = old->engine.watched; }
 
-/* The keeper of a storage is the object that currently holds its bytes: plain memory, a chunk, a shard, or the host
- * while activations are offloaded. */
+/* The keeper of a storage is the object that holds its bytes now: plain memory, a chunk, a shard, a lender, or the
+ * host while activations are offloaded. */
 typedef struct ps_keeper_table {
     const char *name;
-    void (*free)(ps_keeper *keeper, ps_storage *s);        /* frees the bytes and clears s->block; never called while
-                                                            * they are pinned */
-    /* Pins the bytes at *out, an address of `device`, until unpin. They also stay valid for all work that was queued
-     * on the compute stream of `device` before the unpin: the memory is reused only after this work (backend.h).
-     * After a failure nothing is pinned. Only storages in chunks can be pinned on a device other than s->device. */
+    void (*free)(ps_keeper *keeper, ps_storage *s);        /* frees bytes that are not pinned, clears s->block */
+    /* Pins the bytes until unpin, and stores their address on `device` in *out. The memory is reused only after the
+     * work that was queued on the device's compute stream before the unpin (backend.h). After a failure nothing is
+     * pinned. Only storages in chunks can be pinned on a device other than s->device. */
     int (*pin)(ps_keeper *keeper, ps_storage *s, int device, unsigned access, void **out);
     void (*unpin)(ps_keeper *keeper, ps_storage *s, int device);
     void (*note_line)(ps_storage *s, int32_t line);        /* (optional) implements ps_tensor_note_line */
-    bool (*take_loan)(ps_storage *s, ps_loan *out);     /* (optional) ps_storage_take_loan */
+    bool (*take_loan)(ps_storage *s, ps_loan *out);     /* (optional) implements ps_storage_take_loan */
 } ps_keeper_table;
 
 struct ps_keeper { const ps_keeper_table *table; };
 
-/* A memory manager allocates bytes for storages and is the keeper of those bytes. */
+/* A memory manager allocates the bytes of storages, and is their keeper. */
 typedef struct ps_mem_table {
     /* Allocates s->nbytes > 0 on s->device, and sets s->block and s->keeper. */
     int (*alloc)(ps_mem *mem, ps_storage *s);
@@ -90,15 +83,13 @@ typedef struct ps_mem_table {
     int (*info)(ps_mem *mem, int device, ps_memory_info *out);
     int (*set_limit)(ps_mem *mem, int device, int64_t nbytes);
     void (*reset_peak)(ps_mem *mem, int device);
-    int64_t (*held)(ps_mem *mem, int device);              /* (optional) number of bytes obtained from the system, in
-                                                            * use or not */
-    /* (optional) Returns the number of bytes that a trim with `holes` would keep. If `peak` is not NULL, sets it to
-     * the maximum of this number since the last call with `peak`. */
+    int64_t (*held)(ps_mem *mem, int device);              /* (optional) bytes obtained from the system, used or not */
+    /* (optional) Returns the bytes that a trim with `holes` would keep. If `peak` is not NULL, *peak gets the
+     * maximum since the last call with `peak`. */
     int64_t (*busy)(ps_mem *mem, int device, int64_t *peak);
-    void (*set_hold_limit)(ps_mem *mem, int device, int64_t nbytes);    /* (optional) sets the limit of `held`; 0
-                                                                         * means no limit */
-    /* (optional) Returns unused bytes to the system: the bytes after the last used byte and, with `holes`, also the
-     * bytes between used bytes. The system maps these pages again when they are next touched. */
+    void (*set_hold_limit)(ps_mem *mem, int device, int64_t nbytes);    /* (optional) limits `held`; 0: no limit */
+    /* (optional) Returns unused bytes to the system: those after the last used byte and, with `holes`, those between
+     * used bytes. The system maps the pages again when they are touched. */
     void (*trim)(ps_mem *mem, int device, bool holes);
     /* (plain memory only) implements ps_memory_holders */
     int (*holders)(ps_mem *mem, int device, int when, ps_holder *out, int64_t *used);
@@ -112,34 +103,33 @@ struct ps_mem {
     const ps_mem_table *table;
 };
 
-/* Pins and unpins through the storage's current keeper. A pin can move the storage to another keeper. */
+/* Pins through the storage's current keeper. A pin can move the storage to another keeper. */
 static inline int ps_storage_pin(ps_storage *s, int device, unsigned access, void **out)
 {
     return s->keeper->table->pin(s->keeper, s, device, access, out);
 }
 static inline void ps_storage_unpin(ps_storage *s, int device) { s->keeper->table->unpin(s->keeper, s, device); }
-/* Moves the loan out of a storage, which then has no bytes. Returns false if the storage has no loan, or if its
- * bytes were written to. */
+/* Moves the loan out of a storage, which then has no bytes. Returns false if there is no loan, or if its bytes are
+ * pinned or were written to. */
 static inline bool ps_storage_take_loan(ps_storage *s, ps_loan *out)
 {
     return s->block && s->keeper->table->take_loan && s->keeper->table->take_loan(s, out);
 }
-/* Frees the storage's bytes if it has any. The record stays. */
 static inline void ps_storage_free(ps_storage *s)
 {
     if (s->block) s->keeper->table->free(s->keeper, s);
 }
-/* Returns true if `mem`, which may be NULL, is the keeper of s. */
+/* `mem` may be NULL. */
 static inline bool ps_storage_is_of(const ps_storage *s, const ps_mem *mem) { return mem && s->keeper == &mem->keeper; }
 
-/* plain.c: the reference implementation. Every storage stays where it was allocated, in one arena per device. */
+/* plain.c: the reference implementation. A storage stays where it was allocated, in one arena per device. */
 int ps_mem_plain_new(int n_devices, ps_backend *const *devices, ps_mem **out);
 int ps_mem_plain_add(ps_mem *mem, ps_backend *device);      /* adds a device after the others */
 void ps_mem_plain_undo(ps_mem *mem);                        /* removes the last device, which must be unused */
-bool ps_storage_is_plain(const ps_storage *s);              /* returns true if plain.c is the keeper of the bytes */
+bool ps_storage_is_plain(const ps_storage *s);
 
-/* lent.c: storages whose bytes belong to a lender. ps_storage_lend frees the storage's previous bytes; the storage
- * then owns the loan until its bytes are freed. */
+/* lent.c: storages whose bytes belong to a lender. ps_storage_lend frees the previous bytes. The storage owns the
+ * loan until its bytes are freed. */
 int ps_storage_lend(ps_storage *s, const ps_loan *loan);
 bool ps_storage_is_lent(const ps_storage *s);
 
@@ -154,8 +144,8 @@ void ps_arena_reset_peak(ps_arena *arena);
 int64_t ps_arena_held(const ps_arena *arena);
 int64_t ps_arena_busy(ps_arena *arena, int64_t *peak);      /* as ps_mem_table.busy */
 void ps_arena_set_hold_limit(ps_arena *arena, int64_t nbytes);
-/* Returns memory to the system: unused regions, the unused ends of other regions and, with `holes`, all whole pages
- * that are not in use. The result is true if any memory was returned. */
+/* Returns memory to the system: unused regions, unused ends of regions and, with `holes`, all unused whole pages.
+ * The result is true if there was any. */
 bool ps_arena_trim(ps_arena *arena, bool holes);
 void *ps_block_address(const ps_block *block);
 void ps_block_note(ps_block *block, int32_t line, bool scratch);

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The reference memory manager: every storage stays on its device from creation to the end, in one arena per device. A
- * pin returns the address and counts itself. No bytes move. */
+ * The reference memory manager. A storage stays in its device's arena and never moves, so a pin only counts itself
+ * and returns the address. */
 #include "base/alloc.h"
 #include "base/error.h"
 #include "mem/mem.h"
