@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Messages between two ranks (p2p.h). All headers are sent on one slot, a payload on the slot of its lane. For each
- * rank that this one receives from, a thread waits for headers, and begins to receive a payload after the expected
- * header has arrived. For each rank that this one sends to, a thread waits until messages are sent. The library's own
- * thread moves the bytes. Between devices a line (line.h) carries the payload instead, and the header has the id by
- * which the two devices connect. The receiver's line notifies the sender of each receive that it began, by a header of
- * its own kind (BEGUN). */
+ * Implements the messages of p2p.h. Headers use one slot, and the payloads of each lane another. Each neighbour has
+ * two threads here: the listener receives headers and starts to receive payloads, and the sender waits for the end
+ * of sends. The library's own thread moves the bytes.
+ *
+ * Between devices a line (line.h) carries the payload, and the header contains the id with which the devices
+ * connect. The receiver sends a BEGUN header back for each receive that it has begun on a line. */
 #include "p2p/p2p.h"
 #include <pthread.h>
 #include <stdio.h>
@@ -25,82 +25,75 @@ static const double FOR_EVER = 1e8;
 static const char *const lane_names[PS_P2P_LANES] = { "up", "down", "loss", "tied" };
 _Static_assert((int)HEADERS < (int)PS_COMM_SLOTS, "slots");
 
-/* Places of a payload. BEGUN marks a notice without a payload: the receiver tells the other end of a line that it
- * has begun one more receive. */
+/* Memory of a payload. BEGUN marks a notice without a payload: the other end of a line has begun one more receive. */
 enum { HOST, DEVICE, BEGUN };
 
-/* The header that is sent before a payload. */
+/* The header that precedes a payload. */
 typedef struct wire {
     uint32_t magic;
     int32_t lane;
-    uint64_t seq;                          /* number of earlier messages in this lane from this sender to this
-                                            * receiver */
+    uint64_t seq;                          /* index of the message in its lane, from this sender to this receiver */
     int32_t kind, part, vstage, micro;
     int32_t dtype, n_dims;
     int64_t shape[PS_MAX_DIMS];
     ps_p2p_note note;
     int32_t place, reserved;               /* HOST, DEVICE or BEGUN */
-    char id[PS_WIRE_ID_NBYTES];            /* for DEVICE: id for opening the line */
+    char id[PS_WIRE_ID_NBYTES];            /* DEVICE: id for opening the line */
 } wire;
 _Static_assert(sizeof(wire) == 152 + PS_WIRE_ID_NBYTES, "the header of a message has no padding");
 
 enum { POSTED, ARRIVING, DONE, FAILED };
 
 struct ps_p2p_request {
-    ps_p2p_request *next, *made;           /* next: next request in the same list (of a channel, of a neighbour, or
-                                            * `spare`). made: next in the list of all requests. */
+    ps_p2p_request *next, *made;           /* next in a list (channel, neighbour or spare); next of all requests */
     ps_p2p *p2p;
-    bool used;                             /* begun, and the caller has not waited for it yet */
+    bool used;                             /* begun, and not yet waited for */
     int peer, lane, state;                 /* the lock guards `state`; a send is only POSTED or DONE */
     bool out;
-    wire head;                             /* for a receive: the header that it expects, and later the received
-                                            * `note` */
+    wire head;                             /* receive: the expected header, later with the received note */
     ps_tensor *t;                          /* tensor, held and pinned, or NULL */
     void *bytes;
     int64_t nbytes, began_ns;              /* began_ns: as in group_call */
     ps_comm_post *head_post, *body_post;
-    ps_line *line;                         /* line that carries the bytes, if they are on a device; a receive gets
-                                            * its line when its header arrives */
-    ps_line_message message;               /* the request's message on the line */
+    ps_line *line;                         /* carries the bytes of a device; a receive gets it with its header */
+    ps_line_message message;               /* its message on the line */
 };
 
 typedef struct letter { struct letter *next; wire head; } letter;
 
 typedef struct channel {
     uint64_t sent, heard;
-    ps_p2p_request *first, *last;          /* receives whose headers have not arrived */
-    letter *in, *in_last;                  /* headers for which no receive has begun; either `first` or `in` is empty */
+    ps_p2p_request *first, *last;          /* receives that wait for their headers */
+    letter *in, *in_last;                  /* headers that wait for a receive; empty if `first` is not */
 } channel;
 
 typedef struct neighbour {
     ps_p2p *p2p;
     int rank;
-    bool listens, delivers;                /* the threads of the listener and of the sender were started */
-    bool deaf, mute;                       /* deaf: the listener has ended or is ending, and no longer uses any
-                                            * request. mute: the same for the sender. */
+    bool listens, delivers;                /* the listener and the sender were started */
+    bool deaf, mute;                       /* the listener (deaf) or the sender (mute) no longer uses requests */
     pthread_t listener, sender;
     ps_comm_post *waits;                   /* the listener's receive of the next header, or NULL */
     wire next;
-    ps_p2p_request *out, *out_last;        /* sends under way; the sender's thread waits for the first one */
-    ps_error_kept why, why_mute;           /* reasons why the peer is deaf or mute */
+    ps_p2p_request *out, *out_last;        /* sends under way; the sender waits for the first one */
+    ps_error_kept why, why_mute;           /* errors that ended the listener and the sender */
     channel lanes[PS_P2P_LANES];
-    ps_line *lines[2][PS_P2P_LANES];       /* [out] lines; each is made with its first message */
+    ps_line *lines[2][PS_P2P_LANES];       /* [out] made with the first message */
 } neighbour;
 
 struct ps_p2p {
     ps_group *group;                       /* a separate group of the caller's ranks */
     ps_comm *comm;
     pthread_mutex_t lock;                  /* guards all following fields except `spare`, `made` and `bytes_sent` */
-    pthread_cond_t news, work;             /* news: a request's state has changed, or a thread has ended. work:
-                                            * senders have a message. */
+    pthread_cond_t news, work;             /* news: a request or a thread has changed; work: a sender has messages */
     bool closing;
-    ps_error_kept failed;                  /* error that this rank found first, such as an unexpected message */
+    ps_error_kept failed;                  /* first error that this rank found */
     letter *spare_letters;
     neighbour *peers;                           /* [size] */
     ps_p2p_request *spare, *made;
     int64_t bytes_sent;
     ps_backend *be;                        /* backend whose memory is sent over lines, or NULL */
-    int device;                            /* its number */
+    int device;                            /* index of this backend */
 };
 
 /* -- words --------------------------------------------------------------------------------------------------------- */
@@ -168,9 +161,9 @@ static int give_up(ps_p2p *p, int rc)
     return rc;
 }
 
-/* Turns a failed call of the library with a peer into this rank's error, in which the watch names the rank that
- * caused the failure. rc, this thread's error, is PS_ETIME, PS_EIO, or another code for a fault of this rank. If
- * this rank found an error earlier, returns that error instead. */
+/* Turns a failed call with a peer into this rank's error, in which the watch names the rank that caused it. rc is
+ * this thread's error: PS_ETIME, PS_EIO, or a fault of this rank. Returns an error that this rank found earlier
+ * instead. */
 static int blame(ps_p2p *p, int peer, int rc)
 {
     ps_error_kept why;
@@ -178,8 +171,7 @@ static int blame(ps_p2p *p, int peer, int rc)
     pthread_mutex_lock(&p->lock);
     int first = p->failed.code ? ps_error_again(&p->failed) : 0;
     pthread_mutex_unlock(&p->lock);
-    if (first) p->comm->table->hang_up(p->comm);       /* closes the connections, because the thread that found the
-                                                        * error may not have done so yet */
+    if (first) p->comm->table->hang_up(p->comm);       /* its own thread may not have done so yet */
     if (first) return first;
     if (rc != PS_ETIME && rc != PS_EIO) return rc == PS_ESTATE ? rc : give_up(p, rc);
     int world = group_world(p->group, peer), what = rc == PS_ETIME ? PS_WATCH_TIME_OUT : PS_WATCH_LOST;
@@ -208,7 +200,7 @@ static int end_of(ps_p2p *p, ps_comm_post *post, double seconds)
 
 /* -- lines --------------------------------------------------------------------------------------------------------- */
 
-/* Notifies the sender that a receive on the line has begun. Called by the line's thread. */
+/* Tells the sender that a receive on the line has begun. Called by the line's thread. */
 static int tell_begun(void *arg, int peer, int lane)
 {
     ps_p2p *p = arg;
@@ -222,7 +214,7 @@ static int tell_begun(void *arg, int peer, int lane)
 
 static int blame_line(void *arg, int peer, int rc) { return blame(arg, peer, rc); }
 
-/* Finds the line of a lane, or makes it. The lock is held. */
+/* Finds or makes the line of a lane. The lock is held. */
 static int find_line(ps_p2p *p, int peer, int lane, bool out, const char *id, ps_line **found)
 {
     ps_line **l = &p->peers[peer].lines[out][lane];
@@ -235,7 +227,7 @@ static int find_line(ps_p2p *p, int peer, int lane, bool out, const char *id, ps
 
 /* -- headers that come; the lock is held --------------------------------------------------------------------------- */
 
-/* Compares a received header with the header that the receive expects, and begins to receive the payload. */
+/* Checks that a received header is the expected one, then begins to receive the payload. */
 static int take(ps_p2p_request *q, const wire *got)
 {
     ps_p2p *p = q->p2p;
@@ -305,7 +297,7 @@ static int arrive(neighbour *from, const wire *h)
     return match(p, l);
 }
 
-/* The listener: a thread that receives the headers of one peer. */
+/* The listener's thread: receives the headers of one peer. */
 static void *listen(void *arg)
 {
     neighbour *from = arg;
@@ -331,13 +323,12 @@ static void *listen(void *arg)
     from->deaf = true;
     pthread_cond_broadcast(&p->news);
     pthread_mutex_unlock(&p->lock);
-    /* Notifies all ranks at once. PS_ETIME needs no notice: it belongs to another call, which has ended the
-     * connection and reports the time-out itself. */
+    /* Ends the run, except for errors that another call reports. */
     if (rc < 0 && rc != PS_EIO && rc != PS_ETIME && rc != PS_ESTATE) give_up(p, rc);
     return NULL;
 }
 
-/* The sender: a thread that waits until the sends to one peer have ended. */
+/* The sender's thread: waits until the sends to one peer have ended. */
 static void *deliver(void *arg)
 {
     neighbour *to = arg;
@@ -417,8 +408,8 @@ static void request_end(ps_p2p_request *q)
         p->comm->table->drop(q->head_post);
         p->comm->table->drop(q->body_post);
     }
-    if (q->bytes && !q->t->ctx->closed) ps_storage_unpin(q->t->storage, q->t->device_);     /* a closed context no
-                                                                                             * longer keeps pins */
+    /* A closed context has no pins. */
+    if (q->bytes && !q->t->ctx->closed) ps_storage_unpin(q->t->storage, q->t->device_);
     if (q->t) ps_tensor_unhold(q->t);
     q->used = false;
     q->next = p->spare;
@@ -466,7 +457,7 @@ static int request_new(ps_p2p *p, int peer, int lane, bool out, const ps_p2p_tag
     return 0;
 }
 
-/* Prefixes this thread's error with a description of the message that failed. */
+/* Adds a description of the message to the front of this thread's error. */
 static void prefix_of(const ps_p2p *p, bool out, const char *action, int peer)
 {
     ps_error_prefix("rank %d, %s %s of %s with rank %d: ", group_world(p->group, p->comm->rank), out ? "send" : "recv",
@@ -480,7 +471,7 @@ static void prefix(const ps_p2p_request *q)
     prefix_of(q->p2p, q->out, action, q->peer);
 }
 
-/* Ends a request whose message cannot be begun, and returns the error. */
+/* Ends a request whose message could not begin. Returns the error. */
 static int refused(ps_p2p_request *q, int rc)
 {
     ps_p2p *p = q->p2p;
@@ -492,8 +483,7 @@ static int refused(ps_p2p_request *q, int rc)
     return rc;
 }
 
-/* Begins a message to or from a simulated rank. Holds its tensor until the wait, like for a real message, but sends
- * no bytes. */
+/* Begins a message with a simulated rank. It holds its tensor until the wait, but sends no bytes. */
 static int pretended(ps_p2p_request *q, ps_p2p_request **out)
 {
     q->state = DONE;
@@ -502,14 +492,13 @@ static int pretended(ps_p2p_request *q, ps_p2p_request **out)
     return 0;
 }
 
-/* Finds the line for a send from a device, and writes the line's id to the header. The first send makes the line. */
+/* Finds or makes the line for a send from a device, and writes the line's id to the header. */
 static int send_begin(ps_p2p_request *q)
 {
     ps_p2p *p = q->p2p;
     char id[PS_WIRE_ID_NBYTES] = { 0 };
     if (!p->peers[q->peer].lines[true][q->lane]) PS_TRY(p->be->wire->new_id(p->be, id));
-    PS_TRY(start_listening(&p->peers[q->peer]));                   /* the listener receives the notices of the line's
-                                                                    * other end */
+    PS_TRY(start_listening(&p->peers[q->peer]));                   /* receives the line's BEGUN notices */
     pthread_mutex_lock(&p->lock);
     int rc = find_line(p, q->peer, q->lane, true, id, &q->line);
     if (rc == 0) memcpy(q->head.id, ps_line_id(q->line), sizeof q->head.id);
@@ -538,7 +527,7 @@ int ps_p2p_send(ps_p2p *p, int peer, int lane, const ps_p2p_tag *tag, const ps_p
     rc = table->post(p->comm, HEADERS, peer, true, &q->head, sizeof q->head, &q->head_post);
     if (rc == 0 && q->nbytes > 0 && q->head.place == HOST)
         rc = table->post(p->comm, lane, peer, true, q->bytes, q->nbytes, &q->body_post);
-    if (rc < 0) return refused(q, rc);     /* ends the run: the header may have been sent without its payload */
+    if (rc < 0) return refused(q, rc);     /* ends the run: perhaps only the header was sent */
     to->lanes[lane].sent++;
     p->bytes_sent += q->nbytes;
     pthread_mutex_lock(&p->lock);
@@ -577,7 +566,7 @@ int ps_p2p_recv(ps_p2p *p, int peer, int lane, const ps_p2p_tag *tag, ps_tensor 
 
 /* -- waiting ------------------------------------------------------------------------------------------------------- */
 
-/* Waits for news until ps_now() reaches `until`. Returns false if this time has already passed. The lock is held. */
+/* Waits for news until ps_now() reaches `until`. Returns false if it already has. The lock is held. */
 static bool wait_for_news(ps_p2p *p, double until)
 {
     double left = until - ps_now();
@@ -591,8 +580,8 @@ static bool wait_for_news(ps_p2p *p, double until)
     return true;
 }
 
-/* Waits until `come` returns true. Fails if `over` returns the reason why this will never happen, or when the time
- * is over. heads: the wait is for a header that the peer's script must send. The lock is not held. */
+/* Waits until come(arg) returns true. Fails if over(arg) returns an error, or after `until`. `heads` says that the
+ * peer's script must still send a header. The lock is not held. */
 static int until_come(ps_p2p *p, double until, bool (*come)(const void *), const ps_error_kept *(*over)(const void *),
                       const void *arg, bool heads)
 {
@@ -631,8 +620,8 @@ static const ps_error_kept *is_deaf(const void *next)
     return from->deaf ? &from->why : NULL;
 }
 
-/* Returns the error that prevents a message from being received or sent, or NULL. A send from a device needs notices
- * that the listener receives, so it also fails if the peer is deaf. */
+/* Returns the error that stops a message, or NULL. A send from a device also fails if the peer is deaf, because its
+ * listener receives the notices of the line. */
 static const ps_error_kept *is_over(const void *request)
 {
     const ps_p2p_request *q = request;
@@ -650,15 +639,14 @@ static int wait_for(ps_p2p_request *q, double until)
     return q->out ? 0 : end_of(p, q->body_post, until - ps_now());
 }
 
-/* Called after a failure, which ends all messages under way. Waits until no other thread uses the request. */
+/* Called after a failure, which ends all messages. Waits until no other thread uses the request. */
 static void let_go(ps_p2p_request *q)
 {
     ps_p2p *p = q->p2p;
     neighbour *with = &p->peers[q->peer];
     pthread_mutex_lock(&p->lock);
     for (;;) {
-        bool line_rests = !q->line || ps_line_rests(q->line);    /* read in each round, because the listener sets the
-                                                                  * line of a receive */
+        bool line_rests = !q->line || ps_line_rests(q->line);    /* each time, because the listener can set q->line */
         bool thread_rests = q->out ? q->state == DONE || with->mute : q->line || has_come(q) || with->deaf;
         if (line_rests && thread_rests) break;
         if (q->line) ps_line_stop(q->line);
@@ -706,8 +694,8 @@ int ps_p2p_test(ps_p2p_request *q)
 
 bool ps_p2p_carries(const ps_p2p *p, int device) { return p->be && device == p->device; }
 
-/* Returns one of the lines on which this rank receives: one that failed, else one with bytes under way, else NULL.
- * The lock is held. */
+/* Returns a line on which this rank receives: one that failed, else one with bytes under way, else NULL. The lock is
+ * held. */
 static const ps_line *busy_line(const ps_p2p *p, int *peer)
 {
     const ps_line *busy = NULL;
@@ -721,8 +709,7 @@ static const ps_line *busy_line(const ps_p2p *p, int *peer)
     return busy;
 }
 
-/* Returns the error of a line that failed, or 0. If `waits` is set, first waits until all messages have been
- * received. */
+/* Returns the error of a line that failed, or 0. If `waits` is set, first waits until all messages have arrived. */
 static int look_at_lines(ps_p2p *p, bool waits)
 {
     double until = ps_now() + p->comm->timeout_s;
@@ -800,7 +787,7 @@ int ps_p2p_rank(const ps_p2p *p) { return p->comm->rank; }
 int ps_p2p_size(const ps_p2p *p) { return p->comm->size; }
 int64_t ps_p2p_bytes_sent(const ps_p2p *p) { return p->bytes_sent; }
 
-/* Makes a group of the same ranks as `group`, with slots and an index in the watch of its own. */
+/* Makes a group of the same ranks, with its own slots and its own index in the watch. */
 static int same_ranks(ps_group *group, ps_group **out)
 {
     int n = ps_group_size(group);
@@ -862,8 +849,7 @@ void ps_p2p_close(ps_p2p *p)
     pthread_mutex_lock(&p->lock);
     p->closing = true;
     for (int r = 0; r < size; r++) {
-        const ps_p2p_request *q = p->peers[r].out;         /* the caller should have waited for this request; it is
-                                                            * abandoned */
+        const ps_p2p_request *q = p->peers[r].out;         /* abandoned, because nobody waited for it */
         if (q) p->comm->table->wake(q->head_post);
         if (q && q->body_post) p->comm->table->wake(q->body_post);
         if (p->peers[r].waits) p->comm->table->wake(p->peers[r].waits);
