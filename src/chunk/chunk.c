@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Chunks, the storages in them, and pins. Invariants: A pinned chunk has a valid copy on the tier it is pinned on and
- * does not move. A write leaves exactly one valid copy. Only set_state changes the state of a tensor in a chunk. */
+ * Chunks, the storages in them, and pins. A pinned chunk has a valid copy on the tier where it is pinned, and does
+ * not move. A write leaves exactly one valid copy. Only set_state changes the state of a tensor in a chunk. */
 #include <stdio.h>
 #include <string.h>
 #include "base/alloc.h"
@@ -28,7 +28,7 @@ int ps_kind_state(const char *name)
         return ps_fail(PS_EINVAL, "state '%s' would be kind %d of chunks, but at most %d kinds are supported", name, n,
                        PS_KIND_COUNT);
     snprintf(kind_names[n], KIND_NAME, "%s", name);
-    n_kinds = n + 1;                             /* set last: other threads read names below n_kinds */
+    n_kinds = n + 1;                             /* last: other threads read names below n_kinds */
     return n;
 }
 
@@ -49,9 +49,8 @@ int ps_chunk_text(const ps_chunks *cs, const chunk *c, char *buf, size_t size)
 }
 
 /* -- states -------------------------------------------------------------------------------------------------------- */
-/* The legal changes of state: for each old state, a bit set of the states that may follow. FREE: the tensor has no
- * contents. COMPUTE: the tensor is pinned. HOLD: the tensor waits for its next use. AFTER_FWD and AFTER_BWD: like
- * HOLD, after a use in a forward or a backward. */
+/* The states that may follow each state of a tensor, as bit sets. FREE: no contents. COMPUTE: pinned. HOLD: waits
+ * for its next use. AFTER_FWD and AFTER_BWD: like HOLD, after a use in a forward or a backward. */
 static const uint8_t legal[PS_TS_COUNT] = {
     [PS_TS_FREE] = 1 << PS_TS_COMPUTE | 1 << PS_TS_HOLD,
     [PS_TS_COMPUTE] = 1 << PS_TS_HOLD | 1 << PS_TS_HOLD_AFTER_FWD | 1 << PS_TS_HOLD_AFTER_BWD | 1 << PS_TS_FREE,
@@ -83,8 +82,7 @@ void ps_chunks_pass(ps_chunks *cs)
 {
     int kind = cs->step->is.now.kind;
     if (kind != PS_ACT_FORWARD && kind != PS_ACT_NONE) return;
-    for (int32_t i = 0; i < cs->n_chunks; i++) {         /* a new forward begins, so uses in the previous one no
-                                                          * longer count */
+    for (int32_t i = 0; i < cs->n_chunks; i++) {         /* uses in the previous forward no longer count */
         chunk *c = &cs->chunks[i];
         for (int32_t k = 0; k < c->n_members; k++)
             if (c->members[k]->state == PS_TS_HOLD_AFTER_FWD || c->members[k]->state == PS_TS_HOLD_AFTER_BWD)
@@ -101,7 +99,7 @@ static void only_valid(ps_chunks *cs, chunk *c, int t)
     source_drop(c);
 }
 
-/* For tests: evicts random chunks, often including the requested chunk c, so that the address of c changes. */
+/* For tests: evicts random chunks, often c among them, so that the address of c changes. */
 static int stress(ps_chunks *cs, chunk *c, int t)
 {
     if (c->pins > 0 || c->transfer || c->valid == 0) return 0;
@@ -120,16 +118,14 @@ static int stress(ps_chunks *cs, chunk *c, int t)
     return bring(cs, c, t);
 }
 
-/* Pins a chunk for any caller, and stores its address in *out. The chunk stays on tier t until its unpin. If
- * `contents` is set, the caller also needs the contents. */
+/* Pins a chunk on tier t, and stores its address in *out. `contents` says that the caller also needs the contents. */
 static int chunk_pin(ps_chunks *cs, chunk *c, int t, unsigned access, bool contents, char **out)
 {
     if (t < 0) return ps_fail(PS_EINVAL, "a parameter in chunks was requested on a device that is not a tier of its "
                                          "engine");
     note_use(cs, c, t, access & PS_WRITE);
     if (cs->step->dry) {
-        *out = (char *)((uintptr_t)1 << 60);                 /* a dry run reads no bytes and uses only offsets from
-                                                              * this address */
+        *out = (char *)((uintptr_t)1 << 60);                 /* any address, because a dry run reads no bytes */
         return 0;
     }
     PS_TRY(advance(cs));
@@ -171,8 +167,7 @@ static int chunks_pin(ps_keeper *keeper, ps_storage *s, int device, unsigned acc
     *out = base + m->offset;
     if (cs->step->dry) return 0;
     s->pins++;
-    if (cs->step->suspended && m->state != PS_TS_FREE) return 0;     /* a paused script does not change the step's
-                                                                      * states */
+    if (cs->step->suspended && m->state != PS_TS_FREE) return 0;     /* a paused script does not change states */
     set_state(c, m, PS_TS_COMPUTE);                          /* legal from every state */
     return 0;
 }
@@ -242,8 +237,8 @@ void ps_chunks_tick(ps_chunks *cs)
 }
 
 /* -- what is not in chunks ---------------------------------------------------------------------------------------- */
-/* Limits the arena of tier t to the bytes of the budget that chunks do not use. The limit is at least 1, because 0
- * would mean no limit. */
+/* Limits tier t's arena to the bytes of the budget that chunks do not use. The limit is at least 1, because 0 means
+ * none. */
 static void limit_arena(ps_chunks *cs, int t)
 {
     tier *at = &cs->tiers[t];
@@ -253,7 +248,7 @@ static void limit_arena(ps_chunks *cs, int t)
 }
 
 /* Calls `once`, which allocates from the plain manager. If there is no room, returns unused memory to the system and
- * calls it again. If there is still no room, moves chunks down and calls it a last time. */
+ * tries again. If there is still none, moves chunks down and tries a last time. */
 static int with_room(ps_chunks *cs, int device, int64_t nbytes, int (*once)(ps_chunks *, void *), void *arg)
 {
     int t = tier_of(cs, device);
@@ -268,8 +263,7 @@ static int with_room(ps_chunks *cs, int device, int64_t nbytes, int (*once)(ps_c
     if (rc != PS_ENOMEM) goto done;
     rc = transfers_poll(cs, false, NULL);
     int64_t planned = cs->tiers[t].planned_other;
-    cs->tiers[t].planned_other = 0;                       /* the plan reserved this memory for other tensors, which
-                                                           * now use it */
+    cs->tiers[t].planned_other = 0;                       /* reserved for tensors such as this one */
     if (rc == 0) rc = make_room(cs, t, nbytes + 4096, NULL);
     cs->tiers[t].planned_other = planned;
     if (rc < 0) goto done;
@@ -350,7 +344,7 @@ int ps_chunk_new(ps_chunks *cs, int kind, int group, int index, int dtype, int64
                        (long long)nbytes, PS_DISK_ALIGN);
     int32_t at = cs->first_dead;
     while (at < cs->n_chunks && !cs->chunks[at].dead) at++;
-    int32_t back = cs->capacity, held = cs->capacity;    /* all three arrays have the same capacity */
+    int32_t back = cs->capacity, held = cs->capacity;    /* the three arrays have the same capacity */
     PS_TRY(ps_grow(cs->back, back, at + 1));
     PS_TRY(ps_grow(cs->held, held, at + 1));
     PS_TRY(ps_grow(cs->chunks, cs->capacity, at + 1));
@@ -391,7 +385,7 @@ static int32_t members_before(const chunk *c, int64_t offset)
     return low;
 }
 
-/* Adds the member to its chunk. check_place has already made room for its pointer. */
+/* Adds a member to its chunk. check_place has already made room for the pointer. */
 static void member_link(chunk *c, member *m)
 {
     int32_t at = members_before(c, m->offset);
@@ -414,7 +408,7 @@ static void member_unlink(ps_chunks *cs, member *m, bool last_goes)
     if (c->n_members == 0 && last_goes && !cs->closing) chunk_bury(cs, c);
 }
 
-/* Checks that no member uses these bytes of the chunk, and makes room for one more member. */
+/* Checks that no member uses these bytes of the chunk. Makes room for one more member. */
 static int check_place(ps_chunks *cs, int32_t chunk_id, int64_t offset, int64_t nbytes)
 {
     if (chunk_id < 0 || chunk_id >= cs->n_chunks || cs->chunks[chunk_id].dead)
@@ -471,16 +465,13 @@ void ps_chunk_storage_undo(ps_chunks *cs, ps_storage *s)
     ps_free(s);
 }
 
-/* Copies the bytes of s to its new position `to`. Both chunks are pinned during the copy. */
+/* Copies the bytes of s to its new position `to`. */
 static int copy_into(ps_chunks *cs, ps_storage *s, ps_storage *to)
 {
     int host = cs->tiers[tier_of(cs, cs->config.host)].device;
     bool from_chunk = ps_storage_is_of(s, &cs->base);
     void *src, *dst;
-    if (from_chunk && chunk_at(cs, ((member *)s->block)->chunk)->valid == 0) return 0;   /* the old chunk has no
-                                                                                          * contents (it reads as
-                                                                                          * zeros), so there is
-                                                                                          * nothing to copy */
+    if (from_chunk && chunk_at(cs, ((member *)s->block)->chunk)->valid == 0) return 0;   /* nothing to copy */
     int from_device = from_chunk ? host : s->device;
     PS_TRY(chunks_pin(&cs->base.keeper, to, host, PS_WRITE, &dst));
     int rc = ps_storage_pin(s, from_device, PS_READ, &src);
@@ -508,8 +499,7 @@ int ps_chunk_adopt(ps_chunks *cs, ps_storage *s, int32_t chunk_id, int64_t offse
     if (!m) return PS_ENOMEM;
     to.block = m;
     member_link(chunk_at(cs, chunk_id), m);
-    int rc = stays || chunk_at(cs, chunk_id)->group < 0 ? source_adopt(cs, s, m) : 0;    /* a negative group marks a
-                                                                                          * staging chunk */
+    int rc = stays || chunk_at(cs, chunk_id)->group < 0 ? source_adopt(cs, s, m) : 0;    /* group < 0: staging chunk */
     if (rc == 0) rc = copy_into(cs, s, &to);
     if (rc < 0) {
         member_unlink(cs, m, false);
@@ -693,7 +683,7 @@ int ps_chunks_new(const ps_step *step, int n_devices, ps_backend *const *devices
         }
         add_tier(cs, "disk", NULL, -1, c->budget[2]);
     }
-    for (int t = 0; t < cs->n_tiers; t++)                 /* bytes of other tensors count only while they are in use */
+    for (int t = 0; t < cs->n_tiers; t++)                 /* other tensors' bytes count only while they are used */
         if (!is_disk(cs, t) && cs->tiers[t].budget) plain->table->trim(plain, cs->tiers[t].device, true);
     *out = cs;
     return 0;

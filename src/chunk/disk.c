@@ -1,15 +1,14 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The disk tier (disk.h): the nameless file, its extents, and the threads that move bytes.
+ * The disk tier (disk.h): a nameless file, its extents, and the threads that transfer bytes.
  *
- * A job is cut into pieces of PIECE bytes. Jobs that may begin are queued in one line for reads and one for writes.
- * Pieces are taken from the two lines in turn, so that neither direction waits for a long line of the other. A piece
- * belongs to one thread from take_piece to end_piece. The ring's thread keeps up to DEPTH pieces in the kernel; a plain
- * thread has one. The idle thread of a ring waits for the ring, which polls an eventfd. Idle plain threads wait for
- * `work`.
+ * A job is divided into pieces of PIECE bytes. Jobs that may begin wait in two queues, one for reads and one for
+ * writes, and pieces are taken from both in turn. A piece belongs to one thread from take_piece to end_piece. The
+ * io_uring thread keeps up to DEPTH pieces in the kernel, and polls an eventfd while it is idle. A plain thread has
+ * one piece, and waits for `work` while it is idle.
  *
- * Fields after a (lock) change only under `lock`, and functions marked (lock) are called under it. A raised error
- * belongs to its thread, so a job carries the cause of its failure, and the caller raises it in ps_disk_wait. Every job
- * ends: a thread that must give up ends all jobs. */
+ * Fields after a (lock) change only under `lock`, and functions marked (lock) are called under it. An error belongs
+ * to the thread that raises it, so a job stores the cause of its failure, and ps_disk_wait raises it for the caller.
+ * Every job ends: a thread that must give up ends all jobs. */
 #define _GNU_SOURCE
 #include "chunk/disk.h"
 #include "base/alloc.h"
@@ -40,51 +39,50 @@
 #include <unistd.h>
 
 enum { PIECE = 4 << 20, DEPTH = 32, MOST_THREADS = 64, FALLBACK_THREADS = 4 };
-/* An attempt that transfers no bytes is repeated at most MOST_TRIES times. The first QUICK_TRIES attempts follow
- * each other immediately; each later one waits a millisecond first. */
+/* An attempt that transfers no bytes is repeated at most MOST_TRIES times. After QUICK_TRIES attempts, each waits a
+ * millisecond first. */
 enum { MOST_TRIES = 1000, QUICK_TRIES = 8 };
 enum { READ, WRITE };
 
-/* The first failure of a job. `err` is the errno of a piece or of the ring. An `err` of 0 means that the file ended
- * early, or that a write wrote no bytes. */
+/* The first failure of a job. `err` is the errno of a piece or of the ring. It is 0 if the file ended early, or if a
+ * write wrote no bytes. */
 typedef struct cause {
     int err;
     bool ring;
-    bool differs;               /* the checksum of bytes that were read differs from the one when they were written */
+    bool differs;               /* the bytes have another checksum than when they were written */
     int way;                    /* READ or WRITE */
-    int64_t offset, nbytes;     /* offset of the piece in the file, and its bytes */
+    int64_t offset, nbytes;     /* of the piece in the file */
 } cause;
 
 struct ps_disk_job {
     int way;
     int64_t offset, nbytes;     /* offset in the file */
-    int64_t began_ns;           /* begin of its event in the record, or 0 */
+    int64_t began_ns;           /* start of its event in the record, or 0 */
     uint8_t *mem;
     /* (lock) */
-    int64_t cut, moved;         /* bytes that have been divided into pieces, and bytes that were transferred */
+    int64_t cut, moved;         /* bytes divided into pieces; bytes transferred */
     int pieces;                 /* number of pieces that threads are transferring */
-    bool done, failed, inherited;   /* inherited: the job never began, because an earlier job failed; `cause` is the
-                                     * earlier job's */
+    bool done, failed, inherited;   /* inherited: never began, because an earlier job failed with `cause` */
     cause cause;
-    ps_disk_job *dependents, *sibling;      /* dependents: first job that waits for this one. sibling: next job that
-                                             * waits for the same job */
-    ps_disk_job *next;                      /* next in a queue of jobs that may begin */
-    ps_disk_job *newer, *older;             /* neighbours in the list of jobs that no caller has waited for yet */
+    ps_disk_job *dependents, *sibling;      /* first job that waits for this one; next job that waits for the same
+                                             * one */
+    ps_disk_job *next;                      /* in a queue of jobs that may begin */
+    ps_disk_job *newer, *older;             /* in the list of jobs that no caller has waited for */
 };
 
 typedef struct piece {
     ps_disk_job *job;           /* NULL if there is no piece */
     uint8_t *mem;
-    int64_t offset, left;       /* offset and bytes of the piece's untransferred remainder */
+    int64_t offset, left;       /* of the piece's untransferred remainder */
     int64_t len;                /* bytes of this attempt */
-    int64_t begin, nbytes;      /* offset in the file and bytes of the whole piece */
-    int64_t forced;             /* result that a test requested instead of a transfer, or 0 */
+    int64_t begin, nbytes;      /* of the whole piece in the file */
+    int64_t forced;             /* result that a test requested instead, or 0 */
     double began;
-    int tries;                  /* number of attempts since the last progress */
+    int tries;                  /* attempts since the last progress */
     struct iovec iov;
 } piece;
 
-/* The checksum of a written piece, stored at the index of the piece's first block. */
+/* Checksum of a written piece, stored at the index of the piece's first block. */
 typedef struct piece_sum { uint64_t sum; int64_t nbytes; } piece_sum;
 typedef struct extent { int64_t offset, nbytes; } extent;
 typedef struct line { ps_disk_job *first, *last; } line;
@@ -94,12 +92,12 @@ struct ps_disk {
     char *folder;
     int64_t capacity;
     bool direct, uring;
-    piece_sum *sums;            /* [capacity / PS_DISK_ALIGN] or NULL. The entries need no lock: only one thread
-                                 * works on a piece, and the read of a chunk waits for its write. The system provides
-                                 * no memory for pages of the array that no checksum has been written to. */
-    /* Used only by the caller's thread. Free extents are sorted by offset, and no two of them touch, so n allocated
-     * extents leave at most n + 1 free ones. The array grows when an extent is allocated. Freeing an extent
-     * therefore never needs memory. */
+    piece_sum *sums;            /* [capacity / PS_DISK_ALIGN] or NULL. Needs no lock: only one thread works on a
+                                 * piece, and the read of a chunk waits for its write. Unused pages of this array
+                                 * take no memory */
+    /* Used only by the caller's thread. Free extents are sorted by offset and do not touch, so n allocated extents
+     * leave at most n + 1 free ones. The array grows when an extent is allocated, so that freeing never needs
+     * memory. */
     extent *free_space;
     int n_free, n_given, room;
     int64_t used;
@@ -113,10 +111,10 @@ struct ps_disk {
     /* (lock) */
     bool stop;
     cause dead;                 /* dead.ring: the ring's thread has given up */
-    line lines[2];              /* queues of jobs, by READ and WRITE */
-    int turn;                   /* queue (READ or WRITE) that is tried first for the next piece */
+    line lines[2];              /* queues, by READ and WRITE */
+    int turn;                   /* queue to try first for the next piece */
     ps_disk_job *jobs;          /* newest first */
-    int under_way;              /* number of jobs that have not ended */
+    int under_way;              /* jobs that have not ended */
     int64_t bytes[2];
     double busy_s, busy_since;
 };
@@ -163,7 +161,7 @@ static void enqueue(ps_disk *d, ps_disk_job *job)
     pthread_cond_broadcast(&d->work);
 }
 
-/* (lock) Ends a job. If it succeeded, the jobs that waited for it may begin. If it failed, they fail and end, too. */
+/* (lock) Ends a job. The jobs that waited for it may now begin. If it failed, they fail and end, too. */
 static void end_job(ps_disk *d, ps_disk_job *job)
 {
     job->next = NULL;
@@ -190,7 +188,7 @@ static void end_job(ps_disk *d, ps_disk_job *job)
     pthread_cond_broadcast(&d->ended);
 }
 
-/* (lock) Returns the next piece of the next job, or false if there is none or the disk is being closed. */
+/* (lock) Takes the next piece. Returns false if there is none, or if the disk is being closed. */
 static bool take_piece(ps_disk *d, piece *p)
 {
     line *l = &d->lines[d->turn];
@@ -216,7 +214,7 @@ static void note_sum(ps_disk *d, const piece *p)
     d->sums[p->begin / PS_DISK_ALIGN] = (piece_sum){ ps_xxh3(memory_of(p), p->nbytes), p->nbytes };
 }
 
-/* Returns false if the piece was written with a checksum and the bytes that were read have a different one. */
+/* Returns false if a piece that was read has another checksum than when it was written. */
 static bool sum_fits(const ps_disk *d, const piece *p)
 {
     if (!d->sums || p->job->way != READ) return true;
@@ -237,19 +235,18 @@ static void begin(piece *p)
     else if (!p->len) p->forced = PS_DISK_ALIGN / 2;
 }
 
-/* (lock) Makes a job fail. Starts no more of its pieces; the job ends when the pieces that are under way have ended. */
+/* (lock) Makes a job fail. It starts no more pieces, and ends with its last piece under way. */
 static void fail_job(ps_disk *d, ps_disk_job *job, cause why)
 {
     line *l = &d->lines[job->way];
     if (job->failed) return;
     job->failed = true;
     job->cause = why;
-    if (l->first == job) l->first = job->next;      /* if the job is in a queue, it is the queue's first, because
-                                                     * pieces are only taken from there */
+    if (l->first == job) l->first = job->next;      /* only the first job of a queue has pieces */
 }
 
-/* Accounts for an attempt that ended with `res`: bytes, or a negative errno. Returns true if the piece's remainder
- * must be tried again. Only whole blocks count, because a direct transfer cannot continue in the middle of a block. */
+/* Accounts for an attempt that returned `res`, which is bytes or a negative errno. Returns true if the piece's
+ * remainder must be tried again. Only whole blocks count, because a direct transfer cannot continue within a block. */
 static bool end_piece(ps_disk *d, piece *p, int64_t res)
 {
     ps_disk_job *job = p->job;
@@ -286,7 +283,7 @@ static void give_up(ps_disk *d, int err)
         if (job->done) continue;
         job->failed = true;
         job->cause = d->dead;
-        job->dependents = NULL;         /* the loop reaches the dependents, too */
+        job->dependents = NULL;         /* the loop ends the dependents, too */
         end_job(d, job);
     }
     pthread_mutex_unlock(&d->lock);
@@ -319,8 +316,7 @@ static void *plain_thread(void *arg)
     }
 }
 
-/* Submits a piece. The ring always has a free entry, because it has twice as many entries as there are pieces, and a
- * piece has at most one request. */
+/* Submits a piece. The ring always has a free entry: it has two per piece, and a piece has at most one request. */
 static void send_piece(ps_disk *d, piece *p)
 {
     struct io_uring_sqe *sqe = io_uring_get_sqe(&d->ring);
@@ -332,8 +328,8 @@ static void send_piece(ps_disk *d, piece *p)
     io_uring_sqe_set_data(sqe, p);
 }
 
-/* Handles the requests that the ring has completed, and returns their number. Sets *polled if the request for the
- * eventfd has completed. If `resend` is false, does not resend the untransferred remainder of a piece. */
+/* Handles completed requests, and returns their number. Sets *polled if the eventfd's was among them. Resends the
+ * remainders of pieces only if `resend` is set. */
 static int reap(ps_disk *d, bool resend, bool *polled)
 {
     struct io_uring_cqe *cqe;
@@ -354,9 +350,9 @@ static int reap(ps_disk *d, bool resend, bool *polled)
     return n;
 }
 
-/* Called when the kernel rejects the ring. Requests that the kernel has already accepted can still write to buffers,
- * so this function waits up to two seconds for them. Unsent requests in the ring never complete. One of them may be
- * the eventfd's, which is not a piece, so the wait also ends if `held < unsent`. */
+/* Called when the kernel rejects the ring. Accepted requests can still write to buffers, so this waits up to two
+ * seconds for them. Unsent requests never complete. One of these may be the eventfd's, which is not a piece, so the
+ * wait also ends if `held < unsent`. */
 static void lose_ring(ps_disk *d, piece *pieces, int err)
 {
     bool polled;
@@ -369,9 +365,9 @@ static void lose_ring(ps_disk *d, piece *pieces, int err)
     give_up(d, err);
 }
 
-/* Assigns pieces to all unused entries and submits their requests. Returns the number of pieces in use. Computes the
- * checksums of writes after submitting, so that the disk works meanwhile. If the kernel refuses a request, the
- * request stays in the ring until the next submission. */
+/* Takes pieces for all unused entries and submits them. Returns the number of pieces in use. Checksums of writes are
+ * computed after submitting, so that the disk works meanwhile. A request that the kernel refuses stays in the ring
+ * until the next submission. */
 static int send_pieces(ps_disk *d, piece *pieces)
 {
     bool taken[DEPTH] = { false };
@@ -442,7 +438,7 @@ static int make_lock(ps_disk *d)
     return 0;
 }
 
-/* Starts the io_uring thread if the kernel has io_uring and threads <= 0, otherwise plain threads. */
+/* Starts the io_uring thread. Without io_uring, or if threads > 0, starts plain threads instead. */
 static int start(ps_disk *d, int threads)
 {
     PS_TRY(make_lock(d));
@@ -462,8 +458,7 @@ static int start(ps_disk *d, int threads)
 }
 
 /* -- the file ---------------------------------------------------------------------------------------------------- */
-/* Creates a file that no folder lists. If the file system does not support this, the file has a name until it is
- * unlinked. */
+/* Creates a file that no folder lists. If the file system cannot do this, creates a file and unlinks it. */
 static int open_nameless(const char *folder, int flags)
 {
     flags |= O_RDWR | O_CLOEXEC;
@@ -494,7 +489,7 @@ static int fail_file(const ps_disk *d, const char *what, int err)
                    (long long)d->capacity, strerror(err));
 }
 
-/* Returns whether direct transfers work. Some file systems open a file with O_DIRECT and then refuse the transfer. */
+/* Returns whether direct transfers work. Some file systems accept O_DIRECT and then refuse the transfer. */
 static bool direct_works(int fd)
 {
     _Alignas(PS_DISK_ALIGN) uint8_t block[PS_DISK_ALIGN];
@@ -517,7 +512,7 @@ static int make_file(ps_disk *d)
                             "disk tier: %lld bytes wanted in %s, but only %lld are free; lower memory.disk's "
                             "limit, free some space or choose another folder", (long long)d->capacity, d->folder,
                             (long long)bytes_free);
-    /* Checks the limit before writing, because a write past it raises SIGXFSZ, which would end the process. */
+    /* A write past this limit would raise SIGXFSZ, which ends the process. */
     if (!getrlimit(RLIMIT_FSIZE, &most) && most.rlim_cur != RLIM_INFINITY && (uint64_t)d->capacity > most.rlim_cur)
         return ps_fail(PS_ENOSPC, "disk tier: %lld bytes wanted in %s, but this process may only write files of %lld "
                        "bytes (ulimit -f); raise that limit, or lower memory.disk's limit", (long long)d->capacity,
@@ -682,7 +677,7 @@ int ps_disk_extent_new(ps_disk *d, int64_t nbytes, int64_t *offset)
 
 void ps_disk_extent_free(ps_disk *d, int64_t offset, int64_t nbytes)
 {
-    int i = 0;                  /* first free extent that follows the freed one */
+    int i = 0;                  /* first free extent after the freed one */
     while (i < d->n_free && d->free_space[i].offset <= offset) i++;
     extent *before = i ? &d->free_space[i - 1] : NULL, *after = i < d->n_free ? &d->free_space[i] : NULL;
     if (offset < 0 || nbytes <= 0 || offset > d->capacity - nbytes || !d->n_given || d->n_free == d->room
@@ -805,14 +800,14 @@ void ps_disk_get_info(ps_disk *d, ps_disk_info *out)
 /* -- the disk's own rate ----------------------------------------------------------------------------------------- */
 enum { PROBE_THREADS = 8, PROBE_PIECE = 4 << 20 };
 
-/* Runs PROBE_THREADS transfers at once, from the front of the free space to its end. These transfers bypass the job
- * queue, because the result serves as a yardstick for the rate of jobs. */
+/* A measurement of the disk itself, with which the rate of jobs is compared. PROBE_THREADS threads transfer an
+ * extent from front to end, without using jobs. */
 typedef struct probe {
     int fd, way;
     int64_t offset, nbytes;
     uint8_t *buffers;           /* [PROBE_THREADS][PROBE_PIECE] */
     atomic_llong next;
-    atomic_int buffer, err;     /* err: errno of the first failure, or -1 if the file ended early */
+    atomic_int buffer, err;     /* err: errno of the first failure, -1 if the file ended early */
 } probe;
 
 static void *probe_thread(void *arg)
@@ -864,9 +859,8 @@ int ps_disk_probe(ps_disk *d, int64_t nbytes, double *read_bytes_per_s, double *
     size_t size = (size_t)PROBE_THREADS * PROBE_PIECE;
     uint8_t *block = ps_alloc(size + PROBE_PIECE);
     if (!block) return ps_fail_nomem(size + PROBE_PIECE);
-    /* The buffers use huge pages, as tensors do: with small pages a transfer has many more addresses, which can
-     * halve the disk's rate. The buffers are filled first, so that no page faults are measured and the disk cannot
-     * skip zeros. */
+    /* The buffers use huge pages, as tensors do, because small pages can halve the disk's rate. They are filled
+     * first, so that no page faults are measured and the disk cannot skip zeros. */
     p.buffers = block + (-(uintptr_t)block & (PROBE_PIECE - 1));
     madvise(p.buffers, size, MADV_HUGEPAGE);
     memset(p.buffers, 0x5a, size);

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The entry points of the planner. It turns a trace into streams of events and chains the levels: moves between device
- * and host are events of the host. It chooses the tuning of a policy by trying each, and repeats a step until the step
- * ends in the state in which it began. plan_level.c plans each level. */
+ * The entry points of the planner. A trace becomes a stream of events for each level, and the moves of level 0
+ * (device and host) are events of level 1. The planner tries each tuning of the policy. It repeats a step until the
+ * step ends in the state in which it began. plan_level.c plans one level. */
 #include "chunk/plan.h"
 #include <string.h>
 #include "base/alloc.h"
@@ -14,11 +14,10 @@ typedef struct planner {
     const ps_plan_input *in;
     const ps_policy *policy;
     int levels;
-    ps_stream stream[PS_TIERS - 1];     /* by level; [0] is made once, and [1] is made again in each round */
+    ps_stream stream[PS_TIERS - 1];     /* by level; [1] is made again in each round */
     ps_level level[PS_TIERS - 1];
     int tuning[PS_TIERS - 1];
-    uint8_t *valid, *before, *at[PS_TIERS - 1];   /* [n_chunks]; valid and before have values like
-                                                   * ps_plan_chunk.valid */
+    uint8_t *valid, *before, *at[PS_TIERS - 1];   /* [n_chunks]; the first two are like ps_plan_chunk.valid */
 } planner;
 
 /* -- the input ---------------------------------------------------------------------------------------------------- */
@@ -55,7 +54,7 @@ static int stream_new(ps_stream *s, int32_t room, int32_t n_chunks)
     return (s->events = ps_alloc(want)) ? 0 : ps_fail_nomem(want);
 }
 
-/* Makes the events of tier 0, which are the uses. */
+/* Makes the events of tier 0, one per use. */
 static int stream_of_uses(planner *p)
 {
     const ps_plan_input *in = p->in;
@@ -72,7 +71,7 @@ static int stream_of_uses(planner *p)
 }
 
 /* -- the second level's stream ------------------------------------------------------------------------------------ */
-/* Appends the moves of level 0, from index *next on, that can begin before the uses of `moment`. */
+/* Appends those moves of level 0, from index *next on, that can begin before the uses of `moment`. */
 static void add_moves(const planner *p, ps_stream *s, int32_t *next, int32_t moment, int32_t *group)
 {
     static const int kinds[] = { [PS_MOVE_FETCH] = EV_SOURCE, [PS_MOVE_EVICT] = EV_DEST, [PS_MOVE_DROP] = EV_GONE };
@@ -84,9 +83,11 @@ static void add_moves(const planner *p, ps_stream *s, int32_t *next, int32_t mom
     }
 }
 
-/* Makes the events of tier 1: uses on it, writes on tier 0, and the moves of level 0. Within a moment they are
- * ordered as follows: moves that can begin before the moment, then copies that writes make stale, then uses (whose
- * chunks must be here together), then contents that end with uses on tier 0. */
+/* Makes the events of tier 1. Their order within a moment is:
+ *   moves of level 0 that can begin before the moment
+ *   copies that writes on tier 0 make stale
+ *   uses on tier 1, whose chunks must be there together
+ *   contents that end with uses on tier 0 */
 static int stream_of_moves(planner *p)
 {
     const ps_plan_input *in = p->in;
@@ -138,8 +139,8 @@ static void fill_at(planner *p, int l)
     }
 }
 
-/* Simulates one step on the first `levels` levels, with the present tunings. Starts from the state in p->valid, and
- * stores the state at the end of the step there. */
+/* Simulates one step on the first `levels` levels, with the present tunings. p->valid has the state before the step,
+ * and gets the state after it. */
 static int run_round(planner *p, int levels)
 {
     const ps_plan_input *in = p->in;
@@ -148,8 +149,7 @@ static int run_round(planner *p, int levels)
         fill_at(p, l);
         if (l == 1) {
             PS_TRY(stream_of_moves(p));
-            fill_at(p, l);                                /* restores the AT_BLANK marks that stream_of_moves has
-                                                           * cleared */
+            fill_at(p, l);                                /* restores AT_BLANK, which stream_of_moves clears */
         }
         level->tuning = &p->policy->tunings[p->tuning[l]];
         PS_TRY(ps_level_run(level));
@@ -177,7 +177,7 @@ static void restart(planner *p)
     for (int32_t c = 0; c < p->in->n_chunks; c++) p->valid[c] = p->in->chunks[c].valid;
 }
 
-/* Repeats the step, at most `rounds` times, until its final state equals its initial state. */
+/* Repeats the step until it ends in the state in which it began, at most `rounds` times. */
 static int run_rounds(planner *p, int levels, int rounds)
 {
     size_t n = (size_t)p->in->n_chunks;
@@ -188,7 +188,7 @@ static int run_rounds(planner *p, int levels, int rounds)
     return 0;
 }
 
-/* Returns the bytes that the repeating step moves with tunings t0 and t1. */
+/* Computes the bytes that the repeated step moves with tunings t0 and t1. */
 static int try_tunings(planner *p, int levels, int t0, int t1, int64_t *bytes)
 {
     p->tuning[0] = t0;
@@ -199,8 +199,8 @@ static int try_tunings(planner *p, int levels, int t0, int t1, int64_t *bytes)
     return 0;
 }
 
-/* Chooses the tunings that move the fewest bytes. Tries the levels one after the other, and then compares the result
- * with the first tuning on both levels, so the choice is never worse than this. */
+/* Chooses the tunings that move the fewest bytes, one level after the other. The choice is never worse than the
+ * first tuning on both levels. */
 static int choose(planner *p)
 {
     int best[PS_TIERS - 1] = { 0, 0 };
@@ -254,8 +254,7 @@ static int planner_open(planner *p, const ps_plan_input *in)
     return stream_of_uses(p);
 }
 
-/* Returns the use that cannot be served, after a level has failed at an event. If the event is a move of level 0,
- * returns the use that this move serves. */
+/* Returns the use for which the plan failed. If a move of level 0 failed, this is the use that the move serves. */
 static int32_t bad_use_of(const planner *p)
 {
     for (int l = p->levels - 1; l >= 0; l--) {
@@ -269,7 +268,7 @@ static int32_t bad_use_of(const planner *p)
     return -1;
 }
 
-/* Plans a step on one tier, which has no moves. Afterwards every chunk that was used has contents on the tier. */
+/* Plans a step on one tier. There are no moves, and each used chunk has contents on the tier afterwards. */
 static void run_flat(planner *p)
 {
     for (int32_t i = 0; i < p->in->n_uses; i++) p->valid[p->in->uses[i].chunk] = 1;

@@ -1,10 +1,11 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * One level of the planner: a bounded tier, the tier below as if it had no bound, and a stream of events in the order
- * in which they happen. Two cursors walk the stream. The take cursor allocates space for chunks. The use cursor follows
- * it; the space taken between the two is at most the read-ahead depth. A chunk with a taken event that the use cursor
- * has not passed is busy and stays. Every other chunk here is a candidate for eviction, and its next event lies beyond
- * the take cursor. So all state is that of the take cursor, and no prefix of the list of moves holds more than the
- * tier's capacity. */
+ * Plans the moves of one level: a bounded tier, and the tier below as if it had no bound. The input is a stream of
+ * events in the order in which they happen.
+ *
+ * Two cursors walk the stream. The take cursor allocates space for chunks, and the use cursor follows it. The space
+ * taken between them is at most the read-ahead depth. A chunk with an event between the cursors is busy and stays.
+ * Every other chunk here is a candidate for eviction, and its next event is after the take cursor. So all state is
+ * that of the take cursor, and no prefix of the list of moves holds more than the tier's capacity. */
 #include <float.h>
 #include <string.h>
 #include "base/alloc.h"
@@ -12,31 +13,28 @@
 #include "base/grow.h"
 #include "chunk/plan_level.h"
 
-/* Classes of candidates, each with a heap: one class for each WEIGH_* of policy.h, and one for candidates whose
- * eviction costs no copy. The latter are evicted first. Among the tops of the other heaps, weights decide. */
+/* Candidates for eviction are in heaps: one per WEIGH_* of policy.h, and one for those whose eviction costs no copy.
+ * The latter are evicted first. Weights decide between the tops of the other heaps. */
 enum { CLASS_FREE = WEIGH_COUNT, CLASS_COUNT };
-/* The planner makes room early only for uses that are at most REACH times the read-ahead depth away (in bytes that
- * uses before them need). Making room sooner has no advantage, and would evict chunks that are needed before. */
+/* Room is made only for uses at most REACH times the read-ahead depth away, in bytes that earlier uses need. Making
+ * room sooner would evict chunks that are needed before. */
 enum { REACH = 3 };
 
 typedef struct track {
-    double key, last, taken;      /* key: rank while the chunk is a candidate. last, taken: positions of its last
-                                   * event and of its arrival */
+    double key, last, taken;      /* rank as a candidate; positions of its last event, of its arrival */
     int64_t nbytes;
-    int32_t next;                 /* next event of the chunk after the take cursor (as in ps_stream.next) */
+    int32_t next;                 /* next event after the take cursor (as in ps_stream.next) */
     int32_t group;                /* group of its last taken event, or -1 */
-    int32_t slot;                 /* index in its heap, -1 if it is not a candidate */
-    int32_t free_from;            /* first moment at which the chunk may be evicted */
+    int32_t slot;                 /* index in its heap, -1 if not a candidate */
+    int32_t free_from;            /* first moment at which it may be evicted */
     int32_t below_from;           /* first moment at which the copy below may be read */
-    int32_t fetched, written;     /* 1 + index of the move that brought the chunk here, or 0. fetched: a move of this
-                                   * level. written: a move of the level above. */
-    int32_t above;                /* 1 + index of the last move of the level above that read or wrote the chunk here,
-                                   * or 0 */
+    int32_t fetched, written;     /* 1 + index of the move of this level, of the level above that brought it, or 0 */
+    int32_t above;                /* 1 + index of the last move above that read or wrote it here, or 0 */
     int32_t class;
 } track;
 
-/* A reservation of memory for a chunk. until: bytes of this and all earlier reservations. over: the moment at which
- * the chunk's use ends. */
+/* A reservation of memory for a chunk. until: bytes of this and all earlier reservations. over: moment at which its
+ * use ends. */
 typedef struct taking { int64_t until; int32_t over; } taking;
 
 typedef struct run {
@@ -45,12 +43,11 @@ typedef struct run {
     track *tracks;
     int32_t *heap[CLASS_COUNT], size[CLASS_COUNT];
     int32_t *picked;
-    uint8_t *took;                /* [events of two rounds] 1: memory was reserved for the event's chunk */
+    uint8_t *took;                /* [events of two rounds] 1: memory was reserved */
     taking *takings;
     int32_t n_takings, oldest;
     int32_t take, use;            /* cursors: next event, next group */
-    int64_t used, leaving, waiting;   /* bytes of chunks on this tier; bytes of candidates; bytes reserved for later
-                                       * uses */
+    int64_t used, leaving, waiting;   /* bytes of chunks here, of candidates, reserved for later uses */
     int32_t last_free;            /* 1 + index of the last move that frees memory, or 0 */
     double now;                   /* position of the use cursor */
 } run;
@@ -112,8 +109,8 @@ static void candidate_remove(run *r, int32_t chunk)
     heap_down(r, k, r->tracks[moved].slot);
 }
 
-/* Returns the class of a chunk that would be evicted now, judged by its later events. *next: the first event that
- * needs the chunk here again. */
+/* Returns the class that a chunk would have if it were evicted now. Its later events determine the class. *next gets
+ * the first event that needs the chunk here again. */
 static int classify(const run *r, int32_t chunk, int32_t *next)
 {
     uint8_t at = r->l->at[chunk];
@@ -122,7 +119,7 @@ static int classify(const run *r, int32_t chunk, int32_t *next)
     for (; e >= 0; e = after(r, e)) {
         int kind = event_at(r, e)->kind;
         if (lone ? kind == EV_DOWN : kind == EV_DOWN_WRITE) break;      /* the event requires an eviction anyway */
-        if (!lone && (kind == EV_DOWN || kind == EV_GONE)) continue;    /* the copy below is enough for these events */
+        if (!lone && (kind == EV_DOWN || kind == EV_GONE)) continue;    /* the copy below is enough */
         break;
     }
     *next = e;
@@ -130,7 +127,7 @@ static int classify(const run *r, int32_t chunk, int32_t *next)
     bool this_round = e >= 0 && e < r->s->n;
     if (kind == EV_DOWN || kind == EV_DOWN_WRITE) return CLASS_FREE;
     if (this_round && (kind == EV_STALE || kind == EV_DEST || kind == EV_END))
-        return CLASS_FREE;                                /* the contents end before anything uses them */
+        return CLASS_FREE;                                /* nothing uses the contents before they end */
     if (lone && (at & AT_ABOVE) && (!this_round || kind == EV_GONE)) return WEIGH_TWIN;
     return lone ? WEIGH_DIRTY : WEIGH_CLEAN;
 }
@@ -188,7 +185,7 @@ static int emit(run *r, int kind, int32_t chunk, int32_t from, int32_t need, int
     return 0;
 }
 
-/* Emits the move that evicts a chunk from the tier. The caller has already removed the chunk from the candidates. */
+/* Emits the move that evicts a chunk, which is no longer in a heap. */
 static int leave(run *r, int32_t chunk, int32_t need, int32_t event)
 {
     track *t = &r->tracks[chunk];
@@ -199,14 +196,14 @@ static int leave(run *r, int32_t chunk, int32_t need, int32_t event)
     return emit(r, ends ? PS_MOVE_DROP : PS_MOVE_EVICT, chunk, t->free_from < need ? t->free_from : need, need, event);
 }
 
-/* Returns the number of bytes that chunks may use on the tier at a moment. */
+/* Returns the bytes that chunks may use at a moment. */
 static int64_t limit_at(const ps_level *l, int32_t moment)
 {
     return l->capacity + (l->extra && moment < l->n_moments ? l->extra[moment] : 0);
 }
 
-/* Makes room for `nbytes` more within `limit`. Returns 1 if there is room, and 0 if that is not possible now. Picks
- * chunks by rank until there is enough room. Then unpicks those without which there is still enough. */
+/* Makes room for `nbytes` more within `limit`. Returns 1, or 0 if that is not possible now. Picks chunks by rank
+ * until there is room, then puts back those that are not needed. */
 static int make_room(run *r, int64_t nbytes, int64_t limit, int32_t need, int32_t event)
 {
     int64_t room = limit - r->used;
@@ -231,8 +228,8 @@ static int make_room(run *r, int64_t nbytes, int64_t limit, int32_t need, int32_
     return 1;
 }
 
-/* Returns the first moment at which a fetch may reserve its memory. The fetch must fit within `ahead` bytes together
- * with all earlier fetches whose chunks are not used yet, which is true from this moment on. */
+/* Returns the first moment at which a fetch may reserve its memory. Before this moment, the fetches whose chunks are
+ * not used yet would need more than `ahead` bytes. */
 static int32_t fetch_from(run *r, int64_t nbytes, int32_t moment)
 {
     int64_t total = (r->n_takings ? r->takings[r->n_takings - 1].until : 0) + nbytes;
@@ -243,9 +240,8 @@ static int32_t fetch_from(run *r, int64_t nbytes, int32_t moment)
     return over < moment ? over : moment;
 }
 
-/* Reserves memory for the chunk of event i and, if `fetch` is set, fetches its contents. Returns 1 on success, and 0
- * if that is not possible now. If `must` is set, the use cursor is at the event's group, so neither `ahead` nor
- * REACH limits the fetch. */
+/* Reserves memory for the chunk of event i. If `fetch` is set, also fetches its contents. Returns 1, or 0 if that is
+ * not possible now. If `must` is set, the event is due, so neither `ahead` nor REACH limits it. */
 static int take_space(run *r, int32_t i, bool fetch, bool must)
 {
     const ps_event *e = event_at(r, i);
@@ -275,8 +271,7 @@ static int take_space(run *r, int32_t i, bool fetch, bool must)
 }
 
 /* -- events ------------------------------------------------------------------------------------------------------- */
-/* Handles a use of a chunk that is here. If the move that brings the chunk was planned for a later moment, makes the
- * move due in time for the use. */
+/* Called for a use of a chunk that is here. Makes the move that brings the chunk due in time. */
 static void hurry(run *r, const ps_event *e)
 {
     const track *t = &r->tracks[e->chunk];
@@ -295,7 +290,7 @@ static int use_here(run *r, int32_t i, const ps_event *e, bool must)
         if (rc <= 0) return rc;
         if (blank) *at = AT_HERE;
     }
-    if (*at & AT_ENDED) *at = AT_HERE;                    /* the use begins new contents in the same memory */
+    if (*at & AT_ENDED) *at = AT_HERE;                    /* new contents in the same memory */
     if (e->kind == EV_WRITE) *at &= (uint8_t)~AT_BELOW;
     r->tracks[e->chunk].free_from = e->moment + 1;
     return 1;
@@ -352,7 +347,7 @@ static int serve_above(run *r, int32_t i, const ps_event *e, bool must)
     return 1;
 }
 
-/* Records that the contents of e's chunk end with event e, which has just been taken. */
+/* Records that the contents of e's chunk end with event e. */
 static void note_end(run *r, const ps_event *e)
 {
     uint8_t *at = &r->l->at[e->chunk];
@@ -360,20 +355,20 @@ static void note_end(run *r, const ps_event *e)
     r->tracks[e->chunk].free_from = e->moment + 1;
 }
 
-/* Takes event i. Returns 1 on success, and 0 if that is not possible now. */
+/* Takes event i. Returns 1, or 0 if that is not possible now. */
 static int take_event(run *r, int32_t i, bool must)
 {
     const ps_event *e = event_at(r, i);
     track *t = &r->tracks[e->chunk];
     uint8_t both = AT_HERE | AT_BELOW;
     if (e->kind == EV_DOWN && (r->l->at[e->chunk] & both) == both && !e->ends && !(r->l->at[e->chunk] & AT_ENDED)) {
-        t->next = r->s->next[i];                          /* reads the copy below, so nothing changes on this tier */
+        t->next = r->s->next[i];                          /* reads the copy below: nothing changes here */
         return 1;
     }
     candidate_remove(r, e->chunk);
     int rc = e->kind <= EV_WRITE ? use_here(r, i, e, must) : e->kind <= EV_DOWN_WRITE ? use_below(r, i, e)
                                                                                      : serve_above(r, i, e, must);
-    if (rc <= 0) return rc;                               /* the chunk is not here, so it was not a candidate */
+    if (rc <= 0) return rc;                               /* not here, so it was not a candidate */
     t->next = r->s->next[i];
     t->group = e->group;
     t->last = r->s->when[i];
@@ -390,13 +385,13 @@ static int take_beyond(run *r, int32_t i)
     if (!(at & (AT_HERE | AT_BELOW)) || (at & AT_ENDED)) return 0;
     if (e->kind == EV_SOURCE && (at & AT_ABOVE)) return 0;
     candidate_remove(r, e->chunk);
-    r->tracks[e->chunk].group = INT32_MAX;                /* keeps the chunk here until the step ends */
+    r->tracks[e->chunk].group = INT32_MAX;                /* stays until the step ends */
     if (at & AT_HERE) return 1;
     return take_space(r, i, true, false);
 }
 
-/* Called when the uses of the group at the use cursor have ended. Stops counting the group's memory as waiting, and
- * makes its chunks candidates for eviction. Drops chunks whose contents have ended at once. */
+/* Called when the uses of a group have ended. Its memory no longer counts as waiting, and its chunks become
+ * candidates for eviction. Chunks whose contents have ended are dropped at once. */
 static int pass_group(run *r, int32_t first, int32_t end)
 {
     for (int32_t i = first; i < end; i++) {
@@ -406,9 +401,8 @@ static int pass_group(run *r, int32_t first, int32_t end)
         if (r->took[i]) r->waiting -= t->nbytes;
         if (t->group != r->use || t->slot >= 0 || !(*at & AT_HERE)) continue;
         if (*at & AT_ENDED) {
-            int32_t need = r->used > r->l->capacity ? t->free_from : 2 * r->l->n_moments;      /* the extra room must
-                                                                                                * be free before the
-                                                                                                * next moment */
+            /* Extra room must be free before the next moment. */
+            int32_t need = r->used > r->l->capacity ? t->free_from : 2 * r->l->n_moments;
             PS_TRY(emit(r, PS_MOVE_DROP, chunk, t->free_from, need, i));
             *at = AT_BLANK;
         } else {
@@ -461,13 +455,13 @@ static int begin(run *r)
     if (r->used <= l->capacity) return 0;
     int rc = make_room(r, 0, l->capacity, 0, 0);          /* the tier is smaller than in the previous step */
     if (rc != 0) return rc < 0 ? rc : 0;
-    int32_t i = 0;                                        /* the capacity is negative, so no chunk can be here at all */
+    int32_t i = 0;                                        /* the capacity is negative, so no chunk can be here */
     while (i < s->n && s->events[i].kind > EV_WRITE) i++;
     return i < s->n ? fail_group(r, i) : 0;
 }
 
-/* Keeps the chunks that the events [first, end) of a moment use. It is called if the
- * moment has extra room, since the op of the moment needs all these chunks on this tier until it has run. */
+/* Keeps the chunks that events [first, end) use. Called for a moment with extra room, because its op needs all these
+ * chunks here until it has run. */
 static void keep_group(run *r, int32_t first, int32_t end)
 {
     for (int32_t i = first; i < end; i++)
@@ -509,8 +503,7 @@ static int walk(run *r)
     return 0;
 }
 
-/* Adjusts the moments of moves, which are performed in order: no move gets an earlier `from` than the moves before
- * it, or a later `need` than the moves after it. */
+/* Adjusts the moments of moves to their order: `from` and `need` never fall along the list. */
 static void smooth(ps_level *l)
 {
     for (int32_t i = l->n_moves - 2; i >= 0; i--)
@@ -531,8 +524,7 @@ int ps_level_run(ps_level *l)
     if (rc == 0) rc = walk(&r);
     ps_free(r.tracks);
     if (rc == 0) smooth(l);
-    if (rc == 0 && l->above) smooth(l->above);            /* hurry() may have made moves of the level above due
-                                                           * sooner */
+    if (rc == 0 && l->above) smooth(l->above);            /* hurry() may have changed its moves */
     return rc;
 }
 

@@ -1,11 +1,12 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Eviction policies: which chunk leaves a full tier. A policy is a function that ranks a chunk, and a row of the table.
- * Its name in the configuration, in errors and in docs/config.md comes from the row. plan_level.c computes the rank
- * when a chunk stops being in use, and not again before its next use, so a rank must not depend on the present time. A
- * plan divides a victim's distance by a weight that depends on the copies that its eviction costs. A tuning is one set
- * of these weights; a policy that weighs costs has several tunings.
+ * Eviction policies: which chunk leaves a full tier. A policy is a function that ranks a chunk, and a row of the
+ * table. The row contains its name for the configuration, errors and docs/config.md. A rank must not depend on the
+ * present time, because plan_level.c computes it only when a chunk stops being in use.
  *
- * Source of the rule that evicts what is needed last: L. A. Belady, A study of replacement algorithms for a
+ * A plan divides the time until a victim's next use by a weight, which depends on the copies that its eviction
+ * costs. A tuning is one set of these weights. A policy that weighs costs has several tunings.
+ *
+ * The rule to evict what is needed last is from L. A. Belady, A study of replacement algorithms for a
  * virtual-storage computer, IBM Systems Journal 5 (2), 1966. */
 #include "chunk/policy.h"
 #include "base/error.h"
@@ -17,9 +18,9 @@ static double rank_lru(const ps_victim *v) { return -v->last; }
 static double rank_fifo(const ps_victim *v) { return -v->taken; }
 
 static const ps_tuning even = { { 1, 1, 1 } };
-/* The first tuning is belady's, so `plan` is never worse than belady. Evicting a dirty chunk costs two copies, but
- * its copy down is often due later anyway. Whether to count this copy depends on the trace, so several weights are
- * tried. With the last tuning, dirty chunks are evicted only if no clean ones are left. */
+/* The planner tries each of these. The first is belady's, so `plan` is never worse than belady. Evicting a dirty
+ * chunk costs two copies, but its copy down is often due later anyway. Whether it should count depends on the trace.
+ * With the last tuning, dirty chunks are evicted only if no clean ones are left. */
 static const ps_tuning tunings[] = { { { 1, 1, 1 } }, { { 1, 4, 0.5 } }, { { 1, 1e6, 0.5 } } };
 
 static const ps_policy policies[] = {

@@ -1,26 +1,25 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Chunks that live only on tier 0. Plans assume that the last tier has a place for every chunk, so that each chunk can
- * leave the tiers above. If the last tier is too small, the chunks for which it has no place become residents. They
- * stay on tier 0 for whole steps and have no copy below. Plans use a smaller tier 0 without them. So device and host
- * (or host and disk) together hold the state, with no byte twice. Only chunks whose uses are all on tier 0 can be
- * residents. They include optimizer state if its update runs on that tier. */
+ * Residents: chunks that stay on tier 0 for whole steps, with no copy below. A plan assumes that the last tier has a
+ * place for every chunk. If it has not, the chunks without a place become residents, and plans use a smaller tier 0
+ * without them. So device and host (or host and disk) together hold the state, with no byte twice. Only chunks whose
+ * uses are all on tier 0 can be residents. This includes optimizer state whose update runs there. */
 #include <stdlib.h>
 #include "base/alloc.h"
 #include "base/error.h"
 #include "chunk/impl.h"
 
-/* The last tier must have extra room for this number of chunks of the largest size: for a short-lived copy, through
- * which the host reads a resident, and for a third chunk while two chunks are swapped. */
+/* Number of chunks of the largest size for which the last tier must have extra room: one for a short-lived copy
+ * through which the host reads a resident, and one for swapping two chunks. */
 enum { SPARE = 2 };
 
 typedef struct candidate {
     int32_t chunk;
-    int32_t uses;                 /* number of uses in the trace, INT32_MAX if the chunk is used below tier 0 */
+    int32_t uses;                 /* uses in the trace, INT32_MAX if it is used below tier 0 */
     bool resident;
 } candidate;
 
-/* Orders candidates by how much they should be resident. Present residents come first, because they should not move.
- * The others follow by their number of uses, because each use would cost copies. */
+/* Sorts candidates by how useful it is to keep them on tier 0. Present residents come first, because they should not
+ * move. The most used chunks follow, because each use would cost copies. */
 static int by_worth(const void *a, const void *b)
 {
     const candidate *x = a, *y = b;
@@ -29,7 +28,7 @@ static int by_worth(const void *a, const void *b)
     return x->chunk < y->chunk ? -1 : 1;
 }
 
-/* Returns the bytes that the last tier has for chunks in a step like `trace`, or INT64_MAX if it has no limit. */
+/* Returns the last tier's bytes for chunks in a step like `trace`. INT64_MAX means no limit. */
 static int64_t last_tier_room(ps_chunks *cs, const ps_trace *trace)
 {
     int last = cs->n_tiers - 1;
@@ -40,8 +39,7 @@ static int64_t last_tier_room(ps_chunks *cs, const ps_trace *trace)
         return info.capacity;
     }
     if (budget == 0) return INT64_MAX;
-    if (tier_other(cs, last) > trace->other_peak[last])    /* first returns memory that other tensors no longer use
-                                                            * to the system */
+    if (tier_other(cs, last) > trace->other_peak[last])    /* first returns unused memory to the system */
         cs->plain->table->trim(cs->plain, cs->tiers[last].device, true);
     int64_t other = other_in_step(cs, trace, last);
     return budget > other ? budget - other : 0;
@@ -65,8 +63,7 @@ int residents_choose(ps_chunks *cs, const ps_trace *trace, uint8_t *resident, in
     *nbytes = 0;
     for (int32_t i = 0; i < cs->n_chunks; i++) {
         resident[i] = 0;
-        if (cs->chunks[i].dead || cs->chunks[i].n_source) continue;      /* a chunk with a source needs no room on
-                                                                          * lower tiers */
+        if (cs->chunks[i].dead || cs->chunks[i].n_source) continue;      /* a source needs no room on lower tiers */
         all += cs->chunks[i].nbytes;
         if (cs->chunks[i].nbytes > largest) largest = cs->chunks[i].nbytes;
     }
@@ -106,15 +103,13 @@ int residents_choose(ps_chunks *cs, const ps_trace *trace, uint8_t *resident, in
 int residents_make(ps_chunks *cs, const uint8_t *resident)
 {
     for (int32_t i = 0; i < cs->n_chunks; i++) cs->chunks[i].resident = resident[i] != 0;
-    for (int pass = 0; pass < 2; pass++)                  /* the first pass handles chunks on tier 0, which need no
-                                                           * room */
+    for (int pass = 0; pass < 2; pass++)                  /* first the chunks on tier 0, which need no room */
         for (int32_t i = 0; i < cs->n_chunks; i++) {
             chunk *c = chunk_at(cs, i);
             if (!c->resident || c->valid == 0 || c->pins > 0 || (pass == 0 && !has_copy(c, 0))) continue;
             int64_t fetched = cs->stats.unplanned;
             PS_TRY(bring(cs, c, 0));
-            cs->stats.unplanned = fetched;                /* does not count these fetches, which happen once instead
-                                                           * of in each step */
+            cs->stats.unplanned = fetched;                /* these fetches do not repeat in each step */
             for (int t = 1; t < cs->n_tiers; t++) if (c->slot[t]) slot_drop(cs, c, t);
             c->valid = 1;
         }

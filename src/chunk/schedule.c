@@ -1,21 +1,20 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Steps: records the uses of chunks, makes a plan from a trace, and performs the plan. A plan is never required for
- * correctness: a move that does not fit the present places of chunks is skipped, and a pin that the plan did not serve
- * fetches its chunk by itself. */
+ * Records the uses of chunks in a step, plans the next step from them, and performs the plan. Nothing depends on the
+ * plan for its correctness. A move that does not fit the chunks' present places is skipped. A pin that the plan did
+ * not serve fetches its chunk. */
 #include <string.h>
 #include "base/alloc.h"
 #include "base/error.h"
 #include "base/grow.h"
 #include "chunk/impl.h"
 
-/* Margin above the peak of other tensors, for plans in which ops use memory that other tensors leave free at a
- * moment: OTHER_PAGES pages plus peak / OTHER_SHARE, where the second term is at most OTHER_MOST bytes. A real arena
- * is fragmented differently from that of a dry run, so other tensors can use more memory than the trace says. */
+/* Margin above the peak of tensors outside chunks, for plans in which ops use memory that these tensors leave free.
+ * It is OTHER_PAGES pages plus peak / OTHER_SHARE, the latter at most OTHER_MOST bytes. It is needed because a real
+ * arena is fragmented differently from that of a dry run. */
 enum { OTHER_PAGES = 2, OTHER_SHARE = 16, OTHER_MOST = 1 << 20 };
 
 /* -- noting ------------------------------------------------------------------------------------------------------- */
-static void stop_noting(ps_chunks *cs)                       /* harmless: without a trace, pins still fetch their
-                                                              * chunks */
+static void stop_noting(ps_chunks *cs)                       /* harmless: pins still fetch their chunks */
 {
     cs->noting = false;
     cs->record.n_uses = 0;
@@ -38,7 +37,7 @@ static void record_use(ps_chunks *cs, chunk *c, int t, bool write)
                                      .action = (int8_t)cs->step->is.now.kind };
 }
 
-/* Records the bytes of other tensors in the present moment, which has ended. */
+/* Records the bytes of tensors outside chunks in the moment that has just ended. */
 static void note_others(ps_chunks *cs)
 {
     ps_trace *r = &cs->record;
@@ -56,8 +55,8 @@ static void note_others(ps_chunks *cs)
     }
 }
 
-/* Sets the bytes that tiers leave for other tensors at the present moment. If the moment's op has extra bytes,
- * subtracts them. */
+/* Sets the bytes that tiers leave for tensors outside chunks at this moment. Subtracts the extra bytes of the
+ * moment's op, if any. */
 static void plan_others(ps_chunks *cs)
 {
     const ps_trace *e = cs->expected;
@@ -81,8 +80,7 @@ void note_use(ps_chunks *cs, chunk *c, int t, bool write)
             int64_t other = cs->step->dry ? 0 : tier_other(cs, i);
             if (other > cs->record.other_peak[i]) cs->record.other_peak[i] = other;
         }
-        for (int32_t i = 0; i < cs->n_held; i++) {        /* records the held chunks, which cannot move at this
-                                                           * moment */
+        for (int32_t i = 0; i < cs->n_held; i++) {        /* held chunks cannot move at this moment */
             chunk *x = chunk_at(cs, cs->held[i]);
             record_use(cs, x, x->held_tier, false);
             x->noted = cs->now;
@@ -120,8 +118,7 @@ const ps_trace *ps_chunks_trace_end(ps_chunks *cs)
     for (int t = 0; t < cs->n_tiers && r->n_uses > 0; t++) {
         if (is_disk(cs, t)) continue;
         int64_t *last = &r->spare[(r->n_moments - 1) * PS_TIERS + t];
-        if (*last < cs->before_step[t]) *last = cs->before_step[t];      /* the last moment lasts until the beginning
-                                                                          * of the next step */
+        if (*last < cs->before_step[t]) *last = cs->before_step[t];      /* lasts until the next step begins */
         if (cs->step->dry) r->other_peak[t] = cs->step->dry->table->held(cs->step->dry, cs->tiers[t].device);
         for (int32_t m = 0; m < r->n_moments; m++) {
             int64_t *at = &r->spare[m * PS_TIERS + t];
@@ -145,14 +142,14 @@ typedef struct request {
     ps_plan_input in;
     ps_plan_chunk *chunks;        /* [n_chunks] */
     uint8_t *resident;            /* [n_chunks] 1: not part of the plan */
-    ps_use *uses;                 /* [n_uses] uses of the trace except those of residents */
-    int32_t *number;              /* [n_uses] index of each of `uses` in the trace */
+    ps_use *uses;                 /* [n_uses] uses of the trace, without residents */
+    int32_t *number;              /* [n_uses] their indices in the trace */
     int64_t resident_nbytes;
     int64_t *extra[PS_TIERS];     /* as ps_plan_input.extra */
-    int64_t margin[PS_TIERS];     /* if `extra` is set: bytes that stay free above the peak of other tensors */
-    int64_t wanted, left;         /* Set for the first tier on which an op's chunks and the peak of other tensors do
-                                   * not fit together: the bytes of the largest op's chunks, and the tier's capacity
-                                   * for chunks. Otherwise 0. */
+    int64_t margin[PS_TIERS];     /* with `extra`: bytes that stay free above the peak of other tensors */
+    int64_t wanted, left;         /* for the first tier on which an op's chunks and the peak of other tensors do not
+                                   * fit together: bytes of the largest op's chunks, and the tier's capacity for
+                                   * chunks. Else 0 */
     int32_t short_tier;           /* that tier */
 } request;
 
@@ -185,9 +182,9 @@ static int request_open(ps_chunks *cs, const ps_trace *trace, request *r)
     return rc;
 }
 
-/* Returns the margin above the peak of other tensors on tier t, if ops use memory that other tensors leave free.
- * Returns 0 if ops cannot use it: the trace does not have other tensors' bytes by moment, the backend cannot return
- * free memory between them, or the capacity is smaller than the margin. */
+/* Returns the margin above the peak of other tensors on tier t. Returns 0 if ops cannot use the memory that other
+ * tensors leave free. This is the case if the trace has no bytes by moment, if the backend cannot return free
+ * memory, or if the capacity is smaller than the margin. */
 static int64_t margin_of(const ps_chunks *cs, const ps_trace *trace, int t, int64_t capacity)
 {
     const ps_backend *be = cs->tiers[t].be;
@@ -211,9 +208,9 @@ static int64_t widest_op(const ps_chunks *cs, const request *r, int t)
     return most;
 }
 
-/* Handles ops whose chunks do not fit on tier t in addition to the peak of other tensors: lets them use memory that
- * other tensors leave free at that moment. The arena must return this memory and later map it again, which costs
- * time, so only ops that have no other room get it. */
+/* Finds room for ops whose chunks and the peak of other tensors do not fit on tier t together. Such an op may use
+ * memory that other tensors leave free at its moment. Only these ops get it, because the arena must return the
+ * memory and later map it again. */
 static int fill_extra(ps_chunks *cs, const ps_trace *trace, request *r, int t)
 {
     int64_t need = widest_op(cs, r, t), capacity = r->in.capacity[t];
@@ -263,11 +260,9 @@ static int fill_request(ps_chunks *cs, const ps_trace *trace, request *r)
         if (cs->config.ahead[t]) {
             ahead = cs->config.ahead[t];
         } else if (t + 1 < cs->n_tiers && !is_disk(cs, t + 1)) {
-            ahead = r->in.capacity[t] / 2;   /* a forward uses the same chunks in half the time of a backward, so its
-                                              * fetches need more room ahead */
+            ahead = r->in.capacity[t] / 2;   /* a forward uses the same chunks in half a backward's time */
         } else {
-            int64_t sets = n > 0 ? total / n * 6 : 0;    /* bytes of six chunks of mean size: two of the sets that
-                                                          * Adam fetches */
+            int64_t sets = n > 0 ? total / n * 6 : 0;    /* six chunks of mean size: two sets that Adam fetches */
             if (ahead > sets) ahead = sets;
         }
         r->in.ahead[t] = cs->config.prefetch ? ahead : 0;
@@ -276,12 +271,11 @@ static int fill_request(ps_chunks *cs, const ps_trace *trace, request *r)
     return 0;
 }
 
-/* Returns the sub-code of the error about an op whose chunks have no room. Residents have a sub-code of their own,
- * because smaller chunks then help more often. */
+/* Returns the sub-code for an op whose chunks have no room. It differs if there are residents, because smaller
+ * chunks then help more often. */
 static int op_sub(const request *r) { return r->resident_nbytes > 0 ? PS_SUB_OP_BESIDE_RESIDENTS : PS_SUB_OP_CHUNKS; }
 
-/* Raises the error for an op that fits on its tier, but whose chunks must move through the tier below, which has no
- * room for them. */
+/* Raises the error for an op that fits on its tier, if the tier below has no room for chunks that move through it. */
 static int below_failed(ps_chunks *cs, const ps_trace *trace, const request *r, const ps_use *u)
 {
     int t = u->tier + 1;
@@ -297,8 +291,8 @@ static int below_failed(ps_chunks *cs, const ps_trace *trace, const request *r, 
                         bytes_text(cs->tiers[t].budget).s, bytes_text(left).s, bytes_text(other).s, cs->tiers[t].name);
 }
 
-/* Raises the planner's error with the names of tensors, chunks and tiers. bad: the use that the planner could not
- * serve, as an index in its input. */
+/* Raises the planner's error, with the names of tensors, chunks and tiers. bad: index of the use that was not
+ * served. */
 static int plan_failed(ps_chunks *cs, const ps_trace *trace, const request *r, int32_t bad)
 {
     if (bad < 0 || bad >= r->in.n_uses) return PS_ENOMEM;
@@ -314,9 +308,7 @@ static int plan_failed(ps_chunks *cs, const ps_trace *trace, const request *r, i
     if (r->margin[u->tier] > 0) {
         int64_t spare = trace->spare[u->moment * PS_TIERS + u->tier];
         other += r->margin[u->tier];
-        if (at->budget - other - stay + spare < wanted) other -= spare;      /* if the op fits with the spare bytes,
-                                                                              * a chunk on its way has no room
-                                                                              * instead */
+        if (at->budget - other - stay + spare < wanted) other -= spare;      /* else a chunk on its way has no room */
     }
     int64_t left = at->budget - other - stay;
     char text[160], besides[120] = "";
@@ -333,8 +325,7 @@ static int plan_failed(ps_chunks *cs, const ps_trace *trace, const request *r, i
                         stay > 0 ? last_key(cs) : "");
 }
 
-/* Rejects residents that do not fit on tier 0 in addition to other tensors. The planner cannot detect this, because
- * it does not move residents. */
+/* Rejects residents that do not fit on tier 0 together with other tensors. The planner does not see residents. */
 static int check_residents(ps_chunks *cs, const ps_trace *trace, const request *r)
 {
     const tier *at = &cs->tiers[0];
@@ -387,11 +378,11 @@ static bool trace_fits(const ps_chunks *cs, const ps_trace *trace)
     return true;
 }
 
-/* Rejects a step whose chunks and other tensors need more than the sum of all budgets. */
+/* Rejects a step whose chunks and other tensors need more than all budgets together. */
 static int check_total(ps_chunks *cs, const ps_trace *trace)
 {
     int64_t chunks = 0, room = 0, others = 0;
-    for (int32_t i = 0; i < cs->n_chunks; i++)            /* chunks with a source do not need memory of any budget */
+    for (int32_t i = 0; i < cs->n_chunks; i++)            /* chunks with a source need no budget */
         if (!cs->chunks[i].dead && !cs->chunks[i].n_source) chunks += cs->chunks[i].nbytes;
     for (int t = 0; t < cs->n_tiers; t++) {
         int64_t budget = cs->tiers[t].budget, other = is_disk(cs, t) ? 0 : trace->other_peak[t];
@@ -408,7 +399,7 @@ static int check_total(ps_chunks *cs, const ps_trace *trace)
                         cs->disk ? "" : ", set memory.disk");
 }
 
-/* Moves chunks down until the memory for the step's other tensors is free. */
+/* Moves chunks down until the step's other tensors have room. */
 static int leave_room(ps_chunks *cs, const ps_trace *trace)
 {
     for (int t = cs->n_tiers - 1; t >= 0; t--) {
@@ -420,8 +411,8 @@ static int leave_room(ps_chunks *cs, const ps_trace *trace)
     return ps_chunks_settle(cs);
 }
 
-/* Rejects a step whose other tensors do not fit on a tier. This check comes last, because if chunks are the reason,
- * the error of the plan has more details. */
+/* Rejects a step whose tensors outside chunks do not fit on a tier. Called last: if chunks are the reason, the
+ * plan's error has more details. */
 static int check_others(ps_chunks *cs, const ps_trace *trace)
 {
     for (int t = 0; t < cs->n_tiers; t++) {
@@ -471,13 +462,11 @@ void ps_chunks_step_end(ps_chunks *cs) { step_off(cs); }
 int ps_chunks_predict(ps_chunks *cs, const ps_trace *trace, ps_step_forecast *out)
 {
     if (!trace_fits(cs, trace)) return ps_fail(PS_ESTATE, "the trace is for chunks that no longer exist");
-    if (cs->n_tiers == 1) PS_TRY(check_total(cs, trace));   /* with one tier there is no level whose plan could find
-                                                             * too little room */
+    if (cs->n_tiers == 1) PS_TRY(check_total(cs, trace));   /* with one tier, no plan would find this */
     request r;
     ps_plan first, steady;
     int32_t bad = -1;
-    int64_t sources = 0;                                  /* bytes in sources, which the disk's file does not need to
-                                                           * hold */
+    int64_t sources = 0;                                  /* bytes in sources, which need no space on the disk tier */
     for (int32_t i = 0; i < cs->n_chunks; i++)
         if (!cs->chunks[i].dead && cs->chunks[i].n_source) sources += cs->chunks[i].nbytes;
     *out = (ps_step_forecast){ .n_moments = trace->n_moments, .n_uses = trace->n_uses };
@@ -517,7 +506,7 @@ int ps_chunks_predict(ps_chunks *cs, const ps_trace *trace, ps_step_forecast *ou
 }
 
 /* -- a paused script ---------------------------------------------------------------------------------------------- */
-/* Returns the bytes beyond a tier's budget that the prompt of a paused script may use: 64 MiB, or a sixteenth of a
+/* Returns the bytes by which the prompt of a paused script may exceed a tier's budget: 64 MiB, or a sixteenth of a
  * larger budget. */
 static int64_t reserve(int64_t budget) { return budget / 16 > 64 << 20 ? budget / 16 : 64 << 20; }
 
@@ -569,22 +558,21 @@ static int begin_move(ps_chunks *cs, const ps_move *m)
     switch (m->kind) {
     case PS_MOVE_FETCH:
         if (has_copy(c, t)) return 0;
-        if (c->valid == 0) return 0;                     /* no contents to move yet; the pin creates them */
+        if (c->valid == 0) return 0;                     /* the pin creates the contents */
         if (has_copy(c, t + 1)) return begin_fetch(cs, c, t);
-        return m->need <= cs->now ? 0 : 1;               /* c is not on tier t + 1 yet; if the move is due, skips it,
-                                                          * and the pin fetches c */
+        return m->need <= cs->now ? 0 : 1;               /* if due, skips it: the pin fetches c */
     case PS_MOVE_EVICT:
         return !c->slot[t] || c->pins > 0 ? 0 : begin_evict(cs, c, t);
     case PS_MOVE_DROP:
         if (!c->slot[t] || c->tier_pins[t] > 0) return 0;
         if (!has_copy(c, t) || (c->valid & ~(1u << t))) slot_drop(cs, c, t);
-        else return begin_evict(cs, c, t);               /* does not drop the last valid copy, but moves it down */
+        else return begin_evict(cs, c, t);               /* the last valid copy moves down instead */
         return 0;
     }
     return 0;
 }
 
-/* Begins the moves of level l in order, up to the first one that may not begin yet. */
+/* Begins the moves of level l in order, up to the first one that must wait. */
 static int advance_level(ps_chunks *cs, int l, bool *moved)
 {
     const ps_plan *p = &cs->plan;
@@ -621,28 +609,25 @@ int advance(ps_chunks *cs)
             PS_TRY(transfers_poll(cs, true, NULL));
             continue;
         }
-        for (int l = 0; l < PS_TIERS - 1; l++)           /* the plan no longer fits, so drops it; the step continues
-                                                          * with fetches by pins */
+        for (int l = 0; l < PS_TIERS - 1; l++)           /* gives the plan up: from now on pins fetch */
             cs->cursor[l] = cs->plan.n_moves[l];
     }
     return cs->n_back > 0 ? go_back(cs) : 0;
 }
 
 /* -- ahead of the plan ----------------------------------------------------------------------------------------------
- * A plan covers one step and moves a chunk up only shortly before its next use there. If there is room, two kinds of
- * moves are better made sooner. A chunk that was used above and will be used below moves down at once, instead of
- * together with all others. A chunk that was updated below for the last time in this step moves back up while no
- * other chunk is moving up; otherwise the next step would begin with all these copies. */
+ * A plan moves a chunk up only shortly before its next use. If there is room, two kinds of moves are made sooner. A
+ * chunk that will next be used below moves down at once. A chunk that was updated below for the last time in this step
+ * moves back up when no other chunk is moving up, so that the next step does not begin with all these copies. */
 static void leave_early(ps_chunks *cs, chunk *c, int t)
 {
     if (t + 1 >= cs->n_tiers || is_disk(cs, t + 1) || c->transfer || !has_copy(c, t)) return;
     if (cs->expected->uses[c->next_in_trace].tier <= t) return;
-    if (tier_room(cs, t + 1) >= cs->tiers[t].used) begin_evict(cs, c, t);      /* if this fails, the plan moves c
+    if (tier_room(cs, t + 1) >= cs->tiers[t].used) begin_evict(cs, c, t);      /* if this fails, the plan does it
                                                                                 * later */
 }
 
-/* Returns the fewest bytes that are free on tier 0 at any time until the end of the plan, if only the plan's moves
- * happen. */
+/* Returns the fewest bytes that tier 0 will have free until the end of the plan, if only the plan's moves happen. */
 static int64_t room_to_stay(ps_chunks *cs)
 {
     int64_t room = tier_room(cs, 0), least;

@@ -11,7 +11,7 @@
 #include "chunk/impl.h"
 #include "mem/mem.h"
 
-enum { BLOCK = 4 << 20 };       /* number of bytes that are copied at once, while the system reads the next block */
+enum { BLOCK = 4 << 20 };       /* bytes copied at once, while the system reads the next block */
 
 struct ps_source_job {
     const source_part *parts;
@@ -31,8 +31,8 @@ struct ps_source {
 };
 
 /* -- the thread --------------------------------------------------------------------------------------------------- */
-/* Advises the system about all pages that contain these n bytes. A loan has a mapping of whole pages for itself, so
- * no other bytes are affected. */
+/* Advises the system about all pages that contain these n bytes. A loan maps whole pages of its own, so no other
+ * bytes are affected. */
 static void advise(const char *bytes, int64_t n, int advice)
 {
     uintptr_t page = (uintptr_t)sysconf(_SC_PAGESIZE), begin = (uintptr_t)bytes & ~(page - 1);
@@ -44,9 +44,9 @@ static void advise(const char *bytes, int64_t n, int advice)
 #define MADV_PAGEOUT 21         /* since Linux 5.4; older systems return an error */
 #endif
 
-/* Copies bytes of a file. Removes their pages from the process at once, so that they do not count as its memory. If
- * the user owns the file, also removes them from the page cache: a model that is larger than memory would otherwise
- * push all other files out of the cache. */
+/* Copies bytes of a mapped file, and removes their pages from the process at once, so that they do not count as its
+ * memory. If the user owns the file, also removes them from the page cache, so that a large model does not push out
+ * other files. */
 static void copy_part(char *dst, const char *src, int64_t nbytes)
 {
     int64_t page = sysconf(_SC_PAGESIZE);
@@ -55,8 +55,7 @@ static void copy_part(char *dst, const char *src, int64_t nbytes)
         int64_t n = nbytes - at < BLOCK ? nbytes - at : BLOCK, rest = nbytes - at - n;
         if (rest > 0) advise(src + at + n, rest < BLOCK ? rest : BLOCK, MADV_WILLNEED);
         memcpy(dst + at, src + at, (size_t)n);
-        advise(src + at, rest > 0 ? n - page : n, MADV_PAGEOUT);           /* keeps the last page, which the next
-                                                                            * block shares */
+        advise(src + at, rest > 0 ? n - page : n, MADV_PAGEOUT);           /* the next block shares the last page */
     }
     advise(src, nbytes, MADV_DONTNEED);
 }
@@ -161,7 +160,7 @@ void source_drop(chunk *c)
     c->n_source = c->source_capacity = 0;
 }
 
-/* Returns true if parts can be added to c's source: c has no contents outside the source. */
+/* Returns true if c's source can get more parts: c has no contents outside the source. */
 static bool takes_parts(const ps_chunks *cs, const chunk *c)
 {
     if (!cs->disk || cs->tiers[0].be->pretends || c->transfer || c->pins > 0 || c->extent >= 0) return false;
@@ -169,7 +168,7 @@ static bool takes_parts(const ps_chunks *cs, const chunk *c)
     return c->valid == (c->n_source ? 1u << (cs->n_tiers - 1) : 0);
 }
 
-/* Returns the index of the part of a chunk's source whose bytes are exactly those of a member, or -1. */
+/* Returns the index of the part of c's source that has exactly the bytes of m, or -1. */
 static int32_t part_of(const chunk *c, const member *m)
 {
     for (int32_t i = 0; i < c->n_source; i++)
@@ -177,8 +176,8 @@ static int32_t part_of(const chunk *c, const member *m)
     return -1;
 }
 
-/* Moves the loan of s to *out. s either has borrowed bytes or is in a chunk with a source. Returns false if the loan
- * cannot be moved now. */
+/* Moves the loan of s to *out. s has borrowed bytes, or is in a chunk with a source. Returns false if that is not
+ * possible now. */
 static bool take_loan(ps_chunks *cs, ps_storage *s, ps_loan *out)
 {
     if (!ps_storage_is_of(s, &cs->base)) return ps_storage_take_loan(s, out);

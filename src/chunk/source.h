@@ -1,14 +1,14 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Sources: chunks whose contents are in files of the user that are mapped, such as the frozen weights of a safetensors
- * file. Such a chunk counts as being on the disk tier, but has no extent in the tier's file: it is read from its source
- * and never written. The first write to the chunk ends the source. One thread copies parts of sources to chunks. */
+ * Sources: chunks whose contents are in a mapped file of the user, such as frozen weights in a safetensors file.
+ * Such a chunk counts as being on the disk tier, but has no extent there. It is read from its source and never
+ * written. The first write to the chunk ends the source. One thread copies from sources. */
 #ifndef PS_SOURCE_H
 #define PS_SOURCE_H
 #include <stdbool.h>
 #include <stdint.h>
 #include "ps.h"
 
-/* A range of a chunk whose bytes come from a loan: `nbytes` bytes from offset `at` on. */
+/* A range of a chunk whose bytes come from a loan. It begins at offset `at` of the chunk. */
 typedef struct source_part {
     int64_t at, nbytes;
     ps_loan loan;
@@ -18,13 +18,11 @@ typedef struct ps_source ps_source;           /* the thread */
 typedef struct ps_source_job ps_source_job;
 
 int ps_source_open(ps_source **out);
-void ps_source_close(ps_source *source);      /* called after all jobs have been waited for; `source` may be NULL */
+void ps_source_close(ps_source *source);      /* after all jobs were waited for; `source` may be NULL */
 /* Begins a job that fills `nbytes` at dst from parts. The parts are in order and do not overlap; bytes between them
- * become 0. parts and dst must stay valid until the caller has waited for the job. Fails if a lender's file has
- * changed. */
+ * become 0. parts and dst must stay valid until ps_source_wait. Fails if a lender's file has changed. */
 int ps_source_read(ps_source *source, const source_part *parts, int32_t n, void *dst, int64_t nbytes,
                    ps_source_job **out);
-/* Returns 1 if the job has ended, and frees it. Returns 0 if the job is still under way, which is possible only if
- * block is false. */
+/* Returns 1 if the job has ended, and frees it. Returns 0 if it is still under way, only if block is false. */
 int ps_source_wait(ps_source *source, ps_source_job *job, bool block);
 #endif

@@ -1,8 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The memory of the chunk manager: allocates slots on each tier, copies between neighbouring tiers, and makes room.
- * Invariants: A chunk has at most one copy under way. Allocated slots and memory kept for reuse never exceed a tier's
- * budget minus its other tensors. A request that fails may have moved chunks, but each still has its contents on some
- * tier. */
+ * Memory and copies of the chunk manager: allocates slots on each tier, copies between neighbouring tiers, and makes
+ * room. A chunk has at most one copy under way. Slots and memory kept for reuse never exceed a tier's budget minus
+ * its other tensors. A failed request may have moved chunks, but each still has its contents on some tier. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -14,7 +13,6 @@
 #include "chunk/policy.h"
 
 /* -- the record of events ----------------------------------------------------------------------------------------- */
-/* Returns the bit set of the tiers on which c has memory. */
 static uint16_t places_of(const ps_chunks *cs, const chunk *c)
 {
     unsigned on = 0;
@@ -101,7 +99,7 @@ static void poison(void *p, int64_t nbytes) { memset(p, 0xA5, (size_t)nbytes); }
 
 static void region_free(tier *at, void *p, int64_t nbytes) { at->be->region_free(at->be, p, (size_t)nbytes); }
 
-/* Frees memory that is kept for reuse until at least `until_room` bytes are free, or all of it for INT64_MAX. */
+/* Frees memory that is kept for reuse, until `until_room` bytes are free. INT64_MAX frees all of it. */
 void cache_clear(ps_chunks *cs, int t, int64_t until_room)
 {
     tier *at = &cs->tiers[t];
@@ -143,7 +141,7 @@ void cache_forget(ps_chunks *cs, int64_t nbytes)
             region_free(&cs->tiers[t], p, nbytes);
 }
 
-/* Makes the plain manager return its unused memory if that makes room for `nbytes`. */
+/* Makes the plain manager return unused memory if that makes room for `nbytes`. Returns whether there is room. */
 static bool trim(ps_chunks *cs, int t, int64_t nbytes)
 {
     const tier *at = &cs->tiers[t];
@@ -155,16 +153,16 @@ static bool trim(ps_chunks *cs, int t, int64_t nbytes)
     return tier_room(cs, t) >= nbytes;
 }
 
-/* Returns true if c's extent in the disk's file can be freed. Stale contents can always be freed. If `redundant` is
- * set, contents that a higher tier also has can be freed, too. */
+/* Returns whether c's extent can be freed: its contents are stale, or `redundant` is set and a higher tier has them,
+ * too. */
 static bool can_give_extent(const chunk *c, int disk, bool redundant)
 {
     if (c->dead || c->extent < 0 || c->transfer) return false;
     return !has_copy(c, disk) || (redundant && c->valid != 1u << disk);
 }
 
-/* Allocates an extent of the disk's file for c. If the file is full, first frees stale copies in it, then copies of
- * chunks whose contents are also on a higher tier. */
+/* Allocates an extent of the disk's file for c. If the file is full, frees stale extents, then those of chunks whose
+ * contents are also on a higher tier. */
 static int extent_take(ps_chunks *cs, chunk *c)
 {
     int disk = cs->n_tiers - 1, rc = ps_disk_extent_new(cs->disk, c->nbytes, &c->extent);
@@ -183,9 +181,9 @@ static int extent_take(ps_chunks *cs, chunk *c)
 
 enum { SPARE_NBYTES = 64 << 20, GRANT_NBYTES = SPARE_NBYTES / 4 };
 
-/* Returns true if the system has this much memory for tier t. On the host, some spare memory must remain. Asking the
- * system takes longer than allocating a small slot, so one query serves many slots, which together use at most a
- * fraction of the spare memory. */
+/* Returns whether the system has this much memory for tier t. On the host, spare memory must remain. Asking takes
+ * longer than allocating a small slot, so one query serves several slots, which use at most a fraction of the spare
+ * memory. */
 static bool system_has(tier *at, int64_t nbytes)
 {
     if (!at->be->is_host) return at->be->bytes_available(at->be) >= nbytes;
@@ -243,21 +241,20 @@ static transfer *transfer_new(ps_chunks *cs, chunk *c, int level, bool up)
     return x;
 }
 
-/* Starts to read a chunk from its source. The reading thread is created for the first chunk with a source. */
+/* Starts to read a chunk from its source. The first such chunk creates the reading thread. */
 static int read_source(ps_chunks *cs, const chunk *c, void *dst, ps_source_job **out)
 {
     if (!cs->source) PS_TRY(ps_source_open(&cs->source));
     return ps_source_read(cs->source, c->source, c->n_source, dst, c->nbytes, out);
 }
 
-/* Starts copy x, which waits for copy `after` if it is not NULL. c already has memory on both tiers. */
+/* Starts copy x, after copy `after` if it is not NULL. c has memory on both tiers. */
 static int transfer_start(ps_chunks *cs, transfer *x, ps_copy *after)
 {
     chunk *c = chunk_at(cs, x->chunk);
     int t = x->level;
     void *above = c->slot[t];
-    if (cs->tiers[t].be->pretends) return 0;                 /* simulated memory has no bytes to move, so the copy is
-                                                              * complete */
+    if (cs->tiers[t].be->pretends) return 0;                 /* simulated memory has no bytes to copy */
     if (is_disk(cs, t + 1)) {
         if (x->up && c->n_source) return read_source(cs, c, above, &x->read);
         if (x->up) return ps_disk_read(cs->disk, c->extent, above, c->nbytes, NULL, &x->job);
@@ -293,10 +290,10 @@ static int begin_behind(ps_chunks *cs, chunk *c, int level, bool up, ps_copy *af
 
 static int begin(ps_chunks *cs, chunk *c, int level, bool up) { return begin_behind(cs, c, level, up, NULL); }
 
-/* Begins a fetch of c, the heir, into the memory of a chunk that is still being evicted. The copy engine starts the
- * fetch when the copy down has ended, so both directions stay busy while the caller computes. The memory becomes c's
- * when transfers_poll completes the copy down. If the copy down failed, the evicted chunk keeps the memory. Returns
- * 1 if no chunk of c's size is being evicted. */
+/* Begins to fetch c into the memory of a chunk that is still being evicted, so that both directions stay busy while
+ * the caller computes. c is then that chunk's heir. The copy engine starts the fetch when the copy down has ended.
+ * transfers_poll then gives the memory to c, or leaves it to the evicted chunk if the copy down failed. Returns 1 if
+ * no chunk of c's size is being evicted. */
 static int begin_fetch_behind(ps_chunks *cs, chunk *c, int t)
 {
     transfer *x = cs->transfers;
@@ -348,8 +345,7 @@ static void transfer_end(ps_chunks *cs, transfer *x, int rc)
     c->transfer = NULL;
     if (heir) heir->transfer->behind = false;
     if (rc < 0) {
-        if (heir) heir->slot[t] = NULL;                   /* the evicted chunk keeps the memory, and the heir's copy
-                                                           * fails, too */
+        if (heir) heir->slot[t] = NULL;                   /* the evicted chunk keeps it; the heir's copy fails */
         if (x->up) slot_drop(cs, c, t);
         else if (!is_disk(cs, t + 1)) slot_drop(cs, c, t + 1);
         return;
@@ -360,7 +356,7 @@ static void transfer_end(ps_chunks *cs, transfer *x, int rc)
     } else {
         c->valid |= (uint8_t)(1u << (t + 1));
         cs->tiers[t].bytes_down += c->nbytes;
-        if (heir) {                                       /* the heir now owns the memory, so `used` does not change */
+        if (heir) {                                       /* the heir owns the memory, so `used` does not change */
             c->slot[t] = NULL;
             c->valid &= (uint8_t)~(1u << t);
         } else if (c->tier_pins[t] == 0 && !(c->resident && t == 0)) {
@@ -371,7 +367,7 @@ static void transfer_end(ps_chunks *cs, transfer *x, int rc)
     record_chunk(cs, c, PS_CHUNK_MOVE, from, to);
     ps_record_event e = { .kind = PS_REC_COPY, .name = !x->up, .begin_ns = x->began_ns, .id = c->id,
                           .bytes = c->nbytes, .from = (uint8_t)from, .to = (uint8_t)to };
-    const int64_t *ran = cs->tiers[t].be->copied_ns;     /* times by the device's clock, if the backend has them */
+    const int64_t *ran = cs->tiers[t].be->copied_ns;     /* by the device's clock, if it has times */
     if (x->copy && x->began_ns && ran[0]) e.begin_ns = ran[0], e.end_ns = ran[1];
     ps_record_end(e);
 }
@@ -381,7 +377,7 @@ int transfers_poll(ps_chunks *cs, bool block, const chunk *only)
     int result = 0;
     for (transfer **at = &cs->transfers; *at;) {
         transfer *x = *at;
-        bool before = only && x->heir == only->id;        /* this copy down frees the memory for the fetch of `only` */
+        bool before = only && x->heir == only->id;        /* this copy down frees memory for `only` */
         bool wait = block && (!only || x->chunk == only->id || before);
         double began = wait ? ps_now() : 0;
         int64_t wait_ns = wait ? ps_record_begin() : 0;
@@ -434,7 +430,7 @@ int fail_no_room(ps_chunks *cs, int t, const chunk *c, int64_t nbytes)
                             "set memory.%s and memory.disk so that chunks can move out",
                             c ? "chunk " : "", c ? text : "a tensor", bytes_text(nbytes).s, at->name,
                             bytes_text(at->used).s, at->name);
-    if (!is_disk(cs, t) && tier_room(cs, t) >= nbytes)      /* the budget has room, but the machine does not */
+    if (!is_disk(cs, t) && tier_room(cs, t) >= nbytes)      /* the machine has no room */
         return ps_fail_room(PS_ENOMEM, PS_SUB_NONE, t, nbytes, at->be->bytes_available(at->be),
                             "%s%s: %s wanted on tier %s, whose budget of %s has room for it, but only %s "
                             "are left %s%s; free some memory, or set memory.%s lower, so that chunks move out earlier",
@@ -464,12 +460,11 @@ int fail_no_room(ps_chunks *cs, int t, const chunk *c, int64_t nbytes)
                         !last && below[0] && is_disk(cs, t + 1) ? ".limit" : "");
 }
 
-/* Counts as a moment after all known uses. It is small enough that a double still represents halves (pick adds 0.5). */
+/* A moment after all known uses, small enough that a double still represents halves (pick adds 0.5). */
 static const int64_t NO_USE_KNOWN = 1000000000000000;
 
-/* Returns the policy's rank of a chunk when there is no plan; the chunk with the highest rank is evicted first.
- * Chunks whose next use is unknown are assumed to be used after all others, and the least recently used of them
- * last. */
+/* Returns the policy's rank of a chunk when there is no plan. Chunks whose next use is unknown are assumed to be
+ * used after all others, the least recently used one last. */
 static double rank_of(ps_chunks *cs, const chunk *c)
 {
     int64_t next = next_use_of(cs, c);
@@ -483,25 +478,23 @@ static bool movable(const ps_chunks *cs, const chunk *c, int t, const chunk *kee
     return !c->dead && c != keep && c->slot[t] && c->pins == 0 && !c->transfer && !(c->resident && t == 0);
 }
 
-/* Returns true if tier t is the last tier and is host memory, so that a chunk can leave it only by moving up. */
+/* Returns true if tier t is host memory and the last tier. A chunk can then leave it only by moving up. */
 static bool only_up(const ps_chunks *cs, int t) { return t > 0 && t + 1 == cs->n_tiers && !is_disk(cs, t); }
 
-/* Returns true if c's copy on tier t can be dropped at once, because tier t - 1 also has a copy. */
+/* Returns true if c's copy on tier t can be dropped, because tier t - 1 also has one. */
 static bool doubled(const chunk *c, int t, const chunk *keep)
 {
     return !c->dead && c != keep && c->slot[t] && c->tier_pins[t] == 0 && !c->transfer && has_copy(c, t - 1);
 }
 
-/* Returns true if c can be removed from tier t without a copy down: a lower tier has its contents, or its slot on t
- * has no contents. */
+/* Returns true if c can leave tier t without a copy: a lower tier has its contents, or its slot here has none. */
 static bool has_lower(const ps_chunks *cs, const chunk *c, int t)
 {
     for (int lower = t + 1; lower < cs->n_tiers; lower++) if (has_copy(c, lower)) return true;
     return !has_copy(c, t);
 }
 
-/* Returns true if `nbytes` can be freed on tier t at all. Counts, for each tier, the chunks that could move to other
- * tiers. */
+/* Returns true if `nbytes` can be freed on tier t, by counting the chunks that could move to other tiers. */
 static bool can_free(ps_chunks *cs, int t, int64_t nbytes, const chunk *keep)
 {
     int64_t room = tier_room(cs, t), down = 0;
@@ -547,7 +540,7 @@ static chunk *pick(ps_chunks *cs, int t, const chunk *keep)
     return best;
 }
 
-/* Returns the bytes that the copies under way will free on tier t when they end. */
+/* Returns the bytes that copies under way will free on tier t. */
 static int64_t coming(const ps_chunks *cs, int t)
 {
     int64_t sum = 0;
@@ -556,8 +549,8 @@ static int64_t coming(const ps_chunks *cs, int t)
     return sum;
 }
 
-/* Makes room on tier t, the last one. First drops copies that tier t - 1 also has, beginning with those of
- * residents. Then moves chunks up, highest rank of the policy first, while there is room above. */
+/* Makes room on tier t, the last one. First drops copies that tier t - 1 also has, those of residents first. Then
+ * moves chunks up, highest rank first, while there is room above. */
 static int yield_up(ps_chunks *cs, int t, int64_t nbytes, const chunk *keep)
 {
     for (int others = 0; others < 2; others++)
@@ -591,8 +584,7 @@ int make_room(ps_chunks *cs, int t, int64_t nbytes, const chunk *keep)
     PS_TRY(transfers_poll(cs, false, NULL));
     while (tier_room(cs, t) < nbytes && cs->transfers) PS_TRY(transfers_poll(cs, true, NULL));
     if (tier_room(cs, t) < nbytes && !is_disk(cs, t) && tier_other(cs, t) > cs->tiers[t].planned_other)
-        cs->plain->table->trim(cs->plain, cs->tiers[t].device, true);   /* returns memory that other tensors freed to
-                                                                         * the system */
+        cs->plain->table->trim(cs->plain, cs->tiers[t].device, true);   /* returns freed memory to the system */
     if (tier_room(cs, t) >= nbytes) return 0;
     if (!can_free(cs, t, nbytes, keep)) return fail_no_room(cs, t, keep, nbytes);
     if (only_up(cs, t)) PS_TRY(yield_up(cs, t, nbytes, keep));
@@ -623,7 +615,7 @@ static int take_or_make(ps_chunks *cs, chunk *c, int t)
     return rc == 1 ? fail_no_room(cs, t, c, c->nbytes) : rc;
 }
 
-/* Fills a slot with zeros. Uses the backend if the host may be unable to access the slot's memory. */
+/* Fills a slot with zeros. Uses the backend if the host may be unable to access the memory. */
 static int clear_slot(const tier *at, char *p, int64_t nbytes)
 {
     static const char zeros[64 << 10];
@@ -648,7 +640,7 @@ int bring(ps_chunks *cs, chunk *c, int t)
             PS_TRY(transfers_poll(cs, true, c));
             continue;
         }
-        if (c->valid == 0) {                              /* the chunk has no contents yet, so it reads as zeros */
+        if (c->valid == 0) {                              /* no contents yet: reads as zeros */
             PS_TRY(take_or_make(cs, c, t));
             int rc = c->ended ? 0 : clear_slot(&cs->tiers[t], c->slot[t], c->nbytes);
             if (rc < 0) {
@@ -660,22 +652,22 @@ int bring(ps_chunks *cs, chunk *c, int t)
         }
         int from = 0;
         cs->stats.unplanned++;
-        while (!has_copy(c, from)) from++;                /* finds the fastest tier with the contents */
+        while (!has_copy(c, from)) from++;                /* the fastest tier with the contents */
         int rc;
-        if (from < t) {                                   /* moves down one tier at a time */
+        if (from < t) {                                   /* one tier at a time */
             PS_TRY(take_or_make(cs, c, from + 1));
             rc = begin(cs, c, from, false);
         } else {
             while (from > t + 1 && has_copy(c, from - 1)) from--;
             PS_TRY(take_or_make(cs, c, from - 1));
-            if (!has_copy(c, from)) continue;             /* make_room has moved c down, so starts again */
+            if (!has_copy(c, from)) continue;             /* make_room has moved c down */
             rc = begin(cs, c, from - 1, true);
             if (rc < 0) slot_drop(cs, c, from - 1);
         }
         if (rc < 0) return rc;
         PS_TRY(transfers_poll(cs, true, c));
     }
-    if (c->transfer) PS_TRY(transfers_poll(cs, true, c)); /* completes c's eviction, which this pin makes pointless */
+    if (c->transfer) PS_TRY(transfers_poll(cs, true, c)); /* ends c's eviction, which is now pointless */
     return has_copy(c, t) ? 0 : bring(cs, c, t);
 }
 
