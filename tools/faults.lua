@@ -32,7 +32,7 @@ whole(parser:option("--ranks", "a job has at most this number of ranks", "2"), 1
 whole(parser:option("--steps", "steps of a job", "6"), 1, 100)
 whole(parser:option("--jobs", "jobs that run at once", "1"), 1, 64)
 number(parser:option("--hours", "go on with the seeds after B until this number of hours is over"), 0, 1e6)
-number(parser:option("--patience", "timeouts are longer by this factor, for a machine with other work", "1"), 1, 1000)
+number(parser:option("--patience", "timeouts are at least this factor longer", "1"), 1, 1000)
 parser:option("--plan", "with --replay: these events instead of the drawn ones, each LIFE/RANK:DOOR@NTH=ACTION")
 whole(parser:option("--stop-at", "end after this number of WRONG seeds"), 1)
 parser:flag("--keep", "keep the folders of jobs that are WRONG")
@@ -69,7 +69,8 @@ local function report(plan, verdict, shrunk)
   if options.json then
     print(json.encode { seed = plan.seed, job = draw.describe(plan.job), settings = settings_of(plan.job),
       begins = plan.begins, events = draw.events(plan), off = plan.off, outcome = verdict.outcome, why = verdict.why,
-      faults = verdict.faults, ended_s = verdict.ended_s and math.floor(verdict.ended_s * 100 + 0.5) / 100,
+      faults = verdict.faults, happened = verdict.happened, patience = plan.job.patience_s,
+      ended_s = verdict.ended_s and math.floor(verdict.ended_s * 100 + 0.5) / 100,
       shrunk = shrunk and draw.events(shrunk) })
   else
     print(("%d  %s%s  [%s]  %d happened  %s%s"):format(plan.seed, draw.describe(plan.job),
@@ -186,6 +187,7 @@ if not options.json and not options.replay then
   print(("%d %s in %.0f s: %d golden, %d named, %d WRONG; %d faults happened"):format(
     counts.golden + counts.named + counts.WRONG, options.plans and "plans" or "seeds", run.now() - began, counts.golden,
     counts.named, counts.WRONG, counts.faults))
+  if trials.repeated > 0 then print(trials.repeated .. " were repeated with more patience: the machine was busy") end
 end
 if not (options.keep and counts.WRONG > 0) then os.execute(("rm -rf '%s'"):format(trials.root)) end
 os.exit(counts.WRONG > 0 and 1 or 0)

@@ -121,7 +121,7 @@ describe("the checker", function()
     local plan = { events = events or {}, job = job }
     local state = { saved = saved or 0, seen = {}, faults = 0 }
     local verdict = judge.life({ folder = folder, job = job }, plan, 1, { process }, golden(), state, resumes)
-    return verdict.outcome, verdict.why or "", state
+    return verdict.outcome, verdict.why or "", state, verdict.timed
   end
 
   local WELL = { "0 1 resumed 0 0", "0 1 step 1 w=a1 aa", "0 1 saved 1", "0 1 step 2 w=b2 bb", "0 1 end 2" }
@@ -188,6 +188,14 @@ describe("the checker", function()
     assert.equal("WRONG", said "Connection reset by peer")
   end)
 
+  it("tells ends that depend on time from others", function()
+    local function timed(process, lines) return select(4, judged(lines or {}, process)) end
+    assert.is_true(timed { signal = 9, hung = true })
+    assert.is_true(timed { code = 1, text = "psluajit: all_gather, call 7 of rank 0: rank 1 is silent for 3 s\n" })
+    assert.is_false(timed { code = 1, text = "psluajit: Input/output error\n" })
+    assert.is_nil(timed({ code = 0 }, { "0 1 step 1 w=a2 aa" }))
+  end)
+
   it("sees ranks that end late", function()
     job.ends_s = 10
     local eio = { { kind = "eio", life = 1, rank = 0, text = "write@0=EIO" } }
@@ -214,6 +222,31 @@ describe("the checker", function()
     assert.equal("left behind: run/step-00000001.tmp-1", judge.left({ folder = folder, job = job }, state, shm))
     state.saves = 0                                        -- no save has come after it, which would remove it
     assert.is_nil(judge.left({ folder = folder, job = job }, state, shm))
+  end)
+end)
+
+describe("a plan on a busy machine", function()
+  local trial = require "tools.faults.trial"
+
+  -- Returns what is reported, and the patience of each attempt, if all attempts end with `verdict`.
+  local function performed(verdict)
+    local trials, tried = trial.new("none", 1), {}
+    lib.remove(trials.root)
+    function trials.attempt(_, _, _, patience)
+      tried[#tried + 1] = patience
+      return verdict
+    end
+    return trials:perform({}, "x"), tried
+  end
+
+  it("is repeated with more patience, if its verdict depends on time", function()
+    local late = { outcome = "WRONG", timed = true, starved_s = 2 }
+    local verdict, tried = performed(late)
+    assert.equal(late, verdict)
+    assert.same({ 1, 3, 9, 27 }, tried)
+    assert.same({ 1 }, select(2, performed { outcome = "WRONG", timed = true, starved_s = 0.1 }))
+    assert.same({ 1 }, select(2, performed { outcome = "WRONG", starved_s = 2 }))        -- other numbers, for example
+    assert.same({ 1 }, select(2, performed { outcome = "golden", starved_s = 2 }))
   end)
 end)
 

@@ -295,7 +295,8 @@ static void undo(int i)
     }
 }
 
-/* Undoes the last changes of each folder. A random number decides how many of them. */
+/* Undoes the last changes of each folder: of a third of the folders none, as if the file system had just written its
+ * journal, of another third all, and of the others a random number. */
 static void lose_names(uint64_t *state)
 {
     static char gone[64][PATH_MAX];             /* folders whose number of lost changes has been drawn */
@@ -309,7 +310,8 @@ static void lose_names(uint64_t *state)
             int n = 0;
             for (int j = i; j < n_changes; j++) n += !strcmp(changes[j].folder, changes[i].folder);
             snprintf(gone[n_gone], PATH_MAX, "%s", changes[i].folder);
-            left[n_gone++] = (int)(draw(state) % (uint64_t)(n + 1));
+            uint64_t how = draw(state) % 3, some = draw(state) % (uint64_t)(n + 1);
+            left[n_gone++] = how == 0 ? 0 : how == 1 ? n : (int)some;
         }
     }
     for (int i = n_changes - 1; i >= 0; i--)

@@ -47,10 +47,9 @@ local function random(text)
   return r
 end
 
--- About how many calls of these doors a life makes. The profile counts file calls exactly. The numbers of socket
--- and thread calls differ between runs, and a plan must not depend on them.
-local CALLS = { any = 450, connect = 3, accept = 6, send = 600, recv = 1000, alloc = 5000, clock = 6, sleep = 4,
-  lock = 10000, wait = 60, ["end"] = 0 }
+-- The number of calls of these doors that every life makes. The profile counts file calls exactly. The numbers of
+-- socket and thread calls differ between runs, and a plan must not depend on them (most_calls).
+local CALLS = { send = 250, recv = 450, alloc = 1600, clock = 3, ["end"] = 1 }
 
 -- The words that follow a lost rank's number (and its place in brackets) in an error.
 draw.LOST = { "[^\n]- died:", "[^\n]- failed", "[^\n]- gave up:", "[^\n]- is silent for", "[^\n]- did not ",
@@ -71,7 +70,7 @@ local WEIGHTS = { ["read/save"] = 4, ["write/save"] = 4, ["read/chunk"] = 4, ["w
   ["sync/save"] = 2, ["sync/folder"] = 3, ["sync/latest"] = 4, ["sync/index"] = 1, ["rename/save"] = 3,
   ["rename/latest"] = 3, ["rename/index"] = 1, ["write/latest"] = 3, ["write/index"] = 1, ["read/latest"] = 2,
   ["read/index"] = 2, ["read/log"] = 1, ["write/log"] = 1, ["open/save"] = 2, ["open/index"] = 1, ["open/latest"] = 1,
-  ["open/folder"] = 1, ["open/log"] = 1, ["space/save"] = 1, ["space/index"] = 1, ["space/latest"] = 1,
+  ["open/folder"] = 1, ["open/log"] = 1, ["space/save"] = 2, ["space/index"] = 1, ["space/latest"] = 1,
   ["space/chunk"] = 1, ["remove/save"] = 1, ["remove/index"] = 1, ["mkdir/save"] = 1, ["sync/log"] = 1 }
 local NAMES = {}
 for name in pairs(WEIGHTS) do NAMES[#NAMES + 1] = name end
@@ -82,6 +81,24 @@ local function rounded(n)
   local unit = 1
   while n >= 4 * unit do unit = unit * 2 end
   return math.floor(n / unit) * unit
+end
+
+-- Returns about how many calls of a door that is not one of files a life makes. It follows from the settings and from
+-- the exact counts of file calls, so that it is the same in every run.
+local function most_calls(door, where)
+  local job, calls, many = where.job, where.calls, where.job.ranks > 1
+  if door == "clock" and not job.config.csv_monitor then return 0 end
+  if door == "connect" then return 2 end
+  if door == "accept" then return where.rank == 0 and 4 or 0 end
+  if CALLS[door] then return CALLS[door] end
+  local chunks = rounded(calls["read/chunk"] or 0) + rounded(calls["write/chunk"] or 0)
+  local threads = (job.disk_threads or 0) > 0
+  if door == "lock" then return 2000 + (many and 3000 or 0) + chunks * (threads and 15 or 40) end
+  local waits = (many and 10 or 4) + math.floor(chunks * (threads and 1.3 or 0.5))
+  if door == "wait" then return waits end
+  local files = 0
+  for _, name in ipairs(NAMES) do files = files + (name:find "/chunk" and 0 or calls[name] or 0) end
+  return files + chunks + waits + (many and CALLS.send + CALLS.recv or 0)
 end
 
 -- Returns the classes of files on which a life calls one of `doors` and that match `pattern`.
@@ -119,9 +136,9 @@ local function text_of(door, nth, count, action)
   return { text = ("%s@%d%s=%s"):format(door, nth, count and count > 1 and "+" .. count or "", action) }
 end
 
--- Returns an event of PS_FAULT_PLAN at a call that the life makes, or nil if it makes none. `where` is { r, job, calls
--- (of the rank) } and `doors` is a list of names. A door of files stands for its classes, with their weights. Other
--- doors have weight 4.
+-- Returns an event of PS_FAULT_PLAN at a call that the life makes, or nil if it makes none. `where` is { r, job, rank,
+-- calls (of the rank) } and `doors` is a list of names. A door of files stands for its classes, with their weights.
+-- Other doors have weight 4.
 local function at(where, doors, action, count, pattern)
   local r, others, files = where.r, {}, {}
   for _, door in ipairs(doors) do
@@ -130,19 +147,17 @@ local function at(where, doors, action, count, pattern)
   end
   local list, sum = classes_of(where.calls, files, pattern)
   for _, door in ipairs(others) do
-    sum = sum + 4
-    list[#list + 1] = { name = door, upto = sum }
+    local n = most_calls(door, where)
+    if n > 0 then
+      sum = sum + 4
+      list[#list + 1] = { name = door, n = n, upto = sum }
+    end
   end
   if sum == 0 then return nil end
   local which = r.next() * sum
   for _, class in ipairs(list) do
     if which < class.upto or class == list[#list] then
-      local n = class.n
-      if n then return text_of(class.name, call_of(r, n), count, action) end
-      local most = CALLS[class.name]
-      if class.name == "any" then most = where.job.ranks > 1 and 1200 or where.job.disk_threads and 800 or most end
-      if class.name == "lock" and not where.job.disk_threads then most = 2500 end
-      return text_of(class.name, r.chance(0.5) and r.early(most) or r.int(0, most), count, action)
+      return text_of(class.name, call_of(r, class.n), count, action)
     end
   end
 end
@@ -153,6 +168,14 @@ local FILE = { "read", "write", "sync", "rename", "open", "space", "mkdir", "rem
 local ENDS = { "any", "any", "any", "write", "sync", "rename", "open", "mkdir", "remove", "read", "map" }
 local POWER = { "end", "end", "sync", "sync", "rename" }
 for _, door in ipairs(ENDS) do POWER[#POWER + 1] = door end
+local REPLACES = { "write", "sync", "rename", "open" }
+
+-- Returns an event of a loss of power. A third of them fall into the moments at which `latest` is replaced.
+local function at_power(where, action)
+  action = ("%s:%d"):format(action, where.r.int(1, 1e6))
+  return where.r.chance(0.33) and at(where, REPLACES, action, nil, "^latest$") or at(where, POWER, action)
+end
+
 local MOVES, LINKS = { "read", "write", "send", "recv" }, { "send", "recv" }
 
 -- The table. golden: a life with this fault ends as one without. Otherwise it may also end with an error that names the
@@ -180,7 +203,7 @@ local KINDS = {
     return at(w, { "lock", "wait" }, ("delay:%.4f"):format(w.r.next() * 0.01), w.r.int(1, 30))
   end },
   -- A thread that is late at 200 locks in a row. It finds lost wake-ups.
-  { "late_thread", golden = true, weight = 3, make = function(w)
+  { "late_thread", golden = true, make = function(w)
     return at(w, { "lock", "wait", "wait" }, ("lag:%.4f"):format(0.0002 + w.r.next() * 0.004))
   end },
   { "jump", golden = true, make = function(w)
@@ -225,12 +248,9 @@ local KINDS = {
   { "signal", dies = { [1] = true, [2] = true, [15] = true }, make = function(w)
     return at(w, ENDS, "signal:" .. w.r.pick { 1, 2, 15 })
   end, causes = { "interrupted", "signal" } },
-  { "power", dies = { [9] = true }, weight = 5, make = function(w)
-    return at(w, POWER, "power:" .. w.r.int(1, 1e6))
-  end },
-  { "power_all", ranks = true, everywhere = true, dies = { [9] = true }, weight = 2, make = function(w)
-    return at(w, POWER, "power_all:" .. w.r.int(1, 1e6))
-  end },
+  { "power", dies = { [9] = true }, weight = 5, make = function(w) return at_power(w, "power") end },
+  { "power_all", ranks = true, everywhere = true, dies = { [9] = true }, weight = 2,
+    make = function(w) return at_power(w, "power_all") end },
   { "twice", ranks = true, make = function() return {} end,
     causes = { "two processes say that they are rank %d+", unpack(LOST_RANK) } },
 }
@@ -257,7 +277,7 @@ local function mesh(r, ranks, config, job)
   end
 end
 
-local SHARE = 4                                            -- number of consecutive seeds that share a job
+local SHARE = 8                                            -- number of consecutive seeds that share a job
 
 --- Returns the job of a seed.
 ---@param seed integer
@@ -267,8 +287,9 @@ function draw.job(seed, options)
   local r = random("job " .. math.floor((seed - 1) / SHARE))
   local ranks = r.chance(0.35) and 1 or r.int(1, options.ranks)
   local config = { optimizer = { type = r.pick { "AdamW", "AdamW", "Adam", "SGD" }, params = { lr = 1e-3 } } }
-  local job = { ranks = ranks, family = r.pick(FAMILIES), steps = options.steps, every = r.int(1, 3),
-    keep = r.int(1, 3), rows = 4,
+  local steps = r.int(math.min(3, options.steps), options.steps)
+  local job = { ranks = ranks, family = r.pick(FAMILIES), steps = steps, keep = r.int(1, 3), rows = 4,
+    every = r.int(1, math.min(3, math.ceil(steps / 2))),     -- so that the first half of the steps has a checkpoint
     accumulate = r.pick { 1, 1, 2 }, async = r.chance(0.5), shards = r.chance(0.5), config = config }
   mesh(r, ranks, config, job)
   if job.accumulate > 1 then config.gradient_accumulation_steps = job.accumulate end
@@ -282,7 +303,7 @@ function draw.job(seed, options)
     config.memory = { host = r.pick { "520KiB", "700KiB" }, disk = { limit = "4MiB", checksums = true } }
     config.chunk_size = r.pick { 2048, 4096 }
     config.eviction = r.pick { "plan", "lru" }
-    job.disk_threads = r.pick { 0, 1, 2 }                  -- 0: io_uring
+    job.disk_threads = r.pick { 0, 1, 1, 2 }               -- 0: io_uring
   end
   return job
 end
@@ -299,22 +320,33 @@ function draw.plan(seed, job, profile)
   local r = random("plan " .. seed)
   local plan = { seed = seed, job = job, off = {}, events = {}, lives = r.pick { 1, 1, 2 },
     begins = r.pick { "new", "saved" } }
-  local on = {}
+  local on, soft, late = {}, {}, false
   for _, kind in ipairs(KINDS) do
     if not r.chance(ON) then plan.off[#plan.off + 1] = kind.name
     elseif not kind.ranks or job.ranks > 1 then
-      for _ = 1, kind.weight or 1 do on[#on + 1] = kind end
+      local list = kind.golden and soft or on
+      late = late or kind == KINDS.late_thread
+      for _ = 1, kind.weight or 1 do list[#list + 1] = kind end
     end
   end
-  for life = 1, #on > 0 and plan.lives or 0 do
-    local calls = profile[life > 1 and "saved" or plan.begins]
-    for _ = 1, r.int(1, 4) do
-      local kind, rank = r.pick(on), r.int(0, job.ranks - 1)
-      local event = kind.make { r = r, job = job, calls = calls[rank] }
-      if event then
-        event.kind, event.life, event.rank = kind.name, life, rank
-        plan.events[#plan.events + 1] = event
-      end
+  local function add(life, kind)
+    local rank = r.int(0, job.ranks - 1)
+    local event = kind.make { r = r, job = job, rank = rank,
+      calls = profile[life > 1 and "saved" or plan.begins][rank] }
+    if not event then return false end
+    event.kind, event.life, event.rank = kind.name, life, rank
+    plan.events[#plan.events + 1] = event
+    return true
+  end
+  for life = 1, plan.lives do
+    for _ = 1, #soft > 0 and r.int(0, 3) or 0 do add(life, r.pick(soft)) end
+    -- Threads of the disk tier wait for each other at every chunk.
+    if late and (job.disk_threads or 0) > 0 then add(life, KINDS.late_thread) end
+    -- A life that ends well has no steps left for the next one.
+    local left, tries = #on > 0 and r.pick(life < plan.lives and { 1, 1, 2 } or { 0, 0, 1, 1, 1, 2, 3 }) or 0, 0
+    while left > 0 and tries < 10 do                      -- a life might have no call for a kind
+      if add(life, r.pick(on)) then left = left - 1 end
+      tries = tries + 1
     end
   end
   return plan

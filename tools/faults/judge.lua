@@ -64,11 +64,15 @@ local function last_words(text)
   return (words:gsub("^%c*", ""):sub(1, 240))
 end
 
--- Returns how a process ended: nil if it succeeded, else "named" or "wrong" and the reason.
+-- The words of errors that depend on how fast the machine is.
+local TIMES = { "is silent for", "within [%d.]+ s", "waiting [%d.]+ s", "does not answer", "gave up" }
+
+-- Returns how a process ended: nil if it succeeded, else "named" or "wrong" and the reason, and whether it could have
+-- ended otherwise on a faster machine.
 local function ending(process, by_rank, all)
   local own = by_rank[process.rank] or {}
   local who = ("rank %d%s"):format(process.rank, process.twin and " (its twin)" or "")
-  if process.hung then return "wrong", ("%s did not end within %.0f s"):format(who, process.seconds) end
+  if process.hung then return "wrong", ("%s did not end within %.0f s"):format(who, process.seconds), true end
   if process.orphans then return "wrong", who .. " left a process behind" end
   if process.signal then
     for _, kind in ipairs(own) do
@@ -88,21 +92,19 @@ local function ending(process, by_rank, all)
   end
   if cause then return "named", last_words(process.text) end
   return "wrong", ("%s ended with code %s, without a cause: %s"):format(who, tostring(process.code),
-    last_words(process.text))
+    last_words(process.text)), has_any(process.text, TIMES) ~= nil
 end
 
 -- Returns the last of these times, if a process ended badly: the last fault, the continuation of a stopped rank, and
 -- the first end of a process. All processes must end some seconds later.
-local function failed_at(processes, list, job)
+local function failed_at(processes, list)
   local first, last, failed = math.huge, 0, false
   for _, process in ipairs(processes) do
     first = math.min(first, process.over or math.huge)
     failed = failed or process.code ~= 0
+    last = math.max(last, process.continued or 0)
   end
-  for _, event in ipairs(list) do
-    local seconds = tonumber(event.text:match "=stop:([%d.]+)")
-    last = math.max(last, (event.at or 0) + (seconds and run.stopped(seconds, job) or 0))
-  end
+  for _, event in ipairs(list) do last = math.max(last, event.at or 0) end
   return failed and first < math.huge and math.max(first, last) or nil
 end
 
@@ -190,6 +192,7 @@ end
 ---@class ps.faults.Verdict
 ---@field outcome "golden"|"named"|"WRONG"
 ---@field why? string
+---@field timed? boolean     a WRONG that a faster machine might not have
 
 --- Judges one life. `resumes` is true if it had no faults, so that it must succeed. `state` is { saved, seen, faults },
 --- which the caller passes from life to life. At first it is { saved = 0, seen = {}, faults = 0 }.
@@ -206,16 +209,18 @@ function judge.life(spec, plan, life, processes, golden, state, resumes)
   local by_rank, all = happened(plan, life, list, state.faults + 1)
   state.faults = #list
   local outcome, why = "golden", nil
-  local from, most = failed_at(processes, list, spec.job), spec.job.ends_s or math.huge
+  local from, most = failed_at(processes, list), spec.job.ends_s or math.huge
   for _, process in ipairs(processes) do
-    local how, what = ending(process, by_rank, all)
+    local how, what, timed = ending(process, by_rank, all)
     local after = from and process.over and process.over - from or 0
     state.ended_s = math.max(state.ended_s or 0, after)
     if how ~= "wrong" and after > most then
-      how, what = "wrong", ("rank %d ended %.1f s after the last fault and the first end of a rank"):format(
+      how, timed = "wrong", true
+      what = ("rank %d ended %.1f s after the last fault and the first end of a rank"):format(
         process.rank, after)
     end
-    if how == "wrong" then return { outcome = "WRONG", why = what } end
+    state.starved_s = math.max(state.starved_s or 0, process.starved_s or 0)
+    if how == "wrong" then return { outcome = "WRONG", why = what, timed = timed } end
     if how and outcome == "golden" then outcome, why = "named", what end
   end
   local problem = check_log(run.log(spec.folder), spec.job, life, golden, state, resumes)

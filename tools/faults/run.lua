@@ -65,6 +65,8 @@ end
 ---@field signal? integer     the signal that ended it, or nil
 ---@field hung? boolean       whether it had to be killed
 ---@field over? number        when it ended, by run.now
+---@field continued? number   when it was last continued after a stop
+---@field starved_s number     how long it was ready to run and had no processor, in its main thread
 
 -- Starts one rank.
 local function start(spec, life, rank, twin)
@@ -81,7 +83,7 @@ local function start(spec, life, rank, twin)
   local pid = assert(unistd.fork())
   if pid > 0 then
     unistd.setpid("p", pid, pid)
-    return { rank = rank, twin = twin, pid = pid, out = out }
+    return { rank = rank, twin = twin, pid = pid, out = out, looked = run.now(), starved_s = 0 }
   end
   unistd.setpid("p", 0, 0)
   ffi.C.prctl(PR_SET_PDEATHSIG, ffi.cast("unsigned long", signal.SIGKILL))
@@ -115,12 +117,23 @@ local function stop_seconds(spec, rank)
   return seconds
 end
 
+local STARVED_EVERY_S = 0.25
+
+-- Returns how long a process was ready to run without having a processor, or nil if the system does not say.
+local function starved(pid)
+  local ns = read(("/proc/%d/schedstat"):format(pid)):match "^%d+ (%d+)"
+  return ns and tonumber(ns) * 1e-9
+end
+
 -- Records what happened to a process since the last call.
 local function look(process, spec)
+  if run.now() >= process.looked + STARVED_EVERY_S then
+    process.looked, process.starved_s = run.now(), starved(process.pid) or process.starved_s
+  end
   local pid, how, number = wait.wait(process.pid, wait.WNOHANG + wait.WUNTRACED)
   if not pid or pid == 0 then
     if process.continues and run.now() >= process.continues then
-      process.continues = nil
+      process.continues, process.continued = nil, run.now()
       signal.kill(process.pid, signal.SIGCONT)
     end
   elseif how == "stopped" then
@@ -154,15 +167,20 @@ function run.life(spec, life, events)
       end
       if not s.done then left = left + 1 end
     end
+    local stopped = 0
     for _, process in ipairs(processes) do
       if not process.over then look(process, spec) end
       if not process.over then
         left = left + 1
+        stopped = stopped + (process.continues and 1 or 0)
         if run.now() - began > job.limit_s and not process.hung then
           process.hung = true
           signal.kill(-process.pid, signal.SIGKILL)
         end
       end
+    end
+    if left > 0 and left == stopped and #processes > left then
+      for _, process in ipairs(processes) do process.continues = process.continues and 0 end  -- the others have ended
     end
     if left > 0 then coroutine.yield() end
   until left == 0

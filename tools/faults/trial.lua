@@ -11,6 +11,10 @@ local run = require "tools.faults.run"
 -- A rank sends a beat each 0.6 s, is lost after 3 s of silence, and waits for others for 5 s at most. So all processes
 -- of a failed life end within 10 s.
 local HEARTBEAT_S, TIMEOUT_S, ENDS_S, LIMIT_S = 3, 5, 10, 30
+local CALM = 10                                            -- least patience of runs without faults
+-- A verdict that depends on time counts only if no process waited longer than this for a processor. Otherwise the plan
+-- is repeated with more patience.
+local STARVED_S, REPEATS, MORE, MOST = 0.5, 3, 3, 60
 local TEXT_BYTES = 6000                                    -- of the training text
 
 local trial = {}
@@ -20,6 +24,8 @@ Trials.__index = Trials
 
 ---@class ps.faults.Trials
 ---@field root string         folder of all files of the trials
+---@field patience number     factor of all limits of time, at least that of the caller
+---@field repeated integer    number of plans that were repeated with more patience
 ---@field exe string          path of psluajit_faults
 
 --- Makes the folder of all trials and the text that jobs train on.
@@ -40,14 +46,16 @@ function trial.new(exe, patience)
   f:close()
   local shm = {}
   for _, name in ipairs(run.names "/dev/shm") do shm[name] = true end
-  return setmetatable({ root = root, exe = exe, shm = shm, patience = patience, goldens = {}, profiles = {},
-    made = 0 }, Trials)
+  return setmetatable({ root = root, exe = exe, shm = shm, patience = patience, least = patience, repeated = 0,
+    goldens = {}, profiles = {}, made = 0 }, Trials)
 end
 
-function Trials:spec(job, name, exe)
-  job.text, job.limit_s = self.root .. "/text", math.ceil(LIMIT_S * self.patience)
-  job.timeout_s, job.heartbeat_s = TIMEOUT_S * self.patience, HEARTBEAT_S * self.patience
-  job.ends_s, job.patience_s = ENDS_S * self.patience, self.patience
+-- Returns what run.life needs. patience: nil for runs without faults, which nothing judges by their time.
+function Trials:spec(job, name, exe, patience)
+  patience = patience or math.max(self.patience, CALM)
+  job.text, job.limit_s = self.root .. "/text", math.ceil(LIMIT_S * patience)
+  job.timeout_s, job.heartbeat_s = TIMEOUT_S * patience, HEARTBEAT_S * patience
+  job.ends_s, job.patience_s = ENDS_S * patience, patience
   return { exe = exe, script = paths.root .. "/tools/faults/job.lua", job = job, folder = self.root .. "/" .. name }
 end
 
@@ -69,7 +77,6 @@ function Trials:golden(job)
   return once(self.goldens, key, function()
     self.made = self.made + 1
     local spec = self:spec(settings, "golden" .. self.made, paths.exe)
-    settings.limit_s = 4 * settings.limit_s        -- nothing is judged by its time
     run.prepare(spec)
     for _, p in ipairs(run.life(spec, 1, {})) do
       if p.code ~= 0 then
@@ -95,7 +102,6 @@ function Trials:profile(job)
     self.made = self.made + 1
     local spec = self:spec(settings, "profile" .. self.made, self.exe)
     local profile = { folder = spec.folder .. "s" }
-    settings.limit_s = 4 * settings.limit_s
     run.prepare { folder = profile.folder, job = settings }
     run.prepare(spec)
     local state = { saved = 0, seen = {}, faults = 0 }
@@ -141,16 +147,17 @@ function Trials:begin(plan, spec)
   return state
 end
 
---- Runs a plan in a folder `name`, which stays.
+-- Runs a plan in a folder `name`, which stays.
 ---@param plan ps.faults.Plan
 ---@param name string
+---@param patience number
 ---@return ps.faults.Verdict verdict with `faults`, the number that happened, and `ended_s`, the longest time between
---- a failure and the end of all processes
+-- a failure and the end of all processes, and `starved_s`, the longest time that one waited for a processor
 ---@return ps.faults.Process[][] processes of its lives
 ---@return table spec of run.life
-function Trials:perform(plan, name)
+function Trials:attempt(plan, name, patience)
   local golden, all = self:golden(plan.job), {}
-  local spec = self:spec(plan.job, name, self.exe)
+  local spec = self:spec(plan.job, name, self.exe, patience)
   local state, verdict, named = self:begin(plan, spec), nil, nil
   for life = 1, plan.lives + 1 do
     local events, resumes = {}, life > plan.lives
@@ -168,8 +175,32 @@ function Trials:perform(plan, name)
     local problem = judge.left(spec, state, self.shm)
     verdict = problem and { outcome = "WRONG", why = problem } or named or verdict
   end
-  verdict.faults, verdict.ended_s = state.faults, state.ended_s
+  verdict.happened = {}
+  for i, event in ipairs(run.happened(spec.folder)) do
+    verdict.happened[i] = event.rank .. ":" .. (event.text:match "^[^ ]+" or "")
+  end
+  verdict.faults, verdict.ended_s, verdict.starved_s = state.faults, state.ended_s, state.starved_s or 0
   return verdict, all, spec
+end
+
+--- Runs a plan in a folder `name`, which stays. Repeats it with more patience if the machine was too busy for a
+--- verdict.
+---@param plan ps.faults.Plan
+---@param name string
+---@return ps.faults.Verdict verdict
+---@return ps.faults.Process[][] processes of its lives
+---@return table spec of run.life
+function Trials:perform(plan, name)
+  for i = 0, REPEATS do
+    local patience = self.patience
+    local verdict, lives, spec = self:attempt(plan, name, patience)
+    local busy = verdict.starved_s > STARVED_S
+    if not (verdict.timed and busy) or i == REPEATS then
+      if not busy then self.patience = math.max(self.least, self.patience / MORE) end
+      return verdict, lives, spec
+    end
+    self.repeated, self.patience = self.repeated + 1, math.min(math.max(self.patience, patience * MORE), MOST)
+  end
 end
 
 --- Returns the shortest plan that is still WRONG, by removing events one at a time.
