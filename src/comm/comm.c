@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Groups of ranks and the steps of their collectives (ps.h, group.h). Every call has three parts. First it does
- * everything that may fail on this rank alone (checks, pins, memory). Then the ranks compare their calls. Then bytes
- * are sent. A rank that failed in the first part reports the failure in the second, so that no other rank waits for it.
- * If a call has at most GROUP_SMALL_NBYTES bytes, they are sent together with the headers, so that the call is one
- * exchange; no rank uses them before the calls are compared. Sums of host memory are computed here, in fp32 (fp64 for
- * fp64, integers exactly as integers) and in rank order, so that they do not depend on the library or the place of an
- * element. */
+ * Groups of ranks and their collectives (ps.h, group.h). A call has three sections:
+ *   1. This rank does everything that may fail on it alone: checks, pins, memory.
+ *   2. The ranks compare their calls. A rank that failed in section 1 says so, and no other rank waits for it.
+ *   3. Bytes are sent.
+ * If a call has at most GROUP_SMALL_NBYTES bytes, they are sent in section 2, and used after the calls have been
+ * compared. Sums of host memory are computed here in rank order: in fp32, fp64 in fp64, integers exactly. They do
+ * not depend on the library or on an element's position. */
 #include "comm/inner.h"
 #include "base/alloc.h"
 #include "base/dtype.h"
@@ -22,8 +22,7 @@ static const char *const op_names[OP_COUNT] = {
 };
 
 enum { SUM_BLOCK = 1024, SMALL_OTHERS = 16 };
-/* Bytes of the memory for addends, by place. Devices get more, because their pieces should be large: the host has to
- * begin each piece. */
+/* Bytes of the memory for addends, by place. Devices get more, because the host has to begin each piece. */
 static const int64_t stage_nbytes[PLACES] = { 8 << 20, 64 << 20 };
 
 const char *group_op_name(int op) { return op_names[op]; }
@@ -38,8 +37,8 @@ const char *group_call_name(const ps_group *g, int op, char text[GROUP_CALL_NBYT
 
 /* -- groups -------------------------------------------------------------------------------------------------------- */
 
-/* Returns whether calls may send all bytes of every rank to every other rank. With many ranks this soon costs more
- * than sending shards. */
+/* Returns whether calls may send all bytes of each rank to every other rank. With many ranks, sending shards costs
+ * less. */
 static bool has_small(const ps_comm *comm)
 {
     return comm->size > 1 && comm->size <= 1 + SMALL_OTHERS;
@@ -66,7 +65,7 @@ void group_free(ps_group *g)
 {
     bool two = has_wire(g);
     for (int at = 0; at < PLACES; at++) stage_free(&g->at[at]);
-    g->comm->table->close(g->comm);        /* closed first, to notify the other ranks that this rank has left */
+    g->comm->table->close(g->comm);        /* first: tells the other ranks that this rank has left */
     if (two) g->at[ON_DEVICE].comm->table->close(g->at[ON_DEVICE].comm);
     ps_free(g->pair_seq);
     ps_free(g->heard);
@@ -156,7 +155,7 @@ static const char *difference(const header *a, const header *b)
            : a->check != b->check ? "gradients of other parameters" : NULL;
 }
 
-/* Raises the error for two ranks of a group whose headers differ. */
+/* Raises the error for two ranks whose headers differ. */
 static int differ(const ps_group *g, int r_a, const header *a, int r_b, const header *b, const char *what)
 {
     int rank_a = group_world(g, r_a), rank_b = group_world(g, r_b);
@@ -178,7 +177,7 @@ static int exchange_headers(ps_group *g)
     return g->comm->table->finish(g->comm, PS_COMM_HEADER);
 }
 
-/* Sets g->send and g->recv for an exchange of headers: with all ranks, or only with rank `peer` if peer >= 0. */
+/* Prepares an exchange of headers with all ranks, or only with rank `peer` if peer >= 0. */
 static void parts_of_headers(ps_group *g, header *mine, int peer)
 {
     group_clear_parts(g);
@@ -189,10 +188,9 @@ static void parts_of_headers(ps_group *g, header *mine, int peer)
     }
 }
 
-/* Returns rc and its error, but only after all ranks have compared their headers. If a call cannot be performed,
- * every rank finds this out from the same headers. If this rank's script ended with the error at once, it would
- * notify the other ranks, and a rank that had not compared the headers yet would raise this notice instead of its
- * own error. A failed wait changes nothing. */
+/* Returns rc and its error, but only after all ranks have compared their headers, from which each rank finds the
+ * same error. If this rank's script ended earlier, the other ranks would be notified, and some would raise that
+ * notice instead of their own error. A failed wait changes nothing. */
 static int leave_together(ps_group *g, header *mine, int peer, int rc)
 {
     ps_error_kept error;
@@ -212,7 +210,7 @@ bool group_goes_small(const ps_group *g, int op, place at, int64_t nbytes)
     return (op == OP_ALL_REDUCE || op == OP_ALL_GATHER) && group_is_small(g, at, nbytes);
 }
 
-/* Begins to exchange small bytes: with all ranks if `all` is set, else only with those whose headers announce small
+/* Begins to exchange small bytes with all ranks. If `all` is not set, only with ranks whose headers announce small
  * bytes. */
 static int small_begin(ps_group *g, bool all)
 {
@@ -226,9 +224,8 @@ static int small_begin(ps_group *g, bool all)
     return g->comm->table->begin(g->comm, PS_COMM_DATA, g->send, g->recv);
 }
 
-/* Ends the exchange of small bytes. If this rank's call has none, first exchanges bytes with the ranks that have
- * some. Otherwise their messages would be left over and reach the next call, because calls that differ do not end
- * the group. */
+/* Ends the exchange of small bytes. If this rank's call has none, it still exchanges bytes with the ranks that have
+ * some. Otherwise their messages would reach the next call, because calls that differ do not end the group. */
 static int small_end(ps_group *g, const header *mine)
 {
     bool any = mine->small;
@@ -238,7 +235,7 @@ static int small_end(ps_group *g, const header *mine)
     return g->comm->table->finish(g->comm, PS_COMM_DATA);
 }
 
-/* Prefixes the error of a transport failure in a call's second section with the call and the rank. */
+/* Adds the call and the rank to the front of an error of section 2. */
 static int not_agreed(const ps_group *g, const header *mine, const char *where, int rc)
 {
     char call[GROUP_CALL_NBYTES];
@@ -247,8 +244,8 @@ static int not_agreed(const ps_group *g, const header *mine, const char *where, 
     return rc;
 }
 
-/* Closes the connections if any rank is in a call of two ranks, or has made a different number of calls. Later
- * messages of the ranks would not match. */
+/* Closes the connections if the ranks' later messages cannot match. This is the case if a rank is in a send or recv,
+ * or has made a different number of calls. */
 static int check_together(ps_group *g, const header *mine)
 {
     for (int r = 0; r < g->comm->size; r++) {
@@ -280,8 +277,8 @@ static int check_same(const ps_group *g)
     return 0;
 }
 
-/* Performs the second section of a call while a plan is open. Sets *over if this completes the section, that is, if
- * any rank's call is the planned one. */
+/* Performs section 2 of a call while a plan is open. Sets *over if the section is complete, that is, if any rank
+ * makes the planned call. */
 static int agree_planned(ps_group *g, header *mine, bool *over)
 {
     int planned = 0, rc = group_plan_exchange(g, mine, -1, &planned);
@@ -384,8 +381,8 @@ int group_move_begin(ps_group *g, place at, int lane)
     return comm->table->begin(comm, lane, g->send, g->recv);
 }
 
-/* Ends a move, so that later operations of the group find its bytes. On a device no thread waits, because the order
- * of the device's work ensures this. */
+/* Ends a move, so that later operations of the group find its bytes. On a device no thread waits: the device's own
+ * order of work ensures this. */
 int group_move_end(ps_group *g, place at, int lane)
 {
     ps_comm *comm = g->at[at].comm;
@@ -471,7 +468,7 @@ static void narrow(int dtype, const float *from, char *to, int64_t n)
     }
 }
 
-/* Sums integers, with wrap-around. */
+/* Sums integers, which wrap around. */
 static void sum_integers(int dtype, int size, char *const *at, int64_t first, int64_t n, char *to)
 {
     for (int64_t i = first; i < first + n; i++) {
@@ -483,8 +480,7 @@ static void sum_integers(int dtype, int size, char *const *at, int64_t first, in
     }
 }
 
-/* Returns true if `a` is kept instead of `b`, which is from a later rank. If several values are NaN, the first is
- * kept. */
+/* Returns true if `a` is kept instead of `b`, which is from a later rank. Of several NaNs, the first is kept. */
 #define STAYS(a, b, max) ((a) != (a) || ((max) ? (a) >= (b) : (a) <= (b)))
 #define EXTREME(type, read) \
     for (int64_t i = first; i < first + n; i++) { \
@@ -497,7 +493,7 @@ static void sum_integers(int dtype, int size, char *const *at, int64_t first, in
     }
 #define ITSELF(x) (x)
 
-/* Computes the maximum or minimum over all ranks. The result is always the exact value of one rank, bit for bit. */
+/* Computes the maximum or minimum over all ranks. The result is the exact value of one rank. */
 static void extreme(bool max, int dtype, int size, char *const *at, int64_t first, int64_t n, char *to)
 {
     switch (dtype) {
@@ -511,8 +507,8 @@ static void extreme(bool max, int dtype, int size, char *const *at, int64_t firs
     }
 }
 
-/* Computes elements first .. first + n - 1 of the sum of the ranks' addends at[0 .. size - 1], where n <= SUM_BLOCK.
- * `to` may be one of the addends. */
+/* Sums elements first .. first + n - 1 of the ranks' addends at[0 .. size - 1], where n <= SUM_BLOCK. `to` may be
+ * one of the addends. */
 static void sum_block(int dtype, int size, char *const *at, int64_t first, int64_t n, char *to)
 {
     float sum[SUM_BLOCK], next[SUM_BLOCK];
@@ -551,7 +547,7 @@ void group_sum_small(ps_group *g, int reduce, int dtype, int64_t nbytes, char *o
     sum_ranks(reduce, dtype, g->comm->size, g->addends, nbytes / ps_dtype_bytes(dtype), out);
 }
 
-/* Makes the memory large enough for two pieces from every other rank: one piece arrives while the other is added. */
+/* Makes room for two pieces from every other rank: one arrives while the other is added. */
 int group_prepare_sum(ps_group *g, place at, int reduce, int dtype, int64_t part_nbytes, int64_t *piece_nbytes)
 {
     static const char *const names[] = { "sums", "max", "min" };
@@ -604,14 +600,13 @@ void group_count_parts(ps_group *g, const ps_comm_part *parts, bool reduces, boo
     }
 }
 
-/* A reduction under way, which sends each shard to its rank in pieces. */
+/* A reduction under way. Shards are sent to their ranks in pieces. */
 typedef struct reduction {
     place at;
     const ps_comm_part *parts;
     int64_t piece;
 } reduction;
 
-/* Returns piece k of rank r's shard. */
 static ps_comm_part piece_of(const reduction *d, int r, int64_t k)
 {
     int64_t from = least(k * d->piece, d->parts[r].nbytes);
@@ -620,7 +615,7 @@ static ps_comm_part piece_of(const reduction *d, int r, int64_t k)
 
 static int lane_of(int64_t k) { return k & 1 ? PS_COMM_DATA_2 : PS_COMM_DATA; }
 
-/* Returns the address, on this rank, of rank r's addend to piece k of this rank's shard. */
+/* Returns where this rank has rank r's addend to piece k of this rank's shard. */
 static char *addend(const ps_group *g, const reduction *d, int64_t k, int r)
 {
     int rank = g->comm->rank, others = g->comm->size - 1;
@@ -655,8 +650,7 @@ int group_reduce(ps_group *g, place at, int reduce, int dtype, const ps_comm_par
     int rank = g->comm->rank, size = g->comm->size;
     reduction d = { at, parts, piece_nbytes };
     int64_t n = 0;
-    for (int r = 0; r < size; r++) {                      /* all ranks use the largest number of pieces, so some are
-                                                           * empty */
+    for (int r = 0; r < size; r++) {                      /* the same number for all ranks, so some pieces are empty */
         int64_t pieces = parts[r].nbytes == 0 ? 0 : (parts[r].nbytes + piece_nbytes - 1) / piece_nbytes;
         if (pieces > n) n = pieces;
     }

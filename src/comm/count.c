@@ -1,7 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Reports calls between ranks: an event of the record for each call, and totals by call, group and size, for
- * DeepSpeed's comms_logger. The time of a call starts when this rank begins it, so it includes the wait for other
- * ranks. */
+ * Statistics of calls between ranks. Each call is an event of the record, and there are totals by call, group and
+ * size for DeepSpeed's comms_logger. The time of a call includes the wait for other ranks. */
 #include <inttypes.h>
 #include <pthread.h>
 #include <stdio.h>
@@ -14,8 +13,8 @@
 static _Atomic uint32_t counted;           /* bit set of the calls that are counted, or 0 */
 static atomic_bool prints;
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;      /* guards all following fields */
-static ps_calls_total *sums;               /* one sum for each kind of call, in the order of first calls */
-static int32_t *places;                    /* [wide] hash table: 1 + index of a sum, or 0; wide is a power of two */
+static ps_calls_total *sums;               /* one per kind of call, in the order of first calls */
+static int32_t *places;                    /* [wide] hash table of 1 + index of a sum, or 0; wide is a power of two */
 static int64_t n_sums, room, wide;
 
 _Static_assert(sizeof ((ps_calls_total *)0)->axis == PS_AXIS_NBYTES && OP_COUNT <= 32, "sums of calls");
@@ -64,7 +63,7 @@ static int64_t place_of(const ps_calls_total *key)
     return at;
 }
 
-/* Makes room for one more sum, keeping at least half of the hash table empty. Returns false if there is no memory. */
+/* Makes room for one more sum. At least half of the hash table stays empty. Returns false if there is no memory. */
 static bool make_room(void)
 {
     if (!ps_try_grow(sums, room, n_sums + 1)) return false;
@@ -79,7 +78,7 @@ static bool make_room(void)
     return true;
 }
 
-/* Adds a call to its sum. If there is no memory, omits the call, because missing statistics must not end a run. */
+/* Adds a call to its sum. Omits the call if there is no memory, because missing statistics must not end a run. */
 static void add(const ps_calls_total *one)
 {
     pthread_mutex_lock(&lock);

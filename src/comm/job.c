@@ -1,8 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Collectives on chunks that run concurrently with the computation. A thread of the group performs them one after the
- * other in the order of their start, which must be the same on all ranks. A job that fails does not end the jobs that
- * wait after it. These fail by themselves if the connections are closed. On a device the thread is done with a job when
- * its bytes are under way; the device orders kernels after them. */
+ * Collectives on chunks that run concurrently with the computation. A thread of the group performs them in the order
+ * of their start, which must be the same on all ranks. A failed job does not end the next ones; they fail if the
+ * connections are closed. On a device the thread is done with a job when its bytes are under way. */
 #include <pthread.h>
 #include <stdio.h>
 #include <string.h>
@@ -17,20 +16,19 @@ enum { TEXT = 900 };
 struct ps_job {
     ps_job *next;
     place at;
-    int op, dtype, stripe, failed, rc, mark, point;        /* point: position after the job's bytes, or -1 if the job
-                                                            * failed */
+    int op, dtype, stripe, failed, rc, mark, point;        /* point: position after the job's bytes, or -1 */
     uint64_t check;
     bool done;
     ps_comm_part *parts;                   /* [size] stored after the struct */
-    char text[TEXT];                       /* the message of the job's failure */
-    ps_error_detail detail;                /* ranks and stripes that the failure's message names */
+    char text[TEXT];                       /* message of its failure */
+    ps_error_detail detail;                /* ranks and stripes in that message */
 };
 
 struct ps_jobs {
     pthread_t thread;
     pthread_mutex_t lock;
     pthread_cond_t more, fewer;
-    ps_job *first, *last, *spare;          /* first: the job that runs, or that runs next. spare: jobs to reuse. */
+    ps_job *first, *last, *spare;          /* first: runs now or next. spare: to reuse */
     bool closing;
 };
 
@@ -131,7 +129,7 @@ static int jobs_open(ps_group *g)
 static ps_job *job_take(ps_group *g)
 {
     ps_jobs *q = g->jobs;
-    ps_job *job = q->spare;                /* used only by the thread that starts jobs and waits for them */
+    ps_job *job = q->spare;                /* for the thread that starts and waits for jobs */
     size_t parts = sizeof *job->parts * (size_t)g->comm->size;
     if (job) q->spare = job->next;
     else if (!(job = ps_alloc(sizeof *job + parts))) return NULL;

@@ -1,13 +1,12 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Agreement by plan. A dry run records the collectives of a step (group_note). If all ranks of a group have recorded
- * the same calls, which they compare when the step begins, each rank knows the next call of the others. So the header
- * and the small bytes of such a call are one message, whose size both ends know, and the header only has to carry the
- * call's number and a failure.
+ * Makes collectives faster by predicting them. A dry run records the collectives of a step (group_note). When the
+ * step begins, the ranks compare their lists. If these are equal, each rank knows the other ranks' next call, and
+ * sends the header and small bytes of the call in one message.
  *
- * If a rank's call is not the next one of the plan, the rank reports that in the header of the same message, so that no
- * rank waits for a message that never comes. If no rank makes the planned call, the calls are compared as in an
- * unplanned step, and the plan still expects the same next call. Whether a call is planned depends only on the plan and
- * on earlier calls, and a plan ends when the next one begins, which happens between the same calls on all ranks. */
+ * A rank that makes another call says so in this message, so that no rank waits for ever. If no rank makes the
+ * planned call, the calls are compared as without a plan, and the plan still expects it next. Whether a call is
+ * planned depends only on the plan and on earlier calls. A plan ends when the next one begins, between the same
+ * calls on all ranks. */
 #include "base/error.h"
 #include "base/grow.h"
 #include "comm/inner.h"
@@ -31,7 +30,7 @@ void group_plan_prepare(ps_group *g, const ps_rank_calls *calls)
         if (calls->list[i].group != g->number) continue;
         if (!ps_try_grow(to->list, to->capacity, n + 1)) return;
         to->list[n] = calls->list[i];
-        to->list[n++].group = 0;           /* cleared, because each rank may number the group differently */
+        to->list[n++].group = 0;           /* each rank may number the group differently */
     }
     to->n = n;
 }
