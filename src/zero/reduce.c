@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The gradients of ZeRO. When all gradients of a stripe are final, they are summed over the ranks, concurrently with
- * the rest of backward. This rank then drops the gradients that another rank owns. One stripe is reduced while the next
- * one becomes final. */
+ * Sums gradients over the ranks (ZeRO). When all gradients of a stripe are final, they are summed while backward
+ * continues. This rank then drops those that other ranks own. One stripe is reduced while the next one becomes
+ * final. */
 #include "zero/zero.h"
 #include <string.h>
 #include "base/error.h"
@@ -15,7 +15,7 @@ int reduce_before_slot(ps_zero *base, int32_t unit)
     return base->stage > 0 ? ps_shard_grads(z->shard, z->units[unit].param_part) : 0;
 }
 
-/* Returns a hash of the stripe's parameters that have had gradients in this step. *none: no parameter has had one. */
+/* Returns a hash of which parameters of the stripe have had gradients in this step. Sets *none if none has. */
 static uint64_t who_has(zero *z, int32_t stripe, bool *none)
 {
     uint64_t h = 0;
@@ -31,7 +31,7 @@ static uint64_t who_has(zero *z, int32_t stripe, bool *none)
     return h;
 }
 
-/* Completes the oldest reductions, until at most `keep` are under way. */
+/* Completes the oldest reductions until at most `keep` are under way. */
 static int end_oldest(zero *z, int32_t keep)
 {
     while (z->n_reducing > keep) {

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The memory of ZeRO: parts, the storages in them, pins, and stripes that open and close (shard.h). Invariants: While a
- * stripe is open, its parts can be read on this rank. A part that holds gradients is neither gathered nor dropped. All
- * ranks decide about an exchange by values that are the same on all ranks. */
+ * Memory of ZeRO: parts, the storages in them, pins, and stripes (shard.h). While a stripe is open, its parts can be
+ * read on this rank. A part with gradients is neither gathered nor dropped. Ranks decide about exchanges only by
+ * values that are the same on all ranks. */
 #include "zero/shard.h"
 #include <string.h>
 #include "base/alloc.h"
@@ -14,32 +14,27 @@ enum { OPEN_UNPLANNED = 2 };
 typedef struct part {
     ps_part_config c;
     int32_t n_lent, pins;
-    bool used, grads, whole;      /* grads: the part holds gradients. whole: a gather has filled the buffer, so the
-                                   * part also holds values. */
-    ps_storage buffer;            /* bytes of the part if it has no chunk on this rank; `block` is NULL while this
-                                   * rank does not have the bytes */
+    bool used, grads, whole;      /* grads: it holds gradients. whole: its buffer holds gathered values, too */
+    ps_storage buffer;            /* its bytes if this rank has no chunk of it; `block` is NULL if absent */
 } part;
 
 /* A storage in a part. ps_storage.block points to it. */
 typedef struct lent {
     struct lent *next, **link;
-    ps_storage *outer, *inner;    /* inner: storage of the same bytes in this rank's chunk; NULL if another rank owns
-                                   * them */
+    ps_storage *outer, *inner;    /* inner: storage of these bytes in this rank's chunk, or NULL */
     int32_t part;
     int64_t offset;
 } lent;
 
 typedef struct stripe {
     int32_t *parts;               /* [ranks] part of each rank, or -1 */
-    ps_comm_part *at;             /* [ranks] address and size of each part during a job, on the part's meeting_place */
-    void **staged;                /* [ranks] handle of the staging buffer that stage_out made for the part, or NULL */
+    ps_comm_part *at;             /* [ranks] each part's address and size during a job, on its meeting_place */
+    void **staged;                /* [ranks] handle of stage_out's staging buffer for the part, or NULL */
     ps_job *job;
     bool open, stale;             /* stale: the last unpin closes the stripe */
     bool gathering, reducing;     /* under way */
-    int32_t pins, pass, noted;    /* pass: last pass that used the stripe. noted: index in `record` of the stripe's
-                                   * gather, or -1. */
-    int32_t uses, until;          /* uses: number of reads so far in this pass. until: number of reads that this pass
-                                   * will have, -1 if unknown. */
+    int32_t pins, pass, noted;    /* pass: last pass that used it. noted: its gather in `record`, or -1 */
+    int32_t uses, until;          /* reads in this pass so far; reads that it will have, -1 if unknown */
     int64_t touched;
 } stripe;
 
@@ -56,12 +51,12 @@ struct ps_shard {
     stripe *stripes;
     int32_t n_parts, parts_capacity, n_stripes, stripes_capacity;
     lent *first;
-    int32_t touched[PS_MAX_IN];   /* stripes that the latest op has read; these reads are subtracted if the op fails */
+    int32_t touched[PS_MAX_IN];   /* stripes that the latest op read; subtracted if the op fails */
     int n_touched;
-    int32_t first_pass;           /* value of step->pass when the step began */
+    int32_t first_pass;           /* step->pass when the step began */
     int64_t clock;
     ps_gathers record;
-    const ps_gathers *expected;   /* list of gathers; NULL if unknown, or if the step has departed from the list */
+    const ps_gathers *expected;   /* gathers to repeat; NULL if unknown, or if the step differs */
     int32_t next;                 /* index of the next gather in `expected` */
     bool noting, alone;
     double waited_s;
@@ -103,8 +98,7 @@ static int buffer_pin(part *p, int device, unsigned access, void **out)
 
 static void buffer_unpin(part *p, int device) { ps_storage_unpin(&p->buffer, device); }
 
-/* Copies a buffer on a device to a staging buffer on the host, which is sent instead. Called if the group has not
- * connected its devices. */
+/* Copies a buffer from a device to the host, from where it is sent. Used if the group has not connected its devices. */
 static int stage_out(ps_shard *sh, stripe *st, int r, bool contents)
 {
     part *p = part_at(sh, st, r);
@@ -140,10 +134,10 @@ static int stage_in(ps_shard *sh, stripe *st, int r, bool contents)
 }
 
 /* -- jobs ---------------------------------------------------------------------------------------------------------- */
-/* Returns the device that a part's bytes are sent from and received on. */
+/* Returns the device on which a part's bytes are sent and received. */
 static int meeting_place(const ps_shard *sh, const part *p) { return sh->direct ? p->c.device : sh->host; }
 
-/* Pins rank r's part for a job, and stores its address and size in st->at[r]. */
+/* Pins rank r's part for a job, and fills st->at[r]. */
 static int hold(ps_shard *sh, stripe *st, int r, unsigned access)
 {
     part *p = part_at(sh, st, r);
@@ -159,8 +153,7 @@ static int hold(ps_shard *sh, stripe *st, int r, unsigned access)
     return 0;
 }
 
-/* Releases the pins of hold(). If `come` is set, the bytes of other ranks have arrived, and are copied to their
- * parts. */
+/* Releases the pins of hold(). If `come` is set, bytes of other ranks have arrived and are copied to their parts. */
 static int let_go(ps_shard *sh, stripe *st, bool come)
 {
     int rc = 0;
@@ -181,7 +174,7 @@ static int let_go(ps_shard *sh, stripe *st, bool come)
     return rc;
 }
 
-/* Returns the kind of memory of a stripe. All parts of a stripe are on one device. */
+/* Returns the kind of memory of a stripe, whose parts are all on one device. */
 static place place_of(const ps_shard *sh, const stripe *st)
 {
     for (int r = 0; r < sh->size; r++)
@@ -189,8 +182,8 @@ static place place_of(const ps_shard *sh, const stripe *st)
     return ON_HOST;
 }
 
-/* Starts a job on the stripe. If this rank cannot take part, the job sends the error to the other ranks, and job_end
- * returns the error. */
+/* Starts a job on the stripe. If this rank cannot take part, the job sends its error to the other ranks, and job_end
+ * returns it. */
 static int job_begin(ps_shard *sh, stripe *st, int op, int dtype, uint64_t check)
 {
     int rc = 0;
@@ -233,7 +226,7 @@ static int job_end(ps_shard *sh, stripe *st, bool come)
     return rc < 0 ? rc : back;
 }
 
-/* Waits for the stripe's job if one is under way, and ignores the job's result. */
+/* Waits for the stripe's job, if any, and ignores its result. */
 static void stripe_end_job(ps_shard *sh, stripe *st)
 {
     if (st->gathering || st->reducing) job_end(sh, st, false);
@@ -278,8 +271,8 @@ static bool keeps(const ps_shard *sh, const stripe *st)
     return false;
 }
 
-/* Closes the least recently used stripes until only OPEN_UNPLANNED stay open. Called before another stripe opens, if
- * there is no list of gathers. */
+/* Closes the least recently used stripes until only OPEN_UNPLANNED are open. Called if there is no list of gathers,
+ * before another stripe opens. */
 static void close_oldest(ps_shard *sh, const stripe *except)
 {
     for (;;) {
@@ -314,7 +307,7 @@ int64_t ps_shard_comes(const ps_shard *sh, int32_t number)
     return sum;
 }
 
-/* Returns the stripe that the list of gathers has next, or -1. */
+/* Returns the next stripe in the list of gathers, or -1. */
 static int32_t coming(const ps_shard *sh)
 {
     return sh->expected && sh->next < sh->expected->n ? sh->expected->list[sh->next].stripe : -1;
@@ -326,8 +319,7 @@ static void note_gather(ps_shard *sh, stripe *st)
     st->noted = -1;
     if (!sh->noting) return;
     if (!ps_try_grow(record->list, record->capacity, record->n + 1)) {
-        sh->noting = false;                                  /* the next step will have no list, so its gathers begin
-                                                              * only at their first reads */
+        sh->noting = false;                                  /* the next step has no list, and gathers at first reads */
         record->n = 0;
         return;
     }
@@ -335,8 +327,8 @@ static void note_gather(ps_shard *sh, stripe *st)
     record->list[record->n++] = (ps_gather){ number_of(sh, st), pass_of_step(sh), 0 };
 }
 
-/* Begins the next gather of the list before the first read that needs it. If the gather cannot begin on this rank,
- * every later read tries again. */
+/* Begins the next gather of the list, before the read that needs it. If it cannot begin, every later read tries
+ * again. */
 static int run_ahead(ps_shard *sh)
 {
     int32_t next = coming(sh);
@@ -345,7 +337,7 @@ static int run_ahead(ps_shard *sh)
     return ahead->open || ahead->gathering || ahead->reducing ? 0 : gather_begin(sh, ahead);
 }
 
-/* Drops the list of gathers, because the step has departed from it. The last use of each stripe is then unknown. */
+/* Drops the list of gathers, because the step differs from it. The last read of each stripe is then unknown. */
 static void go_on_without(ps_shard *sh)
 {
     sh->expected = NULL;
@@ -386,8 +378,8 @@ static int touch(ps_shard *sh, stripe *st)
     return 0;
 }
 
-/* Closes stripes whose last read has happened. This is done when the next op begins, because an op can fail after it
- * has unpinned. */
+/* Closes stripes that will not be read again. Waits for the next op to begin, because an op can fail after it has
+ * unpinned. */
 void ps_shard_tick(ps_shard *sh)
 {
     while (sh->n_touched > 0) {
@@ -399,8 +391,8 @@ void ps_shard_tick(ps_shard *sh)
     ps_chunks_tick(sh->chunks);
 }
 
-/* Subtracts the failed op's reads. If the op is tried again, it repeats these reads, and the counts must stay equal
- * to those of ranks on which the op did not fail. */
+/* Subtracts the failed op's reads. If the op is tried again, it repeats them, and the counts must equal those of
+ * other ranks. */
 void ps_shard_failed(ps_shard *sh)
 {
     while (sh->n_touched > 0) count_use(sh, &sh->stripes[sh->touched[--sh->n_touched]], -1);
@@ -437,7 +429,7 @@ void ps_shard_step_begin(ps_shard *sh, const ps_gathers *expected)
     sh->first_pass = sh->step->pass;
 }
 
-/* Returns a 52-bit hash plus 1. A double represents this value exactly, and the value is never 0. */
+/* Returns a 52-bit hash plus 1, which a double represents exactly and which is never 0. */
 double ps_shard_expects(const ps_shard *sh)
 {
     if (!sh->expected) return 0;
@@ -447,7 +439,7 @@ double ps_shard_expects(const ps_shard *sh)
 
 void ps_shard_expect_none(ps_shard *sh) { sh->expected = NULL; }
 
-/* Omits gathers that no read followed. Stripes that were only written to, with gradients, need no values. */
+/* Omits gathers without a read. Stripes that only get gradients need no values. */
 const ps_gathers *ps_shard_step_end(ps_shard *sh)
 {
     int32_t n = 0;
@@ -466,7 +458,7 @@ int ps_shard_grads(ps_shard *sh, int32_t number)
     stripe *st = &sh->stripes[p->c.stripe];
     if (p->grads) return 0;
     if (p->c.reads && !st->open && !p->c.keeps) {
-        bool known = sh->expected != NULL;                   /* the list says whether a read follows in this pass */
+        bool known = sh->expected != NULL;                   /* whether a read follows in this pass */
         bool follows = coming(sh) == p->c.stripe && sh->expected->list[sh->next].pass == pass_of_step(sh);
         if (follows || !known) {
             if (st->pass != sh->step->pass) PS_TRY(begin_pass(sh, st));
@@ -483,7 +475,7 @@ int ps_shard_reduce_begin(ps_shard *sh, int32_t number, bool everywhere, uint64_
 {
     const part *p = &sh->parts[number];
     stripe *st = &sh->stripes[p->c.stripe];
-    if (st->gathering) PS_TRY(gather_end(sh, st));           /* a gather that began early, without a later read */
+    if (st->gathering) PS_TRY(gather_end(sh, st));           /* began early, and nothing read it */
     PS_TRY(job_begin(sh, st, everywhere ? OP_CHUNK_ALL_REDUCE : OP_CHUNK_REDUCE, p->c.dtype, check));
     st->reducing = true;
     return 0;
@@ -612,8 +604,8 @@ static lent *lent_new(ps_shard *sh, int32_t number, int64_t offset)
     return l;
 }
 
-/* Moves s into the part. If the part has a chunk on this rank, s was in this chunk, and `inner` takes over its
- * position there. */
+/* Moves s into the part. If this rank has the part's chunk, s was in that chunk, and `inner` gets its position
+ * there. */
 static void lend(ps_shard *sh, lent *l, ps_storage *s, ps_storage *inner)
 {
     if (inner) {
@@ -641,7 +633,7 @@ static int check_place(const ps_shard *sh, int32_t number, int64_t offset, int64
     return 0;
 }
 
-/* Reads s, because another rank needs the bytes and this rank must take part in the gather. */
+/* Reads s: another rank needs the bytes, so this rank must take part in the gather. */
 static int read_along(ps_storage *s)
 {
     void *p;

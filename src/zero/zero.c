@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * ZeRO's interface: the table that the engine calls, and the functions of ps.h with which scripts shard an engine's
- * chunks over ranks. */
+ * Entry points of ZeRO: the table that the engine calls, and the functions of ps.h with which scripts shard chunks
+ * over ranks. */
 #include "zero/zero.h"
 #include "base/alloc.h"
 #include "base/error.h"

@@ -1,19 +1,20 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Shared by the files of ZeRO: zero.c (the table that the engine calls, and parts for scripts), shard.c (the memory of
- * parts), reduce.c (sums of gradients). No other folder includes it. */
+ * Internals of ZeRO, which no other folder includes. Its files:
+ *   zero.c     the table that the engine calls, and parts for scripts
+ *   shard.c    memory of parts
+ *   reduce.c   sums of gradients */
 #ifndef PS_ZERO_H
 #define PS_ZERO_H
 #include "engine/zero_table.h"
 #include "zero/shard.h"
 
-/* The parts that contain a unit's values and gradients. If grad_part is -1, gradients are stored in the place of the
- * values. */
+/* The parts with a unit's values and gradients. grad_part is -1 if gradients are stored in the place of the values. */
 typedef struct unit_parts { int32_t stripe, param_part, grad_part; } unit_parts;
 
-/* Units whose gradients are reduced together: at most one per rank. */
+/* Units whose gradients are reduced together, at most one per rank. */
 typedef struct stripe_units {
     int32_t n, n_final, vstage;
-    int32_t part;                 /* one of the stripe's parts during a reduction, else -1 */
+    int32_t part;                 /* a part of the stripe during a reduction, else -1 */
 } stripe_units;
 
 typedef struct zero {
