@@ -1,23 +1,21 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Keeps activations on the host until backward reads them (offload.h). A storage that is away has a record in place of
- * its block. The record has two places for bytes, `here` on the device and `there` on the host. Both have bytes while a
- * copy is under way. After a copy to the host, both have bytes until its round is over. Otherwise only `there` has
- * bytes. The first pin ends the record: the storage is an ordinary one again. */
+ * Keeps activations on the host until backward reads them (offload.h). An offloaded storage has a record in place of
+ * its block, with bytes `here` on the device and `there` on the host. During a copy, and after a copy to the host
+ * until the round is over, both have bytes. Otherwise only `there` has bytes. The first pin ends the record. */
 #include "offload/offload.h"
 #include "base/alloc.h"
 #include "base/error.h"
 
-enum { AHEAD = 2 };               /* number of storages that a pin in backward fetches ahead */
+enum { AHEAD = 2 };               /* storages that a pin in backward fetches ahead */
 
 typedef struct record {
-    struct record *prev, *next;   /* ordered by round; within a round, the storage that was offloaded last is first */
+    struct record *prev, *next;   /* sorted by round; the last one offloaded is first in its round */
     ps_storage *of;
-    ps_storage here, there;       /* bytes on the device and on the host; a side without a block has no bytes */
+    ps_storage here, there;       /* on the device, on the host; no block: no bytes */
     ps_copy *copy;                /* copy under way, or NULL; always NULL in dry runs */
     int64_t round;
-    int32_t vstage, micro;        /* forward in which the storage was offloaded */
-    bool coming, dry;             /* coming: the last copy went from `there` to `here`. dry: the storage was made in
-                                   * a dry run. */
+    int32_t vstage, micro;        /* forward that offloaded it */
+    bool coming, dry;             /* the last copy was to the device; made in a dry run */
 } record;
 
 struct ps_away {
@@ -70,8 +68,7 @@ static int start(ps_away *a, record *r, bool coming)
     return rc;
 }
 
-/* Waits for the record's copy, if one is under way. Both sides keep their memory. After an error the destination has
- * undefined bytes. */
+/* Waits for the record's copy, if any. Both sides keep their memory. After an error the destination is undefined. */
 static int finish(ps_away *a, record *r)
 {
     if (!r->copy) return 0;
@@ -98,7 +95,7 @@ static int begin_return(ps_away *a, record *r)
     return rc;
 }
 
-/* Ends the offloading of a storage, whose bytes are on the device. Frees the bytes on the host and the record. */
+/* Ends the offloading of a storage whose bytes are on the device. Frees the host's bytes and the record. */
 static void restore(ps_away *a, record *r)
 {
     drop(&r->there);
@@ -110,7 +107,7 @@ static void restore(ps_away *a, record *r)
 }
 
 /* -- leaving ------------------------------------------------------------------------------------------------------ */
-/* Waits for the copies of the previous round's storages to the host, and frees the storages' bytes on the device. */
+/* Waits for the previous round's copies to the host, and frees the bytes on the device. */
 static void end_leaving(ps_away *a)
 {
     for (record *r = a->last, *prev; r && (r->here.block || r->dry != is_dry(a)); r = prev) {
@@ -147,8 +144,8 @@ void ps_away_leave(ps_away *a, ps_storage *s)
     }
     s->keeper = &a->base;
     s->block = r;
-    r->prev = a->last;      /* inserts r at the front of its round, because scopes drop the youngest storage first,
-                             * and backward needs the youngest first */
+    r->prev = a->last;      /* r goes to the front of its round: scopes drop the youngest first, and backward needs
+                             * the youngest first */
     while (r->prev && r->prev->round == r->round) r->prev = r->prev->prev;
     r->next = r->prev ? r->prev->next : a->first;
     if (r->prev) r->prev->next = r;
@@ -158,8 +155,8 @@ void ps_away_leave(ps_away *a, ps_storage *s)
 }
 
 /* -- the table ---------------------------------------------------------------------------------------------------- */
-/* Fetches the last storages of the list, which backward needs next. Only fetches storages of the same forward as
- * `of`, because the backward of other micro-batches and virtual stages can be far away. */
+/* Fetches the last storages of the list, which backward needs next. Only those of the same forward as `of`, because
+ * other backwards can be far away. */
 static void fetch_ahead(ps_away *a, const record *of)
 {
     int n = 0;
@@ -174,7 +171,7 @@ static int away_pin(ps_keeper *keeper, ps_storage *s, int device, unsigned acces
 {
     ps_away *a = (ps_away *)keeper;
     record *r = s->block;
-    if (is_dry(a) && !r->dry) {                    /* a dry run reads no bytes, so it does not fetch real storages */
+    if (is_dry(a) && !r->dry) {                    /* a dry run does not fetch real storages */
         *out = (void *)((uintptr_t)1 << 60);
         return 0;
     }
@@ -185,7 +182,7 @@ static int away_pin(ps_keeper *keeper, ps_storage *s, int device, unsigned acces
     if (rc == 0) {
         rc = finish(a, r);
         if (rc < 0 && r->coming) drop(&r->here);
-        else rc = 0;                             /* if the copy to the host failed, the device still has the bytes */
+        else rc = 0;                             /* after a failed copy to the host, the device has the bytes */
     }
     if (rc < 0) {
         ps_error_prefix("fetching %.1f MiB of activations from the host: ", (double)s->nbytes / 1048576.0);
@@ -195,7 +192,7 @@ static int away_pin(ps_keeper *keeper, ps_storage *s, int device, unsigned acces
     return ps_storage_pin(s, device, access, out);
 }
 
-/* Does nothing. A storage that is still offloaded at its unpin was pinned by a dry run, and such a pin does nothing. */
+/* Does nothing. Only a dry run unpins a storage that is still offloaded, and its pin did nothing. */
 static void away_unpin(ps_keeper *keeper, ps_storage *s, int device) {}
 
 static void away_free(ps_keeper *keeper, ps_storage *s)
