@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Collectives on tensors (ps.h): which bytes of them go where. They run on the calling thread after the group's jobs
- * are done, so that all ranks keep one order of calls. */
+ * Collectives on tensors (ps.h). They run on the calling thread after the group's jobs have run, so that all ranks
+ * keep one order of calls. */
 #include <stdio.h>
 #include <string.h>
 #include "base/dtype.h"
@@ -49,15 +49,15 @@ static void use_end(use *u)
     u->pinned = false;
 }
 
-/* Returns true if the tensor's bytes are never read. In a dry run the tensor has no bytes, and simulated ranks have
- * the same bytes as this rank. */
+/* Returns true if the tensor's bytes are never read: it has none in a dry run, and simulated ranks have this rank's
+ * bytes. */
 static bool dry(const ps_tensor *t)
 {
     return !ps_tensor_has_data(t) && (t->ctx->step->dry || t->ctx->devices[t->device_]->pretends);
 }
 
-/* Returns true if a broadcast is sent in shards. The root then sends each rank one shard, which this rank passes on
- * to the others. No rank sends more than twice nbytes. */
+/* Returns true if a broadcast is sent in shards. The root sends each rank one shard, which that rank sends to the
+ * others. So no rank sends more than twice nbytes. */
 static bool spreads(const ps_group *g, int64_t nbytes) { return g->comm->size > 2 && nbytes >= SPREAD_NBYTES; }
 
 void group_count(ps_group *g, int op, place at, int dtype, int64_t nbytes, int root)
@@ -83,7 +83,7 @@ static int without_bytes(ps_group *g, int op, const ps_tensor *t, int root)
     return group_without_bytes(g, op, at, t->dtype_, ps_tensor_nbytes(t), root);
 }
 
-/* Sets *out to the kind of memory of a tensor's device. Connects the device if it is not connected yet. */
+/* Sets *out to the kind of memory of a tensor's device. Connects the device if necessary. */
 static int place_of(ps_group *g, ps_tensor *t, place *out)
 {
     *out = ON_HOST;
@@ -91,8 +91,7 @@ static int place_of(ps_group *g, ps_tensor *t, place *out)
     return group_place(g, t->ctx, t->device_, out);
 }
 
-/* Waits for earlier jobs where this is necessary to keep the order of the group's calls and of the device's calls
- * (comm/group.h, at job.c). */
+/* Waits for earlier jobs, to keep the order of calls in the group and on the device (comm/group.h, at job.c). */
 static void drain_before(ps_group *g, place at)
 {
     group_drain(g);
@@ -131,7 +130,7 @@ int group_moved(ps_group *g, int op, place at, int rc)
     return group_told(g, rc);
 }
 
-/* Computes in place the sum over `size` ranks that all have the same values. */
+/* Sums the same values of `size` ranks, in place. */
 static void sum_of_equals(int dtype, char *bytes, int64_t nbytes, int size)
 {
     int64_t n = nbytes / ps_dtype_bytes(dtype);
@@ -208,8 +207,8 @@ int group_all_gather(ps_group *g, place at, int dtype, const char *in, int64_t n
     for (int r = 0; g->comm->pretends && r < g->comm->size; r++) memmove(g->parts[r].address, in, (size_t)nbytes);
     if (g->comm->pretends) group_count(g, OP_ALL_GATHER, at, dtype, nbytes, 0);
     if (g->comm->pretends) return group_moved(g, OP_ALL_GATHER, at, 0);
-    rc = group_copy(g, at, g->parts[g->comm->rank].address, in, nbytes);   /* copied before the sends, which then
-                                                                            * read it from the cache */
+    rc = group_copy(g, at, g->parts[g->comm->rank].address, in, nbytes);   /* first, so that the sends read from the
+                                                                            * cache */
     return group_moved(g, OP_ALL_GATHER, at, rc < 0 ? rc : group_gather(g, at, g->parts));
 }
 

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Divides a group into groups along an axis of the mesh (ps.h). The new groups share the connections and the watch of
- * the old one. An id distinguishes their messages. It is higher than the ids of all groups that these ranks had before,
- * so that no two groups with a pair of ranks in common have the same id. */
+ * Divides a group along an axis of the mesh (ps.h). The new groups share the connections and the watch of the old
+ * one, and an id distinguishes their messages. The id is higher than those of all earlier groups of these ranks, so
+ * no two groups with two ranks in common have the same id. */
 #include <stdatomic.h>
 #include <string.h>
 #include "base/alloc.h"
@@ -11,10 +11,9 @@
 
 static atomic_int next_id = 1;             /* next id in this process; the group of all ranks has id 0 */
 
-/* The request of a rank of the parent: describes the group that the rank wants to make. */
+/* The group that one rank of the parent wants to make. */
 typedef struct wish {
-    int32_t id, n;                         /* id: first id after all that this rank has used. n: number of ranks in
-                                            * the group. */
+    int32_t id, n;                         /* first id that this rank has not used; number of ranks in the group */
     char axis[PS_AXIS_NBYTES];
     int32_t ranks[];                       /* [size of the parent], of which n are used */
 } wish;
@@ -52,7 +51,7 @@ static int check(const ps_group *parent, int n, const int32_t *ranks, const char
     return ps_fail(PS_EINVAL, "group %s: rank %d passed a list without itself", axis, parent->comm->rank);
 }
 
-/* Checks that the groups that the ranks request match. Each rank finds the same first difference. */
+/* Checks that the requested groups match. Each rank finds the same first difference. */
 static int compare(const ps_group *parent, const char *all)
 {
     for (int r = 0; r < parent->comm->size; r++) {
@@ -71,7 +70,7 @@ static int compare(const ps_group *parent, const char *all)
     return 0;
 }
 
-/* Exchanges requests with all ranks of the parent. all: [size of the parent] requests of wish_nbytes each. */
+/* Exchanges requests with all ranks of the parent. all: [size of the parent] requests, wish_nbytes each. */
 static int tell(ps_group *parent, const wish *mine, char *all, int rc)
 {
     int64_t nbytes = (int64_t)wish_nbytes(parent);
@@ -83,7 +82,7 @@ static int tell(ps_group *parent, const wish *mine, char *all, int rc)
     return rc;
 }
 
-/* Returns an id for the new groups. No group on any rank of the parent has this id or a higher one. */
+/* Returns an id for the new groups, which is higher than the ids of all groups on the parent's ranks. */
 static int agree_id(const ps_group *parent, const char *all)
 {
     int id = 0;
@@ -114,8 +113,7 @@ int ps_group_split(ps_group *parent, int n, const int32_t *ranks, const char *ax
         memcpy(mine->ranks, ranks, (size_t)n * sizeof *ranks);
     }
     rc = tell(parent, mine, all, rc);
-    if (rc == 0 && !parent->comm->pretends) rc = compare(parent, all);   /* simulated ranks send no requests to
-                                                                          * compare */
+    if (rc == 0 && !parent->comm->pretends) rc = compare(parent, all);   /* simulated ranks send none */
     if (rc < 0) {                          /* all ranks must raise the same error */
         ps_free(all);
         return rc;
@@ -124,8 +122,7 @@ int ps_group_split(ps_group *parent, int n, const int32_t *ranks, const char *ax
     ps_free(all);
     rc = parent->comm->table->cut(parent->comm, n, ranks, axis, id, &comm);
     if (rc == 0) rc = group_new(parent->ctx, comm, &g);
-    rc = group_agree_bytes(parent, OP_SPLIT, ON_HOST, 0, 0, 0, rc);     /* checks that all ranks have made their
-                                                                         * groups */
+    rc = group_agree_bytes(parent, OP_SPLIT, ON_HOST, 0, 0, 0, rc);     /* whether all ranks have made theirs */
     if (rc < 0) {
         ps_group_close(g);
         return rc;
