@@ -1,11 +1,14 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Gloo's TCP transport as a table of transport.h; the only C++ file outside backend/cuda. No exception leaves it.
- * An exchange uses Gloo's unbound buffers, one per peer and direction, so that a failure names its rank. Gloo's thread
- * accesses the caller's bytes while their buffer exists, and never after its destructor. So a call returns an error
- * only after the communicator has freed all its buffers, whoever closes the connections. Freeing the bytes earlier
- * would end the process: a failed write in Gloo's thread, while it answers a message, throws there. Only benches use
- * Gloo's collectives: these sum in an order that depends on the place of an element, and a wrong size also ends the
- * process. */
+ * Gloo's TCP transport as a table of transport.h. This is the only C++ file outside backend/cuda, and no exception
+ * leaves it. An exchange uses one of Gloo's unbound buffers per peer and direction, so that a failure names its
+ * rank.
+ *
+ * Gloo's thread accesses the caller's bytes while their buffer exists, never after its destructor. So a call returns
+ * an error only after the communicator has freed all its buffers. Freeing the bytes earlier would end the process,
+ * because a failed write in Gloo's thread throws there.
+ *
+ * Only benches use Gloo's collectives. Their order of sums depends on an element's position, and a wrong size ends
+ * the process. */
 #include <algorithm>
 #include <atomic>
 #include <chrono>
@@ -42,7 +45,7 @@ using std::chrono::milliseconds;
 
 struct store_failed : std::runtime_error { using std::runtime_error::runtime_error; };
 
-/* The store for Gloo. A failure leaves the engine's message in this thread's error. */
+/* The store as Gloo sees it. After a failure this thread's error has the engine's message. */
 class Store : public gloo::rendezvous::Store {
 public:
     Store(ps_store *store, double timeout_s) : store_(store), timeout_s_(timeout_s) { }
@@ -57,7 +60,7 @@ public:
         int64_t nbytes = 0;
         code = ps_store_get(store_, key.c_str(), timeout_s_, value.data(), int64_t(value.size()), &nbytes);
         if (code < 0) {
-            /* Gloo's keys for the addresses of ranks are their numbers. */
+            /* The key for a rank's address is the rank's number. */
             if (code == PS_ETIME && key.find_first_not_of("0123456789") == std::string::npos) {
                 ps_error_prefix("rank %s did not send the address at which it listens: ", key.c_str());
                 ps_error_set_rank(std::atoi(key.c_str()));
@@ -94,7 +97,7 @@ struct ps_comm_post {
 
 namespace {
 
-/* The connections of all ranks. The communicator of all ranks and those cut from it share them. */
+/* The connections of all ranks. All communicators that were cut from the one of all ranks share them. */
 struct World {
     ~World()
     {
@@ -103,10 +106,10 @@ struct World {
     }
     std::shared_ptr<gloo::rendezvous::Context> context;
     ps_watch *watch = nullptr;
-    ps_link *link = nullptr;               /* a simulated link that messages pass, or NULL */
+    ps_link *link = nullptr;               /* simulated link, or NULL */
     std::atomic<bool> hung_up{ false };
-    std::mutex lock;                       /* of `users`, their lanes and posts, whose waits the watch aborts */
-    std::condition_variable left;          /* the last thread of a communicator has stopped using its lanes */
+    std::mutex lock;                       /* guards `users`, their lanes and their posts */
+    std::condition_variable left;          /* the last thread has left a communicator's lanes */
     std::vector<Gloo *> users;
 };
 
@@ -123,7 +126,7 @@ struct Gloo {
         std::lock_guard<std::mutex> guard(world->lock);
         world->users.erase(std::find(world->users.begin(), world->users.end(), this));
     }
-    /* Counts a thread that uses the lanes. False: the connections are closed, or being closed. */
+    /* Counts a thread that uses the lanes. Returns false if the connections are closed or being closed. */
     bool enter()
     {
         std::lock_guard<std::mutex> guard(world->lock);
@@ -135,9 +138,8 @@ struct Gloo {
         std::lock_guard<std::mutex> guard(world->lock);
         if (--threads == 0) world->left.notify_all();
     }
-    /* Ends everything that this communicator has under way, once the threads that use its lanes have left: its memory
-     * belongs to the callers again. Their waits have been aborted, or no thread is left. A buffer's destructor waits
-     * until Gloo's thread no longer uses its bytes. */
+    /* Ends everything that this communicator has under way, after all threads have left its lanes. Its callers then
+     * own their memory again. A buffer's destructor waits until Gloo's thread no longer uses its bytes. */
     void let_go()
     {
         std::unique_lock<std::mutex> guard(world->lock);
@@ -148,16 +150,17 @@ struct Gloo {
             lane.out.clear();
         }
     }
-    ps_comm comm;                          /* first: the table's functions get its address */
+    ps_comm comm;                          /* must be first: the table's functions get its address */
     std::shared_ptr<World> world;
-    int32_t id = 0;                        /* id of its slots; no two communicators of a pair of ranks have the same */
+    int32_t id = 0;                        /* of its slots; two communicators with two ranks in common have different
+                                            * ids */
     std::vector<int32_t> ranks;            /* comm.ranks */
-    struct { std::vector<Buffer> in, out; } lanes[PS_COMM_LANES];   /* [size] of each; a buffer while it is under way */
-    int threads = 0;                       /* number of threads that use the lanes */
+    struct { std::vector<Buffer> in, out; } lanes[PS_COMM_LANES];   /* [size] each, while under way */
+    int threads = 0;                       /* threads that use the lanes */
     std::vector<ps_comm_post *> posts;
 };
 
-enum { SLOTS = 32 };                       /* per communicator: 1 .. LANES are its lanes */
+enum { SLOTS = 32 };                       /* per communicator; 1 .. LANES are its lanes */
 static_assert(1 + PS_COMM_LANES + PS_COMM_SLOTS <= SLOTS, "a communicator's slots");
 
 Gloo *self(ps_comm *comm) { return reinterpret_cast<Gloo *>(comm); }
@@ -165,17 +168,17 @@ Gloo *self(ps_comm *comm) { return reinterpret_cast<Gloo *>(comm); }
 /* Gloo waits five times its time-out for a connection. */
 milliseconds connect_timeout(double timeout_s) { return milliseconds(1 + int64_t(timeout_s * 1e3 / 5)); }
 
-/* Gloo's message without its prefix, a place in Gloo's source. */
+/* Returns Gloo's message without its prefix, which is a position in Gloo's source. */
 const char *plain(const char *text)
 {
     const char *end = text[0] == '[' ? std::strstr(text, "] ") : nullptr;
     return end ? end + 2 : text;
 }
 
-/* Whether Gloo's message reports a time-out: "Timed out ..." or "Connect timeout ...". */
+/* Returns whether Gloo's message reports a time-out: "Timed out ..." or "Connect timeout ...". */
 bool late(const char *text) { return std::strstr(text, "imed out") || std::strstr(text, "imeout"); }
 
-/* The error of a failure with this peer. Another rank may be to blame, so the watch is asked first. */
+/* Raises the error of a failure with a peer. Asks the watch first, because another rank may be to blame. */
 int peer_failed(const Gloo *g, int peer, const char *what, const char *text)
 {
     int rc = ps_watch_complain(g->comm.watch, g->comm.place, late(text) ? PS_WATCH_TIME_OUT : PS_WATCH_LOST, peer,
@@ -190,8 +193,8 @@ int peer_failed(const Gloo *g, int peer, const char *what, const char *text)
                         peer, plain(text));
 }
 
-/* Sends a message that has passed the simulated link. If its connection is gone, the thread that waits for the message
- * gets the error. */
+/* Sends a message that has passed the simulated link. If the connection is gone, the thread that waits for the
+ * message gets the error. */
 void send_now(void *message, int peer, uint64_t slot)
 {
     try {
@@ -213,7 +216,7 @@ void abort_wait(ps_comm_post *post)
     else post->buffer->abortWaitRecv();
 }
 
-/* Ends the waits of all threads of this process. */
+/* Aborts the waits of all threads of this process. */
 void abort_waits(World *world)
 {
     std::lock_guard<std::mutex> guard(world->lock);
@@ -228,15 +231,15 @@ void abort_waits(World *world)
     }
 }
 
-/* Closes the connections of all communicators, and ends everything that this one has under way. The waits of the
- * others' threads are aborted. If another thread is closing them already, this one does not wait for it. */
+/* Closes the connections of all communicators, aborts the waits of their threads, and ends everything that this one
+ * has under way. Does not wait for another thread that already closes them. */
 void close_connections(Gloo *g)
 {
     World *world = g->world.get();
     if (!world->hung_up.exchange(true)) {
         try {
             world->context->closeConnections();
-        } catch (...) {                    /* they are closed already */
+        } catch (...) {                    /* already closed */
         }
         abort_waits(world);
     }
@@ -252,11 +255,11 @@ void hang_up(ps_comm *comm)
     close_connections(g);
 }
 
-void on_verdict(void *arg) { abort_waits(static_cast<World *>(arg)); }    /* in the watch's thread */
+void on_verdict(void *arg) { abort_waits(static_cast<World *>(arg)); }    /* on the watch's thread */
 
-/* Runs `call`. While it runs, `call` sets `peer` (a number in the world) to the rank that it deals with, and `what` to
- * the words for a failure with that rank. `call` returns false when its wait was aborted: there is a verdict, or
- * another communicator hung up. */
+/* Runs `call` and turns its failure into an error. `call` keeps `peer` and `what` up to date: the world rank that it
+ * deals with, and words for a failure with that rank. It returns false if its wait was aborted by a verdict, or
+ * because another communicator hung up. */
 template <typename F> int guarded(Gloo *g, const int &peer, const char *const &what, const F &call)
 {
     int rc = 0;
@@ -296,7 +299,8 @@ int begin(ps_comm *comm, int lane, const ps_comm_part *send, const ps_comm_part 
         if (ps_watch_over(comm->watch) || g->world->hung_up) return false;
         in.resize(size_t(comm->size));
         out.resize(size_t(comm->size));
-        for (int i = 1; i < comm->size; i++) {              /* each rank begins with a different peer, its neighbour */
+        for (int i = 1; i < comm->size; i++) {              /* begins with a neighbour, so each rank with a different
+                                                             * peer */
             const int r = (comm->rank - i + comm->size) % comm->size;
             peer = ps_comm_world(comm, r);
             if (recv[r].nbytes == 0) continue;
@@ -348,11 +352,11 @@ void close_comm(ps_comm *comm)
 {
     try {
         delete self(comm);
-    } catch (...) {                        /* a failure to close needs no answer */
+    } catch (...) {                        /* a failed close is ignored */
     }
 }
 
-/* Gloo's own collectives, for benches. Ranks must agree on sizes, which nothing here checks. */
+/* Gloo's own collectives, for benches. Nothing here checks that the ranks' sizes are equal. */
 template <typename F> int raw(const F &call)
 {
     try {
@@ -469,13 +473,13 @@ int cut(ps_comm *comm, int n, const int32_t *ranks, const char *axis, int32_t id
 const ps_comm_table table = { "gloo", begin, finish, hang_up, close_comm, cut, post, post_wait, post_wake, post_drop,
                               nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr,
                               nullptr, nullptr, raw_all_gather, raw_all_reduce };
-/* A part lacks Gloo's own collectives, which need all ranks. */
+/* The table of communicators that were cut. It lacks Gloo's own collectives, which need all ranks. */
 const ps_comm_table part_table = { "gloo", begin, finish, hang_up, close_comm, cut, post, post_wait, post_wake,
                                    post_drop, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr,
                                    nullptr, nullptr, nullptr, nullptr, nullptr, nullptr };
 
-/* The device at this machine's address for other ranks: the address by which it reached rank 0, or that of the
- * interface in GLOO_SOCKET_IFNAME. */
+/* Makes the device at this machine's address for other ranks. This is the address by which it reached rank 0, or
+ * that of the interface in GLOO_SOCKET_IFNAME. */
 std::shared_ptr<gloo::transport::Device> make_device(const ps_store *store)
 {
     gloo::transport::tcp::attr attr;
@@ -485,7 +489,7 @@ std::shared_ptr<gloo::transport::Device> make_device(const ps_store *store)
     return gloo::transport::tcp::CreateDevice(attr);
 }
 
-/* Makes the proof that rank `from` sends to rank `to` on their new connection: a hash with the key of this group. */
+/* Makes the proof that rank `from` sends to rank `to` on a new connection: a hash with the group's key. */
 void introduction(const ps_run &group, int from, int to, uint8_t bytes[PS_PROOF_BYTES])
 {
     ps_run made;
@@ -495,7 +499,7 @@ void introduction(const ps_run &group, int from, int to, uint8_t bytes[PS_PROOF_
     std::memcpy(bytes, made.key, PS_PROOF_BYTES);
 }
 
-/* The group's key: made of the run's and of random bits that only ranks have which the run's store let in. */
+/* Makes the group's key from the run's key and random bits, which only ranks that the store has accepted can read. */
 int group_key(ps_store *store, const ps_watch_options &options, double timeout_s, ps_run *out)
 {
     static const char *const key = "group";
@@ -510,8 +514,8 @@ int group_key(ps_store *store, const ps_watch_options &options, double timeout_s
     return 0;
 }
 
-/* Each rank sends a word to every other. A Gloo port accepts the first connection as the rank that it waits for; the
- * right word proves that it belongs to this group. Afterwards no rank needs the store any more. */
+/* Exchanges proofs with all ranks, because a Gloo port accepts any first connection as the rank that it waits for.
+ * After this no rank needs the store. */
 int greet(Gloo *g, const ps_run &group)
 {
     const int rank = g->comm.rank;
@@ -567,11 +571,11 @@ int connect(ps_store *store, const ps_watch_options &options, double timeout_s, 
         *out = &g.release()->comm;
         return 0;
     } catch (const store_failed &) {
-        return view.code;                                   /* this thread's error already has the message */
+        return view.code;                                   /* the error is already raised */
     } catch (const std::bad_alloc &) {
         return ps_fail(PS_ENOMEM, "no memory for a Gloo group of %d ranks", size);
     } catch (const std::exception &e) {
-        PS_TRY(ps_store_ask_fault(store));                  /* another rank's failure may be the cause */
+        PS_TRY(ps_store_ask_fault(store));                  /* another rank may have failed first */
         return ps_fail(late(e.what()) ? PS_ETIME : PS_EIO,
                        "rank %d of %d could not connect to the others within %g s: %s (GLOO_SOCKET_IFNAME names the "
                        "network interface to use; now %s)", rank, size, timeout_s, plain(e.what()),
@@ -581,8 +585,7 @@ int connect(ps_store *store, const ps_watch_options &options, double timeout_s, 
     }
 }
 
-/* Ignores SIGPIPE, so that a dead peer causes an error and not the end of this process. Keeps a handler that was
- * set. */
+/* Ignores SIGPIPE, so that a dead peer causes an error instead of ending this process. Keeps a handler that was set. */
 void ignore_sigpipe()
 {
     struct sigaction now;
@@ -607,5 +610,5 @@ extern "C" int ps_comm_gloo(const ps_meeting *m, ps_comm **out)
     if (rc < 0) ps_store_fault(store, why);
     ps_store_close(store, rc == 0);
     ps_store_stop(server, rc < 0);
-    return rc < 0 ? ps_fail(rc, "%s", why) : 0;             /* cleaning up may have set another error since */
+    return rc < 0 ? ps_fail(rc, "%s", why) : 0;             /* closing may have changed the error */
 }

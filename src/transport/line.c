@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The thread of a line (line.h). It connects, begins messages in their order, and polls those under way. A device's
- * library does not name a rank that died, so the thread checks the watch. After a verdict, a failure or a time-out it
- * aborts the communicator, so that the device can continue. Results that the device computes afterwards are invalid,
- * and the owner's next call fails. */
+ * The thread of a line (line.h): connects, begins messages in order, and polls those under way. It also checks the
+ * watch, because a device's library does not name a rank that died. After a verdict, a failure or a time-out it
+ * aborts the communicator, so that the device can continue. Later results of the device are invalid, and the owner's
+ * next call fails. */
 #include "transport/line.h"
 #include <string.h>
 #include <time.h>
@@ -25,7 +25,7 @@ struct ps_line {
     bool closing, stopped, failed, rests;
     ps_error_kept why;
     ps_line_message *first, *last;         /* not begun */
-    int64_t allowed, begun, over;          /* message counts; over: messages that the thread knows to have ended */
+    int64_t allowed, begun, over;          /* message counts; over: known to have ended */
     char at[PS_LINE_NAME];                 /* name of the oldest message that has not ended */
 };
 
@@ -46,7 +46,7 @@ static void nap(int64_t turn)
     nanosleep(&t, NULL);
 }
 
-/* Raises the error for a failed connection: both ranks began long ago, but nothing has arrived. */
+/* Raises the error for a connection on which nothing arrives, although both ranks began long ago. */
 static int late(const ps_line *l, const char *what)
 {
     return ps_fail(PS_EIO, "%s over %s took longer than %g s (init_distributed's timeout sets the seconds)", what,
@@ -65,7 +65,7 @@ static int until_ready(ps_line *l, const char *what)
     }
 }
 
-/* Connects the two devices. On the wire, the sender is rank 0 and the receiver is rank 1. */
+/* Connects the two devices. The sender is rank 0 of the wire, and the receiver rank 1. */
 static int connect_wire(ps_line *l)
 {
     PS_TRY(l->table->open(l->o.be, l->id, l->out ? 0 : 1, 2, &l->wire));
@@ -84,7 +84,7 @@ static int begin(ps_line *l, ps_line_message *m)
     return l->table->event_end(l->wire, m->end);
 }
 
-/* If no message is under way, sets the name in `at` to that of `next`, the next message to begin. The lock is held. */
+/* If no message is under way, copies the name of `next`, which begins next, to `at`. The lock is held. */
 static void come_to(ps_line *l, const ps_line_message *next)
 {
     if (next && l->over == l->begun) memcpy(l->at, next->name, sizeof l->at);
@@ -101,13 +101,12 @@ static int begin_first(ps_line *l)
     if (rc < 0) return rc;
     l->first = m->next;
     l->begun++;
-    m->begun = true;                       /* from now on the owner may reuse the message */
+    m->begun = true;                       /* the owner may now reuse the message */
     pthread_cond_broadcast(l->o.news);
     return 0;
 }
 
-/* Checks whether the last message that was begun has ended. If it has, all earlier ones have ended, too. The lock is
- * held before and after. */
+/* Checks whether the last message begun has ended, and with it all earlier ones. The lock is held before and after. */
 static int look(ps_line *l, double until, int64_t turn)
 {
     int64_t begun = l->begun;
@@ -145,7 +144,7 @@ static int carry(ps_line *l)
     return 0;
 }
 
-/* Makes the line fail. Tells the owner the error before the device continues. */
+/* Makes the line fail. The owner gets the error before the device continues. */
 static void fail(ps_line *l, int rc)
 {
     bool mine;
@@ -154,7 +153,7 @@ static void fail(ps_line *l, int rc)
     pthread_mutex_unlock(l->o.lock);
     if (mine) l->o.blame(l->o.arg, l->peer, rc);
     pthread_mutex_lock(l->o.lock);
-    come_to(l, l->first);                  /* `at` is not set if the line failed before its first message began */
+    come_to(l, l->first);                  /* sets `at` if no message had begun */
     ps_error_keep(&l->why);
     l->failed = true;
     pthread_cond_broadcast(l->o.news);

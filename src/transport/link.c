@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The simulated link (link.h): a queue of messages, each with the time at which it has passed the link, and a thread
+ * The simulated link (link.h): a queue of messages with the times at which they have passed the link, and a thread
  * that sleeps until the next such time. */
 #include "transport/link.h"
 #include <math.h>
@@ -19,11 +19,11 @@ struct ps_link {
     ps_link_send send;
     double rate;                           /* bytes per second */
     pthread_t thread;
-    pthread_mutex_t lock;                  /* guards the fields below; held while a message is sent */
+    pthread_mutex_t lock;                  /* guards the fields below, also while a message is sent */
     pthread_cond_t more;
     bool closing;
-    double free;                           /* time at which the last queued message will have passed */
-    waiting *queue;                        /* [n] messages in the order of `due` */
+    double free;                           /* when the last queued message will have passed */
+    waiting *queue;                        /* [n] sorted by `due` */
     int32_t n, capacity;
 };
 

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * A simulated link, for benches and tests. If PS_SIM_LINK (bytes per second) is set in the environment, all messages of
- * this process pass the link one after the other. Each message takes as long as its bytes need at this rate. The link
- * uses no processor time: a message waits, and is then sent as it would be without the link. */
+ * A simulated link, for benches and tests. If PS_SIM_LINK (bytes per second) is set in the environment, this process
+ * sends its messages one after the other, each after the time that its bytes need at this rate. The link uses no
+ * processor time. */
 #ifndef PS_TRANSPORT_LINK_H
 #define PS_TRANSPORT_LINK_H
 #include <stdint.h>
@@ -11,16 +11,15 @@ extern "C" {
 #endif
 
 typedef struct ps_link ps_link;
-/* Sends a message that has passed the link. The link's thread calls it, so it must not wait for any caller of the
- * link. */
+/* Sends a message that has passed the link. Runs on the link's thread, and must not wait for any caller of the link. */
 typedef void (*ps_link_send)(void *message, int peer, uint64_t slot);
 
-/* Opens the link that PS_SIM_LINK describes. If PS_SIM_LINK is not set, *out is NULL. PS_EINVAL: PS_SIM_LINK is not
- * a number of bytes. PS_ENOMEM. */
+/* Opens the link, or sets *out to NULL if PS_SIM_LINK is not set. PS_EINVAL: PS_SIM_LINK is not a number of bytes.
+ * PS_ENOMEM. */
 int ps_link_open(ps_link_send send, ps_link **out);
-/* Queues a message as the last one of the link. PS_ENOMEM: the message was not queued. */
+/* Queues a message. PS_ENOMEM: it was not queued. */
 int ps_link_put(ps_link *link, void *message, int peer, uint64_t slot, int64_t nbytes);
-/* Drops a message that has not passed the link yet, so that it is never sent. Does nothing if `link` is NULL. */
+/* Removes a message that has not passed the link, so that it is not sent. Does nothing if `link` is NULL. */
 void ps_link_drop(ps_link *link, const void *message);
 void ps_link_close(ps_link *link);         /* does nothing for NULL */
 

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Communicators of one process, which move no bytes: a world of one, and a rank whose other ranks are simulated (a dry
- * run of a script). This file also has the error of a build without Gloo. */
+ * Communicators of one process, which move no bytes: a world of one rank, and a rank whose other ranks are simulated
+ * (a dry run of a script). Also has the error of a build without Gloo. */
 #include "base/alloc.h"
 #include "base/error.h"
 #include "transport/transport.h"
@@ -30,7 +30,7 @@ int ps_comm_self(ps_comm **out)
     return 0;
 }
 
-/* Does nothing. Every simulated rank is assumed to make this rank's calls, and collective.c supplies its bytes. */
+/* Receives from each simulated rank the bytes that this rank sends to it, because all make the same calls. */
 static int pretend_begin(ps_comm *comm, int lane, const ps_comm_part *send, const ps_comm_part *recv)
 {
     for (int r = 0; r < comm->size; r++)
@@ -55,7 +55,7 @@ static int pretend_cut(ps_comm *comm, int n, const int32_t *ranks, const char *a
 static const ps_comm_table pretend_table = { .name = "nobody", .begin = pretend_begin, .finish = self_finish,
                                             .hang_up = self_hang_up, .close = self_close, .cut = pretend_cut };
 
-/* Makes a simulated communicator. For a subgroup, the world ranks of its ranks are stored after the struct. */
+/* Makes a simulated communicator. A subgroup's world ranks are stored after the struct. */
 static int pretend_new(int rank, int size, ps_comm **out)
 {
     size_t nbytes = sizeof(ps_comm) + (size_t)size * sizeof(int32_t);

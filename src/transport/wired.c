@@ -1,14 +1,14 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * A communicator over the memory of a device. A backend's wire (backend/wire.h) queues work on the device, which orders
- * it: within a call, and before kernels that are queued after the call (catch_up). So a call returns when its work is
+ * A communicator for device memory. A backend's wire (backend/wire.h) queues work on the device, which orders it:
+ * within a call, and before kernels that are queued after the call (catch_up). So a call returns when its work is
  * queued.
  *
- * From then on the communicator's thread monitors the calls under way (hand_over). It checks the time-out and the watch
- * of the group's host communicator, so that a rank that dies or stalls is named, although the device's library names
- * none. A failure ends the whole group. The communicator is aborted, so that the device can continue. The error is
- * passed to the backend first, whose next read fails, so that nobody uses the results computed after the abort.
+ * The communicator's thread then monitors the calls under way (hand_over). It checks the time-out and the watch,
+ * because the device's library does not name a rank that dies or stalls. A failure ends the whole group. The
+ * communicator is aborted, so that the device can continue. Before that the backend gets the error, and its next
+ * read fails, so that nobody uses results computed after the abort.
  *
- * The group's job thread and the communicator's thread find failures; the script's thread reports them (told). Reads of
+ * The job thread and the communicator's thread find failures, and the script's thread reports them (told). Reads of
  * the device's memory fail until a call has raised the failure. */
 #include "transport/transport.h"
 #include <limits.h>
@@ -24,12 +24,11 @@
 #include "base/thread.h"
 #include "rendezvous/watch.h"
 
-enum { TURNS_AT_ONCE = 200 };              /* number of polls without a pause; a small exchange ends within them,
-                                            * after tens of microseconds */
-enum { CALLS = 64 };                 /* most points under way; each is for one call, but further calls share the last */
+enum { TURNS_AT_ONCE = 200 };              /* polls without a pause; small exchanges end within them */
+enum { CALLS = 64 };                 /* most points under way; further calls share the last one */
 enum { CALL_TEXT = 40, CALM_S = 5 };
 
-/* A call whose bytes are in flight. Several calls can share one end; this is then the first of `n` such calls. */
+/* A call under way. If `n` calls share one end, this is the first of them. */
 typedef struct underway {
     ps_wire_event *end;
     uint64_t call;
@@ -38,7 +37,7 @@ typedef struct underway {
 } underway;
 
 typedef struct wired {
-    ps_comm comm;                          /* must be first, because the functions of the table get its address */
+    ps_comm comm;                          /* must be first: the table's functions get its address */
     ps_comm *host;
     ps_backend *be;
     const ps_wire_table *table;
@@ -47,7 +46,7 @@ typedef struct wired {
     pthread_cond_t more;
     pthread_t thread;
     bool looks, closing;                   /* looks: the thread is running */
-    underway calls[CALLS + 1];             /* ring buffer of points, and one more point for immediate use */
+    underway calls[CALLS + 1];             /* ring buffer of points, and one for immediate use */
     int first, n;
     bool hung_up;
     struct wired *next;                    /* in `all` */
@@ -55,13 +54,13 @@ typedef struct wired {
 
 static pthread_mutex_t all_lock = PTHREAD_MUTEX_INITIALIZER;
 static wired *all;                         /* list of this process's communicators */
-static pthread_mutex_t telling = PTHREAD_MUTEX_INITIALIZER;   /* guards errors of lost bytes, and the choice of the
-                                                               * thread that reports the failure */
+static pthread_mutex_t telling = PTHREAD_MUTEX_INITIALIZER;   /* guards errors of lost bytes, and who reports a
+                                                               * failure */
 
 static wired *self(ps_comm *comm) { return (wired *)comm; }
 
-/* Performs a call of the wire while holding the lock, and returns its result. If everything under way was abandoned,
- * returns GONE without the call. The only one of these calls that takes long is the end of the wire. */
+/* Performs a call of the wire under the lock, and returns its result. Returns GONE without the call if everything
+ * under way was abandoned. Only the end of the wire takes long. */
 enum { GONE = INT_MIN };
 #define ON_WIRE(w, call) (pthread_mutex_lock(&(w)->lock), unlocked((w), (w)->hung_up ? GONE : (call)))
 static int unlocked(wired *w, int rc)
@@ -83,8 +82,8 @@ static void rest(int64_t turn)
 }
 
 /* -- calls under way ----------------------------------------------------------------------------------------------- */
-/* Drops calls that have ended, and returns the oldest call under way, or NULL. Asks the device's library several
- * times if `sure` is set, because the library reports an end late. The lock is held. */
+/* Drops calls that have ended. Returns the oldest call under way, or NULL. If `sure` is set, asks the device's
+ * library several times, because it reports an end late. The lock is held. */
 static underway *oldest(wired *w, bool sure)
 {
     while (w->n > 0) {
@@ -109,8 +108,8 @@ static int sound(wired *w)
 }
 
 /* -- failures ------------------------------------------------------------------------------------------------------ */
-/* Ends everything under way with this thread's error, rc. Only the first failure is reported as a loss of bytes,
- * because one failure ends all groups of these ranks' connections. */
+/* Ends everything under way with rc, this thread's error. Only the first failure of a group is reported as a loss of
+ * bytes, because it ends all groups of these ranks' connections. */
 static void give_up(wired *w, int rc)
 {
     char why[1000];
@@ -126,8 +125,8 @@ static void give_up(wired *w, int rc)
     pthread_mutex_unlock(&w->lock);
 }
 
-/* Finds the call that a failure belongs to: the oldest call under way. Returns false if there is none; the failure
- * then belongs to the call that this rank is in. */
+/* Finds the call that failed: the oldest one under way. Returns false if there is none; then it is the call that
+ * this rank is in. */
 static bool failed_call(wired *w, underway *out)
 {
     pthread_mutex_lock(&w->lock);
@@ -137,9 +136,9 @@ static bool failed_call(wired *w, underway *out)
     return first != NULL;
 }
 
-/* Handles a failure of the wire with this thread's error. The watch first identifies the rank that caused it. Then
- * this rank ends everything under way. It notifies the other ranks only of its own faults, and only through the
- * watch: the group's other thread may be in a call over the host's connections, and gets the verdict there. */
+/* Handles a failure of the wire with this thread's error. First the watch finds the rank that caused it, then this
+ * rank ends everything under way. Other ranks are notified only of faults of this rank, through the watch, because
+ * the group's other thread may be in a call over the host's connections. */
 static int failed(wired *w, int rc)
 {
     ps_watch *watch = w->host->watch;
@@ -165,7 +164,7 @@ static int failed(wired *w, int rc)
     return ps_error_again(&error);
 }
 
-/* Ends everything under way on this rank because there is a verdict. */
+/* Ends everything under way on this rank, because there is a verdict. */
 static int given_up(wired *w)
 {
     int rc = ps_watch_verdict(w->host->watch);
@@ -179,7 +178,7 @@ static int late(const wired *w, const char *what)
                    ps_comm_world(&w->comm, w->comm.rank), what, w->table->name, w->host->timeout_s);
 }
 
-/* Returns true if the script should get this thread's error, and false if it already has the ranks' failure. */
+/* Returns whether the script should get this thread's error. It should not if it already has one for this failure. */
 static bool told(wired *w)
 {
     ps_error_kept error;
@@ -191,8 +190,7 @@ static bool told(wired *w)
     return first || lost;
 }
 
-/* Returns the error of an abandoned communicator. Until the script has been told, this is the loss of bytes that no
- * thread waited for. */
+/* Returns the error of an abandoned communicator. Until the script has been told, this is the loss of bytes. */
 static int gone(wired *w)
 {
     int rc = w->table->lost(w->be, false);
@@ -201,11 +199,11 @@ static int gone(wired *w)
 
 static bool works(wired *w) { return ON_WIRE(w, 0) == 0; }
 
-/* Turns the result of ON_WIRE into the group's result. If the wire failed, makes the group fail. */
+/* Turns the result of ON_WIRE into the group's result. A failed wire makes the group fail. */
 static int result(wired *w, int rc) { return rc == GONE ? gone(w) : rc < 0 ? failed(w, rc) : rc; }
 
 /* -- the thread ---------------------------------------------------------------------------------------------------- */
-/* Handles the failure rc that the thread found. The lock is held before and after. */
+/* Handles a failure that the thread found. The lock is held before and after. */
 static void say_why(wired *w, int rc)
 {
     pthread_mutex_unlock(&w->lock);
@@ -273,8 +271,7 @@ static int wait_until(wired *w, int lane, const char *what)
     }
 }
 
-/* Waits for the calls that were handed over. The wait ends, because the communicator's thread fails calls that take
- * too long. */
+/* Waits for the calls that were handed over. The wait ends, because the thread fails calls that take too long. */
 static int wait_for_calls(wired *w)
 {
     for (int64_t turn = 0;; turn++) {
@@ -313,7 +310,7 @@ static int follow(ps_comm *comm, int lane)
     return result(w, ON_WIRE(w, w->table->follow(w->wire, lane - PS_COMM_DATA)));
 }
 
-/* Waits for the exchanges, and then for everything else, because a sum after a failed exchange would never end. */
+/* Waits for the exchanges first, because a sum after a failed exchange would never end. */
 static int wait_for_all(wired *w)
 {
     for (int lane = 0; lane < PS_WIRE_LANES; lane++) PS_TRY(wait_until(w, lane, "an exchange"));
@@ -330,8 +327,8 @@ static int settle(ps_comm *comm)
     return rc;
 }
 
-/* Records a call and returns its point. If CALLS points are under way, the call shares the last of them. In a world
- * of one rank there is nothing to watch. The lock is held. */
+/* Records a call and returns its point. If CALLS points are under way, it shares the last of them. In a world of one
+ * rank there is nothing to watch. The lock is held. */
 static int note(wired *w, const char *op, uint64_t call)
 {
     bool shares = w->n == CALLS;
@@ -364,7 +361,7 @@ static int catch_up(ps_comm *comm, int point)
     return unlocked(w, rc < 0 ? rc : w->table->event_follow(w->be, end));
 }
 
-/* Called when the ranks disagreed on a call. This does not end the communicator. */
+/* Called when the ranks disagreed on a call, which does not end the communicator. */
 static void is_told(ps_comm *comm)
 {
     wired *w = self(comm);
@@ -403,7 +400,7 @@ static void hang_up(ps_comm *comm)
     ps_error_again(&error);
 }
 
-/* Ends the calls under way. Otherwise a device that waits for ranks that never arrive would block the host. */
+/* Ends the calls under way. Without this, a device that waits for absent ranks would block the host. */
 static void end_calls(wired *w)
 {
     double until = ps_now() + CALM_S;
