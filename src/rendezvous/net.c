@@ -52,9 +52,8 @@ static bool is_localhost(const char *host)
     return n == own || (n > own + 1 && host[n - own - 1] == '.');
 }
 
-/* Calls getaddrinfo for stream sockets. For names of the loopback interface, asks for loopback addresses directly,
- * because RFC 6761 requires these addresses even if no file or server of the system knows the names. flags:
- * AI_PASSIVE or 0. */
+/* Calls getaddrinfo for stream sockets. flags: AI_PASSIVE or 0. For "localhost", asks for loopback addresses
+ * directly: RFC 6761 requires these even if the system does not know the name. */
 static int look_up(const char *host, int port, int flags, struct addrinfo **list)
 {
     char service[16];
@@ -64,7 +63,7 @@ static int look_up(const char *host, int port, int flags, struct addrinfo **list
     return getaddrinfo(local ? NULL : host, service, &hints, list);
 }
 
-/* Tries once to connect to one address. Returns 0 if no process answers there now. */
+/* Tries once to connect to one address. Returns 0 if nothing answers there now. */
 static int try_connect(const struct addrinfo *at, double until)
 {
     int fd = socket(at->ai_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0), error = 0, on = 1;
@@ -89,8 +88,7 @@ int ps_net_reach(const char *host, int port, double until)
     if (look_up(host, port, 0, &list) != 0) return 0;
     int fd = 0;
     for (a = list; a && !fd; a = a->ai_next) {
-        double most = ps_now() + ONE_OF_MANY_S;             /* limit for one of several addresses; some may be
-                                                             * unreachable */
+        double most = ps_now() + ONE_OF_MANY_S;             /* if there are several, some may be unreachable */
         fd = try_connect(a, a->ai_next && most < until ? most : until);
     }
     freeaddrinfo(list);
@@ -129,8 +127,7 @@ static int try_listen(const struct addrinfo *at)
     int fd = socket(at->ai_family, SOCK_STREAM | SOCK_CLOEXEC, 0), on = 1, off = 0;
     if (fd < 0) return -1;
     setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
-    if (at->ai_family == AF_INET6) setsockopt(fd, IPPROTO_IPV6, IPV6_V6ONLY, &off, sizeof off);   /* "::" also accepts
-                                                                                                   * IPv4 */
+    if (at->ai_family == AF_INET6) setsockopt(fd, IPPROTO_IPV6, IPV6_V6ONLY, &off, sizeof off);   /* also IPv4 */
     if (bind(fd, at->ai_addr, at->ai_addrlen) == 0 && listen(fd, 1024) == 0) return fd;
     int why = errno;
     close(fd);

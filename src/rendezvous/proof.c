@@ -61,8 +61,8 @@ static void say_hello(ps_proof_hello *h, const ps_run *run)
     randombytes_buf(h->random, sizeof h->random);
 }
 
-/* Computes the hash by which a side proves that it knows the key. The hash includes the side's role. If the other
- * side sends the same hash back, it therefore proves nothing. */
+/* Computes the hash by which one side proves that it knows the key. The hash includes the side's role, so that
+ * sending it back proves nothing. */
 static void prove(const ps_run *run, const char role[8], const ps_proof_hello *open, const ps_proof_hello *offer,
                   uint8_t out[PS_PROOF_BYTES])
 {
@@ -86,7 +86,7 @@ static bool proves(const ps_run *run, const char role[8], const ps_proof_hello *
 
 static bool same_run(const ps_run *run, const ps_proof_hello *h) { return !memcmp(h->run, run->name, sizeof h->run); }
 
-/* Returns the name of a peer's run in a form that is safe to print. The peer has not proved anything yet. */
+/* Returns the name of a peer's run in a form that is safe to print, because the peer has proved nothing yet. */
 static const char *theirs(const ps_proof_hello *h, char out[PS_RUN_NAME + 32])
 {
     char name[PS_RUN_NAME + 1];
@@ -94,7 +94,7 @@ static const char *theirs(const ps_proof_hello *h, char out[PS_RUN_NAME + 32])
     return ps_run_shown(name, out);
 }
 
-/* Describes, for messages, how the other end's secret differs from this end's. */
+/* Describes how the other end's secret differs from this end's, for errors. */
 static const char *unlike(bool mine, bool other)
 {
     if (mine == other) return "has another secret";
@@ -126,8 +126,7 @@ int ps_proof_ask(int fd, const ps_run *run, double until, const char *what)
     say_hello(&open, run);
     PS_TRY(transfer(fd, &open, sizeof open, true, until, what));
     PS_TRY(transfer(fd, &offer.magic, sizeof offer.magic, false, until, what));
-    if (offer.magic != PS_PROOF_MAGIC) return foreign(what);      /* checked before the rest, because another
-                                                                   * protocol's answer may be shorter */
+    if (offer.magic != PS_PROOF_MAGIC) return foreign(what);      /* first, because another protocol may send less */
     PS_TRY(transfer(fd, &offer.secret, sizeof offer - sizeof offer.magic, false, until, what));
     if (!same_run(run, &offer))
         return ps_fail(PS_ESTATE, "%s: %s answers there, but this rank belongs to %s; two runs use one address, or the "
@@ -144,14 +143,13 @@ int ps_proof_ask(int fd, const ps_run *run, double until, const char *what)
 
 /* -- the server ---------------------------------------------------------------------------------------------------- */
 
-/* Sends all bytes without waiting, because a new connection has room for them. Returns false if it has no room after
- * all, or if the peer closed the connection. */
+/* Sends all bytes without waiting, for which a new connection has room. Returns false on failure. */
 static bool send_all(int fd, void *bytes, size_t nbytes)
 {
     return ps_net_some(fd, bytes, nbytes, true) == (int64_t)nbytes;
 }
 
-/* Receives more of a message, without waiting. Returns 1 when the message is complete. */
+/* Receives more of a message without waiting. Returns PS_PROOF_DONE when it is complete. */
 static int receive(ps_proof *p, int fd, void *message, uint32_t nbytes)
 {
     while (p->got < nbytes) {

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The proof that a connection belongs to a run. Both ends of a connection of the store or of the watch first name their
- * run and prove to each other that they know its secret. Each sends 32 random bytes, and a keyed hash (BLAKE2b of
- * libsodium) of the bytes that both sent. The secret itself is never sent. Messages have a fixed size, so an unknown
- * client uses a bounded amount of memory. The proof does not protect against an attacker who reads or alters packets.
+ * Proves that a connection of the store or the watch belongs to this run. Both ends name their run and prove that
+ * they know its secret. Each sends 32 random bytes, and a keyed hash (BLAKE2b of libsodium) of the bytes that both
+ * sent. The secret itself is never sent. Messages have a fixed size, so a stranger uses little memory. The proof
+ * does not protect against an attacker who reads or alters packets.
  *
  *   rank            server
  *   OPEN       ->                its run, 32 random bytes
@@ -20,21 +20,22 @@ extern "C" {
 
 enum { PS_RUN_NAME = 128, PS_PROOF_BYTES = 32, PS_PROOF_TEXT = 256 };
 
-/* Name and secret of a run. All bytes are zero if the run has neither. */
+/* Name and secret of a run, all zeros if it has neither. */
 typedef struct ps_run {
     char name[PS_RUN_NAME + 4];            /* name with a final 0, "" for none */
     bool secret;                           /* the run has a secret; otherwise the key is all zeros */
     uint8_t key[PS_PROOF_BYTES];
 } ps_run;
 
-/* Makes a run from its name and secret; NULL or "" means none. PS_EINVAL: the name is longer than PS_RUN_NAME bytes. */
+/* Makes a run from its name and secret, each of which may be NULL or "". PS_EINVAL: the name has over PS_RUN_NAME
+ * bytes. */
 int ps_run_make(const char *name, const char *secret, ps_run *out);
-/* Copies `run` and replaces its key by one that is derived from the key and from `salt`. */
+/* Copies `run` with a new key, derived from the old key and from `salt`. */
 void ps_run_derive(const ps_run *run, const char *salt, ps_run *out);
 void ps_run_token(char hex[2 * PS_PROOF_BYTES + 1]);        /* writes 256 random bits as text */
-/* Returns whether a and b are equal. Takes the same time for all bytes, so that the time reveals nothing. */
+/* Compares a and b in constant time, so that the time reveals nothing. */
 bool ps_proof_same(const uint8_t a[PS_PROOF_BYTES], const uint8_t b[PS_PROOF_BYTES]);
-/* Returns "run 'NAME'" or "a run without a name", in a form that is safe to print. */
+/* Returns "run 'NAME'" or "a run without a name", safe to print. */
 const char *ps_run_shown(const char *name, char out[PS_RUN_NAME + 32]);
 
 typedef struct ps_proof_hello {            /* body of OPEN and OFFER */
@@ -48,21 +49,23 @@ typedef struct ps_proof_word {             /* body of PROOF and WELCOME */
 } ps_proof_word;
 enum { PS_PROOF_MAGIC = 0x31485350 };      /* "PSH1" */
 
-/* Performs a rank's side of the proof over a new connection. PS_EIO: the server closed the connection. PS_ETIME: the
- * server did not answer. PS_EFORMAT: the server uses another protocol. PS_ESTATE: the server belongs to another run,
- * or has another secret; the error says which of the two. All errors begin with `what`. */
+/* Performs a rank's side of the proof over a new connection. All errors begin with `what`:
+ *   PS_EIO       the server closed the connection
+ *   PS_ETIME     the server did not answer
+ *   PS_EFORMAT   the server uses another protocol
+ *   PS_ESTATE    the server belongs to another run, or has another secret */
 int ps_proof_ask(int fd, const ps_run *run, double until, const char *what);
 
-/* The server's progress in the proof of one connection, initially all zeros. */
+/* The server's progress in one connection's proof, at first all zeros. */
 typedef struct ps_proof {
     bool opened;                           /* OPEN was received and OFFER was sent */
-    uint32_t got;                          /* number of bytes of the present message received so far */
+    uint32_t got;                          /* bytes of the present message received so far */
     ps_proof_hello open, offer;
     ps_proof_word word;
 } ps_proof;
 enum { PS_PROOF_HANG_UP = -1, PS_PROOF_MORE, PS_PROOF_DONE };
-/* Reads the bytes that have arrived, and answers if a message is complete. Does not wait. If it returns HANG_UP,
- * `why` is the reason for a client that used the protocol of ranks, and "" for any other client. */
+/* Reads the bytes that have arrived, and answers a complete message. Does not wait. After HANG_UP, `why` is the
+ * reason for a client that used this protocol, else "". */
 int ps_proof_answer(ps_proof *p, int fd, const ps_run *run, char why[PS_PROOF_TEXT]);
 
 #ifdef __cplusplus

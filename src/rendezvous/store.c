@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The serving side of the store (store.h): one thread, one poll loop, sockets that never block. A client is a stranger
- * until it has proved to belong to the run and has sent its rank. It has STRANGER_S seconds for that. If there are more
- * than MAX_STRANGERS strangers, the oldest is dropped. The bytes that a client may send are bounded before they are
- * read. The connection of a client that sends anything else is closed; no other client notices. */
+ * The server of the store (store.h): one thread, one poll loop, sockets that never block. A client is a stranger
+ * until it has proved to belong to the run and has sent its rank, for which it has STRANGER_S seconds. Of more than
+ * MAX_STRANGERS strangers, the oldest is dropped. All sizes are checked before the bytes are read. A client that
+ * sends anything wrong loses its connection, and no other client notices. */
 #define _GNU_SOURCE
 #include "rendezvous/store.h"
 #include "base/alloc.h"
@@ -33,18 +33,16 @@ typedef struct entry {
 
 typedef struct client {
     struct client *next;
-    int fd, rank;                          /* rank: -1 for a stranger, that is, until the client sends its rank */
+    int fd, rank;                          /* rank: -1 for a stranger */
     bool proved;                           /* the client has proved that it belongs to this run */
     ps_proof proof;
-    bool waits;                            /* the client waits for the key in `in`, or for all ranks */
-    bool done, told, gone;                 /* done: it sent BYE or FAULT. told: it was sent the fault. gone: its
-                                            * connection must be closed. */
-    double deadline;                       /* time (ps_now) at which its wait ends, or at which it is closed if it is
-                                            * a stranger */
+    bool waits;                            /* for the key in `in`, or for all ranks */
+    bool done, told, gone;                 /* done: sent BYE or FAULT. told: got the fault. gone: to be closed */
+    double deadline;                       /* when its wait ends, or when it is closed as a stranger (ps_now) */
     ps_store_request request;
-    uint32_t got;                          /* number of bytes of this request received so far */
-    char *in;                              /* key, then value, of this request */
-    char *out;                             /* answer that is being sent, or NULL */
+    uint32_t got;                          /* bytes of this request received so far */
+    char *in;                              /* key, then value */
+    char *out;                             /* answer being sent, or NULL */
     uint32_t out_nbytes, out_sent;
 } client;
 
@@ -53,19 +51,18 @@ struct ps_store_server {
     char host[NI_MAXHOST];
     ps_run run;
     pthread_t thread;
-    client *clients;                       /* list of clients, newest first */
+    client *clients;                       /* newest first */
     int n_strangers;
-    char turned_away[300];                 /* for errors: describes the last client that failed the proof, "" if
-                                            * there was none */
+    char turned_away[300];                 /* for errors: the last client that failed the proof, or "" */
     entry *entries;
     int64_t total;
     struct pollfd *polls;
     int8_t *seen;                          /* [size] 1 if the rank has sent HELLO */
     atomic_int n_seen;
-    atomic_int n_untold;                   /* number of connected ranks that have not received the fault */
+    atomic_int n_untold;                   /* connected ranks that have not received the fault */
     atomic_bool faulty;                    /* a fault has been set */
-    atomic_bool no_files;                  /* a client was not accepted, because the process cannot open more files */
-    char fault[PS_STORE_TEXT];             /* the first fault, empty if there is none */
+    atomic_bool no_files;                  /* a client was not accepted: too many open files */
+    char fault[PS_STORE_TEXT];             /* the first fault, or "" */
     int fault_code;
 };
 
@@ -114,7 +111,7 @@ static void answer_fault(const ps_store_server *s, client *c)
     answer_text(c, s->fault_code, s->fault);
 }
 
-/* Sets the first fault. It becomes the answer to all clients that wait, and to every later request. */
+/* Sets the first fault, which then answers all waiting clients and every later request. */
 static void set_fault(ps_store_server *s, int code, const char *text)
 {
     if (s->fault[0]) return;
@@ -133,9 +130,9 @@ static entry *find(const ps_store_server *s, const char *key, uint32_t nbytes)
     return NULL;
 }
 
-enum { MISSING_NAMED = 16, MISSING_TEXT = MISSING_NAMED * 12 + 32 };      /* bytes of the text that `missing` writes */
+enum { MISSING_NAMED = 16, MISSING_TEXT = MISSING_NAMED * 12 + 32 };      /* for `missing` */
 
-/* Lists the ranks that have not connected: names the first 16, and counts the others. text: [MISSING_TEXT]. */
+/* Lists ranks that have not connected: names the first 16, and counts the others. text: [MISSING_TEXT]. */
 static void missing(const ps_store_server *s, char *text)
 {
     int n = 0;
@@ -245,7 +242,7 @@ static void serve(ps_store_server *s, client *c)
     else c->waits = true;
 }
 
-/* Allocates memory for the request's key and value, and for a final 0. */
+/* Allocates memory for the request's key and value, and a final 0. */
 static bool next_body(client *c)
 {
     ps_free(c->in);
@@ -254,8 +251,7 @@ static bool next_body(client *c)
     return c->in != NULL;
 }
 
-/* Continues the client's proof that it belongs to this run. Returns true if the proof is complete. Otherwise, `gone`
- * is set if the client must be closed. */
+/* Continues a client's proof. Returns true if it is complete. Sets `gone` if the client must be closed. */
 static bool is_ours(ps_store_server *s, client *c)
 {
     char why[PS_PROOF_TEXT], from[64];
@@ -299,8 +295,7 @@ static void receive(ps_store_server *s, client *c)
     }
 }
 
-/* Closes the oldest stranger that has proved nothing. If all have proved something, closes the oldest one. Returns
- * false if there is no stranger. */
+/* Closes the oldest stranger that has proved nothing, else the oldest stranger. Returns false if there is none. */
 static bool drop_stranger(ps_store_server *s)
 {
     client **oldest = NULL;
@@ -321,7 +316,7 @@ static void admit(ps_store_server *s)
         if (fd < 0 && ps_net_no_files(errno)) {
             atomic_store(&s->no_files, true);
             if (drop_stranger(s)) continue;
-            poll(NULL, 0, 10);             /* waits 10 ms, so that the loop does not occupy the processor */
+            poll(NULL, 0, 10);             /* 10 ms, so that the loop does not spin */
         }
         if (fd < 0) return;
         if (s->n_strangers == MAX_STRANGERS) drop_stranger(s);
@@ -402,10 +397,9 @@ static void *serve_all(void *arg)
             if (!news) continue;
             if (c->out) flush(c);
             if (!c->waits) receive(s, c);
-            else if (news & (POLLERR | POLLHUP | POLLRDHUP)) c->gone = true;       /* a client that waits sends
-                                                                                    * nothing to read */
+            else if (news & (POLLERR | POLLHUP | POLLRDHUP)) c->gone = true;       /* it sends nothing */
         }
-        if (s->polls[1].revents) admit(s); /* comes last, because it changes the list */
+        if (s->polls[1].revents) admit(s); /* last, because it changes the list */
         sweep(s);
     }
 }

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Ranks find each other through a small key-value store, which a thread of rank 0 serves over TCP while a group is
- * made. The server handles requests only of clients that have proved to belong to the run (proof.h). Keys and values
- * are small, all sizes are bounded, and every wait has a time limit. All waiting clients get the first fault: a wrong
- * world size, a rank taken twice, a rank that ended. gloo.cc makes and joins the store, and ignores SIGPIPE. */
+ * A small key-value store through which ranks find each other. A thread of rank 0 serves it over TCP while a group
+ * is made, only for clients that have proved to belong to the run (proof.h). All sizes are bounded, and every wait
+ * has a time limit. The first fault (a wrong world size, a rank taken twice, a rank that ended) is sent to all
+ * waiting clients. gloo.cc makes and joins the store, and ignores SIGPIPE. */
 #ifndef PS_RENDEZVOUS_STORE_H
 #define PS_RENDEZVOUS_STORE_H
 #include "ps.h"
@@ -17,67 +17,61 @@ extern "C" {
 enum { PS_STORE_MAX_KEY = 128, PS_STORE_MAX_VALUE = 1 << 20, PS_STORE_MAX_RANKS = 4096, PS_STORE_TEXT = 512 };
 
 typedef struct ps_store_server ps_store_server;
-/* Serves the ranks of a run, a world of `size`, at this address (ps_net_listen). port 0: any free port, which
- * ps_store_port returns. */
+/* Serves the `size` ranks of a run at this address (ps_net_listen). port 0: any free port (ps_store_port). */
 int ps_store_serve(const char *host, int port, int size, const ps_run *run, ps_store_server **out);
 int ps_store_port(const ps_store_server *server);
-const char *ps_store_host(const ps_store_server *server);      /* numeric address at which the server listens */
-const char *ps_store_lacks(const ps_store_server *server);     /* for errors: the reason for which some ranks could
-                                                                * not connect, or "" */
-/* Ends the server. If `failed` is set, first waits at most PS_STORE_LINGER_S seconds until each rank has received
- * the fault or has ended. Does nothing for NULL. */
+const char *ps_store_host(const ps_store_server *server);      /* its numeric address */
+const char *ps_store_lacks(const ps_store_server *server);     /* for errors: why ranks could not connect, or "" */
+/* Ends the server. If `failed` is set, first waits at most PS_STORE_LINGER_S seconds until all ranks have received
+ * the fault or ended. Does nothing for NULL. */
 void ps_store_stop(ps_store_server *server, bool failed);
 #define PS_STORE_LINGER_S 2
 
-/* The connection of a rank to the store. Only one thread may use it. */
+/* A rank's connection to the store, for one thread. */
 typedef struct ps_store ps_store;
-/* Describes a rank that connects. */
+/* A rank that connects. */
 typedef struct ps_store_rank {
     int rank, size;
     const ps_run *run;
-    double timeout_s;                      /* longest time in seconds for connecting, and for each later call */
+    double timeout_s;                      /* for connecting, and for each later call */
 } ps_store_rank;
-/* Connects to the store of this run, trying until the time is over. A rank that is rejected tries again. If the
- * server belongs to another run, has another secret or is not a store, waits PS_STORE_FOREIGN_S seconds for it to
- * end, then fails. */
+/* Connects to the store of this run, trying until the time is over. If another server answers (FOREIGN, below),
+ * gives it PS_STORE_FOREIGN_S seconds to end, then fails. */
 int ps_store_connect(const char *host, int port, const ps_store_rank *me, ps_store **out);
-/* Tries once to connect, until ps_now() reaches `until`. NOBODY: no process answered. TURNED_AWAY: the server closed
- * the connection or did not answer. FOREIGN: the server belongs to another run, or is not a store. After each of
- * these another try may succeed; after TURNED_AWAY and FOREIGN this thread's error has the details. Negative: an
- * error. */
+/* Tries once to connect, until ps_now() reaches `until`. Returns a negative error, or:
+ *   REACHED       the store is in *out
+ *   NOBODY        no process answered
+ *   TURNED_AWAY   the server closed the connection or did not answer
+ *   FOREIGN       the server belongs to another run, has another secret, or is not a store
+ * Another try may succeed after the last three. After the last two, this thread's error has the details. */
 enum { PS_STORE_REACHED, PS_STORE_NOBODY, PS_STORE_TURNED_AWAY, PS_STORE_FOREIGN };
 int ps_store_try(const char *host, int port, const ps_store_rank *me, double until, ps_store **out);
 #define PS_STORE_AGAIN_S 0.05                           /* pause between two tries to connect */
 #define PS_STORE_FOREIGN_S 5
 void ps_store_pause(void);
-/* Returns after how many seconds a rank that waits for others prints its note. */
+/* Returns the seconds after which a waiting rank prints its note. */
 double ps_store_say_s(double timeout_s);
-/* Prints a note that this rank is waiting for rank 0, if ps_store_say_s() seconds have passed since `since`. Sets
- * *said when it prints the note, and does not print it again. where: "at HOST port PORT". */
+/* Prints a note that this rank waits for rank 0, once, if ps_store_say_s() seconds have passed since `since`. Sets
+ * *said when it does. where: "at HOST port PORT". */
 void ps_store_say(const ps_store_rank *me, double since, const char *where, bool *said);
-/* Waits until all ranks have connected. Fails at once if a rank or a world size is wrong. If ranks are missing for a
- * long time, rank 0 lists them once on stderr. */
+/* Waits until all ranks have connected. Fails at once if a rank or a world size is wrong. After a long time, rank 0
+ * lists the missing ranks once on stderr. */
 int ps_store_meet(ps_store *store, double timeout_s);
 int ps_store_set(ps_store *store, const char *key, const void *value, int64_t nbytes);
-/* Waits until the key is set, and copies its value. *nbytes: bytes of the value. A value of more than `room` bytes
- * is an error. */
+/* Waits until the key is set, and copies its value. *nbytes: its size, which must not exceed `room`. */
 int ps_store_get(ps_store *store, const char *key, double timeout_s, void *value, int64_t room, int64_t *nbytes);
-/* Raises the server's fault as this thread's error. Returns 0 if the server gets no fault within PS_STORE_FAULT_S
- * seconds. */
+/* Raises the server's fault as this thread's error. Returns 0 if there is none within PS_STORE_FAULT_S seconds. */
 int ps_store_ask_fault(ps_store *store);
-#define PS_STORE_FAULT_S 0.3                            /* If a rank closes a connection, it may be about to report a
-                                                         * fault; other ranks wait for it for this time. */
-void ps_store_fault(ps_store *store, const char *text); /* sends a fault for all ranks; ignores failures to send it */
-void ps_store_close(ps_store *store, bool ok);          /* ok: this rank no longer needs the store. If not ok, it
-                                                         * ends because of a fault. */
-/* Returns the numeric address from which this machine reached the store. Other ranks can reach this machine at the
- * same address. */
+#define PS_STORE_FAULT_S 0.3                            /* a rank that closed a connection may be about to report a
+                                                         * fault */
+void ps_store_fault(ps_store *store, const char *text); /* sends a fault for all ranks; ignores errors */
+void ps_store_close(ps_store *store, bool ok);          /* ok: not needed any more; else it failed */
+/* Returns the numeric address from which this machine reached the store, and at which other ranks can reach it. */
 const char *ps_store_local_address(const ps_store *store);
-const char *ps_store_server_address(const ps_store *store); /* numeric address at which this machine reached the
-                                                             * store */
+const char *ps_store_server_address(const ps_store *store); /* numeric address of the store */
 
-/* Connects to the store at "tcp://host:port" or through the file "file:///path". On rank 0, first serves the store.
- * Rank 0 writes the store's address to the file, and a new secret if the run has none (store_meet.c). *run: the
+/* Connects to the store at "tcp://host:port", or through the file "file:///path" (store_meet.c). On rank 0, first
+ * serves the store, and writes the store's address to the file, with a new secret if the run has none. *run: the
  * meeting's run, with the file's secret if it has none of its own. */
 int ps_store_join(const ps_meeting *meeting, ps_run *run, ps_store_server **server, ps_store **out);
 

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * How ranks meet (ps_store_join of store.h): at a host and port, or through a file that all ranks can read, to which
- * rank 0 writes the address of its store. A file of an earlier run has an address at which nobody answers, so ranks
- * read the file again until rank 0 answers. */
+ * The two ways in which ranks meet (ps_store_join of store.h): at a host and port, or through a file that all ranks
+ * can read, to which rank 0 writes the address of its store. The file of an earlier run has a dead address, so ranks
+ * read it again until rank 0 answers. */
 #define _GNU_SOURCE
 #include "base/error.h"
 #include "rendezvous/net.h"
@@ -39,7 +39,7 @@ static int split(char *text, char **host, int *port, const char *whole)
     return 0;
 }
 
-/* Writes the first address of this machine that is probably reachable from other machines. */
+/* Writes this machine's first address that other machines can probably reach. */
 static void own_address(char *text, size_t room)
 {
     struct ifaddrs *list = NULL;
@@ -63,11 +63,11 @@ typedef struct note {
     int port;
 } note;
 
-/* Writes the text into a file without a name, and then gives it the name `path`. If the process is killed before
- * that, no file remains. Returns false if the file system does not support this, for example NFS. */
+/* Writes the text to a file without a name, then names it `path`, so that a killed process leaves no file. Returns
+ * false if the file system cannot do this, for example NFS. */
 static bool write_nameless(const char *path, const char *text, size_t nbytes)
 {
-    enum { TRIES = 100 };                  /* tries again if another process makes `path` at the same time */
+    enum { TRIES = 100 };                  /* other processes may make `path` */
     char folder[PATH_MAX], own[64];
     const char *slash = strrchr(path, '/');
     int n = slash ? snprintf(folder, sizeof folder, "%.*s", (int)(slash - path + 1), path)
@@ -85,8 +85,7 @@ static bool write_nameless(const char *path, const char *text, size_t nbytes)
     return named;
 }
 
-/* Writes the file so that a reader finds all of it or none, by a rename if necessary. Only this user can ever read
- * the file. */
+/* Writes the file so that a reader finds all of it or none, with a rename if necessary. Only this user can read it. */
 static int write_note(const char *path, const char *text, size_t nbytes)
 {
     if (write_nameless(path, text, nbytes)) return 0;
@@ -104,9 +103,8 @@ static int write_note(const char *path, const char *text, size_t nbytes)
     return ps_fail(PS_EIO, "rank 0 cannot write its address to %s: %s", path, strerror(why));
 }
 
-/* Returns NULL if the file is complete, else the reason why it is not. Ignores a secret in a file of another user,
- * because a user who can put a file there could pretend to be rank 0. (An NFS server may show root's files as those
- * of `nobody`.) */
+/* Returns NULL if the file is complete, else the reason why it is not. Rejects another user's file with a secret,
+ * because that user could pretend to be rank 0. (NFS may show root's files as those of `nobody`.) */
 static const char *read_note(const char *path, note *n)
 {
     enum { NOBODY = 65534 };
@@ -178,8 +176,8 @@ static int find_by(const char *path, const ps_meeting *m, ps_run *run, ps_store 
 
 /* -- by an address ------------------------------------------------------------------------------------------------- */
 
-/* Raises the error for a rank 0 that cannot serve. If another run, or another rank 0 of this run, serves at the
- * address, the error says so. */
+/* Raises the error for a rank 0 that cannot serve. Says so if another run, or another rank 0 of this run, serves
+ * there. */
 static int taken(const char *host, int port, const ps_run *run, int rc)
 {
     char why[PS_STORE_TEXT], name[PS_RUN_NAME + 32];

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The watch's threads and connections (watch.h): rank 0 has a connection to each rank, the others have one to rank 0.
- * Sockets never block, messages are bounded before they are read, and the connection of a peer that sends anything else
- * is closed. Only the watch's thread uses connections. Callers store their messages in fields that the lock guards, and
- * wake the thread. */
+ * Threads and connections of the watch (watch.h). Rank 0 has a connection to each rank, and the others have one to
+ * rank 0. Only the watch's thread uses connections. Callers store messages in fields that the lock guards, and wake
+ * the thread. Sockets never block, and all sizes are checked before the bytes are read. A peer that sends anything
+ * wrong loses its connection. */
 #define _GNU_SOURCE
 #include "rendezvous/watch_inner.h"
 #include "base/alloc.h"
@@ -25,20 +25,19 @@
 #include <unistd.h>
 
 /* All times are in seconds. */
-static const double BEAT_S = 1;            /* time between beats; shorter if the allowed silence is short */
-static const double LINGER_S = 1;          /* longest time that a process that ends waits for its last message to be
-                                            * sent */
+static const double BEAT_S = 1;            /* between beats; shorter if the allowed silence is short */
+static const double LINGER_S = 1;          /* longest wait of a closing process for its last message */
 static const double AGAIN_S = 0.05;        /* time between tries to connect */
-static const double SLACK_S = 3;           /* longest time between the end of the allowed silence and the verdict */
-static const double STRANGER_S = 10;       /* time that a new connection has to send its rank */
-static const double TELL_S = 1e-4;         /* shortest time between two PLACE messages, per rank of the group */
+static const double SLACK_S = 3;           /* longest time from the end of the silence to the verdict */
+static const double STRANGER_S = 10;       /* for a new connection to send its rank */
+static const double TELL_S = 1e-4;         /* shortest time between PLACE messages, per rank of the group */
 
 enum { MAGIC = 0x31575350 /* "PSW1" */, MAX_STRANGERS = 64, MAX_EVENTS = 64 };
 static const char *const ADDRESS_KEY = "watch";
 
 static pthread_mutex_t all_lock = PTHREAD_MUTEX_INITIALIZER;
-/* The last verdict about another rank in a watch that is now closed, or "". Needed because a group that fails while
- * it is being made is closed before its error is printed. all_lock guards it. */
+/* Last verdict about another rank in a watch that is closed now, or "". A group that fails while it is made is
+ * closed before its error is printed. all_lock guards it. */
 static char closed_verdict[PS_WATCH_TEXT];
 static ps_watch *all;                      /* list of this process's watches */
 
@@ -74,8 +73,7 @@ static watch_peer *peer_new(ps_watch *w, int fd, int rank)
     return NULL;
 }
 
-/* Closes a file. First removes it from the epoll set, because closing does not remove it if a child process has it,
- * too. */
+/* Closes a file. First removes it from the epoll set, because a child process may have it, too. */
 static void forget(ps_watch *w, int *fd)
 {
     if (*fd < 0) return;
@@ -90,7 +88,7 @@ static void flush(ps_watch *w, watch_peer *p)
     if (p->fd < 0) return;
     while (sent < p->out_nbytes) {
         int64_t n = ps_net_some(p->fd, p->out + sent, p->out_nbytes - sent, true);
-        if (n <= 0) break;                 /* if the connection failed, the next read reports it */
+        if (n <= 0) break;                 /* the next read reports a failure */
         sent += (uint32_t)n;
     }
     memmove(p->out, p->out + sent, p->out_nbytes - sent);
@@ -117,7 +115,7 @@ static void post_all(ps_watch *w, watch_message m, const char *text)
     for (int r = 0; r < w->size; r++) post(w, w->peers[r], m, text);
 }
 
-/* Sends a beat, which has one message per place. */
+/* Sends a beat: one message per place. */
 static void post_places(ps_watch *w, watch_peer *p)
 {
     watch_places own;
@@ -129,15 +127,15 @@ static void post_places(ps_watch *w, watch_peer *p)
             post(w, p, (watch_message){ .kind = WATCH_BEAT, .code = w->n_beats, .at = own.at[i], .places = n-- }, NULL);
 }
 
-/* Returns true while earlier bytes to this peer wait to be sent. The watch then skips beats and pokes. Other
- * messages are never skipped: there are few of them, so the buffer has room for them. */
+/* Returns true while earlier bytes to this peer wait. The watch then skips beats and pokes. It never skips other
+ * messages, which are few, so that the buffer has room for them. */
 static bool is_behind(const watch_peer *p) { return !p || p->fd < 0 || p->out_nbytes > 0; }
 
 static void beat_to(ps_watch *w, watch_peer *p) { if (!is_behind(p)) post_places(w, p); }
 
-/* Returns the pipe to this rank's launcher (lua/ps/launch/supervisor.lua), which receives the rank that this rank's
- * group blames. PS_LAUNCHER_PIPE is "descriptor:inode". The inode is checked, because in a process that inherits
- * only the variable this descriptor belongs to another file. */
+/* Returns the pipe to this rank's launcher (lua/ps/launch/supervisor.lua), which gets the rank that this group
+ * blames. PS_LAUNCHER_PIPE is "descriptor:inode". The inode is checked, because a process may inherit only the
+ * variable. */
 static int launcher_pipe(void)
 {
     const char *text = getenv("PS_LAUNCHER_PIPE");
@@ -148,8 +146,8 @@ static int launcher_pipe(void)
     return S_ISFIFO(file.st_mode) && file.st_ino == inode ? fd : -1;
 }
 
-/* Sends the blamed rank to the launcher, which then treats it as the cause of this rank's end. The launcher keeps
- * the pipe from filling, so the write does not block. */
+/* Tells the launcher which rank is to blame for this rank's end. The launcher empties the pipe, so the write does
+ * not block. */
 static void tell_launcher(const ps_watch *w)
 {
     char line[48];
@@ -191,15 +189,14 @@ static void judge(ps_watch *w)
     if (!watch_judge(w, ps_now())) no_answer(w);
 }
 
-/* Returns true if a complaint replaces an earlier one. Only one is judged at a time, because its verdict is for all
- * ranks. A complaint of another kind replaces one about a lost connection, because the rank that closed the
- * connection has a better reason. */
+/* Returns whether a complaint replaces an earlier one; only one is judged, for all ranks. Any other kind replaces
+ * one about a lost connection, because the rank that closed it has a better reason. */
 static bool replaces(const watch_complaint *c, const watch_complaint *earlier)
 {
     return c->on && (!earlier->on || (earlier->what == PS_WATCH_LOST && c->what != PS_WATCH_LOST));
 }
 
-/* Handles a complaint. Rank 0 asks all ranks for their progress; other ranks pass the complaint to rank 0. */
+/* Handles a complaint. Rank 0 asks all ranks for their progress, and other ranks pass the complaint to rank 0. */
 static void complained(ps_watch *w, const watch_complaint *c)
 {
     if (!replaces(c, &w->pending)) return;
@@ -216,13 +213,12 @@ static void complained(ps_watch *w, const watch_complaint *c)
     judge(w);
 }
 
-/* Handles the first message of a connection after its proof. Returns false if the message cannot come from a rank of
- * this group. */
+/* Handles the first message of a connection after its proof. Returns false if no rank of this group can have sent it. */
 static bool hello(ps_watch *w, watch_peer *p, const watch_message *m, const char *text)
 {
     if (m->kind != WATCH_HELLO || m->rank < 1 || m->rank >= w->size || w->peers[m->rank])
         return false;
-    bool over = atomic_load(&w->over);     /* there already was a verdict when this rank connected */
+    bool over = atomic_load(&w->over);     /* the verdict came before this rank */
     p->rank = m->rank;
     snprintf(p->host, sizeof p->host, "%.*s", WATCH_HOST - 1, text);
     for (watch_peer **at = &w->strangers; *at; at = &(*at)->next)
@@ -242,8 +238,7 @@ static bool hello(ps_watch *w, watch_peer *p, const watch_message *m, const char
     return true;
 }
 
-/* Handles a peer's BYE. If code < 0, the message carries the peer's verdict, perhaps about this rank, which this
- * rank may not have received. */
+/* Handles a peer's BYE. If code < 0, it carries the peer's verdict, which this rank may not have received. */
 static void bye(ps_watch *w, watch_peer *p, int code, int blamed, const char *text)
 {
     p->left = true;
@@ -252,8 +247,7 @@ static void bye(ps_watch *w, watch_peer *p, int code, int blamed, const char *te
     judge(w);
 }
 
-/* Stores a place that a rank sent. If the rank has more groups than there is room for, keeps the places that were
- * used last. */
+/* Stores a place that a rank sent. If there are too many, keeps the ones used last. */
 static watch_place note_place(watch_places *places, watch_place at)
 {
     int to = 0;
@@ -269,7 +263,7 @@ static watch_place note_place(watch_places *places, watch_place at)
     return at;
 }
 
-/* Handles a complete message of a peer. Returns false if the message cannot come from a rank of this group. */
+/* Handles a peer's message. Returns false if it cannot come from a rank of this group. */
 static bool understand(ps_watch *w, watch_peer *p, const watch_message *m, const char *text)
 {
     if (p->rank < 0) return hello(w, p, m, text);
@@ -301,8 +295,8 @@ static bool understand(ps_watch *w, watch_peer *p, const watch_message *m, const
     return true;
 }
 
-/* Reads the bytes that have arrived. Returns false if the connection has ended, or if the bytes cannot come from a
- * rank of this group. */
+/* Reads the bytes that have arrived. Returns false if the connection has ended, or if they cannot come from a rank
+ * of this group. */
 static bool receive(ps_watch *w, watch_peer *p)
 {
     char why[PS_PROOF_TEXT];
@@ -334,8 +328,7 @@ static bool receive(ps_watch *w, watch_peer *p)
     return true;
 }
 
-/* Closes the oldest stranger that has proved nothing. If all have proved something, closes the oldest one.
- * sweep_strangers frees it. */
+/* Closes the oldest stranger that has proved nothing, else the oldest stranger. sweep_strangers frees it. */
 static void drop_stranger(ps_watch *w)
 {
     watch_peer *oldest = NULL;
@@ -366,7 +359,7 @@ static void admit(ps_watch *w)
     w->n_strangers++;
 }
 
-/* Frees strangers whose connections have ended, and those that have not sent their rank within STRANGER_S. */
+/* Frees strangers whose connections have ended, or that have not sent their rank within STRANGER_S. */
 static void sweep_strangers(ps_watch *w, double now)
 {
     for (watch_peer **at = &w->strangers; *at;) {
@@ -390,8 +383,8 @@ static void lost(ps_watch *w, watch_peer *p)
 
 /* -- the thread ---------------------------------------------------------------------------------------------------- */
 
-/* Subtracts `seconds` from the silence of all peers. This thread did not run during these seconds, because the
- * machine slept or the process was stopped, and so could not receive beats. */
+/* Does not count `seconds` as silence of the peers: this thread did not run then, because the machine slept or the
+ * process was stopped. */
 static void forgive(ps_watch *w, double seconds)
 {
     double now = ps_now();
@@ -412,15 +405,15 @@ static void beat(ps_watch *w, double now)
     w->beat_at = now + w->beat_s;
 }
 
-/* Sends the place that a caller wants to be sent at once. If a place was sent a moment ago, only returns the time at
- * which the next one may be sent. Returns 0 if nothing remains to be sent. */
+/* Sends the place that a caller wants to be sent at once. If another was sent a moment ago, only returns the time at
+ * which this one may be sent. Returns 0 if nothing is left to send. */
 static double tell(ps_watch *w, double now)
 {
     double due = w->told_at + TELL_S * w->size;
     watch_message m = { .kind = WATCH_PLACE, .places = 1 };
     pthread_mutex_lock(&w->lock);
     int place = w->moved;
-    bool known = place >= 0 && w->places.known[place];            /* an unknown place belongs to a closed group */
+    bool known = place >= 0 && w->places.known[place];            /* unknown: its group is closed */
     if (known) m.at = w->places.at[place];
     if (now >= due) w->moved = -1;
     pthread_mutex_unlock(&w->lock);
@@ -431,7 +424,7 @@ static double tell(ps_watch *w, double now)
     return 0;
 }
 
-/* Handles the requests of this process's callers. Returns true if the watch must leave. */
+/* Handles the requests of this process's callers. Returns true if the watch must end. */
 static bool mailbox(ps_watch *w)
 {
     char words[PS_WATCH_TEXT];
@@ -465,7 +458,7 @@ static void events(ps_watch *w, int wait_ms)
             while (read(w->wake[0], bytes, sizeof bytes) > 0) { }
         } else if ((void *)p == w) {
             if (w->listener >= 0) admit(w);
-            stranger = true;               /* admit may have closed one, which must be freed */
+            stranger = true;               /* admit may have closed one */
         } else {
             stranger = stranger || p->rank < 0;
             if (p->fd >= 0 && (list[i].events & EPOLLOUT)) flush(w, p);
@@ -475,8 +468,7 @@ static void events(ps_watch *w, int wait_ms)
     if (stranger) sweep_strangers(w, ps_now());
 }
 
-/* Sends BYE, and waits at most LINGER_S until the peers have received it. If the connections were closed at once,
- * earlier messages could be lost. */
+/* Sends BYE, and waits at most LINGER_S until the peers have it. Closing at once could lose earlier messages. */
 static void leave(ps_watch *w)
 {
     bool over = atomic_load(&w->over);
@@ -527,8 +519,8 @@ static void *run(void *arg)
 
 /* -- making a watch ------------------------------------------------------------------------------------------------ */
 
-/* Makes rank 0 listen. Derives the watch's key from the run's key and from random bits, which only ranks that the
- * run's store has accepted can read. */
+/* Makes rank 0 listen. The watch's key is derived from the run's key and random bits, which only ranks that the
+ * store has accepted can read. */
 static int serve(ps_watch *w, ps_store *store, const ps_watch_options *o)
 {
     char text[128], token[2 * PS_PROOF_BYTES + 1];
@@ -543,7 +535,7 @@ static int serve(ps_watch *w, ps_store *store, const ps_watch_options *o)
     return ps_store_set(store, ADDRESS_KEY, text, n);
 }
 
-/* Sends HELLO over a new connection that has passed the proof, and receives rank 0's WELCOME. */
+/* Sends HELLO over a proved connection, and receives rank 0's WELCOME. */
 static int introduce(ps_watch *w, watch_peer *p, double until)
 {
     watch_message m = { .magic = MAGIC, .kind = WATCH_HELLO, .rank = w->rank, .seconds = w->silence_s,
@@ -565,8 +557,8 @@ static int introduce(ps_watch *w, watch_peer *p, double until)
     return 0;
 }
 
-/* Connects to rank 0's watch and performs the proof. Tries again if rank 0 closes the connection, which it does if
- * there are too many strangers. */
+/* Connects to rank 0's watch and performs the proof. Tries again if rank 0 hangs up, because it has too many
+ * strangers. */
 static int reach(const ps_watch *w, const char *host, int port, double timeout_s, int *out)
 {
     double until = ps_now() + timeout_s;
@@ -700,7 +692,7 @@ void ps_watch_close(ps_watch *w)
             break;
         }
     pthread_mutex_unlock(&all_lock);
-    if (getpid() == w->pid) {              /* a forked process does not have this thread */
+    if (getpid() == w->pid) {              /* a forked process has no such thread */
         pthread_mutex_lock(&w->lock);
         w->farewell = WATCH_LEAVES;
         pthread_mutex_unlock(&w->lock);
@@ -803,9 +795,7 @@ bool ps_watch_over(const ps_watch *w) { return w && atomic_load(&w->over); }
 
 int ps_watch_verdict(ps_watch *w)
 {
-    return ps_watch_over(w) ? ps_fail_rank(w->code, w->blamed, "%s", w->verdict) : 0;  /* needs no lock, because
-                                                                                        * these fields no longer
-                                                                                        * change */
+    return ps_watch_over(w) ? ps_fail_rank(w->code, w->blamed, "%s", w->verdict) : 0;  /* needs no lock: final */
 }
 
 int ps_watch_failed_before(ps_watch *w)
@@ -815,8 +805,7 @@ int ps_watch_failed_before(ps_watch *w)
                         "it%s%s%s", over ? " (" : "", over ? w->verdict : "", over ? ")" : "");
 }
 
-/* Waits until `stop` returns true, for at most `seconds`. `stop` reads fields that the lock guards. The lock is
- * held. */
+/* Waits at most `seconds` until `stop` returns true. The lock is held; it guards what `stop` reads. */
 static void wait_for(ps_watch *w, double seconds, bool (*stop)(const ps_watch *))
 {
     double until = ps_now() + seconds;
@@ -836,8 +825,7 @@ static bool farewell_said(const ps_watch *w)
     return w->farewell_done >= w->farewell || (w->farewell == WATCH_FAILED && atomic_load(&w->over));
 }
 
-/* Reports a complaint and waits for the verdict. If op is NULL, the complaint is about the call that this rank is
- * in. */
+/* Reports a complaint and waits for the verdict. If op is NULL, it is about the call that this rank is in. */
 static int complain(ps_watch *w, int place, const char *op, uint64_t call, int what, int peer, double seconds,
                     const char *text)
 {
@@ -857,8 +845,7 @@ static int complain(ps_watch *w, int place, const char *op, uint64_t call, int w
     if (replaces(&c, &w->asks)) w->asks = c;               /* else another thread's complaint is judged */
     w->unanswered = w->farewell_done == WATCH_GONE;
     wake(w);
-    /* Outside calls (while the group is being made) no rank judges a complaint. A verdict on a rank that died may
-     * still arrive. */
+    /* Outside calls, while the group is made, no rank judges a complaint. But a verdict on a dead rank may arrive. */
     if (what != PS_WATCH_GIVES_UP) wait_for(w, c.on ? w->silence_s + SLACK_S : SLACK_S, answered);
     pthread_mutex_unlock(&w->lock);
     return what == PS_WATCH_GIVES_UP ? 0 : ps_watch_verdict(w);

@@ -1,14 +1,14 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The verdicts of the watch: finds the rank to blame, and writes the text. Runs in the watch's thread. */
+ * The verdicts of the watch: finds the rank to blame, and writes the text. Runs on the watch's thread. */
 #include "rendezvous/watch_inner.h"
 #include "base/error.h"
 #include <stdio.h>
 #include <string.h>
 
-/* Seconds between a broken connection and the verdict on it. The reason, such as the peer's own message or its
- * death, can become known later than the connection breaks. */
+/* Seconds between a broken connection and its verdict. The reason, such as the peer's message or death, may become
+ * known later. */
 static const double GRACE_S = 1.5;
-static const double POKE_S = 1;            /* time in seconds that ranks have to report their progress */
+static const double POKE_S = 1;            /* time in which ranks report their progress */
 
 enum { MAX_NAMED = 4, PLACE_TEXT = 240 };
 
@@ -27,8 +27,8 @@ static void numbered(const watch_place *at, const char *op, uint64_t call, char 
         snprintf(text + n, room - (size_t)n, " (call %llu)", (unsigned long long)call);
 }
 
-/* Writes the call that a rank is in. For a send or recv this is "send with rank 2" or "send of pp with rank 2", for
- * other calls the text of `numbered`. */
+/* Writes the call that a rank is in, such as "send with rank 2", "send of pp with rank 2", or the text of
+ * `numbered`. */
 static void call_text(const watch_place *at, char *text, size_t room)
 {
     if (at->peer < 0) numbered(at, at->op, at->call, text, room);
@@ -40,9 +40,8 @@ static void last_call_text(const watch_place *at, char *text, size_t room)
     numbered(at, at->last_op, at->last_call, text, room);
 }
 
-/* Returns the place that best describes a rank: the one that was used last among those inside a call. If there are
- * none, the one that was used last among those with a finished collective. Returns NULL if the rank has made no
- * call. */
+/* Returns the place that best describes a rank: the latest one inside a call, else the latest one with a finished
+ * collective. Returns NULL if the rank has made no call. */
 static const watch_place *latest(const watch_places *places)
 {
     const watch_place *best = NULL;
@@ -54,8 +53,8 @@ static const watch_place *latest(const watch_places *places)
     return best;
 }
 
-/* Writes where a rank is: "in all_reduce (call 3)", "after all_reduce (call 3)" or "before its first call". Calls of
- * several groups can run at the same time, so the text lists all calls that the rank is in. */
+/* Writes where a rank is: "in all_reduce (call 3)", "after all_reduce (call 3)" or "before its first call". Lists
+ * all calls that it is in, because calls of several groups can run at the same time. */
 static void place_text(const watch_places *places, char *text, size_t room)
 {
     const watch_place *first = latest(places);
@@ -79,7 +78,7 @@ static void place_text(const watch_places *places, char *text, size_t room)
     }
 }
 
-/* Returns whether a rank is in a call of any group except that of place `i`. */
+/* Returns whether a rank is in a call of another group than that of place `i`. */
 static bool is_elsewhere(const watch_places *places, int i)
 {
     bool found = false;
@@ -88,9 +87,9 @@ static bool is_elsewhere(const watch_places *places, int i)
     return found;
 }
 
-/* Writes where rank p was last known to be. This is the place in its last message, or a collective that this rank
- * has finished since: rank p must have begun it, too. Rank p is then assumed to be in the collective, unless it is
- * known to be in a call of another group. */
+/* Writes where rank p was last known to be. That is the place in its last message, or a collective that this rank
+ * has finished since, which rank p must have begun. Rank p is then assumed to be in it, unless it is in a call of
+ * another group. */
 static void last_known(ps_watch *w, const watch_peer *p, char *text, size_t room)
 {
     watch_places own, theirs = p->places;
@@ -138,8 +137,8 @@ static void ended(ps_watch *w, const watch_peer *p, const watch_complaint *c)
                  "rank %d (%s) waits for it in %s", p->rank, p->host, place, c->from, host_of(w, c->from), call);
 }
 
-/* Returns whether rank `r` keeps the complaining rank waiting, that is, whether it belongs to the same group and has
- * not begun the same call. If the rank has not sent a place of that group yet, only the complaint's peer counts. */
+/* Returns whether rank `r` keeps the complaining rank waiting: it is in the same group and has not begun the call.
+ * If its place is unknown, only the complaint's peer does. */
 static bool is_missing(const watch_places *places, int r, const watch_complaint *c)
 {
     const watch_place *p = watch_find(places, c->at.key);
@@ -170,7 +169,7 @@ static int add_missing(const ps_watch *w, const watch_peer *p, const watch_compl
                     c->seconds, place);
 }
 
-/* Makes the verdict on a call that took too long. The verdict lists the ranks that have not begun the call. */
+/* Makes the verdict on a call that took too long. It lists the ranks that have not begun the call. */
 static void timed_out(ps_watch *w, const watch_complaint *c, double now)
 {
     char text[PS_WATCH_TEXT - 100], call[96];
@@ -216,14 +215,14 @@ static void broke(ps_watch *w, const watch_complaint *c)
 
 /* -- cycles
  *
- * Ranks that deadlock in calls of different groups would wait until the calls' time-out. Rank 0 finds such ranks
- * earlier, by the places that beats carry. Its information about two ranks can be from different times, so it
- * examines one moment in the past: the moment at which it sent an earlier beat. A rank had its present place at that
- * moment if two things are true: it sent this place before that moment, and it sent the same place again after it
- * had received that beat. A rank whose script waits begins no other call, so a cycle of such ranks never ends. */
+ * Ranks that deadlock in calls of different groups would wait until the time-out. Rank 0 finds them earlier, from the
+ * places that beats carry. Its information about two ranks can be from different times, so it examines one moment in
+ * the past, at which it sent an earlier beat. A rank had its present place at that moment if it sent this place before
+ * it, and again after receiving that beat. A rank whose script waits begins no other call, so a cycle of such ranks
+ * never ends. */
 enum { EARLIER = 2 };                      /* the beat that is examined, counted back from the next one */
 
-/* Returns the call in which a rank's script waits, or NULL if it waits in none. */
+/* Returns the call in which a rank's script waits, or NULL. */
 static const watch_place *waiting(const watch_places *places)
 {
     for (int i = 0; i < PS_WATCH_PLACES; i++)
@@ -239,15 +238,14 @@ static uint64_t last_move(const watch_places *places)
     return moved;
 }
 
-/* Returns a rank's places, or NULL if the rank has not connected yet or has left. own: rank 0's places. */
+/* Returns a rank's places, or NULL if it has not connected or has left. own: rank 0's places. */
 static const watch_places *places_of(const ps_watch *w, const watch_places *own, int rank)
 {
     const watch_peer *p = w->peers[rank];
     return rank == 0 ? own : p && !p->left ? &p->places : NULL;
 }
 
-/* Returns whether a group has no message under way. Returns false unless all ranks rest, because otherwise this is
- * not known. */
+/* Returns whether a group has no message under way. This is known only if all ranks rest; else returns false. */
 static bool is_quiet(const ps_watch *w, const watch_places *own, uint64_t key)
 {
     int64_t under_way = 0;
@@ -260,8 +258,8 @@ static bool is_quiet(const ps_watch *w, const watch_places *own, uint64_t key)
     return under_way == 0;
 }
 
-/* Returns a waiting rank that keeps rank `rank` waiting, or -1. The returned rank belongs to the group of the call
- * that `rank` waits in, but is in no call of this group, or must send a message. */
+/* Returns a waiting rank that keeps rank `rank` waiting, or -1. It is in the group of the call that `rank` waits in,
+ * but in no call of that group, or it must send a message. */
 static int held_by(const ps_watch *w, const watch_places *own, int rank)
 {
     const watch_place *at = waiting(places_of(w, own, rank));
@@ -307,8 +305,8 @@ void watch_circle(ps_watch *w)
         rest->held = rest->rests && waiting(places);
         n += rest->held;
     }
-    for (int before = n + 1; n > 0 && n < before;) {       /* removes ranks that wait for a rank that can continue;
-                                                            * the rest form cycles */
+    for (int before = n + 1; n > 0 && n < before;) {       /* removes ranks whose wait can end; the others form
+                                                            * cycles */
         before = n;
         for (int r = 0; r < w->size; r++)
             if (w->rests[r].held && held_by(w, &own, r) < 0) w->rests[r].held = false, n--;
@@ -318,8 +316,8 @@ void watch_circle(ps_watch *w)
 
 /* -- complaints */
 
-/* Judges a complaint on a rank other than 0, which only has to act if rank 0 has left. Returns false if there will
- * be no verdict. */
+/* Judges a complaint on a rank other than 0, which acts only if rank 0 has left. Returns false if there will be no
+ * verdict. */
 static bool judge_rank_0(ps_watch *w)
 {
     const watch_peer *p = w->peers[0];
