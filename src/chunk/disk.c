@@ -235,7 +235,7 @@ static void begin(piece *p)
     else if (!p->len) p->forced = PS_DISK_ALIGN / 2;
 }
 
-/* (lock) Makes a job fail. It starts no more pieces, and ends with its last piece under way. */
+/* (lock) Makes a job fail. No more of its pieces begin, and the job ends when those under way have ended. */
 static void fail_job(ps_disk *d, ps_disk_job *job, cause why)
 {
     line *l = &d->lines[job->way];
@@ -350,9 +350,9 @@ static int reap(ps_disk *d, bool resend, bool *polled)
     return n;
 }
 
-/* Called when the kernel rejects the ring. Accepted requests can still write to buffers, so this waits up to two
- * seconds for them. Unsent requests never complete. One of these may be the eventfd's, which is not a piece, so the
- * wait also ends if `held < unsent`. */
+/* Called when the kernel rejects the ring. Requests that it has already accepted can still write to buffers, so this
+ * waits for them, at most two seconds. Unsent requests never complete. One of them may be the eventfd's, which is
+ * not a piece. So the wait also ends if fewer pieces are held than requests are unsent. */
 static void lose_ring(ps_disk *d, piece *pieces, int err)
 {
     bool polled;
@@ -800,7 +800,7 @@ void ps_disk_get_info(ps_disk *d, ps_disk_info *out)
 /* -- the disk's own rate ----------------------------------------------------------------------------------------- */
 enum { PROBE_THREADS = 8, PROBE_PIECE = 4 << 20 };
 
-/* A measurement of the disk itself, with which the rate of jobs is compared. PROBE_THREADS threads transfer an
+/* Measures the rate of the disk itself, with which the rate of jobs is compared. PROBE_THREADS threads transfer an
  * extent from front to end, without using jobs. */
 typedef struct probe {
     int fd, way;

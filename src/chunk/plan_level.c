@@ -4,8 +4,8 @@
  *
  * Two cursors walk the stream. The take cursor allocates space for chunks, and the use cursor follows it. The space
  * taken between them is at most the read-ahead depth. A chunk with an event between the cursors is busy and stays.
- * Every other chunk here is a candidate for eviction, and its next event is after the take cursor. So all state is
- * that of the take cursor, and no prefix of the list of moves holds more than the tier's capacity. */
+ * Every other chunk here is a candidate for eviction, and its next event is after the take cursor. All state is that at
+ * the take cursor. Therefore no prefix of the list of moves holds more than the tier's capacity. */
 #include <float.h>
 #include <string.h>
 #include "base/alloc.h"

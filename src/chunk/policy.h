@@ -9,8 +9,8 @@
  * bytes used. Without a plan, `next` is in moments from now, and the other two count uses. */
 typedef struct ps_victim { double next, last, taken; } ps_victim;
 
-/* The copies that an eviction costs. CLEAN: only the next fetch. DIRTY: also a copy down now. TWIN: also a copy down
- * later, because the tier above has the same contents. */
+/* The copies that an eviction costs. CLEAN: only the next fetch. DIRTY: also a copy down now. TWIN: also a copy
+ * down, but later, because the tier above has the same contents. */
 enum { WEIGH_CLEAN, WEIGH_DIRTY, WEIGH_TWIN, WEIGH_COUNT };
 typedef struct ps_tuning { double weight[WEIGH_COUNT]; } ps_tuning;
 

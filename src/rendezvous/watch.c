@@ -213,7 +213,8 @@ static void complained(ps_watch *w, const watch_complaint *c)
     judge(w);
 }
 
-/* Handles the first message of a connection after its proof. Returns false if no rank of this group can have sent it. */
+/* Handles the first message of a connection after its proof. Returns false if it cannot come from a rank of this
+ * group. */
 static bool hello(ps_watch *w, watch_peer *p, const watch_message *m, const char *text)
 {
     if (m->kind != WATCH_HELLO || m->rank < 1 || m->rank >= w->size || w->peers[m->rank])
