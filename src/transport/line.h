@@ -27,7 +27,7 @@ typedef struct ps_line_message {
     char name[PS_LINE_NAME];               /* name for errors, such as "F of micro-batch 3, stage 1" */
 } ps_line_message;
 
-/* What the line needs of its owner. It calls tell and blame without holding the lock. */
+/* The part of its owner that the line needs. It calls tell and blame without holding the lock. */
 typedef struct ps_line_owner {
     ps_comm *host;                         /* host communicator, for its watch and time-out */
     struct ps_backend *be;                 /* the device */
