@@ -8,6 +8,12 @@
 --                  run
 --   step_over_bound, peak_rss_mib, bytes_moved (of the last step), disk_gb_per_s (moved / step_s), rates
 --   state_bytes    of all chunks: parameters, masters and the optimizer's states
+--   losses         of all steps
+--   making_s, making_processor_s   the time in which the model was made
+--   planned_read, planned_written, planned_peak   the plan's bytes per step and its peak on the host
+--   host_peak      the highest number of bytes that the engine had on the host
+--   least_moved, moved_over_least  with --bound: the bytes that any policy moves (bench/bound_lib.lua)
+--   hash           with --hash: of the bits of all parameters after the last step
 --   psluajit bench/larger_than_memory.lua --model gpt2-xl --host 6GiB --disk DIR --steps 2
 --   psluajit bench/larger_than_memory.lua --family llama --model llama-3-8b --optimizer AdamW8bit --master remainder \
 --     --host 20GiB --disk DIR --steps 3
@@ -38,11 +44,15 @@ whole(parser:option("--heads", "number of heads, instead of the preset's"), 1)
 whole(parser:option("--spare", "disk space to leave free, bytes", "5e9"), 0)
 parser:flag("--no-recompute", "keep activations")
 parser:flag("--checksums", "memory.disk.checksums: verify the bytes that are read from the disk")
+parser:flag("--bound", "compute the least bytes that any policy moves (glpsol of Debian's glpk-utils)")
+parser:flag("--hash", "print a hash of the parameters after the last step")
+whole(parser:option("--seed", "random seed of parameters and batches", "0"), 0)
 local args = command_line.parse(parser)
 
 local ps = require "ps"
 local optimizers = require "ps.optimizers"
 local ffi, C = ps.ffi, ps.C
+local dry = C.ps_machine_pretended() ~= 0 -- psluajit --dry-run: there are no values and no disk
 
 local found, family = pcall(require, "models." .. args.family)
 if not found then parser:error("--family: there is no models/" .. args.family .. ".lua") end
@@ -74,7 +84,7 @@ local need = args.limit or numel * (state + 4) * 1.02 + 2 ^ 28
 local result = { family = args.family, model = args.model, optimizer = kind.name, master = args.master,
   parameters = numel, state_bytes = numel * state, host = args.host,
   dtype = args.dtype, tokens = args.batch * args.seq, disk_free = disk_free(args.disk) }
-if result.disk_free - need < args.spare then
+if not dry and result.disk_free - need < args.spare then
   result.skipped = ("the disk of %s has %.1f GB free; this run needs %.1f GB and leaves %.1f GB alone"):format(
     args.disk, result.disk_free / 1e9, need / 1e9, args.spare / 1e9)
   print(result.skipped)
@@ -83,7 +93,8 @@ if result.disk_free - need < args.spare then
 end
 
 local limit = args.limit or math.ceil(need / 4096) * 4096
-local began = ps.now()
+ps.manual_seed(args.seed)
+local began, clock = ps.now(), os.clock()
 local model, optimizer = ps.initialize {
   model_func = function() return family.new(args.model, options) end,
   config = {
@@ -95,8 +106,11 @@ local model, optimizer = ps.initialize {
       master = args.master },
   },
 }
-result.state_bytes = tonumber(require("ps.nn.handle").of(model).built.state_bytes)
-print(("initialised in %.1f s, peak RSS %.0f MiB"):format(ps.now() - began, ps.peak_rss() / 2 ^ 20))
+local engine = require("ps.nn.handle").of(model)
+result.state_bytes = tonumber(engine.built.state_bytes)
+result.making_s, result.making_processor_s = ps.now() - began, os.clock() - clock
+print(("initialised in %.1f s (processor %.1f), peak RSS %.0f MiB"):format(result.making_s, result.making_processor_s,
+  ps.peak_rss() / 2 ^ 20))
 
 -- Returns the number of bytes with which to measure the disk: 1 GiB, but at most the host's budget and half of the disk
 -- tier's free bytes.
@@ -107,10 +121,12 @@ local function probe_nbytes()
   return math.max(1, math.floor(most / 2 ^ 20)) * 2 ^ 20
 end
 
-local read, write, probed = ffi.new("double[1]"), ffi.new("double[1]"), probe_nbytes()
-ps.check(C.ps_engine_disk_probe(ps.ctx, probed, read, write))
-print(("disk: reads %.2f GB/s, writes %.2f GB/s (%d MiB each way)"):format(read[0] / 1e9, write[0] / 1e9,
-  probed / 2 ^ 20))
+local read, write, probed = ffi.new("double[1]", 1), ffi.new("double[1]", 1), probe_nbytes()
+if not dry then
+  ps.check(C.ps_engine_disk_probe(ps.ctx, probed, read, write))
+  print(("disk: reads %.2f GB/s, writes %.2f GB/s (%d MiB each way)"):format(read[0] / 1e9, write[0] / 1e9,
+    probed / 2 ^ 20))
+end
 
 local stats, tier = ffi.new("ps_engine_stats"), ffi.new("ps_tier_info")
 local function counters()
@@ -121,13 +137,48 @@ local function counters()
     down = tonumber(tier.bytes_down), at = ps.now(), processor = os.clock() }
 end
 
+-- Returns the least bytes that any policy moves in a step like the last one, within the budget without other tensors.
+local function least_moved()
+  local _, id = next(engine.traces)
+  local about, info = ffi.new("ps_trace_info"), ffi.new("ps_chunk_info")
+  ps.check(C.ps_engine_trace_get(ps.ctx, id, about, 0, nil))
+  local uses = ffi.new("ps_use[?]", about.n_uses + 1)
+  ps.check(C.ps_engine_trace_get(ps.ctx, id, about, about.n_uses, uses))
+  local trace = { sizes = {}, uses = {}, moments = about.n_moments }
+  for i = 0, about.n_uses - 1 do
+    trace.uses[i + 1] = { moment = uses[i].moment, chunk = uses[i].chunk + 1, write = uses[i].write == 1 }
+  end
+  for chunk = 0, C.ps_engine_chunk_count(ps.ctx) - 1 do
+    ps.check(C.ps_engine_chunk_get(ps.ctx, chunk, info))
+    trace.sizes[chunk + 1] = tonumber(info.nbytes)
+  end
+  local tiers = require("ps.memory.chunks").tiers()
+  return require("bench.bound_lib").solve(trace, tiers[1].budget - tonumber(about.other[0]), 300)
+end
+
+-- Returns a hash of the bits of all parameters, in the order of their names.
+local function hash_of(state)
+  local names, out, parts = {}, ffi.new("uint64_t[2]"), {}
+  for name in pairs(state) do names[#names + 1] = name end
+  table.sort(names)
+  for i, name in ipairs(names) do
+    ps.check(C.ps_tensor_hash(state[name], out))
+    parts[i] = ("%016x%016x"):format(out[0], out[1])
+  end
+  local all = ps.tensor({ table.concat(parts):byte(1, -1) }, { dtype = "uint8" })
+  ps.check(C.ps_tensor_hash(all, out))
+  return ("%016x"):format(out[0])
+end
+
 local last
+result.losses = {}
 for step = 1, args.steps do
   local x = ps.randint(0, shape.config.vocab_size, { args.batch, args.seq }, { dtype = "int32" })
   local before = counters()
   optimizer:zero_grad()
   local loss = model(x, x)
-  local value = loss:item()
+  local value = dry and 0 or loss:item()
+  result.losses[step] = value
   local forward = ps.now() - before.at
   model:backward(loss)
   local backward = ps.now() - before.at - forward
@@ -153,5 +204,14 @@ result.disk_gb_per_s = result.bytes_moved / result.step_s / 1e9
 result.probe_nbytes = probed
 result.probe_read_gb_per_s, result.probe_write_gb_per_s = read[0] / 1e9, write[0] / 1e9
 result.gflops = (options.recompute and 8 / 6 or 1) * flops * result.tokens / result.compute_s / 1e9
+local forecast, tiers = engine.plan.forecast, require("ps.memory.chunks").tiers()
+result.planned_read, result.planned_written = forecast.fetched[1], forecast.evicted[1]
+result.planned_peak, result.host_peak = forecast.tiers[1].peak, tiers[1].peak
+if args.bound then
+  local least, reason = least_moved()
+  if least then result.least_moved, result.moved_over_least = least, result.bytes_moved / least
+  else print("no lower bound: " .. reason) end
+end
+if args.hash then result.hash = hash_of(model:state_dict()) end
 model:close()
 print(cjson.encode(result))

@@ -27,6 +27,8 @@ whole(parser:option("--seed", "Random seed; 0 means 1337.", "0"), 0)
 parser:option("--device", "Device that computes: cpu or cuda.", "cpu")
 parser:option("--dtype", "fp32, bf16, or auto: bf16 on a GPU or a processor that supports it, else fp32.", "auto")
   :choices { "auto", "fp32", "bf16" }
+parser:option("--optimizer", "AdamW, AdamW8bit (averages in 8 bits) or AdamWBF16 (averages in bf16).", "AdamW")
+  :choices { "AdamW", "AdamW8bit", "AdamWBF16" }
 parser:flag("--json", "Print only one JSON line.")
 local args = command_line.parse(parser)
 
@@ -39,7 +41,8 @@ local n = math.floor(0.9 * tokens:count())
 local s = settings
 local model = gpt2.new({ vocab_size = 256, n_positions = s.seq, n_layer = s.layers, n_head = s.heads,
   n_embd = s.width }, { dtype = args.dtype, device = args.device })
-local opt = optim.AdamW(model, { lr = s.max_lr, betas = s.betas, weight_decay = s.weight_decay, max_norm = s.max_norm })
+local opt = optim[args.optimizer](model, { lr = s.max_lr, betas = s.betas, weight_decay = s.weight_decay,
+  max_norm = s.max_norm })
 local schedule = sched.warmup_cosine { optimizer = opt, max_lr = s.max_lr, min_lr = s.min_lr,
   warmup = math.min(s.warmup, args.iters), total = args.iters }
 local loader = try(ps.data.loader, { shards = { tokens }, last = n, batch = s.batch, seq = s.seq, seed = seed,
@@ -66,7 +69,7 @@ display:finish()
 local val_loss = train.evaluate(model, windows)
 if args.json then
   print(json.encode { iters = args.iters, train_s = seconds, val_loss = val_loss, dtype = args.dtype, seed = seed,
-    tokens_per_s = args.iters * s.batch * s.seq / seconds })
+    optimizer = args.optimizer, tokens_per_s = args.iters * s.batch * s.seq / seconds })
 else
   print(("held-out loss %.4f after %d steps in %.1f s"):format(val_loss, args.iters, seconds))
 end

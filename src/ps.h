@@ -1415,7 +1415,7 @@ typedef struct ps_rates {
 } ps_rates;
 int ps_rates_measure(ps_ctx *ctx, int device, int host, int64_t nbytes, ps_rates *out);
 /* Measures the sequential rates of the disk tier with `nbytes` in each direction. PS_ESTATE: there is no disk tier,
- * or copies are under way. PS_EIO, PS_ENOSPC: the disk failed, or has too little free space. */
+ * the run is a dry run, or copies are under way. PS_EIO, PS_ENOSPC: the disk failed, or has too little free space. */
 int ps_engine_disk_probe(ps_ctx *ctx, int64_t nbytes, double *read_bytes_per_s, double *write_bytes_per_s);
 /* These functions describe chunks and tiers, for display. PS_ERANGE: there is no such chunk or tier. */
 int ps_engine_chunk_count(ps_ctx *ctx);

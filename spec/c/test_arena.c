@@ -226,6 +226,41 @@ static void test_busy(void)
     ps_arena_delete(arena);
 }
 
+/* Large blocks of two sizes in turn, with small blocks that are allocated while the large ones are free and stay. The
+ * pages that have memory are those of the largest use at one moment, up to a region of small blocks. */
+static void test_large(void)
+{
+    ps_arena *arena;
+    begin(&arena);
+    int64_t mib = 1 << 20, table = 1002 * mib, gib = 1024 * mib;
+    for (int round = 0; round < 50; round++) {
+        OK(take(arena, table));
+        OK(take(arena, 8 * mib));
+        give(arena, 0);
+        for (int i = 0; i < 20; i++) OK(take(arena, 7 * mib));
+        OK(take(arena, table - 30 * mib));           /* a little smaller: the same region */
+        CHECK(ps_arena_info(arena)->used == sum_live);
+        CHECK(ps_arena_held(arena) <= table + 160 * mib);
+        if (round % 10 == 9) {
+            backend.region_discard = region_discard;
+            ps_arena_trim(arena, true);
+            CHECK(ps_arena_held(arena) == ps_arena_busy(arena, NULL));
+            backend.region_discard = NULL;
+        }
+        while (n_live > 1) give(arena, 0);
+        give_all(arena);
+        CHECK(ps_arena_busy(arena, NULL) == 0);
+    }
+    CHECK(world.made == 2);
+    OK(take(arena, 2 * gib));                        /* too large for both regions */
+    CHECK(world.made == 3 && ps_arena_held(arena) <= 2 * gib + table + 160 * mib);
+    give_all(arena);
+    check_whole(arena);
+    ps_arena_trim(arena, true);
+    CHECK(ps_arena_held(arena) == 0 && world.open == 0);
+    ps_arena_delete(arena);
+}
+
 /* A request that fails must leave everything unchanged. `word` is a part of the error. */
 static void refused(ps_arena *arena, int64_t nbytes, const char *word)
 {
@@ -318,6 +353,7 @@ int main(void)
     test_same_size();
     test_largest();
     test_busy();
+    test_large();
     test_limit();
     test_no_memory();
     test_failing();

@@ -630,6 +630,9 @@ static void test_probe(int threads)
     ps_test_slow_io(0);
     ps_disk_close(d);
     free(mem);
+    if (!OK(ps_disk_pretend(16 * MIB, &d))) return;
+    FAILS(ps_disk_probe(d, MIB, &read_rate, &write_rate), PS_ESTATE, "dry run");
+    ps_disk_close(d);
 }
 
 int main(void)

@@ -107,6 +107,22 @@ describe("the plan of a script", function()
     assert.truthy(said.largest_batch < 8)
   end)
 
+  -- The gradients of the token table and of the head (1 GiB each, more than a region of an arena) exist at different
+  -- moments and must count once.
+  it("covers all parameters of Llama 8B in 20 GiB of host memory and 50 GB of disk", function()
+    local got = plan("--find", "nothing", "bench/larger_than_memory.lua", "--family", "llama", "--model", "llama-3-8b",
+      "--optimizer", "AdamW8bit", "--master", "remainder", "--host", "20GiB", "--limit", "50000000000", "--disk", "/tmp",
+      "--seq", "256")
+    assert.is_true(got.fits)
+    assert.equal(8030261248, got.parameters)
+    assert.is_true(got.state_bytes < 6.04 * got.parameters, got.state_bytes)
+    assert.is_true(got.process.nbytes < 20.5 * 2 ^ 30, got.process.nbytes)
+    local host, table_bytes = got.tiers[1], 128256 * 4096 * 2
+    assert.is_true(host.other > table_bytes and host.other < 1.7 * table_bytes, host.other)
+    local least = 2 * (got.state_bytes - (host.budget - host.other))      -- what cannot stay is read and written
+    assert.is_true(got.links[1].up + got.links[1].down < 1.1 * least, got.links[1].up)
+  end)
+
   it("is the same by --dry-run, even if another file is called plan.lua", function()
     local by_option, _, code = run { PROGRAM, "--dry-run", "--json", "--find", "nothing", path, "cpu", "64MiB" }
     assert.equal(0, code)

@@ -850,6 +850,9 @@ static int probe_way(ps_disk *d, probe *p, int way, double *bytes_per_s)
 
 int ps_disk_probe(ps_disk *d, int64_t nbytes, double *read_bytes_per_s, double *write_bytes_per_s)
 {
+    if (d->fd < 0)
+        return ps_fail(PS_ESTATE, "disk tier: a dry run has no disk whose rate can be measured; call "
+                       "ps_engine_disk_probe only if ps_machine_pretended() is 0");
     pthread_mutex_lock(&d->lock);
     int under_way = d->under_way;
     pthread_mutex_unlock(&d->lock);

@@ -6,7 +6,11 @@
  * Regions stay allocated during a run, because page faults would cost a third of a training step. If memory is
  * short, the arena returns the pages of free blocks to the system. Holes therefore use addresses but no budget.
  * Records of blocks are outside the regions, whose memory the CPU may be unable to access. Only one thread uses an
- * arena. */
+ * arena.
+ *
+ * A block that is larger than a region has a region for itself, except if one region spans the device. Otherwise small
+ * blocks would split it while it is free. The next large block, such as the gradient of another token table, would
+ * then need new memory, and the pages of both would count against a budget. */
 #include "mem/mem.h"
 #include "base/alloc.h"
 #include "base/error.h"
@@ -31,6 +35,7 @@ typedef struct region {
     size_t size, page;                            /* in bytes; a page is the smallest unit to return to the system */
     uint64_t *pages;                              /* one bit per page: 1 if the page has memory */
     ps_block *first;                              /* block at base, which never changes */
+    bool alone;                                   /* holds one block at most, which is never split */
 } region;
 
 struct ps_block {
@@ -104,8 +109,12 @@ static void class_of(size_t size, int *first, int *second)
 static void list_add(ps_arena *arena, ps_block *b)
 {
     int f, s;
-    class_of(b->size, &f, &s);
     b->free = true;
+    if (b->region->alone) {                       /* take_alone finds it without a list */
+        b->size = b->region->size;
+        return;
+    }
+    class_of(b->size, &f, &s);
     b->prev = NULL;
     b->next = arena->bins[f][s];
     if (b->next) b->next->prev = b;
@@ -117,13 +126,19 @@ static void list_add(ps_arena *arena, ps_block *b)
 static void list_remove(ps_arena *arena, ps_block *b)
 {
     int f, s;
-    class_of(b->size, &f, &s);
     b->free = false;
+    if (b->region->alone) return;
+    class_of(b->size, &f, &s);
     if (b->next) b->next->prev = b->prev;
     if (b->prev) b->prev->next = b->next;
     else if (!(arena->bins[f][s] = b->next) && !(arena->second_map[f] &= ~(1u << s)))
         arena->first_map &= ~(1ull << f);
 }
+
+/* Returns the bytes of a region in which a free block of `size` is found: any block of the next class fits. */
+static size_t region_for(size_t size) { return size + size / SECOND + GRAIN; }
+static bool commits(const ps_arena *arena) { return arena->be->region_commit != NULL; }
+static bool is_alone(const ps_arena *arena, size_t size) { return !commits(arena) && region_for(size) > REGION_BYTES; }
 
 static ps_block *record_new(ps_arena *arena)
 {
@@ -138,10 +153,28 @@ static void record_free(ps_arena *arena, ps_block *b)
     arena->spare = b;
 }
 
+static bool is_whole(const region *r) { return r->first->free && !r->first->right; }
+
+/* Takes a whole free region of at least `size`, at most a sixteenth larger, as one block. From now on the region holds
+ * only one block. Prefers regions that held only one block before. The block has `size` bytes until it is free again.
+ * Returns NULL if there is no such region. */
+static ps_block *take_alone(ps_arena *arena, size_t size)
+{
+    region *found = NULL;
+    for (region *r = arena->regions; r && !(found && found->alone); r = r->next)
+        if (is_whole(r) && r->size >= size && r->size - size <= size / SECOND && (r->alone || !found)) found = r;
+    if (!found) return NULL;
+    list_remove(arena, found->first);
+    found->alone = true;
+    found->first->size = size;
+    return found->first;
+}
+
 /* Takes a free block of at least `size` from its list. Returns NULL if there is none. */
 static ps_block *take(ps_arena *arena, size_t size)
 {
     int f, s;
+    if (is_alone(arena, size)) return take_alone(arena, size);
     class_of(size, &f, &s); /* its own class first: a training step repeats its sizes */
     int tries = f < FIRST ? 16 : 0;
     for (ps_block *b = tries ? arena->bins[f][s] : NULL; b && tries--; b = b->next)
@@ -170,7 +203,6 @@ static ps_block *take(ps_arena *arena, size_t size)
 
 /* -- regions ------------------------------------------------------------------------------------------------------- */
 static double mib(size_t nbytes) { return (double)nbytes / 1048576.0; }
-static bool commits(const ps_arena *arena) { return arena->be->region_commit != NULL; }
 
 static bool is_set(const region *r, size_t page) { return r->pages[page / 64] >> page % 64 & 1; }
 
@@ -265,12 +297,14 @@ bool ps_arena_trim(ps_arena *arena, bool holes)
     bool any = false;
     for (region **at = &arena->regions; *at;) {
         region *r = *at;
-        if (r->first->free && !r->first->right) {
+        if (is_whole(r)) {
             *at = r->next;
             region_drop(arena, r);
             any = true;
             continue;
         }
+        if (r->alone && arena->be->region_discard)         /* the end of the region that its block leaves */
+            any = discard(arena, r, (r->first->size + r->page - 1) / r->page, r->size / r->page) || any;
         for (ps_block *b = r->first; arena->be->region_discard && b; b = b->right) {
             if (!b->free || (b->right && !holes)) continue;
             size_t from = (size_t)(b->address - r->base), end = from + b->size;
@@ -303,8 +337,11 @@ static int region_make(ps_arena *arena, size_t nbytes, region *r)
     return rc;
 }
 
+/* Adds a region for a block of `size`. */
 static int grow(ps_arena *arena, size_t size)
 {
+    bool alone = is_alone(arena, size);
+    if (!alone) size = region_for(size);
     region *r = ps_alloc0(sizeof *r);
     ps_block *b = r ? record_new(arena) : NULL;
     if (!b) {
@@ -312,8 +349,9 @@ static int grow(ps_arena *arena, size_t size)
         return ps_fail_nomem(sizeof *r + sizeof *b);
     }
     size_t least = (size + HUGE_BYTES - 1) / HUGE_BYTES * HUGE_BYTES;
-    size_t got = least > REGION_BYTES ? least : REGION_BYTES;
-    if (commits(arena)) {                            /* one region per device, so that no block ends at a border */
+    size_t got = alone || least > REGION_BYTES ? least : REGION_BYTES;
+    if (commits(arena)) {                            /* one region for the whole device, so that no block ends at a
+                                                      * region's border */
         int64_t available = arena->be->bytes_available(arena->be);
         if (available > (int64_t)got) got = ((size_t)available + HUGE_BYTES - 1) / HUGE_BYTES * HUGE_BYTES;
     }
@@ -327,6 +365,7 @@ static int grow(ps_arena *arena, size_t size)
     void *base = r->base;
     r->next = arena->regions;
     r->first = b;
+    r->alone = alone;
     arena->regions = r;
     if (!commits(arena)) arena->info.reserved += (int64_t)got;
     *b = (ps_block){ .address = base, .size = got, .region = r };
@@ -462,7 +501,7 @@ static int alloc(ps_arena *arena, int64_t nbytes, ps_block **out)
                             (double)info->used / 1048576.0, (double)info->limit / 1048576.0);
     ps_block *b = take(arena, size);
     if (!b) {
-        PS_TRY(grow(arena, size + size / SECOND + GRAIN));
+        PS_TRY(grow(arena, size));
         b = take(arena, size);
     }
     if (!b) return ps_fail(PS_ENOMEM, "device %s: there is no block of %zu bytes", arena->be->name, size);
