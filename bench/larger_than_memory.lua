@@ -17,6 +17,7 @@
 --   psluajit bench/larger_than_memory.lua --model gpt2-xl --host 6GiB --disk DIR --steps 2
 --   psluajit bench/larger_than_memory.lua --family llama --model llama-3-8b --optimizer AdamW8bit --master remainder \
 --     --host 20GiB --disk DIR --steps 3
+--   psluajit bench/larger_than_memory.lua --folder FOLDER --lora 16 --host 4GiB --disk DIR
 local argparse = require "argparse"
 local command_line = require "ps.core.command_line"
 local whole, number = command_line.whole, command_line.number
@@ -25,6 +26,8 @@ local cjson = require "cjson"
 local parser = argparse("bench/larger_than_memory.lua", "Trains a model whose state is larger than the host's budget.")
 parser:option("--family", "models/FAMILY.lua, which has a causal language model", "gpt2")
 parser:option("--model", "preset of the family", "gpt2-xl")
+parser:option("--folder", "a Hugging Face folder, instead of --family and --model; weights that are frozen stay in it")
+whole(parser:option("--lora", "train an adapter of this rank over the frozen model of --folder"), 1)
 parser:option("--optimizer", "optimizer.type of the configuration", "AdamW")
 parser:option("--master", "memory.master: full or remainder (bf16 only)", "full"):choices { "full", "remainder" }
 number(parser:option("--lr", "learning rate", "1e-4"), 0)
@@ -42,6 +45,7 @@ whole(parser:option("--layers", "number of layers, instead of the preset's"), 1)
 whole(parser:option("--width", "another width"), 1)
 whole(parser:option("--heads", "number of heads, instead of the preset's"), 1)
 whole(parser:option("--spare", "disk space to leave free, bytes", "5e9"), 0)
+parser:flag("--repeat", "use one batch in all steps, so that the loss must fall")
 parser:flag("--no-recompute", "keep activations")
 parser:flag("--checksums", "memory.disk.checksums: verify the bytes that are read from the disk")
 parser:flag("--bound", "compute the least bytes that any policy moves (glpsol of Debian's glpk-utils)")
@@ -56,6 +60,7 @@ local dry = C.ps_machine_pretended() ~= 0 -- psluajit --dry-run: there are no va
 
 local found, family = pcall(require, "models." .. args.family)
 if not found then parser:error("--family: there is no models/" .. args.family .. ".lua") end
+if args.lora and not args.folder then parser:error "--lora: give the frozen model with --folder" end
 local kind = optimizers.of(optimizers.find(args.optimizer))
 if not kind then parser:error("--optimizer: psluajit has no optimizer " .. args.optimizer) end
 
@@ -71,17 +76,28 @@ if args.family == "gpt2" then
 else
   options.num_hidden_layers, options.hidden_size, options.num_attention_heads = args.layers, args.width, args.heads
 end
-local meta = {}
-for key, value in pairs(options) do meta[key] = value end
-meta.device = "meta"
-local shape = family.new(args.model, meta)
+-- Makes the model, with the adapter of --lora.
+local function make(device)
+  if args.folder then
+    local given = { dtype = "auto", recompute = options.recompute, device = device }
+    if device then return ps.from_config(args.folder, given) end
+    given.quiet, given.mmap = true, "auto"
+    local base = ps.from_pretrained(args.folder, given)
+    return args.lora and ps.lora.wrap(base, { r = args.lora, alpha = 2 * args.lora }) or base
+  end
+  local given = { device = device }
+  for key, value in pairs(options) do given[key] = value end
+  return family.new(args.model, given)
+end
+local shape = make "meta"
 local numel, flops = shape:num_parameters(), shape:flops_per_token(args.seq)
 -- Bytes per parameter: the weight, the gradient (in half types it uses the weight's memory), the master, and the
 -- optimizer states.
 local state = args.dtype == "fp32" and 8 or args.master == "remainder" and 4 or 6
 state = state + optimizers.states_most(kind.states)
-local need = args.limit or numel * (state + 4) * 1.02 + 2 ^ 28
-local result = { family = args.family, model = args.model, optimizer = kind.name, master = args.master,
+local need = args.limit or args.lora and 2 ^ 30 or numel * (state + 4) * 1.02 + 2 ^ 28
+local result = { family = args.folder == nil and args.family or nil, model = args.folder or args.model,
+  lora = args.lora, optimizer = kind.name, master = args.master,
   parameters = numel, state_bytes = numel * state, host = args.host,
   dtype = args.dtype, tokens = args.batch * args.seq, disk_free = disk_free(args.disk) }
 if not dry and result.disk_free - need < args.spare then
@@ -96,7 +112,7 @@ local limit = args.limit or math.ceil(need / 4096) * 4096
 ps.manual_seed(args.seed)
 local began, clock = ps.now(), os.clock()
 local model, optimizer = ps.initialize {
-  model_func = function() return family.new(args.model, options) end,
+  model_func = function() return make() end,
   config = {
     optimizer = { type = kind.name, params = { lr = args.lr } },
     bf16 = args.dtype == "bf16" and { enabled = true } or nil,
@@ -157,12 +173,12 @@ local function least_moved()
 end
 
 -- Returns a hash of the bits of all parameters, in the order of their names.
-local function hash_of(state)
+local function hash_of(values)
   local names, out, parts = {}, ffi.new("uint64_t[2]"), {}
-  for name in pairs(state) do names[#names + 1] = name end
+  for name in pairs(values) do names[#names + 1] = name end
   table.sort(names)
   for i, name in ipairs(names) do
-    ps.check(C.ps_tensor_hash(state[name], out))
+    ps.check(C.ps_tensor_hash(values[name], out))
     parts[i] = ("%016x%016x"):format(out[0], out[1])
   end
   local all = ps.tensor({ table.concat(parts):byte(1, -1) }, { dtype = "uint8" })
@@ -170,13 +186,15 @@ local function hash_of(state)
   return ("%016x"):format(out[0])
 end
 
-local last
+local last, x
 result.losses = {}
 for step = 1, args.steps do
-  local x = ps.randint(0, shape.config.vocab_size, { args.batch, args.seq }, { dtype = "int32" })
+  if step == 1 or not args["repeat"] then
+    x = ps.randint(0, shape.config.vocab_size, { args.batch, args.seq }, { dtype = "int32" })
+  end
   local before = counters()
   optimizer:zero_grad()
-  local loss = model(x, x)
+  local loss = args.folder and model({ input_ids = x, labels = x }).loss or model(x, x)
   local value = dry and 0 or loss:item()
   result.losses[step] = value
   local forward = ps.now() - before.at

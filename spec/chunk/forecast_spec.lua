@@ -53,3 +53,31 @@ describe("the forecast of other tensors in a plan", function()
     end)
   end
 end)
+
+-- Memory that a script used before the first step, and freed, belongs to no tensor.
+describe("a plan of a step after large tensors were freed", function()
+  local function fetched(before)
+    ps.collect()
+    local model, optimizer = ps.initialize { quiet = true,
+      model_func = function() return gpt2.new("tiny", { n_embd = 128, vocab_size = 4096 }) end,
+      config = { plan_print = false, bf16 = { enabled = true }, optimizer = { type = "AdamW" },
+        memory = { host = "12MiB", disk = { path = "/tmp", limit = "64MiB" } } } }
+    local ok, got = pcall(function()
+      before()
+      local x = ps.randint(0, 256, { 1, 16 }, { dtype = "int32" })
+      model:backward(model(x, x))
+      optimizer:step()
+      return inner(model).plan.forecast.fetched[1]
+    end)
+    model:close()
+    if not ok then error(got, 0) end
+    return got
+  end
+
+  it("has the whole budget", function()
+    local without = fetched(function() end)
+    local with = fetched(function() ps.zeros({ 5 * 2 ^ 20 }, { dtype = "uint8" }):release() end)
+    assert.is_true(without > 0)
+    assert.equal(without, with)
+  end)
+end)

@@ -12,6 +12,8 @@
  * It is OTHER_PAGES pages plus peak / OTHER_SHARE, the latter at most OTHER_MOST bytes. It is needed because a real
  * arena is fragmented differently from that of a dry run. */
 enum { OTHER_PAGES = 2, OTHER_SHARE = 16, OTHER_MOST = 1 << 20 };
+/* Share of a budget that idle memory of other tensors may take before a plan returns it to the system. */
+enum { IDLE_SHARE = 32 };
 
 /* -- noting ------------------------------------------------------------------------------------------------------- */
 static void stop_noting(ps_chunks *cs)                       /* harmless: pins still fetch their chunks */
@@ -232,6 +234,14 @@ static int fill_extra(ps_chunks *cs, const ps_trace *trace, request *r, int t)
     return 0;
 }
 
+/* Returns memory to the system that other tensors used before the step, such as copies from making the model, if it
+ * would take much from the chunks. Less is kept, since the step would have to map it again. */
+static void return_idle(ps_chunks *cs, const ps_trace *trace, int t)
+{
+    if (tier_other(cs, t) - trace->other_peak[t] > cs->tiers[t].budget / IDLE_SHARE)
+        cs->plain->table->trim(cs->plain, cs->tiers[t].device, true);
+}
+
 static int fill_request(ps_chunks *cs, const ps_trace *trace, request *r)
 {
     int64_t n = 0, total = 0;
@@ -253,6 +263,7 @@ static int fill_request(ps_chunks *cs, const ps_trace *trace, request *r)
                              .policy = cs->config.policy, .cyclic = 1 };
     for (int t = 0; t < cs->n_tiers; t++) {
         const tier *at = &cs->tiers[t];
+        if (at->budget > 0 && !is_disk(cs, t)) return_idle(cs, trace, t);
         int64_t other = other_in_step(cs, trace, t) + (t == 0 ? r->resident_nbytes : 0);
         r->in.capacity[t] = at->budget == 0 || is_disk(cs, t) ? total : at->budget - other;
         if (r->in.capacity[t] > total) r->in.capacity[t] = total;

@@ -163,7 +163,7 @@ void source_drop(chunk *c)
 /* Returns true if c's source can get more parts: c has no contents outside the source. */
 static bool takes_parts(const ps_chunks *cs, const chunk *c)
 {
-    if (!cs->disk || cs->tiers[0].be->pretends || c->transfer || c->pins > 0 || c->extent >= 0) return false;
+    if (!cs->disk || c->transfer || c->pins > 0 || c->extent >= 0) return false;
     for (int t = 0; t < cs->n_tiers; t++) if (c->slot[t]) return false;
     return c->valid == (c->n_source ? 1u << (cs->n_tiers - 1) : 0);
 }
