@@ -111,8 +111,8 @@ describe("the plan of a script", function()
   -- moments and must count once.
   it("covers all parameters of Llama 8B in 20 GiB of host memory and 50 GB of disk", function()
     local got = plan("--find", "nothing", "bench/larger_than_memory.lua", "--family", "llama", "--model", "llama-3-8b",
-      "--optimizer", "AdamW8bit", "--master", "remainder", "--host", "20GiB", "--limit", "50000000000", "--disk", "/tmp",
-      "--seq", "256")
+      "--optimizer", "AdamW8bit", "--master", "remainder", "--host", "20GiB", "--limit", "50000000000",
+      "--disk", "/tmp", "--seq", "256")
     assert.is_true(got.fits)
     assert.equal(8030261248, got.parameters)
     assert.is_true(got.state_bytes < 6.04 * got.parameters, got.state_bytes)
