@@ -188,6 +188,9 @@ typedef struct ps_loan {
                                           * error code */
     void (*end)(void *lender);           /* called when the bytes are no longer used */
     void *lender;
+    /* Returns a descriptor of the file whose reads bypass the page cache, and the offset of the bytes in the file. The
+     * lender closes it. Returns -1 if there is none. May be NULL. */
+    int (*direct)(void *lender, int64_t *at);
 } ps_loan;
 /* Lends nbytes bytes of a source, from offset `at` on. Returns 0 or an error code. */
 typedef int (*ps_lender)(void *from, int64_t at, int64_t nbytes, ps_loan *out);

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Sources (source.h): the thread that copies mapped bytes into chunks, and the chunks that have sources. */
+ * Sources (source.h): the thread that reads parts of the user's files into chunks, and the chunks that have sources. */
 #define _GNU_SOURCE
+#include <errno.h>
 #include <string.h>
 #include <sys/mman.h>
 #include <unistd.h>
@@ -11,7 +12,8 @@
 #include "chunk/impl.h"
 #include "mem/mem.h"
 
-enum { BLOCK = 4 << 20 };       /* bytes copied at once, while the system reads the next block */
+enum { BLOCK = 4 << 20 };       /* number of bytes that are read or copied at once */
+enum { ALIGN = 4096 };          /* reads past the page cache have this alignment: offset, size and address */
 
 struct ps_source_job {
     const source_part *parts;
@@ -28,6 +30,7 @@ struct ps_source {
     pthread_t thread;
     bool stop;                  /* (lock) */
     ps_source_job *first, *last;        /* (lock) queue of jobs that have not begun */
+    char *room, *staging;       /* [BLOCK] for reads past the page cache, in `room`; NULL if there is no memory */
 };
 
 /* -- the thread --------------------------------------------------------------------------------------------------- */
@@ -43,6 +46,23 @@ static void advise(const char *bytes, int64_t n, int advice)
 #ifndef MADV_PAGEOUT
 #define MADV_PAGEOUT 21         /* since Linux 5.4; older systems return an error */
 #endif
+
+/* Reads bytes of a file past the page cache. A tensor of a safetensors file begins at any offset, so the aligned range
+ * around a block is read into `staging`, and the block is copied. Returns the number of bytes that were read, which is
+ * less than nbytes if a read failed. */
+static int64_t read_direct(const source_part *p, char *dst, char *staging)
+{
+    for (int64_t at = 0, n; at < p->nbytes; at += n) {
+        int64_t from = (p->offset + at) / ALIGN * ALIGN, skip = p->offset + at - from, rest = p->nbytes - at;
+        int64_t want = (skip + rest + ALIGN - 1) / ALIGN * ALIGN;
+        ssize_t got;
+        do got = pread(p->fd, staging, (size_t)(want < BLOCK ? want : BLOCK), from); while (got < 0 && errno == EINTR);
+        if (got <= skip) return at;
+        n = got - skip < rest ? got - skip : rest;
+        memcpy(dst + at, staging + skip, (size_t)n);
+    }
+    return p->nbytes;
+}
 
 /* Copies bytes of a mapped file, and removes their pages from the process at once, so that they do not count as its
  * memory. If the user owns the file, also removes them from the page cache, so that a large model does not push out
@@ -60,13 +80,20 @@ static void copy_part(char *dst, const char *src, int64_t nbytes)
     advise(src, nbytes, MADV_DONTNEED);
 }
 
-static void run(const ps_source_job *job)
+/* Bytes that cannot be read past the page cache are copied from the mapped pages, which report truncated files. */
+static void read_part(const source_part *p, char *dst, char *staging)
+{
+    int64_t n = p->fd >= 0 && staging ? read_direct(p, dst, staging) : 0;
+    if (n < p->nbytes) copy_part(dst + n, (const char *)p->loan.bytes + n, p->nbytes - n);
+}
+
+static void run(const ps_source *s, const ps_source_job *job)
 {
     int64_t at = 0;
     for (int32_t i = 0; i < job->n; i++) {
         const source_part *p = &job->parts[i];
         memset(job->dst + at, 0, (size_t)(p->at - at));
-        copy_part(job->dst + p->at, p->loan.bytes, p->nbytes);
+        read_part(p, job->dst + p->at, s->staging);
         at = p->at + p->nbytes;
     }
     memset(job->dst + at, 0, (size_t)(job->nbytes - at));
@@ -83,7 +110,7 @@ static void *source_thread(void *arg)
         if (!job) break;
         s->first = job->next;
         pthread_mutex_unlock(&s->lock);
-        run(job);
+        run(s, job);
         pthread_mutex_lock(&s->lock);
         job->done = true;
         pthread_cond_broadcast(&s->ended);
@@ -99,8 +126,11 @@ int ps_source_open(ps_source **out)
     pthread_mutex_init(&s->lock, NULL);
     pthread_cond_init(&s->work, NULL);
     pthread_cond_init(&s->ended, NULL);
+    s->room = ps_alloc(BLOCK + ALIGN);
+    if (s->room) s->staging = s->room + (ALIGN - (uintptr_t)s->room % ALIGN);
     int rc = ps_thread_start(&s->thread, source_thread, s);
     if (rc) {
+        ps_free(s->room);
         pthread_cond_destroy(&s->ended);
         pthread_cond_destroy(&s->work);
         pthread_mutex_destroy(&s->lock);
@@ -119,6 +149,7 @@ void ps_source_close(ps_source *s)
     pthread_cond_broadcast(&s->work);
     pthread_mutex_unlock(&s->lock);
     pthread_join(s->thread, NULL);
+    ps_free(s->room);
     pthread_cond_destroy(&s->ended);
     pthread_cond_destroy(&s->work);
     pthread_mutex_destroy(&s->lock);
@@ -195,8 +226,9 @@ int source_adopt(ps_chunks *cs, ps_storage *s, const member *m)
     chunk *c = chunk_at(cs, m->chunk);
     if (!takes_parts(cs, c)) return 0;
     PS_TRY(ps_grow(c->source, c->source_capacity, c->n_source + 1));
-    source_part part = { .at = m->offset, .nbytes = m->nbytes };
+    source_part part = { .at = m->offset, .nbytes = m->nbytes, .fd = -1 };
     if (!take_loan(cs, s, &part.loan)) return 0;
+    if (part.loan.direct) part.fd = part.loan.direct(part.loan.lender, &part.offset);
     int32_t at = c->n_source++;
     for (; at > 0 && c->source[at - 1].at > part.at; at--) c->source[at] = c->source[at - 1];
     c->source[at] = part;

@@ -6,6 +6,7 @@
 #include "io/file.h"
 #include "base/alloc.h"
 #include "base/fd.h"
+#include "base/log.h"
 #include "io/map_fault.h"
 #include "ps_test.h"
 #include <errno.h>
@@ -124,6 +125,34 @@ void ps_map_unlend(const ps_lent_map *lent)
     munmap(lent->pages, (size_t)lent->nbytes);
 }
 
+/* Some file systems open a file with O_DIRECT and then refuse the reads. */
+static bool reads_directly(int fd)
+{
+    _Alignas(PS_DIRECT_ALIGN) char block[PS_DIRECT_ALIGN];
+    ssize_t n;
+    do n = pread(fd, block, sizeof block, 0); while (n < 0 && errno == EINTR);
+    return n >= 0;
+}
+
+int ps_map_direct(ps_map *m)
+{
+    char path[40];
+    if (m->asked_direct) return m->direct;
+    m->asked_direct = true, m->direct = -1;
+    if (m->fd < 0) return -1;
+    snprintf(path, sizeof path, "/proc/self/fd/%d", m->fd);      /* the mapped file, even if its name has another now */
+    do m->direct = ps_fd_above_stdio(open(path, O_RDONLY | O_DIRECT | O_CLOEXEC));
+    while (m->direct < 0 && errno == EINTR);
+    if (m->direct >= 0 && !reads_directly(m->direct)) {
+        close(m->direct);
+        m->direct = -1;
+    }
+    if (m->direct < 0)
+        ps_log(PS_LOG_INFO, "%s: the file system does not support direct reads (O_DIRECT); weights that are read from "
+               "it pass the page cache", m->path);
+    return m->direct;
+}
+
 int ps_map_read(const ps_map *m, int64_t at, void *dst, int64_t nbytes)
 {
     char *to = dst;
@@ -159,6 +188,7 @@ void ps_map_close(ps_map *m)
             munmap((void *)(uintptr_t)m->bytes, (size_t)m->nbytes);
         }
         close(m->fd);
+        if (m->asked_direct && m->direct >= 0) close(m->direct);
     }
     ps_free(m->path);
     *m = (ps_map){ .fd = -1 };

@@ -20,6 +20,8 @@ typedef struct ps_map {
     int64_t nbytes;
     int64_t written;        /* time of the last write to the file, in ns */
     int fd;                 /* -1 if the bytes belong to the caller, so that there is nothing to check or unmap */
+    int direct;             /* descriptor whose reads bypass the page cache, or -1; valid if asked_direct */
+    bool asked_direct;
 } ps_map;
 int ps_map_open(ps_map *m, const char *path);
 /* Makes a map of bytes that are already in memory and outlive it. `path` is only used in messages. */
@@ -27,6 +29,10 @@ int ps_map_borrow(ps_map *m, const char *path, const void *bytes, int64_t nbytes
 /* Reads nbytes bytes into dst, from offset `at` of the map on, with read calls. Returns PS_EIO if the file was
  * truncated or the disk failed. */
 int ps_map_read(const ps_map *m, int64_t at, void *dst, int64_t nbytes);
+/* Returns a descriptor of the file whose reads bypass the page cache (O_DIRECT), or -1 if the file system has no such
+ * reads. Offsets, sizes and addresses must be multiples of PS_DIRECT_ALIGN. The map closes the descriptor. */
+enum { PS_DIRECT_ALIGN = 4096 };
+int ps_map_direct(ps_map *m);
 int ps_map_check(const ps_map *m);      /* PS_EIO if the file is shorter than when it was mapped */
 /* Maps bytes of the file in private pages: writes to the pages change neither the file nor the map. */
 typedef struct ps_lent_map {

@@ -398,9 +398,17 @@ int ps_gguf_read(const void *from, int64_t at, void *dst, int64_t nbytes)
 typedef struct loan {
     ps_gguf *g;
     ps_lent_map map;
+    int64_t at;                 /* offset of the bytes in the file */
 } loan;
 
 static int loan_check(void *lender) { return ps_map_unchanged(&((const loan *)lender)->g->map); }
+
+static int loan_direct(void *lender, int64_t *at)
+{
+    const loan *l = lender;
+    *at = l->at;
+    return ps_map_direct(&l->g->map);
+}
 
 static void loan_end(void *lender)
 {
@@ -426,7 +434,8 @@ int ps_gguf_lend(void *from, int64_t at, int64_t nbytes, ps_loan *out)
         return rc;
     }
     l->g = g;
+    l->at = at;
     g->loans++;
-    *out = (ps_loan){ l->map.bytes, loan_check, loan_end, l };
+    *out = (ps_loan){ l->map.bytes, loan_check, loan_end, l, loan_direct };
     return 0;
 }

@@ -164,9 +164,17 @@ int ps_st_read(const void *from, int64_t at, void *dst, int64_t nbytes)
 typedef struct loan {
     ps_st *st;
     ps_lent_map map;
+    int64_t at;             /* offset of the bytes in the file */
 } loan;
 
 static int loan_check(void *lender) { return ps_map_unchanged(&((const loan *)lender)->st->map); }
+
+static int loan_direct(void *lender, int64_t *at)
+{
+    const loan *l = lender;
+    *at = l->at;
+    return ps_map_direct(&l->st->map);
+}
 
 static void loan_end(void *lender)
 {
@@ -186,14 +194,15 @@ int ps_st_lend(void *from, int64_t at, int64_t nbytes, ps_loan *out)
     PS_TRY(ps_map_unchanged(&st->map));
     loan *l = ps_alloc(sizeof *l);
     if (!l) return ps_fail_nomem(sizeof *l);
-    int rc = ps_map_lend(&st->map, st->data - st->map.bytes + at, nbytes, &l->map);
+    l->at = st->data - st->map.bytes + at;
+    int rc = ps_map_lend(&st->map, l->at, nbytes, &l->map);
     if (rc < 0) {
         ps_free(l);
         return rc;
     }
     l->st = st;
     st->loans++;
-    *out = (ps_loan){ l->map.bytes, loan_check, loan_end, l };
+    *out = (ps_loan){ l->map.bytes, loan_check, loan_end, l, loan_direct };
     return 0;
 }
 
