@@ -5,10 +5,11 @@
 -- batches (grouped by length) and on packed ones, and prints the tokens trained per second, the share of padding, and
 -- packed over padded times (1 - that share), which should be at least 0.95. Then it prints the processor time of the
 -- loader per step, in a first epoch (templates, tokenizing, cache) and in a second one (from the cache), as a share of
--- the step's. --loader: only the loader, with
--- --step-seconds as the step's processor time.
+-- the step's; and with stream = true, the part of it that the script's own thread spends in a first epoch. --loader:
+-- only the loader, with --step-seconds as the step's processor time.
 local ps = require "ps"
 local line = require "ps.core.command_line"
+local posix = require "posix.time"
 
 local parser = require "argparse" ("bench/packing.lua", "Measures packing and the loader of a table.")
 parser:argument("folder", "a folder with a tokenizer and a chat template")
@@ -16,6 +17,7 @@ line.whole(parser:option("--steps", "steps of each kind", "3"), 1)
 line.whole(parser:option("--batch", "rows per batch", "4"), 1)
 line.whole(parser:option("--seq", "most tokens of a row", "512"), 1)
 line.whole(parser:option("--conversations", "examples", "4000"), 1)
+line.whole(parser:option("--window", "examples that are packed together with stream = true", "1000"), 1)
 parser:option("--preset", "of Llama's family", "llama-110m")
 parser:flag("--loader", "the loader alone")
 line.number(parser:option("--step-seconds", "with --loader: processor time of a step"), 0)
@@ -64,24 +66,36 @@ local function loader(more)
   return ps.data.loader(options)
 end
 
--- Returns the processor seconds and tokens for an epoch of a loader, including the loader's construction.
+-- Returns the processor seconds of this thread.
+local function own_clock()
+  local t = posix.clock_gettime(posix.CLOCK_THREAD_CPUTIME_ID)
+  return t.tv_sec + 1e-9 * t.tv_nsec
+end
+
+-- Returns the processor seconds and tokens for an epoch of a loader, including the loader's construction. `own` has
+-- the seconds of this thread.
 local function epoch(more)
-  local from = os.clock()
+  local from, own = os.clock(), own_clock()
   local one = loader(more)
   local made, batches = os.clock(), 0
   for _ in one do batches = batches + 1 end
   local ended = os.clock()
-  return { made = made - from, turns = ended - made, batches = batches, per_batch = (ended - from) / batches }
+  return { made = made - from, turns = ended - made, batches = batches, per_batch = (ended - from) / batches,
+    own = (own_clock() - own) / batches }
 end
 
 local function loader_cost(step)
   local cache = folder .. "/of-the-loader"                   -- an empty folder, since training has filled the other one
   local first, second = epoch { packing = true, cache = cache }, epoch { packing = true, cache = cache }
+  local stream = epoch { packing = true, cache = cache .. "-stream", stream = true, window = args.window }
   for i, e in ipairs { first, second } do
     print(("loader, %s epoch: %.1f ms of processor time per step (%d steps; %.2f s before the first one)%s"):format(
       i == 1 and "first" or "second", 1000 * e.per_batch, e.batches, e.made,
       step and (": %.3f %% of the step's %.2f s"):format(100 * e.per_batch / step, step) or ""))
   end
+  print(("loader, first epoch with stream: %.1f ms of processor time per step, %.1f ms on the script's thread%s")
+    :format(1000 * stream.per_batch, 1000 * stream.own, step and (": %.3f %% of the step's %.2f s"):format(
+    100 * stream.own / step, step) or ""))
 end
 
 if args.loader then

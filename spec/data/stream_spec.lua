@@ -206,6 +206,38 @@ describe("a loader that tokenizes while it trains", function()
     assert.equal(want, run(true, scratch .. "/b"))
   end)
 
+  it("keeps the tokens if the cache cannot be written", function()
+    local path, cache = scratch .. "/full.jsonl", scratch .. "/full"
+    local text = {}
+    for i = 1, 40 do text[i] = require("cjson").encode(talk(i)) end
+    check.write(path, table.concat(text, "\n") .. "\n")
+    local function files()
+      local n = -2
+      for _ in lfs.dir(cache) do n = n + 1 end
+      return n
+    end
+    local function run(stream)
+      local one = loader(ps.data.table(path), { stream = stream, cache = cache, date = "2026-01-01" })
+      ps.C.ps_test_fail_file(0, 2 ^ 40, 28)                -- ENOSPC
+      local list = {}
+      for _ = 1, 2 do for batch in one do list[#list + 1] = bytes(batch.input_ids) end end
+      return list
+    end
+    local want = {}
+    local plain = loader(ps.data.table(path), { stream = false, cache = false, date = "2026-01-01" })
+    for _ = 1, 2 do for batch in plain do want[#want + 1] = bytes(batch.input_ids) end end
+    local ok, got = pcall(run, true)
+    ps.C.ps_test_fail_file(-1, 0, 0)
+    assert(ok, tostring(got))
+    assert.same(want, got)
+    assert.equal(0, files())
+    ps.C.ps_test_fail_file(0, 2 ^ 40, 28)
+    fails(function() loader(ps.data.table(path), { stream = false, cache = cache }) end, "the token cache",
+      "No space left", "cache = false")
+    ps.C.ps_test_fail_file(-1, 0, 0)
+    assert.equal(0, files())                               -- without waiting for the garbage collector
+  end)
+
   it("is for tables only, and ends at any time", function()
     fails(function() ps.data.loader { texts = { "a" }, tokenizer = tok, batch = 1, seq = 8, stream = true } end,
       "stream applies only to conversations")

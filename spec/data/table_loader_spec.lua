@@ -79,12 +79,17 @@ describe("a loader of a table", function()
     fails(function() loader({ talk("Q", "b") }, { tokenizer = setmetatable({ apply_chat_template = function()
       return { 1, 2 }, { 1, 1 } end }, { __index = tok }) }) end, "all of its 2 tokens are trained")
     fails(function() loader { { chosen = "a", rejected = "b" } } end, "preference training")
+    fails(function() loader { { messages = require("cjson").null } } end, "rows[1]: the fields messages (null) match")
     local refused = talk("Q", "b")
     refused.messages[1].role = "critic"
     local strict = tokens.gpt2({ { "a", "b" } }, { ["tokenizer_config.json"] = { chat_template =
       "{% for m in messages if m.role == 'critic' %}{{ raise_exception('no critics') }}{% endfor %}" .. TEMPLATE } })
     fails(function() loader({ talk("Q", "b"), refused }, { tokenizer = ps.tokenizer.from_pretrained(strict) }) end,
       "rows[2]: ", "no critics")
+    local _, why = pcall(function()
+      loader({ talk("Q", "b"), refused }, { tokenizer = ps.tokenizer.from_pretrained(strict) })
+    end)
+    assert(tostring(why):find "^[^:]*table_loader_spec.lua:%d+: rows%[2%]: ", why)    -- the script's line, then the row
     tokens.remove(strict)
     local misspelt = talk("Q", "b")
     misspelt.messages[2].role = "Asistant"

@@ -124,10 +124,9 @@ function Encoder:put(i, rendered, need, weight)
   self:checked(C.ps_encoder_put(self.handle, text))
 end
 
-function Encoder:finish()
-  self:checked(C.ps_encoder_finish(self.handle))
-  C.ps_encoder_free(ffi.gc(self.handle, nil))
-end
+function Encoder:wait() self:checked(C.ps_encoder_finish(self.handle)) end
+
+function Encoder:close() C.ps_encoder_free(ffi.gc(self.handle, nil)) end
 
 -- -- rows -----------------------------------------------------------------------------------------------------------
 local function weight_of(row, field, rows, i)
@@ -217,6 +216,16 @@ local function adder(handle, rows, tokenizer, form, given, queue)
   end, encoder
 end
 
+-- Puts all rows of a table with add_row, whose encoder may be nil.
+local function add_all(rows, add_row, encoder)
+  local ok, problem = pcall(function()
+    for i = 1, #rows do add_row(i) end
+    if encoder then encoder:wait() end
+  end)
+  if encoder then encoder:close() end                      -- before its examples are freed
+  if not ok then error(problem, 0) end
+end
+
 -- -- the cache ------------------------------------------------------------------------------------------------------
 local function hash_of(list)
   local text = table.concat(list, "\0")
@@ -283,8 +292,9 @@ local function mapped(path, key)
   return free_later(out, C.ps_examples_free)
 end
 
--- Creates examples with fn(handle), in a file if there is a path. `given` is true if the script chose the folder. If
--- the file cannot be created, this is an error if `given` is true; otherwise the examples are in memory.
+-- Creates examples with fn(handle), in a file if there is a path. fn must not leave an encoder that uses the handle.
+-- `given` is true if the script chose the folder. If the file cannot be created, this is an error if `given` is true;
+-- otherwise the examples are in memory.
 local function made(path, key, wide, fn, given)
   local out = ffi.new("ps_examples *[1]")
   local rc = C.ps_examples_new(path, key, wide and 1 or 0, out)
@@ -294,13 +304,14 @@ local function made(path, key, wide, fn, given)
     error("ps.data.loader: the cache folder cannot be written to: " .. tostring(problem))
   end
   local handle = free_later(out, C.ps_examples_free)
-  fn(handle)
-  ok, problem = pcall(check, C.ps_examples_finish(handle))
-  if not ok then
-    unwritable(problem)
-    error(problem, 0)
-  end
-  return handle
+  ok, problem = pcall(function()
+    fn(handle)
+    check(C.ps_examples_finish(handle))
+  end)
+  if ok then return handle end
+  C.ps_examples_free(ffi.gc(handle, nil))                  -- removes the incomplete file now
+  unwritable(problem)
+  error(problem, 0)
 end
 
 local function finished(handle, cached, key)
@@ -367,14 +378,17 @@ function examples.of_table(rows, tokenizer, given)
   if given.stream then
     given.key = key and bit.tohex(key[0]) .. bit.tohex(key[1]) or nil
     return source_of(rows, tokenizer, form, given, function(scattered)
-      return make(function(new) check(C.ps_examples_gather(new, scattered)) end)
+      local function gather(new) check(C.ps_examples_gather(new, scattered)) end
+      local ok, all = pcall(make, gather)
+      if ok then return all end
+      if path == "" then error(all, 0) end
+      io.stderr:write(("psluajit: %s\nThe tokens stay in memory, and the next run tokenizes again.\n"):format(
+        tostring(all)))
+      path = ""                                            -- training goes on, since all tokens are there
+      return make(gather)
     end)
   end
-  return make(function(new)
-    local add_row, encoder = adder(new, rows, tokenizer, form, given)
-    for i = 1, #rows do add_row(i) end
-    if encoder then encoder:finish() end
-  end)
+  return make(function(new) add_all(rows, adder(new, rows, tokenizer, form, given)) end)
 end
 
 --- Returns the examples for a list of texts.
@@ -386,7 +400,8 @@ function examples.of_texts(texts, tokenizer)
     local own = rawget(tokenizer, "handle") ~= nil
     local function place(i) return ("texts[%d]"):format(i) end
     local encoder = own and encoder_of(tokenizer, handle, place)
-    for i, text in ipairs(texts) do
+    add_all(texts, function(i)
+      local text = texts[i]
       if type(text) ~= "string" then
         error(("ps.data.loader: texts[%d] is a %s, not a string"):format(i, type(text)))
       end
@@ -396,8 +411,7 @@ function examples.of_texts(texts, tokenizer)
         if #ids == 0 then error(("ps.data.loader: texts[%d] has no tokens; remove it from the list"):format(i)) end
         add(handle, i, ids, nil, nil, 1)
       end
-    end
-    if encoder then encoder:finish() end
+    end, encoder)
   end), false)
 end
 

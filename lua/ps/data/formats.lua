@@ -63,7 +63,7 @@ end
 -- Returns the names of a row's fields, for errors.
 local function names_of(row)
   local names = {}
-  for name in pairs(row) do names[#names + 1] = tostring(name) end
+  for name, value in pairs(row) do names[#names + 1] = tostring(name) .. (value == null and " (null)" or "") end
   table.sort(names)
   return table.concat(names, ", ")
 end
@@ -189,7 +189,9 @@ end
 -- Returns the results of a call, or raises its error, after the row's place.
 local function at_place(rows, i, ok, ...)
   if ok then return ... end
-  error(("%s: %s"):format(rows:place(i), tostring((...))), 0)
+  local problem, where = tostring((...)), caller.position()
+  if where ~= "" and problem:sub(1, #where) == where then problem = problem:sub(#where + 1) end
+  error(("%s: %s"):format(rows:place(i), problem))
 end
 
 --- Calls fn(...), such as a chat template, for a row. If it fails, the error names the row's file and line.
