@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * Sources: chunks whose contents are in a mapped file of the user, such as frozen weights in a safetensors file.
  * Such a chunk counts as being on the disk tier, but has no extent there. It is read from its source and never
- * written. The first write to the chunk ends the source. One thread reads sources: past the
- * page cache if the file system allows it, and otherwise from the mapped pages. */
+ * written. The first write to the chunk ends the source. One thread reads sources: past the page cache if the file
+ * system allows it, and otherwise from the mapped pages. */
 #ifndef PS_SOURCE_H
 #define PS_SOURCE_H
 #include <stdbool.h>

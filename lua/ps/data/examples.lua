@@ -384,7 +384,7 @@ function examples.of_table(rows, tokenizer, given)
       if path == "" then error(all, 0) end
       io.stderr:write(("psluajit: %s\nThe tokens stay in memory, and the next run tokenizes again.\n"):format(
         tostring(all)))
-      path = ""                                            -- training goes on, since all tokens are there
+      path = ""                                            -- training continues, since all tokens are there
       return make(gather)
     end)
   end
