@@ -29,27 +29,10 @@ end
 
 -- -- what to start ----------------------------------------------------------------------------------------------------
 
-local function is_file(path)
-  local s = stat.stat(path)
-  return s ~= nil and stat.S_ISDIR(s.st_mode) == 0
-end
-
--- Finds the script in the same way as psluajit (src/main.c), so that a missing script is reported once and not by every
--- rank.
+-- Finds the script before any rank starts, so that a missing script is reported once.
 local function find_script(name)
-  if is_file(name) then return name end
-  local places = {}
-  if paths.root and not name:match("^[/.]") then
-    for _, folder in ipairs { "/examples/", "/tools/", "/" } do
-      local path = paths.root .. folder .. name .. (name:find "[./]" and "" or ".lua")
-      if is_file(path) then return path end
-      places[#places + 1] = ",\n  and " .. path
-    end
-    table.insert(places, 1, ("\n  looked for %s in the current folder"):format(name))
-  end
-  local _, why = stat.stat(name)
-  fail(("cannot open %s: %s%s%s"):format(name, why and why:gsub("^.*: ", "") or "Is a directory",
-    table.concat(places), scripts.instead(name)))
+  local path, why = scripts.find(name)
+  return path or fail(why)
 end
 
 -- Makes output line-buffered. Ranks write to pipes, for which the C library would buffer all output and lose the buffer

@@ -11,6 +11,7 @@ local command_line = require "ps.core.command_line"
 local hardware = require "ps.planning.hardware"
 local planning = require "ps.planning"
 local report = require "ps.planning.report"
+local scripts = require "ps.prompt.scripts"
 local types = require "ps.core.types"
 
 local DOES_NOT_FIT = 2
@@ -61,10 +62,9 @@ local function fail(message)
 end
 
 local options = arguments()
-local file, why = io.open(options.script, "rb")
-if not file then fail(why) end
-file:close()
-local ok, plan = pcall(planning.plan, { script = options.script, args = options.args, find = options.find,
+local script, why = scripts.find(options.script)
+if not script then fail(why) end
+local ok, plan = pcall(planning.plan, { script = script, args = options.args, find = options.find,
   hardware = options.hardware, host = options.host, ranks = options.ranks, limit = options.limit, quiet = true })
 if not ok then fail(tostring(plan)) end
 if options.json then print(cjson.encode(plan)) else print(table.concat(report.lines(plan), "\n")) end

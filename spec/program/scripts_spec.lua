@@ -86,7 +86,8 @@ end)
 describe("a misspelt script", function()
   it("is an error that names the nearest one", function()
     for name, near in pairs { ["trian_gpt2.lua"] = "train_gpt2.lua", chatt = "chat", lanch = "launch",
-      ["finetune-bert.lua"] = "finetune_bert.lua" } do
+      ["finetune-bert.lua"] = "finetune_bert.lua", tols = "tools", exampels = "examples", help = "--help",
+      version = "--version" } do
       local text, code = sh("psluajit " .. name)
       assert.equal(1, code)
       assert.matches(("cannot open %s: No such file or directory"):format(name), text, 1, true)
@@ -102,6 +103,17 @@ describe("a misspelt script", function()
       ["tarin.lua"] = "train_char.lua, train_chunked.lua or train_gpt2.lua", gpt2 = "train_gpt2" } do
       assert.matches("\n  did you mean " .. meant .. "?\n", (sh("psluajit " .. name)), 1, true)
     end
+  end)
+
+  it("is the same error of a dry run, which finds psluajit's own scripts, too", function()
+    local text, code = sh "psluajit --dry-run trian_gpt2.lua"
+    assert.equal(1, code)
+    assert.matches("^plan: cannot open trian_gpt2.lua: No such file or directory\n", text)
+    assert.matches("\n  did you mean train_gpt2.lua?\n", text, 1, true)
+    text, code = sh "psluajit --dry-run train_char.lua --data nosuch.txt"
+    assert.equal(1, code)
+    assert.matches("nosuch.txt: No such file or directory", text, 1, true)
+    assert.is_nil(text:find("cannot open train_char", 1, true))
   end)
 
   it("may be the user's, also in another folder", function()

@@ -226,7 +226,10 @@ function formats.conversation_of(rows, i, form, read)
   local function fail(why, ...) error(("%s: " .. why):format(rows:place(i), ...)) end
   form = form or form_of(function(name) local v = values.get(row, name); return v ~= nil and v ~= values.NONE end)
   local convert_row = CONVERSATIONS[form or ""]
-  if not convert_row then fail("a row in the form '%s' is not a conversation", form or "unknown") end
+  if not convert_row then
+    fail("a row in the form '%s' is not a conversation, which has fields such as 'messages', or 'prompt' and "
+      .. "'completion' (docs/conversations.md lists the forms)", form or "unknown")
+  end
   local messages = convert_row(function(name, kinds, may_lack)
     local v = values.get(row, name)
     if v == nil and may_lack then return nil end

@@ -98,6 +98,9 @@ local function with_word(word, names)
   return found
 end
 
+-- Options of the program that are easily taken for scripts.
+local OPTIONS = { help = "--help", version = "--version" }
+
 --- Returns the end of the error for a script that does not exist: the names among psluajit's scripts and the Lua files
 --- in the current folder that begin with the name's word, or else the most similar one, and where the lists are.
 ---@param name string
@@ -106,7 +109,8 @@ function scripts.instead(name)
   local folder, file = name:match "^(.*/)([^/]*)$"
   local words, bare = {}, (file or name):gsub("%.lua$", "")
   if not folder then
-    for _, of in ipairs { "tools", "examples" } do
+    for of in pairs(LISTS) do
+      words[#words + 1] = of
       for _, script in ipairs(scripts.list(of)) do words[#words + 1] = script.name end
     end
   end
@@ -128,10 +132,37 @@ function scripts.instead(name)
   end
   local ending = (folder or name:find "%.lua$") and ".lua" or ""
   for i, word in ipairs(meant) do meant[i] = (folder or "") .. word .. ending end
+  if #meant == 0 then meant = { OPTIONS[bare:lower()] } end
   local last = table.remove(meant)
   local hint = last and ("\n  did you mean %s?"):format(#meant > 0 and table.concat(meant, ", ") .. " or " .. last
     or last) or ""
   return hint .. (folder and "" or "\n  psluajit examples and psluajit tools list psluajit's scripts")
+end
+
+local function is_file(path)
+  local mode = lfs.attributes(path, "mode")
+  return mode ~= nil and mode ~= "directory"
+end
+
+--- Finds a script as `psluajit NAME` does (src/main.c): the name itself, else in psluajit's examples, tools and root,
+--- where a name without a folder or an extension means NAME.lua.
+---@param name string
+---@return string? path
+---@return string? why the message, if there is no such file
+function scripts.find(name)
+  if is_file(name) then return name end
+  local places = {}
+  if paths.root and not name:match "^[/.]" then
+    for _, folder in ipairs { "/examples/", "/tools/", "/" } do
+      local path = paths.root .. folder .. name .. (name:find "[./]" and "" or ".lua")
+      if is_file(path) then return path end
+      places[#places + 1] = ",\n  and " .. path
+    end
+    table.insert(places, 1, ("\n  looked for %s in the current folder"):format(name))
+  end
+  local mode, why = lfs.attributes(name, "mode")
+  return nil, ("cannot open %s: %s%s%s"):format(name, mode and "Is a directory" or why:gsub("^.*: ", ""),
+    table.concat(places), scripts.instead(name))
 end
 
 return scripts
