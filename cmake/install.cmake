@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
 # `cmake --install`, of which tools/deb.sh makes packages, too:
 #   bin/psluajit, include/, lib/psluajit/ (the CUDA plug-in, if it was built)
-#   share/psluajit/{lua,models,examples,tools,templates,docs}, where the program finds its Lua tree
-#   share/doc/psluajit, and share/doc/psluajit/html (the site, if tools/site.sh wrote it into the build folder)
+#   share/psluajit/{lua,models,examples,tools,templates,docs}, where the program finds its Lua tree, and README.md
+#   share/doc/psluajit: links to README.md and to the folders that it names, and html (the site, if tools/site.sh wrote
+#   it into the build folder)
 #   share/man/man1, and completions for bash and zsh
 # share/psluajit/installed.txt lists the installed files. The next installation removes the files of this list that it
 # no longer has: a Lua file that has moved would otherwise be found before the new one.
@@ -19,7 +20,15 @@ install(TARGETS psluajit RUNTIME DESTINATION ${CMAKE_INSTALL_BINDIR})
 install(DIRECTORY lua models examples tools templates docs DESTINATION ${PS_SHARE})
 install(FILES ${GEN}/ops.lua DESTINATION ${PS_SHARE}/lua/ps)
 install(FILES src/ps.h ${GEN}/ps_gen.h DESTINATION ${CMAKE_INSTALL_INCLUDEDIR})
-install(FILES README.md CHANGELOG.md LICENSE DESTINATION ${CMAKE_INSTALL_DOCDIR})
+install(FILES README.md CHANGELOG.md LICENSE DESTINATION ${PS_SHARE})
+set(links)
+file(MAKE_DIRECTORY ${GEN}/links)
+file(RELATIVE_PATH up /${CMAKE_INSTALL_DOCDIR} /${PS_SHARE})
+foreach(name README.md CHANGELOG.md LICENSE docs models examples tools)
+  file(CREATE_LINK ${up}/${name} ${GEN}/links/${name} SYMBOLIC)
+  list(APPEND links ${GEN}/links/${name})
+endforeach()
+install(FILES ${links} DESTINATION ${CMAKE_INSTALL_DOCDIR})
 install(CODE "
   if(EXISTS ${CMAKE_BINARY_DIR}/libps_cuda.so)
     file(INSTALL ${CMAKE_BINARY_DIR}/libps_cuda.so DESTINATION \"\${CMAKE_INSTALL_PREFIX}/lib/psluajit\")

@@ -6,6 +6,9 @@ local lfs = require "lfs"
 local paths = require "ps.paths"
 local check = require "spec.check_lib"
 
+-- README.md links these for readers of the sources. They are not installed.
+local SOURCES = " ARCHITECTURE.md CONTRIBUTING.md packages.apt spec src "
+
 local build = paths.exe:match "^(.*)/"
 local folder, root
 
@@ -74,7 +77,7 @@ describe("a Debian package", function()
   local ADDED = { ["share/doc/psluajit/changelog.gz"] = true, ["share/doc/psluajit/copyright"] = true }
   local function files(below)
     local set = {}
-    for path in good(("cd '%s' && find . -type f -printf '%%P\\n'"):format(below)):gmatch "[^\n]+" do
+    for path in good(("cd '%s' && find . ! -type d -printf '%%P\\n'"):format(below)):gmatch "[^\n]+" do
       path = path:gsub("^(share/man/.*)%.gz$", "%1")
       if not ADDED[path] then set[path] = true end
     end
@@ -119,6 +122,18 @@ describe("a Debian package", function()
       local title = good(("zcat '%s/usr/share/man/man1/%s.1.gz' | head -1"):format(root, page))
       assert.matches('"psluajit ' .. paths.version .. '"', title, 1, true)
     end
+  end)
+
+  it("has README.md among the documents, and the pages that README.md links", function()
+    local n = 0
+    for target in check.read(root .. "/usr/share/doc/psluajit/README.md"):gmatch "%]%(([^)#:]+)[^):]*%)" do
+      if not SOURCES:find(" " .. target:match "^[^/]+" .. " ", 1, true) then
+        n = n + 1
+        assert(lfs.attributes(root .. "/usr/share/doc/psluajit/" .. target, "mode"), target)
+        assert(lfs.attributes(root .. "/usr/share/psluajit/" .. target, "mode"), target)
+      end
+    end
+    assert(n > 50, n)
   end)
 
   it("runs in the folder where it is unpacked", function()
