@@ -217,6 +217,23 @@ describe("loops over pairs", function()
     assert.equal("all keys\n", said)
   end)
 
+  it("are not compiled, and neither are calls of next", function()
+    local said = check.run("", [[
+      local this, from, loops = debug.getinfo(1, "f").func, nil, 0
+      jit.attach(function(what, _, func)
+        if what == "start" then from = func elseif what == "stop" and from == this then loops = loops + 1 end
+      end, "trace")
+      local values, sum = { a = 1, b = 2 }, 0
+      for _ = 1, 2000 do
+        for _, value in pairs(values) do sum = sum + value end
+        for _, value in next, values do sum = sum + value end
+        if next(values) then sum = sum + 1 end
+      end
+      print(sum, loops)
+    ]])
+    assert.equal("14000\t0\n", said)
+  end)
+
   it("have Lua's errors", function()
     fails(function() return pairs(nil) end, "bad argument #1", "(table expected, got nil)")
     fails(function() return next(5) end, "bad argument #1", "(table expected, got number)")

@@ -40,9 +40,9 @@ end
 ---@return boolean
 function lists.is_list(value) return list_of(value) ~= nil end
 
---- Lua's next, which LuaJIT does not compile. Debian 12's version compiles loops over its own `next` wrongly: they end
---- early or set their key to another value (LuaJIT's issues 827 and 1510). Compiled calls of `next` end the program in
---- rare cases.
+--- Lua's next, which LuaJIT does not compile, because Debian 12's version compiles it wrongly: loops over it end early
+--- (LuaJIT's issues 827 and 1510), and a compiled call can lose the upper half of the address of the key and the value,
+--- so that the key is another value, or the program crashes (issue 829).
 ---@param t table
 ---@param key? any
 ---@return any key
