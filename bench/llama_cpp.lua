@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- psluajit bench/llama_cpp.lua FILE.gguf [--dtype bf16] [--keep-quantized] [--int8-activations] [--json]: reads a
 -- prompt of --prompt tokens and generates --tokens tokens, in turn by psluajit and by llama.cpp, in --rounds rounds.
--- PS_LLAMA names the folder of llama.cpp (tools/oracle.sh llama), and PS_TORCH_PYTHON the Python with numpy.
+-- PS_LLAMA is the folder of llama.cpp (tools/oracle.sh llama), and PS_TORCH_PYTHON is a Python with numpy.
 -- Figures of each program's fastest round: prompt_tokens_per_s; decode_tokens_per_s, without the first token; the same
 -- with the prefix peer_; prompt_ratio and decode_ratio, ours over the peer's; and the same with _cpu, for tokens per
 -- second of the processor's time. That time depends less on other programs, but it includes the time in which the

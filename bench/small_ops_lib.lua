@@ -3,8 +3,8 @@
 -- use this table, so that they measure the same call on the same shapes.
 --
 -- Columns: op of docs/pytorch.md | inputs | psluajit | PyTorch | inputs with a gradient. "=" as PyTorch's call means
--- psluajit's call with the signs of Python. With inputs in the last column, forward and backward together are measured,
--- too. An input is NAME=KIND; the kinds are in KINDS of both sides.
+-- psluajit's call in Python's syntax. If the last column names inputs, forward and backward together are also measured.
+-- An input is NAME=KIND. Both sides define the same kinds (`kinds` in bench/small_ops.lua, KINDS in the peer).
 local CASES = [[
 reshape | x=m | x:reshape(-1) | = | x
 permute | x=m | x:transpose(0, 1) | = | x

@@ -105,7 +105,7 @@ topk | topk | ps.topk, t:topk | along the last dimension, sorted downwards
 sq_norms | - | - | sums of squares; used to clip gradients
 grad_store | - | - | stores a gradient and computes its sum of squares
 matmul | matmul | ps.matmul, t:matmul, t:mm, t:bmm | sums in fp32
-linear | nn.functional.linear | F.linear, nn.Linear, nn.Conv1D | w is [in, out]; out_in = true: [out, in]
+linear | nn.functional.linear | F.linear, nn.Linear, nn.Conv1D | w is [out, in]; out_in = false and nn.Conv1D: [in, out]
 linear_grad | - | - | linear's gradient
 unpack | - | - | the numbers of packed weights (Q4_K, NF4, ...)
 pack | - | - | packs cached keys and values as Q8_0
@@ -213,7 +213,7 @@ nn.functional.softmin | F.softmin, nn.Softmin |
 nn.functional.dropout1d | F.dropout1d, nn.Dropout1d | as dropout
 nn.functional.dropout2d | F.dropout2d, nn.Dropout2d | as dropout
 nn.functional.pixel_shuffle | F.pixel_shuffle, nn.PixelShuffle |
-nn.functional.embedding_bag | F.embedding_bag, nn.EmbeddingBag | options go by name; equal maxima share gradients
+nn.functional.embedding_bag | F.embedding_bag, nn.EmbeddingBag | options by name; equal maxima share gradients
 nn.functional.normalize | F.normalize | the gradient is 0 if the norm is 0
 nn.functional.cosine_similarity | F.cosine_similarity, nn.CosineSimilarity |
 cumprod | ps.cumprod, t:cumprod |
@@ -259,7 +259,7 @@ floor_divide | ps.floor_divide, t:floor_divide | integers are exact up to 2^53
 log2 | ps.log2, t:log2 |
 log10 | ps.log10, t:log10 |
 any | ps.any, t:any | of bool
-all | t:all | of bool; ps.all selects all elements of a dimension
+all | t:all | returns bool; ps.all selects all elements of a dimension
 max | ps.max, t:max | of one tensor, along a dimension, or of two tensors
 min | ps.min, t:min | as max
 square | ps.square, t:square |
@@ -267,7 +267,7 @@ squeeze | ps.squeeze, t:squeeze |
 unsqueeze | ps.unsqueeze, t:unsqueeze |
 flatten | ps.flatten, t:flatten |
 clip | ps.clip, t:clip, t:clamp_min, t:clamp_max |
-Tensor.lerp_ | t:lerp_, t:clamp_, t:exp_, t:pow_, t:relu_, t:addcmul_ | docs/api.md lists the methods in place
+Tensor.lerp_ | t:lerp_, t:clamp_, t:exp_, t:pow_, t:relu_, t:addcmul_ | docs/api.md lists all in-place methods
 Tensor.fill_diagonal_ | t:fill_diagonal_ |
 cdist | ps.cdist, t:cdist | the gradient of a norm of 0 is 0
 nn.functional.pairwise_distance | F.pairwise_distance |

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The peer of bench/llama_cpp.lua: llama.cpp (spec/oracle/llama.py, PS_LLAMA) reads a prompt and continues it greedily,
-with its default settings: a cache of fp16, and flash attention where it chooses that. It reads commands from its input
+with its default settings: a cache of fp16, and flash attention if it selects that. It reads commands from its input
 until `quit`, and answers each with a line of "@" and JSON. `generate` returns the seconds of the prompt and of the
 tokens after the first, the processor's seconds of both, and the ids.
 

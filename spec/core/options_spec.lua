@@ -162,6 +162,7 @@ local CALLS = {
   { "bucketize", "rigth", "right", function(o) ps.ones({ 2 }):bucketize(ps.ones { 2 }, o) end },
   { "ps.meshgrid", "indexin", "indexing", function(o) ps.meshgrid({ ps.ones { 2 } }, o) end, source = "call" },
   { "new_zeros", "dtyp", "dtype", function(o) ps.ones({ 2 }):new_zeros({ 2 }, o) end, source = "call" },
+  { "new_full", "dtyp", "dtype", function(o) ps.ones({ 2 }):new_full({ 2 }, 1, o) end },
   { "addcmul", "valeu", "value", function(o) ps.ones({ 2 }):addcmul(ps.ones { 2 }, ps.ones { 2 }, o) end,
     source = "call" },
   { "addmm", "apha", "alpha", function(o) ps.ones({ 2 }):addmm(ps.ones { 2, 2 }, ps.ones { 2, 2 }, o) end,
@@ -440,7 +441,8 @@ local INNER = {
     .. "Engine:save_gguf",
   ["lua/ps/engine/step/backward.lua"] = "step.weight_of step.backward check_kept",
   ["lua/ps/tensor/functional.lua"] = "reduction_of first_head",
-  ["lua/ps/tensor/shapes.lua"] = "T:new_full T:addcmul T:addcdiv",
+  ["lua/ps/tensor/like.lua"] = "T:new_full",
+  ["lua/ps/tensor/shapes.lua"] = "T:addcmul T:addcdiv",
   ["lua/ps/tensor/images.lua"] = "F.conv1d F.conv2d F.conv_transpose1d F.conv_transpose2d pooling F.max_pool1d "
     .. "F.max_pool2d F.avg_pool1d F.avg_pool2d",
   ["lua/ps/nn/conv.lua"] = "*", ["lua/ps/nn/channel_norm.lua"] = "BatchNorm:init BatchNorm1d:init BatchNorm2d:init",

@@ -52,9 +52,7 @@ end
 -- Roles whose names can be part of a special token, as in '<|' + role + '|>'.
 local ROLES = { system = true, developer = true, user = true, assistant = true, tool = true, ["function"] = true,
   model = true, ipython = true, observation = true, environment = true, tool_response = true, ipynb = true }
-local ROLE_NAMES = {}
-for role in pairs(ROLES) do ROLE_NAMES[#ROLE_NAMES + 1] = role end
-table.sort(ROLE_NAMES)
+local ROLE_NAMES = caller.sorted_names(ROLES)
 
 -- Sets a mark on all strings in a value.
 local function marked(v, mark)
@@ -316,9 +314,9 @@ local function roles_of(messages)
 end
 
 -- Raises an error for a role that is probably misspelt: neither standard nor in the template, but close to a standard
--- role. The template would write it, and its message would not be trained.
-local function check_roles(self, messages)
-  for i, role in ipairs(roles_of(messages)) do
+-- role. Without the error, the template would write the role, and the message would not be trained.
+local function check_roles(self, roles)
+  for i, role in ipairs(roles) do
     local meant = not ROLES[role] and not self.source:find(role, 1, true) and nearest.find(role, ROLE_NAMES)
     if meant then
       error(("messages[%d]: the chat template has no role '%s'; did you mean '%s'?"):format(i, role, meant))
@@ -326,10 +324,10 @@ local function check_roles(self, messages)
   end
 end
 
--- Returns the indices of the messages to train on.
-local function wanted_of(messages, train_on)
+-- Returns the indices of the messages to train on. `roles` are the roles of the messages.
+local function wanted_of(roles, train_on)
   local wanted = {}
-  for i, role in ipairs(roles_of(messages)) do
+  for i, role in ipairs(roles) do
     local yes
     if type(train_on) == "function" then yes = train_on(i, role) else yes = role == "assistant" end
     if yes then wanted[#wanted + 1] = i end
@@ -359,18 +357,19 @@ function Template:trained(messages, options, train_on)
   options, train_on = checked_options(options, "template:trained"), train_on or "assistant"
   if type(train_on) ~= "function" then caller.one_of(train_on, TRAIN_ON, "train_on") end
   messages = value_of(messages, "messages")
-  check_roles(self, messages)
+  local given = roles_of(messages)
+  check_roles(self, given)
   local rendered = render(self, variables_of(messages, options, true), true)
   local s = text.flat(rendered)
   local spans = mask.generated(rendered)
   if train_on == "all" then spans = { { 1, #s } }
   elseif spans and train_on ~= "assistant" then
-    spans = mask.generated(rendered, wanted_of(messages, train_on)) or {}
+    spans = mask.generated(rendered, wanted_of(given, train_on)) or {}
   elseif not spans then
     local prompt = generation_prompt(self, messages, options)
     local turn, stranger
-    spans, turn, stranger = mask.spans(rendered, wanted_of(messages, train_on), prompt,
-      options.tokens and options.tokens.eos_token, roles_of(messages))
+    spans, turn, stranger = mask.spans(rendered, wanted_of(given, train_on), prompt,
+      options.tokens and options.tokens.eos_token, given)
     if not spans then
       refuse(self.name, ("the template writes messages[%d] within the turn of messages[%d], so the text that the "
         .. "model has to produce is unknown: give the template {%% generation %%} blocks"):format(stranger, turn))

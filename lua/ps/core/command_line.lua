@@ -55,8 +55,8 @@ local function add_names(parser, names)
   return names
 end
 
---- Parses a command line, as the parser's own method does, but an option also takes a negative number as its value
---- (`--lr -1`), which argparse would take for another option. Changes neither `words` nor the global `arg`.
+--- Parses a command line as the parser's own method does, but also accepts a negative number as an option's value
+--- (`--lr -1`), which argparse would parse as another option. Changes neither `words` nor the global `arg`.
 ---@param parser table a parser of argparse
 ---@param words? string[] (default: the program's command line)
 ---@return table options

@@ -106,8 +106,8 @@ function Engine:laid_out(new_masters)
   self.plan.adam_split, self.plan.tables_on_host = false, false
 end
 
---- Gives the parameters that were thawed since the last step their masters, gradients and optimizer state. All ranks
---- must call it, between steps. Steps call it themselves.
+--- Creates the masters, gradients and optimizer state of the parameters that were thawed since the last step. All ranks
+--- must call it, between steps. A step does the same when it begins.
 function Engine:train_thawed()
   if self.plain then plain.train_thawed(self) else begin.train_thawed(self) end
 end
@@ -164,8 +164,8 @@ function Engine:state_dict(options)
   return options.tied == false and state or tied.add(self.module, state)
 end
 
---- Calls fn with the parameters at the values at which the model is evaluated, which differ from the training's with
---- AdamWScheduleFree.
+--- Calls fn while the parameters hold the values at which the model is evaluated. With AdamWScheduleFree, these differ
+--- from the values in training.
 ---@param call string name of the call in messages
 ---@param fn fun(...: any): ...
 ---@param ... any arguments of fn

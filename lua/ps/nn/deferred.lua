@@ -92,7 +92,7 @@ function Record:touched(node, t)
   self:wrote(storage, node)
 end
 
--- Records the node that made a header. The node is EMPTY if the header has no values.
+-- Records the node that created a header, or EMPTY if the header has no values.
 function Record:makes(header, node)
   local storage = storage_of(header)
   self.maker[address(header)], self.storage[address(header)] = node, storage

@@ -99,8 +99,8 @@ function norms.clip_grad_norm(params, max_norm)
   return norm
 end
 
---- Limits each element of the gradients of `params` to [-clip_value, clip_value]. Gradients of a model of ps.initialize
---- raise an error, since they are scaled, and may be shards.
+--- Limits each element of the gradients of `params` to [-clip_value, clip_value]. Raises an error for a model of
+--- ps.initialize, whose gradients are scaled and may be shards.
 ---@param params ps.Tensor[]|ps.nn.Module
 ---@param clip_value number
 function norms.clip_grad_value(params, clip_value)
@@ -119,7 +119,7 @@ function norms.clip_grad_value(params, clip_value)
   scope.no_grad(function()
     for _, p in ipairs(params) do
       local g = p:grad()
-      if g then g:copy_(g:clamp(-clip_value, clip_value)) end
+      if g then g:clamp_(-clip_value, clip_value) end
     end
   end)
 end

@@ -56,7 +56,7 @@ function init.zeros_(tensor) return fill(tensor, "fill_", 0) end
 ---@return ps.Tensor tensor
 function init.ones_(tensor) return fill(tensor, "fill_", 1) end
 
--- Gains of PyTorch's calculate_gain. That of leaky_relu depends on its slope.
+-- Gains of PyTorch's calculate_gain. The gain of leaky_relu depends on its slope.
 local GAINS = { linear = 1, conv1d = 1, conv2d = 1, sigmoid = 1, tanh = 5 / 3, relu = math.sqrt(2), selu = 3 / 4,
   leaky_relu = true }
 
@@ -137,7 +137,7 @@ function init.orthogonal_(tensor, gain)
     local rows, columns = tensor:size(0), tensor:numel() / tensor:size(0)
     local n, width = math.min(rows, columns), math.max(rows, columns)
     local q = create.empty({ n, width }, { dtype = "fp64", device = tensor:device() }):normal_()
-    -- Gram-Schmidt; the second pass removes what rounding left of the first rows
+    -- Gram-Schmidt; the second pass removes the rounding errors of the first
     for i = 0, n - 1 do
       local row, before = q:narrow(0, i, 1), q:narrow(0, 0, i)
       for _ = 1, i > 0 and 2 or 0 do row:copy_(row - row:matmul(before:t()):matmul(before)) end
@@ -161,8 +161,5 @@ end
 
 return setmetatable(init, { __index = function(_, name)
   if type(name) ~= "string" then return nil end
-  local names = {}
-  for key in pairs(init) do names[#names + 1] = key end
-  table.sort(names)
-  error(("nn.init.%s does not exist; there are %s"):format(name, table.concat(names, ", ")))
+  error(("nn.init.%s does not exist; there are %s"):format(name, table.concat(caller.sorted_names(init), ", ")))
 end })

@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Optimizers whose parameters hold other values in training than in evaluation (schedule-free ones): eval() moves each
 -- parameter to its average, and train() moves it back. A group's field train_mode tells which values it holds, as in
--- the package schedulefree. If a call fails in the middle, its repetition continues with the remaining parameters.
+-- the package schedulefree. If a call fails in the middle, another call moves the remaining parameters.
 local entries_of = require "ps.optim.entries"
 local native = require "ps.core.ffi"
 local optimizers = require "ps.optimizers"
@@ -28,7 +28,7 @@ function average.of(optimizer)
   return differs, trains
 end
 
---- Raises an error if parameters hold averages, to which no step can be applied.
+--- Raises an error if parameters hold averages, since a step cannot update averages.
 ---@param optimizer {groups: table[]}
 ---@param kind string name of the optimizer
 function average.check_trains(optimizer, kind)
@@ -87,8 +87,8 @@ function average.switch_plain(optimizer, train)
   end)
 end
 
---- Returns how to compute averages from the values of a saved optimizer, which a model that is loaded without its
---- optimizer needs: a state and the fraction by which to move toward it, as a text, by the name of the parameter.
+--- Returns how a model that is loaded without its optimizer computes the averages. The keys are names of parameters.
+--- Each value is a text: the name of a state and the fraction by which to move toward it.
 ---@param entries {group: table}[] the parameters
 ---@param names string[]
 ---@return table<string, string>? nil if the parameters hold the values for evaluation

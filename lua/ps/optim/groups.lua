@@ -55,19 +55,17 @@ end
 ---@return string[]
 function groups.settings(group) return optimizers.of_group(group).settings end
 
---- Returns the fields of a group that are saved: the settings of its optimizer, and the fields that cannot be set.
+--- Returns the names of a group's fields that are saved: the settings of its optimizer, and the fields that cannot be
+--- set.
 ---@param group table
 ---@return string[]
 function groups.saved_keys(group)
-  local made, keys = optimizers.of_group(group), {}
-  for _, key in ipairs(made.settings) do keys[#keys + 1] = key end
-  for _, fields in ipairs { made.fixed or {}, made.counters or {} } do
-    for key in pairs(fields) do keys[#keys + 1] = key end
-  end
+  local keys = groups.read_keys(group)
+  for key in pairs(optimizers.of_group(group).fixed or {}) do keys[#keys + 1] = key end
   return keys
 end
 
---- Returns the fields of a group that PyTorch's form has: the settings of its optimizer, and its counters.
+--- Returns the names of a group's fields in PyTorch's form: the settings of its optimizer, and its counters.
 ---@param group table
 ---@return string[]
 function groups.read_keys(group)

@@ -144,7 +144,7 @@ function state.named(opt)
   return { tensors = tensors, values = values }
 end
 
--- Notes that the saved optimizer has state of parameters that are frozen here, since this state is not loaded.
+-- Prints a note if the saved optimizer has state of parameters that are frozen here. This state is not loaded.
 local function note_frozen(opt, updates)
   local names, seen = {}, {}
   for _, key in ipairs { "frozen", "untrained" } do
@@ -155,8 +155,8 @@ local function note_frozen(opt, updates)
     end
   end
   if #names == 0 then return end
-  opt.engine:note(("the saved optimizer has state of parameters that are frozen here (%d, the first is %s); it is not "
-    .. "loaded. Thaw them before loading, and freeze them afterwards, to keep it"):format(#names, names[1]))
+  opt.engine:note(("the saved optimizer has state of parameters that are frozen here (%d, the first is %s); this "
+    .. "state is not loaded. To keep it, thaw them before loading and freeze them afterwards"):format(#names, names[1]))
 end
 
 local function load_named(opt, source, values)
@@ -196,10 +196,11 @@ end
 -- parameters.
 local function torch_group(group, params, names)
   local out, made = { maximize = false, params = params, param_names = names }, optimizers.of_group(group)
-  for _, key in ipairs(made.settings) do
-    out[key] = type(group[key]) == "table" and copied(group[key]) or group[key]
+  for _, key in ipairs(optim_groups.read_keys(group)) do
+    local value = group[key]
+    if type(value) == "table" then value = copied(value) end
+    out[key] = value
   end
-  for key in pairs(made.counters or {}) do out[key] = group[key] end
   for key, value in pairs(made.torch.extra or {}) do out[key] = value end
   if made.torch.write then made.torch.write(group, out) end
   return out

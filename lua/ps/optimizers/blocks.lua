@@ -1,13 +1,11 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- States in 8 bits: codes by the maps of bitsandbytes and torchao, and a scale for each block of elements (Dettmers et
 -- al. 2022).
+local rectangles = require "ps.core.rectangles"
+
 local BLOCK = 256                                  -- value of PS_STATE_BLOCK in src/base/update.h
 
-local function blocks(shape)
-  local numel = 1
-  for _, size in ipairs(shape) do numel = numel * size end
-  return { math.ceil(numel / BLOCK) }
-end
+local function blocks(shape) return { math.ceil(rectangles.numel(shape) / BLOCK) } end
 
 --- Returns the states of averages with these names: for each, its codes and its scales.
 ---@param ... string

@@ -45,8 +45,7 @@ local dtypes = require "ps.core.dtype"
 local optimizers = {}
 
 optimizers.names = { "Adam", "AdamW", "SGD", "Lion", "Muon", "Adafactor", "HuggingFaceAdafactor", "LAMB", "AdamW8bit",
-  "AdamWBF16", "RMSprop", "AdamWScheduleFree",
-  "Lion8bit" }
+  "AdamWBF16", "RMSprop", "AdamWScheduleFree", "Lion8bit" }
 local FILES = { Adam = "adam", AdamW = "adam", SGD = "sgd", Lion = "lion", Muon = "muon", Adafactor = "adafactor",
   HuggingFaceAdafactor = "adafactor", LAMB = "lamb", AdamW8bit = "adam_small", AdamWBF16 = "adam_small",
   RMSprop = "rmsprop", AdamWScheduleFree = "schedule_free", Lion8bit = "lion" }

@@ -27,7 +27,7 @@ return { AdamWScheduleFree = {
     weight_lr_power = types.number(0, 1e3) },
   problem = function(group)
     if group.betas[1] == 0 then
-      return "betas[1] is 0, but the average x is computed from the parameters by division by it; use a number above 0"
+      return "betas[1] is 0, but the average x is computed by dividing by it; use a number above 0"
     end
   end,
   attrs = function(into, group)

@@ -13,27 +13,25 @@ local dim_index = create.dim_index
 local T = tensor.T
 local M = {}
 
-local FLOAT = { [C.PS_F32] = true, [C.PS_BF16] = true, [C.PS_F16] = true, [C.PS_F64] = true }
-
 local function shown(t) return ("%s [%s]"):format(t:dtype(), table.concat(t:shape(), ", ")) end
 
 local function floats(t, call)
-  if not FLOAT[t.dtype_] then error(("%s takes floats, not %s; convert with :float()"):format(call, t:dtype())) end
+  if not t:is_float() then error(("%s takes floats, not %s; convert with :float()"):format(call, t:dtype())) end
   return t
 end
 
 -- -- counts ---------------------------------------------------------------------------------------------------------
 local BINCOUNT = { weights = "tensor", minlength = "whole" }
 
---- Counts how often each integer from 0 on occurs. The largest value is read on the host.
+--- Counts how often each integer from 0 on occurs. The host waits for the largest value.
 ---@param options? {weights?: ps.Tensor, minlength?: integer} weights [N]: adds these numbers instead of 1; minlength:
 ---  the least length of the result (default 0)
----@return ps.Tensor [max(minlength, largest value + 1)] int64, or with weights fp32 (fp64 for other types than fp32),
+---@return ps.Tensor [max(minlength, largest value + 1)] int64, or with weights fp32 (fp64 if the weights are not fp32),
 ---  without a gradient
 function T:bincount(options)
   options = caller.options(options, "bincount", BINCOUNT)
   local weights, least = options.weights, caller.whole(options.minlength or 0, "bincount: minlength", 0)
-  if self.ndim ~= 1 or FLOAT[self.dtype_] or self.dtype_ == C.PS_BOOL then
+  if self.ndim ~= 1 or self:is_float() or self.dtype_ == C.PS_BOOL then
     error(("bincount takes a vector of integers, not %s"):format(shown(self)))
   end
   if weights and (weights.ndim ~= 1 or weights:size(0) ~= self:size(0)) then
@@ -61,8 +59,8 @@ local UNIQUE = { return_inverse = "boolean", return_counts = "boolean" }
 ---@param options? {return_inverse?: boolean, return_counts?: boolean}
 ---@return ps.Tensor values [K]
 ---@return ps.Tensor? inverse int64 of this shape, with return_inverse: the index of each element in `values`
----@return ps.Tensor? counts int64 [K], with return_counts: how often each value occurs. It is the second result without
----  return_inverse
+---@return ps.Tensor? counts int64 [K], with return_counts: how often each value occurs. Without return_inverse, this
+---  is the second result
 function T:unique(options)
   options = caller.options(options, "unique", UNIQUE)
   return scope.no_grad(function()
@@ -86,13 +84,7 @@ function T:unique(options)
 end
 
 -- -- order statistics -----------------------------------------------------------------------------------------------
--- Returns x with NaN in each row along d that contains a NaN.
-local function with_nans(y, x, d)
-  local bad = x:isnan():any(d, true)
-  return ops.where(bad, create.scalar_like(y, 0 / 0), y)
-end
-
---- Returns the median, which is the lower one of the two middle elements if their number is even. With d, returns the
+--- Returns the median, or the lower of the two middle elements if the number of elements is even. With d, returns the
 --- medians along that dimension, and their indices. A NaN makes a median NaN. Without d, elements equal to the median
 --- share the gradient.
 ---@param d? integer
@@ -105,8 +97,10 @@ function T:median(d, keepdim)
     if keepdim ~= nil then error("median: keepdim needs a dimension") end
     local x = floats(self, "median"):reshape(-1)
     if x:size(0) == 0 then error("median: the tensor has no elements") end
-    local found = scope.no_grad(function() return (x:median(0)) end)
-    local same = scope.no_grad(function() return x:eq(found):logical_or(x:isnan():logical_and(found:isnan())) end)
+    local same = scope.no_grad(function()
+      local found = x:median(0)
+      return x:eq(found):logical_or(x:isnan():logical_and(found:isnan()))
+    end)
     return ops.where(same, x, create.scalar_like(x, -math.huge)):amax()
   end
   floats(self, "median")
@@ -127,7 +121,7 @@ end
 local QUANTILE = { dim = "whole", keepdim = "boolean", interpolation = "string" }
 local BETWEEN = { linear = true, lower = true, higher = true, nearest = true, midpoint = true }
 
--- Returns the weight of the upper one of two neighbours for a place between them.
+-- Returns the weight of the upper neighbour of a fractional index.
 local function upper_share(at, how)
   local low = math.floor(at)
   if how == "linear" then return at - low end
@@ -135,7 +129,7 @@ local function upper_share(at, how)
   if how == "lower" then return 0 end
   if how == "higher" then return at > low and 1 or 0 end
   local rest = at - low
-  return rest > 0.5 and 1 or rest < 0.5 and 0 or low % 2                     -- a tie is rounded to the even place
+  return rest > 0.5 and 1 or rest < 0.5 and 0 or low % 2                     -- a tie selects the even index
 end
 
 --- Returns the q-quantiles along a dimension. A NaN makes a quantile NaN.
@@ -156,7 +150,7 @@ function T:quantile(q, options)
   if d == nil then x, d = self:reshape(-1), 0 else d = dim_index(self, d) end
   local n = x:size(d)
   if n == 0 then error(("quantile: dimension %d has size 0"):format(d)) end
-  local sorted, results = x:sort(d), {}
+  local sorted, bad, results = x:sort(d), x:detach():isnan():any(d, true), {}
   for i, value in ipairs(list) do
     if not (type(value) == "number" and value >= 0 and value <= 1) then
       error(("quantile: q is %s; it must be a number in [0, 1]"):format(tostring(value)))
@@ -165,7 +159,7 @@ function T:quantile(q, options)
     local low, share = math.floor(at), upper_share(at, how)
     local y = sorted:narrow(d, low, 1)
     if share > 0 then y = y:lerp(sorted:narrow(d, low + 1, 1), share) end
-    y = with_nans(y, x:detach(), d)
+    y = ops.where(bad, create.scalar_like(y, 0 / 0), y)
     if options.dim == nil and options.keepdim then
       local ones = {}
       for k = 1, self.ndim do ones[k] = 1 end
@@ -179,7 +173,7 @@ end
 -- -- search ---------------------------------------------------------------------------------------------------------
 local SEARCH = { right = "boolean" }
 
--- the largest numbers of integer types, which stand after the end of a sorted sequence
+-- values that pad the end of a sorted sequence: the largest number of each integer type, or 2^62 for int64
 local LAST = { [C.PS_U8] = 255, [C.PS_I32] = 2 ^ 31 - 1, [C.PS_I64] = 2 ^ 62, [C.PS_BOOL] = 1 }
 
 -- Returns the number of elements of each row of seq [..., N] that are less than a value, or with right at most the
@@ -187,8 +181,8 @@ local LAST = { [C.PS_U8] = 255, [C.PS_I32] = 2 ^ 31 - 1, [C.PS_I64] = 2 ^ 62, [C
 local function places(seq, values, right)
   local n, size = seq:size(-1), 1
   while size <= n do size = size * 2 end
-  -- One element is put before the sequence, and as many after it as make its length a power of 2, so that no index of
-  -- the search needs a bound.
+  -- Adds one element before the sequence and pads its end, so that its length becomes a power of 2. The search then
+  -- needs no bounds check.
   local function filled(length, value)
     local shape = seq:shape()
     shape[#shape] = length
@@ -207,7 +201,7 @@ local function places(seq, values, right)
   return at:clamp(0, n):long()
 end
 
---- Returns the index at which each value would be inserted into a sorted sequence, which this tensor is.
+--- Returns the index at which each value would be inserted into this tensor, which must be sorted.
 ---@param values ps.Tensor|number of any shape if this tensor has one dimension, else with equal leading sizes
 ---@param options? {right?: boolean} right: after equal elements instead of before them (default false)
 ---@return ps.Tensor int64 of the shape of values
@@ -253,7 +247,7 @@ local LARGEST = { [C.PS_F32] = 3.4028234663852886e38, [C.PS_F64] = 1.79769313486
 ---@param neginf? number (default: the smallest number of the type)
 ---@return ps.Tensor of this shape
 function T:nan_to_num(nan, posinf, neginf)
-  if not FLOAT[self.dtype_] then return ops.contiguous(self) end
+  if not self:is_float() then return ops.contiguous(self) end
   local high = LARGEST[self.dtype_]
   local bounds = { nan or 0, posinf or high, neginf or -high }
   for i, name in ipairs { "nan", "posinf", "neginf" } do

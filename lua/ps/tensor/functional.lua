@@ -110,7 +110,7 @@ local DROPOUT = { first = "whole", per_sample = "whole", rows = "tensor" }
 --- Sets elements to 0 with probability p and multiplies all other elements by 1 / (1 - p). The mask of an element
 --- depends on the seed, the step, the index of the call and the element's position in the batch. Without `part`, x's
 --- first dimension is samples, numbered from ps.rng().sample on, so that ranks with different samples have different
---- masks. In a model's rows of several segments, each segment is a sample. If ranks hold parts of one sample, such as
+--- masks. If a row contains several segments, each segment is a sample. If ranks hold parts of one sample, such as
 --- rows along tp, `part` says which elements x contains. Otherwise all these ranks would draw the same mask.
 ---@param x ps.Tensor
 ---@param p? number in [0, 1) (default 0.5)
@@ -277,14 +277,14 @@ local function bags_of(index, offsets, last, call)
   return offsets:searchsorted(at, { right = true }) - 1, n
 end
 
---- Returns the mean, sum or maximum of the rows of an embedding matrix, for each bag of indices. A bag without indices
---- gives 0.
+--- Returns the mean, sum or maximum of the rows of an embedding matrix, for each bag of indices. The result of an
+--- empty bag is 0.
 ---@param index ps.Tensor integers [B, L], where each row is a bag, or [N] with offsets
 ---@param w ps.Tensor [V, C]
 ---@param offsets? ps.Tensor integers [B], the index of each bag's first element
 ---@param options? {mode?: "mean"|"sum"|"max", padding_idx?: integer, per_sample_weights?: ps.Tensor,
----  include_last_offset?: boolean} mode (default "mean"); padding_idx: an index that is left out; per_sample_weights:
----  factors of index's shape, for mode "sum"; include_last_offset: the last offset is N and begins no bag
+---  include_last_offset?: boolean} mode (default "mean"); padding_idx: an index to ignore; per_sample_weights:
+---  factors of index's shape, for mode "sum"; include_last_offset: the last offset is N and does not begin a bag
 ---@return ps.Tensor [B, C]
 function F.embedding_bag(index, w, offsets, options)
   local call = "F.embedding_bag"
@@ -293,7 +293,7 @@ function F.embedding_bag(index, w, offsets, options)
   caller.one_of(mode, MODES, call .. ": mode")
   if caller.tensor(index, call, "the indices") == nil then error(call .. ": the indices are missing") end
   if factors and mode ~= "sum" then
-    error(("%s: per_sample_weights go with mode \"sum\", not \"%s\""):format(call, mode))
+    error(("%s: per_sample_weights requires mode \"sum\", not \"%s\""):format(call, mode))
   end
   local bag, n
   if offsets == nil then
@@ -308,7 +308,7 @@ function F.embedding_bag(index, w, offsets, options)
   end
   local flat, where = index:reshape(-1), { dtype = w:dtype(), device = w:device() }
   if factors then
-    if table.concat(factors:shape(), ",") ~= table.concat(index:shape(), ",") then
+    if not tensor.same_shape(factors, index) then
       error(call .. ": per_sample_weights must have the shape of the indices")
     end
     factors = factors:reshape(-1)

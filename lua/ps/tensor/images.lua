@@ -458,8 +458,6 @@ local function batch_statistics(x, weight, bias, eps)
   return y:to(x:dtype()), mean, var, count                -- autocast computed y in fp32
 end
 
-local BATCH_NORM = { training = "boolean", momentum = "number|tensor", eps = "number" }
-
 --- Moves channels to positions: each group of r^2 channels becomes one channel of r times the height and width (Shi et
 --- al. 2016).
 ---@param x ps.Tensor [N, C r^2, H, W]
@@ -477,6 +475,8 @@ function F.pixel_shuffle(x, r)
   c = c / (r * r)
   return x:reshape(n, c, r, r, h, w):permute(0, 1, 4, 2, 5, 3):reshape(n, c, h * r, w * r)
 end
+
+local BATCH_NORM = { training = "boolean", momentum = "number|tensor", eps = "number" }
 
 --- Normalises each channel over the batch and all positions (Ioffe and Szegedy 2015), multiplies by weight and adds
 --- bias.

@@ -70,7 +70,7 @@ function T:shape()
   return list
 end
 
--- Whether two tensors have one shape.
+-- Returns whether two tensors have the same shape.
 local function same_shape(a, b)
   if a.ndim ~= b.ndim then return false end
   if a.ndim == 1 then return a.shape_[0] == b.shape_[0] end
@@ -78,6 +78,7 @@ local function same_shape(a, b)
   for i = 0, a.ndim - 1 do if a.shape_[i] ~= b.shape_[i] then return false end end
   return true
 end
+M.same_shape = same_shape
 
 --- Returns the size of dimension d, or the whole shape as a table.
 ---@param d? integer index from 0, or a negative index from the end; nil for the whole shape

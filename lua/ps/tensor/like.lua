@@ -66,6 +66,29 @@ function M.randint_like(t, low, high, options)
   return where.requires_grad and y:requires_grad(true) or y
 end
 
+for _, name in ipairs { "zeros", "ones", "empty" } do
+  --- Returns a new tensor of this tensor's dtype and device.
+  ---@param shape integer[]|integer
+  ---@param options? {dtype?: string, device?: string, requires_grad?: boolean}
+  ---@return ps.Tensor
+  T["new_" .. name] = function(self, shape, options)
+    local call = "new_" .. name
+    if type(options) == "number" then
+      error(("%s takes a shape as one list: t:%s({ %s, %s })"):format(call, call, tostring(shape), options))
+    end
+    return tensor[name](shape, place(self, caller.options(options, call, NEW)))
+  end
+end
+
+--- Returns a new tensor of this tensor's dtype and device, whose elements all have one value.
+---@param shape integer[]|integer
+---@param value number
+---@param options? {dtype?: string, device?: string, requires_grad?: boolean}
+---@return ps.Tensor
+function T:new_full(shape, value, options)
+  return tensor.full(shape, value, place(self, caller.options(options, "new_full", NEW)))
+end
+
 -- Returns fp64 numbers in [0, 1) with 48 random bits, since 24 bits are too few to order millions of numbers.
 local function fine(shape, device)
   local where = { dtype = "fp64", device = device }

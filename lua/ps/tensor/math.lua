@@ -284,7 +284,7 @@ function T:amax(dims, keepdim) return ops.amax(self, dim_bits(self, dims), kept(
 ---@return ps.Tensor
 function T:amin(dims, keepdim) return ops.amin(self, dim_bits(self, dims), kept(keepdim)) end
 --- Returns the largest element. With d, returns the largest elements along that dimension, and their indices.
----@param d? integer|ps.Tensor a dimension, or another tensor, with which the elements are compared as in t:maximum
+---@param d? integer|ps.Tensor a dimension, or another tensor: t:max(u) is t:maximum(u)
 ---@param keepdim? boolean
 ---@return ps.Tensor values
 ---@return ps.Tensor? indices int64; only with d
@@ -297,7 +297,7 @@ function T:max(d, keepdim)
   return self:amax(d, keepdim), ops.argmax(self, d, kept(keepdim))
 end
 --- Returns the smallest element. With d, returns the smallest elements along that dimension, and their indices.
----@param d? integer|ps.Tensor a dimension, or another tensor, with which the elements are compared as in t:minimum
+---@param d? integer|ps.Tensor a dimension, or another tensor: t:min(u) is t:minimum(u)
 ---@param keepdim? boolean
 ---@return ps.Tensor values
 ---@return ps.Tensor? indices int64; only with d

@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Segments: rows [B, T] of several sequences. While a part of a model computes such rows, dropout numbers each segment
--- as a sample of its own, so that a sequence has the same masks as in a batch that contains only this sequence
--- (src/base/philox.h). Attention gets the segments as its mask and does the same.
+-- as a separate sample. A sequence then has the same masks as in a batch that contains only this sequence
+-- (src/base/philox.h). Attention receives the segments as its mask and numbers them in the same way.
 local create = require "ps.tensor.create"
 local hooks = require "ps.core.hooks"
 local scope = require "ps.core.scope"
@@ -15,8 +15,8 @@ local STRIDE = 0x9E3779B1              -- of ps_segment_sample in src/base/philo
 local now = { segments = false }
 function now:state() return { segments = self.segments } end
 function now:restore(state) self.segments = state.segments end
-scope.carry_state(now)                 -- recomputed parts of the model have the same masks
-hooks.on("begins", function() now.segments = false end)                  -- if a part failed in the step before
+scope.carry_state(now)                 -- so that a recomputed part draws the same masks
+hooks.on("begins", function() now.segments = false end)                  -- a part may have failed in the previous step
 
 --- Returns the first position of each position's segment, which is a run of equal numbers.
 ---@param given ps.Tensor int [B, T]
@@ -27,7 +27,7 @@ function segments.begins(given)
   local begins = tensors.cat({ create.ones({ B, 1 }, { device = device }), differs }, 1)
   local at = create.arange(0, T, 1, { device = device }):reshape(1, T)
   local run = begins:cumsum(1)
-  -- Tokens that do not begin a run are added to column 0, which is not read.
+  -- Tokens that do not begin a run are added to column 0, which is never read.
   local starts = create.zeros({ B, T + 1 }, { device = device }):scatter_add(1, (run * begins):to "int64", at * begins)
   return starts:gather(1, run:to "int64")
 end
@@ -67,7 +67,7 @@ local function leave(was, ...)
   return ...
 end
 
---- Returns the parts of a model (nn/parts.lua), whose dropout numbers the segments of the batch's mask.
+--- Wraps the parts of a model (nn/parts.lua), so that their dropout numbers the segments of the batch's mask.
 ---@param list ps.nn.Part[]
 ---@return ps.nn.Part[] list
 function segments.parts(list)

@@ -5,7 +5,7 @@ local scope = require "ps.core.scope"
 local create = require "ps.tensor.create"
 local indexing = require "ps.tensor.index"
 local tensor = require "ps.tensor"
-local C, ops, caller = native.C, native.ops, native.caller
+local ops, caller = native.ops, native.caller
 local error = caller.error
 local is_tensor = scope.is_tensor
 local dim_index = create.dim_index
@@ -13,44 +13,12 @@ local dim_index = create.dim_index
 local T = tensor.T
 local M = {}
 
-local FLOAT = { [C.PS_F32] = true, [C.PS_BF16] = true, [C.PS_F16] = true, [C.PS_F64] = true }
-
 local function given(t, call, name)
   return caller.tensor(t, call, name) or error(("%s: %s is missing"):format(call, name))
 end
 
--- -- new tensors ----------------------------------------------------------------------------------------------------
-local NEW = { dtype = "string", device = "string", requires_grad = "boolean" }
-
-local function place(t, options, call)
-  options = caller.options(options, call, NEW)
-  return { dtype = options.dtype or t:dtype(), device = options.device or t:device(),
-    requires_grad = options.requires_grad }
-end
-
-for _, name in ipairs { "zeros", "ones", "empty" } do
-  --- Returns a new tensor of this tensor's dtype and device.
-  ---@param shape integer[]|integer
-  ---@param options? {dtype?: string, device?: string, requires_grad?: boolean}
-  ---@return ps.Tensor
-  T["new_" .. name] = function(self, shape, options)
-    local call = "new_" .. name
-    if type(options) == "number" then
-      error(("%s takes a shape as one list: t:%s({ %s, %s })"):format(call, call, tostring(shape), options))
-    end
-    return tensor[name](shape, place(self, options, call))
-  end
-end
-
---- Returns a new tensor of this tensor's dtype and device, whose elements all have one value.
----@param shape integer[]|integer
----@param value number
----@param options? {dtype?: string, device?: string, requires_grad?: boolean}
----@return ps.Tensor
-function T:new_full(shape, value, options) return tensor.full(shape, value, place(self, options, "new_full")) end
-
 -- -- dimensions -----------------------------------------------------------------------------------------------------
---- Moves dimensions to other places. The other dimensions keep their order. The result is a view.
+--- Moves dimensions to other positions. The remaining dimensions keep their order. The result is a view.
 ---@param from integer|integer[]
 ---@param to integer|integer[] as many as `from`
 ---@return ps.Tensor
@@ -254,7 +222,7 @@ function T:mv(v)
 end
 
 --- Returns the differences of adjacent elements along a dimension.
----@param n? integer how often the differences are formed (default 1)
+---@param n? integer number of times to take the differences (default 1)
 ---@param d? integer (default -1)
 ---@return ps.Tensor
 function T:diff(n, d)
@@ -274,15 +242,15 @@ function T:floor_divide(b)
   local rest = self:remainder(b)
   local y = is_tensor(b) and b:double() or b
   local q = ((self:double() - rest:double()) / y):round():to(rest:dtype())
-  if not FLOAT[rest.dtype_] then return q end
+  if not rest:is_float() then return q end
   local zero = is_tensor(b) and b:eq(0) or tensor.full(self:shape(), b == 0 and 1 or 0, { dtype = "bool",
     device = self:device() })
   local quotient = self / b
-  return ops.where(zero, quotient, ops.where(q:eq(0), quotient * 0, q))    -- 0 has the sign of the quotient
+  return ops.where(zero, quotient, ops.where(q:eq(0), quotient * 0, q))    -- 0 keeps the quotient's sign
 end
 
 for name, factor in pairs { log2 = 1 / math.log(2), log10 = 1 / math.log(10) } do
-  --- Returns the logarithm to the base in the method's name.
+  --- Returns the logarithm; the method's name gives the base.
   ---@return ps.Tensor
   T[name] = function(self) return self:log() * factor end
 end
@@ -296,8 +264,8 @@ local SHOWN = { lerp = "lerp(stop, weight)", clamp = "clamp(low, high)", clip = 
   nan_to_num = "nan_to_num()", square = "square()" }
 
 for name, instead in pairs(SHOWN) do
-  --- Performs the method without the trailing _, with the same arguments, but writes into the tensor. Raises an error
-  --- if the tensor or an argument requires a gradient, or if the result is of another type or shape.
+  --- Computes the method of the same name without the trailing _, and writes the result into this tensor. Raises an
+  --- error if the tensor or an argument requires a gradient, or if the result has another type or shape.
   ---@param a? any
   ---@param b? any
   ---@param c? any
@@ -306,7 +274,7 @@ for name, instead in pairs(SHOWN) do
     indexing.check_gradients(self, a, name .. "_", instead)
     indexing.check_gradients(self, b, name .. "_", instead)
     local y = scope.no_grad(tensor.exact[name], self, a, b, c)
-    if y.dtype_ ~= self.dtype_ or table.concat(y:shape(), ",") ~= table.concat(self:shape(), ",") then
+    if y.dtype_ ~= self.dtype_ or not tensor.same_shape(y, self) then
       error(("%s_: the result is a tensor of %s [%s], which does not fit the tensor of %s [%s]; write t = t:%s")
         :format(name, y:dtype(), table.concat(y:shape(), ", "), self:dtype(), table.concat(self:shape(), ", "),
         instead))

@@ -243,10 +243,7 @@ end
 ---@return boolean
 function T:equal(other)
   if caller.tensor(other, "equal", "the other") == nil then error("equal: the other tensor is missing") end
-  if self.ndim ~= other.ndim then return false end
-  for i = 0, self.ndim - 1 do
-    if self.shape_[i] ~= other.shape_[i] then return false end
-  end
+  if not tensor.same_shape(self, other) then return false end
   return self:numel() == 0 or self:eq(other):all():item()
 end
 
@@ -323,7 +320,7 @@ function T:diag(diagonal)
     local size = n + math.abs(k)
     local zeros = tensor.zeros({ size * size }, { dtype = self:dtype(), device = self:device() })
     local first = k >= 0 and k or -k * size
-    if n > 0 and not (scope.grad_enabled() and self:needs_grad()) then           -- the same result by a shorter path
+    if n > 0 and not (scope.grad_enabled() and self:needs_grad()) then           -- the same result, but faster
       ops.copy_(ops.slice(zeros, 0, first, first + (n - 1) * (size + 1) + 1, size + 1), self)
       return zeros:reshape(size, size)
     end

@@ -350,8 +350,8 @@ local function train_row(made, group, ids, at, where)
   made.uses = other_uses(made, group, where)
 end
 
--- Moves a parameter that was frozen into the chunks of a row that trains. Its master takes its value, and its optimizer
--- state begins with zeros.
+-- Moves a parameter that was frozen into the chunks of a row that trains. Its master begins with its value, and its
+-- optimizer state with zeros.
 local function thaw_param(made, group, ids, at, where)
   local _, master = place_param({ tensor = made.param, dtype = group.dtype, trains = true, name = made.name }, ids,
     at.offset, where)
@@ -538,7 +538,7 @@ function build.register(built, group_of, n_groups, where)
   end
 end
 
--- engine/layout/rechunk.lua and engine/layout/thaw.lua use these functions.
+-- engine/layout/rechunk.lua uses these functions.
 build.pieces = { adopt = adopt, adopt_state = adopt_state, adopt_remainder = adopt_remainder, adopt_param = adopt_param,
   new_grad = new_grad, thaw_param = thaw_param,
   chunks_for = chunks_for,

@@ -179,15 +179,15 @@ end
 --- All ranks must call it with the same layout, between steps and without gradients. Closes the engine if it fails.
 ---@param engine ps.Engine
 ---@param plan ps.layout.Layout
----@param turn fun() called after the parameters have moved; may change the rows of built.list
 ---@param told fun(problem: string): string returns the text of the error
-function finer.replace(engine, plan, turn, told)
+---@param turn? fun() called after the parameters have moved; may change the rows of built.list
+function finer.replace(engine, plan, told, turn)
   local built, optimizer, updates = engine.built, engine.optimizer, {}
   for i, row in ipairs(built.list) do updates[row] = optimizer:updates(i) end
   engine.masters:close()
   local ok, problem = pcall(function()
     move(built, plan, place_options(engine))
-    turn()
+    if turn then turn() end
     build.register(built, optimizer.group_of, #optimizer.groups, engine)
     for i, row in ipairs(built.list) do optimizer:set_updates(i, updates[row] or 0) end
     engine:laid_out(masters.new(built))
@@ -210,7 +210,7 @@ function finer.split(engine, part)
   for _, list in ipairs { built.list, built.frozen } do
     for _, row in ipairs(list) do numel[row.index] = row.numel end
   end
-  finer.replace(engine, split.chunks(built.layout, numel, size), function() end, function(problem)
+  finer.replace(engine, split.chunks(built.layout, numel, size), function(problem)
     return ("the step did not fit in chunks of %d elements, and the new layout of the model failed in chunks of "
       .. "%d: %s; the engine is closed; set chunk_size = %d"):format(was, size, problem, size)
   end)

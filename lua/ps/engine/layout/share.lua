@@ -35,10 +35,11 @@ end
 ---@param rows {group: integer, numel: integer}[] in the order of the layout
 ---@param size integer ranks
 ---@param weight fun(row: table): number bytes that a row costs its owner
+---@param bytes? number[] bytes that each rank has already, by rank from 1 (default: none); the result replaces them
 ---@return ps.Share
-function share.out(rows, size, weight)
-  local made = { owner = {}, bytes = {} }
-  for rank = 1, size do made.bytes[rank] = 0 end
+function share.out(rows, size, weight, bytes)
+  local made = { owner = {}, bytes = bytes or {} }
+  for rank = 1, size do made.bytes[rank] = made.bytes[rank] or 0 end
   for i, row in ipairs(rows) do
     local rank = 1
     for r = 2, size do if made.bytes[r] < made.bytes[rank] then rank = r end end

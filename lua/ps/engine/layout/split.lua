@@ -23,6 +23,28 @@ function split.next_size(made, share)
   return math.max(UNIT, math.floor(most * math.min(share, AT_MOST) / UNIT) * UNIT)
 end
 
+--- Packs tensors of a chunk into new chunks with the same group and owner. The first one keeps the index of `chunk`.
+---@param chunk ps.layout.Chunk
+---@param group ps.layout.Group the group in the new layout; counts the new chunks
+---@param tensors {index: integer}[] entries of chunk.tensors, in order
+---@param numel integer[] elements of the tensors, by their `index` in chunks
+---@param size integer elements, a multiple of UNIT
+---@return ps.layout.Chunk[]
+function split.pieces(chunk, group, tensors, numel, size)
+  local entries = {}
+  for k, at in ipairs(tensors) do
+    entries[k] = { numel = numel[at.index], dtype = group.dtype, trains = group.trains, vstage = group.vstage }
+  end
+  local made = pack.pack(entries, size).chunks
+  for k, piece in ipairs(made) do
+    for _, at in ipairs(piece.tensors) do at.index = tensors[at.index].index end
+    piece.group, piece.owner = chunk.group, chunk.owner
+    piece.index = k == 1 and chunk.index or group.chunks      -- no other chunk of the group has this index
+    group.chunks = group.chunks + (k == 1 and 0 or 1)
+  end
+  return made
+end
+
 --- Splits chunks of more than `size` elements. An unsplit chunk keeps its Lua table. New chunks have the owner of the
 --- old chunk.
 ---@param made ps.layout.Layout
@@ -41,20 +63,10 @@ function split.chunks(made, numel, size)
     group.numel, new.numel = group.numel + chunk.numel, new.numel + chunk.numel
   end
   for _, chunk in ipairs(made.chunks) do
-    local group, entries = new.groups[chunk.group], {}
     if #chunk.tensors == 1 or chunk.numel <= size then
       add(chunk)
     else
-      for k, at in ipairs(chunk.tensors) do
-        entries[k] = { numel = numel[at.index], dtype = group.dtype, trains = group.trains, vstage = group.vstage }
-      end
-      for k, piece in ipairs(pack.pack(entries, size).chunks) do
-        for _, at in ipairs(piece.tensors) do at.index = chunk.tensors[at.index].index end
-        piece.group, piece.owner = chunk.group, chunk.owner
-        piece.index = k == 1 and chunk.index or group.chunks      -- indices within a group have no gaps
-        group.chunks = group.chunks + (k == 1 and 0 or 1)
-        add(piece)
-      end
+      for _, piece in ipairs(split.pieces(chunk, new.groups[chunk.group], chunk.tensors, numel, size)) do add(piece) end
     end
   end
   new.waste = new.numel - new.used

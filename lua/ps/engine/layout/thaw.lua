@@ -3,7 +3,7 @@
 -- (engine/plan/begin.lua), or before a checkpoint is saved or loaded, the model gets a new layout. A chunk with thawed
 -- parameters is replaced by a chunk of its parameters that are still frozen and by chunks that train. All other chunks
 -- stay where they are. A thawed parameter's master begins with its value, and its optimizer state with zeros. The new
--- layout depends only on the old one and on the parameters, so that all ranks make the same.
+-- layout depends only on the old one and on the parameters, so all ranks make the same layout.
 local caller = require "ps.core.caller"
 local copied = require "ps.core.copied"
 local native = require "ps.core.ffi"
@@ -14,6 +14,8 @@ local optimizer = require "ps.engine.state.optimizer"
 local pack = require "ps.engine.layout.pack"
 local place_options = require "ps.engine.layout.options"
 local rechunk = require "ps.engine.layout.rechunk"
+local share = require "ps.engine.layout.share"
+local split = require "ps.engine.layout.split"
 local trained = require "ps.engine.step.trained"
 local unused = require "ps.engine.step.unused"
 local human = require("ps.core.readable").bytes
@@ -24,13 +26,6 @@ local ELEMENT = require("ps.core.dtype").nbytes
 local thaw = {}
 
 local info = ffi.new("ps_tier_info")
-
--- Returns the thawed parameters of this rank as a set of indices in the layout.
-local function indices_of(list)
-  local set = {}
-  for _, row in ipairs(list) do if row.index then set[row.index] = true end end
-  return set
-end
 
 -- Returns the entries of pack.pack for this rank's thawed parameters, in the order of the layout, and their rows.
 local function entries_of(engine, thawed, where)
@@ -53,43 +48,27 @@ end
 -- Assigns the new chunks that train to ranks, each to the rank that has the fewest bytes that train.
 local function share_out(plan, fresh, shards, state_bytes)
   if not shards then return end
-  local bytes, is_fresh = {}, {}
+  local bytes = {}
   for rank = 1, shards.size do bytes[rank] = 0 end
-  for _, chunk in ipairs(fresh) do is_fresh[chunk] = true end
   local function weight(chunk) return chunk.numel * pack.state_bytes(plan.groups[chunk.group], state_bytes) end
   for _, chunk in ipairs(plan.chunks) do
-    if plan.groups[chunk.group].trains and not is_fresh[chunk] then
+    if plan.groups[chunk.group].trains and chunk.owner then            -- fresh chunks have no owner yet
       bytes[chunk.owner + 1] = bytes[chunk.owner + 1] + weight(chunk)
     end
   end
-  for _, chunk in ipairs(fresh) do
-    local rank = 1
-    for r = 2, shards.size do if bytes[r] < bytes[rank] then rank = r end end
-    chunk.owner, bytes[rank] = rank - 1, bytes[rank] + weight(chunk)
-  end
+  local made = share.out(fresh, shards.size, weight, bytes)
+  for i, chunk in ipairs(fresh) do chunk.owner = made.owner[i] end
 end
 
 -- Returns the chunks of the parameters of `chunk` that are still frozen. The first one keeps the index of `chunk`.
 local function still_frozen(chunk, group, thawed, numel, size)
-  local entries, indices = {}, {}
-  for _, at in ipairs(chunk.tensors) do
-    if not thawed[at.index] then
-      indices[#indices + 1] = at.index
-      entries[#entries + 1] = { numel = numel[at.index], dtype = group.dtype, trains = false, vstage = group.vstage }
-    end
-  end
-  if #entries == #chunk.tensors then return { chunk } end
-  local made = #entries > 0 and pack.pack(entries, size).chunks or {}
-  for k, piece in ipairs(made) do
-    for _, at in ipairs(piece.tensors) do at.index = indices[at.index] end
-    piece.group, piece.owner = chunk.group, chunk.owner
-    piece.index = k == 1 and chunk.index or group.chunks
-    group.chunks = group.chunks + (k == 1 and 0 or 1)
-  end
-  return made
+  local frozen = {}
+  for _, at in ipairs(chunk.tensors) do if not thawed[at.index] then frozen[#frozen + 1] = at end end
+  if #frozen == #chunk.tensors then return { chunk } end
+  return split.pieces(chunk, group, frozen, numel, size)
 end
 
--- Returns the new layout and its chunks that train now. `entries` and `rows` are the thawed parameters (entries_of).
+-- Returns the new layout and the chunks of the thawed parameters, which `entries` and `rows` describe (entries_of).
 local function layout_of(built, thawed, entries, rows)
   local was, numel = built.layout, {}
   local new = { chunk_size = was.chunk_size, groups = {}, chunks = {}, numel = 0, used = 0 }
@@ -113,7 +92,7 @@ local function layout_of(built, thawed, entries, rows)
   for _, chunk in ipairs(made.chunks) do
     chunk.group = first_group + chunk.group
     for _, at in ipairs(chunk.tensors) do at.index = rows[at.index].index end
-    local at = #new.chunks + 1                                 -- before the first chunk that is used later
+    local at = #new.chunks + 1                                 -- position before the first chunk that is used later
     for i, other in ipairs(new.chunks) do
       if other.tensors[1].index > chunk.tensors[1].index then
         at = i
@@ -152,36 +131,32 @@ local function check_room(plan, fresh, where)
     human(free)))
 end
 
---- Returns the names of the parameters to thaw, one per line, or nil if there are none. Raises an error if they cannot
---- train.
+--- Prepares a layout in which the thawed parameters train. Raises an error if they cannot train or if there is no room.
 ---@param engine ps.Engine
----@return string?
-function thaw.names(engine)
-  local list = trained.thawed(engine)
-  if #list == 0 then return nil end
-  local options, names = place_options(engine), {}
-  for i, row in ipairs(list) do
-    adopt.check_thawed(engine, row.name)
-    if row.index then options.check_parameter(row.name, row.param) end
-    names[i] = row.name
-  end
-  return table.concat(names, "\n")
-end
-
---- Returns a layout in which the thawed parameters train, and the function that replaces the present layout by it.
---- Raises an error if there is no room.
----@param engine ps.Engine
----@return fun() replace all ranks must call it, between steps and without gradients
+---@return string? names the names of the thawed parameters, one per line, or nil if there are none
+---@return fun()? replace replaces the present layout; all ranks must call it, between steps and without gradients
 function thaw.prepare(engine)
   local list, built = trained.thawed(engine), engine.built
-  local options, thawed = place_options(engine), indices_of(list)
+  if #list == 0 then return nil end
+  local options, thawed, names = place_options(engine), {}, {}
+  for i, row in ipairs(list) do
+    adopt.check_thawed(engine, row.name)
+    if row.index then
+      options.check_parameter(row.name, row.param)
+      thawed[row.index] = true                                 -- by index in the layout
+    end
+    names[i] = row.name
+  end
   local entries, rows = entries_of(engine, thawed, options)
   local plan, fresh = layout_of(built, thawed, entries, rows)
   share_out(plan, fresh, options.shards, options.state_bytes)
   check_room(plan, fresh, options)
-  return function()
+  return table.concat(names, "\n"), function()
     for _, row in ipairs(list) do row.param:set_grad(nil) end
-    rechunk.replace(engine, plan, function()
+    rechunk.replace(engine, plan, function(problem)
+      return ("the new layout of the model with %s thawed failed: %s; the engine is closed"):format(list[1].name,
+        problem)
+    end, function()
       local is_thawed = {}
       for _, row in ipairs(list) do
         is_thawed[row] = true
@@ -193,9 +168,6 @@ function thaw.prepare(engine)
         built[key] = kept
       end
       optimizer.arrange(engine.optimizer)
-    end, function(problem)
-      return ("the new layout of the model with %s thawed failed: %s; the engine is closed"):format(list[1].name,
-        problem)
     end)
     unused.begin(engine)
   end

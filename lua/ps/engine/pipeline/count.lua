@@ -295,7 +295,7 @@ end
 ---  Requires `carries`
 ---@return ps.engine.PartCost[]
 function count.parts(module, args, precision, carries, cached)
-  parts.of(module)                                         -- its errors concern the list, not the run below
+  parts.of(module)                                         -- raises errors in the list of parts before the run below
   local put_back = count.stand_in(count.places_of(module), "meta", precision)
   local restore, was = random_state.keep(), native.recorder
   local ok, result = pcall(scope.scope, scope.enable_grad, run, module, args, carries, cached)

@@ -116,7 +116,7 @@ function pipe.join(module, stages, built)
     local part = group:split(ranks, "tied")
     among = #ranks > 1 and part or nil
   end
-  -- Frozen parameters count, since they may be thawed later.
+  -- Frozen parameters are included, since they may be thawed later.
   local numbers = #built.list + #built.elsewhere + #built.untrained
   native.check(C.ps_engine_stages(native.ctx, group.c, among and among.c, numbers))
 end

@@ -14,14 +14,14 @@ local ffi, C = native.ffi, native.C
 
 local begin = {}
 
---- Gives the thawed parameters their masters, gradients and optimizer state now, so that a checkpoint has or finds
---- them. All ranks must call it, between steps.
+--- Creates the masters, gradients and optimizer state of the thawed parameters now, so that a checkpoint can contain
+--- their state or be loaded into it. All ranks must call it, between steps.
 ---@param engine ps.Engine
 function begin.train_thawed(engine)
   local replace
   local function prepare()
-    local names = thaw.names(engine)
-    if names then replace = thaw.prepare(engine) end
+    local names
+    names, replace = thaw.prepare(engine)
     return names
   end
   if engine.ranks then engine.ranks:agree_on_thawed(prepare) else prepare() end
@@ -86,11 +86,9 @@ end
 local function try_step(engine, args, key)
   local replace
   local function try()
-    local names = thaw.names(engine)
-    if names then
-      replace = thaw.prepare(engine)
-      return names
-    end
+    local names
+    names, replace = thaw.prepare(engine)
+    if names then return names end
     local ok, problem = pcall(plan_and_begin, engine, args, key)
     if ok then return end
     if not (type(problem) == "table" and problem.name == "ENOMEM" and native.give_room()) then error(problem, 0) end

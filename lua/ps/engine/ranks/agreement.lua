@@ -311,8 +311,8 @@ local function compare_ops(self, records)
 end
 
 -- Raises an error on all ranks if ranks that train the same parameters thawed different ones. If the stages of a model
--- run in its own forward, each stage has its own. `values` are the hashes of all ranks, and `names` is this rank's list
--- of names.
+-- run in its own forward, each stage has its own list. `values` are the hashes of all ranks, and `names` is this rank's
+-- list of names.
 local function compare_thawed(self, values, names)
   local own, first = self.engine.stages and not self.engine.driver.in_loops, {}
   for rank, value in ipairs(values) do

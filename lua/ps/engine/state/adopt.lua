@@ -78,7 +78,7 @@ function adopt.check_thawed(engine, name)
   local list = engine.param_groups
   if not (list and list.adopted) or list.adopted(name) then return end
   caller.error(("%s was thawed, but the optimizer that was passed to ps.initialize does not have it, so it would not "
-    .. "be trained: make that optimizer over all parameters that train later, before they are frozen"):format(name))
+    .. "be trained: create that optimizer with all parameters that will train, before they are frozen"):format(name))
 end
 
 --- Makes every other optimizer that has parameters of this module refuse step() while the engine is open.

@@ -1,13 +1,13 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Calls that use a model as it is evaluated. With a schedule-free optimizer, the parameters hold other values in
--- training, so such a call moves them to their averages and back.
+-- Calls that evaluate or save a model. With a schedule-free optimizer, the parameters hold other values in training, so
+-- such a call moves them to their averages and back.
 local average = require "ps.optim.average"
 local step = require "ps.engine.step"
 local error = require("ps.core.caller").error
 
 local averaged = {}
 
---- Calls fn with the parameters at the values at which the model is evaluated. All ranks must call it.
+--- Calls fn while the parameters hold the values at which the model is evaluated. All ranks must call it.
 ---@param engine ps.Engine
 ---@param call string name of the call in messages
 ---@param fn fun(...: any): ...

@@ -87,10 +87,10 @@ end
 ---@return number
 function Optimizer:grad_scale() return step.weight_factor(self.engine) / (self.scaler and self.scaler.scale or 1) end
 
--- -- called by the step (the optimizer of plain memory overrides these: engine/state/plain.lua) -----------------------
 --- Advances the counters of groups after a step that was not skipped.
 function Optimizer:stepped() optimizers.stepped(self.groups) end
 
+-- -- called by the step (the optimizer of plain memory overrides these: engine/state/plain.lua) -----------------------
 --- Returns the norm of all gradients.
 ---@return number
 function Optimizer:norm()
