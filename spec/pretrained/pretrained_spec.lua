@@ -354,6 +354,35 @@ describe("GPT-2's files", function()
     assert.same({ ["pytorch_model_tp_0_pp_0.bin"] = 1 }, (counted(function() ps.from_pretrained(at) end)))
   end)
 
+  it("are not read while they have files of two models", function()
+    local at = write_folder("two", model_of())
+    local new, remove = model_of(), os.remove
+    os.remove = function(name) -- luacheck: ignore 122
+      if name:find "model%.safetensors$" then error("the process ends here", 0) end
+      return remove(name)
+    end
+    local ok, problem = pcall(new.save_pretrained, new, at, { max_shard_size = 60000 })
+    os.remove = remove -- luacheck: ignore 122
+    assert.is_false(ok)
+    assert.matches("the process ends here", problem)
+    assert.truthy(lfs.attributes(at .. "/model.safetensors"))              -- the older weights
+    fails({ "config.json" }, function() ps.from_pretrained(at) end)
+    new:save_pretrained(at, { max_shard_size = 60000 })
+    ps.from_pretrained(at)
+  end)
+
+  it("are written through links, also to files that do not exist yet", function()
+    local at, away = path "links", path "away"
+    assert(lfs.mkdir(at) and lfs.mkdir(away))
+    assert(lfs.link("../away/weights", at .. "/model.safetensors", true))
+    for _ = 1, 2 do
+      model_of():save_pretrained(at)
+      assert.equal("link", lfs.symlinkattributes(at .. "/model.safetensors", "mode"))
+      assert.equal("file", lfs.symlinkattributes(away .. "/weights", "mode"))
+    end
+    ps.from_pretrained(at)
+  end)
+
   it("may have the head of a tied model, which must equal its table", function()
     local model = model_of()
     local state = model:state_dict()

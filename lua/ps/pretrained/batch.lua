@@ -4,14 +4,14 @@
 -- leaves the older files unchanged.
 --
 -- Texts such as config.json say how to read the other files. Before the files get their names, the older texts that
--- would not match them are renamed to NAME.old, and the new texts get their names last. If the process ends in between,
--- the folder has no such text, and a reader refuses it. It never reads new weights with an older text.
+-- would not match them are renamed to NAME.old, and the new texts get their names last. If the process ends earlier,
+-- the folder has no such text, and a reader refuses the folder. It never reads new weights with an older text.
 local agree = require "ps.dist.agree"
 local caller = require "ps.core.caller"
 local native = require "ps.core.ffi"
 local read_file = require "ps.core.read_file"
 local lfs = require "lfs"
-local realpath = require("posix.stdlib").realpath
+local readlink = require("posix.unistd").readlink
 local error = caller.error
 local C = native.C
 
@@ -26,10 +26,18 @@ local NEW, OLD = ".new", ".old"
 local Batch = {}
 Batch.__index = Batch
 
--- Returns the path of a file. If it is a link to a file, returns the path of that file.
+local MOST_LINKS = 40                                      -- as in src/io/file.c and Linux
+
+-- Returns the path of a file. If it is a link, returns the path that it leads to, also of a file that does not exist
+-- yet, as ps_file_write_atomic does.
 local function target(self, name)
   local path = self.path .. "/" .. name
-  return lfs.symlinkattributes(path, "mode") == "link" and realpath(path) or path
+  for _ = 1, MOST_LINKS do
+    local to = readlink(path)
+    if not to then break end
+    path = to:find "^/" and to or path:match "^(.*)/" .. "/" .. to
+  end
+  return path
 end
 
 local function write_text(path, text) native.check(C.ps_file_write_atomic(path, text, #text)) end
@@ -60,8 +68,8 @@ local function set_aside(self, order, aside)
   end
 end
 
--- Gives all files their names.
-local function commit(self, texts)
+-- Gives all files their names. Calls remove_older when no text is left that would lead a reader to older files.
+local function commit(self, texts, remove_older)
   local order, aside, folders, renamed = {}, {}, {}, 0
   self.texts = texts
   for name in pairs(texts) do order[#order + 1] = name end
@@ -70,6 +78,7 @@ local function commit(self, texts)
   local ok, problem = pcall(function()
     set_aside(self, order, aside)
     for _, list in ipairs { self.names, order } do
+      if list == order and remove_older then remove_older() end
       for _, name in ipairs(list) do
         local path = target(self, name)
         rename(path .. NEW, path)
@@ -103,12 +112,13 @@ end
 ---@param path string the folder
 ---@param group? ps.Group
 ---@param fn fun(batch: ps.pretrained.Batch): table<string, string>
-function batch.write(path, group, fn)
+---@param remove_older? fun() removes other files that a reader might take for files of this batch
+function batch.write(path, group, fn, remove_older)
   local rank = group and group:rank() or 0
   local self = setmetatable({ path = (path:gsub("(.)/+$", "%1")), names = {}, texts = {} }, Batch)
   local ok, problem = pcall(function()
     local texts = fn(self)
-    agree.run(group, function() if rank == 0 then commit(self, texts) end end)
+    agree.run(group, function() if rank == 0 then commit(self, texts, remove_older) end end)
   end)
   if rank == 0 then clean(self) end
   if not ok then error(problem, 0) end

@@ -328,13 +328,13 @@ local function write_all(path, files, config, group)
   for i in ipairs(files) do
     names[i] = #files == 1 and "model.safetensors" or ("model-%05d-of-%05d.safetensors"):format(i, #files)
   end
+  local kept = { unpack(names) }
+  if #files > 1 then kept[#kept + 1] = INDEX end
   batch.write(path, group, function(made)
     for i, list in ipairs(files) do save.write(made:file(names[i]), list, save.safetensors_file, group) end
     local index = #files > 1 and encode(index_of(files, names), "the index of the weights")
     return { [INDEX] = index or nil, ["config.json"] = config }
-  end)
-  if #files > 1 then names[#names + 1] = INDEX end
-  agree.run(group, function() if not group or group:rank() == 0 then remove_older(path, names) end end)
+  end, function() remove_older(path, kept) end)
 end
 
 --- Writes a folder from one process: weights, config.json and the companion files of another folder.
