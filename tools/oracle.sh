@@ -179,7 +179,7 @@ run_parts() {
   trap 'rm -f "$log"' EXIT
   export PATH="$(dirname "$python"):$PATH" PS_TORCH_PYTHON=$python
   parts=${ORACLE_PARTS:-$(cd "$root/spec/oracle" && ls ./*_oracle.py | sed 's|^\./||; s|_oracle\.py$||')}
-  if [ -z "${PS_LLAMA:-}" ]; then
+  if [ -z "${PS_LLAMA:-}" ] && printf '%s\n' $parts | grep -qx llama; then
     parts=$(printf '%s\n' $parts | grep -vx llama)
     echo "oracle: the part llama is left out: PS_LLAMA is not set (tools/oracle.sh llama builds llama.cpp)"
   fi

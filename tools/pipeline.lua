@@ -8,6 +8,7 @@ local argparse = require "argparse"
 local pipe_table = require "ps.parallel.pipeline.table"
 local picture = require "ps.parallel.pipeline.picture"
 local command_line = require "ps.core.command_line"
+local read_file = require "ps.core.read_file"
 local whole, number = command_line.whole, command_line.number
 
 local parser = argparse("psluajit pipeline", "Shows the table of a pipeline.")
@@ -38,11 +39,8 @@ local function table_of()
       if args[name] then error(("--%s does not apply with --read FILE, which has the table"):format(
         (name:gsub("_", "-"))), 0) end
     end
-    local f, why = io.open(args.read, "rb")
-    if not f then error(why, 0) end
-    local text, problem = f:read "*a"
-    f:close()
-    if not text then error(("%s: %s"):format(args.read, problem), 0) end
+    local text, why = read_file(args.read)
+    if not text then error(why, 0) end
     return pipe_table.read(text, args.read)
   end
   if not (args.schedule and args.stages and args.micro_batches) then

@@ -8,6 +8,7 @@ local ps = require "ps"
 local ffi = require "ffi"
 local merge = require "ps.lora.merge_folder"
 local read_file = require "ps.core.read_file"
+local check = require "spec.check_lib"
 local run = require "tools.faults.run"
 ffi.cdef "void faults_arm(const char *plan); int64_t faults_happened(void); int64_t faults_calls(void);"
 local C = ffi.C
@@ -36,11 +37,7 @@ end
 
 local ids = ps.randint(1, 39, { 2, 9 }, { dtype = "int32" }):keep()
 local function bits(model)
-  local out = ps.no_grad(function() return model({ input_ids = ids }).logits:contiguous() end)
-  local n = tonumber(ps.C.ps_tensor_nbytes(out))
-  local buffer = ffi.new("uint8_t[?]", n)
-  ps.check(ps.C.ps_tensor_read(out, buffer, n))
-  return ffi.string(buffer, n)
+  return check.bytes(ps.no_grad(function() return model({ input_ids = ids }).logits end))
 end
 
 local function read_gguf(path) return assert(read_file(path .. ".gguf")) end

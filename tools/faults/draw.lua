@@ -163,8 +163,8 @@ local function at(where, doors, action, count, pattern)
 end
 
 local FILE = { "read", "write", "sync", "rename", "open", "space", "mkdir", "remove", "map" }
--- Where a process ends: at a call of a file, or at any. Power is lost more often between an fsync and a rename. It is
--- also lost when the process has ended, and everything that it said must be true.
+-- Where a process ends: at a call of a file, or at any. Power is lost more often at an fsync or a rename, and also
+-- after the process has ended. Then everything that the process reported must be true.
 local ENDS = { "any", "any", "any", "write", "sync", "rename", "open", "mkdir", "remove", "read", "map" }
 local POWER = { "end", "end", "sync", "sync", "rename" }
 for _, door in ipairs(ENDS) do POWER[#POWER + 1] = door end

@@ -204,8 +204,9 @@ local function optimizer_tensors(file)
   end })
 end
 
--- Reads values with which a schedule-free optimizer evaluates the model. The file has those of training, which `text`
--- tells how to move (ps.optim.average). `read` fills a tensor of the same shape with a tensor of the file.
+-- Reads the values at which a schedule-free optimizer evaluates the model. The file contains the values of training,
+-- and `text` describes how to move them (ps.optim.average).
+-- `read` fills a tensor of the same shape with a tensor of the file.
 local function read_average(file, name, text, tensor, read)
   local state, weight = text:match "^(%S+) (%S+)$"
   local toward = PREFIX .. name .. "." .. state
@@ -223,7 +224,7 @@ end
 
 -- Returns the model's tensors of a file, with the methods that Module:load_state_dict calls. An engine's parameters
 -- have masters from the beginning, so for an engine, a master in the file is read instead of the rounded parameter.
--- averages: of a model without its optimizer.
+-- averages: if the model is loaded without its optimizer, how to compute the averages of parameters, by name.
 local function model_view(file, for_engine, averages)
   local function source(name)
     local master = PREFIX .. name .. ".master"

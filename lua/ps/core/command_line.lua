@@ -44,7 +44,7 @@ function command_line.number(option, least, most)
     function(n) return n >= least and n <= (most or math.huge) and n < math.huge end)
 end
 
--- Adds the long names of a parser's options that take one value, and of those of its commands.
+-- Adds the long names of the options that take one value, of a parser and of its commands.
 local function add_names(parser, names)
   for _, option in ipairs(parser._options) do
     for _, alias in ipairs(option._aliases) do

@@ -187,8 +187,8 @@ function heads.segments(who, config, given)
   return nil, places
 end
 
---- Returns the parts of a model that takes segments: in a batch with segments, dropout numbers each of them as a sample
---- of its own.
+--- Prepares and returns the parts of a model that accepts segments: in a batch with segments, dropout treats each
+--- segment as a separate sample.
 ---@param list ps.nn.Part[] parts of which each gets the batch's mask in batch.mask
 ---@return ps.nn.Part[] list
 function heads.segmented(list) return segments_of.parts(list) end
