@@ -770,7 +770,7 @@ do
   local tol = { fp32 = 2e-5, bf16 = 0.03, fp16 = 0.005 }
   forward.tol = tol
   case(forward)
-  --- Adds keys and values of a cache of another type than the queries, which have 4 heads for 2 of the keys.
+  --- Adds a case whose keys and values are a cache of another type. There are 4 heads of queries and 2 of keys.
   local cached = { "attention", tol = tol, layouts = false }
   local function cache(T, S, D, turn, mask)
     cached[#cached + 1] = { F { 2, 4, T, D }, F { 2, 2, S, D }, F { 2, 2, S, D }, mask and B { 2, S } or NONE,

@@ -152,7 +152,7 @@ describe("the kernels of the device cuda" .. (REAL and "" or ", on the processor
       end
       table.sort(missing)
       missing = table.concat(missing, " ")
-      -- The host runs the updates of Muon (docs/optimizers.md). t:prod() uses other ops on a GPU.
+      -- The host runs the updates of Muon and Lion8bit (docs/optimizers.md). t:prod() uses other ops on a GPU.
       assert(missing == "copy_to_tp counted_once expand lion8bit_ muon_ permute prod reshape scatter_to_tp slice "
         .. "to_device", missing)
     ]]

@@ -1,10 +1,11 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * The workspace that cuda's kernels request, also for a card that this machine does not have. It is computed op
- * by op in the way of the kernels, with functions that the kernels call, too (cuda/rules.h). The emulated plug-in
- * compares the computed workspace with the kernels' workspace at every call. */
+ * by op, with the functions of cuda/rules.h, which the kernels also call. The emulated plug-in compares the computed
+ * workspace with the kernels' workspace at every call. */
 #include "backend/cuda_rules.h"
 #include <string.h>
 #include "base/blocks.h"
+#include "base/update.h"
 
 static int64_t up(int64_t nbytes) { return (nbytes + 63) / 64 * 64; }
 static int64_t nbytes_of(const ps_view *v) { return v->numel * ps_dtype_bytes(v->dtype); }
@@ -182,7 +183,7 @@ static int64_t lamb(const ps_call *call)
 {
     int64_t nbytes = 0;
     for (int i = 0; i + 5 <= call->n_in; i += 5)
-        if (call->in[i].numel > 0) nbytes += up(ps_cu_lamb_nbytes(call->in[i].numel));
+        if (call->in[i].numel > 0) nbytes += up(ps_cu_lamb_nbytes(ps_cu_div_up(call->in[i].numel, PS_LAMB_UNIT)));
     return nbytes;
 }
 static int64_t adafactor(const ps_call *call)

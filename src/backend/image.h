@@ -6,13 +6,7 @@
 #include <math.h>
 #include <string.h>
 #include "backend/backend.h"
-
-/* functions for the processor and, if CUDA's compiler reads this file, for the device */
-#ifdef __CUDACC__
-#define PS_BOTH static __host__ __device__ inline
-#else
-#define PS_BOTH static inline
-#endif
+#include "base/half.h"
 
 /* -- convolution --------------------------------------------------------------------------------------------------- */
 /* x is [n, c, in], w is [o, c / groups, k], and y is [n, o, out]. Pairs hold the values for H and W. A tensor [N, C,

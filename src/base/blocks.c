@@ -67,7 +67,8 @@ void ps_unpack_q8_0(const uint8_t *s, float *out)
     for (int k = 0; k < 32; k++) out[k] = (float)(int8_t)s[2 + k] * d;
 }
 
-/* The scale rounds to fp16. If a value is not finite, or too large for the scale, unpacking gives NaN or infinity. */
+/* The scale is rounded to fp16. If a value is not finite, or too large for the scale, the block unpacks to NaN or
+ * infinity. */
 void ps_pack_q8_0(const float *x, uint8_t *s)
 {
     float most = 0, odd = 0;
@@ -193,11 +194,6 @@ void ps_unpack_iq4_xs(const uint8_t *s, float *out)
 }
 
 /* -- NF4 ----------------------------------------------------------------------------------------------------------- */
-const float ps_nf4[16] = { -1.0f, -0.6961928009986877f, -0.5250730514526367f, -0.39491748809814453f,
-                           -0.28444138169288635f, -0.18477343022823334f, -0.09105003625154495f, 0.0f,
-                           0.07958029955625534f, 0.16093020141124725f, 0.24611230194568634f, 0.33791524171829224f,
-                           0.44070982933044434f, 0.5626170039176941f, 0.7229568362236023f, 1.0f };
-
 /* A block has the absolute maximum in fp32 and 32 bytes. Value 2 k is in the high half of byte k, value 2 k + 1 in
  * its low half. */
 void ps_unpack_nf4(const uint8_t *s, float *out)

@@ -32,7 +32,10 @@ static inline int ps_blocks_int8(int type)
 /* Packs 32 values into a block of Q8_0, as ggml's reference quantizer does. */
 void ps_pack_q8_0(const float *x, uint8_t *block);
 
-extern const float ps_nf4[16];                          /* the values of NF4, for an absolute maximum of 1 */
+static const float ps_nf4[16] = {                       /* the values of NF4, for an absolute maximum of 1 */
+    -1.0f, -0.6961928009986877f, -0.5250730514526367f, -0.39491748809814453f, -0.28444138169288635f,
+    -0.18477343022823334f, -0.09105003625154495f, 0.0f, 0.07958029955625534f, 0.16093020141124725f,
+    0.24611230194568634f, 0.33791524171829224f, 0.44070982933044434f, 0.5626170039176941f, 0.7229568362236023f, 1.0f };
 /* Reads the scale and minimum of part p of 8 in Q4_K and Q5_K. The 8 pairs of 6-bit values are packed in 12 bytes. */
 static inline void ps_blocks_scale(const uint8_t *s, int p, int *scale, int *min)
 {

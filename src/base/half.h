@@ -7,18 +7,26 @@
 #include <stdint.h>
 #include <string.h>
 
-static inline uint32_t ps_f32_bits(float f) { uint32_t u; memcpy(&u, &f, 4); return u; }
-static inline float ps_bits_f32(uint32_t u) { float f; memcpy(&f, &u, 4); return f; }
+/* Functions for the host and, if CUDA's compiler reads this file, also for the device. They are inlined, so that the
+ * host and all kernels compute the same bits. */
+#ifdef __CUDACC__
+#define PS_BOTH static __host__ __device__ inline
+#else
+#define PS_BOTH static inline
+#endif
 
-static inline float ps_bf16_to_f32(uint16_t h) { return ps_bits_f32((uint32_t)h << 16); }
-static inline uint16_t ps_f32_to_bf16(float f)
+PS_BOTH uint32_t ps_f32_bits(float f) { uint32_t u; memcpy(&u, &f, 4); return u; }
+PS_BOTH float ps_bits_f32(uint32_t u) { float f; memcpy(&f, &u, 4); return f; }
+
+PS_BOTH float ps_bf16_to_f32(uint16_t h) { return ps_bits_f32((uint32_t)h << 16); }
+PS_BOTH uint16_t ps_f32_to_bf16(float f)
 {
     uint32_t u = ps_f32_bits(f);
     if ((u & 0x7fffffffu) > 0x7f800000u) return (uint16_t)((u >> 16) | 0x40);  /* quiet NaN */
     return (uint16_t)((u + 0x7fffu + ((u >> 16) & 1)) >> 16);
 }
 
-static inline float ps_f16_to_f32(uint16_t h)
+PS_BOTH float ps_f16_to_f32(uint16_t h)
 {
     uint32_t sign = (uint32_t)(h & 0x8000) << 16, exp = (h >> 10) & 31, man = h & 0x3ff;
     if (exp == 31) return ps_bits_f32(sign | 0x7f800000u | (man << 13) | (man ? 0x400000u : 0));
@@ -28,7 +36,7 @@ static inline float ps_f16_to_f32(uint16_t h)
     }
     return ps_bits_f32(sign | ((exp + 112) << 23) | (man << 13));
 }
-static inline uint16_t ps_f32_to_f16(float f)
+PS_BOTH uint16_t ps_f32_to_f16(float f)
 {
     uint32_t u = ps_f32_bits(f), sign = (u >> 16) & 0x8000, a = u & 0x7fffffffu;
     if (a > 0x7f800000u) return (uint16_t)(sign | 0x7e00 | ((a >> 13) & 0x3ff));  /* NaN */
@@ -42,13 +50,13 @@ static inline uint16_t ps_f32_to_f16(float f)
 
 /* Splits an fp32 value M into a bf16 weight W and a remainder lo. W is M rounded to nearest, ties away from zero; lo
  * is the lower 16 bits of M. Then M = ((W - (lo >> 15)) << 16) | lo, also for ties. All NaNs become one NaN. */
-static inline uint16_t ps_remainder_split(uint32_t m, uint16_t *lo)
+PS_BOTH uint16_t ps_remainder_split(uint32_t m, uint16_t *lo)
 {
     bool nan = (m & 0x7fffffffu) > 0x7f800000u;
     *lo = nan ? 0 : (uint16_t)m;
     return nan ? 0x7fc0 : (uint16_t)((m + 0x8000u) >> 16);
 }
-static inline uint32_t ps_remainder_join(uint16_t w, uint16_t lo)
+PS_BOTH uint32_t ps_remainder_join(uint16_t w, uint16_t lo)
 {
     return (uint32_t)(uint16_t)(w - (lo >> 15)) << 16 | lo;
 }

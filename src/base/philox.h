@@ -4,12 +4,7 @@
 #ifndef PS_BASE_PHILOX_H
 #define PS_BASE_PHILOX_H
 #include <stdint.h>
-
-#ifdef __CUDACC__                    /* inlined, so that all kernels draw the same numbers */
-#define PS_PHILOX_INLINE static __host__ __device__ inline
-#else
-#define PS_PHILOX_INLINE static inline
-#endif
+#include "base/half.h"
 
 typedef struct ps_philox { uint32_t v[4]; } ps_philox;
 
@@ -17,9 +12,9 @@ typedef struct ps_philox { uint32_t v[4]; } ps_philox;
  * row's own sample number, modulo 2^32. `begin` is the segment's first position. The multiplier (2^32 divided by the
  * golden ratio) spreads the numbers, so that segments of nearby rows rarely share a number.
  * lua/ps/tensor/functional.lua computes the same numbers. */
-PS_PHILOX_INLINE uint64_t ps_segment_sample(int64_t begin) { return (uint64_t)begin * 0x9E3779B1u; }
+PS_BOTH uint64_t ps_segment_sample(int64_t begin) { return (uint64_t)begin * 0x9E3779B1u; }
 
-PS_PHILOX_INLINE ps_philox ps_philox4x32(uint64_t key, uint64_t counter_lo, uint64_t counter_hi)
+PS_BOTH ps_philox ps_philox4x32(uint64_t key, uint64_t counter_lo, uint64_t counter_hi)
 {
     uint32_t k0 = (uint32_t)key, k1 = (uint32_t)(key >> 32);
     uint32_t c0 = (uint32_t)counter_lo, c1 = (uint32_t)(counter_lo >> 32);
@@ -35,5 +30,5 @@ PS_PHILOX_INLINE ps_philox ps_philox4x32(uint64_t key, uint64_t counter_lo, uint
 }
 
 /* Converts 24 random bits to a float in [0, 1). */
-PS_PHILOX_INLINE float ps_unit_f32(uint32_t u) { return (float)(u >> 8) * 0x1p-24f; }
+PS_BOTH float ps_unit_f32(uint32_t u) { return (float)(u >> 8) * 0x1p-24f; }
 #endif

@@ -9,15 +9,8 @@
 #include <stdint.h>
 #include "base/half.h"
 
-#ifdef __CUDACC__                     /* these functions are for kernels */
-#define PS_UPDATE_INLINE static __device__ inline
-#define PS_UPDATE_BITS(f) __float_as_uint(f)
-#else
-#define PS_UPDATE_INLINE static inline
-#define PS_UPDATE_BITS(f) ps_f32_bits(f)
-#endif
-
 enum { PS_STATE_BLOCK = 256 };        /* elements that share a scale */
+enum { PS_LAMB_UNIT = 4096 };         /* number of elements whose squares LAMB sums at a time */
 
 /* -- 8-bit codes of states ----------------------------------------------------------------------------------------- */
 /* The dynamic map of bitsandbytes and torchao (Dettmers et al. 2022, "8-bit Optimizers via Block-wise Quantization")
@@ -75,19 +68,19 @@ static inline void ps_codes_make(ps_codes *c, bool has_sign)
 }
 
 /* Returns the value of a code. */
-PS_UPDATE_INLINE float ps_codes_value(const ps_codes *c, int code, bool has_sign)
+PS_BOTH float ps_codes_value(const ps_codes *c, int code, bool has_sign)
 {
     float q = (float)(has_sign ? 2 * (code - 127) : code + 1);
-    int j = (int)(PS_UPDATE_BITS(q) >> 23 & 7);
+    int j = (int)(ps_f32_bits(q) >> 23 & 7);
     return fmaf(c->slope[j], q, has_sign && q < 0 ? -c->base[j] : c->base[j]);
 }
 
 /* Returns the code of the value nearest to x. x must be greater than -1 - 2^-22 and less than 1 + 2^-22; without
  * signs it must be at least 0. With signs, the smallest value is -0.993, since -1 has no code. */
-PS_UPDATE_INLINE int ps_codes_nearest(const ps_codes *c, float x, bool has_sign)
+PS_BOTH int ps_codes_nearest(const ps_codes *c, float x, bool has_sign)
 {
     float magnitude = fabsf(x);
-    int32_t high = (int32_t)(PS_UPDATE_BITS(magnitude) >> 16) - PS_CODES_LEAST;
+    int32_t high = (int32_t)(ps_f32_bits(magnitude) >> 16) - PS_CODES_LEAST;
     int j = (int)((high > 0 ? (uint32_t)high : 0) * PS_CODES_SPREAD >> 16);
     j += magnitude >= c->bound[j];
     float k = fmaf(magnitude, c->rate[j], c->shift[j]);
@@ -99,7 +92,7 @@ PS_UPDATE_INLINE int ps_codes_nearest(const ps_codes *c, float x, bool has_sign)
 
 /* Returns the factor by which a block is multiplied before its elements are quantised. `most` is the largest
  * magnitude in the block, which is finite. */
-PS_UPDATE_INLINE float ps_codes_factor(float most)
+PS_BOTH float ps_codes_factor(float most)
 {
     float factor = most > 0 ? 1 / most : 0;
     return factor < FLT_MAX ? factor : FLT_MAX;              /* 1 / most overflows for subnormal numbers */
@@ -116,8 +109,8 @@ static inline double ps_muon_ratio(int adjust, int64_t rows, int64_t cols)
 /* Returns Adafactor's step size. `rms` is the root mean square of the parameter. If hugging_face is true, uses the
  * rule of transformers, which has the three switches and uses lr only without relative_step. Otherwise uses
  * PyTorch's rule. */
-PS_UPDATE_INLINE double ps_adafactor_rate(int64_t step, double lr, double eps2, double rms, bool hugging_face,
-                                       bool scale_parameter, bool relative_step, bool warmup_init)
+PS_BOTH double ps_adafactor_rate(int64_t step, double lr, double eps2, double rms, bool hugging_face,
+                                 bool scale_parameter, bool relative_step, bool warmup_init)
 {
     double t = (double)step, scale = eps2 > rms ? eps2 : rms, root = 1 / sqrt(t);
     if (!hugging_face) return scale * (lr < root ? lr : root);

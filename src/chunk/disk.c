@@ -365,9 +365,9 @@ static void lose_ring(ps_disk *d, piece *pieces, int err)
     give_up(d, err);
 }
 
-/* Takes pieces for all unused entries and submits them. Returns the number of pieces in use. Checksums of writes are
- * computed after submitting, so that the disk works meanwhile. A request that the kernel refuses stays in the ring
- * until the next submission. */
+/* Assigns pieces to all unused entries and prepares their requests. Returns the number of pieces in use. If writes
+ * need checksums, requests are submitted before the checksums are computed, so that the disk works meanwhile. Other
+ * requests, and those that the kernel refuses, stay in the ring until the next submission. */
 static int send_pieces(ps_disk *d, piece *pieces)
 {
     bool taken[DEPTH] = { false };
@@ -504,8 +504,8 @@ static int make_file(ps_disk *d)
     struct statvfs room;
     struct statfs kind;
     struct rlimit most;
-    if (statvfs(d->folder, &room) < 0 || statfs(d->folder, &kind) < 0) return fail_file(d, "cannot read the free space "
-                                                                                           "of", errno);
+    if (statvfs(d->folder, &room) < 0 || statfs(d->folder, &kind) < 0)
+        return fail_file(d, "cannot read the free space of", errno);
     int64_t bytes_free = (int64_t)((uint64_t)room.f_bavail * room.f_frsize);
     if (d->capacity > bytes_free)
         return ps_fail_room(PS_ENOSPC, PS_SUB_NONE, -1, d->capacity, bytes_free,
@@ -530,8 +530,7 @@ static int make_file(ps_disk *d)
     while (rc < 0 && errno == EINTR);
     if (rc < 0 && (errno == EOPNOTSUPP || errno == ENOSYS)) {
         ps_log(PS_LOG_WARN, "disk tier: the file system of %s cannot reserve space; a write fails if other programs "
-                            "fill "
-               "the disk", d->folder);
+               "fill the disk", d->folder);
         rc = ftruncate(d->fd, d->capacity);
     }
     if (rc < 0) return fail_file(d, "cannot reserve space in", errno);
@@ -713,8 +712,8 @@ static int fail_cause(const ps_disk *d, const cause *why, const char *before)
                        "one of the bytes that were written there; check that disk, or choose another folder in "
                        "memory.disk", d->folder, before, (long long)why->nbytes, (long long)why->offset);
     bool full = why->err == ENOSPC || why->err == EDQUOT;
-    const char *text = why->err ? strerror(why->err) : why->way == READ ? "the file ended early" : "no bytes were "
-                                                                                                   "written";
+    const char *text = why->err ? strerror(why->err)
+                                : why->way == READ ? "the file ended early" : "no bytes were written";
     return ps_fail(full ? PS_ENOSPC : PS_EIO, "disk tier in %s: %s%s %lld bytes at offset %lld failed: %s (errno %d); "
                    "%s, or choose another folder in memory.disk", d->folder, before,
                    why->way == READ ? "reading" : "writing", (long long)why->nbytes, (long long)why->offset, text,

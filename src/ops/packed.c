@@ -43,11 +43,11 @@ int infer_pack(ps_infer *f)
     const ps_attrs_pack *at = f->attrs;
     const ps_tensor *x = f->in[0];
     const ps_blocks *b = ps_blocks_of(PS_Q8_0);
-    if (at->type != PS_Q8_0) return ps_rule_fail(f, "numbers are packed as type %d, Q8_0, not %d", PS_Q8_0, at->type);
+    if (at->type != PS_Q8_0) return ps_rule_fail(f, "only type %d (Q8_0) can be packed, not %d", PS_Q8_0, at->type);
     if (x->ndim < 1 || !ps_dtype_is_float(x->dtype_)) return ps_rule_fail(f, "x must be float [..., I]");
     int64_t width = x->shape_[x->ndim - 1];
     if (width % b->block)
-        return ps_rule_fail(f, "rows of %lld values are no whole number of blocks of %s, of %d values",
+        return ps_rule_fail(f, "rows of %lld values are not a whole number of blocks of %s, which have %d values",
                             (long long)width, b->name, b->block);
     f->out[0] = ps_meta_like(x);
     f->out[0].dtype = PS_U8;

@@ -71,9 +71,8 @@ int infer_reshape(ps_infer *f)
         m->shape[i] = at->shape[i];
         if (at->shape[i] == -1 && unknown < 0) unknown = i;
         else if (at->shape[i] < 0) return ps_rule_fail(f, "the new shape has size %lld", (long long)at->shape[i]);
-        else if (__builtin_mul_overflow(numel, at->shape[i], &numel)) return ps_rule_fail(f,
-                                                                                          "the new shape has 2^63 "
-                                                                                          "elements or more");
+        else if (__builtin_mul_overflow(numel, at->shape[i], &numel))
+            return ps_rule_fail(f, "the new shape has 2^63 elements or more");
     }
     if (unknown >= 0 && numel > 0 && x->numel_ % numel == 0) m->shape[unknown] = x->numel_ / numel, numel = x->numel_;
     if (numel != x->numel_ || (unknown >= 0 && m->shape[unknown] < 0)) {

@@ -237,9 +237,9 @@ static int take(ps_p2p_request *q, const wire *got)
         char wanted[TEXT], came[TEXT];
         wire_text(&q->head, wanted);
         wire_text(got, came);
-        return ps_fail_rank(PS_EINVAL, group_world(p->group, q->peer), "rank %d expects %s from rank %d, which sent "
-                                                                       "%s (lane %s): the ranks' schedules, batches or "
-                                                                       "models differ",
+        return ps_fail_rank(PS_EINVAL, group_world(p->group, q->peer),
+                            "rank %d expects %s from rank %d, which sent %s (lane %s): the ranks' schedules, batches "
+                            "or models differ",
                             group_world(p->group, p->comm->rank), wanted, group_world(p->group, q->peer), came,
                             lane_names[q->lane]);
     }

@@ -270,7 +270,7 @@ def rows_of_norm():
 
 
 def optim_work(kernel_types, param="param", unit=1024, states=2):
-    """Two tensors of 1500 and 1027 elements, as optim.h has them. kernel_types: of parameter, gradient and master."""
+    """Two tensors of 1500 and 1027 elements, as in optim.h. kernel_types: of parameter, gradient and master."""
     p, g, m = kernel_types
     state = ["m", "v"][:states] if states < 4 else ["m", "m_scale", "v", "v_scale"]
     one = dict(param=param, master="master", grad="grad", state=state, numel=1500, first_unit=0, param_type=p,

@@ -62,8 +62,8 @@ static double in_order(const double *x, int64_t n)
  *     E = A - s I,  P = ((b + 2 c s) E + c E E) / q,  q = a + b s + c s s.
  * In the last iterations A is near I, and b A and c A A nearly cancel, so that the products' rounding errors grow.
  * If s I is near A, E is small, and the rounding errors stay small. Operands of half types have no shift, because A
- * is small in the first iterations, and A - s I would lose it. X is stored divided by `scale`, the product of all q
- * so far, so that the last product adds X itself. */
+ * is small in the first iterations, and the rounding of A - s I would remove most of its digits. X is stored divided
+ * by `scale`, the product of all q so far, so that the last product adds X itself. */
 typedef struct matrices {
     ps_call *call;
     ps_gemm_space space;
@@ -74,8 +74,7 @@ typedef struct matrices {
     double shift, q, scale;
 } matrices;
 
-/* The shift s for fp32 operands. Among shifts from 0.5 to 1, random matrices have the smallest errors from 0.6 to
- * 0.7. */
+/* The shift s for fp32 operands. For random matrices the errors are smallest with shifts from 0.6 to 0.7. */
 static const double SHIFT = 0.65;
 
 static int64_t size_of(const matrices *m) { return m->type == PS_F32 ? 4 : 2; }
@@ -97,8 +96,8 @@ static int block(matrices *m, float *dst, void *a, int64_t K, int64_t i0, int64_
     bool turned = a == m->x;
     ps_gemm g = { .batch = 1 };
     g.a = (ps_mat){ at(m, a, i0 * K), m->type, rows, K, K, 1 };
-    g.b = turned ? (ps_mat){ at(m, a, j0 * K), m->type, K, cols, 1, K } : (ps_mat){ at(m, a, j0), m->type, K, cols, K,
-                                                                                  1 };
+    g.b = turned ? (ps_mat){ at(m, a, j0 * K), m->type, K, cols, 1, K }
+                 : (ps_mat){ at(m, a, j0), m->type, K, cols, K, 1 };
     g.dst = (ps_mat){ dst + i0 * m->R + j0, PS_F32, rows, cols, m->R, 1 };
     return ps_cpu_gemm_run(&m->space, &g);
 }
@@ -392,7 +391,6 @@ int ps_cpu_adafactor(ps_call *call)
 
 /* -- LAMB ---------------------------------------------------------------------------------------------------------- */
 typedef struct lamb { float scale, b1, b2, c1, c2, inv1, inv2, eps, wd; } lamb;
-enum { LAMB_UNIT = 4096 };            /* number of elements whose squares are summed at a time */
 
 static float lamb_update(const lamb *h, const ps_view *in, int64_t i)
 {
@@ -401,12 +399,12 @@ static float lamb_update(const lamb *h, const ps_view *in, int64_t i)
 }
 static void lamb_tensor(const ps_attrs_lamb_ *a, const lamb *h, const ps_view *in, double *of_p, double *of_u)
 {
-    int64_t n = in->numel, units = (n + LAMB_UNIT - 1) / LAMB_UNIT;
+    int64_t n = in->numel, units = (n + PS_LAMB_UNIT - 1) / PS_LAMB_UNIT;
     float *m = in[3].data, *v = in[4].data;
 #pragma omp parallel for schedule(static) if (n > PS_PAR_MIN)
     for (int64_t k = 0; k < units; k++) {
         of_p[k] = of_u[k] = 0;
-        for (int64_t i = k * LAMB_UNIT; i < n && i < (k + 1) * LAMB_UNIT; i++) {
+        for (int64_t i = k * PS_LAMB_UNIT; i < n && i < (k + 1) * PS_LAMB_UNIT; i++) {
             float g = grad_at(in, i) * h->scale, p = master_at(in, i);
             m[i] = h->b1 * m[i] + h->c1 * g;
             v[i] = h->b2 * v[i] + h->c2 * g * g;
@@ -432,7 +430,7 @@ int ps_cpu_lamb(ps_call *call)
                .wd = (float)a->weight_decay };
     for (int n = 0; n + 5 <= call->n_in; n += 5) if (!known(&call->in[n], 5)) return PS_EUNSUP;
     for (int n = 0; n + 5 <= call->n_in; n += 5) {
-        size_t units = (size_t)(call->in[n].numel + LAMB_UNIT - 1) / LAMB_UNIT;
+        size_t units = (size_t)(call->in[n].numel + PS_LAMB_UNIT - 1) / PS_LAMB_UNIT;
         double *sums = call->scratch(call, (2 * units + 1) * sizeof *sums);
         if (!sums) return PS_ENOMEM;
         if (!call->dry) lamb_tensor(a, &h, &call->in[n], sums, sums + units);

@@ -6,10 +6,9 @@
 #ifndef PS_CUDA_DEVICE_H
 #define PS_CUDA_DEVICE_H
 #include "backend/cuda/cuda.h"
-#include "base/philox.h"
-#ifdef PS_EMULATE_CUDA
 #include "base/half.h"
-#else
+#include "base/philox.h"
+#ifndef PS_EMULATE_CUDA
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #define PS_START(kernel, grid, block, shared_nbytes, stream, ...) \

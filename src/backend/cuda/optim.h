@@ -71,18 +71,8 @@ template <> struct exact<double> {
 };
 
 /* -- masters: fp32, fp64, or the lower halves of fp32 values whose upper halves are the bf16 parameter (half.h) ---- */
-/* Device versions of the functions in half.h, which is compiled only for the host. */
-DEV float remainder_join(uint16_t w, uint16_t lo)
-{
-    return __uint_as_float((uint32_t)(uint16_t)(w - (lo >> 15)) << 16 | lo);
-}
-DEV uint16_t remainder_split(float p, uint16_t *lo)
-{
-    uint32_t m = __float_as_uint(p);
-    bool nan = (m & 0x7fffffffu) > 0x7f800000u;
-    *lo = nan ? 0 : (uint16_t)m;
-    return nan ? 0x7fc0 : (uint16_t)((m + 0x8000u) >> 16);
-}
+DEV float remainder_join(uint16_t w, uint16_t lo) { return __uint_as_float(ps_remainder_join(w, lo)); }
+DEV uint16_t remainder_split(float p, uint16_t *lo) { return ps_remainder_split(__float_as_uint(p), lo); }
 /* Remainders are uint8 tensors, so their address can be odd. */
 DEV uint16_t low_at(const void *low, int64_t i)
 {

@@ -16,11 +16,8 @@ struct packed_type {
 
 static packed_type type_of(int type)
 {
-    packed_type t = { type, 32, 0,
-        { -1.0f, -0.6961928009986877f, -0.5250730514526367f, -0.39491748809814453f, -0.28444138169288635f,
-          -0.18477343022823334f, -0.09105003625154495f, 0.0f, 0.07958029955625534f, 0.16093020141124725f,
-          0.24611230194568634f, 0.33791524171829224f, 0.44070982933044434f, 0.5626170039176941f, 0.7229568362236023f,
-          1.0f } };
+    packed_type t = { type, 32, 0, { 0 } };
+    memcpy(t.nf4, ps_nf4, sizeof t.nf4);
     switch (type) {
     case PS_Q4_0: case PS_IQ4_NL: t.bytes = 18; break;
     case PS_Q4_1: t.bytes = 20; break;
@@ -251,7 +248,7 @@ static int pack_op(ps_call *call)
 }
 
 /* -- few rows ------------------------------------------------------------------------------------------------------ */
-/* Rounds parts of 32 elements to 8 bits as described in base/blocks.h, and multiplies them by their scale again. A
+/* Rounds parts of 32 elements to 8 bits as described in base/blocks.h, and multiplies the integers by their scale. A
  * warp rounds one part. */
 template <class T> KERNEL_UP_TO(THREADS) round_kernel(typename type_info<T>::acc *to, const T *x, int64_t parts)
 {

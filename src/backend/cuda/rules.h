@@ -67,10 +67,8 @@ enum { PS_CU_SQUARES_UNIT = 16 * 256 };        /* elements per block; each block
 static inline int64_t ps_cu_squares_nbytes(int64_t units) { return (units + 1) * 8; }
 
 /* -- LAMB and Adafactor (whole.cu) --------------------------------------------------------------------------------- */
-enum { PS_CU_LAMB_UNIT = 4096 };               /* number of elements whose squares are summed at a time, as on the
-                                                * cpu */
-static inline int64_t ps_cu_lamb_units(int64_t numel) { return ps_cu_div_up(numel, PS_CU_LAMB_UNIT); }
-static inline int64_t ps_cu_lamb_nbytes(int64_t numel) { return (2 * ps_cu_lamb_units(numel) + 2) * 8; }
+/* units: number of units of PS_LAMB_UNIT elements (base/update.h). */
+static inline int64_t ps_cu_lamb_nbytes(int64_t units) { return (2 * units + 2) * 8; }
 /* rows: number of rows of all matrices of a tensor. batch: number of matrices. */
 static inline int64_t ps_cu_factored_nbytes(int64_t rows, int64_t batch) { return (rows + 2 + batch) * 8; }
 
@@ -130,7 +128,7 @@ static inline int64_t ps_cu_packed_panel(int dtype)               /* number of v
     return ((int64_t)128 << 20) / ps_dtype_bytes(dtype);
 #endif
 }
-/* Returns the number of rows, or of columns, in a panel of a matrix [N, K]. Its columns consist of whole blocks. */
+/* Return the number of rows, or of columns, in a panel of a matrix [N, K]. A panel contains whole blocks. */
 static inline int64_t ps_cu_packed_rows(int64_t N, int64_t K, int dtype)
 {
     int64_t rows = ps_cu_packed_panel(dtype) / (K > 0 ? K : 1) / 64 * 64;

@@ -5,7 +5,7 @@
 #include "backend/cuda/optim.h"
 #include "base/update.h"
 
-/* Adds the terms of a block's threads to *sum, in the order of the threads. Only thread 0 has the sum. */
+/* Adds the terms of a block's threads to *sum, in the order of the threads. Only thread 0 computes the sum. */
 DEV void add_in_order(double term, int n, double *sum)
 {
     __shared__ double terms[THREADS];
@@ -42,16 +42,16 @@ template <class A> DEV A lamb_update(const lamb_constants &h, A p, A m, A v)
 }
 
 /* Updates the averages. Writes sums [2, units]: the sums of squares of p and of the update, per unit of
- * PS_CU_LAMB_UNIT elements. */
+ * PS_LAMB_UNIT elements. */
 template <class A> KERNEL_UP_TO(THREADS) lamb_sums_kernel(lamb_constants h, item it, double *sums, int64_t units)
 {
     typedef exact<A> e;
     A *ms = (A *)it.state[0], *vs = (A *)it.state[1];
     for (int64_t unit = blockIdx.x; unit < units; unit += gridDim.x) {
         double of_p = 0, of_u = 0;
-        int64_t end = (unit + 1) * PS_CU_LAMB_UNIT;
+        int64_t end = (unit + 1) * PS_LAMB_UNIT;
         if (end > it.numel) end = it.numel;
-        for (int64_t first = unit * PS_CU_LAMB_UNIT; first < end; first += THREADS) {
+        for (int64_t first = unit * PS_LAMB_UNIT; first < end; first += THREADS) {
             int64_t i = first + threadIdx.x;
             double p2 = 0, u2 = 0;
             if (i < end) {
@@ -85,8 +85,8 @@ template <class A> KERNEL_UP_TO(THREADS) lamb_kernel(lamb_constants h, item it, 
 
 template <class A> static int lamb_tensor(ps_call *call, const lamb_constants &h, const item &it)
 {
-    int64_t units = ps_cu_lamb_units(it.numel);
-    double *sums = (double *)call->scratch(call, (size_t)ps_cu_lamb_nbytes(it.numel));
+    int64_t units = ps_cu_div_up(it.numel, PS_LAMB_UNIT);
+    double *sums = (double *)call->scratch(call, (size_t)ps_cu_lamb_nbytes(units));
     if (!sums) return PS_ENOMEM;
     double *totals = sums + 2 * units;
     PS_LAUNCH(lamb_sums_kernel<A>, unit_blocks(units), THREADS, 0, ps_cu->compute, h, it, sums, units);

@@ -66,8 +66,8 @@ static struct run run_of(const struct attention *t, int64_t b, int64_t i)
     return r;
 }
 
-/* Finds the range of keys first .. last that order, window and segments let query i see. The mask can hide more
- * keys. */
+/* Finds the keys first .. last that query i can see under the causal order, the window and the segments. The mask
+ * can hide more keys. */
 static void keys_of(const struct attention *t, int64_t b, int64_t i, int64_t *first, int64_t *last)
 {
     int64_t at = i + t->S - t->T;

@@ -67,7 +67,7 @@ SIMD vf gelu_tanh(vf x)
 {
     vf above = vf_max(vf_set(-9.9f), x), c = vf_min(vf_set(9.9f), above);
     vf s = vf_set(1.0f) / (vf_set(1.0f) + gelu_tanh_exp(c, c * c));
-    return above * vf_select(x > vf_set(-9.9f), s, vf_zero());      /* selecting 0 for s where x <= -9.9 would need
+    return above * vf_select(x > vf_set(-9.9f), s, vf_zero());      /* x <= -9.9 ? 0 : s would need
                                                                      * two divisions */
 }
 SIMD vf gelu_tanh_backward(vf x, vf dy)

@@ -32,20 +32,7 @@ SIMD void adam_at(const struct adam *h, const struct item *it, int64_t i, int fo
     vf_store(of_v, v);
     master_put(it, i, p, form);
 }
-SIMD void adam_body(const struct adam *h, const struct item *it, int64_t i, int64_t last, int form, int grad_dtype)
-{
-    static const int nbytes[2] = { 4, 4 };
-    for (; i + VL <= last; i += VL) adam_at(h, it, i, form, grad_dtype);
-    if (i == last) return;
-    struct tail t;
-    tail_get(&t, it, i, (int)(last - i), nbytes);
-    adam_at(h, &t.it, 0, form, grad_dtype);
-    tail_put(&t, it, i, (int)(last - i), nbytes);
-}
-static void adam_span(const void *setting, const struct item *it, int64_t first, int64_t last)
-{
-    PS_BY_FORM(it, adam_body, setting, it, first, last);
-}
+PS_SPAN(adam, 4, 4)
 static int adam(ps_call *call)
 {
     const struct ps_attrs_adam_ *a = call->attrs;
@@ -75,21 +62,7 @@ SIMD void schedule_free_at(const struct schedule_free *h, const struct item *it,
     vf_store(of_v, v);
     master_put(it, i, vf_fma(vf_set(h->toward), u, vf_fma(vf_set(h->average), z - p, p)), form);
 }
-SIMD void schedule_free_body(const struct schedule_free *h, const struct item *it, int64_t i, int64_t last, int form,
-                             int grad_dtype)
-{
-    static const int nbytes[2] = { 4, 4 };
-    for (; i + VL <= last; i += VL) schedule_free_at(h, it, i, form, grad_dtype);
-    if (i == last) return;
-    struct tail t;
-    tail_get(&t, it, i, (int)(last - i), nbytes);
-    schedule_free_at(h, &t.it, 0, form, grad_dtype);
-    tail_put(&t, it, i, (int)(last - i), nbytes);
-}
-static void schedule_free_span(const void *setting, const struct item *it, int64_t first, int64_t last)
-{
-    PS_BY_FORM(it, schedule_free_body, setting, it, first, last);
-}
+PS_SPAN(schedule_free, 4, 4)
 static int schedule_free(ps_call *call)
 {
     const struct ps_attrs_adam_schedule_free_ *a = call->attrs;
@@ -112,20 +85,7 @@ SIMD void lerp_at(const struct lerp *h, const struct item *it, int64_t i, int fo
     vf p = master_get(it, i, form), end = vf_get(it->grad, i, end_dtype);
     master_put(it, i, vf_fma(vf_set(h->weight), end - p, h->near ? p : end), form);
 }
-SIMD void lerp_body(const struct lerp *h, const struct item *it, int64_t i, int64_t last, int form, int end_dtype)
-{
-    static const int none[2] = { 0, 0 };
-    for (; i + VL <= last; i += VL) lerp_at(h, it, i, form, end_dtype);
-    if (i == last) return;
-    struct tail t;
-    tail_get(&t, it, i, (int)(last - i), none);
-    lerp_at(h, &t.it, 0, form, end_dtype);
-    tail_put(&t, it, i, (int)(last - i), none);
-}
-static void lerp_span(const void *setting, const struct item *it, int64_t first, int64_t last)
-{
-    PS_BY_FORM(it, lerp_body, setting, it, first, last);
-}
+PS_SPAN(lerp, 0, 0)
 static int master_lerp(ps_call *call)
 {
     const struct ps_attrs_master_lerp_ *a = call->attrs;
@@ -159,20 +119,7 @@ SIMD void sgd_at(const struct sgd *h, const struct item *it, int64_t i, int form
     if (h->has_momentum) vf_store(of_m, m);
     master_put(it, i, p, form);
 }
-SIMD void sgd_body(const struct sgd *h, const struct item *it, int64_t i, int64_t last, int form, int grad_dtype)
-{
-    const int nbytes[2] = { h->has_momentum ? 4 : 0, 0 };
-    for (; i + VL <= last; i += VL) sgd_at(h, it, i, form, grad_dtype);
-    if (i == last) return;
-    struct tail t;
-    tail_get(&t, it, i, (int)(last - i), nbytes);
-    sgd_at(h, &t.it, 0, form, grad_dtype);
-    tail_put(&t, it, i, (int)(last - i), nbytes);
-}
-static void sgd_span(const void *setting, const struct item *it, int64_t first, int64_t last)
-{
-    PS_BY_FORM(it, sgd_body, setting, it, first, last);
-}
+PS_SPAN(sgd, h->has_momentum ? 4 : 0, 0)
 static int sgd(ps_call *call)
 {
     const struct ps_attrs_sgd_ *a = call->attrs;

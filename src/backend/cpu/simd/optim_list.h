@@ -153,4 +153,24 @@ static __attribute__((noinline, unused)) void tail_put(const struct tail *t, con
     if (it->low) memcpy(it->low + i, t->low, count * 2);
     if (it->param) memcpy(ps_at(it->param, i, it->param_dtype), t->param, count * half);
 }
+
+/* Defines NAME_span, a span_fn whose setting is a struct NAME *h. It updates VL elements at a time by NAME_at, and the
+ * last ones in a copy. first_nbytes, second_nbytes: bytes per element of the two states, 0 for a state that does not
+ * exist. */
+#define PS_SPAN(name, first_nbytes, second_nbytes) \
+    SIMD void name##_body(const struct name *h, const struct item *it, int64_t i, int64_t last, int form, \
+                          int grad_dtype) \
+    { \
+        const int nbytes[2] = { first_nbytes, second_nbytes }; \
+        for (; i + VL <= last; i += VL) name##_at(h, it, i, form, grad_dtype); \
+        if (i == last) return; \
+        struct tail t; \
+        tail_get(&t, it, i, (int)(last - i), nbytes); \
+        name##_at(h, &t.it, 0, form, grad_dtype); \
+        tail_put(&t, it, i, (int)(last - i), nbytes); \
+    } \
+    static void name##_span(const void *setting, const struct item *it, int64_t first, int64_t last) \
+    { \
+        PS_BY_FORM(it, name##_body, setting, it, first, last); \
+    }
 #endif

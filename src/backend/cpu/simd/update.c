@@ -52,21 +52,7 @@ SIMD void lion_at(const struct lion *h, const struct item *it, int64_t i, int fo
     float *m = (float *)it->state[0] + i;
     vf_store(m, lion_step(h, it, i, vf_load(m), form, grad_dtype));
 }
-SIMD void lion_body(const struct lion *h, const struct item *it, int64_t first, int64_t last, int form, int grad_dtype)
-{
-    static const int nbytes[2] = { 4, 0 };
-    int64_t i = first;
-    for (; i + VL <= last; i += VL) lion_at(h, it, i, form, grad_dtype);
-    if (i == last) return;
-    struct tail t;
-    tail_get(&t, it, i, (int)(last - i), nbytes);
-    lion_at(h, &t.it, 0, form, grad_dtype);
-    tail_put(&t, it, i, (int)(last - i), nbytes);
-}
-static void lion_span(const void *setting, const struct item *it, int64_t first, int64_t last)
-{
-    PS_BY_FORM(it, lion_body, setting, it, first, last);
-}
+PS_SPAN(lion, 4, 0)
 static struct lion lion_of(double lr, double beta1, double beta2, double wd, double scale)
 {
     return (struct lion){ .scale = (float)scale, .keep = (float)(1 - lr * wd), .b1 = (float)beta1, .b2 = (float)beta2,
@@ -99,21 +85,7 @@ SIMD void rmsprop_at(const struct rmsprop *h, const struct item *it, int64_t i, 
     }
     master_put(it, i, vf_fma(vf_set(-h->lr), u, p), form);
 }
-SIMD void rmsprop_body(const struct rmsprop *h, const struct item *it, int64_t i, int64_t last, int form,
-                       int grad_dtype)
-{
-    const int nbytes[2] = { 4, h->has_momentum ? 4 : 0 };
-    for (; i + VL <= last; i += VL) rmsprop_at(h, it, i, form, grad_dtype);
-    if (i == last) return;
-    struct tail t;
-    tail_get(&t, it, i, (int)(last - i), nbytes);
-    rmsprop_at(h, &t.it, 0, form, grad_dtype);
-    tail_put(&t, it, i, (int)(last - i), nbytes);
-}
-static void rmsprop_span(const void *setting, const struct item *it, int64_t first, int64_t last)
-{
-    PS_BY_FORM(it, rmsprop_body, setting, it, first, last);
-}
+PS_SPAN(rmsprop, 4, h->has_momentum ? 4 : 0)
 static int rmsprop(ps_call *call)
 {
     const struct ps_attrs_rmsprop_ *a = call->attrs;
