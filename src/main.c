@@ -562,12 +562,31 @@ static bool may_pause(const struct program *p, const char *path)
     return strncmp(real, tools, strlen(tools)) != 0;
 }
 
+/* Adds to the syntax error at the top that psluajit has a script of its own with this name, if it has: the user may have
+ * a file "data" with data. */
+static void add_hidden(const struct program *p, lua_State *L)
+{
+    char path[PATH_MAX], folder[PATH_MAX];
+    const char *name = p->argv[p->script];
+    static const char *const places[] = { "examples", "tools" };
+    if (!p->root[0] || strpbrk(name, "./")) return;
+    for (size_t i = 0; i < sizeof places / sizeof *places; i++) {
+        if (!join(folder, p->root, places[i]) || !join(path, folder, name) || strlen(path) + 5 > PATH_MAX) continue;
+        strcat(path, ".lua");
+        if (!is_file(path)) continue;
+        lua_pushfstring(L, "\n  '%s' is a file in the current folder; psluajit's own script is %s.lua", name, name);
+        lua_concat(L, 2);
+        return;
+    }
+}
+
 /* Runs the script. Sets *ran to true if the script was read and has run. If a prompt will open at its error, its
  * functions are interpreted, because compiled code would show old values of variables. */
 static int run_script(struct program *p, lua_State *L, const char *path, bool *ran)
 {
     int nargs = p->argc - p->script - 1, status = luaL_loadfile(L, path);
     *ran = !status;
+    if (status == LUA_ERRSYNTAX && path) add_hidden(p, L);
     if (!status) {
         keeps_locals = p->interactive;
         if (keeps_locals) luaJIT_setmode(L, -1, LUAJIT_MODE_ALLFUNC | LUAJIT_MODE_OFF);

@@ -76,6 +76,14 @@ describe("psluajit's lists", function()
     file:write "print 'my chat'\n"
     file:close()
     assert.equal("my chat\n", good "psluajit chat")
+    file = assert(io.open(folder .. "/data", "w"))
+    file:write "some data\n"
+    file:close()
+    local text, code = sh "psluajit data --help"
+    assert.equal(1, code)
+    assert.matches("data:1: .-\n  'data' is a file in the current folder; psluajit's own script is data%.lua\n", text)
+    assert.matches("^Usage: psluajit data ", good "psluajit data.lua --help")
+    os.remove(folder .. "/data")
     os.remove(folder .. "/chat")
     assert(lfs.mkdir(folder .. "/tools"))                  -- a folder with this name is not a script
     assert.matches("launch", good "psluajit tools")
