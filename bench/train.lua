@@ -2,11 +2,12 @@
 -- Measures training speed on random tokens.
 --   psluajit bench/train.lua --model gpt2 --dtype bf16 --batch 4 --seq 256 --steps 6
 --   psluajit bench/train.lua --family llama --model llama-110m       (peer: bench/peers/llama_torch.py)
--- The last line is one JSON object: tokens_per_s and step_s (median of the steps after the second), peak_rss_mib,
--- losses, gemm_peak_gflops (2048^3, or --gemm, in the same type on the same device, in the same run), mfu (6 N FLOPs
--- per token over that peak). With --paired also mfu_paired: a product runs before the third step and after each step
--- from then on. mfu_paired is the median of each step's rate over the mean rate of the two products next to it. A
--- processor's rate can change within a second, and then the best product and the median step ran at different rates.
+-- The last line is one JSON object: tokens_per_s, step_s and cpu_s (median of the steps after the second, and of their
+-- processor seconds, which depend less on other programs), peak_rss_mib, losses, gemm_peak_gflops (2048^3, or --gemm,
+-- in the same type on the same device, in the same run), mfu (6 N FLOPs per token over that peak). With --paired also
+-- mfu_paired: a product runs before the third step and after each step from then on. mfu_paired is the median of each
+-- step's rate over the mean rate of the two products next to it. A processor's rate can change within a second, and
+-- then the best product and the median step ran at different rates.
 local ps = require "ps"
 local cjson = require "cjson"
 local argparse = require "argparse"
@@ -72,11 +73,11 @@ local y = ps.randint(0, vocab, { args.batch, args.seq }, { dtype = "int32" })
 
 local PEAK_TRIES, PAIR_TRIES = 8, 2
 local step_flops = args.batch * args.seq * 6 * n_params
-local times, losses, shares, before_peak, before_step = {}, {}, {}, gemm_rate(PEAK_TRIES), nil
+local times, seconds, losses, shares, before_peak, before_step = {}, {}, {}, {}, gemm_rate(PEAK_TRIES), nil
 for step = 1, args.steps do
   if args.profile and step == 3 then ps.profiler.start() end
   if args.paired and step == 3 then before_step = gemm_rate(PAIR_TRIES) end
-  local t = ps.now()
+  local t, clock = ps.now(), os.clock()
   optimizer:zero_grad()          -- before the forward, so that old gradients use no memory during it
   local loss = model(x, y)
   local t_forward = ps.now()
@@ -85,7 +86,7 @@ for step = 1, args.steps do
   optimizer:step()
   losses[step] = loss:item()
   local dt = ps.now() - t
-  if step > 2 then times[#times + 1] = dt end
+  if step > 2 then times[#times + 1], seconds[#seconds + 1] = dt, os.clock() - clock end
   print(("step %d loss %.5f: %.1f ms (forward %.1f, backward %.1f, optimizer %.1f)"):format(step, losses[step],
     dt * 1e3, (t_forward - t) * 1e3, (t_backward - t_forward) * 1e3, (ps.now() - t_backward) * 1e3))
   if before_step then
@@ -103,7 +104,8 @@ local step_s = median(times)
 local tokens_per_s = args.batch * args.seq / step_s
 print(cjson.encode {
   model = args.model, dtype = args.dtype, batch = args.batch, seq = args.seq, parameters = n_params, step_s = step_s,
-  tokens_per_s = tokens_per_s, peak_rss_mib = ps.peak_rss() / 1048576, losses = losses, gemm_peak_gflops = peak,
+  cpu_s = median(seconds), tokens_per_s = tokens_per_s, peak_rss_mib = ps.peak_rss() / 1048576, losses = losses,
+  gemm_peak_gflops = peak,
   mfu = peak > 0 and tokens_per_s * 6 * n_params / (peak * 1e9) or nil,
   mfu_paired = args.paired and median(shares) or nil,
   engine_peak_mib = ps.memory(args.device).peak / 1048576,

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The peer of `bench/train.lua --family llama --model llama-110m`, or of `bench/train.lua` with --family gpt2: a
 training step of transformers' LlamaForCausalLM or GPT2LMHeadModel on the processor, compiled by PyTorch, with its
-fused AdamW. The last line of the output is JSON with step_s (the median of the steps after the second), tokens_per_s
-and peak_rss_mib.
+fused AdamW. The last line of the output is JSON with step_s and cpu_s (the medians of the steps after the second, and
+of their processor seconds), tokens_per_s and peak_rss_mib.
 
     llama_torch.py --family llama --dtype bf16 --batch 4 --seq 256 --steps 6 [--threads N]
 """
@@ -39,16 +39,19 @@ model = model.to(dtype).train()
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
 run = torch.compile(model) if a.compile else model
 x = torch.randint(0, model.config.vocab_size, (a.batch, a.seq))
-times = []
+times, seconds = [], []
 for _ in range(a.steps):
-    began = time.time()
+    began, clock = time.time(), time.process_time()
     optimizer.zero_grad(set_to_none=True)
     loss = run(input_ids=x, labels=x).loss
     loss.backward()
     optimizer.step()
     times.append(time.time() - began)
+    seconds.append(time.process_time() - clock)
     print("step %.3f s, loss %.4f" % (times[-1], float(loss.detach())), flush=True)
 step = sorted(times[2:])[len(times[2:]) // 2]
+cpu = sorted(seconds[2:])[len(seconds[2:]) // 2]
 print(json.dumps({"what": "train", "model": name, "peer": "torch " + torch.__version__, "dtype": a.dtype,
-                  "step_s": step, "peak_rss_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+                  "step_s": step, "cpu_s": cpu,
+                  "peak_rss_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
                   "tokens_per_s": a.batch * a.seq / step}))
