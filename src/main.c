@@ -562,8 +562,8 @@ static bool may_pause(const struct program *p, const char *path)
     return strncmp(real, tools, strlen(tools)) != 0;
 }
 
-/* Adds to the syntax error at the top that psluajit has a script of its own with this name, if it has: the user may have
- * a file "data" with data. */
+/* Adds to the syntax error at the top that psluajit has a script of its own with this name, if it has one. The user's
+ * file "data" may contain data. */
 static void add_hidden(const struct program *p, lua_State *L)
 {
     char path[PATH_MAX], folder[PATH_MAX];
