@@ -10,7 +10,7 @@ local RULES = {
   { of = "src/base/", "base/", "ps%.h$", "ps_test%.h$" },
   { of = "src/backend/backend%.h$", "base/", "backend/wire%.h$" },
   { of = "src/backend/%w+%.c$", "base/", "ps%.h$", "backend/backend%.h$" },
-  { of = "src/backend/image%.h$", "backend/backend%.h$" },
+  { of = "src/backend/image%.h$", "base/half%.h$", "backend/backend%.h$" },
   { of = "src/backend/ref/", "base/", "backend/backend%.h$", "backend/image%.h$", "backend/ref/", "ops%.def$" },
   { of = "src/backend/cuda", "base/", "ps_cdef%.h$", "backend/backend%.h$", "backend/dims%.h$", "backend/image%.h$",
     "backend/cuda", "ops%.def$" },
