@@ -180,4 +180,5 @@ if args.json then
 else
   print(("accuracy %.1f %% of %d held-out lines (%.1f %% before) after %d steps in %.1f s"):format(100 * after,
     #held_out, 100 * before, steps, ps.now() - began))
+  if args.out then print(("wrote %s; docs/encoder.md shows how to classify a text with it"):format(args.out)) end
 end
