@@ -115,6 +115,36 @@ describe("a frozen base in an engine with a disk tier", function()
     fails(function() losses(open(nil, { host = 10 * MIB, disk = disk(4) }, adapted(false))) end, "disk")
   end)
 
+  it("has the plan of a dry run, which reads no weights either", function()
+    local script = folder .. "/plan.lua"
+    local f = assert(io.open(script, "w"))
+    f:write(([[
+local ps = require "ps"
+local model, optimizer = ps.initialize { quiet = true, config = { plan_print = false, chunk_size = 2 ^ 18,
+  memory = { host = "10MiB", disk = { path = "%s", limit = "4MiB" } }, optimizer = { type = "AdamW" } },
+  model_func = function() return ps.lora.wrap(ps.from_pretrained("%s", { quiet = true, mmap = "auto" }), { r = 2 }) end }
+local ids = ps.zeros({ 2, 9 }, { dtype = "int32" })
+local loss = model({ input_ids = ids, labels = ids }).loss
+model:backward(loss)
+optimizer:step()
+local forecast, stats = require("ps.nn.handle").of(model).plan.forecast, require("ps.memory.chunks").tiers()[2]
+print(("%%d %%d %%d"):format(forecast.fetched[1], forecast.tiers[1].peak, stats.peak))
+]]):format(folder, base))
+    f:close()
+    local function read(command)
+      local p = assert(io.popen(command:format(paths.exe, script)))
+      local text = p:read "*a"
+      p:close()
+      return text
+    end
+    local plan = require("cjson").decode(read "'%s' tools/plan.lua --json --find nothing '%s'")
+    assert.is_true(plan.fits)
+    assert.is_true(plan.process.besides < 64 * MIB, plan.process.besides)
+    local fetched, peak, disk_peak = read("'%s' '%s'"):match "^(%d+) (%d+) (%d+)"
+    assert.same({ tonumber(fetched), tonumber(disk_peak) }, { plan.links[1].up, plan.tiers[2].peak })
+    assert.is_true(math.abs(tonumber(peak) - plan.tiers[1].peak) < 0.03 * plan.tiers[1].peak)
+  end)
+
   it("leaves no pages in the system's page cache", function()
     local path = base .. "/model.safetensors"
     if cached(path, true) > 0 then return pending "needs a file system with a page cache that can be dropped" end

@@ -575,7 +575,7 @@ int ps_tensor_borrow(ps_tensor *t, ps_lender lend, void *from, int64_t at, int64
     PS_TRY(check_whole(t, nbytes, "borrowing"));
     ps_storage *s = t->storage;
     const ps_backend *be = t->ctx->devices[t->device_];
-    bool here = be->is_host && !be->pretends && (ps_storage_is_plain(s) || ps_storage_is_lent(s));
+    bool here = be->is_host && (ps_storage_is_plain(s) || ps_storage_is_lent(s));
     if (!here || ps_storage_is_of(s, t->ctx->dry.mem))
         return ps_fail(PS_EUNSUP, "only a tensor in plain host memory can use borrowed bytes");
     if (s->nbytes != nbytes) return ps_fail(PS_EUNSUP, "a part of another tensor cannot use borrowed bytes");
