@@ -122,7 +122,9 @@ describe("a frozen base in an engine with a disk tier", function()
 local ps = require "ps"
 local model, optimizer = ps.initialize { quiet = true, config = { plan_print = false, chunk_size = 2 ^ 18,
   memory = { host = "10MiB", disk = { path = "%s", limit = "4MiB" } }, optimizer = { type = "AdamW" } },
-  model_func = function() return ps.lora.wrap(ps.from_pretrained("%s", { quiet = true, mmap = "auto" }), { r = 2 }) end }
+  model_func = function()
+    return ps.lora.wrap(ps.from_pretrained("%s", { quiet = true, mmap = "auto" }), { r = 2 })
+  end }
 local ids = ps.zeros({ 2, 9 }, { dtype = "int32" })
 local loss = model({ input_ids = ids, labels = ids }).loss
 model:backward(loss)
