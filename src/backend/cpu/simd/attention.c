@@ -4,7 +4,7 @@
  * queries with blocks of KEYS keys. Scores are stored transposed, as [key][query], so that the softmax runs along
  * vector lanes (a lane is a query) and needs no horizontal sums. Forward keeps a running maximum and sum per query,
  * the online softmax of Milakov and Gimelshein (2018). Backward computes the weights again from lse. Sums are fp32.
- * Their order depends only on shapes, and not on the thread count, the instruction set or addresses.
+ * Their order depends only on shapes and segments, and not on the thread count, the instruction set or addresses.
  *
  * Invariants. Panels are [rows][Dp], where Dp is D rounded up to 16. They are zero in padding columns, in the
  * rows of hidden keys, and in padding rows up to a multiple of 16. In a causal block, query c sees key r if c >=
@@ -229,12 +229,13 @@ static int64_t keys_seen(const attn *a, const work *w, int64_t i0, int nq)
     }
     return n < 0 ? 0 : n < a->S ? n : a->S;
 }
-/* Returns the first key of the block that contains the first key seen by any query from i0 on. */
+/* Returns the first key of the first block for the queries from i0 on. With segments, blocks of keys begin at the
+ * queries' first segment, since segments are often shorter than a block. */
 static int64_t first_block(const attn *a, const work *w, int64_t i0)
 {
-    int64_t first = a->window > 0 ? i0 + a->S - a->T - a->window + 1 : 0;
-    if (a->segmented && w->begin[i0] > first) first = w->begin[i0];
-    return first > 0 ? first / KEYS * KEYS : 0;
+    int64_t first = a->window > 0 ? i0 + a->S - a->T - a->window + 1 : 0, step = KEYS;
+    if (a->segmented && w->begin[i0] > first) first = w->begin[i0], step = ROWS;
+    return first > 0 ? first / step * step : 0;
 }
 static block block_at(const attn *a, const work *w, int64_t b, int64_t h, int64_t i0, int nq, int64_t j0, int64_t seen)
 {
