@@ -221,6 +221,16 @@ describe("ps.quantize", function()
     end
   end)
 
+  it("frees each weight before it packs the next", function()
+    ps.collect()
+    local before, list = ps.memory("cpu").used, {}
+    for i = 1, 6 do list[i] = ps.nn.Linear(2048, 512, { bias = false }) end          -- 4 MiB each
+    local model = ps.quantize(ps.nn.Sequential(unpack(list)))
+    local packed_bytes = 6 * 2048 * 512 * 0.5625
+    assert.is_true(ps.memory("cpu").used - before < packed_bytes + 2 ^ 20, ps.memory("cpu").used - before)
+    assert.equal("uint8", model[0].weight:dtype())
+  end)
+
   it("rounds to the nearest number of NF4", function()
     local layer = ps.nn.Linear(64, 2, { bias = false })
     local values = {}

@@ -2,6 +2,7 @@
 -- Implements ps.quantize: packs the weights of a model's layers (ps/nn/packed.lua).
 local array = require "ps.core.array"
 local caller = require "ps.core.caller"
+local collector = require "ps.core.collector"
 local create = require "ps.tensor.create"
 local native = require "ps.core.ffi"
 local nn_module = require "ps.nn.module"
@@ -13,6 +14,7 @@ local error = caller.error
 local TYPES = { nf4 = "NF4", q8_0 = "Q8_0", q4_0 = "Q4_0", q4_1 = "Q4_1", q5_0 = "Q5_0", q5_1 = "Q5_1", q4_k = "Q4_K",
   q6_k = "Q6_K" }
 local VALUES = 2 ^ 20                                      -- values that are packed at a time
+local LARGE = 2 ^ 22                                       -- bytes; see free
 
 local floats, bytes = array "float", array "uint8_t"
 
@@ -35,6 +37,12 @@ local function pack(name, layer, kind, shape)
     end)
   end
   return made
+end
+
+-- Frees a weight that was packed. Without a collection, the unpacked weights of all layers would be in memory at the
+-- end, and those in files would stay mapped.
+local function free(nbytes)
+  if nbytes >= LARGE then collector.after_making() end
 end
 
 local function ends_with(name, list)
@@ -67,7 +75,9 @@ return function(model, options)
           shape = packed.shape(module, kind)
         end
         if shape then
+          local nbytes = module.weight:nbytes()
           packed.set(model, module, kind, pack(name, module, kind, shape))
+          free(nbytes)
           list[#list + 1] = { name = name, type = kind.name }
         end
       end
