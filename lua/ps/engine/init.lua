@@ -1,5 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- ps.initialize: a model and an optimizer whose parameters, gradients and state lie in chunks on device, host and disk.
+-- ps.initialize: creates a model and an optimizer whose parameters, gradients and state lie in chunks on device, host
+-- and disk.
 --
 --   local model, optimizer = ps.initialize{ model_func = function() return gpt2.new("gpt2") end, config = config }
 --   for x, y in loader:epoch() do
@@ -10,9 +11,8 @@
 --   end
 --
 -- The model behaves like the module that it holds (model:parameters(), model:generate(...), model.config). A call with
--- gradients enabled begins a step. Before the first step of each shape, a dry run records which chunks each op uses.
--- The engine makes the step's plan from that record, prints the plan and carries it out (engine/plan/forecast.lua,
--- src/chunk/).
+-- gradients enabled begins a step. Before the first step of each shape, a dry run records which chunks each op uses,
+-- and the engine plans the step from that record (engine/plan/forecast.lua, src/chunk/).
 local native = require "ps.core.ffi"
 local random = require "ps.core.random"
 local adopt = require "ps.engine.state.adopt"
@@ -51,8 +51,8 @@ local C = native.C
 ---@field built ps.engine.Built
 ---@field steps integer calls of optimizer:step() that ended a step, including skipped updates
 ---@field micro integer micro-batches of the step whose backward has run (engine/step/state.lua)
----@field torn false|{model: boolean, optimizer: boolean, text: string} set when an update failed in the middle. Says
----  whether the model and the optimizer hold values of two steps, and has the error that using them raises
+---@field torn false|{model: boolean, optimizer: boolean, text: string} set when an update failed in the middle: whether
+--- the model and the optimizer hold values of two steps, and the error that their use raises
 ---@field plain boolean true if parameters are in plain memory (engine/state/plain.lua) instead of chunks
 ---@field driver ps.engine.Driver performs the actions of the engine's steps (engine/step/table.lua)
 ---@field plan ps.engine.PlanState the plans (engine/plan/)
@@ -80,8 +80,7 @@ function Engine:at_boundary()
   return self.micro == step.count(self)
 end
 
---- Raises an error if the engine was closed, since its chunks may belong to another engine now. The error names the
---- script's line.
+--- Raises an error at the script's line if the engine was closed. Its chunks may belong to another engine now.
 function Engine:check_open()
   if self.closed then caller.error "this engine was closed; ps.initialize makes another" end
 end
@@ -106,8 +105,8 @@ function Engine:laid_out(new_masters)
   self.plan.adam_split, self.plan.tables_on_host = false, false
 end
 
---- Creates the masters, gradients and optimizer state of the parameters that were thawed since the last step. All ranks
---- must call it, between steps. A step does the same when it begins.
+--- Creates the masters, gradients and optimizer state of parameters thawed since the last step, as the next step would.
+--- All ranks must call it, between steps.
 function Engine:train_thawed()
   if self.plain then plain.train_thawed(self) else begin.train_thawed(self) end
 end
@@ -134,8 +133,8 @@ function Engine:train(mode)
   self.module:train(mode)
   return self.handle
 end
---- Sets the module to evaluation mode, in which dropout does nothing. A step still computes gradients as in training
---- mode; only ps.no_grad disables gradients.
+--- Sets the module to evaluation mode, in which dropout does nothing. Gradients are still computed, except in
+--- ps.no_grad.
 ---@return ps.Engine self
 function Engine:eval()
   self = handle.own(self, "eval")
@@ -144,14 +143,14 @@ function Engine:eval()
 end
 local STATE = { tied = "boolean" }
 Engine.to = trained.to
--- methods of a module that convert it, which an engine refuses
+-- methods that would convert the model's parameters; an engine rejects them
 local CONVERTERS = { "to", "half", "bfloat16", "float", "double", "cpu", "cuda" }
 
---- Returns a table from name to tensor with the fp32 values (the masters of half parameters) and the buffers, as the
---- host sees them. If ranks share the state (zero_optimization.stage 1 to 3), each rank gets the tensors that it owns,
---- and rank 0 also gets the buffers. The tensors are lent: read or save them before the next step.
+--- Returns the model's state by name: the fp32 values on the host (for half parameters, their masters) and the buffers.
+--- If ranks share the state (zero_optimization.stage 1 to 3), each rank gets only the tensors that it owns, and rank 0
+--- also gets the buffers. The tensors belong to the engine: read or save them before the next step.
 ---@param options? {tied?: boolean} tied = false lists a tied weight only under its first name (default: under all
----  names)
+--- names)
 ---@return table<string, ps.Tensor>
 function Engine:state_dict(options)
   self = handle.own(self, "state_dict")
@@ -164,8 +163,8 @@ function Engine:state_dict(options)
   return options.tied == false and state or tied.add(self.module, state)
 end
 
---- Calls fn while the parameters hold the values at which the model is evaluated. With AdamWScheduleFree, these differ
---- from the values in training.
+--- Calls fn while the parameters hold their values for evaluation, which differ from the training values with
+--- AdamWScheduleFree.
 ---@param call string name of the call in messages
 ---@param fn fun(...: any): ...
 ---@param ... any arguments of fn
@@ -207,8 +206,7 @@ function Engine:save_parallelized(folder, options)
   return self:averaged("save_parallelized", write, self.module, folder, self.handle, options)
 end
 
---- Calls the module's generate. If the model is cut into stages or its layers are cut, all ranks of the model must call
---- it.
+--- Calls the module's generate. If ranks share the model (pipeline or tensor parallelism), all its ranks must call it.
 ---@param ... any the arguments of the module's generate
 ---@return integer[]|integer[][] ids
 function Engine:generate(...)
@@ -220,11 +218,11 @@ function Engine:generate(...)
   return self:averaged("generate", self.module.generate, self.module, ...)
 end
 
---- Copies values into the model by name. The values of half parameters are copied into their masters. Abandons the
---- current step. Only one tensor at a time is in memory, regardless of the budgets. If ranks share the state, each rank
---- loads the tensors that it owns. A state without any tensor of another rank is treated as this rank's own state,
---- which state_dict returns: the other ranks' tensors may be missing from it, and missing buffers are sent by rank 0.
---- All ranks must call this, and an error on one rank is raised on all ranks.
+--- Loads values into the model by name, and into the masters of half parameters. Abandons the current step. If ranks
+--- share the state, each rank loads the tensors that it owns. A state without tensors of other ranks counts as this
+--- rank's own state (state_dict): it need not have the other ranks' tensors, and rank 0 sends missing buffers. Only one
+--- tensor at a time is in memory, whatever the budgets. All ranks must call this; an error on one rank is raised on
+--- all.
 ---@param state table<string, ps.Tensor>|table an open file (ps.safetensors.open, ps.load with lazy = true), or a table
 ---@param options? {strict?: boolean, check_only?: boolean}
 ---@return {missing: string[], unexpected: string[]}
@@ -234,7 +232,7 @@ function Engine:load_state_dict(state, options)
   return own_state.load(self, state, options)
 end
 
---- Abandons a step that has begun. Afterwards the engine is between steps and has no gradients.
+--- Abandons the current step, if any. Afterwards the engine is between steps and has no gradients.
 function Engine:end_step()
   if step.acts(self) then
     caller.error "a state cannot be loaded inside the model's forward, or inside its backward: load it between steps"
@@ -242,8 +240,7 @@ function Engine:end_step()
   if step.is_open(self) then step.give_up(self) end
 end
 
---- Closes the engine. Frees its chunks, its budgets and its disk file. The bytes of the parameters are freed with the
---- chunks.
+--- Closes the engine. Frees its chunks with the parameters in them, its budgets and its disk file.
 function Engine:close()
   self = handle.own(self, "close")
   if self.closed then return end
@@ -282,7 +279,7 @@ end
 
 local HANDLE = handle.instance(Engine.methods, Engine.call)
 
--- metatable of an engine: a field that the engine lacks is a method, or a field of the step's state
+-- metatable of an engine: looks up fields of the step's state, then methods
 local INSTANCE = { __index = function(self, key)
   local field = step.fields[key]
   if field then return field(self) end
@@ -306,8 +303,8 @@ local function assemble(self, fields)
   for name, value in pairs(fields) do self[name] = value end
 end
 
---- Opens an engine that has no model yet: reads the configuration and opens the chunks, so that parameters can be moved
---- into chunks as they are created. engine:take sets the model.
+--- Opens an engine without a model: reads the configuration and opens the chunks, so that parameters can move into
+--- chunks as they are created. engine:take sets the model.
 ---@param request table the result of setup.request, or a table with its fields: config, quiet, loss, param_groups, ...
 ---@return ps.Engine
 local function open(request)
@@ -331,8 +328,7 @@ local function open(request)
   return self
 end
 
--- Raises an error if no parameter of the model trains. A frozen model may be evaluated if the configuration has no
--- optimizer.
+-- Raises an error if no parameter of the model trains, unless the configuration has no optimizer (evaluation only).
 local function check_trains(self)
   if #self.built.list > 0 or #(self.built.elsewhere or {}) > 0 or not self.cfg.optimizer_given then return end
   caller.error("ps.initialize: every parameter of the model is frozen, so the optimizer has nothing to train; thaw "

@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Loops over a step's micro-batches, which are cut from a batch or read from a loader.
+-- Loops over a step's micro-batches, which are slices of a batch or are read from a loader.
 --
 --   for x, y in loader:epoch() do
 --     optimizer:zero_grad()
@@ -7,9 +7,9 @@
 --     optimizer:step()
 --   end
 --
--- Each micro-batch is weighted by its targets, so that the gradient is that of the batch's mean loss. Random numbers do
--- not depend on the micro-batches, since dropout counts samples by their position in the whole batch.
--- engine/step/loops.lua performs the turns of the loop.
+-- The gradient is that of the batch's mean loss, since each micro-batch is weighted by its targets. Random numbers do
+-- not depend on the slices: dropout counts samples by their position in the whole batch. engine/step/loops.lua performs
+-- the iterations.
 local native = require "ps.core.ffi"
 local random = require "ps.core.random"
 local scope = require "ps.core.scope"
@@ -27,7 +27,7 @@ local function is_options(value)
   return type(value) == "table" and getmetatable(value) == nil and #value == 0
 end
 
--- Returns the arguments of micro_batches as options, the loader or nil, and the batch (a list with n) or nil.
+-- Parses the arguments of micro_batches. Returns the options, the loader or nil, and the batch (a list with n) or nil.
 local function request(...)
   local given = { n = select("#", ...), ... }
   local first = given[1]
@@ -53,8 +53,8 @@ local function drawn(loader, number, count)
   return given
 end
 
--- Returns the number of micro-batches for a batch of `rows` rows, which is the same on all ranks. If the configuration
--- does not set the number, a micro-batch has train_micro_batch_size_per_gpu rows, or one row.
+-- Returns the number of micro-batches for a batch of `rows` rows, equal on all ranks. Without a configured number, a
+-- micro-batch has train_micro_batch_size_per_gpu rows, or one row.
 local function count_of(engine, rows, trains)
   local cfg = engine.cfg
   local most, size = engine.accumulate, cfg.train_micro_batch_size_per_gpu
@@ -115,12 +115,12 @@ function Loop:draw()
   return self.given
 end
 
---- Cleans up after the loop. It is called once.
+--- Restores the sample index when the loop has ended. It is called once.
 function Loop:left()
   if self.sample then random.state().sample = self.sample end
 end
 
--- Creates a loop over the rows of a batch. If the rows do not divide evenly, the first micro-batches have one row more.
+-- Creates a loop over slices of a batch. If the rows do not divide evenly, the first micro-batches have one row more.
 local function split_rows(self, given)
   local engine, rng = self.engine, random.state()
   local rows = batch.rows(engine.module, given)
@@ -139,13 +139,14 @@ end
 
 --- Returns a loop over a step's micro-batches: `for out in model:micro_batches(x, y) do`. The arguments are x and y
 --- (y[i] is the target of x[i]), one table with names ({ input_ids =, labels =, ... }), or a loader, from which it
---- reads one batch per micro-batch. There are gradient_accumulation_steps micro-batches, or fewer if the batch has
---- fewer rows. If the configuration does not set that number, a micro-batch has train_micro_batch_size_per_gpu rows, or
---- one row. out.loss is the mean loss of the micro-batch. Call model:backward(out.loss), or out.loss:backward(), in
---- each iteration, and optimizer:step() after the loop. The gradient is that of the mean over all targets. In
---- ps.no_grad the loop runs only forwards. All ranks must call it.
+--- reads one batch per micro-batch. A step has gradient_accumulation_steps micro-batches, or fewer if the batch has
+--- fewer rows. Without that setting, a micro-batch has train_micro_batch_size_per_gpu rows, or one row.
+---
+--- Call model:backward(out.loss), or out.loss:backward(), in each iteration, and optimizer:step() after the loop.
+--- out.loss is the micro-batch's mean loss, and the step's gradient is that of the mean over all targets. In ps.no_grad
+--- the loop runs only forwards. All ranks must call it.
 ---@param ... any x, y, or a batch by names, or a loader; then optionally {gather?: boolean}. With `gather`, all ranks
----  get the tensors other than the loss, such as out.logits; otherwise only the ranks that computed them do
+--- get the tensors other than the loss, such as out.logits; otherwise only the ranks that computed them do
 ---@return fun(): table? turns
 function micro.batches(engine, ...)
   engine = handle.own(engine, "micro_batches")

@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Loads a model's state in an engine of several ranks. A state has either all tensors, or only those that this rank
--- owns, as model:state_dict() returns it. Buffers that all ranks have are only in the first rank's state, and the first
--- rank sends them to the other ranks.
+-- Loads a model's state in an engine of several ranks. A state has all tensors, or only those that this rank owns, like
+-- the result of model:state_dict(). Only the first rank's state has the buffers that all ranks share, so the first rank
+-- sends them to the other ranks.
 local scope = require "ps.core.scope"
 local hooks = require "ps.core.hooks"
 local agree = require "ps.dist.agree"
@@ -10,9 +10,8 @@ local step = require "ps.engine.step"
 
 local own_state = {}
 
--- Returns the groups of ranks in which only the first rank's state contains buffers: the ranks that share the state,
--- and the stages of a pipeline. `everywhere` marks a group whose first rank only holds buffers that all stages have,
--- since other buffers are not sent between stages.
+-- Returns the groups of ranks in which only the first rank's state has buffers: the ranks that share the state, and the
+-- stages of a pipeline. everywhere: the group exchanges only buffers that all stages have.
 local function groups(engine)
   local list = {}
   if engine.ranks and engine.zero_stage > 0 then list[1] = { group = engine.ranks.dp } end
@@ -64,7 +63,7 @@ local function merged(options, elsewhere)
   return more
 end
 
--- Returns a function that returns whether a source contains a name.
+-- Returns a function that says whether a state, a table or an open file, contains a name.
 local function holder(state)
   if not state.read_into then return function(name) return state[name] ~= nil end end
   local set = {}
@@ -73,7 +72,7 @@ local function holder(state)
 end
 
 --- Loads a state into the module of an engine. All ranks must call it. An error on one rank is raised on all ranks,
---- unless the state has the field `whole`: in this case its reader compares the ranks itself.
+--- unless the state has the field `whole`: the reader of such a state compares the ranks.
 ---@param engine ps.Engine
 ---@param state table<string, ps.Tensor>|table a table of tensors or an open file
 ---@param options? {strict?: boolean, check_only?: boolean}
@@ -116,7 +115,7 @@ function own_state.keep(engine, state)
   if have < all then parts[state] = { engine = engine, have = have, all = all } end
 end
 
--- Returns the entry of a partial state that is the value itself or one of its fields.
+-- Returns the entry in `parts` for the value or for one of its fields, or nil.
 local function part_in(value)
   if type(value) ~= "table" then return nil end
   if parts[value] then return parts[value] end
@@ -125,8 +124,8 @@ local function part_in(value)
   end
 end
 
--- If a file's name contains no rank, either the script means to save the whole model, or the ranks overwrite each
--- other's file. Rank 0 prints a note.
+-- Rank 0 prints a note if ranks save partial states to a file whose name contains no rank. The script means to save the
+-- whole model, or the ranks overwrite each other's file.
 hooks.on("saves", function(value, path)
   local part, rank = part_in(value), mesh.env() and mesh.env().rank or 0
   if not part or rank > 0 or path:match("[^/]*$"):find "0" then return end

@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Makes an engine: reads the arguments of ps.initialize, applies the configuration to this machine, sets budgets,
 -- builds the module in staging chunks, and decides where updates run. Files for several ranks are loaded only if there
--- are several ranks, because each full collection of Lua's garbage walks everything that is loaded.
+-- are several ranks: every full collection of Lua's garbage walks everything that is loaded.
 local create = require "ps.tensor.create"
 local environment = require "ps.core.environment"
 local devices = require "ps.core.devices"
@@ -50,8 +50,8 @@ local function group_keys()
   return keys
 end
 
--- Checks groups of parameters. A parameter belongs to the first group whose match returns true. The last group may have
--- no match function; it then gets the remaining parameters.
+-- Checks groups of parameters. A parameter belongs to the first group whose match returns true. Only the last group may
+-- have no match function; it gets the remaining parameters.
 local function check_groups(groups)
   local function refuse(text, ...) error(("ps.initialize: param_groups" .. text):format(...)) end
   if groups == nil then return end
@@ -146,8 +146,8 @@ end
 
 local held_out = ffi.new("ps_memory_info")
 
--- Returns the bytes of the host and of the named device to which ratios and shares in the configuration refer. They are
--- the free bytes plus the bytes that this process holds, since budgets include the latter.
+-- Returns the bytes of the host and of a device to which ratios and shares in the configuration refer: the free bytes
+-- plus the bytes that this process holds, since budgets include both.
 local function available(device)
   local sharing = mesh.group "world" and mesh.env().local_world_size or 1    -- ranks on this machine
   local function held(name)
@@ -160,7 +160,7 @@ local function available(device)
   return there
 end
 
--- Returns the device that "auto" selects, which is cuda if a GPU can be used. Prints a note if there is a GPU that
+-- Returns the device that "auto" selects: cuda if a GPU can be used, else cpu. Prints a note if there is a GPU that
 -- cannot be used.
 local function choose_device(engine)
   local ok, err = pcall(devices.open, "cuda")
@@ -169,7 +169,7 @@ local function choose_device(engine)
   return "cpu"
 end
 
--- Returns the settings made outside the configuration (by the mesh or by the script's optimizer), by keys of the
+-- Returns the settings made outside the configuration, by the mesh or the script's optimizer, by keys of the
 -- configuration.
 local function asked(request)
   local all = copied(mesh.asked())
@@ -177,7 +177,7 @@ local function asked(request)
   return all
 end
 
-local said = {}                 -- notes on configurations; a process prints each note once, for all its engines
+local said = {}                 -- printed notes on configurations; a process prints each only once, for all its engines
 
 local function note_of_job(engine, text)
   if said[text] then return end
@@ -185,7 +185,7 @@ local function note_of_job(engine, text)
   engine:note(text)
 end
 
--- Returns how ranks share the layers of a model, or false if they do not share layers.
+-- Returns how ranks share the layers of a model, or false if they do not.
 local function layers_of(engine, cfg)
   local group, how = mesh.group "tp", cfg.tensor_parallel
   if not group then return false end
@@ -212,15 +212,14 @@ local function lookups_of(engine, fields)
   return false
 end
 
--- Returns whether, by the configuration, every update runs inside backward. In this case gradients need no memory of
--- their own.
+-- Returns whether the configuration makes every update run inside backward, so that gradients need no separate memory.
 local function updates_inside(fields, cfg)
   return fields.device == fields.host and not mesh.group "world" and not fields.adds_up and cfg.gradient_clipping <= 0
     and cfg.overlap_optimizer ~= false and not (cfg.precision == "bf16" and cfg.bf16.check_grad_overflow)
 end
 
--- Returns whether masters are kept as remainders. With clipping and without accumulation, a gradient is stored in its
--- parameter's memory. Remainders need the parameter, so they would save nothing.
+-- Returns whether masters are kept as remainders. With clipping and without accumulation they would save nothing: a
+-- gradient is then stored in its parameter's memory, and remainders need the parameter.
 local function keeps_remainders(engine, fields, cfg)
   local wanted = cfg.memory.master
   if not wanted then return false end
@@ -291,12 +290,10 @@ local function count(module)
   return { numel = numel, trained = trained }
 end
 
--- Returns the function that creates the model: the script's function, or the function of a planner that tries other
--- sizes.
+-- Returns the function that creates the model: the script's, or that of a planner that tries other sizes.
 local function model_of(model_func) return hooks.ask("model", model_func) or model_func end
 
--- Returns the same counts for a model that is created on the meta device, or nil if the model's function cannot run
--- there.
+-- Returns the same counts for a model created on the meta device, or nil if the model's function cannot run there.
 local function count_parameters(model_func)
   local restore = random_state.keep()
   local was = create.set_default_device("meta")
@@ -309,14 +306,14 @@ local function count_parameters(model_func)
   return ok and module or nil
 end
 
--- Returns the function that cuts the layers of a model without data, or nil if ranks do not share layers.
+-- Returns the function that cuts the layers of a model without data, or nil if ranks share no layers.
 local function cutter(engine)
   local how = engine.tensor_parallel
   return how and function(module) require("ps.parallel.tensor.cut").cut(module, how) end or nil
 end
 
--- Returns the number of parameters that this rank holds of a cut model. All ranks must call it. Keeps the computed cut
--- into stages.
+-- Returns the number of parameters of a cut model that this rank holds. Stores the computed cut into stages. All ranks
+-- must call it.
 local function count_own(engine, pipeline)
   local model_func, cut, restore = model_of(engine.request_model_func), cutter(engine), random_state.keep()
   local numel, module, made = 0
@@ -343,8 +340,8 @@ local function count_kept(engine, pipeline)
   return counted and counted.numel
 end
 
--- Returns the largest number of bytes per parameter that this process keeps: state, gradient and staging. If ranks
--- share the state, it is this rank's share plus 10 %, since shares are uneven.
+-- Returns an upper bound of the bytes per parameter that this process keeps: state, gradient and staging. If ranks
+-- share the state, the bound is this rank's share plus 10 %, since shares are uneven.
 local function bytes_a_parameter(engine)
   local group = mesh.group "dp"
   local share = group and 1.1 / group:size() or 1
@@ -354,8 +351,8 @@ local function bytes_a_parameter(engine)
   return (stage >= 1 and state * share or state) + (stage >= 2 and 4 * share or 4) + (stage >= 3 and 10 * share or 10)
 end
 
--- Returns the size of the disk file in bytes: the configured limit, or the size of this process's share of the model's
--- state and of the buffers that stage its parameters.
+-- Returns the size of the disk file in bytes: the configured limit, or this process's share of the model's state and of
+-- the buffers that stage its parameters.
 local function disk_bytes(engine, pipeline)
   local disk = engine.cfg.memory.disk
   if not disk then return 0 end
@@ -369,9 +366,9 @@ local function disk_bytes(engine, pipeline)
   return math.floor(free / 2)
 end
 
---- Records that an engine was closed, so that another engine can be opened.
+--- Records that an engine was closed, so that another can be opened.
 ---@param engine ps.Engine
----@return boolean was true if this engine owned the context's chunks, false if another engine or none owns them
+---@return boolean was whether this engine owned the context's chunks
 function setup.closed(engine)
   if open ~= engine then return false end
   open = nil
@@ -414,7 +411,7 @@ function setup.open_engine(engine, step, pipeline)
   return { adam_rates = adam_rates, ranks = ranks }
 end
 
--- Raises an error for a module that already has values and whose layers would have to be cut.
+-- Rejects a module that already has values, but whose layers would have to be cut.
 local function refuse_whole(request)
   local optimizer, more = request.optimizer, ""
   if optimizer then
@@ -425,7 +422,7 @@ local function refuse_whole(request)
     .. "are made: move the line that makes it into model_func = function() return MODEL_CLASS(...) end" .. more, 0)
 end
 
--- Runs model_func on the engine's device, and stages each parameter as soon as nn.Parameter has created it.
+-- Runs model_func on the engine's device, and stages each parameter as soon as nn.Parameter creates it.
 local function run_model(engine, model_func, to_chunk)
   local was = create.set_default_device(engine.device_name)
   local off = hooks.on("parameter", to_chunk)
@@ -441,7 +438,7 @@ local function run_model(engine, model_func, to_chunk)
   return module
 end
 
---- Runs model_func and moves its parameters into chunks as they are created, or uses a module that already exists.
+--- Runs model_func and moves its parameters into chunks as they are created, or uses an existing module.
 ---@param engine ps.Engine
 ---@param request table
 ---@return {module: ps.nn.Module, stages: ps.engine.Stages|false, stays: function|nil|false} fields of the engine
@@ -451,7 +448,7 @@ function setup.make_module(engine, request)
   local cut = engine.tensor_parallel
   local given, model_func, pipeline = request.module, request.model_func, request.pipeline
   if given and cut and not request.is_cut then refuse_whole(request) end
-  -- If the module already exists, a stage keeps its own parameters and frees the bytes of all other parameters.
+  -- A stage keeps only its own parameters of an existing module, and frees the bytes of the others.
   if given and pipeline and not request.stages then
     given, model_func = nil, function() return request.module end
   end
@@ -476,8 +473,7 @@ function setup.make_module(engine, request)
   return { module = run_model(engine, model_func, to_chunk) }
 end
 
---- Returns the error of a model that could not be created. If memory ran out, the error includes the bytes of the whole
---- model.
+--- Completes the error of a model that could not be created. If memory ran out, adds the bytes of the whole model.
 ---@param problem any
 ---@return any
 function setup.explain(engine, problem)
@@ -510,7 +506,7 @@ local function finish_optimizer(engine)
     consecutive_hysteresis = f.consecutive_hysteresis, min_loss_scale = f.min_loss_scale }
 end
 
--- Returns the function that runs a forward. It calls fn(...) and may store activations on the host.
+-- Returns the function that runs a forward by calling fn(...), and may store activations on the host.
 local function runner(engine, run)
   if not engine.cfg.activation_checkpointing.cpu_checkpointing then return run end
   if engine.device ~= engine.host then
@@ -530,7 +526,7 @@ local function why_not_overlap(engine, staged)
   if engine.adds_up and not staged then return "gradients of several micro-batches are added up" end
 end
 
--- Returns whether, by the configuration, a step's last backward may update parameters.
+-- Returns whether the configuration lets a step's last backward update parameters.
 local function overlaps(engine, staged)
   local wanted, why = engine.cfg.overlap_optimizer, why_not_overlap(engine, staged)
   if wanted == true and why then
@@ -540,7 +536,7 @@ local function overlaps(engine, staged)
   return wanted == true or wanted == "auto" and engine.device == engine.host and not staged
 end
 
---- Completes an engine that already has its module and its optimizer.
+--- Completes an engine that has its module and its optimizer.
 ---@param engine ps.Engine
 ---@return table fields of the engine
 function setup.finish(engine)

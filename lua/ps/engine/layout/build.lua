@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Moves a module's parameters into chunks. Parameters are staged as they are made, so that a model larger than memory
--- can be built. The final layout then follows the order of registration, and every tensor moves to its place in it.
+-- Moves a module's parameters into chunks. First, each parameter moves into its own chunk as it is created, so that a
+-- model larger than memory can be built. Then all tensors move to the final layout, in the order of registration.
 local native = require "ps.core.ffi"
 local collector = require "ps.core.collector"
 local scope = require "ps.core.scope"
@@ -25,7 +25,7 @@ local param_array = array "ps_param"
 local sizes = ffi.new("int64_t[8]")
 local address = nn_module.address
 local PAGE = 4096
-local META = native.device_index "meta"  -- device of parameters made by ps.deferred, which get bytes later
+local META = native.device_index "meta"  -- device of parameters that have no bytes yet (ps.deferred)
 local REMAINDER = { name = "remainder", dtype = "uint8" }
 kinds.add_state(REMAINDER.name, 1, "param_fp32")
 local dtypes = require "ps.core.dtype"
@@ -37,8 +37,8 @@ local function new_chunk(kind, group, index, dtype, nbytes)
   return id_out[0]
 end
 
--- Creates a tensor of the same shape in the chunk of a kind, `offset` elements after the first one. `ids` are a row's
--- chunks (chunks_for).
+-- Creates a tensor shaped like `like` in a row's chunk of one kind. offset: in elements. ids: the row's chunks
+-- (chunks_for).
 local function new_tensor(like, dtype, device, ids, kind, offset, name)
   local at = kinds.start(kind, ids.numel, dtype) + offset * BYTES[dtype]
   native.retry(C.ps_engine_tensor_new, native.ctx, like, native.dtype_code(dtype), device, ids[kind], at, name,
@@ -46,8 +46,8 @@ local function new_tensor(like, dtype, device, ids, kind, offset, name)
   return native.own(tensor_out[0])
 end
 
--- Returns whether a state cannot have its parameter's offset, because its shape differs or because its elements are so
--- small that the offset would not be aligned.
+-- Returns whether a state needs an offset other than its parameter's. Its shape may differ, or its elements may be so
+-- small that the parameter's offset would not be aligned.
 local function packed(state) return state.shape ~= nil or STATE[state.dtype] < 2 end
 
 -- Returns the byte offset of a parameter's state in its chunk. `index` is the parameter's index in the layout.
@@ -65,7 +65,7 @@ local function new_shaped(shape, dtype, host, id, at, name)
   return native.own(tensor_out[0])
 end
 
--- Creates a state of a parameter.
+-- Creates the tensor of one optimizer state.
 local function new_state(like, state, host, ids, offset, index, name)
   local shape = state.shape and state.shape(like:shape()) or like:shape()
   return new_shaped(shape, state.dtype, host, ids[state.name], state_at(state, ids, offset, index), name)
@@ -80,7 +80,7 @@ local function adopt(tensor, dtype, ids, kind, offset, name)
   native.retry(C.ps_engine_adopt, native.ctx, tensor, ids[kind], at, name)
 end
 
--- Creates the tensor of a parameter, as new_tensor does. If state is sharded, the tensor is in a part (param_part) that
+-- Creates the tensor of a parameter, like new_tensor. If state is sharded, the tensor is in a part (param_part), which
 -- all ranks use and one rank owns.
 local function new_param(like, dtype, where, ids, offset, name)
   local shards = where.shards
@@ -100,15 +100,14 @@ local function seen_from(tensor, device)
   return native.own(tensor_out[0])
 end
 
---- Moves a parameter that was just created from plain memory into a chunk of its own. A tensor that is already in a
---- chunk or has no bytes stays where it is until the layout is made. If parameters are sharded, only the owner keeps
---- the bytes.
+--- Moves a new parameter from plain memory into its own chunk, where it stays until the layout is made. A tensor that
+--- is in a chunk already, or has no bytes, does not move. If parameters are sharded, only the owner keeps the bytes.
 ---@param tensor ps.Tensor
 ---@param shards? ps.engine.Sharding
 function build.to_chunk(tensor, shards)
   local nbytes = tonumber(C.ps_tensor_nbytes(tensor))
   if nbytes == 0 or tensor.device_ == META or C.ps_engine_holds(native.ctx, tensor) ~= 0 then return end
-  if C.ps_tensor_is_lent(tensor) ~= 0 then return end      -- its bytes are in a file, also on all other ranks
+  if C.ps_tensor_is_lent(tensor) ~= 0 then return end      -- its bytes are in a file, on every rank
   local whole = math.ceil(nbytes / PAGE) * PAGE
   local function chunk() return new_chunk("param", -1, 0, tensor:dtype(), whole) end
   if not (shards and shards:parameters()) then
@@ -138,8 +137,8 @@ local function parameters(module)
   return list
 end
 
--- Splits the parameters of a model that is cut into stages. Returns the parameters that this process holds, with their
--- virtual stages; rows for the trained parameters of other ranks; and rows for the frozen parameters of other ranks.
+-- Divides the parameters of a model that is cut into stages. Returns this process's parameters with their virtual
+-- stages, rows for other ranks' trained parameters, and rows for other ranks' frozen parameters.
 local function own_parameters(entries, stages)
   local mine, elsewhere, frozen = {}, {}, {}
   for _, entry in ipairs(entries) do
@@ -176,8 +175,8 @@ local function target_dtype(entry, precision)
   return dtype == "fp32" and precision or dtype
 end
 
--- Returns the offset of a parameter's remainders, in bytes. With memory.master = "remainder", the lower halves of bf16
--- parameters' masters are stored instead of the masters.
+-- Returns the byte offset of a bf16 parameter's remainders. With memory.master = "remainder", they are the lower halves
+-- of its master, and replace it.
 local function remainder_at(ids, offset)
   return kinds.start(REMAINDER.name, 2 * ids.numel, REMAINDER.dtype) + 2 * offset
 end
@@ -233,8 +232,8 @@ end
 
 local STATE_ALIGN = 256                 -- bytes; offsets of packed states are multiples of it
 
--- Creates the chunks of states for a row. A state with its parameter's shape has the parameter's offset. The other
--- states are packed one after another. `shapes` are the parameters' shapes by index in the layout.
+-- Creates a row's chunks of optimizer states. A state that is not packed has its parameter's offset. Packed states
+-- follow one another. shapes: the parameters' shapes, by index in the layout.
 local function state_chunks(row, group, ids, shapes)
   ids.state_offset, ids.state_numel = {}, {}
   for _, state in ipairs(group.states) do
@@ -255,8 +254,8 @@ local function state_chunks(row, group, ids, shapes)
   end
 end
 
--- Creates the chunks of one row of the layout: one of each kind, except those that other ranks own. `shapes` are the
--- parameters' shapes by index in the layout.
+-- Creates the chunks of one row of the layout, one per kind, except kinds that other ranks own. shapes: the parameters'
+-- shapes, by index in the layout.
 local function chunks_for(row, group, where, shapes)
   local shards, number, stays = where.shards, row.group - 1, group.stays
   if stays == nil then stays = shards and shards.stays end
@@ -297,8 +296,8 @@ local function new_grad(like, group, where, ids, offset, name)
   return where.shards:tensor(like, dtype, where.device, ids.grad_part, at, name)
 end
 
--- Creates the tensors that sum the gradients of a parameter's other uses on this rank (PS_TIE_USE). Each tensor has its
--- own chunk, since another virtual stage uses it. These chunks are not sharded: ranks reduce the sum of all uses.
+-- Creates the gradients of a parameter's uses in other virtual stages of this rank (PS_TIE_USE). Each gradient has its
+-- own chunk, which is not sharded: ranks reduce the sum of all uses.
 local function other_uses(made, group, where)
   if not (group.trains and where.stages) then return nil end
   local dtype, uses = where.grad_dtype == "param" and group.dtype or where.grad_dtype, {}
@@ -477,9 +476,9 @@ function build.place(module, options)
   return built
 end
 
---- Registers the trained parameters with the engine. group_of[i] is the optimizer group, from 0, of built.list[i].
---- built.list is sorted by (vstage, order). `order` is a parameter's index among all trained parameters of the model.
---- Norms are summed in this order.
+--- Registers the trained parameters with the engine. group_of[i] is the optimizer group, from 0, of built.list[i],
+--- which is sorted by (vstage, order). `order` is a parameter's index among all trained parameters of the model. Norms
+--- are summed in this order.
 ---@param built ps.engine.Built
 ---@param group_of integer[]
 ---@param n_groups integer

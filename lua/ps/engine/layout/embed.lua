@@ -1,10 +1,11 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Embeddings on the host (use_cpu_embedding). If a device computes, an embedding matrix that only lookups use can stay
--- in host memory. Indices are copied to the host, the rows that were found are copied to the device, and the gradients
--- of the rows are copied back to the host. Values do not change. Dry runs with the matrix on the host show whether
--- other ops use it (a tied head, a slice of positions). Such an op fails, since its other inputs are on the device. The
--- bytes that a step copies in a dry run, divided by measured rates (ps/engine/plan/rates.lua), show whether the host
--- makes the step shorter. With several ranks, a matrix moves to the host only if all ranks choose that.
+-- Keeps embedding matrices in host memory while a device computes (use_cpu_embedding), if only lookups use them. A
+-- lookup copies indices to the host, the found rows to the device, and the rows' gradients back to the host. Values do
+-- not change.
+--
+-- Dry runs show whether another op uses the matrix (a tied head, a slice of positions). This op fails, since its other
+-- inputs are on the device. The bytes copied in a dry run and the measured rates (ps/engine/plan/rates.lua) show
+-- whether the step becomes shorter. With several ranks, a matrix moves only if all ranks choose that.
 local native = require "ps.core.ffi"
 local collector = require "ps.core.collector"
 local hooks = require "ps.core.hooks"
@@ -22,7 +23,7 @@ local GAIN = 0.98  -- an embedding matrix moves to the host if this reduces the 
 ---@field nbytes integer
 ---@field crossed integer bytes of rows that a step's lookups copy to the device; set by a dry run
 
---- Returns whether a parameter is registered only as the weight of one embedding.
+--- Returns whether a parameter is only the weight of one embedding.
 ---@param entry {places: table[]}
 ---@return boolean
 function embed.is_table(entry)
@@ -64,9 +65,8 @@ local function set_of(list)
   return set
 end
 
--- Returns the predicted seconds of a step, without its computation, if these embedding matrices are on the host. The
--- sum consists of the step's copies and updates (hybrid.lua) and of the lookups' copies (rows to the device, gradients
--- to the host), during which all other work waits.
+-- Returns the predicted seconds of a step, without computation, if these embedding matrices are on the host. They are
+-- the step's copies and updates (hybrid.lua) and the lookups' copies, during which all other work waits.
 local function cost(engine, tables, list, split)
   put(engine, tables, set_of(list))
   local ok, best = pcall(split)
@@ -77,7 +77,7 @@ local function cost(engine, tables, list, split)
   return seconds
 end
 
--- Chooses, one after the other, the embedding matrices that shorten a step if they are on the host.
+-- Chooses, one by one, the embedding matrices that shorten a step if they move to the host.
 local function paying(engine, tables, works, split)
   local chosen = {}
   local least = #works > 0 and cost(engine, tables, chosen, split)
@@ -89,11 +89,11 @@ local function paying(engine, tables, works, split)
   return chosen
 end
 
--- Tries in dry runs which embedding matrices can be on the host. Returns these, and true if dry runs are impossible.
+-- Tries in dry runs which embedding matrices can be on the host. Returns them, and true if dry runs are impossible.
 local function possible(engine, tables, dry_run)
   local works, blind = {}, false
   local function tries(list)
-    local crossed = {}                                        -- bytes by module
+    local crossed = {}                                        -- copied bytes, by module
     put(engine, tables, set_of(list))
     local off = hooks.on("lookup", function(module, nbytes) crossed[module] = (crossed[module] or 0) + nbytes end)
     local ok, id = pcall(dry_run)
@@ -111,8 +111,8 @@ local function possible(engine, tables, dry_run)
   return works, blind
 end
 
--- Returns the embedding matrices that all ranks chose. A rank that failed chooses none, and raises its error after this
--- exchange, so that no other rank waits for it.
+-- Returns the embedding matrices that all ranks chose. A rank that failed chooses none and raises its error after this
+-- exchange, because the other ranks would wait for it.
 local function agreed(engine, tables, ok, chosen)
   local set, all = set_of(ok and chosen or {}), {}
   for _, t in ipairs(tables) do if engine.ranks:least(set[t] and 1 or 0) == 1 then all[#all + 1] = t end end

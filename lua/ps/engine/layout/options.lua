@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The layout options that follow from an engine's configuration.
+-- Derives the options of the layout from an engine's configuration.
 local optim_groups = require "ps.optim.groups"
 local optimizers = require "ps.optimizers"
 local shard = require "ps.tensor.shard"

@@ -1,31 +1,28 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Assigns tensors to places in chunks, and chooses the size of chunks. Pure functions of lists of sizes: this file does
--- not know the engine, a device or a model, and equal arguments give equal results.
+-- Assigns tensors to positions in chunks, and chooses the size of chunks. Pure functions of lists of sizes: equal
+-- arguments give equal results.
 --
--- Packing. Tensors come in the order of use. They are grouped by dtype, by whether they train, by their optimizer's
--- states, by virtual stage, by whether they stay on the rank once they are gathered, and by whether their bytes are in
--- a file of the user. Each group has its chunks, and one layout serves all its kinds (parameter, master, averages). A
--- tensor goes into the newest chunk of its group if it fits there, else into a new one. No tensor is put far from its
--- neighbours, because a chunk that is fetched for one tensor should bring the tensors that are used next. A tensor
--- larger than a chunk gets its own chunk, and the open chunk takes further tensors, so that the small tensors between
--- large matrices share a chunk. Any chunk size therefore works. Offsets are multiples of 128 elements (256 bytes of
--- bf16). A chunk ends after its last tensor, rounded up to 2048 elements (4096 bytes of bf16, the unit of direct I/O).
--- With `uniform`, only the last chunk of a group is shortened like this, and a tensor may also fill a gap in one of the
--- `lookback` chunks before the newest.
+-- Packing. Tensors arrive in the order of use. Tensors share a chunk only if they agree in dtype, in whether they
+-- train, in their optimizer's states, in their virtual stage, in whether they stay on the rank once gathered, and in
+-- whether their bytes are in a file of the user. Such a group has one layout for all kinds of chunks (parameter,
+-- master, averages). A tensor goes into the newest chunk of its group if it fits, else into a new chunk. It never goes
+-- far from its neighbours: a chunk fetched for one tensor should bring the tensors that are used next. A tensor larger
+-- than a chunk gets its own chunk, and the small tensors before and after it share a chunk. Any chunk size works.
 --
--- Searching. PatrickStar rebuilds the whole model for each of eight fixed sizes and lets a person pick; ColossalAI
--- steps through sizes from the largest tensor up and takes the least unused tail, in chunks of one size. Here the last
--- chunk of a group is shortened, so the tail is close to zero at any size, and the largest tensor is not a lower
--- bound. The search weighs these costs, each as a fraction of the whole:
---   waste      bytes of chunks without tensors;
---   copies     each copy costs a fixed time, equal to about MOVE_COST elements of transfer: small chunks are slow;
+-- Offsets are multiples of 128 elements (256 bytes of bf16). A chunk ends after its last tensor, rounded up to 2048
+-- elements (4096 bytes of bf16, the unit of direct I/O). With `uniform`, only a group's last chunk is shortened, and a
+-- tensor may also fill a gap in one of the `lookback` chunks before the newest.
+--
+-- Searching. The size with the least sum of four costs wins, or the smallest such size. Each cost is a fraction of the
+-- whole:
+--   waste      bytes of chunks without tensors
+--   copies     each copy costs a fixed time, equal to about MOVE_COST elements of transfer: small chunks are slow
 --   coarse     fast memory is allocated and freed by chunks, and on average the fraction COARSE of a working set
---              is not needed at the moment: the cost is proportional to chunk size divided by that memory;
---   uneven     the bytes of the fullest of the ranks that share the chunks, relative to the mean, minus one.
--- The least sum wins; of equal sums, the smaller size. A chunk's working set is its bytes of all kinds. Sizes that
--- leave no room to fetch ahead (SETS working sets in the fastest tier, unless everything fits there at once) are
--- rejected. Candidates are a ladder of round sizes, equal parts of the whole, and sums of neighbours in a repeated
--- block, at which the edges of chunks are those of layers.
+--              is not needed at the moment: the cost is proportional to chunk size divided by that memory
+--   uneven     the bytes of the fullest of the ranks that share the chunks, relative to the mean, minus one
+-- A chunk's working set is its bytes of all kinds. A size is rejected if SETS working sets do not fit into the fastest
+-- tier, which leaves no room to fetch ahead, unless everything fits there at once. Candidates are a ladder of round
+-- sizes, equal parts of the whole, and sums of neighbours in a repeated block, where chunks end at layers.
 local caller = require "ps.core.caller"
 local share = require "ps.engine.layout.share"
 local human = require("ps.core.readable").bytes
@@ -36,13 +33,13 @@ local layout = {}
 layout.ALIGN = 128             -- alignment of tensors' offsets, in elements
 layout.UNIT = 2048             -- the size of a chunk is a multiple of this number of elements
 layout.SMALLEST = 1024         -- smallest chunk size that can be set, in elements
-layout.SETS = 6                -- number of a chunk's working sets that must fit, so that copies can run ahead
+layout.SETS = 6                -- number of working sets of chunks that must fit, so that copies can run ahead
 
 local ALIGN, UNIT, MI = layout.ALIGN, layout.UNIT, 1024 * 1024
 local MOVE_COST = 65536        -- cost of a copy in elements; 128 KiB of bf16 are 50 us at 2.6 GB/s
 local COARSE = 0.25
 local FOR_A_RANK = 16          -- least number of chunks per rank, if the model is large enough
-local BLOCK_TENSORS = 32       -- in a block of more tensors, sums of adjacent tensors begin only at the first 32
+local BLOCK_TENSORS = 32       -- in a larger block, sums of adjacent tensors begin only at the first 32 tensors
 
 local ELEMENT = require("ps.core.dtype").nbytes
 -- Bytes per element of a trained parameter with Adam's master, exp_avg and exp_avg_sq in fp32. The gradient of a half
@@ -175,8 +172,8 @@ local function pack(entries, chunk_size, uniform, lookback)
   return made
 end
 
--- Packs into chunks of one size. Tries each lookback and keeps the one that wastes least, since a lookback can fill the
--- unused tails of chunks.
+-- Packs into chunks of one size. A lookback can fill the unused tails of chunks, so this tries each lookback and keeps
+-- the layout with the least waste.
 local function pack_best(entries, chunk_size, options)
   if not options.uniform then return pack(entries, chunk_size, false, options.lookback or 0) end
   if options.lookback then return pack(entries, chunk_size, true, options.lookback) end
@@ -203,7 +200,7 @@ function layout.pack(entries, chunk_size, options)
   return pack_best(entries, chunk_size, caller.options(options, "layout.pack", PACK))
 end
 
---- Returns the bytes per element in all kinds of chunks together, which an update needs at once.
+--- Returns the bytes per element that an update needs at once, in all kinds of chunks together.
 ---@param group {dtype: string, trains: boolean, bytes?: number} a group or an entry
 ---@param trained? number bytes per element if the group trains (default 14 in a half dtype, 16 in fp32)
 ---@return number
@@ -273,8 +270,8 @@ local function judge(entries, size, options)
   return row
 end
 
--- Returns the repeated blocks of a model. A block is a run of entries whose names are equal up to the first number
--- ("h.0.", "h.1.", ...), as a list of its entries' elements. Of several blocks with the same total, only the first is
+-- Returns the repeated blocks of a model, each as the list of its entries' elements. A block is a run of entries whose
+-- names are equal up to the first number ("h.0.", "h.1.", ...). Among blocks with the same total, only the first is
 -- listed.
 local function blocks_of(entries)
   local blocks, last, seen = {}, nil, {}
@@ -301,7 +298,7 @@ end
 local function candidates(entries, min, max)
   local sizes, seen, total = {}, {}, 0
   for _, entry in ipairs(entries) do total = total + math.max(ALIGN, round_up(entry.numel, ALIGN)) end
-  max = math.max(min, math.min(max, round_up(total, UNIT)))  -- a larger size results in one chunk, too
+  max = math.max(min, math.min(max, round_up(total, UNIT)))  -- any larger size makes one chunk, too
   local function add(size)
     size = round_up(size, UNIT)
     if size >= min and size <= max and not seen[size] then
@@ -332,8 +329,8 @@ local function candidates(entries, min, max)
   return sizes
 end
 
--- Returns the range of sizes to try. The range begins below the usual smallest size if that size leaves no room to
--- fetch ahead, or too few chunks per rank.
+-- Returns the range of sizes to try. It begins below the usual smallest size if that size leaves no room to fetch
+-- ahead, or too few chunks per rank.
 local function range(entries, options)
   local min, max = options.min or MI, options.max or 64 * MI
   if (options.ranks or 1) > 1 and not options.min then

@@ -1,8 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Makes smaller chunks for a step that does not fit. The search for a chunk size (layout/pack.lua) knows the model and
--- the budgets, but not the other tensors of a step. If a dry run shows that an op's chunks do not fit next to them, and
--- the configuration does not set the chunk size, the model gets a new layout between two steps. Values do not depend on
--- the layout. All ranks use the same chunk size, even if only one rank has no room.
+-- Gives the model a layout with smaller chunks, if a step does not fit and the configuration does not set the chunk
+-- size. The search for a chunk size (layout/pack.lua) knows the model and the budgets, but not a step's other tensors.
+-- A dry run shows whether an op's chunks fit next to these tensors. The layout changes between two steps, and values do
+-- not depend on it. All ranks use the same chunk size, even if only one rank lacks room.
 local native = require "ps.core.ffi"
 local scope = require "ps.core.scope"
 local pack = require "ps.engine.layout.pack"
@@ -22,7 +22,7 @@ local finer = {}
 local info = ffi.new("ps_tier_info")
 local pieces = build.pieces
 
--- Moves one parameter and its state into the chunks of a row. The parameter has no gradient now; its future gradient
+-- Moves a parameter and its state into the chunks of a row. The parameter must have no gradient; its future gradient
 -- gets a new position.
 local function move_param(made, group, ids, at, where)
   local offset = at.offset
@@ -48,7 +48,7 @@ local function units_of(made)
 end
 
 -- Moves parameters into the rows of `plan`, except parameters whose rows are unchanged. All ranks must call it. The
--- host's views of an owner's parameters (row.place) must have been dropped.
+-- caller must have dropped the host's views of the parameters that this rank owns (row.place).
 local function move(built, plan, options)
   local shards, rows, kept, fresh, owners = options.shards, {}, units_of(built.layout), {}, {}
   local old_bytes, old_numel, old_rows = built.unit_bytes, built.unit_numel, built.unit_rows
@@ -95,8 +95,8 @@ local function move(built, plan, options)
   built.state_bytes = pieces.state_bytes()
 end
 
--- Returns the bytes of the largest parameter with its state, and the parameter's name. An update needs these bytes on
--- the host at once, whatever the chunk size.
+-- Returns the bytes and the name of the largest parameter with its state. An update needs these bytes on the host at
+-- once, whatever the chunk size.
 local function least_set(engine, options)
   local most, name = 0, nil
   for _, row in ipairs(engine.built.list) do
@@ -119,8 +119,8 @@ local function largest_shared(engine)
   return most
 end
 
---- Returns the largest possible new chunk size, as a fraction of the largest chunk. While tensors move, an old and a
---- new chunk are on the host at once, and all chunks of a row exist twice on the tiers. Returns 0 if there is no room.
+--- Returns the largest new chunk size for which there is room, as a fraction of the largest chunk, or 0. While tensors
+--- move, the host holds an old and a new chunk at once, and the tiers hold all chunks of a row twice.
 ---@param engine ps.Engine
 ---@return number
 function finer.limit(engine)
@@ -143,8 +143,8 @@ end
 local ROOM = { OP_CHUNKS = true, OP_BESIDE_RESIDENTS = true, RESIDENTS = true, HOMELESS = true }
 
 --- Returns the fraction of an op's chunks for which there is room, if a step cannot be planned and smaller chunks may
---- help. Otherwise returns nil, and the error says why smaller chunks do not help, or that the configuration sets
---- chunk_size.
+--- help. Otherwise returns nil and appends the reason to the error: smaller chunks do not help, or the configuration
+--- sets chunk_size.
 ---@param engine ps.Engine
 ---@param problem any
 ---@return number?

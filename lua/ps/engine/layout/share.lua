@@ -1,7 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The owner of each chunk if ranks share chunks (ZeRO, src/zero/shard.h). In the order of the layout, each chunk goes
--- to the rank with the fewest bytes so far: chunk k of equal chunks goes to rank k mod N. Neighbouring chunks, at most
--- one per rank, make up a stripe, which is gathered or reduced at once. Pure functions: all ranks get the same result.
+-- Chooses the owner of each chunk if ranks share chunks (ZeRO, src/zero/shard.h). In the order of the layout, each
+-- chunk goes to the rank with the fewest bytes so far: if chunks are equal, chunk k goes to rank k mod N. Adjacent
+-- chunks, at most one per rank, form a stripe, which is gathered or reduced at once. Pure functions: all ranks get the
+-- same result.
 
 local share = {}
 
@@ -50,7 +51,7 @@ function share.out(rows, size, weight, bytes)
   return made
 end
 
---- Returns the bytes of the rank with the most bytes, divided by the mean over ranks, minus one.
+--- Returns by which fraction of the mean the fullest rank's bytes exceed the mean over ranks.
 ---@param made ps.Share
 ---@return number
 function share.imbalance(made)

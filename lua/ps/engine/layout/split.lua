@@ -1,13 +1,13 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Splits a layout (layout/pack.lua) into smaller chunks. A chunk's tensors are divided, in order, among several chunks
--- with the same owner. Chunks that are small enough, or hold only one tensor, are not split. Pure functions: all ranks
--- get the same result.
+-- Splits a layout (layout/pack.lua) into smaller chunks. The tensors of a chunk are divided, in order, among several
+-- chunks with the same owner. A chunk that is small enough, or holds one tensor, is not split. Pure functions: all
+-- ranks get the same result.
 local pack = require "ps.engine.layout.pack"
 
 local split = {}
 
 local UNIT = pack.UNIT
-local AT_MOST = 0.75  -- upper bound of the fraction of the largest chunk, so that few tries reach any size
+local AT_MOST = 0.75  -- largest fraction for the next size, so that few tries reach any size
 
 --- Returns the next size to try: the fraction `share` (at most AT_MOST) of the largest chunk that can be split. Returns
 --- nil if no chunk can be split.
@@ -23,7 +23,8 @@ function split.next_size(made, share)
   return math.max(UNIT, math.floor(most * math.min(share, AT_MOST) / UNIT) * UNIT)
 end
 
---- Packs tensors of a chunk into new chunks with the same group and owner. The first one keeps the index of `chunk`.
+--- Packs some tensors of a chunk into new chunks with the same group and owner. The first new chunk keeps the index of
+--- `chunk`.
 ---@param chunk ps.layout.Chunk
 ---@param group ps.layout.Group the group in the new layout; counts the new chunks
 ---@param tensors {index: integer}[] entries of chunk.tensors, in order

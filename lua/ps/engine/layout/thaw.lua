@@ -1,9 +1,9 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Thawing: parameters that were frozen when the engine was made, and that now require a gradient. Before the next step
--- (engine/plan/begin.lua), or before a checkpoint is saved or loaded, the model gets a new layout. A chunk with thawed
--- parameters is replaced by a chunk of its parameters that are still frozen and by chunks that train. All other chunks
--- stay where they are. A thawed parameter's master begins with its value, and its optimizer state with zeros. The new
--- layout depends only on the old one and on the parameters, so all ranks make the same layout.
+-- Gives the model a new layout after frozen parameters were thawed: before the next step (engine/plan/begin.lua), or
+-- before a checkpoint is saved or loaded. Chunks that train, and a chunk of the parameters that are still frozen,
+-- replace each chunk with thawed parameters. Other chunks stay where they are. A thawed parameter's master begins with
+-- its value, and its optimizer state with zeros. All ranks make the same layout, which depends only on the old layout
+-- and the parameters.
 local caller = require "ps.core.caller"
 local copied = require "ps.core.copied"
 local native = require "ps.core.ffi"
@@ -27,7 +27,7 @@ local thaw = {}
 
 local info = ffi.new("ps_tier_info")
 
--- Returns the entries of pack.pack for this rank's thawed parameters, in the order of the layout, and their rows.
+-- Returns pack.pack's entries for this rank's thawed parameters, in the order of the layout, and the parameters' rows.
 local function entries_of(engine, thawed, where)
   local built, group_of, tables, entries, rows = engine.built, {}, {}, {}, {}
   for _, chunk in ipairs(built.layout.chunks) do
@@ -45,7 +45,7 @@ local function entries_of(engine, thawed, where)
   return entries, rows
 end
 
--- Assigns the new chunks that train to ranks, each to the rank that has the fewest bytes that train.
+-- Assigns each new chunk that trains to the rank that has the fewest bytes that train.
 local function share_out(plan, fresh, shards, state_bytes)
   if not shards then return end
   local bytes = {}

@@ -1,13 +1,12 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The costs of a model's parts (ps.nn.parts), counted in one forward of the whole model on meta. The costs are the
+-- Counts the costs of a model's parts (ps.nn.parts) in one forward of the whole model on meta. The costs are the
 -- floating-point operations of forward and of both halves of backward, bytes, the number of dropouts, and the tensors
--- that a part passes to the next part. Nothing is computed, so a model of any size can be counted, with or without
--- data.
+-- that a part passes to the next part. Nothing is computed, so models of any size can be counted, with or without data.
 --
--- As in ps_op_cost, the multiplications and additions of products and attention are counted. Backward is split as in
--- schedules: INPUT computes the gradients of a part's inputs, and WEIGHT the gradients of its parameters. In backward a
--- product has, for each input that requires a gradient, as many operations as in forward. Attention's backward has two
--- and a half times the operations of its forward, since it computes the scores again.
+-- As in ps_op_cost, the multiplications and additions of products and attention count. Backward is split as in
+-- schedules: INPUT computes the gradients of a part's inputs, and WEIGHT those of its parameters. For each input that
+-- requires a gradient, a product costs as much in backward as in forward. Attention's backward costs two and a half
+-- times its forward, since it computes the scores again.
 local create = require "ps.tensor.create"
 local random = require "ps.core.random"
 local scope = require "ps.core.scope"
@@ -31,8 +30,8 @@ local count = {}
 ---@field weight number operations for its parameters' gradients
 ---@field numel integer elements of its parameters
 ---@field nbytes integer bytes of its parameters, in the dtypes that they compute in
----@field activations integer bytes that its forward keeps for its backward, including its outputs, or 0 if it frees
----  more bytes of other parts than it keeps
+---@field activations integer bytes that its forward keeps for its backward, including its outputs; 0 if it frees more
+--- bytes of other parts than it keeps
 ---@field dropouts integer number of ops that draw dropout masks
 ---@field first_dropout integer number of dropouts in the parts before it
 ---@field trains boolean whether one of its parameters trains
@@ -52,7 +51,7 @@ local count = {}
 -- -- ops ------------------------------------------------------------------------------------------------------------
 -- Returns whether a gradient reaches t.
 local function wants(t) return t ~= nil and (t.node ~= nil or bit.band(t.flags, C.PS_T_REQUIRES_GRAD) ~= 0) end
--- Returns whether t is a leaf, as a parameter is.
+-- Returns whether t is a leaf, like a parameter.
 local function is_leaf(t) return t.node == nil end
 
 -- Returns a number that is equal for tensors that share a storage.
@@ -82,10 +81,9 @@ local function attention(cost, flops, ...)
   end
 end
 
--- Functions by op name. Each adds the operations of an op with inputs `x` (from 0) and attributes `a` to a cost.
--- `flops` is the count of ps_op_cost for the outputs that Lua gets, so an lm_loss that computes gradients in its
--- forward counts as one product. An op whose row in ops.def has the flag PRODUCT counts as one product of its first two
--- inputs.
+-- Functions that add the operations of an op with inputs `x` (from 0) and attributes `a` to a cost, by op name. flops:
+-- ps_op_cost for the outputs that Lua gets, so an lm_loss that computes gradients in its forward counts as one product.
+-- An op with the flag PRODUCT in ops.def counts as one product of its first two inputs.
 local COSTS = {
   mlp = function(cost, flops, x, a)                                               -- [N, I] -> [N, H] -> [N, O]
     local inner, outer = size(x[0], -1), size(x[3], a.out_in ~= 0 and 0 or 1)
@@ -105,7 +103,7 @@ for op, row in pairs(native.op_info) do
 end
 for name, fn in pairs(COSTS) do COST_OF[C["PS_OP_" .. name]] = fn end
 
--- Observes ops as they run (E.recorder).
+-- Observes ops while they run (E.recorder).
 local Watch = {}
 Watch.__index = Watch
 function Watch:begin(op, n_in, ins, attrs)
@@ -128,8 +126,8 @@ function Watch:empty() end                                                      
 function Watch:copied() end                                                       -- luacheck: ignore 212
 
 -- -- models ---------------------------------------------------------------------------------------------------------
---- Replaces tensors of modules by tensors of zeros. fp32 parameters get the dtype that they compute in. The returned
---- function put_back restores the old tensors.
+--- Replaces tensors of modules by zeros. fp32 parameters get the dtype in which they compute. The returned function
+--- put_back restores the old tensors.
 ---@param places ps.nn.PartTensor[]
 ---@param device string
 ---@param precision? string
@@ -151,7 +149,7 @@ function count.stand_in(places, device, precision)
   return function() for _, at in ipairs(places) do registry.put(at.owner, at.key, at.tensor) end end
 end
 
---- Returns all tensors of a model or of one of its parts, for count.stand_in.
+--- Returns all tensors of a model, or of one of its parts, in the form that count.stand_in takes.
 ---@param model ps.nn.Module
 ---@param part? ps.nn.Part
 ---@param more? string[] names of further parameters of the model
@@ -211,8 +209,8 @@ function count.add_parameters(model, part, cost)
   end)
 end
 
--- Returns a text that is equal for parts with the same modules, sizes and operations. Parts with the same text keep the
--- same number of bytes for backward.
+-- Returns a text that is equal for parts with the same modules, sizes and operations, which therefore keep the same
+-- number of bytes for backward.
 local function likeness(part, cost)
   local said = {}
   for _, module in ipairs(part.modules or {}) do said[#said + 1] = tostring(module) end
@@ -240,8 +238,8 @@ function count.first_names(module, key_of)
   return name_of
 end
 
--- Runs one forward of all parts. For each part whose index is in `measured`, collects garbage before and after the part
--- to measure the bytes that it keeps.
+-- Runs one forward of all parts. Measures the bytes that a part keeps, if its index is in `measured`, by collecting
+-- garbage before and after the part.
 local function pass(module, args, measured, cached)
   local list, rng = parts.of(module), random.state()
   local watch = setmetatable({ name_of = count.first_names(module, storage_of), used = {} }, Watch)
@@ -267,8 +265,8 @@ local function pass(module, args, measured, cached)
   return costs
 end
 
--- Collecting the garbage of a large model is slow and most of its parts are equal, so only the first part of each kind
--- is measured.
+-- Measures only the first part of each kind: most parts of a model are equal, and collecting a large model's garbage is
+-- slow.
 local function run(module, args, carries, cached)
   local list, costs = parts.of(module), pass(module, args, {}, cached)
   if carries then return costs end
@@ -295,7 +293,7 @@ end
 ---  Requires `carries`
 ---@return ps.engine.PartCost[]
 function count.parts(module, args, precision, carries, cached)
-  parts.of(module)                                         -- raises errors in the list of parts before the run below
+  parts.of(module)                                         -- raises errors in the list of parts before count.stand_in
   local put_back = count.stand_in(count.places_of(module), "meta", precision)
   local restore, was = random_state.keep(), native.recorder
   local ok, result = pcall(scope.scope, scope.enable_grad, run, module, args, carries, cached)

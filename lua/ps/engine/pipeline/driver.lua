@@ -1,8 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The driver of a model that is cut into stages. It runs loops over the micro-batches of a step or of an evaluation,
--- and the forwards of generate, at the pace of the script. A pipeline runs only one loop or forward at a time, and its
--- ranks check that all of them begin the same one. engine/step/table.lua describes the interface, and
--- engine/pipeline/row.lua runs a row.
+-- The driver of a model that is cut into stages: runs loops over the micro-batches of a step or an evaluation, and the
+-- forwards of generate, at the pace of the script. A pipeline runs one loop or forward at a time, and its ranks check
+-- that all of them begin the same one. engine/step/table.lua describes the interface, and engine/pipeline/row.lua runs
+-- a row of actions.
 local batch = require "ps.data.batch"
 local caller = require "ps.core.caller"
 local module_hooks = require "ps.nn.hooks"
@@ -27,8 +27,8 @@ local FORWARD = C.PS_ACT_FORWARD
 local Driver = { in_loops = true }
 Driver.__index = Driver
 
--- Functions that perform an action in Lua, by kind. `v` is the virtual stage and `micro` the micro-batch, both from 0.
--- C performs the other actions.
+-- Functions that perform an action in Lua, by kind. C performs all other actions. v, micro: the virtual stage and the
+-- micro-batch, from 0.
 Driver.work = {
   [FORWARD] = function(engine, v, micro) return engine.run(engine.driver.forward, engine.driver, v, micro) end,
   [C.PS_ACT_NORM] = table_driver.work[C.PS_ACT_NORM], [C.PS_ACT_UPDATE] = table_driver.work[C.PS_ACT_UPDATE],
@@ -53,21 +53,21 @@ function Driver:fingerprint() return self.pipe:fingerprint() end
 local function next_event(engine, s, pipe)
   local report = engine.report
   local ok, kind, v, micro = pcall(pipe.next, pipe)
-  if not ok and s.is.now.kind ~= C.PS_ACT_NONE then actions.fail(engine, kind) end  -- the error is from an action
+  if not ok and s.is.now.kind ~= C.PS_ACT_NONE then actions.fail(engine, kind) end  -- an action raised the error
   if not ok then error(kind, 0) end
   local seconds = pipe:tell()
   if report and seconds > 0 then report:took(actions.PART[C.PS_ACT_BACKWARD], seconds) end
   return kind, v, micro
 end
 
--- Repeats the work of the recompute segment at which the walk of C's action stopped.
+-- Repeats the work of the recompute segment at which C's backward walk stopped.
 local function resume(engine, pipe, factor)
   local ok, problem = pcall(scope.resume, pipe:segment(), factor)
   if not ok then actions.fail(engine, problem) end
 end
 
--- Performs the row up to the next yield. `before` is called before each forward. Returns the yield's micro-batch, from
--- 0, or nil if the row has ended.
+-- Performs the row up to the next yield. Returns the yield's micro-batch, from 0, or nil if the row has ended. before:
+-- called before each forward.
 local function advance(self, dry, before)
   local engine, pipe = self.engine, self.pipe
   local s, report = state.of(engine), not dry and engine.report
@@ -119,7 +119,7 @@ end
 function Driver:end_dry() return self.pipe:drop_dry() end
 
 -- -- beginning --------------------------------------------------------------------------------------------------------
--- Returns all micro-batches of a loop. A pipeline needs them before its first iteration.
+-- Returns all micro-batches of a loop, which a pipeline needs before the first iteration.
 local function all_of(engine, loop)
   local micros = { n = loop.count }
   for i = 1, loop.count do
@@ -141,8 +141,8 @@ end
 
 local SECOND = "a loop over micro-batches began within another loop"
 
--- Returns a description of a loop over a pipeline, for errors. The text mentions `gather`, since ranks with gather
--- would wait for ranks without it.
+-- Describes a loop over a pipeline, for errors. The text mentions `gather`, since ranks with gather would wait for
+-- ranks without it.
 local function said(what, loop)
   return ("%s of %d micro-batches%s"):format(what, loop.count, loop.gather and " with gather = true" or "")
 end
@@ -154,7 +154,7 @@ local function check_hooks(engine)
     :format(engine.module.class_name))
 end
 
--- Passes the micro-batches of a step's loop to the pipeline, and begins the step.
+-- Begins a step: passes the micro-batches of the step's loop to the pipeline.
 local function enter(self, loop)
   local engine, pipe = self.engine, self.pipe
   check_free(self, SECOND)
@@ -212,7 +212,7 @@ function Driver:look(loop)
   end)
 end
 
---- Runs a forward through all stages for generate. All rows form one micro-batch, since products of fewer rows have
+--- Runs a forward of all stages for generate. All rows form one micro-batch, since products of fewer rows have
 --- different bits on the CPU. All ranks must call it.
 ---@param ids ps.Tensor int [R, n], on the device
 ---@param given table the batch that the parts read, including ids
@@ -246,7 +246,7 @@ end
 -- Returns true, since each virtual stage updates its parameters after its own last backward.
 function Driver:overlaps() return true end
 
--- Notes the loss from which the walk will begin. The row continues with the next turn.
+-- Stores the loss from which the backward walk will begin. The row continues with the next iteration.
 function Driver:backward(loss, weight, factor)
   self.pipe:mark(weigh.root(self.engine, loss, weight, factor), weight, factor)
 end

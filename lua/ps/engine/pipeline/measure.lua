@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Measures the seconds that a model's parts (ps.nn.parts) take on a device. Each kind of part runs forward and backward
--- a few times, by itself, with tensors of zeros instead of the model's: the time of a product does not depend on
--- values. Only one part's tensors are in memory at a time.
+-- Measures the seconds that a model's parts (ps.nn.parts) take on a device. One part of each kind runs forward and
+-- backward a few times, with zeros as its tensors: the time of a product does not depend on values. Only one part's
+-- tensors are in memory at a time.
 local create = require "ps.tensor.create"
 local scope = require "ps.core.scope"
 local count = require "ps.engine.pipeline.count"
@@ -12,7 +12,7 @@ local process = require "ps.core.process"
 
 local measure = {}
 
-local TIMES = 3                           -- runs per part, of which the fastest counts
+local TIMES = 3                           -- runs per part; the fastest counts
 
 -- Waits until the device has finished all its work.
 local function wait(t)
@@ -43,7 +43,7 @@ local function run(part, from, batch, device)
   return middle - begin, process.now() - middle
 end
 
--- Returns the key of a part's kind. Parts with the same counted costs have the same key and are measured once.
+-- Returns the key of a part's kind. Parts with the same counted costs are of one kind, which is measured once.
 local function kind_of(cost)
   return ("%.17g %.17g %.17g %d"):format(cost.forward, cost.input, cost.weight, cost.numel)
 end
@@ -86,8 +86,8 @@ local function measured(module, costs, args, device, precision)
   return all
 end
 
---- Measures the time of a model's parts. The model can be with or without data. The seconds of a backward are split in
---- proportion to its counted operations.
+--- Measures the seconds of a model's parts. The model may be without data. A backward's seconds are split in proportion
+--- to its counted operations.
 ---@param module ps.nn.Module
 ---@param costs ps.engine.PartCost[] the result of count.parts for these arguments
 ---@param args any[] the model's arguments, of which only the shapes matter

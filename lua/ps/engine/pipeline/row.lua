@@ -1,8 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- A step of a model that is cut into stages, on one rank. The rank's row in the schedule's table gives the order of the
--- forwards and backwards of its virtual stages. C performs the row (src/pipe/exec.c): transfers, delayed weight
--- gradients, and reductions. This file runs the model's code in between. engine/pipeline/driver.lua performs forwards
--- as actions of the step, at the pace of the script's loop.
+-- Runs a step of a model that is cut into stages, on one rank. The rank's row in the schedule's table gives the order
+-- in which its virtual stages run forward and backward. C performs the row (src/pipe/exec.c): transfers, delayed weight
+-- gradients, and reductions. This file runs the model's code in between. engine/pipeline/driver.lua performs the
+-- forwards as actions of the step.
 local create = require "ps.tensor.create"
 local environment = require "ps.core.environment"
 local devices = require "ps.core.devices"
@@ -47,7 +47,7 @@ local pipe = {}
 ---@field count integer micro-batches of the loop
 ---@field tells boolean whether listeners are called before and after each action of the current step
 ---@field performed? integer number of micro-batches that the last dry run performed; it repeated their effects for the
----  other ones
+--- others
 ---@field marked integer micro-batches for which the script has called backward
 ---@field total number sum of the weights of marked micro-batches
 local Pipe = {}
@@ -72,7 +72,7 @@ Pipe.__index = Pipe
 ---@field loss number|nil its loss, set at its yield
 ---@field out table|nil output of the last virtual stage; set on the rank of that stage until the script's backward
 
-local MICROS_A_STAGE = 4  -- micro-batches per stage, assumed for the cut if the configuration sets no number
+local MICROS_A_STAGE = 4  -- micro-batches per stage when the model is cut, if the configuration sets no number
 local ROOM = C.PS_PIPE_CARRY
 -- kinds of actions that a step counts, by their names in tables
 local IN_STEP = { F = C.PS_ACT_FORWARD, B = C.PS_ACT_BACKWARD, I = C.PS_ACT_INPUT, W = C.PS_ACT_WEIGHT,
@@ -101,9 +101,9 @@ function pipe.request(cfg, group)
     stages = group:size(), virtual_stages = cfg.pipeline.virtual_stages, micro_batches = micros } }
 end
 
---- Checks that all ranks cut the same model in the same way. Tells the engine which ranks have the other stages, whose
---- gradients count in a norm, and which ranks have copies of tied parameters. All ranks must call it before parameters
---- are registered.
+--- Checks that all ranks cut the same model in the same way. Registers with the engine which ranks have the other
+--- stages, whose gradients count in a norm, and which ranks have copies of tied parameters. All ranks must call it
+--- before parameters are registered.
 ---@param module ps.nn.Module
 ---@param stages ps.engine.Stages
 ---@param built ps.engine.Built
@@ -116,7 +116,7 @@ function pipe.join(module, stages, built)
     local part = group:split(ranks, "tied")
     among = #ranks > 1 and part or nil
   end
-  -- Frozen parameters are included, since they may be thawed later.
+  -- Frozen parameters count, since they may be thawed later.
   local numbers = #built.list + #built.elsewhere + #built.untrained
   native.check(C.ps_engine_stages(native.ctx, group.c, among and among.c, numbers))
 end
@@ -139,7 +139,7 @@ function Pipe:close()
 end
 
 -- -- before a step ----------------------------------------------------------------------------------------------------
--- Returns this rank's row of actions, with its executor, for a step of `micros` micro-batches. The first call creates
+-- Returns this rank's row of actions for a step of `micros` micro-batches, with its executor. The first call creates
 -- the row. All ranks must call it together.
 local function row_of(self, micros, forward_only)
   local key = micros .. (forward_only and " forward" or "")
@@ -164,13 +164,13 @@ local function row_of(self, micros, forward_only)
   return found
 end
 
--- Returns whether this is a step of generate with cached keys and values.
+-- Returns whether this is a generate step with cached keys and values.
 local function cached(micro) return micro.batch ~= nil and micro.batch.caches ~= nil end
 
 local NO_EXAMPLE = "pipeline: the model was cut by parameter counts, since it was made before a batch was known: "
   .. "ps.initialize { example = BATCH, ... } cuts it by counted operations, and finds heads with a tied embedding"
 
--- Counts the costs again for a model that was cut into stages before a batch was known.
+-- Counts the costs of a model that was cut into stages before a batch was known.
 local function recount(self, args)
   local engine = self.engine
   if mesh.group("world"):rank() == 0 then engine:note(NO_EXAMPLE) end
@@ -178,8 +178,8 @@ local function recount(self, args)
   self.stages:recount(engine.module, args, engine.precision)
 end
 
--- Returns the costs of the model's parts for micro-batches with the shapes of this one, including the tensors that each
--- part passes to the next.
+-- Returns the costs of the model's parts for micro-batches with this one's shapes, including the tensors that each part
+-- passes to the next.
 local function counted(self, micro)
   local costs = self.counts[micro.key]
   if not costs then
@@ -193,7 +193,7 @@ local function counted(self, micro)
   return costs
 end
 
--- Tells C which tensors virtual stages pass on in a micro-batch.
+-- Registers with C the tensors that virtual stages pass on in a micro-batch.
 local function expect(self, row, micro)
   if row.keys[micro.number] == micro.key then return end
   local costs = counted(self, micro)
@@ -222,7 +222,7 @@ function Pipe:actions(micros)
   return list
 end
 
---- Stores the micro-batches of a loop. The parameters that train decide which gradients stages send back.
+--- Stores the micro-batches of a loop, and which parameters train: these decide which gradients the stages send back.
 ---@param micros ps.engine.PipeMicro[] micro-batches by index from 0, and their number `n`
 function Pipe:load(micros)
   self.micros, self.count, self.marked, self.total = micros, micros.n, 0, 0
@@ -235,8 +235,8 @@ function Pipe:load(micros)
   self.first_key = micros[0].key
 end
 
---- Raises an error if a setting changed since an earlier iteration of the training loop. The stages have already run
---- ahead to other micro-batches, so the results would depend on the schedule.
+--- Raises an error if a setting changed since an earlier iteration of the loop. The stages have already run ahead to
+--- other micro-batches, so the results would depend on the schedule.
 function Pipe:check_unchanged()
   local function refuse(what)
     caller.error(what .. " within a loop over micro-batches of a pipeline, whose stages have run ahead to other "
@@ -267,8 +267,8 @@ function Pipe:fingerprint()
   return agree.text_hash(table.concat(said, " "))
 end
 
---- Checks that all ranks begin the same action. Ranks that begin different actions would wait for each other forever.
---- All ranks must call it.
+--- Checks that all ranks begin the same action; otherwise they would wait for each other forever. All ranks must call
+--- it.
 ---@param what string
 ---@param rows? boolean whether their micro-batches must be equal, too
 function Pipe:compare_begin(what, rows)
@@ -287,9 +287,9 @@ function Pipe:compare_begin(what, rows)
   end
 end
 
--- Returns the micro-batches that repeat the effects of earlier ones in a dry run (ps_pipe_repeat), as the first index
--- and the index after the last. All micro-batches repeat effects, except the first PS_PIPE_PERFORMED ones and the last
--- one, if they have the shapes of the second. Returns 0, 0 if none do.
+-- Returns the range of micro-batches that repeat the effects of earlier ones in a dry run (ps_pipe_repeat): the first
+-- index, and the index after the last. The range excludes the first PS_PIPE_PERFORMED micro-batches and the last one.
+-- It is 0, 0 if some of the others do not have the shapes of the second micro-batch.
 local function repeated(self, row)
   local last = self.count - 1
   if row.whole or last <= C.PS_PIPE_PERFORMED then return 0, 0 end
@@ -313,14 +313,14 @@ function Pipe:begin(step, dry)
   self.row = row
 end
 
---- Passes to C the settings of each virtual stage's last backward (or last weight gradients). It must be called before
---- C reaches the first of these actions.
+--- Passes to C the settings of each virtual stage's last backward (or last weight gradients). Must be called before C
+--- reaches the first of these actions.
 ---@param how ffi.cdata* ps_action_how
 function Pipe:set_last(how) native.check(C.ps_pipe_settings(self.row.c, how)) end
 
---- Drops the row of a dry run that failed. Keeps the micro-batches for another dry run.
----@return boolean again whether it failed because micro-batches had different effects, so that another dry run has to
----  perform each micro-batch
+--- Drops the row of a failed dry run. Keeps the micro-batches for another dry run.
+---@return boolean again whether it failed because micro-batches had different effects, so that the next dry run must
+--- perform each micro-batch
 function Pipe:drop_dry()
   local row = self.row
   if not row then return false end
@@ -331,23 +331,22 @@ function Pipe:drop_dry()
   return differed
 end
 
---- Returns whether the due forward repeats the effects of another micro-batch's forward. In this case done() performs
---- it.
+--- Returns whether the due forward only repeats the effects of another micro-batch's forward, which done() does.
 ---@return boolean
 function Pipe:is_again() return self.event.again ~= 0 end
 
 --- Reports to C that Lua's collector has run in a dry run.
 function Pipe:collected() C.ps_pipe_collected(self.row.c) end
 
---- Abandons the row. The calls of other ranks fail with the reason.
+--- Abandons the row. The calls of other ranks fail with the reason `why`.
 ---@param why any
 function Pipe:abandon(why)
   if self.row then C.ps_pipe_abort(self.row.c, tostring(why)) end
   self.row, self.micros = false, false
 end
 
--- Stores the loss of a micro-batch with its weight and hits, which the ops of the last virtual stage counted. All ranks
--- have the same batch, and thus the same `places`.
+-- Stores a micro-batch's loss, weight and hits, which the ops of the last virtual stage counted. `places` needs no
+-- message, since all ranks have the same batch.
 local function take_loss(micro, event)
   micro.loss = event.loss
   micro.score = event.targets > 0 and { hits = event.hits, targets = event.targets } or false
@@ -356,9 +355,9 @@ local function take_loss(micro, event)
   micro.targets = { count = event.weight, places = math.max(places, event.weight) }
 end
 
---- Returns the next forward, recompute segment or yield. Returns nil if the row has ended. C performs the actions
---- before it. A backward, weight gradients or a reduction are returned only if Lua has work to do before C performs
---- them (collects, tell).
+--- Performs C's actions up to the next event for Lua: a forward, a recompute segment or a yield. Returns nil if the row
+--- has ended. A backward, weight gradients or a reduction is an event only if Lua has work to do before it (collects,
+--- tell).
 ---@return integer? kind
 ---@return integer vstage of the model
 ---@return integer micro
@@ -377,12 +376,12 @@ end
 ---@return boolean
 function Pipe:collects() return self.event.collect ~= 0 end
 
---- Returns the id of the segment, function or hook at which the walk of the current event stopped.
+--- Returns the id of the segment, function or hook at which the current event's backward walk stopped.
 ---@return integer id
 function Pipe:segment() return tonumber(self.event.segment) end
 
---- Notifies listeners that the actions that C performed before the current event have ended, and that the next action
---- of C begins. Listeners get the indices of virtual stages in the whole model.
+--- Notifies listeners that the actions that C performed before the current event have ended, and that C's next action
+--- begins. Listeners get the indices of virtual stages in the whole model.
 ---@return number seconds that these actions took
 function Pipe:tell()
   local event = self.event
@@ -401,7 +400,7 @@ function Pipe:done()
   self.given = nil
 end
 
---- Drops the output of the last virtual stage in a dry run. In a real step the script holds it until it calls backward.
+--- Drops the output of the last virtual stage in a dry run. In a real step the script holds it until its backward.
 ---@param number integer micro-batch, from 0
 function Pipe:drop_output(number) self.micros[number].out = nil end
 
@@ -438,8 +437,8 @@ end
 -- Returns a tensor's name, dtype and sizes as text.
 local function line_of(name, dtype, shape) return ("%s %s %s"):format(name, dtype, table.concat(shape, " ")) end
 
--- Passes the outputs of a virtual stage to C. They must match the outputs that were counted without data, since the
--- next stage waits for these.
+-- Passes the outputs of a virtual stage to C. They must match the outputs that were counted without data, for which the
+-- next stage waits.
 local function go_out(self, v, carry, names)
   local list = {}
   for i, t in ipairs(names) do
@@ -458,7 +457,7 @@ local function go_out(self, v, carry, names)
   self.given = list                                          -- keeps the tensors' headers alive until done()
 end
 
--- Keeps the last virtual stage's output for the script, and passes its loss to C, which sends it to all ranks.
+-- Keeps the last virtual stage's output for the script, and passes its loss to C, which sends the loss to all ranks.
 local function finish(self, micro, carry)
   if micro.batch then                                        -- a step of generate has no loss
     micro.out = carry
@@ -483,8 +482,8 @@ local function finish(self, micro, carry)
   give(self, list)
 end
 
---- Returns the settings of a virtual stage's forward. Its counters of random numbers (dropouts, samples) have the
---- values that they would have in one process that runs all virtual stages in order.
+--- Returns the settings of a virtual stage's forward. Its counters of random numbers (dropouts, samples) are those of
+--- one process that runs all virtual stages in order.
 ---@param v integer
 ---@param number integer
 ---@return ffi.cdata* how
@@ -511,16 +510,16 @@ function Pipe:forward(v, number)
   if v == self.n - 1 then finish(self, micro, out) else go_out(self, v, out, costs[last].carry) end
 end
 
--- Returns a tensor for a loss that another rank computed. In training the tensor requires a gradient, like the real
--- loss, so that a loss computed from it can be assigned to this micro-batch.
+-- Returns a tensor for a loss that another rank computed. In training it requires a gradient, like the real loss, so
+-- that a loss computed from it can be assigned to this micro-batch.
 local function loss_here(micro)
   -- a dry run has no loss
   local loss = devices.computes and create.tensor(micro.loss) or create.empty({}, { dtype = "fp32" })
   return loss:requires_grad(scope.grad_enabled())
 end
 
--- Returns the description of its output that the last virtual stage would send. It is used in a dry run that lacks the
--- last stage's rank.
+-- Returns the description of the output that the last virtual stage would send, for a dry run without that stage's
+-- rank.
 local function said_of(self, micro)
   local costs, lines = counted(self, micro), {}
   for _, t in ipairs(costs[#costs].out) do
@@ -529,7 +528,8 @@ local function said_of(self, micro)
   return table.concat(lines, "\n")
 end
 
--- Sends the tensors in the last virtual stage's output to all ranks, except tensors in tables. All ranks must call it.
+-- Sends the tensors in the last virtual stage's output to all ranks, except tensors in nested tables. All ranks must
+-- call it.
 local function gathered(self, micro)
   local names, root, lines = {}, self.stages.ranks[self.n], {}
   for name, t in pairs(micro.out or {}) do
@@ -564,7 +564,7 @@ function Pipe:output(number, gather)
 end
 
 --- Notes that the script has called backward for the next micro-batch. From now on C keeps the loss.
----@param root ps.Tensor from which the walk begins, on the rank of the last virtual stage
+---@param root ps.Tensor tensor at which the walk begins, on the rank of the last virtual stage
 ---@param weight number
 ---@param factor number factor on the walk's gradients, relative to the gradients of the micro-batch's own loss
 function Pipe:mark(root, weight, factor)
@@ -575,8 +575,7 @@ function Pipe:mark(root, weight, factor)
   self.marked, self.total = self.marked + 1, self.total + weight
 end
 
---- Raises an error if the stages' sums of loss weights differ after the last backward of a loop. All ranks must call
---- it.
+--- Raises an error if the stages' sums of loss weights differ after a loop's last backward. All ranks must call it.
 ---@param total number sum of this rank's weights
 function Pipe:check_weights(total)
   local all = create.empty({ self.size }, { dtype = "fp64" })

@@ -1,8 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- A model that is cut into virtual stages: the parts (ps.nn.parts) of each virtual stage, the rank that runs it, and
--- the parameters that each rank holds. Virtual stages count from 0 in the order of the model, ranks from 0 along the
--- pipeline. A process makes the whole model without data (ps.deferred), and fills in the values of its own virtual
--- stages.
+-- Describes a model that is cut into virtual stages: the parts (ps.nn.parts) of each virtual stage, the rank that runs
+-- it, and the parameters that each rank holds. Virtual stages count from 0 in the order of the model, ranks from 0
+-- along the pipeline. A process makes the whole model without data (ps.deferred), and fills in only the values of its
+-- own virtual stages.
 local caller = require "ps.core.caller"
 local devices = require "ps.core.devices"
 local scope = require "ps.core.scope"
@@ -41,9 +41,8 @@ local Stages = {}
 Stages.__index = Stages
 
 -- -- cutting --------------------------------------------------------------------------------------------------------
--- Cuts `weights` into n contiguous non-empty runs so that the largest sum is as small as possible, and returns the
--- first index of each run. It finds the smallest bound of the sum by bisection. Of several equal cuts it chooses the
--- one with the fullest first runs.
+-- Cuts `weights` into n contiguous non-empty runs with the smallest possible largest sum. Returns the first index of
+-- each run. Bisection finds the smallest bound of the sum. Among equal cuts, the one with the fullest first runs wins.
 local function balance(weights, n)
   local function fits(bound)
     local first, sum = { 1 }, 0
@@ -76,8 +75,7 @@ local function numbers(list)
   return table.concat(said, ", ")
 end
 
--- Returns the number of layers, which are the parts whose names end in a number; if there are none, the number of all
--- parts.
+-- Returns the number of layers: the parts whose names end in a number, or all parts if there are none.
 local function layers_of(list)
   local n = 0
   for _, part in ipairs(list) do if part.name:match "%.%d+$" then n = n + 1 end end
@@ -99,7 +97,7 @@ local function kinds_of(list)
   return table.concat(kinds)
 end
 
--- Returns the number of parts in each virtual stage for the shortest simulated step. The simulation shows how a slow
+-- Returns the number of parts in each virtual stage for the shortest simulated step. The simulation includes how a slow
 -- part, such as the head, delays the other stages.
 local function by_cost(costs, table_)
   local given = {}
@@ -197,8 +195,8 @@ local function declared(self, module)
   return all
 end
 
--- Raises an error for parts that overlap: if several parts declare a parameter, each of them must use it, as with a
--- tied embedding. `uses` has the names that each part's ops read (ps.engine.PartCost.uses).
+-- Raises an error for parts that overlap: if several parts declare a parameter, each must use it, like a tied
+-- embedding. uses: the names that each part's ops read (ps.engine.PartCost.uses).
 local function check_overlaps(self, names_of, uses)
   local by_name = {}
   for i, names in ipairs(names_of) do
@@ -221,8 +219,7 @@ local function check_overlaps(self, names_of, uses)
 end
 
 -- Returns the virtual stages that use each parameter and buffer, by name. A virtual stage uses a tensor if one of its
--- parts declares it, or reads it in the dry run that counted the parts. A head that reads a tied embedding need not
--- declare it.
+-- parts declares it, or read it when the parts were counted. A head need not declare a tied embedding.
 local function users(self, module)
   local of, names_of, uses, counted = {}, declared(self, module), {}, true
   for i = 1, #self.parts do
@@ -245,10 +242,10 @@ local function users(self, module)
   return of
 end
 
--- Raises an error for a parameter whose gradients would not be added in the order of its virtual stages. Each rank
--- first adds the gradients of its own virtual stages, in their order. Then the ranks' sums are added in the order of
--- ranks (src/engine/ties.c). With two virtual stages both orders result in the same bits. With more, the orders agree
--- if the ranks of the virtual stages ascend and only the lowest rank has several of them.
+-- Raises an error if a parameter's gradients would not be added in the order of its virtual stages. Each rank adds the
+-- gradients of its own virtual stages in order. Then the ranks' sums are added in the order of ranks
+-- (src/engine/ties.c). With two virtual stages the order does not matter. With more, the ranks of the virtual stages
+-- must ascend, and only the lowest rank may have several of them.
 local function check_order(self, name, list)
   if #list < 3 then return end
   local on, ordered = {}, true
@@ -293,11 +290,11 @@ function stages.new(module, costs, first, pipeline)
   return self
 end
 
---- Creates the stages of a model that runs its stages in its own forward, as models of ps.bmt do. Each rank has one
---- virtual stage.
+--- Creates the stages of a model whose own forward runs the stages, like models of ps.bmt. Each rank has one virtual
+--- stage.
 ---@param module ps.nn.Module
 ---@param stage_of fun(tensor: ps.Tensor): integer? returns the stage, from 0, of a parameter or buffer, or nil if all
----  stages have it
+--- stages have it
 ---@param rank integer index of this process among the stages
 ---@param size integer
 ---@return ps.engine.Stages
@@ -317,8 +314,8 @@ function stages.of_itself(module, stage_of, rank, size)
   return self
 end
 
---- Returns the first of this rank's virtual stages that use a parameter, as its index among this rank's virtual stages.
---- Returns nil if none uses it.
+--- Returns the first of this rank's virtual stages that use a parameter, as an index among this rank's virtual stages,
+--- or nil.
 ---@param name string the first name of a tied parameter
 ---@return integer? vstage from 0
 function Stages:own(name)
@@ -327,8 +324,8 @@ function Stages:own(name)
   end
 end
 
---- Returns the other virtual stages of this rank that use a parameter (all except own()), as indices among this rank's
---- virtual stages.
+--- Returns the other virtual stages of this rank that use a parameter, in addition to own(), as indices among this
+--- rank's virtual stages.
 ---@param name string
 ---@return integer[]
 function Stages:other_uses(name)
@@ -346,8 +343,8 @@ function Stages:has_ties()
   return false
 end
 
---- Returns the location of a parameter or buffer on another rank, as text. Returns nil if it is on this rank. Buffers
---- that belong to no part are on all ranks.
+--- Returns text that says which other rank holds a parameter or buffer, or nil if it is on this rank. Buffers that
+--- belong to no part are on all ranks.
 ---@param name string
 ---@return string?
 function Stages:elsewhere(name)
@@ -356,7 +353,7 @@ function Stages:elsewhere(name)
   return ("rank %d of the pipeline (virtual stage %d)"):format(self.ranks[list[1] + 1], list[1])
 end
 
---- Returns the other ranks that also hold a parameter of this rank, as with copies of a tied embedding.
+--- Returns the other ranks that also hold a parameter of this rank, for example a tied embedding.
 ---@param name string
 ---@return integer[]
 function Stages:sharers(name)
@@ -368,8 +365,8 @@ function Stages:sharers(name)
   return list
 end
 
---- Returns whether this rank saves a parameter or buffer. Only one rank of a pipeline does, since all copies of a tied
---- embedding are equal.
+--- Returns whether this rank saves a parameter or buffer. Only one rank of a pipeline does: copies of a tied embedding
+--- are equal.
 ---@param name string
 ---@return boolean
 function Stages:saves(name)
@@ -400,8 +397,7 @@ function Stages:copies()
   return found and found.ranks
 end
 
---- Removes the tensors of other ranks' virtual stages from a state_dict. Only rank 0 keeps the buffers that all ranks
---- have.
+--- Removes tensors of other ranks' virtual stages from a state_dict. Only rank 0 keeps the buffers that all ranks have.
 ---@param state table<string, ps.Tensor>
 function Stages:keep_own(state)
   for name in pairs(state) do
@@ -410,8 +406,8 @@ function Stages:keep_own(state)
   end
 end
 
---- Returns whether a state contains no tensor that only other ranks hold, like a result of keep_own. Such a state can
---- be empty, if other ranks of the same stage own all of it.
+--- Returns whether a state has no tensor that only other ranks hold, like a result of keep_own. The state may be empty,
+--- if other ranks of the same stage own all of it.
 ---@param state table<string, ps.Tensor>|table a table of tensors, or an open file with names()
 ---@return boolean
 function Stages:is_own(state)
@@ -460,7 +456,7 @@ function Stages:sends_gradient(v)
   return false
 end
 
---- Returns whether the costs are the result of by_parameters, since no batch was known when the model was cut.
+--- Returns whether the costs come from by_parameters, because no batch was known when the model was cut.
 ---@return boolean
 function Stages:is_uncounted() return self.costs[1] ~= nil and self.costs[1].uses == nil end
 
@@ -489,14 +485,14 @@ function Stages:check_uses(costs)
 end
 
 -- -- making a model ---------------------------------------------------------------------------------------------------
--- Returns the arguments of the call that counts the operations of a model's parts: the batch that ps.initialize got as
--- `example`, or the example that the model itself makes. Returns nil if there is none.
+-- Returns the batch for counting a model's parts: the `example` of ps.initialize, or the example that the model makes,
+-- or nil.
 local function example_of(module, pipeline)
   if pipeline.example then return pipeline.example end
   return type(module.example) == "function" and { module:example(1, MOST_POSITIONS) } or nil
 end
 
--- Returns the costs of a model's parts before a batch is known. Each part's number of parameter elements serves as its
+-- Returns the costs of a model's parts before a batch is known: each part's number of parameter elements stands for its
 -- number of operations. The parts are counted when the first batch arrives (row.lua).
 local function by_parameters(module)
   local costs = {}
@@ -510,8 +506,8 @@ local function by_parameters(module)
   return costs
 end
 
--- Returns the costs with the parts' seconds on rank 0's device instead of operations. All ranks use rank 0's
--- measurement, since they must cut the model in the same way.
+-- Returns the costs with seconds measured on rank 0's device instead of operations. All ranks use this measurement,
+-- since they must cut the model in the same way.
 local function measured(module, costs, args, where)
   if not devices.computes then
     hooks.tell("plan_note",
@@ -572,13 +568,13 @@ function stages.divide(model_func, pipeline, where)
   return module, made
 end
 
---- Creates a model of which this process holds only its own virtual stages. The random numbers, and thus the bits,
---- equal those of a process that creates the whole model.
+--- Creates a model of which this process holds only its own virtual stages. The random numbers, and thus the bits, are
+--- those of a process that creates the whole model.
 ---@param model_func fun(): ps.nn.Module
 ---@param pipeline ps.engine.Pipeline
 ---@param where {device: string, precision?: string, stage?: fun(parameter: ps.Tensor), cut?: fun(module: ps.nn.Module)}
----  stage: called with each parameter of this process after its values were set. cut: cuts the layers of the model
----  without values
+--- stage: called with each parameter of this process after its values were set. cut: cuts the layers of the model
+--- without values
 ---@return ps.nn.Module
 ---@return ps.engine.Stages
 function stages.make(model_func, pipeline, where)

@@ -1,8 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Begins a step. The plan comes from a trace of a step with the same shapes, or from a dry run. If the plan finds too
--- little room, room is made in this order: by collecting Lua's garbage, by finishing the checkpoint that is being
--- saved, and by smaller chunks (engine/layout/rechunk.lua). If parameters were thawed since the last step, the model
--- first gets a layout in which they train (engine/layout/thaw.lua). A step begins on all ranks or on none.
+-- Begins a step on all ranks or on none. The plan comes from a trace of a step with the same shapes, or from a dry run.
+-- If memory is short, room is made in this order: collect Lua's garbage, finish the checkpoint that is being saved, use
+-- smaller chunks (engine/layout/rechunk.lua). If parameters were thawed since the last step, the model first gets a
+-- layout in which they train (engine/layout/thaw.lua).
 local native = require "ps.core.ffi"
 local scope = require "ps.core.scope"
 local forecasts = require "ps.engine.plan.forecast"
@@ -14,8 +14,8 @@ local ffi, C = native.ffi, native.C
 
 local begin = {}
 
---- Creates the masters, gradients and optimizer state of the thawed parameters now, so that a checkpoint can contain
---- their state or be loaded into it. All ranks must call it, between steps.
+--- Creates the masters, gradients and optimizer state of thawed parameters now, so that a checkpoint can contain or
+--- load their state. All ranks must call it, between steps.
 ---@param engine ps.Engine
 function begin.train_thawed(engine)
   local replace
@@ -32,8 +32,8 @@ end
 
 local left_out = ffi.new("int64_t[1]")
 
--- Collects the garbage of earlier steps, and adds the surviving tensors to the plan. Small tensors live until Lua's
--- collector runs, but a plan counts only the tensors of its own step.
+-- Collects tensors that earlier steps left as garbage, and adds the surviving tensors to the plan, which counts only
+-- the tensors of its own step. Small tensors live until Lua's collector runs.
 local function leave_nothing(id)
   if C.ps_engine_leftover(native.ctx, id, 0, left_out) < 0 or left_out[0] == 0 then return end
   scope.collect_tensors()
@@ -50,9 +50,9 @@ local function begin_like(engine, key, id)
   return step.begin(engine, key, id)
 end
 
--- Returns whether smaller chunks are preferable. An op may have room only because other tensors need less memory at its
--- trace index than at their peak. Memory then alternates between these tensors and chunks in every step, which smaller
--- chunks may avoid.
+-- Raises an error that asks for smaller chunks, if they may help. An op may have room only because other tensors need
+-- less memory at its trace index than at their peak. Memory then alternates between these tensors and chunks in every
+-- step.
 local function rather_smaller(engine, forecast)
   local short = forecast.short
   if not short then return end
@@ -62,7 +62,7 @@ local function rather_smaller(engine, forecast)
   if rechunk.share(engine, problem) then error(problem, 0) end
 end
 
--- Finds or creates the trace for a step with these arguments, prints its plan if the plan is new, and begins the step.
+-- Finds or creates the trace of a step with these arguments, prints its plan if it is new, and begins the step.
 local function plan_and_begin(engine, args, key)
   local id = engine.traces[key]
   local function look(forecast) rather_smaller(engine, forecast) end
@@ -80,9 +80,9 @@ local function plan_and_begin(engine, args, key)
   native.check(rc)
 end
 
--- Tries to begin a step. Returns nil if the step has begun. Otherwise returns a function that replaces the layout
--- (because parameters were thawed), or a fraction for rechunk.split if smaller chunks may help, or 0 if they may help
--- but a rank has no room for the new layout.
+-- Tries to begin a step. Returns nil on success. If parameters were thawed, returns a function that replaces the
+-- layout. If smaller chunks may help, returns a fraction for rechunk.split, or 0 if a rank has no room for the new
+-- layout.
 local function try_step(engine, args, key)
   local replace
   local function try()

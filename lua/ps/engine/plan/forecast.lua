@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Forecasts a step before it runs: dry runs, the forecast, and the lines of the printed plan.
+-- Forecasts a step before it runs: performs dry runs, and makes the lines of the printed plan.
 local native = require "ps.core.ffi"
 local collector = require "ps.core.collector"
 local batch = require "ps.data.batch"
@@ -10,7 +10,8 @@ local ffi, C = native.ffi, native.C
 
 local forecasts = {}
 
--- Returns a key of the arguments that decide which ops run: names, shapes and types of tensors, and other values.
+-- Returns a key that is equal for arguments with which the same ops run: names, shapes and types of tensors, and other
+-- values.
 ---@param engine ps.Engine
 ---@param args any[]
 ---@return string
@@ -20,16 +21,16 @@ function forecasts.signature(engine, args)
   return table.concat(parts, " ")
 end
 
---- Performs a dry run of a step and returns the id of its trace. Returns nil if the model's code reads values, since a
---- dry run has none. In this case the first step is traced while it runs.
+--- Performs a dry run of a step and returns the id of its trace. Returns nil if the model's code reads values, which a
+--- dry run does not have; the first step is then traced while it runs.
 ---@param engine ps.Engine
 ---@param args any[]
 ---@param like? integer a trace of this step, whose gathers from other ranks run ahead as in that trace
 ---@return integer?
 function forecasts.dry_run(engine, args, like)
   local restore = random_state.keep()
-  -- Small tensors live until Lua's collector runs. Tensors of an earlier dry run would count in this dry run's peak, so
-  -- they are collected first. All tensors of this dry run are counted, so its peak is valid whenever the collector
+  -- Small tensors live until Lua's collector runs. Those of an earlier dry run are collected first, since they would
+  -- count in this dry run's peak. The peak counts all tensors of this dry run, so it is valid whenever the collector
   -- runs.
   local ok, id, problem = collector.without(step.dry_run, engine, args, like)
   restore()
@@ -48,11 +49,11 @@ end
 ---@field tiers {name: string, is_file: boolean, budget: integer, peak: integer, other: integer}[] bytes
 ---@field fetched integer[] bytes per step into tier i (from 1), once steps repeat
 ---@field evicted integer[]
----@field resident integer bytes of chunks that live only on the first tier, since the last tier has no room for them
+---@field resident integer bytes of chunks that live only on the first tier, for lack of room on the last tier
 ---@field gathers integer stripes that a step gathers from other processes
 ---@field gathered integer bytes of these stripes
 ---@field short? ps.engine.Short the first op whose chunks have room only because other tensors take less at its trace
----  index
+--- index
 
 ---@class ps.engine.Short
 ---@field tier string
@@ -67,8 +68,8 @@ local function short_of(out, info)
   return { tier = ffi.string(info.name), wanted = tonumber(out.wanted), left = tonumber(out.left) }
 end
 
---- Returns the forecast of a step that repeats trace `id`. If the step does not fit, raises an error whose fields have
---- the tier and the bytes.
+--- Returns the forecast of a step that repeats trace `id`. Raises an error if the step does not fit; the error's fields
+--- have the tier and the bytes.
 ---@param id integer
 ---@return ps.engine.Forecast
 function forecasts.of(id)
@@ -89,8 +90,8 @@ function forecasts.of(id)
   return forecast
 end
 
--- Returns the plan's line about the gradients that this process sends to their owners and the gradients that it keeps.
--- Returns nil if every process keeps its own gradients.
+-- Returns the plan's line about the gradients that this process sends to their owners and keeps, or nil if every
+-- process keeps its own gradients.
 local function gradients_line(engine)
   local shards, bytes, parts = engine.ranks.shards, 0, false
   if not shards:gradients() then return nil end

@@ -1,19 +1,20 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Decides where updates run (hybrid Adam). The optimizer state of some units of chunks can stay on the device, if it
--- fits into the margin there. A unit that does not fit is updated in one of two ways. Either the gradient is copied to
--- the host, the host updates, and the parameters are copied back; or the state is fetched to the device for its update
--- and evicted again. The host and the link work at the same time, so the fastest split keeps both busy until the end.
--- The search for that split uses dry runs, which count the bytes that a step moves, and the speeds of rates.lua. Units
--- of both kinds alternate, so that copies run while the host updates. Values are the same wherever Adam runs. Each rank
--- can split its own units, since the exchanges between ranks involve only gradients and parameters.
+-- Decides where updates run (hybrid Adam). The optimizer state of some units of chunks stays on the device, if it fits
+-- into the margin there. For any other unit, either its gradient is copied to the host, the host updates, and the
+-- parameters are copied back; or its state is fetched to the device for the update and evicted again.
+--
+-- The host and the link work at the same time, so the fastest split keeps both busy until the end. The search for it
+-- uses the bytes that dry runs count and the speeds of rates.lua. Units of both kinds alternate, so that copies run
+-- while the host updates. Values do not depend on where Adam runs. Ranks exchange only gradients and parameters, so
+-- each rank can split its own units.
 local native = require "ps.core.ffi"
 local optimizers = require "ps.optimizers"
 local C = native.C
 
 local hybrid = {}
 
-local TRIES = 4  -- number of dry runs that search for the best split, in addition to the dry runs of both extremes
-local NEARLY = 0.98         -- a split is better if its time is less than this fraction of the other split's time
+local TRIES = 4  -- dry runs that search for the best split, in addition to those of both extremes
+local NEARLY = 0.98         -- one split is better than another if its time is less than this fraction of the other's
 local APART = 0.3  -- fraction of the shorter phase (copies or updates) that does not overlap the longer one, since
                             -- nothing is updated while the first states are fetched and while the last states are
                             -- evicted (bench/hybrid_adam.lua compares predictions with measurements)
@@ -32,7 +33,7 @@ local APART = 0.3  -- fraction of the shorter phase (copies or updates) that doe
 ---@field forecast? ps.engine.Forecast
 ---@field all_host? ps.engine.Split the split with all units on the host, or with as many as fit there
 
--- Returns whether the device has kernels for this optimizer's updates.
+-- Returns whether the device has kernels for the engine's optimizers.
 local function has_kernels(engine)
   local names = { [engine.cfg.optimizer.type] = true }
   for _, group in ipairs(engine.param_groups or {}) do if group.optimizer then names[group.optimizer] = true end end
@@ -54,8 +55,8 @@ function hybrid.wanted(engine)
     and cfg.client.mem_tracer.margin_use_ratio > 0 and (offload.device == "none" or offload.ratio < 1))
 end
 
--- Returns the units that the device may update, which exclude embeddings that are looked up on the host. Also returns
--- the number of their parameters, and the largest number of parameters that the device may update.
+-- Returns the units that the device may update, the number of their parameters, and the largest number of parameters
+-- that the device may update. Embeddings that are looked up on the host are excluded.
 local function candidates(engine)
   local built, offload = engine.built, engine.cfg.zero_optimization.offload_optimizer
   local on_host, list, numel, all = {}, {}, 0, 0
@@ -70,8 +71,7 @@ local function candidates(engine)
   return list, numel, math.min(numel, offload.device == "none" and numel or all * (1 - offload.ratio))
 end
 
--- Returns the margin of a step's forecast: the bytes on the device that remain for optimizer state next to the
--- parameters.
+-- Returns the margin of a step's forecast: the device's bytes for optimizer state, in addition to the parameters.
 local function margin_of(engine, forecast)
   local tier, params = forecast.tiers[1], 0
   if tier.budget == 0 then return math.huge end
@@ -82,8 +82,8 @@ local function margin_of(engine, forecast)
   return (tier.budget - tier.other - params) * engine.cfg.client.mem_tracer.margin_use_ratio
 end
 
--- Returns the first units whose state together fits into the margin, and their number. `most` is an upper bound of
--- their number of parameters.
+-- Returns the first units whose state together fits into the margin, and their number. most: upper bound of their
+-- parameters.
 local function within_margin(engine, units, most, margin)
   local on, count, built = {}, 0, engine.built
   for _, unit in ipairs(units) do
@@ -110,9 +110,9 @@ local function spread(engine, units, share)
   return on
 end
 
--- Returns the speed of this optimizer's update of a parameter relative to Adam's update, whose rate is measured. Speed
--- is inversely proportional to the bytes per parameter: 2 for the gradient that is read, 2 for the parameter that is
--- written, 8 for the master, and twice the bytes of the states.
+-- Returns the speed of this optimizer's update relative to Adam's, whose rate is measured. Speed is inversely
+-- proportional to the bytes per parameter: 2 to read the gradient, 2 to write the parameter, 8 for the master, and
+-- twice the bytes of the states.
 local function speed(engine)
   local bytes, numel = 0, 0
   for unit, states in ipairs(engine.built.unit_states) do
@@ -126,7 +126,7 @@ local function apply(engine, on)
     on[unit] and 1 or 0)) end
 end
 
---- Predicts the time of a step with this split, without forward and backward.
+--- Predicts the time of a step with this split, excluding forward and backward.
 ---@param engine ps.Engine
 ---@param on boolean[]
 ---@param forecast ps.engine.Forecast
@@ -149,9 +149,8 @@ local function predict(engine, on, forecast)
   return split
 end
 
--- Returns the share at which copies take as long as updates on the host. It interpolates linearly between two splits.
--- Given only one split, it assumes that each further unit adds the copies of its state and removes its update from the
--- host.
+-- Returns the share at which copies take as long as updates on the host. Interpolates linearly between two splits.
+-- Given only one split, assumes that each further unit adds the copies of its state and takes its update from the host.
 local function balance(engine, units, numel, low, high)
   local gap = low.host - low.link
   if high then return low.share + (high.share - low.share) * gap / math.max(gap + high.link - high.host, 1e-9) end
@@ -166,16 +165,15 @@ local function same(a, b, units)
 end
 
 -- Returns whether split a is better than b. A split with more disk traffic is never better, since the disk is slower
--- than the links compared here.
+-- than the links.
 local function better(a, b)
   if a.disk * NEARLY > b.disk then return false end
   if a.seconds < NEARLY * b.seconds then return true end
   return a.seconds <= b.seconds and a.moved < b.moved
 end
 
--- Returns the split with the fewest updates on the device for which the tiers have room. It is needed if the plan with
--- all updates on the host does not fit because the last tier cannot hold all state, so some state must live on the
--- device. Raises the plan's error if no such split exists.
+-- Returns the split with the fewest updates on the device that fits. It is needed if the last tier cannot hold all
+-- state, so that some state must live on the device. Raises the plan's error if no split fits.
 local function least(engine, units, numel, most, try, problem)
   if problem.sub ~= "HOMELESS" or not hybrid.wanted(engine) or numel == 0 then error(problem, 0) end
   local bytes, share = 0, 0
@@ -192,7 +190,7 @@ local function least(engine, units, numel, most, try, problem)
   end
 end
 
--- Searches for the best split between `low`, whose updates on the host take longer than its copies, and the other
+-- Searches for the best split between `low`, whose updates on the host take longer than its copies, and the opposite
 -- extreme, in which the device updates every unit that it may update.
 local function search(engine, units, numel, low, most, try)
   local best, high = low, nil
@@ -208,7 +206,7 @@ local function search(engine, units, numel, low, most, try)
       break
     end
     local split = look(share)
-    if not split then return best end                   -- there is no room for this share or for a larger one
+    if not split then return best end                   -- no room for this share or a larger one
     if split.host > split.link then low = split else high = split end
   end
   look(most)

@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The speeds of Adam and of copies here, measured once per process and device (src/engine/rates.c).
--- ps.device_rates("cuda") shows them. Plans use them to decide where Adam runs (engine/plan/hybrid.lua) and where
--- embeddings are looked up (engine/layout/embed.lua).
+-- The speeds of Adam and of copies on this machine, measured once per process and device (src/engine/rates.c). Plans
+-- use them to decide where Adam runs (engine/plan/hybrid.lua) and where embeddings are looked up
+-- (engine/layout/embed.lua). ps.device_rates("cuda") shows them.
 local devices = require "ps.core.devices"
 local native = require "ps.core.ffi"
 local ffi, C = native.ffi, native.C
@@ -19,8 +19,8 @@ local rates = {}
 
 rates.KEYS = { "host_adam", "device_adam", "up", "down", "at_once" }
 
--- Bytes of the trial on the host and on the device. If the host holds much state, the trial must exceed the caches: on
--- a server with an H200, Adam was 1.4 times as fast on 56 MiB as on 300 MiB.
+-- Limits on the bytes of the trial, on the host and on the device. If the host holds much state, the trial must exceed
+-- the caches: on a server with an H200, Adam was 1.4 times as fast on 56 MiB as on 300 MiB.
 local ENOUGH, MOST, HOST_SHARE = 72 * 2 ^ 20, 512 * 2 ^ 20, 256
 local out = ffi.new("ps_rates")
 local known = {}                              -- results by device: { nbytes =, rates = }
@@ -39,12 +39,12 @@ local shown = { __tostring = rates.text }
 
 local supposed
 
---- Sets the speeds of a simulated machine, which all its devices have.
+--- Sets the speeds of a simulated machine, for all its devices.
 ---@param r table<string, number>|nil speeds by KEYS
 function rates.suppose(r) supposed = r and setmetatable(r, shown) end
 
 --- Returns the speeds that this process measured, with at most `nbytes` of memory on the host and on the device.
---- Measures them if it has not done so, or if the last measurement used much less memory than is allowed now.
+--- Measures again if the last measurement had much less memory.
 ---@param device string|integer
 ---@param nbytes? integer
 ---@return ps.Rates
@@ -66,8 +66,8 @@ function rates.measured(device, nbytes)
   return r
 end
 
---- Returns the speeds on which an engine bases its plans. Speeds that the configuration does not set are measured. Each
---- speed is the minimum over all ranks, so that all ranks make the same decisions.
+--- Returns the speeds for an engine's plans: those of the configuration, and measured ones for the rest. Each speed is
+--- the minimum over all ranks, so that all ranks decide alike.
 ---@param engine ps.Engine
 ---@param least? fun(value: integer): integer returns the minimum over all ranks; nil if there is one rank
 ---@return ps.Rates

@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Explains memory that ran out while a model was made and put into chunks. The error names the tensor for which there
--- was no room. This file adds the bytes of the whole model, the budgets, and, if the budgets are too small, the
--- configuration keys to change.
+-- Completes the error of a model that does not fit into memory. The error names the tensor for which there was no room.
+-- This file adds the bytes of the whole model, the budgets, and the configuration keys to change if budgets are too
+-- small.
 local chunks = require "ps.memory.chunks"
 local readable = require "ps.core.readable"
 
@@ -9,8 +9,8 @@ local shortage = {}
 
 local KEY = { device = "memory.device", host = "memory.host", disk = "memory.disk.limit" }
 
---- Returns the bytes per trained parameter and per frozen parameter on this process. If ranks share the state, they are
---- the average share.
+--- Returns the bytes per trained parameter and per frozen parameter on this process, or the average share if ranks
+--- share the state.
 ---@param stage integer zero_optimization.stage
 ---@param size integer number of processes
 function shortage.bytes_each(options, stage, size)
@@ -32,7 +32,7 @@ local function budgets()
   return table.concat(texts, " and "), sum
 end
 
--- Returns the remedies, as keys of the configuration.
+-- Returns a remedy for too small budgets, as text with keys of the configuration.
 local function advice(options, shared)
   local tiers, keys, has = chunks.tiers(), {}, {}
   for i, tier in ipairs(tiers) do
@@ -45,8 +45,7 @@ local function advice(options, shared)
   return text .. ", or use a smaller model"
 end
 
---- Adds the bytes of the whole model to an error that says that there was no room for the model. Returns any other
---- error unchanged.
+--- Adds the bytes of the whole model to an error about missing room for the model. Returns any other error unchanged.
 ---@param problem any
 ---@param counted? {numel: integer, trained: integer} parameters of the model, if they can be counted
 ---@param options table the options of build.place
@@ -61,7 +60,7 @@ function shortage.explain(problem, counted, options, stage, size)
   local text, sum = budgets()
   local whole = ("%s of state (%.0f parameters, %.4g bytes per trained one%s)"):format(readable.bytes(state),
     counted.numel, each, stage > 0 and (" on each of %d processes"):format(size) or "")
-  local said, holders = problem.msg:match "^([^\n]*)(.*)$"  -- the list of the largest tensors follows the message
+  local said, holders = problem.msg:match "^([^\n]*)(.*)$"  -- the message is followed by a list of the largest tensors
   if state > sum then
     problem.msg = ("the model does not fit: it has %s, but the budgets hold %s: %s; %s. It failed at: %s"):format(
       whole, readable.bytes(sum), text, advice(options, size > 1 and stage < 3), problem.msg)

@@ -1,15 +1,15 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Plans one step. The devices of embeddings and updates are decided first, then the step is run dry. A plan that moves
--- chunks which the configuration keeps in place is refused. A plan that differs from all printed plans is printed.
+-- Plans one step. First decides on which devices embeddings and updates run, then runs the step dry. Rejects a plan
+-- that moves chunks which the configuration keeps in place. Prints a plan that differs from all printed plans.
 local mesh = require "ps.dist.mesh"
 local embed = require "ps.engine.layout.embed"
 local forecasts = require "ps.engine.plan.forecast"
 local hybrid = require "ps.engine.plan.hybrid"
 local readable = require "ps.core.readable"
 
-local HIGHER = 1.25               -- factor on the printed peak; above it, another plan is printed
+local HIGHER = 1.25               -- another plan is printed if its peak exceeds the printed peak by this factor
 
--- Refuses a plan that moves chunks although offload_optimizer.device is "none".
+-- Rejects a plan that moves chunks although offload_optimizer.device is "none".
 local function check_stays(engine, forecast)
   local moved = (forecast.fetched[1] or 0) + (forecast.evicted[1] or 0)
   if not engine.cfg.zero_optimization.offload_optimizer.stays or moved == 0 then return end
@@ -27,9 +27,8 @@ end
 ---@field printed table|false the facts of the printed plans
 ---@field tables_on_host table<ps.engine.Table, boolean>|false embedding matrices that are on the host
 
--- Returns whether a plan must be printed because it differs from the printed plans. It differs if it has another
--- layout, the first moves, the first op that lacks room, or a clearly higher peak. Plans for batches of other sizes
--- differ by less.
+-- Returns whether a plan must be printed: it has another layout, the first moves, the first op that lacks room, or a
+-- clearly higher peak. Plans for batches of other sizes differ by less.
 local function is_news(engine, forecast)
   local layout, printed = engine.built.layout, engine.plan.printed
   local moves = false
@@ -50,7 +49,7 @@ local function is_news(engine, forecast)
   return news
 end
 
---- Plans a step with these arguments. Returns its trace, or nil if the step has to run once first. `look` gets the
+--- Plans a step with these arguments. Returns its trace, or nil if the step must run once first. look: gets the
 --- forecast before it is printed, and may raise an error.
 ---@param engine ps.Engine
 ---@param args any[]

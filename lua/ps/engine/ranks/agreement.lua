@@ -1,8 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Training with several processes. Each process has its own rows of each batch. Gradients are summed with the weights
--- of the ranks' targets, so a step has the same result as a step of one process with all rows. src/zero/shard.h defines
--- each rank's share, and src/zero/reduce.c exchanges gradients. In this file the ranks agree on a model, a plan and a
--- step before they begin it.
+-- Lets several processes train one model: ranks agree on a model, a plan and a step before they begin it. Each process
+-- has its own rows of each batch. Gradients are summed with the weights of the ranks' targets, so a step has the result
+-- of one process with all rows. src/zero/shard.h defines each rank's share, and src/zero/reduce.c exchanges gradients.
 local create = require "ps.tensor.create"
 local native = require "ps.core.ffi"
 local random = require "ps.core.random"
@@ -26,14 +25,14 @@ local data_parallel = {}
 ---@class ps.engine.Ranks
 ---@field world ps.Group all ranks, for agreements and failures
 ---@field dp ps.Group the ranks that train the same parameters, whose gradients and losses are summed
----  (ps/dist/mesh.lua); only this rank if all other ranks have other parts of the model
+--- (ps/dist/mesh.lua); only this rank if all other ranks have other layers
 ---@field tp? ps.Group the ranks that share the same layers
----@field noted string[] hashes of micro-batches and weights of losses since the last begin of a step, if `tp` is set
+---@field noted string[] hashes of micro-batches and weights of losses since the last step began, if `tp` is set
 ---@field shards ps.engine.Sharding
 local Ranks = {}
 Ranks.__index = Ranks
 
--- Connects the ranks' devices along these axes if all ranks can be connected. Otherwise bytes are sent through host
+-- Connects the ranks' devices along these axes, if all ranks can be connected. Otherwise bytes are sent through host
 -- memory, unless init_distributed forbade this.
 local function connect(engine, groups)
   local noted = false
@@ -51,7 +50,7 @@ local function connect(engine, groups)
   end
 end
 
---- Checks that the ranks read the same configuration, and sets up the sharing of the engine's chunks. It is called if
+--- Checks that the ranks read the same configuration, and sets up the sharing of the engine's chunks. Called only if
 --- there are several ranks.
 ---@param engine ps.Engine
 ---@return ps.engine.Ranks
@@ -64,7 +63,7 @@ function data_parallel.new(engine)
   connect(engine, groups)
   random_state.share(self.world)                   -- all ranks create the same model
   local reshard = engine.cfg.zero_optimization.reshard_after_forward
-  local cut = engine.cfg.pipeline.stages > 1               -- otherwise ranks exchange data for each micro-batch
+  local cut = engine.cfg.pipeline.stages > 1  -- ranks then exchange data once per step, not for each micro-batch
   if self.tp then
     native.check(C.ps_engine_tensor_parallel(native.ctx, self.tp.c))
   end
@@ -73,14 +72,13 @@ function data_parallel.new(engine)
   return self
 end
 
--- Raises an error if loaders read different data or read it in a different order, since no other check would notice
--- this.
+-- Raises an error if loaders read different data, or in a different order. No other check would notice this.
 ---@param records table<string, number>[] records of all ranks. `data` is the hash of the loader's data, or 0 if there
 ---  is no loader
 function Ranks:compare_data(records)
   local alike = true
   for _, record in ipairs(records) do
-    if record.data == 0 then return end            -- the batches of that rank come from another source
+    if record.data == 0 then return end            -- this rank's batches come from another source
     alike = alike and record.data == records[1].data
   end
   self.data_compared = true
@@ -107,15 +105,15 @@ local function same_stage(a, b)
   return math.floor(a / ranks) == math.floor(b / ranks)
 end
 
--- The fields of a rank's record that must be equal on all ranks of one model replica. `stages` marks fields that must
--- be equal on all stages. If a model runs its stages in its own forward, the other fields may differ between stages,
--- since each stage has its own rows and may have its own seed and frozen parameters.
+-- Fields of a rank's record that must be equal on all ranks of one model replica. stages: must also be equal on all
+-- stages. The other fields may differ between stages if the model's own forward runs the stages: each stage may have
+-- its own rows, seed and frozen parameters.
 local GOES_ON = "continues with another " .. replicas.OF_SETTINGS .. ", or other frozen parameters, than"
 local ALIKE = { { field = "batch", what = "has a different batch, or different weights of losses, from" },
   { field = "settings", what = GOES_ON, stages = true }, { field = "own", what = GOES_ON } }
 
 -- Raises an error if ranks of one model replica have different rows, or would continue with different settings.
--- `records` are the records of all ranks. If `same_rows` is true, all stages of the model have the same rows.
+-- records: those of all ranks. same_rows: all stages of the model have the same rows.
 local function compare_parts(records, same_rows)
   for i, record in ipairs(records) do
     for _, alike in ipairs(ALIKE) do
@@ -135,7 +133,7 @@ local function rows_number(given)
   return said[1] and agree.text_hash(table.concat(said, " ")) or 0
 end
 
--- Prints a note once, after the first micro-batch, if ranks that should share a batch have the same rows.
+-- Prints a note once, after the first micro-batch, if ranks that should divide a batch among them have the same rows.
 local function compare_rows(self, records)
   self.rows_compared = true
   local seen = {}
@@ -152,8 +150,8 @@ local function compare_rows(self, records)
   end
 end
 
--- Raises an error if ranks that train the same parameters have different settings of the optimizer, since each rank
--- would update its share of the parameters, or its copies, by its own settings.
+-- Raises an error if ranks that train the same parameters have different optimizer settings: each rank would update its
+-- share, or its copies, by its own settings.
 local function compare_rates(self, records)
   local first = {}
   for rank, record in ipairs(records) do
@@ -163,8 +161,8 @@ local function compare_rates(self, records)
   end
 end
 
---- Records a micro-batch with which the model was called for training. The next begin of a step compares it with the
---- micro-batch of the other ranks that have parts of the same layers.
+--- Records a micro-batch for training. The begin of the next step compares it with the micro-batches of the other ranks
+--- that have parts of the same layers.
 ---@param given any[]
 function Ranks:note_batch(given)
   if not self.rows_compared and not self.engine.driver.in_loops then self.rows = rows_number(given) end
@@ -173,14 +171,14 @@ function Ranks:note_batch(given)
   for i = 1, given.n do batch.add_hashes(self.noted, given[i]) end
 end
 
---- Records the weight of a loss. It is compared together with the micro-batches: ranks that have parts of the same
---- layers sum their gradients, so they must give a loss the same weight.
+--- Records the weight of a loss, which is compared with the micro-batches. Ranks with parts of the same layers sum
+--- their gradients, so they must give a loss the same weight.
 ---@param weight number
 function Ranks:note_weight(weight)
   if self.tp then self.noted[#self.noted + 1] = ("%.17g"):format(weight) end
 end
 
--- Returns a hash of the micro-batches and the weights of losses. It must be equal on all ranks of one model replica.
+-- Returns a hash of the micro-batches and the weights of losses, which must be equal on all ranks of one model replica.
 local function batch_number(self)
   local text, rows = table.concat(self.noted, " "), self.engine.driver:fingerprint()
   return agree.text_hash(rows and ("%.17g %s"):format(rows, text) or text)
@@ -240,7 +238,7 @@ local function plans_differ(self, axis, first, other)
     other - 1, two or "no further call"), 0)
 end
 
--- Begins the plans that are equal on all ranks of a group.
+-- Begins the plans of groups in which all ranks have the same plan.
 local function begin_plans(self, records)
   for _, axis in ipairs(PLANNED) do
     local first_of, agreed = {}, {}
@@ -262,8 +260,7 @@ local function begin_plans(self, records)
   end
 end
 
--- Returns the ops of the forward in the dry run of this step, as an array and its length. The length is 0 if there was
--- no dry run.
+-- Returns the ops of the forward in this step's dry run, as an array and its length, which is 0 without a dry run.
 local function forward_ops(self)
   native.check(C.ps_engine_forward_ops(native.ctx, step.trace(self.engine) or C.PS_TRACE_UNKNOWN, ops_out, n_out))
   return ops_out[0], n_out[0]
@@ -282,9 +279,9 @@ local function ops_text(self)
   return table.concat(names, "\n")
 end
 
--- Prints a note once if two ranks that train the same parameters run different ops for batches of the same shapes,
--- which means that the forward depends on the rank. It is not an error, since one rank may compute something to print.
--- All ranks must call it, and all find the same first difference.
+-- Prints a note once if two ranks that train the same parameters run different ops for batches of the same shapes, so
+-- the forward depends on the rank. This is not an error: one rank may compute something to print. All ranks must call
+-- it, and find the same first difference.
 local function compare_ops(self, records)
   local seen, first, other = {}, nil, nil
   for rank, record in ipairs(records) do
@@ -310,9 +307,8 @@ local function compare_ops(self, records)
       two or "missing", other - 1, one or "missing", first - 1))
 end
 
--- Raises an error on all ranks if ranks that train the same parameters thawed different ones. If the stages of a model
--- run in its own forward, each stage has its own list. `values` are the hashes of all ranks, and `names` is this rank's
--- list of names.
+-- Raises an error on all ranks if ranks that train the same parameters thawed different ones. If a model's own forward
+-- runs its stages, each stage has its own list. values: the hashes of all ranks. names: this rank's list of names.
 local function compare_thawed(self, values, names)
   local own, first = self.engine.stages and not self.engine.driver.in_loops, {}
   for rank, value in ipairs(values) do
@@ -328,8 +324,8 @@ local function compare_thawed(self, values, names)
   end
 end
 
---- Checks that all ranks thawed the same parameters. All ranks must call it. An error of prepare() on one rank is
---- raised on all ranks.
+--- Checks that all ranks thawed the same parameters. An error of prepare() on one rank is raised on all ranks. All
+--- ranks must call it.
 ---@param prepare fun(): string? returns the names of the parameters
 function Ranks:agree_on_thawed(prepare)
   local ok, result = pcall(prepare)
@@ -342,8 +338,8 @@ function Ranks:agree_on_thawed(prepare)
   compare_thawed(self, values, result)
 end
 
--- Returns this rank's record. `ok` tells whether the step has begun. `part` is the fraction of an op's chunks for which
--- there was room. `thawed` has the names of the parameters for which this rank needs a new layout first.
+-- Returns this rank's record. ok: the step has begun. part: the fraction of an op's chunks for which there was room.
+-- thawed: the names of the parameters for which this rank first needs a new layout.
 local function record_of(self, ok, part, limit, key, thawed)
   local engine, mine = self.engine, { failed = (ok or part) and 0 or 1, short = part and 1 or 0,
     share = part or ok and not thawed and limit() or 1, gathers = 0 }
@@ -368,15 +364,15 @@ local function record_of(self, ok, part, limit, key, thawed)
   return mine
 end
 
---- Begins a step by calling `fn`. A failure on one rank is raised on all ranks, and the errors of the other ranks name
---- the failed rank and the cause. There is one exception: if share(problem) is a number on all ranks that failed,
---- begin_step returns the minimum of these numbers and of the other ranks' limits, and the caller abandons the step.
---- Gathers run ahead of their uses only if all ranks expect the same gathers. If fn returns names of thawed parameters
---- on any rank, the step has not begun, and all ranks get a new layout first.
+--- Begins a step by calling `fn`. If one rank fails, all ranks raise an error that names the failed rank and the cause.
+--- But if share(problem) is a number on all failed ranks, begin_step returns the minimum of these numbers and the other
+--- ranks' limits, and the caller abandons the step. If fn returns names of thawed parameters on any rank, the step has
+--- not begun, and all ranks first get a new layout. Gathers run ahead of their uses only if all ranks expect the same
+--- gathers.
 ---@param fn fun(): string? names of the thawed parameters, if this rank needs a new layout
 ---@param share fun(problem: any): number? returns the fraction of an op's chunks for which there was room
 ---@param limit fun(): number returns the size that smaller chunks may have on this rank, as a fraction of the present
----  size
+--- size
 ---@param key string the shapes of the step
 ---@return number?
 ---@return boolean? thaws whether a rank needs a new layout because parameters were thawed
@@ -395,7 +391,7 @@ function Ranks:begin_step(fn, share, limit, key)
     compare_thawed(self, thawed, ok and problem)
     return nil, true
   end
-  if not failed and short then return least end            -- the step begins again and compares these notes then
+  if not failed and short then return least end            -- the step begins again and then compares these notes
   self.noted = {}
   for rank, record in ipairs(records) do
     same = same and (record.gathers == mine.gathers or not same_stage(rank - 1, self.world:rank()))
@@ -417,16 +413,16 @@ function Ranks:begin_step(fn, share, limit, key)
   end
 end
 
---- Sets the sample indices from which dropout draws. A loader numbers the samples of all ranks. Without a loader, each
---- rank numbers its samples from rank times 2^20, so that indices differ between ranks for up to 2^20 rows each. The
---- indices have 32 bits.
+--- Sets the sample index from which dropout draws, if it is 0 because no loader numbers the samples of all ranks. Each
+--- rank then begins at rank times 2^20, so that indices differ between ranks for up to 2^20 rows each. An index has 32
+--- bits.
 function Ranks:number_samples()
   local rng = random.state()
   if rng.sample == 0 then rng.sample = self.dp:rank() * 2 ^ 20 end
 end
 
---- Returns the minimum of a number over the ranks that train the same layers, since the plans and layouts of these
---- ranks must be equal.
+--- Returns the minimum of a number over the ranks that train the same layers. Plans and layouts of these ranks must be
+--- equal.
 ---@param value integer
 ---@return integer
 function Ranks:least(value)
@@ -449,9 +445,8 @@ local function share_values(group, row)
   if not rawequal(row.master, row.param) then group:broadcast(row.master, 0) end
 end
 
---- Checks that the ranks created the same model, then broadcasts values from the first rank of each group that holds
---- the same values: along dp if each rank has the whole model (stage 0), and along tp for the parameters that are not
---- cut.
+--- Checks that the ranks created the same model. Then broadcasts values from the first rank of each group that holds
+--- the same values: along dp if each rank has the whole model (stage 0), and along tp for parameters that are not cut.
 function Ranks:begin()
   local engine, tp = self.engine, self.tp
   replicas.model(self.dp, engine)
@@ -470,7 +465,7 @@ local function some(names)
   return table.concat(names, ", ", 1, math.min(#names, 8)) .. (#names > 8 and ", ..." or "")
 end
 
--- Returns the names of the parameters that are in a stripe of chunks or have their gradients in it.
+-- Returns the names of the parameters that have their values or gradients in a stripe of chunks.
 local function names_of(built, stripe)
   local names, inside = {}, {}
   for _, row in ipairs(built.layout.chunks) do
@@ -482,8 +477,8 @@ local function names_of(built, stripe)
   return names
 end
 
---- Completes the error of ranks that use different parameters, or that have gradients of different parameters. Names
---- the parameters in the stripes of the error. In backward, names those without a gradient on this rank.
+--- Completes the error of ranks that use different parameters, or have gradients of different parameters. Names the
+--- parameters in the error's stripes and, in backward, those without a gradient on this rank.
 ---@param problem any
 ---@param backward? boolean
 function Ranks:explain(problem, backward)
@@ -507,7 +502,7 @@ function Ranks:explain(problem, backward)
   problem.msg = problem.msg .. "; " .. table.concat(more, "; ")
 end
 
---- Removes the tensors that this rank does not own from a state_dict. Only rank 0 keeps the buffers.
+--- Removes tensors that this rank does not own from a state_dict. Only rank 0 keeps the buffers.
 ---@param state table<string, ps.Tensor>
 function Ranks:keep_own(state)
   local rows, mine = {}, self.dp:rank()

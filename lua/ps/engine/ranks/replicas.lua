@@ -1,13 +1,14 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Compares state that must be equal on all ranks. Before the first step, ranks compare the model's parameters and every
--- setting that decides a value or an order (budgets and prints may differ). They compare a hash of these values as
--- text. If the hashes differ, the ranks exchange the texts, so that every rank raises the same error, which names the
--- first difference. The state must also stay equal: a flipped bit in one rank's memory, or different code, would
--- otherwise show weeks later, if at all. Every compare_ranks_every steps the ranks compare hashes of step counts, the
--- optimizer's settings, the loss scale, the random numbers, buffers, and the fp32 values of the parameters that have
--- copies: along dp all parameters (stage 0), and along tp the parameters that are not cut. State that only one rank
--- owns has no copy with which it could be compared. The settings are compared because a difference in them would not be
--- found in such state.
+-- Compares state that must be equal on all ranks.
+--
+-- Before the first step, ranks compare the model's parameters and every setting that decides a value or an order
+-- (budgets and prints may differ). They compare a hash of these values as text. If hashes differ, they exchange the
+-- texts, so that every rank raises the same error, which names the first difference.
+--
+-- Every compare_ranks_every steps, ranks look for a flipped bit or different code, which might otherwise show weeks
+-- later. They compare hashes of step counts, the optimizer's settings, the loss scale, the random numbers, buffers, and
+-- the fp32 values of parameters that have copies: all parameters along dp (stage 0), and those that are not cut along
+-- tp. State that only one rank owns has no copy to compare, so a difference in the settings would not show there.
 local native = require "ps.core.ffi"
 local random = require "ps.core.random"
 local optim_groups = require "ps.optim.groups"
@@ -51,8 +52,8 @@ local function model_lines(engine)
   return lines
 end
 
--- Returns the lines that describe a model cut into stages. Each rank has created the whole model without data and cuts
--- it itself.
+-- Returns the lines that describe how this rank cuts a model into stages. Each rank cuts the whole model, created
+-- without data.
 local function cut_lines(module, stages)
   local lines = {}
   for name, param in module:named_parameters() do
@@ -111,8 +112,8 @@ local function compare(group, what, lines)
     .. "configuration"):format(rank, what, zeroth, difference(theirs, first, rank, zeroth)), 0)
 end
 
---- Compares settings before the model is created. All ranks must call it. If the settings of one rank differ, all ranks
---- raise an error.
+--- Compares settings before the model is created. If they differ on one rank, all ranks raise an error. All ranks must
+--- call it.
 ---@param group ps.Group of all ranks
 ---@param engine ps.Engine
 function replicas.configuration(group, engine) compare(group, "configuration", setting_lines(engine, group)) end
@@ -125,7 +126,7 @@ function replicas.model(group, engine)
   compare(group, "configuration", group_lines(engine))
 end
 
---- Compares how the ranks cut a model into stages, since each rank runs a part of one model.
+--- Compares how the ranks cut a model into stages.
 ---@param group ps.Group of all ranks
 ---@param module ps.nn.Module
 ---@param stages ps.engine.Stages
@@ -152,11 +153,11 @@ function replicas.differ(group, engine, rank)
 end
 
 -- -- every few steps -------------------------------------------------------------------------------------------------
---- description of the contents of settings()
+--- names the contents of settings(), for errors
 replicas.OF_SETTINGS = "step count, learning rate or other setting of the optimizer, loss scale or random numbers"
 
---- Returns the values that decide the next steps and must be equal on all ranks, as text. The seed is not among them,
---- since stages may have their own seeds.
+--- Returns the values that decide the next steps and must be equal on all ranks, as text. Stages may have their own
+--- seeds, so the seed is not included.
 ---@param engine ps.Engine
 ---@return string
 function replicas.settings(engine)
@@ -172,9 +173,8 @@ function replicas.settings(engine)
   return table.concat(parts, " ")
 end
 
--- Returns a {name, hash} pair for each compared state, in the same order on all ranks of the axis. State that the ranks
--- of dp share is not compared, since there is only one copy. Along tp, each rank has a copy of the parameters that are
--- not cut.
+-- Returns a {name, hash} pair for each compared state, in the same order on all ranks of the axis. State that ranks of
+-- dp share has only one copy and is not compared. Along tp, each rank has a copy of the parameters that are not cut.
 local function hashes(engine, axis)
   local settings = agree.text_hash(("%s %s"):format(tostring(random.state().seed), replicas.settings(engine)))
   local list = { { replicas.OF_SETTINGS, settings } }
@@ -227,8 +227,8 @@ local function difference_along(engine, axis)
   end
 end
 
---- Compares the ranks' states between steps, along each axis on which ranks have copies. All ranks must call it. If
---- states differ, all ranks raise an error that names the state and the ranks.
+--- Compares the ranks' states between steps, along each axis on which ranks have copies. If states differ, all ranks
+--- raise an error that names the state and the ranks. All ranks must call it.
 ---@param engine ps.Engine
 function replicas.compare(engine)
   local ranks = engine.ranks

@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- ZeRO for layout/build.lua: the ranks' shares of the chunks (src/zero/shard.h). layout/share.lua assigns the owner of
+-- Divides the chunks of layout/build.lua among ranks (ZeRO, src/zero/shard.h). layout/share.lua assigns the owner of
 -- each chunk.
 local native = require "ps.core.ffi"
 local ffi, C = native.ffi, native.C
@@ -34,8 +34,7 @@ function zero.new(group, stage, stays, once)
   return self
 end
 
---- Sharding:state() returns whether optimizer state has one owner, Sharding:gradients() and Sharding:parameters()
---- whether gradients and parameters have one.
+--- state(), gradients() and parameters() return whether the optimizer state, gradients and parameters have one owner.
 function Sharding:state() return self.stage >= 1 end
 function Sharding:gradients() return self.stage >= 2 end
 function Sharding:parameters() return self.stage >= 3 end
@@ -53,7 +52,7 @@ function Sharding:part(at)
   return part_out[0]
 end
 
---- Drops a part whose chunk will be freed. A part that holds tensors is freed together with its last tensor.
+--- Drops a part whose chunk will be freed. A part that holds tensors is freed with its last tensor.
 ---@param part integer
 function Sharding:drop(part)
   native.check(C.ps_engine_part_drop(native.ctx, part))
@@ -72,8 +71,8 @@ function Sharding:tensor(like, dtype, device, part, offset, name)
   return native.own(tensor_out[0])
 end
 
---- Returns a tensor over this rank's own bytes of another tensor, as seen from a device. Returns nil if another rank
---- owns the bytes.
+--- Returns a tensor over this rank's own bytes of another tensor, as seen from a device, or nil if another rank owns
+--- the bytes.
 ---@return ps.Tensor?
 function Sharding:own(tensor, device)
   native.retry(C.ps_engine_own, native.ctx, tensor, device, tensor_out)

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The configuration's flops_profiler: the cost of one step by module, from the record of events. As in DeepSpeed,
--- `profile_step` is the number of steps before that step.
+-- Reports the cost of one step by module (the configuration's flops_profiler), from the record of events. As in
+-- DeepSpeed, `profile_step` is the number of steps before that step.
 local native = require "ps.core.ffi"
 local profiler = require "ps.profile.profiler"
 local json = require("cjson").new()
@@ -17,15 +17,14 @@ local flops_profiler = {}
 local FlopsProfiler = {}
 FlopsProfiler.__index = FlopsProfiler
 
--- Starts to record if the next step is the step to profile. If the script is already recording, that record is used.
+-- Starts to record if the next step is the step to profile. If the script is recording already, that record is used.
 local function begin(self)
   if self.engine.steps ~= self.settings.profile_step then return end
   self.owns = C.ps_record_is_on() == 0
   if self.owns then profiler.start() end
 end
 
---- Creates a profiler. Returns nil if the configuration does not enable it, or if its result would not be written
---- anywhere.
+--- Creates a profiler, or returns nil if the configuration does not enable it or its result would be written nowhere.
 ---@param engine ps.Engine
 ---@return ps.engine.FlopsProfiler?
 function flops_profiler.new(engine)
@@ -36,13 +35,13 @@ function flops_profiler.new(engine)
   return self
 end
 
--- Returns the depth of the module with this path below the model.
+-- Returns how deep in the model the module with this path is.
 local function depth_of(path)
   if path == "" then return 0 end
   return 1 + select(2, path:gsub("%.", ""))
 end
 
--- Returns the last step of the record as a profile. Returns nil if the script began or ended a record in the meantime.
+-- Returns the last step of the record as a profile, or nil if the script began or ended a record in the meantime.
 local function last_step()
   local profile = json.decode(require "ps.profile.save"())
   local steps = profile.psluajit.steps

@@ -1,11 +1,12 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The line that is written every `steps_per_print` steps: loss, accuracy (the fraction of targets that have the largest
--- logit, if F.cross_entropy, F.lm_loss or F.nll_loss makes the loss), learning rate, loss scale, seconds per step, and
--- bytes moved between tiers. With wall_clock_breakdown it also has the seconds of forward, backward and step, and
--- PatrickStar's two speeds: operations per second of this process, and samples per second of all processes. With
--- memory_breakdown, lines about memory follow. Rank 0 writes the line, with the mean loss of all ranks. The
--- configuration's monitors (ps.monitor) get each step's numbers, its flops_profiler gets the numbers of one step, and
--- its comms_logger counts the calls between ranks. An engine without any of these settings has no report.
+-- Writes a line every `steps_per_print` steps: loss, accuracy (the fraction of targets that have the largest logit, if
+-- F.cross_entropy, F.lm_loss or F.nll_loss makes the loss), learning rate, loss scale, seconds per step, and bytes
+-- moved between tiers. wall_clock_breakdown adds the seconds of forward, backward and step, and PatrickStar's two
+-- speeds: operations per second of this process, and samples per second of all processes. memory_breakdown adds lines
+-- about memory. Rank 0 writes the line, with the mean loss of all ranks.
+--
+-- Monitors (ps.monitor) get each step's numbers, flops_profiler gets those of one step, and comms_logger counts the
+-- calls between ranks. An engine without any of these settings has no report.
 local loss_weight = require "ps.core.loss_weight"
 local native = require "ps.core.ffi"
 local views = require "ps.memory.views"
@@ -48,7 +49,7 @@ local function restart(self)
   self.seconds, self.told = { forward = 0, backward = 0, step = 0 }, nil
 end
 
---- Creates a report. Returns nil if the configuration requests neither lines nor monitors.
+--- Creates a report, or returns nil if the configuration requests neither lines nor monitors.
 ---@param engine ps.Engine
 ---@return ps.engine.Report?
 function report.new(engine)
@@ -93,8 +94,8 @@ end
 -- Returns whether a line is written for step `number`.
 local function has_line(self, number) return self.every < math.huge and number % self.every == 0 end
 
---- Adds the loss of a micro-batch with its weight. The loss's value is read only if a line or events are written for
---- the step.
+--- Adds the loss of a micro-batch with its weight. Reads the loss's value only if a line or events are written for the
+--- step.
 ---@param loss ps.Tensor
 ---@param weight number
 function Report:take_loss(loss, weight)
@@ -137,8 +138,7 @@ local function line(self)
   return (table.concat(parts, " "):gsub(" ([,;])", "%1"))
 end
 
--- Returns the bytes that each tier holds, each tier's peak, and the tensors that were alive at the compute device's
--- peak.
+-- Returns the bytes and the peak of each tier, and the tensors that were alive at the compute device's peak.
 local function memory(engine)
   local device = engine.device_name
   local held = views.memory { at = "peak", device = device }
@@ -146,7 +146,7 @@ local function memory(engine)
   return ("%s\n%s"):format(views.memory(device), held)
 end
 
--- Writes the events of a step, which have DeepSpeed's names. Times are milliseconds of this step.
+-- Writes the events of a step under DeepSpeed's names. Times are milliseconds of this step.
 local function write_events(self)
   local engine, list = self.engine, {}
   local opt = engine.optimizer
@@ -162,7 +162,7 @@ local function write_events(self)
   self.monitor:write(engine.steps, list)
 end
 
---- Counts a finished step, and writes its line and events if they are due. It is called before the learning-rate
+--- Counts a finished step, and writes its line and events if they are due. Must be called before the learning-rate
 --- schedule advances.
 ---@param info {skipped: boolean}
 function Report:step_done(info)

@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Optimizers of ps.optim that were made before ps.initialize. An optimizer that is passed to ps.initialize is adopted:
--- the engine takes over its settings and groups, and the script continues to use it in place of the engine's optimizer.
--- Any other optimizer over the same parameters would update them a second time, so its step() is refused.
+-- Handles optimizers of ps.optim that were made before ps.initialize. If one is passed to ps.initialize, the engine
+-- adopts its settings and groups, and the script continues to use it as the engine's optimizer. The step() of any other
+-- optimizer over the same parameters is refused: it would update them a second time.
 local caller = require "ps.core.caller"
 local nn_module = require "ps.nn.module"
 local optimizers = require "ps.optimizers"
@@ -10,7 +10,7 @@ local adopt = {}
 
 local function refuse(text, ...) caller.error(("ps.initialize: the optimizer " .. text):format(...)) end
 
---- Raises an error if a value cannot be adopted: it must be an optimizer of ps.optim that has made no step.
+--- Raises an error unless the value is an optimizer of ps.optim that has made no step.
 ---@param optimizer any
 function adopt.check(optimizer)
   if type(optimizer) ~= "table" or not nn_module.optimizers[optimizer] then
@@ -26,8 +26,7 @@ function adopt.check(optimizer)
   end
 end
 
---- Returns the optimizer's settings by keys of the configuration. Each entry is a list of the value and its name in
---- messages.
+--- Returns the optimizer's settings by keys of the configuration, each as a list of the value and its name in messages.
 ---@param optimizer ps.Optimizer
 ---@return table<string, any[]>
 function adopt.settings(optimizer)
@@ -48,7 +47,7 @@ end
 function adopt.groups(optimizer, module)
   local number_of, list, by_name, left = {}, {}, {}, {}
   for number, group in ipairs(optimizer.groups) do
-    -- A group of the optimizer's own kind has the configuration's type. Groups of ps.bmt name no kind.
+    -- nil for the optimizer's own kind, which is the configuration's type. Groups of ps.bmt name no kind.
     local kind = group.kind ~= optimizer.kind.name and group.kind or nil
     list[number] = { match = function(name) return by_name[name] == number end, optimizer = kind }
     for _, key in ipairs(optimizers.of(kind or optimizer.kind.name).settings) do list[number][key] = group[key] end
@@ -71,7 +70,7 @@ function adopt.groups(optimizer, module)
   return list
 end
 
---- Raises an error if a parameter was thawed that the adopted optimizer does not have.
+--- Raises an error if the adopted optimizer does not have a parameter that was thawed.
 ---@param engine ps.Engine
 ---@param name string the parameter's name
 function adopt.check_thawed(engine, name)
@@ -95,7 +94,7 @@ function adopt.take(engine, module)
   end
 end
 
---- Makes the script's optimizer an alias of the engine's.
+--- Turns the script's optimizer into an alias of the engine's optimizer.
 ---@param given table
 ---@param own ps.EngineOptimizer
 function adopt.become(given, own)

@@ -1,13 +1,13 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Calls that evaluate or save a model. With a schedule-free optimizer, the parameters hold other values in training, so
--- such a call moves them to their averages and back.
+-- Runs calls that evaluate or save a model with the values for evaluation. A schedule-free optimizer trains with other
+-- values, so the parameters move to their averages and back.
 local average = require "ps.optim.average"
 local step = require "ps.engine.step"
 local error = require("ps.core.caller").error
 
 local averaged = {}
 
---- Calls fn while the parameters hold the values at which the model is evaluated. All ranks must call it.
+--- Calls fn while the parameters hold their values for evaluation. All ranks must call it.
 ---@param engine ps.Engine
 ---@param call string name of the call in messages
 ---@param fn fun(...: any): ...

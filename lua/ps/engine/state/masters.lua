@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Writes to parameters from outside the engine. Half parameters have fp32 masters. Module's load_state_dict writes into
--- the master and rounds it into the parameter (masters answer the hook "load"). Any other write (nn.init, copy_, a
--- slice) changes the version of the parameter's bytes, and the master then takes the new value.
+-- Keeps the fp32 masters of half parameters equal to values written from outside the engine. Module's load_state_dict
+-- writes into the master and rounds it into the parameter (masters answer the hook "load"). Any other write (nn.init,
+-- copy_, a slice) changes the version of the parameter's bytes, and the master then takes the new value.
 local native = require "ps.core.ffi"
 local scope = require "ps.core.scope"
 local hooks = require "ps.core.hooks"
@@ -19,8 +19,8 @@ function masters.split(place, low, values)
   scope.no_grad(function() native.ops.remainder_split_ { place, low, values } end)
 end
 
---- Returns the fp32 values of a row of built.list, as the host sees them. Returns nil if another rank holds them. The
---- tensor is lent, except that a row with remainders returns a copy.
+--- Returns the fp32 values of a row of built.list, as the host sees them, or nil if another rank holds them. The tensor
+--- belongs to the engine, unless the row has remainders: it is then a copy.
 ---@param row table
 ---@return ps.Tensor?
 function masters.values(row)
@@ -30,7 +30,7 @@ function masters.values(row)
   return scope.no_grad(function() return native.ops.remainder_join(place, row.master) end)
 end
 
--- A held parameter with remainders has no fp32 tensor. Reading its field `to` creates one, and `loaded` frees it.
+-- Creates the fp32 tensor of a held parameter with remainders when its field `to` is read. `loaded` frees the tensor.
 local REMAINDERS = { __index = function(held, key)
   if key ~= "to" then return nil end
   held.to = scope.no_grad(function() return native.ops.remainder_join(held.at, held.low) end)
@@ -66,9 +66,9 @@ local function copy_to_place(held, param)
   held.seen = C.ps_tensor_version(param)
 end
 
---- Creates the masters of a layout. built.list has rows {param, master, place}. `master` can be the parameter itself.
---- `place` is the parameter as the host sees it, if the parameter is on a device or shared by ranks. Parameters of
---- other owners are marked, so that this rank does not load them.
+--- Creates the masters of a layout from the rows {param, master, place} of built.list. `master` can be the parameter
+--- itself. `place` is the parameter as the host sees it, if it is on a device or ranks share it. Parameters of other
+--- owners are marked, so that this rank does not load them.
 ---@param built {list: table[], frozen: table[]} ps.engine.Built
 ---@return ps.engine.Masters
 function masters.new(built)
@@ -76,8 +76,7 @@ function masters.new(built)
   for _, list in ipairs { built.list, built.frozen } do
     for _, row in ipairs(list) do self.shared = self.shared or row.owner ~= nil end
   end
-  -- The listener refers to the masters weakly: a script may drop a model in plain memory without closing it, and the
-  -- listener must not keep the model alive.
+  -- The listeners refer to the masters weakly: a script may drop a model in plain memory without closing it.
   local weak = setmetatable({ self }, { __mode = "v" })
   self.unlisten = hooks.on("load", function(param)
     if weak[1] then return weak[1].held[param] end
@@ -111,8 +110,8 @@ function masters.new(built)
   return self
 end
 
---- Copies values that were written to parameters since the last call of note() into their masters. This is not allowed
---- while a gradient may be stored in a parameter's memory.
+--- Copies values that were written to parameters since the last note() into their masters. Must not be called while a
+--- gradient may be stored in a parameter's memory.
 function Masters:sync()
   for _, row in ipairs(self.rows) do
     local held = row.held
@@ -131,12 +130,12 @@ function Masters:note()
   for _, row in ipairs(self.rows) do row.held.seen = C.ps_tensor_version(row.param) end
 end
 
--- Notes that values were loaded. Ranks that share parameters then gather them again from their owners at the next use.
+-- Notes that values were loaded. Ranks that share parameters gather them again at the next use.
 function Masters:loaded()
   if self.shared then native.check(C.ps_engine_forget(native.ctx)) end
 end
 
---- Stops listening, since the parameters no longer exist.
+--- Stops listening. The parameters no longer exist.
 function Masters:close()
   self.unlisten()
   self.rows, self.held = {}, {}

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The optimizer of an engine, which ps.initialize returns together with the model: one of ps.optimizers on chunks, with
--- the configuration's clipping, loss scale and accumulation. Groups, set_lr, step and zero_grad work as in ps.optim.
+-- The optimizer of an engine, which ps.initialize returns with the model: one of ps.optimizers on chunks, with the
+-- configuration's clipping, loss scale and accumulation. Groups, set_lr, step and zero_grad work as in ps.optim.
 local native = require "ps.core.ffi"
 local array = require "ps.core.array"
 local average = require "ps.optim.average"
@@ -47,7 +47,7 @@ Optimizer.NO_BACKWARD = "optimizer:step(): there was no backward since the last 
 
 local double_out = ffi.new("double[1]")
 local group_array = array "ps_update_group"
-local NONE = {}                     -- no options, since the configuration has the settings that ps.optim accepts here
+local NONE = {}                     -- no options: the configuration has the settings that ps.optim accepts here
 
 --- Copies the groups' settings into the settings of an action.
 ---@param how ffi.cdata* ps_action_how
@@ -63,8 +63,8 @@ function Optimizer:settings_into(how, factors)
   how.groups, how.n_groups = self.c_groups, n
 end
 
---- Checks the settings and returns them as text. Comparing texts reveals a change: the settings must not change between
---- the begin of an update and the end of step().
+--- Checks the settings and returns them as text, which reveals later changes: settings must not change between the
+--- begin of an update and the end of step().
 ---@return string
 function Optimizer:checked_settings()
   groups.check(self.groups, self.kind)
@@ -83,11 +83,11 @@ function Optimizer:checked_settings()
   return table.concat(parts)
 end
 
---- Returns the factor on gradients in the update, which undoes the loss scale and the sum over micro-batches.
+--- Returns the factor that undoes the loss scale and the sum over micro-batches on gradients in the update.
 ---@return number
 function Optimizer:grad_scale() return step.weight_factor(self.engine) / (self.scaler and self.scaler.scale or 1) end
 
---- Advances the counters of groups after a step that was not skipped.
+--- Advances the counters of groups. Called after each step that was not skipped.
 function Optimizer:stepped() optimizers.stepped(self.groups) end
 
 -- -- called by the step (the optimizer of plain memory overrides these: engine/state/plain.lua) -----------------------
@@ -141,7 +141,7 @@ function Optimizer:set_factor(place, factor) -- luacheck: no self
   native.check(C.ps_engine_param_scale(native.ctx, place - 1, factor))
 end
 
---- Updates the parameters that this step has not updated yet. Multiplies gradients by the action's factor.
+--- Multiplies gradients by the action's factor, and updates the parameters that this step has not updated yet.
 function Optimizer:update() native.retry(C.ps_engine_update, native.ctx) end
 
 --- Returns the number of parameters that this step has updated, and the number of all parameters.
@@ -155,17 +155,17 @@ end
 
 --- Drops the gradients of all parameters.
 function Optimizer:drop() native.check(C.ps_engine_drop_grads(native.ctx)) end
---- Raises an error for gradients that exist before the first backward of a step. Only plain memory needs this check: in
---- chunks, C does not allow such gradients.
+--- Raises an error for gradients that exist before a step's first backward. Only plain memory needs this: in chunks, C
+--- allows no such gradients.
 function Optimizer:check_no_gradients() end
---- Drops the gradients that C does not drop when it abandons a step. Such gradients exist only in plain memory.
+--- Drops gradients that C does not drop when it abandons a step. They exist only in plain memory.
 function Optimizer:drop_own() end
 
 -- -- called by scripts ------------------------------------------------------------------------------------------------
---- Updates the parameters after backward of the step's last micro-batch, and ends the step's scope. Before that
---- backward it does nothing. If gradients overflowed, or if no target counts, the step is skipped and nothing is
---- updated. If an update fails, another call updates the remaining parameters with the same factor on gradients.
----@param options? table must be empty, since there are no options; an unknown option is an error
+--- Updates the parameters after backward of the step's last micro-batch; before that backward it does nothing. If
+--- gradients overflowed, or no target counts, nothing is updated (the step is skipped). If an update fails, another
+--- call updates the remaining parameters with the same factor on gradients.
+---@param options? table must be empty: there are no options
 ---@return {grad_norm?: number, skipped: boolean, accumulating: boolean}
 function Optimizer:step(options)
   caller.options(options, "optimizer:step of an engine", NONE)
@@ -175,9 +175,9 @@ function Optimizer:step(options)
   return info
 end
 
---- Drops the gradients. It does nothing while micro-batches are being accumulated, so that the usual loop of zero_grad,
---- forward, backward and step works with any gradient_accumulation_steps. After the step's last backward it abandons
---- the step, unless parameters have been updated.
+--- Drops the gradients. Does nothing while micro-batches accumulate, so that the usual loop of zero_grad, forward,
+--- backward and step works with any gradient_accumulation_steps. After the step's last backward it abandons the step,
+--- unless parameters were updated.
 ---@param set_to_none? boolean as in PyTorch; only true, the default, is allowed
 function Optimizer:zero_grad(set_to_none)
   exact.set_to_none(set_to_none, "optimizer:zero_grad")
@@ -185,7 +185,7 @@ function Optimizer:zero_grad(set_to_none)
   step.zero_grad(engine)
 end
 
--- Moves the fp32 values of a parameter that this rank holds toward a state.
+-- Moves the fp32 values of a parameter on this rank toward one of its states.
 local function move(self, i, toward, weight)
   local row, slot = self.engine.built.list[i], self:slot(i)
   if not slot.averages or self:updates(i) == 0 then return end
@@ -221,17 +221,16 @@ local function switch(self, train, call)
   self:loaded()
 end
 
---- Moves the parameters to the values at which the model is evaluated, which are the averages x of AdamWScheduleFree.
---- ps.train.run, ps.evaluate, save_pretrained and generate call it. Other optimizers change nothing. All ranks must
---- call it between steps.
+--- Moves the parameters to their values for evaluation: with AdamWScheduleFree the averages x; other optimizers change
+--- nothing. ps.train.run, ps.evaluate, save_pretrained and generate call it. All ranks must call it, between steps.
 function Optimizer:eval() switch(self, false, "optimizer:eval()") end
 
---- Moves the parameters back to the values at which gradients are computed, after eval(). They can differ from the
---- earlier values by rounding. Other optimizers change nothing. All ranks must call it between steps.
+--- Moves the parameters back after eval() to their values for training, which can differ from the earlier values by
+--- rounding. Only AdamWScheduleFree changes anything. All ranks must call it, between steps.
 function Optimizer:train() switch(self, true, "optimizer:train()") end
 
---- Sets the learning rate for the next step. A group whose rate differs from the optimizer's rate keeps its ratio to
---- it. Raises an error if the optimizer was created without a rate and its groups have different rates: set
+--- Sets the learning rate for the next step. A group with a different rate keeps its ratio to the optimizer's rate. If
+--- the optimizer was created without a rate and its groups have different rates, raises an error: set
 --- optimizer.groups[i].lr instead.
 ---@param lr number
 function Optimizer:set_lr(lr)
@@ -239,8 +238,8 @@ function Optimizer:set_lr(lr)
   groups.set_lr(self, lr)
 end
 
--- optim/state.lua calls the functions up to set_updates. Parameters are numbered in order of registration, from 1.
--- `averages` in the result of slot() has a tensor for each of the group's states, or is nil if another rank holds them.
+-- Functions for optim/state.lua, up to set_updates. Parameters are numbered in order of registration, from 1. averages
+-- in the result of slot(): a tensor per state of the group, or nil if another rank holds them.
 function Optimizer:count() return #self.built.list end
 function Optimizer:order(i) return self.built.list[i].order end
 function Optimizer:slot(i)
@@ -252,10 +251,10 @@ end
 function Optimizer:updates(i) return tonumber(C.ps_engine_param_steps(native.ctx, i - 1)) end
 function Optimizer:set_updates(i, t) native.check(C.ps_engine_set_param_steps(native.ctx, i - 1, t)) end
 
---- Returns the state in PyTorch's form: {state = {[n] = {step, exp_avg, exp_avg_sq}}, param_groups}, with
---- momentum_buffer instead for SGD. n counts from 0 in the order of groups. With a model, returns the form that
---- ps.checkpoints writes, {tensors by name, values}. Tensors are lent: save them before the next step. Masters belong
---- to the model, and model:state_dict() returns them.
+--- Returns the state in PyTorch's form: {state = {[n] = {step, exp_avg, exp_avg_sq}}, param_groups}, for SGD with
+--- momentum_buffer. n counts from 0 in the order of groups. With a model, returns ps.checkpoints' form: {tensors by
+--- name, values}. The tensors belong to the engine: save them before the next step. Masters are part of
+--- model:state_dict().
 ---@param model? any
 ---@return table
 function Optimizer:state_dict(model)
@@ -264,8 +263,8 @@ function Optimizer:state_dict(model)
   return state.torch(self)
 end
 
---- Loads a state from state_dict, in either form, or from an open file (ps.load with lazy = true). Values are copied
---- into the chunks one tensor at a time. Abandons the current step.
+--- Loads a state from state_dict, in either form, or from an open file (ps.load with lazy = true), one tensor at a
+--- time. Abandons the current step.
 ---@param saved table|ps.TorchFile
 ---@param model? any as in ps.optim; ignored, since this optimizer knows its model
 function Optimizer:load_state_dict(saved, model) -- luacheck: ignore 212/model
@@ -279,12 +278,12 @@ function Optimizer:load_state_dict(saved, model) -- luacheck: ignore 212/model
   step.mend(self.engine, "optimizer")
 end
 
---- Notes that values of the state were written, possibly including masters.
+--- Notes that values of the state, possibly masters, were written.
 function Optimizer:loaded() native.check(C.ps_engine_forget(native.ctx)) end
 
---- Assigns the trained parameters to groups, and sorts built.list by virtual stage and then by group. The order within
---- the model is the order of ps.optim and PyTorch: group by group. Norms are summed in this order, whichever rank holds
---- a parameter.
+--- Assigns the trained parameters to groups, and sorts built.list by virtual stage and then by group. Parameters are
+--- ordered as in ps.optim and PyTorch, group by group. Norms are summed in this order, whichever rank holds a
+--- parameter.
 ---@param self ps.EngineOptimizer
 function optimizer.arrange(self)
   local engine, built, all = self.engine, self.built, copied(self.built.list)
@@ -307,8 +306,8 @@ function optimizer.arrange(self)
   for i, row in ipairs(built.list) do self.group_of[i] = row.group end
 end
 
---- Creates the optimizer of an engine. Splits the trained parameters into groups by the engine's param_groups (default:
---- one group), and sorts built.list by virtual stage and then by group.
+--- Creates the optimizer of an engine. Divides the trained parameters among the engine's param_groups (default: one
+--- group), and sorts built.list by virtual stage and then by group.
 ---@param engine ps.Engine
 ---@param built ps.engine.Built
 ---@param cfg ps.Config

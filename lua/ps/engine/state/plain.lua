@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The engine in plain memory (memory = "plain"). Configuration and calls are the same, but parameters stay where they
--- were made, and the optimizer is one of ps.optim. Specs compare its results with those of chunks, bit for bit. Models
--- with dtypes that chunks cannot hold use it.
+-- Runs an engine in plain memory (memory = "plain"): parameters stay where they were made, and the optimizer is one of
+-- ps.optim. Configuration and calls are the same as with chunks. Specs compare both, bit for bit. Models with dtypes
+-- that chunks cannot hold use it.
 local create = require "ps.tensor.create"
 local native = require "ps.core.ffi"
 local scope = require "ps.core.scope"
@@ -19,7 +19,7 @@ local training = require "ps.engine.step.trained"
 
 local plain = {}
 
----@class ps.engine.PlainOptimizer: ps.EngineOptimizer with an optimizer of ps.optim for the arithmetic
+---@class ps.engine.PlainOptimizer: ps.EngineOptimizer computes with an optimizer of ps.optim
 ---@field inner ps.Optimizer
 local PlainOptimizer = setmetatable({}, { __index = optimizer.methods })
 PlainOptimizer.instance = optim_groups.fields(PlainOptimizer, { __tostring = function(self)
@@ -44,12 +44,12 @@ end
 
 function PlainOptimizer:set_factor(place, factor) self.engine.built.list[place].entry.scale = factor end
 
--- Drops the factors on gradients, which are valid for one step.
+-- Drops the factors on gradients, which are valid for one step only.
 local function forget_factors(self)
   for _, row in ipairs(self.engine.built.list) do row.entry.scale = nil end
 end
 
--- Updates the parameters. Each parameter's gradient is dropped after its update, so that a second call after an error
+-- Updates the parameters. Drops each parameter's gradient after its update, so that a second call after an error
 -- updates only the remaining parameters.
 function PlainOptimizer:update(scale)
   optim.apply(self.inner, scale, function(entry)
@@ -60,7 +60,7 @@ function PlainOptimizer:update(scale)
   forget_factors(self)
 end
 
--- Raises an error if loss:backward() made gradients. In chunks the walk itself refuses to begin without model:backward.
+-- Raises an error if loss:backward() made gradients. In chunks, the walk itself requires model:backward.
 function PlainOptimizer:check_no_gradients()
   for _, row in ipairs(self.engine.built.list) do
     if row.param:grad() ~= nil then
@@ -121,7 +121,7 @@ local function convert(module, precision)
   return made
 end
 
--- Returns the optimizer's entries with names, in the module's order. Each entry has its master from the beginning.
+-- Returns the optimizer's entries with names, in the module's order. Each entry already has its master.
 local function named_rows(module, inner, made)
   local entries, rows = {}, {}
   local orders = {}
@@ -160,7 +160,7 @@ local function groups_of(engine, module)
   return list
 end
 
--- Returns the field `built` of an engine, and the group, from 0, of each row of its list.
+-- Returns the engine's field `built`, and the group, from 0, of each row of its list.
 local function rows_of(module, inner, made)
   local rows, trains, untrained, group_of, numbers = named_rows(module, inner, made), {}, {}, {}, {}
   for _, row in ipairs(rows) do trains[nn_module.address(row.param)] = true end
@@ -172,7 +172,7 @@ local function rows_of(module, inner, made)
   return { list = rows, frozen = {}, untrained = untrained }, group_of
 end
 
---- Adds the parameters that were thawed since the last step to the optimizer. Their optimizer state begins with zeros.
+--- Adds parameters thawed since the last step to the optimizer. Their optimizer state begins with zeros.
 ---@param engine ps.Engine
 function plain.train_thawed(engine)
   local list = training.thawed(engine)
@@ -221,7 +221,7 @@ local function begin_step(engine)
   native.check(step.begin(engine, false))
 end
 
---- Creates the module and the optimizer of ps.optim from a request and a configuration that engine/setup.lua has read.
+--- Creates the module and the optimizer of ps.optim. engine/setup.lua has read the configuration.
 ---@param engine ps.Engine with cfg, accumulate, precision, device_name and so on
 ---@param request table
 ---@return table fields of the engine

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The parameters of an engine for a reader: their fp32 values, even while their places hold gradients, and their
--- gradients without the loss scale. Each rank returns the values that it owns.
+-- Reads an engine's parameters: their fp32 values, even while their memory holds gradients, and their gradients without
+-- the loss scale. Each rank returns the values that it owns.
 local native = require "ps.core.ffi"
 local nn_module = require "ps.nn.module"
 local scope = require "ps.core.scope"
@@ -10,8 +10,8 @@ local C = native.C
 
 local values = {}
 
--- Returns this rank's own bytes of a gradient, as the host sees it, or nil if another rank owns the gradient. Reading
--- the tensor in a part would gather the other ranks' bytes.
+-- Returns this rank's own bytes of a gradient, as the host sees them, or nil if another rank owns the gradient. Reading
+-- the tensor in its part would gather the other ranks' bytes.
 local function own_gradient(engine, grad)
   if not (engine.ranks and engine.ranks.shards:state() and C.ps_engine_holds(native.ctx,
     grad) ~= 0) then return grad end
@@ -20,8 +20,8 @@ local function own_gradient(engine, grad)
   return own
 end
 
---- Returns the gradient of one of the open engine's parameters in the current step: the bytes on this rank, and the
---- factor that undoes the loss scale and the sums over micro-batches and ranks.
+--- Returns the gradient of an engine's parameter in the current step, and the factor that undoes the loss scale and the
+--- sums over micro-batches and ranks.
 ---@param engine ps.Engine
 ---@param param ps.Tensor
 ---@return ps.Tensor? grad nil if there is none, or if another rank owns it
@@ -31,7 +31,7 @@ function values.gradient(engine, param)
   return grad ~= nil and own_gradient(engine, grad) or nil, engine.micro > 0 and engine.optimizer:grad_scale() or 1
 end
 
---- Returns the name of a tensor if it is a parameter that the engine trains, else nil.
+--- Returns the name of a parameter that the engine trains, or nil for any other tensor.
 ---@param engine ps.Engine
 ---@param param ps.Tensor
 ---@return string?
@@ -42,8 +42,8 @@ end
 
 --- Returns the parameters whose values this rank holds, in the order of the model.
 ---@param engine ps.Engine
----@return {name: string, value: ps.Tensor, grad?: ps.Tensor, factor: number}[] list lent tensors; `factor` is the
----  factor on `grad`
+---@return {name: string, value: ps.Tensor, grad?: ps.Tensor, factor: number}[] list tensors of the engine; `factor` is
+--- the factor on `grad`
 function values.parameters(engine)
   local state, rows, list = engine:state_dict { tied = false }, {}, {}
   for _, row in ipairs(engine.built.list) do rows[nn_module.address(row.param)] = row end

@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Performs the actions of a step. C owns the step's table of actions and says which action is due (ps_step,
--- src/base/step.h). Only this file calls ps_step: it begins a step with its table, performs actions, and ends it. The
--- engine's driver (engine/step/table.lua) defines the actions of a step, and the work that Lua does for each action.
+-- src/base/step.h). Only this file calls ps_step to begin a step with its table, perform actions and end the step. The
+-- engine's driver (engine/step/table.lua) defines a step's actions and Lua's work for each.
 local array = require "ps.core.array"
 local collector = require "ps.core.collector"
 local hooks = require "ps.core.hooks"
@@ -13,7 +13,7 @@ local actions = {}
 
 local FORWARD, BACKWARD, REDUCE = C.PS_ACT_FORWARD, C.PS_ACT_BACKWARD, C.PS_ACT_REDUCE
 local NORM, UPDATE = C.PS_ACT_NORM, C.PS_ACT_UPDATE
---- part of a report's line that counts an action's seconds, by the action's kind
+--- the figure in a report's line that includes an action's seconds, by the action's kind
 actions.PART = { [FORWARD] = "forward", [BACKWARD] = "backward", [REDUCE] = "backward", [NORM] = "step",
   [UPDATE] = "step" }
 
@@ -32,7 +32,7 @@ function actions.new(engine)
 end
 
 -- -- beginning and ending ---------------------------------------------------------------------------------------------
--- Returns the actions of a step: those of the driver, the norm if one is needed, and the update.
+-- Returns the actions of a step: the driver's, the norm if one is needed, and the update.
 local function table_of(engine, micros, measures)
   local list = engine.driver:actions(micros)
   if measures then list[#list + 1] = { NORM, 0, 0 } end
@@ -50,8 +50,7 @@ end
 
 --- Tries to begin a step.
 ---@param engine ps.Engine
----@param trace integer the trace of the step that this step is expected to repeat, or PS_TRACE_UNKNOWN, or
----  PS_TRACE_NONE
+---@param trace integer the trace of the step that this step should repeat, or PS_TRACE_UNKNOWN, or PS_TRACE_NONE
 ---@param dry? boolean
 ---@return integer rc 0, or the code of an error that is not raised
 function actions.try(engine, trace, dry)
@@ -68,8 +67,7 @@ function actions.try(engine, trace, dry)
   return rc
 end
 
---- Tries to begin a step that is expected to repeat the step of a trace. The trace of the new step becomes
---- engine.traces[key].
+--- Tries to begin a step that should repeat the step of a trace. Its own trace becomes engine.traces[key].
 ---@param engine ps.Engine
 ---@param key string|false key of the new trace, or false if the trace is not kept
 ---@param trace? integer the trace, or nil if no trace of such a step is known
@@ -81,7 +79,7 @@ function actions.begin(engine, key, trace)
   return rc
 end
 
---- Ends a step after all its actions.
+--- Ends a step that has performed all its actions.
 ---@param engine ps.Engine
 ---@return integer id the step's trace, negative if there is none
 function actions.finish(engine)
@@ -110,7 +108,7 @@ function actions.end_dry(engine, complete)
 end
 
 -- -- performing -------------------------------------------------------------------------------------------------------
---- Ends the current action with an error, and raises the error.
+--- Ends the current action with an error, and raises it.
 ---@param engine ps.Engine
 ---@param problem any
 function actions.fail(engine, problem)
@@ -129,8 +127,8 @@ local function done(engine, s, ok, ...)
   return ...
 end
 
---- Performs one action. All actions of all steps run through this function, except actions that C performs in a
---- pipeline's row (engine/pipeline/driver.lua).
+--- Performs one action. All actions run through this function, except those that C performs in a pipeline's row
+--- (engine/pipeline/driver.lua).
 ---@param engine ps.Engine
 ---@param kind integer
 ---@param how? ffi.cdata* ps_action_how

@@ -1,9 +1,9 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Access to an engine's gradients between the last backward of a step and optimizer:step(): nn.clip_grad_norm,
+-- Lets scripts use an engine's gradients between the last backward of a step and optimizer:step(): nn.clip_grad_norm,
 -- module:zero_grad() and p:grad(). Gradients are in chunks, possibly on other ranks. They are sums over micro-batches
--- and ranks, and are multiplied by the loss scale. The norm that is returned does not include the loss scale. Clipping
--- sets a factor for the gradients in the update that follows. If backward updates parameters (overlap_optimizer), the
--- gradients no longer exist and each of these calls is an error.
+-- and ranks, multiplied by the loss scale; the returned norm excludes the loss scale. Clipping sets a factor on the
+-- gradients in the next update. If backward updates parameters (overlap_optimizer), the gradients no longer exist, and
+-- each of these calls is an error.
 local caller = require "ps.core.caller"
 local nn_module = require "ps.nn.module"
 local hooks = require "ps.core.hooks"
@@ -16,7 +16,7 @@ local CALL = "nn.clip_grad_norm"
 
 -- -- which engine -----------------------------------------------------------------------------------------------------
 -- Returns the parameters of an engine by address. An entry is {row =, place =}, where `place` is the index in
--- built.list. The entry of a frozen parameter is an empty table.
+-- built.list. A frozen parameter's entry is an empty table.
 local function places_of(engine)
   local at, built = {}, engine.built
   for place, row in ipairs(built.list) do at[nn_module.address(row.param)] = { row = row, place = place } end
@@ -27,7 +27,7 @@ local function places_of(engine)
   return at
 end
 
--- Splits parameters into the engine's parameters and all other parameters.
+-- Separates the engine's parameters from all other parameters.
 ---@param params ps.Tensor[]
 ---@param engine ps.Engine
 ---@return table[] found entries of places_of
@@ -56,8 +56,8 @@ local function engines()
 end
 
 -- -- nn.clip_grad_norm --------------------------------------------------------------------------------------------
--- Returns the trained parameters among the entries of places_of, in the order of the optimizer's groups. Norms are
--- summed in this order.
+-- Returns the trained parameters among entries of places_of in the order of the optimizer's groups, in which norms are
+-- summed.
 local function trained(found)
   local list, seen = {}, {}
   for _, at in ipairs(found) do
@@ -71,8 +71,7 @@ local function trained(found)
   return list
 end
 
--- Raises an error if ranks clip different lists or use different limits, since their copies of parameters would
--- diverge.
+-- Raises an error if ranks clip different lists or by different limits: their copies of parameters would diverge.
 local function compare(engine, list, max_norm)
   if not engine.ranks then return end
   local orders = {}
@@ -105,8 +104,8 @@ local function check_once(engine, list, max_norm)
   end
 end
 
--- Returns the norm of some parameters' gradients, including the factors of earlier calls. If the norm of all gradients
--- is not finite, returns the norm of all gradients.
+-- Returns the norm of some parameters' gradients, with the factors of earlier calls, or the norm of all gradients if
+-- that is not finite.
 local function norm_of(engine, list)
   local all, factors = step.norm(engine), step.factors(engine)
   if not types.finite(all) then return all end

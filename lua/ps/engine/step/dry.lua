@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Dry runs of a step: all its actions are performed, and nothing is computed.
+-- Performs all actions of a step without computing anything (dry runs).
 local collector = require "ps.core.collector"
 local loss_weight = require "ps.core.loss_weight"
 local native = require "ps.core.ffi"

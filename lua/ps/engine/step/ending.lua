@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Ends a step: after its update, or earlier, when a call abandons the step.
+-- Ends a step after its update, or earlier if a call abandons it.
 local caller = require "ps.core.caller"
 local native = require "ps.core.ffi"
 local actions = require "ps.engine.step.actions"
@@ -18,8 +18,8 @@ function ending.finish(engine)
   engine.masters:note()
 end
 
---- Records that a step failed in its updates, or in a backward that updates parameters. If this rank or possibly other
---- ranks have updated some parameters, the parameters now hold values of two steps.
+--- Records that a step failed in its updates, or in a backward that updates parameters. If this rank, or possibly
+--- another, has updated some of them, the parameters hold values of two steps.
 ---@param engine ps.Engine
 ---@param problem any
 ---@param again boolean whether another optimizer:step() can finish the update
@@ -33,7 +33,7 @@ function ending.note_torn(engine, problem, again)
     text = text .. (again and "call optimizer:step() again to update the others, or " or "") .. load }
 end
 
---- Reverts a step that will begin again. Drops the gradients, but keeps a loop over micro-batches.
+--- Reverts a step that will begin again: drops its gradients, but keeps a loop over micro-batches.
 ---@param engine ps.Engine
 ---@param failed? any the error of a backward that updates parameters
 function ending.take_back(engine, failed)
@@ -48,7 +48,7 @@ function ending.take_back(engine, failed)
   engine.masters:note()
 end
 
---- Ends the loop over micro-batches in which the script is, if any.
+--- Ends the loop over micro-batches that the script is in, if any.
 ---@param engine ps.Engine
 function ending.leave_loop(engine)
   engine.driver:abandon "the step was abandoned"
@@ -58,9 +58,8 @@ function ending.leave_loop(engine)
   if loop then loop:left() end
 end
 
---- Abandons a step and drops its gradients. The parameters keep the values that they had before the step. If the step
---- failed in a backward that updates parameters, or is abandoned after such a backward, the model is torn until a state
---- is loaded. Ends a loop over micro-batches.
+--- Abandons a step, its gradients and its loop over micro-batches. The parameters keep their values from before the
+--- step. But if a backward that updates parameters has run or failed, the model is torn until a state is loaded.
 ---@param engine ps.Engine
 ---@param failed? any the error of that backward
 function ending.give_up(engine, failed)
@@ -77,8 +76,8 @@ function ending.fail(engine, problem)
   error(problem, 0)
 end
 
---- Ends the step because of a script's mistake in a loop over micro-batches. The ranks of other stages get the error,
---- which names the script's line.
+--- Ends the step because of a script's mistake in a loop over micro-batches. The error names the script's line, and
+--- ranks of other stages get it, too.
 ---@param engine ps.Engine
 ---@param text string
 function ending.give_loop_up(engine, text)
@@ -87,7 +86,8 @@ function ending.give_loop_up(engine, text)
   caller.error(text, 0)
 end
 
---- Abandons the step and raises an error if the script is in a loop over micro-batches, where the call is not allowed.
+--- Abandons the step and raises an error if the script is in a loop over micro-batches, in which the call is not
+--- allowed.
 ---@param engine ps.Engine
 ---@param what string the call
 function ending.check_no_loop(engine, what)

@@ -1,9 +1,13 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The step of an engine: the functions that other folders call, collected from their files. state.lua has the state of
--- a step. actions.lua performs its actions, which the engine's driver defines: table.lua, or engine/pipeline/driver.lua
--- if the model is cut into stages. model() is in forward.lua, loops over micro-batches are in loops.lua, model:backward
--- is in backward.lua (overlap.lua: with updates in it), optimizer:step() in update.lua, dry runs in dry.lua. ending.lua
--- ends or abandons a step.
+-- The step of an engine: collects the functions that other folders call.
+--   state.lua      the state of a step
+--   actions.lua    performs its actions, which a driver defines: table.lua, or engine/pipeline/driver.lua for stages
+--   forward.lua    model()
+--   loops.lua      loops over micro-batches
+--   backward.lua   model:backward (overlap.lua: with updates in it)
+--   update.lua     optimizer:step()
+--   dry.lua        dry runs
+--   ending.lua     ends or abandons a step
 local actions = require "ps.engine.step.actions"
 local backward = require "ps.engine.step.backward"
 local dry = require "ps.engine.step.dry"

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Loops over the micro-batches of a step. engine/micro.lua makes a loop and cuts its batch. The engine's driver
--- performs the turns.
+-- Runs loops over the micro-batches of a step. engine/micro.lua makes a loop and cuts its batch. The engine's driver
+-- performs the iterations.
 local batch = require "ps.data.batch"
 local caller = require "ps.core.caller"
 local native = require "ps.core.ffi"
@@ -26,7 +26,7 @@ local loops = {}
 ---@field draw fun(self: ps.engine.Loop): any[] returns the micro-batch of the next iteration
 ---@field left fun(self: ps.engine.Loop) called when the loop has ended or was abandoned
 
--- Begins a loop, whose first micro-batch will begin a step.
+-- Begins a loop. Its first micro-batch will begin a step.
 local function enter(engine, s, loop)
   native.check_running "a loop over micro-batches"
   state.check_whole(engine)
@@ -42,8 +42,8 @@ local function enter(engine, s, loop)
   s.loop = loop
 end
 
--- Returns whether the loop has another micro-batch. Raises an error if the loop was abandoned, or if its last
--- micro-batch had no backward.
+-- Returns whether the loop has another micro-batch. Raises an error if the loop was abandoned, or its last micro-batch
+-- had no backward.
 local function goes_on(engine, s, loop)
   if s.loop ~= loop then caller.error "this loop over micro-batches was abandoned" end
   if engine.driver:backwards() < loop.at then
@@ -63,8 +63,7 @@ end
 
 local function drain(engine, _, loop) engine.driver:drain(loop) end
 
---- Performs the next iteration of a step's loop. The first iteration begins the step. An error in an iteration abandons
---- the step.
+--- Performs the next iteration of a step's loop. The first one begins the step, and an error abandons it.
 ---@param engine ps.Engine
 ---@param loop ps.engine.Loop
 ---@return table? out nil after the last iteration
@@ -78,8 +77,8 @@ function loops.next(engine, loop)
   return out
 end
 
---- Raises an error for the backward of a loss that does not belong to the loop's current micro-batch, and for a second
---- backward of the same loss.
+--- Rejects a backward of a loss that does not belong to the loop's current micro-batch, and a second backward of a
+--- loss.
 ---@param engine ps.Engine
 ---@param loss ps.Tensor
 function loops.check_backward(engine, loss)

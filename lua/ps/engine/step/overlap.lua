@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- A backward that updates parameters as soon as their gradients are final (overlap_optimizer): its settings, and the
+-- Settings of a backward that updates parameters as soon as their gradients are final (overlap_optimizer), and the
 -- calls that are refused after it.
 local caller = require "ps.core.caller"
 local copied = require "ps.core.copied"
@@ -40,12 +40,12 @@ end
 ---@return boolean
 function overlap.of(s) return s.is.open == 1 and s.is.micro == s.is.n_micro and s.overlaps end
 
---- Returns whether the backward of the current step has updated the parameters.
+--- Returns whether backward has updated the parameters in the current step.
 ---@param engine ps.Engine
 ---@return boolean
 function overlap.gradients_gone(engine) return overlap.of(state.of(engine)) end
 
---- Raises an error if the optimizer's settings are changed after a backward that has used them for updates.
+--- Raises an error if the optimizer's settings change after a backward that has used them for updates.
 ---@param engine ps.Engine
 ---@param what string the call
 function overlap.check_settings(engine, what)
@@ -56,8 +56,8 @@ function overlap.check_settings(engine, what)
     .. "present settings: call it after step(), or set overlap_optimizer = false")
 end
 
--- A statement that the user enters in a pause may change settings after backward has begun to update. The old settings
--- are restored when the script resumes.
+-- Restores the optimizer's settings when a script resumes from a pause. A statement that the user entered there may
+-- have changed settings that backward has already used for updates.
 hooks.on("resumes", function()
   for engine, s in state.engines() do
     local opt = engine.optimizer

@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- A loss function of the script, ps.initialize { loss = function(out, batch) ... end }. It runs after the model, which
--- is called without the targets. `out` is the model's output, by names. `batch` is the table of names with which the
--- model was called, or a list of the arguments.
+-- Runs a script's own loss function, ps.initialize { loss = function(out, batch) ... end }, after the model, which gets
+-- no targets. out: the model's output, by names. batch: the table of names with which the model was called, or a list
+-- of the arguments.
 local scope = require "ps.core.scope"
 local batch = require "ps.data.batch"
 
@@ -38,8 +38,8 @@ local function value_of(loss, out, given)
   return value
 end
 
---- Returns the model's output together with the script's loss. Without gradients or targets, the loss is computed only
---- when the script reads out.loss, since an evaluation may need only the logits.
+--- Returns the model's output with the script's loss. Without gradients or targets, the loss is computed only when the
+--- script reads out.loss, since an evaluation may need only the logits.
 ---@param loss fun(out: table, batch: table): ps.Tensor
 ---@param result any the model's result
 ---@param given any[] the model's arguments with targets, and their number `n`

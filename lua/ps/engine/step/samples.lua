@@ -1,13 +1,13 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Checks that a micro-batch has as many samples as the configuration says: train_micro_batch_size_per_gpu, set or
--- derived from train_batch_size. With another size the step's global batch would differ from the configured one.
+-- Checks that a micro-batch has as many samples as configured: train_micro_batch_size_per_gpu, set or derived from
+-- train_batch_size. Otherwise the step's global batch would differ from the configured one.
 local scope = require "ps.core.scope"
 local caller = require "ps.core.caller"
 
 local samples = {}
 
--- Returns the number of samples in a batch, which is the first dimension of its first tensor that has dimensions.
--- Returns nil if there is none. The tensors of a table are sorted by name.
+-- Returns the number of samples in a batch, or nil: the first dimension of its first tensor that has dimensions. The
+-- tensors of a table are sorted by name.
 local function count(value)
   if scope.is_tensor(value) then return value:dim() > 0 and value:size(0) or nil end
   if type(value) ~= "table" then return nil end

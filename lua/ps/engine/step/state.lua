@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Lua's state of a step, and the questions that other files ask about it. Only files in engine/step/ and the pipeline's
--- driver (engine/pipeline/driver.lua) read the record itself, through state.of.
+-- Stores Lua's state of a step, and answers other files' questions about it. Only files in engine/step/ and the
+-- pipeline's driver (engine/pipeline/driver.lua) read the record itself (state.of).
 local caller = require "ps.core.caller"
 local loss_weight = require "ps.core.loss_weight"
 local native = require "ps.core.ffi"
@@ -106,8 +106,7 @@ function state.count(engine)
   return s.is.open == 1 and s.is.n_micro or s.loop and s.loop.count or engine.accumulate
 end
 
---- Returns a text that describes how the next step divides its batch into micro-batches. Steps with the same text share
---- a plan.
+--- Returns a text that is equal for steps that divide their batch alike into micro-batches, and thus share a plan.
 ---@param engine ps.Engine
 ---@return string
 function state.batch_text(engine)
@@ -120,8 +119,8 @@ end
 ---@return boolean
 function state.is_open(engine) return states[engine].is.open == 1 end
 
---- Returns whether the current step has had only forwards in evaluation mode so far. If the next call is not a
---- backward, such a step ends without a trace.
+--- Returns whether the current step has had only forwards in evaluation mode. If the next call is not a backward, the
+--- step ends without a trace.
 ---@param engine ps.Engine
 ---@return boolean
 function state.evaluates(engine) return states[engine].evaluates end
@@ -131,7 +130,7 @@ function state.evaluates(engine) return states[engine].evaluates end
 ---@return boolean
 function state.acts(engine) return states[engine].is.now.kind ~= C.PS_ACT_NONE end
 
---- Returns the trace of the current step, or of the last step if none has begun. Returns nil if there is none.
+--- Returns the trace of the current step, else of the last step, or nil.
 ---@param engine ps.Engine
 ---@return integer? id
 function state.trace(engine)
@@ -153,7 +152,7 @@ end
 function state.factors(engine) return states[engine].clipped end
 
 -- -- torn models ------------------------------------------------------------------------------------------------------
---- Raises an error if the model is torn because its step failed in the middle of an update.
+--- Raises an error if the model is torn: a step failed in the middle of its update.
 ---@param engine ps.Engine
 function state.check_whole(engine)
   engine:check_open()
@@ -161,7 +160,7 @@ function state.check_whole(engine)
   if torn then caller.error(torn.text) end
 end
 
---- Records that load_state_dict wrote all values of the model or of the optimizer, which is then no longer torn.
+--- Records that load_state_dict wrote all values of the model or of the optimizer, so that it is no longer torn.
 ---@param engine ps.Engine
 ---@param part "model"|"optimizer"
 function state.mend(engine, part)

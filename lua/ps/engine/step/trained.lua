@@ -1,8 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- An engine trains the parameters that its module had when the engine was made. A parameter that was added to the
--- module later has no place for a gradient and no optimizer state: it would take part in the forward but never be
--- updated. A parameter that was frozen at that time and is no longer frozen gets both before the next step
--- (engine/layout/thaw.lua). Ranks compare which parameters are frozen.
+-- Decides which parameters an engine trains: those that its module had when the engine was made. A parameter that was
+-- frozen then and thawed later gets a gradient and optimizer state before the next step (engine/layout/thaw.lua). A
+-- parameter added later would take part in the forward but never be updated, which is an error. Ranks compare which
+-- parameters are frozen.
 local caller = require "ps.core.caller"
 local nn_module = require "ps.nn.module"
 
@@ -10,8 +10,8 @@ local trained = {}
 
 local seen = setmetatable({}, { __mode = "k" })       -- nn_module.changes at the last check, by engine
 
---- Returns the rows of the parameters that have no optimizer state yet and now require a gradient, since they were
---- frozen when the layout was made. Includes parameters of other stages. The order is that of the model.
+--- Returns the rows of parameters that now require a gradient but have no optimizer state, because they were frozen
+--- when the layout was made. Includes parameters of other stages, in the order of the model.
 ---@param engine ps.Engine
 ---@return table[]
 function trained.thawed(engine)
@@ -21,8 +21,8 @@ function trained.thawed(engine)
   return list
 end
 
---- Raises an error before a step if the module has parameters that the engine does not know or cannot train. It
---- searches for new parameters only after a module has changed.
+--- Raises an error before a step if the module has parameters that the engine cannot train. Searches for them only
+--- after a module has changed.
 ---@param engine ps.Engine
 function trained.check(engine)
   if seen[engine] == nn_module.changes then return end
@@ -40,8 +40,8 @@ function trained.check(engine)
   seen[engine] = nn_module.changes
 end
 
---- Returns a text that tells which parameters of a model train, in order: "1" if a parameter trains, "0" if it is
---- frozen. It includes parameters of other ranks.
+--- Returns which parameters of a model train, in order, as text: "1" if a parameter trains, "0" if it is frozen.
+--- Includes parameters of other ranks.
 ---@param module ps.nn.Module
 ---@return string
 function trained.text(module)
@@ -50,7 +50,7 @@ function trained.text(module)
   return table.concat(list)
 end
 
---- Raises an error, since engine:to(...) is not supported.
+--- Raises an error: engine:to(...) is not supported.
 function trained.to()
   caller.error("the parameters of an engine keep the dtype and the device of its configuration (bf16, fp16, device); "
     .. "convert inputs and outputs, or load its state_dict() into a module without an engine")

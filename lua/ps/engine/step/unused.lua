@@ -1,8 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Reports parameters that got no gradient in the first step. A model whose forward skips a layer by mistake would train
--- without that layer, and nothing else would report the mistake. After the first update, one line names such
--- parameters; with strict_gradients it is an error. Frozen parameters do not count. Ranks combine their information,
--- and rank 0 writes the line.
+-- Reports parameters that got no gradient in the first step, so that a model does not train without a layer that its
+-- forward skips by mistake. After the first update, one line names them; with strict_gradients it is an error. Frozen
+-- parameters do not count. Ranks combine their information, and rank 0 writes the line.
 local agree = require "ps.dist.agree"
 local nn_module = require "ps.nn.module"
 local lists = require "ps.core.lists"
@@ -14,12 +13,11 @@ local unused = {}
 
 local SHOWN = 8
 
--- number of updates of each parameter before the step that is checked, by engine and parameter index; false if it was
--- checked
+-- each parameter's number of updates before the step to check, by engine and parameter index; false after the check
 local before = setmetatable({}, { __mode = "k" })
 
---- Records the number of updates of each parameter, for the check after the next step. It is also called after an
---- optimizer's state was loaded.
+--- Records each parameter's number of updates, for the check after the next step. Also called after an optimizer's
+--- state was loaded.
 ---@param engine ps.Engine
 function unused.begin(engine)
   if before[engine] == false then return end
@@ -48,7 +46,7 @@ local function counts_of(trained, lacking)
   return all, without
 end
 
--- Returns the outermost module that contains a parameter and got no gradient at all, or nil if there is none.
+-- Returns the path of the outermost module that contains a parameter and got no gradient at all, or nil.
 local function outermost(name, all, without)
   for at in name:gmatch "()%." do
     local path = name:sub(1, at - 1)
@@ -67,7 +65,7 @@ function unused.text(module, trained, lacking, calls)
   for path, inner in module:named_modules() do
     modules[path] = inner
     for key in pairs(rawget(inner, "_unused") or {}) do
-      lacking[(path == "" and "" or path .. ".") .. key] = nil  -- the module's class declares that it gets none
+      lacking[(path == "" and "" or path .. ".") .. key] = nil  -- its module's class declares that it gets no gradient
     end
   end
   local all, without = counts_of(trained, lacking)
@@ -98,7 +96,7 @@ function unused.text(module, trained, lacking, calls)
     .. "list:size() is its number of modules" or "")
 end
 
--- Returns this rank's information as one line per parameter: "fc.weight=+", or "fc.weight=-" if it got no gradient.
+-- Returns this rank's information, a line per parameter: "fc.weight=+", or "fc.weight=-" if it got no gradient.
 local function said_by(engine, counts)
   local optimizer, parts = engine.optimizer, {}
   for i, row in ipairs(engine.built.list) do

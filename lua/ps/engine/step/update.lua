@@ -1,5 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- From the last backward of a step to its end: the norm of the gradients, optimizer:step(), and optimizer:zero_grad().
+-- Handles gradients from the last backward of a step to its end: their norm, optimizer:step() and
+-- optimizer:zero_grad().
 local caller = require "ps.core.caller"
 local hooks = require "ps.core.hooks"
 local native = require "ps.core.ffi"
@@ -15,8 +16,8 @@ local NORM, UPDATE = native.C.PS_ACT_NORM, native.C.PS_ACT_UPDATE
 --- added to the norm by which max_norm is divided, as in torch.nn.utils.clip_grad_norm_
 step.CLIP_EPS = 1e-6
 
---- Returns the norm of all gradients of the step, excluding the loss scale. It is 0 if no target counts. The first call
---- performs the step's norm action, for which all ranks must call it together.
+--- Returns the norm of all gradients of the step without the loss scale, or 0 if no target counts. The first call
+--- performs the step's norm action, and all ranks must make it together.
 ---@param engine ps.Engine
 ---@return number
 function step.norm(engine)
@@ -26,13 +27,13 @@ function step.norm(engine)
   return s.norm
 end
 
---- Returns the factor on gradients in the update, which undoes the loss scale and the sum over micro-batches and ranks.
+--- Returns the factor that undoes the loss scale and the sum over micro-batches and ranks on gradients in the update.
 ---@param engine ps.Engine
 ---@return number
 function step.unscale(engine) return engine.optimizer:grad_scale() end
 
---- Raises an error if a call needs the gradients of a whole step and they do not exist. They exist from the step's last
---- backward to optimizer:step().
+--- Raises an error if a call needs the gradients of a whole step outside the time from the step's last backward to
+--- optimizer:step().
 ---@param engine ps.Engine
 ---@param call string name of the call in messages
 function step.check_gradients(engine, call)
@@ -84,8 +85,8 @@ end
 
 local function update(engine, s)
   if s.scale == nil then
-    -- Sums of tied gradients, norms and owners use different groups. Not every group would notice a rank that is
-    -- executing a different call.
+    -- Finds a rank that executes a different call. Not every group would notice it: sums of tied gradients, norms and
+    -- owners use different groups.
     engine.driver:compare "optimizer:step()"
     s.scale = measure(engine, s)
   end
@@ -95,9 +96,9 @@ local function update(engine, s)
   actions.timed(engine, UPDATE, how, s.scale)
 end
 
---- Returns the norm of the gradients of some groups of the optimizer, after the step's last backward. If max_norm /
---- (norm + eps) is below 1, the update multiplies these gradients by it. The step must compute a norm without clipping
---- by it, so optimizer.max_norm must have been math.huge when the step began.
+--- Clips the gradients of some groups of the optimizer, and returns their norm. If max_norm / (norm + eps) is below 1,
+--- the update multiplies these gradients by it. Must be called after the step's last backward, and optimizer.max_norm
+--- must have been math.huge when the step began: the step then computes a norm, but does not clip by it.
 ---@param engine ps.Engine
 ---@param numbers integer[] indices of the groups, from 1, in ascending order; each group once per step
 ---@param max_norm number
@@ -132,9 +133,9 @@ function step.clip(engine, numbers, max_norm, eps)
   return norm
 end
 
---- Updates the parameters after backward of the step's last micro-batch. Before that backward it does nothing. If
---- gradients overflowed, or if no target counts, the step is skipped and nothing is updated. If an update fails,
---- another call updates the remaining parameters with the same factor on gradients.
+--- Updates the parameters after backward of the step's last micro-batch; before that backward it does nothing. If
+--- gradients overflowed, or no target counts, nothing is updated (the step is skipped). If an update fails, another
+--- call updates the remaining parameters with the same factor on gradients.
 ---@param engine ps.Engine
 ---@return {grad_norm?: number, skipped: boolean, accumulating: boolean}
 function step.update(engine)
@@ -167,9 +168,9 @@ function step.update(engine)
   return info
 end
 
---- Drops the gradients. It does nothing while micro-batches are being accumulated, so that the usual loop of zero_grad,
---- forward, backward and step works with any gradient_accumulation_steps. After the step's last backward it abandons
---- the step, unless parameters have been updated.
+--- Drops the gradients. Does nothing while micro-batches accumulate, so that the usual loop of zero_grad, forward,
+--- backward and step works with any gradient_accumulation_steps. After the step's last backward it abandons the step,
+--- unless parameters were updated.
 ---@param engine ps.Engine
 ---@param call? string name of the call in messages (default "optimizer:zero_grad()")
 function step.zero_grad(engine, call)

@@ -1,8 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The weight of a micro-batch in a step of an engine, in chunks or in plain memory. Let w_i be its weight: the sum over
--- its targets of each target's weight (core/loss_weight.lua). The step's gradient is the gradient of sum(w_i loss_i) /
--- sum(w_i), over micro-batches and ranks, so the mean over a batch's tokens does not depend on how the batch is cut
--- into micro-batches.
+-- Weights a micro-batch in a step, in chunks or in plain memory. The weight w_i of micro-batch i is the sum of its
+-- targets' weights (core/loss_weight.lua). The step's gradient is that of sum(w_i loss_i) / sum(w_i), over
+-- micro-batches and ranks, so the mean over a batch's tokens does not depend on how the batch is cut.
 --
 -- Backward starts from loss_i * scale * w_i / unit, and the update divides by scale * sum(w_i) / unit. In fp16, `unit`
 -- is the power of two nearest to the sum(w_i) of a step without ignored targets. Gradients before the update are then
@@ -43,8 +42,7 @@ local function given(weight)
   return { count = weight, places = weight }
 end
 
---- Returns the weight of a loss, which is the number of its targets. If a step has only one loss, the weight is 1, or 0
---- without targets.
+--- Returns the weight of a loss: the number of its targets. If a step has only one loss, it is 1, or 0 without targets.
 ---@param engine table
 ---@param micros integer micro-batches of the step
 ---@param found ps.Targets|false the targets of the loss's batch
@@ -58,9 +56,8 @@ function weigh.loss(engine, micros, found, options)
   return found.count, found.places
 end
 
---- Returns the tensor from which backward's walk begins: the loss times its factor. Passes the loss to the report. With
---- a loss scale, every rank multiplies, even by 1, since anomaly mode tolerates an infinity only in the op after
---- "scaled".
+--- Returns the tensor at which backward's walk begins: the loss times its factor. Passes the loss to the report. With a
+--- loss scale, every rank multiplies, even by 1: anomaly mode tolerates an infinity only in the op after "scaled".
 ---@param engine ps.Engine
 ---@param loss ps.Tensor
 ---@param weight number
@@ -74,8 +71,7 @@ function weigh.root(engine, loss, weight, factor)
   return root
 end
 
---- Returns the factor of a dry run's walks, which have no weights. It is 1 only if the factor of a real walk is always
---- 1.
+--- Returns the factor of a dry run's walks, which have no weights. It is 1 only if a real walk's factor is always 1.
 ---@param engine ps.Engine
 ---@param micros integer
 ---@return number
@@ -83,8 +79,8 @@ function weigh.dry_factor(engine, micros)
   return (engine.optimizer.scaler or weigh.several(engine, micros)) and 2 or 1
 end
 
---- Returns the power of two that is nearest, by its logarithm, to the weight of a step without ignored targets. Returns
---- false if this weight is 0.
+--- Returns the power of two nearest, by its logarithm, to the weight of a step without ignored targets, or false if
+--- this weight is 0.
 ---@param expected number
 ---@return number|false
 function weigh.unit(expected) return expected > 0 and 2 ^ math.floor(math.log(expected) / math.log(2) + 0.5) end
