@@ -76,6 +76,22 @@ describe("a door", function()
     assert.same({}, events)
   end)
 
+  it("logs what is made outside the folder", function()
+    if missing then return pending(missing) end
+    local text = run("", ([[
+      local ffi = require "ffi"
+      ffi.cdef "int open(const char *, int, ...); int mkdir(const char *, unsigned);"
+      io.open("%s/made", "w"):close()
+      print(ffi.C.mkdir("%s/made2", 448), ffi.C.open("%s/made3", 64, ffi.cast("int", 384)) >= 0)
+      io.open("%s/made"):close()
+      io.open("/dev/null", "w"):close()
+    ]]):gsub("%%s", folder))
+    assert.equal("0\ttrue\n", text)
+    local made = {}
+    for path in check.read(folder .. "/log"):gmatch "outside ([^\n]*)" do made[#made + 1] = path end
+    assert.same({ folder .. "/made", folder .. "/made2", folder .. "/made3" }, made)
+  end)
+
   it("flips one bit", function()
     if missing then return pending(missing) end
     local text = run("0:read@0=flip:9", "local f = io.open(folder .. '/a', 'w') f:write 'abc' f:close() "

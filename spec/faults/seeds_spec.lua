@@ -167,7 +167,7 @@ describe("the checker", function()
     assert.equal("named Input/output error", ends(said(), eio, hit))
     assert.truthy(ends(said(), eio, hit, true):match "^WRONG the resume")
     assert.truthy(ends({ signal = 11 }, eio, hit):match "^WRONG rank 0 was ended by signal 11")
-    assert.truthy(ends({ signal = 9, hung = true }, eio, hit):match "^WRONG rank 0 did not end within")
+    assert.truthy(ends({ signal = 9, hung = "calm" }, eio, hit):match "^WRONG rank 0 did not end within")
     assert.truthy(ends({ code = 0, orphans = true }):match "^WRONG rank 0 left a process")
     assert.truthy(ends({ code = 1, text = "psluajit: slow" }, stop, stopped):match "^WRONG")
     local kill = { { kind = "kill", life = 1, rank = 0, text = "any@0=kill" } }
@@ -190,7 +190,8 @@ describe("the checker", function()
 
   it("tells ends that depend on time from others", function()
     local function timed(process, lines) return select(4, judged(lines or {}, process)) end
-    assert.is_true(timed { signal = 9, hung = true })
+    assert.is_true(timed { signal = 9, hung = "busy" })
+    assert.is_false(timed { signal = 9, hung = "calm" })
     assert.is_true(timed { code = 1, text = "psluajit: all_gather, call 7 of rank 0: rank 1 is silent for 3 s\n" })
     assert.is_false(timed { code = 1, text = "psluajit: Input/output error\n" })
     assert.is_nil(timed({ code = 0 }, { "0 1 step 1 w=a2 aa" }))
@@ -217,6 +218,11 @@ describe("the checker", function()
     write("/run.tmp", "")
     assert.equal("left behind: run.tmp", judge.left({ folder = folder, job = job }, state, shm))
     os.remove(folder .. "/run.tmp")
+    write(".faults", ("0 9.5 outside %s.new\n0 9.5 outside %s.log\n0 9.5 outside %s.none\n"):format(folder, folder,
+      folder))
+    write(".new", "")
+    assert.equal("left behind: " .. folder .. ".new", judge.left({ folder = folder, job = job }, state, shm))
+    os.remove(folder .. ".new")
     assert(lfs.mkdir(folder .. "/run"))
     write("/run/step-00000001.tmp-1", "")
     assert.equal("left behind: run/step-00000001.tmp-1", judge.left({ folder = folder, job = job }, state, shm))
@@ -226,6 +232,15 @@ describe("the checker", function()
 end)
 
 describe("a plan on a busy machine", function()
+  it("has processes that lack a processor", function()
+    local starved = require("tools.faults.run").starved
+    local function sample(ran, waited, ready) return { ran = ran, waited = waited, ready = ready } end
+    assert.is_true(starved(sample(1, 1, false), sample(1.1, 1.1, false), 0.25))
+    assert.is_true(starved(sample(1, 1, true), sample(1, 1, true), 0.25))                -- and got none at all
+    assert.is_false(starved(sample(1, 1, true), sample(1.24, 1.01, true), 0.25))         -- it computes
+    assert.is_false(starved(sample(1, 1, false), sample(1, 1, false), 0.25))             -- it sleeps, as if it hung
+  end)
+
   local trial = require "tools.faults.trial"
 
   -- Returns what is reported, and the patience of each attempt, if all attempts end with `verdict`.

@@ -168,12 +168,13 @@ local FILE = { "read", "write", "sync", "rename", "open", "space", "mkdir", "rem
 local ENDS = { "any", "any", "any", "write", "sync", "rename", "open", "mkdir", "remove", "read", "map" }
 local POWER = { "end", "end", "sync", "sync", "rename" }
 for _, door in ipairs(ENDS) do POWER[#POWER + 1] = door end
-local REPLACES = { "write", "sync", "rename", "open" }
+local REPLACES = { "write", "sync", "sync", "rename" }
 
--- Returns an event of a loss of power. A third of them fall into the moments at which `latest` is replaced.
+-- Returns an event of a loss of power. Many of them fall into the moments at which `latest` is replaced.
 local function at_power(where, action)
   action = ("%s:%d"):format(action, where.r.int(1, 1e6))
-  return where.r.chance(0.33) and at(where, REPLACES, action, nil, "^latest$") or at(where, POWER, action)
+  return where.r.chance(0.4) and at(where, { where.r.pick(REPLACES) }, action, nil, "^latest$")
+    or at(where, POWER, action)
 end
 
 local MOVES, LINKS = { "read", "write", "send", "recv" }, { "send", "recv" }
@@ -185,7 +186,7 @@ local MOVES, LINKS = { "read", "write", "send", "recv" }, { "send", "recv" }
 -- the rank was doing. weight: how much more often it is drawn than others. make({ r, job, calls }) draws
 -- an event, or nil if the life has no such call.
 local KINDS = {
-  { "eintr", golden = true, make = function(w) return at(w, MOVES, "EINTR", w.r.int(1, 3)) end },
+  { "eintr", golden = true, weight = 2, make = function(w) return at(w, MOVES, "EINTR", w.r.int(1, 3)) end },
   { "short", golden = true, weight = 2, make = function(w) return at(w, MOVES, "short", w.r.int(1, 20)) end },
   { "slow", golden = true, make = function(w)
     return at(w, { "any", "read", "write", "sync", "send", "recv", "lock" }, ("delay:%.2f"):format(w.r.next() * 0.4))
@@ -220,6 +221,9 @@ local KINDS = {
   end },
   { "eio", weight = 2, make = function(w)
     return at(w, FILE, "EIO:" .. w.r.int(1, 1e6), w.r.pick { 1, 1, 2, 1000000 })
+  end, causes = { WORDS.EIO } },
+  { "failed_sync", weight = 2, make = function(w)
+    return at(w, { "sync" }, "EIO:" .. w.r.int(1, 1e6), w.r.pick { 1, 1, 2, 1000000 })
   end, causes = { WORDS.EIO } },
   { "full", make = function(w)
     return at(w, { "write", "space", "open", "mkdir" }, w.r.pick { "ENOSPC", "EDQUOT" }, w.r.pick { 1, 1, 5, 1000000 })

@@ -21,7 +21,7 @@ local job = json.decode(file:read("*a"))
 file:close()
 local folder, life = arg[2], tonumber(arg[4])
 local run = folder .. "/run"
-ffi.C.alarm(job.limit_s + 30)                               -- ends a job whose starter died
+ffi.C.alarm(20 * job.limit_s)                               -- ends a job whose starter died
 
 local group = job.ranks > 1 and ps.init_distributed { quiet = true, timeout = job.timeout_s,
   heartbeat = job.heartbeat_s, rendezvous = "file://" .. folder .. "/rendezvous" }

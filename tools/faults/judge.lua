@@ -72,7 +72,9 @@ local TIMES = { "is silent for", "within [%d.]+ s", "waiting [%d.]+ s", "does no
 local function ending(process, by_rank, all)
   local own = by_rank[process.rank] or {}
   local who = ("rank %d%s"):format(process.rank, process.twin and " (its twin)" or "")
-  if process.hung then return "wrong", ("%s did not end within %.0f s"):format(who, process.seconds), true end
+  if process.hung then
+    return "wrong", ("%s did not end within %.0f s"):format(who, process.seconds), process.hung == "busy"
+  end
   if process.orphans then return "wrong", who .. " left a process behind" end
   if process.signal then
     for _, kind in ipairs(own) do
@@ -246,6 +248,8 @@ function judge.left(spec, state, shm)
   for _, name in ipairs(run.names "/dev/shm") do
     if not shm[name] and not name:match "^sem%." then return "/dev/shm has " .. name end
   end
+  local outside = run.outside(spec.folder)
+  if #outside > 0 then return "left behind: " .. outside[1] end
   for _, name in ipairs(run.names(spec.folder)) do
     if name ~= "run" and name ~= "rendezvous" and name ~= "monitor" then return "left behind: " .. name end
   end

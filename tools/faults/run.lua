@@ -63,10 +63,11 @@ end
 ---@field out string          path of the process's output
 ---@field code? integer       exit code, or nil
 ---@field signal? integer     the signal that ended it, or nil
----@field hung? boolean       whether it had to be killed
+---@field hung? string        "calm" if it had to be killed, "busy" if that was because the machine was too busy
 ---@field over? number        when it ended, by run.now
 ---@field continued? number   when it was last continued after a stop
----@field starved_s number     how long it was ready to run and had no processor, in its main thread
+---@field starves? boolean    whether it lately lacked one
+---@field starved_s number     how long it lacked a processor
 
 -- Starts one rank.
 local function start(spec, life, rank, twin)
@@ -83,7 +84,8 @@ local function start(spec, life, rank, twin)
   local pid = assert(unistd.fork())
   if pid > 0 then
     unistd.setpid("p", pid, pid)
-    return { rank = rank, twin = twin, pid = pid, out = out, looked = run.now(), starved_s = 0 }
+    return { rank = rank, twin = twin, pid = pid, out = out, looked = run.now(), starved_s = 0,
+      sample = { ran = 0, waited = 0, ready = true } }
   end
   unistd.setpid("p", 0, 0)
   ffi.C.prctl(PR_SET_PDEATHSIG, ffi.cast("unsigned long", signal.SIGKILL))
@@ -117,18 +119,42 @@ local function stop_seconds(spec, rank)
   return seconds
 end
 
-local STARVED_EVERY_S = 0.25
+local LOOKS_S = 0.25
+local BUSY = 10                                            -- factor of the limit of a life in which one starves
 
--- Returns how long a process was ready to run without having a processor, or nil if the system does not say.
-local function starved(pid)
-  local ns = read(("/proc/%d/schedstat"):format(pid)):match "^%d+ (%d+)"
-  return ns and tonumber(ns) * 1e-9
+-- A sample of a process's threads: seconds of processor time, seconds in which they were ready to run and had no
+-- processor (which the system counts when they get one), and whether one is ready to run or waits for a disk.
+---@alias ps.faults.Sample {ran: number, waited: number, ready: boolean}
+
+local function sample(pid)
+  local s, tasks = { ran = 0, waited = 0, ready = false }, ("/proc/%d/task"):format(pid)
+  for _, tid in ipairs(run.names(tasks)) do
+    local ran, waited = read(("%s/%s/schedstat"):format(tasks, tid)):match "^(%d+) (%d+)"
+    local state = read(("%s/%s/stat"):format(tasks, tid)):match "%) (%a)"
+    s.ran, s.waited = s.ran + (tonumber(ran) or 0) * 1e-9, s.waited + (tonumber(waited) or 0) * 1e-9
+    s.ready = s.ready or state == "R" or state == "D"
+  end
+  return s
+end
+
+--- Returns whether a process lacked a processor between two samples.
+---@param before ps.faults.Sample
+---@param after ps.faults.Sample
+---@param seconds number between the samples
+---@return boolean
+function run.starved(before, after, seconds)
+  return after.waited - before.waited > 0.1 * seconds
+    or before.ready and after.ready and after.ran - before.ran < 0.5 * seconds
 end
 
 -- Records what happened to a process since the last call.
 local function look(process, spec)
-  if run.now() >= process.looked + STARVED_EVERY_S then
-    process.looked, process.starved_s = run.now(), starved(process.pid) or process.starved_s
+  local now = run.now()
+  if now >= process.looked + LOOKS_S then
+    local seconds, after = now - process.looked, sample(process.pid)
+    process.starves = run.starved(process.sample, after, seconds)
+    process.starved_s = process.starved_s + (process.starves and seconds or 0)
+    process.sample, process.looked = after, now
   end
   local pid, how, number = wait.wait(process.pid, wait.WNOHANG + wait.WUNTRACED)
   if not pid or pid == 0 then
@@ -152,6 +178,7 @@ end
 function run.life(spec, life, events)
   local job, began = spec.job, run.now()
   local starts, processes = {}, {}
+  local calm_s, looked = 0, began                          -- for how long no process starved
   for rank = 0, job.ranks - 1 do starts[#starts + 1] = { rank = rank, at = began } end
   for _, event in ipairs(events) do
     if event.kind == "late" then starts[event.rank + 1].at = began + event.seconds end
@@ -167,18 +194,22 @@ function run.life(spec, life, events)
       end
       if not s.done then left = left + 1 end
     end
-    local stopped = 0
+    local stopped, starves = 0, false
     for _, process in ipairs(processes) do
       if not process.over then look(process, spec) end
       if not process.over then
         left = left + 1
         stopped = stopped + (process.continues and 1 or 0)
-        if run.now() - began > job.limit_s and not process.hung then
-          process.hung = true
+        starves = starves or process.starves
+        local calm = calm_s > job.limit_s
+        if not process.hung and (calm or looked - began > BUSY * job.limit_s) then
+          process.hung = calm and "calm" or "busy"
           signal.kill(-process.pid, signal.SIGKILL)
         end
       end
     end
+    local now = run.now()
+    calm_s, looked = calm_s + (starves and 0 or now - looked), now
     if left > 0 and left == stopped and #processes > left then
       for _, process in ipairs(processes) do process.continues = process.continues and 0 end  -- the others have ended
     end
@@ -216,6 +247,17 @@ function run.happened(folder)
   local list = {}
   for rank, at, text in read(folder .. ".faults"):gmatch "(%d+) ([%d.]+) event ([^\n]*)\n" do
     list[#list + 1] = { rank = tonumber(rank), at = tonumber(at), text = text }
+  end
+  return list
+end
+
+--- Returns the paths that ranks made outside the job's folder and did not remove, except the job's log.
+---@param folder string
+---@return string[]
+function run.outside(folder)
+  local list = {}
+  for path in read(folder .. ".faults"):gmatch "%d+ [%d.]+ outside ([^\n]*)\n" do
+    if path ~= folder .. ".log" and lfs.symlinkattributes(path, "mode") then list[#list + 1] = path end
   end
   return list
 end

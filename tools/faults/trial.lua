@@ -12,7 +12,7 @@ local run = require "tools.faults.run"
 -- of a failed life end within 10 s.
 local HEARTBEAT_S, TIMEOUT_S, ENDS_S, LIMIT_S = 3, 5, 10, 30
 local CALM = 10                                            -- least patience of runs without faults
--- A verdict that depends on time counts only if no process waited longer than this for a processor. Otherwise the plan
+-- A verdict that depends on time counts only if no process lacked a processor for longer than this. Otherwise the plan
 -- is repeated with more patience.
 local STARVED_S, REPEATS, MORE, MOST = 0.5, 3, 3, 60
 local TEXT_BYTES = 6000                                    -- of the training text
@@ -53,7 +53,7 @@ end
 -- Returns what run.life needs. patience: nil for runs without faults, which nothing judges by their time.
 function Trials:spec(job, name, exe, patience)
   patience = patience or math.max(self.patience, CALM)
-  job.text, job.limit_s = self.root .. "/text", math.ceil(LIMIT_S * patience)
+  job.text, job.limit_s = self.root .. "/text", math.ceil(LIMIT_S * (job.ranks > 1 and patience or self.least))
   job.timeout_s, job.heartbeat_s = TIMEOUT_S * patience, HEARTBEAT_S * patience
   job.ends_s, job.patience_s = ENDS_S * patience, patience
   return { exe = exe, script = paths.root .. "/tools/faults/job.lua", job = job, folder = self.root .. "/" .. name }
@@ -152,7 +152,7 @@ end
 ---@param name string
 ---@param patience number
 ---@return ps.faults.Verdict verdict with `faults`, the number that happened, and `ended_s`, the longest time between
--- a failure and the end of all processes, and `starved_s`, the longest time that one waited for a processor
+-- a failure and the end of all processes, and `starved_s`, the longest time that one lacked a processor
 ---@return ps.faults.Process[][] processes of its lives
 ---@return table spec of run.life
 function Trials:attempt(plan, name, patience)
