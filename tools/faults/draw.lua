@@ -177,7 +177,13 @@ local function at_power(where, action)
     or at(where, POWER, action)
 end
 
-local MOVES, LINKS = { "read", "write", "send", "recv" }, { "send", "recv" }
+local LINKS = { "send", "recv" }
+
+-- Returns an event at a call that moves bytes. Half of them are reads.
+local function at_move(where, action, count)
+  local others = where.job.ranks > 1 and { "write", "send", "recv" } or { "write" }
+  return at(where, { where.r.chance(0.5) and "read" or where.r.pick(others) }, action, count)
+end
 
 -- The table. golden: a life with this fault ends as one without. Otherwise it may also end with an error that names the
 -- cause: a text that fits one of `causes`, on the rank that had the fault. Other ranks name that rank, or repeat its
@@ -186,8 +192,8 @@ local MOVES, LINKS = { "read", "write", "send", "recv" }, { "send", "recv" }
 -- the rank was doing. weight: how much more often it is drawn than others. make({ r, job, calls }) draws
 -- an event, or nil if the life has no such call.
 local KINDS = {
-  { "eintr", golden = true, weight = 2, make = function(w) return at(w, MOVES, "EINTR", w.r.int(1, 3)) end },
-  { "short", golden = true, weight = 2, make = function(w) return at(w, MOVES, "short", w.r.int(1, 20)) end },
+  { "eintr", golden = true, weight = 2, make = function(w) return at_move(w, "EINTR", w.r.int(1, 3)) end },
+  { "short", golden = true, weight = 2, make = function(w) return at_move(w, "short", w.r.int(1, 20)) end },
   { "slow", golden = true, make = function(w)
     return at(w, { "any", "read", "write", "sync", "send", "recv", "lock" }, ("delay:%.2f"):format(w.r.next() * 0.4))
   end },
@@ -343,7 +349,7 @@ function draw.plan(seed, job, profile)
     return true
   end
   for life = 1, plan.lives do
-    for _ = 1, #soft > 0 and r.int(0, 3) or 0 do add(life, r.pick(soft)) end
+    for _ = 1, #soft > 0 and r.int(1, 4) or 0 do add(life, r.pick(soft)) end
     -- Threads of the disk tier wait for each other at every chunk.
     if late and (job.disk_threads or 0) > 0 then add(life, KINDS.late_thread) end
     -- A life that ends well has no steps left for the next one.
