@@ -158,7 +158,8 @@ int ps_st_read(const void *from, int64_t at, void *dst, int64_t nbytes)
     const ps_st *st = from;
     PS_NEED(st);
     PS_TRY(check_range(st, at, nbytes, dst));
-    return ps_map_read(&st->map, st->data - st->map.bytes + at, dst, nbytes);
+    PS_TRY(ps_map_read(&st->map, st->data - st->map.bytes + at, dst, nbytes));
+    return st_check_read(st, at, dst, nbytes);
 }
 
 typedef struct loan {

@@ -128,8 +128,54 @@ int ps_st_verify(const ps_st *st, int i)
     PS_TRY(sum_of_map(st, &st->tensors[i], &sum));
     st_sum_print(sum, digits);
     const char *saved = sums + ((size_t)i + 1) * (ST_SUM_DIGITS + 1);
-    if (!memcmp(saved, digits, ST_SUM_DIGITS)) return 1;
+    if (!memcmp(saved, digits, ST_SUM_DIGITS)) return st->tensors[i].verified = true;
     return ps_fail(PS_EFORMAT, "%s: tensor '%s' is damaged: the checksum of its bytes is %s, but the file has %.16s; "
                    "copy the file again, or use an older one", st->map.path, st_shown(st->tensors[i].name, shown),
                    digits, saved);
+}
+
+/* Returns the index of the tensor that contains byte `at` of the data, or -1. */
+static int tensor_of(const ps_st *st, int64_t at)
+{
+    int low = 0, high = st->count - 1;
+    while (low <= high) {
+        int mid = low + (high - low) / 2;
+        if (at < st->tensors[mid].begin) high = mid - 1;
+        else if (at >= st->tensors[mid].end) low = mid + 1;
+        else return mid;
+    }
+    return -1;
+}
+
+static int check_whole(const ps_st *st, int i, const void *bytes, int64_t nbytes)
+{
+    char digits[ST_SUM_DIGITS + 1] = { 0 }, shown[ST_NAME_SHOWN];
+    const char *sums;
+    PS_TRY(sums_of(st, &sums));
+    const char *saved = sums + ((size_t)i + 1) * (ST_SUM_DIGITS + 1);
+    st_sum_print(ps_xxh3(bytes, nbytes), digits);
+    if (!memcmp(saved, digits, ST_SUM_DIGITS)) return 0;
+    return ps_fail(PS_EFORMAT, "%s: tensor '%s' is damaged: the checksum of the bytes that were read is %s, but the "
+                   "file has %.16s; its disk or the memory is failing", st->map.path,
+                   st_shown(st->tensors[i].name, shown), digits, saved);
+}
+
+int st_check_read(const ps_st *st, int64_t at, const void *bytes, int64_t nbytes)
+{
+    char shown[ST_NAME_SHOWN];
+    int i = nbytes > 0 && st->map.fd >= 0 ? tensor_of(st, at) : -1;
+    const st_tensor *t = i < 0 ? NULL : &st->tensors[i];
+    if (!t || !t->verified) return 0;
+    if (at == t->begin && nbytes == t->end - t->begin) return check_whole(st, i, bytes, nbytes);
+    for (int64_t done = 0; done < nbytes; done += PIECE) {
+        int64_t n = nbytes - done < PIECE ? nbytes - done : PIECE;
+        PS_TRY(ps_map_check(&st->map));
+        bool same = !memcmp(st->data + at + done, (const char *)bytes + done, (size_t)n);
+        ps_map_drop(&st->map, st->data + at + done, n);
+        if (!same)
+            return ps_fail(PS_EFORMAT, "%s: tensor '%s' is damaged: two reads of its bytes from byte %lld on differ; "
+                           "its disk or the memory is failing", st->map.path, st_shown(t->name, shown),
+                           (long long)(at - t->begin + done));
+    }
+    return 0;
 }

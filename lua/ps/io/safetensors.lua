@@ -4,7 +4,6 @@
 -- or not at all (a temporary file, fsync, rename). If a file has checksums (as those of checkpoints do), they are
 -- checked when the file is opened and when tensors are read.
 local create = require "ps.tensor.create"
-local hooks = require "ps.core.hooks"
 local native = require "ps.core.ffi"
 local scope = require "ps.core.scope"
 local array = require "ps.core.array"
@@ -142,25 +141,8 @@ end
 ---@return integer
 function File:nbytes(name) return tonumber((entry_of(self, name)).nbytes) end
 
-local hash_out = ffi.new "uint64_t[1]"
-
--- Compares the bytes that have been read with their checksum. `verify` has read them before through the map, but the
--- disk may return other bytes the second time. Tensors without bytes (in a dry run) and tensors on other devices are
--- not compared. Neither are parameters of an engine that makes its model or shards it, because reading these can be a
--- collective call.
-local function compare(self, name, tensor)
-  if hooks.heard "parameter" or hooks.ask "sharded" then return end
-  local saved = self:checksum(name)
-  local rc = saved and C.ps_tensor_hash(tensor, hash_out)
-  if not rc or rc == C.PS_EUNSUP then return end
-  check(rc)
-  local found = ("%08x%08x"):format(tonumber(hash_out[0] / 2 ^ 32), tonumber(hash_out[0] % 2 ^ 32))
-  if found == saved then return end
-  error(("%s: tensor '%s' is damaged: the checksum of the bytes that were read is %s, but the file has %s; its disk "
-    .. "or the memory is failing"):format(self.path, name, found, saved), 0)
-end
-
--- Fills a contiguous tensor of the file's type with all values of `name`.
+-- Fills a contiguous tensor of the file's type with all values of `name`. ps_st_read compares the bytes again with the
+-- checksum that `verify` compared, since the disk may return other bytes the second time.
 local function fill(self, name, entry, tensor)
   if self.compares then self:verify(name) end
   if self.mmap then
@@ -168,7 +150,6 @@ local function fill(self, name, entry, tensor)
     if rc ~= C.PS_EUNSUP then return check(rc) end  -- EUNSUP: on another device, or a part of a tensor, so read it
   end
   native.retry(C.ps_tensor_load, tensor, C.ps_st_read, self.st, entry.at, entry.nbytes)
-  if self.compares then compare(self, name, tensor) end
 end
 
 -- integer types that tensors do not support: their C type, and the next larger type, which holds all their values
