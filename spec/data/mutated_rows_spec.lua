@@ -108,7 +108,7 @@ describe("rows with random changes", function()
     end
     local deep = write('{"messages": ' .. ("["):rep(100000) .. ("]"):rep(100000) .. "}")
     fails(function() return deep[1] end, "c.jsonl:1: not JSON")
-    fails(function() ps.data.conversation(deep, 1) end, "c.jsonl:1: not JSON: line 1, byte 213: lists and objects are")
+    fails(function() ps.data.conversation(deep, 1) end, "c.jsonl:1: not JSON: byte 213: lists and objects are")
     local twice = write '\n{"prompt": "a", "prompt": "b", "completion": "c"}'
     fails(function() ps.data.conversation(twice, 1) end, "c.jsonl:2: not JSON", "the key 'prompt' occurs twice")
     local long = write('{"prompt": "a", "completion": "' .. ("x"):rep(1e8) .. '"}\n'
