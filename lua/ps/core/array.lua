@@ -1,14 +1,14 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- C arrays whose length is known only at run time. LuaJIT converts such a length to an int32: the conversion silently
--- drops the high bits of an int64_t, and the array would be too short for its data. Only this file makes such arrays
--- (spec/source/lint_spec.lua), and it checks their length.
+-- Creates C arrays whose length is known only at run time, and checks the length. LuaJIT converts it to an int32 and
+-- silently drops the high bits of an int64_t, so the array would be too short. Only this file makes such arrays
+-- (spec/source/lint_spec.lua).
 local ffi = require "ffi"
 local caller = require "ps.core.caller"
 
 local MOST = 2 ^ 31 - 1  -- largest size in bytes; callers process larger data in pieces
 
---- Returns a function that creates arrays of a C type: array "int32_t" (n, { first, ... }). The arrays are zeroed, and
---- the garbage collector frees them. The function raises an error for an array of more than 2 GiB.
+--- Returns a function that creates zeroed arrays of a C type: array "int32_t" (n, { first, ... }). The garbage
+--- collector frees them. An array of more than 2 GiB is an error.
 ---@param element string
 ---@return fun(n: integer, values?: number[]): ffi.cdata*
 local function array(element)

@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- ps.autocast: inside a region, products run in a half type, and ops that need the range or the precision of fp32 run
--- in fp32. The lists of ops are those of PyTorch's autocast for CUDA. Parameters stay as they are. core/ffi.lua calls
--- `cast` with the inputs of each op. Ops of backward are not cast: a gradient has the type of its tensor.
+-- ps.autocast: runs products in a half type, and ops that need the range or precision of fp32 in fp32. The lists of ops
+-- are those of PyTorch's autocast for CUDA. Parameters keep their type. core/ffi.lua calls `cast` with the inputs of
+-- each op. Ops of backward are not cast: a gradient has the type of its tensor.
 local native = require "ps.core.ffi"
 local scope = require "ps.core.scope"
 local hooks = require "ps.core.hooks"
@@ -10,8 +10,8 @@ local error = caller.error
 
 local autocast = {}
 
--- The ops that run in the half type (HALF) and the ops that run in fp32. Every other op runs in the types of its
--- inputs; if it has several inputs, it runs in the wider type.
+-- The ops that run in the half type (HALF) or in fp32 (FULL). Any other op runs in the type of its inputs, or in the
+-- widest of several.
 local HALF = { "matmul", "linear", "mlp", "lm_loss", "parallel_lm_loss", "column_linear", "row_linear", "attention",
   "attention_packed", "conv", "conv_transpose" }
 local FULL = { "pow", "pow_scalar", "exp", "log", "log1p", "expm1", "rsqrt", "reciprocal", "sum", "cumsum", "softmax",
@@ -32,7 +32,7 @@ local region
 
 local function new_region(dtype) return { dtype = dtype, casts = { [true] = {}, [false] = {} } } end
 
--- Releases the copies of parameters. The tape keeps the copies that it still needs.
+-- Releases the copies of parameters, except those that the tape still needs.
 local function forget(self, with_gradient)
   for _, copy in pairs(self.casts[with_gradient]) do
     C.ps_tensor_release(copy.tensor)
@@ -48,8 +48,8 @@ local function close(self)
   forget(self, false)
 end
 
--- A walk frees the nodes that it passes, including the nodes of the copies. Another forward in the same region needs
--- new copies.
+-- A walk frees the nodes that it passes, including those of the copies, so the next forward in the region needs new
+-- copies.
 hooks.on("walked", function() if region and region.dtype then forget(region, true) end end)
 
 local attrs = ffi.new "ps_attrs_cast"
@@ -58,8 +58,8 @@ local from, to = ffi.new "ps_tensor *[1]", ffi.new "ps_tensor *[PS_MAX_OUT]"
 local TO_NBYTES = ffi.sizeof(to)
 local CAST = C.PS_OP_cast
 
--- Converts a tensor. Returns a pointer to a tensor that the caller owns. The collector does not run during the
--- conversion unless memory is short, since the inputs of the current op may have no other reference.
+-- Converts a tensor. Returns a pointer to a tensor that the caller owns. Collects garbage only if memory is short: the
+-- inputs of the current op may have no other reference.
 local function converted(t, dtype)
   from[0], attrs.dtype = t, dtype
   ffi.fill(to, TO_NBYTES)
@@ -72,13 +72,13 @@ local function converted(t, dtype)
   return rc, to[0]
 end
 
--- Returns whether a tensor is copied only once per region. This is so for a parameter that trains, unless an engine
--- moves its bytes.
+-- Returns whether a region copies a tensor only once. This holds for a parameter that trains, unless an engine moves
+-- its bytes.
 local function is_kept(t)
   return t.node == nil and t.managed == nil and t.flags % 2 == C.PS_T_REQUIRES_GRAD
 end
 
--- Returns a copy of a parameter. The region owns the copy.
+-- Returns a copy of a parameter, which the region owns.
 local function copy_of(t, dtype)
   local casts = region.casts[C.ps_grad_enabled(ctx) ~= 0]
   local at = tonumber(ffi.cast("uintptr_t", t))
@@ -108,8 +108,7 @@ local function wanted(t, half)
   end
 end
 
--- Replaces the inputs of an op by converted tensors. Returns the tensors that the caller must release after the op, or
--- nil.
+-- Converts the inputs of an op in place. Returns the tensors that the caller must release after the op, or nil.
 local function cast(op, n, ins)
   local half = runs_in_half[op]
   if half == nil then return nil end
@@ -142,7 +141,7 @@ local function cast(op, n, ins)
   return list
 end
 
--- Wraps linear and mlp for calls with a residual: the residual keeps its type and is added to the product afterwards.
+-- Wraps linear and mlp, so that a residual keeps its type and is added to the product afterwards.
 local ops = native.ops
 local fused  -- the two functions for use outside regions; nil before the first region
 local apart = {}
@@ -177,11 +176,11 @@ end
 
 local TYPES = { bf16 = true, fp16 = true, fp32 = true }
 
---- Runs fn(...) with mixed precision, as PyTorch's autocast does on CUDA, on every device: products (F.linear, matmul,
---- convolutions, attention) convert their inputs to `dtype`, and softmax, norms, losses, sums, exp, log and pow convert
---- half types to fp32. Other ops run in the type of their inputs. Parameters keep their type, a parameter is converted
---- once per region, and gradients have the type of their parameter. Call backward after the region.
----@param dtype "bf16"|"fp16"|"fp32" dtype of products; with "fp32" nothing is converted, even within an outer region
+--- Runs fn(...) with mixed precision, like PyTorch's autocast on CUDA, but on every device. Products (F.linear, matmul,
+--- convolutions, attention) convert their inputs to `dtype`. Softmax, norms, losses, sums, exp, log and pow convert
+--- half types to fp32. Other ops run in the type of their inputs. Parameters keep their type and are converted once per
+--- region. Gradients have the type of their parameter. Call backward after the region.
+---@param dtype "bf16"|"fp16"|"fp32" dtype of products; "fp32" turns conversions off, also within an outer region
 ---@param fn function
 ---@param ... any arguments of fn
 ---@return any ... the results of fn
@@ -201,8 +200,8 @@ end
 ---@return "bf16"|"fp16"|nil
 function autocast.dtype() return region and region.dtype and native.dtype_name[region.dtype] or nil end
 
---- Returns the tensors, converted to fp32 if they have a half type and a region is active, else unchanged. It is for
---- functions that consist of several ops and that PyTorch runs in fp32.
+--- Returns the tensors, converted from half types to fp32 if a region is active. For functions that consist of several
+--- ops and that PyTorch runs in fp32.
 ---@param ... ps.Tensor|any
 ---@return any ...
 function autocast.full(...)
@@ -217,11 +216,11 @@ function autocast.full(...)
   return unpack(list, 1, n)
 end
 
--- A recomputed function runs in a region with the settings of its first run. The region has its own copies, since the
--- walk may already have passed the nodes of other copies. `last` is the state that was requested last. The state of a
--- second run's caller is requested just before the state of the first run is restored.
+-- Runs a recomputed function in a region with the settings of its first run, but with new copies: the walk may have
+-- passed the nodes of other copies. `last` is the state that was requested last, which is that of the second run's
+-- caller just before the first run's state is restored.
 local segments, last = {}, nil
-autocast.segments = segments                                -- scope.carry_state refers to it weakly
+autocast.segments = segments  -- kept alive here, because scope.carry_state refers to it weakly
 function segments:state()
   last = { region = region, returns = false }
   return last

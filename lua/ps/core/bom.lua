@@ -1,9 +1,9 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The byte order mark that some editors write before UTF-8 text. Settings and vocabularies are read without the mark.
+-- Removes the byte order mark that some editors write before UTF-8 text.
 
 local MARK = "\239\187\191"
 
---- Returns a text without a byte order mark at its beginning.
+--- Returns a text without a leading byte order mark.
 ---@param text string
 ---@return string
 return function(text)

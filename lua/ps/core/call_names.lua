@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The names that comms_logger.prof_ops accepts (those of torch.distributed and DeepSpeed), each with the calls that it
--- selects. The calls have the names of the record of events (docs/profiling.md).
+-- The names that comms_logger.prof_ops accepts (torch.distributed's and DeepSpeed's), each with the calls that it
+-- selects, under their names in the record of events (docs/profiling.md).
 local names = {
   all_reduce = { "all_reduce", "all-reduction of chunks" },
   reduce_scatter = { "reduce_scatter", "reduction of chunks", "reduction in a row layer",

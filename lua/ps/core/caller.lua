@@ -1,9 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Errors about a script's mistake. Their messages begin with the script's position instead of a position in psluajit's
--- own files, no matter how deep in these files the mistake was found. Only this file finds that position. Modules raise
--- a script's mistakes with caller.error (which they name `error`) and check arguments with the functions below. Lua
--- itself also raises errors in these files (an index of nil, a conversion). The program's handler passes them through
--- caller.at, and tracebacks through caller.trace, which keeps only the script's own frames.
+-- Raises a script's mistakes with the script's position instead of a position in psluajit's own files. Modules call
+-- caller.error (as `error`) and check arguments with the functions below. Errors that Lua itself raises in these files
+-- (an index of nil, a conversion) pass the program's handler, which calls caller.at. Tracebacks pass caller.trace,
+-- which keeps only the script's frames. Only this file finds the script's position.
 local ffi = require "ffi"
 local environment = require "ps.core.environment"
 local keys_of = require "ps.keys"
@@ -13,14 +12,14 @@ local paths = require "ps.paths"
 
 local caller = {}
 
--- folders of psluajit's own files, in the form in which chunk names begin
+-- folders of psluajit's own files, as chunk names begin
 local own = {}
 for _, folder in ipairs { paths.root and paths.root .. "/lua/", paths.root and paths.root .. "/models/",
   paths.gen and paths.gen .. "/" } do
   own[#own + 1] = "@" .. folder
 end
 
---- Returns whether a chunk's name, in the form of debug.getinfo, is the name of one of psluajit's own files.
+--- Returns whether a chunk's name (debug.getinfo) is that of one of psluajit's own files.
 ---@param source string
 ---@return boolean
 local function is_own(source)
@@ -31,10 +30,10 @@ local function is_own(source)
   return false
 end
 
-local pause  -- C function on the stack between a paused script and its prompt
+local pause  -- the C function that runs the prompt of a paused script
 
---- Returns the position of the innermost Lua function that is not psluajit's, as "script.lua:12: ", or "" if there is
---- none. Statements typed at the prompt of a pause have no position in the paused script.
+--- Returns the position of the innermost Lua function that is not psluajit's, as "script.lua:12: ", or "". Statements
+--- typed at the prompt of a pause have no position in the paused script.
 ---@return string
 local function position()
   local level = 2
@@ -48,20 +47,19 @@ end
 
 caller.position, caller.is_own = position, is_own
 
---- Registers the C function that pauses a script. The stack contains the script's frames after this function's frame.
+--- Registers the C function that pauses a script. On the stack, the script's frames follow this function's frame.
 ---@param func function
 function caller.pauses(func) pause = func end
 
---- Returns the position of the innermost Lua function that is not psluajit's, as "script.lua:12", or "" if there is
---- none.
+--- Returns the position of the innermost Lua function that is not psluajit's, as "script.lua:12", or "".
 ---@return string
 function caller.where() return (position():gsub(": $", "")) end
 
--- The last error that psluajit caught before it reached the script: its value, its text, and the traceback of the
--- position where it was raised. `passing` tells whether it has been raised again since then.
+-- The last error that psluajit caught before it reached the script: its value, its text, and the traceback from where
+-- it was raised. passing: it has been raised again since then.
 local noted
 
---- Raises an error that names the script's line. With level 0, or if the message is a table, the message is unchanged.
+--- Raises an error that begins with the script's position. With level 0, or for a table, the message is unchanged.
 ---@param message any
 ---@param level? integer only 0 has an effect
 function caller.error(message, level)
@@ -71,16 +69,15 @@ function caller.error(message, level)
 end
 local raise = caller.error
 
--- Returns whether a source is one of psluajit's files. The source is in the form in which messages show it, so its
--- beginning may be cut off.
+-- Returns whether a source, as messages show it, is one of psluajit's files. Its beginning may be missing.
 local function is_own_shown(file)
   local tail = file:match("^%.%.%..*/(lua/ps/.*)$") or file:match("^%.%.%..*/(models/.*)$")   -- Lua shortens long names
   local gen = paths.gen and file:match("^%.%.%.") and file:match("/gen/ops%.lua$")
   return is_own("@" .. file) or gen or tail and is_own("@" .. paths.root .. "/" .. tail)
 end
 
---- Replaces a position in psluajit's files at the beginning of a message by the script's position. Other values are
---- returned unchanged. Only handlers may call this, because the frames of the error must still exist.
+--- Replaces a position in psluajit's files at the beginning of a message by the script's position. Returns other values
+--- unchanged. Only handlers may call this, because the frames of the error must still exist.
 ---@param message any
 ---@return any
 function caller.at(message)
@@ -90,8 +87,7 @@ function caller.at(message)
   return is_own_shown(file) and position() .. text or message
 end
 
---- function that shows a value as text; ps.pretty sets it, and the program's handler loads ps.pretty before it calls
---- `described`
+--- function that shows a value as text, set by ps.pretty, which the program's handler loads before it calls `described`
 ---@type (fun(value: any): string)?
 caller.shown = nil
 
@@ -103,17 +99,17 @@ function caller.described(e)
   return ("the error is a %s, not a string: %s"):format(type(e), ok and text or tostring(e))
 end
 
--- Returns whether the function at a stack level (counted from this function's caller) raises, for the second time, an
--- error that psluajit had caught.
+-- Returns whether the function at a stack level (counted from this function's caller) raises again an error that
+-- psluajit had caught.
 local function raised_again(message, level)
   if not (noted and noted.passing and rawequal(message, noted.value)) then return false end
   local raiser, above = debug.getinfo(level + 1, "S"), debug.getinfo(level + 2, "S")
   return raiser ~= nil and raiser.what == "C" and above ~= nil and is_own(above.source)
 end
 
---- Records an error where it is first caught, while the frames that raised it still exist. The traceback of a failing
---- script ends with these frames. Only the handler of an xpcall may call this. Returns the error with the script's
---- position added.
+--- Records an error when it is first caught, while the frames that raised it still exist, so that a failing script's
+--- traceback ends with these frames. Returns the error with the script's position. Only the handler of an xpcall may
+--- call this.
 ---@param e any
 ---@param told? fun() called if the error is recorded
 ---@return any
@@ -126,17 +122,17 @@ function caller.note(e, told)
   return e
 end
 
---- Returns whether psluajit had caught an error before the error ended the script. Only a function that the program's
---- handler calls may call this.
+--- Returns whether psluajit had caught an error before it ended the script. Only a function that the program's handler
+--- calls may call this.
 ---@param e any
 ---@return boolean
 function caller.was_noted(e)
-  local again = raised_again(e, 4)  -- this is not a tail call, because raised_again counts levels of the stack
+  local again = raised_again(e, 4)  -- not a tail call, because raised_again counts levels of the stack
   return again
 end
 
---- Returns a message with a traceback. The traceback omits the frames of psluajit's own functions, and of the C
---- functions that they call, since the mistake is in the script. With PS_TRACEBACK=all no frame is omitted.
+--- Returns a message with its traceback. Omits frames of psluajit's own functions and of the C functions that these
+--- call, unless PS_TRACEBACK=all: the mistake is in the script.
 ---@param text string
 ---@return string
 function caller.trace(text)
@@ -146,7 +142,7 @@ function caller.trace(text)
   local again = frames:match "^\n\t%[C%]: in function 'error'\n\t(.-):%d+: "
   if noted and again and is_own_shown(again) and before:sub(-#noted.text) == noted.text then frames = noted.frames end
   if environment.get "PS_TRACEBACK" == "all" then return before .. title .. frames end
-  local kept, in_c = {}, {}                                -- in_c: C functions whose caller is not yet known
+  local kept, in_c = {}, {}                                -- in_c: frames of C functions whose caller is not yet known
   for frame in frames:gmatch("[^\n]+") do
     local file = frame:match("^\t(.-):%d+: ") or frame:match("^\t(.-): in ")
     if file == "[C]" then in_c[#in_c + 1] = frame
@@ -165,7 +161,7 @@ end
 -- -- arguments -------------------------------------------------------------------------------------------------------
 local function kind(value) return value == nil and "nil" or "a " .. type(value) end
 
--- kinds of options in addition to Lua's types, each with its name in errors and a function that checks a value
+-- kinds of options in addition to Lua's types: each kind's name in errors, and a function that checks a value
 local KINDS = {
   whole = { "a whole number", function(value)
     return type(value) == "number" and value % 1 == 0 or type(value) == "cdata" and tonumber(value) ~= nil
@@ -174,7 +170,7 @@ local KINDS = {
     local mt = type(value) == "table" and getmetatable(value)
     return type(value) == "function" or mt and mt.__call ~= nil
   end },
-  tensor = { "a tensor", function() return false end },                     -- caller.for_tensors replaces the check
+  tensor = { "a tensor", function() return false end },                     -- caller.for_tensors sets the check
   any = { "anything", function() return true end },
 }
 
@@ -211,12 +207,12 @@ local function of_kind(value, kinds)
   return ("is %s, not %s"):format(is, table.concat(words, " or "))
 end
 
---- Checks options by name. An unknown option raises an error that names the nearest known option. A value of the wrong
---- type also raises an error. nil becomes an empty table.
+--- Checks options by name, and returns them, or an empty table for nil. Raises an error for an unknown option, with the
+--- nearest known one, and for a value of the wrong type.
 ---@param options any
 ---@param call string the called function, for the message
 ---@param keys table<string, string> the kind of each option: a Lua type, "whole" (number), "callable", "tensor" or
----  "any"; several kinds are separated by "|"
+--- "any"; several kinds are separated by "|"
 ---@return table
 function caller.options(options, call, keys)
   if options == nil then return {} end
@@ -232,7 +228,7 @@ function caller.options(options, call, keys)
   return options
 end
 
---- Returns the value of a word in a table. An unknown word raises an error that names the nearest known word.
+--- Returns the value of a word in a table. An unknown word is an error that names the nearest known word.
 ---@param value any
 ---@param words table<string, any>
 ---@param what string what the word is for, such as "F.gelu: approximate"
@@ -256,7 +252,7 @@ function caller.typed(value, want, what)
   return value
 end
 
---- Raises an error if a value cannot be called. Functions and tables with __call can be called.
+--- Raises an error unless a value is a function or a table with __call.
 function caller.callable(value, what)
   local mt = type(value) == "table" and getmetatable(value)
   if type(value) ~= "function" and not (mt and mt.__call) then
@@ -265,8 +261,8 @@ function caller.callable(value, what)
   return value
 end
 
---- Checks that a value is a whole number with an absolute value of at most 2^53, up to which a double is exact, and
---- that it is at least `least` if `least` is given.
+--- Checks that a value is a whole number of at least `least`, and of absolute value at most 2^53, up to which a double
+--- is exact.
 ---@param value any
 ---@param what string name of the value in errors, such as "ps.train.run: steps"
 ---@param least? integer
@@ -278,8 +274,8 @@ function caller.whole(value, what, least)
     or kind(value), least and (" from %d on"):format(least) or ""))
 end
 
---- Checks a seed. Raises an error for a number that would wrap or lose digits in 64 bits, because two such seeds could
---- select the same stream.
+--- Checks a seed. A number that would wrap or lose digits in 64 bits is an error: two such seeds could select the same
+--- stream.
 ---@param value any
 ---@param what string name of the value in errors, such as "ps.manual_seed"
 ---@return integer value
@@ -294,7 +290,7 @@ end
 
 local ORDINALS = { "first", "second", "third" }
 
---- Raises the error about an argument after the last parameter of a function.
+--- Raises the error about one argument too many.
 ---@param call string the call, such as "t:sum"
 ---@param params string the function's parameters, separated by ", "
 ---@param value any the argument
@@ -309,8 +305,7 @@ function caller.more(call, params, value, at, hint)
     .. "keep only the first.)" or ""))
 end
 
---- Checks a list, whose values must have the keys 1, 2, ... Raises an error for any other key, since it would be
---- ignored.
+--- Checks a list, whose keys must be 1, 2, ... Any other key is an error, because it would be ignored.
 ---@param value table
 ---@param what string name of the list in errors, such as "ps.zeros: the shape"
 ---@return table value
@@ -327,14 +322,14 @@ function caller.list(value, what)
   return value
 end
 
---- Defines the checks of ops' arguments. ps.ffi calls this with ps_tensor after that type was declared.
+--- Defines the checks of ops' arguments. ps.ffi calls this after it has declared ps_tensor.
 ---@param tensor_type ffi.ctype*
 function caller.for_tensors(tensor_type)
   local istype = ffi.istype
   KINDS.tensor[2] = function(value) return istype(tensor_type, value) end
 
-  --- Checks an input of an op. The input must be a tensor or nil, which the op may refuse. `name` is the input's name,
-  --- or its index in a list.
+  --- Checks an input of an op: a tensor, or nil, which the op may reject. name: the input's name, or its index in a
+  --- list.
   function caller.tensor(value, op, name)
     if istype(tensor_type, value) or rawequal(value, nil) then return value end
     if type(value) == "cdata" and value == nil then return nil end                -- a NULL pointer
@@ -342,9 +337,8 @@ function caller.for_tensors(tensor_type)
     raise(("%s: %s is %s; it takes a tensor"):format(op, name, kind(value)))
   end
 
-  --- Checks a number argument of an op, for which nil selects the default. The wrappers of ops call this function and
-  --- caller.tensor if their quick check fails. `ctype` is the integer type, if the quick check failed because the
-  --- number does not fit that type.
+  --- Checks a number argument of an op; nil selects the default. The wrappers of ops call this function and
+  --- caller.tensor only if their quick check fails. ctype: the integer type that the number does not fit.
   function caller.number(value, op, name, ctype)
     local t = type(value)
     if t == "number" and ctype and ctype ~= "double" then

@@ -1,8 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The pace of Lua's garbage collector. The bytes of small tensors and of tensor headers become free only when the
--- collector runs. If nothing controls it, the collector runs at different times in each run, and the peaks of two runs
--- differ by these bytes. Each function of this file is called at one of the times at which the library collects.
--- core/ffi.lua, which runs every full collection, also collects when tensors have grown and when memory is short.
+-- Controls when Lua's garbage collector runs, one function per occasion. The bytes of small tensors and of tensor
+-- headers become free only when it runs. Left to itself, it would run at different times in each run, and peaks would
+-- differ. core/ffi.lua runs every full collection, and also collects when tensors have grown and when memory is short.
 local devices = require "ps.core.devices"
 local native = require "ps.core.ffi"
 local scope = require "ps.core.scope"
@@ -10,18 +9,17 @@ local C = native.C
 
 local collector = {}
 
--- number of forwards between two collections in the first step of a planned script, approximately as often as the
--- collector would run by itself; an engine's dry run uses PS_UNCOLLECTED
+-- forwards between two collections in the first step of a planned script, about as often as the collector would run by
+-- itself; an engine's dry run uses PS_UNCOLLECTED
 local UNCOLLECTED = 32
 
---- Collects after a model, its layout or one of its blocks was created, and frees temporary tensors of the creation.
+--- Collects after a model, its layout or one of its blocks was created, to free temporary tensors.
 function collector.after_making() native.collect() end
 
---- Collects after a call has failed. Frees the tensors of the call and the ops that it recorded.
+--- Collects after a call has failed, to free the call's tensors and recorded ops.
 function collector.after_failure() native.collect() end
 
---- Collects twice. The finalizers of the first collection drop references to tensors, which the second collection
---- frees.
+--- Collects twice: the first collection's finalizers drop references to tensors, which the second collection frees.
 function collector.thoroughly()
   native.collect()
   native.collect()
@@ -49,7 +47,7 @@ function collector.between_dry_runs()
   collectgarbage "stop"
 end
 
---- Collects everything, and calls fn(...) with the collector stopped.
+--- Calls fn(...) with the collector stopped, after a full collection.
 ---@param fn function
 ---@param ... any arguments of fn
 ---@return boolean ok false if fn raised an error
@@ -65,10 +63,10 @@ function collector.without(fn, ...)
   return restored(pcall(fn, ...))
 end
 
-local forwards = 0                  -- number of forwards that the step of the planned script has performed so far
+local forwards = 0                  -- number of forwards in the planned script's step so far
 
---- Paces the collector in a planned script, at the begin and the end of each action of a step. The collector runs after
---- a fixed number of forwards, so that the peak of a plan is the same in each run.
+--- Collects after a fixed number of forwards of a planned script, so that the peak of a plan is the same in each run.
+--- Called at the begin and the end of each action of a step.
 ---@param action ffi.cdata* ps_action
 ---@param begins boolean
 function collector.pace_script(action, begins)

@@ -1,8 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Checks of a program's command line, for argparse: whole(parser:option("--steps", "Steps."), 1) accepts only whole
--- numbers. A value that is not a number, not whole or out of range ends the program with the option's name and the
--- accepted range. parse(parser) reads the command line. try("train.lua", fn) ends the program with a one-line error if
--- fn raises one.
+-- Checks a program's command line for argparse: whole(parser:option("--steps", "Steps."), 1) accepts only whole
+-- numbers. Any other value ends the program with the option's name and the accepted range. parse(parser) reads the
+-- command line. try("train.lua", fn) turns an error of fn into one line and an exit.
 local environment = require "ps.core.environment"
 
 local command_line = {}
@@ -44,7 +43,7 @@ function command_line.number(option, least, most)
     function(n) return n >= least and n <= (most or math.huge) and n < math.huge end)
 end
 
--- Adds the long names of the options that take one value, of a parser and of its commands.
+-- Collects the long names of a parser's options that take one value, and of its commands' options.
 local function add_names(parser, names)
   for _, option in ipairs(parser._options) do
     for _, alias in ipairs(option._aliases) do
@@ -55,8 +54,8 @@ local function add_names(parser, names)
   return names
 end
 
---- Parses a command line as the parser's own method does, but also accepts a negative number as an option's value
---- (`--lr -1`), which argparse would parse as another option. Changes neither `words` nor the global `arg`.
+--- Parses a command line like the parser's own method, but accepts a negative number as an option's value (`--lr -1`),
+--- which argparse would take for another option. Changes neither `words` nor the global `arg`.
 ---@param parser table a parser of argparse
 ---@param words? string[] (default: the program's command line)
 ---@return table options
@@ -76,9 +75,8 @@ function command_line.parse(parser, words)
   return parser:parse(joined)
 end
 
---- Calls fn(...) and returns its results. An error of fn is treated as a mistake of the program's user, who needs no
---- traceback: the program prints only the message, sends it to the other ranks, and exits with code 1. With
---- PS_TRACEBACK=all, errors are not caught.
+--- Calls fn(...) and returns its results. An error of fn counts as a mistake of the program's user: the program prints
+--- only the message, sends it to the other ranks, and exits with code 1. With PS_TRACEBACK=all, errors are not caught.
 ---@param program string name at the beginning of the printed line, such as "train.lua"
 ---@param fn function
 ---@param ... any arguments of fn
@@ -88,7 +86,7 @@ function command_line.try(program, fn, ...)
   local function finish(ok, ...)
     if ok then return ... end
     local text = tostring((...))
-    local script, rest = text:match("^(%S-):%d+: (.*)$")   -- position added by caller.error
+    local script, rest = text:match("^(%S-):%d+: (.*)$")   -- the position that caller.error added
     local tail = script and script:match "^%.%.%.(.+)$"    -- Lua shortens long names
     if script and arg and (script == arg[0] or tail and arg[0]:sub(-#tail) == tail) then text = rest end
     if text:sub(1, #program + 2) == program .. ": " then text = text:sub(#program + 3) end
@@ -99,9 +97,9 @@ function command_line.try(program, fn, ...)
   return finish(pcall(fn, ...))
 end
 
---- Ends the process with an exit code that all ranks use, such as the exit code after Ctrl-C. The other ranks treat it
---- as a normal end, even if they are still in a call in which this rank took part. By contrast, os.exit with such a
---- code counts as a failure of this rank.
+--- Ends the process with an exit code that all ranks use, for example after Ctrl-C. The other ranks treat it as a
+--- normal end, even in the middle of a call in which this rank takes part. By contrast, os.exit counts as a failure of
+--- this rank.
 ---@param code integer
 function command_line.leave(code)
   require("ps.core.ffi").C.ps_groups_end(nil)

@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Copies of tables, one level deep. { unpack(t) } would copy at most about 7,990 elements, the limit of Lua's stack.
+-- Copies a table, one level deep. { unpack(t) } would copy at most about 7,990 elements, the limit of Lua's stack.
 
 --- Returns a table with the same fields.
 ---@generic T: table

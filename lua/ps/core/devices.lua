@@ -1,6 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The devices that this process has opened: the names of the devices, their abilities, and the memory that tensors use
--- on each device.
+-- The devices that this process has opened: their names, their abilities, and the memory that tensors use on them.
 local caller = require "ps.core.caller"
 local native = require "ps.core.ffi"
 
@@ -13,10 +12,10 @@ devices.computes = native.C.ps_machine_pretended() == 0
 ---@field name string
 ---@field description string the instruction set, threads and libraries in use
 
---- Calls fn(...), which reads values of tensors.
+--- Calls fn(...), which reads values of tensors. Returns nil in a dry run, which has no values.
 ---@param fn function
 ---@param ... any
----@return any value the result of fn, or nil in a dry run of a step or script, in which values are unknown
+---@return any value the result of fn, or nil in a dry run of a step or script
 function devices.known(fn, ...)
   local ok, value = pcall(fn, ...)
   if ok then return value end
@@ -24,7 +23,7 @@ function devices.known(fn, ...)
   return nil
 end
 
---- Looks a device up by name and opens it: ps.device("cpu").
+--- Opens a device by name: ps.device("cpu").
 ---@param name string name of the device; the error about an unknown name lists the devices that exist
 ---@return ps.Device
 function devices.open(name)
@@ -32,8 +31,8 @@ function devices.open(name)
   return { name = native.device_name[i], description = native.ffi.string(native.C.ps_device_describe(native.ctx, i)) }
 end
 
---- Returns the type that trains fastest on a device (default cpu): "bf16" on a GPU and on a processor with bf16
---- products, else "fp32".
+--- Returns the type that trains fastest on a device (default cpu): "bf16" if it is a GPU or has bf16 products, else
+--- "fp32".
 ---@param device? string
 ---@return string
 function devices.fast_dtype(device)

@@ -1,12 +1,11 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- JSON with sorted keys, so equal states have equal bytes. Decoding returns the encoded value, every number bit for
--- bit.
--- A value that JSON would change is an error that names its place. A table with the keys 1 .. n becomes an array. Any
--- other table, also an empty one, becomes an object. JSON's null is cjson.null.
+-- Encodes values as JSON with sorted keys, so that equal states have equal bytes. Decoding returns the same value,
+-- every number bit for bit. A value that JSON would change is an error that names its place. A table with the keys 1 ..
+-- n becomes an array. Any other table, also an empty one, becomes an object. JSON's null is cjson.null.
 local json = require("cjson").new()
 local utf8 = require "ps.core.utf8"
 
-local MAX_DEPTH = 200                                      -- largest number of nested tables; cjson reads 1,000
+local MAX_DEPTH = 200                                      -- nesting depth of tables; cjson reads at most 1,000
 
 local function refuse(place, what) error(("%s is %s"):format(place, what), 0) end
 
@@ -15,8 +14,7 @@ local function number(x)
   return tonumber(text) == x and text or ("%.17g"):format(x)
 end
 
--- Returns n for a table with the keys 1 .. n, and 0 for a table whose keys are all strings. Raises an error for other
--- tables.
+-- Returns n for a table with the keys 1 .. n, or 0 if all keys are strings. Any other table is an error.
 local function length(value, place)
   local n, names, odd = #value, false, nil
   for key in pairs(value) do

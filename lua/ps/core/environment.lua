@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Only this file reads psluajit's own environment variables; dist/env.lua reads the variables of launchers.
--- docs/environment.md describes each variable, and spec/docs/environment_spec.lua checks that the page is complete.
+-- Reads psluajit's own environment variables; dist/env.lua reads those of launchers. docs/environment.md describes each
+-- variable, and spec/docs/environment_spec.lua checks that the page is complete.
 local environment = {}
 
 local NAMES = {}

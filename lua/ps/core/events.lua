@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The record of events in Lua: the events in the order of their begins, and the names of their numeric fields.
+-- Reads the record of events: the events in the order of their begins, and the names of their numeric fields.
 local native = require "ps.core.ffi"
 local array = require "ps.core.array"
 local ffi, C = native.ffi, native.C
@@ -18,8 +18,8 @@ events.waits = { [C.PS_WAIT_COPY] = "copy", [C.PS_WAIT_COLLECTIVE] = "collective
 events.chunks = { [C.PS_CHUNK_ALLOCATE] = "allocate", [C.PS_CHUNK_MOVE] = "move", [C.PS_CHUNK_RELEASE] = "release",
   [C.PS_CHUNK_THERE] = "there" }
 
---- Returns a copy of the recorded events, in the order in which they begin. Of two events that begin together, the
---- longer one comes first.
+--- Returns a copy of the recorded events in the order of their begins. If two events begin together, the longer one
+--- comes first.
 ---@return ffi.cdata* list ps_record_event[n]
 ---@return integer n
 ---@return integer[] order indices into the list, from 0

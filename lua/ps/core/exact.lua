@@ -1,7 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Makes public functions refuse arguments that they do not have. Lua drops such arguments, so an argument that only
--- PyTorch's function has (dtype, norm_type, rounding_mode) would be lost silently. A function with `...` checks its
--- arguments itself.
+-- Makes public functions reject surplus arguments. Lua would silently drop an argument that only PyTorch's function has
+-- (dtype, norm_type, rounding_mode). A function with `...` checks its arguments itself.
 local caller = require "ps.core.caller"
 
 local exact = {}
@@ -9,7 +8,7 @@ local exact = {}
 -- wrapped function, by its wrapper
 local inner = setmetatable({}, { __mode = "k" })
 
---- Returns the function that a wrapper calls. Any other function is returned unchanged.
+--- Returns the function that a wrapper calls, or any other function unchanged.
 ---@param fn function
 ---@return function
 function exact.inner(fn) return inner[fn] or fn end
@@ -22,10 +21,10 @@ local function parameters(fn, first)
 end
 
 local NONE = { set_to_none = "boolean" }
-local EXTRA = 3                                            -- number of surplus arguments for which there is a check
+local EXTRA = 3                                            -- number of surplus arguments that are checked
 
--- Returns the code of a wrapper for n parameters. The parameters are named because `...` would add a trace. Each
--- wrapper has its own code, so that LuaJIT compiles a trace for each function.
+-- Returns the code of a wrapper for n parameters. They have names, because `...` would add a trace. Each wrapper has
+-- its own code, so that LuaJIT compiles a trace for each function.
 local codes = {}
 local function code(n)
   if codes[n] then return codes[n] end
@@ -40,8 +39,8 @@ local function code(n)
   return codes[n]
 end
 
---- Wraps fn so that an argument after its last parameter raises an error. Functions with `...` and C functions are
---- returned unchanged.
+--- Wraps fn so that an argument after its last parameter raises an error. Returns functions with `...` and C functions
+--- unchanged.
 ---@param fn function
 ---@param call string how fn is called, such as "F.gelu" or "t:sum"
 ---@param method? boolean whether fn's first parameter is self
@@ -78,8 +77,7 @@ function exact.like(wrapper, fn)
   return wrapper
 end
 
---- Raises an error if there are arguments `...` after the last parameter of a method. self is not among these
---- arguments.
+--- Raises an error if the arguments `...`, which exclude self, are more than a method's parameters.
 ---@param fn function the method
 ---@param describe fun(object: any): string, string? returns texts for an error: the call, and what to write instead
 ---@param object any argument of describe
@@ -97,8 +95,8 @@ function exact.arguments(fn, describe, object, ...)
   end
 end
 
---- Checks the argument of PyTorch's zero_grad(set_to_none). Gradients are always dropped here, as PyTorch does with
---- true, its default.
+--- Checks the argument of PyTorch's zero_grad(set_to_none). Gradients are always dropped, as in PyTorch with true, the
+--- default.
 ---@param value any true, { set_to_none = true } or nil; any other value raises an error
 ---@param call string
 function exact.set_to_none(value, call)
@@ -107,7 +105,7 @@ function exact.set_to_none(value, call)
   if value == false then caller.error(call .. ": set_to_none is false; gradients are always dropped, not set to 0") end
 end
 
---- Returns a table with the functions of another table, each wrapped by exact.of at its first use.
+--- Returns a table with another table's functions, each wrapped by exact.of at its first use.
 ---@param t table<any, any>
 ---@param prefix string "t:"
 ---@param method? boolean

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The FFI side of the engine. Declares ps.h, opens the one context, turns error codes into error tables, and attaches
--- the finalizer to every tensor header; no other file attaches one.
+-- Connects Lua to the engine's C code: declares ps.h, opens the one context, turns error codes into error tables, and
+-- attaches the finalizer to every tensor header. No other file attaches one.
 local ffi = require "ffi"
 local cdef = require "ps.cdef"
 require "ps.core.declared"
@@ -9,13 +9,13 @@ local hooks = require "ps.core.hooks"
 caller.for_tensors(ffi.typeof "ps_tensor")
 local C = ffi.C
 
--- LuaJIT gives up a trace after `loopunroll` tail calls (15 by default). Each op has three. It also gives up after
--- `maxrecord` instructions, and each op has about 150. With the defaults, a function of several ops would never be
--- compiled.
+-- Raises LuaJIT's limits, with which a function of several ops would never be compiled. LuaJIT gives up a trace after
+-- `loopunroll` tail calls (default 15), of which each op has three, and after `maxrecord` instructions, of which each
+-- op has about 150.
 require("jit.opt").start("loopunroll=60", "maxrecord=12000", "maxirconst=4000", "maxsnap=3000", "maxmcode=4096")
 
--- Stops the collector while LuaJIT records a trace, since a finalizer ends a recording. Each tensor has a finalizer, so
--- a loop that makes tensors would be compiled only by chance.
+-- Stops the collector while LuaJIT records a trace. A finalizer ends the recording, and each tensor has one, so a loop
+-- that makes tensors would be compiled only by chance.
 do
   local stopped = false
   jit.attach(function(event)
@@ -46,13 +46,13 @@ end
 ---@field sub string|nil name of the specific error, for programs ("OP_CHUNKS", ...: src/base/errors.def)
 ---@field tier string|nil tier without room: "device", "host" or "disk"
 ---@field wanted integer|nil bytes that were needed at once
----@field left integer|nil bytes that were available for them; below 0 if other memory alone exceeds the tier
+---@field left integer|nil bytes available for them; below 0 if other memory alone exceeds the tier
 ---@field lacking integer|nil wanted - left, at least 0
 ---@field holders ps.Holder[]|nil the largest tensors when memory ran out (ps/memory/holders.lua)
 ---@field rank integer|nil rank that caused the error
----@field stripe integer|nil stripe of chunks at which this rank is
+---@field stripe integer|nil stripe of chunks that this rank has reached
 ---@field other_rank integer|nil the other rank, if two ranks disagree
----@field other_stripe integer|nil stripe of chunks at which the other rank is
+---@field other_stripe integer|nil stripe of chunks that the other rank has reached
 local Error = {}
 Error.__index = Error
 function Error:__tostring() return self.msg end
@@ -82,7 +82,7 @@ function M.raise(rc)
   if d.wanted >= 0 then
     err.wanted, err.left = tonumber(d.wanted), tonumber(d.left)
     err.lacking = math.max(0, err.wanted - err.left)
-  elseif rc == M.C.PS_ENOMEM then                          -- memory of the system, not of a tier
+  elseif rc == M.C.PS_ENOMEM then                          -- the system's memory, not a tier
     err.msg = ("%s (%s%s)"):format(err.msg, err.op and "op " .. err.op .. ", " or "", err.where)
   end
   local tier = d.tier                      -- read first, since the next call may fail and overwrite the detail
@@ -93,7 +93,7 @@ function M.raise(rc)
   error(err, 0)
 end
 
---- Returns a result that is not negative. Raises the engine's last error if it is negative.
+--- Returns a result, or raises the engine's last error if the result is negative.
 ---@param rc integer
 ---@return integer
 function M.check(rc)
@@ -101,7 +101,7 @@ function M.check(rc)
   return rc
 end
 
---- Raises an error if a call that belongs to a script's step is made while the script is paused at a prompt.
+--- Raises an error for a call in a script's step while the script is paused at a prompt.
 ---@param what string
 function M.check_running(what)
   if C.ps_is_suspended(M.ctx) == 0 then return end
@@ -116,31 +116,30 @@ M.ctx = ctx
 local ENOMEM = C.PS_ENOMEM
 local release = C.ps_tensor_release
 
---- Attaches the finalizer to a tensor header that Lua owns. Scripts hold a reference instead of a pointer, because
---- LuaJIT would do pointer arithmetic before it looks for __add.
+--- Attaches the finalizer to a tensor header. Scripts hold a reference instead of a pointer, because LuaJIT would do
+--- pointer arithmetic before it looks for __add.
 ---@param t ffi.cdata* ps_tensor*, whose reference Lua owns
 ---@return ps.Tensor
 function M.own(t) return ffi.gc(t[0], release) end
 local own = M.own
 
---- Releases Lua's reference to a tensor at once. Use it only for tensors to which no other code refers, since the cdata
---- dangles afterwards.
+--- Releases Lua's reference to a tensor at once. Afterwards the cdata dangles, so no other code may refer to the
+--- tensor.
 ---@param t ps.Tensor
 function M.give_back(t)
   ffi.gc(t, nil)
   C.ps_tensor_release(t)
 end
 
---- Asks listeners to release memory. It is called after memory ran out and collecting did not help.
+--- Asks listeners to release memory, after collecting did not help.
 ---@return boolean released whether a listener released some memory
 function M.give_room() return hooks.ask "memory" or false end
 
--- A collection takes about half a millisecond per MiB of Lua's own memory. In this time, an op writes many times as
--- much. Scripts with large tables therefore collect later, but at the latest after MOST bytes.
+-- A collection takes about half a millisecond per MiB of Lua's own memory, in which an op writes many times as much.
+-- Scripts with large tables therefore collect later, but at the latest after MOST bytes.
 local LEAST, MOST, PER_BYTE = 2 ^ 24, 2 ^ 28, 8
 
---- Runs Lua's collector. All full collections of the library call this function. If the collector is stopped, it
---- remains stopped.
+--- Runs a full collection. All full collections of the library call this. A stopped collector remains stopped.
 function M.collect()
   local running = collectgarbage "isrunning"
   collectgarbage()
@@ -149,8 +148,8 @@ function M.collect()
 end
 local collect = M.collect
 
---- Calls fn(...). If memory runs out, collects Lua's garbage and tries again. If memory runs out again, asks listeners
---- to release memory, and tries once more if a listener did.
+--- Calls fn(...). If memory runs out, collects Lua's garbage and tries again; then asks listeners to release memory,
+--- and tries once more if one did.
 ---@param fn fun(...): integer
 ---@return integer
 function M.retry(fn, ...)
@@ -170,7 +169,7 @@ function M.collect_if_due()
   if C.ps_collect_due(ctx) ~= 0 then collect() end
 end
 
---- Collects at the end of a step, or of an iteration of a script's loop, if it left at least a few MiB of tensors. The
+--- Collects at the end of a step, or of an iteration of a script's loop, if at least a few MiB of tensors are left. The
 --- next iteration then has as much memory as this one.
 function M.collect_turn()
   local least = math.max(2 ^ 22, collectgarbage "count" * 1024 * 2)
@@ -185,8 +184,8 @@ local function let_go(held)
   for i = 1, held and #held or 0 do release(held[i]) end
 end
 
---- Collects garbage and repeats an op that ran out of memory. The wrappers end in tail calls, so Lua may no longer hold
---- the inputs. They get additional references while the collector runs.
+--- Collects garbage and repeats an op that ran out of memory. The inputs get references while the collector runs,
+--- because Lua may no longer hold them: the wrappers end in tail calls.
 local function apply_again(op, n_in, ins, attrs, nbytes, held)
   for i = 0, n_in - 1 do if ins[i] ~= nil then C.ps_tensor_retain(ins[i]) end end
   collect()
@@ -210,14 +209,14 @@ local function refuse(rc, n_in, ins, held)
   error(err, 0)
 end
 
--- Lines of scripts by index, for reports about the tensors that hold memory (ps/memory/holders.lua). Only tensors that
--- a script itself creates have a line, since the name of a module identifies the others. Small tensors have no line,
--- since reading Lua's stack takes microseconds and ends a trace.
+-- Lines of scripts by index, for reports on the tensors that hold memory (ps/memory/holders.lua). Only tensors that a
+-- script creates itself have a line; others are known by their module. Small tensors have none, since reading Lua's
+-- stack takes microseconds and ends a trace.
 local LINED_NUMEL = 2 ^ 18
 local line_numbers = {}
 M.lines = {}
 
---- Records the script's line for a large tensor that was created outside of modules.
+--- Records the script's line for a large tensor created outside of modules.
 ---@param t ps.Tensor
 function M.note_line(t)
   if t.numel_ < LINED_NUMEL or C.ps_module_now() ~= 0 then return end
@@ -231,9 +230,9 @@ function M.note_line(t)
 end
 local note_line = M.note_line
 
--- Functions that other files set. M.placer is called before each op in anomaly mode (ps/inspect/anomaly.lua).
--- M.recorder records how tensors get their values while a model is created without data (ps/nn/deferred.lua). M.cast
--- converts the inputs of an op in a region of ps.autocast (ps/core/autocast.lua).
+-- Functions that other files set. placer is called before each op in anomaly mode (ps/inspect/anomaly.lua). recorder
+-- records how tensors get their values while a model is created without data (ps/nn/deferred.lua). cast converts an
+-- op's inputs in a region of ps.autocast (ps/core/autocast.lua).
 
 -- Returns the outputs from i to n.
 local function owned_from(i, n)
@@ -281,8 +280,7 @@ end
 
 local ops, info = require "ps.core.ops"(ffi, C, apply, caller)
 M.ops = ops
--- M.op_info describes ops by op code: { name, ins, outs, n_out, flags, grad, doc }. It is created when it is first
--- read.
+-- M.op_info, created when first read, describes ops by op code: { name, ins, outs, n_out, flags, grad, doc }.
 setmetatable(M, { __index = function(self, key)
   if key ~= "op_info" then return nil end
   self.op_info = info()
@@ -301,7 +299,7 @@ for alias, name in pairs { float32 = "fp32", float = "fp32", bfloat16 = "bf16", 
 end
 M.dtype_name = name_of
 
---- Returns the code of a type ("fp32", "bf16", ...; PyTorch's names are accepted, too).
+--- Returns the code of a type ("fp32", "bf16", ..., or PyTorch's name).
 ---@param name string
 ---@return integer
 function M.dtype_code(name)

@@ -1,21 +1,20 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Names of PyTorch, DeepSpeed, Hugging Face and PatrickStar that psluajit does not have, each with the psluajit call
--- that does the same or, if there is none, with a workaround. A ported script that reads such a name gets a stand-in.
--- Calling the stand-in, or reading a field of it, is an error that names the right call. Other unknown names of ps,
--- ps.F and ps.nn are errors that name the nearest known name. Other unknown names of objects are nil. If a script's own
--- module defines a name, that definition is used.
+-- Helps scripts that are ported from PyTorch, DeepSpeed, Hugging Face and PatrickStar. A name that psluajit lacks is a
+-- stand-in: calling it, or reading a field of it, is an error that names the psluajit call to use, or a workaround.
+-- Other unknown names of ps, ps.F and ps.nn are errors that name the nearest known name, and other unknown names of
+-- objects are nil. A name that a script's own module defines has that definition.
 local caller = require "ps.core.caller"
 local nearest = require "ps.core.nearest"
 
 local foreign = {}
 
-local NAMES                                                -- result of foreign_names.lua, after it was loaded
+local NAMES                                                -- the table of foreign_names.lua, once loaded
 local function names_of(place)
   NAMES = NAMES or require "ps.core.foreign_names"
   return NAMES[place]
 end
 
--- how errors write a name, by place
+-- form of a name in errors, by place
 local WHOLE = { F = "ps.F.%s",
   ps = "ps.%s", nn = "nn.%s", optim = "ps.optim.%s", sched = "ps.sched.%s", optimizer = "optimizer:%s",
   scaler = "scaler:%s", module = "module:%s", model = "model:%s", loader = "loader:%s" }
@@ -41,11 +40,11 @@ function foreign.find(place, name)
   return made[key]
 end
 
--- Tables to whose names errors can refer: how a name of each table is written, and the functions has(name) and names().
+-- Tables to whose names errors can refer: each table's form of a name, and the functions has(name) and names().
 local HOMES = { ps = "ps.%s", F = "ps.F.%s", nn = "ps.nn.%s", t = "t:%s" }
 local homes = {}
 
---- Registers a table of names, so that an error about a missing name can refer to its names.
+--- Registers a table of names, so that an error about a missing name can suggest one of them.
 ---@param place "ps"|"F"|"nn"|"t"
 ---@param has fun(name: string): boolean
 ---@param names fun(): string[]
@@ -64,8 +63,8 @@ function foreign.instead(place, name)
   return near and ("; did you mean %s?"):format(HOMES[place]:format(near)) or ""
 end
 
---- Returns the stand-in for a name that other libraries have. Raises an error for any other unknown name; the error
---- names the nearest known name.
+--- Returns the stand-in for a name that other libraries have. Any other unknown name is an error that names the nearest
+--- known one.
 ---@param place "ps"|"F"|"nn"
 ---@param name any
 ---@return table?

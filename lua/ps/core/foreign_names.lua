@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Names of PyTorch, DeepSpeed, Hugging Face and PatrickStar that psluajit does not have, and what to write instead
--- (foreign.lua). Loaded when a script first asks for a name that an object does not have.
+-- Names of PyTorch, DeepSpeed, Hugging Face and PatrickStar that psluajit lacks, and what to write instead
+-- (foreign.lua). Loaded when a script first asks for a name that an object lacks.
 local PRECISION = "write ps.autocast(\"bf16\", function() ... end), or bf16 = { enabled = true } or fp16 = { enabled = "
   .. "true } into the configuration of ps.initialize"
 local LOOP = "the loop is model:backward(loss); optimizer:step()"
@@ -26,7 +26,7 @@ local SOLVERS = "decompositions and solvers are left out: compute them outside a
 local SPARSE = "all tensors are dense: keep indices and values, and use t:index_add, t:scatter_add or nn.Embedding"
 local WORLD = "write ps.init_distributed(), ps.rank(), ps.world_size(), ps.synchronize(), ps.mesh.group \"world\""
 
--- Replacements for names: texts that say what to write instead, by the owner of the name and by the name.
+-- Texts that say what to write instead of a name, by the owner of the name and by the name.
 return {
   ps = {
     inference_mode = "write ps.no_grad(function() ... end)", set_grad_enabled = "write ps.no_grad(function() ... end)",

@@ -1,10 +1,10 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Subscriptions: functions that are called when another part of the library reports an event. Through them a lower file
--- (ps.ffi, ps.scope, ps.nn) reaches a higher file that it does not know. A listener stays until it is removed.
+-- Subscriptions: functions that are called when another part of the library reports an event. They let a lower file
+-- (ps.ffi, ps.scope, ps.nn) reach higher files that it does not know. A listener stays until it is removed.
 local hooks = {}
 
--- The events. Each text names the arguments of a listener, the situation, and for `ask` the expected answer. `ask`
--- returns the first answer that is not nil or false.
+-- The events. Each text names the listener's arguments, the situation, and for `ask` the expected answer. `ask` returns
+-- the first answer that is not nil or false.
 local EVENTS = {
   memory = "nothing: memory ran out, and collecting did not help. Answer: true if the listener freed some",
   memory_short = "nothing: an error says that memory ran out. Answer: the largest holders, a list with a text",
@@ -48,10 +48,10 @@ local EVENTS = {
   ranks_wanted = "ranks: the mesh of a script needs this number of ranks, or a multiple, and the run has another "
     .. "number. Answer: how to start that number",
 }
-local listeners = {}  -- list of listeners by event; a list is never changed, only replaced as a whole
+local listeners = {}  -- listeners by event; a list is never changed, only replaced
 for event in pairs(EVENTS) do listeners[event] = {} end
 
---- Subscribes fn to an event. fn is called whenever the event occurs.
+--- Calls fn whenever an event occurs.
 ---@param event string one of EVENTS
 ---@param fn function
 ---@return fun() off unsubscribes; a second call does nothing
@@ -67,7 +67,7 @@ function hooks.on(event, fn)
   end
 end
 
---- Calls all listeners of an event. Passes on an error of a listener.
+--- Calls all listeners of an event. An error of a listener is raised.
 ---@param event string
 ---@param ... any
 function hooks.tell(event, ...)

@@ -1,13 +1,13 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The kinds of chunks (PS_KIND_ of src/ps.h), and the bytes of a chunk of each kind. An update reads chunks of several
--- kinds at once, so their tensors begin at different offsets. The comment at PS_KIND_SHIFT (src/ps.h) gives the reason.
+-- Computes the bytes of a chunk of each kind (PS_KIND_ of src/ps.h). An update reads chunks of several kinds at once,
+-- so their tensors begin at different offsets, for the reason given at PS_KIND_SHIFT (src/ps.h).
 local native = require "ps.core.ffi"
 local ffi, C = native.ffi, native.C
 
 local kinds = {}
 
 local PAGE = 4096                       -- unit of chunk sizes, in bytes
-local SHIFTED_FROM = 2 ^ 20             -- bytes of elements; in a smaller chunk, the offset would waste memory
+local SHIFTED_FROM = 2 ^ 20             -- bytes of elements; in smaller chunks, offsets would waste memory
 local function size_of(dtype) return tonumber(C.ps_dtype_size(native.dtype_code(dtype))) end
 
 --- names by kind number, and kind numbers by name
@@ -17,10 +17,10 @@ for i = 0, C.PS_KIND_STATE - 1 do
   kinds.name[i], kinds.number[name] = name, i
 end
 
--- offset of a kind, as a multiple of PS_KIND_SHIFT; states that never exist together may share an offset
+-- offset of each kind, in units of PS_KIND_SHIFT; states that never exist together may share an offset
 local PLACE = { param = 0, param_fp32 = 1, grad = 4 }
 local PLACE_OF_STATE = { 2, 3, 5, 6, 7, 8 }
-local ALIKE = 3  -- largest offset for which the size of chunks with fp32 states has room
+local ALIKE = 3  -- in chunks of fp32 states, the size has room for offsets up to this one
 local LAST = PLACE_OF_STATE[#PLACE_OF_STATE]
 
 --- Adds a kind of chunks for a state of optimizers, if the kind is new.
@@ -35,7 +35,7 @@ function kinds.add_state(name, place, instead)
   PLACE[name] = instead and PLACE[instead] or PLACE_OF_STATE[place]
 end
 
---- Returns the largest number of bytes by which a chunk with `numel` fp32 elements, of any kind, exceeds its elements.
+--- Returns the largest number of bytes by which a chunk of any kind with `numel` fp32 elements exceeds its elements.
 ---@param numel integer
 ---@return integer
 function kinds.most_extra(numel)

@@ -1,11 +1,11 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Lua's functions on lists, extended to lists of modules (ps.nn.ModuleList), whose items count from 0: ipairs and pairs
+-- Extends Lua's functions on lists to lists of modules (ps.nn.ModuleList), whose items count from 0. ipairs and pairs
 -- return 0, first; 1, second; and so on, unpack returns the modules, and table.insert and table.remove call the list's
--- methods. Without this file, Lua's functions would silently read the table that stands for the list, which is empty.
--- The program loads this file before the script. Other values are passed to Lua's own functions.
+-- methods. Lua's own functions would read the table that stands for the list, which is empty. They still get all other
+-- values. The program loads this file before the script.
 --
--- A list's metatable holds its functions in `ps_list`: each, get, size, insert, remove. The operator # cannot be
--- changed: it returns 0 for every list (ps.nn.container).
+-- A list's metatable has its functions in `ps_list`: each, get, size, insert, remove. The operator # cannot be changed:
+-- it returns 0 for every list (ps.nn.container).
 local ffi = require "ffi"
 local raw_ipairs, raw_pairs, raw_next, raw_unpack = ipairs, pairs, next, unpack
 local raw_insert, raw_remove, raw_getn = table.insert, table.remove, table.getn
@@ -13,8 +13,8 @@ local getmetatable, type, select = getmetatable, type, select
 
 local lists = {}
 
--- Returns the functions of a list of modules, and the list. Returns nil for all other values. If ps.initialize got a
--- list as its module, the model that it returned counts as this list (ps_module_of).
+-- Returns the functions of a list of modules, and the list, or nil for any other value. A model of ps.initialize whose
+-- module is a list counts as this list (ps_module_of).
 local function list_of(value)
   if type(value) ~= "table" then return nil end
   local meta = getmetatable(value)
@@ -23,7 +23,7 @@ local function list_of(value)
   return meta.ps_list, value
 end
 
--- iterators for cdata in ipairs and pairs: { type, function }
+-- iterators of cdata for ipairs and pairs: { type, function }
 local cdata = {}
 
 --- Makes ipairs and pairs iterate over values of a C type.
@@ -40,9 +40,9 @@ end
 ---@return boolean
 function lists.is_list(value) return list_of(value) ~= nil end
 
---- Lua's next, which LuaJIT does not compile, because Debian 12's version compiles it wrongly: loops over it end early
---- (LuaJIT's issues 827 and 1510), and a compiled call can lose the upper half of the address of the key and the value,
---- so that the key is another value, or the program crashes (issue 829).
+--- Lua's next, never compiled. The LuaJIT of Debian 12 compiles it wrongly: loops over it end early (LuaJIT's issues
+--- 827 and 1510). A compiled call can also lose the upper half of the address of a key or value (issue 829), so that
+--- the key is another value, or the program crashes.
 ---@param t table
 ---@param key? any
 ---@return any key
@@ -64,7 +64,7 @@ function lists.pairs(t)
   local each = type(t) == "cdata" and each_of(t)
   if each then return each(t) end
   local meta = type(t) == "table" and getmetatable(t)
-  local all = type(meta) == "table" and rawget(meta, "__pairs")      -- as in Lua 5.2
+  local all = type(meta) == "table" and rawget(meta, "__pairs")      -- Lua 5.2's __pairs
   if all then return all(t) end
   if type(t) ~= "table" then return raw_pairs(t) end                  -- raises Lua's error
   return lists.next, t, nil

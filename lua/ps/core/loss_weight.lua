@@ -1,16 +1,15 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The weight of a loss: the divisor of its mean. Losses of micro-batches, ranks and evaluation batches are averaged by
--- these weights. The loss functions (F.cross_entropy, F.lm_loss, F.nll_loss, nn.ParallelLMHead's) note the weight of
--- their targets, so that every ignore_index and every class weight is counted. A loss that a script makes from noted
--- losses, by factors or as a sum, has the weight of these losses. The tape tells which ops made it. A loss made of
--- losses with different weights has no weight.
+-- Finds the weight of a loss, the divisor of its mean. Losses of micro-batches, ranks and evaluation batches are
+-- averaged by these weights. The loss functions (F.cross_entropy, F.lm_loss, F.nll_loss, nn.ParallelLMHead's) note the
+-- weight of their targets, so that every ignore_index and class weight counts. A loss that a script makes from noted
+-- losses, by factors or as a sum, has their weight; the tape tells which ops made it. A loss made from losses of
+-- different weights has no weight.
 --
--- A note also has the hits of a loss: the number of targets whose logit is the largest of its row (of several equal
--- ones, the first). The ops count them while they compute the largest logit. They are counted only while a user of
--- loss_weight.watch reads hits.
+-- A note also has the hits of a loss: the number of targets whose logit is the largest of its row (of equal ones, the
+-- first). The ops count hits only while a user of loss_weight.watch reads them.
 --
--- A note stores the number of the op that made the loss, since a script's inner losses may be collected before
--- backward. A note holds numbers and labels on the host, never a loss with a history, so it keeps no graph alive.
+-- A note stores the index of the op that made the loss, not the loss, which may be collected before backward. It holds
+-- only numbers and labels on the host, never a loss with a history, so it keeps no graph alive.
 local array = require "ps.core.array"
 local caller = require "ps.core.caller"
 local devices = require "ps.core.devices"
@@ -21,7 +20,7 @@ local number_array, found_array = array "int64_t", array "int8_t"
 
 local loss_weight = {}
 
-local MOST = 256                    -- largest number of notes that are kept, since some losses never reach a backward
+local MOST = 256                    -- largest number of notes; some losses never reach a backward
 
 ---@class ps.LossNote
 ---@field op integer index of the op that made the loss, or -1 if the op was not recorded
@@ -36,13 +35,13 @@ local MOST = 256                    -- largest number of notes that are kept, si
 
 ---@type ps.LossNote[]
 local notes = {}
-local watching, muted = 0, 0        -- number of users of weights, and nesting depth of code whose losses are not noted
-local scoring = 0                   -- number of users that need hits
+local watching, muted = 0, 0        -- users of weights; nesting depth of code whose losses are not noted
+local scoring = 0                   -- users that need hits
 ---@type ps.Tensor[]|false
-local inner = false                 -- hits of the losses that were made within loss_weight.as
+local inner = false                 -- hits of the losses made within loss_weight.as
 local pairs_of_batch = {}           -- the integer tensors of the current batch, as {on the device, on the host}
 
---- Begins to note losses for an engine, ps.train.run or ps.train.evaluate, which may read weights.
+--- Begins to note losses, for an engine, ps.train.run or ps.train.evaluate.
 ---@param hits? boolean whether the user also reads hits
 ---@return fun() off ends it; a second call does nothing
 function loss_weight.watch(hits)
@@ -64,8 +63,8 @@ local function add_pairs(list, there, here, depth)
   end
 end
 
---- Begins a batch. Targets that the model gets are counted on the host, where the script has them, so that the host
---- need not wait for a device.
+--- Begins a batch. The model's targets are counted on the host, where the script has them, so that the host need not
+--- wait for a device.
 ---@param given any[] the model's arguments as the script passed them, and their number n
 ---@param args any[] the model's arguments on the device
 function loss_weight.begin(given, args)
@@ -79,8 +78,8 @@ end
 --- Drops the batch and all notes.
 function loss_weight.forget() notes, pairs_of_batch = {}, {} end
 
--- Returns the script's own tensor of targets. Returns nil if ops made the targets, or if the script did not pass them
--- to the model.
+-- Returns the script's own tensor of targets, or nil if ops made the targets or the script did not pass them to the
+-- model.
 local function given_as(target)
   for _, pair in ipairs(pairs_of_batch) do
     local there = pair[1]
@@ -91,9 +90,8 @@ local function given_as(target)
   end
 end
 
---- Records that a tensor contains the counting targets of another tensor, in any order and with any number of -100,
---- which happens when a model packs its labels. If the script has the other tensor on the host, the targets are counted
---- there, too.
+--- Records that a tensor has the same counting targets as another one, in any order and with any number of -100, as
+--- when a model packs its labels. If the script has the other tensor on the host, the targets are counted there.
 ---@param packed ps.Tensor
 ---@param target ps.Tensor
 function loss_weight.stands_for(packed, target)
@@ -112,7 +110,7 @@ end
 
 local on_host = setmetatable({}, { __mode = "k" })       -- {version, copy} by tensor of class weights
 
--- Returns class weights on the host. The host waits once for each version of their values.
+-- Returns class weights on the host, which waits once for each version of their values.
 local function host_copy(weight)
   if native.device_info(weight.device_).is_host ~= 0 then return weight end
   local version, known = C.ps_tensor_version(weight), on_host[weight]
@@ -131,7 +129,8 @@ local function add(loss, note)
   return loss
 end
 
--- Returns whether a loss must be noted. A segment that backward runs again was already noted in its first run.
+-- Returns whether a loss must be noted. The second run of a segment, in backward, repeats losses that are noted
+-- already.
 local function notes_it(loss)
   return watching > 0 and muted == 0 and native.device_info(loss.device_).has_data ~= 0
     and not (scope.segment and scope.segment.again)
@@ -149,8 +148,8 @@ local function kept(hits)
   return { hits }
 end
 
---- Notes a loss. A mean has the weight of its targets, and a sum has the weight 1. With reduction "none" there is no
---- single loss, so nothing is noted.
+--- Notes a loss. A mean has the weight of its targets, and a sum the weight 1. Reduction "none" makes no single loss,
+--- so nothing is noted.
 ---@param loss ps.Tensor
 ---@param reduction string|nil "mean" (default), "sum" or "none"
 ---@param target ps.Tensor integers
@@ -188,7 +187,7 @@ function loss_weight.without(fn, ...)
   return done(pcall(fn, ...))
 end
 
---- Calls fn, which combines several losses into one, and notes the result with the given weight.
+--- Calls fn, which combines several losses into one, and notes the result with `weight`.
 ---@param fn fun(): ps.Tensor
 ---@param weight number
 ---@return ps.Tensor loss
@@ -236,8 +235,8 @@ local function notes_in(loss)
   return list
 end
 
---- Returns the weight of a loss, derived from the ops that made it. A loss without history has the weight of all losses
---- since loss_weight.begin. The host waits for targets that ops made on a device.
+--- Returns the weight of a loss, from the ops that made it. A loss without history has the weight of all losses since
+--- loss_weight.begin. The host waits for targets that ops made on a device.
 ---@param loss ps.Tensor
 ---@return ps.Targets? weight nil if it was made from no noted loss
 function loss_weight.of(loss)
@@ -255,8 +254,8 @@ function loss_weight.of(loss)
   return found
 end
 
---- Returns the hits of a loss, as counted by the ops that made it. A hit is a target whose logit is the largest of its
---- row (if several are equal, the first of them). The host waits for the device that counted them.
+--- Returns the hits of a loss, as counted by the ops that made it: targets whose logit is the largest of its row, or
+--- the first of several equal ones. The host waits for the device that counted them.
 ---@param loss ps.Tensor
 ---@return number? hits nil if no op of the loss counted them
 ---@return number? targets number of targets that count
@@ -271,7 +270,7 @@ function loss_weight.score(loss)
   return hits, targets
 end
 
---- Drops the notes of the losses from which a loss was made, since its backward begins.
+--- Drops the notes of the losses from which a loss was made. Its backward begins.
 ---@param loss ps.Tensor
 function loss_weight.used(loss)
   local gone = {}

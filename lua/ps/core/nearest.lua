@@ -1,9 +1,9 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Finds the known word that a misspelt one was meant to be, by edit distance.
+-- Finds the known word closest to a misspelt one, by edit distance.
 local nearest = {}
 
---- Returns the number of edits between two words: insertions, deletions, replacements and swaps of adjacent letters.
---- Case is ignored.
+--- Returns the number of edits between two words, ignoring case: insertions, deletions, replacements and swaps of
+--- adjacent letters.
 ---@param a string
 ---@param b string
 ---@return integer
@@ -25,7 +25,7 @@ function nearest.distance(a, b)
   return row[#b]
 end
 
---- Returns the word closest to `word` if it is close enough to be a typing mistake, else nil.
+--- Returns the word closest to `word`, or nil if none is close enough to be a typing mistake.
 ---@param word string
 ---@param words string[]
 ---@return string?

@@ -1,11 +1,10 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The functions of ops, one per op, from a file that src/gen.lua prints. A program uses only a few of these functions,
--- and compiling all of them takes longer than the rest of `require "ps"`. The file is therefore read as text, and each
--- op's lines are compiled when the op is first used. A function has the file's name and lines, as if the file had been
--- loaded as a whole.
+-- Loads the functions of ops, one per op, from a file that src/gen.lua prints. A program uses few of them, and
+-- compiling all takes longer than the rest of `require "ps"`. The file is therefore read as text, and an op's lines are
+-- compiled at its first use. Tracebacks still show the file's name and lines.
 local path = require "ps.ops_generated"
 
--- the names that the file's lines use; they are on one line, before the first line of the file
+-- the names that the file's lines use, on one line before the file's first line
 local NAMES = "local ops, ffi, C, apply, error, tensor, number, more, ins = ... local type_of = type "
 local BEGIN, END = "\ndo -- op ", "\nend end\n"
 

@@ -25,8 +25,8 @@ function process.threads() return native.C.ps_threads() end
 function process.now() return native.C.ps_now() end
 
 --- Makes the first Ctrl-C, SIGTERM or SIGHUP increase a counter instead of ending the process, so that a loop can check
---- ps.interrupts(), save a checkpoint and exit. The next Ctrl-C or SIGTERM ends the process at once. A signal that was
---- ignored when the process began (nohup, a background job) is still ignored.
+--- ps.interrupts(), save a checkpoint and exit. The next Ctrl-C or SIGTERM ends the process at once. Signals ignored
+--- when the process began (nohup, a background job) stay ignored.
 function process.catch_interrupts() native.check(native.C.ps_interrupts_install()) end
 --- Returns the number of signals counted since ps.catch_interrupts().
 ---@return integer

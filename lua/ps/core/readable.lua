@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Tables as text, with columns as wide as their cells, and byte counts with units.
+-- Formats tables as text, with columns as wide as their cells, and byte counts with units.
 local readable = {}
 
 --- Returns a byte count with a unit, such as "24.0 MiB" or "1.05 GiB".

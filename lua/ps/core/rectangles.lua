@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Rectangles of tensors. A rectangle is a part of a tensor: the place of its first element (`offset`, a number for each
--- dimension, from 0) and its `shape`.
+-- Computes with rectangles of tensors. A rectangle is a part of a tensor: the coordinates of its first element
+-- (`offset`, from 0) and its `shape`.
 local rectangles = {}
 
 ---@class ps.Rectangle
@@ -54,8 +54,8 @@ function rectangles.common(a, b)
   return { offset = offset, shape = shape }
 end
 
---- Returns the index of the element at `offset` in a tensor that stores a rectangle. The rectangle begins at `from`,
---- and its first element is at `at` in this tensor.
+--- Returns where the element at `offset` lies in a tensor that stores a rectangle. The rectangle begins at `from` in
+--- the whole tensor, and at `at` in this tensor.
 ---@param offset integer[]
 ---@param from integer[]
 ---@param at? integer[] (default: zeros)
@@ -94,8 +94,8 @@ function rectangles.inside(whole, offset, shape)
   return true
 end
 
--- Calls fn for runs of at most `most` elements that together form a rectangle. The dimensions before d have already
--- been divided.
+-- Calls fn for parts of at most `most` elements that together form a rectangle. The dimensions before d are divided
+-- already.
 local function cut_up(offset, shape, d, most, fn)
   local row = 1
   for k = d + 1, #shape do row = row * shape[k] end
@@ -116,8 +116,7 @@ function rectangles.each(shape, most, fn)
   if rectangles.numel(shape) > 0 then cut_up(rectangles.zeros(shape), { unpack(shape) }, 1, most, fn) end
 end
 
---- Checks that pieces cover a whole tensor, each element once. An error contains the tensor's name and the pieces'
---- locations.
+--- Checks that pieces cover a whole tensor, each element once. Errors name the tensor and the pieces' locations.
 ---@param name string
 ---@param shape integer[] shape of the whole tensor
 ---@param pieces ps.Rectangle[]

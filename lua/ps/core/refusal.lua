@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Raises the error that something in a user's file is not supported here.
+-- Raises the error that psluajit does not support something in a user's file.
 local native = require "ps.core.ffi"
 local error = native.caller.error
 

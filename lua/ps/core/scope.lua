@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Scopes, gradient modes, backward and recompute, over the C calls of the same names.
+-- Scopes, gradient modes, backward and recompute, on top of the C functions of the same names.
 local native = require "ps.core.ffi"
 local array = require "ps.core.array"
 local hooks = require "ps.core.hooks"
@@ -17,8 +17,8 @@ local pointer_array = array "ps_tensor *"
 local function is_tensor(x) return type(x) == "cdata" and ffi.istype(tensor_t, x) end
 M.is_tensor = is_tensor
 
---- Collects the tensors in values and nested tables, up to 6 levels deep. Tables may have any keys, since outputs of
---- modules do.
+--- Collects the tensors in a value and its nested tables, up to 6 levels deep. Any keys are allowed, since modules
+--- return such tables.
 local function gather(list, x, depth)
   if is_tensor(x) then
     list[#list + 1] = x
@@ -29,9 +29,9 @@ end
 
 -- Entries at which C stops a backward walk, by C's id: a recompute segment (below), a function of the script
 -- (autograd/function.lua), or hooks of a tensor (tensor/hooks.lua). resume(entry, number, factor) runs the entry.
--- `args` are the arguments of a segment. Tensors among them are bare references that this file releases: each holds the
--- previous segment, so the collector would free only one segment of a chain per cycle. `leaf` is the tensor to which
--- the hooks belong. It is not a reference; C reports when the tensor is freed.
+--   args   the arguments of a segment. Tensors among them are bare references, which this file releases: each holds the
+--          previous segment, so the collector would free only one segment of a chain per cycle.
+--   leaf   the tensor that has the hooks. It is not a reference; C reports when the tensor is freed.
 ---@type table<integer, {resume: fun(entry: table, number: integer, factor?: number), args?: any[],
 ---  reads_engine?: boolean, leaf?: ffi.cdata*}>
 local waiting = {}
@@ -79,9 +79,9 @@ local function forget_reaped()
   end
 end
 
---- Drops the functions that read parameters of an engine that is about to be closed, and the hooks of these parameters.
---- A function may hold the model, and the model may hold one of the function's outputs and thus the segment itself. No
---- collector sees such a cycle through C.
+--- Drops functions that read parameters of an engine that is about to be closed, and the hooks of these parameters. A
+--- function may hold the model, which may hold one of the function's outputs and thus its segment. The collector cannot
+--- see this cycle, because it passes through C.
 function M.engine_closes()
   forget_reaped()
   for id, entry in pairs(waiting) do
@@ -92,24 +92,23 @@ end
 M.segments_end = newproxy(true)                -- drops the remaining entries when the program ends
 getmetatable(M.segments_end).__gc = function() for id in pairs(waiting) do forget(id) end end
 
---- Runs Lua's collector. It frees tensors that are no longer referenced, and the arguments that recompute keeps for
---- functions whose backward has finished.
+--- Frees tensors that nothing refers to, and the arguments that recompute keeps for functions whose backward has
+--- finished.
 function M.collect()
   native.collect()
   forget_reaped()
   native.collect()
 end
 
---- Runs Lua's collector once, and a second time only if the arguments of a function became free. Otherwise a second run
---- would free more only if a script's finalizers drop tensors.
+--- Runs Lua's collector once, and again only if a function's arguments became free. Otherwise a second run would free
+--- more only if a script's finalizers drop tensors.
 function M.collect_tensors()
   native.collect()
   if forget_reaped() then native.collect() end
 end
 
---- Collects garbage like M.collect, but also frees objects that compiled code holds. LuaJIT's traces keep the closures
---- and tables that they used, and thus a whole model to which nothing else refers. The traces are compiled again, which
---- takes milliseconds.
+--- Collects garbage like M.collect, and also what compiled code holds. LuaJIT's traces keep the closures and tables
+--- that they used, and thus a whole model to which nothing else refers. Compiling the traces again takes milliseconds.
 function M.collect_all()
   jit.flush()
   M.collect()
@@ -128,7 +127,7 @@ function M.tensors(...)
   return pointers, n
 end
 
---- Begins a scope, for code that cannot be a function of ps.scope. Call ps.scope_end to end it.
+--- Begins a scope, for code that cannot be a function of ps.scope. ps.scope_end ends it.
 ---@return integer id
 function M.begin()
   forget_reaped()
@@ -154,7 +153,7 @@ local function finish_scope(id, ok, ...)
   return ...
 end
 
---- Handles an error for xpcall: records its frames, and adds a traceback to an error table of C. M.caught, if set, is
+--- Handles an error for xpcall: records its frames, and adds a traceback to a C error's table. M.caught, if set, is
 --- called when an error is recorded.
 local function trace(e)
   if getmetatable(e) == native.Error and not e.traceback then e.traceback = debug.traceback("", 2) end
@@ -163,8 +162,8 @@ local function trace(e)
 end
 M.trace = trace
 
---- Runs fn(...) in a scope. At its end, the bytes of the tensors that were made inside are freed, except the tensors
---- that fn returns (also nested in tables), kept tensors and small tensors.
+--- Runs fn(...) in a scope. Its end frees the bytes of the tensors made inside, except tensors that fn returns (also
+--- nested in tables), kept tensors and small tensors.
 ---@param fn function
 ---@param ... any arguments of fn
 ---@return any ... the results of fn
@@ -189,7 +188,7 @@ function M.no_grad(fn, ...)
   return restore_grad(C.ps_set_grad_enabled(ctx, 0), xpcall(fn, trace, ...))
 end
 
---- Runs fn(...) and records gradients, even inside no_grad.
+--- Runs fn(...) and records gradients, also inside no_grad.
 ---@param fn function
 ---@param ... any arguments of fn
 ---@return any ... the results of fn
@@ -199,9 +198,9 @@ function M.enable_grad(fn, ...)
   return restore_grad(C.ps_set_grad_enabled(ctx, 1), xpcall(fn, trace, ...))
 end
 
---- Sets whether the outputs of norms, GELU and SwiGLU are kept for backward (true), or whether backward recomputes
---- outputs of 1 MiB and more (false, the default). Both settings result in the same bits. Keeping the outputs takes
---- more memory and saves 1 to 2 % of the time on a GPU. The setting applies to ops that run from now on.
+--- Sets whether outputs of norms, GELU and SwiGLU are kept for backward (true), or backward recomputes those of 1 MiB
+--- and more (false, the default). Both settings have the same bits. Keeping them takes more memory and saves 1 to 2 %
+--- of the time on a GPU. Ops that have already run are not affected.
 ---@param on boolean
 ---@return boolean was the previous setting
 function M.keep_cheap_outputs(on)
@@ -219,11 +218,10 @@ local function restore_offload(was, ok, ...)
   return ...
 end
 
---- Runs fn(...) and keeps the activations that its backward needs in host memory. The inputs of a function that
---- ps.recompute runs are evicted after it has run. Other tensors that the tape holds are evicted when the scope that
---- made them ends (a module call, for example). All of them are fetched before backward needs them, and copies run
---- while ops compute. Gradients are the same. Tensors under 64 KiB are not moved, and on the cpu the call has no
---- effect.
+--- Runs fn(...) and keeps the activations for its backward in host memory. The inputs of a function that ps.recompute
+--- runs are evicted after it has run. Other tensors that the tape holds are evicted when the scope that made them ends
+--- (a module call, for example). All are fetched before backward needs them, and copies run while ops compute.
+--- Gradients do not change. Tensors under 64 KiB are not moved. On the cpu the call has no effect.
 ---@param fn function
 ---@param ... any arguments of fn
 ---@return any ... the results of fn
@@ -234,7 +232,7 @@ function M.offload_activations(fn, ...)
   return restore_offload(was, xpcall(fn, trace, ...))
 end
 
---- Ends a step. Calls the hook "step", and collects if the step left tensors that only Lua's collector frees.
+--- Ends a step: calls the hook "step", and collects if the step left tensors that only Lua's collector frees.
 --- optimizer:step() calls it last.
 function M.end_step()
   forget_reaped()
@@ -246,15 +244,15 @@ end
 -- -- recompute ------------------------------------------------------------------------------------------------------
 local function pack(...) return { n = select("#", ...), ... } end
 
--- M.segment describes the segment whose function is running, as {segment, again, outer}. `again` tells whether backward
--- runs the function again. M.segment is nil if no segment is running.
+-- M.segment is {segment, again, outer} while a segment's function runs, else nil. again: backward runs it a second
+-- time.
 local function enter(segment, again) M.segment = { segment = segment, again = again, outer = M.segment } end
 local function leave() M.segment = M.segment.outer end
 
 local carried = setmetatable({}, { __mode = "k" })   -- objects whose state is restored for a segment's second run
 
---- Registers an object whose state affects recomputed functions. Each segment stores the result of state() in its first
---- run, and calls restore(state) before it runs again.
+--- Registers an object whose state affects recomputed functions. A segment stores state() in its first run, and calls
+--- restore(state) before its second run.
 ---@param object {state: fun(self: table): table, restore: fun(self: table, state: table)}
 function M.carry_state(object) carried[object] = true end
 
@@ -269,11 +267,12 @@ local function set_states(all)
   for object, state in pairs(all or {}) do object:restore(state) end
 end
 
---- Runs fn(...) without keeping the activations that its backward needs. Backward runs fn again (Chen et al. 2016,
---- "Training Deep Nets with Sublinear Memory Cost"). Gradients are bit for bit equal to those of the plain call. fn
---- must be pure: the same inputs must result in the same outputs. Dropout draws the same numbers again. fn and
---- everything that it refers to are kept until backward has passed it or failed, or until its outputs are freed. If fn
---- refers to an object that holds such an output (self.last, for example), fn is kept until backward, or until
+--- Runs fn(...) without keeping the activations for its backward, which runs fn again (Chen et al. 2016, "Training Deep
+--- Nets with Sublinear Memory Cost"). Gradients equal those of the plain call bit for bit. fn must be pure: the same
+--- inputs must result in the same outputs. Dropout draws the same numbers again.
+---
+--- fn and everything that it refers to are kept until backward has passed it or failed, or until its outputs are freed.
+--- If fn refers to an object that holds such an output (self.last, for example), fn is kept until backward, or until
 --- model:close() of a model of ps.initialize.
 ---@param fn function must return only tensors
 ---@param ... any arguments of fn: tensors and other values
@@ -299,8 +298,7 @@ function M.recompute(fn, ...)
     if is_tensor(value) then ins[n_in], n_in = value, n_in + 1
     elseif type(value) == "table" and getmetatable(value) == nil then gather(inner, value, 3) end
   end
-  -- Tensors in plain tables, such as the tensors of a batch, outlive the scope that made them, as tensors among the
-  -- arguments do.
+  -- Tensors in plain tables, such as a batch, outlive the scope that made them, like tensors among the arguments.
   for _, t in ipairs(inner) do ins[n_in], n_in = t, n_in + 1 end
   local c_in, c_out = pointer_array(n_in + 1), pointer_array(results.n + 1)
   for i = 0, n_in - 1 do c_in[i] = ins[i] end
@@ -322,7 +320,7 @@ function M.recompute(fn, ...)
   return unpack(results, 1, results.n)
 end
 
---- Runs the function of a segment again, at which a walk stopped, and splices the recorded ops into the walk.
+--- Runs a segment's function again where a walk stopped, and splices the recorded ops into the walk.
 ---@param s table the segment
 ---@param id integer
 function M.run_again(s, id)
@@ -358,7 +356,7 @@ function M.run_again(s, id)
 end
 
 local root_in, gradient_in = pointer_array(1), pointer_array(1)
-local keeps = false                            -- whether the current walk keeps the graph for another one
+local keeps = false                            -- whether the current walk keeps the graph for another walk
 
 --- Drops an entry that a backward walk has passed, unless the walk keeps the graph.
 ---@param id integer
@@ -366,8 +364,8 @@ function M.passed(id) if not keeps then forget(id) end end
 
 --- Runs the entry at which a walk stopped.
 ---@param id integer
----@param factor? number factor of an engine on the walk's gradients, which are the loss's gradients times the factor;
----  nil if the walk belongs to no engine
+---@param factor? number an engine's factor on the walk: its gradients are the loss's gradients times the factor; nil if
+--- the walk belongs to no engine
 function M.resume(id, factor)
   local entry = waiting[id]
   if entry then return entry.resume(entry, id, factor) end
@@ -390,7 +388,7 @@ end
 
 -- Completes a walk. `rc` is the result of the C call that began it.
 local function walk_on(rc, factor)
-  if rc ~= 0 then  -- 0 means that the walk is complete without a stop, which is the usual case
+  if rc ~= 0 then  -- 0: the walk is complete without a stop, the usual case
     local ok, err = xpcall(walk, trace, rc, factor)
     C.ps_backward_end(ctx)
     keeps = false
@@ -449,8 +447,8 @@ function M.backward_options(options, call, more)
   return options
 end
 
---- Computes the gradients of the leaves from which t was computed, and adds them to the leaves' existing gradients. The
---- loss of a micro-batch of ps.initialize's model has the same weight as in model:backward.
+--- Computes the gradients of the leaves from which t was computed, and adds them to the leaves' gradients. The loss of
+--- a micro-batch of ps.initialize's model is weighted as in model:backward.
 ---@param t ps.Tensor of one element, unless gradient is passed
 ---@param gradient? ps.Tensor|{retain_graph?: boolean} gradient of t's shape, or the options
 ---@param options? {retain_graph?: boolean} retain_graph: keep the graph for another backward
@@ -487,7 +485,7 @@ function M.grad_of(t)
   return own(g)
 end
 
---- Returns a view of the same bytes without history, so that gradients do not pass through it.
+--- Returns a view of the same bytes without history. Gradients do not pass through it.
 ---@param t ps.Tensor
 ---@return ps.Tensor
 function M.detach(t)

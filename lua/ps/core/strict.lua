@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- require "ps.core.strict": from then on, reading or writing an undeclared global is an error, which finds misspelt
--- names. Existing globals stay; strict.declare("name", ...) adds names. Loading it twice is harmless.
+-- require "ps.core.strict" makes reading or writing an undeclared global an error, which finds misspelt names. Existing
+-- globals stay, and strict.declare("name", ...) adds names. Loading it twice is harmless.
 local strict = {}
 
 local declared = {}
@@ -11,7 +11,7 @@ function strict.declare(...)
   for i = 1, select("#", ...) do declared[(select(i, ...))] = true end
 end
 
---- Returns whether the access is made by C code (the REPL, C modules), which is not checked.
+--- Returns whether C code makes the access (the REPL, C modules), which is not checked.
 ---@return boolean
 local function from_c()
   local info = debug.getinfo(3, "S")

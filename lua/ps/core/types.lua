@@ -1,11 +1,11 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The types that a configuration value can have. A type describes its values in words (for errors and docs/config.md).
--- take(value) returns true and the value as the engine needs it, or false.
+-- The types of configuration values. A type describes its values in words (for errors and docs/config.md). take(value)
+-- returns true and the value as the engine needs it, or false.
 local types = {}
 
 ---@class ps.config.Type
 ---@field text string the expected values, as in "expected <text>"
----@field auto? boolean whether "auto" is a value of the type; otherwise it means the default
+---@field auto? boolean whether "auto" is a separate value of the type; otherwise it means the default
 ---@field least? number smallest value of a whole number, or -math.huge if there is no limit
 ---@field take fun(value: any): boolean, any
 
@@ -52,11 +52,10 @@ function types.integer(min, max)
   return made
 end
 
---- The largest whole number up to which a double, the number type of JSON and Lua, represents every whole number.
+--- The largest whole number up to which a double, the number type of JSON and Lua, is exact.
 types.MOST = 2 ^ 53 - 1
 
---- The largest number of micro-batches in an optimizer step. A step is planned as a whole, so each micro-batch adds to
---- its plan.
+--- Most micro-batches in an optimizer step. A step is planned as a whole, so each micro-batch adds to its plan.
 types.MICRO_BATCHES = 4096
 
 --- Accepts a finite number.
@@ -73,7 +72,7 @@ types.above_zero = new("a number above 0", function(value) return finite(value) 
 types.fp32 = new("a number of at least 0 that fp32 holds", function(value)
   return finite(value) and value >= 0 and value < 2 ^ 127, value
 end)
---- Accepts a norm to which gradients are clipped. With an infinite norm, gradients are only measured.
+--- Accepts a norm for clipping gradients. With an infinite norm, gradients are only measured.
 types.norm = new("a number of at least 0", function(value) return type(value) == "number" and value >= 0, value end)
 types.scale = new("a number above 0, up to 2^127", function(value)
   return finite(value) and value > 0 and value <= 2 ^ 127, value
@@ -90,8 +89,8 @@ types.betas = new("a list of two numbers, each at least 0 and below 1", function
   return true, { value[1], value[2] }
 end)
 
---- The ranges of an optimizer's settings, in a configuration, in a script and in a group of parameters. Outside these
---- ranges an update would increase the loss or result in NaN.
+--- The ranges of an optimizer's settings, in configurations, scripts and groups of parameters. Outside them an update
+--- would increase the loss or make NaN.
 types.OPTIMIZER = { lr = types.fp32, betas = types.betas, eps = types.fp32, weight_decay = types.fp32,
   momentum = types.fp32, dampening = types.fp32, max_norm = types.norm }
 

@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- UTF-8, as JSON, pickles and safetensors headers require it.
+-- Validates UTF-8, as JSON, pickles and safetensors headers require it.
 local utf8 = {}
 
 --- Returns whether a text is valid UTF-8: no stray or missing continuation byte, no overlong form, no surrogate, and

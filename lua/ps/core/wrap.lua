@@ -1,10 +1,10 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Wraps texts to a width, for help at the prompt and for documents that tools write.
 
--- Returns whether Markdown reads a word at the beginning of a line as a list, a heading or a table.
+-- Returns whether Markdown reads this word at the beginning of a line as a list, a heading or a table.
 local function is_sign(word) return word:find "^[-+*#>=|]+$" or word:find "^%d+[.)]$" end
 
---- Adds a text to a list of lines. Lines are broken at blanks. A word that is longer than a line is not split.
+--- Adds a text to a list of lines, broken at blanks. A word longer than a line is not split.
 ---@param lines string[]
 ---@param text string
 ---@param width integer number of columns
