@@ -74,13 +74,13 @@ end
 
 describe("a loader that tokenizes while it trains", function()
   it("has the batches of a loader that tokenizes before", function()
-    local rows = list_of(203)
+    local rows = list_of(101)
     for _, more in ipairs {
       { packing = true, window = 30 }, { group_by_length = true, window = 64, accumulate = 2 }, { too_long = "drop",
         seq = 40 }, { shuffle = false, too_long = "left", seq = 30 }, { loss_weights = "example", accumulate = 3 },
       { drop_last = true, pad_to_multiple_of = 8 }, { rank = 1, world_size = 2, packing = true, window = 20 },
       { packing = true }, { ahead = 5, batch = 7 },
-    } do same_epochs(rows, more, 3) end
+    } do same_epochs(rows, more, 2) end
     local ids = list_of(50, function(i) return { input_ids = { i, i + 1, 3 }, labels = { -100, 7, 3 },
       loss_weights = { 1, 0.5, i } } end)
     same_epochs(ids, { loss_weights = "token", packing = true, window = 9 }, 2)
@@ -91,7 +91,7 @@ describe("a loader that tokenizes while it trains", function()
       local few, many = ps.data.table(list_of(12)), ps.data.table(list_of(70))
       local mixed = ps.data.mix({ { few, 0.5 }, { many, 0.5 } }, exhausted ~= "leave" and { exhausted = exhausted }
         or nil)
-      same_epochs(mixed, { packing = true, window = 16 }, 3)
+      same_epochs(mixed, { packing = true, window = 16 }, 2)
     end
   end)
 
