@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Batch sizes: train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x data-parallel
--- processes. A missing value is computed from the others. Processes that share a model's stages or layers get the same
--- rows.
+-- Resolves the batch sizes: train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x
+-- data-parallel processes. A missing value follows from the others. Processes that share a model's stages or layers get
+-- the same rows.
 local hooks = require "ps.core.hooks"
 local types = require "ps.core.types"
 
@@ -9,7 +9,7 @@ local batch = {}
 
 local TOTAL, MICRO, STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 
---- Returns the number of data-parallel groups, which are groups of processes that have different rows of a batch.
+--- Returns the number of data-parallel groups. Groups have different rows of a batch.
 ---@param state ps.config.State
 ---@param cfg ps.Config
 ---@param world? integer number of processes, or nil for the processes of one model replica

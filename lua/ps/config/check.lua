@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Checks a raw configuration against the schema: unknown keys, wrong types, refused keys, "auto", defaults. The result
--- has every section and every default. Relations between keys are checked afterwards (batch_sizes.lua, memory.lua,
+-- has every section and every default. Other files then check relations between keys (batch_sizes.lua, memory.lua,
 -- ...).
 local nearest = require "ps.core.nearest"
 local json = require "ps.config.json"
@@ -12,7 +12,7 @@ local check = {}
 ---@field name string the source's name in errors
 ---@field later boolean whether keys that only a later version will honour are accepted
 ---@field auto table<string, any> values for "auto", by full path or last name
----@field given table<string, boolean> paths whose value was written, or was given for "auto"
+---@field given table<string, boolean> paths whose value was written, or given in place of "auto"
 ---@field defaulted string[] paths where "auto" became the default
 ---@field spelt table<string, string> alias under which a path was written, by path
 ---@field ignored table[] {words =, paths = {...}} ignored paths by reason, in the order in which they were found
@@ -67,8 +67,8 @@ function check.show(value)
   return "a list (" .. table.concat(items, ", ") .. (#value > 4 and ", ..." or "") .. ")"
 end
 
---- Returns the text of an error about a value that is not of a type, such as "is -1; expected a number of at least 0".
---- Returns nil for a value of the type.
+--- Describes a value that is not of a type, such as "is -1; expected a number of at least 0". Returns nil for a value
+--- of the type.
 ---@param value any
 ---@param type_of ps.config.Type
 ---@return string?
@@ -76,8 +76,8 @@ function check.problem(value, type_of)
   if not type_of.take(value) then return ("is %s; expected %s"):format(check.show(value), type_of.text) end
 end
 
---- Returns the text of the error about the first setting that is out of range, such as "lr is -1; expected a number of
---- at least 0". Returns nil if all settings are in range.
+--- Describes the first setting that is out of range, such as "lr is -1; expected a number of at least 0". Returns nil
+--- if there is none.
 ---@param settings table
 ---@param types_of table<string, ps.config.Type>
 ---@return string?
@@ -106,8 +106,8 @@ local function names_in(node)
   return names
 end
 
--- Returns the schema's root. The schema is large and is only needed to read a configuration. Afterwards Lua's collector
--- may free it.
+-- Returns the root of the schema, which is large and only needed while a configuration is read. Lua's collector may
+-- free it afterwards.
 local SCHEMA = { "ps.config.schema", "ps.config.schema_deepspeed", "ps.config.schema_mesh" }
 local kept = setmetatable({}, { __mode = "v" })
 local function schema_root()
@@ -127,7 +127,7 @@ local function each_name(node, visit)
   for _, variant in pairs(node.variants or {}) do each_name(variant, visit) end
 end
 
--- Returns the sections that contain the name, sorted. With `near`, returns the full paths of similar names instead.
+-- Returns the sections that contain a name, sorted; with `near`, the full paths of similar names instead.
 local function elsewhere(name, near)
   local found, seen = {}, {}
   each_name(schema_root(), function(path, other)
@@ -281,8 +281,7 @@ function take_section(state, node, given)
   return out
 end
 
--- Returns the table that contains the last name of a path, and that name. With `make`, missing tables along the path
--- are created.
+-- Returns the table that contains the last name of a path, and that name. make: creates missing tables along the path.
 local function holder(raw, path, make)
   local at, last = raw, path:match("[^.]+$")
   for name in path:sub(1, #path - #last):gmatch("[^.]+") do
@@ -293,7 +292,7 @@ local function holder(raw, path, make)
   return at, last
 end
 
--- Moves a value from an alias of a key to the key. Raises an error if both names have different values.
+-- Moves a value from an alias to its key. Raises an error if both have different values.
 local function move_aliases(state, raw, node)
   for _, row in ipairs(node.rows) do
     local from, key = holder(raw, row.path)
@@ -324,8 +323,7 @@ local function same(a, b)
   return #a == #b
 end
 
--- Adds values that a script set elsewhere, by path: { value, where }. Raises an error if the configuration has a
--- different value.
+-- Adds values that a script set elsewhere, by path: { value, where }. Raises an error if the configuration differs.
 local function add_asked(state, raw, asked)
   for path, given in pairs(asked) do
     local target, name = holder(raw, path, true)
@@ -340,12 +338,12 @@ local function add_asked(state, raw, asked)
   end
 end
 
--- paths that the later checks add to a checked table
+-- paths that later checks add to a checked table
 local DERIVED = { precision = true, counts_micro_batches = true, rate_given = true, optimizer_given = true,
   grad_accum_dtype = true, ["fp16.dynamic"] = true,
   ["fp16.initial_scale"] = true, ["zero_optimization.offload_optimizer.stays"] = true }
 
---- Returns a checked table in the form of a source: the given keys, and all keys that differ from their defaults.
+--- Returns a checked table in the form of a source, with the given keys and the keys that differ from their defaults.
 ---@param cfg table
 ---@param given table<string, boolean> paths
 ---@return table raw
@@ -369,7 +367,7 @@ function check.written(cfg, given)
   return section(schema_root(), cfg)
 end
 
---- Checks a raw table (which it changes) against the schema.
+--- Checks a raw table against the schema, and changes the table.
 ---@param raw table
 ---@param name string
 ---@param auto? table<string, any>

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Prints the schema as the reference tables of docs/config.md. tools/config_doc.lua writes these tables, and a spec
--- checks that they are up to date.
+-- Prints the schema as the reference tables of docs/config.md, for tools/config_doc.lua. A spec checks that they are up
+-- to date.
 local schema = require "ps.config.schema"
 local check = require "ps.config.check"
 local wrap = require "ps.core.wrap"
@@ -18,7 +18,7 @@ local function default_of(row)
   return "`" .. check.show(row.default) .. "`"
 end
 
--- Returns the status, and the key's effect or the reason why it has none.
+-- Returns the status of a key, and its effect or the reason why it has none.
 local function meaning(row)
   if row.status == "alias" then return "honoured", "another spelling of `" .. row.words .. "`" end
   if row.status == "later" then return "refused", "not in this version: " .. row.words end

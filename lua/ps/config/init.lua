@@ -1,11 +1,11 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Configurations: a Lua table, a .lua file, or an unchanged DeepSpeed .json file, checked and completed for the engine.
+-- Reads configurations: a Lua table, a .lua file, or an unchanged DeepSpeed .json file, checked and completed for the
+-- engine.
 --
 --   local cfg, notes = config.read("ds_config.json", { available = { host = bytes } })
 --
--- docs/config.md lists the keys, which are the rows of config/schema.lua. Names and nesting are DeepSpeed's. `notes` is
--- a list of texts about keys that were accepted but have no effect, and about decisions made for the user. Callers
--- print each text once.
+-- Names and nesting are DeepSpeed's. docs/config.md lists the keys, which are the rows of config/schema.lua. `notes`
+-- are texts about accepted keys without an effect, and about decisions made for the user. Callers print each text once.
 local caller = require "ps.core.caller"
 local source = require "ps.config.source"
 local check = require "ps.config.check"
@@ -30,7 +30,7 @@ local config = {}
 ---@field grad_accum_dtype "fp32"|"param" dtype in which gradients are accumulated
 ---@field pipeline ps.config.Pipeline
 ---@field tensor_parallel {size: integer, sequence_parallel: boolean, tp_keep_gathered: boolean, tp_overlap_comm:
----  boolean|integer} tp_overlap_comm: the argument of mesh.pieces
+--- boolean|integer} tp_overlap_comm: the argument of mesh.pieces
 ---@field zero_optimization ps.config.Zero
 ---@field memory ps.config.Memory
 ---@field chunk_size? integer elements, or nil to search for the best size
@@ -47,8 +47,8 @@ local config = {}
 ---@field seed? integer
 ---@field use_cpu_embedding boolean|"auto"
 ---@field client {mem_tracer: ps.config.MemTracer, opts: table}
----@field rates {host_adam?: number, device_adam?: number, up?: number, down?: number, at_once?: number} speeds, which
----  are measured if they are nil
+---@field rates {host_adam?: number, device_adam?: number, up?: number, down?: number, at_once?: number} speeds; nil
+--- means that they are measured
 ---@field steps_per_print? integer nil to print no lines
 ---@field wall_clock_breakdown boolean
 ---@field memory_breakdown boolean
@@ -94,8 +94,8 @@ local config = {}
 ---@class ps.config.Zero
 ---@field stage integer
 ---@field reshard_after_forward "auto"|"always"|"never"
----@field offload_optimizer {device: "none"|"cpu"|"nvme", ratio: number, stays?: boolean} stays: whether the
----  configuration sets device to "none", as opposed to the default
+---@field offload_optimizer {device: "none"|"cpu"|"nvme", ratio: number, stays?: boolean} stays: the configuration
+--- itself sets device to "none", which is also the default
 ---@field offload_param {device: "none"|"cpu"|"nvme"}
 
 ---@class ps.config.MemTracer
@@ -107,8 +107,8 @@ local config = {}
 ---@field kind "chunk"|"plain" with "plain", the other fields are absent
 ---@field device? integer nil if it is unknown, or if the device is the host
 ---@field host? integer nil if it is unknown
----@field disk? {path: string, limit?: integer, checksums?: boolean} nil if there is no disk tier; if `limit` is nil,
----  the limit is the number of bytes that the plan needs
+---@field disk? {path: string, limit?: integer, checksums?: boolean} nil without a disk tier; limit: nil for the bytes
+--- that the plan needs
 
 ---@class ps.config.Available
 ---@field device? number
@@ -117,18 +117,18 @@ local config = {}
 
 ---@class ps.config.Options
 ---@field asked? table<string, any[]> values that were set elsewhere, with the place for errors, by path
----@field later? boolean whether to accept keys that only a later version honours, for tools that plan; otherwise they
----  raise an error
+---@field later? boolean accept keys that only a later version honours, which are otherwise an error, for tools that
+--- plan
 ---@field world_size? integer number of processes (default: the processes of one model replica)
 ---@field device? string|fun(): string the device for "auto"; a function is called only if it is needed
 ---@field available? ps.config.Available|fun(device: string): ps.config.Available available bytes, to which ratios and
----  shares such as "80%" refer; a function is called with the configuration's device
+--- shares such as "80%" refer; a function is called with the configuration's device
 ---@field auto? table<string, any> values for "auto", by full path ("optimizer.params.lr") or last name ("lr")
 ---@field client? table settings of the section client, which override the configuration's
 
-local OF_ADAM = { adam_w_mode = true, torch_adam = true }          -- keys in addition to settings
+local OF_ADAM = { adam_w_mode = true, torch_adam = true }          -- keys that are not settings of Adam
 
--- Raises an error for settings of other optimizers.
+-- Raises an error for a setting that belongs to another optimizer.
 local function refuse_others(state, made)
   local own, owners = {}, {}
   for _, key in ipairs(made.settings) do own[key] = true end
@@ -148,7 +148,7 @@ local function refuse_others(state, made)
   end
 end
 
--- Sets the settings that are not given to this optimizer's own defaults.
+-- Sets settings that are not given to the defaults of this optimizer.
 local function fill_settings(state, made, params)
   for _, key in ipairs(made.settings) do
     if not state.given["optimizer.params." .. key] and (params[key] == nil or key == "betas" or key == "eps") then
@@ -185,7 +185,7 @@ end
 local SCHEDULERS = {}
 for _, name in ipairs(require "ps.config.schedules") do SCHEDULERS[name:lower()] = name end
 
--- schedules for which the default of max_lr is the optimizer's rate
+-- schedules whose max_lr is the optimizer's rate by default
 local RISES = { warmup_cosine = true, warmup_linear = true, constant = true }
 
 local function resolve_scheduler(state, cfg)
@@ -278,7 +278,7 @@ local function resolve_prefetch(state, cfg)
   if not state.given.prefetch then cfg.prefetch = moves end
 end
 
--- Adds a note that repeats a warning of DeepSpeed's.
+-- Adds a note that repeats a warning of DeepSpeed.
 local function look_at_vocabulary(state, size)
   if size and size % 8 ~= 0 then
     state:note("vocabulary_size is %d, not a multiple of 8: products with it are slow on GPUs; %d rows would be "
@@ -287,7 +287,7 @@ local function look_at_vocabulary(state, size)
   end
 end
 
--- Adds the notes about keys after all other notes, one line for each reason.
+-- Adds the notes about keys after all others, one line per reason.
 local function finish_notes(state, cfg)
   if #state.defaulted > 0 then
     local list = {}
@@ -304,7 +304,7 @@ local function finish_notes(state, cfg)
   return state.notes
 end
 
--- Resolves the remaining keys of OSLO's section, after its sizes were moved to their own sections.
+-- Resolves the remaining keys of OSLO's section. Its sizes are in their own sections already.
 local function resolve_parallelism(state, cfg)
   local off = cfg.model_parallelism.enable == false
   for _, path in ipairs { "pipeline.stages", "tensor_parallel.size" } do

@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- A strict JSON reader for configuration files. A duplicate key is an error, and every error names its line and column.
--- null becomes json.null, so that a key with null is visible. (cjson silently keeps the last of two equal keys.)
--- Comments begin with // and end with their line.
+-- Reads JSON strictly, for configuration files. A duplicate key is an error (cjson silently keeps the last), and every
+-- error names its line and column. null becomes json.null, so that a key with null is visible. Comments begin with //
+-- and end with their line.
 local json = { null = setmetatable({}, { __tostring = function() return "null" end }) }
 
 local DEEPEST = 100
@@ -37,7 +37,7 @@ local function utf8(code)
   return string.char(0xF0 + math.floor(code / 0x40000), 0x80 + math.floor(code / 0x1000) % 0x40) .. low
 end
 
--- Returns the character of the \u escape at `at`, and the position after it. Two surrogates form one character.
+-- Returns the character of the \u escape at `at`, or of two surrogates, and the position after it.
 local function unicode(reader, at)
   local code = tonumber(reader.text:match("^\\u(%x%x%x%x)", at) or "", 16)
   if not code then fail(reader, at, "\\u needs four hexadecimal digits") end
@@ -90,7 +90,7 @@ end
 
 local value_at
 
--- Reads items or members up to `close`. one(n) reads one item or member.
+-- Reads items or members up to `close`. one(n) reads one of them.
 local function sequence(reader, close, one)
   local open = reader.at
   reader.depth = reader.depth + 1

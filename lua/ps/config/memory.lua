@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Resolves the tiers and their budgets from the section memory, DeepSpeed's offload sections and PatrickStar's ratios
--- to { kind, device, host, disk }.
+-- Resolves the tiers and their budgets to { kind, device, host, disk }, from the section memory, DeepSpeed's offload
+-- sections and PatrickStar's ratios.
 local check = require "ps.config.check"
 
 local memory = {}
@@ -23,7 +23,7 @@ end
 
 local function plain_path(path) return #path > 1 and (path:gsub("/+$", "")) or path end
 
--- Returns the folder of the disk tier. Three settings can set it, and they must agree.
+-- Returns the folder of the disk tier. Three settings can set it and must agree.
 local function disk_path(state, cfg)
   local zero, chosen, from = cfg.zero_optimization, cfg.memory.disk.path, "memory.disk.path"
   for _, name in ipairs { "offload_optimizer", "offload_param" } do
@@ -49,8 +49,8 @@ local function disk_path(state, cfg)
   return chosen
 end
 
--- Resolves the settings of offloading. An explicit "none" keeps the optimizer's state and its updates on the device, so
--- settings that would move some of them to the host contradict it. The tier of parameters depends only on the budgets.
+-- Resolves the settings of offloading. An explicit "none" keeps the optimizer's state and updates on the device, so
+-- settings that would move some to the host contradict it. The tier of parameters depends only on the budgets.
 local function resolve_offload(state, cfg)
   local optimizer, param = cfg.zero_optimization.offload_optimizer, cfg.zero_optimization.offload_param
   if state.given[OPTIMIZER .. ".device"] and optimizer.device == "none" then
@@ -70,7 +70,7 @@ local function resolve_offload(state, cfg)
   end
 end
 
--- settings for chunks, and for a device other than the host
+-- settings that apply only to chunks, and only to a device other than the host
 local OF_CHUNKS = { "chunk_size", "eviction", "prefetch", "overlap_optimizer", "rates",
   TRACER .. "overall_gpu_mem_ratio", TRACER .. "overall_cpu_mem_ratio", TRACER .. "margin_use_ratio",
   "client.opts.with_async_move", "optimizer.params.use_hybrid_adam" }
@@ -83,7 +83,7 @@ local function ignore_given(state, paths, words)
   end
 end
 
--- Raises an error for settings that need a tier, since plain memory has no tiers.
+-- Raises an error for settings that need tiers, which plain memory does not have.
 local function refuse_with_plain(state, cfg)
   for _, path in ipairs { "memory.device", "memory.host", "memory.disk" } do
     if state.given[path] then
@@ -113,8 +113,7 @@ local function resolve(state, path, budget, there)
   return bytes
 end
 
--- Returns the budget of a tier in bytes, as given or by PatrickStar's ratio. Returns nil if the available memory is
--- unknown.
+-- Returns the budget of a tier in bytes, as given or by PatrickStar's ratio, or nil if the available memory is unknown.
 local function budget(state, tier, given, ratio_key, share, there)
   local path = "memory." .. tier
   if given then

@@ -1,19 +1,17 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Every key of a configuration. Reading, errors and docs/config.md all use this table. The sections below have keys
--- that have an effect here. schema_mesh.lua has the keys that split a model among processes, and schema_deepspeed.lua
--- the remaining keys of DeepSpeed. All are joined into one list.
+-- Every key of a configuration. Reading, errors and docs/config.md all use this table. The sections below have the keys
+-- with an effect here. schema_mesh.lua has those that split a model among processes, and schema_deepspeed.lua the rest
+-- of DeepSpeed's. All are joined into one list.
 --
 -- A section: { path, its description, rows }. `of`: the rows apply only if the parent's `type` has this value. `acts`:
--- the default of `acts` for honoured rows.
--- A row: { key, type, default, status, words, check =, required =, acts = }:
+-- the default of `acts` for honoured rows. A row: { key, type, default, status, words, check =, required =, acts = }:
 --   honoured   does what DeepSpeed or PatrickStar document; if they do not, `words` describe the effect
 --   ignored    accepted, and noted once; `words` say why it has no effect here
 --   refused    an error unless it has its default, because the result would differ; `words` say why
 --   later      as refused, but planned for a later version
 --   alias      another name of the key in `words`; `as` converts its value
--- check(value) returns a reason to refuse a value of the right type, or nil.
--- acts: for an honoured key, the file that acts on it. If C alone acts on it, acts is the Lua file that sets it in C.
--- spec/config/acts_spec.lua checks that this file reads the key.
+-- check(value) returns a reason to refuse a value of the right type, or nil. acts: the file that acts on an honoured
+-- key, or sets it in C if C alone acts on it. spec/config/acts_spec.lua checks that this file reads the key.
 jit.off(true, true)                    -- compiled traces would keep this file in memory after it is unloaded
 local types = require "ps.core.types"
 local nearest = require "ps.core.nearest"
@@ -50,7 +48,7 @@ local STATIC = "chunks use the memory that other tensors leave at each trace ind
 local PINNED = "host memory is pinned if there is a GPU"
 local OTHER = "belongs to an optimizer that does not exist here"
 
--- Returns a check that a name is one of the given names. `why` is the text before the list of valid names.
+-- Returns a check that a name is one of `names`. why: text before the list of names in errors.
 local function one_of(names, why)
   return function(value)
     for _, name in ipairs(names) do

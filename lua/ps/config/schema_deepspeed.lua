@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- DeepSpeed's remaining keys: those without an effect here, and those that would change the result. A part of
+-- DeepSpeed's remaining keys: without an effect here, or refused because they would change the result. A part of
 -- schema.lua, in its form.
 jit.off(true, true)                    -- compiled traces would keep this file in memory after it is unloaded
 local call_names = require "ps.core.call_names"
@@ -25,7 +25,7 @@ local TRAVEL = "values are sent between processes in the type in which they are 
 local LATE = "delayed updates change the result"
 local OFF = "has no effect while the section is off"
 
--- Returns the reason to refuse a table in which a feature is enabled, or nil if none is enabled.
+-- Returns the reason to refuse a table in which a feature is enabled, else nil.
 local function enabled_inside(value, path)
   if type(value) ~= "table" then return nil end
   for key, item in pairs(value) do
@@ -40,8 +40,7 @@ local function not_empty(value)
   if next(value) ~= nil then return "it is not empty" end
 end
 
--- Returns nil if each item of a list names a call between processes, else the text of an error about the first item
--- that does not.
+-- Returns nil if each item of a list names a call between processes, else the error about the first other item.
 local function known_calls(list)
   for _, name in ipairs(list) do
     if type(name) ~= "string" or not call_names[name] then
@@ -53,7 +52,7 @@ local function known_calls(list)
   end
 end
 
--- Returns a section that is refused as a whole, because its presence enables the feature.
+-- Returns a section that is refused as a whole: its presence enables the feature.
 local function zenflow(T)
   local rows = {}
   for key in ("topk_ratio select_strategy select_interval update_interval overlap_step offload auto_ratio "
@@ -86,7 +85,7 @@ return function(T)
     return { path, words, rows }
   end
 
-  -- Returns a section that must be disabled: the reason why it is refused, followed by its other keys.
+  -- Returns a section that must be disabled: the reason to refuse it, then its other keys.
   local function never(path, why, keys)
     local section = all(path, "", OFF, keys)
     table.insert(section[3], 1, { "enabled", T.boolean, false, R, why })
