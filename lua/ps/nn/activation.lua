@@ -38,8 +38,8 @@ plain("Hardsigmoid", F.hardsigmoid)
 plain("Hardswish", F.hardswish)
 plain("Softsign", F.softsign)
 
--- Creates the class of a module that calls fn(x, ...) with stored numbers. `names` and `defaults` are the names and
--- default values of these numbers. If `dim` is true, the numbers are dimensions and must be integers.
+-- Creates the class of a module that calls fn(x, ...) with stored numbers, which have these names and default values.
+-- dim: the numbers are dimensions and must be integers.
 local function with_numbers(class_name, fn, names, defaults, dim)
   local class = nn_module.class(class_name)
   class.unscoped = true
@@ -132,7 +132,7 @@ function Dropout:init(p)
   if not (self.p >= 0 and self.p < 1) then error("Dropout: p must be in [0, 1), got " .. tostring(p)) end
 end
 
---- Returns whether a call would currently drop elements, which is so in training if p is above 0.
+--- Returns whether a call would drop elements now: in training, if p is above 0.
 ---@return boolean
 function Dropout:active()
   if self.training or self.p == 0 then return self.p > 0 end

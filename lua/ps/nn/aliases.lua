@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Module methods with PyTorch's names for calls that have another name here: lists, types, devices.
+-- Adds PyTorch's names for methods of modules that have another name here: lists, types, devices.
 
 -- Returns the values of an iterator over names and values, as a list.
 local function values(next_one)

@@ -1,7 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- nn.MultiheadAttention: attention from queries to keys and values, whose widths may differ from that of the queries.
--- It has PyTorch's parameter names, masks (true hides a position) and layout ([T, B, C] unless batch_first), and a
--- cache for decoding.
+-- nn.MultiheadAttention: attention from queries to keys and values, which may have other widths. Parameter names, masks
+-- (true hides a position) and layout ([T, B, C] unless batch_first) are PyTorch's. A cache serves decoding.
 local create = require "ps.tensor.create"
 local functional = require "ps.tensor.functional"
 local native = require "ps.core.ffi"
@@ -42,7 +41,7 @@ function MultiheadAttention:init(width, heads, options)
   local p = options.dropout or 0
   if not (p >= 0 and p < 1) then error(("nn.MultiheadAttention: dropout is %g; it must be in [0, 1)"):format(p)) end
   self.width, self.heads, self.dropout, self.batch_first = width, heads, p, options.batch_first == true
-  self.head_size, self.inner = width / heads, width           -- `inner` is the number of columns of this rank's heads
+  self.head_size, self.inner = width / heads, width           -- number of columns of this rank's heads
   self.kdim, self.vdim = options.kdim or width, options.vdim or width
   local where = { dtype = options.dtype, device = options.device }
   local function weight(name, rows, columns)
@@ -88,8 +87,7 @@ end
 
 local function shown(t) return "[" .. table.concat(t:shape(), ", ") .. "]" end
 
--- Converts a mask from PyTorch's form (true hides a key, and floats are added) to F.attention's form (true shows a
--- key).
+-- Converts a mask from PyTorch's form (true hides a key, floats are added) to F.attention's (true shows a key).
 local function of_mask(mask, B, H, T, S)
   if caller.tensor(mask, "nn.MultiheadAttention", "attn_mask") == nil then return nil end
   local shape = mask:shape()
@@ -113,8 +111,8 @@ local function of_padding(mask, B, S)
   return mask.dtype_ == C.PS_BOOL and mask:logical_not():reshape(B, 1, 1, S) or mask:reshape(B, 1, 1, S)
 end
 
--- Combines two masks. If both are bool, a key is visible if both masks show it. Otherwise both masks are added as
--- floats, in which a hidden key is -inf.
+-- Combines two masks. If both are bool, a key is visible if both show it. Otherwise they are added as floats, with -inf
+-- for a hidden key.
 local function both(a, b, dtype)
   if a == nil or b == nil then return a or b end
   if a.dtype_ == C.PS_BOOL and b.dtype_ == C.PS_BOOL then return a:logical_and(b) end
@@ -125,8 +123,8 @@ local function both(a, b, dtype)
   return floats(a) + floats(b)
 end
 
--- Appends keys and values to the keys and values of a cache, [B, H, S, D] each, and returns all of them. Without new
--- keys, returns the contents of the cache.
+-- Appends keys and values, [B, H, S, D] each, to a cache, and returns all. Without new keys, returns the cache's
+-- contents.
 local function cached(cache, k, v)
   if k ~= nil then
     if cache.key ~= nil then

@@ -1,10 +1,9 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Names of the modules that were called. Events and tensors refer to modules by number.
+-- Names the modules that were called, to which events and tensors refer by number.
 local nn_module = require "ps.nn.module"
 local registry = require "ps.nn.registry"
 
---- Returns the modules that were called, by index, each with its path from the outermost module that was called, and
---- its class.
+--- Returns the modules that were called, by number, each with its class and its path from the outermost called module.
 ---@return table<integer, { path: string, class: string }>
 return function()
   local called, above, names = nn_module.called, {}, {}

@@ -1,9 +1,9 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Norms over channels: BatchNorm1d and 2d, SyncBatchNorm (over the batch of all data-parallel ranks), GroupNorm.
+-- Norms over channels: BatchNorm1d and 2d, SyncBatchNorm (over the batches of all data-parallel ranks), GroupNorm.
 --
--- The running statistics are updated once per forward of a micro-batch in training. They are not updated when backward
--- recomputes the forward, or in a dry run. In a step of an engine, the first forward saves a copy of the statistics. A
--- step that is abandoned or skipped (after an error or an overflow) restores the copy.
+-- Running statistics are updated once per forward of a micro-batch in training, but not when backward recomputes the
+-- forward, or in a dry run. In an engine's step, the first forward saves a copy of the statistics. A step that is
+-- abandoned or skipped (after an error or an overflow) restores it.
 local create = require "ps.tensor.create"
 local functional = require "ps.tensor.functional"
 local images = require "ps.tensor.images"
@@ -19,10 +19,9 @@ local exports = {}
 
 -- -- steps ------------------------------------------------------------------------------------------------------------
 local STATISTICS = { "running_mean", "running_var", "num_batches_tracked" }
--- state of a layer during a step of its model's engine: true until its statistics are updated, then copies of the
--- previous statistics
+-- state of a layer in its engine's step: true until its statistics are updated, then copies of the previous statistics
 local in_step = setmetatable({}, { __mode = "k" })
-local layers = setmetatable({}, { __mode = "k" })                -- all layers that have running statistics
+local layers = setmetatable({}, { __mode = "k" })                -- layers that have running statistics
 
 -- Returns the layers with running statistics in a model.
 local function layers_in(model)
@@ -32,7 +31,7 @@ local function layers_in(model)
   return list
 end
 
--- Saves the statistics from before the step. A step saves them once.
+-- Saves the statistics from before the step, once per step.
 local function keep_statistics(layer)
   if in_step[layer] ~= true then return end
   local copies = layer.kept or {}
@@ -110,7 +109,7 @@ local function check_input(self, x)
   end
 end
 
--- Counts a forward in training. Returns the weight of the batch's statistics in the running statistics.
+-- Counts a forward in training. Returns the factor of the batch's statistics in the running statistics.
 local function count_batch(self)
   keep_statistics(self)
   local n = self.num_batches_tracked
@@ -118,8 +117,8 @@ local function count_batch(self)
   return self.momentum or n:to(self.running_mean:dtype()):reciprocal()
 end
 
---- Normalises the input. In training it uses the input's mean and variance, and updates the running statistics.
---- Otherwise it uses the running statistics.
+--- Normalises the input: in training by its own mean and variance, which also update the running statistics, else by
+--- the running statistics.
 ---@param x ps.Tensor [N, num_features, ...]
 ---@return ps.Tensor of x's shape
 function BatchNorm:forward(x)
@@ -147,13 +146,13 @@ local BatchNorm1d = core.class("BatchNorm1d", BatchNorm)
 BatchNorm1d.unscoped, BatchNorm1d.dims, BatchNorm1d.takes = true, { [2] = true, [3] = true }, "[N, C] or [N, C, L]"
 
 --- Normalises each channel over the batch and all positions (Ioffe and Szegedy 2015). The initial weight is 1 and the
---- initial bias 0. Each rank has running statistics of its own rows. Only rank 0's statistics are saved.
---- nn.SyncBatchNorm uses the rows of all ranks.
+--- initial bias 0. Each rank has running statistics of its own rows, and only rank 0's are saved. nn.SyncBatchNorm uses
+--- the rows of all ranks.
 ---@param num_features integer C
 ---@param options? {eps?: number, momentum?: number|false, affine?: boolean, track_running_stats?: boolean, dtype?:
----  string, device?: string} eps (default 1e-5); momentum (default 0.1), where false keeps the mean of all batches
----  (PyTorch's None); affine = false: no weight and bias; track_running_stats = false: always uses the batch's
----  statistics
+--- string, device?: string} eps (default 1e-5); momentum (default 0.1), where false keeps the mean of all batches
+--- (PyTorch's None); affine = false: no weight and bias; track_running_stats = false: always uses the batch's
+--- statistics
 function BatchNorm1d:init(num_features, options) init(self, num_features, options) end
 exports.BatchNorm1d = BatchNorm1d
 
@@ -162,13 +161,13 @@ local BatchNorm2d = core.class("BatchNorm2d", BatchNorm)
 BatchNorm2d.unscoped, BatchNorm2d.dims, BatchNorm2d.takes = true, { [4] = true }, "[N, C, H, W]"
 
 --- Normalises each channel over the batch and all positions (Ioffe and Szegedy 2015). The initial weight is 1 and the
---- initial bias 0. Each rank has running statistics of its own rows. Only rank 0's statistics are saved.
---- nn.SyncBatchNorm uses the rows of all ranks.
+--- initial bias 0. Each rank has running statistics of its own rows, and only rank 0's are saved. nn.SyncBatchNorm uses
+--- the rows of all ranks.
 ---@param num_features integer C
 ---@param options? {eps?: number, momentum?: number|false, affine?: boolean, track_running_stats?: boolean, dtype?:
----  string, device?: string} eps (default 1e-5); momentum (default 0.1), where false keeps the mean of all batches
----  (PyTorch's None); affine = false: no weight and bias; track_running_stats = false: always uses the batch's
----  statistics
+--- string, device?: string} eps (default 1e-5); momentum (default 0.1), where false keeps the mean of all batches
+--- (PyTorch's None); affine = false: no weight and bias; track_running_stats = false: always uses the batch's
+--- statistics
 function BatchNorm2d:init(num_features, options) init(self, num_features, options) end
 exports.BatchNorm2d = BatchNorm2d
 
@@ -179,12 +178,11 @@ SyncBatchNorm.dims, SyncBatchNorm.takes = { true, true, true, true, true, true, 
 SyncBatchNorm.dims[1] = nil
 SyncBatchNorm.unscoped = false
 
---- Normalises like nn.BatchNorm1d and nn.BatchNorm2d, but computes statistics over the batches of all data-parallel
---- ranks together. Running statistics are equal on all ranks. With one rank the results are those of nn.BatchNorm1d and
---- nn.BatchNorm2d.
+--- Normalises like nn.BatchNorm1d and nn.BatchNorm2d, but with statistics over the batches of all data-parallel ranks.
+--- All ranks have the same running statistics. With one rank, results equal those of nn.BatchNorm1d and nn.BatchNorm2d.
 ---@param num_features integer C
 ---@param options? {eps?: number, momentum?: number|false, affine?: boolean, track_running_stats?: boolean, dtype?:
----  string, device?: string} the options of nn.BatchNorm2d
+--- string, device?: string} the options of nn.BatchNorm2d
 function SyncBatchNorm:init(num_features, options) init(self, num_features, options) end
 
 -- Returns the normalised x [N, C, ...], and the mean, variance and count over all ranks. The exchanges have gradients.
@@ -206,8 +204,7 @@ local function over_ranks(self, x, group)
   return y:to(dtype), mean:detach(), var:detach(), count:reshape({})
 end
 
---- Normalises the input. In training it uses the mean and variance of all ranks' inputs. Otherwise it uses the running
---- statistics.
+--- Normalises the input: in training by the mean and variance of all ranks' inputs, else by the running statistics.
 ---@param x ps.Tensor [N, num_features, ...]; N may differ between ranks
 ---@return ps.Tensor of x's shape
 function SyncBatchNorm:forward(x)
@@ -296,11 +293,11 @@ local INSTANCE_NORM = { eps = "number", affine = "boolean", track_running_stats 
 local function instance_norm(class_name, dims, takes)
   local class = core.class(class_name)
   class.unscoped = true
-  --- Normalises each channel of each sample over all positions (Ulyanov et al. 2016), in training and evaluation. There
-  --- are no running statistics.
+  --- Normalises each channel of each sample over all positions (Ulyanov et al. 2016), in training and evaluation alike.
+  --- There are no running statistics.
   ---@param num_features integer C
   ---@param options? {eps?: number, affine?: boolean, dtype?: string, device?: string} eps (default 1e-5); affine = true
-  ---  creates a trained weight and bias for each channel (default false)
+  --- creates a trained weight and bias for each channel (default false)
   function class:init(num_features, options)
     local name = "nn." .. class_name
     options = caller.options(options, name, INSTANCE_NORM)

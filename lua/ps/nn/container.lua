@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- ModuleList and Sequential. Their items count from 0, as in names and in PyTorch; list[-1] is the last. ipairs, pairs,
--- unpack, table.insert and table.remove work on them (ps.lists). The operator # does not: LuaJIT calls no metamethod
--- for the length of a table, so it is 0 for every list. list:size() is the number of modules.
+-- ModuleList and Sequential. Items count from 0, as in names and in PyTorch, and list[-1] is the last. ipairs, pairs,
+-- unpack, table.insert and table.remove work on them (ps.lists). list:size() is the number of modules; #list is always
+-- 0, because LuaJIT calls no metamethod for the length of a table.
 local nn_module = require "ps.nn.module"
 local registry = require "ps.nn.registry"
 local caller = require "ps.core.caller"
@@ -26,7 +26,7 @@ local function items_of(self)
   return items
 end
 
--- Registers the given modules, from index 0, in place of the current modules.
+-- Replaces the current modules by the given ones, from index 0.
 local function set_items(self, items)
   for i = 0, self.length - 1 do
     registry.remove(self, i)
@@ -36,8 +36,7 @@ local function set_items(self, items)
   self.length = #items
 end
 
--- Returns the index from 0 of a given index, which counts from the end if it is negative. `last` is the largest valid
--- index.
+-- Checks an index, and returns it counted from 0; a negative index counts from the end. last: the largest valid index.
 local function place(self, index, last, call)
   caller.whole(index, call .. ": the index")
   local at = index < 0 and self.length + index or index
@@ -46,7 +45,7 @@ local function place(self, index, last, call)
     call, index, self.length))
 end
 
--- Performs list[index] = value, which replaces a module, appends a module, or removes a module if the value is nil.
+-- Performs list[index] = value: replaces or appends a module, or removes it for nil.
 local function set(self, index, value)
   local call = ("%s[%s] = value"):format(self.class_name, tostring(index))
   if rawequal(value, nil) then return self:remove(index) end
@@ -77,7 +76,7 @@ nn_module.adapt(ModuleList, function(class)
     remove = function(self, index) return self:remove(index) end }
 end)
 
--- Returns the modules of a constructor's list. `...` are surplus arguments, which are rejected.
+-- Returns the modules of a constructor's list. Surplus arguments `...` are rejected.
 local function given_modules(call, modules, ...)
   if select("#", ...) > 0 or nn_module.is_module(modules) and not lists.is_list(modules) then
     error(("%s takes one list of modules: %s { a, b }, not %s(a, b)"):format(call, call, call))
@@ -105,8 +104,8 @@ local function given_modules(call, modules, ...)
   return list
 end
 
---- Creates a list of modules. Indices begin at 0, and list[-1] is the last module. `for i, module in ipairs(list) do`
---- iterates over the modules with i from 0. list:size() is the number of modules.
+--- Creates a list of modules, with indices from 0; list[-1] is the last. `for i, module in ipairs(list) do` iterates
+--- over them, and list:size() is their number.
 ---@param modules? ps.nn.Module[] a plain Lua list, whose first module gets index 0, or another nn.ModuleList
 ---@param ... any rejected
 function ModuleList:init(modules, ...)
@@ -131,7 +130,7 @@ function ModuleList:extend(modules)
   return self
 end
 
---- Inserts a module before the module at `index`, and increases the indices of the modules from there on by one.
+--- Inserts a module before the module at `index`. The indices from there on increase by one.
 ---@param index integer from 0; the number of modules appends
 ---@param module ps.nn.Module
 ---@return ps.nn.Module self
@@ -145,7 +144,7 @@ function ModuleList:insert(index, module)
   return self
 end
 
---- Removes a module and returns it. The indices of the modules after it decrease by one.
+--- Removes a module and returns it. Later indices decrease by one.
 ---@param index? integer (default -1, the last module)
 ---@return ps.nn.Module module
 function ModuleList:remove(index)
@@ -155,7 +154,7 @@ function ModuleList:remove(index)
   return module
 end
 
---- Returns true, since Module:recompute_blocks treats each element as a block.
+--- Returns true: each element is a block of Module:recompute_blocks.
 ---@return boolean
 function ModuleList:holds_blocks() return true end
 
@@ -166,8 +165,7 @@ function ModuleList:size() return self.length end
 ---@return integer
 function ModuleList:len() return self.length end
 
---- Returns an iterator over the modules with i from 0, for `for i, module in list:each() do`. It does the same as
---- `ipairs(list)`.
+--- Returns an iterator over the modules with i from 0, for `for i, module in list:each() do`, like `ipairs(list)`.
 ---@return fun(): integer?, ps.nn.Module?
 function ModuleList:each()
   local i = -1
@@ -193,7 +191,7 @@ function Sequential:init(...)
   end
 end
 
---- Returns whether Module:recompute_blocks treats an element as a block, which is so if the element contains modules.
+--- Returns whether an element is a block of Module:recompute_blocks: it must contain modules.
 ---@param element ps.nn.Module
 ---@return boolean
 function Sequential:holds_blocks(element) -- luacheck: ignore 212/self

@@ -16,7 +16,7 @@ local CONV = { stride = "whole|table", padding = "whole|table|string", dilation 
 local TRANSPOSE = { stride = "whole|table", padding = "whole|table", output_padding = "whole|table", groups = "whole",
   bias = "boolean", dilation = "whole|table", dtype = "string", device = "string" }
 
--- Returns {v, ...} with a number for each of n dimensions, made from one number or from a list of numbers.
+-- Returns a list of n numbers, one per dimension, from one number or from a list.
 local function each(value, n, what, least)
   local list = type(value) == "table" and caller.list(value, what) or {}
   for i = 1, n do list[i] = type(value) == "table" and value[i] or value end

@@ -1,13 +1,14 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Models that are made without data and get it later. Each process gets only the data of its own tensors:
+-- ps.deferred and ps.materialize: models that are made without data and get it later. Each process gets only the data
+-- of its own tensors:
 --
 --   local model = ps.deferred(function() return gpt2.new("gpt2-xl") end)       -- on meta: names and shapes
 --   ps.materialize(model, { elsewhere = function(name) return not mine[name] and "rank 1 (stage 1)" end })
 --
--- While the function runs, each op on meta is recorded: its attributes, which contain seed and offset of random
--- numbers, and its tensors. The offsets of random numbers (Philox) advance as with data. ps.materialize repeats the ops
--- that computed a parameter's bytes, so the bits are those that the function would make with data. An op that cannot be
--- repeated is an error that names the parameter. The idea is that of torchdistx's deferred_init.
+-- While the function runs, each op on meta is recorded with its tensors and its attributes, which contain seed and
+-- offset of random numbers. The offsets (Philox) advance as with data. ps.materialize repeats the ops that compute a
+-- parameter's bytes, so the bits are those that the function would make with data. An op that cannot be repeated is an
+-- error that names the parameter. The idea is from torchdistx's deferred_init.
 local create = require "ps.tensor.create"
 local devices = require "ps.core.devices"
 local scope = require "ps.core.scope"
@@ -26,8 +27,8 @@ local error = caller.error
 
 local deferred = {}
 
--- Compiled code would keep closures alive, and the closures of a record hold the model's tensors. The code here runs
--- only briefly.
+-- Compiled code would keep closures of a record alive, and with them the model's tensors. The code here runs only
+-- briefly.
 jit.off(true, true)
 
 local META = native.device_index "meta"
@@ -37,7 +38,7 @@ local address = nn_module.address
 
 local function storage_of(t) return tonumber(ffi.cast("uintptr_t", t.storage)) end
 
--- Returns a second Lua object for a tensor's header. The object retains the header.
+-- Returns a second Lua object for a tensor's header, which it retains.
 local function held(t)
   C.ps_tensor_retain(t)
   return own(ffi.cast("ps_tensor *", t))
@@ -45,7 +46,7 @@ end
 
 -- -- recording ------------------------------------------------------------------------------------------------------
 -- Records everything that is computed on meta, in order. A node is an op, or another source of a tensor's values
--- (`run`). All headers are held, so that no address is used twice.
+-- (`run`). All headers are kept alive, so that no address is used twice.
 ---@class ps.deferred.Record
 ---@field nodes table[]
 ---@field maker table<integer, table> the node that made a header, or EMPTY if it was made without values, by the
@@ -64,7 +65,7 @@ local function new_record()
     Record)
 end
 
--- Returns a function that raises an error if the tensor has been written to since this call.
+-- Returns a function that raises an error if the tensor was written to after this call.
 local function unchanged(t)
   local version = C.ps_tensor_version(t)
   return function()
@@ -82,12 +83,12 @@ function Record:wrote(storage, node)
   table.insert(self.writers[storage], node)
 end
 
--- Checks an input t after an op has run. If the op wrote into t's storage, records it as a writer.
+-- Checks an input t after an op. If the op wrote into t's storage, records the op as a writer.
 function Record:touched(node, t)
   local storage, version = storage_of(t), C.ps_tensor_version(t)
   local before = node.before[storage]
   if version == before then return end
-  -- a difference means that a write was not recorded
+  -- the versions differ if an earlier write was not recorded
   if self.versions[storage] == before then self.versions[storage] = version end
   self:wrote(storage, node)
 end
@@ -99,10 +100,10 @@ function Record:makes(header, node)
   if not self.versions[storage] then self.versions[storage] = C.ps_tensor_version(header) end
 end
 
---- Begins to record an op before it runs (E.recorder).
+--- Begins the record of an op before it runs (E.recorder).
 ---@return table node
 function Record:begin(op, n_in, ins, attrs, nbytes)
-  for i = 0, n_in - 1 do if ins[i] ~= nil then C.ps_tensor_retain(ins[i]) end end   -- Lua may collect them
+  for i = 0, n_in - 1 do if ins[i] ~= nil then C.ps_tensor_retain(ins[i]) end end   -- so that Lua does not collect them
   local node = { op = op, n_in = n_in, ins = {}, attrs = ffi.string(attrs, nbytes), nbytes = nbytes, before = {} }
   for i = 0, n_in - 1 do
     if ins[i] ~= nil then
@@ -113,7 +114,7 @@ function Record:begin(op, n_in, ins, attrs, nbytes)
   return node
 end
 
---- Finishes the record of an op after it has run. Ops whose results have data are not recorded.
+--- Finishes the record of an op that has run. Ops whose results have data are not recorded.
 function Record:finish(node, results)
   node.outs = {}
   for i = 0, 3 do if results[i] ~= nil then node.outs[i] = held(results[i]) end end
@@ -134,7 +135,7 @@ function Record:empty(t)
   self.held[#self.held + 1] = held(t)
 end
 
---- Records `to`, which is a copy of `from` on meta, or another header of the same bytes on meta.
+--- Records `to` on meta: a copy of `from`, or another header of the same bytes.
 function Record:copied(from, to)
   if to.device_ ~= META then return end
   from = held(from)
@@ -154,7 +155,7 @@ function Record:copied(from, to)
   self:makes(to, node)
 end
 
--- Records that all values of t are read from a file, or from a table of tensors.
+-- Records that all values of t come from a file or a table of tensors.
 function Record:loads(t, state, name)
   local node = { ins = { [0] = held(t) }, n_in = 1, outs = {}, whole = true }
   local path, own_name, open = deferred.origin(state, name)
@@ -181,8 +182,8 @@ function Record:loads(t, state, name)
   self:wrote(storage_of(t), node)
 end
 
---- Returns the file that contains a tensor of an open state, and the tensor's name in the file, or nil if the state is
---- a table of tensors.
+--- Returns the file of a tensor in an open state, and the tensor's name there, or nil if the state is a table of
+--- tensors.
 ---@param state table
 ---@param name string
 ---@return string? path
@@ -223,8 +224,8 @@ local function nodes_for(record, t)
   return list
 end
 
--- Returns the tensor with data for a header. Creates an empty tensor if there is none yet. The recorded header itself
--- is not used: it may have got values in the meantime, while the other tensors were computed from its old values.
+-- Returns the tensor with data that stands for a header, created empty at first. The header's own tensor is not used:
+-- it may have got values already, while others were computed from its old values.
 local function real(record, env, header, device)
   local at = address(header)
   if not record.maker[at] then return header end
@@ -255,16 +256,15 @@ local function compute(record, list, env, t, device, files)
   return real(record, env, t, device)
 end
 
--- Ops that fill a tensor in place, by op code: the type of their attributes, and whether the attributes contain
--- `offset`, the counter of the first element's random number. Element i gets counter offset + i.
+-- Ops that fill a tensor in place, by op code: the type of their attributes, and whether these contain `offset`, the
+-- counter of the first element's random number. Element i gets counter offset + i.
 local FILLS = {
   [C.PS_OP_normal_] = { attributes = ffi.typeof "ps_attrs_normal_", numbered = true },
   [C.PS_OP_uniform_] = { attributes = ffi.typeof "ps_attrs_uniform_", numbered = true },
   [C.PS_OP_fill_] = { attributes = ffi.typeof "ps_attrs_fill_" },
 }
 
--- Returns whether a tensor's values come only from fills of the whole tensor, so that one part of it can be filled
--- without the others.
+-- Returns whether a tensor's values come only from fills of the whole tensor, so that a part can be filled alone.
 local function is_filled(record, list, t)
   if record.maker[address(t)] ~= EMPTY or not t:is_contiguous() then return false end
   for _, node in ipairs(list) do
@@ -273,8 +273,7 @@ local function is_filled(record, list, t)
   return true
 end
 
--- Fills `numel` elements of t, from element `at` on. They correspond to the elements from `first` on of the whole
--- tensor.
+-- Fills `numel` elements of t from element `at` on, with the values of the whole tensor from element `first` on.
 local function fill_run(t, at, numel, node, first)
   local how, ins = FILLS[node.op], pointer_array(1)
   local attributes = how.attributes()
@@ -288,8 +287,7 @@ local function fill_run(t, at, numel, node, first)
   native.give_back(part)
 end
 
--- Returns the values of a shard, computed by the fills that make the whole tensor. If the cut divides rows, each row is
--- filled separately.
+-- Returns the values of a shard, computed by the fills of the whole tensor. If the cut divides rows, fills row by row.
 local function fill_shard(list, whole, desc, device)
   local t = create.zeros(shard.shape(desc), { dtype = whole:dtype(), device = native.device_name[device] })
   if not devices.computes then return t end                             -- a script's dry run has no values
@@ -309,7 +307,7 @@ local function fill_shard(list, whole, desc, device)
   return t
 end
 
--- Reads the values of a shard from a file, without reading the other shards. `node` is the load of the whole tensor.
+-- Reads the values of one shard from a file. node: the load of the whole tensor.
 local function read_shard(node, whole, desc, device, files)
   local t = create.zeros(shard.shape(desc), { dtype = whole:dtype(), device = native.device_name[device] })
   for _, piece in ipairs(shard.pieces(desc)) do
@@ -318,7 +316,7 @@ local function read_shard(node, whole, desc, device, files)
   return t
 end
 
--- Sets the values of t on a device. If t is a shard of another tensor, t gets the shard's values.
+-- Sets the values of t on a device: all values, or a shard's if t is a shard of another tensor.
 local function fill(record, t, device, files)
   local whole, desc = record.whole[address(t)], nil
   if whole then desc = shard.of(t) else whole = t end
@@ -340,9 +338,9 @@ end
 
 -- -- models ---------------------------------------------------------------------------------------------------------
 local records = setmetatable({}, { __mode = "k" })          -- {record, device} by model
-local absent = setmetatable({}, { __mode = "k" })           -- location of values, by parameter of another process
+local absent = setmetatable({}, { __mode = "k" })           -- where the values are, by parameter of another process
 
--- Explains an op's failure. Returns the reason if an input is on another process.
+-- Adds to an op's error that an input is on another process, and where.
 hooks.on("op_failed", function(n_in, ins)
   for i = 0, n_in - 1 do
     for t, text in pairs(absent) do
@@ -351,12 +349,11 @@ hooks.on("op_failed", function(n_in, ins)
   end
 end)
 
--- Values of a tensor that is on another process are not loaded in this process.
+-- Does not load values of a tensor that is on another process.
 hooks.on("load", function(t) return absent[t] and t.device_ == META and { elsewhere = true } or nil end)
 
---- Runs a function that makes a model without data. Tensors are on meta unless the function names a device, and random
---- numbers advance as they would with data. ps.materialize computes the model's values, which have the bits that fn()
---- would compute with data.
+--- Runs a function that makes a model, without data. Tensors are on meta unless the function names a device, and random
+--- numbers advance as with data. ps.materialize computes the values, with the bits that fn() would compute with data.
 ---@param fn fun(...): ps.nn.Module
 ---@param ... any arguments of fn
 ---@return ps.nn.Module model
@@ -383,8 +380,8 @@ end
 
 local OPTIONS = { device = "string", elsewhere = "callable" }
 
--- Returns all tensors of a model, each once, as {name =, tensor =, kind =}. Parameters come first, with their first
--- names and in their order, followed by buffers and tensors in plain fields.
+-- Returns all tensors of a model as {name =, tensor =, kind =}, each once: parameters in their order, under their first
+-- names, then buffers and tensors in plain fields.
 local function tensors_of(model)
   local list, seen = {}, {}
   for name, p in model:named_parameters() do
@@ -404,7 +401,7 @@ local function tensors_of(model)
   return list
 end
 
--- Computes the values of a tensor of the model. An error names the tensor.
+-- Computes the values of one tensor of the model. Errors name the tensor.
 local function give_values(record, entry, device, files)
   local ok, why = pcall(fill, record, entry.tensor, device, files)
   if not ok then
@@ -418,8 +415,8 @@ local function give_values(record, entry, device, files)
   if entry.kind == "param" then hooks.tell("parameter", entry.tensor) end
 end
 
---- Creates a parameter that is a shard of one of the model's parameters and will replace it in the modules.
---- ps.materialize sets its values, which are a part of the whole parameter's values.
+--- Creates a parameter that is a shard of one of the model's parameters, which it will replace in the modules.
+--- ps.materialize sets the shard's values.
 ---@param model ps.nn.Module made by ps.deferred
 ---@param parameter ps.Tensor without values yet
 ---@param desc ps.nn.Shard
@@ -438,13 +435,13 @@ function deferred.cut(model, parameter, desc)
   return shard.set(part, desc)
 end
 
--- Frees the bytes of a tensor in this process, since the tensor is on another process.
+-- Frees the bytes of a tensor that is on another process.
 local function leave(t)
   if t.device_ == META then return end
   native.check(C.ps_tensor_set_data(t, create.empty(t:shape(), { dtype = t:dtype(), device = "meta" })))
 end
 
---- Frees the bytes of a parameter in this process, since it is on another process. Keeps its shape and type.
+--- Frees the bytes of a parameter that is on another process, but keeps its shape and type.
 ---@param parameter ps.Tensor
 ---@param text string for errors about its use: what the parameter is, and where its values are
 function deferred.leave(parameter, text)
@@ -452,13 +449,13 @@ function deferred.leave(parameter, text)
   leave(parameter)
 end
 
---- Computes the values of a model that ps.deferred made, one tensor at a time. The option `elsewhere` is called with
---- each tensor and its name (for a tied tensor, the first name). If it returns nil or false, the tensor gets values.
---- Otherwise it returns a text that says where the values are, such as "rank 1 (stage 1)". Such a tensor gets no values
---- and keeps only its shape and type. An op that uses it raises an error that contains the text.
+--- Computes the values of a model made by ps.deferred, one tensor at a time. The option `elsewhere` gets each tensor
+--- and its name (for a tied tensor, the first name). If it returns nil or false, the tensor gets values. Otherwise it
+--- returns where the values are, such as "rank 1 (stage 1)": the tensor then keeps only its shape and type, and an op
+--- that uses it raises an error with this text.
 ---@param model ps.nn.Module
 ---@param options? {device?: string, elsewhere?: fun(name: string, tensor: ps.Tensor): string|false?} device (default:
----  the device of new tensors at the time of ps.deferred)
+--- the device of new tensors at the time of ps.deferred)
 ---@return ps.nn.Module model
 function deferred.materialize(model, options)
   options = caller.options(options, "ps.materialize", OPTIONS)

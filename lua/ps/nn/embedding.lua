@@ -35,8 +35,8 @@ function Embedding:init(rows, width, options)
   if self.padding_idx then init.zeros_(self.weight:narrow(0, self.padding_idx, 1)) end
 end
 
---- Returns the rows at the given indices. If the weight is on another device than the indices, rows are looked up on
---- the weight's device and copied to the indices' device.
+--- Returns the rows at the given indices. If weight and indices are on different devices, rows are looked up on the
+--- weight's device and copied to the indices' device.
 ---@param index ps.Tensor integers [...]
 ---@return ps.Tensor [..., width]
 function Embedding:forward(index)

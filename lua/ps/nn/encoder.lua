@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- PyTorch's encoder and decoder layers (Vaswani et al. 2017), with its parameter names, so that states load in both
--- directions. Tensors are [T, B, C] unless batch_first, as in PyTorch.
+-- PyTorch's encoder and decoder layers (Vaswani et al. 2017). The parameter names are PyTorch's, so that states load in
+-- both directions. Tensors are [T, B, C] unless batch_first.
 local functional = require "ps.tensor.functional"
 local caller = require "ps.core.caller"
 local nn_module = require "ps.nn.module"
@@ -16,7 +16,7 @@ local OPTIONS = { dim_feedforward = "whole", dropout = "number", activation = "s
   device = "string" }
 local ACTIVATIONS = { relu = F.relu, gelu = F.gelu }
 
--- Sets the members that encoder and decoder layers share, in PyTorch's order: self_attn, linear1, dropout, linear2,
+-- Creates the members that encoder and decoder layers share, in PyTorch's order: self_attn, linear1, dropout, linear2,
 -- norm1, ...
 local function init(self, call, width, heads, options, cross)
   options = caller.options(options, call, OPTIONS)
@@ -54,19 +54,19 @@ end
 ---@class ps.nn.TransformerEncoderLayer: ps.nn.Module
 local EncoderLayer = nn_module.class("TransformerEncoderLayer")
 
--- Returns the table that describes how tensor parallelism cuts a layer.
+-- Returns a layer's rules for tensor parallelism, by member.
 local function table_of(extra)
   return { self_attn = "attention", multihead_attn = extra, linear1 = "column", dropout = "columns", linear2 = "row" }
 end
 EncoderLayer.tensor_parallel = table_of()
 
---- Creates a layer of self-attention and a feed-forward network of two linear layers. Both have a residual and a
+--- Creates a layer of self-attention and a feed-forward network (two linear layers), each with a residual and a
 --- LayerNorm.
 ---@param width integer E
 ---@param heads integer number of heads, which must divide E
 ---@param options? {dim_feedforward?: integer, dropout?: number, activation?: "relu"|"gelu"|function, layer_norm_eps?:
----  number, batch_first?: boolean, norm_first?: boolean, bias?: boolean, dtype?: string, device?: string} PyTorch's
----  options, with PyTorch's defaults: 2048, 0.1, "relu", 1e-5, false, false, true
+--- number, batch_first?: boolean, norm_first?: boolean, bias?: boolean, dtype?: string, device?: string} PyTorch's
+--- options, with PyTorch's defaults: 2048, 0.1, "relu", 1e-5, false, false, true
 function EncoderLayer:init(width, heads, options)
   init(self, "nn.TransformerEncoderLayer", width, heads, options, false)
 end
@@ -92,13 +92,13 @@ end
 local DecoderLayer = nn_module.class("TransformerDecoderLayer")
 DecoderLayer.tensor_parallel = table_of "attention"
 
---- Creates a layer of self-attention, attention to the memory of an encoder, and a feed-forward network of two linear
---- layers. Each has a residual and a LayerNorm.
+--- Creates a layer of self-attention, attention to an encoder's memory, and a feed-forward network (two linear layers),
+--- each with a residual and a LayerNorm.
 ---@param width integer E
 ---@param heads integer number of heads, which must divide E
 ---@param options? {dim_feedforward?: integer, dropout?: number, activation?: "relu"|"gelu"|function, layer_norm_eps?:
----  number, batch_first?: boolean, norm_first?: boolean, bias?: boolean, dtype?: string, device?: string} PyTorch's
----  options, with PyTorch's defaults: 2048, 0.1, "relu", 1e-5, false, false, true
+--- number, batch_first?: boolean, norm_first?: boolean, bias?: boolean, dtype?: string, device?: string} PyTorch's
+--- options, with PyTorch's defaults: 2048, 0.1, "relu", 1e-5, false, false, true
 function DecoderLayer:init(width, heads, options)
   init(self, "nn.TransformerDecoderLayer", width, heads, options, true)
 end
@@ -138,7 +138,7 @@ function DecoderLayer:forward(tgt, memory, options)
 end
 
 -- -- stacks ---------------------------------------------------------------------------------------------------------
--- Returns n layers: the given layer and n - 1 copies of it, with its settings and values, as in PyTorch.
+-- Returns n layers: the given one and n - 1 copies with its settings and values, as in PyTorch.
 local function layers_of(call, layer, n)
   if type(layer) == "table" and not nn_module.is_module(layer) then
     if n ~= nil and n ~= #layer then

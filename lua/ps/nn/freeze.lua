@@ -1,12 +1,12 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Freezing by names of parameters, and the table of trained and frozen parameters.
+-- Freezes parameters by name, and lists trained and frozen parameters.
 local caller = require "ps.core.caller"
 local nearest = require "ps.core.nearest"
 local readable = require "ps.core.readable"
 local shard = require "ps.tensor.shard"
 
--- Converts a pattern to a Lua pattern over ".name.". "*" stands for any characters. A pattern begins and ends at dots,
--- so "layers.*" matches "model.layers.0.mlp.up_proj.weight", and "wte" matches "transformer.wte.weight".
+-- Converts a pattern of names to a Lua pattern over ".name.". "*" stands for any characters. Patterns begin and end at
+-- dots: "layers.*" matches "model.layers.0.mlp.up_proj.weight", and "wte" matches "transformer.wte.weight".
 local function lua_pattern(pattern)
   return "%." .. pattern:gsub("[%^%$%(%)%%%.%[%]%+%-%?]", "%%%0"):gsub("%*", ".*") .. "%."
 end
@@ -49,7 +49,7 @@ local TRAINABLE = { prints_rows = true, __tostring = function(self)
     readable.bytes(self.nbytes))
 end }
 
--- Returns one row for all parameters whose names differ only in the indices of layers, with the sums of their counts.
+-- Returns rows of parameters with summed counts. Parameters whose names differ only in layer indices share a row.
 local function rows_of(module)
   local rows, by_key = { trained = 0, parameters = 0, trained_nbytes = 0, nbytes = 0 }, {}
   for name, p in module:named_parameters() do
@@ -71,10 +71,10 @@ end
 
 ---@param Module ps.nn.Module the class to which the methods are added
 return function(Module)
-  --- Freezes the parameters whose names match a pattern. Backward computes no gradients of frozen parameters, and an
-  --- engine that is created afterwards has no masters, gradients and optimizer state for them. An engine's model may be
-  --- frozen and thawed between steps. In a pattern, "*" stands for any characters. A pattern matches whole components
-  --- of a name: "layers.*" matches "model.layers.0.mlp.up_proj.weight", and "wte" matches "transformer.wte.weight".
+  --- Freezes the parameters whose names match a pattern. Backward computes no gradients for them, and an engine created
+  --- afterwards has no masters, gradients and optimizer state for them. An engine's model may be frozen and thawed
+  --- between steps. In a pattern, "*" stands for any characters. It matches whole components of a name: "layers.*"
+  --- matches "model.layers.0.mlp.up_proj.weight", and "wte" matches "transformer.wte.weight".
   ---@param patterns string|string[]
   ---@return ps.nn.Module self
   function Module:freeze(patterns)
@@ -82,8 +82,8 @@ return function(Module)
     return self
   end
 
-  --- Makes the parameters whose names match a pattern train again, after freeze. An engine creates their masters,
-  --- gradients and optimizer state before its next step; all ranks must thaw the same parameters.
+  --- Makes the parameters whose names match a pattern train again. An engine creates their masters, gradients and
+  --- optimizer state before its next step; all ranks must thaw the same parameters.
   ---@param patterns string|string[]
   ---@return ps.nn.Module self
   function Module:thaw(patterns)
@@ -92,7 +92,7 @@ return function(Module)
   end
 
   --- Returns the trained and the frozen parameters as a list that prints as a table with counts and bytes. Layers of
-  --- one kind are added up in one row. The list's fields trained, parameters, trained_nbytes and nbytes are sums.
+  --- one kind share a row. The list's fields trained, parameters, trained_nbytes and nbytes are sums.
   ---@return {name: string, trained: boolean, dtype: string, tensors: integer, parameters: integer, nbytes: number}[]
   function Module:trainable() return rows_of(self) end
 end

@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The model that ps.initialize returns. It is a handle: a table that holds the engine under a key that no script can
--- name, so a field of the module never changes the engine, and a field of the engine never hides the module's.
--- Engine.PUBLIC lists the handle's own names; every other name is read from the module and written to it. The library
+-- The model that ps.initialize returns: a handle, which holds the engine under a key that no script can name. A field
+-- that a script sets therefore never changes the engine, and the engine's fields never hide the module's.
+-- Engine.PUBLIC lists the handle's own names; any other name is read from the module and written to it. The library
 -- passes the engine itself, and gets it from a script's model with handle.of.
 local caller = require "ps.core.caller"
 local foreign = require "ps.core.foreign"
@@ -42,13 +42,13 @@ end
 ---@return function
 function handle.original(fn) return originals[fn] or fn end
 
--- Returns the results of a module's method. If the method returned its module, returns the model instead.
+-- Returns the results of a module's method, with the model in place of its module.
 local function returned(self, first, ...)
   if first ~= nil and rawequal(first, rawget(self, ENGINE).module) then return self, ... end
   return first, ...
 end
 
--- Wraps a function of the module, so that a call on the handle becomes a call on the module.
+-- Wraps a function of the module, so that a call on the handle calls it on the module.
 local function bound(self, fn)
   local engine = rawget(self, ENGINE)
   local wrapper = engine.bound[fn]

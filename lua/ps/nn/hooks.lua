@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Hooks of modules: functions of the script that run before and after a module's forward, and in backward when the
--- gradients of its inputs are complete. For hooks of backward, the module's inputs and outputs each pass through a
--- function of ps.autograd (as in PyTorch's BackwardHook).
+-- gradients of its inputs are complete. For backward hooks, the inputs and the outputs each pass through a function of
+-- ps.autograd (as in PyTorch's BackwardHook).
 local caller = require "ps.core.caller"
 local scope = require "ps.core.scope"
 local tensor_hooks = require "ps.tensor.hooks"
@@ -27,30 +27,30 @@ local function add(module, kind, fn, call)
   return tensor_hooks.add(lists[kind], fn)
 end
 
---- Calls fn(module, args) before each forward of the module. `args` is the list of the call's arguments, with the
---- number of arguments in `n`. fn returns nil, or new arguments as a list or a single tensor. A new argument must have
---- the kind of the old one: a tensor replaces a tensor, and a table replaces a table.
+--- Calls fn(module, args) before each forward of the module. args: the list of arguments, with their number in `n`. fn
+--- returns nil, or new arguments as a list or a single tensor. A new argument must have the kind of the old one: a
+--- tensor for a tensor, a table for a table.
 ---@param self ps.nn.Module
 ---@param fn fun(module: ps.nn.Module, args: any[]): any
 ---@return ps.HookHandle handle handle:remove() removes the hook
 function hooks.register_forward_pre_hook(self, fn) return add(self, "before", fn, "register_forward_pre_hook") end
 
---- Calls fn(module, args, output) after each forward of the module. `output` is the value that forward returned, or a
---- list if it returned several values. fn returns nil, or a new output of the same kind: a tensor for a tensor, or a
---- list of the same length for several values.
+--- Calls fn(module, args, output) after each forward of the module. output: the returned value, or a list of several.
+--- fn returns nil, or a new output of the same kind: a tensor for a tensor, a list of the same length for several
+--- values.
 ---@param self ps.nn.Module
 ---@param fn fun(module: ps.nn.Module, args: any[], output: any): any
 ---@return ps.HookHandle handle handle:remove() removes the hook
 function hooks.register_forward_hook(self, fn) return add(self, "after", fn, "register_forward_hook") end
 
 --- Calls fn(module, grad_input, grad_output) in backward when the gradients of the module's inputs are complete. Both
---- are lists with their length in `n`. They contain the gradient of each tensor among the arguments or the outputs, in
---- order, or nil if the tensor got none. The tensors of a table among the outputs are listed in alphabetical order of
---- their fields. fn returns nil, or a list that replaces grad_input. A list with its length in `n` can drop a gradient
---- by nil. The gradients are scaled as in tensor hooks (t:register_hook).
+--- are lists, with their length in `n`, of the gradient of each tensor among the arguments or the outputs, in order, or
+--- nil. Tensors of a table among the outputs are in alphabetical order of their fields. fn returns nil, or a list that
+--- replaces grad_input; a list with its length in `n` can drop a gradient by nil. Gradients are scaled as in tensor
+--- hooks (t:register_hook).
 ---@param self ps.nn.Module
 ---@param fn fun(module: ps.nn.Module, grad_input: table<integer, ps.Tensor>, grad_output: table<integer, ps.Tensor>):
----  table?
+--- table?
 ---@return ps.HookHandle handle handle:remove() removes the hook
 function hooks.register_full_backward_hook(self, fn) return add(self, "back", fn, "register_full_backward_hook") end
 
@@ -131,7 +131,7 @@ function Outputs.backward(ctx, ...)
   return nil, ...
 end
 
--- Finds the tensors among values and in tables among the values. Returns a list of { list, key }.
+-- Returns where the tensors are among values and their tables: a list of { list, key }.
 local function places_of(values)
   local places = {}
   for i = 1, values.n do
@@ -152,7 +152,7 @@ local function places_of(values)
   return places
 end
 
--- Passes the tensors at the given entries of places_of through a function.
+-- Passes the tensors at the given places (places_of) through a function.
 local function wrap(fn, call, places)
   if #places == 0 then return end
   local list = {}
@@ -176,15 +176,14 @@ end
 -- -- results of forward hooks -----------------------------------------------------------------------------------------
 local function kind_of(value) return is_tensor(value) and "tensor" or type(value) end
 
--- Raises an error if a hook returned a value of another kind than the value that it replaces. Any value can replace a
--- nil.
+-- Raises an error if a hook returned another kind of value than the one it replaces, unless that was nil.
 local function check_kind(value, old, whose, place)
   if old == nil or kind_of(value) == kind_of(old) then return end
   error(("%s returned a %s for %s, which was a %s; a hook returns nil, or values of the same kinds"):format(whose,
     kind_of(value), place, kind_of(old)), 0)
 end
 
--- Returns a list of values with its length in `n`, made from a list that may have its length in `n`.
+-- Returns a list with its length in `n`, from a list that may lack it.
 local function listed(result) return { n = result.n or #result, unpack(result, 1, result.n or #result) } end
 
 -- Returns the arguments of the forward after a pre-hook has returned `result`.

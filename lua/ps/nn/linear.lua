@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Products with a weight: Linear (PyTorch's layout [out, in]), Conv1D (GPT-2's layout [in, out]), and LMHead, the
--- product with a vocabulary.
+-- Products with a weight: Linear (PyTorch's layout [out, in]), Conv1D (GPT-2's layout [in, out]), and LMHead, which
+-- multiplies by a vocabulary's vectors.
 local create = require "ps.tensor.create"
 local native = require "ps.core.ffi"
 local functional = require "ps.tensor.functional"
@@ -55,8 +55,8 @@ Conv1D.unscoped = true
 
 local CONV1D = { std = "number", dtype = "string", device = "string" }
 
---- Creates a layer that computes y = x weight + bias, as the layer of this name in Hugging Face's GPT-2 does. The
---- weight is normal with deviation `std`, and the bias is 0.
+--- Creates a layer that computes y = x weight + bias, like the layer of this name in Hugging Face's GPT-2. The weight
+--- is normal with deviation `std`, and the bias is 0.
 ---@param inputs integer
 ---@param outputs integer
 ---@param options? {std?: number, dtype?: string, device?: string} std (default 0.02)
@@ -87,9 +87,8 @@ LMHead.unscoped = true
 
 local LM_HEAD = { std = "number", dtype = "string", device = "string", tied = "table" }
 
---- Creates the head of a language model, which computes logits over a vocabulary, or their loss. Its weight is normal
---- with deviation `std`. With `tied`, the head uses the weight of a token embedding, which remains the embedding's
---- parameter.
+--- Creates the head of a language model, which computes logits over a vocabulary, or their loss. The weight is normal
+--- with deviation `std`. With `tied`, it is the weight of a token embedding, and remains the embedding's parameter.
 ---@param width integer C
 ---@param words integer V
 ---@param options? {std?: number, dtype?: string, device?: string, tied?: ps.nn.Embedding} std (default 0.02)
@@ -99,7 +98,7 @@ function LMHead:init(width, words, options)
   caller.whole(words, "nn.LMHead: the number of words")
   self.inputs, self.outputs = width, words
   if options.tied then
-    rawset(self, "tied", options.tied)  -- the embedding is not a child module, so that the parameter has only one name
+    rawset(self, "tied", options.tied)  -- not registered as a child module, so that the parameter has only one name
     return
   end
   local weight = create.empty({ words, width }, { dtype = options.dtype, device = options.device })
@@ -114,7 +113,7 @@ local function weight_of(head) return (rawget(head, "tied") or head).weight end
 ---@return ps.Tensor [..., V]
 function LMHead:forward(x) return native.ops.linear(x, weight_of(self), nil, nil, 1) end
 
---- Returns the mean cross entropy of the logits, computed without keeping all of them in memory at once.
+--- Returns the mean cross entropy of the logits without holding all logits in memory at once.
 ---@param x ps.Tensor [..., C]
 ---@param targets ps.Tensor integers [...]; targets of -100 are ignored
 ---@param options? {ignore_index?: integer, reduction?: "mean"|"sum"} the options of F.lm_loss

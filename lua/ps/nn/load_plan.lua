@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The plan of load_state_dict: which tensor of a state is read into which tensor of a module, and what does not match.
+-- Plans a load_state_dict: which tensor of a state is read into which tensor of a module, and what does not match.
 local caller = require "ps.core.caller"
 local create = require "ps.tensor.create"
 local sharded = require "ps.nn.sharded"
@@ -14,7 +14,7 @@ local error = caller.error
 
 local load_plan = {}
 
---- Returns the first five names of a list, and the number of further names.
+--- Returns the first five names of a list and the number of the others, as text.
 ---@param list string[]
 ---@return string
 function load_plan.some(list)
@@ -24,9 +24,8 @@ function load_plan.some(list)
   return table.concat(shown, ", ")
 end
 
--- Returns whether a tensor of a state fits a parameter. Records in `kinds` the first whole tensor and the first shard
--- of a rank (ps.nn.sharded), since a state must not contain both. A state that is marked as whole is not recorded,
--- since it contains no shards.
+-- Returns whether a tensor of a state fits a parameter. A state must not contain both whole tensors and a rank's shards
+-- (ps.nn.sharded), so `kinds` gets the first name of each. is_whole: the state is marked as whole, without shards.
 local function fits(shape, tensor, name, kinds, is_whole)
   local kind = sharded.fit(shape, tensor)
   if kind == "own" and is_whole then return false end
@@ -41,8 +40,8 @@ local function fits(shape, tensor, name, kinds, is_whole)
   return kind ~= nil
 end
 
--- Returns the names of entries without a source. If a source contains no tensor of another process, it is this
--- process's own state, and the tensors of other processes do not count as missing.
+-- Returns the names of entries without a source. If a state has no tensor of another process, it is this process's own
+-- state, from which the other processes' tensors may be missing.
 local function missing_of(entries, elsewhere)
   local missing, absent = {}, {}
   local own = true
@@ -57,9 +56,9 @@ local function missing_of(entries, elsewhere)
   return missing
 end
 
---- Plans a load. Returns entries {tensor =, name =, from = source name or nil}, one for each distinct tensor, and the
---- lists of missing, unexpected and misshapen names. A tied tensor is read from the first of its names in the source;
---- `again` lists its other names in the source.
+--- Plans a load. Returns entries {tensor =, name =, from = source name or nil}, one per distinct tensor, and the lists
+--- of missing, unexpected and misshapen names. A tied tensor is read from the first of its names in the source; `again`
+--- lists the others.
 ---@param self ps.nn.Module
 ---@param source table<string, boolean> the names that the state has
 ---@param shape_of fun(name: string): integer[]
@@ -107,8 +106,8 @@ function load_plan.plan(self, source, shape_of, elsewhere, state)
   return entries, missing, unexpected, wrong
 end
 
--- Returns whether two tensors of a state have the same values. Tensors of a file are read into memory with the shape
--- and type of `tensor`.
+-- Returns whether two tensors of a state have the same values. Tensors of a file are read into memory, with the type of
+-- `tensor`.
 local function alike(state, one, other, tensor)
   if not state.read_into then
     return rawequal(state[one], state[other]) or state[one]:equal(state[other])
@@ -123,7 +122,7 @@ local function alike(state, one, other, tensor)
   end)
 end
 
---- Raises an error if the names of a tied tensor have different values in a state.
+--- Raises an error if a state has different values for the names of a tied tensor.
 ---@param entries table[] of load_plan.plan
 ---@param state table tensors by name, or an open file
 function load_plan.check_tied(entries, state)

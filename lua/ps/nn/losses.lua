@@ -10,8 +10,8 @@ local losses = {}
 local REDUCTION = { none = true, mean = true, sum = true }
 local KL_REDUCTION = { none = true, mean = true, sum = true, batchmean = true }
 
--- Creates the class of a module that calls F[name]. `keys` are its options. `buffers` are the options that are saved
--- with the module. `of_three` is true if the function has three tensor arguments.
+-- Creates the class of a module that calls F[name]. keys: its options. buffers: the options that are saved with the
+-- module. of_three: the function has three tensor arguments.
 local function loss(class_name, name, keys, buffers, of_three)
   local class = nn_module.class(class_name)
   class.unscoped = true

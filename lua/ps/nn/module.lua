@@ -9,11 +9,11 @@
 --   function Net:forward(x) return self.fc(x) * self.scale end
 --   local net = Net(64); local y = net(x)
 --
--- Calling a module runs :forward inside a scope. When forward returns, temporaries that neither the result nor the tape
--- needs are freed. If a class's forward makes no temporaries, `Class.unscoped = true` omits the scope. The names of
--- parameters and their order are those of PyTorch's named_parameters ("h.0.attn.weight"; ps.nn.registry): a module's
--- own tensors come before those of its modules. A tied tensor is listed once, under its first name; state_dict has all
--- of its names. Modules keep no activations.
+-- Calling a module runs :forward in a scope, whose end frees temporaries that neither the result nor the tape needs.
+-- `Class.unscoped = true` omits the scope for a class whose forward makes no temporaries. Names and order of parameters
+-- are those of PyTorch's named_parameters ("h.0.attn.weight"; ps.nn.registry): a module's own tensors come before those
+-- of its modules. A tied tensor is listed once, under its first name, but state_dict has all its names. Modules keep no
+-- activations.
 local native = require "ps.core.ffi"
 local scope = require "ps.core.scope"
 local caller = require "ps.core.caller"
@@ -30,9 +30,9 @@ local tensor_hooks = require "ps.tensor.hooks"
 local error = caller.error
 local C = native.C
 
--- `changes` is the number of registrations and replacements of parameters and modules so far. `optimizers` contains the
--- live optimizers of ps.optim, each with `trained` (address -> true). `updated` contains, by address of a parameter
--- that an engine updates, a {engine, name} that the engine keeps alive.
+-- changes: number of registrations and replacements of parameters and modules so far. optimizers: the live optimizers
+-- of ps.optim, each with `trained` (address -> true). updated: by address of a parameter that an engine updates, a
+-- {engine, name} that the engine keeps alive.
 local exports = { changes = 0, optimizers = setmetatable({}, { __mode = "k" }),
   updated = setmetatable({}, { __mode = "v" }) }
 local made_by_parameter = setmetatable({}, { __mode = "k" })
@@ -56,8 +56,7 @@ local function is_module(value)
   return meta and meta.ps_module or false
 end
 
--- Registers a value. `level` is the stack level of the function whose assignment registers the value, or nil if a
--- method registers it.
+-- Registers a value. level: stack level of the function whose assignment registers it, or nil for a method.
 local function register(self, name, kind, value, level)
   registry.add(self, name, kind, value, level and level + 1)
   exports.changes = exports.changes + 1
@@ -65,10 +64,10 @@ end
 
 -- Performs self.name = value by PyTorch's rules. A module or parameter is registered, nil removes the name, and a
 -- registered name accepts only values of its kind.
-local note_gone                                    -- (old, name): reports a member that is about to be replaced
+local note_gone                                    -- (old, name): reports a member that will be replaced
 
--- Makes the tensors of a field outlive scopes: a tensor itself, or the tensors in a plain table that a forward assigns.
--- A tensor whose bytes no longer exist is left as it is.
+-- Makes the tensors of a field outlive scopes: a tensor itself, or those in a plain table that a forward assigns. Skips
+-- a tensor whose bytes no longer exist.
 local FIELD_DEPTH = 3
 local function outlives_scopes(value, depth)
   if is_tensor(value) then
@@ -141,8 +140,8 @@ local function entered(self, ...)
   return leave(C.ps_module_enter(rawget(self, "_number") or number(self)), forward(self, ...))
 end
 
--- The outermost call of a module runs inside a scope. If it raises an error, the code that marks modules as left is
--- skipped, and the end of the scope marks the modules that were entered in it as left.
+-- Runs the outermost call of a module in a scope. After an error, the code that marks modules as left is skipped, and
+-- the end of the scope marks them instead.
 local function alone(self, ...) return scope.scope(entered, self, ...) end
 
 -- Returns the name of a module's call and a hint, for the error about a surplus argument.
@@ -153,8 +152,8 @@ local function input_names(self)
   return self.class_name, names[1] and ("; other inputs go by name: model { %s }"):format(table.concat(names, ", "))
 end
 
--- Calls a module. If its class has a function outermost(self, run, ...), this function replaces a call from outside all
--- modules, and run(self, ...) performs the actual call.
+-- Calls a module. A function outermost(self, run, ...) of its class replaces a call from outside all modules; run(self,
+-- ...) performs the actual call.
 local function call(self, ...)
   exact.arguments(self.forward, input_names, self, ...)
   if C.ps_module_now() ~= 0 then return entered(self, ...) end
@@ -245,8 +244,8 @@ function Module:forward()
   error(self.class_name .. " has no forward method")
 end
 
---- Marks a tensor as a parameter. A parameter requires a gradient, outlives scopes, and is registered when it is
---- assigned to a field of a module.
+--- Marks a tensor as a parameter: it requires a gradient, outlives scopes, and is registered when assigned to a field
+--- of a module.
 ---@param tensor ps.Tensor
 ---@return ps.Tensor
 local function Parameter(tensor)
@@ -269,7 +268,7 @@ local function named(name, method)
   end
 end
 
---- Registers `tensor` as parameter `name`, in place of an existing parameter of this name, and returns it.
+--- Registers `tensor` as parameter `name`, which may replace an older one, and returns it.
 ---@param name string
 ---@param tensor ps.Tensor
 ---@return ps.Tensor
@@ -317,7 +316,7 @@ local function check_owned(self)
   rawset(self, "_checked", exports.changes)
 end
 
--- Returns a list of {name =, tensor =} of one kind, or of both kinds if `kind` is nil. Tied tensors are listed once.
+-- Returns the tensors of one kind (nil: both kinds) as a list of {name =, tensor =}, tied tensors once.
 local function tensors_of(self, kind)
   check_owned(self)
   local list, seen = {}, {}
@@ -338,13 +337,12 @@ local function iterate(list)
   end
 end
 
---- Returns an iterator over all parameters, for `for name, tensor in model:named_parameters() do`. Each parameter
---- appears once, in PyTorch's order: a module's own parameters come before the parameters of its modules, each in order
---- of registration.
+--- Returns an iterator over all parameters, each once, for `for name, tensor in model:named_parameters() do`. The order
+--- is PyTorch's: a module's own parameters come before those of its modules, each in order of registration.
 ---@return fun(): string?, ps.Tensor?
 function Module:named_parameters() return iterate(tensors_of(self, "param")) end
---- Returns an iterator over all buffers, for `for name, tensor in model:named_buffers() do`. Each buffer appears once,
---- in order of registration.
+--- Returns an iterator over all buffers, each once, in order of registration, for `for name, tensor in
+--- model:named_buffers() do`.
 ---@return fun(): string?, ps.Tensor?
 function Module:named_buffers() return iterate(tensors_of(self, "buffer")) end
 
@@ -369,7 +367,7 @@ end
 ---@return table[] rows
 function Module:summary() return summary(self) end
 
---- Returns an iterator over the module itself (with the name "") and all modules in it, for `for name, module in
+--- Returns an iterator over the module itself (named "") and all modules in it, for `for name, module in
 --- model:named_modules() do`.
 ---@return fun(): string?, ps.nn.Module?
 function Module:named_modules()
@@ -417,9 +415,9 @@ end
 ---@return ps.nn.Module self
 function Module:eval() return self:train(false) end
 
---- Makes blocks recompute their activations in backward (ps.recompute), so that only the blocks' inputs are kept.
---- Blocks are the elements of each nn.ModuleList, and the elements of an nn.Sequential that contain modules. Modules
---- inside a block are part of it. A block must return only tensors.
+--- Makes blocks recompute their activations in backward (ps.recompute), so that only their inputs are kept. A block is
+--- an element of an nn.ModuleList, or an element of an nn.Sequential that contains modules; modules in a block belong
+--- to it. A block must return only tensors.
 ---@param on? boolean (default true)
 ---@return integer count number of blocks
 function Module:recompute_blocks(on)
@@ -437,7 +435,7 @@ function Module:recompute_blocks(on)
   return count
 end
 
---- Drops all gradients. For a model of ps.initialize, it does the same as optimizer:zero_grad().
+--- Drops all gradients. On a model of ps.initialize, works like optimizer:zero_grad().
 ---@param set_to_none? boolean as in PyTorch; only true, the default, is allowed
 function Module:zero_grad(set_to_none)
   exact.set_to_none(set_to_none, "module:zero_grad")
@@ -456,7 +454,7 @@ local function made_anew(tensor, name)
   end
 end
 
--- Reports a replaced member to the optimizers, since its parameters may no longer belong to the model (Optimizer:step).
+-- Reports a replaced member to the optimizers, whose parameters may no longer belong to the model (Optimizer:step).
 function note_gone(old, name)
   local function gone(tensor, full)
     for optimizer in pairs(exports.optimizers) do
@@ -472,8 +470,8 @@ function note_gone(old, name)
   end)
 end
 
---- Converts parameters and floating-point buffers to a type, a device, or both. Tensors that need a change are
---- replaced. Create the optimizer after this call, since an older optimizer refuses to step.
+--- Converts parameters and floating-point buffers to a type, a device, or both. Tensors that change are replaced, so
+--- create the optimizer after this call; an older optimizer refuses to step.
 ---@param target string|{dtype?: string, device?: string} a type ("bf16"), a device ("cuda"), or a table of both
 ---@param ... any rejected
 ---@return ps.nn.Module self
@@ -516,7 +514,7 @@ end
 
 require "ps.nn.state"(Module, check_owned)
 
--- init and forward are excluded, since their arguments are checked when the class and the module are called.
+-- init and forward are excluded: their arguments are checked when the class or the module is called.
 local init, no_forward = Module.init, Module.forward
 exact.all(Module, "module:", true)
 Module.init, Module.forward = init, no_forward
@@ -532,7 +530,7 @@ end
 -- -- dropout that is off ----------------------------------------------------------------------------------------------
 local off, told = setmetatable({}, { __mode = "v" }), false
 
---- Records that a layer drops nothing because it is in evaluation mode, for a message at the next backward.
+--- Records that a layer drops nothing because it is in evaluation mode, for a message in the next backward.
 ---@param module ps.nn.Module
 local function dropout_is_off(module)
   if not told and scope.grad_enabled() then off[1] = module end

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Modules that hold others by name or number and compute nothing themselves: Identity, ModuleDict, ParameterList,
--- ParameterDict. Their members have PyTorch's names in a state ("layers.conv.weight", "0").
+-- Modules that hold others by name or number and compute nothing: Identity, ModuleDict, ParameterList, ParameterDict.
+-- In a state their members have PyTorch's names ("layers.conv.weight", "0").
 local nn_module = require "ps.nn.module"
 local registry = require "ps.nn.registry"
 local scope = require "ps.core.scope"
@@ -24,8 +24,8 @@ local function shown(value) return value == nil and "nil" or scope.is_tensor(val
   or "a " .. type(value) end
 
 -- -- by name --------------------------------------------------------------------------------------------------------
--- Returns the entries of a constructor's table as a list of { name, value }. The entries of { a = x } are sorted by
--- name, since a Lua table has no order. The entries of { { "a", x }, { "b", y } } keep their order.
+-- Returns the entries of a constructor's table as a list of { name, value }. Entries of { a = x } are sorted by name,
+-- since a Lua table has no order. Entries of { { "a", x }, { "b", y } } keep their order.
 local function entries_of(call, given)
   if given == nil then return {} end
   if type(given) ~= "table" or nn_module.is_module(given) then
@@ -46,8 +46,7 @@ local function entries_of(call, given)
   return list
 end
 
--- Checks a name. It must be a string without a dot, and must not be the name of a method of the class, which it would
--- hide.
+-- Checks a name: a string without a dot, which must not hide a method of the class.
 local function check_name(self, name, call)
   if type(name) ~= "string" or name == "" or name:find(".", 1, true) then
     error(("%s: a name is %s; it must be a string without a dot"):format(call,
@@ -169,8 +168,8 @@ nn_module.adapt(ParameterList, function(class)
     remove = function(self) error(("%s: a parameter cannot be removed from it"):format(self.class_name)) end }
 end)
 
---- Creates a list of parameters. Indices begin at 0, and list[-1] is the last parameter. `for i, p in ipairs(list) do`
---- iterates over the parameters.
+--- Creates a list of parameters, with indices from 0; list[-1] is the last. `for i, p in ipairs(list) do` iterates over
+--- them.
 ---@param tensors? ps.Tensor[] a plain Lua list of float tensors, which become parameters
 ---@param ... any rejected
 function ParameterList:init(tensors, ...)
@@ -206,8 +205,7 @@ function ParameterList:size() return self.length end
 --- Returns the number of parameters.
 ---@return integer
 function ParameterList:len() return self.length end
---- Returns an iterator over the parameters with i from 0, for `for i, p in list:each() do`. It does the same as
---- `ipairs(list)`.
+--- Returns an iterator over the parameters with i from 0, for `for i, p in list:each() do`, like `ipairs(list)`.
 ---@return fun(): integer?, ps.Tensor?
 function ParameterList:each()
   local i = -1

@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Norms of gradients: computing them, clipping by them, and releasing gradients that were read.
+-- Computes norms of gradients, clips by them, and releases gradients that were read.
 local caller = require "ps.core.caller"
 local nn_module = require "ps.nn.module"
 local devices = require "ps.core.devices"
@@ -11,13 +11,13 @@ local error = caller.error
 
 local norms = {}
 
---- Releases gradients that were read at once instead of at the next collection, so that zero_grad frees their bytes.
+--- Releases gradients that were read at once, so that zero_grad frees their bytes before the next collection.
 ---@param grads ps.Tensor[] the gradients, which must not be used afterwards
 function norms.give_back(grads)
   for _, grad in ipairs(grads) do native.give_back(grad) end
 end
 
--- Calls fn for slices of the list that are short enough for one op, and returns all results.
+-- Calls fn for slices of the list that fit one op, and returns all results.
 local function by_most(list, fn)
   local out = {}
   for first = 1, #list, 64 do
@@ -45,8 +45,8 @@ end
 
 --- Returns the square root of the sum of all squares. Squares are summed per tensor and then in list order, so the bits
 --- do not depend on how tensors are stored. The norm is NaN or infinite if a gradient contains NaN or infinity. The
---- host waits for the device once per 4096 gradients. In a script's dry run, which has no values, the norm is 0, so
---- that a step neither clips nor overflows.
+--- host waits for the device once per 4096 gradients. In a script's dry run the norm is 0, so that a step neither clips
+--- nor overflows.
 ---@param grads ps.Tensor[]
 ---@return number
 function norms.global_norm(grads)
@@ -64,14 +64,14 @@ function norms.global_norm(grads)
   return math.sqrt(total)
 end
 
---- Scales the gradients of `params` so that their joint norm is at most max_norm. Returns the norm before scaling. With
---- math.huge it only measures the norm. The option `max_norm` of an optimizer does the same without a second pass over
---- the gradients.
+--- Scales the gradients of `params` so that their joint norm is at most max_norm, and returns the norm before scaling.
+--- With math.huge it only measures. An optimizer's option `max_norm` does the same without a second pass over the
+--- gradients.
 ---
---- For a model of ps.initialize, the norm is that of the step's mean gradient over all micro-batches and ranks, without
+--- On a model of ps.initialize, the norm is that of the step's mean gradient over all micro-batches and ranks, without
 --- the loss scale. The next update multiplies the gradients of `params`, which can be some of the model's parameters.
---- Call it on all ranks, between the last backward and optimizer:step(). It raises an error if backward itself updates
---- the parameters (overlap_optimizer, the default on the CPU); use gradient_clipping in that case.
+--- Call it on all ranks, between the last backward and optimizer:step(). It is an error if backward itself updates the
+--- parameters (overlap_optimizer, the default on the CPU); use gradient_clipping then.
 ---@param params ps.Tensor[]|ps.nn.Module|ps.Engine
 ---@param max_norm number
 ---@return number norm
@@ -99,7 +99,7 @@ function norms.clip_grad_norm(params, max_norm)
   return norm
 end
 
---- Limits each element of the gradients of `params` to [-clip_value, clip_value]. Raises an error for a model of
+--- Limits each element of the gradients of `params` to [-clip_value, clip_value]. An error for a model of
 --- ps.initialize, whose gradients are scaled and may be shards.
 ---@param params ps.Tensor[]|ps.nn.Module
 ---@param clip_value number

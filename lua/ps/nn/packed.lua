@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Layers whose weights are packed numbers, such as Q4_K of GGUF files. The weight is a buffer, uint8 [out, bytes], in
--- rows of blocks. It has no gradient. Products of few rows use the blocks as they are; others unpack tiles of the
--- weight, so that an unpacked weight never exists as a whole. Token embeddings unpack only the rows that are looked up.
+-- Layers with packed weights, such as Q4_K of GGUF files. The weight is a buffer, uint8 [out, bytes], in rows of
+-- blocks, without a gradient. Products of few rows use the blocks directly. Others unpack tiles of the weight, which is
+-- never unpacked as a whole. Token embeddings unpack only the rows that are looked up.
 local caller = require "ps.core.caller"
 local native = require "ps.core.ffi"
 local registry = require "ps.nn.registry"
@@ -26,7 +26,7 @@ for _, row in ipairs { { "Q4_0", 2, 32, 18 }, { "Q4_1", 3, 32, 20 }, { "Q5_0", 6
   BY_NAME[one.name], BY_NUMBER[one.number] = one, one
 end
 
--- Replacement types for rows whose length is not a multiple of 256, as in llama-quantize.
+-- Replacement types for rows whose length is no multiple of 256, as in llama-quantize.
 packed.SMALLER = { Q4_K = "Q5_0", Q6_K = "Q8_0" }
 
 --- Returns the packed type with a name or number, or nil if there is none.
@@ -42,7 +42,7 @@ function packed.of(layer)
   return state and state.type
 end
 
---- Raises an error about a call on a layer whose weight is packed.
+--- Raises the error about a call that needs an unpacked weight, if a layer's weight is packed.
 ---@param layer ps.nn.Module
 ---@param call string
 ---@param remedy string
@@ -54,7 +54,7 @@ function packed.refuse(layer, call, remedy)
   end
 end
 
--- Activations are rounded to 8 bits only if no gradients are recorded.
+-- Rounds activations to 8 bits only while no gradients are recorded.
 local function linear_forward(self, x, residual)
   local state = rawget(self, "packed_")
   local int8 = state.int8 and not scope.grad_enabled()
@@ -88,8 +88,7 @@ end
 
 local KINDS = { Linear = true, Conv1D = true, LMHead = true, Embedding = true }
 
---- Returns whether a module's weight can be packed. The module must be a linear layer, a head or an embedding, without
---- adapters.
+--- Returns whether a module's weight can be packed: a linear layer, a head or an embedding, without adapters.
 ---@param module ps.nn.Module
 ---@return boolean
 function packed.can(module)

@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- A model as a list of parts, between which it can be cut. A model has a method parts(), which returns the list. Its
+-- Models as lists of parts, between which they can be cut. A model has a method parts(), which returns the list. Its
 -- forward folds them:
 --
 --   function Net:parts()
@@ -9,11 +9,10 @@
 --   end
 --   function Net:forward(batch) return parts.fold(self:parts(), batch) end
 --
--- A part uses only the parameters of its modules, and the model's parameters that `parameters` names. The carry is
+-- A part uses only the parameters of its modules, and those of the model that `parameters` names. The carry is
 -- everything that a part gets from the part before it: a table of tensors, {} for the first part. The batch is the same
--- for all parts: ids, masks and targets, never values that parts computed. The model's method batch_of(...) makes the
--- batch from a call's arguments. Without batch_of, the batch is the call's only table, or else the list of its
--- arguments.
+-- for all parts: ids, masks and targets, never values that parts computed. The model's batch_of(...) makes the batch
+-- from a call's arguments; without batch_of, the batch is the call's only table, or else the list of its arguments.
 local nearest = require "ps.core.nearest"
 local registry = require "ps.nn.registry"
 local nn_module = require "ps.nn.module"
@@ -95,7 +94,7 @@ local function check(model, i, part, seen)
   end
 end
 
---- Returns the parts of a model after checking them. An error names the invalid part.
+--- Returns the parts of a model, checked. An error names the invalid part.
 ---@param model ps.nn.Module
 ---@return ps.nn.Part[]
 function parts.of(model)
@@ -120,8 +119,8 @@ function parts.batch(model, args)
   return args
 end
 
---- Calls fn for each tensor that a part declares: the tensors of its modules, including plain fields, and the tensors
---- that it names.
+--- Calls fn for each tensor that a part declares: those of its modules, including plain fields, and those that it
+--- names.
 ---@param model ps.nn.Module
 ---@param part ps.nn.Part
 ---@param fn fun(at: ps.nn.PartTensor)
@@ -154,7 +153,7 @@ function parts.run(list, first, last, carry, batch)
   return carry
 end
 
---- Runs all parts. All parts except the last run in one scope, which frees their tensors, except the carry for the last
+--- Runs all parts. All but the last run in one scope, whose end frees their tensors, except the carry for the last
 --- part.
 ---@param list ps.nn.Part[]
 ---@param batch table<string, any>
@@ -165,10 +164,10 @@ function parts.fold(list, batch)
 end
 
 -- -- weights that are read without calling their layers ---------------------------------------------------------------
--- These functions are for code that reads a layer's weight instead of calling the layer, such as fused ops and tied
--- heads. Adapters (ps.lora) add a forward and a function weight_now to a layer.
+-- For code that reads a layer's weight instead of calling the layer, such as fused ops and tied heads. Adapters
+-- (ps.lora) give a layer a new forward and a function weight_now.
 
---- Returns whether a layer is an object of a class, and the script has not replaced the layer's forward.
+--- Returns whether a layer is an object of a class whose forward the script has not replaced.
 ---@param layer ps.nn.Module
 ---@param class table
 ---@return boolean
@@ -176,8 +175,8 @@ function parts.is_plain(layer, class)
   return getmetatable(layer) == class.instance and rawget(layer, "forward") == nil
 end
 
---- Returns the weight that a layer computes with. It is the result of the layer's function weight_now, which layers
---- with adapters or packed weights have, else its parameter.
+--- Returns the weight that a layer computes with: the result of weight_now, which layers with adapters or packed
+--- weights have, else its parameter.
 ---@param layer ps.nn.Module
 ---@return ps.Tensor
 function parts.weight(layer)

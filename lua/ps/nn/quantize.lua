@@ -39,8 +39,8 @@ local function pack(name, layer, kind, shape)
   return made
 end
 
--- Frees a weight that was packed. Without a collection, the unpacked weights of all layers would be in memory at the
--- end, and those in files would stay mapped.
+-- Frees a weight that was packed. Without a collection, the unpacked weights of all layers would stay in memory, and
+-- those in files would stay mapped.
 local function free(nbytes)
   if nbytes >= LARGE then collector.after_making() end
 end

@@ -1,13 +1,12 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The order of a module's members, which is that of PyTorch's named_parameters: first the module's own parameters, then
--- its buffers, then its modules, each kind in the order in which a script assigned them.
+-- Orders a module's members like PyTorch's named_parameters: first its own parameters, then its buffers, then its
+-- modules, each kind in the order in which a script assigned them.
 --
 -- Lua evaluates the right side of `self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)` from left to right, but assigns
--- from right to left, so it assigns b before a. If one line assigns several members, and no module or parameter is made
--- between the assignments, the members are therefore put into the order in which they were made.
+-- from right to left, so b before a. If one line assigns several members, and no module or parameter is made between
+-- the assignments, the members are therefore ordered as they were made.
 --
--- Files outside of lua/ps/nn/ reach the members of a module only through this file: registry.walk, members, tensors,
--- kind and put.
+-- Files outside of lua/ps/nn/ reach the members of a module only through registry.walk, members, tensors, kind and put.
 local ffi = require "ffi"
 local is_tensor = require("ps.core.scope").is_tensor
 
@@ -22,7 +21,7 @@ local registry = {}
 
 local RANK = { param = 1, buffer = 2, module = 3 }
 
-local count = 0                                             -- number of modules and parameters made so far
+local count = 0                                             -- modules and parameters made so far
 local numbers = setmetatable({}, { __mode = "k" })          -- index of a module or parameter in the order of creation
 local owned = setmetatable({}, { __mode = "k" })            -- modules and parameters that a module has registered
 
@@ -55,8 +54,8 @@ local function find_unowned(list, depth, seen)
   end
 end
 
---- Returns a module or parameter in a plain Lua table that is a field of this module, if no module has registered it.
---- Such a module or parameter would not be trained, saved or moved.
+--- Finds a module or parameter in a plain Lua table that is a field of this module, and that no module has registered.
+--- It would not be trained, saved or moved.
 ---@param self ps.nn.Registered
 ---@return any field nil if there is none
 ---@return string? place path in the table, such as "[2].up"
@@ -70,8 +69,8 @@ function registry.unowned(self)
   end
 end
 
--- Returns whether this assignment is part of the same statement as the previous one. `level` is the stack level of the
--- assigning function.
+-- Returns whether this assignment belongs to the previous one's statement. level: stack level of the assigning
+-- function.
 local function continues(self, level)
   local info, above = debug.getinfo(level + 1, "lf"), debug.getinfo(level + 2, "l")
   if not info or info.currentline <= 0 then return false end
@@ -96,13 +95,13 @@ function registry.remove(self, name)
   end
 end
 
---- Registers a value under a name. A name that is already registered as the same kind keeps its position.
+--- Registers a value under a name. A name already registered as the same kind keeps its position.
 ---@param self ps.nn.Registered
 ---@param name any
 ---@param kind "module"|"param"|"buffer"
 ---@param value ps.nn.Module|ps.Tensor
 ---@param level? integer stack level of the assigning function, or nil if a method call registers the value, which is
----  not part of a statement
+--- not part of a statement
 function registry.add(self, name, kind, value, level)
   self._fields[name] = value
   owned[value] = true
@@ -154,8 +153,8 @@ function registry.walk(module, fn, prefix)
   end
 end
 
---- Returns an iterator over the module's own tensors, for `for key, tensor, kind in registry.tensors(module) do`. The
---- tensors are parameters, buffers, and tensors in plain fields, whose kind is nil. Their order is undefined.
+--- Returns an iterator over the module's own tensors, for `for key, tensor, kind in registry.tensors(module) do`:
+--- parameters, buffers, and tensors in plain fields, whose kind is nil. Their order is undefined.
 ---@param module ps.nn.Registered
 ---@return fun(): any, ps.Tensor?, string?
 function registry.tensors(module)
@@ -212,7 +211,7 @@ end
 ---@return string?
 function registry.kind(module, key) return module._kind[key] end
 
---- Replaces a tensor by another tensor, which keeps the registration.
+--- Replaces a registered tensor by another one.
 ---@param module ps.nn.Registered
 ---@param key any
 ---@param tensor ps.Tensor

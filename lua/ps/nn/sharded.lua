@@ -1,10 +1,9 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Sharded parameters (ps.tensor.shard) in saved states. Files contain whole tensors, possibly in pieces, without
--- padding. An exponential average or master of a parameter is sharded like the parameter.
+-- Reads and describes sharded parameters (ps.tensor.shard) in saved states. Files contain whole tensors, possibly in
+-- pieces, without padding. A parameter's exponential averages and master are sharded like the parameter.
 --
--- A source of values is an open file (has, shape, read_into, read_part by names), or a table of tensors. A source has
--- whole tensors, from which a rank reads its pieces. Only a rank's own state_dict has the shards themselves, with their
--- padding.
+-- A source of values is an open file (has, shape, read_into, read_part by names) or a table of tensors. It has whole
+-- tensors, from which a rank reads its pieces. Only a rank's own state_dict has shards, with their padding.
 local scope = require "ps.core.scope"
 local handle = require "ps.nn.handle"
 local rectangles = require "ps.core.rectangles"
@@ -17,8 +16,7 @@ local sharded = {}
 ---@field index integer index along tp of the rank that holds these pieces
 ---@field pieces ps.nn.Shard.Piece[] this rank's rectangles of the whole tensor
 
---- Returns the sharded parameters of a model by name (for a tied parameter, by its first name), or nil if there are
---- none.
+--- Returns the sharded parameters of a model by name (a tied parameter's first name), or nil if there are none.
 ---@param model ps.nn.Module|ps.Engine
 ---@return table<string, ps.nn.Sharded>?
 function sharded.of(model)
@@ -61,8 +59,7 @@ function sharded.shape(parameter)
   return desc and { unpack(desc.full_shape) } or parameter:shape()
 end
 
---- Returns how a shape fits a parameter: "whole", or for a cut parameter "own" if it is the shard's shape, or nil if it
---- does not fit.
+--- Returns how a shape fits a parameter: "whole", "own" (the shape of a cut parameter's shard), or nil.
 ---@param shape integer[]
 ---@param parameter ps.Tensor
 ---@return "whole"|"own"|nil
@@ -72,8 +69,8 @@ function sharded.fit(shape, parameter)
   return desc and rectangles.same(shape, shard.shape(desc)) and "own" or nil
 end
 
---- Raises an error if a tensor of a state is another rank's shard of a parameter. Shards of all ranks have the same
---- name and usually the same shape, so only the description distinguishes them.
+--- Raises an error if a tensor of a state is another rank's shard of a parameter. Only the description can tell: shards
+--- of all ranks have the same name, and usually the same shape.
 ---@param given? ps.nn.Shard description of the tensor's shard, if known
 ---@param parameter ps.Tensor
 ---@param name string
@@ -87,14 +84,14 @@ function sharded.check_rank(given, parameter, name)
     .. "{ merge_checkpoints = true }))"):format(name, given.index, given.count, desc.index, desc.count), 0)
 end
 
--- Copies the rectangle at `offset` of a tensor in memory into a tensor.
+-- Copies the rectangle at `offset` of one tensor in memory into another.
 local function copy_part(from, tensor, offset)
   scope.no_grad(scope.scope, function()
     tensor:copy_(rectangles.view(from:detach(), offset, tensor:shape()):to(tensor:device()))
   end)
 end
 
---- Reads a parameter's shard from a source's tensor. Does not change padding.
+--- Reads a parameter's shard from a source's tensor. Padding does not change.
 ---@param source table an open file, or tensors by name
 ---@param name string name of the tensor in the source
 ---@param tensor ps.Tensor the destination: the parameter, its master or an exponential average

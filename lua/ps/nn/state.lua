@@ -15,8 +15,8 @@ local LOADING = { strict = "boolean", check_only = "boolean", elsewhere = "funct
 ---@param Module ps.nn.Module the class to which the methods are added
 ---@param check_owned fun(module: ps.nn.Module) refuses modules and parameters in plain tables
 return function(Module, check_owned)
-  --- Returns a table from name to tensor with all parameters and persistent buffers. The tensors are references, not
-  --- copies. As in PyTorch, a tied weight is listed under all of its names.
+  --- Returns all parameters and persistent buffers by name, as references, not copies. As in PyTorch, a tied weight is
+  --- listed under all of its names.
   ---@param options? {tied?: boolean} tied = false lists a tied weight only under its first name, as in named_parameters
   ---@return table<string, ps.Tensor>
   function Module:state_dict(options)
@@ -30,14 +30,13 @@ return function(Module, check_owned)
     return options.tied == false and state or tied.add(self, state)
   end
 
-  --- Copies values into the parameters and buffers by name, and converts types. Everything is checked before anything
-  --- is written. A tied weight may have any of its names. If the state contains several of them, their values must be
-  --- equal.
+  --- Copies values into the parameters and buffers by name, and converts types. Checks everything before it writes
+  --- anything. A tied weight may have any of its names; if a state has several, their values must be equal.
   ---@param state table<string, ps.Tensor>|ps.SafeTensors|ps.TorchFile a state dict, or an open file (ps.load with
-  ---  lazy), which is read one tensor at a time
+  --- lazy), which is read one tensor at a time
   ---@param options? {strict?: boolean, check_only?: boolean, elsewhere?: fun(name: string): any} strict (default true):
-  ---  missing and unexpected names are errors; check_only: nothing is written; elsewhere: returns whether another
-  ---  process has a tensor, which then does not count as missing
+  --- missing and unexpected names are errors; check_only: nothing is written; elsewhere: returns whether another
+  --- process has a tensor, which then does not count as missing
   ---@return {missing: string[], unexpected: string[]}
   function Module:load_state_dict(state, options)
     if type(state) ~= "table" then

@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The further names of tied weights. A weight is tied if two modules have it as a parameter, or if a head is made with
--- tied = table (nn.LMHead). In PyTorch's state_dict a tied weight has all its names. A pretrained model whose settings
--- tie its head has no module for the head. The head's name is still accepted when values are loaded.
+-- Finds the further names of tied weights. A weight is tied if two modules have it as a parameter, or if a head is made
+-- with `tied` (nn.LMHead). In PyTorch's state_dict a tied weight has all its names. A pretrained model whose settings
+-- tie its head has no module for it, but the head's name is accepted when values are loaded.
 local registry = require "ps.nn.registry"
 
 local tied = {}

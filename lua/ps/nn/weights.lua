@@ -60,7 +60,7 @@ function init.ones_(tensor) return fill(tensor, "fill_", 1) end
 local GAINS = { linear = 1, conv1d = 1, conv2d = 1, sigmoid = 1, tanh = 5 / 3, relu = math.sqrt(2), selu = 3 / 4,
   leaky_relu = true }
 
---- Returns the factor by which the standard deviation of weights before a nonlinearity is multiplied.
+--- Returns the factor on the standard deviation of weights before a nonlinearity.
 ---@param nonlinearity string "linear", "conv1d", "conv2d", "sigmoid", "tanh", "relu", "leaky_relu" or "selu"
 ---@param a? number the slope of leaky_relu (default 0.01)
 ---@return number
@@ -125,7 +125,7 @@ function init.xavier_normal_(tensor, gain)
   return init.normal_(tensor, 0, number(gain, 1, "xavier_normal_: gain") * math.sqrt(2 / (fan_in + fan_out)))
 end
 
---- Fills a matrix with orthogonal rows, or orthogonal columns if it has more rows than columns (Saxe et al. 2013),
+--- Fills a matrix with orthogonal rows, or orthogonal columns if there are more rows than columns (Saxe et al. 2013),
 --- times gain. Dimensions after the first are merged.
 ---@param tensor ps.Tensor [out, in, ...]
 ---@param gain? number (default 1)
