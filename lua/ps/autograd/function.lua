@@ -13,9 +13,8 @@
 --   end
 --   local y = Exp.apply(x)                       -- or Exp(x)
 --
--- forward runs without recording. C has a node for the call (src/grad/call.c). When a backward walk reaches the node,
--- it stops, and backward runs here. Saved tensors belong to the node, so that their bytes are freed when the walk has
--- passed it.
+-- forward runs without recording. A backward walk stops at the call's node in C (src/grad/call.c), and backward runs
+-- here. Saved tensors belong to the node, so that their bytes are freed once the walk has passed it.
 local native = require "ps.core.ffi"
 local array = require "ps.core.array"
 local scope = require "ps.core.scope"
@@ -45,8 +44,8 @@ local function pack(...) return { n = select("#", ...), ... } end
 ---@field private _materialize boolean
 local Context = {}
 
---- Keeps tensors for backward. It may be called once, in forward. Backward raises an error if the tensors have been
---- changed in place by then.
+--- Keeps tensors for backward. May be called once, in forward. If the tensors are changed in place before backward,
+--- backward raises an error.
 ---@param ... ps.Tensor|nil
 function Context:save_for_backward(...)
   if not rawget(self, "_forward") then error "ctx:save_for_backward: call it in forward" end
@@ -60,7 +59,7 @@ function Context:save_for_backward(...)
   rawset(self, "_saved", list)
 end
 
---- Returns the tensors that forward saved. It may only be called in backward.
+--- Returns the tensors that forward saved. Must be called in backward.
 ---@return ps.Tensor ...
 function Context:saved_tensors()
   if not rawget(self, "_open") then
@@ -79,7 +78,7 @@ end
 
 local function address(t) return tonumber(ffi.cast("uintptr_t", ffi.cast("ps_tensor *", t))) end
 
---- Marks outputs of forward that get no gradient. Backward gets zeros for them. It may only be called in forward.
+--- Marks outputs that get no gradient; backward gets zeros for them. Must be called in forward.
 ---@param ... ps.Tensor
 function Context:mark_non_differentiable(...)
   if not rawget(self, "_forward") then error "ctx:mark_non_differentiable: call it in forward" end
@@ -98,14 +97,14 @@ function Context:set_materialize_grads(on)
   rawset(self, "_materialize", caller.typed(on, "boolean", "ctx:set_materialize_grads: its argument"))
 end
 
---- Raises an error, since a forward must not change its inputs in place.
+--- Raises an error: a forward must not change its inputs in place.
 function Context.mark_dirty()
   error "ctx:mark_dirty: forward cannot change an input in place here; compute a new tensor"
 end
 
 local context_mt = {
   __index = Context,
-  -- Tensors in fields live as long as the field, so scopes do not free them.
+  -- Tensors in fields outlive scopes and live as long as the field.
   __newindex = function(self, key, value)
     if Context[key] then error(("ctx.%s is a method; use another name"):format(tostring(key))) end
     if is_tensor(value) then value:keep() end
@@ -121,7 +120,7 @@ local function context(args, records)
 end
 
 -- -- backward ---------------------------------------------------------------------------------------------------------
--- Returns the gradients of the outputs in the form that the script gets.
+-- Returns the gradients of the outputs as the script gets them.
 local function gradients_in(call, factor)
   local list = {}
   for i, out in ipairs(call.outs) do
@@ -136,7 +135,7 @@ local function gradients_in(call, factor)
   return list
 end
 
--- Prepares the results of backward for C.
+-- Checks the results of backward, and returns them in arrays for C.
 local function gradients_out(call, given, factor)
   local n, name = call.n, call.class.name
   for i = n + 1, given.n do
@@ -178,7 +177,7 @@ local function run_backward(call, id, factor)
   scope.passed(id)
 end
 
--- Runs the backward of a call. Backward draws the same random numbers as forward, whatever the order of backwards.
+-- Runs the backward of a call, with forward's random numbers, whatever the order of backwards.
 local function resume(call, id, factor)
   local rng, was = C.ps_rng_get(ctx), {}
   for _, key in ipairs(RANDOM) do was[key], rng[key] = rng[key], call.rng[key] end
@@ -222,12 +221,12 @@ local function run_forward(class, context_, args)
   return results
 end
 
--- Creates the node of a call, which makes the outputs functions of the inputs.
+-- Creates the node of a call, by which the outputs depend on the inputs.
 local function record(class, context_, args, results, rng)
   local plain = {}
   for i = 1, results.n do plain[i] = context_._plain[address(results[i])] or not results[i]:is_float() end
   local saved_list = rawget(context_, "_saved") or { n = 0 }
-  -- an output that forward saved must be the tensor that the caller gets
+  -- a saved output must be the tensor that the caller gets
   local before = pack(unpack(results, 1, results.n))
   fresh(results, args)
   local call = { resume = resume, class = class, ctx = context_, n = args.n, ins = {}, outs = {}, rng = rng,
@@ -306,10 +305,10 @@ local KINDS = { name = "string", forward = "function", backward = "function" }
 ---@field backward fun(ctx: ps.autograd.Context, ...): ps.Tensor|nil ... returns a gradient for each argument of forward
 ---@field apply fun(...): ps.Tensor ... runs forward, and records the call for backward
 
---- Defines a function by its forward and its backward. `forward(ctx, ...)` and `backward(ctx, ...)` are fields of the
---- result and are called without self. `Name.apply(...)` and `Name(...)` call the function.
+--- Defines a function by its forward and backward. `forward(ctx, ...)` and `backward(ctx, ...)` are fields of the
+--- result, called without self. `Name.apply(...)` and `Name(...)` call the function.
 ---@param name string|{name: string, forward: function, backward: function} the name for errors, or a table with the
----  name and both functions
+--- name and both functions
 ---@return ps.autograd.Function
 function functions.Function(name)
   local class = {}

@@ -31,13 +31,13 @@ end
 
 local KINDS = { grad_outputs = "any", retain_graph = "boolean", create_graph = "boolean", allow_unused = "boolean" }
 
---- Returns the gradients of the outputs with respect to the inputs, as several results. No parameter's own gradient
---- changes. The graph is freed, as in backward, unless retain_graph = true.
+--- Returns the gradients of the outputs with respect to the inputs, as several results. The parameters' own gradients
+--- do not change. The graph is freed, as in backward, unless retain_graph = true.
 ---@param outputs ps.Tensor|ps.Tensor[] outputs, which must have one element each unless grad_outputs contains their
----  gradients
+--- gradients
 ---@param inputs ps.Tensor|ps.Tensor[] leaves, or tensors computed on the way to the outputs
 ---@param options? {grad_outputs?: ps.Tensor|table<integer, ps.Tensor>, retain_graph?: boolean, allow_unused?: boolean}
----  allow_unused: the gradient of an input on which no output depends is nil instead of an error
+--- allow_unused: the gradient of an input on which no output depends is nil instead of an error
 ---@return ps.Tensor ... a gradient for each input
 function grads.grad(outputs, inputs, options)
   local call = "ps.autograd.grad"

@@ -51,14 +51,14 @@ local function differences(fn, inputs, which, weights, eps)
   return list
 end
 
---- Returns whether the gradients of fn agree with finite differences, for each input that requires a gradient. The
---- check uses the sum of all outputs times random weights. It calls fn twice per element of an input, so use small fp64
+--- Returns whether the gradients of fn agree with finite differences, for each input that requires a gradient. It
+--- checks the sum of all outputs times random weights, and calls fn twice per element of an input, so use small fp64
 --- tensors.
 ---@param fn fun(...): ps.Tensor ...
 ---@param inputs ps.Tensor|ps.Tensor[] arguments of fn
 ---@param options? {eps?: number, atol?: number, rtol?: number, raise_exception?: boolean} eps: half the distance of the
----  two points (default 1e-6). An element agrees if it differs by at most atol (default 1e-5) + rtol (default 1e-3)
----  times the difference quotient. raise_exception: whether a disagreement raises an error (default true)
+--- two points (default 1e-6). An element agrees if it differs by at most atol (default 1e-5) + rtol (default 1e-3)
+--- times the difference quotient. raise_exception: whether a disagreement raises an error (default true)
 ---@return boolean
 function checks.gradcheck(fn, inputs, options)
   local call = "ps.autograd.gradcheck"
