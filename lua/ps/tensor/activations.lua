@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Activations and other functions of one or two tensors that ps.functional also offers (F.softplus, F.normalize).
+-- Activations and other functions of one or two tensors, for ps.functional (F.softplus, F.normalize).
 local autocast = require "ps.core.autocast"
 local native = require "ps.core.ffi"
 local scope = require "ps.core.scope"
@@ -84,13 +84,13 @@ local SELU_ALPHA, SELU_SCALE = 1.6732632423543772848170429916717, 1.050700987355
 ---@return ps.Tensor of x's shape
 function M.selu(x) return ops.elu(floats(x, "F.selu"), SELU_ALPHA) * SELU_SCALE end
 
--- Returns x limited to [low, high]. As in PyTorch, and unlike clamp, the gradient is 0 at the bounds themselves.
+-- Returns x limited to [low, high]. Unlike clamp's, the gradient is 0 at the bounds themselves, as in PyTorch.
 local function limited(x, low, high)
   if x:is_float() and not (scope.grad_enabled() and x:needs_grad()) then return ops.clamp(x, low, high) end
   return tensor.where(x:le(low), low, tensor.where(x:ge(high), high, x))
 end
 
---- Returns x limited to [low, high]. The gradient is 0 at the bounds and beyond them.
+--- Returns x limited to [low, high]. The gradient is 0 at and beyond the bounds.
 ---@param x ps.Tensor
 ---@param low? number (default -1)
 ---@param high? number (default 1)
@@ -102,7 +102,7 @@ function M.hardtanh(x, low, high)
   return limited(x, low, high)
 end
 
---- Returns x limited to [0, 6]. The gradient is 0 at the bounds and beyond them.
+--- Returns x limited to [0, 6]. The gradient is 0 at and beyond the bounds.
 ---@param x ps.Tensor
 ---@return ps.Tensor of x's shape
 function M.relu6(x)
@@ -188,7 +188,7 @@ function M.cosine_similarity(a, b, dim, eps)
   local function unit(x)
     x = x:expand(shape)
     local norm = x:norm(2, dim, true)
-    -- The limited norm has the gradient of the norm, as in PyTorch.
+    -- Replaces a small norm by eps, but keeps the norm's gradient, as in PyTorch.
     local limit = scope.no_grad(function() return norm:clamp(eps) - norm end)
     return x / (norm + limit)
   end

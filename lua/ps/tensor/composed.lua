@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Methods and functions of tensors that are composed of other ops. They have no kernels, and autograd differentiates
--- the ops of which they consist. Names and meanings are PyTorch's.
+-- Methods and functions of tensors that consist of other ops. They have no kernels: autograd differentiates these ops.
+-- Names and meanings are PyTorch's.
 local autocast = require "ps.core.autocast"
 local bit = require "bit"
 local native = require "ps.core.ffi"
@@ -18,7 +18,7 @@ local FLOAT = { [C.PS_F32] = true, [C.PS_BF16] = true, [C.PS_F16] = true, [C.PS_
 
 local function list_of(value) return type(value) == "number" and { value } or value end
 
--- Returns the result of fn for a tensor, computed in fp32 or fp64 and converted to the tensor's own type.
+-- Returns fn's result for a tensor, computed in fp32 or fp64 and converted to the tensor's type.
 local function wide(t, what, fn, ...)
   if not FLOAT[t.dtype_] then error(("%s takes a float tensor; convert with :float()"):format(what)) end
   if t.dtype_ == C.PS_F32 or t.dtype_ == C.PS_F64 then return fn(t, ...) end
@@ -66,8 +66,8 @@ function T:roll(shifts, dims)
   return rawequal(y, self) and self:clone() or y
 end
 
---- Returns the tensor repeated along each dimension. `...` are the numbers of repetitions, leading dimensions first.
---- This is PyTorch's repeat, which is a reserved word in Lua.
+--- Returns the tensor repeated along each dimension, like PyTorch's repeat, a reserved word in Lua. `...` are the
+--- numbers of repetitions, leading dimensions first.
 ---@param ... integer a number for each dimension; additional numbers add leading dimensions
 ---@return ps.Tensor
 function T:tile(...)
@@ -117,13 +117,13 @@ local function triangle(t, diagonal, upper, what)
   return ops.triangle(t, caller.whole(diagonal or 0, what .. ": the diagonal"), upper)
 end
 
---- Keeps the elements on and below a diagonal of the last two dimensions, and sets all other elements to 0.
+--- Keeps the elements on and below a diagonal of the last two dimensions, and sets the others to 0.
 ---@param diagonal? integer offset of the diagonal: 0 is the main diagonal, positive offsets are above it
 ---@return ps.Tensor of this shape
 function T:tril(diagonal)
   return triangle(self, diagonal, 0, "tril")
 end
---- Keeps the elements on and above a diagonal of the last two dimensions, and sets all other elements to 0.
+--- Keeps the elements on and above a diagonal of the last two dimensions, and sets the others to 0.
 ---@param diagonal? integer offset of the diagonal: 0 is the main diagonal, positive offsets are above it
 ---@return ps.Tensor of this shape
 function T:triu(diagonal)
@@ -131,8 +131,8 @@ function T:triu(diagonal)
 end
 
 -- -- reductions -----------------------------------------------------------------------------------------------------
--- Returns the largest element, which logsumexp subtracts from all elements. Returns 0 if the largest element is
--- infinite, since the difference of infinities is NaN.
+-- Returns the largest element, which logsumexp subtracts from all elements, or 0 if it is infinite: the difference of
+-- infinities would be NaN.
 local function shift_of(x, dims)
   return scope.no_grad(function()
     local top = x:amax(dims, true)
@@ -161,7 +161,7 @@ function T:logsumexp(dims, keepdim)
   return wide((autocast.full(self)), "logsumexp", logsumexp, dims, keepdim)
 end
 
--- Returns x to the power 1 / p. Where x is 0, the gradient is 0, which is a subgradient of the norm at its minimum.
+-- Returns x to the power 1 / p. The gradient is 0 where x is 0, a subgradient of the norm at its minimum.
 local function root(x, p)
   if not (x:needs_grad() and scope.grad_enabled()) then return p == 2 and x:sqrt() or x ^ (1 / p) end
   local zero = x:eq(0)
@@ -178,8 +178,8 @@ local function norm(x, p, dims, keepdim)
   if p == 1 then return x:abs():sum(dims, keepdim) end
   return root((x:abs() ^ p):sum(dims, keepdim), p)
 end
---- Returns the p-norm over some dimensions. The elements must be floats. p can be any number, including infinities; p =
---- 0 counts the elements that are not 0. Where the norm is 0, its gradient is 0.
+--- Returns the p-norm over some dimensions of floats. p can be any number, including infinities; p = 0 counts the
+--- elements that are not 0. The gradient is 0 where the norm is 0.
 ---@param p? number (default 2)
 ---@param dims? integer|integer[] (default: all)
 ---@param keepdim? boolean
@@ -236,7 +236,7 @@ function M.linspace(first, last, steps, options)
   return with_gradient(y:to(dtype), options.requires_grad)
 end
 
---- Returns one-hot vectors of classes, int64 [..., classes], which are 1 at the index of the class and 0 elsewhere.
+--- Returns one-hot vectors of classes, int64 [..., classes]: 1 at the index of the class, else 0.
 ---@param index ps.Tensor integers from 0
 ---@param classes? integer (default: the largest + 1)
 ---@return ps.Tensor
@@ -291,7 +291,7 @@ local function joined(...)
   return all
 end
 
--- Sums over the dimensions that neither another operand nor the result has.
+-- Sums over the dimensions that are in neither another operand nor the result.
 local function drop(t, list, keep)
   local rest, gone = {}, {}
   for i, c in ipairs(list) do
@@ -301,8 +301,7 @@ local function drop(t, list, keep)
   return t:sum(gone), rest
 end
 
--- Computes the product of two tensors as one matrix product, summed over the dimensions that only these two tensors
--- have.
+-- Multiplies two tensors by one matrix product, summed over the dimensions that only these two have.
 local function contract(a, in_a, b, in_b, keep, sizes)
   a, in_a = drop(a, in_a, function(c) return keep(c) or has(in_b, c) end)
   b, in_b = drop(b, in_b, function(c) return keep(c) or has(in_a, c) end)
@@ -321,8 +320,8 @@ local function contract(a, in_a, b, in_b, keep, sizes)
   return (#summed == 0 and x * y or x:matmul(y)):reshape(shape), list        -- nothing is summed
 end
 
---- Computes sums of products in Einstein's notation, such as "bij,bjk->bik". Without "->" the result has the letters
---- that occur once, in alphabetical order. Tensors are multiplied from left to right, two at a time.
+--- Computes sums of products in Einstein's notation, such as "bij,bjk->bik". Without "->", the result has the letters
+--- that occur once, in alphabetical order. Tensors are multiplied two at a time, from left to right.
 ---@param text string a letter for each dimension; "..." and a repeated letter in one tensor are not supported
 ---@param ... ps.Tensor floats
 ---@return ps.Tensor

@@ -1,6 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Counts, order statistics and search: bincount, unique, median, quantile, searchsorted, bucketize. They consist of
--- other ops.
+-- Counts, order statistics and search: bincount, unique, median, quantile, searchsorted, bucketize, made of other ops.
 local native = require "ps.core.ffi"
 local scope = require "ps.core.scope"
 local create = require "ps.tensor.create"
@@ -25,9 +24,9 @@ local BINCOUNT = { weights = "tensor", minlength = "whole" }
 
 --- Counts how often each integer from 0 on occurs. The host waits for the largest value.
 ---@param options? {weights?: ps.Tensor, minlength?: integer} weights [N]: adds these numbers instead of 1; minlength:
----  the least length of the result (default 0)
+--- the least length of the result (default 0)
 ---@return ps.Tensor [max(minlength, largest value + 1)] int64, or with weights fp32 (fp64 if the weights are not fp32),
----  without a gradient
+--- without a gradient
 function T:bincount(options)
   options = caller.options(options, "bincount", BINCOUNT)
   local weights, least = options.weights, caller.whole(options.minlength or 0, "bincount: minlength", 0)
@@ -84,9 +83,9 @@ function T:unique(options)
 end
 
 -- -- order statistics -----------------------------------------------------------------------------------------------
---- Returns the median, or the lower of the two middle elements if the number of elements is even. With d, returns the
---- medians along that dimension, and their indices. A NaN makes a median NaN. Without d, elements equal to the median
---- share the gradient.
+--- Returns the median, or the lower of the two middle elements of an even number. With d, returns the medians along
+--- that dimension and their indices. A NaN makes a median NaN. Without d, elements equal to the median share the
+--- gradient.
 ---@param d? integer
 ---@param keepdim? boolean (default false)
 ---@return ps.Tensor values
@@ -173,16 +172,16 @@ end
 -- -- search ---------------------------------------------------------------------------------------------------------
 local SEARCH = { right = "boolean" }
 
--- values that pad the end of a sorted sequence: the largest number of each integer type, or 2^62 for int64
+-- largest number of each integer type (2^62 for int64), which pads the end of a sorted sequence
 local LAST = { [C.PS_U8] = 255, [C.PS_I32] = 2 ^ 31 - 1, [C.PS_I64] = 2 ^ 62, [C.PS_BOOL] = 1 }
 
--- Returns the number of elements of each row of seq [..., N] that are less than a value, or with right at most the
--- value, by a binary search of all values at once. NaN is larger than all numbers.
+-- Returns how many elements of each row of seq [..., N] are less than a value (right: at most the value), by a binary
+-- search of all values at once. NaN is larger than all numbers.
 local function places(seq, values, right)
   local n, size = seq:size(-1), 1
   while size <= n do size = size * 2 end
-  -- Adds one element before the sequence and pads its end, so that its length becomes a power of 2. The search then
-  -- needs no bounds check.
+  -- The sequence gets one element before it, and padding up to a length that is a power of 2, so that the search needs
+  -- no bounds check.
   local function filled(length, value)
     local shape = seq:shape()
     shape[#shape] = length

@@ -1,6 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Creates tensors: empty, filled, counted, random, from tables. ps.tensor has these functions in addition to its
--- methods.
+-- Creates tensors: empty, filled, counted, random, from tables. ps.tensor also has these functions.
 local native = require "ps.core.ffi"
 local scope = require "ps.core.scope"
 local array = require "ps.core.array"
@@ -39,8 +38,8 @@ end
 
 local MAKER = { dtype = "string", device = "string", requires_grad = "boolean" }
 
--- Raises an error for unknown options. `...` are further sizes, since PyTorch accepts a shape as separate arguments, as
--- in ps.zeros(2, 3).
+-- Raises an error for unknown options, or for a shape passed as separate numbers like PyTorch's zeros(2, 3); `...` are
+-- the further sizes.
 local function check_options(options, call, shape, ...)
   if options == nil and ... == nil then return end
   if type(options) == "number" and type(shape) == "number" then
@@ -52,8 +51,7 @@ local function check_options(options, call, shape, ...)
   if ... ~= nil then caller.more(call, "shape, options", (...)) end
 end
 
--- Returns the options of a tensor that the next op fills. requires_grad is omitted, since it is set only after the
--- fill.
+-- Returns the options of a tensor that the next op fills. requires_grad is omitted, because it is set after the fill.
 local function bare(options, dtype)
   if options == nil then return { dtype = dtype } end
   return { dtype = options.dtype or dtype, device = options.device }
@@ -78,7 +76,7 @@ local function new_tensor(ndim, dtype, device)
   return t
 end
 
--- Creates a tensor like M.empty, but checks the options, and uses `call` as the function's name in errors.
+-- Creates a tensor like M.empty, after checking the options. call: the function's name in errors.
 local function empty(call, shape, options)
   if type(shape) == "number" then shape = { shape } end
   if type(shape) ~= "table" then error(("a shape must be a list of sizes, not %s"):format(tostring(shape))) end
@@ -99,8 +97,8 @@ end
 -- The ranges of integer types. bool accepts any number: 0 becomes false, any other number true.
 local RANGE = { [C.PS_U8] = { 0, 255 }, [C.PS_I32] = { -2 ^ 31, 2 ^ 31 - 1 }, [C.PS_I64] = { -2 ^ 63, 2 ^ 63 - 1 } }
 
---- Checks a number that becomes an element of a type. Raises an error if the type is an integer type that cannot hold
---- the number. Fractions are truncated later.
+--- Checks a number that becomes an element of a type. A number that an integer type cannot hold is an error. Fractions
+--- are truncated later.
 ---@param value number
 ---@param dtype integer the type's code
 ---@return number value
@@ -124,8 +122,8 @@ function M.empty(shape, options, ...)
   return empty("ps.empty", shape, options)
 end
 
--- Returns t, which an op has filled in place. The op's result is a second reference to t and is dropped, since
--- release() would otherwise keep the bytes.
+-- Returns t, which an op has filled in place. Drops the op's result, a second reference to t: with it, release() would
+-- keep the bytes.
 local function alone(t, given)
   native.give_back(given)
   return t
@@ -242,8 +240,8 @@ local function measure(value, shape, depth)
   for i = 1, n do measure(value[i], shape, depth + 1) end
 end
 
---- Returns a tensor made from a number, from a boolean, or from a (nested) list of numbers or booleans. In a list with
---- numbers, true counts as 1. A list of only booleans becomes a tensor of type bool. A tensor is copied.
+--- Returns a tensor made from a number, a boolean, or a (nested) list of them. In a list with numbers, true counts as
+--- 1. A list of only booleans becomes a tensor of type bool. A tensor is copied.
 ---@param value number|boolean|table|ps.Tensor
 ---@param options? {dtype?: string, device?: string, requires_grad?: boolean}|string options, or the dtype as a string
 ---@return ps.Tensor
@@ -281,7 +279,7 @@ function M.tensor(value, options)
   return t
 end
 
---- Returns a matrix of a type (its code) with one number as all its elements, on the device of `like`.
+--- Returns a matrix of one number, of a type (its code), on the device of `like`.
 function M.matrix(like, rows, columns, dtype, value)
   shape8[0], shape8[1] = rows, columns
   local t = new_tensor(2, dtype, like.device_)
@@ -293,8 +291,8 @@ function M.scalar(like, value, dtype)
   return ops.fill_(new_tensor(0, dtype, like.device_), M.held(value, dtype))
 end
 
---- Returns a 0-dimensional constant for an op with `like`. The constant does not widen like's type, unless that type is
---- an integer type and the value is a fraction or not finite.
+--- Returns a 0-dimensional constant for an op with `like`. It has like's type, or fp32 if that is an integer type and
+--- the value is a fraction or not finite.
 function M.scalar_like(like, value)
   local dtype = like.dtype_
   if not FLOAT[dtype] and value % 1 ~= 0 then dtype = C.PS_F32 end

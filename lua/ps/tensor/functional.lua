@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- ps.functional (ps.F): stateless functions over tensors, with PyTorch's names. Random masks are computed from counters
--- (seed, optimizer step, dropout number in the forward, global sample), so micro-batches and recomputation have the
--- same masks.
+-- (seed, optimizer step, index of the dropout in the forward, global sample), so that micro-batches and recomputation
+-- have the same masks.
 local native = require "ps.core.ffi"
 local tensor = require "ps.tensor"
 local losses = require "ps.tensor.losses"
@@ -37,8 +37,8 @@ function F.linear(x, w, b, options)
   return ops.linear(x, w, b, options.residual, options.out_in == false and 0 or 1)
 end
 
---- Returns linear(gelu(linear(x, w1, b1)), w2, b2) as one op, with gelu by the tanh approximation. On a GPU the GELU,
---- its gradient and the gradients of the biases are computed within the products.
+--- Returns linear(gelu(linear(x, w1, b1)), w2, b2) as one op, with gelu by the tanh approximation. On a GPU, the
+--- products also compute the GELU, its gradient and the gradients of the biases.
 ---@param x ps.Tensor [..., C]
 ---@param w1 ps.Tensor [H, C] with out_in (the default), else [C, H]
 ---@param b1? ps.Tensor [H]
@@ -51,7 +51,7 @@ function F.mlp(x, w1, b1, w2, b2, options)
   return ops.mlp(x, w1, b1, w2, b2, options.residual, options.out_in == false and 0 or 1)
 end
 
--- Returns x with its last `dims` dimensions merged into one, preceded by the rows.
+-- Returns x with its last `dims` dimensions merged into one.
 local function over_last(x, dims, call)
   local shape = x:shape()
   if dims > #shape then
@@ -97,8 +97,7 @@ end
 ---@return ps.Tensor [..., C]
 function F.rms_norm(x, w, eps) return ops.rms_norm(x, w, eps) end
 
---- Returns the index of this dropout in the forward. The counter is part of the context, so that recomputation can
---- restore it.
+--- Returns the index of this dropout in the forward, counted in the context, so that recomputation can restore it.
 local function next_op()
   local op = rng.op
   rng.op = op + 1
@@ -107,17 +106,19 @@ end
 
 local DROPOUT = { first = "whole", per_sample = "whole", rows = "tensor" }
 
---- Sets elements to 0 with probability p and multiplies all other elements by 1 / (1 - p). The mask of an element
---- depends on the seed, the step, the index of the call and the element's position in the batch. Without `part`, x's
---- first dimension is samples, numbered from ps.rng().sample on, so that ranks with different samples have different
---- masks. If a row contains several segments, each segment is a sample. If ranks hold parts of one sample, such as
---- rows along tp, `part` says which elements x contains. Otherwise all these ranks would draw the same mask.
+--- Sets elements to 0 with probability p and multiplies all others by 1 / (1 - p). An element's mask depends on the
+--- seed, the step, the index of the call and the element's position in the batch.
+---
+--- Without `part`, x's first dimension is samples, numbered from ps.rng().sample on, so that ranks with different
+--- samples have different masks. Each segment of a row with several segments is a sample. If ranks hold parts of one
+--- sample, such as rows along tp, `part` says which elements x contains; otherwise all these ranks would draw the same
+--- mask.
 ---@param x ps.Tensor
 ---@param p? number in [0, 1) (default 0.5)
 ---@param training? boolean (default true); false returns x unchanged
 ---@param part? {first?: integer, rows?: ps.Tensor, per_sample: integer} first: row-major index of x's first element in
----  the micro-batch's whole tensor. rows, instead of first: int [R], the indices in the whole tensor of the rows of x
----  [R, ...]. per_sample: elements per sample in the whole tensor; with rows, a multiple of a row's elements
+--- the micro-batch's whole tensor. rows, instead of first: int [R], the indices in the whole tensor of the rows of x
+--- [R, ...]. per_sample: elements per sample in the whole tensor; with rows, a multiple of a row's elements
 ---@return ps.Tensor of x's shape
 function F.dropout(x, p, training, part)
   if training == false or p == 0 then return x end
@@ -141,13 +142,13 @@ local function drop_channels(x, p, training, dims, call)
   return x * F.dropout(tensor.ones(shape, { dtype = x:dtype(), device = x:device() }), p)
 end
 
---- Sets whole channels to 0 with probability p and multiplies all other channels by 1 / (1 - p).
+--- Sets whole channels to 0 with probability p and multiplies all others by 1 / (1 - p).
 ---@param x ps.Tensor [N, C, L]
 ---@param p? number in [0, 1) (default 0.5)
 ---@param training? boolean (default true); false returns x unchanged
 ---@return ps.Tensor of x's shape
 function F.dropout1d(x, p, training) return drop_channels(x, p, training, 3, "F.dropout1d") end
---- Sets whole channels to 0 with probability p and multiplies all other channels by 1 / (1 - p).
+--- Sets whole channels to 0 with probability p and multiplies all others by 1 / (1 - p).
 ---@param x ps.Tensor [N, C, H, W]
 ---@param p? number in [0, 1) (default 0.5)
 ---@param training? boolean (default true); false returns x unchanged
@@ -202,13 +203,12 @@ local function reduction_of(options, call)
 end
 
 --- Returns the cross entropy of logits against target classes. Rows whose target is ignore_index are left out. If no
---- target counts, the mean is 0 and has no gradient (PyTorch's mean is NaN), so a batch without targets adds nothing to
---- the gradients.
+--- target counts, the mean is 0 (PyTorch: NaN) and has no gradient, so that a batch without targets adds nothing.
 ---@param logits ps.Tensor [..., V]
 ---@param target ps.Tensor integers [...]
 ---@param options? {ignore_index?: integer, reduction?: "mean"|"sum"|"none", weight?: ps.Tensor, label_smoothing?:
----  number} ignore_index (default -100); reduction (default "mean"); weight [V], the weight of each class, by which the
----  mean is weighted; label_smoothing, the share of a target that is spread evenly over all classes (default 0)
+--- number} ignore_index (default -100); reduction (default "mean"); weight [V], the weight of each class, by which the
+--- mean is weighted; label_smoothing, the share of a target that is spread evenly over all classes (default 0)
 ---@return ps.Tensor of 0 dimensions, or [...] with reduction "none"
 function F.cross_entropy(logits, target, options)
   options = caller.options(options, "F.cross_entropy", LOSS)
@@ -223,14 +223,14 @@ end
 local LM_LOSS = { ignore_index = "whole", reduction = "string", bias = "tensor", weight = "tensor",
   label_smoothing = "number" }
 
---- Returns the cross entropy of the logits x times w transposed, plus bias. The logits are computed in panels of rows,
---- so that they are never in memory as a whole, except with weight or label_smoothing. Ignored targets, weight and
---- label_smoothing have the same meaning as in F.cross_entropy.
+--- Returns the cross entropy of the logits x times w transposed, plus bias. Logits are computed in panels of rows and
+--- never in memory as a whole, except with weight or label_smoothing. Ignored targets, weight and label_smoothing have
+--- the meaning that they have in F.cross_entropy.
 ---@param x ps.Tensor [..., C]
 ---@param w ps.Tensor [V, C]
 ---@param target ps.Tensor integers [...]
 ---@param options? {ignore_index?: integer, reduction?: "mean"|"sum", bias?: ps.Tensor, weight?: ps.Tensor,
----  label_smoothing?: number} ignore_index (default -100); reduction (default "mean"); bias [V]
+--- label_smoothing?: number} ignore_index (default -100); reduction (default "mean"); bias [V]
 ---@return ps.Tensor of 0 dimensions
 function F.lm_loss(x, w, target, options)
   options = caller.options(options, "F.lm_loss", LM_LOSS)
@@ -277,14 +277,13 @@ local function bags_of(index, offsets, last, call)
   return offsets:searchsorted(at, { right = true }) - 1, n
 end
 
---- Returns the mean, sum or maximum of the rows of an embedding matrix, for each bag of indices. The result of an
---- empty bag is 0.
+--- Returns the mean, sum or maximum of the rows of an embedding matrix, for each bag of indices; 0 for an empty bag.
 ---@param index ps.Tensor integers [B, L], where each row is a bag, or [N] with offsets
 ---@param w ps.Tensor [V, C]
 ---@param offsets? ps.Tensor integers [B], the index of each bag's first element
 ---@param options? {mode?: "mean"|"sum"|"max", padding_idx?: integer, per_sample_weights?: ps.Tensor,
----  include_last_offset?: boolean} mode (default "mean"); padding_idx: an index to ignore; per_sample_weights:
----  factors of index's shape, for mode "sum"; include_last_offset: the last offset is N and does not begin a bag
+--- include_last_offset?: boolean} mode (default "mean"); padding_idx: an index to ignore; per_sample_weights: factors
+--- of index's shape, for mode "sum"; include_last_offset: the last offset is N and does not begin a bag
 ---@return ps.Tensor [B, C]
 function F.embedding_bag(index, w, offsets, options)
   local call = "F.embedding_bag"
@@ -350,8 +349,8 @@ function F.rope(x, cos, sin)
   return ops.rope(x, cos, sin, 0)
 end
 
--- Returns the index of the first head for the dropout mask. It is in the options, or belongs to the module whose
--- forward is running, since ranks may share its heads.
+-- Returns the index of the first head for the dropout mask: from the options, else from the module whose forward is
+-- running, whose heads ranks may share.
 local function first_head(options, p, heads)
   if options.first_head or p == 0 then return options.first_head or 0 end
   return hooks.ask("first_head", heads) or 0
@@ -368,14 +367,14 @@ local ATTENTION = { mask = "tensor", causal = "boolean", scale = "number", dropo
 ---@param k ps.Tensor [B, G, S, D]
 ---@param v ps.Tensor [B, G, S, D]
 ---@param options? {mask?: ps.Tensor, causal?: boolean, window?: integer, scale?: number, dropout?: number, first_head?:
----  integer} mask has one of three forms. A bool mask [B, S] hides the keys where it is false. An int32 mask [B, T],
----  for T = S, contains segments: adjacent positions with the same number see only each other, and 0 is padding, which
----  neither sees nor is seen. A mask [B or 1, H or 1, T or 1, S] is bool, fp32 or of q's type; floats are added to the
----  scores, and values of -1e30 and less hide a key. A float mask that requires a gradient gets it through
----  F.attention_weights. causal: query i sees the keys up to i + S - T. window: query i sees only the last `window`
----  keys up to that key. scale: default 1 / sqrt(D). dropout: probability of dropping a weight (default 0). first_head:
----  index of q's first head if ranks share the heads, so that dropout masks equal those of one rank (default: the first
----  head of the running module if tensor_parallel divides its heads, else 0)
+--- integer} mask has one of three forms. A bool mask [B, S] hides the keys where it is false. An int32 mask [B, T], for
+--- T = S, contains segments: adjacent positions with the same number see only each other, and 0 is padding, which
+--- neither sees nor is seen. A mask [B or 1, H or 1, T or 1, S] is bool, fp32 or of q's type; floats are added to the
+--- scores, and values of -1e30 and less hide a key. A float mask that requires a gradient gets it through
+--- F.attention_weights. causal: query i sees the keys up to i + S - T. window: query i sees only the last `window` keys
+--- up to that key. scale: default 1 / sqrt(D). dropout: probability of dropping a weight (default 0). first_head: index
+--- of q's first head if ranks share the heads, so that dropout masks equal those of one rank (default: the first head
+--- of the running module if tensor_parallel divides its heads, else 0)
 ---@return ps.Tensor [B, H, T, D]
 function F.attention(q, k, v, options)
   options = caller.options(options, "F.attention", ATTENTION)
@@ -390,7 +389,7 @@ function F.attention(q, k, v, options)
                        first_head(options, p, q:size(1)))
 end
 
--- Returns a mask of the pairs of positions in one segment, bool [B, 1, T, T]. Segments are runs of equal numbers; 0 is
+-- Returns a mask of the pairs of positions in one segment, bool [B, 1, T, T]. A segment is a run of equal numbers; 0 is
 -- padding.
 local function pairs_of(segments)
   local B, T = segments:size(0), segments:size(1)
@@ -399,8 +398,8 @@ local function pairs_of(segments)
   return run:reshape(B, 1, T, 1):eq(run:reshape(B, 1, 1, T)):logical_and(segments:ne(0):reshape(B, 1, 1, T))
 end
 
--- Returns a mask of the keys that each query sees, bool [B or 1, H or 1, T, S], or nil if queries see all keys. Also
--- returns a bias to add to the scores, or nil if there is none.
+-- Returns a mask of the keys that each query sees, bool [B or 1, H or 1, T, S], or nil if queries see all keys; and a
+-- bias for the scores, or nil.
 local function seen_and_bias(mask, causal, window, T, S, device)
   local seen, bias
   if mask ~= nil then
@@ -424,13 +423,13 @@ local function seen_and_bias(mask, causal, window, T, S, device)
   return seen, bias
 end
 
---- Computes F.attention with separate ops, which keep all weights in memory. A float mask gets a gradient, and the
---- weights are returned.
+--- Computes F.attention with separate ops, which keep all weights in memory. Returns the weights, and gives a float
+--- mask a gradient.
 ---@param q ps.Tensor [B, H, T, D]
 ---@param k ps.Tensor [B, G, S, D]
 ---@param v ps.Tensor [B, G, S, D]
 ---@param options? {mask?: ps.Tensor, causal?: boolean, window?: integer, scale?: number, dropout?: number, first_head?:
----  integer} as for F.attention
+--- integer} as for F.attention
 ---@return ps.Tensor [B, H, T, D]
 ---@return ps.Tensor weights [B, H, T, S] in the type of q, after dropout
 function F.attention_weights(q, k, v, options)
@@ -461,7 +460,7 @@ function F.attention_weights(q, k, v, options)
   local weights
   if seen == nil then weights = ops.softmax(scores)
   else
-    -- Hidden keys get weight 0. If a query sees no key, all of its weights are 0.
+    -- A hidden key gets weight 0, also if a query sees no key.
     weights = ops.softmax(scores:masked_fill(seen:logical_not(), -1e30)):masked_fill(seen:logical_not(), 0)
   end
   if p > 0 then weights = F.dropout(weights, p) end

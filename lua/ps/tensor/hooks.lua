@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- t:register_hook: functions that see, and may replace, the gradient of a tensor. A backward walk stops when such a
--- gradient is complete (src/grad/hook.c).
+-- t:register_hook: functions that see, and may replace, a tensor's gradient. A backward walk stops when the gradient is
+-- complete (src/grad/hook.c).
 local native = require "ps.core.ffi"
 local scope = require "ps.core.scope"
 local unscaled = require "ps.tensor.unscaled"
@@ -51,7 +51,7 @@ local function check_like(value, grad, whose)
 end
 hooks.check_like = check_like
 
---- Calls fn(...). Raises an error if fn changes a gradient in place, since other tensors may share the gradient.
+--- Calls fn(...). Raises an error if fn changes a gradient in place, because other tensors may share it.
 ---@param grads table<any, ps.Tensor>
 ---@param whose string
 ---@param fn function
@@ -71,7 +71,7 @@ function hooks.without_writing(grads, whose, fn, ...)
   return checked(unscaled.run(fn, ...))
 end
 
--- Runs the hooks of one output of the node at which the walk stopped.
+-- Runs the hooks of one output of the node at which the backward walk stopped.
 local function run_list(list, place, factor)
   check(C.ps_stop_gradient(ctx, place, tensor_out))
   if tensor_out[0] == nil then return end
@@ -104,9 +104,9 @@ local function resume(entry, _, factor)
 end
 
 --- Calls fn(gradient) in each backward when the tensor's gradient is complete. fn returns nil, or a tensor of the same
---- shape, type and device that replaces the gradient. Hooks of a tensor run in the order of their registration. In a
---- model of ps.initialize, fn gets the gradient of the micro-batch's own loss, before it is summed over ranks. In a
---- recomputed function, the first run registers nothing, since it runs without gradients.
+--- shape, type and device that replaces the gradient. Hooks of a tensor run in the order of registration. In a model of
+--- ps.initialize, fn gets the gradient of the micro-batch's own loss, before the sum over ranks. The first run of a
+--- recomputed function has no gradients and registers nothing.
 ---@param t ps.Tensor that requires a gradient
 ---@param fn fun(gradient: ps.Tensor): ps.Tensor?
 ---@return ps.HookHandle handle handle:remove() removes the hook
@@ -126,7 +126,7 @@ function hooks.register(t, fn)
   return hooks.add(entry.lists[place], fn)
 end
 
---- Moves the hooks of a leaf to the tensor that replaces it.
+--- Moves the hooks of a leaf to its replacement.
 ---@param from ps.Tensor
 ---@param to ps.Tensor
 function hooks.move(from, to)

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Functions over signals [N, C, L] and images [N, C, H, W], in PyTorch's terms; ps.functional also offers them
--- (F.conv2d). A single number given for a pair is used for height and width. The dimension of samples may be missing.
+-- Functions over signals [N, C, L] and images [N, C, H, W], in PyTorch's terms, for ps.functional (F.conv2d). One
+-- number for a pair means both height and width. The dimension of samples may be missing.
 local native = require "ps.core.ffi"
 local scope = require "ps.core.scope"
 local ops, caller = native.ops, native.caller
@@ -10,7 +10,7 @@ local F = {}
 
 local PLACES = { "height", "width" }
 
--- Returns {H, W}, made from a number or from a list of `n` numbers. For a signal, H is `other`.
+-- Returns {H, W} from a number or a list of `n` numbers. A signal has H = other.
 local function pair(value, n, what, least, other)
   if type(value) ~= "table" then
     caller.whole(value, what, least)
@@ -34,7 +34,7 @@ local function batched(x, n, call)
   return x, false
 end
 
--- Reshapes a signal to an image with H = 1. The returned function reshapes a result back to a signal.
+-- Reshapes a signal to an image with H = 1. The returned function reshapes results back.
 local function image(x, n, call)
   local single
   x, single = batched(x, n, call)
@@ -153,8 +153,7 @@ function F.conv_transpose1d(x, w, b, options) return conv_transpose(x, w, b, opt
 function F.conv_transpose2d(x, w, b, options) return conv_transpose(x, w, b, options, 2, "F.conv_transpose2d") end
 
 -- -- pooling --------------------------------------------------------------------------------------------------------
--- Returns the number of windows. With `ceil`, the last window may extend beyond the padding at the end, but begins
--- before that padding.
+-- Returns the number of windows. ceil: the last window may extend beyond the padding at the end, but begins before it.
 local function windows(in_size, kernel, stride, dilation, padding, ceil, call, place)
   local span = dilation * (kernel - 1) + 1
   local room = in_size + 2 * padding - span
@@ -360,17 +359,17 @@ end
 
 local INTERPOLATE = { size = "whole|table", scale_factor = "number|table", mode = "string", align_corners = "boolean",
   recompute_scale_factor = "boolean" }
--- For each mode: the kind, its flag, and the number of spatial dimensions that it supports (nil for both)
+-- the kind of each mode, its flag, and the number of spatial dimensions that it supports (nil for both)
 local INTERPOLATIONS = { nearest = { KIND.nearest, 0 }, ["nearest-exact"] = { KIND.nearest, 1 },
   linear = { KIND.linear, 0, 1 }, bilinear = { KIND.linear, 0, 2 }, area = { KIND.adaptive, 0 } }
 
---- Returns an image or signal resized to another size.
+--- Returns a signal or image, resized.
 ---@param x ps.Tensor floats [N, C, L] or [N, C, H, W]
 ---@param options {size?: integer|integer[], scale_factor?: number|number[], mode?: string, align_corners?: boolean,
----  recompute_scale_factor?: boolean} either size or scale_factor is required. mode: "nearest" (default),
----  "nearest-exact", "linear" (for signals), "bilinear" (for images) or "area". align_corners: in the two linear modes,
----  the elements at the corners keep their values (default false). recompute_scale_factor: distances are computed from
----  the sizes instead of scale_factor
+--- recompute_scale_factor?: boolean} either size or scale_factor is required. mode: "nearest" (default),
+--- "nearest-exact", "linear" (for signals), "bilinear" (for images) or "area". align_corners: in the two linear modes,
+--- the elements at the corners keep their values (default false). recompute_scale_factor: distances are computed from
+--- the sizes instead of scale_factor
 ---@return ps.Tensor [N, C, length] or [N, C, height, width]
 function F.interpolate(x, options)
   options = caller.options(options, "F.interpolate", INTERPOLATE)
@@ -414,7 +413,7 @@ function F.interpolate(x, options)
 end
 
 -- -- norms over channels --------------------------------------------------------------------------------------------
--- Returns whether the current forward must update the running statistics. It must not if backward recomputes a segment.
+-- Returns whether the current forward must update the running statistics: not if backward recomputes a segment.
 local function counts()
   local at = scope.segment
   while at do
@@ -424,8 +423,7 @@ local function counts()
   return true
 end
 
--- Moves the running values [C] towards `value` times `scale` by a factor, which is a number or a tensor of 0
--- dimensions.
+-- Moves the running values [C] towards value * scale by a factor, a number or a tensor of 0 dimensions.
 local function move(running, value, scale, factor)
   if type(factor) == "number" and type(scale) == "number" then
     ops.scale_(running, 1 - factor)
@@ -436,7 +434,7 @@ local function move(running, value, scale, factor)
 end
 
 -- Updates the running statistics [C] with the mean [C] and the variance [C] (divided by the count) of `count` elements
--- per channel. `momentum` is the weight of the new values.
+-- per channel. momentum: the weight of the new values.
 local function move_statistics(mean, var, count, running_mean, running_var, momentum)
   scope.no_grad(function()
     move(running_mean, mean, 1, momentum)
@@ -444,7 +442,7 @@ local function move_statistics(mean, var, count, running_mean, running_var, mome
   end)
 end
 
--- Returns the normalised x [N, C, ...], and the mean, variance and count that were used.
+-- Returns the normalised x [N, C, ...], and its mean, variance and count.
 local function batch_statistics(x, weight, bias, eps)
   if x:dim() < 2 then
     error(("F.batch_norm takes [N, C, ...], not a tensor of %d dimensions"):format(x:dim()))

@@ -1,8 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- t[key], t[key] = value and t:index_put(key, value), with numbers, ranges, new axes, index tensors and masks, by
--- PyTorch's rules. Numbers, ranges and new axes return a view. Index tensors and masks copy from that view, or write
--- into it. Several index tensors are broadcast together, and each position selects one element. If they are next to
--- each other, the broadcast dimensions take their place, else the broadcast dimensions come first.
+-- t[key], t[key] = value and t:index_put(key, value) by PyTorch's rules. A key has numbers, ranges, new axes, index
+-- tensors and masks. Numbers, ranges and new axes select a view. Index tensors and masks copy from this view or write
+-- into it. Several index tensors are broadcast together, and each position selects one element. The broadcast
+-- dimensions replace the indexed ones if these are adjacent, else they come first.
 local native = require "ps.core.ffi"
 local scope = require "ps.core.scope"
 local C, ops, caller = native.C, native.ops, native.caller
@@ -22,7 +22,7 @@ local function mask_misfit(k, d, t)
     table.concat(k:shape(), ", "), d, table.concat(t:shape(), ", ")))
 end
 
--- Adds the index tensors of `k` for the dimensions from d on. Returns the number of dimensions that `k` covers.
+-- Adds the index tensors of `k` for the dimensions from d on. Returns how many dimensions `k` covers.
 local function add(picks, t, d, k, place)
   if k.dtype_ ~= C.PS_BOOL then
     if not INTEGER[k.dtype_] then
@@ -87,7 +87,7 @@ local function named(t, picks)
   return p
 end
 
--- Returns x as [outer, rows, inner] or [rows, inner], the flat index, and the dimension (1 or 0) to which it applies.
+-- Returns x as [outer, rows, inner] or [rows, inner], the flat index, and the dimension that it indexes (1 or 0).
 local function parts_of(p, x)
   local flat = p.index:reshape(-1)
   if p.outer == 1 then return x:reshape(p.rows, p.inner), flat, 0 end
@@ -113,8 +113,8 @@ local function check_count(t, key)
   if taken > t.ndim then error(("%d indices for a tensor with %d dimensions"):format(taken, t.ndim)) end
 end
 
--- Returns the view that numbers, ranges and new axes select, and the index tensors to apply to it. An index tensor
--- without dimensions acts as a number. With `writes`, such a tensor is read on the host, so that the result is a view.
+-- Returns the view that numbers, ranges and new axes select, and the index tensors to apply to it. An integer tensor
+-- without dimensions counts as a number. writes: the host reads it, so that the result is a view.
 local function of_list(t, key, writes)
   local d, picks = 0, {}
   check_count(t, key)
@@ -153,7 +153,7 @@ local COLUMN = { -1, 1 }
 
 local function is_index(k) return is_tensor(k) and k.ndim > 0 and INTEGER[k.dtype_] end
 
--- The row-major numbers of the rows that an index tensor selects.
+-- Returns the row-major numbers of the rows that an index tensor selects.
 local function row_numbers(t, index)
   row_size[1], row_key[1] = tonumber(t.shape_[0]), index
   local numbers = ops.flat_index(row_key, row_size, FIRST)
@@ -161,7 +161,7 @@ local function row_numbers(t, index)
   return numbers
 end
 
--- t[{ i, j }] of a matrix: the same result as pick_all's by a shorter path.
+-- t[{ i, j }] of a matrix: the result of pick_all, computed faster.
 local function pick_pairs(t, i, j)
   pair_size[1], pair_size[2] = tonumber(t.shape_[0]), tonumber(t.shape_[1])
   pair_key[1], pair_key[2] = i, j
@@ -179,7 +179,7 @@ end
 function M.get(t, key)
   if type(key) == "number" then return t:select(0, key) end
   if is_tensor(key) and key.dtype_ == C.PS_BOOL and key.ndim == t.ndim then return t:masked_select(key) end
-  -- Faster ways to the same results.
+  -- shorter paths to the same results
   if t.ndim == 2 and is_index(key) then return ops.embedding(t, row_numbers(t, key)) end
   if t.ndim == 2 and type(key) == "table" and #key == 2 and is_index(key[1]) and is_index(key[2]) then
     return pick_pairs(t, key[1], key[2])
@@ -189,8 +189,8 @@ function M.get(t, key)
 end
 
 -- -- writing --------------------------------------------------------------------------------------------------------
--- Performs t[mask] = value. A number or a tensor of one element is written to all elements where the mask is true.
--- Otherwise slice n of `value` is written to the n-th of these elements.
+-- Performs t[mask] = value. A number, or a tensor of one element, is written where the mask is true. Otherwise slice n
+-- of `value` is written to the n-th of these elements.
 local function masked(t, mask, value)
   local whole = mask
   if mask.ndim > 0 and mask.ndim <= t.ndim then
@@ -250,7 +250,7 @@ local function put_all(t, picks, value, call)
   else ops.copy_(v, ops.scatter(x, index, src, d):reshape(v:shape())) end
 end
 
--- Raises an error if a write in place would need a gradient. Such a write is not recorded, so the gradients would
+-- Raises an error for a write in place that would need a gradient. The write is not recorded, so the gradients would
 -- belong to the old values.
 function M.check_gradients(t, value, call, instead)
   if not scope.grad_enabled() then return end
@@ -287,7 +287,7 @@ function M.set(t, key, value)
 end
 
 --- Returns a copy of t with a value at the elements that t[key] reads. Gradients reach both t and the value. If index
---- tensors select one element several times, the last value in row-major order is used.
+--- tensors select an element several times, the last value in row-major order counts.
 ---@param t ps.Tensor
 ---@param key number|ps.Tensor|table
 ---@param value number|ps.Tensor

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- ps.Tensor: methods and operators over the ops. A tensor is the engine's own header (cdata ps_tensor *), without a Lua
--- object around it. Dimensions and indices count from 0, -1 is the last, ranges are half-open, as in PyTorch.
+-- ps.Tensor: methods and operators over the ops. A tensor is the C engine's header (cdata ps_tensor *), without a Lua
+-- object around it. As in PyTorch, dimensions and indices count from 0, -1 is the last, and ranges are half-open.
 local native = require "ps.core.ffi"
 local scope = require "ps.core.scope"
 local create = require "ps.tensor.create"
@@ -19,10 +19,10 @@ local foreign = require "ps.core.foreign"
 local T = {}
 local M = { T = T }                -- T is public for files that add methods
 
--- loads the files that define further methods; `require "ps"` does not load them, since that takes time
+-- loads the files with further methods, which `require "ps"` does not load, to save time
 local load_more = function() end
 
---- Registers further methods, which are loaded when a script first uses a method that this file does not define.
+--- Registers further methods. They are loaded when a script first uses a method that this file does not define.
 ---@param load fun() requires the files that add these methods to T
 function M.later(load)
   load_more = function()
@@ -122,8 +122,8 @@ function T:stride(d)
 end
 
 -- -- values ---------------------------------------------------------------------------------------------------------
--- Returns the first n elements as doubles. If the tensor is not on the host, it is read through a copy that the tape
--- does not record.
+-- Reads the first n elements as doubles. A tensor that is not on the host is read through a copy that the tape does not
+-- record.
 local function read(t, n, buffer)
   local rc = C.ps_tensor_read_f64(t, 0, n, buffer)
   if rc == C.PS_EUNSUP then
@@ -170,7 +170,7 @@ function T:tolist()
 end
 
 -- -- gradients and lifetime -----------------------------------------------------------------------------------------
--- Checks that a value is a boolean. Other values are rejected, since 0 counts as true in Lua and as false in PyTorch.
+-- Checks that a value is a boolean. 0 would count as true in Lua, but as false in PyTorch.
 local function switch(on, name)
   if type(on) ~= "boolean" then caller.error(("%s takes true or false, not a %s"):format(name, type(on))) end
   return on
@@ -192,8 +192,8 @@ function T:requires_grad_(on) return self:requires_grad(on == nil or switch(on, 
 --- Returns whether gradients reach the tensor.
 ---@return boolean
 function T:needs_grad() return self.node ~= nil or bit.band(self.flags, C.PS_T_REQUIRES_GRAD) ~= 0 end
---- Sets whether this leaf's gradients are summed in fp32, whatever the leaf's type, when micro-batches are accumulated.
---- Without an argument, returns the current setting.
+--- Sets whether the gradients of micro-batches for this leaf are summed in fp32, whatever the leaf's type. Without an
+--- argument, returns the setting.
 ---@param on? boolean
 ---@return ps.Tensor|boolean self; without an argument, the current setting
 function T:grad_in_fp32(on)
@@ -202,9 +202,8 @@ function T:grad_in_fp32(on)
     or bit.band(self.flags, bit.bnot(C.PS_T_GRAD_F32))
   return self
 end
---- Returns the gradient, or nil if there is none. In a model of ps.initialize the gradient is the sum over
---- micro-batches and ranks, each multiplied by its weight and the loss scale (docs/zero.md). Raises an error if
---- backward has already updated the parameters.
+--- Returns the gradient, or nil. In a model of ps.initialize it is the sum over micro-batches and ranks, each
+--- multiplied by its weight and the loss scale (docs/zero.md). An error if backward has already updated the parameters.
 ---@return ps.Tensor|nil
 function T:grad()
   local g = scope.grad_of(self)
@@ -226,18 +225,18 @@ end
 T.backward = scope.backward
 T.detach = scope.detach
 T.register_hook = require("ps.tensor.hooks").register
---- Keeps the bytes when the scope in which the tensor was made ends. The bytes are freed when Lua collects the tensor.
+--- Keeps the bytes beyond the scope in which the tensor was made, until Lua collects the tensor.
 ---@return ps.Tensor self
 function T:keep()
   check(C.ps_tensor_keep(self))
   return self
 end
---- Frees the bytes now instead of when Lua collects the tensor, unless another tensor shares them. Using the tensor
---- afterwards raises an error.
+--- Frees the bytes now, unless another tensor shares them, instead of when Lua collects the tensor. Using the tensor
+--- afterwards is an error.
 function T:release() C.ps_tensor_drop(self) end
 
 -- -- conversions and views ------------------------------------------------------------------------------------------
---- Returns the same values in row-major order. The result is the tensor itself if it is contiguous, else a copy.
+--- Returns the same values in row-major order: the tensor itself if it is contiguous, else a copy.
 ---@return ps.Tensor
 function T:contiguous()
   if C.ps_tensor_is_contiguous(self) ~= 0 then return self end
@@ -288,8 +287,7 @@ local function shape_args(call, ...)
   return first
 end
 
---- Returns the same elements, in row-major order, in another shape. The result is a copy if the strides require it,
---- else a view.
+--- Returns the same elements, in row-major order, in another shape: a view, or a copy if the strides require it.
 ---@param ... integer|integer[] the sizes; one of them may be -1, which is computed from the others
 ---@return ps.Tensor
 function T:reshape(...)
@@ -534,7 +532,7 @@ function M.stack(list, d)
 end
 
 -- -- the metatype ---------------------------------------------------------------------------------------------------
--- Replacements for PyTorch's names that tensors lack, and for PyTorch's fields that are methods here.
+-- What to write instead of PyTorch's names that tensors lack, and of PyTorch's fields that are methods here.
 local INSTEAD = {
   cuda = "write t:to(\"cuda\")", cpu = "write t:to(\"cpu\")", numpy = "write t:tolist()",
   data = "write t:detach(), or ps.no_grad(function() t:copy_(value) end)",

@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Tensors with the shape of another tensor, and random draws: ps.full_like, ps.rand_like, ps.randperm,
--- ps.bernoulli, ps.multinomial. Draws depend on ps.manual_seed and on the draws before them, by Philox counters, and
--- not on the device or the number of threads.
+-- Tensors with the shape of another tensor, and random draws: ps.full_like, ps.rand_like, ps.randperm, ps.bernoulli,
+-- ps.multinomial. By Philox counters, draws depend only on ps.manual_seed and on earlier draws, not on the device or
+-- the number of threads.
 local native = require "ps.core.ffi"
 local scope = require "ps.core.scope"
 local tensor = require "ps.tensor"
@@ -16,14 +16,14 @@ local NEW = { dtype = "string", device = "string", requires_grad = "boolean" }
 
 local function like(t, call) return caller.tensor(t, call, "its argument") or error(call .. ": no tensor was given") end
 
--- Checks the options. Returns the dtype and device of a tensor like t: the ones in the options, or else t's.
+-- Checks the options, and returns the dtype and device of a tensor like t: those of the options, else t's.
 local function place(t, options)
   return { dtype = options.dtype or t:dtype(), device = options.device or t:device(),
     requires_grad = options.requires_grad }
 end
 
 local function maker(name)
-  --- Returns a new tensor of t's shape. It has t's dtype and device, unless the options set another dtype or device.
+  --- Returns a new tensor of t's shape, and of t's dtype and device unless the options set others.
   ---@param t ps.Tensor
   ---@param options? {dtype?: string, device?: string, requires_grad?: boolean}
   ---@return ps.Tensor
@@ -35,8 +35,8 @@ local function maker(name)
 end
 for _, name in ipairs { "empty", "zeros", "ones", "rand", "randn" } do maker(name) end
 
---- Returns a tensor of t's shape whose elements all have one value. It has t's dtype and device, unless the options set
---- another dtype or device.
+--- Returns a tensor of t's shape whose elements all have one value, of t's dtype and device unless the options set
+--- others.
 ---@param t ps.Tensor
 ---@param value number the value, which an integer type must be able to hold
 ---@param options? {dtype?: string, device?: string, requires_grad?: boolean}
@@ -47,8 +47,8 @@ function M.full_like(t, value, options)
   return tensor.full(t:shape(), value, place(t, options))
 end
 
---- Returns a tensor of t's shape with uniform integers in [low, high). It has t's dtype and device, unless the options
---- set another dtype or device. ps.randint_like(t, high) begins at 0.
+--- Returns a tensor of t's shape with uniform integers in [low, high), of t's dtype and device unless the options set
+--- others. ps.randint_like(t, high) begins at 0.
 ---@param t ps.Tensor
 ---@param low integer
 ---@param high? integer
@@ -89,7 +89,7 @@ function T:new_full(shape, value, options)
   return tensor.full(shape, value, place(self, caller.options(options, "new_full", NEW)))
 end
 
--- Returns fp64 numbers in [0, 1) with 48 random bits, since 24 bits are too few to order millions of numbers.
+-- Returns fp64 numbers in [0, 1) with 48 random bits. 24 bits would be too few to order millions of numbers.
 local function fine(shape, device)
   local where = { dtype = "fp64", device = device }
   return tensor.rand(shape, where) + tensor.rand(shape, where) * 2 ^ -24
@@ -108,7 +108,7 @@ function M.randperm(n, options)
   return options.dtype and order:to(options.dtype) or order
 end
 
--- Raises an error if values are not probabilities, which requires reading them.
+-- Raises an error if values are not probabilities. Reads the values on the host.
 local function check_probabilities(p, call)
   if p:numel() == 0 then return end
   local low, high = p:amin():item(), p:amax():item()
@@ -117,8 +117,8 @@ local function check_probabilities(p, call)
   end
 end
 
---- Draws 1 or 0 for each element. The element is the probability of 1, unless `p` sets one probability for all
---- elements. The values are read on the host to check them.
+--- Draws 1 or 0 for each element. The element is the probability of 1, unless `p` sets one for all. The host reads the
+--- values to check them.
 ---@param p? number in [0, 1]
 ---@return ps.Tensor of this shape and type, without a gradient
 function T:bernoulli(p)
@@ -149,8 +149,8 @@ end
 -- largest number of elements for which draws are compared with all categories at once
 local AT_ONCE = 2 ^ 22
 
--- Returns n draws for each row of p [rows, V], which is fp64 and has positive sums. A draw is the first category whose
--- running sum exceeds a uniform number.
+-- Returns n draws for each row of p [rows, V], fp64 with positive sums. A draw is the first category whose running sum
+-- exceeds a uniform number.
 local function with_replacement(p, n)
   local upto = p:cumsum(-1)
   local total, parts = upto:narrow(-1, p:size(1) - 1, 1), {}
@@ -160,13 +160,13 @@ local function with_replacement(p, n)
     local some = u:narrow(1, first, math.min(step, n - first))
     parts[#parts + 1] = upto:unsqueeze(1):le(some:unsqueeze(-1)):long():sum(-1)
   end
-  -- Due to rounding, u can equal the sum. The draw is then the last category with a positive probability.
+  -- If u equals the sum, due to rounding, the draw is the last category with a positive probability.
   local last = p:gt(0):long() * tensor.arange(0, p:size(1), 1, { dtype = "int64", device = p:device() })
   return ops.minimum(tensor.cat(parts, 1), last:amax(-1, true))
 end
 
---- Draws categories. The elements of a row are the categories' probabilities, which need not add up to 1. The values
---- are read on the host to check them.
+--- Draws categories. The elements of a row are the categories' probabilities, which need not add up to 1. The host
+--- reads the values to check them.
 ---@param n integer number of draws for each row
 ---@param replacement? boolean (default false), in which case a row draws no category twice
 ---@return ps.Tensor int64 [..., n], for a tensor [..., V] of one or two dimensions

@@ -1,7 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Losses composed of other ops, with PyTorch's names and formulas. ps.functional also offers them (F.mse_loss).
--- The shapes of input and target must be equal and are not broadcast, since a loss of [N] against [N, 1] is nearly
--- always a mistake.
+-- Losses made of other ops, with PyTorch's names and formulas, for ps.functional (F.mse_loss). Input and target must
+-- have equal shapes and are not broadcast: a loss of [N] against [N, 1] is nearly always a mistake.
 local autocast = require "ps.core.autocast"
 local native = require "ps.core.ffi"
 local tensor = require "ps.tensor"
@@ -61,8 +60,7 @@ end
 
 local SMOOTH = { reduction = "string", beta = "number" }
 
--- Returns |d| - step / 2 where |d| is at least `step`, else d^2 / (2 step). This is the absolute value with a rounded
--- minimum.
+-- Returns the absolute value with a rounded minimum: |d| - step / 2 where |d| is at least `step`, else d^2 / (2 step).
 local function rounded(d, step)
   local size = d:abs()
   return tensor.where(size:lt(step), d * d * (0.5 / step), size - 0.5 * step)
@@ -117,7 +115,7 @@ function losses.binary_cross_entropy(p, target, options)
     local yes, no = p:log():clamp(-100, math.huge), (1 - p):log():clamp(-100, math.huge)
     return -(target * yes + (1 - target) * no), (p - target) / (p * (1 - p)):clamp(1e-12, math.huge), no - yes
   end)
-  local loss = value + (p - p:detach()) * slope            -- has the value of the loss, but PyTorch's gradient
+  local loss = value + (p - p:detach()) * slope            -- PyTorch's gradient, with the value of the loss
   if target:is_float() and target:needs_grad() then loss = loss + (target - target:detach()) * slope_of_target end
   return reduced(loss, options.reduction, "F.binary_cross_entropy")
 end
@@ -125,7 +123,7 @@ end
 local WITH_LOGITS = { reduction = "string", pos_weight = "tensor" }
 
 --- Returns the binary cross entropy of logits x against targets in [0, 1]. pos_weight, which is broadcast, is the
---- weight of targets with value 1.
+--- weight of targets that are 1.
 ---@param x ps.Tensor floats of any shape
 ---@param target ps.Tensor of the same shape
 ---@param options? {reduction?: "mean"|"sum"|"none", pos_weight?: ps.Tensor} reduction default "mean"
@@ -145,10 +143,9 @@ end
 local KL_REDUCTIONS = { none = true, mean = true, sum = true, batchmean = true }
 local KL = { reduction = "string", log_target = "boolean" }
 
---- Returns the Kullback-Leibler divergence target (log target - x). x contains logarithms of probabilities. target
---- contains probabilities, or with log_target their logarithms. "batchmean" divides the sum by the size of the first
---- dimension, as the definition of the divergence requires. "mean", the default in PyTorch and here, divides by the
---- number of elements.
+--- Returns the Kullback-Leibler divergence target (log target - x). x contains logarithms of probabilities, target
+--- probabilities or, with log_target, their logarithms. "batchmean" divides the sum by the first dimension's size, as
+--- the divergence is defined. "mean", the default as in PyTorch, divides by the number of elements.
 ---@param x ps.Tensor floats of any shape
 ---@param target ps.Tensor of the same shape
 ---@param options? {reduction?: "mean"|"sum"|"none"|"batchmean", log_target?: boolean} reduction default "mean"
@@ -210,8 +207,8 @@ end
 
 local MARGIN = { margin = "number", reduction = "string" }
 
--- Returns the checked target of signs. The callers use relu for max(0, x), since its gradient at 0 is 0, as in PyTorch;
--- clamp's gradient there is 1.
+-- Returns the checked target of signs. The callers use relu for max(0, x): its gradient at 0 is 0, as in PyTorch, but
+-- clamp's is 1.
 local function signs(y, call)
   if caller.tensor(y, call, "the target") == nil then error(call .. ": the target is missing") end
   return y
@@ -291,15 +288,14 @@ function losses.gaussian_nll_loss(x, target, var, options)
 end
 
 -- -- of classes -----------------------------------------------------------------------------------------------------
--- Returns a mask of the targets that are not ignored, bool [...], and the targets with 0 in place of ignored ones,
--- int64 [..., 1].
+-- Returns a mask of the targets that count, bool [...], and the targets, int64 [..., 1], with 0 for ignored ones.
 local function countable(target, ignore)
   local counts = target:ne(ignore)
   return counts, tensor.where(counts, target, 0):to("int64"):unsqueeze(-1)
 end
 
--- Computes, from log-probabilities [..., V], the loss term of each target and its contribution to the mean's divisor.
--- `smooth` is the label smoothing.
+-- Computes each target's loss term from log-probabilities [..., V], and its share of the mean's divisor. smooth: the
+-- label smoothing.
 local function class_terms(logp, target, weight, ignore, smooth)
   local V = logp:size(-1)
   local counts, at = countable(target, ignore)
@@ -316,9 +312,9 @@ local function class_terms(logp, target, weight, ignore, smooth)
   return terms, share:detach()
 end
 
--- Counts the targets that equal the class with the first largest score [..., V], and all targets that are not ignored:
--- int64 [2]. Returns nil if no count was requested. `weight` is the weights of classes. A target of weight 0 is left
--- out, unless labels are smoothed.
+-- Counts hits and targets, int64 [2], or returns nil if no count was requested. A hit is a target whose class has the
+-- first largest score [..., V]. Ignored targets do not count. A target of class weight 0 does not count either, unless
+-- labels are smoothed.
 local function hits_of(scores, target, weight, ignore, smooth)
   if loss_weight.wants_hits() == 0 then return nil end
   return scope.no_grad(function()
@@ -331,7 +327,7 @@ local function hits_of(scores, target, weight, ignore, smooth)
   end)
 end
 
--- Returns the loss of classes. `scores` [..., V] are the logits from which logp was computed.
+-- Returns the loss of classes. scores: the logits [..., V] from which logp was computed.
 local function class_loss(logp, scores, target, chosen, smooth, call)
   local reduction = chosen.reduction or "mean"
   caller.one_of(reduction, REDUCTIONS, call .. ": reduction")
@@ -353,12 +349,12 @@ end
 
 local NLL = { ignore_index = "whole", reduction = "string", weight = "tensor" }
 
---- Returns the negative log-probability of each target. weight is the weight of each class, by which the mean is
---- weighted. Targets with the value ignore_index are left out. If none remains, the mean is 0.
+--- Returns the negative log-probability of each target. weight: each class's weight, also in the mean. Targets equal to
+--- ignore_index are left out; if none remains, the mean is 0.
 ---@param logp ps.Tensor [..., V]
 ---@param target ps.Tensor integers [...]
 ---@param options? {ignore_index?: integer, reduction?: "mean"|"sum"|"none", weight?: ps.Tensor} ignore_index (default
----  -100); reduction (default "mean"); weight [V]
+--- -100); reduction (default "mean"); weight [V]
 ---@return ps.Tensor of 0 dimensions, or [...] with reduction "none"
 function losses.nll_loss(logp, target, options)
   options = caller.options(options, "F.nll_loss", NLL)

@@ -17,7 +17,7 @@ local FLOAT = { [C.PS_F32] = true, [C.PS_BF16] = true, [C.PS_F16] = true, [C.PS_
 local T = {}
 local M = { methods = T }
 
--- addend of affine if nothing is to be added: x + -0 is x for every x, including +0 and -0
+-- addend of affine that adds nothing: x + -0 is x for every x, including +0 and -0
 local NOTHING = -0.0
 
 local function affine(t, alpha, beta)
@@ -26,8 +26,8 @@ local function affine(t, alpha, beta)
   return ops.affine(t, alpha, beta)
 end
 
--- Multiplies b by the alpha of add and sub, which is a number or { alpha = number }. The product is not rounded to a
--- half type.
+-- Multiplies b by the alpha of add and sub, a number or { alpha = number }, without rounding the product to a half
+-- type.
 local ALPHA = { alpha = "number" }
 local function scaled(a, b, alpha, call)
   if type(alpha) == "table" then alpha = caller.options(alpha, call, ALPHA).alpha or 1 end
@@ -78,8 +78,7 @@ local function mul(a, b)
   return ops.mul(a, b)
 end
 
--- Returns op(a, b) for a number and a tensor. Integers are converted to fp32. The number is not rounded to the few bits
--- of a half type.
+-- Returns op(a, b) for a number and a tensor. Integers are converted to fp32. The number is not rounded to a half type.
 local function with_number(op, a, b)
   local t = type(a) == "number" and b or a
   local narrow = t.dtype_ == C.PS_BF16 or t.dtype_ == C.PS_F16
@@ -100,8 +99,8 @@ local function div(a, b, rounding)
     error("div has no rounding_mode; write (a / b):floor(), of integers (a:double() / b):floor():long()")
   end
   if type(b) == "number" then
-    -- A product with 1 / b can replace the division if 1 / b is exact, or if the quotient is rounded to a half type in
-    -- any case.
+    -- A product with 1 / b replaces the division if 1 / b is exact, or if the quotient is rounded to a half type
+    -- anyway.
     local fraction, e = math.frexp(b)
     local narrow = a.dtype_ == C.PS_BF16 or a.dtype_ == C.PS_F16
     local exact = FLOAT[a.dtype_] and math.abs(fraction) == 0.5
@@ -140,7 +139,7 @@ for _, name in ipairs { "eq", "ne", "lt", "le", "gt", "ge", "maximum", "minimum"
     return ops[name](a, scalar_like(a, b))
   end
 end
---- Names of methods that are ops of the same name. They are added to the other methods when a script first uses one.
+--- Methods that are ops of the same name. They are added when a script first uses one of them.
 M.plain = {}
 for _, name in ipairs { "exp", "log", "sqrt", "rsqrt", "reciprocal", "abs", "sign", "sin", "cos", "erf", "tanh",
                         "sigmoid", "silu", "isfinite", "logical_not", "log1p", "expm1" } do
@@ -184,8 +183,7 @@ function T:clamp(low, high)
   if low == nil and high == nil then error("clamp: neither a lower nor an upper bound was given") end
   return ops.clamp(counted(self), low or -math.huge, high or math.huge)
 end
--- Returns a number as an operand of `where`, on the device of `on`. `like` is the other operand, or nil if that is a
--- number, too.
+-- Returns a number as an operand of `where`, on the device of `on`. like: the other operand, or nil for a number.
 local function beside(like, value, on)
   if not like then return scalar(on, value, C.PS_F32) end
   if like.dtype_ == C.PS_BOOL and value % 1 == 0 then return scalar(on, value, C.PS_I64) end
@@ -222,9 +220,8 @@ function T:where(c, other)
   return ops.where(c, self, other)
 end
 
---- Returns the matrix product. [..., M, K] times [..., K, N] is [..., M, N], and leading dimensions broadcast. A tensor
---- of 1 dimension acts as a row on the left and as a column on the right. The result lacks the added dimension, as in
---- PyTorch.
+--- Returns the matrix product: [..., M, K] times [..., K, N] is [..., M, N], and leading dimensions broadcast. A vector
+--- acts as a row on the left and as a column on the right, and the result lacks this dimension, as in PyTorch.
 ---@param b ps.Tensor
 ---@return ps.Tensor
 function T:matmul(b)
@@ -256,7 +253,7 @@ local function dim_bits(t, dims)
   return set
 end
 
--- Checks that a flag is a boolean, since any number, including 0, counts as true in Lua.
+-- Checks that a flag is a boolean. Any number, even 0, would count as true in Lua.
 local function flag(value, name)
   if value ~= nil then caller.typed(value, "boolean", name) end
   return value
@@ -365,15 +362,15 @@ function T:topk(k, d, largest, sorted)
   values, indices = ops.topk(self:transpose(d, -1):contiguous(), k)
   return values:transpose(d, -1), indices:transpose(d, -1)
 end
--- Converts t for summation. Half types are summed in fp32, as in PyTorch, since squares of fp16 numbers overflow from
--- 256 on. Integers are summed in fp32, too.
+-- Converts t for sums. Half types are summed in fp32, as in PyTorch, because squares of fp16 numbers overflow from 256
+-- on. Integers are also summed in fp32.
 local function widened(t)
   local wide = t.dtype_ == C.PS_F32 or t.dtype_ == C.PS_F64
   return wide and t or t:to("fp32"), FLOAT[t.dtype_] and t.dtype_ or C.PS_F32
 end
 local function narrowed(t, dtype) return t.dtype_ == dtype and t or ops.cast(t, dtype) end
 
--- Returns the square root. Where the root is 0, the gradient is 0, which is a subgradient of a norm at its minimum.
+-- Returns the square root. The gradient is 0 where the root is 0, a subgradient of a norm at its minimum.
 local function root(t)
   local zero = t:eq(0)
   return t:masked_fill(zero, 1):sqrt():masked_fill(zero, 0)
@@ -386,7 +383,7 @@ local function variance(self, dims, unbiased, keepdim)
   local mean = x:mean(dims, true)
   for i = 1, dims == nil and self.ndim or 0 do ones[i] = 1 end
   if dims == nil then mean = mean:reshape(ones) end
-  -- `rest` is the rounding error of the mean. If all elements are equal, it is their whole difference from the mean.
+  -- `rest` is the rounding error of the mean. Equal elements differ from the mean only by it.
   local rest = scope.no_grad(function() return (x - mean):mean(dims, true) end)
   local total = (x - (mean + rest:reshape(mean:shape()))):square():sum(dims, keepdim)
   local n = self:numel() / math.max(1, total:numel())
@@ -398,8 +395,7 @@ end
 ---@param keepdim? boolean
 ---@return ps.Tensor
 function T:var(dims, unbiased, keepdim) return narrowed(variance(self, dims, unbiased, keepdim), self.dtype_) end
---- Returns the standard deviation over some dimensions. The elements must be floats. If all elements are equal, its
---- gradient is 0.
+--- Returns the standard deviation over some dimensions of floats. If all elements are equal, its gradient is 0.
 ---@param dims? integer|integer[] (default: all)
 ---@param unbiased? boolean divides by n - 1 if true (the default), else by n
 ---@param keepdim? boolean
@@ -452,8 +448,7 @@ function T:copy_(src, non_blocking)
   ops.copy_(self, src)
   return self
 end
--- Raises an error about a write that changes the type. A tensor keeps its type when it is written in place, so integer
--- tensors accept no fractions and no quotients.
+-- Raises the error about a write in place that would change the type: integer tensors accept no fractions or quotients.
 local function refuse_in_place(t, what, call)
   error(("%s: %s with a tensor of %s, which cannot hold the result; write t = t:float(), or t = an expression of t")
     :format(call, what, t:dtype()))

@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Prints values at the prompt: nested tables with sorted keys, quoted strings, and tensors as shape, type, device and a
--- corner of their values. No value raises an error here: a dropped tensor, a cycle or a failing __tostring is printed
--- as such.
+-- corner of their values. Printing never raises an error: a dropped tensor, a cycle or a failing __tostring is shown as
+-- such.
 local ffi = require "ffi"
 local caller = require "ps.core.caller"
 local C = ffi.C
@@ -84,7 +84,7 @@ local function positions(n, edge)
 end
 
 --- Returns the values to show of a tensor in device memory, in order. Each run of a row is copied separately, so that a
---- large tensor needs neither its bytes on the host nor additional memory on the device.
+--- large tensor needs neither host memory for its bytes nor more device memory.
 ---@param t ps.Tensor
 ---@param edge integer
 ---@return number[]

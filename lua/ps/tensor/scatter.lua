@@ -1,7 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Methods of tensors that read and write elements at indices along a dimension, or under a mask. Methods that make a
--- new tensor have gradients. Methods that write in place, with a name that ends in _, refuse tensors that need a
--- gradient.
+-- Methods that read and write elements of tensors at indices along a dimension, or under a mask. Methods that make a
+-- new tensor have gradients. Methods in place, whose names end in _, reject tensors that need a gradient.
 local native = require "ps.core.ffi"
 local scope = require "ps.core.scope"
 local create = require "ps.tensor.create"
@@ -20,8 +19,8 @@ local function given(t, call, name)
   return caller.tensor(t, call, name) or error(("%s: %s is missing"):format(call, name))
 end
 
--- Removes the dimensions after d from an index that is expanded along all of them. The shorter index selects whole
--- slices, which is faster.
+-- Drops the dimensions after d of an index that is expanded along all of them. The shorter index selects whole slices,
+-- which is faster.
 local function shortened(x, d, idx)
   if idx.ndim ~= x.ndim or d == idx.ndim - 1 then return idx end
   local expanded = false
@@ -46,7 +45,7 @@ local function along(x, d, idx, call)
   return d, shortened(x, d, idx)
 end
 
--- Returns the part of src that an index uses, since src may be larger, as in PyTorch. A number becomes a tensor of the
+-- Returns the part of src that an index uses; src may be larger, as in PyTorch. A number becomes a tensor of the
 -- index's shape.
 local function part_for(x, idx, src, call)
   if type(src) == "number" then
@@ -70,7 +69,7 @@ local function part_for(x, idx, src, call)
   return src
 end
 
---- Picks elements along dimension d. y[i][j].. is the element of x at the same coordinates, except that coordinate d is
+--- Picks elements along dimension d: y[i][j].. is the element of x at the same coordinates, except that coordinate d is
 --- idx[i][j]...
 ---@param d integer
 ---@param idx ps.Tensor integers, with x's number of dimensions
@@ -93,7 +92,7 @@ end
 local SCATTER = { add = "scatter_add", multiply = "prod" }
 
 --- Returns a copy of x in which src replaces the elements that gather(d, idx) would read. If several elements of src
---- have the same target, the last one in row-major order is written, and the gradient of the other elements is 0.
+--- have one target, the last in row-major order is written, and the gradient of the others is 0.
 ---@param d integer
 ---@param idx ps.Tensor integers
 ---@param src ps.Tensor|number of idx's shape or larger
@@ -113,14 +112,14 @@ end
 local REDUCE = { sum = { nil, 0 }, mean = { nil, 0 }, amax = { 0, -math.huge }, amin = { 1, math.huge },
   prod = { 2, 1 } }
 
---- Returns a copy of x in which elements of src are combined with the elements that gather(d, idx) would read. With
+--- Returns a copy of x in which elements of src are combined with the elements that gather(d, idx) would read. Under
 --- amax and amin, equal elements share the gradient. prod has no gradient.
 ---@param d integer
 ---@param idx ps.Tensor integers
 ---@param src ps.Tensor|number of idx's shape or larger
 ---@param reduce "sum"|"mean"|"amax"|"amin"|"prod"
 ---@param include_self? boolean (default true); with false, an element of x does not count if any element of src is
----  combined with it
+--- combined with it
 ---@return ps.Tensor of x's shape
 function T:scatter_reduce(d, idx, src, reduce, include_self)
   local call = "scatter_reduce"
@@ -302,8 +301,8 @@ local SHOWN = { index_put = "index_put(key, value)", scatter = "scatter(d, index
   scatter_reduce = "scatter_reduce(d, index, src, reduce)" }
 
 for name, instead in pairs(SHOWN) do
-  --- Performs the method without the trailing _, with the same arguments, but writes into the tensor. Raises an error
-  --- if the tensor or a source requires a gradient.
+  --- Performs the method without the trailing _, but writes into the tensor. An error if the tensor or a source
+  --- requires a gradient.
   ---@param a any
   ---@param b? any
   ---@param c? any
@@ -334,8 +333,8 @@ function T:index_put_(key, value, accumulate)
 end
 
 local scatter_in_place = T.scatter_
---- Writes src to the elements that gather(d, idx) would read. If several elements of src have the same target, the last
---- one is written.
+--- Writes src to the elements that gather(d, idx) would read. If several elements of src have one target, the last is
+--- written.
 ---@param d integer
 ---@param idx ps.Tensor integers
 ---@param src ps.Tensor|number of idx's shape or larger

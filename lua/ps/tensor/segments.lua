@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Segments: rows [B, T] of several sequences. While a part of a model computes such rows, dropout numbers each segment
--- as a separate sample. A sequence then has the same masks as in a batch that contains only this sequence
--- (src/base/philox.h). Attention receives the segments as its mask and numbers them in the same way.
+-- Numbers segments for dropout: rows [B, T] can contain several sequences. While a part of a model computes such rows,
+-- each segment is a separate sample, so that a sequence has the masks of a batch that contains only this sequence
+-- (src/base/philox.h). Attention gets the segments as its mask and numbers them alike.
 local create = require "ps.tensor.create"
 local hooks = require "ps.core.hooks"
 local scope = require "ps.core.scope"
@@ -11,14 +11,14 @@ local segments = {}
 
 local STRIDE = 0x9E3779B1              -- of ps_segment_sample in src/base/philox.h
 
--- The segments of the rows that a part of a model is computing, or false.
+-- the segments of the rows that a part of a model is computing, or false
 local now = { segments = false }
 function now:state() return { segments = self.segments } end
 function now:restore(state) self.segments = state.segments end
 scope.carry_state(now)                 -- so that a recomputed part draws the same masks
 hooks.on("begins", function() now.segments = false end)                  -- a part may have failed in the previous step
 
---- Returns the first position of each position's segment, which is a run of equal numbers.
+--- Returns the first position of each position's segment. A segment is a run of equal numbers.
 ---@param given ps.Tensor int [B, T]
 ---@return ps.Tensor fp32 [B, T]
 function segments.begins(given)
@@ -42,8 +42,8 @@ local function numbers(given)
   return (sample * T + range(T):reshape(1, T) - begin):to("int64"):reshape(B * T)
 end
 
---- Returns the position of x in the segments that are computed now, for the op `dropout`. Returns `part` if there are
---- no segments, or if x has no row for each position.
+--- Returns where x lies in the segments that are being computed, for the op `dropout`. Returns `part` if there are no
+--- segments, or if x has no row for each position.
 ---@param x ps.Tensor [B, T, C] or [B T, C], or a part of it
 ---@param part? {first?: integer, rows?: ps.Tensor, per_sample: integer} which rows of the whole tensor x has
 ---@return {first?: integer, rows?: ps.Tensor, per_sample: integer}?
@@ -67,7 +67,7 @@ local function leave(was, ...)
   return ...
 end
 
---- Wraps the parts of a model (nn/parts.lua), so that their dropout numbers the segments of the batch's mask.
+--- Wraps the parts of a model (nn/parts.lua), so that their dropout numbers the segments in the batch's mask.
 ---@param list ps.nn.Part[]
 ---@return ps.nn.Part[] list
 function segments.parts(list)

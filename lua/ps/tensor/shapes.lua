@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Windows, diagonals, grids and other shapes, products with an addend, and methods in place. They consist of other ops.
+-- Windows, diagonals, grids and other shapes, products with an addend, and methods in place, made of other ops.
 local native = require "ps.core.ffi"
 local scope = require "ps.core.scope"
 local create = require "ps.tensor.create"
@@ -18,7 +18,7 @@ local function given(t, call, name)
 end
 
 -- -- dimensions -----------------------------------------------------------------------------------------------------
---- Moves dimensions to other positions. The remaining dimensions keep their order. The result is a view.
+--- Moves dimensions to other positions. The others keep their order. The result is a view.
 ---@param from integer|integer[]
 ---@param to integer|integer[] as many as `from`
 ---@return ps.Tensor
@@ -48,7 +48,7 @@ T.swapaxes, T.swapdims = T.transpose, T.transpose
 ---@param other ps.Tensor
 ---@return ps.Tensor
 function T:reshape_as(other) return self:reshape(given(other, "reshape_as", "the other tensor"):shape()) end
---- Returns a view of the same bytes in the shape of another tensor. Raises an error if reshape_as would have to copy.
+--- Returns a view of the same bytes in the shape of another tensor. An error if reshape_as would have to copy.
 ---@param other ps.Tensor
 ---@return ps.Tensor
 function T:view_as(other) return self:view(given(other, "view_as", "the other tensor"):shape()) end
@@ -127,7 +127,7 @@ local GRID = { indexing = "string" }
 local INDEXING = { ij = true, xy = true }
 
 --- Returns the coordinates of a grid: result i has the elements of vector i along dimension i, and is constant along
---- the other dimensions. The results are views.
+--- the others. The results are views.
 ---@param vectors ps.Tensor[] of one dimension each
 ---@param options? {indexing?: "ij"|"xy"} "xy" exchanges the first two dimensions of the results (default "ij")
 ---@return ps.Tensor ... one for each vector
@@ -264,8 +264,8 @@ local SHOWN = { lerp = "lerp(stop, weight)", clamp = "clamp(low, high)", clip = 
   nan_to_num = "nan_to_num()", square = "square()" }
 
 for name, instead in pairs(SHOWN) do
-  --- Computes the method of the same name without the trailing _, and writes the result into this tensor. Raises an
-  --- error if the tensor or an argument requires a gradient, or if the result has another type or shape.
+  --- Performs the method without the trailing _, and writes the result into this tensor. An error if the tensor or an
+  --- argument requires a gradient, or if the result has another type or shape.
   ---@param a? any
   ---@param b? any
   ---@param c? any

@@ -1,11 +1,11 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- How a parameter is stored on the ranks of tensor parallelism: cut along one dimension, with an equal part (a shard)
--- on each rank, or whole on every rank. Files, engine and layers use this description to find the place of a rank's
--- values in the whole tensor.
+-- Describes how the ranks of tensor parallelism store a parameter: cut along one dimension, with an equal part (a
+-- shard) on each rank, or whole on every rank. From it, files, engine and layers find a rank's values in the whole
+-- tensor.
 --
--- A dimension may consist of several equal blocks, like GPT-2's queries, keys and values in one weight. Then each block
--- is cut, and a rank has its part of each. A dimension that the number of ranks does not divide (a vocabulary) may be
--- padded at its end. The last shards contain the padding, and files never contain it.
+-- A dimension may consist of several equal blocks, like GPT-2's queries, keys and values in one weight. Each block is
+-- then cut, and a rank has its part of each. A dimension that the number of ranks does not divide (a vocabulary) may be
+-- padded at its end. The last shards contain the padding; files never do.
 local create = require "ps.tensor.create"
 local scope = require "ps.core.scope"
 local caller = require "ps.core.caller"
@@ -72,8 +72,7 @@ function shard.shape(desc)
   return shape
 end
 
---- Returns the rectangles of the whole tensor that a rank holds, in order. A shard that consists of padding has no
---- rectangles.
+--- Returns the rectangles of the whole tensor that a rank holds, in order. A shard of only padding has none.
 ---@param desc ps.nn.Shard
 ---@return ps.nn.Shard.Piece[]
 function shard.pieces(desc)
@@ -154,8 +153,8 @@ function shard.whole_numel(parameter)
   return n
 end
 
---- Marks a parameter that every rank holds as a whole but applies to different inputs. Its gradient is the sum of the
---- gradients of all ranks.
+--- Marks a parameter that every rank holds as a whole but applies to other inputs. Its gradient is the sum over all
+--- ranks.
 ---@param parameter ps.Tensor
 ---@return ps.Tensor parameter
 function shard.set_partial(parameter)
@@ -168,7 +167,7 @@ end
 ---@return boolean
 function shard.is_partial(parameter) return partial[parameter] == true end
 
---- Moves the description and the mark of a parameter to the tensor that replaces it.
+--- Moves the description and the mark of a parameter to its replacement.
 ---@param from ps.Tensor
 ---@param to ps.Tensor
 function shard.move(from, to) descriptions[to], partial[to] = descriptions[from], partial[from] end

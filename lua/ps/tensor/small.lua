@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Small functions of tensors, composed of others: products, comparisons of whole tensors, diagonals.
+-- Small functions of tensors, made of others: products, comparisons of whole tensors, diagonals.
 local autocast = require "ps.core.autocast"
 local native = require "ps.core.ffi"
 local scope = require "ps.core.scope"
@@ -14,8 +14,8 @@ local T = tensor.T
 
 local FLOAT = { [C.PS_F32] = true, [C.PS_BF16] = true, [C.PS_F16] = true, [C.PS_F64] = true }
 
--- Returns the result of fn for a tensor, computed in fp32, fp64 or int64 and converted to the tensor's own type. For
--- integers the result is int64.
+-- Returns fn's result for a tensor, computed in fp32, fp64 or int64 and converted to the tensor's type. For integers it
+-- stays int64.
 local function wide(t, fn, ...)
   if t.dtype_ == C.PS_F32 or t.dtype_ == C.PS_F64 or t.dtype_ == C.PS_I64 then return fn(t, ...) end
   if FLOAT[t.dtype_] then return ops.cast(fn(ops.cast(t, C.PS_F32), ...), t.dtype_) end
@@ -23,9 +23,9 @@ local function wide(t, fn, ...)
 end
 
 -- -- products -------------------------------------------------------------------------------------------------------
--- Returns the product along dimension d. It multiplies one half by the other, so that the gradient of an element is the
--- product of the other elements, even if some are 0. If no gradient is needed, the op `prod` multiplies in the same
--- order. Only host devices have a kernel for it.
+-- Returns the product along dimension d. Multiplies one half by the other, so that an element's gradient is the product
+-- of the others, even if some are 0. Without gradients, the op `prod` multiplies in the same order; only host devices
+-- have a kernel for it.
 local function prod_along(x, d, keepdim)
   if native.device_info(x.device_).is_host ~= 0 and not (x:needs_grad() and scope.grad_enabled()) then
     return ops.prod(x, d, keepdim and 1 or 0)
@@ -76,8 +76,8 @@ function T:prod(dims, keepdim)
   return wide((autocast.full(self)), prod, dims, keepdim)
 end
 
--- Returns running products in log2(n) passes (Hillis and Steele 1986). Each pass doubles the number of elements whose
--- product an element is.
+-- Returns running products in log2(n) passes (Hillis and Steele 1986). Each pass doubles the number of elements in each
+-- product.
 local function cumprod(x, d)
   local n, shift = x:size(d), 1
   while shift < n do
@@ -107,8 +107,8 @@ function T:outer(other)
   return self:unsqueeze(1) * other:unsqueeze(0)
 end
 
---- Returns the distance of each vector of this tensor to each vector of another tensor. Where a distance is 0, its
---- gradient is 0.
+--- Returns the distance of each vector of this tensor to each vector of another. The gradient is 0 where a distance is
+--- 0.
 ---@param b ps.Tensor floats [..., M, D]
 ---@param p? number of the p-norm (default 2)
 ---@return ps.Tensor [..., N, M], for this tensor [..., N, D]
@@ -140,8 +140,8 @@ function T:trunc()
   return ops.where(self:lt(0), ops.ceil(self), ops.floor(self))
 end
 
--- Returns a minus b times the rounded quotient. It is computed in fp64, which is exact enough for quotients and
--- products of fp32 numbers.
+-- Returns a minus b times the rounded quotient, computed in fp64, which is exact enough for quotients and products of
+-- fp32 numbers.
 local function rest_of(a, b, round, call)
   if not is_tensor(b) and type(b) ~= "number" then
     error(("%s takes a tensor or a number, not %s"):format(call, b == nil and "nil" or "a " .. type(b)))
@@ -179,7 +179,7 @@ function T:lerp(stop, weight)
     error(("lerp takes floats of one type, not %s and %s"):format(self:dtype(), stop:dtype()))
   end
   local way = stop - self
-  -- Interpolates from the nearer end, as PyTorch does, so that weight 1 returns the other tensor exactly.
+  -- Starts from the nearer end, as PyTorch does, so that weight 1 returns the other tensor exactly.
   if is_tensor(weight) then
     local far = weight:abs():ge(0.5)
     return tensor.where(far, stop - way * (1 - weight), self + way * weight)
@@ -279,7 +279,7 @@ function T:expand_as(other)
   return self:expand(other:shape())
 end
 
---- Repeats each element several times. The copies are adjacent. With a dimension, repeats each slice along it.
+--- Repeats each element several times, or with a dimension each slice along it. The copies are adjacent.
 ---@param repeats integer|ps.Tensor number of copies; a vector of integers has a number for each slice
 ---@param d? integer (default: the elements in row-major order)
 ---@return ps.Tensor
@@ -320,7 +320,7 @@ function T:diag(diagonal)
     local size = n + math.abs(k)
     local zeros = tensor.zeros({ size * size }, { dtype = self:dtype(), device = self:device() })
     local first = k >= 0 and k or -k * size
-    if n > 0 and not (scope.grad_enabled() and self:needs_grad()) then           -- the same result, but faster
+    if n > 0 and not (scope.grad_enabled() and self:needs_grad()) then           -- faster, with the same result
       ops.copy_(ops.slice(zeros, 0, first, first + (n - 1) * (size + 1) + 1, size + 1), self)
       return zeros:reshape(size, size)
     end

@@ -1,9 +1,9 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Gradients as a script gets them in hooks and in the backward of its own functions: the gradients of the micro-batch's
--- loss, without any factor. In the walk of an engine all gradients have a factor, the micro-batch's weight times the
--- loss scale (engine/step/weigh.lua). The walk divides by the factor before the script's function runs, and multiplies
--- by it afterwards. Both are exact if the factor is a power of two, and round otherwise. In an engine, a script gets
--- fp16 gradients in fp32, because small gradients without the loss scale would be zero in fp16.
+-- Converts gradients for scripts, in hooks and in the backward of their own functions: a script gets the gradients of
+-- the micro-batch's loss. In an engine's walk, all gradients have a factor: the micro-batch's weight times the loss
+-- scale (engine/step/weigh.lua). The walk divides by it before the script's function runs, and multiplies by it
+-- afterwards; both are exact only if it is a power of two. fp16 gradients are passed in fp32, since small ones without
+-- the loss scale would be zero in fp16.
 local scope = require "ps.core.scope"
 
 local unscaled = {}
@@ -19,7 +19,7 @@ function unscaled.of(grad, factor)
   return grad * (1 / factor)
 end
 
---- Converts a gradient that the script returned back to the scale of the walk.
+--- Converts a gradient that the script returned to the scale of the walk.
 ---@param grad ps.Tensor
 ---@param factor? number
 ---@return ps.Tensor
