@@ -255,6 +255,8 @@ local function tenth(args) return 10 * args.eval_batches / (3 * args.accumulate)
 -- Returns the number of steps between evaluations of the held-out loss.
 local function eval_every(args) return math.ceil(math.max(1, args.steps / settings.evals, tenth(args))) end
 
+local FEW = 100                                            -- steps of a run that is too short to be of use
+
 -- Returns the number of steps that fit into args.minutes on this machine. It runs and discards a few steps and an
 -- evaluation.
 local function measured_steps(args, learn, windows)
@@ -277,6 +279,10 @@ local function measured_steps(args, learn, windows)
   if steps >= 100 then steps = steps - steps % 10 end
   print(("measured %d steps: %.3f s each on this machine, %.1f s for the held-out loss; %s minutes have room for %d "
     .. "steps (to change that, use --steps)"):format(count, step_s, evaluating, args.minutes, steps))
+  if steps < FEW then
+    print(("%d steps teach a new model little: give more --minutes, or a smaller --model, --batch or --seq"):format(
+      steps))
+  end
   return steps
 end
 
