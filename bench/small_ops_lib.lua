@@ -135,7 +135,7 @@ stack | x=v,y=v | ps.stack({ x, y }) | torch.stack([x, y]) | x,y
 nn.functional.mse_loss | x=v,y=v | F.mse_loss(x, y) | = | x
 nn.functional.l1_loss | x=v,y=v | F.l1_loss(x, y) | = | x
 nn.functional.binary_cross_entropy | x=p,y=p | F.binary_cross_entropy(x, y) | = | x
-nn.functional.binary_cross_entropy_with_logits | x=v,y=p | F.binary_cross_entropy_with_logits(x, y) | = | x
+logit_entropy | x=v,y=p | F.binary_cross_entropy_with_logits(x, y) | = | x
 nn.functional.kl_div | x=v,y=p | F.kl_div(x, y, { reduction = "sum" }) | F.kl_div(x, y, reduction="sum") | x
 nn.functional.nll_loss | x=r,y=h | F.nll_loss(x, y) | = | x
 nn.functional.smooth_l1_loss | x=v,y=v | F.smooth_l1_loss(x, y) | = | x
@@ -143,13 +143,13 @@ nn.functional.huber_loss | x=v,y=v | F.huber_loss(x, y) | = | x
 nn.functional.selu | x=v | F.selu(x) | = | x
 nn.functional.hardtanh | x=v | F.hardtanh(x) | = | x
 nn.functional.relu6 | x=v | F.relu6(x) | = | x
-nn.functional.mish | x=v | F.mish(x) | = | x
-nn.functional.logsigmoid | x=v | F.logsigmoid(x) | = | x
-nn.functional.hardsigmoid | x=v | F.hardsigmoid(x) | = | x
-nn.functional.hardswish | x=v | F.hardswish(x) | = | x
+mish | x=v | F.mish(x) | = | x
+logsigmoid | x=v | F.logsigmoid(x) | = | x
+hardsigmoid | x=v | F.hardsigmoid(x) | = | x
+hardswish | x=v | F.hardswish(x) | = | x
 nn.functional.softsign | x=v | F.softsign(x) | = | x
 nn.functional.glu | x=m | F.glu(x) | = | x
-nn.functional.prelu | x=v,y=one | F.prelu(x, y) | = | x,y
+prelu | x=v,y=one | F.prelu(x, y) | = | x,y
 nn.functional.celu | x=v | F.celu(x) | = | x
 nn.functional.softmin | x=m | F.softmin(x, -1) | = | x
 nn.functional.pixel_shuffle | x=img | F.pixel_shuffle(x, 2) | = | x

@@ -123,6 +123,16 @@ binary("sub", nil, nil, { ints = true })
 binary("mul", nil, nil, { ints = true })
 binary("div", nil, { 0.5, 3 }, { ints = true })
 binary("pow", { 0.3, 3 }, nil, { tol = { fp32 = 2e-5 } })
+for _, name in ipairs { "remainder", "fmod", "floor_divide" } do
+  binary(name, { -9, 9 }, { 0.5, 3 }, { exact = true, ints = true })
+  binary(name, { -9, 9 }, { -3, -0.5 }, { exact = true, ints = true })
+end
+for _, weight in ipairs { 0.3, -0.25, 0.75, 2 } do
+  case { "lerp", { F { 5, 7 }, F { 5, 7 }, attrs = args(weight) }, { F { 4, 1, 5 }, F { 3, 1 }, attrs = args(weight) },
+         { F {}, F { 65 }, attrs = args(weight) }, { F { 130 }, F { 130 }, attrs = args(weight), grads = false } }
+end
+binary("prelu")
+binary("logit_entropy", { -9, 9 }, { 0, 1 }, { floor = 2e-6 })
 for _, name in ipairs { "maximum", "minimum" } do binary(name, nil, nil, { exact = true, ints = true }) end
 for _, name in ipairs { "eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or" } do
   binary(name, { -1, 1 }, { -1, 1 }, { exact = true, ints = true })
@@ -143,6 +153,18 @@ unary("expm1", -3, 3, nil, { edges = true })
 unary("leaky_relu", nil, nil, args(0.125), { edges = true })
 unary("elu", nil, nil, args(0.75), { edges = true, tol = { fp32 = 2e-5 } })
 unary("softplus", nil, nil, args(1.5, 4), { edges = true })
+unary("trunc", -5, 5, nil, { exact = true, edges = true })
+unary("nan_to_num", nil, nil, args(0.5, 9, -7), { edges = true })
+unary("hardsigmoid", -5, 5, nil, { edges = true })
+unary("hardswish", -5, 5, nil, { edges = true })
+unary("mish", -8, 8, nil, { edges = "finite", floor = 1e-35, gfloor = { fp32 = 1e-6, bf16 = 0.02 } })
+unary("logsigmoid", -8, 8, nil, { edges = true })
+unary("huber", nil, nil, args(0.75), { edges = "finite" })
+for of = 0, 4 do
+  case { "slope", { F({ 5, 7 }, -5, 5), F { 5, 7 }, attrs = args(of, 0.75) },
+         { F({ 130 }, -5, 5), F { 130 }, attrs = args(of, 0.75) },
+         { F({ 3, 5, 33 }, -5, 5), F { 3, 5, 33 }, attrs = args(of, 0.75) }, floor = 1e-6 }
+end
 unary("clamp", nil, nil, args(-0.75, 1.125), { exact = true, ints = true, edges = true })
 unary("exp", -10, 10, nil, { edges = true })
 unary("log", 0.01, 50, nil, { edges = true })

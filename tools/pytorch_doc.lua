@@ -52,6 +52,9 @@ div | div | ps.div, t:div | integers are divided as fp32
 pow | pow | ps.pow, t:pow | also a ^ b; integers as fp32
 maximum | maximum | ps.maximum | the second argument may be a number
 minimum | minimum | ps.minimum | the second argument may be a number
+remainder | remainder | ps.remainder, t:remainder | also t % b
+fmod | fmod | ps.fmod, t:fmod |
+floor_divide | floor_divide | ps.floor_divide, t:floor_divide |
 eq | eq | ps.eq, t:eq | Lua's == compares Lua values
 ne | ne | ps.ne, t:ne |
 lt | lt | ps.lt, t:lt | a number outside the range of the integer type is compared by value
@@ -60,6 +63,9 @@ gt | gt | ps.gt, t:gt |
 ge | ge | ps.ge, t:ge |
 logical_and | logical_and | t:logical_and |
 logical_or | logical_or | t:logical_or |
+lerp | lerp | ps.lerp, t:lerp | a weight that is a tensor is composed of other ops
+prelu | nn.functional.prelu | F.prelu, nn.PReLU |
+logit_entropy | nn.functional.binary_cross_entropy_with_logits | F.binary_cross_entropy_with_logits |
 where | where | ps.where, t:where | t:where(condition, other); a number that the type cannot hold is an error
 affine | - | - | alpha x + beta in one pass, for arithmetic of a tensor and numbers
 pow_scalar | pow | t:pow |
@@ -74,6 +80,8 @@ sign | sign | ps.sign |
 floor | floor | ps.floor |
 ceil | ceil | ps.ceil |
 round | round | ps.round |
+trunc | trunc | ps.trunc, t:trunc |
+nan_to_num | nan_to_num | ps.nan_to_num, t:nan_to_num |
 sin | sin | ps.sin |
 cos | cos | ps.cos |
 erf | erf | ps.erf |
@@ -87,6 +95,12 @@ expm1 | expm1 | ps.expm1, t:expm1 |
 leaky_relu | nn.functional.leaky_relu | F.leaky_relu, nn.LeakyReLU |
 elu | nn.functional.elu | F.elu, nn.ELU |
 softplus | nn.functional.softplus | F.softplus, nn.Softplus |
+slope | - | - | the gradients of the following five
+hardsigmoid | nn.functional.hardsigmoid | F.hardsigmoid, nn.Hardsigmoid |
+hardswish | nn.functional.hardswish | F.hardswish, nn.Hardswish |
+mish | nn.functional.mish | F.mish, nn.Mish |
+logsigmoid | nn.functional.logsigmoid | F.logsigmoid, nn.LogSigmoid |
+huber | - | - | of a difference; used by huber_loss and smooth_l1_loss
 silu_backward | - | - | silu's gradient
 gelu_backward | - | - | gelu's gradient
 act_mul | - | - | an activation times a gate in one pass
@@ -193,7 +207,7 @@ stack | ps.stack |
 nn.functional.mse_loss | F.mse_loss, nn.MSELoss |
 nn.functional.l1_loss | F.l1_loss, nn.L1Loss |
 nn.functional.binary_cross_entropy | F.binary_cross_entropy, nn.BCELoss |
-nn.functional.binary_cross_entropy_with_logits | F.binary_cross_entropy_with_logits, nn.BCEWithLogitsLoss |
+nn.BCEWithLogitsLoss | nn.BCEWithLogitsLoss |
 nn.functional.kl_div | F.kl_div, nn.KLDivLoss |
 nn.functional.nll_loss | F.nll_loss, nn.NLLLoss |
 nn.functional.smooth_l1_loss | F.smooth_l1_loss, nn.SmoothL1Loss |
@@ -201,13 +215,8 @@ nn.functional.huber_loss | F.huber_loss, nn.HuberLoss |
 nn.functional.selu | F.selu, nn.SELU |
 nn.functional.hardtanh | F.hardtanh, nn.Hardtanh |
 nn.functional.relu6 | F.relu6, nn.ReLU6 |
-nn.functional.mish | F.mish, nn.Mish |
-nn.functional.logsigmoid | F.logsigmoid, nn.LogSigmoid |
-nn.functional.hardsigmoid | F.hardsigmoid, nn.Hardsigmoid |
-nn.functional.hardswish | F.hardswish, nn.Hardswish |
 nn.functional.softsign | F.softsign, nn.Softsign |
 nn.functional.glu | F.glu, nn.GLU |
-nn.functional.prelu | F.prelu, nn.PReLU |
 nn.functional.celu | F.celu, nn.CELU |
 nn.functional.softmin | F.softmin, nn.Softmin |
 nn.functional.dropout1d | F.dropout1d, nn.Dropout1d | as dropout
@@ -219,7 +228,6 @@ nn.functional.cosine_similarity | F.cosine_similarity, nn.CosineSimilarity |
 cumprod | ps.cumprod, t:cumprod |
 isnan | ps.isnan, t:isnan |
 isinf | ps.isinf, t:isinf |
-lerp | ps.lerp, t:lerp |
 argsort | ps.argsort, t:argsort |
 isclose | ps.isclose, t:isclose | differences are computed in fp64
 allclose | ps.allclose, t:allclose | returns a Lua boolean
@@ -227,9 +235,6 @@ equal | ps.equal, t:equal | returns a Lua boolean; the dtypes may differ
 unbind | ps.unbind, t:unbind | returns several results, not a tuple
 diag | ps.diag, t:diag |
 outer | ps.outer, t:outer |
-remainder | ps.remainder, t:remainder | also t % b; integers are exact up to 2^53
-fmod | ps.fmod, t:fmod | integers are exact up to 2^53
-trunc | ps.trunc, t:trunc |
 Tensor.unflatten | t:unflatten, nn.Unflatten |
 Tensor.expand_as | t:expand_as |
 repeat_interleave | ps.repeat_interleave, t:repeat_interleave |
@@ -240,7 +245,6 @@ median | ps.median, t:median |
 quantile | ps.quantile, t:quantile | options are passed by name
 searchsorted | ps.searchsorted, t:searchsorted | options are passed by name
 bucketize | ps.bucketize, t:bucketize | options are passed by name
-nan_to_num | ps.nan_to_num, t:nan_to_num |
 Tensor.unfold | t:unfold | returns a copy
 movedim | ps.movedim, t:movedim |
 swapaxes | ps.swapaxes, t:swapaxes |
@@ -255,7 +259,6 @@ addmm | ps.addmm, t:addmm, ps.baddbmm, t:baddbmm | options are passed by name
 dot | ps.dot, t:dot |
 mv | ps.mv, t:mv |
 diff | ps.diff, t:diff |
-floor_divide | ps.floor_divide, t:floor_divide | integers are exact up to 2^53
 log2 | ps.log2, t:log2 |
 log10 | ps.log10, t:log10 |
 any | ps.any, t:any | of bool

@@ -195,6 +195,23 @@ def in_place(d):
 
 
 # -- activations and layers ------------------------------------------------------------------------------------------
+def large_divisions(d):
+    """Integers that fp64 cannot hold, and all multiples and special values of floats."""
+    name, shape = d.choice("remainder", "fmod", "floor_divide"), d.shape(0, 2, 300)
+    if d.chance(0.5):
+        dtype = d.choice("fp32", "fp64")
+        a, b = d.input(shape, dtype, special=0.5), d.input(shape, dtype, special=0.5)
+        whole = [x.view(x.base) if x.view else x.base for x in (a, b)]
+        inputs = [d.laid_out(torch.round(x) if d.chance(0.6) else x) for x in whole]
+        return Case("x[1]:%s(x[2])" % name, lambda x, m: getattr(torch, name)(x[0], x[1]), inputs,
+                    exact=name != "floor_divide" or dtype == "fp64", slack=1e-6)
+    bits = d.choice(53, 54, 60, 62)
+    a = torch.randint(-2 ** bits, 2 ** bits, shape, generator=d.gen)
+    b = torch.randint(1, d.choice(9, 2 ** 30, 2 ** bits), shape, generator=d.gen) * d.choice(1, -1)
+    return Case("x[1]:%s(x[2])" % name, lambda x, m: getattr(torch, name)(x[0], x[1]), [d.laid_out(a), d.laid_out(b)],
+                exact=True)
+
+
 def prelu(d):
     shape, dtype = [n or 1 for n in d.shape(2, 4, 3000)], d.dtype("fp32", "fp64")
     w = d.input([d.choice(1, shape[1])], dtype, True, plain=1)
@@ -261,11 +278,14 @@ def embedding_bag(d):
 
 ROWS = [Row("bincount", bincount), Row("count_nonzero", count_nonzero), Row("any, all of a dimension", any_of),
         Row("unique", unique), Row("median", median), Row("quantile", quantile), Row("searchsorted", search),
-        Row("nan_to_num", nan_to_num), Row("unfold", unfold), Row("movedim", movedim), Row("diagonal", diagonal),
+        Row("nan_to_num", nan_to_num, "nan_to_num"), Row("unfold", unfold), Row("movedim", movedim),
+        Row("diagonal", diagonal),
         Row("tril_indices", triangle), Row("meshgrid", meshgrid), Row("addcmul", fused),
-        Row("addmm, mv, dot", product, mixes=True), Row("diff", diff), Row("floor_divide", floor_divide),
+        Row("addmm, mv, dot", product, mixes=True), Row("diff", diff),
+        Row("floor_divide", floor_divide, "floor_divide"),
+        Row("large integers", large_divisions, "remainder fmod floor_divide"),
         Row("log2, log10", logarithm), Row("max, min of two", two), Row("methods in place", in_place),
-        Row("prelu", prelu, mixes=True), Row("celu, softmin", activation, mixes=True),
+        Row("prelu", prelu, "prelu", mixes=True), Row("celu, softmin", activation, mixes=True),
         Row("pixel_shuffle", pixel_shuffle), Row("embedding_bag", embedding_bag, mixes=True)]
 
 

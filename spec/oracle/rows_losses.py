@@ -186,6 +186,7 @@ ROWS = [
     Row("cosine_embedding_loss", cosine_embedding, mixes=True), Row("hinge_embedding_loss", hinge),
         Row("gaussian_nll_loss", gaussian, mixes=True),
     Row("mse_loss", of_differences("mse_loss", F.mse_loss)), Row("l1_loss", of_differences("l1_loss", F.l1_loss)),
-    Row("binary_cross_entropy", bce), Row("bce with logits", bce_with_logits), Row("kl_div", kl), Row("nll_loss", nll),
+    Row("binary_cross_entropy", bce), Row("bce with logits", bce_with_logits, "logit_entropy"),
+    Row("kl_div", kl), Row("nll_loss", nll),
     Row("smoothed labels", smoothed, mixes=True), Row("hits", hits),
 ]

@@ -246,9 +246,10 @@ def cdist(d):
 
 
 ROWS = [
-    Row("remainder", rest("remainder")), Row("fmod", rest("fmod")), Row("trunc", trunc), Row("unflatten", unflatten),
+    Row("remainder", rest("remainder"), "remainder"), Row("fmod", rest("fmod"), "fmod"), Row("trunc", trunc, "trunc"),
+    Row("unflatten", unflatten),
     Row("repeat_interleave", repeat_interleave), Row("cdist", cdist, mixes=True),
-    Row("prod", prod, "prod", 2, mixes=True), Row("cumprod", cumprod, "", 2, mixes=True), Row("lerp", lerp),
+    Row("prod", prod, "prod", 2, mixes=True), Row("cumprod", cumprod, "", 2, mixes=True), Row("lerp", lerp, "lerp"),
     Row("argsort", argsort),
     Row("isclose", close), Row("isnan", predicate("isnan")), Row("isinf", predicate("isinf")), Row("equal", equal),
     Row("unbind", unbind), Row("diag", diag), Row("outer", outer, mixes=True), Row("full_like", like),
@@ -258,13 +259,14 @@ ROWS = [
     Row("elu", activation("elu(x[1], 0.7)", lambda x: F.elu(x, 0.7)), "elu"),
     Row("selu", activation("selu(x[1])", F.selu, True)), Row("hardtanh", activation("hardtanh(x[1], -2, 3)",
                                                                                     lambda x: F.hardtanh(x, -2, 3))),
-    Row("relu6", activation("relu6(x[1])", F.relu6)), Row("mish", activation("mish(x[1])", F.mish, True)),
-    Row("logsigmoid", activation("logsigmoid(x[1])", F.logsigmoid, True)),
-    Row("hardsigmoid", activation("hardsigmoid(x[1])", lambda x: (F.hardtanh(x, -3, 3) + 3) / 6, True)),
-        Row("hardswish", activation("hardswish(x[1])", F.hardswish, True)),
+    Row("relu6", activation("relu6(x[1])", F.relu6)), Row("mish", activation("mish(x[1])", F.mish, True), "mish slope"),
+    Row("logsigmoid", activation("logsigmoid(x[1])", F.logsigmoid, True), "logsigmoid slope"),
+    Row("hardsigmoid", activation("hardsigmoid(x[1])", lambda x: (F.hardtanh(x, -3, 3) + 3) / 6, True),
+                               "hardsigmoid slope"),
+        Row("hardswish", activation("hardswish(x[1])", F.hardswish, True), "hardswish slope"),
     Row("softsign", activation("softsign(x[1])", F.softsign, True)), Row("glu", glu), Row("normalize", normalize,
                                                                                           mixes=True),
     Row("cosine_similarity", cosine, mixes=True), Row("smooth_l1_loss", rounded_loss("smooth_l1_loss", "beta",
-                                                                                     F.smooth_l1_loss)),
-    Row("huber_loss", rounded_loss("huber_loss", "delta", F.huber_loss)),
+                                                                                     F.smooth_l1_loss), "huber slope"),
+    Row("huber_loss", rounded_loss("huber_loss", "delta", F.huber_loss), "huber slope"),
 ]

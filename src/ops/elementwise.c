@@ -8,11 +8,13 @@
     X(add)                                                                                                             \
     X(sub) X(mul) X(div) X(pow) X(maximum) X(minimum) X(where) X(affine) X(pow_scalar) X(clamp) X(exp) X(log) X(sqrt)  \
         X(rsqrt) X(reciprocal) X(abs) X(zero) X(sin) X(cos) X(erf) X(tanh) X(sigmoid) X(relu) X(silu) X(gelu)          \
-            X(dropout) X(act_mul) X(log1p) X(expm1) X(leaky_relu) X(elu) X(softplus)
+            X(dropout) X(act_mul) X(log1p) X(expm1) X(leaky_relu) X(elu) X(softplus) X(remainder) X(fmod) X(lerp)      \
+                X(prelu) X(logit_entropy) X(nan_to_num) X(hardsigmoid) X(hardswish) X(mish) X(logsigmoid) X(huber)
 #define DECLARE(name) int grad_##name(ps_grad *g);
 RULES(DECLARE)
 int infer_binary(ps_infer *f);
 int infer_binary_float(ps_infer *f);
+int infer_binary_same(ps_infer *f);
 int infer_compare(ps_infer *f);
 int infer_where(ps_infer *f);
 int infer_unary(ps_infer *f);
@@ -35,6 +37,12 @@ int infer_binary_float(ps_infer *f)
 {
     f->out[0].dtype = ps_dtype_is_float(f->in[0]->dtype_) ? f->in[0]->dtype_ : PS_F32;
     return ps_rule_broadcast(f, f->in[0], f->in[1], &f->out[0]);
+}
+
+int infer_binary_same(ps_infer *f)
+{
+    if (!ps_dtype_is_float(f->in[0]->dtype_)) return ps_rule_fail(f, "the inputs must be float tensors");
+    return infer_binary(f);
 }
 
 int infer_compare(ps_infer *f)
@@ -273,6 +281,89 @@ static int pick(ps_grad *g, int weaker)
 int grad_maximum(ps_grad *g) { return pick(g, PS_OP_lt); }
 int grad_minimum(ps_grad *g) { return pick(g, PS_OP_gt); }
 
+/* Gives -dy times the quotient to the divisor. */
+static int give_quotient(ps_grad *g, ps_tensor *quotient)
+{
+    ps_tensor *t;
+    PS_TRY(ps_run1(g, PS_OP_mul, &t, quotient, g->dout[0]));
+    PS_TRY(ps_scaled(g, &t, t, -1));
+    return give_summed(g, 1, t);
+}
+
+int grad_remainder(ps_grad *g)
+{
+    ps_tensor *a, *b, *t;
+    if (ps_grad_wants(g, 0)) PS_TRY(give_summed(g, 0, g->dout[0]));
+    if (!ps_grad_wants(g, 1)) return 0;
+    PS_TRY(ps_grad_in(g, 0, &a));
+    PS_TRY(ps_grad_in(g, 1, &b));
+    PS_TRY(ps_run1(g, PS_OP_floor_divide, &t, a, b));
+    return give_quotient(g, t);
+}
+
+int grad_fmod(ps_grad *g)
+{
+    ps_tensor *a, *b, *t;
+    if (ps_grad_wants(g, 0)) PS_TRY(give_summed(g, 0, g->dout[0]));
+    if (!ps_grad_wants(g, 1)) return 0;
+    PS_TRY(ps_grad_in(g, 0, &a));
+    PS_TRY(ps_grad_in(g, 1, &b));
+    PS_TRY(ps_run1(g, PS_OP_fmod, &t, a, b));
+    PS_TRY(ps_run1(g, PS_OP_sub, &t, a, t));
+    PS_TRY(ps_run1(g, PS_OP_div, &t, t, b));
+    PS_TRY(ps_run1(g, PS_OP_round, &t, t, NULL));
+    return give_quotient(g, t);
+}
+
+int grad_lerp(ps_grad *g)
+{
+    double w = ((const ps_attrs_lerp *)g->attrs)->weight;
+    for (int i = 0; i < 2; i++) {
+        ps_tensor *t;
+        if (!ps_grad_wants(g, i)) continue;
+        PS_TRY(ps_scaled(g, &t, g->dout[0], i ? w : 1 - w));
+        PS_TRY(give_summed(g, i, t));
+    }
+    return 0;
+}
+
+/* dx = dy, or w dy where x is not above 0; dw = 0, or x dy there. */
+int grad_prelu(ps_grad *g)
+{
+    ps_tensor *in[2], *above, *zero, *t, *all[PS_MAX_OUT];
+    static const char none[PS_MAX_ATTRS];
+    PS_TRY(ps_grad_in(g, 0, &in[0]));
+    PS_TRY(ps_grad_in(g, 1, &in[1]));
+    PS_TRY(ps_scalar_like(g, &zero, in[0], 0));
+    PS_TRY(ps_run1(g, PS_OP_gt, &above, in[0], zero));
+    for (int i = 0; i < 2; i++) {
+        if (!ps_grad_wants(g, i)) continue;
+        PS_TRY(ps_run1(g, PS_OP_mul, &t, g->dout[0], in[1 - i]));
+        all[0] = NULL;
+        PS_TRY(ps_run(g, PS_OP_where, none, all, 3, above, i ? zero : g->dout[0], t));
+        PS_TRY(give_summed(g, i, all[0]));
+    }
+    return 0;
+}
+
+/* dx = dy (sigmoid(x) - t), dt = -dy x */
+int grad_logit_entropy(ps_grad *g)
+{
+    ps_tensor *x, *target, *t;
+    PS_TRY(ps_grad_in(g, 0, &x));
+    if (ps_grad_wants(g, 0)) {
+        PS_TRY(ps_grad_in(g, 1, &target));
+        PS_TRY(ps_run1(g, PS_OP_sigmoid, &t, x, NULL));
+        PS_TRY(ps_run1(g, PS_OP_sub, &t, t, target));
+        PS_TRY(ps_run1(g, PS_OP_mul, &t, t, g->dout[0]));
+        PS_TRY(give_summed(g, 0, t));
+    }
+    if (!ps_grad_wants(g, 1)) return 0;
+    PS_TRY(ps_run1(g, PS_OP_mul, &t, x, g->dout[0]));
+    PS_TRY(ps_scaled(g, &t, t, -1));
+    return give_summed(g, 1, t);
+}
+
 int grad_where(ps_grad *g)
 {
     ps_tensor *cond, *t;
@@ -468,6 +559,31 @@ static int fused(ps_grad *g, int op)
 }
 int grad_silu(ps_grad *g) { return fused(g, PS_OP_silu_backward); }
 int grad_gelu(ps_grad *g) { return fused(g, PS_OP_gelu_backward); }
+
+static int slope_of(ps_grad *g, int of, double delta)
+{
+    ps_attrs_slope attrs = { .of = of, .delta = delta };
+    ps_tensor *x, *all[PS_MAX_OUT] = { NULL };
+    PS_TRY(ps_grad_in(g, 0, &x));
+    PS_TRY(ps_run(g, PS_OP_slope, &attrs, all, 2, x, g->dout[0]));
+    ps_grad_give(g, 0, all[0]);
+    return 0;
+}
+int grad_hardsigmoid(ps_grad *g) { return slope_of(g, 0, 0); }
+int grad_hardswish(ps_grad *g) { return slope_of(g, 1, 0); }
+int grad_mish(ps_grad *g) { return slope_of(g, 2, 0); }
+int grad_logsigmoid(ps_grad *g) { return slope_of(g, 3, 0); }
+int grad_huber(ps_grad *g) { return slope_of(g, 4, ((const ps_attrs_huber *)g->attrs)->delta); }
+
+int grad_nan_to_num(ps_grad *g)
+{
+    ps_tensor *x, *t;
+    PS_TRY(ps_grad_in(g, 0, &x));
+    PS_TRY(ps_run1(g, PS_OP_isfinite, &t, x, NULL));
+    PS_TRY(select_dy(g, &t, t, true));
+    ps_grad_give(g, 0, t);
+    return 0;
+}
 
 /* Passes dy where x is above `from`, and `other` elsewhere. */
 static int give_above(ps_grad *g, ps_tensor *x, double from, ps_tensor *other)

@@ -44,6 +44,8 @@ end
 ---@return ps.Tensor of x's shape
 function M.elu(x, alpha) return ops.elu(floats(x, "F.elu"), number(alpha, 1, "F.elu: alpha")) end
 
+local NO_SIZES = {}
+
 --- Returns x where x is above 0, else the slope of its channel times x (He et al. 2015).
 ---@param x ps.Tensor floats [N, C, ...], or of any shape with one slope
 ---@param w ps.Tensor slopes [C] or [1]
@@ -52,14 +54,14 @@ function M.prelu(x, w)
   floats(x, "F.prelu")
   floats(w, "F.prelu: the slopes")
   local n = w:numel()
-  if n == 1 then return ops.where(x:gt(0), x, w:reshape({}) * x) end
+  if n == 1 then return ops.prelu(x, ops.reshape(w, 0, NO_SIZES)) end
   if w:dim() ~= 1 or x:dim() < 2 or x:size(1) ~= n then
     error(("F.prelu: %d slopes for x [%s]; dimension 1 of x must have this size"):format(n,
       table.concat(x:shape(), ", ")))
   end
   local shape = {}
   for i = 1, x:dim() do shape[i] = i == 2 and n or 1 end
-  return ops.where(x:gt(0), x, w:reshape(shape) * x)
+  return ops.prelu(x, w:reshape(shape))
 end
 
 --- Returns x where x is above 0, else alpha (exp(x / alpha) - 1) (Barron 2017).
@@ -68,6 +70,7 @@ end
 ---@return ps.Tensor of x's shape
 function M.celu(x, alpha)
   alpha = number(alpha, 1, "F.celu: alpha")
+  if alpha == 1 then return ops.elu(floats(x, "F.celu"), 1) end
   return ops.elu(floats(x, "F.celu") / alpha, 1) * alpha
 end
 
@@ -82,7 +85,7 @@ local SELU_ALPHA, SELU_SCALE = 1.6732632423543772848170429916717, 1.050700987355
 --- Returns 1.0507 elu(x, 1.6733), which preserves mean and variance (Klambauer et al. 2017).
 ---@param x ps.Tensor floats
 ---@return ps.Tensor of x's shape
-function M.selu(x) return ops.elu(floats(x, "F.selu"), SELU_ALPHA) * SELU_SCALE end
+function M.selu(x) return ops.affine(ops.elu(floats(x, "F.selu"), SELU_ALPHA), SELU_SCALE, -0.0) end
 
 -- Returns x limited to [low, high]. Unlike clamp's, the gradient is 0 at the bounds themselves, as in PyTorch.
 local function limited(x, low, high)
@@ -113,26 +116,22 @@ end
 --- Returns x tanh(softplus(x)) (Misra 2019).
 ---@param x ps.Tensor floats
 ---@return ps.Tensor of x's shape
-function M.mish(x) return x * ops.tanh(ops.softplus(floats(x, "F.mish"), 1, 20)):to(x:dtype()) end
+function M.mish(x) return ops.mish(floats(x, "F.mish")) end
 
 --- Returns log(sigmoid(x)), without overflow.
 ---@param x ps.Tensor floats
 ---@return ps.Tensor of x's shape
-function M.logsigmoid(x)
-  floats(x, "F.logsigmoid")
-  -- min(x, 0) - log(1 + exp(-|x|)), in which no exponent is above 0
-  return ops.clamp(x, -math.huge, 0) - ops.log1p(ops.exp(-ops.abs(x))):to(x:dtype())
-end
+function M.logsigmoid(x) return ops.logsigmoid(floats(x, "F.logsigmoid")) end
 
 --- Returns (x limited to [-3, 3] + 3) / 6.
 ---@param x ps.Tensor floats
 ---@return ps.Tensor of x's shape
-function M.hardsigmoid(x) return (limited(floats(x, "F.hardsigmoid"), -3, 3) + 3) / 6 end
+function M.hardsigmoid(x) return ops.hardsigmoid(floats(x, "F.hardsigmoid")) end
 
 --- Returns x hardsigmoid(x) (Howard et al. 2019).
 ---@param x ps.Tensor floats
 ---@return ps.Tensor of x's shape
-function M.hardswish(x) return floats(x, "F.hardswish") * (ops.clamp(x + 3, 0, 6) / 6) end
+function M.hardswish(x) return ops.hardswish(floats(x, "F.hardswish")) end
 
 --- Returns x / (1 + |x|).
 ---@param x ps.Tensor floats

@@ -240,6 +240,10 @@ end
 local LARGEST = { [C.PS_F32] = 3.4028234663852886e38, [C.PS_F64] = 1.7976931348623157e308,
   [C.PS_BF16] = 3.3895313892515355e38, [C.PS_F16] = 65504 }
 
+local function number(value, default, name)
+  return value == nil and default or caller.typed(value, "number", "nan_to_num: " .. name)
+end
+
 --- Replaces NaN and infinities. Integers are copied.
 ---@param nan? number (default 0)
 ---@param posinf? number (default: the largest number of the type)
@@ -248,15 +252,7 @@ local LARGEST = { [C.PS_F32] = 3.4028234663852886e38, [C.PS_F64] = 1.79769313486
 function T:nan_to_num(nan, posinf, neginf)
   if not self:is_float() then return ops.contiguous(self) end
   local high = LARGEST[self.dtype_]
-  local bounds = { nan or 0, posinf or high, neginf or -high }
-  for i, name in ipairs { "nan", "posinf", "neginf" } do
-    caller.typed(bounds[i], "number", "nan_to_num: " .. name)
-  end
-  local function put(y, where, value) return ops.where(where, create.scalar_like(y, value), y) end
-  local y = put(self, self:isnan(), bounds[1])
-  if posinf == nil and neginf == nil then return ops.clamp(y, -high, high) end
-  y = put(y, ops.eq(self, create.scalar_like(self, math.huge)), bounds[2])
-  return put(y, ops.eq(self, create.scalar_like(self, -math.huge)), bounds[3])
+  return ops.nan_to_num(self, number(nan, 0, "nan"), number(posinf, high, "posinf"), number(neginf, -high, "neginf"))
 end
 
 return M

@@ -25,11 +25,9 @@ local function pair(x, target, call)
   caller.tensor(x, call, "the first argument")
   caller.tensor(target, call, "the target")
   if x == nil or target == nil then error(call .. " takes two tensors") end
-  local a, b = x:shape(), target:shape()
-  local same = #a == #b
-  for i = 1, #a do same = same and a[i] == b[i] end
-  if not same then
-    error(("%s: shapes differ, [%s] and [%s]"):format(call, table.concat(a, ", "), table.concat(b, ", ")))
+  if not tensor.same_shape(x, target) then
+    error(("%s: shapes differ, [%s] and [%s]"):format(call, table.concat(x:shape(), ", "),
+      table.concat(target:shape(), ", ")))
   end
   if not x:is_float() then error(("%s takes floats, not %s"):format(call, x:dtype())) end
   return target
@@ -60,12 +58,6 @@ end
 
 local SMOOTH = { reduction = "string", beta = "number" }
 
--- Returns the absolute value with a rounded minimum: |d| - step / 2 where |d| is at least `step`, else d^2 / (2 step).
-local function rounded(d, step)
-  local size = d:abs()
-  return tensor.where(size:lt(step), d * d * (0.5 / step), size - 0.5 * step)
-end
-
 --- Returns the mean of the absolute differences d of x and target, replaced by squares near 0: 0.5 d^2 / beta where |d|
 --- is below beta, else |d| - 0.5 beta. With beta = 0 it equals F.l1_loss.
 ---@param x ps.Tensor floats of any shape
@@ -78,7 +70,7 @@ function losses.smooth_l1_loss(x, target, options)
   if beta < 0 or beta ~= beta then error(("F.smooth_l1_loss: beta is %g; it must be 0 or more"):format(beta)) end
   x, target = autocast.full(x, target)
   local d = x - pair(x, target, "F.smooth_l1_loss")
-  return reduced(beta == 0 and d:abs() or rounded(d, beta), options.reduction, "F.smooth_l1_loss")
+  return reduced(beta == 0 and d:abs() or ops.huber(d, beta), options.reduction, "F.smooth_l1_loss")
 end
 
 local HUBER = { reduction = "string", delta = "number" }
@@ -95,7 +87,17 @@ function losses.huber_loss(x, target, options)
   if delta <= 0 or delta ~= delta then error(("F.huber_loss: delta is %g; it must be above 0"):format(delta)) end
   x, target = autocast.full(x, target)
   local d = x - pair(x, target, "F.huber_loss")
-  return reduced(rounded(d, delta) * delta, options.reduction, "F.huber_loss")
+  d = ops.huber(d, delta)
+  return reduced(delta == 1 and d or d * delta, options.reduction, "F.huber_loss")
+end
+
+-- Returns the binary cross entropy of each element. With `slopes`, also its derivatives with respect to p and target.
+local function entropy(p, target, slopes)
+  local q = ops.affine(p, -1, 1)
+  local yes, no = ops.clamp(ops.log(p), -100, math.huge), ops.clamp(ops.log(q), -100, math.huge)
+  local value = -(target * yes + (1 - target) * no)
+  if not slopes then return value end
+  return value, (p - target) / ops.clamp(p * q, 1e-12, math.huge), no - yes
 end
 
 --- Returns the binary cross entropy of probabilities p in [0, 1] against targets in [0, 1]. As in PyTorch, logarithms
@@ -111,10 +113,10 @@ function losses.binary_cross_entropy(p, target, options)
     error("F.binary_cross_entropy in ps.autocast: a probability in a half type is too coarse near 1; write "
       .. "F.binary_cross_entropy_with_logits(x, target) of the logits")
   end
-  local value, slope, slope_of_target = scope.no_grad(function()
-    local yes, no = p:log():clamp(-100, math.huge), (1 - p):log():clamp(-100, math.huge)
-    return -(target * yes + (1 - target) * no), (p - target) / (p * (1 - p)):clamp(1e-12, math.huge), no - yes
-  end)
+  if not scope.grad_enabled() or not (p:needs_grad() or target:needs_grad()) then
+    return reduced(entropy(p, target), options.reduction, "F.binary_cross_entropy")
+  end
+  local value, slope, slope_of_target = scope.no_grad(entropy, p, target, true)
   local loss = value + (p - p:detach()) * slope            -- PyTorch's gradient, with the value of the loss
   if target:is_float() and target:needs_grad() then loss = loss + (target - target:detach()) * slope_of_target end
   return reduced(loss, options.reduction, "F.binary_cross_entropy")
@@ -133,10 +135,11 @@ function losses.binary_cross_entropy_with_logits(x, target, options)
   options = caller.options(options, "F.binary_cross_entropy_with_logits", WITH_LOGITS)
   x, target = autocast.full(x, target)
   pair(x, target, call)
+  if options.pos_weight == nil then return reduced(ops.logit_entropy(x, target), options.reduction, call) end
   -- softplus(-x) = m + log(exp(-m) + exp(-x - m)) for every m; this m keeps both exponents at most 0
   local m = (-x:detach()):clamp(0, math.huge)
   local softplus = m + ((-m):exp() + (-x - m):exp()):log()
-  if options.pos_weight ~= nil then softplus = softplus * ((options.pos_weight - 1) * target + 1) end
+  softplus = softplus * ((options.pos_weight - 1) * target + 1)
   return reduced((1 - target) * x + softplus, options.reduction, call)
 end
 

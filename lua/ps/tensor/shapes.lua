@@ -235,24 +235,10 @@ function T:diff(n, d)
   return x
 end
 
---- Returns the quotient rounded down: (a - a:remainder(b)) / b. Integers are exact up to 2^53.
----@param b ps.Tensor|number not 0 for integers
----@return ps.Tensor
-function T:floor_divide(b)
-  local rest = self:remainder(b)
-  local y = is_tensor(b) and b:double() or b
-  local q = ((self:double() - rest:double()) / y):round():to(rest:dtype())
-  if not rest:is_float() then return q end
-  local zero = is_tensor(b) and b:eq(0) or tensor.full(self:shape(), b == 0 and 1 or 0, { dtype = "bool",
-    device = self:device() })
-  local quotient = self / b
-  return ops.where(zero, quotient, ops.where(q:eq(0), quotient * 0, q))    -- 0 keeps the quotient's sign
-end
-
 for name, factor in pairs { log2 = 1 / math.log(2), log10 = 1 / math.log(10) } do
   --- Returns the logarithm; the method's name gives the base.
   ---@return ps.Tensor
-  T[name] = function(self) return self:log() * factor end
+  T[name] = function(self) return ops.affine(ops.log(self), factor, -0.0) end
 end
 
 -- -- in place -------------------------------------------------------------------------------------------------------

@@ -137,12 +137,21 @@ end
 ---@return ps.Tensor
 function T:trunc()
   if not FLOAT[self.dtype_] then return ops.contiguous(self) end
-  return ops.where(self:lt(0), ops.ceil(self), ops.floor(self))
+  return ops.trunc(self)
 end
 
--- Returns a minus b times the rounded quotient, computed in fp64, which is exact enough for quotients and products of
--- fp32 numbers.
-local function rest_of(a, b, round, call)
+local single = native.ffi.new "float[1]"
+
+-- Returns whether a type holds a number exactly.
+local function holds(dtype, number)
+  single[0] = number
+  return dtype == C.PS_F64 or dtype == C.PS_F32 and single[0] == number
+    or (dtype == C.PS_I64 or dtype == C.PS_I32) and number % 1 == 0 and math.abs(number) < 2 ^ 31
+end
+
+-- Performs remainder, fmod or floor_divide. Tensors of one type are computed in it. Other operands are converted to
+-- fp64, and the result to their common type.
+local function divided(a, b, op, call)
   if not is_tensor(b) and type(b) ~= "number" then
     error(("%s takes a tensor or a number, not %s"):format(call, b == nil and "nil" or "a " .. type(b)))
   end
@@ -150,24 +159,31 @@ local function rest_of(a, b, round, call)
   local is_float = FLOAT[a.dtype_] or is_tensor(b) and FLOAT[b.dtype_] or type(b) == "number" and b % 1 ~= 0
   local zero = is_tensor(b) and not is_float and b:eq(0):any():item() or b == 0 and not is_float
   if zero then error(call .. ": an integer is divided by 0") end
+  if is_tensor(b) then
+    if a.dtype_ == b.dtype_ or not is_float then return op(a, b) end
+  elseif holds(a.dtype_, b) then
+    return op(a, create.scalar(a, b, a.dtype_))
+  end
   local like = is_tensor(b) and b or FLOAT[a.dtype_] and a or create.scalar(a, 0, is_float and C.PS_F32 or C.PS_I64)
   local dtype = ops.add(a:reshape(-1):narrow(0, 0, 0), like:reshape(-1):narrow(0, 0, 0)):dtype()
   if not is_tensor(b) and not is_float then dtype = a:dtype() end
-  local x, y = a:to "fp64", is_tensor(b) and b:to "fp64" or b
-  return (x - round(x / y) * y):to(dtype)
+  return op(a:to "fp64", is_tensor(b) and b:to "fp64" or create.scalar(a, b, C.PS_F64)):to(dtype)
 end
 
---- Returns the remainder of a division, with the sign of the divisor: a - b * (a / b):floor(). Integers are exact up to
---- 2^53.
+--- Returns the exact remainder of a division, with the sign of the divisor: a - b * (a / b):floor().
 ---@param b ps.Tensor|number not 0 for integers
 ---@return ps.Tensor
-function T:remainder(b) return rest_of(self, b, ops.floor, "remainder") end
+function T:remainder(b) return divided(self, b, ops.remainder, "remainder") end
 
---- Returns the remainder of a division, with the sign of the dividend: a - b * (a / b):trunc(). Integers are exact up
---- to 2^53.
+--- Returns the exact remainder of a division, with the sign of the dividend: a - b * (a / b):trunc().
 ---@param b ps.Tensor|number not 0 for integers
 ---@return ps.Tensor
-function T:fmod(b) return rest_of(self, b, T.trunc, "fmod") end
+function T:fmod(b) return divided(self, b, ops.fmod, "fmod") end
+
+--- Returns the quotient rounded down: (a - a:remainder(b)) / b. It has no gradient.
+---@param b ps.Tensor|number not 0 for integers
+---@return ps.Tensor
+function T:floor_divide(b) return divided(self, b, ops.floor_divide, "floor_divide") end
 
 --- Returns this tensor plus weight times its difference to another tensor.
 ---@param stop ps.Tensor of a shape that broadcasts with this one's
@@ -178,15 +194,10 @@ function T:lerp(stop, weight)
   if not FLOAT[self.dtype_] or stop.dtype_ ~= self.dtype_ then
     error(("lerp takes floats of one type, not %s and %s"):format(self:dtype(), stop:dtype()))
   end
-  local way = stop - self
+  if not is_tensor(weight) then return ops.lerp(self, stop, caller.typed(weight, "number", "lerp: the weight")) end
   -- Starts from the nearer end, as PyTorch does, so that weight 1 returns the other tensor exactly.
-  if is_tensor(weight) then
-    local far = weight:abs():ge(0.5)
-    return tensor.where(far, stop - way * (1 - weight), self + way * weight)
-  end
-  caller.typed(weight, "number", "lerp: the weight")
-  if math.abs(weight) < 0.5 then return self + way * weight end
-  return stop - way * (1 - weight)
+  local way, far = stop - self, weight:abs():ge(0.5)
+  return tensor.where(far, stop - way * (1 - weight), self + way * weight)
 end
 
 --- Returns the indices that sort a tensor along a dimension.

@@ -5,7 +5,7 @@
  * ops of a transformer's step, which have separate kernels. For half types each result is rounded once. */
 #include "backend/cuda/columns.h"
 
-struct settings { double alpha, beta; };
+struct settings { double alpha, beta, gamma; };
 
 /* -- one element --------------------------------------------------------------------------------------------------- */
 #define SQRT_HALF 0.70710678118654752440
@@ -56,6 +56,44 @@ template <class A> DEV A act_slope(int act, A x)
     return act == 0 ? silu_slope(x) : act == 1 ? gelu_erf_slope(x) : gelu_tanh_slope(x);
 }
 
+/* the largest number of a float type */
+#define LARGEST ((A)(sizeof(A) == 4 ? 3.402823466e38 : 1.7976931348623157e308))
+
+/* Divisions as PyTorch performs them, with exact remainders. */
+template <class A> DEV A remainder_of(A a, A b)
+{
+    A m = fmod(a, b);
+    return m != 0 && (b < 0) != (m < 0) ? m + b : m;
+}
+template <class A> DEV A floor_quotient(A of, A by)
+{
+    double a = of, b = by;
+    if (b == 0) return (A)(a / b);
+    double m = fmod(a, b), q = (a - m) / b;
+    if (m != 0 && (b < 0) != (m < 0)) q -= 1;
+    if (q == 0) return (A)copysign(0.0, a / b);
+    return (A)(q - floor(q) > 0.5 ? floor(q) + 1 : floor(q));
+}
+
+template <class A> DEV A hard_gate(A x) { return (x < -3 ? 0 : x > 3 ? 6 : x + 3) / 6; }
+template <class A> DEV A mish_gate(A x) { return tanh(x > 20 ? x : log1p(exp(x))); }
+template <class A> DEV A logit_entropy(A x, A t)
+{
+    A m = -x > 0 ? -x : 0;
+    return (1 - t) * x + (m + log(exp(-m) + exp(-x - m)));
+}
+
+/* Computes the derivative of the function with number `of` in the op slope. */
+template <class A> DEV A slope_at(int of, A x, A delta)
+{
+    if (of == 0) return fabs(x) >= 3 ? 0 : (A)(1.0 / 6);
+    if (of == 1) return x < -3 ? 0 : x > 3 ? 1 : x / 3 + (A)0.5;
+    if (of == 3) return 1 / (1 + exp(x));
+    if (of == 4) return fabs(x) < delta ? x / delta : (A)((x > 0) - (x < 0));
+    A c = x < -80 ? -80 : x, t = mish_gate(c);
+    return t + c / (1 + exp(-c)) * (1 - t * t);
+}
+
 /* Computes ops of floats. A is float or double, and so are the <math.h> functions that it calls. */
 template <class A> DEV A of_floats(int op, A a, A b, settings s)
 {
@@ -67,6 +105,12 @@ template <class A> DEV A of_floats(int op, A a, A b, settings s)
     case PS_OP_pow: return pow(a, b);
     case PS_OP_maximum: return a > b || a != a ? a : b;
     case PS_OP_minimum: return a < b || a != a ? a : b;
+    case PS_OP_remainder: return remainder_of(a, b);
+    case PS_OP_fmod: return fmod(a, b);
+    case PS_OP_floor_divide: return floor_quotient(a, b);
+    case PS_OP_lerp: return fabs(s.alpha) < 0.5 ? a + (A)s.alpha * (b - a) : b - (A)(1 - s.alpha) * (b - a);
+    case PS_OP_prelu: return a > 0 ? a : b * a;
+    case PS_OP_logit_entropy: return logit_entropy(a, b);
     case PS_OP_eq: return a == b;
     case PS_OP_ne: return a != b;
     case PS_OP_lt: return a < b;
@@ -90,6 +134,14 @@ template <class A> DEV A of_floats(int op, A a, A b, settings s)
     case PS_OP_floor: return floor(a);
     case PS_OP_ceil: return ceil(a);
     case PS_OP_round: return rint(a);
+    case PS_OP_trunc: return trunc(a);
+    case PS_OP_nan_to_num: return (A)(a != a ? s.alpha : fabs(a) <= LARGEST ? a : a > 0 ? s.beta : s.gamma);
+    case PS_OP_hardsigmoid: return hard_gate(a);
+    case PS_OP_hardswish: return a * hard_gate(a);
+    case PS_OP_mish: return a * mish_gate(a);
+    case PS_OP_logsigmoid: return (a > 0 ? 0 : a) - log1p(exp(-fabs(a)));
+    case PS_OP_huber: return fabs(a) < (A)s.alpha ? a * a * (A)s.beta : fabs(a) - (A)s.gamma;
+    case PS_OP_slope: return b * slope_at((int)s.alpha, a, (A)s.beta);
     case PS_OP_sin: return sin(a);
     case PS_OP_cos: return cos(a);
     case PS_OP_erf: return erf(a);
@@ -106,9 +158,20 @@ template <class A> DEV A of_floats(int op, A a, A b, settings s)
     case PS_OP_gelu: return s.alpha != 0 ? gelu_tanh(a) : gelu_erf(a);
     case PS_OP_gelu_backward: return b * (s.alpha != 0 ? gelu_tanh_slope(a) : gelu_erf_slope(a));
     case PS_OP_act_mul: return b * act_of((int)s.alpha, a);
-    case PS_OP_isfinite: return fabs(a) <= (A)(sizeof(A) == 4 ? 3.402823466e38 : 1.7976931348623157e308);
+    case PS_OP_isfinite: return fabs(a) <= LARGEST;
     default: return a == 0;                                 /* logical_not */
     }
+}
+
+/* Divides by 0 and -1 without a trap: the remainder is 0, and so is a quotient by 0. */
+DEV int64_t divide_ints(int op, int64_t a, int64_t b)
+{
+    if (b == 0) return 0;
+    if (b == -1) return op == PS_OP_floor_divide ? (int64_t)(0 - (uint64_t)a) : 0;
+    int64_t m = a % b;
+    bool other_side = m != 0 && (b < 0) != (m < 0);
+    if (op == PS_OP_floor_divide) return a / b - other_side;
+    return op == PS_OP_remainder && other_side ? m + b : m;
 }
 
 /* Computes ops of integers, which wrap around. Sums are computed as unsigned numbers, because signed overflow is
@@ -116,6 +179,7 @@ template <class A> DEV A of_floats(int op, A a, A b, settings s)
 DEV int64_t of_ints(int op, int64_t a, int64_t b, settings s)
 {
     switch (op) {
+    case PS_OP_remainder: case PS_OP_fmod: case PS_OP_floor_divide: return divide_ints(op, a, b);
     case PS_OP_add: return (int64_t)((uint64_t)a + (uint64_t)b);
     case PS_OP_sub: return (int64_t)((uint64_t)a - (uint64_t)b);
     case PS_OP_mul: return (int64_t)((uint64_t)a * (uint64_t)b);
@@ -235,7 +299,7 @@ template <class T> struct slope_rows {
     }
     __device__ __forceinline__ pack<T> finish(int64_t i, int64_t j, const both &loaded) const
     {
-        settings by_tanh = { 1, 0 };
+        settings by_tanh = { 1, 0, 0 };
         pack<T> out;
 #pragma unroll
         for (int k = 0; k < pack<T>::n; k++)
@@ -311,64 +375,91 @@ static int run(int op, settings s, const ps_view *y, const ps_view *a, const ps_
 
 static int plain(ps_call *call)
 {
-    settings s = { 0, 0 };
+    settings s = { 0, 0, 0 };
     return run(call->op, s, &call->out[0], &call->in[0], call->n_in > 1 ? &call->in[1] : NULL);
 }
 
 static int affine(ps_call *call)
 {
     const ps_attrs_affine *a = (const ps_attrs_affine *)call->attrs;
-    settings s = { a->alpha, a->beta };
+    settings s = { a->alpha, a->beta, 0 };
     return run(call->op, s, &call->out[0], &call->in[0], NULL);
 }
 
 static int clamp(ps_call *call)
 {
     const ps_attrs_clamp *a = (const ps_attrs_clamp *)call->attrs;
-    settings s = { a->low, a->high };
+    settings s = { a->low, a->high, 0 };
     return run(call->op, s, &call->out[0], &call->in[0], NULL);
 }
 
 static int pow_scalar(ps_call *call)
 {
-    settings s = { ((const ps_attrs_pow_scalar *)call->attrs)->exponent, 0 };
+    settings s = { ((const ps_attrs_pow_scalar *)call->attrs)->exponent, 0, 0 };
     return run(call->op, s, &call->out[0], &call->in[0], NULL);
+}
+
+static int nan_to_num(ps_call *call)
+{
+    const ps_attrs_nan_to_num *a = (const ps_attrs_nan_to_num *)call->attrs;
+    settings s = { a->nan, a->high, a->low };
+    return run(call->op, s, &call->out[0], &call->in[0], NULL);
+}
+
+static int huber(ps_call *call)
+{
+    double delta = ((const ps_attrs_huber *)call->attrs)->delta;
+    settings s = { delta, 0.5 / delta, 0.5 * delta };
+    return run(call->op, s, &call->out[0], &call->in[0], NULL);
+}
+
+static int slope(ps_call *call)
+{
+    const ps_attrs_slope *a = (const ps_attrs_slope *)call->attrs;
+    settings s = { (double)a->of, a->delta, 0 };
+    return run(call->op, s, &call->out[0], &call->in[0], &call->in[1]);
+}
+
+static int lerp(ps_call *call)
+{
+    settings s = { ((const ps_attrs_lerp *)call->attrs)->weight, 0, 0 };
+    return run(call->op, s, &call->out[0], &call->in[0], &call->in[1]);
 }
 
 static int leaky_relu(ps_call *call)
 {
-    settings s = { ((const ps_attrs_leaky_relu *)call->attrs)->slope, 0 };
+    settings s = { ((const ps_attrs_leaky_relu *)call->attrs)->slope, 0, 0 };
     return run(call->op, s, &call->out[0], &call->in[0], NULL);
 }
 
 static int elu(ps_call *call)
 {
-    settings s = { ((const ps_attrs_elu *)call->attrs)->alpha, 0 };
+    settings s = { ((const ps_attrs_elu *)call->attrs)->alpha, 0, 0 };
     return run(call->op, s, &call->out[0], &call->in[0], NULL);
 }
 
 static int softplus(ps_call *call)
 {
     const ps_attrs_softplus *a = (const ps_attrs_softplus *)call->attrs;
-    settings s = { a->beta, a->threshold };
+    settings s = { a->beta, a->threshold, 0 };
     return run(call->op, s, &call->out[0], &call->in[0], NULL);
 }
 
 static int gelu(ps_call *call)
 {
-    settings s = { (double)((const ps_attrs_gelu *)call->attrs)->tanh, 0 };
+    settings s = { (double)((const ps_attrs_gelu *)call->attrs)->tanh, 0, 0 };
     return run(call->op, s, &call->out[0], &call->in[0], NULL);
 }
 
 static int gelu_backward(ps_call *call)
 {
-    settings s = { (double)((const ps_attrs_gelu_backward *)call->attrs)->tanh, 0 };
+    settings s = { (double)((const ps_attrs_gelu_backward *)call->attrs)->tanh, 0, 0 };
     return run(call->op, s, &call->out[0], &call->in[0], &call->in[1]);
 }
 
 static int act_mul(ps_call *call)
 {
-    settings s = { (double)((const ps_attrs_act_mul *)call->attrs)->act, 0 };
+    settings s = { (double)((const ps_attrs_act_mul *)call->attrs)->act, 0, 0 };
     return run(call->op, s, &call->out[0], &call->in[0], &call->in[1]);
 }
 
@@ -420,13 +511,13 @@ static int act_mul_backward(ps_call *call)
 
 static int scale_(ps_call *call)
 {
-    settings s = { ((const ps_attrs_scale_ *)call->attrs)->alpha, 0 };
+    settings s = { ((const ps_attrs_scale_ *)call->attrs)->alpha, 0, 0 };
     return run(call->op, s, &call->in[0], &call->in[0], NULL);
 }
 
 static int axpy_(ps_call *call)
 {
-    settings s = { ((const ps_attrs_axpy_ *)call->attrs)->alpha, 0 };
+    settings s = { ((const ps_attrs_axpy_ *)call->attrs)->alpha, 0, 0 };
     return run(call->op, s, &call->in[0], &call->in[0], &call->in[1]);
 }
 
@@ -504,13 +595,17 @@ void ps_cuda_fill_elementwise(ps_kernel *k)
         PS_OP_lt, PS_OP_le, PS_OP_gt, PS_OP_ge, PS_OP_logical_and, PS_OP_logical_or, PS_OP_exp, PS_OP_log, PS_OP_sqrt,
         PS_OP_rsqrt, PS_OP_reciprocal, PS_OP_abs, PS_OP_sign, PS_OP_floor, PS_OP_ceil, PS_OP_round, PS_OP_sin,
         PS_OP_cos, PS_OP_erf, PS_OP_tanh, PS_OP_sigmoid, PS_OP_relu, PS_OP_silu, PS_OP_silu_backward, PS_OP_isfinite,
-        PS_OP_log1p, PS_OP_expm1,
-        PS_OP_logical_not,
+        PS_OP_log1p, PS_OP_expm1, PS_OP_logical_not, PS_OP_remainder, PS_OP_fmod, PS_OP_floor_divide, PS_OP_prelu,
+        PS_OP_logit_entropy, PS_OP_trunc, PS_OP_hardsigmoid, PS_OP_hardswish, PS_OP_mish, PS_OP_logsigmoid,
     };
     for (size_t i = 0; i < sizeof ops / sizeof *ops; i++) k[ops[i]] = plain;
     k[PS_OP_affine] = affine;
     k[PS_OP_clamp] = clamp;
     k[PS_OP_pow_scalar] = pow_scalar;
+    k[PS_OP_nan_to_num] = nan_to_num;
+    k[PS_OP_huber] = huber;
+    k[PS_OP_slope] = slope;
+    k[PS_OP_lerp] = lerp;
     k[PS_OP_leaky_relu] = leaky_relu;
     k[PS_OP_elu] = elu;
     k[PS_OP_softplus] = softplus;

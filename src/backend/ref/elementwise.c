@@ -98,6 +98,37 @@ BINARY(sub, a - b, (int64_t)((uint64_t)a - (uint64_t)b))
 BINARY(mul, a * b, (int64_t)((uint64_t)a * (uint64_t)b))
 BINARY(maximum, a > b || a != a ? a : b, a > b ? a : b)
 BINARY(minimum, a < b || a != a ? a : b, a < b ? a : b)
+
+/* Divisions as PyTorch performs them. Remainders of floats are exact. Integers are divided by 0 and -1 without a
+ * trap. */
+static double remainder_of(double a, double b)
+{
+    double m = fmod(a, b);
+    return m != 0 && (b < 0) != (m < 0) ? m + b : m;
+}
+static double floor_quotient(double a, double b)
+{
+    if (b == 0) return a / b;
+    double m = fmod(a, b), q = (a - m) / b;
+    if (m != 0 && (b < 0) != (m < 0)) q -= 1;
+    if (q == 0) return copysign(0, a / b);
+    return q - floor(q) > 0.5 ? floor(q) + 1 : floor(q);
+}
+static int64_t fmod_ints(int64_t a, int64_t b) { return b == 0 || b == -1 ? 0 : a % b; }
+static int64_t remainder_ints(int64_t a, int64_t b)
+{
+    int64_t m = fmod_ints(a, b);
+    return m != 0 && (b < 0) != (m < 0) ? m + b : m;
+}
+static int64_t floor_quotient_ints(int64_t a, int64_t b)
+{
+    if (b == 0) return 0;
+    if (b == -1) return (int64_t)(0 - (uint64_t)a);
+    return a / b - (a % b != 0 && (a < 0) != (b < 0));
+}
+BINARY(remainder, remainder_of(a, b), remainder_ints(a, b))
+BINARY(fmod, fmod(a, b), fmod_ints(a, b))
+BINARY(floor_divide, floor_quotient(a, b), floor_quotient_ints(a, b))
 BINARY(eq, a == b, a == b)
 BINARY(ne, a != b, a != b)
 BINARY(lt, a < b, a < b)
@@ -110,6 +141,28 @@ BINARY(logical_or, a != 0 || b != 0, a != 0 || b != 0)
 static double div_float(double a, double b) { return a / b; }
 int ref_div(ps_call *call) { return binary(call, div_float, NULL); }
 int ref_pow(ps_call *call) { return binary(call, pow, NULL); }
+
+static double prelu_float(double x, double w) { return x > 0 ? x : w * x; }
+int ref_prelu(ps_call *call) { return binary(call, prelu_float, NULL); }
+
+static double logit_entropy_float(double x, double t)
+{
+    double m = -x > 0 ? -x : 0;
+    return (1 - t) * x + (m + log(exp(-m) + exp(-x - m)));
+}
+int ref_logit_entropy(ps_call *call) { return binary(call, logit_entropy_float, NULL); }
+
+int ref_lerp(ps_call *call)
+{
+    double w = ((const ps_attrs_lerp *)call->attrs)->weight;
+    const ps_view *out = &call->out[0];
+    ps_view y = ref_flat(out), a = ref_like(&call->in[0], out), b = ref_like(&call->in[1], out);
+    for (int64_t i = 0; i < y.numel; i++) {
+        double from = ref_load(&a, ref_at(&a, i)), to = ref_load(&b, ref_at(&b, i));
+        ref_store(&y, ref_at(&y, i), fabs(w) < 0.5 ? from + w * (to - from) : to - (1 - w) * (to - from));
+    }
+    return 0;
+}
 
 int ref_where(ps_call *call)
 {
@@ -147,6 +200,7 @@ UNARY(reciprocal, 1 / x)
 UNARY(floor, floor(x))
 UNARY(ceil, ceil(x))
 UNARY(round, nearbyint(x))
+UNARY(trunc, trunc(x))
 UNARY(sin, sin(x))
 UNARY(cos, cos(x))
 UNARY(erf, erf(x))
@@ -200,6 +254,61 @@ int ref_elu(ps_call *call)
     for (int64_t i = 0; i < y.numel; i++) {
         double v = ref_load(&x, ref_at(&x, i));
         ref_store(&y, ref_at(&y, i), v > 0 ? v : alpha * expm1(v));
+    }
+    return 0;
+}
+
+static double hard_gate(double x) { return (x < -3 ? 0 : x > 3 ? 6 : x + 3) / 6; }
+UNARY(hardsigmoid, hard_gate(x))
+UNARY(hardswish, x * hard_gate(x))
+UNARY(mish, x * tanh(x > 20 ? x : log1p(exp(x))))
+UNARY(logsigmoid, (x > 0 ? 0 : x) - log1p(exp(-fabs(x))))
+
+static double huber(double x, double delta)
+{
+    return fabs(x) < delta ? x * x * (0.5 / delta) : fabs(x) - 0.5 * delta;
+}
+int ref_huber(ps_call *call)
+{
+    double delta = ((const ps_attrs_huber *)call->attrs)->delta;
+    ps_view y = ref_flat(&call->out[0]), x = ref_flat(&call->in[0]);
+    for (int64_t i = 0; i < y.numel; i++) ref_store(&y, ref_at(&y, i), huber(ref_load(&x, ref_at(&x, i)), delta));
+    return 0;
+}
+
+/* Returns the derivative of the function with number `of` in the op slope. */
+static double slope_at(int of, double x, double delta)
+{
+    double t, s;
+    switch (of) {
+    case 0: return fabs(x) >= 3 ? 0 : 1.0 / 6;
+    case 1: return x < -3 ? 0 : x > 3 ? 1 : x / 3 + 0.5;
+    case 2:
+        x = x < -700 ? -700 : x;                   /* where the derivative is 0 */
+        t = tanh(x > 20 ? x : log1p(exp(x))), s = 1 / (1 + exp(-x));
+        return t + x * s * (1 - t * t);
+    case 3: return 1 / (1 + exp(x));
+    default: return fabs(x) < delta ? x / delta : (x > 0) - (x < 0);
+    }
+}
+int ref_slope(ps_call *call)
+{
+    const ps_attrs_slope *a = call->attrs;
+    ps_view dx = ref_flat(&call->out[0]), x = ref_flat(&call->in[0]), dy = ref_flat(&call->in[1]);
+    for (int64_t i = 0; i < dx.numel; i++) {
+        double v = ref_load(&x, ref_at(&x, i));
+        ref_store(&dx, ref_at(&dx, i), ref_load(&dy, ref_at(&dy, i)) * slope_at(a->of, v, a->delta));
+    }
+    return 0;
+}
+
+int ref_nan_to_num(ps_call *call)
+{
+    const ps_attrs_nan_to_num *a = call->attrs;
+    ps_view y = ref_flat(&call->out[0]), x = ref_flat(&call->in[0]);
+    for (int64_t i = 0; i < y.numel; i++) {
+        double v = ref_load(&x, ref_at(&x, i));
+        ref_store(&y, ref_at(&y, i), isnan(v) ? a->nan : !isinf(v) ? v : v > 0 ? a->high : a->low);
     }
     return 0;
 }

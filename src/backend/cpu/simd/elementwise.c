@@ -4,10 +4,11 @@
  * In all other cases this file returns PS_EUNSUP, and ref computes the op. elementwise_copy.c has copies, casts,
  * fills and random numbers. */
 #define PS_ANY_LANES
+#include "backend/cpu/simd/divide.h"
 #include "backend/cpu/simd/loop.h"
 
 /* Values that an expression can use in addition to its operands. */
-typedef struct consts { float a, b; } consts;
+typedef struct consts { float a, b, c; } consts;
 static const consts no_consts;
 
 /* -- expressions --------------------------------------------------------------------------------------------------- */
@@ -119,6 +120,57 @@ SIMD vf softplus_of(vf x, vf beta, vf threshold)
     return vf_select(z > threshold, x, log1p_of(vf_exp(z)) / beta);
 }
 
+SIMD vf trunc_of(vf x) { return vf_select(x < vf_zero(), vf_ceil(x), vf_floor(x)); }
+SIMD vf nan_to_num_of(vf x, vf nan, vf high, vf low)
+{
+    vf y = vf_select(x == vf_set(INFINITY), high, vf_select(x == vf_set(-INFINITY), low, x));
+    return vf_select(x != x, nan, y);
+}
+SIMD vf hard_gate(vf x)                            /* the limited x + 3 */
+{
+    return clamp_between(x, vf_set(-3.0f), vf_set(3.0f)) + vf_set(3.0f);
+}
+SIMD vf hardsigmoid_of(vf x) { return hard_gate(x) / vf_set(6.0f); }
+SIMD vf hardswish_of(vf x)
+{
+    return x * (clamp_between(x + vf_set(3.0f), vf_zero(), vf_set(6.0f)) / vf_set(6.0f));
+}
+SIMD vf mish_of(vf x) { return x * vf_tanh(softplus_of(x, vf_set(1.0f), vf_set(20.0f))); }
+SIMD vf logsigmoid_of(vf x)
+{
+    return vf_select(x > vf_zero(), vf_zero(), x) - log1p_of(vf_exp(-vf_abs(x)));
+}
+SIMD vf huber_of(vf x, vf delta, vf factor, vf half)
+{
+    vf size = vf_abs(x);
+    return vf_select(size < delta, x * x * factor, size - half);
+}
+SIMD vf hardsigmoid_slope(vf x, vf dy) { return vf_select(vf_abs(x) >= vf_set(3.0f), vf_zero(), dy / vf_set(6.0f)); }
+SIMD vf hardswish_slope(vf x, vf dy)
+{
+    vf s = x / vf_set(3.0f) + vf_set(0.5f);
+    s = vf_select(x > vf_set(3.0f), vf_set(1.0f), s);
+    return dy * vf_select(x < vf_set(-3.0f), vf_zero(), s);
+}
+SIMD vf mish_slope(vf x, vf dy)
+{
+    vf c = vf_max(vf_set(-104.0f), x), t = vf_tanh(softplus_of(c, vf_set(1.0f), vf_set(20.0f)));
+    return dy * (t + c * vf_sigmoid(c) * (vf_set(1.0f) - t * t));
+}
+SIMD vf logsigmoid_slope(vf x, vf dy) { return dy * vf_sigmoid(-x); }
+SIMD vf huber_slope(vf x, vf dy, vf delta)
+{
+    return dy * vf_select(vf_abs(x) < delta, x / delta, sign(x));
+}
+SIMD vf prelu_of(vf x, vf w) { return vf_select(x > vf_zero(), x, w * x); }
+SIMD vf logit_entropy_of(vf x, vf t)
+{
+    vf m = clamp_between(-x, vf_zero(), vf_set(INFINITY));
+    return (vf_set(1.0f) - t) * x + (m + vf_log(vf_exp(-m) + vf_exp(-x - m)));
+}
+SIMD vf lerp_near(vf a, vf b, vf w) { return a + w * (b - a); }
+SIMD vf lerp_far(vf a, vf b, vf rest) { return b - rest * (b - a); }
+
 /* -- one block function per op and float type ---------------------------------------------------------------------- */
 #define UNARY_TYPE(name, expr, T) \
     static void name##_##T(void *const *p, int64_t n, const void *arg) \
@@ -139,7 +191,9 @@ SIMD vf softplus_of(vf x, vf beta, vf threshold)
 #define BINARY_TYPE(name, expr, T) \
     static void name##_##T(void *const *p, int64_t n, const void *arg) \
     { \
+        const consts k = *(const consts *)arg; \
         void *out = p[0]; \
+        (void)k; \
         const void *px = p[1], *py = p[2]; \
         for (int64_t i = 0; i < n; i += VL) { \
             vf x = vf_get(px, i, T), y = vf_get(py, i, T); \
@@ -188,6 +242,13 @@ UNARY(u_sign, sign(x))
 UNARY(u_floor, vf_floor(x))
 UNARY(u_ceil, vf_ceil(x))
 UNARY(u_round, vf_round(x))
+UNARY(u_trunc, trunc_of(x))
+UNARY(u_nan_to_num, nan_to_num_of(x, vf_set(k.a), vf_set(k.b), vf_set(k.c)))
+UNARY(u_hardsigmoid, hardsigmoid_of(x))
+UNARY(u_hardswish, hardswish_of(x))
+UNARY(u_mish, mish_of(x))
+UNARY(u_logsigmoid, logsigmoid_of(x))
+UNARY(u_huber, huber_of(x, vf_set(k.a), vf_set(k.b), vf_set(k.c)))
 UNARY(u_sin, sin_any(x))
 UNARY(u_cos, cos_any(x))
 UNARY(u_erf, vf_erf(x))
@@ -210,6 +271,18 @@ BINARY(b_div, x / y)
 BINARY(b_pow, pow_any(x, y))
 BINARY(b_maximum, vf_max_nan(x, y))
 BINARY(b_minimum, vf_min_nan(x, y))
+BINARY(b_remainder, divide_lanes(REMAINDER, x, y))
+BINARY(b_fmod, divide_lanes(FMOD, x, y))
+BINARY(b_floor_divide, divide_lanes(FLOOR_DIVIDE, x, y))
+BINARY(b_prelu, prelu_of(x, y))
+BINARY(b_logit_entropy, logit_entropy_of(x, y))
+BINARY(b_lerp_near, lerp_near(x, y, vf_set(k.a)))
+BINARY(b_lerp_far, lerp_far(x, y, vf_set(k.a)))
+BINARY(s_hardsigmoid, hardsigmoid_slope(x, y))
+BINARY(s_hardswish, hardswish_slope(x, y))
+BINARY(s_mish, mish_slope(x, y))
+BINARY(s_logsigmoid, logsigmoid_slope(x, y))
+BINARY(s_huber, huber_slope(x, y, vf_set(k.a)))
 PREDICATE(p_eq, 2, x == y)
 PREDICATE(p_ne, 2, x != y)
 PREDICATE(p_lt, 2, x < y)
@@ -259,6 +332,15 @@ SCALAR(min_i32, int32_t, int32_t, int32_t, 2, x < y ? x : y)
 SCALAR(max_i64, int64_t, int64_t, int64_t, 2, x > y ? x : y)
 SCALAR(min_i64, int64_t, int64_t, int64_t, 2, x < y ? x : y)
 
+SCALAR(trunc_f64, double, double, double, 1, trunc(x))
+#define SCALAR_DIVISIONS(t, T, of) \
+    SCALAR(remainder_##t, T, T, T, 2, of(REMAINDER, x, y)) SCALAR(fmod_##t, T, T, T, 2, of(FMOD, x, y)) \
+    SCALAR(floor_divide_##t, T, T, T, 2, of(FLOOR_DIVIDE, x, y))
+SCALAR_DIVISIONS(f64, double, divide_any)
+SCALAR_DIVISIONS(i32, int32_t, divide_ints)
+SCALAR_DIVISIONS(i64, int64_t, divide_ints)
+SCALAR_DIVISIONS(u8, uint8_t, divide_ints)
+
 /* Each op's functions for the three lane types and for the four other types. A function is NULL if this file does
  * not have it. */
 typedef struct row { const loop_fn *lanes; loop_fn f64, i32, i64, u8; } row;
@@ -269,6 +351,13 @@ static const row rows[PS_OP_COUNT] = {
     [PS_OP_abs] = { .lanes = u_abs, .f64 = abs_f64 }, [PS_OP_sign] = { .lanes = u_sign },
     [PS_OP_floor] = { .lanes = u_floor, .f64 = floor_f64 },
     [PS_OP_ceil] = { .lanes = u_ceil, .f64 = ceil_f64 }, [PS_OP_round] = { .lanes = u_round, .f64 = round_f64 },
+    [PS_OP_trunc] = { .lanes = u_trunc, .f64 = trunc_f64 }, [PS_OP_hardsigmoid] = { .lanes = u_hardsigmoid },
+    [PS_OP_hardswish] = { .lanes = u_hardswish }, [PS_OP_mish] = { .lanes = u_mish },
+    [PS_OP_logsigmoid] = { .lanes = u_logsigmoid }, [PS_OP_prelu] = { .lanes = b_prelu },
+    [PS_OP_logit_entropy] = { .lanes = b_logit_entropy },
+    [PS_OP_remainder] = { b_remainder, remainder_f64, remainder_i32, remainder_i64, remainder_u8 },
+    [PS_OP_fmod] = { b_fmod, fmod_f64, fmod_i32, fmod_i64, fmod_u8 },
+    [PS_OP_floor_divide] = { b_floor_divide, floor_divide_f64, floor_divide_i32, floor_divide_i64, floor_divide_u8 },
     [PS_OP_sin] = { .lanes = u_sin },
     [PS_OP_cos] = { .lanes = u_cos }, [PS_OP_erf] = { .lanes = u_erf }, [PS_OP_tanh] = { .lanes = u_tanh },
     [PS_OP_sigmoid] = { .lanes = u_sigmoid }, [PS_OP_relu] = { .lanes = u_relu }, [PS_OP_silu] = { .lanes = u_silu },
@@ -371,13 +460,13 @@ static int affine(ps_call *call)
     if (call->in[0].dtype == dtype && dtype == PS_F64) return apply(call, affine_f64, at);
     if (call->in[0].dtype == dtype && (dtype == PS_I64 || dtype == PS_I32) && fits_i64(at->alpha) && fits_i64(at->beta))
         return apply(call, dtype == PS_I64 ? affine_uint64_t : affine_uint32_t, at);
-    return lanes(call, u_affine, &(consts){ (float)at->alpha, (float)at->beta });
+    return lanes(call, u_affine, &(consts){ (float)at->alpha, (float)at->beta, 0 });
 }
 
 static int clamp(ps_call *call)
 {
     const ps_attrs_clamp *at = call->attrs;
-    return lanes(call, u_clamp, &(consts){ (float)at->low, (float)at->high });
+    return lanes(call, u_clamp, &(consts){ (float)at->low, (float)at->high, 0 });
 }
 
 static int pow_scalar(ps_call *call)
@@ -385,23 +474,49 @@ static int pow_scalar(ps_call *call)
     double e = ((const ps_attrs_pow_scalar *)call->attrs)->exponent;
     const loop_fn *fn = e == 2 ? u_square : e == 3 ? u_cube : e == 0.5 ? u_sqrt : e == -0.5 ? u_rsqrt
                       : e == -1 ? u_reciprocal : u_pow;
-    return lanes(call, fn, &(consts){ (float)e, 0 });
+    return lanes(call, fn, &(consts){ .a = (float)e });
+}
+
+static int nan_to_num(ps_call *call)
+{
+    const ps_attrs_nan_to_num *at = call->attrs;
+    return lanes(call, u_nan_to_num, &(consts){ (float)at->nan, (float)at->high, (float)at->low });
+}
+
+static int huber(ps_call *call)
+{
+    double delta = ((const ps_attrs_huber *)call->attrs)->delta;
+    return lanes(call, u_huber, &(consts){ (float)delta, (float)(0.5 / delta), (float)(0.5 * delta) });
+}
+
+static int slope(ps_call *call)
+{
+    static const loop_fn *const fn[] = { s_hardsigmoid, s_hardswish, s_mish, s_logsigmoid, s_huber };
+    const ps_attrs_slope *at = call->attrs;
+    return lanes(call, fn[at->of], &(consts){ .a = (float)at->delta });
+}
+
+static int lerp(ps_call *call)
+{
+    double w = ((const ps_attrs_lerp *)call->attrs)->weight;
+    bool near = fabs(w) < 0.5;
+    return lanes(call, near ? b_lerp_near : b_lerp_far, &(consts){ .a = (float)(near ? w : 1 - w) });
 }
 
 static int leaky_relu(ps_call *call)
 {
-    return lanes(call, u_leaky_relu, &(consts){ (float)((const ps_attrs_leaky_relu *)call->attrs)->slope, 0 });
+    return lanes(call, u_leaky_relu, &(consts){ .a = (float)((const ps_attrs_leaky_relu *)call->attrs)->slope });
 }
 
 static int elu(ps_call *call)
 {
-    return lanes(call, u_elu, &(consts){ (float)((const ps_attrs_elu *)call->attrs)->alpha, 0 });
+    return lanes(call, u_elu, &(consts){ .a = (float)((const ps_attrs_elu *)call->attrs)->alpha });
 }
 
 static int softplus(ps_call *call)
 {
     const ps_attrs_softplus *at = call->attrs;
-    return lanes(call, u_softplus, &(consts){ (float)at->beta, (float)at->threshold });
+    return lanes(call, u_softplus, &(consts){ (float)at->beta, (float)at->threshold, 0 });
 }
 
 static int gelu(ps_call *call)
@@ -472,7 +587,7 @@ static int scale_(ps_call *call)
     const ps_attrs_scale_ *at = call->attrs;
     const ps_view *x = &call->in[0];
     if (!is_lane_type(x->dtype)) return PS_EUNSUP;
-    return apply_to(x, call, u_affine[x->dtype], &(consts){ (float)at->alpha, -0.0f });       /* adding -0 does not
+    return apply_to(x, call, u_affine[x->dtype], &(consts){ (float)at->alpha, -0.0f, 0 });       /* adding -0 does not
                                                                                                * change x */
 }
 
@@ -483,7 +598,7 @@ static int scale_by_(ps_call *call)
     if (!is_lane_type(x->dtype) || (by->dtype != PS_F32 && by->dtype != PS_F64)) return PS_EUNSUP;
     double factor = at->alpha * (by->dtype == PS_F32 ? *(const float *)by->data : *(const double *)by->data);
     if (factor == 1) return 0;
-    return apply_to(x, call, u_affine[x->dtype], &(consts){ (float)factor, -0.0f });
+    return apply_to(x, call, u_affine[x->dtype], &(consts){ (float)factor, -0.0f, 0 });
 }
 
 /* Computes y += alpha x for each pair of lane types. */
@@ -510,7 +625,7 @@ static int axpy_(ps_call *call)
     int ty = call->in[0].dtype, tx = call->in[1].dtype;
     if (!is_lane_type(ty) || !is_lane_type(tx)) return PS_EUNSUP;
     const ps_attrs_axpy_ *at = call->attrs;
-    return apply_to(&call->in[0], call, axpy_fn[ty][tx], &(consts){ (float)at->alpha, 0 });
+    return apply_to(&call->in[0], call, axpy_fn[ty][tx], &(consts){ .a = (float)at->alpha });
 }
 
 /* The op `where` copies bits, so only the size of an element matters. */
@@ -553,6 +668,10 @@ void PS_ISA_FN(ps_cpu_fill_elementwise)(ps_kernel *k)
     k[PS_OP_affine] = affine;
     k[PS_OP_clamp] = clamp;
     k[PS_OP_pow_scalar] = pow_scalar;
+    k[PS_OP_nan_to_num] = nan_to_num;
+    k[PS_OP_huber] = huber;
+    k[PS_OP_slope] = slope;
+    k[PS_OP_lerp] = lerp;
     k[PS_OP_leaky_relu] = leaky_relu;
     k[PS_OP_elu] = elu;
     k[PS_OP_softplus] = softplus;
