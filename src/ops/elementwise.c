@@ -401,7 +401,8 @@ int grad_pow_scalar(ps_grad *g)
     ps_tensor *x, *t, *all[PS_MAX_OUT] = { NULL };
     if (p == 0) return grad_zero(g);                          /* 0 * x^-1 would be NaN at 0 */
     PS_TRY(ps_grad_in(g, 0, &x));
-    PS_TRY(ps_run(g, PS_OP_pow_scalar, &attrs, all, 1, x));
+    if (p == 2) all[0] = x;                                   /* x^1 */
+    else PS_TRY(ps_run(g, PS_OP_pow_scalar, &attrs, all, 1, x));
     PS_TRY(ps_scaled(g, &t, all[0], p));
     return give_times_dy(g, t);
 }

@@ -167,6 +167,16 @@ function M.normalize(x, p, dim, eps)
   return x / x:norm(p or 2, dim or 1, true):clamp(eps)
 end
 
+local function limit_of(norm, eps) return norm:clamp(eps) - norm end
+
+-- Returns x, expanded to a shape, divided by its norms along a dimension. The limited norm has the gradient of the
+-- norm, as in PyTorch.
+local function unit(x, shape, dim, eps)
+  x = x:expand(shape)
+  local norm = x:norm(2, dim, true)
+  return x / (norm + scope.no_grad(limit_of, norm, eps))
+end
+
 --- Returns the cosine of the angle between vectors along a dimension. Norms below eps are replaced by eps.
 ---@param a ps.Tensor floats
 ---@param b ps.Tensor of a shape that broadcasts with a's
@@ -178,20 +188,17 @@ function M.cosine_similarity(a, b, dim, eps)
   floats(b, "F.cosine_similarity")
   eps = number(eps, 1e-8, "F.cosine_similarity: eps")
   a, b = autocast.full(a, b)
-  local shape, n = {}, math.max(a:dim(), b:dim())
-  for i = 1, n do
-    local x, y = a:shape()[i - n + a:dim()] or 1, b:shape()[i - n + b:dim()] or 1
-    shape[i] = x == 1 and y or x
+  local shape, n = a:shape(), math.max(a:dim(), b:dim())
+  if not tensor.same_shape(a, b) then
+    local of_a, of_b = shape, b:shape()
+    shape = {}
+    for i = 1, n do
+      local x, y = of_a[i - n + a:dim()] or 1, of_b[i - n + b:dim()] or 1
+      shape[i] = x == 1 and y or x
+    end
   end
   dim = dim or 1
-  local function unit(x)
-    x = x:expand(shape)
-    local norm = x:norm(2, dim, true)
-    -- Replaces a small norm by eps, but keeps the norm's gradient, as in PyTorch.
-    local limit = scope.no_grad(function() return norm:clamp(eps) - norm end)
-    return x / (norm + limit)
-  end
-  return (unit(a) * unit(b)):sum(dim)
+  return (unit(a, shape, dim, eps) * unit(b, shape, dim, eps)):sum(dim)
 end
 
 return M

@@ -134,10 +134,7 @@ end
 -- Returns the largest element, which logsumexp subtracts from all elements, or 0 if it is infinite: the difference of
 -- infinities would be NaN.
 local function shift_of(x, dims)
-  return scope.no_grad(function()
-    local top = x:amax(dims, true)
-    return ops.where(top:isfinite(), top, top * 0):masked_fill(top:isfinite():logical_not(), 0)
-  end)
+  return ops.nan_to_num(x:amax(dims, true), 0, 0, 0)
 end
 
 local function without(t, dims, keepdim, like)
@@ -149,7 +146,7 @@ local function without(t, dims, keepdim, like)
 end
 
 local function logsumexp(x, dims, keepdim)
-  local shift = shift_of(x, dims)
+  local shift = scope.no_grad(shift_of, x, dims)
   return without((x - shift):exp():sum(dims, true):log() + shift, dims, keepdim, x)
 end
 --- Returns log(sum(exp(x))) over some dimensions, without overflow. The elements must be floats.
@@ -194,6 +191,8 @@ function T:norm(p, dims, keepdim)
   return wide((autocast.full(self)), "norm", norm, p, dims, keepdim)
 end
 
+local ALL = { -1 }
+
 -- -- new tensors ----------------------------------------------------------------------------------------------------
 local NEW = { dtype = "string", device = "string", requires_grad = "boolean" }
 
@@ -212,7 +211,7 @@ function M.eye(n, m, options)
   local t = tensor.zeros({ n, m }, { dtype = options.dtype, device = options.device })
   local diagonal = math.min(n, m)
   if diagonal > 0 then
-    t:narrow(0, 0, diagonal):reshape(-1):slice(0, 0, (diagonal - 1) * (m + 1) + 1, m + 1):fill_(1)
+    ops.fill_(ops.slice(ops.reshape(t, 1, ALL), 0, 0, (diagonal - 1) * (m + 1) + 1, m + 1), 1)
   end
   return with_gradient(t, options.requires_grad)
 end
@@ -228,12 +227,19 @@ function M.linspace(first, last, steps, options)
   caller.typed(first, "number", "ps.linspace: the first number")
   caller.typed(last, "number", "ps.linspace: the last number")
   caller.whole(steps, "ps.linspace: the steps", 0)
-  local where = { dtype = "fp64", device = options.device }
-  local i, step = tensor.arange(0, steps, 1, where), steps > 1 and (last - first) / (steps - 1) or 0
-  local y = ops.where(i:lt(steps / 2), i * step + first, (i * -1 + (steps - 1)) * -step + last)
-  local dtype = options.dtype or tensor.empty({ 0 }):dtype()
-  if steps == 1 then y = i + first end
-  return with_gradient(y:to(dtype), options.requires_grad)
+  local where, step = { dtype = "fp64", device = options.device }, steps > 1 and (last - first) / (steps - 1) or 0
+  local dtype = options.dtype and native.dtype_code(options.dtype) or create.default_code()
+  -- The second half is counted from its end, so that the last number is exact.
+  local half = math.floor(steps / 2)
+  local y = tensor.empty({ steps - half }, where)
+  create.alone(y, ops.arange_(y, first, step))
+  if half > 0 then
+    local rest = tensor.empty({ half }, where)
+    create.alone(rest, ops.arange_(rest, half - 1, -1))
+    y = ops.concat({ y, ops.affine(rest, -step, last) }, 0)
+  end
+  if y.dtype_ ~= dtype then y = ops.cast(y, dtype) end
+  return with_gradient(y, options.requires_grad)
 end
 
 --- Returns one-hot vectors of classes, int64 [..., classes]: 1 at the index of the class, else 0.

@@ -50,7 +50,10 @@ end
 --- Counts the elements that are not 0.
 ---@param dims? integer|integer[] (default: all)
 ---@return ps.Tensor int64
-function T:count_nonzero(dims) return self:ne(0):long():sum(dims) end
+function T:count_nonzero(dims)
+  if self.dtype_ == C.PS_BOOL then return self:sum(dims) end
+  return ops.logical_not(ops.logical_not(self)):sum(dims)
+end
 
 local UNIQUE = { return_inverse = "boolean", return_counts = "boolean" }
 
@@ -83,6 +86,23 @@ function T:unique(options)
 end
 
 -- -- order statistics -----------------------------------------------------------------------------------------------
+local NO_SIZES = {}
+
+-- Returns the median of a vector, without a gradient. topk puts NaN first.
+local function lower_median(x)
+  local n = tonumber(x.numel_)
+  local sorted = ops.topk(x, n)
+  local at = n - 1 - math.floor((n - 1) / 2)
+  local first, middle = ops.slice(sorted, 0, 0, 1, 1), ops.slice(sorted, 0, at, at + 1, 1)
+  return ops.reshape(ops.where(ops.eq(first, first), middle, first), 0, NO_SIZES)
+end
+
+-- Returns where the elements of a vector equal its median.
+local function equal_to_median(x)
+  local found = lower_median(x)
+  return x:eq(found):logical_or(x:isnan():logical_and(found:isnan()))
+end
+
 --- Returns the median, or the lower of the two middle elements of an even number. With d, returns the medians along
 --- that dimension and their indices. A NaN makes a median NaN. Without d, elements equal to the median share the
 --- gradient.
@@ -95,11 +115,9 @@ function T:median(d, keepdim)
   if d == nil then
     if keepdim ~= nil then error("median: keepdim needs a dimension") end
     local x = floats(self, "median"):reshape(-1)
-    if x:size(0) == 0 then error("median: the tensor has no elements") end
-    local same = scope.no_grad(function()
-      local found = x:median(0)
-      return x:eq(found):logical_or(x:isnan():logical_and(found:isnan()))
-    end)
+    if x.numel_ == 0 then error("median: the tensor has no elements") end
+    if not (scope.grad_enabled() and x:needs_grad()) then return lower_median(x) end
+    local same = scope.no_grad(equal_to_median, x)
     return ops.where(same, x, create.scalar_like(x, -math.huge)):amax()
   end
   floats(self, "median")

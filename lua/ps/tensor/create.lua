@@ -36,6 +36,13 @@ function M.set_default_device(name)
   return was
 end
 
+--- Returns the code of the type of new float tensors.
+---@return integer
+function M.default_code() return default_dtype end
+--- Returns the index of the device of new tensors.
+---@return integer
+function M.default_place() return default_device end
+
 local MAKER = { dtype = "string", device = "string", requires_grad = "boolean" }
 
 -- Raises an error for unknown options, or for a shape passed as separate numbers like PyTorch's zeros(2, 3); `...` are
@@ -306,6 +313,34 @@ function M.dim_index(t, d)
   local i = d < 0 and d + t.ndim or d
   if i < 0 or i >= t.ndim then error(("there is no dimension %d: the tensor has %d dimensions"):format(d, t.ndim)) end
   return i
+end
+
+--- Returns whether two tensors have one shape.
+---@param a ps.Tensor
+---@param b ps.Tensor
+---@return boolean
+function M.same_shape(a, b)
+  if a.ndim ~= b.ndim then return false end
+  if a.ndim == 1 then return a.shape_[0] == b.shape_[0] end
+  if a.ndim == 2 then return a.shape_[0] == b.shape_[0] and a.shape_[1] == b.shape_[1] end
+  for i = 0, a.ndim - 1 do if a.shape_[i] ~= b.shape_[i] then return false end end
+  return true
+end
+
+local rows_shape = {}
+
+--- Returns vectors of one size as the rows of a matrix. Returns nil if the list has other values, or more than one op
+--- can join.
+---@param list any
+---@return ps.Tensor?
+function M.rows_of(list)
+  local first = type(list) == "table" and list[1]
+  if not is_tensor(first) or first.ndim ~= 1 or #list > 64 then return nil end
+  for i = 2, #list do
+    if not is_tensor(list[i]) or not M.same_shape(first, list[i]) then return nil end
+  end
+  rows_shape[1], rows_shape[2] = #list, tonumber(first.shape_[0])
+  return ops.reshape(ops.concat(list, 0), 2, rows_shape)
 end
 
 M.draw = draw

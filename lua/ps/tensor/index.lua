@@ -149,7 +149,7 @@ end
 
 local row_key, row_size, FIRST = {}, {}, { 0 }
 local pair_key, pair_size, PAIR = {}, {}, { 0, 1 }
-local COLUMN = { -1, 1 }
+local COLUMN, ALL = { -1, 1 }, { -1 }
 
 local function is_index(k) return is_tensor(k) and k.ndim > 0 and INTEGER[k.dtype_] end
 
@@ -161,12 +161,20 @@ local function row_numbers(t, index)
   return numbers
 end
 
--- t[{ i, j }] of a matrix: the result of pick_all, computed faster.
-local function pick_pairs(t, i, j)
+-- The row-major numbers of the elements of a matrix at rows i and columns j. Sets pair_size to the matrix's shape.
+local function pair_numbers(t, i, j)
   pair_size[1], pair_size[2] = tonumber(t.shape_[0]), tonumber(t.shape_[1])
   pair_key[1], pair_key[2] = i, j
   local index = ops.flat_index(pair_key, pair_size, PAIR)
   pair_key[1], pair_key[2] = nil, nil
+  return index
+end
+
+local function is_vector_of(k, like) return is_index(k) and k.ndim == 1 and k.shape_[0] == like.shape_[0] end
+
+-- t[{ i, j }] of a matrix: the same result as pick_all's by a shorter path.
+local function pick_pairs(t, i, j)
+  local index = pair_numbers(t, i, j)
   local shape = index:shape()
   return ops.reshape(ops.embedding(ops.reshape(t:contiguous(), 2, COLUMN), index), #shape, shape)
 end
@@ -305,6 +313,11 @@ function M.put(t, key, value, accumulate)
   end
   local keys = list_of(key)
   local op = accumulate and ops.scatter_add or ops.scatter
+  if t.ndim == 2 and #keys == 2 and is_tensor(value) and value.ndim == 1 and is_vector_of(keys[1], value) and
+    is_vector_of(keys[2], value) and t:is_contiguous() then                      -- the same result by a shorter path
+    local y = op(ops.reshape(t, 1, ALL), pair_numbers(t, keys[1], keys[2]), value, 0)
+    return ops.reshape(y, 2, pair_size)
+  end
   local view, picks = of_list(t, keys)
   if #picks > 0 and #picks == #keys then                   -- the key consists of index tensors for the first dimensions
     local p = named(view, picks)

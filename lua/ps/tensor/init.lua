@@ -70,16 +70,6 @@ function T:shape()
   return list
 end
 
--- Returns whether two tensors have the same shape.
-local function same_shape(a, b)
-  if a.ndim ~= b.ndim then return false end
-  if a.ndim == 1 then return a.shape_[0] == b.shape_[0] end
-  if a.ndim == 2 then return a.shape_[0] == b.shape_[0] and a.shape_[1] == b.shape_[1] end
-  for i = 0, a.ndim - 1 do if a.shape_[i] ~= b.shape_[i] then return false end end
-  return true
-end
-M.same_shape = same_shape
-
 --- Returns the size of dimension d, or the whole shape as a table.
 ---@param d? integer index from 0, or a negative index from the end; nil for the whole shape
 ---@return integer|integer[]
@@ -280,6 +270,8 @@ end
 ---@return ps.Tensor bool, of this shape
 function T:bool() return self.dtype_ == C.PS_BOOL and self or self:ne(0) end
 
+local ALL, COLUMN, SWAP, NO_SIZES = { -1 }, { -1, 1 }, { 1, 0 }, {}    -- shapes and axes
+
 local function shape_args(call, ...)
   local first, more = ...
   if type(first) ~= "table" then return { ... } end
@@ -313,6 +305,7 @@ end
 ---@param last? integer (default -1)
 ---@return ps.Tensor
 function T:flatten(first, last)
+  if first == nil and last == nil and self:is_contiguous() then return ops.reshape(self, 1, ALL) end
   if self.ndim == 0 then return self:reshape(1) end
   first, last = dim_index(self, first or 0), dim_index(self, last or -1)
   if first > last then
@@ -343,6 +336,7 @@ end
 ---@return ps.Tensor
 function T:transpose(a, b)
   a, b = dim_index(self, a or 0), dim_index(self, b or 1)
+  if self.ndim == 2 and a ~= b then return ops.permute(self, SWAP) end
   local axes = {}
   for i = 0, self.ndim - 1 do axes[i + 1] = i end
   axes[a + 1], axes[b + 1] = b, a
@@ -366,6 +360,7 @@ end
 ---@param dims? integer|integer[] the dimensions to remove if their size is 1 (default: all dimensions of size 1)
 ---@return ps.Tensor
 function T:squeeze(dims)
+  if dims == nil and self.ndim == 1 and self.shape_[0] == 1 then return ops.reshape(self, 0, NO_SIZES) end
   local new, named = {}, dims ~= nil and {}
   for _, d in ipairs(named and (type(dims) == "table" and dims or { dims }) or {}) do
     named[dim_index(self, d) + 1] = true
@@ -478,14 +473,12 @@ function T:index_select(d, idx)
   return ops.gather(self:reshape(outer, shape[d + 1], inner), index, 1):reshape(new)
 end
 
-local ALL, COLUMN = { -1 }, { -1, 1 }
-
 --- Returns the elements where a mask is true, in row-major order.
 ---@param mask ps.Tensor bool, of this shape
 ---@return ps.Tensor [number of true elements]
 function T:masked_select(mask)
   if not is_tensor(mask) then error("masked_select: the mask is a " .. type(mask) .. "; it takes a tensor") end
-  if not same_shape(self, mask) then
+  if not create.same_shape(self, mask) then
     error(("a bool index of shape [%s] for a tensor of shape [%s]: they must be the same"):format(
       table.concat(mask:shape(), ", "), table.concat(self:shape(), ", ")))
   end
@@ -524,6 +517,8 @@ end
 ---@param d? integer (default 0)
 ---@return ps.Tensor
 function M.stack(list, d)
+  local matrix = (d or 0) == 0 and create.rows_of(list)
+  if matrix then return matrix end
   local rows = {}
   for i, t in ipairs(caller.typed(list, "table", "ps.stack: the list of tensors")) do
     rows[i] = caller.tensor(t, "ps.stack", i):unsqueeze(d or 0)

@@ -202,9 +202,9 @@ function losses.triplet_margin_loss(anchor, positive, negative, options)
   anchor, positive, negative = autocast.full(anchor, positive, negative)
   pair(anchor, positive, call)
   pair(anchor, negative, call)
-  local function distance(a, b) return losses.pairwise_distance(a, b, options.p, options.eps) end
-  local near, far = distance(anchor, positive), distance(anchor, negative)
-  if options.swap then far = ops.minimum(far, distance(positive, negative)) end
+  local distance, p, eps = losses.pairwise_distance, options.p, options.eps
+  local near, far = distance(anchor, positive, p, eps), distance(anchor, negative, p, eps)
+  if options.swap then far = ops.minimum(far, distance(positive, negative, p, eps)) end
   return reduced(ops.relu(near - far + (options.margin or 1)), options.reduction, call)
 end
 
@@ -231,6 +231,8 @@ function losses.margin_ranking_loss(a, b, y, options)
   return reduced(ops.relu(-signs(y, call) * (a - b) + (options.margin or 0)), options.reduction, call)
 end
 
+local function squares(x) return (x * x):sum(-1) + 1e-12 end
+
 --- Returns 1 - cos(a, b) where y is 1, and max(0, cos(a, b) - margin) where y is -1, for vectors along the last
 --- dimension.
 ---@param a ps.Tensor floats [N, D] or [D]
@@ -248,7 +250,6 @@ function losses.cosine_embedding_loss(a, b, y, options)
     error(("%s takes vectors [N, D] with a target [N], or [D] with one number, not [%s] with [%s]"):format(call,
       table.concat(a:shape(), ", "), table.concat(y:shape(), ", ")))
   end
-  local function squares(x) return (x * x):sum(-1) + 1e-12 end
   local cos = (a * b):sum(-1) / (squares(a) * squares(b)):sqrt()
   local like = tensor.where(y:eq(1), 1 - cos, 0)
   return reduced(like + tensor.where(y:eq(-1), ops.relu(cos - (options.margin or 0)), 0), options.reduction, call)

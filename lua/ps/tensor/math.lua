@@ -372,9 +372,12 @@ local function narrowed(t, dtype) return t.dtype_ == dtype and t or ops.cast(t, 
 
 -- Returns the square root. The gradient is 0 where the root is 0, a subgradient of a norm at its minimum.
 local function root(t)
+  if not (t:needs_grad() and scope.grad_enabled()) then return ops.sqrt(t) end
   local zero = t:eq(0)
   return t:masked_fill(zero, 1):sqrt():masked_fill(zero, 0)
 end
+
+local function rest_of_mean(x, mean, dims) return (x - mean):mean(dims, true) end
 
 -- Returns the variance in fp32 or fp64.
 local function variance(self, dims, unbiased, keepdim)
@@ -384,8 +387,9 @@ local function variance(self, dims, unbiased, keepdim)
   for i = 1, dims == nil and self.ndim or 0 do ones[i] = 1 end
   if dims == nil then mean = mean:reshape(ones) end
   -- `rest` is the rounding error of the mean. Equal elements differ from the mean only by it.
-  local rest = scope.no_grad(function() return (x - mean):mean(dims, true) end)
-  local total = (x - (mean + rest:reshape(mean:shape()))):square():sum(dims, keepdim)
+  local rest = scope.no_grad(rest_of_mean, x, mean, dims)
+  if dims == nil then rest = rest:reshape(ones) end
+  local total = (x - (mean + rest)):square():sum(dims, keepdim)
   local n = self:numel() / math.max(1, total:numel())
   return div(total, flag(unbiased, "unbiased") == false and n or math.max(0, n - 1))
 end
@@ -405,12 +409,20 @@ function T:std(dims, unbiased, keepdim) return narrowed(root(variance(self, dims
 ---@param dims? integer|integer[] (default: all)
 ---@param keepdim? boolean
 ---@return ps.Tensor bool
-function T:any(dims, keepdim) return self:ne(0):long():sum(dims, keepdim):gt(0) end
+function T:any(dims, keepdim)
+  if self.numel_ == 0 then return self:ne(0):long():sum(dims, keepdim):gt(0) end
+  if self.dtype_ == C.PS_BOOL then return ops.amax(self, dim_bits(self, dims), kept(keepdim)) end
+  return ops.logical_not(ops.amin(ops.logical_not(self), dim_bits(self, dims), kept(keepdim)))
+end
 --- Returns whether no element is 0, over some dimensions.
 ---@param dims? integer|integer[] (default: all)
 ---@param keepdim? boolean
 ---@return ps.Tensor bool
-function T:all(dims, keepdim) return self:eq(0):long():sum(dims, keepdim):eq(0) end
+function T:all(dims, keepdim)
+  if self.numel_ == 0 then return self:eq(0):long():sum(dims, keepdim):eq(0) end
+  if self.dtype_ == C.PS_BOOL then return ops.amin(self, dim_bits(self, dims), kept(keepdim)) end
+  return ops.logical_not(ops.amax(ops.logical_not(self), dim_bits(self, dims), kept(keepdim)))
+end
 --- Returns exp(x) divided by its sum along dimension d.
 ---@param d? integer (default -1)
 ---@return ps.Tensor of this shape

@@ -187,6 +187,11 @@ local function put_along(op, x, d, idx, src, call)
     and src.dtype_ == x.dtype_ and src.shape_[0] == idx.shape_[0] and src.shape_[1] == x.shape_[1] then
     return op(x, idx, src, 0)                                 -- rows: the same result by a shorter path
   end
+  if d == 0 and is_tensor(idx) and type(src) == "number" and idx.ndim == 1 and x.ndim == 2 and idx.numel_ > 0 and
+    x.shape_[1] > 0 then
+    local n, columns = tonumber(idx.shape_[0]), tonumber(x.shape_[1])
+    return op(x, idx, create.matrix(x, n, columns, x.dtype_, create.held(src, x.dtype_)), 0)
+  end
   local rows, index, at, shape, dim = rows_along(x, d, idx, call)
   return op(rows, index, part_along(x, dim, idx:numel(), src, shape, call), at):reshape(x:shape())
 end

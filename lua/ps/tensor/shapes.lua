@@ -1,11 +1,12 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Windows, diagonals, grids and other shapes, products with an addend, and methods in place, made of other ops.
+local array = require "ps.core.array"
 local native = require "ps.core.ffi"
 local scope = require "ps.core.scope"
 local create = require "ps.tensor.create"
 local indexing = require "ps.tensor.index"
 local tensor = require "ps.tensor"
-local ops, caller = native.ops, native.caller
+local C, ops, caller = native.C, native.ops, native.caller
 local error = caller.error
 local is_tensor = scope.is_tensor
 local dim_index = create.dim_index
@@ -23,6 +24,8 @@ end
 ---@param to integer|integer[] as many as `from`
 ---@return ps.Tensor
 function T:movedim(from, to)
+  if type(from) == "number" and type(to) == "number" and self.ndim == 2 and
+    dim_index(self, from) ~= dim_index(self, to) then return self:transpose(0, 1) end
   from = type(from) == "number" and { from } or caller.list(from, "movedim: the dimensions")
   to = type(to) == "number" and { to } or caller.list(to, "movedim: the places")
   if #from ~= #to then error(("movedim: %d dimensions for %d places"):format(#from, #to)) end
@@ -79,6 +82,7 @@ function T:diagonal(offset, dim1, dim2)
   local k = caller.whole(offset or 0, "diagonal: the offset")
   local a, b = dim_index(self, dim1 or 0), dim_index(self, dim2 or 1)
   if a == b then error(("diagonal: both dimensions are %d"):format(a)) end
+  if self.ndim == 2 and a == 0 and self:is_contiguous() then return self:diag(k) end
   local x = self:movedim({ a, b }, { -2, -1 })
   local rows, columns = x:size(-2), x:size(-1)
   local n = math.max(0, math.min(rows + math.min(k, 0), columns - math.max(k, 0)))
@@ -86,6 +90,8 @@ function T:diagonal(offset, dim1, dim2)
   if n == 0 then return flat:slice(-1, 0, 0) end
   return flat:slice(-1, first, first + (n - 1) * (columns + 1) + 1, columns + 1)
 end
+
+local ALL, ROW, COLUMN, NO_SIZES = { -1 }, { 1, -1 }, { -1, 1 }, {}
 
 --- Sets the elements of the main diagonal to one number, in place.
 ---@param value number
@@ -97,18 +103,40 @@ function T:fill_diagonal_(value)
   end
   indexing.check_gradients(self, nil, "fill_diagonal_",
     "masked_fill(ps.eye(n, { dtype = \"bool\" }), value)")
-  local n = math.min(self:size(0), self:size(1))
+  local n, columns = math.min(self:size(0), self:size(1)), self:size(1)
+  if n > 0 and self:is_contiguous() then
+    T.fill_(ops.slice(ops.reshape(self, 1, ALL), 0, 0, (n - 1) * (columns + 1) + 1, columns + 1), value)
+    return self
+  end
   local index = tensor.arange(0, n, 1, { dtype = "int64", device = self:device() })
   indexing.set(self, { index, index }, value)
   return self
+end
+
+local int64_array, INDICES = array "int64_t", { dtype = "int64", device = "cpu" }
+
+-- The columns of row i in a triangle are first_of to last_of - 1.
+local function first_of(i, offset, upper) return upper == 1 and math.max(0, i + offset) or 0 end
+local function last_of(i, columns, offset, upper)
+  return upper == 1 and columns or math.max(0, math.min(columns, i + offset + 1))
 end
 
 -- Returns the coordinates of the elements of a triangle, as two rows.
 local function triangle_indices(call, rows, columns, offset, upper)
   caller.whole(rows, call .. ": the rows", 0)
   caller.whole(columns, call .. ": the columns", 0)
-  local ones = tensor.ones { rows, columns }
-  return ops.triangle(ones, caller.whole(offset or 0, call .. ": the offset"), upper):nonzero():t():contiguous()
+  offset = caller.whole(offset or 0, call .. ": the offset")
+  local n = 0
+  for i = 0, rows - 1 do n = n + math.max(0, last_of(i, columns, offset, upper) - first_of(i, offset, upper)) end
+  local buffer, at = int64_array(math.max(1, 2 * n)), 0
+  for i = 0, rows - 1 do
+    for j = first_of(i, offset, upper), last_of(i, columns, offset, upper) - 1 do
+      buffer[at], buffer[n + at], at = i, j, at + 1
+    end
+  end
+  local y = tensor.empty({ 2, n }, INDICES)
+  native.check(C.ps_tensor_write(y, buffer, 16 * n))
+  return tensor.to_device(y, create.default_place())
 end
 --- Returns the row and column indices of the elements on and below a diagonal, in row-major order.
 ---@param rows integer
@@ -208,7 +236,7 @@ function T:dot(other)
     error(("dot takes two vectors of one length, not [%s] and [%s]"):format(table.concat(self:shape(), ", "),
       table.concat(other:shape(), ", ")))
   end
-  return self:matmul(other)
+  return ops.reshape(ops.matmul(self:reshape(ROW), other:reshape(COLUMN), 0), 0, NO_SIZES)
 end
 --- Returns the product of this matrix and a vector.
 ---@param v ps.Tensor [M]
@@ -218,7 +246,7 @@ function T:mv(v)
     error(("mv takes a matrix and a vector, not [%s] and [%s]"):format(table.concat(self:shape(), ", "),
       table.concat(v:shape(), ", ")))
   end
-  return self:matmul(v)
+  return ops.reshape(ops.matmul(self, v:reshape(COLUMN), 0), 1, ALL)
 end
 
 --- Returns the differences of adjacent elements along a dimension.

@@ -212,6 +212,14 @@ end
 -- -- whole tensors --------------------------------------------------------------------------------------------------
 local CLOSE = { rtol = "number", atol = "number", equal_nan = "boolean" }
 
+local function close_elements(a, b, rtol, atol, equal_nan)
+  local same = a:eq(b)
+  if equal_nan then same = same:logical_or(a:isnan():logical_and(b:isnan())) end
+  local x, y = a:to("fp64"), b:to("fp64")
+  local near = (x - y):abs():le(y:abs() * rtol + atol)
+  return same:logical_or(near:logical_and(y:isfinite()):logical_and(x:isfinite()))
+end
+
 -- Returns whether |a - b| <= atol + rtol |b|, element by element. Infinities of the same sign are close.
 local function close(a, b, rtol, atol, equal_nan, call)
   if type(rtol) == "table" then
@@ -222,13 +230,7 @@ local function close(a, b, rtol, atol, equal_nan, call)
   rtol, atol = caller.typed(rtol or 1e-5, "number", call .. ": rtol"),
     caller.typed(atol or 1e-8, "number", call .. ": atol")
   if equal_nan ~= nil then caller.typed(equal_nan, "boolean", call .. ": equal_nan") end
-  return scope.no_grad(function()
-    local same = a:eq(b)
-    if equal_nan then same = same:logical_or(a:isnan():logical_and(b:isnan())) end
-    local x, y = a:to("fp64"), b:to("fp64")
-    local near = (x - y):abs():le(y:abs() * rtol + atol)
-    return same:logical_or(near:logical_and(y:isfinite()):logical_and(x:isfinite()))
-  end)
+  return scope.no_grad(close_elements, a, b, rtol, atol, equal_nan)
 end
 
 --- Returns true where two tensors are nearly equal: |a - b| <= atol + rtol |b|. Differences are computed in fp64.
@@ -255,7 +257,7 @@ end
 function T:equal(other)
   if caller.tensor(other, "equal", "the other") == nil then error("equal: the other tensor is missing") end
   if not tensor.same_shape(self, other) then return false end
-  return self:numel() == 0 or self:eq(other):all():item()
+  return self.numel_ == 0 or ops.amin(ops.eq(self, other), 0, 0):item()
 end
 
 -- -- shapes ---------------------------------------------------------------------------------------------------------
@@ -297,6 +299,10 @@ end
 function T:repeat_interleave(repeats, d)
   local x = d == nil and self:reshape(-1) or self
   d = dim_index(x, d or 0)
+  if x.ndim == 1 and type(repeats) == "number" and repeats % 1 == 0 and repeats > 0 and
+    not (scope.grad_enabled() and x:needs_grad()) then                           -- the same result by a shorter path
+    return x:unsqueeze(1):expand(-1, repeats):reshape(-1)
+  end
   local n, list, at = x:size(d), is_tensor(repeats) and repeats:tolist() or nil, {}
   if not list then caller.whole(repeats, "repeat_interleave: the repeats", 0)
   elseif type(list) ~= "table" or #list ~= n or repeats.ndim ~= 1 or FLOAT[repeats.dtype_] then
@@ -320,6 +326,8 @@ function T:unbind(d)
   return unpack(parts)
 end
 
+local ALL = { -1 }
+
 --- Returns a matrix with a vector on a diagonal, or the diagonal of a matrix. The diagonal is a view if the matrix is
 --- contiguous.
 ---@param diagonal? integer offset of the diagonal: 0 is the main diagonal, positive offsets are above it
@@ -329,12 +337,13 @@ function T:diag(diagonal)
   if self.ndim == 1 then
     local n = self:size(0)
     local size = n + math.abs(k)
-    local zeros = tensor.zeros({ size * size }, { dtype = self:dtype(), device = self:device() })
     local first = k >= 0 and k or -k * size
-    if n > 0 and not (scope.grad_enabled() and self:needs_grad()) then           -- faster, with the same result
-      ops.copy_(ops.slice(zeros, 0, first, first + (n - 1) * (size + 1) + 1, size + 1), self)
-      return zeros:reshape(size, size)
+    if n > 0 and not (scope.grad_enabled() and self:needs_grad()) then           -- the same result by a shorter path
+      local y = create.matrix(self, size, size, self.dtype_, 0)
+      ops.copy_(ops.slice(ops.reshape(y, 1, ALL), 0, first, first + (n - 1) * (size + 1) + 1, size + 1), self)
+      return y
     end
+    local zeros = tensor.zeros({ size * size }, { dtype = self:dtype(), device = self:device() })
     local at = tensor.arange(first, first + n * (size + 1), size + 1, { dtype = "int64", device = self:device() })
     return ops.scatter(zeros, at, self, 0):reshape(size, size)
   end

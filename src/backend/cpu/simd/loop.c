@@ -223,6 +223,16 @@ void loop_run(const loop *l, loop_fn fn, const void *arg)
 {
     if (l->numel == 0) return;
     bool flat = all_flat(l);
+    if (flat && l->numel <= LOOP_FLAT_BLOCK) {               /* without the costs of a parallel region */
+        char *p[LOOP_OPS];
+        for (int k = 0; k < l->n; k++) p[k] = l->op[k].data;
+        call_padded(l, fn, arg, p, l->numel);
+        return;
+    }
+    if (!flat && l->numel <= LOOP_BLOCK) {
+        run_gathered(l, fn, arg, 0, l->numel);
+        return;
+    }
     int64_t block = flat ? LOOP_FLAT_BLOCK : LOOP_BLOCK, blocks = (l->numel + block - 1) / block;
 #pragma omp parallel for schedule(static) if (l->numel >= PS_PAR_MIN)
     for (int64_t b = 0; b < blocks; b++) {

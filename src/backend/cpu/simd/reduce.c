@@ -327,6 +327,23 @@ static int int_sum(ps_call *call, uint32_t bits, bool accumulate)
     return PS_OK;
 }
 
+/* Reduces booleans: `all` tells whether all elements of a row must be true, or one is enough. */
+static int bool_extreme(ps_call *call, uint32_t bits, bool all)
+{
+    const ps_view *x = &call->in[0], *y = &call->out[0];
+    if (y->dtype != PS_BOOL || !view_flat(y) || x->numel == 0) return PS_EUNSUP;
+    plan p;
+    PS_TRY(plan_make(call, x, bits, true, &p));
+    if (call->dry) return PS_OK;
+    uint8_t *out = y->data;
+#pragma omp parallel for schedule(static) if (x->numel >= PS_PAR_MIN)
+    for (int64_t r = 0; r < p.rows; r++) {
+        int64_t count = int_row(plan_row(&p, r), p.n, PS_BOOL);
+        out[r] = all ? count == p.n : count > 0;
+    }
+    return PS_OK;
+}
+
 static int sum(ps_call *call)
 {
     const ps_attrs_sum *a = call->attrs;
@@ -334,8 +351,13 @@ static int sum(ps_call *call)
     return reduce(call, a->dims, SUM, false, a->accumulate);
 }
 static int mean(ps_call *call) { return reduce(call, ((const ps_attrs_mean *)call->attrs)->dims, SUM, true, false); }
-static int amax(ps_call *call) { return reduce(call, ((const ps_attrs_amax *)call->attrs)->dims, MAX, false, false); }
-static int amin(ps_call *call) { return reduce(call, ((const ps_attrs_amin *)call->attrs)->dims, MIN, false, false); }
+static int extreme(ps_call *call, uint32_t bits, reducer op)
+{
+    if (call->in[0].dtype == PS_BOOL) return bool_extreme(call, bits, op == MIN);
+    return reduce(call, bits, op, false, false);
+}
+static int amax(ps_call *call) { return extreme(call, ((const ps_attrs_amax *)call->attrs)->dims, MAX); }
+static int amin(ps_call *call) { return extreme(call, ((const ps_attrs_amin *)call->attrs)->dims, MIN); }
 
 /* -- positions ----------------------------------------------------------------------------------------------------- */
 /* Finds the first position of `best`. If `best` is NaN, finds the first NaN. */
@@ -514,13 +536,98 @@ static int topk_sorted(ps_call *call, const plan *p, int k)
     return PS_OK;
 }
 
+/* -- topk of fp64 and integers, by keys of 64 bits --------------------------------------------------------------- */
+enum { WIDE_KEYS = 1 << SORT_BITS, WIDE_PASSES = 6 };
+typedef struct wide { uint64_t key; int64_t place; } wide;
+
+/* Returns a key that decreases as the element increases. It is 0 for NaN, and the same for +0 and -0. */
+static uint64_t wide_key(const void *x, int64_t i, int dtype)
+{
+    if (dtype != PS_F64) {
+        int64_t v = dtype == PS_I64 ? ((const int64_t *)x)[i] : dtype == PS_I32 ? ((const int32_t *)x)[i]
+                  : ((const uint8_t *)x)[i];
+        return ~((uint64_t)v ^ 1ull << 63);
+    }
+    double f = ((const double *)x)[i] + 0.0;
+    uint64_t bits;
+    memcpy(&bits, &f, sizeof bits);
+    if (f != f) return 0;
+    return bits >> 63 ? bits : ~bits & ~0ull >> 1;
+}
+
+/* Sorts a few entries by insertion. Equal keys stay in order. */
+static void insert_wide(wide *a, int64_t n)
+{
+    for (int64_t i = 1; i < n; i++) {
+        wide e = a[i];
+        int64_t at = i;
+        for (; at > 0 && a[at - 1].key > e.key; at--) a[at] = a[at - 1];
+        a[at] = e;
+    }
+}
+
+/* Sorts n entries by key with a stable sort. Returns the array that holds the result. */
+static wide *sort_wide(wide *a, wide *b, int64_t n)
+{
+    if (n <= INSERTED) {
+        insert_wide(a, n);
+        return a;
+    }
+    int32_t start[WIDE_PASSES * WIDE_KEYS] = { 0 };
+    for (int64_t i = 0; i < n; i++)
+        for (int k = 0; k < WIDE_PASSES; k++) start[k * WIDE_KEYS + (a[i].key >> (k * SORT_BITS) & (WIDE_KEYS - 1))]++;
+    for (int k = 0; k < WIDE_PASSES; k++) {
+        int32_t sum = 0, *own = start + k * WIDE_KEYS;
+        bool one = false;                          /* whether all keys have the same digit */
+        for (int d = 0; d < WIDE_KEYS; d++) {
+            int32_t count = own[d];
+            one = one || count == n;
+            own[d] = sum, sum += count;
+        }
+        if (one) continue;
+        for (int64_t i = 0; i < n; i++) b[own[a[i].key >> (k * SORT_BITS) & (WIDE_KEYS - 1)]++] = a[i];
+        wide *swap = a;
+        a = b, b = swap;
+    }
+    return a;
+}
+
+static int topk_wide(ps_call *call, int k)
+{
+    const ps_view *x = &call->in[0], *values = &call->out[0], *indices = &call->out[1];
+    int64_t size = ps_dtype_bytes(x->dtype);
+    plan p;
+    PS_TRY(plan_make(call, x, 1u << (x->ndim - 1), true, &p));
+    wide *lists = scratch(call, 2 * p.rows * p.n * (int64_t)sizeof *lists);
+    if (!lists) return PS_ENOMEM;
+    if (call->dry) return PS_OK;
+#pragma omp parallel for schedule(static) if (p.rows * p.n >= PS_PAR_MIN)
+    for (int64_t r = 0; r < p.rows; r++) {
+        wide *own = lists + 2 * r * p.n;
+        const char *row = plan_row(&p, r);
+        for (int64_t i = 0; i < p.n; i++) own[i] = (wide){ wide_key(row, i, x->dtype), i };
+        const wide *sorted_row = sort_wide(own, own + p.n, p.n);
+        char *to = (char *)values->data + r * k * size;
+        for (int64_t j = 0; j < k; j++) {
+            int64_t at = sorted_row[j].place;
+            ((int64_t *)indices->data)[r * k + j] = at;
+            if (size == 8) ((uint64_t *)to)[j] = ((const uint64_t *)row)[at];
+            else if (size == 4) ((uint32_t *)to)[j] = ((const uint32_t *)row)[at];
+            else to[j] = row[at];
+        }
+    }
+    return PS_OK;
+}
+
 static int topk(ps_call *call)
 {
     const ps_view *x = &call->in[0], *values = &call->out[0], *indices = &call->out[1];
     int k = ((const ps_attrs_topk *)call->attrs)->k;
-    if (!is_lane_type(x->dtype) || x->numel == 0 || x->ndim == 0 || k < 1 || k > x->shape[x->ndim - 1]
+    bool is_wide = x->dtype == PS_F64 || x->dtype == PS_I64 || x->dtype == PS_I32 || x->dtype == PS_U8;
+    if ((!is_lane_type(x->dtype) && !is_wide) || x->numel == 0 || x->ndim == 0 || k < 1 || k > x->shape[x->ndim - 1]
         || values->dtype != x->dtype || x->shape[x->ndim - 1] > INT32_MAX || !view_flat(values) || !view_flat(indices))
         return PS_EUNSUP;
+    if (is_wide) return topk_wide(call, k);
     plan p;
     PS_TRY(plan_make(call, x, 1u << (x->ndim - 1), true, &p));
     if (k > INSERTED) return topk_sorted(call, &p, k);

@@ -304,9 +304,21 @@ static void add_columns(const struct scatter *s, int64_t o, int64_t first, int64
             *to = 0; \
         }
 
+/* For single elements: writes the elements of outer index o. */
+#define PUT_ONE(type) \
+    do { \
+        type *to = (type *)s->to + o * s->a.size; \
+        const type *from = (const type *)s->src + o * s->a.n; \
+        int64_t at = o * s->a.n; \
+        if (s->wide) for (int64_t j = 0; j < s->a.n; j++) to[((const int64_t *)s->index)[at + j]] = from[j]; \
+        else for (int64_t j = 0; j < s->a.n; j++) to[((const int32_t *)s->index)[at + j]] = from[j]; \
+    } while (0)
+
 static void put_columns(const struct scatter *s, int64_t o, int64_t first, int64_t last)
 {
-    if (s->a.whole && s->a.inner > 1) {
+    if (s->a.inner == 1 && s->size == 4) PUT_ONE(uint32_t);
+    else if (s->a.inner == 1 && s->size == 8) PUT_ONE(uint64_t);
+    else if (s->a.whole && s->a.inner > 1) {
         for (int64_t j = 0; j < s->a.n; j++)
             memcpy(s->to + place(s, s->wide, o, j, first) * s->size,
                    s->src + ((o * s->a.n + j) * s->a.inner + first) * s->size, (size_t)((last - first) * s->size));
@@ -384,6 +396,42 @@ static int scatter(ps_call *call)
     struct scatter s;
     PS_TRY(scatter_of(&s, x, &call->in[1], src, &call->out[0], ((const struct ps_attrs_scatter *)call->attrs)->dim));
     return run_scatter(&s, x, src->numel, put_columns);
+}
+
+/* Returns the larger or the smaller of two numbers, or NaN if either is NaN, as ref does. */
+static inline float chosen(float a, float b, bool largest)
+{
+    if (a != a || b != b) return NAN;
+    return largest == (a > b) ? a : b;
+}
+static void join_columns(const struct scatter *s, int64_t o, int64_t first, int64_t last, bool largest)
+{
+    for (int64_t j = 0; j < s->a.n; j++) {
+        const float *from = (const float *)s->src + (o * s->a.n + j) * s->a.inner;
+        for (int64_t c = first; c < last; c++) {
+            float *to = (float *)s->to + place(s, s->wide, o, j, c);
+            *to = chosen(*to, from[c], largest);
+        }
+    }
+}
+static void join_largest(const struct scatter *s, int64_t o, int64_t first, int64_t last)
+{
+    join_columns(s, o, first, last, true);
+}
+static void join_smallest(const struct scatter *s, int64_t o, int64_t first, int64_t last)
+{
+    join_columns(s, o, first, last, false);
+}
+
+/* Supports the largest and the smallest of fp32. */
+static int scatter_reduce(ps_call *call)
+{
+    const ps_view *x = &call->in[0], *src = &call->in[2];
+    const struct ps_attrs_scatter_reduce *a = call->attrs;
+    struct scatter s;
+    if (x->dtype != PS_F32 || a->reduce > 1) return PS_EUNSUP;
+    PS_TRY(scatter_of(&s, x, &call->in[1], src, &call->out[0], a->dim));
+    return run_scatter(&s, x, src->numel, a->reduce == 0 ? join_largest : join_smallest);
 }
 
 static int scatter_(ps_call *call)
@@ -478,5 +526,6 @@ void PS_ISA_FN(ps_cpu_fill_table)(ps_kernel *k)
     k[PS_OP_scatter_add] = scatter_add;
     k[PS_OP_scatter] = scatter;
     k[PS_OP_scatter_] = scatter_;
+    k[PS_OP_scatter_reduce] = scatter_reduce;
     k[PS_OP_scatter_backward] = scatter_backward;
 }
