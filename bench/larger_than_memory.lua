@@ -13,7 +13,7 @@
 --   planned_read, planned_written, planned_peak   the plan's bytes per step and its peak on the host
 --   host_peak      the highest number of bytes that the engine had on the host
 --   least_moved, moved_over_least  with --bound: the bytes that any policy moves (bench/bound_lib.lua)
---   hash           with --hash: of the bits of all parameters after the last step
+--   hash           with --hash: of the bits of all trained parameters and masters after the last step
 --   psluajit bench/larger_than_memory.lua --model gpt2-xl --host 6GiB --disk DIR --steps 2
 --   psluajit bench/larger_than_memory.lua --family llama --model llama-3-8b --optimizer AdamW8bit --master remainder \
 --     --host 20GiB --disk DIR --steps 3
@@ -49,7 +49,7 @@ parser:flag("--repeat", "use one batch in all steps, so that the loss must fall"
 parser:flag("--no-recompute", "keep activations")
 parser:flag("--checksums", "memory.disk.checksums: verify the bytes that are read from the disk")
 parser:flag("--bound", "compute the least bytes that any policy moves (glpsol of Debian's glpk-utils)")
-parser:flag("--hash", "print a hash of the parameters after the last step")
+parser:flag("--hash", "print a hash of the trained parameters after the last step")
 whole(parser:option("--seed", "random seed of parameters and batches", "0"), 0)
 local args = command_line.parse(parser)
 
@@ -172,17 +172,16 @@ local function least_moved()
   return require("bench.bound_lib").solve(trace, tiers[1].budget - tonumber(about.other[0]), 300)
 end
 
--- Returns a hash of the bits of all parameters, in the order of their names.
-local function hash_of(values)
-  local names, out, parts = {}, ffi.new("uint64_t[2]"), {}
-  for name in pairs(values) do names[#names + 1] = name end
-  table.sort(names)
-  for i, name in ipairs(names) do
-    ps.check(C.ps_tensor_hash(values[name], out))
-    parts[i] = ("%016x%016x"):format(out[0], out[1])
+-- Returns a hash of the bits of all trained parameters and masters, in the order of the model.
+local function hash_of(rows)
+  local out, parts = ffi.new("uint64_t[2]"), {}
+  for _, row in ipairs(rows) do
+    for _, t in ipairs { row.param, row.master } do
+      ps.check(C.ps_tensor_hash(t, out))
+      parts[#parts + 1] = ("%016x%016x"):format(out[0], out[1])
+    end
   end
-  local all = ps.tensor({ table.concat(parts):byte(1, -1) }, { dtype = "uint8" })
-  ps.check(C.ps_tensor_hash(all, out))
+  ps.check(C.ps_tensor_hash(ps.tensor({ table.concat(parts):byte(1, -1) }, { dtype = "uint8" }), out))
   return ("%016x"):format(out[0])
 end
 
@@ -230,6 +229,6 @@ if args.bound then
   if least then result.least_moved, result.moved_over_least = least, result.bytes_moved / least
   else print("no lower bound: " .. reason) end
 end
-if args.hash then result.hash = hash_of(model:state_dict()) end
+if args.hash then result.hash = hash_of(engine.built.list) end
 model:close()
 print(cjson.encode(result))

@@ -123,6 +123,39 @@ describe("an optimizer", function()
   end
 end)
 
+-- The masters of all parameters together do not fit into the budget.
+describe("a model with remainders", function()
+  local folder = os.tmpname() .. "d"
+  setup(function() os.execute("mkdir -p " .. folder) end)
+  after_each(close)
+  teardown(function() os.execute("rm -rf " .. folder) end)
+
+  it("is saved under a budget that holds one parameter's master at a time", function()
+    local gpt2 = require "models.gpt2"
+    local function saved(host)
+      ps.manual_seed(4)
+      local model, opt = ps.initialize { quiet = true, config = { plan_print = false, bf16 = { enabled = true },
+          optimizer = { type = "AdamW8bit" }, memory = { host = host, master = "remainder",
+            disk = { path = folder, limit = "64MiB" } } },
+        model_func = function()
+          return gpt2.new { n_layer = 6, n_embd = 256, n_head = 4, n_positions = 16, vocab_size = 512 }
+        end }
+      local x = ps.zeros({ 1, 8 }, { dtype = "int32" })
+      model:backward(model(x, x))
+      opt:step()
+      model:save_pretrained(folder .. "/saved")
+      model:close()
+      local f = assert(io.open(folder .. "/saved/model.safetensors", "rb"))
+      local text = f:read "*a"
+      f:close()
+      return text
+    end
+    local want = saved "60MiB"
+    assert.is_true(#want > 19 * 2 ^ 20 * 0.95)
+    assert.is_true(saved "9MiB" == want)
+  end)
+end)
+
 describe("a remainder", function()
   after_each(close)
 

@@ -142,6 +142,21 @@ function Engine:eval()
   return self.handle
 end
 local STATE = { tied = "boolean" }
+
+-- Returns a table from name to tensor with the buffers and frozen values, and the results of value(row) for the rows of
+-- built.list.
+local function by_name(self, value)
+  self:check_whole()
+  if not step.is_open(self) then self.masters:sync() end
+  local state = self.module:state_dict { tied = false }
+  own_state.keep(self, state)
+  for _, row in ipairs(self.built.list) do state[row.name] = value(row) end
+  return state
+end
+
+-- Returns the state like state_dict { tied = false }, but with functions that make the values which have no tensor
+-- (masters.values_later). For writers in this process, which need one tensor at a time.
+function Engine:values_later() return by_name(self, masters.values_later) end
 Engine.to = trained.to
 -- methods that would convert the model's parameters; an engine rejects them
 local CONVERTERS = { "to", "half", "bfloat16", "float", "double", "cpu", "cuda" }
@@ -155,11 +170,7 @@ local CONVERTERS = { "to", "half", "bfloat16", "float", "double", "cpu", "cuda" 
 function Engine:state_dict(options)
   self = handle.own(self, "state_dict")
   options = caller.options(options, "state_dict", STATE)
-  self:check_whole()
-  if not step.is_open(self) then self.masters:sync() end
-  local state = self.module:state_dict { tied = false }
-  own_state.keep(self, state)
-  for _, row in ipairs(self.built.list) do state[row.name] = masters.values(row) end
+  local state = by_name(self, masters.values)
   return options.tied == false and state or tied.add(self.module, state)
 end
 

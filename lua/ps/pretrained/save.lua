@@ -48,21 +48,26 @@ local function of_shards(entries, cuts)
 end
 
 --- Returns the tensors that the ranks which train the same parameters have to write, sorted by name. An entry is {name,
---- shape, dtype, numel, tensor, owner}: `tensor` is the tensor if this rank has it, and `owner` is the rank in the
---- group that has it. In a pipeline, the entries are those of this stage. If ranks along tp share layers, the entries
---- are this rank's shards, `whole` is the shape of the whole tensor, and `pieces` are the shards' offsets in it.
+--- shape, dtype, numel, tensor, owner}: `tensor` is the tensor if this rank has it, or a function that makes it, and
+--- `owner` is the rank in the group that has it. In a pipeline, the entries are those of this stage. If ranks along tp
+--- share layers, the entries are this rank's shards, `whole` is the shape of the whole tensor, and `pieces` are the
+--- shards' offsets in it.
 ---@param model ps.nn.Module|ps.Engine
 ---@return table[]
 function save.entries(model)
-  local here, entries, rows, engine = model:state_dict { tied = false }, {}, {}, handle.of(model)
+  local engine, entries, rows = handle.of(model), {}, {}
+  local alone = engine and not engine.ranks and not engine.stages
+  local here = alone and engine:values_later() or model:state_dict { tied = false }
   local stages = engine and engine.stages
   local function saves(name) return not stages or stages:saves(name) end
   local shares = engine and engine.ranks and engine.zero_stage > 0
   if not shares then
+    for _, row in ipairs(alone and engine.built.list or {}) do rows[row.name] = row.param end
     for name, tensor in pairs(here) do
+      local later = type(tensor) == "function"
       if saves(name) then
-        entries[#entries + 1] = { name = name, shape = tensor:shape(), dtype = tensor:dtype(), tensor = tensor,
-          owner = 0 }
+        entries[#entries + 1] = { name = name, shape = (later and rows[name] or tensor):shape(), tensor = tensor,
+          dtype = later and "fp32" or tensor:dtype(), owner = 0 }
       end
     end
   else

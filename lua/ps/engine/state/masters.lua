@@ -30,6 +30,15 @@ function masters.values(row)
   return scope.no_grad(function() return native.ops.remainder_join(place, row.master) end)
 end
 
+--- Returns the fp32 values of a row, like masters.values, but those of a row with remainders as a function that makes
+--- them, so that a writer needs the memory of one tensor.
+---@param row table
+---@return ps.Tensor|(fun(): ps.Tensor)|nil
+function masters.values_later(row)
+  if not row.remainder then return row.values end
+  return function() return masters.values(row) end
+end
+
 -- Creates the fp32 tensor of a held parameter with remainders when its field `to` is read. `loaded` frees the tensor.
 local REMAINDERS = { __index = function(held, key)
   if key ~= "to" then return nil end
