@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Ops that other devices compute in one kernel, and that the cpu computes by a chain of its kernels. The bits are
- * those of the separate ops. cpu.c enters these functions into its kernel table. */
+ * Ops that are one kernel on other devices and a chain of existing kernels on the cpu. Their bits are those of the
+ * separate ops. */
 #include <string.h>
 #include "backend/cpu/cpu.h"
 #include "base/error.h"
@@ -57,7 +57,7 @@ int ps_cpu_linear_grad(ps_call *call)
     return sum_rows(call, dy, &call->out[1], at->add_b);
 }
 
-/* Returns v. If v is absent, allocates memory for it first. */
+/* Allocates v if it is absent, with the type and shape of `like` and a last dimension of size `last`. */
 static int make(ps_call *call, ps_view *v, const ps_view *like, int64_t last)
 {
     if (ps_has(v)) return 0;

@@ -1,7 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Copies bytes from the caller's memory or a file to tensors, and back. Large copies use all compute threads,
- * because weights are written into memory that is touched for the first time, and the system clears such memory
- * page by page. */
+ * Copies bytes from the caller's memory or a file to tensors, and back. Large copies use all compute threads: loaded
+ * weights go to memory that is touched for the first time, and the system clears such memory page by page. */
 #include "backend/cpu/cpu.h"
 #include <stdatomic.h>
 #include <string.h>
@@ -9,13 +8,13 @@
 
 enum { PIECE = 2 << 20 };             /* size of a huge page; the system clears a huge page as a whole */
 
-/* After an error the remaining pieces are skipped. */
+/* Reads large data in pieces, on all threads. After an error, the remaining pieces are skipped. */
 int ps_cpu_load(ps_backend *be, void *dst, ps_reader read, const void *from, int64_t at, size_t nbytes)
 {
     int64_t pieces = (int64_t)(nbytes / PIECE);
     if (pieces < 2) return read(from, at, dst, (int64_t)nbytes);
-    size_t head = (size_t)(-(uintptr_t)dst % PIECE);         /* bytes before the first huge-page boundary, at which a
-                                                              * piece starts */
+    size_t head = (size_t)(-(uintptr_t)dst % PIECE);         /* bytes before the first huge-page boundary, where
+                                                              * piece 1 begins */
     ps_error_kept error = { .code = 0 };
     atomic_bool failed = false;
 #pragma omp parallel for schedule(dynamic)
@@ -36,9 +35,8 @@ static int read_memory(const void *from, int64_t at, void *dst, int64_t nbytes)
     return 0;
 }
 
-/* Source and destination can overlap, because a tensor that borrows its bytes can be written from the lender's
- * memory. If threads copied pieces at the same time, they could read bytes that other threads have already
- * overwritten. */
+/* Uses one thread if source and destination overlap: with several threads, one could overwrite bytes that another
+ * has not read yet. They can overlap if a tensor that borrows its bytes is written from the lender's memory. */
 int ps_cpu_copy(ps_backend *be, void *dst, const void *src, size_t nbytes)
 {
     uintptr_t to = (uintptr_t)dst, from = (uintptr_t)src;

@@ -1,21 +1,21 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Shared by onednn.c and the kernels that consist of matrix products (matmul.c, lm_loss.c): a batched product
- * with all its options, and the scratch memory that consecutive products of one kernel call reuse. */
+ * A batched matrix product with all its options, and the workspace that consecutive products of one kernel call
+ * reuse. Shared by onednn.c and the kernels that consist of matrix products (matmul.c, lm_loss.c). */
 #ifndef PS_CPU_GEMM_H
 #define PS_CPU_GEMM_H
 #include "backend/cpu/cpu.h"
 
-/* The workspace of one kernel call. Initialize it with { .call = call }. Each buffer grows to the largest size that
- * is needed, and is freed with the call's other workspace. */
+/* Workspace of one kernel call. Initialize it with { .call = call }. Its buffers grow to the largest size needed,
+ * and are freed with the call's other workspace. */
 typedef struct ps_gemm_space {
     ps_call *call;
     void *work, *panels;
     size_t work_nbytes, panels_nbytes;
 } ps_gemm_space;
 
-/* Computes dst = a b + bias + residual, plus dst if `accumulate` is set, like ps_cpu_gemm, `batch` times. An
- * operand's matrix i begins i * step elements after its first matrix; step 0 repeats the same matrix. bias and
- * residual are supported only if batch is 1. */
+/* `batch` products dst = a b + bias + residual, plus dst if `accumulate` is set, as in ps_cpu_gemm. Matrix i of an
+ * operand begins i * step elements after its first matrix; step 0 repeats one matrix. bias and residual require
+ * batch 1. */
 typedef struct ps_gemm {
     ps_mat a, b, dst;
     const void *bias, *residual;
@@ -26,9 +26,9 @@ typedef struct ps_gemm {
 
 int ps_cpu_gemm_run(ps_gemm_space *space, const ps_gemm *g);
 
-/* simd/few_rows.c: computes c [M, N] = x [M, K] times g->b, with dense fp32 x and c. Each instruction set has such a
- * function, and cpu.c sets the pointer to one of them. If g->b is stored in rows of N, `part` is fp32 [K /
- * PS_FEW_DEPTH rounded up, M, N]. */
+/* simd/few_rows.c: computes c [M, N] = x [M, K] times g->b, with dense fp32 x and c. part: memory for partial sums
+ * [K / PS_FEW_DEPTH rounded up, M, N], used if g->b is stored in rows of N. cpu.c sets the pointer to the function
+ * of one instruction set. */
 enum { PS_FEW_ROWS = 4, PS_FEW_DEPTH = 64 };
 typedef void (*ps_cpu_few_rows_fn)(const ps_gemm *g, const float *x, float *part, float *c);
 extern ps_cpu_few_rows_fn ps_cpu_few_rows;

@@ -1,11 +1,10 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The op lm_loss on the cpu: logits = x w^T + bias, cross entropy, dx, dw and db. It is computed in panels of rows,
- * so that only one panel of logits exists at a time. Each row's loss and gradient are computed in place
- * (ps_cpu_loss_row). Only dispatch calls it.
+ * The op lm_loss on the cpu: logits = x w^T + bias, cross entropy, dx, dw and db. It processes panels of rows, so
+ * that only one panel of logits exists at a time. ps_cpu_loss_row replaces the logits by their gradient in place.
  *
- * Rounding: logits and their gradients have the type of x, or are fp32 if products of that type are computed in
- * fp32 anyway. dw is summed over a panel's rows in fp32 and rounded to its type once per panel. db is summed over
- * all rows in fp32, in row order. Losses are added in double, in row order. The panels depend only on the shapes
+ * Rounding: logits and their gradients have the type of x, or fp32 if products of that type are computed in fp32
+ * anyway. dw is summed over a panel's rows in fp32 and rounded to its type once per panel. db is summed over all
+ * rows in fp32, in row order. Losses are added in double, in row order. The panels depend only on the shapes
  * (base/panels.h). */
 #include "backend/cpu/gemm.h"
 #include "base/error.h"
@@ -15,7 +14,7 @@
 enum {
     DB_COLUMNS = 1024,
     DW_ROWS = 2048              /* rows of dw that are computed at a time, so that they stay in the cache (20 %
-                                 * faster with 50257 words) */
+                                 * faster with 50,257 words) */
 };
 
 typedef struct problem {
@@ -29,8 +28,7 @@ typedef struct problem {
     int type;                   /* of logits */
     void *logits;               /* [panel rows, V] */
     float *loss;                /* [N] */
-    int64_t hits;               /* number of rows in which the target's logit is the largest (the first of several
-                                 * equal logits) */
+    int64_t hits;               /* number of rows in which the target's logit is the first of the largest */
     float *db_sum;              /* [V], if db is wanted */
 } problem;
 

@@ -1,8 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The ops matmul and linear on the cpu. They turn operands of any strides into the matrices that onednn.c
- * requires. If the strides allow it, dimensions are merged and flags for transposition are set. Otherwise the
- * operand is copied to contiguous scratch memory. The fallback computes types other than fp32, bf16 and fp16, for
- * which this file returns PS_EUNSUP before it changes any memory. Only dispatch calls this file. */
+ * The ops matmul and linear on the cpu, which pass operands of any strides to onednn.c as matrices. If the strides
+ * allow it, dimensions are merged and matrices are marked as transposed. Otherwise the operand is copied to
+ * workspace. Types other than fp32, bf16 and fp16 are left to the fallback. */
 #include "backend/cpu/gemm.h"
 #include "backend/dims.h"
 #include "base/error.h"
@@ -10,7 +9,7 @@
 
 static bool multiplies(const ps_view *v) { return v->dtype == PS_F32 || v->dtype == PS_BF16 || v->dtype == PS_F16; }
 
-/* Returns true if one stride is 1 and lines do not overlap, so that oneDNN accepts the matrix. */
+/* Returns true if oneDNN accepts the matrix: one stride is 1 and lines do not overlap. */
 static bool is_plain(ps_mat *m)
 {
     if (m->cols == 1 && m->stride_row >= 1) m->stride_col = 1;
@@ -40,7 +39,7 @@ static void pack(const ps_view *v, void *dst)
     }
 }
 
-/* Copies v to workspace to make it contiguous. */
+/* Makes v contiguous by copying it to workspace. */
 static int pack_view(ps_call *call, ps_view *v)
 {
     void *p = call->scratch(call, (size_t)(v->numel * ps_dtype_bytes(v->dtype)));
@@ -52,7 +51,7 @@ static int pack_view(ps_call *call, ps_view *v)
     return 0;
 }
 
-/* Returns v [..., cols] as the matrix [rows, cols], copying it if its strides require that. */
+/* Describes v [..., cols] as the matrix [rows, cols], and copies it first if its strides require that. */
 static int rows_matrix(ps_call *call, const ps_view *given, ps_mat *out)
 {
     ps_view v = *given;
@@ -117,7 +116,7 @@ static ps_mat last_two(const ps_view *v)
 
 static ps_mat turned(ps_mat m) { return (ps_mat){ m.data, m.dtype, m.cols, m.rows, m.stride_col, m.stride_row }; }
 
-/* Returns the matrices of v for oneDNN. Makes v contiguous if oneDNN cannot use it directly. */
+/* Describes v as matrices for oneDNN, and makes v contiguous first if oneDNN cannot use it directly. */
 static int operand(ps_call *call, ps_view *v, ps_mat *out)
 {
     *out = last_two(v);
@@ -127,7 +126,7 @@ static int operand(ps_call *call, ps_view *v, ps_mat *out)
     return is_plain(out) ? 0 : ps_fail(PS_EUNSUP, "a matrix of these strides");
 }
 
-/* If all batches share the same b, merges the batches' rows into one product, so that b is packed only once. */
+/* If all batches share one b, makes one product of all rows, so that b is packed only once. */
 static bool merge_rows(ps_gemm *g, const batch_dims *bd)
 {
     if (bd->ndim != 1 || bd->step[1][0] != 0 || g->a.stride_col != 1 || g->dst.stride_col != 1) return false;

@@ -1,7 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Muon and the optimizers that need sums over whole tensors. They consist of matrix products and of sums in a
- * fixed order. ref/update.c has the formulas and their sources. Sums are in double. A row is summed from left to
- * right, and rows are added in order, with any number of threads. */
+ * Muon and the optimizers that need sums over whole tensors. ref/update.c has the formulas and their sources. Sums
+ * are in double: a row is summed from left to right, and rows are added in order, with any number of threads. */
 #include <math.h>
 #include <string.h>
 #include "backend/cpu/gemm.h"
@@ -10,8 +9,8 @@
 #include "base/update.h"
 
 enum {
-    LEAF = 128,                       /* maximum number of rows of a diagonal block of a symmetric product that is
-                                       * computed whole */
+    LEAF = 128,                       /* maximum number of rows of a diagonal block that is computed whole, though it
+                                       * is symmetric */
     TILE = 32,
 };
 
@@ -58,12 +57,12 @@ static double in_order(const double *x, int64_t n)
 }
 
 /* -- Muon ---------------------------------------------------------------------------------------------------------- */
-/* An iteration X' = (a I + b A + c A A) X with A = X X^T is computed as X' = q (X + P X) with
+/* The state of Muon's iterations X' = (a I + b A + c A A) X with A = X X^T, computed as X' = q (X + P X) with
  *     E = A - s I,  P = ((b + 2 c s) E + c E E) / q,  q = a + b s + c s s.
- * In the last iterations A is near I, and b A and c A A nearly cancel, so that the products' rounding errors grow.
- * If s I is near A, E is small, and the rounding errors stay small. Operands of half types have no shift, because A
- * is small in the first iterations, and the rounding of A - s I would remove most of its digits. X is stored divided
- * by `scale`, the product of all q so far, so that the last product adds X itself. */
+ * In the last iterations A is near I. Then b A and c A A nearly cancel, which would amplify the products' rounding
+ * errors. With s I near A, E and its rounding errors are small. Operands of half types have no shift: in the first
+ * iterations A is small, and the rounding of A - s I would remove most of its digits. X is stored divided by
+ * `scale`, the product of all q so far, so that the last product adds X itself. */
 typedef struct matrices {
     ps_call *call;
     ps_gemm_space space;
@@ -89,8 +88,8 @@ static void store(const matrices *m, void *p, int64_t i, float value)
     else ((uint16_t *)p)[i] = ps_f32_to_bf16(value);
 }
 
-/* Computes rows i0 to i0 + rows, columns j0 to j0 + cols of dst [R, R]. dst is a a^T, or a a if `a` is the symmetric
- * [R, R]. K: columns of `a`. */
+/* Computes rows i0 to i0 + rows, columns j0 to j0 + cols of dst [R, R] = a a^T. If `a` is not m->x, it is symmetric,
+ * and a a is computed instead. K: columns of `a`. */
 static int block(matrices *m, float *dst, void *a, int64_t K, int64_t i0, int64_t rows, int64_t j0, int64_t cols)
 {
     bool turned = a == m->x;
@@ -101,8 +100,7 @@ static int block(matrices *m, float *dst, void *a, int64_t K, int64_t i0, int64_
     g.dst = (ps_mat){ dst + i0 * m->R + j0, PS_F32, rows, cols, m->R, 1 };
     return ps_cpu_gemm_run(&m->space, &g);
 }
-/* Computes the lower half of the diagonal block of rows [first, first + n). Computes the whole block if it has at
- * most LEAF rows. */
+/* Computes the lower half of the diagonal block of rows [first, first + n), or the whole block if n <= LEAF. */
 static int lower(matrices *m, float *dst, void *a, int64_t K, int64_t first, int64_t n)
 {
     if (n <= LEAF) return block(m, dst, a, K, first, n, first, n);
@@ -111,8 +109,7 @@ static int lower(matrices *m, float *dst, void *a, int64_t K, int64_t first, int
     PS_TRY(block(m, dst, a, K, first + top, n - top, first, top));
     return lower(m, dst, a, K, first + top, n - top);
 }
-/* Computes dst [R, R] = alpha sum + beta add + diagonal I. Only the lower half of `sum` is read, and dst can be
- * `sum`. */
+/* Computes dst [R, R] = alpha sum + beta add + diagonal I. Reads only the lower half of `sum`; dst can be `sum`. */
 static void mirror(const matrices *m, void *dst, const float *sum, float alpha, const void *add, float beta,
                    float diagonal)
 {
@@ -140,7 +137,7 @@ static void mirror(const matrices *m, void *dst, const float *sum, float alpha, 
         }
 }
 
-/* Multiplies x by its scale before x leaves the range of its type. This happens after many iterations. */
+/* Multiplies x by its scale if the scale has become very large or small, before x leaves the range of its type. */
 static void rescale(matrices *m)
 {
     int64_t n = m->R * m->C;
@@ -175,7 +172,8 @@ static int iterate(matrices *m, const ps_attrs_muon_ *a)
 /* Returns whether x holds the transposed parameter, so that R <= C. */
 static bool is_turned(const ps_view *in) { return in->shape[0] > in->shape[1]; }
 
-/* Updates the momentum, and writes the update to u [R, C]. by_row: sums of squares of the parameter's rows. */
+/* Updates the momentum, and writes the update to u [R, C]. by_row: sums of the update's squares, one for each row of
+ * the parameter. */
 static void begin_rows(const ps_attrs_muon_ *a, const ps_view *in, float *u, double *by_row, int64_t first, int64_t n)
 {
     int64_t rows = in->shape[0], cols = in->shape[1];
@@ -269,7 +267,7 @@ int ps_cpu_muon(ps_call *call)
 }
 
 /* -- Adafactor ----------------------------------------------------------------------------------------------------- */
-/* A tensor [batch, R, C]. A vector is [1, 1, C], and each of its elements has its own average. */
+/* A tensor [batch, R, C] with its averages. A vector is [1, 1, C], and each of its elements has its own average. */
 typedef struct factored {
     const ps_attrs_adafactor_ *a;
     const ps_view *in;

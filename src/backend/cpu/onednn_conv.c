@@ -1,15 +1,15 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Convolution, its transpose and the gradient of its weight by oneDNN, in fp32. The file supports the C APIs of 2.x
- * and 3.x. Only the section "two APIs" depends on the version.
+ * Convolution, its transpose and the gradient of its weight by oneDNN, in fp32, through the C APIs of 2.x and 3.x.
+ * Only the section "two APIs" depends on the version.
  *
  * The bits do not depend on the number of threads: each primitive runs on one thread, and only the shape determines
- * how the samples are divided into tasks. A task copies its samples into oneDNN's layout, computes, and copies the
- * result back. All its memory fits a core's cache. The weight is copied into its layout once per call. Each task of
- * the weight's gradient has its own sum, and the sums are added in the order of the samples. Half types are
+ * how samples are divided into tasks. A task copies its samples into oneDNN's layout, computes, and copies the
+ * result back; its memory fits a core's cache. The weight is copied into its layout once per call. For the weight's
+ * gradient each task has its own sum, and the tasks' sums are added in the order of the samples. Half types are
  * converted to fp32, and results are rounded once.
  *
- * Primitives are created once per shape and kept in a bounded table. All buffers are the call's scratch memory. A
- * call holds one lock, which guards the table and its memory objects, until it ends. */
+ * Primitives are created once per shape and kept in a bounded table. All buffers are the call's workspace. One lock
+ * guards the table and its memory objects; each call holds it to its end. */
 #include "backend/cpu/gemm.h"
 #include "backend/image.h"
 #include "base/alloc.h"
@@ -20,8 +20,8 @@
 #include <string.h>
 
 enum {
-    SHAPES_MAX = 256,                                /* maximum number of entries of the table; a full table is
-                                                      * emptied */
+    SHAPES_MAX = 256,                                /* maximum number of entries of the table; it is emptied when
+                                                      * full */
     TASK_FLOPS = 1 << 25,                            /* work per task, if there are enough samples */
     TASKS_MIN = 4,                                   /* minimum number of tasks, even for few samples */
     SUMS_MAX = 16,                                   /* maximum number of tasks for a weight's gradient; each task
@@ -81,7 +81,7 @@ typedef struct sizes { dnnl_dims_t stride, dilation, before, after; } sizes;
 /* Iterates over oneDNN's implementations of a convolution, in its order of preference. */
 typedef struct impl_walk {
 #if DNNL_VERSION_MAJOR < 3
-    dnnl_convolution_desc_t op;                      /* the iterator reads it, so both must live equally long */
+    dnnl_convolution_desc_t op;                      /* the iterator reads it, and it must live as long */
     dnnl_primitive_desc_iterator_t it;
 #endif
     dnnl_primitive_desc_t pd;                        /* the current implementation */
@@ -210,7 +210,8 @@ static dnnl_status_t reorder_new(dnnl_primitive_t *out, const desc *from, const 
     return st;
 }
 
-/* Sets the layouts that the chosen implementation needs for its operands, and the copies to and from these layouts. */
+/* Gets the layouts that the chosen implementation needs for its operands, and creates the copies between these
+ * layouts and row-major memory. */
 static dnnl_status_t take_layouts(entry *e, dnnl_primitive_desc_t pd)
 {
     static const dnnl_query_t queries[3][ROLES] = {
@@ -266,7 +267,8 @@ static dnnl_status_t entry_fill(entry *e)
     memset(any, 0, sizeof any);
     for (int i = 0; i < 2; i++) {
         z.stride[i] = s->stride[i], z.dilation[i] = s->dilation[i] - 1, z.before[i] = s->before[i];
-        /* The padding that the last output needs. It is negative if the last elements of the input are not used. */
+        /* The padding after the input that the last output needs. It is negative if the input's last elements are
+         * unused. */
         z.after[i] = (s->out[i] - 1) * s->stride[i] + (s->k[i] - 1) * s->dilation[i] + 1 - s->in[i] - s->before[i];
     }
     dnnl_dims_t channels = { s->o };
@@ -303,7 +305,7 @@ static dnnl_status_t slots_grow(entry *e, int n)
     return dnnl_success;
 }
 
-/* Finds or creates the entry of a key, with memory objects for `threads` threads. Each primitive runs on one thread. */
+/* Finds or creates the entry of a key, with memory objects for `threads` threads. A primitive runs on one thread. */
 static int entry_get(const key *k, int threads, entry **out)
 {
     entry *e = NULL;
@@ -331,7 +333,7 @@ static int entry_get(const key *k, int threads, entry **out)
 }
 
 /* -- one call ------------------------------------------------------------------------------------------------------ */
-/* A row-major operand of the call. each: number of elements per sample, or of all elements for w. */
+/* A row-major operand of the call. each: elements per sample, or all elements of w. */
 typedef struct operand { void *data; int dtype; int64_t each; } operand;
 
 typedef struct work {
@@ -341,10 +343,9 @@ typedef struct work {
     operand of[ROLES], bias;                         /* bias.data can be NULL */
     int64_t per_task, tasks;
     int threads;
-    entry *whole, *rest;                             /* whole: entry for tasks of per_task samples. rest: for the
-                                                      * last task. */
-    const float *late;                               /* bias of a transpose, which oneDNN does not add; can be NULL */
-    char *w_laid, *buffers, *sums;                   /* sums: the weight's gradient, one sum per task */
+    entry *whole, *rest;                             /* entries for tasks of per_task samples, and for the last task */
+    const float *late;                               /* bias of a transpose, which oneDNN cannot add, or NULL */
+    char *w_laid, *buffers, *sums;                   /* sums: one sum of the weight's gradient per task */
     size_t thread_nbytes, sum_nbytes;
 } work;
 
@@ -382,7 +383,7 @@ static int prepare(work *w)
     return 0;
 }
 
-/* Returns the bytes of a thread's buffers: operands in oneDNN's layout, half types as fp32, and oneDNN's scratchpad. */
+/* Returns the bytes of a thread's buffers: operands in oneDNN's layout, half types as fp32, and the scratchpad. */
 static size_t of_thread(const work *w, const entry *e)
 {
     size_t n = rounded(e->scratch_nbytes);
@@ -438,8 +439,8 @@ static const void *sample(const operand *o, int64_t i)
     return (const char *)o->data + i * o->each * ps_dtype_bytes(o->dtype);
 }
 
-/* Copies operand x or y into oneDNN's layout, or reserves memory for the result. *p: the thread's free buffer
- * memory. */
+/* Copies operand x or y into oneDNN's layout, or reserves memory for the result. *p: the thread's next free buffer
+ * byte. */
 static void stage(const work *w, entry *e, slot *s, role r, int64_t task, char **p, bool is_result, dnnl_status_t *st)
 {
     const operand *o = &w->of[r];
@@ -468,8 +469,8 @@ static void unstage(const work *w, entry *e, slot *s, role r, int64_t task, dnnl
     if (!e->same[r]) copied(e->to_plain[r], s->laid[r], s->plain[r], st);
     if (*st == dnnl_success) *st = dnnl_memory_get_data_handle(s->plain[r], &plain);
     if (*st != dnnl_success) return;
-    int64_t n = samples_of(w, task), places = o->each / w->s.c;          /* places: positions in the transpose's
-                                                                          * result */
+    int64_t n = samples_of(w, task), places = o->each / w->s.c;          /* places: positions in one channel of the
+                                                                          * transpose's result */
     for (int64_t i = 0; w->late && i < n * w->s.c; i++) {
         float *p = (float *)plain + i * places, more = w->late[i % w->s.c];
         for (int64_t k = 0; k < places; k++) p[k] += more;
@@ -510,7 +511,7 @@ static dnnl_status_t do_task(const work *w, int64_t task, int thread)
 static int do_tasks(work *w)
 {
     dnnl_status_t worst = dnnl_success;
-    /* oneDNN does not treat a team of one thread as a parallel region, and would run on all threads. */
+    /* oneDNN does not count a team of one thread as a parallel region, and would use all threads in it. */
     int was = omp_get_max_threads();
     if (w->threads == 1) omp_set_num_threads(1);
 #pragma omp parallel for schedule(static) num_threads(w->threads) if (w->threads > 1)
@@ -533,8 +534,7 @@ static operand operand_of(const ps_view *v, bool by_samples)
     return (operand){ v->data, v->dtype, by_samples && v->shape[0] ? v->numel / v->shape[0] : v->numel };
 }
 
-/* Runs the convolution or its transpose. The caller holds the lock. Returns 0, an error, or PS_EUNSUP before any
- * write. */
+/* Runs the convolution or its transpose. The caller holds the lock. Returns PS_EUNSUP only before any write. */
 static int by_samples(work *w)
 {
     operand b = w->bias;
@@ -620,7 +620,7 @@ static int weight_locked(work *w, const ps_view *dw, const ps_view *db)
     PS_TRY(prepare(w));
     entry *e = w->whole;
     if (!e->supported || !w->rest->supported) return PS_EUNSUP;
-    /* Both entries must store their sums in the same layout. */
+    /* The tasks' sums can be added only if both entries store them in the same layout. */
     if (!dnnl_memory_desc_equal(ref_of(&e->laid[W]), ref_of(&w->rest->laid[W]))) return PS_EUNSUP;
     w->thread_nbytes = most((int64_t)of_thread(w, e), (int64_t)of_thread(w, w->rest));
     w->sum_nbytes = rounded(e->laid_nbytes[W]) + (w->bias.data ? rounded((size_t)w->s.o * 4) : 0);
@@ -629,7 +629,7 @@ static int weight_locked(work *w, const ps_view *dw, const ps_view *db)
     float *plain = asked(w, (size_t)dw->numel * 4);
     if (!w->buffers || !w->sums || !plain) return PS_ENOMEM;
     if (w->call->dry) return 0;
-    memset(w->sums, 0, w->sum_nbytes * (size_t)w->tasks);     /* add_sums also adds the bytes between and after sums */
+    memset(w->sums, 0, w->sum_nbytes * (size_t)w->tasks);     /* add_sums also adds the padding between sums */
     PS_TRY(do_tasks(w));
     add_sums(w);
     const float *result = (const float *)w->sums;

@@ -1,8 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The ops over packed weights on the cpu. For few rows, the blocks themselves are multiplied in fp32
- * (simd/packed.c). For many rows, tiles of the matrix are unpacked and multiplied like other matrices: in the
- * type of x if oneDNN multiplies that type itself, otherwise in fp32. The tiles depend only on the shapes. Only
- * dispatch calls this file. */
+ * The ops over packed weights on the cpu. With few rows, the blocks themselves are multiplied in fp32
+ * (simd/packed.c). With many rows, tiles of the matrix are unpacked and multiplied like other matrices: in the type
+ * of x if oneDNN multiplies that type itself, otherwise in fp32. The tiles depend only on the shapes. */
 #include "backend/cpu/gemm.h"
 #include "backend/cpu/packed.h"
 #include "base/blocks.h"

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Shared by packed.c, which has the ops over packed weights, and simd/packed.c, which is compiled once per
- * instruction set. packed.c calls simd/packed.c through pointers that cpu.c sets. Rows of packed numbers consist
- * of the blocks of base/blocks.h. */
+ * Products with packed weights for packed.c, which has the ops. simd/packed.c is compiled once per instruction set,
+ * and packed.c calls it through pointers that cpu.c sets. A row of packed numbers consists of blocks
+ * (base/blocks.h). */
 #ifndef PS_CPU_PACKED_H
 #define PS_CPU_PACKED_H
 #include "backend/cpu/cpu.h"
@@ -12,7 +12,7 @@ typedef struct ps_int8_part {
     int8_t q[PS_INT8_PART];
     int32_t sums[PS_INT8_PART / 4];       /* sums of 4 neighbouring q */
     float d;
-    float padding[7];                     /* makes q and sums begin at multiples of 32 bytes */
+    float padding[7];                     /* aligns q and sums to multiples of 32 bytes */
 } ps_int8_part;
 typedef struct ps_packed_matrix {
     const uint8_t *data;
@@ -20,15 +20,14 @@ typedef struct ps_packed_matrix {
     int type;
 } ps_packed_matrix;
 
-/* Computes c [M, rows] = x [M, cols] times the transpose of w. x and c are dense fp32, and M <= PS_PACKED_ROWS. A
- * row's sums depend neither on the number of threads nor on other rows. */
+/* Computes c [M, rows] = x [M, cols] w^T. x and c are dense fp32, and M <= PS_PACKED_ROWS. A row's sums depend
+ * neither on the number of threads nor on other rows. */
 typedef void (*ps_cpu_packed_dots_fn)(const ps_packed_matrix *w, const float *x, int64_t M, float *c);
 /* Unpacks the values of n blocks to fp32, bf16 or fp16, rounded to nearest even. */
 typedef void (*ps_cpu_unpack_fn)(int type, const uint8_t *blocks, int64_t n, void *out, int dtype);
-/* Computes the same product from an x that is rounded in parts, [M, cols / PS_INT8_PART]. ps_blocks_int8 must accept
- * the type. */
+/* Computes the same product with x rounded in parts, [M, cols / PS_INT8_PART]. ps_blocks_int8 must accept the type. */
 typedef void (*ps_cpu_int8_dots_fn)(const ps_packed_matrix *w, const ps_int8_part *x, int64_t M, float *c);
-/* Rounds the fp32 values x to `parts` parts of 8-bit values. */
+/* Rounds the fp32 values x to 8 bits, in `parts` parts. */
 typedef void (*ps_cpu_round_int8_fn)(const float *x, int64_t parts, ps_int8_part *out);
 extern ps_cpu_packed_dots_fn ps_cpu_packed_dots;
 extern ps_cpu_int8_dots_fn ps_cpu_int8_dots;

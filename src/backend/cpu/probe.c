@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Measures, for benchmarks, how many bytes per second the compute threads move to and from memory. A pass reads
- * and writes several streams of fp32 in parallel, as an optimizer does, with almost no arithmetic. It uses the
- * machine's widest vectors and the kind of memory that tensors use (huge pages if the system grants them). */
+ * Measures, for benchmarks, how many bytes per second the compute threads move to and from memory. A pass reads and
+ * writes several streams of fp32 in parallel, like an optimizer, with almost no arithmetic. Vectors have the
+ * machine's largest size, and memory is allocated like the memory of tensors (huge pages if the system grants them). */
 #include <omp.h>
 #include <stdbool.h>
 #include <string.h>
@@ -13,10 +13,10 @@ enum { STREAMS = 8, PASSES = 31, STEP = 16 };            /* one step processes 6
 struct streams { int reads, writes; float *in[STREAMS], *out[STREAMS]; };
 typedef void (*walk_fn)(const struct streams *s, int64_t first, int64_t last);
 
-/* Each written stream is one read stream plus a fraction of the sum of all read streams. A value is read twice, the
- * second time from the cache. Only the sum is in a register, so that no number of streams makes registers spill. If
- * no stream is written, the sum is stored at the end, so that the compiler cannot remove the reads. The counts that
- * benchmarks request are constants. A vector has the machine's own width, because GCC moves wider vectors through
+/* Copies streams: each written stream is one read stream plus a fraction of the sum of all read streams. A value is
+ * read twice, the second time from the cache, so that only the sum needs a register for any number of streams. If no
+ * stream is written, the sum is stored at the end, so that the compiler cannot remove the reads. The counts that
+ * benchmarks request are constants. Vectors have the machine's own width, because GCC moves wider ones through
  * memory. */
 #define WALK(name, target, nbytes) \
     typedef float vf_##name __attribute__((vector_size(nbytes))); \
@@ -107,8 +107,7 @@ int ps_probe_bandwidth(int64_t nbytes, int reads, int writes, int in_place, int 
         else s.out[k - reads] = p;
     }
     if (in_place) memcpy(s.out, s.in, sizeof s.out);
-    memset(memory, 0x3d, size);                              /* fills with about 0.046, because processors may skip
-                                                              * writing zeros */
+    memset(memory, 0x3d, size);                              /* about 0.046; processors can skip writing zeros */
     double seconds[PASSES];
     walk_fn fn = walk_of(vector_nbytes);
     pass(&s, numel, fn);

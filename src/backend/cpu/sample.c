@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The op sample on the cpu. It returns the same tokens as ref. It sorts only the candidates that the options
- * allow, by the digits of their keys, and computes each weight once. Only dispatch calls it. */
+ * The op sample on the cpu. It returns the same tokens as ref, but sorts only the candidates that the options allow,
+ * by the digits of their keys, and computes each weight once. */
 #include <inttypes.h>
 #include <math.h>
 #include <omp.h>
@@ -14,8 +14,8 @@ typedef struct candidate { uint32_t key; int32_t token; } candidate;
 
 enum { DIGIT = 11, DIGITS = 1 << DIGIT };             /* number of bits of the key that one sorting pass uses */
 
-/* Returns a key that decreases as the logit increases. A stable sort by increasing key therefore places the largest
- * logit first, and places the first of several tokens with equal logits before the others. */
+/* Returns a key that decreases as the logit increases. A stable sort by increasing key puts the largest logit first,
+ * and keeps tokens with equal logits in their order. */
 static uint32_t key_of(float x)
 {
     x += 0.0f;                                        /* -0 counts as 0 */
@@ -61,13 +61,11 @@ static void sort(candidate *c, candidate *other, int64_t n)
     if (from != c) memcpy(c, from, (size_t)n * sizeof *c);
 }
 
-/* Fills c with the candidates that may be among the `most` largest, in token order. Returns the number of
- * candidates. */
+/* Fills c with at least the `most` largest logits of a row, in token order. Returns the number of entries. */
 static int64_t collect(const ps_view *x, int64_t first, int64_t V, int64_t most, candidate *c)
 {
     int64_t count[DIGITS] = { 0 }, sum = 0, n = 0;
-    uint32_t last = DIGITS - 1;                       /* largest leading digit that the key of such a candidate can
-                                                       * have */
+    uint32_t last = DIGITS - 1;                       /* largest leading digit of the keys in c */
     enum { SHIFT = 32 - DIGIT };
     if (most < V) {
         for (int64_t j = 0; j < V; j++) count[key_of(load(x, first + j)) >> SHIFT]++;
@@ -80,7 +78,7 @@ static int64_t collect(const ps_view *x, int64_t first, int64_t V, int64_t most,
     return n;
 }
 
-/* Like pick of ref: c [n] is sorted, and w [n] is scratch memory. */
+/* Draws a token, like pick of ref. c [n] is sorted; w [n] is scratch memory. */
 static int64_t pick(const candidate *c, double *w, int64_t n, const ps_attrs_sample *a, double u)
 {
     double total = 0, mass = 0, sum = 0, top = logit_of(c[0].key);
@@ -97,7 +95,8 @@ static int64_t pick(const candidate *c, double *w, int64_t n, const ps_attrs_sam
     return c[j].token;
 }
 
-/* Writes the token with the largest logit of each row to index. Fails if a row has none. */
+/* Writes the token with the largest logit of each row to index. NaN, or a row without a finite largest logit, is an
+ * error. */
 static int largest(const ps_view *x, int64_t rows, int64_t V, int64_t *index)
 {
     for (int64_t r = 0; r < rows; r++) {

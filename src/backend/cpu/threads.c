@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The number of compute threads, which is the size of the OpenMP pool that kernels and oneDNN share.
- * ThreadSanitizer does not see libgomp's barriers and would report every parallel loop, so builds with it compute
- * on one thread. */
+ * The number of compute threads: the size of the OpenMP pool that kernels and oneDNN share. Builds with
+ * ThreadSanitizer compute on one thread, because it does not see libgomp's barriers and would report every parallel
+ * loop. */
 #include "backend/cpu/threads.h"
 #include <omp.h>
 #include <stdbool.h>
@@ -29,12 +29,12 @@ int ps_threads_most(void)
 }
 
 /* How long a waiting thread spins before it sleeps. libgomp's default of 300,000 spins takes several milliseconds.
- * If programs share a processor, the awaited thread then gets no processor, and steps take many times as long as on
- * a single thread. If the wait is much shorter than a wake-up, two threads are as slow as one for a small model: its
- * parallel regions are a few microseconds apart, and a virtual machine needs tens of microseconds to wake a thread.
- * Up to 100 us of Lua run between the ops of a generated token. With waits of 150 us a token takes 0.9 of its time
- * with waits of 50 us, and longer waits do not help further. A spin takes a few nanoseconds on one processor and
- * fifty on another, so its duration is measured. */
+ * If programs share a processor, the spinning thread keeps the processor from the thread that it waits for, and
+ * steps take many times as long as on one thread. The wait must not be much shorter than a wake-up either: a small
+ * model's parallel regions are a few microseconds apart, and a virtual machine needs tens of microseconds to wake a
+ * thread, so two threads would be as slow as one. Between the ops of a generated token up to 100 us of Lua run: with
+ * waits of 150 us a token takes 0.9 of its time with 50 us, and longer waits do not help further. A spin takes a few
+ * nanoseconds on one processor and fifty on another, so its duration is measured. */
 #define SPIN_S 150e-6
 enum { MEASURED_TURNS = 256, TRIES = 5, LEAST_TURNS = 100, MOST_TURNS = 100000 };
 
@@ -55,8 +55,8 @@ static int turns(void)
     return n < LEAST_TURNS ? LEAST_TURNS : n > MOST_TURNS ? MOST_TURNS : (int)n;
 }
 
-/* Returns the first number of a comma-separated list, or 0 if there is none. OpenMP uses such lists for nested
- * regions. */
+/* Returns the first number of a comma-separated list (OpenMP uses lists for nested regions), or 0 if the text is not
+ * a list of positive numbers. */
 static unsigned long long first_number(const char *list)
 {
     unsigned long long first = 0;
@@ -72,15 +72,14 @@ static unsigned long long first_number(const char *list)
     }
 }
 
-/* glibc keeps small freed blocks for the thread that freed them, wherever in the heap they are. They prevent
- * adjacent large blocks from merging into larger holes. The buffers that oneDNN allocates for each product then fit
- * into none of these holes, and the process uses more memory than it ever needs. */
+/* A setting with which glibc keeps no small freed blocks for the thread that freed them. Kept blocks prevent
+ * adjacent large blocks from merging into larger holes. oneDNN's buffers for a product would fit into none of the
+ * holes, and the process would use more memory than it ever needs. */
 #define TUNABLES "GLIBC_TUNABLES"
 #define NO_CACHE "glibc.malloc.tcache_count=0"
 
-/* Makes this process's threads keep no freed blocks. Returns true if the process must restart for this to take
- * effect. Programs that the process starts are not affected, because it removes the variable from the environment
- * after it was read. */
+/* Makes this process's threads keep no freed blocks. Returns true if the process must restart for that. Once the
+ * setting applies, it is removed from the environment, so that programs started by the process do not inherit it. */
 static bool without_caches(void)
 {
     const char *had = getenv(TUNABLES);
@@ -108,7 +107,7 @@ void ps_threads_start(char **argv)
     bool again = false;
     if (wanted && n == 0) {
         fprintf(stderr, "psluajit: OMP_NUM_THREADS is '%s', not a number of threads; it is ignored\n", wanted);
-        again = unsetenv("OMP_NUM_THREADS") == 0;               /* libgomp would print another complaint about it */
+        again = unsetenv("OMP_NUM_THREADS") == 0;               /* libgomp would complain about it again */
     }
     if (n > (unsigned long long)ps_threads_most()) {
         fprintf(stderr, "psluajit: OMP_NUM_THREADS is %s; %d threads are the most on this machine's %ld processors\n",
