@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Optimizers whose parameters hold other values in training than in evaluation (schedule-free ones): eval() moves each
--- parameter to its average, and train() moves it back. A group's field train_mode tells which values it holds, as in
--- the package schedulefree. If a call fails in the middle, another call moves the remaining parameters.
+-- Moves the parameters of schedule-free optimizers between their values for training and for evaluation: eval() moves
+-- each parameter to its average, and train() moves it back. As in the package schedulefree, a group's field train_mode
+-- tells which values it holds. If a call fails in the middle, another call moves the remaining parameters.
 local entries_of = require "ps.optim.entries"
 local native = require "ps.core.ffi"
 local optimizers = require "ps.optimizers"
@@ -10,13 +10,13 @@ local error = require("ps.core.caller").error
 
 local average = {}
 
--- Returns how a group's parameters move, or nil if they hold the same values in training and in evaluation.
+-- Returns how a group's parameters move, or nil if training and evaluation use the same values.
 local function how_of(group)
   local made = optimizers.of_group(group)
   return made and made.average
 end
 
---- Returns whether an optimizer has groups that hold other values in training, and whether one of them does now.
+--- Returns whether an optimizer has groups with other values in training, and whether one of them holds these now.
 ---@param optimizer {groups: table[]}
 ---@return boolean differs
 ---@return boolean trains
@@ -28,7 +28,7 @@ function average.of(optimizer)
   return differs, trains
 end
 
---- Raises an error if parameters hold averages, since a step cannot update averages.
+--- Raises an error if parameters hold averages, which a step cannot update.
 ---@param optimizer {groups: table[]}
 ---@param kind string name of the optimizer
 function average.check_trains(optimizer, kind)
@@ -87,8 +87,8 @@ function average.switch_plain(optimizer, train)
   end)
 end
 
---- Returns how a model that is loaded without its optimizer computes the averages. The keys are names of parameters.
---- Each value is a text: the name of a state and the fraction by which to move toward it.
+--- Returns how to compute the averages of a model that is loaded without its optimizer, by parameter name: text with
+--- the name of a state and the fraction by which to move toward it.
 ---@param entries {group: table}[] the parameters
 ---@param names string[]
 ---@return table<string, string>? nil if the parameters hold the values for evaluation

@@ -1,7 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The parameters of an optimizer in plain memory, with the types and shapes of their optimizer states and their names
--- in saved states. An entry is one parameter: { param, group, name, t (updates so far), master, and a tensor for each
--- state }.
+-- The parameters of an optimizer in plain memory, with the types and shapes of their states and their names in saved
+-- states. An entry is one parameter: { param, group, name, t (updates so far), master, and a tensor for each state }.
 local create = require "ps.tensor.create"
 local caller = require "ps.core.caller"
 local sharded = require "ps.nn.sharded"
@@ -12,7 +11,7 @@ local error = caller.error
 local entries = {}
 local address = nn_module.address
 
---- Returns the dtype of a parameter's states and master. A parameter of this dtype is its own master.
+--- Returns the dtype of a parameter's states and master. A parameter with this dtype is its own master.
 ---@param param ps.Tensor
 ---@return string
 function entries.state_dtype(param) return param:dtype() == "fp64" and "fp64" or "fp32" end
@@ -28,7 +27,7 @@ function entries.states_of(entry)
   return optimizers.states_for(states, entry.param:shape())
 end
 
---- Creates a parameter's state when the parameter first has a gradient. Returns the states that the parameter needs.
+--- Creates a parameter's state when it first has a gradient. Returns the states that the parameter needs.
 ---@param entry table
 ---@return table[]
 function entries.prepare(entry)
@@ -48,7 +47,7 @@ function entries.prepare(entry)
   return states
 end
 
---- Returns the names of the parameters in a saved state: the names in the model, or "0", "1", ... without a model.
+--- Returns the parameters' names in a saved state: those in the model, or "0", "1", ... without a model.
 ---@param self ps.Optimizer
 ---@param model? ps.nn.Module
 ---@return string[]
@@ -63,7 +62,7 @@ function entries.names_for(self, model)
   return names
 end
 
---- Returns the parameters' names at the time when the optimizer was created, or nil if some parameters had no name.
+--- Returns the parameters' names when the optimizer was created, or nil if some had none.
 ---@param self ps.Optimizer
 ---@return string[]?
 function entries.own_names(self)
@@ -75,8 +74,8 @@ function entries.own_names(self)
   return names
 end
 
---- Returns the names of the parameters in a saved state. In a state that was saved without a model, the names are
---- indices. If both the state and this optimizer know names, a parameter gets the index that its name had in the state.
+--- Returns the parameters' names in a saved state. In a state that was saved without a model, these are indices. If
+--- both the state and this optimizer know names, a parameter gets the index that its name had in the state.
 ---@param self ps.Optimizer
 ---@param model? ps.nn.Module
 ---@param values table the values of the saved state
@@ -97,8 +96,8 @@ function entries.saved_names(self, model, values)
   return names
 end
 
---- Returns a tensor of a saved state for a parameter. The result is on the parameter's device and contains only this
---- rank's shard. Raises an error if the tensor has another type or shape than required.
+--- Returns this rank's shard of a saved state tensor, on the parameter's device. Raises an error if the tensor has
+--- another type or shape than required.
 ---@param name string
 ---@param tensor ps.Tensor
 ---@param param ps.Tensor

@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Parameter groups, for the optimizers of ps.optim and of engines alike. Scripts may change a group's settings between
--- steps. This file has the learning rate of all groups, the ranges of settings (outside them an update would go uphill
--- or make NaN), the text form in which settings are saved, and the group of an engine's parameter.
+-- Parameter groups, for the optimizers of ps.optim and of engines. Scripts may change a group's settings between steps.
+-- This file sets the learning rates of groups, checks settings (out of range, an update would go uphill or make NaN),
+-- converts settings to text for saved states, and finds the group of an engine's parameter.
 local caller = require "ps.core.caller"
 local check = require "ps.config.check"
 local copied = require "ps.core.copied"
@@ -14,11 +14,11 @@ local error = caller.error
 
 local groups = {}
 
--- name components of matrices that are not inside a model: embeddings and heads
+-- name components of matrices outside of a model's layers: embeddings and heads
 local OUTSIDE = { "emb", "wte", "wpe", "head", "classifier", "score", "pooler" }
 
---- Returns the default groups of an optimizer that updates only matrices: a group of the matrices inside the model, and
---- a group of all other parameters with another optimizer.
+--- Returns the default groups of an optimizer that updates only matrices: the matrices inside the model, and all other
+--- parameters, with another optimizer.
 ---@param kind string
 ---@return table[]? nil if one group has all parameters
 function groups.split(kind)
@@ -55,8 +55,7 @@ end
 ---@return string[]
 function groups.settings(group) return optimizers.of_group(group).settings end
 
---- Returns the names of a group's fields that are saved: the settings of its optimizer, and the fields that cannot be
---- set.
+--- Returns the names of a group's saved fields: its optimizer's settings, and the fields that cannot be set.
 ---@param group table
 ---@return string[]
 function groups.saved_keys(group)
@@ -65,7 +64,7 @@ function groups.saved_keys(group)
   return keys
 end
 
---- Returns the names of a group's fields in PyTorch's form: the settings of its optimizer, and its counters.
+--- Returns the names of a group's fields in PyTorch's form: its optimizer's settings and counters.
 ---@param group table
 ---@return string[]
 function groups.read_keys(group)
@@ -75,7 +74,7 @@ function groups.read_keys(group)
   return keys
 end
 
---- Returns the error in a group's settings, or nil if there is none.
+--- Describes the error in a group's settings, or returns nil.
 ---@param group table
 ---@return string?
 function groups.problem(group)
@@ -84,8 +83,8 @@ function groups.problem(group)
     or made.problem and made.problem(group) or nil
 end
 
---- Raises an error for a value that cannot get a gradient. An optimizer needs float tensors that are not the output of
---- an op. A frozen parameter is accepted, since it may be trained later.
+--- Raises an error for a value that cannot get a gradient: an optimizer needs float tensors that no op made. A frozen
+--- parameter is accepted, since it may train later.
 ---@param p any
 ---@param name? string
 ---@param i integer index in the list, from 1
@@ -115,9 +114,8 @@ function groups.check(list, kind)
 end
 
 -- -- rates -----------------------------------------------------------------------------------------------------------
--- Returns the optimizer's own rate (base_lr). It is the rate with which the optimizer was created, or the rate that all
--- groups share, or false if there is neither. Each group also has an initial rate (initial_lr), on which schedules and
--- set_lr are based.
+-- Returns the optimizer's own rate (base_lr): the rate with which it was created, or else the rate that all groups
+-- share, or false. Schedules and set_lr start from each group's initial rate (initial_lr).
 local function base_of(list, given)
   local alike = true
   for _, group in ipairs(list) do alike = alike and group.initial_lr == list[1].initial_lr end
@@ -128,7 +126,7 @@ end
 
 local told_zero = setmetatable({}, { __mode = "k" })        -- whether the note was printed, by list of groups
 
---- Prints a note at the first step if all rates are 0, were 0 when the optimizer was created, and have no schedule.
+--- Prints a note at the first step if all rates are 0, were 0 from the start, and have no schedule.
 ---@param optimizer {groups: table[]}
 ---@param quiet? boolean
 function groups.tell_zero(optimizer, quiet)
@@ -146,7 +144,7 @@ end
 ---@param optimizer {groups: table[]}
 function groups.scheduled(optimizer) told_zero[optimizer.groups] = true end
 
--- Records the rates that psluajit itself set, to detect assignments by a script.
+-- Records the rates that psluajit itself set, so that a script's assignments can be detected.
 local function note_rates(list)
   for _, group in ipairs(list) do group.known_lr = group.lr end
 end
@@ -160,7 +158,7 @@ function groups.begin_rates(optimizer, given)
   optimizer.given_lr, optimizer.base_lr = given, base_of(optimizer.groups, given)
 end
 
---- Makes the rates that the script has assigned to groups their initial rates, because a schedule begins.
+--- Makes rates that the script assigned to groups their initial rates, because a schedule begins.
 ---@param optimizer {groups: table[]}
 function groups.renew_rates(optimizer)
   groups.scheduled(optimizer)
@@ -197,9 +195,8 @@ function groups.each_rate(optimizer, rate_of)
   note_rates(optimizer.groups)
 end
 
---- Sets the optimizer's rate from the next step on. A group whose initial rate differs from the optimizer's own rate
---- keeps its ratio to it. Raises an error if the groups have different rates and the optimizer was created without a
---- rate.
+--- Sets the optimizer's rate from the next step on. A group whose initial rate differs from the optimizer's keeps its
+--- ratio to it. Raises an error if the groups' rates differ and the optimizer was created without a rate.
 ---@param optimizer {groups: table[], base_lr: number|false}
 ---@param lr number
 ---@param call? string name of the call in messages (default "optimizer:set_lr")
@@ -235,8 +232,7 @@ local function read_lr(optimizer)
   error(("optimizer.lr: the groups have the rates %s; read optimizer.groups[i].lr"):format(text))
 end
 
---- Sets __index and __newindex of optimizers. param_groups is PyTorch's name for groups, and lr is the rate of all
---- groups.
+--- Sets __index and __newindex of optimizers. param_groups is PyTorch's name for groups; lr is the rate of all groups.
 ---@param methods table
 ---@param instance table the metatable to change
 ---@return table instance
@@ -260,8 +256,8 @@ function groups.fields(methods, instance)
 end
 
 -- -- saved -----------------------------------------------------------------------------------------------------------
---- Returns settings in a form that JSON stores bit for bit: a number becomes a text, and a list of numbers (betas)
---- becomes one text with blanks between the numbers.
+--- Converts settings to a form that JSON stores bit for bit: numbers become text, and lists of numbers (betas) become
+--- text with blanks between the numbers.
 ---@param group table
 ---@param keys string[]
 ---@return table<string, string|boolean>
@@ -279,7 +275,7 @@ function groups.to_text(group, keys)
   return kept
 end
 
---- Returns the reason why saved groups do not match a list of groups, or nil if they match.
+--- Describes why saved groups do not match a list of groups, or returns nil if they match.
 ---@param list table[]
 ---@param saved table[]
 ---@return string?
@@ -310,8 +306,7 @@ end
 function groups.loaded(list) note_rates(list) end
 
 -- -- of engines ------------------------------------------------------------------------------------------------------
---- Returns the groups of a configuration, which have the settings of its optimizer with the changes of the script's
---- param_groups.
+--- Returns the groups of a configuration: the settings of its optimizer, changed by the script's param_groups.
 ---@param optimizer {type: string, params: table} the configuration's section "optimizer"
 ---@param param_groups? table[] nil for one group
 ---@return table[] groups
@@ -334,7 +329,7 @@ function groups.configured(optimizer, param_groups)
   return list
 end
 
---- Returns the states that an engine keeps for a parameter of each group, in addition to its fp32 value, by group from
+--- Returns the states that an engine keeps for a parameter of each group in addition to its fp32 value, by group from
 --- 1.
 ---@param list table[] groups, from groups.configured
 ---@return ps.optimizers.State[][]
@@ -344,8 +339,7 @@ function groups.states(list)
   return states
 end
 
--- Returns the groups whose match returns true for a parameter. If there is none, returns the last group if it has no
--- match function.
+-- Returns the groups whose match returns true for a parameter. Without any, returns the last group if it has no match.
 local function matches(param_groups, name, param)
   local list = {}
   for number, given in ipairs(param_groups) do
@@ -357,7 +351,7 @@ local function matches(param_groups, name, param)
 end
 
 --- Raises an error if a trained parameter belongs to no group. Prints the parameters that several groups match, and the
---- groups that match no parameter.
+--- groups that match none.
 ---@param param_groups? table[]
 ---@param rows {name: string, param: ps.Tensor}[] all trained parameters
 ---@param note fun(text: string)
@@ -389,7 +383,7 @@ function groups.check_members(param_groups, rows, note)
   end
 end
 
---- Returns the index, from 1, of a parameter's group: the first group whose match returns true, else the last group.
+--- Returns the index, from 1, of a parameter's group: the first group whose match returns true, else the last.
 ---@param param_groups? table[]
 ---@param name string
 ---@param param ps.Tensor

@@ -1,8 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Optimizers of plain memory (ps.optimizers). State is fp32 (fp64 for fp64 parameters) unless it has a smaller type. A
--- bf16 or fp16 parameter has an fp32 master, made at the first step. A step is a few calls of one fused op, each over
--- a batch of tensors. Gradient clipping, the loss scale and the mean over accumulated gradients are one factor in
--- this op, so gradients are read a second time only for their norm.
+-- ps.optim: optimizers for parameters in plain memory (ps.optimizers). State is fp32 (fp64 for fp64 parameters) unless
+-- it has a smaller type. A bf16 or fp16 parameter has an fp32 master, made at the first step. A step is a few calls of
+-- one fused op, each over a batch of tensors. Gradient clipping, the loss scale and the mean over accumulated gradients
+-- are one factor in this op, so gradients are read a second time only for their norm.
 --
 --   local opt = optim.AdamW(optim.groups(model, 0.1), { lr = 3e-4, max_norm = 1 })
 --   model(x, y):backward(); opt:step(); opt:zero_grad()
@@ -30,8 +30,7 @@ local optim = { give_back = norms.give_back, squares = norms.squares, global_nor
 
 local address = nn_module.address
 
---- Returns two parameter groups. Tensors of two or more dimensions are in the group with weight decay, biases and norms
---- in the group without.
+--- Returns two parameter groups: tensors of two or more dimensions with weight decay, biases and norms without.
 ---@param model ps.nn.Module
 ---@param weight_decay number
 ---@return table[] groups
@@ -56,8 +55,8 @@ end
 ---@field trained table<number, true> addresses of the optimizer's parameters
 ---@field lost? string name of a parameter that module:to has replaced by another tensor
 ---@field gone? {tensor: ps.Tensor, name: string}[] parameters in members that a script has replaced in their modules
----@field taken? {name: string, engine: table} set if ps.initialize took over a parameter of this name, but did not take
----  over this optimizer
+---@field taken? {name: string, engine: table} set if ps.initialize adopted a parameter of this name, but not this
+--- optimizer
 ---@field per_rank? boolean whether, in a group of several ranks, each rank updates from its own gradients
 local Optimizer = {}
 groups.fields(Optimizer, Optimizer)
@@ -98,7 +97,7 @@ local function defaults_of(made, lr)
   return optimizers.complete(defaults, made)
 end
 
--- Returns the optimizer of a group, which is the group's own optimizer if it names one.
+-- Returns the optimizer of a group: the one that it names, else the default.
 local function kind_of_group(kind, given, what)
   local name = type(given) == "table" and (given.optimizer or given.kind)
   if not name then return kind end
@@ -170,15 +169,15 @@ local function with_gradient(self)
   return entries, grads
 end
 
--- Appends the tensors of a parameter's update to the op's inputs. If the parameter lacks a state, the master is passed
--- instead.
+-- Appends the tensors of a parameter's update to the op's inputs. The master stands for a state that the parameter
+-- lacks.
 local function fill(list, kind, entry, grad, states)
   local n = #list
   list[n + 1], list[n + 2], list[n + 3] = entry.param, entry.master, grad
   for k = 1, optimizers.takes(kind) do list[n + 3 + k] = states[k] and entry[states[k].name] or entry.master end
 end
 
--- Updates entries. `done` is called with each entry after its update, unless it is nil.
+-- Updates entries. done, if given, is called with each entry after its update.
 local function update(entries, grads, scale, done)
   local first, states = 1, {}
   -- All memory is allocated before the first update.
@@ -201,7 +200,7 @@ local function update(entries, grads, scale, done)
   end
 end
 
---- Returns the norm of an optimizer's gradients, for code that runs its steps without step().
+--- Returns the norm of an optimizer's gradients, for code that updates without step().
 ---@param optimizer ps.Optimizer
 ---@return number
 function optim.norm_of(optimizer)
@@ -213,8 +212,8 @@ function optim.norm_of(optimizer)
   end)
 end
 
---- Updates the parameters that have a gradient, for code that runs an optimizer's steps without step(). If it fails,
---- `done` has been called with the entries that were updated.
+--- Updates the parameters that have a gradient, for code that updates without step(). If it fails, `done` was called
+--- with each updated entry.
 ---@param optimizer ps.Optimizer
 ---@param scale number a factor on the gradients
 ---@param done fun(entry: table)
@@ -234,8 +233,8 @@ local function end_step()
   scope.end_step()
 end
 
--- Raises an error if there are several ranks, since each rank would update from its own gradients and their parameters
--- would diverge.
+-- Raises an error if there are several ranks: each would update from its own gradients, and their parameters would
+-- diverge.
 local function check_ranks(self)
   local group = not self.per_rank and mesh.group "dp"
   if not group then return end
@@ -244,7 +243,7 @@ local function check_ranks(self)
     self.kind.name, group:size()))
 end
 
--- Raises an error if ps.initialize took over a model with parameters of this optimizer, since the model's own optimizer
+-- Raises an error if ps.initialize took over a model with parameters of this optimizer: the model's own optimizer
 -- updates them.
 local function check_taken(self)
   local taken = self.taken and not self.taken.engine.closed and self.taken.name
@@ -263,8 +262,8 @@ local function check_taken(self)
     taken))
 end
 
--- Prints the parameters that a script has replaced in their module and that have no gradient, since they are no longer
--- trained. If another layer wraps the old one, the old layer's parameters still get gradients and are not printed.
+-- Prints the parameters that a script has replaced in their modules and that have no gradient: they no longer train.
+-- The parameters of a layer that another layer wraps still get gradients and are not printed.
 local function tell_gone(self)
   local names = {}
   for _, entry in ipairs(self.gone) do
@@ -280,12 +279,12 @@ end
 
 local STEP = { max_norm = "number", scaler = "table", grad_scale = "number" }
 
---- Updates the parameters from their gradients. A parameter without a gradient is not changed. If no parameter has a
+--- Updates the parameters from their gradients. A parameter without a gradient does not change. If no parameter has a
 --- gradient, the step is skipped. The call ends the implicit step scope.
 ---@param options? {max_norm?: number, scaler?: ps.LossScaler, grad_scale?: number} grad_scale: a factor on all
----  gradients, for example 1 / (number of accumulated batches)
+--- gradients, for example 1 / (number of accumulated batches)
 ---@return {grad_norm?: number, skipped: boolean} info grad_norm is the norm before clipping, or nil if neither max_norm
----  nor scaler is used
+--- nor scaler is used
 function Optimizer:step(options)
   native.check_running "optimizer:step()"
   options = in_range(caller.options(options, "optimizer:step", STEP), "optimizer:step", types.OPTIMIZER)
@@ -331,7 +330,7 @@ function Optimizer:step(options)
   return info
 end
 
---- Ends a step without an update. The next step has new dropout masks, and the step's scope ends.
+--- Ends a step, and its scope, without an update. The next step has new dropout masks.
 ---@return {skipped: boolean} info
 function Optimizer:skip()
   end_step()
@@ -339,14 +338,14 @@ function Optimizer:skip()
 end
 
 --- Moves the parameters to the averages at which AdamWScheduleFree evaluates the model. Call it before the model is
---- evaluated or saved. Other optimizers change nothing.
+--- evaluated or saved. With other optimizers, nothing changes.
 function Optimizer:eval()
   called(self, "eval")
   average.switch_plain(self, false)
 end
 
---- Moves the parameters back to the values at which gradients are computed, after eval(). They can differ from the
---- earlier values by rounding. Other optimizers change nothing.
+--- Moves the parameters back, after eval(), to the values at which gradients are computed. They can differ from the
+--- earlier values by rounding. With other optimizers, nothing changes.
 function Optimizer:train()
   called(self, "train")
   average.switch_plain(self, true)
@@ -361,18 +360,18 @@ function Optimizer:zero_grad(set_to_none)
   for _, entry in ipairs(self.entries) do entry.param:set_grad(nil) end
 end
 
---- Sets the learning rate from the next step on. A group that was created with another rate than the optimizer keeps
---- its ratio to the optimizer's rate. Raises an error if the groups have different rates and the optimizer was created
---- without a rate; set optimizer.groups[i].lr in that case.
+--- Sets the learning rate from the next step on. A group created with another rate keeps its ratio to the optimizer's
+--- rate. If the groups' rates differ and the optimizer was created without a rate, raises an error: set
+--- optimizer.groups[i].lr instead.
 ---@param lr number
 function Optimizer:set_lr(lr)
   called(self, "set_lr")
   groups.set_lr(self, lr)
 end
 
---- Returns the state. `tensors` contains the states by "<parameter>.<state>" (exp_avg, exp_avg_sq, momentum_buffer,
---- master). `values` contains values that JSON can store. Without a model, parameters have the names "0", "1", ...;
---- `values` then contains their real names if the optimizer was created from a module or from optim.groups.
+--- Returns the state. `tensors` has states by "<parameter>.<state>" (exp_avg, exp_avg_sq, momentum_buffer, master), and
+--- `values` has values that JSON can store. Without a model, parameters are named "0", "1", ...; `values` then has
+--- their real names if the optimizer was created from a module or from optim.groups.
 ---@param model? ps.nn.Module
 ---@return {tensors: table<string, ps.Tensor>, values: table}
 function Optimizer:state_dict(model)
@@ -427,8 +426,7 @@ local function for_torch(self)
 end
 
 --- Returns the state in PyTorch's form, like optimizer:state_dict() of an engine: {state = {[n] = {step, exp_avg,
---- ...}}, param_groups}. load_state_dict of PyTorch's optimizer and of this optimizer accept it. Tensors are not
---- copied.
+--- ...}}, param_groups}. load_state_dict of PyTorch's optimizer and of this one accept it. Tensors are not copied.
 ---@return {state: table<integer, table>, param_groups: table[]}
 function Optimizer:torch_state_dict()
   called(self, "torch_state_dict")
@@ -441,7 +439,7 @@ local function is_torch(state)
   return state.values == nil and state.param_groups ~= nil
 end
 
--- Loads a state in PyTorch's form. The state has no masters, so masters start from the parameters.
+-- Loads a state in PyTorch's form, which has no masters: they start from the parameters.
 local function load_torch(self, state)
   local view = for_torch(self)
   optimizer_state.load(view, state)
@@ -449,8 +447,8 @@ local function load_torch(self, state)
   for _, entry in ipairs(self.entries) do entry.master = nil end
 end
 
---- Loads a result of state_dict, whose tensors are adopted without a copy if they are on their parameter's device. Also
---- loads PyTorch's form (torch_state_dict) from tables or an open file, which is copied.
+--- Loads a result of state_dict. Its tensors are adopted without a copy if they are on their parameter's device. Also
+--- loads, and copies, PyTorch's form (torch_state_dict) from tables or an open file.
 ---@param state table|ps.TorchFile
 ---@param model? ps.nn.Module as in state_dict
 function Optimizer:load_state_dict(state, model)
@@ -488,7 +486,7 @@ function Optimizer:load_state_dict(state, model)
   end
   for i, entry in ipairs(self.entries) do
     entry.master = nil
-    -- States that are missing start from zero.
+    -- Missing states start from zero.
     for _, of in ipairs(optimizers.of_group(entry.group).states) do entry[of.name] = nil end
     for key, value in pairs(planned[i]) do
       if nn_module.is_tensor(value) then value:keep() end
@@ -499,12 +497,12 @@ function Optimizer:load_state_dict(state, model)
   self.steps, self.moved = values.steps, nil
 end
 
---- Creates an Adam optimizer, which adds weight_decay to the gradient. With per_rank, step() is allowed in a group of
---- several ranks, where it otherwise raises an error. Each rank then updates from its own gradients, which the script
---- may have summed.
+--- Creates an Adam optimizer, which adds weight_decay to the gradient. per_rank allows step() in a group of several
+--- ranks, where it is otherwise an error. Each rank then updates from its own gradients, which the script may have
+--- summed.
 ---@param params ps.nn.Module|ps.Tensor[]|table[] a module, a list of parameters, or a list of groups {params=, ...}
 ---@param options? {lr?: number, betas?: number[], eps?: number, weight_decay?: number, max_norm?: number, per_rank?:
----  boolean}
+--- boolean}
 ---@return ps.Optimizer
 function optim.Adam(params, options) return build(optimizers.of "Adam", params, options) end
 
@@ -515,10 +513,10 @@ function optim.Adam(params, options) return build(optimizers.of "Adam", params, 
 ---@return ps.Optimizer
 function optim.AdamW(params, options) return build(optimizers.of "AdamW", params, options) end
 
---- Creates an optimizer that performs stochastic gradient descent with PyTorch's momentum.
+--- Creates an optimizer for stochastic gradient descent with PyTorch's momentum.
 ---@param params ps.nn.Module|ps.Tensor[]|table[]
 ---@param options? {lr?: number, momentum?: number, dampening?: number, nesterov?: boolean, weight_decay?: number,
----  max_norm?: number, per_rank?: boolean}
+--- max_norm?: number, per_rank?: boolean}
 ---@return ps.Optimizer
 function optim.SGD(params, options) return build(optimizers.of "SGD", params, options) end
 
@@ -529,7 +527,7 @@ function optim.SGD(params, options) return build(optimizers.of "SGD", params, op
 ---@return ps.Optimizer
 function optim.RMSprop(params, options) return build(optimizers.of "RMSprop", params, options) end
 
---- Creates a Lion optimizer (Chen et al. 2023), which computes the same updates as lion-pytorch.
+--- Creates a Lion optimizer (Chen et al. 2023) with the updates of lion-pytorch.
 ---@param params ps.nn.Module|ps.Tensor[]|table[]
 ---@param options? {lr?: number, betas?: number[], weight_decay?: number, max_norm?: number, per_rank?: boolean}
 ---@return ps.Optimizer
@@ -568,11 +566,10 @@ function optim.HuggingFaceAdafactor(params, options)
   return build(optimizers.of "HuggingFaceAdafactor", params, options)
 end
 
---- Creates a LAMB optimizer (You et al. 2020), which computes the same updates as timm's, but without timm's clipping
---- (max_norm).
+--- Creates a LAMB optimizer (You et al. 2020) with the updates of timm's, but without timm's clipping (max_norm).
 ---@param params ps.nn.Module|ps.Tensor[]|table[]
 ---@param options? {lr?: number, betas?: number[], eps?: number, weight_decay?: number, grad_averaging?: boolean,
----  always_adapt?: boolean, trust_clip?: boolean, max_norm?: number, per_rank?: boolean}
+--- always_adapt?: boolean, trust_clip?: boolean, max_norm?: number, per_rank?: boolean}
 ---@return ps.Optimizer
 function optim.LAMB(params, options) return build(optimizers.of "LAMB", params, options) end
 
@@ -584,12 +581,11 @@ function optim.LAMB(params, options) return build(optimizers.of "LAMB", params, 
 ---@return ps.Optimizer
 function optim.AdamW8bit(params, options) return build(optimizers.of "AdamW8bit", params, options) end
 
---- Creates a schedule-free AdamW optimizer (Defazio et al. 2024), that of the package schedulefree. Call
---- optimizer:eval() before evaluation and before the model is saved, and optimizer:train() before the next step.
---- ps.train.run does so.
+--- Creates the schedule-free AdamW optimizer (Defazio et al. 2024) of the package schedulefree. Call optimizer:eval()
+--- before evaluation and before the model is saved, and optimizer:train() before the next step. ps.train.run does so.
 ---@param params ps.nn.Module|ps.Tensor[]|table[]
 ---@param options? {lr?: number, betas?: number[], eps?: number, weight_decay?: number, warmup_steps?: integer, r?:
----  number, weight_lr_power?: number, max_norm?: number, per_rank?: boolean}
+--- number, weight_lr_power?: number, max_norm?: number, per_rank?: boolean}
 ---@return ps.Optimizer
 function optim.AdamWScheduleFree(params, options) return build(optimizers.of "AdamWScheduleFree", params, options) end
 

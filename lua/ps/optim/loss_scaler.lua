@@ -1,17 +1,14 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The loss scale of fp16 training (Micikevicius et al., "Mixed precision training", ICLR 2018). The scale is fixed or
--- adapts: an overflow lowers it, and a window of steps without an overflow raises it. There are two constructors,
--- because two update rules are in use.
+-- The loss scale of fp16 training (Micikevicius et al., "Mixed precision training", ICLR 2018). A scale is fixed, or
+-- adapts: an overflow lowers it, and a window of steps without an overflow raises it. There are two rules. With factors
+-- that are powers of 2, scaling and unscaling are exact.
 --
 -- `new` has the settings and the rule of DeepSpeed's fp16 block. An overflow first uses up the hysteresis, then halves
 -- the scale. The step after `loss_scale_window` good steps doubles the scale and restores the hysteresis, and so does
 -- every further window of good steps. Source: DynamicLossScaler.update_scale in deepspeed/runtime/fp16/loss_scaler.py
--- of DeepSpeed 0.19.6. FP16_Optimizer._update_scale has the same window, but no hysteresis. Earlier releases of
--- DynamicLossScaler doubled one step sooner.
+-- of DeepSpeed 0.19.6. FP16_Optimizer._update_scale has the same window, but no hysteresis.
 --
 -- `pytorch` is torch.amp.GradScaler: the last step of a window raises the scale, and the next window begins there.
---
--- If the factors are powers of 2, scaling and unscaling are exact.
 --
 --   local scaler = require("ps.optim.loss_scaler").new { hysteresis = 2 }
 --   scaler:scale_loss(loss):backward(); optimizer:step { scaler = scaler }
@@ -56,14 +53,13 @@ local function check(key, value)
   end
 end
 
---- Creates a loss scaler. loss_scale is 0 for a dynamic scale, else a fixed scale, with which a step that overflows is
---- skipped and the scale is not changed. The other options apply only to a dynamic scale. It starts at 2 ^
---- initial_scale_power, or at initial_scale if given, and is halved down to min_loss_scale. consecutive_hysteresis:
---- every good step restores the hysteresis, instead of only a window of good steps. raise_error_at_min_scale: an
---- overflow at the smallest scale raises an error.
+--- Creates a loss scaler with DeepSpeed's rule. loss_scale is 0 for a dynamic scale, else a fixed scale, which an
+--- overflow does not change. A step that overflows is skipped. A dynamic scale starts at 2 ^ initial_scale_power, or at
+--- initial_scale if given, and is halved down to min_loss_scale. consecutive_hysteresis: every good step restores the
+--- hysteresis, not only a window of them. raise_error_at_min_scale: an overflow at the smallest scale is an error.
 ---@param options? {loss_scale?: number, initial_scale_power?: number, initial_scale?: number, loss_scale_window?:
----  integer, hysteresis?: integer, consecutive_hysteresis?: boolean, min_loss_scale?: number,
----  raise_error_at_min_scale?: boolean}
+--- integer, hysteresis?: integer, consecutive_hysteresis?: boolean, min_loss_scale?: number, raise_error_at_min_scale?:
+--- boolean}
 ---@return ps.LossScaler
 function M.new(options)
   local self = setmetatable({}, LossScaler)
@@ -84,11 +80,11 @@ end
 local PYTORCH = { scale = "number", interval = "whole", growth = "number", backoff = "number" }
 local RANGES = { scale = types.scale, interval = types.integer(1), growth = types.number(1), backoff = types.share }
 
---- Creates a dynamic loss scale for fp16. The scale is halved when a gradient overflows, in which case the step is
---- skipped, and doubled after `interval` good steps.  scaler:scale_loss(loss):backward(); opt:step { scaler = scaler }
+--- Creates a dynamic loss scale for fp16 with PyTorch's rule: halved if a gradient overflows, which skips the step, and
+--- doubled after `interval` good steps.  scaler:scale_loss(loss):backward(); opt:step { scaler = scaler }
 ---@param options? {scale?: number, interval?: integer, growth?: number, backoff?: number} scale: initial scale (default
----  65536); interval: number of good steps (default 2000); growth: factor after these steps (default 2); backoff:
----  factor after an overflow (default 0.5)
+--- 65536); interval: number of good steps (default 2000); growth: factor after these steps (default 2); backoff: factor
+--- after an overflow (default 0.5)
 ---@return ps.LossScaler
 function M.pytorch(options)
   options = caller.options(options, "optim.GradScaler", PYTORCH)
@@ -130,7 +126,7 @@ end
 
 local MANY = 5                                                        -- number of consecutive skipped steps
 
--- Prints a note, once, if no step has updated the model for a while and the scale cannot be lowered further.
+-- Prints a note once if no step has updated the model for a while, and the scale cannot be lowered.
 local function count_skipped(self, overflowed)
   self.skipped = overflowed and (self.skipped or 0) + 1 or 0
   if self.skipped < MANY or self.told then return end
@@ -144,7 +140,7 @@ local function count_skipped(self, overflowed)
     .. "learning rate, or train in bf16" or "set loss_scale = 0, which adapts the scale, or a smaller one"))
 end
 
---- Updates the scale after a step, from whether its gradients overflowed. Optimizer:step calls it.
+--- Updates the scale after a step. overflowed: whether its gradients overflowed. Optimizer:step calls it.
 ---@param overflowed boolean
 function LossScaler:update(overflowed)
   count_skipped(self, overflowed and (not self.dynamic or self.scale == self.min_loss_scale))
@@ -162,7 +158,7 @@ end
 
 local KEPT = { "scale", "steps", "last_overflow", "hysteresis_left" }
 
---- Returns the state that a resumed run needs, as texts that preserve every bit.
+--- Returns the state for a resumed run, as text that preserves every bit.
 ---@return table<string, string>
 function LossScaler:state_dict()
   local state = {}
@@ -170,7 +166,7 @@ function LossScaler:state_dict()
   return state
 end
 
---- Continues from a result of state_dict. A fixed scale keeps the value of its options.
+--- Continues from a result of state_dict. A fixed scale keeps its value from the options.
 ---@param state table<string, string|number>
 function LossScaler:load_state_dict(state)
   if state.good then                               -- the form of optim.GradScaler in older versions

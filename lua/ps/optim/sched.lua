@@ -1,12 +1,13 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Learning-rate schedules. A schedule sets the rate of the optimizer's next step when it is made and at every :step();
--- the loop is  loss:backward(); opt:step(); sched:step().
+-- Learning-rate schedules. A schedule sets the rate of the optimizer's next step when it is created and at every
+-- :step(); the loop is  loss:backward(); opt:step(); sched:step().  A skipped step (its gradients overflowed) does not
+-- count: call :step() only after a step that was not skipped.
+--
 -- With several groups, DeepSpeed's schedules act as in DeepSpeed: WarmupLR, WarmupDecayLR, OneCycle and LRRangeTest set
 -- one rate for all groups, and WarmupCosineLR multiplies each group's own rate. The schedules of PyTorch
 -- (sched_torch.lua) and of Hugging Face (sched_hugging_face.lua) compute each group's rate from its initial one.
 -- warmup_cosine, warmup_linear and constant set the optimizer's own rate, and groups with another rate keep their ratio
 -- to it (optimizer:set_lr).
--- A skipped step (its gradients overflowed) does not count: call :step() only after a step that was not skipped.
 local caller = require "ps.core.caller"
 local foreign = require "ps.core.foreign"
 local schedule = require "ps.optim.schedule"
@@ -95,7 +96,7 @@ order.LRRangeTest = "lr_range_test_min_lr lr_range_test_step_size lr_range_test_
   .. "last_batch_iteration"
 
 -- DeepSpeed's schedules. Their count lags by one step: the first step has the starting rate, and the second step has
--- the rate for 0 warm-up steps, which is the same. Options have DeepSpeed's names; docs/config.md lists all of them.
+-- the rate for 0 warm-up steps, which is the same. docs/config.md lists the options, which have DeepSpeed's names.
 
 -- Returns the completed share of the warm-up as a function of the step (from 0), and the number of warm-up steps.
 local WARMUPS = { log = true, linear = true }
@@ -110,8 +111,8 @@ local function warmup_share(name, options)
   return function(step) return scale * math.log(step + 1) end, steps
 end
 
--- Returns a schedule in which the rate rises from warmup_min_lr to warmup_max_lr. After the warm-up the rate is between
--- these two, at the fraction that after(step, warmup steps) returns.
+-- Returns a schedule in which the rate rises from warmup_min_lr to warmup_max_lr. Later rates are between the two, at
+-- the fraction that after(step, warmup steps) returns.
 local function warmup_then(name, options, high, after, total)
   local low, share, steps = options.warmup_min_lr or 0, warmup_share(name, options)
   return build(name, options, function(count)
@@ -125,10 +126,10 @@ local WARMUP = { optimizer = "table", warmup_min_lr = "number", warmup_max_lr = 
   warmup_type = "string", last_batch_iteration = "number" }
 
 --- Returns a schedule in which the rate of all groups rises to warmup_max_lr (default: the optimizer's rate) in
---- warmup_num_steps and then stays constant. With last_batch_iteration = n the schedule begins at the rate of iteration
---- n (default -1, its start).
+--- warmup_num_steps and then stays constant. last_batch_iteration = n begins at the rate of iteration n (default -1: at
+--- the start).
 ---@param options ps.Optimizer|{optimizer: ps.Optimizer, warmup_min_lr?: number, warmup_max_lr?: number,
----  warmup_num_steps?: integer, warmup_type?: "log"|"linear", last_batch_iteration?: integer}
+--- warmup_num_steps?: integer, warmup_type?: "log"|"linear", last_batch_iteration?: integer}
 ---@param ... any the other options in DeepSpeed's order, or in a table, if the first argument is an optimizer
 ---@return ps.Schedule
 function sched.WarmupLR(options, ...)
@@ -159,11 +160,11 @@ local COSINE = { optimizer = "table", total_num_steps = "number", lr = "number",
   warmup_num_steps = "number", cos_min_ratio = "number", warmup_type = "string", last_batch_iteration = "number" }
 
 --- Returns a schedule that multiplies each group's own rate by a factor, which rises from warmup_min_ratio to 1 and
---- then falls along half a cosine to cos_min_ratio. With `lr` the schedule multiplies lr by the factor and calls
+--- then falls along half a cosine to cos_min_ratio. With `lr`, it multiplies lr by the factor and calls
 --- optimizer:set_lr.
 ---@param options ps.Optimizer|{optimizer: ps.Optimizer, total_num_steps: integer, lr?: number, warmup_min_ratio?:
----  number, warmup_num_steps?: integer, cos_min_ratio?: number, warmup_type?: "log"|"linear", last_batch_iteration?:
----  integer}
+--- number, warmup_num_steps?: integer, cos_min_ratio?: number, warmup_type?: "log"|"linear", last_batch_iteration?:
+--- integer}
 ---@param ... any the other options in DeepSpeed's order, or in a table, if the first argument is an optimizer
 ---@return ps.Schedule
 function sched.WarmupCosineLR(options, ...)
@@ -187,7 +188,7 @@ function sched.WarmupCosineLR(options, ...)
 end
 
 -- Returns a function that computes the height of step `count` in the cycle (0 at both ends, 1 in the middle), and the
--- number of steps of the cycle.
+-- cycle's number of steps.
 local function cycle_height(options)
   local up = options.cycle_first_step_size or 2000
   local down = options.cycle_second_step_size or up
@@ -198,8 +199,7 @@ local function cycle_height(options)
     local stairs = at <= up and up_stairs or down_stairs
     local height = at <= up and at / up or (total - at) / down
     if stairs == 0 then return height end
-    -- The position on the stairs is a product of whole numbers followed by one division, so it reaches each stair
-    -- exactly.
+    -- The stairs are computed from a product of whole numbers with one division, which reaches each stair exactly.
     return math.floor(at <= up and at * stairs / up or (total - at) * stairs / down) / stairs
   end, total
 end
@@ -209,14 +209,13 @@ local CYCLE = { optimizer = "table", cycle_min_lr = "number", cycle_max_lr = "nu
   cycle_second_stair_count = "number", decay_step_size = "number", cycle_momentum = "boolean", cycle_min_mom = "number",
   cycle_max_mom = "number", decay_mom_rate = "number", last_batch_iteration = "number" }
 
---- Returns a schedule with one cycle of the rate from cycle_min_lr to cycle_max_lr and back, followed by a decay. With
---- cycle_momentum (the default), beta1 cycles in the opposite direction and beta2 becomes 0.99. The very first step has
---- the smallest beta1, as in DeepSpeed. The schedule is Smith's (2018, "A disciplined approach to neural network
---- hyper-parameters").
+--- Returns a schedule with one cycle of the rate, from cycle_min_lr to cycle_max_lr and back, then a decay (Smith 2018,
+--- "A disciplined approach to neural network hyper-parameters"). With cycle_momentum (the default), beta1 cycles in the
+--- opposite direction and beta2 becomes 0.99. The very first step has the smallest beta1, as in DeepSpeed.
 ---@param options ps.Optimizer|{optimizer: ps.Optimizer, cycle_min_lr: number, cycle_max_lr: number, decay_lr_rate?:
----  number, cycle_first_step_size?: integer, cycle_second_step_size?: integer, cycle_first_stair_count?: integer,
----  cycle_second_stair_count?: integer, decay_step_size?: integer, cycle_momentum?: boolean, cycle_min_mom?: number,
----  cycle_max_mom?: number, decay_mom_rate?: number, last_batch_iteration?: integer}
+--- number, cycle_first_step_size?: integer, cycle_second_step_size?: integer, cycle_first_stair_count?: integer,
+--- cycle_second_stair_count?: integer, decay_step_size?: integer, cycle_momentum?: boolean, cycle_min_mom?: number,
+--- cycle_max_mom?: number, decay_mom_rate?: number, last_batch_iteration?: integer}
 ---@param ... any the other options in DeepSpeed's order, or in a table, if the first argument is an optimizer
 ---@return ps.Schedule
 function sched.OneCycle(options, ...)
@@ -241,10 +240,10 @@ end
 local RANGE = { optimizer = "table", lr_range_test_min_lr = "number", lr_range_test_step_size = "number",
   lr_range_test_step_rate = "number", lr_range_test_staircase = "boolean", last_batch_iteration = "number" }
 
---- Returns a schedule whose rate only grows, to find the rate at which training diverges (Smith 2017). The rate is min
---- x (1 + step_rate x steps / step_size).
+--- Returns a schedule whose rate only grows, to find where training diverges (Smith 2017): min x (1 + step_rate x steps
+--- / step_size).
 ---@param options ps.Optimizer|{optimizer: ps.Optimizer, lr_range_test_min_lr?: number, lr_range_test_step_size?:
----  integer, lr_range_test_step_rate?: number, lr_range_test_staircase?: boolean, last_batch_iteration?: integer}
+--- integer, lr_range_test_step_rate?: number, lr_range_test_staircase?: boolean, last_batch_iteration?: integer}
 ---@param ... any the other options in DeepSpeed's order, or in a table, if the first argument is an optimizer
 ---@return ps.Schedule
 function sched.LRRangeTest(options, ...)
@@ -260,12 +259,12 @@ end
 local NAMED = {}
 for _, name in ipairs(require "ps.config.schedules") do NAMED[name] = sched[name] end
 
--- schedules for which the default of max_lr is the optimizer's rate
+-- schedules whose max_lr is the optimizer's rate by default
 local RISES = { warmup_cosine = true, warmup_linear = true, constant = true }
 
 local SPECIFIC = { name = "string", optimizer = "table", num_warmup_steps = "whole", num_training_steps = "whole",
   scheduler_specific_kwargs = "table" }
--- the numbers of steps that get_scheduler passes to a schedule, by its name
+-- numbers of steps that get_scheduler passes to each schedule
 local ASKS = { constant = {}, reduce_lr_on_plateau = {}, constant_with_warmup = { "num_warmup_steps" },
   inverse_sqrt = { "num_warmup_steps" } }
 for _, name in ipairs { "linear", "cosine", "cosine_with_restarts", "polynomial", "cosine_with_min_lr",

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- The schedules of Hugging Face's Trainer, under the names of its lr_scheduler_type (ps.optim.sched). Each multiplies
--- the initial rate of every group by a factor of the step. The factors are those of transformers 5 (optimization.py).
+-- every group's initial rate by a factor of the step, from transformers 5 (optimization.py).
 local caller = require "ps.core.caller"
 local schedule = require "ps.optim.schedule"
 local error = caller.error
@@ -28,7 +28,7 @@ local function keys_of(more)
 end
 local TO_END = keys_of { num_training_steps = "whole" }
 
--- Checks the options of a call. Returns them, the number of warm-up steps, and the number of all steps.
+-- Checks the options of a call. Returns them, and the numbers of warm-up steps and of all steps.
 local function steps_of(name, keys, required, options, ...)
   options = checked(name, keys, required, options, ...)
   local what = "sched." .. name .. ": "
@@ -44,7 +44,7 @@ end
 -- Returns the factor during the warm-up, or nil if it is over.
 local function warming(count, warmup) if count < warmup then return count / warmup end end
 
--- Returns the progress after the warm-up: 0 at its end, 1 at the last step, and more than 1 after the last step.
+-- Returns the progress after the warm-up: 0 at its end, 1 at the last step, above 1 later.
 local function progress(count, warmup, total) return (count - warmup) / math.max(1, total - warmup) end
 
 local function cosine(cycles, done) return 0.5 * (1 + math.cos(math.pi * cycles * 2 * done)) end
@@ -95,10 +95,10 @@ function hugging_face.cosine(options, ...)
   end, total)
 end
 
---- Returns a schedule like `cosine`, except that the rate falls from each group's initial rate to 0 in each of
---- num_cycles cycles (default 1), and each cycle begins at the initial rate again.
+--- Returns a schedule like `cosine`, but with num_cycles cycles (default 1), each of which begins at each group's
+--- initial rate and falls to 0.
 ---@param options ps.Optimizer|{optimizer: ps.Optimizer, num_warmup_steps?: integer, num_training_steps: integer,
----  num_cycles?: number, last_epoch?: integer}
+--- num_cycles?: number, last_epoch?: integer}
 ---@param ... any the other options in the order of transformers, or in a table, if the first argument is an optimizer
 ---@return ps.Schedule
 function hugging_face.cosine_with_restarts(options, ...)
@@ -115,10 +115,10 @@ end
 local POLYNOMIAL = keys_of { num_training_steps = "whole", lr_end = "number", power = "number" }
 
 --- Returns a schedule in which the rate rises from 0 to each group's initial rate in num_warmup_steps, then falls as a
---- power (default 1) of the remaining steps to lr_end (default 1e-7) at step num_training_steps. lr_end applies to the
---- optimizer's own rate. A group with another rate keeps its ratio to it.
+--- power (default 1) of the remaining steps to lr_end (default 1e-7) at step num_training_steps. lr_end is for the
+--- optimizer's own rate; a group with another rate keeps its ratio to it.
 ---@param options ps.Optimizer|{optimizer: ps.Optimizer, num_warmup_steps?: integer, num_training_steps: integer,
----  lr_end?: number, power?: number, last_epoch?: integer}
+--- lr_end?: number, power?: number, last_epoch?: integer}
 ---@param ... any the other options in the order of transformers, or in a table, if the first argument is an optimizer
 ---@return ps.Schedule
 function hugging_face.polynomial(options, ...)
@@ -138,11 +138,11 @@ end
 
 local INVERSE = keys_of { timescale = "whole" }
 
---- Returns a schedule in which the rate rises from 0 to each group's initial rate in num_warmup_steps, then falls in
---- proportion to 1 / sqrt of the step. At step num_warmup_steps + 3 x timescale it has fallen to half. The default of
---- timescale is num_warmup_steps, or 10,000 if num_warmup_steps is 0.
+--- Returns a schedule in which the rate rises from 0 to each group's initial rate in num_warmup_steps, then falls like
+--- 1 / sqrt of the step: to half at step num_warmup_steps + 3 x timescale. timescale defaults to num_warmup_steps, or
+--- to 10,000 if that is 0.
 ---@param options ps.Optimizer|{optimizer: ps.Optimizer, num_warmup_steps?: integer, timescale?: integer, last_epoch?:
----  integer}
+--- integer}
 ---@param ... any the other options in the order of transformers, or in a table, if the first argument is an optimizer
 ---@return ps.Schedule
 function hugging_face.inverse_sqrt(options, ...)
@@ -168,7 +168,7 @@ local LEAST = keys_of { num_training_steps = "whole", num_cycles = "number", min
 --- Returns a schedule like `cosine`, except that the rate falls to min_lr, or to the share min_lr_rate of each group's
 --- initial rate.
 ---@param options ps.Optimizer|{optimizer: ps.Optimizer, num_warmup_steps?: integer, num_training_steps: integer,
----  num_cycles?: number, min_lr?: number, min_lr_rate?: number, last_epoch?: integer}
+--- num_cycles?: number, min_lr?: number, min_lr_rate?: number, last_epoch?: integer}
 ---@param ... any the other options in the order of transformers, or in a table, if the first argument is an optimizer
 ---@return ps.Schedule
 function hugging_face.cosine_with_min_lr(options, ...)
@@ -184,10 +184,10 @@ end
 local WARM_LEAST = keys_of { num_training_steps = "whole", num_cycles = "number", min_lr = "number",
   min_lr_rate = "number", warmup_lr_rate = "number" }
 
---- Returns a schedule like `cosine_with_min_lr`, except that each step has the rate of the next step, so that the first
---- rate is not 0. The warm-up begins at the share warmup_lr_rate of the initial rate (default 1 / num_warmup_steps).
+--- Returns a schedule like `cosine_with_min_lr`, except that each step has the next step's rate, so that the first rate
+--- is not 0. The warm-up begins at the share warmup_lr_rate of the initial rate (default 1 / num_warmup_steps).
 ---@param options ps.Optimizer|{optimizer: ps.Optimizer, num_warmup_steps?: integer, num_training_steps: integer,
----  num_cycles?: number, min_lr?: number, min_lr_rate?: number, warmup_lr_rate?: number, last_epoch?: integer}
+--- num_cycles?: number, min_lr?: number, min_lr_rate?: number, warmup_lr_rate?: number, last_epoch?: integer}
 ---@param ... any the other options in the order of transformers, or in a table, if the first argument is an optimizer
 ---@return ps.Schedule
 function hugging_face.cosine_warmup_with_min_lr(options, ...)
@@ -204,19 +204,19 @@ end
 
 local STABLE = keys_of { num_training_steps = "whole", num_decay_steps = "whole", num_stable_steps = "whole",
   warmup_type = "string", decay_type = "string", min_lr_ratio = "number", num_cycles = "number" }
--- Functions by warmup_type and decay_type. Each returns the factor after a share of the phase.
+-- Functions by warmup_type and decay_type, which return the factor after a share of the phase.
 local RISE = { linear = function(done) return done end, cosine = function(done) return 1 - cosine(0.5, done) end,
   ["1-sqrt"] = function(done) return 1 - math.sqrt(1 - done) end }
 local FALL = { linear = function(done) return 1 - done end, cosine = function(done, cycles) return cosine(cycles, done)
   end, ["1-sqrt"] = function(done) return 1 - math.sqrt(done) end }
 
---- Returns a schedule with three phases. The rate rises from the share min_lr_ratio (default 0) of each group's initial
+--- Returns a schedule with three phases: the rate rises from the share min_lr_ratio (default 0) of each group's initial
 --- rate to the initial rate in num_warmup_steps, stays constant for num_stable_steps, and falls back in
---- num_decay_steps. num_training_steps, the sum of the three, can be passed instead of num_stable_steps.
+--- num_decay_steps. num_training_steps, their sum, can replace num_stable_steps.
 ---@param options ps.Optimizer|{optimizer: ps.Optimizer, num_warmup_steps?: integer, num_decay_steps: integer,
----  num_training_steps?: integer, num_stable_steps?: integer, warmup_type?: "linear"|"cosine"|"1-sqrt", decay_type?:
----  "linear"|"cosine"|"1-sqrt", min_lr_ratio?: number, num_cycles?: number, last_epoch?: integer} defaults of the last
----  options: linear, cosine, 0, 0.5
+--- num_training_steps?: integer, num_stable_steps?: integer, warmup_type?: "linear"|"cosine"|"1-sqrt", decay_type?:
+--- "linear"|"cosine"|"1-sqrt", min_lr_ratio?: number, num_cycles?: number, last_epoch?: integer} defaults of the last
+--- options: linear, cosine, 0, 0.5
 ---@param ... any the other options in the order of transformers, or in a table, if the first argument is an optimizer
 ---@return ps.Schedule
 function hugging_face.warmup_stable_decay(options, ...)

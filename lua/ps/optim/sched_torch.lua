@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- PyTorch's schedules, under its names (ps.optim.sched). Each computes the rate of a group from the group's initial
--- rate, except ReduceLROnPlateau, which changes the present rates after evaluations. last_epoch = n: the schedule
--- starts after n + 1 steps (default -1: at its start).
+-- PyTorch's schedules, under its names (ps.optim.sched). Each computes a group's rate from its initial rate, except
+-- ReduceLROnPlateau, which changes the current rates after evaluations. last_epoch = n: the schedule starts after n + 1
+-- steps (default -1: at its start).
 local caller = require "ps.core.caller"
 local optim_groups = require "ps.optim.groups"
 local schedule = require "ps.optim.schedule"
@@ -113,10 +113,9 @@ end
 local RESTARTS = { optimizer = "table", T_0 = "whole", T_mult = "whole", eta_min = "number", last_epoch = "number" }
 
 --- Returns PyTorch's CosineAnnealingWarmRestarts. The rate falls along half a cosine from each group's initial rate to
---- eta_min in T_0 steps. It then begins at the initial rate again, each time with T_mult times as many steps
---- (Loshchilov and Hutter 2017).
+--- eta_min in T_0 steps, and begins again, each time with T_mult times as many steps (Loshchilov and Hutter 2017).
 ---@param options ps.Optimizer|{optimizer: ps.Optimizer, T_0: integer, T_mult?: integer, eta_min?: number, last_epoch?:
----  integer} T_mult (default 1); eta_min (default 0)
+--- integer} T_mult (default 1); eta_min (default 0)
 ---@param ... any the other options in PyTorch's order, or in a table, if the first argument is an optimizer
 ---@return ps.Schedule
 function torch.CosineAnnealingWarmRestarts(options, ...)
@@ -192,11 +191,11 @@ end
 
 local SEQUENCE = { optimizer = "table", schedulers = "table", milestones = "table", last_epoch = "number" }
 
---- Returns PyTorch's SequentialLR, which runs several schedules one after another. The first schedule runs until step
---- milestones[1], the second begins there and runs until step milestones[2], and so on. They must be schedules of
---- PyTorch or Hugging Face for the same optimizer.
+--- Returns PyTorch's SequentialLR, which runs schedules one after another: the first until step milestones[1], the
+--- second from there until step milestones[2], and so on. They must be schedules of PyTorch or Hugging Face for the
+--- same optimizer.
 ---@param options ps.Optimizer|{optimizer: ps.Optimizer, schedulers: ps.Schedule[], milestones: integer[], last_epoch?:
----  integer}
+--- integer}
 ---@param ... any the other options in PyTorch's order, or in a table, if the first argument is an optimizer
 ---@return ps.Schedule
 function torch.SequentialLR(options, ...)
@@ -232,7 +231,7 @@ local ANNEAL = {
   linear = function(from, to, done) return (to - from) * done + from end,
 }
 
--- Returns the number of steps of a cycle, which total_steps or epochs sets.
+-- Returns the number of steps of a cycle, from total_steps or epochs.
 local function cycle_steps(options)
   local total = options.total_steps
   if not total and options.epochs and options.steps_per_epoch then total = options.epochs * options.steps_per_epoch end
@@ -240,7 +239,7 @@ local function cycle_steps(options)
   return caller.whole(total, "sched.OneCycleLR: total_steps", 1)
 end
 
--- Returns the phases of a cycle. Each has its last step and the names of the values at both ends.
+-- Returns the phases of a cycle, each with its last step and the names of the values at both ends.
 local function cycle_phases(options, total)
   local up, down = (options.pct_start or 0.3) * total - 1, { last = total - 1, "max", "least", "base", "max" }
   if not options.three_phase then return { { last = up, "first", "max", "max", "base" }, down } end
@@ -249,14 +248,14 @@ local function cycle_phases(options, total)
     { last = total - 1, "first", "least", "max", "max" } }
 end
 
---- Returns PyTorch's OneCycleLR, except that the rate keeps its last value after total_steps. The rate performs one
---- cycle (Smith and Topin 2018). It rises from max_lr / div_factor to max_lr in the share pct_start of the steps, then
---- falls to the first rate / final_div_factor. With three_phase it first falls to the first rate, in as many steps as
---- it rose. With cycle_momentum, Adam's beta1 or SGD's momentum moves in the opposite direction.
+--- Returns PyTorch's OneCycleLR, except that the rate keeps its last value after total_steps. In one cycle (Smith and
+--- Topin 2018), the rate rises from max_lr / div_factor to max_lr in the share pct_start of the steps, then falls to
+--- the first rate / final_div_factor. With three_phase it first falls to the first rate, in as many steps as it rose.
+--- With cycle_momentum, Adam's beta1 or SGD's momentum moves in the opposite direction.
 ---@param options ps.Optimizer|{optimizer: ps.Optimizer, max_lr: number|number[], total_steps?: integer, epochs?:
----  integer, steps_per_epoch?: integer, pct_start?: number, anneal_strategy?: "cos"|"linear", cycle_momentum?: boolean,
----  base_momentum?: number, max_momentum?: number, div_factor?: number, final_div_factor?: number, three_phase?:
----  boolean, last_epoch?: integer} if max_lr is a list, it has one rate for each group
+--- integer, steps_per_epoch?: integer, pct_start?: number, anneal_strategy?: "cos"|"linear", cycle_momentum?: boolean,
+--- base_momentum?: number, max_momentum?: number, div_factor?: number, final_div_factor?: number, three_phase?:
+--- boolean, last_epoch?: integer} if max_lr is a list, it has one rate for each group
 ---@param ... any the other options in PyTorch's order, or in a table, if the first argument is an optimizer
 ---@return ps.Schedule
 function torch.OneCycleLR(options, ...)
@@ -304,7 +303,7 @@ local function is_better(self, value)
   return value < (self.relative and best * (1 - by) or best - by)
 end
 
--- Multiplies the rates of all groups by the factor, except rates that would change by eps or less.
+-- Multiplies all groups' rates by the factor, except rates that would change by eps or less.
 local function reduce(self)
   local number = 0
   optim_groups.each_rate(self.optimizer, function(group)
@@ -353,11 +352,10 @@ function schedule.plateau(name, options, ...)
 end
 
 --- Returns PyTorch's ReduceLROnPlateau, which multiplies the rates by factor if a value has not improved for more than
---- `patience` evaluations. schedule:step(value) passes the value of an evaluation. ps.train.run passes the held-out
---- loss.
+--- `patience` evaluations. schedule:step(value) takes the value; ps.train.run passes the held-out loss.
 ---@param options ps.Optimizer|{optimizer: ps.Optimizer, mode?: "min"|"max", factor?: number, patience?: integer,
----  threshold?: number, threshold_mode?: "rel"|"abs", cooldown?: integer, min_lr?: number|number[], eps?: number}
----  defaults: min, 0.1, 10, 1e-4, rel, 0, 0, 1e-8
+--- threshold?: number, threshold_mode?: "rel"|"abs", cooldown?: integer, min_lr?: number|number[], eps?: number}
+--- defaults: min, 0.1, 10, 1e-4, rel, 0, 0, 1e-8
 ---@param ... any the other options in PyTorch's order, or in a table, if the first argument is an optimizer
 ---@return ps.Schedule
 function torch.ReduceLROnPlateau(options, ...) return schedule.plateau("ReduceLROnPlateau", options, ...) end

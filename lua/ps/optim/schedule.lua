@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The shared code of learning-rate schedules: the class, how a schedule sets several groups, the options of a call, and
--- a schedule's state. ps.optim.sched has the schedules.
+-- Code that all learning-rate schedules share: the class, how a schedule sets several groups, the options of a call,
+-- and a schedule's state. ps.optim.sched has the schedules.
 local caller = require "ps.core.caller"
 local exact = require "ps.core.exact"
 local mesh = require "ps.dist.mesh"
@@ -19,13 +19,16 @@ Schedule.__index = Schedule
 
 function Schedule:__tostring() return ("%s, %d steps, lr %g"):format(self.name, self.count, self:lr()) end
 
--- How a schedule sets several groups. ALIKE: all groups get its rate. SHARE: its rate is a factor on each group's rate.
--- OWN: its rate is a function of each group's rate and index. HELD: it changes the groups' rates itself. If none of
--- these is given, it sets the optimizer's rate.
+-- How a schedule sets several groups:
+--   ALIKE   all groups get its rate
+--   SHARE   its rate is a factor on each group's rate
+--   OWN     its rate is a function of each group's rate and index
+--   HELD    it changes the groups' rates itself
+--   nil     it sets the optimizer's rate
 local ALIKE, SHARE, OWN, HELD = "alike", "share", "own", "held"
 schedule.ALIKE, schedule.SHARE, schedule.OWN, schedule.HELD = ALIKE, SHARE, OWN, HELD
 
--- Returns whether an optimizer's groups have initial rates. Other optimizer objects need only set_lr.
+-- Returns whether an optimizer's groups have initial rates. An optimizer without them need only have set_lr.
 local function has_rates(optimizer)
   local group = (optimizer.groups or {})[1]
   return group ~= nil and group.initial_lr ~= nil
@@ -58,7 +61,7 @@ end
 
 local told = setmetatable({}, { __mode = "k" })
 
--- Prints once, on the first rank, how the schedule sets the rates of groups whose initial rates differ.
+-- Prints once, on the first rank, how the schedule sets the rates of groups with different initial rates.
 local function tell_groups(name, optimizer, how)
   local text, alike = optim_groups.rates(optimizer.groups, "initial_lr")
   local world, engine = mesh.group "world", optimizer.engine
@@ -70,8 +73,7 @@ local function tell_groups(name, optimizer, how)
   io.stderr:write("psluajit: sched.", name, " ", what:format(#optimizer.groups, text), "\n")
 end
 
--- Returns the options of a schedule as text, to compare them with the options of a saved schedule. The first step is
--- not among them.
+-- Converts the options of a schedule, except its first step, to text that can be compared with a saved schedule's.
 local FIRST = { optimizer = true, last_batch_iteration = true, last_epoch = true }
 
 local function text_of(value)
@@ -126,8 +128,8 @@ function schedule.build(name, options, rate, how, more)
   return self
 end
 
---- Returns the rate of optimizer step `count` (from 0; default: the next step). For WarmupCosineLR and the schedules of
---- PyTorch and Hugging Face it is the first group's rate.
+--- Returns the rate of optimizer step `count` (from 0; default: the next step): for WarmupCosineLR and the schedules of
+--- PyTorch and Hugging Face, the first group's rate.
 ---@param count? integer
 ---@return number
 function Schedule:lr(count)
@@ -140,8 +142,7 @@ function Schedule:lr(count)
   return self.how == SHARE and self.optimizer.groups[1].initial_lr * value or value
 end
 
---- Returns the rates of the optimizer's groups for its next step, like PyTorch's get_last_lr, as a list with one number
---- per group.
+--- Returns the rates of the optimizer's groups for its next step as a list, like PyTorch's get_last_lr.
 ---@return number[]
 function Schedule:get_last_lr()
   local list = {}
@@ -149,8 +150,8 @@ function Schedule:get_last_lr()
   return list
 end
 
---- Counts an optimizer step and sets the optimizer's rate for the next step. For ReduceLROnPlateau, the argument is the
---- value of an evaluation.
+--- Counts an optimizer step and sets the rate for the next one. For ReduceLROnPlateau, the argument is the value of an
+--- evaluation.
 ---@param metric? number|ps.Tensor value of an evaluation, for ReduceLROnPlateau
 function Schedule:step(metric)
   if scope.is_tensor(metric) then metric = metric:item() end
@@ -190,7 +191,7 @@ local function described(name, options)
   return name .. (parts[1] and " { " .. table.concat(parts, ", ") .. " }" or "")
 end
 
--- Prints a note if a run continues with a schedule that differs from the saved one.
+-- Prints a note if a run continues with another schedule than the saved one.
 local function tell_change(self, state)
   local same = state.name == self.name
   for key, value in pairs(same and state.options or {}) do same = same and self.options[key] == value end
@@ -202,8 +203,8 @@ local function tell_change(self, state)
     self:lr()))
 end
 
---- Continues at the step of a saved schedule. If the saved schedule is of another kind or has other options, prints a
---- note.
+--- Continues at the step of a saved schedule. Prints a note if the saved schedule is of another kind or has other
+--- options.
 ---@param state {name: string, count: integer, options?: table<string, string>}
 function Schedule:load_state_dict(state)
   caller.typed(state, "table", "schedule:load_state_dict: the state")
@@ -216,8 +217,7 @@ function Schedule:load_state_dict(state)
   tell_change(self, state)
 end
 
---- Returns a text that names a schedule that ends before or after a run does. Returns nil if it ends with the run, or
---- has no end.
+--- Describes a schedule that ends before or after a run. Returns nil if it ends with the run or has no end.
 ---@param self ps.Schedule
 ---@param steps integer number of remaining steps of the run
 ---@return string?
@@ -233,12 +233,12 @@ function schedule.mismatch(self, steps)
     self.name, total, last, self:lr(last - 1), self:lr(total))
 end
 
--- the parameters after the optimizer, in the order of PyTorch and DeepSpeed; psluajit's own schedules have no such
--- order, and each file of schedules adds its entries
+-- parameters after the optimizer, in the order of PyTorch and DeepSpeed, from each file of schedules; psluajit's own
+-- schedules have no such order
 local ORDER = {}
 schedule.order = ORDER
 
--- Returns whether a value is a table of options instead of a list or an object.
+-- Returns whether a value is a table of options, not a list or an object.
 local function is_options(value, kinds)
   if type(value) ~= "table" or getmetatable(value) then return false end
   local key = next(value)
@@ -246,7 +246,7 @@ local function is_options(value, kinds)
 end
 
 -- Returns the options of a call in PyTorch's form: StepLR(optimizer, 10, 0.5), StepLR(optimizer, { step_size = 10 }),
--- or a mixture of both.
+-- or a mixture.
 local function in_order(name, keys, optimizer, ...)
   local call, options, names, n = "sched." .. name, {}, {}, select("#", ...)
   for key in (ORDER[name] or ""):gmatch "%S+" do names[#names + 1] = key end
@@ -269,7 +269,7 @@ local function in_order(name, keys, optimizer, ...)
   return options
 end
 
---- Checks the options of a schedule, which are a table or PyTorch's arguments.
+--- Checks the options of a schedule: a table, or PyTorch's arguments.
 ---@param name string
 ---@param keys table<string, string> the kind of each option
 ---@param required string required keys, separated by spaces

@@ -1,6 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Prints an optimizer at the prompt, in at most ten lines after the first: a line for the optimizer, and one for each
--- parameter group.
+-- Prints an optimizer at the prompt in at most ten lines: one for the optimizer, the others for its parameter groups.
 local LINES = 10
 
 ---@param group {lr: number, betas?: number[], momentum?: number, eps?: number, weight_decay?: number}
