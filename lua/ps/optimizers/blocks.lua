@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- States in 8 bits: codes by the maps of bitsandbytes and torchao, and a scale for each block of elements (Dettmers et
+-- States in 8 bits: codes, by the maps of bitsandbytes and torchao, and a scale for each block of elements (Dettmers et
 -- al. 2022).
 local rectangles = require "ps.core.rectangles"
 
@@ -7,7 +7,7 @@ local BLOCK = 256                                  -- value of PS_STATE_BLOCK in
 
 local function blocks(shape) return { math.ceil(rectangles.numel(shape) / BLOCK) } end
 
---- Returns the states of averages with these names: for each, its codes and its scales.
+--- Returns the states of averages with these names: codes and scales for each.
 ---@param ... string
 ---@return ps.optimizers.State[]
 return function(...)

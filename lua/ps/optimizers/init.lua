@@ -1,15 +1,14 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- The optimizers, by name. Each is a description in a file of this folder: its states, its update, its settings and its
 -- names elsewhere. The rest of the engine (layouts, plans, forecasts, ZeRO, pipelines, checkpoints, files of PyTorch)
--- follows from it. CONTRIBUTING.md says how to add one. This file does not load the engine, which only update.lua
--- calls.
+-- follows from it. CONTRIBUTING.md says how to add one. This file does not load the C engine; only update.lua does.
 local dtypes = require "ps.core.dtype"
 
 ---@class ps.optimizers.State a tensor that an optimizer keeps for a parameter
 ---@field name string name of the state in PyTorch, if PyTorch has it; also the name of its kind of chunks
 ---@field dtype "fp32"|"bf16"|"uint8" dtype of the state; fp32 becomes fp64 for fp64 parameters
----@field shape? fun(shape: integer[]): integer[]? returns the shape of the state of a parameter of this shape, or nil
----  if such a parameter does not have the state; if the field is absent, the state has the parameter's shape
+---@field shape? fun(shape: integer[]): integer[]? returns the state's shape for a parameter of this shape, or nil if
+--- such a parameter lacks the state; without this field, the state has the parameter's shape
 ---@field most? number with `shape`, the largest number of bytes per element of the parameter
 
 ---@class ps.optimizers.Description
@@ -20,24 +19,23 @@ local dtypes = require "ps.core.dtype"
 ---@field fixed? table<string, any> fields of every group that cannot be set
 ---@field counters? table<string, any> fields of every group that steps change, with their first values; they are saved
 ---@field stepped? fun(group: table) with `counters`, is called after each step that was not skipped
----@field average? {state: string, to: fun(group: table): number, from: fun(group: table): number} parameters hold other
----  values in evaluation: they are moved toward a state by to(group), and back by from(group); the counter train_mode
----  tells which values they hold
+---@field average? {state: string, to: fun(group: table): number, from: fun(group: table): number} if evaluation uses
+--- other values: parameters are moved toward a state by to(group), and back by from(group); the counter train_mode
+--- tells which values they hold
 ---@field ranges? table<string, ps.config.Type> ranges of settings that types.OPTIMIZER does not contain
 ---@field states ps.optimizers.State[] in the order of the op's inputs
 ---@field takes? integer number of state tensors that the op takes for each parameter (default: the number of states)
 ---@field needed? fun(group: table): integer returns how many of the states an update with these settings needs
----  (default: all)
+--- (default: all)
 ---@field lacking? fun(group: table): string with `needed`, returns the setting that needs states, for errors
 ---@field problem? fun(group: table): string? returns an error about settings that are in range but do not fit together
 ---@field attrs fun(into: ffi.cdata*, group: table) writes settings into the op's attributes
----@field torch table description of PyTorch's class. `extra` are settings that its groups also have. belongs(group)
----  returns why a saved group belongs to another class, or nil. `counts` is false if its states have no `step`.
----  write(group, out) and read(saved) convert settings that have other names in its groups
+---@field torch table description of PyTorch's class. `extra`: more settings of its groups. belongs(group): returns why
+--- a saved group belongs to another class, or nil. `counts`: false if its states have no `step`. write(group, out) and
+--- read(saved): convert settings with other names
 ---@field aliases? string[] names in DeepSpeed's JSON and Hugging Face's Trainer, which are matched in any case
 ---@field exact_aliases? string[] names of this kind that are matched only in the given case
----@field whole? boolean whether an update needs the whole parameter, so that tensor-parallel ranks cannot have parts of
----  it
+---@field whole? boolean whether an update needs the whole parameter, not a tensor-parallel rank's part
 ---@field blocks? boolean whether states have blocks that no cut may divide
 ---@field matrices? boolean whether it only updates parameters of two dimensions
 ---@field rest? string with `matrices`, the optimizer of all other parameters
@@ -58,12 +56,12 @@ for _, name in ipairs(optimizers.names) do
   for _, alias in ipairs(made.exact_aliases or {}) do by_exact[alias] = name end
 end
 
---- Returns the description of an optimizer by the optimizer's own name.
+--- Returns the description of an optimizer by its own name.
 ---@param name string
 ---@return ps.optimizers.Description
 function optimizers.of(name) return by_name[name] end
 
---- Returns the name of the optimizer to which a name or an alias belongs, in any case. Returns nil if there is none.
+--- Returns the optimizer's name for a name or alias, in any case, or nil.
 ---@param name string
 ---@return string?
 function optimizers.find(name) return by_exact[name] or by_any[name:lower()] end
@@ -73,7 +71,7 @@ function optimizers.find(name) return by_exact[name] or by_any[name:lower()] end
 ---@return ps.optimizers.Description
 function optimizers.of_group(group) return by_name[group.kind] end
 
---- Adds the fields to a group that cannot be set: those that never change, and counters with their first values.
+--- Adds the fields to a group that cannot be set: constants, and counters with their first values.
 ---@param group table
 ---@param made ps.optimizers.Description
 ---@return table group
@@ -144,8 +142,8 @@ function optimizers.states_most(states)
   return sum + factored
 end
 
---- Returns the states of an optimizer's parameters if its groups have these settings. The group that needs the most
---- states determines the result.
+--- Returns the states that an optimizer's parameters have under these groups' settings. The group that needs the most
+--- states decides.
 ---@param made ps.optimizers.Description
 ---@param groups table[]
 ---@return ps.optimizers.State[]
@@ -159,7 +157,7 @@ function optimizers.states_of(made, groups)
   return list
 end
 
---- Returns the given states that a parameter of this shape has.
+--- Returns those of the states that a parameter of this shape has.
 ---@param states ps.optimizers.State[]
 ---@param shape integer[]
 ---@return ps.optimizers.State[]

@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Schedule-free AdamW (Defazio et al. 2024), with the settings of AdamWScheduleFree of the package schedulefree. Steps
--- compute gradients at y, which the parameters hold. z is the plain iterate. The model is evaluated at x, the average
--- of z, which eval() computes from y = (1 - beta1) z + beta1 x.
+-- Schedule-free AdamW (Defazio et al. 2024), with the settings of the package schedulefree. The parameters hold y, at
+-- which steps compute gradients. z is the plain iterate. The model is evaluated at x, the average of z, which eval()
+-- computes from y = (1 - beta1) z + beta1 x.
 local types = require "ps.core.types"
 
 -- Returns the rate, the share of z in the new average, and the new counters of a group's next update.

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Passes the descriptions of optimizers to C, as kinds of chunks for states and as attributes of update ops, and runs
--- updates.
+-- Runs updates, and passes the descriptions of optimizers to C: kinds of chunks for states, and attributes of update
+-- ops.
 local native = require "ps.core.ffi"
 local chunk_kinds = require "ps.core.kinds"
 local optimizers = require "ps.optimizers"
@@ -8,7 +8,7 @@ local ffi, C = native.ffi, native.C
 
 local update = {}
 
--- By the name of an optimizer: the code of its op, attributes to fill in, and a pointer type for the attributes.
+-- each optimizer's op code, attributes to fill in, and a pointer type for the attributes, by name
 local ops = {}
 for _, name in ipairs(optimizers.names) do
   local made = optimizers.of(name)
