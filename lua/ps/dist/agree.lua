@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Short messages between ranks. All ranks receive each rank's message, and an error of one rank is raised on all ranks,
--- so that no rank waits for a rank that has failed. Every rank makes the same calls. If `group` is nil, there is one
--- process. A call is one exchange of short messages, or two if a message is long.
+-- Exchanges short messages between ranks. Every rank receives all messages. An error of one rank is raised on all
+-- ranks, so that no rank waits for a failed rank. All ranks must make the same calls. group = nil: there is one
+-- process. A call is one exchange, or two if a message is long.
 local create = require "ps.tensor.create"
 local devices = require "ps.core.devices"
 local native = require "ps.core.ffi"
@@ -12,16 +12,16 @@ local ffi, C = native.ffi, native.C
 
 local agree = {}
 
-local SHORT = 192  -- number of bytes of a message that are sent in the first exchange
+local SHORT = 192  -- bytes of a message in the first exchange
 local SILENT = "an error without words"
-local NO = "\0no"                                          -- a text that differs from the text of every error
+local NO = "\0no"                                          -- differs from the text of every error
 
---- Returns the upper 53 bits of a hash, which a double, and thus a tensor made from numbers, represents exactly.
+--- Returns the upper 53 bits of a hash, which a double (and thus a tensor made from numbers) represents exactly.
 ---@param hash ffi.cdata* uint64_t
 ---@return number
 function agree.hash_number(hash) return tonumber(hash / 2048) end
 
---- Returns a hash of a text, as a number. Different texts have the same number only if their hashes collide.
+--- Returns a hash of a text as a number. Equal numbers of different texts are hash collisions.
 ---@param text string
 ---@return number
 function agree.text_hash(text) return agree.hash_number(C.ps_xxh3(text, #text)) end
@@ -68,7 +68,7 @@ function agree.texts(group, text)
   return texts
 end
 
--- Joins the ranks' texts. Ranks with equal texts are named together, by their global ranks.
+-- Joins the ranks' texts. Ranks with equal texts share a line, by their global ranks.
 local function together(group, texts)
   local lines, ranks = {}, {}
   for rank, text in ipairs(texts) do
@@ -147,8 +147,8 @@ function agree.first(group, fn)
   return answer:sub(2)
 end
 
---- Compares pairs of { name, value }. If ranks have different values, raises an error on every rank. `what` begins the
---- error.
+--- Compares pairs of { name, value }. If ranks have different values, every rank raises an error that begins with
+--- `what`.
 ---@param group? ps.Group
 ---@param what string
 ---@param list string[][]
@@ -207,8 +207,7 @@ function agree.least(group, value)
   return value
 end
 
---- Returns the first rank whose text differs from rank 0's, or nil if none does. Hashes are sent first. Texts are sent
---- only if the hashes differ.
+--- Returns the first rank whose text differs from rank 0's, or nil. Texts are sent only if their hashes differ.
 ---@param group ps.Group
 ---@param text string
 ---@return integer? rank in the group, from 0

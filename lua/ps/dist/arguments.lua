@@ -1,12 +1,12 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Checks for a group's methods: that the group is open, and that an argument is a tensor or a rank. Errors begin with
--- the script's line.
+-- Checks arguments of a group's methods: the group is open, an argument is a tensor or a rank. Errors begin with the
+-- script's line.
 local ffi = require "ffi"
 local error = require("ps.core.caller").error
 
 local arguments = {}
 
---- Returns the C group of a group. Raises an error if the group is closed.
+--- Returns the C group of an open group. A closed group is an error.
 ---@param self ps.Group
 ---@return ffi.cdata* group
 function arguments.open(self)

@@ -1,8 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- This process's rank and the number of ranks, from the variables that a launcher set. The first of these sources that
--- has values is used: explicit values > torchrun's variables (RANK, WORLD_SIZE; also launch.lua's and PyTorchJob's) >
--- Open MPI's > PMI's (MPICH, Intel MPI) > Slurm's > one process. Nothing is guessed: a malformed or missing value is an
--- error that names the variable, its value and the expected form. docs/distributed.md describes this for users.
+-- Finds this process's rank and the number of ranks in the variables that a launcher set. The first source with values
+-- is used: explicit values > torchrun's variables (RANK, WORLD_SIZE; also launch.lua's and PyTorchJob's) > Open MPI's >
+-- PMI's (MPICH, Intel MPI) > Slurm's > one process. Nothing is guessed: a malformed or missing value is an error that
+-- names the variable, its value and the expected form. docs/distributed.md describes this for users.
 local env = {}
 
 ---@class ps.dist.Env
@@ -19,8 +19,8 @@ local env = {}
 ---  is unknown
 ---@field rendezvous string?           "tcp://host:port" or "file:///path"; nil for one process
 
-local FIRST_PORT, PORTS = 10000, 20000       -- ports for a job's id, below the system's range
-local USUAL_PORT = 29500                     -- port if MASTER_ADDR is set and MASTER_PORT is not, as in DeepSpeed
+local FIRST_PORT, PORTS = 10000, 20000       -- ports derived from a job's id, below the system's range
+local USUAL_PORT = 29500                     -- port if only MASTER_ADDR is set, as in DeepSpeed
 local MOST_HOSTS = 65536
 
 local function fail(text, ...) error(text:format(...), 0) end
@@ -32,7 +32,7 @@ local function wrong(name, value, expected) fail("%s is '%s'; expected %s", name
 
 -- -- reading values ---------------------------------------------------------------------------------------------------
 
--- Returns a number in a range, which must be written with only digits ("1e3", "0x1" and " 1" are rejected).
+-- Returns a number in a range. Its text must have only digits ("1e3", "0x1" and " 1" are rejected).
 local function whole(name, value, low, high, note)
   local n = tostring(value):match("^%d+$") and tonumber(value)
   if not n or n < low or n > high then
@@ -47,7 +47,7 @@ local function number(get, name, low, high, note)
   return value and whole(name, value, low, high or 2 ^ 31 - 1, note)
 end
 
--- Returns rank and size, given the names of their variables, or nil unless both variables are set.
+-- Returns rank and size from variables with these names, or nil unless both are set.
 local function pair(get, rank_name, size_name)
   if not (get(rank_name) and get(size_name)) then return nil end
   local size = number(get, size_name, 1)
@@ -64,7 +64,7 @@ end
 
 -- -- Slurm's lists ----------------------------------------------------------------------------------------------------
 
--- Appends the names to which one element of a list expands. The element is a text with any number of groups such as
+-- Appends the names that an element of a list stands for. The element is a text with any number of groups such as
 -- [1-3,07].
 local function expand(list, head, rest, bad)
   local plain, ranges, tail = rest:match("^([^%[%]]*)%[([^%[%]]+)%](.*)$")
@@ -109,8 +109,7 @@ function env.hosts(text, name)
   return list
 end
 
--- Returns the number of tasks on node `index` (from 0), given a text such as "2(x3),1". Returns nil if the list is
--- shorter.
+-- Returns the number of tasks on node `index` (from 0) by a text such as "2(x3),1", or nil if the list is shorter.
 local function tasks_on(text, index, name)
   local seen = 0
   for part in (text .. ","):gmatch("([^,]*),") do
@@ -128,7 +127,7 @@ local function first_set(get, ...)
   end
 end
 
--- Returns the local rank of this task on its node and the number of tasks there, from Slurm's variables.
+-- Returns this task's local rank and the number of tasks on its node, from Slurm's variables.
 local function slurm_local(get, world_size)
   local node = number(get, "SLURM_NODEID", 0) or 0
   local name, text = first_set(get, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
@@ -136,20 +135,19 @@ local function slurm_local(get, world_size)
   local nodes_name = first_set(get, "SLURM_STEP_NUM_NODES", "SLURM_NNODES")
   local nodes = nodes_name and number(get, nodes_name, 1)
   if nodes == 1 then size = world_size end
-  if size and size > world_size then size = nil end  -- the variables have counts of the whole job, and this
-                                                                   -- step has fewer tasks
+  if size and size > world_size then size = nil end  -- the counts are those of the job; this step has fewer tasks
   local high = (size or world_size) - 1
   return number(get, "SLURM_LOCALID", 0, high, (" (there are %d tasks here)"):format(high + 1)), size
 end
 
--- Returns the id of one run of srun.
+-- Returns an id of one run of srun.
 local function slurm_step(get)
   return get("SLURM_JOB_ID") and get("SLURM_JOB_ID") .. "." .. (get("SLURM_STEP_ID") or "")
 end
 
 -- -- the launchers ----------------------------------------------------------------------------------------------------
 
--- functions that return the values of a launcher's variables, or nil if the variables are not set
+-- functions that read a launcher's variables, or return nil if they are not set
 local sources = {}
 
 function sources.torchrun(get)
@@ -159,9 +157,8 @@ function sources.torchrun(get)
     or "LOCAL_SIZE", size)
   local assumed = not local_rank
   if assumed then
-    -- If there is one process per pod (PyTorchJob), LOCAL_RANK is missing, since the process is alone on its node. If
-    -- the job sets several processes per pod, a launcher should have started this process. Without a launcher, it would
-    -- wait for ranks that are never started.
+    -- LOCAL_RANK is missing if each pod has one process (PyTorchJob). With several processes per pod, a launcher should
+    -- have started this process, which would otherwise wait for ranks that are never started.
     local a_pod = tonumber((get("PET_NPROC_PER_NODE") or ""):match("^%d+$"))
     if a_pod and a_pod > 1 then
       fail("PET_NPROC_PER_NODE is '%d', but LOCAL_RANK is not set; start the script with tools/launch.lua in each pod, "
@@ -199,7 +196,7 @@ function sources.PMI(get)
 end
 
 function sources.Slurm(get)
-  -- A batch script itself also has SLURM_PROCID, but only srun starts ranks, so the batch script is a single process.
+  -- A batch script has SLURM_PROCID, too, but only srun starts ranks: the batch script is a single process.
   if get("ENVIRONMENT") == "BATCH" and not get("SLURM_STEP_ID") then return nil end
   local size_name = first_set(get, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS") or "SLURM_NTASKS"
   local rank, size = pair(get, "SLURM_PROCID", size_name)
@@ -212,8 +209,8 @@ end
 
 local ORDER = { "torchrun", "OpenMPI", "PMI", "Slurm" }
 
--- Raises an error if only one of a pair of variables is set. If a launcher started N processes this way, there would be
--- N runs of one rank instead of one run of N ranks.
+-- Raises an error if only one of a pair of variables is set. N processes started like this would be N runs of one rank,
+-- not one run of N ranks.
 local function check_halves(get, found)
   if get("RANK") and get("WORLD_SIZE") then return end
   local size = number(get, "WORLD_SIZE", 1)
@@ -253,8 +250,8 @@ end
 
 -- -- where the ranks meet ---------------------------------------------------------------------------------------------
 
--- Returns the process that started all ranks of this node. It is the nearest ancestor that belongs to MPI or Slurm, so
--- that shells in between do not matter. If there is none, it is the parent.
+-- Returns the process that started all ranks of this node: the nearest ancestor that belongs to MPI or Slurm, even if
+-- shells are in between, else the parent.
 local function starter()
   local parent = require("posix.unistd").getppid()
   local pid = parent
@@ -270,8 +267,8 @@ local function starter()
   return parent
 end
 
--- Returns 1 if the variables show that there is one machine, 2 if there are several machines, and 0 if this is unknown.
--- If each pod has one process, it is unknown where the other pods run.
+-- Returns 1 if the variables show that all ranks are on one machine, 2 for several machines, 0 if this is unknown. With
+-- one process per pod, it is unknown where the other pods run.
 local function machines_of(found)
   if found.world_size == 1 then return 1 end
   if found.nodes and found.nodes > 1 then return 2 end
@@ -310,14 +307,14 @@ local function check_rendezvous(name, value)
   return value
 end
 
--- Returns master_addr, master_port and rendezvous, derived from the values found.
+-- Derives master_addr, master_port and rendezvous from the values found.
 local function meet(get, found, ppid)
   local addr = host(get, "PS_MASTER_ADDR") or host(get, "MASTER_ADDR")
   local addr_given = addr ~= nil
   local own = number(get, "PS_MASTER_PORT", 1, 65535)
   local port = number(get, "MASTER_PORT", 1, 65535)
-  if port and found.agent_port then port = port < 65535 and port + 1 or port - 1 end   -- torchrun's agent uses
-                                                                                       -- MASTER_PORT itself
+  -- MASTER_PORT itself is used by torchrun's agent.
+  if port and found.agent_port then port = port < 65535 and port + 1 or port - 1 end
   port = own or port
   if found.world_size == 1 then return addr, port, nil end
   local one_node = machines_of(found) == 1
@@ -340,11 +337,11 @@ local function meet(get, found, ppid)
   return addr, port, ("tcp://%s:%d"):format(at:find(":", 1, true) and "[" .. at .. "]" or at, port)
 end
 
---- Returns the rank of this process and the properties of its run. Raises a string if the environment contradicts
---- itself or lacks a value.
+--- Returns this process's rank and the properties of its run. Raises a string if the environment contradicts itself or
+--- lacks a value.
 ---@param getenv? fun(name: string): string?
 ---@param o? { rank?: integer, world_size?: integer, local_rank?: integer, rendezvous?: string, ppid?: integer }
----  explicit values, which override variables; ppid is used as the id of the process that started the ranks
+--- explicit values, which override variables; ppid is used as the id of the process that started the ranks
 ---@return ps.dist.Env
 function env.read(getenv, o)
   local get = getenv or os.getenv
@@ -375,8 +372,7 @@ function env.read(getenv, o)
   if rendezvous then
     addr, port = rendezvous:match("^tcp://%[?(.-)%]?:(%d+)$")
     port = tonumber(port)
-    if addr then machines = 0 end                                    -- an explicit address may be meant for other
-                                                                     -- machines
+    if addr then machines = 0 end                                    -- other machines may use an explicit address
   else
     addr, port, rendezvous = meet(get, found, o.ppid)
   end

@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Methods of ps.Group that are ops. Each returns a new tensor that has a gradient (src/tensor_parallel/). dist/init.lua
+-- Methods of ps.Group that are ops: each returns a new tensor with a gradient (src/tensor_parallel/). dist/init.lua
 -- adds them to the class. copy_to, reduce_from, scatter_to and gather_from have Megatron's names.
 local native = require "ps.core.ffi"
 local caller = require "ps.core.caller"
@@ -26,8 +26,7 @@ local function attributes(self, call, t)
   return number, C.ps_group_size(c), C.ps_group_rank(c)
 end
 
---- Returns the sum of all ranks' tensors. The gradient is the sum of all ranks' gradients, since every rank's loss
---- counts.
+--- Returns the sum of all ranks' tensors. The gradient is the sum of all ranks' gradients: every rank's loss counts.
 ---@param x ps.Tensor
 ---@return ps.Tensor
 function Group:sum(x) return ops.all_reduce(x, attributes(self, "sum", x)) end
@@ -44,8 +43,7 @@ function Group:gathered(x) return ops.all_gather(x, attributes(self, "gathered",
 ---@return ps.Tensor
 function Group:scattered(x) return ops.reduce_scatter(x, attributes(self, "scattered", x)) end
 
---- Returns `gathered(x)`. If the result has 1 MiB or more, backward keeps only x, and gathers the result again if it is
---- needed.
+--- Returns `gathered(x)`. If the result has 1 MiB or more, backward keeps only x, and gathers again when needed.
 ---@param x ps.Tensor
 ---@return ps.Tensor
 function Group:gathered_again(x) return ops.all_gather_again(x, attributes(self, "gathered_again", x)) end
@@ -65,7 +63,7 @@ local function of_product(self, call, x, w, how)
   return how, pieces, how.out_in == false and 0 or 1, number, size, rank
 end
 
--- Reshapes rows y [size n ..., O] to the dimensions of an x of `shape`, [n, ..., I].
+-- Reshapes rows y [size n ..., O] to the dimensions of an x of this shape, [n, ..., I].
 local function with_dims(y, shape)
   local rows, to = 1, { unpack(shape) }
   for i = 2, #shape - 1 do rows = rows * shape[i] end
@@ -73,8 +71,7 @@ local function with_dims(y, shape)
   return y:reshape(to)
 end
 
--- Returns `gathered(x)` times the w of each layer, plus its b, as several results. `call` is the name of the function
--- in the script.
+-- Returns `gathered(x)` times each layer's w, plus its b, as several results. call: the script's name of the function.
 local function gathered_linears(self, call, x, layers, how)
   local shape, given, pieces, out_in, number, size, rank
   for _, layer in ipairs(layers) do
@@ -93,21 +90,20 @@ local function gathered_linears(self, call, x, layers, how)
   return unpack(y, 1, #layers)
 end
 
---- Returns `gathered(x)` times w, plus b. With several pieces it is one op, and the communication of a piece overlaps
---- with the product of another piece. In backward, x's gradient and the repeated gathering of x overlap in the same
---- way.
+--- Returns `gathered(x)` times w, plus b. With several pieces it is one op, in which one piece is sent while another is
+--- multiplied. In backward, x's gradient and the repeated gathering of x overlap in the same way.
 ---@param x ps.Tensor [n, ..., I], this rank's rows
 ---@param w ps.Tensor [O, I], or [I, O]
 ---@param b? ps.Tensor [O]
 ---@param how? {out_in?: boolean, pieces?: integer, keep?: boolean} out_in: false if w is [I, O]. pieces: 1 to 8; with
----  1, the default, all rows are gathered before the product begins. keep: backward keeps the gathered rows, as it
----  always does below 1 MiB
+--- 1, the default, all rows are gathered before the product begins. keep: backward keeps the gathered rows, as it
+--- always does below 1 MiB
 ---@return ps.Tensor [size n, ..., O]
 function Group:gathered_linear(x, w, b, how)
   return (gathered_linears(self, "gathered_linear", x, { { w, b } }, how))
 end
 
---- Returns the results of `gathered_linear` for up to three weights. The rows are gathered only once. The products'
+--- Returns the results of `gathered_linear` for up to three weights, and gathers the rows only once. The products'
 --- contributions to x's gradient are added from the last to the first.
 ---@param x ps.Tensor [n, ..., I], this rank's rows
 ---@param layers {[1]: ps.Tensor, [2]?: ps.Tensor}[] 1 to 3 pairs {w, b}, or {w}
@@ -126,12 +122,12 @@ function Group:gathered_linears(x, layers, how)
   return gathered_linears(self, call, x, layers, how)
 end
 
---- Returns `scattered(x times w)`. With several pieces it is one op, and the communication of a piece overlaps with the
---- product of another piece, in backward, too.
+--- Returns `scattered(x times w)`. With several pieces it is one op, in which one piece is sent while another is
+--- multiplied, in backward, too.
 ---@param x ps.Tensor [size n, ..., I]
 ---@param w ps.Tensor [O, I], or [I, O]
 ---@param how? {out_in?: boolean, pieces?: integer, flat?: boolean} out_in and pieces as in gathered_linear; with pieces
----  = 1 the whole product is computed first. flat: all dimensions of x except the last are rows
+--- = 1 the whole product is computed first. flat: all dimensions of x except the last are rows
 ---@return ps.Tensor [n, ..., O], or [rows / size, O] with flat
 function Group:linear_scattered(x, w, how)
   local pieces, out_in, number, size, rank
@@ -145,8 +141,8 @@ function Group:linear_scattered(x, w, how)
     error(("group:linear_scattered: the first dimension of x, %d, cannot be cut into %d equal parts"):format(shape[1],
       size))
   end
-  -- x is passed without a reshape, so that backward can recompute it (for example the output of a gelu) instead of
-  -- keeping it.
+  -- x is passed without a reshape, so that backward can recompute it (a gelu's output, for example) instead of keeping
+  -- it.
   local y = ops.row_linear(x, w, number, size, rank, 0, out_in, pieces)                -- [rows / size, O]
   if how.flat or #shape == 2 then return y end
   shape[1], shape[#shape] = shape[1] / size, y:size(1)
@@ -156,24 +152,25 @@ end
 local LM_LOSS = { bias = "tensor", mass = "tensor", words = "whole", parted = "boolean", dloss = "number",
   hits = "boolean" }
 
---- Returns the cross entropy of logits x w^T + bias. Each rank computes the logits of its V words, in panels of rows.
---- For each row the ranks exchange three numbers, or four with `mass`. Gradients are computed together with the loss,
---- as in F.lm_loss. Let lse be the log-sum-exp of a row's logits over all words. The row's loss is share[0] lse -
---- share[1] logit(target) - share[2] sum(mass logit). The result is the sum over the rows. It is equal on all ranks and
---- counts once. Each rank computes the gradients of w and bias for its own words. The gradient of x is the sum over the
---- ranks.
+--- Returns the cross entropy of logits x w^T + bias, which the ranks share by words. Each rank computes the logits of
+--- its V words, in panels of rows, and for each row the ranks exchange three numbers, or four with `mass`. Gradients
+--- are computed with the loss, as in F.lm_loss.
+---
+--- A row's loss is share[0] lse - share[1] logit(target) - share[2] sum(mass logit), where lse is the log-sum-exp of
+--- the row's logits over all words. The result, the sum over the rows, is equal on all ranks and counts once. Each rank
+--- computes the gradients of w and bias for its own words. The gradient of x is the sum over the ranks.
 ---@param x ps.Tensor [N, C], equal on all ranks; with `parted` [N / size, C], this rank's rows
 ---@param w ps.Tensor [V, C], this rank's words
 ---@param targets ps.Tensor integers [N], equal on all ranks
 ---@param share ps.Tensor fp32 (fp64 if x is fp64) [3, N], equal on all ranks; 0 for rows that do not count
 ---@param options {words: integer, parted?: boolean, bias?: ps.Tensor, mass?: ps.Tensor, dloss?: number, hits?: boolean}
----  words: number of words of all ranks together; each rank has ceil(words / size) words, and the last of them may be
----  padding. bias [V]. mass [V], of share's type. dloss: a power of two by which the loss is multiplied for the
----  computation of gradients, and by which they are divided afterwards, to avoid underflow in fp16 (default 1). hits:
----  whether to count hits
+--- words: number of words of all ranks together; each rank has ceil(words / size) words, and the last of them may be
+--- padding. bias [V]. mass [V], of share's type. dloss: a power of two by which the loss is multiplied for the
+--- computation of gradients, and by which they are divided afterwards, to avoid underflow in fp16 (default 1). hits:
+--- whether to count hits
 ---@return ps.Tensor of 0 dimensions
 ---@return ps.Tensor? hits int64 [2], with `hits`: number of rows whose first largest logit over all words is the
----  target's, and number of rows that count
+--- target's, and number of rows that count
 function Group:lm_loss(x, w, targets, share, options)
   local number, size, rank = attributes(self, "lm_loss", x)
   local given = caller.options(options, "group:lm_loss", LM_LOSS)
@@ -182,8 +179,8 @@ function Group:lm_loss(x, w, targets, share, options)
     whole(given.words, "words", "lm_loss"), given.dloss, given.hits and 1 or 0)
 end
 
---- Returns the root's tensor on all ranks. The x of other ranks must have the same shape. The gradient is the sum of
---- all ranks' gradients at the root, and zeros on other ranks.
+--- Returns the root's tensor on all ranks; the others' x must have its shape. The gradient is the sum of all ranks'
+--- gradients at the root, and zeros elsewhere.
 ---@param x ps.Tensor
 ---@param root? integer (default 0)
 ---@return ps.Tensor
@@ -193,23 +190,22 @@ function Group:copied(x, root)
 end
 
 -- -- for layers of which each rank has a part -----------------------------------------------------------------------
--- There is one loss, which all ranks compute equally. Outside such a layer, every tensor and its gradient is the same
--- on all ranks.
+-- All ranks compute one loss, equally. Outside such a layer, every tensor and its gradient is the same on all ranks.
 
---- Returns x itself. It is for the input of products of which each rank computes a part of the outputs. The gradient is
---- the sum of all ranks' gradients, since each rank has the gradient of its part.
+--- Returns x itself, as the input of products of which each rank computes a part of the outputs. The gradient is the
+--- sum of all ranks' gradients, each of which is that of the rank's part.
 ---@param x ps.Tensor equal on all ranks
 ---@return ps.Tensor
 function Group:copy_to(x) return ops.copy_to_tp(x, attributes(self, "copy_to", x)) end
 
---- Returns the sum of all ranks' tensors. It is for the output of products of which each rank has a part of the inputs.
---- The gradient is passed unchanged.
+--- Returns the sum of all ranks' tensors, for the output of products of which each rank has a part of the inputs. The
+--- gradient does not change.
 ---@param x ps.Tensor
 ---@return ps.Tensor equal on all ranks
 function Group:reduce_from(x) return ops.reduce_from_tp(x, attributes(self, "reduce_from", x)) end
 
---- Returns x itself. The gradient is unchanged on rank 0 and zeros on other ranks, so that a sum over the ranks counts
---- x once.
+--- Returns x itself. The gradient is unchanged on rank 0 and zeros elsewhere, so that a sum over the ranks counts x
+--- once.
 ---@param x ps.Tensor equal on all ranks
 ---@return ps.Tensor
 function Group:counted_once(x) return ops.counted_once(x, attributes(self, "counted_once", x)) end
@@ -223,7 +219,7 @@ local function dimension(x, dim, call)
   return dim < 0 and dim + n or dim
 end
 
--- Returns the dimensions 0 to n - 1, with dimension `from` moved to position `to`.
+-- Returns the dimensions 0 to n - 1, with dimension `from` at position `to`.
 local function moved(n, from, to)
   local axes = {}
   for i = 0, n - 1 do if i ~= from then axes[#axes + 1] = i end end
@@ -231,8 +227,8 @@ local function moved(n, from, to)
   return axes
 end
 
---- Returns this rank's part of x along a dimension, which is split into one equal part per rank. The gradient is the
---- concatenation of all ranks' parts.
+--- Returns this rank's part of x along a dimension, which has one equal part per rank. The gradient is the
+--- concatenation of all ranks' gradients.
 ---@param x ps.Tensor equal on all ranks
 ---@param dim? integer (default -1, the last dimension)
 ---@return ps.Tensor a view of x
@@ -250,7 +246,7 @@ function Group:scatter_to(x, dim)
   return ops.scatter_to_tp(x:reshape(shape):permute(moved(#shape, dim, 0)), number, size, rank):squeeze(0)
 end
 
---- Concatenates the ranks' tensors along a dimension. The gradient is this rank's part.
+--- Concatenates the ranks' tensors along a dimension. The gradient is this rank's part of the result's gradient.
 ---@param x ps.Tensor
 ---@param dim? integer (default -1, the last dimension)
 ---@return ps.Tensor equal on all ranks

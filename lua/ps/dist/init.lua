@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Several processes. ps.init_distributed makes the group of all ranks from a launcher's environment (ps/dist/env.lua)
--- or from explicit values. Groups send tensors between ranks (see "groups of ranks" in ps.h): Gloo sends tensors in
--- host memory, and NCCL sends tensors on NVIDIA GPUs. The groups' collectives with gradients are in group_ops.lua.
+-- Runs with several processes. ps.init_distributed makes the group of all ranks from a launcher's environment
+-- (ps/dist/env.lua) or from explicit values. Groups send tensors between ranks (see "groups of ranks" in ps.h): Gloo
+-- from host memory, NCCL from NVIDIA GPUs. group_ops.lua has the collectives with gradients.
 local native = require "ps.core.ffi"
 local environment = require "ps.core.environment"
 local array = require "ps.core.array"
@@ -25,15 +25,15 @@ local rank_array = array "int32_t"
 local OPTIONS = { seed = "number", backend = "string", rendezvous = "string", rank = "number", world_size = "number",
                   local_rank = "number", timeout = "number", heartbeat = "number", quiet = "boolean",
                   pipe_size = "whole", tp_size = "whole", num_micro_batches = "whole" }
--- options that are keys of a configuration, with BMTrain's names
+-- options that are keys of a configuration, under BMTrain's names
 local ASKED = { pipe_size = "pipeline.stages", tp_size = "tensor_parallel.size",
   num_micro_batches = "gradient_accumulation_steps" }
--- Backends, and whether each one forbids or requires direct transfers between devices. "cpu:gloo,cuda:nccl" is
--- PyTorch's name.
+-- Backends, and whether each forbids or requires direct transfers between devices. "cpu:gloo,cuda:nccl" is PyTorch's
+-- name.
 local BACKENDS = { gloo = { never = true }, nccl = { must = true }, ["cpu:gloo,cuda:nccl"] = { must = true } }
 local REDUCTIONS = { sum = C.PS_REDUCE_SUM, max = C.PS_REDUCE_MAX, min = C.PS_REDUCE_MIN }
 local DEFAULT_TIMEOUT_S = 600
-local DEFAULT_HEARTBEAT_S = 7  -- heartbeats are sent every second, and all ranks detect a silent rank in less than 10 s
+local DEFAULT_HEARTBEAT_S = 7  -- with heartbeats every second, all ranks detect a silent rank in less than 10 s
 
 ---@class ps.dist.Options
 ---@field seed? integer
@@ -65,17 +65,17 @@ function Group:rank() return C.ps_group_rank(open(self)) end
 --- Returns the number of ranks in the group.
 ---@return integer
 function Group:size() return C.ps_group_size(open(self)) end
---- Returns the number of tensor bytes that this rank has sent to other ranks since the group was created.
+--- Returns how many tensor bytes this rank has sent to other ranks since the group was created.
 ---@return integer
 function Group:bytes_sent() return tonumber(C.ps_group_bytes_sent(open(self))) end
 
---- Returns the number of bytes in `bytes_sent` that were sent in pieces while products ran.
+--- Returns how many bytes of `bytes_sent` were sent in pieces while products ran.
 ---@return integer
 function Group:bytes_in_pieces() return tonumber(C.ps_group_bytes_in_pieces(open(self))) end
 
 --- Connects the ranks' devices of this name, so that the calls below accept tensors on them. All ranks must call it.
---- The first collective below with such tensors also connects the devices. An error named EUNSUP means that some rank
---- cannot connect, in which case the group continues with host memory.
+--- The first collective with such tensors also connects the devices. The error EUNSUP means that some rank cannot
+--- connect; the group then continues with host memory.
 ---@param device string
 ---@return string carrier the library that sends the bytes: "nccl", "gloo" ("self" in a world of one process)
 function Group:connect(device)
@@ -90,9 +90,9 @@ function Group:carrier()
   return name ~= "" and name or nil
 end
 
---- Replaces a tensor on all ranks by the elementwise sum, maximum or minimum of all ranks' tensors. The sum is
---- computed in fp32 (in fp64 for fp64), in the order of ranks. For max and min, and for sums of int32 and int64, the
---- tensors must be in host memory.
+--- Replaces a tensor on all ranks by the elementwise sum, maximum or minimum of all ranks' tensors. Sums are computed
+--- in fp32 (in fp64 for fp64), in the order of ranks. For max and min, and for sums of int32 and int64, the tensors
+--- must be in host memory.
 ---@param t ps.Tensor of the same shape and type on all ranks
 ---@param reduce? "sum"|"max"|"min" (default "sum"); in max and min, a NaN on any rank results in NaN
 ---@return ps.Tensor t
@@ -106,7 +106,7 @@ function Group:all_reduce(t, reduce)
   return t
 end
 
---- Returns this rank's part of the sum of all ranks' `input`, which consists of one equal part per rank.
+--- Returns this rank's part of the sum of all ranks' `input`, which has one equal part per rank.
 ---@param out ps.Tensor [n, ...], overwritten
 ---@param input ps.Tensor [size n, ...]
 ---@return ps.Tensor out
@@ -153,9 +153,9 @@ function Group:recv(t, peer)
   return t
 end
 
---- Closes the group and the groups that were split from it, which cannot be used afterwards. A second call does
---- nothing. Waits for transfers of GPU memory that are still running, in all groups of the process. If one does not
---- complete, the call raises an error after it has closed the group.
+--- Closes the group and the groups split from it, which cannot be used afterwards. A second call does nothing. First
+--- waits for transfers of GPU memory that are still running, in all groups of the process. If one does not complete,
+--- raises an error after the group is closed.
 function Group:close()
   if not self.c then return end
   local ended, why = pcall(check, C.ps_groups_settle())
@@ -177,8 +177,8 @@ local function own(backend)
 end
 
 --- Returns a group of some of these ranks, over the same connections. A failure in one group ends all groups that share
---- the connections. All ranks of this group must call it at the same time, each with the list of the new group to which
---- it belongs.
+--- the connections. All ranks of this group must call it at the same time, each with the list of the new group that it
+--- joins.
 ---@param ranks integer[] ranks in this group, in the order of the new group
 ---@param axis string the new group's name in errors: 1 to 15 letters, digits and "_"
 ---@return ps.Group
@@ -195,7 +195,7 @@ function Group:split(ranks, axis)
   return group
 end
 
---- Returns the group's name in errors, which is the axis along which it was cut, or nil for the group of all ranks.
+--- Returns the group's name in errors: the axis along which it was cut, or nil for the group of all ranks.
 ---@return string?
 function Group:axis()
   local axis = ffi.string(C.ps_group_axis(open(self)))
@@ -210,7 +210,7 @@ function Group:world_rank(rank)
   return check(C.ps_group_world_rank(c, whole(rank or C.ps_group_rank(c), "rank", "world_rank")))
 end
 
---- Returns a group that contains only this process, for scripts that run with and without other processes.
+--- Returns a group of only this process, for scripts that also run alone.
 ---@return ps.Group
 function dist.self()
   if C.ps_machine_pretended() ~= 0 then                     -- simulated devices have no bytes to send
@@ -229,7 +229,7 @@ local function all_here(rendezvous, machines)
 end
 
 --- Returns the group of ranks that meet at `rendezvous` ("tcp://host:port" or "file:///path"), over Gloo. The ranks
---- prove to each other that they know the secret that ps.dist.secret finds.
+--- prove to each other that they know the secret (ps.dist.secret).
 ---@param rendezvous string
 ---@param rank integer
 ---@param size integer
@@ -237,7 +237,7 @@ end
 ---@param heartbeat? number seconds after which a silent rank counts as dead
 ---@param run? string the run's name (default PS_RUN_ID)
 ---@param machines? integer 1 if all ranks are on this machine, 2 if they are on several machines, 0 or nil if this is
----  unknown
+--- unknown
 ---@return ps.Group
 function dist.gloo(rendezvous, rank, size, timeout, heartbeat, run, machines)
   if C.ps_machine_pretended() ~= 0 then                     -- a dry run opens no port
@@ -268,7 +268,7 @@ local function check_options(o)
   end
 end
 
--- Returns the options that are settings of a configuration, by the configuration's keys: {value, its name in messages}.
+-- Returns the options that are settings of a configuration, by its keys: {value, name in messages}.
 local function asked(o)
   local keys = {}
   for name, path in pairs(ASKED) do
@@ -277,8 +277,8 @@ local function asked(o)
   return keys
 end
 
---- Joins the other ranks. Without a launcher and without explicit values, the process is a world of one. Unless quiet,
---- rank 0 prints once from which source the ranks were read.
+--- Joins the other ranks. Without a launcher or explicit values, the process is a world of one. Unless quiet, rank 0
+--- prints once where the ranks were read from.
 ---@param options? ps.dist.Options seed: argument of ps.manual_seed, equal on all ranks
 ---@return ps.Group
 function dist.init_distributed(options)
@@ -306,7 +306,7 @@ function dist.init_distributed(options)
   if e.rank == 0 and e.world_size > 1 and not o.quiet then
     io.stderr:write(("psluajit: %s, %s\n"):format(env.describe(e), group.backend))
   end
-  if devices.must then                            -- detects a failure here instead of in the first step
+  if devices.must then                            -- fails here instead of in the first step
     local ok, problem = pcall(group.connect, group, "cuda")
     if not ok then
       group:close()
@@ -318,13 +318,13 @@ function dist.init_distributed(options)
   return group
 end
 
---- Returns this process's global rank. It is 0 before ps.init_distributed.
+--- Returns this process's global rank, which is 0 before ps.init_distributed.
 ---@return integer
 function dist.rank() return mesh.env() and mesh.env().rank or 0 end
---- Returns the number of ranks. It is 1 without ps.init_distributed.
+--- Returns the number of ranks, which is 1 without ps.init_distributed.
 ---@return integer
 function dist.world_size() return mesh.env() and mesh.env().world_size or 1 end
---- Returns this process's rank among the processes on its machine. It is 0 before ps.init_distributed.
+--- Returns this process's rank among the processes on its machine, which is 0 before ps.init_distributed.
 ---@return integer
 function dist.local_rank() return mesh.env() and mesh.env().local_rank or 0 end
 
@@ -337,7 +337,7 @@ function dist.print_rank(text, rank)
   io.stdout:flush()
 end
 
---- Returns whether `flag` is true on any rank. All ranks must call it, and all get the same result.
+--- Returns whether `flag` is true on any rank, with the same result on all ranks. All ranks must call it.
 ---@param flag boolean
 ---@return boolean
 function dist.any_rank(flag)

@@ -1,6 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The mesh of ranks (ps.mesh): which ranks form a group along each axis. Code that communicates gets its group here, by
--- axis:
+-- The mesh of ranks (ps.mesh): which ranks form a group along each axis. Code that communicates finds its group here:
 --   world   all ranks: configurations, checkpoints, the end of a run, and failures
 --   dp      ranks that train the same parameters (replicas, or shards with ZeRO) on different rows of every batch:
 --           loaders, gradients, losses
@@ -13,7 +12,7 @@ local error = caller.error
 
 local mesh = {}
 
-mesh.MOST_PIECES = 8            -- PS_MAX_PIECES: largest number of pieces in which rows are sent while products run
+mesh.MOST_PIECES = 8            -- PS_MAX_PIECES: most pieces in which rows are sent while products run
 local PIECES = 4                -- number of pieces for tp_overlap_comm = true
 
 --- Returns the number of pieces that tensor_parallel.tp_overlap_comm selects.
@@ -29,11 +28,11 @@ local CUTS = { "tp", "dp", "pp" }  -- axes in the order in which ranks are numbe
 local KEYS = { pp = "pipeline.stages", tp = "tensor_parallel.size" }        -- keys of an axis's size in a configuration
 local RESERVED = { cp = "context parallelism", ep = "expert parallelism" }
 local joined, env               -- the group of ps.init_distributed, and this process's ranks (ps.dist.Env)
-local wanted = {}               -- settings that scripts made, by configuration key: {value, its name in messages}
-local sizes                     -- sizes of the axes after the world was cut; nil before
+local wanted = {}               -- settings made by scripts, by configuration key: {value, name in messages}
+local sizes                     -- sizes of the axes; nil until the world is cut
 local groups = {}               -- groups by axis; groups of one rank are absent
 
---- Sets the group of all ranks. ps.init_distributed calls it after it has joined the other ranks.
+--- Sets the group of all ranks. ps.init_distributed calls it after it has joined them.
 ---@param group ps.Group of one rank or more
 ---@param where ps.dist.Env
 ---@param asked? table<string, any[]>
@@ -67,8 +66,8 @@ local function check_axis(axis)
   end
 end
 
--- Takes the ranks that differ from a rank only along one axis. Returns the first of them, and the distance from one of
--- them to the next.
+-- Among the ranks that differ from a rank only along one axis, returns the first, and the distance from one to the
+-- next.
 local function first_of_line(axis, all, rank)
   local stride = 1
   for _, cut in ipairs(CUTS) do
@@ -86,8 +85,7 @@ local function line(axis, all)
   return list
 end
 
--- Returns the sizes of all axes. The defaults of pp and tp are 1, and the default of dp is the world's size divided by
--- both.
+-- Returns the sizes of all axes. pp and tp default to 1, and dp to the world's size divided by both.
 local function complete(given, world)
   local all = { pp = given.pp or 1, tp = given.tp or 1 }
   for axis, size in pairs(given) do
@@ -120,9 +118,9 @@ local function complete(given, world)
   return all
 end
 
---- Cuts the world along axes, { dp =, pp =, tp = }, which are numbers of ranks whose product is the world's size. The
---- default of dp is the world's size divided by the sizes of the other axes. All ranks must call it at the same time. A
---- second call with the same sizes does nothing. Create loaders after the call.
+--- Cuts the world along axes, { dp =, pp =, tp = }, into numbers of ranks whose product is the world's size. dp
+--- defaults to the world's size divided by the others. All ranks must call it at the same time. A second call with the
+--- same sizes does nothing. Create loaders after the call.
 ---@param given {dp?: integer, pp?: integer, tp?: integer, cp?: integer, ep?: integer} cp and ep must be 1
 ---@return {dp: integer, pp: integer, tp: integer} sizes
 function mesh.cut(given)
@@ -167,7 +165,7 @@ function mesh.rank(axis)
   return rest
 end
 
---- Returns the first rank of the group along an axis to which a rank belongs, which is the rank itself if it is alone.
+--- Returns the first rank of a rank's group along an axis, or the rank itself if it is alone.
 ---@param axis "dp"|"pp"|"tp"
 ---@param rank integer global rank
 ---@return integer
@@ -176,7 +174,7 @@ function mesh.line_of(axis, rank)
   return sizes and (first_of_line(axis, sizes, rank)) or 0
 end
 
---- Returns the group of this rank along an axis, or nil if this process is its only member.
+--- Returns this rank's group along an axis, or nil if this process is its only member.
 ---@param axis "world"|"dp"|"pp"|"tp"|"cp"|"ep"
 ---@return ps.Group?
 function mesh.group(axis)
@@ -184,7 +182,7 @@ function mesh.group(axis)
   return axis ~= "world" and groups[axis] or joined
 end
 
---- Raises an error if a launcher started several processes and the script has not joined them.
+--- Raises an error if a launcher started several processes that the script has not joined.
 ---@param what string the call of the script
 function mesh.check_joined(what)
   if joined then return end

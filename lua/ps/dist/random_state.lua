@@ -1,7 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The whole state of the random numbers (ps.rng): saved and restored, as text for files, and shared by all ranks. The
--- state consists of 64-bit numbers, which numbers in Lua and JSON cannot hold exactly, so they are saved as decimal
--- text.
+-- Saves and restores the whole state of the random numbers (ps.rng), also as text for files, and shares it among ranks.
+-- The state has 64-bit numbers, which Lua's and JSON's numbers cannot hold exactly, so they are saved as decimal text.
 local random = require "ps.core.random"
 local agree = require "ps.dist.agree"
 
@@ -23,7 +22,7 @@ function random_state.get()
   return state
 end
 
---- Sets a state that `get` returned. Fields that the state lacks are not changed.
+--- Sets a state from `get`. Fields that the state lacks do not change.
 ---@param state table<string, string>
 function random_state.set(state)
   local rng = random.state()

@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The secret that only the ranks of a run know (docs/distributed.md, "Authentication"). The secret is PS_SECRET. If
--- PS_SECRET is not set and all ranks are on this machine, the secret is read from a file that all runs of this user on
--- this machine share. src/rendezvous/proof.c proves knowledge of the secret and never sends it.
+-- Finds the secret that only the ranks of a run know (docs/distributed.md, "Authentication"): PS_SECRET, or if all
+-- ranks are on this machine, a file that all runs of this user share. src/rendezvous/proof.c proves knowledge of the
+-- secret and never sends it.
 local bit = require "bit"
 local fcntl = require "posix.fcntl"
 local stat = require "posix.sys.stat"
@@ -40,8 +40,7 @@ local function own_folder(getenv)
   return path
 end
 
--- Creates the file of the secret. If several processes try, the first one wins. The file is complete when it gets its
--- name.
+-- Creates the file of the secret. The first process to try wins. The file is complete before it gets its name.
 local function make(path)
   local temp = ("%s.%d-%s"):format(path, unistd.getpid(), secret.random():sub(1, 8))
   local fd, why = fcntl.open(temp, fcntl.O_WRONLY + fcntl.O_CREAT + fcntl.O_EXCL, FILE_MODE)
@@ -57,7 +56,7 @@ local function make(path)
   end
 end
 
---- Returns the secret of all runs of this user on this machine. The first run creates it.
+--- Returns the secret of all runs of this user on this machine, which the first run creates.
 ---@param getenv fun(name: string): string?
 ---@return string
 function secret.of_this_machine(getenv)
@@ -79,8 +78,8 @@ local function of_file(path)
   return text
 end
 
---- Returns the secret of a run whose ranks meet at `rendezvous`. Returns nil if there is no secret, or if the ranks
---- meet by a file, since such a file has its own secret. Raises its errors as strings.
+--- Returns the secret of a run whose ranks meet at `rendezvous`, or nil if there is none, or if they meet by a file,
+--- which has its own secret. Errors are strings.
 ---@param getenv fun(name: string): string?
 ---@param rendezvous string
 ---@param here boolean whether all ranks are on this machine
@@ -101,8 +100,8 @@ function secret.find(getenv, rendezvous, here)
   end
 end
 
---- Returns the secret that the launcher passes to the ranks of one attempt on this machine. It is a new secret, unless
---- PS_SECRET is set.
+--- Returns the secret that the launcher passes to the ranks of one attempt on this machine: a new one, unless PS_SECRET
+--- is set.
 ---@param getenv fun(name: string): string?
 ---@return string
 function secret.of_attempt(getenv)
