@@ -1,20 +1,19 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Draws a pipeline's table: a lane for each rank with the rank's actions over time, and below the lane the number of
--- (virtual stage, micro-batch) pairs that the rank holds. The output is text, SVG, or PNG (by gnuplot).
+-- Draws a pipeline's table as text, SVG, or PNG (by gnuplot). Each rank has a lane with its actions over time, and
+-- below it the number of (virtual stage, micro-batch) pairs that the rank holds.
 local caller = require "ps.core.caller"
 
 local picture = {}
 
--- Colours of forwards, whole backwards, input gradients and weight gradients. Colour i is for a rank's i-th virtual
--- stage.
+-- colours of forwards, whole backwards, input gradients and weight gradients; colour i is for a rank's i-th virtual
+-- stage
 local COLOURS = {
   F = { "#9ecae1", "#4292c6", "#2171b5", "#084594" }, B = { "#c7e9c0", "#74c476", "#238b45", "#00441b" },
   I = { "#fdd0a2", "#fdae6b", "#f16913", "#a63603" }, W = { "#dadaeb", "#9e9ac8", "#807dba", "#54278f" },
 }
 local LEFT, TOP, WIDTH, LANE, HELD, GAP = 70, 34, 1130, 26, 22, 12
 
--- Returns whether an action is drawn. Only actions that compute are drawn, since transfers and yields take no compute
--- time of a rank.
+-- Returns whether an action is drawn. Transfers and yields take no compute time of a rank and are not drawn.
 local function is_work(action) return COLOURS[action.kind] ~= nil end
 
 local function label(t, action)
@@ -53,8 +52,8 @@ function picture.text(t, course, most)
   return table.concat(lines, "\n") .. "\n"
 end
 
--- Returns the times at which the number of (virtual stage, micro-batch) pairs that a rank holds changes, and the
--- changes. A pair is held from its forward to its B or I, and then from I to W.
+-- Returns when the number of (virtual stage, micro-batch) pairs that a rank holds changes, and by how much. A pair is
+-- held from its forward to its B or I, and then from I to W.
 local function changes(t, course, rank)
   local list = {}
   for i, action in ipairs(t:row(rank)) do

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Tables of pipelines (src/pipe, docs/pipeline.md): the actions that each rank performs in a step of a model that is
--- cut into virtual stages. Ranks, virtual stages and micro-batches count from 0. Lists have number 0 at index 1.
+-- Tables of pipelines (src/pipe, docs/pipeline.md): the actions of each rank in a step of a model that is cut into
+-- virtual stages. Ranks, virtual stages and micro-batches count from 0. Lists have number 0 at index 1.
 local native = require "ps.core.ffi"
 local array = require "ps.core.array"
 local caller = require "ps.core.caller"
@@ -106,8 +106,7 @@ function pipe.read(text, name)
   return adopt(table_out[0])
 end
 
---- Returns the table as text in PyTorch's form. With `all`, the text includes the transfers, reductions and yields of a
---- lowered table.
+--- Returns the table as text in PyTorch's form. all: include the transfers, reductions and yields of a lowered table.
 ---@param all? boolean
 ---@return string
 function Table:text(all)
@@ -130,7 +129,7 @@ function Table:row(rank)
   return list
 end
 
---- Returns the rank that runs a virtual stage, and the virtual stage's index among the virtual stages of that rank.
+--- Returns the rank that runs a virtual stage, and the stage's index among that rank's virtual stages.
 ---@param vstage integer
 ---@return integer rank
 ---@return integer index
@@ -139,8 +138,8 @@ function Table:place(vstage)
   return int_out[0], int_out[1]
 end
 
---- Returns the largest numbers of (virtual stage, micro-batch) pairs that a rank holds at once: between forward and
---- backward, and between I and W.
+--- Returns the most (virtual stage, micro-batch) pairs that a rank holds at once between forward and backward, and
+--- between I and W.
 ---@param rank integer
 ---@return integer in_flight
 ---@return integer waiting
@@ -157,7 +156,7 @@ function Table:lower()
   return self
 end
 
--- Converts costs to C structs. `costs` is one cost for all n virtual stages or parts, or a list with a cost for each.
+-- Converts costs to C structs. costs: one cost for all n virtual stages or parts, or a list with one for each.
 local function costs_of(costs, n, call)
   if costs == nil then return nil end
   local out = cost_array(n)

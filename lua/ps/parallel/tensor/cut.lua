@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Cuts a model's layers among the ranks of tensor parallelism (Shoeybi et al. 2019; Korthikanti et al. 2022). The
--- model's code is written for one process. Tables in its classes name the layers to cut. Keys are paths relative to the
--- module, in which "*" matches any one name and -1 the last item of a list:
+-- model's code is written for one process. Tables in its classes name the layers to cut, by paths relative to the
+-- module; "*" matches any one name, and -1 the last item of a list:
 --
 --   GPT2Model.tensor_parallel = {
 --     ["wte"] = "vocabulary", ["drop"] = "enter",
@@ -16,11 +16,11 @@
 --   attention   an nn.MultiheadAttention, whose heads are cut
 --   channels    an nn.GroupNorm after a column layer, whose groups are cut
 --   columns     an nn.Dropout between a column and a row layer: its mask is that of one rank
---   vocabulary  a table of token embeddings, cut by rows
---   head        an nn.LMHead, or an nn.Linear with one output per word, cut by rows like the table
---   words       a module with a bias over the vocabulary, whose weight is the table at the path `table` in the model.
---               It gets a field `vocabulary`, an nn.ParallelLMHead that has both
---   divide      a module; the named fields hold numbers of things that the ranks share, first the number of heads.
+--   vocabulary  a matrix of token embeddings, cut by rows
+--   head        an nn.LMHead, or an nn.Linear with one output per word, cut by rows like the embedding
+--   words       a module with a bias over the vocabulary, whose weight is the embedding at the path `table` in the
+--               model. It gets a field `vocabulary`, an nn.ParallelLMHead that has both
+--   divide      a module whose named fields are counts of things that the ranks share, first the number of heads.
 --               keys: the names of these fields in a configuration. gather: the input is gathered once for several
 --               columns. true: for all columns, before forward. A list of up to three names, in the order of their
 --               calls: only these columns read the input, and the ranks exchange its rows while they compute the
@@ -32,9 +32,8 @@
 --   partial     parameters that compute with different values on each rank: their gradients are summed
 --   whole       not cut, even if the table of an inner module says so
 --
--- The rest of the model is the same on every rank. Tables of outer modules take precedence over those of inner ones.
--- The model is made without data (ps.deferred), cut, and filled with values: each rank gets its own. They are the bits
--- of the uncut model.
+-- The rest of the model is the same on every rank. Outer modules' tables override inner ones. The model is made without
+-- data (ps.deferred), cut, and filled: each rank gets its own values, with the bits of the uncut model.
 local native = require "ps.core.ffi"
 local caller = require "ps.core.caller"
 local nn_module = require "ps.nn.module"
@@ -90,7 +89,7 @@ local KINDS = { column = true, row = true, vocabulary = true, head = true, divid
 local KIND_NAMES = "attention, channels, column, columns, divide, enter, head, inside, leave, partial, row, "
   .. "vocabulary, whole and words"
 
--- layers below a claimed module that are cut together with it: { field, kind }
+-- layers below a claimed module that are cut with it: { field, kind }
 local WITH = { attention = { "out_proj", "row" } }
 
 -- Returns the entries in the tables of a model and of its modules, sorted by path.
@@ -107,7 +106,7 @@ local function claims_of(model)
       end
       local found = false
       local function claim(child, owner, key, at, kind, given)
-        if by_module[child] then return end                   -- claimed by an outer module's table
+        if by_module[child] then return end                   -- an outer module's table claims it
         by_module[child] = { module = child, owner = owner, key = key, path = at, kind = kind, entry = given,
           named = ("%s.tensor_parallel[\"%s\"]"):format(module.class_name, path) }
         claims[#claims + 1] = by_module[child]
@@ -148,7 +147,7 @@ local function put(claim, module)
   else claim.owner[claim.key] = module end
 end
 
--- Copies the parameter `key` of the claim's module to `to`: as a shard if `given` describes a shard, else as a whole.
+-- Copies the parameter `key` of the claim's module to `to`, as a shard if `given` describes one, else as a whole.
 function Cut:take(claim, to, key, given)
   local whole = claim.module[key]
   if whole == nil then return end
@@ -187,7 +186,7 @@ local function check_class(claim, classes, what)
   end
 end
 
--- Returns a function that replaces a whole linear layer by a layer with this rank's part of it.
+-- Returns a function that replaces a whole linear layer by a layer with this rank's part.
 local function linear(class)
   return function(cut, claim, out_dim)
     local old = claim.module
@@ -206,7 +205,7 @@ end
 
 local column, row = linear(layers.ColumnParallelLinear), linear(layers.RowParallelLinear)
 
--- Describes how a vocabulary is cut by rows: it is padded to a multiple of the number of ranks.
+-- Describes how a vocabulary is cut by rows, with padding to a multiple of the number of ranks.
 local function rows_of(cut, whole) return { dim = 0, padded = -whole:size(0) % cut.region.size } end
 
 local REPLACE = {
@@ -240,8 +239,8 @@ local REPLACE = {
   end,
 }
 
--- Adds an nn.ParallelLMHead to a module that has a bias over the vocabulary. The head has the embedding's weight and
--- the module's bias. A module that has its own weight (decoder) is not changed.
+-- Gives a module with a bias over the vocabulary an nn.ParallelLMHead, which has the embedding's weight and the
+-- module's bias. A module with a weight of its own (decoder) does not change.
 local function words(cut, claim)
   local module, found = claim.module, nil
   if module.decoder then return end
@@ -255,10 +254,10 @@ local function words(cut, claim)
     biased = module }))
 end
 
--- index of this rank's first head, by attention module or module inside one; F.attention with dropout reads it
+-- index of this rank's first head, by attention module or module inside one, for F.attention with dropout
 local first_heads = setmetatable({}, { __mode = "k" })
--- tables from a module to the Region: by modules that contain column layers, and by modules inside such a module.
--- Attention in these modules has the heads of the column layers.
+-- Region by module that contains column layers, or that is inside such a module. Attention in these modules has the
+-- heads of the column layers.
 local with_columns = setmetatable({}, { __mode = "k" })
 hooks.on("first_head", function(heads)
   local module = nn_module.called[tonumber(C.ps_module_now())]
@@ -268,8 +267,7 @@ end)
 
 local function note_heads(module, first) first_heads[module] = first end
 
--- Records the modules whose attention has the heads of column layers, which are the modules in which all linear layers
--- are cut.
+-- Records the modules whose attention has the heads of column layers: those in which all linear layers are cut.
 local function note_columns(cut, claim)
   if not claim.owner then return end
   local claimed = {}
@@ -280,7 +278,7 @@ local function note_columns(cut, claim)
   for _, module in claim.owner:named_modules() do with_columns[module] = cut.region end
 end
 
--- Divides the fields of a module that contain counts, if the ranks share the counted objects.
+-- Divides the fields of a module that count what the ranks share.
 local function divide(cut, claim)
   local module, size, region = claim.module, cut.region.size, cut.region
   local fields = { unpack(claim.entry, 2) }
@@ -339,9 +337,9 @@ local function divide(cut, claim)
 end
 
 -- -- sequence parallelism ---------------------------------------------------------------------------------------------
--- Marks a module's parameters that are whole on all ranks. They are applied only to this rank's rows, so their
--- gradients are partial. In a forward that does not distribute rows, they are applied to all rows on all ranks, so that
--- gradient counts once.
+-- Marks a module's parameters that are whole on all ranks but applied only to this rank's rows: their gradients are
+-- partial. In a forward that does not distribute rows, they are applied to all rows on all ranks, and this gradient
+-- counts once.
 local function partial_inside(cut, module)
   local names, region = {}, cut.region
   for key, value, kind in registry.members(module) do
@@ -370,8 +368,8 @@ local function partial_inside(cut, module)
   rawset(module, "forward", exact.like(forward_once, forward))
 end
 
--- Marks the modules of a claim as inside the region. `done` contains modules that are already marked, or whose
--- parameters are partial in any case.
+-- Marks the modules of a claim as inside the region. done: modules that are marked already, or whose parameters are
+-- partial in any case.
 local function inside(cut, claim, done)
   for _, module in claim.module:named_modules() do
     if not done[module] then partial_inside(cut, module) end
@@ -380,7 +378,7 @@ local function inside(cut, claim, done)
   end
 end
 
--- Makes the region begin at a module's input or end after its output.
+-- Makes the region begin at a module's input, or end after its output.
 local function enter(cut, claim)
   local module, region = claim.module, cut.region
   local forward = module.forward
@@ -399,8 +397,8 @@ local function leave(cut, claim)
   rawset(module, "forward", exact.like(leaving, forward))
 end
 
--- Makes a forward of the model begin with all rows on all ranks. In a step of generation with cached keys, each part
--- also begins with all rows. The row of a pipeline restores the state in which a part began (row.lua).
+-- Makes each forward of the model, and with cached keys (generate) each part, begin with all rows on all ranks. A
+-- pipeline's row restores the state in which a part began (row.lua).
 local function begin_forwards(model, region)
   local forward, parts_of = model.forward, model.parts
   local function beginning(...)
@@ -426,7 +424,7 @@ local function begin_forwards(model, region)
 end
 
 -- -- tied tables ------------------------------------------------------------------------------------------------------
--- The heads of embeddings that are cut by rows, for F.linear and F.lm_loss with an embedding's weight.
+-- heads of embeddings that are cut by rows, for F.linear and F.lm_loss with an embedding's weight
 local heads = setmetatable({}, { __mode = "k" })
 hooks.on("tied_head", function(weight)
   for head in pairs(heads) do if rawequal(rawget(head, "tied").weight, weight) then return head end end
@@ -443,8 +441,8 @@ local function make_heads(cut)
   end
 end
 
--- Replaces a linear layer that shares the weight of a cut embedding by a head of the embedding. Raises an error for any
--- other module that shares a cut weight, since it would keep a whole copy that trains separately.
+-- Replaces a linear layer that shares a cut embedding's weight by a head of the embedding. Any other module that shares
+-- a cut weight is an error: it would keep a whole copy that trains separately.
 local function find_tied(cut)
   local tables, found = {}, {}
   for old, new in pairs(cut.made) do
@@ -465,7 +463,7 @@ local function find_tied(cut)
   end)
 end
 
--- Returns the names of parameters that every rank has as a whole, each once, with "*" for the indices of layers.
+-- Returns the names of parameters that every rank has as a whole, each once, with "*" for layer indices.
 local function replicated(model)
   local seen, list = {}, {}
   for name, p in model:named_parameters() do
@@ -479,11 +477,11 @@ end
 ---@field group ps.Group the ranks that share the layers
 ---@field sequence boolean whether to use sequence parallelism
 ---@field keep_gathered boolean
----@field pieces? integer number of pieces in which rows are exchanged while products are computed; with 1 or nil, rows
----  are exchanged before and after the products
+---@field pieces? integer number of pieces in which rows are exchanged while products are computed; 1 or nil exchanges
+--- rows before and after the products
 ---@field note fun(text: string)
 
---- Cuts a model that ps.deferred made and that has no data yet.
+--- Cuts a model made by ps.deferred that has no data yet.
 ---@param model ps.nn.Module
 ---@param how ps.tensor_parallel.How
 ---@return ps.nn.Region

@@ -1,17 +1,17 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Cuts modules that keep their class: convolutions, nn.GroupNorm, nn.MultiheadAttention, and nn.Dropout between a
--- column and a row layer. Their parameters become this rank's shards, and their forward exchanges the values that the
--- ranks share. cut.lua calls these functions with the cut under way (ps.tensor_parallel.Cut) and a claim.
+-- column and a row layer. Their parameters become this rank's shards, and their forward exchanges what the ranks share.
+-- cut.lua passes the current cut (ps.tensor_parallel.Cut) and a claim.
 local caller = require "ps.core.caller"
 local create = require "ps.tensor.create"
 local functional = require "ps.tensor.functional"
 
 local in_place = {}
 
---- names of classes of convolutions that can be cut
+--- classes of convolutions that can be cut
 in_place.CONVOLUTIONS = { Conv1d = true, Conv2d = true }
 
--- Divides a field of the module that contains a count among the ranks.
+-- Divides a count in a field of the module among the ranks.
 local function divided(cut, claim, field)
   local value, size = claim.module[field], cut.region.size
   if value % size ~= 0 then
@@ -61,7 +61,7 @@ function in_place.conv_row(cut, claim)
   end)
 end
 
---- Cuts an nn.GroupNorm after a column layer. Each rank has some of the groups.
+--- Cuts an nn.GroupNorm after a column layer, so that each rank has some of the groups.
 ---@param cut ps.tensor_parallel.Cut
 ---@param claim ps.tensor_parallel.Claim
 function in_place.channels(cut, claim)
@@ -71,8 +71,7 @@ function in_place.channels(cut, claim)
   cut:take(claim, claim.module, "bias", { dim = 0 })
 end
 
---- Changes an nn.Dropout between a column and a row layer. Its mask becomes this rank's part of the mask of all
---- columns.
+--- Makes the mask of an nn.Dropout between a column and a row layer this rank's part of the mask of all columns.
 ---@param cut ps.tensor_parallel.Cut
 ---@param claim ps.tensor_parallel.Claim
 function in_place.columns(cut, claim)
@@ -86,7 +85,8 @@ function in_place.columns(cut, claim)
   end)
 end
 
---- Cuts an nn.MultiheadAttention. Each rank has some of the heads. The claims contain its out_proj as a row layer.
+--- Cuts an nn.MultiheadAttention, so that each rank has some of the heads. The claims contain its out_proj as a row
+--- layer.
 ---@param cut ps.tensor_parallel.Cut
 ---@param claim ps.tensor_parallel.Claim
 ---@param note_heads fun(module: ps.nn.Module, first: integer) records the rank's first head
@@ -123,7 +123,7 @@ end
 
 local KINDS = { attention = "MultiheadAttention", channels = "GroupNorm", columns = "Dropout" }
 
---- Raises an error if a module's class is not one that the claim's kind can cut.
+--- Raises an error if the claim's kind cannot cut a module of this class.
 ---@param claim ps.tensor_parallel.Claim
 function in_place.check(claim)
   local class = KINDS[claim.kind]

@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Layers that the ranks of a group share (tensor parallelism): ColumnParallelLinear, RowParallelLinear,
 -- VocabParallelEmbedding, ParallelLMHead, ParallelCrossEntropy (Shoeybi et al. 2019, "Megatron-LM"). A Region
--- (region.lua) tells the layers of a model whether the ranks share the rows between layers.
+-- (region.lua) tells a model's layers whether the ranks share the rows between layers.
 --
 -- A column layer has a part of the outputs, a row layer a part of the inputs. A column layer followed by a row layer,
 -- as in attention and MLPs, communicates once: after the row layer, whose products are summed over the ranks.
@@ -24,8 +24,7 @@ local Region, flat = region_file.Region, region_file.flat
 local all_dims, own_dims = region_file.all_dims, region_file.own_dims
 
 -- -- shared functions -----------------------------------------------------------------------------------------------
--- Returns the region in a layer's options, or a new region for the group in them. In a new region the ranks share no
--- rows.
+-- Returns the region in a layer's options, or a new region, without shared rows, for the group in them.
 local function region_of(options, call)
   local region = options.region
   if region == nil and options.group == nil then error(call .. ": region, or group, is missing") end
@@ -67,7 +66,7 @@ local function begin(self, inputs, outputs, given, call)
   self.inputs, self.outputs, self.out_in = inputs, outputs, given.out_in == false and 0 or 1
 end
 
--- Returns the whole layer, as a single rank would have it.
+-- Returns the whole layer, as one rank alone would have it.
 local function whole_of(self, of)
   local given = { std = of.std, dtype = of.dtype, device = of.device }
   if self.out_in == 0 then
@@ -85,16 +84,16 @@ end
 local Column = nn_module.class("ColumnParallelLinear")
 Column.unscoped = true
 
---- Creates a layer that computes x weight^T + bias with the outputs distributed over the ranks. Its parameters are this
---- rank's shards of the parameters of nn.Linear, or of nn.Conv1D if out_in is false.
+--- Creates a layer that computes x weight^T + bias, with the outputs divided among the ranks. Its parameters are this
+--- rank's shards of those of nn.Linear, or of nn.Conv1D if out_in is false.
 ---@param inputs integer
 ---@param outputs integer must be divisible by t, and so must each block
 ---@param options {region?: ps.nn.Region, group?: ps.Group, out_in?: boolean, bias?: boolean, std?: number, dtype?:
----  string, device?: string, blocks?: integer, gather_input?: boolean, gather_output?: boolean, parameters?: boolean}
----  region or group: the ranks. blocks: the outputs consist of this many equal blocks, and a rank has a part of each
----  (default 1). gather_input: if true, x has this rank's rows, which are gathered; if false, x is a result of
----  region:gather; nil follows the region. gather_output: all ranks get all outputs. parameters: if false, the caller
----  sets the layer's weight and bias
+--- string, device?: string, blocks?: integer, gather_input?: boolean, gather_output?: boolean, parameters?: boolean}
+--- region or group: the ranks. blocks: the outputs consist of this many equal blocks, and a rank has a part of each
+--- (default 1). gather_input: if true, x has this rank's rows, which are gathered; if false, x is a result of
+--- region:gather; nil follows the region. gather_output: all ranks get all outputs. parameters: if false, the caller
+--- sets the layer's weight and bias
 function Column:init(inputs, outputs, options)
   local call = "nn.ColumnParallelLinear"
   options = caller.options(options, call, COLUMN)
@@ -136,9 +135,9 @@ function Column:forward(x)
 end
 
 --- Computes up to three column layers with the same input, whose rows the ranks share. The rows are exchanged once,
---- while the products of all layers are computed. The next forward of each layer returns its outputs.
+--- during the products of all layers. The next forward of each layer returns its outputs.
 ---@param columns ps.nn.ColumnParallelLinear[] 1 to 3 layers of this region, in the order in which their forwards are
----  called
+--- called
 ---@param x ps.Tensor [B T / t, inputs]
 function Region:begin_columns(columns, x)
   local first, layers = columns[1], {}
@@ -162,17 +161,17 @@ function Column:extra_repr() return describe(self, "%d, %d", self.inputs, self.o
 local Row = nn_module.class("RowParallelLinear")
 Row.unscoped = true
 
---- Creates a layer that computes x weight^T + bias with the inputs distributed over the ranks. The result is the sum of
---- the ranks' products, plus bias and residual. Its weight is this rank's shard of the weight of nn.Linear, or of
---- nn.Conv1D if out_in is false. All ranks have the bias. If each rank has its own rows of the result, a rank's
---- gradient of the bias is computed from its rows only (shard.is_partial).
+--- Creates a layer that computes x weight^T + bias, with the inputs divided among the ranks. The result is the sum of
+--- the ranks' products, plus bias and residual. The weight is this rank's shard of that of nn.Linear, or of nn.Conv1D
+--- if out_in is false. All ranks have the bias. If each rank has its own rows of the result, its gradient of the bias
+--- is from these rows only (shard.is_partial).
 ---@param inputs integer must be divisible by t
 ---@param outputs integer
 ---@param options {region?: ps.nn.Region, group?: ps.Group, out_in?: boolean, bias?: boolean, std?: number, dtype?:
----  string, device?: string, split_input?: boolean, all_reduce_output?: boolean, parameters?: boolean} region or group:
----  the ranks. split_input: x has all inputs, of which this rank uses its part. all_reduce_output: if true, all ranks
----  get all rows of the result; if false, each rank gets its rows, which are equal parts of the first dimension; nil
----  follows the region. parameters: if false, the caller sets the layer's weight and bias
+--- string, device?: string, split_input?: boolean, all_reduce_output?: boolean, parameters?: boolean} region or group:
+--- the ranks. split_input: x has all inputs, of which this rank uses its part. all_reduce_output: if true, all ranks
+--- get all rows of the result; if false, each rank gets its rows, which are equal parts of the first dimension; nil
+--- follows the region. parameters: if false, the caller sets the layer's weight and bias
 function Row:init(inputs, outputs, options)
   local call = "nn.RowParallelLinear"
   options = caller.options(options, call, ROW)
@@ -224,14 +223,14 @@ Vocabulary.unscoped = true
 local VOCABULARY = { region = "table", group = "table", std = "number", padding_idx = "whole", dtype = "string",
   device = "string", enter = "boolean", parameters = "boolean" }
 
---- Creates an embedding that the ranks share. Its weight is this rank's rows of nn.Embedding's weight. Padding after
---- the last row is 0.
+--- Creates an embedding that the ranks share. The weight is this rank's rows of nn.Embedding's weight, and padding
+--- after the last row is 0.
 ---@param rows integer V, the number of rows
 ---@param width integer C
 ---@param options {region?: ps.nn.Region, group?: ps.Group, std?: number, padding_idx?: integer, dtype?: string,
----  device?: string, enter?: boolean, parameters?: boolean} region or group: the ranks. std, padding_idx: as in
----  nn.Embedding. enter: the ranks share the rows of the result if the region allows it. parameters: if false, the
----  caller sets the layer's weight
+--- device?: string, enter?: boolean, parameters?: boolean} region or group: the ranks. std, padding_idx: as in
+--- nn.Embedding. enter: the ranks share the rows of the result if the region allows it. parameters: if false, the
+--- caller sets the layer's weight
 function Vocabulary:init(rows, width, options)
   local call = "nn.VocabParallelEmbedding"
   options = caller.options(options, call, VOCABULARY)
@@ -267,15 +266,14 @@ Head.unscoped = true
 local HEAD = { region = "table", group = "table", std = "number", dtype = "string", device = "string", tied = "table",
   biased = "table", parameters = "boolean" }
 
---- Creates the head of a language model (nn.LMHead) whose logits are distributed over the ranks, so that each rank has
---- the logits of some words. With `tied`, the head uses the weight of a token embedding, which remains the embedding's
---- parameter.
+--- Creates the head of a language model (nn.LMHead) whose logits the ranks share: each rank has those of some words.
+--- With `tied`, the head uses the weight of a token embedding, which remains the embedding's parameter.
 ---@param width integer C
 ---@param words integer V
 ---@param options {region?: ps.nn.Region, group?: ps.Group, std?: number, dtype?: string, device?: string, tied?:
----  ps.nn.VocabParallelEmbedding, biased?: ps.nn.Module, parameters?: boolean} region or group: the ranks. std: as in
----  nn.LMHead. biased: a module whose `bias` [ceil(V / t)] is added to the logits. parameters: if false, the caller
----  sets the head's weight, and its bias if it has one
+--- ps.nn.VocabParallelEmbedding, biased?: ps.nn.Module, parameters?: boolean} region or group: the ranks. std: as in
+--- nn.LMHead. biased: a module whose `bias` [ceil(V / t)] is added to the logits. parameters: if false, the caller sets
+--- the head's weight, and its bias if it has one
 function Head:init(width, words, options)
   local call = "nn.ParallelLMHead"
   options = caller.options(options, call, HEAD)
@@ -283,7 +281,7 @@ function Head:init(width, words, options)
   self.inputs, self.outputs = width, words
   if options.biased then rawset(self, "biased", options.biased) end
   if options.tied then
-    rawset(self, "tied", options.tied)  -- the embedding is not a child module, so that the parameter has only one name
+    rawset(self, "tied", options.tied)  -- not registered as a child module, so that the parameter has only one name
     return
   end
   if options.parameters == false then return end
@@ -310,8 +308,7 @@ function Head:forward(x)
   return region.on and y:numel() == region.rows * y:size(-1) and all_dims(region, y) or y
 end
 
--- Returns a bias for this rank's columns that is very low for columns that are not one of `total` words. Returns nil if
--- all columns are words.
+-- Returns a bias that is very low for this rank's columns beyond `total` words, or nil if all columns are words.
 local function padding_of(total, first, per, where)
   local words = math.max(0, math.min(per, total - first))
   if words == per then return nil end
@@ -338,14 +335,14 @@ local function check_targets(targets, counts, total, call)
   error(problem, 0)
 end
 
--- Returns which of the targets [N] count, as bool [N]. Raises an error if one of these is outside [0, total).
+-- Returns which targets [N] count, as bool [N]. Raises an error if one of them is outside [0, total).
 local function counted(targets, ignore, total, call)
   local counts = targets:ne(ignore)
   check_targets(targets, counts, total, call)
   return counts
 end
 
--- Returns this rank's entries of a tensor over all words [V], padded with 0 after the last word: [per].
+-- Returns this rank's entries of a tensor over all words [V] as [per], with 0 after the last word.
 local function own_classes(t, first, per)
   local from, words = math.min(first, t:numel()), t:numel()
   local n = math.min(per, words - from)
@@ -354,8 +351,8 @@ local function own_classes(t, first, per)
   return n == 0 and zeros or tensors.cat({ t:narrow(0, from, n), zeros }, 0)
 end
 
--- Returns the weights of a loss: the weights [N] of the targets' classes, and the label smoothing. With label
--- smoothing, also returns this rank's class weights [per] and the sum of all class weights.
+-- Returns the weights [N] of the targets' classes, and the label smoothing; with smoothing, also this rank's class
+-- weights [per] and the sum of all class weights.
 local function weights_of(chosen, targets, counts, words, first, per, dtype, call)
   local smooth, weight, share = chosen.label_smoothing or 0, chosen.weight, counts
   if not (smooth >= 0 and smooth <= 1) then
@@ -377,9 +374,9 @@ end
 local LOSS = { ignore_index = "whole", reduction = "string", weight = "tensor", label_smoothing = "number" }
 local MEAN_OR_SUM = { mean = true, sum = true }
 
--- Returns the loss's factors [3, N]: for each row, the factor of its log-sum-exp, of its target's logit and of the sum
--- of its logits. `share` [N] has the weights of the targets' classes, and 0 for rows that do not count. `smooth` is the
--- label smoothing, `mass` the sum of all class weights, and `words` the number of classes.
+-- Returns the loss's factors [3, N] of each row's log-sum-exp, target logit and sum of logits. share: [N], the weights
+-- of the targets' classes, 0 for rows that do not count. smooth: the label smoothing. mass: the sum of all class
+-- weights. words: the number of classes.
 local function coefficients(share, counts, smooth, mass, words, reduction)
   local one, some = share * (1 - smooth), counts * (smooth / words)
   local all = mass and one + some * mass or one
@@ -389,22 +386,22 @@ local function coefficients(share, counts, smooth, mass, words, reduction)
   return rows / tensors.where(sum:eq(0), 1, sum)  -- the mean over no rows is 0
 end
 
--- Returns a power of two that scales gradients in fp16, since gradients of a mean over many rows would underflow. The
--- op lm_loss uses the same factor.
+-- Returns a power of two that scales gradients in fp16, like the op lm_loss: gradients of a mean over many rows would
+-- underflow.
 local function scale_of(dtype, reduction, N)
   local scale = 1
   while dtype == "fp16" and reduction == "mean" and 2 * scale <= N do scale = 2 * scale end
   return scale
 end
 
---- Returns the mean cross entropy of the logits. Logits and their gradients are computed in panels of rows, so that the
---- whole matrix of logits is never in memory. No logits are kept for backward. The ranks exchange three numbers per
---- row: the largest logit, the sum of exponentials and the target's logit (Shoeybi et al. 2019, section 3). With label
---- smoothing, they also exchange the sum of all logits. If the ranks share the rows, the rows are gathered once.
+--- Returns the mean cross entropy of the logits. Logits and their gradients are computed in panels of rows, never in
+--- memory as a whole, and no logits are kept for backward. Per row, the ranks exchange the largest logit, the sum of
+--- exponentials and the target's logit (Shoeybi et al. 2019, section 3), and with label smoothing the sum of all
+--- logits. Rows that the ranks share are gathered once.
 ---@param x ps.Tensor [B T / t, C] if the ranks share the region's rows, else [..., C]
 ---@param targets ps.Tensor integers [B, T], or [...]; targets of -100 are ignored
 ---@param options? {ignore_index?: integer, reduction?: "mean"|"sum", weight?: ps.Tensor, label_smoothing?: number} the
----  options of F.lm_loss; weight [V] must be equal on all ranks
+--- options of F.lm_loss; weight [V] must be equal on all ranks
 ---@return ps.Tensor of 0 dimensions
 function Head:loss(x, targets, options)
   local call = "nn.ParallelLMHead's loss"
@@ -439,11 +436,10 @@ local CROSS_ENTROPY = { region = "table", group = "table", words = "whole", igno
   reduction = "string" }
 local REDUCTIONS = { none = true, mean = true, sum = true }
 
---- Creates a loss that computes the cross entropy of logits that the ranks share by words. The ranks exchange three
---- numbers per row.
+--- Creates a loss: the cross entropy of logits that the ranks share by words. The ranks exchange three numbers per row.
 ---@param options {region?: ps.nn.Region, group?: ps.Group, words?: integer, ignore_index?: integer, reduction?:
----  "mean"|"sum"|"none"} region or group: the ranks. words: V (default: t times the number of a rank's logits); columns
----  after V are padding. ignore_index, reduction: as in F.cross_entropy
+--- "mean"|"sum"|"none"} region or group: the ranks. words: V (default: t times the number of a rank's logits); columns
+--- after V are padding. ignore_index, reduction: as in F.cross_entropy
 function CrossEntropy:init(options)
   local call = "nn.ParallelCrossEntropy"
   options = caller.options(options, call, CROSS_ENTROPY)
@@ -454,7 +450,7 @@ function CrossEntropy:init(options)
 end
 
 -- Returns statistics [3, n] of logits [n, v]: this rank's largest logit, the sum of exp(logit - largest), and the
--- target's logit, which is 0 if another rank has it.
+-- target's logit, or 0 if another rank has it.
 local function stats_of(logits, low, own, here, dtype)
   logits = logits:to(dtype)
   logits = low and logits + low or logits
@@ -473,8 +469,8 @@ local function losses_of(group, mine, counts)
   return (sum:log() + most:reshape(-1) - all:select(1, 2):sum(0)) * counts
 end
 
--- Returns the number of counting targets that equal the first word with the largest logit, and the number of counting
--- targets, as int64 [2]. Returns nil if they were not requested. The ranks exchange two additional numbers per row.
+-- Returns, as int64 [2], how many counting targets equal the first word with the largest logit, and how many targets
+-- count, or nil if not requested. The ranks exchange two more numbers per row.
 local function hits_of(group, logits, low, own, here, counts, dtype)
   if loss_weight.wants_hits() == 0 then return nil end
   return scope.no_grad(function()
@@ -497,7 +493,7 @@ local function reduced(losses, share, reduction)
   return losses:sum() / tensors.where(sum:eq(0), 1, sum)
 end
 
---- Returns the loss, which is equal on all ranks. The logits get the gradient of this rank's words.
+--- Returns the loss, equal on all ranks. The logits get the gradient of this rank's words.
 ---@param logits ps.Tensor [..., ceil(V / t)] of this rank's words
 ---@param targets ps.Tensor integers [...], equal on all ranks
 ---@return ps.Tensor of 0 dimensions, or [...] with reduction "none"

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Whether the ranks of tensor parallelism share the rows between layers (sequence parallelism, Korthikanti et al. 2022,
--- "Reducing Activation Recomputation in Large Transformer Models"). The layers of a model share one Region, which
+-- Decides whether the ranks of tensor parallelism share the rows between layers (sequence parallelism, Korthikanti et
+-- al. 2022, "Reducing Activation Recomputation in Large Transformer Models"). A model's layers share one Region, which
 -- takes the number of rows from the input of the module at which sequence parallelism begins.
 --
 -- Sizes: B samples, T positions, t ranks.
@@ -15,25 +15,25 @@ local region = {}
 ---@field rank integer
 ---@field wanted boolean whether sequence parallelism is requested
 ---@field keep boolean whether gathered rows are kept for backward
----@field pieces integer number of pieces in which rows are exchanged while products are computed; with 1, rows are
----  exchanged before and after the products
+---@field pieces integer number of pieces in which rows are exchanged while products are computed; 1 exchanges rows
+--- before and after the products
 ---@field on boolean true if each rank has its B T / t rows between layers, false if each has all rows [B, T, C]
 ---@field keeps_dims boolean true if a rank's rows have as many dimensions as all rows, false if they are [B T / t, C]
 ---@field cached boolean whether the current forward uses cached keys, so that all ranks have all rows
 ---@field begun table<ps.nn.ColumnParallelLinear, {x: ps.Tensor, y: ps.Tensor}> outputs that begin_columns computed,
----  until the column's forward returns them
+--- until the column's forward returns them
 ---@field dims integer[] dimensions of all rows, such as { B, T }
 ---@field rows integer number of all rows, B T
 local Region = {}
 Region.__index = Region
 region.Region = Region
 
---- Creates the state that the layers of a model share. Until `set` or `enter` is called, all ranks have all rows.
+--- Creates the state that a model's layers share. Until `set` or `enter`, all ranks have all rows.
 ---@param group ps.Group the ranks that share the layers
 ---@param sequence? boolean whether the ranks share the rows between layers if t divides their number
 ---@param keep? boolean whether to keep gathered rows for backward, which otherwise gathers them again
 ---@param pieces? integer (default 1); with 2 to 8, rows are exchanged in this many pieces while column and row layers
----  compute
+--- compute
 ---@return ps.nn.Region
 function Region.new(group, sequence, keep, pieces)
   if type(group) ~= "table" or not group.copy_to then
@@ -91,8 +91,8 @@ end
 -- Returns x [..., C] as [rows, C].
 function region.flat(x) return x:dim() == 2 and x or x:reshape(-1, x:size(-1)) end
 
--- Returns a rank's rows [B T / t, C] unchanged, or, with keeps_dims, with the number of dimensions that all rows have:
--- [B / t, T, C] if t divides B, else [1, B T / t, C].
+-- Returns a rank's rows [B T / t, C], with keeps_dims in as many dimensions as all rows have: [B / t, T, C] if t
+-- divides B, else [1, B T / t, C].
 function region.own_dims(self, x)
   if not self.keeps_dims then return x end
   local dims, n, C = { unpack(self.dims) }, self.rows / self.size, x:size(-1)
@@ -132,7 +132,7 @@ function Region:leave(x)
 end
 
 --- Returns all rows, for products of which each rank computes a part of the outputs. The gradient is the sum over the
---- ranks, of which each rank gets its rows, or all rows. After `leave`, all ranks already have all rows.
+--- ranks, of which each rank gets its rows, or all rows. After `leave`, all ranks have all rows already.
 ---@param x ps.Tensor with this rank's rows, or with all rows
 ---@return ps.Tensor [B, T, C], or all rows in x's shape
 function Region:gather(x)
@@ -145,7 +145,7 @@ end
 ---@return boolean
 function Region:has_part(x) return self.on and x:numel() * self.size == self.rows * x:size(-1) end
 
---- Returns the sum of y over the ranks. Each rank gets its rows of the sum, or all rows.
+--- Returns the sum of y over the ranks: this rank's rows of it, or all rows.
 ---@param y ps.Tensor [B, T, C], or [B T, C]
 ---@return ps.Tensor this rank's rows, or y's shape
 function Region:reduce(y)
@@ -162,7 +162,7 @@ function Region:part(x)
 end
 
 --- Returns a parameter that all ranks have, for use on rows that all ranks have. If the ranks share rows, gradients of
---- such parameters are summed over the ranks. The gradient of this use is counted once.
+--- such parameters are summed over the ranks, so the gradient of this use is counted once.
 ---@param t ps.Tensor
 ---@return ps.Tensor
 function Region:once(t) return self.wanted and not self.on and self.group:counted_once(t) or t end
