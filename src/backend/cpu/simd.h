@@ -1,13 +1,13 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Sixteen float lanes as a GCC vector on every machine: AVX-512 uses one register for it, AVX2 two, SSE four. Every
- * kernel is compiled once per instruction set (PS_ISA) from the same source, with the same lanes, the same order of
- * sums and explicit fused multiply-adds, so that all sets compute the same bits. No kernel may rely on contraction,
- * because the build sets -ffp-contract=off. The last elements are loaded with padding, and never computed in another
- * order of operations.
+ * Sixteen float lanes as a GCC vector on every machine: one register with AVX-512, two with AVX2, four with SSE.
+ * Every kernel is compiled once per instruction set (PS_ISA) from the same source, with the same lanes, the same
+ * order of sums and explicit fused multiply-adds, so that all sets compute the same bits. No kernel may rely on
+ * contraction, because the build sets -ffp-contract=off. A row's last elements are loaded with padding, and computed
+ * in the same order.
  *
- * GCC handles vectors wider than a register badly (through memory, often lane by lane). A file that never
- * combines different lanes can define PS_ANY_LANES before it includes this header. It then gets eight lanes on
- * AVX2 and four on lower sets, and must use VL instead of 16. */
+ * GCC handles vectors wider than a register badly (through memory, often lane by lane). A file that never combines
+ * different lanes can define PS_ANY_LANES before it includes this header. It then gets eight lanes on AVX2 and four
+ * on lower sets, and must use VL instead of 16. */
 #ifndef PS_CPU_SIMD_H
 #define PS_CPU_SIMD_H
 #include <math.h>
@@ -35,7 +35,7 @@ enum { VL = PS_LANES };
 typedef float vf __attribute__((vector_size(PS_LANES * 4)));
 typedef int32_t vi __attribute__((vector_size(PS_LANES * 4)));
 typedef uint32_t vu __attribute__((vector_size(PS_LANES * 4)));
-typedef uint64_t vw __attribute__((vector_size(PS_LANES * 4)));    /* a vector of 64-bit lanes, half as many as in
+typedef uint64_t vw __attribute__((vector_size(PS_LANES * 4)));    /* vector of 64-bit lanes, half as many as in
                                                                     * other vectors */
 typedef uint16_t vh __attribute__((vector_size(PS_LANES * 2)));
 typedef uint8_t vb __attribute__((vector_size(PS_LANES)));
@@ -60,9 +60,9 @@ SIMD vf vf_zero(void) { return (vf){ 0 }; }
 SIMD vi vi_set(int32_t x) { return (vi)PS_EACH_LANE(x); }
 
 #if defined(__SSE2__) && !defined(__FMA__)
-/* Computes a * b + c in fp64. The product of two floats is exact in fp64. An inexact sum is rounded to odd, so that
- * rounding it to fp32 equals rounding the exact sum (Boldo and Melquiond, "Emulation of FMA and correctly rounded
- * sums: proved algorithms using rounding to odd", 2008). Knuth's TwoSum computes the error term. */
+/* Computes a * b + c in fp64, so that rounding the result to fp32 equals rounding the exact sum. The product of two
+ * floats is exact in fp64. An inexact sum is rounded to odd (Boldo and Melquiond, "Emulation of FMA and correctly
+ * rounded sums: proved algorithms using rounding to odd", 2008); Knuth's TwoSum computes the error. */
 SIMD __m128d vf_fma_odd(__m128d a, __m128d b, __m128d c)
 {
     const __m128i one = _mm_set1_epi64x(1);
@@ -133,8 +133,8 @@ SIMD vf vf_select(vi mask, vf a, vf b)             /* a where all bits of mask a
 {
     return (vf)((mask & (vi)a) | (~mask & (vi)b));
 }
-/* Return the larger and the smaller of two values. If one is NaN or both are zeros, they return b, so that
- * vf_max(vf_set(c), x) keeps a NaN of x. */
+/* The larger and the smaller of two values; b if one is NaN or both are zeros, so that vf_max(vf_set(c), x) keeps a
+ * NaN of x. */
 SIMD vf vf_max(vf a, vf b)
 {
 #if defined(__AVX512F__)
@@ -211,7 +211,7 @@ PS_VF_ROUND(vf_floor, _MM_FROUND_TO_NEG_INF, floorf)
 PS_VF_ROUND(vf_ceil, _MM_FROUND_TO_POS_INF, ceilf)
 
 #if PS_LANES == 16
-/* Horizontal sums and maxima, computed by repeated halving. All reductions use this fixed order. */
+/* Sums and maxima of all lanes by repeated halving, the order of all reductions. */
 SIMD float vf_hsum(vf a)
 {
     float x[VL];
@@ -343,8 +343,7 @@ SIMD void vf_store_f16(uint16_t *p, vf v)
     for (int i = 0; i < VL; i++) p[i] = ps_f32_to_f16(v[i]);
 #endif
 }
-/* Loads or stores by type (PS_F32, PS_BF16, PS_F16). If `dtype` is a constant, there is no branch. `i` counts
- * elements. */
+/* Load and store by type (PS_F32, PS_BF16, PS_F16), without a branch if dtype is a constant. i counts elements. */
 SIMD vf vf_get(const void *p, int64_t i, int dtype)
 {
     if (dtype == 0) return vf_load((const float *)p + i);
@@ -357,8 +356,8 @@ SIMD void vf_put(void *p, int64_t i, int dtype, vf v)
     else if (dtype == 1) vf_store_bf16((uint16_t *)p + i, v);
     else vf_store_f16((uint16_t *)p + i, v);
 }
-/* Loads or stores the first n <= VL elements. A load sets the other lanes to `pad`; a store does not change the
- * memory of the other lanes. */
+/* Load and store the first n <= VL elements. A load sets the other lanes to `pad`; a store does not change other
+ * memory. */
 SIMD vf vf_get_n(const void *p, int64_t i, int dtype, int n, float pad)
 {
     if (n == VL) return vf_get(p, i, dtype);
@@ -382,8 +381,8 @@ SIMD void vf_put_n(void *p, int64_t i, int dtype, int n, vf v)
 }
 
 /* -- functions ----------------------------------------------------------------------------------------------------- */
-/* Splits x = n ln2 + r with |r| <= ln2 / 2 (Cody and Waite's reduction). Returns e^r from a polynomial, and n as an
- * integer. */
+/* Splits x = n ln2 + r with |r| <= ln2 / 2 (Cody and Waite's reduction). Returns e^r by a polynomial, and the
+ * integer n. */
 SIMD vf vf_exp_parts(vf x, vi *n)
 {
     vf shifted = vf_fma(x, vf_set(1.44269504f), vf_set(12582912.0f));       /* the rounded integer is in the low bits */
@@ -398,7 +397,7 @@ SIMD vf vf_exp_parts(vf x, vi *n)
     *n = (vi)((vu)shifted - 0x4b400000u);
     return vf_fma(p * r, r, r) + vf_set(1.0f);
 }
-/* Returns e^x within about 1 ulp, also for subnormal results. The result is infinity above 88.7. A NaN stays NaN. */
+/* Returns e^x within about 1 ulp, also for subnormal results; infinity above 88.7. NaN stays NaN. */
 SIMD vf vf_exp(vf x)
 {
     vi n;
@@ -408,7 +407,7 @@ SIMD vf vf_exp(vf x)
     y = vf_select(x > vf_set(88.72283f), vf_set(INFINITY), y);
     return vf_select(x != x, x, y);
 }
-/* Like vf_exp, but without special cases. The caller ensures that |x| <= 87. A NaN stays NaN. */
+/* Like vf_exp, without special cases. The caller ensures that |x| <= 87. NaN stays NaN. */
 SIMD vf vf_exp_core(vf x)
 {
     vi n;
@@ -417,7 +416,7 @@ SIMD vf vf_exp_core(vf x)
 }
 /* Returns 1 / (1 + e^-x), and 0 below -88.7. */
 SIMD vf vf_sigmoid(vf x) { return vf_set(1.0f) / (vf_set(1.0f) + vf_exp(-x)); }
-/* Uses an odd polynomial below 0.62, and 1 - 2 / (e^2x + 1) above 0.62. The error is within 2 ulp. */
+/* Returns the hyperbolic tangent within 2 ulp: an odd polynomial below 0.62, else 1 - 2 / (e^2x + 1). */
 SIMD vf vf_tanh(vf x)
 {
     vf a = vf_min(vf_set(10.0f), vf_abs(x)), z = x * x;
@@ -429,8 +428,8 @@ SIMD vf vf_tanh(vf x)
     p = vf_fma(p, z, vf_set(-0.333332866f));
     return vf_copysign(vf_select(a < vf_set(0.62f), vf_fma(p * z, a, a), big), x);
 }
-/* Computes the two parts of erf. The result is an odd polynomial, accurate for |x| < 1. For other x, *tail =
- * e^Q(|x|) is the difference from 1, where Q is within 2e-6 of log(erfc(|x|)). From |x| = 4 on, *tail is 0. */
+/* Computes the two parts of erf. Returns an odd polynomial, accurate for |x| < 1. For other x, |erf| is 1 - *tail
+ * with *tail = e^Q(|x|), where Q is within 2e-6 of log(erfc(|x|)). From |x| = 4 on, *tail is 0. */
 SIMD vf vf_erf_parts(vf x, vf *tail)
 {
     vf a = vf_min(vf_set(4.0f), vf_abs(x)), z = x * x;
@@ -459,8 +458,8 @@ SIMD vf vf_erf(vf x)
     vf tail, small = vf_erf_parts(x, &tail), big = vf_copysign(vf_set(1.0f) - tail, x);
     return vf_select(vf_abs(x) < vf_set(1.0f), small, vf_select(x != x, x, big));
 }
-/* Returns the normal distribution function (1 + erf(x / sqrt(2))) / 2, without cancellation down to x = -5.65. Below
- * -5.65 the result is 0. */
+/* Returns the normal distribution function (1 + erf(x / sqrt(2))) / 2, without cancellation down to x = -5.65, and 0
+ * below. */
 SIMD vf vf_normal_cdf(vf x)
 {
     vf half = vf_set(0.5f), t = x * vf_set(0.707106781f), tail, small = vf_erf_parts(t, &tail);
@@ -491,8 +490,8 @@ SIMD vf vf_log(vf x)
     y = vf_select(x < vf_zero(), vf_set(NAN), y);
     return vf_select((x != x) | (x == vf_set(INFINITY)), x, y);
 }
-/* Returns sin(x + quarters * pi / 2): the sine for quarters 0, the cosine for quarters 1. The error is within 2 ulp
- * of max(|y|, 2^-20) for |x| <= 1e5. The caller ensures this limit. */
+/* Returns sin(x + quarters * pi / 2): the sine for quarters 0, the cosine for quarters 1. The caller ensures that
+ * |x| <= 1e5. The error is within 2 ulp of max(|y|, 2^-20). */
 SIMD vf vf_sin_quarters(vf x, int quarters)
 {
     vf shifted = vf_fma(x, vf_set(0.636619772f), vf_set(12582912.0f));
@@ -553,8 +552,8 @@ SIMD vu4 vu_philox(uint64_t key, vu c0, vu c1, vu c2, vu c3)
     }
     return (vu4){ { c0, c1, c2, c3 } };
 }
-/* Like vu_philox, for VL consecutive counters that start at `first`. Carries out of the low half of `first` are
- * added, and all counters have the same upper half `hi`. */
+/* Like vu_philox for VL consecutive counters from `first` on, with carries out of its low half. All have the upper
+ * half `hi`. */
 SIMD vu4 vu_philox_run(uint64_t key, uint64_t first, uint64_t hi)
 {
     vu lane = PS_LANE_NUMBERS;

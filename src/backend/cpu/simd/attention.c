@@ -1,15 +1,15 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * Attention forward and backward without a T x S buffer: FlashAttention (Dao et al., NeurIPS 2022). A thread
- * computes one (sample, head) at a time. It converts K and V to fp32 panels, and then multiplies blocks of QUERIES
- * queries with blocks of KEYS keys. Scores are stored transposed, as [key][query], so that the softmax runs along
- * vector lanes (a lane is a query) and needs no horizontal sums. Forward keeps a running maximum and sum per query,
- * the online softmax of Milakov and Gimelshein (2018). Backward computes the weights again from lse. Sums are fp32.
- * Their order depends only on shapes and segments, and not on the thread count, the instruction set or addresses.
+ * converts K and V of one (sample, key head) to fp32 panels, and then multiplies blocks of QUERIES queries with
+ * blocks of KEYS keys. Scores are stored transposed, as [key][query]: a vector lane is a query, so that softmax
+ * needs no horizontal sums. Forward keeps a running maximum and sum per query, the online softmax of Milakov and
+ * Gimelshein (2018). Backward computes the weights again from lse. Sums are fp32. Their order depends only on shapes
+ * and segments, not on the thread count, the instruction set or addresses.
  *
- * Invariants. Panels are [rows][Dp], where Dp is D rounded up to 16. They are zero in padding columns, in the
- * rows of hidden keys, and in padding rows up to a multiple of 16. In a causal block, query c sees key r if c >=
- * r + shift. For keys g .. g + 7 (g is a multiple of 8), scores exist from query vector lead(g) on; scores before
- * it are neither written nor read. */
+ * Invariants. Panels are [rows][Dp], where Dp is D rounded up to 16. They are zero in padding columns, in rows of
+ * hidden keys, and in padding rows up to a multiple of 16. In a causal block, query c sees key r if c >= r + shift.
+ * For keys g .. g + 7 (g is a multiple of 8), scores exist from query vector lead(g) on; earlier scores are neither
+ * written nor read. */
 #include "backend/cpu/cpu.h"
 #include "backend/cpu/packed.h"
 #include "base/blocks.h"
@@ -18,26 +18,26 @@
 #include <omp.h>
 
 enum { QUERIES = 64, KEYS = 64, QV = QUERIES / VL, Q8_NBYTES = 34 };   /* Q8_NBYTES: bytes per Q8_0 block */
-enum { READ = 5, WRITTEN = 3 };        /* number of tensors with heads that backward reads and writes; forward has
+enum { READ = 5, WRITTEN = 3 };        /* number of tensors with heads that backward reads and writes; forward needs
                                         * fewer */
-#define NO_SCORE (-3e38f)             /* the maximum if there are no keys; finite, so that differences are never NaN */
+#define NO_SCORE (-3e38f)             /* maximum score without keys; finite, so that differences are never NaN */
 #define LOG2E 1.44269504088896340736
 #define LN2 0.69314718055994530942
 
-/* Which weights of a block can be zero. ALL_SEEN: none. HIDES: weights hidden by order, window, mask or padding.
- * SEGMENTED: also weights that segments hide. */
+/* Reasons for zero weights in a block. ALL_SEEN: none. HIDES: order, window, mask or padding. SEGMENTED: also
+ * segments. */
 enum { ALL_SEEN, HIDES, SEGMENTED };
 
-/* One call. q, dq, y and dy are [B, H, T, D]; k, v, dk and dv are [B, G, S, D]. mask is [B, S] or [B|1, H|1, T|1,
- * S], or int32 segments [B, T]. lse is [B, H, T]. */
+/* One call. q, dq, y and dy are [B, H, T, D]; k, v, dk and dv are [B, G, S, D]; lse is [B, H, T]. mask is [B, S] or
+ * [B|1, H|1, T|1, S], or int32 segments [B, T]. */
 typedef struct attn {
     ps_view q, k, v, mask, y, lse, dy, dq, dk, dv;
     int64_t B, H, G, T, S, D, Dp, Sp, nvec;         /* Sp: S rounded up to ROWS; nvec = Dp / 16 */
     int64_t window;                                 /* maximum number of keys that a query sees, 0 for no limit */
     int64_t bias_step[3];                           /* the mask's strides along samples, heads and queries, 0 along a
-                                                     * dimension that repeats */
-    float scale, scale2;                            /* factor for scores, and the factor times log2 e */
-    bool causal, drop, biased, segmented;           /* biased: the mask has 4 dimensions. segmented: the mask is
+                                                     * repeated dimension */
+    float scale, scale2;                            /* factor of the scores, and this factor times log2 e */
+    bool causal, drop, biased, segmented;           /* biased: the mask has 4 dimensions. segmented: the mask has
                                                      * segments. */
     int32_t limit;                                  /* a weight is dropped if its 24 random bits are below the limit */
     float keep_scale;                               /* 1 / (1 - p) */
@@ -45,39 +45,37 @@ typedef struct attn {
     int64_t first_head;                             /* first head of this rank, if the heads are split among ranks */
 } attn;
 
-/* Rows that are prefetched because they will soon be loaded or stored. */
+/* Rows that are prefetched before they are loaded or stored. */
 typedef struct stream { const char *at; int64_t row_nbytes, used_nbytes, rows; } stream;
 
-/* A thread's memory. Forward uses the fields from k to sum. Backward uses all fields except sum. `out` is the
- * block's y or dq. */
+/* A thread's memory. Forward does not use dk, dv, dy, dyt and dp; backward does not use sum. `out` is the block's y
+ * or dq. */
 typedef struct work {
     float *k, *v, *dk, *dv;                         /* [Sp, Dp] */
     float *q, *dy, *out;                            /* [QUERIES, Dp] */
     float *qt, *dyt;                                /* [Dp, QUERIES] q and dy transposed */
     float *p, *dp;                                  /* [KEYS, QUERIES] p: scores, later weights. dp: their gradients. */
     float *bias;                                    /* [QUERIES, KEYS] bias in base 2, if biased */
-    float *max, *sum, *factor;                      /* [QUERIES] in backward, max is lse in base 2, and factor is
-                                                     * delta */
+    float *max, *sum, *factor;                      /* [QUERIES] in backward, max is lse in base 2, factor is delta */
     uint32_t *keep;                                 /* [2, QUERIES] key r's dropout bit is bit r % 32 of word r / 32 */
     uint8_t *hidden;                                /* [Sp] keys that no query sees */
-    int32_t *begin, *end;                           /* [T + QUERIES] if segmented: query i sees keys begin[i] ..
-                                                     * end[i] - 1 of its segment; both arrays never decrease */
+    int32_t *begin, *end;                           /* [T + QUERIES] if segmented: query i's segment has the keys
+                                                     * begin[i] .. end[i] - 1; neither array ever decreases */
     bool any_hidden;                                /* whether any of the keys below S is hidden */
     int64_t second;                                 /* second key that the mask shows, S if there is none */
-    stream ahead[READ + WRITTEN];                   /* rows that are prefetched gradually: rows that this thread's
-                                                     * next head reads, and rows that this block writes */
+    stream ahead[READ + WRITTEN];                   /* rows that are prefetched gradually: those that this thread's
+                                                     * next head reads, and those that this block writes */
 } work;
 
-/* The part of head h of sample b with queries i0 .. i0 + nq and keys j0 .. j0 + nk. */
+/* Queries i0 .. i0 + nq and keys j0 .. j0 + nk of head h of sample b. */
 typedef struct block {
     int64_t b, h, i0, j0;
     int nq, qv, nk;                                 /* qv = ceil(nq / 16); nk is rounded up to ROWS */
-    int shift;                                      /* if attention is causal, see the top of the file; otherwise so
-                                                     * low that all keys are seen */
-    int until;                                      /* with a window, query c sees key r if c < r + until; without a
-                                                     * window, until is large */
-    int masked;                                     /* which of the block's weights can be zero: ALL_SEEN, HIDES or
-                                                     * SEGMENTED */
+    int shift;                                      /* if causal, see the top of the file; otherwise so low that all
+                                                     * keys are seen */
+    int until;                                      /* with a window, query c sees key r only if c < r + until;
+                                                     * otherwise so large that all keys are seen */
+    int masked;                                     /* ALL_SEEN, HIDES or SEGMENTED */
 } block;
 
 static int clamp(int64_t x, int low, int high) { return x < low ? low : x > high ? high : (int)x; }
@@ -97,7 +95,7 @@ SIMD void load_as(int dtype, const char *src, int64_t row_nbytes, int64_t n, int
         if (d < D) vf_store(dst + d, vf_get_n(src, d, dtype, (int)(D - d), 0.0f));
     }
 }
-/* Sets dst [n_pad, Dp] to rows first .. first + n of head (b, h), and pads it with zeros. */
+/* Copies rows first .. first + n of head (b, h) to dst [n_pad, Dp], padded with zeros. */
 static void load_rows(const attn *a, const ps_view *x, int64_t b, int64_t h, int64_t first, int64_t n, int64_t n_pad,
                       float *dst)
 {
@@ -122,7 +120,7 @@ SIMD void store_as(int dtype, char *dst, int64_t row_nbytes, int64_t n, int64_t 
         if (d < D) vf_put_n(dst, d, dtype, (int)(D - d), vf_load(src + d) * f);
     }
 }
-/* Sets rows first .. first + n of head (b, h) to src [n, Dp]. Multiplies row i by factor[i * step]. */
+/* Writes src [n, Dp] to rows first .. first + n of head (b, h). Row i is multiplied by factor[i * step]. */
 static void store_rows(const attn *a, const ps_view *x, int64_t b, int64_t h, int64_t first, int64_t n,
                        const float *src, const float *factor, int64_t step)
 {
@@ -133,9 +131,9 @@ static void store_rows(const attn *a, const ps_view *x, int64_t b, int64_t h, in
     else store_as(PS_F16, dst, row_nbytes, n, a->D, src, a->Dp, factor, step);
 }
 
-/* Returns a stream that prefetches rows of a head. These rows are far apart, so the hardware does not predict them,
- * and they come from main memory. If a few of them are fetched at a time between products, they cost next to nothing
- * (otherwise a tenth of the time). Rows to be written are fetched during the last block before they are written. */
+/* Returns a stream that prefetches rows of a head from main memory. The rows are far apart, so the hardware does not
+ * predict them. A few are fetched at a time between products, which costs next to nothing (otherwise a tenth of the
+ * time). Rows to be written are fetched during the block before they are written. */
 static stream rows_ahead(const ps_view *x, int64_t b, int64_t h, int64_t first, int64_t n)
 {
     int64_t size = ps_dtype_bytes(x->dtype);
@@ -170,8 +168,8 @@ static void hide_key(const attn *a, work *w, int64_t j)
     memset(w->k + j * a->Dp, 0, (size_t)a->Dp * sizeof *w->k);
     memset(w->v + j * a->Dp, 0, (size_t)a->Dp * sizeof *w->v);
 }
-/* Loads begin and end of each position's segment. In a run of padding, begin is the run's end, and end is the run's
- * begin. Its positions therefore see no key, and add no key to a block. */
+/* Fills begin and end with the bounds of each position's segment, and hides the keys of padding. In a run of
+ * padding, begin is the run's end and end is its begin: its positions see no key, and add no key to a block. */
 static void load_segments(const attn *a, work *w, int64_t b)
 {
     const int32_t *id = (const int32_t *)a->mask.data + b * a->mask.stride[0];
@@ -188,7 +186,7 @@ static void load_segments(const attn *a, work *w, int64_t b)
     for (int64_t i = a->T; i < a->T + QUERIES; i++) w->begin[i] = w->end[i] = (int32_t)a->T;
 }
 
-/* Loads K and V of head (b, g) into their panels. Rows of hidden keys become zero. */
+/* Loads K and V of head (b, g) into their panels, with zeros in rows of hidden keys. */
 static void load_keys(const attn *a, work *w, int64_t b, int64_t g)
 {
     load_rows(a, &a->k, b, g, 0, a->S, a->Sp, w->k);
@@ -210,7 +208,7 @@ static void load_keys(const attn *a, work *w, int64_t b, int64_t g)
         hide_key(a, w, j);
     }
 }
-/* Sets dst [Dp, QUERIES] to the transpose of src [QUERIES, Dp], for the first qv vectors of queries. */
+/* Transposes the first qv vectors of queries of src [QUERIES, Dp] to dst [Dp, QUERIES]. */
 static void transpose_panel(const attn *a, const float *src, int qv, float *dst)
 {
     for (int v = 0; v < qv; v++)
@@ -219,7 +217,7 @@ static void transpose_panel(const attn *a, const float *src, int qv, float *dst)
 }
 
 /* -- blocks ------------------------------------------------------------------------------------------------------- */
-/* Returns a number n such that queries i0 .. i0 + nq see only keys below n. */
+/* Returns a key index that is above all keys that queries i0 .. i0 + nq see. */
 static int64_t keys_seen(const attn *a, const work *w, int64_t i0, int nq)
 {
     int64_t n = a->causal ? i0 + nq + a->S - a->T : a->S;
@@ -229,8 +227,8 @@ static int64_t keys_seen(const attn *a, const work *w, int64_t i0, int nq)
     }
     return n < 0 ? 0 : n < a->S ? n : a->S;
 }
-/* Returns the first key of the first block for the queries from i0 on. With segments, blocks of keys begin at the
- * queries' first segment, since segments are often shorter than a block. */
+/* Returns the first key of the first block for the queries from i0 on. With segments, it is near the beginning of
+ * the queries' first segment, since segments are often shorter than a block. */
 static int64_t first_block(const attn *a, const work *w, int64_t i0)
 {
     int64_t first = a->window > 0 ? i0 + a->S - a->T - a->window + 1 : 0, step = KEYS;
@@ -248,7 +246,8 @@ static block block_at(const attn *a, const work *w, int64_t b, int64_t h, int64_
     if (a->segmented && (w->begin[i0 + nq - 1] > j0 || w->end[i0] < j0 + k.nk)) k.masked = SEGMENTED;
     return k;
 }
-/* Returns the bias that a mask of 4 dimensions adds to a score. Values of -1e30 and less hide the key. */
+/* Converts a value of a 4-dimensional mask to the addend of a score, in base 2. Values of -1e30 and less hide the
+ * key. */
 SIMD float bias_of(float x) { return x <= -1e30f ? -INFINITY : x * (float)LOG2E; }
 static void load_bias(const attn *a, const block *k, work *w)
 {
@@ -265,7 +264,7 @@ static void load_bias(const attn *a, const block *k, work *w)
         }
     }
 }
-/* Scales the scores for softmax, and adds the mask to them. */
+/* Scales the scores, and adds the mask. */
 static void add_bias(const attn *a, const block *k, work *w)
 {
     load_bias(a, k, w);
@@ -273,8 +272,8 @@ static void add_bias(const attn *a, const block *k, work *w)
         for (int r = 0; r < clamp(a->S - k->j0, 0, k->nk); r++)
             w->p[r * QUERIES + i] = fmaf(w->p[r * QUERIES + i], a->scale2, w->bias[i * KEYS + r]);
 }
-/* Computes s [key][query], the product of the rows of keys [.., Dp] and the queries' panel qt. K and q yield the
- * scores; V and dy yield dp. */
+/* Computes s [key][query], the products of the rows of keys [.., Dp] and the queries' panel qt: scores from K and q,
+ * dp from V and dy. */
 static void scores(const attn *a, const block *k, work *w, const float *keys, const float *qt, float *s)
 {
     for (int g = 0; g < k->nk; g += ROWS) {
@@ -284,7 +283,7 @@ static void scores(const attn *a, const block *k, work *w, const float *keys, co
                 QUERIES);
     }
 }
-/* Computes out [query, Dp] (+)= the transpose of s times the rows of keys. V yields y; K yields dq. */
+/* Computes out [query, Dp] (+)= the transpose of s times the rows of keys: y from V, dq from K. */
 static void gather_keys(const attn *a, const block *k, work *w, int add, const float *s, const float *keys, float *out)
 {
     for (int i = 0; i < k->nq; i += ROWS) {
@@ -293,7 +292,7 @@ static void gather_keys(const attn *a, const block *k, work *w, int add, const f
         product(add, a->nvec, depth, s + i, 1, QUERIES, keys, a->Dp, out + i * a->Dp, a->Dp);
     }
 }
-/* Computes out [key, Dp] += s times the rows of queries. dy yields dv; q yields dk. */
+/* Computes out [key, Dp] += s times the rows of queries: dv from dy, dk from q. */
 static void gather_queries(const attn *a, const block *k, work *w, const float *s, const float *queries, float *out)
 {
     int nq = (int)round_up(k->nq, ROWS);
@@ -304,8 +303,9 @@ static void gather_queries(const attn *a, const block *k, work *w, const float *
                 out + g * a->Dp, a->Dp);
     }
 }
-/* Draws dropout bits if there are segments. Each segment counts as a separate sample, with as many queries and keys
- * as it has positions. One draw serves all queries of a segment whose keys in this block it covers completely. */
+/* Draws dropout bits of a block with segments. A segment counts as a separate sample, with as many queries and keys
+ * as it has positions. A draw covers 64 elements, and serves all following queries whose keys in this block it
+ * contains. */
 static void draw_keep_of_segments(const attn *a, const block *k, work *w)
 {
     uint64_t at = 0, bits = 0;                        /* bits: 64 elements of segment `drawn`, from element `at` on */
@@ -327,8 +327,8 @@ static void draw_keep_of_segments(const attn *a, const block *k, work *w)
         w->keep[QUERIES + i] = (uint32_t)(mine >> 32);
     }
 }
-/* Draws dropout bits. Short rows are adjacent in the stream, so one draw serves all queries whose keys in this block
- * it covers completely. */
+/* Draws dropout bits of a block. A draw covers 64 elements of the stream. Short rows are adjacent in it, so that a
+ * draw serves all following queries whose keys in this block it contains. */
 static void draw_keep(const attn *a, const block *k, work *w)
 {
     if (a->segmented) {
@@ -349,8 +349,8 @@ static void draw_keep(const attn *a, const block *k, work *w)
         w->keep[QUERIES + i] = (uint32_t)(mine >> 32);
     }
 }
-/* Returns a mask for the queries from c on: all bits are set in the lanes of queries that see key r. masked is a
- * constant, HIDES or SEGMENTED. */
+/* Returns a mask over queries c, c + 1, ...: all bits of a lane are set if its query sees key r. masked is the
+ * constant HIDES or SEGMENTED. */
 SIMD vni seen_by(const work *w, const block *k, int r, int c, int masked)
 {
     vni lane = vn_lanes(c), begin, end;
@@ -367,11 +367,11 @@ SIMD vni kept_by(const work *w, int r, int c)
     memcpy(&bits, w->keep + r / 32 * QUERIES + c, sizeof bits);
     return (vni)(bits << (31 - r % 32)) < 0;
 }
-/* Returns the number of rows of scores that exist for query c. */
+/* Returns how many rows of scores exist for the queries from c on. */
 SIMD int rows_of(const block *k, int c) { return clamp(round_up((c / VL + 1) * VL - k->shift, ROWS), 0, k->nk); }
 
 /* -- forward ------------------------------------------------------------------------------------------------------ */
-/* Turns the scores of a block into weights relative to the new running maximum. The caller must scale older sums by
+/* Turns a block's scores into weights relative to the new running maximum. The caller must multiply older sums by
  * factor. masked and drop are constants. */
 SIMD void softmax_block(const attn *a, const block *k, work *w, int masked, bool drop)
 {
@@ -411,7 +411,7 @@ static void rescale_rows(const attn *a, const block *k, work *w)
         for (int64_t d = 0; d < a->Dp; d += VL) vf_store(row + d, vf_load(row + d) * f);
     }
 }
-/* Sets factor to the reciprocals of the sums, and replaces the sums by lse. */
+/* Sets factor to the sums' reciprocals, and replaces the sums by lse. */
 static void finish_sums(work *w)
 {
     for (int v = 0; v < QV; v++) {
@@ -422,7 +422,7 @@ static void finish_sums(work *w)
         vf_store(w->sum + v * VL, vf_select(none, vf_set(-INFINITY), lse));
     }
 }
-/* Stores y and lse of nq queries of head h. Their results begin at row `from` of out and sum. */
+/* Stores y and lse of nq queries of head h. They are in out and sum from row `from` on. */
 static void store_queries(const attn *a, const work *w, int64_t b, int64_t h, int64_t i0, int nq, int from)
 {
     store_rows(a, &a->y, b, h, i0, nq, w->out + from * a->Dp, w->factor + from, 1);
@@ -467,15 +467,15 @@ static void forward_queries(const attn *a, work *w, int64_t b, int64_t h, int64_
 
 /* -- forward of one query ----------------------------------------------------------------------------------------- */
 /* Returns whether each head has only one query, as when a model continues a text. Separate code handles this case,
- * because blocks would cost as much as 16 queries, and would pack all keys for a single query. In this code lanes
- * are keys, or elements of the output. Its sums have the same order as in blocks, so the bits do not depend on the
- * number of queries. */
+ * because blocks would take as long as for 16 queries, and would pack all keys for one query. In this code, lanes
+ * are keys or elements of the output. Sums have the same order as in blocks, so the bits do not depend on the number
+ * of queries. */
 static bool is_one_query(const attn *a)
 {
     return a->T == 1 && a->S > 0 && !a->drop && !ps_has(&a->mask) && a->window <= 0;
 }
-/* Computes sum [16 * vectors] += terms [count] times rows [count, ld]. This is one row of a product, with as many
- * partial sums as in `tile`. */
+/* Computes sum [16 * vectors] += terms [count] times rows [count, ld]: one row of a product, with as many partial
+ * sums as in `tile`. */
 static void add_rows(int64_t vectors, int64_t count, const float *terms, const float *rows, int64_t ld, float *sum)
 {
     enum { MOST = 4 * LANES / VL };
@@ -483,8 +483,7 @@ static void add_rows(int64_t vectors, int64_t count, const float *terms, const f
         tile(1, MOST, 1, count, terms, 0, 1, rows, ld, sum, 0);
     for (; vectors > 0; vectors--, rows += VL, sum += VL) tile(1, 1, 1, count, terms, 0, 1, rows, ld, sum, 0);
 }
-/* Sets row i of w->p [heads, KEYS] to the scores of n keys of head (b, g), starting at key j0. w->k holds the
- * queries. */
+/* Computes the scores of n keys of head (b, g), from key j0 on, in w->p [heads, KEYS]. w->k holds the queries. */
 static void scores_of_one(const attn *a, work *w, int64_t b, int64_t g, int64_t j0, int n, int heads)
 {
     int vectors = (n + VL - 1) / VL;
@@ -497,7 +496,7 @@ static void scores_of_one(const attn *a, work *w, int64_t b, int64_t g, int64_t 
     }
 }
 /* Turns the n scores in row i of w->p into weights relative to the new running maximum. Returns the factor by which
- * the caller must scale older sums. */
+ * the caller must multiply older sums. */
 static float softmax_of_one(const attn *a, work *w, int n, int i)
 {
     vn scale = vn_set(a->scale2);
@@ -515,7 +514,8 @@ static float softmax_of_one(const attn *a, work *w, int n, int i)
     w->sum[i] = fmaf(w->sum[i], factor[0], sum[0] + sum[1]);
     return factor[0];
 }
-/* Adds to the rows of w->out [heads, Dp] the weights in the rows of w->p times the values of n keys from j0 on. */
+/* Adds weights times values to w->out [heads, Dp]. The weights are in w->p; the values are those of n keys from j0
+ * on. */
 static void weigh(const attn *a, work *w, int64_t b, int64_t g, int64_t j0, int n, int heads)
 {
     const float *rows = w->q;
@@ -528,11 +528,11 @@ static void weigh(const attn *a, work *w, int64_t b, int64_t g, int64_t j0, int 
         float *out = w->out + i * a->Dp;
         add_rows(a->nvec, n, w->p + i * KEYS, rows, ld, out);
         if (n % ROWS == 0) continue;
-        /* Turns -0 into 0, as in blocks, whose sums end with zero weights of zero rows. */
+        /* Turns -0 into 0, as blocks do: their sums end with zero weights of zero rows. */
         for (int64_t d = 0; d < a->Dp; d += LANES) vn_store(out + d, vn_load(out + d) + vn_set(0));
     }
 }
-/* Computes the query of heads h, h + step, ..., which share the keys of head g. Loads each block of keys once. */
+/* Computes the query of heads h, h + step, ..., which share key head g, so that each block of keys is loaded once. */
 static __attribute__((noinline)) void forward_one(const attn *a, work *w, int64_t b, int64_t h, int64_t step, int heads,
                                                   int64_t g)
 {
@@ -552,8 +552,8 @@ static __attribute__((noinline)) void forward_one(const attn *a, work *w, int64_
     finish_sums(w);
     for (int i = 0; i < heads; i++) store_queries(a, w, b, h + i * step, 0, 1, i);
 }
-/* Calls forward_one for part `cut` of `cuts` of the heads that share the keys of head g. The queries are stored in
- * w->k, which has at least as many rows as a tile. */
+/* Calls forward_one for part `cut` of the heads that share key head g; their parts are interleaved. The queries are
+ * in w->k, which has at least as many rows as a tile. */
 static void forward_one_group(const attn *a, work *w, int64_t b, int64_t g, int64_t cut, int64_t cuts)
 {
     int64_t shared = a->H / a->G, most = a->Sp < QUERIES ? a->Sp : QUERIES;
@@ -562,7 +562,7 @@ static void forward_one_group(const attn *a, work *w, int64_t b, int64_t g, int6
 }
 
 /* -- backward ----------------------------------------------------------------------------------------------------- */
-/* Returns the weights, before dropout, of key r for the queries from c on. masked is a constant. */
+/* Returns the weights of key r for the queries from c on, before dropout. masked is a constant. */
 SIMD vn weight_of(const attn *a, const block *k, const work *w, int r, int c, int masked)
 {
     vn lse = vn_load(w->max + c);
@@ -575,11 +575,11 @@ SIMD vn weight_gradient(const attn *a, const work *w, int r, int c, bool drop)
     vn dp = vn_load(w->dp + r * QUERIES + c);
     return drop ? vn_and(kept_by(w, r, c), dp * vn_set(a->keep_scale)) : dp;
 }
-/* Turns the scores in p into weights, after dropout, and dp into the gradient of the scores, without the scale.
- * masked and drop are constants. alone: the block has all keys of its queries, in fp32. The weights are then divided
- * by their own sum, and delta is the sum of p * dp, for two reasons. For large scores the rounding of lse would
- * affect all of a query's weights. dy * y contains the rounding of y, which is not small relative to dp - delta if
- * one weight is nearly 1. */
+/* Turns the scores in p into weights after dropout, and dp into the gradient of the unscaled scores. masked and drop
+ * are constants. alone: the block has all keys of its queries, in fp32. In this case the weights are divided by
+ * their own sum, because for large scores the rounding of lse would affect all of a query's weights. And delta is
+ * the sum of p * dp, because dy * y contains the rounding of y, which is not small relative to dp - delta if one
+ * weight is nearly 1. */
 SIMD void softmax_block_backward(const attn *a, const block *k, work *w, int masked, bool drop, bool alone)
 {
     for (int c = 0; c < k->qv * VL; c += LANES) {
@@ -607,15 +607,15 @@ SIMD void softmax_block_backward(const attn *a, const block *k, work *w, int mas
         }
     }
 }
-/* Returns the number of leading queries of i0 .. i0 + nq that see at most one key. The weight of a single key is 1
- * for any score, so the score's gradient must be exactly 0. Adam would turn the rounding error of dp - delta into a
+/* Returns how many queries at the beginning of i0 .. i0 + nq see at most one key. The weight of a single key is 1
+ * for any score, so the score's gradient must be exactly 0: Adam would turn the rounding error of dp - delta into a
  * step. */
 static int sure_queries(const attn *a, const work *w, int64_t i0, int nq)
 {
     if (w->second >= a->S || a->window == 1) return nq;
     return a->causal ? clamp(w->second - (a->S - a->T) - i0, 0, nq) : 0;
 }
-/* Sets factor[i] to query i's delta, the sum over d of dy * y. `out` is scratch memory. */
+/* Sets factor[i] to delta of query i, the sum of dy * y over d. `out` is scratch memory. */
 static void load_delta(const attn *a, work *w, int64_t b, int64_t h, int64_t i0, int nq)
 {
     float part[VL * VL], turned[VL * VL];
@@ -633,7 +633,7 @@ static void load_delta(const attn *a, work *w, int64_t b, int64_t h, int64_t i0,
         vf_store(w->factor + v * VL, delta);
     }
 }
-/* Sets max[i] to lse in base 2. If the query saw no key, max[i] is +infinity, so that the query's weights become 0. */
+/* Sets max[i] to lse in base 2, or to +infinity for a query that saw no key, so that its weights become 0. */
 static void load_lse(const attn *a, work *w, int64_t b, int64_t h, int64_t i0, int nq)
 {
     const float *lse = (const float *)a->lse.data + b * a->lse.stride[0] + h * a->lse.stride[1] + i0 * a->lse.stride[2];
@@ -642,8 +642,8 @@ static void load_lse(const attn *a, work *w, int64_t b, int64_t h, int64_t i0, i
         w->max[i] = x == -INFINITY ? INFINITY : x * (float)LOG2E;
     }
 }
-/* Clears dp of each query that sees at most one key of its segment. sure_queries cannot count these queries, because
- * a segment can end within a block. */
+/* Clears dp of queries that see at most one key of their segment. sure_queries cannot count them, because a segment
+ * can end within a block. */
 static void clear_sure(const attn *a, work *w, const block *k)
 {
     for (int c = 0; c < k->nq; c++) {
@@ -718,7 +718,8 @@ static void backward_group(const attn *a, work *w, int64_t b, int64_t g)
 }
 
 /* -- a call ------------------------------------------------------------------------------------------------------- */
-/* Divides a thread's memory, which begins at `at`, and returns its end. If `at` is NULL, only measures the size. */
+/* Divides a thread's memory, which begins at `at`, among the fields of w. Returns its end, which is its size if `at`
+ * is NULL. */
 static char *work_at(const attn *a, bool backward, char *at, work *w)
 {
     int64_t keys = a->Sp * a->Dp, queries = QUERIES * a->Dp, square = KEYS * QUERIES;
@@ -742,16 +743,16 @@ static bool float_view(const ps_view *x)
 {
     return x->dtype == PS_F32 || x->dtype == PS_BF16 || x->dtype == PS_F16;
 }
-/* Returns whether the kernels can read an operand. They can if the operand is absent, or if its type is supported
- * and its rows have D adjacent elements. */
+/* Returns whether the kernels can read an operand: it is absent, or has a float type and rows of D adjacent
+ * elements. */
 static bool usable(const ps_view *x)
 {
     return !ps_has(x) || (float_view(x) && x->ndim == 4 && (x->stride[3] == 1 || x->shape[3] <= 1));
 }
 /* Returns whether k or v is usable. In forward, k and v can have rows of Q8_0. */
 static bool usable_keys(const ps_view *x) { return (x->dtype == PS_U8 && x->stride[3] == 1) || usable(x); }
-/* Returns whether the mask is usable. A mask of 2 dimensions consists of bytes or of int32 segments. A mask of 4
- * dimensions can also consist of floats, with a contiguous last dimension. */
+/* Returns whether the mask is usable. With 2 dimensions it has bytes or int32 segments. With 4 dimensions it has
+ * bytes or floats, and a contiguous last dimension. */
 static bool mask_usable(attn *a)
 {
     const ps_view *m = &a->mask;
@@ -763,8 +764,8 @@ static bool mask_usable(attn *a)
     for (int d = 0; d < 3; d++) a->bias_step[d] = m->shape[d] == 1 ? 0 : m->stride[d];
     return (bytes || float_view(m)) && (m->stride[3] == 1 || m->shape[3] <= 1);
 }
-/* Runs the threads over the key heads. If there are too few key heads, forward divides the queries of the heads that
- * share a key head into `cuts` interleaved parts. */
+/* Divides the key heads among the threads. If there are too few, forward divides the queries that share a key head
+ * into `cuts` interleaved parts. */
 static int run(attn *a, ps_call *call, bool backward)
 {
     if (!usable(&a->q) || !usable_keys(&a->k) || !usable_keys(&a->v) || !usable(&a->y) || !usable(&a->dy) ||

@@ -1,8 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The arithmetic of attention.c, which alone includes this header: a register-blocked fp32 matrix product on
- * small panels, 2^x and log2 of vectors, transposition, and dropout bits. Every element of a product is one chain
- * of fused multiply-adds in the order of the depth, for every tile shape, so all instruction sets compute the
- * same bits. Pointers need no alignment. */
+ * The arithmetic of attention.c: a register-blocked fp32 matrix product on small panels, 2^x and log2 of vectors,
+ * transposition, and dropout bits. Every element of a product is one chain of fused multiply-adds in the order of
+ * the depth, for every tile shape, so that all instruction sets compute the same bits. Pointers need no alignment. */
 #ifndef PS_CPU_ATTENTION_TILE_H
 #define PS_CPU_ATTENTION_TILE_H
 #include "backend/cpu/simd.h"
@@ -10,7 +9,7 @@
 
 enum { ROWS = 8 };                /* the number of rows of every product is a multiple of ROWS */
 
-/* The machine's own vector of LANES floats. GCC would keep wider vectors in memory instead of registers. */
+/* The machine's own vector of LANES floats. GCC would keep wider vectors in memory. */
 #if defined(__AVX512F__)
 enum { LANES = 16, TILE_VECTORS = 4 };
 typedef vf vn;
@@ -91,7 +90,7 @@ SIMD void tile(int rows, int vectors, int add, int64_t depth, const float *a, in
         for (int v = 0; v < n; v++) vn_store(c + m * ldc + v * LANES, sum[m][v]);
 }
 
-/* Computes eight rows of a tile of width `vectors`: all at once if the registers can hold them, otherwise in two
+/* Computes eight rows of a tile of width `vectors`: all at once if they fit in the registers, otherwise in two
  * halves. */
 #define PS_TILE(vectors, rows_at_once)                                                                                 \
     static __attribute__((noinline)) void tile_##vectors(int add, int64_t depth, const float *a, int64_t a_row,        \
@@ -127,8 +126,8 @@ SIMD void product(int add, int64_t vectors, int64_t depth, const float *a, int64
 }
 
 /* -- functions ---------------------------------------------------------------------------------------------------- */
-/* Returns 2^x for softmax, where x is at most slightly above 0. The error is 1 or 2 ulp, and the result is 0 below
- * -125. A NaN stays NaN. */
+/* Returns 2^x for softmax; x is at most slightly above 0. The error is 1 or 2 ulp, and the result is 0 below -125.
+ * NaN stays NaN. */
 SIMD vn vn_exp2_neg(vn x)
 {
     vn xc = vn_max(vn_set(-125.0f), x);
@@ -144,8 +143,8 @@ SIMD vn vn_exp2_neg(vn x)
     vni y = (vni)((vnu)p + ((vnu)shifted << 23));                               /* adds the integer to the exponent */
     return vn_and(~(x < vn_set(-125.0f)), (vn)y);
 }
-/* Returns log2 x for normal x > 0. Splits x = 2^e m with m in [0.7, 1.42), and computes log2 m = 2 / ln 2 atanh((m -
- * 1) / (m + 1)). */
+/* Returns log2 x for normal x > 0. Splits x = 2^e m with m in [0.7, 1.42); log2 m = 2 / ln 2 atanh((m - 1) / (m +
+ * 1)). */
 SIMD vf vf_log2(vf x)
 {
     vi e = ((vi)x - vi_set(0x3f3504f3)) >> 23;
@@ -207,8 +206,8 @@ SIMD void vu_mul_wide(vu a, uint32_t by, vu *low, vu *high)
     *high = (vu)((even >> 32) | (odd & ~half));
 }
 
-/* Computes Philox4x32-10 for the 16 counters (lo + lane, hi). The low half of lo must not wrap around. Writes word w
- * of a lane's result to word[w][lane]. */
+/* Computes Philox4x32-10 for the 16 counters (lo + lane, hi). The low half of lo must not wrap around. word[w][lane]
+ * becomes word w of a lane's result. */
 SIMD void philox16(uint64_t key, uint64_t lo, uint64_t hi, vu word[4])
 {
     const vu lane = { 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15 };
@@ -226,8 +225,8 @@ SIMD void philox16(uint64_t key, uint64_t lo, uint64_t hi, vu word[4])
     word[0] = c0, word[1] = c1, word[2] = c2, word[3] = c3;
 }
 
-/* Returns one bit for each of the elements first .. first + 63 of a sample's stream (see dropout in ops.def). The
- * bit is set if the element is kept, which is the case if its 24 random bits are not below `limit`. */
+/* Returns one bit for each of elements first .. first + 63 of a sample's stream (see dropout in ops.def). The bit is
+ * set if the element is kept, that is, if its 24 random bits are not below `limit`. */
 SIMD uint64_t keep_bits(uint64_t key, uint64_t stream, uint64_t hi, uint64_t first, int32_t limit)
 {
     uint64_t counter = first / 4, bits = 0, next = 0;

@@ -1,11 +1,10 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * Batch norm and group norm for contiguous fp32, bf16 and fp16; compiled once per instruction set.
  *
- * A set consists of the elements that share one statistic. A thread copies a set to fp32 rows in its scratch
- * buffer, computes the sums, and writes the set. In group norm, the rows are the set's channels. In batch norm, a
- * set has one row, which consists of the channel's positions in all samples. A row is padded to whole blocks of
- * 16 lanes. A row is summed in sixteen lanes of doubles in a fixed order, so that neither the thread count nor
- * the instruction set changes a bit. */
+ * A set is the elements that share one statistic. A thread copies a set to fp32 rows in its scratch buffer, computes
+ * the sums, and writes the set. In group norm, rows are the set's channels. In batch norm, the set has one row: the
+ * channel's positions in all samples. Rows are padded to whole blocks of 16 lanes, and summed in sixteen lanes of
+ * doubles in a fixed order. So neither the thread count nor the instruction set changes a bit. */
 #define PS_ANY_LANES
 #include "backend/cpu/simd/operand.h"
 #include "backend/cpu/gemm.h"
@@ -21,7 +20,7 @@ struct norm {
     const void *x, *dy;
     void *y, *dx;                     /* can be NULL in backward */
     const float *w, *b;               /* [C], or NULL */
-    const float *mean_in, *var_in;    /* [sets] moments that the caller gives, or that backward uses */
+    const float *mean_in, *var_in;    /* [sets] given moments, or in backward those of forward */
     float *mean, *var;                /* [sets] */
     float *dw, *db;                   /* [N or 1, C] each set's sums for its channels */
 };
@@ -41,7 +40,7 @@ static int64_t channel(const struct norm *m, int64_t set, int64_t row)
     return m->groups ? set % m->groups * m->rows + row : set;
 }
 
-/* Copies one set of the elements of v to the rows of buf, and pads each row with zeros. */
+/* Copies one set of v's elements to the rows of buf, padded with zeros. */
 static void gather(const struct norm *m, int64_t set, const void *v, float *buf)
 {
     if (m->groups) {
@@ -93,7 +92,7 @@ static double row_sum(const float *p, int64_t n)
     return sum_of(s);
 }
 
-/* Returns the sum of the elementwise products of p and q. p and q can be the same row. */
+/* Returns the sum of p * q. p and q can be the same row. */
 static double row_products(const float *p, const float *q, int64_t n)
 {
     vd s[PARTS] = { { 0 } };
@@ -105,7 +104,7 @@ static double row_products(const float *p, const float *q, int64_t n)
     return sum_of(s);
 }
 
-/* Computes p = p * a + b for the n elements of a row, and resets the row's padding to 0. */
+/* Computes p = p * a + b for a row of n elements, and sets its padding to 0. */
 SIMD void row_affine(float *p, int64_t n, int64_t np, float a, float b)
 {
     vf by = vf_set(a), more = vf_set(b);
@@ -124,7 +123,7 @@ static void center(const struct norm *m, float *buf, float *mean, float *var)
         row_affine(p, m->n, m->np, 1.0f, -*mean);
         squares += row_products(p, p, m->np);
     }
-    double rounded = sum / count - *mean;            /* the squares above include this difference */
+    double rounded = sum / count - *mean;            /* the elements were centred with the rounded mean */
     squares = squares / count - rounded * rounded;
     *var = squares < 0 ? 0.0f : (float)squares;
 }
@@ -185,7 +184,7 @@ static void backward_set(const struct norm *m, int64_t set, float *buf, float *d
 static bool usable(const ps_view *v) { return !ps_has(v) || (is_lane_type(v->dtype) && view_flat(v)); }
 static bool narrow(const ps_view *v) { return !ps_has(v) || (v->dtype == PS_F32 && view_flat(v)); }
 
-/* Sets *out to v [C] in fp32, or to NULL if v is absent. Returns PS_ENOMEM after scratch() has recorded the error. */
+/* Sets *out to v [C] in fp32, or to NULL if v is absent. */
 static int weights(ps_call *call, const ps_view *v, const float **out)
 {
     *out = NULL;

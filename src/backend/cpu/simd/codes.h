@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Converts optimizer states to 8-bit codes and back, with vectors. The formulas and their order of operations are those
- * of base/update.h. Files that define PS_ANY_LANES include it after optim_list.h. */
+ * Converts optimizer states to 8-bit codes and back, with vectors. Formulas and order of operations are those of
+ * base/update.h. Files that define PS_ANY_LANES include this header after optim_list.h. */
 #ifndef PS_CPU_SIMD_CODES_H
 #define PS_CPU_SIMD_CODES_H
 #include "base/update.h"
@@ -38,7 +38,7 @@ SIMD vf codes_load(const ps_codes *c, const uint8_t *codes, bool has_sign)
     if (has_sign) base = (vf)((vi)base ^ ((vi)q & vi_set(INT32_MIN)));
     return vf_fma(codes_row(c->slope, index), q, base);
 }
-/* Returns, for each magnitude, the index of the nearest value. */
+/* Returns the index of the value nearest to each magnitude. */
 SIMD vi codes_number(const ps_codes *c, vf magnitude)
 {
     vi high = (vi)((vu)magnitude >> 16);
@@ -85,15 +85,15 @@ SIMD void codes_store(const ps_codes *c, uint8_t *codes, const float *x, float f
 }
 
 /* -- blocks -------------------------------------------------------------------------------------------------------- */
-/* Returns each lane's largest magnitude so far, as the bits of an fp32 value. In this form a NaN is larger than
- * every number. */
+/* Updates each lane's largest magnitude, as the bits of an fp32 value: as an integer, a NaN is larger than every
+ * number. */
 SIMD vi codes_most(vi most, vf x)
 {
     vi bits = (vi)x & vi_set(0x7fffffff), larger = bits > most;
     return (larger & bits) | (~larger & most);
 }
-/* Quantises a block of n <= PS_STATE_BLOCK numbers x [PS_STATE_BLOCK + CODES_RUN]. `most` holds their largest
- * magnitudes. Elements of x from n on are overwritten. */
+/* Quantises a block of n <= PS_STATE_BLOCK numbers x [PS_STATE_BLOCK + CODES_RUN], and overwrites x from element n
+ * on. `most` holds each lane's largest magnitude. */
 SIMD void codes_store_block(const ps_codes *c, float *x, int64_t n, vi most, uint8_t *codes, float *scale,
                             bool has_sign)
 {

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Dropout for contiguous fp32, bf16 and fp16; compiled once per instruction set. It computes one vector of random
- * numbers at a time. A mask depends only on seed, step, op, sample and element. */
+ * Dropout for contiguous fp32, bf16 and fp16; compiled once per instruction set. A mask depends only on seed, step,
+ * op, sample and element. */
 #define PS_ANY_LANES
 #include "backend/cpu/simd/operand.h"
 
@@ -75,8 +75,8 @@ SIMD void philox_lanes(uint64_t key, vu c0, vu c1, vu c2, vu c3, vu w[4])
     }
     w[0] = c0, w[1] = c1, w[2] = c2, w[3] = c3;
 }
-/* Computes the random words of 4 VL elements in order, starting at element 4 * counter. Lane 4 l + k computes
- * counter VL / 4 k + l, so that transposing groups of four lanes restores the order. */
+/* Computes the random words of 4 VL elements in order, from element 4 * counter on. Lane 4 l + k computes counter VL
+ * / 4 k + l, so that transposing groups of four lanes restores the order. */
 SIMD void philox_block(uint64_t key, uint32_t sample, uint32_t step, uint32_t op, uint32_t counter, vu w[4])
 {
     const vu lane = PS_LANE_NUMBERS, order = lane % 4 * (VL / 4) + lane / 4;
@@ -88,11 +88,11 @@ struct dropout {
     const void *x;
     void *y;
     const struct ps_attrs_dropout *attrs;
-    int32_t threshold;                /* an element is dropped if the upper 24 bits of its word are below threshold,
-                                       * that is, exactly if bits * 2^-24 < (float)p */
+    int32_t threshold;                /* an element is dropped if the upper 24 bits of its word are below this, which
+                                       * is exactly the case if bits * 2^-24 < (float)p */
     float scale;
 };
-/* Computes y[i + from .. i + to) from x with the words of lanes from .. to, which are fewer than VL lanes. */
+/* Computes lanes from .. to of the vector y[i ..] from x and the lanes' random words. */
 SIMD void drop_some(const struct dropout *d, int64_t i, vu word, int from, int to, int dtype)
 {
     for (int lane = from; lane < to; lane++) {
@@ -101,7 +101,7 @@ SIMD void drop_some(const struct dropout *d, int64_t i, vu word, int from, int t
         vf_put_n(d->y, i + lane, dtype, 1, x);
     }
 }
-/* Processes elements [begin, end) of a sample. Element e is at index `at` + e in x and y. */
+/* Processes elements [begin, end) of a sample. Element e of the sample is element `at` + e of x and y. */
 SIMD void dropout_span(const struct dropout *d, uint64_t sample, int64_t begin, int64_t end, int64_t at, int dtype)
 {
     vf scale = vf_set(d->scale);
@@ -110,7 +110,7 @@ SIMD void dropout_span(const struct dropout *d, uint64_t sample, int64_t begin, 
         vu w[4];
         philox_block(d->attrs->seed, (uint32_t)(d->attrs->sample + sample), (uint32_t)d->attrs->step, d->attrs->op,
                      (uint32_t)(e / 4), w);
-#pragma GCC unroll 4                               /* the words then stay in registers */
+#pragma GCC unroll 4                               /* keeps the words in registers */
         for (int k = 0; k < 4; k++) {
             int64_t v = e + k * VL, i = at + v;
             vi drop = (vi)(w[k] >> 8) < threshold;
@@ -124,7 +124,7 @@ SIMD void dropout_span(const struct dropout *d, uint64_t sample, int64_t begin, 
         }
     }
 }
-/* Processes elements [begin, end). Each element is a sample by itself. */
+/* Processes elements [begin, end), each of which is a sample of one element. */
 SIMD void dropout_singles(const struct dropout *d, int64_t begin, int64_t end, int dtype)
 {
     vf scale = vf_set(d->scale);
@@ -142,8 +142,8 @@ SIMD void dropout_singles(const struct dropout *d, int64_t begin, int64_t end, i
                      (vf)(~drop & (vi)(vf_get_n(d->x, i, dtype, (int)(end - i), 0.0f) * scale)));
     }
 }
-/* Processes x if it consists of some rows of a larger tensor. `rows` holds their indices in that tensor. Each row
- * has `width` consecutive elements of one sample. */
+/* Processes an x that consists of some rows of a larger tensor; `rows` has their indices in it. Each row has `width`
+ * consecutive elements of one sample. */
 static int dropout_rows(const struct dropout *d, const ps_view *rows, int64_t width, int dtype)
 {
     int64_t n = d->attrs->per_sample;
@@ -173,8 +173,8 @@ static int dropout(ps_call *call)
         return 0;
     }
     int64_t n = a->per_sample, last = a->first + x->numel, blocks = (n - 1) / DROPOUT_BLOCK + 1;
-    int64_t from = a->first / n, to = (last - 1) / n;                         /* first and last sample with elements
-                                                                               * in x */
+    int64_t from = a->first / n, to = (last - 1) / n;                         /* first and last sample of which x has
+                                                                               * elements */
     int64_t first_block = a->first % n / DROPOUT_BLOCK;
     int64_t last_block = (to - from) * blocks + (last - 1) % n / DROPOUT_BLOCK;
 #pragma omp parallel for schedule(static) if (x->numel >= PS_PAR_MIN / 4)

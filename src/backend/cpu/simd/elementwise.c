@@ -1,18 +1,17 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Elementwise arithmetic. Float types of up to 32 bits are computed in fp32 lanes by one expression per op, which
- * is compiled for each storage type. fp64 and integers have plain loops for the few ops that benefit from them.
- * In all other cases this file returns PS_EUNSUP, and ref computes the op. elementwise_copy.c has copies, casts,
- * fills and random numbers. */
+ * Elementwise arithmetic. Floats of up to 32 bits are computed in fp32 lanes; each op is one expression, compiled
+ * for each storage type. fp64 and integers have plain loops for the few ops that benefit. ref computes all other
+ * cases (PS_EUNSUP). elementwise_copy.c has copies, casts, fills and random numbers. */
 #define PS_ANY_LANES
 #include "backend/cpu/simd/divide.h"
 #include "backend/cpu/simd/loop.h"
 
-/* Values that an expression can use in addition to its operands. */
+/* Values of an expression besides its operands. */
 typedef struct consts { float a, b, c; } consts;
 static const consts no_consts;
 
 /* -- expressions --------------------------------------------------------------------------------------------------- */
-/* Computes lanes that are too large for the vector's range reduction one by one with the C library. */
+/* Computes lanes outside the range reduction of vf_sin and vf_cos one by one, with the C library. */
 static __attribute__((noinline)) void large_lanes(vf *y, const vf *x, float (*f)(float))
 {
     for (int i = 0; i < VL; i++)
@@ -43,15 +42,15 @@ SIMD vf sign(vf x)
 {
     return vf_select(x > vf_zero(), vf_set(1.0f), vf_zero()) - vf_select(x < vf_zero(), vf_set(1.0f), vf_zero());
 }
-SIMD vf clamp_between(vf x, vf low, vf high)       /* returns x itself if x is NaN, or if x and the bound are zeros
-                                                    * with different signs */
+SIMD vf clamp_between(vf x, vf low, vf high)       /* returns x if x is NaN, or if x and the bound are zeros of
+                                                    * different signs */
 {
     vf y = vf_select(x < low, low, x);
     return vf_select(y > high, high, y);
 }
 SIMD vf silu(vf x) { return vf_max(vf_set(-104.0f), x) * vf_sigmoid(x); }
-/* Multiplies dy by the derivative s + x s (1 - s), where 1 - s is computed without cancellation. x is limited to a
- * value at which the product is already 0, so that infinity is never multiplied by 0. */
+/* Multiplies dy by the derivative s + x s (1 - s), with 1 - s computed without cancellation. x is limited to values
+ * at which the product is already 0, so that infinity is never multiplied by 0. */
 SIMD vf silu_backward(vf x, vf dy)
 {
     vf c = vf_max(vf_set(-104.0f), vf_min(vf_set(104.0f), x)), e = vf_exp(-vf_abs(c));
@@ -59,7 +58,7 @@ SIMD vf silu_backward(vf x, vf dy)
     return dy * vf_fma(c * larger, smaller, vf_select(c < vf_zero(), smaller, larger));
 }
 /* GELU's tanh form is x * sigmoid(2u), with 2u = x (a + b x^2), a = 2 sqrt(2 / pi), b = 0.044715 a. Outside +-9.9
- * the sigmoid is 0 or 1 to within 1e-36, and there e^-2u is still a normal number. */
+ * the sigmoid is 0 or 1 to within 1e-36; up to there e^-2u is a normal number. */
 SIMD vf gelu_tanh_exp(vf c, vf z)                  /* e^-2u */
 {
     return vf_exp_core(c * vf_fma(z, vf_set(-0.0713548163f), vf_set(-1.59576912f)));
@@ -68,8 +67,7 @@ SIMD vf gelu_tanh(vf x)
 {
     vf above = vf_max(vf_set(-9.9f), x), c = vf_min(vf_set(9.9f), above);
     vf s = vf_set(1.0f) / (vf_set(1.0f) + gelu_tanh_exp(c, c * c));
-    return above * vf_select(x > vf_set(-9.9f), s, vf_zero());      /* x <= -9.9 ? 0 : s would need
-                                                                     * two divisions */
+    return above * vf_select(x > vf_set(-9.9f), s, vf_zero());      /* x <= -9.9 ? 0 : s would take two divisions */
 }
 SIMD vf gelu_tanh_backward(vf x, vf dy)
 {
@@ -82,20 +80,20 @@ SIMD vf gelu_erf(vf x)
 {
     return vf_max(vf_set(-1e4f), x) * vf_normal_cdf(x);
 }
-/* Computes Phi(x) + x phi(x), with phi(x) = exp(-x^2 / 2) / sqrt(2 pi). Below -5, Phi(x) is -phi(x) / x (1 - w + 3
- * w^2 - 15 w^3 + 105 w^4 ...) with w = x^-2 (Abramowitz and Stegun 26.2.12). */
+/* Multiplies dy by Phi(x) + x phi(x), with phi(x) = exp(-x^2 / 2) / sqrt(2 pi). Below -5, Phi(x) is computed as
+ * -phi(x) / x (1 - w + 3 w^2 - 15 w^3 + 105 w^4 ...) with w = x^-2 (Abramowitz and Stegun 26.2.12). */
 SIMD vf gelu_erf_backward(vf x, vf dy)
 {
     vf c = vf_max(vf_set(-15.0f), vf_min(vf_set(15.0f), x));                          /* e^-112 is 0 */
-    vf e = vf_exp(c * c * vf_set(-0.5f)), scaled = c * vf_set(0.398942280f);      /* multiplied by e last, because e
+    vf e = vf_exp(c * c * vf_set(-0.5f)), scaled = c * vf_set(0.398942280f);      /* e is multiplied last, because it
                                                                                    * can be subnormal */
     vf w = vf_set(1.0f) / (c * c), one = vf_set(1.0f), s = vf_fma(vf_set(105.0f), w, vf_set(-15.0f));
     s = one - w * vf_fma(w, vf_fma(w, vf_fma(w, s, vf_set(3.0f)), vf_set(-1.0f)), one);
     return dy * vf_select(x < vf_set(-5.0f), scaled * s * e, vf_fma(scaled, e, vf_normal_cdf(x)));
 }
 
-/* Computes log(u) times x / (u - 1), where u is 1 + x after rounding. The factor corrects the rounding (Goldberg
- * 1991, theorem 4). */
+/* Computes log(u) x / (u - 1), where u is 1 + x after rounding; x / (u - 1) corrects the rounding (Goldberg 1991,
+ * theorem 4). */
 SIMD vf log1p_of(vf x)
 {
     vf u = vf_set(1.0f) + x, d = u - vf_set(1.0f);
@@ -103,7 +101,7 @@ SIMD vf log1p_of(vf x)
     y = vf_select(d == vf_zero(), x, y);
     return vf_select((x == vf_set(INFINITY)) | (x != x), x, y);
 }
-/* Computes (u - 1) x / log(u) for u = exp(x), which corrects the rounding of u as in log1p_of (Kahan). */
+/* Computes (u - 1) x / log(u) for u = exp(x); x / log(u) corrects the rounding of u (Kahan). */
 SIMD vf expm1_of(vf x)
 {
     vf u = vf_exp(x), d = u - vf_set(1.0f);
@@ -204,7 +202,7 @@ SIMD vf lerp_far(vf a, vf b, vf rest) { return b - rest * (b - a); }
     BINARY_TYPE(name, expr, PS_F32) BINARY_TYPE(name, expr, PS_BF16) BINARY_TYPE(name, expr, PS_F16) \
     static const loop_fn name[3] = { name##_PS_F32, name##_PS_BF16, name##_PS_F16 };
 
-/* mask: has all bits set in the lanes for which the predicate is true. */
+/* mask: all bits of a lane are set if the predicate is true. */
 #define PREDICATE_TYPE(name, in2, mask, T) \
     static void name##_##T(void *const *p, int64_t n, const void *arg) \
     { \
@@ -341,8 +339,7 @@ SCALAR_DIVISIONS(i32, int32_t, divide_ints)
 SCALAR_DIVISIONS(i64, int64_t, divide_ints)
 SCALAR_DIVISIONS(u8, uint8_t, divide_ints)
 
-/* Each op's functions for the three lane types and for the four other types. A function is NULL if this file does
- * not have it. */
+/* Each op's functions for the three lane types and for the four other types; NULL if this file has none. */
 typedef struct row { const loop_fn *lanes; loop_fn f64, i32, i64, u8; } row;
 static const row rows[PS_OP_COUNT] = {
     [PS_OP_affine] = { .lanes = u_affine }, [PS_OP_clamp] = { .lanes = u_clamp },
@@ -423,7 +420,7 @@ static int predicate(ps_call *call)
     return apply(call, fn, &no_consts);
 }
 
-/* Runs the one of three block functions that matches the type of all operands. */
+/* Runs one of three block functions: the one for the type of all operands. */
 static int lanes(ps_call *call, const loop_fn *fn, const consts *k)
 {
     int dtype = call->out[0].dtype;
@@ -537,7 +534,7 @@ static int act_mul(ps_call *call)
     return lanes(call, fn[((const ps_attrs_act_mul *)call->attrs)->act], &no_consts);
 }
 
-/* Computes dx = dy up act'(x) and dup = dy act(x) for n elements. n must be a multiple of the vector size. */
+/* Computes dx = dy up act'(x) and dup = dy act(x) for n elements, a multiple of the vector size. */
 #define ACT_MUL_BACKWARD_TYPE(name, act, slope, T) \
     static void name##_##T(void *const *p, int64_t n) \
     { \
@@ -556,7 +553,7 @@ ACT_MUL_BACKWARD(a_silu, silu, silu_backward)
 ACT_MUL_BACKWARD(a_gelu_erf, gelu_erf, gelu_erf_backward)
 ACT_MUL_BACKWARD(a_gelu_tanh, gelu_tanh, gelu_tanh_backward)
 
-/* Supports contiguous operands dx, dup, x, up, dy. Computes the last elements in a buffer. */
+/* Computes dx and dup from contiguous x, up and dy, the last elements in a buffer. */
 static int act_mul_backward(ps_call *call)
 {
     static const act_mul_fn *const all[] = { a_silu, a_gelu_erf, a_gelu_tanh };
@@ -587,8 +584,8 @@ static int scale_(ps_call *call)
     const ps_attrs_scale_ *at = call->attrs;
     const ps_view *x = &call->in[0];
     if (!is_lane_type(x->dtype)) return PS_EUNSUP;
-    return apply_to(x, call, u_affine[x->dtype], &(consts){ (float)at->alpha, -0.0f, 0 });       /* adding -0 does not
-                                                                                               * change x */
+    return apply_to(x, call, u_affine[x->dtype], &(consts){ (float)at->alpha, -0.0f, 0 });       /* adding -0 does
+                                                                                                  * not change x */
 }
 
 static int scale_by_(ps_call *call)
@@ -601,7 +598,7 @@ static int scale_by_(ps_call *call)
     return apply_to(x, call, u_affine[x->dtype], &(consts){ (float)factor, -0.0f, 0 });
 }
 
-/* Computes y += alpha x for each pair of lane types. */
+/* y += alpha x for each pair of lane types. */
 #define AXPY(TY, TX) \
     static void axpy_##TY##_##TX(void *const *p, int64_t n, const void *arg) \
     { \
@@ -628,7 +625,7 @@ static int axpy_(ps_call *call)
     return apply_to(&call->in[0], call, axpy_fn[ty][tx], &(consts){ .a = (float)at->alpha });
 }
 
-/* The op `where` copies bits, so only the size of an element matters. */
+/* `where` copies bits, so only the size of an element matters. */
 #define WHERE(T) \
     static void where_##T(void *const *p, int64_t n, const void *arg) \
     { \

@@ -1,8 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Ops that fill a tensor: copies, casts, constants, ranges, random numbers, concatenation. Conversions compute
- * the same bits as ref. Conversions to floats round once (bf16 and fp16 through fp32). Conversions from float to
- * integer truncate and saturate, and turn NaN into 0. Integers wrap around. elementwise.c enters these ops into
- * the table. */
+ * Ops that fill a tensor: copies, casts, constants, ranges, random numbers, concatenation. Conversions compute the
+ * same bits as ref: to floats, they round once (bf16 and fp16 through fp32); from float to integer, they truncate
+ * and saturate, and turn NaN into 0; integers wrap around. */
 #define PS_ANY_LANES
 #include "backend/cpu/simd/loop.h"
 #include "base/philox.h"
@@ -19,7 +18,7 @@ LANES_TO_LANES(PS_F32, PS_BF16) LANES_TO_LANES(PS_F32, PS_F16)
 LANES_TO_LANES(PS_BF16, PS_F32) LANES_TO_LANES(PS_BF16, PS_F16)
 LANES_TO_LANES(PS_F16, PS_F32) LANES_TO_LANES(PS_F16, PS_BF16)
 
-/* Converts from and to types without lanes, sixteen elements at a time, through fp32. */
+/* Conversion from and to types without lanes, through fp32, sixteen elements at a time. */
 #define OTHER_TO_LANES(TO, name, T, value) \
     static void TO##_from_##name(void *const *p, int64_t n, const void *arg) \
     { \
@@ -67,7 +66,7 @@ BOTH_WAYS(u8, uint8_t, v, saturate_u8(v))
 BOTH_WAYS(truth, uint8_t, v != 0, v != 0)
 BOTH_WAYS(f64, double, v, v)
 
-/* Converts elements one by one. */
+/* Conversion of elements one by one. */
 #define PLAIN(to, T, from, F, value) \
     static void to##_from_##from(void *const *p, int64_t n, const void *arg) \
     { \
@@ -90,7 +89,7 @@ PLAIN(f64, double, u8, uint8_t, v) PLAIN(f64, double, truth, uint8_t, v != 0)
 PLAIN(i32, int32_t, f64, double, saturate_i32(v)) PLAIN(i64, int64_t, f64, double, saturate_i64(v))
 PLAIN(u8, uint8_t, f64, double, saturate_u8(v)) PLAIN(truth, uint8_t, f64, double, v != 0)
 
-/* [to][from]. Equal types are copied instead of converted. */
+/* [to][from]; NULL for equal types, which are copied */
 static const loop_fn convert_fn[PS_DTYPE_COUNT][PS_DTYPE_COUNT] = {
 #define FROM_LANES(T) [PS_F32] = T##_from_PS_F32, [PS_BF16] = T##_from_PS_BF16, [PS_F16] = T##_from_PS_F16
 #define FROM_OTHERS(T) [PS_F64] = T##_from_f64, [PS_I32] = T##_from_i32, [PS_I64] = T##_from_i64, \
@@ -177,7 +176,7 @@ static int fill_(ps_call *call)
     return PS_OK;
 }
 
-/* Stores the first n of sixteen elements, rounded or wrapped to the type, at flat position i. */
+/* Stores the first n of sixteen elements from flat position i on, rounded or wrapped to the type. */
 static void store_doubles(void *data, int dtype, int64_t i, int n, const double *v)
 {
     if (dtype == PS_F64) {
@@ -190,7 +189,7 @@ static void store_doubles(void *data, int dtype, int64_t i, int n, const double 
     else vf_put_n(data, i, dtype, n, vf_load(f));
 }
 
-/* The function is not inlined, because GCC 12 would warn that v may be uninitialised. */
+/* Not inlined, because GCC 12 would warn that v may be uninitialised. */
 static __attribute__((noinline)) void store_ints(void *data, int dtype, int64_t i, int n, const int64_t *v)
 {
     for (int j = 0; j < n; j++) {
@@ -227,7 +226,7 @@ static int arange_(ps_call *call)
 }
 
 /* -- random numbers: element i belongs to counter offset + i ------------------------------------------------------- */
-/* If a number rounds up to `high`, it is replaced by `low`, so that the range stays half-open in every type. */
+/* A number that rounds up to `high` is replaced by `low`, so that the range is half-open in every type. */
 static int uniform_(ps_call *call)
 {
     const ps_attrs_uniform_ *a = call->attrs;
@@ -255,7 +254,7 @@ static int uniform_(ps_call *call)
     return PS_OK;
 }
 
-/* Uses the formula of Box and Muller: sqrt(-2 log(1 - u1)) cos(2 pi u2). */
+/* Uses Box and Muller's formula: sqrt(-2 log(1 - u1)) cos(2 pi u2). */
 static int normal_(ps_call *call)
 {
     const ps_attrs_normal_ *a = call->attrs;
@@ -275,8 +274,7 @@ static int normal_(ps_call *call)
     return PS_OK;
 }
 
-/* Computes low + floor(r * (high - low) / 2^64), where r consists of the first two words. The first word is its low
- * half. */
+/* Computes low + floor(r * (high - low) / 2^64). r is the counter's first two words, low half first. */
 static int randint_(ps_call *call)
 {
     const ps_attrs_randint_ *a = call->attrs;

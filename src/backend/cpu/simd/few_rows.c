@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Products of a few rows with a large matrix, which a model computes when it continues a text token by token.
- * Each weight is read once and used once, so memory limits the speed. Threads divide the matrix into pieces of
- * fixed sizes. So sums depend neither on the number of threads nor on the other rows. */
+ * Products of a few rows with a large matrix, which a model computes when it generates a text token by token. Each
+ * weight is used once, so memory limits the speed. Threads divide the matrix into pieces of fixed sizes, so sums
+ * depend neither on the number of threads nor on the other rows. */
 #include "backend/cpu/gemm.h"
 #include "backend/cpu/simd.h"
 
@@ -11,26 +11,25 @@ enum {
     WIDTH = 4096,                                    /* columns per piece, so that the sums of all rows stay in L1 */
     SUMS = 512,                                      /* number of partial sums that a thread computes at a time */
     OUTPUTS = 32,                                    /* rows of b [N, K] per piece */
-    LINES = 4                                        /* number of streams, each of which reads one quarter of a piece */
+    LINES = 4                                        /* streams per piece; each reads one quarter of the piece */
 };
 
-/* Memory is faster with a few streams than with one. It is faster still if each stream reads consecutive lines over
- * several pages, and if the streams are far from each other. A piece of n lines is read as LINES quarters. Step t
- * reads the lines t + i * quarter(n), i = 0 .. lines_at(n, t) - 1. */
+/* Order of reads. Memory is faster with a few streams than with one, above all if each stream reads consecutive
+ * lines over several pages, far from the other streams. So a piece of n lines is read as LINES quarters: step t
+ * reads lines t + i * quarter(n), i = 0 .. lines_at(n, t) - 1. */
 static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
 static int64_t quarter(int64_t n) { return (n + LINES - 1) / LINES; }
 static int64_t lines_at(int64_t n, int64_t t) { return (n - t + quarter(n) - 1) / quarter(n); }
-/* Returns the distance from a line of step t to the next line of its stream. After the last step, the next line
- * belongs to the next piece. */
+/* Returns the distance from a line of step t to its stream's next line, which after the last step is in the next
+ * piece. */
 static int64_t to_next(int64_t n, int64_t t) { return t + 1 < quarter(n) ? 1 : n - quarter(n) + 1; }
 
-/* Prefetches bytes of the lines that are read next, because lines are too short for the processor to predict the
- * next line. */
+/* Prefetches bytes of the next lines, because lines are too short for the processor to predict the next one. */
 SIMD void ahead(const char *p) { __builtin_prefetch(p, 0, 3); }
 
-/* Runs body(.., T), where the constant T stands for the type of g->b. It must be used inside parallel regions,
- * because the compiler makes a separate function of each region, in which an outer constant would be a variable. */
+/* Runs body(.., T) with a constant T for the type of g->b. Used inside parallel regions: the compiler makes a
+ * function of each region, in which an outer constant would be a variable. */
 #define BY_TYPE(body, ...) \
     do { \
         if (g->b.dtype == PS_F32) body(__VA_ARGS__, 0); \
@@ -39,18 +38,18 @@ SIMD void ahead(const char *p) { __builtin_prefetch(p, 0, 3); }
     } while (0)
 
 /* -- b [K, N], rows of N neighbours -------------------------------------------------------------------------------- */
-/* Adds by[m][0] b + by[m][1] (b + ld) + ... to row m of sums, which is sum + m * apart [n]. Adds `lines` lines of b,
- * ld bytes apart, in this order. Reads each weight and converts it to fp32 once for all M rows. next: distance in
- * bytes from a line to the line to prefetch, which is read next; 0 prefetches nothing. */
+/* Adds by[m][0] b + by[m][1] (b + ld) + ... to sum m, which is sum + m * apart [n]. The `lines` lines of b are ld
+ * bytes apart and are added in this order. Each weight is read and converted to fp32 once for all M rows. next:
+ * distance in bytes from a line to the next one to read, which is prefetched, or 0. */
 SIMD void add_lines(float *sum, int64_t apart, float by[][LINES], const char *b, int64_t ld, int64_t next, int64_t n,
                     int lines, int M, int T)
 {
 #ifdef __AVX512F__
     enum { MOST = 2, SEVERAL = 2 };
 #else
-    enum { MOST = 2, SEVERAL = 1 };                  /* the sums of several rows use all registers */
+    enum { MOST = 2, SEVERAL = 1 };                  /* sums of several rows use all registers */
 #endif
-    int of = M == 1 ? MOST : SEVERAL;                /* number of a line's vectors that are processed at a time */
+    int of = M == 1 ? MOST : SEVERAL;                /* vectors of a line that are processed at a time */
     int64_t size = T == 0 ? 4 : 2, j = 0;
     vf x[PS_FEW_ROWS][LINES];
 #pragma GCC unroll 4
@@ -114,8 +113,7 @@ SIMD void piece_of_rows(const ps_gemm *g, const float *x, float *part, int64_t k
     }
 }
 
-/* Sets c [i .. i + n) to the sum of the pieces' partial sums, added in order. stride: number of elements of a
- * partial sum. */
+/* Sets c [i .. i + n) to the sum of the pieces' partial sums, in their order. stride: elements of a partial sum. */
 SIMD void add_parts(float *c, const float *part, int64_t i, int64_t n, int64_t pieces, int64_t stride)
 {
     for (int64_t j = i; j < i + n; j += VL) {
@@ -141,7 +139,7 @@ static void by_rows(const ps_gemm *g, const float *x, float *part, float *c)
 }
 
 /* -- b [N, K], rows of K neighbours (out_in) ----------------------------------------------------------------------- */
-/* Computes vf_hsum of four vectors, with the same order of additions. */
+/* Computes vf_hsum of four vectors in its order of additions. */
 SIMD void hsum4(float *out, vf a, vf b, vf c, vf d)
 {
 #define HALVES(x, y) \
@@ -158,8 +156,8 @@ SIMD void hsum4(float *out, vf a, vf b, vf c, vf d)
 #undef QUARTERS
 }
 
-/* Computes out [M, LINES] = x [M, K] times LINES lines of b, which are ld bytes apart. next: distance in bytes to
- * the lines that are read next. */
+/* Computes out [M, LINES] = x [M, K] times LINES lines of b, ld bytes apart. next: distance in bytes to the lines
+ * that are read next. */
 SIMD void dots(float *out, const float *x, const char *b, int64_t ld, int64_t next, int64_t K, int M, int T)
 {
     int64_t size = T == 0 ? 4 : 2, k = 0;

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * Padding, resampling and max pooling of contiguous images; compiled once per instruction set. A thread processes
- * whole planes [H, W] (for padding, whole rows), so results do not depend on the number of threads. Half types
- * are converted row by row, and sums are rounded once. */
+ * whole planes [H, W] (for padding, rows), so results do not depend on the number of threads. Half types are
+ * converted row by row, and sums are rounded once. */
 #define PS_ANY_LANES
 #include "backend/cpu/simd/operand.h"
 #include "backend/cpu/gemm.h"
@@ -53,7 +53,7 @@ static int pad(ps_call *call)
 /* -- resampling ---------------------------------------------------------------------------------------------------- */
 struct maps { ps_taps h, w; int64_t in[2], out[2]; const float *weight; };   /* weight: weights of w's taps */
 
-/* Applies the map along W to a row of x. Writes `out`, [W of y], in fp32. */
+/* Computes a row [W of y] in fp32 from a row of x by the map along W. */
 static void map_row(const struct maps *m, const float *row, float *out)
 {
     const ps_taps *t = &m->w;
@@ -64,8 +64,7 @@ static void map_row(const struct maps *m, const float *row, float *out)
     }
 }
 
-/* Resamples a plane, first all rows along W, then along H. memory: space for [H of x, W of y], for one row of x and
- * for one row of y. */
+/* Resamples a plane: all rows along W, then along H. memory: [H of x, W of y], a row of y and a row of x. */
 static void map_plane(const struct maps *m, const void *x, void *y, int dtype, float *memory)
 {
     int64_t W = m->in[1], out = m->out[1];
@@ -103,8 +102,8 @@ static int resample(ps_call *call)
     void *of_h = call->scratch(call, ps_resample_nbytes(call, 0));
     void *of_w = call->scratch(call, ps_resample_nbytes(call, 1));
     float *memory = call->scratch(call, (size_t)(threads * each) * sizeof *memory);
-    float *weight = call->scratch(call, ps_resample_nbytes(call, 1));        /* has space for more than one weight
-                                                                              * per tap */
+    float *weight = call->scratch(call, ps_resample_nbytes(call, 1));        /* more than enough: one weight per tap
+                                                                              * is needed */
     if (!of_h || !of_w || !memory || !weight) return PS_ENOMEM;
     if (call->dry) return 0;
     m.h = ps_resample_taps(call, 0, of_h), m.w = ps_resample_taps(call, 1, of_w), m.weight = weight;

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Implements the iterator of loop.h: merges dimensions, gathers strided operands into buffers, and pads the last
- * vector. It also copies between layouts: run by run if both operands have contiguous runs, and tile by tile if
- * one operand is the transpose of the other. */
+ * The iterator of loop.h: merges dimensions, gathers strided operands into buffers, and pads the last vector. Also
+ * copies between layouts: run by run if both operands have contiguous runs, tile by tile if one is the transpose of
+ * the other. */
 #include "backend/cpu/simd/loop.h"
 
 /* -- set-up -------------------------------------------------------------------------------------------------------- */
@@ -53,7 +53,7 @@ void loop_init(loop *l, const ps_view *out, int n_in, const ps_view *const *in)
     }
     for (int d = l->ndim - 1; d >= 0; d--)
         if (l->shape[d] == 1) remove_dim(l, d);
-    /* An output that is a permuted view is processed in the order of its memory. */
+    /* Processes an output that is a permuted view in the order of its memory. */
     for (int i = 1; i < l->ndim; i++)
         for (int d = i; d > 0 && l->op[0].stride[d - 1] < l->op[0].stride[d]; d--) swap_dims(l, d - 1, d);
     for (int d = l->ndim - 2; d >= 0; d--)
@@ -77,7 +77,7 @@ void loop_init(loop *l, const ps_view *out, int n_in, const ps_view *const *in)
 }
 
 /* -- gather and scatter -------------------------------------------------------------------------------------------- */
-/* Sets `index` to the index of flat position `first` in each dimension. Returns the operand's offset in elements. */
+/* Computes the multi-dimensional `index` of flat position `first`. Returns the operand's offset there, in elements. */
 static int64_t locate(const loop *l, const loop_operand *o, int64_t first, int64_t *index)
 {
     int64_t offset = 0;
@@ -89,8 +89,8 @@ static int64_t locate(const loop *l, const loop_operand *o, int64_t first, int64
     return offset;
 }
 
-/* Moves to the next run after a run that ended at the end of the last dimension. Increments the index of the next
- * dimension, and returns the offset at which the next run begins. */
+/* Moves from the end of a run along the last dimension to the next run. Increments the index, and returns the next
+ * run's offset. */
 static int64_t next_run(const loop *l, const loop_operand *o, int64_t *index, int64_t start)
 {
     for (int d = l->ndim - 2; d >= 0; d--) {
@@ -102,7 +102,7 @@ static int64_t next_run(const loop *l, const loop_operand *o, int64_t *index, in
     return start;
 }
 
-/* Copies the first element, then doubles the number of copied elements each time, because memcpy is fast at any
+/* Fills nbytes with copies of the first element. Doubles the copied part each time, because memcpy is fast at any
  * optimisation level. */
 static void repeat(char *dst, int64_t size, int64_t nbytes)
 {
@@ -144,8 +144,7 @@ static void repeat(char *dst, int64_t size, int64_t nbytes)
             index[last] = 0, run = l->shape[last]; \
         } \
     } \
-    /* Writes [rows, cols] of the output from an input that is stored transposed, in tiles whose reads and writes
-     * cover whole lines. */ \
+    /* Transposes [rows, cols] in tiles whose reads and writes cover whole lines. */ \
     static void transpose_##T(T *dst, int64_t ld_dst, const T *src, int64_t ld_src, int64_t rows, int64_t cols) \
     { \
         enum { TILE = 64 / sizeof(T) < 16 ? 16 : 64 / sizeof(T) }; \
@@ -223,7 +222,7 @@ void loop_run(const loop *l, loop_fn fn, const void *arg)
 {
     if (l->numel == 0) return;
     bool flat = all_flat(l);
-    if (flat && l->numel <= LOOP_FLAT_BLOCK) {               /* without the costs of a parallel region */
+    if (flat && l->numel <= LOOP_FLAT_BLOCK) {               /* avoids the cost of a parallel region */
         char *p[LOOP_OPS];
         for (int k = 0; k < l->n; k++) p[k] = l->op[k].data;
         call_padded(l, fn, arg, p, l->numel);
@@ -248,8 +247,8 @@ void loop_run(const loop *l, loop_fn fn, const void *arg)
 }
 
 /* -- copies -------------------------------------------------------------------------------------------------------- */
-/* Returns the dimension along which the input is contiguous, provided that the output is contiguous along its last
- * dimension. Returns -1 if the copy is not a transpose. */
+/* Returns the dimension along which the input is contiguous, if the copy is a transpose: the output is contiguous
+ * along its last dimension. Otherwise returns -1. */
 static int transposed_dim(const loop *l)
 {
     int last = l->ndim - 1;

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * The iterator of all elementwise and reducing kernels. A loop processes up to four operands of one shape in
- * row-major order, in blocks. A block function gets plain arrays of a multiple of 16 elements for any strides:
- * parts of the operands if these are contiguous, otherwise small buffers. An element's result never depends on
- * its position in a block, so results depend neither on blocks nor on threads. */
+ * row-major order, in blocks. A block function gets plain arrays of a multiple of 16 elements, whatever the strides:
+ * parts of contiguous operands, and small buffers for others. An element's result does not depend on its position in
+ * a block, so results depend neither on blocks nor on threads. */
 #ifndef PS_CPU_LOOP_H
 #define PS_CPU_LOOP_H
 #include "backend/cpu/cpu.h"
@@ -17,15 +17,15 @@ typedef struct loop_operand {
     bool flat;                        /* whether the whole operand is one row-major array of the loop's shape */
 } loop_operand;
 
-/* A loop over elements. Dimensions of size 1 are dropped, and dimensions with the same layout in all operands are
- * merged, so ndim is often 1 (never 0). */
+/* A loop over elements. Dimensions of size 1 are dropped, and dimensions are merged if all operands allow it, so
+ * ndim is often 1 (never 0). */
 typedef struct loop {
     int n, ndim;
     int64_t numel, shape[PS_MAX_DIMS];
     loop_operand op[LOOP_OPS];
 } loop;
 
-/* Processes n elements, a positive multiple of 16. Writes results to p[0]; p[1..] are inputs. */
+/* Processes n elements, a positive multiple of 16. p[0]: results. p[1..]: inputs. */
 typedef void (*loop_fn)(void *const *p, int64_t n, const void *arg);
 
 #define loop_init PS_ISA_FN(ps_loop_init)
@@ -33,12 +33,12 @@ typedef void (*loop_fn)(void *const *p, int64_t n, const void *arg);
 #define loop_copy PS_ISA_FN(ps_loop_copy)
 #define loop_fill_copies PS_ISA_FN(ps_cpu_fill_copies)
 
-/* Sets up a loop with the shape of `out`. Broadcasts inputs to this shape. */
+/* Sets up a loop over the shape of `out`, to which inputs are broadcast. */
 void loop_init(loop *l, const ps_view *out, int n_in, const ps_view *const *in);
 void loop_run(const loop *l, loop_fn fn, const void *arg);
 /* Broadcasts src to dst. Both have elements of the same size. */
 void loop_copy(const ps_view *dst, const ps_view *src);
-/* elementwise_copy.c: enters kernels of copies, casts, fills and random numbers. */
+/* elementwise_copy.c: copies, casts, fills and random numbers */
 void loop_fill_copies(ps_kernel *k);
 
 SIMD bool is_lane_type(int dtype) { return dtype == PS_F32 || dtype == PS_BF16 || dtype == PS_F16; }

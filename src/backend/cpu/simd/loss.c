@@ -1,19 +1,19 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Softmax, log-softmax and cross-entropy over rows of fp32, bf16 or fp16; compiled once per instruction set. A
- * row is read in blocks that fit the first-level cache. For each block, the kernel finds the block's maximum, and
- * then computes exponentials relative to the largest value so far, and their sum. If the largest value grows, the
- * previous sum is scaled. The exponentials of rows with up to KEEP elements are kept in fp32, so that each is
- * computed once. A NaN in a row makes the row's results NaN. Rows are independent of each other, and losses are
- * added over rows in order in fp64, so no result depends on the thread count. */
+ * Softmax, log-softmax and cross-entropy over rows of fp32, bf16 or fp16; compiled once per instruction set. A row
+ * is processed in blocks that fit the first-level cache. For each block, the kernel finds the maximum, and then
+ * computes exponentials relative to the largest value so far, and their sum. If the largest value grows, the earlier
+ * sum is scaled. Rows of up to KEEP elements keep their exponentials in fp32, so that each is computed once. A NaN
+ * makes its row's results NaN. Rows are independent, and losses are added over rows in order in fp64, so no result
+ * depends on the thread count. */
 #define PS_ANY_LANES                    /* sums always have sixteen lanes (operand.h) */
 #include "backend/cpu/simd/operand.h"
 
-enum { BLOCK = 2048, KEEP = 1 << 16 };   /* BLOCK: elements per block. KEEP: number of a row's elements whose
-                                          * exponentials are stored, which needs at most 256 KiB of stack. */
+enum { BLOCK = 2048, KEEP = 1 << 16 };   /* BLOCK: elements per block. KEEP: maximum size of a row whose exponentials
+                                          * are stored, which takes at most 256 KiB of stack */
 
-/* Computes e^x for x <= 0 (in fact below 88). The result is 0 below -86, and a NaN stays NaN. Splits x = n ln2 + r,
- * and uses a polynomial in r of degree 5. The relative error is below 2e-7 for x > -20, where most of a softmax's
- * sum comes from. */
+/* Computes e^x for x <= 0 (in fact below 88). Splits x = n ln2 + r, and uses a polynomial of degree 5 in r. The
+ * relative error is below 2e-7 for x > -20, where most of a softmax's sum comes from. The result is 0 below -86. NaN
+ * stays NaN. */
 SIMD vf exp_below(vf x)
 {
     const vf magic = vf_set(12582912.0f);                     /* adding 1.5 * 2^23 rounds to an integer */
@@ -32,8 +32,8 @@ SIMD vf exp_below(vf x)
     return (vf)(~(x < vf_set(-86.0f)) & (vi)y);
 #endif
 }
-/* Returns the largest of n > 0 values. Compares floats as integers, which have the same order if the lower bits of
- * negative floats are inverted. So the compiler can use vectors, and half types need no conversion. NaN counts as
+/* Finds the largest of n > 0 values, m. Compares floats as integers, so that the compiler can use vectors and half
+ * types need no conversion: the order is the same if the lower bits of negative floats are inverted. NaN counts as
  * largest or smallest. Without the pragma, -O2 does not vectorise a loop of unknown length. */
 #define PS_BLOCK_MAX(type, mask) \
     const type *p = (const type *)x + first; \
@@ -61,8 +61,8 @@ SIMD float block_max(const void *x, int64_t first, int64_t n, int dtype)
     return dtype == PS_F32 ? block_max_f32(x, first, n) : block_max_half(x, first, n, dtype);
 }
 
-/* Prefetches 2 PAIR elements of the next block. Without this, memory would limit the speed of the search for the
- * block's maximum. */
+/* Prefetches 2 PAIR elements of the next block. Otherwise memory would limit the speed of the search for its
+ * maximum. */
 SIMD void fetch_next(const void *x, int64_t i, int dtype)
 {
     __builtin_prefetch(ps_at(x, i + BLOCK, dtype));
@@ -71,8 +71,8 @@ SIMD void fetch_next(const void *x, int64_t i, int dtype)
     __builtin_prefetch(ps_at(x, i + BLOCK + PAIR / 2, dtype));
     __builtin_prefetch(ps_at(x, i + BLOCK + PAIR + PAIR / 2, dtype));
 }
-/* Returns the sum of e^(x - m) over n values. If `keep` is not NULL, stores the exponentials in `keep` in the order
- * of pairs. For fp32, `keep` can be x. */
+/* Returns the sum of e^(x - m) over n values. Stores the exponentials in `keep`, in the order of pairs, unless it is
+ * NULL. For fp32, `keep` can be x. */
 SIMD float block_exp(const void *x, int64_t first, int64_t n, float m, float *keep, int dtype)
 {
     vf s0[PARTS] = { { 0 } }, s1[PARTS] = { { 0 } }, s2[PARTS] = { { 0 } }, s3[PARTS] = { { 0 } }, mm = vf_set(m);
@@ -94,8 +94,8 @@ SIMD float block_exp(const void *x, int64_t first, int64_t n, float m, float *ke
             s0[j] += u.a, s1[j] += u.b, e[j] = u;
         }
         if (keep && dtype != PS_BF16) vp_row_put(keep, i, last, e, PS_F32);
-        else if (keep) EACH_PART(j) vp_store(keep + i, j, e[j]);         /* for bf16, `keep` has space for the whole
-                                                                          * part */
+        else if (keep) EACH_PART(j) vp_store(keep + i, j, e[j]);         /* for bf16, `keep` has space for whole
+                                                                          * blocks of PAIR */
     }
     EACH_PART(j) s0[j] = (s0[j] + s1[j]) + (s2[j] + s3[j]);
     return sum_lanes(s0);
@@ -104,10 +104,10 @@ SIMD float block_exp(const void *x, int64_t first, int64_t n, float m, float *ke
 struct row {
     float max;                        /* largest element of the row, ignoring NaN */
     float before;                     /* largest element before element `at` of scan_row, ignoring NaN */
-    double sum;                       /* the sum of e^(x - max) */
-    float block_max[KEEP / BLOCK];    /* maximum to which each block's stored exponentials are relative */
+    double sum;                       /* sum of e^(x - max) */
+    float block_max[KEEP / BLOCK];    /* maximum to which a block's stored exponentials are relative */
 };
-/* Scans a row. Also stores the largest element before element `at` in row.before, unless `at` is -1. */
+/* Scans a row. Also finds the largest element before element `at`, unless `at` is -1. */
 SIMD void scan_row(struct row *w, const void *x, int64_t V, float *keep, int64_t at, int dtype)
 {
     float m = -INFINITY;
@@ -124,20 +124,20 @@ SIMD void scan_row(struct row *w, const void *x, int64_t V, float *keep, int64_t
             w->sum *= exp((double)m - top);
             m = top;
         }
-        float base = m == -INFINITY ? 0.0f : m;              /* without a finite element so far, every base yields
-                                                              * zeros */
+        float base = m == -INFINITY ? 0.0f : m;              /* all elements so far are -infinity, so every base
+                                                              * yields zeros */
         if (keep) w->block_max[first / BLOCK] = base;
         w->sum += block_exp(x, first, n, base, keep, dtype);
     }
     w->max = m;
 }
-/* Returns true if `logit` is the first of the row's largest elements. scan_row has found the largest element before
- * `logit`. */
+/* Returns true if `logit` is the first of the row's largest elements. scan_row must have run with `logit`'s
+ * position. */
 SIMD bool is_hit(const struct row *w, float logit)
 {
     return logit == w->max && w->before < logit && w->sum == w->sum && logit < INFINITY;
 }
-/* Returns the factor that makes the stored exponentials of block `b` relative to the row's maximum. */
+/* Returns the factor that makes block b's stored exponentials relative to the row's maximum. */
 static double block_factor(const struct row *w, int64_t b)
 {
     float base = w->block_max[b];
@@ -178,9 +178,9 @@ SIMD void row_exp(void *y, const void *x, int64_t V, float base, float factor, i
     for (; i + PAIR <= V; i += PAIR) exp_pair(y, x, i, i + PAIR, m, f, dtype);
     if (i < V) exp_pair(y, x, i, V, m, f, dtype);
 }
-/* Computes y = softmax(x) * scale; y can be x. Returns the row's log-sum-exp. keep: NULL, or memory for V floats,
- * which can be y for fp32. want: an element, or -1. For this element, *at is the fp32 result, and *hit tells whether
- * it is the first of the largest elements. */
+/* Computes y = softmax(x) * scale, and returns the row's log-sum-exp; y can be x. keep: memory for V floats, which
+ * can be y for fp32, or NULL. If want >= 0, *at is element `want` of y in fp32, and *hit tells whether this element
+ * is the first of the largest. */
 SIMD double softmax_row(void *y, const void *x, int64_t V, float *keep, float scale, int64_t want, float *at, bool *hit,
                         int dtype)
 {
@@ -264,7 +264,7 @@ SIMD void log_softmax_body(void *y, const void *x, int64_t V, int dtype)
     struct row w;
     scan_row(&w, x, V, NULL, -1, dtype);
     vf m = vf_set(w.max), l = vf_set((float)log(w.sum));     /* subtracted in two steps, because x - max is exact
-                                                              * where it matters */
+                                                              * where that matters */
     int64_t i = 0;
     for (; i + PAIR <= V; i += PAIR) log_pair(y, x, i, i + PAIR, m, l, dtype);
     if (i < V) log_pair(y, x, i, V, m, l, dtype);
@@ -276,7 +276,7 @@ static void log_softmax_any(void *y, const void *x, int64_t V, int dtype)
 
 static bool usable(const ps_view *v) { return is_lane_type(v->dtype) && view_flat(v); }
 
-/* Calls `row` for each row of x, which computes a row of y. */
+/* Calls row(y, x, V, dtype) for each row. */
 static int by_row(ps_call *call, void (*row)(void *, const void *, int64_t, int))
 {
     const ps_view *x = &call->in[0];
@@ -368,7 +368,7 @@ static int64_t count_targets(const ps_view *target, int64_t V, int64_t ignore_in
     }
     return count;
 }
-/* If target is -1, the row is ignored and is not a hit. */
+/* A target of -1 means an ignored row, which is no hit. */
 SIMD void lse_row(const void *x, int64_t V, int64_t target, double *lse, bool *hit, int dtype)
 {
     struct row w;
@@ -444,14 +444,14 @@ static int cross_entropy_backward(ps_call *call)
     return 0;
 }
 
-/* -- a vocabulary that ranks share out: logits of `words` words from word `first` on ------------------------------ */
+/* -- a vocabulary that ranks share: logits of `words` words from word `first` on ---------------------------------- */
 static double dot_mass(const void *x, const float *mass, int64_t words, int dtype)
 {
     double sum = 0;
     for (int64_t v = 0; v < words; v++) sum += (double)mass[v] * (double)ps_get_one(x, v, dtype);
     return sum;
 }
-/* t: column of the target, or -1 if no column is the target. */
+/* t: column of the target, -1 if it is not in this part */
 SIMD void top_and_sum(const void *x, int64_t words, int64_t t, float *top, float *sum, int dtype)
 {
     struct row w;
@@ -490,7 +490,7 @@ static struct all_words of_all(const ps_view *stats, int64_t r)
 {
     int64_t kinds = stats->shape[1], N = stats->shape[2];
     struct all_words s = { -INFINITY, 0, 0, 0, false };
-    bool first = true;                                       /* whether no previous rank has the largest logit */
+    bool first = true;                                       /* no earlier rank has the largest logit */
     for (int64_t i = 0; i < stats->shape[0]; i++) {
         const float *mine = (const float *)stats->data + i * kinds * N + r;
         s.top = mine[0] > s.top ? mine[0] : s.top;
@@ -508,7 +508,7 @@ static struct all_words of_all(const ps_view *stats, int64_t r)
     if (s.sum != s.sum) s.hit = false;
     return s;
 }
-/* Sets y to the gradient of x; y can be x. t: column of the target, or -1 if no column is the target. */
+/* Computes the gradient y of x; y can be x. t: column of the target, -1 if it is not in this part. */
 SIMD void logit_row(void *y, const void *x, int64_t words, int64_t t, const struct all_words *s, const float *share,
                     const float *mass, int dtype)
 {

@@ -1,11 +1,10 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Optimizers over lists of tensors in one pass over memory, sums of squares, and gradients that are stored
- * together with their sums of squares. ref/optim.c has the formulas and their sources. Compiled once per
- * instruction set. The tensors of a call form one range of units of UNIT elements, which is divided among the
- * threads, so a list of small tensors costs one fork. Invariants: the update of an element depends only on that
- * element. It uses explicit fused multiply-adds, IEEE division and square root, and scalars that are computed
- * once, and it keeps denormals, so the bits are the same for every instruction set and thread count. An element
- * is read before it is written, so operands can share memory (master or grad with param). */
+ * Optimizers over lists of tensors in one pass over memory, sums of squares, and gradients that are stored together
+ * with their sums of squares; compiled once per instruction set. ref/optim.c has the formulas and their sources.
+ * Invariants: the update of an element depends only on that element. It uses explicit fused multiply-adds, IEEE
+ * division and square root, and scalars that are computed once, and it keeps denormals. So the bits are the same for
+ * every instruction set and thread count. An element is read before it is written, so operands can share memory
+ * (master or grad with param). */
 #define PS_ANY_LANES                    /* sums of squares always have SUMS lanes */
 #include "backend/cpu/simd/operand.h"
 #include "backend/cpu/simd/optim_list.h"
@@ -77,7 +76,7 @@ static int schedule_free(ps_call *call)
     return 0;
 }
 
-/* `end` is passed in the position of the gradient. */
+/* Moves the master towards `end`, which is passed in place of the gradient. */
 struct lerp { float weight; int near; };
 
 SIMD void lerp_at(const struct lerp *h, const struct item *it, int64_t i, int form, int end_dtype)
@@ -133,7 +132,7 @@ static int sgd(ps_call *call)
 }
 
 /* -- sums of squares --------------------------------------------------------------------------------------------- */
-/* Sums in fp64, one for each element of a group of 32, held in vectors of the machine's width. */
+/* Sums in fp64, one for each element of a group of 32, in vectors of the machine's width. */
 enum { SUMS = 32, VD = VL / 2 };
 typedef double vd __attribute__((vector_size(VD * 8)));
 
@@ -154,7 +153,7 @@ SIMD void add_squares(vf x, vd *s)
     s[0] += low * low;
     s[1] += high * high;
 }
-/* Computes the sum for up to UNIT elements, in fp64. */
+/* Computes the sum of squares of up to UNIT elements, in fp64. */
 SIMD void unit_squares(const void *x, int64_t first, int64_t last, double *out, int dtype)
 {
     vd s[SUMS / VD] = { { 0 } };
@@ -163,8 +162,7 @@ SIMD void unit_squares(const void *x, int64_t first, int64_t last, double *out, 
     for (; i + SUMS <= last; i += SUMS)
         _Pragma("GCC unroll 8")
         for (int k = 0; k < SUMS; k += VL) add_squares(vf_get(x, i + k, dtype), s + k / VD);
-    for (; i < last; i += 16)                                /* the first sixteen sums also get the remaining
-                                                              * elements */
+    for (; i < last; i += 16)                                /* the remaining elements go to the first sixteen sums */
         _Pragma("GCC unroll 4")
         for (int k = 0; k < 16; k += VL) {
             int64_t n = last - i - k < VL ? last - i - k : VL;
@@ -224,7 +222,8 @@ static void store_unit(const ps_view *dst, const ps_view *src, int64_t first, in
     else if (dst->dtype == PS_BF16) PS_BY_VEC(src->dtype, convert_unit, dst->data, PS_BF16, src->data, first, last);
     else PS_BY_VEC(src->dtype, convert_unit, dst->data, PS_F16, src->data, first, last);
 }
-/* Stores one unit at a time. It then sums the squares of the unit, which is still in the cache, as sq_norms does. */
+/* Stores a gradient and its sum of squares, one unit at a time. The squares are those of the stored values, which
+ * are still in the cache, and are added as in sq_norms. */
 static int grad_store(ps_call *call)
 {
     const ps_view *src = &call->in[0], *dst = &call->out[0], *sq = &call->out[1];

@@ -1,12 +1,12 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Packed weights: converts the numbers of blocks to floats, and computes their dot products with fp32. The
- * numbers have the bits of base/blocks.c. A sum has 16 lanes. Number n of a row is added to lane n % 16, in the
- * order of n, and then the lanes are added by repeated halving. So the bits depend neither on the instruction set
- * nor on the number of rows of x. */
+ * Packed weights: conversion of the numbers of blocks to floats, and dot products with fp32. The numbers have the
+ * bits of base/blocks.c. A sum has 16 lanes: number n of a row is added to lane n % 16, in the order of n, and the
+ * lanes are added by repeated halving. So the bits depend neither on the instruction set nor on the number of rows
+ * of x. */
 #define PS_ANY_LANES
 #include "backend/cpu/simd/packed_blocks.h"
 
-enum { PART = 32 };                                  /* number of values for which scales are read at a time */
+enum { PART = 32 };                                  /* values that share their scales */
 
 /* Load VL adjacent bytes as integers, unsigned or signed. */
 SIMD vi load_u8(const uint8_t *p)
@@ -32,8 +32,8 @@ SIMD vi load_i8(const uint8_t *p)
 #endif
 }
 
-/* Scales of 32 values. Values k .. k + 15 are d[k / 16] times an integer, to which m is added or from which m is
- * subtracted. */
+/* Scales of 32 values. A value is d times an integer plus or minus m; d[0] is for the first 16 values, d[1] for the
+ * others. */
 typedef struct scales { float d[2], m; uint32_t high; } scales;
 
 SIMD scales scales_of(const uint8_t *s, int p, int T)
@@ -59,7 +59,7 @@ SIMD scales scales_of(const uint8_t *s, int p, int T)
     return c;
 }
 
-/* Returns integers k .. k + VL - 1 of a block of type Q4_0 to Q5_1. s: the block's integers. */
+/* Returns integers k .. k + VL - 1 of a block of type Q4_0 to Q5_1, without the fifth bit. s: the block's integers. */
 SIMD vi nibbles(const uint8_t *s, int k)
 {
     vi q = load_u8(s + k % 16);
@@ -71,8 +71,8 @@ SIMD vi fifth_bits(uint32_t high, int k)
     return (vi)(((vu)vi_set((int)high) >> (vu)(lane + vi_set(k))) & (vu)vi_set(1)) << 4;
 }
 
-SIMD vf nf4_values(const uint8_t *s)                 /* reads VL / 2 bytes; the upper half of each byte holds the
-                                                      * first of its two values */
+SIMD vf nf4_values(const uint8_t *s)                 /* reads VL / 2 bytes; the upper half of a byte has its first
+                                                      * value */
 {
 #if defined(__AVX512F__)
     const vi by = { 4, 0, 12, 8, 20, 16, 28, 24, 4, 0, 12, 8, 20, 16, 28, 24 };
@@ -121,8 +121,7 @@ SIMD vf values(const uint8_t *s, scales c, int p, int k, int T)
     }
 }
 
-/* Runs body(.., T) with the type as a constant T. If this file cannot unpack the type, T is -1, and base/blocks.c
- * unpacks the blocks. */
+/* Runs body(.., T) with a constant T for the type. T is -1 if base/blocks.c must unpack the blocks. */
 #define BY_TYPE(type, body, ...) \
     do { \
         switch (type) { \
@@ -167,8 +166,8 @@ void PS_ISA_FN(ps_cpu_unpack)(int type, const uint8_t *blocks, int64_t n, void *
 }
 
 /* -- dot products -------------------------------------------------------------------------------------------------- */
-/* Computes out [LINES] = x [K] times rows of w, which are `apart` bytes apart. next: distance in bytes to the rows
- * that are read next. */
+/* Computes out [LINES] = x [K] times LINES rows of w, `apart` bytes apart. next: distance in bytes to the rows that
+ * are read next. */
 SIMD void fused(float *out, const float *x, const uint8_t *w, int64_t apart, int64_t next, const ps_blocks *b,
                 int64_t blocks, int T)
 {
@@ -195,7 +194,7 @@ SIMD void fused(float *out, const float *x, const uint8_t *w, int64_t apart, int
     for (int i = 0; i < LINES; i++) out[i] = sum_lanes(s[i]);
 }
 
-/* Like fused, but for one row of w and several rows of x. Unpacks each block once. */
+/* Like fused, for one row of w and M rows of x. Unpacks each block once. */
 SIMD void several(float *out, int64_t apart, const float *x, int64_t K, int64_t M, const uint8_t *w, const ps_blocks *b,
                   int64_t blocks, int T)
 {
@@ -220,8 +219,8 @@ SIMD void several(float *out, int64_t apart, const float *x, int64_t K, int64_t 
 
 static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
-/* Processes the piece of the matrix that begins at row n0. Reads its rows as LINES streams, each of which continues
- * row by row. */
+/* Computes the products with a piece of the matrix, OUTPUTS rows from row n0 on. Reads the rows as LINES streams of
+ * consecutive rows. */
 SIMD void piece(const ps_packed_matrix *w, const ps_blocks *b, const float *x, int64_t M, float *c, int64_t n0, int T)
 {
     int64_t count = least(OUTPUTS, w->rows - n0), quarter = count / LINES, blocks = w->cols / b->block;

@@ -1,6 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Shared by packed.c and packed_int8.c, which compute dot products of rows of packed weights with floats and with
- * integers. */
+ * Constants and functions that packed.c and packed_int8.c share. */
 #ifndef PS_CPU_PACKED_BLOCKS_H
 #define PS_CPU_PACKED_BLOCKS_H
 #include "backend/cpu/packed.h"
@@ -8,9 +7,8 @@
 #include "base/blocks.h"
 
 enum {
-    W = PARTS,                                       /* number of vectors that hold 16 lanes */
-    LINES = 4,                                       /* number of the matrix's rows that are read at a time, as
-                                                      * streams */
+    W = PARTS,                                       /* number of vectors for 16 lanes */
+    LINES = 4,                                       /* rows of the matrix that are read at a time, as streams */
     OUTPUTS = 32                                     /* rows of the matrix per piece */
 };
 
@@ -26,14 +24,14 @@ static inline float half_at(const uint8_t *s)
 #endif
 }
 
-/* Returns the number of parts in a block of type T. A part has 32 values. T is a constant, so that loops over the
- * parts have constant offsets and shifts. */
+/* Returns how many parts of 32 values a block of type T has. T is a constant, so that loops over the parts have
+ * constant offsets and shifts. */
 SIMD int parts_of(int T)
 {
     return T == PS_Q4_K || T == PS_Q5_K || T == PS_Q6_K ? 8 : T == PS_NF4 ? 2 : 1;
 }
 
-/* The cases of a switch that run body(.., T), one for each type of ps_blocks_int8. */
+/* Cases of a switch that run body(.., T), one for each type of ps_blocks_int8. */
 #define PS_INT8_CASES(body, ...) \
     case PS_Q4_0: body(__VA_ARGS__, PS_Q4_0); break; \
     case PS_Q4_1: body(__VA_ARGS__, PS_Q4_1); break; \

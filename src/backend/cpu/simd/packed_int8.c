@@ -1,17 +1,17 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Dot products of packed weights with 8-bit activations. The method is that of llama.cpp's kernels
- * (ggml_vec_dot), but all types of weights use one fp32 scale per 32 activations. A part of 32 weights has 8
- * integer sums of 4 products each, which are exact. Part j of a row multiplies its sums by the scales and adds
- * them to lanes j % 2 * 8 to j % 2 * 8 + 7 of 16, in the order of j. The lanes are then added by repeated
- * halving. The bits therefore do not depend on the instruction set, on threads, or on the number of rows of x. */
+ * Dot products of packed weights with 8-bit activations. The method is that of llama.cpp's kernels (ggml_vec_dot),
+ * but with one fp32 scale per 32 activations for all types of weights. A part of 32 weights has 8 integer sums of 4
+ * products each, which are exact. Part j of a row multiplies its sums by the scales and adds them to lanes j % 2 * 8
+ * .. j % 2 * 8 + 7 of 16, in the order of j. Then the lanes are added by repeated halving. So the bits do not depend
+ * on the instruction set, on threads, or on the number of rows of x. */
 #define PS_ANY_LANES
 #include "backend/cpu/simd/packed_blocks.h"
 
 enum { PART = PS_INT8_PART };
 
 /* -- activations --------------------------------------------------------------------------------------------------- */
-/* Rounds a part of x: q = x / d, rounded to nearest even, with |q| <= 127. sums[l] = q[4 l] + .. + q[4 l + 3]. If an
- * element is not finite, d is NaN. */
+/* Rounds a part of x to q = x / d, to nearest even, with |q| <= 127. sums[l] = q[4 l] + .. + q[4 l + 3]. d is NaN if
+ * an element is not finite. */
 static void round_part(const float *x, ps_int8_part *out)
 {
     vf most = vf_zero(), odd = vf_zero();
@@ -19,13 +19,13 @@ static void round_part(const float *x, ps_int8_part *out)
     for (int k = 0; k < PART; k += VL) {
         vf v = vf_load(x + k);
         most = vf_max(vf_abs(v), most);
-        odd += v * vf_zero();                        /* becomes NaN if v is not finite */
+        odd += v * vf_zero();                        /* NaN if an element is not finite */
     }
     float lanes[VL], strange[VL], largest = 0, nan = 0;
     vf_store(lanes, most);
     vf_store(strange, odd);
     for (int i = 0; i < VL; i++) largest = lanes[i] > largest ? lanes[i] : largest, nan += strange[i];
-    if (nan != 0 || largest < 1e-36f) {              /* for smaller values 127 / largest can be infinite */
+    if (nan != 0 || largest < 1e-36f) {              /* for smaller values 127 / largest could be infinite */
         memset(out->q, 0, sizeof out->q);
         memset(out->sums, 0, sizeof out->sums);
         out->d = nan;                                /* NaN, or 0 */
@@ -48,7 +48,7 @@ void PS_ISA_FN(ps_cpu_round_int8)(const float *x, int64_t parts, ps_int8_part *o
 }
 
 /* -- 32 weights ---------------------------------------------------------------------------------------------------- */
-/* u8x32: 32 unsigned bytes. i32x8: 8 sums, each of 4 products of adjacent bytes. */
+/* u8x32: 32 bytes. i32x8: 8 sums of 4 products of adjacent bytes each. */
 #if defined(__AVX2__)
 typedef __m256i u8x32;
 typedef __m256i i32x8;
@@ -62,7 +62,7 @@ SIMD u8x32 u8_nibbles(const uint8_t *p)              /* returns the lower halves
     __m128i b = _mm_loadu_si128((const __m128i *)p);
     return u8_and(_mm256_inserti128_si256(_mm256_castsi128_si256(b), _mm_srli_epi16(b, 4), 1), 15);
 }
-SIMD u8x32 u8_bits(uint32_t bits)                    /* returns 255 in byte k if bit k is set, otherwise 0 */
+SIMD u8x32 u8_bits(uint32_t bits)                    /* byte k is 255 if bit k is set, otherwise 0 */
 {
     const __m256i from = _mm256_setr_epi8(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1, 2, 2, 2, 2, 2, 2, 2, 2, 3, 3,
                                           3, 3, 3, 3, 3, 3);
@@ -135,7 +135,7 @@ SIMD void add_to(vf acc[W], int first, i32x8 s, float d)
     }
 #endif
 }
-/* Like add_to, but multiplies the first four of the eight lanes by d, and the other four by e. */
+/* Like add_to, with factor d for the first four of the eight lanes, and e for the others. */
 SIMD void add_halves(vf acc[W], int first, i32x8 s, float d, float e)
 {
 #if defined(__AVX512F__)
@@ -155,8 +155,7 @@ SIMD void add_halves(vf acc[W], int first, i32x8 s, float d, float e)
 #endif
 }
 
-/* Part p of a block s has the weights d (q - zero) + m. In Q6_K, d applies to the first 16 weights, and e to the
- * others. */
+/* The weights of a part are d (q - zero) + m. In Q6_K, d applies to the first 16, and e to the others. */
 typedef struct part { u8x32 q; float d, e, m; } part;
 
 SIMD part part_of(const uint8_t *s, int p, int T)
@@ -205,8 +204,8 @@ SIMD void add_part(vf acc[W], int first, part r, const ps_int8_part *x, int T)
 }
 
 /* -- rows ---------------------------------------------------------------------------------------------------------- */
-/* Adds to acc the product of one block of each of `lines` rows of w with the block's parts of x. The rows are
- * `apart` bytes apart. first: lane of acc at which the block's first part begins. */
+/* Adds to acc the products of one block of `lines` rows of w, `apart` bytes apart, and the block's parts of x.
+ * first: lane of acc for the block's first part. */
 SIMD void block_of_lines(vf acc[LINES][W], int lines, const uint8_t *w, int64_t apart, int64_t next,
                          const ps_int8_part *x, int first, int T)
 {
@@ -240,8 +239,8 @@ SIMD void fused(float *out, int lines, const ps_int8_part *x, const uint8_t *w, 
     for (int i = 0; i < lines; i++) out[i] = sum_lanes(acc[i]);
 }
 
-/* Processes the piece of the matrix that begins at row n0. Reads its rows as LINES streams, each of which continues
- * row by row. */
+/* Computes the products with a piece of the matrix, OUTPUTS rows from row n0 on. Reads the rows as LINES streams of
+ * consecutive rows. */
 SIMD void piece(const ps_packed_matrix *w, const ps_blocks *b, const ps_int8_part *x, int64_t M, float *c, int64_t n0,
                 int T)
 {
@@ -259,7 +258,7 @@ SIMD void piece(const ps_packed_matrix *w, const ps_blocks *b, const ps_int8_par
     }
 }
 
-/* Runs body(.., T) with the type as a constant T. The type is one of ps_blocks_int8. */
+/* Runs body(.., T) with a constant T for the type, which is one of ps_blocks_int8. */
 #define BY_TYPE(type, body, ...) \
     do { \
         switch (type) { PS_INT8_CASES(body, __VA_ARGS__) } \

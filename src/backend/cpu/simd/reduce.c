@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * Reductions, running sums and topk. Sums are fp32 over blocks of a fixed size, and blocks are added in order (in
- * double along a row), so the bits depend neither on the number of threads nor on the instruction set. There are
- * kernels for two layouts: rows (the reduced dimension is contiguous) and columns (the kept dimension is
- * contiguous, as in the gradient of a bias). Any other layout is first copied into rows. Integers are summed
- * along rows; ref does all other reductions of integers. */
+ * double along a row), so the bits depend neither on the number of threads nor on the instruction set. Kernels exist
+ * for two layouts: rows (the reduced dimension is contiguous) and columns (the kept dimension is contiguous, as in a
+ * bias gradient). Other layouts are first copied into rows. ref does the reductions of integers that this file does
+ * not support. */
 #define PS_ANY_LANES                    /* a row's sums always have sixteen lanes (operand.h) */
 #include "backend/cpu/simd/operand.h"
 
@@ -11,9 +11,9 @@ enum { ROW_BLOCK = 4096, COLUMN_ROWS = 64, COLUMN_GROUP = 8, PANEL = 64 };
 enum { LANES = 16, ABREAST = VL == 16 ? 4 : 8 };    /* LANES: sums per row. ABREAST: adjacent vectors of columns. */
 typedef enum reducer { SUM, MAX, MIN } reducer;
 
-/* A reduction in the form that the kernels need. It has `outer` kept dimensions of any strides, then n reduced
- * elements that are `stride` apart, then `cols` contiguous kept elements. If cols is 1, it reduces rows with stride
- * 1. The result is a row-major [rows, cols]. */
+/* A reduction in the form of the kernels: `outer` kept dimensions of any strides, then n reduced elements, `stride`
+ * apart, then `cols` contiguous kept elements. If cols is 1, it reduces rows with stride 1. The result is a
+ * row-major [rows, cols]. */
 typedef struct plan {
     const char *data;
     int dtype, outer;
@@ -23,8 +23,8 @@ typedef struct plan {
 /* -- the plan ------------------------------------------------------------------------------------------------------ */
 typedef struct dims { int n; int64_t shape[PS_MAX_DIMS], stride[PS_MAX_DIMS]; bool reduced[PS_MAX_DIMS]; } dims;
 
-/* Returns the dimensions of sizes other than 1. Merges adjacent dimensions that are both kept or both reduced, if
- * their strides allow it. */
+/* Returns the dimensions of sizes other than 1, after merging adjacent dimensions that are both kept or both reduced
+ * if their strides allow it. */
 static dims merged_dims(const ps_view *x, uint32_t bits)
 {
     dims m = { .n = 0 };
@@ -42,7 +42,7 @@ static dims merged_dims(const ps_view *x, uint32_t bits)
     return m;
 }
 
-/* Copies x to row-major scratch memory as [rows, n], with its kept dimensions first. */
+/* Copies x to row-major workspace as [rows, n], kept dimensions first. */
 static int copy_to_rows(ps_call *call, const ps_view *x, const dims *m, plan *p)
 {
     ps_view src = *x, dst;
@@ -83,8 +83,7 @@ static int plan_make(ps_call *call, const ps_view *x, uint32_t bits, bool only_r
         p->stride = m.stride[m.n - 2], p->cols = m.shape[m.n - 1];
         p->rows /= p->cols;
     } else if (reduced == 0 && m.n >= 1 && m.stride[m.n - 1] == 1 && !only_rows) {
-        outer = m.n - 1;                           /* all reduced dimensions have size 1, so each column has one
-                                                    * element */
+        outer = m.n - 1;                           /* all reduced dimensions have size 1, so a column has one element */
         p->cols = m.shape[m.n - 1];
         p->rows /= p->cols;
     } else if (reduced > 0) {
@@ -125,11 +124,11 @@ SIMD float horizontal(const vf *v, reducer op)
     return x[0];
 }
 
-/* Reduces n contiguous elements to one element, using four sums of sixteen lanes. */
+/* Reduces n contiguous elements to one, in four sums of sixteen lanes. */
 SIMD float row_block(const void *x, int64_t n, reducer op, int T)
 {
     vf none = vf_set(neutral(op)), acc[4][PARTS];
-#pragma GCC unroll 4                               /* unrolls the loop at -O2 as well, to keep the sums in registers */
+#pragma GCC unroll 4                               /* also at -O2, to keep the sums in registers */
     for (int k = 0; k < 4; k++) EACH_PART(j) acc[k][j] = none;
     int64_t i = 0;
     for (; i + 4 * LANES <= n; i += 4 * LANES)
@@ -147,7 +146,7 @@ SIMD float row_block(const void *x, int64_t n, reducer op, int T)
 }
 
 /* Reduces n rows that are `stride` apart to one row, over `cols` <= PANEL columns. Adds them in groups of
- * COLUMN_GROUP, so that no sum gets many terms one by one. The error is below two ulp. */
+ * COLUMN_GROUP, so that no sum adds many terms one by one. The error is below two ulp. */
 SIMD void column_block(const void *x, int64_t stride, int64_t n, int cols, float *out, reducer op, int T)
 {
     vf none = vf_set(neutral(op));
@@ -263,8 +262,8 @@ static int reduce_columns(ps_call *call, const plan *p, reducer op, float *resul
     return PS_OK;
 }
 
-/* Computes y = result / divisor, or y += result / divisor. If both operands of an addition are NaN, the resulting
- * NaN depends on their order, which the compiler chooses. So every NaN is replaced by the canonical NaN. */
+/* Computes y = result / divisor, or y += result / divisor. Replaces every NaN by the canonical NaN: the NaN of a sum
+ * of two NaNs depends on their order, which the compiler chooses. */
 static void finish(const ps_view *y, const float *result, float divisor, bool accumulate)
 {
 #pragma omp parallel for schedule(static) if (y->numel >= PS_PAR_MIN)
@@ -327,7 +326,7 @@ static int int_sum(ps_call *call, uint32_t bits, bool accumulate)
     return PS_OK;
 }
 
-/* Reduces booleans: `all` tells whether all elements of a row must be true, or one is enough. */
+/* Reduces booleans: `all` requires all elements of a row to be true, otherwise one is enough. */
 static int bool_extreme(ps_call *call, uint32_t bits, bool all)
 {
     const ps_view *x = &call->in[0], *y = &call->out[0];
@@ -360,7 +359,7 @@ static int amax(ps_call *call) { return extreme(call, ((const ps_attrs_amax *)ca
 static int amin(ps_call *call) { return extreme(call, ((const ps_attrs_amin *)call->attrs)->dims, MIN); }
 
 /* -- positions ----------------------------------------------------------------------------------------------------- */
-/* Finds the first position of `best`. If `best` is NaN, finds the first NaN. */
+/* Returns the first position of `best`, or the first NaN if it is NaN. */
 SIMD int64_t first_equal(const void *x, int64_t n, float best, int T)
 {
     vf b = vf_set(best);
@@ -399,7 +398,7 @@ static int argmax(ps_call *call) { return arg_reduce(call, ((const ps_attrs_argm
 static int argmin(ps_call *call) { return arg_reduce(call, ((const ps_attrs_argmin *)call->attrs)->dim, MIN); }
 
 /* -- products ------------------------------------------------------------------------------------------------------ */
-/* Computes the product of n rows of `inner` elements. half: memory for n / 2 rows. */
+/* Computes the product y of n rows of `inner` elements. half: memory for n / 2 rows. */
 #define PROD(type) \
     static void prod_##type(const type *x, int64_t n, int64_t inner, type *half, type *y) \
     { \
@@ -444,7 +443,7 @@ static int prod(ps_call *call)
 }
 
 /* -- topk ---------------------------------------------------------------------------------------------------------- */
-/* Keeps the k largest elements of a row in descending order, NaN first. Orders equal elements by position. */
+/* Finds the k largest elements of a row in descending order, NaN first. Equal elements are in order of position. */
 static void topk_row(const char *x, int64_t n, int dtype, int k, float *value, int64_t *place)
 {
     int have = 0;
@@ -468,7 +467,7 @@ static void topk_row(const char *x, int64_t n, int dtype, int k, float *value, i
 enum { INSERTED = 64, SORT_BITS = 11 };            /* above this k, insertion is slower than sorting */
 typedef struct sorted { uint32_t key; int32_t place; } sorted;
 
-/* Returns a key that decreases as the value increases. It is 0 for NaN, and the same for +0 and -0. */
+/* Returns a key that decreases as the value increases: 0 for NaN, and the same for +0 and -0. */
 static inline uint32_t descending(float f)
 {
     uint32_t bits;
@@ -478,8 +477,8 @@ static inline uint32_t descending(float f)
     return bits >> 31 ? bits : ~bits & 0x7fffffffu;
 }
 
-/* Sorts a row in descending order with a stable sort, which keeps equal elements in the order of their positions. a
- * and b have n entries each. Returns the one that holds the result. */
+/* Sorts a row in descending order. Equal elements stay in order. Returns a or b, the one that holds the result; both
+ * have n entries. */
 static const sorted *sort_row(const char *x, int64_t n, int dtype, sorted *a, sorted *b)
 {
     enum { KEYS = 1 << SORT_BITS, PASSES = 3 };
@@ -494,7 +493,7 @@ static const sorted *sort_row(const char *x, int64_t n, int dtype, sorted *a, so
     }
     for (int k = 0; k < PASSES; k++) {
         int32_t sum = 0;
-        bool one = false;                          /* whether all keys have the same digit */
+        bool one = false;                          /* all keys have the same digit */
         for (int d = 0; d < KEYS; d++) {
             int32_t count = start[k][d];
             one = one || count == n;
@@ -540,7 +539,7 @@ static int topk_sorted(ps_call *call, const plan *p, int k)
 enum { WIDE_KEYS = 1 << SORT_BITS, WIDE_PASSES = 6 };
 typedef struct wide { uint64_t key; int64_t place; } wide;
 
-/* Returns a key that decreases as the element increases. It is 0 for NaN, and the same for +0 and -0. */
+/* Returns a key that decreases as the element increases: 0 for NaN, and the same for +0 and -0. */
 static uint64_t wide_key(const void *x, int64_t i, int dtype)
 {
     if (dtype != PS_F64) {
@@ -566,7 +565,7 @@ static void insert_wide(wide *a, int64_t n)
     }
 }
 
-/* Sorts n entries by key with a stable sort. Returns the array that holds the result. */
+/* Sorts n entries by key. Equal keys stay in order. Returns a or b, the one that holds the result. */
 static wide *sort_wide(wide *a, wide *b, int64_t n)
 {
     if (n <= INSERTED) {
@@ -578,7 +577,7 @@ static wide *sort_wide(wide *a, wide *b, int64_t n)
         for (int k = 0; k < WIDE_PASSES; k++) start[k * WIDE_KEYS + (a[i].key >> (k * SORT_BITS) & (WIDE_KEYS - 1))]++;
     for (int k = 0; k < WIDE_PASSES; k++) {
         int32_t sum = 0, *own = start + k * WIDE_KEYS;
-        bool one = false;                          /* whether all keys have the same digit */
+        bool one = false;                          /* all keys have the same digit */
         for (int d = 0; d < WIDE_KEYS; d++) {
             int32_t count = own[d];
             one = one || count == n;
@@ -645,7 +644,7 @@ static int topk(ps_call *call)
 }
 
 /* -- running sums: in double, each result rounded once ------------------------------------------------------------- */
-/* Processes w <= VL adjacent columns of [n, cols]. */
+/* Computes w <= VL adjacent columns of [n, cols]. */
 SIMD void cumsum_panel(const void *x, void *y, int64_t n, int64_t cols, int w, bool reverse, int T)
 {
     double acc[VL] = { 0 };
@@ -658,7 +657,7 @@ SIMD void cumsum_panel(const void *x, void *y, int64_t n, int64_t cols, int w, b
     }
 }
 
-/* Processes one contiguous row. */
+/* Computes one contiguous row. */
 static void cumsum_row(const void *x, void *y, int64_t n, bool reverse, int dtype)
 {
     double acc = 0;

@@ -3,7 +3,7 @@
 #define PS_ANY_LANES
 #include "backend/cpu/simd/loop.h"
 
-/* Rotates a row of D elements. Rotates the pair (d, d + half) by an angle with cosine c[d] and sine s[d] times sign. */
+/* Rotates a row of D elements: the pair (d, d + half) by an angle with cosine c[d] and sine s[d] times sign. */
 SIMD void turn_row(int dtype, const char *x, char *y, const float *c, const float *s, float sign, int64_t half,
                    int64_t D)
 {

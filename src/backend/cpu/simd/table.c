@@ -1,9 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * Lookups: embedding and its gradient, gather and scatter along a dimension; compiled once per instruction set.
- * Invariants: every index is checked before any output is written. The embedding's gradient sorts positions by
- * index with a stable sort. It sums the rows of one index in fp32 in the order of their positions, and rounds
- * once. Only one thread writes a destination row, so there are no atomics and the thread count does not change
- * the result. */
+ * Every index is checked before any output is written. The embedding's gradient sorts positions by index, sums the
+ * rows of an index in fp32 in the order of their positions, and rounds once. One thread writes a destination row, so
+ * there are no atomics, and the thread count does not change the result. */
 #define PS_ANY_LANES
 #include "backend/cpu/simd/operand.h"
 #if defined(__SSE2__)
@@ -12,7 +11,7 @@
 
 enum { COLUMNS = 512, RADIX_BITS = 11, ZERO_CHUNK = 1 << 18 };
 
-/* Returns true if w [V, C] has row v. Row 0 is w's first row, not the whole embedding's first row. */
+/* Returns true if w [V, C] has row v, counted from w's first row. */
 static bool is_own(int64_t v, int64_t V) { return v >= 0 && v < V; }
 static bool index_usable(const ps_view *v) { return ps_is_index(v) && view_flat(v); }
 
@@ -46,7 +45,7 @@ static void pick(void *to, const void *from, const void *index, bool wide, int64
     else PICK(uint64_t);
 }
 
-enum { PICKS = 4096 };                       /* number of elements that a thread reads at a time */
+enum { PICKS = 4096 };                       /* elements that a thread reads at a time */
 
 static int embedding(ps_call *call)
 {
@@ -81,8 +80,8 @@ static int embedding(ps_call *call)
 /* -- gradient of the embedding ----------------------------------------------------------------------------------- */
 typedef struct entry { int64_t row, position; } entry;
 
-/* Sorts n entries by row < rows with a stable sort, in passes over RADIX_BITS bits. Returns the array that holds the
- * result. */
+/* Sorts n entries by row < rows, in passes over RADIX_BITS bits. Equal rows stay in order. Returns a or b, the one
+ * that holds the result. */
 static entry *sort_entries(entry *a, entry *b, int64_t n, int64_t rows)
 {
     for (int shift = 0; shift < 63 && (rows - 1) >> shift > 0; shift += RADIX_BITS) {
@@ -95,7 +94,7 @@ static entry *sort_entries(entry *a, entry *b, int64_t n, int64_t rows)
     }
     return a;
 }
-/* Writes zeros. They bypass the caches if the machine supports it, because they are not read soon. */
+/* Writes zeros, past the caches if the machine can, because they are not read soon. */
 static void zero_bytes(char *p, size_t nbytes)
 {
 #if defined(__SSE2__)
@@ -118,7 +117,7 @@ struct table_grad {
     int64_t C;
     int dw_dtype, accumulate;
 };
-/* Sums columns [first, last) of entries [from, to), which all have the same destination row. */
+/* Sums columns [first, last) of entries [from, to), which have the same destination row. */
 SIMD void sum_entries(const struct table_grad *g, int64_t from, int64_t to, int64_t first, int64_t last, int dtype)
 {
     int64_t out = g->sorted[from].row * g->C;
@@ -155,8 +154,7 @@ static int embedding_backward(ps_call *call)
     int64_t rows = dw->shape[0];
     if (!call->dry) PS_TRY(ps_check_indices(index, a->total > 0 ? a->total : rows));
     entry *list = call->scratch(call, (size_t)(2 * n + 1) * sizeof *list);
-    int64_t *start = call->scratch(call, (size_t)(n + 1) * sizeof *start);   /* index of the first entry of each
-                                                                              * distinct row */
+    int64_t *start = call->scratch(call, (size_t)(n + 1) * sizeof *start);   /* first entry of each distinct row */
     if (!list || !start) return PS_ENOMEM;
     if (call->dry) return 0;
     int64_t used = 0;
@@ -185,7 +183,7 @@ static int embedding_backward(ps_call *call)
     return 0;
 }
 
-/* Returns whether the call has one contiguous index tensor. */
+/* The op flat_index for one contiguous index tensor: adds the size to negative indices. */
 static int flat_index(ps_call *call)
 {
     const struct ps_attrs_flat_index *a = call->attrs;
@@ -198,7 +196,7 @@ static int flat_index(ps_call *call)
         bad |= k < -size || k >= size;
         y[i] = k < 0 ? k + size : k;
     }
-    return bad ? PS_EUNSUP : 0;                    /* ref raises the error, with the index in its message */
+    return bad ? PS_EUNSUP : 0;                    /* ref reports the error with the wrong index */
 }
 
 /* -- gather and scatter, where only the indexed dimension's size differs ------------------------------------------- */
@@ -253,7 +251,7 @@ static int gather(ps_call *call)
     return 0;
 }
 
-/* Data of all scatters. Each call processes columns [first, last) of one outer index, and takes the elements of
+/* Data of a scatter. A columns function processes columns [first, last) of one outer index o, for the elements of
  * `index` in order. */
 struct scatter {
     struct along a;
@@ -265,7 +263,7 @@ struct scatter {
     int dtype;
 };
 
-/* Returns the position to which element j of outer index o writes column c. */
+/* Returns the position in `to` of element j of outer index o, column c. */
 static inline int64_t place(const struct scatter *s, bool wide, int64_t o, int64_t j, int64_t c)
 {
     int64_t r = o * s->a.n + j;
@@ -304,7 +302,7 @@ static void add_columns(const struct scatter *s, int64_t o, int64_t first, int64
             *to = 0; \
         }
 
-/* For single elements: writes the elements of outer index o. */
+/* Writes the elements of outer index o; used if inner is 1. */
 #define PUT_ONE(type) \
     do { \
         type *to = (type *)s->to + o * s->a.size; \
@@ -328,8 +326,8 @@ static void put_columns(const struct scatter *s, int64_t o, int64_t first, int64
     else PUT_ALL(uint64_t);
 }
 
-/* Computes the gradient of put_columns. Processes the index in reverse order: reads the value at the element's
- * position into src, and then sets that position to 0. */
+/* The gradient of put_columns. Processes the index in reverse order: copies the value at an element's position to
+ * src, and then sets the position to 0. */
 static void take_columns(const struct scatter *s, int64_t o, int64_t first, int64_t last)
 {
     if (s->size == 2) TAKE_ALL(uint16_t)
@@ -339,7 +337,7 @@ static void take_columns(const struct scatter *s, int64_t o, int64_t first, int6
 
 enum { SCATTER_COLUMNS = 1024 };
 
-/* Copies x to `to` if they are different, and calls fn for all outer indices and columns. */
+/* Copies x to `to` if they differ, and calls fn for all outer indices and columns. */
 static int run_scatter(struct scatter *s, const ps_view *x, int64_t work,
                        void (*fn)(const struct scatter *, int64_t, int64_t, int64_t))
 {
@@ -367,7 +365,7 @@ static int run_scatter(struct scatter *s, const ps_view *x, int64_t work,
     return 0;
 }
 
-/* Sets the fields of s for x, index, src and the result. */
+/* Sets s for x, index, src and the result. Returns PS_EUNSUP or an error if they do not fit. */
 static int scatter_of(struct scatter *s, const ps_view *x, const ps_view *index, const ps_view *src, const ps_view *y,
                       int dim)
 {
@@ -379,7 +377,7 @@ static int scatter_of(struct scatter *s, const ps_view *x, const ps_view *index,
     return ps_check_indices(index, s->a.size);
 }
 
-/* Supports only fp32 and integers, because ref rounds after each addition for other types. */
+/* Supports fp32 and integers. For other types ref rounds after each addition. */
 static int scatter_add(ps_call *call)
 {
     const ps_view *x = &call->in[0], *src = &call->in[2];
@@ -423,7 +421,7 @@ static void join_smallest(const struct scatter *s, int64_t o, int64_t first, int
     join_columns(s, o, first, last, false);
 }
 
-/* Supports the largest and the smallest of fp32. */
+/* Supports the largest or smallest of fp32. */
 static int scatter_reduce(ps_call *call)
 {
     const ps_view *x = &call->in[0], *src = &call->in[2];
@@ -454,7 +452,8 @@ static int scatter_backward(ps_call *call)
 /* -- order --------------------------------------------------------------------------------------------------------- */
 #define REVERSE(type) for (int64_t i = 0; i < n; i++) ((type *)to)[i] = ((const type *)from)[n - 1 - i]
 
-/* Copies n pieces of `size` bytes in reverse order. */
+/* Combines row r of all ranks' stats [t, kinds, N]. hit: whether the target's logit is the first of the largest
+ * logits. */
 static void reverse(char *to, const char *from, int64_t n, int64_t size)
 {
     if (size == 1) REVERSE(uint8_t);
@@ -505,8 +504,7 @@ static int triangle(ps_call *call)
         int64_t edge = within(r % R + a->diagonal + !a->upper, C);
         const char *from = (const char *)x->data + r * C * size;
         char *to = (char *)y->data + r * C * size;
-        int64_t first = a->upper ? edge : 0, end = a->upper ? C : edge;         /* range of the elements that are
-                                                                                 * kept */
+        int64_t first = a->upper ? edge : 0, end = a->upper ? C : edge;         /* range of kept elements */
         memset(to, 0, (size_t)(first * size));
         memcpy(to + first * size, from + first * size, (size_t)((end - first) * size));
         memset(to + end * size, 0, (size_t)((C - end) * size));

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The optimizers that are not in optim.c, and masters that are kept as remainders. ref/update.c has the formulas
- * and their sources. Compiled once per instruction set. The invariants of optim.c apply. */
+ * The optimizers that are not in optim.c, and masters that are kept as remainders; compiled once per instruction
+ * set. ref/update.c has the formulas and their sources. The invariants of optim.c apply. */
 #define PS_ANY_LANES
 #include "backend/cpu/simd/operand.h"
 #include "backend/cpu/simd/optim_list.h"
@@ -118,7 +118,7 @@ SIMD void adamw_step(const struct adamw *h, vf g, vf *p, vf *m, vf *v)
     *p = vf_fma(vf_set(-h->step), *m / vf_fma(vf_sqrt(*v), vf_set(h->inv), vf_set(h->eps)), *p);
 }
 
-/* Stores x as bf16 with stochastic rounding: the lower halves of `random` decide whether a value is rounded up. */
+/* Stores x as bf16 with stochastic rounding: adds the lower half of each lane of `random` below the last bit. */
 SIMD void put_random(void *to, int64_t i, vf x, vu random)
 {
     vu u = (vu)x, special = (vu)((vi)(u & 0x7fffffffu) >= vi_set(0x7f800000));
@@ -143,7 +143,7 @@ static __attribute__((noinline)) void adam_bf16_tail(const struct adamw *h, cons
     adam_bf16_at(h, &t.it, 0, random, form, grad_dtype);
     tail_put(&t, it, i, n, nbytes);
 }
-/* A counter's four words are used for elements that are 16 apart. So no vector size wastes a word, and 16 counters
+/* The four words of a counter are for elements that are 16 apart, so that no vector size wastes a word: 16 counters
  * serve 64 elements. */
 SIMD void adam_bf16_body(const struct adamw *h, const struct item *it, int64_t first, int64_t last, int form,
                          int grad_dtype)
@@ -177,8 +177,8 @@ static int adam_bf16(ps_call *call)
 /* -- 8 bits -------------------------------------------------------------------------------------------------------- */
 static ps_codes plain_codes, signed_codes;             /* filled once, before kernels run */
 
-/* Updates VL elements. Reads the codes and scales of exp_avg and of exp_avg_sq. Writes the new averages to mean and
- * square. */
+/* Updates VL elements. Reads the codes and scales of exp_avg and exp_avg_sq, writes the new averages to mean and
+ * square, and updates their largest magnitudes. */
 SIMD void adam8bit_at(const struct adamw *h, const struct item *it, int64_t i, const uint8_t *const codes[2],
                       const float scale[2], float *mean, float *square, vi most[2], int form, int grad_dtype)
 {
@@ -212,8 +212,7 @@ SIMD void adam8bit_block(const struct adamw *h, const struct item *it, int64_t f
         adam8bit_at(h, &t.it, 0, (const uint8_t *const[2]){ rest[0], rest[1] }, scale, m + i, v + i, unused, form,
                     grad_dtype);
         tail_put(&t, it, first + i, (int)(n - i), none);
-        for (int64_t k = n; k < i + VL; k++) m[k] = v[k] = 0;  /* these lanes hold no elements, so they must not
-                                                                * affect the scale */
+        for (int64_t k = n; k < i + VL; k++) m[k] = v[k] = 0;  /* lanes without elements must not affect the scale */
         most[0] = codes_most(most[0], vf_load(m + i)), most[1] = codes_most(most[1], vf_load(v + i));
     }
     codes_store_block(&signed_codes, m, n, most[0], m_codes, m_scale, true);
@@ -261,8 +260,7 @@ SIMD void lion8bit_block(const struct lion *h, const struct item *it, int64_t fi
         vf old = codes_load(&signed_codes, rest, true) * *scale;
         vf_store(m + i, lion_step(h, &t.it, 0, old, form, grad_dtype));
         tail_put(&t, it, first + i, (int)(n - i), none);
-        for (int64_t k = n; k < i + VL; k++) m[k] = 0;         /* these lanes hold no elements, so they must not
-                                                                * affect the scale */
+        for (int64_t k = n; k < i + VL; k++) m[k] = 0;         /* lanes without elements must not affect the scale */
         most = codes_most(most, vf_load(m + i));
     }
     codes_store_block(&signed_codes, m, n, most, codes, scale, true);
