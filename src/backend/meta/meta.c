@@ -1,7 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The `meta` backend: shapes and bytes, but no data. Its regions are addresses without memory, so a model of any
- * size can be built and counted. Its kernels do nothing. No process can map memory at these addresses, so a read
- * through one of them faults. */
+ * The `meta` backend: shapes and bytes, but no data, so that a model of any size can be built and counted. Its
+ * kernels do nothing. Its regions are addresses at which no process can map memory, so a read through one faults. */
 #include <stdio.h>
 #include "backend/backend.h"
 #include "base/alloc.h"

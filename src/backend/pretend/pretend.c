@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Backends for simulated devices, with which a script can run to the end of its first step on a machine of any
- * size (tools/plan.lua). Dispatch asks such a backend for the workspace of each call and computes nothing, except
- * ops on a script's own values in host memory. Copies end at once and move nothing. A host's regions are address
- * space without pages, so that a tensor can store values that a script writes itself (a batch, a list of
- * numbers). A device's regions are only addresses. */
+ * Backends for simulated devices, so that a script can run to the end of its first step as on a machine of any size
+ * (tools/plan.lua). Dispatch asks such a backend for the workspace of each call and computes nothing, except ops on
+ * a script's own values in host memory. Copies end at once and move nothing. A host's regions are address space
+ * without pages, so that a tensor can store values that a script writes itself (a batch, a list of numbers). A
+ * device's regions are only addresses. */
 #include <stdio.h>
 #include <string.h>
 #include <sys/mman.h>
@@ -14,13 +14,13 @@
 
 typedef struct pretend_backend {
     ps_backend base;
-    ps_backend *real;              /* without a known GPU (card), its rules for workspace apply */
-    ps_cuda_card card;             /* properties of a known GPU; sm_count is 0 if there is none */
+    ps_backend *real;              /* computes workspace sizes, unless `card` is a known GPU */
+    ps_cuda_card card;             /* properties of a known GPU; sm_count is 0 without one */
     int64_t nbytes;                /* size of the simulated device's memory */
-    uintptr_t next;                /* address of a device's next region */
+    uintptr_t next;                /* address of the next region, for a device */
 } pretend_backend;
 
-/* No process can map memory at these addresses, and the addresses of `meta` are elsewhere. */
+/* No process can map memory at these addresses; those of `meta` are elsewhere. */
 static const uintptr_t first_address = (uintptr_t)3 << (sizeof(uintptr_t) == 8 ? 60 : 28);
 
 static int region_new(ps_backend *be, size_t nbytes, void **out)
@@ -70,11 +70,11 @@ static void close_pretend(ps_backend *be)
     ps_free(p);
 }
 
-/* A script writes few, small tensors at scattered addresses. With huge pages, each of them would use one. */
+/* Without huge pages: a script writes few, small tensors at scattered addresses, and each would use one. */
 static int host_region_new(ps_backend *be, size_t nbytes, void **out)
 {
     PS_TRY(ps_host_region_new(be, nbytes, out));
-    madvise(*out, nbytes, MADV_NOHUGEPAGE);          /* a hint, like the hint for huge pages */
+    madvise(*out, nbytes, MADV_NOHUGEPAGE);          /* only a hint */
     return 0;
 }
 
@@ -85,8 +85,7 @@ static void as_host(ps_backend *be)
     be->region_discard = ps_host_region_discard;
 }
 
-/* If the real device frees memory by the page, the simulated device does so too, unless it is a GPU. Plans rely on
- * this. */
+/* If the real device frees memory by the page, so does the simulated one, unless it is a GPU. Plans rely on this. */
 static void as_device(ps_backend *be, const ps_backend *real, bool gpu)
 {
     be->region_new = region_new;

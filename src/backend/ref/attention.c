@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Attention, one head at a time, with one whole row of weights in memory: y = dropout(softmax(scale q k^T)) v.
- * The packed ops make views of q, k and v in qkv [B, T, 3C], and use the same code. The backward computes the
- * weights again in double and does not read the saved y and lse, which may be rounded. */
+ * Attention, one head at a time, with a whole row of weights in memory: y = dropout(softmax(scale q k^T)) v. The
+ * packed ops make views of q, k and v in qkv [B, T, 3C]. Backward computes the weights again in double, and does not
+ * read the saved y and lse, which may be rounded. */
 #include "ref.h"
 #include "base/blocks.h"
 
@@ -14,14 +14,14 @@ struct attention {
     bool causal;
     uint64_t seed, step, sample;
     uint32_t op;
-    int64_t first_head;                /* first head of this rank, if the heads are split among ranks */
+    int64_t first_head;                /* first head of this rank, if ranks share the heads */
 };
 
 #define ATTENTION_SET(t, a)                                                                           \
     ((t)->scale = (a)->scale, (t)->causal = (a)->causal != 0, (t)->p = (a)->p, (t)->seed = (a)->seed, \
      (t)->step = (a)->step, (t)->sample = (a)->sample, (t)->op = (a)->op, (t)->first_head = (a)->first_head)
 
-/* Sets the ops' input `mask`, which is a mask or segments. */
+/* Sets t's mask or segments from the ops' input `mask`. */
 static void set_mask(struct attention *t, const ps_view *mask)
 {
     t->mask = t->segments = *mask;
@@ -36,7 +36,7 @@ static void set_sizes(struct attention *t)
     t->group = t->k.shape[1] > 0 ? t->H / t->k.shape[1] : 1;
 }
 
-/* Returns the value that the mask adds to the score of key j: a number, which is 0 or -infinity for a bool mask. */
+/* Returns the number that the mask adds to the score of key j; for a bool mask 0 or -infinity. */
 static double bias(const struct attention *t, int64_t b, int64_t h, int64_t i, int64_t j)
 {
     const ps_view *m = &t->mask;
@@ -48,8 +48,8 @@ static double bias(const struct attention *t, int64_t b, int64_t h, int64_t i, i
     return x <= -1e30 ? -INFINITY : x;
 }
 
-/* The segment of a position: positions first .. last. In padding, first = i and last = i - 1. Without segments, all
- * keys. */
+/* A segment's positions first .. last, around a position i. In padding, first = i and last = i - 1. Without
+ * segments, all keys. */
 struct run { int64_t first, last; };
 
 static struct run run_of(const struct attention *t, int64_t b, int64_t i)
@@ -66,8 +66,7 @@ static struct run run_of(const struct attention *t, int64_t b, int64_t i)
     return r;
 }
 
-/* Finds the keys first .. last that query i can see under the causal order, the window and the segments. The mask
- * can hide more keys. */
+/* Finds the keys first .. last that query i sees by causal order, window and segments. The mask can hide more keys. */
 static void keys_of(const struct attention *t, int64_t b, int64_t i, int64_t *first, int64_t *last)
 {
     int64_t at = i + t->S - t->T;
@@ -78,8 +77,8 @@ static void keys_of(const struct attention *t, int64_t b, int64_t i, int64_t *fi
     *last = r.last < *last ? r.last : *last;
 }
 
-/* Computes the weights w [S] of query i of head h before dropout. The weights of hidden keys are 0, so all weights
- * are 0 if the query sees no key. Returns the log-sum-exp. */
+/* Computes the weights w [S] of query i of head h before dropout, and returns the log-sum-exp. Weights of hidden
+ * keys are 0. */
 static double weigh(const struct attention *t, int64_t b, int64_t h, int64_t i, const double *q, const double *k,
                     double *w)
 {
@@ -105,7 +104,7 @@ static double weigh(const struct attention *t, int64_t b, int64_t h, int64_t i, 
     return top + log(sum);
 }
 
-/* Returns dropout's factor for weight (i, j). A segment counts as a separate sample; `r` has its positions. */
+/* Returns dropout's factor for weight (i, j). A segment counts as a separate sample; r has its positions. */
 static double kept(const struct attention *t, int64_t b, int64_t h, int64_t i, int64_t j, struct run r)
 {
     if (t->p <= 0) return 1;
@@ -128,7 +127,7 @@ static void read_head(const ps_view *v, int64_t b, int64_t h, double *dst)
     ref_read(&m, dst);
 }
 
-/* Reads a head of k or v. k and v can have rows of Q8_0. */
+/* Reads a head of k or v, which can have rows of Q8_0. */
 static void read_keys(const ps_view *v, int64_t b, int64_t h, double *dst)
 {
     const ps_blocks *q8 = ps_blocks_of(PS_Q8_0);
@@ -173,7 +172,7 @@ static int forward(ps_call *call, const struct attention *t, const ps_view *y, c
                 struct run r = run_of(t, b, i);
                 if (ps_has(lse)) ref_store(lse, (b * t->H + h) * T + i, l);
                 for (int64_t j = 0; j < S; j++) {
-                    if (w[j] == 0) continue;        /* v of a hidden key can have any content */
+                    if (w[j] == 0) continue;        /* v of a hidden key can have any bits */
                     double w_j = w[j] * kept(t, b, h, i, j, r);
                     for (int64_t d = 0; d < D; d++) o[i * D + d] += w_j * v[j * D + d];
                 }
@@ -184,8 +183,8 @@ static int forward(ps_call *call, const struct attention *t, const ps_view *y, c
     return 0;
 }
 
-/* Computes the gradients of one head, where m is the dropout factor: dw = m * (dy . v), ds = w * (dw - sum(w * dw))
- * * scale, dq = ds k, dk = ds^T q, dv = (w * m)^T dy. `w` and `dw` are scratch memory of size [S]. */
+/* Computes the gradients of one head. With the dropout factor m: dw = m * (dy . v), ds = w * (dw - sum(w * dw)) *
+ * scale, dq = ds k, dk = ds^T q, dv = (w * m)^T dy. `w` and `dw` are scratch memory [S]. */
 static void head_backward(const struct attention *t, int64_t b, int64_t h, const double *q, const double *k,
                           const double *v, const double *dy, double *dq, double *dk, double *dv, double *w, double *dw)
 {
@@ -215,7 +214,7 @@ static void head_backward(const struct attention *t, int64_t b, int64_t h, const
     }
 }
 
-/* dq, dk and dv have the shapes of q, k and v, and any strides. Each can be absent. */
+/* Computes dq, dk and dv. Each has any strides, and can be absent. */
 static int backward(ps_call *call, const struct attention *t, const ps_view *dy_view, const ps_view *dq_view,
                     const ps_view *dk_view, const ps_view *dv_view)
 {

@@ -32,8 +32,7 @@ int ref_arange_(ps_call *call)
     return 0;
 }
 
-/* Stores alpha * x + beta for an integer x. The result is exact if both constants are whole, and truncated
- * otherwise. */
+/* Stores alpha * x + beta for an integer x: exact if both constants are whole, otherwise truncated. */
 static void store_affine_int(const ps_view *y, int64_t at, int64_t x, double alpha, double beta)
 {
     if (is_whole(alpha) && is_whole(beta))
@@ -71,7 +70,7 @@ int ref_scale_by_(ps_call *call)
 typedef double (*binary_fn)(double a, double b);
 typedef int64_t (*binary_int_fn)(int64_t a, int64_t b);
 
-/* If all inputs are integers, on_int computes them. If on_int is NULL, they are computed as doubles. */
+/* on_int computes inputs that are all integers, unless it is NULL. */
 static int binary(ps_call *call, binary_fn on_float, binary_int_fn on_int)
 {
     const ps_view *out = &call->out[0];
@@ -92,7 +91,7 @@ static int binary(ps_call *call, binary_fn on_float, binary_int_fn on_int)
     static int64_t name##_int(int64_t a, int64_t b) { return (of_ints); }        \
     int ref_##name(ps_call *call) { return binary(call, name##_float, name##_int); }
 
-/* Integers wrap around. C defines this for unsigned numbers, so the sums are computed unsigned. */
+/* Integers wrap around, which C defines only for unsigned numbers. */
 BINARY(add, a + b, (int64_t)((uint64_t)a + (uint64_t)b))
 BINARY(sub, a - b, (int64_t)((uint64_t)a - (uint64_t)b))
 BINARY(mul, a * b, (int64_t)((uint64_t)a * (uint64_t)b))
@@ -324,8 +323,7 @@ int ref_softplus(ps_call *call)
     return 0;
 }
 
-/* If low > high, the result is high. NaN stays NaN. Integers are limited to the smallest and the largest integer in
- * [low, high]. */
+/* If low > high, the result is high. NaN stays NaN. Integers are limited to the integers in [low, high]. */
 int ref_clamp(ps_call *call)
 {
     const ps_attrs_clamp *a = call->attrs;
@@ -363,7 +361,7 @@ static int unary_any(ps_call *call, double (*on_float)(double), int64_t (*on_int
 static int64_t abs_int(int64_t x) { return x < 0 ? (int64_t)(0 - (uint64_t)x) : x; }
 int ref_abs(ps_call *call) { return unary_any(call, fabs, abs_int); }
 
-static double sign_float(double x) { return (x > 0) - (x < 0); }       /* returns 0 for NaN, as PyTorch does */
+static double sign_float(double x) { return (x > 0) - (x < 0); }       /* 0 for NaN, like in PyTorch */
 static int64_t sign_int(int64_t x) { return (x > 0) - (x < 0); }
 int ref_sign(ps_call *call) { return unary_any(call, sign_float, sign_int); }
 
@@ -374,7 +372,7 @@ int ref_sign(ps_call *call) { return unary_any(call, sign_float, sign_int); }
 #define GELU_CUBIC 0.044715
 
 static double gelu_erf(double x) { return 0.5 * x * erfc(-x * SQRT_HALF); }
-/* Uses (1 + tanh u) / 2 = 1 / (1 + e^-2u), which does not cancel. */
+/* Computes (1 + tanh u) / 2 as 1 / (1 + e^-2u), which does not cancel. */
 static double gelu_gate(double x) { return 1 / (1 + exp(-2 * SQRT_2_OVER_PI * (x + GELU_CUBIC * x * x * x))); }
 double ref_gelu_tanh(double x) { return x * gelu_gate(x); }
 

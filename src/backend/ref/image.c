@@ -4,8 +4,8 @@
 #include "backend/image.h"
 
 /* -- convolution --------------------------------------------------------------------------------------------------- */
-/* Calls `each` for every product of an element of x with an element of w that contributes to an element of y. The
- * calls follow the order of y's elements, and for the same element of y the order of w's elements. */
+/* Calls `each` for every product of an element of x and an element of w that is a term of an element of y. Calls are
+ * in the order of y's elements, and for one element of y in the order of w's. */
 typedef struct products { const ps_view *x, *w, *y; double *sum; } products;
 typedef void (*each_product)(const products *p, int64_t x, int64_t w, int64_t y);
 
@@ -101,8 +101,7 @@ int ref_pad(ps_call *call)
         if (is_float) ref_store(y, i, a->value);
         else ref_store_int(y, i, ref_to_int(a->value, INT64_MIN, INT64_MAX));
     }
-    for (int d = 0; d < x->ndim; d++) {                          /* finds the range of elements that both tensors
-                                                                  * have */
+    for (int d = 0; d < x->ndim; d++) {                          /* finds the elements that both tensors have */
         int64_t before = a->before[d], after = a->after[d], cut = before < 0 ? -before : 0;
         int64_t end = x->shape[d] + (after < 0 ? after : 0);
         from = ref_shift(&from, cut * x->stride[d]);
@@ -176,7 +175,7 @@ int ref_max_pool_backward(ps_call *call)
 }
 
 /* -- norms over channels ------------------------------------------------------------------------------------------- */
-/* Returns the index of the statistic to which element i of x [N, C, S] belongs. */
+/* Returns the index of the statistic for element i of x [N, C, S]. */
 static int64_t set_of(int64_t i, int64_t C, int64_t S, int64_t groups)
 {
     int64_t c = i / S % C;

@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * Softmax along the last dimension, cross entropy, and the language-model head fused with its loss. Backward
- * kernels compute log-sum-exp again in double instead of reading the saved log-sum-exp, which may be rounded to
- * fp32. Targets are checked before any output is written. */
+ * computes log-sum-exp again in double, because the saved one may be rounded to fp32. Targets are checked before any
+ * output is written. */
 #include "ref.h"
 
-/* The terms of the softmax of a row x [n]: softmax = exp(x - top) / sum, log-sum-exp = top + log(sum). The result is
- * NaN if an element is NaN or +infinity, or if all elements are -infinity. */
+/* The terms of the softmax of a row x [n]: softmax = exp(x - top) / sum, log-sum-exp = top + log(sum). NaN if an
+ * element is NaN or +infinity, or all are -infinity. */
 struct sum_exp { double top, sum; };
 
 static struct sum_exp sum_exp(const double *x, int64_t n)
@@ -19,8 +19,8 @@ static struct sum_exp sum_exp(const double *x, int64_t n)
 static double soft(struct sum_exp s, double x) { return exp(x - s.top) / s.sum; }
 static double log_soft(struct sum_exp s, double x) { return x - s.top - log(s.sum); }
 
-/* Returns true if x[t] is the first of the largest elements of x [n]. s: the terms of x. t < 0: the element is in
- * another part. */
+/* Returns whether x[t] is the first of the largest elements of x [n]. s: the terms of x. t < 0: another rank has the
+ * element. */
 static bool is_hit(const double *x, struct sum_exp s, int64_t t)
 {
     if (t < 0 || isnan(s.sum) || isinf(s.top) || x[t] != s.top) return false;
@@ -28,7 +28,7 @@ static bool is_hit(const double *x, struct sum_exp s, int64_t t)
     return true;
 }
 
-/* If `want` is set, writes the number of hits and the number of rows that are not ignored. */
+/* If `want` is set, writes the counts of hits and of rows that are not ignored. */
 static void put_hits(const ps_view *out, int want, int64_t hits, int64_t counted)
 {
     if (!want || !ps_has(out)) return;
@@ -85,11 +85,11 @@ int ref_log_softmax_backward(ps_call *call)
 /* -- cross entropy ---------------------------------------------------------------------------------------------- */
 enum { REDUCTION_NONE, REDUCTION_MEAN, REDUCTION_SUM };
 
-/* Returns the mean. Without losses the mean is 0, and no target has a gradient, so a batch without targets
- * contributes nothing. (PyTorch's mean is NaN in this case, and its gradients are also 0.) */
+/* Returns the mean, or 0 without losses, so that a batch without targets adds nothing. (PyTorch's mean is then NaN,
+ * and its gradients are also 0.) */
 static double mean(double total, int64_t counted) { return counted > 0 ? total / (double)counted : 0; }
 
-/* Checks that every target is in [0, V) or ignored. Counts the targets that are not ignored. */
+/* Checks that every target is in [0, V) or ignored, and counts those not ignored. */
 static int check_targets(const ps_view *target, int64_t V, int64_t ignore, int64_t *counted)
 {
     *counted = 0;
@@ -152,8 +152,8 @@ int ref_cross_entropy_backward(ps_call *call)
     return 0;
 }
 
-/* Processes one row at a time: computes the row's logits = w x_r, replaces the logits in place by their gradient,
- * and adds the gradient's contributions to dx and dw. */
+/* Processes one row at a time: computes the logits w x_r, replaces them by their gradient, and adds the row's terms
+ * to dx and dw. */
 int ref_lm_loss(ps_call *call)
 {
     const ps_attrs_lm_loss *a = call->attrs;
@@ -227,14 +227,13 @@ int ref_logit_stats(ps_call *call)
     return 0;
 }
 
-/* Combines all ranks' stats [t, kinds, N] of row r. Returns the largest logit and the sum of exponentials over all
- * words. *target and *dot are the sums of the ranks' third and fourth values. *hit is true if the first largest
- * logit is the target's. */
+/* Combines all ranks' stats [t, kinds, N] of row r. Returns the terms of the softmax over all words. *target and
+ * *dot are the sums of the ranks' third and fourth values. *hit: whether the first largest logit is the target's. */
 static struct sum_exp of_all(const ps_view *stats, int64_t r, double *target, double *dot, bool *hit)
 {
     int64_t kinds = stats->shape[1], N = stats->shape[2];
     struct sum_exp s = { -INFINITY, 0 };
-    bool first = true;                                       /* whether no previous rank has the largest logit */
+    bool first = true;                                       /* no earlier rank has the largest logit */
     *target = *dot = 0;
     *hit = false;
     for (int64_t i = 0; i < stats->shape[0]; i++) {

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Matrix products. Operands of any strides are read into row-major doubles and multiplied by the plain triple
- * loop, in which each sum runs over increasing k. The result is rounded once. */
+ * Matrix products. Operands of any strides are read into row-major doubles and multiplied by the plain triple loop,
+ * with sums over increasing k. The result is rounded once. */
 #include "ref.h"
 
 /* Computes y [M, N] += a [M, K] b [K, N], all row-major. */
@@ -11,8 +11,7 @@ static void multiply(int64_t M, int64_t N, int64_t K, const double *a, const dou
             for (int64_t j = 0; j < N; j++) y[i * N + j] += a[i * K + k] * b[k * N + j];
 }
 
-/* Returns the leading dimensions of v [..., R, C], broadcast to the leading dimensions of out. They tell where the
- * matrix of batch n begins. */
+/* Returns the leading dimensions of v [..., R, C], broadcast to those of out. They locate the matrix of batch n. */
 static ps_view batches(const ps_view *v, const ps_view *out)
 {
     ps_view lead = *v;

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Layer norm and RMS norm over the last dimension C, forward and backward. The gradient `dx` can share the memory
- * of the input `add`, because each element of add is read just before the same element of dx is written, and a
- * row of dx needs only the same row of add. */
+ * Layer norm and RMS norm over the last dimension C, forward and backward. `dx` can share the memory of the input
+ * `add`: each element of add is read just before the same element of dx is written, and a row of dx needs only that
+ * row of add. */
 #include "ref.h"
 
 int ref_layer_norm(ps_call *call)

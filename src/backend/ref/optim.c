@@ -1,12 +1,11 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Optimizer steps over lists of tensors, and the storing of gradients. The order of operations in the steps is a
- * contract: other backends repeat it with the same explicit fused multiply-adds and compute the same bits. */
+ * Optimizer steps over lists of tensors, and storing of gradients. The steps' order of operations is a contract:
+ * other backends repeat it, with the same explicit fused multiply-adds, and compute the same bits. */
 #include "ref.h"
 #include "base/error.h"
 
-/* Adam (Kingma and Ba, ICLR 2015), or AdamW with its decoupled decay (Loshchilov and Hutter, ICLR 2019), for one
- * tensor whose master is not fp64. Computes in fp32. m is exp_avg, v is exp_avg_sq. Every constant is computed in
- * double and rounded once:
+/* Adam (Kingma and Ba, ICLR 2015), or AdamW with decoupled decay (Loshchilov and Hutter, ICLR 2019), for one tensor
+ * in fp32. m is exp_avg, v is exp_avg_sq. Every constant is computed in double and rounded once:
  *     c1 = 1 - beta1, c2 = 1 - beta2, keep = 1 - lr * wd, step = lr / bias1, inv = 1 / sqrt(bias2)
  *     g = grad * grad_scale
  *     not adamw and wd != 0:  g = fma(wd, p, g)
@@ -37,7 +36,7 @@ static void adam_float(const ps_attrs_adam_ *a, const ps_view *in)
     }
 }
 
-/* Like adam_float, in double precision, for fp64 masters. */
+/* Like adam_float, in double, for fp64 masters. */
 static void adam_double(const ps_attrs_adam_ *a, const ps_view *in)
 {
     const ps_view *param = &in[0], *master = &in[1], *grad = &in[2], *m_view = &in[3], *v_view = &in[4];
@@ -104,8 +103,8 @@ int ref_adam_schedule_free_(ps_call *call)
     return 0;
 }
 
-/* Moves masters toward `end`, in fp32, or in double for fp64 masters. Like PyTorch's lerp, starts from the nearer
- * end:
+/* Moves masters toward `end`, in fp32, or in double for fp64 masters. Starts from the nearer of the two, like
+ * PyTorch's lerp:
  *     |weight| < 0.5:  p = fma(weight, end - p, p);  otherwise:  p = fma(weight - 1, end - p, end) */
 int ref_master_lerp_(ps_call *call)
 {
@@ -159,8 +158,8 @@ int ref_sgd_(ps_call *call)
     return 0;
 }
 
-/* Decides for every backend which types and memory are supported, because cpu leaves the cases that it does not
- * support to this function. */
+/* Stores a gradient. Decides for every backend which types and memory are supported: cpu leaves all other cases to
+ * this function. */
 int ref_grad_store(ps_call *call)
 {
     const ps_view *src = &call->in[0], *dst = &call->out[0], *sq = &call->out[1];
@@ -176,7 +175,7 @@ int ref_grad_store(ps_call *call)
     if (!itself && from < to_end && to < from_end)
         return ps_fail(PS_EINVAL, "dst (%s) overlaps src (%s); pass src itself as dst, or a tensor that does not "
                        "overlap it", ps_dtype_name(dst->dtype), ps_dtype_name(src->dtype));
-    long double sum = 0;                                                /* sums in the same way as ref_sq_norms */
+    long double sum = 0;                                                /* sums like ref_sq_norms */
     for (int64_t i = 0; i < src->numel; i++) {
         if (!itself) ref_store(dst, i, ref_load(src, i));
         double x = ref_load(dst, i);

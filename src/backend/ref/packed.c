@@ -4,7 +4,7 @@
 #include "ref.h"
 #include "base/blocks.h"
 
-/* Unpacks the values of w, which is contiguous. */
+/* Unpacks a contiguous w. */
 static int unpack(ps_call *call, const ps_view *w, const ps_blocks *b, double **out)
 {
     const uint8_t *s = w->data;
@@ -41,11 +41,11 @@ int ref_pack(ps_call *call)
     return 0;
 }
 
-/* Rounds x to 8 bits as described in base/blocks.h. */
+/* Rounds x to 8 bits as in base/blocks.h. */
 static void round_int8(double *x, int64_t n)
 {
     for (int64_t i = 0; i < n; i += PS_INT8_PART) {
-        float largest = 0, odd = 0;                      /* odd becomes NaN if an element is not finite */
+        float largest = 0, odd = 0;                      /* odd: NaN if an element is not finite */
         for (int k = 0; k < PS_INT8_PART; k++) {
             largest = fmaxf(largest, fabsf((float)x[i + k]));
             odd += (float)x[i + k] * 0;

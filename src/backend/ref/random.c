@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Random numbers, dropout and sampling. Each element's number is computed by Philox from the element's own
- * counter, so results depend only on the seed and the position, and are the same for every type up to rounding. */
+ * Random numbers, dropout and sampling. Each element's number is computed by Philox from the element's own counter,
+ * so results depend only on the seed and the position, and are the same for every type up to rounding. */
 #include <stdlib.h>
 #include "ref.h"
 
-/* If a number rounds up to `high`, it is replaced by `low`, so that the range stays half-open in every type. */
+/* A number that rounds up to `high` is replaced by `low`, so that the range is half-open in every type. */
 int ref_uniform_(ps_call *call)
 {
     const ps_attrs_uniform_ *a = call->attrs;
@@ -31,8 +31,7 @@ int ref_normal_(ps_call *call)
     return 0;
 }
 
-/* Computes low + floor(r * (high - low) / 2^64), where r consists of the first two words. The first word is its low
- * half. */
+/* Computes low + floor(r * (high - low) / 2^64). r is the counter's first two words, low half first. */
 int ref_randint_(ps_call *call)
 {
     const ps_attrs_randint_ *a = call->attrs;
@@ -53,8 +52,8 @@ int ref_dropout(ps_call *call)
 {
     const ps_attrs_dropout *a = call->attrs;
     const ps_view *x = &call->in[0], *rows = &call->in[1], *y = &call->out[0];
-    int64_t width = ps_has(rows) && x->numel ? x->numel / rows->numel : 0;             /* 0 if x is a single range of
-                                                                                        * the whole */
+    int64_t width = ps_has(rows) && x->numel ? x->numel / rows->numel : 0;             /* 0 if x is one range of the
+                                                                                        * whole */
     if (width) PS_TRY(ref_check_index(rows, INT64_MAX / width));
     for (int64_t i = 0; i < x->numel; i++) {
         int64_t g = width ? ref_load_int(rows, i / width) * width + i % width : a->first + i;
@@ -68,7 +67,7 @@ int ref_dropout(ps_call *call)
 /* -- sampling a token ------------------------------------------------------------------------------------------- */
 struct candidate { double logit; int64_t token; };
 
-/* Orders the largest logit first, and equal logits by token, so that the order is total. */
+/* Orders by descending logit, and equal logits by token. */
 static int by_logit(const void *pa, const void *pb)
 {
     const struct candidate *a = pa, *b = pb;
@@ -90,9 +89,9 @@ static int check_logits(const ps_view *logits, int64_t rows, int64_t V)
     return 0;
 }
 
-/* Picks a candidate. c [n] is sorted in descending order, and n is limited to top_k. u in [0, 1) selects a candidate
- * from the shortest prefix whose mass reaches top_p. Candidates that are less likely than min_p times the first one
- * are excluded. */
+/* Picks one of the candidates c [n], which are sorted in descending order and limited to top_k. Candidates less
+ * likely than min_p times the first are excluded. u in [0, 1) selects from the shortest prefix whose mass reaches
+ * top_p. */
 static int64_t pick(const struct candidate *c, int64_t n, const ps_attrs_sample *a, double u)
 {
     double total = 0, mass = 0, sum = 0;

@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Reductions, running sums, and the largest and smallest elements. Sums are computed over the input in row-major
- * order, in long double, so that sums of fp64 are accurate to the last bit. */
+ * Reductions, running sums, and the largest and smallest elements. Sums are over the input in row-major order, in
+ * long double, so that sums of fp64 are accurate to the last bit. */
 #include <stdlib.h>
 #include "ref.h"
 
-/* Returns a view that maps each element of x to its element of the result. Elements of x are counted row-major. The
- * result is row-major, without the reduced dimensions. dims: bit set, 0 for all dimensions. */
+/* Returns a view that maps each element of x, counted row-major, to its element of the row-major result, which lacks
+ * the reduced dimensions. dims: bit set, 0 for all dimensions. */
 static ps_view target_of(const ps_view *x, uint32_t dims)
 {
     ps_view t = *x;
@@ -64,8 +64,8 @@ int ref_mean(ps_call *call)
     return 0;
 }
 
-/* Returns true if element `a` of x precedes element `b`. NaN comes first, then the larger (sign 1) or the smaller
- * (sign -1) value. */
+/* Returns whether element `a` of x precedes element `b`: NaN comes first, then the larger (sign 1) or smaller (sign
+ * -1) value. */
 static bool beats(const ps_view *x, int64_t a, int64_t b, int sign)
 {
     if (!ps_dtype_is_float(x->dtype)) {
@@ -83,8 +83,7 @@ static int extreme(ps_call *call, uint32_t dims, int sign)
     if (x.numel == 0 && y.numel > 0)
         return ps_fail(PS_EINVAL, "the maximum or minimum of no elements does not exist; reduce a dimension that has "
                        "elements");
-    int64_t *best = call->scratch(call, (size_t)(y.numel + 1) * sizeof *best);   /* index in x, -1 if there is none
-                                                                                  * yet */
+    int64_t *best = call->scratch(call, (size_t)(y.numel + 1) * sizeof *best);   /* index in x, -1 if none yet */
     if (!best) return PS_ENOMEM;
     for (int64_t i = 0; i < y.numel; i++) best[i] = -1;
     for (int64_t i = 0; i < x.numel; i++) {
@@ -126,8 +125,7 @@ static int arg_extreme(ps_call *call, int dim, int sign)
 int ref_argmax(ps_call *call) { return arg_extreme(call, ((const ps_attrs_argmax *)call->attrs)->dim, 1); }
 int ref_argmin(ps_call *call) { return arg_extreme(call, ((const ps_attrs_argmin *)call->attrs)->dim, -1); }
 
-/* Returns a product of floats, rounded to fp32, or to fp64 if `wide` is set. The product of two fp32 numbers is
- * exact in double. */
+/* Returns a product of floats, rounded to fp64 (`wide`) or fp32. A product of two fp32 numbers is exact in double. */
 static double times(double a, double b, bool wide) { return wide ? a * b : (double)(float)(a * b); }
 
 int ref_prod(ps_call *call)
@@ -190,11 +188,10 @@ int ref_cumsum(ps_call *call)
     return 0;
 }
 
-/* An element of a lane and its position, for sorting. A float is stored in f (with i = 0), an integer in i (with f =
- * 0). */
+/* An element of a lane and its position, for sorting. A float is in f, with i = 0; an integer is in i, with f = 0. */
 struct ranked { double f; int64_t i, place; };
 
-/* Orders NaN first, then values in descending order, and equal values by position, so that the order is total. */
+/* Orders NaN first, then by descending value, and equal values by position. */
 static int by_rank(const void *pa, const void *pb)
 {
     const struct ranked *a = pa, *b = pb;

@@ -3,10 +3,9 @@
  * with these kernels, and uses them if it lacks a kernel, so they are written to be easy to read.
  *
  * Elements of every type are read as doubles, computed in double, and rounded once when they are stored (to fp32,
- * and to bf16 and fp16 through fp32, like in PyTorch). Integers keep their exact values through the *_int
- * functions in all ops in which a double could lose some: copies, casts, gather, add, sub, mul, comparisons. No
- * kernel writes an output before all of its checks have passed. Only the files of this folder include this
- * header. */
+ * and to bf16 and fp16 through fp32, like in PyTorch). Ops in which a double could lose digits of an integer use the
+ * *_int functions, which are exact: copies, casts, gather, add, sub, mul, comparisons. No kernel writes an output
+ * before all of its checks have passed. */
 #ifndef PS_REF_H
 #define PS_REF_H
 #include <inttypes.h>
@@ -17,8 +16,8 @@
 #include "base/half.h"
 #include "base/philox.h"
 
-/* Implements REF_KERNELS(X) in two steps. REF_IS_VIEW(flags) is 1 if an op's first flag is VIEW, MOVE or RANKS, and
- * 0 otherwise. Ops with these flags have no kernel. */
+/* Implements REF_KERNELS(X). REF_IS_VIEW(flags) is 1 if an op's first flag is VIEW, MOVE or RANKS, otherwise 0. Ops
+ * with these flags have no kernel. */
 #define REF_FLAG_VIEW ~, 1, ~
 #define REF_FLAG_MOVE ~, 1, ~
 #define REF_FLAG_RANKS ~, 1, ~
@@ -50,7 +49,7 @@ static inline double ref_load(const ps_view *v, int64_t at)
     }
 }
 
-/* Truncates and saturates. A NaN becomes 0. */
+/* Truncates and saturates. NaN becomes 0. */
 static inline int64_t ref_to_int(double x, int64_t low, int64_t high)
 {
     if (x != x) return 0;
@@ -99,13 +98,12 @@ static inline void ref_store_int(const ps_view *v, int64_t at, int64_t x)
 
 /* -- views (ref.c) ---------------------------------------------------------------------------------------------- */
 /* Broadcasts v to a shape by PyTorch's rules: shapes are aligned at the last dimension, and a dimension of size 1
- * repeats. Merges dimensions that are row-major in memory, so a contiguous view gets one dimension. The result is
- * valid only for ref_at. */
+ * repeats. The result is valid only for ref_at: dimensions that are row-major in memory are merged. */
 ps_view ref_expand(const ps_view *v, int ndim, const int64_t *shape);
 static inline ps_view ref_like(const ps_view *v, const ps_view *out) { return ref_expand(v, out->ndim, out->shape); }
 static inline ps_view ref_flat(const ps_view *v) { return ref_expand(v, v->ndim, v->shape); }
 
-/* Returns the position of element i, counted row-major. */
+/* Returns the position of element i in row-major order. */
 static inline int64_t ref_at(const ps_view *v, int64_t i)
 {
     int64_t at = 0;
@@ -116,38 +114,35 @@ static inline int64_t ref_at(const ps_view *v, int64_t i)
     return v->ndim > 0 ? at + i * v->stride[0] : 0;
 }
 
-/* Returns a view like v that begins `at` elements later. */
+/* Returns v, shifted by `at` elements. */
 static inline ps_view ref_shift(const ps_view *v, int64_t at)
 {
     ps_view s = *v;
     s.data = (char *)v->data + at * ps_dtype_bytes(v->dtype);
     return s;
 }
-ps_view ref_matrix(const ps_view *v, int64_t at);              /* view of the last two dimensions, beginning at
-                                                                * element `at` */
+ps_view ref_matrix(const ps_view *v, int64_t at);              /* view of the last two dimensions, from element `at`
+                                                                * on */
 static inline int ref_dim(const ps_view *v, int dim) { return dim < 0 ? dim + v->ndim : dim; }
-ps_view ref_without_dim(const ps_view *v, int dim);            /* the view at position 0 of `dim`, without that
-                                                                * dimension */
+ps_view ref_without_dim(const ps_view *v, int dim);            /* view at position 0 of `dim`, without this dimension */
 static inline int64_t ref_last(const ps_view *v) { return v->ndim > 0 ? v->shape[v->ndim - 1] : 1; }
 
-/* Broadcasts src to dst's shape, and copies and converts it. If the types are equal, copies bytes. Conversions
- * between integers are exact. */
+/* Copies src to dst, broadcast to its shape and converted to its type. Conversions between integers are exact. */
 void ref_copy(const ps_view *dst, const ps_view *src);
 
-/* Returns the fp32 or fp64 value of a parameter. in[0] is the parameter, and in[1] is its master or its remainders
- * (update.c). */
+/* The value of a parameter, in fp32 or fp64. in[0] is the parameter, in[1] its master or its remainders (update.c). */
 double ref_master_get(const ps_view *in, int64_t i);
 void ref_master_put(const ps_view *in, int64_t i, double p);
 
-/* Returns PS_ERANGE at the first index outside [0, n). */
+/* Returns PS_ERANGE if an index is outside [0, n). */
 int ref_check_index(const ps_view *index, int64_t n);
 
 /* -- working memory: row-major doubles -------------------------------------------------------------------------- */
-/* If call->scratch fails, it has recorded the error with the device and the limit, so kernels only return PS_ENOMEM. */
+/* If call->scratch fails, it has set the error message, so kernels only return PS_ENOMEM. */
 int ref_scratch(ps_call *call, int64_t numel, double **out);    /* zeroed */
 void ref_read(const ps_view *v, double *dst);                   /* reads all of v */
-int ref_dense(ps_call *call, const ps_view *v, double **out);   /* reads all of v into scratch memory; NULL if v is
-                                                                 * absent */
+int ref_dense(ps_call *call, const ps_view *v, double **out);   /* reads all of v into scratch memory; *out is NULL
+                                                                 * if v is absent */
 /* Sets v to x, or adds x to v, rounded once. Does nothing if v is absent. */
 void ref_put(const ps_view *v, const double *x, bool add);
 
@@ -156,8 +151,8 @@ double ref_gelu_tanh(double x);
 double ref_gelu_tanh_slope(double x);
 
 /* -- dropout ---------------------------------------------------------------------------------------------------- */
-/* Returns true if element e of a sample is dropped. `sample` is the sample's index in the whole batch. p is compared
- * as a float. */
+/* Returns whether element e of a sample is dropped. `sample` is its index in the whole batch. p is compared as a
+ * float. */
 static inline bool ref_dropped(uint64_t seed, uint64_t step, uint32_t op, uint64_t sample, uint64_t e, double p)
 {
     ps_philox r = ps_philox4x32(seed, sample << 32 | e / 4, step << 32 | op);

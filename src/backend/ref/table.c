@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Rows and elements that are selected by index, sums that are added back to them, and concatenation. Every index
- * is checked before any output is written. Negative indices are errors. */
+ * Rows and elements that are selected by index, sums that are added back to them, and concatenation. Every index is
+ * checked before any output is written; negative indices are errors. */
 #include "ref.h"
 
 int ref_check_index(const ps_view *index, int64_t n)
@@ -13,8 +13,8 @@ int ref_check_index(const ps_view *index, int64_t n)
     return 0;
 }
 
-/* Returns the row of w [V, C] that an index selects. w has the embedding's rows from `first` on. Returns -1 if
- * another shard has the row. */
+/* Returns the row of w [V, C], which has the embedding's rows from `first` on, that an index selects, or -1 if
+ * another shard has it. */
 static int64_t own_row(const ps_view *index, int64_t i, int64_t first, int64_t V)
 {
     int64_t k = ref_load_int(index, i) - first;
@@ -36,8 +36,8 @@ int ref_embedding(ps_call *call)
     return 0;
 }
 
-/* Sorts positions by index first, by a counting sort that keeps their order. So each row of dw is one sum in double
- * over rows of dy, added in row order and rounded once. */
+/* Sorts positions by index, by a counting sort that keeps their order. A row of dw is one sum in double over rows of
+ * dy, in row order, and is rounded once. */
 int ref_embedding_backward(ps_call *call)
 {
     const ps_attrs_embedding_backward *a = call->attrs;
@@ -46,8 +46,8 @@ int ref_embedding_backward(ps_call *call)
     double *sum;
     PS_TRY(ref_check_index(index, a->total > 0 ? a->total : V));
     PS_TRY(ref_scratch(call, C, &sum));
-    int64_t *begin = call->scratch(call, (size_t)(V + 1) * sizeof *begin);    /* begin[v]: start of row v's positions
-                                                                               * in `order` */
+    int64_t *begin = call->scratch(call, (size_t)(V + 1) * sizeof *begin);    /* start of row v's positions in
+                                                                               * `order` */
     int64_t *order = call->scratch(call, (size_t)(n + 1) * sizeof *order);
     if (!begin || !order) return PS_ENOMEM;
     memset(begin, 0, (size_t)(V + 1) * sizeof *begin);
@@ -60,7 +60,7 @@ int ref_embedding_backward(ps_call *call)
         int64_t v = own_row(index, r, a->first, V);
         if (v >= 0) order[begin[v]++] = r;
     }
-    /* Now begin[v] is the end of row v's positions. */
+    /* begin[v] is now the end of row v's positions. */
     for (int64_t v = 0, k = 0; v < V; v++) {
         memset(sum, 0, (size_t)C * sizeof *sum);
         for (; k < begin[v]; k++)
@@ -100,8 +100,8 @@ int ref_flat_index(ps_call *call)
     return 0;
 }
 
-/* Returns the number of elements of x that an element of `index` selects. The number is 1, unless the index ends at
- * `dim`. In this case it is the number of elements in the dimensions after `dim`. */
+/* Returns how many elements of x an element of `index` selects: 1, or, if `dim` is the index's last dimension, the
+ * number of elements in x's dimensions after it. */
 static int64_t width_of(const ps_view *x, const ps_view *index)
 {
     int64_t width = 1;
@@ -109,8 +109,7 @@ static int64_t width_of(const ps_view *x, const ps_view *index)
     return width;
 }
 
-/* Returns the index in x of the i-th selected element. Its coordinates are those of the element, with coordinate dim
- * replaced by the corresponding value of `index`. */
+/* Returns the index in x of the i-th selected element: its coordinates, with coordinate dim taken from `index`. */
 static int64_t picked(const ps_view *x, const ps_view *index, int dim, int64_t width, int64_t i)
 {
     int64_t at = 0, rest = i;
@@ -187,7 +186,7 @@ int ref_scatter(ps_call *call)
     return 0;
 }
 
-/* Processes the index in reverse order, so that an earlier element with the same position finds 0 at this position. */
+/* Processes the index in reverse order, so that an earlier element with the same position finds 0 there. */
 int ref_scatter_backward(ps_call *call)
 {
     const ps_view *dy = &call->in[0], *index = &call->in[1], *dx = &call->out[0], *dsrc = &call->out[1];

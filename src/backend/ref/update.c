@@ -1,8 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Steps of the other optimizers over lists of tensors, and masters that are kept as remainders. As in optim.c,
- * the order of operations of elementwise steps in fp32 is a contract that other backends repeat. Here, sums over
- * a tensor (norms, means) are in double in the order of elements, and other backends agree with them up to
- * rounding. */
+ * Steps of the other optimizers over lists of tensors, and masters that are kept as remainders. As in optim.c, the
+ * order of operations of elementwise steps in fp32 is a contract. Sums over a tensor (norms, means) are in double in
+ * the order of elements, and other backends agree with them up to rounding. */
 #include "ref.h"
 #include "base/update.h"
 
@@ -14,7 +13,7 @@ static uint16_t low_at(const ps_view *low, int64_t i)
     return lo;
 }
 
-/* in: the parameter and its master. The master is fp32 or fp64, or uint8 for remainders. */
+/* in: the parameter and its master, which is fp32 or fp64, or uint8 for remainders */
 double ref_master_get(const ps_view *in, int64_t i)
 {
     if (in[1].dtype != PS_U8) return ref_load(&in[1], i);
@@ -107,8 +106,8 @@ int ref_rmsprop_(ps_call *call)
 }
 
 /* -- AdamW with averages in bf16 ----------------------------------------------------------------------------------- */
-/* Rounds x down or up to bf16 at random. The distances to both values determine the probabilities: 16 random bits
- * are added below the last bit. */
+/* Rounds x down or up to bf16 at random, with probabilities by the distances: adds 16 random bits below the last
+ * bit. */
 static uint16_t round_random(float x, uint32_t random)
 {
     uint32_t u = ps_f32_bits(x);
@@ -116,8 +115,8 @@ static uint16_t round_random(float x, uint32_t random)
     return (uint16_t)((u + (random & 0xffffu)) >> 16);
 }
 
-/* AdamW of optim.c with stochastic rounding. Element i uses word i % 64 / 16 of counter i / 64 * 16 + i % 16: its
- * lower half for exp_avg, and its upper half for exp_avg_sq. */
+/* AdamW of optim.c with stochastic rounding. Element i uses word i % 64 / 16 of counter i / 64 * 16 + i % 16: the
+ * lower half for exp_avg, the upper half for exp_avg_sq. */
 static void adam_bf16(const ps_attrs_adam_bf16_ *a, const ps_view *in)
 {
     double bias1 = 1 - pow(a->beta1, (double)a->t), bias2 = 1 - pow(a->beta2, (double)a->t);
@@ -144,8 +143,8 @@ int ref_adam_bf16_(ps_call *call)
 }
 
 /* -- AdamW with averages in 8 bits --------------------------------------------------------------------------------- */
-/* Each block of PS_STATE_BLOCK elements has a scale, which is its largest magnitude. The block is dequantised,
- * updated as in optim.c, and quantised. If an element of a block is not finite, all codes of the block are 0. */
+/* Quantises a block. Its scale is the largest magnitude of up to PS_STATE_BLOCK elements. If an element is not
+ * finite, all codes are 0. */
 static void quantise(const ps_codes *c, const float *x, int64_t n, uint8_t *codes, float *scale, bool has_sign)
 {
     float most = 0;
@@ -184,7 +183,7 @@ static void adam8bit(const ps_attrs_adam8bit_ *a, const ps_view *in)
     }
 }
 
-/* Lion as above, in fp32, with an 8-bit average. */
+/* Lion in fp32, with an 8-bit average. */
 static void lion8bit(const ps_attrs_lion8bit_ *a, const ps_view *in)
 {
     float lr = (float)a->lr, keep = (float)(1 - a->lr * a->weight_decay), scale = (float)a->grad_scale;
@@ -282,7 +281,7 @@ static double factored_update(const factored *f, int64_t i)
     return g / sqrt(var);
 }
 
-/* Updates the averages to `keep` times the old averages plus `take` times the mean of squares over C or R elements. */
+/* Sets the averages to `keep` times themselves plus `take` times the mean of squares over C or R elements. */
 static void factored_averages(const factored *f, double keep, double take)
 {
     const ps_view *rows = &f->in[3], *cols = &f->in[4];
@@ -336,8 +335,8 @@ int ref_adafactor_(ps_call *call)
 }
 
 /* -- Muon ---------------------------------------------------------------------------------------------------------- */
-/* Computes dst [R, C] = alpha a [R, K] b [K, C] + beta add [R, C]. If `turned` is set, b is [C, K], and its
- * transpose is used. */
+/* Computes dst [R, C] = alpha a [R, K] b [K, C] + beta add [R, C]. If `turned` is set, b is [C, K] and is
+ * transposed. */
 static void product(double *dst, double alpha, const double *a, const double *b, bool turned, double beta,
                     const double *add, int64_t R, int64_t K, int64_t C)
 {

@@ -1,18 +1,17 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The `sim` backend, a simulated accelerator: separate memory of a set size (regions of host memory that scripts
- * cannot read in place), the cpu backend's kernels, and a copy engine with a bandwidth model. With it, all code for
- * a device with separate memory can be run, tested and timed without such a device.
+ * The `sim` backend, a simulated accelerator, with which all code for a device with separate memory can be run,
+ * tested and timed. It has memory of a set size (regions of host memory that scripts cannot read in place), the cpu
+ * backend's kernels, and a copy engine with a bandwidth model.
  *
- * The copy engine has two lanes, one to the device and one from it. Each lane is a plain thread that starts with the
- * lane's first copy. A copy's time is fixed when the copy is requested. The copy begins as soon as it is requested,
- * the lane is free and the copy before it has ended, and takes latency + nbytes / bandwidth. The thread moves the
- * bytes in slices spread over that time, and the copy ends when the bytes are moved and the time is over. If the
- * processor is too slow for this, the thread is late, and catches up when it can. All other functions are called
- * from one thread.
+ * The copy engine has two lanes, one to the device and one from it. Each lane is a plain thread that starts with its
+ * first copy. A copy's time is fixed when it is requested: it begins when the lane is free and the copy before it
+ * has ended, and takes latency + nbytes / bandwidth. The thread moves the bytes in slices spread over that time. The
+ * copy ends when the bytes are moved and the time is over. If the processor is too slow for this, the thread is
+ * late, and catches up when it can. All other functions are called from one thread.
  *
- * The cpu's kernels compute in the caller's thread, so the device is as fast as the host. With PS_SIM_ISA the
- * device uses the kernels of another instruction set (with the names of PS_CPU_ISA). If the cpu backend uses a
- * lower set, the device is faster than its host. */
+ * Kernels run in the caller's thread, so the device is as fast as the host. With PS_SIM_ISA it uses the kernels of
+ * another instruction set (with the names of PS_CPU_ISA), and is faster than its host if the cpu backend uses a
+ * lower set. */
 #define _GNU_SOURCE                  /* pthread_setname_np */
 #include <math.h>
 #include <pthread.h>
@@ -46,14 +45,14 @@ typedef struct sim_backend sim_backend;
 
 struct ps_copy {
     ps_copy *next;                   /* next copy in its lane */
-    ps_copy *live_prev, *live_next;  /* neighbours in the list of copies that no caller has waited for yet */
+    ps_copy *live_prev, *live_next;  /* neighbours in the list of copies that no caller has waited for */
     bool to_device, ended;
     atomic_bool cancelled;
     void *dst;
     const void *src;
     size_t nbytes;
-    int64_t number, after;           /* number: the copy's number in its lane, from 1. after: number of the copy in
-                                      * the other lane for which it waits, or 0. */
+    int64_t number, after;           /* number: index in its lane, from 1. after: number of the copy in the other
+                                      * lane that must end first, or 0. */
     double begin, end;               /* modelled times of the first and last byte; `begin` is after the latency */
 };
 
@@ -63,11 +62,10 @@ typedef struct lane {
     const char *thread_name;
     pthread_t thread;
     bool has_thread;
-    pthread_cond_t work;             /* signalled when a copy was queued, or when the event that the first copy waits
-                                      * for has happened */
+    pthread_cond_t work;             /* signalled when a copy was queued, or the first copy can begin */
     ps_copy *first, *last;           /* list of copies in order; the first copy is running */
-    int64_t asked, ended;            /* numbers of copies that were requested and that have ended */
-    double bytes_per_s, free_at;     /* free_at: modelled time at which the last requested copy ends */
+    int64_t asked, ended;            /* numbers of requested and of ended copies */
+    double bytes_per_s, free_at;     /* free_at: modelled end of the last requested copy */
 } lane;
 
 typedef struct region {
@@ -83,8 +81,7 @@ struct sim_backend {
     int64_t memory, handed_out;      /* bytes */
     int64_t unchecked;               /* bytes allocated since the machine's free memory was last checked */
     double latency_s;
-    pthread_mutex_t lock;            /* guards all following fields, and the fields of lanes and copies that tell
-                                      * whether they are running */
+    pthread_mutex_t lock;            /* guards all following fields, and whether lanes and copies are running */
     pthread_cond_t ended;
     bool stop;
     lane lanes[2];                   /* [to_device] */
@@ -107,8 +104,7 @@ static int64_t bytes_available(ps_backend *be)
     return sim->memory - sim->handed_out;
 }
 
-/* Returns the region that holds all of these bytes. If `any` is set, returns a region that holds at least one of
- * them. */
+/* Returns the region that holds all of these bytes, or with `any` a region that holds at least one of them. */
 static region *find_region(const sim_backend *sim, const char *p, size_t nbytes, bool any)
 {
     for (region *r = sim->regions; r; r = r->next) {
@@ -176,8 +172,8 @@ static void region_discard(ps_backend *be, void *p, size_t nbytes)
     r->committed -= (int64_t)nbytes;
 }
 
-/* Cancels the copies of a region, or all copies, and waits until no thread uses their bytes. The caller must hold
- * the lock. */
+/* Cancels the copies of a region, or all copies, and waits until no thread uses their bytes. The caller holds the
+ * lock. */
 static void cancel_copies(sim_backend *sim, const region *r)
 {
     for (ps_copy *c = sim->live; c; c = c->live_next) {
@@ -195,8 +191,8 @@ static void cancel_copies(sim_backend *sim, const region *r)
     }
 }
 
-/* An arena frees regions when it is closed or trimmed. If a copy still uses the region, an earlier step has failed,
- * and the copy ends with an error. */
+/* Frees a region when its arena is closed or trimmed. Copies that still use it end with an error: an earlier step
+ * has failed. */
 static void region_free(ps_backend *be, void *p, size_t nbytes)
 {
     sim_backend *sim = (sim_backend *)be;
@@ -239,7 +235,7 @@ static bool sleep_until(ps_copy *c, double t)
     return false;
 }
 
-/* Copies like memcpy, but does not evict the caches of computing threads. Uses half the processor time of memcpy if
+/* Copies like memcpy, without evicting the caches of computing threads. Takes half the processor time of memcpy if
  * neither side is in a cache. */
 static void copy_past_caches(char *dst, const char *src, size_t n)
 {
@@ -303,7 +299,7 @@ static void *run_lane(void *arg)
         l->first = c->next;
         if (!l->first) l->last = NULL;
         l->ended = c->number;
-        c->ended = true;                           /* from now on, c belongs to the thread that waits for it */
+        c->ended = true;                           /* c now belongs to the thread that waits for it */
         pthread_cond_broadcast(&sim->ended);
         pthread_cond_signal(&l->other->work);
     }
@@ -408,7 +404,7 @@ static int copy_out(ps_backend *be, void *host_dst, const void *src, size_t nbyt
 }
 
 /* -- opening, settings, closing ----------------------------------------------------------------------------------- */
-/* Cancels running copies. Frees copies that no thread has waited for. */
+/* Cancels running copies, and frees copies that no thread has waited for. */
 static void close_sim(ps_backend *be)
 {
     sim_backend *sim = (sim_backend *)be;
@@ -472,7 +468,7 @@ static int parse_bytes(const char *text, int64_t *out)
                    text);
 }
 
-/* Sets *out to an environment variable's number times `unit`. If the variable is not set, *out does not change. */
+/* Sets *out to an environment variable's number times `unit`. Leaves it unchanged if the variable is not set. */
 static int read_number(const char *name, double unit, double least, const char *what, double *out)
 {
     const char *text = getenv(name);
