@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Finds the cuda backend: a driver, a device, then the plug-in libps_cuda.so in the folder of psluajit (or
- * PS_CUDA_PLUGIN), in that order. So a machine without a GPU loses no time, and each missing part has its own
- * error. This file does not need CUDA's headers; it queries the driver through the four functions below, whose
- * signatures are part of its ABI. The plug-in stays loaded, because its libraries do not support unloading. */
+ * Finds the cuda backend: a driver, a device, then the plug-in libps_cuda.so. So a machine without a GPU loses no
+ * time, and each missing part has its own error. CUDA's headers are not needed: the four functions of the driver
+ * that this file calls are declared below, as its ABI has them. The plug-in stays loaded, because its libraries do
+ * not support unloading. */
 #include <dlfcn.h>
 #include <errno.h>
 #include <limits.h>
@@ -14,7 +14,7 @@
 #include "base/error.h"
 #include "base/record.h"
 
-enum { DRIVER_NEEDED = 12000 };      /* CUDA 12.0; a plug-in built with a newer toolkit checks the driver itself */
+enum { DRIVER_NEEDED = 12000 };      /* CUDA 12.0; a plug-in of a newer toolkit checks the driver itself */
 
 typedef struct driver {
     int (*init)(unsigned flags);
@@ -67,8 +67,8 @@ static int check_driver(void)
     return 0;
 }
 
-/* Finds the plug-in. Its path is PS_CUDA_PLUGIN, or libps_cuda.so in the program's directory, or, if the program is
- * installed, in ../lib/psluajit. */
+/* Finds the plug-in: PS_CUDA_PLUGIN, else libps_cuda.so in the program's folder, else, for an installed program, in
+ * ../lib/psluajit. */
 static int plugin_path(char *path, size_t size)
 {
     static const char *const places[] = { "", "../lib/psluajit/" };
@@ -101,7 +101,8 @@ static const ps_cuda_program program = {
     .host_region_watch = ps_host_region_watch, .clock = ps_record_clock,
 };
 
-/* The loader's message begins with the file that it cannot load: the plug-in itself, or a library that it needs. */
+/* Reports a failed dlopen. The loader's message begins with the file that it cannot load: the plug-in itself, or a
+ * library that the plug-in needs. */
 static int cannot_load(const char *path, const char *why)
 {
     if (strncmp(why, path, strlen(path)) == 0) return ps_fail(PS_EUNSUP, "no device cuda: no library: %s", why);

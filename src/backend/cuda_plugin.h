@@ -1,15 +1,15 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The interface between psluajit and its plug-in libps_cuda.so: a function that opens the backend, the functions
- * of the program that the plug-in calls, and a text that both compute from their build settings, so that program
- * and plug-in of different builds refuse each other. */
+ * The interface between psluajit and its plug-in libps_cuda.so: the function that opens the backend, and the
+ * functions of the program that the plug-in calls. Both compute a text from their build settings, so that a program
+ * and a plug-in of different builds refuse each other. */
 #ifndef PS_CUDA_PLUGIN_H
 #define PS_CUDA_PLUGIN_H
 #include <stdio.h>
 #include "backend/backend.h"
 #include "ps_cdef.h"
 
-/* All of the program's functions that the plug-in calls. The program exports no other functions to it. `fail` must
- * stay first, because a plug-in of another build uses it to report the mismatch. */
+/* The program's functions that the plug-in calls; it can call no others. `fail` must stay first, because a plug-in
+ * of another build uses it to report the mismatch. */
 typedef struct ps_cuda_program {
     int (*fail)(int code, const char *file, int line, const char *message);    /* as ps_fail_at */
     void *(*alloc)(size_t nbytes);                                              /* as in base/alloc.h */
@@ -26,8 +26,8 @@ static inline void ps_cuda_layout(char *out, size_t size)
              sizeof(ps_cuda_program));
 }
 
-/* The plug-in exports this function. local_rank, modulo the number of the machine's devices, selects a device. If
- * local_rank is -1, the environment selects the device. */
+/* Exported by the plug-in. local_rank, modulo the number of the machine's devices, selects a device; if it is -1,
+ * the environment does. */
 typedef int (*ps_cuda_plugin_open_fn)(const char *layout, const ps_cuda_program *program, int local_rank,
                                       ps_backend **out);
 #endif

@@ -12,8 +12,8 @@ static inline int64_t product(const int64_t *n, int count)
     return p;
 }
 
-/* Returns whether dimensions 0 .. count-1 can be treated as one dimension with stride *stride. Dimensions of size 1
- * are ignored. */
+/* Returns whether dimensions 0 .. count-1 can be treated as one dimension, with stride *stride. Ignores dimensions
+ * of size 1. */
 static inline bool collapses(const ps_view *v, int count, int64_t *stride)
 {
     int64_t expect = -1, step = 0;
@@ -27,8 +27,8 @@ static inline bool collapses(const ps_view *v, int count, int64_t *stride)
     return true;
 }
 
-/* The batch dimensions of y = a b: all dimensions before the last two, except those of size 1. Adjacent dimensions
- * are merged if the strides of a, b and y (v) permit this. */
+/* The batch dimensions of y = a b: all before the last two, except those of size 1. Adjacent dimensions are merged
+ * if the strides of a, b and y (v) permit this. */
 typedef struct batch_dims { int ndim; int64_t n[PS_MAX_DIMS], step[3][PS_MAX_DIMS]; } batch_dims;
 
 static inline batch_dims batch_of(const ps_view *const v[3])

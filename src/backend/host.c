@@ -21,8 +21,7 @@ static void (*region_goes)(void *p, size_t nbytes);     /* or NULL */
 
 void ps_host_region_watch(void (*goes)(void *p, size_t nbytes)) { region_goes = goes; }
 
-/* Returns the number of bytes that a region of nbytes maps: whole pages, at least one. Returns 0 if the number
- * overflows. */
+/* Returns the bytes that a region of nbytes maps: whole pages, at least one; 0 on overflow. */
 static size_t mapped_bytes(size_t nbytes)
 {
     size_t page = (size_t)sysconf(_SC_PAGESIZE);
@@ -40,12 +39,12 @@ int ps_host_region_new(ps_backend *be, size_t nbytes, void **out)
     char *p = mmap(NULL, size + spare, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (p == MAP_FAILED)
         return ps_fail(PS_ENOMEM, "the system refuses %zu bytes of memory: %s", nbytes, strerror(errno));
-    if (spare) {                        /* unmaps the space around the aligned section */
+    if (spare) {                        /* unmaps the space before and after the aligned section */
         size_t head = (huge - (uintptr_t)p % huge) % huge;
         if (head > 0) munmap(p, head);
         if (spare - head > 0) munmap(p + head + size, spare - head);
         p += head;
-        madvise(p, size, MADV_HUGEPAGE); /* a hint: without huge pages everything works, but more slowly */
+        madvise(p, size, MADV_HUGEPAGE); /* only a hint: huge pages make access faster */
     }
     *out = p;
     return 0;
@@ -67,7 +66,7 @@ void ps_host_region_free(ps_backend *be, void *p, size_t nbytes)
 }
 
 /* -- how much is left ------------------------------------------------------------------------------------------- */
-/* Reads the beginning of a small file as text. Returns false if the file cannot be read. */
+/* Reads the beginning of a small file as text. Returns false if it is empty or cannot be read. */
 static bool read_text(const char *path, char *text, size_t size)
 {
     int fd = open(path, O_RDONLY | O_CLOEXEC);
@@ -80,7 +79,7 @@ static bool read_text(const char *path, char *text, size_t size)
     return used > 0;
 }
 
-/* Returns the number after a line's leading `key`, or `otherwise` if no line has this key. */
+/* Returns the number after `key` at the beginning of a line, or `otherwise` if no line begins with it. */
 static int64_t line_value(const char *text, const char *key, int64_t otherwise)
 {
     size_t n = strlen(key);
@@ -102,9 +101,9 @@ static bool read_number(const char *dir, const char *name, int64_t *out)
 
 struct cgroup_names { const char *mount, *limit, *usage, *cache; };
 
-/* Returns the smallest amount of memory that the control group `path`, or any group above it, still allows. File
- * pages that were not used recently count as free, because the kernel drops them before it refuses memory. A group
- * that cannot be read is skipped, because a container sees only its own group. */
+/* Returns the least memory that the control group `path`, or a group above it, still allows. File pages that were
+ * not used recently count as free, because the kernel drops them before it refuses memory. Groups that cannot be
+ * read are skipped: a container sees only its own group. */
 static int64_t cgroup_room(const struct cgroup_names *names, const char *path)
 {
     char dir[PATH_MAX], file[PATH_MAX + 64], stat[8192];
@@ -127,7 +126,8 @@ static int64_t cgroup_room(const struct cgroup_names *names, const char *path)
     }
 }
 
-/* Lines of /proc/self/cgroup are "0::PATH" in version 2 and "N:CONTROLLERS:PATH" in version 1. */
+/* Returns the least memory that this process's control groups still allow. Lines of /proc/self/cgroup are "0::PATH"
+ * in version 2 and "N:CONTROLLERS:PATH" in version 1. */
 static int64_t cgroups_room(void)
 {
     static const struct cgroup_names v2 = { "/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file " };
@@ -150,7 +150,7 @@ static int64_t cgroups_room(void)
     return least;
 }
 
-/* Returns the number of bytes of address space that RLIMIT_AS still allows. */
+/* Returns the bytes of address space that RLIMIT_AS still allows. */
 static int64_t address_room(void)
 {
     struct rlimit limit;
@@ -161,7 +161,7 @@ static int64_t address_room(void)
     return (int64_t)limit.rlim_cur > used ? (int64_t)limit.rlim_cur - used : 0;
 }
 
-/* Returns the memory that the strictest limit still allows. Sets *by to the limit's name. */
+/* Returns the memory that the strictest limit still allows, and sets *by to a phrase for this limit. */
 static int64_t host_left(const char **by)
 {
     char text[8192];

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Functions for images that kernels of several backends share, in C and in C++: the sizes of a convolution,
- * windows of pooling, and the taps of `resample`. */
+ * Functions for images that kernels of several backends share, in C and in C++: sizes of a convolution, windows of
+ * pooling, and the taps of `resample`. */
 #ifndef PS_BACKEND_IMAGE_H
 #define PS_BACKEND_IMAGE_H
 #include <math.h>
@@ -9,13 +9,13 @@
 #include "base/half.h"
 
 /* -- convolution --------------------------------------------------------------------------------------------------- */
-/* x is [n, c, in], w is [o, c / groups, k], and y is [n, o, out]. Pairs hold the values for H and W. A tensor [N, C,
- * L] has H = 1. */
+/* x is [n, c, in], w is [o, c / groups, k], y is [n, o, out]. Pairs are the values for H and W. A tensor [N, C, L]
+ * has H = 1. */
 typedef struct ps_conv_shape {
     int64_t n, c, o, groups, in[2], out[2], k[2], stride[2], dilation[2], before[2];
 } ps_conv_shape;
 
-/* The attributes of the three convolution ops begin with the fields of conv's attributes. w is [O, C / groups, ...]. */
+/* Takes the attributes of any of the three convolution ops: all begin with conv's fields. w is [O, C / groups, ...]. */
 static inline ps_conv_shape ps_conv_shape_of(const ps_attrs_conv *a, const ps_view *x, const ps_view *w,
                                              const ps_view *y)
 {
@@ -35,7 +35,7 @@ static inline ps_conv_shape ps_conv_shape_of(const ps_attrs_conv *a, const ps_vi
 /* Elements first, first + step, ... below `end`. */
 typedef struct ps_window { int64_t first, end, step; } ps_window;
 
-/* Returns window i of `out` windows, which together cover all `in` elements. */
+/* Returns window i of `out` windows that together cover all `in` elements. */
 PS_BOTH ps_window ps_window_adaptive(int64_t i, int64_t in, int64_t out)
 {
     ps_window w = { i * in / out, ((i + 1) * in + out - 1) / out, 1 };
@@ -65,7 +65,7 @@ enum { PS_TAPS_WINDOWS, PS_TAPS_ADAPTIVE, PS_TAPS_NEAREST, PS_TAPS_LINEAR, PS_TA
 /* A linear map along one dimension. Result i is the sum of weight[t] * x[at[t]] over t in [start[i], start[i + 1]). */
 typedef struct ps_taps { int64_t n, *start, *at; double *weight; } ps_taps;
 
-/* Returns the maximum number of taps of a map from `in` to `out` elements. */
+/* Returns the largest number of taps of a map from `in` to `out` elements. */
 static inline int64_t ps_taps_most(const ps_attrs_resample *a, int d, int64_t in, int64_t out)
 {
     if (a->kind == PS_TAPS_WINDOWS) return out * a->kernel[d];
@@ -79,8 +79,7 @@ static inline size_t ps_taps_nbytes(const ps_attrs_resample *a, int d, int64_t i
     return (size_t)(in + out + 4 + 4 * ps_taps_most(a, d, in, out)) * 8;
 }
 
-/* The taps of one result: elements [first, end). The weight of the last element is `last`; every other element has
- * `weight`. */
+/* The taps of one result: elements [first, end). The last has the weight `last`, all others have `weight`. */
 typedef struct ps_tap { int64_t first, end; double weight, last; } ps_tap;
 
 PS_BOTH ps_tap ps_tap_window(const ps_attrs_resample *a, int d, int64_t in, int64_t out, int64_t i)
@@ -119,8 +118,8 @@ PS_BOTH ps_tap ps_tap_of(const ps_attrs_resample *a, int d, int64_t in, int64_t 
     if (a->kind == PS_TAPS_NEAREST) {                           /* computed in fp32, like in PyTorch */
         j = (int64_t)floorf(((float)i + (a->flag ? 0.5f : 0.0f)) * (float)scale);
         if (j > in - 1) j = in - 1;
-        if (!a->flag && (out == in || out == 2 * in)) j = i / (out / in);      /* does not depend on the scale, like
-                                                                                * in PyTorch */
+        if (!a->flag && (out == in || out == 2 * in)) j = i / (out / in);      /* independent of the scale, like in
+                                                                                * PyTorch */
     } else if (a->kind == PS_TAPS_REFLECT) {
         j = j < 0 ? -j : j >= in ? 2 * (in - 1) - j : j;
     } else if (a->kind == PS_TAPS_REPLICATE) {
@@ -132,8 +131,8 @@ PS_BOTH ps_tap ps_tap_of(const ps_attrs_resample *a, int d, int64_t in, int64_t 
     return t;
 }
 
-/* Returns the map along dimension d (0: H, 1: W) from x's size to y's size, or its transpose if a->transpose is set.
- * Stores it in `memory`, which has ps_taps_nbytes. in and out are the sizes of the map that is not transposed. */
+/* Makes the map along dimension d (0: H, 1: W) from x's size `in` to y's size `out`, or its transpose if
+ * a->transpose is set. It is stored in `memory`, of ps_taps_nbytes bytes. */
 static inline ps_taps ps_taps_make(const ps_attrs_resample *a, int d, int64_t in, int64_t out, void *memory)
 {
     int64_t most = ps_taps_most(a, d, in, out), n = 0;
@@ -160,7 +159,7 @@ static inline ps_taps ps_taps_make(const ps_attrs_resample *a, int d, int64_t in
     return back;
 }
 
-/* Returns the bytes needed for the map along dimension d of a call. */
+/* Returns the bytes for the map along dimension d of a call. */
 static inline size_t ps_resample_nbytes(const ps_call *call, int d)
 {
     const ps_attrs_resample *a = (const ps_attrs_resample *)call->attrs;

@@ -1,13 +1,13 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The list of backends. Backends that every machine has are opened at once, in the order of the rows, which
- * determines the device indices. The other backends are opened when a script first uses them. `ref` is opened
- * first, because other backends fall back on its kernels. Only the context calls this file. */
+ * The list of backends. Those that every machine has are opened at startup, in the order of the rows, which
+ * determines the device indices. The others are opened when a script first uses them. `ref` is opened first, because
+ * other backends fall back on its kernels. Only the context calls this file. */
 #include <stdio.h>
 #include <string.h>
 #include "backend/backend.h"
 #include "base/error.h"
 
-/* `all` has the backends that were opened so far, in order. */
+/* all: the backends that were opened so far, in order */
 static int open_cpu(ps_backend *ref, ps_backend **all, ps_backend **out)
 {
     return ps_backend_cpu_open(ref, out);
@@ -29,11 +29,10 @@ static int open_sim(ps_backend *ref, ps_backend **all, ps_backend **out)
     return ps_backend_sim_open(ref, all[0], out);
 }
 
-/* This process's index on its machine, which selects one of several cards. If it is -1, the environment selects the
- * card. */
+/* This process's index on its machine, which selects one of several cards; -1 if the environment selects it. */
 static int local_rank = -1;
 
-/* The simulated machine whose devices are opened instead of this machine's devices. */
+/* The simulated machine whose devices are opened instead of this machine's. */
 static ps_machine machine;
 static bool pretends;
 
@@ -57,9 +56,9 @@ static int open_cuda(ps_backend *ref, ps_backend **all, ps_backend **out)
 static const struct row {
     const char *name;
     int (*open)(ps_backend *ref, ps_backend **all, ps_backend **out);
-    const char *where;            /* machines that have the backend, which is opened at its first use. If it is NULL,
-                                   * all machines have the backend, and it is opened at startup. */
-    const char *numbered;         /* answer to a request for a numbered device, such as "NAME:0", or NULL */
+    const char *where;            /* machines that have the backend, which is then opened at its first use. NULL: all
+                                   * machines have it, and it is opened at startup. */
+    const char *numbered;         /* answer to a request for a numbered device such as "NAME:0", or NULL */
 } rows[] = {
     { .name = "cpu", .open = open_cpu },
     { .name = "ref", .open = take_ref },
@@ -71,7 +70,7 @@ static const struct row {
 };
 enum { ROWS = sizeof rows / sizeof rows[0] };
 
-/* Opens the devices of a simulated machine. Each device has a real backend, and closes it. */
+/* Opens the devices of a simulated machine. Each owns a real backend. */
 static int open_pretended(ps_backend *ref, ps_backend **out, int max)
 {
     ps_backend *real[ROWS] = { NULL };
@@ -150,7 +149,7 @@ void ps_backends_pretend(const ps_machine *m)
     if (m) machine = *m;
 }
 
-/* Closes backends in the order of the list, because closing a backend does not use any other backend. */
+/* The order does not matter: closing a backend does not use other backends. */
 void ps_backends_close(ps_backend **all, int n)
 {
     for (int i = 0; i < n; i++)
