@@ -130,8 +130,8 @@ int ps_backend_cpu_open(ps_backend *ref, ps_backend **out);
 int ps_backend_meta_open(ps_backend **out);
 int ps_backend_sim_open(ps_backend *ref, const ps_backend *cpu, ps_backend **out);   /* uses the kernels of cpu */
 /* Makes a simulated device called `name`, with the abilities and workspace sizes of `real`. The device owns `real`,
- * unless this function fails. nbytes: size of its memory; 0 stands for the free memory of `real`. machine: the machine that
- * has its GPU, or NULL. */
+ * unless this function fails. nbytes: size of its memory; 0 stands for the free memory of `real`. machine: the machine
+ * that has its GPU, or NULL. */
 int ps_backend_pretend(ps_backend *real, const char *name, int64_t nbytes, const ps_machine *machine,
                        ps_backend **out);
 

@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * Functions that move bytes between this backend's memory and the memory of other processes' devices (NCCL): an
  * exchange, a sum and a copy. Each is begun and then polled. transport/wired.c builds a communicator on them, with
- * the waiting, the time-outs and the checks; transport/line.c sends messages with them. Only one thread uses a wire at
- * a time, which need not be the thread that runs kernels. The thread that runs kernels calls `mark` and
- * the functions whose comments say so. */
+ * the waiting, the time-outs and the checks; transport/line.c sends messages with them. Only one thread uses a wire
+ * at a time, which need not be the thread that runs kernels. The thread that runs kernels calls `mark` and the
+ * functions whose comments say so. */
 #ifndef PS_WIRE_H
 #define PS_WIRE_H
 #include <stdbool.h>
