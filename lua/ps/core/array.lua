@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Creates C arrays whose length is known only at run time, and checks the length. LuaJIT converts it to an int32 and
--- silently drops the high bits of an int64_t, so the array would be too short. Only this file makes such arrays
--- (spec/source/lint_spec.lua).
+-- Creates C arrays whose length is known only at run time, and checks the length. LuaJIT itself would convert the
+-- length to int32 and silently drop the high bits of an int64_t, so the array would be too short. Only this file
+-- creates arrays of variable length (spec/source/lint_spec.lua).
 local ffi = require "ffi"
 local caller = require "ps.core.caller"
 

@@ -217,8 +217,8 @@ function autocast.full(...)
 end
 
 -- Runs a recomputed function in a region with the settings of its first run, but with new copies: the walk may have
--- passed the nodes of other copies. `last` is the state that was requested last, which is that of the second run's
--- caller just before the first run's state is restored.
+-- passed the nodes of other copies. `last` is the state that was requested last. Just before the first run's state is
+-- restored, `last` is the state of the second run's caller.
 local segments, last = {}, nil
 autocast.segments = segments  -- kept alive here, because scope.carry_state refers to it weakly
 function segments:state()

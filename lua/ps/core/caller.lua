@@ -19,7 +19,7 @@ for _, folder in ipairs { paths.root and paths.root .. "/lua/", paths.root and p
   own[#own + 1] = "@" .. folder
 end
 
---- Returns whether a chunk's name (debug.getinfo) is that of one of psluajit's own files.
+--- Returns whether a chunk's name (debug.getinfo) names one of psluajit's own files.
 ---@param source string
 ---@return boolean
 local function is_own(source)
@@ -107,9 +107,9 @@ local function raised_again(message, level)
   return raiser ~= nil and raiser.what == "C" and above ~= nil and is_own(above.source)
 end
 
---- Records an error when it is first caught, while the frames that raised it still exist, so that a failing script's
---- traceback ends with these frames. Returns the error with the script's position. Only the handler of an xpcall may
---- call this.
+--- Records an error when it is first caught, while the frames that raised it still exist. A failing script's traceback
+--- then ends with these frames. Returns the error with the script's position. Only the handler of an xpcall may call
+--- this.
 ---@param e any
 ---@param told? fun() called if the error is recorded
 ---@return any
@@ -261,8 +261,8 @@ function caller.callable(value, what)
   return value
 end
 
---- Checks that a value is a whole number of at least `least`, and of absolute value at most 2^53, up to which a double
---- is exact.
+--- Checks that a value is a whole number of at least `least`. Its absolute value must be at most 2^53: up to there a
+--- double represents every whole number.
 ---@param value any
 ---@param what string name of the value in errors, such as "ps.train.run: steps"
 ---@param least? integer
@@ -274,8 +274,8 @@ function caller.whole(value, what, least)
     or kind(value), least and (" from %d on"):format(least) or ""))
 end
 
---- Checks a seed. A number that would wrap or lose digits in 64 bits is an error: two such seeds could select the same
---- stream.
+--- Checks a seed. A number that would wrap or lose digits in 64 bits is an error, because two different seeds could
+--- then select the same stream.
 ---@param value any
 ---@param what string name of the value in errors, such as "ps.manual_seed"
 ---@return integer value

@@ -25,7 +25,8 @@ function collector.thoroughly()
   native.collect()
 end
 
---- Collects before a backward walk. In a planned script the collector is then stopped until the next such point.
+--- Collects before a backward walk. In a planned script the collector then stays stopped until the next collection at a
+--- fixed point of the script.
 function collector.before_walk()
   native.collect()
   if not devices.computes then collectgarbage "stop" end

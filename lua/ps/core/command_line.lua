@@ -54,8 +54,8 @@ local function add_names(parser, names)
   return names
 end
 
---- Parses a command line like the parser's own method, but accepts a negative number as an option's value (`--lr -1`),
---- which argparse would take for another option. Changes neither `words` nor the global `arg`.
+--- Parses a command line like the parser's own method, but accepts a negative number as an option's value (`--lr -1`).
+--- argparse would read the number as another option. Changes neither `words` nor the global `arg`.
 ---@param parser table a parser of argparse
 ---@param words? string[] (default: the program's command line)
 ---@return table options

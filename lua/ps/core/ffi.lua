@@ -10,8 +10,8 @@ caller.for_tensors(ffi.typeof "ps_tensor")
 local C = ffi.C
 
 -- Raises LuaJIT's limits, with which a function of several ops would never be compiled. LuaJIT gives up a trace after
--- `loopunroll` tail calls (default 15), of which each op has three, and after `maxrecord` instructions, of which each
--- op has about 150.
+-- `loopunroll` tail calls (default 15) or after `maxrecord` instructions. An op has three tail calls and about 150
+-- instructions.
 require("jit.opt").start("loopunroll=60", "maxrecord=12000", "maxirconst=4000", "maxsnap=3000", "maxmcode=4096")
 
 -- Stops the collector while LuaJIT records a trace. A finalizer ends the recording, and each tensor has one, so a loop
@@ -135,8 +135,8 @@ end
 ---@return boolean released whether a listener released some memory
 function M.give_room() return hooks.ask "memory" or false end
 
--- A collection takes about half a millisecond per MiB of Lua's own memory, in which an op writes many times as much.
--- Scripts with large tables therefore collect later, but at the latest after MOST bytes.
+-- A collection takes about half a millisecond per MiB of Lua's own memory. In that time, ops write many times as many
+-- bytes. Scripts with large tables therefore collect later, but at the latest after MOST bytes.
 local LEAST, MOST, PER_BYTE = 2 ^ 24, 2 ^ 28, 8
 
 --- Runs a full collection. All full collections of the library call this. A stopped collector remains stopped.
@@ -169,8 +169,8 @@ function M.collect_if_due()
   if C.ps_collect_due(ctx) ~= 0 then collect() end
 end
 
---- Collects at the end of a step, or of an iteration of a script's loop, if at least a few MiB of tensors are left. The
---- next iteration then has as much memory as this one.
+--- Collects at the end of a step, or of an iteration of a script's loop, if tensors have grown by at least a few MiB
+--- since the last collection. The next iteration then has as much memory as this one.
 function M.collect_turn()
   local least = math.max(2 ^ 22, collectgarbage "count" * 1024 * 2)
   if tonumber(C.ps_collect_waiting(ctx)) >= least then collect() end

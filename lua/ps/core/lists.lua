@@ -13,8 +13,8 @@ local getmetatable, type, select = getmetatable, type, select
 
 local lists = {}
 
--- Returns the functions of a list of modules, and the list, or nil for any other value. A model of ps.initialize whose
--- module is a list counts as this list (ps_module_of).
+-- Returns the functions of a list of modules, and the list, or nil for any other value. For a model of ps.initialize
+-- whose module is a list, returns the module's functions and the module (ps_module_of).
 local function list_of(value)
   if type(value) ~= "table" then return nil end
   local meta = getmetatable(value)
@@ -41,8 +41,8 @@ end
 function lists.is_list(value) return list_of(value) ~= nil end
 
 --- Lua's next, never compiled. The LuaJIT of Debian 12 compiles it wrongly: loops over it end early (LuaJIT's issues
---- 827 and 1510). A compiled call can also lose the upper half of the address of a key or value (issue 829), so that
---- the key is another value, or the program crashes.
+--- 827 and 1510). A compiled call can also lose the upper half of the address of a key or value (issue 829). The key is
+--- then another value, or the program crashes.
 ---@param t table
 ---@param key? any
 ---@return any key

@@ -90,8 +90,9 @@ local function given_as(target)
   end
 end
 
---- Records that a tensor has the same counting targets as another one, in any order and with any number of -100, as
---- when a model packs its labels. If the script has the other tensor on the host, the targets are counted there.
+--- Records that a tensor has the same counting targets as another one, in any order and with any number of -100. A
+--- model that packs its labels calls this. If the script has the other tensor on the host, the targets are counted
+--- there.
 ---@param packed ps.Tensor
 ---@param target ps.Tensor
 function loss_weight.stands_for(packed, target)

@@ -24,7 +24,7 @@ function process.threads() return native.C.ps_threads() end
 ---@return number
 function process.now() return native.C.ps_now() end
 
---- Makes the first Ctrl-C, SIGTERM or SIGHUP increase a counter instead of ending the process, so that a loop can check
+--- Makes the first Ctrl-C, SIGTERM or SIGHUP increase a counter instead of ending the process. A loop can then check
 --- ps.interrupts(), save a checkpoint and exit. The next Ctrl-C or SIGTERM ends the process at once. Signals ignored
 --- when the process began (nohup, a background job) stay ignored.
 function process.catch_interrupts() native.check(native.C.ps_interrupts_install()) end

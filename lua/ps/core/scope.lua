@@ -17,8 +17,7 @@ local pointer_array = array "ps_tensor *"
 local function is_tensor(x) return type(x) == "cdata" and ffi.istype(tensor_t, x) end
 M.is_tensor = is_tensor
 
---- Collects the tensors in a value and its nested tables, up to 6 levels deep. Any keys are allowed, since modules
---- return such tables.
+--- Collects the tensors in a value and its nested tables, up to 6 levels deep. Keys can have any type.
 local function gather(list, x, depth)
   if is_tensor(x) then
     list[#list + 1] = x
@@ -198,9 +197,9 @@ function M.enable_grad(fn, ...)
   return restore_grad(C.ps_set_grad_enabled(ctx, 1), xpcall(fn, trace, ...))
 end
 
---- Sets whether outputs of norms, GELU and SwiGLU are kept for backward (true), or backward recomputes those of 1 MiB
---- and more (false, the default). Both settings have the same bits. Keeping them takes more memory and saves 1 to 2 %
---- of the time on a GPU. Ops that have already run are not affected.
+--- Sets whether outputs of norms, GELU and SwiGLU are kept for backward (true). With false, the default, backward
+--- recomputes each output of 1 MiB or more. Both settings have the same bits. Keeping the outputs takes more memory and
+--- saves 1 to 2 % of the time on a GPU. Ops that have already run are not affected.
 ---@param on boolean
 ---@return boolean was the previous setting
 function M.keep_cheap_outputs(on)
@@ -268,12 +267,12 @@ local function set_states(all)
 end
 
 --- Runs fn(...) without keeping the activations for its backward, which runs fn again (Chen et al. 2016, "Training Deep
---- Nets with Sublinear Memory Cost"). Gradients equal those of the plain call bit for bit. fn must be pure: the same
+--- Nets with Sublinear Memory Cost"). Gradients equal the plain call's gradients bit for bit. fn must be pure: the same
 --- inputs must result in the same outputs. Dropout draws the same numbers again.
 ---
 --- fn and everything that it refers to are kept until backward has passed it or failed, or until its outputs are freed.
---- If fn refers to an object that holds such an output (self.last, for example), fn is kept until backward, or until
---- model:close() of a model of ps.initialize.
+--- If fn refers to an object that holds an output of fn (self.last, for example), the outputs are not freed early. fn
+--- is then kept until backward, or until model:close() of a model of ps.initialize.
 ---@param fn function must return only tensors
 ---@param ... any arguments of fn: tensors and other values
 ---@return ps.Tensor ... the results of fn

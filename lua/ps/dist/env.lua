@@ -135,7 +135,7 @@ local function slurm_local(get, world_size)
   local nodes_name = first_set(get, "SLURM_STEP_NUM_NODES", "SLURM_NNODES")
   local nodes = nodes_name and number(get, nodes_name, 1)
   if nodes == 1 then size = world_size end
-  if size and size > world_size then size = nil end  -- the counts are those of the job; this step has fewer tasks
+  if size and size > world_size then size = nil end  -- counts of the whole job; this step has fewer tasks
   local high = (size or world_size) - 1
   return number(get, "SLURM_LOCALID", 0, high, (" (there are %d tasks here)"):format(high + 1)), size
 end

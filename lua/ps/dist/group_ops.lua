@@ -91,7 +91,7 @@ local function gathered_linears(self, call, x, layers, how)
 end
 
 --- Returns `gathered(x)` times w, plus b. With several pieces it is one op, in which one piece is sent while another is
---- multiplied. In backward, x's gradient and the repeated gathering of x overlap in the same way.
+--- multiplied. Backward also multiplies during its exchanges: it gathers x again, and sums x's gradient over the ranks.
 ---@param x ps.Tensor [n, ..., I], this rank's rows
 ---@param w ps.Tensor [O, I], or [I, O]
 ---@param b? ps.Tensor [O]
@@ -189,16 +189,16 @@ function Group:copied(x, root)
   return ops.broadcast(x, number, size, rank, whole(root or 0, "root", "copied"))
 end
 
--- -- for layers of which each rank has a part -----------------------------------------------------------------------
--- All ranks compute one loss, equally. Outside such a layer, every tensor and its gradient is the same on all ranks.
+-- -- for layers that the ranks share ----------------------------------------------------------------------------------
+-- All ranks compute one loss, equally. Outside these layers, every tensor and its gradient is the same on all ranks.
 
---- Returns x itself, as the input of products of which each rank computes a part of the outputs. The gradient is the
---- sum of all ranks' gradients, each of which is that of the rank's part.
+--- Returns x itself, as the input of products whose outputs are divided among the ranks. The gradient is the sum of all
+--- ranks' gradients, since each rank computes only the gradient of its part.
 ---@param x ps.Tensor equal on all ranks
 ---@return ps.Tensor
 function Group:copy_to(x) return ops.copy_to_tp(x, attributes(self, "copy_to", x)) end
 
---- Returns the sum of all ranks' tensors, for the output of products of which each rank has a part of the inputs. The
+--- Returns the sum of all ranks' tensors, for the output of products whose inputs are divided among the ranks. The
 --- gradient does not change.
 ---@param x ps.Tensor
 ---@return ps.Tensor equal on all ranks

@@ -78,8 +78,8 @@ local function of_file(path)
   return text
 end
 
---- Returns the secret of a run whose ranks meet at `rendezvous`, or nil if there is none, or if they meet by a file,
---- which has its own secret. Errors are strings.
+--- Returns the secret of a run whose ranks meet at `rendezvous`. Returns nil if there is none, and also if the ranks
+--- meet by a file, since the file contains a secret. Errors are strings.
 ---@param getenv fun(name: string): string?
 ---@param rendezvous string
 ---@param here boolean whether all ranks are on this machine

@@ -71,8 +71,8 @@ local function holder(state)
   return function(name) return set[name] end
 end
 
---- Loads a state into the module of an engine. All ranks must call it. An error on one rank is raised on all ranks,
---- unless the state has the field `whole`: the reader of such a state compares the ranks.
+--- Loads a state into the module of an engine. All ranks must call it. An error on one rank is raised on all ranks. A
+--- state with the field `whole` is an exception: its reader compares the ranks.
 ---@param engine ps.Engine
 ---@param state table<string, ps.Tensor>|table a table of tensors or an open file
 ---@param options? {strict?: boolean, check_only?: boolean}

@@ -131,14 +131,14 @@ conv.Conv1d = Conv1d
 local Conv2d = core.class("Conv2d")
 Conv2d.unscoped, Conv2d.extra_repr = true, extra_repr
 
---- Creates a cross-correlation of images. Weight and bias are uniform in +-1 / sqrt(fan in), as in PyTorch, where fan
---- in is in_channels / groups times the number of elements of a kernel.
+--- Creates a cross-correlation of images. Weight and bias are uniform in +-1 / sqrt(fan in), as in PyTorch. The fan in
+--- is in_channels / groups times the number of elements of a kernel.
 ---@param in_channels integer
 ---@param out_channels integer
 ---@param kernel_size integer|integer[]
 ---@param options? {stride?: integer|integer[], padding?: integer|integer[]|"same"|"valid", dilation?:
----  integer|integer[], groups?: integer, bias?: boolean, padding_mode?: "zeros"|"reflect"|"replicate"|"circular",
----  dtype?: string, device?: string} defaults: 1, 0, 1, 1, true, "zeros"
+--- integer|integer[], groups?: integer, bias?: boolean, padding_mode?: "zeros"|"reflect"|"replicate"|"circular",
+--- dtype?: string, device?: string} defaults: 1, 0, 1, 1, true, "zeros"
 function Conv2d:init(in_channels, out_channels, kernel_size, options)
   init_conv(self, "nn.Conv2d", 2, in_channels, out_channels, kernel_size, options)
 end

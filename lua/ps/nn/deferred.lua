@@ -182,7 +182,7 @@ function Record:loads(t, state, name)
   self:wrote(storage_of(t), node)
 end
 
---- Returns the file of a tensor in an open state, and the tensor's name there, or nil if the state is a table of
+--- Returns the file of a tensor in an open state, and the tensor's name in it. Returns nil if the state is a table of
 --- tensors.
 ---@param state table
 ---@param name string

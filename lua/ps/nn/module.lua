@@ -66,8 +66,8 @@ end
 -- registered name accepts only values of its kind.
 local note_gone                                    -- (old, name): reports a member that will be replaced
 
--- Makes the tensors of a field outlive scopes: a tensor itself, or those in a plain table that a forward assigns. Skips
--- a tensor whose bytes no longer exist.
+-- Makes the tensors of a field outlive scopes. The field is a tensor, or a plain table of tensors that a forward
+-- assigns. Skips a tensor whose bytes no longer exist.
 local FIELD_DEPTH = 3
 local function outlives_scopes(value, depth)
   if is_tensor(value) then

@@ -165,7 +165,7 @@ end
 
 -- -- weights that are read without calling their layers ---------------------------------------------------------------
 -- For code that reads a layer's weight instead of calling the layer, such as fused ops and tied heads. Adapters
--- (ps.lora) give a layer a new forward and a function weight_now.
+-- (ps.lora) give a layer a new forward, and a function weight_now for this code.
 
 --- Returns whether a layer is an object of a class whose forward the script has not replaced.
 ---@param layer ps.nn.Module

@@ -40,7 +40,7 @@ local function pack(name, layer, kind, shape)
 end
 
 -- Frees a weight that was packed. Without a collection, the unpacked weights of all layers would stay in memory, and
--- those in files would stay mapped.
+-- mapped files would stay mapped.
 local function free(nbytes)
   if nbytes >= LARGE then collector.after_making() end
 end

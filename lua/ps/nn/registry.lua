@@ -1,10 +1,10 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Orders a module's members like PyTorch's named_parameters: first its own parameters, then its buffers, then its
--- modules, each kind in the order in which a script assigned them.
+-- modules. Each kind is in the order in which a script assigned them.
 --
 -- Lua evaluates the right side of `self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)` from left to right, but assigns
--- from right to left, so b before a. If one line assigns several members, and no module or parameter is made between
--- the assignments, the members are therefore ordered as they were made.
+-- from right to left, so b before a. Members that one line assigns are therefore ordered as they were made, if no
+-- module or parameter is made between the assignments.
 --
 -- Files outside of lua/ps/nn/ reach the members of a module only through registry.walk, members, tensors, kind and put.
 local ffi = require "ffi"

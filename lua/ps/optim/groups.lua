@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Parameter groups, for the optimizers of ps.optim and of engines. Scripts may change a group's settings between steps.
--- This file sets the learning rates of groups, checks settings (out of range, an update would go uphill or make NaN),
--- converts settings to text for saved states, and finds the group of an engine's parameter.
+-- This file sets the learning rates of groups. It checks settings: out of range, an update would go uphill or make NaN.
+-- It converts settings to text for saved states, and finds the group of an engine's parameter.
 local caller = require "ps.core.caller"
 local check = require "ps.config.check"
 local copied = require "ps.core.copied"

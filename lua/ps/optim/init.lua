@@ -2,10 +2,7 @@
 -- ps.optim: optimizers for parameters in plain memory (ps.optimizers). State is fp32 (fp64 for fp64 parameters) unless
 -- it has a smaller type. A bf16 or fp16 parameter has an fp32 master, made at the first step. A step is a few calls of
 -- one fused op, each over a batch of tensors. Gradient clipping, the loss scale and the mean over accumulated gradients
--- are one factor in this op, so gradients are read a second time only for their norm.
---
---   local opt = optim.AdamW(optim.groups(model, 0.1), { lr = 3e-4, max_norm = 1 })
---   model(x, y):backward(); opt:step(); opt:zero_grad()
+-- are one factor in this op. Only the norm needs a second pass over the gradients.
 local random = require "ps.core.random"
 local scope = require "ps.core.scope"
 local caller = require "ps.core.caller"
@@ -97,7 +94,7 @@ local function defaults_of(made, lr)
   return optimizers.complete(defaults, made)
 end
 
--- Returns the optimizer of a group: the one that it names, else the default.
+-- Returns the optimizer of a group: the group's own optimizer if its options name one, else the default.
 local function kind_of_group(kind, given, what)
   local name = type(given) == "table" and (given.optimizer or given.kind)
   if not name then return kind end
@@ -533,7 +530,7 @@ function optim.RMSprop(params, options) return build(optimizers.of "RMSprop", pa
 ---@return ps.Optimizer
 function optim.Lion(params, options) return build(optimizers.of "Lion", params, options) end
 
---- Creates a Lion optimizer whose average has 8 bits, like those of AdamW8bit.
+--- Creates a Lion optimizer whose average has 8 bits, in the format of AdamW8bit.
 ---@param params ps.nn.Module|ps.Tensor[]|table[]
 ---@param options? {lr?: number, betas?: number[], weight_decay?: number, max_norm?: number, per_rank?: boolean}
 ---@return ps.Optimizer
@@ -582,7 +579,8 @@ function optim.LAMB(params, options) return build(optimizers.of "LAMB", params, 
 function optim.AdamW8bit(params, options) return build(optimizers.of "AdamW8bit", params, options) end
 
 --- Creates the schedule-free AdamW optimizer (Defazio et al. 2024) of the package schedulefree. Call optimizer:eval()
---- before evaluation and before the model is saved, and optimizer:train() before the next step. ps.train.run does so.
+--- before evaluation and before the model is saved, and optimizer:train() before the next step. ps.train.run makes
+--- these calls.
 ---@param params ps.nn.Module|ps.Tensor[]|table[]
 ---@param options? {lr?: number, betas?: number[], eps?: number, weight_decay?: number, warmup_steps?: integer, r?:
 --- number, weight_lr_power?: number, max_norm?: number, per_rank?: boolean}

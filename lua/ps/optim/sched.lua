@@ -43,10 +43,10 @@ local function warming(options, count)
   if count < warmup then return options.max_lr * (count + 1) / warmup end
 end
 
---- Returns a schedule in which the rate rises to max_lr in `warmup` steps, then falls along half a cosine to min_lr at
---- step `total` (Loshchilov and Hutter 2017).
+--- Returns a schedule in which the rate rises to max_lr in `warmup` steps (Loshchilov and Hutter 2017). Then it falls
+--- along half a cosine to min_lr at step `total`.
 ---@param options ps.Optimizer|{optimizer: ps.Optimizer, max_lr: number, min_lr?: number, warmup?: integer, total:
----  integer}
+--- integer}
 ---@param ... any a table with the other options, if the first argument is an optimizer
 ---@return ps.Schedule
 function sched.warmup_cosine(options, ...)
@@ -159,8 +159,8 @@ end
 local COSINE = { optimizer = "table", total_num_steps = "number", lr = "number", warmup_min_ratio = "number",
   warmup_num_steps = "number", cos_min_ratio = "number", warmup_type = "string", last_batch_iteration = "number" }
 
---- Returns a schedule that multiplies each group's own rate by a factor, which rises from warmup_min_ratio to 1 and
---- then falls along half a cosine to cos_min_ratio. With `lr`, it multiplies lr by the factor and calls
+--- Returns a schedule that multiplies each group's own rate by a factor. The factor rises from warmup_min_ratio to 1
+--- and then falls along half a cosine to cos_min_ratio. With `lr`, the schedule multiplies lr by the factor and calls
 --- optimizer:set_lr.
 ---@param options ps.Optimizer|{optimizer: ps.Optimizer, total_num_steps: integer, lr?: number, warmup_min_ratio?:
 --- number, warmup_num_steps?: integer, cos_min_ratio?: number, warmup_type?: "log"|"linear", last_batch_iteration?:
@@ -187,8 +187,8 @@ function sched.WarmupCosineLR(options, ...)
   return build("WarmupCosineLR", options, function(count) return rate * factor(count) end, nil, { total = total })
 end
 
--- Returns a function that computes the height of step `count` in the cycle (0 at both ends, 1 in the middle), and the
--- cycle's number of steps.
+-- Returns a function that computes the height of step `count` in the cycle: 0 at both ends, 1 in the middle. Also
+-- returns the cycle's number of steps.
 local function cycle_height(options)
   local up = options.cycle_first_step_size or 2000
   local down = options.cycle_second_step_size or up

@@ -64,10 +64,10 @@ function hugging_face.constant_with_warmup(options, ...)
   return by_factor("constant_with_warmup", options, function(count) return warming(count, warmup) or 1 end)
 end
 
---- Returns a schedule in which the rate rises from 0 to each group's initial rate in num_warmup_steps, then falls
+--- Returns a schedule in which the rate rises from 0 to each group's initial rate in num_warmup_steps. Then it falls
 --- linearly to 0 at step num_training_steps.
 ---@param options ps.Optimizer|{optimizer: ps.Optimizer, num_warmup_steps?: integer, num_training_steps: integer,
----  last_epoch?: integer}
+--- last_epoch?: integer}
 ---@param ... any the other options in the order of transformers, or in a table, if the first argument is an optimizer
 ---@return ps.Schedule
 function hugging_face.linear(options, ...)
@@ -80,10 +80,11 @@ end
 
 local CYCLES = keys_of { num_training_steps = "whole", num_cycles = "number" }
 
---- Returns a schedule in which the rate rises from 0 to each group's initial rate in num_warmup_steps, then follows
---- num_cycles waves of a cosine (default 0.5, from the maximum to 0) until step num_training_steps.
+--- Returns a schedule in which the rate rises from 0 to each group's initial rate in num_warmup_steps. Then it follows
+--- num_cycles waves of a cosine until step num_training_steps. The default, 0.5, is half a wave from the initial rate
+--- to 0.
 ---@param options ps.Optimizer|{optimizer: ps.Optimizer, num_warmup_steps?: integer, num_training_steps: integer,
----  num_cycles?: number, last_epoch?: integer}
+--- num_cycles?: number, last_epoch?: integer}
 ---@param ... any the other options in the order of transformers, or in a table, if the first argument is an optimizer
 ---@return ps.Schedule
 function hugging_face.cosine(options, ...)
@@ -114,8 +115,8 @@ end
 
 local POLYNOMIAL = keys_of { num_training_steps = "whole", lr_end = "number", power = "number" }
 
---- Returns a schedule in which the rate rises from 0 to each group's initial rate in num_warmup_steps, then falls as a
---- power (default 1) of the remaining steps to lr_end (default 1e-7) at step num_training_steps. lr_end is for the
+--- Returns a schedule in which the rate rises from 0 to each group's initial rate in num_warmup_steps. Then it falls as
+--- a power (default 1) of the remaining steps, to lr_end (default 1e-7) at step num_training_steps. lr_end is for the
 --- optimizer's own rate; a group with another rate keeps its ratio to it.
 ---@param options ps.Optimizer|{optimizer: ps.Optimizer, num_warmup_steps?: integer, num_training_steps: integer,
 --- lr_end?: number, power?: number, last_epoch?: integer}
@@ -138,9 +139,9 @@ end
 
 local INVERSE = keys_of { timescale = "whole" }
 
---- Returns a schedule in which the rate rises from 0 to each group's initial rate in num_warmup_steps, then falls like
---- 1 / sqrt of the step: to half at step num_warmup_steps + 3 x timescale. timescale defaults to num_warmup_steps, or
---- to 10,000 if that is 0.
+--- Returns a schedule in which the rate rises from 0 to each group's initial rate in num_warmup_steps. Then it falls
+--- like 1 / sqrt of the step, to half at step num_warmup_steps + 3 x timescale. timescale defaults to num_warmup_steps,
+--- or to 10,000 if that is 0.
 ---@param options ps.Optimizer|{optimizer: ps.Optimizer, num_warmup_steps?: integer, timescale?: integer, last_epoch?:
 --- integer}
 ---@param ... any the other options in the order of transformers, or in a table, if the first argument is an optimizer
@@ -210,9 +211,9 @@ local RISE = { linear = function(done) return done end, cosine = function(done) 
 local FALL = { linear = function(done) return 1 - done end, cosine = function(done, cycles) return cosine(cycles, done)
   end, ["1-sqrt"] = function(done) return 1 - math.sqrt(done) end }
 
---- Returns a schedule with three phases: the rate rises from the share min_lr_ratio (default 0) of each group's initial
---- rate to the initial rate in num_warmup_steps, stays constant for num_stable_steps, and falls back in
---- num_decay_steps. num_training_steps, their sum, can replace num_stable_steps.
+--- Returns a schedule with three phases. The rate rises from the share min_lr_ratio (default 0) of each group's initial
+--- rate to the initial rate in num_warmup_steps. It stays constant for num_stable_steps, and falls back in
+--- num_decay_steps. num_training_steps, the sum of the three numbers, can replace num_stable_steps.
 ---@param options ps.Optimizer|{optimizer: ps.Optimizer, num_warmup_steps?: integer, num_decay_steps: integer,
 --- num_training_steps?: integer, num_stable_steps?: integer, warmup_type?: "linear"|"cosine"|"1-sqrt", decay_type?:
 --- "linear"|"cosine"|"1-sqrt", min_lr_ratio?: number, num_cycles?: number, last_epoch?: integer} defaults of the last

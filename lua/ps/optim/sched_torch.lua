@@ -112,8 +112,8 @@ end
 
 local RESTARTS = { optimizer = "table", T_0 = "whole", T_mult = "whole", eta_min = "number", last_epoch = "number" }
 
---- Returns PyTorch's CosineAnnealingWarmRestarts. The rate falls along half a cosine from each group's initial rate to
---- eta_min in T_0 steps, and begins again, each time with T_mult times as many steps (Loshchilov and Hutter 2017).
+--- Returns PyTorch's CosineAnnealingWarmRestarts (Loshchilov and Hutter 2017). The rate falls along half a cosine from
+--- each group's initial rate to eta_min in T_0 steps. Then it begins again, each time with T_mult times as many steps.
 ---@param options ps.Optimizer|{optimizer: ps.Optimizer, T_0: integer, T_mult?: integer, eta_min?: number, last_epoch?:
 --- integer} T_mult (default 1); eta_min (default 0)
 ---@param ... any the other options in PyTorch's order, or in a table, if the first argument is an optimizer
@@ -155,10 +155,10 @@ end
 local LINEAR = { optimizer = "table", start_factor = "number", end_factor = "number", total_iters = "whole",
   last_epoch = "number" }
 
---- Returns PyTorch's LinearLR. The rate is each group's initial rate times a factor that changes linearly from
---- start_factor (default 1/3) to end_factor (default 1) in total_iters steps (default 5).
+--- Returns PyTorch's LinearLR. The rate is each group's initial rate times a factor. In total_iters steps (default 5),
+--- the factor changes linearly from start_factor (default 1/3) to end_factor (default 1).
 ---@param options ps.Optimizer|{optimizer: ps.Optimizer, start_factor?: number, end_factor?: number, total_iters?:
----  integer, last_epoch?: integer}
+--- integer, last_epoch?: integer}
 ---@param ... any the other options in PyTorch's order, or in a table, if the first argument is an optimizer
 ---@return ps.Schedule
 function torch.LinearLR(options, ...)
@@ -249,7 +249,7 @@ local function cycle_phases(options, total)
 end
 
 --- Returns PyTorch's OneCycleLR, except that the rate keeps its last value after total_steps. In one cycle (Smith and
---- Topin 2018), the rate rises from max_lr / div_factor to max_lr in the share pct_start of the steps, then falls to
+--- Topin 2018), the rate rises from max_lr / div_factor to max_lr in the share pct_start of the steps. Then it falls to
 --- the first rate / final_div_factor. With three_phase it first falls to the first rate, in as many steps as it rose.
 --- With cycle_momentum, Adam's beta1 or SGD's momentum moves in the opposite direction.
 ---@param options ps.Optimizer|{optimizer: ps.Optimizer, max_lr: number|number[], total_steps?: integer, epochs?:

@@ -234,7 +234,7 @@ function schedule.mismatch(self, steps)
 end
 
 -- parameters after the optimizer, in the order of PyTorch and DeepSpeed, from each file of schedules; psluajit's own
--- schedules have no such order
+-- schedules have only named parameters
 local ORDER = {}
 schedule.order = ORDER
 

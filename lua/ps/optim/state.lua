@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Saves and loads the state of an engine's optimizer, one tensor at a time, in PyTorch's form (parameters numbered in
--- the order of groups) or by name, as ps.checkpoints writes it. Either form may be in tables, or in an open file
--- (ps.load with lazy = true), which is never read as a whole. The whole state is checked before the first value is
+-- Saves and loads the state of an engine's optimizer, one tensor at a time. The state is in PyTorch's form (parameters
+-- numbered in the order of groups) or by name, as ps.checkpoints writes it. Either form may be in tables, or in an open
+-- file (ps.load with lazy = true), which is never read as a whole. The whole state is checked before the first value is
 -- written.
 --
 -- The optimizer of this file has: kind, steps, groups (each with its optimizer's name, kind), group_of (from 0, by

@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Adafactor (Shazeer and Stern 2018), in the form of PyTorch and in that of transformers, which the Trainer calls
+-- Adafactor (Shazeer and Stern 2018), in PyTorch's form and in the form of transformers, which the Trainer calls
 -- "adafactor". A tensor of two or more dimensions has one average per row and one per column, and a vector one per
 -- element.
 local types = require "ps.core.types"

@@ -157,7 +157,7 @@ function optimizers.states_of(made, groups)
   return list
 end
 
---- Returns those of the states that a parameter of this shape has.
+--- Returns the states that a parameter of this shape has, in the order of the list.
 ---@param states ps.optimizers.State[]
 ---@param shape integer[]
 ---@return ps.optimizers.State[]
@@ -169,7 +169,7 @@ function optimizers.states_for(states, shape)
   return list
 end
 
---- Returns the number of state tensors that the update takes for each parameter.
+--- Returns the number of state tensors per parameter that the update reads.
 ---@param made ps.optimizers.Description
 ---@return integer
 function optimizers.takes(made) return made.takes or #made.states end

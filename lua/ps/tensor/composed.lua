@@ -44,7 +44,7 @@ end
 ---@param dims? integer|integer[] a dimension for each shift (default: shifts all elements in row-major order)
 ---@return ps.Tensor of this shape
 function T:roll(shifts, dims)
-  if type(shifts) == "number" and type(dims) == "number" then         -- the same result by a shorter path
+  if type(shifts) == "number" and type(dims) == "number" then         -- faster, with the same result
     local d = dim_index(self, dims)
     local n = tonumber(self.shape_[d])
     local shift = n > 0 and caller.whole(shifts, "roll: the shift") % n or 0
@@ -184,7 +184,7 @@ end
 function T:norm(p, dims, keepdim)
   if (p == nil or p == 2) and dims == nil and not keepdim and (self.dtype_ == C.PS_F32 or self.dtype_ == C.PS_F64)
     and not (self:needs_grad() and scope.grad_enabled()) and not native.cast then
-    return ops.sqrt(ops.sum(ops.mul(self, self), 0, 0, 0))            -- the same result by a shorter path
+    return ops.sqrt(ops.sum(ops.mul(self, self), 0, 0, 0))            -- faster, with the same result
   end
   p = caller.typed(p or 2, "number", "norm: p")
   if not FLOAT[self.dtype_] then return norm(self:to("fp32"), p, dims, keepdim) end

@@ -198,8 +198,8 @@ local LAST = { [C.PS_U8] = 255, [C.PS_I32] = 2 ^ 31 - 1, [C.PS_I64] = 2 ^ 62, [C
 local function places(seq, values, right)
   local n, size = seq:size(-1), 1
   while size <= n do size = size * 2 end
-  -- The sequence gets one element before it, and padding up to a length that is a power of 2, so that the search needs
-  -- no bounds check.
+  -- The sequence gets one element before it, and padding up to a length that is a power of 2. The search then needs no
+  -- bounds check.
   local function filled(length, value)
     local shape = seq:shape()
     shape[#shape] = length

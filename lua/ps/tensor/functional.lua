@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- ps.functional (ps.F): stateless functions over tensors, with PyTorch's names. Random masks are computed from counters
--- (seed, optimizer step, index of the dropout in the forward, global sample), so that micro-batches and recomputation
--- have the same masks.
+-- ps.functional (ps.F): stateless functions over tensors, with PyTorch's names. Random masks are computed from
+-- counters: seed, optimizer step, index of the dropout in the forward, and global sample. Micro-batches and
+-- recomputation thus have the same masks.
 local native = require "ps.core.ffi"
 local tensor = require "ps.tensor"
 local losses = require "ps.tensor.losses"
@@ -361,7 +361,7 @@ local ATTENTION = { mask = "tensor", causal = "boolean", scale = "number", dropo
   first_head = "whole" }
 
 --- Returns softmax(scale q k^T + mask) v. A query that sees no key returns 0. If keys have fewer heads than queries, G
---- must divide H, and H / G adjacent heads of queries share a head of keys (grouped-query attention, Ainslie et al.
+--- must divide H. H / G adjacent heads of queries then share a head of keys (grouped-query attention, Ainslie et al.
 --- 2023).
 ---@param q ps.Tensor [B, H, T, D]
 ---@param k ps.Tensor [B, G, S, D]
@@ -398,8 +398,8 @@ local function pairs_of(segments)
   return run:reshape(B, 1, T, 1):eq(run:reshape(B, 1, 1, T)):logical_and(segments:ne(0):reshape(B, 1, 1, T))
 end
 
--- Returns a mask of the keys that each query sees, bool [B or 1, H or 1, T, S], or nil if queries see all keys; and a
--- bias for the scores, or nil.
+-- Returns a mask of the keys that each query sees, bool [B or 1, H or 1, T, S], or nil if queries see all keys. Also
+-- returns a bias for the scores, or nil.
 local function seen_and_bias(mask, causal, window, T, S, device)
   local seen, bias
   if mask ~= nil then

@@ -172,7 +172,7 @@ end
 
 local function is_vector_of(k, like) return is_index(k) and k.ndim == 1 and k.shape_[0] == like.shape_[0] end
 
--- t[{ i, j }] of a matrix: the same result as pick_all's by a shorter path.
+-- t[{ i, j }] of a matrix: faster than pick_all, with the same result.
 local function pick_pairs(t, i, j)
   local index = pair_numbers(t, i, j)
   local shape = index:shape()
@@ -280,7 +280,7 @@ function M.set(t, key, value)
     ops.copy_(t, masked(t, key, value))
     return
   end
-  -- rows: the same result by a shorter path
+  -- rows: faster, with the same result
   if is_index(key) and key.ndim == 1 and t.ndim == 2 and is_tensor(value) and value.ndim == 2 and
     value.dtype_ == t.dtype_ and value.shape_[0] == key.shape_[0] and value.shape_[1] == t.shape_[1] and
     t:is_contiguous() and value.device_ == t.device_ then
@@ -314,7 +314,7 @@ function M.put(t, key, value, accumulate)
   local keys = list_of(key)
   local op = accumulate and ops.scatter_add or ops.scatter
   if t.ndim == 2 and #keys == 2 and is_tensor(value) and value.ndim == 1 and is_vector_of(keys[1], value) and
-    is_vector_of(keys[2], value) and t:is_contiguous() then                      -- the same result by a shorter path
+    is_vector_of(keys[2], value) and t:is_contiguous() then                      -- faster, with the same result
     local y = op(ops.reshape(t, 1, ALL), pair_numbers(t, keys[1], keys[2]), value, 0)
     return ops.reshape(y, 2, pair_size)
   end

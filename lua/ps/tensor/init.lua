@@ -62,7 +62,7 @@ local dim_index = create.dim_index
 ---@return integer[]
 function T:shape()
   local n, s = self.ndim, self.shape_
-  if n == 1 then return { tonumber(s[0]) } end  -- no loop, because LuaJIT compiles no path with such a short loop
+  if n == 1 then return { tonumber(s[0]) } end  -- no loop: LuaJIT compiles no path with a loop of so few turns
   if n == 2 then return { tonumber(s[0]), tonumber(s[1]) } end
   if n == 3 then return { tonumber(s[0]), tonumber(s[1]), tonumber(s[2]) } end
   local list = {}

@@ -16,7 +16,7 @@ local NEW = { dtype = "string", device = "string", requires_grad = "boolean" }
 
 local function like(t, call) return caller.tensor(t, call, "its argument") or error(call .. ": no tensor was given") end
 
--- Checks the options, and returns the dtype and device of a tensor like t: those of the options, else t's.
+-- Checks the options, and returns the dtype and device of a tensor like t: from the options, else from t.
 local function place(t, options)
   return { dtype = options.dtype or t:dtype(), device = options.device or t:device(),
     requires_grad = options.requires_grad }

@@ -220,7 +220,7 @@ function T:where(c, other)
   return ops.where(c, self, other)
 end
 
---- Returns the matrix product: [..., M, K] times [..., K, N] is [..., M, N], and leading dimensions broadcast. A vector
+--- Returns the matrix product: [..., M, K] times [..., K, N] is [..., M, N]. Leading dimensions broadcast. A vector
 --- acts as a row on the left and as a column on the right, and the result lacks this dimension, as in PyTorch.
 ---@param b ps.Tensor
 ---@return ps.Tensor

@@ -185,7 +185,7 @@ end
 local function put_along(op, x, d, idx, src, call)
   if d == 0 and is_tensor(idx) and is_tensor(src) and idx.ndim == 1 and x.ndim == 2 and src.ndim == 2
     and src.dtype_ == x.dtype_ and src.shape_[0] == idx.shape_[0] and src.shape_[1] == x.shape_[1] then
-    return op(x, idx, src, 0)                                 -- rows: the same result by a shorter path
+    return op(x, idx, src, 0)                                 -- rows: faster, with the same result
   end
   if d == 0 and is_tensor(idx) and type(src) == "number" and idx.ndim == 1 and x.ndim == 2 and idx.numel_ > 0 and
     x.shape_[1] > 0 then
@@ -198,8 +198,8 @@ end
 
 local ALPHA = { alpha = "number" }
 
---- Returns a copy of x in which alpha times slice n of src is added to the slice at index idx[n] of dimension d, in the
---- order of n.
+--- Returns a copy of x to which slices of src are added: alpha times slice n is added to the slice at index idx[n] of
+--- dimension d, in the order of n.
 ---@param d integer
 ---@param idx ps.Tensor integers [N]
 ---@param src ps.Tensor of x's shape, with N in dimension d

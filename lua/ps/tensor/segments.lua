@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Numbers segments for dropout: rows [B, T] can contain several sequences. While a part of a model computes such rows,
--- each segment is a separate sample, so that a sequence has the masks of a batch that contains only this sequence
--- (src/base/philox.h). Attention gets the segments as its mask and numbers them alike.
+-- Numbers segments for dropout: rows [B, T] can contain several sequences. While a part of a model computes rows with
+-- segments, each segment is a separate sample. A sequence then has the masks of a batch that contains only this
+-- sequence (src/base/philox.h). Attention uses the same numbers, and gets the segments as its mask.
 local create = require "ps.tensor.create"
 local hooks = require "ps.core.hooks"
 local scope = require "ps.core.scope"

@@ -300,7 +300,7 @@ function T:repeat_interleave(repeats, d)
   local x = d == nil and self:reshape(-1) or self
   d = dim_index(x, d or 0)
   if x.ndim == 1 and type(repeats) == "number" and repeats % 1 == 0 and repeats > 0 and
-    not (scope.grad_enabled() and x:needs_grad()) then                           -- the same result by a shorter path
+    not (scope.grad_enabled() and x:needs_grad()) then                           -- faster, with the same result
     return x:unsqueeze(1):expand(-1, repeats):reshape(-1)
   end
   local n, list, at = x:size(d), is_tensor(repeats) and repeats:tolist() or nil, {}
@@ -338,7 +338,7 @@ function T:diag(diagonal)
     local n = self:size(0)
     local size = n + math.abs(k)
     local first = k >= 0 and k or -k * size
-    if n > 0 and not (scope.grad_enabled() and self:needs_grad()) then           -- the same result by a shorter path
+    if n > 0 and not (scope.grad_enabled() and self:needs_grad()) then           -- faster, with the same result
       local y = create.matrix(self, size, size, self.dtype_, 0)
       ops.copy_(ops.slice(ops.reshape(y, 1, ALL), 0, first, first + (n - 1) * (size + 1) + 1, size + 1), self)
       return y

@@ -2,27 +2,29 @@
 -- Assigns tensors to positions in chunks, and chooses the size of chunks. Pure functions of lists of sizes: equal
 -- arguments give equal results.
 --
--- Packing. Tensors arrive in the order of use. Tensors share a chunk only if they agree in dtype, in whether they
--- train, in their optimizer's states, in their virtual stage, in whether they stay on the rank once gathered, and in
--- whether their bytes are in a file of the user. Such a group has one layout for all kinds of chunks (parameter,
--- master, averages). A tensor goes into the newest chunk of its group if it fits, else into a new chunk. It never goes
--- far from its neighbours: a chunk fetched for one tensor should bring the tensors that are used next. A tensor larger
--- than a chunk gets its own chunk, and the small tensors before and after it share a chunk. Any chunk size works.
+-- Packing. Tensors arrive in the order of use and are divided into groups. The tensors of a group have the same dtype,
+-- optimizer states and virtual stage. Besides, all of them or none train, stay on the rank once gathered, or have their
+-- bytes in a file of the user. A chunk has tensors of one group only. A group has one layout for all kinds of chunks
+-- (parameter, master, averages).
+--
+-- A tensor goes into the newest chunk of its group if it fits, else into a new chunk. It is thus near the tensors that
+-- are used next, and a fetch of the chunk brings them, too. A tensor larger than a chunk gets a separate chunk, and the
+-- small tensors before and after it share a chunk. Any chunk size works.
 --
 -- Offsets are multiples of 128 elements (256 bytes of bf16). A chunk ends after its last tensor, rounded up to 2048
 -- elements (4096 bytes of bf16, the unit of direct I/O). With `uniform`, only a group's last chunk is shortened, and a
 -- tensor may also fill a gap in one of the `lookback` chunks before the newest.
 --
--- Searching. The size with the least sum of four costs wins, or the smallest such size. Each cost is a fraction of the
--- whole:
+-- Searching. The size with the least sum of four costs wins; of equal sums, the smallest size. Each cost is a fraction
+-- of the whole:
 --   waste      bytes of chunks without tensors
 --   copies     each copy costs a fixed time, equal to about MOVE_COST elements of transfer: small chunks are slow
 --   coarse     fast memory is allocated and freed by chunks, and on average the fraction COARSE of a working set
 --              is not needed at the moment: the cost is proportional to chunk size divided by that memory
 --   uneven     the bytes of the fullest of the ranks that share the chunks, relative to the mean, minus one
--- A chunk's working set is its bytes of all kinds. A size is rejected if SETS working sets do not fit into the fastest
--- tier, which leaves no room to fetch ahead, unless everything fits there at once. Candidates are a ladder of round
--- sizes, equal parts of the whole, and sums of neighbours in a repeated block, where chunks end at layers.
+-- A chunk's working set is its bytes of all kinds. SETS working sets must fit into the fastest tier, so that there is
+-- room to fetch ahead. Smaller memory is allowed only if everything fits into it at once. Candidates are a ladder of
+-- round sizes, equal parts of the whole, and sums of neighbours in a repeated block, where chunks end at layers.
 local caller = require "ps.core.caller"
 local share = require "ps.engine.layout.share"
 local human = require("ps.core.readable").bytes

@@ -4,9 +4,9 @@
 -- that a part passes to the next part. Nothing is computed, so models of any size can be counted, with or without data.
 --
 -- As in ps_op_cost, the multiplications and additions of products and attention count. Backward is split as in
--- schedules: INPUT computes the gradients of a part's inputs, and WEIGHT those of its parameters. For each input that
--- requires a gradient, a product costs as much in backward as in forward. Attention's backward costs two and a half
--- times its forward, since it computes the scores again.
+-- schedules: INPUT computes the gradients of a part's inputs, and WEIGHT the gradients of its parameters. For each
+-- input that requires a gradient, a product costs as much in backward as in forward. Attention's backward costs two and
+-- a half times its forward, since it computes the scores again.
 local create = require "ps.tensor.create"
 local random = require "ps.core.random"
 local scope = require "ps.core.scope"
@@ -209,8 +209,8 @@ function count.add_parameters(model, part, cost)
   end)
 end
 
--- Returns a text that is equal for parts with the same modules, sizes and operations, which therefore keep the same
--- number of bytes for backward.
+-- Returns a text that is equal for parts with the same modules, sizes and operations. Parts with equal texts keep the
+-- same number of bytes for backward.
 local function likeness(part, cost)
   local said = {}
   for _, module in ipairs(part.modules or {}) do said[#said + 1] = tostring(module) end

@@ -41,7 +41,7 @@ local function groups_of(engine)
 end
 
 -- Runs call(group, fn) with the first group. For each further group, runs `call` with a function that makes the
--- previous call, so that all ranks of all groups get the same result.
+-- previous call. All ranks of all groups thus get the same result.
 local function among(groups, call, fn)
   for _, group in ipairs(groups) do
     local inner = fn

@@ -482,8 +482,8 @@ local function finish(self, micro, carry)
   give(self, list)
 end
 
---- Returns the settings of a virtual stage's forward. Its counters of random numbers (dropouts, samples) are those of
---- one process that runs all virtual stages in order.
+--- Returns the settings of a virtual stage's forward. Its counters of random numbers (dropouts, samples) have the
+--- values that one process would have if it ran all virtual stages in order.
 ---@param v integer
 ---@param number integer
 ---@return ffi.cdata* how

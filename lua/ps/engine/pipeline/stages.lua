@@ -568,7 +568,7 @@ function stages.divide(model_func, pipeline, where)
   return module, made
 end
 
---- Creates a model of which this process holds only its own virtual stages. The random numbers, and thus the bits, are
+--- Creates a model of which this process holds only its own virtual stages. Random numbers, and thus the bits, equal
 --- those of a process that creates the whole model.
 ---@param model_func fun(): ps.nn.Module
 ---@param pipeline ps.engine.Pipeline

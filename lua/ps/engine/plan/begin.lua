@@ -32,8 +32,8 @@ end
 
 local left_out = ffi.new("int64_t[1]")
 
--- Collects tensors that earlier steps left as garbage, and adds the surviving tensors to the plan, which counts only
--- the tensors of its own step. Small tensors live until Lua's collector runs.
+-- Collects tensors that earlier steps left as garbage, and adds the surviving tensors to the plan. The plan itself
+-- counts only the tensors of its own step. Small tensors live until Lua's collector runs.
 local function leave_nothing(id)
   if C.ps_engine_leftover(native.ctx, id, 0, left_out) < 0 or left_out[0] == 0 then return end
   scope.collect_tensors()

@@ -90,8 +90,8 @@ function forecasts.of(id)
   return forecast
 end
 
--- Returns the plan's line about the gradients that this process sends to their owners and keeps, or nil if every
--- process keeps its own gradients.
+-- Returns the plan's line about gradients: how many bytes this process sends to their owners, and how many it keeps.
+-- Returns nil if every process keeps its own gradients.
 local function gradients_line(engine)
   local shards, bytes, parts = engine.ranks.shards, 0, false
   if not shards:gradients() then return nil end

@@ -190,8 +190,8 @@ local function least(engine, units, numel, most, try, problem)
   end
 end
 
--- Searches for the best split between `low`, whose updates on the host take longer than its copies, and the opposite
--- extreme, in which the device updates every unit that it may update.
+-- Searches for the best split between `low` and the split in which the device updates every unit that it may update. In
+-- `low`, updates on the host take longer than copies.
 local function search(engine, units, numel, low, most, try)
   local best, high = low, nil
   local function look(share)

@@ -66,8 +66,8 @@ function rates.measured(device, nbytes)
   return r
 end
 
---- Returns the speeds for an engine's plans: those of the configuration, and measured ones for the rest. Each speed is
---- the minimum over all ranks, so that all ranks decide alike.
+--- Returns the speeds for an engine's plans: the configured speeds, and measured ones for the rest. Each speed is the
+--- minimum over all ranks, so that all ranks make the same plan.
 ---@param engine ps.Engine
 ---@param least? fun(value: integer): integer returns the minimum over all ranks; nil if there is one rank
 ---@return ps.Rates

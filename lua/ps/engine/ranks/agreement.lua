@@ -113,7 +113,7 @@ local ALIKE = { { field = "batch", what = "has a different batch, or different w
   { field = "settings", what = GOES_ON, stages = true }, { field = "own", what = GOES_ON } }
 
 -- Raises an error if ranks of one model replica have different rows, or would continue with different settings.
--- records: those of all ranks. same_rows: all stages of the model have the same rows.
+-- records: the records of all ranks. same_rows: all stages of the model have the same rows.
 local function compare_parts(records, same_rows)
   for i, record in ipairs(records) do
     for _, alike in ipairs(ALIKE) do
@@ -279,9 +279,9 @@ local function ops_text(self)
   return table.concat(names, "\n")
 end
 
--- Prints a note once if two ranks that train the same parameters run different ops for batches of the same shapes, so
--- the forward depends on the rank. This is not an error: one rank may compute something to print. All ranks must call
--- it, and find the same first difference.
+-- Prints a note once if the forward depends on the rank: two ranks that train the same parameters run different ops for
+-- batches of the same shapes. This is not an error: one rank may compute something to print. All ranks must call it,
+-- and find the same first difference.
 local function compare_ops(self, records)
   local seen, first, other = {}, nil, nil
   for rank, record in ipairs(records) do

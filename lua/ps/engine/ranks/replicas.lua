@@ -3,12 +3,13 @@
 --
 -- Before the first step, ranks compare the model's parameters and every setting that decides a value or an order
 -- (budgets and prints may differ). They compare a hash of these values as text. If hashes differ, they exchange the
--- texts, so that every rank raises the same error, which names the first difference.
+-- texts. Every rank then raises the same error, which names the first difference.
 --
 -- Every compare_ranks_every steps, ranks look for a flipped bit or different code, which might otherwise show weeks
--- later. They compare hashes of step counts, the optimizer's settings, the loss scale, the random numbers, buffers, and
--- the fp32 values of parameters that have copies: all parameters along dp (stage 0), and those that are not cut along
--- tp. State that only one rank owns has no copy to compare, so a difference in the settings would not show there.
+-- later. They compare hashes of step counts, the optimizer's settings, the loss scale, the random numbers, and buffers.
+-- They also compare the fp32 values of parameters that have copies: along dp all parameters (stage 0), and along tp the
+-- parameters that are not cut. State that only one rank owns has no copy to compare, so a difference in the settings
+-- would not show there.
 local native = require "ps.core.ffi"
 local random = require "ps.core.random"
 local optim_groups = require "ps.optim.groups"

@@ -1,12 +1,12 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Writes a line every `steps_per_print` steps: loss, accuracy (the fraction of targets that have the largest logit, if
--- F.cross_entropy, F.lm_loss or F.nll_loss makes the loss), learning rate, loss scale, seconds per step, and bytes
--- moved between tiers. wall_clock_breakdown adds the seconds of forward, backward and step, and PatrickStar's two
--- speeds: operations per second of this process, and samples per second of all processes. memory_breakdown adds lines
--- about memory. Rank 0 writes the line, with the mean loss of all ranks.
+-- Writes a line every `steps_per_print` steps: loss, accuracy, learning rate, loss scale, seconds per step, and bytes
+-- moved between tiers. Rank 0 writes the line, with the mean loss of all ranks. Accuracy is the fraction of targets
+-- that have the largest logit, if F.cross_entropy, F.lm_loss or F.nll_loss makes the loss. wall_clock_breakdown adds
+-- the seconds of forward, backward and step, and PatrickStar's two speeds: operations per second of this process, and
+-- samples per second of all processes. memory_breakdown adds lines about memory.
 --
--- Monitors (ps.monitor) get each step's numbers, flops_profiler gets those of one step, and comms_logger counts the
--- calls between ranks. An engine without any of these settings has no report.
+-- Monitors (ps.monitor) get each step's numbers, flops_profiler gets the numbers of one step, and comms_logger counts
+-- the calls between ranks. An engine without any of these settings has no report.
 local loss_weight = require "ps.core.loss_weight"
 local native = require "ps.core.ffi"
 local views = require "ps.memory.views"

@@ -30,8 +30,8 @@ function masters.values(row)
   return scope.no_grad(function() return native.ops.remainder_join(place, row.master) end)
 end
 
---- Returns the fp32 values of a row, like masters.values, but those of a row with remainders as a function that makes
---- them, so that a writer needs the memory of one tensor.
+--- Returns the fp32 values of a row, like masters.values. If the row has remainders, returns a function that makes the
+--- values, so that a writer needs the memory of only one tensor.
 ---@param row table
 ---@return ps.Tensor|(fun(): ps.Tensor)|nil
 function masters.values_later(row)

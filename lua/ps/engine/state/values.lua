@@ -20,8 +20,8 @@ local function own_gradient(engine, grad)
   return own
 end
 
---- Returns the gradient of an engine's parameter in the current step, and the factor that undoes the loss scale and the
---- sums over micro-batches and ranks.
+--- Returns the gradient of an engine's parameter in the current step. Also returns the factor that undoes the loss
+--- scale and the sums over micro-batches and ranks.
 ---@param engine ps.Engine
 ---@param param ps.Tensor
 ---@return ps.Tensor? grad nil if there is none, or if another rank owns it

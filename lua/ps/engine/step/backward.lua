@@ -108,8 +108,8 @@ local function check_finite(engine, loss)
 end
 
 --- Runs backward from a loss. Scales the loss for fp16, and accumulates the gradients of micro-batches. With
---- gradient_accumulation_steps > 1 or several ranks, a micro-batch's weight is the sum of its targets' weights, so that
---- the mean over a batch's tokens does not depend on the split into micro-batches. F.cross_entropy, F.lm_loss and
+--- gradient_accumulation_steps > 1 or several ranks, a micro-batch's weight is the sum of its targets' weights. The
+--- mean over a batch's tokens then does not depend on the split into micro-batches. F.cross_entropy, F.lm_loss and
 --- F.nll_loss note this sum, with ignore_index and class weights; `weight` overrides it. If no target of a step counts,
 --- step() skips the step (engine/step/weigh.lua).
 ---@param engine ps.Engine

@@ -106,7 +106,8 @@ function state.count(engine)
   return s.is.open == 1 and s.is.n_micro or s.loop and s.loop.count or engine.accumulate
 end
 
---- Returns a text that is equal for steps that divide their batch alike into micro-batches, and thus share a plan.
+--- Returns a text that is equal for steps with the same division of the batch into micro-batches. These steps share a
+--- plan.
 ---@param engine ps.Engine
 ---@return string
 function state.batch_text(engine)

@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Reports parameters that got no gradient in the first step, so that a model does not train without a layer that its
--- forward skips by mistake. After the first update, one line names them; with strict_gradients it is an error. Frozen
--- parameters do not count. Ranks combine their information, and rank 0 writes the line.
+-- Reports parameters that got no gradient in the first step, because a forward that skips a layer is usually a mistake.
+-- After the first update, one line names them; with strict_gradients it is an error. Frozen parameters do not count.
+-- Ranks combine their information, and rank 0 writes the line.
 local agree = require "ps.dist.agree"
 local nn_module = require "ps.nn.module"
 local lists = require "ps.core.lists"

@@ -1,11 +1,11 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Weights a micro-batch in a step, in chunks or in plain memory. The weight w_i of micro-batch i is the sum of its
--- targets' weights (core/loss_weight.lua). The step's gradient is that of sum(w_i loss_i) / sum(w_i), over
--- micro-batches and ranks, so the mean over a batch's tokens does not depend on how the batch is cut.
+-- targets' weights (core/loss_weight.lua). The step's gradient is the gradient of sum(w_i loss_i) / sum(w_i), over
+-- micro-batches and ranks. The mean over a batch's tokens is thus the same for every division of the batch.
 --
 -- Backward starts from loss_i * scale * w_i / unit, and the update divides by scale * sum(w_i) / unit. In fp16, `unit`
 -- is the power of two nearest to the sum(w_i) of a step without ignored targets. Gradients before the update are then
--- about `scale` times the gradients of the step's mean loss, as in DeepSpeed, and no bit depends on `unit`. With other
+-- about `scale` times the gradients of the step's mean loss, as in DeepSpeed. No bit depends on `unit`. With other
 -- dtypes `unit` is 1.
 --
 -- A step whose weights sum to 0 is skipped: parameters, optimizer state and the loss scale do not change.
@@ -79,8 +79,8 @@ function weigh.dry_factor(engine, micros)
   return (engine.optimizer.scaler or weigh.several(engine, micros)) and 2 or 1
 end
 
---- Returns the power of two nearest, by its logarithm, to the weight of a step without ignored targets, or false if
---- this weight is 0.
+--- Returns the power of two nearest, by its logarithm, to the weight of a step without ignored targets. Returns false
+--- if this weight is 0.
 ---@param expected number
 ---@return number|false
 function weigh.unit(expected) return expected > 0 and 2 ^ math.floor(math.log(expected) / math.log(2) + 0.5) end

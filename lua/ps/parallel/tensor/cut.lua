@@ -240,7 +240,7 @@ local REPLACE = {
 }
 
 -- Gives a module with a bias over the vocabulary an nn.ParallelLMHead, which has the embedding's weight and the
--- module's bias. A module with a weight of its own (decoder) does not change.
+-- module's bias. A module that has a separate weight (decoder) does not change.
 local function words(cut, claim)
   local module, found = claim.module, nil
   if module.decoder then return end
@@ -256,8 +256,8 @@ end
 
 -- index of this rank's first head, by attention module or module inside one, for F.attention with dropout
 local first_heads = setmetatable({}, { __mode = "k" })
--- Region by module that contains column layers, or that is inside such a module. Attention in these modules has the
--- heads of the column layers.
+-- The region of each module that contains column layers, and of the modules inside it. Attention in these modules has
+-- the heads of the column layers.
 local with_columns = setmetatable({}, { __mode = "k" })
 hooks.on("first_head", function(heads)
   local module = nn_module.called[tonumber(C.ps_module_now())]
@@ -267,7 +267,7 @@ end)
 
 local function note_heads(module, first) first_heads[module] = first end
 
--- Records the modules whose attention has the heads of column layers: those in which all linear layers are cut.
+-- Records the modules whose attention has the heads of column layers. In these modules, all linear layers are cut.
 local function note_columns(cut, claim)
   if not claim.owner then return end
   local claimed = {}

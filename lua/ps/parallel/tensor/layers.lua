@@ -84,8 +84,8 @@ end
 local Column = nn_module.class("ColumnParallelLinear")
 Column.unscoped = true
 
---- Creates a layer that computes x weight^T + bias, with the outputs divided among the ranks. Its parameters are this
---- rank's shards of those of nn.Linear, or of nn.Conv1D if out_in is false.
+--- Creates a layer that computes x weight^T + bias, with the outputs divided among the ranks. Weight and bias are this
+--- rank's shards of the parameters of nn.Linear, or of nn.Conv1D if out_in is false.
 ---@param inputs integer
 ---@param outputs integer must be divisible by t, and so must each block
 ---@param options {region?: ps.nn.Region, group?: ps.Group, out_in?: boolean, bias?: boolean, std?: number, dtype?:
@@ -162,9 +162,9 @@ local Row = nn_module.class("RowParallelLinear")
 Row.unscoped = true
 
 --- Creates a layer that computes x weight^T + bias, with the inputs divided among the ranks. The result is the sum of
---- the ranks' products, plus bias and residual. The weight is this rank's shard of that of nn.Linear, or of nn.Conv1D
---- if out_in is false. All ranks have the bias. If each rank has its own rows of the result, its gradient of the bias
---- is from these rows only (shard.is_partial).
+--- the ranks' products, plus bias and residual. The weight is this rank's shard of the weight of nn.Linear, or of
+--- nn.Conv1D if out_in is false. All ranks have the bias. If each rank has its own rows of the result, its gradient of
+--- the bias is from these rows only (shard.is_partial).
 ---@param inputs integer must be divisible by t
 ---@param outputs integer
 ---@param options {region?: ps.nn.Region, group?: ps.Group, out_in?: boolean, bias?: boolean, std?: number, dtype?:
@@ -266,8 +266,8 @@ Head.unscoped = true
 local HEAD = { region = "table", group = "table", std = "number", dtype = "string", device = "string", tied = "table",
   biased = "table", parameters = "boolean" }
 
---- Creates the head of a language model (nn.LMHead) whose logits the ranks share: each rank has those of some words.
---- With `tied`, the head uses the weight of a token embedding, which remains the embedding's parameter.
+--- Creates the head of a language model (nn.LMHead), with the logits divided among the ranks by words. With `tied`, the
+--- head uses the weight of a token embedding, which remains the embedding's parameter.
 ---@param width integer C
 ---@param words integer V
 ---@param options {region?: ps.nn.Region, group?: ps.Group, std?: number, dtype?: string, device?: string, tied?:
@@ -469,8 +469,8 @@ local function losses_of(group, mine, counts)
   return (sum:log() + most:reshape(-1) - all:select(1, 2):sum(0)) * counts
 end
 
--- Returns, as int64 [2], how many counting targets equal the first word with the largest logit, and how many targets
--- count, or nil if not requested. The ranks exchange two more numbers per row.
+-- Returns two counts as int64 [2], or nil if they were not requested: the targets that count and equal the first word
+-- with the largest logit, and the targets that count. The ranks exchange two more numbers per row.
 local function hits_of(group, logits, low, own, here, counts, dtype)
   if loss_weight.wants_hits() == 0 then return nil end
   return scope.no_grad(function()

@@ -71,8 +71,8 @@ function Region:begin(cached)
   if next(self.begun) then self.begun = {} end
 end
 
---- Returns the state for `restore`, which is called before backward runs a function again (ps.recompute), and before a
---- pipeline runs a part for another micro-batch.
+--- Returns the state for `restore`. `restore` is called before backward runs a function again (ps.recompute), and
+--- before a pipeline runs a part for another micro-batch.
 ---@return {on: boolean, cached: boolean, dims: integer[], rows: integer}
 function Region:state() return { on = self.on, cached = self.cached, dims = self.dims, rows = self.rows } end
 
@@ -131,8 +131,8 @@ function Region:leave(x)
   return region.all_dims(self, self:has_part(x) and self.group:gather_from(x, 0) or x)
 end
 
---- Returns all rows, for products of which each rank computes a part of the outputs. The gradient is the sum over the
---- ranks, of which each rank gets its rows, or all rows. After `leave`, all ranks have all rows already.
+--- Returns all rows, for products whose outputs are divided among the ranks. The gradient is the sum over the ranks.
+--- Each rank gets its rows of it, or all rows. After `leave`, all ranks have all rows already.
 ---@param x ps.Tensor with this rank's rows, or with all rows
 ---@return ps.Tensor [B, T, C], or all rows in x's shape
 function Region:gather(x)
@@ -162,7 +162,7 @@ function Region:part(x)
 end
 
 --- Returns a parameter that all ranks have, for use on rows that all ranks have. If the ranks share rows, gradients of
---- such parameters are summed over the ranks, so the gradient of this use is counted once.
+--- a parameter that all ranks have are summed over the ranks. The gradient of this use is therefore counted once.
 ---@param t ps.Tensor
 ---@return ps.Tensor
 function Region:once(t) return self.wanted and not self.on and self.group:counted_once(t) or t end
