@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Every key of a configuration. Reading, errors and docs/config.md all use this table. The sections below have the keys
--- with an effect here. schema_mesh.lua has those that split a model among processes, and schema_deepspeed.lua the rest
--- of DeepSpeed's. All are joined into one list.
+-- with an effect here. schema_mesh.lua has the keys that split a model among processes, and schema_deepspeed.lua the
+-- rest of DeepSpeed's keys. All are joined into one list.
 --
 -- A section: { path, its description, rows }. `of`: the rows apply only if the parent's `type` has this value. `acts`:
 -- the default of `acts` for honoured rows. A row: { key, type, default, status, words, check =, required =, acts = }:

@@ -2,14 +2,14 @@
 -- Finds the weight of a loss, the divisor of its mean. Losses of micro-batches, ranks and evaluation batches are
 -- averaged by these weights. The loss functions (F.cross_entropy, F.lm_loss, F.nll_loss, nn.ParallelLMHead's) note the
 -- weight of their targets, so that every ignore_index and class weight counts. A loss that a script makes from noted
--- losses, by factors or as a sum, has their weight; the tape tells which ops made it. A loss made from losses of
--- different weights has no weight.
+-- losses, by factors or as a sum, has the weight of these losses; the tape records which ops made it. A loss made from
+-- losses of different weights has no weight.
 --
 -- A note also has the hits of a loss: the number of targets whose logit is the largest of its row (of equal ones, the
 -- first). The ops count hits only while a user of loss_weight.watch reads them.
 --
--- A note stores the index of the op that made the loss, not the loss, which may be collected before backward. It holds
--- only numbers and labels on the host, never a loss with a history, so it keeps no graph alive.
+-- A note stores the index of the op that made the loss, not the loss itself, which may be collected before backward. A
+-- note holds only numbers and labels on the host, never a loss with a history, so it keeps no graph alive.
 local array = require "ps.core.array"
 local caller = require "ps.core.caller"
 local devices = require "ps.core.devices"

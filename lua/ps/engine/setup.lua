@@ -293,7 +293,8 @@ end
 -- Returns the function that creates the model: the script's, or that of a planner that tries other sizes.
 local function model_of(model_func) return hooks.ask("model", model_func) or model_func end
 
--- Returns the same counts for a model created on the meta device, or nil if the model's function cannot run there.
+-- Returns the counts of parameters, like `count`, of a model created on the meta device. Returns nil if the model's
+-- function cannot run there.
 local function count_parameters(model_func)
   local restore = random_state.keep()
   local was = create.set_default_device("meta")

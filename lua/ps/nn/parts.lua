@@ -119,8 +119,8 @@ function parts.batch(model, args)
   return args
 end
 
---- Calls fn for each tensor that a part declares: those of its modules, including plain fields, and those that it
---- names.
+--- Calls fn for each tensor that a part declares: the tensors of its modules, including plain fields, and the
+--- tensors of the model that the part names.
 ---@param model ps.nn.Module
 ---@param part ps.nn.Part
 ---@param fn fun(at: ps.nn.PartTensor)

@@ -16,7 +16,8 @@ local function how_of(group)
   return made and made.average
 end
 
---- Returns whether an optimizer has groups with other values in training, and whether one of them holds these now.
+--- Returns whether an optimizer has groups whose values differ between training and evaluation. Also returns whether
+--- one of these groups now holds its values for training.
 ---@param optimizer {groups: table[]}
 ---@return boolean differs
 ---@return boolean trains

@@ -42,8 +42,8 @@ local function numbers(given)
   return (sample * T + range(T):reshape(1, T) - begin):to("int64"):reshape(B * T)
 end
 
---- Returns where x lies in the segments that are being computed, for the op `dropout`. Returns `part` if there are no
---- segments, or if x has no row for each position.
+--- Returns the positions of x's rows in their segments, for the op `dropout`. Returns `part` if the part of the model
+--- that is being computed has no segments, or if x has no row for each position.
 ---@param x ps.Tensor [B, T, C] or [B T, C], or a part of it
 ---@param part? {first?: integer, rows?: ps.Tensor, per_sample: integer} which rows of the whole tensor x has
 ---@return {first?: integer, rows?: ps.Tensor, per_sample: integer}?

@@ -151,7 +151,8 @@ local ROOM = { OP_CHUNKS = true, OP_BESIDE_RESIDENTS = true, RESIDENTS = true, H
 function finer.share(engine, problem)
   local sub = type(problem) == "table" and problem.sub
   if not ROOM[sub] then return nil end
-  -- If some chunks exist only on the first tier, room for two of the largest chunks is kept free on the last tier.
+  -- HOMELESS: the last tier lacks room. The plan also wants room there for two of the largest chunks, and smaller
+  -- chunks reduce only this part of the need (src/chunk/resident.c).
   if sub == "HOMELESS" and problem.lacking > 2 * chunk_bytes(largest_shared(engine)) then return nil end
   if engine.cfg.chunk_size then
     problem.msg = problem.msg .. "; a smaller chunk_size may also help"

@@ -324,8 +324,8 @@ function Stages:own(name)
   end
 end
 
---- Returns the other virtual stages of this rank that use a parameter, in addition to own(), as indices among this
---- rank's virtual stages.
+--- Returns the virtual stages of this rank that use a parameter, except the first, which own() returns. The results are
+--- indices among this rank's virtual stages.
 ---@param name string
 ---@return integer[]
 function Stages:other_uses(name)

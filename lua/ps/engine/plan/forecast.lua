@@ -29,9 +29,9 @@ end
 ---@return integer?
 function forecasts.dry_run(engine, args, like)
   local restore = random_state.keep()
-  -- Small tensors live until Lua's collector runs. Those of an earlier dry run are collected first, since they would
-  -- count in this dry run's peak. The peak counts all tensors of this dry run, so it is valid whenever the collector
-  -- runs.
+  -- Small tensors live until Lua's collector runs. The tensors of an earlier dry run are collected first, since they
+  -- would count in this dry run's peak. The peak counts all tensors of this dry run, so it is valid whenever the
+  -- collector runs.
   local ok, id, problem = collector.without(step.dry_run, engine, args, like)
   restore()
   if not ok then error(id, 0) end

@@ -47,7 +47,7 @@ end
 function adopt.groups(optimizer, module)
   local number_of, list, by_name, left = {}, {}, {}, {}
   for number, group in ipairs(optimizer.groups) do
-    -- nil for the optimizer's own kind, which is the configuration's type. Groups of ps.bmt name no kind.
+    -- nil if the group has the optimizer's own kind, since the configuration's type names it. ps.bmt names no kinds.
     local kind = group.kind ~= optimizer.kind.name and group.kind or nil
     list[number] = { match = function(name) return by_name[name] == number end, optimizer = kind }
     for _, key in ipairs(optimizers.of(kind or optimizer.kind.name).settings) do list[number][key] = group[key] end
