@@ -1,10 +1,11 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The kernel of the wire (nccl.cpp). It adds up the bytes of all ranks in the order of ranks, in fp32 (fp64 for
- * fp64), and rounds once. comm/comm.c computes the same bits in host memory. */
+ * The kernel of the wire (nccl.cpp): adds up the bytes of all ranks in the order of ranks, in fp32 (fp64 for fp64),
+ * and rounds once. comm/comm.c computes the same bits in host memory. */
 #include "backend/cuda/device.h"
 #include "backend/cuda/nccl.h"
 
-/* at[r] is rank r's address of [numel] elements. The arguments of a kernel can have at least 4 KiB. */
+/* at[r] is rank r's address of [numel] elements. The struct is passed by value: a kernel's arguments can have at
+ * least 4 KiB. */
 struct addends { const void *at[PS_CUDA_MOST_RANKS]; };
 
 template <class T> KERNEL_UP_TO(THREADS) add_up(addends in, int n, int64_t packs, int64_t numel, T *to)

@@ -1,15 +1,15 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * Attention backward of bf16 and fp16 on tensor cores, for heads of up to 256, after FlashAttention-2 (Dao 2023).
- * The scores are computed again from the saved log-sum-exp, once for dq (rows are queries) and once for dk and dv
- * (rows are keys). So no atomics are needed, and the bits are the same each time. As in forward, the next tile is
- * copied while the current tile is computed.
+ * Scores are computed again from the saved log-sum-exp, once for dq (rows are queries) and once for dk and dv (rows
+ * are keys). So no atomics are needed, and the bits are the same each time. As in forward, the next tile is copied
+ * while the current tile is computed.
  *
  * With w = exp2(scale q.k - lse), m the factor of dropout, d = dy.v: ds = w (m d - delta), dq = scale ds k, dk =
  * scale ds^T q, dv = (w m)^T dy. Rows that do not exist are zero, and add zeros. A hidden weight can have any value
  * before it is set to 0, because the log-sum-exp of a query that sees no key is -infinity.
  *
- * Queries that see one key (sure_before) have dq 0. For dk and dv, their q and log-sum-exp are replaced by 0. The
- * weight is then 2^0, which is correct, and the rounding error of ds adds 0 to dk. */
+ * Queries that see one key (sure_before) have dq 0. For dk and dv, their q and log-sum-exp are replaced by 0: the
+ * weight is 2^0, which is correct, and the rounding error of ds adds 0 to dk. */
 #include "backend/cuda/attention_tiles.h"
 
 /* -- dq: rows are queries ------------------------------------------------------------------------------------------ */
@@ -17,8 +17,8 @@ template <int DP, bool LEAN> struct dq_shape {
     enum { RT = DP == 256 ? 1 : 2, BLOCK = 128, ROWS = BLOCK / 2 * RT, KEYS = (DP == 64 ? 64 : 32) / (LEAN ? 1 : 2) };
 };
 
-/* Turns s and d [16 RT, 8 N] into gradients: s becomes ds. Rows are queries from i on, columns are keys from `first`
- * on. */
+/* Turns the scores s [16 RT, 8 N] into their gradients ds. d is dy.v. Rows are queries from i on, columns are keys
+ * from `first` on. */
 template <int RT, int N, bool LEAN>
 DEV void slope_of_rows(const attention &t, float (*s)[N][4], float (*d)[N][4], float (*lse)[2], float (*delta)[2],
                        int64_t b, int64_t h, int i, int first, bool some_hidden)
@@ -63,7 +63,7 @@ DEV void slope_of_rows(const attention &t, float (*s)[N][4], float (*d)[N][4], f
     }
 }
 
-/* Clears dq of the queries from w0 on that see only one key of their segment. */
+/* Clears dq of the queries from w0 on that see one key of their segment. */
 template <int DP, int RT> DEV void clear_singles(const attention &t, float (*dq)[DP / 8][4], int64_t b, int w0)
 {
 #pragma unroll
@@ -84,7 +84,7 @@ KERNEL_UP_TO(Shape::BLOCK, 2) dq_kernel(const __grid_constant__ attention t)
     PS_DYNAMIC_SHARED(shared);
     uint16_t *q_tile = (uint16_t *)shared, *dy_tile = q_tile + ROWS * DP, *stages = dy_tile + ROWS * DP;
     int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, h = blockIdx.y, b = blockIdx.z;
-    int q0 = (int)(gridDim.x - 1 - blockIdx.x) * ROWS, w0 = q0 + warp * 16 * RT;  /* starts with the longest rows */
+    int q0 = (int)(gridDim.x - 1 - blockIdx.x) * ROWS, w0 = q0 + warp * 16 * RT;  /* begins with the longest rows */
     int n_q = (int)t.T, n_k = (int)t.S, off = n_k - n_q, D = (int)t.D, end = t.causal ? min(n_k, q0 + ROWS + off) : n_k;
     int seen_by_all = t.causal ? min(n_k, w0 + off + 1) : n_k, seen_by_any = t.causal ? w0 + 16 * RT + off : n_k;
     int begin = 0, seen_from = 0;
@@ -113,7 +113,7 @@ KERNEL_UP_TO(Shape::BLOCK, 2) dq_kernel(const __grid_constant__ attention t)
     keys.next(stages, t, begin, n_k, D, mask);
     for (int first = begin; first < end || first == begin; first += KEYS) {
         uint16_t *k = keys.place_of(stages, first), *v = k + KEYS * DP;
-        async_wait<0>(); /* this tile is complete, and no warp still reads the previous tile */
+        async_wait<0>(); /* this tile is complete, and no warp reads the previous one */
         __syncthreads();
         if (first + KEYS < end) keys.next(stages, t, first + KEYS, n_k, D, mask);
         if (first >= seen_by_any || w0 >= n_q || (!LEAN && first + KEYS <= seen_from)) continue;
@@ -135,9 +135,9 @@ KERNEL_UP_TO(Shape::BLOCK, 2) dq_kernel(const __grid_constant__ attention t)
 }
 
 /* -- dk, dv: rows are keys ----------------------------------------------------------------------------------------- */
-/* Shapes of the kernel for dk and dv, whose sums fill the registers. A warp has 32 keys for heads of 64, and
- * otherwise 16. For heads of 128, registers also hold k and v. For heads of 256, a block has only W columns of dk
- * and dv, so two blocks share the work of 64 keys. A tile of queries is processed in parts. */
+/* Shapes of the kernel for dk and dv, whose sums fill the registers. A warp has 32 keys for heads of 64, otherwise
+ * 16. For heads of 128, registers also hold k and v. For heads of 256, a block has only W columns of dk and dv: two
+ * blocks share the work of 64 keys. A tile of queries is processed in parts. */
 template <int DP, bool LEAN> struct dkv_shape;
 template <bool LEAN> struct dkv_shape<64, LEAN> {
     enum { RT = 2, BLOCK = 128, BLOCKS = 2, QUERIES = 64, PART = LEAN ? 32 : 16, W = 64 };
@@ -152,7 +152,7 @@ template <bool LEAN> struct dkv_shape<256, LEAN> {
     typedef rows_shared<256, 1> rows;
 };
 
-/* Sets s [16 RT, 8 N] to 0 where a key and a query are in different segments. Rows are keys from j on, columns are
+/* Sets s [16 RT, 8 N] to 0 where key and query are in different segments. Rows are keys from j on, columns are
  * queries from `first` on. */
 template <int RT, int N> DEV void hide_segments(const attention &t, float (*s)[N][4], int64_t b, int j, int first)
 {
@@ -171,8 +171,7 @@ template <int RT, int N> DEV void hide_segments(const attention &t, float (*s)[N
         }
 }
 
-/* Sets d, which has the layout of s in hide_segments, to 0 for queries that see one key of their segment. A key is
- * in the same segment as its queries. */
+/* Sets d, in the layout of hide_segments' s, to 0 for queries that see one key of their segment. */
 template <int RT, int N> DEV void clear_slopes(const attention &t, float (*d)[N][4], int64_t b, int j, int first)
 {
     int lane = threadIdx.x & 31;
@@ -189,8 +188,8 @@ template <int RT, int N> DEV void clear_slopes(const attention &t, float (*d)[N]
         }
 }
 
-/* Turns s and d [16 RT, 8 N] into gradients: s becomes w m, and d becomes ds. Rows are keys from j on, columns are
- * queries from `first` on. lse and delta belong to these queries. */
+/* Turns s and d [16 RT, 8 N] into gradients: s becomes w m, d becomes ds. Rows are keys from j on, columns are
+ * queries from `first` on, to which lse and delta belong. */
 template <int RT, int N, bool LEAN>
 DEV void slope_of_columns(const attention &t, float (*s)[N][4], float (*d)[N][4], const float *lse, const float *delta,
                           int64_t b, int64_t h, int j, int first, bool some_hidden)
@@ -236,7 +235,7 @@ DEV void slope_of_columns(const attention &t, float (*s)[N][4], float (*d)[N][4]
     if (!LEAN && t.begin) clear_slopes<RT, N>(t, d, b, j, first);
 }
 
-/* Loads the log-sum-exp and delta of N queries, from query `first` on, in the way that `reader` loads rows. */
+/* Loads the log-sum-exp and delta of N queries from `first` on, like `reader` loads rows. */
 template <int N> struct sums_reader {
     const float *from;
     __device__ __forceinline__ void open(const attention &t, int64_t b, int64_t h, int first)
@@ -259,12 +258,12 @@ KERNEL_UP_TO(Shape::BLOCK, Shape::BLOCKS) dkv_kernel(const __grid_constant__ att
     enum { PART = Shape::PART, N = PART / 8, W = Shape::W };
     PS_DYNAMIC_SHARED(shared);
     uint16_t *k_tile = (uint16_t *)shared, *v_tile = k_tile + ROWS * DP, *stages = v_tile + ROWS * DP;
-    float *sums = (float *)(stages + 4 * QUERIES * DP);                          /* two buffers of [2, QUERIES]: lse,
-                                                                                  * delta */
+    float *sums = (float *)(stages + 4 * QUERIES * DP);                          /* two buffers [2, QUERIES] of lse
+                                                                                  * and delta */
     int warp = threadIdx.x >> 5, h = blockIdx.y, b = blockIdx.z, col = (int)blockIdx.x % (DP / W) * W;
     int k0 = (int)blockIdx.x / (DP / W) * ROWS, w0 = k0 + warp * 16 * RT;
     int n_q = (int)t.T, n_k = (int)t.S, off = n_k - n_q, D = (int)t.D, begin = 0, until = n_q, seen_from = 0;
-    int sure = LEAN ? t.sure : sure_queries(t, b);   /* LEAN implies that there is no mask */
+    int sure = LEAN ? t.sure : sure_queries(t, b);   /* LEAN means that there is no mask */
     const uint8_t *mask = t.mask ? t.mask + b * t.mask_b : NULL;
     reader<DP, ROWS, BLOCK, LEAN> k_rows, v_rows;
     reader<DP, QUERIES, BLOCK, LEAN> q_rows, dy_rows;
@@ -277,7 +276,7 @@ KERNEL_UP_TO(Shape::BLOCK, Shape::BLOCKS) dkv_kernel(const __grid_constant__ att
     if (t.causal && k0 > off) begin = (k0 - off) / QUERIES * QUERIES;            /* earlier queries see none of these
                                                                                   * keys */
     int seen_by_any = n_q;
-    if (!LEAN && t.begin) {                          /* limits the loop to queries in the keys' segments */
+    if (!LEAN && t.begin) {                          /* only queries in the keys' segments */
         span all = span_of(t, b, k0, ROWS, n_q), own = span_of(t, b, w0, 16 * RT, n_q);
         begin = max(begin, all.begin / QUERIES * QUERIES), until = all.end;
         seen_from = own.begin, seen_by_any = own.end;
@@ -296,11 +295,11 @@ KERNEL_UP_TO(Shape::BLOCK, Shape::BLOCKS) dkv_kernel(const __grid_constant__ att
     async_wait<1>();                                 /* k and v are complete */
     __syncthreads();
     k.open(own_k), v.open(own_v);
-    for (int first = begin; first < until; first += QUERIES) { /* without segments, some query sees every key */
+    for (int first = begin; first < until; first += QUERIES) { /* without segments, some query sees each key */
         stage = first / QUERIES & 1;
         uint16_t *q = stages + stage * 2 * QUERIES * DP, *dy = q + QUERIES * DP;
         const float *own_sums = sums + stage * 2 * QUERIES;
-        async_wait<0>(); /* this tile is complete, and no warp still reads the previous tile */
+        async_wait<0>(); /* this tile is complete, and no warp reads the previous one */
         __syncthreads();
         if (first + QUERIES < until) {
             uint16_t *next = stages + (stage ^ 1) * 2 * QUERIES * DP;
@@ -323,7 +322,7 @@ KERNEL_UP_TO(Shape::BLOCK, Shape::BLOCKS) dkv_kernel(const __grid_constant__ att
             times<T, DP, RT, N, W>(dk, d, q + part * DP + col);
         }
     }
-    if (!LEAN) async_wait<0>();                      /* if all positions are padding, the loop had no tile */
+    if (!LEAN) async_wait<0>();                      /* if all positions are padding, no tile waited */
     if (t.dk.p) store_rows<T, DP, RT, LEAN, W>(t.dk, b, h, w0, n_k, col, D, dk, t.scale, own_k);
     if (t.dv.p) store_rows<T, DP, RT, LEAN, W>(t.dv, b, h, w0, n_k, col, D, dv, 1, own_v);
 }

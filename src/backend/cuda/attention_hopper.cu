@@ -1,14 +1,14 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * Attention of bf16 and fp16 by warpgroup products (wgmma.h), for compute capability 9.0: heads of 64 and 128,
  * aligned rows, causal or not, without mask, segments and dropout. One tile's product overlaps another tile's
- * softmax, as in FlashAttention-3 (Shah et al. 2024). attention_flash.cu computes all other cases, and also the
- * forward of heads of 64, for which it is faster. PS_CUDA_ATTENTION=wgmma or mma selects one kind of kernel for all
- * cases. This file is compiled only for sm_90a.
+ * softmax, as in FlashAttention-3 (Shah et al. 2024). attention_flash.cu computes all other cases, and the forward
+ * of heads of 64, for which it is faster. PS_CUDA_ATTENTION=wgmma or mma selects one kind of kernel for all cases.
+ * This file is compiled only for sm_90a.
  *
  * A warpgroup has 64 rows of the block's tile. Scores and outputs are accumulators in registers. Thread `lane` of
  * warp w has columns 8 n + lane % 4 * 2 and the next: of row 16 w + lane / 4 in x[4 n] and x[4 n + 1], and of the
- * row 8 below in x[4 n + 2] and x[4 n + 3]. Operand A has the same layout in registers, so one product's weights
- * are the next product's operand. Tiles of keys are copied asynchronously into two buffers each. */
+ * row 8 below in x[4 n + 2] and x[4 n + 3]. Operand A has the same layout, so one product's weights are the next
+ * product's operand. Tiles of keys are copied asynchronously into two buffers each. */
 #include "backend/cuda/attention.h"
 #include "backend/cuda/wgmma.h"
 
@@ -16,11 +16,11 @@
 
 template <class T> DEV uint32_t two(float low, float high) { return two_down(T(), low, high); }
 
-/* A tile [ROWS, D] consists of D / 64 consecutive panels. */
+/* A tile [ROWS, D] is D / 64 consecutive panels. */
 template <int D, int ROWS> struct tile { enum { PANEL = ROWS * PANEL_ROW, NBYTES = D / PANEL_COLS * PANEL }; };
 
-/* Copies rows first .. first + ROWS of a head to a tile. Rows from `limit` on become zero. With FROM_LEAST, rows
- * before `least` become zero as well. The copies are asynchronous and not committed. */
+/* Copies rows first .. first + ROWS of a head to a tile. Rows from `limit` on, and with FROM_LEAST rows before
+ * `least`, become zero. The copies are asynchronous and not committed. */
 template <int D, int ROWS, int BLOCK, bool FROM_LEAST = false>
 DEV void load_tile(unsigned char *dst, const heads &x, int64_t b, int64_t h, int64_t first, int64_t limit,
                    int64_t least = 0)
@@ -38,7 +38,7 @@ DEV void load_tile(unsigned char *dst, const heads &x, int64_t b, int64_t h, int
     }
 }
 
-/* Computes c [64, N] = a b^T over D columns. a: this warpgroup's rows in a tile of A_ROWS rows. b: a tile of N rows. */
+/* Computes c [64, N] = a b^T over D columns. a: this warpgroup's rows of a tile of A_ROWS rows. b: a tile of N rows. */
 template <class T, int D, int A_ROWS, int N> DEV void times_transposed(float *c, uint64_t a, uint64_t b)
 {
 #pragma unroll
@@ -69,9 +69,8 @@ template <int COUNT> DEV void clear(float *x)
     for (int i = 0; i < COUNT; i++) x[i] = 0;
 }
 
-/* Stores a warpgroup's 64 rows to a head, from row `first` on, up to row `limit`. Each warp writes its 16 rows to
- * `own`, and reads them back 16 bytes at a time. `own` is 64 rows of a tile of A_ROWS rows that is no longer used
- * otherwise. */
+/* Stores a warpgroup's 64 rows to a head, from row `first` on and below row `limit`. Each warp writes its 16 rows to
+ * `own`, and reads them back 16 bytes at a time. `own` is 64 rows of a tile of A_ROWS rows that is no longer in use. */
 template <class T, int D, int A_ROWS>
 DEV void store_rows(unsigned char *own, const heads &x, int64_t b, int64_t h, int64_t first, int64_t limit,
                     const float *o, float by0, float by1)
@@ -98,8 +97,8 @@ DEV void store_rows(unsigned char *own, const heads &x, int64_t b, int64_t h, in
 }
 
 /* -- forward ------------------------------------------------------------------------------------------------------- */
-/* Which keys this thread's rows see in the tile that begins at key `first`. last: each row sees columns up to this
- * column. all: whether every row of the warp sees every column. w0: the warp's first row. */
+/* The keys of the tile that begins at key `first`, as this thread's rows see them. last: last column that each row
+ * sees. all: whether every row of the warp sees every column. w0: the warp's first row. */
 template <int KEYS> struct sight {
     int last[2];
     bool all;
@@ -116,8 +115,8 @@ template <int KEYS> struct sight {
     }
 };
 
-/* Turns the scores of a tile into weights 2^(scale (s - top)), and updates the running top and sum of this thread's
- * two rows. `shrink` is set to the factor for the previous sums. scale > 0. */
+/* Turns a tile's scores into weights 2^(scale (s - top)), and updates top and sum of this thread's two rows. Sets
+ * `shrink` to the factor for earlier sums. scale > 0. */
 template <int KEYS>
 DEV void soften(float *s, float *top, float *sum, float *shrink, float scale, const sight<KEYS> &seen)
 {
@@ -163,7 +162,7 @@ template <int D> struct shape;
 template <> struct shape<64> { enum { GROUPS = 3, KEYS = 128 }; };
 template <> struct shape<128> { enum { GROUPS = 2, KEYS = 128 }; };
 
-/* Stores the outputs and the log-sum-exp of a warpgroup's rows, from row `first` on. */
+/* Stores the outputs and log-sum-exp of a warpgroup's rows, from row `first` on. */
 template <class T, int D, int ROWS>
 DEV void put_out(const attention &t, unsigned char *own, int64_t b, int64_t h, int64_t first, const float *o,
                  const float *top, const float *sum)
@@ -193,10 +192,9 @@ KERNEL_UP_TO(128 * shape<D>::GROUPS, 1) forward_kernel(const __grid_constant__ a
     typedef tile<D, KEYS> key_tile;
     PS_DYNAMIC_SHARED(raw);
     unsigned char *q = raw + (-shared_address(raw) & (PANEL_ALIGN - 1)), *k = q + tile<D, ROWS>::NBYTES;
-    unsigned char *v = k + 2 * key_tile::NBYTES;                     /* k and v have two buffers each, used
-                                                                      * alternately */
+    unsigned char *v = k + 2 * key_tile::NBYTES;                     /* k and v have two buffers each, used in turns */
     int group = __shfl_sync(0xffffffffu, threadIdx.x >> 7, 0);
-    int64_t q0 = (int64_t)(gridDim.x - 1 - blockIdx.x) * ROWS, b = blockIdx.z;            /* starts with the longest
+    int64_t q0 = (int64_t)(gridDim.x - 1 - blockIdx.x) * ROWS, b = blockIdx.z;            /* begins with the longest
                                                                                            * rows */
     int64_t h = blockIdx.y, kh = h / t.group;
     int64_t w0 = q0 + group * 64 + (threadIdx.x >> 5 & 3) * 16, end = t.causal ? min(t.S, q0 + ROWS + t.S - t.T) : t.S;
@@ -227,9 +225,8 @@ KERNEL_UP_TO(128 * shape<D>::GROUPS, 1) forward_kernel(const __grid_constant__ a
         hold<KEYS / 2>(s);
         soften<KEYS>(s, top, sum, shrink, scale, sight<KEYS>::of(t, w0, 0));
     }
-    /* s: weights of tile j. o: output of the earlier tiles, whose product is still running. The wait for this
-     * product is at the head of the loop. If it were in the same basic block as the softmax, ptxas would move it
-     * before the softmax. */
+    /* s: weights of tile j. o: output of the earlier tiles, whose product still runs. The wait for it is at the head
+     * of the loop, because ptxas would move it before the softmax if both were in one basic block. */
     for (int j = 0; j + 1 < tiles; j++) {
         int here = j & 1, there = here ^ 1;
         int64_t first = (int64_t)(j + 1) * KEYS;
@@ -237,9 +234,9 @@ KERNEL_UP_TO(128 * shape<D>::GROUPS, 1) forward_kernel(const __grid_constant__ a
         hold<D / 2>(o);
         shrink_rows<D>(o, shrink);
         to_halves<T, KEYS>(p, s);
-        async_wait<0>();                             /* the next tile's k and this tile's v are complete; after the */
-        async_fence();                               /* barrier no warp still reads this k and the last v */
-        __syncthreads();
+        async_wait<0>();                             /* the next tile's k and this tile's v are complete */
+        async_fence();
+        __syncthreads();                             /* no warp reads this k and the last v any more */
         if (j + 2 < tiles) load_tile<D, KEYS, BLOCK>(k + here * key_tile::NBYTES, t.k, b, kh, first + KEYS, t.S);
         load_tile<D, KEYS, BLOCK>(v + there * key_tile::NBYTES, t.v, b, kh, first, t.S);
         async_commit();
@@ -275,13 +272,12 @@ KERNEL_UP_TO(128 * shape<D>::GROUPS, 1) forward_kernel(const __grid_constant__ a
 
 /* -- backward ------------------------------------------------------------------------------------------------------ */
 /* With w = 2^(scale q.k - lse) and d = dy.v: ds = w (d - delta), dq = scale ds k, dk = scale ds^T q, dv = w^T dy.
- * Rows that do not exist are zero, with a log-sum-exp of 0, and add nothing. A hidden weight can have any value
+ * Rows that do not exist are zero, have a log-sum-exp of 0, and add nothing. A hidden weight can have any value
  * before it is set to 0, because the log-sum-exp of a query that sees no key is -infinity. Queries that see one key
- * (sure_before) are treated as in attention_flash_backward.cu: dq is set to 0, and for dk and dv, q and the
- * log-sum-exp are set to 0 as well. */
+ * (sure_before) are treated as in attention_flash_backward.cu: dq is 0, and so are q and the log-sum-exp for dk and
+ * dv. */
 
-/* Reads delta and the log-sum-exp, which is multiplied by log2 e, for this thread's two rows. w0: the warp's first
- * query. */
+/* Reads delta and lse log2 e for this thread's two rows. w0: the warp's first query. */
 DEV void read_figures(const attention &t, int64_t b, int64_t h, int64_t w0, float *lse, float *delta)
 {
 #pragma unroll
@@ -292,7 +288,7 @@ DEV void read_figures(const attention &t, int64_t b, int64_t h, int64_t w0, floa
     }
 }
 
-/* Turns s and d [64, KEYS] of a warpgroup's queries into gradients: s becomes ds. lse and delta come from
+/* Turns the scores s [64, KEYS] of a warpgroup's queries into their gradients ds. d is dy.v. lse and delta come from
  * read_figures. */
 template <int KEYS>
 DEV void slope_of_rows(float *s, const float *d, const float *lse, const float *delta, float scale,
@@ -317,8 +313,8 @@ template <int D> static size_t dq_nbytes(void)
     return 2 * tile<D, 64 * dq_shape<D>::GROUPS>::NBYTES + 5 * tile<D, dq_shape<D>::KEYS>::NBYTES + PANEL_ALIGN;
 }
 
-/* Rows are queries. Keys have three buffers, because a tile is read for the second time while the next tile is read
- * for the first time. */
+/* Computes dq. Rows are queries. Keys have three buffers, because a tile is read for the second time while the next
+ * tile is read for the first time. */
 template <class T, int D>
 KERNEL_UP_TO(128 * dq_shape<D>::GROUPS, 1) dq_kernel(const __grid_constant__ attention t)
 {
@@ -328,7 +324,7 @@ KERNEL_UP_TO(128 * dq_shape<D>::GROUPS, 1) dq_kernel(const __grid_constant__ att
     unsigned char *q = raw + (-shared_address(raw) & (PANEL_ALIGN - 1)), *dy = q + tile<D, ROWS>::NBYTES;
     unsigned char *k = dy + tile<D, ROWS>::NBYTES, *v = k + 3 * key_tile::NBYTES;
     int group = __shfl_sync(0xffffffffu, threadIdx.x >> 7, 0);
-    int64_t q0 = (int64_t)(gridDim.x - 1 - blockIdx.x) * ROWS, b = blockIdx.z;            /* starts with the longest
+    int64_t q0 = (int64_t)(gridDim.x - 1 - blockIdx.x) * ROWS, b = blockIdx.z;            /* begins with the longest
                                                                                            * rows */
     int64_t h = blockIdx.y, kh = h / t.group;
     int64_t w0 = q0 + group * 64 + (threadIdx.x >> 5 & 3) * 16, end = t.causal ? min(t.S, q0 + ROWS + t.S - t.T) : t.S;
@@ -365,15 +361,15 @@ KERNEL_UP_TO(128 * dq_shape<D>::GROUPS, 1) dq_kernel(const __grid_constant__ att
         hold<KEYS / 2>(d);
         slope_of_rows<KEYS>(s, d, lse, delta, scale, sight<KEYS>::of(t, w0, 0));
     }
-    /* s: ds of tile j. dq: sum of the earlier tiles, whose product is still running, as in forward_kernel. */
+    /* s: ds of tile j. dq: sum of the earlier tiles, whose product still runs, as in forward_kernel. */
     for (int j = 0; j + 1 < tiles; j++) {
         int64_t first = (int64_t)(j + 1) * KEYS;
         wgmma_wait<0>();
         hold<D / 2>(dq);
         to_halves<T, KEYS>(ds, s);
-        async_wait<0>(); /* the next tile is complete; after the barrier no warp still reads */
-        async_fence();                               /* the last k and this v */
-        __syncthreads();
+        async_wait<0>();                             /* the next tile is complete */
+        async_fence();
+        __syncthreads();                             /* no warp reads the last k and this v any more */
         if (j + 2 < tiles) {
             load_tile<D, KEYS, BLOCK>(k + (j + 2) % 3 * key_tile::NBYTES, t.k, b, kh, first + KEYS, t.S);
             load_tile<D, KEYS, BLOCK>(v + (j & 1) * key_tile::NBYTES, t.v, b, kh, first + KEYS, t.S);
@@ -404,7 +400,7 @@ KERNEL_UP_TO(128 * dq_shape<D>::GROUPS, 1) dq_kernel(const __grid_constant__ att
         wgmma_wait<0>();
         hold<D / 2>(dq);
     }
-    __syncthreads();                                 /* no warp's product still reads q */
+    __syncthreads();                                 /* no warp's product reads q any more */
     int64_t sure = t.sure - w0;
     if (sure > 0)
 #pragma unroll
@@ -414,7 +410,7 @@ KERNEL_UP_TO(128 * dq_shape<D>::GROUPS, 1) dq_kernel(const __grid_constant__ att
 }
 
 /* Turns s and d [64, QUERIES] into w and ds, rounded to halves. Rows are a warpgroup's keys from j on, columns are
- * queries from `first` on. lse, delta [QUERIES]: values of these queries. w0: the warp's first key. */
+ * queries from `first` on, to which lse and delta [QUERIES] belong. w0: the warp's first key. */
 template <class T, int QUERIES>
 DEV void slope_of_columns(const attention &t, uint32_t *w, uint32_t *ds, float *s, const float *d, const float *lse,
                           const float *delta, float scale, int64_t w0, int64_t first)
@@ -441,8 +437,8 @@ DEV void slope_of_columns(const attention &t, uint32_t *w, uint32_t *ds, float *
 }
 
 enum { DKV_GROUPS = 2, DKV_BLOCK = 128 * DKV_GROUPS, DKV_ROWS = 64 * DKV_GROUPS, QUERIES = 64 };
-/* A tile of queries: q and dy, followed by their log-sum-exp and delta. There are three buffers: products use the
- * first, the second has the next tile, and the third is being loaded. */
+/* A tile of queries: q and dy, then their log-sum-exp and delta. There are three buffers: one in use by products,
+ * one with the next tile, and one being loaded. */
 template <int D> struct query_tile {
     enum { DY = tile<D, QUERIES>::NBYTES, LSE = 2 * DY, DELTA = LSE + QUERIES * 4, NBYTES = LSE + PANEL_ALIGN };
 };
@@ -466,7 +462,8 @@ template <int D> DEV void load_queries(unsigned char *to, const attention &t, in
     async_commit();
 }
 
-/* Rows are keys. If heads share keys, each query head's sums are written to separate memory (run_grouped_backward). */
+/* Computes dk and dv. Rows are keys. If heads share keys, each query head's sums go to separate memory
+ * (run_grouped_backward). */
 template <class T, int D>
 KERNEL_UP_TO(DKV_BLOCK, 1) dkv_kernel(const __grid_constant__ attention t)
 {
@@ -479,8 +476,8 @@ KERNEL_UP_TO(DKV_BLOCK, 1) dkv_kernel(const __grid_constant__ attention t)
     int64_t w0 = k0 + group * 64 + (threadIdx.x >> 5 & 3) * 16;
     if (t.causal && k0 > t.S - t.T) begin = (k0 - (t.S - t.T)) / QUERIES * QUERIES;      /* earlier queries see none
                                                                                           * of these keys */
-    int tiles = (int)((t.T - begin + QUERIES - 1) / QUERIES);        /* at least one tile, because the last query
-                                                                      * sees all keys */
+    int tiles = (int)((t.T - begin + QUERIES - 1) / QUERIES);        /* at least one, because the last query sees all
+                                                                      * keys */
     float dk[D / 2], dv[D / 2], s[QUERIES / 2], d[QUERIES / 2], scale = t.scale * LOG2_E;
     uint32_t w[QUERIES / 4], ds[QUERIES / 4];
     clear<D / 2>(dk);
@@ -498,9 +495,9 @@ KERNEL_UP_TO(DKV_BLOCK, 1) dkv_kernel(const __grid_constant__ attention t)
     for (int j = 0; j < tiles; j++) {
         int64_t first = begin + (int64_t)j * QUERIES;
         uint32_t at = j % 3 * place::NBYTES;
-        async_wait<0>(); /* this tile is complete; after the barrier no warp still reads */
-        async_fence();                               /* the tile before the last */
-        __syncthreads();
+        async_wait<0>();                             /* this tile is complete */
+        async_fence();
+        __syncthreads();                             /* no warp reads the tile before the last any more */
         if (j + 1 < tiles) load_queries<D>(queries + (j + 1) % 3 * place::NBYTES, t, b, h, first + QUERIES);
         wgmma_fence();
         times_transposed<T, D, DKV_ROWS, QUERIES>(s, own_k, descriptor_at(along, at));
@@ -521,7 +518,7 @@ KERNEL_UP_TO(DKV_BLOCK, 1) dkv_kernel(const __grid_constant__ attention t)
     wgmma_wait<0>();
     hold<D / 2>(dk);
     hold<D / 2>(dv);
-    __syncthreads();                                 /* no warp's product still reads k and v */
+    __syncthreads();                                 /* no warp's product reads k and v any more */
     int64_t own = group * 64 * PANEL_ROW, row = k0 + group * 64;
     if (t.dk.p) store_rows<T, D, DKV_ROWS>(k + own, t.dk, b, h, row, t.S, dk, t.scale, t.scale);
     if (t.dv.p) store_rows<T, D, DKV_ROWS>(v + own, t.dv, b, h, row, t.S, dv, 1, 1);

@@ -3,8 +3,8 @@
  * over the keys (or queries) in tiles, with an online softmax (Milakov and Gimelshein 2018). No buffer has size T x
  * S, and no atomics are used. bf16 and fp16 run in attention_flash.cu if it supports the operands.
  *
- * Backward, with m the dropout factor: w = exp(scale q.k - lse), ds = w (m (dy . v) - delta) scale, delta = dy .
- * y; dq = ds k, dk = ds^T q, dv = (w m)^T dy. */
+ * Backward, with m the dropout factor: w = exp(scale q.k - lse), ds = w (m (dy . v) - delta) scale, delta = dy . y;
+ * dq = ds k, dk = ds^T q, dv = (w m)^T dy. */
 #include "backend/cuda/attention.h"
 
 enum { TILE = 128, PER_THREAD = 8, MOST_D = TILE * PER_THREAD };
@@ -18,8 +18,7 @@ template <class T, class A> DEV A dot(const T *x, const T *y, int64_t n)
     return s;
 }
 
-/* Returns the bias that a mask of 4 dimensions adds to a score. Values of -1e30 and less, including -infinity, hide
- * the key. */
+/* Returns the addend of a score from a mask of 4 dimensions. Values of -1e30 and less hide the key. */
 template <class A> DEV A bias_of(const attention &t, int64_t b, int64_t h, int64_t i, int64_t j)
 {
     if (!t.bias) return 0;
@@ -30,8 +29,7 @@ template <class A> DEV A bias_of(const attention &t, int64_t b, int64_t h, int64
 }
 
 /* -- forward ------------------------------------------------------------------------------------------------------- */
-/* Computes query blockIdx.x of head blockIdx.y and sample blockIdx.z in one block. Thread x computes columns x, x +
- * TILE, ... of D. */
+/* Computes query blockIdx.x of head blockIdx.y and sample blockIdx.z. Thread x has columns x, x + TILE, ... of D. */
 template <class T> static __global__ void forward_kernel(const __grid_constant__ attention t)
 {
     typedef typename type_info<T>::acc A;
@@ -52,7 +50,7 @@ template <class T> static __global__ void forward_kernel(const __grid_constant__
         if (seen) s += scale * dot<T, A>(q, (const T *)t.k.p + head_at(t.k, b, g, j), t.D);
         A new_top = block_max(s);
         new_top = new_top > top ? new_top : top;
-        if (new_top == -(A)INFINITY) continue;       /* no thread has seen a key yet, so all threads skip */
+        if (new_top == -(A)INFINITY) continue;       /* no thread has seen a key, so all threads skip */
         A w = seen ? exp(s - new_top) : (A)0, shrink = top == -(A)INFINITY ? (A)0 : exp(top - new_top);
         sum = sum * shrink + block_sum(w);
         top = new_top;
@@ -79,7 +77,7 @@ template <class T> static __global__ void forward_kernel(const __grid_constant__
 }
 
 /* -- backward ------------------------------------------------------------------------------------------------------ */
-/* Uses `lanes` threads of a warp per row; `lanes` is a power of two. Threads read 16 bytes at a time if the rows are
+/* Computes delta. Each row has `lanes` threads of a warp, a power of two, which read 16 bytes at a time if rows are
  * aligned. */
 template <class T> static __global__ void delta_kernel(const __grid_constant__ attention t, int lanes)
 {
@@ -102,7 +100,7 @@ template <class T> static __global__ void delta_kernel(const __grid_constant__ a
     if (lane == 0 && i < t.T) ((A *)t.delta)[(b * t.H + h) * t.T + i] = s;
 }
 
-/* Uses a block per sample. Finds the first key that the mask shows, then the second. */
+/* Finds the second key that each sample's mask shows, with a block per sample. */
 static __global__ void sure_kernel(const __grid_constant__ attention t, int32_t *sure_of)
 {
     int64_t b = blockIdx.x, last = -1;
@@ -114,9 +112,9 @@ static __global__ void sure_kernel(const __grid_constant__ attention t, int32_t 
     if (threadIdx.x == 0) sure_of[b] = sure_before(t, last);
 }
 
-/* Uses a block per sample. Each thread has a section of the segments' ids [T]. A run is a sequence of equal ids.
- * Each thread finds the first and the last position in its section at which a run begins. For runs that extend into
- * other sections, it uses the positions that the threads of those sections found. */
+/* Finds the segments' bounds, with a block per sample. A run is a sequence of equal ids [T]. Each thread has a
+ * section of the positions, and finds where the first and the last run begin in it. For runs that extend into other
+ * sections it uses the results of their threads. */
 static __global__ void segments_kernel(const int32_t *id, int64_t id_b, int64_t id_step, int32_t *begin, int32_t *end,
                                        int64_t T)
 {
@@ -145,7 +143,7 @@ static __global__ void segments_kernel(const int32_t *id, int64_t id_b, int64_t 
     }
 }
 
-/* Computes w, after dropout, and ds for the pair (i, j). */
+/* Computes w after dropout, and ds, for the pair (i, j). */
 template <class T, class A>
 DEV void pair(const attention &t, int64_t b, int64_t h, int64_t i, int64_t j, A *w_out, A *ds_out)
 {
@@ -230,8 +228,7 @@ template <class T> static __global__ void dkv_kernel(const __grid_constant__ att
     }
 }
 
-/* Sums the contiguous src [B, H, S, D] over the heads that share keys, in order, and writes the sums to dst [B, H /
- * group, S, D]. */
+/* Sums a contiguous src [B, H, S, D] over the heads that share keys, in order, to dst [B, H / group, S, D]. */
 template <class T> static __global__ void sum_heads_kernel(const __grid_constant__ attention t, heads dst, const T *src)
 {
     int64_t G = t.H / t.group, n = t.B * G * t.S * t.D;
@@ -290,7 +287,7 @@ static heads heads_of(const ps_view *v)
     return x;
 }
 
-/* Returns part `part` of a contiguous x [B, T, parts * C], as a view [B, heads, T, C / heads]. */
+/* Returns part `part` of a contiguous x [B, T, parts * C] as [B, heads, T, C / heads]. */
 static heads packed_part(const ps_view *x, int parts, int part, int64_t n_heads)
 {
     int64_t T = x->shape[1], width = x->shape[2], C = width / parts, D = C / n_heads;
@@ -310,7 +307,7 @@ template <class At> static void set_attributes(attention *t, const At *a)
     t->seed = a->seed, t->step = a->step, t->sample = a->sample, t->op = a->op, t->first_head = a->first_head;
 }
 
-/* Sets the mask or the segments in t. The sizes in t must already be set. */
+/* Sets the mask or the segments in t, whose sizes must be set. */
 static int set_mask(ps_call *call, attention *t, const ps_view *mask)
 {
     if (!ps_has(mask)) return 0;
@@ -371,8 +368,8 @@ static int run_forward(attention *t, int dtype)
 
 static int run_backward(ps_call *call, attention *t, int dtype);
 
-/* Computes dk and dv of each query head in workspace, then sums them over the heads that share keys, as
- * FlashAttention-2 does. */
+/* Computes dk and dv of each query head in workspace, then sums them over the heads that share keys, like
+ * FlashAttention-2. */
 static int run_grouped_backward(ps_call *call, attention *t, int dtype)
 {
     attention each = *t;

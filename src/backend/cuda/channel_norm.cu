@@ -1,19 +1,17 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Batch norm and group norm. A set consists of the elements that share one statistic. One block computes the
- * statistics of a set, and another one computes the gradients of a channel's weights. The order of every sum is
- * fixed. */
+ * Batch norm and group norm. A set is the elements that share one statistic. One block computes a set's statistics,
+ * another the gradients of a channel's weights. The order of every sum is fixed. */
 #include "backend/cuda/device.h"
 
 struct norm_call {
-    const void *x, *dy, *w, *b, *mean, *var;         /* mean, var: moments that the caller gives, or that backward
-                                                      * uses */
+    const void *x, *dy, *w, *b, *mean, *var;         /* mean, var: given moments, or in backward those of forward */
     void *y, *mean_out, *var_out, *dx, *dw, *db;
     int64_t N, C, S, sets, count;                    /* count: elements per set */
     int groups, given, w_dtype, b_dtype, dw_dtype;
     double eps;
 };
 
-/* Returns the position of a set's element i. Also sets *channel to its channel. */
+/* Returns the position of element i of a set, and sets *channel to its channel. */
 DEV int64_t element_of(const norm_call &p, int64_t set, int64_t i, int64_t *channel)
 {
     if (p.groups) {
@@ -83,7 +81,7 @@ template <class T> static __global__ void channel_norm_dx_kernel(const __grid_co
     }
 }
 
-/* Uses a block for each channel. */
+/* One block per channel. */
 template <class T> static __global__ void channel_norm_dw_kernel(const __grid_constant__ norm_call p)
 {
     typedef typename type_info<T>::acc A;

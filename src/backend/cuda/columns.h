@@ -1,15 +1,14 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Sums of the columns of a matrix, for reduce.cu and for kernels that compute the matrix at the same time. Sums
- * are computed in fp64 and in a fixed order: rows in groups, groups in a block, then the parts of the matrix
- * (combine_kernel). */
+ * Sums of a matrix's columns, for reduce.cu and for kernels that compute the matrix at the same time. Sums are in
+ * fp64 and in a fixed order: rows in groups, groups in a block, then the parts of the matrix (combine_kernel). */
 #ifndef PS_CUDA_COLUMNS_H
 #define PS_CUDA_COLUMNS_H
 #include "backend/cuda/device.h"
 
 enum { SUM, MAX, MIN };                              /* the kind of reduction */
 
-/* Destination of a reduction. Part s of kept element i is written to parts[s * kept + i]. If there is only one part,
- * it is written to y directly. */
+/* Destination of a reduction: part s of kept element i goes to parts[s * kept + i], or to y if there is only one
+ * part. */
 struct target { void *parts, *y; int y_type, op; bool accumulate; double divide; };
 
 DEV void finish(const target &t, int64_t i, double v)
@@ -28,13 +27,11 @@ template <class A> DEV void deliver(const target &t, int64_t kept, int64_t i, in
     else finish(t, i, v);
 }
 
-/* A block has COLUMN_THREADS packs of columns and ROW_GROUPS groups of threads. The groups alternate, and process
- * AHEAD rows at a time. */
+/* A block has COLUMN_THREADS packs of columns, and ROW_GROUPS groups of threads, which take AHEAD rows in turn. */
 enum { COLUMN_THREADS = 128, ROW_GROUPS = 4 };
 
-/* Computes sums over the rows of [rows, kept], for this block's packs of columns and for part blockIdx.y of the
- * rows. f.load(i, j) reads the inputs of pack i of row j. f.finish(i, j, loaded) computes the pack<T> from these
- * inputs. */
+/* Sums the rows of [rows, kept], for this block's packs of columns and part blockIdx.y of the rows. f.load(i, j)
+ * reads the inputs of pack i of row j. f.finish(i, j, loaded) computes the pack<T> from them. */
 template <class T, int AHEAD, class F> DEV void sum_columns_of(const target &t, int64_t kept, int64_t rows, F f)
 {
     const int W = pack<T>::n;
@@ -69,8 +66,7 @@ template <class T, int AHEAD, class F> DEV void sum_columns_of(const target &t, 
     }
 }
 
-/* Returns the grid of a kernel that calls sum_columns_of. The kernel has COLUMN_THREADS * ROW_GROUPS threads per
- * block. */
+/* Returns the grid of a kernel that calls sum_columns_of, with COLUMN_THREADS * ROW_GROUPS threads per block. */
 static inline dim3 column_blocks(int64_t packs, int64_t parts)
 {
     return dim3((unsigned)ps_cu_div_up(packs, COLUMN_THREADS), (unsigned)parts);

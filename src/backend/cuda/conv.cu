@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Convolution, its transpose and the gradient of its weight: plain kernels without tensor cores. Each element of
- * the result is computed by a thread, or, for the weight's gradient, by a block. The order of every sum is fixed. */
+ * Convolution, its transpose and the gradient of its weight: plain kernels without tensor cores. A thread computes
+ * an element of the result, or, for the weight's gradient, a block does. The order of every sum is fixed. */
 #include "backend/cuda/device.h"
 #include "backend/image.h"
 
@@ -38,8 +38,8 @@ template <class T> static __global__ void conv_kernel(const __grid_constant__ co
     }
 }
 
-/* Returns the position, along dimension d, of the output to which element `at` of x contributes through element `k`
- * of the kernel. Returns -1 if there is no such output. */
+/* Returns the position along dimension d of the output to which element `at` of x contributes through element `k` of
+ * the kernel, or -1 if there is none. */
 DEV int64_t met(const ps_conv_shape &s, int d, int64_t at, int64_t k)
 {
     int64_t i = at + s.before[d] - k * s.dilation[d];
@@ -68,7 +68,7 @@ template <class T> static __global__ void conv_transpose_kernel(const __grid_con
     }
 }
 
-/* Uses one block for each element of dw, followed by one block for each element of db. */
+/* One block for each element of dw, then one for each element of db. */
 template <class T> static __global__ void conv_weight_kernel(const __grid_constant__ conv_call p)
 {
     typedef typename type_info<T>::acc A;

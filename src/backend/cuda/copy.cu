@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Copies between layouts and types, constants, concatenation. Copies bytes unchanged if the types are equal. */
+ * Copies between layouts and types, constants, concatenation. Bytes are unchanged if the types are equal. */
 #include "backend/cuda/device.h"
 
 /* -- one type: elements of a size as unsigned integers ------------------------------------------------------------- */
@@ -47,8 +47,7 @@ static __global__ void convert_kernel(void *dst, int to, const void *src, int fr
     }
 }
 
-/* Converts eight elements at a time between fp32, bf16 and fp16. Both operands are contiguous and aligned to 16
- * bytes. */
+/* Converts eight elements at a time between fp32, bf16 and fp16. Both operands are contiguous and 16-byte aligned. */
 template <class D, class S> static __global__ void convert_flat(D *dst, const S *src, int64_t n)
 {
     enum { W = 8, SN = pack<S>::n, DN = pack<D>::n };

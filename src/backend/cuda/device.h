@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Shared by the kernels of the cuda backend: element types, conversions, indexing, sums over warps and blocks.
- * The host functions (make_places) are plain C++. A plain C++ compiler can also compile the files that include
- * this header, with spec/emulate/cuda_runtime.h, which is how the kernels are tested without a GPU. All inline
- * assembly is in this file, and is left out in this case. */
+ * Shared by the kernels of the cuda backend: element types, conversions, indexing, sums over warps and blocks. Host
+ * functions (make_places) are plain C++. A plain C++ compiler can compile the files that include this header, with
+ * spec/emulate/cuda_runtime.h; so kernels are tested without a GPU. All inline assembly is in this file, and is left
+ * out in that case. */
 #ifndef PS_CUDA_DEVICE_H
 #define PS_CUDA_DEVICE_H
 #include "backend/cuda/cuda.h"
@@ -17,8 +17,8 @@
 #endif
 #define PS_LAUNCH(...) do { if (!ps_cu->dry) { PS_START(__VA_ARGS__); } } while (0)
 #define DEV static __device__ __forceinline__
-/* Declares a kernel. The first number is the maximum number of threads per block, for which the compiler ensures
- * that registers suffice. The second number, if given, is the number of blocks that should fit on a multiprocessor. */
+/* Declares a kernel. The first number is the maximum number of threads per block, for which the compiler makes
+ * registers suffice. The second, if given, is the number of blocks that should fit on a multiprocessor. */
 #define KERNEL_UP_TO(...) static __global__ void __launch_bounds__(__VA_ARGS__)
 
 /* -- element types ------------------------------------------------------------------------------------------------- */
@@ -42,7 +42,7 @@ DEV float bf16_up(uint16_t h) { return __uint_as_float((unsigned)h << 16); }
 DEV float f16_up(uint16_t h) { return __half2float(__ushort_as_half(h)); }
 DEV uint16_t bf16_down(float f) { return __bfloat16_as_ushort(__float2bfloat16_rn(f)); }
 DEV uint16_t f16_down(float f) { return __half_as_ushort(__float2half_rn(f)); }
-/* Returns 2^x in one instruction, with an error of at most 2 ulp. The result is 0 below 2^-126. */
+/* Returns 2^x in one instruction, within 2 ulp; 0 below 2^-126. */
 DEV float exp2_fast(float x)
 {
     float y;
@@ -66,8 +66,8 @@ template <> struct down_to<f16> {
 };
 template <class T, class A> DEV T down(A x) { return down_to<T>::of(x); }
 
-/* Load or store one element of a type that is known only at run time, like ref. Functions with _f are for fp32
- * arithmetic, with _d for fp64, and with _i for integers. */
+/* Load and store one element of a type known only at run time, like ref: _f for fp32 arithmetic, _d for fp64, _i for
+ * integers. */
 DEV float load_f(const void *p, int dtype, int64_t i)
 {
     switch (dtype) {
@@ -90,7 +90,7 @@ DEV double load_d(const void *p, int dtype, int64_t i)
     default: return (double)load_f(p, dtype, i);
     }
 }
-/* Truncates and saturates. A NaN becomes 0. */
+/* Truncates and saturates. NaN becomes 0. */
 DEV int64_t to_int(double x, int64_t low, int64_t high)
 {
     if (x != x) return 0;
@@ -175,7 +175,7 @@ template <class T> DEV void store_pack(T *p, const pack<T> &v)
     *(uint4 *)p = u.raw;
 }
 /* Returns element k (a constant after unrolling) of 16 bytes that stay packed in four registers. Unpacked, each
- * element would need a register. */
+ * element would take one. */
 template <class T> struct lane_of;
 template <> struct lane_of<float> {
     DEV float get(const uint4 &v, int k) { return __uint_as_float(k == 0 ? v.x : k == 1 ? v.y : k == 2 ? v.z : v.w); }
@@ -199,7 +199,7 @@ template <> struct lane_of<double> {
     }
 };
 template <class T> DEV typename type_info<T>::acc lane(const uint4 &v, int k) { return lane_of<T>::get(v, k); }
-/* Makes the compiler unpack v again at its next use, because unpacked values would occupy too many registers. */
+/* Makes the compiler unpack v again at its next use: unpacked values would take too many registers. */
 DEV void stay_packed(uint4 &v)
 {
 #ifndef PS_EMULATE_CUDA
@@ -216,7 +216,7 @@ DEV void prefetch_line(const void *p)
 static __host__ __device__ inline bool aligned16(const void *p) { return ((uintptr_t)p & 15) == 0; }
 
 /* -- indexing ------------------------------------------------------------------------------------------------------ */
-/* Positions of element i in each of N operands. i counts row-major over a shape. Dimensions of size 1 are dropped,
+/* Positions of element i, counted row-major over a shape, in each of N operands. Dimensions of size 1 are dropped,
  * and dimensions that are row-major in all operands are merged. */
 template <int N> struct places {
     int ndim;
@@ -226,7 +226,7 @@ template <int N> struct places {
 template <int N> static __host__ __device__ inline void locate(const places<N> &x, int64_t i, int64_t *at)
 {
     for (int k = 0; k < N; k++) at[k] = 0;
-    if (x.numel <= 0xffffffffll) {                   /* division by 32-bit numbers is several times faster */
+    if (x.numel <= 0xffffffffll) {                   /* 32-bit division is several times faster */
         uint32_t rest = (uint32_t)i;
         for (int d = x.ndim - 1; d > 0; d--) {
             uint32_t size = (uint32_t)x.size[d], q = rest / size, r = rest - q * size;
@@ -246,7 +246,7 @@ template <int N> static __host__ __device__ inline void locate(const places<N> &
         for (int k = 0; k < N; k++) at[k] += i * x.stride[k][0];
 }
 
-/* Makes the places for views v[k], which are broadcast to the shape by PyTorch's rules. */
+/* Makes the places of views v[k], broadcast to the shape by PyTorch's rules. */
 template <int N> static inline places<N> make_places(int ndim, const int64_t *shape, const ps_view *const *v)
 {
     places<N> x;
@@ -276,8 +276,7 @@ template <int N> static inline bool is_flat(const places<N> &x, int k)
 
 /* -- launching ----------------------------------------------------------------------------------------------------- */
 enum { THREADS = 256 };
-/* Returns the number of blocks for work that n threads would do. If that is too many blocks, kernels iterate over
- * the remaining work. */
+/* Returns the number of blocks for the work of n threads. The number is limited: kernels iterate over the rest. */
 static inline dim3 blocks_for(int64_t n)
 {
     int64_t want = ps_cu_div_up(n, THREADS), most = (int64_t)ps_cu->card.sm_count * 32;
@@ -292,8 +291,8 @@ static inline dim3 blocks_for(int64_t n)
      : (dtype) == PS_BF16 ? fn<bf16>(__VA_ARGS__)                   \
      : (dtype) == PS_F16 ? fn<f16>(__VA_ARGS__) : fn<double>(__VA_ARGS__))
 
-/* Compute exp in two instructions with an error of at most 2 + |1.2 x| ulp, and 1 / x with an error of 2 ulp. Use
- * them for results that are rounded to halves, or for weights that are divided by their own sum. */
+/* Compute exp in two instructions within 2 + |1.2 x| ulp, and 1 / x within 2 ulp. For results that are rounded to
+ * halves, and weights that are divided by their own sum. */
 DEV float quick_exp(float x) { return __expf(x); }
 DEV double quick_exp(double x) { return exp(x); }
 DEV float quick_inverse(float x) { return __fdividef(1.0f, x); }
@@ -307,14 +306,13 @@ template <class Op, class A> DEV A warp_all(A v)
     for (int m = 16; m > 0; m >>= 1) v = Op::of(v, __shfl_xor_sync(0xffffffffu, v, m));
     return v;
 }
-/* Like warp_all, for all threads of a block. The block has at most 1024 threads in full warps. `empty` is the value
- * of a missing warp. */
+/* Like warp_all for a block of at most 1024 threads in full warps. `empty`: value of a missing warp. */
 template <class Op, class A> DEV A block_all(A v, A empty)
 {
     __shared__ A part[32];
     int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = (int)blockDim.x >> 5;
     v = warp_all<Op>(v);
-    __syncthreads();                                 /* threads may still read `part` of the previous call */
+    __syncthreads();                                 /* threads may still read the previous call's `part` */
     if (lane == 0) part[warp] = v;
     __syncthreads();
     return warp_all<Op>(lane < warps ? part[lane] : empty);
@@ -323,8 +321,7 @@ template <class A> DEV A block_sum(A v) { return block_all<op_add>(v, (A)0); }
 template <class A> DEV A block_max(A v) { return block_all<op_max>(v, (A)-INFINITY); }
 
 /* -- rows: a block for each, which passes over it a few times ----------------------------------------------------*/
-/* Returns the number of threads for rows of n elements. It is at most 1024, and large enough to hold a row at once
- * if possible. */
+/* Returns the number of threads for rows of n elements: at most 1024, and enough to hold a row at once if possible. */
 static inline int threads_for(int64_t n) { return n <= 128 ? 32 : n <= 1024 ? 128 : n <= 8192 ? 256 : 1024; }
 static inline unsigned row_blocks(int64_t rows)
 {
@@ -345,8 +342,8 @@ template <class T, class F> DEV void each(const T *x, int64_t n, F f)
     for (int64_t j = packs * W + threadIdx.x; j < n; j += blockDim.x) f(j, up(x[j]));
 }
 
-/* Sets y[j] = f(j, x[j]) for the same elements as `each`. y can be x, or an operand that f reads at j, because a
- * thread reads its elements before it writes them. */
+/* Sets y[j] = f(j, x[j]) for the elements of `each`. y can be x, or an operand that f reads at j, because a thread
+ * reads its elements before it writes them. */
 template <class G, class T, class F> DEV void map_row(G *y, const T *x, int64_t n, F f)
 {
     const int W = pack<T>::n;
@@ -367,10 +364,10 @@ template <class G, class T, class F> DEV void map_row(G *y, const T *x, int64_t 
  *   A [16, 16]: a[0] (g, 2t..), a[1] (g + 8, 2t..), a[2] (g, 2t + 8..), a[3] (g + 8, 2t + 8..), two columns each;
  *   B [16, 8]:  b[0] (2t.., g), b[1] (2t + 8.., g), two rows each;
  *   C [16, 8]:  c[0], c[1] (g, 2t..), c[2], c[3] (g + 8, 2t..).
- * two_down rounds two floats to halves and places the first in the low bits. async_copy16 and async_copy4 copy 16 or
- * 4 bytes to shared memory. If there is nothing to copy, they write zeros and do not read src. A thread's copies
- * since its last async_commit form a group. async_wait<N> waits until all of the thread's groups but the last N have
- * ended. Other threads see the data after a barrier. */
+ * two_down rounds two floats to halves, the first in the low bits. async_copy16 and async_copy4 copy 16 or 4 bytes
+ * to shared memory; if there is nothing to copy, they write zeros and do not read src. A thread's copies since its
+ * last async_commit form a group. async_wait<N> waits until all but the last N of the thread's groups have ended.
+ * Other threads see the data after a barrier. */
 #ifdef PS_EMULATE_CUDA
 DEV float half_up(bf16, uint32_t bits) { return bf16_up((uint16_t)bits); }
 DEV float half_up(f16, uint32_t bits) { return f16_up((uint16_t)bits); }
@@ -393,8 +390,8 @@ DEV void async_copy16(void *dst, const void *src, bool there) { ps_emu_async_cop
 DEV void async_copy4(void *dst, const void *src, bool there) { ps_emu_async_copy(dst, there ? src : NULL, 4); }
 DEV void async_commit(void) { ps_emu_async_commit(); }
 template <int N> DEV void async_wait(void) { ps_emu_async_wait(N); }
-/* Loads matrices. Lane 8 m + r passes the address of row r of matrix m, which has 16 bytes. Each lane receives
- * columns lane % 4 * 2 and lane % 4 * 2 + 1 of row lane / 4 of each matrix, or of its transpose. */
+/* Loads matrices. Lane 8 m + r passes the address of row r of matrix m, which has 16 bytes. Each lane gets columns
+ * lane % 4 * 2 and the next of row lane / 4 of each matrix, or of its transpose. */
 template <int N, bool TRANSPOSED> DEV void ldmatrix(uint32_t *r, const uint16_t *p)
 {
     uint64_t *slots = ps_emu_warp_slots();
@@ -463,7 +460,7 @@ template <int N, bool TRANSPOSED> DEV void ldmatrix(uint32_t *r, const uint16_t 
 #endif
 
 /* -- four elements ------------------------------------------------------------------------------------------------- */
-/* Four adjacent elements in their memory format. Kernels issue all loads before they use any element. */
+/* Four adjacent elements in their memory format, for kernels that issue all loads before they use an element. */
 template <class T> struct four { typedef uint2 raw; };
 template <> struct four<float> { typedef float4 raw; };
 DEV void unpack(const float4 &v, float, float *x) { x[0] = v.x, x[1] = v.y, x[2] = v.z, x[3] = v.w; }

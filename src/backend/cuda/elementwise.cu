@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * Ops that compute each element of the output from one element of each input. One kernel supports any strides and
- * types, in fp32, fp64 or int64 arithmetic. It processes 16 bytes at a time if all tensors have one float type
- * and the same layout. The op is chosen at run time by a branch that is the same for all threads, except for the
- * ops of a transformer's step, which have separate kernels. For half types each result is rounded once. */
+ * types, in fp32, fp64 or int64 arithmetic; it processes 16 bytes at a time if all tensors have one float type and
+ * the same layout. The op is chosen at run time by a branch that is the same for all threads, except for the ops of
+ * a transformer's step, which have separate kernels. Half types are rounded once per result. */
 #include "backend/cuda/columns.h"
 
 struct settings { double alpha, beta, gamma; };
@@ -13,13 +13,13 @@ struct settings { double alpha, beta, gamma; };
 #define INV_SQRT_2PI 0.39894228040143267794
 #define GELU_CUBIC 0.044715
 
-/* Uses 0.5 (1 + tanh(u)) = 1 / (1 + exp(-2u)), which stays precise for small values. */
+/* Computes 0.5 (1 + tanh(u)) as 1 / (1 + exp(-2u)), which is precise for small values. */
 template <class A> DEV A gelu_tanh(A x)
 {
     A u = (A)SQRT_2_OVER_PI * (x + (A)GELU_CUBIC * x * x * x);
     return x / (1 + exp(-2 * u));
 }
-/* Like gelu_tanh, for results that are rounded to halves. */
+/* gelu_tanh for results that are rounded to halves. */
 DEV float gelu_tanh_quick(float x)
 {
     float u = (float)SQRT_2_OVER_PI * (x + (float)GELU_CUBIC * x * x * x);
@@ -46,7 +46,7 @@ template <class A> DEV A silu_slope(A x)
     return s * (1 + x * (1 - s));
 }
 
-/* Computes the activation with index `act`, as in act_mul. */
+/* Computes the activation with index `act` of act_mul. */
 template <class A> DEV A act_of(int act, A x)
 {
     return act == 0 ? x / (1 + exp(-x)) : act == 1 ? gelu_erf(x) : gelu_tanh(x);
@@ -59,7 +59,7 @@ template <class A> DEV A act_slope(int act, A x)
 /* the largest number of a float type */
 #define LARGEST ((A)(sizeof(A) == 4 ? 3.402823466e38 : 1.7976931348623157e308))
 
-/* Divisions as PyTorch performs them, with exact remainders. */
+/* Divisions like PyTorch's, with exact remainders. */
 template <class A> DEV A remainder_of(A a, A b)
 {
     A m = fmod(a, b);
@@ -83,7 +83,7 @@ template <class A> DEV A logit_entropy(A x, A t)
     return (1 - t) * x + (m + log(exp(-m) + exp(-x - m)));
 }
 
-/* Computes the derivative of the function with number `of` in the op slope. */
+/* Computes the derivative of function `of` of the op slope. */
 template <class A> DEV A slope_at(int of, A x, A delta)
 {
     if (of == 0) return fabs(x) >= 3 ? 0 : (A)(1.0 / 6);
@@ -94,7 +94,7 @@ template <class A> DEV A slope_at(int of, A x, A delta)
     return t + c / (1 + exp(-c)) * (1 - t * t);
 }
 
-/* Computes ops of floats. A is float or double, and so are the <math.h> functions that it calls. */
+/* Computes ops of floats. A is float or double, and selects the <math.h> functions. */
 template <class A> DEV A of_floats(int op, A a, A b, settings s)
 {
     switch (op) {
@@ -174,8 +174,7 @@ DEV int64_t divide_ints(int op, int64_t a, int64_t b)
     return op == PS_OP_remainder && other_side ? m + b : m;
 }
 
-/* Computes ops of integers, which wrap around. Sums are computed as unsigned numbers, because signed overflow is
- * undefined. */
+/* Computes ops of integers, which wrap around: sums are unsigned, because signed overflow is undefined. */
 DEV int64_t of_ints(int op, int64_t a, int64_t b, settings s)
 {
     switch (op) {
@@ -212,7 +211,7 @@ template <> struct compute<float> {
 template <> struct compute<double> {
     DEV double of(int op, double a, double b, settings s)
     {
-        if (op == PS_OP_affine) return __dadd_rn(__dmul_rn(s.alpha, a), s.beta);    /* integer results are truncated
+        if (op == PS_OP_affine) return __dadd_rn(__dmul_rn(s.alpha, a), s.beta);    /* integers are truncated
                                                                                      * afterwards */
         return of_floats(op, a, b, s);
     }
@@ -236,7 +235,7 @@ template <class A> static __global__ void any_kernel(int op, settings s, operand
 }
 
 /* -- 16 bytes at a time: all operands of type T, in the same order in memory --------------------------------------- */
-/* If OP >= 0, the op is fixed when the kernel is compiled. */
+/* OP >= 0: the op is known when the kernel is compiled. */
 template <class T, int OP>
 DEV typename type_info<T>::acc flat_element(int op, typename type_info<T>::acc a, typename type_info<T>::acc b,
                                             settings s)
@@ -289,7 +288,7 @@ template <class T> static int run_flat(int op, settings s, const operands &p, in
 template <class T> struct slope_rows {
     struct both { pack<T> pre, dy; };
     const T *pre;
-    T *dy;                                           /* is overwritten by the gradient */
+    T *dy;                                           /* replaced by the gradient */
     int64_t ld;
     __device__ __forceinline__ both load(int64_t i, int64_t j) const
     {
@@ -351,7 +350,7 @@ static bool has_int_form(int op)
 
 static bool whole(double x) { return x == trunc(x) && fabs(x) < 9223372036854775808.0; }
 
-/* Computes y = op(a, b). b is NULL for ops with one input. */
+/* Computes y = op(a, b), or op(a) if b is NULL. */
 static int run(int op, settings s, const ps_view *y, const ps_view *a, const ps_view *b)
 {
     const ps_view *all[3] = { y, a, b ? b : a };
@@ -521,7 +520,7 @@ static int axpy_(ps_call *call)
     return run(call->op, s, &call->in[0], &call->in[0], &call->in[1]);
 }
 
-/* The factor stays on the device, so the caller does not wait for it. */
+/* The factor stays on the device, so nobody waits for it. */
 template <class T> static __global__ void scale_by_kernel(T *x, int64_t n, bool aligned, double alpha, const void *by,
                                                           int by_type)
 {

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Matrix products. cuBLASLt computes them if it has a kernel for the types and strides, otherwise a plain tiled
- * kernel of this file does. cuBLASLt's choice for a problem is kept, so later steps do not ask again. If cuBLASLt
- * splits a sum, it must add the parts in fp32 and in a fixed order. So algorithms that reduce in place, or round
- * parts to the output's type, are excluded. */
+ * Matrix products, by cuBLASLt if it has a kernel for the types and strides, otherwise by a plain tiled kernel of
+ * this file. cuBLASLt's choice for a problem is kept, so later steps do not ask again. If it splits a sum, it must
+ * add the parts in fp32 and in a fixed order: algorithms that reduce in place, or round parts to the output's type,
+ * are excluded. */
 #include <cublasLt.h>
 #include <stdlib.h>
 #include "backend/cuda/device.h"
@@ -60,9 +60,9 @@ static const size_t workspace_nbytes = (size_t)32 << 20;
 static cublasLtHandle_t lt;
 static void *workspace;
 
-/* A product in the form that cuBLASLt expects. Its matrices are column-major, so y = a b is requested as y^T = b^T
- * a^T: its A is our b, its B is our a, and its m is our number of columns. The key contains everything on which the
- * choice of the algorithm can depend. Keys are compared byte by byte. */
+/* A product as cuBLASLt expects it. Its matrices are column-major, so y = a b is requested as y^T = b^T a^T: its A
+ * is our b, its B is our a, and its m is our number of columns. The key has everything on which the choice of the
+ * algorithm can depend. Keys are compared byte by byte. */
 struct lt_key {
     int64_t m, n, k, lda, ldb, ldc, ldd, batch, step_a, step_b, step_d;
     int32_t type_a, type_b, type_d, turn_a, turn_b, epilogue, beta;
@@ -70,7 +70,7 @@ struct lt_key {
 };
 struct lt_entry {
     lt_key key;
-    bool used, none;                                 /* none: whether cuBLASLt has no algorithm for this product */
+    bool used, none;                                 /* none: cuBLASLt has no algorithm for this product */
     cublasLtMatmulDesc_t desc;
     cublasLtMatrixLayout_t a, b, c, d;
     cublasLtMatmulAlgo_t algo;
@@ -93,11 +93,11 @@ static cudaDataType_t data_type(int dtype)
 }
 
 /* Returns the alignment of an address in bytes, at most 16. Whole tensors start at multiples of 256, but slices need
- * not. If the key contained a larger alignment, a product of a slice could use another algorithm than a product of
- * the slice's copy, and differ in the last bits. */
+ * not. With a larger alignment in the key, a product of a slice could use another algorithm than a product of its
+ * copy, and differ in the last bits. */
 static int alignment(const void *p)
 {
-    uintptr_t low = (uintptr_t)p & -(uintptr_t)p;    /* lowest bit that is set */
+    uintptr_t low = (uintptr_t)p & -(uintptr_t)p;    /* lowest set bit */
     return low == 0 || low > 16 ? 16 : (int)low;
 }
 
@@ -135,8 +135,7 @@ static cublasLtEpilogue_t epilogue_of(const ps_cu_gemm *g)
     }
 }
 
-/* Sets the product's pointers in its description, because the library checks their alignment when it chooses an
- * algorithm. */
+/* Sets the product's pointers in its description: the library checks their alignment when it chooses an algorithm. */
 static int set_pointers(const lt_entry *e, const ps_cu_gemm *g)
 {
     const void *vector = g->bias ? g->bias : g->sums;
@@ -171,7 +170,7 @@ static int describe(lt_entry *e, const ps_cu_gemm *g)
     return layout(&e->d, k->type_d, k->m, k->n, k->ldd, k->batch, k->step_d);
 }
 
-/* Requests the best algorithm. Sets e->none if the library has none. */
+/* Requests the best algorithm. Sets e->none if there is none. */
 static int choose(lt_entry *e)
 {
     cublasLtMatmulPreference_t pref;
@@ -250,7 +249,7 @@ static bool is_plain(ps_cu_mat *m)
     return (m->stride_col == 1 && m->stride_row >= m->cols) || (m->stride_row == 1 && m->stride_col >= m->rows);
 }
 
-/* Returns false if cuBLASLt cannot compute the product. */
+/* Describes the product for cuBLASLt. Returns false if cuBLASLt cannot compute it. */
 static bool make_key(ps_cu_gemm *g, lt_key *k)
 {
     bool half = g->a.dtype == PS_BF16 || g->a.dtype == PS_F16;
@@ -275,7 +274,7 @@ static bool make_key(ps_cu_gemm *g, lt_key *k)
     return true;
 }
 
-/* Runs the product. If the library rejects the algorithm that it chose, sets e->none and computes nothing. */
+/* Runs the product. If the library rejects its own choice of algorithm, sets e->none and computes nothing. */
 static int run_lt(const ps_cu_gemm *g, lt_entry *e)
 {
     const void *c = g->residual ? g->residual : g->dst.data;
@@ -303,7 +302,7 @@ static int convert_bias(ps_call *call, ps_cu_gemm *g)
     return 0;
 }
 
-/* Finds the algorithm of cuBLASLt for the problem. */
+/* Finds or chooses cuBLASLt's algorithm for the product. */
 static int look_up(lt_key *key, const ps_cu_gemm *g, lt_entry **out)
 {
     if (g->bias || g->sums) key->align_vector = alignment(g->bias ? g->bias : g->sums);

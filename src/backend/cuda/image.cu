@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * Padding, resampling and max pooling. Each element of the result has a thread, which finds all elements that
- * contribute to the result, so that the order of every sum is fixed. */
+ * contribute to it, so that the order of every sum is fixed. */
 #include "backend/cuda/device.h"
 #include "backend/image.h"
 
@@ -53,8 +53,8 @@ struct resample_call {
     int64_t numel, in[2], out[2];                    /* sizes of x and y */
 };
 
-/* Finds a range of results [*first, *end) that includes all results that depend on element j. The results are those
- * of the map from `in` to `out` elements. */
+/* Finds results [*first, *end) that include all results which depend on element j of a map from `in` to `out`
+ * elements. */
 DEV void results_of(const ps_attrs_resample &a, int d, int64_t in, int64_t out, int64_t j, int64_t *first, int64_t *end)
 {
     int64_t before = a.padding[d], after = a.padding[d + 2];
@@ -101,7 +101,7 @@ template <class T> static __global__ void resample_kernel(const __grid_constant_
     }
 }
 
-/* x has the size of the map's results, and y has the size of the map's input. */
+/* The transpose of resampling: x has the size of the map's results, y that of its input. */
 template <class T> static __global__ void resample_back_kernel(const __grid_constant__ resample_call p)
 {
     typedef typename type_info<T>::acc A;
@@ -145,7 +145,7 @@ static int resample(ps_call *call)
 
 /* -- max pooling --------------------------------------------------------------------------------------------------- */
 struct pool_call {
-    ps_attrs_max_pool a;                             /* in backward it has the size of the windows */
+    ps_attrs_max_pool a;                             /* in backward with the size of the windows */
     const void *x;                                   /* backward: dy */
     void *y;                                         /* backward: dx */
     int64_t *index;
@@ -171,7 +171,7 @@ template <class T> static __global__ void max_pool_kernel(const __grid_constant_
     }
 }
 
-/* Finds a range of windows [*first, *end) along dimension d that includes all windows that can contain element `at`. */
+/* Finds windows [*first, *end) along dimension d that include all windows which can contain element `at`. */
 DEV void windows_of(const pool_call &p, int d, int64_t at, int64_t *first, int64_t *end)
 {
     if (p.a.adaptive) {

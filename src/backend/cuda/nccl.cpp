@@ -2,16 +2,16 @@
  * The wire of device cuda: moves bytes between the GPUs of several processes, over NCCL. The library is loaded when
  * a group first uses memory of the device, so a machine without NCCL can still use its device.
  *
- * This file uses only NCCL's sends and receives, one group of them per exchange, because NCCL's reductions add up in
- * another order and round every partial sum to the type that is sent. Communicators are non-blocking: each call
- * returns at once and is polled until it ends, so a peer that has died blocks no rank.
+ * Only NCCL's sends and receives are used, one group per exchange, because NCCL's reductions add up in another order
+ * and round every partial sum to the type that is sent. Communicators are non-blocking: each call returns at once
+ * and is polled until it ends, so a peer that has died blocks no rank.
  *
  * Streams. `moving` has the exchanges, and `adding` has the sums and copies, which can thus overlap the next
  * exchange. Events order them: a sum runs after the exchange that it follows, and an exchange runs after the earlier
  * sums. Both streams begin after the work that `compute` had when the mark named by `after` was made. `compute`
  * waits for the end of a wire's work by an event (event_follow). All functions except `mark`, event_now and
- * event_follow can be called from threads other than the backend's thread. They use no field of ps_cu except the
- * device's index. An exchange that another rank never joins blocks `compute` until the communicator is aborted.
+ * event_follow can be called from threads other than the backend's thread; the device's index is the only field of
+ * ps_cu that they use. An exchange that another rank never joins blocks `compute` until the communicator is aborted.
  * Results computed after that are invalid, and reads of memory report it (lost).
  *
  * The end. NCCL's threads serve peers on the same machine until those peers end, too, so both ways of ending a
@@ -31,7 +31,7 @@
 
 static_assert(PS_WIRE_ID_NBYTES == sizeof(ncclUniqueId), "the number that ranks share is NCCL's");
 
-enum { VERSION_NEEDED = 21400 };               /* communicators that do not block exist since 2.14 */
+enum { VERSION_NEEDED = 21400 };               /* non-blocking communicators exist since 2.14 */
 
 static struct {
     void *lib;
@@ -57,13 +57,14 @@ static struct {
 enum { NOTHING = -1, CONNECTION = PS_WIRE_LANES };
 
 struct ps_wire {
-    ncclComm_t comm;                           /* NULL for a world of one rank without NCCL, or after an abort */
-    int rank, size, number;                    /* number: device index, because a wire can be closed after the device */
+    ncclComm_t comm;                           /* NULL in a world of one rank without NCCL, and after an abort */
+    int rank, size, number;                    /* number: device index, kept because a wire can be closed after the
+                                                * device */
     cudaStream_t moving, adding;
     cudaEvent_t marks[PS_WIRE_MARKS];          /* events on `compute`, reused cyclically */
     int next_mark;
     cudaEvent_t ended[PS_WIRE_LANES + 1];      /* one per lane, and one for PS_WIRE_LOCAL */
-    int starting;                              /* lane whose exchange NCCL has not queued yet, or one of the values
+    int starting;                              /* lane whose exchange NCCL has not queued yet, or a value of the enum
                                                 * above */
 };
 
@@ -75,8 +76,8 @@ static int check(cudaError_t e, const char *what)
 }
 #define TRY_CUDA(call) PS_TRY(check((call), #call))
 
-/* NCCL's second text, if it exists, has more details. If the device failed, its failure is the cause of failed
- * connections. */
+/* Reports an error of NCCL. Its second text, if there is one, has more details. If the device failed, this is
+ * reported as the cause of failed connections. */
 static int nccl_failed(const ps_wire *w, ncclResult_t r, const char *what)
 {
     cudaError_t e = w && w->ended[0] ? cudaEventQuery(w->ended[0]) : cudaSuccess;
@@ -124,7 +125,7 @@ static int load(ps_backend *be)
     return PS_EUNSUP;
 }
 
-/* Writes the device's name for other ranks, which consists of the host name and the PCI address. */
+/* Writes the device's name for other ranks: the host name and the PCI address. */
 static int device_name(ps_backend *be, char *name)
 {
     char host[64] = "", bus[24] = "";
@@ -145,13 +146,13 @@ static int new_id(ps_backend *be, char *id)
 }
 
 /* -- opening and closing ------------------------------------------------------------------------------------------- */
-/* Ends a communicator on a separate thread, and waits for this thread for at most `seconds`. */
+/* Ends a communicator on a separate thread, and waits for the thread for at most `seconds`. */
 static void end_comm(ncclComm_t comm, bool sound, double seconds)
 {
     typedef std::chrono::steady_clock clock;
     const auto until = clock::now() + std::chrono::milliseconds((int64_t)(seconds * 1e3));
-    std::atomic<int> *told = new (std::nothrow) std::atomic<int>(0);     /* the last of the two threads that use it
-                                                                          * deletes it */
+    std::atomic<int> *told = new (std::nothrow) std::atomic<int>(0);     /* deleted by the last of the two threads
+                                                                          * that use it */
     if (!told) return;
     auto work = [comm, sound, until, told] {
         ncclResult_t r = sound ? nccl.finalize(comm) : ncclRemoteError;
@@ -165,7 +166,7 @@ static void end_comm(ncclComm_t comm, bool sound, double seconds)
     };
     try {
         std::thread(work).detach();
-    } catch (const std::system_error &) {      /* no thread could be started, so the communicator is not ended */
+    } catch (const std::system_error &) {      /* no thread could be started: the communicator is not ended */
         delete told;
         return;
     }
@@ -186,8 +187,8 @@ static void let_go(ps_wire *w, bool sound)
 static void lose(ps_backend *be, int code, const char *why) { ps_cuda_lose(code, why); }
 static int lost(ps_backend *be, bool told) { return ps_cuda_lost(told); }
 
-/* Waits for sums and copies. They use the callers' memory, and run after the exchanges before them have ended, even
- * after an error. */
+/* Waits for sums and copies, which use the callers' memory. Even after an error they run after the exchanges before
+ * them have ended. */
 static void wait_for_local(const ps_wire *w, double seconds)
 {
     typedef std::chrono::steady_clock clock;
@@ -289,12 +290,12 @@ static int after(ps_wire *w, int i)
     return 0;
 }
 
-/* Ends a group of calls, even after a failure. Reports the first failure. */
+/* Ends a group of calls, even after a failure, and reports the first failure. */
 static int end_group(ps_wire *w, ncclResult_t sent, int lane, const char *what)
 {
     ncclResult_t ended = nccl.group_end(), r = went(sent) ? ended : sent, state = ncclSuccess;
-    if (!went(r) && nccl.state(w->comm, &state) == ncclSuccess && !went(state)) r = state;   /* the error of an
-                                                                                              * earlier exchange */
+    if (!went(r) && nccl.state(w->comm, &state) == ncclSuccess && !went(state)) r = state;   /* of an earlier
+                                                                                              * exchange */
     if (!went(r)) return nccl_failed(w, r, what);
     w->starting = lane;
     return 0;
@@ -306,8 +307,8 @@ static int begin(ps_wire *w, int lane, const ps_comm_part *send, const ps_comm_p
     for (int r = 0; r < w->size; r++)
         if (r != w->rank && (send[r].nbytes || recv[r].nbytes)) none = false;
     cudaSetDevice(w->number);
-    TRY_CUDA(cudaStreamWaitEvent(w->moving, w->ended[PS_WIRE_LOCAL], 0));      /* `adding` is the last in order, so
-                                                                                * this waits for everything */
+    TRY_CUDA(cudaStreamWaitEvent(w->moving, w->ended[PS_WIRE_LOCAL], 0));      /* `adding` is last in order, so this
+                                                                                * waits for everything */
     if (none || !w->comm) return check(cudaEventRecord(w->ended[lane], w->moving), "an exchange of nothing");
     ncclResult_t r = nccl.group_start();
     if (r != ncclSuccess) return nccl_failed(w, r, "an exchange");
@@ -358,7 +359,7 @@ static int ended(ps_wire *w, int lane)
 /* -- moments ------------------------------------------------------------------------------------------------------- */
 struct ps_wire_event {
     cudaEvent_t at;
-    int number; /* device index, because an event can be freed after the device was closed */
+    int number; /* device index, kept because an event can be freed after the device closed */
 };
 
 static int event_new(ps_backend *be, ps_wire_event **out)
@@ -399,8 +400,8 @@ static int event_before(ps_wire *w, ps_wire_event *e)
 static int event_end(ps_wire *w, ps_wire_event *e)
 {
     cudaSetDevice(w->number);
-    TRY_CUDA(cudaStreamWaitEvent(w->moving, w->ended[PS_WIRE_LOCAL], 0));      /* `adding` is the last in order, so
-                                                                                * this waits for everything */
+    TRY_CUDA(cudaStreamWaitEvent(w->moving, w->ended[PS_WIRE_LOCAL], 0));      /* `adding` is last in order, so this
+                                                                                * waits for everything */
     return check(cudaEventRecord(e->at, w->moving), "the end of what was begun");
 }
 

@@ -1,12 +1,13 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Shared by nccl.cpp, which moves bytes between GPUs of several processes, and add_up.cu, which has its kernel. */
+ * Declarations that nccl.cpp, which moves bytes between GPUs of several processes, shares with add_up.cu, its
+ * kernel. */
 #ifndef PS_CUDA_NCCL_H
 #define PS_CUDA_NCCL_H
 #include "backend/cuda/cuda.h"
 
 enum { PS_CUDA_MOST_RANKS = 256 };
 
-/* Queues to[i] = the sum of at[r][i] over r < n, for i < numel. `to` can be one of at[r]. */
+/* Queues to[i] = sum of at[r][i] over r < n, for i < numel. `to` can be one of at[r]. */
 int ps_cuda_add_up(cudaStream_t stream, int dtype, int n, char *const *at, int64_t numel, void *to);
 extern const ps_wire_table ps_cuda_nccl;
 #endif

@@ -5,19 +5,18 @@
  * elements of dx.
  *
  * If rows are aligned and w and b have the rows' type, a thread has 16 bytes of columns (a "slice"), and a block
- * processes up to four rows at a time. All inputs are read once and then kept in registers, and the sums for w
- * and b are computed in the same pass as dx. In all other cases a block computes one row and reads it several
- * times. */
+ * processes up to four rows at a time. All inputs are read once and then kept in registers, and the sums for w and b
+ * are computed in the same pass as dx. Otherwise a block computes one row and reads it several times. */
 #include "backend/cuda/device.h"
 
-/* Sums each of v[n] over the block, whose warps must be full. All threads get the results. */
+/* Sums each of v[n] over a block of full warps. All threads get the results. */
 template <int N, class A> DEV void block_sums(A *v)
 {
     __shared__ A part[32][N];
     int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = (int)blockDim.x >> 5;
 #pragma unroll
     for (int n = 0; n < N; n++) v[n] = warp_all<op_add>(v[n]);
-    __syncthreads();                                 /* threads may still read `part` of the previous call */
+    __syncthreads();                                 /* threads may still read the previous call's `part` */
     if (lane == 0) {
 #pragma unroll
         for (int n = 0; n < N; n++) part[warp][n] = v[n];
@@ -43,11 +42,11 @@ template <class A> DEV A weight(const weights &w, int64_t c, A otherwise)
     return w.p ? access<A>::load(w.p, w.dtype, c) : otherwise;
 }
 
-/* Kernels of slices are compiled for at most FEW or MANY threads. They process FEW_ROWS or MANY_ROWS rows at a time,
+/* Kernels of slices are compiled for at most FEW or MANY threads, and process FEW_ROWS or MANY_ROWS rows at a time,
  * as many as registers allow. */
 enum { FEW = 256, FEW_ROWS = 4, MANY = 512, MANY_ROWS = 2 };
-/* Returns whether kernels of slices support rows of C elements. A row must consist of whole packs, at most one for
- * each thread of a block. fits returns whether a vector has the rows' type. */
+/* Returns whether kernels of slices support rows of C elements: whole packs, at most one for each thread of a block.
+ * fits returns whether a vector is aligned and has the rows' type. */
 template <class T> static bool has_slices(int64_t C) { return C % pack<T>::n == 0 && C / pack<T>::n <= MANY; }
 template <class T> static bool fits(const weights &w)
 {
@@ -114,7 +113,7 @@ norm_slices_kernel(T *y, const T *x, const T *w, const T *b, void *mean_out, voi
     }
 }
 
-/* If RMS is set, the mean is 0 and is not written. */
+/* With RMS, the mean is 0 and is not written. */
 template <class T, bool RMS>
 KERNEL_UP_TO(1024, 1) norm_kernel(T *y, const T *x, weights w, weights b, void *mean_out, void *rstd_out, int64_t rows,
                                    int64_t C, double eps)
@@ -173,7 +172,7 @@ static int rms_norm(ps_call *call)
 }
 
 /* -- backward ------------------------------------------------------------------------------------------------------ */
-/* With n = (x - mean) * rstd and g = dy * w: dx = rstd * (g - mean(g) - n * mean(g * n)) + add. RMS norm omits
+/* With n = (x - mean) * rstd and g = dy * w: dx = rstd * (g - mean(g) - n * mean(g * n)) + add. RMS norm has no
  * mean(g). */
 template <class T, bool RMS>
 KERNEL_UP_TO(1024, 1) dx_kernel(T *dx, const T *dy, const T *x, weights w, const void *mean_in, const void *rstd_in,
@@ -197,7 +196,7 @@ KERNEL_UP_TO(1024, 1) dx_kernel(T *dx, const T *dy, const T *x, weights w, const
     }
 }
 
-/* Writes parts [2][P][C]: the sums of dy * n and of dy over the rows of each part. Blocks have 32 columns by 8 rows. */
+/* Writes parts [2][P][C]: the sums of dy * n and of dy over each part's rows. A block has 32 columns by 8 rows. */
 template <class T, bool RMS>
 static __global__ void dw_kernel(void *parts, const T *dy, const T *x, const void *mean_in, const void *rstd_in,
                                  int64_t rows, int64_t C)
@@ -222,8 +221,8 @@ static __global__ void dw_kernel(void *parts, const T *dy, const T *x, const voi
     ((A *)parts)[(line * P + blockIdx.y) * C + c] = sum;
 }
 
-/* Computes dx, and parts like dw_kernel. dx, add and parts can be NULL. Block p processes rows p step .. (p + 1)
- * step - 1. */
+/* Computes dx and, like dw_kernel, parts. dx, add and parts can be NULL. Block p has rows p step .. (p + 1) step -
+ * 1. */
 template <class T, bool RMS, int MOST, int ROWS>
 KERNEL_UP_TO(MOST, 512 / MOST) slices_backward_kernel(T *dx, const T *dy, const T *x, const T *w, const void *mean_in,
                                              const void *rstd_in, const T *add, void *parts, int64_t rows, int64_t C)
@@ -295,8 +294,8 @@ KERNEL_UP_TO(MOST, 512 / MOST) slices_backward_kernel(T *dx, const T *dy, const 
     }
 }
 
-/* Sums the parts [.., P, C]: blockIdx.y 0 sums the first P parts for dw, blockIdx.y 1 the next P parts for db. A
- * block has 32 columns. Line l sums parts l, l + LINES, ... */
+/* Sums parts [2, P, C]: to dw if blockIdx.y is 0, to db if it is 1. A block has 32 columns; line l sums parts l, l +
+ * LINES, ... */
 enum { LINES = 32 };
 template <class A>
 KERNEL_UP_TO(32 * LINES, 1) dw_total_kernel(void *dw, int dw_type, void *db, int db_type, const A *parts, int64_t P,
@@ -312,8 +311,7 @@ KERNEL_UP_TO(32 * LINES, 1) dw_total_kernel(void *dw, int dw_type, void *db, int
         if (c < C) sum += from[p * C];
     shared[line][column] = sum;
     __syncthreads();
-    sum = warp_all<op_add>(shared[column][line]);    /* sums column `line`; all lines of this column are now in one
-                                                      * warp */
+    sum = warp_all<op_add>(shared[column][line]);    /* sums column `line`: one warp now has all lines of this column */
     c = (int64_t)blockIdx.x * 32 + line;
     if (column != 0 || c >= C) return;
     if (blockIdx.y == 0 && dw) access<A>::store(dw, dw_type, c, sum);

@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Optimizers over lists of tensors in one launch, sums of squares, and gradients that are stored together with
- * their sums of squares. ref/optim.c has the formulas and their sources. The update of an element depends only on
- * that element. It uses explicit fused multiply-adds, IEEE division and square root, and constants that are
- * computed once on the host, so its bits are those of the cpu backend. An element is read before it is written,
- * so operands can share memory (master or grad with param). */
+ * Optimizers over lists of tensors in one launch, sums of squares, and gradients that are stored together with their
+ * sums of squares. ref/optim.c has the formulas and their sources. The update of an element depends only on that
+ * element. It uses explicit fused multiply-adds, IEEE division and square root, and constants that are computed once
+ * on the host, so its bits are those of the cpu backend. An element is read before it is written, so operands can
+ * share memory (master or grad with param). */
 #include "backend/cuda/optim.h"
 
 /* -- Adam ---------------------------------------------------------------------------------------------------------- */
@@ -40,7 +40,7 @@ DEV void adam_double(const ps_attrs_adam_ &a, const item &it, int64_t i)
     store_d(it.param, it.param_type, i, p);
 }
 
-/* Supports gradients of type G and masters that masters<P> supports, if all operands are aligned. */
+/* For gradients of type G and masters of masters<P>, if all operands are aligned. */
 template <class G, class P> KERNEL_UP_TO(THREADS) adam_kernel(adam_constants h, const __grid_constant__ work w)
 {
     typedef typename four<G>::raw raw_g;
@@ -70,7 +70,7 @@ template <class G, class P> KERNEL_UP_TO(THREADS) adam_kernel(adam_constants h, 
     }
 }
 
-/* Supports any types and alignments. */
+/* For any types and alignments. */
 static __global__ void adam_any_kernel(adam_constants h, ps_attrs_adam_ a, const __grid_constant__ work w)
 {
     for (int64_t unit = blockIdx.x; unit < w.units; unit += gridDim.x) {
@@ -160,7 +160,7 @@ static int sgd_(ps_call *call)
 }
 
 /* -- sums of squares, and gradients as they are stored ------------------------------------------------------------- */
-/* Copies src [numel] to dst, unless dst is NULL, and sums the squares of the stored values unit by unit. */
+/* Sums the squares of src [numel] as stored, unit by unit, and copies src to dst unless dst is NULL. */
 struct squares_item { const void *src; void *dst; int64_t numel, first_unit; int src_type, dst_type; };
 struct squares_work {
     int n;
@@ -168,11 +168,11 @@ struct squares_work {
     squares_item it[PS_MAX_IN];
 };
 
-enum { SQUARES_UNIT = PS_CU_SQUARES_UNIT, SQUARES = SQUARES_UNIT / THREADS };       /* elements per block, and
-                                                                                     * elements per thread */
+enum { SQUARES_UNIT = PS_CU_SQUARES_UNIT, SQUARES = SQUARES_UNIT / THREADS };       /* elements per block and per
+                                                                                     * thread */
 
-/* Returns the sum of squares of this thread's elements, which begin at `first`. They are groups of four, which are
- * one block's width apart. The order of additions does not depend on the alignment. */
+/* Returns the sum of squares of this thread's elements: groups of four from `first` on, one block's width apart. The
+ * order of additions does not depend on the alignment. */
 template <class T> DEV double squares_of(const squares_item &it, int64_t first)
 {
     typedef typename four<T>::raw raw;
@@ -233,7 +233,7 @@ KERNEL_UP_TO(THREADS) squares_kernel(double *parts, const __grid_constant__ squa
     }
 }
 
-/* Uses a block per tensor. */
+/* One block per tensor. */
 static __global__ void squares_total_kernel(double *out, const double *parts, const __grid_constant__ squares_work w)
 {
     int64_t first = w.it[blockIdx.x].first_unit;

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Shared by the optimizer updates of optim.cu, update.cu and whole.cu: lists of tensors in one launch, masters, and
- * arithmetic that the compiler cannot fuse, so that updates have the bits of the cpu backend. */
+ * Lists of tensors in one launch, masters, and arithmetic that the compiler cannot fuse, so that updates have the
+ * bits of the cpu backend. Shared by optim.cu, update.cu and whole.cu. */
 #ifndef PS_CUDA_OPTIM_H
 #define PS_CUDA_OPTIM_H
 #include "backend/cuda/device.h"
@@ -20,7 +20,7 @@ struct work {
     item it[MOST_ITEMS];
 };
 
-/* Collects the tensors from groups of `each` inputs: param, master, grad, and states. A unit has `unit` elements. */
+/* Collects the tensors of groups of `each` inputs: param, master, grad and states. `unit`: elements per unit. */
 static inline work collect(const ps_call *call, int each, int64_t unit)
 {
     work w;
@@ -73,7 +73,7 @@ template <> struct exact<double> {
 /* -- masters: fp32, fp64, or the lower halves of fp32 values whose upper halves are the bf16 parameter (half.h) ---- */
 DEV float remainder_join(uint16_t w, uint16_t lo) { return __uint_as_float(ps_remainder_join(w, lo)); }
 DEV uint16_t remainder_split(float p, uint16_t *lo) { return ps_remainder_split(__float_as_uint(p), lo); }
-/* Remainders are uint8 tensors, so their address can be odd. */
+/* Reads a remainder. Remainders are uint8 tensors, so their address can be odd. */
 DEV uint16_t low_at(const void *low, int64_t i)
 {
     const uint8_t *b = (const uint8_t *)low + 2 * i;
@@ -103,8 +103,7 @@ template <class A> DEV void master_put(const item &it, int64_t i, A p)
     access<A>::store(it.param, it.param_type, i, p);
 }
 
-/* Load and store four adjacent elements, if all operands are aligned. The masters are fp32 with parameters P, or
- * remainders. */
+/* Load and store four adjacent elements of aligned operands. The masters are fp32 with parameters P, or remainders. */
 struct remainders;
 template <class P> struct masters {
     DEV void get(const item &it, int64_t i, float *p)

@@ -1,14 +1,13 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Packed weights: the blocks of base/blocks.h. This file repeats the formulas of base/blocks.h operation by
- * operation, so that each number has ref's bits. Up to PS_PACKED_ROWS rows of x are multiplied with the blocks
- * themselves, in fp32. If x has more rows, panels of the matrix are unpacked to the type of x, and cuBLASLt
- * multiplies them. */
+ * Packed weights: the blocks of base/blocks.h, whose formulas are repeated operation by operation, so that each
+ * number has ref's bits. Up to PS_PACKED_ROWS rows of x are multiplied with the blocks themselves, in fp32. For more
+ * rows, panels of the matrix are unpacked to the type of x, and cuBLASLt multiplies them. */
 #include "backend/cuda/device.h"
 #include "base/blocks.h"
 
-enum { RUN = 8 };                                    /* number of values that a thread unpacks at a time */
+enum { RUN = 8 };                                    /* values that a thread unpacks at a time */
 
-/* The sizes of a block type, and the values of NF4, which kernels read from their parameters. */
+/* Sizes of a block type, and the values of NF4, as a kernel's parameter. */
 struct packed_type {
     int type, block, bytes;
     float nf4[16];
@@ -56,8 +55,8 @@ DEV void part_scale(const uint8_t *s, int p, int *scale, int *min)
     *min = p < 4 ? s[4 + p] & 63 : s[4 + p] >> 4 | (s[p] >> 6) << 4;
 }
 
-/* Unpacks blocks of 32. Number k < 16 is in the low half of byte k, and number 16 + k in its high half. A run of 8
- * numbers starts at a multiple of 8, so it is in the same half of 8 bytes. */
+/* Unpacks blocks of 32. Number k < 16 is in the low half of byte k, number 16 + k in its high half. A run of 8
+ * numbers begins at a multiple of 8, so it is in one half of 8 bytes. */
 DEV void unpack_32(int type, const uint8_t *s, int k, float *v)
 {
     int shift = k < 16 ? 0 : 4, at = k % 16;
@@ -90,7 +89,7 @@ DEV void unpack_q8_0(const uint8_t *s, int k, float *v)
     for (int j = 0; j < RUN; j++) v[j] = times(d, (int8_t)s[2 + k + j]);
 }
 
-/* The high half of byte k holds number 2 k. */
+/* Number 2 k is in the high half of byte k. */
 DEV void unpack_nf4(const float *table, const uint8_t *s, int k, float *v)
 {
     float most = __uint_as_float(u32_at(s));
@@ -98,8 +97,7 @@ DEV void unpack_nf4(const float *table, const uint8_t *s, int k, float *v)
     for (int j = 0; j < RUN; j++) v[j] = __fmul_rn(table[s[4 + (k + j) / 2] >> (j % 2 ? 0 : 4) & 15], most);
 }
 
-/* The following functions unpack blocks of 256, each as base/blocks.c describes. All numbers of a run have the same
- * scale. */
+/* Blocks of 256, as base/blocks.c describes them. All numbers of a run have the same scale. */
 DEV void unpack_q2_k(const uint8_t *s, int n, float *v)
 {
     float d = half_at(s + 80), m = half_at(s + 82);
@@ -176,7 +174,7 @@ DEV void unpack_run(const packed_type &t, const uint8_t *s, int k, float *v)
 }
 
 /* -- unpacking ----------------------------------------------------------------------------------------------------- */
-/* A part of a packed matrix. It has `rows` rows that are row_nbytes apart, and per_row runs per row. */
+/* A part of a packed matrix: `rows` rows, row_nbytes apart, with per_row runs each. */
 struct packed_part {
     packed_type t;
     const uint8_t *w;
@@ -248,8 +246,8 @@ static int pack_op(ps_call *call)
 }
 
 /* -- few rows ------------------------------------------------------------------------------------------------------ */
-/* Rounds parts of 32 elements to 8 bits as described in base/blocks.h, and multiplies the integers by their scale. A
- * warp rounds one part. */
+/* Rounds parts of 32 elements to 8 bits as in base/blocks.h, and multiplies the integers by their scale. One warp
+ * per part. */
 template <class T> KERNEL_UP_TO(THREADS) round_kernel(typename type_info<T>::acc *to, const T *x, int64_t parts)
 {
     for (int64_t part = FIRST_ELEMENT / 32; part < parts; part += ALL_THREADS / 32) {
@@ -260,8 +258,8 @@ template <class T> KERNEL_UP_TO(THREADS) round_kernel(typename type_info<T>::acc
     }
 }
 
-/* Computes y [M, N] = x [M, K] times the transpose of the packed w [N, K], plus bias [N], plus residual [M, N]. X is
- * the type of x. If X is not T, x has been rounded to 8 bits. */
+/* Computes y [M, N] = x [M, K] w^T + bias [N] + residual [M, N] for a packed w [N, K]. X is the type of x: if it is
+ * not T, x was rounded to 8 bits. */
 template <class X, class T> struct few_call {
     packed_part w;
     const X *x;
@@ -272,7 +270,7 @@ template <class X, class T> struct few_call {
     int64_t N, K;
 };
 
-/* A warp computes a column of y. */
+/* One warp per column of y. */
 template <class X, class T> KERNEL_UP_TO(THREADS) few_rows_kernel(const __grid_constant__ few_call<X, T> c)
 {
     typedef typename type_info<T>::acc A;
@@ -342,7 +340,7 @@ static ps_cu_mat matrix(void *data, int dtype, int64_t rows, int64_t cols, int64
     return m;
 }
 
-/* Computes y [M, N] = x [M, K] w^T + bias + residual. Each panel of rows of w yields some columns of y. */
+/* Computes y [M, N] = x [M, K] w^T + bias + residual, some columns of y for each panel of rows of w. */
 static int forward(const packed_product &p)
 {
     int64_t step = ps_cu_packed_rows(p.N, p.K, p.y->dtype);
@@ -367,8 +365,7 @@ static int forward(const packed_product &p)
     return 0;
 }
 
-/* Computes y [M, K] = x [M, N] w. Each panel of columns of w yields some columns of y, so that no sum is rounded
- * twice. */
+/* Computes y [M, K] = x [M, N] w, some columns of y for each panel of columns of w, so that no sum is rounded twice. */
 static int backward(const packed_product &p)
 {
     int64_t step = ps_cu_packed_cols(p.N, p.K, p.y->dtype);

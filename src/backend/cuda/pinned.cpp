@@ -1,10 +1,9 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * Pins host memory at its first copy: the whole pages that the copy uses and that are not pinned yet, in ranges that
- * never overlap. Budgets bound the pinned bytes; this file also stops at seven eighths of the machine's memory. Copies
- * of memory that is not pinned run at a fraction of the link's rate. A block of an arena need not begin or end with a
- * page, so neighbours share pages, and a copy may use several ranges. Before host.c returns pages to the system it
- * calls ps_host_region_watch, which unpins them; otherwise the device would read pages that the process no longer has.
- */
+ * never overlap. Other memory is copied at a fraction of the link's rate. Budgets bound the pinned bytes; this file
+ * also stops at seven eighths of the machine's memory. Blocks of an arena share pages at their ends, so a copy may
+ * use several ranges. Before host.c returns pages to the system it calls the function of ps_host_region_watch, which
+ * unpins them; otherwise the device would read pages that the process no longer has. */
 #include <unistd.h>
 #include "backend/cuda/cuda.h"
 
@@ -14,8 +13,7 @@ struct range {
 };
 static range *ranges;                          /* by address */
 static int64_t pinned;
-static bool full;                              /* true if the system refused to pin more; false again when a range is
-                                                * unpinned */
+static bool full;                              /* the system refused to pin more, and no range was unpinned since */
 
 static void let_go(uintptr_t begin, uintptr_t end)
 {
@@ -39,7 +37,7 @@ static void let_go(uintptr_t begin, uintptr_t end)
 
 static void host_memory_goes(void *p, size_t nbytes) { let_go((uintptr_t)p, (uintptr_t)p + nbytes); }
 
-/* Pins [begin, end), and inserts it before *at. No other range may overlap it. */
+/* Pins [begin, end), which no other range may overlap, and inserts it before *at. */
 static bool add(range **at, uintptr_t begin, uintptr_t end)
 {
     int64_t most = (int64_t)sysconf(_SC_PHYS_PAGES) / 8 * 7 * (int64_t)sysconf(_SC_PAGESIZE);

@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Random numbers, dropout and sampling. Each element's number is computed by Philox from the element's counter,
- * as on every other device. */
+ * Random numbers, dropout and sampling. Philox computes each element's number from the element's counter, as on
+ * every other device. */
 #include "backend/cuda/device.h"
 
-/* If a number rounds up to `high`, it is replaced by `low`, so that the range stays half-open in every type. */
+/* A number that rounds up to `high` is replaced by `low`, so that the range is half-open in every type. */
 static __global__ void uniform_kernel(void *p, int dtype, int64_t n, ps_attrs_uniform_ a)
 {
     for (int64_t i = FIRST_ELEMENT; i < n; i += ALL_THREADS) {
@@ -23,7 +23,7 @@ static __global__ void normal_kernel(void *p, int dtype, int64_t n, ps_attrs_nor
     }
 }
 
-/* Computes low + floor(r * (high - low) / 2^64), where r consists of the first two words. */
+/* Computes low + floor(r * (high - low) / 2^64). r is the counter's first two words. */
 static __global__ void randint_kernel(void *p, int dtype, int64_t n, ps_attrs_randint_ a)
 {
     uint64_t range = (uint64_t)a.high - (uint64_t)a.low;
@@ -63,12 +63,12 @@ static int randint_(ps_call *call)
     return 0;
 }
 
-/* Returns the index of the counter whose four elements include element g. Counters and elements are counted over all
+/* Returns the index of the counter for element g and three others. Counters and elements are counted over all
  * samples. */
 static __host__ __device__ inline int64_t four_of(int64_t g, int64_t n) { return g / n * ((n + 3) / 4) + g % n / 4; }
 
-/* x and y have elements first .. last of samples of n elements. A thread processes the four elements of one counter,
- * at once if they are `whole`. */
+/* x and y have elements first .. last of samples of n elements. A thread has the four elements of one counter, and
+ * accesses them at once if they are `whole`. */
 template <class T>
 static __global__ void dropout_kernel(T *y, const T *x, int64_t first, int64_t last, int64_t n, ps_attrs_dropout a,
                                       double keep, bool whole)
@@ -95,8 +95,8 @@ static __global__ void dropout_kernel(T *y, const T *x, int64_t first, int64_t l
     }
 }
 
-/* x and y consist of some rows of a larger tensor; `rows` holds their indices in that tensor. Each row has `width`
- * elements of one sample of n elements. A thread processes the elements of a row that share one counter. */
+/* x and y consist of some rows of a larger tensor; `rows` has their indices in it. Each row has `width` elements of
+ * one sample of n elements. A thread has the elements of a row that share one counter. */
 template <class T>
 static __global__ void dropout_rows_kernel(trap_to t, T *y, const T *x, const void *rows, int dtype, int64_t count,
                                            int64_t width, int64_t n, ps_attrs_dropout a, double keep)
@@ -153,16 +153,16 @@ static int dropout(ps_call *call)
 }
 
 /* -- sampling a token ---------------------------------------------------------------------------------------------- */
-/* Orders candidates by descending logit, and equal logits by ascending token. The candidates' keys descend in this
- * order and are all different. A key's high bits are the logit, changed so that it compares as an integer, and its
- * low bits are derived from the token. */
+/* Orders candidates by descending logit, and equal logits by ascending token: their keys descend in this order and
+ * are all different. A key's high bits are the logit, changed to compare as an integer; its low bits come from the
+ * token. */
 template <class A> struct logit_order;
 template <> struct logit_order<float> {
     typedef uint64_t key;
     enum { bits = 32 };
     DEV uint32_t of(float x)
     {
-        uint32_t u = __float_as_uint(x + 0.0f);                     /* turns -0 into 0 */
+        uint32_t u = __float_as_uint(x + 0.0f);                     /* -0 becomes 0 */
         return u ^ (u >> 31 ? 0xffffffffu : 0x80000000u);
     }
 };
@@ -200,7 +200,7 @@ template <class T> struct logits_row {
     }
 };
 
-/* Returns the total weight of the candidates with keys from `least` on. A weight below least_weight counts as 0. */
+/* Returns the total weight of candidates with keys from `least` on. Weights below least_weight count as 0. */
 template <class T> DEV double weight_of(const logits_row<T> &r, typename logits_row<T>::K least)
 {
     double sum = 0;
@@ -209,10 +209,9 @@ template <class T> DEV double weight_of(const logits_row<T> &r, typename logits_
     return block_sum(sum);
 }
 
-/* Finds the shortest prefix of candidates whose total weight (if COUNT: whose number) reaches `target`, or exceeds
- * it if `past` is set. Returns the smallest key of this prefix. If rounding leaves the total below the target,
- * returns the smallest key of all. Each pass finds four bits of the key, by summing separately for each of their
- * sixteen values. */
+/* Finds the shortest prefix of candidates whose total weight (with COUNT: whose number) reaches `target`, or exceeds
+ * it if `past` is set. Returns the prefix's smallest key, or the smallest key of all if rounding leaves the total
+ * below the target. Each pass finds four bits of the key, from sums for each of their sixteen values. */
 template <bool COUNT, class T>
 DEV typename logits_row<T>::K choose_key(const logits_row<T> &r, typename logits_row<T>::K least, double target,
                                          bool past)

@@ -1,15 +1,14 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * Reductions over any dimensions, the largest and smallest element, running sums, the k largest elements. Sums of
- * floats are computed in fp64, and sums of integers in int64. The order of every sum is fixed, so results have the
- * same bits each time.
+ * floats are in fp64, sums of integers in int64. The order of every sum is fixed, so results have the same bits each
+ * time.
  *
- * A reduction treats its input as [kept, reduced], with any strides. If kept elements are few, or reduced
- * elements are adjacent, the threads of a block share one kept element. If kept elements are adjacent, each
- * thread has its own kept element. If this does not use the whole device, the reduced part is split, and a second
- * kernel combines the results. */
+ * A reduction treats its input as [kept, reduced], with any strides. If kept elements are few, or reduced elements
+ * are adjacent, the threads of a block share one kept element. If kept elements are adjacent, each thread has its
+ * own. If this does not use the whole device, the reduced part is split, and a second kernel combines the results. */
 #include "backend/cuda/columns.h"
 
-/* Returns whether a precedes b: NaN precedes every number, and the larger (or smaller) number precedes the other. */
+/* Returns whether a precedes b: NaN precedes numbers, and the larger (MAX) or smaller number the other. */
 DEV bool beats(int op, double a, double b)
 {
     if (a != a) return b == b;
@@ -31,7 +30,7 @@ DEV int64_t combine(int op, int64_t a, int64_t b)
 DEV void nothing(int op, double *v) { *v = op == SUM ? 0 : op == MAX ? -(double)INFINITY : (double)INFINITY; }
 DEV void nothing(int op, int64_t *v) { *v = op == SUM ? 0 : op == MAX ? INT64_MIN : INT64_MAX; }
 
-/* Uses one block for each part of each kept element. */
+/* One block for each part of each kept element. */
 template <class A>
 static __global__ void together_kernel(target t, const void *x, int dtype, places<1> kept, places<1> reduced)
 {
@@ -58,7 +57,7 @@ static __global__ void together_kernel(target t, const void *x, int dtype, place
     }
 }
 
-/* Uses one thread for each part of each kept element. */
+/* One thread for each part of each kept element. */
 template <class A>
 static __global__ void apart_kernel(target t, const void *x, int dtype, places<1> kept, places<1> reduced)
 {
@@ -77,7 +76,7 @@ static __global__ void apart_kernel(target t, const void *x, int dtype, places<1
     }
 }
 
-/* The columns of a matrix [rows, kept]. Its rows are ld apart and aligned. */
+/* The columns of a matrix [rows, kept], with aligned rows that are ld apart. */
 template <class T> struct plain_rows {
     const T *x;
     int64_t ld;
@@ -110,7 +109,7 @@ int ps_cuda_combine_sums(const target *t, int64_t kept, int64_t parts)
     return ps_cuda_launched();
 }
 
-/* Returns, in order, the reduced dimensions of x if `reduced` is true, and the other dimensions if not. */
+/* Returns the reduced dimensions of x in order, or, if `reduced` is false, the other dimensions. */
 static places<1> some_dims(const ps_view *x, uint32_t dims, bool reduced)
 {
     ps_view v = *x;
@@ -124,7 +123,7 @@ static places<1> some_dims(const ps_view *x, uint32_t dims, bool reduced)
     return make_places<1>(v.ndim, v.shape, &p);
 }
 
-/* Launches columns_kernel; returns false if it does not support the sum. */
+/* Launches columns_kernel. Returns false if it does not support the sum. */
 template <class T>
 static bool sum_columns(const target &t, const ps_view *x, const ps_cu_reduction &r, const places<1> &kept,
                         const places<1> &reduced)
@@ -289,8 +288,7 @@ static int cumsum(ps_call *call)
 }
 
 /* -- the k largest of each lane: k searches for the best that comes after the last one ----------------------------- */
-/* Returns whether a precedes b in the results. NaN comes first, then values descend, and equal values are ordered by
- * position. */
+/* Returns whether a precedes b in the results: NaN first, then by descending value, and equal values by position. */
 template <class A> DEV bool ahead(A a, int64_t at_a, A b, int64_t at_b)
 {
     if (beats(MAX, a, b)) return true;

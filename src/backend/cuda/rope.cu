@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Rotary position embedding. If all columns are rotated and rows are aligned, a thread rotates the pairs in 16 bytes of
- * each half of a row. Otherwise it rotates one pair, or copies one pair of the other columns. */
+ * Rotary position embedding. If all columns are rotated and rows are aligned, a thread rotates the pairs in 16 bytes
+ * of each half of a row. Otherwise it rotates one pair, or copies one pair of the other columns. */
 #include "backend/cuda/device.h"
 
 struct rope_call {
@@ -26,14 +26,14 @@ template <class T> static __global__ void rope_kernel(const __grid_constant__ ro
             y[d] = down<T>(first * c - second * s);
             y[d + p.half] = down<T>(second * c + first * s);
         } else {
-            int64_t at = 2 * d;                      /* columns 2 half .. D, two of them per thread */
+            int64_t at = 2 * d;                      /* columns 2 half .. D, two per thread */
             y[at] = x[at];
             if (at + 1 < p.D) y[at + 1] = x[at + 1];
         }
     }
 }
 
-/* A thread processes 16 bytes of each half of a row. Sizes are below 2^32, so 32-bit divisions suffice. */
+/* A thread has 16 bytes of each half of a row. Sizes are below 2^32, so 32-bit divisions suffice. */
 template <class T> static __global__ void rope_packs_kernel(const __grid_constant__ rope_call p)
 {
     typedef typename type_info<T>::acc A;

@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Softmax over the last dimension and cross entropy: a block per row, which reads the row several times (from cache),
- * in fp32, or fp64 for fp64. Cross entropy reads each row once if rows are aligned and fit a block's shared memory.
+ * Softmax over the last dimension and cross entropy, in fp32, or fp64 for fp64. A block has a row, which it reads
+ * several times (from cache). Cross entropy reads rows once if they are aligned and fit a block's shared memory.
  * Losses are added up in fp64 in the order of rows, in one block. */
 #include "backend/cuda/device.h"
 
-/* The softmax of the row is exp(x - top) / sum, and its log-sum-exp is top + log(sum). *before is set to this
- * thread's largest element of the first t elements, unless `before` is NULL. */
+/* Computes the terms of a row: its softmax is exp(x - top) / sum, its log-sum-exp top + log(sum). *before is set to
+ * this thread's largest element of the first t, unless `before` is NULL. */
 template <class T, class A> DEV void sum_exp(const T *x, int64_t n, A *top_out, A *sum_out, int64_t t, A *before)
 {
     A top = -INFINITY, sum = 0;
@@ -20,7 +20,7 @@ template <class T, class A> DEV void sum_exp(const T *x, int64_t n, A *top_out, 
     *sum_out = block_sum(sum);
 }
 
-/* Returns whether the first largest element of a row is x_t. All threads of the block must call it with the same
+/* Returns whether x_t is the first largest element of its row. All threads of the block must call it with the same
  * x_t, top and sum. `before` comes from sum_exp. */
 template <class A> DEV bool is_hit(A x_t, A top, A sum, A before)
 {
@@ -114,11 +114,11 @@ int ps_cuda_count_targets(int op, const ps_view *target, int64_t V, int64_t igno
 }
 
 /* -- cross entropy ------------------------------------------------------------------------------------------------- */
-/* A target outside [0, V) counts as ignored here, because count_kernel has already trapped on it. */
+/* A target outside [0, V) counts as ignored: count_kernel has trapped on it. */
 DEV bool is_ignored(const ps_cu_ce &c, int64_t t) { return t == c.ignore || t < 0 || t >= c.V; }
 
-/* Stores the loss and the log-sum-exp of the row with target [at]. x_t is 0 for an ignored target. Only one thread
- * calls this function. */
+/* Stores the loss and log-sum-exp of the row with target [at]; x_t is 0 for an ignored target. Only one thread calls
+ * it. */
 template <class A> DEV void deliver(const ps_cu_ce &c, int64_t at, bool ignored, A x_t, A top, A sum, bool hit)
 {
     if (hit) atomicAdd(c.hits, 1ull);
@@ -159,8 +159,8 @@ template <class T, class G> KERNEL_UP_TO(1024, 1) ce_kernel(const __grid_constan
     }
 }
 
-/* Returns pack k of a row of n elements. Elements after the row's end are -inf, which changes neither the maximum
- * nor the sum. */
+/* Returns pack k of a row of n elements. Elements after its end are -inf, which changes neither the maximum nor the
+ * sum. */
 template <class T> DEV uint4 pack_of_row(const T *x, int k, int n)
 {
     const int W = pack<T>::n;
@@ -176,10 +176,9 @@ template <class T> DEV uint4 pack_of_row(const T *x, int k, int n)
 }
 
 /* Like ce_kernel, for rows of whole packs. A block keeps the first `packs_kept` packs of its row in shared memory,
- * and reads the other packs again from the L2 cache. A thread reads the same packs both times, so no thread waits
- * for another thread's packs. The largest value and the sum are updated after every few packs. `before` is the
- * largest of the thread's elements before the target. While a row's gradient is computed, the next row is fetched to
- * the L2 cache. */
+ * and reads the others again from the L2 cache. A thread reads the same packs both times, so that no thread waits
+ * for another. The largest value and the sum are updated after every few packs. `before` is the thread's largest
+ * element before the target. While a row's gradient is computed, the next row is fetched to the L2 cache. */
 enum { KEPT_THREADS = 1024, AT_ONCE = 4, CACHE_LINE = 128 };
 template <class T> DEV void fetch_row(const T *x, int64_t V)
 {
@@ -219,7 +218,7 @@ KERNEL_UP_TO(KEPT_THREADS, 1) ce_kept_kernel(const __grid_constant__ ps_cu_ce c,
                 for (int e = 0; e < W; e++)
                     if (e < t_lane) before = lane<T>(v[q], e) > before ? lane<T>(v[q], e) : before;
             }
-            A base = most == -(A)INFINITY ? (A)0 : most;            /* so that a NaN still reaches the sum */
+            A base = most == -(A)INFINITY ? (A)0 : most;            /* lets a NaN reach the sum */
             sum *= quick_exp(top - base);
             top = most;
 #pragma unroll
@@ -253,7 +252,7 @@ KERNEL_UP_TO(KEPT_THREADS, 1) ce_kept_kernel(const __grid_constant__ ps_cu_ce c,
     }
 }
 
-/* Returns whether rows consist of whole packs. */
+/* Returns whether ce_kept_kernel supports the rows: aligned, of whole packs, and with at least 256 logits. */
 template <class T> static bool may_keep(const ps_cu_ce *c)
 {
     const int W = pack<T>::n;
@@ -268,9 +267,9 @@ template <class T, class G> static int run_ce_as(const ps_cu_ce *c)
         PS_LAUNCH(any, row_blocks(c->rows), threads_for(c->V), 0, ps_cu->compute, *c);
         return ps_cuda_launched();
     }
-    static bool ready;                               /* one variable per type of kernel */
+    static bool ready;                               /* one for each type of kernel */
     auto kernel = ce_kept_kernel<T, G>;
-    int64_t room = ps_cu->shared - 2048;             /* sums over a block also need shared memory */
+    int64_t room = ps_cu->shared - 2048;             /* a block's sums also need shared memory */
     if (!ready && !ps_cu->dry) {
         CU_TRY(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)room));
         ready = true;
@@ -367,13 +366,12 @@ static int cross_entropy_backward(ps_call *call)
     return ps_cuda_ce_rows(&c);
 }
 
-/* -- a vocabulary that ranks share out: logits of `words` words from word `first` on ------------------------------- */
+/* -- a vocabulary that ranks share: logits of `words` words from word `first` on ----------------------------------- */
 struct some_words {
     const void *logits, *target, *mass;              /* [rows, V], [rows], [V] or NULL */
-    int target_dtype, ranks, kinds;                  /* kinds: number of values per row in stats */
+    int target_dtype, ranks, kinds;                  /* kinds: values per row of stats */
     int64_t rows, V, first, words, next;             /* next: distance between rows of `share` */
-    void *stats;                                     /* [kinds, rows] that are written, or [ranks, kinds, rows] of
-                                                      * all ranks */
+    void *stats;                                     /* [kinds, rows] to write, or all ranks' [ranks, kinds, rows] */
     const void *share;                               /* [3, rows] */
     double dloss;                                    /* multiplies grad */
     void *loss, *grad;                               /* [rows]; [rows, V] or NULL */

@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Gathers rows and elements by index, and adds to rows and elements by index. No atomics are used, so sums have
- * the same bits each time. An index outside its range traps: the kernel reads and writes nothing for this index,
- * and the host reports the error at its next check. */
+ * Gathers rows and elements by index, and adds to rows and elements by index. No value is summed by atomics, so sums
+ * have the same bits each time. An index outside its range traps: the kernel reads and writes nothing for it, and
+ * the host reports the error at its next check. */
 #include "backend/cuda/device.h"
 
 /* -- embedding ----------------------------------------------------------------------------------------------------- */
-/* Indices of an embedding of `total` rows. This rank has the rows from `first` on. */
+/* Indices of an embedding of `total` rows, of which this rank has the rows from `first` on. */
 struct indices {
     const void *p;
     int dtype;
@@ -17,10 +17,10 @@ static indices indices_of(const ps_view *index, int64_t first, int64_t total)
     indices x = { index->data, index->dtype, first, total };
     return x;
 }
-/* Returns whether row k, counted from this rank's first row, is outside the embedding. */
+/* Returns whether row k, counted from this rank's first row, is outside the whole embedding. */
 DEV bool is_none(const indices &x, int64_t k) { return k < -x.first || k >= x.total - x.first; }
 
-/* Copies rows of nbytes in units of U, with a block per position. */
+/* Copies rows of nbytes in units of U, one block per position. */
 template <class U> DEV void clear_unit(U *y) { *y = 0; }
 DEV void clear_unit(uint4 *y) { *y = make_uint4(0, 0, 0, 0); }
 template <class U>
@@ -76,8 +76,8 @@ static __global__ void histogram_kernel(trap_to t, int *count, indices index, in
     }
 }
 
-/* Sets begin[v] and cursor[v] to the sum of count[0 .. v), and begin[V] to the sum of all counts. Sets hot [0 ..
- * *n_hot) to the rows with more than HOT positions. Uses one block. */
+/* Sets begin[v] and cursor[v] to the sum of count[0 .. v), and begin[V] to the sum of all. Sets hot [0 .. *n_hot) to
+ * the rows with more than HOT positions. One block. */
 enum { HOT = PS_CU_HOT };
 KERNEL_UP_TO(1024, 1) scan_kernel(int *begin, int *cursor, int *hot, int *n_hot, const int *count, int64_t V)
 {
@@ -114,7 +114,7 @@ KERNEL_UP_TO(1024, 1) scan_kernel(int *begin, int *cursor, int *hot, int *n_hot,
     *n_hot = hot_part[threadIdx.x];
 }
 
-/* Writes positions into their row's range in any order. sort_kernel sorts them. */
+/* Writes positions into their row's range, in any order; sort_kernel sorts them. */
 static __global__ void place_kernel(int *mixed, int *cursor, indices index, int64_t n, int64_t V, int64_t padding)
 {
     for (int64_t i = FIRST_ELEMENT; i < n; i += ALL_THREADS) {
@@ -123,7 +123,7 @@ static __global__ void place_kernel(int *mixed, int *cursor, indices index, int6
     }
 }
 
-/* Finds the positions of row v in order, by reading all positions. Each thread reads consecutive positions. */
+/* Finds the positions of row v in order, by reading all positions. A thread reads consecutive positions. */
 enum { SORT_THREADS = 128, LOOKS = 8, FEW = 512 };
 DEV void find_positions(int *out, const indices &index, int64_t n, int64_t v)
 {
@@ -131,7 +131,7 @@ DEV void find_positions(int *out, const indices &index, int64_t n, int64_t v)
     int lane_id = threadIdx.x & 31, warp = threadIdx.x >> 5;
     for (int64_t first = 0; first < n; first += SORT_THREADS * LOOKS) {
         int64_t own = first + threadIdx.x * LOOKS;
-        unsigned here = 0;                           /* one bit for each of this thread's positions */
+        unsigned here = 0;                           /* a bit for each of this thread's positions */
 #pragma unroll
         for (int k = 0; k < LOOKS; k++)
             if (own + k < n && index[own + k] == v) here |= 1u << k;
@@ -143,7 +143,7 @@ DEV void find_positions(int *out, const indices &index, int64_t n, int64_t v)
             int other = __shfl_sync(0xffffffffu, upto, lane_id >= step ? lane_id - step : 0);
             if (lane_id >= step) upto += other;
         }
-        __syncthreads();                             /* threads may still read `found` of the previous round */
+        __syncthreads();                             /* threads may still read the previous round's `found` */
         if (lane_id == 31) found[warp] = upto;
         __syncthreads();
         for (int w = 0; w < SORT_THREADS / 32; w++) {
@@ -158,7 +158,7 @@ DEV void find_positions(int *out, const indices &index, int64_t n, int64_t v)
     }
 }
 
-/* Uses a block per row. In a row with few positions, the rank of a position is the number of smaller positions. */
+/* One block per row. With few positions, a position's rank is the number of smaller positions. */
 KERNEL_UP_TO(SORT_THREADS)
 sort_kernel(int *sorted, const int *mixed, const int *begin, indices index, int64_t N, int64_t V)
 {
@@ -173,7 +173,7 @@ sort_kernel(int *sorted, const int *mixed, const int *begin, indices index, int6
     }
 }
 
-/* dw is [V, C], dy is [n, C]. A thread computes W columns, which are 16 bytes or one column. */
+/* dw is [V, C], dy is [n, C]. A thread has W columns: 16 bytes, or one column. */
 struct sums_of {
     void *dw;
     int dw_type;
@@ -239,7 +239,7 @@ template <class T, int W> DEV void store_sums(const sums_of &s, int64_t v, int64
     }
 }
 
-/* Uses a warp per row that is not hot. */
+/* One warp per row that is not hot. */
 template <class T, int W> KERNEL_UP_TO(THREADS) embedding_sum_kernel(sums_of s)
 {
     typedef typename type_info<T>::acc A;
@@ -256,8 +256,8 @@ template <class T, int W> KERNEL_UP_TO(THREADS) embedding_sum_kernel(sums_of s)
     }
 }
 
-/* Uses one block for every 32 W columns of each hot row. Line l adds up positions l, l + LINES, ..., and line 0 adds
- * up the sums of the lines. */
+/* One block per 32 W columns of each hot row. Line l sums positions l, l + LINES, ..., and line 0 adds up the lines'
+ * sums. */
 enum { LINES = 16 };
 template <class T, int W> KERNEL_UP_TO(32 * LINES) embedding_hot_kernel(sums_of s)
 {
@@ -377,11 +377,10 @@ static int flat_index(ps_call *call)
 }
 
 /* -- gather and scatter -------------------------------------------------------------------------------------------- */
-/* size, stride: sizes and strides of those elements of x that an index tensor selects. Each index selects `width`
- * elements. */
+/* The elements of x that an index tensor selects, `width` per index: their sizes, and their strides in x. */
 struct shape { int ndim, dim; int64_t width, size[PS_MAX_DIMS], stride[PS_MAX_DIMS]; };
 
-/* Returns a position in x: that of element i's coordinates, with coordinate dim replaced by k. */
+/* Returns the position in x of selected element i, with coordinate dim replaced by k. */
 DEV int64_t picked(const shape &s, int64_t i, int64_t k)
 {
     int64_t at = 0;
@@ -393,7 +392,7 @@ DEV int64_t picked(const shape &s, int64_t i, int64_t k)
     return at;
 }
 
-/* Returns a shape with the sizes of index, followed by the sizes of x after the last dimension of index. */
+/* Returns the shape that `index` selects: its sizes, then the sizes of x after its last dimension. */
 static shape shape_of(const ps_view *x, const ps_view *index, int dim)
 {
     shape s;
@@ -441,9 +440,9 @@ static int gather(ps_call *call)
     }
 }
 
-/* The elements of an index tensor along dim form a lane. One thread processes a lane in order. All elements of src
- * that are added to the same element are in the same lane. Calls fn(i, k) for element i of src, whose index is k.
- * back: processes lanes in reverse order. */
+/* Calls fn(i, k) for each element i of src, whose index is k. The elements along dim form a lane. One thread
+ * processes a lane in order, or in reverse order with `back`. Elements that are added to the same element are in the
+ * same lane. */
 template <class F>
 DEV void for_lanes(trap_to t, int op, const void *index, int dtype, int64_t lanes, int64_t limit, const shape &s,
                    bool back, F fn)
@@ -460,7 +459,7 @@ DEV void for_lanes(trap_to t, int op, const void *index, int dtype, int64_t lane
     }
 }
 
-/* `sum` is a copy of x of type A. */
+/* sum: a copy of x of type A */
 template <class A>
 static __global__ void scatter_add_kernel(trap_to t, A *sum, const void *src, int src_type, const void *index,
                                           int dtype, int64_t lanes, int64_t limit, shape s)
@@ -505,14 +504,14 @@ static __global__ void scatter_backward_kernel(trap_to t, U *dx, U *dsrc, const 
     });
 }
 
-/* Returns the number of lanes of the elements that an index tensor selects, 0 if it selects none. */
+/* Returns the number of lanes of the selected elements, 0 if there are none. */
 static int64_t lanes_of(const ps_view *index, const shape &s)
 {
     return index->numel == 0 ? 0 : index->numel * s.width / s.size[s.dim];
 }
 
-/* Copies x to workspace as fp64 or int64, and combines it with src. reduce: the operation of scatter_reduce, or -1
- * for the sum. */
+/* Combines a copy of x in workspace, as fp64 or int64, with src. reduce: operation of scatter_reduce, or -1 for the
+ * sum. */
 static int joined_in_scratch(ps_call *call, int dim, int reduce)
 {
     const ps_view *x = &call->in[0], *index = &call->in[1], *src = &call->in[2], *y = &call->out[0];

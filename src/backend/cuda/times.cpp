@@ -1,23 +1,23 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Times of kernels and copies by the device's clock, for the event record. Each time is measured between two
- * events of its stream. Times are read after the events have ended, and a step does not wait for them. At the
- * start of a record, the device's clock is aligned with the host's clock: the host waits for an event, whose time
- * is between the host's times before and after the wait (as for clocks of ranks, lua/ps/profile_clock.lua). */
+ * Times of kernels and copies by the device's clock, for the event record. Each time is measured between two events
+ * of its stream, and is read after they have ended; a step does not wait for it. At the start of a record the
+ * device's clock is aligned with the host's: the host waits for an event, whose time is between the host's times
+ * before and after the wait (as for clocks of ranks, lua/ps/profile/clock.lua). */
 #include <string.h>
 #include "backend/cuda/cuda.h"
 
 struct timed { ps_record_event what; cudaEvent_t from, to; };
-static timed *queue;                           /* [room] ring buffer; its `count` entries begin at `first`, in the
+static timed *queue;                           /* [room] ring buffer with `count` entries from `first` on, in the
                                                 * order of the stream */
 static int64_t first, count, room;
 static cudaEvent_t *spare, begun, anchor;      /* spare [n_spare]: free events. begun: event of the running op, or
-                                                * NULL. */
-static int64_t n_spare, spare_room, anchor_ns; /* anchor_ns: time of the anchor by the host's clock */
-static int32_t aligned;                        /* record for which the clock was aligned */
+                                                * NULL */
+static int64_t n_spare, spare_room, anchor_ns; /* anchor_ns: the anchor's time by the host's clock */
+static int32_t aligned;                        /* record for which the clocks are aligned */
 
 enum { TRIES = 8 };
 static const int64_t near_ns = 20000;          /* a round trip this short is accepted */
-/* At longer distances, the precision of a float would be worse than a quarter of a microsecond. */
+/* At larger distances a float's precision is worse than a quarter of a microsecond. */
 static const float far_ms = 2000;
 
 static int take(cudaEvent_t *out)
@@ -95,7 +95,7 @@ static int moment(cudaEvent_t e, int64_t *ns)
     return 0;
 }
 
-/* Makes `to` the anchor if the present anchor is far away. */
+/* Makes `to` the anchor if the present one is far away. */
 static void move_anchor(cudaEvent_t to, int64_t ns)
 {
     if ((double)(ns - anchor_ns) < (double)far_ms * 1e6) return give(to);
@@ -155,7 +155,7 @@ int ps_cuda_time_read(ps_backend *be, bool wait, ps_record_event *out)
 
 int ps_cuda_copy_times(ps_copy_times *t, cudaStream_t lane, bool begins)
 {
-    if (!anchor) return 0;                     /* there was no record before this one */
+    if (!anchor) return 0;                     /* no record before this one */
     return record(lane, begins ? &t->from : &t->to);
 }
 

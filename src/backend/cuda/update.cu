@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The optimizers that are not in optim.cu and whose update of an element depends only on that element, or only on
- * its block of 8-bit codes, and masters that are kept as remainders. ref/update.c has the formulas and their
- * sources. As in optim.cu, operations and their order are those of the cpu backend, and so are the bits. */
+ * The optimizers that are not in optim.cu and whose update of an element depends only on that element or its block
+ * of 8-bit codes, and masters that are kept as remainders. ref/update.c has the formulas and their sources. As in
+ * optim.cu, operations, their order and their bits are those of the cpu backend. */
 #include "backend/cuda/optim.h"
 #include "base/update.h"
 
@@ -70,7 +70,7 @@ struct lerp_rule {
     }
 };
 
-/* Updates each element by a rule. Computes in double if the master is fp64. */
+/* Updates each element by a rule, in double if the master is fp64. */
 template <class Rule> KERNEL_UP_TO(THREADS) rule_kernel(Rule h, const __grid_constant__ work w)
 {
     for (int64_t unit = blockIdx.x; unit < w.units; unit += gridDim.x) {
@@ -137,7 +137,7 @@ DEV void adamw_step(const adamw_constants &h, float g, float *p, float *m, float
     *v = __fmaf_rn(h.b2, *v, __fmul_rn(__fmul_rn(h.c2, g), g));
     *p = __fmaf_rn(-h.step, __fdiv_rn(*m, __fmaf_rn(__fsqrt_rn(*v), h.inv, h.eps)), *p);
 }
-/* Rounds x to bf16. The lower half of `random` decides whether it is rounded up or down. */
+/* Rounds x up or down to bf16, decided by the lower half of `random`. */
 DEV uint16_t round_random(float x, uint32_t random)
 {
     uint32_t u = __float_as_uint(x);
@@ -145,7 +145,7 @@ DEV uint16_t round_random(float x, uint32_t random)
     return (uint16_t)((u + (random & 0xffffu)) >> 16);
 }
 
-/* A counter's four words belong to elements that are 16 apart (ref/update.c). One thread updates these elements. */
+/* A thread updates the four elements of a counter, which are 16 apart (ref/update.c). */
 KERNEL_UP_TO(THREADS) adam_bf16_kernel(adamw_constants h, const __grid_constant__ work w)
 {
     for (int64_t unit = blockIdx.x; unit < w.units; unit += gridDim.x) {
@@ -175,10 +175,10 @@ static int adam_bf16_(ps_call *call)
 }
 
 /* -- AdamW with averages in 8 bits --------------------------------------------------------------------------------- */
-/* The tables of both codes. The states are codes and scales of exp_avg and of exp_avg_sq. */
+/* Tables of both codes. The states are codes and scales of exp_avg and of exp_avg_sq. */
 struct code_tables { ps_codes with_sign, plain; };
 
-/* Quantises a block. x [EACH] are this lane's elements, every 32nd of the block from `lane` on. Element k exists if
+/* Quantises a block. x [EACH] are this lane's elements: every 32nd of the block from `lane` on. Element k exists if
  * left > 32 k. */
 enum { EACH = PS_STATE_BLOCK / 32 };
 template <bool SIGN> DEV void quantise(const ps_codes *c, const float *x, int64_t left, uint8_t *codes, float *scale)
@@ -197,12 +197,11 @@ template <bool SIGN> DEV void quantise(const ps_codes *c, const float *x, int64_
     if (threadIdx.x % 32 == 0) *scale = largest;
 }
 
-/* Uses a warp for each block of elements that share a scale. */
+/* One warp for each block of elements that share a scale. */
 KERNEL_UP_TO(THREADS) adam8bit_kernel(adamw_constants h, const __grid_constant__ code_tables given,
                                       const __grid_constant__ work w)
 {
-    __shared__ code_tables tables;                   /* in shared memory, because lanes read different entries at the
-                                                      * same time */
+    __shared__ code_tables tables;                   /* shared memory, because lanes read different entries at once */
     for (int i = threadIdx.x; i < (int)(sizeof tables / 4); i += blockDim.x)
         ((uint32_t *)&tables)[i] = ((const uint32_t *)&given)[i];
     __syncthreads();

@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * LAMB and Adafactor, whose updates depend on sums over the whole tensor. Operations, and the order of each sum,
- * are those of the cpu backend (cpu/muon.c), and so are the bits: threads compute the terms, and one thread adds
- * up the terms in double, in the order of elements. */
+ * LAMB and Adafactor, whose updates depend on sums over the whole tensor. Operations, the order of each sum and the
+ * bits are those of the cpu backend (cpu/muon.c): threads compute the terms, and one thread adds them up in double,
+ * in the order of elements. */
 #include "backend/cuda/optim.h"
 #include "base/update.h"
 
-/* Adds the terms of a block's threads to *sum, in the order of the threads. Only thread 0 computes the sum. */
+/* Adds n threads' terms to *sum, in their order. Only thread 0 has the sum. */
 DEV void add_in_order(double term, int n, double *sum)
 {
     __shared__ double terms[THREADS];
@@ -41,7 +41,7 @@ template <class A> DEV A lamb_update(const lamb_constants &h, A p, A m, A v)
     return e::add(e::div(e::mul(m, (A)h.inv1), below), e::mul((A)h.wd, p));
 }
 
-/* Updates the averages. Writes sums [2, units]: the sums of squares of p and of the update, per unit of
+/* Updates the averages, and writes sums [2, units]: the squares of p and of the update, summed per unit of
  * PS_LAMB_UNIT elements. */
 template <class A> KERNEL_UP_TO(THREADS) lamb_sums_kernel(lamb_constants h, item it, double *sums, int64_t units)
 {
@@ -69,7 +69,7 @@ template <class A> KERNEL_UP_TO(THREADS) lamb_sums_kernel(lamb_constants h, item
     }
 }
 
-/* totals: the sums of squares of p and of the update, which in_order_kernel has written. */
+/* totals: sums of squares of p and of the update, written by in_order_kernel */
 template <class A> KERNEL_UP_TO(THREADS) lamb_kernel(lamb_constants h, item it, const double *totals)
 {
     typedef exact<A> e;
@@ -113,7 +113,7 @@ static int lamb_(ps_call *call)
 }
 
 /* -- Adafactor ----------------------------------------------------------------------------------------------------- */
-/* A tensor [batch, R, C]. A vector is [1, 1, C], and each of its elements has its own average. */
+/* A tensor [batch, R, C] with its averages. A vector is [1, 1, C], and each of its elements has its own average. */
 struct factored {
     item it;
     int64_t batch, R, C;
@@ -147,7 +147,7 @@ template <class A> DEV A factored_update(const factored &f, int64_t row, int64_t
     return e::div(e::mul(access<A>::load(f.it.grad, f.it.grad_type, row * f.C + c), (A)f.scale), e::root(var));
 }
 
-/* Sets by_row [batch R] to the sums of squares of the master, or of the update, in each row. */
+/* Sets by_row [batch R] to each row's sum of squares of the master or of the update. */
 template <class A, int OF> KERNEL_UP_TO(THREADS) row_squares_kernel(const __grid_constant__ factored f)
 {
     for (int64_t row = blockIdx.x; row < f.batch * f.R; row += gridDim.x) {
@@ -182,7 +182,7 @@ template <class A> KERNEL_UP_TO(THREADS) row_averages_kernel(const __grid_consta
         if (threadIdx.x == 0) rows[row] = averaged(f, rows[row], __ddiv_rn(sum, (double)f.C));
     }
 }
-/* Updates the averages of columns, with one thread per column. */
+/* Updates the averages of columns, one thread per column. */
 template <class A> KERNEL_UP_TO(THREADS) column_averages_kernel(const __grid_constant__ factored f)
 {
     A *cols = (A *)f.it.state[1];
@@ -194,7 +194,7 @@ template <class A> KERNEL_UP_TO(THREADS) column_averages_kernel(const __grid_con
         cols[k] = averaged(f, cols[k], __ddiv_rn(sum, (double)f.R));
     }
 }
-/* Computes row_mean [batch], with one block per matrix. */
+/* Computes row_mean [batch], one block per matrix. */
 template <class A> KERNEL_UP_TO(THREADS) row_mean_kernel(const __grid_constant__ factored f)
 {
     const A *rows = (const A *)f.it.state[0];
@@ -207,7 +207,7 @@ template <class A> KERNEL_UP_TO(THREADS) row_mean_kernel(const __grid_constant__
         if (threadIdx.x == 0) f.row_mean[b] = __ddiv_rn(sum, (double)f.R);
     }
 }
-/* totals: the sums of squares of the master and of the update, which in_order_kernel has written. */
+/* totals: sums of squares of the master and of the update, written by in_order_kernel */
 template <class A> KERNEL_UP_TO(THREADS) adafactor_kernel(const __grid_constant__ factored f, ps_attrs_adafactor_ a,
                                                           const double *totals)
 {
