@@ -3,10 +3,10 @@
  * tape or Lua. A new backend needs a folder, a line in registry.c and a CMake option.
  *
  * Order of work. A device has one compute stream. Kernels, copy_in, copy_out and clear run on it in the order of the
- * calls, so the next one can reuse memory that the one before has finished with, without waiting. A host device runs
- * each of them before its call returns. Other devices can run them later, and the caller waits in copy_out and
- * copy_wait. A copy of copy_start begins after the earlier work of the compute stream and after the copy `after`.
- * For messages to other ranks, `mark` and `after` of wire.h state the order. */
+ * calls, so the next call can reuse memory that a call no longer needs, without waiting. A host device runs each call
+ * before the call returns. Other devices can run calls later, and the caller waits in copy_out and copy_wait. A copy
+ * of copy_start begins after the earlier work of the compute stream and after the copy `after`. For messages to other
+ * ranks, `mark` and `after` of wire.h state the order. */
 #ifndef PS_BACKEND_H
 #define PS_BACKEND_H
 #include <stdbool.h>

@@ -101,9 +101,9 @@ static bool read_number(const char *dir, const char *name, int64_t *out)
 
 struct cgroup_names { const char *mount, *limit, *usage, *cache; };
 
-/* Returns the least memory that the control group `path`, or a group above it, still allows. File pages that were
- * not used recently count as free, because the kernel drops them before it refuses memory. Groups that cannot be
- * read are skipped: a container sees only its own group. */
+/* Returns the smallest amount of memory that the control group `path`, or a group above it, still allows. File pages
+ * that were not used recently count as free, because the kernel drops them before it refuses memory. Groups that
+ * cannot be read are skipped: a container sees only its own group. */
 static int64_t cgroup_room(const struct cgroup_names *names, const char *path)
 {
     char dir[PATH_MAX], file[PATH_MAX + 64], stat[8192];
@@ -126,8 +126,8 @@ static int64_t cgroup_room(const struct cgroup_names *names, const char *path)
     }
 }
 
-/* Returns the least memory that this process's control groups still allow. Lines of /proc/self/cgroup are "0::PATH"
- * in version 2 and "N:CONTROLLERS:PATH" in version 1. */
+/* Returns the smallest amount of memory that this process's control groups still allow. Lines of /proc/self/cgroup
+ * are "0::PATH" in version 2 and "N:CONTROLLERS:PATH" in version 1. */
 static int64_t cgroups_room(void)
 {
     static const struct cgroup_names v2 = { "/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file " };

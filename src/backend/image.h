@@ -131,8 +131,8 @@ PS_BOTH ps_tap ps_tap_of(const ps_attrs_resample *a, int d, int64_t in, int64_t 
     return t;
 }
 
-/* Makes the map along dimension d (0: H, 1: W) from x's size `in` to y's size `out`, or its transpose if
- * a->transpose is set. It is stored in `memory`, of ps_taps_nbytes bytes. */
+/* Makes the map along dimension d (0: H, 1: W) from `in` to `out` elements, or its transpose if a->transpose is set.
+ * in and out are the sizes of the map that is not transposed. `memory` has ps_taps_nbytes bytes for the result. */
 static inline ps_taps ps_taps_make(const ps_attrs_resample *a, int d, int64_t in, int64_t out, void *memory)
 {
     int64_t most = ps_taps_most(a, d, in, out), n = 0;

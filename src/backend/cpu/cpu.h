@@ -55,8 +55,8 @@ void ps_cpu_chain_open(const ps_kernel *own, const ps_kernel *fallback);
 /* Replaces the cpu's kernels in `kernel` by those of one instruction set: the set that an environment variable
  * names, or the best one. All sets compute the same bits, at different speeds. */
 int ps_cpu_kernels(const char *variable, ps_kernel *kernel);
-/* The bytes of a vector in the instruction set that PS_CPU_ISA names, or in the best set, and whether this machine
- * has an instruction set. */
+/* ps_cpu_vector_nbytes returns the bytes of a vector in the instruction set that PS_CPU_ISA names, or in the best
+ * set. ps_cpu_has_set returns whether this machine has an instruction set. */
 int ps_cpu_vector_nbytes(int *nbytes);
 bool ps_cpu_has_set(const char *name);
 /* copy.c: copy_in, copy_out and load of backend.h */

@@ -90,7 +90,7 @@ static dnnl_status_t add_sum(dnnl_post_ops_t ops) { return dnnl_post_ops_append_
 /* Iterates over oneDNN's implementations, in its order of preference. */
 typedef struct impl_walk {
 #if DNNL_VERSION_MAJOR < 3
-    dnnl_matmul_desc_t op;                           /* the iterator reads it, and it must live as long */
+    dnnl_matmul_desc_t op;                           /* the iterator reads it, so it must live as long */
     dnnl_primitive_desc_iterator_t it;
 #endif
     dnnl_primitive_desc_t pd;                        /* current implementation; the walk owns it until the caller

@@ -81,7 +81,7 @@ typedef struct sizes { dnnl_dims_t stride, dilation, before, after; } sizes;
 /* Iterates over oneDNN's implementations of a convolution, in its order of preference. */
 typedef struct impl_walk {
 #if DNNL_VERSION_MAJOR < 3
-    dnnl_convolution_desc_t op;                      /* the iterator reads it, and it must live as long */
+    dnnl_convolution_desc_t op;                      /* the iterator reads it, so it must live as long */
     dnnl_primitive_desc_iterator_t it;
 #endif
     dnnl_primitive_desc_t pd;                        /* the current implementation */

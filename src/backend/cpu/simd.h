@@ -133,8 +133,8 @@ SIMD vf vf_select(vi mask, vf a, vf b)             /* a where all bits of mask a
 {
     return (vf)((mask & (vi)a) | (~mask & (vi)b));
 }
-/* The larger and the smaller of two values; b if one is NaN or both are zeros, so that vf_max(vf_set(c), x) keeps a
- * NaN of x. */
+/* Return the larger and the smaller of two values, or b if one is NaN or both are zeros. So vf_max(vf_set(c), x)
+ * keeps a NaN of x. */
 SIMD vf vf_max(vf a, vf b)
 {
 #if defined(__AVX512F__)

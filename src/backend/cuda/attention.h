@@ -43,7 +43,7 @@ struct attention {
     int32_t first_head;                              /* first head of this rank, if ranks share the heads */
 };
 
-/* Returns whether attention is only causal or full, or has a mask of 2 dimensions: the cases of the tensor cores. */
+/* Returns whether tensor cores support this attention: it has neither a window nor a mask of 4 dimensions. */
 static inline bool is_plain(const attention *t) { return !t->bias && t->window == 0; }
 
 DEV bool same_segment(const attention &t, int64_t b, int64_t i, int64_t j)

@@ -29,7 +29,8 @@ template <class A> DEV A bias_of(const attention &t, int64_t b, int64_t h, int64
 }
 
 /* -- forward ------------------------------------------------------------------------------------------------------- */
-/* Computes query blockIdx.x of head blockIdx.y and sample blockIdx.z. Thread x has columns x, x + TILE, ... of D. */
+/* Computes query blockIdx.x of head blockIdx.y and sample blockIdx.z. Thread x computes columns x, x + TILE, ... of
+ * D. */
 template <class T> static __global__ void forward_kernel(const __grid_constant__ attention t)
 {
     typedef typename type_info<T>::acc A;

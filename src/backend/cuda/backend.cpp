@@ -229,7 +229,7 @@ static cudaError_t take_memory(size_t nbytes, void **out)
     if (!ps_cu->pool) return cudaMalloc(out, nbytes);
     cudaError_t e = cudaMallocAsync(out, nbytes, ps_cu->compute);
     if (e != cudaErrorMemoryAllocation) return e;
-    cudaGetLastError(); /* blocks of the pool may fragment free memory: release them and try again */
+    cudaGetLastError(); /* blocks of the pool can fragment free memory: release them and try again */
     if (wait_all() < 0) return cudaErrorUnknown;
     cudaMemPoolTrimTo(ps_cu->pool, 0);
     return cudaMallocAsync(out, nbytes, ps_cu->compute);

@@ -39,7 +39,7 @@ template <class T> static __global__ void conv_kernel(const __grid_constant__ co
 }
 
 /* Returns the position along dimension d of the output to which element `at` of x contributes through element `k` of
- * the kernel, or -1 if there is none. */
+ * the kernel. Returns -1 if there is no such output. */
 DEV int64_t met(const ps_conv_shape &s, int d, int64_t at, int64_t k)
 {
     int64_t i = at + s.before[d] - k * s.dilation[d];

@@ -138,7 +138,7 @@ int ps_cuda_gelu_slope_sums(ps_call *call, const ps_view *pre, const ps_view *d,
 /* Writes the number of targets [n] that are not `ignore` to *count on the device. Traps on targets outside [0, V)
  * (rows.cu). */
 int ps_cuda_count_targets(int op, const ps_view *target, int64_t V, int64_t ignore, long long *count);
-/* Losses of rows of logits [V] and the logits' gradient (rows.cu). */
+/* Losses of rows of logits [V], and the gradient of the logits (rows.cu). */
 struct ps_cu_ce {
     void *logits; int dtype; int64_t rows, V;
     int64_t ld;                                /* row stride of logits and of grad, in elements */

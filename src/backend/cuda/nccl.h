@@ -1,6 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Declarations that nccl.cpp, which moves bytes between GPUs of several processes, shares with add_up.cu, its
- * kernel. */
+ * Declarations of nccl.cpp, which moves bytes between GPUs of several processes, and of its kernel in add_up.cu. */
 #ifndef PS_CUDA_NCCL_H
 #define PS_CUDA_NCCL_H
 #include "backend/cuda/cuda.h"

@@ -221,8 +221,8 @@ static __global__ void dw_kernel(void *parts, const T *dy, const T *x, const voi
     ((A *)parts)[(line * P + blockIdx.y) * C + c] = sum;
 }
 
-/* Computes dx and, like dw_kernel, parts. dx, add and parts can be NULL. Block p has rows p step .. (p + 1) step -
- * 1. */
+/* Computes dx and, like dw_kernel, parts. dx, add and parts can be NULL. Block p processes rows p step .. (p + 1)
+ * step - 1. */
 template <class T, bool RMS, int MOST, int ROWS>
 KERNEL_UP_TO(MOST, 512 / MOST) slices_backward_kernel(T *dx, const T *dy, const T *x, const T *w, const void *mean_in,
                                              const void *rstd_in, const T *add, void *parts, int64_t rows, int64_t C)

@@ -174,7 +174,7 @@ DEV void unpack_run(const packed_type &t, const uint8_t *s, int k, float *v)
 }
 
 /* -- unpacking ----------------------------------------------------------------------------------------------------- */
-/* A part of a packed matrix: `rows` rows, row_nbytes apart, with per_row runs each. */
+/* A part of a packed matrix: `rows` rows, row_nbytes apart, with per_row runs in each. */
 struct packed_part {
     packed_type t;
     const uint8_t *w;

@@ -67,8 +67,8 @@ static int randint_(ps_call *call)
  * samples. */
 static __host__ __device__ inline int64_t four_of(int64_t g, int64_t n) { return g / n * ((n + 3) / 4) + g % n / 4; }
 
-/* x and y have elements first .. last of samples of n elements. A thread has the four elements of one counter, and
- * accesses them at once if they are `whole`. */
+/* x and y have elements first .. last of samples of n elements. A thread processes the four elements of one counter,
+ * and accesses them at once if they are `whole`. */
 template <class T>
 static __global__ void dropout_kernel(T *y, const T *x, int64_t first, int64_t last, int64_t n, ps_attrs_dropout a,
                                       double keep, bool whole)
@@ -96,7 +96,7 @@ static __global__ void dropout_kernel(T *y, const T *x, int64_t first, int64_t l
 }
 
 /* x and y consist of some rows of a larger tensor; `rows` has their indices in it. Each row has `width` elements of
- * one sample of n elements. A thread has the elements of a row that share one counter. */
+ * one sample of n elements. A thread processes the elements of a row that share one counter. */
 template <class T>
 static __global__ void dropout_rows_kernel(trap_to t, T *y, const T *x, const void *rows, int dtype, int64_t count,
                                            int64_t width, int64_t n, ps_attrs_dropout a, double keep)

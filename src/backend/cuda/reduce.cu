@@ -8,7 +8,7 @@
  * own. If this does not use the whole device, the reduced part is split, and a second kernel combines the results. */
 #include "backend/cuda/columns.h"
 
-/* Returns whether a precedes b: NaN precedes numbers, and the larger (MAX) or smaller number the other. */
+/* Returns whether a precedes b. NaN precedes every number, and the larger number (MAX) or the smaller one the other. */
 DEV bool beats(int op, double a, double b)
 {
     if (a != a) return b == b;

@@ -33,7 +33,7 @@ template <class T> static __global__ void rope_kernel(const __grid_constant__ ro
     }
 }
 
-/* A thread has 16 bytes of each half of a row. Sizes are below 2^32, so 32-bit divisions suffice. */
+/* A thread processes 16 bytes of each half of a row. Sizes are below 2^32, so 32-bit divisions suffice. */
 template <class T> static __global__ void rope_packs_kernel(const __grid_constant__ rope_call p)
 {
     typedef typename type_info<T>::acc A;

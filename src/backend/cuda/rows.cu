@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Softmax over the last dimension and cross entropy, in fp32, or fp64 for fp64. A block has a row, which it reads
+ * Softmax over the last dimension and cross entropy, in fp32, or fp64 for fp64. A block computes a row, and reads it
  * several times (from cache). Cross entropy reads rows once if they are aligned and fit a block's shared memory.
  * Losses are added up in fp64 in the order of rows, in one block. */
 #include "backend/cuda/device.h"

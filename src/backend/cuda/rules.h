@@ -22,7 +22,8 @@ enum { PS_CU_REDUCE_THREADS = 256 };
 /* The plan of a reduction. Several parts are combined in fp64 or int64 from [parts, kept]. */
 typedef struct ps_cu_reduction {
     int64_t kept, reduced, blocks, parts;
-    bool together;                             /* a block has each kept element and part, otherwise a thread */
+    bool together;                             /* if set, a block computes each kept element and part; otherwise a
+                                                * thread does */
 } ps_cu_reduction;
 
 /* Plans a reduction. dims: bit set of the reduced dimensions, 0 for all. */

@@ -173,7 +173,7 @@ sort_kernel(int *sorted, const int *mixed, const int *begin, indices index, int6
     }
 }
 
-/* dw is [V, C], dy is [n, C]. A thread has W columns: 16 bytes, or one column. */
+/* dw is [V, C], dy is [n, C]. A thread computes W columns: 16 bytes, or one column. */
 struct sums_of {
     void *dw;
     int dw_type;

@@ -70,7 +70,7 @@ int ref_scale_by_(ps_call *call)
 typedef double (*binary_fn)(double a, double b);
 typedef int64_t (*binary_int_fn)(int64_t a, int64_t b);
 
-/* on_int computes inputs that are all integers, unless it is NULL. */
+/* Computes an op of two inputs by on_int if both are integers and on_int is not NULL, otherwise by on_float. */
 static int binary(ps_call *call, binary_fn on_float, binary_int_fn on_int)
 {
     const ps_view *out = &call->out[0];

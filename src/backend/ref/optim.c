@@ -5,7 +5,8 @@
 #include "base/error.h"
 
 /* Adam (Kingma and Ba, ICLR 2015), or AdamW with decoupled decay (Loshchilov and Hutter, ICLR 2019), for one tensor
- * in fp32. m is exp_avg, v is exp_avg_sq. Every constant is computed in double and rounded once:
+ * in fp32, unless its master is fp64. m is exp_avg, v is exp_avg_sq. Every constant is computed in double and
+ * rounded once:
  *     c1 = 1 - beta1, c2 = 1 - beta2, keep = 1 - lr * wd, step = lr / bias1, inv = 1 / sqrt(bias2)
  *     g = grad * grad_scale
  *     not adamw and wd != 0:  g = fma(wd, p, g)

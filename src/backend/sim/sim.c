@@ -4,10 +4,10 @@
  * backend's kernels, and a copy engine with a bandwidth model.
  *
  * The copy engine has two lanes, one to the device and one from it. Each lane is a plain thread that starts with its
- * first copy. A copy's time is fixed when it is requested: it begins when the lane is free and the copy before it
- * has ended, and takes latency + nbytes / bandwidth. The thread moves the bytes in slices spread over that time. The
- * copy ends when the bytes are moved and the time is over. If the processor is too slow for this, the thread is
- * late, and catches up when it can. All other functions are called from one thread.
+ * first copy. A copy's time is fixed when it is requested: it begins when its lane is free and the copy that it
+ * waits for has ended, and takes latency + nbytes / bandwidth. The thread moves the bytes in slices spread over that
+ * time. The copy ends when the bytes are moved and the time is over. If the processor is too slow for this, the
+ * thread is late, and catches up when it can. All other functions are called from one thread.
  *
  * Kernels run in the caller's thread, so the device is as fast as the host. With PS_SIM_ISA it uses the kernels of
  * another instruction set (with the names of PS_CPU_ISA), and is faster than its host if the cpu backend uses a

@@ -552,8 +552,8 @@ static __attribute__((noinline)) void forward_one(const attn *a, work *w, int64_
     finish_sums(w);
     for (int i = 0; i < heads; i++) store_queries(a, w, b, h + i * step, 0, 1, i);
 }
-/* Calls forward_one for part `cut` of the heads that share key head g; their parts are interleaved. The queries are
- * in w->k, which has at least as many rows as a tile. */
+/* Calls forward_one for one of `cuts` interleaved parts of the heads that share key head g. The queries are in w->k,
+ * which has at least as many rows as a tile. */
 static void forward_one_group(const attn *a, work *w, int64_t b, int64_t g, int64_t cut, int64_t cuts)
 {
     int64_t shared = a->H / a->G, most = a->Sp < QUERIES ? a->Sp : QUERIES;

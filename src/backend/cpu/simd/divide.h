@@ -52,7 +52,7 @@ SIMD vf divide_lanes(int kind, vf x, vf y)
     return vf_load(out);
 }
 
-/* Integers are divided by 0 and -1 without a trap: the remainder is 0, and so is a quotient by 0. */
+/* Divides integers, also by 0 and -1, without a trap. The remainder is then 0, and so is a quotient by 0. */
 SIMD int64_t divide_ints(int kind, int64_t a, int64_t b)
 {
     if (b == 0) return 0;

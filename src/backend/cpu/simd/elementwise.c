@@ -57,8 +57,8 @@ SIMD vf silu_backward(vf x, vf dy)
     vf larger = vf_set(1.0f) / (vf_set(1.0f) + e), smaller = e * larger;             /* s and 1 - s, or vice versa */
     return dy * vf_fma(c * larger, smaller, vf_select(c < vf_zero(), smaller, larger));
 }
-/* GELU's tanh form is x * sigmoid(2u), with 2u = x (a + b x^2), a = 2 sqrt(2 / pi), b = 0.044715 a. Outside +-9.9
- * the sigmoid is 0 or 1 to within 1e-36; up to there e^-2u is a normal number. */
+/* GELU's tanh form is x * sigmoid(2u), with 2u = x (a + b x^2), a = 2 sqrt(2 / pi), b = 0.044715 a. At +-9.9 the
+ * sigmoid is 0 or 1 to within 1e-36, and e^-2u is still a normal number. */
 SIMD vf gelu_tanh_exp(vf c, vf z)                  /* e^-2u */
 {
     return vf_exp_core(c * vf_fma(z, vf_set(-0.0713548163f), vf_set(-1.59576912f)));

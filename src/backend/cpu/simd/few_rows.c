@@ -40,7 +40,7 @@ SIMD void ahead(const char *p) { __builtin_prefetch(p, 0, 3); }
 /* -- b [K, N], rows of N neighbours -------------------------------------------------------------------------------- */
 /* Adds by[m][0] b + by[m][1] (b + ld) + ... to sum m, which is sum + m * apart [n]. The `lines` lines of b are ld
  * bytes apart and are added in this order. Each weight is read and converted to fp32 once for all M rows. next:
- * distance in bytes from a line to the next one to read, which is prefetched, or 0. */
+ * distance in bytes from a line to the line to prefetch, or 0 to prefetch nothing. */
 SIMD void add_lines(float *sum, int64_t apart, float by[][LINES], const char *b, int64_t ld, int64_t next, int64_t n,
                     int lines, int M, int T)
 {

@@ -452,8 +452,7 @@ static int scatter_backward(ps_call *call)
 /* -- order --------------------------------------------------------------------------------------------------------- */
 #define REVERSE(type) for (int64_t i = 0; i < n; i++) ((type *)to)[i] = ((const type *)from)[n - 1 - i]
 
-/* Combines row r of all ranks' stats [t, kinds, N]. hit: whether the target's logit is the first of the largest
- * logits. */
+/* Copies n pieces of `size` bytes in reverse order. */
 static void reverse(char *to, const char *from, int64_t n, int64_t size)
 {
     if (size == 1) REVERSE(uint8_t);
