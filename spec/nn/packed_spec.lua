@@ -101,6 +101,25 @@ describe("a model with packed weights", function()
     for m = 0, 3 do assert.equal(0, far(all:narrow(0, m, 1), layer(x:narrow(0, m, 1)))) end
   end)
 
+  -- One row of x divides the matrix into one piece per thread. The rows are no multiple of what a thread reads at once.
+  it("gives the same bits with every number of threads", function()
+    local was = ps.threads()
+    for _, kind in ipairs { "none", "q4_0", "q8_0", "q6_k" } do
+      for _, int8 in ipairs { false, kind ~= "none" or nil } do
+        local holder = ps.nn.Sequential(ps.nn.Linear(512, 1003, { dtype = "bf16" }))
+        if kind ~= "none" then ps.quantize(holder, { type = kind, int8_activations = int8 or nil }) end
+        local x, want = ps.randn({ 1, 512 }):to "bf16", nil
+        for _, threads in ipairs { 1, 2, 3, 7 } do
+          ps.set_threads(threads)
+          local got = ps.no_grad(function() return holder(x):keep() end)
+          want = want or got
+          assert.equal(0, far(want, got), ("%s, %d threads"):format(kind, threads))
+        end
+        ps.set_threads(was)
+      end
+    end
+  end)
+
   it("rounds activations to 8 bits if asked, only in few rows without gradients", function()
     made("llama", LLAMA):save_gguf(at "m.gguf", { type = "q8_0", name = "x" })
     local given = { quiet = true, keep_quantized = true }

@@ -1,16 +1,17 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Products of a few rows with a large matrix, which a model computes when it generates a text token by token. Each
- * weight is used once, so memory limits the speed. Threads divide the matrix into pieces of fixed sizes, so sums
- * depend neither on the number of threads nor on the other rows. */
+ * Products of a few rows with a large matrix, which a model computes when it continues a text token by token.
+ * Each weight is read once and used once, so memory limits the speed. Threads divide the matrix into pieces. A sum
+ * over a whole row of b belongs to one piece, and partial sums are those of pieces of a fixed size. So sums depend
+ * neither on the number of threads nor on the other rows. */
 #include "backend/cpu/gemm.h"
 #include "backend/cpu/simd.h"
+#include "backend/cpu/simd/streams.h"
 
 enum {
     DEPTH = PS_FEW_DEPTH,                            /* rows of b [K, N] per piece; each piece has its own partial
                                                       * sum */
     WIDTH = 4096,                                    /* columns per piece, so that the sums of all rows stay in L1 */
     SUMS = 512,                                      /* number of partial sums that a thread computes at a time */
-    OUTPUTS = 32,                                    /* rows of b [N, K] per piece */
     LINES = 4                                        /* streams per piece; each reads one quarter of the piece */
 };
 
@@ -205,10 +206,10 @@ SIMD float dot(const float *x, const char *b, int64_t K, int T)
     return vf_hsum(s);
 }
 
-SIMD void piece_of_columns(const ps_gemm *g, const float *x, float *c, int64_t n0, int T)
+SIMD void piece_of_columns(const ps_gemm *g, const float *x, float *c, int64_t n0, int64_t most, int T)
 {
     int64_t M = g->a.rows, K = g->a.cols, N = g->b.cols, ld = g->b.stride_col * (T == 0 ? 4 : 2);
-    int64_t count = least(OUTPUTS, N - n0), apart = quarter(count);
+    int64_t count = least(most, N - n0), apart = quarter(count);
     for (int64_t t = 0; t < apart; t++) {
         const char *b = (const char *)g->b.data + (n0 + t) * ld;
         int64_t lines = lines_at(count, t), next = to_next(count, t) * ld;
@@ -225,10 +226,12 @@ SIMD void piece_of_columns(const ps_gemm *g, const float *x, float *c, int64_t n
     }
 }
 
+/* Each thread has one piece, so that its streams are as long as possible. */
 static void by_columns(const ps_gemm *g, const float *x, float *c)
 {
+    int64_t step = ps_rows_of_thread(g->b.cols, LINES);
 #pragma omp parallel for schedule(static)
-    for (int64_t n0 = 0; n0 < g->b.cols; n0 += OUTPUTS) BY_TYPE(piece_of_columns, g, x, c, n0);
+    for (int64_t n0 = 0; n0 < g->b.cols; n0 += step) BY_TYPE(piece_of_columns, g, x, c, n0, step);
 }
 
 void PS_ISA_FN(ps_cpu_few_rows)(const ps_gemm *g, const float *x, float *part, float *c)

@@ -219,11 +219,12 @@ SIMD void several(float *out, int64_t apart, const float *x, int64_t K, int64_t 
 
 static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
-/* Computes the products with a piece of the matrix, OUTPUTS rows from row n0 on. Reads the rows as LINES streams of
- * consecutive rows. */
-SIMD void piece(const ps_packed_matrix *w, const ps_blocks *b, const float *x, int64_t M, float *c, int64_t n0, int T)
+/* Computes the products with rows n0 .. n0 + most - 1 of the matrix. Reads the rows as LINES streams of consecutive
+ * rows. */
+SIMD void piece(const ps_packed_matrix *w, const ps_blocks *b, const float *x, int64_t M, float *c, int64_t n0,
+                int64_t most, int T)
 {
-    int64_t count = least(OUTPUTS, w->rows - n0), quarter = count / LINES, blocks = w->cols / b->block;
+    int64_t count = least(most, w->rows - n0), quarter = count / LINES, blocks = w->cols / b->block;
     const uint8_t *first = w->data + n0 * w->row_nbytes;
     int64_t done = 0;
     if (M == 1 && T >= 0) {
@@ -241,6 +242,7 @@ SIMD void piece(const ps_packed_matrix *w, const ps_blocks *b, const float *x, i
 void PS_ISA_FN(ps_cpu_packed_dots)(const ps_packed_matrix *w, const float *x, int64_t M, float *c)
 {
     const ps_blocks *b = ps_blocks_of(w->type);
+    int64_t step = rows_of_piece(w, M);
 #pragma omp parallel for schedule(static) if (w->rows * w->cols > PS_PAR_MIN)
-    for (int64_t n0 = 0; n0 < w->rows; n0 += OUTPUTS) BY_TYPE(w->type, piece, w, b, x, M, c, n0);
+    for (int64_t n0 = 0; n0 < w->rows; n0 += step) BY_TYPE(w->type, piece, w, b, x, M, c, n0, step);
 }

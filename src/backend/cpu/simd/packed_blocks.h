@@ -4,13 +4,21 @@
 #define PS_CPU_PACKED_BLOCKS_H
 #include "backend/cpu/packed.h"
 #include "backend/cpu/simd/operand.h"
+#include "backend/cpu/simd/streams.h"
 #include "base/blocks.h"
 
 enum {
     W = PARTS,                                       /* number of vectors for 16 lanes */
     LINES = 4,                                       /* rows of the matrix that are read at a time, as streams */
-    OUTPUTS = 32                                     /* rows of the matrix per piece */
+    OUTPUTS = 32                                     /* rows of the matrix per piece, for several rows of x */
 };
+
+/* Returns the number of the matrix's rows per piece. Several rows of x read a piece several times, so it is small. One
+ * row of x reads the matrix once. Each thread then has a single piece, so that its streams are as long as possible. */
+static inline int64_t rows_of_piece(const ps_packed_matrix *w, int64_t M)
+{
+    return M > 1 ? OUTPUTS : ps_rows_of_thread(w->rows, LINES);
+}
 
 /* Returns the fp16 number at s, which need not be aligned. */
 static inline float half_at(const uint8_t *s)

@@ -59,8 +59,8 @@ SIMD u8x32 u8_or(u8x32 a, u8x32 b) { return _mm256_or_si256(a, b); }
 #define u8_left(a, n) _mm256_slli_epi16(a, n)
 SIMD u8x32 u8_nibbles(const uint8_t *p)              /* returns the lower halves of 16 bytes, then their upper halves */
 {
-    __m128i b = _mm_loadu_si128((const __m128i *)p);
-    return u8_and(_mm256_inserti128_si256(_mm256_castsi128_si256(b), _mm_srli_epi16(b, 4), 1), 15);
+    __m256i both = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)p));
+    return u8_and(_mm256_srlv_epi32(both, _mm256_setr_epi32(0, 0, 0, 0, 4, 4, 4, 4)), 15);
 }
 SIMD u8x32 u8_bits(uint32_t bits)                    /* byte k is 255 if bit k is set, otherwise 0 */
 {
@@ -239,12 +239,12 @@ SIMD void fused(float *out, int lines, const ps_int8_part *x, const uint8_t *w, 
     for (int i = 0; i < lines; i++) out[i] = sum_lanes(acc[i]);
 }
 
-/* Computes the products with a piece of the matrix, OUTPUTS rows from row n0 on. Reads the rows as LINES streams of
- * consecutive rows. */
+/* Computes the products with rows n0 .. n0 + most - 1 of the matrix. Reads the rows as LINES streams of consecutive
+ * rows. */
 SIMD void piece(const ps_packed_matrix *w, const ps_blocks *b, const ps_int8_part *x, int64_t M, float *c, int64_t n0,
-                int T)
+                int64_t most, int T)
 {
-    int64_t count = w->rows - n0 < OUTPUTS ? w->rows - n0 : OUTPUTS, quarter = count / LINES;
+    int64_t count = w->rows - n0 < most ? w->rows - n0 : most, quarter = count / LINES;
     int64_t blocks = w->cols / b->block, parts = w->cols / PART, size = w->row_nbytes;
     const uint8_t *first = w->data + n0 * size;
     for (int64_t m = 0; m < M; m++, x += parts, c += w->rows) {
@@ -267,6 +267,7 @@ SIMD void piece(const ps_packed_matrix *w, const ps_blocks *b, const ps_int8_par
 void PS_ISA_FN(ps_cpu_int8_dots)(const ps_packed_matrix *w, const ps_int8_part *x, int64_t M, float *c)
 {
     const ps_blocks *b = ps_blocks_of(w->type);
+    int64_t step = rows_of_piece(w, M);
 #pragma omp parallel for schedule(static) if (w->rows * w->cols > PS_PAR_MIN)
-    for (int64_t n0 = 0; n0 < w->rows; n0 += OUTPUTS) BY_TYPE(w->type, piece, w, b, x, M, c, n0);
+    for (int64_t n0 = 0; n0 < w->rows; n0 += step) BY_TYPE(w->type, piece, w, b, x, M, c, n0, step);
 }
