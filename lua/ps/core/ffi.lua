@@ -230,9 +230,10 @@ function M.note_line(t)
 end
 local note_line = M.note_line
 
--- Functions that other files set. placer is called before each op in anomaly mode (ps/inspect/anomaly.lua). recorder
--- records how tensors get their values while a model is created without data (ps/nn/deferred.lua). cast converts an
--- op's inputs in a region of ps.autocast (ps/core/autocast.lua).
+-- Functions that other files set. placer is called before each op in anomaly mode (ps/inspect/anomaly.lua). follower is
+-- called after each op, and with "read" before values are read (ps/pretrained/generate_replay.lua). recorder records
+-- how tensors get their values while a model is created without data (ps/nn/deferred.lua). cast converts an op's
+-- inputs in a region of ps.autocast (ps/core/autocast.lua).
 
 -- Returns the outputs from i to n.
 local function owned_from(i, n)
@@ -254,6 +255,7 @@ local function apply(op, n_in, ins, attrs, nbytes, n_out)
   end
   let_go(held)
   if note then M.recorder:finish(note, outs) end
+  if M.follower then M.follower(op, attrs, nbytes, n_in, ins, n_out, outs) end
   if C.ps_collect_due(ctx) ~= 0 then collect() end
   if outs[0] ~= nil and outs[0].numel_ >= LINED_NUMEL and outs[0] ~= ins[0] then note_line(outs[0]) end
   if n_out == 1 then return own(outs[0]) end

@@ -30,10 +30,10 @@ local tensor_hooks = require "ps.tensor.hooks"
 local error = caller.error
 local C = native.C
 
--- changes: number of registrations and replacements of parameters and modules so far. optimizers: the live optimizers
--- of ps.optim, each with `trained` (address -> true). updated: by address of a parameter that an engine updates, a
--- {engine, name} that the engine keeps alive.
-local exports = { changes = 0, optimizers = setmetatable({}, { __mode = "k" }),
+-- changes: number of registrations and replacements of parameters and modules so far. assigned: number of assignments to
+-- modules outside of their calls. optimizers: the live optimizers of ps.optim, each with `trained` (address -> true).
+-- updated: by address of a parameter that an engine updates, a {engine, name} that the engine keeps alive.
+local exports = { changes = 0, assigned = 0, optimizers = setmetatable({}, { __mode = "k" }),
   updated = setmetatable({}, { __mode = "v" }) }
 local made_by_parameter = setmetatable({}, { __mode = "k" })
 
@@ -78,6 +78,7 @@ local function outlives_scopes(value, depth)
 end
 
 local function assign(self, name, value)
+  if C.ps_module_now() == 0 then exports.assigned = exports.assigned + 1 end
   local kind = self._kind[name]
   local old = kind and self._fields[name]
   if old and (kind == "module" or kind == "param") and not rawequal(old, value) and next(exports.optimizers) then

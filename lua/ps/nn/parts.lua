@@ -153,14 +153,19 @@ function parts.run(list, first, last, carry, batch)
   return carry
 end
 
+local function run_all(list, batch)
+  local n = #list
+  return list[n].forward(scope.scope(parts.run, list, 1, n - 1, {}, batch), batch)
+end
+
 --- Runs all parts. All but the last run in one scope, whose end frees their tensors, except the carry for the last
---- part.
+--- part. If the list has a function `replay`, it runs the parts instead (ps/pretrained/generate_replay.lua).
 ---@param list ps.nn.Part[]
 ---@param batch table<string, any>
 ---@return table<string, ps.Tensor> carry result of the last part: { loss = }, { logits = }, ...
 function parts.fold(list, batch)
-  local n = #list
-  return list[n].forward(scope.scope(parts.run, list, 1, n - 1, {}, batch), batch)
+  if list.replay then return list.replay(list, batch, run_all) end
+  return run_all(list, batch)
 end
 
 -- -- weights that are read without calling their layers ---------------------------------------------------------------

@@ -8,6 +8,7 @@ local caller = require "ps.core.caller"
 local generate_choose = require "ps.pretrained.generate_choose"
 local copied = require "ps.core.copied"
 local nn_module = require "ps.nn.module"
+local replay = require "ps.pretrained.generate_replay"
 local rows_of = require "ps.pretrained.generate_rows"
 local generate_settings = require "ps.pretrained.generate_settings"
 local text = require "ps.pretrained.generate_text"
@@ -53,9 +54,7 @@ local function tell(model, chosen, ...)
   return model.together(function() return tell_here(chosen, unpack(given)) end)
 end
 
-local function run(model, prompts, n, chosen)
-  local copies = chosen.num_beams > 1 and chosen.num_beams or chosen.num_return_sequences
-  local rows = rows_of.new(model, prompts, n, copies, chosen.kv_cache)
+local function continue(model, rows, prompts, n, copies, chosen)
   if chosen.num_beams > 1 then return beams.run(rows, prompts, n, chosen) end
   local results, ended, streams, left = {}, {}, {}, rows.count
   for r = 1, rows.count do
@@ -75,6 +74,16 @@ local function run(model, prompts, n, chosen)
     end
     if not tell(model, chosen, streams, ids, ended, i) or left == 0 then break end
   end
+  return results
+end
+
+local function run(model, prompts, n, chosen)
+  local copies = chosen.num_beams > 1 and chosen.num_beams or chosen.num_return_sequences
+  local rows = rows_of.new(model, prompts, n, copies, chosen.kv_cache)
+  local repeated = rows.parts and replay.attach(model, rows.parts)
+  local ok, results = pcall(continue, model, rows, prompts, n, copies, chosen)
+  if repeated then repeated:close() end
+  if not ok then error(results, 0) end
   return results
 end
 

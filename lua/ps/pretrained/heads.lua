@@ -450,8 +450,11 @@ function heads.attend_cached(attention, caches, at, mask, q, k, v, cos, sin)
   how.heads, how.groups, how.at = attention.heads, attention.groups or attention.heads, at
   how.window, how.scale = attention.window or 0, attention.scale or 0
   if native.placer then native.placer() end
-  native.retry(native.C.ps_attention_cached, native.ctx, how, q, k, v, caches.kv or caches.k, caches.v, cos, sin, mask,
-    attended)
+  local keys = caches.kv or caches.k
+  native.retry(native.C.ps_attention_cached, native.ctx, how, q, k, v, keys, caches.v, cos, sin, mask, attended)
+  if native.follower then
+    native.follower(nil, how, native.ffi.sizeof(how), 8, { [0] = q, k, v, keys, caches.v, cos, sin, mask }, 1, attended)
+  end
   return native.own(attended[0])
 end
 

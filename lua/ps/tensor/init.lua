@@ -115,6 +115,7 @@ end
 -- Reads the first n elements as doubles. A tensor that is not on the host is read through a copy that the tape does not
 -- record.
 local function read(t, n, buffer)
+  if native.follower then native.follower "read" end
   local rc = C.ps_tensor_read_f64(t, 0, n, buffer)
   if rc == C.PS_EUNSUP then
     local was = C.ps_set_grad_enabled(native.ctx, 0)
