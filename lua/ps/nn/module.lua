@@ -30,9 +30,9 @@ local tensor_hooks = require "ps.tensor.hooks"
 local error = caller.error
 local C = native.C
 
--- changes: number of registrations and replacements of parameters and modules so far. assigned: number of assignments to
--- modules outside of their calls. optimizers: the live optimizers of ps.optim, each with `trained` (address -> true).
--- updated: by address of a parameter that an engine updates, a {engine, name} that the engine keeps alive.
+-- changes: number of registrations and replacements of parameters and modules so far. assigned: number of assignments
+-- to modules outside of their calls. optimizers: the live optimizers of ps.optim, each with `trained` (address ->
+-- true). updated: by address of a parameter that an engine updates, a {engine, name} that the engine keeps alive.
 local exports = { changes = 0, assigned = 0, optimizers = setmetatable({}, { __mode = "k" }),
   updated = setmetatable({}, { __mode = "v" }) }
 local made_by_parameter = setmetatable({}, { __mode = "k" })

@@ -6,6 +6,7 @@
 -- several columns always run it, and so does a model with hooks or adapters, one that belongs to an engine or to ranks,
 -- and any model while ops are profiled, cast or checked for anomalies. An assignment to a module outside of its calls
 -- ends the repetition.
+local array = require "ps.core.array"
 local native = require "ps.core.ffi"
 local module_hooks = require "ps.nn.hooks"
 local nn_module = require "ps.nn.module"
@@ -16,6 +17,7 @@ local C, ffi = native.C, native.ffi
 local replay = { on = true, count = 0 }
 
 local POINTER, WORDS = ffi.typeof "ps_tensor *", ffi.typeof "int64_t *"
+local words, pointers = array "int64_t", array "ps_tensor *"
 local NONE = -1                         -- slot of an absent input or output
 
 -- A slot stands for one tensor of a step: of the batch (kind: its name), made outside the step (a pointer), or an
@@ -141,14 +143,14 @@ local function program_of(a, b)
     if a.kinds[slot] ~= b.kinds[slot] then return nil end         -- pointers are compared by address
   end
   local program = { ops = {}, batch = {}, results = {}, count = a.count, held = {},
-    slots = ffi.new("ps_tensor *[?]", a.count) }
+    slots = pointers(a.count) }
   local last = {}
   for i, one in ipairs(a.ops) do
     local other = b.ops[i]
     local moves = one.op == other.op and same_slots(one.ins, other.ins) and same_slots(one.outs, other.outs)
       and moving(one.attrs, other.attrs, a.at, b.at)
     if not moves then return nil end
-    local attrs = ffi.new("int64_t[?]", math.ceil(#one.attrs / 8) + 1)
+    local attrs = words(math.ceil(#one.attrs / 8) + 1)
     ffi.copy(attrs, one.attrs, #one.attrs)
     local step = { op = one.op, attrs = attrs, nbytes = #one.attrs, ins = one.ins, outs = one.outs, moves = {},
       free = {} }
