@@ -111,13 +111,20 @@ local function base_of(model)
   return adapters and adapters:frozen_base()
 end
 
--- Returns the state on this rank: tensors by name, and everything else as a table.
-local function gather(parts, step, base)
+-- Returns the state on this rank: tensors by name, and everything else as a table. With `later`, masters that have no
+-- tensor are {shape, dtype, make}, as safetensors.save accepts them.
+local function gather(parts, step, base, later)
   local with, tensors = parts_of(parts), {}
   local state = { version = 2, step = step, rng = random_state.get(), extra = parts.extra }
   if base then state.base = { path = base.path, fingerprint = base.fingerprint } end
-  for name, tensor in pairs(parts.model:state_dict { tied = false }) do
+  local engine = later and handle.of(parts.model)
+  later = engine and not engine.ranks and not engine.stages
+  for name, tensor in pairs(later and engine:values_later() or parts.model:state_dict { tied = false }) do
     if not (base and base.names[name]) then tensors[name] = tensor end
+  end
+  for _, row in ipairs(later and engine.built.list or {}) do
+    local make = tensors[row.name]
+    if type(make) == "function" then tensors[row.name] = { shape = row.param:shape(), dtype = "fp32", make = make } end
   end
   local own = {}
   for name, tensor in pairs(parts.tensors or {}) do own[restore.SCRIPT .. name] = tensor end
@@ -247,7 +254,7 @@ end
 
 local function write(job, parts)
   if job.form == "file" and job.rank > 0 then return end
-  local tensors, state, own = gather(parts, job.step, job.base)
+  local tensors, state, own = gather(parts, job.step, job.base, job.form ~= "shards" and not job.async)
   local metadata
   if job.form == "shards" then
     local updates = state.optimizer and state.optimizer.t

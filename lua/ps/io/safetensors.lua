@@ -282,11 +282,13 @@ end
 local function entries_of(tensors)
   local entries = {}
   for name, t in pairs(caller.typed(tensors, "table", "ps.safetensors.save: the tensors by name")) do
-    if type(name) ~= "string" or not scope.is_tensor(t) then
+    local later = type(t) == "table" and rawget(t, "make") and t
+    if type(name) ~= "string" or not (later or scope.is_tensor(t)) then
       error(("ps.safetensors.save needs tensors by name, but '%s' is a %s"):format(tostring(name),
         type(name) ~= "string" and "name of type " .. type(name) or type(t)))
     end
-    entries[#entries + 1] = { name = name, dtype = t:dtype(), shape = t:shape(), tensor = t }
+    entries[#entries + 1] = later and { name = name, dtype = later.dtype, shape = later.shape, make = later.make }
+      or { name = name, dtype = t:dtype(), shape = t:shape(), tensor = t }
   end
   table.sort(entries, function(one, other) return one.name < other.name end)
   return entries
@@ -299,9 +301,9 @@ local function once(entries, metadata)
   local list, first, all = {}, {}, nil
   for _, entry in ipairs(entries) do
     local t = entry.tensor
-    local same = ("%s %d %s %s %s"):format(tostring(ffi.cast("void *", t.storage)), t.dtype_, tostring(t.offset),
-      rectangles.text(entry.shape), rectangles.text(t:stride()))
-    if first[same] and t.numel_ > 0 then
+    local same = t == nil and entry.name or ("%s %d %s %s %s"):format(tostring(ffi.cast("void *", t.storage)),
+      t.dtype_, tostring(t.offset), rectangles.text(entry.shape), rectangles.text(t:stride()))
+    if first[same] and t ~= nil and t.numel_ > 0 then
       if not all then
         all = {}
         for key, value in pairs(metadata or {}) do all[key] = value end
@@ -363,7 +365,8 @@ end
 --- Writes tensors to a file, sorted by name, one piece at a time. An older file is replaced only when the new file is
 --- complete on disk. A tensor that has several names (a tied weight) is written once, under the first name in order.
 ---@param path string
----@param tensors table<string, ps.Tensor>
+---@param tensors table<string, ps.Tensor|{shape: integer[], dtype: string, make: fun(): ps.Tensor}> make: called when
+---  the tensor is written, so that only one such tensor is in memory
 ---@param metadata? table<string, string>
 ---@param options? {checksums?: boolean} checksums: whether to write a checksum for each tensor
 function safetensors.save(path, tensors, metadata, options)
@@ -371,12 +374,19 @@ function safetensors.save(path, tensors, metadata, options)
   if metadata ~= nil then caller.typed(metadata, "table", "ps.safetensors.save: the metadata") end
   local entries, largest = entries_of(tensors), 1
   entries, metadata = once(entries, metadata)
-  for _, entry in ipairs(entries) do largest = math.max(largest, entry.tensor:nbytes()) end
+  for _, entry in ipairs(entries) do
+    largest = math.max(largest, rectangles.numel(entry.shape) * tonumber(C.ps_dtype_size(
+      native.dtype_code(entry.dtype))))
+  end
   local writer = safetensors.writer(path, entries, metadata, checksums)
   local ok, problem = pcall(function()
     local buffer = pieces.buffer(largest)
     for _, entry in ipairs(entries) do
-      pieces.read(entry.tensor, buffer, function(data, nbytes) writer:append(entry.name, data, nbytes) end)
+      scope.scope(function()
+        pieces.read(entry.tensor or entry.make(), buffer, function(data, nbytes)
+          writer:append(entry.name, data, nbytes)
+        end)
+      end)
     end
     writer:commit()
   end)
