@@ -103,14 +103,11 @@ function MLP:init(c, where, variant)
   self.gate_proj = linear(c.hidden_size, c.intermediate_size, bias, where)
   self.up_proj = linear(c.hidden_size, c.intermediate_size, bias, where)
   self.down_proj = linear(c.intermediate_size, c.hidden_size, bias, where)
-  self.gelu, self.activation = settings.activation(c.hidden_act)
+  self.gated = settings.gated(c.hidden_act)
 end
 
 function MLP:forward(h, x)
-  local gate, up = self.gate_proj(h), self.up_proj(h)                 -- shape [B, T, hidden]
-  local y = self.gelu and F.geglu(gate, up, self.gelu) or self.activation == F.silu and F.swiglu(gate, up)
-    or self.activation(gate) * up
-  return self.down_proj(y, x)
+  return self.down_proj(self.gated(self.gate_proj(h), self.up_proj(h)), x)              -- inside: [B, T, hidden]
 end
 
 local Layer = nn.class("LlamaDecoderLayer")
