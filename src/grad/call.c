@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Functions of the script, with a backward of their own, as nodes of the tape. The walk stops at such a node, as it
- * does at a recompute segment. The caller reads the gradients of the function's outputs (ps_stop_gradient) and the
- * tensors that the function saved (ps_call_saved), and passes the gradients of the function's inputs to ps_call_done.
- * The node's inputs after its arguments are the saved tensors, which have no edge. */
+ * Functions of the script with a backward of their own, as nodes of the tape. The walk stops at such a node. The
+ * caller then reads the gradients of its outputs (ps_stop_gradient) and the saved tensors (ps_call_saved), and
+ * passes the gradients of its arguments to ps_call_done. The node's inputs are the arguments, then the saved
+ * tensors, which have no edge. */
 #include <string.h>
 #include "base/alloc.h"
 #include "base/error.h"
@@ -25,8 +25,7 @@ static int check_outputs(const char *name, int n, ps_tensor *const *out)
     return given ? 0 : ps_fail(PS_EINVAL, "%s has no output that can get a gradient", name);
 }
 
-/* Saves a tensor. If it is an output, saves another header of it, because otherwise the node and the tensor would
- * hold each other. */
+/* Saves a tensor. Of an output it saves another header; otherwise the node and the tensor would hold each other. */
 static int save(ps_node *node, int at, ps_tensor *t, int n_out, ps_tensor *const *out)
 {
     ps_tensor *kept = t;
@@ -94,7 +93,7 @@ int ps_call_saved(ps_ctx *ctx, int i, ps_tensor **out)
     return 0;
 }
 
-/* Checks a gradient, whose type must be the input's own type, or may be fp32 for an input of a half type. */
+/* Checks the type of a gradient: the input's own type, or fp32 for an input of a half type. */
 static int check_gradient(const ps_node *node, int i, const ps_tensor *grad, int device)
 {
     const ps_meta *want = &node->in_meta[i];

@@ -1,11 +1,10 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Hooks of tensors: functions of the script that see, and may replace, the gradient of a tensor when its sum is
- * complete.
+ * Hooks of tensors: functions of the script that see, and may replace, the complete gradient of a tensor.
  *
- * If an op computed the tensor, the hooks belong to the op's node: the walk stops there before it passes the node. A
- * leaf gets a node of its own, LEAF. There the gradients of one walk are summed before they are added to the leaf's
- * gradient. Its number is below those of all other nodes, so the walk visits the node last. Leaf and node refer to each
- * other, and the leaf owns the node: the edge counts as a reference only while the node waits in a walk. */
+ * The hooks of an op's output belong to the op's node: the walk stops there before it passes the node. A leaf gets a
+ * node of its own, LEAF, which sums the gradients of one walk before they are added to the leaf's gradient. It has
+ * the lowest number, so it is visited last. The leaf owns this node. The node's edge back to the leaf counts as a
+ * reference only while the node waits in a walk. */
 #include "base/error.h"
 #include "grad/tape.h"
 

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The functions that a gradient rule calls (ps_grad, tensor/optable.h). They return the inputs and outputs of the
- * rule's node, computed again if they were not kept, and the tensor to which a gradient is written or added. They also
- * run the rule's ops and make its temporaries. */
+ * The functions that a gradient rule calls (ps_grad, tensor/optable.h). With them a rule reads the inputs and
+ * outputs of its node, finds the tensor for a gradient, runs ops and makes temporaries. Tensors that were not kept
+ * are computed again. */
 #include <stdarg.h>
 #include "base/error.h"
 #include "grad/tape.h"
@@ -83,8 +83,8 @@ static bool comes_twice(const ps_grad *g, int i)
     return false;
 }
 
-/* Returns true if this header alone owns the bytes, ignoring headers with PS_T_LATER. In this case an undivided
- * backward would write sums into the bytes. */
+/* Returns true if this header alone owns the bytes, apart from headers with PS_T_LATER. An undivided backward would
+ * write sums into them. */
 static bool is_alone(const ps_tensor *t)
 {
     const ps_storage *s = t->storage;
@@ -98,8 +98,8 @@ static void replace(ps_tensor **held, ps_tensor *by)
     *held = by;
 }
 
-/* *there is the sum so far of the gradients of a node's output. If deferred weight gradients will read its bytes,
- * replaces it by a copy, so that more gradients can be added to it. */
+/* Makes *there, the sum so far of an output's gradients, safe to add to. If deferred weight gradients will read its
+ * bytes, it is replaced by a copy. */
 static int spare_later(ps_grad *g, ps_tensor **there)
 {
     static const ps_attrs_contiguous none;
@@ -111,8 +111,8 @@ static int spare_later(ps_grad *g, ps_tensor **there)
     return 0;
 }
 
-/* Makes a tensor for a deferred gradient, in fp32 or a wider type. It has at least the precision of the sum to which
- * it will be added. */
+/* Makes a tensor for a deferred gradient: in fp32 or a wider type, and as precise as the sum to which it will be
+ * added. */
 static int dest_for_later(ps_grad *g, int i, ps_tensor **out)
 {
     ps_meta m = *ps_grad_in_meta(g, i);

@@ -1,13 +1,12 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Nodes of the tape without an op.
+ * Two kinds of node without an op: recompute segments and boundaries.
  *
- * A recompute segment (Chen et al. 2016): the walk stops there, the caller runs its function again, and
- * ps_backward_splice (walk.c) passes the waiting gradients to the new outputs. The new nodes have the highest numbers,
- * so the walk continues through them exactly as it would have without the segment.
+ * At a recompute segment (Chen et al. 2016) the walk stops, and the caller runs its function again.
+ * ps_backward_splice (walk.c) then passes the waiting gradients to the new outputs. The new nodes have the highest
+ * numbers, so the walk continues through them as if there were no segment.
  *
- * A boundary: its outputs are the tensors that a stage of a pipeline received, and it has no inputs. The sums of
- * gradients of its outputs stay in the node until ps_boundary_take, which returns them to be sent to the previous
- * stage. */
+ * A boundary has no inputs; its outputs are the tensors that a stage of a pipeline received. Their gradients are
+ * summed in the node until ps_boundary_take returns them, to be sent to the previous stage. */
 #include <string.h>
 #include "base/alloc.h"
 #include "base/error.h"
@@ -20,7 +19,7 @@ void tape_release_reads(ps_storage **list, int n)
     for (int i = 0; i < n; i++) ps_storage_release(list[i]);
 }
 
-/* Allocates room for the id of one more segment when the segment is made, so that segment_reap cannot fail. */
+/* Makes room for the id of one more segment in advance, so that segment_reap cannot fail. */
 int reap_reserve(ps_ctx *ctx)
 {
     PS_TRY(ps_grow(ctx->tape.reaped.ids, ctx->tape.reaped.capacity, ctx->tape.reaped.n + ctx->tape.reaped.live + 1));
@@ -178,8 +177,7 @@ int ps_boundary_take(ps_ctx *ctx, int n, ps_tensor *const *out, ps_tensor **grad
         gradients[i] = slot ? *slot : NULL;
         if (!gradients[i]) continue;
         *slot = NULL;
-        ps_scope_adopt(ctx, gradients[i]->storage);       /* the tensor lives as long as its header, so no scope may
-                                                           * drop it */
+        ps_scope_adopt(ctx, gradients[i]->storage);       /* lives as long as its header: no scope may drop it */
         ps_storage_unhold(gradients[i]->storage);
     }
     return 0;

@@ -1,13 +1,14 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The tape. A node records one op: its attributes, the tensors that its gradient rule will read, and an edge for each
- * input. The edge leads to the node that made the input, or to the input itself if it is a leaf. The backward walk
- * (walk.c) visits nodes by descending sequence number, so that it passes every consumer before its producer and adds
- * sums in one fixed order. A node's saved tensors are released as soon as the walk has passed it. This file makes
- * nodes, frees them, and counts the nodes that a walk must still pass.
+ * The tape: the record of the ops that a backward must go back through. This file makes nodes, frees them, and
+ * counts those that a walk must still pass.
  *
- * Cheap outputs (layer norm, GELU) are not kept: their consumer saves the producer, which computes them again when they
- * are needed (rule.c). Some kinds of node have no op: recompute segments and boundaries (segment.c), functions of the
- * script (call.c), leaves with hooks (hook.c). */
+ * A node records one op: its attributes, the tensors that its gradient rule will read, and an edge for each input.
+ * The edge leads to the node that made the input, or to the input itself if it is a leaf. The walk (walk.c) visits
+ * nodes by descending sequence number: consumers before producers, with sums in one fixed order. It then releases
+ * the node's saved tensors.
+ *
+ * Cheap outputs (layer norm, GELU) are not kept. Their consumer saves the producer, which computes them again
+ * (rule.c). Some kinds of node have no op: segment.c, call.c and hook.c. */
 #include <string.h>
 #include "base/alloc.h"
 #include "base/error.h"
@@ -52,8 +53,8 @@ static bool makes_one(const ps_node *node, int n, ps_tensor *const *of)
     return false;
 }
 
-/* A producer has a lower number than its consumers. So nodes with lower numbers than all of `from` do not lead to
- * any of them, and a search by descending number visits each node once. */
+/* A producer has a lower number than its consumers. So a search by descending number visits each node once, and can
+ * leave out nodes below the lowest number in `from`. */
 int ps_tensor_made_from(const ps_tensor *t, int n, ps_tensor *const *from)
 {
     int64_t lowest = INT64_MAX;
@@ -92,7 +93,7 @@ static bool mark_found(const ps_node *node, int n, const int64_t *ops, int8_t *f
     return any;
 }
 
-/* Does the same as ps_tensor_made_from, but visits nodes in descending order of their sequence numbers. */
+/* Searches like ps_tensor_made_from, and marks in `found` every op that it meets. */
 int ps_tensor_made_by(const ps_tensor *t, int n, const int64_t *ops, int8_t *found)
 {
     int64_t lowest = INT64_MAX;
@@ -122,9 +123,9 @@ int ps_tensor_made_by(const ps_tensor *t, int n, const int64_t *ops, int8_t *fou
 
 /* -- what a walk waits for ----------------------------------------------------------------------------------------- */
 /* Counts the nodes that a storage waits for. A parameter's gradient is complete, and its bytes are no longer read,
- * after the walk has passed all nodes that have an edge to the parameter, saved it or (segments) read it. Only nodes
- * that the walk can reach are counted. Other recorded nodes exist until Lua's collector frees them. That time
- * differs between ranks, and all ranks must behave the same. */
+ * when the walk has passed all nodes that have an edge to the parameter, saved it or (segments) read it. Only nodes
+ * that the walk can reach count: others live until Lua's collector frees them, at a time that differs between
+ * ranks. */
 static void wait_for(ps_walk *w, ps_storage *s, int by, bool adds)
 {
     if (!s->engine.watched) return;
@@ -177,8 +178,7 @@ void tape_count_listed(ps_walk *w, ps_node *node)
         if (tape_is_later(&node->edges[i])) tape_count_from(w, tape_sum_node(&node->edges[i], &out));
 }
 
-/* Called after the walk has passed the node, or when it is certain that the walk will never pass it, and before the
- * node releases its saved tensors. */
+/* Called before the node releases its saved tensors: the walk has passed it, or never will. */
 void tape_uncount(ps_node *node)
 {
     ps_walk *w = node->ctx->tape.walk;
@@ -186,8 +186,8 @@ void tape_uncount(ps_node *node)
     node->walk = 0;
 }
 
-/* Reports to the engine that a parameter's gradient is complete, after the walk has passed all nodes with that
- * parameter. If no node reports a parameter, the engine finds it when the backward has ended (engine_backward_done). */
+/* Reports complete gradients of parameters to the engine, after the walk has passed all nodes with that parameter.
+ * The engine finds parameters without a report when the backward ends (engine_backward_done). */
 int tape_leaf_final(ps_ctx *ctx, ps_tensor *leaf)
 {
     const ps_storage *s = leaf->storage;
@@ -242,10 +242,9 @@ static void release_edges(ps_node *node)
     }
 }
 
-/* Called for a node at which a walk failed, or which the failed walk had not passed yet. No other walk may pass the
- * node. Releases the node's edges, and reports to the caller that a segment's function is no longer needed. Both
- * must happen before the node is freed: the function's model may hold an output that holds the node, and no
- * collector finds this cycle. */
+/* Ends a node that a failed walk had not passed; no other walk may pass it. Releases its edges, and reports that a
+ * segment's function is no longer needed. This cannot wait until the node is freed: the function's model may hold an
+ * output that holds the node, and no collector finds this cycle. */
 void tape_give_up(ps_node *node)
 {
     hooks_end(node);
@@ -262,7 +261,7 @@ void tape_give_up(ps_node *node)
     release_edges(node);
 }
 
-/* Frees nodes one after another instead of by recursion, because chains of nodes become as long as the program runs. */
+/* Frees nodes one after another, without recursion: chains of nodes can be very long. */
 void ps_node_release(ps_node *node)
 {
     static __thread ps_node *pending;
@@ -337,8 +336,8 @@ void tape_add_edge(ps_node *node, int i, ps_tensor *t)
     }
 }
 
-/* Returns true for a tensor that its producer can recompute, because no op has written into it, and that is large
- * enough for this to be worthwhile. */
+/* Returns true if the tensor's producer can compute it again (no op has written into it) and it is large enough for
+ * this. */
 static bool is_cheap(const ps_tensor *t)
 {
     return t->node && !t->ctx->tape.keep_cheap && t->node->op >= 0 && t->node_out == 0 &&
@@ -346,9 +345,8 @@ static bool is_cheap(const ps_tensor *t)
            t->numel_ * ps_dtype_bytes(t->dtype_) >= PS_CHEAP_MIN_NBYTES && ps_tensor_is_contiguous(t);
 }
 
-/* Returns true if a node's rule reads input i. Some inputs are read only for the gradient of another input. For
- * example, an activation is read only for the gradient of a weight, so it is not read if the weight is frozen.
- * Called after tape_add_edge for all inputs. */
+/* Returns true if a node's rule reads input i. Some inputs are read only for the gradient of another input: an
+ * activation, for example, is not read if the weight is frozen. Called after tape_add_edge for all inputs. */
 static bool reads_input(const ps_node *node, const ps_opinfo *row, uint64_t keeps, int i)
 {
     if (!(keeps >> i & 1)) return false;
@@ -380,7 +378,7 @@ int ps_tape_record(ps_ctx *ctx, int op, int n_in, ps_tensor *const *in, const vo
     }
     for (int i = 0; i < n_out; i++) {
         if (!out[i] || !(row->saved_out >> i & 1)) continue;
-        ps_tensor *copy; /* another header, because otherwise node and tensor would hold each other */
+        ps_tensor *copy; /* otherwise node and tensor would hold each other */
         int rc = ps_tensor_detach(out[i], &copy);
         if (rc < 0) {
             ps_node_release(node);

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Walks that compute the gradients of chosen tensors, the targets, and do not change any leaf's own gradient. Such a
- * walk passes only nodes that lead to a target. A producer has a lower number than its consumers. So a search by
- * ascending number knows, for each node, whether its producers lead to a target. */
+ * Walks that compute the gradients of chosen tensors, the targets, and leave all leaves' own gradients alone. Such a
+ * walk passes only nodes that lead to a target. To find them, a search by ascending number visits producers before
+ * consumers. */
 #include <stdlib.h>
 #include "base/alloc.h"
 #include "base/error.h"

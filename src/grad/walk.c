@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The backward walk: visits nodes of the tape by descending number, runs their gradient rules and sums the results at
- * the nodes that made the inputs. If its caller has work to do at a node, the walk stops and returns that node's
- * number: at a recompute segment (ps_backward_splice), at a function of the script (ps_call_done) and at hooks
- * (ps_hooks_done). The caller continues with ps_backward_next. */
+ * The backward walk: visits nodes of the tape by descending number, runs their gradient rules, and sums the results
+ * at the nodes that made the inputs. It stops where its caller has work to do, and returns that node's number: at a
+ * recompute segment (ps_backward_splice), a function of the script (ps_call_done) or hooks (ps_hooks_done).
+ * ps_backward_next continues. */
 #include <string.h>
 #include "base/alloc.h"
 #include "base/error.h"
@@ -184,8 +184,8 @@ static parts put_off(const ps_walk *w, const ps_node *node)
 
 bool tape_puts_off(const ps_walk *w, const ps_node *node) { return put_off(w, node) != NONE_LATER; }
 
-/* Reports the leaves of a node that the walk has passed. During an INPUT action the engine only records which
- * virtual stages use a leaf. */
+/* Reports the leaves of a node that the walk has passed. During an INPUT action the engine only notes which virtual
+ * stages use them. */
 static int leaves_final(ps_ctx *ctx, const ps_node *node)
 {
     if (ctx->tape.walk->seeks) return 0;
@@ -193,15 +193,14 @@ static int leaves_final(ps_ctx *ctx, const ps_node *node)
     return 0;
 }
 
-/* Tells anomaly mode that ops from now on compute the gradient of a node's op, or of none if `node` is NULL. */
+/* Tells anomaly mode whose gradient the next ops compute: that of a node's op, or none if `node` is NULL. */
 void tape_watch(ps_ctx *ctx, const ps_node *node)
 {
     if (node) ps_anomaly_in_backward(ctx, node->op, node->place, node->module);
     else ps_anomaly_in_backward(ctx, -1, 0, 0);
 }
 
-/* Copies the gradient of an output to the output's holder. The holder needs a copy, because rules may add to the
- * gradient itself. */
+/* Copies an output's gradient to its holder. It must be a copy, because rules may add to the gradient itself. */
 int tape_give_holder(ps_ctx *ctx, ps_node *node)
 {
     ps_tensor *grad = node->dout[node->holder_out], *copy = NULL;
@@ -283,7 +282,7 @@ int tape_stop(ps_walk *w, ps_node *node, int64_t number, int64_t *stopped)
 
 bool tape_is_due(const ps_walk *w, int64_t seq) { return w->hooks_ran || (w->n > 0 && w->heap[0]->seq > seq); }
 
-/* Ends the walk at a node that leads to no target. Another walk can pass the node. */
+/* Ends the walk at a node that leads to no target; another walk can still pass it. */
 static int leave_out(ps_node *node)
 {
     tape_uncount(node);
@@ -354,8 +353,8 @@ static int seed_gradient(ps_ctx *ctx, ps_tensor *loss, ps_tensor *gradient, ps_t
     return rc;
 }
 
-/* Passes the gradient (held) of `to` to its node or, if it is a leaf, to `to` itself. `seq` is the number that the
- * walk has reached. */
+/* Passes the gradient (held) of `to` to its node, or to the leaf itself. `seq` is the number that the walk has
+ * reached. */
 static int give_to(ps_ctx *ctx, ps_walk *w, ps_tensor *to, ps_tensor *grad, int64_t seq)
 {
     if (w->put_off >= 0 && (!to->node || to->node->side)) return weights_relay(w, to, grad, seq);
@@ -365,7 +364,7 @@ static int give_to(ps_ctx *ctx, ps_walk *w, ps_tensor *to, ps_tensor *grad, int6
     return sum ? add_to_node(ctx, w, sum, out, grad) : tape_add_to_leaf(ctx, to, grad);
 }
 
-/* Passes the seeds, held references, to the nodes of the roots. After a failure the other seeds are released. */
+/* Passes the seeds, held references, to the nodes of the roots. After a failure the others are released. */
 static int plant(ps_ctx *ctx, ps_walk *w, int n, ps_tensor *const *roots, ps_tensor *const *seeds)
 {
     int rc = 0;

@@ -1,16 +1,14 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Backward in two parts (Qi et al. 2023, "Zero Bubble Pipeline Parallelism"). A walk whose action is INPUT computes the
- * gradients of activations and defers those of parameters: nodes with parameters are added to a list, in the order of
- * the walk. The action WEIGHT processes the list. Every parameter gets the additions of an undivided backward, in the
- * same order:
+ * Backward in two parts (Qi et al. 2023, "Zero Bubble Pipeline Parallelism"). The action INPUT computes the
+ * gradients of activations and puts the nodes with parameters on a list. The action WEIGHT computes their gradients
+ * from the list. Every parameter gets the additions of an undivided backward, in the same order:
  *
- * - A rule whose row has SPLIT runs twice, each time for different inputs. Any other rule runs once, and its gradients
- *   of parameters are kept (ps_node.din).
+ * - A rule whose row has SPLIT runs twice, for different inputs. Any other rule runs once, and its gradients of
+ *   parameters are kept (ps_node.din).
  * - Nodes computed only from parameters pass in the second part, between the nodes of the list, by descending number.
- * - A listed node reads the gradient of its output later, through a header that does not count as an owner
- *   (ps_storage.tape.later). So sums are formed as in an undivided backward, but a sum that would be written to these
- *   bytes gets a new tensor instead.
- * - A cheap node that a listed node saved keeps the tensors that it needs to compute its output again. */
+ * - A listed node reads its output's gradient later, through a header that does not count as an owner
+ *   (ps_storage.tape.later). A sum that would overwrite these bytes gets a new tensor.
+ * - A cheap node that a listed node saved keeps what it needs to compute its output again. */
 #include <string.h>
 #include "base/error.h"
 #include "base/grow.h"
@@ -89,7 +87,7 @@ void weights_release(ps_node *node)
     if (!needed && node->passed) tape_release_saved(node);
 }
 
-/* Replaces *t (held) by another header of the same bytes, which does not count as an owner. */
+/* Replaces *t (held) by another header of the same bytes that does not count as an owner. */
 static int keep_for_later(ps_tensor **t)
 {
     ps_tensor *copy;
@@ -103,9 +101,8 @@ static int keep_for_later(ps_tensor **t)
     return 0;
 }
 
-/* Releases tensors that only the first phase needs. The second phase of a rule reads a parameter only if the op's
- * row marks it with + (ahead_in). A saved output that the rule returned as a gradient belongs to the gradient's
- * receiver. */
+/* Releases tensors that only the first phase needs. The second phase reads a parameter only if the op's row marks it
+ * with + (ahead_in). A saved output that the rule returned as a gradient belongs to its receiver. */
 static void release_first_phase(ps_node *node, ps_tensor *const *din)
 {
     const ps_opinfo *row = ps_op(node->op);
@@ -131,8 +128,7 @@ int weights_put_off(ps_walk *w, ps_node *node, bool split, ps_tensor **din)
         else if (rc == 0) rc = keep_for_later(&node->dout[i]);
     }
     if (din && split) release_first_phase(node, din);
-    if (!node->has_rule) weights_release(node);            /* its rule has run, so only tensors that other nodes need
-                                                            * stay */
+    if (!node->has_rule) weights_release(node);            /* its rule has run: only what other nodes need stays */
     node->listed = true;
     weights_release(node);
     return rc;
@@ -157,7 +153,7 @@ int weights_relay(ps_walk *w, ps_tensor *to, ps_tensor *grad, int64_t seq)
 }
 
 /* -- the second part ---------------------------------------------------------------------------------------------- */
-/* Computes the deferred gradients of a listed node, unless they are already in din, and delivers them. */
+/* Computes the deferred gradients of a listed node, unless din has them, and delivers them. */
 static int weights_of(ps_ctx *ctx, ps_walk *w, ps_node *node)
 {
     ps_tensor *din[PS_MAX_IN] = { NULL };
@@ -190,8 +186,8 @@ static int weights_of(ps_ctx *ctx, ps_walk *w, ps_node *node)
     return rc;
 }
 
-/* Passes the nodes with numbers above `seq` that were computed only from parameters, because an undivided backward
- * passes these nodes before `seq`. Returns 1 if the walk stopped at hooks. */
+/* Passes the nodes above `seq` that were computed only from parameters; an undivided backward passes them before
+ * `seq`. Returns 1 if the walk stopped at hooks. */
 static int pass_down_to(ps_ctx *ctx, ps_walk *w, int64_t seq, int64_t *stopped)
 {
     int rc = 0;
