@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * A table's memory, and the guarantees of a sealed table: It has every action once, after the actions of its row that
- * the action needs. Gradients are summed in the order of micro-batches. Ranks cannot deadlock. */
+ * A table's memory, and the checks after which it is sealed. A sealed table has every action once, after the actions
+ * of its row that it needs. Gradients are summed in the order of micro-batches, and ranks cannot deadlock. */
 #include <string.h>
 #include "base/grow.h"
 #include "pipe/pipe.h"
@@ -113,8 +113,8 @@ static int find_missing(const ps_pipe_table *t)
     return 0;
 }
 
-/* Checks that each virtual stage sums gradients in the order of micro-batches. Also checks that each rank begins the
- * backwards of its micro-batches in this order, because the script's loop gets the micro-batches in it. */
+/* Checks that each virtual stage sums gradients in the order of micro-batches, and that each rank begins its
+ * backwards in this order: the script's loop gets the micro-batches in it. */
 static int check_order(const ps_pipe_table *t)
 {
     for (int32_t v = 0; v < t->spec.vstages; v++)

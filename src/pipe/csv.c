@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * Tables as text, in the form of PyTorch's torch.distributed.pipelining: a line for each rank and a cell for each
- * action, such as "2F0" for the forward of virtual stage 2, micro-batch 0. Empty cells are skipped. In PyTorch they are
- * ticks in which a rank does nothing; here the begin of an action follows from the actions that it needs. */
+ * action, such as "2F0" for the forward of virtual stage 2, micro-batch 0. Empty cells, which are idle ticks in
+ * PyTorch, are skipped: here an action begins when it has what it needs. */
 #include <stdio.h>
 #include <string.h>
 #include "base/grow.h"

@@ -1,11 +1,10 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Cuts a model so that the simulated course of its schedule is short. The longest virtual stage alone does not
- * determine the length of the course. Of two cuts with the same longest stage, the one with the shorter first and last
- * stages has the smaller bubble. With several virtual stages per rank, the sum over a rank's stages counts.
+ * Cuts a model into virtual stages so that the simulated course of its schedule is short. The longest stage does not
+ * decide this alone: shorter first and last stages make the bubble smaller, and all stages of a rank count.
  *
- * Iterated local search (Lourenco et al. 2003). A step moves one part from a virtual stage to another one, which shifts
- * all cuts between the two by one part. The best step is taken as long as it makes the cut better. Then some cuts are
- * shifted at random, and the search continues from there. The random numbers are the same in every call. */
+ * Iterated local search (Lourenco et al. 2003). A step moves one part from a virtual stage to another one, which
+ * shifts all cuts between the two by one part. The best step is taken as long as it makes the cut better. Then some
+ * cuts are shifted at random, and the search continues from there. The random numbers are the same in every call. */
 #include <string.h>
 #include "base/alloc.h"
 #include "base/error.h"
@@ -16,8 +15,7 @@ enum { MOST_TRIED = 20000, LEAST_TRIED = 500, ACTIONS_TRIED = 20000000, ROUNDS =
 
 typedef struct score {
     double makespan;
-    double unevenness;              /* sum of squares of the virtual stages' times; decides between splits with the
-                                     * same makespan */
+    double unevenness;              /* sum of squares of the stages' times; decides between equal makespans */
 } score;
 
 typedef struct search {
@@ -25,11 +23,9 @@ typedef struct search {
     const ps_pipe_cost *parts;      /* [n] */
     int32_t n, vstages, tried, most;
     const ps_pipe_link *link;
-    ps_pipe_cost *costs;            /* [vstages] costs of the split that is being tried */
-    int32_t *begin;                 /* [vstages + 1] split that is being tried: first part of each virtual stage,
-                                     * then the number of parts */
-    int32_t *here, *best;           /* [vstages + 1] like `begin`: split that is being improved, and best split so
-                                     * far */
+    ps_pipe_cost *costs;            /* [vstages] costs of the split under trial */
+    int32_t *begin;                 /* [vstages + 1] split under trial: first part of each stage; number of parts */
+    int32_t *here, *best;           /* [vstages + 1] the split to improve, and the best so far */
 } search;
 
 static double whole(const ps_pipe_cost *k) { return k->forward + k->input + k->weight; }
@@ -68,9 +64,9 @@ static void cut_equally(search *s)
     for (int32_t v = 0; v <= s->vstages; v++) s->begin[v] = v * size + (v < larger ? v : larger);
 }
 
-/* Splits the model so that no virtual stage takes longer than `most`. Gives each stage as many parts as fit, but
- * leaves at least one part for each later stage. A single part that takes longer than `most` is a stage by itself.
- * Returns false if parts are left over. */
+/* Splits the model so that no virtual stage takes longer than `most`. Each stage gets as many parts as fit, but one
+ * part is left for each later stage. A part that takes longer than `most` is a stage by itself. Returns false if
+ * parts are left over. */
 static bool cut_within(search *s, double most)
 {
     int32_t at = 0;
@@ -84,7 +80,7 @@ static bool cut_within(search *s, double most)
     return at == s->n;
 }
 
-/* Finds a split whose longest virtual stage is approximately as short as possible. */
+/* Finds a split whose longest virtual stage is nearly as short as possible. */
 static void cut_evenly(search *s)
 {
     double low = 0, high = 0;
@@ -111,8 +107,7 @@ static bool shift(const search *s, int32_t *begin, int32_t from, int32_t to, int
     return true;
 }
 
-/* Improves the split `here` step by step: performs the best step until no step improves the score. *at: the score of
- * `here`. */
+/* Improves the split `here`: takes the best step until none improves the score. *at: the score of `here`. */
 static int descend(search *s, score *at)
 {
     for (bool moved = true; moved && s->tried < s->most;) {
@@ -133,8 +128,7 @@ static int descend(search *s, score *at)
     return 0;
 }
 
-/* Shifts boundaries of `here` at random. In odd rounds, shifts a few, to search near the best split. In even rounds,
- * shifts enough to search far from it. */
+/* Shifts boundaries of `here` at random: few in odd rounds, to search near the best split, and many in even rounds. */
 static void disturb(search *s, uint32_t round)
 {
     uint32_t n = round % 2 ? 2 + round % 4 : 4 * (uint32_t)s->vstages;
@@ -146,8 +140,8 @@ static void disturb(search *s, uint32_t round)
     }
 }
 
-/* Finds the best split by several descents. The first starts from the even split, and the second from the better of
- * its result and the equal split. Each later one starts from the best split so far, shifted at random. */
+/* Finds the best split by several descents. The first starts from the even split, the second from the better of its
+ * result and the equal split. Later ones start from the best split so far, shifted at random. */
 static int look(search *s, ps_pipe_cut_times *out)
 {
     score best, found;
@@ -171,9 +165,9 @@ static int look(search *s, ps_pipe_cut_times *out)
 }
 
 /* -- the bound ----------------------------------------------------------------------------------------------------- */
-/* Computes a lower bound of the makespan of every split: the larger of two bounds. The first bound is the time of
- * all work, divided by the number of stages. The second bound is that of the worst part: the forwards of all earlier
- * parts for one micro-batch, then the part's own work for all micro-batches. */
+/* Returns a time that no split's makespan can go below, the larger of two. One is the time of all work, divided by
+ * the number of stages. The other is that of the worst part: the forwards of all earlier parts for one micro-batch,
+ * then its own work for all micro-batches. */
 static void find_bound(const ps_pipe_table *t, const ps_pipe_cost *parts, int32_t n, ps_pipe_cut_times *out)
 {
     bool back = !t->spec.forward_only;

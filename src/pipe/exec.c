@@ -1,10 +1,11 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The executor: performs one rank's row of a table. It owns the tensors that are sent between virtual stages. Each
- * (virtual stage, micro-batch) pair has a slot for them, from its forward to its backward. Tensors in slots are held,
- * so that no scope of the script drops their bytes. Forwards and yields are events that the caller handles. The
- * executor performs transfers, backwards, weight gradients and reductions by itself, the last three as actions of the
- * row's step. A walk that reaches a recompute segment stops there, and continues after the event in which the caller
- * runs the segment again. */
+ * The executor: performs one rank's row of a table. Forwards and yields are events that the caller handles. The
+ * executor itself performs transfers, and as actions of the row's step backwards, weight gradients and reductions. A
+ * walk stops at a recompute segment, and continues after the event in which the caller runs the segment again.
+ *
+ * The executor owns the tensors that are sent between virtual stages. Each (virtual stage, micro-batch) pair has a
+ * slot for them, from its forward to its backward. Tensors in slots are held, so that no scope of the script drops
+ * them. */
 #include <string.h>
 #include "base/alloc.h"
 #include "base/error.h"
@@ -63,8 +64,7 @@ int pipe_open(ps_ctx *ctx, const ps_pipe_table *t, int rank, pipe_channel *chann
     x->ctx = ctx;
     ctx->refs++;
     x->t = t;
-    ((ps_pipe_table *)(uintptr_t)t)->refs++;                /* so the caller may free the table before the executor
-                                                             * ends */
+    ((ps_pipe_table *)(uintptr_t)t)->refs++;                /* the caller may free the table first */
     x->rank = rank;
     x->host = find_host(ctx);
     for (size_t s = 0; s < v; s++) x->n_local += t->rank_of[s] == rank;
@@ -301,7 +301,7 @@ static int check_due(const ps_pipe *x, const ps_action *a)
 
 static bool goes_back(int kind) { return kind == PS_ACT_BACKWARD || kind == PS_ACT_INPUT; }
 
-/* Returns true if the virtual stage receives gradients, or computes the loss. Stages without anything to train in or
+/* Returns true if the virtual stage receives gradients or computes the loss. Stages with nothing to train in or
  * before them receive none. */
 static bool gets_gradients(const ps_pipe *x, const ps_action *a)
 {
@@ -311,8 +311,8 @@ static bool gets_gradients(const ps_pipe *x, const ps_action *a)
     return false;
 }
 
-/* Walks backward from the outputs of a virtual stage, beginning with the received gradients. Returns 1 if the walk
- * stopped at a segment. */
+/* Walks backward from the outputs of a virtual stage, with the received gradients. Returns 1 if the walk stopped at
+ * a segment. */
 static int walk(ps_pipe *x, const ps_action *a, int64_t *segment)
 {
     ps_tensor *roots[PS_PIPE_CARRY];
@@ -327,13 +327,11 @@ static int walk(ps_pipe *x, const ps_action *a, int64_t *segment)
     const expected *e = expected_of(x, a->vstage, a->micro);
     for (int32_t i = 0; i < e->n; i++) if (e->carry[i].grad) roots[n++] = s->out.t[i];
     int rc = ps_backward_begin_n(x->ctx, n, roots, s->out_grad.t, NULL);
-    pipe_let_go(&s->out_grad);                               /* the walk is now the only holder of the gradients, so
-                                                              * it can add to them in place */
+    pipe_let_go(&s->out_grad);                               /* now only the walk holds them and can add in place */
     return rc < 0 ? rc : ps_backward_next(x->ctx, segment);
 }
 
-/* If a gradient is a view, such as a slice of a concatenation's gradient, replaces it by a contiguous copy, which
- * can be sent. */
+/* Makes a gradient fit to be sent: a view, such as a slice of a concatenation's gradient, becomes a contiguous copy. */
 static int make_contiguous(ps_ctx *ctx, ps_tensor **t)
 {
     static const ps_attrs_contiguous none;
@@ -348,8 +346,8 @@ static int make_contiguous(ps_ctx *ctx, ps_tensor **t)
     return 0;
 }
 
-/* Takes the gradients of `in` from the boundary, and frees everything else in the slot. If the previous virtual
- * stage is on this rank, passes the gradients to it directly. */
+/* Takes the gradients of `in` from the boundary, and frees everything else in the slot. A previous virtual stage on
+ * this rank gets them directly. */
 static int back_done(ps_pipe *x, const ps_action *a)
 {
     slot *s = slot_of(x, a->vstage, a->micro);
@@ -387,8 +385,8 @@ static int begin_action(ps_pipe *x, const ps_action *a)
     return ps_step_next(x->step, a->kind, &how);
 }
 
-/* Repeats, for the step's present action, the recorded effects of an earlier micro-batch. After an error the action
- * is still under way. */
+/* Repeats the recorded effects of an earlier micro-batch for the step's present action. After an error the action is
+ * still under way. */
 static int do_again(ps_pipe *x, const ps_action *a)
 {
     PS_TRY(pipe_again(x, a, pipe_part_of(a->kind)));
@@ -402,9 +400,8 @@ static int forward_again(ps_pipe *x, const ps_action *a)
     return do_again(x, a);
 }
 
-/* Performs an action of the step. Returns 1 if the action's walk stopped at a segment, which the caller must handle;
- * the next call continues the action. After an error the action is still under way, as after an error of
- * ps_step_done. */
+/* Performs an action of the step. Returns 1 if its walk stopped at a segment: the caller handles it, and the next
+ * call continues it. After an error the action is still under way, as after an error of ps_step_done. */
 static int perform(ps_pipe *x, const ps_action *a, int64_t *segment)
 {
     int rc = 0;
@@ -424,13 +421,13 @@ static int perform(ps_pipe *x, const ps_action *a, int64_t *segment)
     return notes ? pipe_leave(x) : 0;
 }
 
-/* Returns true if the executor performs actions of this kind itself instead of returning an event. */
+/* Returns true if the executor performs actions of this kind itself, without an event. */
 static bool is_own(const ps_pipe *x, int kind)
 {
     return x->step && (goes_back(kind) || kind == PS_ACT_WEIGHT || kind == PS_ACT_REDUCE);
 }
 
-/* Returns true if the due action must first be returned as an event, because Lua has work to do before it. */
+/* Returns true if Lua has work to do before the due action, so that it must first be returned as an event. */
 static bool is_told(ps_pipe *x, const ps_action *a, int32_t *collect)
 {
     if (x->told || x->stopped) return false;
@@ -438,7 +435,7 @@ static bool is_told(ps_pipe *x, const ps_action *a, int32_t *collect)
     return *collect || x->tells;
 }
 
-/* Begins or continues an action of the step. Returns 1 with an event if Lua has work to do: before the action, or at
+/* Begins or continues an action of the step. Returns 1 with an event if Lua has work to do, before the action or at
  * the segment where its walk stopped. */
 static int go_through(ps_pipe *x, const ps_action *a, ps_pipe_event *out)
 {
@@ -516,7 +513,7 @@ static int check_given(const ps_action *a, const expected *e, int n, ps_tensor *
     return 0;
 }
 
-/* Passes the tensors of `out` to the next virtual stage, which is on this rank. Detaches them from the tape. */
+/* Passes the tensors of `out`, detached from the tape, to the next virtual stage, which is on this rank. */
 static int hand_on(ps_pipe *x, const ps_action *a, const bundle *out)
 {
     bundle *to = &slot_of(x, a->vstage + 1, a->micro)->in;

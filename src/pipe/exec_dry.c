@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Rows of a dry run: micro-batches that repeat earlier ones are not performed (tensor/replay.h). */
+ * Rows of a dry run: a micro-batch that repeats an earlier one is not performed again (tensor/replay.h). */
 #include "base/error.h"
 #include "pipe/exec_state.h"
 #include "tensor/replay.h"

@@ -28,8 +28,7 @@ static void let_out_go(slot *s)
 }
 
 /* Frees the bytes of `out` after the send, unless the tape needs them: backward begins at `out`, but does not read
- * its bytes. If they were kept, a schedule with many micro-batches in flight would hold two copies of each
- * activation between virtual stages. */
+ * its bytes. Otherwise each activation between virtual stages would exist twice. */
 static void let_bytes_go(slot *s)
 {
     for (int32_t i = 0; i < s->out.n; i++) {
@@ -61,7 +60,7 @@ int pipe_put(bundle *b, ps_tensor *t)
     return rc;
 }
 
-/* Returns the virtual clock's time at which a message arrives if it is sent now. */
+/* Returns the time of the virtual clock at which a message arrives if it is sent now. */
 static double arrival(ps_pipe *x, int direction, int32_t from, int32_t to)
 {
     double *free = &x->free[direction][pipe_link(x->t, from, to)];
@@ -79,9 +78,8 @@ static int32_t other_end(const ps_action *a)
     return a->kind == PS_ACT_SEND_F || a->kind == PS_ACT_RECV_B ? a->vstage + 1 : a->vstage - 1;
 }
 
-/* Finds the tensors that a transfer sends, and puts their indices into `carried`. A transfer in forward sends all
- * tensors that one virtual stage passes to the next. A transfer in backward sends only gradients, so it skips
- * tensors that get none. */
+/* Finds the tensors that a transfer sends, and puts their indices into `carried`: in forward all that one virtual
+ * stage passes to the next, in backward only those that get gradients. */
 static int32_t carried_of(const ps_pipe *x, const ps_action *a, int32_t carried[PS_PIPE_CARRY], const expected **of)
 {
     int32_t n = 0, other = other_end(a), giver = other < a->vstage ? other : a->vstage;
@@ -107,7 +105,7 @@ static int to_device(ps_ctx *ctx, ps_tensor *t, int device, ps_tensor **out)
     return rc;
 }
 
-/* Returns the device whose memory a message with a tensor on `device` is sent from or received into. */
+/* Returns the device from whose memory a tensor on `device` is sent, or into which it is received. */
 static int meeting_place(const ps_pipe *x, int device)
 {
     const pipe_channel_table *w = x->channel->table;
@@ -125,8 +123,8 @@ int pipe_settle(ps_pipe *x, bool all)
     return rc;
 }
 
-/* Begins a receive. Allocates its tensor now, so that the bytes can arrive at any time. `what` is NULL if the
- * message has no tensor. */
+/* Begins a receive. Its tensor is allocated now, as the bytes can arrive at any time. what: NULL if the message has
+ * no tensor. */
 static int post(ps_pipe *x, int peer, int lane, const pipe_tag *tag, const ps_pipe_tensor *what)
 {
     incoming in = { NULL, NULL };
@@ -178,7 +176,7 @@ int pipe_post_before(ps_pipe *x, int32_t end)
     return 0;
 }
 
-/* Returns the index of the first action after the due one that computes (pipe_is_compute). */
+/* Returns the index of the next action after the due one that computes (pipe_is_compute). */
 int32_t pipe_next_work(const ps_pipe *x)
 {
     int32_t at = x->cursor + 1;
@@ -228,7 +226,7 @@ int pipe_receive(ps_pipe *x, const ps_action *a)
     return pipe_leave(x);
 }
 
-/* Begins a send. First frees the earlier sends that have ended. The end of the step waits for the other sends. */
+/* Begins a send, after it has freed earlier sends that have ended. The end of the step waits for the others. */
 static int begin_send(ps_pipe *x, int peer, int lane, const pipe_tag *tag, const pipe_note *note, ps_tensor *t)
 {
     const pipe_channel_table *w = x->channel->table;
@@ -266,8 +264,7 @@ int pipe_send(ps_pipe *x, const ps_action *a)
     PS_TRY(rc);
     if (pipe_is_again(x, a)) return pipe_again(x, a, pipe_part_of(a->kind));
     pipe_enter(x, a, pipe_part_of(a->kind));
-    if (goes_up(a)) let_bytes_go(s);                         /* until they have been sent, the channel holds the
-                                                              * bytes */
+    if (goes_up(a)) let_bytes_go(s);                         /* the channel holds the bytes until they are sent */
     else pipe_let_go(from);
     return pipe_leave(x);
 }
@@ -281,7 +278,7 @@ static pipe_tag loss_tag(const ps_pipe *x, int32_t micro)
 /* Returns the rank that computes the losses. */
 static int loser(const ps_pipe *x) { return x->t->rank_of[x->t->spec.vstages - 1]; }
 
-/* Posts the receives of all losses at the beginning of the step, in the order in which the losses are computed. */
+/* Posts the receives of all losses when the step begins, in the order in which they are computed. */
 int pipe_post_losses(ps_pipe *x)
 {
     const pipe_row *row = &x->t->rows[loser(x)];

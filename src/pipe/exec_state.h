@@ -9,16 +9,13 @@
 typedef struct bundle { int32_t n; ps_tensor *t[PS_PIPE_CARRY]; } bundle;
 
 typedef struct slot {
-    bundle in;                      /* tensors that the forward received; a boundary if any of their gradients is
-                                     * sent back */
+    bundle in;                      /* tensors that the forward received; a boundary if gradients go back */
     bundle in_grad;                 /* gradients of `in`, from the end of the backward until they are sent */
     bundle out;                     /* tensors that the forward returned, or the loss */
     bundle out_grad;                /* gradients of `out`, from their arrival until the backward */
-    ps_tensor *root;                /* tensor at which the walk of the last virtual stage begins (held), or NULL for
-                                     * the loss */
+    ps_tensor *root;                /* last virtual stage: the walk begins here (held); NULL: at the loss */
     bool bounded;                   /* `in` is a boundary */
-    bool sent;                      /* `out` was sent to another rank. The slot has released its tensors, so their
-                                     * bytes last only while the channel or the tape holds them. */
+    bool sent;                      /* `out` was sent; its bytes live while the channel or the tape holds them */
 } slot;
 
 /* The tensors that a virtual stage passes to the next one in a micro-batch. */
@@ -41,24 +38,23 @@ struct ps_pipe {
     int32_t n_local;
     slot *slots;                    /* [n_local x micro_batches] the slots of this rank's virtual stages */
     expected *expected;             /* [vstages x micro_batches] the tensors that each virtual stage passes on */
-    pipe_note *losses;              /* [micro_batches] losses that were received or computed here, with the values of
-                                     * ps_pipe_weigh and ps_pipe_score */
+    pipe_note *losses;              /* [micro_batches] losses, received or computed here (ps_pipe_weigh,
+                                     * ps_pipe_score) */
     double *weights;                /* [micro_batches] weights from ps_pipe_mark */
     void **loss_requests;           /* [micro_batches] receives of losses under way, or NULL */
     void **sends;                   /* [n_sends] sends under way */
     int32_t n_sends, sends_capacity;
-    incoming *posted;               /* [n_posted] receives for the next actions, in the order of the row; those
-                                     * before `first_posted` have ended */
+    incoming *posted;               /* [n_posted] receives for the next actions, by row; ended before first_posted */
     int32_t n_posted, posted_capacity, first_posted;
     bool open, dry, tells;
     int32_t first_again, end_again; /* dry row: micro-batches [first_again, end_again) repeat the one before them */
-    bool differed;                  /* the last dry row found that these micro-batches differ from the one before */
-    ps_step *step;                  /* the step that contains the row's actions, or NULL if the caller performs all */
+    bool differed;                  /* the last dry row found that they differ from it */
+    ps_step *step;                  /* holds the row's actions; NULL if the caller performs all */
     ps_action_how last;             /* settings for the last BACKWARD or WEIGHT of each virtual stage */
     ps_update_group *groups;        /* [last.n_groups] or NULL */
     int32_t groups_capacity;
     int32_t event;                  /* kind of the event that the caller is handling, or NONE */
-    bool told;                      /* the caller has handled the event of the due action */
+    bool told;                      /* the caller has handled it for the due action */
     bool stopped;                   /* the walk of the due action stopped at a segment */
     bool broken;                    /* the step failed */
     double seconds;                 /* seconds that the executor's own actions took since the last event */
@@ -67,8 +63,7 @@ struct ps_pipe {
     bool has_clock;                 /* the virtual clock is on */
     ps_pipe_cost *costs;            /* [vstages] */
     ps_pipe_link link;
-    double clock, *free[PIPE_DIRECTIONS];       /* free: by link, [vstages] time at which its last message has been
-                                                 * sent */
+    double clock, *free[PIPE_DIRECTIONS];       /* free: by link, [vstages] when its last message has been sent */
     ps_pipe_span *spans;            /* [actions of the row] simulated times */
 };
 
@@ -85,12 +80,11 @@ static inline expected *expected_of(const ps_pipe *x, int32_t vstage, int32_t mi
 }
 
 /* -- exec_dry.c: rows of a dry run, in which micro-batches repeat earlier ones --------------------------------- */
-/* Sections of a micro-batch's work in a row, which are recorded and repeated separately (tensor/replay.h). */
+/* The sections of a micro-batch's work, which are recorded and repeated one by one (tensor/replay.h). */
 enum { SPAN_POST_F, SPAN_RECV_F, SPAN_FORWARD, SPAN_SEND_F, SPAN_POST_B, SPAN_RECV_B, SPAN_BACKWARD, SPAN_SEND_B,
        SPAN_WEIGHT, SPANS };
-int pipe_part_of(int kind);                                      /* section that actions of this kind belong to */
-bool pipe_noting(const ps_pipe *x);                              /* true if the ops of the row are recorded, to be
-                                                                  * repeated */
+int pipe_part_of(int kind);                                      /* section to which actions of this kind belong */
+bool pipe_noting(const ps_pipe *x);                              /* true if ops are recorded, to be repeated */
 bool pipe_is_again(const ps_pipe *x, const ps_action *a);        /* true if the micro-batch repeats an earlier one */
 void pipe_enter(ps_pipe *x, const ps_action *a, int span);       /* begins a section */
 int pipe_leave(ps_pipe *x);                                      /* ends it */
@@ -100,9 +94,8 @@ int pipe_again(ps_pipe *x, const ps_action *a, int span);        /* repeats a se
 void pipe_let_one_go(ps_tensor *t);                              /* releases a tensor, which may be NULL */
 void pipe_let_go(bundle *b);
 void pipe_let_slot_go(slot *s);
-int pipe_put(bundle *b, ps_tensor *t);       /* adds a tensor and takes over the caller's reference, even on failure */
-int pipe_settle(ps_pipe *x, bool all);       /* returns an error if messages between devices have failed; all: first
-                                              * waits until they have arrived */
+int pipe_put(bundle *b, ps_tensor *t);       /* adds a tensor; takes its reference, even on failure */
+int pipe_settle(ps_pipe *x, bool all);       /* error if messages between devices failed; all: wait for them first */
 int pipe_post_before(ps_pipe *x, int32_t end);               /* posts the receives of all actions before index `end` */
 int32_t pipe_next_work(const ps_pipe *x);    /* index of the first action after the due one that computes */
 int pipe_wait_for(ps_pipe *x, void *request, pipe_note *note);   /* waits until the message has been received or sent */

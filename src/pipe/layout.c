@@ -12,7 +12,7 @@ typedef struct reader {
     const char *text, *at;
     char *out;                      /* [n] letters and bars, with all repetitions expanded */
     int32_t n, capacity;
-    int32_t open[MOST_BRACKETS];    /* [n_open] position in `out` at which the contents of each open bracket begin */
+    int32_t open[MOST_BRACKETS];    /* [n_open] where the contents of each open bracket begin in `out` */
     int32_t n_open;
 } reader;
 
@@ -32,8 +32,7 @@ static int push(reader *r, const char *from, int32_t n)
     return 0;
 }
 
-/* Reads a repetition after a letter, a bar or a bracket. For "*3", adds two copies of the text that begins at
- * position `from` in `out`. */
+/* Reads a repetition after a letter, a bar or a bracket: for "*3", adds two copies of `out` from position `from`. */
 static int repeat(reader *r, int32_t from)
 {
     int32_t times = 0, size = r->n - from;
@@ -72,8 +71,8 @@ static int write_out(reader *r)
     return r->n_open ? refuse(r, "a bracket is not closed") : 0;
 }
 
-/* Compares the layout with the parts of the model. counts: NULL, or [vstages], gets the number of parts in each
- * virtual stage. */
+/* Checks the layout against the parts of the model. counts: [vstages] gets the number of parts in each virtual
+ * stage; can be NULL. */
 static int count(const reader *r, const char *kinds, int32_t vstages, int32_t *counts)
 {
     int32_t n_parts = (int32_t)strlen(kinds), bars = 0, part = 0, first = 0;

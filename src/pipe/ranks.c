@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The stages of a pipeline as the engine sees them: norms over all stages, and sums of the gradients of parameters that
- * have a copy on several stages. */
+ * The part of a pipeline that the engine calls: norms over all stages, and sums of the gradients of parameters that
+ * have copies on several stages. */
 #include "base/alloc.h"
 #include "base/error.h"
 #include "collectives/collectives.h"
@@ -8,7 +8,7 @@
 
 typedef struct stages {
     ps_pipe_ranks base;
-    ps_group *all, *copies;       /* copies is NULL if there are none */
+    ps_group *all, *copies;       /* copies: NULL for none */
 } stages;
 
 static void close(ps_pipe_ranks *base)
@@ -28,7 +28,7 @@ static int sum(ps_pipe_ranks *base, double *values, int32_t n)
 static bool has_copies(const ps_pipe_ranks *base) { return ((const stages *)base)->copies != NULL; }
 
 /* Sums on the host, because stages can use the same embedding on different devices: one looks rows up on the host,
- * and another multiplies by it on a device. */
+ * another multiplies by it on a device. */
 static int sum_on_host(ps_group *copies, ps_tensor *t, int host)
 {
     ps_tensor *there = NULL, *back = NULL, *out[PS_MAX_OUT] = { NULL };
@@ -45,7 +45,7 @@ static int sum_on_host(ps_group *copies, ps_tensor *t, int host)
 
 static int sum_copies(ps_pipe_ranks *base, ps_tensor *t)
 {
-    if (t->ctx->step->dry) {                      /* a dry run only records the pin; it has no bytes to send */
+    if (t->ctx->step->dry) {                      /* only records the pin: no bytes to send */
         void *address;
         PS_TRY(ps_storage_pin(t->storage, t->device_, PS_READ | PS_WRITE, &address));
         ps_storage_unpin(t->storage, t->device_);

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The schedules. All except zb_v follow one rule with three numbers (struct rule). A rank performs its forwards in one
- * order and its backwards in another. It does some forwards first, then one forward and one backward in turn. If
+ * The schedules: in which order a rank performs its forwards and backwards. All except zb_v follow one rule with
+ * three numbers (struct rule). A rank does some forwards first, then one forward and one backward in turn. If
  * backward is split, WEIGHT runs a number of backwards after INPUT.
  *
  *   gpipe        all forwards first (Huang et al. 2019)
@@ -33,16 +33,15 @@ int ps_pipe_schedule_find(const char *name, int *out)
 
 /* -- one rule ------------------------------------------------------------------------------------------------------ */
 typedef struct rule {
-    int32_t groups;                 /* number of groups of micro-batches; a rank completes a group in all its virtual
-                                     * stages before it begins the next */
+    int32_t groups;                 /* number of groups of micro-batches; a rank completes them one by one */
     int32_t first;                  /* number of forwards before the first backward */
     int32_t lag;                    /* number of INPUTs between an INPUT and its WEIGHT, or -1 if backward is not
                                      * split */
 } rule;
 
-/* Computes a rank's k-th forward: *local is the index of its virtual stage on the rank, and *micro its micro-batch.
- * The sizes of groups differ by at most one micro-batch. Larger groups come first. `first` is computed for the first
- * group, and is therefore enough for all groups. */
+/* Finds a rank's k-th forward: the index of its virtual stage on the rank (*local) and its micro-batch (*micro).
+ * Sizes of groups differ by at most one micro-batch, larger ones first. So `first`, computed for the first group, is
+ * enough for all. */
 static void nth(const ps_pipe_spec *s, int32_t groups, int32_t k, int32_t *local, int32_t *micro)
 {
     int32_t v = s->virtual_stages, size = s->micro_batches / groups, larger = s->micro_batches % groups;
@@ -92,11 +91,11 @@ static rule rule_of(const ps_pipe_spec *s, int rank)
 }
 
 /* -- zb_v ---------------------------------------------------------------------------------------------------------- */
-/* The state in which a rank's row is filled. down, up: the rank's virtual stages on the way down and on the way up.
- * forward, back, weight: numbers of forwards, INPUTs and WEIGHTs so far, by way (0: down, 1: up). */
+/* A rank's row while it is filled. down, up: the rank's virtual stages on the way down and on the way up. forward,
+ * back, weight: numbers of forwards, INPUTs and WEIGHTs so far, by way (0: down, 1: up). */
 typedef struct vee { ps_pipe_table *t; int rank; int32_t down, up, forward[2], back[2], weight[2]; } vee;
 
-/* Pushes the next action of a kind. Pushes nothing if the micro-batch does not exist. */
+/* Pushes the next action of a kind, or nothing if there is no such micro-batch. */
 static int push_next(vee *z, int kind, int up)
 {
     int32_t *count = kind == PS_ACT_FORWARD ? z->forward : kind == PS_ACT_INPUT ? z->back : z->weight;
@@ -111,10 +110,10 @@ static int push_back_whole(vee *z, int up)
     return push_next(z, PS_ACT_WEIGHT, up);
 }
 
-/* Fills a row under the assumption that each action takes one tick. Forwards fill the time until the first loss has
- * come back up the ranks. Then each rank repeats the six actions of a micro-batch. While the last gradients go down,
- * WEIGHTs fill the time. The first rank begins with 2 x stages - 1 micro-batches; if the step has fewer, the actions
- * of the missing ones are omitted. */
+/* Fills a row as if each action took one tick. Forwards fill the time until the first loss has come back up the
+ * ranks. Then each rank repeats the six actions of a micro-batch. While the last gradients go down, WEIGHTs fill the
+ * time. The first rank begins with 2 x stages - 1 micro-batches; if the step has fewer, the actions of the missing
+ * ones are left out. */
 static int fill_vee(ps_pipe_table *t, int rank)
 {
     int32_t p = t->spec.stages, m = t->spec.micro_batches > 2 * p - 1 ? t->spec.micro_batches : 2 * p - 1;

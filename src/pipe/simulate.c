@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Simulates a table from its costs. Each rank performs its row in order. An action begins when the rank is free and the
- * message that the action needs has arrived. A link sends one message at a time, in the order in which they were
- * made. */
+ * Finds by simulation how long a table takes with given costs. Each rank performs its row in order. An action begins
+ * when the rank is free and the message that it needs has arrived. A link sends its messages one by one, in the
+ * order in which they were made. */
 #include <math.h>
 #include <stdio.h>
 #include <string.h>
@@ -79,8 +79,8 @@ double pipe_cost_of(const ps_pipe_cost *costs, const ps_action *a)
     }
 }
 
-/* Receives messages of the link in order, up to the one that this action needs, and waits for each to arrive.
- * Returns false if the needed message has not been sent. */
+/* Receives the messages of the link up to the one that this action needs, and waits for each to arrive. Returns
+ * false if that one has not been sent. */
 static bool take(run *u, int rank, const ps_action *a)
 {
     pipe_course *c = u->c;
@@ -89,9 +89,7 @@ static bool take(run *u, int rank, const ps_action *a)
     int32_t from;
     if (!pipe_takes(t, a, &d, &from)) return true;
     int32_t message = pipe_pair(t, from, a->micro), link = pipe_link(t, a->vstage, from);
-    if (link < 0) return c->whole[d][message] >= 0;     /* This rank itself makes the message. If the result is
-                                                         * false, the action that makes it is later in the row, which
-                                                         * is a cycle. */
+    if (link < 0) return c->whole[d][message] >= 0;     /* made by this rank; false: later in the row, a cycle */
     int32_t base = t->link_base[link], turn = t->turn[d][message];
     if (c->arrival[d][base + turn] < 0) return false;
     for (; c->n_taken[d][link] <= turn; c->n_taken[d][link]++) {
@@ -103,8 +101,8 @@ static bool take(run *u, int rank, const ps_action *a)
     return true;
 }
 
-/* Sends the message that an action made. Returns false if the link is full, that is, `depth` of its messages have
- * not been received yet. */
+/* Sends the message that an action made. Returns false if the link is full: `depth` of its messages have not been
+ * received. */
 static bool give(run *u, int rank, const ps_action *a)
 {
     pipe_course *c = u->c;
@@ -177,13 +175,13 @@ static int waits_for(const run *u, int rank, char *why, size_t room)
     return t->rank_of[other];
 }
 
-/* Raises the error for a cycle of waits. Every rank that has not reached its end waits for another such rank, so
- * following these waits leads into a cycle. */
+/* Raises the error for a cycle of waits. A rank that has not reached its end waits for another such rank, so these
+ * waits lead into a cycle. */
 static int circle(const run *u, int rank)
 {
     char text[600] = "", why[160];
     size_t n = 0;
-    for (int i = 0; i < u->c->t->spec.stages; i++) rank = waits_for(u, rank, why, sizeof why);   /* leads into the
+    for (int i = 0; i < u->c->t->spec.stages; i++) rank = waits_for(u, rank, why, sizeof why);   /* goes into the
                                                                                                   * cycle */
     int begin = rank;
     do {
