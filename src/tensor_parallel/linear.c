@@ -1,17 +1,16 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Tensor-parallel products, with an exchange of rows before or after them (the ops column_linear, row_linear,
- * column_linear_grad). A rank's n rows are sent in pieces, each on its own lane. While the library moves pieces, this
- * thread multiplies rows that are available. In a gather it multiplies its own rows first, then each piece that has
- * arrived. In a reduction it multiplies the other ranks' rows first, piece by piece, then its own (Wang et al. 2023,
- * "Overlap Communication with Dependent Computation via Decomposition in Large Deep Learning Models"). Sums over ranks
- * are computed in rank order, as in collective.c, so that the pieces affect only the order of sums within the products.
- * column_linear has several products of the same rows. Their addends to dx are summed from the last to the first, as
- * the tape sums those of separate ops.
+ * Tensor-parallel products with an exchange of rows before or after them: the ops column_linear, row_linear and
+ * column_linear_grad. A rank's rows are sent in pieces, each on its own lane, and this thread multiplies while they
+ * move (Wang et al. 2023, "Overlap Communication with Dependent Computation via Decomposition in Large Deep Learning
+ * Models"). In a gather it multiplies its own rows first, then each piece that has arrived. In a reduction it
+ * multiplies the other ranks' rows first, piece by piece, then its own.
  *
- * With one piece, or if the library of a device carries the rows, the collectives of collective.c run before or after
- * whole products.
+ * Sums over ranks are in rank order, as in collective.c. Pieces affect only the order of sums within the products.
+ * column_linear has several products of the same rows; their addends to dx are summed from the last to the first, as
+ * the tape does for separate ops.
  *
- * Memory is allocated before the ranks compare their calls, since only the allocation may fail on this rank alone. */
+ * With one piece, or if a device's library carries the rows, collectives run before or after whole products. Memory
+ * is allocated before the ranks compare their calls, since only the allocation may fail on this rank alone. */
 #include "base/error.h"
 #include "tensor/tensor.h"
 #include "tensor_parallel/ops.h"
@@ -24,18 +23,16 @@ typedef struct work {
     place at;
     ps_call *call;
     const with_product *attrs;
-    int rank, size, failed;                     /* failed: error of this rank's preparation, before it allocates
-                                                 * memory, or 0 */
+    int rank, size, failed;                     /* failed: error before it allocates memory, or 0 */
     int32_t pieces;                             /* 1: whole */
-    int64_t n, each;                            /* n: rows of each rank. each: rows of each piece; the last can have
-                                                 * fewer */
+    int64_t n, each;                            /* rows of each rank, and of each piece (the last can be smaller) */
     group_call *moving;                         /* [PS_COMM_LANES] exchanges under way, for the event record */
 } work;
 
 static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
 /* -- rows ---------------------------------------------------------------------------------------------------------- */
-/* Allocates `rows` rows with the features of v. The call frees them when it ends. */
+/* Allocates `rows` rows with the features of v, until the call ends. */
 static int rows_new(work *w, const ps_view *v, int64_t rows, ps_view *out)
 {
     *out = rows_of(v, 0, rows);
@@ -57,8 +54,7 @@ static ps_comm_part piece_of(const work *w, const ps_view *v, int r, int64_t k)
 }
 
 /* -- products ------------------------------------------------------------------------------------------------------ */
-/* Computes rows [first, first + rows) of y = linear(x, w, b). If `dry` is set, only allocates the kernel's
- * workspace. */
+/* Computes rows [first, first + rows) of y = linear(x, w, b), or only allocates the kernel's workspace (`dry`). */
 static int multiply(const work *w, const ps_view *x, const ps_view *weight, const ps_view *b, int out_in,
                     const ps_view *y, int64_t first, int64_t rows, bool dry)
 {
@@ -76,8 +72,7 @@ static const ps_view *output_of(const work *w, int i) { return &w->call->out[i ?
 static const ps_view *dy_of(const work *w, int i) { return &w->call->in[i ? 2 + 2 * i : 0]; }
 static const ps_view *dy_weight_of(const work *w, int i) { return &w->call->in[i ? 3 + 2 * i : 1]; }
 
-/* Computes dw from x [N, I] and dy [N, O] for each weight that needs a gradient, and db if it is wanted. Has the
- * signature that ps_give_weights expects. */
+/* Computes dw from x [N, I] and dy [N, O] for each weight that needs a gradient, and db if it is wanted. */
 static int multiply_weights(const work *w, const ps_view *x, bool dry)
 {
     const ps_attrs_column_linear_grad *at = w->call->attrs;
@@ -100,8 +95,7 @@ static int multiply_weights(const work *w, const ps_view *x, bool dry)
     return 0;
 }
 
-/* Computes rows [first, first + rows) of all outputs of column_linear. x [rows, I] has the ranks' inputs for these
- * rows. */
+/* Computes rows [first, first + rows) of all outputs of column_linear from their inputs x [rows, I]. */
 static int multiply_columns(const work *w, const ps_view *x, int64_t first, int64_t rows, bool dry)
 {
     for (int i = 0; i < PS_MAX_COLUMNS; i++) {
@@ -122,8 +116,8 @@ static int add_rows(const work *w, const ps_view *sum, const ps_view *more, int6
     return ps_call_part(w->call, &part);
 }
 
-/* Computes rows [first, first + rows) of this rank's addend to dx, which is `all` [size n, I]. more: memory for as
- * many rows, used if there are several products. */
+/* Computes rows [first, first + rows) of this rank's addend to dx, in `all` [size n, I]. more: memory for as many
+ * rows, used if there are several products. */
 static int multiply_inputs(const work *w, int64_t first, int64_t rows, const ps_view *all, const ps_view *more,
                            bool dry)
 {
@@ -142,9 +136,8 @@ static int multiply_inputs(const work *w, int64_t first, int64_t rows, const ps_
 /* Returns the first row of piece k of the rank that is i positions after this rank. */
 static int64_t others_first(const work *w, int i, int64_t k) { return (w->rank + i) % w->size * w->n + first_of(w, k); }
 
-/* Sets `rows` to the row counts for which the workspace of kernels is allocated, and returns their number. One is
- * the count of products that are not split into pieces. With several pieces, the other is that of the first piece,
- * which is the largest. */
+/* Finds for how many rows kernels need workspace: those of products that are not split and, with several pieces,
+ * those of the first piece, which is the largest. Returns the number of entries in `rows`. */
 static int tried_rows(const work *w, int64_t rows[2])
 {
     rows[0] = w->pieces == 1 ? w->size * w->n : w->n;
@@ -153,8 +146,8 @@ static int tried_rows(const work *w, int64_t rows[2])
 }
 
 /* -- exchanges ----------------------------------------------------------------------------------------------------- */
-/* Begins to move the bytes of g->send and g->recv, which are rows of v, piece k of each rank. The event record shows
- * the exchange as a call of OP_*, which ends when move_end finds that the exchange has ended. */
+/* Begins to move g->send and g->recv, which are rows of v, piece k of each rank. The event record shows a call of
+ * OP_* until move_end. */
 static int move_begin(const work *w, int op, int lane, const ps_view *v, int64_t k)
 {
     w->moving[lane] = (group_call){ op, group_call_begin(), w->size * rows_in(w, k) * row_nbytes(v) };
@@ -168,8 +161,8 @@ static int move_end(const work *w, int lane)
     return rc;
 }
 
-/* Begins to gather piece k of the ranks' rows. Sends it from own [n, features] to the other ranks, and receives
- * their rows into all [size n, features]. */
+/* Begins to gather piece k of the ranks' rows: sends it from own [n, features], and receives the others' rows into
+ * all [size n, features]. */
 static int gather_begin(const work *w, int lane, int64_t k, const ps_view *own, const ps_view *all)
 {
     ps_group *g = w->g;
@@ -183,16 +176,16 @@ static int gather_begin(const work *w, int lane, int64_t k, const ps_view *own, 
     return move_begin(w, OP_COLUMN, lane, own, k);
 }
 
-/* Returns rank r's addend to piece k of this rank's rows. This rank's addends are in `all` [size n, features], and
- * those of the other ranks in `addends` [(size - 1) n, features]. */
+/* Returns rank r's addend to piece k of this rank's rows: for this rank in `all` [size n, features], for others in
+ * `addends` [(size - 1) n, features]. */
 static ps_comm_part addend(const work *w, const ps_view *all, const ps_view *addends, int r, int64_t k)
 {
     if (r == w->rank) return piece_of(w, all, r, k);
     return piece_of(w, addends, r - (r > w->rank), k);
 }
 
-/* Begins to exchange addends to piece k: sends each other rank the addends in `all` to its rows, and receives the
- * addends to this rank's rows. */
+/* Begins to exchange addends to piece k: sends each rank those in `all` to its rows, and receives those to this
+ * rank's rows. */
 static int reduce_begin(const work *w, int64_t k, const ps_view *all, const ps_view *addends)
 {
     ps_group *g = w->g;
@@ -205,7 +198,7 @@ static int reduce_begin(const work *w, int64_t k, const ps_view *all, const ps_v
     return move_begin(w, w->call->op == PS_OP_row_linear ? OP_ROW : OP_COLUMN_GRAD, PS_COMM_PIECE + (int)k, all, k);
 }
 
-/* Sums this rank's rows into out [n, features], one piece after the other as their addends arrive. */
+/* Sums this rank's rows into out [n, features], piece by piece as their addends arrive. */
 static int reduce_end(const work *w, const ps_view *all, const ps_view *addends, const ps_view *out)
 {
     ps_group *g = w->g;
@@ -218,8 +211,8 @@ static int reduce_end(const work *w, const ps_view *all, const ps_view *addends,
     return 0;
 }
 
-/* Performs a call that moves no bytes. Records that the call gathers each rank's x and sums `adds`. A dry run of a
- * step records one call for all pieces. rc: result of this rank's preparation. */
+/* Performs a call that moves no bytes: records that it gathers each rank's x and sums `adds`. A step's dry run
+ * records one call for all pieces. rc: result of this rank's preparation. */
 static int without_bytes(const work *w, int op, const ps_view *x, const ps_view *adds, int rc)
 {
     const ps_view *some = adds ? adds : x;
@@ -230,8 +223,8 @@ static int without_bytes(const work *w, int op, const ps_view *x, const ps_view 
     return adds ? group_without_bytes(w->g, OP_REDUCE_SCATTER, w->at, adds->dtype, nbytes_of(adds), 0) : 0;
 }
 
-/* Ends a call on which the ranks agreed. If this rank fails between its exchanges, closes the connections, because
- * the other ranks must not wait for its remaining exchanges. The other ranks get this error. */
+/* Ends a call on which the ranks agreed. If this rank failed between its exchanges, it closes the connections: the
+ * other ranks must not wait for the rest. They get this error. */
 static int ended(const work *w, int op, int rc)
 {
     ps_comm *comm = w->g->at[w->at].comm;
@@ -325,8 +318,7 @@ static bool gathers_x(const work *w)
     return ((const ps_attrs_column_linear_grad *)w->call->attrs)->want_w && !ps_has(&w->call->in[3]);
 }
 
-/* Computes the products of both gradients. Gathers x during the products of dx, and sums the rows of dx during the
- * products of dw. */
+/* Computes both gradients: gathers x during the products of dx, and sums the rows of dx during those of dw. */
 static int grad_pieces(const work *w, const ps_view *full, const ps_view *all, const ps_view *more,
                        const ps_view *addends)
 {

@@ -1,12 +1,14 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The op parallel_lm_loss: the cross entropy of logits x w^T + bias, where each rank computes the logits of its words.
- * As in lm_loss the rows are processed in panels, and the gradients of a panel are computed while its logits exist. So
- * the op takes three products in all and the memory of one panel of logits. For each panel the ranks exchange three or
- * four numbers per row (logit_stats; Shoeybi et al. 2019, "Megatron-LM", section 3). If x has only this rank's rows,
- * all rows are gathered once before the panels, and dx is summed after them, so that backward makes no exchange.
+ * The op parallel_lm_loss: the cross entropy of logits x w^T + bias, where each rank computes the logits of its
+ * words (Shoeybi et al. 2019, "Megatron-LM", section 3). As in lm_loss the rows are processed in panels, and a
+ * panel's gradients are computed while its logits exist. So the op takes three products in all, and the memory of
+ * one panel of logits.
+ *
+ * For each panel the ranks exchange three or four numbers per row (logit_stats). If x has only this rank's rows, all
+ * rows are gathered once before the panels, and dx is summed after them; backward makes no exchange.
  *
  * Panels (base/panels.h) depend only on shapes, which are the same on all ranks. dw is rounded to its type once per
- * panel. A failure of this rank alone is passed to its next call of the ranks, in which all ranks then fail with that
+ * panel. A failure of this rank alone is passed to its next call of the ranks, where all ranks then fail with that
  * error. */
 #include "base/error.h"
 #include "base/panels.h"
@@ -20,8 +22,8 @@ typedef struct head {
     ps_call *call;
     const ps_attrs_parallel_lm_loss *attrs;
     ps_view x, dx;                              /* inputs and their gradients for all rows [N, C]; dx can be absent */
-    int wide;                                   /* dtype of losses and of the values that ranks exchange */
-    int64_t N, V, C, rows, kinds;               /* rows: rows per panel. kinds: exchanged values per row. */
+    int wide;                                   /* dtype of losses and exchanged values */
+    int64_t N, V, C, rows, kinds;               /* rows per panel, and exchanged values per row */
     int64_t first, words;                       /* first and number of this rank's words; later columns are padding */
     void *logits, *mine, *all, *losses;         /* [rows, V], [kinds, rows], [size, kinds, rows], [N] */
     void *hits;                                 /* int32 [2, rows], or NULL if hits are not wanted */
@@ -62,7 +64,7 @@ static ps_view targets_of(const head *h, int64_t first, int64_t n)
     return vector(place_in(target, first), target->dtype, n);
 }
 
-/* Computes the logits of n rows, and from them the values that this rank sends to the others. */
+/* Computes the logits of n rows, and the values of them that this rank sends to the others. */
 static int tell(const head *h, int64_t first, int64_t n, bool dry)
 {
     const ps_view *in = h->call->in;
@@ -75,7 +77,7 @@ static int tell(const head *h, int64_t first, int64_t n, bool dry)
     return run(h, dry, PS_OP_logit_stats, &attrs, 3, told, 1, &mine);
 }
 
-/* Adds the panel's dlogits^T x to dw. For the first panel, overwrites dw instead. Does the same for db. */
+/* Adds the panel's dlogits^T x to dw, and overwrites dw for the first panel. Does the same for db. */
 static int add_weights(const head *h, const ps_view *dlogits, const ps_view *x, bool add, bool dry)
 {
     ps_view *dw = &h->call->out[2], *db = &h->call->out[3];
@@ -95,7 +97,7 @@ static int add_hits(const head *h, const ps_view *hits, bool add, bool dry)
     return h->hits ? run(h, dry, PS_OP_sum, &sum, 1, hits, 1, &h->call->out[4]) : 0;
 }
 
-/* Computes the losses of n rows from the values of all ranks. Adds the rows' contribution to the gradients. */
+/* Computes the losses of n rows from the values of all ranks, and adds the rows' part of the gradients. */
 static int lose(const head *h, int64_t first, int64_t n, bool dry)
 {
     const ps_view *in = h->call->in, *share = &in[3];
@@ -120,7 +122,7 @@ static int lose(const head *h, int64_t first, int64_t n, bool dry)
     return add_weights(h, &logits, &x, first > 0, dry);
 }
 
-/* Sums the losses of all rows. If there are no rows, sets dw, db and the hits to 0. */
+/* Sums the losses of all rows. Without rows, sets dw, db and the hits to 0. */
 static int finish(const head *h, bool dry)
 {
     ps_attrs_sum sum = { .dims = 1 };

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The tensor-parallel ranks, which each have a part of the same layers, as the engine sees them: sums over the ranks,
- * in rank order. */
+ * Sums for the engine over the tensor-parallel ranks, which each have a part of the same layers. They are in rank
+ * order. */
 #include "base/alloc.h"
 #include "base/error.h"
 #include "collectives/collectives.h"
