@@ -1,20 +1,22 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Anomaly mode: checks the outputs of each op. The first op that makes a NaN or an infinity fails. An op makes a NaN if
- * no input has one, and an infinity if no input and no attribute has one and no input has a NaN. A value that the
- * script wrote (a mask of -inf) is passed on, not made. In backward, the node whose gradient is computed is blamed. A
- * scaled loss may overflow in backward; the loss scaler then skips the step. From ps_anomaly_scaled(1) to
- * ps_anomaly_scaled(0), infinities in backward are therefore ignored, and so is everything after the first infinity. */
+ * Anomaly mode finds the first op that makes a NaN or an infinity: that op fails. An op makes a NaN if no input has
+ * one, and an infinity if no input has a NaN or an infinity. An op with an attribute that is not finite makes
+ * neither. So values that the script wrote, such as a mask of -inf, are passed on, not made. In backward, the node
+ * whose gradient is computed is blamed.
+ *
+ * A scaled loss may overflow in backward; the loss scaler then skips the step. From ps_anomaly_scaled(1) to
+ * ps_anomaly_scaled(0), the first infinity in backward and all that follows it are therefore ignored. */
 #include <math.h>
 #include <string.h>
 #include "base/error.h"
 #include "tensor/tensor.h"
 
-enum { BLOCK = 4096 };             /* elements read at once if a tensor is not contiguous */
+enum { BLOCK = 4096 };             /* elements of a tensor that is not contiguous, read at once */
 
 typedef struct kinds { bool nan, inf; } kinds;
 
-/* Determines the kinds of values among n elements, whose bits are read as unsigned integers of the type. `exp` masks
- * the exponent, and `all` masks all bits except the sign. */
+/* Finds the kinds of values among n elements, read as unsigned integers. exp: mask of the exponent. all: mask of all
+ * bits except the sign. */
 #define LOOK(name, type)                                                                                              \
     static kinds name(const char *p, int64_t n, type exp, type all)                                                   \
     {                                                                                                                 \
@@ -83,8 +85,8 @@ static int look_at_all(ps_ctx *ctx, int n, ps_tensor *const *list, kinds *out)
     return rc;
 }
 
-/* Returns true if an attribute is not finite. Attributes are doubles at multiples of 8 bytes, or integers. An
- * integer would have to exceed 9e18 to look like a double that is not finite. */
+/* Returns true if an attribute is not finite. Attributes are doubles at multiples of 8 bytes, or integers, which
+ * only above 9e18 look like such doubles. */
 static bool given_by_script(const ps_opinfo *row, const void *attrs)
 {
     for (int at = 0; at + 8 <= row->attrs_nbytes; at += 8) {

@@ -1,8 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Attention for positions whose preceding keys and values are in caches, for a model that continues a text token by
- * token. This is not an op of its own. It makes the views for a step, and runs the ops copy_, rope and attention on
- * them, as if the script had called them one after another. For one token of a small model, these calls cost more than
- * the products. */
+ * Attention with caches of the preceding keys and values, for a model that continues a text token by token. This is
+ * not an op of its own: it makes the views for a step, and runs copy_, rope and attention on them as if the script
+ * had called them. For one token of a small model, such calls of the script cost more than the products. */
 #include "tensor/tensor.h"
 #include <math.h>
 #include "base/blocks.h"
@@ -32,8 +31,8 @@ static int run(cached *c, int op, int n_in, ps_tensor *const *in, const void *at
     return 0;
 }
 
-/* Sets *out, which is lent, to `count` heads of x, from head `first` on, as [B, count, T, D]. x is [B, T, all D] and
- * contiguous. */
+/* Sets *out, which is lent, to `count` heads of x from head `first` on, as [B, count, T, D]. x is contiguous, [B, T,
+ * all D]. */
 static int heads_of(cached *c, ps_tensor *x, int64_t first, int64_t count, int64_t all, ps_tensor **out)
 {
     int64_t row = all * c->D;
@@ -56,11 +55,10 @@ static int part_of(cached *c, ps_tensor *cache, int64_t first, int64_t count, in
     return 0;
 }
 
-/* Returns whether a cache has rows of Q8_0 blocks. */
+/* Returns true if a cache has rows of Q8_0 blocks. */
 static bool is_packed(const ps_tensor *cache) { return cache->dtype_ == PS_U8; }
 
-/* Copies a tensor [B, n, T, D] into a cache, after the cache's first `at` positions, and converts it to the cache's
- * type. */
+/* Appends a tensor [B, n, T, D] to a cache after its first `at` positions, in the cache's type. */
 static int append(cached *c, ps_tensor *cache, ps_tensor *what)
 {
     ps_attrs_copy_ none = { 0 };
@@ -124,7 +122,7 @@ static int check(cached *c)
     return c->values ? check_cache(c, c->values, how->groups) : 0;
 }
 
-/* Writes keys and values into the caches. Sets *q to the queries [B, H, T, D], the layout that attention needs. */
+/* Writes keys and values into the caches, and makes the queries for attention: *q [B, H, T, D]. */
 static int write_caches(cached *c, ps_tensor **q)
 {
     int64_t H = c->how->heads, G = c->how->groups;

@@ -1,7 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The op path. Every op is performed in these steps, which only this file implements:
- *   row -> check inputs -> common type, contiguity -> infer shapes -> outputs -> pin -> kernel -> unpin -> tape
- * Ops, memory, devices and gradients meet only in this file. */
+ * The op path: the steps in which every op is performed. Ops, memory, devices and gradients meet only here.
+ *   row -> check inputs -> common type, contiguity -> infer shapes -> outputs -> pin -> kernel -> unpin -> tape */
 #include "tensor/tensor.h"
 #include <stdio.h>
 #include <string.h>
@@ -12,8 +11,7 @@
 
 typedef struct ps_scratch_list ps_scratch_list;
 
-/* The call of an op. `owned` is the bit set of the inputs that the call made itself (casts, copies) and must
- * release. */
+/* The call of an op. owned: bit set of the inputs that the call made itself (casts, copies) and must release. */
 typedef struct apply {
     ps_ctx *ctx;
     const ps_opinfo *row;
@@ -26,8 +24,7 @@ typedef struct apply {
     uint32_t given;                       /* bit set of the outputs that the caller passed */
     ps_scratch_list *scratch;
     bool ticked;                          /* the engine was notified that this op begins (op_begins) */
-    bool known;                           /* in a script's dry run: the op was computed, because its inputs are known
-                                           * (is_known) */
+    bool known;                           /* script's dry run: computed, as its inputs are known (is_known) */
 } apply;
 
 struct ps_scratch_list { ps_scratch_list *next; void *handle; };
@@ -82,8 +79,8 @@ static int check_inputs(apply *a, const ps_tensor *const *out)
     return 0;
 }
 
-/* Implements PyTorch's type promotion. The category decides first (bool < integer < float). Within a category,
- * tensors with dimensions have priority over tensors without dimensions. */
+/* PyTorch's type promotion. The category decides first (bool < integer < float). Within a category, tensors with
+ * dimensions come before tensors without. */
 static int category(int dtype) { return ps_dtype_is_float(dtype) ? 2 : dtype == PS_BOOL ? 0 : 1; }
 
 static int wider(int a, int b)
@@ -120,8 +117,8 @@ static int replace_input(apply *a, int i, int op, const void *attrs)
     return 0;
 }
 
-/* Rejects a write to parameters while the script is paused within a step, because the step would then use both old
- * and new values. Between steps, a write to parameters is allowed. */
+/* Rejects a write to parameters while the script is paused within a step, which would then use both old and new
+ * values. Between steps, such writes are allowed. */
 static int check_suspended(const apply *a)
 {
     const ps_ctx *ctx = a->ctx;
@@ -135,8 +132,7 @@ static int check_suspended(const apply *a)
     return 0;
 }
 
-/* Returns true if the bytes of two tensors may overlap. Compares only the ranges from their first to their last
- * elements. */
+/* Returns true if the bytes of two tensors may overlap: compares only the ranges from first to last element. */
 static bool may_overlap(const ps_tensor *a, const ps_tensor *b)
 {
     if (a->storage != b->storage || a->numel_ == 0 || b->numel_ == 0) return false;
@@ -155,9 +151,8 @@ static bool same_elements(const ps_tensor *a, const ps_tensor *b)
     return same;
 }
 
-/* Prepares an op that writes in place. An input that overlaps its destination is read from a copy, so that the op
- * never reads its own results. Each element of the destination needs bytes of its own, except for fill_, which
- * writes one value. */
+/* Prepares an op that writes in place. An input that overlaps its destination is copied, so that the op never reads
+ * its own results. Each element of the destination needs bytes of its own, except for fill_, which writes one value. */
 static int prepare_in_place(apply *a)
 {
     const ps_tensor *dst = a->in[0];
@@ -235,7 +230,7 @@ static int make_outputs(apply *a)
 }
 
 /* -- kernel -------------------------------------------------------------------------------------------------------- */
-/* Records the bytes of the op's device if they have changed. The chunk manager records the bytes of tiers. */
+/* Records the bytes of the op's device if they have changed. Tiers are recorded by the chunk manager. */
 static void record_memory(const apply *a, int64_t now)
 {
     ps_memory_info info;
@@ -320,8 +315,7 @@ static int try_scratch(apply *a, ps_backend *be, const ps_call *call)
 
 static int of_ranks(apply *a, ps_call *call);
 
-/* Allocates and frees the op's workspace, so that the peak of a dry run includes it. If the op is one of several
- * ranks, also records it. */
+/* Allocates and frees the op's workspace, for the peak of a dry run. Also records an op of several ranks. */
 static int dry_scratch(apply *a, ps_backend *be, ps_view *in, ps_view *out)
 {
     ps_call call = { .op = a->op, .n_in = a->n_in, .n_out = a->row->n_out, .in = in, .out = out,
@@ -369,8 +363,8 @@ static int run_chain(apply *a, ps_backend *be, ps_call *call)
     return rc;
 }
 
-/* Adds the finished ops of a device to the record, except ops whose time the device does not know. If `wait` is
- * true, waits for all ops first. */
+/* Adds a device's finished ops to the record, except those whose time the device does not know. wait: waits for all
+ * first. */
 static void take_times(ps_ctx *ctx, int device, bool wait)
 {
     ps_record_event e;
@@ -384,11 +378,11 @@ void ps_record_settle(ps_ctx *ctx)
     for (int i = 0; i < ctx->n_devices; i++) take_times(ctx, i, true);
 }
 
-/* Returns true if the device will report the times of work that is queued from now on. */
+/* Returns true if the device will report the times of work queued from now on. */
 static bool time_begins(ps_backend *be) { return be->time_begin && be->time_begin(be, ps_record_run) == 0; }
 
-/* Adds an op, or a slice of an op, to the record. If `timed` is true, the device's clock times it, and it is added
- * after it has ended. */
+/* Adds an op, or a slice of one, to the record. timed: the device's clock times it, and it is added after it has
+ * ended. */
 static void record_work(const apply *a, ps_record_event *e, bool timed)
 {
     ps_backend *be = a->ctx->devices[a->device];
@@ -448,8 +442,8 @@ static void count_flops(const apply *a)
 
 enum { KNOWN_NBYTES = 64 << 20 };
 
-/* Returns true, in a script's dry run, if the op reads only values in host memory that the script wrote, and numbers
- * derived from them. Such an op is computed unless its outputs are large. */
+/* Returns true if a script's dry run knows the op's inputs: values in host memory that the script wrote, and numbers
+ * from them. Such an op is computed unless its outputs are large. */
 static bool is_known(const apply *a, const ps_backend *be)
 {
     if (!be->is_host || a->row->flags & (PS_OPF_MOVE | PS_OPF_RANKS)) return false;
@@ -521,8 +515,7 @@ static int check_in_place(apply *a, uint32_t needs)
                    a->row->name, needs & 1 ? "its tensor needs" : "its source needs");
 }
 
-/* Increments a version. In a dry run, writes change only the versions of the dry run's own tensors, because all
- * other tensors keep their values. */
+/* Increments a version. In a dry run only the dry run's own tensors change; all others keep their values. */
 static void bump_version(const apply *a, ps_storage *s)
 {
     s->bytes.written = a->known;

@@ -73,8 +73,8 @@ static void parse(ps_opinfo *op)
     }
 }
 
-/* Saved inputs (column `saved` of ops.def) that the gradient rule reads only for the gradient of another input,
- * such as a weight. If the weight is frozen, these inputs are not kept. */
+/* Saved inputs (column `saved` of ops.def) that the gradient rule reads only for the gradient of another input, such
+ * as a weight. They are not kept if that input is frozen. */
 static const struct {
     int op;
     const char *input, *other;

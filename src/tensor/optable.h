@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The table of ops, from ops.def, and the signatures of shape rules and gradient rules. Rules see shapes and tensors,
- * never memory or a device. */
+ * The table of ops, from ops.def, and the signatures of their rules for shapes and gradients. Rules see shapes and
+ * tensors, never memory or a device. */
 #ifndef PS_OPTABLE_H
 #define PS_OPTABLE_H
 #include <stdbool.h>
@@ -12,8 +12,8 @@ typedef struct ps_meta {
     bool permuted;                            /* the output is dense, but not in row-major order */
 } ps_meta;
 
-/* A shape rule reads `in` (an absent input is NULL), can normalise `attrs` (negative dimensions), and sets out[i].
- * Then the dtype and shape of each output that the caller passed are compared with out[i]. */
+/* A shape rule sets out[i] from `in` (an absent input is NULL). It can normalise `attrs`, such as negative
+ * dimensions. Outputs that the caller passed are then compared with out[i]. */
 typedef struct ps_infer {
     int op, n_in;
     const ps_tensor *const *in;
@@ -22,16 +22,18 @@ typedef struct ps_infer {
     uint32_t given;                           /* bit set of outputs that the caller passed */
     uint64_t copied;                          /* bit set of inputs that are copies made for this call */
     bool ahead;                               /* ps_step_runs_ahead: backward, not forward, computes gradients of
-                                               * embeddings [V, C], and nothing keeps them in between */
+                                               * embeddings [V, C] */
     ps_meta *out;
 } ps_infer;
 typedef int (*ps_infer_rule)(ps_infer *f);
 
-/* A gradient rule reads dout (an entry is NULL if that output got no gradient; at least one is not NULL). For every
- * input i with ps_grad_wants(g, i), the rule passes a tensor to ps_grad_give. The tensors made by ps_run exist until
- * the rule returns. If weight gradients are deferred, a rule with the flag SPLIT runs in two phases: first for the
- * inputs through which the walk continues, later for parameters and for tensors computed only from parameters.
- * ps_grad_wants is true for the inputs of the current phase. */
+/* A gradient rule computes the gradients of an op's inputs from dout. An entry of dout is NULL if that output got no
+ * gradient; at least one is not. For every input i with ps_grad_wants(g, i), the rule passes a tensor to
+ * ps_grad_give. Tensors made by ps_run exist until the rule returns.
+ *
+ * If weight gradients are deferred, a rule with the flag SPLIT runs in two phases: first for the inputs through
+ * which the walk continues, later for parameters and tensors computed only from them. ps_grad_wants is then about
+ * the current phase. */
 typedef enum ps_grad_phase { PS_GRAD_WHOLE, PS_GRAD_INPUTS, PS_GRAD_WEIGHTS } ps_grad_phase;
 typedef struct ps_grad {
     ps_ctx *ctx;
@@ -39,47 +41,41 @@ typedef struct ps_grad {
     const void *attrs;
     int n_in, n_out, n_temps;
     ps_grad_phase phase;
-    bool puts_off;                            /* weight gradients are deferred, so the rule must not add a gradient
-                                               * to its sum now */
+    bool puts_off;                            /* weight gradients are deferred: add nothing to sums now */
     ps_tensor **dout, **din;
     ps_tensor *temps[32];
 } ps_grad;
 typedef int (*ps_grad_rule)(ps_grad *g);
 
-/* The following functions are for gradient rules (grad/rule.c). */
+/* Functions for gradient rules (grad/rule.c). */
 bool ps_grad_wants(const ps_grad *g, int i);
-bool ps_grad_wants_ever(const ps_grad *g, int i);            /* true if the gradient is wanted in this phase or the
-                                                              * other one */
-/* Keeps a tensor of the first phase for the second. A rule that runs in one phase keeps nothing. ps_grad_kept
- * returns the tensor (lent), or NULL. */
+bool ps_grad_wants_ever(const ps_grad *g, int i);            /* true if wanted in this phase or the other */
+/* Keeps a tensor of a rule's first phase for its second; does nothing in one phase. ps_grad_kept returns it (lent),
+ * or NULL. */
 int ps_grad_keep(ps_grad *g, ps_tensor *t);
 ps_tensor *ps_grad_kept(const ps_grad *g);
-int ps_grad_in(ps_grad *g, int i, ps_tensor **out);          /* a saved input, lent; *out is NULL if the input was
-                                                              * absent */
+int ps_grad_in(ps_grad *g, int i, ps_tensor **out);          /* saved input, lent; NULL if it was absent */
 int ps_grad_out(ps_grad *g, int i, ps_tensor **out);         /* a saved output, lent */
-/* Prepares *t, a saved tensor, to be changed by the rule. If the walk keeps the graph for another walk, *t becomes a
- * copy. */
+/* Makes *t, a saved tensor, safe to change. It becomes a copy if another walk can use the graph. */
 int ps_grad_own(ps_grad *g, ps_tensor **t);
 const ps_meta *ps_grad_in_meta(const ps_grad *g, int i);
 void ps_grad_give(ps_grad *g, int i, ps_tensor *t);          /* passes t, which is lent, as the gradient of input i */
-/* Runs an op on n_in inputs passed as arguments. `out` has PS_MAX_OUT entries. If an entry is not NULL on entry, the
- * op writes into that tensor. */
+/* Runs an op on the n_in inputs that follow. out [PS_MAX_OUT]: the op writes into the tensors that are there on
+ * entry. */
 int ps_run(ps_grad *g, int op, const void *attrs, ps_tensor **out, int n_in, ...);
 int ps_run_list(ps_grad *g, int op, const void *attrs, ps_tensor **out, int n_in, ps_tensor *const *in);
-/* Sets *out to the destination (lent) of the gradient of input i. The rule passes it as the op's output. It is a
- * tensor to add to (*accumulate is 1), a tensor to overwrite (*accumulate is 0), or NULL, so that the op makes a
- * tensor. Unless *accumulate is 1, the rule then passes the op's result to ps_grad_give. */
+/* Sets *out to the destination (lent) of the gradient of input i, for the rule to pass as the op's output. It is a
+ * tensor to add to (*accumulate is 1), one to overwrite (0), or NULL (0), so that the op makes a tensor. If
+ * *accumulate is 0, the rule then passes the op's result to ps_grad_give. */
 int ps_grad_dest(ps_grad *g, int i, ps_tensor **out, int32_t *accumulate);
 /* Makes a contiguous tensor of meta's type and shape with undefined contents. It lives until the rule returns. */
 int ps_grad_new(ps_grad *g, int device, const ps_meta *meta, ps_tensor **out);
-/* For ops with an `add` input: returns the sum of the gradients that input i has got from other nodes so far, or
- * NULL. If the new sum may overwrite this tensor, *out is the same tensor. If *out is NULL, the op makes the sum,
- * and ps_grad_replace stores it. */
+/* For ops with an `add` input: returns the sum of the gradients that input i has got so far, or NULL. *out is the
+ * same tensor if the new sum may overwrite it. If *out is NULL, the op makes the sum, and ps_grad_replace stores it. */
 ps_tensor *ps_grad_pending(ps_grad *g, int i, ps_tensor **out);
 void ps_grad_replace(ps_grad *g, int i, ps_tensor *sum);
 
-/* A cost rule reads the types and shapes of `in` and `out` (an absent tensor is NULL), and adds to flops and bytes
- * (ps_op_cost). */
+/* A cost rule adds to flops and bytes (ps_op_cost) from the types and shapes of `in` and `out` (NULL: absent). */
 typedef struct ps_cost {
     int n_in, n_out;
     ps_tensor *const *in, *const *out;
@@ -113,11 +109,9 @@ typedef struct ps_opinfo {
     unsigned flags;
     /* computed at start from the strings above */
     int n_in, n_out;                          /* n_in is -1 if the op takes any number of inputs */
-    uint64_t optional_in, saved_in, ahead_in;  /* bit sets; ahead_in: inputs that are saved only if the step runs
-                                                * ahead */
+    uint64_t optional_in, saved_in, ahead_in;  /* bit sets; ahead_in: saved only if the step runs ahead */
     uint32_t saved_out, hidden_out;
-    int8_t saved_for[8];                      /* input i is saved only if input saved_for[i] wants a gradient; -1: it
-                                               * is always saved */
+    int8_t saved_for[8];                      /* input i is saved only if this input wants a gradient; -1: always */
     const char *in_name[8];                   /* pointers into `ins`; a name ends at a space, ?, * or 0 */
 } ps_opinfo;
 const ps_opinfo *ps_op(int op);               /* `op` must be an op's index */
@@ -129,13 +123,11 @@ ps_meta ps_meta_like(const ps_tensor *t);                    /* dtype and shape 
 ps_meta ps_tensor_meta(const ps_tensor *t);                  /* dtype, shape, strides and offset of t */
 void ps_meta_set_contiguous(ps_meta *m);                     /* sets strides from shape, and offset to 0 */
 const char *ps_shape_text(int ndim, const int64_t *shape, char *buf, size_t size);   /* "[2, 3]" */
-int ps_rule_dim(const ps_infer *f, int ndim, int32_t *dim);  /* normalizes a dimension, which is negative if it
-                                                              * counts from the end, and checks it */
+int ps_rule_dim(const ps_infer *f, int ndim, int32_t *dim);  /* checks a dimension; negative ones count from the end */
 int ps_rule_broadcast(const ps_infer *f, const ps_tensor *a, const ps_tensor *b, ps_meta *out);   /* shape only */
 bool ps_same_shape(const ps_tensor *a, const ps_tensor *b);
 int ps_rule_ranks(const ps_infer *f);        /* checks size, rank and root of an op of several ranks (ops/ranks.c) */
-/* Checks that `t`, a tensor that an op passes to its gradient op, has this type and shape. The error contains
- * `name`. */
+/* Checks that `t`, which an op passes to its gradient op, has this type and shape. `name` is for the error. */
 int ps_rule_like(const ps_infer *f, const ps_tensor *t, const char *name, int dtype, int ndim, const int64_t *shape);
 /* For gradient rules: each function runs an op with one output. */
 int ps_run1(ps_grad *g, int op, ps_tensor **out, ps_tensor *a, ps_tensor *b);   /* no attributes; b may be NULL */
@@ -149,8 +141,7 @@ int ps_scalar_like(ps_grad *g, ps_tensor **out, const ps_tensor *like,
 int ps_tensor_read_scalar(const ps_tensor *t, double *out);  /* waits for the device */
 int ps_sum_to(ps_grad *g, ps_tensor **out, ps_tensor *x, const ps_meta *like);  /* undoes broadcasting */
 int ps_reshape_to(ps_grad *g, ps_tensor **out, ps_tensor *x, int ndim, const int64_t *shape);
-/* Computes the gradients of inputs `iw` and `ib` of a product x w + b, and adds each directly to the input's
- * gradient so far. If both are wanted, a single op computes them. If ib is -1, b gets no gradient. x and dy are
- * [..., features] (ops/matmul.c). */
+/* Computes the gradients of inputs `iw` and `ib` of a product x w + b (one op for both), and adds them directly to
+ * those so far. ib is -1 if b gets none. x and dy are [..., features] (ops/matmul.c). */
 int ps_give_weights(ps_grad *g, int iw, int ib, bool out_in, ps_tensor *x, ps_tensor *dy);
 #endif

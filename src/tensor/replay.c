@@ -12,12 +12,10 @@ enum { MADE, GONE, OP, PIN, UNPIN, TAKE, GIVE };
 
 typedef struct effect {
     int32_t kind, device;
-    int32_t span, at;             /* for GONE: the storage's index among the storages that `span` of the micro-batch
-                                   * made */
+    int32_t span, at;             /* GONE: the storage's index among those that `span` of the micro-batch made */
     int64_t access;               /* for PIN */
     int64_t nbytes;               /* for MADE and TAKE */
-    ps_storage *storage;          /* for PIN and UNPIN: a storage that outlives the step, such as a storage in a
-                                   * chunk */
+    ps_storage *storage;          /* PIN, UNPIN: a storage that outlives the step, such as one in a chunk */
 } effect;
 _Static_assert(sizeof(effect) == 40, "no padding: effects are compared byte by byte");
 
@@ -82,8 +80,8 @@ static void notes_drop(notes *of, int32_t n_spans)
     *of = (notes){ .spans = NULL };
 }
 
-/* Orders waiting bytes from the youngest to the oldest, which is the order in which they are freed. The order must
- * not depend on the collector, because it determines where the next bytes are placed. */
+/* Orders waiting bytes from the youngest to the oldest, in which they are freed. This order decides where the next
+ * bytes are placed, so it must not depend on the collector. */
 static int by_number(const void *a, const void *b)
 {
     int64_t x = ((const waiting *)a)->number, y = ((const waiting *)b)->number;
@@ -148,7 +146,7 @@ int ps_replay_begin(ps_ctx *ctx, int32_t micros, int32_t spans, int32_t first, i
 }
 
 /* -- noting -------------------------------------------------------------------------------------------------------- */
-/* Returns the record of the micro-batch, or NULL if the micro-batch is not recorded. */
+/* Returns the record of a micro-batch, or NULL. */
 static notes *notes_of(ps_replay *r, int32_t micro)
 {
     int32_t at = micro - (r->first - NOTED);
@@ -194,8 +192,7 @@ void ps_replay_made(ps_ctx *ctx, ps_storage *s)
     note(r, (effect){ .kind = MADE, .device = s->device, .nbytes = s->nbytes });
 }
 
-/* Records that a storage of a recorded micro-batch loses its bytes. If `late` is true, the bytes wait for Lua's
- * collector. */
+/* Records that a storage of a recorded micro-batch loses its bytes. late: they wait for Lua's collector. */
 static void note_gone(ps_replay *r, const ps_storage *s, bool late)
 {
     notes *of = &r->notes[s->replay.noted % NOTED];
@@ -229,8 +226,7 @@ bool ps_replay_gone(ps_storage *s, bool released)
 
 void ps_replay_op(ps_ctx *ctx) { note(ctx->dry.replay, (effect){ .kind = OP }); }
 
-/* Returns true if the storage is outside plain memory. A storage in plain memory never moves, so its pins have no
- * effect. */
+/* Returns true if the storage is outside plain memory, where storages never move and pins have no effect. */
 static bool is_elsewhere(const ps_storage *s) { return s->block && !ps_storage_is_plain(s); }
 
 void ps_replay_pin(ps_ctx *ctx, ps_storage *s, int device, unsigned access)
@@ -273,7 +269,7 @@ static int by_place(const void *a, const void *b)
     return x->at < y->at ? -1 : x->at > y->at ? 1 : 0;
 }
 
-/* Finds the storages of the micro-batch that nothing holds any more except a script's header. */
+/* Finds the storages of the micro-batch that only a script's header still holds. */
 static void find_ended(ps_replay *r, notes *of, noted *p)
 {
     for (int32_t i = 0; i < of->n_made; i++) {

@@ -1,12 +1,12 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The scope stack. A storage is in the list of exactly one scope. After it was dropped, it is in no list. Small
- * storages are made in the root scope, which never ends. Ending a scope drops the bytes of its storages. Kept storages
- * move to the root instead, and those that the caller names move to the parent. Bytes that the tape holds stay in the
+ * The scope stack: at its end a scope drops the bytes of the storages that were made in it. A storage is in the list
+ * of one scope, or of none after it was dropped. Kept storages move to the root scope, which never ends; those that
+ * the caller names move to the parent. Small storages are made in the root. Bytes that the tape holds stay in the
  * root until the tape releases them.
  *
- * Bytes that only a dead header in Lua refers to wait for Lua's collector. The context counts the bytes of all storages
- * with contents outside chunks, whether they are in use or wait. A collection shows how many bytes are in use. The next
- * collection is due when a quarter of these bytes has been added. */
+ * Bytes that only a dead header in Lua refers to wait for Lua's collector. The context counts the bytes of all
+ * storages with contents outside chunks. A collection shows how many of them are in use. The next one is due when a
+ * quarter of this number has been added. */
 #include "tensor/tensor.h"
 #include "base/alloc.h"
 #include "base/error.h"
@@ -135,8 +135,8 @@ int ps_collect_due(ps_ctx *ctx)
 
 int64_t ps_collect_waiting(const ps_ctx *ctx) { return ctx->scope.nbytes - ctx->scope.left; }
 
-/* `used` falls by at most an eighth per collection. A training loop collects at different points of its step, and
- * the point with the most tensors in use should determine when the next collection is due. */
+/* `used` falls by at most an eighth per collection. Collections come at different points of a training step, and the
+ * point with most tensors in use should decide when the next is due. */
 void ps_collected(ps_ctx *ctx, int64_t least)
 {
     int64_t left = ctx->scope.nbytes, used = ctx->scope.used - ctx->scope.used / 8;

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Contexts, storages and tensor headers. `refs` of a header counts its owners, and `refs` of a storage its headers.
- * Bytes are freed when the last header is freed, or when a scope has dropped them and no owner holds them (`holds`). */
+ * Contexts, storages and tensor headers. `refs` of a header counts its owners, `refs` of a storage its headers.
+ * Bytes are freed with the last header, or when a scope has dropped them and no owner holds them (`holds`). */
 #include "tensor/tensor.h"
 #include <math.h>
 #include <stdio.h>
@@ -36,8 +36,8 @@ int ps_ctx_new(ps_ctx **out)
     return 0;
 }
 
-/* Adds a device to both memory managers. If only the first manager accepts the device, this manager keeps an arena
- * for a closed device. The arena stays empty, so freeing the arena does not call the device. */
+/* Adds a device to both memory managers. If only the first accepts it, its arena for the closed device stays empty,
+ * so that freeing it does not call the device. */
 int ps_ctx_add_device(ps_ctx *ctx, ps_backend *be)
 {
     enum { MOST = sizeof ctx->devices / sizeof *ctx->devices };
@@ -247,8 +247,8 @@ ps_meta ps_tensor_meta(const ps_tensor *t)
     return m;
 }
 
-/* Computes the number of elements of a shape, and their bytes. Returns PS_EINVAL if a size is negative, or if the
- * shape overflows the address range. */
+/* Computes the elements of a shape and their bytes. PS_EINVAL: a size is negative, or the shape overflows the
+ * address range. */
 static int shape_numel(const ps_meta *m, int64_t *numel, int64_t *nbytes)
 {
     int64_t n = 1;
@@ -510,8 +510,7 @@ static int copy_whole(const ps_tensor *t, void *host, int64_t nbytes, unsigned a
     return rc;
 }
 
-/* Returns true if bytes that a script writes are stored. On a simulated device only bytes in host memory outside
- * chunks are stored. */
+/* Returns true if bytes that a script writes are stored. A simulated device stores only host memory outside chunks. */
 static bool takes_bytes(const ps_tensor *t)
 {
     const ps_backend *be = t->ctx->devices[t->device_];
@@ -538,7 +537,7 @@ int ps_tensor_write(ps_tensor *t, const void *src, int64_t nbytes)
 
 enum { LOADED_NBYTES = 8 << 20 };
 
-/* Loads bytes from a reader into a device's memory. Host memory is loaded directly, other memory through a buffer. */
+/* Loads bytes from a reader into a device's memory: host memory directly, other memory through a buffer. */
 static int load(ps_backend *be, char *to, ps_reader read, const void *from, int64_t at, int64_t nbytes)
 {
     if (be->load) return be->load(be, to, read, from, at, (size_t)nbytes);
@@ -667,7 +666,7 @@ static void element_set(char *p, int dtype, double v)
     }
 }
 
-/* Reads elements [first, first + numel) of a host tensor, in row-major order, into `dst`, or writes them from `src`. */
+/* Copies elements [first, first + numel) of a host tensor, in row-major order, into `dst` or from `src`. */
 static int walk_f64(const ps_tensor *t, int64_t first, int64_t numel, double *dst, const double *src)
 {
     PS_TRY(ps_tensor_check_alive(t));
@@ -719,7 +718,7 @@ int ps_tensor_read_scalar(const ps_tensor *t, double *out)
     if (t->numel_ != 1) return ps_fail(PS_EINVAL, "a single value was requested, but the tensor has %lld elements",
                                        (long long)t->numel_);
     ps_backend *be = t->ctx->devices[t->device_];
-    if (!ps_tensor_has_data(t)) {               /* a dry run does not use values, so any number is valid */
+    if (!ps_tensor_has_data(t)) {               /* a dry run has no values: any number will do */
         *out = 1;
         return 0;
     }

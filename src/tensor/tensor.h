@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Tensors, contexts, scopes and the op path, as the layers above mem/ see them. A context owns its devices, its memory
- * manager, the scope stack and the tape's walk. It is freed when it has been closed and no tensor header or node is
- * left. */
+ * Tensors, contexts, scopes and the op path, as the layers above mem/ see them. A context owns its devices, its
+ * memory manager, the scope stack and the tape's walk. It is freed when it has been closed and no tensor header or
+ * node is left. */
 #ifndef PS_TENSOR_H
 #define PS_TENSOR_H
 #include "base/rank_call.h"
@@ -10,29 +10,26 @@
 #include "mem/mem.h"
 #include "tensor/optable.h"
 
-/* A scope. At its end, storages that were made in it and not kept lose their bytes. The root scope never ends. */
+/* A scope: storages made in it lose their bytes at its end, unless they are kept. The root scope never ends. */
 struct ps_scope {
     ps_scope *parent;
     int64_t id;
-    int modules;                  /* depth of modules when the scope began; its end also leaves the modules that were
-                                   * entered since */
+    int modules;                  /* depth of modules at its beginning; its end leaves those entered since */
     ps_storage *first;
 };
 
 typedef struct ps_walk ps_walk;   /* grad/walk.c */
 
-/* The hooks of an engine in its context. Lower layers call an open engine only through these functions. */
+/* The engine's hooks, the only way in which lower layers call an open engine. */
 typedef struct ps_hooks {
-    void (*close)(ps_ctx *ctx);            /* called when the context is closed: the engine ends and removes its
-                                            * hooks */
-    /* op_begins is called before an op pins its operands. op_failed is called if that op fails. The op may be tried
-     * again. */
+    void (*close)(ps_ctx *ctx);            /* the context is closed: the engine ends and removes its hooks */
+    /* op_begins is called before an op pins its operands, and op_failed if that op fails. The op may be tried again. */
     void (*op_begins)(ps_ctx *ctx);
     void (*op_failed)(ps_ctx *ctx);
     /* Called when a walk begins that reaches leaves with `managed` set. */
     int (*walk_begin)(ps_ctx *ctx);
-    /* Called when a managed leaf gets its first gradient. Sets *out to the tensor to which the gradient must be
-     * written (lent), or to NULL if the op must make a tensor. */
+    /* Called when a managed leaf gets its first gradient. Sets *out to the tensor for it (lent), or to NULL if the
+     * op must make one. */
     int (*grad_place)(ps_ctx *ctx, ps_tensor *leaf, ps_tensor **out);
     /* Called when no remaining node or segment of the tape reads the leaf or adds to it. grad_ can be NULL. */
     int (*grad_final)(ps_ctx *ctx, ps_tensor *leaf);
@@ -40,7 +37,7 @@ typedef struct ps_hooks {
 
 typedef struct ps_engine ps_engine;   /* engine/engine.c */
 
-/* Watched storages that a recompute segment has read so far in its first run, which is under way. */
+/* Watched storages that a recompute segment has read so far in its first run. */
 typedef struct ps_reads {
     ps_storage **list;
     int32_t n, capacity;
@@ -49,17 +46,17 @@ typedef struct ps_reads {
 
 enum { PS_MAX_GROUPS = 64 };
 
-/* Work that runs concurrently with ops and can still write to tensors. close() ends the work. It is called when the
- * context ends, before the context's bytes are freed. */
+/* Work that runs while ops run, and can still write to tensors. close() ends it, before the bytes of an ending
+ * context are freed. */
 typedef struct ps_guest {
     struct ps_guest *next, **link;          /* link is NULL if the guest is not in the list of a context */
     void (*close)(struct ps_guest *g);
 } ps_guest;
 
-/* Each layer's state is in the struct that is named after the layer, and only this layer writes it
- * (spec/source/layers_spec.lua). Other layers read the state, and change it by calling functions of its owner. */
+/* Each layer's state is in the struct with the layer's name, and only this layer writes it
+ * (spec/source/layers_spec.lua). Others read it, and change it by calling the owner's functions. */
 struct ps_ctx {
-    int64_t refs;                 /* 1 while the context is open, plus 1 for each tensor header and each tape node */
+    int64_t refs;                 /* 1 while open, plus 1 for each tensor header and each tape node */
     int closed;
     int n_devices;
     ps_backend *devices[8];
@@ -71,11 +68,11 @@ struct ps_ctx {
         ps_mem *plain;            /* mem/plain.c on every device, set once */
     } mem;                        /* tensor/tensor.c */
     struct {
-        ps_mem *mem;              /* memory of dry runs, which only has addresses; NULL before the first dry run */
-        ps_mem *real;             /* in a dry run: previous value of mem.now; else NULL */
+        ps_mem *mem;              /* memory of dry runs, which only has addresses; NULL before the first */
+        ps_mem *real;             /* in a dry run: mem.now before it; else NULL */
         ps_rank_calls calls;      /* calls between ranks in the current or last dry run */
-        /* [n_ops] ops that ran with gradients enabled in the current or last dry run. These are the ops of forward.
-         * n_ops is -1 if there was no memory for the list. */
+        /* [n_ops] ops of forward, with gradients enabled, in the current or last dry run; n_ops is -1 if memory
+         * failed */
         uint16_t *ops;
         int32_t n_ops, ops_capacity;
         struct ps_replay *replay;               /* set during a dry run of a pipeline (tensor/replay.h), else NULL */
@@ -84,8 +81,7 @@ struct ps_ctx {
     struct {
         ps_scope root, *now;      /* now: the innermost scope */
         int64_t next_id;
-        int64_t nbytes;           /* bytes of storages with contents outside chunks, either in use or waiting for
-                                   * Lua's collector */
+        int64_t nbytes;           /* bytes with contents outside chunks, in use or waiting for Lua's collector */
         int64_t left;             /* nbytes after the last collection */
         int64_t used;             /* the largest `left` of recent collections */
         int64_t collect_at;       /* a collection is due when nbytes reaches this value */
@@ -96,20 +92,18 @@ struct ps_ctx {
     } offload;                    /* tensor/tensor.c */
     struct { int32_t run; int64_t used[8]; } recorded;       /* bytes of each device in the record's last event */
     struct {
-        bool on, busy;            /* busy: set while anomaly mode reads values, so that its own ops are not checked */
-        bool scaled, overflowed;  /* the loss of this step was scaled; the scaled loss has caused infinities in
-                                   * backward */
+        bool on, busy;            /* busy: anomaly mode is reading values, and its own ops are not checked */
+        bool scaled, overflowed;  /* the step's loss was scaled; this has caused infinities in backward */
         bool pardons;             /* the next op scales the loss */
         bool had_nan, had_inf;    /* outputs of the running op had NaNs, infinities before it ran */
         bool in_backward;         /* the gradient of op `of`, which was called at `of_place`, is being computed */
         int32_t of, of_module;
-        int64_t of_place, place;  /* place of the call of `of`, and place of the next op, as numbers that only the
-                                   * caller interprets */
+        int64_t of_place, place;  /* places of the calls of `of` and of the next op: the caller's numbers */
         ps_anomaly_info found;
     } anomaly;                    /* tensor/anomaly.c */
     struct {
         bool grad_enabled;
-        bool keep_cheap;          /* outputs of CHEAP ops are kept for backward instead of recomputed */
+        bool keep_cheap;          /* outputs of CHEAP ops are kept for backward, not recomputed */
         int64_t next_seq;         /* seq of the next node */
         ps_walk *walk;
         ps_reads reads;
@@ -120,8 +114,8 @@ struct ps_ctx {
     } tape;                       /* grad/ */
     struct {
         struct ps_group *groups[PS_MAX_GROUPS];   /* groups by index, or NULL (collectives/context.c) */
-        /* Performs an op of several ranks; NULL until a group is made. A dry call only allocates memory; in a dry
-         * run it is also recorded. */
+        /* Performs an op of several ranks; NULL until a group is made. A dry call only allocates memory, and a dry
+         * run records it. */
         int (*perform)(ps_ctx *ctx, int device, ps_call *call);
     } ranks;                      /* collectives/, groups.c */
     struct {
@@ -136,11 +130,11 @@ struct ps_ctx {
     } engine;                     /* engine/ */
 };
 
-enum { PS_SCOPE_MIN_NBYTES = 64 << 10 };       /* tensors below this size (losses, means, indices) survive scopes */
+enum { PS_SCOPE_MIN_NBYTES = 64 << 10 };       /* smaller tensors (losses, means, indices) survive scopes */
 
 /* -- tensor.c --------------------------------------------------------------------------------------------------- */
 void ps_ctx_release(ps_ctx *ctx);
-/* Raises PS_ESTATE: the action `what` is impossible until the paused script resumes. */
+/* Raises PS_ESTATE: `what` is impossible until the paused script resumes. */
 int ps_fail_suspended(const char *what);
 void ps_guest_come(ps_ctx *ctx, ps_guest *g);                                /* adds a guest; the caller has set
                                                                               * g->close */
@@ -158,21 +152,20 @@ void ps_storage_hold(ps_storage *s);
 void ps_storage_unhold(ps_storage *s);
 void ps_storage_drop(ps_storage *s);                                         /* drops the storage at the end of its
                                                                               * scope */
-/* Called when the storage will not be read before backward. While activations are offloaded, moves it to the host. */
+/* Called when the storage will not be read before backward. Moves it to the host while activations are offloaded. */
 void ps_storage_leave(ps_ctx *ctx, ps_storage *s);
-/* Adds a hold on the storage and a reference to the header. The tape keeps tensors this way. */
+/* Keeps a tensor for the tape: holds its storage, and adds a reference to its header. */
 ps_tensor *ps_tensor_hold(ps_tensor *t);
 void ps_tensor_unhold(ps_tensor *t);
-/* Returns true if the caller may overwrite the bytes or pass them on: the tensor is contiguous and not kept, the
- * caller has the only reference to its header, and the storage has no other header. */
+/* Returns true if the caller may overwrite the bytes or pass them on: the tensor is contiguous and not kept, and
+ * there is no other reference to its header, nor another header of its storage. */
 bool ps_tensor_exclusive(const ps_tensor *t);
 bool ps_meta_contiguous(const ps_meta *m);
 bool ps_tensor_has_data(const ps_tensor *t);  /* returns false on meta and for tensors of a dry run */
-/* Makes a contiguous tensor over a storage that already has its bytes. The tensor becomes the owner of the caller's
- * reference to the storage. */
+/* Makes a contiguous tensor over a storage that has its bytes, and takes over the caller's reference to the storage. */
 int ps_tensor_over(ps_ctx *ctx, ps_storage *s, const ps_meta *meta, int device, ps_tensor **out);
-/* Begins and ends the use of memory for a dry run, in which ops infer shapes, allocate, pin and record, but compute
- * nothing (step->dry). A storage made in between has an address and no contents. */
+/* Begins and ends the use of memory for a dry run. In between, ops infer shapes, allocate, pin and record, but
+ * compute nothing (step->dry), and new storages have an address without contents. */
 int ps_dry_begin(ps_ctx *ctx);
 void ps_dry_end(ps_ctx *ctx);
 /* Appends calls to the current dry run's list of calls. */
@@ -184,27 +177,26 @@ void ps_ctx_set_mem(ps_ctx *ctx, ps_mem *mem);    /* sets the manager of new mem
 /* -- scope.c ----------------------------------------------------------------------------------------------------- */
 void ps_scope_add(ps_ctx *ctx, ps_storage *s); /* adds a new storage to the innermost scope */
 void ps_scope_unlink(ps_storage *s);
-/* Called when the storage no longer waits for Lua's collector, because its bytes are gone or are now in a chunk. */
+/* Called when the storage no longer waits for Lua's collector: its bytes are gone or in a chunk. */
 void ps_scope_uncount(ps_storage *s);
 void ps_scope_adopt(ps_ctx *ctx, ps_storage *s);                             /* moves s to the root scope, so that no
                                                                               * scope drops it */
 
 /* -- anomaly.c --------------------------------------------------------------------------------------------------- */
-/* These functions are called before and after an op's kernel. `given` is the bit set of the outputs that existed
- * before the call. They return PS_ERANGE if the op made a NaN or an infinity. */
+/* Called before and after an op's kernel. given: bit set of the outputs that existed before. PS_ERANGE: the op made
+ * a NaN or an infinity. */
 int ps_anomaly_before(ps_ctx *ctx, const ps_opinfo *row, int n_in, ps_tensor *const *in, uint32_t given,
                       ps_tensor *const *out);
 int ps_anomaly_after(ps_ctx *ctx, const ps_opinfo *row, int op, int n_in, ps_tensor *const *in, const void *attrs,
                      ps_tensor *const *out);
-/* Sets the op whose gradient the following ops compute, and the place and module of that op's call. A negative `op`
- * means that the following ops compute no gradient. */
+/* Sets the op whose gradient the following ops compute, and the place and module of its call. op: negative for none. */
 void ps_anomaly_in_backward(ps_ctx *ctx, int32_t op, int64_t place, int32_t module);
 
 /* -- dispatch.c -------------------------------------------------------------------------------------------------- */
-/* Like ps_apply, but also returns outputs marked `~`. */
+/* ps_apply that also returns outputs marked `~`. */
 int ps_apply_all(ps_ctx *ctx, int op, int n_in, ps_tensor *const *in, const void *attrs, ps_tensor **out);
 /* For an op of several ranks: runs a kernel of the call's device on slices of the call's operands. A dry call only
- * allocates and frees the kernel's workspace. Returns PS_ENOMEM, PS_EUNSUP, or an error of the kernel. */
+ * allocates and frees workspace. Returns PS_ENOMEM, PS_EUNSUP, or an error of the kernel. */
 int ps_call_part(ps_call *whole, ps_call *part);
 
 /* -- grad/tape.c: called by dispatch ------------------------------------------------------------------------------- */
