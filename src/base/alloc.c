@@ -7,8 +7,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* until_failure is the number of allocations before the first failure. While its value is between 0 and -failures +
- * 1, allocations fail. */
+/* until_failure counts down the allocations before the first failure. Between 0 and -failures + 1, allocations fail. */
 static atomic_llong until_failure = -1, failures;
 
 bool ps_alloc_should_fail(void)

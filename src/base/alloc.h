@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * All small allocations of the engine go through these functions, so that tests can fail the Nth request. Arenas of
- * tensor bytes use the same counter. Callers report failure with ps_fail_nomem. */
+ * All small allocations of the engine go through these functions, so that tests can make the Nth request fail.
+ * Arenas of tensor bytes use the same counter. Callers report failure with ps_fail_nomem. */
 #ifndef PS_BASE_ALLOC_H
 #define PS_BASE_ALLOC_H
 #include <stdbool.h>

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Unpacks blocks of packed numbers. Each value is computed by the operations of ggml's own definition (for NF4, of the
- * definition in bitsandbytes), in fp32 and in the same order, so that it has the same bits. d and m are fp16 scales of
- * a block; qs and qh are the low and the high bits of its numbers. */
+ * Unpacks blocks of packed numbers, with the same bits as ggml (NF4: as bitsandbytes): each value is computed by the
+ * same operations, in fp32 and in the same order. d and m are fp16 scales of a block; qs and qh are the low and the
+ * high bits of its numbers. */
 #include "base/blocks.h"
 #include "base/half.h"
 #include <math.h>

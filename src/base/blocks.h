@@ -1,7 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * Blocks of packed numbers: the types of ggml, with ggml's ids, and NF4 (Dettmers et al. 2023, "QLoRA: Efficient
- * Finetuning of Quantized LLMs"). A row of packed numbers is a sequence of blocks. A block of a type consists of
- * `block` numbers in `bytes` bytes. */
+ * Finetuning of Quantized LLMs"). A row is a sequence of blocks, of `block` numbers in `bytes` bytes each. */
 #ifndef PS_BASE_BLOCKS_H
 #define PS_BASE_BLOCKS_H
 #include <stdint.h>
@@ -18,11 +17,11 @@ typedef struct ps_blocks {
 /* Returns NULL if no block type has this id. */
 const ps_blocks *ps_blocks_of(int64_t number);
 
-/* Products of up to PS_PACKED_ROWS rows of x use the blocks directly. With the attribute int8 of linear_packed these
- * rows are first rounded to 8 bits, in parts of PS_INT8_PART elements: x = d q, where d is the largest magnitude of the
- * part divided by 127, and q is x / d rounded to nearest even. */
+/* Products of up to PS_PACKED_ROWS rows of x use the blocks directly. With the attribute int8 of linear_packed, x is
+ * first rounded to 8 bits, in parts of PS_INT8_PART elements: x = d q. d is the largest magnitude of the part
+ * divided by 127, and q is x / d rounded to nearest even. */
 enum { PS_PACKED_ROWS = 4, PS_INT8_PART = 32 };
-/* Returns whether int8 has an effect on products with blocks of this type. */
+/* Returns true if int8 has an effect on products with blocks of this type. */
 static inline int ps_blocks_int8(int type)
 {
     return type == PS_Q4_0 || type == PS_Q4_1 || type == PS_Q5_0 || type == PS_Q5_1 || type == PS_Q8_0 ||

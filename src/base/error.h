@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Each thread has one error: its code, message and detail, the file:line that raised it, and the op that was running.
- * Every function of the engine returns 0 or a negative PS_E* code (ps.h); the message is stored here, once. */
+ * Errors of the engine: every function returns 0 or a negative PS_E* code (ps.h). The message is stored once, in the
+ * one error of the thread, with a detail, the file:line that raised it, and the op that was running. */
 #ifndef PS_BASE_ERROR_H
 #define PS_BASE_ERROR_H
 #include "ps.h"
@@ -10,13 +10,12 @@
 int ps_fail_at(int code, const char *file, int line, const char *fmt, ...) __attribute__((format(printf, 4, 5)));
 /* Like ps_fail, with details for programs (ps_error_detail). `sub` is one of PS_SUB_*, or PS_SUB_NONE. */
 #define ps_fail_sub(code, sub, ...) (ps_fail(code, __VA_ARGS__), ps_error_set_sub(sub))
-/* Fails because there is no room for `wanted` bytes: only `left` bytes are free. `tier` is -1 if the memory belongs
- * to no tier. */
+/* Fails because only `left` bytes are free, not `wanted`. tier is -1 if the memory belongs to no tier. */
 #define ps_fail_room(code, sub, tier, wanted, left, ...) \
     (ps_fail(code, __VA_ARGS__), ps_error_set_room(sub, tier, wanted, left))
 /* Fails with an error that rank `rank` caused. */
 #define ps_fail_rank(code, rank, ...) (ps_fail(code, __VA_ARGS__), ps_error_set_rank(rank))
-/* Each of these functions adds details to the thread's last error, and returns that error's code. */
+/* Each adds details to the thread's last error, and returns that error's code. */
 int ps_error_set_sub(int sub);
 int ps_error_set_room(int sub, int tier, int64_t wanted, int64_t left);
 int ps_error_set_rank(int rank);
@@ -31,13 +30,13 @@ typedef struct ps_error_kept {
 } ps_error_kept;
 void ps_error_keep(ps_error_kept *out);             /* copies this thread's last error */
 int ps_error_again(const ps_error_kept *error);     /* makes `error` this thread's last error and returns its code */
-/* Fails because there is no memory for `nbytes` of engine bookkeeping. Errors about tensor bytes are different:
- * their messages name the tier. */
+/* Fails because there is no memory for `nbytes` of engine bookkeeping. Errors about tensor bytes name their tier
+ * instead. */
 #define ps_fail_nomem(nbytes) ps_fail(PS_ENOMEM, "no memory for %zu bytes of bookkeeping", (size_t)(nbytes))
 /* Sets the op that later errors name, or no op if `name` is NULL. `name` must outlive its use. */
 void ps_error_set_op(const char *name);
 const char *ps_error_running(void);                 /* the op that later errors name, or NULL */
-/* Prepends text ("loading FILE: ") to the message of the last error. The error's code and source line do not change. */
+/* Puts text ("loading FILE: ") before the message of the last error. Its code and source line do not change. */
 void ps_error_prefix(const char *fmt, ...) __attribute__((format(printf, 1, 2)));
 
 /* Returns from the calling function if `expr` fails. */

@@ -6,8 +6,8 @@
 #include <fcntl.h>
 #include <unistd.h>
 
-/* Moves a descriptor of open() to a number above 2, so that it is not stdin, stdout or stderr. A script may have
- * closed one of these; a print would then write into the file. If fd is -1, returns -1 and keeps errno. */
+/* Moves a descriptor of open() above 2. A script may have closed stdin, stdout or stderr, and a print would then
+ * write into the file. For -1 it returns -1 and keeps errno. */
 static inline int ps_fd_above_stdio(int fd)
 {
     if (fd < 0 || fd > STDERR_FILENO) return fd;

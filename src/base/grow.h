@@ -21,7 +21,7 @@
     if (ps_array_) (array) = ps_array_, (capacity) = (__typeof__(capacity))ps_capacity_; \
     ps_has_ || ps_array_; })
 
-/* Used by these macros. Reallocates the array to at least `wanted` elements of `size` bytes, and sets *capacity to
- * the new number of elements. Returns NULL if there is no memory, or if `wanted` exceeds `most`. */
+/* For these macros: reallocates the array to at least `wanted` elements of `size` bytes, and sets *capacity. Returns
+ * NULL if there is no memory, or if `wanted` exceeds `most`. */
 void *ps_alloc_grown(void *array, size_t size, int64_t *capacity, int64_t wanted, int64_t most);
 #endif

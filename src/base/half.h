@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * bf16 and fp16 as raw uint16_t, converted by integer arithmetic. Values are rounded to nearest, ties to even. NaN
+ * Conversions of bf16 and fp16, as raw uint16_t, by integer arithmetic. They round to nearest, ties to even. NaN
  * stays NaN, an fp16 overflow becomes infinity, and subnormals are kept. The vector kernels give the same bits. */
 #ifndef PS_BASE_HALF_H
 #define PS_BASE_HALF_H

@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The loss of logits [N, V] is computed in panels of rows: on a processor (cpu/lm_loss.c), and by ranks that each have
- * a part of the vocabulary (tensor_parallel/loss.c). Panels depend on shapes only. */
+ * Sizes of the panels of rows in which the loss of logits [N, V] is computed: on a processor (cpu/lm_loss.c), and by
+ * ranks with parts of the vocabulary (tensor_parallel/loss.c). They depend on shapes only. */
 #ifndef PS_BASE_PANELS_H
 #define PS_BASE_PANELS_H
 #include <stdint.h>
 
-/* Returns the number of rows in a panel. The last panel can have fewer rows. `V` is the number of words, at least 1. */
+/* Returns the number of rows in a panel; the last can have fewer. V: number of words, at least 1. */
 static inline int64_t ps_panel_rows(int64_t N, int64_t V)
 {
     enum { NUMEL = 16 << 20, LEAST = 128, MOST = 1024 };       /* maximum number of logits in a panel (bf16: 32 MiB);

@@ -8,10 +8,9 @@
 
 typedef struct ps_philox { uint32_t v[4]; } ps_philox;
 
-/* Returns the sample number with which a segment of a packed row draws its dropout. This number is relative to the
- * row's own sample number, modulo 2^32. `begin` is the segment's first position. The multiplier (2^32 divided by the
- * golden ratio) spreads the numbers, so that segments of nearby rows rarely share a number.
- * lua/ps/tensor/functional.lua computes the same numbers. */
+/* Returns the sample number for the dropout of a segment of a packed row, relative to the row's own number, modulo
+ * 2^32. begin: the segment's first position. The multiplier (2^32 divided by the golden ratio) spreads the numbers,
+ * so that segments of nearby rows rarely share one. lua/ps/tensor/functional.lua computes the same numbers. */
 PS_BOTH uint64_t ps_segment_sample(int64_t begin) { return (uint64_t)begin * 0x9E3779B1u; }
 
 PS_BOTH ps_philox ps_philox4x32(uint64_t key, uint64_t counter_lo, uint64_t counter_hi)

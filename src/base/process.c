@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Functions by which a script asks about its process: time, memory, interrupts, the terminal. The signal handler only
- * counts and, on the second signal, restores the signal's default action, so it is safe wherever it interrupts the
- * program. */
+ * Facts about the process for the script: time, memory, interrupts, the terminal. The signal handler is safe
+ * wherever it interrupts the program: it only counts and, on the second signal, restores the signal's default
+ * action. */
 #define _GNU_SOURCE
 #include "base/error.h"
 #include <errno.h>
@@ -49,7 +49,7 @@ static atomic_int count;                    /* lock-free, so that a signal handl
 
 static void on_signal(int sig)
 {
-    /* A terminal that disconnects sends SIGHUP more than once. All of them count as one interrupt, which does not
+    /* A terminal that disconnects sends SIGHUP more than once. Together they count as one interrupt, which does not
      * end the process by itself. */
     if (sig == SIGHUP && atomic_load(&count) > 0) return;
     if (atomic_fetch_add(&count, 1) == 0) return;

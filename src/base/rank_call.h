@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Collective calls that a dry run would have made. collectives/context.c records them in the context, the engine stores
- * them with the trace of the step, and comm/plan.c expects them in the step that repeats that trace. */
+ * A collective call that a dry run would have made. collectives/context.c records such calls, the engine stores them
+ * with the trace of the step, and comm/plan.c expects them in the step that repeats that trace. */
 #ifndef PS_BASE_RANK_CALL_H
 #define PS_BASE_RANK_CALL_H
 #include <stdint.h>

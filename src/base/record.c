@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The ring of events. A writer reserves a number, fills the place of that number and stores the number last. A reader
- * can therefore detect a place that is being overwritten. */
+ * The ring of events. A writer reserves a number, fills its place and stores the number last, so that a reader
+ * detects a place that is being overwritten. */
 #include "base/record.h"
 #include <signal.h>
 #include <string.h>
@@ -14,8 +14,7 @@ atomic_bool ps_record_flag, ps_flops_flag, ps_record_silent;
 int64_t ps_flops_sum;
 int32_t ps_record_run;
 
-/* A ring that is too small is kept instead of freed, because a thread that began to write before a restart may still
- * be writing. */
+/* A ring that is too small is kept, because a thread that began before a restart may still write into it. */
 typedef struct ring {
     struct ring *smaller;
     int64_t room;                              /* capacity in events */

@@ -18,8 +18,7 @@ int ps_utf8(const uint8_t *s, size_t n)
     return len;
 }
 
-/* Returns whether a character is a control character: C0, DEL, or C1 (U+0080 to U+009F). Terminals treat U+009B as
- * an escape. */
+/* Returns true for a control character: C0, DEL, or C1 (U+0080 to U+009F; terminals treat U+009B as an escape). */
 static bool is_control(const uint8_t *s) { return s[0] < 0x20 || s[0] == 0x7f || (s[0] == 0xc2 && s[1] < 0xa0); }
 
 const char *ps_text_shown(const char *from, char *to, size_t room)

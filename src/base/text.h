@@ -1,6 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Makes untrusted text (from files or from peers) safe to print. For example, such text may contain terminal
- * escapes. */
+ * Makes untrusted text (from files or from peers), which may contain terminal escapes, safe to print. */
 #ifndef PS_BASE_TEXT_H
 #define PS_BASE_TEXT_H
 #include <stddef.h>

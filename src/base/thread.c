@@ -10,8 +10,7 @@ int ps_thread_start(pthread_t *out, void *(*run)(void *), void *arg)
     sigset_t all, before;
     if (ps_alloc_should_fail()) return EAGAIN;
     sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);         /* a new thread inherits the signal mask of the thread that
-                                                          * starts it */
+    pthread_sigmask(SIG_SETMASK, &all, &before);         /* a thread inherits the mask of the one that starts it */
     int failed = pthread_create(out, NULL, run, arg);
     pthread_sigmask(SIG_SETMASK, &before, NULL);
     return failed;

@@ -13,17 +13,17 @@ enum { PS_STATE_BLOCK = 256 };        /* elements that share a scale */
 enum { PS_LAMB_UNIT = 4096 };         /* number of elements whose squares LAMB sums at a time */
 
 /* -- 8-bit codes of states ----------------------------------------------------------------------------------------- */
-/* The dynamic map of bitsandbytes and torchao (Dettmers et al. 2022, "8-bit Optimizers via Block-wise Quantization")
- * has 256 values. It has seven decades. Decade i divides [0.1, 1] into 2^i equal intervals (2^(i + 1) without
- * signs); its values are the means of the intervals, times 10^(i - 6). With signs, the map also contains the
- * negatives of these values. The map also contains 0 and 1. The code of a value is its index in ascending order. Any
- * other number has the code of the nearest value.
+/* 8-bit codes for numbers in [-1, 1]: the dynamic map of bitsandbytes and torchao (Dettmers et al. 2022, "8-bit
+ * Optimizers via Block-wise Quantization"). The map has 256 values, and the code of a value is its index in
+ * ascending order. Any other number has the code of the nearest value. The map contains 0, 1 and seven decades.
+ * Decade i divides [0.1, 1] into 2^i equal intervals (2^(i + 1) without signs); its values are the means of the
+ * intervals, times 10^(i - 6). With signs, the map also contains their negatives.
  *
  * Both conversions are arithmetic, so that vector code needs no table of 256 values. `number` counts the values from
  * 0 on: it is code - 127 with signs, and code without signs. Within a decade, a value is a linear function of its
- * number. The decade follows from q, which is 2 number with signs, and number + 1 without: the decade's index is
- * (exponent field of q) % 8. The values differ from those of torchao by at most 5 units in the last place. The
- * arrays have 16 elements, the second half equal to the first, because a vector has up to 16 lanes. */
+ * number. The decade follows from q, which is 2 number with signs, and number + 1 without: its index is (exponent
+ * field of q) % 8. The values differ from those of torchao by at most 5 units in the last place. The arrays have 16
+ * elements, the second half equal to the first, because a vector has up to 16 lanes. */
 typedef struct ps_codes {
     float slope[16], base[16];        /* value = slope q + base, base with the sign of q */
     float bound[16];                  /* range j + 1 of magnitudes begins at bound[j] */
@@ -90,8 +90,8 @@ PS_BOTH int ps_codes_nearest(const ps_codes *c, float x, bool has_sign)
     return number < 0 ? 0 : number;
 }
 
-/* Returns the factor by which a block is multiplied before its elements are quantised. `most` is the largest
- * magnitude in the block, which is finite. */
+/* Returns the factor for the elements of a block before they are quantised. most: largest magnitude in the block,
+ * finite. */
 PS_BOTH float ps_codes_factor(float most)
 {
     float factor = most > 0 ? 1 / most : 0;
@@ -106,9 +106,8 @@ static inline double ps_muon_ratio(int adjust, int64_t rows, int64_t cols)
     return sqrt(adjust == 0 && ratio < 1 ? 1 : ratio);
 }
 
-/* Returns Adafactor's step size. `rms` is the root mean square of the parameter. If hugging_face is true, uses the
- * rule of transformers, which has the three switches and uses lr only without relative_step. Otherwise uses
- * PyTorch's rule. */
+/* Returns Adafactor's step size. rms: root mean square of the parameter. hugging_face: the rule of transformers,
+ * which has the three switches and uses lr only without relative_step. Otherwise PyTorch's rule. */
 PS_BOTH double ps_adafactor_rate(int64_t step, double lr, double eps2, double rms, bool hugging_face,
                                  bool scale_parameter, bool relative_step, bool warmup_init)
 {
