@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Files of a dry run of a script (tools/plan.lua). A dry run must leave no trace, but a script may read files that it
- * has written, such as the shards of a text. Its files are therefore written to a separate folder, and read from there.
- * A file's name there is the hash of its path. */
+ * Files that a script writes during a dry run (tools/plan.lua). A dry run must leave no trace, but a script may read
+ * files that it has written, such as the shards of a text. They are therefore written to a separate folder and read
+ * from there, under the hash of their path. */
 #include <limits.h>
 #include <stdio.h>
 #include <string.h>
@@ -25,16 +25,15 @@ int ps_file_divert(const char *folder)
     return 0;
 }
 
-/* Returns whether a path is not diverted. This is the case for devices, the system's own files and files in the
- * folder. */
+/* Returns true for a path that is not diverted: a device, one of the system's own files, or a file in the folder. */
 static bool stays(const char *path)
 {
     return strncmp(path, "/dev/", 5) == 0 || strncmp(path, "/proc/", 6) == 0 ||
            (strncmp(path, diverted_to, length_of_it) == 0 && path[length_of_it] == '/');
 }
 
-/* Makes the absolute path, without empty components and ".", so that each file has one name. Returns false if the
- * path is too long. */
+/* Makes the absolute path, without empty components and ".", so that each file has one name. Returns false if it is
+ * too long. */
 static bool whole_path(const char *path, char out[PATH_MAX])
 {
     size_t n = 0;

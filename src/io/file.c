@@ -1,7 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Maps and atomic replacement of files (see file.h). All file operations of src/io that call the operating system are
- * here. Invariant: the file at the final path is always, even after a crash, either the old one or the complete new
- * one. */
+ * Maps and atomic replacement of files (file.h): all calls of src/io to the operating system. Invariant: the file at
+ * the final path is always, even after a crash, either the old one or the complete new one. */
 #define _GNU_SOURCE
 #include "io/file.h"
 #include "base/alloc.h"
@@ -283,9 +282,9 @@ static const char *name_of(const char *path)
     return slash ? slash + 1 : path;
 }
 
-/* Finds the file to which `path` refers, and writes the file's path to out [PATH_MAX]. Follows links, even to a file
- * that does not exist yet: that file is replaced or made, and the link stays. Other faults are reported when the
- * path is opened. */
+/* Finds the file to which `path` refers, and writes its path to out [PATH_MAX]. Follows links, even to a file that
+ * does not exist yet: that file is replaced or made, and the link stays. Other faults are reported when the path is
+ * opened. */
 static int follow_links(const char *path, char *out)
 {
     char target[PATH_MAX], folder[PATH_MAX], next[PATH_MAX];
@@ -444,7 +443,7 @@ static int sync_folder(int folder, const char *path)
     return 0;
 }
 
-/* Never uses the folder's name: as soon as the file has its final name, another process may rename the folder. */
+/* Never uses the folder's name: once the file has its final name, another process may rename the folder. */
 int ps_tempfile_commit(ps_tempfile *f)
 {
     char folder[PATH_MAX];
@@ -495,8 +494,8 @@ int ps_file_write_atomic(const char *path, const void *data, int64_t nbytes)
     return rc;
 }
 
-/* Uses three renames, for a file system that cannot exchange two names at once (NFS). Between the first two, no file
- * has the name `path`. If the machine crashes at that moment, the old file has the name `aside`, where
+/* Exchanges names by three renames, for a file system that cannot exchange two at once (NFS). Between the first two,
+ * no file has the name `path`. After a crash at that moment the old file has the name `aside`, where
  * lua/ps/checkpoints/folder.lua finds it. */
 static int swap_by_renames(const char *from, const char *path, const char *aside)
 {

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Reading GGUF, the format of llama.cpp: opens and maps a file, checks its header (gguf_header.c), lends its contents
- * or reads them as values of one dtype. Blocks are unpacked by base/blocks.c. */
+ * Reading GGUF, the format of llama.cpp: maps a file, checks its header (gguf_header.c), and lends its contents or
+ * reads them as values of one dtype. Blocks are unpacked by base/blocks.c. */
 #define _GNU_SOURCE
 #include "io/gguf.h"
 #include "base/alloc.h"

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The header of a GGUF file. The input is treated as hostile until it is checked: every count is compared with the
- * bytes that are left before memory is allocated for it, and every length before its bytes are read. The header is read
- * twice, first to check it and to count strings and names, then to fill the tables. */
+ * The header of a GGUF file. The input is treated as hostile: every count is compared with the bytes that are left
+ * before memory is allocated for it, and every length before its bytes are read. The header is read twice, first to
+ * check it and to count strings and names, then to fill the tables. */
 #define _GNU_SOURCE
 #include "io/gguf.h"
 #include "base/alloc.h"

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Writing GGUF. Tensors are declared first, in the order of the file. `begin` lays out the data, reserves the space and
- * writes the header, whose metadata the caller has encoded. Each tensor is then appended in pieces, in the order of
- * Hugging Face's rows, converted, and written to its position. Only a transposed matrix is kept in memory until it is
- * complete. The file gets its name only at commit, when it is complete and on its disk. */
+ * Writing GGUF. Tensors are declared first, in the order of the file. `begin` lays out the data, reserves the space
+ * and writes the header, with the metadata that the caller has encoded. Each tensor is then appended in pieces, in
+ * the order of Hugging Face's rows, and converted. Only a transposed matrix is kept in memory until it is complete.
+ * The file gets its name at commit, when it is complete and on its disk. */
 #include "io/gguf.h"
 #include "base/alloc.h"
 #include "base/half.h"

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Handles SIGBUS: if a page of a mapped file cannot be read, the error gets the name of that file (map_fault.h). The
- * handler only calls write and sigaction. It reads the table of maps without a lock, since a map is not removed while a
- * thread reads its bytes. */
+ * The handler of SIGBUS, which names the mapped file whose page cannot be read (map_fault.h). It only calls write
+ * and sigaction. It reads the table of maps without a lock, since a map is not removed while a thread reads its
+ * bytes. */
 #define _GNU_SOURCE
 #include "io/map_fault.h"
 #include <signal.h>

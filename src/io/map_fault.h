@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Handles SIGBUS, which the kernel sends when a page of a map cannot be read, because the file was truncated or its
- * disk failed. The program prints the file's path, and the signal ends the program. */
+ * Handles SIGBUS, which the kernel sends when a page of a map cannot be read: the file was truncated, or its disk
+ * failed. The program prints the file's path, and ends by the signal. */
 #ifndef PS_IO_MAP_FAULT_H
 #define PS_IO_MAP_FAULT_H
 #include <stdint.h>

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * The pickle machine: a stack, marks, a memo, and one function per family of opcodes. It knows protocol 2, which
- * PyTorch writes, and the binary opcodes of 1, 3, 4 and 5. It does not implement the opcodes that make objects of
- * classes. The input is treated as hostile until it is checked. */
+ * PyTorch writes, and the binary opcodes of 1, 3, 4 and 5, but no opcode that makes objects of classes. The input is
+ * treated as hostile. */
 #include "io/pickle.h"
 #include "base/alloc.h"
 #include "base/grow.h"

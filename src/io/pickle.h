@@ -1,20 +1,19 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * A restricted pickle machine: reads the values in PyTorch's state files into a tree, and executes nothing. A pickle
- * may use the names in the table of pt_rebuild.c; any other name is rejected. Included by src/io only.
+ * may use only the names in the table of pt_rebuild.c. Included by src/io only.
  *
- * Invariants of a pk that was read: Every item is one of its values. A path of items from the root never has a value
- * twice (there are no cycles) and is at most PK_MAX_DEPTH long. Several paths may lead to the same value, which is then
- * shared, as in Python. Memory is linear in the pickle's size: no opcode makes more than one value, and copies refer to
- * the same value. */
+ * Invariants of a pk that was read: Every item is one of its values. There are no cycles, and a path of items from
+ * the root is at most PK_MAX_DEPTH long. Several paths may lead to one value, which is shared, as in Python. Memory
+ * is linear in the pickle's size: no opcode makes more than one value, and copies refer to the same value. */
 #ifndef PS_IO_PICKLE_H
 #define PS_IO_PICKLE_H
 #include "io/zip.h"
 
 enum { PK_MAX_NBYTES = 256 << 20, PK_MAX_VALUES = 1 << 24, PK_MAX_DEPTH = 200, PK_SHOWN = 160 };
-/* Kinds in addition to PS_PT_* of ps.h. A PK_GLOBAL is an allowed name: `count` is the name's row in pt_rebuild.c,
- * and u.integer is the type to which the name refers. A PK_STORAGE is bytes in the archive: tuple.args contains the
- * file's description, tuple.entry is the index in the zip, and `count` is the type. In a PS_PT_TENSOR, tuple.args
- * contains the arguments, and `count` is the function to which they are passed. */
+/* Kinds in addition to PS_PT_* of ps.h. PK_GLOBAL: an allowed name; `count` is its row in pt_rebuild.c, and
+ * u.integer the type to which it refers. PK_STORAGE: bytes in the archive; tuple.args has the file's description,
+ * tuple.entry is the index in the zip, and `count` the type. In a PS_PT_TENSOR, tuple.args has the arguments, and
+ * `count` is the function to which they are passed. */
 enum { PK_GLOBAL = 100, PK_STORAGE };
 
 typedef struct pk_value {
@@ -22,8 +21,7 @@ typedef struct pk_value {
     union {
         int64_t integer;
         double number;
-        int32_t *items;         /* [count] owned, with room for the next power of two. A dict has keys and values
-                                 * alternately. */
+        int32_t *items;         /* [count] owned, with room for the next power of two; a dict: key, value, key, ... */
         struct { uint32_t at, nbytes; } text;       /* offset in pk.bytes or, for BYTES with count 1, in pk.decoded */
         struct { int32_t args, entry; } tuple;
     } u;

@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Writing PyTorch's .pt files. Storages and the value are declared first (a container, then its items), so that `begin`
- * knows the whole file and reserves its space. Then the bytes of each storage are passed in one or more pieces. The
- * writer keeps data.pkl in memory (some hundred bytes per tensor), but no tensor bytes. The file gets its name only at
- * commit, when it is complete and on its disk. torch.load(weights_only=True) reads it. (PyTorch 1.13 reads it only
- * without floats.) */
+ * Writing PyTorch's .pt files, for torch.load(weights_only=True). (PyTorch 1.13 reads them only without floats.)
+ * Storages and the value are declared first (a container, then its items), so that `begin` knows the whole file and
+ * reserves its space. Then the bytes of each storage are passed in pieces. The writer keeps data.pkl in memory (some
+ * hundred bytes per tensor), but no tensor bytes. The file gets its name at commit, when it is complete and on its
+ * disk. */
 #include "io/torch_pt.h"
 #include "base/alloc.h"
 #include "base/grow.h"

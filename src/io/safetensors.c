@@ -132,10 +132,9 @@ const char *ps_st_meta_value(const ps_st *st, int i)
     return st && i >= 0 && i < st->meta_count ? st->meta[i].value : NULL;
 }
 
-/* On failure, records an error and returns NULL. The pointer has the same alignment as the data in the file. Every
- * call checks the file's size again and so detects a file that was truncated since it was opened. A truncation
- * between this call and the reading of the bytes still kills the reader. All maps have this weakness, but ps_st_read
- * does not. */
+/* Returns NULL on failure, with an error. The pointer has the same alignment as the data in the file. Every call
+ * checks the file's size again. A truncation between this call and the reading of the bytes still kills the reader,
+ * as for all maps, but not in ps_st_read. */
 const void *ps_st_data(const ps_st *st, int i)
 {
     const st_tensor *t = tensor_at(st, i);

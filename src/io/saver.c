@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Writes a safetensors file in a separate thread, from bytes that the caller has copied and does not change meanwhile.
- * The thread calls only src/io, and blocks all signals. Most of the time it waits for the disk. The thread's error and
- * the error's text are kept for the thread that waits. A saver has one owner, which makes all calls. */
+ * Writes a safetensors file in a separate thread, from bytes that the caller has copied and does not change
+ * meanwhile. The thread calls only src/io, and blocks all signals. Its error is kept for the thread that waits. A
+ * saver has one owner, which makes all calls. */
 #define _GNU_SOURCE
 #include "io/file.h"
 #include "base/alloc.h"

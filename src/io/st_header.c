@@ -1,7 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The header of a safetensors file: a strict parser for the little JSON that the format allows, and every check of its
- * contents. The input is treated as hostile until it is checked. There is no recursion: the grammar has three levels,
- * each a loop.
+ * The header of a safetensors file: a strict parser for the little JSON that the format allows, and every check of
+ * its contents. The input is treated as hostile. There is no recursion: the grammar has three levels, each a loop.
  *   header   = { (name : tensor | "__metadata__" : ({ (string : string)* } | null))* }
  *   tensor   = { "dtype" : string, "shape" : [ints], "data_offsets" : [int, int] }     in any order, each once */
 #define _GNU_SOURCE

@@ -1,9 +1,10 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Checksums of safetensors files: XXH3 with 64 bits, of each tensor's bytes and of the header. They are in the header's
- * metadata under "xxh3_64", which is the first key of a file with checksums. The first 16 hexadecimal digits are the
- * checksum of the header (all bytes before the data, with these digits as zeros). After them come 16 digits for each
- * tensor, in the order of the data, with spaces between. So checksums cover every byte of the file. The header's
- * checksum is compared when a file is opened, and a tensor's checksum when ps_st_verify is called. If another program
+ * Checksums of safetensors files, which cover every byte: XXH3 with 64 bits, of each tensor's bytes and of the
+ * header. They are in the header's metadata under "xxh3_64", the first key of a file with checksums. The first 16
+ * hexadecimal digits are for the header (all bytes before the data, with these digits as zeros). After them come 16
+ * digits for each tensor, in the order of the data, with spaces between.
+ *
+ * The header's checksum is compared when a file is opened, and a tensor's by ps_st_verify. If another program
  * rewrote the file, there are no checksums at that place, and none are compared. */
 #define XXH_INLINE_ALL
 #include "io/safetensors.h"
@@ -83,8 +84,7 @@ int st_check_header(const ps_st *st)
                    "again, or use an older one", st->map.path, digits, saved);
 }
 
-/* Sets *out to the text of the checksums, or to NULL if the file has no checksums. The text must contain a checksum
- * for each tensor. */
+/* Sets *out to the text of the checksums, which must have one for each tensor, or to NULL if the file has none. */
 static int sums_of(const ps_st *st, const char **out)
 {
     *out = NULL;

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Writing safetensors. Tensors are declared first, so that `begin` knows the whole file. `begin` lays out the data
- * (element size descending, then name), reserves the space and writes the header. Each tensor is then written, in any
- * order, whole or piece by piece. Checksums (st_sum.c) are computed while tensors are written, and commit writes the
- * header again with the checksums. The file gets its name only at commit, when it is complete and on its disk. */
+ * Writing safetensors. Tensors are declared first, so that `begin` knows the whole file: it lays out the data
+ * (element size descending, then name), reserves the space and writes the header. Each tensor is then written, in
+ * any order, whole or in pieces. Checksums (st_sum.c) are computed meanwhile, and commit writes the header again
+ * with them. The file gets its name at commit, when it is complete and on its disk. */
 #include "io/safetensors.h"
 #include "base/alloc.h"
 #include "base/grow.h"
