@@ -27,6 +27,19 @@ local function causal(T, window)
   return i:ge(j):logical_and(j:gt(i - (window or T)))
 end
 
+describe("the gated layer", function()
+  it("multiplies the activation's result by the other product in one op, with silu and gelu", function()
+    for _, act in ipairs { "silu", "gelu", "gelu_pytorch_tanh" } do
+      local model = tiny("llama", { hidden_act = act })
+      ps.profiler.start()
+      ps.no_grad(function() return model { input_ids = ids(1, 4) } end)
+      local calls = {}
+      for _, row in ipairs(ps.profiler.stop()) do calls[row.name] = row.calls end
+      assert.equal(model.config.num_hidden_layers, calls.act_mul, act)
+    end
+  end)
+end)
+
 describe("rotary embedding", function()
   it("has transformers' frequencies for each kind", function()
     for _, case in ipairs {
