@@ -81,8 +81,19 @@ local function report(plan, verdict, shrunk)
   io.stdout:flush()
 end
 
-local function one(plan, name)
-  local verdict, _, spec = trials:perform(plan, name)
+-- Runs the plan that `make` returns. A job that fails without faults is WRONG, too.
+local function one(seed, name, make)
+  local plan, verdict, spec
+  local ok, problem = pcall(function()
+    plan = make()
+    local _
+    verdict, _, spec = trials:perform(plan, name)
+  end)
+  if not ok then
+    if type(problem) ~= "string" or not problem:find("fails without faults", 1, true) then error(problem, 0) end
+    plan = plan or { seed = seed, job = draw.job(seed, options), begins = "new", events = {}, off = {}, lives = 0 }
+    return report(plan, { outcome = "WRONG", why = problem, faults = 0 })
+  end
   local kept = verdict.outcome == "WRONG" and options.keep
   if not kept then run.clean(spec.folder) end
   report(plan, verdict, verdict.outcome == "WRONG" and not options.stop_at and trials:shrink(plan, name .. "s") or nil)
@@ -172,14 +183,14 @@ local function next_one()
   if at < #plans then
     at = at + 1
     local plan, name = plans[at], "plan" .. at
-    return function() one(plan, name) end
+    return function() one(plan.seed, name, function() return plan end) end
   end
   if not seed then return nil end
   seed = seed + 1
   local late = options.hours and run.now() - began < options.hours * 3600
   if seed > options.seeds[2] and not late then return nil end
   local this = seed
-  return function() one(trials:plan(this, options), "seed" .. this) end
+  return function() one(this, "seed" .. this, function() return trials:plan(this, options) end) end
 end
 
 schedule(options.replay and 1 or options.jobs, next_one)

@@ -231,6 +231,16 @@ describe("the checker", function()
   end)
 end)
 
+describe("a job that fails without faults", function()
+  it("fails for each seed that has it", function()
+    local trials = require("tools.faults.trial").new("none", 1)
+    lib.remove(trials.root)
+    function trials.spec() error("the job fails without faults", 0) end
+    local job = draw.job(1, { ranks = 2, steps = 6 })
+    for _ = 1, 2 do assert.has_error(function() trials:golden(job) end, "the job fails without faults") end
+  end)
+end)
+
 describe("a plan on a busy machine", function()
   it("has processes that lack a processor", function()
     local starved = require("tools.faults.run").starved

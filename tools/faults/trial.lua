@@ -64,7 +64,9 @@ local function once(list, key, fn)
   while list[key] == "made" do coroutine.yield() end
   if not list[key] then
     list[key] = "made"
-    list[key] = fn()
+    local ok, value = pcall(fn)
+    list[key] = ok and value or nil
+    if not ok then error(value, 0) end
   end
   return list[key]
 end
