@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Rows of the part `ops`: reading and writing by index tensors, masks and numbers (lua/ps/tensor/index.lua,
 scatter.lua)."""
+import math
+
 import torch
 
 import differences
@@ -202,6 +204,11 @@ def scatter_reduce(d):
 
     def run(x, m):
         at, src = x[1].long(), x[2][tuple(slice(0, n) for n in x[1].shape)]
+        if not own and reduce in ("amax", "amin"):
+            # PyTorch gives an element of x that does not count a share of the gradient if it equals the result, and
+            # then drops this share. With infinity in its place, there is no such tie.
+            first = -math.inf if reduce == "amax" else math.inf
+            return x[0].scatter(dim, at, first).scatter_reduce(dim, at, src, reduce)
         return x[0].scatter_reduce(dim, at, src, reduce, include_self=own)
     return Case(text, run, inputs, exact={"out0"} if reduce in ("amax", "amin") else False)
 

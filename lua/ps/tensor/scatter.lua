@@ -119,7 +119,7 @@ local REDUCE = { sum = { nil, 0 }, mean = { nil, 0 }, amax = { 0, -math.huge }, 
 ---@param src ps.Tensor|number of idx's shape or larger
 ---@param reduce "sum"|"mean"|"amax"|"amin"|"prod"
 ---@param include_self? boolean (default true); with false, an element of x does not count if any element of src is
---- combined with it
+--- combined with it, and has no share of the gradient (PyTorch drops a share if such an element equals the result)
 ---@return ps.Tensor of x's shape
 function T:scatter_reduce(d, idx, src, reduce, include_self)
   local call = "scatter_reduce"
