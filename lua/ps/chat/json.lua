@@ -13,11 +13,13 @@ local LARGEST = 2 ^ 53
 local ESCAPES = { ['"'] = '"', ["\\"] = "\\", ["/"] = "/", b = "\b", f = "\f", n = "\n", r = "\r", t = "\t" }
 local WORDS = { ["true"] = true, ["false"] = false, null = values.NONE }
 
--- Raises an error about byte `at` of a text. The error contains the line, and the byte's position in the line.
+-- Raises an error about byte `at` of a text. Its field `json` has the line and the byte's position in the line, and
+-- `in_line` has the position only.
 local function fail(s, at, why, ...)
   local before = s:sub(1, at - 1)
   local _, n = before:gsub("\n", "")
-  error({ json = ("line %d, byte %d: "):format(n + 1, #before:match "[^\n]*$" + 1) .. why:format(...) }, 0)
+  local in_line = ("byte %d: "):format(#before:match "[^\n]*$" + 1) .. why:format(...)
+  error({ json = ("line %d, "):format(n + 1) .. in_line, in_line = in_line }, 0)
 end
 
 local read

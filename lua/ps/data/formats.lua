@@ -54,9 +54,9 @@ local function row_of(rows, i, read)
   if not source then return convert.value(read or rows[i], rows:place(i)) end
   local ok, row = pcall(json.decode, source)
   if not ok then
-    local why = type(row) == "table" and row.json or tostring(row)
-    if not source:find("\n", 1, true) then why = why:gsub("^line 1, ", "") end     -- the place has the file's line
-    error(("%s: not JSON: %s"):format(rows:place(i), why))
+    local known = type(row) == "table"
+    local one_line = known and row.in_line and not source:find("\n", 1, true)     -- the place has the file's line
+    error(("%s: not JSON: %s"):format(rows:place(i), one_line and row.in_line or known and row.json or tostring(row)))
   end
   if getmetatable(row) ~= values.Dict then error(rows:place(i) .. ": each row must be a JSON object") end
   return row
