@@ -90,9 +90,10 @@ local function one(seed, name, make)
     verdict, _, spec = trials:perform(plan, name)
   end)
   if not ok then
-    if type(problem) ~= "string" or not problem:find("fails without faults", 1, true) then error(problem, 0) end
+    local alone = type(problem) == "table" and problem.alone
+    if not alone then error(problem, 0) end
     plan = plan or { seed = seed, job = draw.job(seed, options), begins = "new", events = {}, off = {}, lives = 0 }
-    return report(plan, { outcome = "WRONG", why = problem, faults = 0 })
+    return report(plan, { outcome = "WRONG", why = alone, faults = 0 })
   end
   local kept = verdict.outcome == "WRONG" and options.keep
   if not kept then run.clean(spec.folder) end

@@ -59,6 +59,10 @@ function Trials:spec(job, name, exe, patience)
   return { exe = exe, script = paths.root .. "/tools/faults/job.lua", job = job, folder = self.root .. "/" .. name }
 end
 
+-- The error of a job that fails without faults. Its field `alone` is the text.
+local Failed = { __tostring = function(e) return e.alone end }
+local function fails_alone(text, ...) error(setmetatable({ alone = text:format(...) }, Failed), 0) end
+
 -- Returns the value for a key. `fn` makes it once, and other callers that need it wait.
 local function once(list, key, fn)
   while list[key] == "made" do coroutine.yield() end
@@ -82,8 +86,8 @@ function Trials:golden(job)
     run.prepare(spec)
     for _, p in ipairs(run.life(spec, 1, {})) do
       if p.code ~= 0 then
-        error(("the job '%s' fails without faults: rank %d ended with %s after %.0f s:\n%s"):format(key, p.rank,
-          p.signal and "signal " .. p.signal or "code " .. tostring(p.code), p.seconds, p.text), 0)
+        fails_alone("the job '%s' fails without faults: rank %d ended with %s after %.0f s:\n%s", key, p.rank,
+          p.signal and "signal " .. p.signal or "code " .. tostring(p.code), p.seconds, p.text)
       end
     end
     local golden = judge.golden(run.log(spec.folder), settings)
@@ -113,7 +117,7 @@ function Trials:profile(job)
       local processes = run.life(spec, life, {})
       local verdict = judge.life(spec, { job = settings, events = {} }, life, processes, golden, state, true)
       if verdict.outcome ~= "golden" then
-        error(("the job '%s' fails without faults: %s"):format(draw.describe(job), verdict.why), 0)
+        fails_alone("the job '%s' fails without faults: %s", draw.describe(job), verdict.why)
       end
       profile[begins] = run.calls(spec.folder)
       if life == 1 then

@@ -76,7 +76,7 @@ end
 function settings.gated(name)
   local gelu, other = settings.activation(name)
   if gelu then return function(gate, up) return F.geglu(gate, up, gelu) end end
-  if other == F.silu then return F.swiglu end
+  if other == ACTIVATIONS.silu then return F.swiglu end
   return function(gate, up) return other(gate) * up end
 end
 
