@@ -452,7 +452,7 @@ SIMD vf vf_erf_parts(vf x, vf *tail)
     p = vf_fma(p, z, vf_set(0.128379166f));
     return vf_fma(p, x, x);
 }
-/* The error is within 2 ulp. */
+/* Returns erf(x) within 2 ulp. */
 SIMD vf vf_erf(vf x)
 {
     vf tail, small = vf_erf_parts(x, &tail), big = vf_copysign(vf_set(1.0f) - tail, x);

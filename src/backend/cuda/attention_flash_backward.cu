@@ -276,7 +276,7 @@ KERNEL_UP_TO(Shape::BLOCK, Shape::BLOCKS) dkv_kernel(const __grid_constant__ att
     if (t.causal && k0 > off) begin = (k0 - off) / QUERIES * QUERIES;            /* earlier queries see none of these
                                                                                   * keys */
     int seen_by_any = n_q;
-    if (!LEAN && t.begin) {                          /* only queries in the keys' segments */
+    if (!LEAN && t.begin) {                          /* limits the loop to queries in the keys' segments */
         span all = span_of(t, b, k0, ROWS, n_q), own = span_of(t, b, w0, 16 * RT, n_q);
         begin = max(begin, all.begin / QUERIES * QUERIES), until = all.end;
         seen_from = own.begin, seen_by_any = own.end;
@@ -295,7 +295,7 @@ KERNEL_UP_TO(Shape::BLOCK, Shape::BLOCKS) dkv_kernel(const __grid_constant__ att
     async_wait<1>();                                 /* k and v are complete */
     __syncthreads();
     k.open(own_k), v.open(own_v);
-    for (int first = begin; first < until; first += QUERIES) { /* without segments, some query sees each key */
+    for (int first = begin; first < until; first += QUERIES) { /* without segments, at least one query sees each key */
         stage = first / QUERIES & 1;
         uint16_t *q = stages + stage * 2 * QUERIES * DP, *dy = q + QUERIES * DP;
         const float *own_sums = sums + stage * 2 * QUERIES;

@@ -96,7 +96,7 @@ int ps_cuda_trapped(void)
     int kind = *(volatile int *)&ps_cu->trap_host->kind;
     if (kind == TRAP_NONE) return 0;
     CU_TRY(cudaStreamSynchronize(ps_cu->compute));
-    ps_trap t = *ps_cu->trap_host;             /* no copy still writes to it */
+    ps_trap t = *ps_cu->trap_host;             /* no copy writes to it any more */
     ps_cu->trap_host->kind = TRAP_NONE;
     CU_TRY(cudaMemsetAsync(ps_cu->trap_taken, 0, sizeof *ps_cu->trap_taken, ps_cu->compute));
     if (kind == TRAP_TARGET)

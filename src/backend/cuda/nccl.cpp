@@ -294,8 +294,8 @@ static int after(ps_wire *w, int i)
 static int end_group(ps_wire *w, ncclResult_t sent, int lane, const char *what)
 {
     ncclResult_t ended = nccl.group_end(), r = went(sent) ? ended : sent, state = ncclSuccess;
-    if (!went(r) && nccl.state(w->comm, &state) == ncclSuccess && !went(state)) r = state;   /* of an earlier
-                                                                                              * exchange */
+    if (!went(r) && nccl.state(w->comm, &state) == ncclSuccess && !went(state)) r = state;   /* the error of an
+                                                                                              * earlier exchange */
     if (!went(r)) return nccl_failed(w, r, what);
     w->starting = lane;
     return 0;

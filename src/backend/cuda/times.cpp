@@ -155,7 +155,7 @@ int ps_cuda_time_read(ps_backend *be, bool wait, ps_record_event *out)
 
 int ps_cuda_copy_times(ps_copy_times *t, cudaStream_t lane, bool begins)
 {
-    if (!anchor) return 0;                     /* no record before this one */
+    if (!anchor) return 0;                     /* no record has begun yet */
     return record(lane, begins ? &t->from : &t->to);
 }
 

@@ -283,7 +283,7 @@ static double slope_at(int of, double x, double delta)
     case 0: return fabs(x) >= 3 ? 0 : 1.0 / 6;
     case 1: return x < -3 ? 0 : x > 3 ? 1 : x / 3 + 0.5;
     case 2:
-        x = x < -700 ? -700 : x;                   /* where the derivative is 0 */
+        x = x < -700 ? -700 : x;                   /* below -700 the derivative is 0 */
         t = tanh(x > 20 ? x : log1p(exp(x))), s = 1 / (1 + exp(-x));
         return t + x * s * (1 - t * t);
     case 3: return 1 / (1 + exp(x));
@@ -397,7 +397,7 @@ int ref_gelu(ps_call *call)
     return unary(call, a->tanh ? ref_gelu_tanh : gelu_erf);
 }
 
-/* dx = dy * slope(x) */
+/* Computes dx = dy * slope(x). */
 static int unary_backward(ps_call *call, double (*slope)(double x))
 {
     ps_view dx = ref_flat(&call->out[0]), x = ref_flat(&call->in[0]), dy = ref_flat(&call->in[1]);

@@ -6,7 +6,7 @@
 #include "backend/cpu/simd/divide.h"
 #include "backend/cpu/simd/loop.h"
 
-/* Values of an expression besides its operands. */
+/* Constants that an expression can use. */
 typedef struct consts { float a, b, c; } consts;
 static const consts no_consts;
 
@@ -124,7 +124,7 @@ SIMD vf nan_to_num_of(vf x, vf nan, vf high, vf low)
     vf y = vf_select(x == vf_set(INFINITY), high, vf_select(x == vf_set(-INFINITY), low, x));
     return vf_select(x != x, nan, y);
 }
-SIMD vf hard_gate(vf x)                            /* the limited x + 3 */
+SIMD vf hard_gate(vf x)                            /* x limited to [-3, 3], plus 3 */
 {
     return clamp_between(x, vf_set(-3.0f), vf_set(3.0f)) + vf_set(3.0f);
 }

@@ -196,7 +196,7 @@ static int flat_index(ps_call *call)
         bad |= k < -size || k >= size;
         y[i] = k < 0 ? k + size : k;
     }
-    return bad ? PS_EUNSUP : 0;                    /* ref reports the error with the wrong index */
+    return bad ? PS_EUNSUP : 0;                    /* ref raises the error, which contains the index */
 }
 
 /* -- gather and scatter, where only the indexed dimension's size differs ------------------------------------------- */
