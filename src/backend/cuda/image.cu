@@ -145,7 +145,7 @@ static int resample(ps_call *call)
 
 /* -- max pooling --------------------------------------------------------------------------------------------------- */
 struct pool_call {
-    ps_attrs_max_pool a;                             /* in backward with the size of the windows */
+    ps_attrs_max_pool a;                             /* in backward, `size` is the size of dx */
     const void *x;                                   /* backward: dy */
     void *y;                                         /* backward: dx */
     int64_t *index;

@@ -13,8 +13,8 @@ enum {
     OUTPUTS = 32                                     /* rows of the matrix per piece, for several rows of x */
 };
 
-/* Returns the number of the matrix's rows per piece. Several rows of x read a piece several times, so it is small. One
- * row of x reads the matrix once. Each thread then has a single piece, so that its streams are as long as possible. */
+/* Returns how many rows of the matrix a piece has. With several rows of x, a piece is read several times, so it is
+ * small. With one row of x, each thread has one piece, so that its streams are as long as possible. */
 static inline int64_t rows_of_piece(const ps_packed_matrix *w, int64_t M)
 {
     return M > 1 ? OUTPUTS : ps_rows_of_thread(w->rows, LINES);
