@@ -52,6 +52,7 @@ static void test_values(void)
     CHECK(nbytes == 0);
     FAILS(ps_store_set(b, "k", "x", 1), PS_EINVAL, "set once");
     FAILS(ps_store_get(b, "k", FAR_S, text, 3, &nbytes), PS_EFORMAT, "room for only 3");
+    FAILS(ps_store_get(a, "never", 0.1, text, sizeof text, &nbytes), PS_ETIME, "rank 1 waits for nothing and did not");
     ps_store_close(b, true);
     double start = ps_now();
     FAILS(ps_store_get(a, "never", 0.1, text, sizeof text, &nbytes), PS_ETIME, "no rank has set 'never'");

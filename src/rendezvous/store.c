@@ -13,6 +13,7 @@
 #include "rendezvous/store_protocol.h"
 #include <errno.h>
 #include <fcntl.h>
+#include <limits.h>
 #include <netdb.h>
 #include <poll.h>
 #include <pthread.h>
@@ -339,6 +340,19 @@ const char *ps_store_lacks(const ps_store_server *s)
     return atomic_load(&s->no_files) ? "; rank 0 has as many files open as it may (ulimit -n)" : "";
 }
 
+/* Writes the error of a wait for a key that no rank has set. Names the lowest rank that is connected and does not wait,
+ * because the key may be its task. text: [PS_STORE_TEXT]. */
+static void not_set(const ps_store_server *s, const client *waiting, char *text)
+{
+    int idle = INT_MAX;
+    for (const client *c = s->clients; c; c = c->next)
+        if (c->rank >= 0 && c->rank < idle && !c->waits && !c->done) idle = c->rank;
+    int n = snprintf(text, PS_STORE_TEXT, "all ranks connected, but no rank has set '%.*s'",
+                     (int)waiting->request.key_nbytes, waiting->in);
+    if (idle < INT_MAX)
+        snprintf(text + n, (size_t)(PS_STORE_TEXT - n), "; rank %d waits for nothing and did not set it", idle);
+}
+
 static void sweep(ps_store_server *s)
 {
     char text[PS_STORE_TEXT], absent[MISSING_TEXT];
@@ -349,9 +363,7 @@ static void sweep(ps_store_server *s)
             missing(s, absent);
             if (absent[0]) snprintf(text, sizeof text, "rank %s of %d did not come; is it running, and does it reach "
                                     "this address?%s%s", absent, s->size, ps_store_lacks(s), s->turned_away);
-            else snprintf(text, sizeof text, "all ranks connected, but no rank has set '%.*s'",
-                          (int)c->request.key_nbytes,
-                          c->in);
+            else not_set(s, c, text);
             answer_text(c, PS_ETIME, text);
         }
         if (c->rank < 0 && now >= c->deadline) c->gone = true;

@@ -55,7 +55,7 @@ local CALLS = { send = 250, recv = 450, alloc = 1600, clock = 3, ["end"] = 1 }
 draw.LOST = { "[^\n]- died:", "[^\n]- failed", "[^\n]- gave up:", "[^\n]- is silent for", "[^\n]- did not ",
   "[^\n]- hung up", "[^\n]- ended", "[^\n]- left", "[^\n]- broke in ", "[^\n]- do not arrive", "[^\n]- has not come",
   " sent nothing within", " took nothing within", "[^\n]- does not answer", "[^\n]- could not connect to",
-  " closed the connection", ": cannot ", " running, and does it" }
+  " closed the connection", " could not take part", ": cannot ", " running, and does it" }
 local LOST_RANK = {}
 for i, verb in ipairs(draw.LOST) do LOST_RANK[i] = "rank %d+" .. verb end
 
