@@ -33,7 +33,7 @@ whole(parser:option("--seed", "seed of the random draws", "1337"), 0)
 parser:option("--dtype", "type of the weights (default: that of the files)", "auto")
 parser:flag("--special-tokens", "also print special tokens, such as the one that ends a text")
 parser:option("--device", "the device of the model")
-parser:flag("--keep-quantized", "weights of a GGUF file stay packed")
+parser:flag("--keep-quantized", "weights of a GGUF file, or of a folder in NF4, stay packed")
 parser:flag("--int8-activations", "with --keep-quantized: round activations to 8 bits when generating, which is faster")
 parser:option("--kv-cache", "type of the cached keys and values: bf16 or q8_0 (default: that of the weights)")
   :choices { "bf16", "q8_0" }

@@ -18,7 +18,7 @@ parser:option("--token", "the bearer token that requests need (default: a random
 parser:flag("--no-token", "requests need no token; only with an address of this machine")
 parser:option("--name", "the model's name in the API (default: the last part of MODEL, without .gguf)")
 parser:option("--dtype", "type of the weights (default: that of the files)", "auto")
-parser:flag("--keep-quantized", "weights of a GGUF file stay packed")
+parser:flag("--keep-quantized", "weights of a GGUF file, or of a folder in NF4, stay packed")
 parser:flag("--int8-activations", "with --keep-quantized: round activations to 8 bits when generating, which is faster")
 parser:option("--kv-cache", "type of the cached keys and values: bf16 or q8_0 (default: that of the weights)")
   :choices { "bf16", "q8_0" }

@@ -142,10 +142,10 @@ function ps.load(path, options) return require("ps.io.serialize").load(path, opt
 --- "question_answering" or "base"; default: config.json's architectures), dtype (default: the dtype of new tensors;
 --- "auto" is the file's dtype), device, recompute, revision, quiet, ignore_mismatched_sizes (a head whose sizes differ
 --- starts from random values), mmap (true keeps weights in their safetensors files, see docs/pretrained.md; "auto" does
---- so if possible), keep_quantized (true keeps weights of a GGUF file packed and frozen, see docs/gguf.md),
---- int8_activations (with keep_quantized: true rounds activations to 8 bits in generation, which is faster), dropout,
---- and settings that replace those in config.json: num_labels, hidden_dropout_prob, ... For a folder with an adapter
---- (docs/adapters.md), the base model to which it refers is also loaded.
+--- so if possible), keep_quantized (true keeps weights of a GGUF file, or of a folder in NF4, packed and frozen, see
+--- docs/gguf.md), int8_activations (with keep_quantized: true rounds activations to 8 bits in generation, which is
+--- faster), dropout, and settings that replace those in config.json: num_labels, hidden_dropout_prob, ... For a folder
+--- with an adapter (docs/adapters.md), the base model to which it refers is also loaded.
 ---@return ps.pretrained.Model model
 function ps.from_pretrained(name, options)
   local load = require("ps.pretrained").load

@@ -169,7 +169,7 @@ describe("GPT-2's settings", function()
     local model = gpt2.new(SMALL)
     for _, case in ipairs {
       { { add_cross_attention = true }, "add_cross_attention = true: attention to an encoder is not supported" },
-      { { quantization_config = { bits = 4 } }, "quantization_config = {...}: quantized weights is not supported" },
+      { { quantization_config = { bits = 4 } }, "quantization_config = {...}: it has no quant_method; only" },
       { { auto_map = { AutoModel = "x.Y" } }, "auto_map = {...}: the model's own code" },
       { { pruned_heads = { ["0"] = { 1 } } }, "pruned_heads" }, { { model_type = "llama" }, "model_type = llama" },
       { { is_encoder_decoder = true }, "is_encoder_decoder" },

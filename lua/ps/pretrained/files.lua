@@ -1,7 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- The open files of a model's weights, and their tensors as one state for load_state_dict. Tensors stay in the files
 -- and are read one at a time; of a cut parameter, only this rank's part is read. Tensors that are split over files
--- (save_parallelized) are assembled.
+-- (save_parallelized) are assembled. Weights that bitsandbytes quantized are presented as one tensor each.
+local bitsandbytes = require "ps.pretrained.bitsandbytes"
 local create = require "ps.tensor.create"
 local native = require "ps.core.ffi"
 local scope = require "ps.core.scope"
@@ -64,7 +65,8 @@ end
 ---@field mmap boolean whether the tensors' bytes stay in the files (the option mmap of ps.load)
 ---@field private list table[] the open files, sorted by path
 ---@field private closed boolean
----@field private packed? table<string, boolean> names of the GGUF tensors that are read in packed form
+---@field private packed? table<string, boolean> names of the tensors in the files that are read in packed form
+---@field quantized? ps.pretrained.Nf4Weights weights that bitsandbytes quantized
 ---@field private placement? ps.pretrained.Placement the placement of the files, if save_parallelized wrote them
 ---@field private folder? string the folder that the placement describes
 local Files = {}
@@ -79,13 +81,14 @@ function files_of.open(paths, mmap)
   self.placement, self.folder = folder.placed(paths)
   local ok, problem = pcall(function()
     for i, path in ipairs(paths) do self.list[i] = open_file(path, mmap) end
+    self.quantized = bitsandbytes.find((paths[1] or ""):match "^(.*)/[^/]*$" or ".", self.list)
   end)
   if ok then return self end
   self:close()
   error(problem, 0)
 end
 
---- From now on, reads a GGUF file's tensor in packed form (ps/io/gguf.lua).
+--- From now on, reads a quantized tensor in packed form (ps/io/gguf.lua, ps/pretrained/bitsandbytes.lua).
 ---@param name string
 ---@param state table a state of these files, which contains a tensor with this name
 function Files:keep_packed(name, state)
@@ -106,6 +109,14 @@ local function again(self, path)
   for i, file in ipairs(self.list) do
     if self.paths[i] == path then return self.closed and open_file(path, self.mmap, self.packed) or file end
   end
+end
+
+-- Returns a state of the files. Opens the files again if they are closed.
+local function state_again(self)
+  if not self.closed then return self:state() end
+  local files = files_of.open(self.paths, self.mmap)
+  for name in pairs(files.quantized and self.packed or {}) do files.quantized:keep_packed(name) end
+  return files:state()
 end
 
 local function same_name(name) return name end
@@ -131,11 +142,13 @@ function Files:state(own_name)
     by_path[path] = file
     for _, name in ipairs(file:names()) do
       local elsewhere = placement and placement.weight_map[name] -- the files of all ranks along tp have the same tensor
-      if not placed[name] and (not elsewhere or path:sub(-#elsewhere) == elsewhere) then take(file, name) end
+      local hidden = placed[name] or self.quantized and self.quantized:hides(name)
+      if not hidden and (not elsewhere or path:sub(-#elsewhere) == elsewhere) then take(file, name) end
     end
   end
   local all = placement and pieced_of(placement, self.folder, by_path)
   for _, name in ipairs(all and all:names() or {}) do take(all, name) end
+  for _, name in ipairs(self.quantized and self.quantized:names() or {}) do take(self.quantized, name) end
   function state.close() self:close() end
   function state.names()
     local names = {}
@@ -144,21 +157,24 @@ function Files:state(own_name)
   end
   function state.has(_, name) return home[name] ~= nil end
   --- Returns a tensor's file, the tensor's name in the file, and a function that returns the open file. The function
-  --- opens the file again if it is closed. For a tensor in pieces, returns the folder and a state.
+  --- opens the file again if it is closed. For a tensor in pieces or a weight in NF4, returns the folder and a state.
   function state.origin(_, name)
     local file = home[name][1]
-    if getmetatable(file) ~= Pieced then
+    if getmetatable(file) ~= Pieced and file ~= self.quantized then
       return file.path, home[name][2], function() return again(self, file.path) end
     end
-    return file.path, home[name][2], function()
-      return (self.closed and files_of.open(self.paths, self.mmap) or self):state()
-    end
+    return file.path, home[name][2], function() return state_again(self) end
   end
   --- Renames a tensor, or removes the tensor if `to` is nil.
   function state.rename(_, from, to)
     local found = home[from]
     home[from] = nil
     if to then home[to] = found end
+  end
+  --- Returns the type of a tensor of a GGUF file, or of a weight that bitsandbytes quantized. Returns nil for others.
+  function state.type(_, name)
+    local file, raw = home[name][1], home[name][2]
+    return (file == self.quantized or gguf.is(file.path)) and file:type(raw) or nil
   end
   --- Returns whether two tensors have the same dtype, shape and bytes. At most one piece of each tensor is in memory at
   --- a time.
@@ -181,7 +197,7 @@ function Files:state(own_name)
     end)
     return equal
   end
-  for _, method in ipairs { "shape", "dtype", "type", "keep_packed", "check", "read_into", "read_part", "tensor" } do
+  for _, method in ipairs { "shape", "dtype", "keep_packed", "check", "read_into", "read_part", "tensor" } do
     state[method] = function(_, name, ...)
       local file = home[name][1]
       return file[method](file, home[name][2], ...)

@@ -2,6 +2,7 @@
 -- Models of other libraries, by folder or name: ps.from_pretrained finds the family of a config.json's model_type and
 -- makes the class that the file, or a task, names. A family is a file models/MODEL_TYPE.lua that calls
 -- pretrained.family.
+local bitsandbytes = require "ps.pretrained.bitsandbytes"
 local create = require "ps.tensor.create"
 local dist = require "ps.dist"
 local caller = require "ps.core.caller"
@@ -301,6 +302,7 @@ function pretrained.from_config(source, options)
     path = folder.find(source, given.revision)
     where, fields = folder.where(path), folder.config(path)
   end
+  fields = bitsandbytes.split(fields, where)
   local family = pretrained.find(fields.model_type, where)
   local config = family.settings:complete(family.settings:from_file(fields, {}))
   local class = pretrained.class_of(family, given.task, config.architectures, where)
@@ -318,21 +320,24 @@ end
 function pretrained.load(name, options, family)
   if options ~= nil then caller.typed(options, "table", "from_pretrained: the options") end
   local path = folder.find(name, options and options.revision)
-  local where, fields = folder.where(path), folder.config(path)
+  local where = folder.where(path)
+  local fields, quantization = bitsandbytes.split(folder.config(path), where)
   if not family then family = pretrained.find(fields.model_type, where) end
   local changes, rest = spread(family, caller.options(options, "from_pretrained", family.options_of_loading))
   local config = family.settings:from_file(fields, changes)
   config = family.settings:complete(config)
   local class = pretrained.class_of(family, rest.task, config.architectures, where)
   local list = folder.files(path)
-  if rest.keep_quantized and not gguf.is(path) then
-    error(("from_pretrained: keep_quantized is for GGUF files, and %s is a folder"):format(path))
+  if rest.keep_quantized and not (gguf.is(path) or quantization) then
+    error(("from_pretrained: keep_quantized is for GGUF files and for folders with weights in NF4 of bitsandbytes, and "
+      .. "%s is a folder without quantization_config"):format(path))
   end
   if rest.int8_activations and not rest.keep_quantized then
     error("from_pretrained: int8_activations needs packed weights; set keep_quantized = true, too")
   end
   local files = files_of.open(list, maps(rest.mmap, list, rest.device or create.empty({ 0 }):device()))
   local ok, model = pcall(function()
+    if quantization then bitsandbytes.check(files.quantized, quantization, where) end
     local dtype, widest = rest.dtype, check_sizes(family, class, config, files, where)
     if dtype == "auto" then dtype = select(2, said_dtype(fields)) or widest end
     if rest.mmap == true then

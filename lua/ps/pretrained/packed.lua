@@ -1,5 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Models of GGUF files whose weights stay packed (keep_quantized of ps.from_pretrained).
+-- Models whose weights stay packed as in their files (keep_quantized of ps.from_pretrained): GGUF files, and folders
+-- with weights in NF4 of bitsandbytes.
 local create = require "ps.tensor.create"
 local packed = require "ps.nn.packed"
 local weights = require "ps.pretrained.weights"
@@ -9,7 +10,7 @@ local of_files = {}
 --- Replaces the weights of a new model's layers with packed weights without data, for every weight that the file stores
 --- in blocks. The file then provides bytes for these weights instead of numbers.
 ---@param model ps.pretrained.Model
----@param files ps.pretrained.Files the files, opened from one GGUF file
+---@param files ps.pretrained.Files the open files
 ---@param device? string
 ---@return integer count number of layers with packed weights
 function of_files.prepare(model, files, device)

@@ -1,0 +1,408 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Weights that bitsandbytes quantized to NF4, as transformers writes them to a folder. A weight NAME of [rows, columns]
+-- is stored as several tensors:
+--   NAME                                       U8 [values / 2, 1], two codes per byte, the first in the upper half
+--   NAME.absmax                                F32 [blocks], a scale per 64 values; or U8 codes (double quantization)
+--   NAME.quant_map                             F32 [16], the values of NF4
+--   NAME.quant_state.bitsandbytes__nf4         U8, JSON with the weight's shape
+--   NAME.nested_absmax, NAME.nested_quant_map  F32, of double quantization: a scale per 256 codes, and their 256 values
+-- With double quantization, a block's scale is nested_quant_map[code] * nested_absmax + nested_offset.
+local array = require "ps.core.array"
+local create = require "ps.tensor.create"
+local json = require "cjson"
+local native = require "ps.core.ffi"
+local rectangles = require "ps.core.rectangles"
+local scope = require "ps.core.scope"
+local nn_packed = require "ps.nn.packed"
+local settings = require "ps.pretrained.settings"
+local error = require("ps.core.caller").error
+local C, check = native.C, native.check
+
+local bitsandbytes = {}
+
+local NF4 = nn_packed.type "NF4"                           -- a block: the scale in fp32, and the bytes of 64 codes
+local BLOCK, GROUP = NF4.block, 256
+local VALUES = 2 ^ 20                                      -- values that are read at a time
+local STATE = ".quant_state.bitsandbytes__"
+local MAP = { -1, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
+  -0.18477343022823334, -0.09105003625154495, 0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634,
+  0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1 }
+
+-- GPT-2's layers store their weights transposed ([in, out]). bitsandbytes quantizes [out, in].
+local TRANSPOSED = "%.c_%l+%.weight$"
+
+-- -- config.json ----------------------------------------------------------------------------------------------------
+local function value_of(value)
+  if value == json.null then return nil end
+  return value
+end
+
+local function is_list_of_names(list)
+  if type(list) ~= "table" then return false end
+  for key, name in pairs(list) do if type(key) ~= "number" or type(name) ~= "string" then return false end end
+  return true
+end
+
+--- Checks the quantization_config of a config.json. Raises an error that names the field if this is not NF4 of
+--- bitsandbytes.
+---@param fields table the decoded config.json
+---@param where string the file, for messages
+---@return table fields without quantization_config
+---@return table? quantization the contents of quantization_config, or nil if there are none
+function bitsandbytes.split(fields, where)
+  local given = value_of(fields.quantization_config)
+  if given == nil or given == false or type(given) == "table" and next(given) == nil then return fields end
+  local function refuse(key, value, why)
+    settings.refuse(where, "quantization_config" .. key, value == nil and "none" or value, why)
+  end
+  if type(given) ~= "table" then refuse("", given, "it must be an object") end
+  local function get(key) return value_of(given[key]) end
+  local method = get "quant_method"
+  if method == nil and not (get "load_in_4bit" or get "load_in_8bit") then
+    refuse("", given, "it has no quant_method; only bitsandbytes with nf4 is supported")
+  elseif method ~= nil and method ~= "bitsandbytes" then
+    refuse(".quant_method", method, "only bitsandbytes with nf4 is supported")
+  end
+  if get "load_in_8bit" then
+    refuse(".load_in_8bit", true, "weights of 8 bits are not supported, only load_in_4bit with nf4")
+  end
+  if get "load_in_4bit" ~= true then refuse(".load_in_4bit", get "load_in_4bit", "it must be true") end
+  if get "bnb_4bit_quant_type" ~= "nf4" then               -- transformers' default is fp4
+    refuse(".bnb_4bit_quant_type", get "bnb_4bit_quant_type", "only nf4 is supported")
+  end
+  local storage = get "bnb_4bit_quant_storage"
+  if storage ~= nil and storage ~= "uint8" then
+    refuse(".bnb_4bit_quant_storage", storage, "only uint8 is supported")
+  end
+  local skip = get "llm_int8_skip_modules"
+  if skip ~= nil and not is_list_of_names(skip) then
+    refuse(".llm_int8_skip_modules", skip, "it must be a list of names")
+  end
+  local rest = {}
+  for key, value in pairs(fields) do if key ~= "quantization_config" then rest[key] = value end end
+  return rest, given
+end
+
+-- Returns whether a name in llm_int8_skip_modules means a module: its name, the beginning of its name up to a dot, or
+-- the end of its name.
+local function skips(one, module)
+  return one ~= "" and (module == one or module:sub(1, #one + 1) == one .. "." or module:sub(-#one) == one)
+end
+
+-- -- weights in files -----------------------------------------------------------------------------------------------
+---@class ps.pretrained.Nf4Weight
+---@field file table the file with the codes
+---@field rows integer
+---@field columns integer
+---@field sides table<string, table> the open file of each further tensor, by the end of its name
+---@field offset? number nested_offset, if the scales are quantized
+---@field transposed boolean whether the model's weight is [columns, rows]
+---@field packed? boolean whether reads return blocks
+
+---@class ps.pretrained.Nf4Weights the quantized weights of open files, with the methods of one file
+---@field path string for messages
+---@field private weights table<string, ps.pretrained.Nf4Weight>
+---@field private hidden table<string, boolean> names of all tensors in the files that belong to a quantized weight
+local Weights = {}
+Weights.__index = Weights
+
+-- Raises an error if a further tensor of a weight is missing, or has another type or shape.
+local function check_side(self, name, weight, suffix, dtype, shape)
+  local file = weight.sides[suffix]
+  local full = name .. "." .. suffix
+  if not file then
+    settings.refuse(self.path, full, "none", "the files lack this tensor of a weight in NF4")
+  end
+  if file:dtype(full) ~= dtype or not rectangles.same(file:shape(full), shape) then
+    local its, other = file:dtype(full)
+    settings.refuse(self.path, full, ("%s [%s]"):format(its or other, rectangles.text(file:shape(full))),
+      ("it must be %s [%s]"):format(dtype, rectangles.text(shape)))
+  end
+end
+
+-- Returns the decoded quant_state of a weight.
+local function read_state(self, name, file, kind)
+  local full = name .. STATE .. kind
+  if kind ~= "nf4" then settings.refuse(self.path, full, "present", "only weights in NF4 are supported") end
+  if file:dtype(full) ~= "uint8" then settings.refuse(self.path, full, file:dtype(full), "it must be uint8") end
+  local text = scope.scope(function()
+    local bytes = file:tensor(full, "cpu")
+    local buffer = array "uint8_t"(math.max(1, bytes:numel()))
+    check(C.ps_tensor_read(bytes, buffer, bytes:nbytes()))
+    return native.ffi.string(buffer, bytes:numel())
+  end)
+  local ok, state = pcall(json.decode, text)
+  if not ok or type(state) ~= "table" then settings.refuse(self.path, full, "damaged", "it must be a JSON object") end
+  return state, full
+end
+
+local function is_size(value) return type(value) == "number" and value >= 1 and value % 1 == 0 and value < 2 ^ 31 end
+
+-- Checks the quant_state of a weight, and takes the weight's shape from it.
+local function check_state(self, weight, state, full)
+  local function refuse(key, value, why)
+    settings.refuse(self.path, full .. "." .. key, value == nil and "none" or value, why)
+  end
+  local function must_be(key, wanted)
+    if state[key] ~= wanted then refuse(key, state[key], ("only %s is supported"):format(wanted)) end
+  end
+  must_be("quant_type", "nf4")
+  must_be("blocksize", BLOCK)
+  local shape = state.shape
+  if type(shape) ~= "table" or #shape ~= 2 or not (is_size(shape[1]) and is_size(shape[2])) then
+    refuse("shape", type(shape) == "table" and "[" .. table.concat(shape, ", ") .. "]" or shape,
+      "it must be two whole numbers")
+  end
+  weight.rows, weight.columns = shape[1], shape[2]
+  if weight.columns % BLOCK ~= 0 then
+    refuse("shape", "[" .. rectangles.text(shape) .. "]", ("rows must be multiples of %d values"):format(BLOCK))
+  end
+  if state.nested_blocksize == nil and not weight.sides.nested_absmax then return end
+  must_be("nested_blocksize", GROUP)
+  must_be("nested_dtype", "float32")
+  local offset = state.nested_offset
+  if type(offset) ~= "number" or math.abs(offset) == math.huge or offset ~= offset then
+    refuse("nested_offset", offset, "it must be a number")
+  end
+  weight.offset = offset
+end
+
+-- Checks that the map of a weight is that of NF4.
+local function check_map(self, name, weight)
+  local full = name .. ".quant_map"
+  scope.scope(function()
+    local map = weight.sides.quant_map:tensor(full, "cpu"):tolist()
+    for i, value in ipairs(MAP) do
+      if map[i] ~= tonumber(native.ffi.cast("float", value)) then
+        settings.refuse(self.path, ("%s[%d]"):format(full, i - 1), map[i], ("NF4 has %.9g"):format(value))
+      end
+    end
+  end)
+end
+
+local SIDES = { "absmax", "quant_map", "nested_absmax", "nested_quant_map" }
+
+-- Adds a weight, with all its tensors.
+local function add(self, files, name, kind)
+  local state_file = files[name .. STATE .. kind]
+  local weight = { file = files[name], sides = {}, transposed = name:find(TRANSPOSED) ~= nil }
+  for _, suffix in ipairs(SIDES) do
+    weight.sides[suffix] = files[name .. "." .. suffix]
+    self.hidden[name .. "." .. suffix] = true
+  end
+  self.hidden[name], self.hidden[name .. STATE .. kind] = true, true
+  local state, full = read_state(self, name, state_file, kind)
+  check_state(self, weight, state, full)
+  local numel = weight.rows * weight.columns
+  local blocks = numel / BLOCK
+  if not weight.file then
+    settings.refuse(self.path, name, "none", "the files lack the codes of this weight in NF4")
+  end
+  if weight.file:dtype(name) ~= "uint8" or not rectangles.same(weight.file:shape(name), { numel / 2, 1 }) then
+    local its, other = weight.file:dtype(name)
+    settings.refuse(self.path, name, ("%s [%s]"):format(its or other, rectangles.text(weight.file:shape(name))),
+      ("a weight of [%d, %d] in NF4 must be uint8 [%d, 1]"):format(weight.rows, weight.columns, numel / 2))
+  end
+  check_side(self, name, weight, "absmax", weight.offset and "uint8" or "fp32", { blocks })
+  check_side(self, name, weight, "quant_map", "fp32", { #MAP })
+  if weight.offset then
+    check_side(self, name, weight, "nested_absmax", "fp32", { math.ceil(blocks / GROUP) })
+    check_side(self, name, weight, "nested_quant_map", "fp32", { 256 })
+  end
+  check_map(self, name, weight)
+  self.weights[name] = weight
+end
+
+--- Returns the quantized weights of open files, or nil if there are none. Raises an error that names the tensor if a
+--- weight is quantized in another way, or if a tensor of it is missing or has another shape.
+---@param path string the folder, for messages
+---@param list table[] open files
+---@return ps.pretrained.Nf4Weights?
+function bitsandbytes.find(path, list)
+  local files, found = {}, {}
+  for _, file in ipairs(list) do
+    for _, name in ipairs(file:names()) do
+      files[name] = file
+      local weight, kind = name:match("^(.*)%.quant_state%.bitsandbytes__(%w+)$")
+      if weight then found[#found + 1] = { weight, kind } end
+    end
+  end
+  local self = setmetatable({ path = path, weights = {}, hidden = {} }, Weights)
+  table.sort(found, function(a, b) return a[1] < b[1] end)
+  for _, one in ipairs(found) do add(self, files, one[1], one[2]) end
+  for name in pairs(files) do
+    local weight = name:match "^(.*)%.quant_map$"
+    if weight and not self.weights[weight] then
+      settings.refuse(path, weight .. STATE .. "nf4", "none", "the files lack this tensor of a weight in NF4")
+    end
+  end
+  return found[1] and self or nil
+end
+
+--- Compares the quantization_config with the files. Raises an error if no weight is quantized, or if a weight is that
+--- llm_int8_skip_modules names.
+---@param weights ps.pretrained.Nf4Weights?
+---@param quantization table see bitsandbytes.split
+---@param where string the file of quantization_config
+function bitsandbytes.check(weights, quantization, where)
+  if not weights then
+    settings.refuse(where, "quantization_config.load_in_4bit", true, "the files have no weights in NF4; remove "
+      .. "quantization_config")
+  end
+  for _, one in ipairs(value_of(quantization.llm_int8_skip_modules) or {}) do
+    for _, name in ipairs(weights:names()) do
+      if skips(one, (name:gsub("%.[^.]*$", ""))) then
+        settings.refuse(where, "quantization_config.llm_int8_skip_modules", one, ("the files have %s in NF4"):format(
+          name))
+      end
+    end
+  end
+end
+
+--- Returns whether a tensor of the files belongs to a quantized weight.
+---@param name string
+---@return boolean
+function Weights:hides(name) return self.hidden[name] or false end
+
+--- Returns the names of the quantized weights, sorted.
+---@return string[]
+function Weights:names()
+  local names = {}
+  for name in pairs(self.weights) do names[#names + 1] = name end
+  table.sort(names)
+  return names
+end
+
+local function weight_of(self, name)
+  local weight = self.weights[name]
+  if not weight then error(("%s holds no weight '%s' in NF4"):format(self.path, tostring(name))) end
+  return weight
+end
+
+---@param name string
+---@return boolean
+function Weights:has(name) return self.weights[name] ~= nil end
+
+--- Makes later reads of a weight return blocks, as uint8 [rows, bytes of a row].
+---@param name string
+function Weights:keep_packed(name) weight_of(self, name).packed = true end
+
+--- Returns the shape of the model's weight, or of its blocks.
+---@param name string
+---@return integer[]
+function Weights:shape(name)
+  local weight = weight_of(self, name)
+  if weight.packed then return { weight.rows, weight.columns / BLOCK * NF4.nbytes } end
+  if weight.transposed then return { weight.columns, weight.rows } end
+  return { weight.rows, weight.columns }
+end
+
+---@param name string
+---@return string
+function Weights:dtype(name) return weight_of(self, name).packed and "uint8" or "fp32" end
+
+--- Returns the type of a weight in the files.
+---@param name string
+---@return string
+function Weights:type(name) return weight_of(self, name) and NF4.name end
+
+--- Raises an error if there is no weight of this name.
+---@param name string
+function Weights:check(name) weight_of(self, name) end
+
+-- Returns the scales of n blocks from `first` on, fp32 [n].
+local function scales(name, weight, first, n)
+  local file, full = weight.sides.absmax, name .. ".absmax"
+  if not weight.offset then
+    local made = create.empty({ n }, { dtype = "fp32", device = "cpu" })
+    file:read_part(full, made, { first })
+    return made
+  end
+  local group = math.floor(first / GROUP)                  -- groups are read whole, except at the end
+  local groups = math.ceil((first + n) / GROUP) - group
+  local total = weight.rows * weight.columns / BLOCK
+  local codes = create.zeros({ groups * GROUP }, { dtype = "uint8", device = "cpu" })
+  file:read_part(full, codes:narrow(0, 0, math.min(total - group * GROUP, groups * GROUP)), { group * GROUP })
+  local map = weight.sides.nested_quant_map:tensor(name .. ".nested_quant_map", "cpu")
+  local of_groups = create.empty({ groups }, { dtype = "fp32", device = "cpu" })
+  weight.sides.nested_absmax:read_part(name .. ".nested_absmax", of_groups, { group })
+  local values = native.ops.embedding(map:reshape(256, 1), codes:to "int32", -1):reshape(groups, GROUP)
+  return (values * of_groups:reshape(groups, 1) + weight.offset):reshape(-1):narrow(0, first - group * GROUP, n)
+end
+
+-- Returns the bytes of fp32 values [n], as uint8 [n, 4].
+local function bytes_of(values)
+  local n = values:numel()
+  local buffer, made = array "uint8_t"(4 * n), create.empty({ n, 4 }, { dtype = "uint8", device = "cpu" })
+  check(C.ps_tensor_read(values:contiguous(), buffer, 4 * n))
+  check(C.ps_tensor_write(made, buffer, 4 * n))
+  return made
+end
+
+-- Returns n rows of a weight as blocks, uint8 [n, bytes of a row].
+local function blocks_of(name, weight, first, n)
+  local per_row = weight.columns / BLOCK
+  local count, half = n * per_row, BLOCK / 2
+  local codes = create.empty({ count * half, 1 }, { dtype = "uint8", device = "cpu" })
+  weight.file:read_part(name, codes, { first * per_row * half, 0 })
+  local made = create.empty({ count, NF4.nbytes }, { dtype = "uint8", device = "cpu" })
+  made:narrow(1, 0, 4):copy_(bytes_of(scales(name, weight, first * per_row, count)))
+  made:narrow(1, 4, half):copy_(codes:reshape(count, half))
+  return made:reshape(n, per_row * NF4.nbytes)
+end
+
+--- Reads a rectangle of a weight into a tensor of its shape, and converts the values to its dtype. Only the rows of the
+--- rectangle are read.
+---@param name string
+---@param tensor ps.Tensor
+---@param offset integer[] offset of the rectangle
+function Weights:read_part(name, tensor, offset)
+  local weight, whole, shape = weight_of(self, name), self:shape(name), tensor:shape()
+  if not rectangles.inside(whole, offset, shape) then
+    error(("%s: weight '%s' has shape [%s], which has no part of shape [%s] at [%s]"):format(self.path, name,
+      rectangles.text(whole), rectangles.text(shape), rectangles.text(offset)))
+  end
+  if weight.packed and not rectangles.same(whole, shape) then
+    error(("%s: weight '%s' is packed, and only all of it can be read"):format(self.path, name))
+  end
+  local into, at = tensor:detach(), offset
+  if weight.transposed and not weight.packed then into, at = into:transpose(0, 1), { offset[2], offset[1] } end
+  local rows, columns = into:size(0), into:size(1)
+  local step = math.max(1, math.floor(VALUES / weight.columns))
+  for first = 0, rows - 1, step do
+    scope.scope(scope.no_grad, function()
+      local n = math.min(step, rows - first)
+      local part = blocks_of(name, weight, at[1] + first, n)
+      if not weight.packed then
+        part = native.ops.unpack(part, NF4.number, native.dtype_code "fp32"):narrow(1, at[2], columns)
+      end
+      into:narrow(0, first, n):copy_(part:to(tensor:device()))
+    end)
+  end
+end
+
+--- Reads a weight into a tensor of its shape, and converts the values to its dtype.
+---@param name string
+---@param tensor ps.Tensor
+function Weights:read_into(name, tensor)
+  local shape = self:shape(name)
+  if not rectangles.same(shape, tensor:shape()) then
+    error(("%s: weight '%s' has shape [%s], but the tensor to read into has [%s]"):format(self.path, name,
+      rectangles.text(shape), rectangles.text(tensor:shape())))
+  end
+  self:read_part(name, tensor, rectangles.zeros(shape))
+end
+
+--- Returns a new tensor with a weight's values. It outlives scopes.
+---@param name string
+---@param device? string
+---@return ps.Tensor
+function Weights:tensor(name, device)
+  local tensor = create.empty(self:shape(name), { dtype = self:dtype(name), device = device or "cpu" })
+  self:read_into(name, tensor)
+  return tensor:keep()
+end
+
+bitsandbytes.Weights = Weights
+
+return bitsandbytes

@@ -1,0 +1,274 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Folders whose weights bitsandbytes quantized to NF4. This spec writes codes and scales by formulas, and computes the
+-- values from them: map[code] * scale, where double quantization has scale = map8[code8] * group's scale + offset, each
+-- operation rounded to fp32. bench/peers/bitsandbytes_nf4.py compares with bitsandbytes itself.
+local ps = require "ps"
+local check = require "spec.check_lib"
+local ffi = require "ffi"
+local files_of = require "ps.pretrained.files"
+local json = require "cjson"
+local packed = require "ps.nn.packed"
+local parts = require "ps.nn.parts"
+
+local folder = os.tmpname()
+os.remove(folder)
+assert(require("lfs").mkdir(folder))
+teardown(function() os.execute("rm -rf '" .. folder .. "'") end)
+local function at(name) return folder .. "/" .. name end
+
+local MAP = { -1, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
+  -0.18477343022833334, -0.09105003625154495, 0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634,
+  0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1 }
+local OFFSET = 0.0517578125
+local CONFIG = { load_in_4bit = true, load_in_8bit = false, bnb_4bit_quant_type = "nf4", quant_method = "bitsandbytes",
+  bnb_4bit_quant_storage = "uint8", llm_int8_skip_modules = { "lm_head" }, bnb_4bit_compute_dtype = "bfloat16" }
+local LLAMA = { vocab_size = 40, hidden_size = 64, intermediate_size = 320, num_hidden_layers = 1,
+  num_attention_heads = 2, num_key_value_heads = 2, max_position_embeddings = 32, initializer_range = 0.1 }
+local GPT2 = { vocab_size = 40, n_positions = 32, n_embd = 64, n_layer = 1, n_head = 2 }
+local MLP = "model.layers.0.mlp.down_proj.weight"
+local ATTENTION = "model.layers.0.self_attn.q_proj.weight"
+local SHAPES = { llama = { [MLP] = { 64, 320 }, [ATTENTION] = { 64, 64 } },
+  gpt2 = { ["transformer.h.0.attn.c_attn.weight"] = { 192, 64 }, ["transformer.h.0.attn.c_proj.weight"] = { 64, 64 } } }
+
+local function rounded(x) return tonumber(ffi.cast("float", x)) end
+local function bytes(list) return ps.tensor(list, { dtype = "uint8" }) end
+
+-- Returns the tensors of a weight [rows, columns] by the end of their names, and its values.
+local function quantized(rows, columns, double)
+  local codes, values, scales, code8, of_groups, map8 = {}, {}, {}, {}, {}, {}
+  local blocks = rows * columns / 64
+  for i = 0, 255 do map8[i + 1] = rounded((i - 127) / 1280) end
+  for g = 0, math.ceil(blocks / 256) - 1 do of_groups[g + 1] = rounded(0.3 + g / 7) end
+  for b = 0, blocks - 1 do
+    code8[b + 1] = 127 + b * 37 % 129
+    scales[b + 1] = double and rounded(rounded(map8[code8[b + 1] + 1] * of_groups[math.floor(b / 256) + 1]) + OFFSET)
+      or rounded((1 + b % 13) / 70)
+  end
+  for i = 0, rows * columns - 1 do
+    local code = (i * 7 + math.floor(i / 5)) % 16
+    values[i + 1] = rounded(MAP[code + 1] * scales[math.floor(i / 64) + 1])
+    local at_byte = math.floor(i / 2) + 1
+    codes[at_byte] = i % 2 == 0 and code * 16 or codes[at_byte] + code
+  end
+  local state = { quant_type = "nf4", blocksize = 64, dtype = "bfloat16", shape = { rows, columns } }
+  local made = { [""] = bytes(codes):reshape(-1, 1), [".quant_map"] = ps.tensor(MAP) }
+  if double then
+    state.nested_blocksize, state.nested_dtype, state.nested_offset = 256, "float32", OFFSET
+    made[".absmax"], made[".nested_absmax"], made[".nested_quant_map"] = bytes(code8), ps.tensor(of_groups),
+      ps.tensor(map8)
+  else
+    made[".absmax"] = ps.tensor(scales)
+  end
+  return made, ps.tensor(values):reshape(rows, columns), state
+end
+
+local STATE = ".quant_state.bitsandbytes__nf4"
+
+-- Writes a folder with a model whose weights in SHAPES are quantized. `change` gets the tensors by name, the
+-- quant_states and the fields of config.json before they are written. Returns the values of the quantized weights.
+local function write(name, family, double, change)
+  ps.manual_seed(4)
+  local model = require("models." .. family).new(family == "gpt2" and GPT2 or LLAMA)
+  model:save_pretrained(at(name))
+  local tensors, want, states = {}, {}, {}
+  for key, t in pairs(ps.load(at(name) .. "/model.safetensors")) do tensors[key] = t end
+  for key, shape in pairs(SHAPES[family]) do
+    local made
+    made, want[key], states[key] = quantized(shape[1], shape[2], double)
+    for suffix, t in pairs(made) do tensors[key .. suffix] = t end
+    if family == "gpt2" then want[key] = want[key]:t():contiguous() end
+  end
+  local fields = json.decode(check.read(at(name) .. "/config.json"))
+  fields.quantization_config = {}
+  for key, value in pairs(CONFIG) do fields.quantization_config[key] = value end
+  if change then change(tensors, states, fields.quantization_config, fields) end
+  for key, state in pairs(states) do
+    local text = type(state) == "string" and state or json.encode(state)
+    tensors[key .. STATE] = bytes { text:byte(1, -1) }
+  end
+  check.write(at(name) .. "/config.json", json.encode(fields))
+  ps.safetensors.save(at(name) .. "/model.safetensors", tensors)
+  return want, tensors
+end
+
+local function load(name, options)
+  local given = { quiet = true }
+  for key, value in pairs(options or {}) do given[key] = value end
+  return ps.from_pretrained(at(name), given)
+end
+
+local ids = ps.randint(0, 40, { 2, 9 }, { dtype = "int32" }):keep()
+local function logits(model, rows)
+  return ps.no_grad(function() return model({ input_ids = rows or ids }).logits:keep() end)
+end
+local function far(a, b) return (a:to "fp64" - b:to "fp64"):abs():max():item() end
+
+describe("a folder in NF4 of bitsandbytes", function()
+  for family, double in pairs { llama = true, gpt2 = false } do
+    for _, nested in ipairs { double, not double } do
+      it(("has the formula's values: %s, %s quantization"):format(family, nested and "double" or "single"), function()
+        local want = write("m", family, nested)
+        for _, dtype in ipairs { "fp32", "bf16" } do
+          local state = load("m", { dtype = dtype }):state_dict()
+          for name, values in pairs(want) do
+            assert.equal(check.bytes(values:to(dtype)), check.bytes(state[name]), name)
+          end
+        end
+      end)
+    end
+  end
+
+  it("stays packed with the numbers of the unpacked model, also mapped and in products of few rows", function()
+    for family, layer in pairs { llama = "model.layers.0.mlp.down_proj", gpt2 = "transformer.h.0.attn.c_attn" } do
+      local want = write("m", family, true)
+      local plain = load "m"
+      local one = ids:narrow(0, 0, 1):narrow(1, 0, 3):contiguous()
+      for _, mmap in ipairs { false, true } do
+        local kept = load("m", { keep_quantized = true, mmap = mmap })
+        assert.truthy(far(logits(plain), logits(kept)) < 1e-5)
+        assert.truthy(far(logits(plain, one), logits(kept, one)) < 1e-5)
+        local count = 0
+        for name, module in kept:named_modules() do
+          local kind = packed.of(module)
+          if kind then
+            count = count + 1
+            assert.equal("NF4", kind.name)
+            assert.equal(check.bytes(want[name .. ".weight"]), check.bytes(parts.weight(module):contiguous()))
+          end
+          if name == layer then assert.truthy(kind) end
+        end
+        assert.equal(2, count)
+      end
+    end
+  end)
+
+  it("is read by parts, from files that do not have all tensors of a weight, and without config.json", function()
+    local want, tensors = write("m", "llama", true)
+    local files = files_of.open { at "m/model.safetensors" }
+    local state = files:state()
+    local part = ps.empty { 20, 100 }
+    state:read_part(MLP, part, { 37, 33 })
+    assert.equal(check.bytes(want[MLP]:narrow(0, 37, 20):narrow(1, 33, 100):contiguous()), check.bytes(part))
+    files:close()
+    os.execute("rm -r '" .. at "m/model.safetensors" .. "'")
+    local list, map = { {}, {} }, {}
+    for name, t in pairs(tensors) do
+      local file = name:find "absmax" and 1 or 2
+      list[file][name], map[name] = t, ("part-%d.safetensors"):format(file)
+    end
+    for i = 1, 2 do ps.safetensors.save(at(("m/part-%d.safetensors"):format(i)), list[i]) end
+    check.write(at "m/model.safetensors.index.json", json.encode { metadata = {}, weight_map = map })
+    for _, keep in ipairs { false, true } do
+      local model = load("m", { keep_quantized = keep })
+      assert.equal(check.bytes(want[MLP]), check.bytes(parts.weight(model.model.layers[0].mlp.down_proj)))
+    end
+    local model = require("models.llama").new(LLAMA)
+    model:load_weights(at "m/part-1.safetensors", at "m/part-2.safetensors")
+    assert.equal(check.bytes(want[ATTENTION]), check.bytes(model.model.layers[0].self_attn.q_proj.weight))
+  end)
+
+  it("is written unpacked without quantization_config, and merged with an adapter", function()
+    write("m", "llama", false)
+    local model = load("m", { keep_quantized = true })
+    ps.lora.wrap(model, { r = 2 })
+    for name, p in model:named_parameters() do
+      if name:find "lora_B" then ps.no_grad(function() p:fill_(0.02) end) end
+    end
+    model:save_pretrained(at "adapter")
+    ps.lora.merge_folder(at "m", at "adapter", at "merged")
+    assert.truthy(far(logits(model), logits(load "merged")) < 1e-5)
+    load("m"):save_pretrained(at "plain")
+    for _, name in ipairs { "merged", "plain" } do
+      assert.is_nil(json.decode(check.read(at(name) .. "/config.json")).quantization_config)
+    end
+    assert.equal(check.bytes(logits(load "m")), check.bytes(logits(load "plain")))
+  end)
+end)
+
+describe("a quantized folder", function()
+  local function refused(text, change, family, double)
+    write("refused", family or "llama", double ~= false, change)
+    local ok, problem = pcall(load, "refused")
+    assert.is_false(ok, text)
+    assert.truthy(type(problem.refused) == "string" and problem.refused:sub(1, #text) == text,
+      ("'%s' is not '%s'"):format(tostring(problem.refused or problem), text))
+  end
+  local function config(key, value, text)
+    refused(("quantization_config.%s = %s"):format(key, text), function(_, _, given) given[key] = value end)
+  end
+
+  it("of another kind is refused by the field of quantization_config", function()
+    config("quant_method", "gptq", "gptq: only bitsandbytes with nf4 is supported")
+    config("quant_method", "awq", "awq")
+    config("load_in_8bit", true, "true: weights of 8 bits are not supported")
+    config("load_in_4bit", false, "false: it must be true")
+    config("bnb_4bit_quant_type", "fp4", "fp4: only nf4 is supported")
+    config("bnb_4bit_quant_type", nil, "none: only nf4 is supported")
+    config("bnb_4bit_quant_storage", "bfloat16", "bfloat16: only uint8 is supported")
+    config("llm_int8_skip_modules", "lm_head", "lm_head: it must be a list of names")
+    for _, skip in ipairs { "q_proj", "model.layers", "model.layers.0.mlp.down_proj" } do
+      config("llm_int8_skip_modules", { "lm_head", skip }, skip .. ": the files have model.layers.0.")
+    end
+    refused("quantization_config = {...}: it has no quant_method", function(_, _, given, fields)
+      for key in pairs(given) do given[key] = nil end
+      fields.quantization_config = { bits = 4 }
+    end)
+    refused("quantization_config = fp8: it must be an object", function(_, _, _, fields)
+      fields.quantization_config = "fp8"
+    end)
+    refused("quantization_config.load_in_4bit = true: the files have no weights in NF4", function(tensors, states)
+      for key, shape in pairs(SHAPES.llama) do
+        for _, suffix in ipairs { "", ".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map" } do
+          tensors[key .. suffix] = nil
+        end
+        tensors[key], states[key] = ps.zeros(shape), nil
+      end
+    end)
+  end)
+
+  it("is refused if a tensor of a weight is missing or has another type or shape", function()
+    for _, case in ipairs { { ".absmax", "uint8 [320]", bytes { 1, 2 }, "uint8 [2]" },
+      { ".nested_absmax", "fp32 [2]", ps.ones { 3 }, "fp32 [3]" },
+      { ".nested_quant_map", "fp32 [256]", ps.ones { 255 }, "fp32 [255]" },
+      { ".quant_map", "fp32 [16]", ps.ones({ 16 }):to "bf16", "bf16 [16]" },
+      { "", "", ps.zeros({ 10240, 2 }, { dtype = "uint8" }), "uint8 [10240, 2]: a weight of [64, 320] in NF4 must be "
+        .. "uint8 [10240, 1]" } } do
+      local suffix, wanted, other, shown = unpack(case)
+      refused(MLP .. suffix .. " = none: the files lack", function(tensors) tensors[MLP .. suffix] = nil end)
+      refused(("%s%s = %s%s"):format(MLP, suffix, shown, suffix ~= "" and ": it must be " .. wanted or ""),
+        function(tensors) tensors[MLP .. suffix] = other end)
+    end
+    refused(MLP .. ".absmax = uint8 [320]: it must be fp32 [320]", function(tensors)
+      tensors[MLP .. ".absmax"] = ps.zeros({ 320 }, { dtype = "uint8" })
+    end, "llama", false)
+    refused(MLP .. STATE .. " = none", function(_, states) states[MLP] = nil end)
+    refused(MLP .. ".quant_map[3] = -0.375: NF4 has -0.394917488", function(tensors)
+      local other = { unpack(MAP) }
+      other[4] = -0.375
+      tensors[MLP .. ".quant_map"] = ps.tensor(other)
+    end)
+  end)
+
+  it("is refused by the field of a weight's quant_state", function()
+    local function state(key, value, text)
+      refused(("%s%s.%s = %s"):format(MLP, STATE, key, text), function(_, states) states[MLP][key] = value end)
+    end
+    state("blocksize", 128, "128: only 64 is supported")
+    state("quant_type", "fp4", "fp4: only nf4 is supported")
+    state("shape", { 128, 160 }, "[128, 160]: rows must be multiples of 64 values")
+    state("shape", { 64 }, "[64]: it must be two whole numbers")
+    state("shape", { 64, -320 }, "[64, -320]: it must be two whole numbers")
+    state("nested_blocksize", 128, "128: only 256 is supported")
+    state("nested_dtype", "bfloat16", "bfloat16: only float32 is supported")
+    state("nested_offset", nil, "none: it must be a number")
+    refused(MLP .. STATE .. " = damaged", function(_, states) states[MLP] = "{" end)
+    refused(MLP .. ".quant_state.bitsandbytes__fp4 = present: only weights in NF4", function(tensors, states)
+      tensors[MLP .. ".quant_state.bitsandbytes__fp4"], states[MLP] = bytes { 123, 125 }, nil
+    end)
+  end)
+
+  it("without weights in NF4 has nothing to keep packed", function()
+    require("models.llama").new(LLAMA):save_pretrained(at "plain")
+    check.fails(function() load("plain", { keep_quantized = true }) end, "GGUF")
+  end)
+end)
