@@ -466,3 +466,13 @@ describe("settings that no optimizer can use", function()
     opt:step()
   end)
 end)
+
+describe("a parameter without elements", function()
+  it("has states of its other dimensions in Adafactor", function()
+    for _, case in ipairs { { { 4, 0 }, { 4, 1 }, { 1, 0 } }, { { 0, 3 }, { 0, 1 }, { 1, 3 } } } do
+      local p, rows, columns = ps.zeros(case[1]), ps.ones(case[2]), ps.ones(case[3])
+      ops.adafactor_({ p, p, p:clone(), rows, columns }, 1, 6, 0.1, -0.8, 1e-7, 1e-3, 1, 0)
+      assert.equal(rows:numel() + columns:numel(), (rows:sum() + columns:sum()):item())
+    end
+  end)
+end)

@@ -357,7 +357,7 @@ def muon(d):
 
 def adafactor(d):
     t, lr, wd, eps1, eps2 = d.int(1, 9), d.choice(1e-3, 0.1), d.choice(0, 0.1), 1e-7, 1e-3
-    shape = d.shape(1, 3)
+    shape = [n or 2 for n in d.shape(1, 3)]                       # the formula's means over no elements are NaN
     matrix = len(shape) > 1
     take = t ** -0.8
 

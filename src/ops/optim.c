@@ -80,6 +80,14 @@ int infer_muon(ps_infer *f)
     return 0;
 }
 
+/* Returns the product of a tensor's sizes without that of dimension d. */
+static int64_t numel_without(const ps_tensor *t, int d)
+{
+    int64_t n = 1;
+    for (int i = 0; i < t->ndim; i++) if (i != d) n *= t->shape_[i];
+    return n;
+}
+
 /* A tensor of two or more dimensions [..., R, C] has two states: the averages of rows [..., R, 1] and of columns
  * [..., 1, C]. The states of a vector are one average per element, and the master again. */
 int infer_adafactor(ps_infer *f)
@@ -88,8 +96,7 @@ int infer_adafactor(ps_infer *f)
     for (int i = 0; i < f->n_in; i += 5) {
         const ps_tensor *p = f->in[i], *rows = f->in[i + 3], *cols = f->in[i + 4];
         int n = p->ndim;
-        int64_t r = n > 1 && p->shape_[n - 1] > 0 ? p->numel_ / p->shape_[n - 1] : p->numel_;
-        int64_t c = n > 1 && p->shape_[n - 2] > 0 ? p->numel_ / p->shape_[n - 2] : p->numel_;
+        int64_t r = n > 1 ? numel_without(p, n - 1) : p->numel_, c = n > 1 ? numel_without(p, n - 2) : p->numel_;
         if (rows->numel_ != r || (n > 1 && cols->numel_ != c))
             return ps_rule_fail(f, "the states of parameter %d have %lld and %lld elements; they must have %lld and "
                                 "%lld", i / 5, (long long)rows->numel_, (long long)cols->numel_, (long long)r,
