@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Compares psluajit with bitsandbytes: folders that transformers quantized to NF4, without and with double
 quantization, are read by both. Prints one line per folder: the number of weights, the number of values whose bits
-differ (fp32 and bf16), and the largest difference of logits.
+differ (fp32 and bf16), and the largest difference of logits. Then psluajit quantizes and writes the same models, and
+both read these folders.
 
     python bench/peers/bitsandbytes_nf4.py [--program build/psluajit] [--model FOLDER]
 
@@ -35,10 +36,21 @@ end
 ps.save(logits, out .. "/logits.safetensors")
 """
 
+WRITE = """
+local ps = require "ps"
+local model = ps.from_pretrained(arg[1], { quiet = true, dtype = "fp32" })
+ps.quantize(model, { type = "nf4", skip = { "layers.0.mlp.down_proj", "h.0.mlp.c_fc" } })
+model:save_pretrained(arg[2])
+"""
+
 MODELS = {
     "llama": LlamaConfig(vocab_size=96, hidden_size=128, intermediate_size=320, num_hidden_layers=2,
                          num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64),
     "gpt2": GPT2Config(vocab_size=96, n_positions=64, n_embd=64, n_layer=2, n_head=4, initializer_range=0.1)}
+
+
+KINDS = {"single": "quantized by bitsandbytes", "double": "quantized by bitsandbytes twice",
+         "written": "quantized by psluajit"}
 
 
 def quantized(source, double, dtype):
@@ -63,14 +75,21 @@ def differing(want, got):
     return int((want.contiguous().view(view) != got.contiguous().view(view)).sum())
 
 
-def compare(program, label, source, double):
+def run(program, out, script, *arguments):
+    with open(out + "/script.lua", "w") as file:
+        file.write(script)
+    subprocess.run([program, out + "/script.lua", *arguments], check=True)
+
+
+def compare(program, label, source, kind):
     with tempfile.TemporaryDirectory() as out:
-        quantized(source, double, torch.float32).save_pretrained(out + "/model")
+        if kind == "written":
+            run(program, out, WRITE, source, out + "/model")
+        else:
+            quantized(source, kind == "double", torch.float32).save_pretrained(out + "/model")
         ids = torch.randint(0, 90, (2, 11), generator=torch.Generator().manual_seed(1)).to(torch.int32)
         save_file({"ids": ids}, out + "/ids.safetensors")
-        with open(out + "/read.lua", "w") as file:
-            file.write(READ)
-        subprocess.run([program, out + "/read.lua", out + "/model", out], check=True)
+        run(program, out, READ, out + "/model", out)
         model = AutoModelForCausalLM.from_pretrained(out + "/model", device_map="cpu", dtype=torch.float32)
         with torch.no_grad():
             want = model(input_ids=ids.long()).logits
@@ -81,7 +100,7 @@ def compare(program, label, source, double):
                 found = [differing(value, ours.get_tensor(name)) for name, value in weights_of(model, dtype)]
             count, wrong[word] = len(found), sum(found)
         far = {name: float((logits[name] - want).abs().max() / want.abs().max()) for name in ("plain", "packed")}
-        print(f"{label}, {'double' if double else 'single'} quantization: {count} weights; values that differ: "
+        print(f"{label}, {KINDS[kind]}: {count} weights; values that differ: "
               f"{wrong['fp32']} fp32, {wrong['bf16']} bf16; logits differ by {far['plain']:.1e} of the largest, packed "
               f"{far['packed']:.1e}", flush=True)
         return count == 0 or any(wrong.values()) or max(far.values()) > 1e-4
@@ -102,8 +121,8 @@ def main():
         if options.model:
             sources[os.path.basename(os.path.normpath(options.model))] = options.model
         for name, source in sources.items():
-            for double in False, True:
-                failed = compare(options.program, name, source, double) or failed
+            for kind in KINDS:
+                failed = compare(options.program, name, source, kind) or failed
     return 1 if failed else 0
 
 

@@ -185,6 +185,85 @@ describe("a folder in NF4 of bitsandbytes", function()
   end)
 end)
 
+describe("a model with weights packed as NF4 is written", function()
+  local function tensors_of(name) return ps.load(at(name) .. "/model.safetensors") end
+
+  it("with the codes and scales of its blocks, from every family's layers", function()
+    for family, config in pairs { llama = LLAMA, gpt2 = GPT2 } do
+      ps.manual_seed(6)
+      local model = require("models." .. family).new(config, { dtype = "bf16" }):eval()
+      local skipped = family == "llama" and "model.layers.0.mlp.down_proj" or "transformer.h.0.mlp.c_fc"
+      local _, layers = ps.quantize(model, { skip = { skipped } })
+      model:save_pretrained(at "w")
+      local tensors, count, modules = tensors_of "w", 0, {}
+      for name, module in model:named_modules() do modules[name] = module end
+      for _, layer in ipairs(layers) do
+        local name = layer.name .. ".weight"
+        local values = parts.weight(modules[layer.name]):to "fp32"
+        if family == "gpt2" then values = values:t():contiguous() end
+        local state = json.decode(ffi.string(check.bytes(tensors[name .. STATE])))
+        assert.same({ quant_type = "nf4", blocksize = 64, dtype = "bfloat16", shape = values:shape() }, state)
+        local numel = values:numel()
+        assert.same({ { numel / 2, 1 }, { numel / 64 }, { 16 } }, { tensors[name]:shape(),
+          tensors[name .. ".absmax"]:shape(), tensors[name .. ".quant_map"]:shape() })
+        local flat, codes, scales = values:reshape(-1):tolist(), tensors[name]:reshape(-1):tolist(),
+          tensors[name .. ".absmax"]:tolist()
+        local map = tensors[name .. ".quant_map"]:tolist()
+        for i = 0, numel - 1, 97 do
+          local byte = codes[math.floor(i / 2) + 1]
+          local code = i % 2 == 0 and math.floor(byte / 16) or byte % 16
+          local value = rounded(map[code + 1] * scales[math.floor(i / 64) + 1])
+          assert.equal(ps.tensor({ value }):to "bf16":to("fp32"):item(), flat[i + 1], name)
+        end
+        count = count + 1
+      end
+      assert.equal(family == "llama" and 6 or 3, count)
+      local fields = json.decode(check.read(at "w/config.json"))
+      assert.equal("bfloat16", fields.dtype)
+      local given, skips = fields.quantization_config, {}
+      for _, name in ipairs(given.llm_int8_skip_modules) do skips[name] = true end
+      assert.is_true(skips[skipped] and skips.lm_head)
+      given.llm_int8_skip_modules = nil
+      assert.same({ quant_method = "bitsandbytes", load_in_4bit = true, load_in_8bit = false,
+        bnb_4bit_quant_type = "nf4", bnb_4bit_use_double_quant = false, bnb_4bit_quant_storage = "uint8",
+        bnb_4bit_compute_dtype = "bfloat16" }, given)
+      for _, size in ipairs { "50GB", 30000 } do                          -- one file, or several with an index
+        model:save_pretrained(at "again", { max_shard_size = size })
+        local back = load("again", { dtype = "bf16", keep_quantized = true })
+        assert.equal(check.bytes(logits(model)), check.bytes(logits(back)))
+        os.execute("rm -r '" .. at "again" .. "'")
+      end
+    end
+  end)
+
+  it("from a folder in NF4, also with an engine, with the same values", function()
+    local want = write("m", "llama", true)
+    load("m", { keep_quantized = true }):save_pretrained(at "single")
+    assert.is_nil(tensors_of "single"[MLP .. ".nested_absmax"])
+    local model = load("m", { keep_quantized = true })
+    local engine = ps.initialize { model = model, config = { train_batch_size = 2,
+      optimizer = { type = "adamw", params = { lr = 1e-3 } } } }
+    engine:save_pretrained(at "engine")
+    engine:close()
+    for _, name in ipairs { "single", "engine" } do
+      local state = load(name):state_dict()
+      for key, values in pairs(want) do assert.equal(check.bytes(values), check.bytes(state[key]), name) end
+    end
+    assert.equal(check.bytes(logits(load "m")), check.bytes(logits(load "single")))
+  end)
+
+  it("but not with weights of other types, or as another file", function()
+    local model = require("models.llama").new(LLAMA)
+    ps.quantize(model, { skip = { "down_proj" } })
+    local entries = { { name = ATTENTION, shape = { 64, 36 }, dtype = "uint8", owner = 1 } }
+    check.fails(function() require("ps.pretrained.bitsandbytes_save").of(model):entries(entries) end, "on another rank")
+    check.fails(function() model:save_gguf(at "x.gguf") end, "(NF4)")
+    check.fails(function() model:save_parallelized(at "x") end, "(NF4)")
+    ps.quantize(model, { type = "q8_0" })
+    check.fails(function() model:save_pretrained(at "x") end, "(Q8_0)")
+  end)
+end)
+
 describe("a quantized folder", function()
   local function refused(text, change, family, double)
     write("refused", family or "llama", double ~= false, change)
@@ -257,7 +336,12 @@ describe("a quantized folder", function()
     state("quant_type", "fp4", "fp4: only nf4 is supported")
     state("shape", { 128, 160 }, "[128, 160]: rows must be multiples of 64 values")
     state("shape", { 64 }, "[64]: it must be two whole numbers")
-    state("shape", { 64, -320 }, "[64, -320]: it must be two whole numbers")
+    state("shape", { 64, -320 }, "[64,-320]: it must be two whole numbers")
+    state("shape", { { 64 }, true }, "[[64],true]: it must be two whole numbers")
+    refused(MLP .. STATE .. ".shape = {...}: it must be two whole numbers", function(_, states)
+      states[MLP] = '{"quant_type":"nf4","blocksize":64,"shape":[64,1e999]}'
+    end)
+    state("shape", "64", "64: it must be two whole numbers")
     state("nested_blocksize", 128, "128: only 256 is supported")
     state("nested_dtype", "bfloat16", "bfloat16: only float32 is supported")
     state("nested_offset", nil, "none: it must be a number")

@@ -9,6 +9,7 @@
 -- With double quantization, a block's scale is nested_quant_map[code] * nested_absmax + nested_offset.
 local array = require "ps.core.array"
 local create = require "ps.tensor.create"
+local encode = require "ps.core.encode"
 local json = require "cjson"
 local native = require "ps.core.ffi"
 local rectangles = require "ps.core.rectangles"
@@ -150,8 +151,8 @@ local function check_state(self, weight, state, full)
   must_be("blocksize", BLOCK)
   local shape = state.shape
   if type(shape) ~= "table" or #shape ~= 2 or not (is_size(shape[1]) and is_size(shape[2])) then
-    refuse("shape", type(shape) == "table" and "[" .. table.concat(shape, ", ") .. "]" or shape,
-      "it must be two whole numbers")
+    local ok, text = pcall(encode, shape)                  -- fails for infinity
+    refuse("shape", ok and type(shape) == "table" and text or shape, "it must be two whole numbers")
   end
   weight.rows, weight.columns = shape[1], shape[2]
   if weight.columns % BLOCK ~= 0 then
@@ -403,6 +404,6 @@ function Weights:tensor(name, device)
   return tensor:keep()
 end
 
-bitsandbytes.Weights = Weights
+bitsandbytes.MAP, bitsandbytes.STATE = MAP, STATE
 
 return bitsandbytes

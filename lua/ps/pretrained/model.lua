@@ -21,6 +21,7 @@ local packed = require "ps.nn.packed"
 local sharded = require "ps.nn.sharded"
 local init = require "ps.nn.weights"
 local registry = require "ps.nn.registry"
+local bitsandbytes_save = require "ps.pretrained.bitsandbytes_save"
 local files_of = require "ps.pretrained.files"
 local folder = require "ps.pretrained.folder"
 local parallel = require "ps.pretrained.parallel"
@@ -42,11 +43,11 @@ Model.split_inputs = { input_ids = "rows", attention_mask = "rows", labels = "ro
   token_type_ids = "rows or one", position_ids = "rows or one" }
 
 -- Returns the names and shapes of all saved tensors: "h.0.attn.c_attn.weight" -> "96, 288". The shape is that of the
--- whole tensor if several ranks share it.
-local function layout_of(self)
-  local layout = {}
+-- whole tensor if several ranks share it, and that of the unpacked weight for the layers in `nf4`.
+local function layout_of(self, nf4)
+  local layout, layers = {}, nf4 and nf4.layers or {}
   for name, tensor in pairs(self:state_dict { tied = false }) do
-    layout[name] = table.concat(sharded.shape(tensor), ", ")
+    layout[name] = table.concat(layers[name] and layers[name].shape or sharded.shape(tensor), ", ")
   end
   return layout
 end
@@ -110,13 +111,15 @@ local function first_of(names)
 end
 
 -- Raises an error if layers of the model were replaced. config.json would describe tensors that do not exist, and
--- readers would initialize them.
-local function check_layout(self, call)
+-- readers would initialize them. Also raises an error for packed weights, except for layers in `nf4`.
+local function check_layout(self, call, nf4)
   for _, module in self:named_modules() do
-    packed.refuse(module, call, "load the model without keep_quantized, or convert its file (tools/gguf.lua convert)")
+    if not (nf4 and bitsandbytes_save.can(module)) then
+      packed.refuse(module, call, "load the model without keep_quantized, or convert its file (tools/gguf.lua convert)")
+    end
   end
   if not self._layout then return end  -- the model was not made by its class, so there is no layout to compare with
-  local layout, lost, new, other = layout_of(self), {}, {}, {}
+  local layout, lost, new, other = layout_of(self, nf4), {}, {}, {}
   for name, shape in pairs(self._layout) do
     if not layout[name] then lost[#lost + 1] = name
     elseif layout[name] ~= shape then
@@ -138,8 +141,9 @@ local SAVE = { max_shard_size = "whole|string", adapter = "string", merged = "bo
 
 --- Writes config.json and the weights in the format that from_pretrained and Hugging Face read. Also copies the
 --- tokenizer's files and generation_config.json from the folder from which the model was loaded. With an engine, rank 0
---- writes the fp32 values (masters), and all ranks call this function. For a model with adapters (ps.lora), writes the
---- active adapter, as PEFT does.
+--- writes the fp32 values (masters), and all ranks call this function. Layers that are packed as NF4 are written as
+--- bitsandbytes and transformers do (docs/pretrained.md). For a model with adapters (ps.lora), writes the active
+--- adapter, as PEFT does.
 ---@param path string|{save_directory: string} the folder, which can also be an option
 ---@param options? {max_shard_size?: integer|string, adapter?: string, merged?: boolean}|ps.Engine max_shard_size: the
 --- largest file size in bytes or as "5GB" (default 50 GB). adapter: writes this adapter instead of the active one.
@@ -157,10 +161,12 @@ function Model:save_pretrained(path, options, more)
   if options.adapter or options.merged then
     error "save_pretrained: adapter and merged are for models with an adapter (ps.lora)"
   end
-  check_layout(self, "save_pretrained")
+  local nf4 = bitsandbytes_save.of(self)
+  check_layout(self, "save_pretrained", nf4)
   save.run(engine or self, path, function(dtype)
-    return self.family.settings:to_file(self.config, self.class_name, dtype)
-  end, { max_shard_size = options.max_shard_size, source = self.source })
+    return self.family.settings:to_file(nf4 and nf4:config(self.config, dtype) or self.config, self.class_name, dtype)
+  end, { max_shard_size = options.max_shard_size, source = self.source,
+    entries = nf4 and function(entries) return nf4:entries(entries) end })
 end
 
 --- Writes the model as a GGUF file for llama.cpp, with the tokenizer and chat template of the folder or file from which

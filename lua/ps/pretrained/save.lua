@@ -127,13 +127,15 @@ function save.whole(model)
   return in_order(entries)
 end
 
---- Returns the floating-point dtype with the most elements, for the single dtype in config.json.
+--- Returns Hugging Face's name of the widest floating-point dtype, for the single dtype in config.json. Entries with
+--- `side` are not counted: tensors of a packed weight.
 ---@param entries table[]
 ---@return string
 function save.dtype_of(entries)
   local found, size
   for _, entry in ipairs(entries) do
-    local nbytes = HF_DTYPE[entry.dtype] and tonumber(C.ps_dtype_size(native.dtype_code(entry.dtype)))
+    local counts = HF_DTYPE[entry.dtype] and not entry.side
+    local nbytes = counts and tonumber(C.ps_dtype_size(native.dtype_code(entry.dtype)))
     if nbytes and nbytes > (size or 0) then found, size = entry.dtype, nbytes end
   end
   return HF_DTYPE[found] or "float32"
