@@ -346,10 +346,7 @@ function File:read_into(name, tensor)
   local entry, home = entry_of(self, name)
   if not scope.is_tensor(tensor) then error("read_into takes a tensor after the name, not a " .. type(tensor)) end
   local shape = self:shape(name)
-  if not rectangles.same(shape, tensor:shape()) then
-    error(("%s: tensor '%s' has shape [%s], but the tensor to read into has [%s]"):format(self.path, name,
-      rectangles.text(shape), rectangles.text(tensor:shape())))
-  end
+  pieces.check_whole(self.path, name, shape, tensor:shape())
   local as_it_is = entry.as_it_is ~= 0 or home.packed and not home.heads
   if as_it_is and known_dtype(self, name) == tensor:dtype() and C.ps_tensor_is_contiguous(tensor) ~= 0 then
     return fill(self, entry, home, tensor)
@@ -365,10 +362,7 @@ end
 function File:read_part(name, tensor, offset)
   local entry, home = entry_of(self, name)
   local dtype, shape = known_dtype(self, name), tensor:shape()
-  if not rectangles.inside(self:shape(name), offset, shape) then
-    error(("%s: tensor '%s' has shape [%s], which has no part of shape [%s] at [%s]"):format(self.path, name,
-      rectangles.text(self:shape(name)), rectangles.text(shape), rectangles.text(offset)))
-  end
+  pieces.check_part(self.path, name, self:shape(name), shape, offset)
   if home.packed then
     if not rectangles.same(self:shape(name), shape) then
       error(("%s: tensor '%s' is packed, and only all of it can be read"):format(self.path, name))

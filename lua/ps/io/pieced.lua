@@ -1,10 +1,12 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Tensors whose pieces are in several open files, with the methods of one file. A read gets from each file only the
 -- part that it needs.
+local caller = require "ps.core.caller"
 local create = require "ps.tensor.create"
 local native = require "ps.core.ffi"
+local pieces = require "ps.io.pieces"
 local rectangles = require "ps.core.rectangles"
-local error = require("ps.core.caller").error
+local error = caller.error
 
 ---@class ps.PieceInFile: ps.Rectangle rectangle of the whole tensor
 ---@field from table the open file (ps.SafeTensors, ps.TorchFile)
@@ -25,10 +27,7 @@ Pieced.__index = Pieced
 --- Returns the names, in order.
 ---@return string[]
 function Pieced:names()
-  local names = {}
-  for name in pairs(self.tensors) do names[#names + 1] = name end
-  table.sort(names)
-  return names
+  return caller.sorted_names(self.tensors)
 end
 
 ---@param name string
@@ -77,10 +76,7 @@ end
 ---@param offset integer[] offset of the rectangle
 function Pieced:read_part(name, tensor, offset)
   local entry, wanted = entry_of(self, name), { offset = offset, shape = tensor:shape() }
-  if not rectangles.inside(entry.shape, offset, wanted.shape) then
-    error(("%s: tensor '%s' has shape [%s], which has no part of shape [%s] at [%s]"):format(self.path, name,
-      rectangles.text(entry.shape), rectangles.text(wanted.shape), rectangles.text(offset)))
-  end
+  pieces.check_part(self.path, name, entry.shape, wanted.shape, offset)
   if tensor:numel() == 0 then return end
   for _, piece in ipairs(entry.pieces) do
     local part = rectangles.common(wanted, piece)
@@ -96,10 +92,7 @@ end
 ---@param tensor ps.Tensor
 function Pieced:read_into(name, tensor)
   local entry = entry_of(self, name)
-  if not rectangles.same(entry.shape, tensor:shape()) then
-    error(("%s: tensor '%s' has shape [%s], but the tensor to read into has [%s]"):format(self.path, name,
-      rectangles.text(entry.shape), rectangles.text(tensor:shape())))
-  end
+  pieces.check_whole(self.path, name, entry.shape, tensor:shape())
   local only = entry.pieces[1]
   if #entry.pieces == 1 then return only.from:read_into(only.name, tensor) end
   self:read_part(name, tensor, rectangles.zeros(entry.shape))

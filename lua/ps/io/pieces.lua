@@ -1,16 +1,41 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Copies a tensor's bytes to and from a file, through a buffer of host memory whose size is bounded for any tensor.
+-- Checks the shapes of tensors to read into.
 local create = require "ps.tensor.create"
 local native = require "ps.core.ffi"
 local scope = require "ps.core.scope"
 local array = require "ps.core.array"
 local rectangles = require "ps.core.rectangles"
+local error = require("ps.core.caller").error
 local C = native.C
 
 local pieces = {}
 
 local PIECE = 2 ^ 21                                       -- bytes per piece
 local byte_array = array "uint8_t"
+
+--- Raises an error if a tensor to read into does not have the shape of the file's tensor.
+---@param path string
+---@param name string of the file's tensor
+---@param shape integer[] of the file's tensor
+---@param given integer[] shape of the tensor to read into
+function pieces.check_whole(path, name, shape, given)
+  if rectangles.same(shape, given) then return end
+  error(("%s: tensor '%s' has shape [%s], but the tensor to read into has [%s]"):format(path, name,
+    rectangles.text(shape), rectangles.text(given)))
+end
+
+--- Raises an error if a rectangle is not inside the file's tensor.
+---@param path string
+---@param name string of the file's tensor
+---@param shape integer[] of the file's tensor
+---@param part integer[] shape of the rectangle
+---@param offset integer[] offset of the rectangle
+function pieces.check_part(path, name, shape, part, offset)
+  if rectangles.inside(shape, offset, part) then return end
+  error(("%s: tensor '%s' has shape [%s], which has no part of shape [%s] at [%s]"):format(path, name,
+    rectangles.text(shape), rectangles.text(part), rectangles.text(offset)))
+end
 
 --- Returns the buffer for tensors of up to `nbytes` bytes.
 ---@param nbytes integer

@@ -196,10 +196,7 @@ function File:read_into(name, tensor)
     fill(self, name, entry, tensor)
   else
     local shape = self:shape(name)
-    if not rectangles.same(shape, tensor:shape()) then
-      error(("%s: tensor '%s' has shape [%s], but the tensor to read into has [%s]"):format(self.path, name,
-        rectangles.text(shape), rectangles.text(tensor:shape())))
-    end
+    pieces.check_whole(self.path, name, shape, tensor:shape())
     self:read_part(name, tensor, rectangles.zeros(shape))
   end
 end
@@ -227,10 +224,7 @@ end
 function File:read_part(name, tensor, offset)
   local entry, i = entry_of(self, name)
   local dtype, shape = known_dtype(self, name), tensor:shape()
-  if not rectangles.inside(self:shape(name), offset, shape) then
-    error(("%s: tensor '%s' has shape [%s], which has no part of shape [%s] at [%s]"):format(self.path, name,
-      rectangles.text(self:shape(name)), rectangles.text(shape), rectangles.text(offset)))
-  end
+  pieces.check_part(self.path, name, self:shape(name), shape, offset)
   local whole = rectangles.same(shape, self:shape(name))
   if whole and dtype == tensor:dtype() and C.ps_tensor_is_contiguous(tensor) ~= 0 then
     return self:read_into(name, tensor)

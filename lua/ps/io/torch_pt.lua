@@ -11,7 +11,6 @@ local shard_note = require "ps.io.shard_note"
 local caller = require "ps.core.caller"
 local ffi = require "ffi"
 local pieces = require "ps.io.pieces"
-local rectangles = require "ps.core.rectangles"
 local C, check = native.C, native.check
 local error = caller.error
 
@@ -391,8 +390,7 @@ function File:read_into(name, tensor)
   local entry = ffi.new("ps_pt_tensor", entry_at(self, pt, id, name))
   if entry.dtype == tensor.dtype_ and C.ps_tensor_is_contiguous(tensor) ~= 0 then
     if entry.nbytes ~= C.ps_tensor_nbytes(tensor) then
-      error(("%s: tensor '%s' has shape [%s], but the tensor to read into has [%s]"):format(self.path, name,
-        table.concat(shape_at(pt, id), ", "), table.concat(tensor:shape(), ", ")))
+      pieces.check_whole(self.path, name, shape_at(pt, id), tensor:shape())
     end
     fill(self, pt, id, entry, tensor)
   else
@@ -411,10 +409,7 @@ end
 function File:read_part(name, tensor, offset)
   local id, pt = id_of(self, name)
   local shape = tensor:shape()
-  if not rectangles.inside(shape_at(pt, id), offset, shape) then
-    error(("%s: tensor '%s' has shape [%s], which has no part of shape [%s] at [%s]"):format(self.path, name,
-      rectangles.text(shape_at(pt, id)), rectangles.text(shape), rectangles.text(offset)))
-  end
+  pieces.check_part(self.path, name, shape_at(pt, id), shape, offset)
   local t = ffi.new("ps_pt_tensor", entry_at(self, pt, id, name))
   if self.file.verify then check(C.ps_pt_verify(pt, id)) end
   for d, size in ipairs(shape) do

@@ -8,6 +8,7 @@
 --   NAME.nested_absmax, NAME.nested_quant_map  F32, of double quantization: a scale per 256 codes, and their 256 values
 -- With double quantization, a block's scale is nested_quant_map[code] * nested_absmax + nested_offset.
 local array = require "ps.core.array"
+local caller = require "ps.core.caller"
 local create = require "ps.tensor.create"
 local encode = require "ps.core.encode"
 local json = require "cjson"
@@ -16,7 +17,8 @@ local rectangles = require "ps.core.rectangles"
 local scope = require "ps.core.scope"
 local nn_packed = require "ps.nn.packed"
 local settings = require "ps.pretrained.settings"
-local error = require("ps.core.caller").error
+local pieces = require "ps.io.pieces"
+local error = caller.error
 local C, check = native.C, native.check
 
 local bitsandbytes = {}
@@ -25,12 +27,19 @@ local NF4 = nn_packed.type "NF4"                           -- a block: the scale
 local BLOCK, GROUP = NF4.block, 256
 local VALUES = 2 ^ 20                                      -- values that are read at a time
 local STATE = ".quant_state.bitsandbytes__"
-local MAP = { -1, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
-  -0.18477343022823334, -0.09105003625154495, 0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634,
-  0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1 }
+local CODES = 16                                           -- number of values of NF4
 
 -- GPT-2's layers store their weights transposed ([in, out]). bitsandbytes quantizes [out, in].
 local TRANSPOSED = "%.c_%l+%.weight$"
+
+--- Returns the values of NF4 for a scale of 1, fp32 [16], by unpacking a block that contains each code.
+---@return ps.Tensor
+function bitsandbytes.map()
+  local bytes = { 0, 0, 0x80, 0x3f }                       -- the scale, 1 in fp32
+  for i = 0, BLOCK - 1, 2 do bytes[#bytes + 1] = i % CODES * CODES + (i + 1) % CODES end
+  local block = create.tensor({ bytes }, { dtype = "uint8", device = "cpu" })
+  return native.ops.unpack(block, NF4.number, native.dtype_code "fp32"):reshape(-1):narrow(0, 0, CODES)
+end
 
 -- -- config.json ----------------------------------------------------------------------------------------------------
 local function value_of(value)
@@ -173,8 +182,8 @@ local function check_map(self, name, weight)
   local full = name .. ".quant_map"
   scope.scope(function()
     local map = weight.sides.quant_map:tensor(full, "cpu"):tolist()
-    for i, value in ipairs(MAP) do
-      if map[i] ~= tonumber(native.ffi.cast("float", value)) then
+    for i, value in ipairs(bitsandbytes.map():tolist()) do
+      if map[i] ~= value then
         settings.refuse(self.path, ("%s[%d]"):format(full, i - 1), map[i], ("NF4 has %.9g"):format(value))
       end
     end
@@ -205,7 +214,7 @@ local function add(self, files, name, kind)
       ("a weight of [%d, %d] in NF4 must be uint8 [%d, 1]"):format(weight.rows, weight.columns, numel / 2))
   end
   check_side(self, name, weight, "absmax", weight.offset and "uint8" or "fp32", { blocks })
-  check_side(self, name, weight, "quant_map", "fp32", { #MAP })
+  check_side(self, name, weight, "quant_map", "fp32", { CODES })
   if weight.offset then
     check_side(self, name, weight, "nested_absmax", "fp32", { math.ceil(blocks / GROUP) })
     check_side(self, name, weight, "nested_quant_map", "fp32", { 256 })
@@ -268,10 +277,7 @@ function Weights:hides(name) return self.hidden[name] or false end
 --- Returns the names of the quantized weights, sorted.
 ---@return string[]
 function Weights:names()
-  local names = {}
-  for name in pairs(self.weights) do names[#names + 1] = name end
-  table.sort(names)
-  return names
+  return caller.sorted_names(self.weights)
 end
 
 local function weight_of(self, name)
@@ -359,10 +365,7 @@ end
 ---@param offset integer[] offset of the rectangle
 function Weights:read_part(name, tensor, offset)
   local weight, whole, shape = weight_of(self, name), self:shape(name), tensor:shape()
-  if not rectangles.inside(whole, offset, shape) then
-    error(("%s: weight '%s' has shape [%s], which has no part of shape [%s] at [%s]"):format(self.path, name,
-      rectangles.text(whole), rectangles.text(shape), rectangles.text(offset)))
-  end
+  pieces.check_part(self.path, name, whole, shape, offset)
   if weight.packed and not rectangles.same(whole, shape) then
     error(("%s: weight '%s' is packed, and only all of it can be read"):format(self.path, name))
   end
@@ -387,10 +390,7 @@ end
 ---@param tensor ps.Tensor
 function Weights:read_into(name, tensor)
   local shape = self:shape(name)
-  if not rectangles.same(shape, tensor:shape()) then
-    error(("%s: weight '%s' has shape [%s], but the tensor to read into has [%s]"):format(self.path, name,
-      rectangles.text(shape), rectangles.text(tensor:shape())))
-  end
+  pieces.check_whole(self.path, name, shape, tensor:shape())
   self:read_part(name, tensor, rectangles.zeros(shape))
 end
 
@@ -404,6 +404,6 @@ function Weights:tensor(name, device)
   return tensor:keep()
 end
 
-bitsandbytes.MAP, bitsandbytes.STATE = MAP, STATE
+bitsandbytes.CODES, bitsandbytes.STATE = CODES, STATE
 
 return bitsandbytes

@@ -3,12 +3,13 @@
 -- double quantization. The layers that are not packed are listed in llm_int8_skip_modules: transformers expects every
 -- other linear layer in NF4.
 local bitsandbytes = require "ps.pretrained.bitsandbytes"
+local caller = require "ps.core.caller"
 local create = require "ps.tensor.create"
 local encode = require "ps.core.encode"
 local packed = require "ps.nn.packed"
 local rectangles = require "ps.core.rectangles"
 local save = require "ps.pretrained.save"
-local error = require("ps.core.caller").error
+local error = caller.error
 
 local saving = {}
 
@@ -38,7 +39,7 @@ function saving.can(layer) return packed.of(layer) == NF4 and layer.class_name ~
 ---@param model ps.pretrained.Model
 ---@return ps.pretrained.Nf4Saving?
 function saving.of(model)
-  local self = setmetatable({ layers = {}, skipped = {} }, Saving)
+  local self = setmetatable({ layers = {} }, Saving)
   local skipped = {}
   for name, module in model:named_modules() do
     if saving.can(module) then
@@ -54,8 +55,7 @@ function saving.of(model)
   for name in pairs(model.config.tie_word_embeddings and model.ties or {}) do
     skipped[name:gsub("%.[^.]*$", "")] = true
   end
-  for name in pairs(skipped) do table.insert(self.skipped, name) end
-  table.sort(self.skipped)
+  self.skipped = caller.sorted_names(skipped)
   return self
 end
 
@@ -85,9 +85,7 @@ local function tensors_of(layer, weight)
   return {
     { "", "uint8", { numel / 2, 1 }, bytes_of_blocks(SCALE, NF4.nbytes - SCALE) },
     { ".absmax", "fp32", { numel / NF4.block }, bytes_of_blocks(0, SCALE) },
-    { ".quant_map", "fp32", { #bitsandbytes.MAP }, function()
-      return create.tensor(bitsandbytes.MAP, { dtype = "fp32", device = "cpu" })
-    end },
+    { ".quant_map", "fp32", { bitsandbytes.CODES }, bitsandbytes.map },
     { bitsandbytes.STATE .. "nf4", "uint8", { #text }, function()
       return create.tensor({ text:byte(1, -1) }, { dtype = "uint8", device = "cpu" })
     end } }
