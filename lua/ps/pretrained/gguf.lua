@@ -28,13 +28,6 @@ end
 ---@return boolean
 function gguf.is(path) return io_gguf.is_path(path) and require("lfs").attributes(path, "mode") == "file" end
 
-local function sorted(t)
-  local list = {}
-  for key in pairs(t) do list[#list + 1] = key end
-  table.sort(list)
-  return list
-end
-
 local function refuse(file, key, value, why) settings.refuse(file.path, key, value, why) end
 
 --- Returns the architecture of an open file.
@@ -45,8 +38,7 @@ function gguf.architecture(file)
   local name = file:get("general.architecture", "string", true)
   local arch = names.ARCHITECTURES[name]
   if not arch then
-    refuse(file, "general.architecture", name, "the supported values are "
-      .. table.concat(sorted(names.ARCHITECTURES), ", "))
+    refuse(file, "general.architecture", name, settings.supported(names.ARCHITECTURES))
   end
   local kind = file:get("general.type", "string")
   if kind and kind ~= "model" then
@@ -180,7 +172,7 @@ local function model_fields(file)
   local arch, name = gguf.architecture(file)
   check_keys(file, arch, name)
   local fields = { model_type = arch.model_type, architectures = { arch.class } }
-  for _, key in ipairs(sorted(arch.keys)) do
+  for _, key in ipairs(caller.sorted_names(arch.keys)) do
     local setting = arch.keys[key]
     local value = file:get(name .. "." .. key, "number", not arch.optional[key])
     if value then fields[setting] = value % 1 == 0 and value or gguf.shortest(value) end

@@ -49,13 +49,6 @@ for other, same in pairs { llama3 = "llama-bpe", ["llama-v3"] = "llama-bpe", fal
   exaone4 = "gpt-2", ["deepseek-r1-qwen"] = "qwen2", kormo = "qwen2", f2llmv2 = "qwen2", llama4 = "gpt-4o",
   kanana2 = "gpt-4o", glm5 = "glm4", ["hunyuan-dense"] = "deepseek-v3" } do PRE[other] = PRE[same] end
 
-local function names_of(t)
-  local list = {}
-  for name in pairs(t) do list[#list + 1] = name end
-  table.sort(list)
-  return table.concat(list, ", ")
-end
-
 -- Returns a post-processor that adds tokens before and after a text, or nil if there are no tokens to add.
 local function around(t, first, last)
   local special, single, pair = {}, {}, {}
@@ -80,7 +73,7 @@ local function of_bytes(t, file)
   local name = file:get("tokenizer.ggml.pre", "string") or "default"
   local pre = PRE[name]
   if not pre then
-    settings.refuse(file.path, "tokenizer.ggml.pre", name, "the supported values are " .. names_of(PRE))
+    settings.refuse(file.path, "tokenizer.ggml.pre", name, settings.supported(PRE))
   end
   local steps = {}
   for i, regex in ipairs(pre) do
@@ -192,7 +185,7 @@ end
 function tokenizer.of(file)
   local kind = file:get("tokenizer.ggml.model", "string", true)
   if not KINDS[kind] then
-    settings.refuse(file.path, "tokenizer.ggml.model", kind, "the supported values are " .. names_of(KINDS))
+    settings.refuse(file.path, "tokenizer.ggml.model", kind, settings.supported(KINDS))
   end
   local t = { kind = kind, tokens = file:get("tokenizer.ggml.tokens", "strings", true),
     types = file:get("tokenizer.ggml.token_type", "numbers") or {} }

@@ -58,13 +58,6 @@ local function spread(family, given)
   return config, rest
 end
 
-local function sorted(t)
-  local names = {}
-  for name in pairs(t) do names[#names + 1] = name end
-  table.sort(names)
-  return names
-end
-
 --- Registers a family, and returns it
 ---   family.new(preset, options)              a model with fresh weights
 ---   family.from_pretrained(name, options)    see ps.from_pretrained; the folder's model_type must be this one
@@ -92,7 +85,7 @@ function pretrained.family(family)
     local base = type(preset) == "table" and preset or family.presets[preset]
     if not base then
       error(("%s: there is no preset '%s' (the presets are %s)"):format(who, tostring(preset),
-        table.concat(sorted(family.presets), ", ")))
+        table.concat(caller.sorted_names(family.presets), ", ")))
     end
     local config = {}
     for key, value in pairs(caller.options(base, who .. ".new", family.kinds)) do config[key] = value end
@@ -124,7 +117,7 @@ local function known_families()
       if name then names[name] = true end
     end
   end
-  return table.concat(sorted(names), ", ")
+  return table.concat(caller.sorted_names(names), ", ")
 end
 
 --- Returns the family of a model_type: a registered family, or one that models/MODEL_TYPE.lua registers.
@@ -159,10 +152,10 @@ function pretrained.class_of(family, task, architectures, where)
   end
   local name = named or family.default
   if not name then error(("%s has no architectures; choose a task (%s)"):format(where,
-    table.concat(sorted(family.tasks), ", "))) end
+    table.concat(caller.sorted_names(family.tasks), ", "))) end
   if not family.classes[name] then
     settings.refuse(where, "architectures", name, ("the supported values are %s; task chooses one (%s)"):format(
-      table.concat(sorted(family.classes), ", "), table.concat(sorted(family.tasks), ", ")))
+      table.concat(caller.sorted_names(family.classes), ", "), table.concat(caller.sorted_names(family.tasks), ", ")))
   end
   return family.classes[name]
 end

@@ -22,13 +22,6 @@ local KINDS = {
 local STRETCHED = { llama3 = true, yarn = true, longrope = true }
 local TYPES = { truncate = "boolean", short_factor = "table", long_factor = "table" }
 
-local function names_of(t)
-  local names = {}
-  for name in pairs(t) do names[#names + 1] = name end
-  table.sort(names)
-  return table.concat(names, ", ")
-end
-
 -- Checks that the two lists of longrope are equal, so that the frequencies do not depend on the length of a text.
 local function check_factors(who, p)
   local same = #p.short_factor == #p.long_factor
@@ -53,7 +46,7 @@ function rope.parameters(who, config)
   local given = config.rope_scaling or config.rope_parameters or {}
   local p, named = {}, given.rope_type or given.type
   if type(named) == "string" and not KINDS[named] then
-    settings.refuse(who, "rope_type", named, "the supported values are " .. names_of(KINDS))
+    settings.refuse(who, "rope_type", named, settings.supported(KINDS))
   end
   for _, key in ipairs { "mrope_section", "mrope_interleaved" } do
     if given[key] ~= nil and type(given[key]) ~= "userdata" and given[key] ~= false then
@@ -69,7 +62,7 @@ function rope.parameters(who, config)
   p.rope_type, p.type = p.rope_type or p.type or "default", nil
   p.rope_theta = p.rope_theta or config.rope_theta or 10000
   local kind = KINDS[p.rope_type]
-  if not kind then settings.refuse(who, "rope_type", p.rope_type, "the supported values are " .. names_of(KINDS)) end
+  if not kind then settings.refuse(who, "rope_type", p.rope_type, settings.supported(KINDS)) end
   local share = p.partial_rotary_factor or config.partial_rotary_factor or 1
   if share ~= 1 then
     settings.refuse(who, "partial_rotary_factor", share, "an embedding of a part of each head is not supported")

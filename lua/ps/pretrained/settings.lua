@@ -80,11 +80,11 @@ function settings.gated(name)
   return function(gate, up) return other(gate) * up end
 end
 
-local function names_of(t)
-  local names = {}
-  for name in pairs(t) do names[#names + 1] = name end
-  table.sort(names)
-  return table.concat(names, ", ")
+--- Returns the reason of a refusal that lists the supported values.
+---@param values table<string, any> by their names
+---@return string
+function settings.supported(values)
+  return "the supported values are " .. table.concat(caller.sorted_names(values), ", ")
 end
 
 local function shown(value)
@@ -151,8 +151,7 @@ end
 local function check_supported(self, given)
   local rules, who = self.rules, self.rules.model_type
   if not ACTIVATIONS[given[rules.activation]] then
-    settings.refuse(who, rules.activation, given[rules.activation], "the supported values are "
-      .. names_of(ACTIVATIONS))
+    settings.refuse(who, rules.activation, given[rules.activation], settings.supported(ACTIVATIONS))
   end
   for key, fixed in pairs(rules.fixed or {}) do
     if given[key] ~= nil and given[key] ~= fixed[1] then
@@ -167,7 +166,7 @@ local function check_supported(self, given)
     end
   end
   if given.problem_type ~= nil and not PROBLEMS[given.problem_type] then
-    settings.refuse(who, "problem_type", given.problem_type, "the supported values are " .. names_of(PROBLEMS))
+    settings.refuse(who, "problem_type", given.problem_type, settings.supported(PROBLEMS))
   end
 end
 
