@@ -145,8 +145,9 @@ local single = native.ffi.new "float[1]"
 -- Returns whether a type holds a number exactly.
 local function holds(dtype, number)
   single[0] = number
+  local bits = dtype == C.PS_I64 and 63 or dtype == C.PS_I32 and 31
   return dtype == C.PS_F64 or dtype == C.PS_F32 and single[0] == number
-    or (dtype == C.PS_I64 or dtype == C.PS_I32) and number % 1 == 0 and math.abs(number) < 2 ^ 31
+    or bits and number % 1 == 0 and math.abs(number) < 2 ^ bits
 end
 
 -- Performs remainder, fmod or floor_divide. Tensors of one type are computed in it. Other operands are converted to
