@@ -29,7 +29,7 @@ whole(parser:option("--max-new", "the most tokens to add", "20"), 1)
 whole(parser:option("--num-beams", "beams; 1: greedy", "1"), 1)
 whole(parser:option("--rounds", "number of runs, of which the fastest is reported", "1"), 1)
 parser:option("--dtype", "type of the weights", "fp32")
-parser:flag("--keep-quantized", "weights of a GGUF file stay packed")
+parser:flag("--keep-quantized", "weights of a GGUF file, or of a folder in NF4, stay packed")
 parser:flag("--int8-activations", "with --keep-quantized: round activations to 8 bits when generating, which is faster")
 parser:option("--kv-cache", "type of the cached keys and values: bf16 or q8_0 (default: that of the weights)")
   :choices { "bf16", "q8_0" }

@@ -36,7 +36,7 @@ line.number(parser:option("--alpha", "Of the adapter. Default: twice the rank.")
 line.number(parser:option("--lora-dropout", "Dropout of the adapter's input.", "0"), 0, 1)
 parser:flag("--dora", "The adapter has trained magnitudes (DoRA).")
 parser:flag("--merge", "With --lora: --out gets the model with the adapter in its weights, and its folder adapter.")
-parser:flag("--keep-quantized", "With --lora: the weights of a GGUF file stay packed (QLoRA).")
+parser:flag("--keep-quantized", "With --lora: the weights of a GGUF file, or of a folder in NF4, stay packed (QLoRA).")
 parser:option("--dtype", "fp32 or bf16.", "fp32"):choices { "fp32", "bf16" }
 parser:option("--date", "YYYY-MM-DD, for templates that print the date. Default: today, or that of the checkpoint.")
 parser:option("--device", "Device that computes: cpu or cuda.", "cpu")

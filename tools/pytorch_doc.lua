@@ -65,7 +65,7 @@ logical_and | logical_and | t:logical_and |
 logical_or | logical_or | t:logical_or |
 lerp | lerp | ps.lerp, t:lerp | a weight that is a tensor is composed of other ops
 prelu | nn.functional.prelu | F.prelu, nn.PReLU |
-logit_entropy | nn.functional.binary_cross_entropy_with_logits | F.binary_cross_entropy_with_logits |
+logit_entropy | nn.functional.binary_cross_entropy_with_logits | F.binary_cross_entropy_with_logits, nn.BCEWithLogitsLoss |
 where | where | ps.where, t:where | t:where(condition, other); a number that the type cannot hold is an error
 affine | - | - | alpha x + beta in one pass, for arithmetic of a tensor and numbers
 pow_scalar | pow | t:pow |
@@ -95,7 +95,7 @@ expm1 | expm1 | ps.expm1, t:expm1 |
 leaky_relu | nn.functional.leaky_relu | F.leaky_relu, nn.LeakyReLU |
 elu | nn.functional.elu | F.elu, nn.ELU |
 softplus | nn.functional.softplus | F.softplus, nn.Softplus |
-slope | - | - | the gradients of the following five
+slope | - | - | the gradients of hardsigmoid, hardswish, mish, logsigmoid and huber
 hardsigmoid | nn.functional.hardsigmoid | F.hardsigmoid, nn.Hardsigmoid |
 hardswish | nn.functional.hardswish | F.hardswish, nn.Hardswish |
 mish | nn.functional.mish | F.mish, nn.Mish |
@@ -207,7 +207,6 @@ stack | ps.stack |
 nn.functional.mse_loss | F.mse_loss, nn.MSELoss |
 nn.functional.l1_loss | F.l1_loss, nn.L1Loss |
 nn.functional.binary_cross_entropy | F.binary_cross_entropy, nn.BCELoss |
-nn.BCEWithLogitsLoss | nn.BCEWithLogitsLoss |
 nn.functional.kl_div | F.kl_div, nn.KLDivLoss |
 nn.functional.nll_loss | F.nll_loss, nn.NLLLoss |
 nn.functional.smooth_l1_loss | F.smooth_l1_loss, nn.SmoothL1Loss |
