@@ -69,6 +69,7 @@ static void end_if_unused(ps_st *st)
 void ps_st_close(ps_st *st)
 {
     if (!st) return;
+    for (int i = 0; i < st->count; i++) ps_free(st->tensors[i].blocks);
     ps_free(st->tensors);
     ps_free(st->by_name);
     ps_free(st->meta);

@@ -39,7 +39,7 @@ typedef struct st_tensor {
     int32_t ndim;
     int64_t shape[PS_MAX_DIMS];
     int64_t begin, end;     /* byte offsets from the start of the data */
-    bool verified;          /* ps_st_verify has found the tensor's checksum right */
+    uint64_t *blocks;       /* hashes of the bytes, in blocks, if ps_st_verify has found the checksum right; else NULL */
 } st_tensor;
 typedef struct st_meta { const char *key, *value; } st_meta;
 
@@ -63,8 +63,8 @@ int st_open_memory(const char *path, const void *bytes, int64_t nbytes, ps_st **
 /* Verifies the header's checksum if the file has checksums. */
 int st_check_header(const ps_st *st);
 /* Checks bytes of the data that were read from byte `at` on, if they are of a tensor that has been verified. The disk
- * may return other bytes the second time. All bytes of a tensor are compared with its checksum, fewer bytes with those
- * of the map. Returns PS_EFORMAT if they differ. */
+ * may return other bytes the second time. Each block of bytes is compared with its hash, and a block of which only a
+ * part was read is read again. Returns PS_EFORMAT if they differ. */
 int st_check_read(const ps_st *st, int64_t at, const void *bytes, int64_t nbytes);
 /* Returns the number of elements of a shape, or -1 if the product (without zero dimensions) overflows. */
 int64_t st_numel(int ndim, const int64_t *shape);

@@ -13,7 +13,7 @@
 #include <string.h>
 #include <xxhash.h>
 
-enum { PIECE = 8 << 20 };       /* bytes of a map that are read at once */
+enum { BLOCK = 256 << 10, PIECE = 32 * BLOCK };     /* PIECE: bytes of a map that are read at once */
 
 struct st_sum {
     void *whole;                /* allocation that contains `state`, which xxHash requires to be 64-aligned */
@@ -97,7 +97,8 @@ static int sums_of(const ps_st *st, const char **out)
     return 0;
 }
 
-static int sum_of_map(const ps_st *st, const st_tensor *t, uint64_t *out)
+/* blocks: gets the hash of each block. */
+static int sum_of_map(const ps_st *st, const st_tensor *t, uint64_t *blocks, uint64_t *out)
 {
     st_sum *s = st_sum_new();
     if (!s) return ps_fail_nomem(sizeof(XXH3_state_t));
@@ -109,6 +110,7 @@ static int sum_of_map(const ps_st *st, const st_tensor *t, uint64_t *out)
             return rc;
         }
         st_sum_add(s, st->data + at, n);
+        for (int64_t b = 0; b < n; b += BLOCK) *blocks++ = ps_xxh3(st->data + at + b, n - b < BLOCK ? n - b : BLOCK);
         ps_map_drop(&st->map, st->data + at, n);
     }
     *out = st_sum_end(s);
@@ -125,13 +127,22 @@ int ps_st_verify(const ps_st *st, int i)
         return ps_fail(PS_ERANGE, "%s: tensor %d was requested, but the file has %d", st->map.path, i, st->count);
     PS_TRY(sums_of(st, &sums));
     if (!sums) return 0;
-    PS_TRY(sum_of_map(st, &st->tensors[i], &sum));
+    st_tensor *t = &st->tensors[i];
+    size_t n_blocks = (size_t)((t->end - t->begin) / BLOCK + 1);
+    uint64_t *blocks = ps_alloc(n_blocks * sizeof *blocks);
+    if (!blocks) return ps_fail_nomem(n_blocks * sizeof *blocks);
+    int rc = sum_of_map(st, t, blocks, &sum);
     st_sum_print(sum, digits);
     const char *saved = sums + ((size_t)i + 1) * (ST_SUM_DIGITS + 1);
-    if (!memcmp(saved, digits, ST_SUM_DIGITS)) return st->tensors[i].verified = true;
+    if (rc == 0 && !memcmp(saved, digits, ST_SUM_DIGITS)) {
+        ps_free(t->blocks);
+        t->blocks = blocks;
+        return 1;
+    }
+    ps_free(blocks);
+    PS_TRY(rc);
     return ps_fail(PS_EFORMAT, "%s: tensor '%s' is damaged: the checksum of its bytes is %s, but the file has %.16s; "
-                   "copy the file again, or use an older one", st->map.path, st_shown(st->tensors[i].name, shown),
-                   digits, saved);
+                   "copy the file again, or use an older one", st->map.path, st_shown(t->name, shown), digits, saved);
 }
 
 /* Returns the index of the tensor that contains byte `at` of the data, or -1. */
@@ -147,35 +158,47 @@ static int tensor_of(const ps_st *st, int64_t at)
     return -1;
 }
 
-static int check_whole(const ps_st *st, int i, const void *bytes, int64_t nbytes)
+/* Compares block `k` of a tensor's bytes with its hash. The block is in `bytes`, or must be read again if `bytes` is
+ * NULL. In this case *buffer gets the block; the caller frees it. */
+static int check_block(const ps_st *st, const st_tensor *t, int64_t k, const uint8_t *bytes, uint8_t **buffer)
 {
-    char digits[ST_SUM_DIGITS + 1] = { 0 }, shown[ST_NAME_SHOWN];
-    const char *sums;
-    PS_TRY(sums_of(st, &sums));
-    const char *saved = sums + ((size_t)i + 1) * (ST_SUM_DIGITS + 1);
-    st_sum_print(ps_xxh3(bytes, nbytes), digits);
-    if (!memcmp(saved, digits, ST_SUM_DIGITS)) return 0;
-    return ps_fail(PS_EFORMAT, "%s: tensor '%s' is damaged: the checksum of the bytes that were read is %s, but the "
-                   "file has %.16s; its disk or the memory is failing", st->map.path,
-                   st_shown(st->tensors[i].name, shown), digits, saved);
+    char shown[ST_NAME_SHOWN];
+    int64_t from = t->begin + k * BLOCK, n = t->end - from < BLOCK ? t->end - from : BLOCK;
+    if (!bytes) {
+        if (!*buffer && !(*buffer = ps_alloc(BLOCK))) return ps_fail_nomem(BLOCK);
+        PS_TRY(ps_map_read(&st->map, st->data - st->map.bytes + from, *buffer, n));
+        bytes = *buffer;
+    }
+    if (ps_xxh3(bytes, n) == t->blocks[k]) return 0;
+    return ps_fail(PS_EFORMAT, "%s: tensor '%s' is damaged: the checksum of the bytes that were read from byte %lld on "
+                   "is not that of the bytes that were verified; its disk or the memory is failing", st->map.path,
+                   st_shown(t->name, shown), (long long)(k * BLOCK));
+}
+
+/* Checks a part of block k. The given bytes are [from, end) of the data. */
+static int check_part(const ps_st *st, const st_tensor *t, int64_t k, int64_t from, int64_t end, const uint8_t *bytes,
+                      uint8_t **buffer)
+{
+    char shown[ST_NAME_SHOWN];
+    int64_t first = t->begin + k * BLOCK, last = first + BLOCK < t->end ? first + BLOCK : t->end;
+    if (from <= first && last <= end) return check_block(st, t, k, bytes + (first - from), buffer);
+    PS_TRY(check_block(st, t, k, NULL, buffer));
+    int64_t a = first > from ? first : from, b = last < end ? last : end;
+    if (!memcmp(*buffer + (a - first), bytes + (a - from), (size_t)(b - a))) return 0;
+    return ps_fail(PS_EFORMAT, "%s: tensor '%s' is damaged: two reads of its bytes from byte %lld on differ; its disk "
+                   "or the memory is failing", st->map.path, st_shown(t->name, shown), (long long)(a - t->begin));
 }
 
 int st_check_read(const ps_st *st, int64_t at, const void *bytes, int64_t nbytes)
 {
-    char shown[ST_NAME_SHOWN];
     int i = nbytes > 0 && st->map.fd >= 0 ? tensor_of(st, at) : -1;
     const st_tensor *t = i < 0 ? NULL : &st->tensors[i];
-    if (!t || !t->verified) return 0;
-    if (at == t->begin && nbytes == t->end - t->begin) return check_whole(st, i, bytes, nbytes);
-    for (int64_t done = 0; done < nbytes; done += PIECE) {
-        int64_t n = nbytes - done < PIECE ? nbytes - done : PIECE;
-        PS_TRY(ps_map_check(&st->map));
-        bool same = !memcmp(st->data + at + done, (const char *)bytes + done, (size_t)n);
-        ps_map_drop(&st->map, st->data + at + done, n);
-        if (!same)
-            return ps_fail(PS_EFORMAT, "%s: tensor '%s' is damaged: two reads of its bytes from byte %lld on differ; "
-                           "its disk or the memory is failing", st->map.path, st_shown(t->name, shown),
-                           (long long)(at - t->begin + done));
-    }
-    return 0;
+    uint8_t *buffer = NULL;
+    int rc = 0;
+    if (!t || !t->blocks) return 0;
+    int64_t end = at + nbytes < t->end ? at + nbytes : t->end;
+    for (int64_t k = (at - t->begin) / BLOCK; rc == 0 && t->begin + k * BLOCK < end; k++)
+        rc = check_part(st, t, k, at, end, bytes, &buffer);
+    ps_free(buffer);
+    return rc;
 }

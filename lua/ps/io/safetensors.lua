@@ -141,8 +141,8 @@ end
 ---@return integer
 function File:nbytes(name) return tonumber((entry_of(self, name)).nbytes) end
 
--- Fills a contiguous tensor of the file's type with all values of `name`. ps_st_read compares the bytes again with the
--- checksum that `verify` compared, since the disk may return other bytes the second time.
+-- Fills a contiguous tensor of the file's type with all values of `name`. ps_st_read compares the bytes with those that
+-- `verify` compared with the checksum, since the disk may return other bytes the second time.
 local function fill(self, name, entry, tensor)
   if self.compares then self:verify(name) end
   if self.mmap then
