@@ -113,6 +113,13 @@ describe("a generation step runs the model's code", function()
     assert.equal(3, count)
     assert.equal(4, calls)
     handle:remove()
+    for _, family in ipairs { "gpt2", "llama" } do            -- a head whose weight is the token table
+      model, calls = made(family, nil, { tie_word_embeddings = true }), 0
+      handle = model:head():register_forward_hook(hook)
+      assert.equal(0, same(model, ONE, 10))
+      assert.equal(20, calls)
+      handle:remove()
+    end
   end)
 
   it("with adapters", function()
@@ -144,6 +151,10 @@ describe("a generation step runs the model's code", function()
     layer.forward = function(self, x, seen, cache, at)
       local y = forward(self, x, seen, cache, at)
       return y:max():item() > 1e3 and y * 2 or y
+    end
+    assert.equal(0, same(model, ONE, 10))
+    layer.forward = function(self, x, seen, cache, at)        -- constant in the first steps
+      return forward(self, x, seen, cache, at) * (1 + math.floor((at or 0) / 8))
     end
     assert.equal(0, same(model, ONE, 10))
     -- the ops are the same, but one reads a tensor that the step made without an op

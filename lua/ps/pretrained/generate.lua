@@ -81,7 +81,7 @@ local function run(model, prompts, n, chosen)
   local copies = chosen.num_beams > 1 and chosen.num_beams or chosen.num_return_sequences
   local rows = rows_of.new(model, prompts, n, copies, chosen.kv_cache)
   local repeated = rows.parts and replay.attach(model, rows.parts)
-  local ok, results = pcall(continue, model, rows, prompts, n, copies, chosen)
+  local ok, results = xpcall(continue, scope.trace, model, rows, prompts, n, copies, chosen)
   if repeated then repeated:close() end
   if not ok then error(results, 0) end
   return results

@@ -2,11 +2,13 @@
 -- Repeats the ops of a generation step without running the model's Lua code. When a model continues a text token by
 -- token, two consecutive steps run the same ops on the same weights and caches. They differ only in the tensors of the
 -- batch and in the number of cached positions. The ops of two steps are recorded and compared. If nothing else differs,
--- the following steps run the recorded ops, with the same bits. Otherwise all steps run the model's code. Steps of
--- several columns always run it, and so does a model with hooks or adapters, one that belongs to an engine or to ranks,
--- and any model while ops are profiled, cast or checked for anomalies. An assignment to a module outside of its calls
--- ends the repetition.
+-- the following steps run the recorded ops, with the same bits. Otherwise all steps run the model's code.
+--
+-- The model's code runs in each step if the step has several columns, if a module's code is not psluajit's, if the
+-- model has hooks or adapters, if it belongs to an engine or to ranks, or while ops are profiled, cast or checked for
+-- anomalies. An assignment to a module outside of its calls ends the repetition.
 local array = require "ps.core.array"
+local caller = require "ps.core.caller"
 local native = require "ps.core.ffi"
 local module_hooks = require "ps.nn.hooks"
 local nn_module = require "ps.nn.module"
@@ -30,16 +32,22 @@ local NONE = -1                         -- slot of an absent input or output
 ---@field held ffi.cdata*[] references that keep the addresses of the recorded tensors distinct
 ---@field forms string names and types of the batch's tensors
 ---@field results table<string, integer> slots of the last part's results
----@field strange boolean? whether a tensor belongs to an engine, an op needs ranks, or values were read, on which the
----  ops of later steps can depend
+---@field unrepeatable boolean? whether a tensor belongs to an engine, an op needs ranks, or values were read, on which
+---  the ops of later steps can depend
 
 local function address(t) return tonumber(ffi.cast("intptr_t", ffi.cast(POINTER, t))) end
 
--- Returns the names of a batch's tensors, their numbers of dimensions and their types, as a text.
-local function forms_of(batch)
+-- Returns the names of a batch's tensors, sorted.
+local function tensors_of(batch)
   local names = {}
   for name, t in pairs(batch) do if scope.is_tensor(t) then names[#names + 1] = name end end
   table.sort(names)
+  return names
+end
+
+-- Returns the names of a batch's tensors, their numbers of dimensions and their types, as a text.
+local function forms_of(batch)
+  local names = tensors_of(batch)
   for i, name in ipairs(names) do names[i] = ("%s %d %d"):format(name, batch[name].ndim, batch[name].dtype_) end
   return table.concat(names, ",")
 end
@@ -68,7 +76,7 @@ local function input(tape, slots, t)
   if not slots[key] then
     hold(tape, t)
     slots[key] = new_slot(tape, t)
-    if t.managed ~= nil then tape.strange = true end
+    if t.managed ~= nil then tape.unrepeatable = true end
   end
   return slots[key]
 end
@@ -84,17 +92,14 @@ end
 -- Runs the parts, and returns the carry and the tape of its ops.
 local function record(list, batch, run)
   local tape, slots = { at = batch.at, kinds = {}, count = 0, ops = {}, held = {}, forms = forms_of(batch) }, {}
-  local names = {}
-  for name, t in pairs(batch) do if scope.is_tensor(t) then names[#names + 1] = name end end
-  table.sort(names)
-  for _, name in ipairs(names) do
+  for _, name in ipairs(tensors_of(batch)) do
     local t = ffi.cast(POINTER, batch[name])
     hold(tape, t)
     slots[address(t)] = new_slot(tape, name)
   end
   local function add(op, attrs, nbytes, n_in, ins, n_out, outs)
     if op == "read" or op and native.op_info[op].flags:find "RANKS" then
-      tape.strange = true
+      tape.unrepeatable = true
       return
     end
     local one = { op = op, attrs = ffi.string(attrs, nbytes), ins = {}, outs = {} }
@@ -103,7 +108,7 @@ local function record(list, batch, run)
     tape.ops[#tape.ops + 1] = one
   end
   native.follower = add
-  local ok, carry = pcall(run, list, batch)
+  local ok, carry = xpcall(run, scope.trace, list, batch)
   native.follower = nil
   if not ok then
     drop(tape)
@@ -138,7 +143,8 @@ end
 
 -- Returns the program of two tapes of consecutive steps, or nil if they differ.
 local function program_of(a, b)
-  if a.strange or b.strange or a.forms ~= b.forms or a.count ~= b.count or #a.ops ~= #b.ops then return nil end
+  if a.unrepeatable or b.unrepeatable then return nil end
+  if a.forms ~= b.forms or a.count ~= b.count or #a.ops ~= #b.ops then return nil end
   for slot = 0, a.count - 1 do
     if a.kinds[slot] ~= b.kinds[slot] then return nil end         -- pointers are compared by address
   end
@@ -159,9 +165,10 @@ local function program_of(a, b)
     for _, slot in ipairs(one.ins) do last[slot] = i end
     for _, slot in ipairs(one.outs) do last[slot] = i end
   end
+  local taken = {}
   for name, slot in pairs(a.results) do
-    if slot ~= b.results[name] or a.kinds[slot] ~= true then return nil end
-    program.results[name], last[slot] = slot, nil
+    if slot ~= b.results[name] or a.kinds[slot] ~= true or taken[slot] then return nil end
+    program.results[name], last[slot], taken[slot] = slot, nil, true
   end
   for slot, i in pairs(last) do
     if a.kinds[slot] == true then table.insert(program.ops[i].free, slot) end
@@ -233,8 +240,11 @@ local function play(program, batch)
   return carry
 end
 
--- Returns whether the modules' ops depend only on their weights and inputs.
-local function is_plain(modules)
+-- Returns whether the modules' ops depend only on their weights and inputs. A head whose weight is a token table is not
+-- one of the model's modules.
+local function is_plain(model, modules)
+  local head = rawget(model, "tied_head")
+  if head and module_hooks.has(head) then return false end
   for i = 1, #modules do
     local module = modules[i]
     if module.training or module_hooks.has(module) or rawget(module, "lora_") then return false end
@@ -248,7 +258,10 @@ local function is_free()
 end
 
 ---@class ps.pretrained.Replay
----@field modules ps.nn.Module[] the model and its modules
+---@field model ps.pretrained.Model
+---@field list ps.nn.Part[] the model's parts
+---@field modules ps.nn.Module[]? the model and its modules
+---@field ours boolean? whether the code of `modules` is psluajit's
 ---@field rows integer? number of rows of the recorded steps
 ---@field tape ps.pretrained.Tape? the first of two steps
 ---@field program table? what the steps have in common
@@ -271,6 +284,17 @@ local function modules_of(model)
   return list
 end
 
+-- Returns whether all code of a step is psluajit's. Code of a script can depend on anything, and can have effects.
+local function is_ours(model, modules, list)
+  local functions = { model.next_logits, model.step_batch }
+  for _, module in ipairs(modules) do functions[#functions + 1] = module.forward end
+  for _, part in ipairs(list) do functions[#functions + 1] = part.forward end
+  for _, fn in ipairs(functions) do
+    if not caller.is_own(debug.getinfo(fn, "S").source) then return false end
+  end
+  return true
+end
+
 -- Runs a step, which is recorded or repeated if possible. `run` runs the parts.
 function Replay:step(list, batch, run)
   local ids = batch.input_ids
@@ -283,9 +307,10 @@ function Replay:step(list, batch, run)
   end
   if not self.modules then
     self.modules, self.changes = modules_of(self.model), nn_module.assigned
+    self.ours = is_ours(self.model, self.modules, self.list)
     self.rows, self.caches = ids:size(0), batch.caches
   end
-  if not is_plain(self.modules) then
+  if not (self.ours and is_plain(self.model, self.modules)) then
     forget(self)
     return run(list, batch)
   end
