@@ -15,10 +15,11 @@ local C = ffi.C
 require("jit.opt").start("loopunroll=60", "maxrecord=12000", "maxirconst=4000", "maxsnap=3000", "maxmcode=4096")
 
 -- Stops the collector while LuaJIT records a trace. A finalizer ends the recording, and each tensor has one, so a loop
--- that makes tensors would be compiled only by chance.
+-- that makes tensors would be compiled only by chance. LuaJIT calls one function per event, so this one calls the
+-- function that was attached before, such as that of `psluajit -jv`.
 do
-  local stopped = false
-  jit.attach(function(event)
+  local stopped, earlier, before = false, nil, {}
+  local function on_trace(event, ...)
     if event == "start" and collectgarbage "isrunning" then
       collectgarbage "stop"
       stopped = true
@@ -26,7 +27,11 @@ do
       collectgarbage "restart"
       stopped = false
     end
-  end, "trace")
+    if earlier then earlier(event, ...) end
+  end
+  for key, fn in pairs(debug.getregistry()._VMEVENTS or {}) do before[key] = fn end
+  jit.attach(on_trace, "trace")
+  for key, fn in pairs(debug.getregistry()._VMEVENTS or {}) do if fn == on_trace then earlier = before[key] end end
 end
 
 do
