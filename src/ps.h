@@ -822,8 +822,8 @@ uint64_t ps_examples_hash(const ps_examples *e);             /* a hash of all id
 int ps_examples_read(const ps_examples *e, int64_t i, int32_t *ids, int32_t *labels, int64_t room, int64_t *n);
 void ps_examples_free(ps_examples *e);
 
-/* Encodes texts to examples on several threads, in the order of the texts. Until ps_encoder_free, nobody else may
- * use or free the tokenizer and the examples. */
+/* Encodes texts to examples on several threads, in the order of the texts. The encoder is an owner of the tokenizer and
+ * of the examples until ps_encoder_free. Others may encode and decode with the tokenizer, and read stored examples. */
 typedef struct ps_encoder ps_encoder;
 typedef struct ps_encoder_config {
   const int32_t *special;                /* [n_special] ascending ids that the text of a message never becomes */

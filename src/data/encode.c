@@ -29,7 +29,7 @@ typedef struct job {
 } job;
 
 struct ps_encoder {
-    const ps_tok *tok;
+    ps_tok *tok;
     ps_examples *examples;
     int32_t *special, *prefix, *suffix;
     int64_t n_special, n_prefix, n_suffix;
@@ -219,6 +219,8 @@ int ps_encoder_new(ps_tok *tok, ps_examples *examples, const ps_encoder_config *
     if (!tok->ready) return ps_fail(PS_ESTATE, "the tokenizer is not ready yet (ps_tok_ready)");
     ps_encoder *c = ps_alloc0(sizeof *c);
     if (!c) return ps_fail_nomem(sizeof *c);
+    tok_retain(tok);
+    examples_retain(examples);
     c->tok = tok, c->examples = examples, c->threads = config->threads, c->flags = config->flags, c->failed = -1;
     c->ring = config->queue > 0 ? config->queue : PER_THREAD * c->threads;
     pthread_mutex_init(&c->lock, NULL);
@@ -324,5 +326,7 @@ void ps_encoder_free(ps_encoder *c)
     ps_free(c->special);
     ps_free(c->prefix);
     ps_free(c->suffix);
+    ps_tok_free(c->tok);
+    ps_examples_free(c->examples);
     ps_free(c);
 }

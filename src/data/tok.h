@@ -9,6 +9,7 @@
 #define PS_DATA_TOK_H
 #include "base/error.h"
 #include "io/file.h"
+#include <stdatomic.h>
 #include <stdbool.h>
 
 enum { TOK_ID_LIMIT = 1 << 22 };    /* upper bound of ids; the largest id determines a vocabulary's memory */
@@ -184,6 +185,7 @@ void tok_state_free(tok_state *st);
 
 enum { TOK_BPE, TOK_WORDPIECE };
 struct ps_tok {
+    _Atomic int more;           /* number of owners in addition to the first */
     int model;                  /* TOK_BPE .. */
     bool ready;
     char *path;                 /* path of the vocabulary, for messages */
@@ -220,4 +222,5 @@ struct ps_tok {
     tok_entry *raw_entry;       /* [vocab.count] */
     tok_state state;            /* state of the calling thread */
 };
+void tok_retain(ps_tok *tok);        /* adds an owner; each owner calls ps_tok_free */
 #endif

@@ -48,9 +48,11 @@ void tok_state_free(tok_state *st)
     tok_ints_free(&st->offsets);
 }
 
+void tok_retain(ps_tok *t) { atomic_fetch_add(&t->more, 1); }
+
 void ps_tok_free(ps_tok *t)
 {
-    if (!t) return;
+    if (!t || atomic_fetch_sub(&t->more, 1) > 0) return;
     tok_state_free(&t->state);
     tok_vocab_free(&t->vocab);
     tok_merges_free(&t->merges);

@@ -7,6 +7,7 @@ local array = require "ps.core.array"
 local caller = require "ps.core.caller"
 local chat = require "ps.chat"
 local formats = require "ps.data.formats"
+local scope = require "ps.core.scope"
 local unpacked = require "ps.data.unpacked"
 local IGNORED = require("ps.data.batch").IGNORED
 local bit = require "bit"
@@ -218,11 +219,11 @@ end
 
 -- Puts all rows of a table with add_row, whose encoder may be nil.
 local function add_all(rows, add_row, encoder)
-  local ok, problem = pcall(function()
+  local ok, problem = xpcall(function()
     for i = 1, #rows do add_row(i) end
     if encoder then encoder:wait() end
-  end)
-  if encoder then encoder:close() end                      -- before its examples are freed
+  end, scope.trace)
+  if encoder then encoder:close() end
   if not ok then error(problem, 0) end
 end
 
@@ -304,19 +305,21 @@ local function made(path, key, wide, fn, given)
     error("ps.data.loader: the cache folder cannot be written to: " .. tostring(problem))
   end
   local handle = free_later(out, C.ps_examples_free)
-  ok, problem = pcall(function()
+  ok, problem = xpcall(function()
     fn(handle)
     check(C.ps_examples_finish(handle))
-  end)
+  end, scope.trace)
   if ok then return handle end
   C.ps_examples_free(ffi.gc(handle, nil))                  -- removes the incomplete file now
   unwritable(problem)
   error(problem, 0)
 end
 
+local function text_of(key) return key and bit.tohex(key[0]) .. bit.tohex(key[1]) or nil end
+
 local function finished(handle, cached, key)
   return { handle = handle, count = tonumber(C.ps_examples_count(handle)), cached = cached,
-    hash = bit.tohex(C.ps_examples_hash(handle)), key = key and bit.tohex(key[0]) .. bit.tohex(key[1]) or nil }
+    hash = bit.tohex(C.ps_examples_hash(handle)), key = text_of(key) }
 end
 
 -- -- streams --------------------------------------------------------------------------------------------------------
@@ -325,7 +328,8 @@ end
 ---@field count integer
 ---@field key? string as in ps.Examples
 ---@field is_stream boolean true
----@field add fun(self: ps.ExampleSource, i: integer) puts example i
+---@field add fun(i: integer) puts example i
+---@field gathered fun(): ps.Examples returns all examples, in the order of the table, after all were put
 local Source = {}
 Source.__index = Source
 
@@ -336,19 +340,19 @@ function Source:drain(wait)
   if encoder then encoder:checked((wait and C.ps_encoder_finish or C.ps_encoder_drain)(encoder.handle)) end
 end
 
---- Returns all examples, in the order of the table, after all were put.
----@return ps.Examples
-function Source:gathered()
-  return self.gather()
+--- Ends the threads that encode, after all examples were put.
+function Source:close()
+  if self.encoder then self.encoder:close() end
+  self.encoder = nil
 end
 
-local function source_of(rows, tokenizer, form, given, gather)
+local function source_of(rows, tokenizer, form, given, key, gather)
   local out = ffi.new "ps_examples *[1]"
   check(C.ps_examples_scattered(#rows, form == "ids" and 1 or 0, out))
   local handle = free_later(out, C.ps_examples_free)
   local add_row, encoder = adder(handle, rows, tokenizer, form, given, QUEUE)
-  return setmetatable({ handle = handle, count = #rows, encoder = encoder, key = given.key, is_stream = true,
-    add = function(_, i) add_row(i) end, gather = function() return gather(handle) end }, Source)
+  return setmetatable({ handle = handle, count = #rows, encoder = encoder, key = text_of(key), is_stream = true,
+    add = add_row, gathered = function() return gather(handle) end }, Source)
 end
 
 --- Returns the examples of a table. They are read from the cache if it contains them. If several ranks start together,
@@ -376,8 +380,7 @@ function examples.of_table(rows, tokenizer, given)
     return finished(made(path, key or key_array(2), form == "ids", fn, type(given.cache) == "string"), false, key)
   end
   if given.stream then
-    given.key = key and bit.tohex(key[0]) .. bit.tohex(key[1]) or nil
-    return source_of(rows, tokenizer, form, given, function(scattered)
+    return source_of(rows, tokenizer, form, given, key, function(scattered)
       local function gather(new) check(C.ps_examples_gather(new, scattered)) end
       local ok, all = pcall(make, gather)
       if ok then return all end

@@ -5,6 +5,7 @@
 local native = require "ps.core.ffi"
 local ffi = require "ffi"
 local array = require "ps.core.array"
+local scope = require "ps.core.scope"
 local C, check = native.C, native.check
 local byte_array = array "uint8_t"
 
@@ -57,7 +58,7 @@ function Stream:feed(last)
     local i = C.ps_rows_order(self.handle, self.put)
     check(i)
     if self.there[i] == 0 then
-      local ok, problem = pcall(self.source.add, self.source, i + 1)
+      local ok, problem = xpcall(self.source.add, scope.trace, i + 1)
       if not ok then
         self:drain(true)                                   -- an earlier example's error comes first
         self:fail(problem)
@@ -118,12 +119,13 @@ function Stream:finish()
   if self.info.taken < self.info.places then error(self.problem, 0) end
   for i = 0, self.source.count - 1 do                      -- a mixture may leave examples out of the first epoch
     if self.there[i] == 0 then
-      self.source:add(i + 1)
+      self.source.add(i + 1)
       self.there[i] = 1
     end
   end
   self.source:drain(true)
-  return self.source:gathered()
+  self.source:close()
+  return self.source.gathered()
 end
 
 return stream
