@@ -255,6 +255,11 @@ static void test_large(void)
     OK(take(arena, 2 * gib));                        /* too large for both regions */
     CHECK(world.made == 3 && ps_arena_held(arena) <= 2 * gib + table + 160 * mib);
     give_all(arena);
+    for (int64_t size = 2 * gib; size > 1100 * mib; size -= 128 * mib) {      /* use the freed region */
+        OK(take(arena, size));
+        give_all(arena);
+    }
+    CHECK(world.made == 3);
     check_whole(arena);
     ps_arena_trim(arena, true);
     CHECK(ps_arena_held(arena) == 0 && world.open == 0);

@@ -8,9 +8,9 @@
  * Records of blocks are outside the regions, whose memory the CPU may be unable to access. Only one thread uses an
  * arena.
  *
- * A block that is larger than a region has a region for itself, except if one region spans the device. Otherwise small
- * blocks would split it while it is free. The next large block, such as the gradient of another token table, would
- * then need new memory, and the pages of both would count against a budget. */
+ * A block that does not fit into a shared region (some 960 MiB) has a region for itself, except if one region spans the
+ * device. Otherwise small blocks would split it while it is free. The next large block, such as the gradient of another
+ * token table, would then need new memory, and the pages of both would count against a budget. */
 #include "mem/mem.h"
 #include "base/alloc.h"
 #include "base/error.h"
@@ -155,14 +155,15 @@ static void record_free(ps_arena *arena, ps_block *b)
 
 static bool is_whole(const region *r) { return r->first->free && !r->first->right; }
 
-/* Takes a whole free region of at least `size`, at most a sixteenth larger, as one block. From now on the region holds
- * only one block. Prefers regions that held only one block before. The block has `size` bytes until it is free again.
+/* Takes the smallest whole free region of at least `size` as one block. From now on the region holds only one block. Of
+ * equal regions, prefers one that held only one block before. The block has `size` bytes until it is free again.
  * Returns NULL if there is no such region. */
 static ps_block *take_alone(ps_arena *arena, size_t size)
 {
     region *found = NULL;
-    for (region *r = arena->regions; r && !(found && found->alone); r = r->next)
-        if (is_whole(r) && r->size >= size && r->size - size <= size / SECOND && (r->alone || !found)) found = r;
+    for (region *r = arena->regions; r; r = r->next)
+        if (is_whole(r) && r->size >= size &&
+            (!found || r->size < found->size || (r->size == found->size && r->alone))) found = r;
     if (!found) return NULL;
     list_remove(arena, found->first);
     found->alone = true;
@@ -403,6 +404,13 @@ static int make_memory(ps_arena *arena, region *r, size_t from, size_t end)
     return 0;
 }
 
+/* Commits memory for `more` bytes of pages [from, end), if the system has as much. size: bytes of the block. */
+static int grow_pages(ps_arena *arena, region *r, size_t from, size_t end, int64_t more, size_t size)
+{
+    if (!commits(arena)) PS_TRY(check_growth(arena, more, size));
+    return make_memory(arena, r, from, end);
+}
+
 /* Commits memory for the first `size` bytes of block b. */
 static int extend(ps_arena *arena, const ps_block *b, size_t size)
 {
@@ -419,9 +427,8 @@ static int extend(ps_arena *arena, const ps_block *b, size_t size)
                             "MiB may be held",
                             arena->be->name, mib(size), mib((size_t)arena->held), mib((size_t)arena->info.used),
                             mib((size_t)arena->hold_limit));
-    if (!commits(arena)) PS_TRY(check_growth(arena, more, size));
-    int rc = make_memory(arena, r, from, end);
-    if (rc < 0 && ps_arena_trim(arena, true)) rc = make_memory(arena, r, from, end);
+    int rc = grow_pages(arena, r, from, end, more, size);
+    if (rc < 0 && ps_arena_trim(arena, true)) rc = grow_pages(arena, r, from, end, more, size);
     if (rc < 0)
         ps_error_prefix("device %s: %.1f MiB wanted, %.1f of %.1f MiB held in use: ", arena->be->name, mib(size),
                         mib((size_t)arena->info.used), mib((size_t)arena->info.reserved));
