@@ -38,6 +38,7 @@ typedef struct client {
     bool proved;                           /* the client has proved that it belongs to this run */
     ps_proof proof;
     bool waits;                            /* for the key in `in`, or for all ranks */
+    bool missed;                           /* its last wait ended without the key */
     bool done, told, gone;                 /* done: sent BYE or FAULT. told: got the fault. gone: to be closed */
     double deadline;                       /* when its wait ends, or when it is closed as a stranger (ps_now) */
     ps_store_request request;
@@ -237,6 +238,7 @@ static void serve(ps_store_server *s, client *c)
         return;
     }
     c->deadline = ps_now() + (q->a > 0 ? q->a : 0) * 1e-3;
+    c->missed = false;
     if (q->what == PS_STORE_SET) take(s, c);
     else if (q->what == PS_STORE_GET) give(s, c);
     else if (all_came(s)) answer(c, 0, NULL, 0);
@@ -346,7 +348,7 @@ static void not_set(const ps_store_server *s, const client *waiting, char *text)
 {
     int idle = INT_MAX;
     for (const client *c = s->clients; c; c = c->next)
-        if (c->rank >= 0 && c->rank < idle && !c->waits && !c->done) idle = c->rank;
+        if (c->rank >= 0 && c->rank < idle && !c->waits && !c->missed && !c->done) idle = c->rank;
     int n = snprintf(text, PS_STORE_TEXT, "all ranks connected, but no rank has set '%.*s'",
                      (int)waiting->request.key_nbytes, waiting->in);
     if (idle < INT_MAX)
@@ -365,6 +367,7 @@ static void sweep(ps_store_server *s)
                                     "this address?%s%s", absent, s->size, ps_store_lacks(s), s->turned_away);
             else not_set(s, c, text);
             answer_text(c, PS_ETIME, text);
+            c->missed = true;
         }
         if (c->rank < 0 && now >= c->deadline) c->gone = true;
         if (!c->gone) {
