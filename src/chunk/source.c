@@ -228,7 +228,7 @@ int source_adopt(ps_chunks *cs, ps_storage *s, const member *m)
     PS_TRY(ps_grow(c->source, c->source_capacity, c->n_source + 1));
     source_part part = { .at = m->offset, .nbytes = m->nbytes, .fd = -1 };
     if (!take_loan(cs, s, &part.loan)) return 0;
-    if (part.loan.direct) part.fd = part.loan.direct(part.loan.lender, &part.offset);
+    if (part.loan.direct && !cs->tiers[0].be->pretends) part.fd = part.loan.direct(part.loan.lender, &part.offset);
     int32_t at = c->n_source++;
     for (; at > 0 && c->source[at - 1].at > part.at; at--) c->source[at] = c->source[at - 1];
     c->source[at] = part;

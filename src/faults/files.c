@@ -44,6 +44,8 @@ void faults_flip(void *bytes, size_t nbytes, double which)
     ((uint8_t *)bytes)[bit / 8] ^= (uint8_t)(1u << bit % 8);
 }
 
+#define OPEN_FILE "/proc/self/fd/"      /* before the descriptor of an open file, which open() opens again */
+
 /* Returns the absolute path, written to out [PATH_MAX], if it is below PS_FAULT_FOLDER. Returns NULL for other
  * paths. */
 static const char *ours(int folder, const char *path, char *out)
@@ -51,6 +53,11 @@ static const char *ours(int folder, const char *path, char *out)
     static const char *root;
     if (!root && !(root = getenv("PS_FAULT_FOLDER"))) root = "";
     if (!path || !*root) return NULL;
+    if (!strncmp(path, OPEN_FILE, sizeof OPEN_FILE - 1)) {
+        int fd = atoi(path + sizeof OPEN_FILE - 1);
+        if (faults_class_of(fd) != FD_FILE) return NULL;
+        path = faults_path_of(fd);
+    }
     if (path[0] == '/') snprintf(out, PATH_MAX, "%s", path);
     else if (faults_class_of(folder) == FD_FOLDER) snprintf(out, PATH_MAX, "%s/%s", faults_path_of(folder), path);
     else return NULL;

@@ -142,13 +142,15 @@ int ps_map_direct(ps_map *m)
     snprintf(path, sizeof path, "/proc/self/fd/%d", m->fd);      /* the mapped file, even if its name has another now */
     do m->direct = ps_fd_above_stdio(open(path, O_RDONLY | O_DIRECT | O_CLOEXEC));
     while (m->direct < 0 && errno == EINTR);
+    int err = m->direct < 0 ? errno : 0;
     if (m->direct >= 0 && !reads_directly(m->direct)) {
+        err = errno;
         close(m->direct);
         m->direct = -1;
     }
     if (m->direct < 0)
-        ps_log(PS_LOG_INFO, "%s: the file system does not support direct reads (O_DIRECT); weights that are read from "
-               "it pass the page cache", m->path);
+        ps_log(PS_LOG_INFO, "%s: cannot be read directly (O_DIRECT): %s; weights that are read from it pass the page "
+               "cache", m->path, strerror(err));
     return m->direct;
 }
 

@@ -39,7 +39,7 @@ typedef struct st_tensor {
     int32_t ndim;
     int64_t shape[PS_MAX_DIMS];
     int64_t begin, end;     /* byte offsets from the start of the data */
-    uint64_t *blocks;       /* hashes of the bytes, in blocks, if ps_st_verify has found the checksum right; else NULL */
+    uint64_t *blocks;       /* hashes of the bytes, in blocks, if ps_st_verify found the checksum right; else NULL */
 } st_tensor;
 typedef struct st_meta { const char *key, *value; } st_meta;
 
