@@ -65,7 +65,7 @@ logical_and | logical_and | t:logical_and |
 logical_or | logical_or | t:logical_or |
 lerp | lerp | ps.lerp, t:lerp | a weight that is a tensor is composed of other ops
 prelu | nn.functional.prelu | F.prelu, nn.PReLU |
-logit_entropy | nn.functional.binary_cross_entropy_with_logits | F.binary_cross_entropy_with_logits, nn.BCEWithLogitsLoss |
+logit_entropy | nn.functional.binary_cross_entropy_with_logits | F.binary_cross_entropy_with_logits |
 where | where | ps.where, t:where | t:where(condition, other); a number that the type cannot hold is an error
 affine | - | - | alpha x + beta in one pass, for arithmetic of a tensor and numbers
 pow_scalar | pow | t:pow |
