@@ -372,7 +372,7 @@ static void lent_end(void *lender) { loans--; }
 static int lend(void *from, int64_t at, int64_t nbytes, ps_loan *out)
 {
     if (at < 0) return ps_fail(PS_ERANGE, "nothing is lent from byte %lld on", (long long)at);
-    *out = (ps_loan){ (char *)from + at, lent_check, lent_end, NULL };
+    *out = (ps_loan){ .bytes = (char *)from + at, .check = lent_check, .end = lent_end };
     loans++;
     return 0;
 }

@@ -22,6 +22,7 @@ int infer_dropout(ps_infer *f);
 int infer_unary_any(ps_infer *f);
 int infer_unary_backward(ps_infer *f);
 int infer_predicate(ps_infer *f);
+int infer_slope(ps_infer *f);
 int infer_act_mul(ps_infer *f);
 int infer_act_mul_backward(ps_infer *f);
 
@@ -143,6 +144,15 @@ static int check_act_mul(const ps_infer *f, int act)
             return ps_rule_fail(f, "the inputs must be float tensors of the same shape and type");
     return act >= 0 && act <= 2 ? 0 : ps_rule_fail(f, "there is no activation %d; 0 is silu, 1 is gelu, and 2 is the "
                                                    "tanh form of gelu", act);
+}
+
+int infer_slope(ps_infer *f)
+{
+    int of = ((const ps_attrs_slope *)f->attrs)->of;
+    if (of < 0 || of > 4)
+        return ps_rule_fail(f, "there is no function %d; they are 0 to 4 (hardsigmoid, hardswish, mish, logsigmoid, "
+                            "huber)", of);
+    return infer_unary_backward(f);
 }
 
 int infer_act_mul(ps_infer *f)

@@ -136,11 +136,8 @@ function losses.binary_cross_entropy_with_logits(x, target, options)
   x, target = autocast.full(x, target)
   pair(x, target, call)
   if options.pos_weight == nil then return reduced(ops.logit_entropy(x, target), options.reduction, call) end
-  -- softplus(-x) = m + log(exp(-m) + exp(-x - m)) for every m; this m keeps both exponents at most 0
-  local m = (-x:detach()):clamp(0, math.huge)
-  local softplus = m + ((-m):exp() + (-x - m):exp()):log()
-  softplus = softplus * ((options.pos_weight - 1) * target + 1)
-  return reduced((1 - target) * x + softplus, options.reduction, call)
+  local weight = (options.pos_weight - 1) * target + 1
+  return reduced((1 - target) * x - ops.logsigmoid(x) * weight, options.reduction, call)
 end
 
 local KL_REDUCTIONS = { none = true, mean = true, sum = true, batchmean = true }

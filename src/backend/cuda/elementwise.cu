@@ -77,11 +77,7 @@ template <class A> DEV A floor_quotient(A of, A by)
 
 template <class A> DEV A hard_gate(A x) { return (x < -3 ? 0 : x > 3 ? 6 : x + 3) / 6; }
 template <class A> DEV A mish_gate(A x) { return tanh(x > 20 ? x : log1p(exp(x))); }
-template <class A> DEV A logit_entropy(A x, A t)
-{
-    A m = -x > 0 ? -x : 0;
-    return (1 - t) * x + (m + log(exp(-m) + exp(-x - m)));
-}
+template <class A> DEV A logsigmoid(A x) { return (x > 0 ? 0 : x) - log1p(exp(-fabs(x))); }
 
 /* Computes the derivative of function `of` of the op slope. */
 template <class A> DEV A slope_at(int of, A x, A delta)
@@ -110,7 +106,7 @@ template <class A> DEV A of_floats(int op, A a, A b, settings s)
     case PS_OP_floor_divide: return floor_quotient(a, b);
     case PS_OP_lerp: return fabs(s.alpha) < 0.5 ? a + (A)s.alpha * (b - a) : b - (A)(1 - s.alpha) * (b - a);
     case PS_OP_prelu: return a > 0 ? a : b * a;
-    case PS_OP_logit_entropy: return logit_entropy(a, b);
+    case PS_OP_logit_entropy: return (1 - b) * a - logsigmoid(a);
     case PS_OP_eq: return a == b;
     case PS_OP_ne: return a != b;
     case PS_OP_lt: return a < b;
@@ -139,7 +135,7 @@ template <class A> DEV A of_floats(int op, A a, A b, settings s)
     case PS_OP_hardsigmoid: return hard_gate(a);
     case PS_OP_hardswish: return a * hard_gate(a);
     case PS_OP_mish: return a * mish_gate(a);
-    case PS_OP_logsigmoid: return (a > 0 ? 0 : a) - log1p(exp(-fabs(a)));
+    case PS_OP_logsigmoid: return logsigmoid(a);
     case PS_OP_huber: return fabs(a) < (A)s.alpha ? a * a * (A)s.beta : fabs(a) - (A)s.gamma;
     case PS_OP_slope: return b * slope_at((int)s.alpha, a, (A)s.beta);
     case PS_OP_sin: return sin(a);

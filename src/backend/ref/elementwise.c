@@ -144,11 +144,9 @@ int ref_pow(ps_call *call) { return binary(call, pow, NULL); }
 static double prelu_float(double x, double w) { return x > 0 ? x : w * x; }
 int ref_prelu(ps_call *call) { return binary(call, prelu_float, NULL); }
 
-static double logit_entropy_float(double x, double t)
-{
-    double m = -x > 0 ? -x : 0;
-    return (1 - t) * x + (m + log(exp(-m) + exp(-x - m)));
-}
+static double log_sigmoid(double x) { return (x > 0 ? 0 : x) - log1p(exp(-fabs(x))); }
+
+static double logit_entropy_float(double x, double t) { return (1 - t) * x - log_sigmoid(x); }
 int ref_logit_entropy(ps_call *call) { return binary(call, logit_entropy_float, NULL); }
 
 int ref_lerp(ps_call *call)
@@ -261,7 +259,7 @@ static double hard_gate(double x) { return (x < -3 ? 0 : x > 3 ? 6 : x + 3) / 6;
 UNARY(hardsigmoid, hard_gate(x))
 UNARY(hardswish, x * hard_gate(x))
 UNARY(mish, x * tanh(x > 20 ? x : log1p(exp(x))))
-UNARY(logsigmoid, (x > 0 ? 0 : x) - log1p(exp(-fabs(x))))
+UNARY(logsigmoid, log_sigmoid(x))
 
 static double huber(double x, double delta)
 {

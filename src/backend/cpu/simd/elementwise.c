@@ -161,11 +161,7 @@ SIMD vf huber_slope(vf x, vf dy, vf delta)
     return dy * vf_select(vf_abs(x) < delta, x / delta, sign(x));
 }
 SIMD vf prelu_of(vf x, vf w) { return vf_select(x > vf_zero(), x, w * x); }
-SIMD vf logit_entropy_of(vf x, vf t)
-{
-    vf m = clamp_between(-x, vf_zero(), vf_set(INFINITY));
-    return (vf_set(1.0f) - t) * x + (m + vf_log(vf_exp(-m) + vf_exp(-x - m)));
-}
+SIMD vf logit_entropy_of(vf x, vf t) { return (vf_set(1.0f) - t) * x - logsigmoid_of(x); }
 SIMD vf lerp_near(vf a, vf b, vf w) { return a + w * (b - a); }
 SIMD vf lerp_far(vf a, vf b, vf rest) { return b - rest * (b - a); }
 
