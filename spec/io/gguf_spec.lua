@@ -211,6 +211,53 @@ describe("a GGUF writer", function()
     end
   end)
 
+  it("writes tensors of several million values as their rows one by one", function()
+    local rows, row = 1120, 2016                             -- more than two runs; no run ends with a row
+    local all = ffi.new("float[?]", rows * row)
+    for i = 0, rows * row - 1 do all[i] = (i * 7919 % 100003 - 50001) / 256 end
+    local function data(kind, pieces, how)
+      local writer = writing.open(path, {}, { { name = "a", type = kind, shape = how.transposed and { row, rows }
+        or { rows, row }, heads = how.heads, transposed = how.transposed } })
+      for done = 0, rows * row - 1, pieces do
+        writer:append("a", "fp32", all + done, math.min(pieces, rows * row - done))
+      end
+      writer:commit()
+      writer:close()
+      return check.read(path)
+    end
+    for kind, block in pairs { Q8_0 = 32, F16 = 1, F32 = 1, BF16 = 1 } do
+      for _, how in ipairs { {}, { heads = 8 } } do
+        assert.equal(data(kind, 2 * row, how), data(kind, rows * row, how), kind)
+        assert.equal(data(kind, 32 * 1000 + (block == 1 and 7 or 0), how), data(kind, rows * row, how), kind)
+      end
+      local stored = data(kind, rows * row, { transposed = true })
+      local swapped = ffi.new("float[?]", rows * row)
+      for r = 0, rows - 1 do for c = 0, row - 1 do swapped[r * row + c] = all[c * rows + r] end end
+      all, swapped = swapped, all
+      assert.equal(data(kind, rows * row, {}), stored, kind)
+      all = swapped
+    end
+    for i, at in ipairs { 1500000, 70000, 69999, 65536 } do                -- the first of several bad values is named
+      all[at] = i % 2 == 0 and 1e30 or -1e30
+      for kind, name in pairs { Q8_0 = "Q8_0", F16 = "F16" } do
+        error_with(("(row %d, column %d), which %s cannot hold"):format(math.floor(at / row), at % row, name), data,
+          kind, rows * row, {})
+      end
+    end
+  end)
+
+  it("rounds halves of Q8_0 away from zero", function()
+    local x = ffi.new("float[32]", { 127, 0.5, 1.5, 2.5, -0.5, -1.5, -126.5, 0.49999997, -0.49999997, 63.5 })
+    local writer = writing.open(path, {}, { { name = "a", type = "Q8_0", shape = { 32 } } })
+    writer:append("a", "fp32", x, 32)
+    writer:commit()
+    writer:close()
+    local file = gguf.open(path)
+    local got = file:tensor("a"):tolist()
+    file:close()
+    assert.same({ 127, 1, 2, 3, -1, -2, -127, 0, 0, 64 }, { unpack(got, 1, 10) })
+  end)
+
   it("refuses calls out of order and leaves no file", function()
     os.remove(path)
     local writer = writing.open(path, {}, { { name = "a", type = "Q8_0", shape = { 2, 32 } } })

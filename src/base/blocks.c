@@ -67,19 +67,25 @@ void ps_unpack_q8_0(const uint8_t *s, float *out)
     for (int k = 0; k < 32; k++) out[k] = (float)(int8_t)s[2 + k] * d;
 }
 
+/* Rounds to the nearest integer, ties away from zero, as roundf does. |f| must be at most 128. The constant is the
+ * largest float below 1/2, so that the sum rounds to an integer only if f is at least half of the way to it. */
+static inline int32_t rounded(float f) { return (int32_t)(f + copysignf(0x1.fffffep-2f, f)); }
+
 /* The scale is rounded to fp16. If a value is not finite, or too large for the scale, the block unpacks to NaN or
  * infinity. */
 void ps_pack_q8_0(const float *x, uint8_t *s)
 {
-    float most = 0, odd = 0;
+    int32_t most = 0;                      /* the largest magnitude, as bits, which are in the same order */
     for (int k = 0; k < 32; k++) {
-        if (most < fabsf(x[k])) most = fabsf(x[k]);
-        odd += x[k] * 0;                                     /* NaN if x[k] is not finite */
+        int32_t m = (int32_t)(ps_f32_bits(x[k]) & 0x7fffffff);
+        most = m > most ? m : most;
     }
-    float d = most / 127, by = d ? 1.0f / d : 0.0f;
-    uint16_t h = ps_f32_to_f16(odd == 0 ? d : NAN);
+    bool odd = most >= 0x7f800000;         /* some value is not finite */
+    float d = ps_bits_f32((uint32_t)most) / 127, by = d ? 1.0f / d : 0.0f;
+    uint16_t h = ps_f32_to_f16(odd ? NAN : d);
     memcpy(s, &h, 2);
-    for (int k = 0; k < 32; k++) s[2 + k] = odd == 0 ? (uint8_t)(int8_t)roundf(x[k] * by) : 0;
+    if (odd) memset(s + 2, 0, 32);
+    else for (int k = 0; k < 32; k++) s[2 + k] = (uint8_t)(int8_t)rounded(x[k] * by);
 }
 
 static const int8_t iq4_values[16] = { -127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113 };

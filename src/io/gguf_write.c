@@ -9,7 +9,8 @@
 #include <math.h>
 #include <string.h>
 
-enum { RUN = 1 << 16 };         /* number of values converted at once, a multiple of every block size */
+/* Numbers of values, multiples of every block size: those converted before a write, and those converted by a thread. */
+enum { RUN = 1 << 20, SLICE = 1 << 12 };
 static const float LARGEST = 65504.0f * 7;     /* the scale of a block with larger values may not fit into fp16 */
 
 typedef struct ggufw_tensor {
@@ -24,7 +25,6 @@ struct ps_ggufw {
     ps_tempfile file;
     ggufw_tensor *tensors;
     int count;
-    float *run;                 /* [RUN] */
     uint8_t *out;               /* [RUN * 8] */
 };
 
@@ -43,13 +43,13 @@ int ps_ggufw_new(const char *path, ps_ggufw **out)
     ps_ggufw *w = ps_alloc0(sizeof *w);
     if (!w) return ps_fail_nomem(sizeof *w);
     w->file = PS_TEMPFILE_NONE;
-    w->path = ps_strdup(path), w->run = ps_alloc(RUN * sizeof *w->run), w->out = ps_alloc(RUN * 8);
-    if (w->path && w->run && w->out) {
+    w->path = ps_strdup(path), w->out = ps_alloc(RUN * 8);
+    if (w->path && w->out) {
         *out = w;
         return 0;
     }
     ps_ggufw_free(w);
-    return ps_fail_nomem(RUN * 12);
+    return ps_fail_nomem(RUN * 8);
 }
 
 void ps_ggufw_free(ps_ggufw *w)
@@ -59,7 +59,6 @@ void ps_ggufw_free(ps_ggufw *w)
     for (int i = 0; i < w->count; i++) ps_free(w->tensors[i].t.name), ps_free(w->tensors[i].whole);
     ps_free(w->tensors);
     ps_free(w->path);
-    ps_free(w->run);
     ps_free(w->out);
     ps_free(w);
 }
@@ -148,87 +147,113 @@ int ps_ggufw_begin(ps_ggufw *w, const void *meta, int64_t nbytes, int64_t entrie
     return rc;
 }
 
-/* Converts n values of a dtype to fp32. */
-static int to_floats(const ps_ggufw *w, int dtype, const uint8_t *from, int64_t n, float *to)
+static bool is_float(int dtype) { return dtype == PS_F32 || dtype == PS_F64 || dtype == PS_BF16 || dtype == PS_F16; }
+
+/* Converts n values of a dtype, which is_float accepts, to fp32. */
+static void to_floats(int dtype, const uint8_t *from, int64_t n, float *to)
 {
+    uint16_t half;
+    double wide;
     if (dtype == PS_F32) memcpy(to, from, (size_t)n * 4);
-    for (int64_t i = 0; i < n && dtype != PS_F32; i++) {
-        uint16_t half;
-        double wide;
-        if (dtype == PS_F64) memcpy(&wide, from + 8 * i, 8), to[i] = (float)wide;
-        else {
-            memcpy(&half, from + 2 * i, 2);
-            to[i] = dtype == PS_BF16 ? ps_bf16_to_f32(half) : ps_f16_to_f32(half);
-        }
-    }
-    if (dtype == PS_F32 || dtype == PS_F64 || dtype == PS_BF16 || dtype == PS_F16) return 0;
-    return ps_fail(PS_EUNSUP, "%s: values of dtype %s cannot be written, because they are not floats", w->path,
-                   ps_dtype_name(dtype));
+    else if (dtype == PS_F64)
+        for (int64_t i = 0; i < n; i++) memcpy(&wide, from + 8 * i, 8), to[i] = (float)wide;
+    else if (dtype == PS_BF16)
+        for (int64_t i = 0; i < n; i++) memcpy(&half, from + 2 * i, 2), to[i] = ps_bf16_to_f32(half);
+    else
+        for (int64_t i = 0; i < n; i++) memcpy(&half, from + 2 * i, 2), to[i] = ps_f16_to_f32(half);
 }
 
-static int bad_value(const ps_ggufw *w, const ggufw_tensor *one, float value, int64_t row, int64_t col)
+static uint32_t magnitude(float f) { return ps_f32_bits(f) & 0x7fffffff; }
+
+/* Returns the index of the first value that the tensor's type cannot hold, or n. Types of blocks hold no infinity or
+ * NaN, and F16 holds no finite value that rounds to infinity. Magnitudes are compared as bits, which are in the same
+ * order. */
+static int64_t first_bad(const ggufw_tensor *one, const float *x, int64_t n)
 {
-    char shown[GGUF_NAME_SHOWN];
-    return ps_fail(PS_ERANGE, "%s: tensor '%s' has the value %g (row %lld, column %lld), which %s cannot hold; write "
-                   "the file as bf16 or f32", w->path, gguf_shown(one->t.name, shown), (double)value, (long long)row,
-                   (long long)col, one->t.type->name);
+    bool packs = one->t.type->block > 1;
+    uint32_t low = magnitude(packs ? LARGEST : 65520.0f) + packs, high = packs ? 0x7fffffff : 0x7f7fffff;
+    int bad = 0;
+    if (!packs && one->t.type->dtype != PS_F16) return n;
+    for (int64_t i = 0; i < n; i++) bad |= magnitude(x[i]) - low <= high - low;
+    for (int64_t i = 0; bad && i < n; i++) if (magnitude(x[i]) - low <= high - low) return i;
+    return n;
 }
 
-/* Converts n values of one stored row, from column `col` on, and writes them to w->out. Returns the number of bytes
- * written there, or an error. */
-static int64_t convert(ps_ggufw *w, const ggufw_tensor *one, const float *x, int64_t n, int64_t row, int64_t col)
+/* Writes n values in the tensor's type to `out`. */
+static void encode(const ggufw_tensor *one, const float *x, int64_t n, uint8_t *out)
 {
     const gguf_type *type = one->t.type;
     gguf_pack pack = gguf_pack_of(one->t.number);
-    uint8_t *out = w->out;
-    for (int64_t i = 0; i < n; i++) {
-        bool fits = !pack || fabsf(x[i]) <= LARGEST;
-        if (type->dtype == PS_F16) fits = !isfinite(x[i]) || isfinite(ps_f16_to_f32(ps_f32_to_f16(x[i])));
-        if (!fits) return bad_value(w, one, x[i], row, col + i);
-    }
     if (pack) for (int64_t i = 0; i < n; i += type->block, out += type->bytes) pack(x + i, out);
-    for (int64_t i = 0; i < n && !pack; i++, out += type->bytes) {
+    else if (type->dtype == PS_F32) memcpy(out, x, (size_t)n * 4);
+    for (int64_t i = 0; i < n && !pack && type->dtype != PS_F32; i++, out += type->bytes) {
         uint16_t half = type->dtype == PS_BF16 ? ps_f32_to_bf16(x[i]) : ps_f32_to_f16(x[i]);
         double wide = x[i];
-        memcpy(out, type->bytes == 2 ? (void *)&half : type->bytes == 8 ? (void *)&wide : (void *)&x[i],
-            (size_t)type->bytes);
+        memcpy(out, type->bytes == 2 ? (void *)&half : (void *)&wide, (size_t)type->bytes);
     }
-    return out - w->out;
 }
 
-/* Writes n values of the tensor, from value `from` on. They are in the order of the file's rows or, if the tensor
- * has heads, of Hugging Face's rows. With heads, each row is written separately. */
-static int write_values(ps_ggufw *w, ggufw_tensor *one, const float *x, int64_t from, int64_t n)
+/* Returns the number of values in a row that is stored as a whole. The halves of a head's bias are single values. */
+static int64_t row_of(const gguf_tensor *t)
 {
-    gguf_tensor *t = &one->t;
-    int64_t row = t->ndim && !(t->heads && t->ndim == 1) ? t->shape[t->ndim - 1] : 1, wide = one->numel;
-    if (t->heads) wide = row;
-    for (int64_t i = 0; i < n;) {
-        int64_t at = from + i, run = wide - at % wide, r = at / row;
-        if (run > n - i) run = n - i;
-        if (run > RUN) run = RUN;
-        if (t->heads) at = gguf_stored_row(t, r) * row + at % row;
-        int64_t nbytes = convert(w, one, x + i, run, r, (from + i) % row);
-        if (nbytes < 0) return (int)nbytes;
-        PS_TRY(ps_tempfile_write(&w->file, t->begin + at / t->type->block * t->type->bytes, w->out, nbytes));
-        i += run;
+    return t->ndim && !(t->heads && t->ndim == 1) ? t->shape[t->ndim - 1] : 1;
+}
+
+/* Writes n <= RUN values, from value `at` of the tensor on, in the order of the file's rows or, if the tensor has
+ * heads, of Hugging Face's rows. */
+static int put_values(ps_ggufw *w, const ggufw_tensor *one, int dtype, const uint8_t *from, int64_t at, int64_t n)
+{
+    const gguf_tensor *t = &one->t;
+    char shown[GGUF_NAME_SHOWN];
+    int64_t row = row_of(t), each = (int64_t)ps_dtype_size(dtype), bad = n;
+#pragma omp parallel for schedule(static) reduction(min : bad) if (n > 8 * SLICE)
+    for (int64_t i = 0; i < n; i += SLICE) {
+        float x[SLICE];
+        int64_t m = n - i < SLICE ? n - i : SLICE;
+        to_floats(dtype, from + i * each, m, x);
+        int64_t first = first_bad(one, x, m);
+        if (first == m) encode(one, x, m, w->out + i / t->type->block * t->type->bytes);
+        else if (i + first < bad) bad = i + first;
+    }
+    if (bad < n) {
+        float value;
+        to_floats(dtype, from + bad * each, 1, &value);
+        return ps_fail(PS_ERANGE, "%s: tensor '%s' has the value %g (row %lld, column %lld), which %s cannot hold; "
+                       "write the file as bf16 or f32", w->path, gguf_shown(t->name, shown), (double)value,
+                       (long long)((at + bad) / row), (long long)((at + bad) % row), t->type->name);
+    }
+    for (int64_t i = 0, run; i < n; i += run) {
+        int64_t to = at + i;
+        run = n - i;
+        if (t->heads) {
+            if (run > row - to % row) run = row - to % row;
+            to = gguf_stored_row(t, to / row) * row + to % row;
+        }
+        PS_TRY(ps_tempfile_write(&w->file, t->begin + to / t->type->block * t->type->bytes,
+                                 w->out + i / t->type->block * t->type->bytes,
+                                 run / t->type->block * t->type->bytes));
     }
     return 0;
 }
 
-/* Writes a matrix with swapped dimensions when all its values have been appended. */
+/* Writes a matrix with swapped dimensions when all its values have been appended. A group of rows is copied at once,
+ * so that values which are adjacent in memory are read together. */
 static int write_swapped(ps_ggufw *w, ggufw_tensor *one)
 {
-    int64_t rows = one->t.shape[0], row = one->t.shape[1];
-    for (int64_t r = 0; r < rows; r++)
-        for (int64_t c = 0; c < row; c += RUN) {
-            int64_t n = row - c < RUN ? row - c : RUN;
-            for (int64_t i = 0; i < n; i++) w->run[i] = one->whole[(c + i) * rows + r];
-            PS_TRY(write_values(w, one, w->run, r * row + c, n));
+    int64_t rows = one->t.shape[0], row = one->t.shape[1], group = row < RUN ? RUN / row : 1;
+    float *run = ps_alloc(RUN * sizeof *run);
+    int rc = run ? 0 : ps_fail_nomem(RUN * sizeof *run);
+    for (int64_t r = 0; rc == 0 && r < rows; r += group)
+        for (int64_t c = 0; rc == 0 && c < row; c += RUN) {
+            int64_t m = rows - r < group ? rows - r : group, n = row - c < RUN ? row - c : RUN;
+            for (int64_t i = 0; i < n; i++)
+                for (int64_t j = 0; j < m; j++) run[j * n + i] = one->whole[(c + i) * rows + r + j];
+            rc = put_values(w, one, PS_F32, (uint8_t *)run, r * row + c, m * n);
         }
+    ps_free(run);
     ps_free(one->whole);
     one->whole = NULL;
-    return 0;
+    return rc;
 }
 
 int ps_ggufw_append(ps_ggufw *w, const char *name, int dtype, const void *data, int64_t numel)
@@ -249,13 +274,15 @@ int ps_ggufw_append(ps_ggufw *w, const char *name, int dtype, const void *data, 
         if (!(one->whole = ps_alloc((size_t)one->numel * sizeof *one->whole)))
             return ps_fail_nomem((size_t)one->numel * sizeof *one->whole);
     }
+    if (!is_float(dtype))
+        return ps_fail(PS_EUNSUP, "%s: values of dtype %s cannot be written, because they are not floats", w->path,
+                       ps_dtype_name(dtype));
     const uint8_t *from = data;
     int64_t each = (int64_t)ps_dtype_size(dtype);
     for (int64_t i = 0; i < numel; i += RUN) {
         int64_t n = numel - i < RUN ? numel - i : RUN;
-        float *to = one->whole ? one->whole + one->done : w->run;
-        PS_TRY(to_floats(w, dtype, from + i * each, n, to));
-        if (!one->whole) PS_TRY(write_values(w, one, w->run, one->done, n));
+        if (one->whole) to_floats(dtype, from + i * each, n, one->whole + one->done);
+        else PS_TRY(put_values(w, one, dtype, from + i * each, one->done, n));
         one->done += n;
     }
     return one->whole && one->done == one->numel ? write_swapped(w, one) : 0;
