@@ -58,8 +58,10 @@ describe("OMP_NUM_THREADS", function()
 end)
 
 describe("ps.set_threads", function()
-  -- oneDNN guarantees the bits with AVX-512, but not with AVX2.
+  -- With AVX-512 oneDNN keeps the bits, but not with AVX2, and in bf16 not with AMX: how it divides sums into blocks
+  -- depends on the number of threads.
   local wide = ps.device("cpu").description:find("oneDNN.*AVX%-512") ~= nil
+  local has_amx = ps.device("cpu").description:find "oneDNN.*AMX" ~= nil
   local function of_several(a, b, what)
     local was, one = ps.threads(), nil
     for _, n in ipairs { 1, 2, 3, 7 } do
@@ -97,7 +99,7 @@ describe("ps.set_threads", function()
   end)
   it("does not change the bits of a small weight gradient of a long sum, if oneDNN has wide vectors", function()
     if not wide then return end
-    for _, dtype in ipairs { "fp32", "bf16", "fp16" } do
+    for _, dtype in ipairs(has_amx and { "fp32", "fp16" } or { "fp32", "bf16", "fp16" }) do
       for _, rows in ipairs { 2048, 3000, 16384 } do
         for _, sizes in ipairs { { 32, 64 }, { 48, 128 }, { 512, 64 }, { 768, 100 }, { 1000, 128 } } do
           ps.scope(function()
