@@ -129,6 +129,22 @@ static void keep_locals(lua_State *L)
     lua_settop(L, 1);
 }
 
+/* The Lua function below all others on the stack, which calls its first argument with all its arguments. If LuaJIT
+ * gives up a trace, it looks for a Lua function from the running one downwards for its trace event, to which
+ * lua/ps/core/ffi.lua listens, and does not stop at the end of the stack. If a script or a statement ends in a tail
+ * call of a C function, there is no other Lua function. */
+static const char floor_text[] = "(...)(...)", floor_name[] = "=(psluajit)";
+static const char floor_frame[] = "\n\t(psluajit):";
+
+/* Deletes the frames from the floor on from the traceback at the top of the stack. */
+static void hide_floor(lua_State *L)
+{
+    const char *text = lua_tostring(L, -1), *at = strstr(text, floor_frame);
+    if (!at) return;
+    lua_pushlstring(L, text, (size_t)(at - text));
+    lua_remove(L, -2);
+}
+
 const char no_text[] = "(error object is not a string)";
 
 /* Turns the error object into a message with a traceback. An object that cannot become a string is not changed. */
@@ -149,6 +165,7 @@ static int traceback(lua_State *L)
     }
     by_caller(L, "at");
     luaL_traceback(L, L, lua_tostring(L, 1), 1);
+    hide_floor(L);
     lua_replace(L, 1);
     by_caller(L, "trace");
     return 1;
@@ -288,11 +305,13 @@ static void set_package_path(lua_State *L, const struct program *p)
     lua_pop(L, 2);
 }
 
-/* Makes Lua's functions for lists support lists of modules, from the script's first line on. */
-static void load_lists(lua_State *L)
+/* Replaces some of Lua's functions before the script's first line: those for lists, which support lists of modules, and
+ * those that make coroutines. */
+static void load_replacements(lua_State *L)
 {
     int top = lua_gettop(L);
     program_require(L, MODULE_LISTS);
+    program_require(L, MODULE_COROUTINES);
     lua_settop(L, top);
 }
 
@@ -633,7 +652,7 @@ static int run_program(struct program *p, lua_State *L)
 
 static int protected_main(lua_State *L)
 {
-    struct program *p = lua_touserdata(L, 1);
+    struct program *p = lua_touserdata(L, 2);
     lua_settop(L, 0);
     if (p->no_env) lua_pushboolean(L, 1), lua_setfield(L, LUA_REGISTRYINDEX, "LUA_NOENV");
     lua_gc(L, LUA_GCSTOP, 0);
@@ -646,7 +665,7 @@ static int protected_main(lua_State *L)
     add_preload(L, p, "ps.cdef", load_cdef);
     add_preload(L, p, "ps.ops_generated", load_ops);
     add_preload(L, p, "ps.keys", keys_load);
-    load_lists(L);
+    load_replacements(L);
     p->status = p->bytecode ? run_bytecode(p, L) != 0 : run_program(p, L);
     if (p->status == 0 && !finish_exchanges()) p->status = 1;
     if (!finish_checkpoint(L, p->status != 0)) {
@@ -681,6 +700,16 @@ static void check_stdout(void)
     _exit(EXIT_FAILURE);
 }
 
+/* Calls protected_main from the floor. */
+static int on_floor(lua_State *L)
+{
+    if (luaL_loadbuffer(L, floor_text, sizeof floor_text - 1, floor_name)) return lua_error(L);
+    lua_pushcfunction(L, protected_main);
+    lua_pushvalue(L, 1);
+    lua_call(L, 2, 0);
+    return 0;
+}
+
 int main(int argc, char **argv)
 {
     /* Exists as long as the process, because Lua closures point to it. */
@@ -710,7 +739,7 @@ int main(int argc, char **argv)
         message(&p, "cannot create state: not enough memory");
         return EXIT_FAILURE;
     }
-    status = lua_cpcall(L, protected_main, &p);
+    status = lua_cpcall(L, on_floor, &p);
     report(&p, L, status);
     lua_close(L);
     return status || p.status ? EXIT_FAILURE : EXIT_SUCCESS;

@@ -8,6 +8,7 @@
 #define MODULE_CALLER "ps.core.caller"              /* The program uses at, trace and described. */
 #define MODULE_CHECKPOINTS "ps.checkpoints"         /* at_exit */
 #define MODULE_COMPLETE "ps.prompt.complete"        /* tab */
+#define MODULE_COROUTINES "ps.core.coroutines"
 #define MODULE_FFI "ps.core.ffi"                    /* The program uses ffi, C and ctx. */
 #define MODULE_LISTS "ps.core.lists"
 #define MODULE_LOCALS "ps.prompt.locals"            /* keep_at_error, environment */

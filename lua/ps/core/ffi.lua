@@ -4,6 +4,7 @@
 local ffi = require "ffi"
 local cdef = require "ps.cdef"
 require "ps.core.declared"
+require "ps.core.coroutines"
 local caller = require "ps.core.caller"
 local hooks = require "ps.core.hooks"
 caller.for_tensors(ffi.typeof "ps_tensor")
