@@ -851,7 +851,8 @@ typedef struct ps_encoder_text {
  * PS_ENOMEM: no thread can be started. */
 int ps_encoder_new(ps_tok *tok, ps_examples *examples, const ps_encoder_config *config, ps_encoder **out);
 /* Queues a text. Waits for an earlier text if many are queued. PS_EINVAL: an earlier text has no tokens, or violates
- * `need`. Also returns errors of ps_tok_encode and ps_examples_add. */
+ * `need`. Also returns errors of ps_tok_encode and ps_examples_add. Calls after an error return the error of the same
+ * text. */
 int ps_encoder_put(ps_encoder *c, const ps_encoder_text *text);
 /* Stores the examples that are encoded, in order, without waiting. Returns the number of texts that are still queued,
  * or errors of ps_encoder_put. */

@@ -47,6 +47,21 @@ local function loader(rows, more)
   return ps.data.loader(options), function() return read end
 end
 
+-- Rows with an error: of a thread, of the template, and of a loader with too_long = "error".
+local UNTRAINED = '{"messages": [{"role": "user", "content": "x"}]}'
+local CRITIC = '{"messages": [{"role": "critic", "content": "x"}, {"role": "assistant", "content": "y"}]}'
+local LONG = ('{"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "%s"}]}'):format(
+  ("y"):rep(90))
+
+-- Returns a table of n conversations in the file `name`. `bad` has other rows by number.
+local function lines(n, bad, name)
+  local path = scratch .. "/" .. (name or "bad.jsonl")
+  local text = {}
+  for i = 1, n do text[i] = bad[i] or require("cjson").encode(talk(i)) end
+  check.write(path, table.concat(text, "\n") .. "\n")
+  return ps.data.table(path)
+end
+
 local bytes = check.bytes
 
 local function same_batch(a, b)
@@ -121,26 +136,18 @@ describe("a loader that tokenizes while it trains", function()
   end)
 
   it("raises a row's error at the batch that needs the row", function()
-    local function lines(at, bad)
-      local path = scratch .. "/bad.jsonl"
-      local text = {}
-      for i = 1, 60 do text[i] = require("cjson").encode(talk(i)) end
-      text[at] = bad
-      check.write(path, table.concat(text, "\n") .. "\n")
-      return ps.data.table(path)
-    end
     for want, bad in pairs {
-      ["none of its"] = '{"messages": [{"role": "user", "content": "x"}]}',
-      ["no critics"] = '{"messages": [{"role": "critic", "content": "x"}, {"role": "assistant", "content": "y"}]}',
+      ["none of its"] = UNTRAINED,
+      ["no critics"] = CRITIC,
       ["no role 'asistant'"] = '{"messages": [{"role": "user", "content": "x"}, {"role": "asistant", "content": "y"}]}',
-      ["tokens, more than seq = 64"] = ('{"messages": [{"role": "user", "content": "x"}, {"role": "assistant", '
-        .. '"content": "%s"}]}'):format(("y"):rep(90)),
+      ["tokens, more than seq = 64"] = LONG,
     } do
-      local one = loader(lines(42, bad), { shuffle = false, too_long = "error", cache = false })
+      local one = loader(lines(60, { [42] = bad }), { shuffle = false, too_long = "error", cache = false })
       for _ = 1, 10 do assert.equal(4, one:next().input_ids:size(0)) end
       for _ = 1, 2 do fails(function() one:next() end, "bad.jsonl:42", want) end
       fails(function() return one.batches end, "bad.jsonl:42", want)
-      one = loader(lines(42, bad), { shuffle = false, too_long = "error", cache = false, packing = true, window = 20 })
+      one = loader(lines(60, { [42] = bad }), { shuffle = false, too_long = "error", cache = false, packing = true,
+        window = 20 })
       local given = 0
       local ok, problem = pcall(function() for batch in one do given = given + batch.input_ids:size(0) end end)
       assert(not ok and tostring(problem):find("bad.jsonl:42", 1, true), tostring(problem))
@@ -151,6 +158,25 @@ describe("a loader that tokenizes while it trains", function()
     for _ = 1, 2 do
       fails(function() one:next() end, "0 rows are fewer than a batch of 1", "3 of more than seq = 64")
     end
+  end)
+
+  it("raises the error of the first of several bad rows", function()
+    for _, case in ipairs {
+      { 60, 41, LONG, 42, UNTRAINED }, { 60, 41, UNTRAINED, 42, LONG },
+      { 60, 41, UNTRAINED, 43, CRITIC }, { 60, 41, CRITIC, 42, UNTRAINED }, { 60, 41, LONG, 43, CRITIC },
+      { 1500, 10, UNTRAINED, 900, UNTRAINED },             -- more rows than a stream queues
+    } do
+      local rows = lines(case[1], { [case[2]] = case[3], [case[4]] = case[5] })
+      local one = loader(rows, { shuffle = false, too_long = "error", cache = false })
+      for _ = 1, 2 do fails(function() return one.batches end, ("bad.jsonl:%d"):format(case[2])) end
+    end
+    local rows = lines(60, { [5] = UNTRAINED, [25] = CRITIC })
+    fails(function() loader(rows, { stream = false, cache = false }) end, "bad.jsonl:5: none")
+    -- rows that the first epoch leaves out
+    local mixed = ps.data.mix({ { lines(12, {}, "few.jsonl"), 0.5 }, { lines(70, { [60] = UNTRAINED, [65] = CRITIC }),
+      0.5 } }, { exhausted = "stop" })
+    local one = loader(mixed, { shuffle = false, cache = false })
+    for _ = 1, 2 do fails(function() return one.batches end, "bad.jsonl:60: none") end
   end)
 
   it("reads all rows when a script asks for what only all of them tell", function()

@@ -181,21 +181,25 @@ static void *work(void *arg)
     return NULL;
 }
 
-/* Stores the oldest text's example. */
+/* Stores the oldest text's example. A text that failed remains the oldest one, so later calls return its error and not
+ * that of a later text. */
 static int store(ps_encoder *c)
 {
     job *j = &c->jobs[c->stored % c->ring];
     pthread_mutex_lock(&c->lock);
     while (j->state != DONE) pthread_cond_wait(&c->done, &c->lock);
-    j->state = FREE;
-    c->stored++;
     pthread_mutex_unlock(&c->lock);
     int rc = j->rc;
     if (rc < 0) ps_error_again(&j->error);
     else rc = ps_examples_put(c->examples, j->number, j->ids.at, j->whole ? NULL : j->labels.at, NULL,
                               (int64_t)j->ids.n, j->weight);
-    if (rc < 0) c->failed = j->number;
-    return rc;
+    c->failed = rc < 0 ? j->number : -1;
+    if (rc < 0) return rc;
+    pthread_mutex_lock(&c->lock);
+    j->state = FREE;
+    c->stored++;
+    pthread_mutex_unlock(&c->lock);
+    return 0;
 }
 
 static int copy_ids(const int32_t *ids, int64_t n, int32_t **out, int64_t *n_out)

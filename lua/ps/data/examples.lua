@@ -24,7 +24,9 @@ local examples = {}
 local VERSION = 2                                          -- format version of a cache file
 local MOST_THREADS = 8
 
-local QUEUE = 1024                                         -- most texts that a stream queues
+-- The most texts that a stream queues, which limits their memory. It does not determine which rows are read ahead
+-- (ps.data.stream): a row that is due while the queue is full waits for the oldest text.
+local QUEUE = 1024
 
 ---@class ps.Examples
 ---@field handle ffi.cdata*
@@ -219,11 +221,12 @@ end
 
 -- Puts all rows of a table with add_row, whose encoder may be nil.
 local function add_all(rows, add_row, encoder)
-  local ok, problem = xpcall(function()
-    for i = 1, #rows do add_row(i) end
-    if encoder then encoder:wait() end
-  end, scope.trace)
-  if encoder then encoder:close() end
+  local ok, problem = xpcall(function() for i = 1, #rows do add_row(i) end end, scope.trace)
+  if encoder then
+    local encoded, earlier = xpcall(encoder.wait, scope.trace, encoder)
+    encoder:close()
+    if not encoded then error(earlier, 0) end              -- of an earlier row than `problem`
+  end
   if not ok then error(problem, 0) end
 end
 

@@ -38,7 +38,7 @@ function stream.new(source, config, pace, refuse)
   return self
 end
 
--- Keeps the first error.
+-- Keeps the first error. The callers report errors in the order of the examples.
 function Stream:fail(problem)
   if self.problem == nil then self.problem = problem end
 end
@@ -51,21 +51,26 @@ function Stream:grow()
   self:fail(problem)
 end
 
+-- Puts example i, unless it was put. Returns false if it fails.
+function Stream:add(i)
+  if self.there[i] ~= 0 then return true end
+  local ok, problem = xpcall(self.source.add, scope.trace, i + 1)
+  if ok then
+    self.there[i] = 1
+    return true
+  end
+  self:drain(true)                                         -- an earlier example's error comes first
+  self:fail(problem)
+  return false
+end
+
 -- Puts the examples of the order up to place `last`. An error is kept until a batch needs the example.
 function Stream:feed(last)
   last = math.min(last, self.places)
   while self.put < last and self.problem == nil do
     local i = C.ps_rows_order(self.handle, self.put)
     check(i)
-    if self.there[i] == 0 then
-      local ok, problem = xpcall(self.source.add, scope.trace, i + 1)
-      if not ok then
-        self:drain(true)                                   -- an earlier example's error comes first
-        self:fail(problem)
-        return
-      end
-      self.there[i] = 1
-    end
+    if not self:add(i) then return end
     self.put = self.put + 1
   end
 end
@@ -73,8 +78,8 @@ end
 -- Stores the examples that are encoded; with `wait`, all that were put.
 function Stream:drain(wait)
   local ok, problem = pcall(self.source.drain, self.source, wait)
+  self:grow()                                              -- an example before the failed one may be too long
   if not ok then self:fail(problem) end
-  self:grow()
 end
 
 -- Returns the place of the order up to which examples are needed for the next window, or for `lead` rows.
@@ -118,12 +123,10 @@ function Stream:finish()
   self:drain(true)
   if self.info.taken < self.info.places then error(self.problem, 0) end
   for i = 0, self.source.count - 1 do                      -- a mixture may leave examples out of the first epoch
-    if self.there[i] == 0 then
-      self.source.add(i + 1)
-      self.there[i] = 1
-    end
+    if not self:add(i) then break end
   end
-  self.source:drain(true)
+  self:drain(true)
+  if self.problem ~= nil then error(self.problem, 0) end
   self.source:close()
   return self.source.gathered()
 end
