@@ -220,22 +220,26 @@ function T:where(c, other)
   return ops.where(c, self, other)
 end
 
+local ALL, ROW, COLUMN, NO_SIZES = { -1 }, { 1, -1 }, { -1, 1 }, {}
+
 --- Returns the matrix product: [..., M, K] times [..., K, N] is [..., M, N]. Leading dimensions broadcast. A vector
 --- acts as a row on the left and as a column on the right, and the result lacks this dimension, as in PyTorch.
 ---@param b ps.Tensor
 ---@return ps.Tensor
 function T:matmul(b)
-  local a, drop_row, drop_col = self, false, false
+  local a = self
   if not (is_tensor(a) and is_tensor(b)) then
     error(("matmul takes two tensors, not %s"):format(tostring(is_tensor(a) and b or a)))
   end
   if a.ndim == 0 or b.ndim == 0 then error("matmul: a tensor without dimensions") end
-  if a.ndim == 1 then a, drop_row = a:unsqueeze(0), true end
-  if b.ndim == 1 then b, drop_col = b:unsqueeze(1), true end
+  local row, column = a.ndim == 1, b.ndim == 1
+  if row then a = ops.reshape(a, 2, ROW) end
+  if column then b = ops.reshape(b, 2, COLUMN) end
   local y = ops.matmul(a, b, 0)
-  if drop_row then y = y:squeeze(-2) end
-  if drop_col then y = y:squeeze(-1) end
-  return y
+  if row and column then return ops.reshape(y, 0, NO_SIZES) end
+  if not (row or column) then return y end
+  if y.ndim == 2 then return ops.reshape(y, 1, ALL) end    -- faster than squeeze
+  return y:squeeze(row and -2 or -1)
 end
 T.mm, T.bmm = T.matmul, T.matmul
 

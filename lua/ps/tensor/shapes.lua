@@ -91,7 +91,7 @@ function T:diagonal(offset, dim1, dim2)
   return flat:slice(-1, first, first + (n - 1) * (columns + 1) + 1, columns + 1)
 end
 
-local ALL, ROW, COLUMN, NO_SIZES = { -1 }, { 1, -1 }, { -1, 1 }, {}
+local ALL = { -1 }
 
 --- Sets the elements of the main diagonal to one number, in place.
 ---@param value number
@@ -236,7 +236,7 @@ function T:dot(other)
     error(("dot takes two vectors of one length, not [%s] and [%s]"):format(table.concat(self:shape(), ", "),
       table.concat(other:shape(), ", ")))
   end
-  return ops.reshape(ops.matmul(self:reshape(ROW), other:reshape(COLUMN), 0), 0, NO_SIZES)
+  return self:matmul(other)
 end
 --- Returns the product of this matrix and a vector.
 ---@param v ps.Tensor [M]
@@ -246,7 +246,7 @@ function T:mv(v)
     error(("mv takes a matrix and a vector, not [%s] and [%s]"):format(table.concat(self:shape(), ", "),
       table.concat(v:shape(), ", ")))
   end
-  return ops.reshape(ops.matmul(self, v:reshape(COLUMN), 0), 1, ALL)
+  return self:matmul(v)
 end
 
 --- Returns the differences of adjacent elements along a dimension.
