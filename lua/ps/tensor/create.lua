@@ -327,22 +327,6 @@ function M.same_shape(a, b)
   return true
 end
 
-local rows_shape = {}
-
---- Returns vectors of one size as the rows of a matrix. Returns nil if the list has other values, or more than one op
---- can join.
----@param list any
----@return ps.Tensor?
-function M.rows_of(list)
-  local first = type(list) == "table" and list[1]
-  if not is_tensor(first) or first.ndim ~= 1 or #list > 64 then return nil end
-  for i = 2, #list do
-    if not is_tensor(list[i]) or not M.same_shape(first, list[i]) then return nil end
-  end
-  rows_shape[1], rows_shape[2] = #list, tonumber(first.shape_[0])
-  return ops.reshape(ops.concat(list, 0), 2, rows_shape)
-end
-
 M.draw = draw
 
 return M

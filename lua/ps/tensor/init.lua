@@ -513,12 +513,27 @@ function M.cat(list, d)
   if #group > 0 then groups[#groups + 1] = ops.concat(group, d or 0) end
   return M.cat(groups, d)
 end
+
+local rows_shape = {}
+
+-- Returns vectors of one size as the rows of a matrix. Returns nil if the list has other values, or more than one op
+-- can join.
+local function rows_of(list)
+  local first = type(list) == "table" and list[1]
+  if not is_tensor(first) or first.ndim ~= 1 or #list > 64 then return nil end
+  for i = 2, #list do
+    if not is_tensor(list[i]) or not create.same_shape(first, list[i]) then return nil end
+  end
+  rows_shape[1], rows_shape[2] = #list, tonumber(first.shape_[0])
+  return ops.reshape(ops.concat(list, 0), 2, rows_shape)
+end
+
 --- Joins tensors of one shape along a new dimension d.
 ---@param list ps.Tensor[]
 ---@param d? integer (default 0)
 ---@return ps.Tensor
 function M.stack(list, d)
-  local matrix = (d or 0) == 0 and create.rows_of(list)
+  local matrix = (d or 0) == 0 and rows_of(list)
   if matrix then return matrix end
   local rows = {}
   for i, t in ipairs(caller.typed(list, "table", "ps.stack: the list of tensors")) do
