@@ -943,9 +943,10 @@ typedef struct ps_batch {                /* The arrays are [rows, length], as in
  * is wrong. */
 int ps_batches_new(ps_examples *e, const ps_rows_config *rows_config, const ps_batches_config *config, ps_rows *first,
                    ps_batches **out);
+enum { PS_BATCHES_MORE = 2 };            /* a result of ps_batches_next, besides 0 and 1 */
 /* Returns 1 with a batch, or 0 at the end of an epoch. After the end, the next epoch begins. Starts the thread.
- * Returns 2 if the batch needs rows that are not there: grow the rows (ps_rows_grow), or, if they are complete, pass
- * the gathered examples to ps_batches_examples, and call again.
+ * Returns PS_BATCHES_MORE if the batch needs rows that are not there: grow the rows (ps_rows_grow), or, if they are
+ * complete, pass the gathered examples to ps_batches_examples, and call again.
  * PS_EIO: the file of examples was truncated. Also returns errors of ps_rows_new for an epoch, and of ps_rows_fill;
  * the next call then tries again. */
 int ps_batches_next(ps_batches *b, ps_batch *out);

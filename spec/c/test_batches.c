@@ -229,7 +229,7 @@ static void test_growing(ps_examples *e, bool packing, int64_t each, int ahead)
     }
     CHECK(row == n && there == N);
     ps_batch got;
-    CHECK(ps_batches_next(b, &got) == 2);                /* the next epoch needs gathered examples */
+    CHECK(ps_batches_next(b, &got) == PS_BATCHES_MORE);  /* the next epoch needs gathered examples */
     FAILS(ps_batches_examples(b, s), PS_ESTATE, "not finished");
     OK(ps_examples_new("", key, 0, &all));
     OK(ps_examples_gather(all, s));

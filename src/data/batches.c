@@ -271,7 +271,7 @@ int ps_batches_next(ps_batches *b, ps_batch *out)
     while (!b->count && !b->failed.code && has_rows(b)) pthread_cond_wait(&b->ready, &b->lock);
     int rc;
     if (!b->count && !b->failed.code) {
-        rc = 2;
+        rc = PS_BATCHES_MORE;
     } else if (b->count) {
         const slot *s = &b->ring[b->head];
         *out = s->batch;

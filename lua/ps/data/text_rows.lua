@@ -29,8 +29,6 @@ Rows.__index = Rows
 
 local rows = {}
 
-local MORE = 2                           -- the result of ps_batches_next if a batch needs rows that are not there
-
 local LONG = { cut = C.PS_LONG_RIGHT, right = C.PS_LONG_RIGHT, left = C.PS_LONG_LEFT, drop = C.PS_LONG_DROP,
   error = C.PS_LONG_ERROR }
 local EXHAUSTED = { leave = C.PS_MIX_LEAVE, ["repeat"] = C.PS_MIX_REPEAT, stop = C.PS_MIX_STOP }
@@ -290,7 +288,7 @@ function rows.next(self, rng)
   local given, row = own.given, self.at.row
   if own.stream then own.stream:ahead(row) end
   local rc = C.ps_batches_next(own.batches, given)
-  while rc == MORE do
+  while rc == C.PS_BATCHES_MORE do
     if not own.stream:more(row) then rows.complete(self) end
     rc = C.ps_batches_next(own.batches, given)
   end
