@@ -2,7 +2,7 @@
 """Compares psluajit with bitsandbytes: folders that transformers quantized to NF4, without and with double
 quantization, are read by both. Prints one line per folder: the number of weights, the number of values whose bits
 differ (fp32 and bf16), and the largest difference of logits. Then psluajit quantizes and writes the same models, and
-both read these folders.
+both read these folders. Fails if a value differs, or if logits differ by more than their sums' rounding does.
 
     python bench/peers/bitsandbytes_nf4.py [--program build/psluajit] [--model FOLDER]
 
@@ -48,9 +48,20 @@ MODELS = {
                          num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64),
     "gpt2": GPT2Config(vocab_size=96, n_positions=64, n_embd=64, n_layer=2, n_head=4, initializer_range=0.1)}
 
+# Sums have another order in the two programs. The largest difference that was measured is 3e-6 (SmolLM2-135M).
+LOGITS = 1e-5
 
 KINDS = {"single": "quantized by bitsandbytes", "double": "quantized by bitsandbytes twice",
          "written": "quantized by psluajit"}
+
+
+def plain_products(model):
+    """Makes a model multiply by dequantized weights. With AVX-512 BF16, bitsandbytes would repack the weights in the
+    first forward, which rounds their scales to bf16."""
+    for module in model.modules():
+        if isinstance(module, bnb.nn.Linear4bit):
+            module.support_avx512bf16_for_cpu = False
+    return model
 
 
 def quantized(source, double, dtype):
@@ -90,7 +101,8 @@ def compare(program, label, source, kind):
         ids = torch.randint(0, 90, (2, 11), generator=torch.Generator().manual_seed(1)).to(torch.int32)
         save_file({"ids": ids}, out + "/ids.safetensors")
         run(program, out, READ, out + "/model", out)
-        model = AutoModelForCausalLM.from_pretrained(out + "/model", device_map="cpu", dtype=torch.float32)
+        model = plain_products(AutoModelForCausalLM.from_pretrained(out + "/model", device_map="cpu",
+                                                                    dtype=torch.float32))
         with torch.no_grad():
             want = model(input_ids=ids.long()).logits
         logits = load_file(out + "/logits.safetensors")
@@ -103,7 +115,7 @@ def compare(program, label, source, kind):
         print(f"{label}, {KINDS[kind]}: {count} weights; values that differ: "
               f"{wrong['fp32']} fp32, {wrong['bf16']} bf16; logits differ by {far['plain']:.1e} of the largest, packed "
               f"{far['packed']:.1e}", flush=True)
-        return count == 0 or any(wrong.values()) or max(far.values()) > 1e-4
+        return count == 0 or any(wrong.values()) or max(far.values()) > LOGITS
 
 
 def main():
