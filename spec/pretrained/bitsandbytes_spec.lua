@@ -1,8 +1,11 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Folders whose weights bitsandbytes quantized to NF4. This spec writes codes and scales by formulas, and computes the
 -- values from them: map[code] * scale, where double quantization has scale = map8[code8] * group's scale + offset, each
--- operation rounded to fp32. bench/peers/bitsandbytes_nf4.py compares with bitsandbytes itself.
+-- operation rounded to fp32. spec/golden/nf4.safetensors has two weights and their values from bitsandbytes itself, and
+-- bench/peers/bitsandbytes_nf4.py compares whole models with it.
 local ps = require "ps"
+local paths = require "ps.paths"
+local bitsandbytes = require "ps.pretrained.bitsandbytes"
 local check = require "spec.check_lib"
 local ffi = require "ffi"
 local files_of = require "ps.pretrained.files"
@@ -117,6 +120,22 @@ describe("a folder in NF4 of bitsandbytes", function()
       end)
     end
   end
+
+  it("has the values that bitsandbytes computed (spec/oracle/make_nf4_golden.py)", function()
+    local path = paths.root .. "/spec/golden/nf4.safetensors"
+    local files = files_of.open { path }
+    local file, weights = files.list[1], files.quantized
+    local _, quantization = bitsandbytes.split({ quantization_config = json.decode(file.metadata.quantization_config) },
+      path)
+    bitsandbytes.check(weights, quantization, path)
+    assert.same({ "double.weight", "single.weight" }, weights:names())
+    for _, name in ipairs(weights:names()) do
+      local values, columns = weights:tensor(name, "cpu"), {}
+      for i = 0, values:size(1) - 1, 32 do columns[#columns + 1] = values:narrow(1, i, 1) end
+      assert.equal(check.bytes(file:tensor(name .. ".values", "cpu")), check.bytes(ps.cat(columns, 1)), name)
+    end
+    files:close()
+  end)
 
   it("stays packed with the numbers of the unpacked model, also mapped and in products of few rows", function()
     for family, layer in pairs { llama = "model.layers.0.mlp.down_proj", gpt2 = "transformer.h.0.attn.c_attn" } do
