@@ -122,10 +122,6 @@ local function gather(parts, step, base, later)
   for name, tensor in pairs(later and engine:values_later() or parts.model:state_dict { tied = false }) do
     if not (base and base.names[name]) then tensors[name] = tensor end
   end
-  for _, row in ipairs(later and engine.built.list or {}) do
-    local make = tensors[row.name]
-    if type(make) == "function" then tensors[row.name] = { shape = row.param:shape(), dtype = "fp32", make = make } end
-  end
   local own = {}
   for name, tensor in pairs(parts.tensors or {}) do own[restore.SCRIPT .. name] = tensor end
   if parts.optimizer then

@@ -317,8 +317,8 @@ function Weights:type(name) return weight_of(self, name) and NF4.name end
 ---@param name string
 function Weights:check(name) weight_of(self, name) end
 
--- Returns the scales of n blocks from `first` on, fp32 [n].
-local function scales(name, weight, first, n)
+-- Returns the scales of n blocks from `first` on, fp32 [n]. `map` has the values of nested_quant_map.
+local function scales(name, weight, map, first, n)
   local file, full = weight.sides.absmax, name .. ".absmax"
   if not weight.offset then
     local made = create.empty({ n }, { dtype = "fp32", device = "cpu" })
@@ -330,7 +330,6 @@ local function scales(name, weight, first, n)
   local total = weight.rows * weight.columns / BLOCK
   local codes = create.zeros({ groups * GROUP }, { dtype = "uint8", device = "cpu" })
   file:read_part(full, codes:narrow(0, 0, math.min(total - group * GROUP, groups * GROUP)), { group * GROUP })
-  local map = weight.sides.nested_quant_map:tensor(name .. ".nested_quant_map", "cpu")
   local of_groups = create.empty({ groups }, { dtype = "fp32", device = "cpu" })
   weight.sides.nested_absmax:read_part(name .. ".nested_absmax", of_groups, { group })
   local values = native.ops.embedding(map:reshape(256, 1), codes:to "int32", -1):reshape(groups, GROUP)
@@ -346,14 +345,14 @@ local function bytes_of(values)
   return made
 end
 
--- Returns n rows of a weight as blocks, uint8 [n, bytes of a row].
-local function blocks_of(name, weight, first, n)
+-- Returns n rows of a weight as blocks, uint8 [n, bytes of a row]. `map` has the values of nested_quant_map.
+local function blocks_of(name, weight, map, first, n)
   local per_row = weight.columns / BLOCK
   local count, half = n * per_row, BLOCK / 2
   local codes = create.empty({ count * half, 1 }, { dtype = "uint8", device = "cpu" })
   weight.file:read_part(name, codes, { first * per_row * half, 0 })
   local made = create.empty({ count, NF4.nbytes }, { dtype = "uint8", device = "cpu" })
-  made:narrow(1, 0, 4):copy_(bytes_of(scales(name, weight, first * per_row, count)))
+  made:narrow(1, 0, 4):copy_(bytes_of(scales(name, weight, map, first * per_row, count)))
   made:narrow(1, 4, half):copy_(codes:reshape(count, half))
   return made:reshape(n, per_row * NF4.nbytes)
 end
@@ -373,16 +372,18 @@ function Weights:read_part(name, tensor, offset)
   if weight.transposed and not weight.packed then into, at = into:transpose(0, 1), { offset[2], offset[1] } end
   local rows, columns = into:size(0), into:size(1)
   local step = math.max(1, math.floor(VALUES / weight.columns))
-  for first = 0, rows - 1, step do
-    scope.scope(scope.no_grad, function()
-      local n = math.min(step, rows - first)
-      local part = blocks_of(name, weight, at[1] + first, n)
-      if not weight.packed then
-        part = native.ops.unpack(part, NF4.number, native.dtype_code "fp32"):narrow(1, at[2], columns)
-      end
-      into:narrow(0, first, n):copy_(part:to(tensor:device()))
-    end)
+  local function copy_rows(map, first)
+    local n = math.min(step, rows - first)
+    local part = blocks_of(name, weight, map, at[1] + first, n)
+    if not weight.packed then
+      part = native.ops.unpack(part, NF4.number, native.dtype_code "fp32"):narrow(1, at[2], columns)
+    end
+    into:narrow(0, first, n):copy_(part:to(tensor:device()))
   end
+  scope.scope(scope.no_grad, function()
+    local map = weight.offset and weight.sides.nested_quant_map:tensor(name .. ".nested_quant_map", "cpu")
+    for first = 0, rows - 1, step do scope.scope(copy_rows, map, first) end
+  end)
 end
 
 --- Reads a weight into a tensor of its shape, and converts the values to its dtype.

@@ -9,6 +9,7 @@ local caller = require "ps.core.caller"
 local sharded = require "ps.nn.sharded"
 local agree = require "ps.dist.agree"
 local batch = require "ps.pretrained.batch"
+local copied = require "ps.core.copied"
 local encode = require "ps.core.encode"
 local make_folder = require("ps.checkpoints.folder").make
 local folder = require "ps.pretrained.folder"
@@ -55,23 +56,22 @@ end
 ---@param model ps.nn.Module|ps.Engine
 ---@return table[]
 function save.entries(model)
-  local engine, entries, rows = handle.of(model), {}, {}
+  local engine, entries = handle.of(model), {}
   local alone = engine and not engine.ranks and not engine.stages
   local here = alone and engine:values_later() or model:state_dict { tied = false }
   local stages = engine and engine.stages
   local function saves(name) return not stages or stages:saves(name) end
   local shares = engine and engine.ranks and engine.zero_stage > 0
   if not shares then
-    for _, row in ipairs(alone and engine.built.list or {}) do rows[row.name] = row.param end
     for name, tensor in pairs(here) do
-      local later = type(tensor) == "function"
       if saves(name) then
-        entries[#entries + 1] = { name = name, shape = (later and rows[name] or tensor):shape(), tensor = tensor,
-          dtype = later and "fp32" or tensor:dtype(), owner = 0 }
+        local later = type(tensor) == "table"
+        entries[#entries + 1] = { name = name, shape = later and tensor.shape or tensor:shape(), owner = 0,
+          dtype = later and tensor.dtype or tensor:dtype(), tensor = later and tensor.make or tensor }
       end
     end
   else
-    local address = require("ps.nn.module").address
+    local address, rows = require("ps.nn.module").address, {}
     for _, list in ipairs { "list", "frozen" } do
       for _, row in ipairs(engine.built[list]) do rows[address(row.param)] = { row.owner, list == "list" } end
     end
@@ -335,7 +335,7 @@ local function write_all(path, files, config, group)
   for i in ipairs(files) do
     names[i] = #files == 1 and "model.safetensors" or ("model-%05d-of-%05d.safetensors"):format(i, #files)
   end
-  local kept = { unpack(names) }
+  local kept = copied(names)
   if #files > 1 then kept[#kept + 1] = INDEX end
   batch.write(path, group, function(made)
     for i, list in ipairs(files) do save.write(made:file(names[i]), list, save.safetensors_file, group) end
