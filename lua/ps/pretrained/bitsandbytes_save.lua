@@ -77,7 +77,7 @@ local function tensors_of(layer, weight)
   local numel = layer.rows * layer.columns
   local function bytes_of_blocks(first, n)
     return function()
-      return weight:detach():to("cpu"):reshape(-1, NF4.nbytes):narrow(1, first, n):contiguous()
+      return weight:detach():reshape(-1, NF4.nbytes):narrow(1, first, n):contiguous():to("cpu")
     end
   end
   local text = encode { quant_type = "nf4", blocksize = NF4.block, shape = { layer.rows, layer.columns },
