@@ -86,14 +86,15 @@ local function attach(layer, owner, kind, dtype)
   if layer.class_name == "LMHead" then rawset(layer, "loss", head_loss) end
 end
 
-local KINDS = { Linear = true, Conv1D = true, LMHead = true, Embedding = true }
+--- Names of the classes whose weights can be packed: linear layers, heads and embeddings.
+packed.CLASSES = { Linear = true, Conv1D = true, LMHead = true, Embedding = true }
 
---- Returns whether a module's weight can be packed: a linear layer, a head or an embedding, without adapters.
+--- Returns whether a module's weight can be packed: its class is in CLASSES, and it has no adapters.
 ---@param module ps.nn.Module
 ---@return boolean
 function packed.can(module)
-  return KINDS[module.class_name] and registry.kind(module, "weight") == "param" and not rawget(module, "lora_")
-    or false
+  return packed.CLASSES[module.class_name] and registry.kind(module, "weight") == "param"
+    and not rawget(module, "lora_") or false
 end
 
 --- Returns the shape of the packed weight of a layer.

@@ -9,6 +9,7 @@
 -- With double quantization, a block's scale is nested_quant_map[code] * nested_absmax + nested_offset.
 local array = require "ps.core.array"
 local caller = require "ps.core.caller"
+local copied = require "ps.core.copied"
 local create = require "ps.tensor.create"
 local encode = require "ps.core.encode"
 local json = require "cjson"
@@ -27,6 +28,7 @@ local NF4 = nn_packed.type "NF4"                           -- a block: the scale
 local BLOCK, GROUP = NF4.block, 256
 local VALUES = 2 ^ 20                                      -- values that are read at a time
 local STATE = ".quant_state.bitsandbytes__"
+local STATE_NAME = "^(.*)" .. STATE:gsub("%.", "%%.") .. "(%w+)$"        -- the name of a weight, and its type
 local CODES = 16                                           -- number of values of NF4
 
 -- GPT-2's layers store their weights transposed ([in, out]). bitsandbytes quantizes [out, in].
@@ -88,8 +90,8 @@ function bitsandbytes.split(fields, where)
   if skip ~= nil and not is_list_of_names(skip) then
     refuse(".llm_int8_skip_modules", skip, "it must be a list of names")
   end
-  local rest = {}
-  for key, value in pairs(fields) do if key ~= "quantization_config" then rest[key] = value end end
+  local rest = copied(fields)
+  rest.quantization_config = nil
   return rest, given
 end
 
@@ -116,18 +118,19 @@ end
 local Weights = {}
 Weights.__index = Weights
 
--- Raises an error if a further tensor of a weight is missing, or has another type or shape.
+-- Raises an error if a tensor is missing, or has another type or shape. `part` and `subject` are for messages.
+local function check_tensor(self, name, file, dtype, shape, part, subject)
+  if not file then settings.refuse(self.path, name, "none", ("the files lack %s in NF4"):format(part)) end
+  local its, other = file:dtype(name)
+  if its ~= dtype or not rectangles.same(file:shape(name), shape) then
+    settings.refuse(self.path, name, ("%s [%s]"):format(its or other, rectangles.text(file:shape(name))),
+      ("%s must be %s [%s]"):format(subject, dtype, rectangles.text(shape)))
+  end
+end
+
+-- The same for a further tensor of a weight.
 local function check_side(self, name, weight, suffix, dtype, shape)
-  local file = weight.sides[suffix]
-  local full = name .. "." .. suffix
-  if not file then
-    settings.refuse(self.path, full, "none", "the files lack this tensor of a weight in NF4")
-  end
-  if file:dtype(full) ~= dtype or not rectangles.same(file:shape(full), shape) then
-    local its, other = file:dtype(full)
-    settings.refuse(self.path, full, ("%s [%s]"):format(its or other, rectangles.text(file:shape(full))),
-      ("it must be %s [%s]"):format(dtype, rectangles.text(shape)))
-  end
+  check_tensor(self, name .. "." .. suffix, weight.sides[suffix], dtype, shape, "this tensor of a weight", "it")
 end
 
 -- Returns the decoded quant_state of a weight.
@@ -205,14 +208,8 @@ local function add(self, files, name, kind)
   check_state(self, weight, state, full)
   local numel = weight.rows * weight.columns
   local blocks = numel / BLOCK
-  if not weight.file then
-    settings.refuse(self.path, name, "none", "the files lack the codes of this weight in NF4")
-  end
-  if weight.file:dtype(name) ~= "uint8" or not rectangles.same(weight.file:shape(name), { numel / 2, 1 }) then
-    local its, other = weight.file:dtype(name)
-    settings.refuse(self.path, name, ("%s [%s]"):format(its or other, rectangles.text(weight.file:shape(name))),
-      ("a weight of [%d, %d] in NF4 must be uint8 [%d, 1]"):format(weight.rows, weight.columns, numel / 2))
-  end
+  check_tensor(self, name, weight.file, "uint8", { numel / 2, 1 }, "the codes of this weight",
+    ("a weight of [%d, %d] in NF4"):format(weight.rows, weight.columns))
   check_side(self, name, weight, "absmax", weight.offset and "uint8" or "fp32", { blocks })
   check_side(self, name, weight, "quant_map", "fp32", { CODES })
   if weight.offset then
@@ -233,7 +230,7 @@ function bitsandbytes.find(path, list)
   for _, file in ipairs(list) do
     for _, name in ipairs(file:names()) do
       files[name] = file
-      local weight, kind = name:match("^(.*)%.quant_state%.bitsandbytes__(%w+)$")
+      local weight, kind = name:match(STATE_NAME)
       if weight then found[#found + 1] = { weight, kind } end
     end
   end

@@ -4,6 +4,7 @@
 -- other linear layer in NF4.
 local bitsandbytes = require "ps.pretrained.bitsandbytes"
 local caller = require "ps.core.caller"
+local copied = require "ps.core.copied"
 local create = require "ps.tensor.create"
 local encode = require "ps.core.encode"
 local packed = require "ps.nn.packed"
@@ -28,8 +29,6 @@ local SCALE = 4                                            -- bytes of a block's
 local Saving = {}
 Saving.__index = Saving
 
-local KINDS = { Linear = true, Conv1D = true, LMHead = true, Embedding = true }
-
 --- Returns whether a layer's weight is packed as NF4, in a layer that bitsandbytes supports.
 ---@param layer ps.nn.Module
 ---@return boolean
@@ -47,7 +46,7 @@ function saving.of(model)
       self.layers[(name == "" and "" or name .. ".") .. "weight"] = { rows = rows, columns = columns,
         shape = module.class_name == "Conv1D" and { columns, rows } or { rows, columns },
         dtype = rawget(module, "packed_").dtype }
-    elseif KINDS[module.class_name] then
+    elseif packed.CLASSES[module.class_name] then
       skipped[name] = true
     end
   end
@@ -64,8 +63,7 @@ end
 ---@param dtype string Hugging Face's name of the dtype in which the model computes
 ---@return table
 function Saving:config(config, dtype)
-  local fields = {}
-  for key, value in pairs(config) do fields[key] = value end
+  local fields = copied(config)
   fields.quantization_config = { quant_method = "bitsandbytes", load_in_4bit = true, load_in_8bit = false,
     bnb_4bit_quant_type = "nf4", bnb_4bit_use_double_quant = false, bnb_4bit_quant_storage = "uint8",
     bnb_4bit_compute_dtype = dtype, llm_int8_skip_modules = self.skipped }
