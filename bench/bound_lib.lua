@@ -5,6 +5,9 @@
 -- share that does not stay costs a read, and, once between one write and the next, a write back. The model has sizes,
 -- writes back and gaps over the end of the step. It ignores that chunks cannot be split, so the result is a lower
 -- bound.
+local ps = require "ps"
+local ffi, C = ps.ffi, ps.C
+
 local bound = {}
 
 ---@class bound.use
@@ -17,6 +20,33 @@ local bound = {}
 ---@field sizes number[]        bytes of each chunk, indexed from 1
 ---@field uses bound.use[]      the uses of chunks, sorted by moment
 ---@field moments integer       number of moments, which are counted from 0
+
+--- Returns the trace of a step of the open engine, and the bytes that chunks can use on the first tier: its budget
+--- without the tensors outside chunks, whose bytes are the third result.
+---@param engine ps.Engine the engine's own table (ps.nn.handle)
+---@return bound.trace trace
+---@return number capacity
+---@return number other
+function bound.trace_of(engine)
+  local _, id = next(engine.traces)
+  if not id then error("no step has been traced", 0) end
+  local about, info, tier = ffi.new "ps_trace_info", ffi.new "ps_chunk_info", ffi.new "ps_tier_info"
+  ps.check(C.ps_engine_trace_get(ps.ctx, id, about, 0, nil))
+  local uses = ffi.new("ps_use[?]", about.n_uses + 1)
+  ps.check(C.ps_engine_trace_get(ps.ctx, id, about, about.n_uses, uses))
+  local trace = { sizes = {}, uses = {}, moments = about.n_moments }
+  for i = 0, about.n_uses - 1 do
+    trace.uses[i + 1] = { moment = uses[i].moment, chunk = uses[i].chunk + 1, write = uses[i].write == 1,
+      ends = uses[i].ends == 1 }
+  end
+  for chunk = 0, C.ps_engine_chunk_count(ps.ctx) - 1 do
+    ps.check(C.ps_engine_chunk_get(ps.ctx, chunk, info))
+    trace.sizes[chunk + 1] = tonumber(info.nbytes)
+  end
+  ps.check(C.ps_engine_tier_get(ps.ctx, 0, tier))
+  local other = tonumber(about.other[0])
+  return trace, tonumber(tier.budget) - other, other
+end
 
 --- Returns the gaps of a trace. A gap has the chunk, and in `first` and `last` the moments of two successive uses
 --- (`last` can be in the next step). `stretch` is a number that all gaps between two writes share, or nil if the chunk

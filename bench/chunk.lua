@@ -113,15 +113,6 @@ end
 local MOVED = { model = args.moved_model, batch = 1, seq = 64, config = BF16 }
 local WARM, COUNTED = 2, 3
 
---- Returns the trace in the form for bench/bound_lib.lua, and the number of bytes that chunks can use on the first
---- tier.
-local function bound_trace(worker)
-  local raw = worker:ask "trace"
-  local trace = { sizes = raw.sizes, uses = {}, moments = raw.moments }
-  for i, use in ipairs(raw.uses) do trace.uses[i] = { moment = use[1], chunk = use[2], write = use[3] == 1 } end
-  return trace, raw.budgets[1] - raw.other[1]
-end
-
 function sections.moved()
   local state = gpt2.new(MOVED.model, { device = "meta" }):num_parameters() * 14
   local n, worst = WARM + COUNTED, {}
@@ -133,16 +124,16 @@ function sections.moved()
       local memory = { host = host, disk = { path = args.disk, limit = math.ceil(state * 1.4) } }
       local worker = lib.start(with(MOVED, { memory = memory, eviction = policy }))
       local steps = worker:steps(n)
-      local trace, capacity = bound_trace(worker)
+      local traced = worker:ask "trace"
       local what = ("%s, host %.0f MiB, %s"):format(MOVED.model, host / MIB, policy)
       check_exact(what, lib.fingerprint(steps, worker) == wanted)
       worker:close()
       if not least then
         local reason
-        least, reason = bound.solve(trace, capacity, 60)
+        least, reason = bound.solve(traced.trace, traced.capacity, 60)
         if not least then say("  no lower bound: %s", reason) end
         say("  host %.0f MiB of %.0f MiB of state, %.0f MiB for chunks: at least %.0f MiB per step", host / MIB,
-          state / MIB, capacity / MIB, (least or 0) / MIB)
+          state / MIB, traced.capacity / MIB, (least or 0) / MIB)
       end
       local bytes, waits = 0, 0
       for i = WARM + 1, n do
@@ -206,10 +197,10 @@ local ONE_THREAD = { OMP_NUM_THREADS = 1, PS_SIM_MEMORY = "8GiB" }     -- copy t
 local function timed(setting, environment, n)
   local worker = lib.start(setting, merged(ONE_THREAD, environment))
   local steps = worker:steps(n + 2)
-  local raw, print_ = worker:ask "trace", lib.fingerprint(steps, worker)
+  local traced, print_ = worker:ask "trace", lib.fingerprint(steps, worker)
   worker:close()
   for _ = 1, 2 do table.remove(steps, 1) end
-  return steps, raw, print_
+  return steps, traced, print_
 end
 
 local function copies(step) return math.max(step.up[1], step.down[1]) end
@@ -219,11 +210,11 @@ local function sim(shape)
   local run = merged(shape, {})
   run.share = nil
   local wanted = plain_print(run, n + 2)
-  local fitting, raw, print_ = timed(with(run, { device = "sim", memory = { device = "4GiB" } }), nil, n)
+  local fitting, traced, print_ = timed(with(run, { device = "sim", memory = { device = "4GiB" } }), nil, n)
   check_exact("sim, everything fits", print_ == wanted)
   local compute = median(pluck(fitting, "seconds"))
   local numel = gpt2.new(run.model, merged(run.options, { device = "meta" })):num_parameters()
-  local device = math.floor(raw.other[1] + numel * 2 * shape.share)
+  local device = math.floor(traced.other + numel * 2 * shape.share)
   local setting = with(run, { device = "sim", memory = { device = device }, overlap_optimizer = true })
   local fast, _, fast_print = timed(setting, { PS_SIM_BANDWIDTH = 64 }, 2)
   check_exact("sim, part of the parameters fits", fast_print == plain_print(run, 4))
@@ -234,8 +225,8 @@ local function sim(shape)
   local seconds, transfer = median(pluck(steps, "seconds")), median { copies(steps[1]), copies(steps[#steps]) }
   transfer = transfer / bandwidth
   say("  %.1f M parameters, %d micro-batches, device budget %.1f MiB: %.1f MiB of other tensors, %.1f MiB for chunks",
-    numel / 1e6, run.config.gradient_accumulation_steps, device / MIB, raw.other[1] / MIB,
-    (device - raw.other[1]) / MIB)
+    numel / 1e6, run.config.gradient_accumulation_steps, device / MIB, traced.other / MIB,
+    (device - traced.other) / MIB)
   say("  a step copies %.1f MiB in and %.1f MiB out at %.3f GB/s each way: %.1f ms; computing alone: %.1f ms",
     steps[#steps].up[1] / MIB, steps[#steps].down[1] / MIB, bandwidth / 1e9, transfer * 1e3, compute * 1e3)
   say("  with copies at 64 GB/s: %.1f ms per step, %.1f ms of it waiting", median(pluck(fast, "seconds")) * 1e3,

@@ -4,6 +4,7 @@
 -- "@". Settings that differ only in memory have the same batches and the same initial parameters.
 local ps = require "ps"
 local inner = require("ps.nn.handle").of
+local bound = require "bench.bound_lib"
 local cjson = require "cjson"
 local gpt2 = require "models.gpt2"
 local ffi, C = ps.ffi, ps.C
@@ -119,30 +120,11 @@ function commands.chunks()
   return { count = C.ps_engine_chunk_count(ps.ctx), nbytes = nbytes, used = used, numel = model:num_parameters() }
 end
 
---- Returns the trace of the last step in the form for bench/bound_lib.lua: sizes, uses {moment, chunk from 1, write,
---- tier}, moments, and each tier's budget and bytes outside chunks.
+--- Returns the trace of the last step for bench/bound_lib.lua, the bytes that chunks can use on the first tier, and the
+--- bytes outside chunks there.
 function commands.trace()
-  local _, id = next(inner(model).traces)
-  if not id then error("no step has been traced", 0) end
-  local about = ffi.new("ps_trace_info")
-  ps.check(C.ps_engine_trace_get(ps.ctx, id, about, 0, nil))
-  local uses = ffi.new("ps_use[?]", about.n_uses + 1)
-  ps.check(C.ps_engine_trace_get(ps.ctx, id, about, about.n_uses, uses))
-  local out = { sizes = {}, uses = {}, moments = about.n_moments, budgets = {}, other = {} }
-  for i = 0, about.n_uses - 1 do
-    local use = uses[i]
-    out.uses[i + 1] = { use.moment, use.chunk + 1, use.write, use.tier }
-  end
-  local info = ffi.new("ps_chunk_info")
-  for chunk = 0, C.ps_engine_chunk_count(ps.ctx) - 1 do
-    ps.check(C.ps_engine_chunk_get(ps.ctx, chunk, info))
-    out.sizes[chunk + 1] = tonumber(info.nbytes)
-  end
-  for t = 0, C.ps_engine_tier_count(ps.ctx) - 1 do
-    ps.check(C.ps_engine_tier_get(ps.ctx, t, tier))
-    out.budgets[t + 1], out.other[t + 1] = tonumber(tier.budget), tonumber(about.other[t])
-  end
-  return out
+  local trace, capacity, other = bound.trace_of(inner(model))
+  return { trace = trace, capacity = capacity, other = other }
 end
 
 local ok, problem = pcall(begin)

@@ -13,6 +13,7 @@ local argparse = require "argparse"
 local cjson = require "cjson"
 local ps = require "ps"
 local command_line = require "ps.core.command_line"
+local quoted = require("bench.process_lib").quote
 
 local LONGEST = 64
 
@@ -57,7 +58,6 @@ local function run(args)
   local list = assert(io.open(ids_path, "wb"))
   list:write(cjson.encode { lines = lines, ids = encoded })
   assert(list:close())
-  local function quoted(text) return "'" .. text:gsub("'", "'\\''") .. "'" end
   local here = require("ps.paths").root .. "/bench/peers/exact_torch.py"
   local code = os.execute(("%s %s %s %s %s"):format(quoted(os.getenv "PS_TORCH_PYTHON" or "python3"), quoted(here),
     quoted(args.folder), quoted(path), quoted(ids_path)))

@@ -50,7 +50,7 @@ end
 local now = require("ps").now
 local file = args.folder .. "/model.safetensors"
 
-local function quoted(text) return "'" .. text:gsub("'", "'\\''") .. "'" end
+local quoted = process.quote
 
 local function make()
   if lfs.attributes(args.folder, "mode") then return end

@@ -153,25 +153,6 @@ local function counters()
     down = tonumber(tier.bytes_down), at = ps.now(), processor = os.clock() }
 end
 
--- Returns the least bytes that any policy moves in a step like the last one, within the budget without other tensors.
-local function least_moved()
-  local _, id = next(engine.traces)
-  local about, info = ffi.new("ps_trace_info"), ffi.new("ps_chunk_info")
-  ps.check(C.ps_engine_trace_get(ps.ctx, id, about, 0, nil))
-  local uses = ffi.new("ps_use[?]", about.n_uses + 1)
-  ps.check(C.ps_engine_trace_get(ps.ctx, id, about, about.n_uses, uses))
-  local trace = { sizes = {}, uses = {}, moments = about.n_moments }
-  for i = 0, about.n_uses - 1 do
-    trace.uses[i + 1] = { moment = uses[i].moment, chunk = uses[i].chunk + 1, write = uses[i].write == 1 }
-  end
-  for chunk = 0, C.ps_engine_chunk_count(ps.ctx) - 1 do
-    ps.check(C.ps_engine_chunk_get(ps.ctx, chunk, info))
-    trace.sizes[chunk + 1] = tonumber(info.nbytes)
-  end
-  local tiers = require("ps.memory.chunks").tiers()
-  return require("bench.bound_lib").solve(trace, tiers[1].budget - tonumber(about.other[0]), 300)
-end
-
 -- Returns a hash of the bits of all trained parameters and masters, in the order of the model.
 local function hash_of(rows)
   local out, parts = ffi.new("uint64_t[2]"), {}
@@ -225,7 +206,9 @@ local forecast, tiers = engine.plan.forecast, require("ps.memory.chunks").tiers(
 result.planned_read, result.planned_written = forecast.fetched[1], forecast.evicted[1]
 result.planned_peak, result.host_peak = forecast.tiers[1].peak, tiers[1].peak
 if args.bound then
-  local least, reason = least_moved()
+  local bound = require "bench.bound_lib"
+  local trace, capacity = bound.trace_of(engine)
+  local least, reason = bound.solve(trace, capacity, 300)
   if least then result.least_moved, result.moved_over_least = least, result.bytes_moved / least
   else print("no lower bound: " .. reason) end
 end

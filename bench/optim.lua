@@ -126,7 +126,7 @@ local function join()
   ps.safetensors.save(out_path, all)
 end
 
-local function quote(text) return "'" .. tostring(text):gsub("'", "'\\''") .. "'" end
+local quote = require("bench.process_lib").quote
 
 local function ranks()
   local words = { quote(arg[-1]), quote(paths.root .. "/tools/launch.lua"), "--nproc-per-node", args.ranks, "--",

@@ -12,7 +12,11 @@ local lib = {}
 local Process = {}
 Process.__index = Process
 
-local function quote(text) return "'" .. tostring(text):gsub("'", "'\\''") .. "'" end
+--- Returns a text as one word of a shell command.
+---@param text any
+---@return string
+function lib.quote(text) return "'" .. tostring(text):gsub("'", "'\\''") .. "'" end
+local quote = lib.quote
 
 --- Runs a shell command. Returns the decoded JSON in the last line of its output, or nil if there is none.
 ---@param command string

@@ -36,6 +36,34 @@ describe("larger_than_memory.lua", function()
   end)
 end)
 
+describe("bound_lib.lua", function()
+  it("reads the trace of a step: uses in order, sizes of their chunks, and the bytes that chunks can use", function()
+    local ps = require "ps"
+    local model, optimizer = ps.initialize { quiet = true, config = { plan_print = false, chunk_size = 2 ^ 14,
+      memory = { host = 2 ^ 21 }, optimizer = { type = "AdamW" } }, model_func = function()
+      return require("models.gpt2").new("tiny", { n_layer = 1, vocab_size = 64, n_positions = 16 })
+    end }
+    for _ = 1, 2 do
+      local x = ps.zeros({ 1, 8 }, { dtype = "int32" })
+      model:backward(model(x, x))
+      optimizer:step()
+    end
+    local trace, capacity, other = require("bench.bound_lib").trace_of(require("ps.nn.handle").of(model))
+    assert.equal(2 ^ 21, capacity + other)
+    assert.truthy(other > 0 and #trace.uses > #trace.sizes)
+    local used, last = {}, 0
+    for _, use in ipairs(trace.uses) do
+      assert.truthy(use.moment >= last and use.moment < trace.moments)
+      last, used[use.chunk] = use.moment, true
+    end
+    for _, chunk in ipairs(ps.chunks()) do
+      assert.equal(chunk.nbytes, trace.sizes[chunk.id + 1])
+      assert.truthy(used[chunk.id + 1])
+    end
+    model:close()
+  end)
+end)
+
 describe("side_by_side.lua", function()
   it("ends with a line of JSON that has the medians and ratios, for bench/record.lua", function()
     local text, code = check.shell(([[cd '%s' && '%s' bench/side_by_side.lua 'echo "{\"x_per_s\": 6, \"y_mib\": 2}"' \
