@@ -50,6 +50,31 @@ function lib.fails_as(code, words, fn)
   if problem.name ~= code then error(("%s, not %s: %s"):format(problem.name, code, tostring(problem)), 2) end
 end
 
+--- Calls fn and catches what Lua writes to stderr.
+---@param fn function
+---@param ... any arguments of fn
+---@return string text
+---@return any ... the results of pcall
+function lib.told(fn, ...)
+  local out, text = io.stderr, {}
+  rawset(io, "stderr", { write = function(_, ...) text[#text + 1] = table.concat { ... } end })
+  local function ended(...)
+    rawset(io, "stderr", out)
+    return table.concat(text), ...
+  end
+  return ended(pcall(fn, ...))
+end
+
+--- Calls fn, which must not fail, and returns what Lua writes to stderr.
+---@param fn function
+---@param ... any arguments of fn
+---@return string
+function lib.printed(fn, ...)
+  local text, ok, why = lib.told(fn, ...)
+  assert(ok, why)
+  return text
+end
+
 --- Returns the larger of two numbers, or NaN if one of them is NaN. LuaJIT's math.max ignores a NaN in its first
 --- argument, so running maxima of differences would lose it.
 ---@param a number

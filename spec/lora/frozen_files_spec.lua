@@ -117,8 +117,7 @@ describe("a frozen base in an engine with a disk tier", function()
 
   it("has the plan of a dry run, which reads no weights either", function()
     local script = folder .. "/plan.lua"
-    local f = assert(io.open(script, "w"))
-    f:write(([[
+    check.write(script, ([[
 local ps = require "ps"
 local model, optimizer = ps.initialize { quiet = true, config = { plan_print = false, chunk_size = 2 ^ 18,
   memory = { host = "10MiB", disk = { path = "%s", limit = "4MiB" } }, optimizer = { type = "AdamW" } },
@@ -132,8 +131,7 @@ optimizer:step()
 local forecast, stats = require("ps.nn.handle").of(model).plan.forecast, require("ps.memory.chunks").tiers()[2]
 print(("%%d %%d %%d"):format(forecast.fetched[1], forecast.tiers[1].peak, stats.peak))
 ]]):format(folder, base))
-    f:close()
-    local function read(command)
+    local function read(command)                           -- without stderr, which may have notes
       local p = assert(io.popen(command:format(paths.exe, script)))
       local text = p:read "*a"
       p:close()

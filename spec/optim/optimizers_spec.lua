@@ -3,6 +3,7 @@
 -- remainders; states that are saved and loaded; and requests that are refused before the first step.
 local ps = require "ps"
 local ffi = require "ffi"
+local check = require "spec.check_lib"
 local optimizers = require "ps.optimizers"
 local nn, ops = ps.nn, ps.ops
 
@@ -148,9 +149,7 @@ describe("a model with remainders", function()
       model:close()
       local list = {}
       for i, name in ipairs { "/saved/model.safetensors", "/checkpoint.safetensors" } do
-        local f = assert(io.open(folder .. name, "rb"))
-        list[i] = f:read "*a"
-        f:close()
+        list[i] = check.read(folder .. name)
       end
       return list
     end
@@ -273,9 +272,7 @@ describe("a remainder", function()
     assert.near(8, bytes(1, 0, "AdamWBF16"), 0.1)
     assert.near(12, bytes(1, 0, "RMSprop"), 0.1)               -- with momentum
     -- Reads the table in docs/optimizers.md: its rows (micro-batches, clipping, master) and its columns.
-    local f = assert(io.open(require("ps.paths").root .. "/docs/optimizers.md"))
-    local page = f:read "*a"
-    f:close()
+    local page = check.read(require("ps.paths").root .. "/docs/optimizers.md")
     local table_of = page:match "(| | AdamW | AdamW8bit | Lion |\n.-)\n\n"
     local HOW = { { "whole masters, one micro%-batch", 1, 1, "full" },
       { "remainders, updates inside backward %(no clipping%)", 1, 0, "remainder" },
@@ -296,19 +293,17 @@ end)
 describe("what an optimizer cannot do", function()
   after_each(close)
 
-  local function problem(request)
-    local ok, why = pcall(ps.initialize, request)
-    assert.falsy(ok)
-    return type(why) == "table" and why.msg or why
+  local function refused(why, kind, memory, groups)
+    check.fails(function()
+      ps.initialize { quiet = true, model_func = model_func, param_groups = groups, config = config(kind, memory, false,
+        1) }
+    end, why)
   end
 
   it("is refused before the first step: Muon and a vector, remainders of fp32, an unknown name", function()
-    assert.matches("Muon updates only matrices, but 0.bias is", problem { quiet = true, model_func = model_func,
-      param_groups = { { optimizer = "Muon" } }, config = config("Muon", nil, false, 1) })
-    assert.matches("memory.master is \"remainder\", which is for bf16", problem { quiet = true, model_func = model_func,
-      config = config("AdamW", { master = "remainder" }, false, 1) })
-    assert.matches("param_groups%[1%].optimizer is 'Nadam'", problem { quiet = true, model_func = model_func,
-      param_groups = { { optimizer = "Nadam" } }, config = config("AdamW", nil, false, 1) })
+    refused("Muon updates only matrices, but 0.bias is", "Muon", nil, { { optimizer = "Muon" } })
+    refused("memory.master is \"remainder\", which is for bf16", "AdamW", { master = "remainder" })
+    refused("param_groups[1].optimizer is 'Nadam'", "AdamW", nil, { { optimizer = "Nadam" } })
   end)
 
   it("is refused when a state of another optimizer is loaded", function()
@@ -318,9 +313,8 @@ describe("what an optimizer cannot do", function()
     ps.checkpoints.save(path, { model = model, optimizer = opt, step = 1 })
     model:close()
     model, opt = ps.initialize { quiet = true, model_func = model_func, config = config("AdamW", nil, false, 1) }
-    local ok, why = pcall(ps.checkpoints.load, path, { model = model, optimizer = opt })
-    assert.falsy(ok)
-    assert.matches("the saved optimizer is Lion, but this one is AdamW", type(why) == "table" and why.msg or why)
+    check.fails(function() ps.checkpoints.load(path, { model = model, optimizer = opt }) end,
+      "the saved optimizer is Lion, but this one is AdamW")
     model:close()
     os.execute("rm -rf " .. path)
   end)
@@ -331,12 +325,8 @@ describe("groups of parameters", function()
 
   -- Returns an engine's output before its first step, for a model and groups. Its memory can be plain.
   local function told(groups, memory)
-    local out, text = io.stderr, {}
-    rawset(io, "stderr", { write = function(_, ...) text[#text + 1] = table.concat { ... } end })
-    local c = config("AdamW", memory, false, 1)
-    local ok, model, opt = pcall(ps.initialize, { model_func = model_func, config = c, param_groups = groups })
-    rawset(io, "stderr", out)
-    return table.concat(text), ok, model, opt
+    return check.told(ps.initialize, { model_func = model_func, config = config("AdamW", memory, false, 1),
+      param_groups = groups })
   end
   local function named(pattern) return function(name) return name:find(pattern) ~= nil end end
 
@@ -369,9 +359,8 @@ describe("groups of parameters", function()
   it("of ps.optim that list a parameter twice are refused", function()
     local model = model_func()
     local all = model:parameters()
-    local ok, why = pcall(ps.optim.AdamW, { { params = all }, { params = { all[1] }, lr = 1 } })
-    assert.False(ok)
-    assert.matches("AdamW: a parameter is listed twice", tostring(why), 1, true)
+    check.fails(function() ps.optim.AdamW { { params = all }, { params = { all[1] }, lr = 1 } } end,
+      "AdamW: a parameter is listed twice")
   end)
 
   it("of an optimizer of ps.optim that an engine takes over keep their own optimizers", function()
@@ -421,18 +410,10 @@ describe("settings that no optimizer can use", function()
   end)
 
   it("may be rates of 0, which the first step names", function()
-    local function printed(fn)
-      local out, text = io.stderr, {}
-      rawset(io, "stderr", { write = function(_, ...) text[#text + 1] = table.concat { ... } end })
-      local ok, why = pcall(fn)
-      rawset(io, "stderr", out)
-      assert(ok, why)
-      return table.concat(text)
-    end
     local w = ps.ones { 4, 4 }:requires_grad(true)
     local function step_of(opt)
       w:set_grad(ps.ones { 4, 4 })
-      return printed(function() opt:step() end)
+      return check.printed(opt.step, opt)
     end
     local none = ps.optim.Lion({ w }, { lr = 0 })
     assert.equal("psluajit: Lion: the learning rate (lr) is 0, so steps change no parameter until a script or a "
@@ -444,7 +425,7 @@ describe("settings that no optimizer can use", function()
     assert.equal("", step_of(warm))
     local c = config("AdamW", "chunk", false, 1)
     c.optimizer.params.lr = 0
-    assert.matches("AdamW: the learning rate (lr) is 0", printed(function()
+    assert.matches("AdamW: the learning rate (lr) is 0", check.printed(function()
       local model, opt = ps.initialize { model_func = model_func, config = c }
       steps(model, opt, 1, false, 1)
       model:close()
@@ -458,9 +439,7 @@ describe("settings that no optimizer can use", function()
     for _, bad in ipairs(BAD) do
       local was = opt.groups[1][bad[1]]
       opt.groups[1][bad[1]] = bad[2]
-      local ok, why = pcall(opt.step, opt)
-      assert.False(ok)
-      assert.matches(bad[1], tostring(why), 1, true)
+      check.fails(function() opt:step() end, bad[1])
       opt.groups[1][bad[1]] = was
     end
     opt:step()

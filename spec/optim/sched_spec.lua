@@ -245,15 +245,7 @@ describe("a schedule", function()
     return tostring(why)
   end
 
-  -- Returns a function's output on stderr.
-  local function printed(fn, ...)
-    local out, text = io.stderr, {}
-    rawset(io, "stderr", { write = function(_, ...) text[#text + 1] = table.concat { ... } end })
-    local ok, why = pcall(fn, ...)
-    rawset(io, "stderr", out)
-    assert(ok, why)
-    return table.concat(text)
-  end
+  local printed = require("spec.check_lib").printed
 
   it("of Hugging Face is found by its name", function()
     for _, name in ipairs { "linear", "cosine", "cosine_with_restarts", "polynomial" } do
