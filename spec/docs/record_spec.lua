@@ -88,6 +88,20 @@ describe("the records of docs/benchmarks/", function()
     end
   end)
 
+  it("have the figures of the Llama of 8 B in README.md", function()
+    local got = json.decode(check.read(paths.root .. "/docs/benchmarks/larger_than_memory_8b.json")).result
+    local row = check.read(paths.root .. "/README.md"):match "\n(|[^\n]*larger_than_memory_8b%.json[^\n]*)\n"
+    for _, text in ipairs {
+      ("All %.2f B parameters of a Llama in %s of memory"):format(got.parameters / 1e9, got.host:gsub("GiB", " GiB")),
+      ("%s and a disk, %d tokens per step"):format(got.optimizer, got.tokens),
+      ("a step takes %.2f of the longer of computation and transfers"):format(got.step_over_bound),
+    } do assert.matches(text, row, 1, true) end
+    assert.matches("bytes and peak as planned", row, 1, true)
+    assert.near(1, got.bytes_read / got.planned_read, 1e-3)
+    assert.near(1, got.bytes_written / got.planned_written, 1e-3)
+    assert.near(1, got.host_peak / got.planned_peak, 1e-3)
+  end)
+
   it("stand for all figures: each section with a table has a date and commands that exist", function()
     local page, n = check.read(paths.root .. "/docs/benchmarks.md"), 0
     for title, text in (page:gsub("\n##+ ", "\n\0")):gmatch "%z([^\n]*)([^%z]*)" do
