@@ -1437,6 +1437,10 @@ int ps_engine_tier_get(ps_ctx *ctx, int tier, ps_tier_info *out);
  * bytes wanted and free. */
 int ps_file_write_atomic(const char *path, const void *data, int64_t nbytes);
 int ps_file_fsync_dir(const char *path);
+/* Finds the file that ps_file_write_atomic replaces or makes, and writes its path to out [room]. Follows links, even to
+ * a file that does not exist, so that links stay. PS_EIO: there are more than 40 links, or the path and its final 0 do
+ * not fit. Other faults are reported when the path is opened. */
+int ps_file_target(const char *path, char *out, int64_t room);
 /* Renames the folder `from` to `path`, atomically and durably. Returns 1 if a folder `path` existed; it is then
  * named `from`. Otherwise returns 0. PS_EIO as above. */
 int ps_file_swap_folder(const char *from, const char *path);

@@ -410,6 +410,18 @@ static void test_files(void)
     int fd = open(path, O_RDONLY);
     CHECK(read(fd, text, 7) == 5 && !strcmp(text, "three"));
     close(fd);
+    char target[4096];
+    OK(ps_file_target(path, target, sizeof target));
+    CHECK(!strcmp(target, path));
+    OK(ps_file_target(link, target, sizeof target));
+    CHECK(!strcmp(target, path));
+    OK(ps_file_target(link, target, (int64_t)strlen(path) + 1));
+    FAILS(ps_file_target(link, target, (int64_t)strlen(path)), PS_EIO, "too long");
+    FAILS(ps_file_target(path, target, 0), PS_EIO, "too long");
+    const char *self = in_folder("self");
+    CHECK(symlink("self", self) == 0);
+    FAILS(ps_file_target(self, target, sizeof target), PS_EIO, "symbolic links");
+    unlink(self);
     OK(ps_file_write_atomic(path, NULL, 0));
     FAILS(ps_file_write_atomic(path, NULL, 1), PS_EINVAL, "1 bytes");
     FAILS(ps_file_write_atomic("", "x", 1), PS_EINVAL, "empty");

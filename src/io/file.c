@@ -284,14 +284,13 @@ static const char *name_of(const char *path)
     return slash ? slash + 1 : path;
 }
 
-/* Finds the file to which `path` refers, and writes its path to out [PATH_MAX]. Follows links, even to a file that
- * does not exist yet: that file is replaced or made, and the link stays. Other faults are reported when the path is
- * opened. */
-static int follow_links(const char *path, char *out)
+int ps_file_target(const char *path, char *out, int64_t room)
 {
+    PS_NEED(path);
+    PS_NEED(out);
     char target[PATH_MAX], folder[PATH_MAX], next[PATH_MAX];
-    int n = snprintf(out, PATH_MAX, "%s", path);
-    for (int links = 0; n >= 0 && n < PATH_MAX; links++) {
+    int n = snprintf(out, room > 0 ? (size_t)room : 0, "%s", path);
+    for (int links = 0; n >= 0 && n < PATH_MAX && n < room; links++) {
         ssize_t length = readlink(out, target, sizeof target - 1);
         if (length < 0) return 0;
         if (links == 40) return ps_fail(PS_EIO, "cannot write %s: %s", path, strerror(ELOOP));
@@ -299,7 +298,7 @@ static int follow_links(const char *path, char *out)
         folder_of(out, folder);
         n = target[0] == '/' ? snprintf(next, sizeof next, "%s", target)
                              : snprintf(next, sizeof next, "%s/%s", folder, target);
-        memcpy(out, next, sizeof next);
+        if (n >= 0 && n < PATH_MAX && n < room) memcpy(out, next, (size_t)n + 1);
     }
     return ps_fail(PS_EIO, "cannot write %.100s...: %s", path, strerror(ENAMETOOLONG));
 }
@@ -329,7 +328,7 @@ static int create_temp(ps_tempfile *f, const char *path)
     if (exists && !S_ISREG(st.st_mode))
         return ps_fail(PS_EIO, "cannot write %s: it is %s, not a file", path,
                        S_ISDIR(st.st_mode) ? "a folder" : "a pipe or device");
-    PS_TRY(follow_links(path, real));
+    PS_TRY(ps_file_target(path, real, sizeof real));
     size_t room = strlen(real) + 48;
     if (!(f->path = ps_strdup(real))) return ps_fail_nomem(strlen(real) + 1);
     folder_of(real, folder);

@@ -11,7 +11,6 @@ local caller = require "ps.core.caller"
 local native = require "ps.core.ffi"
 local read_file = require "ps.core.read_file"
 local lfs = require "lfs"
-local readlink = require("posix.unistd").readlink
 local error = caller.error
 local C = native.C
 
@@ -26,18 +25,13 @@ local NEW, OLD = ".new", ".old"
 local Batch = {}
 Batch.__index = Batch
 
-local MOST_LINKS = 40                                      -- as in src/io/file.c and Linux
+local path_out = native.ffi.new "char[4096]"
 
 -- Returns the path of a file. If it is a link, returns the path that it leads to, also of a file that does not exist
--- yet, as ps_file_write_atomic does.
+-- yet.
 local function target(self, name)
-  local path = self.path .. "/" .. name
-  for _ = 1, MOST_LINKS do
-    local to = readlink(path)
-    if not to then break end
-    path = to:find "^/" and to or path:match "^(.*)/" .. "/" .. to
-  end
-  return path
+  native.check(C.ps_file_target(self.path .. "/" .. name, path_out, native.ffi.sizeof(path_out)))
+  return native.ffi.string(path_out)
 end
 
 local function write_text(path, text) native.check(C.ps_file_write_atomic(path, text, #text)) end
