@@ -7,19 +7,20 @@
 #include <stdbool.h>
 #include <string.h>
 
-/* keys.listed(t): returns whether the keys of a table are 1, 2, ... #t. A list of modules (a metatable) is not
- * checked. */
-static int listed(lua_State *L)
+/* keys.stray(t): returns a key of a table that is not one of 1, 2, ... #t, or nil if there is none. Calls no
+ * metamethods: of a list of modules it returns the name of a field. */
+static int stray(lua_State *L)
 {
     luaL_checktype(L, 1, LUA_TTABLE);
     lua_settop(L, 1);
     double n = (double)lua_objlen(L, 1);
-    bool all = true;
-    for (lua_pushnil(L); all && lua_next(L, 1); lua_pop(L, 1)) {
+    for (lua_pushnil(L); lua_next(L, 1); lua_pop(L, 1)) {
         double key = lua_type(L, -2) == LUA_TNUMBER ? lua_tonumber(L, -2) : 0;
-        all = key >= 1 && key <= n && key == floor(key);
+        if (key >= 1 && key <= n && key == floor(key)) continue;
+        lua_settop(L, 2);
+        return 1;
     }
-    lua_pushboolean(L, all);
+    lua_pushnil(L);
     return 1;
 }
 
@@ -54,7 +55,7 @@ static int known(lua_State *L)
 
 int keys_load(lua_State *L)
 {
-    static const luaL_Reg functions[] = { { "listed", listed }, { "known", known }, { NULL, NULL } };
+    static const luaL_Reg functions[] = { { "stray", stray }, { "known", known }, { NULL, NULL } };
     lua_newtable(L);
     luaL_setfuncs(L, functions, 0);
     return 1;

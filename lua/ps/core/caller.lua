@@ -310,16 +310,11 @@ end
 ---@param what string name of the list in errors, such as "ps.zeros: the shape"
 ---@return table value
 function caller.list(value, what)
-  if keys_of.listed(value) then return value end
-  local n = #value
-  for key in pairs(value) do
-    if not (type(key) == "number" and key >= 1 and key <= n and key % 1 == 0) then
-      local name = type(key) == "string" and ("'%s'"):format(key) or ("[%s]"):format(tostring(key))
-      raise(("%s has %s among its values, whose keys are 1, 2, ...; pass options as a separate table after it")
-        :format(what, name))
-    end
-  end
-  return value
+  local key = keys_of.stray(value)
+  if key == nil then return value end
+  local name = type(key) == "string" and ("'%s'"):format(key) or ("[%s]"):format(tostring(key))
+  raise(("%s has %s among its values, whose keys are 1, 2, ...; pass options as a separate table after it"):format(what,
+    name))
 end
 
 --- Defines the checks of ops' arguments. ps.ffi calls this after it has declared ps_tensor.
