@@ -529,14 +529,22 @@ static void add_nearest(lua_State *L, const char *name)
     lua_settop(L, message);
 }
 
+static bool is_bare(const char *name) { return !strpbrk(name, "./"); }
+
+/* Pushes and returns the path of script `name` in one of psluajit's own folders. There, a name without a folder or an
+ * extension means NAME.lua (`psluajit chat`). */
+enum { PLACES = 3 };
+static const char *push_own_path(const struct program *p, lua_State *L, const char *name, int place)
+{
+    static const char *const places[PLACES] = { "/examples/", "/tools/", "/" };
+    return lua_pushfstring(L, "%s%s%s%s", p->root, places[place], name, is_bare(name) ? ".lua" : "");
+}
+
 /* Finds the path to open for script `name`: the name itself if the file exists, else the first of ROOT/examples,
- * ROOT/tools and ROOT that contains it. In these, a name without a folder or an extension means NAME.lua (`psluajit
- * chat`). A name that starts with / or . is not searched for. Pushes the path, or pushes a message and returns
- * false. */
+ * ROOT/tools and ROOT that contains it. A name that starts with / or . is not searched for. Pushes the path, or pushes
+ * a message and returns false. */
 static bool push_script_path(const struct program *p, lua_State *L, const char *name)
 {
-    static const char *const places[] = { "/examples/", "/tools/", "/" };
-    bool bare = !strpbrk(name, "./");
     int err;
     lua_pushstring(L, name);
     if (p->dry_run) {
@@ -549,10 +557,10 @@ static bool push_script_path(const struct program *p, lua_State *L, const char *
     if (p->root[0] && name[0] != '/' && name[0] != '.') {
         lua_pushfstring(L, "\n  looked for %s in the current folder", name);
         lua_concat(L, 2);
-        for (size_t i = 0; i < sizeof places / sizeof *places; i++) {
-            lua_pushfstring(L, "%s%s%s%s", p->root, places[i], name, bare ? ".lua" : "");
-            if (is_file(lua_tostring(L, -1))) return true;
-            lua_pushfstring(L, ",\n  and %s", lua_tostring(L, -1));
+        for (int i = 0; i < PLACES; i++) {
+            const char *path = push_own_path(p, L, name, i);
+            if (is_file(path)) return true;
+            lua_pushfstring(L, ",\n  and %s", path);
             lua_remove(L, -2);
             lua_concat(L, 2);
         }
@@ -585,14 +593,12 @@ static bool may_pause(const struct program *p, const char *path)
  * file "data" may contain data. */
 static void add_hidden(const struct program *p, lua_State *L)
 {
-    char path[PATH_MAX], folder[PATH_MAX];
     const char *name = p->argv[p->script];
-    static const char *const places[] = { "examples", "tools" };
-    if (!p->root[0] || strpbrk(name, "./")) return;
-    for (size_t i = 0; i < sizeof places / sizeof *places; i++) {
-        if (!join(folder, p->root, places[i]) || !join(path, folder, name) || strlen(path) + 5 > PATH_MAX) continue;
-        strcat(path, ".lua");
-        if (!is_file(path)) continue;
+    if (!p->root[0] || !is_bare(name)) return;
+    for (int i = 0; i < PLACES; i++) {
+        bool found = is_file(push_own_path(p, L, name, i));
+        lua_pop(L, 1);
+        if (!found) continue;
         lua_pushfstring(L, "\n  '%s' is a file in the current folder; psluajit's own script is %s.lua", name, name);
         lua_concat(L, 2);
         return;
