@@ -194,6 +194,11 @@ describe("a chat template that is wrong", function()
     fails(render, "messages: the conversation has no message", "x", {}, "[]")
     fails(render, "messages: it must be a list of messages", "x", {}, '{"role": "user"}')
     fails(render, "messages[1]: it is a str; it must be an object with role and content", "x", {}, '["hi"]')
+    for _, train_on in ipairs { "assistant", "last", "all" } do
+      for _, messages in ipairs { { 5 }, { {} }, { "hi" }, 5, {} } do
+        fails(function() chat.template("x"):trained(messages, {}, train_on) end, "messages")
+      end
+    end
     fails(render, "messages: not JSON: line 2, byte 2: the key 'a' occurs twice", "x", {}, '[{"a": 1,\n "a": 2}]')
     fails(render, "nested over 200 levels deep", "x", {}, ("["):rep(300))
     fails(render, "a string is not valid UTF-8", "x", {}, { { role = "user", content = "\255" } })

@@ -113,6 +113,27 @@ describe("a loader of a table", function()
     fails(function() loader({ talk("Q", "b") }, { texts = { "a" } }) end, "texts and table were both given")
   end)
 
+  it("names the first of two bad rows, whichever thread finds it", function()
+    local rows = {}
+    for i = 1, 12 do rows[i] = talk("Q", "ab") end
+    rows[3], rows[9] = { messages = { rows[1].messages[1] } }, { messages = {} }
+    for _, stream in ipairs { false, true } do
+      fails(function() for _ in loader(rows, { stream = stream }) do end end, "rows[3]: none of its ")
+    end
+  end)
+
+  it("refuses options and keys that would be ignored", function()
+    fails(function() loader({ { text = "ab" }, { text = "b" } }, { train_on = "asistant" }) end,
+      "train_on is 'asistant'; did you mean 'assistant'?")
+    local path = folder .. "/twice.jsonl"
+    for _, row in ipairs { '{"text": "a", "text": "b"}', '{"input_ids": [1], "input_ids": [2]}' } do
+      check.write(path, row:gsub(", .*", "}") .. "\n" .. row .. "\n")
+      fails(function() loader(path, { cache = false }) end, "twice.jsonl:2: not JSON: byte ", "occurs twice")
+    end
+    check.write(path, '{"text": "\\"text\\": \\"text\\""}\n')
+    assert.equal(1, loader(path, { cache = false }).batches)
+  end)
+
   it("trains a model, and continues where it was saved", function()
     local model = require("models.gpt2").new("tiny", { vocab_size = 300, n_positions = 64 })
     local rows = {}

@@ -70,15 +70,22 @@ local function marked(v, mark)
   return v
 end
 
--- Returns the messages for a template: without null fields, and with the reasoning under its standard name.
-local function messages_of(messages, track)
+-- Checks that messages are a list of objects.
+local function check_messages(messages)
   if getmetatable(messages) ~= values.List then error "messages: it must be a list of messages" end
   if #messages == 0 then error "messages: the conversation has no message" end
-  local all = {}
   for i, message in ipairs(messages) do
     if getmetatable(message) ~= values.Dict then
       error(("messages[%d]: it is a %s; it must be an object with role and content"):format(i, values.kind(message)))
     end
+  end
+end
+
+-- Returns the messages for a template: without null fields, and with the reasoning under its standard name.
+local function messages_of(messages, track)
+  check_messages(messages)
+  local all = {}
+  for i, message in ipairs(messages) do
     local reasoning
     for _, name in ipairs(REASONING) do
       local v = values.get(message, name)
@@ -305,6 +312,7 @@ local TRAIN_ON = { assistant = true, last = true, all = true }
 
 -- Returns the messages' roles.
 local function roles_of(messages)
+  check_messages(messages)
   local roles = {}
   for i, message in ipairs(messages) do
     local role = values.get(message, "role")

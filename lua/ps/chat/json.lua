@@ -14,7 +14,7 @@ local ESCAPES = { ['"'] = '"', ["\\"] = "\\", ["/"] = "/", b = "\b", f = "\f", n
 local WORDS = { ["true"] = true, ["false"] = false, null = values.NONE }
 
 -- Raises an error about byte `at` of a text. Its field `json` has the line and the byte's position in the line, and
--- `in_line` has the position only.
+-- `in_line` has the position only. `repeated` is true if an object has a key twice.
 local function fail(s, at, why, ...)
   local before = s:sub(1, at - 1)
   local _, n = before:gsub("\n", "")
@@ -80,7 +80,11 @@ local function read_object(s, at, depth)
     local start = at
     local key
     key, at = read_string(s, at)
-    if values.get(dict, key) ~= nil then fail(s, start, "the key '%s' occurs twice in one object", key) end
+    if values.get(dict, key) ~= nil then
+      local _, problem = pcall(fail, s, start, "the key '%s' occurs twice in one object", key)
+      problem.repeated = true
+      error(problem, 0)
+    end
     at = space(s, at)
     if s:sub(at, at) ~= ":" then fail(s, at, "':' expected after the key '%s'", key) end
     local value

@@ -24,6 +24,8 @@ local examples = {}
 local VERSION = 2                                          -- format version of a cache file
 local MOST_THREADS = 8
 
+local TRAIN_ON = { assistant = true, last = true, all = true }
+
 -- The most texts that a stream queues, which limits their memory. It does not determine which rows are read ahead
 -- (ps.data.stream): a row that is due while the queue is full waits for the oldest text.
 local QUEUE = 1024
@@ -132,12 +134,20 @@ function Encoder:wait() self:checked(C.ps_encoder_finish(self.handle)) end
 function Encoder:close() C.ps_encoder_free(ffi.gc(self.handle, nil)) end
 
 -- -- rows -----------------------------------------------------------------------------------------------------------
+-- Sums of weights and their inverses are fp32.
+local LEAST_WEIGHT, MOST_WEIGHT = 1e-12, 1e12
+local WEIGHTS = "a weight must be 0, or a number of 1e-12 to 1e12"
+
+local function is_weight(w)
+  return type(w) == "number" and (w == 0 or w >= LEAST_WEIGHT and w <= MOST_WEIGHT)
+end
+
 local function weight_of(row, field, rows, i)
   if not field then return 1 end
   local weight = row[field]
-  if type(weight) ~= "number" or weight < 0 or weight ~= weight or weight == math.huge then
-    error(("ps.data.loader: %s: the field '%s' is %s; a weight must be a number of 0 or more"):format(rows:place(i),
-      field, weight == nil and "missing" or tostring(weight)))
+  if not is_weight(weight) then
+    error(("ps.data.loader: %s: the field '%s' is %s; %s"):format(rows:place(i), field,
+      weight == nil and "missing" or tostring(weight), WEIGHTS))
   end
   return weight
 end
@@ -162,9 +172,8 @@ local function add_ids(handle, rows, i, row, tokenizer, weight)
       #ids))
   end
   for k, w in ipairs(weights or {}) do
-    if type(w) ~= "number" or not (w >= 0 and w < math.huge) then
-      error(("%s: loss_weights[%d] is %s; a weight must be a number of 0 or more"):format(rows:place(i), k,
-        tostring(w)))
+    if not is_weight(w) then
+      error(("%s: loss_weights[%d] is %s; %s"):format(rows:place(i), k, tostring(w), WEIGHTS))
     end
   end
   add(handle, i, ids, labels, weights, weight)
@@ -193,8 +202,10 @@ local function adder(handle, rows, tokenizer, form, given, queue)
   local encoder = own and form ~= "ids" and encoder_of(tokenizer, handle, place, queue) or nil
   local train_on, field = given.train_on or "assistant", given.weight_field
   local need = train_on == "assistant" and 2 or 1
+  local keys = (form == "ids" or form == "text") and { "text", "input_ids", "labels", "loss_weights", field } or {}
   return function(i)
     local row = formats.check(rows, i, form)
+    formats.check_keys(rows, i, keys)                      -- those of conversations are checked when they are read
     local weight = field and weight_of(row, field, rows, i) or 1
     if form == "ids" then add_ids(handle, rows, i, row, tokenizer, weight)
     elseif form == "text" then
@@ -368,6 +379,7 @@ end
 function examples.of_table(rows, tokenizer, given)
   if #rows == 0 then error(("ps.data.loader: the table has no rows: %s"):format(tostring(rows))) end
   local form = formats.recognise(rows, { check = 1 })
+  if type(given.train_on) == "string" then caller.one_of(given.train_on, TRAIN_ON, "ps.data.loader: train_on") end
   if form:find "preference" then
     error(("ps.data.loader: rows in the form '%s' are for preference training, which needs pairs; this loader does not "
       .. "read them"):format(form))

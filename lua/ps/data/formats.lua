@@ -62,6 +62,23 @@ local function row_of(rows, i, read)
   return row
 end
 
+--- Raises an error if row i is JSON in which a key occurs twice. Only rows that spell one of the given keys twice are
+--- decoded.
+---@param rows ps.DataTable
+---@param i integer
+---@param keys string[]
+function formats.check_keys(rows, i, keys)
+  local source = rows:json(i)
+  for _, key in ipairs(source and keys or {}) do
+    local quoted = '"' .. key .. '"'
+    local _, last = source:find(quoted, 1, true)
+    if last and source:find(quoted, last + 1, true) then
+      row_of(rows, i)
+      return
+    end
+  end
+end
+
 -- Returns the names of a row's fields, for errors.
 local function names_of(row)
   local names = {}
@@ -79,6 +96,7 @@ end
 function formats.check(rows, i, first)
   local row = rows[i]
   local form = form_of(function(name) return row[name] ~= nil and row[name] ~= null end)
+  if not form and next(row) == nil then error(rows:place(i) .. ": the row has no fields") end
   if not form then
     error(("%s: the fields %s match no known form (messages; conversations; prompt, completion; prompt, chosen, "
       .. "rejected; instruction, output; context, question, answers; text; input_ids)"):format(rows:place(i),

@@ -9,6 +9,7 @@ local caller = require "ps.core.caller"
 local files = require "ps.data.files"
 local lists = require "ps.core.lists"
 local permutation = require "ps.data.permutation"
+local scope = require "ps.core.scope"
 local bit = require "bit"
 local ffi = require "ffi"
 local error = caller.error
@@ -38,6 +39,8 @@ local function for_script(node, i)
   if source then
     local ok, row = pcall(json.decode, source)
     if ok and getmetatable(row) == values.Dict then return convert.plain(row) end
+    local repeated = not ok and type(row) == "table" and row.repeated
+    if repeated then error(("%s: not JSON: %s"):format(node.place(i), row.in_line or row.json)) end
   end
   local row = node.get(i)                                  -- raises an error for a bad row
   return node.shared and convert.copied(row) or row
@@ -116,6 +119,7 @@ local OPTIONS = { on_error = "string", text = "string" }
 ---@return ps.DataTable
 function tables.open(source, options)
   options = caller.options(options, "ps.data.table", OPTIONS)
+  if source == nil then error "ps.data.table: the source is nil; pass a path, a list or a function" end
   caller.one_of(options.on_error or "raise", { skip = true, raise = true }, "ps.data.table: on_error")
   caller.one_of(options.text or "line", { line = true, file = true }, "ps.data.table: text")
   if type(source) == "function" then
@@ -164,6 +168,14 @@ local function view(node, n, at, what)
     place = function(i) return node.place(at(i)) end }
 end
 
+-- Returns fn(...) for row i. If fn fails with a text, the error names the row.
+local function of_script(what, node, i, fn, ...)
+  local ok, result = xpcall(fn, scope.trace, ...)
+  if ok then return result end
+  if type(result) == "string" then result = ("table:%s: %s: %s"):format(what, node.place(i), result) end
+  return error(result, 0)
+end
+
 --- Returns a table whose row i is fn(row, i) of this table's row i. fn is called when a row is read, and can change the
 --- row. The parts of a row that fn does not change keep JSON's order of keys, 1.0 and {}.
 ---@param fn fun(row: table, i: integer): table
@@ -172,9 +184,10 @@ function Table:map(fn)
   caller.callable(fn, "table:map")
   local node = whole(self, "map")
   return new { n = node.n, name = node.name, place = node.place, get = function(i)
-    local row = fn(for_script(node, i), i)
+    local row = of_script("map", node, i, fn, for_script(node, i), i)
     if type(row) ~= "table" then
-      error(("table:map: the function returned a %s for row %d; it must return a row"):format(type(row), i))
+      error(("table:map: %s: the function returned a %s for row %d; it must return a row"):format(node.place(i),
+        type(row), i))
     end
     return row
   end }
@@ -188,7 +201,7 @@ function Table:filter(fn)
   local node, kept = whole(self, "filter"), {}
   for i = 1, node.n do
     local row = node.get(i)
-    if fn(node.shared and convert.copied(row) or row, i) then kept[#kept + 1] = i end
+    if of_script("filter", node, i, fn, node.shared and convert.copied(row) or row, i) then kept[#kept + 1] = i end
   end
   return view(node, #kept, function(i) return kept[i] end)
 end
@@ -312,6 +325,21 @@ local handle = ffi.metatype("ps_data_table", {
   __gc = function(self) nodes[self.id] = nil end,
 })
 
+local MOST_REPEATS = 1000
+
+-- Raises an error if an epoch that ends when every table has ended once would be absurdly long.
+local function check_repeats(mix)
+  local rows, all, longest, slowest = 0, 0, 0, 1
+  for i, n in ipairs(mix.counts) do
+    rows, all = rows + n, all + mix.weights[i]
+    if n / mix.weights[i] > longest then longest, slowest = n / mix.weights[i], i end
+  end
+  if longest * all <= MOST_REPEATS * rows then return end
+  error(("ps.data.mix: with exhausted = 'repeat' an epoch would have about %.3g rows, over %d times the %d rows of the "
+    .. "tables, since entry %d has the weight %.3g of %.3g: raise this weight, or pass exhausted = 'leave' or 'stop'")
+    :format(longest * all, MOST_REPEATS, rows, slowest, mix.weights[slowest], all))
+end
+
 --- Returns a mixture, which a loader reads by weights. Its rows are those of the first table, then those of the second,
 --- and so on. The weights decide from which table a loader reads its next row, so the proportions hold everywhere in an
 --- epoch. Each table is shuffled separately.
@@ -340,6 +368,7 @@ function tables.mix(parts, options)
     shown[i] = ("%d x %.17g"):format(#rows, weight)
   end
   if #list == 0 then error "ps.data.mix: the list has no tables" end
+  if exhausted == "repeat" then check_repeats(mix) end
   local node = joined(list, ("mixture of %d tables"):format(#list))
   mix.name = table.concat(shown, ", ") .. ", " .. exhausted
   node.mix = mix
