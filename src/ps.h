@@ -665,6 +665,9 @@ typedef struct ps_lines ps_lines;
 int ps_lines_open(const char *path, const char *index, ps_lines **out);
 int ps_lines_scanned(const ps_lines *l);                    /* 1 if the file was read because the index did not match */
 int64_t ps_lines_count(const ps_lines *l);                  /* rows */
+/* Like ps_file_hash, for the opened file, even if another file has its path by now. PS_EIO: the file was changed or
+ * truncated after it was opened. */
+int ps_lines_hash(const ps_lines *l, uint64_t *out);
 /* Writes an index atomically. The index contains the position of every 64th row, and the file's size and time.
  * PS_EIO: the index cannot be written. */
 int ps_lines_save(const ps_lines *l, const char *index);

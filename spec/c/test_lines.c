@@ -25,8 +25,11 @@ static void test_rows(void)
         int64_t n, number;
         FAILS(ps_lines_read(l, 3, &p, &n, &number), PS_ERANGE, "there is no row 3; the file has 3");
         FAILS(ps_lines_read(l, -1, &p, &n, &number), PS_ERANGE, "there is no row -1");
+        uint64_t opened = 0, there = 1;
+        CHECK(OK(ps_lines_hash(l, &opened)) && OK(ps_file_hash(path, &there)) && opened == there);
         write_file(path, "other\n", 6);
         FAILS(ps_lines_read(l, 0, &p, &n, &number), PS_EIO, "t.jsonl");
+        FAILS(ps_lines_hash(l, &opened), PS_EIO, "t.jsonl");
         ps_lines_close(l);
     }
     write_file(path, "\n\r\n\n", 4);

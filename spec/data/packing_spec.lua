@@ -373,7 +373,12 @@ describe("a loader of a table", function()
       end
     end
     fails(function() loader(rows_of(3, lengths), { loss_weights = "absent" }) end,
-      "rows[1]: the field 'absent' is missing; a weight must be a number of 0 or more")
+      "rows[1]: the field 'absent' is missing; a weight must be 0, or a number of 1e-12 to 1e12")
+    for _, w in ipairs { -1, 0 / 0, 1e300, 1e39, 1e-44, "1" } do    -- fp32 sums of these, or their inverses, overflow
+      fails(function() loader({ { text = "ab", w = w } }, { loss_weights = "w" }) end, "rows[1]: the field 'w' is ")
+      fails(function() loader({ { input_ids = { 1, 2 }, loss_weights = { 1, w } } }, { loss_weights = "token" }) end,
+        "rows[1]: loss_weights[2] is ")
+    end
     fails(function() model { input_ids = ps.ones({ 1, 3 }, { dtype = "int32" }), loss_weights = ps.ones { 1, 3 } } end,
       "the batch has no labels")
   end)
@@ -427,6 +432,10 @@ describe("ps.data.mix", function()
     fails(function() mix:shuffle(1) end,
       "table:shuffle cannot be called on a mixture; call it on the tables before they are mixed")
     fails(function() ps.data.mix { { table_of, 0 } } end, "entry 1 has the weight 0")
+    fails(function() ps.data.mix({ { table_of, 1 }, { table_of, 1e-9 } }, { exhausted = "repeat" }) end,
+      "an epoch would have about 3e+09 rows, over 1000 times the 6 rows of the tables, since entry 2 has the weight "
+      .. "1e-09 of 1")
+    assert.equal(6, #ps.data.mix({ { table_of, 1 }, { table_of, 1e-9 } }, { exhausted = "stop" }))
     fails(function() ps.data.mix { { {}, 1 } } end, "entry 1 has a table, not a table of examples")
     fails(function() ps.data.mix { { table_of, 1 }, { mix, 1 } } end, "entry 2 is itself a mixture")
   end)
@@ -512,6 +521,42 @@ describe("the cache of examples", function()
     end
     assert.is_false(cached(open()))
     assert.is_true(cached(open()))
+  end)
+
+  it("is made again if any of its bytes changed", function()
+    write(40)
+    os.execute(("rm -rf '%s/cache'"):format(folder))
+    local first, path = open(), nil
+    for name in lfs.dir(folder .. "/cache") do
+      if name:find "%.examples$" then path = folder .. "/cache/" .. name end
+    end
+    local whole = check.read(path)
+    for at = 1, #whole, 61 do
+      check.write(path, whole:sub(1, at - 1) .. string.char(255 - whole:byte(at)) .. whole:sub(at + 1))
+      local again = open()
+      assert.is_false(cached(again), at)
+      assert.equal(first.texts, again.texts)
+    end
+    assert.is_true(cached(open()))
+  end)
+
+  it("is that of the rows that were read, if the file was replaced after the table was opened", function()
+    write(1)
+    for _, name in ipairs { "a.jsonl", "a.json", "a.csv", "a.txt" } do
+      local path, text = folder .. "/" .. name, name:find "txt" and "file" or nil
+      local function replace(word)
+        local content = ({ jsonl = '{"text": "%s"}\n', json = '[{"text": "%s"}]', csv = "text\n%s\n", txt = "%s" })[
+          name:match "%.(%a+)$"]
+        check.write(path .. ".new", content:format(word))
+        assert(os.rename(path .. ".new", path))
+      end
+      local function ids(rows) return open({ table = rows, batch = 1 }):next().input_ids:tolist()[1] end
+      replace "old"
+      local rows = ps.data.table(path, { text = text })
+      replace "new"
+      assert.same(tok:encode "old", ids(rows), name)
+      assert.same(tok:encode "new", ids(ps.data.table(path, { text = text })), name)
+    end
   end)
 
   it("holds the ids and labels of apply_chat_template, whatever messages, roles and space spell", function()

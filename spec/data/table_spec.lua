@@ -126,6 +126,32 @@ describe("a table of examples", function()
     assert.truthy(check.run("", script:format(path)):find("skipped 2 of 3 rows", 1, true))
   end)
 
+  it("names the line of a text that is not UTF-8", function()
+    local path = file("a.txt", "a\n\nb\255\n")
+    local rows = ps.data.table(path)
+    assert.equal("a", rows[1].text)
+    fails(function() return rows[2] end, "a.txt:3: not valid UTF-8")
+    fails(function() ps.data.table(path, { text = "file" }) end, "a.txt:3: not valid UTF-8")
+    assert.equal(1, #ps.data.table(path, { on_error = "skip" }))
+  end)
+
+  it("names the row for which a function of map or filter fails", function()
+    local rows = ps.data.table(file("a.jsonl", '{"n": 1}\n\n{"n": 2}\n'))
+    local function wrong(row) return row.n == 1 and row or row.missing.field end
+    fails(function() return rows:map(wrong)[2] end, "table:map: ", "a.jsonl:3: ", "attempt to index field 'missing'")
+    fails(function() rows:filter(wrong) end, "table:filter: ", "a.jsonl:3: ", "attempt to index field 'missing'")
+    fails(function() return rows:map(function() end)[2] end, "table:map: ", "a.jsonl:3: the function returned a nil")
+    local own = setmetatable({}, { __tostring = function() return "own" end })
+    local ok, problem = pcall(function() return rows:map(function() error(own) end)[1] end)
+    assert.is_true(not ok and rawequal(problem, own))
+    rows = ps.data.table(file("a.jsonl", '{"n": 1}\n{"n": 2, "n": 3}\n'))
+    fails(function() return rows:map(function(row) return row end)[2] end,
+      "a.jsonl:2: not JSON: byte 10: the key 'n' occurs twice in one object")
+    fails(function() ps.data.table(nil) end, "ps.data.table: the source is nil")
+    rows = ps.data.table(file("a.jsonl", '{"text": "a"}\n{}\n'))
+    fails(function() ps.data.format(rows) end, "a.jsonl:2: the row has no fields")
+  end)
+
   it("refuses rows of a file that was written to", function()
     local path = folder .. "/written.jsonl"
     check.write(path, '{"text": "a"}\n')
@@ -250,6 +276,12 @@ describe("files of other kinds", function()
     assert.equal(("3\t6\t%s:2\n"):format(path), cached(script))
     assert.equal(1, #names())
     assert.are_not.same(first, names())
+    local before = names()
+    os.execute(("touch -r '%s' '%s/time'"):format(path, folder))
+    packed("a.jsonl", '{"n": 5}\n{"n": 8}\n{"n": 7}\n')   -- as long, and written at the same time
+    os.execute(("touch -r '%s/time' '%s'"):format(folder, path))
+    assert.equal(("3\t8\t%s:2\n"):format(path), cached(script))
+    assert.are_not.same(before, names())
     local whole = check.read(path)
     check.write(path, whole:sub(1, #whole - 6))
     local out = cached(script)
@@ -259,6 +291,21 @@ describe("files of other kinds", function()
     assert.truthy(cached(("local rows = require('ps').data.table('%s') print(#rows, rows[1].a)"):format(
       packed("b.csv", "a\nx\n"))):find("1\tx\n", 1, true))
   end)
+
+  it("are unpacked to the home folder's cache if XDG_CACHE_HOME is not absolute, and name a folder that is closed",
+    function()
+      local path = packed("a.jsonl", '{"n": 1}\n')
+      check.write(folder .. "/script.lua", ("print(pcall(require('ps').data.table, '%s'))"):format(path))
+      local function run(variables)
+        return (check.shell(("cd '%s' && %s '%s' script.lua 2>&1"):format(folder, variables, paths.exe)))
+      end
+      assert.truthy(run(("HOME='%s' XDG_CACHE_HOME=nearby"):format(folder)):find "^true")
+      assert.is_nil(lfs.attributes(folder .. "/nearby") or lfs.attributes "/nearby")
+      assert.equal("directory", lfs.attributes(folder .. "/.cache/psluajit/unpacked", "mode"))
+      local out = run("XDG_CACHE_HOME=/proc")
+      assert.truthy(out:find "^false", out)                -- no line of the shell's own
+      assert.truthy(out:find("a.jsonl.gz: cannot be unpacked to /proc/psluajit/unpacked: cannot create ", 1, true), out)
+    end)
 
   it("are named in the error if the disk of the cache is full", function()
     local path = packed("a.jsonl", ('{"n": 1}\n'):rep(100000))
@@ -295,7 +342,7 @@ describe("files of other kinds", function()
       "b.csv:1: field 2 has the same name as another field, a")
     fails(function() ps.data.table(file("b.csv", "a,\n")) end, "b.csv:1: field 2 has no name")
     fails(function() ps.data.table(file("b.csv", "\n")) end, "its first row must have the names of its fields")
-    fails(function() ps.data.table(file("b.csv", "a\n\255\n")) end, "not valid UTF-8")
+    fails(function() ps.data.table(file("b.csv", "a\n\255\n")) end, "b.csv:2: not valid UTF-8")
   end)
 
   it("are SQuAD's, whose rows are questions", function()
@@ -313,6 +360,22 @@ describe("files of other kinds", function()
     path = file("squad.json", '{"data": [{"paragraphs": [{"context": "x", "qas": [{}]}]}]}')
     fails(function() ps.data.table(path) end,
       "squad.json: data[1].paragraphs[1].qas[1]: the row must have a question and its paragraph's context")
+    for text, want in pairs {
+      ['{"data": [5]}'] = "SQuAD's object", ['{"data": [null]}'] = "SQuAD's object",
+      ['{"data": {}}'] = "SQuAD's object",
+      ['{"data": [{"paragraphs": 5}]}'] = "data[1].paragraphs must be a list of objects",
+      ['{"data": [{"paragraphs": []}, {"title": "T"}]}'] = "data[2].paragraphs must be a list of objects",
+      ['{"data": [{"paragraphs": [null]}]}'] = "data[1].paragraphs[1] must be an object",
+      ['{"data": [{"paragraphs": [{"qas": null}]}]}'] = "data[1].paragraphs[1].qas must be a list of objects",
+      ['{"data": [{"paragraphs": [{"context": "x", "qas": [{"question": "q", "answers": {"text": "a"}}]}]}]}'] =
+        "data[1].paragraphs[1].qas[1].answers must be a list of objects",
+      ['{"data": [{"paragraphs": [{"context": "x", "qas": [{"question": "q", "answers": ["a"]}]}]}]}'] =
+        "data[1].paragraphs[1].qas[1].answers[1] must be an object",
+      ['{"data": [\n{"paragraphs": [{"context": "\255", "qas": []}]}]}'] = "squad.json:2: not valid UTF-8",
+    } do
+      path = file("squad.json", text)
+      fails(function() ps.data.table(path) end, want)
+    end
   end)
 end)
 

@@ -196,6 +196,16 @@ int ps_examples_finish(ps_examples *e)
     return 0;
 }
 
+/* Returns the hash of the records, starts and weights in a mapped file, as ps_examples_finish computes it. */
+static uint64_t hash_of(const ps_examples *e)
+{
+    uint64_t hash = 0;
+    int64_t nbytes = e->tokens * record_nbytes(e);
+    for (int64_t at = 0; at < nbytes; at += BLOCK)
+        hash = both(hash, ps_xxh3(e->records + at, nbytes - at < BLOCK ? nbytes - at : BLOCK));
+    return both(hash, both(ps_xxh3(e->starts, (e->count + 1) * 8), ps_xxh3(e->weights, e->count * 4)));
+}
+
 int ps_examples_open(const char *path, const uint64_t *key, ps_examples **out)
 {
     PS_NEED(path);
@@ -223,8 +233,12 @@ int ps_examples_open(const char *path, const uint64_t *key, ps_examples **out)
     e->wide = h.wide != 0, e->finished = true, e->count = h.count, e->tokens = h.tokens, e->hash = h.hash;
     memcpy(e->key, h.key, sizeof e->key);
     point(e);
-    *out = e;
-    return 0;
+    if (hash_of(e) == e->hash) {
+        *out = e;
+        return 0;
+    }
+    ps_examples_free(e);
+    return ps_fail(PS_EFORMAT, "%s: the file's bytes have changed", path);
 }
 
 int ps_file_hash(const char *path, uint64_t *out)
@@ -233,15 +247,7 @@ int ps_file_hash(const char *path, uint64_t *out)
     PS_NEED(out);
     ps_map map;
     PS_TRY(ps_map_open(&map, path));
-    uint8_t *block = ps_alloc(BLOCK);
-    int rc = block ? 0 : ps_fail_nomem(BLOCK);
-    *out = (uint64_t)map.nbytes;
-    for (int64_t at = 0; at < map.nbytes && rc == 0; at += BLOCK) {
-        int64_t n = map.nbytes - at < BLOCK ? map.nbytes - at : BLOCK;
-        rc = ps_map_read(&map, at, block, n);
-        if (rc == 0) *out = both(*out, ps_xxh3(block, n));
-    }
-    ps_free(block);
+    int rc = ps_map_hash(&map, out);
     ps_map_close(&map);
     return rc;
 }

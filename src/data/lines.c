@@ -156,6 +156,14 @@ int ps_lines_open(const char *path, const char *index, ps_lines **out)
 int ps_lines_scanned(const ps_lines *l) { return l->scanned; }
 int64_t ps_lines_count(const ps_lines *l) { return l->count; }
 
+int ps_lines_hash(const ps_lines *l, uint64_t *out)
+{
+    PS_NEED(l);
+    PS_NEED(out);
+    PS_TRY(ps_map_hash(&l->map, out));
+    return unchanged(l);
+}
+
 int ps_lines_save(const ps_lines *l, const char *index)
 {
     PS_NEED(l);

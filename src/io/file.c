@@ -100,6 +100,24 @@ int ps_map_unchanged(const ps_map *m)
                    "replace such a file instead of writing to it", m->path);
 }
 
+int ps_map_hash(const ps_map *m, uint64_t *out)
+{
+    enum { BLOCK = 3 << 18 };
+    uint8_t *block = ps_alloc(BLOCK);
+    if (!block) return ps_fail_nomem(BLOCK);
+    uint64_t both[2] = { (uint64_t)m->nbytes };
+    int rc = 0;
+    for (int64_t at = 0; at < m->nbytes && rc == 0; at += BLOCK) {
+        int64_t n = m->nbytes - at < BLOCK ? m->nbytes - at : BLOCK;
+        rc = ps_map_read(m, at, block, n);
+        both[1] = ps_xxh3(block, n);
+        both[0] = ps_xxh3(both, sizeof both);
+    }
+    ps_free(block);
+    *out = both[0];
+    return rc;
+}
+
 int ps_map_lend(const ps_map *m, int64_t at, int64_t nbytes, ps_lent_map *out)
 {
     *out = (ps_lent_map){ 0 };

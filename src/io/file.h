@@ -44,6 +44,8 @@ int ps_map_lend(const ps_map *m, int64_t at, int64_t nbytes, ps_lent_map *out); 
 void ps_map_unlend(const ps_lent_map *lent);
 /* Returns PS_EIO if any process has written to the file, or the file has become shorter, since it was mapped. */
 int ps_map_unchanged(const ps_map *m);
+/* Computes a hash of the file's bytes from the XXH3 of its blocks. */
+int ps_map_hash(const ps_map *m, uint64_t *out);
 void ps_map_drop(const ps_map *m, const void *begin, int64_t nbytes);  /* frees the pages of bytes that are not
                                                                         * needed soon */
 void ps_map_close(ps_map *m);           /* `map` can also be zeroed */

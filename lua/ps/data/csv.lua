@@ -3,7 +3,6 @@
 -- in double quotes may contain separators and ends of lines; "" inside it is one quote. All values are texts.
 local array = require "ps.core.array"
 local caller = require "ps.core.caller"
-local utf8 = require "ps.core.utf8"
 local error = caller.error
 local place_array = array "double"
 
@@ -89,11 +88,10 @@ end
 
 --- Returns the rows of a file's text.
 ---@param path string the file's path, for errors
----@param text string
+---@param text string valid UTF-8
 ---@param separator string "," or "\t"
 ---@return {n: integer, name: string, get: fun(i: integer): table, place: fun(i: integer): string}
 return function(path, text, separator)
-  if not utf8.valid(text) then error(path .. ": the file is not valid UTF-8") end
   local places, n = scan(path, text, separator)
   if n == 0 then error(path .. ": the file is empty; its first row must have the names of its fields") end
   local function record(k) return values_of(text:sub(places[3 * k], places[3 * k + 1]), separator) end

@@ -22,6 +22,7 @@ local files = {}
 ---@field get fun(i: integer): table returns row i, from 1
 ---@field place fun(i: integer): string returns the file and line of row i, for errors
 ---@field text? fun(i: integer): string returns the JSON text of row i
+---@field key? fun(): string? returns a key of the rows' content, for caches
 ---@field shared? boolean whether the rows are the script's own tables
 
 -- Decodes a JSON text, which must be an object.
@@ -33,6 +34,16 @@ local function decoded(text, place)
     error(("%s: each row must be a JSON object; this one is %s"):format(place, text:sub(1, 40)))
   end
   return row
+end
+
+-- Returns the number of the first line that is not valid UTF-8.
+local function invalid_line(text)
+  local number = 0
+  for line in text:gmatch "[^\n]*\n?" do
+    number = number + 1
+    if not utf8.valid(line) then break end
+  end
+  return number
 end
 
 local INDEXED = 16 * 1024 * 1024                           -- size in bytes from which a file gets an index
@@ -71,8 +82,17 @@ local function of_lines(path, kind, name)
   end
   local node = { n = tonumber(C.ps_lines_count(lines)), name = name }
   function node.place(i) return select(2, line(i)) end
+  function node.hash()
+    local hash = ffi.new "uint64_t[1]"
+    check(C.ps_lines_hash(lines, hash))
+    return hash[0]
+  end
   if kind == "text" then
-    function node.get(i) return { text = (line(i)) } end
+    function node.get(i)
+      local one, place = line(i)
+      if not utf8.valid(one) then error(place .. ": not valid UTF-8") end
+      return { text = one }
+    end
     return node
   end
   function node.text(i) return (line(i)) end
@@ -99,25 +119,38 @@ local function whole_file(path)
   return text
 end
 
+-- Iterates over a list in a SQuAD file. Raises an error if the value is not a list of objects.
+local function objects(value, where)
+  if type(value) ~= "table" or #value == 0 and next(value) ~= nil then error(where .. " must be a list of objects") end
+  for i, one in ipairs(value) do
+    if type(one) ~= "table" then error(("%s[%d] must be an object"):format(where, i)) end
+  end
+  return ipairs(value)
+end
+
 -- Opens a SQuAD file: one object, whose articles have paragraphs with questions. Each question becomes a row.
 local function of_squad(text, path)
+  if not utf8.valid(text) then error(("%s:%d: not valid UTF-8"):format(path, invalid_line(text))) end
   local ok, all = pcall(cjson.decode, text)
   if not ok then error(("%s: not JSON: %s"):format(path, tostring(all))) end
-  if type(all) ~= "table" or type(all.data) ~= "table" or not (all.data[1] or {}).paragraphs then
+  local list = type(all) == "table" and all.data
+  if type(list) ~= "table" or type(list[1]) ~= "table" or not list[1].paragraphs then
     error(path .. ": the file must contain a list of objects, or SQuAD's object with data and paragraphs; a file of "
       .. "one object per line ends in .jsonl")
   end
   local rows = {}
-  for a, article in ipairs(all.data) do
-    for p, paragraph in ipairs(type(article) == "table" and article.paragraphs or {}) do
-      for q, one in ipairs(type(paragraph) == "table" and paragraph.qas or {}) do
-        local where = ("%s: data[%d].paragraphs[%d].qas[%d]"):format(path, a, p, q)
-        if type(one) ~= "table" or type(one.question) ~= "string" or type(paragraph.context) ~= "string" then
+  for a, article in objects(list, path .. ": data") do
+    local at_article = ("%s: data[%d].paragraphs"):format(path, a)
+    for p, paragraph in objects(article.paragraphs, at_article) do
+      local at_paragraph = ("%s[%d].qas"):format(at_article, p)
+      for q, one in objects(paragraph.qas, at_paragraph) do
+        local where = ("%s[%d]"):format(at_paragraph, q)
+        if type(one.question) ~= "string" or type(paragraph.context) ~= "string" then
           error(where .. ": the row must have a question and its paragraph's context")
         end
         local texts, starts = {}, {}
-        for k, answer in ipairs(type(one.answers) == "table" and one.answers or {}) do
-          if type(answer) ~= "table" or type(answer.text) ~= "string" then error(where .. ": an answer has no text") end
+        for k, answer in objects(one.answers == nil and {} or one.answers, where .. ".answers") do
+          if type(answer.text) ~= "string" then error(where .. ": an answer has no text") end
           texts[k], starts[k] = answer.text, answer.answer_start
         end
         rows[#rows + 1] = { id = one.id, title = article.title, context = paragraph.context, question = one.question,
@@ -187,15 +220,6 @@ local UNREAD = { zst = "unpack it with zstd -d", zip = "unpack it with unzip", p
 -- Returns the kind of a file according to its extension, or nil if the extension is not supported.
 local function kind_of(path) return KINDS[path:gsub("%.gz$", ""):match "%.([^./]*)$" or ""] end
 
--- Returns a function that returns a key for a file's content, for caches.
-local function key_of(path, kind)
-  return function()
-    local hash = ffi.new "uint64_t[1]"
-    check(C.ps_file_hash(path, hash))
-    return kind .. " " .. bit.tohex(hash[0])
-  end
-end
-
 local function opened(path, given)
   local kind = kind_of(path)
   if not kind then
@@ -206,9 +230,18 @@ local function opened(path, given)
   local source = path:find "%.gz$" and unpacked.gzip(path) or path
   if kind == "lines" or kind == "text" and given.text ~= "file" then return of_lines(source, kind, path) end
   local text = require("ps.core.bom")(whole_file(source))
-  if kind == "json" then return of_json(text, path) end
-  if kind == "text" then return files.list({ { text = text } }, path) end
-  return csv(path, text, kind == "csv" and "," or "\t")
+  local hash = C.ps_xxh3(text, #text)
+  local node
+  if kind == "json" then node = of_json(text, path)
+  elseif kind == "text" then
+    if not utf8.valid(text) then error(("%s:%d: not valid UTF-8"):format(path, invalid_line(text))) end
+    node = files.list({ { text = text } }, path)
+  else
+    if not utf8.valid(text) then error(("%s:%d: not valid UTF-8"):format(path, invalid_line(text))) end
+    node = csv(path, text, kind == "csv" and "," or "\t")
+  end
+  function node.hash() return hash end
+  return node
 end
 
 --- Returns the rows of a file.
@@ -217,7 +250,10 @@ end
 ---@return ps.data.Node
 function files.open(path, options)
   local node = opened(path, options)
-  node.key = key_of(path, kind_of(path) .. " " .. (options.text or "line"))
+  -- The key for caches has the hash of the bytes that were opened, since another file can have their path by now.
+  function node.key()
+    return ("%s %s %s"):format(kind_of(path), options.text or "line", bit.tohex(node.hash()))
+  end
   return node
 end
 

@@ -4,6 +4,7 @@
 local native = require "ps.core.ffi"
 local caller = require "ps.core.caller"
 local bit = require "bit"
+local ffi = require "ffi"
 local lfs = require "lfs"
 local unistd = require "posix.unistd"
 local error = caller.error
@@ -21,7 +22,7 @@ local function absolute(path) return path:sub(1, 1) == "/" and path or lfs.curre
 ---@return string?
 function unpacked.folder(purpose)
   local home, base = os.getenv "HOME", os.getenv "XDG_CACHE_HOME"
-  home = base and base ~= "" and base or home and home .. "/.cache"
+  home = base and base:sub(1, 1) == "/" and base or home and home .. "/.cache"  -- XDG: relative paths are ignored
   if not home then return nil end
   local folder, made = home .. "/psluajit/" .. purpose, ""
   for part in folder:gmatch "[^/]+" do
@@ -43,12 +44,13 @@ end
 
 local function quoted(path) return "'" .. path:gsub("'", "'\\''") .. "'" end
 
--- Unpacks a file to another file. Returns true, or nil and the reason of a failure.
+-- Unpacks a file to another file. Returns true, or nil and the reason of a failure. The shell's and gzip's messages go
+-- to a file outside the cache, whose disk may be full.
 local function unpack_to(path, target)
-  local errors = target .. ".errors"
-  local rc = os.execute(("gzip -dc -- %s >%s 2>%s"):format(quoted(path), quoted(target), quoted(errors)))
+  local errors = os.tmpname()
+  local rc = os.execute(("(gzip -dc -- %s >%s) 2>%s"):format(quoted(path), quoted(target), quoted(errors)))
   local file = io.open(errors, "rb")
-  local why = file and file:read "*a":gsub("^%s*gzip: ", ""):gsub("%s+$", "") or "gzip cannot run"
+  local why = file and file:read "*a":gsub("^%s*gzip: ", ""):gsub("^sh: %d+: ", ""):gsub("%s+$", "") or ""
   if file then file:close() end
   os.remove(errors)
   if rc == 0 then return true end
@@ -66,15 +68,16 @@ local function remove_older(folder, prefix, keep)
 end
 
 --- Returns the path of a .gz file's unpacked content. The file is unpacked into the cache folder once, and again if its
---- size or time changes.
+--- bytes change.
 ---@param path string
 ---@return string
 function unpacked.gzip(path)
   local folder = unpacked.folder "unpacked"
   if not folder then error(path .. ": there is no cache folder to unpack it to: set XDG_CACHE_HOME") end
-  local at, prefix = lfs.attributes(path), hash(absolute(path))
+  local content, prefix = ffi.new "uint64_t[1]", hash(absolute(path))
+  native.check(C.ps_file_hash(path, content))
   local ending = path:match "(%.[^./]*)%.gz$" or ""
-  local name = ("%s-%s%s"):format(prefix, hash(("%.0f %.0f"):format(at.size, at.modification)), ending)
+  local name = ("%s-%s%s"):format(prefix, bit.tohex(content[0]), ending)
   local target = folder .. "/" .. name
   if lfs.attributes(target, "mode") == "file" then return target end
   local part = ("%s.%d.part"):format(target, unistd.getpid())
