@@ -71,15 +71,17 @@ local function main()
       bar:update(done, {})
     end })
   if bar then bar:finish() end
-  if args.samples and not result.samples then error("--samples: perplexity has no results by row", 0) end
-  if not first then return end
-  if args.samples then write_samples(result.samples) end
-  result.samples, result.model, result.data = nil, args.model, args.data
-  if args.json then return print(json.encode(convert.value(result, "the result"), { sort_keys = true })) end
-  for _, name in ipairs(NAMES) do
-    local v = result[name]
-    if v then print(("%-20s %s"):format(name, v % 1 == 0 and ("%d"):format(v) or ("%.6g"):format(v))) end
+  local samples = result.samples
+  if first then
+    result.samples, result.model, result.data = nil, args.model, args.data
+    if args.json then print(json.encode(convert.value(result, "the result"), { sort_keys = true })) end
+    for _, name in ipairs(args.json and {} or NAMES) do
+      local v = result[name]
+      if v then print(("%-20s %s"):format(name, v % 1 == 0 and ("%d"):format(v) or ("%.6g"):format(v))) end
+    end
   end
+  if args.samples and not samples then error("--samples: perplexity has no results by row", 0) end
+  if args.samples and first then write_samples(samples) end          -- last, so that no result is lost if it fails
 end
 
 command_line.try("evaluate", main)

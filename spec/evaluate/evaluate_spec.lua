@@ -172,6 +172,8 @@ describe("ps.evaluate.run", function()
       ["gold = 2; it must be a number of 0 to 1"] = { query = "x", choices = { "a", "b" }, gold = 2 },
       ["is not a list of two or more choices"] = { query = "x", choices = { "a" }, gold = 0 },
       ["choices[2] is a number, not a text"] = { query = "x", choices = { "a", 5 }, gold = 0 },
+      ["rows[1]: a choice has 601 tokens, more than the "] = { query = "x", choices = { "a", ("b"):rep(600) },
+        gold = 0 },
       ["choices[1] is empty"] = { query = "x", choices = { "", "a" }, gold = 0 },
       ["the field 'query' is a number"] = { query = 5, choices = { "a", "b" }, gold = 0 } } do
       fails(run { data = { row } }, want)
@@ -298,6 +300,8 @@ describe("tools/evaluate.lua", function()
       assert.equal(2, #cjson.decode(line).loglikelihoods)
     end
     assert.equal(2, n)
+    out, code = run(("--data %s --samples %s/absent/samples.jsonl"):format(data, folder))
+    assert.truthy(code == 1 and out:find "acc +[%d.]+\n" and out:find("--samples: ", 1, true), out)  -- nothing is lost
     check.write(folder .. "/text.txt", "ab\nba\n")
     out, code = run(("--data %s/text.txt --batch 2"):format(folder))
     assert.truthy(code == 0 and out:find "token_perplexity +%d" and out:find "rows +1\n", out)

@@ -156,6 +156,10 @@ function TASKS.choices(model, tok, rows, n, options)
     questions[i] = { first = #pairs_, choices = choices, gold = gold }
     for _, choice in ipairs(choices) do
       local first, rest = likelihood.pair(tok, context, " " .. choice)
+      if #rest > options.max_length then
+        error(("%s: a choice has %d tokens, more than the %d that the model reads at once (max_length)"):format(
+          rows:place(i), #rest, options.max_length))
+      end
       pairs_[#pairs_ + 1] = { first, rest }
     end
   end
