@@ -139,20 +139,32 @@ local model, optimizer = try(ps.initialize, { quiet = ps.rank() > 0,
     zero_optimization = ps.world_size() > 1 and { stage = args.zero } or nil,
     memory = (args.host or args.disk) and { host = args.host, disk = args.disk and { path = args.disk } } or nil } })
 
-local steps = math.max(1, math.floor(args.epochs * loader.batches / args.accumulate))
+-- Steps until the last epoch ends. If a resumed run has another number of steps per epoch, as with another --batch or
+-- number of processes, `first` is the step of the checkpoint and `done` the number of epochs before it.
+local per_epoch, first, done = loader.batches / args.accumulate, 0, 0
+local saved = args.resume and checkpoints.info(run) or {}
+local before = saved.extra or {}
+if before.per_epoch then
+  first, done = before.first, before.done
+  if math.abs(before.per_epoch - per_epoch) > 1e-9 then
+    first, done = saved.step, done + (saved.step - first) / before.per_epoch
+  end
+end
+local left = (args.epochs - done) * per_epoch
+local steps = math.max(1, first + (first > 0 and math.ceil(left - 1e-6) or math.floor(left)))
 local schedule = ps.sched.warmup_cosine { optimizer = optimizer, max_lr = args.lr, min_lr = args.lr / 10,
   warmup = math.ceil(steps / 20), total = steps }
 local start, parts = 0, { model = model, optimizer = optimizer, sched = schedule, loader = loader }
 if args.resume then start = try(checkpoints.load, run, parts).step end
 if start >= steps then
-  ps.print_rank(("nothing to do: the checkpoint is at step %d of %d"):format(start, steps))
-  os.exit(0, true)
+  ps.print_rank(("nothing to do but to write the model: the checkpoint is at step %d of %d"):format(start, steps))
 end
+
+local messages, tools = try(ps.data.prompt, held_out, 1)   -- read once, since the file may change during training
 
 -- Prints the model's own last reply in the first held-out conversation, by greedy decoding. Before training, also
 -- prints the conversation up to the reply.
 local function reply(when)
-  local messages, tools = ps.data.prompt(held_out, 1)
   local ids = tok:apply_chat_template(messages, { add_generation_prompt = true, date = date, tools = tools })
   local room = math.min(48, most - #ids)
   if room < 1 then return ps.print_rank(when .. ": no sample, since the first held-out prompt is too long") end
@@ -167,7 +179,8 @@ if earlier and ps.rank() == 0 then os.remove(run .. "/latest") end     -- --resu
 local result = try(train.run, { model = model, optimizer = optimizer, sched = schedule, loader = loader, steps = steps,
   start = start, log = run .. "/log.csv", eval = { every = math.max(1, math.ceil(steps / 8)),
     data = function() return evaluation:epoch() end },
-  checkpoint = { folder = run, every = math.max(1, math.ceil(steps / 4)), keep = 2, extra = { date = date } } })
+  checkpoint = { folder = run, every = math.max(1, math.ceil(steps / 4)), keep = 2,
+    extra = { date = date, per_epoch = per_epoch, first = first, done = done } } })
 if result.interrupted then
   ps.print_rank "interrupted; --resume continues"
   line.leave(130)

@@ -190,6 +190,46 @@ describe("examples/finetune.lua", function()
     os.execute(("mv %s/model.kept %s/model.safetensors"):format(folder, folder))
   end)
 
+  -- Starts a run, and kills it when its first checkpoint is there.
+  local function killed(words, out)
+    check.shell(("OMP_NUM_THREADS=1 '%s' '%s/examples/finetune.lua' --model %s %s --out %s >/dev/null 2>&1 & "
+      .. "while ! [ -f %s/run/latest ]; do sleep 0.05; done; kill -9 $!; wait"):format(paths.exe, paths.root, folder,
+      words, out, out))
+    return ps.checkpoints.info(out .. "/run")
+  end
+
+  it("trains all epochs if another batch or number of processes continues", function()
+    local from = folder .. "/killed"
+    local words = ("--data %s --epochs 12 --lr 1e-3"):format(data)
+    local step = killed(words .. " --batch 4", from).step
+    assert.is_true(step % 11 == 0 and step < 132)          -- 42 rows are 11 batches of 4
+    for i, case in ipairs { { "--batch 8 --accumulate 2", 3 }, { "--batch 4", 6, 2 }, { "--batch 4", 11 },
+      { "--batch 42", 1 } } do
+      local to = ("%s/more%d"):format(folder, i)
+      os.execute(("cp -r %s %s"):format(from, to))
+      local out, code = run(("%s %s --out %s --resume"):format(words, case[1], to), case[3])
+      assert.equal(0, code, out)
+      assert.equal(step + math.ceil((12 - step / 11) * case[2]), ps.checkpoints.info(to .. "/run").step, case[1])
+      assert.equal("file", require "lfs".attributes(to .. "/model.safetensors", "mode"))
+    end
+  end)
+
+  it("writes the model of a run that ended after its last checkpoint, though its data changed", function()
+    local copy, to = folder .. "/copy.jsonl", folder .. "/written"
+    check.write(copy, check.read(data))
+    local words = ("--data %s --epochs 4 --batch 8 --lr 1e-3 --out %s"):format(copy, to)
+    local out, code = check.shell(("OMP_NUM_THREADS=1 '%s' '%s/examples/finetune.lua' --model %s %s 2>&1 & "
+      .. "while ! [ -f %s/run/latest ]; do sleep 0.02; done; echo changed >>%s; wait $!"):format(paths.exe, paths.root,
+      folder, words, to, copy))
+    assert.equal(0, code, out)
+    check.write(copy, check.read(data))
+    local want = check.read(to .. "/model.safetensors")
+    assert(os.remove(to .. "/model.safetensors"))
+    out, code = run(words .. " --resume")
+    assert.truthy(code == 0 and out:find("nothing to do but to write the model", 1, true), out)
+    assert.is_true(want == check.read(to .. "/model.safetensors"))
+  end)
+
   it("refuses data that are not conversations", function()
     check.write(folder .. "/text.jsonl", '{"text": "abc"}\n')
     local out, code = run(("--data %s/text.jsonl --out %s/none"):format(folder, folder))
