@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * Vectors of the plain build (simd.h, four lanes) against the C library's scalars, bit by bit: the fused multiply-add,
- * which is computed in fp64, and half types by integer arithmetic. */
+ * which is computed in fp64, half types by integer arithmetic, and divisions with a remainder. */
 #define PS_ANY_LANES
 #define PS_ISA plain
-#include "backend/cpu/simd.h"
+#include "backend/cpu/simd/divide.h"
 #include "check.h"
 
 static uint64_t state = 1;
@@ -71,9 +71,43 @@ static void test_halves(void)
     CHECK(narrow == 0);
 }
 
+/* Compares with the rule of doubles: quotients of any size, and quotients within a few steps of an integer, which
+ * rounding can lift to the next one. */
+static void test_divide(void)
+{
+    static const float edge[] = { 0.0f, -0.0f, 1.0f, -1.0f, 0.5f, -3.0f, 0x1p-149f, -0x1p-149f, 0x1p-126f, 0x1p22f,
+                                  0x1p23f, -0x1p24f, 0x1.fffffep127f, INFINITY, -INFINITY, NAN, 0x1.fffffep-1f };
+    enum { EDGES = sizeof edge / sizeof *edge, DRAWN = 3000000 };
+    int wrong = 0, near_integers = 0;
+    for (int i = 0; i < EDGES * EDGES + DRAWN; i += VL) {
+        vf a, b;
+        for (int k = 0; k < VL; k++) {
+            int n = i + k;
+            bool drawn = n >= EDGES * EDGES;
+            a[k] = drawn ? number(n % 3) : edge[n % EDGES];
+            b[k] = drawn ? number(n / 3 % 3) : edge[n / EDGES % EDGES];
+            if (!drawn || n % 2) continue;
+            a[k] = b[k] * (float)(draw() >> (8 + draw() % 24));
+            for (uint32_t steps = draw() % 3; steps > 0; steps--) a[k] = nextafterf(a[k], draw() % 2 ? 1e38f : -1e38f);
+            float q = a[k] / b[k];
+            near_integers += q == rintf(q) && fmod(a[k], b[k]) != 0;
+        }
+        vf y[3] = { divide_lanes(PS_REMAINDER, a, b), divide_lanes(PS_FMOD, a, b),
+                    divide_lanes(PS_FLOOR_DIVIDE, a, b) };
+        for (int k = 0; k < VL; k++)
+            for (int kind = 0; kind < 3; kind++) {
+                if (same(y[kind][k], (float)ps_divide(kind, a[k], b[k]))) continue;
+                if (wrong++ < 5) printf("%a and %a: kind %d is not %a\n", a[k], b[k], kind, y[kind][k]);
+            }
+    }
+    CHECK(near_integers > 10000);
+    CHECK(wrong == 0);
+}
+
 int main(void)
 {
     test_fma();
+    test_divide();
     test_halves();
     return end_checks();
 }

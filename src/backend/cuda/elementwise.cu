@@ -4,6 +4,7 @@
  * the same layout. The op is chosen at run time by a branch that is the same for all threads, except for the ops of
  * a transformer's step, which have separate kernels. Half types are rounded once per result. */
 #include "backend/cuda/columns.h"
+#include "base/divide.h"
 
 struct settings { double alpha, beta, gamma; };
 
@@ -59,22 +60,6 @@ template <class A> DEV A act_slope(int act, A x)
 /* the largest number of a float type */
 #define LARGEST ((A)(sizeof(A) == 4 ? 3.402823466e38 : 1.7976931348623157e308))
 
-/* Divisions like PyTorch's, with exact remainders. */
-template <class A> DEV A remainder_of(A a, A b)
-{
-    A m = fmod(a, b);
-    return m != 0 && (b < 0) != (m < 0) ? m + b : m;
-}
-template <class A> DEV A floor_quotient(A of, A by)
-{
-    double a = of, b = by;
-    if (b == 0) return (A)(a / b);
-    double m = fmod(a, b), q = (a - m) / b;
-    if (m != 0 && (b < 0) != (m < 0)) q -= 1;
-    if (q == 0) return (A)copysign(0.0, a / b);
-    return (A)(q - floor(q) > 0.5 ? floor(q) + 1 : floor(q));
-}
-
 template <class A> DEV A hard_gate(A x) { return (x < -3 ? 0 : x > 3 ? 6 : x + 3) / 6; }
 template <class A> DEV A mish_gate(A x) { return tanh(x > 20 ? x : log1p(exp(x))); }
 template <class A> DEV A logsigmoid(A x) { return (x > 0 ? 0 : x) - log1p(exp(-fabs(x))); }
@@ -101,9 +86,9 @@ template <class A> DEV A of_floats(int op, A a, A b, settings s)
     case PS_OP_pow: return pow(a, b);
     case PS_OP_maximum: return a > b || a != a ? a : b;
     case PS_OP_minimum: return a < b || a != a ? a : b;
-    case PS_OP_remainder: return remainder_of(a, b);
-    case PS_OP_fmod: return fmod(a, b);
-    case PS_OP_floor_divide: return floor_quotient(a, b);
+    case PS_OP_remainder: return (A)ps_divide(PS_REMAINDER, a, b);
+    case PS_OP_fmod: return fmod(a, b);                      /* exact in each type */
+    case PS_OP_floor_divide: return (A)ps_divide(PS_FLOOR_DIVIDE, a, b);
     case PS_OP_lerp: return fabs(s.alpha) < 0.5 ? a + (A)s.alpha * (b - a) : b - (A)(1 - s.alpha) * (b - a);
     case PS_OP_prelu: return a > 0 ? a : b * a;
     case PS_OP_logit_entropy: return (1 - b) * a - logsigmoid(a);
@@ -159,22 +144,13 @@ template <class A> DEV A of_floats(int op, A a, A b, settings s)
     }
 }
 
-/* Divides by 0 and -1 without a trap: the remainder is 0, and so is a quotient by 0. */
-DEV int64_t divide_ints(int op, int64_t a, int64_t b)
-{
-    if (b == 0) return 0;
-    if (b == -1) return op == PS_OP_floor_divide ? (int64_t)(0 - (uint64_t)a) : 0;
-    int64_t m = a % b;
-    bool other_side = m != 0 && (b < 0) != (m < 0);
-    if (op == PS_OP_floor_divide) return a / b - other_side;
-    return op == PS_OP_remainder && other_side ? m + b : m;
-}
-
 /* Computes ops of integers, which wrap around: sums are unsigned, because signed overflow is undefined. */
 DEV int64_t of_ints(int op, int64_t a, int64_t b, settings s)
 {
     switch (op) {
-    case PS_OP_remainder: case PS_OP_fmod: case PS_OP_floor_divide: return divide_ints(op, a, b);
+    case PS_OP_remainder: return ps_divide_ints(PS_REMAINDER, a, b);
+    case PS_OP_fmod: return ps_divide_ints(PS_FMOD, a, b);
+    case PS_OP_floor_divide: return ps_divide_ints(PS_FLOOR_DIVIDE, a, b);
     case PS_OP_add: return (int64_t)((uint64_t)a + (uint64_t)b);
     case PS_OP_sub: return (int64_t)((uint64_t)a - (uint64_t)b);
     case PS_OP_mul: return (int64_t)((uint64_t)a * (uint64_t)b);

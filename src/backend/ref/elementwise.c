@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * Copies, conversions, and ops that compute each element of the output from one element of each input. */
+#include "base/divide.h"
 #include "ref.h"
 
 static bool is_int(const ps_view *v) { return !ps_dtype_is_float(v->dtype); }
@@ -98,36 +99,9 @@ BINARY(mul, a * b, (int64_t)((uint64_t)a * (uint64_t)b))
 BINARY(maximum, a > b || a != a ? a : b, a > b ? a : b)
 BINARY(minimum, a < b || a != a ? a : b, a < b ? a : b)
 
-/* Divisions as PyTorch performs them. Remainders of floats are exact. Integers are divided by 0 and -1 without a
- * trap. */
-static double remainder_of(double a, double b)
-{
-    double m = fmod(a, b);
-    return m != 0 && (b < 0) != (m < 0) ? m + b : m;
-}
-static double floor_quotient(double a, double b)
-{
-    if (b == 0) return a / b;
-    double m = fmod(a, b), q = (a - m) / b;
-    if (m != 0 && (b < 0) != (m < 0)) q -= 1;
-    if (q == 0) return copysign(0, a / b);
-    return q - floor(q) > 0.5 ? floor(q) + 1 : floor(q);
-}
-static int64_t fmod_ints(int64_t a, int64_t b) { return b == 0 || b == -1 ? 0 : a % b; }
-static int64_t remainder_ints(int64_t a, int64_t b)
-{
-    int64_t m = fmod_ints(a, b);
-    return m != 0 && (b < 0) != (m < 0) ? m + b : m;
-}
-static int64_t floor_quotient_ints(int64_t a, int64_t b)
-{
-    if (b == 0) return 0;
-    if (b == -1) return (int64_t)(0 - (uint64_t)a);
-    return a / b - (a % b != 0 && (a < 0) != (b < 0));
-}
-BINARY(remainder, remainder_of(a, b), remainder_ints(a, b))
-BINARY(fmod, fmod(a, b), fmod_ints(a, b))
-BINARY(floor_divide, floor_quotient(a, b), floor_quotient_ints(a, b))
+BINARY(remainder, ps_divide(PS_REMAINDER, a, b), ps_divide_ints(PS_REMAINDER, a, b))
+BINARY(fmod, ps_divide(PS_FMOD, a, b), ps_divide_ints(PS_FMOD, a, b))
+BINARY(floor_divide, ps_divide(PS_FLOOR_DIVIDE, a, b), ps_divide_ints(PS_FLOOR_DIVIDE, a, b))
 BINARY(eq, a == b, a == b)
 BINARY(ne, a != b, a != b)
 BINARY(lt, a < b, a < b)

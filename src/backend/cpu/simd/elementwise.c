@@ -265,9 +265,9 @@ BINARY(b_div, x / y)
 BINARY(b_pow, pow_any(x, y))
 BINARY(b_maximum, vf_max_nan(x, y))
 BINARY(b_minimum, vf_min_nan(x, y))
-BINARY(b_remainder, divide_lanes(REMAINDER, x, y))
-BINARY(b_fmod, divide_lanes(FMOD, x, y))
-BINARY(b_floor_divide, divide_lanes(FLOOR_DIVIDE, x, y))
+BINARY(b_remainder, divide_lanes(PS_REMAINDER, x, y))
+BINARY(b_fmod, divide_lanes(PS_FMOD, x, y))
+BINARY(b_floor_divide, divide_lanes(PS_FLOOR_DIVIDE, x, y))
 BINARY(b_prelu, prelu_of(x, y))
 BINARY(b_logit_entropy, logit_entropy_of(x, y))
 BINARY(b_lerp_near, lerp_near(x, y, vf_set(k.a)))
@@ -328,12 +328,12 @@ SCALAR(min_i64, int64_t, int64_t, int64_t, 2, x < y ? x : y)
 
 SCALAR(trunc_f64, double, double, double, 1, trunc(x))
 #define SCALAR_DIVISIONS(t, T, of) \
-    SCALAR(remainder_##t, T, T, T, 2, of(REMAINDER, x, y)) SCALAR(fmod_##t, T, T, T, 2, of(FMOD, x, y)) \
-    SCALAR(floor_divide_##t, T, T, T, 2, of(FLOOR_DIVIDE, x, y))
-SCALAR_DIVISIONS(f64, double, divide_any)
-SCALAR_DIVISIONS(i32, int32_t, divide_ints)
-SCALAR_DIVISIONS(i64, int64_t, divide_ints)
-SCALAR_DIVISIONS(u8, uint8_t, divide_ints)
+    SCALAR(remainder_##t, T, T, T, 2, of(PS_REMAINDER, x, y)) SCALAR(fmod_##t, T, T, T, 2, of(PS_FMOD, x, y)) \
+    SCALAR(floor_divide_##t, T, T, T, 2, of(PS_FLOOR_DIVIDE, x, y))
+SCALAR_DIVISIONS(f64, double, ps_divide)
+SCALAR_DIVISIONS(i32, int32_t, ps_divide_ints)
+SCALAR_DIVISIONS(i64, int64_t, ps_divide_ints)
+SCALAR_DIVISIONS(u8, uint8_t, ps_divide_ints)
 
 /* Each op's functions for the three lane types and for the four other types; NULL if this file has none. */
 typedef struct row { const loop_fn *lanes; loop_fn f64, i32, i64, u8; } row;
