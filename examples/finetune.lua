@@ -199,7 +199,7 @@ if ps.rank() == 0 then
   local curves = { { label = "training", points = losses }, { label = "held out", points = measured } }
   print(plot.text(curves))
   try(plot.png, run .. "/loss.png", curves, { title = args.out })
-  print(("%s: loss %.4f, held-out loss %s after %d steps; talk to it with tools/chat.lua %s"):format(args.out,
+  print(("%s: loss %.4f, held-out loss %s after %d steps; talk to it with psluajit chat.lua %s"):format(args.out,
     result.loss or 0 / 0, result.val_loss and ("%.4f"):format(result.val_loss) or "not measured", steps, args.out))
 end
 model:close()

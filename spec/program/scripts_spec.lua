@@ -163,6 +163,11 @@ describe("psluajit new", function()
       assert.equal(1, code)
       assert.matches("^train%.lua: [^\n]*needs? [^\n]*\n$", text:gsub("needed", "needs "))
     end
+    local rows = { "label\ttext" }
+    for i = 1, 12 do rows[#rows + 1] = (i % 2 == 0 and "good" or "bad") .. "\ttext " .. i end
+    check.write(folder .. "/poor_classifier/data.tsv", table.concat(rows, "\n") .. "\n")
+    assert.equal("train.lua: data.tsv: the class 'label' has only one text. A line is a class, a tab and a text, and "
+      .. "there is no header line.\n", (sh "cd poor_classifier && psluajit train.lua"))
     for line, want in pairs { ["cd poor_text && psluajit sample.lua"] =
       "sample.lua: there is no model.safetensors: run psluajit train.lua first\n",
       ["cd poor_classifier && psluajit classify.lua x"] =

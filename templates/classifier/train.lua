@@ -5,7 +5,7 @@ local model_file = require "model"
 
 -- The examples of a file, and the names of its classes in the order of their first lines.
 local function read(path)
-  local rows, names, number = {}, {}, {}
+  local rows, names, number, texts = {}, {}, {}, {}
   local file, why = io.open(path)
   if not file then error("cannot open " .. why, 0) end
   for line in file:lines() do
@@ -15,12 +15,20 @@ local function read(path)
       names[#names + 1] = class
       number[class] = #names - 1
     end
+    texts[class] = (texts[class] or 0) + 1
     rows[#rows + 1] = { ids = model_file.encode(text), class = number[class] }
   end
   file:close()
   if #rows < 5 or #names < 2 then
     error(("%s: at least 5 texts and 2 classes are needed; it has %d and %d"):format(path, #rows, #names), 0)
   end
+  for _, class in ipairs(names) do
+    if texts[class] == 1 then
+      error(("%s: the class '%s' has only one text. A line is a class, a tab and a text, and there is no header line."
+        ):format(path, class), 0)
+    end
+  end
+  print(("%s: %d texts of %d classes: %s"):format(path, #rows, #names, table.concat(names, ", ")))
   return rows, names
 end
 
