@@ -49,7 +49,7 @@ local LARGE = { 131, 257 }
 
 --- Rounds the first two inputs, if they are floats, to whole numbers, many of which are equal.
 local function whole(ins)
-  for i = 1, 2 do if ins[i]:is_float() then ins[i] = ins[i]:round() end end
+  for i = 1, 2 do if ins[i] and ins[i]:is_float() then ins[i] = ins[i]:round() end end
 end
 
 local cases = {}
@@ -263,6 +263,35 @@ case { "triangle", { F { 5, 7 }, attrs = args(0, 0) }, { F { 7, 5 }, attrs = arg
 case { "cumsum", { F { 5, 7 }, attrs = args(0, 0) }, { F { 5, 7 }, attrs = args(1, 1) },
        { F { 3, 130, 2 }, attrs = args(1, 0), grads = false }, { F { 65, 33 }, attrs = args(-1, 1), grads = false },
        { F { 130 }, attrs = args(0, 0), grads = false }, ints = true, tol = { bf16 = 0.02 } }
+case { "cumprod", { F({ 5, 7 }, 0.5, 1.5), attrs = args(0) }, { F { 5, 7 }, attrs = args(1), prepare = whole },
+       { F { 3, 4, 2 }, attrs = args(1), prepare = whole }, { F { 2, 0, 3 }, attrs = args(1) },
+       { F({ 3, 130, 2 }, 0.5, 1.5), attrs = args(1), grads = false },
+       { F({ 33, 65 }, 0.5, 1.5), attrs = args(0), grads = false },
+       { F({ 65, 33 }, 0.5, 1.5), attrs = args(-1), grads = false },
+       { F({ 131, 257 }, 0.9, 1.1), attrs = args(1), grads = false, large = true },
+       { F({ 131, 257 }, 0.9, 1.1), attrs = args(0), grads = false, large = true }, ints = true }
+case { "cumprod_backward", { F { 5, 7 }, F { 5, 7 }, attrs = args(0), prepare = whole },
+       { F { 5, 7 }, F { 5, 7 }, attrs = args(1) }, { F { 2, 0, 3 }, F { 2, 0, 3 }, attrs = args(1) },
+       { F({ 3, 130, 2 }, 0.9, 1.1), F { 3, 130, 2 }, attrs = args(1) },
+       { F({ 33, 65 }, 0.9, 1.1), F({ 33, 65 }, 0, 1), attrs = args(0) },
+       { F({ 131, 257 }, 0.9, 1.1), F({ 131, 257 }, 0, 1), attrs = args(1), large = true },
+       { F({ 131, 257 }, 0.9, 1.1), F({ 131, 257 }, 0, 1), attrs = args(0), large = true }, floor = 1e-5 }
+do
+  local function sorted(ins)
+    whole(ins)
+    ins[1] = ins[1]:sort(-1)
+  end
+  local row = { "searchsorted", exact = true, ints = true }
+  for _, right in ipairs { 0, 1 } do
+    for _, of in ipairs { { { 33 }, { 5, 7 } }, { { 1 }, {} }, { { 0 }, { 7 } }, { { 130 }, { 65 } },
+                          { { 3, 5, 33 }, { 3, 5, 7 } }, { { 2, 7 }, { 2, 0 } }, { { 257 }, { 131, 257 } },
+                          { { 131, 9 }, { 131, 257 } } } do
+      row[#row + 1] = { F(of[1], 0, 99), F(of[2], -3, 102), attrs = args(right), prepare = sorted, grads = false,
+                        large = of[2][2] == 257 or nil }
+    end
+  end
+  case(row)
+end
 case { "topk", { F { 5, 7 }, attrs = args(3) }, { F { 3, 1500 }, attrs = args(700) }, { F { 97 }, attrs = args(97) },
        { F { 130 }, attrs = args(130) }, { F { 3, 65 }, attrs = args(1) },
        exact = true, ints = true }

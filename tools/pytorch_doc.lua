@@ -115,6 +115,8 @@ prod | prod | ps.prod, t:prod | dims may be a list; products with a gradient con
 argmax | argmax | ps.argmax, t:argmax | returns the first of equal values
 argmin | argmin | ps.argmin, t:argmin | returns the first of equal values
 cumsum | cumsum | ps.cumsum, t:cumsum |
+cumprod | cumprod | ps.cumprod, t:cumprod |
+cumprod_backward | - | - | cumprod's gradient
 topk | topk | ps.topk, t:topk | along the last dimension, sorted downwards
 sq_norms | - | - | sums of squares; used to clip gradients
 grad_store | - | - | stores a gradient and computes its sum of squares
@@ -142,6 +144,7 @@ scatter_ | Tensor.scatter_ | t:scatter_ | if indices are equal, the last value w
 scatter | scatter | ps.scatter, t:scatter | as scatter_; overwritten values have gradient 0
 scatter_backward | - | - | its gradient
 scatter_reduce | scatter_reduce | ps.scatter_reduce, t:scatter_reduce | reduce = "prod" has no gradient
+searchsorted | searchsorted | ps.searchsorted, t:searchsorted | options are passed by name
 concat | cat | ps.cat, ps.stack |
 layer_norm | nn.functional.layer_norm | F.layer_norm, nn.LayerNorm | over the dimensions of w, or the last one
 layer_norm_backward | - | - | its gradient
@@ -224,7 +227,6 @@ nn.functional.pixel_shuffle | F.pixel_shuffle, nn.PixelShuffle |
 nn.functional.embedding_bag | F.embedding_bag, nn.EmbeddingBag | options by name; equal maxima share gradients
 nn.functional.normalize | F.normalize | the gradient is 0 if the norm is 0
 nn.functional.cosine_similarity | F.cosine_similarity, nn.CosineSimilarity |
-cumprod | ps.cumprod, t:cumprod |
 isnan | ps.isnan, t:isnan |
 isinf | ps.isinf, t:isinf |
 argsort | ps.argsort, t:argsort |
@@ -242,7 +244,6 @@ count_nonzero | ps.count_nonzero, t:count_nonzero |
 unique | ps.unique, t:unique | options are passed by name; always sorted, without dim
 median | ps.median, t:median |
 quantile | ps.quantile, t:quantile | options are passed by name
-searchsorted | ps.searchsorted, t:searchsorted | options are passed by name
 bucketize | ps.bucketize, t:bucketize | options are passed by name
 Tensor.unfold | t:unfold | returns a copy
 movedim | ps.movedim, t:movedim |

@@ -76,8 +76,13 @@ def quantile(d):
 
 def search(d):
     dtype, right, rows = d.choice("fp32", "fp64", "int64", "int32"), d.chance(0.5), d.choice([], [], [3])
-    seq = d.values(rows + [d.int(0, 40)], dtype).sort(-1).values
-    values = d.input(rows + [d.int(1, 30)] if rows else d.shape(0, 2), dtype)
+    dtype = d.choice(dtype, "bf16", "uint8") if d.chance(0.2) else dtype
+    seq, shape = d.values(rows + [d.int(0, 40)], dtype, special=0.3), rows + [d.int(1, 30)] if rows else d.shape(0, 2)
+    values = d.values(shape, dtype, special=0.3)
+    if dtype == "int64" and d.chance(0.5):                  # numbers that fp64 cannot tell apart, up to the largest
+        base = d.choice(2 ** 62 + 5, 2 ** 63 - 41, -2 ** 63 + 20, 2 ** 53)
+        seq, values = seq + base, values + base
+    seq, values = seq.sort(-1).values, d.laid_out(values)
     if rows or d.chance(0.5):
         return Case("x[1]:searchsorted(x[2], { right = %s })" % lua(right),
                     lambda x, m: torch.searchsorted(x[0].contiguous(), x[1].contiguous(), right=right),
@@ -290,7 +295,8 @@ def embedding_bag(d):
 
 
 ROWS = [Row("bincount", bincount), Row("count_nonzero", count_nonzero), Row("any, all of a dimension", any_of),
-        Row("unique", unique), Row("median", median), Row("quantile", quantile), Row("searchsorted", search),
+        Row("unique", unique), Row("median", median), Row("quantile", quantile),
+        Row("searchsorted", search, "searchsorted"),
         Row("nan_to_num", nan_to_num, "nan_to_num"), Row("unfold", unfold), Row("movedim", movedim),
         Row("diagonal", diagonal),
         Row("tril_indices", triangle), Row("meshgrid", meshgrid), Row("addcmul", fused),

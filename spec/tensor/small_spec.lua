@@ -293,9 +293,20 @@ describe("counts and order", function()
     fails(function() return x:bincount { weights = ps.ones { 2 } } end, "the weights are fp32 [2]", "3 values")
     fails(function() return ps.zeros({ 0 }):median() end, "median: the tensor has no elements")
     fails(function() return ps.ones({ 2 }):quantile(1.5) end, "quantile: q is 1.5", "[0, 1]")
-    fails(function() return ps.ones({ 2, 3 }):searchsorted(ps.ones { 3, 3 }) end, "all sizes except the last")
+    fails(function() return ps.ones({ 2, 3 }):searchsorted(ps.ones { 3, 3 }) end,
+      "all sizes of the sequence and the values except the last must be equal")
     assert.is_true(tensor({ 1, 0 / 0, 3 }):median():isnan():item())
     is({ 0, 3 }, ps.zeros({ 0 }, { dtype = "int64" }):bincount { minlength = 2 } + tensor({ 0, 3 }, "int64"))
+  end)
+
+  it("search integers that fp64 cannot tell apart, and NaN as PyTorch does", function()
+    local large = ps.arange(4) + 2 ^ 62 + (2 ^ 62 - 1024)
+    is({ 0, 1, 2, 3 }, large:searchsorted(large))
+    is({ 1, 2, 3, 4 }, large:searchsorted(large, { right = true }))
+    is({ 0, 1, 2, 3 }, large:reshape(1, 4):searchsorted(large:reshape(1, 4)):reshape(-1))
+    local seq = tensor { 1, 2, 0 / 0 }
+    is({ 1, 3, 3 }, seq:searchsorted(tensor { 1.5, 2.5, 0 / 0 }))
+    is({ 1, 3, 3 }, seq:to("bf16"):searchsorted(tensor({ 1.5, 2.5, 0 / 0 }, "bf16"), { right = true }))
   end)
 
   it("write in place only what fits, and nothing that needs a gradient", function()

@@ -236,6 +236,7 @@ int64_t ps_cuda_rules_scratch(const ps_cuda_card *card, const ps_call *call)
     case PS_OP_embedding_backward:
         return out[0].numel == 0 ? 0
                : up(ps_cu_embedding_nbytes(((const ps_attrs_embedding_backward *)a)->rows, in[0].numel));
+    case PS_OP_cumprod_backward: return in[0].numel == 0 ? 0 : up(in[0].numel * 8);
     case PS_OP_scatter_add:
     case PS_OP_scatter_reduce: return in[0].numel == 0 ? 0 : up(in[0].numel * 8);
     case PS_OP_attention: return segments(&in[3]);

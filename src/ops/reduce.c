@@ -8,6 +8,7 @@ int infer_reduce(ps_infer *f);
 int infer_arg_reduce(ps_infer *f);
 int infer_prod(ps_infer *f);
 int infer_cumsum(ps_infer *f);
+int infer_cumprod_backward(ps_infer *f);
 int infer_topk(ps_infer *f);
 int infer_sq_norms(ps_infer *f);
 int infer_sample(ps_infer *f);
@@ -15,6 +16,7 @@ int grad_sum(ps_grad *g);
 int grad_mean(ps_grad *g);
 int grad_amax(ps_grad *g);
 int grad_cumsum(ps_grad *g);
+int grad_cumprod(ps_grad *g);
 int grad_topk(ps_grad *g);
 
 /* Returns the shape of x without the dimensions in the bit set `dims`. With keepdim, these dimensions have size 1
@@ -121,6 +123,7 @@ int infer_prod(ps_infer *f)
     return 0;
 }
 
+/* Also for cumprod, whose attributes begin with the same dimension. */
 int infer_cumsum(ps_infer *f)
 {
     f->out[0] = ps_meta_like(f->in[0]);
@@ -134,6 +137,25 @@ int grad_cumsum(ps_grad *g)
     attrs.reverse = !attrs.reverse;
     ps_tensor *all[PS_MAX_OUT] = { NULL };
     PS_TRY(ps_run(g, PS_OP_cumsum, &attrs, all, 1, g->dout[0]));
+    ps_grad_give(g, 0, all[0]);
+    return 0;
+}
+
+int infer_cumprod_backward(ps_infer *f)
+{
+    const ps_tensor *x = f->in[0];
+    if (!ps_dtype_is_float(x->dtype_)) return ps_rule_fail(f, "x must be a float tensor");
+    PS_TRY(ps_rule_like(f, f->in[1], "dy", x->dtype_, x->ndim, x->shape_));
+    f->out[0] = ps_meta_like(x);
+    return ps_rule_dim(f, x->ndim, &((ps_attrs_cumprod_backward *)f->attrs)->dim);
+}
+
+int grad_cumprod(ps_grad *g)
+{
+    ps_attrs_cumprod_backward attrs = { .dim = ((const ps_attrs_cumprod *)g->attrs)->dim };
+    ps_tensor *x, *all[PS_MAX_OUT] = { NULL };
+    PS_TRY(ps_grad_in(g, 0, &x));
+    PS_TRY(ps_run(g, PS_OP_cumprod_backward, &attrs, all, 2, x, g->dout[0]));
     ps_grad_give(g, 0, all[0]);
     return 0;
 }

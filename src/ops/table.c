@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Embeddings, gather and scatter: shapes and gradients. */
+ * Embeddings, gather, scatter and searches: shapes and gradients. */
 #include <string.h>
 #include "base/error.h"
 #include "tensor/optable.h"
@@ -13,6 +13,7 @@ int infer_scatter_(ps_infer *f);
 int infer_scatter(ps_infer *f);
 int infer_scatter_backward(ps_infer *f);
 int infer_scatter_reduce(ps_infer *f);
+int infer_searchsorted(ps_infer *f);
 int grad_embedding(ps_grad *g);
 int grad_gather(ps_grad *g);
 int grad_scatter_add(ps_grad *g);
@@ -163,6 +164,18 @@ int infer_scatter_backward(ps_infer *f)
     PS_TRY(check_coordinates(f, &((ps_attrs_scatter_backward *)f->attrs)->dim));
     f->out[0] = ps_meta_like(f->in[0]);
     f->out[1] = picked_of(f->in[0], f->in[1]);
+    return 0;
+}
+
+int infer_searchsorted(ps_infer *f)
+{
+    const ps_tensor *seq = f->in[0], *values = f->in[1];
+    if (seq->ndim == 0) return ps_rule_fail(f, "the sorted sequence has no dimension");
+    bool fits = seq->ndim == 1 || seq->ndim == values->ndim;
+    for (int i = 0; fits && i < seq->ndim - 1; i++) fits = seq->shape_[i] == values->shape_[i];
+    if (!fits) return ps_rule_fail(f, "all sizes of the sequence and the values except the last must be equal");
+    f->out[0] = ps_meta_like(values);
+    f->out[0].dtype = PS_I64;
     return 0;
 }
 

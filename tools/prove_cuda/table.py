@@ -153,6 +153,10 @@ def rows_of_reduce():
               ["y", F32, "x", F32, places([2, 37], [407, 1], [407, 1]), 11, 37, 37, 1])
     yield Row("reduce", "cumsum_kernel<long>", "37 lanes of 11, in place", 1, 256,
               ["x", I64, "x", I64, places([37], [1], [1]), 11, 37, 37, 0])
+    yield Row("reduce", "cumprod_kernel<double>", "2 x 37 lanes of 11", 1, 256, ["y", F32, "x", F32, 74, 11, 37])
+    yield Row("reduce", "cumprod_kernel<long>", "37 lanes of 11, in place", 1, 256, ["x", I64, "x", I64, 37, 11, 37])
+    yield Row("reduce", "cumprod_backward_kernel", "2 x 37 lanes of 11", 1, 256,
+              ["dx", "x", "dy", "later", F32, 74, 11, 37])
     yield Row("reduce", "topk_kernel<double>", "3 rows of 300, the 2 largest", 2, 256,
               ["values", "indices", "x", F32, places([3, 300], [300, 1]), 3, 300, 2], branches=True)
 
@@ -457,6 +461,10 @@ def rows_of_table():
     coordinates["n"] = 1
     yield Row("table", "flat_index_kernel", "300 indices of one dimension", 2, 256, [trap, "y", 300, coordinates],
               values=picks)
+    yield Row("table", "search_kernel<double>", "300 values in a row of 77", 2, 256,
+              ["y", "seq", "values", F32, 77, 300, 300, 0], branches=True)
+    yield Row("table", "search_kernel<long>", "3 rows of 100 values in rows of 9", 2, 256,
+              ["y", "seq", "values", I64, 9, 100, 300, 1], branches=True)
 
 
 def dynamic_shared(source, kernel):

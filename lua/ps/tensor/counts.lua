@@ -190,35 +190,8 @@ end
 -- -- search ---------------------------------------------------------------------------------------------------------
 local SEARCH = { right = "boolean" }
 
--- largest number of each integer type (2^62 for int64), which pads the end of a sorted sequence
-local LAST = { [C.PS_U8] = 255, [C.PS_I32] = 2 ^ 31 - 1, [C.PS_I64] = 2 ^ 62, [C.PS_BOOL] = 1 }
-
--- Returns how many elements of each row of seq [..., N] are less than a value (right: at most the value), by a binary
--- search of all values at once. NaN is larger than all numbers.
-local function places(seq, values, right)
-  local n, size = seq:size(-1), 1
-  while size <= n do size = size * 2 end
-  -- The sequence gets one element before it, and padding up to a length that is a power of 2. The search then needs no
-  -- bounds check.
-  local function filled(length, value)
-    local shape = seq:shape()
-    shape[#shape] = length
-    return tensor.full(shape, value, { dtype = seq:dtype(), device = seq:device() })
-  end
-  local row = tensor.cat({ filled(1, 0), seq, filled(size - n, LAST[seq.dtype_] or math.huge) }, -1)
-  local at = tensor.zeros(values:shape(), { dtype = "int32", device = values:device() })
-  local step = size / 2
-  while step >= 1 do
-    local further = ops.affine(at, 1, step)
-    local element = row.ndim == 1 and ops.embedding(row:reshape(-1, 1), further):reshape(further:shape())
-      or ops.gather(row, further, row.ndim - 1)
-    local stays = right and ops.gt(element, values) or not right and ops.ge(element, values)
-    at, step = ops.where(stays, at, further), step / 2
-  end
-  return at:clamp(0, n):long()
-end
-
---- Returns the index at which each value would be inserted into this tensor, which must be sorted.
+--- Returns the index at which each value would be inserted into this tensor, which must be sorted. As in PyTorch, a NaN
+--- compares with nothing, and the search continues after it.
 ---@param values ps.Tensor|number of any shape if this tensor has one dimension, else with equal leading sizes
 ---@param options? {right?: boolean} right: after equal elements instead of before them (default false)
 ---@return ps.Tensor int64 of the shape of values
@@ -226,19 +199,7 @@ function T:searchsorted(values, options)
   options = caller.options(options, "searchsorted", SEARCH)
   if type(values) == "number" then values = create.scalar_like(self, values) end
   if caller.tensor(values, "searchsorted", "the values") == nil then error("searchsorted: the values are missing") end
-  if self.ndim == 0 then error("searchsorted: the sorted sequence has no dimension") end
-  return scope.no_grad(function()
-    if self.ndim == 1 then
-      return places(self, values:reshape(-1), options.right):reshape(values:shape())
-    end
-    for i = 0, self.ndim - 2 do
-      if values.ndim ~= self.ndim or values:size(i) ~= self:size(i) then
-        error(("searchsorted: the sequence is %s and the values are %s; all sizes except the last must be equal")
-          :format(shown(self), shown(values)))
-      end
-    end
-    return places(self, values, options.right)
-  end)
+  return ops.searchsorted(self, values, options.right and 1 or 0)
 end
 
 --- Returns the index of the bucket of each element. boundaries[i - 1] < x <= boundaries[i] is bucket i, or with right

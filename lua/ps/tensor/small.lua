@@ -76,16 +76,6 @@ function T:prod(dims, keepdim)
   return wide((autocast.full(self)), prod, dims, keepdim)
 end
 
--- Returns running products in log2(n) passes (Hillis and Steele 1986). Each pass doubles the number of elements in each
--- product.
-local function cumprod(x, d)
-  local n, shift = x:size(d), 1
-  while shift < n do
-    x = tensor.cat({ x:narrow(d, 0, shift), x:narrow(d, shift, n - shift) * x:narrow(d, 0, n - shift) }, d)
-    shift = shift * 2
-  end
-  return shift > 1 and x or ops.contiguous(x)
-end
 --- Returns the running product along dimension d. Integers are multiplied in int64.
 ---@param d integer
 ---@return ps.Tensor of this shape
@@ -93,7 +83,7 @@ function T:cumprod(d)
   if d == nil then
     error("cumprod needs a dimension; for all elements in their order write t:reshape(-1):cumprod(0)")
   end
-  return wide((autocast.full(self)), cumprod, dim_index(self, d))
+  return wide((autocast.full(self)), ops.cumprod, dim_index(self, d))
 end
 
 --- Returns the products of each element of this vector with each element of another vector.

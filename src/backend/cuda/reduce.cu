@@ -287,6 +287,81 @@ static int cumsum(ps_call *call)
     return 0;
 }
 
+/* -- running products: a thread for each lane of [outer, n, inner] ------------------------------------------------- */
+DEV double times(double a, double b) { return a * b; }
+DEV int64_t times(int64_t a, int64_t b) { return (int64_t)((uint64_t)a * (uint64_t)b); }
+
+template <class A>
+static __global__ void cumprod_kernel(void *y, int y_type, const void *x, int x_type, int64_t lanes, int64_t n,
+                                      int64_t inner)
+{
+    for (int64_t i = FIRST_ELEMENT; i < lanes; i += ALL_THREADS) {
+        int64_t at = i / inner * n * inner + i % inner;
+        A product = 1;
+        for (int64_t k = 0; k < n; k++, at += inner) {
+            product = times(product, access<A>::load(x, x_type, at));
+            access<A>::store(y, y_type, at, product);
+        }
+    }
+}
+
+/* later: working memory of dx's shape */
+static __global__ void cumprod_backward_kernel(void *dx, const void *x, const void *dy, double *later, int dtype,
+                                               int64_t lanes, int64_t n, int64_t inner)
+{
+    for (int64_t i = FIRST_ELEMENT; i < lanes; i += ALL_THREADS) {
+        int64_t first = i / inner * n * inner + i % inner;
+        double s = 0, factor = 0, before = 1;
+        for (int64_t k = n - 1; k >= 0; k--) {
+            int64_t at = first + k * inner;
+            s = load_d(dy, dtype, at) + (k < n - 1 ? factor * s : 0);
+            factor = load_d(x, dtype, at);
+            later[at] = s;
+        }
+        for (int64_t k = 0; k < n; k++) {
+            int64_t at = first + k * inner;
+            factor = load_d(x, dtype, at);
+            store_d(dx, dtype, at, before * later[at]);
+            before *= factor;
+        }
+    }
+}
+
+/* Returns the sizes of x as [outer, n, inner], with n along `dim`. */
+struct in_lanes { int64_t lanes, n, inner; };
+static in_lanes lanes_along(const ps_view *x, int dim)
+{
+    in_lanes s = { 0, 1, 1 };
+    if (dim < 0) dim += x->ndim;
+    if (x->ndim > 0) s.n = x->shape[dim];
+    for (int d = dim + 1; d < x->ndim; d++) s.inner *= x->shape[d];
+    s.lanes = s.n > 0 ? x->numel / s.n : 0;
+    return s;
+}
+
+static int cumprod(ps_call *call)
+{
+    const ps_view *x = &call->in[0], *y = &call->out[0];
+    in_lanes s = lanes_along(x, ((const ps_attrs_cumprod *)call->attrs)->dim);
+    auto kernel = ps_dtype_is_float(x->dtype) ? cumprod_kernel<double> : cumprod_kernel<int64_t>;
+    if (x->numel > 0)
+        PS_LAUNCH(kernel, blocks_for(s.lanes), THREADS, 0, ps_cu->compute, y->data, y->dtype, x->data, x->dtype,
+                  s.lanes, s.n, s.inner);
+    return 0;
+}
+
+static int cumprod_backward(ps_call *call)
+{
+    const ps_view *x = &call->in[0], *dx = &call->out[0];
+    in_lanes s = lanes_along(x, ((const ps_attrs_cumprod_backward *)call->attrs)->dim);
+    if (x->numel == 0) return 0;
+    double *later = (double *)call->scratch(call, (size_t)x->numel * sizeof *later);
+    if (!later) return PS_ENOMEM;
+    PS_LAUNCH(cumprod_backward_kernel, blocks_for(s.lanes), THREADS, 0, ps_cu->compute, dx->data, x->data,
+              call->in[1].data, later, x->dtype, s.lanes, s.n, s.inner);
+    return 0;
+}
+
 /* -- the k largest of each lane: k searches for the best that comes after the last one ----------------------------- */
 /* Returns whether a precedes b in the results: NaN first, then by descending value, and equal values by position. */
 template <class A> DEV bool ahead(A a, int64_t at_a, A b, int64_t at_b)
@@ -360,5 +435,7 @@ void ps_cuda_fill_reduce(ps_kernel *k)
     k[PS_OP_argmax] = argmax;
     k[PS_OP_argmin] = argmin;
     k[PS_OP_cumsum] = cumsum;
+    k[PS_OP_cumprod] = cumprod;
+    k[PS_OP_cumprod_backward] = cumprod_backward;
     k[PS_OP_topk] = topk;
 }

@@ -608,6 +608,36 @@ static int scatter_backward(ps_call *call)
     }
 }
 
+/* -- search: a thread for each value ------------------------------------------------------------------------------- */
+template <class A>
+static __global__ void search_kernel(int64_t *y, const void *seq, const void *values, int dtype, int64_t n,
+                                     int64_t each, int64_t count, bool right)
+{
+    for (int64_t i = FIRST_ELEMENT; i < count; i += ALL_THREADS) {
+        int64_t row = i / each * n, first = 0, last = n;
+        A v = access<A>::load(values, dtype, i);
+        while (first < last) {
+            int64_t middle = first + (last - first) / 2;
+            A element = access<A>::load(seq, dtype, row + middle);
+            if (right ? element > v : element >= v) last = middle;
+            else first = middle + 1;
+        }
+        y[i] = first;
+    }
+}
+
+static int searchsorted(ps_call *call)
+{
+    const ps_view *seq = &call->in[0], *values = &call->in[1];
+    if (values->numel == 0) return 0;
+    int64_t each = seq->ndim > 1 ? values->shape[values->ndim - 1] : values->numel;
+    auto kernel = ps_dtype_is_float(seq->dtype) ? search_kernel<double> : search_kernel<int64_t>;
+    PS_LAUNCH(kernel, blocks_for(values->numel), THREADS, 0, ps_cu->compute, (int64_t *)call->out[0].data, seq->data,
+              values->data, seq->dtype, seq->shape[seq->ndim - 1], each, values->numel,
+              ((const ps_attrs_searchsorted *)call->attrs)->right != 0);
+    return 0;
+}
+
 void ps_cuda_fill_table(ps_kernel *k)
 {
     k[PS_OP_embedding] = embedding;
@@ -619,4 +649,5 @@ void ps_cuda_fill_table(ps_kernel *k)
     k[PS_OP_scatter] = scatter;
     k[PS_OP_scatter_] = scatter_;
     k[PS_OP_scatter_backward] = scatter_backward;
+    k[PS_OP_searchsorted] = searchsorted;
 }

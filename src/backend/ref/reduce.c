@@ -188,6 +188,58 @@ int ref_cumsum(ps_call *call)
     return 0;
 }
 
+/* A tensor as [outer, n, inner], with n along a dimension. Inputs and outputs are contiguous. */
+struct lanes { int64_t outer, n, inner; };
+static struct lanes lanes_of(const ps_view *x, int dim)
+{
+    struct lanes s = { 1, 1, 1 };
+    dim = ref_dim(x, dim);
+    for (int d = 0; d < x->ndim; d++) *(d < dim ? &s.outer : d == dim ? &s.n : &s.inner) *= x->shape[d];
+    return s;
+}
+
+int ref_cumprod(ps_call *call)
+{
+    const ps_attrs_cumprod *a = call->attrs;
+    const ps_view *x = &call->in[0], *y = &call->out[0];
+    struct lanes s = lanes_of(x, a->dim);
+    for (int64_t r = 0; r < s.outer * s.inner; r++) {
+        int64_t first = r / s.inner * s.n * s.inner + r % s.inner;
+        long double product = 1;
+        uint64_t whole = 1;
+        for (int64_t k = 0; k < s.n; k++) {
+            int64_t at = first + k * s.inner;
+            if (ps_dtype_is_float(x->dtype)) ref_store(y, at, (double)(product *= ref_load(x, at)));
+            else ref_store_int(y, at, (int64_t)(whole *= (uint64_t)ref_load_int(x, at)));
+        }
+    }
+    return 0;
+}
+
+int ref_cumprod_backward(ps_call *call)
+{
+    const ps_attrs_cumprod_backward *a = call->attrs;
+    const ps_view *x = &call->in[0], *dy = &call->in[1], *dx = &call->out[0];
+    struct lanes s = lanes_of(x, a->dim);
+    long double *later = call->scratch(call, (size_t)(s.n + 1) * sizeof *later);
+    if (!later) return PS_ENOMEM;
+    for (int64_t r = 0; r < s.outer * s.inner; r++) {
+        int64_t first = r / s.inner * s.n * s.inner + r % s.inner;
+        for (int64_t k = s.n - 1; k >= 0; k--) {
+            int64_t at = first + k * s.inner;
+            later[k] = ref_load(dy, at) + (k < s.n - 1 ? ref_load(x, at + s.inner) * later[k + 1] : 0);
+        }
+        long double before = 1;
+        for (int64_t k = 0; k < s.n; k++) {
+            int64_t at = first + k * s.inner;
+            double factor = ref_load(x, at);
+            ref_store(dx, at, (double)(before * later[k]));
+            before *= factor;
+        }
+    }
+    return 0;
+}
+
 /* An element of a lane and its position, for sorting. A float is in f, with i = 0; an integer is in i, with f = 0. */
 struct ranked { double f; int64_t i, place; };
 

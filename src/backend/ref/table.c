@@ -258,6 +258,35 @@ int ref_concat(ps_call *call)
     return 0;
 }
 
+/* -- search -------------------------------------------------------------------------------------------------------- */
+/* Returns whether an element of the sequence is beyond a value: it is larger, or without `right` equal. */
+static bool is_beyond(const ps_view *seq, int64_t i, const ps_view *values, int64_t j, bool right)
+{
+    if (!ps_dtype_is_float(seq->dtype)) {
+        int64_t a = ref_load_int(seq, i), b = ref_load_int(values, j);
+        return right ? a > b : a >= b;
+    }
+    double a = ref_load(seq, i), b = ref_load(values, j);
+    return right ? a > b : a >= b;
+}
+
+int ref_searchsorted(ps_call *call)
+{
+    const ps_attrs_searchsorted *a = call->attrs;
+    const ps_view *seq = &call->in[0], *values = &call->in[1], *y = &call->out[0];
+    int64_t n = ref_last(seq), each = seq->ndim > 1 ? ref_last(values) : values->numel;
+    for (int64_t i = 0; i < values->numel; i++) {
+        int64_t row = i / each * n, first = 0, last = n;
+        while (first < last) {
+            int64_t middle = first + (last - first) / 2;
+            if (is_beyond(seq, row + middle, values, i, a->right)) last = middle;
+            else first = middle + 1;
+        }
+        ref_store_int(y, i, first);
+    }
+    return 0;
+}
+
 /* -- order --------------------------------------------------------------------------------------------------------- */
 int ref_flip(ps_call *call)
 {

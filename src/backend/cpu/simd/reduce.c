@@ -699,6 +699,107 @@ static int cumsum(ps_call *call)
     return PS_OK;
 }
 
+/* -- running products: of floats in double, each result rounded once ---------------------------------------------- */
+/* Panels of w <= PROD_COLUMNS adjacent columns of [n, cols]. later: memory for n rows of w doubles. */
+enum { PROD_COLUMNS = 16 };
+#define CUMPROD(T, A) \
+    static void cumprod_##T(const T *x, T *y, int64_t n, int64_t cols, int w) \
+    { \
+        A acc[PROD_COLUMNS]; \
+        for (int j = 0; j < PROD_COLUMNS; j++) acc[j] = 1; \
+        for (int64_t k = 0; k < n; k++, x += cols, y += cols) { \
+            if (w == 1) y[0] = (T)(acc[0] *= (A)x[0]); \
+            else if (w == PROD_COLUMNS) for (int j = 0; j < PROD_COLUMNS; j++) y[j] = (T)(acc[j] *= (A)x[j]); \
+            else for (int j = 0; j < w; j++) y[j] = (T)(acc[j] *= (A)x[j]); \
+        } \
+    }
+#define CUMPROD_BACKWARD(T) \
+    static void cumprod_backward_##T(const T *x, const T *dy, T *dx, int64_t n, int64_t cols, int w, double *later) \
+    { \
+        double acc[PROD_COLUMNS] = { 0 }; \
+        for (int64_t k = n - 1; k >= 0; k--) \
+            for (int j = 0; j < w; j++) { \
+                acc[j] = (double)dy[k * cols + j] + (k < n - 1 ? (double)x[(k + 1) * cols + j] * acc[j] : 0.0); \
+                later[k * w + j] = acc[j]; \
+            } \
+        for (int j = 0; j < w; j++) acc[j] = 1; \
+        for (int64_t k = 0; k < n; k++) \
+            for (int j = 0; j < w; j++) { \
+                double factor = (double)x[k * cols + j]; \
+                dx[k * cols + j] = (T)(acc[j] * later[k * w + j]); \
+                acc[j] *= factor; \
+            } \
+    }
+CUMPROD(float, double)
+CUMPROD(double, double)
+CUMPROD(uint64_t, uint64_t)
+CUMPROD_BACKWARD(float)
+CUMPROD_BACKWARD(double)
+
+/* Calls of cumprod and cumprod_backward: item i is a panel of `w` columns from element `at` on. */
+struct prod_panels { int64_t n, cols, panels, items; };
+static struct prod_panels prod_panels(const ps_view *x, int dim)
+{
+    struct prod_panels p = { .cols = 1 };
+    if (dim < 0) dim += x->ndim;
+    p.n = x->shape[dim];
+    for (int d = dim + 1; d < x->ndim; d++) p.cols *= x->shape[d];
+    p.panels = ceil_div(p.cols, PROD_COLUMNS);
+    p.items = x->numel / (p.n * p.cols) * p.panels;
+    return p;
+}
+static int64_t prod_panel(const struct prod_panels *p, int64_t item, int *w)
+{
+    int64_t column = item % p->panels * PROD_COLUMNS;
+    *w = p->cols - column < PROD_COLUMNS ? (int)(p->cols - column) : PROD_COLUMNS;
+    return item / p->panels * p->n * p->cols + column;
+}
+
+static int cumprod(ps_call *call)
+{
+    const ps_view *x = &call->in[0], *y = &call->out[0];
+    if (x->ndim == 0 || x->numel == 0 || !view_flat(x) || !view_flat(y) ||
+        (x->dtype != PS_F32 && x->dtype != PS_F64 && x->dtype != PS_I64))
+        return PS_EUNSUP;
+    struct prod_panels p = prod_panels(x, ((const ps_attrs_cumprod *)call->attrs)->dim);
+#pragma omp parallel for schedule(static) if (x->numel >= PS_PAR_MIN)
+    for (int64_t item = 0; item < p.items; item++) {
+        int w;
+        int64_t at = prod_panel(&p, item, &w);
+        if (x->dtype == PS_F32) cumprod_float((const float *)x->data + at, (float *)y->data + at, p.n, p.cols, w);
+        else if (x->dtype == PS_F64)
+            cumprod_double((const double *)x->data + at, (double *)y->data + at, p.n, p.cols, w);
+        else
+            cumprod_uint64_t((const uint64_t *)x->data + at, (uint64_t *)y->data + at, p.n, p.cols, w);
+    }
+    return PS_OK;
+}
+
+static int cumprod_backward(ps_call *call)
+{
+    const ps_view *x = &call->in[0], *dy = &call->in[1], *dx = &call->out[0];
+    if (x->ndim == 0 || x->numel == 0 || !view_flat(x) || !view_flat(dy) || !view_flat(dx) ||
+        (x->dtype != PS_F32 && x->dtype != PS_F64))
+        return PS_EUNSUP;
+    struct prod_panels p = prod_panels(x, ((const ps_attrs_cumprod_backward *)call->attrs)->dim);
+    double *later = scratch(call, x->numel * (int64_t)sizeof *later);
+    if (!later) return PS_ENOMEM;
+    if (call->dry) return PS_OK;
+#pragma omp parallel for schedule(static) if (x->numel >= PS_PAR_MIN)
+    for (int64_t item = 0; item < p.items; item++) {
+        int w;
+        int64_t at = prod_panel(&p, item, &w);
+        double *own = later + item / p.panels * p.n * p.cols + item % p.panels * PROD_COLUMNS * p.n;
+        if (x->dtype == PS_F32)
+            cumprod_backward_float((const float *)x->data + at, (const float *)dy->data + at, (float *)dx->data + at,
+                                   p.n, p.cols, w, own);
+        else
+            cumprod_backward_double((const double *)x->data + at, (const double *)dy->data + at,
+                                    (double *)dx->data + at, p.n, p.cols, w, own);
+    }
+    return PS_OK;
+}
+
 void PS_ISA_FN(ps_cpu_fill_reduce)(ps_kernel *k);
 void PS_ISA_FN(ps_cpu_fill_reduce)(ps_kernel *k)
 {
@@ -711,4 +812,6 @@ void PS_ISA_FN(ps_cpu_fill_reduce)(ps_kernel *k)
     k[PS_OP_prod] = prod;
     k[PS_OP_topk] = topk;
     k[PS_OP_cumsum] = cumsum;
+    k[PS_OP_cumprod] = cumprod;
+    k[PS_OP_cumprod_backward] = cumprod_backward;
 }

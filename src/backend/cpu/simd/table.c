@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Lookups: embedding and its gradient, gather and scatter along a dimension; compiled once per instruction set.
+ * Lookups: embedding and its gradient, gather and scatter along a dimension, searches; compiled once per instruction
+ * set.
  * Every index is checked before any output is written. The embedding's gradient sorts positions by index, sums the
  * rows of an index in fp32 in the order of their positions, and rounds once. One thread writes a destination row, so
  * there are no atomics, and the thread count does not change the result. */
@@ -511,6 +512,53 @@ static int triangle(ps_call *call)
     return 0;
 }
 
+/* -- search -------------------------------------------------------------------------------------------------------- */
+/* The steps have no branch that depends on values, which a processor could not predict. */
+#define SEARCH(T) \
+    static void search_##T(const T *seq, int64_t n, const T *values, int64_t *y, int64_t count, bool right) \
+    { \
+        for (int64_t i = 0; i < count; i++) { \
+            int64_t first = 0, last = n; \
+            T v = values[i]; \
+            while (first < last) { \
+                int64_t middle = first + (last - first) / 2; \
+                int64_t beyond = -(int64_t)(right ? seq[middle] > v : seq[middle] >= v); \
+                first = (first & beyond) | ((middle + 1) & ~beyond); \
+                last = (middle & beyond) | (last & ~beyond); \
+            } \
+            y[i] = first; \
+        } \
+    }
+SEARCH(float)
+SEARCH(double)
+SEARCH(int32_t)
+SEARCH(int64_t)
+SEARCH(uint8_t)
+
+static int searchsorted(ps_call *call)
+{
+    const ps_view *seq = &call->in[0], *values = &call->in[1], *y = &call->out[0];
+    int dtype = seq->dtype;
+    if (dtype == PS_BF16 || dtype == PS_F16 || !view_flat(seq) || !view_flat(values) || !view_flat(y)) return PS_EUNSUP;
+    if (values->numel == 0) return 0;
+    bool right = ((const struct ps_attrs_searchsorted *)call->attrs)->right, one = seq->ndim == 1;
+    int64_t n = ps_last_dim(seq), each = one ? PICKS : ps_last_dim(values), size = ps_dtype_bytes(dtype);
+    int64_t parts = (values->numel + each - 1) / each;
+#pragma omp parallel for schedule(static) if (values->numel >= PS_PAR_MIN)
+    for (int64_t part = 0; part < parts; part++) {
+        int64_t at = part * each, count = values->numel - at < each ? values->numel - at : each;
+        const char *row = (const char *)seq->data + (one ? 0 : part * n * size);
+        const char *from = (const char *)values->data + at * size;
+        int64_t *to = (int64_t *)y->data + at;
+        if (dtype == PS_F32) search_float((const float *)row, n, (const float *)from, to, count, right);
+        else if (dtype == PS_F64) search_double((const double *)row, n, (const double *)from, to, count, right);
+        else if (dtype == PS_I32) search_int32_t((const int32_t *)row, n, (const int32_t *)from, to, count, right);
+        else if (dtype == PS_I64) search_int64_t((const int64_t *)row, n, (const int64_t *)from, to, count, right);
+        else search_uint8_t((const uint8_t *)row, n, (const uint8_t *)from, to, count, right);
+    }
+    return 0;
+}
+
 void PS_ISA_FN(ps_cpu_fill_table)(ps_kernel *k);
 void PS_ISA_FN(ps_cpu_fill_table)(ps_kernel *k)
 {
@@ -525,4 +573,5 @@ void PS_ISA_FN(ps_cpu_fill_table)(ps_kernel *k)
     k[PS_OP_scatter_] = scatter_;
     k[PS_OP_scatter_reduce] = scatter_reduce;
     k[PS_OP_scatter_backward] = scatter_backward;
+    k[PS_OP_searchsorted] = searchsorted;
 }
