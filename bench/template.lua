@@ -54,6 +54,7 @@ local ok, problem = pcall(function()
 end)
 if not ok then
   local refused = type(problem) == "table" and problem.refused
-  io.stderr:write(refused and "refused: " .. refused or tostring(problem), "\n")
+  local message = tostring(problem):gsub("^[^\n]*template%.lua:%d+: ", "")  -- without this file's position
+  io.stderr:write(refused and "refused: " .. refused or message, "\n")
   os.exit(refused and 2 or 3)
 end
