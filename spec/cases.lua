@@ -1066,7 +1066,9 @@ do
   large("topk", { F(LARGE), attrs = args(3) })
   large("sq_norms", { F(LARGE), F { 5 }, F(LARGE) })
   large("grad_store", { F(LARGE), attrs = args(0) }, { F(LARGE), attrs = args(1) }, { F(LARGE), attrs = args(2) })
-  large("matmul", { F { 131, 257 }, F { 257, 65 } }, { F { 3, 65, 130 }, F { 3, 130, 33 } })
+  large("matmul", { F { 131, 257 }, F { 257, 65 } }, { F { 3, 65, 130 }, F { 3, 130, 33 } },
+    { F { 257, 300 }, F { 300, 1 } }, { F({ 1, 70001 }, 0, 1), F({ 70001, 1 }, 0, 1) },
+    { F({ 2, 1, 70001 }, 0, 1), F({ 2, 70001, 1 }, 0, 1) })
   large("linear_packed", { F { 131, 256 }, I({ 130, 8 * 34 }, 0, 255), F { 130 }, F { 131, 130 }, attrs = args(8, 0, 0),
     prepare = packed_rows(PACKED[5], 2), spread = rounded_weights(8) })
   large("linear_packed", { F { 1, 512 }, I({ 331, 2 * 144 }, 0, 255), NONE, NONE, attrs = args(12, 0, 0),

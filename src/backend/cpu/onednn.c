@@ -651,6 +651,23 @@ static bool has_few_rows(const ps_gemm *g)
     return g->a.rows <= PS_FEW_ROWS && in_lines && line >= 64 && g->b.rows * g->b.cols >= 1 << 16;
 }
 
+/* Describes a product with one column, such as that of a matrix and a vector, as one of few rows: dst^T = b^T a^T. Only
+ * one row has a bias or a residual. Returns other products unchanged. */
+static ps_gemm one_column(const ps_gemm *g)
+{
+    ps_gemm t = *g;
+    if (g->b.cols != 1) return t;
+    if (g->a.rows > 1 && (g->bias || g->residual || g->dst.stride_row != 1)) return t;
+    if (g->a.rows > 1) {
+        t.a = (ps_mat){ g->b.data, g->b.dtype, 1, g->b.rows, g->b.stride_col, g->b.stride_row };
+        t.b = (ps_mat){ g->a.data, g->a.dtype, g->a.cols, g->a.rows, g->a.stride_col, g->a.stride_row };
+        t.dst = (ps_mat){ g->dst.data, g->dst.dtype, 1, g->dst.rows, g->dst.rows, 1 };
+    } else if (g->b.stride_row == 1) {
+        t.b.stride_col = g->b.rows;
+    }
+    return t;
+}
+
 /* Computes a product for which has_few_rows returns true. x, the partial sums and the sums are in workspace;
  * `finish` writes the sums to dst. */
 static int run_few_rows(ps_gemm_space *space, const ps_gemm *g)
@@ -693,7 +710,8 @@ int ps_cpu_gemm_run(ps_gemm_space *space, const ps_gemm *g)
             finish(g, NULL, 0, 0, M, j, least(PANEL_N, N - j));
         return 0;
     }
-    if (has_few_rows(g)) return run_few_rows(space, g);
+    ps_gemm few = one_column(g);
+    if (has_few_rows(&few)) return run_few_rows(space, &few);
     ps_gemm other = *g;
     if (g->residual && M > 1 && g->ld_residual != g->dst.stride_row && !g->accumulate) {
         /* oneDNN adds a residual only if it has dst's layout. This residual is copied to dst, and the product is
