@@ -167,10 +167,8 @@ function loss_weight.note(loss, reduction, target, ignore, weight, hits)
   local note, labels = { places = tonumber(target.numel_), hits = hits }, given_as(target)
   if labels ~= nil then note.labels, note.ignore, note.weight = labels, ignore, weight and weight:detach()
   else
-    scope.no_grad(function()
-      note.count = sum_of(target, ignore, weight)
-      note.count:keep()
-    end)
+    note.count = scope.no_grad(sum_of, target, ignore, weight)
+    note.count:keep()
   end
   return add(loss, note)
 end

@@ -22,6 +22,16 @@ end
 -- -- counts ---------------------------------------------------------------------------------------------------------
 local BINCOUNT = { weights = "tensor", minlength = "whole" }
 
+local function bincount(x, weights, least)
+  local dtype = not weights and "int64" or weights:dtype() == "fp32" and "fp32" or "fp64"
+  local n, where = x:size(0), { dtype = dtype, device = x:device() }
+  if n == 0 then return tensor.zeros({ least }, where) end
+  local low, high = x:amin():item(), x:amax():item()
+  if low < 0 then error(("bincount: a value is %d; it must not be negative"):format(low)) end
+  local ones = weights and weights:to(dtype) or tensor.ones({ n }, where)
+  return ops.scatter_add(tensor.zeros({ math.max(least, high + 1) }, where), x, ones, 0)
+end
+
 --- Counts how often each integer from 0 on occurs. The host waits for the largest value.
 ---@param options? {weights?: ps.Tensor, minlength?: integer} weights [N]: adds these numbers instead of 1; minlength:
 --- the least length of the result (default 0)
@@ -36,15 +46,7 @@ function T:bincount(options)
   if weights and (weights.ndim ~= 1 or weights:size(0) ~= self:size(0)) then
     error(("bincount: the weights are %s, but there are %d values"):format(shown(weights), self:size(0)))
   end
-  return scope.no_grad(function()
-    local dtype = not weights and "int64" or weights:dtype() == "fp32" and "fp32" or "fp64"
-    local n, where = self:size(0), { dtype = dtype, device = self:device() }
-    if n == 0 then return tensor.zeros({ least }, where) end
-    local low, high = self:amin():item(), self:amax():item()
-    if low < 0 then error(("bincount: a value is %d; it must not be negative"):format(low)) end
-    local ones = weights and weights:to(dtype) or tensor.ones({ n }, where)
-    return ops.scatter_add(tensor.zeros({ math.max(least, high + 1) }, where), self, ones, 0)
-  end)
+  return scope.no_grad(bincount, self, weights, least)
 end
 
 --- Counts the elements that are not 0.
@@ -103,6 +105,14 @@ local function equal_to_median(x)
   return x:eq(found):logical_or(x:isnan():logical_and(found:isnan()))
 end
 
+-- Returns the index of the median, or of the first NaN, along dimension d of size n.
+local function median_index(x, d, n)
+  local _, order = x:detach():sort(d)
+  local middle = order:narrow(d, math.floor((n - 1) / 2), 1)
+  local bad = x:isnan()
+  return ops.where(bad:any(d, true), bad:long():argmax(d, true), middle)
+end
+
 --- Returns the median, or the lower of the two middle elements of an even number. With d, returns the medians along
 --- that dimension and their indices. A NaN makes a median NaN. Without d, elements equal to the median share the
 --- gradient.
@@ -124,12 +134,7 @@ function T:median(d, keepdim)
   d = dim_index(self, d)
   local n = self:size(d)
   if n == 0 then error(("median: dimension %d has size 0"):format(d)) end
-  local index = scope.no_grad(function()
-    local _, order = self:detach():sort(d)
-    local middle = order:narrow(d, math.floor((n - 1) / 2), 1)
-    local bad = self:isnan()
-    return ops.where(bad:any(d, true), bad:long():argmax(d, true), middle)
-  end)
+  local index = scope.no_grad(median_index, self, d, n)
   local values = self:gather(d, index)
   if keepdim then return values, index end
   return values:squeeze(d), index:squeeze(d)

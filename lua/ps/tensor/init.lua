@@ -65,6 +65,7 @@ function T:shape()
   if n == 1 then return { tonumber(s[0]) } end  -- no loop: LuaJIT compiles no path with a loop of so few turns
   if n == 2 then return { tonumber(s[0]), tonumber(s[1]) } end
   if n == 3 then return { tonumber(s[0]), tonumber(s[1]), tonumber(s[2]) } end
+  if n == 4 then return { tonumber(s[0]), tonumber(s[1]), tonumber(s[2]), tonumber(s[3]) } end
   local list = {}
   for i = 0, n - 1 do list[i + 1] = tonumber(s[i]) end
   return list
@@ -352,16 +353,32 @@ function T:t() return self.ndim < 2 and self or self:transpose(0, 1) end
 function T:unsqueeze(d)
   local shape = self:shape()
   caller.whole(d, "unsqueeze: the dimension")
-  d = d < 0 and d + self.ndim + 1 or d
-  if d < 0 or d > self.ndim then error("unsqueeze: the dimension is out of range") end
-  table.insert(shape, d + 1, 1)
-  return ops.reshape(self, #shape, shape)
+  local n = self.ndim
+  d = d < 0 and d + n + 1 or d
+  if d < 0 or d > n then error("unsqueeze: the dimension is out of range") end
+  if n > 3 then table.insert(shape, d + 1, 1)
+  else                                                     -- no loop, as in T:shape
+    if d <= 2 then shape[4] = shape[3] end
+    if d <= 1 then shape[3] = shape[2] end
+    if d == 0 then shape[2] = shape[1] end
+    shape[d + 1] = 1
+  end
+  return ops.reshape(self, n + 1, shape)
 end
 --- Removes dimensions of size 1. The result is a view.
 ---@param dims? integer|integer[] the dimensions to remove if their size is 1 (default: all dimensions of size 1)
 ---@return ps.Tensor
 function T:squeeze(dims)
   if dims == nil and self.ndim == 1 and self.shape_[0] == 1 then return ops.reshape(self, 0, NO_SIZES) end
+  if type(dims) == "number" and self.ndim <= 4 then        -- no loop, as in T:shape
+    local d, n, shape = dim_index(self, dims), self.ndim, self:shape()
+    if self.shape_[d] ~= 1 then return ops.reshape(self, n, shape) end
+    if d == 0 then shape[1] = shape[2] end
+    if d <= 1 then shape[2] = shape[3] end
+    if d <= 2 then shape[3] = shape[4] end
+    shape[n] = nil
+    return ops.reshape(self, n - 1, shape)
+  end
   local new, named = {}, dims ~= nil and {}
   for _, d in ipairs(named and (type(dims) == "table" and dims or { dims }) or {}) do
     named[dim_index(self, d) + 1] = true

@@ -117,23 +117,27 @@ local function check_probabilities(p, call)
   end
 end
 
+-- Returns 1 with probability p (default: the elements of x), else 0, in x's shape and type.
+local function drawn(x, p)
+  if p == nil then
+    check_probabilities(x, "bernoulli")
+    p = x:to("fp64")
+  end
+  return ops.cast(fine(x:shape(), x:device()):lt(p), x.dtype_)
+end
+
 --- Draws 1 or 0 for each element. The element is the probability of 1, unless `p` sets one for all. The host reads the
 --- values to check them.
 ---@param p? number in [0, 1]
 ---@return ps.Tensor of this shape and type, without a gradient
 function T:bernoulli(p)
-  return scope.no_grad(function()
-    if p ~= nil then
-      caller.typed(p, "number", "bernoulli: p")
-      if not (p >= 0 and p <= 1) then error(("bernoulli: p is %g; it must be in [0, 1]"):format(p)) end
-      return fine(self:shape(), self:device()):lt(p):to(self:dtype())
-    end
-    if not self:is_float() then
-      error(("bernoulli takes floats, not %s; convert with :float()"):format(self:dtype()))
-    end
-    check_probabilities(self, "bernoulli")
-    return fine(self:shape(), self:device()):lt(self:to("fp64")):to(self:dtype())
-  end)
+  if p ~= nil then
+    caller.typed(p, "number", "bernoulli: p")
+    if not (p >= 0 and p <= 1) then error(("bernoulli: p is %g; it must be in [0, 1]"):format(p)) end
+  elseif not self:is_float() then
+    error(("bernoulli takes floats, not %s; convert with :float()"):format(self:dtype()))
+  end
+  return scope.no_grad(drawn, self, p)
 end
 
 --- Sets elements to 1 with a probability, else to 0, in place.

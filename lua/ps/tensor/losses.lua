@@ -313,19 +313,15 @@ local function class_terms(logp, target, weight, ignore, smooth)
   return terms, share:detach()
 end
 
--- Counts hits and targets, int64 [2], or returns nil if no count was requested. A hit is a target whose class has the
--- first largest score [..., V]. Ignored targets do not count. A target of class weight 0 does not count either, unless
--- labels are smoothed.
-local function hits_of(scores, target, weight, ignore, smooth)
-  if loss_weight.wants_hits() == 0 then return nil end
-  return scope.no_grad(function()
-    local counts, at = countable(target, ignore)
-    counts, at = counts:reshape(-1), at:reshape(-1)
-    if weight ~= nil and smooth == 0 then counts = counts:logical_and(ops.gather(weight, at, 0):ne(0)) end
-    local first = ops.argmax(scores, scores:dim() - 1, 1)
-    local known = ops.isfinite(ops.gather(scores, first, scores:dim() - 1)):reshape(-1)
-    return tensor.stack { first:reshape(-1):eq(at):logical_and(known):logical_and(counts):sum(), counts:sum() }
-  end)
+-- Counts hits and targets, int64 [2]. A hit is a target whose class has the first largest score [..., V]. Ignored
+-- targets do not count. A target of class weight 0 does not count either, unless labels are smoothed.
+local function count_hits(scores, target, weight, ignore, smooth)
+  local counts, at = countable(target, ignore)
+  counts, at = counts:reshape(-1), at:reshape(-1)
+  if weight ~= nil and smooth == 0 then counts = counts:logical_and(ops.gather(weight, at, 0):ne(0)) end
+  local first = ops.argmax(scores, scores:dim() - 1, 1)
+  local known = ops.isfinite(ops.gather(scores, first, scores:dim() - 1)):reshape(-1)
+  return tensor.stack { first:reshape(-1):eq(at):logical_and(known):logical_and(counts):sum(), counts:sum() }
 end
 
 -- Returns the loss of classes. scores: the logits [..., V] from which logp was computed.
@@ -345,7 +341,8 @@ local function class_loss(logp, scores, target, chosen, smooth, call)
     loss = loss / tensor.where(sum:eq(0), 1, sum)                        -- if no target counts, the mean is 0
   end
   return loss_weight.note(loss, reduction, target, chosen.ignore_index, weight,
-    hits_of(scores, target, weight, chosen.ignore_index or -100, smooth))
+    loss_weight.wants_hits() ~= 0
+      and scope.no_grad(count_hits, scores, target, weight, chosen.ignore_index or -100, smooth) or nil)
 end
 
 local NLL = { ignore_index = "whole", reduction = "string", weight = "tensor" }

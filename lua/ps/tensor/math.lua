@@ -386,13 +386,10 @@ local function rest_of_mean(x, mean, dims) return (x - mean):mean(dims, true) en
 -- Returns the variance in fp32 or fp64.
 local function variance(self, dims, unbiased, keepdim)
   if not FLOAT[self.dtype_] then error("var and std take a float tensor; convert with :float()") end
-  local x, ones = widened(self), {}
-  local mean = x:mean(dims, true)
-  for i = 1, dims == nil and self.ndim or 0 do ones[i] = 1 end
-  if dims == nil then mean = mean:reshape(ones) end
+  local x = widened(self)
   -- `rest` is the rounding error of the mean. Equal elements differ from the mean only by it.
+  local mean = x:mean(dims, true)
   local rest = scope.no_grad(rest_of_mean, x, mean, dims)
-  if dims == nil then rest = rest:reshape(ones) end
   local total = (x - (mean + rest)):square():sum(dims, keepdim)
   local n = self:numel() / math.max(1, total:numel())
   return div(total, flag(unbiased, "unbiased") == false and n or math.max(0, n - 1))
