@@ -54,7 +54,6 @@ local ok, problem = pcall(function()
 end)
 if not ok then
   local refused = type(problem) == "table" and problem.refused
-  local message = tostring(problem):gsub("^[^\n]*template%.lua:%d+: ", "")  -- without this file's position
-  io.stderr:write(refused and "refused: " .. refused or message, "\n")
+  io.stderr:write(refused and "refused: " .. refused or tostring(problem), "\n")
   os.exit(refused and 2 or 3)
 end
