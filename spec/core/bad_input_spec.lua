@@ -88,6 +88,14 @@ describe("ops with wrong tensors", function()
     fails_with("ESTALE", { "[200, 200]" }, function() return kept:tolist() end)
   end)
 
+  it("name a master that is not as large as its parameter", function()
+    for _, n in ipairs { 0, 3, 12 } do
+      fails({ "master_lerp_", "tensor 1 of group 0 has " .. n .. " elements, but the parameter has 6" }, function()
+        ps.ops.master_lerp_({ a, ps.zeros { n }, a }, 0.5)
+      end)
+    end
+  end)
+
   it("survive arbitrary invalid arguments", function()
     local tensors = { a, b, ps.zeros {}, ps.zeros { 0 }, ps.zeros { 3, 0 }, ps.ones({ 2, 3 }):t(), ps.ones { 6 },
       ps.randn { 2, 2, 3 }, ps.tensor({ -1, 7, 1 }, "int64"), ps.tensor({ { 0, 1, 1 }, { 1, 0, 9 } }, "int32"),

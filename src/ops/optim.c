@@ -30,15 +30,16 @@ static int check_update(const ps_infer *f, int size, int alike, int dtype)
 {
     if (f->n_in % size) return ps_rule_fail(f, "%d tensors cannot be divided into groups of %d", f->n_in, size);
     for (int i = 0; i < f->n_in; i++) {
-        const ps_tensor *p = f->in[i - i % size], *t = f->in[i];
+        const ps_tensor *p = f->in[i - i % size], *master = f->in[i - i % size + 1], *t = f->in[i];
         int k = i % size, wide = p->dtype_ == PS_F64 ? PS_F64 : PS_F32, state = dtype == PS_F32 ? wide : dtype;
         bool low = k == 1 && t->dtype_ == PS_U8;
-        if (k < 3 + alike && t->numel_ != (low ? 2 : 1) * p->numel_ && t != f->in[i - k + 1])
+        bool unused = k > 1 && t == master;                    /* the caller has no such state */
+        if (k < 3 + alike && t->numel_ != (low ? 2 : 1) * p->numel_ && !unused)
             return ps_rule_fail(f, "tensor %d of group %d has %lld elements, but the parameter has %lld", k, i / size,
                                 (long long)t->numel_, (long long)p->numel_);
         bool fits = ps_dtype_is_float(t->dtype_);
         if (k == 1) fits = t->dtype_ == wide || t == p || (low && p->dtype_ == PS_BF16);
-        if (k > 2 && k < 3 + alike) fits = t->dtype_ == state || t == f->in[i - k + 1];
+        if (k > 2 && k < 3 + alike) fits = t->dtype_ == state || unused;
         if (k >= 3 + alike) fits = true;
         if (k != 2 && f->copied >> i & 1)
             return ps_rule_fail(f, "tensor %d of group %d is not contiguous", k, i / size);
