@@ -113,7 +113,7 @@ def choices(lm, questions, result):
     try:
         sums, off, hits = iter(lm.loglikelihood(requests, disable_tqdm=True)), [], [0, 0]
     except AssertionError:  # a choice is longer than a window; lm-eval's error says no more
-        return [] if "continuation has" in result.get("error", "") else ["a choice is too long; ours %r" % result]
+        return [] if "a choice has" in result.get("error", "") else ["a choice is too long; ours %r" % result]
     if "error" in result:
         return [result["error"]]
     for q, sample in zip(questions, result["samples"]):
