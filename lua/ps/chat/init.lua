@@ -308,7 +308,8 @@ local function generation_prompt(self, messages, options)
   return answered and mask.header(rendered, #shown) or ""
 end
 
-local TRAIN_ON = { assistant = true, last = true, all = true }
+--- Names that `train_on` can have.
+chat.TRAIN_ON = { assistant = true, last = true, all = true }
 
 -- Returns the messages' roles.
 local function roles_of(messages)
@@ -363,7 +364,7 @@ end
 ---@return ps.chat.Rendered
 function Template:trained(messages, options, train_on)
   options, train_on = checked_options(options, "template:trained"), train_on or "assistant"
-  if type(train_on) ~= "function" then caller.one_of(train_on, TRAIN_ON, "train_on") end
+  if type(train_on) ~= "function" then caller.one_of(train_on, chat.TRAIN_ON, "train_on") end
   messages = value_of(messages, "messages")
   local given = roles_of(messages)
   check_roles(self, given)

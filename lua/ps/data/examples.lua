@@ -24,8 +24,6 @@ local examples = {}
 local VERSION = 2                                          -- format version of a cache file
 local MOST_THREADS = 8
 
-local TRAIN_ON = { assistant = true, last = true, all = true }
-
 -- The most texts that a stream queues, which limits their memory. It does not determine which rows are read ahead
 -- (ps.data.stream): a row that is due while the queue is full waits for the oldest text.
 local QUEUE = 1024
@@ -236,7 +234,7 @@ local function add_all(rows, add_row, encoder)
   if encoder then
     local encoded, earlier = xpcall(encoder.wait, scope.trace, encoder)
     encoder:close()
-    if not encoded then error(earlier, 0) end              -- of an earlier row than `problem`
+    if not encoded then error(earlier, 0) end              -- its row comes before the row of `problem`
   end
   if not ok then error(problem, 0) end
 end
@@ -379,7 +377,7 @@ end
 function examples.of_table(rows, tokenizer, given)
   if #rows == 0 then error(("ps.data.loader: the table has no rows: %s"):format(tostring(rows))) end
   local form = formats.recognise(rows, { check = 1 })
-  if type(given.train_on) == "string" then caller.one_of(given.train_on, TRAIN_ON, "ps.data.loader: train_on") end
+  if type(given.train_on) == "string" then caller.one_of(given.train_on, chat.TRAIN_ON, "ps.data.loader: train_on") end
   if form:find "preference" then
     error(("ps.data.loader: rows in the form '%s' are for preference training, which needs pairs; this loader does not "
       .. "read them"):format(form))

@@ -36,14 +36,15 @@ local function decoded(text, place)
   return row
 end
 
--- Returns the number of the first line that is not valid UTF-8.
-local function invalid_line(text)
+-- Raises an error that names the first line of a file's text which is not valid UTF-8.
+local function check_utf8(text, path)
+  if utf8.valid(text) then return end
   local number = 0
   for line in text:gmatch "[^\n]*\n?" do
     number = number + 1
     if not utf8.valid(line) then break end
   end
-  return number
+  error(("%s:%d: not valid UTF-8"):format(path, number))
 end
 
 local INDEXED = 16 * 1024 * 1024                           -- size in bytes from which a file gets an index
@@ -130,7 +131,7 @@ end
 
 -- Opens a SQuAD file: one object, whose articles have paragraphs with questions. Each question becomes a row.
 local function of_squad(text, path)
-  if not utf8.valid(text) then error(("%s:%d: not valid UTF-8"):format(path, invalid_line(text))) end
+  check_utf8(text, path)
   local ok, all = pcall(cjson.decode, text)
   if not ok then error(("%s: not JSON: %s"):format(path, tostring(all))) end
   local list = type(all) == "table" and all.data
@@ -234,10 +235,10 @@ local function opened(path, given)
   local node
   if kind == "json" then node = of_json(text, path)
   elseif kind == "text" then
-    if not utf8.valid(text) then error(("%s:%d: not valid UTF-8"):format(path, invalid_line(text))) end
+    check_utf8(text, path)
     node = files.list({ { text = text } }, path)
   else
-    if not utf8.valid(text) then error(("%s:%d: not valid UTF-8"):format(path, invalid_line(text))) end
+    check_utf8(text, path)
     node = csv(path, text, kind == "csv" and "," or "\t")
   end
   function node.hash() return hash end
