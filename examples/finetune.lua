@@ -157,7 +157,7 @@ local schedule = ps.sched.warmup_cosine { optimizer = optimizer, max_lr = args.l
 local start, parts = 0, { model = model, optimizer = optimizer, sched = schedule, loader = loader }
 if args.resume then start = try(checkpoints.load, run, parts).step end
 if start >= steps then
-  ps.print_rank(("nothing to train, only the model is written: the checkpoint is at step %d of %d"):format(start, steps))
+  ps.print_rank(("nothing to do but to write the model: the checkpoint is at step %d of %d"):format(start, steps))
 end
 
 local messages, tools = try(ps.data.prompt, held_out, 1)   -- read once, since the file may change during training
