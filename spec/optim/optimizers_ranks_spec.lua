@@ -107,3 +107,48 @@ describe("tensor parallelism", function()
     lib.remove(folder)
   end)
 end)
+
+local SAVES = [[
+local ps = require "ps"
+local gpt2 = require "models.gpt2"
+local group = ps.init_distributed { rendezvous = "file://FOLDER/rendezvous", quiet = true }
+for _, host in ipairs { "HOST", "80MiB" } do
+  ps.manual_seed(4)
+  local model, opt = ps.initialize { quiet = true, config = { plan_print = false, bf16 = { enabled = true },
+      optimizer = { type = "AdamW" }, SHARES, memory = { host = host, master = "remainder",
+        disk = { path = "FOLDER/" .. group:rank(), limit = "128MiB" } } },
+    model_func = function()
+      return gpt2.new { n_layer = 12, n_embd = 256, n_head = 4, n_positions = 16, vocab_size = 512 }
+    end }
+  local x = ps.zeros({ 1, 8 }, { dtype = "int32" })
+  model:backward(model(x, x))
+  opt:step()
+  model:save_pretrained("FOLDER/saved-" .. host)
+  if host == "HOST" then
+    ps.checkpoints.save("FOLDER/checkpoints", { model = model, optimizer = opt })
+  else
+    ps.no_grad(function() for _, p in model:named_parameters() do p:zero_() end end)
+    ps.checkpoints.load("FOLDER/checkpoints", { model = model, optimizer = opt })
+    model:save_pretrained "FOLDER/loaded"
+  end
+  model:close()
+end
+]]
+
+-- The masters of all parameters of a rank together do not fit into the smaller budget.
+describe("ranks with remainders save under a budget that holds one parameter's master at a time", function()
+  for name, case in pairs { ZeRO = { "zero_optimization = { stage = 3 }", "18MiB" },
+    ["tensor parallelism"] = { "tensor_parallel = { size = 2 }", "18MiB" } } do
+    it("with " .. name, function()
+      if lib.no_gloo() then return pending(lib.no_gloo()) end
+      local folder = lib.folder()
+      os.execute(("mkdir '%s/0' '%s/1'"):format(folder, folder))
+      local said = lib.run(folder, 2, (SAVES:gsub("FOLDER", folder):gsub("SHARES", case[1]):gsub("HOST", case[2])))
+      for rank = 0, 1 do assert.equal(0, said[rank].code, said[rank].text) end
+      for _, other in ipairs { "saved-" .. case[2], "loaded" } do
+        assert.equal(0, os.execute(("diff -r '%s/saved-80MiB' '%s/%s'"):format(folder, folder, other)))
+      end
+      lib.remove(folder)
+    end)
+  end
+end)

@@ -25,6 +25,7 @@ local background = require "ps.checkpoints.background"
 local sharded = require "ps.nn.sharded"
 local encode = require "ps.core.encode"
 local folder = require "ps.checkpoints.folder"
+local rectangles = require "ps.core.rectangles"
 local mesh = require "ps.dist.mesh"
 local random_state = require "ps.dist.random_state"
 local restore = require "ps.checkpoints.restore"
@@ -111,15 +112,14 @@ local function base_of(model)
   return adapters and adapters:frozen_base()
 end
 
--- Returns the state on this rank: tensors by name, and everything else as a table. With `later`, masters that have no
--- tensor are {shape, dtype, make}, as safetensors.save accepts them.
-local function gather(parts, step, base, later)
+-- Returns the state on this rank: tensors by name, and everything else as a table. Masters that have no tensor are
+-- ps.LaterTensor.
+local function gather(parts, step, base)
   local with, tensors = parts_of(parts), {}
   local state = { version = 2, step = step, rng = random_state.get(), extra = parts.extra }
   if base then state.base = { path = base.path, fingerprint = base.fingerprint } end
-  local engine = later and handle.of(parts.model)
-  later = engine and not engine.ranks and not engine.stages
-  for name, tensor in pairs(later and engine:values_later() or parts.model:state_dict { tied = false }) do
+  local engine = handle.of(parts.model)
+  for name, tensor in pairs(engine and engine:values_later() or parts.model:state_dict { tied = false }) do
     if not (base and base.names[name]) then tensors[name] = tensor end
   end
   local own = {}
@@ -162,6 +162,16 @@ local function parameter_of(name)
   return name:sub(#PREFIX + 1):match("^(.*)%.[^.]+$")
 end
 
+-- Returns this rank's shard of a tensor without padding, or nil if the shard consists of padding. The shard of a
+-- ps.LaterTensor is one, too.
+local function own_values(tensor, at)
+  if scope.is_tensor(tensor) then return sharded.own(tensor, at) end
+  local shape = sharded.own_shape(at)
+  return shape and { shape = shape, dtype = tensor.dtype, make = function()
+    return sharded.own(tensor.make(), at)
+  end } or nil
+end
+
 -- Removes all tensors except those that this rank along tp saves. These are its pieces of cut tensors, without padding,
 -- and on rank 0 also the tensors that are whole on all ranks. Returns the offsets of the pieces for the file's
 -- metadata, or nil if nothing is cut.
@@ -172,13 +182,18 @@ local function keep_pieces(tensors, model)
   for name, tensor in pairs(tensors) do
     local at = cuts[parameter_of(name)]
     if at then
-      tensors[name] = sharded.own(tensor, at)
+      tensors[name] = own_values(tensor, at)
       pieces[name] = tensors[name] and { shape = at.shape, parts = at.pieces } or nil
     elseif any.index > 0 then
       tensors[name] = nil
     end
   end
   return pieces
+end
+
+local function nbytes_of(tensor)
+  if scope.is_tensor(tensor) then return tensor:nbytes() end
+  return rectangles.numel(tensor.shape) * tonumber(native.C.ps_dtype_size(native.dtype_code(tensor.dtype)))
 end
 
 -- Returns this rank's share of the tensors, and the names that all shares together must contain. Ranks with the same
@@ -193,7 +208,7 @@ local function share(job, tensors, model)
   if are_owned(model) then return tensors, job.names end
   local mine, expected, nbytes = {}, {}, {}
   for name, tensor in pairs(tensors) do
-    nbytes[name], expected[#expected + 1] = tonumber(native.C.ps_tensor_nbytes(tensor)), name
+    nbytes[name], expected[#expected + 1] = nbytes_of(tensor), name
   end
   local alike = job.group
   if stages or job.pieces then alike = mesh.group "dp" end
@@ -250,7 +265,7 @@ end
 
 local function write(job, parts)
   if job.form == "file" and job.rank > 0 then return end
-  local tensors, state, own = gather(parts, job.step, job.base, job.form ~= "shards" and not job.async)
+  local tensors, state, own = gather(parts, job.step, job.base)
   local metadata
   if job.form == "shards" then
     local updates = state.optimizer and state.optimizer.t

@@ -155,7 +155,7 @@ local function by_name(self, value)
 end
 
 -- Returns the state like state_dict { tied = false }, but with descriptions of the values which have no tensor
--- (masters.values_later). For writers in this process, which need one tensor at a time.
+-- (masters.values_later). For writers, which need one tensor at a time.
 function Engine:values_later() return by_name(self, masters.values_later) end
 Engine.to = trained.to
 -- methods that would convert the model's parameters; an engine rejects them

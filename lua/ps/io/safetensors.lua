@@ -256,6 +256,11 @@ end
 ---@field dtype string
 ---@field shape integer[]
 
+---@class ps.LaterTensor a tensor that is made when it is written, so that only one such tensor is in memory
+---@field shape integer[]
+---@field dtype string
+---@field make fun(): ps.Tensor
+
 -- Declares all entries and begins the file.
 local function declare(writer, entries, metadata, checksums)
   local keys = {}
@@ -359,8 +364,7 @@ end
 --- Writes tensors to a file, sorted by name, one piece at a time. An older file is replaced only when the new file is
 --- complete on disk. A tensor that has several names (a tied weight) is written once, under the first name in order.
 ---@param path string
----@param tensors table<string, ps.Tensor|{shape: integer[], dtype: string, make: fun(): ps.Tensor}> make: called when
----  the tensor is written, so that only one such tensor is in memory
+---@param tensors table<string, ps.Tensor|ps.LaterTensor>
 ---@param metadata? table<string, string>
 ---@param options? {checksums?: boolean} checksums: whether to write a checksum for each tensor
 function safetensors.save(path, tensors, metadata, options)
@@ -388,9 +392,10 @@ function safetensors.save(path, tensors, metadata, options)
   if not ok then error(problem, 0) end
 end
 
--- Copies a tensor's bytes to host memory at `to`.
-local function copy_out(tensor, to)
+-- Copies the bytes of an entry's tensor to host memory at `to`.
+local function copy_out(entry, to)
   scope.scope(function()
+    local tensor = entry.tensor or entry.make()
     local whole = scope.no_grad(function() return tensor:contiguous() end)
     native.retry(C.ps_tensor_save, whole, to, C.ps_tensor_nbytes(whole))
   end)
@@ -398,7 +403,7 @@ end
 
 --- Copies tensors to memory in the layout of a file, for ps_saver_start. Afterwards the file's disk space is reserved.
 ---@param path string
----@param tensors table<string, ps.Tensor>
+---@param tensors table<string, ps.Tensor|ps.LaterTensor>
 ---@param metadata table<string, string>
 ---@param room fun(nbytes: integer): ffi.cdata* returns the memory
 ---@return ffi.cdata* writer ps_stw, owned by the caller
@@ -412,7 +417,7 @@ function safetensors.copy(path, tensors, metadata, room)
     data = room(tonumber(C.ps_stw_nbytes(writer)))
     for _, entry in ipairs(entries) do
       check(C.ps_stw_place(writer, entry.name, place))
-      copy_out(entry.tensor, data + place[0])
+      copy_out(entry, data + place[0])
     end
   end)
   return writer, data

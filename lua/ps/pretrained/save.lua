@@ -33,6 +33,12 @@ local function in_order(entries)
   return entries
 end
 
+-- Returns this rank's shard of a tensor or of what a function makes, without padding.
+local function own_values(tensor, at)
+  if type(tensor) == "function" then return function() return sharded.own(tensor(), at) end end
+  return tensor ~= nil and sharded.own(tensor, at) or nil
+end
+
 -- Replaces the entries of tensor-parallel parameters with this rank's shards without padding. `whole` is the shape of
 -- the whole tensor.
 local function of_shards(entries, cuts)
@@ -41,7 +47,7 @@ local function of_shards(entries, cuts)
     local at = cuts and cuts[entry.name]
     if at then
       entry.whole, entry.pieces, entry.shape = at.shape, at.pieces, sharded.own_shape(at)
-      if entry.tensor ~= nil then entry.tensor = sharded.own(entry.tensor, at) end
+      entry.tensor = own_values(entry.tensor, at)
     end
     if entry.shape then list[#list + 1] = entry end
   end
@@ -57,8 +63,11 @@ end
 ---@return table[]
 function save.entries(model)
   local engine, entries = handle.of(model), {}
-  local alone = engine and not engine.ranks and not engine.stages
-  local here = alone and engine:values_later() or model:state_dict { tied = false }
+  local here = engine and engine:values_later() or model:state_dict { tied = false }
+  local function values(name)
+    local value = here[name]
+    return type(value) == "table" and value.make or value
+  end
   local stages = engine and engine.stages
   local function saves(name) return not stages or stages:saves(name) end
   local shares = engine and engine.ranks and engine.zero_stage > 0
@@ -67,7 +76,7 @@ function save.entries(model)
       if saves(name) then
         local later = type(tensor) == "table"
         entries[#entries + 1] = { name = name, shape = later and tensor.shape or tensor:shape(), owner = 0,
-          dtype = later and tensor.dtype or tensor:dtype(), tensor = later and tensor.make or tensor }
+          dtype = later and tensor.dtype or tensor:dtype(), tensor = values(name) }
       end
     end
   else
@@ -78,7 +87,7 @@ function save.entries(model)
     for name, tensor in pairs(engine.module:state_dict { tied = false }) do
       local row, dtype = rows[address(tensor)] or { 0, false }, tensor:dtype()
       if saves(name) then
-        entries[#entries + 1] = { name = name, shape = tensor:shape(), tensor = here[name], owner = row[1] or 0,
+        entries[#entries + 1] = { name = name, shape = tensor:shape(), tensor = values(name), owner = row[1] or 0,
           dtype = row[2] and HALF[dtype] and "fp32" or dtype } -- trained parameters have an fp32 master
       end
     end
@@ -158,6 +167,11 @@ local function buffers_for(entries)
   return { of = buffers, slabs = slabs }
 end
 
+local function tensor_of(entry)
+  if type(entry.tensor) == "function" then return entry.tensor() end
+  return entry.tensor
+end
+
 -- Writes all entries on rank 0. The other ranks send their entries in pieces. Every piece is sent and received even
 -- after an error, so that no rank waits forever. Returns this rank's first error.
 local function exchange(entries, buffers, group, writer)
@@ -194,7 +208,7 @@ local function exchange(entries, buffers, group, writer)
   end
   local function pass(entry)
     local buffer, flat = buffers.of[entry.dtype], nil
-    if rank > 0 then try(function() flat = entry.tensor:detach():contiguous():reshape(-1) end) end
+    if rank > 0 then try(function() flat = tensor_of(entry):detach():contiguous():reshape(-1) end) end
     for first = 0, entry.numel - 1, buffer:numel() do
       local n = math.min(buffer:numel(), entry.numel - first)
       local part = buffer:narrow(0, 0, n)
@@ -204,6 +218,8 @@ local function exchange(entries, buffers, group, writer)
   end
   local function put_together(entry)
     local buffer, slab = buffers.of[entry.dtype], buffers.slabs[entry.dtype]
+    local own
+    try(function() own = tensor_of(entry) end)
     rectangles.each(entry.shape, buffer:numel(), function(offset, shape)
       scope.scope(function()
         local whole = slab:narrow(0, 0, rectangles.numel(shape)):reshape(shape)
@@ -211,7 +227,7 @@ local function exchange(entries, buffers, group, writer)
           local common = rectangles.common({ offset = offset, shape = shape }, part)
           if common and (rank == 0 or rank == part.owner) then
             bring(part.owner, buffer:narrow(0, 0, rectangles.numel(common.shape)):reshape(common.shape), function()
-              return rectangles.view(entry.tensor:detach(), rectangles.moved(common.offset, part.offset, part.at),
+              return rectangles.view(own:detach(), rectangles.moved(common.offset, part.offset, part.at),
                 common.shape)
             end, rectangles.view(whole, rectangles.moved(common.offset, offset), common.shape))
           end
@@ -221,7 +237,7 @@ local function exchange(entries, buffers, group, writer)
     end)
   end
   for _, entry in ipairs(entries) do
-    if entry.parts then put_together(entry)
+    if entry.parts then scope.scope(put_together, entry)
     elseif entry.owner == 0 and rank == 0 then append(entry, entry.tensor)
     elseif entry.owner > 0 and (rank == 0 or rank == entry.owner) then scope.scope(pass, entry) end
   end

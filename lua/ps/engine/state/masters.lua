@@ -30,15 +30,10 @@ function masters.values(row)
   return scope.no_grad(function() return native.ops.remainder_join(place, row.master) end)
 end
 
----@class ps.engine.LaterValues describes fp32 values, as safetensors.save accepts them
----@field shape integer[]
----@field dtype string
----@field make fun(): ps.Tensor
-
 --- Returns the fp32 values of a row, like masters.values. If the row has remainders, returns a description of the
 --- values with a function that makes them, so that a writer needs the memory of only one tensor.
 ---@param row table
----@return ps.Tensor|ps.engine.LaterValues|nil
+---@return ps.Tensor|ps.LaterTensor|nil
 function masters.values_later(row)
   if not row.remainder then return row.values end
   return { shape = row.param:shape(), dtype = "fp32", make = function() return masters.values(row) end }
