@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Access to a run: two runs at one port, different or missing secrets, addresses that other machines cannot reach, and
--- strangers at the port where ranks meet. spec/c/test_comm.c tests the messages of one connection.
+-- strangers at the port where ranks meet. spec/c/test_store.c tests the messages of one connection.
 local paths = require "ps.paths"
 local check = require "spec.check_lib"
 local secret = require "ps.dist.secret"
