@@ -23,10 +23,12 @@ local found = { iters = args.iters }
 for _, name in ipairs(OPTIMIZERS) do found[name] = { losses = {}, mean = 0 } end
 for seed = 1, args.seeds do
   for _, name in ipairs(OPTIMIZERS) do
-    local result = process.last_json(("%s %s/examples/train_char.lua --data %s --iters %d --seed %d --optimizer %s --json")
-      :format(process.quote(paths.exe), process.quote(paths.root), process.quote(args.data), args.iters, seed, name))
-    if not result then error(("bench/quality.lua: %s, seed %d: the run ended without a line of JSON"):format(name, seed),
-      0) end
+    local command = "%s %s/examples/train_char.lua --data %s --iters %d --seed %d --optimizer %s --json"
+    local result = process.last_json(command:format(process.quote(paths.exe), process.quote(paths.root),
+      process.quote(args.data), args.iters, seed, name))
+    if not result then
+      error(("bench/quality.lua: %s, seed %d: the run ended without a line of JSON"):format(name, seed), 0)
+    end
     found[name].losses[seed] = result.val_loss
     found[name].mean = found[name].mean + result.val_loss / args.seeds
     print(("%-10s seed %d: %.4f"):format(name, seed, result.val_loss))

@@ -1,6 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Trains a GPT-2 on text: a file, or the collection in Debian's package `fortunes`. Shows its progress, measures the
--- loss on held-out text, draws the loss curve, saves checkpoints, and generates a sample at the end.
+-- loss on held-out text, draws the loss curve, and saves checkpoints. At the end it generates a sample and writes the
+-- model as a folder of Hugging Face, out/model, which tools/generate.lua and transformers read.
 --
 --   psluajit train_gpt2.lua                          a small byte-level model
 --   psluajit train_gpt2.lua --data my.txt --steps 2000 --out my_run
@@ -229,7 +230,7 @@ local function curves(history, name, held_out_name)
   return { learned, held_out }
 end
 
-local function report(args, result, text)
+local function report(args, result, text, folder)
   local lines, hits = curves(result.history, "loss", "val_loss"), curves(result.history, "accuracy", "val_accuracy")
   io.stdout:write("\n", plot.text(lines), "\n")
   local title = args.model .. " on " .. (args.data or "fortunes")
@@ -241,6 +242,8 @@ local function report(args, result, text)
   end
   print("log:        " .. args.out .. "/log.csv")
   print("checkpoint: " .. (result.saved or "none"))
+  print(("model:      %s%s"):format(folder, text and (" (psluajit tools/generate.lua %s --start TEXT continues a text)")
+    :format(folder) or ""))
   if text then print(("sample:\n%s\n%s\n%s"):format(("-"):rep(72), text, ("-"):rep(72))) end
   print(("done: %d steps, training loss %.4f, held-out loss %s, %s tokens/s, %s of training"):format(result.step,
     result.loss, result.val_loss and ("%.4f (next-token accuracy %.4f)"):format(result.val_loss, result.val_accuracy)
@@ -331,14 +334,16 @@ local function main()
     print(("interrupted at step %d; saved %s; --resume continues"):format(result.step, result.saved or "nothing"))
     os.exit(130, true)
   end
-  local text
+  local text, folder = nil, args.out .. "/model"
+  run.model:save_pretrained(folder)
   if tok then
+    tok:save_pretrained(folder)
     local s = settings.sample
     local ids = run.model:generate(tok:encode(s.prompt), s.tokens, { temperature = s.temperature, top_k = s.top_k,
       seed = args.seed })
     text = tok:decode(ids):gsub("[^\n\t\32-\126]", "?")
   end
-  report(args, result, text)
+  report(args, result, text, folder)
 end
 
 command_line.try("train_gpt2.lua", main)

@@ -77,6 +77,31 @@ describe("train_gpt2.lua", function()
     assert.truthy(text:find("resumed from run/step-00000004", 1, true), text)
   end)
 
+  it("writes the trained model with its tokenizer, which tools/generate.lua continues texts with", function()
+    local ps = require "ps"
+    local run = folder .. "/run"
+    local model = ps.from_pretrained(run .. "/model", { dtype = "fp32" })
+    local saved = ps.safetensors.open(run .. "/step-00000006.safetensors")
+    for name, value in pairs(model:state_dict { tied = false }) do
+      assert.is_true(ps.equal(saved:tensor(name), value), name)
+    end
+    local text = { "\xe2\x82\xac \xf0\x9f\x98\x80" }
+    for code = 0, 0x7f do text[#text + 1] = string.char(code) end
+    for code = 0x80, 0x7ff do text[#text + 1] = string.char(0xc0 + math.floor(code / 64), 0x80 + code % 64) end
+    text = table.concat(text)
+    local tok = ps.tokenizer.from_pretrained(run .. "/model")
+    assert.same(ps.tokenizer.bytes():encode(text), tok:encode(text))
+    assert.equal(256, tok.vocab_size)
+    local out, code = check.shell(("cd '%s' && OMP_NUM_THREADS=1 timeout 120 '%s' '%s/tools/generate.lua' %s --start "
+      .. "'a line' --max-new 4 2>&1"):format(folder, paths.exe, paths.root, "run/model"))
+    assert.equal(0, code, out)
+    assert.equal("a line", out:sub(1, 6))
+    out, code = check.shell(("cd '%s' && timeout 120 '%s' '%s/tools/generate.lua' run --start a 2>&1"):format(folder,
+      paths.exe, paths.root))
+    assert.equal(1, code, out)
+    has(out, "run has checkpoints of a run, not a model: pass run/model")
+  end)
+
   it("refuses to continue with other data, and does not change the run's files", function()
     refused("other.txt", "--resume", "run/train.bin", "other.txt", "--out")
     refused("alike.txt", "--resume", "run/train.bin", "alike.txt")        -- has the same length

@@ -95,6 +95,16 @@ end
 ---@return boolean
 function folder.is_adapter(path) return is(path .. "/adapter_config.json", "file") end
 
+--- Raises an error for a folder of checkpoints (ps.checkpoints), which only the script that saved them can load.
+---@param path string
+function folder.refuse_checkpoints(path)
+  if is(path .. "/config.json", "file") or not is(path .. "/latest", "file") then return end
+  local model = path .. "/model"
+  error(("%s has checkpoints of a run, not a model: %s"):format(path, is(model .. "/config.json", "file")
+    and "pass " .. model or "load them with ps.checkpoints.load in the script that saved them, and write the model "
+      .. "with model:save_pretrained"))
+end
+
 --- Returns the path from which `config` was read, for messages: the folder's config.json, or the GGUF file.
 ---@param path string
 ---@return string
@@ -113,6 +123,7 @@ function folder.config(path)
       "the folder holds an adapter; ps.from_pretrained(folder) loads it with its base model, ps.lora.load(model, "
       .. "folder) into a model")
   end
+  folder.refuse_checkpoints(path)
   local fields = folder.read_json(path .. "/config.json")
   local named = fields.transformers_weights
   if named ~= nil and named ~= json.null then

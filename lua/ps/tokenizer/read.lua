@@ -9,6 +9,7 @@ local object = require "ps.tokenizer.object"
 local pattern = require "ps.tokenizer.pattern"
 local array = require "ps.core.array"
 local ffi = require "ffi"
+local models = require "ps.pretrained.folder"
 local gguf = require "ps.io.gguf"
 local gguf_tokenizer = require "ps.pretrained.gguf_tokenizer"
 local json = require "cjson"
@@ -359,6 +360,7 @@ function read.open(path, options)
     return from_vocab(t, class, defaults, config, added, vocab, merges)
   end
   if defaults.model == "wordpiece" and words then return from_vocab(t, class, defaults, config, added, words) end
+  models.refuse_checkpoints(folder)
   error(("no tokenizer: %s has neither tokenizer.json, nor vocab.json (or encoder.json) with merges.txt (or " ..
     "vocab.bpe), nor vocab.txt"):format(folder))
 end

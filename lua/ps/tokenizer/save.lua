@@ -36,6 +36,20 @@ local function patched(path, changes)
   return json.encode(fields)
 end
 
+local function make_folder(path)
+  if lfs.attributes(path, "mode") == "directory" then return end
+  local made, why = lfs.mkdir(path)
+  if not made then error(("tokenizer:save_pretrained: %s: %s"):format(path, why)) end
+end
+
+--- Writes files to a folder, which is created if it does not exist.
+---@param to string
+---@param files table<string, string> the texts by the files' names
+function save.write(to, files)
+  make_folder(to)
+  for name, text in pairs(files) do write(to .. "/" .. name, text) end
+end
+
 --- Copies a tokenizer's files to a folder, which is created if it does not exist.
 ---@param source string the folder from which the tokenizer was read, or one of its files
 ---@param to string
@@ -45,10 +59,7 @@ function save.run(source, to, tokens, plain)
   caller.typed(to, "string", "tokenizer:save_pretrained: the folder")
   local from = lfs.attributes(source, "mode") == "directory" and source or source:match("^(.*)/[^/]*$") or "."
   local is_gguf = gguf.is_path(source)
-  if lfs.attributes(to, "mode") ~= "directory" then
-    local made, why = lfs.mkdir(to)
-    if not made then error(("tokenizer:save_pretrained: %s: %s"):format(to, why)) end
-  end
+  make_folder(to)
   if is_gguf then companions.write_tokenizer(source, to) end
   for name in lfs.dir(from) do
     local known = folder.is_companion(name) and not OTHERS[name] or name:match("%.tiktoken$")
