@@ -36,6 +36,27 @@ describe("the runner of specs", function()
     end)
   end
 
+  it("gives the specs an empty cache folder of their own, and removes it", function()
+    check.write(folder .. "/caches_spec.lua", [[it("h", function()
+      local ps, mine = require "ps", os.getenv "XDG_CACHE_HOME"
+      assert.is_nil((require("lfs").attributes(mine .. "/psluajit")))
+      local p = assert(io.popen("cd FOLDER && printf '{\"text\": 1}\\n' | gzip >t.jsonl.gz"))
+      p:close()
+      assert.equal(1, #ps.data.table "FOLDER/t.jsonl.gz")
+      assert.equal("directory", require("lfs").attributes(mine .. "/psluajit/unpacked", "mode"))
+      local f = assert(io.open("FOLDER/cache", "w"))
+      f:write(mine)
+      f:close()
+    end)]])
+    local path = folder .. "/caches_spec.lua"
+    check.write(path, (check.read(path):gsub("FOLDER", folder)))
+    local out, code = check.shell(("'%s' '%s/spec/run.lua' '%s' 2>&1"):format(paths.exe, paths.root, path))
+    assert.equal(0, code, out)
+    local cache = check.read(folder .. "/cache")
+    assert.is_nil(require("lfs").attributes(cache))
+    assert.are_not.equal(os.getenv "XDG_CACHE_HOME", cache)
+  end)
+
   it("runs the tests whose names have the words of --only", function()
     local function run(arguments)
       local p = assert(io.popen(("cd '%s' && '%s' '%s/spec/run.lua' %s 2>&1; echo \"|$?\""):format(folder, paths.exe,
