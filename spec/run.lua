@@ -6,7 +6,8 @@
 -- exit code is 1 if something failed. If there are several files, each has its own process, so that leftovers of one
 -- (tensors in upvalues, a large heap) do not affect the next, and a crash fails only one file. With --jobs N, N files
 -- run at the same time, and those of waits.txt one by one beside them. With --only WORDS, only tests whose full name
--- (as a failure prints it) contains these words run: `run.lua ops --only softplus`.
+-- (as a failure prints it) contains these words run: `run.lua ops --only softplus`. If there are several files and
+-- PS_TEST_LIMIT_S is set, a file that runs longer than this number of seconds is ended and has failed.
 local folder = arg[0]:match("^(.*)/[^/]*$") or "."
 
 ---@return string[] all specs but those of spec/cluster, in order
@@ -127,7 +128,9 @@ local function run_apart(list, number, beside)
   if #list + #beside == 0 then return end
   local END = "spec/run.lua: that was "
   local lock = os.tmpname()
-  local run = ("%s %s %s \"$1\" 2>&1; echo \"%s$1\""):format(quoted(arg[-1]), quoted(arg[0]),
+  local limit = tonumber(os.getenv "PS_TEST_LIMIT_S")
+  local run = ("%s %s %s %s \"$1\" 2>&1; echo \"%s$1\""):format(limit and "timeout -k 10 " .. limit or "",
+    quoted(arg[-1]), quoted(arg[0]),
     words and "--or-none --only " .. quoted(words) or "", END)
   if number > 1 then
     run = ("said=$(mktemp) && { %s; } >\"$said\"; flock \"$0\" cat \"$said\"; rm \"$said\""):format(run)

@@ -3,8 +3,8 @@
 # Runs every test of a build folder: the C tests, then the specs, and with PS_CLUSTER=1 the specs of spec/cluster.
 # If no specs are named, the specs of spec/computing.txt run again on each instruction set below this machine's;
 # PS_TEST_ISA=all runs all specs again, PS_TEST_ISA=none runs none. The last line is `N passed, N failed`. A test that
-# hangs is ended: PS_TEST_LIMIT_S (1800) is the limit of the specs in seconds, for slower builds. Tests run two at a
-# time, and beside them those that mostly wait (spec/waits.txt, spec/c/waits.txt); PS_TEST_JOBS=n: n at a time. The
+# hangs is ended: PS_TEST_LIMIT_S (1800) is the limit of a file of specs in seconds, for slower builds. Tests run two at
+# a time, and beside them those that mostly wait (spec/waits.txt, spec/c/waits.txt); PS_TEST_JOBS=n: n at a time. The
 # lines before the last one list the skipped tests with the reasons. PS_ORACLE=1 runs the comparisons with PyTorch, too
 # (tools/oracle.sh run), each part as one test. PS_SANITIZERS=1 runs the C tests of build-asan and build-tsan, too,
 # which `make c-tests-sanitized` builds. With CI=true a skipped test counts as failed.
@@ -43,7 +43,7 @@ fi
 build=${1:-build}
 [ $# -gt 0 ] && shift
 # Waiting threads sleep, since spinning threads would use cores that other tests need.
-export OMP_WAIT_POLICY=passive
+export OMP_WAIT_POLICY=passive PS_TEST_LIMIT_S="${PS_TEST_LIMIT_S:-1800}"
 # Tests that select no device use the cpu. spec/backend/cuda_spec.lua looks for a GPU itself if it is selected.
 export CUDA_VISIBLE_DEVICES=
 passed=0 failed=0 skipped=0
@@ -89,7 +89,7 @@ if [ -n "$named" ]; then run_c_tests $named
 elif [ $# -eq 0 ]; then run_c_tests "$build"/test_*; fi
 
 run_specs() {
-  timeout "${PS_TEST_LIMIT_S:-1800}" "$build/psluajit" spec/run.lua --jobs "${PS_TEST_JOBS:-2}" "$@" 2>&1 | tee "$log"
+  "$build/psluajit" spec/run.lua --jobs "${PS_TEST_JOBS:-2}" "$@" 2>&1 | tee "$log"
   awk '/^skipped: / { getline; sub(/^ +/, ""); sub(/^[^ ]+:[0-9]+: /, ""); print }' "$log" >>"$skips"
   line=$(grep -E '^busted: [0-9]+ passed, [0-9]+ failed' "$log" | tail -n 1)
   if [ -n "$line" ]; then

@@ -36,6 +36,15 @@ describe("the runner of specs", function()
     end)
   end
 
+  it("ends a file that runs longer than PS_TEST_LIMIT_S seconds", function()
+    check.write(folder .. "/hangs_spec.lua", 'it("i", function() while true do end end)')
+    local out, code = check.shell(("cd '%s' && PS_TEST_LIMIT_S=2 '%s' '%s/spec/run.lua' hangs_spec.lua passes_spec.lua "
+      .. "2>&1"):format(folder, paths.exe, paths.root))
+    assert.equal(1, code, out)
+    assert.matches("FAILED: hangs_spec.lua did not run to its end", out, 1, true)
+    assert.matches("busted: 2 passed, 1 failed, 0 skipped", out, 1, true)
+  end)
+
   it("gives the specs an empty cache folder of their own, and removes it", function()
     check.write(folder .. "/caches_spec.lua", [[it("h", function()
       local ps, mine = require "ps", os.getenv "XDG_CACHE_HOME"

@@ -96,6 +96,8 @@ describe("train_gpt2.lua", function()
       .. "'a line' --max-new 4 2>&1"):format(folder, paths.exe, paths.root, "run/model"))
     assert.equal(0, code, out)
     assert.equal("a line", out:sub(1, 6))
+    model:save_gguf(folder .. "/model.gguf", { type = "f32" })
+    assert.same(ps.tokenizer.bytes():encode(text), ps.tokenizer.from_pretrained(folder .. "/model.gguf"):encode(text))
     out, code = check.shell(("cd '%s' && timeout 120 '%s' '%s/tools/generate.lua' run --start a 2>&1"):format(folder,
       paths.exe, paths.root))
     assert.equal(1, code, out)

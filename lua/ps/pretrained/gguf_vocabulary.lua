@@ -64,7 +64,9 @@ end
 local function rule_of(path, all)
   local list = expressions(all.pre_tokenizer)
   local whole = type(all.model) == "table" and all.model.ignore_merges == true
-  local names = {}
+  local merges, names = type(all.model) == "table" and all.model.merges, {}
+  -- Without merges all rules give the same tokens: the bytes.
+  if list and not whole and type(merges) == "table" and #merges == 0 then return "gpt-2" end
   for name in pairs(gguf_tokenizer.PRE) do names[#names + 1] = name end
   table.sort(names)
   for i, name in ipairs(PREFERRED) do table.insert(names, i, name) end
