@@ -88,6 +88,15 @@ describe("the records of docs/benchmarks/", function()
     end
   end)
 
+  it("have the speed in README.md", function()
+    local got = json.decode(check.read(paths.root .. "/docs/benchmarks/train_bf16.json")).result
+    local row = check.read(paths.root .. "/README.md"):match "\n(|[^\n]*train_bf16%.json[^\n]*)\n"
+    local compiled, eager = got[2], got[3]
+    assert.is_nil(compiled.command:find "no%-compile")
+    assert.matches(("**%.1fx the speed of compiled PyTorch**"):format(compiled.first_is_better_cpu_s), row, 1, true)
+    assert.matches(("%.1fx without compilation"):format(eager.first_is_better_cpu_s), row, 1, true)
+  end)
+
   it("have the figures of the Llama of 8 B in README.md", function()
     local got = json.decode(check.read(paths.root .. "/docs/benchmarks/larger_than_memory_8b.json")).result
     local row = check.read(paths.root .. "/README.md"):match "\n(|[^\n]*larger_than_memory_8b%.json[^\n]*)\n"
