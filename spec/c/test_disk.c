@@ -4,6 +4,7 @@
  * threads. */
 #define _GNU_SOURCE
 #include "check.h"
+#include "base/fd.h"
 #include "chunk/disk.h"
 #include <dirent.h>
 #include <errno.h>
@@ -15,7 +16,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-enum { BLOCK = PS_DISK_ALIGN, MIB = 1 << 20 };
+enum { BLOCK = PS_DIRECT_ALIGN, MIB = 1 << 20 };
 static char folder[512];
 static uint64_t state = 88172645463325252u;
 

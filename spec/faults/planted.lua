@@ -36,7 +36,7 @@ return {
     also = { file = "src/io/st_sum.c", from = "if (!t || !t->blocks) return 0;",
       to = "if (!t || !t->blocks || nbytes > 0) return 0;" } },
   { name = "a short transfer of the disk tier that is not checked", file = "src/chunk/disk.c",
-    from = "int64_t whole = res > 0 ? res / PS_DISK_ALIGN * PS_DISK_ALIGN : 0;",
+    from = "int64_t whole = res > 0 ? res / PS_DIRECT_ALIGN * PS_DIRECT_ALIGN : 0;",
     to = "int64_t whole = res > 0 ? p->left : 0;", also = {
       from = "return s->nbytes != p->nbytes || s->sum == ps_xxh3(memory_of(p), p->nbytes);",
       to = "(void)s; return true;" } },

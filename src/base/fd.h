@@ -4,7 +4,11 @@
 #define PS_BASE_FD_H
 #include <errno.h>
 #include <fcntl.h>
+#include <stdbool.h>
 #include <unistd.h>
+
+/* Transfers past the page cache (O_DIRECT) have this alignment in bytes: offset, size and address. */
+enum { PS_DIRECT_ALIGN = 4096 };
 
 /* Moves a descriptor of open() above 2. A script may have closed stdin, stdout or stderr, and a print would then
  * write into the file. For -1 it returns -1 and keeps errno. */
@@ -15,5 +19,16 @@ static inline int ps_fd_above_stdio(int fd)
     close(fd);
     errno = err;
     return moved;
+}
+
+/* Returns whether a file that was opened with O_DIRECT can be read: some file systems open it and refuse the reads.
+ * If not, sets errno. */
+static inline bool ps_fd_reads_directly(int fd)
+{
+    _Alignas(PS_DIRECT_ALIGN) char block[PS_DIRECT_ALIGN];
+    ssize_t n;
+    do n = pread(fd, block, sizeof block, 0);
+    while (n < 0 && errno == EINTR);
+    return n >= 0;
 }
 #endif

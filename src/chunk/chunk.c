@@ -5,6 +5,7 @@
 #include <string.h>
 #include "base/alloc.h"
 #include "base/error.h"
+#include "base/fd.h"
 #include "base/grow.h"
 #include "base/record.h"
 #include "chunk/impl.h"
@@ -339,9 +340,9 @@ static void chunks_reset_peak(ps_mem *mem, int device)
 /* -- chunks and their storages ------------------------------------------------------------------------------------ */
 int ps_chunk_new(ps_chunks *cs, int kind, int group, int index, int dtype, int64_t nbytes, int32_t *id)
 {
-    if (nbytes <= 0 || nbytes % PS_DISK_ALIGN)
+    if (nbytes <= 0 || nbytes % PS_DIRECT_ALIGN)
         return ps_fail(PS_EINVAL, "a chunk cannot have %lld bytes; its size must be a positive multiple of %d",
-                       (long long)nbytes, PS_DISK_ALIGN);
+                       (long long)nbytes, PS_DIRECT_ALIGN);
     int32_t at = cs->first_dead;
     while (at < cs->n_chunks && !cs->chunks[at].dead) at++;
     int32_t back = cs->capacity, held = cs->capacity;    /* the three arrays have the same capacity */
@@ -672,7 +673,7 @@ int ps_chunks_new(const ps_step *step, int n_devices, ps_backend *const *devices
     if (c->device != c->host) add_tier(cs, "device", devices[c->device], c->device, c->budget[0]);
     add_tier(cs, "host", devices[c->host], c->host, c->budget[1]);
     if (c->budget[2] > 0) {
-        int64_t nbytes = c->budget[2] / PS_DISK_ALIGN * PS_DISK_ALIGN;
+        int64_t nbytes = c->budget[2] / PS_DIRECT_ALIGN * PS_DIRECT_ALIGN;
         int rc = devices[c->host]->pretends ? ps_disk_pretend(nbytes, &cs->disk)
                                             : ps_disk_open(disk_folder, nbytes, c->disk_threads, &cs->disk);
         if (rc == 0 && c->disk_checksums) rc = ps_disk_check_sums(cs->disk);

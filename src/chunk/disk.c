@@ -92,7 +92,7 @@ struct ps_disk {
     char *folder;
     int64_t capacity;
     bool direct, uring;
-    piece_sum *sums;            /* [capacity / PS_DISK_ALIGN] or NULL. Needs no lock: only one thread works on a
+    piece_sum *sums;            /* [capacity / PS_DIRECT_ALIGN] or NULL. Needs no lock: only one thread works on a
                                  * piece, and the read of a chunk waits for its write. Unused pages of this array
                                  * take no memory */
     /* Used only by the caller's thread. Free extents are sorted by offset and do not touch, so n allocated extents
@@ -211,14 +211,14 @@ static const uint8_t *memory_of(const piece *p) { return p->job->mem + (p->begin
 static void note_sum(ps_disk *d, const piece *p)
 {
     if (!d->sums || p->job->way != WRITE) return;
-    d->sums[p->begin / PS_DISK_ALIGN] = (piece_sum){ ps_xxh3(memory_of(p), p->nbytes), p->nbytes };
+    d->sums[p->begin / PS_DIRECT_ALIGN] = (piece_sum){ ps_xxh3(memory_of(p), p->nbytes), p->nbytes };
 }
 
 /* Returns false if a piece that was read has another checksum than when it was written. */
 static bool sum_fits(const ps_disk *d, const piece *p)
 {
     if (!d->sums || p->job->way != READ) return true;
-    const piece_sum *s = &d->sums[p->begin / PS_DISK_ALIGN];
+    const piece_sum *s = &d->sums[p->begin / PS_DIRECT_ALIGN];
     return s->nbytes != p->nbytes || s->sum == ps_xxh3(memory_of(p), p->nbytes);
 }
 
@@ -230,9 +230,9 @@ static void begin(piece *p)
     p->began = atomic_load(&slow_ns) ? ps_now() : 0;
     if (!should_fail()) return;
     int code = atomic_load(&failure_code);
-    p->len = p->left / 2 / PS_DISK_ALIGN * PS_DISK_ALIGN;
+    p->len = p->left / 2 / PS_DIRECT_ALIGN * PS_DIRECT_ALIGN;
     if (code) p->forced = -code;
-    else if (!p->len) p->forced = PS_DISK_ALIGN / 2;
+    else if (!p->len) p->forced = PS_DIRECT_ALIGN / 2;
 }
 
 /* (lock) Makes a job fail. No more of its pieces begin, and the job ends when those under way have ended. */
@@ -252,7 +252,7 @@ static bool end_piece(ps_disk *d, piece *p, int64_t res)
     ps_disk_job *job = p->job;
     double slow = (double)atomic_load(&slow_ns) * 1e-9;
     if (slow > 0 && p->began > 0 && ps_now() - p->began < slow) nap(slow - (ps_now() - p->began));
-    int64_t whole = res > 0 ? res / PS_DISK_ALIGN * PS_DISK_ALIGN : 0;
+    int64_t whole = res > 0 ? res / PS_DIRECT_ALIGN * PS_DIRECT_ALIGN : 0;
     bool idle_try = !whole && (res > 0 || res == -EINTR || res == -EAGAIN);
     p->tries = idle_try ? p->tries + 1 : 0;
     bool differs = whole == p->left && !sum_fits(d, p);
@@ -489,16 +489,6 @@ static int fail_file(const ps_disk *d, const char *what, int err)
                    (long long)d->capacity, strerror(err));
 }
 
-/* Returns whether direct transfers work. Some file systems accept O_DIRECT and then refuse the transfer. */
-static bool direct_works(int fd)
-{
-    _Alignas(PS_DISK_ALIGN) uint8_t block[PS_DISK_ALIGN];
-    ssize_t n;
-    do n = pread(fd, block, sizeof block, 0);
-    while (n < 0 && errno == EINTR);
-    return n == (ssize_t)sizeof block;
-}
-
 static int make_file(ps_disk *d)
 {
     struct statvfs room;
@@ -534,7 +524,7 @@ static int make_file(ps_disk *d)
         rc = ftruncate(d->fd, d->capacity);
     }
     if (rc < 0) return fail_file(d, "cannot reserve space in", errno);
-    if (d->direct && !direct_works(d->fd)) {
+    if (d->direct && !ps_fd_reads_directly(d->fd)) {
         int flags = fcntl(d->fd, F_GETFL);
         if (flags < 0 || fcntl(d->fd, F_SETFL, flags & ~O_DIRECT) < 0) return fail_file(d, "cannot use", errno);
         d->direct = false;
@@ -569,10 +559,10 @@ static int open_parts(ps_disk *d, const char *folder, int threads)
 
 static int check_range(const char *what, int64_t value)
 {
-    if (value > 0 && value % PS_DISK_ALIGN == 0) return 0;
+    if (value > 0 && value % PS_DIRECT_ALIGN == 0) return 0;
     return ps_fail(PS_EINVAL, "disk tier: %s of %lld bytes; it must be a positive multiple of %d",
                    what, (long long)value,
-                   PS_DISK_ALIGN);
+                   PS_DIRECT_ALIGN);
 }
 
 static int disk_new(int64_t nbytes, ps_disk **out)
@@ -615,7 +605,7 @@ int ps_disk_pretend(int64_t nbytes, ps_disk **out)
 int ps_disk_check_sums(ps_disk *d)
 {
     if (d->sums) return 0;
-    size_t nbytes = (size_t)(d->capacity / PS_DISK_ALIGN) * sizeof *d->sums;
+    size_t nbytes = (size_t)(d->capacity / PS_DIRECT_ALIGN) * sizeof *d->sums;
     d->sums = ps_alloc0(nbytes);
     return d->sums ? 0 : ps_fail_nomem(nbytes);
 }
@@ -725,9 +715,9 @@ static int submit(ps_disk *d, int way, int64_t offset, uint8_t *mem, int64_t nby
 {
     *out = NULL;
     PS_TRY(check_range(way == READ ? "a read" : "a write", nbytes));
-    if (offset < 0 || offset % PS_DISK_ALIGN || !mem || (uintptr_t)mem % PS_DISK_ALIGN)
+    if (offset < 0 || offset % PS_DIRECT_ALIGN || !mem || (uintptr_t)mem % PS_DIRECT_ALIGN)
         return ps_fail(PS_EINVAL, "disk tier: a transfer at offset %lld, address %p; both must be multiples of %d",
-                       (long long)offset, (void *)mem, PS_DISK_ALIGN);
+                       (long long)offset, (void *)mem, PS_DIRECT_ALIGN);
     if (nbytes > d->capacity || offset > d->capacity - nbytes)
         return ps_fail(PS_ERANGE, "disk tier in %s: %lld bytes at offset %lld are beyond its end at %lld bytes",
                        d->folder, (long long)nbytes, (long long)offset, (long long)d->capacity);

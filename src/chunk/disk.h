@@ -1,14 +1,13 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * The disk tier: one preallocated file without a name, which disappears when the process ends. One thread reads and
  * writes the file with io_uring and O_DIRECT, bypassing the page cache. If the kernel has no io_uring, a few plain
- * threads do. Offsets, sizes and addresses are multiples of PS_DISK_ALIGN bytes. One thread calls these functions;
+ * threads do. Offsets, sizes and addresses are multiples of PS_DIRECT_ALIGN bytes. One thread calls these functions;
  * jobs run on others. */
 #ifndef PS_DISK_H
 #define PS_DISK_H
 #include <stdbool.h>
 #include <stdint.h>
 
-enum { PS_DISK_ALIGN = 4096 };
 typedef struct ps_disk ps_disk;
 typedef struct ps_disk_job ps_disk_job;
 

@@ -7,13 +7,13 @@
 #include <unistd.h>
 #include "base/alloc.h"
 #include "base/error.h"
+#include "base/fd.h"
 #include "base/grow.h"
 #include "base/thread.h"
 #include "chunk/impl.h"
 #include "mem/mem.h"
 
 enum { BLOCK = 4 << 20 };       /* number of bytes that are read or copied at once */
-enum { ALIGN = 4096 };          /* reads past the page cache have this alignment: offset, size and address */
 
 struct ps_source_job {
     const source_part *parts;
@@ -53,8 +53,9 @@ static void advise(const char *bytes, int64_t n, int advice)
 static int64_t read_direct(const source_part *p, char *dst, char *staging)
 {
     for (int64_t at = 0, n; at < p->nbytes; at += n) {
-        int64_t from = (p->offset + at) / ALIGN * ALIGN, skip = p->offset + at - from, rest = p->nbytes - at;
-        int64_t want = (skip + rest + ALIGN - 1) / ALIGN * ALIGN;
+        int64_t from = (p->offset + at) / PS_DIRECT_ALIGN * PS_DIRECT_ALIGN;
+        int64_t skip = p->offset + at - from, rest = p->nbytes - at;
+        int64_t want = (skip + rest + PS_DIRECT_ALIGN - 1) / PS_DIRECT_ALIGN * PS_DIRECT_ALIGN;
         ssize_t got;
         do got = pread(p->fd, staging, (size_t)(want < BLOCK ? want : BLOCK), from); while (got < 0 && errno == EINTR);
         if (got <= skip) return at;
@@ -126,8 +127,8 @@ int ps_source_open(ps_source **out)
     pthread_mutex_init(&s->lock, NULL);
     pthread_cond_init(&s->work, NULL);
     pthread_cond_init(&s->ended, NULL);
-    s->room = ps_alloc(BLOCK + ALIGN);
-    if (s->room) s->staging = s->room + (ALIGN - (uintptr_t)s->room % ALIGN);
+    s->room = ps_alloc(BLOCK + PS_DIRECT_ALIGN);
+    if (s->room) s->staging = s->room + (PS_DIRECT_ALIGN - (uintptr_t)s->room % PS_DIRECT_ALIGN);
     int rc = ps_thread_start(&s->thread, source_thread, s);
     if (rc) {
         ps_free(s->room);

@@ -142,15 +142,6 @@ void ps_map_unlend(const ps_lent_map *lent)
     munmap(lent->pages, (size_t)lent->nbytes);
 }
 
-/* Some file systems open a file with O_DIRECT and then refuse the reads. */
-static bool reads_directly(int fd)
-{
-    _Alignas(PS_DIRECT_ALIGN) char block[PS_DIRECT_ALIGN];
-    ssize_t n;
-    do n = pread(fd, block, sizeof block, 0); while (n < 0 && errno == EINTR);
-    return n >= 0;
-}
-
 int ps_map_direct(ps_map *m)
 {
     char path[40];
@@ -161,7 +152,7 @@ int ps_map_direct(ps_map *m)
     do m->direct = ps_fd_above_stdio(open(path, O_RDONLY | O_DIRECT | O_CLOEXEC));
     while (m->direct < 0 && errno == EINTR);
     int err = m->direct < 0 ? errno : 0;
-    if (m->direct >= 0 && !reads_directly(m->direct)) {
+    if (m->direct >= 0 && !ps_fd_reads_directly(m->direct)) {
         err = errno;
         close(m->direct);
         m->direct = -1;
@@ -429,14 +420,14 @@ int ps_tempfile_write(ps_tempfile *f, int64_t offset, const void *data, int64_t 
 
 int ps_tempfile_stream(ps_tempfile *f, int64_t offset, const void *data, int64_t nbytes)
 {
-    enum { ALIGNED = 4096, AHEAD = 8 * PIECE };     /* large, so that the disk has work while this thread waits */
+    enum { AHEAD = 8 * PIECE };                     /* large, so that the disk has work while this thread waits */
     const char *from = data;
     int fd = -1;
     PS_TRY(check_limit(f, offset + nbytes));
-    if (nbytes >= ALIGNED && (offset | (int64_t)(uintptr_t)data) % ALIGNED == 0)
+    if (nbytes >= PS_DIRECT_ALIGN && (offset | (int64_t)(uintptr_t)data) % PS_DIRECT_ALIGN == 0)
         fd = ps_fd_above_stdio(openat(f->folder, name_of(f->temp), O_WRONLY | O_DIRECT | O_CLOEXEC));
-    while (fd >= 0 && nbytes >= ALIGNED) {
-        size_t piece = nbytes < AHEAD ? (size_t)(nbytes & -(int64_t)ALIGNED) : (size_t)AHEAD;
+    while (fd >= 0 && nbytes >= PS_DIRECT_ALIGN) {
+        size_t piece = nbytes < AHEAD ? (size_t)(nbytes & -(int64_t)PS_DIRECT_ALIGN) : (size_t)AHEAD;
         ssize_t n = should_fail() ? -1 : pwrite(fd, from, piece, offset);
         if (n < 0 && errno == EINTR) continue;
         if (n < 0 && errno != EINVAL) {
@@ -444,7 +435,7 @@ int ps_tempfile_stream(ps_tempfile *f, int64_t offset, const void *data, int64_t
             close(fd);
             return write_failed(f, err, nbytes);
         }
-        if (n <= 0 || n % ALIGNED) break;           /* this file system does not support the operation, so the
+        if (n <= 0 || n % PS_DIRECT_ALIGN) break;   /* this file system does not support the operation, so the
                                                      * remaining data is written through the cache */
         from += n, offset += n, nbytes -= n;
     }

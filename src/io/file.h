@@ -31,7 +31,6 @@ int ps_map_borrow(ps_map *m, const char *path, const void *bytes, int64_t nbytes
 int ps_map_read(const ps_map *m, int64_t at, void *dst, int64_t nbytes);
 /* Returns a descriptor of the file whose reads bypass the page cache (O_DIRECT), or -1 if the file system has no such
  * reads. Offsets, sizes and addresses must be multiples of PS_DIRECT_ALIGN. The map closes the descriptor. */
-enum { PS_DIRECT_ALIGN = 4096 };
 int ps_map_direct(ps_map *m);
 int ps_map_check(const ps_map *m);      /* PS_EIO if the file is shorter than when it was mapped */
 /* Maps bytes of the file in private pages: writes to the pages change neither the file nor the map. */
