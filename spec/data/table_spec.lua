@@ -292,6 +292,21 @@ describe("files of other kinds", function()
       packed("b.csv", "a\nx\n"))):find("1\tx\n", 1, true))
   end)
 
+  it("leave no part in the cache after a kill, except parts that another process writes or has just created", function()
+    local place = folder .. "/cache/psluajit/unpacked"
+    local stale, used, new = place .. "/a-1.csv.11.part", place .. "/a-2.csv.12.part", place .. "/a-3.csv.13.part"
+    assert(os.execute(("mkdir -p '%s'"):format(place)) == 0)
+    for _, path in ipairs { stale, used, new } do check.write(path, "x") end
+    for _, path in ipairs { stale, used } do assert(lfs.touch(path, os.time() - 3600)) end
+    local held = assert(io.open(used, "r+b"))
+    assert(lfs.lock(held, "w"))
+    local script = ("print(#require('ps').data.table('%s'))"):format(packed("a.csv", "a\nx\n"))
+    assert.equal("1\n", cached(script))
+    assert.same({ [used] = "file", [new] = "file" }, { [stale] = lfs.attributes(stale, "mode"),
+      [used] = lfs.attributes(used, "mode"), [new] = lfs.attributes(new, "mode") })
+    held:close()
+  end)
+
   it("are unpacked to the home folder's cache if XDG_CACHE_HOME is not absolute, and name a folder that is closed",
     function()
       local path = packed("a.jsonl", '{"n": 1}\n')

@@ -67,6 +67,31 @@ local function remove_older(folder, prefix, keep)
   end
 end
 
+-- Opens and locks a file to which this process unpacks. The lock shows other processes, also those of other machines
+-- that share the folder, that the file is in use. It ends with this process. Returns nil if the file cannot be created.
+local function locked(part)
+  local file = io.open(part, "wb")
+  if file then lfs.lock(file, "w") end                     -- some file systems have no locks; see remove_stale
+  return file
+end
+
+local STALE_S = 60                 -- age from which an unlocked file is stale; a new file is not locked yet
+
+-- Removes files of processes that were killed while they unpacked: files that have not changed for a while, and whose
+-- lock is free. If the file system has no locks, nothing is removed.
+local function remove_stale(folder)
+  if lfs.attributes(folder, "mode") ~= "directory" then return end
+  for name in lfs.dir(folder) do
+    local path = folder .. "/" .. name
+    local changed = name:find "%.%d+%.part$" and lfs.attributes(path, "modification")
+    local file = changed and os.time() - changed > STALE_S and io.open(path, "r+b")
+    if file then
+      if lfs.lock(file, "w") then os.remove(path) end
+      file:close()
+    end
+  end
+end
+
 --- Returns the path of a .gz file's unpacked content. The file is unpacked into the cache folder once, and again if its
 --- bytes change.
 ---@param path string
@@ -81,7 +106,10 @@ function unpacked.gzip(path)
   local target = folder .. "/" .. name
   if lfs.attributes(target, "mode") == "file" then return target end
   local part = ("%s.%d.part"):format(target, unistd.getpid())
+  remove_stale(folder)
+  local lock = locked(part)
   local done, why = unpack_to(path, part)
+  if lock then lock:close() end
   if not done then error(("%s: cannot be unpacked to %s: %s"):format(path, folder, why)) end
   local moved, problem = os.rename(part, target)           -- ranks that unpack at the same time replace equal bytes
   if not moved then
