@@ -6,7 +6,8 @@
 --   --date YYYY-MM-DD         the date of templates that print it (default: today)
 --   --mask assistant          prints a JSON list of [text, trained] pieces: which parts the model has to produce
 -- bos_token, eos_token, unk_token and pad_token of a bare .jinja are <s>, </s>, <unk> and <pad>. Exit status 2, and
--- `refused: WHY` on stderr: a construct is not supported. 3, and the message: the template raises an error.
+-- `refused: WHY` on stderr: a construct is not supported. 3, and only the template's message: the template raises an
+-- error. 1: another error, such as a file that cannot be read.
 local argparse = require "argparse"
 local command_line = require "ps.core.command_line"
 local cjson = require "cjson"
@@ -52,8 +53,8 @@ local ok, problem = pcall(function()
   if at <= #rendered.text then pieces[#pieces + 1] = { rendered.text:sub(at), false } end
   io.write(#pieces == 0 and "[]" or cjson.encode(pieces))
 end)
-if not ok then
-  local refused = type(problem) == "table" and problem.refused
-  io.stderr:write(refused and "refused: " .. refused or tostring(problem), "\n")
-  os.exit(refused and 2 or 3)
-end
+if ok then return end
+local refused, raised = type(problem) == "table" and problem.refused, type(problem) == "table" and problem.raised
+if not (refused or raised) then command_line.try("template.lua", error, problem, 0) end
+io.stderr:write(refused and "refused: " .. refused or raised, "\n")
+os.exit(refused and 2 or 3)

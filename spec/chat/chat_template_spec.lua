@@ -8,6 +8,7 @@ local values = require "ps.chat.values"
 local ps = require "ps"
 local check_lib = require "spec.check_lib"
 local lib = require "spec.tokenizer_lib"
+local paths = require "ps.paths"
 
 -- Calls fn with arguments, which must fail with an error that contains `want`.
 local function fails(fn, want, ...)
@@ -137,6 +138,30 @@ describe("a chat template that is wrong", function()
       ["{{ 1 < 'a' }}"] = "'<' not supported",
       ["{% set a, b = [1] %}"] = "not enough values to unpack", ["{{ messages|map('upper')|tojson }}"] = "generator",
     } do fails(render, want, source) end
+  end)
+
+  it("says which message lacks a field", function()
+    local messages = { { role = "user", content = "Hi" }, { role = "assistant", text = "Hello" } }
+    fails(render, "'dict object' has no attribute 'content' (messages[2])",
+      "{% for m in messages %}{{ m.content | trim }}{{ m['content'] + '' }}{% endfor %}", {}, messages)
+  end)
+
+  it("has its message, without the script's line, in the error's field `raised`", function()
+    local ok, problem = pcall(render, "{{ raise_exception('no: 1: way') }}")
+    assert.is_false(ok)
+    assert.equal("no: 1: way", problem.raised)
+    assert.matches("chat template: no: 1: way$", tostring(problem))
+    local template, messages = os.tmpname() .. ".jinja", os.tmpname()
+    check_lib.write(template, "{{ raise_exception('no: 1: way') }}")
+    check_lib.write(messages, '[{"role": "user", "content": "Hi"}]')
+    local out, code = check_lib.shell(("'%s' '%s/bench/template.lua' '%s' '%s' 2>&1"):format(paths.exe, paths.root,
+      template, messages))
+    assert.same({ "no: 1: way\n", 3 }, { out, code })
+    out, code = check_lib.shell(("'%s' '%s/bench/template.lua' '%s' '%s.none' 2>&1"):format(paths.exe, paths.root,
+      template, messages))
+    assert.same({ ("template.lua: %s.none: cannot be read\n"):format(messages), 1 }, { out, code })
+    os.remove(template)
+    os.remove(messages)
   end)
 
   it("ends: loops, recursion and long strings have limits", function()

@@ -80,9 +80,12 @@ end
 local NAMES = { str = "str object", dict = "dict object", list = "list object", tuple = "tuple object",
   int = "int object", float = "float object", bool = "bool object", NoneType = "None" }
 
+-- Returns the undefined value for a missing attribute. For a message, its error contains the message's number.
 local function missing(v, name)
   local what = NAMES[values.kind(v)] or values.kind(v) .. " object"
-  return values.undefined(("'%s' has no attribute '%s'"):format(what, name))
+  local said = ("'%s' has no attribute '%s'"):format(what, name)
+  local message = getmetatable(v) == values.Dict and v.message
+  return values.undefined(message and ("%s (messages[%d])"):format(said, message) or said)
 end
 
 --- Returns `v.name`.

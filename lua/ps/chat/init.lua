@@ -10,6 +10,7 @@ local evaluate = require "ps.chat.evaluate"
 local format = require "ps.chat.format"
 local mask = require "ps.chat.mask"
 local utf8 = require "ps.core.utf8"
+local native = require "ps.core.ffi"
 local caller = require "ps.core.caller"
 local refuse = require "ps.core.refusal"
 local nearest = require "ps.core.nearest"
@@ -209,12 +210,20 @@ local function variables_of(messages, options, track)
   return vars
 end
 
+-- Raises the error of a template as a ps.Error "NAME: MESSAGE" that names the script's line. Its field `raised` is the
+-- template's message.
+local function raise(name, message)
+  local _, said = pcall(error, ("%s: %s"):format(name, message))
+  _G.error(setmetatable({ code = native.C.PS_EINVAL, name = "EINVAL", msg = said, where = "", raised = message },
+    native.Error), 0)
+end
+
 -- Renders a template, and converts its errors to psluajit's errors.
 local function render(template, vars, track)
   local ok, result = pcall(template.run, vars, track)
   if ok then return result end
   if type(result) == "table" and result.chat_template then
-    return error(("%s: %s"):format(template.name, result.chat_template))
+    return raise(template.name, result.chat_template)
   end
   if type(result) == "table" and result.unsupported then
     return refuse(template.name, result.unsupported .. " is not supported in a chat template")
