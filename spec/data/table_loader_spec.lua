@@ -53,6 +53,24 @@ describe("a loader of a table", function()
     assert.same({ "[user]Q;[assistant]ab;", "[user]Q;[assistant]ab;" }, { texts_of(batch, 1) })
   end)
 
+  it("prints a note for the first row with a byte that has no token, and none before", function()
+    local vocab = tokens.vocab {}
+    vocab[tokens.letters()[4]], vocab[tokens.letters()[0xc3]] = nil, nil
+    local place = tokens.folder { ["vocab.json"] = vocab, ["merges.txt"] = tokens.merges_text {} }
+    local poor
+    local function said(text)
+      return check.printed(function()
+        loader({ { text = "whole" }, { text = text } }, { tokenizer = poor, cache = false })
+      end)
+    end
+    assert.equal("", check.printed(function() poor = ps.tokenizer.from_pretrained(place) end))
+    assert.equal("", said "a\5b\226\130\172\n")
+    assert.equal(("%s/vocab.json: the vocabulary has no token for the byte 0x04, which occurs in rows[2]; the "
+      .. "ids leave such bytes out, and this is said once\n"):format(place), said "a\4b")
+    assert.equal("", said "a\4b")
+    tokens.remove(place)
+  end)
+
   it("accepts texts, and ids with labels", function()
     local batch = loader { { text = "ab" }, { text = "b" } }:next()
     assert.same({ "ab", "ab" }, { texts_of(batch, 1) })

@@ -274,6 +274,35 @@ describe("bench/tokenize.lua", function()
   end)
 end)
 
+describe("a vocabulary without some bytes", function()
+  it("gets one note, for the first text with such a byte", function()
+    local vocab = lib.vocab {}
+    vocab[lib.letters()[0x1d]], vocab[lib.letters()[0xc3]], vocab[lib.letters()[0xff]] = nil, nil, nil
+    local path, tok = folder(lib.folder { ["vocab.json"] = vocab, ["merges.txt"] = "#version: 0.2\n" }), nil
+    local function made() tok = ps.tokenizer.from_pretrained(path) end
+    local function note(byte, place)
+      return ("%s/vocab.json: the vocabulary has no token for the byte 0x%s, which occurs in %s; the ids leave such "
+        .. "bytes out, and this is said once\n"):format(path, byte, place)
+    end
+    assert.equal("", check_lib.printed(made))
+    local function said(text) return check_lib.printed(tok.encode, tok, text) end
+    assert.equal("", said "\255")
+    assert.equal(note("C3", "a text"), said "caf\195\169")
+    assert.equal("", said "caf\195\169")
+    made()
+    assert.equal(note("1D", "a text"), said "a\29")
+    local file = path .. "/text.jsonl"
+    for _, text in ipairs { "a\\u001db", "a\\u001Db" } do
+      made()
+      check_lib.write(file, ('{"text": "%s"}\n'):format(text))
+      assert.equal(note("1D", file), check_lib.printed(tok.encode_file, tok, file, function() end, { field = "text" }))
+    end
+    made()
+    check_lib.write(file, "a\\u001db")
+    assert.equal("", check_lib.printed(tok.encode_file, tok, file, function() end))
+  end)
+end)
+
 describe("a tokenizer's folder", function()
   it("is saved unchanged, except for settings of the script", function()
     local tok = gpt2 { ["tokenizer_config.json"] = { model_max_length = 64, eos_token = "<|endoftext|>",

@@ -87,7 +87,7 @@ local function encoder_of(tokenizer, handle, place, queue)
   local out = ffi.new("ps_encoder *[1]")
   check(C.ps_encoder_new(rawget(tokenizer, "handle"), handle, config, out))
   return setmetatable({ handle = free_later(out, C.ps_encoder_free), text = ffi.new "ps_encoder_text", place = place,
-    kept = {} }, Encoder)
+    kept = {}, note_lost = rawget(tokenizer, "note_lost") }, Encoder)
 end
 
 -- Raises the error of a failed C call. The error contains the file and line of the example that caused it.
@@ -116,6 +116,7 @@ end
 -- is nil, the whole text is trained.
 function Encoder:put(i, rendered, need, weight)
   local text = self.text
+  if self.note_lost then self.note_lost(rendered.text, self.place(i)) end
   self.kept = {}
   text.text, text.nbytes, text.weight, text.need = rendered.text, #rendered.text, weight, need
   text.number = i - 1

@@ -82,6 +82,7 @@ local function append(self, text, first, last, flags, ids, bytes)
   local part = text:sub(first, last)
   if part == "" then return end
   local out = rawget(self, "out")
+  if self.note_lost then self.note_lost(part, "a conversation") end
   check(C.ps_tok_encode(self.handle, part, #part, C.PS_TOK_OFFSETS + flags, out))
   for i = 0, tonumber(out.n) - 1 do
     ids[#ids + 1] = out.ids[i]

@@ -91,7 +91,7 @@ function text.open(path, options)
     vocab_size = tonumber(C.ps_tok_count(made.handle)), out = ffi.new("ps_tok_ids"), bytes = ffi.new("const char *[1]"),
     nbytes = ffi.new("int64_t[1]"), around = { made.single or { { text = 1, kind = 0 } },
       made.pair or { { text = 1, kind = 0 }, { text = 2, kind = 1 } } },
-    plain = plain }, META)
+    plain = plain, note_lost = made.note_lost or false }, META)
 end
 
 --- Writes the tokenizer's files to a folder for from_pretrained and transformers. They are copies of the source files,
@@ -114,6 +114,7 @@ for name, method in pairs(conversations) do Tokenizer[name] = method end
 
 -- Encodes a text. Returns {ids, offsets, n}, which are valid until the next call.
 local function run(self, one, flags)
+  if self.note_lost then self.note_lost(one) end
   check(C.ps_tok_encode(self.handle, one, #one, flags, self.out))
   return self.out
 end
@@ -222,6 +223,7 @@ function Tokenizer:encode_file(path, give, options)
       total = total + #(piece or "")
       local whole = rest .. (piece or "")
       block.last = piece and 0 or 1
+      if self.note_lost and piece then self.note_lost(piece, path, field ~= nil) end
       check(C.ps_tok_encode_block(self.handle, block, whole, #whole, self.out))
       if self.out.n > 0 then give(self.out.ids, tonumber(self.out.n)) end
       local used = tonumber(block.used)
