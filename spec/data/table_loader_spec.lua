@@ -53,6 +53,12 @@ describe("a loader of a table", function()
     assert.same({ "[user]Q;[assistant]ab;", "[user]Q;[assistant]ab;" }, { texts_of(batch, 1) })
   end)
 
+  it("refuses a row whose labels are all -100, as it refuses a conversation without a trained token", function()
+    local rows = { { input_ids = { 5, 6 }, labels = { -100, 6 } }, { input_ids = { 5, 6, 7 },
+      labels = { -100, -100, -100 } } }
+    fails(function() loader(rows) end, "rows[2]: none of its 3 tokens are trained: every label is -100; remove the row")
+  end)
+
   it("prints a note for the first row with a byte that has no token, and none before", function()
     local vocab = tokens.vocab {}
     vocab[tokens.letters()[4]], vocab[tokens.letters()[0xc3]] = nil, nil

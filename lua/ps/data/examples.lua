@@ -164,6 +164,12 @@ end
 -- Checks row i, which contains ids, and appends it.
 local function add_ids(handle, rows, i, row, tokenizer, weight)
   local ids, labels = formats.ids_of(rows, i, row, tokenizer.vocab_size)
+  local trained = not labels
+  for _, label in ipairs(labels or {}) do trained = trained or label ~= IGNORED end
+  if not trained then
+    error(("ps.data.loader: %s: none of its %d tokens are trained: every label is %d; remove the row"):format(
+      rows:place(i), #ids, IGNORED))
+  end
   local weights = row.loss_weights
   if weights == cjson.null then weights = nil end
   if weights ~= nil and #caller.list(weights, rows:place(i) .. ": loss_weights") ~= #ids then
