@@ -105,6 +105,22 @@ describe("programs", function()
     end)
   end
 
+  it("suggest the option that has another name elsewhere, or is misspelt", function()
+    for line, want in pairs {
+      ["tools/generate.lua DIR --max-new-tokens 5"] = "--max-new", ["tools/generate.lua DIR --max_new 5"] = "--max-new",
+      ["tools/generate.lua DIR --prompt=x"] = "--start", ["tools/generate.lua DIR --temprature 1"] = "--temperature",
+      ["examples/finetune.lua --learning_rate 1"] = "--lr", ["examples/finetune.lua --output-dir x"] = "--out",
+      ["examples/finetune.lua --held-out x"] = "--eval", ["examples/finetune_bert.lua --eval x"] = "--held-out",
+      ["tools/data.lua show DIR x --raw 3"] = "--row",
+    } do
+      local text, code = says(line)
+      assert(code == 1 and text:find(("\nDid you mean '%s'?\n"):format(want), 1, true), line .. ": " .. text)
+    end
+    local text, code = says "tools/generate.lua DIR --zyzzyva 1"
+    assert(code == 1 and text:find("Error: unknown option '--zyzzyva'\n", 1, true), text)
+    assert.is_nil(text:find("Did you mean", 1, true))
+  end)
+
   it("all read their command line and their numbers in this way", function()
     for _, folder in ipairs { "examples", "examples/benchmark", "tools", "tools/hardware", "bench" } do
       for name in lfs.dir(paths.root .. "/" .. folder) do

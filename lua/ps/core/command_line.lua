@@ -3,6 +3,7 @@
 -- numbers. Any other value ends the program with the option's name and the accepted range. parse(parser) reads the
 -- command line. try("train.lua", fn) turns an error of fn into one line and an exit.
 local environment = require "ps.core.environment"
+local option_names = require "ps.core.option_names"
 
 local command_line = {}
 
@@ -54,8 +55,25 @@ local function add_names(parser, names)
   return names
 end
 
+-- Makes the error for an unknown option suggest the option that was probably meant. argparse suggests only names that
+-- differ by one letter.
+local function suggest(root)
+  local print_error = root.error
+  function root.error(parser, message)
+    local name, known = message:match "^unknown option '(.-)'", {}
+    for _, one in ipairs(parser == root and { root } or { parser, root }) do
+      for _, option in ipairs(one._options) do
+        for _, alias in ipairs(option._aliases) do known[#known + 1] = alias end
+      end
+    end
+    local meant = name and option_names.meant(name, known)
+    return print_error(parser, meant and ("unknown option '%s'\nDid you mean '%s'?"):format(name, meant) or message)
+  end
+end
+
 --- Parses a command line like the parser's own method, but accepts a negative number as an option's value (`--lr -1`).
---- argparse would read the number as another option. Changes neither `words` nor the global `arg`.
+--- argparse would read the number as another option. The error for an unknown option names the option that the user
+--- probably meant. Changes neither `words` nor the global `arg`.
 ---@param parser table a parser of argparse
 ---@param words? string[] (default: the program's command line)
 ---@return table options
@@ -72,6 +90,7 @@ function command_line.parse(parser, words)
     joined[#joined + 1] = negative and word .. "=" .. value or word
     i = i + (negative and 2 or 1)
   end
+  suggest(parser)
   return parser:parse(joined)
 end
 
