@@ -240,7 +240,16 @@ describe("ps.lora.wrap", function()
     fails(function() ps.lora.wrap(m, { bias = "some" }) end, "bias")
     fails(function() ps.lora.wrap(m, { name = "a.b" }) end, "a.b")
     fails(function() ps.lora.wrap(m, { alpa = 3 }) end, "alpa", "alpha")
+    local inner = require("ps.lora.targets").find(m, { targets = "all-linear" })
+    local largest = 0
+    for _, entry in ipairs(inner) do
+      largest = math.max(largest, math.max(entry.module.weight:size(0), entry.module.weight:size(1)))
+    end
+    fails(function() ps.lora.wrap(m, { r = largest + 1 }) end, ("r = %d"):format(largest + 1),
+      ("the largest side of the adapted weights is %d ("):format(largest))
     for _, p in ipairs(m:parameters()) do assert.is_true(p:needs_grad()) end
+    ps.lora.wrap(made "llama", { r = largest })
+    ps.lora.wrap(made "llama", { r = largest + 1, rank_pattern = { q_proj = 2 } })
     ps.lora.wrap(m, {})
     fails(function() ps.lora.wrap(m, {}) end, "an adapter 'default'", "another name")
     fails(function() m:set_adapter "other" end, "other", "default")

@@ -36,6 +36,7 @@ Adapters.__index = Adapters
 ---@field task_type? string
 ---@field base? string the folder of the base model
 ---@field from_file? boolean
+---@field rank_given? boolean whether a script chose `r`, which must then fit the model
 ---@field whole_names? boolean whether `targets` lists the whole names of all adapted layers
 
 --- Returns the adapters of a model, or nil if it has none.
@@ -80,6 +81,20 @@ local function check_tied(model, list, spec)
         .. "both, or make the model with tie_word_embeddings = false"):format(entry.name))
     end
   end
+end
+
+-- Raises an error if the rank exceeds the larger side of every adapted weight: A or B alone then has more values than
+-- the weight. A rank between the two sides is accepted, since the weight may be a head with few outputs. Only ranks
+-- that a script chose are checked, so that the default fits small models.
+local function check_rank(spec, found)
+  local largest, name = 0, nil
+  for _, entry in ipairs(found) do
+    local side = math.max(layers.sizes(entry.module, entry.kind))
+    if targets.pattern_value(spec.rank_pattern, entry.name, spec.r) <= side then return end
+    if side > largest then largest, name = side, entry.name end
+  end
+  error(("lora: r = %.14g, but the largest side of the adapted weights is %d (%s), so the adapter would have more "
+    .. "values than these weights; pass a smaller r, such as 16"):format(spec.r, largest, name))
 end
 
 -- Returns the entries whose module keeps an adapter after discard(module, name).
@@ -145,6 +160,7 @@ local function add(model, name, spec)
     targets.check_patterns("rank_pattern", spec.rank_pattern, found)
     targets.check_patterns("alpha_pattern", spec.alpha_pattern, found)
   end
+  if spec.rank_given then check_rank(spec, found) end
   local list = modules_to_save(model, spec)
   check_tied(model, list, spec)
   if not self then

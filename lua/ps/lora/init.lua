@@ -109,6 +109,7 @@ function lora.wrap(model, options)
   local given = caller.options(options, "lora.wrap", OPTIONS)
   local spec = {}
   for key, value in pairs(given) do spec[key] = value end
+  spec.rank_given = given.r ~= nil
   spec.r, spec.dropout, spec.targets = given.r or 8, given.dropout or 0, given.targets or "all-linear"
   spec.alpha, spec.bias, spec.name = given.alpha or 8, given.bias or "none", nil
   spec.use_rslora, spec.use_dora = given.use_rslora or false, given.use_dora or false

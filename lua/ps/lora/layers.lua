@@ -66,7 +66,7 @@ end
 layers.tensors = tensors_of
 
 -- Returns a layer's input and output widths, I and O.
-local function sizes(layer, kind)
+function layers.sizes(layer, kind)
   if kind.table then return layer.rows, layer.width end
   return layer.inputs, layer.outputs
 end
@@ -221,7 +221,7 @@ local function attach(found)
 end
 
 local function new_tensors(layer, kind, name, r, how)
-  local inputs, outputs = sizes(layer, kind)
+  local inputs, outputs = layers.sizes(layer, kind)
   local weight = layer.weight
   local dtype = weight:dtype() == "fp64" and "fp64" or "fp32"
   local where = { dtype = dtype, device = weight:device() }
@@ -261,7 +261,7 @@ function layers.add(found, name, how)
   end
   layer.lora_.adapters[name] = adapter
   if how.use_dora then
-    put(layer, "lora_magnitude_vector", name, create.zeros({ select(2, sizes(layer, kind)) },
+    put(layer, "lora_magnitude_vector", name, create.zeros({ select(2, layers.sizes(layer, kind)) },
       { dtype = "fp32", device = layer.weight:device() }))
     layers.reset_magnitude(layer, name)
   end
