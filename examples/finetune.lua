@@ -17,6 +17,7 @@ local ps = require "ps"
 local argparse = require "argparse"
 local lfs = require "lfs"
 local line = require "ps.command_line"
+local resolved = require "ps.core.resolved"
 local train, checkpoints, plot = require "ps.train", require "ps.checkpoints", require "ps.train.plot"
 
 local parser = argparse("psluajit finetune.lua", "Fine-tunes a chat model on conversations.")
@@ -81,12 +82,13 @@ local function prepared()
     error("--dora, --merge, --alpha, --keep-quantized and --lora-dropout need --lora and a rank, such as --lora 16", 0)
   end
   local folder = require("ps.pretrained.folder").find(args.model)
-  local there, from = lfs.attributes(args.out), lfs.attributes(folder)
+  local there = lfs.attributes(args.out)
   if there and there.mode ~= "directory" then
     error(("--out: %s is a %s, not a folder"):format(args.out, there.mode), 0)
   end
-  if there and there.ino == from.ino and there.dev == from.dev then
-    error("--out: it is the folder of --model, whose files would be replaced; name another one", 0)
+  if resolved(args.out) == resolved(folder) then
+    error(("--out: %s is the folder of --model, %s, whose files would be replaced; name another one"):format(args.out,
+      folder), 0)
   end
   local earlier
   if not args.resume then

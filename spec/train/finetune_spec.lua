@@ -249,7 +249,12 @@ describe("examples/finetune.lua", function()
     finally(function() os.execute(("mv '%s.kept' '%s'; rm -r '%s'"):format(weights, weights, bare)) end)
     for words, want in pairs {
       [("--data %s --out %s"):format(data, data)] = "finetune.lua: --out: " .. data .. " is a file, not a folder\n",
-      [("--data %s --out %s/."):format(data, folder)] = "--out: it is the folder of --model",
+      [("--data %s --out %s/."):format(data, folder)] =
+        ("--out: %s/. is the folder of --model, %s"):format(folder, folder),
+      [("--data %s --out %s/new/../"):format(data, folder)] =
+        ("--out: %s/new/../ is the folder of --model, %s"):format(folder, folder),
+      [("--data %s --out %s/new/.."):format(data, bare)] =
+        "/new/.. has a model, at " .. bare .. "/config.json: --force",
       [("--data %s --out %s"):format(data, bare)] = bare .. " has a model, at " .. bare
         .. "/config.json: --force writes the new one in its place, another --out keeps both",
       [("--data %s/one.jsonl --out %s"):format(folder, to)] = "--data: it has one row, and one is held out",

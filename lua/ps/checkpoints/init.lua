@@ -26,6 +26,7 @@ local sharded = require "ps.nn.sharded"
 local encode = require "ps.core.encode"
 local folder = require "ps.checkpoints.folder"
 local rectangles = require "ps.core.rectangles"
+local resolved = require "ps.core.resolved"
 local mesh = require "ps.dist.mesh"
 local random_state = require "ps.dist.random_state"
 local restore = require "ps.checkpoints.restore"
@@ -460,9 +461,10 @@ local NEW_RUN = { force = "boolean", resume = "boolean" }
 function checkpoint.new_run(path, options)
   caller.typed(path, "string", "ps.checkpoints.new_run: the path")
   options = caller.options(options, "ps.checkpoints.new_run", NEW_RUN)
-  local run_of, model = restore.candidates(path)[1], nil
+  local at = path:find("..", 1, true) and resolved(path) or path         -- "model/new/.." is the model's folder
+  local run_of, model = restore.candidates(at)[1], nil
   for _, name in ipairs { "config.json", "adapter_config.json" } do
-    if lfs.attributes(path .. "/" .. name) then model = path .. "/" .. name end
+    if lfs.attributes(at .. "/" .. name) then model = at .. "/" .. name end
   end
   if (run_of or model) and not options.force then
     error(("%s has a %s, at %s: %s--force %s in its place, another --out keeps both"):format(path,

@@ -4,6 +4,7 @@
 local create = require "ps.tensor.create"
 local caller = require "ps.core.caller"
 local rectangles = require "ps.core.rectangles"
+local resolved = require "ps.core.resolved"
 local registry = require "ps.nn.registry"
 local scope = require "ps.core.scope"
 local files_of = require "ps.pretrained.files"
@@ -173,7 +174,8 @@ end
 -- Raises an error if the output would replace an input while the input is read.
 local function check_apart(call, out, inputs)
   for _, from in ipairs(inputs) do
-    if lfs.symlinkattributes(out, "ino") and lfs.attributes(out, "ino") == lfs.attributes(from, "ino") then
+    local same = lfs.symlinkattributes(out, "ino") and lfs.attributes(out, "ino") == lfs.attributes(from, "ino")
+    if same or resolved(out) == resolved(from) then
       error(("%s: %s would be replaced while it is read; choose another folder or name to write"):format(call, from))
     end
   end

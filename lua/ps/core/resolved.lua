@@ -1,0 +1,22 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Resolves paths of folders that may not exist yet.
+local lfs = require "lfs"
+local stdlib = require "posix.stdlib"
+
+--- Returns the absolute path that a path will have after its missing folders were created, without links, "." and
+--- "..". So `model/new/..` is `model`, also before `new` exists. By contrast, the system finds nothing there.
+---@param path string
+---@return string
+local function resolved(path)
+  local at = path:sub(1, 1) == "/" and "" or stdlib.realpath(lfs.currentdir())
+  for part in path:gmatch "[^/]+" do
+    if part == ".." then at = at:match "^(.*)/[^/]*$" or ""
+    elseif part ~= "." then
+      at = (at == "/" and "" or at) .. "/" .. part
+      at = stdlib.realpath(at) or at
+    end
+  end
+  return at == "" and "/" or at
+end
+
+return resolved
