@@ -230,6 +230,25 @@ describe("examples/finetune.lua", function()
     assert.is_true(want == check.read(to .. "/model.safetensors"))
   end)
 
+  it("says that a resumed run continues the model of its checkpoint, and not another --model", function()
+    local to, other = folder .. "/continued", folder .. "-other"
+    local words = ("--data %s --out %s --batch 8"):format(data, to)
+    local out, code = run(words .. " --epochs 1")
+    assert.equal(0, code, out)
+    os.execute(("mkdir '%s'; cp '%s'/*.json '%s'/*.txt '%s'/*.safetensors '%s'"):format(other, folder, folder, folder,
+      other))
+    finally(function() tokens.remove(other) end)
+    local function resumed(from)
+      return check.shell(("OMP_NUM_THREADS=1 '%s' '%s/examples/finetune.lua' --model %s %s --resume --epochs 1"):format(
+        paths.exe, paths.root, from, words))
+    end
+    out, code = resumed(folder .. "/.")
+    assert.truthy(code == 0 and not out:find("continues the model", 1, true), out)
+    out, code = resumed(other)
+    assert.truthy(code == 0 and out:find(("continues the model that was loaded from %s, but this script loaded %s, "
+      .. "whose weights are not used"):format(folder, other), 1, true), out)
+  end)
+
   it("refuses data that are not conversations", function()
     check.write(folder .. "/text.jsonl", '{"text": "abc"}\n')
     local out, code = run(("--data %s/text.jsonl --out %s/none"):format(folder, folder))

@@ -118,7 +118,8 @@ end
 local function gather(parts, step, base)
   local with, tensors = parts_of(parts), {}
   local state = { version = 2, step = step, rng = random_state.get(), extra = parts.extra }
-  if base then state.base = { path = base.path, fingerprint = base.fingerprint } end
+  if base then state.base = { path = base.path, fingerprint = base.fingerprint }
+  else state.source = restore.source_of(parts.model) end
   local engine = handle.of(parts.model)
   for name, tensor in pairs(engine and engine:values_later() or parts.model:state_dict { tied = false }) do
     if not (base and base.names[name]) then tensors[name] = tensor end

@@ -14,6 +14,7 @@ local random_state = require "ps.dist.random_state"
 local safetensors = require "ps.io.safetensors"
 local rank_files = require "ps.checkpoints.rank_files"
 local rectangles = require "ps.core.rectangles"
+local resolved = require "ps.core.resolved"
 local scope = require "ps.core.scope"
 
 local restore = {}
@@ -352,6 +353,23 @@ local function apply(opened, parts, with, group)
   random_state.set(own_rng(opened, group))
 end
 
+--- Returns the absolute path of the folder or file from which a model was loaded, or nil if there is none.
+---@param model ps.nn.Module|ps.Engine
+---@return string?
+function restore.source_of(model)
+  local source = rawget(handle.module(model), "source")
+  return source and resolved(source)
+end
+
+-- Prints a note if the script loaded another model than the run that saved the checkpoint. This is not an error: all
+-- weights are the checkpoint's, and the same model may have been moved.
+local function say_source(opened, model)
+  local was, is = opened.state.source, restore.source_of(model)
+  if not (was and is) or was == is then return end
+  say(("%s continues the model that was loaded from %s, but this script loaded %s, whose weights are not used: all "
+    .. "weights are those of the checkpoint"):format(opened.path, was, is))
+end
+
 --- Returns the information of checkpoint.info. Skips checkpoints that cannot be opened, as restore.load does, but
 --- without a message.
 ---@param path string
@@ -384,6 +402,7 @@ function restore.load(path, parts, with)
   end)
   opened.tensors:close()
   if not ok then error(problem, 0) end
+  say_source(opened, parts.model)
   local state = opened.state
   return { step = state.step, extra = state.extra, file = opened.path, skipped = skipped }, opened.run
 end
