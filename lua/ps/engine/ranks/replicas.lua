@@ -174,11 +174,18 @@ function replicas.settings(engine)
   return table.concat(parts, " ")
 end
 
--- Returns a {name, hash} pair for each compared state, in the same order on all ranks of the axis. State that ranks of
--- dp share has only one copy and is not compared. Along tp, each rank has a copy of the parameters that are not cut.
+-- Returns the state of this rank's random numbers that all ranks have in common, as text for errors.
+local function random_text()
+  local rng = random.state()
+  return (("seed %s, step %s"):format(tostring(rng.seed), tostring(rng.step)):gsub("ULL", ""))
+end
+
+-- Returns a {name, hash} pair for each compared state, in the same order on all ranks of the axis. The first pair is
+-- that of the random numbers. State that ranks of dp share has only one copy and is not compared. Along tp, each rank
+-- has a copy of the parameters that are not cut.
 local function hashes(engine, axis)
-  local settings = agree.text_hash(("%s %s"):format(tostring(random.state().seed), replicas.settings(engine)))
-  local list = { { replicas.OF_SETTINGS, settings } }
+  local list = { { "random numbers", agree.text_hash(random_text()) },
+    { replicas.OF_SETTINGS, agree.text_hash(replicas.settings(engine)) } }
   local function add(name, tensor)
     native.check(C.ps_tensor_hash(tensor, hash_out))
     list[#list + 1] = { name, agree.hash_number(hash_out[0]) }
@@ -207,6 +214,18 @@ local function odd_ones(column)
   return odd
 end
 
+-- Returns the error of ranks whose random numbers differ. `odd` are the ranks that differ from the most common state.
+-- All ranks of the group must call it.
+local function random_differ(engine, group, odd)
+  local said, is_odd, usual = agree.texts(group, random_text()), {}, 0
+  for _, rank in ipairs(odd) do is_odd[rank] = true end
+  while is_odd[usual] do usual = usual + 1 end
+  return ("the ranks' random numbers differ after step %d: rank %d has %s, but rank %d has %s: call ps.manual_seed "
+    .. "with the same seed on all ranks, and again after a rank has drawn with a seed of its own; dropout differs "
+    .. "between the ranks' rows in any case"):format(engine.steps, group:world_rank(odd[1]), said[odd[1] + 1],
+      group:world_rank(usual), said[usual + 1])
+end
+
 -- Returns the error of ranks that differ along an axis, or nil if they are equal.
 local function difference_along(engine, axis)
   local group = engine.ranks[axis]
@@ -218,6 +237,7 @@ local function difference_along(engine, axis)
     local column = {}
     for rank, row in ipairs(rows) do column[rank] = row[i] end
     local odd = odd_ones(column)
+    if #odd > 0 and i == 1 then return random_differ(engine, group, odd) end
     for k, rank in ipairs(odd) do odd[k] = group:world_rank(rank) end
     if #odd > 0 then
       return ("the ranks' states differ after step %d: %s of rank %s has different bits from the other ranks: a faulty "
