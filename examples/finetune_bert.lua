@@ -4,17 +4,18 @@
 --
 --   psluajit finetune_bert.lua --model FOLDER --data train.jsonl --held-out dev.jsonl --out FOLDER
 --
--- A line of the data is {"text": "a fine film", "label": 1}, or {"input_ids": [101, 7592, 102], "label": 1}. Texts need
--- the tokenizer in the model's folder. Classes count from 0. Without --data the script generates sequences of two
--- classes: whether token 7 comes before token 9. Without --model it starts from a small BERT with random weights, which
--- needs a higher learning rate and more epochs than a pretrained one: --lr and --epochs have other defaults then.
+-- A row of the data is {"text": "a fine film", "label": "good"}, or {"input_ids": [101, 7592, 102], "label": 1}, in a
+-- file that ps.data.table reads: .jsonl, .json, .csv, .tsv. Texts need the tokenizer in the model's folder. Labels are
+-- names or whole numbers. Each label of --data is a class, and config.json gets their names. Numbers that count from 0
+-- are the classes themselves. Without --data the script generates sequences of two classes: whether token 7 comes
+-- before token 9. Without --model it starts from a small BERT with random weights, which needs a higher learning rate
+-- and more epochs than a pretrained one: --lr and --epochs have other defaults then.
 local ps = require "ps"
 local argparse = require "argparse"
 local json = require "cjson"
 local line = require "ps.command_line"
 local bert = require "models.bert"
 local progress = require "ps.progress"
-local without_bom = require "ps.core.bom"
 
 local settings = { warmup_share = 0.1, weight_decay = 0.01, max_norm = 1,
   pretrained = { lr = 5e-5, epochs = 3 },                   -- values from BERT's paper
@@ -23,40 +24,72 @@ local settings = { warmup_share = 0.1, weight_decay = 0.01, max_norm = 1,
 
 local parser = argparse("psluajit finetune_bert.lua", "Fine-tunes an encoder to classify texts.")
 parser:option("--model", "A folder, or a name in Hugging Face's cache. Default: a small BERT with random weights.")
-parser:option("--data", "Training lines, {\"text\": \"...\", \"label\": 0}. Default: generated ones.")
-parser:option("--held-out", "Held-out lines. Default: the last tenth of --data.")
+parser:option("--data", "Training rows with the fields text and label (.jsonl, .csv, .tsv). Default: generated ones.")
+parser:option("--held-out", "Held-out rows. Default: the last tenth of --data.")
 parser:option("--out", "Folder to write the model to.")
 local function default(key)
   return (" Default: %g with --model, else %g."):format(settings.pretrained[key], settings.untrained[key])
 end
 line.whole(parser:option("--epochs", "Passes over the data." .. default "epochs"), 1)
-line.whole(parser:option("--batch", "Lines per step.", "32"), 1)
+line.whole(parser:option("--batch", "Rows per step.", "32"), 1)
 line.number(parser:option("--lr", "Highest learning rate." .. default "lr"), 0)
 line.whole(parser:option("--seed", "Random seed.", "1"), 0)
 parser:option("--device", "Device that computes: cpu or cuda.", "cpu")
 parser:flag("--force", "Replace a model in --out.")
 parser:flag("--json", "Print only one JSON line.")
 local args = line.parse(parser)
+if args.held_out and not args.data then parser:error "--held-out needs --data" end
 for key, value in pairs(args.model and settings.pretrained or settings.untrained) do
   if args[key] == nil then args[key] = value end
 end
 ps.manual_seed(args.seed)
 
--- Returns a list of {ids or text, label}, and the number of classes.
+-- Returns a list of {ids or text, label, place}. A label is a whole number or a text.
 local function read(path)
-  local rows, classes, file = {}, 0, assert(io.open(path))
-  for text in file:lines() do
-    local ok, row = pcall(json.decode, without_bom(text))
-    if not ok or type(row) ~= "table" or type(row.input_ids) ~= "table" and type(row.text) ~= "string"
-      or type(row.label) ~= "number" then
-      error(("%s:%d: not a line {\"text\": \"...\", \"label\": 0}"):format(path, #rows + 1), 0)
+  local list, rows = {}, ps.data.table(path)
+  for i, row in ipairs(rows) do
+    local label = row.label
+    if type(row.input_ids) ~= "table" and type(row.text) ~= "string" or type(label) ~= "string"
+      and not (type(label) == "number" and label % 1 == 0) then
+      error(("%s: a row needs a field text (or input_ids) and a field label, which is a text or a whole number"):format(
+        rows:place(i)), 0)
     end
-    rows[#rows + 1] = { ids = row.input_ids, text = row.text, label = row.label }
-    classes = math.max(classes, row.label + 1)
+    if row.text and not row.input_ids and not args.model then
+      error(("%s: texts need a model with a tokenizer: pass --model FOLDER"):format(rows:place(i)), 0)
+    end
+    list[i] = { ids = row.input_ids, text = row.text, label = label, place = rows:place(i) }
   end
-  file:close()
-  if #rows == 0 then error(path .. " has no rows", 0) end
-  return rows, classes
+  if #list == 0 then error(path .. " has no rows", 0) end
+  return list
+end
+
+-- Returns the labels of all rows as a sorted list. If all are whole numbers, as texts too, they are sorted as numbers.
+local function labels_of(rows)
+  local seen, labels, numbers = {}, {}, true
+  for _, row in ipairs(rows) do
+    local label = tostring(row.label)
+    numbers = numbers and label:find "^%-?%d+$" ~= nil
+    if not seen[label] then seen[label], labels[#labels + 1] = true, label end
+  end
+  table.sort(labels, function(a, b)
+    if numbers then return tonumber(a) < tonumber(b) end
+    return a < b
+  end)
+  if #labels < 2 then
+    error(("%s: all rows have the label %s; a classifier needs two or more"):format(args.data, labels[1]), 0)
+  end
+  return labels
+end
+
+-- Replaces the labels of rows by classes, which count from 0.
+local function number_labels(rows, labels)
+  local class = {}
+  for i, label in ipairs(labels) do class[label] = i - 1 end
+  for _, row in ipairs(rows) do
+    local label = tostring(row.label)
+    row.label = class[label] or error(("%s: no row of --data has the label %s (there are %s)"):format(row.place, label,
+      table.concat(labels, ", ", 1, math.min(#labels, 10)) .. (#labels > 10 and ", ..." or "")), 0)
+  end
 end
 
 -- Returns n sequences of 4 to 12 tokens that contain a 7 and a 9. In class 1, the 7 comes first.
@@ -71,57 +104,64 @@ local function draw(n)
     ids[a], ids[b], ids[length + 2] = 7, 9, 2
     rows[i] = { ids = ids, label = a < b and 1 or 0 }
   end
-  return rows, 2
+  return rows
 end
 
 local function try(fn, ...) return line.try("finetune_bert.lua", fn, ...) end
 if args.out then try(ps.checkpoints.new_run, args.out, { force = args.force }) end
 
-local rows, classes, held_out
-if args.data then rows, classes = try(read, args.data) else rows, classes = draw(2000) end
-if args.held_out then held_out = try(read, args.held_out)
-else
+local rows, held_out, labels
+if args.data then
+  rows, held_out = try(read, args.data), args.held_out and try(read, args.held_out)
+  labels = try(labels_of, rows)
+  for _, list in ipairs { rows, held_out } do try(number_labels, list, labels) end
+else rows = draw(2000) end
+if not held_out then
   held_out = {}
   for _ = 1, math.ceil(#rows / 10) do held_out[#held_out + 1] = table.remove(rows) end
 end
 
+-- Numbers from 0 on need no names.
+local counted = true
+for i, label in ipairs(labels or {}) do counted = counted and label == tostring(i - 1) end
+local classes = labels and #labels or 2
+local settings_of_model = { task = "sequence_classification", num_labels = classes, device = args.device,
+  id2label = not counted and labels or nil }
 local model
-if args.model then
-  model = try(ps.from_pretrained, args.model, { task = "sequence_classification", num_labels = classes,
-    device = args.device })
-else
-  model = bert.new("tiny", { task = "sequence_classification", num_labels = classes, device = args.device })
-end
+if args.model then model = try(ps.from_pretrained, args.model, settings_of_model)
+else model = bert.new("tiny", settings_of_model) end
 local pad = model.config.pad_token_id or 0
 
 -- Texts become ids, truncated to the model's number of positions.
-local tokenizer
-for _, list in ipairs { rows, held_out } do
-  for _, row in ipairs(list) do
-    if not row.ids then
-      if not model.source then error("data with texts needs --model: a folder with a tokenizer", 0) end
-      tokenizer = tokenizer or ps.tokenizer.from_pretrained(model.source)
-      local longest = model.config.max_position_embeddings - (model.config.model_type == "roberta" and pad + 1 or 0)
-      row.ids = tokenizer(row.text, { truncation = true, max_length = longest }).input_ids:tolist()[1]
+local function encode()
+  local tokenizer
+  for _, list in ipairs { rows, held_out } do
+    for _, row in ipairs(list) do
+      if not row.ids then
+        tokenizer = tokenizer or ps.tokenizer.from_pretrained(model.source)
+        local longest = model.config.max_position_embeddings - (model.config.model_type == "roberta" and pad + 1 or 0)
+        row.ids = tokenizer(row.text, { truncation = true, max_length = longest }).input_ids:tolist()[1]
+      end
     end
   end
 end
+try(encode)
 
--- Returns lines first to last of a list as a batch, padded at the end to the longest line.
+-- Returns rows first to last of a list as a batch, padded at the end to the longest row.
 local function batch_of(list, first, last)
-  local longest, ids, mask, labels = 0, {}, {}, {}
+  local longest, ids, mask, targets = 0, {}, {}, {}
   for i = first, last do longest = math.max(longest, #list[i].ids) end
   for i = first, last do
     local row, seen = {}, {}
     for k = 1, longest do row[k], seen[k] = list[i].ids[k] or pad, list[i].ids[k] and 1 or 0 end
-    ids[#ids + 1], mask[#mask + 1], labels[#labels + 1] = row, seen, list[i].label
+    ids[#ids + 1], mask[#mask + 1], targets[#targets + 1] = row, seen, list[i].label
   end
   local where = { dtype = "int32", device = args.device }
   return { input_ids = ps.tensor(ids, where), attention_mask = ps.tensor(mask, where),
-    labels = ps.tensor(labels, where) }
+    labels = ps.tensor(targets, where) }
 end
 
--- Returns the fraction of held-out lines that the model classifies correctly.
+-- Returns the fraction of held-out rows that the model classifies correctly.
 local function accuracy()
   local right = 0
   model:eval()
@@ -135,7 +175,7 @@ local function accuracy()
   return right / #held_out
 end
 
--- Returns the batches of an epoch in random order. The lines in a batch have similar lengths.
+-- Returns the batches of an epoch in random order. The rows in a batch have similar lengths.
 local function epoch()
   local drawn, batches = ps.rand({ 2 * #rows }):tolist(), {}
   local order = {}
@@ -173,12 +213,13 @@ end
 display:finish()
 
 local after = accuracy()
-if args.out then model:save_pretrained(args.out) end
+if args.out then try(model.save_pretrained, model, args.out) end
 if args.json then
   print(json.encode { accuracy_before = before, accuracy = after, steps = steps, train_s = ps.now() - began,
     held_out = #held_out, classes = classes })
 else
-  print(("accuracy %.1f %% of %d held-out lines (%.1f %% before) after %d steps in %.1f s"):format(100 * after,
+  if not counted then print("classes: " .. table.concat(labels, ", ")) end
+  print(("accuracy %.1f %% of %d held-out rows (%.1f %% before) after %d steps in %.1f s"):format(100 * after,
     #held_out, 100 * before, steps, ps.now() - began))
   if args.out then print(("wrote %s; docs/encoder.md shows how to classify a text with it"):format(args.out)) end
 end

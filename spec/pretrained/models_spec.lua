@@ -620,6 +620,47 @@ describe("examples/finetune_bert.lua", function()
     assert.equal(before, check.read(path "words out/model.safetensors"))
   end)
 
+  it("learns labels that are names or numbers, of JSON and CSV, and saves their names", function()
+    local function learn(name, text, more)
+      check.write(path(name), text)
+      return check.shell(("OMP_WAIT_POLICY=passive '%s' '%s/examples/finetune_bert.lua' --data '%s' --epochs 1 --force "
+        .. "--out '%s' %s"):format(paths.exe, paths.root, path(name), path "named out", more or ""))
+    end
+    local function names() return json.decode(check.read(path "named out/config.json")) end
+    local words = ("--model '%s'"):format(path "words")
+    local out, code = learn("a.csv", "text,label\n" .. ("a good film,positive\na bad play,negative\n"):rep(20), words)
+    assert.equal(0, code, out)
+    assert.matches("classes: negative, positive\n", out, 1, true)
+    assert.same({ ["0"] = "negative", ["1"] = "positive" }, names().id2label)
+    assert.same({ negative = 0, positive = 1 }, names().label2id)
+    out, code = learn("a.tsv", "label\ttext\n" .. ("10\ta good film\n9\ta bad play\n"):rep(20), words)
+    assert.equal(0, code, out)
+    assert.same({ ["0"] = "9", ["1"] = "10" }, names().id2label)
+    out, code = learn("a.jsonl", ('{"input_ids": [5, 6], "label": 1}\n{"input_ids": [7], "label": 2}\n'):rep(20))
+    assert.equal(0, code, out)
+    assert.same({ ["0"] = "1", ["1"] = "2" }, names().id2label)
+    out, code = learn("a.csv", "text,label\n" .. ("a good film,1\na bad play,0\n"):rep(20), words)
+    assert.equal(0, code, out)
+    assert.is_nil(out:find("classes:", 1, true))
+    assert.is_nil(names().id2label)
+    check.write(path "held.csv", "text,label\na film,0\na play,2\n")
+    local good = '{"text": "a", "label": "x"}\n{"text": "a", "label": "y"}\n'
+    for _, case in ipairs {
+      { "b.jsonl", good, "", "b.jsonl:1: texts need a model with a tokenizer: pass --model FOLDER\n" },
+      { "b.jsonl", good .. '{"text": "a"}\n', words, "b.jsonl:3: a row needs a field text (or input_ids) and" },
+      { "b.jsonl", '{"text": "a", "label": 0.5}\n', words, "b.jsonl:1: a row needs a field text" },
+      { "b.jsonl", '{"text": "a", "label": "x"}\n', words, "b.jsonl: all rows have the label x; a classifier needs" },
+      { "b.csv", "text,label\na,0\na,1\n", words .. (" --held-out '%s'"):format(path "held.csv"),
+        "held.csv:3: no row of --data has the label 2 (there are 0, 1)\n" },
+      { "b.parquet", "x", words, "b.parquet: " },
+      { "b.jsonl", good, "--model /nowhere/at/all", "/nowhere/at/all" },
+    } do
+      out, code = learn(case[1], case[2], case[3])
+      assert(code == 1 and out:find("^finetune_bert.lua: ") and out:find(case[4], 1, true), out)
+      assert.is_nil(out:find("traceback", 1, true), out)
+    end
+  end)
+
   it("learns its generated task without arguments", function()
     for seed = 1, 1 do                                       -- seeds 1 to 8 reach 93.5 to 100 %
       local p = assert(io.popen(("OMP_WAIT_POLICY=passive '%s' '%s/examples/finetune_bert.lua' --seed %d --json "
