@@ -6,6 +6,7 @@ local native = require "ps.core.ffi"
 local caller = require "ps.core.caller"
 local ffi = require "ffi"
 local encode = require "ps.core.encode"
+local letters = require "ps.tokenizer.letters"
 local lfs = require "lfs"
 local array = require "ps.core.array"
 local int_array, byte_array = array "int32_t", array "uint8_t"
@@ -103,26 +104,13 @@ local TOKENIZER_JSON = [[
 "model":{"type":"BPE","merges":[],"vocab":%s}}
 ]]
 
--- Returns a byte as byte-level BPE writes it in a vocabulary: as a printable character of one code point. Printable
--- bytes are characters of their own number, and the others follow from U+0100, in order.
-local function as_character(byte, others)
-  local printable = byte >= 0x21 and byte <= 0x7e or byte >= 0xa1 and byte ~= 0xad
-  local code = printable and byte or 0x100 + others
-  if code < 0x80 then return string.char(code), printable end
-  return string.char(0xc0 + math.floor(code / 0x40), 0x80 + code % 0x40), printable
-end
-
 --- Writes the tokenizer to a folder as Hugging Face's files: byte-level BPE without merges, whose ids are the bytes. So
 --- tokenizer.from_pretrained and transformers can read it. Creates the folder if it does not exist.
 ---@param path string
 function Bytes:save_pretrained(path) -- luacheck: ignore 212
   caller.typed(path, "string", "tokenizer:save_pretrained: the folder")
-  local vocab, others = {}, 0
-  for byte = 0, 255 do
-    local text, printable = as_character(byte, others)
-    if not printable then others = others + 1 end
-    vocab[text] = byte
-  end
+  local vocab = {}
+  for byte = 0, 255 do vocab[letters[byte]] = byte end
   require("ps.tokenizer.save").write(path, {
     ["tokenizer.json"] = TOKENIZER_JSON:format(encode(vocab)),
     ["tokenizer_config.json"] = encode { tokenizer_class = "PreTrainedTokenizerFast",
