@@ -15,6 +15,10 @@ local C = ffi.C
 -- instructions.
 require("jit.opt").start("loopunroll=60", "maxrecord=12000", "maxirconst=4000", "maxsnap=3000", "maxmcode=4096")
 
+-- A function on the path of an op must not end in a call of a built-in or C function (`return ffi.gc(t, release)`).
+-- LuaJIT cannot compile such a function by itself. It tries again and again, and then refuses the function and all
+-- loops that call it. A local for the result avoids this.
+
 -- Stops the collector while LuaJIT records a trace. A finalizer ends the recording, and each tensor has one, so a loop
 -- that makes tensors would be compiled only by chance. LuaJIT calls one function per event, so this one calls the
 -- function that was attached before, such as that of `psluajit -jv`.
@@ -126,7 +130,10 @@ local release = C.ps_tensor_release
 --- pointer arithmetic before it looks for __add.
 ---@param t ffi.cdata* ps_tensor*, whose reference Lua owns
 ---@return ps.Tensor
-function M.own(t) return ffi.gc(t[0], release) end
+function M.own(t)
+  local header = ffi.gc(t[0], release)
+  return header
+end
 local own = M.own
 
 --- Releases Lua's reference to a tensor at once. Afterwards the cdata dangles, so no other code may refer to the
@@ -264,7 +271,10 @@ local function apply(op, n_in, ins, attrs, nbytes, n_out)
   if M.follower then M.follower(op, attrs, nbytes, n_in, ins, n_out, outs) end
   if C.ps_collect_due(ctx) ~= 0 then collect() end
   if outs[0] ~= nil and outs[0].numel_ >= LINED_NUMEL and outs[0] ~= ins[0] then note_line(outs[0]) end
-  if n_out == 1 then return own(outs[0]) end
+  if n_out == 1 then
+    local y = own(outs[0])
+    return y
+  end
   local a, b, c = outs[0], outs[1], outs[2]
   a = a ~= nil and own(a) or nil
   b = b ~= nil and own(b) or nil

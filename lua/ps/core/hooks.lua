@@ -71,7 +71,8 @@ end
 ---@param event string
 ---@param ... any
 function hooks.tell(event, ...)
-  for _, fn in ipairs(listeners[event]) do fn(...) end
+  local list = listeners[event]
+  for i = 1, #list do list[i](...) end
 end
 
 --- Returns whether an event has a listener.
@@ -84,8 +85,9 @@ function hooks.heard(event) return #listeners[event] > 0 end
 ---@param ... any
 ---@return any
 function hooks.ask(event, ...)
-  for _, fn in ipairs(listeners[event]) do
-    local answer = fn(...)
+  local list = listeners[event]
+  for i = 1, #list do
+    local answer = list[i](...)
     if answer then return answer end
   end
 end

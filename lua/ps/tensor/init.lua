@@ -76,14 +76,18 @@ end
 ---@return integer|integer[]
 function T:size(d)
   if d == nil then return self:shape() end
-  return tonumber(self.shape_[dim_index(self, d)])
+  local n = tonumber(self.shape_[dim_index(self, d)])
+  return n
 end
 --- Returns the number of dimensions.
 ---@return integer
 function T:dim() return self.ndim end
 --- Returns the number of elements.
 ---@return integer
-function T:numel() return tonumber(self.numel_) end
+function T:numel()
+  local n = tonumber(self.numel_)
+  return n
+end
 --- Returns the size of the elements in bytes.
 ---@return integer
 function T:nbytes() return tonumber(C.ps_tensor_nbytes(self)) end
@@ -274,9 +278,21 @@ function T:bool() return self.dtype_ == C.PS_BOOL and self or self:ne(0) end
 
 local ALL, COLUMN, SWAP, NO_SIZES = { -1 }, { -1, 1 }, { 1, 0 }, {}    -- shapes and axes
 
+-- Returns a list of `...`, the arguments after `call`. LuaJIT compiles { ... } of three arguments or more to code that
+-- it leaves at once each time, so each number of arguments has a constructor.
+local function list_of(n, a, b, c, d, e, f, g, ...)
+  if n == 1 then return { a } end
+  if n == 2 then return { a, b } end
+  if n == 3 then return { a, b, c } end
+  if n == 4 then return { a, b, c, d } end
+  if n == 5 then return { a, b, c, d, e } end
+  if n == 6 then return { a, b, c, d, e, f } end
+  return { a, b, c, d, e, f, g, ... }
+end
+
 local function shape_args(call, ...)
   local first, more = ...
-  if type(first) ~= "table" then return { ... } end
+  if type(first) ~= "table" then return list_of(select("#", ...), ...) end
   if more ~= nil then error(call .. ": pass the numbers as one list or as separate arguments, not both") end
   return first
 end

@@ -4,7 +4,7 @@ local autocast = require "ps.core.autocast"
 local native = require "ps.core.ffi"
 local scope = require "ps.core.scope"
 local create = require "ps.tensor.create"
-local C, ops, caller = native.C, native.ops, native.caller
+local ffi, C, ops, caller = native.ffi, native.C, native.ops, native.caller
 local error = caller.error
 local is_tensor = scope.is_tensor
 local scalar, scalar_like, dim_index, draw = create.scalar, create.scalar_like, create.dim_index, create.draw
@@ -89,6 +89,14 @@ local function with_number(op, a, b)
   return narrow and ops.cast(y, t.dtype_) or y
 end
 
+-- Returns whether a number is a power of 2, or its negative: all bits of its fraction are 0. LuaJIT does not compile
+-- math.frexp.
+local bits = ffi.new "union { double number; struct { uint32_t low, high; } half; }"
+local function is_power_of_2(x)
+  bits.number = x
+  return bits.half.low == 0 and bit.band(bits.half.high, 0xfffff) == 0
+end
+
 --- Returns a / b, elementwise. Shapes broadcast. Integers are divided as fp32.
 ---@param a ps.Tensor|number
 ---@param b ps.Tensor|number
@@ -101,10 +109,10 @@ local function div(a, b, rounding)
   if type(b) == "number" then
     -- A product with 1 / b replaces the division if 1 / b is exact, or if the quotient is rounded to a half type
     -- anyway.
-    local fraction, e = math.frexp(b)
     local narrow = a.dtype_ == C.PS_BF16 or a.dtype_ == C.PS_F16
-    local exact = FLOAT[a.dtype_] and math.abs(fraction) == 0.5
-    if (narrow or exact) and math.abs(e) < 126 and b ~= 0 then return ops.affine(a, 1 / b, NOTHING) end
+    local size = math.abs(b)
+    local exact = FLOAT[a.dtype_] and is_power_of_2(b)
+    if (narrow or exact) and size >= 2 ^ -126 and size < 2 ^ 125 then return ops.affine(a, 1 / b, NOTHING) end
     return with_number(ops.div, a, b)
   end
   if type(a) == "number" then return with_number(ops.div, a, (autocast.full(b))) end
@@ -246,7 +254,10 @@ T.mm, T.bmm = T.matmul, T.matmul
 -- -- reductions -----------------------------------------------------------------------------------------------------
 local function dim_bits(t, dims)
   if dims == nil then return 0 end
-  if type(dims) == "number" then return bit.lshift(1, dim_index(t, dims)) end
+  if type(dims) == "number" then
+    local set = bit.lshift(1, dim_index(t, dims))
+    return set
+  end
   local set = 0
   if type(dims) ~= "table" then error("dimensions must be a number or a list of numbers, not " .. tostring(dims)) end
   for _, d in ipairs(caller.list(dims, "dimensions: the list")) do
