@@ -113,6 +113,12 @@ case { "normal_", { F { 130 }, attrs = args(0, 1, 5, 7) }, { F { 3, 33 }, attrs 
        layouts = false }
 case { "randint_", { F { 130 }, attrs = args(-9, 1000, 5, 7) }, { F { 3, 33 }, attrs = args(0, 2, 77, 2 ^ 33) },
        types = { "int32", "int64" }, exact = true, layouts = false }
+case { "randperm_", { F { 130 }, attrs = args(5, 7) }, { F { 1 }, attrs = args(5, 7) }, { F { 0 }, attrs = args(5, 7) },
+       { F { 33 }, attrs = args(77, 2 ^ 33) }, { F { 33000 }, attrs = args(3, 1), large = true }, types = { "int64" },
+       exact = true, layouts = false }
+case { "bernoulli", { F({ 130 }, 0, 1), attrs = args(-1, 5, 7) }, { F({ 3, 33 }, 0, 1), attrs = args(-1, 77, 2 ^ 33) },
+       { F { 5, 7 }, attrs = args(0.3, 5, 7) }, { F {}, attrs = args(1, 5, 7) }, { F { 2, 0 }, attrs = args(0, 5, 7) },
+       { F({ 131, 257 }, 0, 1), attrs = args(-1, 5, 7), large = true }, exact = true }
 case { "axpy_", { F { 5, 7 }, F { 5, 7 }, attrs = args(-0.3) }, { F { 130 }, F({ 130 }, -2, 2, "fp32") },
        { F { 65 }, F({ 65 }, -2, 2, "bf16") }, layouts = false }
 case { "scale_", { F { 5, 7 }, attrs = args(-0.3) }, { F { 130 }, attrs = args(0) }, layouts = false }
@@ -277,6 +283,28 @@ case { "cumprod_backward", { F { 5, 7 }, F { 5, 7 }, attrs = args(0), prepare = 
        { F({ 131, 257 }, 0.9, 1.1), F({ 131, 257 }, 0, 1), attrs = args(1), large = true },
        { F({ 131, 257 }, 0.9, 1.1), F({ 131, 257 }, 0, 1), attrs = args(0), large = true }, floor = 1e-5 }
 do
+  local row = { "masked_scatter", exact = true, ints = true }
+  for _, of in ipairs { { { 5, 7 }, { 35 } }, { { 130 }, { 2, 100 } }, { {}, { 1 } }, { { 2, 0 }, { 0 } },
+                        { { 131, 257 }, { 131, 257 } } } do
+    row[#row + 1] = { F(of[1]), B(of[1]), F(of[2]), large = of[1][1] == 131 or nil }
+  end
+  case(row)
+  local windows = { "unfold", exact = true, ints = true }
+  local back = { "unfold_backward" }
+  for _, of in ipairs { { { 7 }, 0, 3, 2 }, { { 3, 5, 2 }, 1, 2, 1 }, { { 5, 33 }, -1, 4, 7 }, { { 65 }, 0, 65, 1 },
+                        { { 2, 0, 4 }, 2, 3, 1 }, { { 131, 257 }, 1, 5, 2 }, { { 257, 131 }, 0, 5, 2 } } do
+    local shape, d, size, step = unpack(of)
+    local n, many = shape[d % #shape + 1], shape[1] > 130 or nil
+    windows[#windows + 1] = { F(shape), attrs = args(d, size, step), grads = not many, large = many }
+    local dy = {}
+    for i, m in ipairs(shape) do dy[i] = m end
+    dy[d % #shape + 1], dy[#shape + 1] = math.floor((n - size) / step) + 1, size
+    back[#back + 1] = { F(dy), attrs = args(d % #shape, size, step, n), large = many }
+  end
+  case(windows)
+  case(back)
+end
+do
   local function sorted(ins)
     whole(ins)
     ins[1] = ins[1]:sort(-1)
@@ -289,6 +317,26 @@ do
       row[#row + 1] = { F(of[1], 0, 99), F(of[2], -3, 102), attrs = args(right), prepare = sorted, grads = false,
                         large = of[2][2] == 257 or nil }
     end
+  end
+  case(row)
+end
+case { "var", { F { 5, 7 } }, { F { 33 }, attrs = args(0) }, { F { 3, 130 }, attrs = args(1, 1) },
+       { F { 2, 65 }, attrs = args(0, 1, 1) }, { F { 3, 2 }, attrs = args(1, 0, 1) }, { F { 0, 3 } },
+       { F { 131, 257 }, large = true } }
+case { "median", { F { 7 } }, { F { 1 } }, { F { 130 }, prepare = whole }, { F { 64 } }, { F { 65 } },
+       { F { 3000 }, prepare = whole }, { F { 30001 } }, exact = true, edges = true }
+case { "cdist", { F { 5, 3 }, F { 4, 3 } }, { F { 2, 3, 5 }, F { 2, 7, 5 } },
+       { F { 2, 33 }, F { 130, 33 }, grads = false }, { F { 7, 65 }, F { 1, 65 }, grads = false },
+       { F { 3, 0 }, F { 2, 0 }, grads = false }, { F { 0, 3 }, F { 2, 3 } },
+       { F { 131, 17 }, F { 257, 17 }, grads = false, large = true } }
+do
+  local function measure(ins) ins[3] = (ins[1]:double():unsqueeze(-2) - ins[2]:double():unsqueeze(-3)):norm(2, -1):to(
+    ins[1]:dtype()) end
+  local row = { "cdist_backward", floor = 2e-5 }
+  for _, s in ipairs { { { 5, 3 }, { 4, 3 }, { 5, 4 } }, { { 2, 3, 5 }, { 2, 7, 5 }, { 2, 3, 7 } },
+                       { { 2, 33 }, { 130, 33 }, { 2, 130 } }, { { 0, 3 }, { 2, 3 }, { 0, 2 } },
+                       { { 131, 17 }, { 257, 17 }, { 131, 257 } } } do
+    row[#row + 1] = { F(s[1]), F(s[2]), NONE, F(s[3]), prepare = measure, large = s[1][1] == 131 or nil }
   end
   case(row)
 end
@@ -418,6 +466,26 @@ for _, name in ipairs { "softmax", "log_softmax" } do
     row[i + 1] = { F(shape, name == "softmax" and 0 or -5, name == "softmax" and 0.3 or 0), F(shape) }
   end
   case(row)
+end
+do
+  local forward, backward = { "nll_loss" }, { "nll_loss_backward" }
+  for reduction = 0, 2 do
+    for i, s in ipairs { { { 5, 7 }, { 5 } }, { { 2, 3, 4 }, { 2, 3 } }, { { 7, 130 }, { 7 } }, { { 33 }, {} },
+                         { { 0, 3 }, { 0 } } } do
+      local V, ignore = s[1][#s[1]], i == 2 and 1 or -100
+      local weight = i % 2 == 0 and F({ V }, 0.5, 2) or NONE
+      forward[#forward + 1] = { F(s[1], -5, 0), I(s[2], 0, V), weight, attrs = args(ignore, reduction) }
+      backward[#backward + 1] = { I(s[2], 0, V), F(reduction == 0 and s[2] or {}, 0.5, 1.5), weight,
+        attrs = args(ignore, V, reduction) }
+    end
+  end
+  forward[#forward + 1] = { F({ 3, 6 }, -5, 0), I({ 3 }, 0, 1), NONE, attrs = args(0, 1) }  -- no target counts
+  forward[#forward + 1] = { F({ 131, 257 }, -5, 0), I({ 131 }, 0, 257), NONE, attrs = args(-100, 1), grads = false,
+    large = true }
+  backward[#backward + 1] = { I({ 131 }, 0, 257), F({}, 0.5, 1.5), NONE, attrs = args(7, 257, 1), large = true }
+  forward.wrt = { 1 }
+  case(forward)
+  case(backward)
 end
 do
   local forward, backward = { "cross_entropy" }, { "cross_entropy_backward" }

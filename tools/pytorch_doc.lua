@@ -42,6 +42,7 @@ arange_ | arange | ps.arange | int64 if all arguments are whole numbers, else fp
 uniform_ | Tensor.uniform_ | t:uniform_, ps.rand | draws the same numbers on every device, but not PyTorch's
 normal_ | Tensor.normal_ | t:normal_, ps.randn | as uniform_
 randint_ | randint | ps.randint | as uniform_
+randperm_ | - | - | randperm on hosts
 axpy_ | Tensor.add_ | t:add_ |
 scale_ | Tensor.mul_ | t:mul_ |
 scale_by_ | Tensor.mul_ | - | used by optimizers: multiplies by a number in device memory
@@ -112,11 +113,15 @@ mean | mean | ps.mean, t:mean |
 amax | amax | ps.amax, t:amax |
 amin | amin | ps.amin, t:amin |
 prod | prod | ps.prod, t:prod | dims may be a list; products with a gradient consist of other ops
+var | - | - | var and std without a gradient on hosts, over the last dimension or all
+median | - | - | median without a gradient on hosts
 argmax | argmax | ps.argmax, t:argmax | returns the first of equal values
 argmin | argmin | ps.argmin, t:argmin | returns the first of equal values
 cumsum | cumsum | ps.cumsum, t:cumsum |
 cumprod | cumprod | ps.cumprod, t:cumprod |
 cumprod_backward | - | - | cumprod's gradient
+cdist | - | - | cdist of p = 2 on hosts
+cdist_backward | - | - | its gradient
 topk | topk | ps.topk, t:topk | along the last dimension, sorted downwards
 sq_norms | - | - | sums of squares; used to clip gradients
 grad_store | - | - | stores a gradient and computes its sum of squares
@@ -134,6 +139,8 @@ softmax_backward | - | - | softmax's gradient
 log_softmax_backward | - | - | log_softmax's gradient
 cross_entropy | nn.functional.cross_entropy | F.cross_entropy, nn.CrossEntropyLoss | classes come last; no target: 0
 cross_entropy_backward | - | - | its gradient
+nll_loss | - | - | nll_loss on hosts
+nll_loss_backward | - | - | its gradient
 lm_loss | - | F.lm_loss | linear and cross_entropy in blocks; the whole logits are never in memory
 embedding | nn.functional.embedding | F.embedding, nn.Embedding, t:index_select | an index outside the table is an error
 embedding_backward | - | - | its gradient
@@ -144,6 +151,9 @@ scatter_ | Tensor.scatter_ | t:scatter_ | if indices are equal, the last value w
 scatter | scatter | ps.scatter, t:scatter | as scatter_; overwritten values have gradient 0
 scatter_backward | - | - | its gradient
 scatter_reduce | scatter_reduce | ps.scatter_reduce, t:scatter_reduce | reduce = "prod" has no gradient
+masked_scatter | - | - | masked_scatter without a gradient on hosts
+unfold | - | - | unfold on hosts
+unfold_backward | - | - | its gradient
 searchsorted | searchsorted | ps.searchsorted, t:searchsorted | options are passed by name
 concat | cat | ps.cat, ps.stack |
 layer_norm | nn.functional.layer_norm | F.layer_norm, nn.LayerNorm | over the dimensions of w, or the last one
@@ -160,6 +170,7 @@ resample | nn.functional.interpolate | F.interpolate | nearest, nearest-exact, l
 max_pool | nn.functional.max_pool2d | F.max_pool2d | return_indices is an option; max_unpool does not exist
 max_pool_backward | - | - | its gradient
 rope | - | - | rotates queries and keys by their positions
+bernoulli | - | - | bernoulli on hosts
 dropout | nn.functional.dropout | F.dropout, nn.Dropout | a resumed run draws the same numbers
 attention | nn.functional.scaled_dot_product_attention | F.attention | a query without keys gives 0; causal: see below
 attention_backward | - | - | its gradient

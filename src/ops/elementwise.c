@@ -19,6 +19,7 @@ int infer_compare(ps_infer *f);
 int infer_where(ps_infer *f);
 int infer_unary(ps_infer *f);
 int infer_dropout(ps_infer *f);
+int infer_bernoulli(ps_infer *f);
 int infer_unary_any(ps_infer *f);
 int infer_unary_backward(ps_infer *f);
 int infer_predicate(ps_infer *f);
@@ -69,6 +70,15 @@ int infer_unary(ps_infer *f)
     if ((f->op == PS_OP_softmax || f->op == PS_OP_log_softmax) &&
         (f->in[0]->ndim == 0 || !ps_dtype_is_float(f->in[0]->dtype_)))
         return ps_rule_fail(f, "x must be a float tensor with a last dimension");
+    return 0;
+}
+
+int infer_bernoulli(ps_infer *f)
+{
+    double p = ((const ps_attrs_bernoulli *)f->attrs)->p;
+    if (p == -1 && !ps_dtype_is_float(f->in[0]->dtype_)) return ps_rule_fail(f, "the probabilities must be floats");
+    if (p != -1 && !(p >= 0 && p <= 1)) return ps_rule_fail(f, "p is %g; it must be in [0, 1]", p);
+    f->out[0] = ps_meta_like(f->in[0]);
     return 0;
 }
 

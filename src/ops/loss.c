@@ -6,6 +6,8 @@
 
 int infer_cross_entropy(ps_infer *f);
 int infer_cross_entropy_backward(ps_infer *f);
+int infer_nll_loss(ps_infer *f);
+int infer_nll_loss_backward(ps_infer *f);
 int infer_lm_loss(ps_infer *f);
 int infer_logit_stats(ps_infer *f);
 int infer_logit_loss(ps_infer *f);
@@ -13,6 +15,7 @@ int infer_parallel_lm_loss(ps_infer *f);
 int grad_softmax(ps_grad *g);
 int grad_log_softmax(ps_grad *g);
 int grad_cross_entropy(ps_grad *g);
+int grad_nll_loss(ps_grad *g);
 int grad_lm_loss(ps_grad *g);
 int grad_parallel_lm_loss(ps_grad *g);
 
@@ -81,6 +84,55 @@ int grad_cross_entropy(ps_grad *g)
     PS_TRY(ps_grad_in(g, 1, &target));
     PS_TRY(ps_grad_out(g, 1, &lse));
     PS_TRY(ps_run(g, PS_OP_cross_entropy_backward, g->attrs, all, 4, logits, target, lse, g->dout[0]));
+    ps_grad_give(g, 0, all[0]);
+    return 0;
+}
+
+/* Checks the weights of V classes, which may be absent. */
+static int check_weight(const ps_infer *f, const ps_tensor *weight, int dtype, int64_t V)
+{
+    return weight ? ps_rule_like(f, weight, "weight", dtype, 1, &V) : 0;
+}
+
+int infer_nll_loss(ps_infer *f)
+{
+    const ps_attrs_nll_loss *at = f->attrs;
+    const ps_tensor *logp = f->in[0], *target = f->in[1];
+    PS_TRY(check_targets(f, logp, target));
+    PS_TRY(check_reduction(f, at->reduction));
+    PS_TRY(check_weight(f, f->in[2], logp->dtype_, logp->shape_[logp->ndim - 1]));
+    f->out[0] = ps_meta_like(target);
+    f->out[0].dtype = logp->dtype_;
+    if (at->reduction != 0) f->out[0].ndim = 0;
+    return 0;
+}
+
+int infer_nll_loss_backward(ps_infer *f)
+{
+    const ps_attrs_nll_loss_backward *at = f->attrs;
+    const ps_tensor *target = f->in[0], *dloss = f->in[1];
+    PS_TRY(check_reduction(f, at->reduction));
+    if (target->dtype_ != PS_I32 && target->dtype_ != PS_I64) return ps_rule_fail(f, "targets must be int32 or int64");
+    if (target->ndim >= PS_MAX_DIMS || at->classes < 0 || !ps_dtype_is_float(dloss->dtype_))
+        return ps_rule_fail(f, "dloss must be a float tensor, and targets have less than %d dimensions", PS_MAX_DIMS);
+    PS_TRY(ps_rule_like(f, dloss, "dloss", dloss->dtype_, at->reduction == 0 ? target->ndim : 0, target->shape_));
+    PS_TRY(check_weight(f, f->in[2], dloss->dtype_, at->classes));
+    f->out[0] = ps_meta_like(target);
+    f->out[0].dtype = dloss->dtype_;
+    f->out[0].shape[f->out[0].ndim++] = at->classes;
+    return 0;
+}
+
+int grad_nll_loss(ps_grad *g)
+{
+    const ps_attrs_nll_loss *at = g->attrs;
+    const ps_meta *logp = ps_grad_in_meta(g, 0);
+    ps_attrs_nll_loss_backward attrs = { .ignore_index = at->ignore_index, .classes = logp->shape[logp->ndim - 1],
+                                         .reduction = at->reduction };
+    ps_tensor *target, *weight, *all[PS_MAX_OUT] = { NULL };
+    PS_TRY(ps_grad_in(g, 1, &target));
+    PS_TRY(ps_grad_in(g, 2, &weight));
+    PS_TRY(ps_run(g, PS_OP_nll_loss_backward, &attrs, all, 3, target, g->dout[0], weight));
     ps_grad_give(g, 0, all[0]);
     return 0;
 }

@@ -9,6 +9,10 @@ int infer_arg_reduce(ps_infer *f);
 int infer_prod(ps_infer *f);
 int infer_cumsum(ps_infer *f);
 int infer_cumprod_backward(ps_infer *f);
+int infer_var(ps_infer *f);
+int infer_median(ps_infer *f);
+int infer_cdist(ps_infer *f);
+int infer_cdist_backward(ps_infer *f);
 int infer_topk(ps_infer *f);
 int infer_sq_norms(ps_infer *f);
 int infer_sample(ps_infer *f);
@@ -17,6 +21,7 @@ int grad_mean(ps_grad *g);
 int grad_amax(ps_grad *g);
 int grad_cumsum(ps_grad *g);
 int grad_cumprod(ps_grad *g);
+int grad_cdist(ps_grad *g);
 int grad_topk(ps_grad *g);
 
 /* Returns the shape of x without the dimensions in the bit set `dims`. With keepdim, these dimensions have size 1
@@ -157,6 +162,60 @@ int grad_cumprod(ps_grad *g)
     PS_TRY(ps_grad_in(g, 0, &x));
     PS_TRY(ps_run(g, PS_OP_cumprod_backward, &attrs, all, 2, x, g->dout[0]));
     ps_grad_give(g, 0, all[0]);
+    return 0;
+}
+
+int infer_var(ps_infer *f)
+{
+    const ps_tensor *x = f->in[0];
+    if (x->ndim == 0 || !ps_dtype_is_float(x->dtype_))
+        return ps_rule_fail(f, "x must be a float tensor with a last dimension");
+    f->out[0] = reduced_meta(x, 1u << (x->ndim - 1), ((const ps_attrs_var *)f->attrs)->keepdim, x->dtype_);
+    return 0;
+}
+
+int infer_median(ps_infer *f)
+{
+    const ps_tensor *x = f->in[0];
+    if (x->ndim != 1 || x->numel_ == 0 || !ps_dtype_is_float(x->dtype_))
+        return ps_rule_fail(f, "x must be a float tensor [N], N at least 1");
+    f->out[0] = (ps_meta){ .dtype = x->dtype_ };
+    return 0;
+}
+
+int infer_cdist(ps_infer *f)
+{
+    const ps_tensor *x = f->in[0], *y = f->in[1];
+    int last = x->ndim - 1;
+    bool fits = last >= 1 && y->ndim == x->ndim && x->dtype_ == y->dtype_ && ps_dtype_is_float(x->dtype_) &&
+                x->shape_[last] == y->shape_[last];
+    for (int d = 0; fits && d < last - 1; d++) fits = x->shape_[d] == y->shape_[d];
+    if (!fits) return ps_rule_fail(f, "x must be [..., N, D] and y [..., M, D], both of one float type");
+    f->out[0] = ps_meta_like(x);
+    f->out[0].shape[last] = y->shape_[last - 1];
+    return 0;
+}
+
+int infer_cdist_backward(ps_infer *f)
+{
+    PS_TRY(infer_cdist(f));
+    ps_meta d = f->out[0];
+    PS_TRY(ps_rule_like(f, f->in[2], "d", d.dtype, d.ndim, d.shape));
+    PS_TRY(ps_rule_like(f, f->in[3], "dd", d.dtype, d.ndim, d.shape));
+    f->out[0] = ps_meta_like(f->in[0]);
+    f->out[1] = ps_meta_like(f->in[1]);
+    return 0;
+}
+
+int grad_cdist(ps_grad *g)
+{
+    ps_tensor *x, *y, *d, *all[PS_MAX_OUT] = { NULL };
+    PS_TRY(ps_grad_in(g, 0, &x));
+    PS_TRY(ps_grad_in(g, 1, &y));
+    PS_TRY(ps_grad_out(g, 0, &d));
+    PS_TRY(ps_run(g, PS_OP_cdist_backward, g->attrs, all, 4, x, y, d, g->dout[0]));
+    ps_grad_give(g, 0, all[0]);
+    ps_grad_give(g, 1, all[1]);
     return 0;
 }
 

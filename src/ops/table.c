@@ -14,10 +14,14 @@ int infer_scatter(ps_infer *f);
 int infer_scatter_backward(ps_infer *f);
 int infer_scatter_reduce(ps_infer *f);
 int infer_searchsorted(ps_infer *f);
+int infer_masked_scatter(ps_infer *f);
+int infer_unfold(ps_infer *f);
+int infer_unfold_backward(ps_infer *f);
 int grad_embedding(ps_grad *g);
 int grad_gather(ps_grad *g);
 int grad_scatter_add(ps_grad *g);
 int grad_scatter(ps_grad *g);
+int grad_unfold(ps_grad *g);
 int grad_scatter_reduce(ps_grad *g);
 
 static int check_index(const ps_infer *f, const ps_tensor *index)
@@ -176,6 +180,58 @@ int infer_searchsorted(ps_infer *f)
     if (!fits) return ps_rule_fail(f, "all sizes of the sequence and the values except the last must be equal");
     f->out[0] = ps_meta_like(values);
     f->out[0].dtype = PS_I64;
+    return 0;
+}
+
+int infer_masked_scatter(ps_infer *f)
+{
+    const ps_tensor *x = f->in[0];
+    PS_TRY(ps_rule_like(f, f->in[1], "mask", PS_BOOL, x->ndim, x->shape_));
+    if (f->in[2]->dtype_ != x->dtype_) return ps_rule_fail(f, "x and src must have one type");
+    f->out[0] = ps_meta_like(x);
+    return 0;
+}
+
+int infer_unfold(ps_infer *f)
+{
+    ps_attrs_unfold *at = f->attrs;
+    const ps_tensor *x = f->in[0];
+    PS_TRY(ps_rule_dim(f, x->ndim, &at->dim));
+    if (x->ndim == PS_MAX_DIMS) return ps_rule_fail(f, "x already has %d dimensions", PS_MAX_DIMS);
+    int64_t n = x->shape_[at->dim];
+    if (at->size < 1 || at->size > n || at->step < 1)
+        return ps_rule_fail(f, "the size must be from 1 to %lld, the size of dimension %d, and the step at least 1",
+                            (long long)n, at->dim);
+    f->out[0] = ps_meta_like(x);
+    f->out[0].shape[at->dim] = (n - at->size) / at->step + 1;
+    f->out[0].shape[f->out[0].ndim++] = at->size;
+    return 0;
+}
+
+int infer_unfold_backward(ps_infer *f)
+{
+    ps_attrs_unfold_backward *at = f->attrs;
+    const ps_tensor *dy = f->in[0];
+    if (dy->ndim < 2 || !ps_dtype_is_float(dy->dtype_))
+        return ps_rule_fail(f, "dy must be a float tensor of at least two dimensions");
+    PS_TRY(ps_rule_dim(f, dy->ndim - 1, &at->dim));
+    if (at->size < 1 || at->step < 1 || at->n < at->size || dy->shape_[dy->ndim - 1] != at->size ||
+        dy->shape_[at->dim] != (at->n - at->size) / at->step + 1)
+        return ps_rule_fail(f, "dy does not have the shape of the windows");
+    f->out[0] = ps_meta_like(dy);
+    f->out[0].ndim--;
+    f->out[0].shape[at->dim] = at->n;
+    return 0;
+}
+
+int grad_unfold(ps_grad *g)
+{
+    const ps_attrs_unfold *at = g->attrs;
+    ps_attrs_unfold_backward attrs = { .dim = at->dim, .size = at->size, .step = at->step,
+                                       .n = ps_grad_in_meta(g, 0)->shape[at->dim] };
+    ps_tensor *all[PS_MAX_OUT] = { NULL };
+    PS_TRY(ps_run(g, PS_OP_unfold_backward, &attrs, all, 1, g->dout[0]));
+    ps_grad_give(g, 0, all[0]);
     return 0;
 }
 

@@ -15,6 +15,7 @@ int infer_copy(ps_infer *f);
 int infer_inplace(ps_infer *f);
 int infer_inplace_float(ps_infer *f);
 int infer_inplace_int(ps_infer *f);
+int infer_randperm(ps_infer *f);
 int infer_axpy(ps_infer *f);
 int infer_scale_by(ps_infer *f);
 int infer_concat(ps_infer *f);
@@ -244,6 +245,12 @@ int infer_inplace(ps_infer *f) { return 0; }
 int infer_inplace_float(ps_infer *f)
 {
     return ps_dtype_is_float(f->in[0]->dtype_) ? 0 : ps_rule_fail(f, "x must be a float tensor");
+}
+
+int infer_randperm(ps_infer *f)
+{
+    if (f->in[0]->dtype_ != PS_I64 || f->in[0]->ndim != 1) return ps_rule_fail(f, "the tensor must be int64 [N]");
+    return 0;
 }
 
 int infer_inplace_int(ps_infer *f)

@@ -358,4 +358,9 @@ function M.device_info(index)
   return can
 end
 
+--- Returns whether the bytes of a tensor are in the host's memory. Some ops have kernels only for host devices.
+---@param t ps.Tensor
+---@return boolean
+function M.on_host(t) return M.device_info(t.device_).is_host ~= 0 end
+
 return M

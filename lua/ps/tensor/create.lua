@@ -293,6 +293,12 @@ function M.matrix(like, rows, columns, dtype, value)
   return alone(t, ops.fill_(t, value))
 end
 
+--- Returns a vector with uninitialized contents, of a type (its code), on a device (its index).
+function M.vector(n, dtype, device)
+  shape8[0] = n
+  return new_tensor(1, dtype, device)
+end
+
 --- Returns a 0-dimensional constant of a type (its code), on the device of `like`.
 function M.scalar(like, value, dtype)
   return ops.fill_(new_tensor(0, dtype, like.device_), M.held(value, dtype))

@@ -471,7 +471,7 @@ function F.pixel_shuffle(x, r)
   end
   local n, c, h, w = unpack(x:shape())
   c = c / (r * r)
-  return x:reshape(n, c, r, r, h, w):permute(0, 1, 4, 2, 5, 3):reshape(n, c, h * r, w * r)
+  return x:reshape(n, c, r, r, h, w):permute(0, 1, 4, 2, 5, 3):contiguous():reshape(n, c, h * r, w * r)
 end
 
 local BATCH_NORM = { training = "boolean", momentum = "number|tensor", eps = "number" }

@@ -5,7 +5,9 @@
 local native = require "ps.core.ffi"
 local scope = require "ps.core.scope"
 local tensor = require "ps.tensor"
-local ops, caller = native.ops, native.caller
+local create = require "ps.tensor.create"
+local C, ops, caller = native.C, native.ops, native.caller
+local rng = C.ps_rng_get(native.ctx)
 local error = caller.error
 local is_tensor = scope.is_tensor
 
@@ -104,6 +106,12 @@ local ORDER = { dtype = "string", device = "string" }
 function M.randperm(n, options)
   options = caller.options(options, "ps.randperm", ORDER)
   caller.whole(n, "ps.randperm: n", 0)
+  local device = options.device and native.device_index(options.device) or create.default_place()
+  if native.device_info(device).is_host ~= 0 then
+    local y = create.vector(n, C.PS_I64, device)
+    create.alone(y, ops.randperm_(y, rng.seed, create.draw(2 * n)))
+    return options.dtype and y:to(options.dtype) or y
+  end
   local _, order = fine({ n }, options.device):sort()
   return options.dtype and order:to(options.dtype) or order
 end
@@ -137,6 +145,7 @@ function T:bernoulli(p)
   elseif not self:is_float() then
     error(("bernoulli takes floats, not %s; convert with :float()"):format(self:dtype()))
   end
+  if native.on_host(self) then return ops.bernoulli(self, p or -1, rng.seed, create.draw(2 * self.numel_)) end
   return scope.no_grad(drawn, self, p)
 end
 

@@ -6,7 +6,7 @@ local native = require "ps.core.ffi"
 local tensor = require "ps.tensor"
 local loss_weight = require "ps.core.loss_weight"
 local scope = require "ps.core.scope"
-local ops, caller = native.ops, native.caller
+local C, ops, caller = native.C, native.ops, native.caller
 local error = caller.error
 
 local losses = {}
@@ -345,6 +345,7 @@ local function class_loss(logp, scores, target, chosen, smooth, call)
       and scope.no_grad(count_hits, scores, target, weight, chosen.ignore_index or -100, smooth) or nil)
 end
 
+local CODE = { none = 0, mean = 1, sum = 2 }
 local NLL = { ignore_index = "whole", reduction = "string", weight = "tensor" }
 
 --- Returns the negative log-probability of each target. weight: each class's weight, also in the mean. Targets equal to
@@ -357,6 +358,15 @@ local NLL = { ignore_index = "whole", reduction = "string", weight = "tensor" }
 function losses.nll_loss(logp, target, options)
   options = caller.options(options, "F.nll_loss", NLL)
   logp = autocast.full(logp)
+  local weight, reduction = options.weight, options.reduction or "mean"
+  if native.on_host(logp) and logp.ndim > 0 and caller.tensor(target, "F.nll_loss", "the target") ~= nil and
+    (target.dtype_ == C.PS_I64 or target.dtype_ == C.PS_I32) and loss_weight.wants_hits() == 0 and
+    not (weight ~= nil and (weight:needs_grad() or weight.ndim ~= 1 or weight:size(0) ~= logp:size(-1))) then
+    if weight ~= nil and weight.dtype_ ~= logp.dtype_ then weight = weight:to(logp:dtype()) end
+    local loss = ops.nll_loss(logp, target, weight, options.ignore_index,
+      CODE[reduction] or caller.one_of(reduction, CODE, "F.nll_loss: reduction"))
+    return loss_weight.note(loss, reduction, target, options.ignore_index, weight)
+  end
   return class_loss(logp, logp, target, options, 0, "F.nll_loss")
 end
 

@@ -394,6 +394,17 @@ end
 
 local function rest_of_mean(x, mean, dims) return (x - mean):mean(dims, true) end
 
+-- Returns the variance, or with root = 1 its square root, over all dimensions or the last one. Returns nil if only
+-- other ops compute it: for a gradient, over other dimensions, or on a device that is not a host.
+local function host_variance(x, dims, unbiased, keepdim, root_of)
+  if not (is_tensor(x) and FLOAT[x.dtype_] and native.on_host(x)) or x:needs_grad() and scope.grad_enabled() then
+    return nil
+  end
+  if dims == nil and not keepdim then x = ops.reshape(x:is_contiguous() and x or ops.contiguous(x), 1, ALL)
+  elseif dims ~= -1 and dims ~= x.ndim - 1 or x.ndim == 0 then return nil end
+  return ops.var(x, flag(unbiased, "unbiased") == false and 0 or 1, root_of, kept(keepdim))
+end
+
 -- Returns the variance in fp32 or fp64.
 local function variance(self, dims, unbiased, keepdim)
   if not FLOAT[self.dtype_] then error("var and std take a float tensor; convert with :float()") end
@@ -410,13 +421,19 @@ end
 ---@param unbiased? boolean divides by n - 1 if true (the default), else by n
 ---@param keepdim? boolean
 ---@return ps.Tensor
-function T:var(dims, unbiased, keepdim) return narrowed(variance(self, dims, unbiased, keepdim), self.dtype_) end
+function T:var(dims, unbiased, keepdim)
+  return host_variance(self, dims, unbiased, keepdim, 0) or
+    narrowed(variance(self, dims, unbiased, keepdim), self.dtype_)
+end
 --- Returns the standard deviation over some dimensions of floats. If all elements are equal, its gradient is 0.
 ---@param dims? integer|integer[] (default: all)
 ---@param unbiased? boolean divides by n - 1 if true (the default), else by n
 ---@param keepdim? boolean
 ---@return ps.Tensor
-function T:std(dims, unbiased, keepdim) return narrowed(root(variance(self, dims, unbiased, keepdim)), self.dtype_) end
+function T:std(dims, unbiased, keepdim)
+  return host_variance(self, dims, unbiased, keepdim, 1) or
+    narrowed(root(variance(self, dims, unbiased, keepdim)), self.dtype_)
+end
 --- Returns whether any element is not 0, over some dimensions.
 ---@param dims? integer|integer[] (default: all)
 ---@param keepdim? boolean

@@ -280,11 +280,16 @@ end
 ---@return ps.Tensor of x's shape
 function T:masked_scatter(mask, src)
   local call = "masked_scatter"
-  mask = mask_of(self, mask, call):expand(self:shape()):contiguous():reshape(-1)
+  mask = mask_of(self, mask, call)
   if given(src, call, "the source").dtype_ ~= self.dtype_ then
     error(("%s: the source has type %s, but the tensor has type %s; convert the source with :to"):format(call,
       src:dtype(), self:dtype()))
   end
+  if not tensor.same_shape(mask, self) then mask = mask:expand(self:shape()) end
+  if native.on_host(self) and not (scope.grad_enabled() and (self:needs_grad() or src:needs_grad())) then
+    return ops.masked_scatter(self, mask, src)
+  end
+  mask = mask:contiguous():reshape(-1)
   if self:numel() == 0 then return self:clone() end
   if src:numel() < self:numel() then                       -- otherwise src has enough elements for any mask
     local count = mask:long():sum():item()

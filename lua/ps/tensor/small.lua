@@ -27,7 +27,7 @@ end
 -- of the others, even if some are 0. Without gradients, the op `prod` multiplies in the same order; only host devices
 -- have a kernel for it.
 local function prod_along(x, d, keepdim)
-  if native.device_info(x.device_).is_host ~= 0 and not (x:needs_grad() and scope.grad_enabled()) then
+  if native.on_host(x) and not (x:needs_grad() and scope.grad_enabled()) then
     return ops.prod(x, d, keepdim and 1 or 0)
   end
   local n, rest = x:size(d), nil
@@ -97,6 +97,12 @@ function T:outer(other)
   return self:unsqueeze(1) * other:unsqueeze(0)
 end
 
+-- Returns whether all sizes of two tensors but the last two are equal.
+local function same_batch(a, b)
+  for i = 0, a.ndim - 3 do if a.shape_[i] ~= b.shape_[i] then return false end end
+  return true
+end
+
 --- Returns the distance of each vector of this tensor to each vector of another. The gradient is 0 where a distance is
 --- 0.
 ---@param b ps.Tensor floats [..., M, D]
@@ -109,6 +115,8 @@ function T:cdist(b, p)
       table.concat(self:shape(), ", "), table.concat(b:shape(), ", ")))
   end
   local x, y = autocast.full(self, b)
+  if (p == nil or p == 2) and native.on_host(x) and x.ndim == y.ndim and x.dtype_ == y.dtype_ and
+    FLOAT[x.dtype_] and same_batch(x, y) then return ops.cdist(x, y) end
   return (x:unsqueeze(-2) - y:unsqueeze(-3)):norm(p or 2, -1)
 end
 

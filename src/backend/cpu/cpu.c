@@ -149,7 +149,7 @@ bool ps_cpu_asks(int op)
     case PS_OP_matmul: case PS_OP_linear: case PS_OP_linear_packed: case PS_OP_linear_grad: case PS_OP_lm_loss:
     case PS_OP_mlp: case PS_OP_linear_gelu_backward: case PS_OP_cross_entropy: case PS_OP_sum: case PS_OP_mean:
     case PS_OP_amax: case PS_OP_amin: case PS_OP_argmax: case PS_OP_argmin: case PS_OP_topk: case PS_OP_prod:
-    case PS_OP_cumprod_backward:
+    case PS_OP_cumprod_backward: case PS_OP_median: case PS_OP_cdist: case PS_OP_cdist_backward: case PS_OP_randperm_:
     case PS_OP_embedding_backward:
     case PS_OP_sq_norms: case PS_OP_grad_store: case PS_OP_attention: case PS_OP_attention_backward:
     case PS_OP_attention_packed: case PS_OP_attention_packed_backward: case PS_OP_layer_norm:

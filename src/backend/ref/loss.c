@@ -152,6 +152,57 @@ int ref_cross_entropy_backward(ps_call *call)
     return 0;
 }
 
+static double weight_of(const ps_view *weight, int64_t t) { return ps_has(weight) ? ref_load(weight, t) : 1; }
+
+/* Checks the targets, and returns the sum of the weights of those not ignored in *divisor. */
+static int sum_weights(const ps_view *target, const ps_view *weight, int64_t V, int64_t ignore, double *divisor)
+{
+    int64_t counted;
+    PS_TRY(check_targets(target, V, ignore, &counted));
+    *divisor = 0;
+    for (int64_t r = 0; r < target->numel; r++) {
+        int64_t t = ref_load_int(target, r);
+        if (t != ignore) *divisor += weight_of(weight, t);
+    }
+    return 0;
+}
+
+int ref_nll_loss(ps_call *call)
+{
+    const ps_attrs_nll_loss *a = call->attrs;
+    const ps_view *logp = &call->in[0], *target = &call->in[1], *weight = &call->in[2], *loss = &call->out[0];
+    int64_t V = ref_last(logp);
+    long double total = 0;
+    double divisor;
+    PS_TRY(sum_weights(target, weight, V, a->ignore_index, &divisor));
+    for (int64_t r = 0; r < target->numel; r++) {
+        int64_t t = ref_load_int(target, r);
+        double loss_r = t == a->ignore_index ? 0 : -ref_load(logp, r * V + t) * weight_of(weight, t);
+        total += loss_r;
+        if (a->reduction == REDUCTION_NONE) ref_store(loss, r, loss_r);
+    }
+    if (a->reduction == REDUCTION_MEAN) ref_store(loss, 0, (double)total / (divisor == 0 ? 1 : divisor));
+    if (a->reduction == REDUCTION_SUM) ref_store(loss, 0, (double)total);
+    return 0;
+}
+
+int ref_nll_loss_backward(ps_call *call)
+{
+    const ps_attrs_nll_loss_backward *a = call->attrs;
+    const ps_view *target = &call->in[0], *dloss = &call->in[1], *weight = &call->in[2], *dlogp = &call->out[0];
+    int64_t V = a->classes;
+    double divisor;
+    PS_TRY(sum_weights(target, weight, V, a->ignore_index, &divisor));
+    for (int64_t r = 0; r < target->numel; r++) {
+        int64_t t = ref_load_int(target, r);
+        double slope = ref_load(dloss, a->reduction == REDUCTION_NONE ? r : 0);
+        if (a->reduction == REDUCTION_MEAN) slope /= divisor == 0 ? 1 : divisor;
+        for (int64_t j = 0; j < V; j++) ref_store(dlogp, r * V + j, 0);
+        if (t != a->ignore_index) ref_store(dlogp, r * V + t, -slope * weight_of(weight, t));
+    }
+    return 0;
+}
+
 /* Processes one row at a time: computes the logits w x_r, replaces them by their gradient, and adds the row's terms
  * to dx and dw. */
 int ref_lm_loss(ps_call *call)

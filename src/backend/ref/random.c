@@ -48,6 +48,48 @@ int ref_randint_(ps_call *call)
     return 0;
 }
 
+/* Returns 48 random bits for element i of n. */
+static uint64_t fine(uint64_t seed, uint64_t offset, int64_t i, int64_t n)
+{
+    uint64_t upper = ps_philox4x32(seed, offset + (uint64_t)i, 0).v[0] >> 8;
+    return upper << 24 | ps_philox4x32(seed, offset + (uint64_t)n + (uint64_t)i, 0).v[0] >> 8;
+}
+
+struct keyed { uint64_t key; int64_t place; };
+static int by_key(const void *p, const void *q)
+{
+    const struct keyed *a = p, *b = q;
+    if (a->key != b->key) return a->key < b->key ? -1 : 1;
+    return a->place < b->place ? -1 : 1;
+}
+
+int ref_randperm_(ps_call *call)
+{
+    const ps_attrs_randperm_ *a = call->attrs;
+    const ps_view *x = &call->in[0];
+    struct keyed *all = call->scratch(call, (size_t)(x->numel + 1) * sizeof *all);
+    if (!all) return PS_ENOMEM;
+    for (int64_t i = 0; i < x->numel; i++) all[i] = (struct keyed){ fine(a->seed, a->offset, i, x->numel), i };
+    qsort(all, (size_t)x->numel, sizeof *all, by_key);
+    for (int64_t i = 0; i < x->numel; i++) ref_store_int(x, i, all[i].place);
+    return 0;
+}
+
+int ref_bernoulli(ps_call *call)
+{
+    const ps_attrs_bernoulli *a = call->attrs;
+    const ps_view *x = &call->in[0], *y = &call->out[0];
+    for (int64_t i = 0; a->p == -1 && i < x->numel; i++) {
+        double p = ref_load(x, i);
+        if (!(p >= 0 && p <= 1)) return ps_fail(PS_EINVAL, "a probability is %g; it must be in [0, 1]", p);
+    }
+    for (int64_t i = 0; i < x->numel; i++) {
+        double p = a->p == -1 ? ref_load(x, i) : a->p;
+        ref_store(y, i, (double)fine(a->seed, a->offset, i, x->numel) * 0x1p-48 < p);
+    }
+    return 0;
+}
+
 int ref_dropout(ps_call *call)
 {
     const ps_attrs_dropout *a = call->attrs;

@@ -285,6 +285,84 @@ int ref_topk(ps_call *call)
     return 0;
 }
 
+int ref_var(ps_call *call)
+{
+    const ps_attrs_var *a = call->attrs;
+    const ps_view *x = &call->in[0], *y = &call->out[0];
+    int64_t n = ref_last(x);
+    for (int64_t r = 0; r < y->numel; r++) {
+        long double sum = 0, squares = 0;
+        for (int64_t i = r * n; i < (r + 1) * n; i++) sum += ref_load(x, i);
+        double mean = (double)(sum / n);
+        for (int64_t i = r * n; i < (r + 1) * n; i++) {
+            double d = ref_load(x, i) - mean;
+            squares += (long double)d * d;
+        }
+        double var = (double)squares / (double)(!a->unbiased ? n : n > 1 ? n - 1 : 0);
+        ref_store(y, r, a->root ? sqrt(var) : var);
+    }
+    return 0;
+}
+
+static int by_value(const void *p, const void *q)
+{
+    double a = *(const double *)p, b = *(const double *)q;
+    return a < b ? -1 : a > b;
+}
+
+int ref_median(ps_call *call)
+{
+    const ps_view *x = &call->in[0];
+    double *all;
+    PS_TRY(ref_scratch(call, x->numel, &all));
+    for (int64_t i = 0; i < x->numel; i++) {
+        all[i] = ref_load(x, i);
+        if (all[i] != all[i]) {
+            ref_store(&call->out[0], 0, all[i]);
+            return 0;
+        }
+    }
+    qsort(all, (size_t)x->numel, sizeof *all, by_value);
+    ref_store(&call->out[0], 0, all[(x->numel - 1) / 2]);
+    return 0;
+}
+
+int ref_cdist(ps_call *call)
+{
+    const ps_view *x = &call->in[0], *y = &call->in[1], *d = &call->out[0];
+    int64_t D = ref_last(x), M = ref_last(d), N = x->shape[x->ndim - 2];
+    for (int64_t i = 0; i < d->numel; i++) {
+        int64_t a = i / M * D, b = (i / (M * N) * M + i % M) * D;
+        long double sum = 0;
+        for (int64_t k = 0; k < D; k++) {
+            long double away = (long double)ref_load(x, a + k) - ref_load(y, b + k);
+            sum += away * away;
+        }
+        ref_store(d, i, sqrt((double)sum));
+    }
+    return 0;
+}
+
+int ref_cdist_backward(ps_call *call)
+{
+    const ps_view *x = &call->in[0], *y = &call->in[1], *d = &call->in[2], *dd = &call->in[3];
+    int64_t D = ref_last(x), M = ref_last(d), N = x->shape[x->ndim - 2];
+    double *dx, *dy;
+    PS_TRY(ref_scratch(call, x->numel, &dx));
+    PS_TRY(ref_scratch(call, y->numel, &dy));
+    for (int64_t i = 0; i < d->numel; i++) {
+        int64_t a = i / M * D, b = (i / (M * N) * M + i % M) * D;
+        double length = ref_load(d, i), slope = length == 0 ? 0 : ref_load(dd, i) / length;
+        for (int64_t k = 0; k < D; k++) {
+            double term = slope * (ref_load(x, a + k) - ref_load(y, b + k));
+            dx[a + k] += term, dy[b + k] -= term;
+        }
+    }
+    for (int64_t i = 0; ps_has(&call->out[0]) && i < x->numel; i++) ref_store(&call->out[0], i, dx[i]);
+    for (int64_t i = 0; ps_has(&call->out[1]) && i < y->numel; i++) ref_store(&call->out[1], i, dy[i]);
+    return 0;
+}
+
 int ref_sq_norms(ps_call *call)
 {
     for (int n = 0; n < call->n_in; n++) {

@@ -287,6 +287,62 @@ int ref_searchsorted(ps_call *call)
     return 0;
 }
 
+/* -- masks and windows -------------------------------------------------------------------------------------------- */
+int ref_masked_scatter(ps_call *call)
+{
+    const ps_view *x = &call->in[0], *mask = &call->in[1], *src = &call->in[2], *y = &call->out[0];
+    int64_t size = ps_dtype_bytes(x->dtype), count = 0;
+    for (int64_t i = 0; i < mask->numel; i++) count += ref_load_int(mask, i);
+    if (count > src->numel)
+        return ps_fail(PS_EINVAL, "the mask has %" PRId64 " true elements, but the source has only %" PRId64, count,
+                       src->numel);
+    for (int64_t i = 0, k = 0; i < x->numel; i++) {
+        bool on = ref_load_int(mask, i);
+        memcpy((char *)y->data + i * size, (const char *)(on ? src : x)->data + (on ? k : i) * size, (size_t)size);
+        k += on;
+    }
+    return 0;
+}
+
+/* x as [outer, n, inner] around the dimension of unfold, and y as [outer, count, inner, size]. */
+struct windows { int64_t outer, n, inner, count; };
+static struct windows windows_of(const ps_view *x, int dim, int64_t size, int64_t step)
+{
+    struct windows w = { 1, x->shape[dim], 1, 0 };
+    for (int d = 0; d < x->ndim; d++) *(d < dim ? &w.outer : d == dim ? &w.count : &w.inner) *= x->shape[d];
+    w.count = (w.n - size) / step + 1;
+    return w;
+}
+
+int ref_unfold(ps_call *call)
+{
+    const ps_attrs_unfold *a = call->attrs;
+    const ps_view *x = &call->in[0], *y = &call->out[0];
+    struct windows w = windows_of(x, ref_dim(x, a->dim), a->size, a->step);
+    int64_t bytes = ps_dtype_bytes(x->dtype);
+    for (int64_t i = 0; i < y->numel; i++) {
+        int64_t row = i / a->size, at = i / (a->size * w.inner) % w.count * a->step + i % a->size;
+        int64_t from = (row / (w.inner * w.count) * w.n + at) * w.inner + row % w.inner;
+        memcpy((char *)y->data + i * bytes, (const char *)x->data + from * bytes, (size_t)bytes);
+    }
+    return 0;
+}
+
+int ref_unfold_backward(ps_call *call)
+{
+    const ps_attrs_unfold_backward *a = call->attrs;
+    const ps_view *dy = &call->in[0], *dx = &call->out[0];
+    struct windows w = windows_of(dx, ref_dim(dx, a->dim), a->size, a->step);
+    for (int64_t i = 0; i < dx->numel; i++) {
+        int64_t inner = i % w.inner, at = i / w.inner % w.n, outer = i / (w.inner * w.n);
+        double sum = 0;
+        for (int64_t k = at < a->size ? 0 : (at - a->size) / a->step + 1; k < w.count && k * a->step <= at; k++)
+            sum += ref_load(dy, ((outer * w.count + k) * w.inner + inner) * a->size + at - k * a->step);
+        ref_store(dx, i, sum);
+    }
+    return 0;
+}
+
 /* -- order --------------------------------------------------------------------------------------------------------- */
 int ref_flip(ps_call *call)
 {

@@ -4,6 +4,7 @@
  * and saturate, and turn NaN into 0; integers wrap around. */
 #define PS_ANY_LANES
 #include "backend/cpu/simd/loop.h"
+#include "base/error.h"
 #include "base/philox.h"
 
 /* -- conversions --------------------------------------------------------------------------------------------------- */
@@ -295,6 +296,82 @@ static int randint_(ps_call *call)
     return PS_OK;
 }
 
+/* Sets u to 48 random bits for each of the elements from i to i + VL of n, as numbers in [0, 1). */
+SIMD void fine(double *u, uint64_t seed, uint64_t offset, int64_t i, int64_t n)
+{
+    float upper[VL], lower[VL];
+    vf_store(upper, vu_unit(vu_philox_run(seed, offset + (uint64_t)i, 0).v[0]));
+    vf_store(lower, vu_unit(vu_philox_run(seed, offset + (uint64_t)n + (uint64_t)i, 0).v[0]));
+    for (int j = 0; j < VL; j++) u[j] = (double)upper[j] + (double)lower[j] * 0x1p-24;
+}
+
+struct keyed { double key; int64_t place; };
+static void sort_few(struct keyed *all, int64_t n)
+{
+    for (int64_t i = 1; i < n; i++) {
+        struct keyed one = all[i];
+        int64_t k = i;
+        for (; k > 0 && all[k - 1].key > one.key; k--) all[k] = all[k - 1];
+        all[k] = one;
+    }
+}
+
+/* The keys are uniform in [0, 1): about n buckets of equal width have few keys each. */
+static int randperm_(ps_call *call)
+{
+    const ps_attrs_randperm_ *a = call->attrs;
+    const ps_view *x = &call->in[0];
+    int64_t n = x->numel, buckets = 1;
+    while (buckets < n && buckets < 1 << 20) buckets *= 2;
+    struct keyed *sorted = call->scratch(call, (size_t)(n + 1) * sizeof *sorted);
+    double *keys = call->scratch(call, (size_t)(n + VL) * sizeof *keys);
+    int64_t *start = call->scratch(call, (size_t)(buckets + 1) * sizeof *start);
+    if (!sorted || !keys || !start) return PS_ENOMEM;
+    if (call->dry) return PS_OK;
+#pragma omp parallel for schedule(static) if (n >= PS_PAR_MIN)
+    for (int64_t i = 0; i < n; i += VL) {
+        double u[VL];
+        fine(u, a->seed, a->offset, i, n);
+        memcpy(keys + i, u, sizeof u);
+    }
+    memset(start, 0, (size_t)(buckets + 1) * sizeof *start);
+    for (int64_t i = 0; i < n; i++) start[(int64_t)(keys[i] * (double)buckets) + 1]++;
+    for (int64_t b = 0; b < buckets; b++) start[b + 1] += start[b];
+    for (int64_t i = 0; i < n; i++)
+        sorted[start[(int64_t)(keys[i] * (double)buckets)]++] = (struct keyed){ keys[i], i };
+    for (int64_t b = 0; b < buckets; b++) {                  /* start[b] is now the end of bucket b */
+        int64_t first = b == 0 ? 0 : start[b - 1];
+        sort_few(sorted + first, start[b] - first);
+    }
+    for (int64_t i = 0; i < n; i++) ((int64_t *)x->data)[i] = sorted[i].place;
+    return PS_OK;
+}
+
+static int bernoulli(ps_call *call)
+{
+    const ps_attrs_bernoulli *a = call->attrs;
+    const ps_view *x = &call->in[0], *y = &call->out[0];
+    if (!is_lane_type(x->dtype) || !view_flat(x) || !view_flat(y)) return PS_EUNSUP;
+    for (int64_t i = 0; a->p == -1 && i < x->numel; i += VL) {
+        float p[VL];
+        vf_store(p, vf_get_n(x->data, i, x->dtype, x->numel - i < VL ? (int)(x->numel - i) : VL, 0.0f));
+        for (int j = 0; j < VL; j++)
+            if (!(p[j] >= 0 && p[j] <= 1))
+                return ps_fail(PS_EINVAL, "a probability is %g; it must be in [0, 1]", (double)p[j]);
+    }
+#pragma omp parallel for schedule(static) if (x->numel >= PS_PAR_MIN)
+    for (int64_t i = 0; i < x->numel; i += VL) {
+        int n = x->numel - i < VL ? (int)(x->numel - i) : VL;
+        double u[VL];
+        float p[VL];
+        fine(u, a->seed, a->offset, i, x->numel);
+        vf_store(p, vf_get_n(x->data, i, x->dtype, n, 0.0f));
+        for (int j = 0; j < VL; j++) p[j] = u[j] < (a->p == -1 ? (double)p[j] : a->p) ? 1.0f : 0.0f;
+        vf_put_n(y->data, i, y->dtype, n, vf_load(p));
+    }
+    return PS_OK;
+}
+
 void loop_fill_copies(ps_kernel *k)
 {
     k[PS_OP_contiguous] = contiguous;
@@ -306,4 +383,6 @@ void loop_fill_copies(ps_kernel *k)
     k[PS_OP_uniform_] = uniform_;
     k[PS_OP_normal_] = normal_;
     k[PS_OP_randint_] = randint_;
+    k[PS_OP_randperm_] = randperm_;
+    k[PS_OP_bernoulli] = bernoulli;
 }

@@ -414,6 +414,65 @@ static int cross_entropy(ps_call *call)
     }
     return 0;
 }
+/* -- negative log-likelihood: the rows of log-probabilities are only read at the targets --------------------------- */
+static double weight_of(const ps_view *weight, int64_t t)
+{
+    return ps_has(weight) ? (double)ps_get_one(weight->data, t, weight->dtype) : 1;
+}
+
+/* Returns the divisor of the mean: the sum of the weights of the targets that are not ignored, or 1 if it is 0. */
+static double divisor_of(const ps_view *target, const ps_view *weight, int64_t count, int64_t ignore)
+{
+    double sum = 0;
+    if (!ps_has(weight)) return count > 0 ? (double)count : 1;
+    for (int64_t r = 0; r < target->numel; r++) {
+        int64_t t = ps_index_at(target, r);
+        if (t != ignore) sum += weight_of(weight, t);
+    }
+    return sum == 0 ? 1 : sum;
+}
+
+static int nll_loss(ps_call *call)
+{
+    const struct ps_attrs_nll_loss *a = call->attrs;
+    const ps_view *x = &call->in[0], *target = &call->in[1], *weight = &call->in[2], *loss = &call->out[0];
+    int64_t V = ps_last_dim(x);
+    if (!usable(x) || !view_flat(target) || !view_flat(loss) || (ps_has(weight) && !view_flat(weight)))
+        return PS_EUNSUP;
+    int64_t count = count_targets(target, V, a->ignore_index);
+    if (count < 0) return (int)count;
+    double sum = 0;
+    for (int64_t r = 0; r < target->numel; r++) {
+        int64_t t = ps_index_at(target, r);
+        double one = t == a->ignore_index ? 0 : -ps_get_one(x->data, r * V + t, x->dtype) * weight_of(weight, t);
+        if (a->reduction == 0) ps_put_one(loss->data, r, loss->dtype, (float)one);
+        sum += one;
+    }
+    if (a->reduction == 1) sum /= divisor_of(target, weight, count, a->ignore_index);
+    if (a->reduction != 0) ps_put_one(loss->data, 0, loss->dtype, (float)sum);
+    return 0;
+}
+
+static int nll_loss_backward(ps_call *call)
+{
+    const struct ps_attrs_nll_loss_backward *a = call->attrs;
+    const ps_view *target = &call->in[0], *dloss = &call->in[1], *weight = &call->in[2], *dx = &call->out[0];
+    int64_t V = a->classes, size = ps_dtype_bytes(dx->dtype);
+    if (!usable(dx) || !usable(dloss) || !view_flat(target) || (ps_has(weight) && !view_flat(weight))) return PS_EUNSUP;
+    int64_t count = count_targets(target, V, a->ignore_index);
+    if (count < 0) return (int)count;
+    double divisor = a->reduction == 1 ? divisor_of(target, weight, count, a->ignore_index) : 1;
+#pragma omp parallel for schedule(static) if (dx->numel >= PS_PAR_MIN)
+    for (int64_t r = 0; r < target->numel; r++) {
+        int64_t t = ps_index_at(target, r);
+        memset((char *)dx->data + r * V * size, 0, (size_t)(V * size));
+        if (t == a->ignore_index) continue;
+        double slope = ps_get_one(dloss->data, a->reduction == 0 ? r : 0, dloss->dtype) / divisor;
+        ps_put_one(dx->data, r * V + t, dx->dtype, (float)(-slope * weight_of(weight, t)));
+    }
+    return 0;
+}
+
 SIMD void ce_backward_row(void *dx, const void *x, int64_t V, int64_t target, float lse, float scale, int dtype)
 {
     float p = (float)exp((double)ps_get_one(x, target, dtype) - lse);
@@ -564,6 +623,8 @@ void PS_ISA_FN(ps_cpu_fill_loss)(ps_kernel *k)
     k[PS_OP_log_softmax] = log_softmax;
     k[PS_OP_softmax_backward] = softmax_backward;
     k[PS_OP_log_softmax_backward] = log_softmax_backward;
+    k[PS_OP_nll_loss] = nll_loss;
+    k[PS_OP_nll_loss_backward] = nll_loss_backward;
     k[PS_OP_cross_entropy] = cross_entropy;
     k[PS_OP_cross_entropy_backward] = cross_entropy_backward;
     k[PS_OP_logit_stats] = logit_stats;

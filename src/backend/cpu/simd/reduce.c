@@ -800,6 +800,169 @@ static int cumprod_backward(ps_call *call)
     return PS_OK;
 }
 
+/* -- variance: sums in double, in LANES lanes ---------------------------------------------------------------------- */
+static double sum_of_lanes(const double *s)
+{
+    double sum = 0;
+    for (int j = 0; j < LANES; j++) sum += s[j];
+    return sum;
+}
+static double var_row(const float *x, int64_t n, bool unbiased)
+{
+    double s[LANES] = { 0 }, q[LANES] = { 0 };
+    int64_t whole = n / LANES * LANES;
+    for (int64_t i = 0; i < whole; i += LANES)
+        for (int j = 0; j < LANES; j++) s[j] += (double)x[i + j];
+    for (int64_t i = whole; i < n; i++) s[i - whole] += (double)x[i];
+    double mean = sum_of_lanes(s) / (double)n;
+    for (int64_t i = 0; i < whole; i += LANES)
+        for (int j = 0; j < LANES; j++) q[j] += ((double)x[i + j] - mean) * ((double)x[i + j] - mean);
+    for (int64_t i = whole; i < n; i++) q[i - whole] += ((double)x[i] - mean) * ((double)x[i] - mean);
+    return sum_of_lanes(q) / (double)(!unbiased ? n : n > 1 ? n - 1 : 0);
+}
+static int var(ps_call *call)
+{
+    const ps_attrs_var *a = call->attrs;
+    const ps_view *x = &call->in[0], *y = &call->out[0];
+    int64_t n = ps_last_dim(x);
+    if (x->dtype != PS_F32 || !view_flat(x) || !view_flat(y)) return PS_EUNSUP;
+#pragma omp parallel for schedule(static) if (x->numel >= PS_PAR_MIN)
+    for (int64_t r = 0; r < y->numel; r++) {
+        double v = var_row((const float *)x->data + r * n, n, a->unbiased);
+        ((float *)y->data)[r] = (float)(a->root ? sqrt(v) : v);
+    }
+    return PS_OK;
+}
+
+/* -- median: the digits of the element at a rank, from the top, by counts of each digit ---------------------------- */
+/* Returns bits that have the order of the numbers. */
+static uint32_t ordered(float x)
+{
+    uint32_t u;
+    memcpy(&u, &x, sizeof u);
+    return u >> 31 ? ~u : u | 0x80000000u;
+}
+static int median(ps_call *call)
+{
+    enum { DIGIT = 8, FEW = 64 };
+    const ps_view *x = &call->in[0];
+    int64_t n = x->numel, rank = (n - 1) / 2;
+    if (x->dtype != PS_F32 || !view_flat(x)) return PS_EUNSUP;
+    uint32_t *all = scratch(call, n * (int64_t)sizeof *all);
+    if (!all) return PS_ENOMEM;
+    if (call->dry) return PS_OK;
+    const float *from = x->data;
+    float *to = call->out[0].data;
+    for (int64_t i = 0; i < n; i++) {
+        if (from[i] != from[i]) {
+            *to = from[i];
+            return PS_OK;
+        }
+        all[i] = ordered(from[i]);
+    }
+    for (int shift = 32 - DIGIT; n > FEW && shift >= 0; shift -= DIGIT) {
+        int64_t count[1 << DIGIT] = { 0 }, kept = 0;
+        uint32_t digit = 0, mask = (1 << DIGIT) - 1;
+        for (int64_t i = 0; i < n; i++) count[all[i] >> shift & mask]++;
+        for (; rank >= count[digit]; digit++) rank -= count[digit];
+        for (int64_t i = 0; i < n; i++) {
+            all[kept] = all[i];
+            kept += (all[i] >> shift & mask) == digit;
+        }
+        n = kept;
+    }
+    for (int64_t i = 1; n <= FEW && i < n; i++) {
+        uint32_t one = all[i];
+        int64_t k = i;
+        for (; k > 0 && all[k - 1] > one; k--) all[k] = all[k - 1];
+        all[k] = one;
+    }
+    uint32_t found = n <= FEW ? all[rank] : all[0];          /* with more than FEW left, all are equal */
+    found = found >> 31 ? found & 0x7FFFFFFFu : ~found;
+    memcpy(to, &found, sizeof found);
+    return PS_OK;
+}
+
+/* -- distances of rows --------------------------------------------------------------------------------------------- */
+struct tables { int64_t batches, N, M, D; };
+static struct tables tables_of(const ps_view *x, const ps_view *y)
+{
+    struct tables t = { 1, x->shape[x->ndim - 2], y->shape[y->ndim - 2], ps_last_dim(x) };
+    for (int d = 0; d < x->ndim - 2; d++) t.batches *= x->shape[d];
+    return t;
+}
+
+SIMD vf some(const float *x, int64_t i, int n) { return n == VL ? vf_load(x + i) : vf_get_n(x, i, PS_F32, n, 0.0f); }
+
+/* Sets to[m] to the distance of x [D] to row m of y, which is transposed [D, M]. */
+SIMD void distances(float *to, const float *x, const float *y, int64_t M, int64_t D)
+{
+    for (int64_t m = 0; m < M; m += 4 * VL) {
+        int64_t left = M - m;
+        vf s[4] = { { 0 } };
+        for (int64_t k = 0; k < D; k++) {
+            vf one = vf_set(x[k]);
+            for (int j = 0; j < 4 && j * VL < left; j++) {
+                int n = left - j * VL < VL ? (int)(left - j * VL) : VL;
+                vf away = one - some(y, k * M + m + j * VL, n);
+                s[j] = s[j] + away * away;
+            }
+        }
+        for (int j = 0; j < 4 && j * VL < left; j++) {
+            int n = left - j * VL < VL ? (int)(left - j * VL) : VL;
+            vf_put_n(to, m + j * VL, PS_F32, n, vf_sqrt(s[j]));
+        }
+    }
+}
+static int cdist(ps_call *call)
+{
+    const ps_view *x = &call->in[0], *y = &call->in[1], *d = &call->out[0];
+    if (x->dtype != PS_F32 || !view_flat(x) || !view_flat(y) || !view_flat(d)) return PS_EUNSUP;
+    struct tables t = tables_of(x, y);
+    float *turned = scratch(call, y->numel * (int64_t)sizeof *turned);
+    if (!turned) return PS_ENOMEM;
+    if (call->dry) return PS_OK;
+    for (int64_t b = 0; b < t.batches; b++)
+        for (int64_t m = 0; m < t.M; m++)
+            for (int64_t k = 0; k < t.D; k++)
+                turned[(b * t.D + k) * t.M + m] = ((const float *)y->data)[(b * t.M + m) * t.D + k];
+#pragma omp parallel for schedule(static) if (d->numel >= PS_PAR_MIN)
+    for (int64_t r = 0; r < t.batches * t.N; r++)
+        distances((float *)d->data + r * t.M, (const float *)x->data + r * t.D, turned + r / t.N * t.D * t.M, t.M, t.D);
+    return PS_OK;
+}
+
+/* Sets dx [D] to the sum of (x - y[m]) * slope[m * step] over the M rows of y. */
+SIMD void pull(float *dx, const float *x, const float *y, const float *slope, int64_t step, int64_t M, int64_t D)
+{
+    for (int64_t k = 0; k < D; k += VL) {
+        int n = D - k < VL ? (int)(D - k) : VL;
+        vf own = some(x, k, n), s = vf_zero();
+        for (int64_t m = 0; m < M; m++) s = s + (own - some(y, m * D + k, n)) * vf_set(slope[m * step]);
+        vf_put_n(dx, k, PS_F32, n, s);
+    }
+}
+static int cdist_backward(ps_call *call)
+{
+    const ps_view *x = &call->in[0], *y = &call->in[1], *d = &call->in[2], *dd = &call->in[3];
+    if (x->dtype != PS_F32 || !view_flat(x) || !view_flat(y) || !view_flat(d) || !view_flat(dd)) return PS_EUNSUP;
+    struct tables t = tables_of(x, y);
+    float *slope = scratch(call, d->numel * (int64_t)sizeof *slope);
+    if (!slope) return PS_ENOMEM;
+    if (call->dry) return PS_OK;
+    const float *length = d->data, *given = dd->data;
+    for (int64_t i = 0; i < d->numel; i++) slope[i] = length[i] == 0 ? 0 : given[i] / length[i];
+#pragma omp parallel for schedule(static) if (d->numel >= PS_PAR_MIN)
+    for (int64_t r = 0; r < (ps_has(&call->out[0]) ? t.batches * t.N : 0); r++)
+        pull((float *)call->out[0].data + r * t.D, (const float *)x->data + r * t.D,
+             (const float *)y->data + r / t.N * t.M * t.D, slope + r * t.M, 1, t.M, t.D);
+#pragma omp parallel for schedule(static) if (d->numel >= PS_PAR_MIN)
+    for (int64_t r = 0; r < (ps_has(&call->out[1]) ? t.batches * t.M : 0); r++)
+        pull((float *)call->out[1].data + r * t.D, (const float *)y->data + r * t.D,
+             (const float *)x->data + r / t.M * t.N * t.D, slope + r / t.M * t.N * t.M + r % t.M, t.M, t.N, t.D);
+    return PS_OK;
+}
+
 void PS_ISA_FN(ps_cpu_fill_reduce)(ps_kernel *k);
 void PS_ISA_FN(ps_cpu_fill_reduce)(ps_kernel *k)
 {
@@ -810,6 +973,10 @@ void PS_ISA_FN(ps_cpu_fill_reduce)(ps_kernel *k)
     k[PS_OP_argmax] = argmax;
     k[PS_OP_argmin] = argmin;
     k[PS_OP_prod] = prod;
+    k[PS_OP_var] = var;
+    k[PS_OP_median] = median;
+    k[PS_OP_cdist] = cdist;
+    k[PS_OP_cdist_backward] = cdist_backward;
     k[PS_OP_topk] = topk;
     k[PS_OP_cumsum] = cumsum;
     k[PS_OP_cumprod] = cumprod;

@@ -336,7 +336,7 @@ static void take_columns(const struct scatter *s, int64_t o, int64_t first, int6
     else TAKE_ALL(uint64_t)
 }
 
-enum { SCATTER_COLUMNS = 1024 };
+enum { SCATTER_COLUMNS = 1024, COPY_CHUNK = 1 << 16 };
 
 /* Copies x to `to` if they differ, and calls fn for all outer indices and columns. */
 static int run_scatter(struct scatter *s, const ps_view *x, int64_t work,
@@ -347,8 +347,12 @@ static int run_scatter(struct scatter *s, const ps_view *x, int64_t work,
     bool copies = s->to != x->data;
     if (x->numel + work == 0) return 0;
     if (copies && s->a.outer == 1 && x->numel >= PS_PAR_MIN) {
+        int64_t nbytes = s->a.size * row;
 #pragma omp parallel for schedule(static)
-        for (int64_t k = 0; k < s->a.size; k++) memcpy(s->to + k * row, (const char *)x->data + k * row, (size_t)row);
+        for (int64_t at = 0; at < nbytes; at += COPY_CHUNK) {
+            int64_t left = nbytes - at;
+            memcpy(s->to + at, (const char *)x->data + at, (size_t)(left < COPY_CHUNK ? left : COPY_CHUNK));
+        }
         copies = false;
     }
 #pragma omp parallel for schedule(static) if (x->numel + work >= PS_PAR_MIN)
@@ -407,7 +411,9 @@ static void join_columns(const struct scatter *s, int64_t o, int64_t first, int6
 {
     for (int64_t j = 0; j < s->a.n; j++) {
         const float *from = (const float *)s->src + (o * s->a.n + j) * s->a.inner;
-        for (int64_t c = first; c < last; c++) {
+        float *row = (float *)s->to + place(s, s->wide, o, j, first);
+        for (int64_t c = first; s->a.whole && c < last; c++) row[c - first] = chosen(row[c - first], from[c], largest);
+        for (int64_t c = first; !s->a.whole && c < last; c++) {
             float *to = (float *)s->to + place(s, s->wide, o, j, c);
             *to = chosen(*to, from[c], largest);
         }
@@ -559,6 +565,85 @@ static int searchsorted(ps_call *call)
     return 0;
 }
 
+/* -- masks and windows -------------------------------------------------------------------------------------------- */
+#define SPREAD(type) \
+    for (int64_t i = 0; i < n; i++) { \
+        ((type *)y->data)[i] = mask[i] ? ((const type *)src->data)[k] : ((const type *)x->data)[i]; \
+        k += mask[i] != 0 && k < last; \
+    }
+
+static int masked_scatter(ps_call *call)
+{
+    const ps_view *x = &call->in[0], *src = &call->in[2], *y = &call->out[0];
+    if (!view_flat(x) || !view_flat(&call->in[1]) || !view_flat(src) || !view_flat(y)) return PS_EUNSUP;
+    const uint8_t *mask = call->in[1].data;
+    int64_t n = x->numel, size = ps_dtype_bytes(x->dtype), count = 0, k = 0, last = src->numel - 1;
+    for (int64_t i = 0; i < n; i++) count += mask[i] != 0;
+    if (count > src->numel)
+        return ps_fail(PS_EINVAL, "the mask has %lld true elements, but the source has only %lld", (long long)count,
+                       (long long)src->numel);
+    if (count == 0) {
+        if (n > 0) memcpy(y->data, x->data, (size_t)(n * size));
+    } else if (size == 1) SPREAD(uint8_t)
+    else if (size == 2) SPREAD(uint16_t)
+    else if (size == 4) SPREAD(uint32_t)
+    else SPREAD(uint64_t)
+    return 0;
+}
+
+/* x as [outer, n, inner] around the dimension of unfold, and y as [outer, count, inner, size]. */
+struct windows { int64_t outer, n, inner, count; };
+static struct windows windows_of(const ps_view *x, int dim, int64_t size, int64_t step)
+{
+    struct windows w = { 1, 1, 1, 0 };
+    if (dim < 0) dim += x->ndim;
+    for (int d = 0; d < x->ndim; d++) *(d < dim ? &w.outer : d == dim ? &w.n : &w.inner) *= x->shape[d];
+    w.count = (w.n - size) / step + 1;
+    return w;
+}
+
+#define WINDOW(type) \
+    for (int64_t i = 0; i < w.inner; i++) \
+        for (int64_t k = 0; k < a->size; k++) ((type *)to)[i * a->size + k] = ((const type *)from)[k * w.inner + i]
+
+static int unfold(ps_call *call)
+{
+    const struct ps_attrs_unfold *a = call->attrs;
+    const ps_view *x = &call->in[0], *y = &call->out[0];
+    if (!view_flat(x) || !view_flat(y)) return PS_EUNSUP;
+    struct windows w = windows_of(x, a->dim, a->size, a->step);
+    int64_t size = ps_dtype_bytes(x->dtype);
+#pragma omp parallel for schedule(static) if (y->numel >= PS_PAR_MIN)
+    for (int64_t r = 0; r < w.outer * w.count; r++) {
+        const char *from = (const char *)x->data + (r / w.count * w.n + r % w.count * a->step) * w.inner * size;
+        char *to = (char *)y->data + r * w.inner * a->size * size;
+        if (size == 1) WINDOW(uint8_t);
+        else if (size == 2) WINDOW(uint16_t);
+        else if (size == 4) WINDOW(uint32_t);
+        else WINDOW(uint64_t);
+    }
+    return 0;
+}
+
+/* Supports fp32. For half types ref rounds only once. */
+static int unfold_backward(ps_call *call)
+{
+    const struct ps_attrs_unfold_backward *a = call->attrs;
+    const ps_view *dy = &call->in[0], *dx = &call->out[0];
+    if (dy->dtype != PS_F32 || !view_flat(dy) || !view_flat(dx)) return PS_EUNSUP;
+    struct windows w = windows_of(dx, a->dim, a->size, a->step);
+#pragma omp parallel for schedule(static) if (dy->numel >= PS_PAR_MIN)
+    for (int64_t o = 0; o < w.outer; o++) {
+        const float *from = (const float *)dy->data + o * w.count * w.inner * a->size;
+        float *to = (float *)dx->data + o * w.n * w.inner;
+        memset(to, 0, (size_t)(w.n * w.inner) * sizeof *to);
+        for (int64_t c = 0; c < w.count; c++, to += a->step * w.inner)
+            for (int64_t i = 0; i < w.inner; i++)
+                for (int64_t k = 0; k < a->size; k++) to[k * w.inner + i] += *from++;
+    }
+    return 0;
+}
+
 void PS_ISA_FN(ps_cpu_fill_table)(ps_kernel *k);
 void PS_ISA_FN(ps_cpu_fill_table)(ps_kernel *k)
 {
@@ -574,4 +659,7 @@ void PS_ISA_FN(ps_cpu_fill_table)(ps_kernel *k)
     k[PS_OP_scatter_reduce] = scatter_reduce;
     k[PS_OP_scatter_backward] = scatter_backward;
     k[PS_OP_searchsorted] = searchsorted;
+    k[PS_OP_masked_scatter] = masked_scatter;
+    k[PS_OP_unfold] = unfold;
+    k[PS_OP_unfold_backward] = unfold_backward;
 }
