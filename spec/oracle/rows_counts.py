@@ -295,10 +295,10 @@ def embedding_bag(d):
 
 
 ROWS = [Row("bincount", bincount), Row("count_nonzero", count_nonzero), Row("any, all of a dimension", any_of),
-        Row("unique", unique), Row("median", median), Row("quantile", quantile),
+        Row("unique", unique), Row("median", median, "median"), Row("quantile", quantile),
         Row("searchsorted", search, "searchsorted"),
-        Row("nan_to_num", nan_to_num, "nan_to_num"), Row("unfold", unfold), Row("movedim", movedim),
-        Row("diagonal", diagonal),
+        Row("nan_to_num", nan_to_num, "nan_to_num"), Row("unfold", unfold, "unfold unfold_backward"),
+        Row("movedim", movedim), Row("diagonal", diagonal),
         Row("tril_indices", triangle), Row("meshgrid", meshgrid), Row("addcmul", fused),
         Row("addmm, mv, dot", product, mixes=True), Row("diff", diff),
         Row("floor_divide", floor_divide, "floor_divide"),

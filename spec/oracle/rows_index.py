@@ -263,5 +263,5 @@ ROWS = [
     Row("scatter_backward", scatter_backward, "scatter_backward"),
     Row("scatter_reduce", scatter_reduce, "scatter_reduce", 2), Row("index_add", index_add),
     Row("index_copy", index_copy),
-    Row("masked_scatter", masked_scatter), Row("masked_fill by a tensor", masked_fill),
+    Row("masked_scatter", masked_scatter, "masked_scatter"), Row("masked_fill by a tensor", masked_fill),
 ]

@@ -187,6 +187,6 @@ ROWS = [
         Row("gaussian_nll_loss", gaussian, mixes=True),
     Row("mse_loss", of_differences("mse_loss", F.mse_loss)), Row("l1_loss", of_differences("l1_loss", F.l1_loss)),
     Row("binary_cross_entropy", bce), Row("bce with logits", bce_with_logits, "logit_entropy"),
-    Row("kl_div", kl), Row("nll_loss", nll),
+    Row("kl_div", kl), Row("nll_loss", nll, "nll_loss nll_loss_backward"),
     Row("smoothed labels", smoothed, mixes=True), Row("hits", hits),
 ]

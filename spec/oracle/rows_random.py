@@ -71,6 +71,30 @@ def randint(d):
     return Case("ps.ops.randint_(x[1], %d, %d, %d, %d)" % (low, high, seed, offset), run, [x], exact=True)
 
 
+def fine(seed, offset, n):
+    """n numbers of 48 random bits in [0, 1)."""
+    upper, lower = (philox.unit(philox.draw(seed, counters(first, n), 0)[:, 0]) for first in (offset, offset + n))
+    return torch.from_numpy(np.asarray(upper, dtype=np.float64) + np.asarray(lower, dtype=np.float64) * 2.0 ** -24)
+
+
+def randperm(d):
+    n, seed, offset = d.int(1, 3000), d.int(0, 2 ** 53), d.choice(0, 2 ** 33)
+    return Case("ps.ops.randperm_(x[1], %d, %d)" % (seed, offset),
+                lambda x, m: fine(seed, offset, n).argsort(stable=True), [place(d, "int64", (n,))],
+                device=d.choice("cpu", "ref"), exact=True)
+
+
+def bernoulli(d):
+    p, seed, offset = d.choice(-1, 0, 0.3, 1), d.int(0, 2 ** 53), d.choice(0, 2 ** 33)
+    x = d.input(d.shape(), d.dtype(), low=0, high=1)
+
+    def run(x, m):
+        u = fine(seed, offset, x[0].numel()).reshape(x[0].shape)
+        return (u < (x[0].double() if p == -1 else p)).to(x[0].dtype)
+    return Case("ps.ops.bernoulli(x[1], %s, %d, %d)" % (lua(p), seed, offset), run, [x],
+                device=d.choice("cpu", "ref"), exact=True)
+
+
 def dropout(d):
     dtype, p = d.dtype(), d.choice(0.1, 0.3, 0.5, 0.9)
     seed, step, sample, op = d.int(0, 2 ** 50), d.int(0, 1000), d.int(0, 1000), d.int(0, 50)
@@ -436,6 +460,7 @@ def alone(d):
 
 ROWS = [
     Row("uniform_", uniform, "uniform_"), Row("normal_", normal, "normal_"), Row("randint_", randint, "randint_"),
+    Row("randperm_", randperm, "randperm_"), Row("bernoulli", bernoulli, "bernoulli"),
     Row("dropout", dropout, "dropout", 2), Row("arange_", arange_in_place, "arange_"), Row("arange", arange),
     Row("full, zeros, ones", filled), Row("zeros_like, ones_like", like), Row("scale_by_", scale_by, "scale_by_"),
     Row("sample", sample, "sample"), Row("adam_", adam, "adam_", 2), Row("sgd_", sgd, "sgd_", 2),

@@ -248,7 +248,7 @@ def cdist(d):
 ROWS = [
     Row("remainder", rest("remainder"), "remainder"), Row("fmod", rest("fmod"), "fmod"), Row("trunc", trunc, "trunc"),
     Row("unflatten", unflatten),
-    Row("repeat_interleave", repeat_interleave), Row("cdist", cdist, mixes=True),
+    Row("repeat_interleave", repeat_interleave), Row("cdist", cdist, "cdist cdist_backward", mixes=True),
     Row("prod", prod, "prod", 2, mixes=True), Row("cumprod", cumprod, "cumprod cumprod_backward", 2, mixes=True),
     Row("lerp", lerp, "lerp"),
     Row("argsort", argsort),

@@ -227,14 +227,15 @@ function M.linspace(first, last, steps, options)
   caller.typed(first, "number", "ps.linspace: the first number")
   caller.typed(last, "number", "ps.linspace: the last number")
   caller.whole(steps, "ps.linspace: the steps", 0)
-  local where, step = { dtype = "fp64", device = options.device }, steps > 1 and (last - first) / (steps - 1) or 0
+  local device = options.device and native.device_index(options.device) or create.default_place()
+  local step = steps > 1 and (last - first) / (steps - 1) or 0
   local dtype = options.dtype and native.dtype_code(options.dtype) or create.default_code()
   -- The second half is counted from its end, so that the last number is exact.
   local half = math.floor(steps / 2)
-  local y = tensor.empty({ steps - half }, where)
+  local y = create.vector(steps - half, C.PS_F64, device)
   create.alone(y, ops.arange_(y, first, step))
   if half > 0 then
-    local rest = tensor.empty({ half }, where)
+    local rest = create.vector(half, C.PS_F64, device)
     create.alone(rest, ops.arange_(rest, half - 1, -1))
     y = ops.concat({ y, ops.affine(rest, -step, last) }, 0)
   end

@@ -22,14 +22,20 @@ end
 -- -- counts ---------------------------------------------------------------------------------------------------------
 local BINCOUNT = { weights = "tensor", minlength = "whole" }
 
+-- Returns a vector of n equal numbers, of a type (its code), on the device of x.
+local function filled(n, dtype, x, value)
+  local y = create.vector(n, dtype, x.device_)
+  return create.alone(y, ops.fill_(y, value))
+end
+
 local function bincount(x, weights, least)
-  local dtype = not weights and "int64" or weights:dtype() == "fp32" and "fp32" or "fp64"
-  local n, where = x:size(0), { dtype = dtype, device = x:device() }
-  if n == 0 then return tensor.zeros({ least }, where) end
+  local dtype = not weights and C.PS_I64 or weights.dtype_ == C.PS_F32 and C.PS_F32 or C.PS_F64
+  local n = x:size(0)
+  if n == 0 then return filled(least, dtype, x, 0) end
   local low, high = x:amin():item(), x:amax():item()
   if low < 0 then error(("bincount: a value is %d; it must not be negative"):format(low)) end
-  local ones = weights and weights:to(dtype) or tensor.ones({ n }, where)
-  return ops.scatter_add(tensor.zeros({ math.max(least, high + 1) }, where), x, ones, 0)
+  local ones = weights and ops.cast(weights, dtype) or filled(n, dtype, x, 1)
+  return ops.scatter_add(filled(math.max(least, high + 1), dtype, x, 0), x, ones, 0)
 end
 
 --- Counts how often each integer from 0 on occurs. The host waits for the largest value.
@@ -54,7 +60,7 @@ end
 ---@return ps.Tensor int64
 function T:count_nonzero(dims)
   if self.dtype_ == C.PS_BOOL then return self:sum(dims) end
-  return ops.logical_not(ops.logical_not(self)):sum(dims)
+  return ops.cast(self, C.PS_BOOL):sum(dims)
 end
 
 local UNIQUE = { return_inverse = "boolean", return_counts = "boolean" }

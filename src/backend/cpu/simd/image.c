@@ -116,6 +116,41 @@ static int resample(ps_call *call)
 }
 
 /* -- max pooling --------------------------------------------------------------------------------------------------- */
+enum { POOLED = 64 };                        /* windows that are computed together */
+
+/* Computes n windows of a row of y in fp32, from the j-th on, which lie within the columns of x. rows: their rows. */
+static void pool_inside(const ps_attrs_max_pool *a, const float *in, int64_t W, ps_window rows, int64_t j, int n,
+                        float *y, int64_t *index)
+{
+    float most[POOLED];
+    int64_t best[POOLED], step = a->stride[1], first = j * step - a->padding[1];
+    for (int k = 0; k < n; k++) best[k] = rows.first * W + first + k * step, most[k] = in[best[k]];
+    for (int64_t u = rows.first; u < rows.end; u += rows.step)
+        for (int v = 0; v < a->kernel[1]; v++) {
+            int64_t at = u * W + first + v * (int64_t)a->dilation[1];
+#pragma omp simd
+            for (int k = 0; k < n; k++) {
+                float e = in[at + k * step];
+                bool more = (e > most[k]) | (e != e);
+                most[k] = more ? e : most[k], best[k] = more ? at + k * step : best[k];
+            }
+        }
+    memcpy(y, most, (size_t)n * sizeof *y);
+    if (index) memcpy(index, best, (size_t)n * sizeof *index);
+}
+
+/* Computes the windows of a row of y that lie within the columns of x: those from *first to *end - 1. */
+static void pool_row(const ps_attrs_max_pool *a, const float *in, int64_t W, ps_window rows, int64_t out, float *y,
+                     int64_t *index, int64_t *first, int64_t *end)
+{
+    int64_t step = a->stride[1], reach = (int64_t)(a->kernel[1] - 1) * a->dilation[1];
+    *first = (a->padding[1] + step - 1) / step, *end = (W - 1 - reach + a->padding[1]) / step + 1;
+    if (W - 1 - reach + a->padding[1] < 0 || *end < *first) *end = *first = 0;
+    if (*end > out) *end = out;
+    for (int64_t j = *first; j < *end; j += POOLED)
+        pool_inside(a, in, W, rows, j, *end - j < POOLED ? (int)(*end - j) : POOLED, y + j, index ? index + j : NULL);
+}
+
 SIMD void pool_plane(const ps_attrs_max_pool *a, const ps_view *x, const ps_view *y, int64_t *index, int64_t p,
                      int dtype)
 {
@@ -123,7 +158,12 @@ SIMD void pool_plane(const ps_attrs_max_pool *a, const ps_view *x, const ps_view
     const void *in = ps_at(x->data, p * H * W, dtype);
     for (int64_t i = 0; i < y->shape[2]; i++) {
         ps_window r = ps_max_pool_window(a, 0, i, H);
+        int64_t inside = 0, beyond = 0;
+        if (dtype == PS_F32 && !a->adaptive)
+            pool_row(a, in, W, r, out, (float *)y->data + at, index ? index + at : NULL, &inside, &beyond);
         for (int64_t j = 0; j < out; j++, at++) {
+            if (j == inside && j < beyond) at += beyond - j, j = beyond;
+            if (j == out) break;
             ps_window c = ps_max_pool_window(a, 1, j, W);
             int64_t best = r.first * W + c.first;
             float most = ps_get_one(in, best, dtype);

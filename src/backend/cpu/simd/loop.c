@@ -218,10 +218,65 @@ static bool all_flat(const loop *l)
     return true;
 }
 
+enum { LEAST_ROW = 128 };                    /* shorter rows are faster together */
+
+/* Returns whether a loop has rows of a contiguous result, in which each input is contiguous or one element. */
+static bool has_rows(const loop *l)
+{
+    int last = l->ndim - 1;
+    if (last > 1 || !l->op[0].flat || l->shape[last] < LEAST_ROW) return false;
+    for (int k = 1; k < l->n; k++)
+        if (l->op[k].stride[last] != 1 && l->op[k].stride[last] != 0) return false;
+    return true;
+}
+
+/* Fills a buffer of LOOP_BLOCK elements with at least n copies of one element. */
+static void fill_buffer(char *buf, const char *element, int64_t size, int64_t n)
+{
+    float one;
+    memcpy(buf, element, (size_t)size);
+    if (size != sizeof one) {
+        repeat(buf, size, n * size);
+        return;
+    }
+    memcpy(&one, element, sizeof one);
+    for (int64_t i = 0; i < n; i += VL) vf_store((float *)buf + i, vf_set(one));
+}
+
+/* Processes up to LOOP_BLOCK elements of a row in place, except that inputs of one element are repeated in a buffer. */
+static void run_row(const loop *l, loop_fn fn, const void *arg, int64_t row, int64_t first, int64_t n)
+{
+    char buf[LOOP_OPS][LOOP_BLOCK * 8] __attribute__((aligned(64)));
+    char *p[LOOP_OPS];
+    int last = l->ndim - 1;
+    for (int k = 0; k < l->n; k++) {
+        const loop_operand *o = &l->op[k];
+        p[k] = o->data + ((last > 0 ? row * o->stride[0] : 0) + first * o->stride[last]) * o->size;
+        if (o->stride[last] == 1) continue;
+        fill_buffer(buf[k], p[k], o->size, n);
+        p[k] = buf[k];
+    }
+    call_padded(l, fn, arg, p, n);
+}
+
+static void run_rows(const loop *l, loop_fn fn, const void *arg)
+{
+    int64_t n = l->shape[l->ndim - 1], blocks = (n + LOOP_BLOCK - 1) / LOOP_BLOCK, items = l->numel / n * blocks;
+#pragma omp parallel for schedule(static) if (l->numel >= PS_PAR_MIN)
+    for (int64_t i = 0; i < items; i++) {
+        int64_t first = i % blocks * LOOP_BLOCK;
+        run_row(l, fn, arg, i / blocks, first, n - first < LOOP_BLOCK ? n - first : LOOP_BLOCK);
+    }
+}
+
 void loop_run(const loop *l, loop_fn fn, const void *arg)
 {
     if (l->numel == 0) return;
     bool flat = all_flat(l);
+    if (!flat && has_rows(l)) {
+        run_rows(l, fn, arg);
+        return;
+    }
     if (flat && l->numel <= LOOP_FLAT_BLOCK) {               /* avoids the cost of a parallel region */
         char *p[LOOP_OPS];
         for (int k = 0; k < l->n; k++) p[k] = l->op[k].data;
