@@ -44,7 +44,7 @@ static void pass(struct io_uring_sqe *sqe, struct io_uring_sqe *last)
         ssize_t n = syscall(SYS_pread64, sqe->fd, v->iov_base, v->iov_len, sqe->off);
         if (n > 0) faults_flip(v->iov_base, (size_t)n, hit.arg);
         replace(sqe, n < 0 ? -errno : (int)n);
-    } else if (hit.action == ACT_SHORT && v->iov_len > 8192) {
+    } else if (hit.action == ACT_SHORT && v->iov_len >= 8192) {
         struct iovec *less = &shortened[n_shortened++ % MOST];
         *less = (struct iovec){ v->iov_base, v->iov_len / 2 / 4096 * 4096 };
         sqe->addr = (uint64_t)(uintptr_t)less;
