@@ -3,15 +3,17 @@
 -- write it. Arguments: a file with the settings (JSON, tools/faults/draw.lua), the run's folder, the log, and the
 -- number of this life. Each line of the log is one event of this rank:
 --   RANK LIFE resumed STEP SKIPPED     SKIPPED: number of checkpoints that could not be used
---   RANK LIFE step STEP HASHES ROWS    after the step: NAME=HASH of this rank's parameters, and a hash of each row that
---                                      it read
+--   RANK LIFE step STEP HASHES ROWS    after the step: NAME=HASH of this rank's parameters and of its optimizer state,
+--                                      and a hash of each row that it read
 --   RANK LIFE saved STEP               the checkpoint is said to be complete
 --   RANK LIFE end STEP
 --   RANK LIFE damaged FILE
 local ps = require "ps"
 local bit = require "bit"
 local ffi = require "ffi"
+local fcntl = require "posix.fcntl"
 local json = require "cjson"
+local unistd = require "posix.unistd"
 local folders = require "ps.checkpoints.folder"
 
 ffi.cdef "unsigned alarm(unsigned seconds);"
@@ -26,9 +28,13 @@ ffi.C.alarm(20 * job.limit_s)                               -- ends a job whose 
 local group = job.ranks > 1 and ps.init_distributed { quiet = true, timeout = job.timeout_s,
   heartbeat = job.heartbeat_s, rendezvous = "file://" .. folder .. "/rendezvous" }
 local rank = ps.rank()
-local log = assert(io.open(arg[3], "a"))
-log:setvbuf "line"
-local function note(text, ...) log:write(("%d %d "):format(rank, life), text:format(...), "\n") end
+-- Ranks append to one log, each line with one call of write. A stream's buffer is shorter than a line, so a stream
+-- would write a line in parts, and lines of other ranks could come between the parts.
+local log = assert(fcntl.open(arg[3], fcntl.O_WRONLY + fcntl.O_APPEND + fcntl.O_CREAT, 420))
+local function note(text, ...)
+  local line = ("%d %d %s\n"):format(rank, life, text:format(...))
+  assert(unistd.write(log, line) == #line)
+end
 
 local function hash(text) return bit.tohex(ps.C.ps_xxh3(text, #text)) end
 
@@ -40,9 +46,12 @@ local function bytes_of(t)
   return ffi.string(buffer, n)
 end
 
-local function hashes_of(model)
+local function hashes_of(model, optimizer)
   local list = {}
   for name, tensor in pairs(model:state_dict()) do list[#list + 1] = name .. "=" .. hash(bytes_of(tensor)) end
+  for name, tensor in pairs(optimizer:state_dict(model).tensors) do
+    list[#list + 1] = ("optimizer.%s=%s"):format(name, hash(bytes_of(tensor)))
+  end
   return #list > 0 and table.concat(list, ",") or "-"      -- a rank might have no shard of a small model
 end
 
@@ -111,7 +120,7 @@ for step = first + 1, job.upto or job.steps do
     model:backward(model(x, y))
   end
   optimizer:step()
-  note("step %d %s %s", step, hashes_of(model), rows)
+  note("step %d %s %s", step, hashes_of(model, optimizer), rows)
   if step % job.every == 0 then
     if job.async then
       local path = ps.checkpoints.wait()
@@ -126,4 +135,4 @@ if path then saved(path) end
 if group then group:barrier() end
 note("end %d", optimizer.steps)
 model:close()
-log:close()
+unistd.close(log)
