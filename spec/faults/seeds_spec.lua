@@ -93,6 +93,33 @@ describe("a seed", function()
     for class in pairs(loads) do assert.truthy((drawn[class] or 0) >= 4, class) end
     assert.truthy(drawn["write/save"] < files / 4, drawn["write/save"])          -- 77 of 190 calls
   end)
+
+  -- Returns the fraction of the events of some kinds whose class of calls is one of `classes`.
+  local function fraction(kinds, classes, of)
+    local n, all = 0, 0
+    for seed = 1, 600 do
+      for _, event in ipairs(draw.plan(seed, draw.job(seed, options), of).events) do
+        if kinds[event.kind] then
+          all, n = all + 1, n + (classes[event.text:match "^[%l/]+"] and 1 or 0)
+        end
+      end
+    end
+    return n / all
+  end
+
+  it("ends processes while a checkpoint is committed", function()
+    local share = fraction({ kill = true, power = true, power_all = true },
+      { ["rename/save"] = true, ["sync/folder"] = true }, profile)
+    assert.truthy(share > 0.3 and share < 0.7, share)      -- with equal weights for all classes: 0.1
+  end)
+
+  it("flips bits of the disk tier as often as bits of checkpoints", function()
+    local both = {}
+    for _, of in ipairs { calls, loads } do for name, n in pairs(of) do both[name] = n end end
+    local life = { [0] = both, both }
+    local share = fraction({ flip = true }, { ["read/chunk"] = true }, { new = life, saved = life })
+    assert.truthy(share > 0.5 and share < 0.8, share)
+  end)
 end)
 
 -- Tests the checker with logs and process ends that the spec invents.
@@ -172,6 +199,17 @@ describe("the checker", function()
     assert.truthy(ends({ code = 1, text = "psluajit: slow" }, stop, stopped):match "^WRONG")
     local kill = { { kind = "kill", life = 1, rank = 0, text = "any@0=kill" } }
     assert.equal("named kill", ends({ signal = 9 }, kill, "0 9.5 event any@0=kill:0 open /x\n"))
+  end)
+
+  it("accepts a skipped checkpoint only if a fault of the life made it unreadable", function()
+    local function skips(kind, text, process)
+      local lines = { "0 1 resumed 0 1", "0 1 step 1 w=a1 aa" }
+      local outcome, why = judged(lines, process, { { kind = kind, life = 1, rank = 0, text = text } },
+        ("0 9.5 event %s:0 x /x\n"):format(text), false, 1)
+      return outcome .. " " .. why
+    end
+    assert.equal("WRONG 1 checkpoints were damaged", skips("kill", "any@900=kill", { signal = 9 }))
+    assert.equal("golden ", skips("flip", "read/save@3=flip", { code = 0 }))
   end)
 
   it("sees causes of a link that do not name a rank and an operation", function()

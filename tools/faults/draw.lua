@@ -162,19 +162,33 @@ local function at(where, doors, action, count, pattern)
   end
 end
 
+-- Returns an event as at() does. Draws the door first, so that a door which is listed twice is drawn twice as often.
+local function at_one(where, doors, action, count)
+  return at(where, { where.r.pick(doors) }, action, count) or at(where, doors, action, count)
+end
+
 local FILE = { "read", "write", "sync", "rename", "open", "space", "mkdir", "remove", "map" }
 -- Where a process ends: at a call of a file, or at any. Power is lost more often at an fsync or a rename, and also
 -- after the process has ended. Then everything that the process reported must be true.
 local ENDS = { "any", "any", "any", "write", "sync", "rename", "open", "mkdir", "remove", "read", "map" }
 local POWER = { "end", "end", "sync", "sync", "rename" }
 for _, door in ipairs(ENDS) do POWER[#POWER + 1] = door end
-local REPLACES = { "write", "sync", "sync", "rename" }
+-- The calls that make a checkpoint the newest one, and the first call after them. Between any two of them the folder
+-- has a state that is valid only if the order of the calls is right.
+local COMMITS = { "write/latest", "sync/latest", "sync/latest", "rename/latest", "rename/save", "rename/save",
+  "sync/folder", "sync/folder", "rename/index", "remove/save" }
 
--- Returns an event of a loss of power. Many of them fall into the moments at which `latest` is replaced.
+-- Returns an event that ends the process. Many of them fall into the moments at which a checkpoint is committed.
+local function at_end(where, doors, action)
+  local r, made = where.r, {}
+  for _, name in ipairs(COMMITS) do if (where.calls[name] or 0) > 0 then made[#made + 1] = name end end
+  if #made == 0 or not r.chance(0.5) then return at_one(where, doors, action) end
+  local name = r.pick(made)
+  return text_of(name, call_of(r, where.calls[name]), nil, action)
+end
+
 local function at_power(where, action)
-  action = ("%s:%d"):format(action, where.r.int(1, 1e6))
-  return where.r.chance(0.4) and at(where, { where.r.pick(REPLACES) }, action, nil, "^latest$")
-    or at(where, POWER, action)
+  return at_end(where, POWER, ("%s:%d"):format(action, where.r.int(1, 1e6)))
 end
 
 local LINKS = { "send", "recv" }
@@ -188,9 +202,9 @@ end
 -- The table. golden: a life with this fault ends as one without. Otherwise it may also end with an error that names the
 -- cause: a text that fits one of `causes`, on the rank that had the fault. Other ranks name that rank, or repeat its
 -- error. dies: signals by which the rank itself may end; says: what it prints before. everywhere: all ranks have the
--- fault. ranks: needs several ranks. link: the error also names what
--- the rank was doing. weight: how much more often it is drawn than others. make({ r, job, calls }) draws
--- an event, or nil if the life has no such call.
+-- fault. ranks: needs several ranks. unreadable: the life may skip a checkpoint that it could not read. link: the error
+-- also names what the rank was doing. weight: how much more often it is drawn than others. make({ r, job, calls })
+-- draws an event, or nil if the life has no such call.
 local KINDS = {
   { "eintr", golden = true, weight = 2, make = function(w) return at_move(w, "EINTR", w.r.int(1, 3)) end },
   { "short", golden = true, weight = 2, make = function(w) return at_move(w, "short", w.r.int(1, 20)) end },
@@ -227,7 +241,7 @@ local KINDS = {
   end },
   { "eio", weight = 2, make = function(w)
     return at(w, FILE, "EIO:" .. w.r.int(1, 1e6), w.r.pick { 1, 1, 2, 1000000 })
-  end, causes = { WORDS.EIO } },
+  end, unreadable = true, causes = { WORDS.EIO } },
   { "failed_sync", weight = 2, make = function(w)
     return at(w, { "sync" }, "EIO:" .. w.r.int(1, 1e6), w.r.pick { 1, 1, 2, 1000000 })
   end, causes = { WORDS.EIO } },
@@ -235,14 +249,17 @@ local KINDS = {
     return at(w, { "write", "space", "open", "mkdir" }, w.r.pick { "ENOSPC", "EDQUOT" }, w.r.pick { 1, 1, 5, 1000000 })
   end, causes = { WORDS.ENOSPC, WORDS.EDQUOT } },
   { "refused", make = function(w)
-    return at(w, { "open", "open", "mkdir", "rename" }, w.r.pick { "EMFILE", "EACCES", "EROFS" }, w.r.pick { 1, 1, 4 })
-  end, causes = { WORDS.EMFILE, WORDS.EACCES, WORDS.EROFS } },
+    return at_one(w, { "open", "open", "mkdir", "rename" }, w.r.pick { "EMFILE", "EACCES", "EROFS" },
+      w.r.pick { 1, 1, 4 })
+  end, unreadable = true, causes = { WORDS.EMFILE, WORDS.EACCES, WORDS.EROFS } },
   { "memory", make = function(w) return at(w, { "alloc" }, "ENOMEM", w.r.pick { 1, 2, 3, 1000000 }) end,
+    unreadable = true,
     causes = { "no memory for [%d.]+ %a+", "not enough memory", "Cannot allocate memory", "memory limit" } },
   { "flip", weight = 3, make = function(w)
-    return at(w, { "read", "map" }, ("flip:%d"):format(w.r.int(0, 2 ^ 24)))
-  end, causes = { "damaged", "checksum is", "belongs? to another", "not a safetensors file", "truncated",
-    "header has", "cannot be read" } },
+    local action = ("flip:%d"):format(w.r.int(0, 2 ^ 24))
+    return w.r.chance(0.5) and at(w, { "read" }, action, nil, "^chunk$") or at(w, { "read", "map" }, action)
+  end, unreadable = true, causes = { "damaged", "checksum is", "belongs? to another", "not a safetensors file",
+    "truncated", "header has", "cannot be read" } },
   { "cut", dies = { [7] = true }, says = "cannot read [^\n]+ from about byte %d+ of its map on", make = function(w)
     return at(w, { "map" }, "cut:" .. w.r.int(0, 9))
   end },
@@ -254,9 +271,9 @@ local KINDS = {
     local door = w.r.pick { "connect", "accept" }
     return at(w, { door }, door == "connect" and "ECONNREFUSED" or "ECONNABORTED", w.r.int(1, 3))
   end, causes = LOST_RANK, link = true },
-  { "kill", dies = { [9] = true }, weight = 3, make = function(w) return at(w, ENDS, "kill") end },
+  { "kill", dies = { [9] = true }, weight = 3, make = function(w) return at_end(w, ENDS, "kill") end },
   { "signal", dies = { [1] = true, [2] = true, [15] = true }, make = function(w)
-    return at(w, ENDS, "signal:" .. w.r.pick { 1, 2, 15 })
+    return at_end(w, ENDS, "signal:" .. w.r.pick { 1, 2, 15 })
   end, causes = { "interrupted", "signal" } },
   { "power", dies = { [9] = true }, weight = 5, make = function(w) return at_power(w, "power") end },
   { "power_all", ranks = true, everywhere = true, dies = { [9] = true }, weight = 2,

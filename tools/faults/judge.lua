@@ -124,11 +124,11 @@ local function check_step(line, job, golden)
   if line[2] ~= want.rows then return ("rank %d read other rows in step %d"):format(line.rank, line.step) end
 end
 
--- Checks where a life began. It must not begin before the last checkpoint that was reported complete, unless that
--- checkpoint was damaged.
-local function check_begin(line, state, resumes)
+-- Checks where a life began. It must not begin before the last checkpoint that was reported complete, unless a fault of
+-- this life made that checkpoint unreadable.
+local function check_begin(line, state, unreadable)
   local skipped = tonumber(line[1]) or 0
-  if skipped > 0 and resumes then return ("%d checkpoints were damaged"):format(skipped) end
+  if skipped > 0 and not unreadable then return ("%d checkpoints were damaged"):format(skipped) end
   if line.step < state.saved and skipped == 0 then
     return ("rank %d continued from step %d, but the checkpoint of step %d was complete"):format(line.rank, line.step,
       state.saved)
@@ -136,7 +136,7 @@ local function check_begin(line, state, resumes)
 end
 
 -- Compares the log of a life with the golden run's log. `state` contains the facts known from earlier lives.
-local function check_log(log, job, life, golden, state, resumes)
+local function check_log(log, job, life, golden, state, unreadable)
   local first
   for _, line in ipairs(log) do
     if line.life == life then
@@ -147,7 +147,7 @@ local function check_log(log, job, life, golden, state, resumes)
       elseif line.what == "damaged" then
         problem = "the file `latest` was damaged: it has neither its older bytes nor the new ones"
       elseif line.what == "resumed" then
-        problem = check_begin(line, state, resumes)
+        problem = check_begin(line, state, unreadable)
         first = first or line.step
         if line.step ~= first then
           problem = ("rank %d continued from step %d, another rank from step %d"):format(line.rank, line.step, first)
@@ -225,7 +225,9 @@ function judge.life(spec, plan, life, processes, golden, state, resumes)
     if how == "wrong" then return { outcome = "WRONG", why = what, timed = timed } end
     if how and outcome == "golden" then outcome, why = "named", what end
   end
-  local problem = check_log(run.log(spec.folder), spec.job, life, golden, state, resumes)
+  local unreadable = false
+  for _, kind in ipairs(all) do unreadable = unreadable or kind.unreadable or false end
+  local problem = check_log(run.log(spec.folder), spec.job, life, golden, state, unreadable)
   if problem then return { outcome = "WRONG", why = problem } end
   if resumes and outcome ~= "golden" then return { outcome = "WRONG", why = "the resume ended: " .. why } end
   return { outcome = outcome, why = why }
