@@ -4,6 +4,7 @@
 --   psluajit tools/faults.lua --seeds 1:100 [--ranks 2] [--steps 6] [--jobs 1] [--hours H] [--json] [--keep]
 --   psluajit tools/faults.lua --plans FILE      the plans of a file: a line of --json for each
 --   psluajit tools/faults.lua --replay SEED
+--   psluajit tools/faults.lua --seeds 1:100 --dry      only prints what these seeds draw
 -- --help shows the options, docs/reliability.md the table. It needs the program psluajit_faults next to psluajit:
 -- cmake --build build --target psluajit_faults.
 local argparse = require "argparse"
@@ -36,6 +37,7 @@ number(parser:option("--patience", "timeouts are at least this factor longer", "
 parser:option("--plan", "with --replay: these events instead of the drawn ones, each LIFE/RANK:DOOR@NTH=ACTION")
 whole(parser:option("--stop-at", "end after this number of WRONG seeds"), 1)
 parser:flag("--keep", "keep the folders of jobs that are WRONG")
+parser:flag("--dry", "print the plans of --seeds, and run only the jobs without faults that drawing a plan needs")
 parser:flag("--json", "print each line as an object of JSON")
 local options = command_line.parse(parser)
 if not (options.seeds or options.replay or options.plans) or options.replay and (options.seeds or options.plans) then
@@ -46,6 +48,8 @@ local function fail(text, ...)
   io.stderr:write("faults: " .. text:format(...) .. "\n")
   os.exit(2)
 end
+
+if options.dry and not options.seeds then parser:error "--dry needs --seeds A:B" end
 
 local exe, no_program = run.program()
 if not exe then fail("%s", no_program) end
@@ -63,6 +67,12 @@ local function settings_of(job)
   return settings
 end
 
+-- Returns the settings and the events of a plan in one line.
+local function line_of(plan)
+  return ("%d  %s%s  [%s]"):format(plan.seed, draw.describe(plan.job),
+    plan.begins == "saved" and ", from a checkpoint" or "", draw.events(plan))
+end
+
 local function report(plan, verdict, shrunk)
   counts[verdict.outcome] = counts[verdict.outcome] + 1
   counts.faults = counts.faults + verdict.faults
@@ -73,8 +83,7 @@ local function report(plan, verdict, shrunk)
       ended_s = verdict.ended_s and math.floor(verdict.ended_s * 100 + 0.5) / 100,
       shrunk = shrunk and draw.events(shrunk) })
   else
-    print(("%d  %s%s  [%s]  %d happened  %s%s"):format(plan.seed, draw.describe(plan.job),
-      plan.begins == "saved" and ", from a checkpoint" or "", draw.events(plan), verdict.faults, verdict.outcome,
+    print(("%s  %d happened  %s%s"):format(line_of(plan), verdict.faults, verdict.outcome,
       verdict.why and ": " .. verdict.why or ""))
     if shrunk then print("    the shortest plan that fails: " .. draw.events(shrunk)) end
   end
@@ -191,11 +200,12 @@ local function next_one()
   local late = options.hours and run.now() - began < options.hours * 3600
   if seed > options.seeds[2] and not late then return nil end
   local this = seed
+  if options.dry then return function() print(line_of(trials:plan(this, options))) end end
   return function() one(this, "seed" .. this, function() return trials:plan(this, options) end) end
 end
 
 schedule(options.replay and 1 or options.jobs, next_one)
-if not options.json and not options.replay then
+if not options.json and not options.replay and not options.dry then
   print(("%d %s in %.0f s: %d golden, %d named, %d WRONG; %d faults happened"):format(
     counts.golden + counts.named + counts.WRONG, options.plans and "plans" or "seeds", run.now() - began, counts.golden,
     counts.named, counts.WRONG, counts.faults))

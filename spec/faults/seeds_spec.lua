@@ -39,11 +39,20 @@ describe("faults by seeds", function()
     assert.truthy(text:find("life 2: no faults", 1, true), text)
   end)
 
+  it("are listed without being run", function()
+    if missing then return pending(missing) end
+    local text, code = faults "--seeds 17:18 --dry --patience 2"
+    assert.equal(0, code)
+    assert.truthy(text:match "^17  [^\n]+ %[[^\n]+%]\n18  [^\n]+ %[[^\n]+%]\n$", text)
+  end)
+
   it("are refused by name", function()
     local text, code = faults "--seeds 5:1"
     assert.truthy(code ~= 0 and text:find("it takes A:B", 1, true), text)
     text, code = faults "--jobs 2"
     assert.truthy(code ~= 0 and text:find("give --seeds A:B, --plans FILE or --replay SEED", 1, true), text)
+    text, code = faults "--replay 3 --dry"
+    assert.truthy(code ~= 0 and text:find("--dry needs --seeds A:B", 1, true), text)
     text, code = faults(("--plans '%s/README.md'"):format(paths.root))
     assert.truthy(code ~= 0 and text:find("line 1: it is not an object of JSON", 1, true), text)
   end)
