@@ -21,8 +21,7 @@ return {
     if native.check(native.C.ps_file_swap_folder(job.temp, job.final)) == 1 then folder.remove(job.temp) end
   elseif job.folder then]] },
   { name = "a wait that does not look at its condition again", file = "src/chunk/disk.c",
-    from = "while (block && !job->done) pthread_cond_wait(&d->ended, &d->lock);",
-    to = "if (block && !job->done) { pthread_cond_wait(&d->ended, &d->lock); job->done = true; }" },
+    from = "while (!have && !d->stop) {", to = "if (!have && !d->stop) {" },
   { name = "a checksum of the disk tier that is not compared", file = "src/chunk/disk.c",
     from = "return s->nbytes != p->nbytes || s->sum == ps_xxh3(memory_of(p), p->nbytes);",
     to = "(void)s; return true;" },
