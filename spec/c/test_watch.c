@@ -613,7 +613,8 @@ static void test_rank_0(void)
     int fd;
     watch_message welcome = { .kind = WATCH_WELCOME, .seconds = 1 }, other = { .kind = WATCH_BEAT },
                   slower = { .kind = WATCH_WELCOME, .seconds = 2 }, nothing = { .kind = WATCH_KINDS };
-    CHECK(answer_with(other, true, &fd) == PS_EIO && strstr(members[1].why, "hung up"));
+    CHECK(answer_with(other, true, &fd) == PS_EIO
+          && strstr(members[1].why, "joining the other ranks: rank 1 reached the watch of rank 0, which hung up"));
     end_rank_1(fd);
     CHECK(answer_with(slower, true, &fd) == PS_EINVAL && strstr(members[1].why, "heartbeat is 1 s on rank 1 and 2 s"));
     end_rank_1(fd);

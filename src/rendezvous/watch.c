@@ -548,8 +548,8 @@ static int introduce(ps_watch *w, watch_peer *p, double until)
     if (done == 1 && (m.magic != MAGIC || m.kind != WATCH_WELCOME || m.nbytes >= sizeof host)) done = -1;
     if (done == 1) done = ps_net_transfer(p->fd, host, m.nbytes, false, until);
     if (done != 1)
-        return ps_fail(done ? PS_EIO : PS_ETIME, "rank %d reached the watch of rank 0, which %s", w->rank,
-                       done ? "hung up" : "does not answer");
+        return ps_fail(done ? PS_EIO : PS_ETIME, "joining the other ranks: rank %d reached the watch of "
+                       "rank 0, which %s; see the error of rank 0", w->rank, done ? "hung up" : "does not answer");
     snprintf(p->host, sizeof p->host, "%.*s", WATCH_HOST - 1, host);
     p->heard_at = ps_now();
     if (m.seconds != w->silence_s)
