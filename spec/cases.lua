@@ -383,11 +383,12 @@ for out_in = 0, 1 do
 end
 
 -- Packed weights are random blocks. Their fp16 scales are between 1/128 and 1/64, and so are their minima. Each entry
--- is { type, numbers in a block, bytes of a block, offsets of the scales' upper halves }. NF4 has an fp32 scale.
+-- is { type, numbers in a block, bytes of a block, offsets of the scales' upper halves }. NF4 has an fp32 scale. Type
+-- 257 is NF4 with double quantization, whose scales are an input.
 local PACKED = { { 2, 32, 18, { 1 } }, { 3, 32, 20, { 1, 3 } }, { 6, 32, 22, { 1 } }, { 7, 32, 24, { 1, 3 } },
   { 8, 32, 34, { 1 } }, { 10, 256, 84, { 81, 83 } }, { 11, 256, 110, { 109 } }, { 12, 256, 144, { 1, 3 } },
   { 13, 256, 176, { 1, 3 } }, { 14, 256, 210, { 209 } }, { 20, 32, 18, { 1 } }, { 23, 256, 136, { 1 } },
-  { 39, 32, 17, {} }, { 256, 64, 36, {} } }
+  { 39, 32, 17, {} }, { 256, 64, 36, {} }, { 257, 64, 33, {} } }
 local function packed_rows(kind, place)
   return function(ins)
     local shape = ins[place]:shape()
@@ -403,7 +404,7 @@ local function rounded_weights(number, back)
   local ps = require "ps"
   return function(ins, u)
     local x, bias = ins[1]:double(), ins[3]
-    local w = ps.ops.unpack(ins[2], number, 0):double()
+    local w = ps.ops.unpack(ins[2], ins[5], number, 0):double()
     local rows = x:numel() / x:size(-1)
     if u < 2 ^ -20 or rows <= 4 and not back then return {} end
     local squares = x:square():matmul(back and w:square() or w:square():t())
@@ -413,10 +414,12 @@ end
 for _, kind in ipairs(PACKED) do
   local number, block, nbytes = kind[1], kind[2], kind[3]
   local function w(rows, blocks) return I({ rows, blocks * nbytes }, 0, 255) end
-  local function set(list, attrs, more)
+  local function set(list, attrs)
     list.prepare, list.attrs, list.grads, list.wrt = packed_rows(kind, #list == 1 and 1 or 2), attrs, false, nil
     if #list > 1 then list.spread = rounded_weights(number, attrs[2] == 1) end
-    for key, value in pairs(more or {}) do list[key] = value end
+    local rows = list[#list > 1 and 2 or 1].shape
+    list.double_quant = number == 257
+    list[#list + 1] = number == 257 and F({ 257 + math.ceil(rows[1] * rows[2] / nbytes / 256) }, -1, 1, "fp32") or NONE
     return list
   end
   for code, dtype in ipairs { "fp32", "bf16", "fp16" } do
@@ -440,9 +443,9 @@ end
 case { "pack", { F { 3, 64 }, attrs = args(8) }, { F { 32 }, attrs = args(8) }, { F { 0, 32 }, attrs = args(8) },
        { F({ 2, 3, 96 }, -1e-3, 1e-3), attrs = args(8) }, { F { 700, 32 }, attrs = args(8), large = true },
        exact = true }
-case { "linear_packed", { F { 3, 64 }, I({ 4, 36 * 1 }, 0, 255), F { 4 }, F { 3, 4 }, attrs = args(256, 0, 0),
+case { "linear_packed", { F { 3, 64 }, I({ 4, 36 * 1 }, 0, 255), F { 4 }, F { 3, 4 }, NONE, attrs = args(256, 0, 0),
          prepare = packed_rows(PACKED[14], 2) },
-       { F { 3, 4 }, I({ 4, 36 * 1 }, 0, 255), NONE, NONE, attrs = args(256, 1, 0),
+       { F { 3, 4 }, I({ 4, 36 * 1 }, 0, 255), NONE, NONE, NONE, attrs = args(256, 1, 0),
          prepare = packed_rows(PACKED[14], 2) },
        layouts = false }
 
@@ -1137,9 +1140,12 @@ do
   large("matmul", { F { 131, 257 }, F { 257, 65 } }, { F { 3, 65, 130 }, F { 3, 130, 33 } },
     { F { 257, 300 }, F { 300, 1 } }, { F({ 1, 70001 }, 0, 1), F({ 70001, 1 }, 0, 1) },
     { F({ 2, 1, 70001 }, 0, 1), F({ 2, 70001, 1 }, 0, 1) })
-  large("linear_packed", { F { 131, 256 }, I({ 130, 8 * 34 }, 0, 255), F { 130 }, F { 131, 130 }, attrs = args(8, 0, 0),
+  large("linear_packed", { F { 131, 256 }, I({ 130, 8 * 34 }, 0, 255), F { 130 }, F { 131, 130 }, NONE,
+    attrs = args(8, 0, 0),
     prepare = packed_rows(PACKED[5], 2), spread = rounded_weights(8) })
-  large("linear_packed", { F { 1, 512 }, I({ 331, 2 * 144 }, 0, 255), NONE, NONE, attrs = args(12, 0, 0),
+  large("linear_packed", { F { 1, 512 }, I({ 331, 8 * 33 }, 0, 255), NONE, NONE, F({ 257 + 11 }, -1, 1, "fp32"),
+    double_quant = true, attrs = args(257, 0, 0), prepare = packed_rows(PACKED[15], 2) })
+  large("linear_packed", { F { 1, 512 }, I({ 331, 2 * 144 }, 0, 255), NONE, NONE, NONE, attrs = args(12, 0, 0),
     prepare = packed_rows(PACKED[8], 2) })
   large("linear", { F { 131, 257 }, F { 65, 257 }, F { 65 }, F { 131, 65 }, attrs = args(1) })
   large("softmax", { F(LARGE, -8, 8) })

@@ -52,7 +52,7 @@ def unpack(d):
     dtype = d.choice("fp32", "bf16", "fp16")
     code = {"fp32": 0, "bf16": 1, "fp16": 2}[dtype]
     types = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-    return Case("ps.ops.unpack(x[1], %d, %d)" % (number, code), lambda x, _: unpacked(x[0], kind).to(types[dtype]),
+    return Case("ps.ops.unpack(x[1], nil, %d, %d)" % (number, code), lambda x, _: unpacked(x[0], kind).to(types[dtype]),
                 [d.laid_out(raw, expand=False)], device=d.choice("cpu", "cpu", "ref"))
 
 
@@ -92,7 +92,7 @@ def linear_packed(d):
         w = unpacked(x[1], kind).to(x[0].dtype)
         y = F.linear(rounded(x[0]) if int8 and rows <= 4 and kind in INT8 else x[0], w.t() if back else w, x[2])
         return y if x[3] is None else y + x[3]
-    return Case("ps.ops.linear_packed(x[1], x[2], x[3], x[4], %d, %d, %d)" % (number, back, int8), run, inputs,
+    return Case("ps.ops.linear_packed(x[1], x[2], x[3], x[4], nil, %d, %d, %d)" % (number, back, int8), run, inputs,
                 device=d.choice("cpu", "cpu", "ref"))
 
 

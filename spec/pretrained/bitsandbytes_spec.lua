@@ -132,7 +132,18 @@ describe("a folder in NF4 of bitsandbytes", function()
     for _, name in ipairs(weights:names()) do
       local values, columns = weights:tensor(name, "cpu"), {}
       for i = 0, values:size(1) - 1, 32 do columns[#columns + 1] = values:narrow(1, i, 1) end
-      assert.equal(check.bytes(file:tensor(name .. ".values", "cpu")), check.bytes(ps.cat(columns, 1)), name)
+      local golden = check.bytes(file:tensor(name .. ".values", "cpu"))
+      assert.equal(golden, check.bytes(ps.cat(columns, 1)), name)
+      if name == "double.weight" then
+        local kind = packed.type "NF4_DOUBLE"
+        weights:keep_packed(name, kind)
+        local blocks, scales = weights:tensor(name, "cpu"), weights:tensor(name .. "_scales", "cpu")
+        local of_blocks, list = ps.ops.unpack(blocks, scales, kind.number, 0), {}
+        for i = 0, of_blocks:size(1) - 1, 32 do list[#list + 1] = of_blocks:narrow(1, i, 1) end
+        assert.equal(golden, check.bytes(ps.cat(list, 1)))
+        assert.equal(check.bytes(file:tensor(name .. ".nested_quant_map", "cpu")),
+          check.bytes(ps.tensor(require("ps.nn.double_quant").map())))
+      end
     end
     files:close()
   end)
@@ -151,7 +162,7 @@ describe("a folder in NF4 of bitsandbytes", function()
           local kind = packed.of(module)
           if kind then
             count = count + 1
-            assert.equal("NF4", kind.name)
+            assert.equal("NF4_DOUBLE", kind.name)
             assert.equal(check.bytes(want[name .. ".weight"]), check.bytes(parts.weight(module):contiguous()))
           end
           if name == layer then assert.truthy(kind) end
@@ -159,6 +170,69 @@ describe("a folder in NF4 of bitsandbytes", function()
         assert.equal(2, count)
       end
     end
+  end)
+
+  it("has 4.127 bits per weight if packed with double quantization", function()
+    local layer = ps.nn.Linear(1024, 2048, { bias = false, dtype = "bf16" })
+    local bf16 = layer.weight:nbytes()
+    ps.quantize(ps.nn.Sequential(layer), { double_quant = true })
+    local blocks = 1024 * 2048 / 64
+    assert.equal(1024 * 2048 / 2 + blocks, layer.weight:nbytes())
+    assert.equal(4 * (257 + blocks / 256), layer.weight_scales:nbytes())
+    assert.equal("0.258", ("%.3f"):format((layer.weight:nbytes() + layer.weight_scales:nbytes()) / bf16))
+  end)
+
+  it("keeps a table of embeddings packed with fp32 scales", function()
+    local table_of = "model.embed_tokens.weight"
+    write("m", "llama", true, function(tensors, states)
+      local made
+      made, states[table_of] = quantized(40, 64, true), select(3, quantized(40, 64, true))
+      for suffix, t in pairs(made) do tensors[table_of .. suffix] = t end
+    end)
+    local kept = load("m", { keep_quantized = true })
+    assert.equal("NF4", packed.of(kept.model.embed_tokens).name)
+    assert.equal("NF4_DOUBLE", packed.of(kept.model.layers[0].mlp.down_proj).name)
+    assert.truthy(far(logits(load "m"), logits(kept)) < 1e-5)
+  end)
+
+  it("has the gradients of the unpacked weights, for few rows and for many", function()
+    write("m", "llama", true)
+    local plain, kept = load "m", load("m", { keep_quantized = true })
+    for _, model in ipairs { plain, kept } do
+      ps.manual_seed(8)
+      ps.lora.wrap(model, { r = 2, alpha = 4, dropout = 0 })
+      for name, p in model:named_parameters() do
+        if name:find "lora_B" then ps.no_grad(function() p:fill_(0.02) end) end
+      end
+    end
+    for _, rows in ipairs { 3, 33 } do
+      local values, found = ps.randn({ rows, 64 }):tolist(), {}
+      for i, model in ipairs { plain, kept } do
+        local layer = model.model.layers[0].self_attn.q_proj
+        assert.equal(i == 2, packed.of(layer) == packed.type "NF4_DOUBLE")
+        local x = ps.tensor(values):requires_grad_()
+        local a = layer.lora_A.default.weight
+        layer(x):square():sum():backward()
+        found[i] = { x:grad():clone():keep(), a:grad():clone():keep() }
+      end
+      for i = 1, 2 do
+        assert.truthy(far(found[1][i], found[2][i]) < 1e-5 * found[1][i]:abs():max():item())
+      end
+    end
+    local losses = {}
+    for i, model in ipairs { plain, kept } do
+      local optimizer = ps.optim.AdamW(model, { lr = 1e-2 })
+      losses[i] = {}
+      for step = 1, 6 do
+        optimizer:zero_grad()
+        local loss = model({ input_ids = ids, labels = ids }).loss
+        losses[i][step] = loss:item()
+        loss:backward()
+        optimizer:step()
+      end
+      assert.truthy(losses[i][6] < losses[i][1])
+    end
+    for step = 1, 6 do assert.truthy(math.abs(losses[1][step] - losses[2][step]) < 1e-4 * losses[1][step]) end
   end)
 
   it("is read by parts, from files that do not have all tensors of a weight, and without config.json", function()
@@ -258,7 +332,12 @@ describe("a model with weights packed as NF4 is written", function()
   it("from a folder in NF4, also with an engine, with the same values", function()
     local want = write("m", "llama", true)
     load("m", { keep_quantized = true }):save_pretrained(at "single")
-    assert.is_nil(tensors_of "single"[MLP .. ".nested_absmax"])
+    local tensors = tensors_of "single"
+    for suffix, given in pairs((quantized(64, 320, true))) do
+      assert.equal(check.bytes(given), check.bytes(tensors[MLP .. suffix]), suffix)
+    end
+    assert.is_nil(tensors[MLP .. "_scales"])
+    assert.is_true(json.decode(check.read(at "single/config.json")).quantization_config.bnb_4bit_use_double_quant)
     local model = load("m", { keep_quantized = true })
     local engine = ps.initialize { model = model, config = { train_batch_size = 2,
       optimizer = { type = "adamw", params = { lr = 1e-3 } } } }
@@ -269,6 +348,39 @@ describe("a model with weights packed as NF4 is written", function()
       for key, values in pairs(want) do assert.equal(check.bytes(values), check.bytes(state[key]), name) end
     end
     assert.equal(check.bytes(logits(load "m")), check.bytes(logits(load "single")))
+  end)
+
+  it("from ps.quantize with double_quant, whose scales differ little from those of NF4", function()
+    local function made(double)
+      ps.manual_seed(6)
+      local model = require("models.llama").new(LLAMA):eval()
+      return ps.quantize(model, { double_quant = double, skip = { "q_proj" } })
+    end
+    local single, model = made(false), made(true)
+    local off, singles = 0, {}
+    for name, module in single:named_modules() do singles[name] = module end
+    for name, module in model:named_modules() do
+      if packed.of(module) then
+        local values = parts.weight(module)
+        local other = parts.weight(singles[name])
+        off = math.max(off, far(values, other) / other:abs():max():item())
+      end
+    end
+    assert.truthy(off > 0 and off < 0.02, off)
+    model:save_pretrained(at "double")
+    local back = load("double", { keep_quantized = true })
+    assert.equal(check.bytes(logits(model)), check.bytes(logits(back)))
+    assert.equal("NF4_DOUBLE", packed.of(back.model.layers[0].mlp.down_proj).name)
+    assert.equal(check.bytes(logits(load "double")), check.bytes(logits(load("double", { dtype = "fp32" }))))
+    local zeros = ps.nn.Linear(64, 4)
+    ps.no_grad(function() zeros.weight:zero_() end)
+    ps.quantize(ps.nn.Sequential(zeros), { double_quant = true })
+    assert.equal(0, parts.weight(zeros):abs():max():item())
+    check.fails(function() ps.quantize(made(nil), { type = "q8_0", double_quant = true }) end,
+      "double_quant is only for the type nf4, not q8_0")
+    local layer = model.model.layers[0].mlp.down_proj
+    check.fails(function() ps.ops.unpack(layer.weight, nil, 257, 0) end, "must be fp32 [259]")
+    check.fails(function() ps.ops.unpack(layer.weight, ps.zeros { 258 }, 257, 0) end, "must be fp32 [259]")
   end)
 
   it("but not with weights of other types, or as another file", function()

@@ -202,14 +202,24 @@ void ps_unpack_iq4_xs(const uint8_t *s, float *out)
 /* -- NF4 ----------------------------------------------------------------------------------------------------------- */
 /* A block has the absolute maximum in fp32 and 32 bytes. Value 2 k is in the high half of byte k, value 2 k + 1 in
  * its low half. */
+static void nf4_times(float most, const uint8_t *s, float *out)
+{
+    for (int k = 0; k < 32; k++) {
+        out[2 * k] = ps_nf4[s[k] >> 4] * most;
+        out[2 * k + 1] = ps_nf4[s[k] & 15] * most;
+    }
+}
+
 void ps_unpack_nf4(const uint8_t *s, float *out)
 {
     float most;
     memcpy(&most, s, 4);
-    for (int k = 0; k < 32; k++) {
-        out[2 * k] = ps_nf4[s[4 + k] >> 4] * most;
-        out[2 * k + 1] = ps_nf4[s[4 + k] & 15] * most;
-    }
+    nf4_times(most, s + 4, out);
+}
+
+void ps_unpack_nf4_double(const uint8_t *s, const float *scales, int64_t number, float *out)
+{
+    nf4_times(ps_blocks_double_scale(s, scales, number), s + 1, out);
 }
 
 /* -- the types ----------------------------------------------------------------------------------------------------- */
@@ -221,6 +231,7 @@ static const ps_blocks types[] = {
     { "Q5_K", PS_Q5_K, 256, 176, ps_unpack_q5_k }, { "Q6_K", PS_Q6_K, 256, 210, ps_unpack_q6_k },
     { "IQ4_NL", PS_IQ4_NL, 32, 18, ps_unpack_iq4_nl }, { "IQ4_XS", PS_IQ4_XS, 256, 136, ps_unpack_iq4_xs },
     { "MXFP4", PS_MXFP4, 32, 17, ps_unpack_mxfp4 }, { "NF4", PS_NF4, 64, 36, ps_unpack_nf4 },
+    { "NF4_DOUBLE", PS_NF4_DOUBLE, 64, 33, NULL },
 };
 
 const ps_blocks *ps_blocks_of(int64_t number)

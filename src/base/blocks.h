@@ -7,12 +7,12 @@
 
 enum { PS_BLOCKS_MOST = 256 };                           /* number of values in the largest block */
 enum { PS_Q4_0 = 2, PS_Q4_1 = 3, PS_Q5_0 = 6, PS_Q5_1 = 7, PS_Q8_0 = 8, PS_Q2_K = 10, PS_Q3_K = 11, PS_Q4_K = 12,
-       PS_Q5_K = 13, PS_Q6_K = 14, PS_IQ4_NL = 20, PS_IQ4_XS = 23, PS_MXFP4 = 39, PS_NF4 = 256 };
+       PS_Q5_K = 13, PS_Q6_K = 14, PS_IQ4_NL = 20, PS_IQ4_XS = 23, PS_MXFP4 = 39, PS_NF4 = 256, PS_NF4_DOUBLE = 257 };
 
 typedef struct ps_blocks {
     const char *name;
     int number, block, bytes;
-    void (*unpack)(const uint8_t *block, float *out);   /* unpacks the values of one block */
+    void (*unpack)(const uint8_t *block, float *out);   /* unpacks the values of one block; NULL for NF4_DOUBLE */
 } ps_blocks;
 /* Returns NULL if no block type has this id. */
 const ps_blocks *ps_blocks_of(int64_t number);
@@ -26,6 +26,16 @@ static inline int ps_blocks_int8(int type)
 {
     return type == PS_Q4_0 || type == PS_Q4_1 || type == PS_Q5_0 || type == PS_Q5_1 || type == PS_Q8_0 ||
            type == PS_Q4_K || type == PS_Q5_K || type == PS_Q6_K;
+}
+
+/* NF4 with double quantization: a block has an 8-bit code of its scale and 32 bytes of values. The blocks of a weight
+ * are numbered in row-major order. The weight's fp32 scales have PS_SCALES_HEAD numbers, the offset and the 256 values
+ * of the codes, and then an absolute maximum per PS_SCALES_GROUP blocks. */
+enum { PS_SCALES_HEAD = 257, PS_SCALES_GROUP = 256 };
+/* Returns the scale of block `number` of a weight, as bitsandbytes computes it: both operations round to fp32. */
+static inline float ps_blocks_double_scale(const uint8_t *block, const float *scales, int64_t number)
+{
+    return scales[1 + block[0]] * scales[PS_SCALES_HEAD + number / PS_SCALES_GROUP] + scales[0];
 }
 
 /* Packs 32 values into a block of Q8_0, as ggml's reference quantizer does. */
@@ -56,4 +66,5 @@ void ps_unpack_iq4_nl(const uint8_t *block, float *out);
 void ps_unpack_iq4_xs(const uint8_t *block, float *out);
 void ps_unpack_mxfp4(const uint8_t *block, float *out);
 void ps_unpack_nf4(const uint8_t *block, float *out);
+void ps_unpack_nf4_double(const uint8_t *block, const float *scales, int64_t number, float *out);
 #endif

@@ -24,6 +24,22 @@ static int row_numel(ps_infer *f, const ps_tensor *w, int type, int64_t *out)
     return 0;
 }
 
+/* Checks the scales of w, whose rows have `numel` values. */
+static int check_scales(ps_infer *f, const ps_tensor *w, int type, const ps_tensor *scales, int64_t numel)
+{
+    const ps_blocks *b = ps_blocks_of(type);
+    if (type != PS_NF4_DOUBLE) {
+        if (scales) return ps_rule_fail(f, "blocks of %s have scales of their own, so scales must be nil", b->name);
+        return 0;
+    }
+    int64_t nbytes = w->shape_[w->ndim - 1], blocks = nbytes ? w->numel_ / nbytes * (numel / b->block) : 0;
+    int64_t count = PS_SCALES_HEAD + (blocks + PS_SCALES_GROUP - 1) / PS_SCALES_GROUP;
+    if (!scales || scales->ndim != 1 || scales->dtype_ != PS_F32 || scales->shape_[0] != count)
+        return ps_rule_fail(f, "the scales of %lld blocks of %s must be fp32 [%lld]", (long long)blocks, b->name,
+                            (long long)count);
+    return 0;
+}
+
 int infer_unpack(ps_infer *f)
 {
     const ps_attrs_unpack *at = f->attrs;
@@ -32,6 +48,7 @@ int infer_unpack(ps_infer *f)
     if (at->dtype != PS_F32 && at->dtype != PS_BF16 && at->dtype != PS_F16)
         return ps_rule_fail(f, "packed values can be unpacked only to fp32, bf16 or fp16");
     PS_TRY(row_numel(f, w, at->type, &numel));
+    PS_TRY(check_scales(f, w, at->type, f->in[1], numel));
     f->out[0] = ps_meta_like(w);
     f->out[0].dtype = at->dtype;
     f->out[0].shape[w->ndim - 1] = numel;
@@ -63,6 +80,7 @@ int infer_linear_packed(ps_infer *f)
     PS_TRY(row_numel(f, w, at->type, &numel));
     if (x->ndim < 1 || w->ndim != 2 || !ps_dtype_is_float(x->dtype_))
         return ps_rule_fail(f, "x must be a float tensor [..., I], and w must have two dimensions");
+    PS_TRY(check_scales(f, w, at->type, f->in[4], numel));
     int64_t in = at->back ? w->shape_[0] : numel, out = at->back ? numel : w->shape_[0];
     if (x->shape_[x->ndim - 1] != in)
         return ps_rule_fail(f, "x has %lld features, but w needs %lld", (long long)x->shape_[x->ndim - 1],
@@ -82,11 +100,12 @@ int infer_linear_packed(ps_infer *f)
 int grad_linear_packed(ps_grad *g)
 {
     const ps_attrs_linear_packed *at = g->attrs;
-    ps_tensor *w, *dy = g->dout[0], *all[PS_MAX_OUT] = { NULL };
+    ps_tensor *w, *scales, *dy = g->dout[0], *all[PS_MAX_OUT] = { NULL };
     if (ps_grad_wants(g, 0)) {
         ps_attrs_linear_packed attrs = { .type = at->type, .back = !at->back };
         PS_TRY(ps_grad_in(g, 1, &w));
-        PS_TRY(ps_run(g, PS_OP_linear_packed, &attrs, all, 4, dy, w, (ps_tensor *)NULL, (ps_tensor *)NULL));
+        PS_TRY(ps_grad_in(g, 4, &scales));
+        PS_TRY(ps_run(g, PS_OP_linear_packed, &attrs, all, 5, dy, w, (ps_tensor *)NULL, (ps_tensor *)NULL, scales));
         ps_grad_give(g, 0, all[0]);
     }
     if (!at->back) PS_TRY(ps_give_weights(g, 1, 2, true, NULL, dy));

@@ -13,16 +13,17 @@ local packed = {}
 
 ---@class ps.nn.PackedType
 ---@field name string
----@field number integer value of the ops' attribute `type`: ggml's type number, or 256 for NF4
+---@field number integer value of the ops' attribute `type`: ggml's type number, 256 for NF4, 257 for NF4_DOUBLE
 ---@field block integer number of values in a block
 ---@field nbytes integer bytes of a block
+---@field scales? boolean whether a weight's scales are in a buffer of their own (NF4_DOUBLE)
 
 local BY_NAME, BY_NUMBER = {}, {}
 for _, row in ipairs { { "Q4_0", 2, 32, 18 }, { "Q4_1", 3, 32, 20 }, { "Q5_0", 6, 32, 22 }, { "Q5_1", 7, 32, 24 },
   { "Q8_0", 8, 32, 34 }, { "Q2_K", 10, 256, 84 }, { "Q3_K", 11, 256, 110 }, { "Q4_K", 12, 256, 144 },
   { "Q5_K", 13, 256, 176 }, { "Q6_K", 14, 256, 210 }, { "IQ4_NL", 20, 32, 18 }, { "IQ4_XS", 23, 256, 136 },
-  { "MXFP4", 39, 32, 17 }, { "NF4", 256, 64, 36 } } do
-  local one = { name = row[1], number = row[2], block = row[3], nbytes = row[4] }
+  { "MXFP4", 39, 32, 17 }, { "NF4", 256, 64, 36 }, { "NF4_DOUBLE", 257, 64, 33, true } } do
+  local one = { name = row[1], number = row[2], block = row[3], nbytes = row[4], scales = row[5] }
   BY_NAME[one.name], BY_NUMBER[one.number] = one, one
 end
 
@@ -58,13 +59,15 @@ end
 local function linear_forward(self, x, residual)
   local state = rawget(self, "packed_")
   local int8 = state.int8 and not scope.grad_enabled()
-  return native.ops.linear_packed(x, state.owner.weight, self.bias, residual, state.type.number, 0, int8 and 1 or 0)
+  local owner = state.owner
+  return native.ops.linear_packed(x, owner.weight, self.bias, residual, owner.weight_scales, state.type.number, 0,
+    int8 and 1 or 0)
 end
 
 local function table_forward(self, index)
   local state, weight = rawget(self, "packed_"), self.weight
   local rows = native.ops.embedding(weight, index, -1)
-  return native.ops.unpack(rows, state.type.number, native.dtype_code(state.dtype))
+  return native.ops.unpack(rows, nil, state.type.number, native.dtype_code(state.dtype))
 end
 
 local function head_loss(self, x, targets, options)
@@ -75,7 +78,8 @@ end
 -- Returns the unpacked weight, in the layout of the layer's class.
 local function weight_now(self)
   local state = rawget(self, "packed_")
-  local weight = native.ops.unpack(state.owner.weight, state.type.number, native.dtype_code(state.dtype))
+  local owner = state.owner
+  local weight = native.ops.unpack(owner.weight, owner.weight_scales, state.type.number, native.dtype_code(state.dtype))
   return self.class_name == "Conv1D" and weight:transpose(0, 1) or weight
 end
 
@@ -107,15 +111,26 @@ function packed.shape(layer, kind)
   return { rows, width / kind.block * kind.nbytes }
 end
 
+-- Numbers in a weight's scales before the absolute maxima, and blocks per absolute maximum (base/blocks.h).
+local HEAD, GROUP = 257, 256
+packed.SCALES_HEAD, packed.SCALES_GROUP = HEAD, GROUP
+
+--- Returns the length of the scales of a weight in NF4_DOUBLE.
+---@param numel integer number of values of the weight
+---@return integer
+function packed.scales_numel(numel) return HEAD + math.ceil(numel / BY_NAME.NF4_DOUBLE.block / GROUP) end
+
 --- Replaces a layer's weight by a packed one.
 ---@param model ps.nn.Module the model, in which a head may be tied to the layer
 ---@param layer ps.nn.Module
 ---@param kind ps.nn.PackedType
 ---@param weight ps.Tensor uint8, of packed.shape
-function packed.set(model, layer, kind, weight)
+---@param scales? ps.Tensor fp32 [packed.scales_numel], if the type has them
+function packed.set(model, layer, kind, weight, scales)
   local dtype = layer.weight:dtype()
   layer.weight = nil
   layer:buffer("weight", weight)
+  if scales then layer:buffer("weight_scales", scales, { keep_dtype = true }) end
   attach(layer, layer, kind, dtype)
   local head = rawget(model, "tied_head")
   if head and rawget(head, "tied") == layer then attach(head, layer, kind, dtype) end

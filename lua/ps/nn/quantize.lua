@@ -4,6 +4,7 @@ local array = require "ps.core.array"
 local caller = require "ps.core.caller"
 local collector = require "ps.core.collector"
 local create = require "ps.tensor.create"
+local double_quant = require "ps.nn.double_quant"
 local native = require "ps.core.ffi"
 local nn_module = require "ps.nn.module"
 local packed = require "ps.nn.packed"
@@ -18,25 +19,50 @@ local LARGE = 2 ^ 22                                       -- bytes; see free
 
 local floats, bytes = array "float", array "uint8_t"
 
--- Returns a new tensor with the packed rows of a layer's weight.
+-- Copies n blocks of NF4 to blocks of NF4_DOUBLE whose codes are missing, and their scales to `scales`.
+local function split(from, to, scales, n)
+  local one, other = packed.type "NF4", packed.type "NF4_DOUBLE"
+  for i = 0, n - 1 do
+    local block = from + i * one.nbytes
+    scales[i] = native.ffi.cast("const float *", block)[0]
+    native.ffi.copy(to + i * other.nbytes + 1, block + 4, one.block / 2)
+  end
+end
+
+-- Quantizes the scales of a weight's blocks, writes their codes into the blocks, and returns the other scales.
+local function quantize_scales(made, values, n)
+  local codes, scales = double_quant.quantize(values, n)
+  local of_blocks = create.empty({ n, 1 }, { dtype = "uint8", device = "cpu" })
+  check(C.ps_tensor_write(of_blocks, codes, n))
+  made:reshape(n, -1):narrow(1, 0, 1):copy_(of_blocks)
+  local numel = packed.scales_numel(n * packed.type("NF4").block)
+  local kept = create.empty({ numel }, { dtype = "fp32", device = "cpu" })
+  check(C.ps_tensor_write(kept, scales, 4 * numel))
+  return kept
+end
+
+-- Returns a new tensor with the packed rows of a layer's weight, and the weight's scales if the type has them.
 local function pack(name, layer, kind, shape)
   local weight = layer.weight:detach()
   if layer.class_name == "Conv1D" then weight = weight:transpose(0, 1) end
   local rows, width = weight:size(0), weight:size(1)
   local made = create.empty(shape, { dtype = "uint8", device = layer.weight:device() })
   local step = math.max(1, math.floor(VALUES / width))
-  local values, blocks = floats(step * width), bytes(step * shape[2])
+  local per_row, plain = width / kind.block, kind.scales and packed.type "NF4" or kind
+  local values, blocks = floats(step * width), bytes(step * per_row * plain.nbytes)
+  local of_blocks, joined = kind.scales and floats(rows * per_row), kind.scales and bytes(step * shape[2])
   for first = 0, rows - 1, step do
     scope.scope(function()
       local n = math.min(step, rows - first)
       local part = weight:narrow(0, first, n):to("fp32"):contiguous()
       check(C.ps_tensor_read(part, values, part:nbytes()))
-      local ok, why = pcall(check, C.ps_pack(kind.number, values, n * width, blocks))
+      local ok, why = pcall(check, C.ps_pack(plain.number, values, n * width, blocks))
       if not ok then error(("quantize: %s.weight: %s"):format(name, tostring(why)), 0) end
-      check(C.ps_tensor_write(made:narrow(0, first, n), blocks, n * shape[2]))
+      if of_blocks then split(blocks, joined, of_blocks + first * per_row, n * per_row) end
+      check(C.ps_tensor_write(made:narrow(0, first, n), joined or blocks, n * shape[2]))
     end)
   end
-  return made
+  return made, of_blocks and quantize_scales(made, of_blocks, rows * per_row)
 end
 
 -- Frees a weight that was packed. Without a collection, the unpacked weights of all layers would stay in memory, and
@@ -50,20 +76,39 @@ local function ends_with(name, list)
   return false
 end
 
-local OPTIONS = { type = "string", skip = "table", int8_activations = "boolean" }
+local OPTIONS = { type = "string", skip = "table", int8_activations = "boolean", double_quant = "boolean" }
+
+-- Returns the name of the packed type for the options type and double_quant.
+local function type_of(asked, double)
+  local wanted = caller.one_of(asked or "nf4", TYPES, "quantize: type")
+  if not double then return wanted end
+  if wanted ~= "NF4" then
+    error(("quantize: double_quant is only for the type nf4, not %s; remove the option"):format(asked))
+  end
+  return "NF4_DOUBLE"
+end
+
+local function check_device(name, layer, kind)
+  local device = layer.weight:device()
+  if kind.scales and device:find "^cuda" then
+    error(("quantize: double_quant: %s.weight is on device %s, but double quantization is not supported on cuda; "
+      .. "remove the option"):format(name, device))
+  end
+end
 
 --- Packs the weights of a model's linear layers into blocks of 4 to 8 bits per weight, and freezes them. The head and
 --- the embeddings keep their type. Adapters (ps.lora.wrap) train over packed weights.
 ---@param model ps.nn.Module the model, which must have no adapters and no engine yet
----@param options? {type?: string, skip?: string[], int8_activations?: boolean} type: "nf4" (default), "q8_0", "q4_0",
----  "q4_1", "q5_0", "q5_1", "q4_k" or "q6_k"; skip: names, or last components of names, of layers that are not packed;
----  int8_activations: round activations to 8 bits in generation, which is faster; not for "nf4"
+---@param options? {type?: string, skip?: string[], int8_activations?: boolean, double_quant?: boolean} type: "nf4"
+---  (default), "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "q4_k" or "q6_k"; skip: names, or last components of names, of
+---  layers that are not packed; int8_activations: round activations to 8 bits in generation, which is faster; not for
+---  "nf4"; double_quant: for "nf4", store the scales in 8 bits (bnb_4bit_use_double_quant); only on the cpu
 ---@return ps.nn.Module model
 ---@return {name: string, type: string}[] layers the packed layers
 return function(model, options)
   if not nn_module.is_module(model) then error(("quantize takes a module, not a %s"):format(type(model))) end
   options = caller.options(options, "quantize", OPTIONS)
-  local wanted, list = caller.one_of(options.type or "nf4", TYPES, "quantize: type"), {}
+  local wanted, list = type_of(options.type, options.double_quant), {}
   scope.no_grad(function()
     for name, module in model:named_modules() do
       if module.class_name ~= "Embedding" and module.class_name ~= "LMHead" and packed.can(module)
@@ -76,6 +121,7 @@ return function(model, options)
         end
         if shape then
           local nbytes = module.weight:nbytes()
+          check_device(name, module, kind)
           packed.set(model, module, kind, pack(name, module, kind, shape))
           free(nbytes)
           list[#list + 1] = { name = name, type = kind.name }

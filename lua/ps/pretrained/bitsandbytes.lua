@@ -25,7 +25,9 @@ local C, check = native.C, native.check
 local bitsandbytes = {}
 
 local NF4 = nn_packed.type "NF4"                           -- a block: the scale in fp32, and the bytes of 64 codes
-local BLOCK, GROUP = NF4.block, 256
+local NF4_DOUBLE = nn_packed.type "NF4_DOUBLE"             -- a block: the code of the scale, and the bytes of 64 codes
+local BLOCK, GROUP, HEAD = NF4.block, nn_packed.SCALES_GROUP, nn_packed.SCALES_HEAD
+local SCALES = "_scales"                                   -- end of the name of a packed weight's scales
 local VALUES = 2 ^ 20                                      -- values that are read at a time
 local STATE = ".quant_state.bitsandbytes__"
 local STATE_NAME = "^(.*)" .. STATE:gsub("%.", "%%.") .. "(%w+)$"        -- the name of a weight, and its type
@@ -40,7 +42,7 @@ function bitsandbytes.map()
   local bytes = { 0, 0, 0x80, 0x3f }                       -- the scale, 1 in fp32
   for i = 0, BLOCK - 1, 2 do bytes[#bytes + 1] = i % CODES * CODES + (i + 1) % CODES end
   local block = create.tensor({ bytes }, { dtype = "uint8", device = "cpu" })
-  return native.ops.unpack(block, NF4.number, native.dtype_code "fp32"):reshape(-1):narrow(0, 0, CODES)
+  return native.ops.unpack(block, nil, NF4.number, native.dtype_code "fp32"):reshape(-1):narrow(0, 0, CODES)
 end
 
 -- -- config.json ----------------------------------------------------------------------------------------------------
@@ -109,12 +111,13 @@ end
 ---@field sides table<string, table> the open file of each further tensor, by the end of its name
 ---@field offset? number nested_offset, if the scales are quantized
 ---@field transposed boolean whether the model's weight is [columns, rows]
----@field packed? boolean whether reads return blocks
+---@field packed? ps.nn.PackedType type of the blocks that reads return
 
 ---@class ps.pretrained.Nf4Weights the quantized weights of open files, with the methods of one file
 ---@field path string for messages
 ---@field private weights table<string, ps.pretrained.Nf4Weight>
 ---@field private hidden table<string, boolean> names of all tensors in the files that belong to a quantized weight
+---@field private scales table<string, string> names of the scales of packed weights -> the weights' names
 local Weights = {}
 Weights.__index = Weights
 
@@ -234,7 +237,7 @@ function bitsandbytes.find(path, list)
       if weight then found[#found + 1] = { weight, kind } end
     end
   end
-  local self = setmetatable({ path = path, weights = {}, hidden = {} }, Weights)
+  local self = setmetatable({ path = path, weights = {}, hidden = {}, scales = {} }, Weights)
   table.sort(found, function(a, b) return a[1] < b[1] end)
   for _, one in ipairs(found) do add(self, files, one[1], one[2]) end
   for name in pairs(files) do
@@ -271,10 +274,12 @@ end
 ---@return boolean
 function Weights:hides(name) return self.hidden[name] or false end
 
---- Returns the names of the quantized weights, sorted.
+--- Returns the names of the quantized weights, and of the scales of weights that stay packed as NF4_DOUBLE, sorted.
 ---@return string[]
 function Weights:names()
-  return caller.sorted_names(self.weights)
+  local all = copied(self.weights)
+  for name in pairs(self.scales) do all[name] = true end
+  return caller.sorted_names(all)
 end
 
 local function weight_of(self, name)
@@ -285,34 +290,60 @@ end
 
 ---@param name string
 ---@return boolean
-function Weights:has(name) return self.weights[name] ~= nil end
+function Weights:has(name) return self.weights[name] ~= nil or self.scales[name] ~= nil end
 
---- Makes later reads of a weight return blocks, as uint8 [rows, bytes of a row].
+--- Makes later reads of a weight return blocks, as uint8 [rows, bytes of a row]. A weight in NF4_DOUBLE then also has
+--- scales, fp32 (base/blocks.h), under the weight's name with the suffix _scales.
 ---@param name string
-function Weights:keep_packed(name) weight_of(self, name).packed = true end
+---@param kind ps.nn.PackedType NF4, or NF4_DOUBLE for a weight with double quantization
+function Weights:keep_packed(name, kind)
+  weight_of(self, name).packed = kind
+  if kind.scales then self.scales[name .. SCALES] = name end
+end
 
 --- Returns the shape of the model's weight, or of its blocks.
 ---@param name string
 ---@return integer[]
 function Weights:shape(name)
+  if self.scales[name] then
+    local weight = self.weights[self.scales[name]]
+    return { nn_packed.scales_numel(weight.rows * weight.columns) }
+  end
   local weight = weight_of(self, name)
-  if weight.packed then return { weight.rows, weight.columns / BLOCK * NF4.nbytes } end
+  if weight.packed then return { weight.rows, weight.columns / BLOCK * weight.packed.nbytes } end
   if weight.transposed then return { weight.columns, weight.rows } end
   return { weight.rows, weight.columns }
 end
 
 ---@param name string
 ---@return string
-function Weights:dtype(name) return weight_of(self, name).packed and "uint8" or "fp32" end
+function Weights:dtype(name)
+  return not self.scales[name] and weight_of(self, name).packed and "uint8" or "fp32"
+end
 
 --- Returns the type of a weight in the files.
 ---@param name string
 ---@return string
-function Weights:type(name) return weight_of(self, name) and NF4.name end
+function Weights:type(name) return (weight_of(self, name).offset and NF4_DOUBLE or NF4).name end
 
 --- Raises an error if there is no weight of this name.
 ---@param name string
-function Weights:check(name) weight_of(self, name) end
+function Weights:check(name) weight_of(self, self.scales[name] or name) end
+
+-- Reads the codes of the scales of n blocks from `first` on into uint8 [n].
+local function read_codes(name, weight, codes, first)
+  weight.sides.absmax:read_part(name .. ".absmax", codes, { first })
+end
+
+-- Returns the scales of a weight that stays packed as NF4_DOUBLE.
+local function scales_of(name, weight)
+  local numel = nn_packed.scales_numel(weight.rows * weight.columns)
+  local made, sides = create.empty({ numel }, { dtype = "fp32", device = "cpu" }), weight.sides
+  made:narrow(0, 0, 1):fill_(weight.offset)
+  sides.nested_quant_map:read_part(name .. ".nested_quant_map", made:narrow(0, 1, HEAD - 1), { 0 })
+  sides.nested_absmax:read_part(name .. ".nested_absmax", made:narrow(0, HEAD, numel - HEAD), { 0 })
+  return made
+end
 
 -- Returns the scales of n blocks from `first` on, fp32 [n]. `map` has the values of nested_quant_map.
 local function scales(name, weight, map, first, n)
@@ -326,7 +357,7 @@ local function scales(name, weight, map, first, n)
   local groups = math.ceil((first + n) / GROUP) - group
   local total = weight.rows * weight.columns / BLOCK
   local codes = create.zeros({ groups * GROUP }, { dtype = "uint8", device = "cpu" })
-  file:read_part(full, codes:narrow(0, 0, math.min(total - group * GROUP, groups * GROUP)), { group * GROUP })
+  read_codes(name, weight, codes:narrow(0, 0, math.min(total - group * GROUP, groups * GROUP)), group * GROUP)
   local of_groups = create.empty({ groups }, { dtype = "fp32", device = "cpu" })
   weight.sides.nested_absmax:read_part(name .. ".nested_absmax", of_groups, { group })
   local values = native.ops.embedding(map:reshape(256, 1), codes:to "int32", -1):reshape(groups, GROUP)
@@ -342,16 +373,23 @@ local function bytes_of(values)
   return made
 end
 
--- Returns n rows of a weight as blocks, uint8 [n, bytes of a row]. `map` has the values of nested_quant_map.
-local function blocks_of(name, weight, map, first, n)
+-- Returns n rows of a weight as blocks of a type, uint8 [n, bytes of a row]. `map` has the values of nested_quant_map.
+local function blocks_of(name, weight, kind, map, first, n)
   local per_row = weight.columns / BLOCK
   local count, half = n * per_row, BLOCK / 2
   local codes = create.empty({ count * half, 1 }, { dtype = "uint8", device = "cpu" })
   weight.file:read_part(name, codes, { first * per_row * half, 0 })
-  local made = create.empty({ count, NF4.nbytes }, { dtype = "uint8", device = "cpu" })
-  made:narrow(1, 0, 4):copy_(bytes_of(scales(name, weight, map, first * per_row, count)))
-  made:narrow(1, 4, half):copy_(codes:reshape(count, half))
-  return made:reshape(n, per_row * NF4.nbytes)
+  local made = create.empty({ count, kind.nbytes }, { dtype = "uint8", device = "cpu" })
+  local before = kind.nbytes - half
+  if kind == NF4_DOUBLE then
+    local of_scales = create.empty({ count }, { dtype = "uint8", device = "cpu" })
+    read_codes(name, weight, of_scales, first * per_row)
+    made:narrow(1, 0, before):copy_(of_scales:reshape(count, 1))
+  else
+    made:narrow(1, 0, before):copy_(bytes_of(scales(name, weight, map, first * per_row, count)))
+  end
+  made:narrow(1, before, half):copy_(codes:reshape(count, half))
+  return made:reshape(n, per_row * kind.nbytes)
 end
 
 --- Reads a rectangle of a weight into a tensor of its shape, and converts the values to its dtype. Only the rows of the
@@ -360,8 +398,15 @@ end
 ---@param tensor ps.Tensor
 ---@param offset integer[] offset of the rectangle
 function Weights:read_part(name, tensor, offset)
-  local weight, whole, shape = weight_of(self, name), self:shape(name), tensor:shape()
+  local of, whole, shape = self.scales[name], self:shape(name), tensor:shape()
   pieces.check_part(self.path, name, whole, shape, offset)
+  if of then
+    scope.scope(scope.no_grad, function()
+      tensor:detach():copy_(scales_of(of, self.weights[of]):narrow(0, offset[1], shape[1]):to(tensor:device()))
+    end)
+    return
+  end
+  local weight = weight_of(self, name)
   if weight.packed and not rectangles.same(whole, shape) then
     error(("%s: weight '%s' is packed, and only all of it can be read"):format(self.path, name))
   end
@@ -371,9 +416,9 @@ function Weights:read_part(name, tensor, offset)
   local step = math.max(1, math.floor(VALUES / weight.columns))
   local function copy_rows(map, first)
     local n = math.min(step, rows - first)
-    local part = blocks_of(name, weight, map, at[1] + first, n)
+    local part = blocks_of(name, weight, weight.packed or NF4, map, at[1] + first, n)
     if not weight.packed then
-      part = native.ops.unpack(part, NF4.number, native.dtype_code "fp32"):narrow(1, at[2], columns)
+      part = native.ops.unpack(part, nil, NF4.number, native.dtype_code "fp32"):narrow(1, at[2], columns)
     end
     into:narrow(0, first, n):copy_(part:to(tensor:device()))
   end

@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Writes models whose layers are packed as NF4 in the layout of bitsandbytes (ps/pretrained/bitsandbytes.lua), without
--- double quantization. The layers that are not packed are listed in llm_int8_skip_modules: transformers expects every
--- other linear layer in NF4.
+-- Writes models whose layers are packed as NF4 in the layout of bitsandbytes (ps/pretrained/bitsandbytes.lua), with
+-- double quantization for layers that are packed as NF4_DOUBLE. The layers that are not packed are listed in
+-- llm_int8_skip_modules: transformers expects every other linear layer in NF4.
 local bitsandbytes = require "ps.pretrained.bitsandbytes"
 local caller = require "ps.core.caller"
 local copied = require "ps.core.copied"
@@ -14,17 +14,20 @@ local error = caller.error
 
 local saving = {}
 
-local NF4 = packed.type "NF4"
-local SCALE = 4                                            -- bytes of a block's scale, which precedes its codes
+local NF4, NF4_DOUBLE = packed.type "NF4", packed.type "NF4_DOUBLE"
+local CODES = NF4.block / 2                                -- bytes of a block's codes, which follow its scale
+local HEAD = packed.SCALES_HEAD
 
 ---@class ps.pretrained.Nf4Layer
 ---@field shape integer[] shape of the unpacked weight
 ---@field rows integer
 ---@field columns integer
 ---@field dtype string dtype of the unpacked weight
+---@field kind ps.nn.PackedType
 
 ---@class ps.pretrained.Nf4Saving
 ---@field layers table<string, ps.pretrained.Nf4Layer> by the name of the weight
+---@field scales table<string, string> names of the scales of weights in NF4_DOUBLE -> the weights' names
 ---@field skipped string[] names of layers whose weights are not packed
 local Saving = {}
 Saving.__index = Saving
@@ -32,18 +35,23 @@ Saving.__index = Saving
 --- Returns whether a layer's weight is packed as NF4, in a layer that bitsandbytes supports.
 ---@param layer ps.nn.Module
 ---@return boolean
-function saving.can(layer) return packed.of(layer) == NF4 and layer.class_name ~= "Embedding" end
+function saving.can(layer)
+  local kind = packed.of(layer)
+  return (kind == NF4 or kind == NF4_DOUBLE) and layer.class_name ~= "Embedding"
+end
 
 --- Returns the layers of a model that are packed as NF4, or nil if there are none.
 ---@param model ps.pretrained.Model
 ---@return ps.pretrained.Nf4Saving?
 function saving.of(model)
-  local self = setmetatable({ layers = {} }, Saving)
+  local self = setmetatable({ layers = {}, scales = {} }, Saving)
   local skipped = {}
   for name, module in model:named_modules() do
     if saving.can(module) then
-      local rows, columns = module.outputs, module.inputs
-      self.layers[(name == "" and "" or name .. ".") .. "weight"] = { rows = rows, columns = columns,
+      local rows, columns, kind = module.outputs, module.inputs, packed.of(module)
+      local own = (name == "" and "" or name .. ".") .. "weight"
+      if kind.scales then self.scales[own .. "_scales"] = own end
+      self.layers[own] = { rows = rows, columns = columns, kind = kind,
         shape = module.class_name == "Conv1D" and { columns, rows } or { rows, columns },
         dtype = rawget(module, "packed_").dtype }
     elseif packed.CLASSES[module.class_name] then
@@ -65,44 +73,64 @@ end
 function Saving:config(config, dtype)
   local fields = copied(config)
   fields.quantization_config = { quant_method = "bitsandbytes", load_in_4bit = true, load_in_8bit = false,
-    bnb_4bit_quant_type = "nf4", bnb_4bit_use_double_quant = false, bnb_4bit_quant_storage = "uint8",
+    bnb_4bit_quant_type = "nf4", bnb_4bit_use_double_quant = next(self.scales) ~= nil, bnb_4bit_quant_storage = "uint8",
     bnb_4bit_compute_dtype = dtype, llm_int8_skip_modules = self.skipped }
   return fields
 end
 
 -- Returns the tensors of a packed weight, each as {end of its name, dtype, shape, function that makes its bytes}.
-local function tensors_of(layer, weight)
-  local numel = layer.rows * layer.columns
+-- scales: of a weight in NF4_DOUBLE.
+local function tensors_of(layer, weight, scales)
+  local numel, nbytes = layer.rows * layer.columns, layer.kind.nbytes
+  local before = nbytes - CODES
   local function bytes_of_blocks(first, n)
     return function()
-      return weight:detach():reshape(-1, NF4.nbytes):narrow(1, first, n):contiguous():to("cpu")
+      return weight:detach():reshape(-1, nbytes):narrow(1, first, n):contiguous():to("cpu")
     end
   end
-  local text = encode { quant_type = "nf4", blocksize = NF4.block, shape = { layer.rows, layer.columns },
+  local function part_of_scales(first, n)
+    return function() return scales:detach():narrow(0, first, n):contiguous():to("cpu") end
+  end
+  local state = { quant_type = "nf4", blocksize = NF4.block, shape = { layer.rows, layer.columns },
     dtype = save.dtype_of { layer } }
-  return {
-    { "", "uint8", { numel / 2, 1 }, bytes_of_blocks(SCALE, NF4.nbytes - SCALE) },
-    { ".absmax", "fp32", { numel / NF4.block }, bytes_of_blocks(0, SCALE) },
+  if scales then
+    state.nested_blocksize, state.nested_dtype = packed.SCALES_GROUP, "float32"
+    state.nested_offset = scales:detach():narrow(0, 0, 1):item()
+  end
+  local text = encode(state)
+  local list = {
+    { "", "uint8", { numel / 2, 1 }, bytes_of_blocks(before, CODES) },
+    { ".absmax", scales and "uint8" or "fp32", { numel / NF4.block }, bytes_of_blocks(0, before) },
     { ".quant_map", "fp32", { bitsandbytes.CODES }, bitsandbytes.map },
     { bitsandbytes.STATE .. "nf4", "uint8", { #text }, function()
       return create.tensor({ text:byte(1, -1) }, { dtype = "uint8", device = "cpu" })
     end } }
+  if scales then
+    local groups = scales:numel() - HEAD
+    list[#list + 1] = { ".nested_absmax", "fp32", { groups }, part_of_scales(HEAD, groups) }
+    list[#list + 1] = { ".nested_quant_map", "fp32", { HEAD - 1 }, part_of_scales(1, HEAD - 1) }
+  end
+  return list
 end
 
 --- Replaces the entries of packed weights by those of bitsandbytes' tensors (see save.run).
 ---@param entries table[]
 ---@return table[]
 function Saving:entries(entries)
-  local list = {}
+  local list, scales = {}, {}
+  for _, entry in ipairs(entries) do
+    local weight = self.scales[entry.name]
+    if weight then scales[weight] = entry.tensor end
+  end
   for _, entry in ipairs(entries) do
     local layer = self.layers[entry.name]
     if not layer then
-      list[#list + 1] = entry
+      if not self.scales[entry.name] then list[#list + 1] = entry end    -- scales are written with their weight
     elseif entry.parts or entry.owner > 0 then
       error(("save_pretrained: %s is packed (NF4) on another rank; packed weights can be written only if rank 0 has "
         .. "all of them, without pipelines and tensor parallelism"):format(entry.name))
     else
-      for _, one in ipairs(tensors_of(layer, entry.tensor)) do
+      for _, one in ipairs(tensors_of(layer, entry.tensor, scales[entry.name])) do
         list[#list + 1] = { name = entry.name .. one[1], dtype = one[2], shape = one[3], tensor = one[4], owner = 0,
           numel = rectangles.numel(one[3]), side = true }
       end

@@ -91,11 +91,12 @@ end
 --- From now on, reads a quantized tensor in packed form (ps/io/gguf.lua, ps/pretrained/bitsandbytes.lua).
 ---@param name string
 ---@param state table a state of these files, which contains a tensor with this name
-function Files:keep_packed(name, state)
+---@param kind ps.nn.PackedType the type of the packed form
+function Files:keep_packed(name, state, kind)
   local _, raw = state:origin(name)
   self.packed = self.packed or {}
-  self.packed[raw] = true
-  state:keep_packed(name)
+  self.packed[raw] = kind
+  state:keep_packed(name, kind)
 end
 
 --- Closes the files.
@@ -115,7 +116,7 @@ end
 local function state_again(self)
   if not self.closed then return self:state() end
   local files = files_of.open(self.paths, self.mmap)
-  for name in pairs(files.quantized and self.packed or {}) do files.quantized:keep_packed(name) end
+  for name, kind in pairs(files.quantized and self.packed or {}) do files.quantized:keep_packed(name, kind) end
   return files:state()
 end
 
@@ -176,6 +177,11 @@ function Files:state(own_name)
     local file, raw = home[name][1], home[name][2]
     return (file == self.quantized or gguf.is(file.path)) and file:type(raw) or nil
   end
+  --- Makes later reads of a quantized tensor return its blocks. Only weights of bitsandbytes have a choice of types.
+  function state.keep_packed(_, name, kind)
+    local file, raw = home[name][1], home[name][2]
+    if file == self.quantized then file:keep_packed(raw, kind) else file:keep_packed(raw) end
+  end
   --- Returns whether two tensors have the same dtype, shape and bytes. At most one piece of each tensor is in memory at
   --- a time.
   function state.same(_, a, b)
@@ -197,7 +203,7 @@ function Files:state(own_name)
     end)
     return equal
   end
-  for _, method in ipairs { "shape", "dtype", "keep_packed", "check", "read_into", "read_part", "tensor" } do
+  for _, method in ipairs { "shape", "dtype", "check", "read_into", "read_part", "tensor" } do
     state[method] = function(_, name, ...)
       local file = home[name][1]
       return file[method](file, home[name][2], ...)

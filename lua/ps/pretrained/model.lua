@@ -45,9 +45,11 @@ Model.split_inputs = { input_ids = "rows", attention_mask = "rows", labels = "ro
 -- Returns the names and shapes of all saved tensors: "h.0.attn.c_attn.weight" -> "96, 288". The shape is that of the
 -- whole tensor if several ranks share it, and that of the unpacked weight for the layers in `nf4`.
 local function layout_of(self, nf4)
-  local layout, layers = {}, nf4 and nf4.layers or {}
+  local layout, layers, scales = {}, nf4 and nf4.layers or {}, nf4 and nf4.scales or {}
   for name, tensor in pairs(self:state_dict { tied = false }) do
-    layout[name] = table.concat(layers[name] and layers[name].shape or sharded.shape(tensor), ", ")
+    if not scales[name] then
+      layout[name] = table.concat(layers[name] and layers[name].shape or sharded.shape(tensor), ", ")
+    end
   end
   return layout
 end

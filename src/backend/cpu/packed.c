@@ -15,14 +15,14 @@ static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 int ps_cpu_unpack_op(ps_call *call)
 {
     const struct ps_attrs_unpack *attrs = call->attrs;
-    const ps_view *w = &call->in[0], *y = &call->out[0];
+    const ps_view *w = &call->in[0], *scales = &call->in[1], *y = &call->out[0];
     const ps_blocks *b = ps_blocks_of(attrs->type);
     if (!b || !is_float(y)) return PS_EUNSUP;
     int64_t blocks = w->numel / b->bytes, step = 64, size = b->block * ps_dtype_bytes(y->dtype);
 #pragma omp parallel for schedule(static) if (y->numel > PS_PAR_MIN)
     for (int64_t i = 0; i < blocks; i += step)
         ps_cpu_unpack(attrs->type, (const uint8_t *)w->data + i * b->bytes, least(step, blocks - i),
-                      (char *)y->data + i * size, y->dtype);
+                      ps_has(scales) ? scales->data : NULL, i, (char *)y->data + i * size, y->dtype);
     return 0;
 }
 
@@ -91,8 +91,8 @@ static void unpack_tile(const product *p, int64_t first, int64_t n)
     int64_t blocks = p->w.cols / ps_blocks_of(p->w.type)->block, size = p->w.cols * ps_dtype_bytes(p->type);
 #pragma omp parallel for schedule(static) if (n * p->w.cols > PS_PAR_MIN)
     for (int64_t i = 0; i < n; i++)
-        ps_cpu_unpack(p->w.type, p->w.data + (first + i) * p->w.row_nbytes, blocks, (char *)p->tile + i * size,
-                      p->type);
+        ps_cpu_unpack(p->w.type, p->w.data + (first + i) * p->w.row_nbytes, blocks, p->w.scales,
+                      (first + i) * blocks, (char *)p->tile + i * size, p->type);
 }
 
 static void *moved(const ps_view *v, int64_t i) { return (char *)v->data + i * ps_dtype_bytes(v->dtype); }
@@ -148,7 +148,7 @@ int ps_cpu_linear_packed(ps_call *call)
     product p = { .call = call, .space = { .call = call }, .x = x, .y = y, .bias = ps_has(b) ? b : NULL,
                   .residual = ps_has(r) ? r : NULL };
     p.w = (ps_packed_matrix){ w->data, w->shape[0], w->shape[1] / blocks->bytes * blocks->block, w->shape[1],
-                              attrs->type };
+                              attrs->type, ps_has(&call->in[4]) ? call->in[4].data : NULL };
     p.M = x->numel / (attrs->back ? p.w.rows : p.w.cols);
     if (!attrs->back && p.M <= PS_PACKED_ROWS) return few_rows(&p);
     p.type = ps_cpu_gemm_native(x->dtype) ? x->dtype : PS_F32;

@@ -18,13 +18,16 @@ typedef struct ps_packed_matrix {
     const uint8_t *data;
     int64_t rows, cols, row_nbytes;       /* cols: number of values in a row */
     int type;
+    const float *scales;                  /* of all blocks of the weight; only for PS_NF4_DOUBLE */
 } ps_packed_matrix;
 
 /* Computes c [M, rows] = x [M, cols] w^T. x and c are dense fp32, and M <= PS_PACKED_ROWS. A row's sums depend
  * neither on the number of threads nor on other rows. */
 typedef void (*ps_cpu_packed_dots_fn)(const ps_packed_matrix *w, const float *x, int64_t M, float *c);
-/* Unpacks the values of n blocks to fp32, bf16 or fp16, rounded to nearest even. */
-typedef void (*ps_cpu_unpack_fn)(int type, const uint8_t *blocks, int64_t n, void *out, int dtype);
+/* Unpacks the values of n blocks to fp32, bf16 or fp16, rounded to nearest even. scales: of the weight, or NULL.
+ * number: the number of the first block in the weight, for the scales. */
+typedef void (*ps_cpu_unpack_fn)(int type, const uint8_t *blocks, int64_t n, const float *scales, int64_t number,
+                                 void *out, int dtype);
 /* Computes the same product with x rounded in parts, [M, cols / PS_INT8_PART]. ps_blocks_int8 must accept the type. */
 typedef void (*ps_cpu_int8_dots_fn)(const ps_packed_matrix *w, const ps_int8_part *x, int64_t M, float *c);
 /* Rounds the fp32 values x to 8 bits, in `parts` parts. */
@@ -36,9 +39,9 @@ extern ps_cpu_unpack_fn ps_cpu_unpack;
 void ps_cpu_packed_dots_sse2(const ps_packed_matrix *, const float *, int64_t, float *);
 void ps_cpu_packed_dots_avx2(const ps_packed_matrix *, const float *, int64_t, float *);
 void ps_cpu_packed_dots_avx512(const ps_packed_matrix *, const float *, int64_t, float *);
-void ps_cpu_unpack_sse2(int, const uint8_t *, int64_t, void *, int);
-void ps_cpu_unpack_avx2(int, const uint8_t *, int64_t, void *, int);
-void ps_cpu_unpack_avx512(int, const uint8_t *, int64_t, void *, int);
+void ps_cpu_unpack_sse2(int, const uint8_t *, int64_t, const float *, int64_t, void *, int);
+void ps_cpu_unpack_avx2(int, const uint8_t *, int64_t, const float *, int64_t, void *, int);
+void ps_cpu_unpack_avx512(int, const uint8_t *, int64_t, const float *, int64_t, void *, int);
 void ps_cpu_int8_dots_sse2(const ps_packed_matrix *, const ps_int8_part *, int64_t, float *);
 void ps_cpu_round_int8_sse2(const float *, int64_t, ps_int8_part *);
 void ps_cpu_int8_dots_avx2(const ps_packed_matrix *, const ps_int8_part *, int64_t, float *);

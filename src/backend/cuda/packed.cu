@@ -212,6 +212,7 @@ template <class T> static int run_unpack(void *y, const packed_part &p)
 static int unpack_op(ps_call *call)
 {
     const ps_view *w = &call->in[0], *y = &call->out[0];
+    if (ps_has(&call->in[1])) return PS_EUNSUP;      /* NF4_DOUBLE */
     packed_part p = { type_of(((const ps_attrs_unpack *)call->attrs)->type), (const uint8_t *)w->data, 1, w->numel,
                       y->numel / RUN };
     return BY_FLOAT(y->dtype, run_unpack, y->data, p);
@@ -392,6 +393,7 @@ static int linear_packed(ps_call *call)
 {
     const ps_attrs_linear_packed *a = (const ps_attrs_linear_packed *)call->attrs;
     const ps_view *w = &call->in[1], *y = &call->out[0];
+    if (ps_has(&call->in[4])) return PS_EUNSUP;      /* NF4_DOUBLE */
     if (y->numel == 0) return 0;
     packed_type t = type_of(a->type);
     int64_t K = w->shape[1] / t.bytes * t.block;

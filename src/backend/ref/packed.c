@@ -5,14 +5,15 @@
 #include "base/blocks.h"
 
 /* Unpacks a contiguous w. */
-static int unpack(ps_call *call, const ps_view *w, const ps_blocks *b, double **out)
+static int unpack(ps_call *call, const ps_view *w, const ps_view *scales, const ps_blocks *b, double **out)
 {
     const uint8_t *s = w->data;
     float block[PS_BLOCKS_MOST];
     int64_t n = w->numel / b->bytes;
     PS_TRY(ref_scratch(call, n * b->block, out));
     for (int64_t i = 0; i < n; i++) {
-        b->unpack(s + i * b->bytes, block);
+        if (b->unpack) b->unpack(s + i * b->bytes, block);
+        else ps_unpack_nf4_double(s + i * b->bytes, scales->data, i, block);
         for (int k = 0; k < b->block; k++) (*out)[i * b->block + k] = block[k];
     }
     return 0;
@@ -22,7 +23,7 @@ int ref_unpack(ps_call *call)
 {
     const ps_attrs_unpack *attrs = call->attrs;
     double *y;
-    PS_TRY(unpack(call, &call->in[0], ps_blocks_of(attrs->type), &y));
+    PS_TRY(unpack(call, &call->in[0], &call->in[1], ps_blocks_of(attrs->type), &y));
     ref_put(&call->out[0], y, false);
     return 0;
 }
@@ -67,7 +68,7 @@ int ref_linear_packed(ps_call *call)
     PS_TRY(ref_dense(call, &call->in[0], &x));
     PS_TRY(ref_dense(call, &call->in[2], &b));
     PS_TRY(ref_dense(call, &call->in[3], &residual));
-    PS_TRY(unpack(call, w_view, blocks, &w));
+    PS_TRY(unpack(call, w_view, &call->in[4], blocks, &w));
     PS_TRY(ref_scratch(call, out->numel, &y));
     if (attrs->int8 && !attrs->back && rows <= PS_PACKED_ROWS && ps_blocks_int8(attrs->type)) round_int8(x, rows * I);
     for (int64_t i = 0; i < rows; i++)

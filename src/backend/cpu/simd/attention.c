@@ -105,8 +105,8 @@ static void load_rows(const attn *a, const ps_view *x, int64_t b, int64_t h, int
     else if (x->dtype == PS_BF16) load_as(PS_BF16, src, row_nbytes, n, a->D, dst, a->Dp);
     else if (x->dtype == PS_U8)
         for (int64_t i = 0; i < n; i++)
-            ps_cpu_unpack(PS_Q8_0, (const uint8_t *)src + i * row_nbytes, x->shape[3] / Q8_NBYTES, dst + i * a->Dp,
-                          PS_F32);
+            ps_cpu_unpack(PS_Q8_0, (const uint8_t *)src + i * row_nbytes, x->shape[3] / Q8_NBYTES, NULL, 0,
+                          dst + i * a->Dp, PS_F32);
     else load_as(PS_F16, src, row_nbytes, n, a->D, dst, a->Dp);
     memset(dst + n * a->Dp, 0, (size_t)((n_pad - n) * a->Dp) * sizeof *dst);
 }

@@ -36,7 +36,8 @@ SIMD vi load_i8(const uint8_t *p)
  * others. */
 typedef struct scales { float d[2], m; uint32_t high; } scales;
 
-SIMD scales scales_of(const uint8_t *s, int p, int T)
+/* of_weight: the scales of a weight with double quantization, in which the block has a number. */
+SIMD scales scales_of(const uint8_t *s, int p, const float *of_weight, int64_t number, int T)
 {
     scales c = { { 0 }, 0, 0 };
     int scale, min;
@@ -51,6 +52,7 @@ SIMD scales scales_of(const uint8_t *s, int p, int T)
         c.d[0] = half_at(s + 208) * (float)(int8_t)s[192 + 2 * p];
         c.d[1] = half_at(s + 208) * (float)(int8_t)s[193 + 2 * p];
         break;
+    case PS_NF4_DOUBLE: c.d[0] = ps_blocks_double_scale(s, of_weight, number); break;
     default: memcpy(c.d, s, 4);                      /* NF4 */
     }
     if (T == PS_Q5_0) memcpy(&c.high, s + 2, 4);
@@ -117,7 +119,7 @@ SIMD vf values(const uint8_t *s, scales c, int p, int k, int T)
         q = (load_u8(s + p / 4 * 64 + p % 2 * 32 + k) >> (p % 4 / 2 * 4)) & vi_set(15);
         q |= ((load_u8(s + 128 + p / 4 * 32 + k) >> (p % 4 * 2)) & vi_set(3)) << 4;
         return d * vf_from_int(q - vi_set(32));
-    default: return nf4_values(s + 4 + (p * PART + k) / 2) * d;
+    default: return nf4_values(s + (T == PS_NF4_DOUBLE ? 1 : 4) + (p * PART + k) / 2) * d;
     }
 }
 
@@ -127,12 +129,13 @@ SIMD vf values(const uint8_t *s, scales c, int p, int k, int T)
         switch (type) { \
         PS_INT8_CASES(body, __VA_ARGS__) \
         case PS_NF4: body(__VA_ARGS__, PS_NF4); break; \
+        case PS_NF4_DOUBLE: body(__VA_ARGS__, PS_NF4_DOUBLE); break; \
         default: body(__VA_ARGS__, -1); \
         } \
     } while (0)
 
 /* -- unpacking ----------------------------------------------------------------------------------------------------- */
-SIMD void unpack_block(const ps_blocks *b, const uint8_t *s, float *out, int T)
+SIMD void unpack_block(const ps_blocks *b, const uint8_t *s, const float *of_weight, int64_t number, float *out, int T)
 {
     if (T < 0) {
         b->unpack(s, out);
@@ -140,35 +143,36 @@ SIMD void unpack_block(const ps_blocks *b, const uint8_t *s, float *out, int T)
     }
     int parts = b->block / PART;
     for (int p = 0; p < parts; p++) {
-        scales c = scales_of(s, p, T);
+        scales c = scales_of(s, p, of_weight, number, T);
 #pragma GCC unroll 8
         for (int k = 0; k < PART; k += VL) vf_store(out + p * PART + k, values(s, c, p, k, T));
     }
 }
 
-SIMD void unpack_all(const ps_blocks *b, const uint8_t *s, int64_t n, void *out, int dtype, int T)
+SIMD void unpack_all(const ps_blocks *b, const uint8_t *s, int64_t n, const float *of_weight, int64_t number, void *out,
+                     int dtype, int T)
 {
     for (int64_t i = 0; i < n; i++, s += b->bytes) {
         float v[PS_BLOCKS_MOST];
         if (dtype == PS_F32) {
-            unpack_block(b, s, (float *)out + i * b->block, T);
+            unpack_block(b, s, of_weight, number + i, (float *)out + i * b->block, T);
             continue;
         }
-        unpack_block(b, s, v, T);
+        unpack_block(b, s, of_weight, number + i, v, T);
         for (int k = 0; k < b->block; k += VL) vf_put(out, i * b->block + k, dtype, vf_load(v + k));
     }
 }
 
-void PS_ISA_FN(ps_cpu_unpack)(int type, const uint8_t *blocks, int64_t n, void *out, int dtype)
+void PS_ISA_FN(ps_cpu_unpack)(int type, const uint8_t *blocks, int64_t n, const float *of_weight, int64_t number,
+                              void *out, int dtype)
 {
     const ps_blocks *b = ps_blocks_of(type);
-    BY_TYPE(type, unpack_all, b, blocks, n, out, dtype);
+    BY_TYPE(type, unpack_all, b, blocks, n, of_weight, number, out, dtype);
 }
 
 /* -- dot products -------------------------------------------------------------------------------------------------- */
-/* Computes out [LINES] = x [K] times LINES rows of w, `apart` bytes apart. next: distance in bytes to the rows that
- * are read next. */
-SIMD void fused(float *out, const float *x, const uint8_t *w, int64_t apart, int64_t next, const ps_blocks *b,
+/* Computes out [LINES] = x [K] times rows n, n + apart, .. of the matrix. */
+SIMD void fused(float *out, const float *x, const ps_packed_matrix *m, int64_t n, int64_t apart, const ps_blocks *b,
                 int64_t blocks, int T)
 {
     vf s[LINES][W];
@@ -182,9 +186,10 @@ SIMD void fused(float *out, const float *x, const uint8_t *w, int64_t apart, int
         for (int p = 0; p < parts; p++, x += PART) {
 #pragma GCC unroll 4
             for (int i = 0; i < LINES; i++) {
-                const uint8_t *at = w + i * apart + j * b->bytes;
-                __builtin_prefetch(at + next + p * PART, 0, 3);
-                scales c = scales_of(at, p, T);
+                int64_t row = n + i * apart;
+                const uint8_t *at = m->data + row * m->row_nbytes + j * b->bytes;
+                __builtin_prefetch(at + m->row_nbytes + p * PART, 0, 3);         /* the row that is read next */
+                scales c = scales_of(at, p, m->scales, row * blocks + j, T);
 #pragma GCC unroll 8
                 for (int k = 0; k < PART; k += VL)
                     s[i][k / VL % W] = vf_fma(vf_load(x + k), values(at, c, p, k, T), s[i][k / VL % W]);
@@ -194,26 +199,27 @@ SIMD void fused(float *out, const float *x, const uint8_t *w, int64_t apart, int
     for (int i = 0; i < LINES; i++) out[i] = sum_lanes(s[i]);
 }
 
-/* Like fused, for one row of w and M rows of x. Unpacks each block once. */
-SIMD void several(float *out, int64_t apart, const float *x, int64_t K, int64_t M, const uint8_t *w, const ps_blocks *b,
+/* Like fused, for row n of the matrix and M rows of x. Unpacks each block once. */
+SIMD void several(float *out, const float *x, int64_t M, const ps_packed_matrix *m, int64_t n, const ps_blocks *b,
                   int64_t blocks, int T)
 {
     float lanes[PS_PACKED_ROWS][16] = { { 0 } }, v[PS_BLOCKS_MOST];
+    const uint8_t *w = m->data + n * m->row_nbytes;
     for (int64_t j = 0; j < blocks; j++, w += b->bytes, x += b->block) {
-        unpack_block(b, w, v, T);
-        for (int64_t m = 0; m < M; m++) {
+        unpack_block(b, w, m->scales, n * blocks + j, v, T);
+        for (int64_t r = 0; r < M; r++) {
             vf s[W];
-            for (int i = 0; i < W; i++) s[i] = vf_load(lanes[m] + i * VL);
+            for (int i = 0; i < W; i++) s[i] = vf_load(lanes[r] + i * VL);
             for (int k = 0; k < b->block; k += 16)
                 for (int i = 0; i < W; i++)
-                    s[i] = vf_fma(vf_load(x + m * K + k + i * VL), vf_load(v + k + i * VL), s[i]);
-            for (int i = 0; i < W; i++) vf_store(lanes[m] + i * VL, s[i]);
+                    s[i] = vf_fma(vf_load(x + r * m->cols + k + i * VL), vf_load(v + k + i * VL), s[i]);
+            for (int i = 0; i < W; i++) vf_store(lanes[r] + i * VL, s[i]);
         }
     }
-    for (int64_t m = 0; m < M; m++) {
+    for (int64_t r = 0; r < M; r++) {
         vf s[W];
-        for (int i = 0; i < W; i++) s[i] = vf_load(lanes[m] + i * VL);
-        out[m * apart] = sum_lanes(s);
+        for (int i = 0; i < W; i++) s[i] = vf_load(lanes[r] + i * VL);
+        out[r * m->rows] = sum_lanes(s);
     }
 }
 
@@ -225,18 +231,17 @@ SIMD void piece(const ps_packed_matrix *w, const ps_blocks *b, const float *x, i
                 int64_t most, int T)
 {
     int64_t count = least(most, w->rows - n0), quarter = count / LINES, blocks = w->cols / b->block;
-    const uint8_t *first = w->data + n0 * w->row_nbytes;
     int64_t done = 0;
     if (M == 1 && T >= 0) {
         for (int64_t t = 0; t < quarter; t++) {
             float out[LINES];
-            fused(out, x, first + t * w->row_nbytes, quarter * w->row_nbytes, w->row_nbytes, b, blocks, T);
+            fused(out, x, w, n0 + t, quarter, b, blocks, T);
             for (int i = 0; i < LINES; i++) c[n0 + i * quarter + t] = out[i];
         }
         done = quarter * LINES;
     }
     for (int64_t n = done; n < count; n++)
-        several(c + n0 + n, w->rows, x, w->cols, M, first + n * w->row_nbytes, b, blocks, T);
+        several(c + n0 + n, x, M, w, n0 + n, b, blocks, T);
 }
 
 void PS_ISA_FN(ps_cpu_packed_dots)(const ps_packed_matrix *w, const float *x, int64_t M, float *c)

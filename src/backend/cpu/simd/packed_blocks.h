@@ -36,7 +36,7 @@ static inline float half_at(const uint8_t *s)
  * constant offsets and shifts. */
 SIMD int parts_of(int T)
 {
-    return T == PS_Q4_K || T == PS_Q5_K || T == PS_Q6_K ? 8 : T == PS_NF4 ? 2 : 1;
+    return T == PS_Q4_K || T == PS_Q5_K || T == PS_Q6_K ? 8 : T == PS_NF4 || T == PS_NF4_DOUBLE ? 2 : 1;
 }
 
 /* Cases of a switch that run body(.., T), one for each type of ps_blocks_int8. */
