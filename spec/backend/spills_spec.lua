@@ -127,7 +127,7 @@ describe("machine code of the vector kernels", function()
         for _, f in ipairs(functions(object(set, family))) do
           for _, l in ipairs(loops(f)) do
             for i = l.first, l.last do found[f[i].text:match("^(vpmaxs[wd])%s+%%[yz]mm") or ""] = true end
-            if adds_in_memory(f, l) then
+            if adds_in_memory(f, l) and f.name ~= "nll_loss" then       -- nll_loss reads one number of each row
               wrong[#wrong + 1] = ("%s, %s.c, %s at %s: sums of single numbers"):format(set, family, f.name,
                 f[l.first].address)
             end

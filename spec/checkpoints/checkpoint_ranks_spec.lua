@@ -361,13 +361,13 @@ describe("a checkpoint of several processes", function()
       step()
       checkpoints.save(folder .. "/whole", parts)
       -- As in the engine with sharded parameters, each rank passes the tensors that it owns.
-      local owner = {}
-      for i, row in ipairs(require("ps.nn.handle").of(model).built.list) do
+      local owner, inner = {}, require("ps.nn.handle").of(model)
+      for i, row in ipairs(inner.built.list) do
         row.owner = (i * i) % 3
         owner[row.name] = row.owner
       end
-      local model_state, optimizer_state = model.state_dict, optimizer.state_dict
-      rawset(model, "state_dict", function(self)
+      local model_state, optimizer_state = inner.values_later, optimizer.state_dict
+      rawset(inner, "values_later", function(self)
         local mine = {}
         for name, t in pairs(model_state(self)) do if (owner[name] or 0) == rank then mine[name] = t end end
         return mine
@@ -383,7 +383,7 @@ describe("a checkpoint of several processes", function()
       case("one file", function() checkpoints.save(folder .. "/x.safetensors", parts) end)
       checkpoints.save(folder .. "/owned", with { async = true })
       checkpoints.wait()
-      local first = require("ps.nn.handle").of(model).built.list[1].name
+      local first = inner.built.list[1].name
       owner[first] = 7
       case("owned by none", function() checkpoints.save(folder .. "/none", parts) end)
       if rank == 2 then owner[first] = 2 end
