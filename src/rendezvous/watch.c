@@ -124,7 +124,8 @@ static void post_places(ps_watch *w, watch_peer *p)
     for (int i = 0; i < PS_WATCH_PLACES; i++) n += own.known[i];
     for (int i = 0; i < PS_WATCH_PLACES; i++)
         if (own.known[i])
-            post(w, p, (watch_message){ .kind = WATCH_BEAT, .code = w->n_beats, .at = own.at[i], .places = n-- }, NULL);
+            post(w, p, (watch_message){ .kind = WATCH_BEAT, .code = w->n_beats, .what = w->n_pokes, .at = own.at[i],
+                                        .places = n-- }, NULL);
 }
 
 /* Returns true while earlier bytes to this peer wait. The watch then skips beats and pokes. It never skips other
@@ -203,9 +204,11 @@ static void complained(ps_watch *w, const watch_complaint *c)
     w->pending = *c;
     w->pending.since = ps_now();
     if (w->rank == 0) {
+        w->n_pokes++;
         for (int r = 1; r < w->size; r++) {
             if (w->peers[r]) w->peers[r]->fresh = false;
-            if (!is_behind(w->peers[r])) post(w, w->peers[r], (watch_message){ .kind = WATCH_POKE }, NULL);
+            if (!is_behind(w->peers[r]))
+                post(w, w->peers[r], (watch_message){ .kind = WATCH_POKE, .what = w->n_pokes }, NULL);
         }
     } else if (!w->peers[0]->left)
         post(w, w->peers[0], (watch_message){ .kind = WATCH_COMPLAIN, .what = c->what, .peer = c->peer,
@@ -272,7 +275,7 @@ static bool understand(ps_watch *w, watch_peer *p, const watch_message *m, const
     p->heard_at = ps_now();
     watch_place at = { .peer = -1 };
     if (m->places > 0) at = note_place(&p->places, m->at);
-    if (m->kind == WATCH_BEAT && m->places <= 1) p->fresh = true;
+    if (m->kind == WATCH_BEAT && m->places <= 1 && m->what == w->n_pokes) p->fresh = true;
     if (m->kind == WATCH_BEAT && m->places <= 1 && w->rank == 0) w->rests[p->rank].heard = m->code;
     if (m->kind == WATCH_BEAT && w->rank != 0) w->n_beats = m->code;
     if (m->kind == WATCH_BEAT) {
@@ -282,6 +285,7 @@ static bool understand(ps_watch *w, watch_peer *p, const watch_message *m, const
     } else if (m->kind == WATCH_BYE) {
         bye(w, p, m->code, m->peer, text);
     } else if (m->kind == WATCH_POKE && w->rank != 0) {
+        w->n_pokes = m->what;
         beat_to(w, p);
     } else if (m->kind == WATCH_VERDICT && w->rank != 0 && m->code < 0) {
         watch_decide(w, m->code, m->peer, "%s", text);

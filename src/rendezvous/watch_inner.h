@@ -35,7 +35,8 @@ typedef struct watch_places {
 typedef struct watch_message {
     uint32_t magic;
     int32_t kind, rank, code;              /* VERDICT, BYE: code of a verdict. BEAT: index of rank 0's last beat. */
-    int32_t what, peer;                    /* as in ps_watch_complain; VERDICT, BYE: peer is the blamed rank */
+    int32_t what, peer;                    /* as in ps_watch_complain; VERDICT, BYE: peer is the blamed rank. POKE: what
+                                            * is its number. BEAT: that of the last poke */
     double seconds;                        /* COMPLAIN: as there. HELLO, WELCOME: the allowed silence */
     watch_place at;                        /* a place of the sender. COMPLAIN: that of the call */
     uint32_t nbytes;
@@ -53,7 +54,7 @@ typedef struct watch_peer {
     struct watch_peer *next;               /* in the list of strangers, which have not sent their rank yet */
     int fd, rank;                          /* fd is -1 if closed; rank is -1 for a stranger */
     bool proved;                           /* the peer has proved that it belongs to this group */
-    bool left, fresh;                      /* left: it sent BYE. fresh: it sent its places since the last poke */
+    bool left, fresh;                      /* left: it sent BYE. fresh: its places answer the last poke */
     ps_proof proof;
     double heard_at;                       /* time (ps_now) of its last message */
     watch_places places;
@@ -101,6 +102,7 @@ struct ps_watch {
     watch_complaint pending;               /* rank 0: complaint to judge. Others: complaint sent to rank 0 */
     watch_rest *rests;                     /* [size] used on rank 0 */
     int32_t n_beats;                       /* rank 0's last beat received here */
+    int32_t n_pokes;                       /* number of rank 0's last poke; beats with an earlier one are stale */
     double beat_at;                        /* time (ps_now) of the next beat */
     double told_at;                        /* time (ps_now) of the last PLACE */
     bool leaving;                          /* BYE is sent: a lost connection no longer means a death */
