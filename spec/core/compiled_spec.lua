@@ -44,6 +44,6 @@ describe("functions on the path of an op", function()
     for place, fn in pairs(list) do if header(fn) == "IFUNCF" then refused[#refused + 1] = place end end
     table.sort(refused)
     assert.equal("", table.concat(refused, ", "))
-    assert.equal("JFUNCF", header(native.own))             -- otherwise this test does not see what it should
+    assert.equal("JFUNCF", header(native.own))             -- header() recognizes a compiled function
   end)
 end)

@@ -113,7 +113,7 @@ local on_host = setmetatable({}, { __mode = "k" })       -- {version, copy} by t
 
 -- Returns class weights on the host, which waits once for each version of their values.
 local function host_copy(weight)
-  if native.device_info(weight.device_).is_host ~= 0 then return weight end
+  if native.on_host(weight) then return weight end
   local version, known = C.ps_tensor_version(weight), on_host[weight]
   if not known or known[1] ~= version then
     known = { version, scope.no_grad(weight.to, weight, "cpu") }
@@ -207,7 +207,7 @@ local function count_of(note)
   if note.labels ~= nil then
     local labels, weight = note.labels, note.weight
     note.count = scope.no_grad(function()
-      local host = native.device_info(labels.device_).is_host ~= 0
+      local host = native.on_host(labels)
       return sum_of(labels, note.ignore, weight and (host and host_copy(weight) or weight:to(labels:device())))
     end)
     note.labels, note.weight = nil, nil

@@ -191,7 +191,7 @@ function batch.targets(model, given)
   local function counted()
     return known(function() return labels:ne(batch.IGNORED):sum():item() end) or labels:numel()
   end
-  if native.device_info(labels.device_).is_host == 0 then return setmetatable(found, later(counted)) end
+  if not native.on_host(labels) then return setmetatable(found, later(counted)) end
   found.count = counted()
   return found
 end

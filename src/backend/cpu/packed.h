@@ -18,7 +18,7 @@ typedef struct ps_packed_matrix {
     const uint8_t *data;
     int64_t rows, cols, row_nbytes;       /* cols: number of values in a row */
     int type;
-    const float *scales;                  /* of all blocks of the weight; only for PS_NF4_DOUBLE */
+    const float *scales;                  /* scales of the blocks of a weight in PS_NF4_DOUBLE, else NULL */
 } ps_packed_matrix;
 
 /* Computes c [M, rows] = x [M, cols] w^T. x and c are dense fp32, and M <= PS_PACKED_ROWS. A row's sums depend

@@ -16,7 +16,7 @@ local TIMES = 3                           -- runs per part; the fastest counts
 
 -- Waits until the device has finished all its work.
 local function wait(t)
-  if native.device_info(t.device_).is_host == 0 then t:detach():reshape(-1):narrow(0, 0, 1):item() end
+  if not native.on_host(t) then t:detach():reshape(-1):narrow(0, 0, 1):item() end
 end
 
 local function zeros(like, device)
