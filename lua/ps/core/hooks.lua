@@ -13,6 +13,7 @@ local EVENTS = {
     .. "was given up or skipped (\"given_up\")",
   step = "nothing: a step has ended, and the next has not begun",
   parameter = "parameter: nn.Parameter made it",
+  packed = "weight, name: a packed weight of a layer got its blocks",
   load = "parameter, state, name: the values of that name are about to be loaded. Answer: {to, loaded(self, "
     .. "parameter)} or {elsewhere}",
   owner = "parameter: its values are about to be loaded. Answer: the rank that owns it, if another rank does",

@@ -16,6 +16,7 @@ local hooks = require "ps.core.hooks"
 local check = require "ps.config.check"
 local types = require "ps.core.types"
 local nn_module = require "ps.nn.module"
+local packed = require "ps.nn.packed"
 local adopt = require "ps.engine.state.adopt"
 local batch = require "ps.data.batch"
 local build = require "ps.engine.layout.build"
@@ -281,13 +282,14 @@ function setup.configure(engine, request, config)
   return fields, pipeline
 end
 
--- Returns the number of a module's parameters, and the number of parameters that train.
+-- Returns the number of a module's parameters, the number of parameters that train, and the bytes of packed weights.
 local function count(module)
-  local numel, trained = 0, 0
+  local numel, trained, blocks = 0, 0, 0
   for _, p in ipairs(module:parameters()) do
     numel, trained = numel + p:numel(), trained + (p:needs_grad() and p:numel() or 0)
   end
-  return { numel = numel, trained = trained }
+  packed.each(module, function(weight) blocks = blocks + weight:nbytes() end)
+  return { numel = numel, trained = trained, blocks = blocks }
 end
 
 -- Returns the function that creates the model: the script's, or that of a planner that tries other sizes.
@@ -313,11 +315,11 @@ local function cutter(engine)
   return how and function(module) require("ps.parallel.tensor.cut").cut(module, how) end or nil
 end
 
--- Returns the number of parameters of a cut model that this rank holds. Stores the computed cut into stages. All ranks
--- must call it.
+-- Returns the number of parameters of a cut model that this rank holds, and the bytes of its packed weights. Stores the
+-- computed cut into stages. All ranks must call it.
 local function count_own(engine, pipeline)
   local model_func, cut, restore = model_of(engine.request_model_func), cutter(engine), random_state.keep()
-  local numel, module, made = 0
+  local numel, blocks, module, made = 0, 0
   if pipeline then
     module, made = require("ps.engine.pipeline.stages").divide(model_func, pipeline, { device = engine.device_name,
       precision = engine.precision, cut = cut })
@@ -330,15 +332,19 @@ local function count_own(engine, pipeline)
   for name, p in module:named_parameters() do
     if not (made and made:elsewhere(name)) then numel = numel + p:numel() end
   end
-  return numel
+  packed.each(module, function(weight, name)
+    if not (made and made:elsewhere(name)) then blocks = blocks + weight:nbytes() end
+  end)
+  return numel, blocks
 end
 
--- Returns the number of parameters whose state this process keeps or shares, or nil if they cannot be counted.
+-- Returns the number of parameters whose state this process keeps or shares, and the bytes of its packed weights, or
+-- nil if they cannot be counted.
 local function count_kept(engine, pipeline)
   if not engine.request_model_func then return nil end
   if pipeline or engine.tensor_parallel then return count_own(engine, pipeline) end
   local counted = count_parameters(model_of(engine.request_model_func))
-  return counted and counted.numel
+  if counted then return counted.numel, counted.blocks end
 end
 
 -- Returns an upper bound of the bytes per parameter that this process keeps: state, gradient and staging. If ranks
@@ -358,9 +364,9 @@ local function disk_bytes(engine, pipeline)
   local disk = engine.cfg.memory.disk
   if not disk then return 0 end
   if disk.limit then return disk.limit end
-  local counted = count_kept(engine, pipeline)
+  local counted, blocks = count_kept(engine, pipeline)
   local free = disk_free(disk.path)
-  if counted then return math.ceil(counted * bytes_a_parameter(engine) / 1048576 + 256) * 1048576 end
+  if counted then return math.ceil((counted * bytes_a_parameter(engine) + blocks) / 1048576 + 256) * 1048576 end
   if not free then return 2 ^ 30 end
   engine:note("memory.disk.limit is not set, and the model's parameters cannot be counted before it is made: half of "
     .. "the disk's free space is reserved")
@@ -423,6 +429,17 @@ local function refuse_whole(request)
     .. "are made: move the line that makes it into model_func = function() return MODEL_CLASS(...) end" .. more, 0)
 end
 
+-- Runs fn(...) and moves each packed weight into a chunk as soon as it has its blocks.
+local function with_packed(fn, ...)
+  local off = hooks.on("packed", build.to_own_chunk)
+  local function done(ok, ...)
+    off()
+    if not ok then error((...), 0) end
+    return ...
+  end
+  return done(pcall(fn, ...))
+end
+
 -- Runs model_func on the engine's device, and stages each parameter as soon as nn.Parameter creates it.
 local function run_model(engine, model_func, to_chunk)
   local was = create.set_default_device(engine.device_name)
@@ -458,20 +475,22 @@ function setup.make_module(engine, request)
     for name, p in given:named_parameters() do
       if not (cut_into and cut_into:elsewhere(name)) then to_chunk(p) end
     end
+    packed.each(given, build.to_own_chunk)
     return { module = given, stages = cut_into, stays = request.stays }
   end
   model_func = model_of(model_func)
   if pipeline then
     local stages = require "ps.engine.pipeline.stages"
-    local module, cut_into = stages.make(model_func, pipeline, { device = engine.device_name,
+    local module, cut_into = with_packed(stages.make, model_func, pipeline, { device = engine.device_name,
       precision = engine.precision, stage = to_chunk, cut = cutter(engine) })
     return { module = module, stages = cut_into }
   end
   if cut then
     local tensor_parallel = require "ps.parallel.tensor.cut"
-    return { module = tensor_parallel.make(model_func, cut, { device = engine.device_name, stage = to_chunk }) }
+    local where = { device = engine.device_name, stage = to_chunk }
+    return { module = with_packed(tensor_parallel.make, model_func, cut, where) }
   end
-  return { module = run_model(engine, model_func, to_chunk) }
+  return { module = with_packed(run_model, engine, model_func, to_chunk) }
 end
 
 --- Completes the error of a model that could not be created. If memory ran out, adds the bytes of the whole model.

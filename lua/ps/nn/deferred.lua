@@ -19,6 +19,7 @@ local caller = require "ps.core.caller"
 local hooks = require "ps.core.hooks"
 local nn_module = require "ps.nn.module"
 local array = require "ps.core.array"
+local packed = require "ps.nn.packed"
 local registry = require "ps.nn.registry"
 local rectangles = require "ps.core.rectangles"
 local shard = require "ps.tensor.shard"
@@ -381,7 +382,7 @@ end
 local OPTIONS = { device = "string", elsewhere = "callable" }
 
 -- Returns all tensors of a model as {name =, tensor =, kind =}, each once: parameters in their order, under their first
--- names, then buffers and tensors in plain fields.
+-- names, then buffers and tensors in plain fields. A packed weight has the kind "packed".
 local function tensors_of(model)
   local list, seen = {}, {}
   for name, p in model:named_parameters() do
@@ -392,7 +393,8 @@ local function tensors_of(model)
     for key, value, kind in registry.tensors(module) do
       if not seen[address(value)] then
         seen[address(value)] = true
-        rest[#rest + 1] = { name = (path == "" and "" or path .. ".") .. tostring(key), tensor = value, kind = kind }
+        rest[#rest + 1] = { name = (path == "" and "" or path .. ".") .. tostring(key), tensor = value,
+          kind = key == "weight" and packed.of(module) and "packed" or kind }
       end
     end
   end
@@ -413,6 +415,7 @@ local function give_values(record, entry, device, files)
     error(why, 0)
   end
   if entry.kind == "param" then hooks.tell("parameter", entry.tensor) end
+  if entry.kind == "packed" then hooks.tell("packed", entry.tensor, entry.name) end
 end
 
 --- Creates a parameter that is a shard of one of the model's parameters, which it will replace in the modules.

@@ -83,6 +83,19 @@ local function weight_now(self)
   return self.class_name == "Conv1D" and weight:transpose(0, 1) or weight
 end
 
+--- Calls fn(weight, name, of_file) for each packed weight of a model, in the order of its layers.
+---@param model ps.nn.Module
+---@param fn fun(weight: ps.Tensor, name: string, of_file: boolean?) weight: uint8, of packed.shape. of_file: whether
+---  its blocks, and its scales if the type has them, are those of the model's file
+function packed.each(model, fn)
+  for name, layer in model:named_modules() do
+    local state = rawget(layer, "packed_")
+    if state and rawequal(state.owner, layer) then
+      fn(layer.weight, (name == "" and "" or name .. ".") .. "weight", state.of_file)
+    end
+  end
+end
+
 local function attach(layer, owner, kind, dtype)
   rawset(layer, "packed_", { type = kind, dtype = dtype, owner = owner })
   rawset(layer, "forward", layer.class_name == "Embedding" and table_forward or linear_forward)
@@ -126,12 +139,14 @@ function packed.scales_numel(numel) return HEAD + math.ceil(numel / BY_NAME.NF4_
 ---@param kind ps.nn.PackedType
 ---@param weight ps.Tensor uint8, of packed.shape
 ---@param scales? ps.Tensor fp32 [packed.scales_numel], if the type has them
-function packed.set(model, layer, kind, weight, scales)
+---@param of_file? boolean whether the blocks are those of the model's file
+function packed.set(model, layer, kind, weight, scales, of_file)
   local dtype = layer.weight:dtype()
   layer.weight = nil
   layer:buffer("weight", weight)
   if scales then layer:buffer("weight_scales", scales, { keep_dtype = true }) end
   attach(layer, layer, kind, dtype)
+  rawget(layer, "packed_").of_file = of_file
   local head = rawget(model, "tied_head")
   if head and rawget(head, "tied") == layer then attach(head, layer, kind, dtype) end
 end

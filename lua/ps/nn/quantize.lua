@@ -5,6 +5,7 @@ local caller = require "ps.core.caller"
 local collector = require "ps.core.collector"
 local create = require "ps.tensor.create"
 local double_quant = require "ps.nn.double_quant"
+local hooks = require "ps.core.hooks"
 local native = require "ps.core.ffi"
 local nn_module = require "ps.nn.module"
 local packed = require "ps.nn.packed"
@@ -123,6 +124,7 @@ return function(model, options)
           local nbytes = module.weight:nbytes()
           check_device(name, module, kind)
           packed.set(model, module, kind, pack(name, module, kind, shape))
+          hooks.tell("packed", module.weight, (name == "" and "" or name .. ".") .. "weight")
           free(nbytes)
           list[#list + 1] = { name = name, type = kind.name }
         end

@@ -355,7 +355,9 @@ function pretrained.load(name, options, family)
       weights.load(made, files, how)
       return made:eval()
     end
-    if native.recorder or hooks.heard "parameter" and not files.mmap then return make(rest.device) end
+    if native.recorder or hooks.heard "parameter" and not (files.mmap or rest.keep_quantized) then
+      return make(rest.device)
+    end
     -- Random numbers are drawn only for tensors that the files lack. They are the same numbers that a model draws if it
     -- initializes all its tensors.
     local deferred = require "ps.nn.deferred"

@@ -31,7 +31,7 @@ function of_files.prepare(model, files, device)
     if shape then
       local scales = kind.scales and create.empty({ packed.scales_numel(shape[1] * shape[2] / kind.nbytes
         * kind.block) }, { dtype = "fp32", device = device }) or nil
-      packed.set(model, module, kind, create.empty(shape, { dtype = "uint8", device = device }), scales)
+      packed.set(model, module, kind, create.empty(shape, { dtype = "uint8", device = device }), scales, true)
       files:keep_packed(own, state, kind)
       count = count + 1
     end

@@ -9,6 +9,7 @@ local registry = require "ps.nn.registry"
 local shard = require "ps.tensor.shard"
 local tensor_hooks = require "ps.tensor.hooks"
 local pack = require "ps.engine.layout.pack"
+local packed = require "ps.nn.packed"
 local kinds = require "ps.core.kinds"
 local optimizers = require "ps.optimizers"
 require "ps.optimizers.update"                                  -- registers the chunk kinds of optimizer states
@@ -48,11 +49,11 @@ end
 
 -- Returns whether a state needs an offset other than its parameter's. Its shape may differ, or its elements may be so
 -- small that the parameter's offset would not be aligned.
-local function packed(state) return state.shape ~= nil or STATE[state.dtype] < 2 end
+local function is_packed(state) return state.shape ~= nil or STATE[state.dtype] < 2 end
 
 -- Returns the byte offset of a parameter's state in its chunk. `index` is the parameter's index in the layout.
 local function state_at(state, ids, offset, index)
-  if not packed(state) then return kinds.start(state.name, ids.numel, state.dtype) + offset * STATE[state.dtype] end
+  if not is_packed(state) then return kinds.start(state.name, ids.numel, state.dtype) + offset * STATE[state.dtype] end
   return kinds.start(state.name, ids.state_numel[state.name], state.dtype)
     + ids.state_offset[state.name][index] * STATE[state.dtype]
 end
@@ -100,20 +101,36 @@ local function seen_from(tensor, device)
   return native.own(tensor_out[0])
 end
 
+-- Returns the bytes of a tensor, or nil if it has none or is in a chunk already.
+local function bytes_to_move(tensor)
+  local nbytes = tonumber(C.ps_tensor_nbytes(tensor))
+  if nbytes == 0 or tensor.device_ == META or C.ps_engine_holds(native.ctx, tensor) ~= 0 then return nil end
+  return nbytes
+end
+
+-- Creates a chunk for one tensor of this number of bytes.
+local function own_chunk(dtype, nbytes) return new_chunk("param", -1, 0, dtype, math.ceil(nbytes / PAGE) * PAGE) end
+
+--- Moves a tensor into its own chunk, on every rank. A tensor that is in a chunk already, or has no bytes, does not
+--- move.
+---@param tensor ps.Tensor
+---@param name? string
+function build.to_own_chunk(tensor, name)
+  local nbytes = bytes_to_move(tensor)
+  if not nbytes then return end
+  native.retry(C.ps_engine_adopt, native.ctx, tensor, own_chunk(tensor:dtype(), nbytes), 0, name)
+end
+
 --- Moves a new parameter from plain memory into its own chunk, where it stays until the layout is made. A tensor that
 --- is in a chunk already, or has no bytes, does not move. If parameters are sharded, only the owner keeps the bytes.
 ---@param tensor ps.Tensor
 ---@param shards? ps.engine.Sharding
 function build.to_chunk(tensor, shards)
-  local nbytes = tonumber(C.ps_tensor_nbytes(tensor))
-  if nbytes == 0 or tensor.device_ == META or C.ps_engine_holds(native.ctx, tensor) ~= 0 then return end
-  if C.ps_tensor_is_lent(tensor) ~= 0 then return end      -- its bytes are in a file, on every rank
+  local nbytes = bytes_to_move(tensor)
+  if not nbytes or C.ps_tensor_is_lent(tensor) ~= 0 then return end      -- lent: in a file, on every rank
+  if not (shards and shards:parameters()) then return build.to_own_chunk(tensor) end
   local whole = math.ceil(nbytes / PAGE) * PAGE
-  local function chunk() return new_chunk("param", -1, 0, tensor:dtype(), whole) end
-  if not (shards and shards:parameters()) then
-    native.retry(C.ps_engine_adopt, native.ctx, tensor, chunk(), 0, nil)
-    return
-  end
+  local function chunk() return own_chunk(tensor:dtype(), nbytes) end
   local owner = shards:stage_owner(nbytes)
   local part = shards:part { owner = owner, stripe = shards:take_stripes(1), dtype = tensor:dtype(), nbytes = whole,
     chunk = owner == shards.rank and chunk() or nil, device = tensor.device_, reads = true }
@@ -238,7 +255,7 @@ local function state_chunks(row, group, ids, shapes)
   ids.state_offset, ids.state_numel = {}, {}
   for _, state in ipairs(group.states) do
     local numel, each = row.numel, STATE[state.dtype]
-    if packed(state) then
+    if is_packed(state) then
       local offsets = {}
       numel = 0
       for _, at in ipairs(row.tensors) do
@@ -471,6 +488,7 @@ function build.place(module, options)
   end
   table.sort(rows, function(a, b) return a.index < b.index end)
   built.list = rows
+  packed.each(module, build.to_own_chunk)
   built.state_bytes = state_bytes()
   collector.after_making()
   return built

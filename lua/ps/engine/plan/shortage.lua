@@ -47,7 +47,8 @@ end
 
 --- Adds the bytes of the whole model to an error about missing room for the model. Returns any other error unchanged.
 ---@param problem any
----@param counted? {numel: integer, trained: integer} parameters of the model, if they can be counted
+---@param counted? {numel: integer, trained: integer, blocks: integer} parameters of the model, and bytes of its packed
+--- weights, if they can be counted
 ---@param options table the options of build.place
 ---@param stage integer zero_optimization.stage
 ---@param size integer number of processes
@@ -56,7 +57,7 @@ function shortage.explain(problem, counted, options, stage, size)
   local lack = type(problem) == "table" and (problem.name == "ENOMEM" or problem.name == "ENOSPC")
   if not (lack and counted and chunks.tiers()) then return problem end
   local each, frozen = shortage.bytes_each(options, stage, size)
-  local state = counted.trained * each + (counted.numel - counted.trained) * frozen
+  local state = counted.trained * each + (counted.numel - counted.trained) * frozen + counted.blocks
   local text, sum = budgets()
   local whole = ("%s of state (%.0f parameters, %.4g bytes per trained one%s)"):format(readable.bytes(state),
     counted.numel, each, stage > 0 and (" on each of %d processes"):format(size) or "")

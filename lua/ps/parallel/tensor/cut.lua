@@ -35,6 +35,7 @@
 -- The rest of the model is the same on every rank. Outer modules' tables override inner ones. The model is made without
 -- data (ps.deferred), cut, and filled: each rank gets its own values, with the bits of the uncut model.
 local native = require "ps.core.ffi"
+local packed = require "ps.nn.packed"
 local caller = require "ps.core.caller"
 local nn_module = require "ps.nn.module"
 local deferred = require "ps.nn.deferred"
@@ -151,6 +152,12 @@ end
 function Cut:take(claim, to, key, given)
   local whole = claim.module[key]
   if whole == nil then return end
+  local blocks = packed.of(claim.module)
+  if blocks then
+    caller.error(("tensor_parallel: the weight of %s is packed (%s) and cannot be cut; load the model without "
+      .. "keep_quantized, or use ZeRO (zero_optimization) or a pipeline (pipeline) instead of tensor parallelism")
+      :format(claim.path, blocks.name))
+  end
   local part = whole
   if given then
     part = self.parts[nn_module.address(whole)]
