@@ -8,6 +8,7 @@ local scope = require "ps.core.scope"
 local caller = require "ps.core.caller"
 local exact = require "ps.core.exact"
 local ffi = require "ffi"
+local chars = require "ps.core.array" "char"
 local pieces = require "ps.io.pieces"
 local rectangles = require "ps.core.rectangles"
 local C, check = native.C, native.check
@@ -327,6 +328,21 @@ local function fill(self, entry, home, tensor)
     if rc ~= C.PS_EUNSUP then return check(rc) end  -- EUNSUP: on another device, or a part of a tensor, so read it
   end
   native.retry(C.ps_tensor_load, tensor, C.ps_gguf_read, home.g, entry.at, entry.nbytes)
+end
+
+--- Returns up to n bytes from the middle of a tensor, as the file has them.
+---@param name string
+---@param n integer
+---@return string
+function File:middle(name, n)
+  local entry, home = entry_of(self, name)
+  n = math.min(n, tonumber(entry.nbytes))
+  local bytes, buffer = create.empty({ n }, { dtype = "uint8", device = "cpu" }), chars(n)
+  local first = math.floor((tonumber(entry.nbytes) - n) / 2)
+  native.retry(C.ps_tensor_load, bytes, C.ps_gguf_read, home.g, entry.at + first, n)
+  check(C.ps_tensor_read(bytes, buffer, n))
+  C.ps_gguf_drop(home.g, home.i)
+  return ffi.string(buffer, n)
 end
 
 --- Returns a new tensor with the values of `name`. It outlives scopes.

@@ -21,6 +21,8 @@ local adapters_of = require "ps.lora.adapters"
 local layers = require "ps.lora.layers"
 local config = require "ps.lora.config"
 local gguf = require "ps.lora.gguf"
+local gguf_file = require "ps.io.gguf"
+local packed = require "ps.nn.packed"
 local lfs = require "lfs"
 local ffi, C = native.ffi, native.C
 local error = caller.error
@@ -32,6 +34,28 @@ files.PREFIX = PREFIX
 local WEIGHTS, OLD_WEIGHTS = "adapter_model.safetensors", "adapter_model.bin"
 local BASE_KEY = "psluajit_base"                           -- metadata key for the fingerprint of the base model
 local SAMPLE = 64                                          -- number of bytes per tensor that the fingerprint covers
+local LINE = "%s %s [%s] %s"
+
+-- Adds a line for each tensor of a safetensors file: its name, its type, its shape, and bytes from its middle.
+local function add_safetensors(lines, name)
+  local file = safetensors.open(name)
+  for i, tensor in ipairs(file:names()) do
+    local n = file:nbytes(tensor)
+    local data = ffi.cast("const char *", C.ps_st_data(file.st, i - 1))
+    local first = math.floor(math.max(0, n - SAMPLE) / 2)
+    lines[#lines + 1] = LINE:format(tensor, tostring((file:dtype(tensor))), rectangles.text(file:shape(tensor)),
+      ffi.string(data + first, math.min(n, SAMPLE)))
+    C.ps_st_drop(file.st, i - 1)                          -- release the pages around the sample
+  end
+  file:close()
+end
+
+local function hash(lines)
+  if #lines == 0 then return nil end
+  table.sort(lines)
+  local text = table.concat(lines, "\n")
+  return bit.tohex(C.ps_xxh3(text, #text))
+end
 
 --- Returns a fingerprint that differs between models with different weights. It is a hash, as text, of the names, types
 --- and shapes of a folder's tensors and of 64 bytes of each tensor. Returns nil if the folder has no safetensors files.
@@ -43,21 +67,21 @@ function files.fingerprint(path)
   local lines = {}
   for _, name in ipairs(ok and list or {}) do
     if not name:find "%.safetensors$" then return nil end
-    local file = safetensors.open(name)
-    for i, tensor in ipairs(file:names()) do
-      local n = file:nbytes(tensor)
-      local data = ffi.cast("const char *", C.ps_st_data(file.st, i - 1))
-      local first = math.floor(math.max(0, n - SAMPLE) / 2)
-      lines[#lines + 1] = ("%s %s [%s] %s"):format(tensor, tostring((file:dtype(tensor))),
-        rectangles.text(file:shape(tensor)), ffi.string(data + first, math.min(n, SAMPLE)))
-      C.ps_st_drop(file.st, i - 1)                          -- release the pages around the sample
-    end
-    file:close()
+    add_safetensors(lines, name)
   end
-  if #lines == 0 then return nil end
-  table.sort(lines)
-  local text = table.concat(lines, "\n")
-  return bit.tohex(C.ps_xxh3(text, #text))
+  return hash(lines)
+end
+
+-- Returns the fingerprint of a GGUF file. Files of adapters do not have it, since an adapter may be used over the same
+-- model in a folder.
+local function gguf_fingerprint(path)
+  local lines, file = {}, gguf_file.open(path)
+  for _, tensor in ipairs(file:names()) do
+    lines[#lines + 1] = LINE:format(tensor, file:type(tensor), rectangles.text(file:shape(tensor)),
+      file:middle(tensor, SAMPLE))
+  end
+  file:close()
+  return hash(lines)
 end
 
 -- -- reading ----------------------------------------------------------------------------------------------------------
@@ -419,18 +443,24 @@ function adapters_of.Adapters:save_gguf(model, path, options, save_model)
 end
 
 --- Returns the base model for a checkpoint that stores only trained values. Returns nil if the checkpoint needs all
---- values, because the model was not loaded from a folder of safetensors files or because an adapter is merged.
+--- values, because the model was not loaded from a folder of safetensors files or a GGUF file, or because an adapter is
+--- merged.
 ---@return {path: string, fingerprint: string, names: table<string, boolean>}? base `names` has the frozen parameters
---- that the folder contains.
+--- and the packed weights that the folder or file contains.
 function adapters_of.Adapters:frozen_base()
   local path = rawget(self.model, "source")
-  local fingerprint = not self.merged and files.fingerprint(path)
+  if self.merged or not path then return nil end
+  local fingerprint
+  if gguf_file.is_path(path) then fingerprint = gguf_fingerprint(path) else fingerprint = files.fingerprint(path) end
   if not fingerprint then return nil end
   local lacks, names = {}, {}
   for _, name in ipairs((self.model.loaded or {}).missing or {}) do lacks[name] = true end
   for name, p in self.model:named_parameters() do
     if is_base(name) and not p:needs_grad() and not lacks[name] then names[name] = true end
   end
+  packed.each(self.model, function(_, name, of_file)
+    if of_file then names[name], names[name .. "_scales"] = true, true end
+  end)
   return { path = path, fingerprint = fingerprint, names = names }
 end
 
