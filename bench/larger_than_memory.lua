@@ -18,6 +18,8 @@
 --   psluajit bench/larger_than_memory.lua --family llama --model llama-3-8b --optimizer AdamW8bit --master remainder \
 --     --host 20GiB --disk DIR --steps 3
 --   psluajit bench/larger_than_memory.lua --folder FOLDER --lora 16 --host 4GiB --disk DIR
+--   psluajit bench/larger_than_memory.lua --folder NF4 --keep-quantized --lora 8 --targets q_proj,v_proj --host 6GiB \
+--     --no-disk                             (bench/nf4_folder.lua writes such a folder)
 local argparse = require "argparse"
 local command_line = require "ps.core.command_line"
 local whole, number = command_line.whole, command_line.number
@@ -28,11 +30,14 @@ parser:option("--family", "models/FAMILY.lua, which has a causal language model"
 parser:option("--model", "preset of the family", "gpt2-xl")
 parser:option("--folder", "a Hugging Face folder, instead of --family and --model; weights that are frozen stay in it")
 whole(parser:option("--lora", "train an adapter of this rank over the frozen model of --folder"), 1)
+parser:option("--targets", "names of the layers with adapters, joined by commas (default: all linear layers)")
+parser:flag("--keep-quantized", "the weights of --folder, which is in NF4 of bitsandbytes, stay packed")
 parser:option("--optimizer", "optimizer.type of the configuration", "AdamW")
 parser:option("--master", "memory.master: full or remainder (bf16 only)", "full"):choices { "full", "remainder" }
 number(parser:option("--lr", "learning rate", "1e-4"), 0)
 parser:option("--host", "host budget", "6GiB")
 parser:option("--disk", "folder of the disk tier", ".")
+parser:flag("--no-disk", "no disk tier: everything must fit into the host's budget")
 whole(parser:option("--limit", "bytes of the disk tier (default: what the state needs)"), 0)
 whole(parser:option("--steps", "training steps", "2"), 1)
 whole(parser:option("--batch", "rows", "1"), 1)
@@ -61,6 +66,9 @@ local dry = C.ps_machine_pretended() ~= 0 -- psluajit --dry-run: there are no va
 local found, family = pcall(require, "models." .. args.family)
 if not found then parser:error("--family: there is no models/" .. args.family .. ".lua") end
 if args.lora and not args.folder then parser:error "--lora: give the frozen model with --folder" end
+if args.keep_quantized and not args.lora then
+  parser:error "--keep-quantized needs --lora: packed weights are frozen"
+end
 local kind = optimizers.of(optimizers.find(args.optimizer))
 if not kind then parser:error("--optimizer: psluajit has no optimizer " .. args.optimizer) end
 
@@ -81,9 +89,14 @@ local function make(device)
   if args.folder then
     local given = { dtype = "auto", recompute = options.recompute, device = device }
     if device then return ps.from_config(args.folder, given) end
-    given.quiet, given.mmap = true, "auto"
-    local base = ps.from_pretrained(args.folder, given)
-    return args.lora and ps.lora.wrap(base, { r = args.lora, alpha = 2 * args.lora }) or base
+    given.quiet, given.mmap, given.keep_quantized = true, "auto", args.keep_quantized
+    local base, targets = ps.from_pretrained(args.folder, given), nil
+    if not args.lora then return base end
+    if args.targets then
+      targets = {}
+      for name in args.targets:gmatch "[^,]+" do targets[#targets + 1] = name end
+    end
+    return ps.lora.wrap(base, { r = args.lora, alpha = 2 * args.lora, targets = targets })
   end
   local given = { device = device }
   for key, value in pairs(options) do given[key] = value end
@@ -95,12 +108,13 @@ local numel, flops = shape:num_parameters(), shape:flops_per_token(args.seq)
 -- optimizer states.
 local state = args.dtype == "fp32" and 8 or args.master == "remainder" and 4 or 6
 state = state + optimizers.states_most(kind.states)
-local need = args.limit or args.lora and 2 ^ 30 or numel * (state + 4) * 1.02 + 2 ^ 28
+local need = args.limit or args.keep_quantized and numel * 0.53 + 2 ^ 30 or args.lora and 2 ^ 30
+  or numel * (state + 4) * 1.02 + 2 ^ 28
 local result = { family = args.folder == nil and args.family or nil, model = args.folder or args.model,
   lora = args.lora, optimizer = kind.name, master = args.master,
   parameters = numel, state_bytes = numel * state, host = args.host,
   dtype = args.dtype, tokens = args.batch * args.seq, disk_free = disk_free(args.disk) }
-if not dry and result.disk_free - need < args.spare then
+if not dry and not args.no_disk and result.disk_free - need < args.spare then
   result.skipped = ("the disk of %s has %.1f GB free; this run needs %.1f GB and leaves %.1f GB alone"):format(
     args.disk, result.disk_free / 1e9, need / 1e9, args.spare / 1e9)
   print(result.skipped)
@@ -118,8 +132,8 @@ local model, optimizer = ps.initialize {
     bf16 = args.dtype == "bf16" and { enabled = true } or nil,
     fp16 = args.dtype == "fp16" and { enabled = true } or nil,
     gradient_clipping = args.clip, chunk_size = args.chunk_size, eviction = args.eviction,
-    memory = { host = args.host, disk = { path = args.disk, limit = limit, checksums = args.checksums },
-      master = args.master },
+    memory = { host = args.host, master = args.master,
+      disk = not args.no_disk and { path = args.disk, limit = limit, checksums = args.checksums } or nil },
   },
 }
 local engine = require("ps.nn.handle").of(model)
@@ -131,6 +145,7 @@ print(("initialised in %.1f s (processor %.1f), peak RSS %.0f MiB"):format(resul
 -- Returns the number of bytes with which to measure the disk: 1 GiB, but at most the host's budget and half of the disk
 -- tier's free bytes.
 local function probe_nbytes()
+  if args.no_disk then return 0 end
   local tiers = require("ps.memory.chunks").tiers()
   local host, disk = tiers[#tiers - 1], tiers[#tiers]
   local most = math.min(2 ^ 30, host.budget, disk.free / 2)
@@ -138,7 +153,7 @@ local function probe_nbytes()
 end
 
 local read, write, probed = ffi.new("double[1]", 1), ffi.new("double[1]", 1), probe_nbytes()
-if not dry then
+if not dry and not args.no_disk then
   ps.check(C.ps_engine_disk_probe(ps.ctx, probed, read, write))
   print(("disk: reads %.2f GB/s, writes %.2f GB/s (%d MiB each way)"):format(read[0] / 1e9, write[0] / 1e9,
     probed / 2 ^ 20))
@@ -203,7 +218,7 @@ result.probe_nbytes = probed
 result.probe_read_gb_per_s, result.probe_write_gb_per_s = read[0] / 1e9, write[0] / 1e9
 result.gflops = (options.recompute and 8 / 6 or 1) * flops * result.tokens / result.compute_s / 1e9
 local forecast, tiers = engine.plan.forecast, require("ps.memory.chunks").tiers()
-result.planned_read, result.planned_written = forecast.fetched[1], forecast.evicted[1]
+if not args.no_disk then result.planned_read, result.planned_written = forecast.fetched[1], forecast.evicted[1] end
 result.planned_peak, result.host_peak = forecast.tiers[1].peak, tiers[1].peak
 if args.bound then
   local bound = require "bench.bound_lib"
