@@ -3,6 +3,7 @@
 -- builds the module in staging chunks, and decides where updates run. Files for several ranks are loaded only if there
 -- are several ranks: every full collection of Lua's garbage walks everything that is loaded.
 local create = require "ps.tensor.create"
+local deferred = require "ps.nn.deferred"
 local environment = require "ps.core.environment"
 local devices = require "ps.core.devices"
 local dist = require "ps.dist"
@@ -283,30 +284,29 @@ function setup.configure(engine, request, config)
 end
 
 -- Returns the number of a module's parameters, the number of parameters that train, and the bytes of packed weights.
-local function count(module)
+-- stages: only the parameters of this rank's stages count.
+local function count(module, stages)
   local numel, trained, blocks = 0, 0, 0
-  for _, p in ipairs(module:parameters()) do
-    numel, trained = numel + p:numel(), trained + (p:needs_grad() and p:numel() or 0)
+  local function is_here(name) return not (stages and stages:elsewhere(name)) end
+  for name, p in module:named_parameters() do
+    if is_here(name) then numel, trained = numel + p:numel(), trained + (p:needs_grad() and p:numel() or 0) end
   end
-  packed.each(module, function(weight) blocks = blocks + weight:nbytes() end)
+  packed.each(module, function(weight, name)
+    if is_here(name) then blocks = blocks + weight:nbytes() end
+  end)
   return { numel = numel, trained = trained, blocks = blocks }
 end
 
 -- Returns the function that creates the model: the script's, or that of a planner that tries other sizes.
 local function model_of(model_func) return hooks.ask("model", model_func) or model_func end
 
--- Returns the counts of parameters, like `count`, of a model created on the meta device. Returns nil if the model's
--- function cannot run there.
+-- Returns the counts of parameters, like `count`, of a model created without data. Returns nil if the model's function
+-- cannot run without data.
 local function count_parameters(model_func)
   local restore = random_state.keep()
-  local was = create.set_default_device("meta")
-  local ok, module = pcall(scope.scope, function()
-    local made = model_func()
-    return nn_module.is_module(made) and count(made) or nil
-  end)
-  create.set_default_device(was)
+  local ok, counted = pcall(scope.scope, function() return count(deferred.make(model_func)) end)
   restore()
-  return ok and module or nil
+  return ok and counted or nil
 end
 
 -- Returns the function that cuts the layers of a model without data, or nil if ranks share no layers.
@@ -315,40 +315,33 @@ local function cutter(engine)
   return how and function(module) require("ps.parallel.tensor.cut").cut(module, how) end or nil
 end
 
--- Returns the number of parameters of a cut model that this rank holds, and the bytes of its packed weights. Stores the
--- computed cut into stages. All ranks must call it.
+-- Returns the counts, like `count`, of a cut model's parameters on this rank. Stores the computed cut into stages. All
+-- ranks must call it.
 local function count_own(engine, pipeline)
   local model_func, cut, restore = model_of(engine.request_model_func), cutter(engine), random_state.keep()
-  local numel, blocks, module, made = 0, 0
+  local module, made
   if pipeline then
     module, made = require("ps.engine.pipeline.stages").divide(model_func, pipeline, { device = engine.device_name,
       precision = engine.precision, cut = cut })
     pipeline.found = { costs = made.costs, first = made.first, times = made.times }
   else
-    module = require("ps.nn.deferred").make(model_func)
+    module = deferred.make(model_func)
     cut(module)
   end
   restore()
-  for name, p in module:named_parameters() do
-    if not (made and made:elsewhere(name)) then numel = numel + p:numel() end
-  end
-  packed.each(module, function(weight, name)
-    if not (made and made:elsewhere(name)) then blocks = blocks + weight:nbytes() end
-  end)
-  return numel, blocks
+  return count(module, made)
 end
 
--- Returns the number of parameters whose state this process keeps or shares, and the bytes of its packed weights, or
--- nil if they cannot be counted.
+-- Returns the counts, like `count`, of the parameters whose state this process keeps or shares, or nil if they cannot
+-- be counted.
 local function count_kept(engine, pipeline)
   if not engine.request_model_func then return nil end
   if pipeline or engine.tensor_parallel then return count_own(engine, pipeline) end
-  local counted = count_parameters(model_of(engine.request_model_func))
-  if counted then return counted.numel, counted.blocks end
+  return count_parameters(model_of(engine.request_model_func))
 end
 
--- Returns an upper bound of the bytes per parameter that this process keeps: state, gradient and staging. If ranks
--- share the state, the bound is this rank's share plus 10 %, since shares are uneven.
+-- Returns an upper bound of the bytes per trained parameter that this process keeps: state, gradient and staging. If
+-- ranks share the state, the bound is this rank's share plus 10 %, since shares are uneven.
 local function bytes_a_parameter(engine)
   local group = mesh.group "dp"
   local share = group and 1.1 / group:size() or 1
@@ -358,15 +351,21 @@ local function bytes_a_parameter(engine)
   return (stage >= 1 and state * share or state) + (stage >= 2 and 4 * share or 4) + (stage >= 3 and 10 * share or 10)
 end
 
+local FROZEN_BYTES = 8                  -- most bytes per frozen parameter: fp32, in its first and in its final chunk
+
 -- Returns the size of the disk file in bytes: the configured limit, or this process's share of the model's state and of
 -- the buffers that stage its parameters.
 local function disk_bytes(engine, pipeline)
   local disk = engine.cfg.memory.disk
   if not disk then return 0 end
   if disk.limit then return disk.limit end
-  local counted, blocks = count_kept(engine, pipeline)
-  local free = disk_free(disk.path)
-  if counted then return math.ceil((counted * bytes_a_parameter(engine) + blocks) / 1048576 + 256) * 1048576 end
+  local counted, free = count_kept(engine, pipeline), disk_free(disk.path)
+  if counted then
+    local trained = counted.trained * bytes_a_parameter(engine) + 2 ^ 28
+    local all = trained + (counted.numel - counted.trained) * FROZEN_BYTES + counted.blocks
+    if free and all > free then all = math.max(trained, math.min(all, free / 2)) end  -- frozen ones may stay in files
+    return math.ceil(all / 1048576) * 1048576
+  end
   if not free then return 2 ^ 30 end
   engine:note("memory.disk.limit is not set, and the model's parameters cannot be counted before it is made: half of "
     .. "the disk's free space is reserved")
