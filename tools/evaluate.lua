@@ -40,9 +40,9 @@ parser:option("--samples", "write the result of each row to this file, as JSON l
 local args = command_line.parse(parser)
 
 -- The order in which results are shown.
-local NAMES = { "rows", "tokens", "words", "bytes", "token_perplexity", "word_perplexity", "byte_perplexity",
-  "bits_per_byte", "accuracy", "acc", "acc_stderr", "acc_norm", "acc_norm_stderr", "exact_match", "exact_match_stderr",
-  "f1" }
+local NAMES = { "rows", "tokens", "unpredicted", "words", "bytes", "token_perplexity", "word_perplexity",
+  "byte_perplexity", "bits_per_byte", "accuracy", "acc", "acc_stderr", "acc_norm", "acc_norm_stderr", "exact_match",
+  "exact_match_stderr", "f1" }
 
 local function write_samples(samples)
   local file, why = io.open(args.samples, "w")
@@ -78,6 +78,9 @@ local function main()
     for _, name in ipairs(args.json and {} or NAMES) do
       local v = result[name]
       if v then print(("%-20s %s"):format(name, v % 1 == 0 and ("%d"):format(v) or ("%.6g"):format(v))) end
+    end
+    if result.unpredicted and not args.json then
+      print "The first token of each text is not predicted: the tokenizer has neither bos_token nor eos_token."
     end
   end
   if args.samples and not samples then error("--samples: perplexity has no results by row", 0) end

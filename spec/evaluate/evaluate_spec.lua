@@ -143,6 +143,29 @@ describe("ps.evaluate.run", function()
     end
   end)
 
+  it("does not predict the first token of texts if the tokenizer has neither bos_token nor eos_token", function()
+    local bytes = ps.tokenizer.bytes()
+    local sum, n = 0, 0
+    for _, text in ipairs { "ab cab", "b" } do
+      local ids = bytes:encode(text)
+      for i = 2, #ids do sum, n = sum + logp(ids, 1, i), n + 1 end
+    end
+    local result = ps.evaluate.run(model, bytes, { data = { { text = "ab cab" }, { text = "b" }, { text = "" } } })
+    assert.same({ n, 2, 7 }, { result.tokens, result.unpredicted, result.bytes })
+    near(-sum, -result.loglikelihood)
+    assert.is_nil(ps.evaluate.run(model, tok, { data = { { text = "ab" } } }).unpredicted)
+    fails(function() ps.evaluate.run(model, bytes, { data = { { text = "b" } } }) end, "no token to evaluate")
+    local question = { query = "a", choices = { "b", "ab" }, gold = 0 }
+    local whole = bytes:encode "a ab"
+    near(-logp(whole, 1, 2) - logp(whole, 1, 3) - logp(whole, 1, 4),
+      -ps.evaluate.run(model, bytes, { data = { question } }).samples[1].loglikelihoods[2])
+    for _, query in ipairs { "", " " } do
+      fails(function()
+        ps.evaluate.run(model, bytes, { data = { question, { query = query, choices = { "b", "ab" }, gold = 0 } } })
+      end, "rows[2]: the context has no token, and the tokenizer has neither bos_token nor eos_token")
+    end
+  end)
+
   it("compares the model's answers with the right ones", function()
     local prompt = tok:apply_chat_template({ { role = "user", content = "ab" } }, { add_generation_prompt = true })
     local row = model:generate({ prompt }, 4, { temperature = 0, tokenizer = tok })[1]
@@ -284,6 +307,22 @@ describe("tools/evaluate.lua", function()
         if type(want) == "number" and want ~= 0 then near(want, two[name], 1e-6) else assert.equal(want, two[name]) end
       end
     end
+  end)
+
+  it("says how many first tokens are not predicted if no token precedes texts", function()
+    local plain = folder .. "/plain"
+    model:save_pretrained(plain)
+    ps.tokenizer.bytes():save_pretrained(plain)
+    local data = folder .. "/first.jsonl"
+    check.write(data, '{"text": "ab"}\n{"text": "b"}\n')
+    local command = ("'%s' '%s'/tools/evaluate.lua %s --data %s"):format(paths.exe, paths.root, plain, data)
+    local out, code = check.shell(command)
+    assert.truthy(code == 0 and out:find "tokens +1\n" and out:find "unpredicted +2\n", out)
+    assert.truthy(out:find("The first token of each text is not predicted: the tokenizer has neither ", 1, true), out)
+    out, code = check.shell(command .. " --json")
+    tokens.remove(plain)
+    assert.equal(0, code, out)
+    assert.equal(2, cjson.decode(out).unpredicted)
   end)
 
   it("prints measures, JSON, and samples to a file", function()

@@ -77,9 +77,10 @@ local function group_of(model, divide)
   return divide and mesh.group "world" or nil
 end
 
--- Returns the windows of all rows and the rows' form, and for texts also the number of words and bytes.
+-- Returns the windows of all rows and the rows' form, and for texts also the number of words, of bytes, and of tokens
+-- that nothing precedes, which the model cannot predict.
 local function windows_of(tok, rows, n, options)
-  local windows, words, bytes = {}, 0, 0
+  local windows, words, bytes, unpredicted = {}, 0, 0, 0
   local form = formats.recognise(rows)
   local most, stride = options.max_length, options.stride
   for i = 1, n do
@@ -87,6 +88,7 @@ local function windows_of(tok, rows, n, options)
     if form == "text" then
       local s = caller.typed(rows[i].text, "string", rows:place(i) .. ": text")
       ids, prefix = likelihood.encode(tok, s), likelihood.prefix(tok)
+      if not prefix and ids[1] then prefix, unpredicted = table.remove(ids, 1), unpredicted + 1 end
       words, bytes = words + words_in(s), bytes + #s
     else
       local labels
@@ -105,11 +107,11 @@ local function windows_of(tok, rows, n, options)
     end
     likelihood.windows(windows, prefix, ids, most, stride, mask)
   end
-  return windows, form, words, bytes
+  return windows, form, words, bytes, unpredicted
 end
 
 function TASKS.perplexity(model, tok, rows, n, options)
-  local windows, form, words, bytes = windows_of(tok, rows, n, options)
+  local windows, form, words, bytes, unpredicted = windows_of(tok, rows, n, options)
   local tokens = 0
   for _, window in ipairs(windows) do tokens = tokens + window.count end
   if tokens == 0 then error(("%s: the row has no token to evaluate"):format(rows:place(1))) end
@@ -135,6 +137,7 @@ function TASKS.perplexity(model, tok, rows, n, options)
     result.words, result.bytes = words, bytes
     result.word_perplexity, result.byte_perplexity = math.exp(total / words), math.exp(total / bytes)
     result.bits_per_byte = total / bytes / math.log(2)
+    result.unpredicted = unpredicted > 0 and unpredicted or nil
   end
   return result
 end
@@ -156,6 +159,10 @@ function TASKS.choices(model, tok, rows, n, options)
     questions[i] = { first = #pairs_, choices = choices, gold = gold }
     for _, choice in ipairs(choices) do
       local first, rest = likelihood.pair(tok, context, " " .. choice)
+      if not first then
+        error(("%s: the context has no token, and the tokenizer has neither bos_token nor eos_token to precede the "
+          .. "choices; write a context, or add eos_token to tokenizer_config.json"):format(rows:place(i)))
+      end
       if #rest > options.max_length then
         error(("%s: a choice has %d tokens, more than the %d that the model reads at once (max_length)"):format(
           rows:place(i), #rest, options.max_length))
@@ -278,12 +285,13 @@ end
 --- Evaluates a causal language model on rows. "perplexity" evaluates texts, conversations (the tokens that the
 --- assistant has to produce according to the chat template) or ids. It returns { tokens, loss (mean per token),
 --- accuracy (fraction of tokens that are the likeliest), token_perplexity }, and for texts also { words, bytes,
---- word_perplexity, byte_perplexity, bits_per_byte }. "choices" evaluates rows with query, choices and gold. It returns
---- { acc, acc_norm, samples }. acc compares the choices by the sum of the log-probabilities of each choice after a
---- space, and acc_norm by that sum per character. "answers" evaluates rows with a question and answers, or
---- conversations. The model answers by greedy decoding. It returns { exact_match, f1, samples }, computed as in SQuAD's
---- script. With an engine of several ranks, all ranks call this function, divide the rows, and get the same result.
---- `divide` does the same for a model that each rank has in full.
+--- word_perplexity, byte_perplexity, bits_per_byte }. If the tokenizer has neither bos_token nor eos_token, the first
+--- token of each text is not predicted, and `unpredicted` is the number of these tokens. "choices" evaluates rows with
+--- query, choices and gold. It returns { acc, acc_norm, samples }. acc compares the choices by the sum of the
+--- log-probabilities of each choice after a space, and acc_norm by that sum per character. "answers" evaluates rows
+--- with a question and answers, or conversations. The model answers by greedy decoding. It returns { exact_match, f1,
+--- samples }, computed as in SQuAD's script. With an engine of several ranks, all ranks call this function, divide the
+--- rows, and get the same result. `divide` does the same for a model that each rank has in full.
 ---@param model ps.nn.Module|ps.Engine
 ---@param tokenizer ps.TextTokenizer
 ---@param options ps.evaluate.Options

@@ -25,13 +25,11 @@ local LOGITS = 2 ^ 26
 ---@field targets integer[] the targets; -100 is ignored
 ---@field count integer number of targets that are not ignored
 
---- Returns the token that precedes the first token of a text: the tokenizer's bos_token, or else its eos_token.
+--- Returns the token that precedes the first token of a text: the tokenizer's bos_token, or else its eos_token. Returns
+--- nil if the tokenizer has neither.
 ---@param tok ps.TextTokenizer
----@return integer
-function likelihood.prefix(tok)
-  return tok.bos_token_id or tok.eos_token_id
-    or error "ps.evaluate: the tokenizer has neither bos_token nor eos_token, which precede a text's first token"
-end
+---@return integer?
+function likelihood.prefix(tok) return tok.bos_token_id or tok.eos_token_id end
 
 --- Returns the ids of a text with the special tokens that the tokenizer adds, unless the text itself begins with the
 --- token that precedes texts.
@@ -111,25 +109,27 @@ function likelihood.batches(windows, rows, pad, rank, ranks, device)
 end
 
 --- Returns the ids of a context and of its continuation. As in lm-eval, space at the end of the context belongs to the
---- continuation. The text is encoded as a whole, and the context has as many ids as it has alone.
+--- continuation. The text is encoded as a whole, and the context has as many ids as it has alone. A context without ids
+--- is the token that precedes texts, or nil if the tokenizer has none.
 ---@param tok ps.TextTokenizer
 ---@param context string
 ---@param continuation string
----@return integer[] context
+---@return integer[]? context
 ---@return integer[] continuation
 function likelihood.pair(tok, context, continuation)
   if context == "" then
     local ids, prefix = tok:encode(continuation, { add_special_tokens = false }), likelihood.prefix(tok)
-    if ids[1] == prefix then table.remove(ids, 1) end
-    return { prefix }, ids
+    if prefix and ids[1] == prefix then table.remove(ids, 1) end
+    return prefix and { prefix }, ids
   end
   local kept = text.flat(text.strip(context, nil, false, true))
   continuation = context:sub(#kept + 1) .. continuation
   local whole, first = likelihood.encode(tok, kept .. continuation), likelihood.encode(tok, kept)
   local rest = {}
   for i = #first + 1, #whole do rest[#rest + 1] = whole[i] end
-  if #first == 0 then first = { likelihood.prefix(tok) } end
-  return first, rest
+  if #first > 0 then return first, rest end
+  local prefix = likelihood.prefix(tok)
+  return prefix and { prefix }, rest
 end
 
 --- Calls fn with the model in evaluation mode and without gradients, and restores the model's mode afterwards.
