@@ -201,7 +201,8 @@ end
 
 --- Returns the sum of the log-probabilities of each continuation, given its context.
 ---@param model ps.nn.Module|ps.Engine
----@param pairs_ {[1]: integer[], [2]: integer[]}[] the ids of each context and its continuation
+---@param pairs_ {[1]: integer[], [2]: integer[]}[] the ids of each context and its continuation, which has
+--- at most `most` ids
 ---@param options {rows: integer, most: integer, pad: integer, device?: string, vocabulary?: integer, group?: ps.Group,
 --- tick?: fun(n: integer)} rows: largest number of pairs per batch. most: largest number of inputs in a row.
 --- vocabulary: number of logits (default: that of the first row). group: the ranks that divide the batches; all compute
@@ -211,9 +212,6 @@ function likelihood.sums(model, pairs_, options)
   local rows, sums = {}, {}
   for i, pair in ipairs(pairs_) do
     rows[i], sums[i] = row_of(pair[1], pair[2], options.most), 0
-    if #pair[2] > options.most then
-      error(("ps.evaluate: a continuation has %d tokens, more than the %d of the model"):format(#pair[2], options.most))
-    end
   end
   if #rows == 0 then return sums end
   local group = options.group
