@@ -13,14 +13,17 @@ local LARGEST = 2 ^ 53
 local ESCAPES = { ['"'] = '"', ["\\"] = "\\", ["/"] = "/", b = "\b", f = "\f", n = "\n", r = "\r", t = "\t" }
 local WORDS = { ["true"] = true, ["false"] = false, null = values.NONE }
 
--- Raises an error about byte `at` of a text. Its field `json` has the line and the byte's position in the line, and
--- `in_line` has the position only. `repeated` is true if an object has a key twice.
-local function fail(s, at, why, ...)
+-- Creates the error value for byte `at` of a text. Its field `json` has the line and the byte's position in the line,
+-- and `in_line` has the position only. `repeated` is true if an object has a key twice.
+local function problem_at(s, at, why, ...)
   local before = s:sub(1, at - 1)
   local _, n = before:gsub("\n", "")
   local in_line = ("byte %d: "):format(#before:match "[^\n]*$" + 1) .. why:format(...)
-  error({ json = ("line %d, "):format(n + 1) .. in_line, in_line = in_line }, 0)
+  return { json = ("line %d, "):format(n + 1) .. in_line, in_line = in_line }
 end
+
+-- Raises an error about byte `at` of a text.
+local function fail(...) error(problem_at(...), 0) end
 
 local read
 
@@ -81,7 +84,7 @@ local function read_object(s, at, depth)
     local key
     key, at = read_string(s, at)
     if values.get(dict, key) ~= nil then
-      local _, problem = pcall(fail, s, start, "the key '%s' occurs twice in one object", key)
+      local problem = problem_at(s, start, "the key '%s' occurs twice in one object", key)
       problem.repeated = true
       error(problem, 0)
     end
