@@ -14,6 +14,12 @@ local lib = { BUILD = BUILD, DRIVER = DRIVER, PLUGIN = PLUGIN, REAL = REAL, FULL
     and lfs.attributes(DRIVER .. "/libcuda.so.1", "mode") == "file",
   HAS_DRIVER = pcall(ffi.load, "libcuda.so.1") }
 
+--- Names of ops without a cuda kernel: the updates of Muon and Lion8bit, which the engine runs on the host
+--- (docs/optimizers.md), and ops whose functions use other ops on a GPU, such as t:prod() and t:median().
+lib.HOST = {}
+for name in ([[bernoulli cdist cdist_backward lion8bit_ masked_scatter median muon_ nll_loss nll_loss_backward prod
+  randperm_ unfold unfold_backward var]]):gmatch "%S+" do lib.HOST[name] = true end
+
 --- Runs a script (text) or a spec (a list of arguments) in a new psluajit process with the emulated driver. Returns the
 --- output of both streams, and the exit code.
 ---@param what string|string[]

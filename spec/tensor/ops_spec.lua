@@ -6,6 +6,7 @@
 -- eighth op, from the second on, so that a device that fails permanently at one op is still tested with the others.
 local ps = require "ps"
 local ffi = require "ffi"
+local cuda = require "spec.cuda_lib"
 local H = dofile((arg[0]:match("^(.*)/[^/]*$") or ".") .. "/op_harness.lua")
 local ops, C = ps.ops, ps.C
 local info, has_flag, run, copies, lay_out, compare = H.info, H.has_flag, H.run, H.copies, H.lay_out, H.compare
@@ -121,16 +122,10 @@ describe("the case table", function()
   end)
 end)
 
--- Ops without a cuda kernel: the updates of Muon and Lion8bit, which the engine runs on the host (docs/optimizers.md),
--- and those in whose place their functions use other ops there.
-local HOST = {}
-for name in ([[bernoulli cdist cdist_backward lion8bit_ masked_scatter median muon_ nll_loss nll_loss_backward prod
-  randperm_ unfold unfold_backward var]]):gmatch "%S+" do HOST[name] = true end
-
 -- Returns whether the device runs an op. It does not run collectives, moves between two devices other than the host,
 -- and ops of the host.
 local function runs_there(name)
-  return ON_CPU or not (has_flag(name, "RANKS") or has_flag(name, "MOVE") or HOST[name])
+  return ON_CPU or not (has_flag(name, "RANKS") or has_flag(name, "MOVE") or cuda.HOST[name])
 end
 
 -- Returns whether the device leaves a case to the host: attention with a cache of another type than the queries, and
