@@ -115,6 +115,27 @@ describe("a frozen base in an engine with a disk tier", function()
     fails(function() losses(open(nil, { host = 10 * MIB, disk = disk(4) }, adapted(false))) end, "disk")
   end)
 
+  it("is not in memory twice while it is copied, if there is no disk tier", function()
+    ps.manual_seed(3)
+    local large = folder .. "/large"
+    require("models.llama").new("tiny", { vocab_size = 2 ^ 15, hidden_size = 512, head_dim = 64, num_attention_heads = 4,
+      num_key_value_heads = 2, tie_word_embeddings = true, pad_token_id = 0 }):save_pretrained(large)        -- 64 MiB
+    local function peak(path)
+      check.write(folder .. "/peak.lua", [[
+local ps = require "ps"
+local model = ps.initialize { quiet = true, config = { plan_print = false, optimizer = { type = "AdamW" } },
+  model_func = function()
+    return ps.lora.wrap(ps.from_pretrained(arg[1], { quiet = true, mmap = true, dtype = "auto" }), { r = 2 })
+  end }
+print(ps.peak_rss())]])
+      local out = check.shell(("'%s' '%s' '%s'"):format(paths.exe, folder .. "/peak.lua", path))
+      return assert(tonumber(out:match "(%d+)%s*$"), out)
+    end
+    local more = peak(large) - peak(base)                  -- the other base has 21 MiB
+    os.execute("rm -r '" .. large .. "'")
+    assert(more > 32 * MIB and more < 75 * MIB, more)
+  end)
+
   it("has the plan of a dry run, which reads no weights either", function()
     local script = folder .. "/plan.lua"
     check.write(script, ([[

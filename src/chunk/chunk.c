@@ -479,6 +479,7 @@ static int copy_into(ps_chunks *cs, ps_storage *s, ps_storage *to)
     if (rc == 0) {
         ps_backend *be = from_chunk ? NULL : cs->tiers[tier_of(cs, s->device)].be;
         if (cs->tiers[0].be->pretends) rc = 0;
+        else if (ps_storage_is_lent(s)) source_copy(dst, src, s->nbytes);    /* the loan ends after the copy */
         else if (be && be->copy_out) rc = be->copy_out(be, dst, src, (size_t)s->nbytes);
         else memcpy(dst, src, (size_t)s->nbytes);
         ps_storage_unpin(s, from_device);

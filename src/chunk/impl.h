@@ -172,6 +172,7 @@ void record_tiers(ps_chunks *cs);
  * of its position in another chunk with a source. Returns 1, or 0 if this is not possible. */
 int source_adopt(ps_chunks *cs, ps_storage *s, const member *m);
 void source_drop(chunk *c);           /* ends the chunk's source, if any */
+void source_copy(char *dst, const char *src, int64_t nbytes);   /* copies bytes of a mapped file, see source.c */
 
 /* -- chunk/resident.c */
 /* Chooses the chunks that must stay on tier 0 for a whole step like `trace`. Sets their entries of resident

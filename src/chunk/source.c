@@ -68,7 +68,7 @@ static int64_t read_direct(const source_part *p, char *dst, char *staging)
 /* Copies bytes of a mapped file, and removes their pages from the process at once, so that they do not count as its
  * memory. If the user owns the file, also removes them from the page cache, so that a large model does not push out
  * other files. */
-static void copy_part(char *dst, const char *src, int64_t nbytes)
+void source_copy(char *dst, const char *src, int64_t nbytes)
 {
     int64_t page = sysconf(_SC_PAGESIZE);
     advise(src, nbytes < BLOCK ? nbytes : BLOCK, MADV_WILLNEED);
@@ -76,7 +76,9 @@ static void copy_part(char *dst, const char *src, int64_t nbytes)
         int64_t n = nbytes - at < BLOCK ? nbytes - at : BLOCK, rest = nbytes - at - n;
         if (rest > 0) advise(src + at + n, rest < BLOCK ? rest : BLOCK, MADV_WILLNEED);
         memcpy(dst + at, src + at, (size_t)n);
-        advise(src + at, rest > 0 ? n - page : n, MADV_PAGEOUT);           /* the next block shares the last page */
+        int64_t done = rest > 0 ? n - page : n;                            /* the next block shares the last page */
+        advise(src + at, done, MADV_PAGEOUT);
+        advise(src + at, done, MADV_DONTNEED);                             /* dirty pages were not paged out */
     }
     advise(src, nbytes, MADV_DONTNEED);
 }
@@ -85,7 +87,7 @@ static void copy_part(char *dst, const char *src, int64_t nbytes)
 static void read_part(const source_part *p, char *dst, char *staging)
 {
     int64_t n = p->fd >= 0 && staging ? read_direct(p, dst, staging) : 0;
-    if (n < p->nbytes) copy_part(dst + n, (const char *)p->loan.bytes + n, p->nbytes - n);
+    if (n < p->nbytes) source_copy(dst + n, (const char *)p->loan.bytes + n, p->nbytes - n);
 }
 
 static void run(const ps_source *s, const ps_source_job *job)
