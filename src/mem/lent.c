@@ -47,8 +47,6 @@ static bool lent_take_loan(ps_storage *s, ps_loan *out)
 static const ps_keeper_table lent_keeper = { .name = "lent", .free = lent_free, .pin = lent_pin, .unpin = lent_unpin,
                                              .take_loan = lent_take_loan };
 
-bool ps_storage_is_lent(const ps_storage *s) { return s->keeper->table == &lent_keeper; }
-
 int ps_storage_lend(ps_storage *s, const ps_loan *loan)
 {
     lent *l = ps_alloc(sizeof *l);

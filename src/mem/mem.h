@@ -115,6 +115,8 @@ static inline bool ps_storage_take_loan(ps_storage *s, ps_loan *out)
 {
     return s->block && s->keeper->table->take_loan && s->keeper->table->take_loan(s, out);
 }
+/* Returns whether the bytes of a storage belong to a lender. */
+static inline bool ps_storage_is_lent(const ps_storage *s) { return s->block && s->keeper->table->take_loan; }
 static inline void ps_storage_free(ps_storage *s)
 {
     if (s->block) s->keeper->table->free(s->keeper, s);
@@ -131,7 +133,6 @@ bool ps_storage_is_plain(const ps_storage *s);
 /* lent.c: storages whose bytes belong to a lender. ps_storage_lend frees the previous bytes. The storage owns the
  * loan until its bytes are freed. */
 int ps_storage_lend(ps_storage *s, const ps_loan *loan);
-bool ps_storage_is_lent(const ps_storage *s);
 
 /* arena.c: divides regions of a backend into blocks. */
 typedef struct ps_arena ps_arena;
