@@ -418,7 +418,6 @@ for _, kind in ipairs(PACKED) do
     list.prepare, list.attrs, list.grads, list.wrt = packed_rows(kind, #list == 1 and 1 or 2), attrs, false, nil
     if #list > 1 then list.spread = rounded_weights(number, attrs[2] == 1) end
     local rows = list[#list > 1 and 2 or 1].shape
-    list.double_quant = number == 257
     list[#list + 1] = number == 257 and F({ 257 + math.ceil(rows[1] * rows[2] / nbytes / 256) }, -1, 1, "fp32") or NONE
     return list
   end
@@ -1143,8 +1142,15 @@ do
   large("linear_packed", { F { 131, 256 }, I({ 130, 8 * 34 }, 0, 255), F { 130 }, F { 131, 130 }, NONE,
     attrs = args(8, 0, 0),
     prepare = packed_rows(PACKED[5], 2), spread = rounded_weights(8) })
-  large("linear_packed", { F { 1, 512 }, I({ 331, 8 * 33 }, 0, 255), NONE, NONE, F({ 257 + 11 }, -1, 1, "fp32"),
-    double_quant = true, attrs = args(257, 0, 0), prepare = packed_rows(PACKED[15], 2) })
+  -- NF4 with double quantization: several absolute maxima of the scales, and on the emulated cuda several panels.
+  local function double_quant(x, back)
+    return { x, I({ 331, 9 * 33 }, 0, 255), NONE, NONE, F({ 257 + 12 }, -1, 1, "fp32"), attrs = args(257, back, 0),
+      prepare = packed_rows(PACKED[15], 2), spread = rounded_weights(257, back == 1) }
+  end
+  large("linear_packed", double_quant(F { 1, 576 }, 0), double_quant(F { 5, 576 }, 0), double_quant(F { 5, 331 }, 1))
+  local unpacked = large("unpack", { I({ 70, 8 * 33 }, 0, 255), F({ 257 + 3 }, -1, 1, "fp32"), attrs = args(257, 0),
+    prepare = packed_rows(PACKED[15], 1) })
+  unpacked.exact, unpacked.types = true, { "fp32" }
   large("linear_packed", { F { 1, 512 }, I({ 331, 2 * 144 }, 0, 255), NONE, NONE, NONE, attrs = args(12, 0, 0),
     prepare = packed_rows(PACKED[8], 2) })
   large("linear", { F { 131, 257 }, F { 65, 257 }, F { 65 }, F { 131, 65 }, attrs = args(1) })

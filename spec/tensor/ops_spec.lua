@@ -128,9 +128,8 @@ local function runs_there(name)
   return ON_CPU or not (has_flag(name, "RANKS") or has_flag(name, "MOVE") or cuda.HOST[name])
 end
 
--- Returns whether the device leaves a case to the host: attention with a cache of another type than the queries, and
--- NF4 with double quantization.
-local function left_to_host(set) return not ON_CPU and (set.cached or set.double_quant) end
+-- Returns whether the device leaves a case to the host: attention with a cache of another type than the queries.
+local function left_to_host(set) return not ON_CPU and set.cached end
 
 -- Calls check for all sets of inputs and types of an op. An error contains the first MOST differences.
 local MOST = 8

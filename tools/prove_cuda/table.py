@@ -365,6 +365,10 @@ def rows_of_packed():
     part = Struct("packed_part", t=q4_k, w="w", rows=3, row_nbytes=288, per_row=64)
     yield Row("packed", "unpack_kernel<bf16>", "3 rows of 2 blocks of Q4_K", 1, 256, ["y", part], quick=True,
               branches=True)
+    double = Struct("packed_type", type=257, block=64, bytes=33)
+    part = Struct("packed_part", t=double, w="w", rows=3, row_nbytes=66, per_row=16, scales="scales", first=250,
+                  row_blocks=2)
+    yield Row("packed", "unpack_kernel<bf16>", "3 rows of 2 blocks of NF4_DOUBLE", 1, 256, ["y", part], branches=True)
     q8_0 = Struct("packed_type", type=8, block=32, bytes=34)
     part = Struct("packed_part", t=q8_0, w="w", rows=5, row_nbytes=68, per_row=8)
     few = Struct("few_call", w=part, x="x", y="y", bias="bias", residual="residual", bias_dtype=F32, M=3)

@@ -31,6 +31,7 @@ static packed_type type_of(int type)
     case PS_Q6_K: t.block = 256, t.bytes = 210; break;
     case PS_IQ4_XS: t.block = 256, t.bytes = 136; break;
     case PS_NF4: t.block = 64, t.bytes = 36; break;
+    case PS_NF4_DOUBLE: t.block = 64, t.bytes = 33; break;
     default: break;
     }
     return t;
@@ -89,12 +90,16 @@ DEV void unpack_q8_0(const uint8_t *s, int k, float *v)
     for (int j = 0; j < RUN; j++) v[j] = times(d, (int8_t)s[2 + k + j]);
 }
 
-/* Number 2 k is in the high half of byte k. */
-DEV void unpack_nf4(const float *table, const uint8_t *s, int k, float *v)
+/* Unpacks codes of NF4 for a scale. Number 2 k is in the high half of byte k. */
+DEV void unpack_nf4(const float *table, float most, const uint8_t *codes, int k, float *v)
 {
-    float most = __uint_as_float(u32_at(s));
 #pragma unroll
-    for (int j = 0; j < RUN; j++) v[j] = __fmul_rn(table[s[4 + (k + j) / 2] >> (j % 2 ? 0 : 4) & 15], most);
+    for (int j = 0; j < RUN; j++) v[j] = __fmul_rn(table[codes[(k + j) / 2] >> (j % 2 ? 0 : 4) & 15], most);
+}
+/* Returns the scale of block `number` of a weight in NF4_DOUBLE (ps_blocks_double_scale). */
+DEV float double_scale(const uint8_t *s, const float *scales, int64_t number)
+{
+    return __fadd_rn(__fmul_rn(scales[1 + s[0]], scales[PS_SCALES_HEAD + number / PS_SCALES_GROUP]), scales[0]);
 }
 
 /* Blocks of 256, as base/blocks.c describes them. All numbers of a run have the same scale. */
@@ -152,10 +157,23 @@ DEV void unpack_iq4_xs(const uint8_t *s, int n, float *v)
     for (int j = 0; j < RUN; j++) v[j] = times(by, iq4_value(s[8 + 16 * p + k % 16 + j] >> (k < 16 ? 0 : 4) & 15));
 }
 
-/* Unpacks numbers k .. k + 7 of a block; k is a multiple of 8. */
-DEV void unpack_run(const packed_type &t, const uint8_t *s, int k, float *v)
+/* A part of a packed matrix: `rows` rows, row_nbytes apart, with per_row runs in each. */
+struct packed_part {
+    packed_type t;
+    const uint8_t *w;
+    int64_t rows, row_nbytes, per_row;
+    const float *scales;                             /* scales of a weight in NF4_DOUBLE, else NULL */
+    int64_t first, row_blocks;                       /* number of the block at w in the weight, and blocks per row */
+};
+
+/* Unpacks a run of 8 numbers of a row, counted from the row's first block in the part. */
+DEV void unpack_run(const packed_part &p, int64_t row, int64_t run, float *v)
 {
-    switch (t.type) {
+    int each = p.t.block / RUN;
+    int64_t block = run / each;
+    const uint8_t *s = p.w + row * p.row_nbytes + block * p.t.bytes;
+    int k = (int)(run - block * each) * RUN;
+    switch (p.t.type) {
     case PS_Q4_0: unpack_32(PS_Q4_0, s, k, v); break;
     case PS_Q4_1: unpack_32(PS_Q4_1, s, k, v); break;
     case PS_Q5_0: unpack_32(PS_Q5_0, s, k, v); break;
@@ -169,25 +187,21 @@ DEV void unpack_run(const packed_type &t, const uint8_t *s, int k, float *v)
     case PS_Q5_K: unpack_q4_k(s, k, true, v); break;
     case PS_Q6_K: unpack_q6_k(s, k, v); break;
     case PS_IQ4_XS: unpack_iq4_xs(s, k, v); break;
-    default: unpack_nf4(t.nf4, s, k, v); break;
+    case PS_NF4: unpack_nf4(p.t.nf4, __uint_as_float(u32_at(s)), s + 4, k, v); break;
+    default: {
+        int64_t number = p.first + row * p.row_blocks + block;
+        unpack_nf4(p.t.nf4, double_scale(s, p.scales, number), s + 1, k, v);
+    }
     }
 }
 
 /* -- unpacking ----------------------------------------------------------------------------------------------------- */
-/* A part of a packed matrix: `rows` rows, row_nbytes apart, with per_row runs in each. */
-struct packed_part {
-    packed_type t;
-    const uint8_t *w;
-    int64_t rows, row_nbytes, per_row;
-};
-
 template <class T> KERNEL_UP_TO(THREADS) unpack_kernel(T *y, const __grid_constant__ packed_part p)
 {
-    int each = p.t.block / RUN;
     for (int64_t i = FIRST_ELEMENT; i < p.rows * p.per_row; i += ALL_THREADS) {
-        int64_t row = i / p.per_row, run = i - row * p.per_row, block = run / each;
+        int64_t row = i / p.per_row;
         float v[RUN];
-        unpack_run(p.t, p.w + row * p.row_nbytes + block * p.t.bytes, (int)(run - block * each) * RUN, v);
+        unpack_run(p, row, i - row * p.per_row, v);
         T *to = y + i * RUN;
         if (sizeof(T) <= 4 && aligned16(y)) {
             const int W = pack<T>::n;
@@ -209,12 +223,19 @@ template <class T> static int run_unpack(void *y, const packed_part &p)
     return 0;
 }
 
+/* `scales` is absent if the type has none. */
+static packed_part part_of(int type, const ps_view *w, const ps_view *scales, int64_t rows, int64_t row_nbytes)
+{
+    packed_type t = type_of(type);
+    int64_t blocks = row_nbytes / t.bytes;
+    packed_part p = { t, (const uint8_t *)w->data, rows, row_nbytes, blocks * t.block / RUN,
+                      ps_has(scales) ? (const float *)scales->data : NULL, 0, blocks };
+    return p;
+}
 static int unpack_op(ps_call *call)
 {
     const ps_view *w = &call->in[0], *y = &call->out[0];
-    if (ps_has(&call->in[1])) return PS_EUNSUP;      /* NF4_DOUBLE */
-    packed_part p = { type_of(((const ps_attrs_unpack *)call->attrs)->type), (const uint8_t *)w->data, 1, w->numel,
-                      y->numel / RUN };
+    packed_part p = part_of(((const ps_attrs_unpack *)call->attrs)->type, w, &call->in[1], 1, w->numel);
     return BY_FLOAT(y->dtype, run_unpack, y->data, p);
 }
 
@@ -275,16 +296,14 @@ template <class X, class T> struct few_call {
 template <class X, class T> KERNEL_UP_TO(THREADS) few_rows_kernel(const __grid_constant__ few_call<X, T> c)
 {
     typedef typename type_info<T>::acc A;
-    int each = c.w.t.block / RUN, lane = threadIdx.x % 32;
+    int lane = threadIdx.x % 32;
     for (int64_t n = FIRST_ELEMENT / 32; n < c.N; n += ALL_THREADS / 32) {
         A sum[PS_PACKED_ROWS];
 #pragma unroll
         for (int m = 0; m < PS_PACKED_ROWS; m++) sum[m] = 0;
-        const uint8_t *row = c.w.w + n * c.w.row_nbytes;
         for (int64_t run = lane; run < c.w.per_row; run += 32) {
-            int64_t block = run / each;
             float v[RUN];
-            unpack_run(c.w.t, row + block * c.w.t.bytes, (int)(run - block * each) * RUN, v);
+            unpack_run(c.w, n, run, v);
 #pragma unroll
             for (int m = 0; m < PS_PACKED_ROWS; m++) {
                 if (m >= c.M) break;
@@ -351,6 +370,7 @@ static int forward(const packed_product &p)
         int64_t n = p.N - first < step ? p.N - first : step;
         packed_part part = p.w;
         part.w += first * part.row_nbytes;
+        part.first = first * part.row_blocks;
         part.rows = n;
         PS_TRY(BY_FLOAT(p.y->dtype, run_unpack, panel, part));
         ps_cu_gemm g;
@@ -376,6 +396,7 @@ static int backward(const packed_product &p)
         int64_t k = p.K - first < step ? p.K - first : step;
         packed_part part = p.w;
         part.w += first / part.t.block * part.t.bytes;
+        part.first = first / part.t.block;
         part.per_row = k / RUN;
         PS_TRY(BY_FLOAT(p.y->dtype, run_unpack, panel, part));
         ps_cu_gemm g;
@@ -393,14 +414,12 @@ static int linear_packed(ps_call *call)
 {
     const ps_attrs_linear_packed *a = (const ps_attrs_linear_packed *)call->attrs;
     const ps_view *w = &call->in[1], *y = &call->out[0];
-    if (ps_has(&call->in[4])) return PS_EUNSUP;      /* NF4_DOUBLE */
     if (y->numel == 0) return 0;
-    packed_type t = type_of(a->type);
-    int64_t K = w->shape[1] / t.bytes * t.block;
+    int64_t N = w->shape[0];
+    packed_part part = part_of(a->type, w, &call->in[4], N, w->shape[1]);
     packed_product p = { call, &call->in[0], ps_has(&call->in[2]) ? &call->in[2] : NULL,
-                  ps_has(&call->in[3]) ? &call->in[3] : NULL, y,
-                  { t, (const uint8_t *)w->data, w->shape[0], w->shape[1], K / RUN }, y->numel / ps_cu_last(y),
-                  w->shape[0], K };
+                  ps_has(&call->in[3]) ? &call->in[3] : NULL, y, part, y->numel / ps_cu_last(y), N,
+                  part.per_row * RUN };
     if (!a->back && p.M <= PS_PACKED_ROWS) return BY_FLOAT(y->dtype, few_rows, p);
     if (p.x->numel == 0 && a->back) return ps_cuda_clear(y->data, (size_t)(y->numel * ps_dtype_bytes(y->dtype)));
     return a->back ? backward(p) : forward(p);
