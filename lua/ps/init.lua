@@ -159,7 +159,7 @@ end
 ---@param model ps.nn.Module a model without adapters, before ps.initialize
 ---@param options? {type?: string, skip?: string[], int8_activations?: boolean, double_quant?: boolean} type: "nf4"
 --- (default), "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "q4_k" or "q6_k"; skip: names of layers, or their last
---- components, that are not packed; double_quant: for "nf4" on the cpu, 4.127 bits per weight instead of 4.5
+--- components, that are not packed; double_quant: for "nf4", 4.127 bits per weight instead of 4.5
 ---@return ps.nn.Module model
 ---@return {name: string, type: string}[] layers The packed layers.
 function ps.quantize(model, options) return require "ps.nn.quantize"(model, options) end

@@ -7,6 +7,7 @@ local ps = require "ps"
 local paths = require "ps.paths"
 local bitsandbytes = require "ps.pretrained.bitsandbytes"
 local check = require "spec.check_lib"
+local cuda = require "spec.cuda_lib"
 local ffi = require "ffi"
 local files_of = require "ps.pretrained.files"
 local json = require "cjson"
@@ -169,6 +170,65 @@ describe("a folder in NF4 of bitsandbytes", function()
         end
         assert.equal(2, count)
       end
+    end
+  end)
+
+  it("stays packed with double quantization on cuda, with the cpu's blocks, scales and values", function()
+    local lacking = cuda.lacks_kernels()
+    if lacking then return pending(lacking) end
+    local want = write("m", "llama", true)
+    ps.safetensors.save(at "values.safetensors", { want = want[MLP], ids = ids })
+    local layer = MLP:gsub("%.weight$", "")
+    local out, code = cuda.child(cuda.NEAR .. ("local folder, name = %q, %q\n"):format(folder, layer) .. [[
+      local packed, parts, check = require "ps.nn.packed", require "ps.nn.parts", require "spec.check_lib"
+      local given = ps.load(folder .. "/values.safetensors")
+      local function layer_of(model)
+        for of_layer, layer in model:named_modules() do if of_layer == name then return layer end end
+      end
+      local function compare(on_cpu, on_cuda)
+        local a, b = layer_of(on_cpu), layer_of(on_cuda)
+        assert(packed.of(b).name == "NF4_DOUBLE", packed.of(b).name)
+        assert(b.weight:device():find "^cuda" and b.weight_scales:device():find "^cuda", b.weight_scales:device())
+        assert(check.bytes(a.weight) == check.bytes(b.weight:to "cpu"), "blocks")
+        assert(check.bytes(a.weight_scales) == check.bytes(b.weight_scales:to "cpu"), "scales")
+        assert(check.bytes(parts.weight(a)) == check.bytes(parts.weight(b):to "cpu"), "values")
+        for _, rows in ipairs { 3, 33 } do                   -- few rows use the blocks directly
+          local values, grads = ps.randn({ rows, b.inputs }), {}
+          for i, layer in ipairs { a, b } do
+            local x = values:to(layer.weight:device()):clone():requires_grad_()
+            local y = layer(x)
+            y:square():sum():backward()
+            grads[i] = { y:detach(), x:grad() }
+          end
+          for i, what in ipairs { "product", "gradient" } do
+            near(grads[2][i], grads[1][i], 1e-5, what .. " of " .. rows .. " rows")
+          end
+        end
+      end
+      local function load(device)
+        return ps.from_pretrained(folder .. "/m", { quiet = true, keep_quantized = true, device = device })
+      end
+      local on_cpu, on_cuda = load "cpu", load "cuda"
+      compare(on_cpu, on_cuda)
+      assert(check.bytes(given.want) == check.bytes(parts.weight(layer_of(on_cuda)):to "cpu"), "the folder's values")
+      ps.no_grad(function()
+        near(on_cuda({ input_ids = given.ids:to "cuda" }).logits, on_cpu({ input_ids = given.ids }).logits, 1e-5,
+          "logits")
+      end)
+      on_cuda:save_pretrained(folder .. "/cuda")
+      local plain = {}
+      for _, device in ipairs { "cpu", "cuda" } do
+        plain[device] = ps.from_pretrained(folder .. "/m", { quiet = true }):to(device)
+        ps.quantize(plain[device], { double_quant = true })
+      end
+      compare(plain.cpu, plain.cuda)
+      all_near()
+      print "fine"
+    ]])
+    assert.truthy(code == 0 and out:find("fine\n", 1, true), out)
+    local tensors = ps.load(at "cuda/model.safetensors")
+    for suffix, t in pairs((quantized(64, 320, true))) do
+      assert.equal(check.bytes(t), check.bytes(tensors[MLP .. suffix]), suffix)
     end
   end)
 

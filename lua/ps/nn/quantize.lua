@@ -37,7 +37,7 @@ local function quantize_scales(made, values, n)
   check(C.ps_tensor_write(of_blocks, codes, n))
   made:reshape(n, -1):narrow(1, 0, 1):copy_(of_blocks)
   local numel = packed.scales_numel(n * packed.type("NF4").block)
-  local kept = create.empty({ numel }, { dtype = "fp32", device = "cpu" })
+  local kept = create.empty({ numel }, { dtype = "fp32", device = made:device() })
   check(C.ps_tensor_write(kept, scales, 4 * numel))
   return kept
 end
@@ -89,21 +89,13 @@ local function type_of(asked, double)
   return "NF4_DOUBLE"
 end
 
-local function check_device(name, layer, kind)
-  local device = layer.weight:device()
-  if kind.scales and device:find "^cuda" then
-    error(("quantize: double_quant: %s.weight is on device %s, but double quantization is not supported on cuda; "
-      .. "remove the option"):format(name, device))
-  end
-end
-
 --- Packs the weights of a model's linear layers into blocks of 4 to 8 bits per weight, and freezes them. The head and
 --- the embeddings keep their type. Adapters (ps.lora.wrap) train over packed weights.
 ---@param model ps.nn.Module the model, which must have no adapters and no engine yet
 ---@param options? {type?: string, skip?: string[], int8_activations?: boolean, double_quant?: boolean} type: "nf4"
 ---  (default), "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "q4_k" or "q6_k"; skip: names, or last components of names, of
 ---  layers that are not packed; int8_activations: round activations to 8 bits in generation, which is faster; not for
----  "nf4"; double_quant: for "nf4", store the scales in 8 bits (bnb_4bit_use_double_quant); only on the cpu
+---  "nf4"; double_quant: for "nf4", store the scales in 8 bits (bnb_4bit_use_double_quant)
 ---@return ps.nn.Module model
 ---@return {name: string, type: string}[] layers the packed layers
 return function(model, options)
@@ -122,7 +114,6 @@ return function(model, options)
         end
         if shape then
           local nbytes = module.weight:nbytes()
-          check_device(name, module, kind)
           packed.set(model, module, kind, pack(name, module, kind, shape))
           hooks.tell("packed", module.weight, (name == "" and "" or name .. ".") .. "weight")
           free(nbytes)

@@ -8,12 +8,10 @@ local weights = require "ps.pretrained.weights"
 local of_files = {}
 
 -- Returns the packed type for a layer whose weight has a type in the files. Double quantization of the scales is undone
--- for tables of embeddings, whose rows are looked up one by one, and on devices that do not support it.
-local function kind_of(module, name, device)
+-- for tables of embeddings, whose rows are looked up one by one.
+local function kind_of(module, name)
   local kind = packed.type(name)
-  if not (kind and kind.scales) then return kind end
-  device = device or create.empty({ 0 }):device()
-  return (module.class_name == "Embedding" or device:find "^cuda") and packed.type "NF4" or kind
+  return kind and kind.scales and module.class_name == "Embedding" and packed.type "NF4" or kind
 end
 
 --- Replaces the weights of a new model's layers with packed weights without data, for every weight that the file stores
@@ -26,7 +24,7 @@ function of_files.prepare(model, files, device)
   local state, count = files:state(weights.namer(model)), 0
   for name, module in model:named_modules() do
     local own = (name == "" and "" or name .. ".") .. "weight"
-    local kind = packed.can(module) and state:has(own) and kind_of(module, state:type(own), device)
+    local kind = packed.can(module) and state:has(own) and kind_of(module, state:type(own))
     local shape = kind and packed.shape(module, kind)
     if shape then
       local scales = kind.scales and create.empty({ packed.scales_numel(shape[1] * shape[2] / kind.nbytes
