@@ -5,6 +5,9 @@
 -- peft), with gradient checkpointing. --peer-dtype fp32: its frozen weights are fp32, which PyTorch computes faster
 -- than bf16 on processors without AVX-512 (there a step in bf16 takes minutes). --peer-adapter: the type of PEFT's
 -- adapters; fp32, as ours, is PEFT's default.
+-- --quantize TYPE [--double-quant]: a second model of the same shape, with its weights packed by ps.quantize (QLoRA),
+-- trains alternately with the first one. The last line then also has packed_cpu_s and packed_over_bf16, the ratio of
+-- processor seconds.
 -- The last line is one JSON object: tokens_per_s and cpu_s (medians of a step's rate and of its processor seconds),
 -- peak_rss_mib, and with --peer peer_tokens_per_s, peer_cpu_s, peer_peak_rss_mib, speed_ratio (of processor seconds)
 -- and memory_ratio. Weights are random. Processor seconds are fair also if other programs run.
@@ -33,6 +36,8 @@ parser:flag("--peer", "run PEFT alternately with psluajit")
 parser:flag("--compile", "compile the peer's model")
 parser:option("--peer-dtype", "the type of PEFT's frozen weights", "bf16"):choices { "bf16", "fp32" }
 parser:option("--peer-adapter", "the type of PEFT's adapters", "fp32"):choices { "fp32", "bf16" }
+parser:option("--quantize", "also train over weights packed as this type: nf4, q8_0, q4_0, ...")
+parser:flag("--double-quant", "with --quantize nf4: the scales have 8 bits")
 parser:flag("--profile", "print the time of the kernels by op")
 local args = command_line.parse(parser)
 
@@ -53,42 +58,53 @@ end
 
 ps.manual_seed(0)
 local shape = SHAPES[args.model]
-local model
-if shape then model = require("models.llama").new("tiny", { dtype = "bf16", recompute = true,
-  hidden_size = shape.hidden_size, intermediate_size = shape.intermediate_size, head_dim = 64,
-  num_hidden_layers = shape.num_hidden_layers, num_attention_heads = shape.num_attention_heads,
-  num_key_value_heads = shape.num_key_value_heads, vocab_size = shape.vocab_size,
-  max_position_embeddings = shape.max_position_embeddings, tie_word_embeddings = true })
-else model = require("models.gpt2").new(args.model, { dtype = "bf16", recompute = true, dropout = 0 }) end
-ps.lora.wrap(model, { r = args.lora, alpha = 2 * args.lora })
-model:train()
-local optimizer = ps.optim.AdamW(model, { lr = 1e-4 })
+local function make()
+  if not shape then return require("models.gpt2").new(args.model, { dtype = "bf16", recompute = true, dropout = 0 }) end
+  return require("models.llama").new("tiny", { dtype = "bf16", recompute = true,
+    hidden_size = shape.hidden_size, intermediate_size = shape.intermediate_size, head_dim = 64,
+    num_hidden_layers = shape.num_hidden_layers, num_attention_heads = shape.num_attention_heads,
+    num_key_value_heads = shape.num_key_value_heads, vocab_size = shape.vocab_size,
+    max_position_embeddings = shape.max_position_embeddings, tie_word_embeddings = true })
+end
+-- Gives a model an adapter and an optimizer.
+local function adapted(model)
+  ps.lora.wrap(model, { r = args.lora, alpha = 2 * args.lora })
+  return model:train(), ps.optim.AdamW(model, { lr = 1e-4 })
+end
+local model, optimizer = adapted(make())
+local small, small_optimizer
+if args.quantize then
+  small, small_optimizer = adapted(ps.quantize(make(), { type = args.quantize,
+    double_quant = args.double_quant or nil }))
+end
 local ids = ps.randint(0, model.config.vocab_size, { args.batch, args.seq }, { dtype = "int32" })
 local peer = args.peer and start_peer(shape or { gpt2 = args.model })
 
-local function step()
+local function step(of, its_optimizer)
   local began, clock = ps.now(), os.clock()
-  local loss = model({ input_ids = ids, labels = ids }).loss
+  local loss = of({ input_ids = ids, labels = ids }).loss
   loss:backward()
-  optimizer:step()
-  optimizer:zero_grad()
+  its_optimizer:step()
+  its_optimizer:zero_grad()
   local value = loss:item()
   return { seconds = ps.now() - began, cpu = os.clock() - clock, loss = value }
 end
 
-local ours, theirs = { seconds = {}, cpu = {} }, { seconds = {}, cpu = {} }
+local ours, theirs, packed = { seconds = {}, cpu = {} }, { seconds = {}, cpu = {} }, { seconds = {}, cpu = {} }
 local function put(list, answer)
   for key, values in pairs(list) do values[#values + 1] = answer[key] end
 end
 for _ = 1, 2 do                                            -- both make plans and kernels
-  step()
+  step(model, optimizer)
+  if small then step(small, small_optimizer) end
   if peer then peer:ask "step" end
 end
 if args.profile then ps.profiler.start() end
 for round = 1, args.rounds do
   local first = round % 2 == 0 and peer and peer:ask "step"  -- both alternate in running first
-  local own = step()
+  local own = step(model, optimizer)
   put(ours, own)
+  if small then put(packed, step(small, small_optimizer)) end
   if peer then put(theirs, first or peer:ask "step") end
   print(("round %d: %.2f s, %.2f s of processor time, loss %.4f%s"):format(round, own.seconds, own.cpu, own.loss,
     peer and ("; PEFT %.2f s, %.2f s"):format(theirs.seconds[round], theirs.cpu[round]) or ""))
@@ -103,5 +119,10 @@ if peer then
   out.peer_peak_rss_mib = peer:ask("memory").peak_rss_mib
   out.speed_ratio, out.memory_ratio = out.peer_cpu_s / out.cpu_s, out.peak_rss_mib / out.peer_peak_rss_mib
   peer:close()
+end
+if small then
+  out.quantize, out.double_quant = args.quantize, args.double_quant
+  out.packed_cpu_s = median(packed.cpu)
+  out.packed_over_bf16 = out.packed_cpu_s / out.cpu_s
 end
 print(cjson.encode(out))
