@@ -78,7 +78,7 @@ describe("packed weights in an engine", function()
       local want = losses(open(file, "plain", mmap))
       assert.same(want, losses(open(file, {}, mmap)))
       assert.truthy(tier("host").chunks > nbytes, file)
-      local host = math.ceil(6.5 * MIB + nbytes / 2)       -- too little for all chunks besides the other tensors
+      local host = math.ceil(6.5 * MIB + nbytes / 2)       -- less than the chunks and the other tensors need
       local limit = (mmap and 2 or 16) * MIB
       assert.same(want, losses(open(file, { host = host, disk = { path = folder, limit = limit } }, mmap)))
       assert.truthy(tier("host").peak <= host)

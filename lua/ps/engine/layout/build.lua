@@ -129,11 +129,9 @@ function build.to_chunk(tensor, shards)
   local nbytes = bytes_to_move(tensor)
   if not nbytes or C.ps_tensor_is_lent(tensor) ~= 0 then return end      -- lent: in a file, on every rank
   if not (shards and shards:parameters()) then return build.to_own_chunk(tensor) end
-  local whole = math.ceil(nbytes / PAGE) * PAGE
-  local function chunk() return own_chunk(tensor:dtype(), nbytes) end
-  local owner = shards:stage_owner(nbytes)
+  local whole, owner = math.ceil(nbytes / PAGE) * PAGE, shards:stage_owner(nbytes)
   local part = shards:part { owner = owner, stripe = shards:take_stripes(1), dtype = tensor:dtype(), nbytes = whole,
-    chunk = owner == shards.rank and chunk() or nil, device = tensor.device_, reads = true }
+    chunk = owner == shards.rank and own_chunk(tensor:dtype(), nbytes) or nil, device = tensor.device_, reads = true }
   shards:adopt(tensor, part, 0, nil)
 end
 
