@@ -322,6 +322,8 @@ optim.lr_scheduler.ConstantLR | ps.sched.ConstantLR | `(optimizer, 0.5, 10)`
 optim.lr_scheduler.LinearLR | ps.sched.LinearLR | `(optimizer, 0.1, 1, 10)`
 optim.lr_scheduler.PolynomialLR | ps.sched.PolynomialLR | `(optimizer, 100, 2)`
 optim.lr_scheduler.SequentialLR | ps.sched.SequentialLR | `(optimizer, { first, second }, { 10 })`
+optim.lr_scheduler.MultiplicativeLR | ps.sched.MultiplicativeLR | `(optimizer, fn)` or { optimizer =, lr_lambda = }
+optim.lr_scheduler.ChainedScheduler | ps.sched.ChainedScheduler | `({ first, second })`
 optim.lr_scheduler.OneCycleLR | ps.sched.OneCycleLR | `(optimizer, 0.1, 100)`; after its last step the rate stays
 optim.lr_scheduler.ReduceLROnPlateau | ps.sched.ReduceLROnPlateau | `(optimizer, "min", 0.5)`
 nn.functional.conv1d | F.conv1d |

@@ -18,8 +18,8 @@ for name in ([[
     sched.LambdaLR sched.StepLR sched.MultiStepLR sched.ExponentialLR sched.CosineAnnealingLR sched.WarmupLR
     sched.WarmupDecayLR sched.WarmupCosineLR sched.OneCycle sched.LRRangeTest sched.warmup_cosine sched.warmup_linear
     sched.constant sched.ConstantLR sched.LinearLR sched.PolynomialLR sched.CosineAnnealingWarmRestarts
-    sched.SequentialLR sched.OneCycleLR sched.ReduceLROnPlateau sched.linear sched.cosine sched.cosine_with_restarts
-    sched.polynomial sched.constant_with_warmup sched.inverse_sqrt sched.cosine_with_min_lr
+    sched.MultiplicativeLR sched.SequentialLR sched.OneCycleLR sched.ReduceLROnPlateau sched.linear sched.cosine
+    sched.cosine_with_restarts sched.polynomial sched.constant_with_warmup sched.inverse_sqrt sched.cosine_with_min_lr
     sched.cosine_warmup_with_min_lr sched.warmup_stable_decay sched.reduce_lr_on_plateau
     ]]):gmatch "%S+" do MANY[name] = true end
 

@@ -304,6 +304,10 @@ local CALLS = {
   { "sched.get_scheduler", "num_warmup_step", "num_warmup_steps", function(o)
     sched.get_scheduler(with(o, { name = "linear", optimizer = adam() }))
   end },
+  { "sched.ChainedScheduler", "scheduler", "schedulers", function(o)
+    o.schedulers = {}
+    sched.ChainedScheduler(o)
+  end },
   { "sched.constant", "min_lr", "max_lr", function(o)
     sched.constant(with(o, { optimizer = adam(), max_lr = 1 }))
   end, source = '"sched." .. name' },

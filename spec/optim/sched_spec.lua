@@ -174,7 +174,7 @@ describe("PyTorch's form of a schedule's call", function()
 
   -- Functions that are tested elsewhere.
   local ELSEWHERE = { from_config = true, get_scheduler = true, ReduceLROnPlateau = true, reduce_lr_on_plateau = true,
-    SequentialLR = true }
+    SequentialLR = true, MultiplicativeLR = true, ChainedScheduler = true }
 
   -- Returns the rates and beta1 of some steps.
   local function course(schedule)
@@ -323,6 +323,85 @@ describe("a schedule", function()
       1, true)
     assert.matches("schedulers[2] must be a schedule of PyTorch", problem(sched.SequentialLR, adam, { warm,
       sched.constant { optimizer = adam, max_lr = 1 } }, { 1 }), 1, true)
+  end)
+
+  it("go on from the rates of other schedules and of the script", function()
+    -- the rates of PyTorch 2.15
+    local warm, fall = sched.LinearLR(adam, 0.1, 1, 4), sched.ExponentialLR(adam, 0.9)
+    for i, want in ipairs { 0.2925, 0.4455, 0.56498, 0.6561, 0.59049, 0.531441 } do
+      warm:step()
+      fall:step()
+      assert.near(want, adam.lr / 0.5, 1e-5, "step " .. i)
+    end
+    assert.near(0.531441 * 0.9 ^ 2 * 0.5, fall:lr(8), 1e-12)
+    adam = optim.AdamW(nn.Linear(2, 2), { lr = 1 })
+    local stairs = sched.StepLR(adam, 2, 0.1)
+    for i, want in ipairs { 1, 0.1, 0.5, 0.05, 0.05, 0.005 } do
+      if i == 3 then adam.param_groups[1].lr = 0.5 end
+      stairs:step()
+      assert.near(want, adam.lr, 1e-12, "step " .. i)
+    end
+  end)
+
+  it("keep the rates of the script after a state is loaded", function()
+    local first = sched.StepLR(adam, 2, 0.1)
+    first:step()
+    adam.param_groups[1].lr = 3
+    first:step()
+    assert.near(0.3, adam.lr, 1e-12)
+    local other = optim.AdamW(nn.Linear(2, 2), { lr = 0.5 })
+    local second = sched.StepLR(other, 2, 0.1)
+    second:load_state_dict(first:state_dict())
+    other:load_state_dict(adam:state_dict())
+    for _ = 1, 2 do second:step() end
+    assert.near(0.03, other.lr, 1e-12)
+    assert.matches("follows", problem(second.load_state_dict, second, { name = "StepLR", count = 1, follows = 3 }), 1,
+      true)
+  end)
+
+  it("print once that they replace a rate", function()
+    local inverse = sched.LambdaLR(adam, function(n) return 1 / (n + 1) end)
+    adam.lr = 0.125
+    assert.equal("psluajit: sched.LambdaLR computes each rate from the number of steps, so it replaces the rate 0.125, "
+      .. "which the script or another schedule set, at every step; sched.SequentialLR runs one schedule after "
+      .. "another\n", printed(inverse.step, inverse))
+    assert.equal(0.25, adam.lr)
+    adam.lr = 0.125
+    assert.equal("", printed(inverse.step, inverse))
+    local plateau = sched.ReduceLROnPlateau(adam, { patience = 0, factor = 0.5 })
+    plateau:step(1)
+    adam.lr = 0.5
+    assert.equal("", printed(plateau.step, plateau, 1))
+    assert.equal(0.25, adam.lr)
+  end)
+
+  it("may step together", function()
+    local all = sched.ChainedScheduler { sched.LinearLR(adam, 0.1, 1, 4), sched.ExponentialLR(adam, 0.9) }
+    for _ = 1, 3 do all:step() end
+    assert.near(0.564975 * 0.5, all:get_last_lr()[1], 1e-12)
+    local state, rates = all:state_dict(), adam:state_dict()
+    all:step()
+    local want = adam.lr
+    adam = optim.AdamW(nn.Linear(2, 2), { lr = 0.5 })
+    all = sched.ChainedScheduler { sched.LinearLR(adam, 0.1, 1, 4), sched.ExponentialLR(adam, 0.9) }
+    all:load_state_dict(state)
+    adam:load_state_dict(rates)
+    all:step()
+    assert.equal(want, adam.lr)
+    assert.matches("the state is of 2 chained schedules, but this schedule chains 1", problem(all.load_state_dict,
+      sched.ChainedScheduler { sched.StepLR(adam, 2) }, state), 1, true)
+    assert.matches("schedulers[1] must be a schedule", problem(sched.ChainedScheduler,
+      { sched.ReduceLROnPlateau(adam) }), 1, true)
+    assert.matches("schedulers is empty", problem(sched.ChainedScheduler, {}), 1, true)
+  end)
+
+  it("are refused in addition to the schedule of an engine's configuration", function()
+    local engine, given = require("ps").initialize { model = nn.Linear(2, 2), config = { train_batch_size = 1,
+      optimizer = { type = "AdamW", params = { lr = 0.5 } },
+      scheduler = { type = "WarmupLR", params = { warmup_num_steps = 4 } } } }
+    assert.matches("sched.ExponentialLR: this engine's configuration already has the schedule WarmupLR",
+      problem(sched.ExponentialLR, given, 0.9), 1, true)
+    engine:close()
   end)
 
   it("may be changed when a state is loaded, which is printed", function()

@@ -74,6 +74,8 @@ def of_cycle(d):
                "three_phase": d.chance(0.4)}
     if d.chance(0.5):
         options |= {"base_momentum": 0.7, "max_momentum": 0.99}
+    if options["pct_start"] * total == 1:                     # PyTorch divides by the phase's 0 steps
+        options["total_steps"] = total = total + 1
     text = "ps.sched.OneCycleLR(opt, %s)" % lua(options)
     return groups_case(d, text, total, lambda o: torch.optim.lr_scheduler.OneCycleLR(o, **options), own, True,
                        kind=kind)
@@ -110,7 +112,76 @@ def plateau(d):
                        lambda o: torch.optim.lr_scheduler.ReduceLROnPlateau(o, **options), own, metrics=metrics)
 
 
-ROWS = [Row("Hugging Face's schedules", hugging_face, weight=4), Row("OneCycleLR", of_cycle, weight=2),
+def changed(d):
+    """Several schedules over one optimizer of two groups, and rates that the script sets between steps. Some step in
+    every step and others in some. The schedules are saved and loaded once."""
+    sched, own, steps = torch.optim.lr_scheduler, d.choice(0.1, 1e-3), d.int(2, 30)
+    first, reload_at = d.choice(0.02, 3.0, 1.0) * own, d.int(1, steps)
+    size, low, share = d.int(1, 9), d.choice(0.0, own * 0.01), d.choice(0.25, 0.5)
+    marks = sorted(d.int(1, 12) for _ in range(3))
+    kinds = [
+        ("StepLR(opt, %d, %s)" % (size, lua(share)), lambda o: sched.StepLR(o, size, share)),
+        ("MultiStepLR(opt, %s, 0.5)" % lua(marks), lambda o: sched.MultiStepLR(o, marks, 0.5)),
+        ("ExponentialLR(opt, 0.9)", lambda o: sched.ExponentialLR(o, 0.9)),
+        ("CosineAnnealingLR(opt, %d, %s)" % (size, lua(low)), lambda o: sched.CosineAnnealingLR(o, size, low)),
+        ("ConstantLR(opt, %s, %d)" % (lua(share), size), lambda o: sched.ConstantLR(o, share, size)),
+        ("LinearLR(opt, %s, 0.75, %d)" % (lua(share), size), lambda o: sched.LinearLR(o, share, 0.75, size)),
+        ("PolynomialLR(opt, %d, 2)" % (size + 5), lambda o: sched.PolynomialLR(o, size + 5, 2)),
+        ("MultiplicativeLR(opt, function(n) return 1 - 1 / (n + 2) end)",
+         lambda o: sched.MultiplicativeLR(o, lambda n: 1 - 1 / (n + 2))),
+        ("LambdaLR(opt, function(n) return 1 / (n + 1) end)", lambda o: sched.LambdaLR(o, lambda n: 1 / (n + 1))),
+        ("SequentialLR(opt, { ps.sched.ConstantLR(opt, 0.5, 3), ps.sched.ExponentialLR(opt, 0.9) }, { %d })" % size,
+         lambda o: sched.SequentialLR(o, [sched.ConstantLR(o, 0.5, 3), sched.ExponentialLR(o, 0.9)], [size])),
+    ]
+    pick = [d.choice(*kinds) for _ in range(d.int(1, 3))]
+    if d.chance(0.3) and len(pick) > 1 and not any(t.startswith("Seq") for t, _ in pick):
+        inner = list(pick)
+        pick = [("ChainedScheduler { %s }" % ", ".join("ps.sched." + t for t, _ in inner),
+                 lambda o: sched.ChainedScheduler([make(o) for _, make in inner]))]
+    by_hand = {d.int(1, steps): [own * d.choice(0.5, 2.0, 7.0), own * d.choice(0.3, 1.0)] for _ in range(d.int(0, 2))}
+    value = d.chance(0.3)                                     # whether a ReduceLROnPlateau also steps
+    every = d.int(1, 3)                                       # the last schedule's steps
+    made = ["ps.sched." + t for t, _ in pick]
+    hand = "{ %s }" % ", ".join("[%d] = %s" % (at, lua(rates)) for at, rates in by_hand.items())
+    code = ("local function p() return ps.ones({ 1 }):requires_grad(true) end "
+            "local opt = ps.optim.SGD({ { params = { p() } }, { params = { p() }, lr = %s } }, { lr = %s }) "
+            "local hand, list, a, b, json = %s, { %s }, {}, {}, require 'cjson' "
+            "local plateau = %s and ps.sched.ReduceLROnPlateau(opt, { factor = 0.5, patience = 1 }) "
+            "for i = 1, %d do "
+            "for k = 1, 2 do if hand[i] then opt.param_groups[k].lr = hand[i][k] end end "
+            "a[i], b[i] = opt.groups[1].lr, opt.groups[2].lr "
+            "for k, s in ipairs(list) do if k < #list or i %% %d == 0 then s:step() end end "
+            "if plateau then plateau:step(1) end "
+            "if i == %d then local states, held = {}, opt:state_dict() "
+            "for k, s in ipairs(list) do states[k] = json.decode(json.encode(s:state_dict())) end "
+            "for k, s in ipairs(list) do s:load_state_dict(states[k]) end "
+            "opt:load_state_dict(held) end end "
+            "return ps.tensor({ a, b }, { dtype = 'fp64' })") % (
+                lua(first), lua(own), hand, ", ".join(made), "true" if value else "false", steps, every, reload_at)
+
+    def run(x, m):
+        ps = [torch.nn.Parameter(torch.zeros(1)) for _ in range(2)]
+        opt = torch.optim.SGD([{"params": ps[:1]}, {"params": ps[1:], "lr": first}], lr=own)
+        schedules, out = [make(opt) for _, make in pick], []
+        plateau = value and sched.ReduceLROnPlateau(opt, factor=0.5, patience=1)
+        for i in range(1, steps + 1):
+            for k in range(2):
+                if i in by_hand:
+                    opt.param_groups[k]["lr"] = by_hand[i][k]
+            out.append([float(g["lr"]) for g in opt.param_groups])
+            opt.step()
+            for k, s in enumerate(schedules):
+                if k < len(schedules) - 1 or i % every == 0:
+                    s.step()
+            if value:
+                plateau.step(1)
+        return torch.tensor(out, dtype=torch.float64).T.contiguous()
+    case = Case(code, run, slack=2.0 ** -36)
+    case.absolute = 2.0 ** -36 * max(own, first)
+    return case
+
+
+ROWS = [Row("several schedules and rates set by hand", changed, weight=4), Row("Hugging Face's schedules", hugging_face, weight=4), Row("OneCycleLR", of_cycle, weight=2),
         Row("ReduceLROnPlateau", plateau, weight=2), Row("more of PyTorch's schedules", more_names, weight=2)]
 
 if __name__ == "__main__":

@@ -70,7 +70,7 @@ return {
     Adamax = OPTIMIZERS, NAdam = OPTIMIZERS, RAdam = OPTIMIZERS, FusedAdam = OPTIMIZERS, DeepSpeedCPUAdam = OPTIMIZERS,
   },
   sched = {
-    MultiplicativeLR = SCHEDULES, CyclicLR = SCHEDULES, ChainedScheduler = SCHEDULES, greedy = SCHEDULES,
+    CyclicLR = SCHEDULES, greedy = SCHEDULES,
     get_constant_schedule = "write ps.sched.constant { optimizer =, max_lr = }, or make no schedule",
     get_constant_schedule_with_warmup = "write ps.sched.constant_with_warmup(optimizer, num_warmup_steps)",
     get_linear_schedule_with_warmup = "write ps.sched.linear(optimizer, num_warmup_steps, num_training_steps)",

@@ -1,7 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- PyTorch's schedules, under its names (ps.optim.sched). Each computes a group's rate from its initial rate, except
--- ReduceLROnPlateau, which changes the current rates after evaluations. last_epoch = n: the schedule starts after n + 1
--- steps (default -1: at its start).
+-- ReduceLROnPlateau, which changes the current rates after evaluations. As in PyTorch, some also go on from a rate that
+-- the script or another schedule set (`follow`), so that they can be chained. last_epoch = n: the schedule starts after
+-- n + 1 steps (default -1: at its start).
 local caller = require "ps.core.caller"
 local optim_groups = require "ps.optim.groups"
 local schedule = require "ps.optim.schedule"
@@ -19,12 +20,28 @@ order.CosineAnnealingWarmRestarts = "T_0 T_mult eta_min last_epoch"
 order.ConstantLR = "factor total_iters last_epoch"
 order.LinearLR = "start_factor end_factor total_iters last_epoch"
 order.PolynomialLR = "total_iters power last_epoch"
+order.MultiplicativeLR = "lr_lambda last_epoch"
 order.SequentialLR = "schedulers milestones last_epoch"
 order.OneCycleLR = "max_lr total_steps epochs steps_per_epoch pct_start anneal_strategy cycle_momentum base_momentum "
   .. "max_momentum div_factor final_div_factor three_phase last_epoch"
 order.ReduceLROnPlateau = "mode factor patience threshold threshold_mode cooldown min_lr eps"
 
 local LAMBDA = { optimizer = "table", lr_lambda = "callable|table", last_epoch = "number" }
+
+-- Returns a function that computes a group's factor of a step with lr_lambda.
+local function factor_of(name, options)
+  local fns, call = options.lr_lambda, "sched." .. name
+  if type(fns) == "table" and getmetatable(fns) == nil then
+    if #fns ~= #(options.optimizer.groups or {}) then
+      error(("%s: %d functions for %d groups"):format(call, #fns, #(options.optimizer.groups or {})))
+    end
+    for i, fn in ipairs(fns) do caller.callable(fn, ("%s: lr_lambda[%d]"):format(call, i)) end
+  else fns = nil end
+  return function(count, group)
+    local factor = (fns and fns[group] or options.lr_lambda)(count)
+    return caller.typed(factor, "number", call .. ": the result of lr_lambda")
+  end
+end
 
 --- Returns PyTorch's LambdaLR, which multiplies each group's initial rate by a function of the step (from 0).
 ---@param options ps.Optimizer|{optimizer: ps.Optimizer, lr_lambda: function|function[], last_epoch?: integer} a list of
@@ -33,17 +50,22 @@ local LAMBDA = { optimizer = "table", lr_lambda = "callable|table", last_epoch =
 ---@return ps.Schedule
 function torch.LambdaLR(options, ...)
   options = checked("LambdaLR", LAMBDA, "lr_lambda", options, ...)
-  local fns = options.lr_lambda
-  if type(fns) == "table" and getmetatable(fns) == nil then
-    if #fns ~= #(options.optimizer.groups or {}) then
-      error(("sched.LambdaLR: %d functions for %d groups"):format(#fns, #(options.optimizer.groups or {})))
-    end
-    for i, fn in ipairs(fns) do caller.callable(fn, ("sched.LambdaLR: lr_lambda[%d]"):format(i)) end
-  else fns = nil end
-  return per_group("LambdaLR", options, function(count, base, group)
-    local share = (fns and fns[group] or options.lr_lambda)(count)
-    return base * caller.typed(share, "number", "sched.LambdaLR: the result of lr_lambda")
-  end)
+  local factor = factor_of("LambdaLR", options)
+  return per_group("LambdaLR", options, function(count, base, group) return base * factor(count, group) end)
+end
+
+--- Returns PyTorch's MultiplicativeLR, which multiplies each group's rate at each step (from 1) by a function of it.
+---@param options ps.Optimizer|{optimizer: ps.Optimizer, lr_lambda: function|function[], last_epoch?: integer} a list of
+---  functions has one function for each group
+---@param ... any the other options in PyTorch's order, or in a table, if the first argument is an optimizer
+---@return ps.Schedule
+function torch.MultiplicativeLR(options, ...)
+  options = checked("MultiplicativeLR", LAMBDA, "lr_lambda", options, ...)
+  local factor = factor_of("MultiplicativeLR", options)
+  return per_group("MultiplicativeLR", options, function(count, base, group)
+    for at = 1, count do base = base * factor(at, group) end
+    return base
+  end, { follow = function(count, lr, _, group) return count == 0 and lr or lr * factor(count, group) end })
 end
 
 local STEP = { optimizer = "table", step_size = "whole", gamma = "number", last_epoch = "number" }
@@ -59,7 +81,9 @@ function torch.StepLR(options, ...)
   local gamma = options.gamma or 0.1
   return per_group("StepLR", options, function(count, base)
     return base * gamma ^ math.floor(count / options.step_size)
-  end)
+  end, { follow = function(count, lr)
+    return count > 0 and count % options.step_size == 0 and lr * gamma or lr
+  end })
 end
 
 local MULTI = { optimizer = "table", milestones = "table", gamma = "number", last_epoch = "number" }
@@ -79,7 +103,11 @@ function torch.MultiStepLR(options, ...)
     local passed = 0
     for _, at in ipairs(options.milestones) do if at <= count then passed = passed + 1 end end
     return base * gamma ^ passed
-  end)
+  end, { follow = function(count, lr)
+    local passed = 0
+    for _, at in ipairs(options.milestones) do if at == count then passed = passed + 1 end end
+    return lr * gamma ^ passed
+  end })
 end
 
 local EXPONENTIAL = { optimizer = "table", gamma = "number", last_epoch = "number" }
@@ -90,7 +118,8 @@ local EXPONENTIAL = { optimizer = "table", gamma = "number", last_epoch = "numbe
 ---@return ps.Schedule
 function torch.ExponentialLR(options, ...)
   options = checked("ExponentialLR", EXPONENTIAL, "gamma", options, ...)
-  return per_group("ExponentialLR", options, function(count, base) return base * options.gamma ^ count end)
+  return per_group("ExponentialLR", options, function(count, base) return base * options.gamma ^ count end,
+    { follow = function(count, lr) return count == 0 and lr or lr * options.gamma end })
 end
 
 local ANNEALING = { optimizer = "table", T_max = "whole", eta_min = "number", last_epoch = "number" }
@@ -104,10 +133,16 @@ local ANNEALING = { optimizer = "table", T_max = "whole", eta_min = "number", la
 function torch.CosineAnnealingLR(options, ...)
   options = checked("CosineAnnealingLR", ANNEALING, "T_max", options, ...)
   caller.whole(options.T_max, "sched.CosineAnnealingLR: T_max", 1)
-  local low = options.eta_min or 0
+  local low, steps = options.eta_min or 0, options.T_max
+  local function height(count) return 1 + math.cos(math.pi * count / steps) end
   return per_group("CosineAnnealingLR", options, function(count, base)
-    return low + (base - low) * (1 + math.cos(math.pi * count / options.T_max)) / 2
-  end)
+    return low + (base - low) * height(count) / 2
+  end, { follow = function(count, lr, base)
+    if count == 0 then return lr end
+    -- at the lowest point there is no ratio to the rate of the step before
+    if (count - 1 - steps) % (2 * steps) == 0 then return lr + (base - low) * (1 - math.cos(math.pi / steps)) / 2 end
+    return height(count) / height(count - 1) * (lr - low) + low
+  end })
 end
 
 local RESTARTS = { optimizer = "table", T_0 = "whole", T_mult = "whole", eta_min = "number", last_epoch = "number" }
@@ -149,7 +184,12 @@ function torch.ConstantLR(options, ...)
   options = checked("ConstantLR", FACTOR, "", options, ...)
   local factor = check_share(options.factor or 1 / 3, "sched.ConstantLR: factor")
   local total = caller.whole(options.total_iters or 5, "sched.ConstantLR: total_iters", 0)
-  return per_group("ConstantLR", options, function(count, base) return count < total and base * factor or base end)
+  return per_group("ConstantLR", options, function(count, base) return count < total and base * factor or base end,
+    { follow = function(count, lr, base)
+      if count == 0 then return lr * factor end
+      if count ~= total then return lr end
+      return factor == 0 and base or lr / factor
+    end })
 end
 
 local LINEAR = { optimizer = "table", start_factor = "number", end_factor = "number", total_iters = "whole",
@@ -169,7 +209,11 @@ function torch.LinearLR(options, ...)
   local total = caller.whole(options.total_iters or 5, "sched.LinearLR: total_iters", 1)
   return per_group("LinearLR", options, function(count, base)
     return base * (first + (last - first) * math.min(total, count) / total)
-  end)
+  end, { follow = function(count, lr)
+    if count == 0 then return lr * first end
+    if count > total then return lr end
+    return lr * (1 + (last - first) / (total * first + (count - 1) * (last - first)))
+  end })
 end
 
 local POLYNOMIAL = { optimizer = "table", total_iters = "whole", power = "number", last_epoch = "number" }
@@ -186,7 +230,10 @@ function torch.PolynomialLR(options, ...)
   local power = options.power or 1
   return per_group("PolynomialLR", options, function(count, base)
     return base * (1 - math.min(count, total) / total) ^ power
-  end, { total = total })
+  end, { total = total, follow = function(count, lr)
+    if count == 0 or count > total then return lr end
+    return lr * ((1 - count / total) / (1 - (count - 1) / total)) ^ power
+  end })
 end
 
 local SEQUENCE = { optimizer = "table", schedulers = "table", milestones = "table", last_epoch = "number" }
@@ -215,11 +262,45 @@ function torch.SequentialLR(options, ...)
     end
   end
   local total = parts[#parts].total
-  return per_group("SequentialLR", options, function(count, base, group)
+  local function part_of(count)
     local at, began = 1, 0
     while marks[at] and count >= marks[at] do at, began = at + 1, marks[at] end
-    return parts[at].rate(count - began, base, group)
-  end, { total = total and total + (marks[#marks] or 0) })
+    return parts[at], began
+  end
+  return per_group("SequentialLR", options, function(count, base, group)
+    local part, began = part_of(count)
+    return part.rate(count - began, base, group)
+  end, { total = total and total + (marks[#marks] or 0), follow = function(count, lr, base, group)
+    local part, began = part_of(count)
+    return count > began and part.follow and part.follow(count - began, lr, base, group) or nil
+  end })
+end
+
+local CHAINED = { schedulers = "table", optimizer = "table" }
+
+--- Returns PyTorch's ChainedScheduler, whose step is a step of each of several schedules for the same optimizer. Each
+--- continues from the rates that the one before it set.
+---@param schedulers ps.Schedule[]|{schedulers: ps.Schedule[], optimizer?: ps.Optimizer}
+---@param optimizer? ps.Optimizer default: the optimizer of the schedules
+---@return ps.Schedule
+function torch.ChainedScheduler(schedulers, optimizer)
+  local given = schedulers
+  if type(schedulers) ~= "table" or not schedulers.schedulers then
+    given = { schedulers = schedulers, optimizer = optimizer }
+  elseif optimizer ~= nil then error "sched.ChainedScheduler: the optimizer is an option and the second argument" end
+  given = caller.options(given, "sched.ChainedScheduler", CHAINED)
+  local parts = caller.list(given.schedulers, "sched.ChainedScheduler: schedulers")
+  local owner = given.optimizer or type(parts[1]) == "table" and parts[1].optimizer
+  for i, part in ipairs(parts) do
+    if type(part) ~= "table" or not part.how or part.judge or part.optimizer ~= owner then
+      error(("sched.ChainedScheduler: schedulers[%d] must be a schedule of PyTorch, Hugging Face or DeepSpeed for the "
+        .. "same optimizer, other than ReduceLROnPlateau, whose step needs a value"):format(i))
+    end
+  end
+  if not parts[1] then error "sched.ChainedScheduler: schedulers is empty; it needs at least one schedule" end
+  local self = schedule.build("ChainedScheduler", { optimizer = owner }, nil, schedule.HELD)
+  self.parts = parts
+  return self
 end
 
 local ONE_CYCLE = { optimizer = "table", max_lr = "number|table", total_steps = "whole", epochs = "whole",

@@ -13,6 +13,10 @@ local schedule = {}
 ---@class ps.Schedule
 ---@field count integer number of optimizer steps so far
 ---@field total? integer number of steps after which the rate is constant, or nil if it is never constant
+---@field follows table<integer, true?> groups, by number, whose rate a script or another schedule changed: their rates
+---  are computed from the rate of the step before (`follow`), as in PyTorch, and not from the number of steps
+---@field rates number[] the rate that the schedule last set in each group
+---@field parts? ps.Schedule[] the chained schedules (only in ChainedScheduler)
 ---@field judge? fun(self: ps.Schedule, value: number) changes the rate after an evaluation (only in ReduceLROnPlateau)
 local Schedule = {}
 Schedule.__index = Schedule
@@ -40,23 +44,64 @@ local function set_momentum(group, value, beta2)
   if group.betas then group.betas = { value, beta2 or group.betas[2] } else group.momentum = value end
 end
 
--- Sets the rate and the momentum of the optimizer's next step.
-local function apply(self)
+-- Returns the rate of a group's next step.
+local function next_rate(self, group, number)
+  local lr = self.follows[number] and self.follow(self.count, group.lr, group.initial_lr, number)
+  if lr then return lr end
+  self.follows[number] = nil
+  if self.how == OWN then return self.rate(self.count, group.initial_lr, number) end
+  local value = self.rate(self.count)
+  return self.how == ALIKE and value or group.initial_lr * value
+end
+
+-- Records the rates that the schedule set, so that changes by others can be detected.
+local function record_rates(self)
+  for number, group in ipairs(has_rates(self.optimizer) and self.optimizer.groups or {}) do
+    self.rates[number] = group.lr
+  end
+end
+
+-- Sets the rate and the momentum of the optimizer's next step. `loaded`: whether a state was loaded, in which case the
+-- followed rates are those of the optimizer's state.
+local function apply(self, loaded)
   local optimizer = self.optimizer
   if self.how == HELD then return end
-  local value = self.how ~= OWN and self.rate(self.count)
   if not self.how or not has_rates(optimizer) then optimizer:set_lr(self:lr())
   else
     local number = 0
     optim_groups.each_rate(optimizer, function(group)
       number = number + 1
-      if self.how == OWN then return self.rate(self.count, group.initial_lr, number) end
-      return self.how == ALIKE and value or group.initial_lr * value
+      return loaded and self.follows[number] and group.lr or next_rate(self, group, number)
     end)
   end
+  record_rates(self)
   if not self.beta1 then return end
   local beta1 = self.beta1(self.count)
   for _, group in ipairs(self.optimizer.groups or {}) do set_momentum(group, beta1, self.beta2) end
+end
+
+-- Returns whether this process prints the notes on an optimizer.
+local function prints(optimizer)
+  local world, engine = mesh.group "world", optimizer.engine
+  return not (world and world:rank() > 0 or engine and engine.quiet)
+end
+
+-- Finds the rates that a script or another schedule changed since this schedule set them. As in PyTorch, a schedule
+-- with `follow` computes its next rates from them, and another schedule replaces them, of which a note is printed once.
+local function find_changes(self)
+  if self.how == HELD or not has_rates(self.optimizer) then return end
+  for number, group in ipairs(self.optimizer.groups) do
+    local set = self.rates[number]
+    if set and group.lr ~= set then
+      if self.follow then self.follows[number] = true
+      elseif not self.told and prints(self.optimizer) then
+        self.told = true
+        io.stderr:write(("psluajit: sched.%s computes each rate from the number of steps, so it replaces the rate "
+          .. "%.6g, which the script or another schedule set, at every step; sched.SequentialLR runs one schedule "
+          .. "after another\n"):format(self.name, group.lr))
+      end
+    end
+  end
 end
 
 local told = setmetatable({}, { __mode = "k" })
@@ -64,8 +109,7 @@ local told = setmetatable({}, { __mode = "k" })
 -- Prints once, on the first rank, how the schedule sets the rates of groups with different initial rates.
 local function tell_groups(name, optimizer, how)
   local text, alike = optim_groups.rates(optimizer.groups, "initial_lr")
-  local world, engine = mesh.group "world", optimizer.engine
-  if alike or told[optimizer] or world and world:rank() > 0 or engine and engine.quiet then return end
+  if alike or told[optimizer] or not prints(optimizer) then return end
   told[optimizer] = true
   local what = "keeps the ratios of the rates of %d groups: %s"
   if how == ALIKE then what = "sets one rate for all %d groups and replaces their own rates (%s)"
@@ -94,14 +138,26 @@ local function options_text(options)
   return out
 end
 
+-- Raises an error if an engine's configuration already has a schedule, which the engine advances after each step.
+local function check_configured(name, optimizer)
+  local configured = optimizer.engine and optimizer.engine.scheduler
+  if not configured then return end
+  error(("sched.%s: this engine's configuration already has the schedule %s, which the engine advances after each "
+    .. "step: remove scheduler from the configuration, or create no other schedule for its optimizer"):format(name,
+    configured.name))
+end
+
+---@alias ps.Follow fun(count: integer, lr: number, base: number, group: integer): number?
+---  returns a group's rate of step `count` from its rate of the step before, or nil if the rate does not depend on that
+
 --- Creates a schedule.
 ---@param name string
 ---@param options table options of the call
 ---@param rate fun(count: integer, base?: number, group?: integer): number returns the rate of step `count`, or the
 ---  factor on each group's rate
 ---@param how? string ALIKE, SHARE, OWN or HELD
----@param more? {beta1?: fun(count: integer): number, beta2?: number, total?: integer} beta1 and beta2 are Adam's; beta1
----  is SGD's momentum
+---@param more? {beta1?: fun(count: integer): number, beta2?: number, total?: integer, follow?: ps.Follow} beta1 and
+---  beta2 are Adam's; beta1 is SGD's momentum; follow is of the schedules that go on from changed rates
 ---@return ps.Schedule
 function schedule.build(name, options, rate, how, more)
   more = more or {}
@@ -118,12 +174,17 @@ function schedule.build(name, options, rate, how, more)
   if last < -1 or last % 1 ~= 0 then
     error(("sched.%s: %s is %.14g; it must be a whole number of at least -1"):format(name, key, last))
   end
+  check_configured(name, options.optimizer)
   if has_rates(options.optimizer) then
     optim_groups.renew_rates(options.optimizer)
     tell_groups(name, options.optimizer, how)
   end
   local self = setmetatable({ name = name, optimizer = options.optimizer, rate = rate, how = how, beta1 = beta1,
-    beta2 = beta2, count = last + 1, total = more.total, options = options_text(options) }, Schedule)
+    beta2 = beta2, count = last + 1, total = more.total, options = options_text(options), follow = more.follow,
+    follows = {}, rates = {} }, Schedule)
+  for number, group in ipairs(self.follow and self.count == 0 and options.optimizer.groups or {}) do
+    self.follows[number] = group.lr ~= group.initial_lr or nil
+  end
   apply(self)
   return self
 end
@@ -136,6 +197,13 @@ function Schedule:lr(count)
   if self.how == HELD then return self:get_last_lr()[1] end
   if self.how == OWN then
     local group = (self.optimizer.groups or {})[1]
+    if self.follows[1] then
+      local lr = group.lr
+      for at = self.count + 1, count or self.count do
+        lr = self.follow(at, lr, group.initial_lr, 1) or self.rate(at, group.initial_lr, 1)
+      end
+      return lr
+    end
     return self.rate(count or self.count, group and group.initial_lr or self.optimizer.lr, 1)
   end
   local value = self.rate(count or self.count)
@@ -164,7 +232,9 @@ function Schedule:step(metric)
   if metric ~= nil then
     error(("schedule:step(value) is only for ReduceLROnPlateau, but this schedule is %s"):format(self.name))
   end
+  find_changes(self)
   self.count = self.count + 1
+  for _, part in ipairs(self.parts or {}) do part:step() end
   apply(self)
 end
 
@@ -175,10 +245,15 @@ function schedule.advance(self)
 end
 
 --- Returns the schedule's kind, step and options, for load_state_dict.
----@return {name: string, count: integer, options: table<string, string>}
+---@return {name: string, count: integer, options: table<string, string>, follows?: integer[], schedulers?: table[]}
 function Schedule:state_dict()
   local state = { name = self.name, count = self.count, options = self.options }
   for _, key in ipairs(self.kept or {}) do state[key] = text_of(self[key]) end
+  for i, part in ipairs(self.parts or {}) do
+    state.schedulers = state.schedulers or {}
+    state.schedulers[i] = part:state_dict()
+  end
+  if next(self.follows) then state.follows = caller.sorted_names(self.follows) end
   return state
 end
 
@@ -196,8 +271,7 @@ local function tell_change(self, state)
   local same = state.name == self.name
   for key, value in pairs(same and state.options or {}) do same = same and self.options[key] == value end
   for key in pairs(same and state.options and self.options or {}) do same = same and state.options[key] ~= nil end
-  local world, engine = mesh.group "world", self.optimizer.engine
-  if same or world and world:rank() > 0 or engine and engine.quiet then return end
+  if same or not prints(self.optimizer) then return end
   io.stderr:write(("psluajit: the saved schedule is %s, and this run's is %s: it continues at its step %d, with the "
     .. "rate %.6g\n"):format(described(state.name, state.options or {}), described(self.name, self.options), self.count,
     self:lr()))
@@ -205,15 +279,30 @@ end
 
 --- Continues at the step of a saved schedule. Prints a note if the saved schedule is of another kind or has other
 --- options.
----@param state {name: string, count: integer, options?: table<string, string>}
+---@param state {name: string, count: integer, options?: table<string, string>, follows?: integer[], schedulers?:
+--- table[]}
 function Schedule:load_state_dict(state)
   caller.typed(state, "table", "schedule:load_state_dict: the state")
   if type(state.name) ~= "string" or type(state.count) ~= "number" then
     error("schedule:load_state_dict: the state has no name and count; it is not that of a schedule")
   end
   self.count = caller.whole(state.count, "schedule:load_state_dict: count", 0)
-  for _, key in ipairs(state.name == self.name and self.kept or {}) do self[key] = tonumber(state[key]) end
-  apply(self)
+  local same = state.name == self.name
+  local follows = same and self.follow and state.follows or {}
+  caller.list(caller.typed(follows, "table", "schedule:load_state_dict: follows"), "schedule:load_state_dict: follows")
+  for _, key in ipairs(same and self.kept or {}) do self[key] = tonumber(state[key]) end
+  local parts = same and self.parts and state.schedulers or {}
+  caller.typed(parts, "table", "schedule:load_state_dict: schedulers")
+  if self.parts and #parts ~= #self.parts and same then
+    error(("schedule:load_state_dict: the state is of %d chained schedules, but this schedule chains %d"):format(#parts,
+      #self.parts))
+  end
+  for i, part in ipairs(parts) do self.parts[i]:load_state_dict(part) end
+  self.follows = {}
+  for _, number in ipairs(follows) do
+    self.follows[caller.whole(number, "schedule:load_state_dict: a number in follows", 1)] = true
+  end
+  apply(self, true)
   tell_change(self, state)
 end
 
