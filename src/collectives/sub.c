@@ -77,9 +77,7 @@ static int tell(ps_group *parent, const wish *mine, char *all, int rc)
     PS_TRY(group_agree_bytes(parent, OP_SPLIT, ON_HOST, PS_U8, nbytes, 0, rc));
     group_split(parent, all, nbytes * parent->comm->size, nbytes, parent->parts);
     memcpy(parent->parts[parent->comm->rank].address, mine, (size_t)nbytes);
-    rc = group_gather(parent, ON_HOST, parent->parts);
-    group_done(parent);
-    return rc;
+    return group_moved(parent, OP_SPLIT, ON_HOST, group_gather(parent, ON_HOST, parent->parts));
 }
 
 /* Returns an id for the new groups, which is higher than the ids of all groups on the parent's ranks. */

@@ -185,6 +185,7 @@ function run.life(spec, life, events)
     if event.kind == "twice" then starts[#starts + 1] = { rank = event.rank, at = began, twin = true } end
   end
   os.remove(spec.folder .. "/rendezvous")
+  os.remove(spec.folder .. ".faults.power")                -- the power that the life before lost (src/faults/plan.c)
   repeat
     local left = 0
     for _, s in ipairs(starts) do
