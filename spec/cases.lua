@@ -1142,12 +1142,16 @@ do
   large("linear_packed", { F { 131, 256 }, I({ 130, 8 * 34 }, 0, 255), F { 130 }, F { 131, 130 }, NONE,
     attrs = args(8, 0, 0),
     prepare = packed_rows(PACKED[5], 2), spread = rounded_weights(8) })
-  -- NF4 with double quantization: several absolute maxima of the scales, and on the emulated cuda several panels.
-  local function double_quant(x, back)
-    return { x, I({ 331, 9 * 33 }, 0, 255), NONE, NONE, F({ 257 + 12 }, -1, 1, "fp32"), attrs = args(257, back, 0),
-      prepare = packed_rows(PACKED[15], 2), spread = rounded_weights(257, back == 1) }
+  -- NF4 with double quantization: several absolute maxima of the scales. The emulated cuda computes several panels, and
+  -- with the last two cases cpu computes three tiles.
+  local function double_quant(x, back, rows, blocks)
+    local maxima = math.ceil(rows * blocks / 256)
+    return { x, I({ rows, blocks * 33 }, 0, 255), NONE, NONE, F({ 257 + maxima }, -1, 1, "fp32"),
+      attrs = args(257, back, 0), prepare = packed_rows(PACKED[15], 2), spread = rounded_weights(257, back == 1) }
   end
-  large("linear_packed", double_quant(F { 1, 576 }, 0), double_quant(F { 5, 576 }, 0), double_quant(F { 5, 331 }, 1))
+  large("linear_packed", double_quant(F { 1, 576 }, 0, 331, 9), double_quant(F { 5, 576 }, 0, 331, 9),
+    double_quant(F { 5, 331 }, 1, 331, 9), double_quant(F { 5, 8192 }, 0, 600, 128),
+    double_quant(F { 5, 4200 }, 1, 4200, 9))
   local unpacked = large("unpack", { I({ 70, 8 * 33 }, 0, 255), F({ 257 + 3 }, -1, 1, "fp32"), attrs = args(257, 0),
     prepare = packed_rows(PACKED[15], 1) })
   unpacked.exact, unpacked.types = true, { "fp32" }

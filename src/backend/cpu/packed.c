@@ -7,7 +7,7 @@
 #include "base/blocks.h"
 #include "base/error.h"
 
-enum { TILE = 1 << 19 };                                 /* values in a tile: 2 MiB of fp32 */
+enum { TILE = 1 << 20 };                                 /* values in a tile: 4 MiB of fp32 */
 
 static bool is_float(const ps_view *v) { return v->dtype == PS_F32 || v->dtype == PS_BF16 || v->dtype == PS_F16; }
 static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -47,7 +47,7 @@ typedef struct product {
     ps_packed_matrix w;
     const ps_view *x, *bias, *residual, *y;             /* bias and residual are NULL if absent */
     int64_t M;
-    int64_t rows;                                       /* number of rows in a tile */
+    int64_t lines;                                      /* number of rows in a tile (forward), or columns (backward) */
     int type;                                           /* type of a tile's values */
     void *tile;
 } product;
@@ -85,25 +85,28 @@ static int few_rows(product *p)
 }
 
 /* -- tiles --------------------------------------------------------------------------------------------------------- */
-/* Unpacks rows first .. first + n of the matrix. */
-static void unpack_tile(const product *p, int64_t first, int64_t n)
+/* Unpacks columns `from` .. from + cols of rows first .. first + n of the matrix. */
+static void unpack_tile(const product *p, int64_t first, int64_t n, int64_t from, int64_t cols)
 {
-    int64_t blocks = p->w.cols / ps_blocks_of(p->w.type)->block, size = p->w.cols * ps_dtype_bytes(p->type);
-#pragma omp parallel for schedule(static) if (n * p->w.cols > PS_PAR_MIN)
+    const ps_blocks *b = ps_blocks_of(p->w.type);
+    int64_t of_row = p->w.cols / b->block, at = from / b->block, blocks = cols / b->block;
+    int64_t size = cols * ps_dtype_bytes(p->type);
+#pragma omp parallel for schedule(static) if (n * cols > PS_PAR_MIN)
     for (int64_t i = 0; i < n; i++)
-        ps_cpu_unpack(p->w.type, p->w.data + (first + i) * p->w.row_nbytes, blocks, p->w.scales,
-                      (first + i) * blocks, (char *)p->tile + i * size, p->type);
+        ps_cpu_unpack(p->w.type, p->w.data + (first + i) * p->w.row_nbytes + at * b->bytes, blocks, p->w.scales,
+                      (first + i) * of_row + at, (char *)p->tile + i * size, p->type);
 }
 
 static void *moved(const ps_view *v, int64_t i) { return (char *)v->data + i * ps_dtype_bytes(v->dtype); }
 
-/* Computes y [M, rows] = x [M, cols] w^T + bias + residual. Each tile yields some columns of y. */
+/* Computes y [M, rows] = x [M, cols] w^T + bias + residual. A tile has all columns of some rows, and yields some
+ * columns of y. */
 static int forward(product *p)
 {
     int64_t K = p->w.cols, N = p->w.rows;
-    for (int64_t first = 0; first < N; first += p->rows) {
-        int64_t n = least(p->rows, N - first);
-        if (!p->call->dry) unpack_tile(p, first, n);
+    for (int64_t first = 0; first < N; first += p->lines) {
+        int64_t n = least(p->lines, N - first);
+        if (!p->call->dry) unpack_tile(p, first, n, 0, K);
         ps_gemm g = { .batch = 1, .bias_dtype = PS_F32 };
         g.a = (ps_mat){ p->x->data, p->x->dtype, p->M, K, K, 1 };
         g.b = (ps_mat){ p->tile, p->type, K, n, 1, K };
@@ -115,26 +118,19 @@ static int forward(product *p)
     return 0;
 }
 
-/* Computes y [M, cols] = x [M, rows] w. y is the fp32 sum of the tiles' products, in their order. */
+/* Computes y [M, cols] = x [M, rows] w. A tile has all rows of some columns, so that no sum is divided. */
 static int backward(product *p)
 {
     int64_t K = p->w.cols, N = p->w.rows, M = p->M;
-    bool direct = p->y->dtype == PS_F32 || N <= p->rows;
-    float *sum = direct ? NULL : p->call->scratch(p->call, (size_t)(M * K) * 4);
-    if (!direct && !sum) return PS_ENOMEM;
-    for (int64_t first = 0; first < N; first += p->rows) {
-        int64_t n = least(p->rows, N - first);
-        if (!p->call->dry) unpack_tile(p, first, n);
-        ps_gemm g = { .batch = 1, .bias_dtype = PS_F32, .accumulate = first > 0 };
-        g.a = (ps_mat){ moved(p->x, first), p->x->dtype, M, n, N, 1 };
-        g.b = (ps_mat){ p->tile, p->type, n, K, K, 1 };
-        g.dst = (ps_mat){ direct ? p->y->data : sum, direct ? p->y->dtype : PS_F32, M, K, K, 1 };
+    for (int64_t first = 0; first < K; first += p->lines) {
+        int64_t n = least(p->lines, K - first);
+        if (!p->call->dry) unpack_tile(p, 0, N, first, n);
+        ps_gemm g = { .batch = 1, .bias_dtype = PS_F32 };
+        g.a = (ps_mat){ p->x->data, p->x->dtype, M, N, N, 1 };
+        g.b = (ps_mat){ p->tile, p->type, N, n, n, 1 };
+        g.dst = (ps_mat){ moved(p->y, first), p->y->dtype, M, n, K, 1 };
         PS_TRY(ps_cpu_gemm_run(&p->space, &g));
     }
-    if (!sum || p->call->dry) return 0;
-#pragma omp parallel for schedule(static) if (M * K > PS_PAR_MIN)
-    for (int64_t m = 0; m < M; m++)
-        ps_cpu_row_store(moved(p->y, m * K), sum + m * K, K, p->y->dtype);
     return 0;
 }
 
@@ -152,10 +148,11 @@ int ps_cpu_linear_packed(ps_call *call)
     p.M = x->numel / (attrs->back ? p.w.rows : p.w.cols);
     if (!attrs->back && p.M <= PS_PACKED_ROWS) return few_rows(&p);
     p.type = ps_cpu_gemm_native(x->dtype) ? x->dtype : PS_F32;
-    p.rows = TILE / p.w.cols / 64 * 64;
-    if (p.rows < 64) p.rows = 64;
-    if (p.rows > p.w.rows) p.rows = p.w.rows;
-    p.tile = call->scratch(call, (size_t)(p.rows * p.w.cols * ps_dtype_bytes(p.type)));
+    int64_t length = attrs->back ? p.w.rows : p.w.cols, lines = attrs->back ? p.w.cols : p.w.rows;
+    p.lines = TILE / length / PS_BLOCKS_MOST * PS_BLOCKS_MOST;
+    if (p.lines < PS_BLOCKS_MOST) p.lines = PS_BLOCKS_MOST;
+    if (p.lines > lines) p.lines = lines;
+    p.tile = call->scratch(call, (size_t)(p.lines * length * ps_dtype_bytes(p.type)));
     if (!p.tile) return PS_ENOMEM;
     return attrs->back ? backward(&p) : forward(&p);
 }

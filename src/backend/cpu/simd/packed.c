@@ -149,6 +149,38 @@ SIMD void unpack_block(const ps_blocks *b, const uint8_t *s, const float *of_wei
     }
 }
 
+#if defined(__AVX512BW__)
+/* Returns whether a block of this type has at most 16 different values. */
+SIMD bool has_16_values(int T) { return T == PS_Q4_0 || T == PS_Q4_1 || T == PS_NF4 || T == PS_NF4_DOUBLE; }
+
+/* Like unpack_block, to bf16: rounds the 16 values of a block, and looks them up. */
+SIMD void unpack_16_values(const ps_blocks *b, const uint8_t *s, const float *of_weight, int64_t number, uint16_t *out,
+                           int T)
+{
+    scales c = scales_of(s, 0, of_weight, number, T);
+    bool nf4 = T == PS_NF4 || T == PS_NF4_DOUBLE;
+    const vi lane = PS_LANE_NUMBERS;
+    vf d = vf_set(c.d[0]), all = nf4 ? vf_load(ps_nf4) * d : d * vf_from_int(T == PS_Q4_0 ? lane - vi_set(8) : lane);
+    if (T == PS_Q4_1) all = all + vf_set(c.m);
+    vh half = vf_to_bf16(all);
+    __m256i rounded;
+    memcpy(&rounded, &half, sizeof rounded);
+    __m512i table = _mm512_castsi256_si512(rounded), at;
+    for (int k = 0; k < b->block; k += 32) {
+        __m128i q = _mm_loadu_si128((const __m128i *)(s + b->bytes - b->block / 2 + k / 2));
+        if (nf4) {                                   /* the upper half of a byte has its first value */
+            __m512i wide = _mm512_cvtepu8_epi32(q);
+            at = _mm512_or_si512(_mm512_srli_epi32(wide, 4), _mm512_slli_epi32(wide, 16));
+            at = _mm512_and_si512(at, _mm512_set1_epi16(15));
+        } else {
+            __m128i mask = _mm_set1_epi8(15), high = _mm_and_si128(_mm_srli_epi16(q, 4), mask);
+            at = _mm512_cvtepu8_epi16(_mm256_set_m128i(high, _mm_and_si128(q, mask)));
+        }
+        _mm512_storeu_si512(out + k, _mm512_permutexvar_epi16(at, table));
+    }
+}
+#endif
+
 SIMD void unpack_all(const ps_blocks *b, const uint8_t *s, int64_t n, const float *of_weight, int64_t number, void *out,
                      int dtype, int T)
 {
@@ -158,6 +190,12 @@ SIMD void unpack_all(const ps_blocks *b, const uint8_t *s, int64_t n, const floa
             unpack_block(b, s, of_weight, number + i, (float *)out + i * b->block, T);
             continue;
         }
+#if defined(__AVX512BW__)
+        if (dtype == PS_BF16 && has_16_values(T)) {
+            unpack_16_values(b, s, of_weight, number + i, (uint16_t *)out + i * b->block, T);
+            continue;
+        }
+#endif
         unpack_block(b, s, of_weight, number + i, v, T);
         for (int k = 0; k < b->block; k += VL) vf_put(out, i * b->block + k, dtype, vf_load(v + k));
     }
