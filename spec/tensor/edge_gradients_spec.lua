@@ -66,6 +66,23 @@ for _, device in ipairs(DEVICE and { DEVICE } or { "cpu", "ref" }) do
         assert.equal("0 0", gradients(function(x) return x:sign() * plain { nan, 2 } end, { 1.5, 0 }))
       end)
 
+      it("limited functions pass no gradient at their bounds", function()
+        local given = { -inf, -1, 0, 1, inf, nan }
+        for _, case in ipairs { { "0 0 1 0 0 0", -1, 1 }, { "0 0 0 1 1 0", 0 }, { "1 1 0 0 0 0", nil, 0 },
+          { "0 0 0 0 0 0", 1, 1 } } do
+          assert.equal(case[1], gradients(function(x) return x:clamp(case[2], case[3]) end, given))
+        end
+        assert.equal("0 0 0 1 1 0", gradients(function(x) return x:clamp_min(0) end, given))
+        assert.equal("1 1 0 0 0 0", gradients(function(x) return x:clamp_max(0) end, given))
+        assert.equal("0 0 1 0 0 1", gradients(ps.F.hardtanh, given))
+        assert.equal("0 0 1 0 0", gradients(ps.F.relu6, { -1, 0, 3, 6, 7 }))
+        assert.equal("0 0 0.5 1 1 1", gradients(ps.F.hardswish, { -4, -3, 0, 3, 4, nan }))
+        assert.equal("0 3 0 0", gradients(function(x) return ps.F.hardsigmoid(x) * 18 end, { -3, 0, 3, nan }))
+        assert.equal("-1 0 1 nan", gradients(function(x)
+          return ps.F.huber_loss(x, ps.zeros_like(x), { reduction = "sum" })
+        end, { -1, 0, 2, nan }))
+      end)
+
       it("the largest elements pass their gradient to their origins", function()
         assert.equal("1 2 2", gradients(function(x)
           local values = x:topk(2)
@@ -91,7 +108,7 @@ if not DEVICE then
       local lacking = cuda.lacks_kernels()
       if lacking then return pending(lacking) end
       local out, code = cuda.child({ "spec/run.lua", "edge_gradients" }, { PS_EDGES = "cuda" })
-      assert.truthy(code == 0 and out:find("20 passed, 0 failed, 0 skipped", 1, true), out)
+      assert.truthy(code == 0 and out:find("24 passed, 0 failed, 0 skipped", 1, true), out)
     end)
   end)
 end

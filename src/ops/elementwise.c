@@ -427,16 +427,19 @@ int grad_pow_scalar(ps_grad *g)
     return give_times_dy(g, t);
 }
 
+/* Passes dy strictly between the bounds, as PyTorch does. An infinite bound limits nothing. */
 int grad_clamp(ps_grad *g)
 {
     const ps_attrs_clamp *at = g->attrs;
-    ps_tensor *x, *low, *high, *t;
+    bool below = isfinite(at->low), above = isfinite(at->high);
+    ps_tensor *x, *bound, *high, *t;
     PS_TRY(ps_grad_in(g, 0, &x));
-    PS_TRY(ps_scalar_like(g, &low, x, at->low));
-    PS_TRY(ps_scalar_like(g, &high, x, at->high));
-    PS_TRY(ps_run1(g, PS_OP_ge, &low, x, low));
-    PS_TRY(ps_run1(g, PS_OP_le, &high, x, high));
-    PS_TRY(ps_run1(g, PS_OP_logical_and, &t, low, high));
+    PS_TRY(ps_scalar_like(g, &bound, x, at->high));
+    PS_TRY(ps_run1(g, PS_OP_lt, &high, x, bound));
+    PS_TRY(ps_scalar_like(g, &bound, x, at->low));
+    PS_TRY(ps_run1(g, PS_OP_gt, &t, x, bound));
+    if (above && !below) t = high;
+    else if (above == below) PS_TRY(ps_run1(g, PS_OP_logical_and, &t, t, high));
     PS_TRY(select_dy(g, &t, t, true));
     ps_grad_give(g, 0, t);
     return 0;

@@ -87,7 +87,7 @@ local SELU_ALPHA, SELU_SCALE = 1.6732632423543772848170429916717, 1.050700987355
 ---@return ps.Tensor of x's shape
 function M.selu(x) return ops.affine(ops.elu(floats(x, "F.selu"), SELU_ALPHA), SELU_SCALE, -0.0) end
 
--- Returns x limited to [low, high]. Unlike clamp's, the gradient is 0 at the bounds themselves, as in PyTorch.
+-- Returns x limited to [low, high]. Unlike clamp, it passes the gradient at NaN, as in PyTorch.
 local function limited(x, low, high)
   if x:is_float() and not (scope.grad_enabled() and x:needs_grad()) then return ops.clamp(x, low, high) end
   return tensor.where(x:le(low), low, tensor.where(x:ge(high), high, x))

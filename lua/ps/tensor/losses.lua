@@ -207,8 +207,7 @@ end
 
 local MARGIN = { margin = "number", reduction = "string" }
 
--- Returns the checked target of signs. The callers use relu for max(0, x): its gradient at 0 is 0, as in PyTorch, but
--- clamp's is 1.
+-- Returns the checked target of signs.
 local function signs(y, call)
   if caller.tensor(y, call, "the target") == nil then error(call .. ": the target is missing") end
   return y

@@ -67,10 +67,10 @@ template <class A> DEV A logsigmoid(A x) { return (x > 0 ? 0 : x) - log1p(exp(-f
 /* Computes the derivative of function `of` of the op slope. */
 template <class A> DEV A slope_at(int of, A x, A delta)
 {
-    if (of == 0) return fabs(x) >= 3 ? 0 : (A)(1.0 / 6);
-    if (of == 1) return x < -3 ? 0 : x > 3 ? 1 : x / 3 + (A)0.5;
+    if (of == 0) return fabs(x) < 3 ? (A)(1.0 / 6) : 0;
+    if (of == 1) return x <= -3 ? 0 : x < 3 ? x / 3 + (A)0.5 : 1;
     if (of == 3) return 1 / (1 + exp(x));
-    if (of == 4) return fabs(x) < delta ? x / delta : (A)((x > 0) - (x < 0));
+    if (of == 4) return fabs(x) >= delta ? (A)((x > 0) - (x < 0)) : x / delta;
     A c = x < -80 ? -80 : x, t = mish_gate(c);
     return t + c / (1 + exp(-c)) * (1 - t * t);
 }

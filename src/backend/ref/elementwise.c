@@ -252,14 +252,14 @@ static double slope_at(int of, double x, double delta)
 {
     double t, s;
     switch (of) {
-    case 0: return fabs(x) >= 3 ? 0 : 1.0 / 6;
-    case 1: return x < -3 ? 0 : x > 3 ? 1 : x / 3 + 0.5;
+    case 0: return fabs(x) < 3 ? 1.0 / 6 : 0;
+    case 1: return x <= -3 ? 0 : x < 3 ? x / 3 + 0.5 : 1;
     case 2:
         x = x < -700 ? -700 : x;                   /* below -700 the derivative is 0 */
         t = tanh(x > 20 ? x : log1p(exp(x))), s = 1 / (1 + exp(-x));
         return t + x * s * (1 - t * t);
     case 3: return 1 / (1 + exp(x));
-    default: return fabs(x) < delta ? x / delta : (x > 0) - (x < 0);
+    default: return fabs(x) >= delta ? (x > 0) - (x < 0) : x / delta;
     }
 }
 int ref_slope(ps_call *call)

@@ -143,12 +143,12 @@ SIMD vf huber_of(vf x, vf delta, vf factor, vf half)
     vf size = vf_abs(x);
     return vf_select(size < delta, x * x * factor, size - half);
 }
-SIMD vf hardsigmoid_slope(vf x, vf dy) { return vf_select(vf_abs(x) >= vf_set(3.0f), vf_zero(), dy / vf_set(6.0f)); }
+SIMD vf hardsigmoid_slope(vf x, vf dy) { return vf_select(vf_abs(x) < vf_set(3.0f), dy / vf_set(6.0f), vf_zero()); }
 SIMD vf hardswish_slope(vf x, vf dy)
 {
     vf s = x / vf_set(3.0f) + vf_set(0.5f);
-    s = vf_select(x > vf_set(3.0f), vf_set(1.0f), s);
-    return dy * vf_select(x < vf_set(-3.0f), vf_zero(), s);
+    s = vf_select(x < vf_set(3.0f), s, vf_set(1.0f));
+    return dy * vf_select(x <= vf_set(-3.0f), vf_zero(), s);
 }
 SIMD vf mish_slope(vf x, vf dy)
 {
@@ -158,7 +158,7 @@ SIMD vf mish_slope(vf x, vf dy)
 SIMD vf logsigmoid_slope(vf x, vf dy) { return dy * vf_sigmoid(-x); }
 SIMD vf huber_slope(vf x, vf dy, vf delta)
 {
-    return dy * vf_select(vf_abs(x) < delta, x / delta, sign(x));
+    return dy * vf_select(vf_abs(x) >= delta, sign(x), x / delta);
 }
 SIMD vf prelu_of(vf x, vf w) { return vf_select(x > vf_zero(), x, w * x); }
 SIMD vf logit_entropy_of(vf x, vf t) { return (vf_set(1.0f) - t) * x - logsigmoid_of(x); }
