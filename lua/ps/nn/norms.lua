@@ -65,8 +65,9 @@ function norms.global_norm(grads)
 end
 
 --- Scales the gradients of `params` so that their joint norm is at most max_norm, and returns the norm before scaling.
---- With math.huge it only measures. An optimizer's option `max_norm` does the same without a second pass over the
---- gradients.
+--- With math.huge it only measures. If the norm is NaN, all these gradients become NaN. If it is infinite, infinite
+--- elements become NaN and all others 0, as in PyTorch. An optimizer's option `max_norm` does the same without a second
+--- pass over the gradients, but raises an error if the norm is not finite.
 ---
 --- On a model of ps.initialize, the norm is that of the step's mean gradient over all micro-batches and ranks, without
 --- the loss scale. The next update multiplies the gradients of `params`, which can be some of the model's parameters.
@@ -92,7 +93,7 @@ function norms.clip_grad_norm(params, max_norm)
   for _, p in ipairs(params) do grads[#grads + 1] = p:grad() end
   norm = norms.global_norm(grads)
   local factor = max_norm / (norm + 1e-6)
-  if factor < 1 then
+  if (factor < 1 or factor ~= factor) and max_norm < math.huge then
     scope.no_grad(function() for _, g in ipairs(grads) do g:mul_(factor) end end)
   end
   norms.give_back(grads)
