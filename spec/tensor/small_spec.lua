@@ -315,8 +315,97 @@ describe("counts and order", function()
     local p = ps.nn.Parameter(ps.ones { 2, 2 })
     fails(function() return p:clamp_(0, 1) end, "clamp_ writes in place", "t:clamp(low, high)")
     fails(function() return p:fill_diagonal_(0) end, "fill_diagonal_ writes in place")
+    fails(function() return p:mul_(2) end, "mul_ writes in place", "t:mul(x)")
+    fails(function() return (p * 2):add_(1) end, "add_ writes in place", "t:add(x)")
+    fails(function() return ps.ones({ 2, 2 }):sub_(p) end, "sub_ writes in place, but the value")
+    fails(function() return p:div_(2) end, "div_ writes in place")
+    fails(function() return p:zero_() end, "zero_ writes in place")
+    fails(function() return p:bernoulli_() end, "bernoulli_ writes in place")
+    for _, name in ipairs { "add_", "sub_", "mul_", "div_" } do
+      local x = ps.ones { 2, 3 }
+      fails(function() return x[name](x, ps.ones { 4 }) end, name .. ": x has shape [4]", "[2, 3]")
+      fails(function() return x[name](x, ps.ones { 1, 2, 3 }) end, name .. ": x has shape [1, 2, 3]")
+      fails(function() return x[name](x) end, name .. ": x is missing")
+      fails(function() return x[name](x, "a") end, name .. ": x is a string")
+    end
+    fails(function() return ps.ones({ 2 }):addcmul_(ps.ones { 2 }, ps.ones { 3 }) end, "addcmul: a has shape [2]",
+      "[3]")
     ps.no_grad(function() p:clamp_(0, 0.5) end)
     is({ { 0.5, 0.5 }, { 0.5, 0.5 } }, p:detach())
+  end)
+end)
+
+describe("a loss", function()
+  local x, p, w
+
+  before_each(function()
+    x, p = ps.nn.Parameter(tensor { { 1, 2, -1 }, { 0, 0.5, 3 } }), ps.nn.Parameter(tensor { { 0.2, 0.5, 0.3 },
+      { 0.1, 0.1, 0.8 } })
+    w = tensor { 1, 2, 0.5 }
+  end)
+
+  local function near(want, got)
+    for i, v in ipairs(got:reshape(-1):tolist()) do assert.near(want[i], v, 2e-6) end
+  end
+
+  it("of class probabilities has PyTorch's values and gradients", function()
+    for _, case in ipairs {
+      { {}, { 1.061442 }, { 0.029748, 0.102692, -0.13244, -0.028007, -0.013739, 0.041746 } },
+      { { weight = w }, { 1.003939 }, { 0.07516, -0.023865, -0.051295, -0.034605, -0.074617, 0.109222 } },
+      { { label_smoothing = 0.1 }, { 1.137276 }, { 0.023082, 0.111026, -0.134107, -0.039673, -0.025406, 0.065079 } },
+      { { weight = w, label_smoothing = 0.1, reduction = "sum" }, { 2.21226 },
+        { 0.132229, -0.02733, -0.1049, -0.09049, -0.192517, 0.283007 } },
+      { { reduction = "none", weight = w }, { 1.121166, 0.886711 },
+        { 0.15032, -0.047731, -0.102589, -0.069209, -0.149235, 0.218445 } } } do
+      x:set_grad(nil)
+      local loss = F.cross_entropy(x, p, case[1])
+      near(case[2], loss)
+      loss:sum():backward()
+      near(case[3], x:grad())
+    end
+    near({ 1.061442 }, F.lm_loss(x, ps.eye(3), p))
+    p:set_grad(nil)
+    F.cross_entropy(x, p):backward()
+    near({ 0.674506, 0.174506, 1.674506, 1.561936, 1.311936, 0.061936 }, p:grad())
+    fails(function() return F.cross_entropy(x, p, { ignore_index = 0 }) end, "F.cross_entropy: ignore_index = 0")
+    fails(function() return F.cross_entropy(x, tensor { 0, 1 }) end, "class probabilities", "[2, 3]", 'to("int64")')
+    fails(function() return F.nll_loss(x, p) end, "F.nll_loss: targets must be int32 or int64", "F.cross_entropy")
+  end)
+
+  it("of classes says that they come last", function()
+    local logits, target = ps.zeros { 2, 3, 5 }, ps.zeros({ 2, 5 }, { dtype = "int64" })
+    for _, fn in ipairs { F.cross_entropy, F.nll_loss } do
+      for _, options in ipairs { {}, { weight = ps.ones { 3 } } } do
+        fails(function() return fn(logits, target, options) end, "[2, 3]", "[2, 5]", "x:movedim(1, -1)")
+        assert.is_true(fn(logits:movedim(1, -1), target, options):item() >= 0)
+      end
+    end
+    local outside = tensor({ 0, 9 }, "int64")
+    fails(function() return F.cross_entropy(x, outside, { weight = w }) end, "F.cross_entropy: target 9 at position 1")
+    fails(function() return F.cross_entropy(x, nil, { weight = w }) end, "F.cross_entropy: the target is missing")
+    fails(function() return F.nll_loss(x) end, "F.nll_loss: the target is missing")
+  end)
+
+  it("names itself in errors about shapes and devices", function()
+    local a, four = ps.zeros { 2, 3 }, ps.zeros { 4 }
+    for _, shape in ipairs { { 4 }, { 5, 2, 3 } } do
+      fails(function() return F.binary_cross_entropy_with_logits(a, a, { pos_weight = ps.ones(shape) }) end,
+        "F.binary_cross_entropy_with_logits: pos_weight has shape", "[2, 3]")
+    end
+    fails(function() return F.margin_ranking_loss(a, a, four) end, "F.margin_ranking_loss: the target", "[4]")
+    fails(function() return F.cosine_embedding_loss(a, a, four) end, "F.cosine_embedding_loss", "[4]")
+    fails(function() return F.pairwise_distance(a, four) end, "F.pairwise_distance: a has shape [2, 3]", "[4]")
+    fails(function() return F.cosine_similarity(a, four) end, "F.cosine_similarity: a has shape [2, 3]", "[4]")
+    fails(function() return F.gaussian_nll_loss(a, a, four) end, "F.gaussian_nll_loss: the variance", "[4]")
+    fails(function() return F.mse_loss(a, a:to "ref") end, "F.mse_loss", "cpu and ref")
+    fails(function() return F.swiglu(a) end, "F.swiglu takes two tensors", "chunk(2, -1)")
+    fails(function() return F.geglu(a, four) end, "F.geglu: gate is fp32 [2, 3]", "[4]")
+  end)
+
+  it("reads variances without the last dimension as PyTorch does", function()
+    local loss = F.gaussian_nll_loss(tensor { { 1, 2 }, { 3, 4 } }, tensor { { 0, 1 }, { 1, 1 } }, tensor { 0.5, 2 },
+      { reduction = "none" })
+    near({ 0.653426, 0.653426, 1.346574, 2.596574 }, loss)
   end)
 end)
 
@@ -352,6 +441,22 @@ describe("a small layer", function()
     nn.init.kaiming_normal_(w, { mode = "fan_out", nonlinearity = "relu" })
     ps.manual_seed(3)
     assert.is_true((ps.randn { 8, 4 } * math.sqrt(2 / 8) - w):abs():max():item() < 1e-6)
+  end)
+
+  it("makes all gradients NaN if clip_grad_norm finds a NaN", function()
+    for _, case in ipairs { { 0 / 0, "nan nan nan" }, { math.huge, "nan 0 0" } } do
+      local a, b = nn.Parameter(tensor { 1, 2 }), nn.Parameter(tensor { 3 })
+      local loss = (a * ps.tensor { case[1], 1 }):sum() + (b * 4):sum()
+      loss:backward()
+      nn.clip_grad_norm({ a, b }, math.huge)                               -- only measures
+      assert.equal(4, b:grad():item())
+      nn.clip_grad_norm({ a, b }, 1)
+      local found = {}
+      for i, x in ipairs { a:grad()[0]:item(), a:grad()[1]:item(), b:grad():item() } do
+        found[i] = x ~= x and "nan" or tostring(x)
+      end
+      assert.equal(case[2], table.concat(found, " "))
+    end
   end)
 
   it("has gradients that clip_grad_value limits", function()

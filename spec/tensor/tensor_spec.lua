@@ -329,7 +329,8 @@ describe("indexing", function()
     x[x:lt(0)] = tensor(0.5)
     is({ 4, 8, 0.5, 0.5 }, x[1])
     fails(function() x[3] = 1 end, "index 3")
-    fails(function() x[0] = tensor { 1, 2, 3 } end, "copy_", "[3]", "[4]")
+    fails(function() x[0] = tensor { 1, 2, 3 } end, "t[key] = value", "[3]", "[4]")
+    fails(function() x[0] = "a" end, "t[key] = value: the value is a string")
     x[tensor({ 0 }, "int64")] = 1
     is({ 1, 1, 1, 1 }, x[0])
     x[{ tensor({ 0, 2 }, "int64"), 1 }] = 2

@@ -190,6 +190,7 @@ function M.cosine_similarity(a, b, dim, eps)
   a, b = autocast.full(a, b)
   local shape, n = a:shape(), math.max(a:dim(), b:dim())
   if not tensor.same_shape(a, b) then
+    tensor.check_broadcast(a, b, "F.cosine_similarity", { "a", "b" })
     local of_a, of_b = shape, b:shape()
     shape = {}
     for i = 1, n do

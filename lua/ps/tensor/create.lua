@@ -333,6 +333,43 @@ function M.same_shape(a, b)
   return true
 end
 
+--- Raises an error for a write in place that would need a gradient. The write is not recorded, so the gradients would
+-- belong to the old values.
+function M.check_gradients(t, value, call, instead)
+  if not scope.grad_enabled() then return end
+  local of = t:needs_grad() and "the tensor" or scope.is_tensor(value) and value:needs_grad() and "the value"
+  if of then
+    error(("%s writes in place, but %s needs a gradient; use y = t:%s, which makes a new tensor and has gradients, "
+      .. "or write in place inside ps.no_grad"):format(call, of, instead))
+  end
+end
+
+--- Returns whether two tensors broadcast to one shape.
+---@param a ps.Tensor
+---@param b ps.Tensor
+---@param into? boolean whether this shape must be b's
+---@return boolean
+function M.broadcasts(a, b, into)
+  if into and a.ndim > b.ndim then return false end
+  for i = 1, math.min(a.ndim, b.ndim) do
+    local m, n = a.shape_[a.ndim - i], b.shape_[b.ndim - i]
+    if m ~= n and m ~= 1 and (into or n ~= 1) then return false end
+  end
+  return true
+end
+
+--- Raises an error unless two tensors broadcast to one shape.
+---@param a ps.Tensor
+---@param b ps.Tensor
+---@param call string the call, for the message
+---@param names string[] names of a and b in the message
+---@param into? boolean whether this shape must be b's
+function M.check_broadcast(a, b, call, names, into)
+  if M.broadcasts(a, b, into) then return end
+  error(("%s: %s has shape [%s], which does not broadcast %s [%s], the shape of %s"):format(call, names[1],
+    table.concat(a:shape(), ", "), into and "to" or "with", table.concat(b:shape(), ", "), names[2]))
+end
+
 M.draw = draw
 
 return M

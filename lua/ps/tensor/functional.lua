@@ -167,11 +167,24 @@ end
 
 local ACTS = { none = 1, tanh = 2 }
 
+local function check_gate(gate, up, call)
+  if caller.tensor(gate, call, "gate") == nil or caller.tensor(up, call, "up") == nil then
+    error(call .. " takes two tensors, gate and up; write t:chunk(2, -1) for both halves of a tensor")
+  end
+  if gate.dtype_ ~= up.dtype_ or not tensor.same_shape(gate, up) then
+    error(("%s: gate is %s [%s] and up is %s [%s]; both must have one type and shape"):format(call, gate:dtype(),
+      table.concat(gate:shape(), ", "), up:dtype(), table.concat(up:shape(), ", ")))
+  end
+end
+
 --- Returns silu(gate) * up, in one kernel (SwiGLU, Shazeer 2020).
 ---@param gate ps.Tensor
 ---@param up ps.Tensor of gate's shape and type
 ---@return ps.Tensor of gate's shape
-function F.swiglu(gate, up) return ops.act_mul(gate, up, 0) end
+function F.swiglu(gate, up)
+  check_gate(gate, up, "F.swiglu")
+  return ops.act_mul(gate, up, 0)
+end
 
 --- Returns gelu(gate) * up, in one kernel (GeGLU, Shazeer 2020).
 ---@param gate ps.Tensor
@@ -179,6 +192,7 @@ function F.swiglu(gate, up) return ops.act_mul(gate, up, 0) end
 ---@param approximate? "none"|"tanh" (default "none")
 ---@return ps.Tensor of gate's shape
 function F.geglu(gate, up, approximate)
+  check_gate(gate, up, "F.geglu")
   return ops.act_mul(gate, up, ACTS[approximate or "none"] or caller.one_of(approximate, ACTS, "F.geglu: approximate"))
 end
 
@@ -204,15 +218,17 @@ end
 
 --- Returns the cross entropy of logits against target classes. Rows whose target is ignore_index are left out. If no
 --- target counts, the mean is 0 (PyTorch: NaN) and has no gradient, so that a batch without targets adds nothing.
+--- Classes are the last dimension. PyTorch's are the second: write logits:movedim(1, -1).
 ---@param logits ps.Tensor [..., V]
----@param target ps.Tensor integers [...]
+---@param target ps.Tensor integers [...], or class probabilities, floats [..., V]
 ---@param options? {ignore_index?: integer, reduction?: "mean"|"sum"|"none", weight?: ps.Tensor, label_smoothing?:
 --- number} ignore_index (default -100); reduction (default "mean"); weight [V], the weight of each class, by which the
 --- mean is weighted; label_smoothing, the share of a target that is spread evenly over all classes (default 0)
 ---@return ps.Tensor of 0 dimensions, or [...] with reduction "none"
 function F.cross_entropy(logits, target, options)
   options = caller.options(options, "F.cross_entropy", LOSS)
-  if options.weight ~= nil or (options.label_smoothing or 0) ~= 0 then
+  local soft = losses.check_targets(logits, target, "F.cross_entropy", true)
+  if soft or options.weight ~= nil or (options.label_smoothing or 0) ~= 0 then
     return losses.smoothed(logits, target, options, "F.cross_entropy")
   end
   local loss, hits = ops.cross_entropy(logits, target, options.ignore_index, reduction_of(options, "F.cross_entropy"),
@@ -228,7 +244,7 @@ local LM_LOSS = { ignore_index = "whole", reduction = "string", bias = "tensor",
 --- the meaning that they have in F.cross_entropy.
 ---@param x ps.Tensor [..., C]
 ---@param w ps.Tensor [V, C]
----@param target ps.Tensor integers [...]
+---@param target ps.Tensor integers [...], or class probabilities [..., V], which need the logits in memory
 ---@param options? {ignore_index?: integer, reduction?: "mean"|"sum", bias?: ps.Tensor, weight?: ps.Tensor,
 --- label_smoothing?: number} ignore_index (default -100); reduction (default "mean"); bias [V]
 ---@return ps.Tensor of 0 dimensions
@@ -239,7 +255,8 @@ function F.lm_loss(x, w, target, options)
     if options.bias ~= nil then error "F.lm_loss: a bias cannot be combined with a table that ranks share by rows" end
     return head:loss(x, target, options)
   end
-  if options.weight ~= nil or (options.label_smoothing or 0) ~= 0 then
+  local soft = scope.is_tensor(target) and target:is_float()
+  if soft or options.weight ~= nil or (options.label_smoothing or 0) ~= 0 then
     return losses.smoothed(F.linear(x, w, options.bias), target, options, "F.lm_loss")
   end
   local loss, hits = ops.lm_loss(x, w, target, options.bias, options.ignore_index, reduction_of(options, "F.lm_loss"),

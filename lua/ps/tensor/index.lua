@@ -258,24 +258,13 @@ local function put_all(t, picks, value, call)
   else ops.copy_(v, ops.scatter(x, index, src, d):reshape(v:shape())) end
 end
 
--- Raises an error for a write in place that would need a gradient. The write is not recorded, so the gradients would
--- belong to the old values.
-function M.check_gradients(t, value, call, instead)
-  if not scope.grad_enabled() then return end
-  local of = t:needs_grad() and "the tensor" or is_tensor(value) and value:needs_grad() and "the value"
-  if of then
-    error(("%s writes in place, but %s needs a gradient; use y = t:%s, which makes a new tensor and has gradients, "
-      .. "or write in place inside ps.no_grad"):format(call, of, instead))
-  end
-end
-
 --- Performs t[key] = value, in place. Raises an error if t or the value requires a gradient.
 ---@param t ps.Tensor
 ---@param key number|ps.Tensor|table
 ---@param value number|ps.Tensor
 function M.set(t, key, value)
   local call = "t[key] = value"
-  M.check_gradients(t, value, call, "index_put(key, value)")
+  create.check_gradients(t, value, call, "index_put(key, value)")
   if is_tensor(key) and key.dtype_ == C.PS_BOOL and key.ndim > 0 then
     ops.copy_(t, masked(t, key, value))
     return
@@ -290,8 +279,8 @@ function M.set(t, key, value)
   local view, picks = of_list(t, list_of(key), true)
   if #picks > 0 then return put_all(view, picks, value, call) end
   if type(value) == "number" then view:fill_(value)
-  elseif is_tensor(value) and value.ndim > view.ndim then view:copy_(spread(view, value, view:shape(), call))
-  else view:copy_(value) end
+  elseif is_tensor(value) and create.broadcasts(value, view, true) then view:copy_(value)
+  else view:copy_(spread(view, value, view:shape(), call)) end
 end
 
 --- Returns a copy of t with a value at the elements that t[key] reads. Gradients reach both t and the value. If index

@@ -154,6 +154,7 @@ end
 ---  one
 ---@return ps.Tensor self
 function T:bernoulli_(p)
+  create.check_gradients(self, nil, "bernoulli_", "bernoulli(p)")
   if is_tensor(p) then self:copy_(p:detach():expand(self:shape()):bernoulli())
   else self:copy_(tensor.ones(self:shape(), { device = self:device() }):bernoulli(p or 0.5)) end
   return self

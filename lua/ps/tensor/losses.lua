@@ -30,6 +30,10 @@ local function pair(x, target, call)
       table.concat(target:shape(), ", ")))
   end
   if not x:is_float() then error(("%s takes floats, not %s"):format(call, x:dtype())) end
+  if x.device_ ~= target.device_ then
+    error(("%s: the tensors are on different devices, %s and %s; move one with :to(device)"):format(call, x:device(),
+      target:device()))
+  end
   return target
 end
 
@@ -122,6 +126,7 @@ function losses.binary_cross_entropy(p, target, options)
   return reduced(loss, options.reduction, "F.binary_cross_entropy")
 end
 
+local WEIGHT_NAMES = { "pos_weight", "the logits" }
 local WITH_LOGITS = { reduction = "string", pos_weight = "tensor" }
 
 --- Returns the binary cross entropy of logits x against targets in [0, 1]. pos_weight, which is broadcast, is the
@@ -136,6 +141,7 @@ function losses.binary_cross_entropy_with_logits(x, target, options)
   x, target = autocast.full(x, target)
   pair(x, target, call)
   if options.pos_weight == nil then return reduced(ops.logit_entropy(x, target), options.reduction, call) end
+  tensor.check_broadcast(options.pos_weight, x, call, WEIGHT_NAMES, true)
   local weight = (options.pos_weight - 1) * target + 1
   return reduced((1 - target) * x - ops.logsigmoid(x) * weight, options.reduction, call)
 end
@@ -179,6 +185,7 @@ function losses.pairwise_distance(a, b, p, eps, keepdim)
   if caller.tensor(a, "F.pairwise_distance", "a") == nil or caller.tensor(b, "F.pairwise_distance", "b") == nil then
     error "F.pairwise_distance takes two tensors"
   end
+  tensor.check_broadcast(a, b, "F.pairwise_distance", { "a", "b" })
   return (a - b + (eps or 1e-6)):norm(p or 2, -1, keepdim)
 end
 
@@ -207,9 +214,12 @@ end
 
 local MARGIN = { margin = "number", reduction = "string" }
 
--- Returns the checked target of signs.
-local function signs(y, call)
+local SIGN_NAMES = { "the target", "the inputs" }
+
+-- Returns the checked target of signs. like: a tensor to whose shape it must broadcast, or nil.
+local function signs(y, call, like)
   if caller.tensor(y, call, "the target") == nil then error(call .. ": the target is missing") end
+  if like ~= nil then tensor.check_broadcast(y, like, call, SIGN_NAMES, true) end
   return y
 end
 
@@ -224,7 +234,7 @@ function losses.margin_ranking_loss(a, b, y, options)
   options = caller.options(options, "F.margin_ranking_loss", MARGIN)
   a, b = autocast.full(a, b)
   pair(a, b, call)
-  return reduced(ops.relu(-signs(y, call) * (a - b) + (options.margin or 0)), options.reduction, call)
+  return reduced(ops.relu(-signs(y, call, a) * (a - b) + (options.margin or 0)), options.reduction, call)
 end
 
 local function squares(x) return (x * x):sum(-1) + 1e-12 end
@@ -242,7 +252,7 @@ function losses.cosine_embedding_loss(a, b, y, options)
   a, b = autocast.full(a, b)
   pair(a, b, call)
   signs(y, call)
-  if a:dim() < 1 or a:dim() > 2 or y:dim() ~= a:dim() - 1 then
+  if a:dim() < 1 or a:dim() > 2 or y:dim() ~= a:dim() - 1 or y:dim() == 1 and y:size(0) ~= a:size(0) then
     error(("%s takes vectors [N, D] with a target [N], or [D] with one number, not [%s] with [%s]"):format(call,
       table.concat(a:shape(), ", "), table.concat(y:shape(), ", ")))
   end
@@ -265,13 +275,28 @@ function losses.hinge_embedding_loss(x, y, options)
   return reduced(tensor.where(y:eq(1), x, 0) + tensor.where(y:eq(-1), far, 0), options.reduction, call)
 end
 
+-- Returns the variances of F.gaussian_nll_loss in a shape that broadcasts to x's, by PyTorch's rule.
+local function variances(var, x, call)
+  if tensor.same_shape(var, x) then return var end
+  local lacks, ones = var.ndim == x.ndim - 1, 0
+  for i = 0, x.ndim - 1 do
+    if lacks and i < var.ndim and var.shape_[i] ~= x.shape_[i] then lacks = false end
+    if var.ndim == x.ndim and var.shape_[i] ~= x.shape_[i] then ones = ones + (var.shape_[i] == 1 and 1 or 2) end
+  end
+  if lacks then return var:unsqueeze(-1) end
+  if ones == 1 then return var end
+  error(("%s: the variance has shape [%s]; it must be [%s], or this without the last dimension, or with one dimension "
+    .. "of size 1"):format(call, table.concat(var:shape(), ", "), table.concat(x:shape(), ", ")))
+end
+
 local GAUSS = { full = "boolean", eps = "number", reduction = "string" }
 
 --- Returns half of log(var) + (x - target)^2 / var, which is the negative log-likelihood of normal distributions up to
 --- a constant.
 ---@param x ps.Tensor floats, the means
 ---@param target ps.Tensor of the same shape
----@param var ps.Tensor variances, of a shape that broadcasts; variances below eps are replaced by eps
+---@param var ps.Tensor variances, of x's shape, or of x's shape without its last dimension, or with one dimension of
+---  size 1; variances below eps are replaced by eps
 ---@param options? {full?: boolean, eps?: number, reduction?: "mean"|"sum"|"none"} full: adds the constant log(2 pi) /
 ---  2; eps: default 1e-6
 ---@return ps.Tensor of 0 dimensions, or of x's shape with reduction "none"
@@ -280,6 +305,7 @@ function losses.gaussian_nll_loss(x, target, var, options)
   options = caller.options(options, "F.gaussian_nll_loss", GAUSS)
   pair(x, target, call)
   if caller.tensor(var, call, "the variance") == nil then error(call .. ": the variance is missing") end
+  var = variances(var, x, call)
   local eps = options.eps or 1e-6
   var = var + scope.no_grad(function() return var:clamp(eps) - var end)    -- the gradient passes through, as in PyTorch
   local loss = 0.5 * (var:log() + (x - target):square() / var)
@@ -294,16 +320,67 @@ local function countable(target, ignore)
   return counts, tensor.where(counts, target, 0):to("int64"):unsqueeze(-1)
 end
 
+local function shown(shape) return "[" .. table.concat(shape, ", ") .. "]" end
+
+local function without(shape, i)
+  local left = { unpack(shape) }
+  table.remove(left, i)
+  return left
+end
+
+local function same_list(a, b) return #a == #b and shown(a) == shown(b) end
+
+local function has_rows_of(target, x)
+  if target.ndim ~= x.ndim - 1 then return false end
+  for i = 0, target.ndim - 1 do if target.shape_[i] ~= x.shape_[i] then return false end end
+  return true
+end
+
+--- Checks the targets of a loss of classes, which must be integers with one target for each row of x.
+---@param x ps.Tensor [..., V]
+---@param target ps.Tensor
+---@param call string
+---@param soft? boolean whether the targets may also be class probabilities, floats of x's shape
+---@return boolean soft whether they are
+function losses.check_targets(x, target, call, soft)
+  if caller.tensor(x, call, "the input") == nil then error(call .. ": the input is missing") end
+  if caller.tensor(target, call, "the target") == nil then error(call .. ": the target is missing") end
+  local indices = target.dtype_ == C.PS_I64 or target.dtype_ == C.PS_I32
+  if indices and has_rows_of(target, x) or soft and target:is_float() and tensor.same_shape(x, target) then
+    return not indices
+  end
+  local have, of, floats = x:shape(), target:shape(), target:is_float()
+  local hint = #have > 2 and (floats and soft or same_list(of, without(have, 2)))
+    and "; classes come last here, not second: write x:movedim(1, -1) for an input of PyTorch's shape [N, C, ...]" or ""
+  if floats and soft then
+    error(("%s: float targets are class probabilities, which must have the input's shape %s, not %s; targets that are "
+      .. "class indices must be int32 or int64: write target:to(\"int64\")%s"):format(call, shown(have), shown(of),
+      hint))
+  elseif not indices then
+    error(("%s: targets must be int32 or int64, not %s; write target:to(\"int64\")%s"):format(call, target:dtype(),
+      floats and #of == #have and ", or F.cross_entropy for class probabilities" or ""))
+  end
+  error(("%s: targets must have the shape of x without its last dimension, %s, one target per row, not %s%s"):format(
+    call, shown(without(have, #have)), shown(of), hint))
+end
+
+-- Returns the elements of x at targets. An error names the loss instead of the op.
+local function picked(x, at, d, call)
+  local ok, y = pcall(ops.gather, x, at, d)
+  if ok then return y end
+  error((tostring(y):gsub("^gather: index", call .. ": target")), 0)
+end
+
 -- Computes each target's loss term from log-probabilities [..., V], and its share of the mean's divisor. smooth: the
 -- label smoothing.
-local function class_terms(logp, target, weight, ignore, smooth)
+local function class_terms(logp, target, weight, ignore, smooth, call)
   local V = logp:size(-1)
   local counts, at = countable(target, ignore)
   local share = counts:to(logp:dtype())  -- [...]: the weight of the target's class, or 0 if the target is ignored
   if weight ~= nil then
-    share = share * ops.gather(weight:to(logp:dtype()), at:reshape(-1), 0):reshape(target:shape())
+    share = share * picked(weight:to(logp:dtype()), at:reshape(-1), 0, call):reshape(target:shape())
   end
-  local terms = -ops.gather(logp, at, -1):squeeze(-1) * share
+  local terms = -picked(logp, at, -1, call):squeeze(-1) * share
   if smooth > 0 then
     local all = weight ~= nil and (logp * weight:to(logp:dtype())):sum(-1) or logp:sum(-1)
     all = tensor.where(counts, all, 0)
@@ -323,16 +400,20 @@ local function count_hits(scores, target, weight, ignore, smooth)
   return tensor.stack { first:reshape(-1):eq(at):logical_and(known):logical_and(counts):sum(), counts:sum() }
 end
 
+local function check_weight(weight, logp, call)
+  if weight ~= nil and not (weight:dim() == 1 and weight:size(0) == logp:size(-1)) then
+    error(("%s: weight has shape [%s], but there are %d classes"):format(call, table.concat(weight:shape(), ", "),
+      logp:size(-1)))
+  end
+end
+
 -- Returns the loss of classes. scores: the logits [..., V] from which logp was computed.
 local function class_loss(logp, scores, target, chosen, smooth, call)
   local reduction = chosen.reduction or "mean"
   caller.one_of(reduction, REDUCTIONS, call .. ": reduction")
   local weight = chosen.weight
-  if weight ~= nil and not (weight:dim() == 1 and weight:size(0) == logp:size(-1)) then
-    error(("%s: weight has shape [%s], but there are %d classes"):format(call, table.concat(weight:shape(), ", "),
-      logp:size(-1)))
-  end
-  local terms, share = class_terms(logp, target, weight, chosen.ignore_index or -100, smooth)
+  check_weight(weight, logp, call)
+  local terms, share = class_terms(logp, target, weight, chosen.ignore_index or -100, smooth, call)
   if reduction == "none" then return terms end
   local loss = terms:sum()
   if reduction == "mean" then
@@ -347,7 +428,8 @@ end
 local CODE = { none = 0, mean = 1, sum = 2 }
 local NLL = { ignore_index = "whole", reduction = "string", weight = "tensor" }
 
---- Returns the negative log-probability of each target. weight: each class's weight, also in the mean. Targets equal to
+--- Returns the negative log-probability of each target. Classes are the last dimension. PyTorch's are the second: write
+--- logp:movedim(1, -1). weight: each class's weight, also in the mean. Targets equal to
 --- ignore_index are left out; if none remains, the mean is 0.
 ---@param logp ps.Tensor [..., V]
 ---@param target ps.Tensor integers [...]
@@ -356,10 +438,10 @@ local NLL = { ignore_index = "whole", reduction = "string", weight = "tensor" }
 ---@return ps.Tensor of 0 dimensions, or [...] with reduction "none"
 function losses.nll_loss(logp, target, options)
   options = caller.options(options, "F.nll_loss", NLL)
+  losses.check_targets(logp, target, "F.nll_loss")
   logp = autocast.full(logp)
   local weight, reduction = options.weight, options.reduction or "mean"
-  if native.on_host(logp) and logp.ndim > 0 and caller.tensor(target, "F.nll_loss", "the target") ~= nil and
-    (target.dtype_ == C.PS_I64 or target.dtype_ == C.PS_I32) and loss_weight.wants_hits() == 0 and
+  if native.on_host(logp) and loss_weight.wants_hits() == 0 and
     not (weight ~= nil and (weight:needs_grad() or weight.ndim ~= 1 or weight:size(0) ~= logp:size(-1))) then
     if weight ~= nil and weight.dtype_ ~= logp.dtype_ then weight = weight:to(logp:dtype()) end
     local loss = ops.nll_loss(logp, target, weight, options.ignore_index,
@@ -369,9 +451,29 @@ function losses.nll_loss(logp, target, options)
   return class_loss(logp, logp, target, options, 0, "F.nll_loss")
 end
 
---- Computes F.cross_entropy or F.lm_loss with class weights or label smoothing, which needs all log-probabilities.
+-- Returns the loss of class probabilities, with PyTorch's divisor: the number of rows, whatever the weights.
+local function soft_loss(logp, target, chosen, smooth, call)
+  local reduction, V = chosen.reduction or "mean", logp:size(-1)
+  caller.one_of(reduction, REDUCTIONS, call .. ": reduction")
+  if (chosen.ignore_index or -1) >= 0 then
+    error(("%s: ignore_index = %d is for targets that are class indices; these are class probabilities"):format(call,
+      chosen.ignore_index))
+  end
+  target = target:to(logp:dtype())
+  if smooth > 0 then target = target * (1 - smooth) + smooth / V end
+  local terms = logp * target
+  if chosen.weight ~= nil then terms = terms * chosen.weight:to(logp:dtype()) end
+  terms = -terms:sum(-1)
+  if reduction == "none" then return terms end
+  local rows = math.max(1, terms:numel())
+  if reduction == "sum" then return loss_weight.as(function() return terms:sum() end, 1) end
+  return loss_weight.as(function() return terms:sum() / rows end, rows)
+end
+
+--- Computes F.cross_entropy or F.lm_loss with class weights, label smoothing or class probabilities as targets, which
+--- needs all log-probabilities.
 ---@param logits ps.Tensor [..., V]
----@param target ps.Tensor
+---@param target ps.Tensor integers [...], or floats [..., V]
 ---@param chosen {ignore_index: integer?, reduction: string?, weight: ps.Tensor?, label_smoothing: number?}
 ---@param call string
 ---@return ps.Tensor
@@ -380,8 +482,13 @@ function losses.smoothed(logits, target, chosen, call)
   if not (smooth >= 0 and smooth <= 1) then
     error(("%s: label_smoothing = %.14g; it must be in [0, 1]"):format(call, smooth))
   end
+  local soft = losses.check_targets(logits, target, call, true)
   local dtype = logits:dtype()
   if dtype ~= "fp64" then logits = logits:to("fp32") end
+  if soft then
+    check_weight(chosen.weight, logits, call)
+    return soft_loss(ops.log_softmax(logits), target, chosen, smooth, call)
+  end
   return class_loss(ops.log_softmax(logits), logits, target, chosen, smooth, call)
 end
 

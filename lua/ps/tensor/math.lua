@@ -478,7 +478,11 @@ function T:fill_(v)
 end
 --- Sets every element to 0, in place.
 ---@return ps.Tensor self
-function T:zero_() ops.fill_(self, 0) return self end
+function T:zero_()
+  create.check_gradients(self, nil, "zero_", "mul(0)")
+  ops.fill_(self, 0)
+  return self
+end
 --- Overwrites the values, in place.
 ---@param src ps.Tensor of a shape that broadcasts to this one; its type and device may differ
 ---@param non_blocking? boolean accepted for scripts written for PyTorch; it has no effect on the values
@@ -499,15 +503,25 @@ local function keeps_type(t, x, call)
   refuse_in_place(t, is_tensor(x) and "a tensor of " .. x:dtype() or "a fraction", call)
 end
 
+local NAMES = { "x", "the tensor" }
+
+-- Checks a write in place: it must not need a gradient, and x, which the result combines with t, must fit t's type and
+-- shape.
+local function check_in_place(t, x, call)
+  if type(x) ~= "number" and caller.tensor(x, call, "x") == nil then error(call .. ": x is missing") end
+  keeps_type(t, x, call)
+  create.check_gradients(t, x, call, call:sub(1, -2) .. "(x)")
+  if is_tensor(x) then create.check_broadcast(x, t, call, NAMES, true) end
+end
+
 --- Adds alpha times x, in place. An integer tensor accepts only whole numbers.
 ---@param x ps.Tensor|number
 ---@param alpha? number (default 1)
 ---@return ps.Tensor self
 function T:add_(x, alpha)
-  keeps_type(self, x, "add_")
+  check_in_place(self, x, "add_")
   keeps_type(self, alpha, "add_")
   if type(x) == "number" then ops.copy_(self, affine(self, 1, x * (alpha or 1)))
-  elseif caller.tensor(x, "add_", "x") == nil then error("add_: x is missing")
   elseif x.dtype_ == self.dtype_ and self:is_float() and self.numel_ == x.numel_ and self.ndim == x.ndim and
          self:is_contiguous() then
     ops.axpy_(self, x, alpha or 1)
@@ -524,9 +538,9 @@ end
 ---@param alpha? number (default 1)
 ---@return ps.Tensor self
 function T:sub_(x, alpha)
+  check_in_place(self, x, "sub_")
   if alpha ~= nil then return self:add_(x, -caller.typed(alpha, "number", "sub_: alpha")) end
   if type(x) == "number" then return self:add_(-x) end
-  keeps_type(self, x, "sub_")
   if self:is_float() then return self:add_(x, -1) end
   ops.copy_(self, self - x)
   return self
@@ -535,7 +549,7 @@ end
 ---@param x ps.Tensor|number
 ---@return ps.Tensor self
 function T:mul_(x)
-  keeps_type(self, x, "mul_")
+  check_in_place(self, x, "mul_")
   if type(x) == "number" and self:is_float() and self:is_contiguous() then ops.scale_(self, x)
   else ops.copy_(self, self * x) end
   return self
@@ -545,6 +559,7 @@ end
 ---@return ps.Tensor self
 function T:div_(x)
   if not self:is_float() then refuse_in_place(self, "a quotient", "div_") end
+  check_in_place(self, x, "div_")
   ops.copy_(self, self / x)
   return self
 end

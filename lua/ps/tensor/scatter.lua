@@ -320,8 +320,8 @@ for name, instead in pairs(SHOWN) do
   ---@param e? any
   ---@return ps.Tensor self
   T[name .. "_"] = function(self, a, b, c, d, e)
-    indexing.check_gradients(self, b, name .. "_", instead)
-    indexing.check_gradients(self, c, name .. "_", instead)
+    create.check_gradients(self, b, name .. "_", instead)
+    create.check_gradients(self, c, name .. "_", instead)
     ops.copy_(self, scope.no_grad(tensor.exact[name], self, a, b, c, d, e))
     return self
   end
@@ -337,7 +337,7 @@ function T:index_put_(key, value, accumulate)
     indexing.set(self, key, value)
     return self
   end
-  indexing.check_gradients(self, value, "index_put_", SHOWN.index_put)
+  create.check_gradients(self, value, "index_put_", SHOWN.index_put)
   ops.copy_(self, indexing.put(self, key, value, accumulate))
   return self
 end
@@ -352,7 +352,7 @@ local scatter_in_place = T.scatter_
 ---@return ps.Tensor self
 function T:scatter_(d, idx, src, reduce)
   if reduce ~= nil or not self:is_contiguous() then return scatter_in_place(self, d, idx, src, reduce) end
-  indexing.check_gradients(self, src, "scatter_", SHOWN.scatter)
+  create.check_gradients(self, src, "scatter_", SHOWN.scatter)
   local at, short = along(self, d, idx, "scatter_")
   ops.scatter_(self, short, part_for(self, idx, src, "scatter_"), at)
   return self

@@ -102,7 +102,7 @@ function T:fill_diagonal_(value)
   if self.ndim ~= 2 then
     error(("fill_diagonal_ takes a matrix, not [%s]"):format(table.concat(self:shape(), ", ")))
   end
-  indexing.check_gradients(self, nil, "fill_diagonal_",
+  create.check_gradients(self, nil, "fill_diagonal_",
     "masked_fill(ps.eye(n, { dtype = \"bool\" }), value)")
   local n, columns = math.min(self:size(0), self:size(1)), self:size(1)
   if n > 0 and self:is_contiguous() then
@@ -196,13 +196,23 @@ local function value_of(options, call)
   if type(options) == "number" then return options end
   return caller.options(options, call, VALUE).value or 1
 end
+local PAIRS = { { "a", "b" }, { "a", "the tensor" }, { "b", "the tensor" } }
+local function check_three(t, a, b, call)
+  given(a, call, "a")
+  given(b, call, "b")
+  create.check_broadcast(a, b, call, PAIRS[1])
+  create.check_broadcast(a, t, call, PAIRS[2])
+  create.check_broadcast(b, t, call, PAIRS[3])
+end
+
 --- Returns this tensor + value * a * b.
 ---@param a ps.Tensor
 ---@param b ps.Tensor
 ---@param options? number|{value?: number} default 1
 ---@return ps.Tensor
 function T:addcmul(a, b, options)
-  return self + given(a, "addcmul", "a") * given(b, "addcmul", "b") * value_of(options, "addcmul")
+  check_three(self, a, b, "addcmul")
+  return self + a * b * value_of(options, "addcmul")
 end
 --- Returns this tensor + value * a / b.
 ---@param a ps.Tensor
@@ -210,7 +220,8 @@ end
 ---@param options? number|{value?: number} default 1
 ---@return ps.Tensor
 function T:addcdiv(a, b, options)
-  return self + given(a, "addcdiv", "a") / given(b, "addcdiv", "b") * value_of(options, "addcdiv")
+  check_three(self, a, b, "addcdiv")
+  return self + a / b * value_of(options, "addcdiv")
 end
 
 local ROW, NO_SIZES = { 1, -1 }, {}
@@ -293,8 +304,8 @@ for name, instead in pairs(SHOWN) do
   ---@param c? any
   ---@return ps.Tensor self
   T[name .. "_"] = function(self, a, b, c)
-    indexing.check_gradients(self, a, name .. "_", instead)
-    indexing.check_gradients(self, b, name .. "_", instead)
+    create.check_gradients(self, a, name .. "_", instead)
+    create.check_gradients(self, b, name .. "_", instead)
     local y = scope.no_grad(tensor.exact[name], self, a, b, c)
     if y.dtype_ ~= self.dtype_ or not tensor.same_shape(y, self) then
       error(("%s_: the result is a tensor of %s [%s], which does not fit the tensor of %s [%s]; write t = t:%s")
