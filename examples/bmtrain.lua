@@ -41,7 +41,7 @@ function Encoder:forward(hidden, mask)
   bmt.inspect.record_tensor(hidden, "hidden")
   local x, B, T = self.ln_attn(hidden), hidden:size(0), hidden:size(1)
   local function split(y) return y:reshape(B, T, self.heads, -1):permute(0, 2, 1, 3) end
-  local y = F.attention(split(self.q(x)), split(self.k(x)), split(self.v(x)), { causal = true, mask = mask })
+  local y = F.attention(split(self.q(x)), split(self.k(x)), split(self.v(x)), { causal = true, key_mask = mask })
   hidden = hidden + self.out(y:permute(0, 2, 1, 3):reshape(B, T, -1))
   return hidden + self.down(F.gelu(self.up(self.ln_ff(hidden))))
 end

@@ -101,7 +101,7 @@ function SelfAttention:forward(x, mask, rows, places)
     return y:reshape(B, T, H, C / H):permute(0, 2, 1, 3)
   end
   local y = F.attention(split(q), split(self.key(x)), split(self.value(x)),
-    { mask = mask, dropout = self.dropout:active() and self.dropout.p or 0, first_head = self.first_head })
+    { key_mask = mask, dropout = self.dropout:active() and self.dropout.p or 0, first_head = self.first_head })
   y = y:permute(0, 2, 1, 3):reshape(B, T, C)
   return rows ~= nil and unpad.pack(y, rows) or y
 end

@@ -80,7 +80,8 @@ function Attention:forward(h, x, seen, cache, at)
   local v = split(self, self.v_proj(h), self.groups)
   local causal = mask == nil or mask:dim() == 2
   if self.first_head and not causal and mask:size(1) > 1 then mask = mask:narrow(1, self.first_head, self.heads) end
-  local y = F.attention(q, k, v, { causal = causal, window = causal and self.window or nil, mask = mask,
+  local y = F.attention(q, k, v, { causal = causal, window = causal and self.window or nil,
+    key_mask = causal and mask or nil, mask = not causal and mask or nil,
     dropout = self.dropout:active() and self.dropout.p or 0, first_head = self.first_head })
   return self.o_proj(y:permute(0, 2, 1, 3):reshape(B, T, self.heads * self.width), x)
 end

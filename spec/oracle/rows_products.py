@@ -324,7 +324,8 @@ def attention(d):
     elif masked:
         shape = [d.choice(1, b), d.choice(1, h * shared), d.choice(1, t), s]
         mask = d.input(shape, d.choice("bool", dtype, "fp64" if dtype == "fp64" else "fp32"))
-    options = "causal = %s, scale = %s, window = %s, mask = x[4]" % (lua(causal), lua(scale), lua(window))
+    keys = "key_" if mask is not None and mask.base.dim() == 2 else ""
+    options = "causal = %s, scale = %s, window = %s, %smask = x[4]" % (lua(causal), lua(scale), lua(window), keys)
     text = "ps.F.attention(x[1], x[2], x[3], { %s })" % options
 
     def run(x, m):

@@ -416,7 +416,7 @@ describe("attention with caches", function()
       local other = kv:clone()
       local q, k, v = qkv:narrow(2, 0, H * D), qkv:narrow(2, H * D, H * D), qkv:narrow(2, 2 * H * D, H * D)
       local halves = { k = other:narrow(1, 0, H), v = other:narrow(1, H, H) }
-      local want = apart(split(q, H), split(k, H), split(v, H), halves, { causal = true, mask = mask, scale = 0.3 })
+      local want = apart(split(q, H), split(k, H), split(v, H), halves, { causal = true, key_mask = mask, scale = 0.3 })
       same(want, heads.attend_cached({ heads = H, scale = 0.3 }, { kv = kv }, at, mask, qkv))
       same(other, kv)
       local turned = qkv:permute(1, 0, 2):contiguous():permute(1, 0, 2)
@@ -433,7 +433,7 @@ describe("attention with caches", function()
       for _, turned in ipairs { false, true } do
         local cos, sin = turned and angles:cos() or nil, turned and angles:sin() or nil
         local others = { k = caches.k:clone(), v = caches.v:clone() }
-        local want = apart(split(q, H), split(k, G), split(v, G), others, { causal = true, mask = mask, window = 4 },
+        local want = apart(split(q, H), split(k, G), split(v, G), others, { causal = true, key_mask = mask, window = 4 },
           cos, sin)
         local attention = { heads = H, groups = G, window = 4 }
         same(want, heads.attend_cached(attention, caches, at, mask, q:reshape(B, T, H, D), k, v, cos, sin))

@@ -244,7 +244,7 @@ describe("rows of several sequences", function()
     end
     check.fails(function()
       ps.F.attention(ps.zeros { 1, 1, 3, 4 }, ps.zeros { 1, 1, 5, 4 }, ps.zeros { 1, 1, 5, 4 },
-        { mask = ps.ones({ 1, 5 }, { dtype = "int32" }) })
+        { key_mask = ps.ones({ 1, 5 }, { dtype = "int32" }) })
     end, "segments need as many queries as keys, not 3 and 5")
   end)
 end)

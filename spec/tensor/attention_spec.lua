@@ -150,6 +150,22 @@ describe("attention refuses", function()
       "must be bool, fp32 or fp32, [2 or 1, 4 or 1, 3 or 1, 5]")
     check.fails(function() F.attention(q, k, k, { mask = ps.zeros({ 2, 1, 3, 5 }, { dtype = "int32" }) }) end,
       "a mask of 4 dimensions must be bool")
+    check.fails(function() F.attention(q, k, k, { key_mask = ps.zeros { 2, 5 }, mask = ps.zeros { 1, 1, 3, 5 } }) end,
+      "mask or key_mask, not both")
+    check.fails(function() F.attention(q, k, k, { key_mask = ps.zeros { 1, 1, 3, 5 } }) end, "it must be [B, S]")
+  end)
+
+  it("masks that could be of keys or of queries and keys", function()
+    local x = ps.randn { 3, 1, 3, 4 }
+    local square = ps.ones({ 3, 3 }, { dtype = "bool" }):tril()
+    for _, fn in ipairs { F.attention, F.attention_weights } do
+      for _, mask in ipairs { square, square:float(), square:unsqueeze(0) } do
+        check.fails(function() fn(x, x, x, { mask = mask }) end, "mask:reshape(1, 1, T, S)", "key_mask = mask")
+      end
+      local function near(a, b) assert.is_true((a - b):abs():max():item() < 1e-6) end
+      near((fn(x, x, x, { mask = square:reshape(1, 1, 3, 3) })), F.attention(x, x, x, { causal = true }))
+      near((fn(x, x, x, { key_mask = square })), F.attention(x, x, x, { mask = square:reshape(3, 1, 1, 3) }))
+    end
   end)
 
   it("a rotation by a number of angles other than the positions of x", function()

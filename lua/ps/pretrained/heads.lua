@@ -161,7 +161,7 @@ end
 ---@param who string
 ---@param config? table nil if restarted position_ids have no meaning for this model
 ---@param given table a named batch
----@return ps.Tensor? segments int32 [B, T], for F.attention's mask
+---@return ps.Tensor? segments int32 [B, T], for F.attention's key_mask
 ---@return ps.Tensor? position_ids the batch's position_ids; if the batch has only segment_ids, positions that restart
 --- in each segment
 function heads.segments(who, config, given)

@@ -374,8 +374,28 @@ local function first_head(options, p, heads)
 end
 
 local PACKED = { mask = "tensor", causal = "boolean", scale = "number", dropout = "number", first_head = "whole" }
-local ATTENTION = { mask = "tensor", causal = "boolean", scale = "number", dropout = "number", window = "whole",
+local ATTENTION = { mask = "tensor", key_mask = "tensor", causal = "boolean", scale = "number", dropout = "number", window = "whole",
   first_head = "whole" }
+
+-- Returns the mask of keys or the mask of an op of attention. A mask [T, S], as PyTorch accepts, is an error: it could
+-- also be [B, S].
+local function mask_of(given, call)
+  local mask, keys = given.mask, given.key_mask
+  if keys ~= nil then
+    if mask ~= nil then
+      error(call .. " takes mask or key_mask, not both; write mask = mask:logical_and(key_mask:reshape(B, 1, 1, S))")
+    elseif keys.ndim ~= 2 then
+      error(("%s: key_mask has shape [%s]; it must be [B, S]"):format(call, table.concat(keys:shape(), ", ")))
+    end
+    return keys
+  end
+  if mask ~= nil and mask.ndim ~= 4 and not (mask.ndim == 2 and mask.dtype_ == C.PS_I32) then
+    error(("%s: mask is %s [%s]; it must be [B or 1, H or 1, T or 1, S]. Write mask:reshape(1, 1, T, S) for a mask of "
+      .. "queries and keys, as in PyTorch, or key_mask = mask for a mask of keys [B, S]"):format(call, mask:dtype(),
+      table.concat(mask:shape(), ", ")))
+  end
+  return mask
+end
 
 --- Returns softmax(scale q k^T + mask) v. A query that sees no key returns 0. If keys have fewer heads than queries, G
 --- must divide H. H / G adjacent heads of queries then share a head of keys (grouped-query attention, Ainslie et al.
@@ -383,12 +403,12 @@ local ATTENTION = { mask = "tensor", causal = "boolean", scale = "number", dropo
 ---@param q ps.Tensor [B, H, T, D]
 ---@param k ps.Tensor [B, G, S, D]
 ---@param v ps.Tensor [B, G, S, D]
----@param options? {mask?: ps.Tensor, causal?: boolean, window?: integer, scale?: number, dropout?: number, first_head?:
---- integer} mask has one of three forms. A bool mask [B, S] hides the keys where it is false. An int32 mask [B, T], for
---- T = S, contains segments: adjacent positions with the same number see only each other, and 0 is padding, which
---- neither sees nor is seen. A mask [B or 1, H or 1, T or 1, S] is bool, fp32 or of q's type; floats are added to the
---- scores, and values of -1e30 and less hide a key. A float mask that requires a gradient gets it through
---- F.attention_weights. causal: query i sees the keys up to i + S - T. window: query i sees only the last `window` keys
+---@param options? {mask?: ps.Tensor, key_mask?: ps.Tensor, causal?: boolean, window?: integer, scale?: number,
+--- dropout?: number, first_head?: integer} mask [B or 1, H or 1, T or 1, S] is bool, fp32 or of q's type. A bool mask
+--- hides a key where it is false; floats are added to the scores, and values of -1e30 and less hide a key. A float mask
+--- that requires a gradient gets it through F.attention_weights. key_mask is used instead of mask. A bool key_mask
+--- [B, S] hides the keys where it is false. An int32 key_mask [B, T], for T = S, contains segments: adjacent positions
+--- with the same number see only each other, and 0 is padding, which neither sees nor is seen. causal: query i sees the keys up to i + S - T. window: query i sees only the last `window` keys
 --- up to that key. scale: default 1 / sqrt(D). dropout: probability of dropping a weight (default 0). first_head: index
 --- of q's first head if ranks share the heads, so that dropout masks equal those of one rank (default: the first head
 --- of the running module if tensor_parallel divides its heads, else 0)
@@ -397,11 +417,11 @@ function F.attention(q, k, v, options)
   options = caller.options(options, "F.attention", ATTENTION)
   if caller.tensor(q, "F.attention", "q") == nil then error("F.attention: q is missing") end
   local p = options.dropout or 0
-  local mask = options.mask
+  local mask = mask_of(options, "F.attention")
   if mask ~= nil and mask:is_float() and mask:needs_grad() and scope.grad_enabled() then
     return (F.attention_weights(q, k, v, options))
   end
-  return ops.attention(q, k, v, options.mask, options.scale or 1 / math.sqrt(q:size(-1)), options.causal and 1 or 0, p,
+  return ops.attention(q, k, v, mask, options.scale or 1 / math.sqrt(q:size(-1)), options.causal and 1 or 0, p,
                        rng.seed, rng.step, rng.sample, p > 0 and next_op() or 0, options.window or 0,
                        first_head(options, p, q:size(1)))
 end
@@ -445,8 +465,8 @@ end
 ---@param q ps.Tensor [B, H, T, D]
 ---@param k ps.Tensor [B, G, S, D]
 ---@param v ps.Tensor [B, G, S, D]
----@param options? {mask?: ps.Tensor, causal?: boolean, window?: integer, scale?: number, dropout?: number, first_head?:
---- integer} as for F.attention
+---@param options? {mask?: ps.Tensor, key_mask?: ps.Tensor, causal?: boolean, window?: integer, scale?: number,
+--- dropout?: number, first_head?: integer} as for F.attention
 ---@return ps.Tensor [B, H, T, D]
 ---@return ps.Tensor weights [B, H, T, S] in the type of q, after dropout
 function F.attention_weights(q, k, v, options)
@@ -472,7 +492,7 @@ function F.attention_weights(q, k, v, options)
   local dtype = q:dtype()
   local function wide(x) return x:dtype() == "fp64" and x or x:to("fp32") end
   local scores = wide(q):matmul(wide(k):transpose(-1, -2)) * (options.scale or 1 / math.sqrt(q:size(-1)))
-  local seen, bias = seen_and_bias(options.mask, options.causal, options.window, q:size(2), k:size(2), q:device())
+  local seen, bias = seen_and_bias(mask_of(options, "F.attention_weights"), options.causal, options.window, q:size(2), k:size(2), q:device())
   if bias ~= nil then scores = scores + bias end
   local weights
   if seen == nil then weights = ops.softmax(scores)
