@@ -433,8 +433,8 @@ describe("attention with caches", function()
       for _, turned in ipairs { false, true } do
         local cos, sin = turned and angles:cos() or nil, turned and angles:sin() or nil
         local others = { k = caches.k:clone(), v = caches.v:clone() }
-        local want = apart(split(q, H), split(k, G), split(v, G), others, { causal = true, key_mask = mask, window = 4 },
-          cos, sin)
+        local want = apart(split(q, H), split(k, G), split(v, G), others,
+          { causal = true, key_mask = mask, window = 4 }, cos, sin)
         local attention = { heads = H, groups = G, window = 4 }
         same(want, heads.attend_cached(attention, caches, at, mask, q:reshape(B, T, H, D), k, v, cos, sin))
         same(others.k, caches.k)

@@ -447,11 +447,11 @@ end
 local TO = { dtype = "string", device = "string" }
 local floating = { fp32 = true, bf16 = true, fp16 = true, fp64 = true }
 
--- Records that a parameter was replaced by another tensor.
-local function made_anew(tensor, name)
+-- Records that a call replaced a parameter by another tensor.
+local function made_anew(tensor, name, call)
   exports.changes = exports.changes + 1
   for optimizer in pairs(exports.optimizers) do
-    if optimizer.trained[address(tensor)] then optimizer.lost = optimizer.lost or name end
+    if optimizer.trained[address(tensor)] then optimizer.lost = optimizer.lost or ("%s replaced %s"):format(call, name) end
   end
 end
 
@@ -496,7 +496,7 @@ function Module:to(target, ...)
       local spec = { device = target.device, dtype = converts and target.dtype or nil }
       local copy = scope.no_grad(function() return tensor:detach():to(spec) end)
       if kind == "param" then
-        made_anew(tensor, name)
+        made_anew(tensor, name, "module:to(...)")
         Parameter(copy)
         shard.move(tensor, copy)
         tensor_hooks.move(tensor, copy)

@@ -50,7 +50,7 @@ end
 ---@field max_norm? number
 ---@field steps integer number of steps, excluding skipped ones
 ---@field trained table<number, true> addresses of the optimizer's parameters
----@field lost? string name of a parameter that module:to has replaced by another tensor
+---@field lost? string says which call replaced which parameter by another tensor
 ---@field gone? {tensor: ps.Tensor, name: string}[] parameters in members that a script has replaced in their modules
 ---@field taken? {name: string, engine: table} set if ps.initialize adopted a parameter of this name, but not this
 --- optimizer
@@ -291,8 +291,8 @@ function Optimizer:step(options)
   check_taken(self)
   average.check_trains(self, self.kind.name)
   if self.lost then
-    error(("%s: module:to(...) replaced %s, and this optimizer has the old tensor: convert first, then make the "
-      .. "optimizer"):format(self.kind.name, self.lost))
+    error(("%s: %s, and this optimizer has the old tensor: make the optimizer after this call"):format(
+      self.kind.name, self.lost))
   end
   if self.gone then tell_gone(self) end
   local max_norm, scaler = options.max_norm or self.max_norm, options.scaler

@@ -225,8 +225,8 @@ end
 
 -- -- vocabulary -----------------------------------------------------------------------------------------------------
 -- Replaces a tensor with one that has n rows: copies existing rows as far as they fit, and initializes new rows with
--- `fill`.
-local function resize(owner, key, n, fill)
+-- `fill`. name: the tensor's full name, for errors.
+local function resize(owner, key, n, fill, name)
   local old = owner[key]
   local shape = old:shape()
   if not nn_module.same_shape(shape, sharded.shape(old)) then
@@ -243,7 +243,7 @@ local function resize(owner, key, n, fill)
   end)
   local trains = old:needs_grad()
   if is_buffer then return owner:buffer(key, new) end
-  nn_module.replaced(old, key)
+  nn_module.replaced(old, name, "model:resize_token_embeddings(...)")
   owner:param(key, new)
   if not trains then new:requires_grad(false) end
 end
@@ -260,9 +260,11 @@ function Model:resize_token_embeddings(n)
   config.vocab_size = n
   config = self.family.settings:complete(config)
   local function normal(t) init.normal_(t, 0, std) end
+  local names = {}
+  for name, module in self:named_modules() do names[module] = name == "" and "" or name .. "." end
   for _, entry in ipairs(self:vocabulary()) do
     local owner, key = entry[1], entry[2]
-    resize(owner, key, n, key == "bias" and init.zeros_ or normal)
+    resize(owner, key, n, key == "bias" and init.zeros_ or normal, (names[owner] or "") .. key)
     if owner.class_name == "Embedding" then owner.rows = n elseif owner.outputs then owner.outputs = n end
   end
   local head = rawget(self, "tied_head")                   -- a head tied to the token embedding shares its weight
