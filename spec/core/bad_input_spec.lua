@@ -26,6 +26,30 @@ describe("ops with wrong tensors", function()
     fails_with("EINVAL", { "copy_", "[4, 5]" }, function() a:copy_(b) end)
   end)
 
+  it("say which tensor to convert if types differ", function()
+    local x, w = ps.ones { 2, 8 }, ps.ones({ 8, 8 }, { dtype = "bf16" })
+    local heads = ps.ones { 1, 1, 2, 4 }
+    for _, case in ipairs {
+      { "linear: x is fp32, but w is bf16", 'x:to "bf16"', function() return ps.nn.Linear(8, 3, { dtype = "bf16" })(x) end },
+      { "linear: x is bf16, but w is fp32", 'x:to "fp32"', function() return ps.nn.Linear(8, 3)(x:to "bf16") end },
+      { "linear: x is int64", 'x:to "bf16"', function() return ps.F.linear(x:long(), w) end },
+      { "mlp: x is fp32, but w1 is bf16", 'x:to "bf16"', function() return ps.F.mlp(x, w, nil, w) end },
+      { "matmul: a is fp32, but b is bf16", 'a:to "bf16"', function() return x:matmul(w) end },
+      { "matmul: a is fp32, but b is int64", 'b:to "fp32"', function() return x:matmul(w:long()) end },
+      { "matmul: a is int64 and b is int64", ":float()", function() return x:long():matmul(w:long()) end },
+      { "conv: x is fp32, but w is bf16", 'x:to "bf16"', function()
+        return ps.nn.Conv1d(8, 3, 1, { dtype = "bf16" })(ps.ones { 1, 8, 4 })
+      end },
+      { "lm_loss: x is fp32, but w is bf16", 'x:to "bf16"', function()
+        return ps.F.lm_loss(x, w, ps.tensor({ 0, 1 }, "int64"))
+      end },
+      { "all of one float type", "convert with :to", function()
+        return ps.F.attention(heads, heads:to "bf16", heads:to "fp32")
+      end } } do
+      fails_with("EINVAL", { case[1], case[2] }, case[3])
+    end
+  end)
+
   it("name the types and devices", function()
     local i = ps.tensor({ 1, 2 }, "int64")
     fails_with("EINVAL", { "embedding", "int32 or int64" }, function() return ps.F.embedding(a, b) end)

@@ -61,7 +61,8 @@ static int check_qkv(const ps_infer *f, const ps_tensor *const *in, int32_t caus
     if (q->ndim != 4 || k->ndim != 4 || !ps_same_shape(k, v) || k->dtype_ != v->dtype_ ||
         !ps_dtype_is_float(q->dtype_) || q->shape_[0] != k->shape_[0] ||
         !((q->dtype_ == k->dtype_ && q->shape_[3] == k->shape_[3]) || (caches && is_cache_of(q, k))))
-        return ps_rule_fail(f, "q must be [B, H, T, D], and k and v must be [B, G, S, D], all of one float type");
+        return ps_rule_fail(f, "q must be [B, H, T, D], and k and v must be [B, G, S, D], all of one float type%s",
+                            k->dtype_ == q->dtype_ ? "" : "; convert with :to");
     if (q->shape_[1] != k->shape_[1] && (k->shape_[1] < 1 || q->shape_[1] % k->shape_[1]))
         return ps_rule_fail(f, "%lld heads of keys do not divide %lld heads", (long long)k->shape_[1],
                             (long long)q->shape_[1]);

@@ -27,9 +27,8 @@ static int check_attrs(const ps_infer *f, ps_attrs_conv *a, int spatial)
 
 static int check_operands(const ps_infer *f, const ps_tensor *x, const ps_tensor *w, const char *names)
 {
-    bool fits = (x->ndim == 3 || x->ndim == 4) && w->ndim == x->ndim && ps_dtype_is_float(x->dtype_);
-    if (!fits || x->dtype_ != w->dtype_) return ps_rule_fail(f, "the inputs must be %s, of one float type", names);
-    return 0;
+    bool fits = (x->ndim == 3 || x->ndim == 4) && w->ndim == x->ndim;
+    return fits ? ps_rule_one_type(f, x, "x", w, "w") : ps_rule_fail(f, "the inputs must be %s", names);
 }
 
 static int check_bias(const ps_infer *f, const ps_tensor *b, int64_t channels)

@@ -142,8 +142,9 @@ int infer_lm_loss(ps_infer *f)
     ps_attrs_lm_loss *at = f->attrs;
     const ps_tensor *x = f->in[0], *w = f->in[1];
     PS_TRY(check_targets(f, x, f->in[2]));
-    if (w->ndim != 2 || w->dtype_ != x->dtype_ || w->shape_[1] != x->shape_[x->ndim - 1])
-        return ps_rule_fail(f, "x must be [..., C] and w [V, C], both of one type");
+    PS_TRY(ps_rule_one_type(f, x, "x", w, "w"));
+    if (w->ndim != 2 || w->shape_[1] != x->shape_[x->ndim - 1])
+        return ps_rule_fail(f, "x must be [..., C] and w [V, C]");
     if (at->reduction != 1 && at->reduction != 2)
         return ps_rule_fail(f, "reduction %d is not 1 (mean) or 2 (sum)", at->reduction);
     if (f->in[3]) PS_TRY(ps_rule_like(f, f->in[3], "bias", x->dtype_, 1, w->shape_));
@@ -262,9 +263,9 @@ int infer_parallel_lm_loss(ps_infer *f)
     ps_attrs_parallel_lm_loss *at = f->attrs;
     const ps_tensor *x = f->in[0], *w = f->in[1], *target = f->in[2];
     PS_TRY(ps_rule_ranks(f));
-    if (x->ndim != 2 || w->ndim != 2 || !ps_dtype_is_float(x->dtype_) || w->dtype_ != x->dtype_ ||
-        w->shape_[1] != x->shape_[1] || w->shape_[0] < 1)
-        return ps_rule_fail(f, "x must be [N, C] and w [V, C], both of one float type");
+    PS_TRY(ps_rule_one_type(f, x, "x", w, "w"));
+    if (x->ndim != 2 || w->ndim != 2 || w->shape_[1] != x->shape_[1] || w->shape_[0] < 1)
+        return ps_rule_fail(f, "x must be [N, C] and w [V, C]");
     int64_t N, coefficients[2];
     if (__builtin_mul_overflow(x->shape_[0], at->parted ? at->size : 1, &N))
         return ps_rule_fail(f, "x is too large to gather: the gathered size overflows 64 bits");

@@ -19,8 +19,7 @@ int infer_matmul(ps_infer *f)
     const ps_tensor *a = f->in[0], *b = f->in[1];
     if (a->ndim < 2 || b->ndim < 2)
         return ps_rule_fail(f, "both inputs must be matrices; add a dimension with :unsqueeze()");
-    if (!ps_dtype_is_float(a->dtype_) || a->dtype_ != b->dtype_)
-        return ps_rule_fail(f, "both inputs must be float tensors of one type");
+    PS_TRY(ps_rule_one_type(f, a, "a", b, "b"));
     int64_t k = a->shape_[a->ndim - 1], k2 = b->shape_[b->ndim - 2];
     if (k != k2) return ps_rule_fail(f, "the inner sizes differ: %lld and %lld", (long long)k, (long long)k2);
     ps_tensor batch_a = { .ndim = a->ndim - 2 }, batch_b = { .ndim = b->ndim - 2 };
@@ -151,8 +150,8 @@ int infer_linear(ps_infer *f)
 {
     const ps_attrs_linear *at = f->attrs;
     const ps_tensor *x = f->in[0], *w = f->in[1], *b = f->in[2], *r = f->in[3];
-    if (x->ndim < 1 || w->ndim != 2 || !ps_dtype_is_float(x->dtype_) || x->dtype_ != w->dtype_)
-        return ps_rule_fail(f, "x must be [..., I], and w must have two dimensions and x's float type");
+    if (x->ndim < 1 || w->ndim != 2) return ps_rule_fail(f, "x must be [..., I], and w must have two dimensions");
+    PS_TRY(ps_rule_one_type(f, x, "x", w, "w"));
     int64_t in = w->shape_[at->out_in ? 1 : 0], out = w->shape_[at->out_in ? 0 : 1];
     if (x->shape_[x->ndim - 1] != in)
         return ps_rule_fail(f, "x has %lld features, but w needs %lld (w is %s)", (long long)x->shape_[x->ndim - 1],
@@ -245,9 +244,10 @@ int infer_mlp(ps_infer *f)
 {
     const ps_attrs_mlp *at = f->attrs;
     const ps_tensor *x = f->in[0], *w1 = f->in[1], *w2 = f->in[3], *r = f->in[5];
-    if (x->ndim < 1 || w1->ndim != 2 || w2->ndim != 2 || !ps_dtype_is_float(x->dtype_) || x->dtype_ != w1->dtype_ ||
-        x->dtype_ != w2->dtype_)
-        return ps_rule_fail(f, "x must be [..., C], and both weights must have two dimensions and x's float type");
+    if (x->ndim < 1 || w1->ndim != 2 || w2->ndim != 2)
+        return ps_rule_fail(f, "x must be [..., C], and both weights must have two dimensions");
+    PS_TRY(ps_rule_one_type(f, x, "x", w1, "w1"));
+    PS_TRY(ps_rule_one_type(f, x, "x", w2, "w2"));
     int64_t C = w1->shape_[at->out_in ? 1 : 0], H = w1->shape_[at->out_in ? 0 : 1];
     int64_t H2 = w2->shape_[at->out_in ? 1 : 0], O = w2->shape_[at->out_in ? 0 : 1];
     if (x->shape_[x->ndim - 1] != C || H != H2)

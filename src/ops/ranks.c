@@ -102,8 +102,8 @@ static int check_product(const ps_infer *f, const ps_tensor *x, const ps_tensor 
     if (at->pieces < 1 || at->pieces > PS_MAX_PIECES)
         return ps_rule_fail(f, "rows can be exchanged in 1 to %d pieces, not in %d", PS_MAX_PIECES, at->pieces);
     bool rows = x->ndim == 2 || (f->op == PS_OP_row_linear && x->ndim > 2);
-    if (!rows || w->ndim != 2 || !ps_dtype_is_float(x->dtype_) || x->dtype_ != w->dtype_)
-        return ps_rule_fail(f, "x must be [rows, I], and w must have two dimensions and x's float type");
+    if (!rows || w->ndim != 2) return ps_rule_fail(f, "x must be [rows, I], and w must have two dimensions");
+    PS_TRY(ps_rule_one_type(f, x, "x", w, "w"));
     int64_t in = w->shape_[out_in ? 1 : 0], features = x->shape_[x->ndim - 1];
     *out = w->shape_[out_in ? 0 : 1];
     if (features == in) return 0;

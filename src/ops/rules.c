@@ -23,6 +23,18 @@ int ps_rule_fail(const ps_infer *f, const char *fmt, ...)
     return ps_fail(PS_EINVAL, "%s: %s", ps_op(f->op)->name, text);
 }
 
+int ps_rule_one_type(const ps_infer *f, const ps_tensor *a, const char *name_a, const ps_tensor *b, const char *name_b)
+{
+    bool float_a = ps_dtype_is_float(a->dtype_), float_b = ps_dtype_is_float(b->dtype_);
+    if (float_a && a->dtype_ == b->dtype_) return 0;
+    const char *type_a = ps_dtype_name(a->dtype_), *type_b = ps_dtype_name(b->dtype_);
+    if (!float_a && !float_b)
+        return ps_rule_fail(f, "%s is %s and %s is %s; both must be of one float type: convert both with :float()",
+                            name_a, type_a, name_b, type_b);
+    return ps_rule_fail(f, "%s is %s, but %s is %s; both must be of one float type: write %s:to \"%s\"", name_a, type_a,
+                        name_b, type_b, float_b ? name_a : name_b, float_b ? type_b : type_a);
+}
+
 ps_meta ps_meta_like(const ps_tensor *t)
 {
     ps_meta m = { .dtype = t->dtype_, .ndim = t->ndim };

@@ -127,6 +127,8 @@ int ps_rule_dim(const ps_infer *f, int ndim, int32_t *dim);  /* checks a dimensi
 int ps_rule_broadcast(const ps_infer *f, const ps_tensor *a, const ps_tensor *b, ps_meta *out);   /* shape only */
 bool ps_same_shape(const ps_tensor *a, const ps_tensor *b);
 int ps_rule_ranks(const ps_infer *f);        /* checks size, rank and root of an op of several ranks (ops/ranks.c) */
+/* Checks that two inputs have one float type. The names are for the error, which says which one to convert. */
+int ps_rule_one_type(const ps_infer *f, const ps_tensor *a, const char *name_a, const ps_tensor *b, const char *name_b);
 /* Checks that `t`, which an op passes to its gradient op, has this type and shape. `name` is for the error. */
 int ps_rule_like(const ps_infer *f, const ps_tensor *t, const char *name, int dtype, int ndim, const int64_t *shape);
 /* For gradient rules: each function runs an op with one output. */
