@@ -201,6 +201,8 @@ local CALLS = {
   { "nn.TransformerDecoder's forward", "tgt_maks", "tgt_mask", function(o)
     nn.TransformerDecoder { nn.Identity() }(x, x, o)
   end },
+  { "F.attention", "attn_mask", "mask", function(o) F.attention(heads, heads, heads, o) end },
+  { "nn.LayerNorm", "torch_dtype", "dtype", function(o) nn.LayerNorm(4, o) end },
   { "F.attention_weights", "casual", "causal", function(o) F.attention_weights(heads, heads, heads, o) end },
   { "nn.MLP", "droput", "dropout", function(o) nn.MLP(4, 8, o) end },
   { "nn.ColumnParallelLinear", "gather_inputs", "gather_input", function(o) nn.ColumnParallelLinear(4, 8, o) end },
@@ -218,7 +220,7 @@ local CALLS = {
     optim.AdamW({ with(o, { params = model():parameters() }) }, { lr = 1 })
   end, source = "call" },
   { "optimizer:step", "max_nrom", "max_norm", function(o) adam():step(o) end },
-  { "optim.GradScaler", "init_scale", false, function(o) optim.GradScaler(o) end },
+  { "optim.GradScaler", "init_scale", "scale", function(o) optim.GradScaler(o) end },
   { "a loss scaler", "hysteresys", "hysteresis", function(o) require("ps.optim.loss_scaler").new(o) end },
   { "ps.data.tokens", "widht", "width", function(o) ps.data.tokens(paths.root .. "/README.md", o) end },
   { "ps.data.write_tokens", "widht", "width", function(o) ps.data.write_tokens("/nowhere/x.bin", { 1 }, o) end },

@@ -132,7 +132,7 @@ describe("an optimizer that is passed to ps.initialize", function()
     local used = optim.AdamW(module, { lr = 1e-2 })
     module(ps.ones { 1, 3 }):sum():backward()
     used:step()
-    fails(function() open { model = module, optimizer = used, config = config() } end, "has already made 1 steps")
+    fails(function() open { model = module, optimizer = used, config = config() } end, "has already made 1 step:")
     local function try(given, more, ...)
       fails(function() open { model = module, optimizer = given, config = config(more) } end, ...)
     end

@@ -449,8 +449,8 @@ describe("a schedule", function()
       assert.equal(steps, calls)
       return text
     end
-    assert.matches("psluajit: sched.linear ends at step 2, but the run at step 4: 2 steps are after the schedule's "
-      .. "end, and the last of them has the rate 0\n", run(4, 2), 1, true)
+    assert.matches("psluajit: sched.linear ends at step 2, but the run at step 4, 2 steps later, and its "
+      .. "last step has the rate 0\n", run(4, 2), 1, true)
     assert.matches("psluajit: sched.linear ends at step 8, but the run at step 4: the rate of its last step is 0.3125, "
       .. "not 0\n", run(4, 8), 1, true)
     assert.not_matches("sched.linear", run(4, 4), 1, true)

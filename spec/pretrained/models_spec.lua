@@ -180,9 +180,9 @@ describe("a folder's weights", function()
         print(model.classifier.weight:size(0), model.classifier.weight[{ 0, 0 }]:item(), model.config.num_labels)
       end
     ]]):format(path "body"))
-    assert.truthy(said:find("4 parameters are not in the files and are initialized from the seed: "
+    assert.truthy(said:find("the files lack 4 parameters, initialized from the seed: "
       .. "bert.pooler.dense.bias, bert.pooler.dense.weight, classifier.bias, classifier.weight", 1, true), said)
-    assert.truthy(said:find("5 tensors of the files are not used: cls.predictions.bias, cls.predictions.transform.", 1,
+    assert.truthy(said:find("the model does not use 5 tensors of the files: cls.predictions.bias, cls.predictions.transform.", 1,
       true), said)
     local first, second = said:match "3\t(%S+)\t3.-3\t(%S+)\t3"
     assert.truthy(first and first ~= second, said)

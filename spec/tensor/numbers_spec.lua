@@ -99,6 +99,16 @@ describe("a number together with half types", function()
 end)
 
 describe("running sums", function()
+  it("of integers are printed exactly", function()
+    local x = tensor({ 2 ^ 62, 2 ^ 62 + 1024, 7 }, "int64") * 2 - 1
+    for _, t in ipairs { x, x:to "ref", x:reshape(3, 1):t() } do
+      assert.matches("9223372036854775807, -9223372036854773761,                   13", tostring(t), 1, true)
+    end
+    assert.matches(": 9223372036854775807", tostring(x[0]), 1, true)
+    assert.matches("[-9223372036854775808]", tostring(tensor({ -2 ^ 63 }, "int64")), 1, true)
+    fails(function() return ps.zeros({ 2 }):size(3) end, "the tensor has 1 dimension")
+  end)
+
   it("of integers are int64", function()
     local y = tensor({ true, true, false, true }):cumsum(0)
     assert.equal("int64", y:dtype())

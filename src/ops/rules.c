@@ -59,7 +59,8 @@ int ps_rule_dim(const ps_infer *f, int ndim, int32_t *dim)
 {
     int d = *dim < 0 ? *dim + ndim : *dim;
     if (d < 0 || d >= ndim)
-        return ps_rule_fail(f, "dimension %d does not exist in a tensor with %d dimensions", *dim, ndim);
+        return ps_rule_fail(f, "dimension %d does not exist in a tensor with %d dimension%s", *dim, ndim,
+                            ndim == 1 ? "" : "s");
     *dim = d;
     return 0;
 }

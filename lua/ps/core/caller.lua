@@ -181,6 +181,12 @@ local function fits(value, kinds)
   return false
 end
 
+--- Returns a number with its noun, such as "1 step" or "2 steps".
+---@param n integer
+---@param noun string a noun whose plural ends with s
+---@return string
+function caller.counted(n, noun) return ("%d %s%s"):format(n, noun, n == 1 and "" or "s") end
+
 local function sorted_names(keys)
   local names = {}
   for name in pairs(keys) do names[#names + 1] = name end
@@ -189,12 +195,16 @@ local function sorted_names(keys)
 end
 caller.sorted_names = sorted_names
 
+-- options of PyTorch and transformers, and the options that mean the same here
+local MEANT = { torch_dtype = "dtype", attn_mask = "mask", init_scale = "scale" }
+
 -- Returns a text such as "no option 'casual'; did you mean 'causal'? (there are causal, mask)".
 local function unknown(key, keys)
   if type(key) ~= "string" then return "options must be named, { name = value }, but one has no name" end
   local names = sorted_names(keys)
   if not names[1] then return ("no option '%s'; the call has no options"):format(key) end
-  local near, list = nearest.find(key, names), table.concat(names, ", ")
+  local meant = MEANT[key]
+  local near, list = keys[meant] and meant or nearest.find(key, names), table.concat(names, ", ")
   if near then return ("no option '%s'; did you mean '%s'? (there are %s)"):format(key, near, list) end
   return ("no option '%s' (there are %s)"):format(key, list)
 end

@@ -266,7 +266,7 @@ function Table:select(numbers)
   local node, kept = whole(self, "select"), {}
   for k, i in ipairs(caller.list(numbers, "table:select: the numbers")) do
     caller.whole(i, "table:select: a number", 1)
-    if i > node.n then error(("table:select: there is no row %d; the table has %d rows"):format(i, node.n)) end
+    if i > node.n then error(("table:select: there is no row %d; the table has %s"):format(i, caller.counted(node.n, "row"))) end
     kept[k] = i
   end
   local listed = table.concat(kept, ",")
@@ -321,7 +321,7 @@ local handle = ffi.metatype("ps_data_table", {
   __newindex = function()
     error "a table of examples cannot be changed: its method map returns a table with other rows"
   end,
-  __tostring = function(self) return ("Table(%s, %d rows)"):format(node_of(self).name, node_of(self).n) end,
+  __tostring = function(self) return ("Table(%s, %s)"):format(node_of(self).name, caller.counted(node_of(self).n, "row")) end,
   __gc = function(self) nodes[self.id] = nil end,
 })
 

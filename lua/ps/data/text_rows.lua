@@ -191,8 +191,8 @@ local function set_totals(self, given, drop)
   own.count, own.cut, own.dropped = first.examples, first.cut, first.dropped
   own.most = first.examples + first.dropped
   if own.cut + own.dropped > 0 and self.rank == 0 then
-    io.stderr:write(("psluajit: ps.data.loader: of %d examples, %d have more than %d tokens and are cut, %d are left "
-      .. "out\n"):format(own.most, own.cut, self.seq, own.dropped))
+    io.stderr:write(("psluajit: ps.data.loader: examples of more than %d tokens, of %d in all: %d cut, %d left out\n")
+      :format(self.seq, own.most, own.cut, own.dropped))
   end
   check_size(self, given, drop, first.rows)
   self.texts = own.examples.hash

@@ -101,7 +101,7 @@ local function check_input(self, x)
   local name = "nn." .. self.class_name
   if caller.tensor(x, name, "the input") == nil then error(name .. ": no input was given") end
   if not self.dims[x:dim()] then
-    error(("%s takes %s, not a tensor of %d dimensions, [%s]"):format(name, self.takes, x:dim(),
+    error(("%s takes %s, not a tensor of %s, [%s]"):format(name, self.takes, caller.counted(x:dim(), "dimension"),
       table.concat(x:shape(), ", ")))
   end
   if x:size(1) ~= self.num_features then

@@ -21,7 +21,9 @@ local schedule = {}
 local Schedule = {}
 Schedule.__index = Schedule
 
-function Schedule:__tostring() return ("%s, %d steps, lr %g"):format(self.name, self.count, self:lr()) end
+function Schedule:__tostring()
+  return ("%s, %s, lr %g"):format(self.name, caller.counted(self.count, "step"), self:lr())
+end
 
 -- How a schedule sets several groups:
 --   ALIKE   all groups get its rate
@@ -315,8 +317,8 @@ function schedule.mismatch(self, steps)
   local last = total and self.count + steps
   if not total or last == total or steps == 0 then return nil end
   if last > total then
-    return ("sched.%s ends at step %d, but the run at step %d: %d steps are after the schedule's end, and the last of "
-      .. "them has the rate %.4g"):format(self.name, total, last, math.min(steps, last - total), self:lr(last - 1))
+    return ("sched.%s ends at step %d, but the run at step %d, %s later, and its last step has the rate %.4g"):format(
+      self.name, total, last, caller.counted(last - total, "step"), self:lr(last - 1))
   end
   return ("sched.%s ends at step %d, but the run at step %d: the rate of its last step is %.4g, not %.4g"):format(
     self.name, total, last, self:lr(last - 1), self:lr(total))

@@ -271,8 +271,8 @@ end
 local function numbers_of(group, number, list, named)
   local params, names = group.params or {}, named and group.param_names
   if #params ~= #list then
-    error(("group %d of the saved optimizer has %d parameters, but here it has "
-      .. "%d"):format(number - 1, #params, #list), 0)
+    error(("the number of parameters in group %d is %d in the saved optimizer, but %d here"):format(number - 1, #params,
+      #list), 0)
   end
   if not names then return params end
   local by_name, numbers = {}, {}

@@ -4,7 +4,8 @@
 local dist = require "ps.dist"
 local nn_module = require "ps.nn.module"
 local sharded = require "ps.nn.sharded"
-local error = require("ps.core.caller").error
+local caller = require "ps.core.caller"
+local error = caller.error
 
 local weights = {}
 
@@ -107,9 +108,10 @@ local function take(model, state, names, left, lost, how)
   end
   model.loaded = { missing = head, left = left, names = names }
   if #head > 0 then
-    tell(model, "%d parameters are not in the files and are initialized from the seed: %s", #head, weights.some(head))
+    tell(model, "the files lack %s, initialized from the seed: %s", caller.counted(#head, "parameter"),
+      weights.some(head))
   end
-  if #left > 0 then tell(model, "%d tensors of the files are not used: %s", #left, weights.some(left)) end
+  if #left > 0 then tell(model, "the model does not use %s of the files: %s", caller.counted(#left, "tensor"), weights.some(left)) end
 end
 
 ---@class ps.pretrained.Loading

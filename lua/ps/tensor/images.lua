@@ -23,12 +23,14 @@ local function pair(value, n, what, least, other)
 end
 
 -- Returns x as [N, C, ...] with n spatial dimensions, and whether its first dimension was missing.
+local function dimensions(n) return caller.counted(n, "dimension") end
+
 local function batched(x, n, call)
   if caller.tensor(x, call, "the input") == nil then error(call .. ": no input was given") end
   local dims = x:dim()
   if dims ~= n + 1 and dims ~= n + 2 then
-    error(("%s takes %s, not a tensor of %d dimensions, [%s]"):format(call,
-      n == 1 and "[N, C, L] or [C, L]" or "[N, C, H, W] or [C, H, W]", dims, table.concat(x:shape(), ", ")))
+    error(("%s takes %s, not a tensor of %s, [%s]"):format(call,
+      n == 1 and "[N, C, L] or [C, L]" or "[N, C, H, W] or [C, H, W]", dimensions(dims), table.concat(x:shape(), ", ")))
   end
   if dims == n + 1 then return x:unsqueeze(0), true end
   return x, false
@@ -73,8 +75,8 @@ local function conv(x, w, b, options, n, call)
   x, single = batched(x, n, call)
   if caller.tensor(w, call, "the weight") == nil then error(call .. ": no weight was given") end
   if w:dim() ~= n + 2 then
-    error(("%s: the weight is %s, not a tensor of %d dimensions, [%s]"):format(call,
-      n == 1 and "[O, C / groups, K]" or "[O, C / groups, KH, KW]", w:dim(), table.concat(w:shape(), ", ")))
+    error(("%s: the weight is %s, not a tensor of %s, [%s]"):format(call,
+      n == 1 and "[O, C / groups, K]" or "[O, C / groups, KH, KW]", dimensions(w:dim()), table.concat(w:shape(), ", ")))
   end
   local stride = pair(options.stride or 1, n, call .. ": stride", 1, 1)
   local dilation = pair(options.dilation or 1, n, call .. ": dilation", 1, 1)
@@ -110,8 +112,8 @@ local function conv_transpose(x, w, b, options, n, call)
   x, single = batched(x, n, call)
   if caller.tensor(w, call, "the weight") == nil then error(call .. ": no weight was given") end
   if w:dim() ~= n + 2 then
-    error(("%s: the weight is %s, not a tensor of %d dimensions, [%s]"):format(call,
-      n == 1 and "[C, O / groups, K]" or "[C, O / groups, KH, KW]", w:dim(), table.concat(w:shape(), ", ")))
+    error(("%s: the weight is %s, not a tensor of %s, [%s]"):format(call,
+      n == 1 and "[C, O / groups, K]" or "[C, O / groups, KH, KW]", dimensions(w:dim()), table.concat(w:shape(), ", ")))
   end
   local stride = pair(options.stride or 1, n, call .. ": stride", 1, 1)
   local dilation = pair(options.dilation or 1, n, call .. ": dilation", 1, 1)
@@ -376,7 +378,7 @@ function F.interpolate(x, options)
   if caller.tensor(x, "F.interpolate", "the input") == nil then error("F.interpolate: no input was given") end
   local n = x:dim() - 2
   if n ~= 1 and n ~= 2 then
-    error(("F.interpolate takes [N, C, L] or [N, C, H, W], not a tensor of %d dimensions"):format(x:dim()))
+    error(("F.interpolate takes [N, C, L] or [N, C, H, W], not a tensor of %s"):format(dimensions(x:dim())))
   end
   local mode = options.mode or "nearest"
   local kind = caller.one_of(mode, INTERPOLATIONS, "F.interpolate: mode")
@@ -445,7 +447,7 @@ end
 -- Returns the normalised x [N, C, ...], and its mean, variance and count.
 local function batch_statistics(x, weight, bias, eps)
   if x:dim() < 2 then
-    error(("F.batch_norm takes [N, C, ...], not a tensor of %d dimensions"):format(x:dim()))
+    error(("F.batch_norm takes [N, C, ...], not a tensor of %s"):format(dimensions(x:dim())))
   end
   local count = x:numel() / x:size(1)
   if count == 1 then

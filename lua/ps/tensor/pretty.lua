@@ -17,6 +17,7 @@ local pretty = {}
 
 local EDGE = 3           -- elements shown at each end of a long dimension
 local CORNER = 150       -- largest number of values read for one tensor
+local WHOLE = 2 ^ 53     -- doubles below it hold every whole number
 
 local escapes = { ["\n"] = "\\n", ["\t"] = "\\t", ["\r"] = "\\r", ["\""] = "\\\"", ["\\"] = "\\\\", ["\0"] = "\\0" }
 
@@ -83,16 +84,28 @@ local function positions(n, edge)
   return list
 end
 
+-- Returns the value of an int64 element that a double cannot hold, as text.
+local function exact(element)
+  local value = ffi.new "int64_t[1]"
+  if C.ps_tensor_read(element:contiguous(), value, 8) < 0 then return element:item() end
+  return (tostring(value[0]):gsub("LL$", ""))
+end
+
 --- Returns the values to show of a tensor in device memory, in order. Each run of a row is copied separately, so that a
 --- large tensor needs neither host memory for its bytes nor more device memory.
 ---@param t ps.Tensor
 ---@param edge integer
----@return number[]
+---@return (number|string)[]
 local function read_away(t, edge)
   local numbers = {}
+  local function one(element)
+    local x = element:item()
+    numbers[#numbers + 1] = type(x) == "number" and math.abs(x) >= WHOLE and element.dtype_ == C.PS_I64
+      and exact(element) or x
+  end
   local function take(part)
     local host = part:to("cpu")
-    for i = 0, tonumber(host.numel_) - 1 do numbers[#numbers + 1] = host[i]:item() end
+    for i = 0, tonumber(host.numel_) - 1 do one(host[i]) end
   end
   local function walk(part)
     local n = tonumber(part.shape_[0])
@@ -108,7 +121,7 @@ local function read_away(t, edge)
   end
   local was = C.ps_set_grad_enabled(t.ctx, 0)
   local ok, problem = pcall(function()
-    if t.ndim == 0 then numbers[1] = t:item() else walk(t:detach()) end
+    if t.ndim == 0 then one(t:detach():to "cpu") else walk(t:detach()) end
   end)
   C.ps_set_grad_enabled(t.ctx, was)
   if not ok then error(problem, 0) end
@@ -120,7 +133,7 @@ local on_host = { cpu = true, ref = true }
 --- Reads the elements to show. Returns a nested list of numbers, in which false stands for omitted elements.
 ---@param t ps.Tensor
 ---@return table|nil values
----@return number[] flat all numbers that were read
+---@return (number|string)[] flat all numbers that were read; one that a double cannot hold is a text
 local function read_corner(t)
   local ndim, strides, edge = t.ndim, {}, EDGE + 1
   repeat
@@ -137,10 +150,20 @@ local function read_corner(t)
   local away = not on_host[ffi.string(C.ps_device_name(t.ctx, t.device_))] and read_away(t, edge)
   local function walk(d, at)
     if d == ndim then
-      if away then cell[0] = away[#flat + 1]
-      elseif C.ps_tensor_read_f64(t, at, 1, cell) < 0 then failed = true end
-      flat[#flat + 1] = cell[0]
-      return cell[0]
+      local x = away and away[#flat + 1]
+      if not x then
+        if C.ps_tensor_read_f64(t, at, 1, cell) < 0 then failed = true end
+        x = cell[0]
+        if math.abs(x) >= WHOLE and t.dtype_ == C.PS_I64 then
+          local element, rest = t, at
+          for e = 0, ndim - 1 do
+            element, rest = element[math.floor(rest / strides[e])], rest % strides[e]
+          end
+          x = exact(element)
+        end
+      end
+      flat[#flat + 1] = x
+      return x
     end
     local list = {}
     for i, p in ipairs(positions(tonumber(t.shape_[d]), edge)) do
@@ -163,7 +186,7 @@ local function number_format(flat, kind)
   if kind == "bool" then return function(x) return x ~= 0 and "true" or "false" end end
   local largest, smallest, whole = 0, math.huge, true
   for _, x in ipairs(flat) do
-    local a = math.abs(x)
+    local a = type(x) == "number" and math.abs(x) or 0
     if a < math.huge then
       if a > largest then largest = a end
       if a > 0 and a < smallest then smallest = a end
@@ -176,6 +199,7 @@ local function number_format(flat, kind)
     pattern = "%.4e"
   elseif whole then pattern = "%.0f." end
   return function(x)
+    if type(x) == "string" then return x end
     if x ~= x then return "nan" end
     if x == math.huge or x == -math.huge then return x > 0 and "inf" or "-inf" end
     return pattern:format(x)

@@ -20,8 +20,8 @@ function adopt.check(optimizer)
   if optimizer.per_rank then refuse "has per_rank, but an engine sums the gradients of all ranks" end
   for _, entry in ipairs(optimizer.entries) do
     if entry.t > 0 or optimizer.steps > 0 then
-      refuse("has already made %d steps: pass it before its first step, or load its state after ps.initialize",
-        math.max(entry.t, optimizer.steps))
+      refuse("has already made %s: pass it before its first step, or load its state after ps.initialize",
+        caller.counted(math.max(entry.t, optimizer.steps), "step"))
     end
   end
 end

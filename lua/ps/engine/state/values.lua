@@ -1,6 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Reads an engine's parameters: their fp32 values, even while their memory holds gradients, and their gradients without
 -- the loss scale. Each rank returns the values that it owns.
+local caller = require "ps.core.caller"
 local native = require "ps.core.ffi"
 local nn_module = require "ps.nn.module"
 local scope = require "ps.core.scope"
@@ -61,9 +62,9 @@ end
 local STATE = { __tostring = function(self)
   local where = not self.in_step and "between steps"
     or ("in step %d, %d of %d micro-batches backward"):format(self.steps + 1, self.micro, self.micros)
-  return ("an engine of %s parameters on %s, %s, ZeRO stage %d; %d steps done; %s"):format(
+  return ("an engine of %s parameters on %s, %s, ZeRO stage %d; %s done; %s"):format(
     tostring(self.parameters):reverse():gsub("(%d%d%d)", "%1 "):reverse():gsub("^ ", ""), self.device, self.precision,
-    self.zero_stage, self.steps, where)
+    self.zero_stage, caller.counted(self.steps, "step"), where)
 end }
 
 --- Returns the engine's state as a table that prints as one line.
