@@ -137,7 +137,7 @@ softmax | softmax | ps.softmax, F.softmax, nn.Softmax |
 log_softmax | log_softmax | ps.log_softmax, F.log_softmax, nn.LogSoftmax |
 softmax_backward | - | - | softmax's gradient
 log_softmax_backward | - | - | log_softmax's gradient
-cross_entropy | nn.functional.cross_entropy | F.cross_entropy, nn.CrossEntropyLoss | classes come last; no target: 0
+cross_entropy | nn.functional.cross_entropy | F.cross_entropy, nn.CrossEntropyLoss | classes: see below; no target: 0
 cross_entropy_backward | - | - | its gradient
 nll_loss | - | - | nll_loss on hosts
 nll_loss_backward | - | - | its gradient
@@ -172,7 +172,7 @@ max_pool_backward | - | - | its gradient
 rope | - | - | rotates queries and keys by their positions
 bernoulli | - | - | bernoulli on hosts
 dropout | nn.functional.dropout | F.dropout, nn.Dropout | a resumed run draws the same numbers
-attention | nn.functional.scaled_dot_product_attention | F.attention | a query without keys gives 0; causal: see below
+attention | nn.functional.scaled_dot_product_attention | F.attention | mask: 4 dimensions; causal: see below
 attention_backward | - | - | its gradient
 attention_packed | - | F.attention_packed, nn.MultiheadSelfAttention | q, k and v are one tensor
 attention_packed_backward | - | - | its gradient
@@ -222,7 +222,7 @@ nn.functional.mse_loss | F.mse_loss, nn.MSELoss |
 nn.functional.l1_loss | F.l1_loss, nn.L1Loss |
 nn.functional.binary_cross_entropy | F.binary_cross_entropy, nn.BCELoss |
 nn.functional.kl_div | F.kl_div, nn.KLDivLoss |
-nn.functional.nll_loss | F.nll_loss, nn.NLLLoss |
+nn.functional.nll_loss | F.nll_loss, nn.NLLLoss | classes come last: see below; no target: 0
 nn.functional.smooth_l1_loss | F.smooth_l1_loss, nn.SmoothL1Loss |
 nn.functional.huber_loss | F.huber_loss, nn.HuberLoss |
 nn.functional.selu | F.selu, nn.SELU |
@@ -376,6 +376,9 @@ local REST = [==[
   when a checkpointed forward is recomputed. A step of an engine that is given up or skipped (an error, an overflow)
   restores them. Each rank computes them from its own rows, and those of rank 0 are saved; `nn.SyncBatchNorm` computes
   them from the rows of all ranks. They are fp32 in models of half types, too.
+- **Classes come last** in `F.cross_entropy`, `F.nll_loss`, `nn.CrossEntropyLoss` and `nn.NLLLoss`. Logits are
+  [N, L, C], where PyTorch's are [N, C, L]: write `logits:movedim(1, -1)`. Targets of another shape are an error, but
+  the shapes cannot show the mistake if L is C or if the targets are class probabilities.
 - **The mean loss over no targets** (each is -100) is 0. PyTorch's is NaN.
 - **`F.binary_cross_entropy`** does not check its probabilities. Outside [0, 1] the loss is NaN, whereas PyTorch raises
   an error.

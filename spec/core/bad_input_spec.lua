@@ -30,7 +30,9 @@ describe("ops with wrong tensors", function()
     local x, w = ps.ones { 2, 8 }, ps.ones({ 8, 8 }, { dtype = "bf16" })
     local heads = ps.ones { 1, 1, 2, 4 }
     for _, case in ipairs {
-      { "linear: x is fp32, but w is bf16", 'x:to "bf16"', function() return ps.nn.Linear(8, 3, { dtype = "bf16" })(x) end },
+      { "linear: x is fp32, but w is bf16", 'x:to "bf16"', function()
+        return ps.nn.Linear(8, 3, { dtype = "bf16" })(x)
+      end },
       { "linear: x is bf16, but w is fp32", 'x:to "fp32"', function() return ps.nn.Linear(8, 3)(x:to "bf16") end },
       { "linear: x is int64", 'x:to "bf16"', function() return ps.F.linear(x:long(), w) end },
       { "mlp: x is fp32, but w1 is bf16", 'x:to "bf16"', function() return ps.F.mlp(x, w, nil, w) end },

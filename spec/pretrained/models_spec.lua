@@ -182,8 +182,8 @@ describe("a folder's weights", function()
     ]]):format(path "body"))
     assert.truthy(said:find("the files lack 4 parameters, initialized from the seed: "
       .. "bert.pooler.dense.bias, bert.pooler.dense.weight, classifier.bias, classifier.weight", 1, true), said)
-    assert.truthy(said:find("the model does not use 5 tensors of the files: cls.predictions.bias, cls.predictions.transform.", 1,
-      true), said)
+    assert.truthy(said:find("the model does not use 5 tensors of the files: cls.predictions.bias, "
+      .. "cls.predictions.transform.", 1, true), said)
     local first, second = said:match "3\t(%S+)\t3.-3\t(%S+)\t3"
     assert.truthy(first and first ~= second, said)
     local model = ps.from_pretrained(path "body", { task = "token_classification", quiet = true, num_labels = 4 })

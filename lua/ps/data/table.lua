@@ -266,7 +266,9 @@ function Table:select(numbers)
   local node, kept = whole(self, "select"), {}
   for k, i in ipairs(caller.list(numbers, "table:select: the numbers")) do
     caller.whole(i, "table:select: a number", 1)
-    if i > node.n then error(("table:select: there is no row %d; the table has %s"):format(i, caller.counted(node.n, "row"))) end
+    if i > node.n then
+      error(("table:select: there is no row %d; the table has %s"):format(i, caller.counted(node.n, "row")))
+    end
     kept[k] = i
   end
   local listed = table.concat(kept, ",")
@@ -321,7 +323,9 @@ local handle = ffi.metatype("ps_data_table", {
   __newindex = function()
     error "a table of examples cannot be changed: its method map returns a table with other rows"
   end,
-  __tostring = function(self) return ("Table(%s, %s)"):format(node_of(self).name, caller.counted(node_of(self).n, "row")) end,
+  __tostring = function(self)
+    return ("Table(%s, %s)"):format(node_of(self).name, caller.counted(node_of(self).n, "row"))
+  end,
   __gc = function(self) nodes[self.id] = nil end,
 })
 

@@ -152,7 +152,9 @@ local function plan(model, adapters, name, file, path)
   end
   local who = ("%s: the adapter does not fit %s"):format(path, model.class_name)
   if #wrong > 0 then error(("%s: %s; it was made for another base model"):format(who, some(wrong)), 0) end
-  if #missing > 0 then error(("%s: the file lacks %s: %s"):format(who, caller.counted(#missing, "tensor"), some(missing)), 0) end
+  if #missing > 0 then
+    error(("%s: the file lacks %s: %s"):format(who, caller.counted(#missing, "tensor"), some(missing)), 0)
+  end
   if #unknown > 0 then
     error(("%s: the model has no parameters for %s of the file: %s"):format(who, caller.counted(#unknown, "tensor"),
       some(unknown)), 0)

@@ -447,11 +447,13 @@ end
 local TO = { dtype = "string", device = "string" }
 local floating = { fp32 = true, bf16 = true, fp16 = true, fp64 = true }
 
--- Records that a call replaced a parameter by another tensor.
-local function made_anew(tensor, name, call)
+-- Records that a parameter was replaced by another tensor. by: the call that did it.
+local function made_anew(tensor, name, by)
   exports.changes = exports.changes + 1
   for optimizer in pairs(exports.optimizers) do
-    if optimizer.trained[address(tensor)] then optimizer.lost = optimizer.lost or ("%s replaced %s"):format(call, name) end
+    if optimizer.trained[address(tensor)] and not optimizer.lost then
+      optimizer.lost = ("%s replaced %s"):format(by, name)
+    end
   end
 end
 

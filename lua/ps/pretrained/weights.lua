@@ -111,7 +111,9 @@ local function take(model, state, names, left, lost, how)
     tell(model, "the files lack %s, initialized from the seed: %s", caller.counted(#head, "parameter"),
       weights.some(head))
   end
-  if #left > 0 then tell(model, "the model does not use %s of the files: %s", caller.counted(#left, "tensor"), weights.some(left)) end
+  if #left > 0 then
+    tell(model, "the model does not use %s of the files: %s", caller.counted(#left, "tensor"), weights.some(left))
+  end
 end
 
 ---@class ps.pretrained.Loading

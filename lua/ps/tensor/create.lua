@@ -317,7 +317,9 @@ function M.dim_index(t, d)
   if type(d) ~= "number" then error(("a dimension must be a number, not %s"):format(tostring(d))) end
   caller.whole(d, "a dimension")
   local i = d < 0 and d + t.ndim or d
-  if i < 0 or i >= t.ndim then error(("there is no dimension %d: the tensor has %s"):format(d, caller.counted(t.ndim, "dimension"))) end
+  if i < 0 or i >= t.ndim then
+    error(("there is no dimension %d: the tensor has %s"):format(d, caller.counted(t.ndim, "dimension")))
+  end
   return i
 end
 

@@ -374,8 +374,8 @@ local function first_head(options, p, heads)
 end
 
 local PACKED = { mask = "tensor", causal = "boolean", scale = "number", dropout = "number", first_head = "whole" }
-local ATTENTION = { mask = "tensor", key_mask = "tensor", causal = "boolean", scale = "number", dropout = "number", window = "whole",
-  first_head = "whole" }
+local ATTENTION = { mask = "tensor", key_mask = "tensor", causal = "boolean", scale = "number", dropout = "number",
+  window = "whole", first_head = "whole" }
 
 -- Returns the mask of keys or the mask of an op of attention. A mask [T, S], as PyTorch accepts, is an error: it could
 -- also be [B, S].
@@ -408,10 +408,11 @@ end
 --- hides a key where it is false; floats are added to the scores, and values of -1e30 and less hide a key. A float mask
 --- that requires a gradient gets it through F.attention_weights. key_mask is used instead of mask. A bool key_mask
 --- [B, S] hides the keys where it is false. An int32 key_mask [B, T], for T = S, contains segments: adjacent positions
---- with the same number see only each other, and 0 is padding, which neither sees nor is seen. causal: query i sees the keys up to i + S - T. window: query i sees only the last `window` keys
---- up to that key. scale: default 1 / sqrt(D). dropout: probability of dropping a weight (default 0). first_head: index
---- of q's first head if ranks share the heads, so that dropout masks equal those of one rank (default: the first head
---- of the running module if tensor_parallel divides its heads, else 0)
+--- with the same number see only each other, and 0 is padding, which neither sees nor is seen. causal: query i sees
+--- the keys up to i + S - T. window: query i sees only the last `window` keys up to that key. scale: default 1 /
+--- sqrt(D). dropout: probability of dropping a weight (default 0). first_head: index of q's first head if ranks share
+--- the heads, so that dropout masks equal those of one rank (default: the first head of the running module if
+--- tensor_parallel divides its heads, else 0)
 ---@return ps.Tensor [B, H, T, D]
 function F.attention(q, k, v, options)
   options = caller.options(options, "F.attention", ATTENTION)
@@ -492,7 +493,8 @@ function F.attention_weights(q, k, v, options)
   local dtype = q:dtype()
   local function wide(x) return x:dtype() == "fp64" and x or x:to("fp32") end
   local scores = wide(q):matmul(wide(k):transpose(-1, -2)) * (options.scale or 1 / math.sqrt(q:size(-1)))
-  local seen, bias = seen_and_bias(mask_of(options, "F.attention_weights"), options.causal, options.window, q:size(2), k:size(2), q:device())
+  local mask = mask_of(options, "F.attention_weights")
+  local seen, bias = seen_and_bias(mask, options.causal, options.window, q:size(2), k:size(2), q:device())
   if bias ~= nil then scores = scores + bias end
   local weights
   if seen == nil then weights = ops.softmax(scores)

@@ -110,7 +110,9 @@ local function check_count(t, key)
     if is_tensor(k) then taken = taken + (k.dtype_ == C.PS_BOOL and k.ndim or 1)
     elseif k ~= M.newaxis then taken = taken + 1 end
   end
-  if taken > t.ndim then error(("%d indices for a tensor with %s"):format(taken, caller.counted(t.ndim, "dimension"))) end
+  if taken > t.ndim then
+    error(("%d indices for a tensor with %s"):format(taken, caller.counted(t.ndim, "dimension")))
+  end
 end
 
 -- Returns the view that numbers, ranges and new axes select, and the index tensors to apply to it. An integer tensor

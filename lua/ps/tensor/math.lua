@@ -369,7 +369,9 @@ function T:topk(k, d, largest, sorted)
   d = d == nil and self.ndim - 1 or dim_index(self, d)
   local values, indices
   if flag(largest, "topk: largest") == false then
-    if k > self:size(d) then error(("topk: k is %d, but dimension %d has %s"):format(k, d, caller.counted(self:size(d), "element"))) end
+    if k > self:size(d) then
+      error(("topk: k is %d, but dimension %d has %s"):format(k, d, caller.counted(self:size(d), "element")))
+    end
     values, indices = self:sort(d)
     return values:narrow(d, 0, k), indices:narrow(d, 0, k)
   end
