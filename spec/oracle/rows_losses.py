@@ -103,6 +103,18 @@ def smoothed(d):
     return Case(text % options, run, inputs, **tolerance(dtype))
 
 
+def probabilities(d):
+    """Draws class probabilities as targets, which need not add up to 1."""
+    (dtype, reduction), n, classes = chosen(d), d.int(1, 20), d.int(1, 12)
+    smooth, weighed = d.choice(0, 0, 0.1, 1.0), d.chance(0.5)
+    inputs = [d.input([n, classes], dtype, True), d.input([n, classes], dtype, True, low=0, high=1)]
+    inputs.append(d.input([classes], dtype, False, low=0.1, high=2) if weighed else None)
+    text = 'ps.F.cross_entropy(x[1], x[2], { reduction = "%s", label_smoothing = %s%s })'
+    return Case(text % (reduction, lua(smooth), ", weight = x[3]" if weighed else ""),
+                lambda x, m: F.cross_entropy(x[0], x[1], x[2], reduction=reduction, label_smoothing=smooth),
+                inputs, **tolerance(dtype))
+
+
 def hits(d):
     """Counts the targets that are PyTorch's argmax of whole-number logits, several of which are the largest."""
     n, classes, ignore, t = of_classes(d)
@@ -166,9 +178,10 @@ def hinge(d):
 
 def gaussian(d):
     (dtype, reduction), shape, full = chosen(d), shape_of(d), d.chance(0.5)
+    var = d.choice(shape, shape[:-1], shape[:-1] + [1]) if shape else shape
     return Case('ps.F.gaussian_nll_loss(x[1], x[2], x[3], { reduction = "%s", full = %s })' % (reduction, lua(full)),
                 lambda x, m: F.gaussian_nll_loss(x[0], x[1], x[2], full=full, reduction=reduction),
-                [d.input(shape, dtype, True), d.input(shape, dtype, True), d.input(shape, dtype, True, low=0.2,
+                [d.input(shape, dtype, True), d.input(shape, dtype, True), d.input(var, dtype, True, low=0.2,
                                                                                    high=3)], **tolerance(dtype))
 
 
@@ -188,5 +201,6 @@ ROWS = [
     Row("mse_loss", of_differences("mse_loss", F.mse_loss)), Row("l1_loss", of_differences("l1_loss", F.l1_loss)),
     Row("binary_cross_entropy", bce), Row("bce with logits", bce_with_logits, "logit_entropy"),
     Row("kl_div", kl), Row("nll_loss", nll, "nll_loss nll_loss_backward"),
-    Row("smoothed labels", smoothed, mixes=True), Row("hits", hits),
+    Row("smoothed labels", smoothed, mixes=True),
+    Row("class probabilities", probabilities, mixes=True), Row("hits", hits),
 ]
