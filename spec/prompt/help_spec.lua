@@ -29,7 +29,7 @@ describe("help", function()
     has(help.text(ps.zeros { 2 }), "fp32 [2] on cpu", "softmax")
     local Own = nn.class("Own")
     function Own:forward(x) return x end
-    has(help.text(Own()), "Own(", "module:forward")
+    has(help.text(Own()), "Own(", "module(x)")
     has(help.text(load "return 1"), "function(...)")
   end)
 
@@ -40,6 +40,68 @@ describe("help", function()
 
   it("suggests the nearest name if there is no such name", function()
     fails(function() help.text "gelo" end, "did you mean 'gelu'?")
+    fails(function() help.text "nn.Linaer" end, "did you mean 'nn.Linear'?")
+    fails(function() help.text "optin" end, "did you mean 'optim'?")
+    fails(function() help.text "optim.AdmaW" end, "did you mean 'optim.AdamW'?")
+    fails(function() help.text "zzzzzzzz" end, 'help "ps" lists')
+    has(help.text "nn.LSTM", "nn.LSTM (does not exist here: recurrent layers")
+    has(help.text "torch.nn.utils", "nn.clip_grad_norm_")
+  end)
+
+  it("shows how a class is called, what forward takes and returns, and the module's fields", function()
+    for _, name in ipairs { "nn.Linear", "ps.nn.Linear", "Linear", "torch.nn.Linear" } do
+      has(help.text(name), "Linear(inputs, outputs, options?)", "bias?: boolean", "(default true)",
+        "module(x, residual?) -> ps.Tensor", "x: ps.Tensor [..., inputs]", "gives ps.Tensor [..., outputs]",
+        "weight: ps.Tensor [out, in]")
+    end
+    has(help.text "nn.CrossEntropyLoss", "CrossEntropyLoss(options?)", "ignore_index?: integer",
+      "calls F.cross_entropy", "F.cross_entropy(logits, target, options?)", "module(x, target) -> ps.Tensor")
+    has(help.text "nn.LeakyReLU", "LeakyReLU(negative_slope?)", "negative_slope?: number (default 0.01)")
+    has(help.text "nn.ReLU", "ReLU()\n", "F.relu(")
+    has(help.text "nn.Linear:forward", "module:forward(x, residual?)")
+    has(help.text "nn.Module", "nn.class derives", "module:parameters")
+  end)
+
+  it("lists what is in a table, each with a line", function()
+    has(help.text "optim", "ps.optim: optimizers", "\n  AdamW              Creates an AdamW optimizer")
+    has(help.text "nn", "\n  Linear             Creates a layer", "\n  ReLU               A module that calls F.relu.",
+      '\n  init               initial values of parameters: help "nn.init"')
+    has(help.text "ps", '\n  optim              optimizers: help "optim"')
+    assert.equal(help.text "F", help.text "nn.functional")
+  end)
+
+  it("has a text for every public name", function()
+    local count = 0
+    local function check(name)
+      count = count + 1
+      local text = help.text(name)
+      assert.falsy(text:find("has no description", 1, true), name .. ": " .. text)
+      assert.truthy(text:find "%S%s+%S+%s+%S", name .. ": " .. text)
+      for line in text:gmatch "[^\n]+" do assert.truthy(#line <= 100 or not line:find "%S%s%S", line) end
+    end
+    local internal = {}
+    for name in ("C ffi ctx own Error op_info ops device_name serialize pretty"):gmatch "%S+" do
+      internal[name] = true
+    end
+    local tables = { ["nn.init"] = ps.nn.init }
+    for name, value in pairs(getmetatable(ps).all()) do
+      if not internal[name] and not name:find "^_" then check("ps." .. name) end
+      if type(value) == "table" then tables[name] = value end
+    end
+    for name in pairs(getmetatable(ps).__names()) do
+      if not internal[name] then
+        check(name)
+        tables[name] = type(ps[name]) == "table" and ps[name] or nil
+      end
+    end
+    for name, t in pairs(tables) do
+      for key, value in pairs(internal[name] and {} or t) do
+        local public = type(value) == "function" or type(value) == "table" and rawget(value, "instance")
+        if public and type(key) == "string" and not key:find "^_" then check(name .. "." .. key) end
+      end
+    end
+    for name in pairs(require("ps.tensor").methods()) do check("t:" .. name) end
+    assert.truthy(count > 700, count)
   end)
 end)
 

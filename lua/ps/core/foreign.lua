@@ -82,6 +82,11 @@ function foreign.stand(t, place)
   return setmetatable(t, { __index = function(_, name) return foreign.find(place, name) end })
 end
 
+--- Returns whether there are names for a place.
+---@param place string
+---@return boolean
+function foreign.is_place(place) return WHOLE[place] ~= nil end
+
 --- Returns the names of a place. A spec uses it.
 ---@param place string
 ---@return table<string, string> names what to write instead, by name

@@ -23,6 +23,7 @@ local function plain(name, fn)
   ---@param x ps.Tensor
   ---@return ps.Tensor of x's shape
   function class:forward(x) return fn(x) end -- luacheck: no self
+  class._like, class._takes = name:lower(), {}
   activation[name] = class
 end
 
@@ -39,8 +40,9 @@ plain("Hardswish", F.hardswish)
 plain("Softsign", F.softsign)
 
 -- Creates the class of a module that calls fn(x, ...) with stored numbers, which have these names and default values.
--- dim: the numbers are dimensions and must be integers.
-local function with_numbers(class_name, fn, names, defaults, dim)
+-- dim: the numbers are dimensions and must be integers. like: the function's name for help (default: the class name in
+-- lower case).
+local function with_numbers(class_name, fn, names, defaults, dim, like)
   local class = nn_module.class(class_name)
   class.unscoped = true
   --- Stores the numbers that are passed to the function of ps.F.
@@ -66,18 +68,22 @@ local function with_numbers(class_name, fn, names, defaults, dim)
     for i, name in ipairs(names) do parts[i] = ("%s=%g"):format(name, self[name]) end
     return table.concat(parts, ", ")
   end
+  class._like, class._takes = like or class_name:lower(), {}
+  for i, name in ipairs(names) do
+    class._takes[i] = ("%s?: %s (default %g)"):format(name, dim and "integer" or "number", defaults[i])
+  end
   activation[class_name] = class
 end
 
-with_numbers("LeakyReLU", F.leaky_relu, { "negative_slope" }, { 0.01 })
+with_numbers("LeakyReLU", F.leaky_relu, { "negative_slope" }, { 0.01 }, false, "leaky_relu")
 with_numbers("CELU", F.celu, { "alpha" }, { 1 })
 with_numbers("Softmin", function(x, dim) return F.softmin(x, dim) end, { "dim" }, { -1 }, true)
-with_numbers("PixelShuffle", F.pixel_shuffle, { "upscale_factor" }, { 1 }, true)
+with_numbers("PixelShuffle", F.pixel_shuffle, { "upscale_factor" }, { 1 }, true, "pixel_shuffle")
 with_numbers("ELU", F.elu, { "alpha" }, { 1 })
 with_numbers("Softplus", F.softplus, { "beta", "threshold" }, { 1, 20 })
 with_numbers("Hardtanh", F.hardtanh, { "min_val", "max_val" }, { -1, 1 })
 with_numbers("Softmax", function(x, dim) return F.softmax(x, dim) end, { "dim" }, { -1 }, true)
-with_numbers("LogSoftmax", function(x, dim) return F.log_softmax(x, dim) end, { "dim" }, { -1 }, true)
+with_numbers("LogSoftmax", function(x, dim) return F.log_softmax(x, dim) end, { "dim" }, { -1 }, true, "log_softmax")
 with_numbers("GLU", function(x, dim) return F.glu(x, dim) end, { "dim" }, { -1 }, true)
 with_numbers("Flatten", function(x, first, last) return x:flatten(first, last) end, { "start_dim", "end_dim" },
   { 1, -1 }, true)

@@ -54,6 +54,11 @@ local function loss(class_name, name, keys, buffers, of_three)
     table.sort(parts)
     return table.concat(parts, ", ")
   end
+  local options = caller.sorted_names(keys)                 -- help shows them
+  for i, key in ipairs(options) do
+    options[i] = ("%s?: %s"):format(key, keys[key] == "whole" and "integer" or keys[key])
+  end
+  class._like, class._takes = name, { ("options?: {%s}"):format(table.concat(options, ", ")) }
   losses[class_name] = class
 end
 

@@ -39,6 +39,7 @@ local function windowed(name, fn, kinds)
   ---@param x ps.Tensor [N, C, ...]
   ---@return ps.Tensor [N, C, ...]
   function class:forward(x) return fn(x, self.kernel_size, self.options) end
+  class._like = name:gsub("Pool", "_pool"):lower()
   pool[name] = class
 end
 
@@ -66,6 +67,7 @@ local function adaptive(name, fn)
   ---@param x ps.Tensor [N, C, ...]
   ---@return ps.Tensor [N, C, output_size]
   function class:forward(x) return fn(x, self.output_size) end
+  class._like = name:gsub("(%l)(%u)", "%1_%2"):lower()
   function class:extra_repr() return "output_size=" .. shown(self.output_size) end
   pool[name] = class
 end

@@ -3,6 +3,7 @@
 -- sources by the same code that makes docs/api.md.
 local annotations = require "ps.prompt.annotations"
 local caller = require "ps.core.caller"
+local foreign = require "ps.core.foreign"
 local native = require "ps.core.ffi"
 local nearest = require "ps.core.nearest"
 local scope = require "ps.core.scope"
@@ -22,8 +23,30 @@ end
 
 local WIDTH = 100
 local TABLES = { "functional", "nn", "optim", "sched", "data", "tokenizer", "train", "evaluate", "checkpoints",
-  "safetensors", "profiler", "progress", "inspect" }
+  "safetensors", "profiler", "progress", "inspect", "autograd", "chat", "lora", "preference", "dist", "mesh" }
 local PREFIX = { functional = "F.", nn = "nn." }
+
+-- The tables of `ps`, each with a line about its contents.
+local SPACES = {
+  functional = "functions of tensors without state, also called ps.F",
+  nn = "modules, and functions for their parameters", ["nn.init"] = "initial values of parameters",
+  optim = "optimizers", sched = "schedules of learning rates", data = "token files, tables of examples and loaders",
+  tokenizer = "tokenizers", train = "a training loop", evaluate = "metrics of generated answers",
+  checkpoints = "complete states of training runs",
+  safetensors = "safetensors files", profiler = "records where time and memory go", progress = "progress displays",
+  inspect = "statistics of parameters and activations", autograd = "gradients of functions that a script defines",
+  chat = "chat templates", lora = "adapters", preference = "preference training", dist = "groups of ranks",
+  mesh = "divides the ranks: ps.mesh { pp = 2 }", ops = "the ops on which all functions are built",
+  comms_logger = "statistics of the communication between ranks",
+}
+local ALIAS = { F = "functional", ["nn.functional"] = "functional", comm = "comms_logger" }
+
+-- Values of `ps` that are not functions or tables of functions.
+local VALUES = {
+  all = "selects every element of a dimension, in t[{ ps.all, 0 }]", newaxis = "adds a dimension of size 1, in "
+    .. "t[{ ps.newaxis, 0 }]", version = "the version of psluajit",
+  computes = "whether ops compute their results; false in a run that only plans",
+}
 
 -- Returns all functions with the ways to call them: {name, call ("F.gelu"), fn, method}. Several functions can have the
 -- same name.
@@ -40,6 +63,8 @@ local function all_functions()
   add("t:", require("ps.tensor").methods(), true)
   for _, key in ipairs(TABLES) do add(PREFIX[key] or key .. ".", ps[key]) end
   add("nn.init.", ps.nn.init)
+  add("module:", ps.nn.Module, true)
+  add("tokenizer:", getmetatable(ps.tokenizer.bytes()).__index, true)
   add("model:", require("ps.engine").Engine.methods, true)
   for name, fn in pairs(annotations.pretrained()) do add("model:", { [name] = fn }, true) end
   local methods, others = require("ps.tensor").methods(), {}
@@ -119,19 +144,75 @@ local function sorted_functions(t)
   return names
 end
 
-local function put_class(lines, class)
-  local init = class.init
-  put_function(lines, { name = "init", call = class.class_name, fn = init, method = true })
-  local own = {}
-  for _, name in ipairs(sorted_functions(class)) do
-    if name ~= "init" and name ~= "new" and name ~= "extra_repr" then own[#own + 1] = "module:" .. name end
-  end
-  if #own > 0 then wrap(lines, "its own: " .. table.concat(own, ", "), "  ") end
-  wrap(lines, 'as every module: help(ps.nn.Module)', "  ")
+local function is_class(value)
+  return type(value) == "table" and (rawget(value, "instance") ~= nil or value == ps.nn.Module)
 end
 
--- Appends a table's functions, each with the first sentence of its description.
+-- Returns the entry of the function that a class wraps, if its sources name one (_like), such as F.relu for nn.ReLU.
+local function wrapped_by(class)
+  local like = rawget(class, "_like")
+  local of = like and rawget(ps.F, like) and "F." or "t:"
+  local fn = like and (rawget(ps.F, like) or require("ps.tensor").methods()[like])
+  return fn and { name = like, call = of .. like, fn = fn, method = of == "t:" }
+end
+
+-- Appends how a class is called, what its modules compute, and their fields.
+local function put_class(lines, class)
+  local takes, entry = rawget(class, "_takes"), wrapped_by(class)
+  if takes then
+    local names = {}
+    for i, argument in ipairs(takes) do names[i] = argument:match "^[%w_]+%??" end
+    wrap(lines, ("%s(%s)"):format(class.class_name, table.concat(names, ", ")), "")
+    wrap(lines, ("Creates a module that calls %s."):format(entry.call), "  ")
+    for _, argument in ipairs(takes) do wrap(lines, argument, "    ") end
+  elseif class == ps.nn.Module then wrap(lines, "nn.Module: " .. annotations.TEXTS["nn.Module"], "")
+  else put_function(lines, { name = "init", call = class.class_name, fn = class.init, method = true }) end
+  if class ~= ps.nn.Module and class.forward ~= ps.nn.Module.forward then
+    put_function(lines, { name = "forward", call = "module", fn = class.forward, method = true })
+  end
+  if entry then put_function(lines, entry) end
+  local fields = annotations.class("ps.nn." .. class.class_name)
+  if fields and fields.fields[1] and class ~= ps.nn.Module then
+    wrap(lines, "fields of the module:", "  ")
+    for _, field in ipairs(fields.fields) do
+      wrap(lines, ("%s: %s %s"):format(field.name, field.type, field.about), "    ")
+    end
+  end
+  local own = {}
+  for _, name in ipairs(sorted_functions(class)) do
+    if name ~= "init" and name ~= "new" and name ~= "extra_repr" and (name ~= "forward" or class == ps.nn.Module) then
+      own[#own + 1] = "module:" .. name
+    end
+  end
+  if #own > 0 then wrap(lines, "its own: " .. table.concat(own, ", "), "  ") end
+  if class ~= ps.nn.Module then wrap(lines, 'as every module: help "nn.Module"', "  ") end
+end
+
+-- Returns the first sentence of a text. "et al." does not end a sentence.
+local function sentence(text)
+  local at = 0
+  repeat
+    at = text:find("%.%s+%u", at + 1)
+  until not at or not text:sub(1, at):find "et al%.$"
+  return at and text:sub(1, at) or text
+end
+
+local function put_line(lines, name, text)
+  local first = sentence(text)
+  local line = ("  %-18s %s"):format(name, first)
+  lines[#lines + 1] = #line > WIDTH and line:sub(1, WIDTH - 3) .. "..." or line
+end
+
+-- Returns the description of a class.
+local function class_text(class)
+  local entry = wrapped_by(class)
+  if entry then return ("A module that calls %s. "):format(entry.call) end
+  return about_of(class.init).text
+end
+
+-- Appends a table's functions, classes and tables, each with the first sentence of its description.
 local function put_table(lines, t)
+  local first = #lines
   local entries = {}                                  -- a function of ps can be an alias of a function in another table
   for _, entry in ipairs(all_functions()) do
     for _, fn in pairs { entry.fn, entry.given, entry.also } do
@@ -139,28 +220,95 @@ local function put_table(lines, t)
     end
   end
   for _, name in ipairs(sorted_functions(t)) do
-    local text = text_of(entries[t[name]] or { fn = t[name], name = name, call = name })
-    local first = text:match "^(.-%.)%s" or text
-    local line = ("  %-18s %s"):format(name, first)
-    lines[#lines + 1] = #line > WIDTH and line:sub(1, WIDTH - 3) .. "..." or line
+    put_line(lines, name, text_of(entries[t[name]] or { fn = t[name], name = name, call = name }))
   end
-  if #lines == 0 then lines[1] = "a table without functions" end
+  local others, prefix = {}, t == ps and "" or t == ps.nn and "nn." or nil
+  for name, value in pairs(t) do if is_class(value) then others[name] = class_text(value) end end
+  for name, text in pairs(prefix and SPACES or {}) do
+    local inner = name:sub(1, #prefix) == prefix and name:sub(#prefix + 1)
+    if inner and not inner:find(".", 1, true) then others[inner] = ('%s: help "%s"'):format(text, name) end
+  end
+  for _, name in ipairs(caller.sorted_names(others)) do put_line(lines, name, others[name]) end
+  if #lines == first then lines[first + 1] = "  a table without functions" end
+end
+
+-- Returns the value of a name such as "nn.Linear", "ps.optim" or "nn.Linear:forward", or nil.
+local function value_of(text)
+  local path = text:gsub("^ps%.", ""):gsub(":", ".")
+  path = ALIAS[path] or path:gsub("^F%.", "functional."):gsub("^nn%.functional%.", "functional.")
+  if path == "ps" then return ps end
+  local value = ps
+  for part in path:gmatch "[^.]+" do
+    local ok, inner = pcall(function() return value[part] end)
+    if type(value) ~= "table" or not ok then return nil end
+    value = inner
+  end
+  return value, path
+end
+
+-- Returns the text about a name of another library that psluajit lacks, or nil.
+local function foreign_text(text)
+  local prefix, name = text:match "^(.-)[.:]?([^.:]+)$"
+  prefix = prefix and ALIAS[prefix] == "functional" and "F" or prefix
+  for _, place in ipairs { prefix, "ps", "F", "nn", "optim", "sched", "module", "model", "optimizer", "loader" } do
+    local found = name and foreign.is_place(place) and foreign.find(place, name)
+    if found then return tostring(found) end
+  end
+end
+
+-- Appends the description of the value that a name has, if it has one.
+local function put_value(lines, text)
+  local value, path = value_of(text)
+  local about = path and VALUES[path]
+  if about then wrap(lines, ("ps.%s: %s"):format(path, about), "")
+  elseif type(value) == "function" then
+    local prefix = path:match "^(.*)%.[^.]*$" or ""
+    local class = is_class((value_of(prefix)))
+    local name = path:match "[^.]+$"
+    put_function(lines, { name = name, call = (class and "module:" or prefix .. ".") .. name,
+      fn = annotations.own()[path] or value, method = class })
+  elseif is_class(value) then put_class(lines, value)
+  elseif value == ps or path and SPACES[path] then
+    wrap(lines, value == ps and "ps: psluajit's functions and tables" or ("ps.%s: %s"):format(path, SPACES[path]), "")
+    put_table(lines, value)
+  end
+end
+
+-- Returns the known names that are nearest to one: whole paths if it has a dot, else bare names.
+local function nearest_name(text, all)
+  local names, known = {}, {}
+  local bare = text:gsub("^ps%.", "")
+  local function add(name)
+    if not known[name] then known[name], names[#names + 1] = true, name end
+  end
+  for _, entry in ipairs(all) do add(bare:find "[.:]" and entry.call:gsub("^ps%.", "") or entry.name) end
+  for _, name in ipairs(caller.sorted_names(SPACES)) do add(name) end
+  for _, name in ipairs(caller.sorted_names(ps.nn)) do
+    if is_class(ps.nn[name]) then add(bare:find "[.:]" and "nn." .. name or name) end
+  end
+  local last = bare:match "[.:]([^.:]+)$"
+  return nearest.find(bare, names) or last and nearest_name(last, all)
 end
 
 local function of_name(lines, text)
-  local all, names, known = all_functions(), {}, {}
+  local all = all_functions()
+  local bare = text:gsub("^torch%.", ""):gsub("^ps%.", "")
   for _, entry in ipairs(all) do
-    if entry.call == text or entry.name == text or "ps." .. entry.call == text then put_function(lines, entry) end
-    if not known[entry.name] then known[entry.name], names[#names + 1] = true, entry.name end
+    local call = entry.call:gsub("^ps%.", "")
+    if call == bare or entry.name == bare then put_function(lines, entry) end
   end
-  local fields = annotations.class(text) or annotations.class("ps." .. text)
-  if #lines == 0 and fields and fields.fields[1] then put_fields(lines, fields) end
-  local class = rawget(ps.nn, text:match "^nn%.(.*)$" or text)
-  if #lines == 0 and type(class) == "table" and rawget(class, "instance") then put_class(lines, class) end
   if #lines > 0 then return end
-  local near = nearest.find(text, names)
+  put_value(lines, bare)
+  local class = rawget(ps.nn, bare)
+  if #lines == 0 and is_class(class) then put_class(lines, class) end
+  local fields = #lines == 0 and (annotations.class(text) or annotations.class("ps." .. bare))
+  if fields and fields.fields[1] then put_fields(lines, fields) end
+  if #lines > 0 then return end
+  local other = foreign_text(bare)
+  if other then return wrap(lines, other, "") end
+  local near = nearest_name(text, all)
   caller.error(("help: there is nothing with the name '%s'%s"):format(text, near and ("; did you mean "
-    .. "'%s'?"):format(near) or ""))
+    .. "'%s'?"):format(near) or '; help "ps" lists the tables and functions'))
 end
 
 --- Returns the description of a value as text.
@@ -184,7 +332,7 @@ function help.text(x)
     wrap(lines, ("a tensor, %s [%s] on %s, with the methods"):format(x:dtype(), table.concat(x:shape(), ", "),
       x:device()), "")
     wrap(lines, table.concat(sorted_functions(require("ps.tensor").methods()), ", "), "  ")
-  elseif type(x) == "table" and rawget(x, "instance") and x.class_name then put_class(lines, x)
+  elseif is_class(x) then put_class(lines, x)
   elseif require("ps.nn.module").is_module(x) then
     put_class(lines, (select(2, getmetatable(x).__names(x))))
   elseif require("ps.nn.handle").of(x) then
@@ -201,7 +349,7 @@ end
 function help.help(x)
   if x == nil then
     print "help(f), help(ps.nn.Linear), help(model), help \"gelu\": describe a function, a class, a module or a name.\n"
-    print "help(ps), help(ps.F), help(ps.nn), help(ps.optim), help(ps.inspect), ...: list their contents."
+    print "help \"ps\", help \"F\", help \"nn\", help \"optim\", help \"inspect\", ...: list their contents."
     return
   end
   print(help.text(x))
