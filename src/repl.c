@@ -295,11 +295,12 @@ static void close_editor(struct repl *r)
 
 /* -- evaluation -------------------------------------------------------------------------------------------------- */
 
-static bool is_incomplete(lua_State *L, int status)
+/* Returns whether the message at a stack index says that the text ended too early. */
+static bool is_incomplete(lua_State *L, int status, int index)
 {
     static const char mark[] = "'<eof>'";
     size_t n, m = sizeof mark - 1;
-    const char *text = lua_tolstring(L, -1, &n);
+    const char *text = lua_tolstring(L, index, &n);
     return status == LUA_ERRSYNTAX && text && n >= m && strcmp(text + n - m, mark) == 0;
 }
 
@@ -348,12 +349,14 @@ static int load_text(struct repl *r)
     r->keeps = false;
     lua_pushfstring(L, "return %s", *s == '=' ? s + 1 : text);
     status = luaL_loadbuffer(L, lua_tostring(L, -1), lua_objlen(L, -1), "=stdin");
+    lua_remove(L, -2);
     if (status && *s != '=') {
-        lua_pop(L, 1);
+        int expression = status;
         status = load_statement(r, text, n);
+        if (status && is_incomplete(L, expression, -2)) status = expression, lua_pop(L, 1);  /* such as "1 +" */
+        else lua_remove(L, -2);
     }
-    lua_replace(L, -3);
-    lua_pop(L, 1);
+    lua_remove(L, -2);
     if (!status) luaJIT_setmode(L, -1, LUAJIT_MODE_FUNC | LUAJIT_MODE_OFF);
     if (!status && r->environment != LUA_NOREF) {
         lua_rawgeti(L, LUA_REGISTRYINDEX, r->environment);
@@ -398,16 +401,25 @@ static bool leaves(struct repl *r, const char *line)
     return found;
 }
 
+/* Returns the line after the prompt that a listing shows before it, if it has one. No statement begins with ">". */
+static const char *without_prompt(const char *line, bool first)
+{
+    size_t n = first ? 1 : 2;
+    const char *s = line + strspn(line, " \t");
+    return strncmp(s, first ? "> " : ">> ", n + 1) == 0 ? s + n + 1 : line;
+}
+
 /* Reads lines until they make a statement, and loads it. Returns 0 with a function on the stack, an error status
  * with a message on the stack, or ENDED at the end of input. In a pause the words continue and abort are not
  * statements. */
 static int read_statement(struct repl *r)
 {
     lua_State *L = r->L;
+    bool pasted = false;                     /* the statement's first line began with a prompt */
     lua_settop(L, 0);
     for (;;) {
         bool first = lua_gettop(L) == 0;
-        const char *line = read_line(r, first);
+        const char *line = read_line(r, first), *typed = line;
         int status;
         if (!line) {
             lua_settop(L, 0);
@@ -415,6 +427,8 @@ static int read_statement(struct repl *r)
             interrupted = 0;
             continue;
         }
+        if (first || pasted) line = without_prompt(line, first);
+        if (first) pasted = line != typed;
         remember(r, line);
         if (first && r->mode == REPL_PAUSED && is_word(line, "continue")) return CONTINUED;
         if (first && r->mode == REPL_PAUSED && is_word(line, "abort")) return ABORTED;
@@ -436,7 +450,7 @@ static int read_statement(struct repl *r)
         }
         lua_pushvalue(L, 1);
         status = load_text(r);
-        if (!is_incomplete(L, status)) {
+        if (!is_incomplete(L, status, -1)) {
             lua_remove(L, 1);
             return status;
         }
