@@ -168,6 +168,7 @@ static int traceback(lua_State *L)
     hide_floor(L);
     lua_replace(L, 1);
     by_caller(L, "trace");
+    program_hint(L, NULL, 0);
     return 1;
 }
 
@@ -424,7 +425,9 @@ static int run_loaded(struct program *p, lua_State *L, int status)
 
 static int run_string(struct program *p, lua_State *L, const char *text, const char *name)
 {
-    return run_loaded(p, L, luaL_loadbuffer(L, text, strlen(text), name));
+    int status = luaL_loadbuffer(L, text, strlen(text), name);
+    if (status) program_hint(L, text, strlen(text));
+    return run_loaded(p, L, status);
 }
 
 static int run_require(struct program *p, lua_State *L, const char *name)
@@ -611,6 +614,7 @@ static int run_script(struct program *p, lua_State *L, const char *path, bool *r
 {
     int nargs = p->argc - p->script - 1, status = luaL_loadfile(L, path);
     *ran = !status;
+    if (status == LUA_ERRSYNTAX) program_hint(L, NULL, 0);
     if (status == LUA_ERRSYNTAX && path) add_hidden(p, L);
     if (!status) {
         keeps_locals = p->interactive;

@@ -19,3 +19,15 @@ bool program_require(lua_State *L, const char *module)
     lua_pop(L, 1);
     return false;
 }
+
+void program_hint(lua_State *L, const char *text, size_t n)
+{
+    int message = lua_gettop(L);
+    if (!lua_isstring(L, message) || !program_require(L, MODULE_HABITS)) return;
+    lua_getfield(L, -1, "hinted");
+    lua_pushvalue(L, message);
+    if (text) lua_pushlstring(L, text, n);
+    else lua_pushnil(L);
+    if (lua_pcall(L, 2, 1, 0) == 0 && lua_isstring(L, -1)) lua_replace(L, message);
+    lua_settop(L, message);
+}

@@ -4,12 +4,14 @@
 #define PS_MODULES_H
 #include <lua.h>
 #include <stdbool.h>
+#include <stddef.h>
 
 #define MODULE_CALLER "ps.core.caller"              /* The program uses at, trace and described. */
 #define MODULE_CHECKPOINTS "ps.checkpoints"         /* at_exit */
 #define MODULE_COMPLETE "ps.prompt.complete"        /* tab */
 #define MODULE_COROUTINES "ps.core.coroutines"
 #define MODULE_FFI "ps.core.ffi"                    /* The program uses ffi, C and ctx. */
+#define MODULE_HABITS "ps.prompt.habits"            /* hinted */
 #define MODULE_LISTS "ps.core.lists"
 #define MODULE_LOCALS "ps.prompt.locals"            /* keep_at_error, environment */
 #define MODULE_PAUSE "ps.prompt.pause"              /* The program uses begin, finish and environment. */
@@ -19,6 +21,10 @@
 /* Pushes a module of the list above. If the module cannot be loaded, pushes nothing and returns false. The reason is
  * then printed on standard error, unless the program runs without its Lua files. */
 bool program_require(lua_State *L, const char *module);
+
+/* Appends a hint (lua/ps/prompt/habits.lua) to the message at the top of the stack, if there is one. text [n] is the
+ * text whose syntax is wrong, or NULL if the message names its file or is not about syntax. */
+void program_hint(lua_State *L, const char *text, size_t n);
 
 /* Sets whether the program runs with its Lua files. */
 void program_has_modules(bool has);

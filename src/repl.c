@@ -451,6 +451,9 @@ static int read_statement(struct repl *r)
         lua_pushvalue(L, 1);
         status = load_text(r);
         if (!is_incomplete(L, status, -1)) {
+            size_t n;
+            const char *text = lua_tolstring(L, 1, &n);
+            if (status) program_hint(L, text, n);
             lua_remove(L, 1);
             return status;
         }

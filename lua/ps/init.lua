@@ -9,6 +9,7 @@ local foreign = require "ps.core.foreign"
 local process = require "ps.core.process"
 local autocast = require "ps.core.autocast"
 local random = require "ps.core.random"
+require "ps.core.words"
 
 ---@class ps
 ---@field functional ps.functional also called F; loaded when it is first used

@@ -76,15 +76,58 @@ local function is_own_shown(file)
   return is_own("@" .. file) or gen or tail and is_own("@" .. paths.root .. "/" .. tail)
 end
 
---- Replaces a position in psluajit's files at the beginning of a message by the script's position. Returns other values
---- unchanged. Only handlers may call this, because the frames of the error must still exist.
+-- Calls fn with the names of an object's fields and methods. An object's metatable has __names.
+local function each_name(object, fn)
+  local fields, class = getmetatable(object).__names(object)
+  for name in pairs(fields) do fn(name) end
+  while type(class) == "table" do
+    for name in pairs(class) do fn(name) end
+    local meta = getmetatable(class)
+    class = meta and rawget(meta, "__index")
+  end
+end
+
+-- Returns a text that suggests a field or method of one of the objects in the script's innermost function, if that
+-- function used a name that none of them has: "; did you mean self.fc1?", or "".
+local function similar_field(message)
+  local way, name = message:match "^attempt to [%a ]- (%a+) '([%w_]+)' %(a nil value%)"
+  if way ~= "field" and way ~= "method" or message:find("; did you mean", 1, true) then return "" end
+  local level = 3
+  local info = debug.getinfo(level, "S")
+  while info and (info.what == "C" or is_own(info.source)) do
+    level = level + 1
+    info = debug.getinfo(level, "S")
+  end
+  if not info then return "" end
+  local found
+  for at = 1, 200 do
+    local variable, object = debug.getlocal(level, at)
+    if not variable then break end
+    local meta = type(object) == "table" and getmetatable(object)
+    local named = type(meta) == "table" and rawget(meta, "__names") and not rawequal(object, package.loaded.ps)
+    if named and not found then
+      local names = {}
+      each_name(object, function(known) if type(known) == "string" then names[#names + 1] = known end end)
+      table.sort(names)
+      local near = nearest.find(name, names)
+      found = near and ("; did you mean %s%s%s?"):format(variable, way == "method" and ":" or ".", near)
+    end
+  end
+  return found or ""
+end
+
+--- Replaces a position in psluajit's files at the beginning of a message by the script's position, and suggests a field
+--- for a misspelt one. Returns other values unchanged. Only handlers may call this, because the frames of the error
+--- must still exist.
 ---@param message any
 ---@return any
 function caller.at(message)
   if type(message) ~= "string" then return message end
   local file, text = message:match("^([^\n:]*):%d+: (.*)$")
   if not file then return message end
-  return is_own_shown(file) and position() .. text or message
+  if is_own_shown(file) then return position() .. text end
+  local ok, similar = pcall(similar_field, text)
+  return ok and message .. similar or message
 end
 
 --- function that shows a value as text, set by ps.pretty, which the program's handler loads before it calls `described`

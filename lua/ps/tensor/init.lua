@@ -596,6 +596,12 @@ foreign.home("t", function(name) return T[name] ~= nil end, function()
   return names
 end)
 M.exact = methods
+
+local function no_order()
+  error("a tensor is not a number, so < and > do not compare it: t:item() is the number of its only element, and "
+    .. "t:lt(x) and t:gt(x) compare its elements")
+end
+
 local mt = {
   __index = function(t, key)
     local method = methods[key]
@@ -619,6 +625,11 @@ local mt = {
     return a:remainder(b)
   end,
   __len = function(t) return t:size(0) end,
+  __lt = no_order, __le = no_order,
+  __concat = function()
+    error("a tensor is not a string, so .. does not join it: t:item() is the number of its only element, and "
+      .. "tostring(t) is its text")
+  end,
   __tostring = function(t) return require("ps.tensor.pretty").tensor(t) end,
 }
 ffi.metatype("ps_tensor", mt)
