@@ -24,6 +24,7 @@ static const struct { const char *name; int64_t size; } entries[] = {
     ENTRY(ps_loader_config, world_size)
     ENTRY(ps_loader_position, batch)
     ENTRY(ps_tok_ids, n)
+    ENTRY(ps_tok_lost, first)
     ENTRY(ps_tok_block, flags)
     ENTRY(ps_encoder_config, queue)
     ENTRY(ps_encoder_text, number)

@@ -761,8 +761,6 @@ enum { PS_TOK_SPECIAL = 1, PS_TOK_LSTRIP = 2, PS_TOK_RSTRIP = 4, PS_TOK_NORMALIZ
 int ps_tok_add(ps_tok *t, const char *token, int64_t nbytes, int64_t id, int flags);
 int ps_tok_ready(ps_tok *t);             /* completes the tokenizer. PS_EFORMAT: files or settings are missing */
 int64_t ps_tok_count(const ps_tok *t);                       /* 1 + the largest id */
-int64_t ps_tok_missing(const ps_tok *t);                     /* number of bytes for which there is neither a token
-                                                              * nor an unk token */
 int32_t ps_tok_find(const ps_tok *t, const char *token, int64_t nbytes);    /* id of a token as files spell it, or -1
                                                                              * if there is no such token */
 int ps_tok_name(const ps_tok *t, int64_t id, const char **token, int64_t *nbytes);   /* a token's text. PS_ERANGE: there
@@ -771,6 +769,17 @@ int ps_tok_name(const ps_tok *t, int64_t id, const char **token, int64_t *nbytes
  * the text is too long. PS_ERANGE: a pattern needs too many steps. */
 enum { PS_TOK_OFFSETS = 1, PS_TOK_PLAIN = 2 };
 int ps_tok_encode(ps_tok *t, const char *text, int64_t nbytes, int flags, ps_tok_ids *out);
+/* Characters that a vocabulary cannot spell, since it has neither a token for them nor an unknown token. The ids leave
+ * them out. */
+typedef struct ps_tok_lost {
+  int64_t characters;
+  int64_t places;                        /* number of runs of such characters within a word */
+  int64_t line;                          /* line of the first one in JSON lines, from 1; 0 in other texts */
+  int64_t example;                       /* number of the first one's example, for an encoder */
+  uint32_t first;                        /* the first one's code point */
+} ps_tok_lost;
+/* Copies to *out what ps_tok_encode and ps_tok_encode_block have left out since the last call. PS_EINVAL: NULL. */
+int ps_tok_take_lost(ps_tok *t, ps_tok_lost *out);
 /* Returns the text of ids, lent like ids. SKIP omits special tokens. BYTES returns the bytes unchanged; without it,
  * invalid UTF-8 becomes U+FFFD. PS_ERANGE: an id is not a token. */
 enum { PS_TOK_SKIP = 1, PS_TOK_BYTES = 2 };
@@ -862,6 +871,7 @@ int ps_encoder_put(ps_encoder *c, const ps_encoder_text *text);
 int64_t ps_encoder_drain(ps_encoder *c);
 int ps_encoder_finish(ps_encoder *c);    /* waits for all texts; errors of ps_encoder_put */
 int64_t ps_encoder_failed(const ps_encoder *c);              /* number of the example that failed, or -1 */
+int ps_encoder_lost(const ps_encoder *c, ps_tok_lost *out);  /* characters that the stored examples leave out */
 void ps_encoder_free(ps_encoder *c);
 
 /* The rows of an epoch. They depend only on the examples and the settings, not on batches and ranks. */

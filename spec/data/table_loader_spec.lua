@@ -3,6 +3,7 @@
 -- masks, and a position that another table's loader refuses.
 local ps = require "ps"
 local check = require "spec.check_lib"
+local ranks_lib = require "spec.ranks_lib"
 local tokens = require "spec.tokenizer_lib"
 local fails = check.fails
 
@@ -59,22 +60,51 @@ describe("a loader of a table", function()
     fails(function() loader(rows) end, "rows[2]: none of its 3 tokens are trained: every label is -100; remove the row")
   end)
 
-  it("prints a note for the first row with a byte that has no token, and none before", function()
+  it("counts the characters that the vocabulary cannot spell, and names the first row that has one", function()
     local vocab = tokens.vocab {}
     vocab[tokens.letters()[4]], vocab[tokens.letters()[0xc3]] = nil, nil
     local place = tokens.folder { ["vocab.json"] = vocab, ["merges.txt"] = tokens.merges_text {} }
     local poor
     local function said(text)
       return check.printed(function()
-        loader({ { text = "whole" }, { text = text } }, { tokenizer = poor, cache = false })
+        loader({ { text = "whole" }, { text = text }, { text = "a\5b" .. text } }, { tokenizer = poor, cache = false })
       end)
     end
     assert.equal("", check.printed(function() poor = ps.tokenizer.from_pretrained(place) end))
     assert.equal("", said "a\5b\226\130\172\n")
-    assert.equal(("%s/vocab.json: the vocabulary has no token for the byte 0x04, which occurs in rows[2]; the "
-      .. "ids leave such bytes out, and this is said once\n"):format(place), said "a\4b")
-    assert.equal("", said "a\4b")
+    for _ = 1, 2 do
+      assert.equal(("%s/vocab.json: 8 characters at 8 places cannot be spelled by this vocabulary and were left out "
+        .. "(first: U+0004 in rows[2])\n"):format(place), said "a\4b\4\195\169\4")
+    end
     tokens.remove(place)
+  end)
+
+  it("prints notes about all rows once, on rank 0", function()
+    if ranks_lib.no_gloo() then return pending(ranks_lib.no_gloo()) end
+    local vocab = tokens.vocab {}
+    vocab[tokens.letters()[4]] = nil
+    local place = tokens.folder { ["vocab.json"] = vocab, ["merges.txt"] = tokens.merges_text {} }
+    local base = ranks_lib.folder()
+    check.write(base .. "/rows.jsonl", '{"text": "a\\u0004b"}\n{"text"}\n{"text": "abc"}\n{"text": "\\u0004c"}\n')
+    local out = ranks_lib.run(base, 2, ranks_lib.begin(base) .. ([[
+      local tok = ps.tokenizer.from_pretrained(%q)
+      local rows = ps.data.table(folder .. "/rows.jsonl", { on_error = "skip" })
+      for _, stream in ipairs { false, true } do
+        local loader = ps.data.loader { table = rows, tokenizer = tok, batch = 1, seq = 8, cache = false,
+          stream = stream, drop_last = false, shuffle = false }
+        for _ in loader do end
+      end
+      print "done"
+    ]]):format(place))
+    local name = base .. "/rows.jsonl"
+    local note = ("%s/vocab.json: 2 characters at 2 places cannot be spelled by this vocabulary and were left out "
+      .. "(first: U+0004 in %s:1)\n"):format(place, name)
+    assert.equal("done\n", out[1].text)
+    local skipped = out[0].text:match "^[^\n]*\n"
+    assert.matches("skipped 1 of 4 rows", skipped, 1, true)
+    assert.equal(skipped .. note .. note .. "done\n", out[0].text)
+    tokens.remove(place)
+    ranks_lib.remove(base)
   end)
 
   it("accepts texts, and ids with labels", function()

@@ -274,32 +274,82 @@ describe("bench/tokenize.lua", function()
   end)
 end)
 
-describe("a vocabulary without some bytes", function()
-  it("gets one note, for the first text with such a byte", function()
+describe("a vocabulary that cannot spell some characters", function()
+  local function once(path, code, place)
+    return ("%s: the vocabulary cannot spell %s, which occurs in %s; the ids leave such characters out, and this is "
+      .. "said once\n"):format(path, code, place)
+  end
+  local function total(path, counts, first)
+    return ("%s: %s left out (first: %s)\n"):format(path, counts, first)
+  end
+  -- a BPE over characters that knows a, b and ab, and has no unknown token
+  local function characters(fields)
+    local model = { type = "BPE", vocab = { a = 0, b = 1, ab = 2 }, merges = { "a b" } }
+    for key, value in pairs(fields or {}) do model[key] = value end
+    local decoders = { { type = "Replace", pattern = { String = "\u{2581}" }, content = " " },
+      { type = "ByteFallback" }, { type = "Fuse" } }
+    return folder(lib.folder { ["tokenizer.json"] = json.encode { model = model,
+      decoder = { type = "Sequence", decoders = decoders } } })
+  end
+
+  it("gets one note, for the first text with such a character", function()
     local vocab = lib.vocab {}
     vocab[lib.letters()[0x1d]], vocab[lib.letters()[0xc3]], vocab[lib.letters()[0xff]] = nil, nil, nil
     local path, tok = folder(lib.folder { ["vocab.json"] = vocab, ["merges.txt"] = "#version: 0.2\n" }), nil
     local function made() tok = ps.tokenizer.from_pretrained(path) end
-    local function note(byte, place)
-      return ("%s/vocab.json: the vocabulary has no token for the byte 0x%s, which occurs in %s; the ids leave such "
-        .. "bytes out, and this is said once\n"):format(path, byte, place)
-    end
     assert.equal("", check_lib.printed(made))
     local function said(text) return check_lib.printed(tok.encode, tok, text) end
     assert.equal("", said "\255")
-    assert.equal(note("C3", "a text"), said "caf\195\169")
+    assert.equal(once(path .. "/vocab.json", "U+00E9", "a text"), said "caf\195\169")
     assert.equal("", said "caf\195\169")
     made()
-    assert.equal(note("1D", "a text"), said "a\29")
-    local file = path .. "/text.jsonl"
-    for _, text in ipairs { "a\\u001db", "a\\u001Db" } do
-      made()
-      check_lib.write(file, ('{"text": "%s"}\n'):format(text))
-      assert.equal(note("1D", file), check_lib.printed(tok.encode_file, tok, file, function() end, { field = "text" }))
+    assert.equal(once(path .. "/vocab.json", "U+001D", "a text"), said "a\29")
+  end)
+
+  it("keeps the ids of the package tokenizers, for words of any length", function()
+    local path = characters()
+    local tok = ps.tokenizer.from_pretrained(path)
+    assert.equal(once(path .. "/tokenizer.json", "U+4E2D", "a text"), check_lib.printed(function()
+      assert.same({ 2, 0, 2 }, tok:encode "ab\228\184\173axab")
+    end))
+    local unknown = ps.tokenizer.from_pretrained(characters { unk_token = "a" })
+    assert.equal("", check_lib.printed(function() assert.same({ 1, 0 }, unknown:encode "bx") end))
+  end)
+
+  it("counts them in data, and says so once at the end", function()
+    local path = characters()
+    local tok = ps.tokenizer.from_pretrained(path)
+    local name, file = path .. "/tokenizer.json", path .. "/text.txt"
+    local function said(text, options)
+      check_lib.write(file, text)
+      local ids = {}
+      local out = check_lib.printed(tok.encode_file, tok, file, function(list, n)
+        for i = 0, n - 1 do ids[#ids + 1] = list[i] end
+      end, options)
+      return out, #ids
     end
-    made()
-    check_lib.write(file, "a\\u001db")
-    assert.equal("", check_lib.printed(tok.encode_file, tok, file, function() end))
+    assert.same({ "", 2 }, { said "abab" })
+    local spell = "cannot be spelled by this vocabulary and %s"
+    -- each word counts each time, in the cache of words or not, whatever its length
+    for _, n in ipairs { 1, 20, 5000 } do
+      local text = ("ab"):rep(n) .. "xyz" .. ("ab"):rep(n) .. "\195\169"
+      local first = ("U+0078 in %s, byte %d"):format(file, 2 * n + 1)
+      assert.same({ total(name, "4 characters at 2 places " .. spell:format "were", first), 2 * n }, { said(text) })
+    end
+    local first = ("U+00E9 in %s, byte 2"):format(file)
+    assert.same({ total(name, "1 character at 1 place " .. spell:format "was", first), 1 }, { said "a\195\169" })
+    local lines = {}
+    for i = 1, 30000 do lines[i] = ('{"text": "%s"}\n'):format(i % 1000 == 7 and "ab\\u00e9x" or "abab") end
+    for _, how in ipairs { { threads = 1 }, { threads = 3 }, { threads = 2, block = 1000 } } do
+      how.field = "text"
+      first = ("U+00E9 in %s:7"):format(file)
+      assert.same({ total(name, "60 characters at 30 places " .. spell:format "were", first), 59970 },
+        { said(table.concat(lines), how) })
+    end
+    local shard = path .. "/shard.bin"
+    assert.equal(total(name, "2 characters at 2 places " .. spell:format "were", "U+0078 in a text"),
+      check_lib.printed(ps.data.encode_text, "axaxa", shard, tok))
+    assert.equal(3, ps.data.tokens(shard):count())
   end)
 end)
 

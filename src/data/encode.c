@@ -23,6 +23,7 @@ typedef struct job {
     int64_t n_message, n_role, n_trained, spans_room;
     int32_t whole, need;
     double weight;
+    ps_tok_lost lost;                   /* characters that its ids leave out */
     tok_ints ids, ends, labels;         /* ends: end of each id's bytes, exclusive */
     int rc;
     ps_error_kept error;
@@ -37,6 +38,7 @@ struct ps_encoder {
     int threads, started, ring;
     int64_t put, taken, stored;         /* numbers of texts that were put, taken and stored; job i % ring belongs to
                                          * text i */
+    ps_tok_lost lost;                   /* characters that the stored examples leave out */
     int64_t failed;                     /* number of the example that failed, or -1 */
     job *jobs;
     bool stop;
@@ -96,6 +98,7 @@ static int without_forged(const ps_encoder *c, tok_state *st, job *j)
     memcpy(ids, st->ids.at, n * sizeof *ids);
     memcpy(at, st->offsets.at, 2 * n * sizeof *at);
     j->ids.n = j->ends.n = 0;
+    st->lost = (ps_tok_lost){ 0 };
     int64_t from = 0;
     int rc = 0;
     for (size_t i = 0; i < n && rc == 0; i++) {
@@ -157,7 +160,9 @@ static int encode(const ps_encoder *c, tok_state *st, job *j)
 /* -- threads ------------------------------------------------------------------------------------------------------- */
 static void run(const ps_encoder *c, tok_state *st, job *j)
 {
+    st->lost = (ps_tok_lost){ 0 };
     j->rc = encode(c, st, j);
+    j->lost = st->lost, j->lost.example = j->number;
     if (j->rc < 0) ps_error_keep(&j->error);             /* the error message belongs to this thread */
 }
 
@@ -181,6 +186,15 @@ static void *work(void *arg)
     return NULL;
 }
 
+/* Adds the characters that an example leaves out. The first one is that of the first example in the table. */
+static void add_lost(ps_tok_lost *to, const ps_tok_lost *more)
+{
+    ps_tok_lost sum = *more;
+    bool earlier = to->characters && more->example < to->example;
+    tok_lost_add(earlier ? &sum : to, earlier ? to : more);
+    if (earlier) *to = sum;
+}
+
 /* Stores the oldest text's example. A text that failed remains the oldest one, so later calls return its error and not
  * that of a later text. */
 static int store(ps_encoder *c)
@@ -195,6 +209,7 @@ static int store(ps_encoder *c)
                               (int64_t)j->ids.n, j->weight);
     c->failed = rc < 0 ? j->number : -1;
     if (rc < 0) return rc;
+    if (j->lost.characters) add_lost(&c->lost, &j->lost);
     pthread_mutex_lock(&c->lock);
     j->state = FREE;
     c->stored++;
@@ -302,6 +317,14 @@ int ps_encoder_finish(ps_encoder *c)
 {
     PS_NEED(c);
     while (c->stored < c->put) PS_TRY(store(c));
+    return 0;
+}
+
+int ps_encoder_lost(const ps_encoder *c, ps_tok_lost *out)
+{
+    PS_NEED(c);
+    PS_NEED(out);
+    *out = c->lost;
     return 0;
 }
 

@@ -153,7 +153,10 @@ typedef struct tok_state {
     tok_bytes decoded;
     bool mapped;                    /* offsets were requested */
     bool continued;                 /* the text continues another one, so no blank precedes its first word */
+    ps_tok_lost lost;               /* characters that were left out */
 } tok_state;
+/* Adds the characters of a later text. */
+void tok_lost_add(ps_tok_lost *to, const ps_tok_lost *more);
 /* Appends the ids of a word to st->ids (and its offsets to st->offsets). */
 int tok_bpe_word(const ps_tok *t, tok_state *st, tok_span word);
 void tok_bpe_free(tok_bpe *b);

@@ -110,6 +110,7 @@ static int json_lines(part *p)
         if (rc == PS_EFORMAT) ps_error_prefix("a line must be an object whose '%s' is a string: ", p->block->field);
         if (rc == 0 && p->block->mark >= 0) rc = tok_ints_add(&p->state.ids, p->block->mark);
         if (rc == 0) rc = tok_encode(p->t, &p->state, j.text.at, j.text.n, p->block->flags);
+        if (p->state.lost.characters && !p->state.lost.line) p->state.lost.line = p->lines;
     }
     tok_bytes_free(&j.text);
     return rc;
@@ -161,8 +162,13 @@ static int run(ps_tok *t, ps_tok_block *block, part *parts, int n)
         else ps_error_prefix("%s: ", path);
         return p->rc;
     }
-    block->line = line;
     tok_ints *ids = &t->state.ids;
+    for (int i = 0; i < n; i++) {
+        ps_tok_lost *lost = &parts[i].state.lost;
+        if (lost->line) lost->line += block->line;      /* it was counted within the part */
+        tok_lost_add(&t->state.lost, lost);
+        block->line += parts[i].lines;
+    }
     for (int i = 0; i < n; i++) {
         PS_TRY(tok_ints_more(ids, parts[i].state.ids.n));
         if (parts[i].state.ids.n) memcpy(ids->at + ids->n, parts[i].state.ids.at,

@@ -22,6 +22,7 @@ typedef struct waiting { int32_t at, next; } waiting;
 
 struct tok_bpe {
     cached *cache;              /* [1 << CACHE_BITS] */
+    bool dropped;               /* a character of the word was omitted */
     int32_t room;               /* capacity of the four lists, in symbols of a long word */
     symbol *sym;
     int32_t *prev, *next;       /* -1: none */
@@ -48,7 +49,7 @@ static inline pair find(const tok_merges *m, int32_t a, int32_t b)
 /* -- a word's first symbols -------------------------------------------------------------------------------------- */
 /* Makes the symbols of a word whose tokens spell characters. A character without a token becomes the tokens of its
  * bytes, or the unknown token, or is omitted. An incomplete character is treated as bytes. */
-static int32_t begin_characters(const ps_tok *t, tok_span word, symbol *sym)
+static int32_t begin_characters(const ps_tok *t, tok_bpe *b, tok_span word, symbol *sym)
 {
     int32_t n = 0;
     bool after_unknown = false;
@@ -64,6 +65,7 @@ static int32_t begin_characters(const ps_tok *t, tok_span word, symbol *sym)
         if (unknown) id = t->unk;
         if (unknown && after_unknown && t->fuse_unk && id >= 0) sym[n - 1].to = to;
         else if (id >= 0) sym[n++] = (symbol){ id, (int32_t)i, to };
+        else if (unknown) b->dropped = true;
         after_unknown = unknown;
     }
     return n;
@@ -71,16 +73,42 @@ static int32_t begin_characters(const ps_tok *t, tok_span word, symbol *sym)
 
 /* Makes the symbols of a word and returns their number. `sym` has room for one symbol per byte. A byte without a
  * token becomes the unknown token, or is omitted. */
-static int32_t begin_word(const ps_tok *t, tok_span word, symbol *sym)
+static int32_t begin_word(const ps_tok *t, tok_bpe *b, tok_span word, symbol *sym)
 {
     int32_t n = 0;
-    if (!t->byte_level) return begin_characters(t, word, sym);
+    if (!t->byte_level) return begin_characters(t, b, word, sym);
     for (size_t i = 0; i < word.n; i++) {
         int32_t id = t->byte_id[word.s[i]];
         if (id < 0) id = t->unk;
         if (id >= 0) sym[n++] = (symbol){ id, (int32_t)i, (int32_t)i + 1 };
+        else b->dropped = true;
     }
     return n;
+}
+
+/* Returns whether the vocabulary has tokens for a character of `len` bytes, or for its bytes. */
+static bool can_spell(const ps_tok *t, const uint8_t *s, size_t len)
+{
+    if (!t->byte_level && tok_vocab_find(&t->vocab, s, len) >= 0) return true;
+    bool all = t->byte_level || t->byte_fallback;
+    for (size_t i = 0; all && i < len; i++) all = t->byte_id[s[i]] >= 0;
+    return all;
+}
+
+/* Counts the characters of a word that were omitted. Called only if there are any. */
+static void count_lost(const ps_tok *t, tok_state *st, tok_span word)
+{
+    ps_tok_lost lost = { 0 };
+    bool before = false;
+    for (size_t i = 0, len; i < word.n; i += len) {
+        int whole = ps_utf8(word.s + i, word.n - i);
+        len = whole ? (size_t)whole : 1;
+        bool has = can_spell(t, word.s + i, len);
+        if (!has && !lost.characters++) lost.first = whole ? tok_code_point(word.s + i, whole) : word.s[i];
+        lost.places += !has && !before;
+        before = !has;
+    }
+    tok_lost_add(&st->lost, &lost);
 }
 
 /* Appends a token's id, and the range of the original text that it covers, in whole characters. */
@@ -350,7 +378,7 @@ static int merge_part(const ps_tok *t, tok_bpe *b, tok_span word, size_t from, s
     bool is_short = part.n <= SHORT;
     if (!is_short) PS_TRY(room_for(b, &t->merges, part.n));
     symbol *sym = is_short ? few : b->sym;
-    int32_t n = begin_word(t, part, sym), shift = (int32_t)from;
+    int32_t n = begin_word(t, b, part, sym), shift = (int32_t)from;
     if (is_short) n = merge_short(&t->merges, sym, n);
     else {
         for (int32_t i = 0; i < n; i++) b->prev[i] = i - 1, b->next[i] = i + 1 < n ? i + 1 : -1;
@@ -455,7 +483,7 @@ static int new_bpe(tok_bpe **out)
 static int short_word(const ps_tok *t, tok_state *st, tok_span word, size_t *n_ids)
 {
     symbol sym[SHORT];
-    int32_t n = merge_short(&t->merges, sym, begin_word(t, word, sym));
+    int32_t n = merge_short(&t->merges, sym, begin_word(t, st->bpe, word, sym));
     for (int32_t i = 0; i < n; i++) PS_TRY(put(t, st, word, &sym[i]));
     *n_ids = (size_t)n;
     return 0;
@@ -482,8 +510,12 @@ int tok_bpe_word(const ps_tok *t, tok_state *st, tok_span word)
     if (!st->bpe) PS_TRY(new_bpe(&st->bpe));
     int32_t whole = t->whole_words ? find_word(t, word) : -1;
     if (whole >= 0) return put(t, st, word, &(symbol){ whole, 0, (int32_t)word.n });
-    if (word.n > SHORT) return long_word(t, st, word);
-    if (word.n > CACHED_BYTES || st->mapped) return short_word(t, st, word, &n_ids);
+    st->bpe->dropped = false;
+    if (word.n > CACHED_BYTES || st->mapped) {
+        PS_TRY(word.n > SHORT ? long_word(t, st, word) : short_word(t, st, word, &n_ids));
+        if (st->bpe->dropped) count_lost(t, st, word);
+        return 0;
+    }
     uint64_t key[2];
     key_of(word.s, word.n, key);
     uint64_t mixed = (key[0] ^ (key[1] + word.n) * 0xc4ceb9fe1a85ec53u) * 0x9e3779b97f4a7c15u;
@@ -495,6 +527,10 @@ int tok_bpe_word(const ps_tok *t, tok_state *st, tok_span word)
         return 0;
     }
     PS_TRY(short_word(t, st, word, &n_ids));
+    if (st->bpe->dropped) {                     /* not cached, so that it is counted each time */
+        count_lost(t, st, word);
+        return 0;
+    }
     if (n_ids > CACHED_IDS) return 0;
     *c = (cached){ { key[0], key[1] }, (uint8_t)word.n, (uint8_t)n_ids, { 0 } };
     memcpy(c->ids, st->ids.at + st->ids.n - n_ids, n_ids * sizeof *c->ids);

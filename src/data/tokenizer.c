@@ -302,13 +302,6 @@ int ps_tok_ready(ps_tok *t)
 /* -- what it holds ------------------------------------------------------------------------------------------------- */
 int64_t ps_tok_count(const ps_tok *t) { return t ? t->vocab.count : 0; }
 
-int64_t ps_tok_missing(const ps_tok *t)
-{
-    int64_t n = 0;
-    for (int byte = 0; t && t->byte_level && t->unk < 0 && byte < 256; byte++) n += t->byte_id[byte] < 0;
-    return n;
-}
-
 int32_t ps_tok_find(const ps_tok *t, const char *token, int64_t nbytes)
 {
     return t && token && nbytes >= 0 ? tok_vocab_find(&t->vocab, (const uint8_t *)token, (size_t)nbytes) : -1;
@@ -491,6 +484,22 @@ int ps_tok_encode(ps_tok *t, const char *text, int64_t nbytes, int flags, ps_tok
     st->ids.n = st->offsets.n = 0;
     PS_TRY(tok_encode(t, st, (const uint8_t *)text, (size_t)nbytes, flags));
     *out = (ps_tok_ids){ st->ids.at, st->mapped ? st->offsets.at : NULL, (int64_t)st->ids.n };
+    return 0;
+}
+
+void tok_lost_add(ps_tok_lost *to, const ps_tok_lost *more)
+{
+    int64_t characters = to->characters + more->characters, places = to->places + more->places;
+    if (!to->characters) *to = *more;
+    to->characters = characters, to->places = places;
+}
+
+int ps_tok_take_lost(ps_tok *t, ps_tok_lost *out)
+{
+    PS_NEED(t);
+    PS_NEED(out);
+    *out = t->state.lost;
+    t->state.lost = (ps_tok_lost){ 0 };
     return 0;
 }
 

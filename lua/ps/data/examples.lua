@@ -7,6 +7,8 @@ local array = require "ps.core.array"
 local caller = require "ps.core.caller"
 local chat = require "ps.chat"
 local formats = require "ps.data.formats"
+local lost = require "ps.core.lost"
+local note = require "ps.data.note"
 local scope = require "ps.core.scope"
 local unpacked = require "ps.data.unpacked"
 local IGNORED = require("ps.data.batch").IGNORED
@@ -87,7 +89,7 @@ local function encoder_of(tokenizer, handle, place, queue)
   local out = ffi.new("ps_encoder *[1]")
   check(C.ps_encoder_new(rawget(tokenizer, "handle"), handle, config, out))
   return setmetatable({ handle = free_later(out, C.ps_encoder_free), text = ffi.new "ps_encoder_text", place = place,
-    kept = {}, note_lost = rawget(tokenizer, "note_lost") }, Encoder)
+    kept = {}, name = rawget(tokenizer, "name") }, Encoder)
 end
 
 -- Raises the error of a failed C call. The error contains the file and line of the example that caused it.
@@ -116,7 +118,6 @@ end
 -- is nil, the whole text is trained.
 function Encoder:put(i, rendered, need, weight)
   local text = self.text
-  if self.note_lost then self.note_lost(rendered.text, self.place(i)) end
   self.kept = {}
   text.text, text.nbytes, text.weight, text.need = rendered.text, #rendered.text, weight, need
   text.number = i - 1
@@ -130,7 +131,14 @@ end
 
 function Encoder:wait() self:checked(C.ps_encoder_finish(self.handle)) end
 
-function Encoder:close() C.ps_encoder_free(ffi.gc(self.handle, nil)) end
+--- Ends the threads. If the vocabulary could not spell some characters, prints how many, on one rank, since all ranks
+--- encode all texts.
+function Encoder:close()
+  local found = ffi.new "ps_tok_lost"
+  check(C.ps_encoder_lost(self.handle, found))
+  C.ps_encoder_free(ffi.gc(self.handle, nil))
+  if found.characters > 0 then note(lost.total(self.name, found, self.place(tonumber(found.example) + 1))) end
+end
 
 -- -- rows -----------------------------------------------------------------------------------------------------------
 -- Sums of weights and their inverses are fp32.
@@ -405,8 +413,7 @@ function examples.of_table(rows, tokenizer, given)
       local ok, all = pcall(make, gather)
       if ok then return all end
       if path == "" then error(all, 0) end
-      io.stderr:write(("psluajit: %s\nThe tokens stay in memory, and the next run tokenizes again.\n"):format(
-        tostring(all)))
+      note(("psluajit: %s\nThe tokens stay in memory, and the next run tokenizes again.\n"):format(tostring(all)))
       path = ""                                            -- training continues, since all tokens are there
       return make(gather)
     end)

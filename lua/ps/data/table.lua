@@ -8,6 +8,7 @@ local native = require "ps.core.ffi"
 local caller = require "ps.core.caller"
 local files = require "ps.data.files"
 local lists = require "ps.core.lists"
+local note = require "ps.data.note"
 local permutation = require "ps.data.permutation"
 local scope = require "ps.core.scope"
 local bit = require "bit"
@@ -101,7 +102,7 @@ local function without_bad(node)
     end
   end
   if bad == 0 then return node end
-  io.stderr:write(("%s: skipped %d of %d rows; the first: %s\n"):format(node.name, bad, node.n, first))
+  note(("%s: skipped %d of %d rows; the first: %s\n"):format(node.name, bad, node.n, first))
   return { n = #kept, name = node.name, get = function(i) return node.get(kept[i]) end,
     text = node.text and function(i) return node.text(kept[i]) end, place = function(i) return node.place(kept[i]) end }
 end

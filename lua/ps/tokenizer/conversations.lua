@@ -6,6 +6,7 @@ local caller = require "ps.core.caller"
 local chat = require "ps.chat"
 local folder = require "ps.pretrained.folder"
 local lfs = require "lfs"
+local lost = require "ps.core.lost"
 local read_file = require "ps.core.read_file"
 local error = caller.error
 local C, check = native.C, native.check
@@ -82,8 +83,8 @@ local function append(self, text, first, last, flags, ids, bytes)
   local part = text:sub(first, last)
   if part == "" then return end
   local out = rawget(self, "out")
-  if self.note_lost then self.note_lost(part, "a conversation") end
   check(C.ps_tok_encode(self.handle, part, #part, C.PS_TOK_OFFSETS + flags, out))
+  if not self.told_lost then lost.tell(self, "a conversation") end
   for i = 0, tonumber(out.n) - 1 do
     ids[#ids + 1] = out.ids[i]
     bytes[#bytes + 1] = { first + out.offsets[2 * i], first + out.offsets[2 * i + 1] - 1 }

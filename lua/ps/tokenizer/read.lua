@@ -5,7 +5,6 @@ local native = require "ps.core.ffi"
 local caller = require "ps.core.caller"
 local classes = require "ps.tokenizer.classes"
 local description = require "ps.tokenizer.description"
-local lost = require "ps.tokenizer.lost"
 local object = require "ps.tokenizer.object"
 local pattern = require "ps.tokenizer.pattern"
 local array = require "ps.core.array"
@@ -199,7 +198,6 @@ local function finish(t, config, defaults, limits)
     t.type_ids = false
     for _, name in ipairs(inputs) do t.type_ids = t.type_ids or name == "token_type_ids" end
   end
-  t.note_lost = lost.notes(t.handle, t.path)
   return t
 end
 
@@ -322,7 +320,7 @@ end
 local RANKS = { encoding = "string", pattern = "string", special_tokens = "table" }
 
 --- Reads the files of a folder, or one file. Returns {handle, model, path, special, single, pair, type_ids,
---- padding_side, truncation_side, model_max_length, note_lost}.
+--- padding_side, truncation_side, model_max_length}.
 ---@param path string
 ---@param options? {encoding?: string, pattern?: string, special_tokens?: table<string, integer>} options for a
 --- .tiktoken file

@@ -5,9 +5,11 @@ local create = require "ps.tensor.create"
 local native = require "ps.core.ffi"
 local array = require "ps.core.array"
 local caller = require "ps.core.caller"
+local characters = require "ps.chat.characters"
 local classes = require "ps.tokenizer.classes"
 local copied = require "ps.core.copied"
 local ffi = require "ffi"
+local lost = require "ps.core.lost"
 local nearest = require "ps.core.nearest"
 local json = require "cjson"
 local read = require "ps.tokenizer.read"
@@ -91,7 +93,7 @@ function text.open(path, options)
     vocab_size = tonumber(C.ps_tok_count(made.handle)), out = ffi.new("ps_tok_ids"), bytes = ffi.new("const char *[1]"),
     nbytes = ffi.new("int64_t[1]"), around = { made.single or { { text = 1, kind = 0 } },
       made.pair or { { text = 1, kind = 0 }, { text = 2, kind = 1 } } },
-    plain = plain, note_lost = made.note_lost or false }, META)
+    plain = plain, lost = ffi.new "ps_tok_lost", told_lost = false }, META)
 end
 
 --- Writes the tokenizer's files to a folder for from_pretrained and transformers. They are copies of the source files,
@@ -114,8 +116,8 @@ for name, method in pairs(conversations) do Tokenizer[name] = method end
 
 -- Encodes a text. Returns {ids, offsets, n}, which are valid until the next call.
 local function run(self, one, flags)
-  if self.note_lost then self.note_lost(one) end
   check(C.ps_tok_encode(self.handle, one, #one, flags, self.out))
+  if not self.told_lost then lost.tell(self, "a text") end
   return self.out
 end
 
@@ -189,8 +191,24 @@ end
 ---@param one string
 function Tokenizer:append(writer, one)
   caller.typed(one, "string", "the text to tokenize")
-  local out = run(self, one, C.PS_TOK_PLAIN)
+  local out, found = self.out, self.lost
+  check(C.ps_tok_take_lost(self.handle, found))            -- of earlier texts
+  check(C.ps_tok_encode(self.handle, one, #one, C.PS_TOK_PLAIN, out))
+  check(C.ps_tok_take_lost(self.handle, found))
+  if found.characters > 0 then io.stderr:write(lost.total(rawget(self, "name"), found, "a text")) end
   check(C.ps_tokw_append(writer, out.ids, out.n))
+end
+
+-- Adds characters that a block leaves out to a sum. The first one's place is its line, or its byte if the block is text
+-- that begins at byte `from` of the file, or "" if a normalizer has changed the text.
+local function add_lost(all, found, whole, from)
+  if not all.first then
+    local at = whole and whole:find(characters.utf8(tonumber(found.first)), 1, true)
+    all.first = tonumber(found.first)
+    all.place = at and (", byte %d"):format(from + at) or not whole and (":%d"):format(tonumber(found.line)) or ""
+  end
+  all.characters = (all.characters or 0) + tonumber(found.characters)
+  all.places = (all.places or 0) + tonumber(found.places)
 end
 
 local FILE = { field = "string", mark = "whole|boolean", threads = "whole", block = "whole" }
@@ -216,6 +234,8 @@ function Tokenizer:encode_file(path, give, options)
   local block = ffi.new("ps_tok_block", { path = path, field = field, mark = options.mark or -1,
     threads = options.threads or 1, flags = C.PS_TOK_PLAIN })
   local total, rest, want = 0, "", size
+  local found, all = ffi.new "ps_tok_lost", {}
+  check(C.ps_tok_take_lost(self.handle, found))            -- of earlier texts
   local ok, problem = pcall(function()
     repeat
       local piece, unread = file:read(want)
@@ -223,14 +243,18 @@ function Tokenizer:encode_file(path, give, options)
       total = total + #(piece or "")
       local whole = rest .. (piece or "")
       block.last = piece and 0 or 1
-      if self.note_lost and piece then self.note_lost(piece, path, field ~= nil) end
       check(C.ps_tok_encode_block(self.handle, block, whole, #whole, self.out))
+      check(C.ps_tok_take_lost(self.handle, found))
+      if found.characters > 0 then
+        add_lost(all, found, found.line == 0 and whole, total - #whole)
+      end
       if self.out.n > 0 then give(self.out.ids, tonumber(self.out.n)) end
       local used = tonumber(block.used)
       rest, want = whole:sub(used + 1), used == 0 and 2 * want or size
     until not piece
   end)
   file:close()
+  if all.first then io.stderr:write(lost.total(rawget(self, "name"), all, path .. all.place)) end
   if not ok then error(problem, 0) end
   return total
 end

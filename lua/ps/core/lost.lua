@@ -1,0 +1,35 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Notes about characters that a vocabulary cannot spell: it has neither a token for them nor an unknown token, so the
+-- ids leave them out (src/data/tok_bpe.c). The package tokenizers leave them out, too, in silence.
+local native = require "ps.core.ffi"
+
+local lost = {}
+
+local function code_point(found) return ("U+%04X"):format(tonumber(found.first)) end
+
+local function count(n, what) return ("%d %s%s"):format(tonumber(n), what, n == 1 and "" or "s") end
+
+--- Returns the note about data that was tokenized, as a line.
+---@param path string the vocabulary's file or folder
+---@param found ffi.cdata*|table ps_tok_lost, or its fields, whose `characters` is not 0
+---@param place string where the first character is, such as "rows[2]"
+---@return string
+function lost.total(path, found, place)
+  return ("%s: %s at %s cannot be spelled by this vocabulary and %s left out (first: %s in %s)\n"):format(path,
+    count(found.characters, "character"), count(found.places, "place"), found.characters == 1 and "was" or "were",
+    code_point(found), place)
+end
+
+--- Prints a note if the last text of a tokenizer has such characters, once for each tokenizer.
+---@param tokenizer ps.TextTokenizer
+---@param place string where the text is from, such as "a conversation"
+function lost.tell(tokenizer, place)
+  local found = rawget(tokenizer, "lost")
+  native.check(native.C.ps_tok_take_lost(tokenizer.handle, found))
+  if found.characters == 0 then return end
+  rawset(tokenizer, "told_lost", true)
+  io.stderr:write(("%s: the vocabulary cannot spell %s, which occurs in %s; the ids leave such characters out, and "
+    .. "this is said once\n"):format(rawget(tokenizer, "name"), code_point(found), place))
+end
+
+return lost
