@@ -75,6 +75,20 @@ for name, make in pairs(makers) do
       fails(function() optimizer.param_groups = {} end, "change a group's settings")
     end)
 
+    it("are not written by names without an effect, and settings belong to groups", function()
+      local optimizer = make(3e-4, 3e-4)
+      fails(function() optimizer.learning_rate = 0 end, "optimizer.learning_rate does not exist; write optimizer.lr")
+      for key, setting in pairs { weight_decay = "weight_decay", wd = "weight_decay", betas = "betas", beta1 = "betas",
+        eps = "eps" } do
+        fails(function() optimizer[key] = 0 end, "optimizer." .. key, "write optimizer.param_groups[1]." .. setting)
+      end
+      fails(function() optimizer.param_groups[2].learning_rate = 0 end, "no setting 'learning_rate'; write lr")
+      optimizer.own, optimizer.param_groups[1].own = 3, 4
+      assert.same({ 3, 4 }, { optimizer.own, optimizer.param_groups[1].own })
+      assert.is_nil(optimizer.learning_rate)
+      near({ 3e-4, 3e-4 }, rates(optimizer))
+    end)
+
     it("follow set_lr together if they were equal, by their ratios to the optimizer's, or not at all", function()
       local optimizer = make(0.1, 0.1)
       optimizer:set_lr(0.05)

@@ -149,11 +149,23 @@ local function note_rates(list)
   for _, group in ipairs(list) do group.known_lr = group.lr end
 end
 
+-- Other names for settings. As fields of an optimizer or a group they would have no effect.
+local ALIAS = { learning_rate = "lr", rate = "lr", beta = "betas", beta1 = "betas", beta2 = "betas", epsilon = "eps",
+  wd = "weight_decay", decay = "weight_decay" }
+
+local GROUP = { __newindex = function(group, key, value)
+  if ALIAS[key] then error(("a group has no setting '%s'; write %s"):format(key, ALIAS[key])) end
+  rawset(group, key, value)
+end }
+
 --- Makes the groups' current rates their initial rates.
 ---@param optimizer {groups: table[]}
 ---@param given? number the optimizer's own rate, or nil if it was created without a rate
 function groups.begin_rates(optimizer, given)
-  for _, group in ipairs(optimizer.groups) do group.initial_lr = group.lr end
+  for _, group in ipairs(optimizer.groups) do
+    group.initial_lr = group.lr
+    if getmetatable(group) == nil then setmetatable(group, GROUP) end
+  end
   note_rates(optimizer.groups)
   optimizer.given_lr, optimizer.base_lr = given, base_of(optimizer.groups, given)
 end
@@ -232,6 +244,21 @@ local function read_lr(optimizer)
   error(("optimizer.lr: the groups have the rates %s; read optimizer.groups[i].lr"):format(text))
 end
 
+-- Raises an error for a setting that a script assigns to an optimizer instead of its groups.
+local function refuse_setting(optimizer, key)
+  local name = ALIAS[key] or key
+  if not types.OPTIMIZER[name] then return end
+  if name == "lr" then error(("optimizer.%s does not exist; write optimizer.lr"):format(key)) end
+  for number, group in ipairs(rawget(optimizer, "groups") or {}) do
+    for _, setting in ipairs(groups.settings(group)) do
+      if setting == name then
+        error(("optimizer.%s: each group has this setting; write optimizer.param_groups[%d].%s"):format(key, number,
+          name))
+      end
+    end
+  end
+end
+
 --- Sets __index and __newindex of optimizers. param_groups is PyTorch's name for groups; lr is the rate of all groups.
 ---@param methods table
 ---@param instance table the metatable to change
@@ -249,6 +276,7 @@ function groups.fields(methods, instance)
     if key == "param_groups" then
       error "optimizer.param_groups is the list of groups; change a group's settings, optimizer.param_groups[1].lr = 1"
     end
+    refuse_setting(self, key)
     rawset(self, key, value)
   end
   function instance.__names(self) return { param_groups = rawget(self, "groups") }, methods end
