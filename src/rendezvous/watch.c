@@ -578,9 +578,9 @@ static int reach(const ps_watch *w, const char *host, int port, double timeout_s
         bool late = ps_now() + AGAIN_S >= until;
         if (fd > 0 && (late || rc != PS_EIO)) return rc;
         if (late)
-            return ps_fail(PS_ETIME, "rank %d got no answer at %s port %d in %g s, where rank 0 watches the ranks; is "
-                           "that port, which the system chose, open between the machines?", w->rank, host, port,
-                           timeout_s);
+            return ps_fail(PS_ETIME, "rank %d, joining the other ranks: rank 0 does not answer at %s port %d, where it "
+                           "watches the ranks, in %g s; has it ended, or is that port, which the system chose, closed "
+                           "between the machines?", w->rank, host, port, timeout_s);
         poll(NULL, 0, (int)(AGAIN_S * 1e3));
     }
 }

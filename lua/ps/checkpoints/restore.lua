@@ -1,6 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- The reading half of ps.checkpoints: opens a checkpoint of either form, compares checksums (each rank a share of
 -- them), falls back to an earlier checkpoint if one is damaged, and loads the state into the parts.
+local caller = require "ps.core.caller"
 local create = require "ps.tensor.create"
 local dist = require "ps.dist"
 local handle = require "ps.nn.handle"
@@ -73,6 +74,7 @@ local function run_of(path)
     return opened
   end)
   if ok then return holder.run or "" end
+  if caller.is_interrupt(holder) then error(holder, 0) end
 end
 
 -- Compares this rank's share of the tensors with the checksums of these tensors.
@@ -90,10 +92,10 @@ local function verify(opened, group)
 end
 
 -- Opens one checkpoint and compares its checksums, on all ranks. Returns the checkpoint, or nil and the problem. If one
--- rank has a problem, all ranks get it. Lack of memory is raised as an error, since it does not mean that the
+-- rank has a problem, all ranks get it. Lack of memory and Ctrl-C are raised as errors, since they do not mean that the
 -- checkpoint is damaged. `run` is the run that the checkpoint must have, if given.
 local function open(path, group, options, run)
-  local opened, memory
+  local opened, undamaged
   local ok, problem = pcall(agree.run, group, function()
     local fine, why = pcall(function()
       opened = open_at(path, options)
@@ -102,12 +104,12 @@ local function open(path, group, options, run)
       end
       if options.verify then verify(opened, group) end
     end)
-    memory = not fine and type(why) == "table" and why.name == "ENOMEM"
+    undamaged = not fine and (type(why) == "table" and why.name == "ENOMEM" or caller.is_interrupt(why))
     if not fine then error(why, 0) end
   end)
   if ok then return opened end
   if opened then opened.tensors:close() end
-  for _, text in ipairs(agree.texts(group, memory and "memory" or "")) do
+  for _, text in ipairs(agree.texts(group, undamaged and "undamaged" or "")) do
     if text ~= "" then error(problem, 0) end
   end
   return nil, problem
@@ -382,6 +384,7 @@ function restore.info(path)
       opened.tensors:close()
       return { step = opened.state.step, extra = opened.state.extra, file = name }
     end
+    if caller.is_interrupt(opened) then error(opened, 0) end
     problem = problem or opened
   end
   error(problem or restore.why_none(path), 0)

@@ -358,6 +358,14 @@ function caller.more(call, params, value, at, hint)
     .. "keep only the first.)" or ""))
 end
 
+--- Returns whether an error that pcall caught is Ctrl-C (src/interrupt.c). Code that continues without a thing that it
+--- could not read raises this error again.
+---@param problem any
+---@return boolean
+function caller.is_interrupt(problem)
+  return type(problem) == "string" and problem:find("interrupted!", 1, true) ~= nil
+end
+
 --- Checks a list, whose keys must be 1, 2, ... Any other key is an error, because it would be ignored.
 ---@param value table
 ---@param what string name of the list in errors, such as "ps.zeros: the shape"
