@@ -202,12 +202,14 @@ describe("a folder of checkpoints", function()
   it("is found by name if `latest` is damaged, and not found without that file", function()
     local run = new()
     local after = saved(run, 2)
-    for _, text in ipairs { "step-0000\1\n", "", "step-00000007.safetensors\n" } do
+    for _, text in ipairs { "step-0000\1\n", "", "step-00000007.safetensors\n", "step-00000000.safetensors\n" }
+    do
       write(path("latest"), text)
       local from, told = said(function() return checkpoints.load(folder, run) end)
       assert.equal(2, from.step)
       assert.equal(after[2], values(run))
       assert.truthy(told:find("continuing from the checkpoint", 1, true), told)
+      assert.equal(not text:find "[07]%.", told:find("does not name a checkpoint", 1, true) ~= nil, told)
     end
     os.remove(path("latest"))
     assert.equal(nil, checkpoints.find(folder))

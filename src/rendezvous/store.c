@@ -40,6 +40,7 @@ typedef struct client {
     bool waits;                            /* for the key in `in`, or for all ranks */
     bool missed;                           /* its last wait ended without the key */
     bool done, told, gone;                 /* done: sent BYE or FAULT. told: got the fault. gone: to be closed */
+    bool no_memory;                        /* to be closed because there is no memory for its request or answer */
     double deadline;                       /* when its wait ends, or when it is closed as a stranger (ps_now) */
     ps_store_request request;
     uint32_t got;                          /* bytes of this request received so far */
@@ -96,7 +97,7 @@ static void answer(client *c, int status, const void *bytes, uint32_t nbytes)
     c->got = 0;
     c->out = ps_alloc(sizeof head + nbytes);
     if (!c->out) {
-        c->gone = true;
+        c->gone = c->no_memory = true;
         return;
     }
     memcpy(c->out, &head, sizeof head);
@@ -250,7 +251,7 @@ static bool next_body(client *c)
 {
     ps_free(c->in);
     c->in = ps_alloc(c->request.key_nbytes + c->request.value_nbytes + 1);
-    c->gone = !c->in;
+    c->gone = c->no_memory = !c->in;
     return c->in != NULL;
 }
 
@@ -376,7 +377,10 @@ static void sweep(ps_store_server *s)
         }
         *at = c->next;
         s->n_strangers -= c->rank < 0;
-        if (c->rank >= 0 && !c->done) {
+        if (c->no_memory) {
+            snprintf(text, sizeof text, "rank 0 has no memory for a request of rank %d to the store", c->rank);
+            set_fault(s, PS_ENOMEM, text);
+        } else if (c->rank >= 0 && !c->done) {
             snprintf(text, sizeof text, "rank %d ended while the group was made; its own output says why", c->rank);
             set_fault(s, PS_EIO, text);
         }

@@ -40,7 +40,8 @@ end
 -- The words of errors for the operations that ranks perform.
 local OPERATIONS = { "%l[%l_]+, call %d+ of rank", "stripe %d+, call %d+ of rank", "%l[%l ]+, call %d+:",
   "%(call %d+%)", "%l[%l_]+ %u of micro%-batch", "waiting [%d.]+ s for", "telling the other ranks",
-  "joining the other ranks", "connect to the others", "in forward", "in backward", "checkpoint", "found no rank 0 by" }
+  "joining the other ranks", "connecting to the watch", "connect to the others", "in forward", "in backward",
+  "checkpoint", "found no rank 0 by" }
 
 local function has_any(text, patterns)
   for _, pattern in ipairs(patterns) do

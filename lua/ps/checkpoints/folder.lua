@@ -131,8 +131,13 @@ function folder.candidates(path)
   local all, names, problem = list(path), {}, nil
   if not latest then return names end
   local newest = step_of(latest)
+  local any = false                                        -- whether there is a checkpoint that `latest` allows
+  for _, entry in ipairs(all) do any = any or newest and entry.step <= newest end
   if not newest then
     problem = ("%s/latest does not name a checkpoint"):format(path)
+  elseif all[1] and not any then
+    problem, newest = ("%s/latest names %s, which does not exist, and there is no earlier checkpoint"):format(path,
+      latest), nil
   else
     names[1] = latest
   end

@@ -176,6 +176,7 @@ local function open_first(path, parts, group)
   for i, name in ipairs(names) do
     local opened, why = open(name, group, options, i > 1 and run or nil)
     if opened then
+      if problem then say(problem) end
       if #skipped > 0 or problem then say("continuing from the checkpoint " .. name) end
       return opened, skipped
     end
