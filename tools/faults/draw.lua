@@ -328,7 +328,7 @@ function draw.job(seed, options)
   local memory = r.pick { "chunk", "plain", "disk", "disk" }
   if memory == "plain" and ranks == 1 then config.memory = "plain" end
   if memory == "disk" then
-    config.memory = { host = r.pick { "560KiB", "700KiB" }, disk = { limit = "4MiB", checksums = true } }
+    config.memory = { host = r.pick { "580KiB", "700KiB" }, disk = { limit = "4MiB", checksums = true } }
     config.chunk_size = r.pick { 2048, 4096 }
     config.eviction = r.pick { "plan", "lru" }
     job.disk_threads = r.pick { 0, 1, 1, 2 }               -- 0: io_uring
