@@ -192,7 +192,7 @@ F.embedding(ps.tensor({9},{dtype="int32"}), x)
 F.embedding({1,2}, x)
 F.cross_entropy()
 F.cross_entropy(x)
-F.cross_entropy(x, x)
+F.cross_entropy(x, x:sum(-1))
 F.cross_entropy(x, {1,2})
 F.cross_entropy(x, ps.tensor({9,9},{dtype="int32"}))
 F.cross_entropy(x, ps.tensor({1,1},{dtype="int32"}), "a")
@@ -427,7 +427,7 @@ ps.softmax() | ps.softmax | a tensor
 x:masked_select(3) | masked_select | the mask | a tensor
 x:index_select(0, {1}) | index_select | index | a tensor
 x:masked_fill(x:gt(0), "a") | masked_fill | value | a number
-x[0] = "a" | copy_ | a string | a tensor
+x[0] = "a" | t[key] = value | a string | a tensor
 x:set_grad(3) | set_grad | a tensor
 nn.Parameter() | nn.Parameter | a tensor
 nn.Parameter(3) | nn.Parameter | a tensor

@@ -100,8 +100,8 @@ local function read_away(t, edge)
   local numbers = {}
   local function one(element)
     local x = element:item()
-    numbers[#numbers + 1] = type(x) == "number" and math.abs(x) >= WHOLE and element.dtype_ == C.PS_I64
-      and exact(element) or x
+    if type(x) == "boolean" then x = x and 1 or 0 end
+    numbers[#numbers + 1] = math.abs(x) >= WHOLE and element.dtype_ == C.PS_I64 and exact(element) or x
   end
   local function take(part)
     local host = part:to("cpu")
