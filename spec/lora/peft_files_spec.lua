@@ -171,7 +171,7 @@ describe("an adapter that does not fit", function()
     rewrite("a", function(t) t[name] = nil end)
     local m = ps.from_pretrained(at "base", { quiet = true })
     local before = output(m)
-    fails(function() ps.lora.load(m, at "a") end, "lacks 1 tensors", name)
+    fails(function() ps.lora.load(m, at "a") end, "lacks 1 tensor", name)
     assert.is_nil(m.set_adapter)
     assert.equal(0, far(before, output(m)))
     for own, p in m:named_parameters() do
