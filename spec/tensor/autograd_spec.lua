@@ -225,7 +225,7 @@ describe("recording", function()
     local x = leaf { 1, 2 }
     fails(function() x:add_(1) end, "in place", "no_grad")
     fails(function() x[0] = 1 end, "in place")
-    fails(function() local y = x * 2; y:zero_() end, "fill_", "in place")
+    fails(function() local y = x * 2; y:zero_() end, "zero_", "in place")
     fails(function() tensor({ 0, 0 }):copy_(x) end, "copy_", "its source needs")
     ps.no_grad(function() x:add_(1) end)
     assert.same({ 2, 3 }, x:tolist())
