@@ -144,6 +144,23 @@ describe("a surplus argument is an error", function()
   end)
 end)
 
+describe("a method without its self", function()
+  it("is an error, for each method of tensors and of schedules", function()
+    local names = 0
+    for name, method in pairs(require("ps.tensor").methods()) do
+      local x = ps.ones { 2, 2 }
+      if type(method) == "function" and not name:find "^_" then
+        assert.False(pcall(x[name]), name)
+        names = names + 1
+      end
+    end
+    assert.truthy(names > 200)
+    fails(function() ps.ones({ 2 }).detach() end, "t:detach is a method, which is called with a colon")
+    local schedule = ps.sched.StepLR(ps.optim.SGD(nn.Linear(2, 2), { lr = 1 }), 2)
+    fails(function() schedule.step() end, "schedule:step is a method")
+  end)
+end)
+
 describe("arguments of PyTorch's", function()
   local a, b, m = ps.tensor { 5, 7 }, ps.tensor { 2, 2 }, ps.tensor { { 1, 9 }, { 5, 2 }, { 3, 4 } }
   -- Expected values from PyTorch 2.15.
@@ -174,6 +191,10 @@ describe("arguments of PyTorch's", function()
     fails(function() m:softmax(1, "fp64") end, "t:softmax(d) has no second argument; it was given 'fp64'")
     fails(function() m:squeeze(0, 1) end, "t:squeeze(dims) has no second argument; it was given 1")
     fails(function() nn.clip_grad_norm({ a }, 1, 1) end, "it was given 1")
+    fails(function() nn.clip_grad_norm({ w = a }, 1) end, "the list of parameters has 'w' among its values")
+    fails(function() nn.clip_grad_norm(ps.optim.SGD({ m:requires_grad_(true) }, { lr = 1 }), 1) end, "among its values")
+    fails(function() nn.clip_grad_value({ w = a }, 1) end, "the list of parameters has 'w' among its values")
+    fails(function() nn.clip_grad_norm({ a }, 0 / 0) end, "max_norm is NaN")
     fails(function() F.relu(m:max(1)) end, "it was given a tensor", "parentheses around it keep only the first")
     fails(function() ps.randn({ 2 }, {}, 3) end, "ps.randn(shape, options) has no third argument; it was given 3")
     fails(function() m:reshape({ 6 }, 1) end, "reshape: pass the numbers as one list")

@@ -24,19 +24,22 @@ local NONE = { set_to_none = "boolean" }
 local EXTRA = 3                                            -- number of surplus arguments that are checked
 
 -- Returns the code of a wrapper for n parameters. They have names, because `...` would add a trace. Each wrapper has
--- its own code, so that LuaJIT compiles a trace for each function.
-local codes = {}
-local function code(n)
-  if codes[n] then return codes[n] end
+-- its own code, so that LuaJIT compiles a trace for each function. The wrapper of a method refuses a call without self.
+local codes = { [true] = {}, [false] = {} }
+local function code(n, method)
+  local made = codes[method]
+  if made[n] then return made[n] end
   local own, all, any = {}, {}, {}
   for i = 1, n + EXTRA do
     all[i] = "a" .. i
     if i <= n then own[i] = all[i] else any[#any + 1] = all[i] .. " ~= nil" end
   end
-  local text = ("local fn, refuse = ... return function(%s) if %s then refuse(%s) end return fn(%s) end"):format(
-    table.concat(all, ", "), table.concat(any, " or "), table.concat(all, ", ", n + 1), table.concat(own, ", "))
-  codes[n] = string.dump(loadstring(text, debug.getinfo(1, "S").source))
-  return codes[n]
+  local self = method and "if a1 == nil then alone() end " or ""
+  local text = ("local fn, refuse, alone = ... return function(%s) if %s then refuse(%s) end %sreturn fn(%s) end")
+    :format(table.concat(all, ", "), table.concat(any, " or "), table.concat(all, ", ", n + 1), self,
+    table.concat(own, ", "))
+  made[n] = string.dump(loadstring(text, debug.getinfo(1, "S").source))
+  return made[n]
 end
 
 --- Wraps fn so that an argument after its last parameter raises an error. Returns functions with `...` and C functions
@@ -56,7 +59,10 @@ function exact.of(fn, call, method)
       if value ~= nil then caller.more(call, parameters(fn, 1 + skip), value, takes + i - skip) end
     end
   end
-  local wrapper = loadstring(code(takes))(fn, refuse)
+  local function alone()
+    caller.error(("%s is a method, which is called with a colon: write %s(...), not with a dot"):format(call, call))
+  end
+  local wrapper = loadstring(code(takes, method == true))(fn, refuse, alone)
   inner[wrapper] = fn
   return wrapper
 end

@@ -81,12 +81,14 @@ function norms.clip_grad_norm(params, max_norm)
   if type(params) ~= "table" then
     error(("nn.clip_grad_norm takes a module or a list of parameters, not a %s"):format(type(params)))
   end
+  caller.list(params, "nn.clip_grad_norm: the list of parameters")
   for i, p in ipairs(params) do
     if not scope.is_tensor(p) then
       error(("nn.clip_grad_norm: item %d of the parameters is a %s, not a tensor"):format(i, type(p)))
     end
   end
   caller.typed(max_norm, "number", "nn.clip_grad_norm: max_norm")
+  if max_norm ~= max_norm then error "nn.clip_grad_norm: max_norm is NaN" end
   local norm = hooks.ask("clip", params, max_norm)
   if norm then return norm end
   local grads = {}
@@ -107,8 +109,10 @@ end
 function norms.clip_grad_value(params, clip_value)
   local call = "nn.clip_grad_value"
   caller.typed(clip_value, "number", call .. ": clip_value")
+  if clip_value ~= clip_value then error(call .. ": clip_value is NaN") end
   if nn_module.is_module(params) or handle.of(params) then params = params:parameters() end
-  for i, p in ipairs(caller.typed(params, "table", call .. ": the parameters")) do
+  for i, p in ipairs(caller.list(caller.typed(params, "table", call .. ": the parameters"), call
+    .. ": the list of parameters")) do
     if not scope.is_tensor(p) then
       error(("%s: item %d of the parameters is a %s, not a tensor"):format(call, i, type(p)))
     end
