@@ -377,12 +377,10 @@ static void sweep(ps_store_server *s)
         }
         *at = c->next;
         s->n_strangers -= c->rank < 0;
-        if (c->no_memory) {
-            snprintf(text, sizeof text, "rank 0 has no memory for a request of rank %d to the store", c->rank);
-            set_fault(s, PS_ENOMEM, text);
-        } else if (c->rank >= 0 && !c->done) {
-            snprintf(text, sizeof text, "rank %d ended while the group was made; its own output says why", c->rank);
-            set_fault(s, PS_EIO, text);
+        if (c->rank >= 0 && !c->done) {
+            snprintf(text, sizeof text, c->no_memory ? "rank 0 has no memory for a request of rank %d to the store" :
+                     "rank %d ended while the group was made; its own output says why", c->rank);
+            set_fault(s, c->no_memory ? PS_ENOMEM : PS_EIO, text);
         }
         hang_up(c);
     }

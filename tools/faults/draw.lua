@@ -254,8 +254,8 @@ local KINDS = {
   end, unreadable = true, causes = { WORDS.EMFILE, WORDS.EACCES, WORDS.EROFS } },
   { "memory", make = function(w) return at(w, { "alloc" }, "ENOMEM", w.r.pick { 1, 2, 3, 1000000 }) end,
     unreadable = true,
-    causes = { "no memory for [%d.]+ %a+", "no memory for a request",
-      "not enough memory", "Cannot allocate memory", "memory limit" } },
+    causes = { "no memory for [%d.]+ %a+", "no memory for a request", "not enough memory", "Cannot allocate memory",
+      "memory limit" } },
   { "flip", weight = 3, make = function(w)
     local action = ("flip:%d"):format(w.r.int(0, 2 ^ 24))
     return w.r.chance(0.5) and at(w, { "read" }, action, nil, "^chunk$") or at(w, { "read", "map" }, action)

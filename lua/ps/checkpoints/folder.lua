@@ -120,8 +120,8 @@ function folder.set_latest(path, name, run)
 end
 
 --- Returns the checkpoints to try, in order: the latest, then earlier ones. Checkpoints of later steps belong to
---- another run. If the file `latest` is missing, there are none. If it is damaged, all checkpoints are returned, and
---- `problem` describes the damage.
+--- another run. If the file `latest` is missing, there are none. If it is damaged, or names a checkpoint that does not
+--- exist and there is no earlier one, all checkpoints are returned, and `problem` describes the damage.
 ---@param path string
 ---@return string[] names
 ---@return string? problem
@@ -131,11 +131,9 @@ function folder.candidates(path)
   local all, names, problem = list(path), {}, nil
   if not latest then return names end
   local newest = step_of(latest)
-  local any = false                                        -- whether there is a checkpoint that `latest` allows
-  for _, entry in ipairs(all) do any = any or newest and entry.step <= newest end
   if not newest then
     problem = ("%s/latest does not name a checkpoint"):format(path)
-  elseif all[1] and not any then
+  elseif all[1] and all[#all].step > newest then
     problem, newest = ("%s/latest names %s, which does not exist, and there is no earlier checkpoint"):format(path,
       latest), nil
   else

@@ -358,8 +358,8 @@ function caller.more(call, params, value, at, hint)
     .. "keep only the first.)" or ""))
 end
 
---- Returns whether an error that pcall caught is Ctrl-C (src/interrupt.c). Code that continues without a thing that it
---- could not read raises this error again.
+--- Returns whether an error that pcall caught is Ctrl-C (src/interrupt.c). Code that continues after a failed read must
+--- raise this error again.
 ---@param problem any
 ---@return boolean
 function caller.is_interrupt(problem)
@@ -371,7 +371,7 @@ end
 ---@param what string name of the list in errors, such as "ps.zeros: the shape"
 ---@return table value
 function caller.list(value, what)
-  local key = keys_of.stray(value)
+  local key = keys_of.stray(caller.typed(value, "table", what))
   if key == nil then return value end
   local name = type(key) == "string" and ("'%s'"):format(key) or ("[%s]"):format(tostring(key))
   raise(("%s has %s among its values, whose keys are 1, 2, ...; pass options as a separate table after it"):format(what,

@@ -1,13 +1,12 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Notes about characters that a vocabulary cannot spell: it has neither a token for them nor an unknown token, so the
 -- ids leave them out (src/data/tok_bpe.c). The package tokenizers leave them out, too, in silence.
+local caller = require "ps.core.caller"
 local native = require "ps.core.ffi"
 
 local lost = {}
 
 local function code_point(found) return ("U+%04X"):format(tonumber(found.first)) end
-
-local function count(n, what) return ("%d %s%s"):format(tonumber(n), what, n == 1 and "" or "s") end
 
 --- Returns the note about data that was tokenized, as a line.
 ---@param path string the vocabulary's file or folder
@@ -15,8 +14,9 @@ local function count(n, what) return ("%d %s%s"):format(tonumber(n), what, n == 
 ---@param place string where the first character is, such as "rows[2]"
 ---@return string
 function lost.total(path, found, place)
+  local characters, places = tonumber(found.characters), tonumber(found.places)
   return ("%s: %s at %s cannot be spelled by this vocabulary and %s left out (first: %s in %s)\n"):format(path,
-    count(found.characters, "character"), count(found.places, "place"), found.characters == 1 and "was" or "were",
+    caller.counted(characters, "character"), caller.counted(places, "place"), characters == 1 and "was" or "were",
     code_point(found), place)
 end
 

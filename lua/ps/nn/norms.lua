@@ -111,8 +111,7 @@ function norms.clip_grad_value(params, clip_value)
   caller.typed(clip_value, "number", call .. ": clip_value")
   if clip_value ~= clip_value then error(call .. ": clip_value is NaN") end
   if nn_module.is_module(params) or handle.of(params) then params = params:parameters() end
-  for i, p in ipairs(caller.list(caller.typed(params, "table", call .. ": the parameters"), call
-    .. ": the list of parameters")) do
+  for i, p in ipairs(caller.list(params, call .. ": the list of parameters")) do
     if not scope.is_tensor(p) then
       error(("%s: item %d of the parameters is a %s, not a tensor"):format(call, i, type(p)))
     end

@@ -126,15 +126,21 @@ end
 
 local told_zero = setmetatable({}, { __mode = "k" })        -- whether the note was printed, by list of groups
 
+--- Returns whether this process prints the notes on an optimizer.
+---@param optimizer {engine?: ps.Engine}
+---@return boolean
+function groups.prints(optimizer)
+  local world, engine = mesh.group "world", optimizer.engine
+  return not (world and world:rank() > 0 or engine and engine.quiet)
+end
+
 --- Prints a note at the first step if all rates are 0, were 0 from the start, and have no schedule.
----@param optimizer {groups: table[]}
----@param quiet? boolean
-function groups.tell_zero(optimizer, quiet)
+---@param optimizer {groups: table[], engine?: ps.Engine}
+function groups.tell_zero(optimizer)
   if told_zero[optimizer.groups] then return end
   told_zero[optimizer.groups] = true
   for _, group in ipairs(optimizer.groups) do if group.lr ~= 0 or group.initial_lr ~= 0 then return end end
-  local world = mesh.group "world"
-  if quiet or world and world:rank() > 0 then return end
+  if not groups.prints(optimizer) then return end
   io.stderr:write(("psluajit: %s: the learning rate (lr) is 0%s, so steps change no parameter until a script or a "
     .. "schedule sets another rate\n"):format(optimizer.groups[1].kind,
     #optimizer.groups > 1 and " in all groups" or ""))

@@ -1,8 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- PyTorch's schedules, under its names (ps.optim.sched). Each computes a group's rate from its initial rate, except
--- ReduceLROnPlateau, which changes the current rates after evaluations. As in PyTorch, some also go on from a rate that
--- the script or another schedule set (`follow`), so that they can be chained. last_epoch = n: the schedule starts after
--- n + 1 steps (default -1: at its start).
+-- ReduceLROnPlateau, which changes the current rates after evaluations. As in PyTorch, some also continue from a rate
+-- that the script or another schedule set (`follow`), so that they can be chained. last_epoch = n: the schedule starts
+-- after n + 1 steps (default -1: at its start).
 local caller = require "ps.core.caller"
 local optim_groups = require "ps.optim.groups"
 local schedule = require "ps.optim.schedule"

@@ -3,7 +3,6 @@
 -- and a schedule's state. ps.optim.sched has the schedules.
 local caller = require "ps.core.caller"
 local exact = require "ps.core.exact"
-local mesh = require "ps.dist.mesh"
 local optim_groups = require "ps.optim.groups"
 local scope = require "ps.core.scope"
 local error = caller.error
@@ -46,14 +45,19 @@ local function set_momentum(group, value, beta2)
   if group.betas then group.betas = { value, beta2 or group.betas[2] } else group.momentum = value end
 end
 
+-- Returns a group's rate of step `count`, without changes by others. group: nil if the optimizer has no groups.
+local function rate_at(self, count, group, number)
+  if self.how == OWN then return self.rate(count, group.initial_lr, number) end
+  local value = self.rate(count)
+  return self.how == SHARE and group.initial_lr * value or value
+end
+
 -- Returns the rate of a group's next step.
 local function next_rate(self, group, number)
   local lr = self.follows[number] and self.follow(self.count, group.lr, group.initial_lr, number)
   if lr then return lr end
   self.follows[number] = nil
-  if self.how == OWN then return self.rate(self.count, group.initial_lr, number) end
-  local value = self.rate(self.count)
-  return self.how == ALIKE and value or group.initial_lr * value
+  return rate_at(self, self.count, group, number)
 end
 
 -- Records the rates that the schedule set, so that changes by others can be detected.
@@ -82,12 +86,6 @@ local function apply(self, loaded)
   for _, group in ipairs(self.optimizer.groups or {}) do set_momentum(group, beta1, self.beta2) end
 end
 
--- Returns whether this process prints the notes on an optimizer.
-local function prints(optimizer)
-  local world, engine = mesh.group "world", optimizer.engine
-  return not (world and world:rank() > 0 or engine and engine.quiet)
-end
-
 -- Finds the rates that a script or another schedule changed since this schedule set them. As in PyTorch, a schedule
 -- with `follow` computes its next rates from them, and another schedule replaces them, of which a note is printed once.
 local function find_changes(self)
@@ -96,7 +94,7 @@ local function find_changes(self)
     local set = self.rates[number]
     if set and group.lr ~= set then
       if self.follow then self.follows[number] = true
-      elseif not self.told and prints(self.optimizer) then
+      elseif not self.told and optim_groups.prints(self.optimizer) then
         self.told = true
         io.stderr:write(("psluajit: sched.%s computes each rate from the number of steps, so it replaces the rate "
           .. "%.6g, which the script or another schedule set, at every step; sched.SequentialLR runs one schedule "
@@ -111,7 +109,7 @@ local told = setmetatable({}, { __mode = "k" })
 -- Prints once, on the first rank, how the schedule sets the rates of groups with different initial rates.
 local function tell_groups(name, optimizer, how)
   local text, alike = optim_groups.rates(optimizer.groups, "initial_lr")
-  if alike or told[optimizer] or not prints(optimizer) then return end
+  if alike or told[optimizer] or not optim_groups.prints(optimizer) then return end
   told[optimizer] = true
   local what = "keeps the ratios of the rates of %d groups: %s"
   if how == ALIKE then what = "sets one rate for all %d groups and replaces their own rates (%s)"
@@ -159,7 +157,7 @@ end
 ---  factor on each group's rate
 ---@param how? string ALIKE, SHARE, OWN or HELD
 ---@param more? {beta1?: fun(count: integer): number, beta2?: number, total?: integer, follow?: ps.Follow} beta1 and
----  beta2 are Adam's; beta1 is SGD's momentum; follow is of the schedules that go on from changed rates
+---  beta2 are Adam's; beta1 is SGD's momentum; schedules that continue from changed rates have `follow`
 ---@return ps.Schedule
 function schedule.build(name, options, rate, how, more)
   more = more or {}
@@ -197,19 +195,13 @@ end
 ---@return number
 function Schedule:lr(count)
   if self.how == HELD then return self:get_last_lr()[1] end
-  if self.how == OWN then
-    local group = (self.optimizer.groups or {})[1]
-    if self.follows[1] then
-      local lr = group.lr
-      for at = self.count + 1, count or self.count do
-        lr = self.follow(at, lr, group.initial_lr, 1) or self.rate(at, group.initial_lr, 1)
-      end
-      return lr
-    end
-    return self.rate(count or self.count, group and group.initial_lr or self.optimizer.lr, 1)
+  local group = (self.optimizer.groups or {})[1]
+  if not self.follows[1] then return rate_at(self, count or self.count, group, 1) end
+  local lr = group.lr
+  for at = self.count + 1, count or self.count do
+    lr = self.follow(at, lr, group.initial_lr, 1) or rate_at(self, at, group, 1)
   end
-  local value = self.rate(count or self.count)
-  return self.how == SHARE and self.optimizer.groups[1].initial_lr * value or value
+  return lr
 end
 
 --- Returns the rates of the optimizer's groups for its next step as a list, like PyTorch's get_last_lr.
@@ -273,7 +265,7 @@ local function tell_change(self, state)
   local same = state.name == self.name
   for key, value in pairs(same and state.options or {}) do same = same and self.options[key] == value end
   for key in pairs(same and state.options and self.options or {}) do same = same and state.options[key] ~= nil end
-  if same or not prints(self.optimizer) then return end
+  if same or not optim_groups.prints(self.optimizer) then return end
   io.stderr:write(("psluajit: the saved schedule is %s, and this run's is %s: it continues at its step %d, with the "
     .. "rate %.6g\n"):format(described(state.name, state.options or {}), described(self.name, self.options), self.count,
     self:lr()))
@@ -291,10 +283,10 @@ function Schedule:load_state_dict(state)
   self.count = caller.whole(state.count, "schedule:load_state_dict: count", 0)
   local same = state.name == self.name
   local follows = same and self.follow and state.follows or {}
-  caller.list(caller.typed(follows, "table", "schedule:load_state_dict: follows"), "schedule:load_state_dict: follows")
+  caller.list(follows, "schedule:load_state_dict: follows")
   for _, key in ipairs(same and self.kept or {}) do self[key] = tonumber(state[key]) end
   local parts = same and self.parts and state.schedulers or {}
-  caller.typed(parts, "table", "schedule:load_state_dict: schedulers")
+  caller.list(parts, "schedule:load_state_dict: schedulers")
   if self.parts and #parts ~= #self.parts and same then
     error(("schedule:load_state_dict: the state is of %d chained schedules, but this schedule chains %d"):format(#parts,
       #self.parts))

@@ -174,7 +174,7 @@ function T:quantile(q, options)
   caller.one_of(how, BETWEEN, "quantile: interpolation")
   local list = is_tensor(q) and q:tolist() or q
   local one = type(list) == "number"
-  list = one and { list } or caller.list(caller.typed(list, "table", "quantile: q"), "quantile: q")
+  list = one and { list } or caller.list(list, "quantile: q")
   local x, d = floats(self, call), options.dim
   if d == nil then x, d = self:reshape(-1), 0 else d = dim_index(self, d) end
   local n = x:size(d)

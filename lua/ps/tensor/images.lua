@@ -336,7 +336,7 @@ end
 ---@return ps.Tensor
 function F.pad(x, pad, mode, value)
   if caller.tensor(x, "F.pad", "the input") == nil then error("F.pad: no input was given") end
-  caller.list(caller.typed(pad, "table", "F.pad: the padding"), "F.pad: the padding")
+  caller.list(pad, "F.pad: the padding")
   mode = mode or "constant"
   caller.one_of(mode, MODES, "F.pad: mode")
   local n = #pad / 2

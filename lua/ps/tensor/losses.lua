@@ -328,8 +328,6 @@ local function without(shape, i)
   return left
 end
 
-local function same_list(a, b) return #a == #b and shown(a) == shown(b) end
-
 local function has_rows_of(target, x)
   if target.ndim ~= x.ndim - 1 then return false end
   for i = 0, target.ndim - 1 do if target.shape_[i] ~= x.shape_[i] then return false end end
@@ -350,7 +348,7 @@ function losses.check_targets(x, target, call, soft)
     return not indices
   end
   local have, of, floats = x:shape(), target:shape(), target:is_float()
-  local hint = #have > 2 and (floats and soft or same_list(of, without(have, 2)))
+  local hint = #have > 2 and (floats and soft or shown(of) == shown(without(have, 2)))
     and "; classes come last here, not second: write x:movedim(1, -1) for an input of PyTorch's shape [N, C, ...]" or ""
   if floats and soft then
     error(("%s: float targets are class probabilities, which must have the input's shape %s, not %s; targets that are "

@@ -163,7 +163,7 @@ local INDEXING = { ij = true, xy = true }
 function M.meshgrid(vectors, options)
   local call = "ps.meshgrid"
   if is_tensor(vectors) then error("ps.meshgrid takes a list of vectors: ps.meshgrid({ x, y })") end
-  caller.list(caller.typed(vectors, "table", call .. ": the vectors"), call .. ": the vectors")
+  caller.list(vectors, call .. ": the vectors")
   local how = caller.options(options, call, GRID).indexing or "ij"
   caller.one_of(how, INDEXING, call .. ": indexing")
   local shape, results, n = {}, {}, #vectors

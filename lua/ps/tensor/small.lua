@@ -72,7 +72,7 @@ end
 function T:prod(dims, keepdim)
   if keepdim ~= nil then caller.typed(keepdim, "boolean", "prod: keepdim") end
   if type(dims) == "number" then dims = { dims } end
-  if dims ~= nil then caller.list(caller.typed(dims, "table", "prod: the dimensions"), "prod: the dimensions") end
+  if dims ~= nil then caller.list(dims, "prod: the dimensions") end
   return wide((autocast.full(self)), prod, dims, keepdim)
 end
 

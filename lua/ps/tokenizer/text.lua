@@ -192,7 +192,7 @@ end
 function Tokenizer:append(writer, one)
   caller.typed(one, "string", "the text to tokenize")
   local out, found = self.out, self.lost
-  check(C.ps_tok_take_lost(self.handle, found))            -- of earlier texts
+  check(C.ps_tok_take_lost(self.handle, found))            -- discards the counts of earlier texts
   check(C.ps_tok_encode(self.handle, one, #one, C.PS_TOK_PLAIN, out))
   check(C.ps_tok_take_lost(self.handle, found))
   if found.characters > 0 then io.stderr:write(lost.total(rawget(self, "name"), found, "a text")) end
@@ -235,7 +235,7 @@ function Tokenizer:encode_file(path, give, options)
     threads = options.threads or 1, flags = C.PS_TOK_PLAIN })
   local total, rest, want = 0, "", size
   local found, all = ffi.new "ps_tok_lost", {}
-  check(C.ps_tok_take_lost(self.handle, found))            -- of earlier texts
+  check(C.ps_tok_take_lost(self.handle, found))            -- discards the counts of earlier texts
   local ok, problem = pcall(function()
     repeat
       local piece, unread = file:read(want)

@@ -169,7 +169,7 @@ function Optimizer:drop_own() end
 ---@return {grad_norm?: number, skipped: boolean, accumulating: boolean}
 function Optimizer:step(options)
   caller.options(options, "optimizer:step of an engine", NONE)
-  groups.tell_zero(self, self.engine.quiet)
+  groups.tell_zero(self)
   local info = step.update(self.engine)
   if not info.accumulating then self.engine:finish_step(info) end
   return info
