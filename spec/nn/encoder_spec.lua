@@ -82,6 +82,12 @@ describe("attention", function()
     fails(function() return m(x, ps.zeros { 5, 2, 8 }, ps.zeros { 5, 2, 8 }) end, "do not fit together")
     fails(function() return m(x, x, x, { attn_mask = ps.zeros { 5, 4 } }) end, "attn_mask is [5, 4]; it must be [5, 5]")
     fails(function() return m(x, x, x, { key_padding_mask = ps.zeros { 5, 3 } }) end, "it must be [3, 5]")
+    for name, shape in pairs { attn_mask = { 5, 5 }, key_padding_mask = { 3, 5 } } do
+      for _, dtype in ipairs { "int64", "int32", "uint8" } do
+        fails(function() return m(x, x, x, { [name] = ps.ones(shape, { dtype = dtype }) }) end,
+          ("%s is %s; it must be bool"):format(name, dtype))
+      end
+    end
     fails(function() return m(x, x, x, { attn_maks = x }) end, "attn_mask")
     local y, w = m(x, x, x)
     assert.same({ 5, 3, 8 }, y:shape())

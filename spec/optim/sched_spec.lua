@@ -247,6 +247,33 @@ describe("a schedule", function()
 
   local printed = require("spec.check_lib").printed
 
+  it("that begins later in a SequentialLR starts as in PyTorch", function()
+    local function half() return 0.5 end
+    for want, make in pairs {
+      ["0.5 0.25 0.125 0.0625 0.03125"] = function(o)
+        return { sched.LinearLR(o, 0.5, 1, 2), sched.MultiplicativeLR(o, half) }, { 1 }
+      end,
+      ["1 0.333333 0.0833333 0.0416667 0.0277778"] = function(o)
+        return { sched.MultiplicativeLR(o, function(n) return 1 / (n + 2) end),
+          sched.MultiplicativeLR(o, function(n) return 1 - 1 / (n + 2) end) }, { 3 }
+      end,
+      ["1 0.5 1 1 0.1 0.05 0.025"] = function(o)
+        return { sched.MultiplicativeLR(o, half), sched.StepLR(o, 2), sched.MultiplicativeLR(o, half) }, { 2, 5 }
+      end,
+      ["1 0.5 0.25"] = function(o) return { sched.StepLR(o, 2), sched.MultiplicativeLR(o, half) }, { 0 } end,
+      ["1 1 0.1 1 1"] = function(o) return { sched.StepLR(o, 2), sched.ConstantLR(o, 0.5, 0) }, { 3 } end,
+      ["0.5 0.5 0.5"] = function(o) return { sched.ConstantLR(o, 0.5, 0) }, {} end,
+    } do
+      local o, rates = optim.SGD(nn.Linear(2, 2), { lr = 1 }), {}
+      local s = sched.SequentialLR(o, make(o))
+      for _ in want:gmatch "%S+" do
+        rates[#rates + 1] = ("%.6g"):format(o.groups[1].lr)
+        s:step()
+      end
+      assert.equal(want, table.concat(rates, " "))
+    end
+  end)
+
   it("of Hugging Face is found by its name", function()
     for _, name in ipairs { "linear", "cosine", "cosine_with_restarts", "polynomial" } do
       local a = optim.AdamW(nn.Linear(2, 2), { lr = 0.5 })

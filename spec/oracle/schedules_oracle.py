@@ -100,6 +100,30 @@ def more_names(d):
     return groups_case(d, text, steps, make, own, slack=2.0 ** -36)     # PyTorch multiplies from step to step
 
 
+def sequence(d):
+    """PyTorch's SequentialLR over two to four schedules."""
+    sched, own, steps = torch.optim.lr_scheduler, d.choice(0.1, 1e-3), d.int(1, 30)
+    parts = []
+    for _ in range(d.int(2, 4)):
+        size, share = d.int(1, 9), d.choice(0.25, 0.5)
+        parts.append(d.choice(
+            ("StepLR(opt, %d, %s)" % (size, share), lambda o, n=size, f=share: sched.StepLR(o, n, f)),
+            ("MultiStepLR(opt, { 0, %d }, 0.5)" % size, lambda o, n=size: sched.MultiStepLR(o, [0, n], 0.5)),
+            ("ExponentialLR(opt, 0.9)", lambda o: sched.ExponentialLR(o, 0.9)),
+            ("CosineAnnealingLR(opt, %d)" % size, lambda o, n=size: sched.CosineAnnealingLR(o, n)),
+            ("CosineAnnealingWarmRestarts(opt, %d)" % size, lambda o, n=size: sched.CosineAnnealingWarmRestarts(o, n)),
+            ("ConstantLR(opt, %s, %d)" % (share, size - 1), lambda o, n=size - 1, f=share: sched.ConstantLR(o, f, n)),
+            ("LinearLR(opt, %s, 0.75, %d)" % (share, size), lambda o, n=size, f=share: sched.LinearLR(o, f, 0.75, n)),
+            ("PolynomialLR(opt, %d, 2)" % (size + 5), lambda o, n=size: sched.PolynomialLR(o, n + 5, 2)),
+            ("MultiplicativeLR(opt, function(n) return 1 - 1 / (n + %d) end)" % (size + 1),
+             lambda o, n=size: sched.MultiplicativeLR(o, lambda k: 1 - 1 / (k + n + 1))),
+            ("LambdaLR(opt, function(n) return 1 / (n + 1) end)", lambda o: sched.LambdaLR(o, lambda n: 1 / (n + 1)))))
+    marks = sorted(d.int(0, 16) for _ in parts[1:])
+    text = "ps.sched.SequentialLR(opt, { %s }, %s)" % (", ".join("ps.sched." + t for t, _ in parts), lua(marks))
+    return groups_case(d, text, steps, lambda o: sched.SequentialLR(o, [make(o) for _, make in parts], marks), own,
+                       slack=2.0 ** -36)
+
+
 def plateau(d):
     """PyTorch's ReduceLROnPlateau, under its own name and under transformers' name."""
     steps, own = d.int(3, 60), d.choice(0.1, 1e-3)
@@ -181,8 +205,9 @@ def changed(d):
     return case
 
 
-ROWS = [Row("several schedules and rates set by hand", changed, weight=4), Row("Hugging Face's schedules", hugging_face, weight=4), Row("OneCycleLR", of_cycle, weight=2),
-        Row("ReduceLROnPlateau", plateau, weight=2), Row("more of PyTorch's schedules", more_names, weight=2)]
+ROWS = [Row("several schedules and rates set by hand", changed, weight=4),
+        Row("Hugging Face's schedules", hugging_face, weight=4), Row("OneCycleLR", of_cycle, weight=2),
+        Row("SequentialLR", sequence, weight=2), Row("ReduceLROnPlateau", plateau, weight=2), Row("more of PyTorch's schedules", more_names, weight=2)]
 
 if __name__ == "__main__":
     main("schedules", ROWS, 200)

@@ -83,6 +83,17 @@ for _, device in ipairs(DEVICE and { DEVICE } or { "cpu", "ref" }) do
         end, { -1, 0, 2, nan }))
       end)
 
+      it("an element of 0 gives a norm no gradient", function()
+        for _, p in ipairs { -1, 0.5, 1.5, 2, 3 } do
+          local function norm(x) return x:norm(p) end
+          assert.equal("0 0", gradients(norm, { 0, 0 }))
+          assert.equal(p == -1 and "0 0" or "0 1", gradients(norm, { 0, 2 }))
+        end
+        if dtype == "fp64" then
+          assert.equal("0 2.22474 -1.8165", gradients(function(x) return x:norm(0.5) end, { 0, 2, -3 }))
+        end
+      end)
+
       it("the largest elements pass their gradient to their origins", function()
         assert.equal("1 2 2", gradients(function(x)
           local values = x:topk(2)
@@ -94,6 +105,10 @@ for _, device in ipairs(DEVICE and { DEVICE } or { "cpu", "ref" }) do
           assert.truthy(values:needs_grad())
           return values * plain { 2, 3 }
         end, { { 1, 9, 3 }, { 4, 5, 6 } }))
+        assert.equal("0 1 0", gradients(function(x) return (x:max(0)) end, { 1, 5, 5 }))
+        assert.equal("0 1 0 1 0 0", gradients(function(x) return (x:min(-1, true)) end, { { 3, 2, 2 }, { 4, 4, 4 } }))
+        assert.equal("1 1 0 0 0 1", gradients(function(x) return (x:max(0)) end, { { 4, nan, 2 }, { 4, nan, 3 } }))
+        assert.equal("0 0.5 0.5", gradients(function(x) return x:max() end, { 1, 5, 5 }))
         local values, indices = plain({ 1, 5, 3 }):topk(2)
         assert.falsy(values:needs_grad())
         assert.same({ 1, 2 }, indices:tolist())

@@ -87,9 +87,21 @@ end
 
 local function shown(t) return "[" .. table.concat(t:shape(), ", ") .. "]" end
 
+local FLOATS = { fp32 = true, fp64 = true, bf16 = true, fp16 = true }
+
+-- Returns a mask of PyTorch's form, or nil if none was given. Raises an error unless it is bool or of floats.
+local function given_mask(mask, name)
+  if caller.tensor(mask, "nn.MultiheadAttention", name) == nil then return nil end
+  if mask.dtype_ ~= C.PS_BOOL and not FLOATS[mask:dtype()] then
+    error(("nn.MultiheadAttention: %s is %s; it must be bool, where true hides a key (for a mask where 1 shows a key: "
+      .. "mask:eq(0)), or floats, which are added to the scores"):format(name, mask:dtype()))
+  end
+  return mask
+end
+
 -- Converts a mask from PyTorch's form (true hides a key, floats are added) to F.attention's (true shows a key).
 local function of_mask(mask, B, H, T, S)
-  if caller.tensor(mask, "nn.MultiheadAttention", "attn_mask") == nil then return nil end
+  if given_mask(mask, "attn_mask") == nil then return nil end
   local shape = mask:shape()
   local rows, columns = shape[#shape - 1], shape[#shape]
   if #shape == 2 and rows == T and columns == S then mask = mask:reshape(1, 1, T, S)
@@ -103,7 +115,7 @@ local function of_mask(mask, B, H, T, S)
 end
 
 local function of_padding(mask, B, S)
-  if caller.tensor(mask, "nn.MultiheadAttention", "key_padding_mask") == nil then return nil end
+  if given_mask(mask, "key_padding_mask") == nil then return nil end
   if mask:dim() == 1 then mask = mask:unsqueeze(0) end
   if mask:dim() ~= 2 or mask:size(0) ~= B or mask:size(1) ~= S then
     error(("nn.MultiheadAttention: key_padding_mask is %s; it must be [%d, %d]"):format(shown(mask), B, S))

@@ -54,7 +54,8 @@ function torch.LambdaLR(options, ...)
   return per_group("LambdaLR", options, function(count, base, group) return base * factor(count, group) end)
 end
 
---- Returns PyTorch's MultiplicativeLR, which multiplies each group's rate at each step (from 1) by a function of it.
+--- Returns PyTorch's MultiplicativeLR, which multiplies each group's rate at each step (from 1) by a function of it. In
+--- a SequentialLR, it continues from the rate of the schedule before it, and also multiplies it by the function of 0.
 ---@param options ps.Optimizer|{optimizer: ps.Optimizer, lr_lambda: function|function[], last_epoch?: integer} a list of
 ---  functions has one function for each group
 ---@param ... any the other options in PyTorch's order, or in a table, if the first argument is an optimizer
@@ -65,7 +66,11 @@ function torch.MultiplicativeLR(options, ...)
   return per_group("MultiplicativeLR", options, function(count, base, group)
     for at = 1, count do base = base * factor(at, group) end
     return base
-  end, { follow = function(count, lr, _, group) return count == 0 and lr or lr * factor(count, group) end })
+  end, { follow = function(count, lr, _, group) return count == 0 and lr or lr * factor(count, group) end,
+    later = function(count, lr, _, group)
+      for at = 0, count do lr = lr * factor(at, group) end
+      return lr
+    end })
 end
 
 local STEP = { optimizer = "table", step_size = "whole", gamma = "number", last_epoch = "number" }
@@ -176,7 +181,7 @@ local function check_share(value, what)
 end
 
 --- Returns PyTorch's ConstantLR. The rate is each group's initial rate times factor (default 1/3) for total_iters steps
---- (default 5), and then the initial rate.
+--- (default 5), and then the initial rate. If total_iters is 0, it is the initial rate times factor, as in PyTorch.
 ---@param options ps.Optimizer|{optimizer: ps.Optimizer, factor?: number, total_iters?: integer, last_epoch?: integer}
 ---@param ... any the other options in PyTorch's order, or in a table, if the first argument is an optimizer
 ---@return ps.Schedule
@@ -184,12 +189,14 @@ function torch.ConstantLR(options, ...)
   options = checked("ConstantLR", FACTOR, "", options, ...)
   local factor = check_share(options.factor or 1 / 3, "sched.ConstantLR: factor")
   local total = caller.whole(options.total_iters or 5, "sched.ConstantLR: total_iters", 0)
-  return per_group("ConstantLR", options, function(count, base) return count < total and base * factor or base end,
-    { follow = function(count, lr, base)
-      if count == 0 then return lr * factor end
-      if count ~= total then return lr end
-      return factor == 0 and base or lr / factor
-    end })
+  local function later(count, _, base) return count < total and base * factor or base end
+  return per_group("ConstantLR", options, function(count, base)
+    return total == 0 and base * factor or later(count, nil, base)
+  end, { later = later, follow = function(count, lr, base)
+    if count == 0 then return lr * factor end
+    if count ~= total then return lr end
+    return factor == 0 and base or lr / factor
+  end })
 end
 
 local LINEAR = { optimizer = "table", start_factor = "number", end_factor = "number", total_iters = "whole",
@@ -267,13 +274,17 @@ function torch.SequentialLR(options, ...)
     while marks[at] and count >= marks[at] do at, began = at + 1, marks[at] end
     return parts[at], began
   end
-  return per_group("SequentialLR", options, function(count, base, group)
+  local function rate(count, base, group)
     local part, began = part_of(count)
-    return part.rate(count - began, base, group)
-  end, { total = total and total + (marks[#marks] or 0), follow = function(count, lr, base, group)
-    local part, began = part_of(count)
-    return count > began and part.follow and part.follow(count - began, lr, base, group) or nil
-  end })
+    if not part.later or began == 0 then return part.rate(count - began, base, group) end
+    return part.later(count - began, rate(began - 1, base, group), base, group)
+  end
+  return per_group("SequentialLR", options, rate, { total = total and total + (marks[#marks] or 0),
+    follow = function(count, lr, base, group)
+      local part, began = part_of(count)
+      if count == began and count > 0 and part.later then return part.later(0, lr, base, group) end
+      return count > began and part.follow and part.follow(count - began, lr, base, group) or nil
+    end })
 end
 
 local CHAINED = { schedulers = "table", optimizer = "table" }

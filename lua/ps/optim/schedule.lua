@@ -156,8 +156,10 @@ end
 ---@param rate fun(count: integer, base?: number, group?: integer): number returns the rate of step `count`, or the
 ---  factor on each group's rate
 ---@param how? string ALIKE, SHARE, OWN or HELD
----@param more? {beta1?: fun(count: integer): number, beta2?: number, total?: integer, follow?: ps.Follow} beta1 and
----  beta2 are Adam's; beta1 is SGD's momentum; schedules that continue from changed rates have `follow`
+---@param more? {beta1?: fun(count: integer): number, beta2?: number, total?: integer, follow?: ps.Follow, later?:
+---  ps.Follow} beta1 and beta2 are Adam's; beta1 is SGD's momentum; schedules that continue from changed rates have
+---  `follow`; later: returns the rate if the schedule is not the first of a SequentialLR and differs there, from the
+---  rate of the step before it began
 ---@return ps.Schedule
 function schedule.build(name, options, rate, how, more)
   more = more or {}
@@ -181,7 +183,7 @@ function schedule.build(name, options, rate, how, more)
   end
   local self = setmetatable({ name = name, optimizer = options.optimizer, rate = rate, how = how, beta1 = beta1,
     beta2 = beta2, count = last + 1, total = more.total, options = options_text(options), follow = more.follow,
-    follows = {}, rates = {} }, Schedule)
+    later = more.later, follows = {}, rates = {} }, Schedule)
   for number, group in ipairs(self.follow and self.count == 0 and options.optimizer.groups or {}) do
     self.follows[number] = group.lr ~= group.initial_lr or nil
   end

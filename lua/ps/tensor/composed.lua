@@ -173,10 +173,14 @@ local function norm(x, p, dims, keepdim)
   if p == math.huge then return x:abs():amax(dims, keepdim) end
   if p == -math.huge then return x:abs():amin(dims, keepdim) end
   if p == 1 then return x:abs():sum(dims, keepdim) end
-  return root((x:abs() ^ p):sum(dims, keepdim), p)
+  if p > 1 or not (x:needs_grad() and scope.grad_enabled()) then
+    return root((x:abs() ^ p):sum(dims, keepdim), p)
+  end
+  local zero = x:eq(0)            -- has an infinite derivative, for which PyTorch takes 0
+  return root((x:abs():masked_fill(zero, 1) ^ p):masked_fill(zero, 0 ^ p):sum(dims, keepdim), p)
 end
 --- Returns the p-norm over some dimensions of floats. p can be any number, including infinities; p = 0 counts the
---- elements that are not 0. The gradient is 0 where the norm is 0.
+--- elements that are not 0. The gradient is 0 where the norm is 0, and where an element is 0.
 ---@param p? number (default 2)
 ---@param dims? integer|integer[] (default: all)
 ---@param keepdim? boolean

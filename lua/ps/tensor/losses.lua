@@ -226,7 +226,7 @@ end
 --- Returns max(0, margin - y (a - b)). y is 1 where a should be larger than b, and -1 where b should be larger.
 ---@param a ps.Tensor floats
 ---@param b ps.Tensor of the same shape
----@param y ps.Tensor of 1 and -1, of a shape that broadcasts
+---@param y ps.Tensor of 1 and -1, with as many dimensions, of a shape that broadcasts
 ---@param options? {margin?: number, reduction?: "mean"|"sum"|"none"} margin (default 0)
 ---@return ps.Tensor of 0 dimensions, or of a's shape with reduction "none"
 function losses.margin_ranking_loss(a, b, y, options)
@@ -234,6 +234,10 @@ function losses.margin_ranking_loss(a, b, y, options)
   options = caller.options(options, "F.margin_ranking_loss", MARGIN)
   a, b = autocast.full(a, b)
   pair(a, b, call)
+  if caller.tensor(y, call, "the target") ~= nil and y.ndim ~= a.ndim then
+    error(("%s: the target has shape [%s], but the inputs have %s"):format(call, table.concat(y:shape(), ", "),
+      caller.counted(a.ndim, "dimension")))
+  end
   return reduced(ops.relu(-signs(y, call, a) * (a - b) + (options.margin or 0)), options.reduction, call)
 end
 
@@ -306,6 +310,7 @@ function losses.gaussian_nll_loss(x, target, var, options)
   pair(x, target, call)
   if caller.tensor(var, call, "the variance") == nil then error(call .. ": the variance is missing") end
   var = variances(var, x, call)
+  if var:lt(0):any():item() then error(("%s: a variance is negative (%g)"):format(call, var:amin():item())) end
   local eps = options.eps or 1e-6
   var = var + scope.no_grad(function() return var:clamp(eps) - var end)    -- the gradient passes through, as in PyTorch
   local loss = 0.5 * (var:log() + (x - target):square() / var)

@@ -295,7 +295,20 @@ function T:amax(dims, keepdim) return ops.amax(self, dim_bits(self, dims), kept(
 ---@param keepdim? boolean
 ---@return ps.Tensor
 function T:amin(dims, keepdim) return ops.amin(self, dim_bits(self, dims), kept(keepdim)) end
---- Returns the largest element. With d, returns the largest elements along that dimension, and their indices.
+-- Returns the largest or smallest elements along dimension d, and their indices. The gradient is that of the elements
+-- at these indices.
+local function selected(x, d, keepdim, extreme, arg)
+  if not (x:needs_grad() and scope.grad_enabled()) or x.ndim == 0 then
+    return extreme(x, dim_bits(x, d), kept(keepdim)), arg(x, d, kept(keepdim))
+  end
+  local at = arg(x, d, 1)
+  local values = ops.gather(x, at, d)
+  if kept(keepdim) == 1 then return values, at end
+  return values:squeeze(d), at:squeeze(d)
+end
+
+--- Returns the largest element; equal ones share the gradient. With d, returns the largest elements along that
+--- dimension, and their indices; only the element at an index gets its gradient.
 ---@param d? integer|ps.Tensor a dimension, or another tensor: t:max(u) is t:maximum(u)
 ---@param keepdim? boolean
 ---@return ps.Tensor values
@@ -306,9 +319,10 @@ function T:max(d, keepdim)
     if keepdim ~= nil then error("max: keepdim needs a dimension; t:amax(nil, true) keeps all dimensions") end
     return self:amax()
   end
-  return self:amax(d, keepdim), ops.argmax(self, d, kept(keepdim))
+  return selected(self, d, keepdim, ops.amax, ops.argmax)
 end
---- Returns the smallest element. With d, returns the smallest elements along that dimension, and their indices.
+--- Returns the smallest element; equal ones share the gradient. With d, returns the smallest elements along that
+--- dimension, and their indices; only the element at an index gets its gradient.
 ---@param d? integer|ps.Tensor a dimension, or another tensor: t:min(u) is t:minimum(u)
 ---@param keepdim? boolean
 ---@return ps.Tensor values
@@ -319,7 +333,7 @@ function T:min(d, keepdim)
     if keepdim ~= nil then error("min: keepdim needs a dimension; t:amin(nil, true) keeps all dimensions") end
     return self:amin()
   end
-  return self:amin(d, keepdim), ops.argmin(self, d, kept(keepdim))
+  return selected(self, d, keepdim, ops.amin, ops.argmin)
 end
 local function all_kept(y, t, keepdim)
   if kept(keepdim) == 0 then return y end

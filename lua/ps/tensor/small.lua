@@ -179,10 +179,15 @@ function T:remainder(b) return divided(self, b, ops.remainder, "remainder") end
 ---@return ps.Tensor
 function T:fmod(b) return divided(self, b, ops.fmod, "fmod") end
 
---- Returns the quotient rounded down: (a - a:remainder(b)) / b. It has no gradient.
+--- Returns the quotient rounded down: (a - a:remainder(b)) / b. Raises an error for tensors that need a gradient.
 ---@param b ps.Tensor|number not 0 for integers
 ---@return ps.Tensor
-function T:floor_divide(b) return divided(self, b, ops.floor_divide, "floor_divide") end
+function T:floor_divide(b)
+  if scope.grad_enabled() and (self:needs_grad() or is_tensor(b) and b:needs_grad()) then
+    error("floor_divide has no gradient: call it on x:detach(), or under ps.no_grad")
+  end
+  return divided(self, b, ops.floor_divide, "floor_divide")
+end
 
 --- Returns this tensor plus weight times its difference to another tensor.
 ---@param stop ps.Tensor of a shape that broadcasts with this one's
