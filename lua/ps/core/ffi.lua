@@ -317,6 +317,9 @@ for alias, name in pairs { float32 = "fp32", float = "fp32", bfloat16 = "bf16", 
 end
 M.dtype_name = name_of
 
+-- codes of the types of floats that ops compute with
+M.FLOAT = { [C.PS_F32] = true, [C.PS_BF16] = true, [C.PS_F16] = true, [C.PS_F64] = true }
+
 --- Returns the code of a type ("fp32", "bf16", ..., or PyTorch's name).
 ---@param name string
 ---@return integer

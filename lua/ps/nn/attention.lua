@@ -87,12 +87,10 @@ end
 
 local function shown(t) return "[" .. table.concat(t:shape(), ", ") .. "]" end
 
-local FLOATS = { fp32 = true, fp64 = true, bf16 = true, fp16 = true }
-
 -- Returns a mask of PyTorch's form, or nil if none was given. Raises an error unless it is bool or of floats.
 local function given_mask(mask, name)
   if caller.tensor(mask, "nn.MultiheadAttention", name) == nil then return nil end
-  if mask.dtype_ ~= C.PS_BOOL and not FLOATS[mask:dtype()] then
+  if mask.dtype_ ~= C.PS_BOOL and not mask:is_float() then
     error(("nn.MultiheadAttention: %s is %s; it must be bool, where true hides a key (for a mask where 1 shows a key: "
       .. "mask:eq(0)), or floats, which are added to the scores"):format(name, mask:dtype()))
   end

@@ -14,7 +14,7 @@ local dim_index = create.dim_index
 local T = tensor.T
 local M = {}
 
-local FLOAT = { [C.PS_F32] = true, [C.PS_BF16] = true, [C.PS_F16] = true, [C.PS_F64] = true }
+local FLOAT = native.FLOAT
 
 local function list_of(value) return type(value) == "number" and { value } or value end
 

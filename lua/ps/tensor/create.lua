@@ -11,7 +11,7 @@ local floor = math.floor
 
 local M = {}
 
-local FLOAT = { [C.PS_F32] = true, [C.PS_BF16] = true, [C.PS_F16] = true, [C.PS_F64] = true }
+local FLOAT = native.FLOAT
 local shape8 = ffi.new("int64_t[8]")
 local tensor_out = ffi.new("ps_tensor *[1]")
 local double_array = array "double"

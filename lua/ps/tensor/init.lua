@@ -52,7 +52,7 @@ for name, fn in pairs(create) do M[name] = fn end
 for name, fn in pairs(arithmetic.methods) do T[name] = fn end
 M.along_last, M.where = arithmetic.along_last, arithmetic.where
 
-local FLOAT = { [C.PS_F32] = true, [C.PS_BF16] = true, [C.PS_F16] = true, [C.PS_F64] = true }
+local FLOAT = native.FLOAT
 local tensor_out = ffi.new("ps_tensor *[1]")
 local double_array = array "double"
 local dim_index = create.dim_index

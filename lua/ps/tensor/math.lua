@@ -12,7 +12,7 @@ local alone = create.alone
 local bit = require "bit"
 local floor = math.floor
 local rng = C.ps_rng_get(native.ctx)
-local FLOAT = { [C.PS_F32] = true, [C.PS_BF16] = true, [C.PS_F16] = true, [C.PS_F64] = true }
+local FLOAT = native.FLOAT
 
 local T = {}
 local M = { methods = T }

@@ -12,7 +12,7 @@ local dim_index = create.dim_index
 
 local T = tensor.T
 
-local FLOAT = { [C.PS_F32] = true, [C.PS_BF16] = true, [C.PS_F16] = true, [C.PS_F64] = true }
+local FLOAT = native.FLOAT
 
 -- Returns fn's result for a tensor, computed in fp32, fp64 or int64 and converted to the tensor's type. For integers it
 -- stays int64.
