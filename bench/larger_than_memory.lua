@@ -19,7 +19,7 @@
 --     --host 20GiB --disk DIR --steps 3
 --   psluajit bench/larger_than_memory.lua --folder FOLDER --lora 16 --host 4GiB --disk DIR
 --   psluajit bench/larger_than_memory.lua --folder NF4 --keep-quantized --lora 8 --targets q_proj,v_proj --host 6GiB \
---     --no-disk                             (bench/nf4_folder.lua writes such a folder)
+--     --no-disk                             (bench/model_folder.lua writes such a folder)
 local argparse = require "argparse"
 local command_line = require "ps.core.command_line"
 local whole, number = command_line.whole, command_line.number

@@ -2,6 +2,7 @@
 -- An engine in faulty scripts: errors in the user's code, calls in the wrong order, wrong arguments. Each is an error
 -- that names what and where, nothing leaks, no file stays, and training that was interrupted before an update
 -- continues with the same bits.
+local lfs = require "lfs"
 local ps = require "ps"
 local engine_of = require("ps.nn.handle").of
 local nn = require "ps.nn"
@@ -590,4 +591,21 @@ describe("parameters that an engine does not train", function()
       model:close()
     end)
   end
+end)
+
+describe("Ctrl-C", function()
+  it("while the model is counted ends ps.initialize", function()
+    local calls, disk = 0, os.tmpname()
+    os.remove(disk)
+    lfs.mkdir(disk)
+    local ok, problem = pcall(ps.initialize, { quiet = true, model_func = function()
+      calls = calls + 1
+      if calls == 1 then error("interrupted!", 0) end
+      return nn.Linear(4, 4)
+    end, config = { memory = { host = "64MiB", disk = { path = disk } } } })
+    lfs.rmdir(disk)
+    assert.is_false(ok)
+    assert.matches("interrupted!", tostring(problem), 1, true)
+    assert.equal(1, calls)
+  end)
 end)

@@ -306,6 +306,7 @@ local function count_parameters(model_func)
   local restore = random_state.keep()
   local ok, counted = pcall(scope.scope, function() return count(deferred.make(model_func)) end)
   restore()
+  if not ok and caller.is_interrupt(counted) then error(counted, 0) end
   return ok and counted or nil
 end
 

@@ -1,6 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Measures the highest speeds of a device: operations per second in a large product, by type, and bytes per second that
 -- a large copy reads and writes. The best of a few tries is used, by reports and by planning.
+local caller = require "ps.core.caller"
 local copied = require "ps.core.copied"
 local create = require "ps.tensor.create"
 local native = require "ps.core.ffi"
@@ -69,6 +70,7 @@ local function measure(device, sizes)
     if not short then break end
     sizes.side, sizes.nbytes = sizes.side * 2, sizes.nbytes * 2
     local ok, more = pcall(speeds.of, device, sizes)
+    if not ok and caller.is_interrupt(more) then error(more, 0) end
     if not ok then break end                              -- larger sizes do not fit into memory
     measured.bandwidth = math.max(measured.bandwidth, more.bandwidth)
     for dtype, flops in pairs(more.flops) do measured.flops[dtype] = math.max(measured.flops[dtype] or 0, flops) end

@@ -7,6 +7,7 @@
 -- inputs are on the device. The bytes copied in a dry run and the measured rates (ps/engine/plan/rates.lua) show
 -- whether the step becomes shorter. With several ranks, a matrix moves only if all ranks choose that.
 local native = require "ps.core.ffi"
+local caller = require "ps.core.caller"
 local collector = require "ps.core.collector"
 local hooks = require "ps.core.hooks"
 local Embedding = require "ps.nn.embedding".Embedding
@@ -98,6 +99,7 @@ local function possible(engine, tables, dry_run)
     local off = hooks.on("lookup", function(module, nbytes) crossed[module] = (crossed[module] or 0) + nbytes end)
     local ok, id = pcall(dry_run)
     off()
+    if not ok and caller.is_interrupt(id) then error(id, 0) end
     if not ok then collector.after_failure() end
     for _, t in ipairs(ok and list or {}) do t.crossed = crossed[t.module] or 0 end
     blind = blind or ok and id == nil

@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Writes a folder with a model in NF4 of bitsandbytes with double quantization, for measurements of models that are
--- too large to be made in memory: all layers have the same random weights, quantized once.
---   psluajit bench/nf4_folder.lua --shape 8b --out DIR [--layers N]
+-- Writes a folder with a model that is too large to be made in memory, for measurements: all layers have the same random
+-- weights, in bf16 or in NF4 of bitsandbytes with double quantization.
+--   psluajit bench/model_folder.lua --shape 8b --type nf4 --out DIR [--layers N]
 -- The shapes are those of Llama 3.1 8B and of Qwen 2.5 32B (without biases). Embeddings and head are bf16.
 local argparse = require "argparse"
 local cjson = require "cjson"
@@ -15,8 +15,9 @@ local SHAPES = {
   ["32b"] = { hidden_size = 5120, intermediate_size = 27648, num_hidden_layers = 64, num_attention_heads = 40,
     num_key_value_heads = 8, vocab_size = 152064 },
 }
-local parser = argparse("bench/nf4_folder.lua", "Writes a folder with a model in NF4, whose layers are all alike.")
+local parser = argparse("bench/model_folder.lua", "Writes a folder with a model whose layers are all alike.")
 parser:option("--shape", "shape of the model", "8b"):choices { "1.2b", "8b", "32b" }
+parser:option("--type", "type of the layers' weights", "nf4"):choices { "bf16", "nf4" }
 parser:option("--out", "the folder"):count(1)
 command_line.whole(parser:option("--layers", "number of layers, instead of the shape's"), 1)
 local args = command_line.parse(parser)
@@ -33,7 +34,7 @@ local model = require("models.llama").new("tiny", { dtype = "bf16", head_dim = s
   intermediate_size = shape.intermediate_size, num_hidden_layers = 1, vocab_size = shape.vocab_size,
   num_attention_heads = shape.num_attention_heads, num_key_value_heads = shape.num_key_value_heads,
   max_position_embeddings = 2048 })
-ps.quantize(model, { double_quant = true })
+if args.type == "nf4" then ps.quantize(model, { double_quant = true }) end
 model:save_pretrained(single)
 model = nil -- luacheck: ignore 311
 ps.collect()
