@@ -20,7 +20,8 @@ whole(parser:option("--pipe-size", "Pipeline stages, which divide the blocks; tp
   .. "number "
   .. "of processes.", "1"), 1)
 parser:option("--dtype", "Type of the parameters: fp32, bf16 or fp16.", "fp32"):choices { "fp32", "bf16", "fp16" }
-parser:option("--save", "Write the weights to this file (.pt or .safetensors).")
+command_line.file(parser:option("--save", "Write the weights to this file (.pt or .safetensors)."), ".pt",
+  ".pth", ".bin", ".ckpt", ".safetensors")
 local args = command_line.parse(parser)
 
 -- Without sequence parallelism, all ranks that share a layer have all rows between layers.

@@ -25,7 +25,7 @@ function digits.drawn(of, left, top)
   return F.pad(glyphs:index_select(0, of), { left, 10 - left, top, 6 - top }):contiguous()
 end
 
---- Writes an image in PGM format.
+--- Writes an image in PGM format, and prints the file's name.
 ---@param path string
 ---@param image ps.Tensor [height, width], values from 0 (black) to 1
 function digits.picture(path, image)
@@ -33,7 +33,8 @@ function digits.picture(path, image)
   for i, line in ipairs((image:clamp(0, 1) * 255):to("uint8"):tolist()) do lines[i + 1] = table.concat(line, " ") end
   local file = assert(io.open(path, "w"))
   file:write(table.concat(lines, "\n"), "\n")
-  file:close()
+  assert(file:close())
+  print("wrote " .. path)
 end
 
 return digits

@@ -22,7 +22,8 @@ line.whole(parser:option("--batch", "Pairs per step.", "4"), 1)
 line.whole(parser:option("--seq", "Most tokens of a prompt with its answer.", "1024"), 2)
 line.number(parser:option("--lr", "Highest learning rate.", "5e-5"), 0)
 parser:option("--dtype", "fp32 or bf16.", "fp32"):choices { "fp32", "bf16" }
-parser:option("--cache", "File for the reference's log-probabilities.")
+line.file(parser:option("--cache", "File for the reference's log-probabilities (.pt or .safetensors)."), ".pt", ".pth",
+  ".bin", ".ckpt", ".safetensors")
 parser:option("--host", "Memory budget on the host, such as 6GiB.")
 parser:option("--disk", "Folder for the disk tier.")
 line.whole(parser:option("--seed", "Random seed.", "1"), 0)

@@ -29,9 +29,10 @@ function layout.open(name, what, default)
   whole(parser:option("--steps", "training steps", tostring(default.steps)), 1)
   whole(parser:option("--batch", "rows per step, of all ranks", tostring(default.batch)), CUTS)
   parser:option("--optimizer", "adamw or sgd", "adamw"):choices { "adamw", "sgd" }
-  parser:option("--picture", "the picture's file", default.picture)
-  parser:option("--save", "a folder for a checkpoint of the last step")
-  parser:option("--trace", "a file for the first weights and batches, so that another program can repeat the training")
+  command_line.file(parser:option("--picture", "the picture's file, in PGM format", default.picture), ".pgm")
+  command_line.folder(parser:option("--save", "a folder for a checkpoint of the last step"))
+  command_line.file(parser:option("--trace", "a file for the first weights and batches, so that another program can "
+    .. "repeat the training"), ".pt", ".pth", ".bin", ".ckpt", ".safetensors")
   local self = setmetatable({ args = command_line.parse(parser), lr = default.lr }, layout)
   local how, ranks = self.args.layout, tonumber(os.getenv "WORLD_SIZE" or "1")
   if RANKS[how] ~= ranks then

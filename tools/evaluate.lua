@@ -36,7 +36,7 @@ parser:option("--dtype", "type of the weights (default: that of the files)", "au
 parser:option("--device", "the device of the model")
 parser:option("--adapter", "a folder with a PEFT or psluajit adapter for the model")
 parser:flag("--json", "print the result as JSON")
-parser:option("--samples", "write the result of each row to this file, as JSON lines")
+command_line.file(parser:option("--samples", "write the result of each row to this file, as JSON lines"))
 local args = command_line.parse(parser)
 
 -- The order in which results are shown.

@@ -16,6 +16,7 @@ local command_line = require "ps.core.command_line"
 local gguf = require "ps.io.gguf"
 local json = require("cjson").new()
 local merge = require "ps.lora.merge_folder"
+local writable = require "ps.core.writable"
 local verify = require "ps.pretrained.gguf_verify"
 
 local SHOWN = 8                                            -- number of array values that `info` prints
@@ -137,6 +138,8 @@ local function run_convert()
     if args.verify then error("--verify needs a file to write, --out NAME.gguf", 0) end
     if args.type then error("--type needs a file to write, --out NAME.gguf", 0) end
   end
+  local problem = writable[gguf.is_path(args.out) and "file" or "folder"](args.out)
+  if problem then error("--out: " .. problem, 0) end
   if args.verify and args.adapter then
     error("--verify compares with the model without the adapter; merge the adapter first (tools/merge_adapter.lua)", 0)
   end

@@ -105,6 +105,34 @@ describe("programs", function()
     end)
   end
 
+  it("refuse at the start to write where they cannot", function()
+    local place = os.tmpname()                             -- a plain file
+    for line, want in pairs {
+      ["examples/finetune_bert.lua --out FILE"] = "FILE is a file, not a folder; name another folder with --out",
+      ["examples/finetune_bert.lua --out FILE/a/b"] = "the folder FILE/a/b cannot be made: FILE is a file",
+      ["examples/dpo.lua --model no --data no --out FILE"] = "FILE is a file, not a folder",
+      ["examples/dpo.lua --model no --data no --out no --cache FILE/x.pt"] = "--cache: the file FILE/x.pt cannot be "
+        .. "written: FILE is a file, not a folder",
+      ["examples/train_gpt2.lua --out FILE"] = "FILE is a file, not a folder",
+      ["examples/train_chunked.lua --data README.md --out FILE"] = "FILE is a file, not a folder",
+      ["examples/bmtrain.lua --save FILE/x.pt"] = "--save: the file FILE/x.pt cannot be written",
+      ["examples/bmtrain.lua --save FILE.txt"] = "--save FILE.txt: its name must end in .pt or .pth or",
+      ["examples/vit.lua --save FILE"] = "--save: FILE is a file, not a folder",
+      ["examples/vit.lua --picture FILE.svg"] = "--picture FILE.svg: its name must end in .pgm",
+      ["examples/gpt.lua --picture /nowhere/x.pgm"] = "--picture: the file /nowhere/x.pgm cannot be written: there is "
+        .. "no folder /nowhere",
+      ["examples/vit.lua --trace spec"] = "--trace spec: its name must end in .pt",
+      ["tools/evaluate.lua no --data no --samples spec"] = "--samples: spec is a folder, not a file",
+      ["tools/gguf.lua convert no --out FILE"] = "--out: FILE is a file, not a folder",
+    } do
+      local text, code = says((line:gsub("FILE", place)))
+      assert(code == 1 and text:find((want:gsub("FILE", place)), 1, true), line .. ": " .. text)
+      assert.is_nil(text:find("traceback", 1, true), text)
+    end
+    assert.equal(0, lfs.attributes(place, "size"))
+    os.remove(place)
+  end)
+
   it("suggest the option that has another name elsewhere, or is misspelt", function()
     for line, want in pairs {
       ["tools/generate.lua DIR --max-new-tokens 5"] = "--max-new", ["tools/generate.lua DIR --max_new 5"] = "--max-new",

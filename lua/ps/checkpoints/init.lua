@@ -34,6 +34,7 @@ local safetensors = require "ps.io.safetensors"
 local hooks = require "ps.core.hooks"
 local scope = require "ps.core.scope"
 local rank_files = require "ps.checkpoints.rank_files"
+local writable = require "ps.core.writable"
 local lfs = require "lfs"
 local time = require "posix.time"
 local error = caller.error
@@ -454,14 +455,17 @@ end
 
 local NEW_RUN = { force = "boolean", resume = "boolean" }
 
---- Checks that a script may start a new run in a folder. If the folder has a checkpoint or a saved model (config.json,
---- adapter_config.json), raises an error that names the script's options for this case. Writes nothing.
+--- Checks that a script may start a new run in a folder. Raises an error if the folder cannot be made or written into.
+--- If the folder has a checkpoint or a saved model (config.json, adapter_config.json), raises an error that names the
+--- script's options for this case. Writes nothing.
 ---@param path string
 ---@param options? {force?: boolean, resume?: boolean} force: raise no error; resume: the script has an option --resume
 ---@return string? earlier path of the earlier run's checkpoint or model, which the new run will replace
 function checkpoint.new_run(path, options)
   caller.typed(path, "string", "ps.checkpoints.new_run: the path")
   options = caller.options(options, "ps.checkpoints.new_run", NEW_RUN)
+  local problem = writable.folder(path)
+  if problem then error(problem .. "; name another folder with --out", 0) end
   local at = path:find("..", 1, true) and resolved(path) or path         -- "model/new/.." is the model's folder
   local run_of, model = restore.candidates(at)[1], nil
   for _, name in ipairs { "config.json", "adapter_config.json" } do

@@ -1,9 +1,11 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Checks a program's command line for argparse: whole(parser:option("--steps", "Steps."), 1) accepts only whole
 -- numbers. Any other value ends the program with the option's name and the accepted range. parse(parser) reads the
--- command line. try("train.lua", fn) turns an error of fn into one line and an exit.
+-- command line. file() and folder() accept only names that can be written to. try("train.lua", fn) turns an error of fn
+-- into one line and an exit.
 local environment = require "ps.core.environment"
 local option_names = require "ps.core.option_names"
+local writable = require "ps.core.writable"
 
 local command_line = {}
 
@@ -42,6 +44,36 @@ end
 function command_line.number(option, least, most)
   return convert(option, ("a number from %.14g %s"):format(least, most and ("to %.14g"):format(most) or "on"),
     function(n) return n >= least and n <= (most or math.huge) and n < math.huge end)
+end
+
+--- Makes an option accept only the name of a file that can be written, so that the program does not compute for an hour
+--- before it fails.
+---@param option table an option of argparse
+---@param ... string endings, one of which the name must have (default: any name)
+---@return table option
+function command_line.file(option, ...)
+  local name, endings = option._name, { ... }
+  return option:convert(function(path)
+    local fits = #endings == 0
+    for _, ending in ipairs(endings) do fits = fits or path:sub(-#ending) == ending end
+    if not fits then
+      return nil, ("%s %s: its name must end in %s"):format(name, path, table.concat(endings, " or "))
+    end
+    local problem = writable.file(path)
+    if problem then return nil, ("%s: %s"):format(name, problem) end
+    return path
+  end)
+end
+
+--- Makes an option accept only a folder into which files can be written. The folder need not exist yet.
+---@param option table an option of argparse
+---@return table option
+function command_line.folder(option)
+  return option:convert(function(path)
+    local problem = writable.folder(path)
+    if problem then return nil, ("%s: %s"):format(option._name, problem) end
+    return path
+  end)
 end
 
 -- Collects the long names of a parser's options that take one value, and of its commands' options.
