@@ -1,17 +1,31 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# A thin front: `make build`, `make test`, `make train`. CMake does the building.
+# A thin front: `make build`, `make test`, `make train`; `make help` lists the rest. CMake does the building.
 BUILD ?= build
 RUN := $(BUILD)/psluajit
 STEPS ?=
 DATA ?=
 OUT ?= out/train
+RESUME ?=
+REPLACE ?=
 SEED ?= 1
 HOURS ?=
 
 .PHONY: all setup setup-cluster build build-all cuda test check test-cluster test-oracle test-isa prove-cuda train \
-  pictures site deb install clean bench c-tests-sanitized asan tsan fuzz faults
+  pictures site deb install uninstall help clean bench c-tests-sanitized asan tsan fuzz faults
 
 all: build
+
+help:
+	@echo 'make build       install missing packages and build build/psluajit (make cuda: with the CUDA plug-in)'
+	@echo 'make train       train a small GPT-2 for two minutes; DATA=my.txt STEPS=n OUT=folder RESUME=1 REPLACE=1'
+	@echo 'make install     install psluajit, its manual pages and its guides; DESTDIR=folder'
+	@echo 'make uninstall   remove what make install installed'
+	@echo 'make deb         Debian packages in out/'
+	@echo 'make site        the guides as HTML in out/site (make setup-cluster installs what it needs)'
+	@echo 'make pictures    draw the pictures of the guides'
+	@echo 'make check       tests in under three minutes; make test: all tests; make test-cluster, test-oracle, test-isa'
+	@echo 'make bench       speed of training; make faults, fuzz, asan, tsan, prove-cuda: spec/README.md'
+	@echo 'make clean       remove the build folders'
 
 # Installs what a list names and is missing, with sudo when not root. Without network, fine when all is there.
 define install
@@ -88,11 +102,14 @@ cuda: setup
 	@cmake --build $(BUILD) --target program
 
 # Trains a small GPT-2 on the text of the package fortunes, or on DATA=my.txt, for about two minutes, or for STEPS=n.
-# Replaces an earlier run in out/train, but not in a folder that OUT=folder names.
-train: FORCE := $(if $(filter file,$(origin OUT)),--force)
+# An earlier run in OUT is continued with RESUME=1, and replaced with REPLACE=1.
 train: build
-	@$(RUN) examples/train_gpt2.lua --out $(OUT) $(FORCE) $(if $(DATA),--data $(DATA)) \
-	  $(if $(STEPS),--steps $(STEPS),--minutes 2)
+	@if [ -e '$(OUT)/latest' ] && [ -z '$(RESUME)$(REPLACE)' ]; then \
+	  echo "make train: $(OUT) has a run: RESUME=1 continues it, REPLACE=1 starts a new one in its place, OUT=folder" \
+	    "keeps both"; exit 1; \
+	fi
+	@$(RUN) examples/train_gpt2.lua --out '$(OUT)' $(if $(DATA),--data '$(DATA)') \
+	  $(if $(RESUME),--resume,$(if $(REPLACE),--force)) $(if $(STEPS),--steps $(STEPS),$(if $(RESUME),,--minutes 2))
 
 # Draws the pictures of the guides anew.
 pictures: build
@@ -119,6 +136,16 @@ deb: build
 install: build
 	@$(packed_site)
 	@cmake --install $(BUILD)
+
+# Removes the files of installed.txt, which an installation writes (cmake/installed.cmake), and folders that are empty.
+uninstall:
+	@prefix="$$DESTDIR$$(sed -n 's/^CMAKE_INSTALL_PREFIX:PATH=//p' $(BUILD)/CMakeCache.txt)" && \
+	list="$$prefix/share/psluajit/installed.txt" && \
+	{ [ -f "$$list" ] || { echo "make uninstall: there is no $$list, so psluajit is not installed there"; exit 1; }; } && \
+	while IFS= read -r file; do rm -f "$$prefix/$$file"; done <"$$list" && \
+	sed -n 's,/[^/]*$$,,p' "$$list" | grep /psluajit | sort -ru | (cd "$$prefix" && \
+	  xargs -d '\n' rmdir -p --ignore-fail-on-non-empty 2>/dev/null); \
+	rm -f "$$list"; rmdir "$$prefix/share/psluajit" 2>/dev/null || true
 
 bench: build
 	@$(RUN) bench/train.lua

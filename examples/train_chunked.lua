@@ -69,7 +69,9 @@ end
 local restarted = env.restart_count > 0 and (launch == "" or began_here())
 local earlier = not args.resume and not restarted
   and try(checkpoints.new_run, args.out, { resume = true, force = args.force })
-if earlier then os.remove(args.out .. "/latest") end
+-- Without such a launcher, the earlier run stays the newest in the folder until the new one begins.
+local function forget() if earlier then os.remove(args.out .. "/latest") end end
+if launch ~= "" then forget() end
 
 ps.init_distributed { seed = args.seed, local_rank = args.local_rank }
 if env.rank == 0 and launch ~= "" then                         -- after init_distributed, all ranks have read `begun`
@@ -102,6 +104,7 @@ local function save()
   print((args.async and "saving " or "saved ") .. checkpoints.save(args.out, parts))
 end
 
+if launch == "" and ps.rank() == 0 then forget() end
 ps.catch_interrupts()
 local told = false
 local stop = false                                           -- becomes true on all ranks after the same step

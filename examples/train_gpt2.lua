@@ -157,6 +157,23 @@ local function holds(path, text)
   return true
 end
 
+-- Shards that were written, but do not have their names yet, by name. An earlier run in the folder keeps its shards
+-- until nothing can prevent the new run.
+local written = {}
+
+local function new_name(path) return (path:gsub("%.bin$", ".new.bin")) end
+
+-- Gives new shards their names.
+local function commit_shards()
+  for path in pairs(written) do
+    local ok, why = os.rename(new_name(path), path)
+    if not ok then error(why, 0) end
+    written[path] = nil
+  end
+end
+
+local function remove_new_shards() for path in pairs(written) do os.remove(new_name(path)) end end
+
 -- Writes the shard for a text. A resumed run must keep its data, so it uses the existing shard, which must contain this
 -- text.
 local function write_shard(args, name, text, bytes)
@@ -167,8 +184,16 @@ local function write_shard(args, name, text, bytes)
       .. "that data, or start a new run with another --out (no file was changed)"):format(path,
       args.data or settings.fortunes), 0)
   end
-  ps.data.encode_text(text, path, bytes)
+  written[path] = true
+  ps.data.encode_text(text, new_name(path), bytes)
   return path
+end
+
+-- Returns the shards of loader options, under the names that they have now.
+local function shards_now(given)
+  local list = {}
+  for i, shard in ipairs(given.shards) do list[i] = written[shard] and new_name(shard) or shard end
+  return list
 end
 
 -- Returns the loader options for training and for evaluation, and the tokenizer (nil for a token shard).
@@ -180,6 +205,11 @@ local function prepare(args)
   end
   local bytes = tokenizer.bytes()
   local learned, held_out = split_texts(args.data and { args.data } or fortune_files())
+  if #held_out <= args.seq then
+    error(("%s: the text is too short: its held-out tenth has %d bytes, but a row of --seq %d and its targets are %d "
+      .. "bytes: use a longer text, or a smaller --seq"):format(args.data or settings.fortunes, #held_out, args.seq,
+      args.seq + 1), 0)
+  end
   local train_bin = write_shard(args, "train.bin", learned, bytes)
   local held_out_bin = write_shard(args, "held_out.bin", held_out, bytes)
   print(("%s bytes of training text, %s held out"):format(progress.count(#learned), progress.count(#held_out)))
@@ -204,6 +234,14 @@ local function complete(args)
   args.eval_batches = args.eval_batches or math.ceil(settings.eval_rows / args.batch)
 end
 
+local function loader_of(args, learn)
+  return ps.data.loader(merge(learn, { shards = shards_now(learn), batch = args.batch, seq = args.seq, seed = args.seed,
+    device = args.device }))
+end
+
+-- Returns an iterator over the held-out rows.
+local function windows_of(windows) return ps.data.windows(merge(windows, { shards = shards_now(windows) })) end
+
 -- Creates the objects of a run, which checkpoints save and restore.
 local function assemble(args, learn)
   ps.manual_seed(args.seed)
@@ -214,9 +252,7 @@ local function assemble(args, learn)
   local opt = optim.AdamW(optim.groups(model, settings.weight_decay), { lr = args.lr, betas = settings.betas })
   local schedule = sched.warmup_cosine { optimizer = opt, max_lr = args.lr,
     warmup = math.min(settings.warmup, args.steps), min_lr = math.min(args.lr, settings.min_lr), total = args.steps }
-  local loader = ps.data.loader(merge(learn, { batch = args.batch, seq = args.seq, seed = args.seed,
-    device = args.device }))
-  return { model = model, optimizer = opt, sched = schedule, loader = loader,
+  return { model = model, optimizer = opt, sched = schedule, loader = loader_of(args, learn),
     scaler = dtype == "fp16" and optim.GradScaler() or nil }
 end
 
@@ -267,11 +303,14 @@ local function measured_steps(args, learn, windows)
   local function go(from, to)
     local result = train.run(merge(run, { start = from, steps = to, accumulate = args.accumulate,
       max_norm = settings.max_norm, quiet = true }))
-    if result.interrupted then os.exit(130, true) end
+    if result.interrupted then
+      remove_new_shards()
+      os.exit(130, true)
+    end
     return result.seconds
   end
   local first, evaluating = go(0, warm) / warm, ps.now()              -- the first steps compile kernels and map pages
-  train.evaluate(run.model, ps.data.windows(windows))
+  train.evaluate(run.model, windows_of(windows))
   evaluating = ps.now() - evaluating
   local count = math.ceil(math.min(20, math.max(2, 2 / first)))
   local step_s = go(warm, warm + count) / count
@@ -310,7 +349,7 @@ local function main()
   local learn, held_out, tok = prepare(args)
   local windows = merge(held_out, { batch = args.batch, seq = args.seq, limit = args.eval_batches * args.batch,
     device = args.device })
-  ps.data.windows(windows)  -- raises an error now, not after an hour, if there is too little held-out text
+  windows_of(windows)       -- raises an error now, not after an hour, if there is too little held-out text
   if args.minutes then args.steps = measured_steps(args, learn, windows) end
   local run = assemble(args, learn)
   print(("%s: %s parameters, %s, %d rows of %d tokens per batch, on %s"):format(args.model,
@@ -322,11 +361,13 @@ local function main()
   for _, names in ipairs { FIXED, FREE } do
     for _, name in ipairs(names) do options[name] = args[name] end
   end
+  commit_shards()
+  run.loader = args.resume and run.loader or loader_of(args, learn)   -- opened again, under its final name
   if earlier then os.remove(args.out .. "/latest") end     -- --resume continues the new run
   local result = train.run(merge(run, {
     steps = args.steps, start = start, accumulate = args.accumulate, max_norm = settings.max_norm,
     log = args.out .. "/log.csv",
-    eval = { every = every, data = function() return ps.data.windows(windows) end },
+    eval = { every = every, data = function() return windows_of(windows) end },
     checkpoint = { folder = args.out, every = math.max(1, math.ceil(args.steps / settings.saves)),
       extra = { options = options } },
   }))
@@ -346,4 +387,8 @@ local function main()
   report(args, result, text, folder)
 end
 
-command_line.try("train_gpt2.lua", main)
+command_line.try("train_gpt2.lua", function()
+  local ok, problem = pcall(main)
+  remove_new_shards()
+  if not ok then error(problem, 0) end
+end)

@@ -117,6 +117,18 @@ describe("train_gpt2.lua", function()
     refused("other.txt", "", "train_gpt2.lua: run has a run, at run/step-0000000", "--resume", "--force", "--out")
   end)
 
+  it("leaves an earlier run as it was, and resumable, if a new one with --force cannot begin", function()
+    write("empty.txt", "")
+    write("short.txt", "a few words")
+    refused("empty.txt", "--force", "train_gpt2.lua: empty.txt: the text is too short")
+    refused("short.txt", "--force", "train_gpt2.lua: short.txt: the text is too short: its held-out tenth has 2 bytes")
+    refused("text.txt", "--force --batch 1000000000")
+    refused("text.txt", "--force --device nope")
+    local text, code = train("text.txt", 8, "--resume")
+    assert.equal(0, code, text)
+    has(text, "nothing to do: the checkpoint is at step 8")
+  end)
+
   it("starts a new run with --force", function()
     local before = files "run"
     local text, code = train("other.txt", 1, "--force")
@@ -178,7 +190,8 @@ describe("train_gpt2.lua", function()
     write("short.txt", "a few words")
     text, code = example(SMALL .. "--data short.txt --out few --steps 2")
     assert.equal(1, code, text)
-    has(text, "train_gpt2.lua: few/held_out.bin: 2 tokens are fewer than a window of 16 and its targets, 17 together")
+    has(text, "train_gpt2.lua: short.txt: the text is too short: its held-out tenth has 2 bytes, but a row of --seq 16 "
+      .. "and its targets are 17 bytes")
   end)
 
   it("--minutes runs as many steps as fit, and prints their number", function()
@@ -225,6 +238,18 @@ describe("train_gpt2.lua", function()
     local text, code = example("--data text.txt --model tiny --seq 16 --out no --host 20KiB", "train_chunked.lua")
     assert.equal(1, code)
     assert.matches("^train_chunked%.lua: the model does not fit: [^\n]*raise memory.host[^\n]*\n$", text)
+  end)
+
+  it("train_chunked.lua keeps an earlier run if a new one with --force cannot begin", function()
+    local options = "--data text.txt --model tiny --seq 16 --out kept --steps 1 "
+    local text, code = example(options, "train_chunked.lua")
+    assert.equal(0, code, text)
+    local before = files "kept"
+    for _, more in ipairs { "--seq 100000", "--host 20KiB", "--device nope" } do
+      text, code = example(options .. "--force " .. more, "train_chunked.lua")
+      assert.equal(1, code, text)
+      assert.same(before, files "kept")
+    end
   end)
 
   it("train_chunked.lua replaces no run by accident", function()
