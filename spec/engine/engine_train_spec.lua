@@ -157,6 +157,45 @@ describe("train.run", function()
     for i = 1, 3 do assert.equal(whole.history[3 + i].loss, rest.history[i].loss) end
   end)
 
+  for name, with in pairs { engine = "with", plain = "without" } do
+    it("continues at the loaded step without `start`, " .. with .. " an engine, and prints that", function()
+      local again, trained = path("again " .. name), nil
+      local function objects()
+        if name == "engine" then
+          local optimizer = initialize {}
+          trained = model
+          return optimizer, loader()
+        end
+        ps.manual_seed(3)
+        trained = gpt2.new("tiny", { dropout = 0.1 })
+        return ps.optim.AdamW(trained, { lr = 1e-3 }), loader()
+      end
+      local function run(optimizer, data, steps, start, quiet)
+        return train.run { model = trained, optimizer = optimizer, loader = data, steps = steps, start = start,
+          quiet = quiet ~= false, checkpoint = { folder = again, every = 3 } }
+      end
+      local optimizer, data = objects()
+      local whole = run(optimizer, data, 6)
+      optimizer, data = objects()
+      assert.equal(3, run(optimizer, data, 3).step)
+      optimizer, data = objects()
+      checkpoints.load(again, { model = trained, optimizer = optimizer, loader = data })
+      local text, _, rest = check.told(run, optimizer, data, 6, nil, false)
+      assert.truthy(text:find("psluajit: ps.train.run continues after step 3, with which the optimizer was loaded; "
+        .. "pass start = 0 to count from step 1\n", 1, true), text)
+      assert.equal(6, rest.step)
+      for i = 1, 3 do assert.equal(whole.history[3 + i].loss, rest.history[#rest.history - 3 + i].loss) end
+      assert.equal(8, run(optimizer, data, 8, 6).step)
+      assert.equal(2, run(optimizer, data, 2).step)        -- a second run counts from 1, as without a checkpoint
+      optimizer, data = objects()
+      checkpoints.load(again .. "/step-00000006.safetensors", { model = trained, optimizer = optimizer, loader = data })
+      assert.equal(1, run(optimizer, data, 1, 0).step)
+      optimizer, data = objects()
+      checkpoints.load(again, { model = trained })          -- only its weights
+      assert.equal(1, run(optimizer, data, 1).step)
+    end)
+  end
+
   it("leaves the last checkpoint, and no temporary file, when it ends in an error", function()
     local disk = path "tier"
     lfs.mkdir(disk)

@@ -391,6 +391,19 @@ function restore.info(path)
   error(problem or restore.why_none(path), 0)
 end
 
+-- The optimizers that were loaded: the checkpoint's step, and the number of updates then.
+local loaded = setmetatable({}, { __mode = "k" })
+
+--- Returns the step of the checkpoint that was loaded into an optimizer, at the first call after the load. Returns nil
+--- if the optimizer made further updates in between, since the number of steps is unknown then.
+---@param optimizer ps.Optimizer|ps.EngineOptimizer
+---@return integer?
+function restore.continued(optimizer)
+  local from = loaded[optimizer]
+  loaded[optimizer] = nil
+  return from and from.updates == optimizer.steps and from.step or nil
+end
+
 --- Loads a checkpoint, as checkpoint.load does. `with` has the parts to restore in addition to the model.
 ---@param path string
 ---@param parts ps.CheckpointParts
@@ -408,6 +421,7 @@ function restore.load(path, parts, with)
   if not ok then error(problem, 0) end
   say_source(opened, parts.model)
   local state = opened.state
+  if parts.optimizer then loaded[parts.optimizer] = { step = state.step, updates = parts.optimizer.steps } end
   return { step = state.step, extra = state.extra, file = opened.path, skipped = skipped }, opened.run
 end
 

@@ -23,6 +23,7 @@ local error = caller.error
 local agree = require "ps.dist.agree"
 local batch = require "ps.data.batch"
 local checkpoints = require "ps.checkpoints"
+local loaded = require "ps.checkpoints.restore"
 local mesh = require "ps.dist.mesh"
 local progress = require "ps.train.progress"
 local train_log = require "ps.train.log"
@@ -178,7 +179,8 @@ local function cell(value, format) return value and format:format(value) or "" e
 ---@field optimizer ps.Optimizer|ps.EngineOptimizer
 ---@field loader ps.Loader|ps.train.Source
 ---@field steps integer number of optimizer steps in the whole run
----@field start? integer number of completed steps (the `step` of checkpoints.load)
+---@field start? integer number of completed steps (default: the step of the checkpoint that checkpoints.load has just
+--- read into the optimizer, with a note, or else 0)
 ---@field sched? ps.Schedule
 ---@field scaler? ps.LossScaler
 ---@field accumulate? integer number of batches per step, 1 (default) to 4096
@@ -475,6 +477,17 @@ local function check_schedule(options)
   if text and not options.quiet and dist.rank() == 0 then io.stderr:write("psluajit: ", text, "\n") end
 end
 
+-- Returns the options, with the start of a run that continues a checkpoint.
+local function with_start(given)
+  local step = loaded.continued(given.optimizer)
+  if given.start or not step or step == 0 then return given end
+  if not given.quiet and dist.rank() == 0 then
+    io.stderr:write(("psluajit: ps.train.run continues after step %d, with which the optimizer was loaded; pass "
+      .. "start = 0 to count from step 1\n"):format(step))
+  end
+  return setmetatable({ start = step }, { __index = given })
+end
+
 local function checked(options)
   options = caller.options(options, "ps.train.run", RUN)
   caller.options(options.eval, "ps.train.run: eval", EVAL)
@@ -498,6 +511,7 @@ local function checked(options)
         .. "define loader:state_dict() and loader:load_state_dict(state), or remove checkpoint"):format(name))
     end
   end
+  options = with_start(options)
   local engine = handle.of(model)
   if not engine then
     check_schedule(options)
