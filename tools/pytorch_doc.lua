@@ -122,7 +122,7 @@ cumprod | cumprod | ps.cumprod, t:cumprod |
 cumprod_backward | - | - | cumprod's gradient
 cdist | - | - | cdist of p = 2 on hosts
 cdist_backward | - | - | its gradient
-topk | topk | ps.topk, t:topk | along the last dimension, sorted downwards
+topk | topk | ps.topk, t:topk | along the last dimension, sorted downwards; two results
 sq_norms | - | - | sums of squares; used to clip gradients
 grad_store | - | - | stores a gradient and computes its sum of squares
 matmul | matmul | ps.matmul, t:matmul, t:mm, t:bmm | sums in fp32
@@ -201,7 +201,7 @@ linalg.vector_norm | t:norm, ps.norm | the gradient is 0 if the norm is 0
 logsumexp | t:logsumexp, ps.logsumexp |
 roll | t:roll, ps.roll |
 Tensor.repeat | t:tile, ps.tile | repeat is a reserved word of Lua
-sort | t:sort, ps.sort | equal elements keep their order if descending, else they have the reverse order
+sort | t:sort, ps.sort | equal elements keep their order if descending, else they have the reverse order; two results
 eye | ps.eye |
 linspace | ps.linspace |
 einsum | ps.einsum | "..." and diagonals are errors
@@ -215,8 +215,8 @@ index_add | ps.index_add, t:index_add, t:index_add_ | alpha is the last argument
 index_copy | ps.index_copy, t:index_copy, t:index_copy_ | if indices are equal, the last value wins
 index_fill | ps.index_fill, t:index_fill, t:index_fill_ |
 nonzero | ps.nonzero, t:nonzero |
-split | t:split, ps.split |
-chunk | t:chunk |
+split | t:split, ps.split | returns several results, not a tuple
+chunk | t:chunk | returns several results, not a tuple
 stack | ps.stack |
 nn.functional.mse_loss | F.mse_loss, nn.MSELoss |
 nn.functional.l1_loss | F.l1_loss, nn.L1Loss |
@@ -253,7 +253,7 @@ repeat_interleave | ps.repeat_interleave, t:repeat_interleave |
 bincount | ps.bincount, t:bincount | options are passed by name
 count_nonzero | ps.count_nonzero, t:count_nonzero |
 unique | ps.unique, t:unique | options are passed by name; always sorted, without dim
-median | ps.median, t:median |
+median | ps.median, t:median | along a dimension two results: values and indices
 quantile | ps.quantile, t:quantile | options are passed by name
 bucketize | ps.bucketize, t:bucketize | options are passed by name
 Tensor.unfold | t:unfold | returns a copy
@@ -274,7 +274,7 @@ log2 | ps.log2, t:log2 |
 log10 | ps.log10, t:log10 |
 any | ps.any, t:any | of bool
 all | t:all | returns bool; ps.all selects all elements of a dimension
-max | ps.max, t:max | of one tensor, along a dimension, or of two tensors
+max | ps.max, t:max | of one tensor, along a dimension (two results: values and indices), or of two tensors
 min | ps.min, t:min | as max
 square | ps.square, t:square |
 squeeze | ps.squeeze, t:squeeze |
@@ -430,6 +430,8 @@ end
 local lines = { "# From PyTorch", "",
   "PyTorch's names (of `torch`) and ours: `t` is a tensor, `F` is `ps.F`, and `nn`, `optim` and `autograd` are",
   "`ps.nn`, `ps.optim` and `ps.autograd`. Each name has PyTorch's meaning, except as the last column says.",
+  "Functions that return a tuple there return several results here: `local a, b = t:chunk(2)`, or",
+  "`local list = { t:unbind() }` for a list of them.",
   "`make test-oracle` compares them with PyTorch. `psluajit tools/pytorch_doc.lua` writes this page from",
   "`src/ops.def`.", "", "## Ops", "",
   "| op | PyTorch | here | differences |", "|---|---|---|---|" }

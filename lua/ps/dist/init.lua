@@ -328,12 +328,23 @@ function dist.world_size() return mesh.env() and mesh.env().world_size or 1 end
 ---@return integer
 function dist.local_rank() return mesh.env() and mesh.env().local_rank or 0 end
 
---- Prints a text on only one rank.
----@param text any
----@param rank? integer (default 0)
-function dist.print_rank(text, rank)
+--- Prints values on only one rank, like print. The rank is 0, or that of a table { rank = n } after the values, or the
+--- second of two arguments if it is a number: print_rank(text, 1).
+---@param ... any the values, and the rank
+function dist.print_rank(...)
+  local given, rank = { n = select("#", ...), ... }, nil
+  local last = given[given.n]
+  if type(last) == "table" and getmetatable(last) == nil and type(last.rank) == "number" then rank = last.rank
+  elseif given.n == 2 and type(last) == "number" then rank = last end
+  if rank then
+    given.n = given.n - 1
+    if rank % 1 ~= 0 or rank < 0 or rank >= dist.world_size() then
+      error(("ps.print_rank: there is no rank %.14g, only 0 to %d; to print a number after a text, pass the rank, too: "
+        .. "{ rank = 0 }"):format(rank, dist.world_size() - 1))
+    end
+  end
   if dist.rank() ~= (rank or 0) then return end
-  print(text)
+  print(unpack(given, 1, given.n))
   io.stdout:flush()
 end
 
