@@ -58,21 +58,24 @@ local steps = args.epochs * per_epoch
 local schedule = ps.sched.warmup_cosine { optimizer = optimizer, max_lr = args.lr, min_lr = args.lr / 10,
   warmup = math.ceil(steps / 20), total = steps }
 local order
-for step = 1, steps do
-  if (step - 1) % per_epoch == 0 then order = ps.randperm(#pairs_of):tolist() end
-  local chosen, values = {}, reference and {}
-  for k = 1, args.batch do
-    local at = order[(step - 1) % per_epoch * args.batch + k] + 1
-    chosen[k] = pairs_of[at]
-    if reference then values[k] = reference[at] end
+local function train()
+  for step = 1, steps do
+    if (step - 1) % per_epoch == 0 then order = ps.randperm(#pairs_of):tolist() end
+    local chosen, values = {}, reference and {}
+    for k = 1, args.batch do
+      local at = order[(step - 1) % per_epoch * args.batch + k] + 1
+      chosen[k] = pairs_of[at]
+      if reference then values[k] = reference[at] end
+    end
+    local out = model(ps.preference.batch(chosen, { pad = pad, reference = values or nil }))
+    print(("step %d of %d: loss %.4f, chosen %.3f, rejected %.3f, accuracy %.2f"):format(step, steps, out.loss:item(),
+      out.chosen_rewards:mean():item(), out.rejected_rewards:mean():item(), out.accuracy:item()))
+    model:backward(out.loss)
+    optimizer:step()
+    schedule:step()
   end
-  local out = model(ps.preference.batch(chosen, { pad = pad, reference = values or nil }))
-  print(("step %d of %d: loss %.4f, chosen %.3f, rejected %.3f, accuracy %.2f"):format(step, steps, out.loss:item(),
-    out.chosen_rewards:mean():item(), out.rejected_rewards:mean():item(), out.accuracy:item()))
-  model:backward(out.loss)
-  optimizer:step()
-  schedule:step()
 end
+try(train)
 try(model.save_pretrained, model, args.out)
 try(tok.save_pretrained, tok, args.out)
 model:close()

@@ -17,6 +17,7 @@ local ps = require "ps"
 local argparse = require "argparse"
 local lfs = require "lfs"
 local line = require "ps.command_line"
+local endless = require "ps.data.endless"
 local resolved = require "ps.core.resolved"
 local train, checkpoints, plot = require "ps.train", require "ps.checkpoints", require "ps.train.plot"
 
@@ -108,9 +109,11 @@ local function prepared()
   end
   local per_batch = args.batch * ps.world_size()
   if #rows < per_batch then
-    error(("--batch: %d rows to train on are fewer than a batch of %d (%d on each of %d processes): pass --batch " ..
-      "%d or less")
-      :format(#rows, per_batch, args.batch, ps.world_size(), math.max(1, math.floor(#rows / ps.world_size()))), 0)
+    error(("--batch: %d rows to train on%s are fewer than a batch of %d (%d on each of %d processes): pass "
+      .. "--batch %d or less")
+      :format(#rows, args.eval and "" or (" (%d of --data %s held out)"):format(#held_out,
+        #held_out == 1 and "is" or "are"), per_batch, args.batch, ps.world_size(),
+        math.max(1, math.floor(#rows / ps.world_size()))), 0)
   end
   local rest = #held_out % per_batch
   if #held_out < ps.world_size() then
@@ -120,6 +123,8 @@ local function prepared()
   local date = args.date or args.resume and (checkpoints.info(run).extra or {}).date or os.date "%Y-%m-%d"
   most = most or 1024
   local tok, seq = ps.tokenizer.from_pretrained(folder), args.seq or math.min(1024, most)
+  local note = endless(tok, rows, ps.data.format(rows), { date = date })
+  if note then ps.print_rank("note: " .. note) end
   local loader, evaluation = loader_of(rows, tok, seq, date, true), loader_of(held_out, tok, seq, date, false)
   checkpoints.make_folder(args.out)
   checkpoints.make_folder(run)

@@ -128,21 +128,40 @@ local classes = labels and #labels or 2
 local settings_of_model = { task = "sequence_classification", num_labels = classes, device = args.device,
   id2label = not counted and labels or nil }
 local model
-if args.model then model = try(ps.from_pretrained, args.model, settings_of_model)
+local function open()
+  local folder = require "ps.pretrained.folder"
+  local kind = folder.config(folder.find(args.model)).model_type
+  if kind ~= "bert" and kind ~= "roberta" then
+    error(("--model: %s is a model of the type %s; this program trains encoders: bert and roberta"):format(args.model,
+      tostring(kind)), 0)
+  end
+  return ps.from_pretrained(args.model, settings_of_model)
+end
+if args.model then model = try(open)
 else model = bert.new("tiny", settings_of_model) end
 local pad = model.config.pad_token_id or 0
 
--- Texts become ids, truncated to the model's number of positions.
+-- Texts become ids, truncated to the model's number of positions, and a line says how many were.
 local function encode()
-  local tokenizer
+  local tokenizer, cut, all = nil, 0, #rows + #held_out
+  local most = model.config.max_position_embeddings - (model.config.model_type == "roberta" and pad + 1 or 0)
   for _, list in ipairs { rows, held_out } do
     for _, row in ipairs(list) do
       if not row.ids then
         tokenizer = tokenizer or ps.tokenizer.from_pretrained(model.source)
-        local longest = model.config.max_position_embeddings - (model.config.model_type == "roberta" and pad + 1 or 0)
-        row.ids = tokenizer(row.text, { truncation = true, max_length = longest }).input_ids:tolist()[1]
+        row.ids = tokenizer:encode(row.text)
+        if #row.ids > most then
+          cut = cut + 1
+          row.ids = tokenizer(row.text, { truncation = true, max_length = most }).input_ids:tolist()[1]
+        end
+      elseif #row.ids > most then
+        error(("%s: %d input_ids, but the model has %d positions"):format(row.place, #row.ids, most), 0)
       end
     end
+  end
+  if cut > 0 then
+    io.stderr:write(("finetune_bert.lua: %d of %d texts are longer than the model's %d positions: their ends are cut "
+      .. "off\n"):format(cut, all, most))
   end
 end
 try(encode)
@@ -198,18 +217,26 @@ local schedule = ps.sched.warmup_linear { optimizer = optimizer, max_lr = args.l
   warmup = math.ceil(settings.warmup_share * steps), total = steps }
 local display, began, step = progress.new { total = steps, quiet = args.json }, ps.now(), 0
 local before = accuracy()
-for _ = 1, args.epochs do
-  local sorted, batches = epoch()
-  for _, first in ipairs(batches) do
-    local loss = model(batch_of(sorted, first, math.min(#sorted, first + args.batch - 1))).loss
-    loss:backward()
-    optimizer:step()
-    optimizer:zero_grad()
-    schedule:step()
-    step = step + 1
-    if step % 20 == 0 or step == steps then display:update(step, { loss = loss:item() }) end
+
+local function train()
+  for _ = 1, args.epochs do
+    local sorted, batches = epoch()
+    for _, first in ipairs(batches) do
+      local loss = model(batch_of(sorted, first, math.min(#sorted, first + args.batch - 1))).loss
+      local value = loss:item()
+      if value ~= value or math.abs(value) == math.huge then
+        error(("the loss is %s at step %d: pass a lower --lr than %g"):format(value, step + 1, args.lr), 0)
+      end
+      loss:backward()
+      optimizer:step()
+      optimizer:zero_grad()
+      schedule:step()
+      step = step + 1
+      if step % 20 == 0 or step == steps then display:update(step, { loss = value }) end
+    end
   end
 end
+try(train)
 display:finish()
 
 local after = accuracy()

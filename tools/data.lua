@@ -8,6 +8,7 @@ local ps = require "ps"
 local argparse = require "argparse"
 local command_line = require "ps.core.command_line"
 local folder = require "ps.pretrained.folder"
+local endless = require "ps.data.endless"
 local formats = require "ps.data.formats"
 local posix = require "posix.unistd"
 local whole = command_line.whole
@@ -35,6 +36,8 @@ local function open()
   local rows = ps.data.table(args.file)
   local form = ps.data.format(rows)
   print(("%s: %d rows in the form '%s'"):format(args.file, #rows, form))
+  local note = endless(tok, rows, form, args)
+  if note then print("note: " .. note) end
   return tok, rows, form
 end
 

@@ -198,7 +198,6 @@ describe("a group of processes", function()
   end)
 
   it("prints several values, and refuses a rank that does not exist", function()
-    local check = require "spec.check_lib"
     local said, print_was = {}, print
     _G.print = function(...) said[#said + 1] = { n = select("#", ...), ... } end
     finally(function() _G.print = print_was end)
@@ -208,8 +207,10 @@ describe("a group of processes", function()
     ps.print_rank("a", 1, { rank = 0 })
     ps.print_rank()
     _G.print = print_was
-    assert.same({ { n = 2, "a", "b" }, { n = 4, "a", nil, 2, "c" }, { n = 1, "a" }, { n = 2, "a", 1 }, { n = 0 } }, said)
-    check.fails(function() ps.print_rank("step", 5) end, "ps.print_rank: there is no rank 5, only 0 to 0", "{ rank = 0 }")
+    assert.same({ { n = 2, "a", "b" }, { n = 4, "a", nil, 2, "c" }, { n = 1, "a" }, { n = 2, "a", 1 }, { n = 0 } },
+      said)
+    check.fails(function() ps.print_rank("step", 5) end, "ps.print_rank: there is no rank 5, only 0 to 0",
+      "{ rank = 0 }")
     check.fails(function() ps.print_rank("loss", 0.5) end, "there is no rank 0.5")
     check.fails(function() ps.print_rank("a", "b", { rank = 1 }) end, "there is no rank 1")
   end)

@@ -662,6 +662,32 @@ describe("examples/finetune_bert.lua", function()
     end
   end)
 
+  it("counts the texts that it cuts off, and names other mistakes in one line", function()
+    local program = ("OMP_WAIT_POLICY=passive '%s' '%s/examples/finetune_bert.lua' --epochs 1 "):format(paths.exe,
+      paths.root)
+    local lines = {}
+    for i = 1, 20 do
+      lines[i] = ('{"text": "a %s film", "label": %d}'):format(i % 7 == 0 and ("good "):rep(40) or "bad", i % 2)
+    end
+    check.write(path "long.jsonl", table.concat(lines, "\n") .. "\n")
+    local data = (" --model '%s' --data '%s' "):format(path "words", path "long.jsonl")
+    local out, code = check.shell(program .. data)
+    assert(code == 0 and out:find("finetune_bert.lua: 2 of 20 texts are longer than the model's 32 positions: their "
+      .. "ends are cut off\n", 1, true), out)
+    out, code = check.shell(program .. data .. "--lr 1000 --epochs 30 --batch 4")
+    assert(code == 1 and out:find("finetune_bert.lua: the loss is %-?nan at step %d+: pass a lower %-%-lr than 1000\n"),
+      out)
+    gpt2.new("tiny"):save_pretrained(path "decoder")
+    out, code = check.shell(program .. (" --model '%s' --data '%s'"):format(path "decoder", path "long.jsonl"))
+    assert(code == 1 and out:find("decoder is a model of the type gpt2; this program trains encoders: bert and "
+      .. "roberta\n", 1, true), out)
+    check.write(path "ids.jsonl", ('{"input_ids": [%s5], "label": 1}\n{"input_ids": [5], "label": 0}\n'):format(
+      ("5, "):rep(40)))
+    out, code = check.shell(program .. (" --data '%s'"):format(path "ids.jsonl"))
+    assert(code == 1 and out:find("ids.jsonl:1: 41 input_ids, but the model has 32 positions\n", 1, true), out)
+    assert.is_nil(out:find("traceback", 1, true), out)
+  end)
+
   it("learns its generated task without arguments", function()
     for seed = 1, 1 do                                       -- seeds 1 to 8 reach 93.5 to 100 %
       local p = assert(io.popen(("OMP_WAIT_POLICY=passive '%s' '%s/examples/finetune_bert.lua' --seed %d --json "

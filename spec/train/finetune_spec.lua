@@ -43,6 +43,22 @@ local function losses(out)
 end
 
 describe("examples/finetune.lua", function()
+  it("prints that the chat template writes no end token after an answer", function()
+    local said = "the chat template writes no end token after an answer (the last trained token of row 1 is "
+    local open = tokens.gpt2({ { "a", "b" } }, { ["tokenizer_config.json"] = { eos_token = "<|endoftext|>",
+      chat_template = (TEMPLATE:gsub("{{ eos_token }}", "\n")) } })
+    gpt2.new("tiny", { vocab_size = 258, n_positions = 64 }):save_pretrained(open)
+    local out, code = check.shell(("OMP_NUM_THREADS=1 '%s' '%s/examples/finetune.lua' --model %s --data %s --out %s "
+      .. "--epochs 1"):format(paths.exe, paths.root, open, data, open .. "/tuned"))
+    assert(code == 0 and out:find(said, 1, true), out)
+    out = check.shell(("'%s' '%s/tools/data.lua' show %s %s"):format(paths.exe, paths.root, open, data))
+    assert.matches("note: " .. said .. "'b'", out, 1, true)
+    assert.matches("let the template write eos_token, <|endoftext|>, there", out, 1, true)
+    tokens.remove(open)
+    out = check.shell(("'%s' '%s/tools/data.lua' show %s %s"):format(paths.exe, paths.root, folder, data))
+    assert.is_nil(out:find(said, 1, true), out)
+  end)
+
   it("learns the answers, and writes a folder that answers", function()
     local to = folder .. "/tuned"
     local out, code = run(("--data %s --out %s --epochs 50 --batch 8 --lr 6e-3"):format(data, to))
@@ -279,7 +295,7 @@ describe("examples/finetune.lua", function()
       [("--data %s/one.jsonl --out %s"):format(folder, to)] = "--data: it has one row, and one is held out",
       [("--data %s/none.jsonl --out %s"):format(folder, to)] = "none.jsonl has no rows",
       [("--data %s --out %s --batch 100"):format(data, to)] =
-        "42 rows to train on are fewer than a batch of 100 (100 on each of 1 processes): pass --batch 42 or less",
+        "42 rows to train on (2 of --data are held out) are fewer than a batch of 100 (100 on each of 1 processes): pass --batch 42 or less",
       [("--data %s --out %s --seq 65"):format(data, to)] = "--seq: 65 tokens, but the model has only 64 positions",
       [("--data %s --out %s --eval %s/none.jsonl"):format(data, to, folder)] = "--eval: " .. folder .. "/none.jsonl",
       [("--data %s/turns.jsonl --out %s"):format(folder, to)] = "turns.jsonl:",
