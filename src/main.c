@@ -720,6 +720,15 @@ static int on_floor(lua_State *L)
     return 0;
 }
 
+/* Returns the option that a wrong one was probably meant to be, as the end of an error. */
+static const char *meant(const char *w)
+{
+    if (strncmp(w, "--hardware", 10) == 0) return " without --dry-run before it";
+    if (strncmp(w, "--v", 3) == 0) return "; did you mean '--version'?";
+    if (strncmp(w, "--h", 3) == 0) return "; did you mean '--help'?";
+    return strncmp(w, "--d", 3) == 0 ? "; did you mean '--dry-run'?" : "";
+}
+
 int main(int argc, char **argv)
 {
     /* Exists as long as the process, because Lua closures point to it. */
@@ -737,7 +746,7 @@ int main(int argc, char **argv)
         print_usage(&p, stderr);
         const char *w = p.wrong, *why = w[1] == 'b' ? "must be the first option"
                                         : w[1] && strchr("ejl", w[1]) ? "needs a value" : "does not exist";
-        fprintf(stderr, "%s: the option '%s' %s\n", p.name, w, why);
+        fprintf(stderr, "%s: the option '%s' %s%s\n", p.name, w, why, why[0] == 'd' ? meant(w) : "");
         return EXIT_FAILURE;
     }
     if (p.show_help) {

@@ -205,6 +205,16 @@ describe("psluajit's command line", function()
     end
   end)
 
+  it("suggests the option that was probably meant", function()
+    for option, meant in pairs { ["--verison"] = "does not exist; did you mean '--version'?",
+      ["--hlep"] = "does not exist; did you mean '--help'?", ["--dryrun"] = "does not exist; did you mean '--dry-run'?",
+      ["--hardware"] = "does not exist without --dry-run before it" } do
+      local _, err, code = run { option }
+      assert.equal(1, code)
+      assert.matches(("'%s' %s\n"):format(option, meant), err, 1, true)
+    end
+  end)
+
   it("has the engine's modules without any path set", function()
     assert.equal("table\n", (run { "-e", "print(type(require 'ps.tensor.pretty'))" }))
     assert.equal("string\t16\n", (run { "-e", "local c = require 'ps.cdef' print(type(c.text), #c.hash)" }))
