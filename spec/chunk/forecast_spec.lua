@@ -74,6 +74,23 @@ describe("a plan of a step after large tensors were freed", function()
     return got
   end
 
+  it("prints that a disk is not used if nothing moves", function()
+    local lines = {}
+    for _, host in ipairs { "64MiB", "12MiB" } do
+      local model = ps.initialize {
+        model_func = function() return gpt2.new("tiny", { n_embd = 128, vocab_size = 4096 }) end,
+        config = { plan_print = false, optimizer = { type = "AdamW" },
+          memory = { host = host, disk = { path = "/tmp", limit = "64MiB" } } } }
+      local x = ps.randint(0, 256, { 1, 16 }, { dtype = "int32" })
+      model:backward(model(x, x))
+      local engine = inner(model)
+      lines[host] = table.concat(require("ps.engine.plan.forecast").lines(engine, engine.plan.forecast), "\n")
+      model:close()
+    end
+    assert.matches("nothing moves: all of it fits\n  disk    64.0 MiB set aside, not used", lines["64MiB"], 1, true)
+    assert.matches("a step fetches [^\n]*\n  disk    64%.0 MiB set aside, [%d.]+ MiB used", lines["12MiB"])
+  end)
+
   it("has the whole budget", function()
     local without = fetched(function() end)
     local with = fetched(function() ps.zeros({ 5 * 2 ^ 20 }, { dtype = "uint8" }):release() end)

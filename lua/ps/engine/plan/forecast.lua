@@ -1,6 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Forecasts a step before it runs: performs dry runs, and makes the lines of the printed plan.
 local native = require "ps.core.ffi"
+local caller = require "ps.core.caller"
 local collector = require "ps.core.collector"
 local batch = require "ps.data.batch"
 local readable = require "ps.core.readable"
@@ -121,15 +122,18 @@ function forecasts.lines(engine, forecast)
     for _, row in ipairs(layout.chunks) do if row.owner == owned then mine = mine + 1 end end
     lines[#lines + 1] = ("  shared  stage %d: %d of %d chunks belong to this process, number %d of %d"):format(
       engine.zero_stage, mine, #layout.chunks, owned, engine.ranks.dp:size())
-    lines[#lines + 1] = ("          a step gathers %s of other processes' parameters (%d times), which %s"):format(
-      readable.bytes(forecast.gathered), forecast.gathers, engine.ranks.shards.stays and "stay until its end"
+    lines[#lines + 1] = ("          a step gathers %s of other processes' parameters (%s), which %s"):format(
+      readable.bytes(forecast.gathered), caller.counted(forecast.gathers, "time"),
+      engine.ranks.shards.stays and "stay until its end"
         or "go after each forward and backward")
     lines[#lines + 1] = gradients_line(engine)
   end
   for i, tier in ipairs(forecast.tiers) do
     local line
     if tier.is_file then
-      line = ("  %-6s  %s set aside, %s used"):format(tier.name, readable.bytes(tier.budget), readable.bytes(tier.peak))
+      local unused = i > 1 and forecast.fetched[i - 1] + forecast.evicted[i - 1] == 0
+      line = ("  %-6s  %s set aside, %s"):format(tier.name, readable.bytes(tier.budget), unused and "not used"
+        or readable.bytes(tier.peak) .. " used")
     else
       line = ("  %-6s  predicted peak %s of %s: %s of chunks, %s of other tensors"):format(tier.name,
         readable.bytes(tier.peak), tier.budget > 0 and readable.bytes(tier.budget) or "no limit",
