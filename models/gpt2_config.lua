@@ -12,6 +12,7 @@ return settings.new {
     -- changes the order of operations but not the formula
     reorder_and_upcast_attn = false,
   },
+  assumed_ids = { bos_token_id = 50256, eos_token_id = 50256 },
   file_defaults = { embd_pdrop = 0.1, attn_pdrop = 0.1, resid_pdrop = 0.1 },
   optional = { n_inner = "whole", pad_token_id = "whole", classifier_dropout = "number", hidden_dropout = "number" },
   sizes = { "vocab_size", "n_positions", "n_layer", "n_head", "n_embd", "n_inner" },

@@ -92,6 +92,8 @@ describe("train_gpt2.lua", function()
     local tok = ps.tokenizer.from_pretrained(run .. "/model")
     assert.same(ps.tokenizer.bytes():encode(text), tok:encode(text))
     assert.equal(256, tok.vocab_size)
+    local config = check.read(run .. "/model/config.json")    -- transformers would assume 50256
+    assert.truthy(config:find('"bos_token_id":null', 1, true) and config:find('"eos_token_id":null', 1, true), config)
     local out, code = check.shell(("cd '%s' && OMP_NUM_THREADS=1 timeout 120 '%s' '%s/tools/generate.lua' %s --start "
       .. "'a line' --max-new 4 2>&1"):format(folder, paths.exe, paths.root, "run/model"))
     assert.equal(0, code, out)

@@ -15,6 +15,7 @@ local error = caller.error
 ---@field defaults table<string, any> a model's settings with their defaults for scripts
 ---@field file_defaults? table<string, any> the defaults for a config.json, if they differ
 ---@field optional? table<string, string> settings that may be absent, and their kinds ("whole", "number", "string")
+---@field assumed_ids? table<string, integer> ids of tokens that transformers assumes if config.json has none
 ---@field nullable? table<string, boolean> settings for which null means none; a null becomes false
 ---@field sizes string[] settings that are whole numbers of at least 1
 ---@field shares string[] settings that are probabilities in [0, 1)
@@ -290,6 +291,10 @@ function Settings:to_file(full, architecture, dtype)
   if fields.id2label and not fields.label2id then
     fields.label2id = {}
     for id, label in pairs(fields.id2label) do fields.label2id[label] = tonumber(id) end
+  end
+  -- null, since transformers would assume an id that the vocabulary does not have
+  for key, id in pairs(self.rules.assumed_ids or {}) do
+    if fields[key] == nil and fields.vocab_size <= id then fields[key] = json.null end
   end
   fields.num_labels = nil                                  -- Hugging Face derives this count from id2label
   fields.dtype, fields.torch_dtype = dtype, dtype          -- torch_dtype is for transformers before 4.56
