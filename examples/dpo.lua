@@ -24,8 +24,8 @@ line.number(parser:option("--lr", "Highest learning rate.", "5e-5"), 0)
 parser:option("--dtype", "fp32 or bf16.", "fp32"):choices { "fp32", "bf16" }
 line.file(parser:option("--cache", "File for the reference's log-probabilities (.pt or .safetensors)."), ".pt", ".pth",
   ".bin", ".ckpt", ".safetensors")
-parser:option("--host", "Memory budget on the host, such as 6GiB.")
-parser:option("--disk", "Folder for the disk tier.")
+parser:option("--host", "Memory budget on the host (memory.host), such as 6GiB.")
+parser:option("--disk", "Folder for the disk tier (memory.disk).")
 line.whole(parser:option("--seed", "Random seed.", "1"), 0)
 parser:flag("--force", "Replace a model or an adapter in --out.")
 local args = line.parse(parser)

@@ -42,8 +42,8 @@ parser:flag("--keep-quantized", "With --lora: the weights of a GGUF file, or of 
 parser:option("--dtype", "fp32 or bf16.", "fp32"):choices { "fp32", "bf16" }
 parser:option("--date", "YYYY-MM-DD, for templates that print the date. Default: today, or that of the checkpoint.")
 parser:option("--device", "Device that computes: cpu or cuda.", "cpu")
-parser:option("--host", "Memory budget on the host, such as 6GiB.")
-parser:option("--disk", "Folder for the disk tier. Default: no disk tier.")
+parser:option("--host", "Memory budget on the host (memory.host), such as 6GiB.")
+parser:option("--disk", "Folder for the disk tier (memory.disk). Default: no disk tier.")
 line.whole(parser:option("--zero", "ZeRO stage with several processes: 0 to 3.", "3"), 0, 3)
 line.whole(parser:option("--seed", "Random seed.", "1"), 0)
 parser:flag("--resume", "Continue from the newest checkpoint in --out.")

@@ -71,7 +71,9 @@ local function arguments()
   parser:flag("--recompute", "Recompute blocks in backward: less memory, more time.")
   parser:flag("--resume", "Continue from the newest checkpoint in --out, with the options of its run.")
   parser:flag("--force", "Start a new run even if --out has one, which it replaces.")
-  return command_line.parse(parser)
+  local args = command_line.parse(parser)
+  if args.minutes == 0 then parser:error "--minutes 0: a run takes some time, such as --minutes 2" end
+  return args
 end
 
 local function flag(name) return "--" .. name:gsub("_", "-") end

@@ -12,7 +12,8 @@ local command_line = require "ps.core.command_line"
 
 local parser = argparse("psluajit dashboard", "Shows a run of ps.train.run as a live page on this machine.")
 parser:argument("run", "the run's folder, or its .jsonl file")
-command_line.whole(parser:option("--port", "the port of the page; default: a free one", "0"), 0, 65535)
+command_line.whole(parser:option("--port", "the port of the page; default: a free one", "0"):show_default(false), 0,
+  65535)
 local args = command_line.parse(parser)
 
 local MOST = 4 * 2 ^ 20                                    -- largest number of log bytes in a reply

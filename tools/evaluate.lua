@@ -32,7 +32,7 @@ parser:option("--train-on", "the turns of a conversation that are evaluated: ass
 parser:option("--date", "YYYY-MM-DD, for templates that print the date (default: today)")
 whole(parser:option("--max-new", "the most tokens of an answer", "32"), 1)
 parser:flag("--plain", "pass a question as plain text, without the chat template")
-parser:option("--dtype", "type of the weights (default: that of the files)", "auto")
+parser:option("--dtype", "type of the weights (default: that of the files)", "auto"):show_default(false)
 parser:option("--device", "the device of the model")
 parser:option("--adapter", "a folder with a PEFT or psluajit adapter for the model")
 parser:flag("--json", "print the result as JSON")

@@ -30,7 +30,7 @@ number(parser:option("--repetition-penalty", "above 1: tokens of the text so far
 whole(parser:option("--num-beams", "beams"), 1)
 parser:option("--stop", "text after which to stop; may be given several times"):count "*"
 whole(parser:option("--seed", "seed of the random draws", "1337"), 0)
-parser:option("--dtype", "type of the weights (default: that of the files)", "auto")
+parser:option("--dtype", "type of the weights (default: that of the files)", "auto"):show_default(false)
 parser:flag("--special-tokens", "also print special tokens, such as the one that ends a text")
 parser:option("--device", "the device of the model")
 parser:flag("--keep-quantized", "weights of a GGUF file, or of a folder in NF4, stay packed")

@@ -28,7 +28,10 @@ local args = command_line.parse(parser)
 local function mark_of(tok)
   if args.mark == "none" then return -1 end
   local name = args.mark or tok.eos_token or tok.sep_token
-  if not name then error("the tokenizer has no eos_token: pass --mark TOKEN or --mark none", 0) end
+  if not name then
+    error(("%s has neither eos_token nor sep_token to mark the beginning of documents: pass --mark TOKEN, or "
+      .. "--mark none for documents without a mark"):format(args.tokenizer), 0)
+  end
   return tok:token_to_id(name) or error(("the tokenizer has no token '%s' (--mark)"):format(name), 0)
 end
 

@@ -161,6 +161,25 @@ describe("programs", function()
     end
   end)
 
+  it("print one default per option, and no run of zero minutes", function()
+    for folder, form in pairs { tools = "tools/%s", examples = "examples/%s" } do
+      for name in lfs.dir(paths.root .. "/" .. folder) do
+        local source = name:match "%.lua$" and lib.read(paths.root .. "/" .. folder .. "/" .. name) or ""
+        if source:find("command_line.parse", 1, true) or source:find("line.parse", 1, true) then
+          local text = says(form:format(name) .. " --help"):gsub("\n%s+", " ")
+          for option in (text .. "\n"):gmatch "[^\n]+" do
+            for one in (option:gsub(" %-%-?%a", "\n%0")):gmatch "[^\n]+" do
+              local _, n = one:gsub("[Dd]efault[: ]", "")
+              assert(n <= 1, name .. ": " .. one)
+            end
+          end
+        end
+      end
+    end
+    local text, code = says "examples/train_gpt2.lua --minutes 0"
+    assert(code == 1 and text:find("--minutes 0: a run takes some time", 1, true), text)
+  end)
+
   -- The name in a usage line is the one that `psluajit NAME` runs.
   it("name themselves in their usage", function()
     local n = 0

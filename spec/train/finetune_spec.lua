@@ -295,7 +295,8 @@ describe("examples/finetune.lua", function()
       [("--data %s/one.jsonl --out %s"):format(folder, to)] = "--data: it has one row, and one is held out",
       [("--data %s/none.jsonl --out %s"):format(folder, to)] = "none.jsonl has no rows",
       [("--data %s --out %s --batch 100"):format(data, to)] =
-        "42 rows to train on (2 of --data are held out) are fewer than a batch of 100 (100 on each of 1 processes): pass --batch 42 or less",
+        "42 rows to train on (2 of --data are held out) are fewer than a batch of 100 (100 on each of 1 processes): "
+          .. "pass --batch 42 or less",
       [("--data %s --out %s --seq 65"):format(data, to)] = "--seq: 65 tokens, but the model has only 64 positions",
       [("--data %s --out %s --eval %s/none.jsonl"):format(data, to, folder)] = "--eval: " .. folder .. "/none.jsonl",
       [("--data %s/turns.jsonl --out %s"):format(folder, to)] = "turns.jsonl:",

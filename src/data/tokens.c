@@ -54,8 +54,10 @@ static int read_layout(ps_tokens *s, int width)
     if (width != 1 && magic == MAGIC_U16) return read_header(s, 2, width);
     if (width != 1 && magic == MAGIC_U32) return read_header(s, 4, width);
     if (width == 0)
-        return ps_fail(PS_EFORMAT, "%s: the file has no token header (it begins with %d, neither %d nor %d); for raw "
-                       "tokens pass their width: 2, 4, or 1 for text", s->map.path, magic, MAGIC_U16, MAGIC_U32);
+        return ps_fail(PS_EFORMAT, "%s: the file has no token header (it begins with %d, neither %d nor %d); psluajit "
+                       "prepare.lua writes files with one; for raw tokens pass their width in Lua, "
+                       "ps.data.tokens(path, { width = 2 }), or 4, or 1 for text", s->map.path, magic, MAGIC_U16,
+                       MAGIC_U32);
     if (s->map.nbytes % width)
         return ps_fail(PS_EFORMAT, "%s: the file is truncated: its %lld bytes are not a multiple of the %d bytes of a "
                        "token (%lld bytes expected)", s->map.path, (long long)s->map.nbytes, width,
