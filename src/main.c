@@ -145,6 +145,18 @@ static void hide_floor(lua_State *L)
     lua_remove(L, -2);
 }
 
+/* Deletes the floor's position from the message at the top of the stack. It stands there if the last statement of a
+ * script is a tail call of a function that raises an error, since the script's own line is lost then. */
+static void hide_floor_position(lua_State *L)
+{
+    const char *text = lua_tostring(L, -1), *position = floor_frame + 2;
+    size_t n = strlen(position);
+    if (strncmp(text, position, n) != 0) return;
+    for (text += n; *text >= '0' && *text <= '9'; text++) {}
+    lua_pushstring(L, strncmp(text, ": ", 2) == 0 ? text + 2 : text);
+    lua_replace(L, -2);
+}
+
 const char no_text[] = "(error object is not a string)";
 
 /* Turns the error object into a message with a traceback. An object that cannot become a string is not changed. */
@@ -164,6 +176,7 @@ static int traceback(lua_State *L)
         if (!lua_isstring(L, 1)) return 1;
     }
     by_caller(L, "at");
+    hide_floor_position(L);
     luaL_traceback(L, L, lua_tostring(L, 1), 1);
     hide_floor(L);
     lua_replace(L, 1);

@@ -205,6 +205,19 @@ describe("psluajit's command line", function()
     end
   end)
 
+  it("shows no line of its own in the error of a script's last call", function()
+    for _, code in ipairs { "return require('ps').zeros('a')", "return require('ps').checkpoints.load('x', 3)" } do
+      local _, err, code_of = run { "-e", code }
+      assert.equal(1, code_of)
+      assert.is_nil(err:find("(psluajit)", 1, true), err)
+    end
+    local path = os.tmpname()
+    require("spec.check_lib").write(path, "return require('ps').zeros('a')\n")
+    local _, err = run { path }
+    os.remove(path)
+    assert.matches("psluajit: a shape must be a list of sizes", err, 1, true)
+  end)
+
   it("suggests the option that was probably meant", function()
     for option, meant in pairs { ["--verison"] = "does not exist; did you mean '--version'?",
       ["--hlep"] = "does not exist; did you mean '--help'?", ["--dryrun"] = "does not exist; did you mean '--dry-run'?",

@@ -115,6 +115,19 @@ describe("a Debian package", function()
     assert.is_nil(lfs.attributes(prefix .. "/share/psluajit/lua/older.lua"))
   end)
 
+  it("has an installation that `make uninstall` removes, without files of the user's", function()
+    local place = folder .. "/dest"
+    local remove = ("DESTDIR='%s' make -s -C '%s' uninstall BUILD='%s' 2>&1"):format(place, paths.root, build)
+    good(("DESTDIR='%s' cmake --install '%s'"):format(place, build))
+    local prefix = check.read(build .. "/CMakeCache.txt"):match "CMAKE_INSTALL_PREFIX:PATH=([^\n]*)"
+    local mine = prefix:sub(2) .. "/share/psluajit/lua/mine.lua"
+    check.write(place .. "/" .. mine, "")
+    good(remove)
+    assert.same({ mine }, differences(files(place), {}))
+    local text, code = check.shell(remove)
+    assert(code ~= 0 and text:find("so psluajit is not installed there", 1, true), text)
+  end)
+
   it("has the program's version, and so have its manual pages", function()
     assert.equal(paths.version .. "\n", good("dpkg-deb -f '" .. package .. "' Version"))
     assert.matches("/psluajit_" .. paths.version:gsub("%p", "%%%0") .. "_", package)
