@@ -113,23 +113,26 @@ local function interrupted()
   return stop
 end
 
-while done < args.steps and not interrupted() do
-  optimizer:zero_grad()
-  local micro = 0
-  for out in model:micro_batches(loader) do
-    model:backward(out.loss)
-    micro = micro + 1
-    if ps.interrupts() > 0 and not model:at_boundary() and not told then
-      io.stderr:write(("interrupted after micro-batch %d: finishing the step; the next Ctrl-C or SIGTERM ends at "
-        .. "once\n")
-        :format(micro))
-      told = true
+local function run()
+  while done < args.steps and not interrupted() do
+    optimizer:zero_grad()
+    local micro = 0
+    for out in model:micro_batches(loader) do
+      model:backward(out.loss)
+      micro = micro + 1
+      if ps.interrupts() > 0 and not model:at_boundary() and not told then
+        io.stderr:write(("interrupted after micro-batch %d: finishing the step; the next Ctrl-C or SIGTERM ends at "
+          .. "once\n")
+          :format(micro))
+        told = true
+      end
     end
+    optimizer:step()
+    done = done + 1
+    if done % args.save == 0 then save() end
   end
-  optimizer:step()
-  done = done + 1
-  if done % args.save == 0 then save() end
 end
+try(run)
 
 if interrupted() then
   if done % args.save ~= 0 then save() end

@@ -57,6 +57,16 @@ end
 describe("the log of a training", function()
   own_folder()
 
+  it("is not begun if checkpoints cannot be written", function()
+    for place, why in pairs { ["text.txt"] = "is a file, not a folder", ["text.txt/a"] = "cannot be made: " } do
+      check.fails(function()
+        ps.train.run(options { log = folder .. "/none.csv", checkpoint = { folder = folder .. "/" .. place } })
+      end, "ps.train.run: checkpoint.folder: ", why)
+    end
+    check.fails(function() ps.train.run(options { checkpoint = { every = 1 } }) end, "the name of the folder is empty")
+    assert.is_nil(lfs.attributes(folder .. "/none.csv"))
+  end)
+
   it("keeps its old file intact until the resumed run's is complete", function()
     local path, old = folder .. "/whole.csv", folder .. "/old.csv"
     ps.train.run(options { log = path })

@@ -24,6 +24,7 @@ local agree = require "ps.dist.agree"
 local batch = require "ps.data.batch"
 local checkpoints = require "ps.checkpoints"
 local loaded = require "ps.checkpoints.restore"
+local writable = require "ps.core.writable"
 local mesh = require "ps.dist.mesh"
 local progress = require "ps.train.progress"
 local train_log = require "ps.train.log"
@@ -511,6 +512,8 @@ local function checked(options)
         .. "define loader:state_dict() and loader:load_state_dict(state), or remove checkpoint"):format(name))
     end
   end
+  local problem = options.checkpoint and writable.folder(options.checkpoint.folder or "")
+  if problem then error("ps.train.run: checkpoint.folder: " .. problem) end
   options = with_start(options)
   local engine = handle.of(model)
   if not engine then
