@@ -167,7 +167,8 @@ local LINKS = {
 }
 -- Libraries that only a few files can use: the prefix of a library's symbols, and the files.
 local LIBRARIES = { dnnl_ = { "src/backend/cpu/onednn.c", "src/backend/cpu/onednn_conv.c" },
-  io_uring_ = { "src/chunk/disk.c" }, crypto_ = { "src/rendezvous/proof.c" }, sodium_ = { "src/rendezvous/proof.c" } }
+  io_uring_ = { "src/chunk/disk.c" }, crypto_ = { "src/rendezvous/proof.c" }, sodium_ = { "src/rendezvous/proof.c" },
+  XXH = { "src/base/hash.c", "src/io/st_sum.c" } }
 
 local root, build, breaches = arg[1] or ".", arg[2], 0
 local function breach(text, ...)

@@ -47,7 +47,8 @@ describe("the version", function()
     local said = good("'" .. paths.exe .. "' --version")
     assert.matches("^psluajit " .. paths.version:gsub("%p", "%%%0") .. " %-%- LuaJIT 2", said)
     assert.matches("\ncommit [%x]+[^\n]*, compiled by %u%w+ %d+%.%d", said)
-    for _, library in ipairs { "libedit", "liburing", "libsodium", "PCRE2", "utf8proc", "OpenMP", "oneDNN" } do
+    for _, library in ipairs { "libedit", "liburing", "libsodium", "PCRE2", "utf8proc", "xxHash", "OpenMP",
+      "oneDNN" } do
       assert.matches("\nlibraries: [^\n]*" .. library .. " %d", said)
     end
   end)
@@ -220,8 +221,8 @@ describe("a Debian package", function()
 
   it("names its dependencies, and has all files owned by root, below /usr", function()
     local fields = good("dpkg-deb -f '" .. package .. "'")
-    for _, name in ipairs { "libluajit-5.1-2", "libdnnl2", "libsodium23", "lua-argparse", "lua-cjson", "lua-filesystem",
-      "lua-posix" } do
+    for _, name in ipairs { "libluajit-5.1-2", "libdnnl2", "libsodium23", "libxxhash0", "lua-argparse", "lua-cjson",
+      "lua-filesystem", "lua-posix" } do
       assert.matches("Depends: [^\n]*" .. name:gsub("%p", "%%%0"), fields)
     end
     for line in good("dpkg-deb -c '" .. package .. "'"):gmatch "[^\n]+" do

@@ -6,12 +6,12 @@
  *
  * The header's checksum is compared when a file is opened, and a tensor's by ps_st_verify. If another program
  * rewrote the file, there are no checksums at that place, and none are compared. */
-#define XXH_INLINE_ALL
+#define XXH_STATIC_LINKING_ONLY                     /* for the size of XXH3_state_t */
 #include "io/safetensors.h"
 #include "base/alloc.h"
 #include <stdlib.h>
 #include <string.h>
-#include <xxhash.h>
+#include <xxh_x86dispatch.h>
 
 enum { BLOCK = 256 << 10, PIECE = 32 * BLOCK };     /* PIECE: bytes of a map that are read at once */
 
