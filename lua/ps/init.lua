@@ -53,6 +53,7 @@ local function as_function(name, arithmetic)
       error(("ps.%s takes %s, not %s"):format(name, arithmetic and "a tensor and a tensor or number" or "a tensor",
         a == nil and "nil" or type(a) == "number" and arithmetic and "numbers alone" or "a " .. type(a)))
     end
+    if arithmetic and type(a) == "number" then return exact.inner(methods[name])(a, ...) end
     return methods[name](a, ...)
   end
 end

@@ -132,6 +132,10 @@ describe("a surplus argument is an error", function()
     fails(function() optimizer:step(nil, 1) end, "optimizer:step(options) has no second argument")
     fails(function() model:to "cuda" end, "device")
     fails(function() optimizer:set_lr(1, 2) end, "optimizer:set_lr(lr) has no second argument")
+    fails(function() model.eval() end, "model:eval is a method, which is called with a colon")
+    fails(function() model.parameters() end, "module:parameters is a method, which is called with a colon")
+    fails(function() optimizer.step() end, "optimizer:step is a method, which is called with a colon")
+    fails(function() optimizer.set_lr(1) end, "optimizer:set_lr is a method, which is called with a colon")
     optimizer:zero_grad(true)
     model:close()
   end)
@@ -158,6 +162,45 @@ describe("a method without its self", function()
     fails(function() ps.ones({ 2 }).detach() end, "t:detach is a method, which is called with a colon")
     local schedule = ps.sched.StepLR(ps.optim.SGD(nn.Linear(2, 2), { lr = 1 }), 2)
     fails(function() schedule.step() end, "schedule:step is a method")
+  end)
+
+  -- Calls each function of a table without an argument and with one that is not its self.
+  local function refuse(prefix, methods, except)
+    local n = 0
+    for name, method in pairs(methods) do
+      if type(method) == "function" and type(name) == "string" and not name:find "^_" and not (except or {})[name] then
+        for _, first in ipairs { false, 2, "bf16", {}, { a = 1 } } do
+          fails(function() method(first or nil) end, prefix .. name .. " is a method, which is called with a colon")
+        end
+        n = n + 1
+      end
+    end
+    assert.truthy(n > 2, prefix)
+  end
+
+  it("is an error if the first argument is not an object", function()
+    local module = nn.Linear(2, 2)
+    local optimizer, methods, x = ps.optim.SGD(module, { lr = 1 }), {}, ps.ones { 1 }
+    for name in pairs(require("ps.tensor").methods()) do methods[name] = x[name] end
+    refuse("t:", methods)
+    refuse("module:", nn.Module, { init = true, forward = true, extra_repr = true, new = true })
+    refuse("optimizer:", select(2, getmetatable(optimizer).__names(optimizer)))
+    refuse("schedule:", getmetatable(ps.sched.constant { optimizer = optimizer, max_lr = 1 }).__index)
+    refuse("scaler:", getmetatable(ps.optim.GradScaler()).__index)
+    refuse("tokenizer:", getmetatable(ps.tokenizer.bytes()).__index)
+  end)
+
+  it("is an error of a forward, which a script may define itself", function()
+    local Net = nn.class "Net"
+    function Net:init() self.fc = nn.Linear(2, 2) end
+    function Net:forward(x) return self.fc(x) end
+    function Net:loss(x) return self(x):sum() end
+    local net, x = Net(), ps.ones { 1, 2 }
+    fails(function() net.forward(x) end, "no method or field 'fc'", "called with a colon, model:forward(x)")
+    fails(function() nn.Linear(2, 2).forward(x) end, "called with a colon, model:forward(x)")
+    local problem = fails(function() return x.weight end, "no method or field 'weight'")
+    assert.is_nil(tostring(problem):find("colon", 1, true))
+    assert.same({ 1, 2 }, ps.add(1, x):shape())                   -- a function of ps may begin with a number
   end)
 end)
 

@@ -78,6 +78,7 @@ describe("an undefined name", function()
     for text, part in pairs { ["len {}"] = "write #x", ["local t = {} t:append(1)"] = "table.insert(list, x)",
       ["pirnt(1)"] = "did you mean print?", ["print(f'{x}')"] = ":format(x)", ["math.max({})"] = "expected, got table",
       ["local ps = require 'ps' nn.Linear(2, 2)"] = "local nn = ps.nn",
+      ["local ps = require 'ps' local N = ps.nn.class 'N' function N:f() return self.x end N().f()"] = "with a colon",
       ["local ps = require 'ps' math.max(ps.ones { 1 }, 2)"] = "if it is a tensor, t:item()" } do
       assert.matches(part, said(text), 1, true)
     end

@@ -281,6 +281,12 @@ function caller.options(options, call, keys)
   return options
 end
 
+--- Raises the error about a method that was called with a dot.
+---@param call string how the method is called, such as "t:sum"
+function caller.no_self(call)
+  raise(("%s is a method, which is called with a colon: write %s(...), not with a dot"):format(call, call))
+end
+
 --- Returns the value of a word in a table. An unknown word is an error that names the nearest known word.
 ---@param value any
 ---@param words table<string, any>

@@ -24,8 +24,11 @@ local NONE = { set_to_none = "boolean" }
 local EXTRA = 3                                            -- number of surplus arguments that are checked
 
 -- Returns the code of a wrapper for n parameters. They have names, because `...` would add a trace. Each wrapper has
--- its own code, so that LuaJIT compiles a trace for each function. The wrapper of a method refuses a call without self.
+-- its own code, so that LuaJIT compiles a trace for each function. The wrapper of a method refuses a first argument
+-- that cannot be its self: self is a tensor or another C object, or a table with a metatable.
 local codes = { [true] = {}, [false] = {} }
+local SELF = "local kind = type(a1) "
+  .. "if kind ~= 'cdata' and (kind ~= 'table' or getmetatable(a1) == nil) then alone() end"
 local function code(n, method)
   local made = codes[method]
   if made[n] then return made[n] end
@@ -34,10 +37,10 @@ local function code(n, method)
     all[i] = "a" .. i
     if i <= n then own[i] = all[i] else any[#any + 1] = all[i] .. " ~= nil" end
   end
-  local self = method and "if a1 == nil then alone() end " or ""
-  local text = ("local fn, refuse, alone = ... return function(%s) if %s then refuse(%s) end %sreturn fn(%s) end")
-    :format(table.concat(all, ", "), table.concat(any, " or "), table.concat(all, ", ", n + 1), self,
-    table.concat(own, ", "))
+  local self = method and SELF or ""
+  local text = ("local fn, refuse, alone, type, getmetatable = ... "
+    .. "return function(%s) if %s then refuse(%s) end %s return fn(%s) end"):format(table.concat(all, ", "),
+    table.concat(any, " or "), table.concat(all, ", ", n + 1), self, table.concat(own, ", "))
   made[n] = string.dump(loadstring(text, debug.getinfo(1, "S").source))
   return made[n]
 end
@@ -59,10 +62,8 @@ function exact.of(fn, call, method)
       if value ~= nil then caller.more(call, parameters(fn, 1 + skip), value, takes + i - skip) end
     end
   end
-  local function alone()
-    caller.error(("%s is a method, which is called with a colon: write %s(...), not with a dot"):format(call, call))
-  end
-  local wrapper = loadstring(code(takes, method == true))(fn, refuse, alone)
+  local wrapper = loadstring(code(takes, method == true))(fn, refuse, function() caller.no_self(call) end, type,
+    getmetatable)
   inner[wrapper] = fn
   return wrapper
 end

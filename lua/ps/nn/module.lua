@@ -479,6 +479,7 @@ end
 ---@param ... any rejected
 ---@return ps.nn.Module self
 function Module:to(target, ...)
+  if type(self) ~= "table" or getmetatable(self) == nil then caller.no_self "module:to" end
   if ... ~= nil then error("module:to takes a type, a device, or { dtype = , device = }, and no further argument") end
   if type(target) == "string" then
     target = pcall(native.dtype_code, target) and { dtype = target } or { device = target }

@@ -13,6 +13,7 @@
 --   local scaler = require("ps.optim.loss_scaler").new { hysteresis = 2 }
 --   scaler:scale_loss(loss):backward(); optimizer:step { scaler = scaler }
 local caller = require "ps.core.caller"
+local exact = require "ps.core.exact"
 local hooks = require "ps.core.hooks"
 local range = require "ps.config.check"
 local types = require "ps.core.types"
@@ -183,5 +184,7 @@ function LossScaler:load_state_dict(state)
   if not self.dynamic then return end
   for key, value in pairs(numbers) do self[key] = value end
 end
+
+exact.all(LossScaler, "scaler:", true)
 
 return M

@@ -16,6 +16,7 @@ local scope = require "ps.core.scope"
 local handle = require "ps.nn.handle"
 local caller = require "ps.core.caller"
 local copied = require "ps.core.copied"
+local exact = require "ps.core.exact"
 local nn_module = require "ps.nn.module"
 local packed = require "ps.nn.packed"
 local sharded = require "ps.nn.sharded"
@@ -295,5 +296,7 @@ function Model:flops_per_token(seq)
   local cost = self:costs()
   return 6 * (self:num_parameters() - cost.looked_up) + 12 * cost.layers * cost.width * (seq or cost.positions)
 end
+
+exact.all(Model, "model:", true)
 
 return Model

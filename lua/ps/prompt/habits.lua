@@ -149,6 +149,9 @@ local function of_running(message)
   name = message:match "attempt to call method '([%w_]+)' %(a nil value%)"
     or message:match "attempt to call field '([%w_]+)' %(a nil value%)"
   if name then return METHODS[name] end
+  if message:find "attempt to index local 'self' %(a %a+ value%)" then
+    return "a method is called with a colon, as in model:forward(x): with a dot it has no self"
+  end
   if message:find("number expected, got cdata", 1, true) then
     return "if it is a tensor, t:item() is the number of its only element"
   end

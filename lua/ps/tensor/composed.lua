@@ -71,6 +71,7 @@ end
 ---@param ... integer a number for each dimension; additional numbers add leading dimensions
 ---@return ps.Tensor
 function T:tile(...)
+  if not scope.is_tensor(self) then caller.no_self "t:tile" end
   local times = type((...)) == "table" and (...) or { ... }
   if rawequal(times, (...)) and select(2, ...) ~= nil then
     error("tile: pass the numbers as one list or as separate arguments, not both")

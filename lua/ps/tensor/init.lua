@@ -253,6 +253,7 @@ local TO = { dtype = "string", device = "string" }
 ---@param ... any rejected
 ---@return ps.Tensor
 function T:to(what, ...)
+  if not is_tensor(self) then caller.no_self "t:to" end
   if what == nil or ... ~= nil then
     error("tensor:to takes a type, a device, or { dtype = , device = }, and no further argument")
   end
@@ -303,7 +304,7 @@ end
 function T:reshape(...)
   local shape = shape_args("reshape", ...)
   local t = self
-  if not is_tensor(t) then error("reshape takes a tensor, not " .. tostring(t)) end
+  if not is_tensor(t) then caller.no_self "t:reshape" end
   if not t:is_contiguous() then
     local ok, view = pcall(ops.reshape, t, #shape, shape)
     if ok then return view end
@@ -315,6 +316,7 @@ end
 ---@param ... integer|integer[] the sizes; one of them may be -1
 ---@return ps.Tensor
 function T:view(...)
+  if not is_tensor(self) then caller.no_self "t:view" end
   local shape = shape_args("view", ...)
   return ops.reshape(self, #shape, shape)
 end
@@ -344,6 +346,7 @@ end
 ---@param ... integer|integer[] the axes, each dimension once
 ---@return ps.Tensor
 function T:permute(...)
+  if not is_tensor(self) then caller.no_self "t:permute" end
   local axes = shape_args("permute", ...)
   if #axes ~= self.ndim then error(("permute: %d axes for %d dimensions"):format(#axes, self.ndim)) end
   return ops.permute(self, axes)
@@ -408,6 +411,7 @@ end
 ---@param ... integer|integer[] the sizes; -1 keeps the current size
 ---@return ps.Tensor
 function T:expand(...)
+  if not is_tensor(self) then caller.no_self "t:expand" end
   local shape = shape_args("expand", ...)
   return ops.expand(self, #shape, shape)
 end
@@ -602,13 +606,25 @@ local function no_order()
     .. "t:lt(x) and t:gt(x) compare its elements")
 end
 
+-- Returns whether the function that reads a field has the tensor as its self, and is not a method of tensors: a script
+-- called a method of a module with a dot.
+local DOT = "; a function has the tensor as its self: a method is called with a colon, model:forward(x)"
+local function is_self(t)
+  local info = debug.getinfo(3, "f")
+  local name, value
+  if info then name, value = debug.getlocal(3, 1) end
+  if name ~= "self" or not is_tensor(value) or value ~= t then return false end
+  for _, method in pairs(T) do if method == info.func then return false end end
+  return true
+end
+
 local mt = {
   __index = function(t, key)
     local method = methods[key]
     if method ~= nil then return method end
     if type(key) == "string" then
-      error(("a tensor has no method or field '%s'%s"):format(key, INSTEAD[key] and ": " .. INSTEAD[key]
-        or foreign.instead("t", key)))
+      error(("a tensor has no method or field '%s'%s"):format(key, is_self(t) and DOT or INSTEAD[key] and ": "
+        .. INSTEAD[key] or foreign.instead("t", key)))
     end
     return indexing.get(t, key)
   end,

@@ -118,4 +118,6 @@ function Bytes:save_pretrained(path) -- luacheck: ignore 212
   })
 end
 
+require("ps.core.exact").all(Bytes, "tokenizer:", true)
+
 return tokenizer

@@ -510,6 +510,7 @@ function Tokenizer:batch(texts, options)
     token_type_ids = types and tensor_of(types, shape, numel) or nil,
     offsets = offsets and tensor_of(offsets, { #rows, width, 2 }, 2 * numel) or nil }
 end
+require("ps.core.exact").all(Tokenizer, "tokenizer:", true)
 META.__call = Tokenizer.batch
 
 text.Tokenizer = Tokenizer
