@@ -219,7 +219,10 @@ local function names_of(...)
 end
 foreign.home("ps", function(name) return rawget(ps, name) ~= nil or lazy_names[name] ~= nil end,
   function() return names_of(ps, lazy_names) end)
-foreign.home("F", function(name) return rawget(ps.F, name) ~= nil end, function() return names_of(ps.F) end)
+for place, file in pairs { F = "ps.tensor.functional", nn = "ps.nn", optim = "ps.optim", sched = "ps.optim.sched" } do
+  foreign.home(place, function(name) return rawget(require(file), name) ~= nil end,
+    function() return caller.sorted_names(require(file)) end)
+end
 
 local function old_checkpoint() require "ps.checkpoint" end
 
@@ -234,7 +237,7 @@ setmetatable(ps, {
       local functional = exact.all(require "ps.tensor.functional", "F.")
       rawset(self, "F", functional)
       rawset(self, "functional", functional)
-      return setmetatable(functional, { __index = function(_, name) return foreign.known("F", name) end })
+      return foreign.public(functional, "F")
     end
     if file_of[key] then
       local fn = exact.of(require(file_of[key])[key], "ps." .. key)
@@ -247,7 +250,7 @@ setmetatable(ps, {
     end
     local module = lazy[key]
     if not module then return key == "checkpoint" and old_checkpoint or foreign.known("ps", key) end
-    local value = exact.all(require(module), key .. ".")
+    local value = foreign.public(exact.all(require(module), key .. "."), key)
     rawset(self, key, value)
     return value
   end,

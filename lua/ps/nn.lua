@@ -17,10 +17,4 @@ for _, family in ipairs { "nn.linear", "nn.embedding", "nn.norm", "nn.activation
   for name, class in pairs(require("ps." .. family)) do nn[name] = class end
 end
 
-foreign.home("nn", function(name) return rawget(nn, name) ~= nil end, function()
-  local names = {}
-  for name in pairs(nn) do names[#names + 1] = name end
-  return names
-end)
-
-return setmetatable(nn, { __index = function(_, name) return foreign.known("nn", name) end })
+return foreign.public(nn, "nn")

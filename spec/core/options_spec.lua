@@ -236,6 +236,7 @@ local CALLS = {
   { "tokenizer.from_pretrained", "encodin", "encoding", function(o) ps.tokenizer.from_pretrained("/nowhere", o) end },
   { "tokenizer", "paddin", "padding", function(o) tokenizer()("a", o) end },
   { "tokenizer:encode", "add_special_token", "add_special_tokens", function(o) tokenizer():encode("a", o) end },
+  { "encode", "add_special_token", "add_special_tokens", function(o) ps.tokenizer.bytes():encode("a", o) end },
   { "tokenizer:render_chat", "train_onn", "train_on", function(o) tokenizer():render_chat({}, o) end },
   { "tokenizer:encode_buffer", "offsets", false, function(o) tokenizer():encode_buffer("a", o) end },
   { "tokenizer:encode_line", "add_special_token", "add_special_tokens", function(o)

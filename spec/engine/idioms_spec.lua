@@ -79,7 +79,7 @@ describe("names that psluajit does not have", function()
         end
         assert(tostring(thing[name]):find("does not exist here", 1, true))
       end
-      if place == "ps" or place == "nn" then
+      if place == "ps" or place == "nn" or place == "optim" or place == "sched" then
         local ok, problem = pcall(function() return thing.no_such_name end)
         assert(not ok and tostring(problem):find(place .. ".no_such_name does not exist", 1, true), problem)
       else

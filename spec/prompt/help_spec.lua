@@ -41,6 +41,11 @@ describe("help", function()
   it("suggests the nearest name if there is no such name", function()
     fails(function() help.text "gelo" end, "did you mean 'gelu'?")
     fails(function() help.text "nn.Linaer" end, "did you mean 'nn.Linear'?")
+    fails(function() help.text "attn" end, "nothing with the name 'attn'; help \"ps\" lists")
+    for name, part in pairs { logit = "write (x / (1 - x)):log()", ["F.unfold"] = "lacks this function of PyTorch",
+      ["t:is_leaf"] = "leaves are", LazyConv2d = "lacks this class of PyTorch" } do
+      assert.matches(part, help.text(name), 1, true)
+    end
     fails(function() help.text "optin" end, "did you mean 'optim'?")
     fails(function() help.text "optim.AdmaW" end, "did you mean 'optim.AdamW'?")
     fails(function() help.text "zzzzzzzz" end, 'help "ps" lists')

@@ -30,7 +30,7 @@ end
 ---@param words string[]
 ---@return string?
 function nearest.find(word, words)
-  local best, least = nil, math.max(2, math.floor(#word / 3)) + 1
+  local best, least = nil, #word < 5 and math.min(#word, 2) or math.max(2, math.floor(#word / 3)) + 1
   for _, candidate in ipairs(words) do
     local d = nearest.distance(word, candidate)
     if d < least and d < math.max(#word, #candidate) then best, least = candidate, d end

@@ -598,4 +598,4 @@ optim.GradScaler = loss_scaler.pytorch
 
 exact.all(Optimizer, "optimizer:", true)
 
-return require("ps.core.foreign").stand(optim, "optim")
+return require("ps.core.foreign").public(optim, "optim")

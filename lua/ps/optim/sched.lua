@@ -314,4 +314,4 @@ function sched.from_config(scheduler, optimizer)
   return make(options)
 end
 
-return foreign.stand(sched, "sched")
+return foreign.public(sched, "sched")

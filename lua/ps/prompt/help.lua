@@ -250,9 +250,13 @@ end
 local function foreign_text(text)
   local prefix, name = text:match "^(.-)[.:]?([^.:]+)$"
   prefix = prefix and ALIAS[prefix] == "functional" and "F" or prefix
-  for _, place in ipairs { prefix, "ps", "F", "nn", "optim", "sched", "module", "model", "optimizer", "loader" } do
+  for _, place in ipairs { prefix, "ps", "F", "nn", "t", "optim", "sched", "module", "model", "optimizer", "loader" } do
     local found = name and foreign.is_place(place) and foreign.find(place, name)
     if found then return tostring(found) end
+  end
+  for _, place in ipairs { "F", "nn" } do
+    local lacks = name and foreign.lacks(place, name)
+    if lacks then return text .. ": " .. lacks end
   end
 end
 

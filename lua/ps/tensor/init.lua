@@ -581,15 +581,6 @@ end
 
 -- -- the metatype ---------------------------------------------------------------------------------------------------
 -- What to write instead of PyTorch's names that tensors lack, and of PyTorch's fields that are methods here.
-local INSTEAD = {
-  cuda = "write t:to(\"cuda\")", cpu = "write t:to(\"cpu\")", numpy = "write t:tolist()",
-  data = "write t:detach(), or ps.no_grad(function() t:copy_(value) end)",
-  retain_grad = "write t:register_hook(fn), or ps.inspect.record_tensor(t, name), which records a gradient",
-  is_leaf = "t:needs_grad()",
-  detach_ = "write t = t:detach()",
-  fft = "there is no Fourier transform", real = "there are no complex numbers",
-  type = "write t:dtype(), t:to(\"fp32\")", type_as = "write t:to(other:dtype())", ndim = "write t:dim()",
-}
 local SET = { requires_grad = "write t:requires_grad_(false)", data = "write ps.no_grad(function() t:copy_(x) end)",
   grad = "write t:set_grad(g), optimizer:zero_grad()" }
 
@@ -623,8 +614,8 @@ local mt = {
     local method = methods[key]
     if method ~= nil then return method end
     if type(key) == "string" then
-      error(("a tensor has no method or field '%s'%s"):format(key, is_self(t) and DOT or INSTEAD[key] and ": "
-        .. INSTEAD[key] or foreign.instead("t", key)))
+      error(("a tensor has no method or field '%s'%s"):format(key, is_self(t) and DOT
+        or foreign.advice("t", key) or foreign.instead("t", key)))
     end
     return indexing.get(t, key)
   end,

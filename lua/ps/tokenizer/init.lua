@@ -18,6 +18,7 @@ local tokenizer = {}
 ---@field name string
 ---@field vocab_size integer
 local Bytes = { name = "bytes", vocab_size = 256 }
+local ENCODE = { add_special_tokens = "boolean", split_special_tokens = "boolean" }
 local DECODE = { skip_special_tokens = "boolean", bytes = "boolean", n = "whole" }
 Bytes.__index = Bytes
 
@@ -48,9 +49,12 @@ end
 
 --- Returns the token ids of a text as a Lua list.
 ---@param text string
+---@param options? {add_special_tokens?: boolean, split_special_tokens?: boolean} the options of other tokenizers, which
+--- have no effect: there are no special tokens
 ---@return integer[]
-function Bytes:encode(text) -- luacheck: ignore 212
+function Bytes:encode(text, options) -- luacheck: ignore 212
   caller.typed(text, "string", "encode: the text")
+  caller.options(options, "encode", ENCODE)
   local ids, bytes = {}, ffi.cast("const uint8_t *", text)
   for i = 1, #text do ids[i] = bytes[i - 1] end
   return ids
