@@ -345,7 +345,7 @@ describe("settings of optimizers", function()
         ps.optim[make]({ p }, { [setting] = value })
       end)
       if setting ~= "max_norm" then
-        fails({ "group 0: " .. setting .. " is " }, function()
+        fails({ "group 1: " .. setting .. " is " }, function()
           ps.optim[make]({ { params = { p }, [setting] = value } })
         end)
       end
@@ -371,7 +371,7 @@ describe("settings of optimizers", function()
       fails({ "bad_input_spec.lua", "optimizer:set_lr: the rate is ", least }, function() optimizer:set_lr(bad) end)
       assert.equal(0, optimizer.groups[1].lr)
       optimizer.groups[1].lr = bad
-      fails({ "bad_input_spec.lua", "SGD, group 0: lr is ", least }, function() optimizer:step() end)
+      fails({ "bad_input_spec.lua", "SGD, group 1: lr is ", least }, function() optimizer:step() end)
       optimizer.groups[1].lr = 0
     end
     assert.same({ { 1, 1 }, 0 }, { p:tolist(), optimizer.steps })

@@ -216,7 +216,7 @@ local CALLS = {
   { "AdamW", "learning_rate", false, function(o) optim.AdamW(model(), o) end, source = "call" },
   { "Adam", "beta", "betas", function(o) optim.Adam(model(), o) end, source = "call" },
   { "SGD", "momentun", "momentum", function(o) optim.SGD(model(), o) end, source = "call" },
-  { "AdamW, group 0", "weight_decy", "weight_decay", function(o)
+  { "AdamW, group 1", "weight_decy", "weight_decay", function(o)
     optim.AdamW({ with(o, { params = model():parameters() }) }, { lr = 1 })
   end, source = "call" },
   { "optimizer:step", "max_nrom", "max_norm", function(o) adam():step(o) end },

@@ -268,7 +268,7 @@ describe("wrong use", function()
           function() optimizer:set_lr(bad) end)
         local was = optimizer.groups[1].lr
         optimizer.groups[1].lr = bad
-        fails({ "engine_misuse_spec.lua", "group 0: lr is ", "expected a number of at least 0" }, function()
+        fails({ "engine_misuse_spec.lua", "group 1: lr is ", "expected a number of at least 0" }, function()
           model:backward(model(x, y))
           optimizer:step()
         end)

@@ -116,7 +116,7 @@ describe("SGD of an engine", function()
   it("refuses settings of other optimizers, and a momentum for which there are no buffers", function()
     local optimizer = open { lr = 0.1 }
     optimizer.groups[1].momentum = 0.9
-    fails(function() step(optimizer, 1) end, "SGD, group 0: momentum is 0.9", "no buffers")
+    fails(function() step(optimizer, 1) end, "SGD, group 1: momentum is 0.9", "no buffers")
     optimizer.groups[1].momentum = 0
     assert.is_false(step(optimizer, 1).skipped)
     local function bad(optimizer_, ...)

@@ -234,16 +234,16 @@ describe("an optimizer", function()
     local p = nn.Parameter(ps.ones { 2 })
     for _, kind in ipairs { "Adam", "AdamW", "SGD", "RMSprop" } do
       local make = optim[kind]
-      fails(function() make { p * 2 } end, kind .. ", group 0, parameter 0 [2]", "output of an op", "detach")
-      fails(function() make { p, ps.tensor({ 1, 2 }, "int64") } end, "parameter 1 [2] is int64", "floats")
-      fails(function() make { { params = { p } }, { params = { p * 2 } } } end, "group 1, parameter 0")
-      fails(function() make { { params = { p, 3 } } } end, "parameter 1 is a number")
+      fails(function() make { p * 2 } end, kind .. ", group 1, parameter 1 [2]", "output of an op", "detach")
+      fails(function() make { p, ps.tensor({ 1, 2 }, "int64") } end, "parameter 2 [2] is int64", "floats")
+      fails(function() make { { params = { p } }, { params = { p * 2 } } } end, "group 2, parameter 1")
+      fails(function() make { { params = { p, 3 } } } end, "parameter 2 is a number")
       assert.truthy(make { p, ps.ones { 2 } })
     end
     local bmt = require "ps.bmt"
     bmt.init_distributed { quiet = true, config = { plan_print = false } }
     finally(bmt.close)
-    fails(function() bmt.optim.AdamOptimizer { p, p * 2 } end, "parameter 1 [2]", "output of an op")
-    fails(function() bmt.optim.AdamOptimizer { ps.tensor({ 1 }, "int32") } end, "parameter 0 [1] is int32")
+    fails(function() bmt.optim.AdamOptimizer { p, p * 2 } end, "parameter 2 [2]", "output of an op")
+    fails(function() bmt.optim.AdamOptimizer { ps.tensor({ 1 }, "int32") } end, "parameter 1 [1] is int32")
   end)
 end)

@@ -108,7 +108,7 @@ describe("a state in PyTorch's form", function()
       local optimizer = MAKERS[name]()
       step(optimizer, 1)
       local before = values()
-      fails(function() optimizer:load_state_dict(group { amsgrad = true }) end, "param_groups[0]", "amsgrad = True",
+      fails(function() optimizer:load_state_dict(group { amsgrad = true }) end, "param_groups[1]", "amsgrad = True",
         "AdamW")
       fails(function() optimizer:load_state_dict(group { maximize = true }) end, "maximize = True")
       fails(function() optimizer:load_state_dict(group { decoupled_weight_decay = false }) end, "is Adam's (",

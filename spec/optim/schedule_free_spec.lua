@@ -68,7 +68,7 @@ describe("AdamWScheduleFree", function()
       end
       local ok, why = pcall(step, model, opt, way)
       assert.False(ok)
-      assert.matches("AdamWScheduleFree, group 0: the parameters hold the averages", tostring(why), 1, true)
+      assert.matches("AdamWScheduleFree, group 1: the parameters hold the averages", tostring(why), 1, true)
       assert.equal(4, opt.steps)
       opt:zero_grad()
       opt:train()

@@ -79,6 +79,7 @@ describe("an undefined name", function()
       ["pirnt(1)"] = "did you mean print?", ["print(f'{x}')"] = ":format(x)", ["math.max({})"] = "expected, got table",
       ["local ps = require 'ps' nn.Linear(2, 2)"] = "local nn = ps.nn",
       ["local ps = require 'ps' local N = ps.nn.class 'N' function N:f() return self.x end N().f()"] = "with a colon",
+      ["for x in { 1 } do print(x) end"] = "for i, x in ipairs(list) do",
       ["local ps = require 'ps' math.max(ps.ones { 1 }, 2)"] = "if it is a tensor, t:item()" } do
       assert.matches(part, said(text), 1, true)
     end

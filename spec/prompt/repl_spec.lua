@@ -360,7 +360,7 @@ describe("ps.complete", function()
       has("completion_target:", "step(", "zero_grad(", "set_lr(", "state_dict(")
       local _, lines = pretty.format(optimizer):gsub("\n", "\n")
       assert(lines < 10, pretty.format(optimizer))
-      assert.matches("^AdamW, 0 steps\n  group 0: %d+ tensors, %d+ numbers, lr 0.001, betas 0.9, 0.999, eps 1e%-08",
+      assert.matches("^AdamW, 0 steps\n  group 1: %d+ tensors, %d+ numbers, lr 0.001, betas 0.9, 0.999, eps 1e%-08",
         pretty.format(optimizer))
       model:close()
     end)
@@ -370,12 +370,12 @@ describe("ps.complete", function()
     local optim, weights = ps.optim, {}
     for i = 1, 20 do weights[i] = { params = { ps.nn.Parameter(ps.zeros { i }) }, lr = i } end
     local text = pretty.format(optim.SGD(weights, { lr = 1, momentum = 0.9 }))
-    assert.matches("^SGD, 0 steps\n  group 0: 1 tensor, 1 number, lr 1, momentum 0.9, weight_decay 0\n", text)
+    assert.matches("^SGD, 0 steps\n  group 1: 1 tensor, 1 number, lr 1, momentum 0.9, weight_decay 0\n", text)
     assert.matches("\n  and 12 more groups$", text)
     local _, breaks = text:gsub("\n", "")
     assert.equal(9, breaks)
     local opt = optim.Adam(weights[1].params, { lr = 0.5, max_norm = 2 })
-    assert.matches("^Adam, 0 steps, max_norm 2\n  group 0: 1 tensor, 1 number, lr 0.5, betas 0.9, 0.999, eps 1e%-08, "
+    assert.matches("^Adam, 0 steps, max_norm 2\n  group 1: 1 tensor, 1 number, lr 0.5, betas 0.9, 0.999, eps 1e%-08, "
       .. "weight_decay 0$", pretty.format(opt))
     local schedule = ps.sched.constant { optimizer = opt, max_lr = 0.25 }
     assert.equal("constant, 0 steps, lr 0.25", pretty.format(schedule))

@@ -16,7 +16,7 @@ end
 
 -- Form of a name in errors, by place. Names of a public table ps.X have the form "ps.X.%s".
 local WHOLE = setmetatable({ ps = "ps.%s", nn = "nn.%s", optimizer = "optimizer:%s", t = "t:%s",
-  scaler = "scaler:%s", module = "module:%s", model = "model:%s", loader = "loader:%s" },
+  scaler = "scaler:%s", module = "module:%s", model = "model:%s", schedule = "schedule.%s", loader = "loader:%s" },
   { __index = function(_, place) return "ps." .. place .. ".%s" end })
 
 local made = {}                                     -- stand-ins, keyed by place and name
@@ -24,8 +24,12 @@ local made = {}                                     -- stand-ins, keyed by place
 local function stand_in(place, name, text)
   local whole = WHOLE[place]:format(name)
   local function refuse() caller.error(("%s does not exist here: %s"):format(whole, text)) end
-  return setmetatable({}, { __call = refuse, __index = refuse, __newindex = refuse, __names = function() return {} end,
-    __tostring = function() return ("%s (does not exist here: %s)"):format(whole, text) end })
+  local meta = { __names = function() return {} end,
+    __tostring = function() return ("%s (does not exist here: %s)"):format(whole, text) end }
+  for event in ("call index newindex add sub mul div mod pow unm concat lt le"):gmatch "%S+" do
+    meta["__" .. event] = refuse
+  end
+  return setmetatable({}, meta)
 end
 
 --- Returns the stand-in for a name that other libraries have, or nil for an unknown name.

@@ -139,6 +139,11 @@ return {
     register_step_post_hook = "write the call after optimizer:step()",
     register_step_pre_hook = "write the call before optimizer:step()",
   },
+  schedule = {
+    last_epoch = "write schedule.count", base_lrs = "write optimizer.param_groups[1].initial_lr",
+    get_lr = "write schedule:get_last_lr()", print_lr = "write print(optimizer.lr)",
+    _last_lr = "write schedule:get_last_lr()",
+  },
   scaler = {
     step = "write optimizer:step { scaler = scaler }", unscale_ = "optimizer:step { scaler = scaler } does it",
     get_scale = "write scaler.scale",

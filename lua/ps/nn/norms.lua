@@ -73,11 +73,12 @@ end
 --- the loss scale. The next update multiplies the gradients of `params`, which can be some of the model's parameters.
 --- Call it on all ranks, between the last backward and optimizer:step(). It is an error if backward itself updates the
 --- parameters (overlap_optimizer, the default on the CPU); use gradient_clipping then.
----@param params ps.Tensor[]|ps.nn.Module|ps.Engine
+---@param params ps.Tensor[]|ps.Tensor|ps.nn.Module|ps.Engine
 ---@param max_norm number
 ---@return number norm
 function norms.clip_grad_norm(params, max_norm)
   if nn_module.is_module(params) or handle.of(params) then params = params:parameters() end
+  if scope.is_tensor(params) then params = { params } end
   if type(params) ~= "table" then
     error(("nn.clip_grad_norm takes a module or a list of parameters, not a %s"):format(type(params)))
   end
@@ -104,13 +105,14 @@ end
 
 --- Limits each element of the gradients of `params` to [-clip_value, clip_value]. An error for a model of
 --- ps.initialize, whose gradients are scaled and may be shards.
----@param params ps.Tensor[]|ps.nn.Module
+---@param params ps.Tensor[]|ps.Tensor|ps.nn.Module
 ---@param clip_value number
 function norms.clip_grad_value(params, clip_value)
   local call = "nn.clip_grad_value"
   caller.typed(clip_value, "number", call .. ": clip_value")
   if clip_value ~= clip_value then error(call .. ": clip_value is NaN") end
   if nn_module.is_module(params) or handle.of(params) then params = params:parameters() end
+  if scope.is_tensor(params) then params = { params } end
   for i, p in ipairs(caller.list(params, call .. ": the list of parameters")) do
     if not scope.is_tensor(p) then
       error(("%s: item %d of the parameters is a %s, not a tensor"):format(call, i, type(p)))

@@ -40,7 +40,7 @@ function average.check_trains(optimizer, kind)
   for number, group in ipairs(optimizer.groups) do
     if how_of(group) and not group.train_mode then
       error(("%s, group %d: the parameters hold the averages, because optimizer:eval() was called: call "
-        .. "optimizer:train() before the next step's forward"):format(kind, number - 1))
+        .. "optimizer:train() before the next step's forward"):format(kind, number))
     end
   end
 end

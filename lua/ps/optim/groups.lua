@@ -8,6 +8,7 @@ local copied = require "ps.core.copied"
 local types = require "ps.core.types"
 local optimizers = require "ps.optimizers"
 local mesh = require "ps.dist.mesh"
+local nearest = require "ps.core.nearest"
 local is_tensor = require("ps.core.scope").is_tensor
 local foreign = require "ps.core.foreign"
 local error = caller.error
@@ -83,15 +84,66 @@ function groups.problem(group)
     or made.problem and made.problem(group) or nil
 end
 
+-- Describes a value of a wrong type.
+local function kind_of(value)
+  local meta = type(value) == "table" and getmetatable(value)
+  local class = type(meta) == "table" and meta.ps_class
+  if class then return "a module (" .. class.class_name .. ")" end
+  return is_tensor(value) and "a tensor" or value == nil and "nil" or "a " .. type(value)
+end
+
+--- Checks the first argument of an optimizer, if it is not a module.
+---@param params any
+---@param kind string name of the optimizer
+function groups.check_given(params, kind)
+  local hint
+  if type(params) == "function" then hint = "call the method with a colon: module:parameters()"
+  elseif is_tensor(params) then hint = "a list of one parameter is { p }"
+  elseif type(params) == "table" and params.params ~= nil and params[1] == nil then
+    error(("%s got one group where a list of groups belongs: write { { params = ... } }"):format(kind))
+  end
+  if type(params) ~= "table" then
+    error(("%s takes a module, a list of parameters or a list of groups, not %s%s"):format(kind, kind_of(params),
+      hint and ": " .. hint or ""))
+  end
+  for number, given in ipairs(params) do
+    local is_module = kind_of(given):find("module", 1, true)
+    if is_module or type(given) == "table" and is_tensor(given[1]) then
+      error(("%s: item %d of the list is %s: pass a module or a list of parameters itself, or groups, { { params = "
+        .. "module:parameters(), lr = 0.1 }, ... }"):format(kind, number, is_module and kind_of(given)
+        or "a list of parameters"))
+    end
+    if type(given) == "table" and kind_of(given.params):find("module", 1, true) then
+      error(("%s, group %d: params is %s: write params = module:parameters()"):format(kind, number,
+        kind_of(given.params)))
+    end
+    if type(given) == "table" and type(given.params) == "function" then
+      error(("%s, group %d: params is a function: call the method with a colon, module:parameters()"):format(kind,
+        number))
+    end
+  end
+end
+
+--- Raises an error if the argument of optimizer:step is a function, which PyTorch would call.
+---@param given any
+function groups.check_closure(given)
+  if type(given) ~= "function" then return end
+  error "optimizer:step takes no closure: compute the loss and call loss:backward(), then optimizer:step()"
+end
+
+local LIST = { __index = function(_, key)
+  if key == 0 then error("optimizer.param_groups[0]: lists in Lua count from 1: optimizer.param_groups[1]") end
+end }
+
 --- Raises an error for a value that cannot get a gradient: an optimizer needs float tensors that no op made. A frozen
 --- parameter is accepted, since it may train later.
 ---@param p any
 ---@param name? string
 ---@param i integer index in the list, from 1
----@param what string the optimizer and the group, such as "AdamW, group 0"
+---@param what string the optimizer and the group, such as "AdamW, group 1"
 function groups.check_trainable(p, name, i, what)
-  local which = ("%s, %s"):format(what, name or "parameter " .. (i - 1))
-  if not is_tensor(p) then error(("%s is a %s, not a tensor"):format(which, type(p))) end
+  local which = ("%s, %s"):format(what, name or "parameter " .. i)
+  if not is_tensor(p) then error(("%s is %s, not a tensor"):format(which, kind_of(p))) end
   local shape = table.concat(p:shape(), ", ")
   if not p:is_float() then
     error(("%s [%s] is %s: an optimizer updates only floats, since only they have gradients"):format(which, shape,
@@ -108,8 +160,12 @@ end
 ---@param kind string name of the optimizer, such as "AdamW"
 function groups.check(list, kind)
   for number, group in ipairs(list) do
+    if not group.kind then
+      error(("%s, group %d was added after the optimizer was made, so it has neither settings nor states: make the "
+        .. "optimizer with all its groups"):format(kind, number))
+    end
     local problem = groups.problem(group)
-    if problem then error(("%s, group %d: %s"):format(kind, number - 1, problem)) end
+    if problem then error(("%s, group %d: %s"):format(kind, number, problem)) end
   end
 end
 
@@ -159,8 +215,17 @@ end
 local ALIAS = { learning_rate = "lr", rate = "lr", beta = "betas", beta1 = "betas", beta2 = "betas", epsilon = "eps",
   wd = "weight_decay", decay = "weight_decay" }
 
+-- Returns the setting of which a key is a misspelling, or nil. "lr0" and "momentum_start" are not misspelt.
+local function misspelt(key, settings)
+  if type(key) ~= "string" then return nil end
+  local near = nearest.find(key, settings)
+  if not near or near == key or key:sub(1, #near) == near then return nil end
+  return nearest.distance(key, near) <= (#key < 5 and 0 or math.max(1, math.floor(#key / 6))) and near or nil
+end
+
 local GROUP = { __newindex = function(group, key, value)
-  if ALIAS[key] then error(("a group has no setting '%s'; write %s"):format(key, ALIAS[key])) end
+  local meant = ALIAS[key] or misspelt(key, groups.settings(group))
+  if meant then error(("a group has no setting '%s'; write %s"):format(key, meant)) end
   rawset(group, key, value)
 end }
 
@@ -172,6 +237,7 @@ function groups.begin_rates(optimizer, given)
     group.initial_lr = group.lr
     if getmetatable(group) == nil then setmetatable(group, GROUP) end
   end
+  if getmetatable(optimizer.groups) == nil then setmetatable(optimizer.groups, LIST) end
   note_rates(optimizer.groups)
   optimizer.given_lr, optimizer.base_lr = given, base_of(optimizer.groups, given)
 end
@@ -250,11 +316,16 @@ local function read_lr(optimizer)
   error(("optimizer.lr: the groups have the rates %s; read optimizer.groups[i].lr"):format(text))
 end
 
+local SETTINGS = caller.sorted_names(types.OPTIMIZER)
+
 -- Raises an error for a setting that a script assigns to an optimizer instead of its groups.
 local function refuse_setting(optimizer, key)
-  local name = ALIAS[key] or key
+  local name = ALIAS[key] or misspelt(key, SETTINGS) or key
   if not types.OPTIMIZER[name] then return end
-  if name == "lr" then error(("optimizer.%s does not exist; write optimizer.lr"):format(key)) end
+  if name == "max_norm" and name == key then return end
+  if name == "lr" or name == "max_norm" then
+    error(("optimizer.%s does not exist; write optimizer.%s"):format(key, name))
+  end
   for number, group in ipairs(rawget(optimizer, "groups") or {}) do
     for _, setting in ipairs(groups.settings(group)) do
       if setting == name then

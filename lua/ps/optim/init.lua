@@ -123,12 +123,12 @@ local function build(kind, params, options)
     end
     params = { list }
   end
-  if type(params) ~= "table" then error(kind.name .. " takes a module, a list of parameters or a list of groups") end
+  groups.check_given(params, kind.name)
   local is_groups = type(params[1]) == "table"
   self.groups = {}
   local seen = {}
   for number, given in ipairs(is_groups and params or { { params = params } }) do
-    local what = ("%s, group %d"):format(kind.name, number - 1)
+    local what = ("%s, group %d"):format(kind.name, number)
     local made = kind_of_group(kind, given, what)
     local group = { kind = made.name }
     for key, default in pairs(made == kind and self.defaults or defaults_of(made, self.defaults.lr)) do
@@ -284,6 +284,7 @@ local STEP = { max_norm = "number", scaler = "table", grad_scale = "number" }
 --- nor scaler is used
 function Optimizer:step(options)
   native.check_running "optimizer:step()"
+  groups.check_closure(options)
   options = in_range(caller.options(options, "optimizer:step", STEP), "optimizer:step", types.OPTIMIZER)
   check_ranks(self)
   groups.check(self.groups, self.kind.name)

@@ -17,7 +17,7 @@ local schedule = {}
 ---@field rates number[] the rate that the schedule last set in each group
 ---@field parts? ps.Schedule[] the chained schedules (only in ChainedScheduler)
 ---@field judge? fun(self: ps.Schedule, value: number) changes the rate after an evaluation (only in ReduceLROnPlateau)
-local Schedule = {}
+local Schedule = require("ps.core.foreign").stand({}, "schedule")
 Schedule.__index = Schedule
 
 function Schedule:__tostring()
@@ -168,7 +168,7 @@ function schedule.build(name, options, rate, how, more)
   for number, group in ipairs(beta1 and options.optimizer.groups or {}) do
     if not group.betas and (beta2 or not group.momentum) then
       error(("sched.%s: cycle_momentum changes Adam's beta1%s, but group %d of the optimizer has no betas; set "
-        .. "cycle_momentum = false"):format(name, beta2 and "" or " or SGD's momentum", number - 1))
+        .. "cycle_momentum = false"):format(name, beta2 and "" or " or SGD's momentum", number))
     end
   end
   local key = options.last_epoch and "last_epoch" or "last_batch_iteration"

@@ -80,7 +80,7 @@ local function check_needs(saved, number, opt)
   end
   if made.needed(group) <= #opt.states[number] then return end
   error(("param_groups[%d] of the saved optimizer: %s, but this one was made without the states that it needs; set it "
-    .. "in the configuration"):format(number - 1, made.lacking(group)), 0)
+    .. "in the configuration"):format(number, made.lacking(group)), 0)
 end
 
 -- Raises an error if saved groups have other optimizers than the groups here. Files of earlier versions name one
@@ -90,7 +90,7 @@ local function check_kinds(saved, opt, kind)
     local theirs = saved[number].kind or kind
     if theirs ~= group.kind then
       error(("the saved optimizer is %s, but this one is %s%s"):format(tostring(theirs), group.kind,
-        #opt.groups > 1 and (" (group %d)"):format(number - 1) or ""), 0)
+        #opt.groups > 1 and (" (group %d)"):format(number) or ""), 0)
     end
   end
 end
@@ -254,7 +254,7 @@ end
 -- Raises an error if a group's settings are for another algorithm than this optimizer's.
 local function check_torch_group(from, number, opt)
   local function refuse(text, ...)
-    error(("param_groups[%d] of the saved optimizer " .. text):format(number - 1, ...), 0)
+    error(("param_groups[%d] of the saved optimizer " .. text):format(number, ...), 0)
   end
   for _, key in ipairs { "amsgrad", "maximize" } do
     if from[key] then refuse("has %s = True, which %s does not support here", key, opt.groups[number].kind) end
@@ -271,7 +271,7 @@ end
 local function numbers_of(group, number, list, named)
   local params, names = group.params or {}, named and group.param_names
   if #params ~= #list then
-    error(("the number of parameters in group %d is %d in the saved optimizer, but %d here"):format(number - 1, #params,
+    error(("the number of parameters in group %d is %d in the saved optimizer, but %d here"):format(number, #params,
       #list), 0)
   end
   if not names then return params end
@@ -282,7 +282,7 @@ local function numbers_of(group, number, list, named)
     if not numbers[k] then
       error(("param_names of group %d of the saved optimizer has no '%s' (its number %d is '%s'): it was saved with "
         .. "another model; correct the names there, or remove param_names to match parameters by their order"):format(
-        number - 1, at.name, k - 1, tostring(names[k])), 0)
+        number, at.name, k, tostring(names[k])), 0)
     end
   end
   return numbers

@@ -26,7 +26,7 @@ return function(optimizer, params_of)
   local n, several = #optimizer.groups, false
   for _, group in ipairs(optimizer.groups) do several = several or group.kind ~= optimizer.groups[1].kind end
   local shown = n < LINES and n or LINES - 2
-  for number = 1, shown do lines[number + 1] = line(number - 1, optimizer.groups[number], params_of(number),
+  for number = 1, shown do lines[number + 1] = line(number, optimizer.groups[number], params_of(number),
     several) end
   if shown < n then lines[shown + 2] = ("  and %d more groups"):format(n - shown) end
   return table.concat(lines, "\n")

@@ -152,6 +152,9 @@ local function of_running(message)
   if message:find "attempt to index local 'self' %(a %a+ value%)" then
     return "a method is called with a colon, as in model:forward(x): with a dot it has no self"
   end
+  if message:find "attempt to call a table value" then
+    return "a loop over a list is for i, x in ipairs(list) do, and over a table for key, x in pairs(t) do"
+  end
   if message:find("number expected, got cdata", 1, true) then
     return "if it is a tensor, t:item() is the number of its only element"
   end

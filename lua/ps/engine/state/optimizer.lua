@@ -74,7 +74,7 @@ function Optimizer:checked_settings()
     local keys = groups.settings(group)
     if optimizers.needed(group) > #self.states[i] then
       error(("%s, group %d: %s, but no group needed states when the model was made, so there are no "
-        .. "buffers; set it in the configuration or in param_groups"):format(group.kind, i - 1,
+        .. "buffers; set it in the configuration or in param_groups"):format(group.kind, i,
         optimizers.of_group(group).lacking(group)))
     end
     local text = groups.to_text(group, keys)
@@ -168,6 +168,7 @@ function Optimizer:drop_own() end
 ---@param options? table must be empty: there are no options
 ---@return {grad_norm?: number, skipped: boolean, accumulating: boolean}
 function Optimizer:step(options)
+  groups.check_closure(options)
   caller.options(options, "optimizer:step of an engine", NONE)
   groups.tell_zero(self)
   local info = step.update(self.engine)

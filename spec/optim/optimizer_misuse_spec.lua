@@ -1,0 +1,87 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Mistakes of PyTorch users with optimizers of ps.optim: what the first argument is, groups and their settings, and
+-- calls that PyTorch has. Errors count groups from 1, as scripts do.
+local ps = require "ps"
+local fails = require("spec.check_lib").fails
+local nn, optim, sched = ps.nn, ps.optim, ps.sched
+
+local function made(options)
+  local module = nn.Linear(2, 2)
+  return optim.SGD(module, options or { lr = 0.5, momentum = 0.9 }), module
+end
+
+describe("the parameters of an optimizer", function()
+  local m = nn.Linear(2, 2)
+  it("are not a module within a list", function()
+    fails(function() optim.SGD({ m }, { lr = 1 }) end, "SGD: item 1 of the list is a module (Linear)",
+      "params = module:parameters()")
+    fails(function() optim.SGD({ m.weight, m }, { lr = 1 }) end, "item 2 of the list is a module (Linear)")
+    fails(function() optim.SGD({ m:parameters() }, { lr = 1 }) end, "item 1 of the list is a list of parameters")
+    fails(function() optim.SGD({ { params = { m.weight } }, { params = m } }, { lr = 1 }) end,
+      "SGD, group 2: params is a module (Linear): write params = module:parameters()")
+  end)
+  it("are not a function, a tensor, one group or nil", function()
+    fails(function() optim.SGD(m.parameters, { lr = 1 }) end, "not a function", "with a colon: module:parameters()")
+    fails(function() optim.SGD({ { params = m.parameters } }, { lr = 1 }) end, "SGD, group 1: params is a function")
+    fails(function() optim.SGD(m.weight, { lr = 1 }) end, "not a tensor", "{ p }")
+    fails(function() optim.SGD({ params = m:parameters() }, { lr = 1 }) end, "write { { params = ... } }")
+    fails(function() optim.SGD(nil, { lr = 1 }) end, "not nil")
+    fails(function() optim.SGD({ m.weight, 3 }, { lr = 1 }) end, "SGD, group 1, parameter 2 is a number, not a tensor")
+  end)
+  it("can be a module, a list or groups", function()
+    for _, params in ipairs { m, m:parameters(), { { params = m:parameters() } } } do
+      assert.equal(1, #optim.SGD(params, { lr = 1 }).groups)
+    end
+  end)
+end)
+
+describe("the groups of an optimizer", function()
+  it("count from 1", function()
+    local optimizer = made()
+    fails(function() return optimizer.param_groups[0].lr end, "lists in Lua count from 1")
+    assert.equal(0.5, optimizer.param_groups[1].lr)
+    assert.is_nil(optimizer.param_groups[2])
+    optimizer.param_groups[1].lr = -1
+    fails(function() optimizer:step() end, "SGD, group 1: lr is -1")
+  end)
+  it("cannot be added", function()
+    local optimizer, module = made()
+    table.insert(optimizer.param_groups, { params = module:parameters() })
+    fails(function() optimizer:step() end, "SGD, group 2 was added after the optimizer was made")
+  end)
+  it("have no misspelt settings, but fields of the script", function()
+    local optimizer = made()
+    local group = optimizer.param_groups[1]
+    for key, name in pairs { weight_deacy = "weight_decay", Lr = "lr", momentun = "momentum", LR = "lr" } do
+      fails(function() group[key] = 0.1 end, ("no setting '%s'; write %s"):format(key, name))
+    end
+    for _, key in ipairs { "lr0", "lr_scale", "name", "best", "momentum_start" } do group[key] = 1 end
+    for key, text in pairs { Lr = "write optimizer.lr", weight_deacy = "write optimizer.param_groups[1].weight_decay",
+      max_nrom = "write optimizer.max_norm" } do
+      fails(function() optimizer[key] = 0.1 end, text)
+    end
+    for _, key in ipairs { "best", "name", "last", "lr0", "max_norm" } do optimizer[key] = 3 end
+    assert.equal(3, optimizer.best)
+  end)
+end)
+
+describe("calls of PyTorch on an optimizer", function()
+  it("step with a closure is an error", function()
+    fails(function() made():step(function() end) end, "takes no closure", "then optimizer:step()")
+  end)
+  it("clip one tensor's gradient", function()
+    local w = ps.tensor({ 3, 4 }, { requires_grad = true })
+    w:set_grad(ps.tensor { 3, 4 })
+    assert.equal(5, nn.clip_grad_norm_(w, 1))
+    assert.truthy(math.abs(w:grad():norm():item() - 1) < 1e-6)
+    nn.clip_grad_value_(w, 0.25)
+    assert.same({ 0.25, 0.25 }, w:grad():tolist())
+  end)
+  it("read the last epoch of a schedule", function()
+    local schedule = sched.StepLR(made(), 2)
+    fails(function() return schedule.last_epoch + 1 end, "schedule.last_epoch does not exist", "write schedule.count")
+    fails(function() schedule:get_lr() end, "write schedule:get_last_lr()")
+    assert.matches("write schedule.count", tostring(schedule.last_epoch), 1, true)
+    assert.is_nil(schedule.other)
+  end)
+end)
