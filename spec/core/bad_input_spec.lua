@@ -257,8 +257,10 @@ describe("lists", function()
     fails({ "ps.zeros: the shape has [0] among its values" }, function() return ps.zeros { [0] = 2, 3 } end)
     fails({ "ps.tensor: a list has 'dtype'" }, function() return ps.tensor { 1, 2, dtype = "fp16" } end)
     fails({ "ps.tensor: a list has [0] among its values" }, function() return ps.tensor { { [0] = 1, 2 } } end)
-    fails({ "dimensions: the list has 'dims' among its values" }, function() return x:sum { dims = 0 } end)
-    fails({ "dimensions: the list has 'keepdim'" }, function() return x:mean { 0, keepdim = true } end)
+    fails({ "t:sum(dims, keepdim) takes its arguments in this order", "{ dims = ... }" },
+      function() return x:sum { dims = 0 } end)
+    fails({ "t:mean(dims, keepdim) takes its arguments in this order", "{ keepdim = ... }" },
+      function() return x:mean { 0, keepdim = true } end)
   end)
 
   it("of dimensions name each once, as in PyTorch", function()

@@ -231,6 +231,7 @@ describe("arguments of PyTorch's", function()
     fails(function() a:round(2) end, "decimals", "10 ^ n")
     fails(function() a:long():add(b:long(), 0.5) end,
       "add: alpha is 0.5; for tensors of integers it must be a whole number")
+    fails(function() a:clamp(b) end, "clamp takes numbers as bounds", "x:maximum(low):minimum(high)")
     fails(function() m:softmax(1, "fp64") end, "t:softmax(d) has no second argument; it was given 'fp64'")
     fails(function() m:squeeze(0, 1) end, "t:squeeze(dims) has no second argument; it was given 1")
     fails(function() nn.clip_grad_norm({ a }, 1, 1) end, "it was given 1")
@@ -244,5 +245,19 @@ describe("arguments of PyTorch's", function()
     fails(function() m:max(nil, true) end, "keepdim needs a dimension")
     fails(function() a:clamp() end, "neither a lower nor an upper bound")
     fails(function() a:fill_() end, "needs a number")
+    for call, fn in pairs { ["t:sort(d, descending)"] = function() m:sort { dim = 1 } end,
+      ["(low, high)"] = function() m:clamp { min = 0 } end,
+      ["t:std(dims, unbiased, keepdim)"] = function() m:std { unbiased = false } end,
+      ["t:sum(dims, keepdim)"] = function() m:sum { dim = 1, keepdim = true } end,
+      ["t:mean(dims, keepdim)"] = function() m:mean { 0, keepdim = true } end } do
+      fails(fn, call .. " takes its arguments in this order, without names, but it was given { ")
+    end
+    fails(function() m:sum { dim = 1, keepdim = true } end, "{ dim = ..., keepdim = ... }")
+    for _, fn in ipairs { function() m:softmax { dim = 1 } end, function() m:reshape { shape = { 6 } } end,
+      function() m:flip { dims = { 0 } } end, function() m:argmax { dim = 1 } end, function() m:max { dim = 1 } end,
+      function() m:cumsum { dim = 0 } end } do
+      fails(fn, "names", "order")
+    end
+    assert.same({ 1, 2 }, m:sum({ 0 }, true):shape())
   end)
 end)

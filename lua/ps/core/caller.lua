@@ -281,6 +281,39 @@ function caller.options(options, call, keys)
   return options
 end
 
+--- how psluajit's public functions are called ("t:sum"), by function; ps.core.exact fills it
+---@type table<function, string>
+caller.calls = setmetatable({}, { __mode = "k" })
+
+caller.IN_ORDER = "arguments have no names, and go in order"
+
+--- Raises an error if a value is a table with names, as in x:sort { descending = true }, in place of an argument of a
+--- function that takes no options.
+---@param value any
+function caller.check_named(value)
+  if type(value) ~= "table" or getmetatable(value) ~= nil then return end
+  local named = {}
+  for key in pairs(value) do if type(key) == "string" then named[key] = true end end
+  if next(named) == nil then return end
+  local level, info, fn = 2, debug.getinfo(2, "f"), nil              -- fn: the outermost function that got the value
+  while info do
+    for i = 1, caller.calls[info.func] and debug.getinfo(level, "u").nparams or 0 do
+      if rawequal(select(2, debug.getlocal(level, i)), value) then fn = info.func end
+    end
+    level = level + 1
+    info = debug.getinfo(level, "f")
+  end
+  local given = "{ " .. table.concat(sorted_names(named), " = ..., ") .. " = ... }"
+  if not fn then return end
+  local call, names = caller.calls[fn], {}
+  for i = call:find(":", 1, true) and 2 or 1, debug.getinfo(fn, "u").nparams do
+    names[#names + 1] = debug.getlocal(fn, i)
+    if names[#names] == "options" then return end
+  end
+  raise(("%s(%s) takes its arguments in this order, without names, but it was given %s"):format(call,
+    table.concat(names, ", "), given))
+end
+
 --- Raises the error about a method that was called with a dot.
 ---@param call string how the method is called, such as "t:sum"
 function caller.no_self(call)
@@ -375,13 +408,15 @@ end
 --- Checks a list, whose keys must be 1, 2, ... Any other key is an error, because it would be ignored.
 ---@param value table
 ---@param what string name of the list in errors, such as "ps.zeros: the shape"
+---@param hint? string what to do with another key
 ---@return table value
-function caller.list(value, what)
+function caller.list(value, what, hint)
   local key = keys_of.stray(caller.typed(value, "table", what))
   if key == nil then return value end
+  if type(value[key]) ~= "cdata" then caller.check_named(value) end
   local name = type(key) == "string" and ("'%s'"):format(key) or ("[%s]"):format(tostring(key))
-  raise(("%s has %s among its values, whose keys are 1, 2, ...; pass options as a separate table after it"):format(what,
-    name))
+  raise(("%s has %s among its values, whose keys are 1, 2, ...; %s"):format(what, name,
+    hint or "pass options as a separate table after it"))
 end
 
 --- Defines the checks of ops' arguments. ps.ffi calls this after it has declared ps_tensor.
@@ -407,8 +442,10 @@ function caller.for_tensors(tensor_type)
       raise(("%s: %s is %.17g; it takes a whole number that fits %s"):format(op, name, value, ctype))
     end
     if t == "number" or t == "nil" or t == "boolean" or t == "cdata" and tonumber(value) then return value end
+    caller.check_named(value)
     local is = istype(tensor_type, value) and "a tensor" or kind(value)
-    raise(("%s: %s is %s; it takes a number"):format(op, name, is))
+    raise(("%s: %s is %s; it takes a number%s"):format(op, name, is, t == "table" and next(value) ~= nil
+      and value[1] == nil and ": " .. caller.IN_ORDER or ""))
   end
 end
 

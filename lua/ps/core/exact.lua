@@ -64,7 +64,7 @@ function exact.of(fn, call, method)
   end
   local wrapper = loadstring(code(takes, method == true))(fn, refuse, function() caller.no_self(call) end, type,
     getmetatable)
-  inner[wrapper] = fn
+  inner[wrapper], caller.calls[fn] = fn, caller.calls[fn] or call
   return wrapper
 end
 

@@ -31,7 +31,7 @@ end
 ---@return ps.Tensor of this shape
 function T:flip(dims)
   local bits, two = 0, nil
-  for _, d in ipairs(caller.typed(list_of(dims), "table", "flip: the dimensions")) do
+  for _, d in ipairs(caller.list(list_of(dims), "flip: the dimensions")) do
     local one = bit.lshift(1, dim_index(self, d))
     two, bits = two or bit.band(bits, one) ~= 0, bit.bor(bits, one)
   end

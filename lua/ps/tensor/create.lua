@@ -314,7 +314,11 @@ end
 
 function M.dim_index(t, d)
   if not is_tensor(t) then error("expected a tensor, not " .. tostring(t)) end
-  if type(d) ~= "number" then error(("a dimension must be a number, not %s"):format(tostring(d))) end
+  if type(d) ~= "number" then
+    caller.check_named(d)
+    error("a dimension must be a number, not " .. (type(d) == "table"
+      and "a table: " .. caller.IN_ORDER .. ", as in t:softmax(1)" or tostring(d)))
+  end
   caller.whole(d, "a dimension")
   local i = d < 0 and d + t.ndim or d
   if i < 0 or i >= t.ndim then

@@ -294,6 +294,7 @@ end
 local function shape_args(call, ...)
   local first, more = ...
   if type(first) ~= "table" then return list_of(select("#", ...), ...) end
+  if first[1] == nil and next(first) ~= nil then error(call .. ": " .. caller.IN_ORDER) end
   if more ~= nil then error(call .. ": pass the numbers as one list or as separate arguments, not both") end
   return first
 end

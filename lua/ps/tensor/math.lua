@@ -189,6 +189,10 @@ end
 ---@return ps.Tensor
 function T:clamp(low, high)
   if low == nil and high == nil then error("clamp: neither a lower nor an upper bound was given") end
+  caller.check_named(low)
+  if type(low) == "cdata" or type(high) == "cdata" then
+    error("clamp takes numbers as bounds: of bounds that are tensors, write x:maximum(low):minimum(high)")
+  end
   return ops.clamp(counted(self), low or -math.huge, high or math.huge)
 end
 -- Returns a number as an operand of `where`, on the device of `on`. like: the other operand, or nil for a number.
@@ -260,7 +264,7 @@ local function dim_bits(t, dims)
   end
   local set = 0
   if type(dims) ~= "table" then error("dimensions must be a number or a list of numbers, not " .. tostring(dims)) end
-  for _, d in ipairs(caller.list(dims, "dimensions: the list")) do
+  for _, d in ipairs(caller.list(dims, "dimensions: the list", caller.IN_ORDER)) do
     local one = bit.lshift(1, dim_index(t, d))
     if bit.band(set, one) ~= 0 then error(("dimension %d is named twice"):format(dim_index(t, d))) end
     set = bit.bor(set, one)
