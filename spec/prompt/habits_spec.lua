@@ -38,6 +38,8 @@ describe("a syntax error", function()
       { "y = x[1:2]", "t[{ { 1, 3 }" }, { 'd = {"a": 1}', "{ a = 1" }, { "f(x, a=1)", "named arguments" },
       { "l = [1, 2]", "{ 1, 2, 3 }" }, { "while x do\n continue\nend", "line 2: Lua has no continue" },
       { "while x do\n\n pass\n\n -- note\nend", "line 3: Lua needs no pass" }, { "const x = 1", "local x" },
+      { "c = a @ b", "a:matmul(b)" }, { "a @ b", "a:matmul(b)" }, { "print(x, end='')", "io.write" },
+      { "help ps", "write help(x)" },
       { "if x = 1 then end", "==" }, { "raise ValueError('x')", "error(" }, { "function f(x) { return x }", "braces" } }
     for _, row in ipairs(rows) do
       local found = hint(row[1])
@@ -79,6 +81,9 @@ describe("an undefined name", function()
       ["pirnt(1)"] = "did you mean print?", ["print(f'{x}')"] = ":format(x)", ["math.max({})"] = "expected, got table",
       ["local ps = require 'ps' nn.Linear(2, 2)"] = "local nn = ps.nn",
       ["local ps = require 'ps' local N = ps.nn.class 'N' function N:f() return self.x end N().f()"] = "with a colon",
+      ["local x = 'a' + 'b'"] = "joined by ..", ["local x, y = 'a' print(x + 1, y)"] = "joined by ..",
+      ["local ps = require 'ps' print(ps.ones({ 1 }).shape[1])"] = "call it, as in x:shape()",
+      ["local ps = require 'ps' local t = { f = print } return t.f + 1"] = "f is a function or a method",
       ["for x in { 1 } do print(x) end"] = "for i, x in ipairs(list) do",
       ["local ps = require 'ps' math.max(ps.ones { 1 }, 2)"] = "if it is a tensor, t:item()" } do
       assert.matches(part, said(text), 1, true)

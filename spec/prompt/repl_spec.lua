@@ -211,6 +211,8 @@ describe("ps.pretty", function()
     assert.equal("12LL", format(12LL))
     assert.equal("function <builtin>", format(print))
     assert.matches("^function <.*repl_spec.lua:%d+>$", format(function() end))
+    assert.matches("^function t:numel%(%) <.*init.lua:%d+>$", format(require("ps").ones({ 1 }).numel))
+    assert.matches("^function F.softplus%(%) <.*:%d+>$", format(require("ps").F.softplus))
   end)
 
   it("cuts long strings", function()

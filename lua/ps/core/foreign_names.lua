@@ -150,7 +150,8 @@ return {
   },
   module = {
     register_backward_hook = "write module:register_full_backward_hook(fn)",
-    register_buffer = "write module:buffer(name, tensor)",
+    register_buffer = "write module:buffer(name, tensor)", get_buffer = "read the field: model.bn.running_mean",
+    register_module = "write module[name] = other", compile = "it is not needed: ps.initialize plans each step",
     register_parameter = "write module:param(name, tensor)", add_module = "write module[name] = other",
     gradient_checkpointing_enable = "write model:recompute_blocks(), or activation_checkpointing in the configuration",
     gradient_checkpointing_disable = "write model:recompute_blocks(false)",

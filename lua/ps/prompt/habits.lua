@@ -25,6 +25,10 @@ local LINES = {
   { "^%s*class%s+[%w_]", "write local Net = ps.nn.class(\"Net\"); function Net:init() ... end; "
     .. "function Net:forward(x) ... end" },
   { "^%s*elif%s", "write elseif x then" },
+  { "%S%s*@%s*[%w_(]", "the product of matrices is a:matmul(b)", "near '@'" },
+  { "print%s*%(.*[,(]%s*end%s*=", "print has no options: io.write(x, \" \") writes texts without an end of line",
+    "near 'end'" },
+  { "^%s*help%s+[%w_]", "write help(x), or help \"name\"", "'=' expected" },
   { "!=", "the operator for inequality is ~=" }, { "&&", "write and" }, { "||", "write or" },
   { "![%w_(]", "write not x" },
   { "%+%+", STEP:format("++", "+") }, { "[%w_%])]%s*%+=", STEP:format("+=", "+") },
@@ -151,6 +155,11 @@ local function of_running(message)
   if name then return METHODS[name] end
   if message:find "attempt to index local 'self' %(a %a+ value%)" then
     return "a method is called with a colon, as in model:forward(x): with a dot it has no self"
+  end
+  name = message:match "attempt to [%a ]- [%a]+ '([%w_]+)' %(a function value%)"
+  if name then return ("%s is a function or a method: call it, as in x:%s()"):format(name, name) end
+  if message:find "attempt to perform arithmetic on .*a? ?string value" then
+    return "texts are joined by ..: \"a\" .. \"b\", and (\"%d\"):format(x) writes numbers into a text"
   end
   if message:find "attempt to call a table value" then
     return "a loop over a list is for i, x in ipairs(list) do, and over a table for key, x in pairs(t) do"

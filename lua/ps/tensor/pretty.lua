@@ -248,9 +248,10 @@ for w in ([[and break do else elseif end false for function goto if in local nil
 ---@param f function
 ---@return string
 local function describe_function(f)
-  local info = debug.getinfo(require("ps.core.exact").inner(f), "S")
+  local fn = require("ps.core.exact").inner(f)
+  local info, call = debug.getinfo(fn, "S"), caller.calls[fn]
   if info.what == "C" or info.source:find("^=%[builtin") then return "function <builtin>" end
-  return ("function <%s:%d>"):format(info.short_src, info.linedefined)
+  return ("function %s<%s:%d>"):format(call and call .. "() " or "", info.short_src, info.linedefined)
 end
 
 local rank = { number = 1, string = 2, boolean = 3 }
