@@ -55,13 +55,14 @@ describe("a name that does not exist", function()
   end
 
   it("is an error in each public table", function()
-    local n = 0
-    for space in pairs(getmetatable(ps).__names()) do
+    local n, spaces = 0, { ops = true }
+    for space in pairs(getmetatable(ps).__names()) do spaces[space] = true end
+    for space in pairs(spaces) do
       local table_of = ps[space]
       if type(table_of) == "table" and space ~= "op_info" then
         fails(function() return table_of.qqqqqqqq end, "qqqqqqqq does not exist")
         assert.is_nil(table_of[3])
-        local name = space ~= "mesh" and next(table_of)
+        local name = space ~= "mesh" and space ~= "ops" and next(table_of)
         while name and (type(name) ~= "string" or #name < 5) do name = next(table_of, name) end
         if name then
           fails(function() return table_of[name .. "x"] end, name .. "x does not exist; did you mean ")

@@ -30,7 +30,8 @@ return function(ffi, C, apply, caller)
   local ins = ffi.new "ps_tensor *[64]"
   function meta.__index(_, name)
     local start = starts[name]
-    if not start then return nil end
+    if not start and type(name) ~= "string" then return nil end
+    if not start then caller.error(("ps.ops.%s does not exist; help \"ops\" lists the ops"):format(name)) end
     local line = tonumber(text:match("^[%w_]+ of line (%d+)", start + #BEGIN - 1))
     local code = text:sub(start, text:find(END, start, true) + #END - 1)
     assert(loadstring(NAMES .. ("\n"):rep(line - 1) .. code, "@" .. path))(ops, ffi, C, apply, caller.error,
