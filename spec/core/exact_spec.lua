@@ -14,7 +14,7 @@ for name in ([[
     t:expand t:permute t:reshape t:tile t:to t:view
     ps.empty ps.ones ps.zeros ps.rand ps.randn ps.einsum
     ps.scope ps.autocast ps.no_grad ps.enable_grad ps.recompute ps.offload_activations ps.scope_end ps.detect_anomaly
-    ps.retry ps.C module:to module:new
+    ps.retry ps.C module:to module:new dist.print_rank
     sched.LambdaLR sched.StepLR sched.MultiStepLR sched.ExponentialLR sched.CosineAnnealingLR sched.WarmupLR
     sched.WarmupDecayLR sched.WarmupCosineLR sched.OneCycle sched.LRRangeTest sched.warmup_cosine sched.warmup_linear
     sched.constant sched.ConstantLR sched.LinearLR sched.PolynomialLR sched.CosineAnnealingWarmRestarts
