@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Writes a folder with a model that is too large to be made in memory, for measurements: all layers have the same random
--- weights, in bf16 or in NF4 of bitsandbytes with double quantization.
+-- Writes a folder with a model that is too large to be made in memory, for measurements: all layers have the same
+-- random weights, in bf16 or in NF4 of bitsandbytes with double quantization.
 --   psluajit bench/model_folder.lua --shape 8b --type nf4 --out DIR [--layers N]
 -- The shapes are those of Llama 3.1 8B and of Qwen 2.5 32B (without biases). Embeddings and head are bf16.
 local argparse = require "argparse"
