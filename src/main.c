@@ -319,6 +319,26 @@ static void set_package_path(lua_State *L, const struct program *p)
     lua_pop(L, 2);
 }
 
+/* The last of package.loaders: adds the nearest name to the error for a module that does not exist. */
+static int suggest_module(lua_State *L)
+{
+    luaL_checkstring(L, 1);
+    lua_settop(L, 1);
+    if (!program_require(L, MODULE_SCRIPTS)) return 0;
+    lua_getfield(L, -1, "instead_of_module");
+    lua_pushvalue(L, 1);
+    return lua_pcall(L, 1, 1, 0) == 0;
+}
+
+static void add_suggestions(lua_State *L)
+{
+    lua_getglobal(L, "package");
+    lua_getfield(L, -1, "loaders");
+    lua_pushcfunction(L, suggest_module);
+    lua_rawseti(L, -2, (int)lua_objlen(L, -2) + 1);
+    lua_pop(L, 2);
+}
+
 /* Replaces some of Lua's functions before the script's first line: those for lists, which support lists of modules, and
  * those that make coroutines. */
 static void load_replacements(lua_State *L)
@@ -689,6 +709,7 @@ static int protected_main(lua_State *L)
     add_preload(L, p, "ps.ops_generated", load_ops);
     add_preload(L, p, "ps.keys", keys_load);
     load_replacements(L);
+    add_suggestions(L);
     p->status = p->bytecode ? run_bytecode(p, L) != 0 : run_program(p, L);
     if (p->status == 0 && !finish_exchanges()) p->status = 1;
     if (!finish_checkpoint(L, p->status != 0)) {

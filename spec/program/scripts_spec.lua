@@ -101,6 +101,13 @@ describe("a misspelt script", function()
       assert.matches(("cannot open %s: No such file or directory"):format(name), text, 1, true)
       assert.matches(("\n  did you mean %s?\n"):format(near), text, 1, true)
     end
+    for name, near in pairs { ["models.gtp2"] = "models.gpt2", ["ps.nnn"] = "ps.nn", pss = "ps" } do
+      local text = sh(("psluajit -e 'require \"%s\"'"):format(name))
+      assert.matches(("module '%s' not found:"):format(name), text, 1, true)
+      assert.matches(("\n\tdid you mean '%s'?\n"):format(near), text, 1, true)
+    end
+    assert.is_nil((sh "psluajit -e 'require \"models.nothing_like_it\"'"):find("did you mean", 1, true))
+    assert.is_nil((sh "psluajit nofile.lua"):find("did you mean", 1, true))
     local text = sh "psluajit nothing_like_it.lua"
     assert.is_nil(text:find("did you mean", 1, true))
     assert.matches("\n  psluajit examples and psluajit tools list psluajit's scripts\n", text, 1, true)

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- psluajit's own scripts by name: the lists of `psluajit tools` and `psluajit examples`, and the script whose name is
--- nearest to a misspelt one.
+-- psluajit's own scripts by name: the lists of `psluajit tools` and `psluajit examples`, and the script or module whose
+-- name is nearest to a misspelt one.
 local lfs = require "lfs"
 local nearest = require "ps.core.nearest"
 local paths = require "ps.paths"
@@ -127,7 +127,7 @@ function scripts.instead(name)
       for part in word:gmatch "[^_]+" do parts[#parts + 1] = part end
     end
     local part = nearest.find(bare, parts)
-    meant = part and with_word(part, words) or {}
+    meant = part and nearest.distance(bare, part) == 1 and with_word(part, words) or {}
     if #meant > MOST then meant = {} end
   end
   local ending = (folder or name:find "%.lua$") and ".lua" or ""
@@ -137,6 +137,25 @@ function scripts.instead(name)
   local hint = last and ("\n  did you mean %s?"):format(#meant > 0 and table.concat(meant, ", ") .. " or " .. last
     or last) or ""
   return hint .. (folder and "" or "\n  psluajit examples and psluajit tools list psluajit's scripts")
+end
+
+--- Returns the end of the error for a module that `require` does not find: the most similar name in the module's
+--- folder, or an empty text.
+---@param name string such as "models.gtp2"
+---@return string
+function scripts.instead_of_module(name)
+  local folder, bare = name:match "^(.*%.)([^%.]*)$"
+  local words, seen = {}, {}
+  for before in package.path:gmatch "([^;?]*)%?%.lua" do
+    local ok, each, state = pcall(lfs.dir, before .. (folder or ""):gsub("%.", "/"))
+    for entry in ok and each or function() end, state do
+      local word = entry:match "^(.+)%.lua$" or entry:match "^[%w_]+$"
+      if word and not seen[word] then words[#words + 1], seen[word] = word, true end
+    end
+  end
+  table.sort(words)
+  local near = nearest.find(bare or name, words)
+  return near and ("\n\tdid you mean '%s%s'?"):format(folder or "", near) or ""
 end
 
 local function is_file(path)
