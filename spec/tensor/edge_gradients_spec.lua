@@ -123,7 +123,7 @@ if not DEVICE then
       local lacking = cuda.lacks_kernels()
       if lacking then return pending(lacking) end
       local out, code = cuda.child({ "spec/run.lua", "edge_gradients" }, { PS_EDGES = "cuda" })
-      assert.truthy(code == 0 and out:find("24 passed, 0 failed, 0 skipped", 1, true), out)
+      assert.truthy(code == 0 and out:find("28 passed, 0 failed, 0 skipped", 1, true), out)
     end)
   end)
 end

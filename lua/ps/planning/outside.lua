@@ -91,7 +91,7 @@ end
 
 -- Makes folders that the script created appear to exist and to be empty.
 local function close_folders()
-  local made, attributes, dir = {}, lfs.attributes, lfs.dir
+  local made, attributes, dir, access = {}, lfs.attributes, lfs.dir, unistd.access
   local function name(path) return path:gsub("^%./", ""):gsub("/+$", "") end
   local function make(path) made[name(path)] = true end
   lfs.mkdir = function(path)
@@ -109,6 +109,10 @@ local function close_folders()
   lfs.dir = function(path)
     if made[name(path)] and not attributes(path) then return function() return nil end end
     return dir(path)
+  end
+  unistd.access = function(path, ...)
+    if type(path) == "string" and made[name(path)] and not attributes(path) then return 0 end
+    return access((at(path)), ...)
   end
   for _, key in ipairs { "rmdir", "link", "touch", "setmode", "lock_dir" } do lfs[key] = nothing end
 end
