@@ -158,6 +158,11 @@ if before.per_epoch then
   end
 end
 local left = (args.epochs - done) * per_epoch
+if first == 0 and left < 1 then
+  try(error, ("--accumulate %d: all of --epochs %g has only %d batches: pass --accumulate %d "
+    .. "or less, or more epochs"):format(args.accumulate, args.epochs, args.epochs * loader.batches,
+    math.max(1, args.epochs * loader.batches)), 0)
+end
 local steps = math.max(1, first + (first > 0 and math.ceil(left - 1e-6) or math.floor(left)))
 local schedule = ps.sched.warmup_cosine { optimizer = optimizer, max_lr = args.lr, min_lr = args.lr / 10,
   warmup = math.ceil(steps / 20), total = steps }
@@ -206,7 +211,8 @@ if ps.rank() == 0 then
   local curves = { { label = "training", points = losses }, { label = "held out", points = measured } }
   print(plot.text(curves))
   try(plot.png, run .. "/loss.png", curves, { title = args.out })
-  print(("%s: loss %.4f, held-out loss %s after %d steps; talk to it with psluajit chat.lua %s"):format(args.out,
-    result.loss or 0 / 0, result.val_loss and ("%.4f"):format(result.val_loss) or "not measured", steps, args.out))
+  local function figure(loss) return loss and ("%.4f"):format(loss) or "not measured" end
+  print(("%s: loss %s, held-out loss %s after %d steps; talk to it with psluajit chat.lua %s"):format(args.out,
+    figure(result.loss), figure(result.val_loss), steps, args.out))
 end
 model:close()

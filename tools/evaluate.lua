@@ -61,10 +61,11 @@ local function main()
   local model = ps.from_pretrained(path, { dtype = args.dtype, device = args.device, quiet = true, mmap = "auto" })
   if args.adapter then ps.lora.load(model, args.adapter, { trainable = false }) end
   if not model.generate then error(("%s is not a model that continues text"):format(model.class_name), 0) end
-  local bar
+  local bar, chat
+  if args.plain then chat = false end
   local result = ps.evaluate.run(model, tok, { data = rows, task = args.task, max_length = args.max_length,
     stride = args.stride, batch = args.batch, limit = args.limit, train_on = args.train_on, date = args.date,
-    max_new = args.max_new, chat = args.plain and false or nil, device = args.device, divide = true,
+    max_new = args.max_new, chat = chat, device = args.device, divide = true,
     progress = function(done, total)
       if args.json or not first then return end
       bar = bar or ps.progress.new { total = total }

@@ -104,7 +104,8 @@ describe("a chat template", function()
 
   it("prints the requested date", function()
     assert.equal("26 Jul 2024", render("{{ strftime_now('%d %b %Y') }}", { date = "2024-07-26" }))
-    fails(render, "date = '2024-02-31': it must be YYYY-MM-DD", "x", { date = "2024-02-31" })
+    fails(render, "date = '2024-02-31': there is no such day", "x", { date = "2024-02-31" })
+    fails(render, "date = '2024-2-3': it must be YYYY-MM-DD", "x", { date = "2024-2-3" })
   end)
 end)
 
@@ -271,6 +272,17 @@ describe("the trained parts of a conversation", function()
       .. "<|im_end|>{% endfor %}{% if add_generation_prompt %}<user>{% endif %}", nil,
       function(_, role) return role == "user" end)))
     assert.equal(1, #trained(CHATML, nil, "all"))
+  end)
+
+  it("leave out messages of weight 0", function()
+    local talk = { TALK[1], TALK[2], { role = "assistant", content = "Hello", weight = 0 }, TALK[4], TALK[5] }
+    local blocks = "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
+      .. "{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    assert.same({ "Ciao<|im_end|>" }, (trained(CHATML, talk)))
+    assert.same({ "Ciao" }, (trained(blocks, talk)))
+    assert.same({ "Hello", "Ciao" }, (trained(blocks)))
+    talk[5] = { role = "assistant", content = "Ciao", weight = 0.5 }
+    fails(function() return trained(CHATML, talk) end, "messages[5]: weight must be 0 or 1")
   end)
 
   it("are found where the user's turn writes the header, and where a word occurs twice", function()

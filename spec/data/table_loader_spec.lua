@@ -23,6 +23,22 @@ local function loader(rows, more)
   return ps.data.loader(options)
 end
 
+it("a loader of a table names what a table or a weight must be", function()
+  fails(function() ps.data.loader { table = "a.jsonl", tokenizer = tok, batch = 1, seq = 8 } end,
+    'write table = ps.data.table "a.jsonl"')
+  fails(function() loader({ { text = "ab", w = "0.5" } }, { batch = 1, loss_weights = "w" }) end,
+    "the field 'w' is the text '0.5', as all values of CSV and TSV are")
+  fails(function() loader({ { messages = { { role = "user", content = "a" } } } },
+    { batch = 1, tokenizer = ps.tokenizer.bytes() }) end, "the tokenizer has no chat template")
+  fails(function() loader({ { messages = { { role = "user", content = "a" } }, chat_template_kwargs = { x = 1 } } },
+    { batch = 1 }) end, "the field 'chat_template_kwargs' is not applied")
+  fails(function() ps.data.table { text = "a" } end, "a table of one row is { row }")
+  local path = os.tmpname()
+  check.write(path, "\31\139\8text")
+  fails(function() ps.data.encode_file(path, path .. ".bin", ps.tokenizer.bytes()) end, "is compressed by gzip")
+  os.remove(path)
+end)
+
 local function talk(question, answer)
   return { messages = { { role = "user", content = question }, { role = "assistant", content = answer } } }
 end

@@ -198,11 +198,31 @@ describe("ps.evaluate.run", function()
       ["rows[1]: a choice has 601 tokens, more than the "] = { query = "x", choices = { "a", ("b"):rep(600) },
         gold = 0 },
       ["choices[1] is empty"] = { query = "x", choices = { "", "a" }, gold = 0 },
+      ["both 'ctx' and 'prompt' could precede the choices"] = { ctx = "x", prompt = "y", choices = { "a", "b" },
+        gold = 0 },
+      ["the field 'gold' is a table"] = { query = "x", choices = { "a", "b" }, gold = { 1 } },
+      ["rows[1]: the row has no choices"] = { query = "x", gold = 1 },
       ["the field 'query' is a number"] = { query = 5, choices = { "a", "b" }, gold = 0 } } do
-      fails(run { data = { row } }, want)
+      fails(run { data = { row }, task = "choices" }, want)
     end
     fails(run { data = { { question = "x" } }, task = "answers" }, "an answer is missing")
     fails(run { data = { { question = 5, answer = "x" } }, task = "answers" }, "the field 'question' is a number")
+  end)
+end)
+
+describe("a row with choices", function()
+  local choices = require("ps.evaluate.rows").choices
+  local list = { text = { "x", "y", "z" }, label = { "1", "2", "3" } }
+  it("has a context before its question", function()
+    assert.equal("c\n\nq", (choices({ context = "c", question = "q", choices = { "a", "b" }, gold = 0 }, "row")))
+    assert.equal("all", (choices({ query = "all", context = "c", choices = { "a", "b" }, gold = 0 }, "row")))
+  end)
+  it("finds its label, whether that is a number or a text", function()
+    for _, key in ipairs { 1, "1" } do
+      assert.equal(1, (select(3, choices({ question = "q", choices = list, answerKey = key }, "row"))))
+      assert.equal(1, (select(3, choices({ question = "q", choices = { text = list.text, label = { 1, 2, 3 } },
+        answerKey = key }, "row"))))
+    end
   end)
 end)
 
@@ -217,6 +237,10 @@ describe("measures", function()
     assert.equal(0, ps.evaluate.exact_match("cat", { "dog", "cats" }))
     near(2 * (1 / 2) * (1 / 3) / (1 / 2 + 1 / 3), ps.evaluate.word_f1("red cat", { "x", "cat on mat" }))
     assert.equal(1, ps.evaluate.word_f1("the", "a"))
+    assert.equal(1, ps.evaluate.exact_match("[1]^\\`", "{1}"))
+    assert.equal(1, ps.evaluate.word_f1("snake_case", "snakecase"))
+    assert.equal(1, ps.evaluate.exact_match("\u{201c}the\u{201d} cat", "\u{201c} \u{201d} cat"))
+    assert.equal(0, ps.evaluate.exact_match("th\u{e9} cat", "cat"))
     fails(function() ps.evaluate.accuracy({ 1 }, { 1, 2 }) end, "1 predictions for 2 labels")
     fails(function() ps.evaluate.f1({}, {}) end, "there are no predictions")
   end)
@@ -341,6 +365,21 @@ describe("tools/evaluate.lua", function()
     assert.equal(2, n)
     out, code = run(("--data %s --samples %s/absent/samples.jsonl"):format(data, folder))
     assert.truthy(code ~= 0 and out:find("--samples: the file ", 1, true) and not out:find "acc +[%d.]", out)
+    local plain = {}                                         -- --plain changes the prompt, and so the answer
+    check.write(folder .. "/answers.jsonl", '{"question": "ab", "answer": "b"}\n')
+    for i, flag in ipairs { "", "--plain" } do
+      local words = ("--data %s/answers.jsonl --task answers --max-new 4 --samples %s/samples.jsonl %s"):format(folder,
+        folder, flag)
+      out, code = run(words)
+      assert.equal(0, code, out)
+      plain[i] = cjson.decode((check.read(folder .. "/samples.jsonl"))).answer
+      local rows = { { question = "ab", answer = "b" } }
+      local chat
+      if i == 2 then chat = false end
+      assert.equal(ps.evaluate.run(model, tok, { data = rows, task = "answers", max_new = 4, chat = chat }).samples[1]
+        .answer, plain[i])
+    end
+    assert.not_equal(plain[1], plain[2])
     check.write(folder .. "/text.txt", "ab\nba\n")
     out, code = run(("--data %s/text.txt --batch 2"):format(folder))
     assert.truthy(code == 0 and out:find "token_perplexity +%d" and out:find "rows +1\n", out)

@@ -103,6 +103,9 @@ describe("examples/finetune.lua", function()
     end
     out, code = run(("--data %s --out %s/none --dora"):format(data, folder))
     assert.truthy(code == 1 and out:find("--lora", 1, true), out)
+    out, code = run(("--data %s --out %s/none --batch 4 --epochs 2 --accumulate 60"):format(data, folder))
+    assert.truthy(code == 1 and out:find("--accumulate 60: all of --epochs 2 has only 22 batches: pass --accumulate 22",
+      1, true), out)
     local talk = io.popen(("'%s' '%s/tools/generate.lua' %s --adapter %s --start a --temperature 0 --max-new 4 2>&1")
       :format(paths.exe, paths.root, folder, one))
     local text = talk:read "*a"

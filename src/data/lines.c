@@ -10,7 +10,7 @@
 #include <string.h>
 
 enum { EACH = 64, BLOCK = 1 << 20, STEP = 1 << 14 };
-static const char MAGIC[8] = "PSLINES2";
+static const char MAGIC[8] = "PSLINES3";
 
 typedef struct mark {
     int64_t at;             /* offset of the row's first byte in the file */
@@ -20,7 +20,7 @@ typedef struct mark {
 typedef struct head {       /* The head of a file of marks. It is little-endian, like every machine that this program
                              * supports. */
     char magic[8];
-    int64_t nbytes, written, count, nmarks;
+    int64_t nbytes, written, changed, count, nmarks;
     uint64_t sum;           /* checksum of the fields above and of the marks (sum_of) */
 } head;
 
@@ -116,7 +116,7 @@ static int read_marks(ps_lines *l, const char *index)
     head h = { 0 };
     bool good = map.nbytes >= (int64_t)sizeof h && ps_map_read(&map, 0, &h, sizeof h) >= 0
         && memcmp(h.magic, MAGIC, sizeof MAGIC) == 0 && h.nbytes == l->map.nbytes && h.written == l->map.written
-        && h.count >= 0 && h.nmarks == (h.count + EACH - 1) / EACH
+        && h.changed == l->map.changed && h.count >= 0 && h.nmarks == (h.count + EACH - 1) / EACH
         && map.nbytes == (int64_t)sizeof h + h.nmarks * (int64_t)sizeof(mark);
     if (good && h.nmarks) {
         l->marks = ps_alloc((size_t)h.nmarks * sizeof(mark));
@@ -169,7 +169,8 @@ int ps_lines_save(const ps_lines *l, const char *index)
     PS_NEED(l);
     PS_NEED(index);
     int64_t nbytes = l->nmarks * (int64_t)sizeof(mark);
-    head h = { .nbytes = l->map.nbytes, .written = l->map.written, .count = l->count, .nmarks = l->nmarks };
+    head h = { .nbytes = l->map.nbytes, .written = l->map.written,
+               .changed = l->map.changed, .count = l->count, .nmarks = l->nmarks };
     memcpy(h.magic, MAGIC, sizeof MAGIC);
     h.sum = sum_of(&h, l->marks);
     ps_tempfile file = PS_TEMPFILE_NONE;

@@ -22,10 +22,8 @@
 #include <unistd.h>
 
 /* -- maps -------------------------------------------------------------------------------------------------------- */
-static int64_t time_of(const struct stat *st)
-{
-    return (int64_t)st->st_mtim.tv_sec * 1000000000 + st->st_mtim.tv_nsec;
-}
+static int64_t nanoseconds(struct timespec t) { return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec; }
+static int64_t time_of(const struct stat *st) { return nanoseconds(st->st_mtim); }
 
 static int map_file(ps_map *m)
 {
@@ -43,6 +41,7 @@ static int map_file(ps_map *m)
                        S_ISDIR(st.st_mode) ? "a folder" : "a pipe or device");
     m->nbytes = st.st_size;
     m->written = time_of(&st);
+    m->changed = nanoseconds(st.st_ctim);
     if (!m->nbytes) {
         m->bytes = (const uint8_t *)"";
         return 0;

@@ -19,6 +19,7 @@ typedef struct ps_map {
     const uint8_t *bytes;   /* [nbytes] */
     int64_t nbytes;
     int64_t written;        /* time of the last write to the file, in ns */
+    int64_t changed;        /* time of the last change of the file or its inode, in ns, which programs cannot set */
     int fd;                 /* -1 if the bytes are the caller's: nothing to check or unmap */
     int direct;             /* descriptor whose reads bypass the page cache, or -1; valid if asked_direct */
     bool asked_direct;

@@ -124,7 +124,8 @@ function chat.moment(date)
   caller.typed(date, "string", "date")
   local year, month, day = date:match "^(%d%d%d%d)-(%d%d)-(%d%d)$"
   local when = year and os.time { year = year, month = month, day = day, hour = 12 }
-  if not when or os.date("%Y-%m-%d", when) ~= date then error(("date = '%s': it must be YYYY-MM-DD"):format(date)) end
+  if not when then error(("date = '%s': it must be YYYY-MM-DD"):format(date)) end
+  if os.date("%Y-%m-%d", when) ~= date then error(("date = '%s': there is no such day"):format(date)) end
   return when
 end
 
@@ -342,13 +343,31 @@ local function check_roles(self, roles)
   end
 end
 
--- Returns the indices of the messages to train on. `roles` are the roles of the messages.
-local function wanted_of(roles, train_on)
+-- Returns the messages with `weight` 0 (OpenAI's files for fine-tuning), by index, or nil if there are none.
+local function unweighted(messages)
+  local list
+  for i, message in ipairs(messages) do
+    local weight = values.get(message, "weight")
+    if weight ~= nil and weight ~= values.NONE then
+      local number = values.number(weight)
+      if number ~= 0 and number ~= 1 then error(("messages[%d]: weight must be 0 or 1"):format(i)) end
+      if number == 0 then
+        list = list or {}
+        list[i] = true
+      end
+    end
+  end
+  return list
+end
+
+-- Returns the indices of the messages to train on. `roles` are the roles of the messages, `without` has messages that
+-- are not trained.
+local function wanted_of(roles, train_on, without)
   local wanted = {}
   for i, role in ipairs(roles) do
     local yes
     if type(train_on) == "function" then yes = train_on(i, role) else yes = role == "assistant" end
-    if yes then wanted[#wanted + 1] = i end
+    if yes and not (without and without[i]) then wanted[#wanted + 1] = i end
   end
   if train_on == "last" then return { wanted[#wanted] } end
   return wanted
@@ -369,7 +388,7 @@ end
 ---@param messages table|string the messages, as for render
 ---@param options? ps.chat.RenderOptions
 ---@param train_on? "assistant"|"last"|"all"|fun(i: integer, role: string): boolean selects the messages to train on
---- (default "assistant")
+--- (default "assistant"); with all but "all", a message with weight = 0 is not trained
 ---@return ps.chat.Rendered
 function Template:trained(messages, options, train_on)
   options, train_on = checked_options(options, "template:trained"), train_on or "assistant"
@@ -377,16 +396,17 @@ function Template:trained(messages, options, train_on)
   messages = value_of(messages, "messages")
   local given = roles_of(messages)
   check_roles(self, given)
+  local without = unweighted(messages)
   local rendered = render(self, variables_of(messages, options, true), true)
   local s = text.flat(rendered)
   local spans = mask.generated(rendered)
   if train_on == "all" then spans = { { 1, #s } }
-  elseif spans and train_on ~= "assistant" then
-    spans = mask.generated(rendered, wanted_of(given, train_on)) or {}
+  elseif spans and (train_on ~= "assistant" or without) then
+    spans = mask.generated(rendered, wanted_of(given, train_on, without)) or {}
   elseif not spans then
     local prompt = generation_prompt(self, messages, options)
     local turn, stranger
-    spans, turn, stranger = mask.spans(rendered, wanted_of(given, train_on), prompt,
+    spans, turn, stranger = mask.spans(rendered, wanted_of(given, train_on, without), prompt,
       options.tokens and options.tokens.eos_token, given)
     if not spans then
       refuse(self.name, ("the template writes messages[%d] within the turn of messages[%d], so the text that the "

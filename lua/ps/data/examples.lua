@@ -23,7 +23,7 @@ local span_array = array "int64_t"
 
 local examples = {}
 
-local VERSION = 2                                          -- format version of a cache file
+local VERSION = 3                                          -- format version of a cache file
 local MOST_THREADS = 8
 
 -- The most texts that a stream queues, which limits their memory. It does not determine which rows are read ahead
@@ -153,8 +153,10 @@ local function weight_of(row, field, rows, i)
   if not field then return 1 end
   local weight = row[field]
   if not is_weight(weight) then
-    error(("ps.data.loader: %s: the field '%s' is %s; %s"):format(rows:place(i), field,
-      weight == nil and "missing" or tostring(weight), WEIGHTS))
+    local text = type(weight) == "string" and tonumber(weight) and ("the text '%s', as all values of CSV and TSV are; "
+      .. "convert it: rows:map(function(row) row.%s = tonumber(row.%s) return row end)"):format(weight, field, field)
+    error(("ps.data.loader: %s: the field '%s' is %s"):format(rows:place(i), field, text
+      or (weight == nil and "missing" or tostring(weight)) .. "; " .. WEIGHTS))
   end
   return weight
 end
@@ -236,6 +238,9 @@ local function adder(handle, rows, tokenizer, form, given, queue)
       if threaded then
         encoder:put(i, formats.of_row(rows, i, tokenizer.render_chat, tokenizer, messages, how), need, weight)
       else
+        if not tokenizer.apply_chat_template then
+          error(("ps.data.loader: %s is a conversation, but the tokenizer has no chat template"):format(place(i)))
+        end
         local ids, mask = formats.of_row(rows, i, tokenizer.apply_chat_template, tokenizer, messages, how)
         add(handle, i, ids, labels_of(ids, mask, place(i), train_on), nil, weight)
       end
@@ -306,11 +311,25 @@ local function key_of(rows, tokenizer, form, given)
     reads_date(tokenizer, form) and given.date or "", given.weight_field or "" }
 end
 
+local STALE_S = 86400          -- age from which a part of a cache file whose process does not exist is removed
+
+-- Removes the parts that killed processes left in a cache folder.
+local function remove_stale(folder)
+  for name in lfs.dir(folder) do
+    local pid, path = name:match "%.examples%.tmp%-(%d+)%-%d+$", folder .. "/" .. name
+    local written = pid and lfs.attributes(path, "modification")
+    if written and os.time() - written > STALE_S and lfs.attributes("/proc/" .. pid, "mode") == nil then
+      os.remove(path)
+    end
+  end
+end
+
 -- Returns the folder of cache files, or nil if there is none. `given` is the folder that the script chose.
 local function cache_folder(given)
-  if type(given) ~= "string" then return unpacked.folder "examples" end
-  lfs.mkdir(given)
-  return given
+  local folder = type(given) == "string" and given or unpacked.folder "examples"
+  if folder == given then lfs.mkdir(given) end
+  if folder and lfs.attributes(folder, "mode") == "directory" then remove_stale(folder) end
+  return folder
 end
 
 -- Maps the cache file. Returns nil if there is no file for this data.

@@ -99,7 +99,8 @@ function formats.check(rows, i, first)
   if not form and next(row) == nil then error(rows:place(i) .. ": the row has no fields") end
   if not form then
     error(("%s: the fields %s match no known form (messages; conversations; prompt, completion; prompt, chosen, "
-      .. "rejected; instruction, output; context, question, answers; text; input_ids)"):format(rows:place(i),
+      .. "rejected; instruction, output; context, question, answers; text; input_ids); questions with "
+      .. "answers are for evaluations, with task = 'answers'"):format(rows:place(i),
       names_of(row)))
   end
   if first and form ~= first then
@@ -248,7 +249,11 @@ function formats.conversation_of(rows, i, form, read)
   local convert_row = CONVERSATIONS[form or ""]
   if not convert_row then
     fail("a row in the form '%s' is not a conversation, which has fields such as 'messages', or 'prompt' and "
-      .. "'completion' (docs/conversations.md lists the forms)", form or "unknown")
+      .. "'completion' (docs/data.md lists the forms)", form or "unknown")
+  end
+  local kwargs = values.get(row, "chat_template_kwargs")
+  if getmetatable(kwargs) == values.Dict and #kwargs.keys > 0 then
+    fail "the field 'chat_template_kwargs' is not applied: remove it (rows:map)"
   end
   local messages = convert_row(function(name, kinds, may_lack)
     local v = values.get(row, name)

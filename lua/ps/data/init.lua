@@ -124,6 +124,18 @@ function data.encode_text(text, shard_path, tokenizer)
   write_shard(shard_path, width, function(writer) append(writer, tokenizer, text) end)
 end
 
+-- Raises an error for a file that gzip compressed, whose bytes are no text.
+local function check_text(path)
+  local file, why = io.open(path, "rb")
+  if not file then error("cannot open the text file: " .. why) end
+  local magic = file:read(2)
+  file:close()
+  if magic == "\31\139" then
+    error(("ps.data.encode_file: %s is compressed by gzip: unpack it (gzip -dk FILE), or read it with "
+      .. "ps.data.table"):format(path))
+  end
+end
+
 --- Writes the tokens of a text file to a shard. The text is split at line ends, so the file can have any size.
 ---@param text_path string
 ---@param shard_path string
@@ -132,6 +144,7 @@ function data.encode_file(text_path, shard_path, tokenizer)
   caller.typed(text_path, "string", "ps.data.encode_file: the path of the text")
   caller.typed(shard_path, "string", "ps.data.encode_file: the path of the shard")
   caller.typed(tokenizer, "table", "ps.data.encode_file: the tokenizer")
+  check_text(text_path)
   local width = tokenizer.vocab_size > 65536 and 4 or 2
   if tokenizer.encode_file then                            -- the tokenizer decides where a text can be split
     write_shard(shard_path, width, function(writer)
@@ -268,7 +281,7 @@ local function and_also(keys)
   return keys
 end
 local LOADER = and_also { shuffle = "boolean", seed = "whole", vocab = "whole", ahead = "whole", rank = "whole",
-  world_size = "whole", texts = "table", table = "cdata", tokenizer = "table", padding = "string",
+  world_size = "whole", texts = "table", table = "cdata|string", tokenizer = "table", padding = "string",
   drop_last = "boolean", too_long = "string", train_on = "string|function", date = "string", packing = "boolean",
   group_by_length = "boolean", pad_to_multiple_of = "whole", window = "whole", accumulate = "whole",
   loss_weights = "string", cache = "boolean|string", stream = "boolean" }
@@ -327,6 +340,9 @@ function data.loader(options)
     if options[name] ~= nil and not options.table then
       error(("ps.data.loader: %s applies only to conversations; pass table = ps.data.table(path)"):format(name))
     end
+  end
+  if type(options.table) == "string" then
+    error(("ps.data.loader: table is a text; write table = ps.data.table %q"):format(options.table))
   end
   if options.texts and options.table then
     error "ps.data.loader: texts and table were both given; give only one of them"

@@ -132,6 +132,9 @@ function tables.open(source, options)
     until row == nil
     return new(files.list(list, "rows of a function"))
   end
+  if type(source) == "table" and source[1] == nil and next(source) ~= nil then
+    error "ps.data.table: the list of rows has no first row; a table of one row is { row }"
+  end
   if type(source) == "table" and type(source[1]) ~= "string" then
     for i, row in ipairs(source) do caller.typed(row, "table", ("ps.data.table: row %d"):format(i)) end
     return new(files.list(source, "rows"))

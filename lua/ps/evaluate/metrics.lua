@@ -2,6 +2,7 @@
 -- Measures of answers: accuracy and F1 of classes, and exact match and F1 of texts as SQuAD's own script has them
 -- (Rajpurkar et al. 2016).
 local caller = require "ps.core.caller"
+local characters = require "ps.chat.characters"
 local letters = require "ps.chat.letters"
 local text = require "ps.chat.text"
 local error = caller.error
@@ -72,14 +73,31 @@ function metrics.f1(predictions, labels, options)
   return sum / #classes
 end
 
+local ARTICLES = { a = true, an = true, the = true }
+
+-- Replaces the articles among the words of a text, which are runs of letters and numbers, by spaces.
+local function without_articles(s)
+  local parts, word = {}, {}
+  local function finish()
+    local whole = table.concat(word)
+    parts[#parts + 1], word = ARTICLES[whole] and " " or whole, {}
+  end
+  for c in s:gmatch(characters.PATTERN) do
+    if letters.is_letter(c) or letters.is_number(c) then word[#word + 1] = c
+    else
+      finish()
+      parts[#parts + 1] = c
+    end
+  end
+  finish()
+  return table.concat(parts)
+end
+
 -- Converts a text to lower case, and removes ASCII punctuation, English articles and redundant space.
 local function normalized(answer)
-  local s = text.flat(letters.lower(answer)):gsub("[!-/:-@%[-`{-~]", "")
+  local s = text.flat(letters.lower(answer)):gsub("[!-/:-@%[\\%]^_`{|}~]", "")
   local words = {}
-  for _, word in ipairs(text.split(s, nil, -1)) do
-    word = text.flat(word)
-    if word ~= "a" and word ~= "an" and word ~= "the" then words[#words + 1] = word end
-  end
+  for i, word in ipairs(text.split(without_articles(s), nil, -1)) do words[i] = text.flat(word) end
   return words
 end
 

@@ -28,6 +28,9 @@ function rows.has_choices(row) return field(row, CHOICES) ~= nil end
 local function choices_of(row, place)
   local list, name = field(row, CHOICES)
   local labels
+  if list == nil then
+    error(("%s: the row has no choices; give them in the field '%s'"):format(place, table.concat(CHOICES, "' or '")))
+  end
   if type(list) == "table" and list.text then list, labels = list.text, list.label end
   if type(list) ~= "table" or #list < 2 then error(("%s: the field '%s' is not a list of two or more choices"):format(
     place, name)) end
@@ -44,7 +47,11 @@ local function gold_of(row, list, labels, place)
   local gold, name = field(row, GOLD)
   if gold == nil then error(("%s: the correct choice is missing; give it in the field '%s'"):format(place,
     table.concat(GOLD, "' or '"))) end
-  for i, label in ipairs(labels or {}) do if label == gold then return i end end
+  if type(gold) == "table" then
+    error(("%s: the field '%s' is a table; it must be a number of 0 to %d, a letter, a label or a choice"):format(place,
+      name, #list - 1))
+  end
+  for i, label in ipairs(labels or {}) do if tostring(label) == tostring(gold) then return i end end
   for i, choice in ipairs(list) do if choice == gold then return i end end
   local i = tonumber(gold) and tonumber(gold) + 1
     or type(gold) == "string" and gold:find "^%u$" and gold:byte() - 64
@@ -55,15 +62,32 @@ local function gold_of(row, list, labels, place)
   return i
 end
 
---- Returns a row's context, its choices, and the index of the correct choice, from 1. The context is the field query,
---- context, question, ctx, prompt, instruction or input.
+-- Returns the text before the choices: the field query, or a context and a question, or the only other field.
+local function context_of(row, place)
+  if type(row.query) == "string" then return row.query, "query" end
+  local context, question = row.context, row.question
+  if type(context) == "string" and type(question) == "string" then return context .. "\n\n" .. question, "question" end
+  local first, name = field(row, CONTEXT)
+  for _, other in ipairs(CONTEXT) do
+    local v = row[other]
+    if other ~= name and v ~= nil and type(v) ~= "userdata" then
+      error(("%s: both '%s' and '%s' could precede the choices; write the whole text as 'query'"):format(place, name,
+        other))
+    end
+  end
+  return first, name
+end
+
+--- Returns a row's context, its choices, and the index of the correct choice, from 1. The context is the field query;
+--- or context and question, joined by an empty line; or the only one of context, question, ctx, prompt, instruction and
+--- input.
 ---@param row table
 ---@param place string the row's file and line, for errors
 ---@return string context
 ---@return string[] choices
 ---@return integer gold
 function rows.choices(row, place)
-  local context, name = field(row, CONTEXT)
+  local context, name = context_of(row, place)
   if context == nil then context, name = "", "query" end
   if type(context) ~= "string" then error(("%s: the field '%s' is a %s, not a text"):format(place, name,
     type(context))) end
