@@ -141,15 +141,18 @@ if args.model then model = try(open)
 else model = bert.new("tiny", settings_of_model) end
 local pad = model.config.pad_token_id or 0
 
--- Texts become ids, truncated to the model's number of positions, and a line says how many were.
+-- Texts become ids, truncated to the model's number of positions. Lines say how many were, and how many tokens the
+-- vocabulary lacks.
 local function encode()
-  local tokenizer, cut, all = nil, 0, #rows + #held_out
+  local tokenizer, cut, unknown, tokens, all = nil, 0, 0, 0, #rows + #held_out
   local most = model.config.max_position_embeddings - (model.config.model_type == "roberta" and pad + 1 or 0)
   for _, list in ipairs { rows, held_out } do
     for _, row in ipairs(list) do
       if not row.ids then
         tokenizer = tokenizer or ps.tokenizer.from_pretrained(model.source)
         row.ids = tokenizer:encode(row.text)
+        tokens = tokens + #row.ids
+        for _, id in ipairs(row.ids) do unknown = unknown + (id == tokenizer.unk_token_id and 1 or 0) end
         if #row.ids > most then
           cut = cut + 1
           row.ids = tokenizer(row.text, { truncation = true, max_length = most }).input_ids:tolist()[1]
@@ -158,6 +161,10 @@ local function encode()
         error(("%s: %d input_ids, but the model has %d positions"):format(row.place, #row.ids, most), 0)
       end
     end
+  end
+  if unknown > tokens / 10 then
+    io.stderr:write(("finetune_bert.lua: %d of %d tokens are %s: the vocabulary of %s lacks many words of the texts\n")
+      :format(unknown, tokens, tokenizer.unk_token, args.model))
   end
   if cut > 0 then
     io.stderr:write(("finetune_bert.lua: %d of %d texts are longer than the model's %d positions: their ends are cut "

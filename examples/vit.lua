@@ -45,7 +45,7 @@ end
 
 function ViT:forward(given) return nn.fold(self:parts(), given) end
 
-local run = layout.open("vit.lua", "Reads drawn digits.", { steps = 200, batch = 64, lr = 2e-3,
+local run = layout.open("vit.lua", "Reads drawn digits.", { steps = 2000, batch = 64, lr = 2e-3,
   picture = "digits.pgm" })
 ps.manual_seed(1)
 run:initialize(function() return ViT(32, 2, 4) end, batch(8))
@@ -54,6 +54,7 @@ run:train(batch)
 local given = batch(10)
 local read = run:output(given, "logits"):argmax(-1)
 if ps.rank() == 0 then
+  print(("%d of %d digits are read correctly"):format(read:eq(given.digits):sum():item(), given.digits:numel()))
   digits.picture(run.args.picture, ps.cat({ given.image, digits.drawn(read, 5, 3) }, 2):permute(1, 2, 0, 3)
     :reshape(32, 160))
 end

@@ -307,3 +307,80 @@ describe("composed methods", function()
     is({ 3 }, ps.linspace(3, 9, 1))
   end)
 end)
+
+describe("ops of mixed types", function()
+  local function has(dtype, want, t)
+    assert.equal(dtype, t:dtype())
+    assert.same(want, t:tolist())
+  end
+  local u = ps.tensor({ 0, 100, 255 }, "uint8")
+
+  it("scale integers in the type of the result, as PyTorch does", function()
+    has("fp32", { 255, 155, 0 }, ps.full({ 3 }, 255):sub_(u))
+    has("fp32", { 0, -100, -255 }, ps.zeros({ 3 }):sub_(u))
+    has("fp64", { 0, -100, -255 }, ps.zeros({ 3 }, { dtype = "fp64" }):sub_(u))
+    has("fp32", { 0, 200, 510 }, ps.zeros({ 3 }):add(u, 2))
+    has("int64", { 0, 200, 510 }, ps.zeros({ 3 }, { dtype = "int64" }):add_(u, 2))
+    has("int32", { 0, -300, -765 }, ps.zeros({ 3 }, { dtype = "int32" }):sub(u, 3))
+    has("fp32", { 4e9 }, ps.zeros({ 1 }):add(ps.tensor({ 2e9 }, "int32"), 2))
+    has("fp32", { 0, 10000, 65025 }, ps.zeros({ 3 }):addcmul(u, u))
+    has("fp32", { 90000 }, ps.zeros({ 1 }):addcmul(ps.tensor({ 300 }, "fp16"), ps.tensor({ 300 }, "fp16")))
+    has("int32", { 3, 2 }, ps.tensor({ 1, 2 }, "int32"):add(ps.tensor { true, false }, 2))
+    has("fp16", { 2.5 }, ps.tensor({ 1 }, "fp16"):add(ps.tensor({ 3 }, "int32"), 0.5))
+    has("fp16", { 7 }, ps.tensor({ 1 }, "int32"):add(ps.tensor({ 3 }, "fp16"), 2))
+    has("uint8", { 1, 201, 255 }, ps.tensor(1, "int64"):add(u, 2))       -- 0 dimensions set no type
+  end)
+
+  it("limit integers by bounds that their type can hold, or as floats", function()
+    has("fp32", { -2.5, 2.5, 2.5 }, ps.tensor({ -7, 3, 7 }, "int32"):clamp(-2.5, 2.5))
+    has("uint8", { 0, 7, 7 }, u:clamp(nil, 7))
+    for _, case in ipairs { { "uint8", 300 }, { "uint8", nil, -3 }, { "int32", 2 ^ 31 }, { "int64", 2 ^ 63 } } do
+      local ok, why = pcall(function() return ps.ones({ 2 }, { dtype = case[1] }):clamp(case[2], case[3]) end)
+      assert.is_false(ok)
+      assert.matches("is outside the range of " .. case[1], tostring(why), 1, true)
+    end
+    for _, x in ipairs(ps.tensor({ 1, 2 }):clamp(0 / 0):tolist()) do assert.is_true(x ~= x) end
+  end)
+end)
+
+describe("results that PyTorch copies", function()
+  it("are copies, also where nothing changes", function()
+    local x = ps.ones { 1, 4, 2, 2 }
+    for _, y in ipairs { x:tile(1, 1, 1, 1), x:diff(0), ps.F.pixel_shuffle(x, 1), ps.tensor(x) } do y:fill_(5) end
+    local row = ps.ones { 3 }
+    row:repeat_interleave(1):fill_(5)
+    row:tile(1):fill_(5)
+    assert.equal(19, (x:sum() + row:sum()):item())
+    assert.same({ 3, 0 }, ps.ones({ 3, 4 }):diff(2 ^ 31):shape())
+  end)
+
+  it("of ps.tensor are leaves", function()
+    local x = ps.ones({ 2 }, { requires_grad = true })
+    local t = ps.tensor(x, { requires_grad = true, dtype = "fp64" })
+    ;(t * 3):sum():backward()
+    assert.same({ 3, 3 }, t:grad():tolist())
+    assert.equal("fp64", t:dtype())
+    assert.is_nil(x:grad())
+    assert.is_false(ps.tensor(x):requires_grad())
+  end)
+
+  it("of sizes 0 and of fractions have PyTorch's shapes and types", function()
+    local a, b = ps.zeros({ 0, 3 }):chunk(2)
+    assert.same({ { 0, 3 }, { 0, 3 } }, { a:shape(), b:shape() })
+    assert.same({ 0, 3 }, (ps.zeros({ 0, 3 }):split(1)):shape())
+    assert.equal("fp32", ps.arange(2.5):dtype())
+    assert.equal("int64", ps.arange(0, 5, 2):dtype())
+  end)
+end)
+
+describe("padding rows", function()
+  it("can be counted from the end", function()
+    local w = ps.ones({ 3, 2 }, { requires_grad = true })
+    ps.F.embedding(ps.tensor({ 0, 2 }, "int64"), w, { padding_idx = -1 }):sum():backward()
+    assert.same({ { 1, 1 }, { 0, 0 }, { 0, 0 } }, w:grad():tolist())
+    assert.same({ { 1, 1 } }, ps.F.embedding_bag(ps.tensor({ { 0, 2 } }, "int64"), ps.ones { 3, 2 }, nil,
+      { mode = "sum", padding_idx = -1 }):tolist())
+    assert.equal(2, ps.nn.Embedding(3, 2, { padding_idx = -1 }).padding_idx)
+    assert.is_false((pcall(ps.F.embedding, ps.tensor({ 0 }, "int64"), w, { padding_idx = -4 })))
+  end)
+end)

@@ -2,15 +2,33 @@
 -- Formats tables as text, with columns as wide as their cells, and byte counts with units.
 local readable = {}
 
+local UNITS = { "KiB", "MiB", "GiB", "TiB" }
+
+-- Returns a number of bytes of at least 1024 in a larger unit, the unit, and the number of printed digits after the
+-- point.
+local function in_unit(n)
+  local i = 1
+  n = n / 1024
+  while math.abs(n) >= 1023.95 and i < #UNITS do n, i = n / 1024, i + 1 end
+  return n, UNITS[i], i < 3 and 1 or 2
+end
+
 --- Returns a byte count with a unit, such as "24.0 MiB" or "1.05 GiB".
 ---@param n number
 ---@return string
 function readable.bytes(n)
   if math.abs(n) < 1024 then return ("%d B"):format(n) end
-  local units, i = { "KiB", "MiB", "GiB", "TiB" }, 1
-  n = n / 1024
-  while math.abs(n) >= 1023.95 and i < #units do n, i = n / 1024, i + 1 end
-  return (i < 3 and "%.1f %s" or "%.2f %s"):format(n, units[i])
+  local count, unit, digits = in_unit(n)
+  return ("%." .. digits .. "f %s"):format(count, unit)
+end
+
+--- Like readable.bytes, but rounds up, for a budget that is needed.
+---@param n number
+---@return string
+function readable.at_least(n)
+  if n < 1024 then return ("%d B"):format(math.ceil(n)) end
+  local count, unit, digits = in_unit(n)
+  return ("%." .. digits .. "f %s"):format(math.ceil(count * 10 ^ digits - 1e-9) / 10 ^ digits, unit)
 end
 
 --- Returns the lines of a table with a row of headings. Columns are separated by two blanks.

@@ -27,8 +27,10 @@ function Embedding:init(rows, width, options)
   caller.whole(rows, "nn.Embedding: the number of rows")
   caller.whole(width, "nn.Embedding: the width")
   self.rows, self.width, self.padding_idx = rows, width, options.padding_idx
+  if self.padding_idx and self.padding_idx < 0 then self.padding_idx = self.padding_idx + rows end   -- from the end
   if self.padding_idx and not (self.padding_idx >= 0 and self.padding_idx < rows) then
-    caller.error(("nn.Embedding: padding_idx is %.14g, but the rows are 0 to %.14g - 1"):format(self.padding_idx, rows))
+    caller.error(("nn.Embedding: padding_idx is %.14g, but the rows are 0 to %.14g - 1"):format(options.padding_idx,
+      rows))
   end
   local where = { dtype = options.dtype, device = options.device }
   self:param("weight", init.normal_(create.empty({ rows, width }, where), 0, options.std or 1))

@@ -14,7 +14,7 @@ local function tiers(lines, plan)
   local rows = {}
   for i, tier in ipairs(plan.tiers) do
     rows[i] = { tier.name, tier.budget > 0 and readable.bytes(tier.budget) or "no limit", readable.bytes(tier.peak),
-      tier.least_budget and (tier.least_budget_is_bound and "<= " or "") .. readable.bytes(tier.least_budget) or "-",
+      tier.least_budget and (tier.least_budget_is_bound and "<= " or "") .. readable.at_least(tier.least_budget) or "-",
       tier.when or "-" }
   end
   local columns = { { title = "tier", left = true }, { title = "budget" }, { title = "peak" },
@@ -92,8 +92,8 @@ local function verdict(plan)
   if short and short.least_budget then
     local most = short.least_budget_is_bound and "at most " or ""
     return ("fits: no; tier %s lacks %s%s: its least budget is %s%s, but it has %s"):format(short.tier, most,
-      readable.bytes(short.least_budget - short.budget), most, readable.bytes(short.least_budget),
-        readable.bytes(short.budget))
+      readable.at_least(short.least_budget - short.budget), most, readable.at_least(short.least_budget),
+      readable.bytes(short.budget))
   end
   return "fits: no"
 end

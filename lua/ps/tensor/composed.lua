@@ -87,6 +87,7 @@ function T:tile(...)
   if #full > 8 then
     error(("tile: %d dimensions, with one more for each repeated dimension; the limit is 8"):format(#full))
   end
+  if #full == #result then return self:reshape(result):clone() end        -- nothing is repeated
   return self:reshape(spread):expand(full):reshape(result)
 end
 

@@ -164,8 +164,8 @@ function M.full(shape, value, options)
   return filled("ps.full", value)(shape, options)
 end
 
---- Returns the numbers start, start + step, ... before stop. arange(stop) begins at 0. The type is int64 if start and
---- step are whole, unless options set another.
+--- Returns the numbers start, start + step, ... before stop. arange(stop) begins at 0. The type is int64 if all
+--- three are whole, unless options set another.
 ---@param start number
 ---@param stop? number
 ---@param step? number (default 1); not 0
@@ -186,7 +186,7 @@ function M.arange(start, stop, step, options)
     error(("ps.arange: from %g to %g by %g the number of elements is undefined or at least "
       .. "2^53"):format(start, stop, step))
   end
-  local whole = start == floor(start) and step == floor(step)
+  local whole = start == floor(start) and step == floor(step) and (stop == floor(stop) or math.abs(stop) == math.huge)
   check_options(options, "ps.arange")
   local t = empty("ps.arange", { n }, bare(options, whole and "int64" or nil))
   return alone(t, ops.arange_(t, start, step))
@@ -253,9 +253,15 @@ end
 ---@param options? {dtype?: string, device?: string, requires_grad?: boolean}|string options, or the dtype as a string
 ---@return ps.Tensor
 function M.tensor(value, options)
-  if is_tensor(value) then return value:clone() end
   if type(options) == "string" then options = { dtype = options } end
   check_options(options, "ps.tensor")
+  if is_tensor(value) then
+    local t = value:detach():clone()
+    if options and (options.dtype or options.device) then
+      t = t:to { dtype = options.dtype, device = options.device }
+    end
+    return options and options.requires_grad and t:requires_grad(true) or t
+  end
   local shape, flat, booleans = {}, {}, 0
   measure(value, shape, 1)
   local function flatten(v, depth)

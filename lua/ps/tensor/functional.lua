@@ -266,6 +266,16 @@ end
 
 local EMBEDDING = { padding_idx = "whole" }
 
+-- Returns the padding row, of which a negative one counts from the end.
+local function padding_of(options, w, call)
+  local at = options.padding_idx
+  if at == nil or at >= 0 then return at end
+  if at + w:size(0) < 0 then
+    error(("%s: padding_idx is %d, but the matrix has only %d rows"):format(call, at, w:size(0)))
+  end
+  return at + w:size(0)
+end
+
 --- Returns the rows of an embedding matrix at integer indices.
 ---@param index ps.Tensor integers [...]
 ---@param w ps.Tensor [V, C]
@@ -273,7 +283,7 @@ local EMBEDDING = { padding_idx = "whole" }
 ---@return ps.Tensor [..., C]
 function F.embedding(index, w, options)
   if options == nil then return ops.embedding(w, index) end
-  return ops.embedding(w, index, caller.options(options, "F.embedding", EMBEDDING).padding_idx)
+  return ops.embedding(w, index, padding_of(caller.options(options, "F.embedding", EMBEDDING), w, "F.embedding"))
 end
 
 local BAG = { mode = "string", padding_idx = "whole", per_sample_weights = "tensor", include_last_offset = "boolean" }
@@ -329,12 +339,13 @@ function F.embedding_bag(index, w, offsets, options)
     end
     factors = factors:reshape(-1)
   end
-  if options.padding_idx then
-    local kept = scope.no_grad(function() return flat:ne(options.padding_idx) end)
+  local padding = padding_of(options, w, "F.embedding_bag")
+  if padding then
+    local kept = scope.no_grad(function() return flat:ne(padding) end)
     flat, bag = flat:masked_select(kept), bag:masked_select(kept)
     factors = factors and factors:masked_select(kept)
   end
-  local rows = ops.embedding(w, flat, options.padding_idx)
+  local rows = ops.embedding(w, flat, padding)
   if factors then rows = rows * factors:unsqueeze(1) end
   local zeros = tensor.zeros({ n, w:size(1) }, where)
   if mode == "max" then

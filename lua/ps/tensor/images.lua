@@ -471,6 +471,7 @@ function F.pixel_shuffle(x, r)
     error(("%s takes [N, C, H, W] with a number of channels that %d divides, not [%s]"):format(call, r * r,
       table.concat(x:shape(), ", ")))
   end
+  if r == 1 then return x:clone() end
   local n, c, h, w = unpack(x:shape())
   c = c / (r * r)
   return x:reshape(n, c, r, r, h, w):permute(0, 1, 4, 2, 5, 3):contiguous():reshape(n, c, h * r, w * r)

@@ -15,7 +15,7 @@ local M = {}
 --- part of a key that inserts a new dimension of size 1 (ps.newaxis)
 M.newaxis = setmetatable({}, { __tostring = function() return "ps.newaxis" end })
 
-local INTEGER = { [C.PS_U8] = true, [C.PS_I32] = true, [C.PS_I64] = true }
+local INTEGER = { [C.PS_I32] = true, [C.PS_I64] = true }
 
 local function mask_misfit(k, d, t)
   error(("a bool index of shape [%s] at dimension %d of a tensor of shape [%s]: the shapes must match there"):format(
@@ -25,6 +25,10 @@ end
 -- Adds the index tensors of `k` for the dimensions from d on. Returns how many dimensions `k` covers.
 local function add(picks, t, d, k, place)
   if k.dtype_ ~= C.PS_BOOL then
+    if k.dtype_ == C.PS_U8 then
+      error(("index %d is a tensor of uint8: write index:to \"bool\" for a mask, which PyTorch takes it for, or "
+        .. "index:long() for positions"):format(place))
+    end
     if not INTEGER[k.dtype_] then
       error(("index %d is a tensor of %s; its type must be an integer type or bool"):format(place, k:dtype()))
     end

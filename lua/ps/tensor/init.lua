@@ -475,9 +475,9 @@ function T:split(size, d)
   else
     if type(size) ~= "number" then error("split takes a size or a list of sizes, not " .. tostring(size)) end
     if caller.whole(size, "split: the size") < 1 then error("split: the size must be at least 1, not " .. size) end
-    while at < n do
+    repeat
       parts[#parts + 1], at = ops.slice(self, d, at, math.min(n, at + size), 1), at + size
-    end
+    until at >= n
   end
   return unpack(parts)
 end
@@ -490,6 +490,11 @@ function T:chunk(n, d)
   d = dim_index(self, d or 0)
   if caller.whole(n, "chunk: the number of parts") < 1 then error(("chunk: the number of parts is %d; it must be " ..
     "at least 1"):format(n)) end
+  if self.shape_[d] == 0 then                                -- n empty slices, as in PyTorch
+    local parts = {}
+    for i = 1, n do parts[i] = ops.slice(self, d, 0, 0, 1) end
+    return unpack(parts)
+  end
   return self:split(math.max(1, math.ceil(tonumber(self.shape_[d]) / n)), d)
 end
 

@@ -40,10 +40,26 @@ local function scaled(a, b, alpha, call)
   if b.dtype_ == C.PS_BF16 or b.dtype_ == C.PS_F16 then b = b:to("fp32") end
   return affine(b, alpha, NOTHING)
 end
+
+-- Orders the types of integers and of floats. The two half types have no order.
+local RANK = { [C.PS_BOOL] = 0, [C.PS_U8] = 1, [C.PS_I32] = 2, [C.PS_I64] = 3, [C.PS_F16] = 4, [C.PS_BF16] = 4,
+  [C.PS_F32] = 5, [C.PS_F64] = 6 }
+
+-- Converts b to the type of the result of an op of a and b, if that is a's, so that multiples of b do not overflow a
+-- narrow type. A tensor of 0 dimensions sets no type within its kind.
+local function widened_to(a, b)
+  if not (is_tensor(a) and is_tensor(b)) or RANK[b.dtype_] >= RANK[a.dtype_] then return b end
+  local same_kind = FLOAT[a.dtype_] == FLOAT[b.dtype_] and b.dtype_ ~= C.PS_BOOL
+  if a.ndim == 0 and b.ndim > 0 and same_kind then return b end
+  return ops.cast(b, a.dtype_)
+end
+M.widened_to = widened_to
+
 local function with_alpha(op, a, b, alpha, call)
+  b = widened_to(a, b)
   local y = op(a, scaled(a, b, alpha, call))
   local half = is_tensor(b) and (b.dtype_ == C.PS_BF16 or b.dtype_ == C.PS_F16)
-  return half and (not is_tensor(a) or a.dtype_ == b.dtype_) and ops.cast(y, b.dtype_) or y
+  return half and (not is_tensor(a) or a.dtype_ == b.dtype_ or not FLOAT[a.dtype_]) and ops.cast(y, b.dtype_) or y
 end
 
 --- Returns a + alpha * b, elementwise. Shapes broadcast.
@@ -183,7 +199,16 @@ function T:square()
   local x = autocast.full(counted(self))
   return ops.mul(x, x)
 end
---- Returns x limited to [low, high]. The gradient also passes at the bounds.
+-- Raises an error for a bound of clamp that a type of integers cannot hold.
+local function check_bound(t, bound)
+  if bound == nil or bound == math.huge or bound == -math.huge then return end
+  local range = int_range[t.dtype_] or { -INT64_END, INT64_END - 1024 }
+  if bound >= range[1] and bound <= range[2] then return end
+  error(("clamp: the bound %.14g is outside the range of %s; convert the tensor, as with :long() or :float()"):format(
+    bound, t:dtype()))
+end
+
+--- Returns x limited to [low, high]. The gradient is 0 at the bounds. Integers with a fraction as a bound are fp32.
 ---@param low? number (default: no bound)
 ---@param high? number (default: no bound)
 ---@return ps.Tensor
@@ -193,7 +218,17 @@ function T:clamp(low, high)
   if type(low) == "cdata" or type(high) == "cdata" then
     error("clamp takes numbers as bounds: of bounds that are tensors, write x:maximum(low):minimum(high)")
   end
-  return ops.clamp(counted(self), low or -math.huge, high or math.huge)
+  local x = counted(self)
+  if low ~= low or high ~= high then return (FLOAT[x.dtype_] and x or x:to("fp32")) * (0 / 0) end
+  if not FLOAT[x.dtype_] then
+    if (low or 0) % 1 ~= 0 and math.abs(low) < math.huge or (high or 0) % 1 ~= 0 and math.abs(high) < math.huge then
+      x = x:to("fp32")
+    else
+      check_bound(x, low)
+      check_bound(x, high)
+    end
+  end
+  return ops.clamp(x, low or -math.huge, high or math.huge)
 end
 -- Returns a number as an operand of `where`, on the device of `on`. like: the other operand, or nil for a number.
 local function beside(like, value, on)
@@ -549,7 +584,7 @@ function T:add_(x, alpha)
     if alpha and alpha ~= 1 and x:is_float() and x.dtype_ ~= C.PS_F64 then       -- prevents rounding of the product
       x = x:to(self.dtype_ == C.PS_F64 and "fp64" or "fp32")
     end
-    ops.copy_(self, self + x * (alpha or 1))
+    ops.copy_(self, self + widened_to(self, x) * (alpha or 1))
   end
   return self
 end

@@ -212,6 +212,9 @@ end
 ---@return ps.Tensor
 function T:addcmul(a, b, options)
   check_three(self, a, b, "addcmul")
+  local widened_to, narrow = require("ps.tensor.math").widened_to, a
+  a = widened_to(self, widened_to(b, a))
+  b = widened_to(self, widened_to(narrow, b))
   return self + a * b * value_of(options, "addcmul")
 end
 --- Returns this tensor + value * a / b.
@@ -275,7 +278,8 @@ end
 function T:diff(n, d)
   d = dim_index(self, d or -1)
   local x = self
-  for _ = 1, caller.whole(n or 1, "diff: n", 0) do
+  if caller.whole(n or 1, "diff: n", 0) == 0 then return x:clone() end
+  for _ = 1, math.min(n or 1, x:size(d)) do
     local size = math.max(0, x:size(d) - 1)
     x = x:narrow(d, x:size(d) - size, size) - x:narrow(d, 0, size)
   end

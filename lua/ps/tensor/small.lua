@@ -305,6 +305,7 @@ function T:repeat_interleave(repeats, d)
   d = dim_index(x, d or 0)
   if x.ndim == 1 and type(repeats) == "number" and repeats % 1 == 0 and repeats > 0 and
     not (scope.grad_enabled() and x:needs_grad()) then                           -- faster, with the same result
+    if repeats == 1 then return x:clone() end
     return x:unsqueeze(1):expand(-1, repeats):reshape(-1)
   end
   local n, list, at = x:size(d), is_tensor(repeats) and repeats:tolist() or nil, {}
