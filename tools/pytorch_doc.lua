@@ -390,6 +390,13 @@ local REST = [==[
   `if t:any():item() then`; `item()` of a bool is a boolean.
 - **`a[{ i, j }]`** with index tensors pairs them, as `a[i, j]` does in PyTorch. A list of numbers in a key is a range:
   `a[{ { 0, 2 } }]` is `a[0:2]`, `a[ps.tensor({ 0, 2 }, "int64")]` is `a[[0, 2]]`.
+- **`nn.Parameter(t)`** makes t itself a parameter, which two fields then share; PyTorch makes a new one. Write
+  `nn.Parameter(t:clone())` for a copy.
+- **`module:state_dict()`** has the parameters themselves. Compute with them under `ps.no_grad`, or take `t:detach()`;
+  PyTorch's are detached.
+- **`named_modules` and `named_children`** list a module that has two names under both. `modules`, `children` and
+  `apply` visit it once.
+- **A uint8 tensor as an index** is an error. PyTorch takes it for a mask.
 - **Writes in place** (`a[key] = v`, and methods whose name ends in `_`) are not recorded for the backward pass.
   Outside `ps.no_grad`, a write is an error if the tensor or the value requires a gradient. `a:index_put(key, v)`,
   `a:scatter(...)` and `a:index_add(...)` return a new tensor and have gradients.

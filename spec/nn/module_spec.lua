@@ -21,6 +21,17 @@ function Net:init()
 end
 function Net:forward(x) return self.fc(x) * self.scale end
 
+describe("a module that has two names", function()
+  it("is listed and visited once", function()
+    local shared, calls = ps.nn.Linear(2, 2), 0
+    local model = ps.nn.Sequential(shared, ps.nn.ReLU(), shared)
+    assert.equal(3, #model:modules())
+    assert.equal(2, #model:children())
+    model:apply(function() calls = calls + 1 end)
+    assert.equal(3, calls)
+  end)
+end)
+
 describe("assigning to a module's field", function()
   local net
   before_each(function() net = Net() end)

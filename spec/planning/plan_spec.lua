@@ -491,6 +491,12 @@ optimizer:step()]]):format(target))
       assert.truthy(cjson.decode(out).plain.cpu > 2 ^ 20)
     end
     assert.is_nil(lfs.attributes(FOLDER .. "/run"))
+    -- this script catches its errors, also those of budgets that the search tries
+    local out, said, code = run { PROGRAM, "tools/plan.lua", "--json", "examples/train_chunked.lua", "--data", text,
+      "--host", "100MiB", "--disk", FOLDER }
+    assert.equal(0, code, said)
+    local found = cjson.decode(out)
+    assert.is_true(found.fits and found.least_budget < 100 * 2 ^ 20)
   end)
 
   it("is refused in a process that a fork cannot copy, with the cause", function()

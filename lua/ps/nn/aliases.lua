@@ -8,14 +8,23 @@ local function values(next_one)
   return list
 end
 
+-- Returns the modules of an iterator over names and modules, each once, as a list.
+local function once(next_one)
+  local list, seen = {}, {}
+  for _, module in next_one do
+    if not seen[module] then list[#list + 1], seen[module] = module, true end
+  end
+  return list
+end
+
 ---@param Module ps.nn.Module the class to which the methods are added
 return function(Module)
-  --- Returns the direct child modules, as a list.
+  --- Returns the direct child modules, each once, as a list.
   ---@return ps.nn.Module[]
-  function Module:children() return values(self:named_children()) end
-  --- Returns the module itself and all modules in it, as a list.
+  function Module:children() return once(self:named_children()) end
+  --- Returns the module itself and all modules in it, each once, as a list.
   ---@return ps.nn.Module[]
-  function Module:modules() return values(self:named_modules()) end
+  function Module:modules() return once(self:named_modules()) end
   --- Returns all buffers, each once, in the order of named_buffers.
   ---@return ps.Tensor[]
   function Module:buffers() return values(self:named_buffers()) end

@@ -393,12 +393,17 @@ end
 require "ps.nn.aliases"(Module)
 require "ps.nn.freeze"(Module)
 
---- Calls fn for every module below this one, children first, and then for this module.
+--- Calls fn for every module below this one, children first, and then for this module. A child that has two names in
+--- one module counts once.
 ---@param fn fun(module: ps.nn.Module)
 ---@return ps.nn.Module self
 function Module:apply(fn)
+  local done = {}
   for _, child, kind in registry.members(self) do
-    if kind == "module" then child:apply(fn) end
+    if kind == "module" and not done[child] then
+      done[child] = true
+      child:apply(fn)
+    end
   end
   fn(self)
   return self

@@ -59,7 +59,7 @@ local function source_of(self, with_tools)
   if type(template) == "table" then return chosen(template, path, with_tools), path end
   if template then return template, path end
   return error(("%s has no chat template: neither chat_template.jinja nor chat_template in tokenizer_config.json; "
-    .. "write one of them, or pass apply_chat_template the option chat_template"):format(path))
+    .. "write one of them (in Lua, apply_chat_template also takes the option chat_template)"):format(path))
 end
 
 --- Returns the chat template of the tokenizer's folder: chat_template.jinja, or chat_template in tokenizer_config.json.
