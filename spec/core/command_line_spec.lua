@@ -133,6 +133,17 @@ describe("programs", function()
     os.remove(place)
   end)
 
+  it("refuse at the start to write to a full disk", function()
+    local statvfs, writable = require "posix.sys.statvfs", require "ps.core.writable"
+    local real = statvfs.statvfs
+    statvfs.statvfs = function() return { f_bavail = 3, f_frsize = 1024 } end
+    local ok, problems = pcall(function() return { writable.folder "/tmp/new/folder", writable.file "/tmp/x.pt" } end)
+    statvfs.statvfs = real
+    assert.is_true(ok)
+    assert.same({ "the folder /tmp/new/folder cannot be made: /tmp: its disk is full (3.0 KiB free)",
+      "the file /tmp/x.pt cannot be written: its disk is full (3.0 KiB free)" }, problems)
+  end)
+
   it("suggest the option that has another name elsewhere, or is misspelt", function()
     for line, want in pairs {
       ["tools/generate.lua DIR --max-new-tokens 5"] = "--max-new", ["tools/generate.lua DIR --max_new 5"] = "--max-new",

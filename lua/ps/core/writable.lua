@@ -1,15 +1,21 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Checks, before a program computes for an hour, that it will be able to write its results. Writes nothing.
 local lfs = require "lfs"
+local statvfs = require "posix.sys.statvfs"
 local unistd = require "posix.unistd"
+local readable = require "ps.core.readable"
 
 local writable = {}
+
+local LEAST = 65536                                        -- bytes; a disk with less free counts as full
 
 -- Returns the reason why no file can be created in a folder, or nil.
 local function closed(path)
   local ok, why = unistd.access(path, "wx")
-  if ok then return nil end
-  return (why:gsub("^.*: ", ""))
+  if not ok then return (why:gsub("^.*: ", "")) end
+  local disk = statvfs.statvfs(path)
+  local free = disk and disk.f_bavail * disk.f_frsize
+  return free and free < LEAST and ("its disk is full (%s free)"):format(readable.bytes(free)) or nil
 end
 
 local function above(path) return path:match "^(.*[^/])/+[^/]+$" or (path:sub(1, 1) == "/" and "/" or ".") end
