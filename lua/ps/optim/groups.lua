@@ -97,7 +97,7 @@ end
 ---@param kind string name of the optimizer
 function groups.check_given(params, kind)
   local hint
-  if type(params) == "function" then hint = "call the method with a colon: module:parameters()"
+  if type(params) == "function" then hint = "pass the list module:parameters(), or the module"
   elseif is_tensor(params) then hint = "a list of one parameter is { p }"
   elseif type(params) == "table" and params.params ~= nil and params[1] == nil then
     error(("%s got one group where a list of groups belongs: write { { params = ... } }"):format(kind))
