@@ -267,8 +267,7 @@ end
 local EMBEDDING = { padding_idx = "whole" }
 
 -- Returns the padding row, of which a negative one counts from the end.
-local function padding_of(options, w, call)
-  local at = options.padding_idx
+local function padding_of(at, w, call)
   if at == nil or at >= 0 then return at end
   if at + w:size(0) < 0 then
     error(("%s: padding_idx is %d, but the matrix has only %d rows"):format(call, at, w:size(0)))
@@ -283,7 +282,8 @@ end
 ---@return ps.Tensor [..., C]
 function F.embedding(index, w, options)
   if options == nil then return ops.embedding(w, index) end
-  return ops.embedding(w, index, padding_of(caller.options(options, "F.embedding", EMBEDDING), w, "F.embedding"))
+  local at = caller.options(options, "F.embedding", EMBEDDING).padding_idx
+  return ops.embedding(w, index, padding_of(at, w, "F.embedding"))
 end
 
 local BAG = { mode = "string", padding_idx = "whole", per_sample_weights = "tensor", include_last_offset = "boolean" }
@@ -339,7 +339,7 @@ function F.embedding_bag(index, w, offsets, options)
     end
     factors = factors:reshape(-1)
   end
-  local padding = padding_of(options, w, "F.embedding_bag")
+  local padding = padding_of(options.padding_idx, w, "F.embedding_bag")
   if padding then
     local kept = scope.no_grad(function() return flat:ne(padding) end)
     flat, bag = flat:masked_select(kept), bag:masked_select(kept)
