@@ -569,11 +569,13 @@ int ps_apply_all(ps_ctx *ctx, int op, int n_in, ps_tensor *const *in, const void
     for (int i = 0; i < n_in; i++) a.in[i] = in[i];
     for (int i = 0; i < PS_MAX_OUT; i++) a.out[i] = NULL;
     memcpy(a.attrs.bytes, attrs, (size_t)a.row->attrs_nbytes);
+    int32_t calls = ctx->dry.calls.n, ops = ctx->dry.n_ops;
     ps_error_set_op(a.row->name);
     int rc = check_inputs(&a, (const ps_tensor *const *)out);
     if (rc == 0 && __builtin_expect(ctx->engine.suspended.on, 0)) rc = check_suspended(&a);
     if (rc == 0) rc = apply_steps(&a);
     if (rc < 0 && a.ticked && ctx->engine.hooks) ctx->engine.hooks->op_failed(ctx);
+    if (rc < 0) ctx->dry.calls.n = calls, ctx->dry.n_ops = ops;      /* the op may be repeated with more memory */
     for (int i = 0; i < n_in; i++)
         if (a.owned >> i & 1) ps_tensor_release(a.in[i]);
     for (int i = 0; i < a.row->n_out; i++) {
