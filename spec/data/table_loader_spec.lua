@@ -1,6 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- ps.data.loader of a table of examples: ids and labels of conversations, texts and ids, rows that are too long, wrong
 -- masks, and a position that another table's loader refuses.
+local lfs = require "lfs"
 local ps = require "ps"
 local check = require "spec.check_lib"
 local ranks_lib = require "spec.ranks_lib"
@@ -22,6 +23,27 @@ local function loader(rows, more)
   for key, value in pairs(more or {}) do options[key] = value end
   return ps.data.loader(options)
 end
+
+it("a loader of a table removes the parts of cache files whose processes have ended", function()
+  local cache = os.tmpname()
+  os.remove(cache)
+  assert(lfs.mkdir(cache))
+  local kept = {}
+  for name, old in pairs { ["a.examples.tmp-4194305-0"] = true, ["b.examples.tmp-1-0"] = true,
+    ["c.examples.tmp-4194305-1"] = false } do                -- no process has number 4194305, and 1 always runs
+    check.write(cache .. "/" .. name, "part")
+    if old then lfs.touch(cache .. "/" .. name, os.time() - 2 * 86400, os.time() - 2 * 86400) end
+  end
+  check.write(cache .. "/rows.jsonl", '{"text": "ab"}\n')                -- lists of rows have no cache
+  ps.data.loader { table = ps.data.table(cache .. "/rows.jsonl"), tokenizer = tok, batch = 1, seq = 8, cache = cache }
+  for name in lfs.dir(cache) do
+    if name:find(".tmp-", 1, true) then kept[#kept + 1] = name end
+    os.remove(cache .. "/" .. name)
+  end
+  lfs.rmdir(cache)
+  table.sort(kept)
+  assert.same({ "b.examples.tmp-1-0", "c.examples.tmp-4194305-1" }, kept)
+end)
 
 it("a loader of a table names what a table or a weight must be", function()
   fails(function() ps.data.loader { table = "a.jsonl", tokenizer = tok, batch = 1, seq = 8 } end,

@@ -87,7 +87,7 @@ def logsumexp(d):
 def norm(d):
     shape = [n or 1 for n in d.shape(1, 3)]
     dims, keep = some_dims(d, len(shape)), d.chance(0.4)
-    p, text = d.choice((2, "2"), (2, "nil"), (1, "1"), (3, "3"), (0, "0"), (math.inf, "math.huge"),
+    p, text = d.choice((2, "2"), (2, "nil"), (1, "1"), (3, "3"), (0, "0"), (0.5, "0.5"), (-1, "-1"), (math.inf, "math.huge"),
                        (-math.inf, "-math.huge"))
 
     def run(x, m):
@@ -110,10 +110,27 @@ def einsum(d):
     return Case("ps.einsum(%s, unpack(x))" % lua(text), lambda x, m: torch.einsum(text, *x), inputs)
 
 
+FORMULAS = ("absolute arcsinh arctanh cosh deg2rad divide erfc exp2 fix fliplr flipud frac hstack hypot logaddexp logit "
+            "mT msort nansum rad2deg sgn sinh tan trace vstack xlogy").split()
+
+
+def formula(d):
+    """What errors say to write for functions that psluajit lacks (lua/ps/core/foreign_names.lua)."""
+    name = d.choice(*FORMULAS)
+    function = {"mT": lambda x: x.mT, "hstack": lambda x, y: torch.hstack([x, y]),
+                "vstack": lambda x, y: torch.vstack([x, y]), "msort": torch.msort}.get(name, getattr(torch, name, None))
+    two = name in ("divide", "hstack", "hypot", "logaddexp", "vstack", "xlogy")
+    shape = [d.int(1, 6), d.int(1, 6)]
+    inputs = [d.input(shape, "fp64", False, low=0.1, high=0.9) for _ in range(2 if two else 1)]
+    return Case('setfenv(loadstring("return " .. require("ps.core.foreign_names").formulas.%s), { x = x[1], y = x[2], '
+                "ps = ps, F = ps.F, math = math })()" % name, lambda x, m: function(*x), inputs, slack=2.0 ** -40)
+
+
 ROWS = [
     of_shape(flip, "flip", 1, ops="flip"), of_shape(roll, "roll", 1), of_shape(tile, "tile", 1, 3),
     of_shape(triangle("tril"), "tril", 2, ops="triangle"),
     of_shape(triangle("triu"), "triu", 2), Row("sort", sort), Row("eye", eye), Row("linspace", linspace),
     Row("one_hot", one_hot),
     Row("logsumexp", logsumexp, "", 2), Row("norm by dimension", norm, "", 2), Row("einsum", einsum, "", 2),
+    Row("formulas of lacking functions", formula),
 ]

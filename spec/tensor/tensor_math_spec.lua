@@ -384,3 +384,22 @@ describe("padding rows", function()
     assert.is_false((pcall(ps.F.embedding, ps.tensor({ 0 }, "int64"), w, { padding_idx = -4 })))
   end)
 end)
+
+describe("a difference from PyTorch that docs/pytorch.md names", function()
+  it("is that a uint8 index is refused", function()
+    local x, mask = ps.tensor { 1, 2, 3 }, ps.tensor({ 0, 1, 1 }, "uint8")
+    fails(function() return x[mask] end, "index 1 is a tensor of uint8", 'index:to "bool"', "index:long()")
+    assert.same({ 2, 3 }, x[mask:to "bool"]:tolist())
+    assert.same({ 1, 2, 2 }, x[mask:long()]:tolist())
+  end)
+
+  it("is that parameters are given tensors themselves, and those of state_dict", function()
+    local t = ps.ones { 2 }
+    ps.nn.Parameter(t)
+    assert.is_true(t:requires_grad())
+    assert.is_true(ps.nn.Linear(2, 2):state_dict().weight:requires_grad())
+    local shared, names = ps.nn.Linear(2, 2), 0
+    for _ in ps.nn.Sequential(shared, shared):named_modules() do names = names + 1 end
+    assert.equal(3, names)
+  end)
+end)

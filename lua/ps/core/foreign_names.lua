@@ -76,7 +76,7 @@ return {
     take_along_dim = "x:gather(d, index)", tan = "x:sin() / x:cos()", tensordot = "ps.einsum(\"ij,jk->ik\", x, y)",
     trace = "x:diagonal():sum()", true_divide = "x / y", var_mean = "x:var(d), x:mean(d)",
     vstack = "ps.cat({ x, y }, 0)",
-    row_stack = "ps.cat({ x, y }, 0)", xlogy = "x * y:log()", ger = "x:unsqueeze(1) * y", vdot = "(x * y):sum()",
+    row_stack = "ps.cat({ x, y }, 0)", xlogy = "ps.where(x:eq(0), 0, x * y:log())", ger = "x:unsqueeze(1) * y", vdot = "(x * y):sum()",
     soft_margin_loss = "F.softplus(-y * x):mean()", softshrink = "x:sign() * F.relu(x:abs() - 0.5)",
     tanhshrink = "x - x:tanh()", threshold = "ps.where(x:gt(threshold), x, value)",
     LazyLinear = "nn.Linear(inputs, outputs)", NLLLoss2d = "nn.NLLLoss()",

@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Names that PyTorch has and psluajit lacks. An error about such a name says that the function does not exist, instead
--- of suggesting a name that is spelt alike and means something else (foreign.lua). foreign_names.lua says how to
--- compute some of them. trace, fold and unfold exist in other tables, where they mean something else.
+-- Names that PyTorch has and psluajit lacks. An error about such a name says that psluajit lacks the function. It does
+-- not suggest a similar name, which would mean another function (foreign.lua). foreign_names.lua has formulas for some
+-- of them. trace, fold and unfold exist in other tables, where they mean something else.
 return {
   -- functions and methods of tensors
   ops = [[
