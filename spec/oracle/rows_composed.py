@@ -87,7 +87,8 @@ def logsumexp(d):
 def norm(d):
     shape = [n or 1 for n in d.shape(1, 3)]
     dims, keep = some_dims(d, len(shape)), d.chance(0.4)
-    p, text = d.choice((2, "2"), (2, "nil"), (1, "1"), (3, "3"), (0, "0"), (0.5, "0.5"), (-1, "-1"), (math.inf, "math.huge"),
+    p, text = d.choice((2, "2"), (2, "nil"), (1, "1"), (3, "3"), (0, "0"), (0.5, "0.5"), (-1, "-1"),
+                       (math.inf, "math.huge"),
                        (-math.inf, "-math.huge"))
 
     def run(x, m):
@@ -110,8 +111,8 @@ def einsum(d):
     return Case("ps.einsum(%s, unpack(x))" % lua(text), lambda x, m: torch.einsum(text, *x), inputs)
 
 
-FORMULAS = ("absolute arcsinh arctanh cosh deg2rad divide erfc exp2 fix fliplr flipud frac hstack hypot logaddexp logit "
-            "mT msort nansum rad2deg sgn sinh tan trace vstack xlogy").split()
+FORMULAS = ("absolute arcsinh arctanh cosh deg2rad divide erfc exp2 fix fliplr flipud frac hstack hypot logaddexp "
+            "logit mT msort nansum rad2deg sgn sinh tan trace vstack xlogy").split()
 
 
 def formula(d):
