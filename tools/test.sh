@@ -1,20 +1,21 @@
 #!/bin/sh
 # SPDX-License-Identifier: BSD-3-Clause
-# Runs every test of a build folder: the C tests, then the specs, and with PS_CLUSTER=1 the specs of spec/cluster.
-# If no specs are named, the specs of spec/computing.txt run again on each instruction set below this machine's;
+# Runs every test of a build folder: the C tests, then the specs, and with PS_CLUSTER=1 the specs of spec/cluster. If no
+# specs are named, the specs of spec/computing.txt run again on each instruction set below this machine's;
 # PS_TEST_ISA=all runs all specs again, PS_TEST_ISA=none runs none. The last line is `N passed, N failed`. A test that
 # hangs is ended: PS_TEST_LIMIT_S (1800) is the limit of a file of specs in seconds, for slower builds. Tests run two at
 # a time, and beside them those that mostly wait (spec/waits.txt, spec/c/waits.txt); PS_TEST_JOBS=n: n at a time. The
-# lines before the last one list the skipped tests with the reasons. PS_ORACLE=1 runs the comparisons with PyTorch, too
-# (tools/oracle.sh run), each part as one test. PS_SANITIZERS=1 runs the C tests of build-asan and build-tsan, too,
-# which `make c-tests-sanitized` builds. With CI=true a skipped test counts as failed.
+# lines before the last one repeat the failures and list the skipped tests with the reasons. PS_ORACLE=1 runs the
+# comparisons with PyTorch, too (tools/oracle.sh run), each part as one test. PS_SANITIZERS=1 runs the C tests of
+# build-asan and build-tsan, too, which `make c-tests-sanitized` builds. With CI=true a skipped test counts as failed.
 #   tools/test.sh [BUILD] [SPEC | test_NAME ...]    test_NAME: a C test
 #   tools/test.sh --one TEST        one C test: prints one line with its result, and its output if it failed
 root=${0%/*}/..
 log=$(mktemp) || exit 1
 list=$(mktemp) || exit 1
 skips=$(mktemp) || exit 1                     # the reasons, one line per skipped test
-trap 'rm -f "$log" "$list" "$skips"' EXIT
+failures=$(mktemp) || exit 1                  # the first lines of each failure
+trap 'rm -f "$log" "$list" "$skips" "$failures"' EXIT
 # Whether a list of C tests in spec/c names a test.
 named_in() { grep -qx "$(basename "$2")" "$root/spec/c/$1.txt"; }
 # Whether the test starts a thread itself or by a library other than OpenMP's, as the dynamic linker reports it.
@@ -73,15 +74,27 @@ run_c_tests() {
     while read -r t; do if ! named_in waits "$t"; then echo "$t"; fi; done <"$list" | each "${PS_TEST_JOBS:-2}"
     wait
   } | tee "$log"
+  keep_failures
   ran=$(grep -c '^ok   test_' "$log"); all=$(wc -l <"$list")
   passed=$((passed + ran)); failed=$((failed + all - ran))
+}
+# Keeps the failures in $log for the end of the run: of a spec or a C test the first 20 lines, and of a comparison with
+# PyTorch the last 20.
+keep_failures() {
+  awk '/^(FAILED|ERROR): / || /^FAIL / { left = 20; print; next }
+    /^(ok   |busted: |slow: |skipped: |[^ ]+_spec\.lua )/ { left = 0 }
+    left-- > 0
+    { last[NR % 20] = $0 }
+    /^oracle: [a-z0-9_]+ failed$/ { for (i = NR + 1; i <= NR + 20; i++) if (last[i % 20] != "") print last[i % 20] }
+    /^oracle: [a-z0-9_]+ ended well$/ { delete last }' "$log" >>"$failures"
 }
 named=
 for name in "$@"; do
   shift
   case $name in
     test_*) named="$named $build/$name"
-            [ -x "$build/$name" ] || { echo "FAIL $name: it is not built"; failed=$((failed + 1)); } ;;
+            [ -x "$build/$name" ] ||
+              { echo "FAIL $name: it is not built" | tee -a "$failures"; failed=$((failed + 1)); } ;;
     *) set -- "$@" "$name" ;;
   esac
 done
@@ -91,6 +104,7 @@ elif [ $# -eq 0 ]; then run_c_tests "$build"/test_*; fi
 run_specs() {
   "$build/psluajit" spec/run.lua --jobs "${PS_TEST_JOBS:-2}" "$@" 2>&1 | tee "$log"
   awk '/^skipped: / { getline; sub(/^ +/, ""); sub(/^[^ ]+:[0-9]+: /, ""); print }' "$log" >>"$skips"
+  keep_failures
   line=$(grep -E '^busted: [0-9]+ passed, [0-9]+ failed' "$log" | tail -n 1)
   if [ -n "$line" ]; then
     set -- $(echo "$line" | tr -cd '0-9 ')
@@ -101,6 +115,7 @@ run_specs() {
 }
 run_oracle() {
   "$root/tools/oracle.sh" run "$build" 2>&1 | tee "$log"
+  keep_failures
   line=$(grep -E '^[0-9]+ passed, [0-9]+ failed$' "$log" | tail -n 1)
   if [ -n "$line" ]; then
     set -- $(echo "$line" | tr -cd '0-9 ')
@@ -159,6 +174,10 @@ if [ $# -eq 0 ]; then
     all) run_on_lower_sets all ;;
     *) run_on_lower_sets computing ;;
   esac
+fi
+if [ -s "$failures" ]; then
+  echo "-- failures:"
+  cut -c 1-500 "$failures"
 fi
 if [ "$skipped" -gt 0 ]; then
   echo "$skipped skipped:"

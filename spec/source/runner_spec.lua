@@ -173,4 +173,17 @@ describe("the runner of specs", function()
     assert.not_matches("skipped:", text)
     assert.matches("\n2 passed, 0 failed\n$", text)
   end)
+
+  it("repeats the failures in the lines before the last", function()
+    check.write(folder .. "/breaks_spec.lua",
+      'it("holds", function() end) it("breaks", function() error "on purpose" end)')
+    local p = assert(io.popen(("cd '%s' && CI= PS_TEST_ISA=none tools/test.sh '%s' '%s/breaks_spec.lua' "
+      .. "'%s/passes_spec.lua' test_nowhere 2>&1"):format(paths.root, paths.exe:match "^(.*)/", folder, folder)))
+    local text = p:read "*a"
+    p:close()
+    local repeated = text:match "\n%-%- failures:\n(.*)\n3 passed, 2 failed\n$"
+    assert.matches("FAIL test_nowhere: it is not built\n", repeated)
+    assert.matches("ERROR: breaks\n  [^\n]*on purpose", repeated)
+    assert.not_matches("passes_spec", repeated)
+  end)
 end)
