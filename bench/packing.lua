@@ -6,8 +6,11 @@
 -- packed over padded times (1 - that share), which should be at least 0.95. Then it prints the processor time of the
 -- loader per step, in a first epoch (templates, tokenizing, cache) and in a second one (from the cache), as a share of
 -- the step's; and with stream = true, the part of it that the script's own thread spends in a first epoch. --loader:
--- only the loader, with --step-seconds as the step's processor time.
+-- only the loader, with --step-seconds as the step's processor time. The last line is one JSON object: tokens_per_s and
+-- padding of both kinds of batches, packed_over_padded, of_possible, and per step, in processor seconds, the loader's
+-- first_epoch_s, second_epoch_s, stream_s and stream_own_s, and their shares of step_s.
 local ps = require "ps"
+local cjson = require "cjson"
 local line = require "ps.core.command_line"
 local posix = require "posix.time"
 
@@ -84,6 +87,7 @@ local function epoch(more)
     own = (own_clock() - own) / batches }
 end
 
+-- Prints what the loader costs, and returns the fields of the result; `step` is the processor time of a step in seconds.
 local function loader_cost(step)
   local cache = folder .. "/of-the-loader"                   -- an empty folder, since training has filled the other one
   local first, second = epoch { packing = true, cache = cache }, epoch { packing = true, cache = cache }
@@ -96,10 +100,17 @@ local function loader_cost(step)
   print(("loader, first epoch with stream: %.1f ms of processor time per step, %.1f ms on the script's thread%s")
     :format(1000 * stream.per_batch, 1000 * stream.own, step and (": %.3f %% of the step's %.2f s"):format(
     100 * stream.own / step, step) or ""))
+  local result = { step_s = step, first_epoch_s = first.per_batch, second_epoch_s = second.per_batch,
+    stream_s = stream.per_batch, stream_own_s = stream.own }
+  if step then
+    result.first_epoch_share, result.second_epoch_share = first.per_batch / step, second.per_batch / step
+    result.stream_own_share = stream.own / step
+  end
+  return result
 end
 
 if args.loader then
-  loader_cost(args.step_seconds)
+  print(cjson.encode(loader_cost(args.step_seconds)))
   os.execute(("rm -r '%s'"):format(folder))
   os.exit(0)
 end
@@ -137,5 +148,9 @@ end
 local ratio, possible = rate "packed" / rate "padded", 1 / (1 - padding "padded")
 print(("packed over padded: %.3f, of %.3f without padding: %.3f (goal: 0.95)"):format(ratio, possible,
   ratio / possible))
-loader_cost(sums.packed[1] / args.steps)
+local result = loader_cost(sums.packed[1] / args.steps)
+result.padded = { tokens_per_s = rate "padded", padding = padding "padded" }
+result.packed = { tokens_per_s = rate "packed", padding = padding "packed" }
+result.packed_over_padded, result.of_possible = ratio, ratio / possible
+print(cjson.encode(result))
 os.execute(("rm -r '%s'"):format(folder))
