@@ -243,7 +243,8 @@ def batch_norm(d):
                 moved = [x[3] * (1 - momentum) + x[0].mean(dims) * momentum, x[4] * (1 - momentum) + v * momentum]
             return [normalised(x[0], dims, x[1], x[2], eps)] + moved
         mean, var = x[3].clone(), x[4].clone()
-        y = F.batch_norm(wide(x[0]), mean, var, wide(x[1]), wide(x[2]), training, momentum, eps)
+        # contiguous: PyTorch 2.15's gradients are wrong if y and its gradient have unlike strides.
+        y = F.batch_norm(wide(x[0]).contiguous(), mean, var, wide(x[1]), wide(x[2]), training, momentum, eps)
         return [y.to(x[0].dtype), mean, var]
     text = "local y = ps.F.batch_norm(x[1], x[4], x[5], x[2], x[3], %s) return y, x[4], x[5]" % lua(options)
     return Case(text, run, [x, w, b, mean, var], device=device(d))
