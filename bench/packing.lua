@@ -87,7 +87,7 @@ local function epoch(more)
     own = (own_clock() - own) / batches }
 end
 
--- Prints what the loader costs, and returns the fields of the result; `step` is the processor time of a step in seconds.
+-- Prints the costs of the loader, and returns the fields of the result. `step`: processor seconds of a step.
 local function loader_cost(step)
   local cache = folder .. "/of-the-loader"                   -- an empty folder, since training has filled the other one
   local first, second = epoch { packing = true, cache = cache }, epoch { packing = true, cache = cache }

@@ -630,6 +630,38 @@ local FAILED = [[
   print(why)
 ]]
 
+-- Each allocation of a product on rank 1 fails once. Either the error is that of memory, or the product is repeated
+-- with more memory, and then the ranks' next calls still belong together: the exchange was not repeated.
+local REPEATED = [[
+  local x, w = ps.ones { 64, 256 }, ps.ones({ 128, 256 }):requires_grad(true)
+  group:close()
+  local failed, repeated, last = 0, 0, 40
+  for nth = 0, last do
+    group = ps.init_distributed { seed = 3, quiet = true, timeout = 20,
+      rendezvous = ("file://%s/repeated%d"):format(folder, nth) }
+    local function product() return group:gathered_linear(x, w, nil, { pieces = 4 }) end
+    if rank == 1 then ps.C.ps_test_fail_alloc(nth, 1) end
+    local ok, y = pcall(product)
+    assert(rank == 0 or nth < last or ps.C.ps_test_fail_alloc_left() >= 0, "a product has more allocations")
+    ps.C.ps_test_fail_alloc(-1, 0)
+    local next_ok, sum = pcall(group.all_reduce, group, ps.ones { 3 })
+    if rank == 1 and not ok then
+      local why = tostring(y)
+      assert(why:find "no memory" or why:find "made this allocation fail", ("allocation %d: %s"):format(nth, why))
+      failed = failed + 1
+    elseif ok then
+      -- rank 0 finds the failure of rank 1 at its next call
+      assert(next_ok or rank == 0 and tostring(sum):find "gave up", ("allocation %d: %s"):format(nth, tostring(sum)))
+      if next_ok then assert(sum:sum():item() == 6 and y:numel() == 128 * 128 and y:sum():item() == 128 * 128 * 256) end
+      repeated = repeated + 1
+    end
+    y, sum = nil, nil
+    collectgarbage()
+    group:close()
+  end
+  print(failed, repeated)
+]]
+
 describe("layers that are cut among ranks", function()
   local folder
   if lib.no_gloo() then return pending(lib.no_gloo()) end
@@ -659,6 +691,12 @@ describe("layers that are cut among ranks", function()
     for rank = 0, 1 do
       assert.matches("PS_SIM_LINK is 'fast'; it must be a number of bytes per second", out[rank].text)
     end
+  end)
+  it("exchange rows once if an allocation fails and the product is repeated", function()
+    local out = lib.run(folder, 2, lib.begin(folder) .. REPEATED, "OMP_WAIT_POLICY=passive")
+    local failed, repeated = out[1].text:match "^(%d+)%s+(%d+)\n$"
+    assert(tonumber(failed) and tonumber(failed) > 0 and tonumber(repeated) > 5, out[1].text .. out[0].text)
+    assert.equal(0, out[0].code, out[0].text)
   end)
   it("gather, split and reduce according to their options", function() lib.check(folder, 2, BEGIN .. OPTIONS) end)
   it("divide a padded vocabulary, as a table and as a head", function()

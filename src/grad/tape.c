@@ -354,28 +354,12 @@ static bool reads_input(const ps_node *node, const ps_opinfo *row, uint64_t keep
     return other < 0 || node->edges[other].node || node->edges[other].leaf;
 }
 
-int ps_tape_record(ps_ctx *ctx, int op, int n_in, ps_tensor *const *in, const void *attrs, int n_out, ps_tensor **out)
+int ps_tape_prepare(ps_ctx *ctx, int op, int n_in, const void *attrs, int n_out, ps_tensor **out, ps_node **made)
 {
     const ps_opinfo *row = ps_op(op);
     ps_node *node = tape_node_new(ctx, op, n_in, n_out, row->attrs_nbytes);
     if (!node) return PS_ENOMEM;
     memcpy(node->attrs.bytes, attrs, (size_t)row->attrs_nbytes);
-    uint64_t keeps = row->saved_in | (ps_step_runs_ahead(ctx->step) ? row->ahead_in : 0);
-    node->side = true;
-    node->place = ctx->anomaly.place;
-    for (int i = 0; i < n_in; i++) {
-        tape_add_edge(node, i, in[i]);
-        if (in[i] && !tape_is_later(&node->edges[i])) node->side = false;
-    }
-    for (int i = 0; i < n_in; i++) {
-        if (!in[i] || !reads_input(node, row, keeps, i)) continue;
-        if (is_cheap(in[i])) {
-            node->saved_in[i].cheap = in[i]->node;
-            in[i]->node->refs++;
-        } else {
-            node->saved_in[i] = (saved){ .t = ps_tensor_hold(in[i]), .version = in[i]->storage->version };
-        }
-    }
     for (int i = 0; i < n_out; i++) {
         if (!out[i] || !(row->saved_out >> i & 1)) continue;
         ps_tensor *copy; /* otherwise node and tensor would hold each other */
@@ -385,16 +369,41 @@ int ps_tape_record(ps_ctx *ctx, int op, int n_in, ps_tensor *const *in, const vo
             return rc;
         }
         ps_storage_hold(copy->storage);
-        node->saved_out[i] = (saved){ .t = copy, .version = copy->storage->version };
+        node->saved_out[i].t = copy;
     }
-    for (int i = 0; i < n_out; i++)
+    *made = node;
+    return 0;
+}
+
+void ps_tape_record(ps_node *node, ps_tensor *const *in, ps_tensor **out)
+{
+    ps_ctx *ctx = node->ctx;
+    const ps_opinfo *row = ps_op(node->op);
+    uint64_t keeps = row->saved_in | (ps_step_runs_ahead(ctx->step) ? row->ahead_in : 0);
+    node->side = true;
+    node->place = ctx->anomaly.place;
+    for (int i = 0; i < node->n_in; i++) {
+        tape_add_edge(node, i, in[i]);
+        if (in[i] && !tape_is_later(&node->edges[i])) node->side = false;
+    }
+    for (int i = 0; i < node->n_in; i++) {
+        if (!in[i] || !reads_input(node, row, keeps, i)) continue;
+        if (is_cheap(in[i])) {
+            node->saved_in[i].cheap = in[i]->node;
+            in[i]->node->refs++;
+        } else {
+            node->saved_in[i] = (saved){ .t = ps_tensor_hold(in[i]), .version = in[i]->storage->version };
+        }
+    }
+    for (int i = 0; i < node->n_out; i++)
+        if (node->saved_out[i].t) node->saved_out[i].version = node->saved_out[i].t->storage->version;
+    for (int i = 0; i < node->n_out; i++)
         if (out[i] && ps_dtype_is_float(out[i]->dtype_) && !(row->hidden_out >> i & 1)) {
             out[i]->node = node;
             out[i]->node_out = i;
             node->refs++;
         }
     ps_node_release(node);
-    return 0;
 }
 
 /* -- leaves -------------------------------------------------------------------------------------------------------- */

@@ -25,6 +25,7 @@ typedef struct apply {
     ps_scratch_list *scratch;
     bool ticked;                          /* the engine was notified that this op begins (op_begins) */
     bool known;                           /* script's dry run: computed, as its inputs are known (is_known) */
+    ps_node *node;                        /* the tape's, until it is recorded; NULL without a gradient */
 } apply;
 
 struct ps_scratch_list { ps_scratch_list *next; void *handle; };
@@ -544,13 +545,15 @@ static int apply_steps(apply *a)
                    .out = a->meta };
     PS_TRY(a->row->infer(&f));
     PS_TRY(make_outputs(a));
+    if (needs && a->row->grad)
+        PS_TRY(ps_tape_prepare(a->ctx, a->op, a->n_in, a->attrs.bytes, a->row->n_out, a->out, &a->node));
     if (a->ctx->anomaly.on) PS_TRY(ps_anomaly_before(a->ctx, a->row, a->n_in, a->in, a->given, a->out));
     if (!(a->row->flags & PS_OPF_VIEW)) PS_TRY(run_kernel(a));
     bump_versions(a);
     if (a->ctx->anomaly.on && !(a->row->flags & PS_OPF_VIEW))
         PS_TRY(ps_anomaly_after(a->ctx, a->row, a->op, a->n_in, a->in, a->attrs.bytes, a->out));
-    if (needs && a->row->grad)
-        PS_TRY(ps_tape_record(a->ctx, a->op, a->n_in, a->in, a->attrs.bytes, a->row->n_out, a->out));
+    if (a->node) ps_tape_record(a->node, a->in, a->out);
+    a->node = NULL;
     return 0;
 }
 
@@ -564,6 +567,7 @@ int ps_apply_all(ps_ctx *ctx, int op, int n_in, ps_tensor *const *in, const void
     a.owned = 0;
     a.given = 0;
     a.scratch = NULL;
+    a.node = NULL;
     a.ticked = a.known = false;
     memset(a.meta, 0, sizeof a.meta);
     for (int i = 0; i < n_in; i++) a.in[i] = in[i];
@@ -574,6 +578,7 @@ int ps_apply_all(ps_ctx *ctx, int op, int n_in, ps_tensor *const *in, const void
     int rc = check_inputs(&a, (const ps_tensor *const *)out);
     if (rc == 0 && __builtin_expect(ctx->engine.suspended.on, 0)) rc = check_suspended(&a);
     if (rc == 0) rc = apply_steps(&a);
+    if (a.node) ps_node_release(a.node);
     if (rc < 0 && a.ticked && ctx->engine.hooks) ctx->engine.hooks->op_failed(ctx);
     if (rc < 0) ctx->dry.calls.n = calls, ctx->dry.n_ops = ops;      /* the op may be repeated with more memory */
     for (int i = 0; i < n_in; i++)

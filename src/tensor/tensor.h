@@ -204,8 +204,11 @@ int ps_call_part(ps_call *whole, ps_call *part);
  * share bit 31. */
 uint32_t ps_tape_needs(const ps_ctx *ctx, int n_in, ps_tensor *const *in);
 bool ps_tape_wants(const ps_tensor *t);
-/* Makes the op's node and attaches the outputs to it. */
-int ps_tape_record(ps_ctx *ctx, int op, int n_in, ps_tensor *const *in, const void *attrs, int n_out, ps_tensor **out);
+/* Makes the node of an op whose outputs exist but have no values yet. It takes all memory that the tape needs for the
+ * op, so that an op that has run is never repeated for lack of memory. Returns PS_ENOMEM. */
+int ps_tape_prepare(ps_ctx *ctx, int op, int n_in, const void *attrs, int n_out, ps_tensor **out, ps_node **node);
+/* Connects a prepared node with the op's inputs and outputs after the op has run. Takes over the caller's reference. */
+void ps_tape_record(ps_node *node, ps_tensor *const *in, ps_tensor **out);
 void ps_node_release(ps_node *node);
 void ps_hook_release(ps_node *node);   /* called when the leaf to which the node's hooks belong is freed */
 void ps_reads_add(ps_ctx *ctx, ps_storage *s);
