@@ -122,12 +122,29 @@ describe("a seed", function()
     assert.truthy(share > 0.3 and share < 0.7, share)      -- with equal weights for all classes: 0.1
   end)
 
-  it("flips bits of the disk tier as often as bits of checkpoints", function()
+  it("has flipped bits and errors in the disk tier as often as in checkpoints", function()
     local both = {}
     for _, of in ipairs { calls, loads } do for name, n in pairs(of) do both[name] = n end end
     local life = { [0] = both, both }
-    local share = fraction({ flip = true }, { ["read/chunk"] = true }, { new = life, saved = life })
+    local profile_of_both = { new = life, saved = life }
+    local share = fraction({ flip = true }, { ["read/chunk"] = true }, profile_of_both)
     assert.truthy(share > 0.5 and share < 0.8, share)
+    share = fraction({ eio = true, full = true }, { ["read/chunk"] = true, ["write/chunk"] = true }, profile_of_both)
+    assert.truthy(share > 0.4 and share < 0.8, share)
+  end)
+
+  it("draws other plans for seeds that a double's 14 digits do not tell apart", function()
+    assert.are_not.same(plan_of(2 ^ 52 + 1).events, plan_of(2 ^ 52 + 2).events)
+  end)
+
+  it("draws jobs with a schedule, which have golden runs of their own", function()
+    local keys = { [true] = {}, [false] = {} }
+    for seed = 1, 400, 8 do
+      local job = draw.job(seed, options)
+      keys[job.config.scheduler ~= nil][draw.golden(job)] = true
+    end
+    assert.truthy(next(keys[true]) and next(keys[false]))
+    for key in pairs(keys[true]) do assert.is_nil(keys[false][key]) end
   end)
 end)
 

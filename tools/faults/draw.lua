@@ -101,15 +101,16 @@ local function most_calls(door, where)
   return files + chunks + waits + (many and CALLS.send + CALLS.recv or 0)
 end
 
--- Returns the classes of files on which a life calls one of `doors` and that match `pattern`.
-local function classes_of(calls, doors, pattern)
+-- Returns the classes of files on which a life calls one of `doors` and that match `pattern`. The weight of the disk
+-- tier's files is multiplied by `tier`.
+local function classes_of(calls, doors, pattern, tier)
   local list, sum = {}, 0
   for _, name in ipairs(NAMES) do
     local door, class = name:match "^(%l+)/(%l+)$"
     local n = calls[name] or 0
     if class == "chunk" then n = rounded(n) end
     if n > 0 and doors[door] and (not pattern or class:find(pattern)) then
-      sum = sum + WEIGHTS[name]
+      sum = sum + WEIGHTS[name] * (class == "chunk" and tier or 1)
       list[#list + 1] = { name = name, n = n, upto = sum }
     end
   end
@@ -139,13 +140,13 @@ end
 -- Returns an event of PS_FAULT_PLAN at a call that the life makes, or nil if it makes none. `where` is { r, job, rank,
 -- calls (of the rank) } and `doors` is a list of names. A door of files stands for its classes, with their weights.
 -- Other doors have weight 4.
-local function at(where, doors, action, count, pattern)
+local function at(where, doors, action, count, pattern, tier)
   local r, others, files = where.r, {}, {}
   for _, door in ipairs(doors) do
     if FILE_DOORS[door] then files[door] = true
     elseif where.job.ranks > 1 or not (door == "send" or door == "recv") then others[#others + 1] = door end
   end
-  local list, sum = classes_of(where.calls, files, pattern)
+  local list, sum = classes_of(where.calls, files, pattern, tier)
   for _, door in ipairs(others) do
     local n = most_calls(door, where)
     if n > 0 then
@@ -167,6 +168,9 @@ local function at_one(where, doors, action, count)
   return at(where, { where.r.pick(doors) }, action, count) or at(where, doors, action, count)
 end
 
+-- Factor of the weight of the disk tier's files for errors of files, so that about half of them occur there. All other
+-- classes of files are those of checkpoints.
+local TIER = 4
 local FILE = { "read", "write", "sync", "rename", "open", "space", "mkdir", "remove", "map" }
 -- Where a process ends: at a call of a file, or at any. Power is lost more often at an fsync or a rename, and also
 -- after the process has ended. Then everything that the process reported must be true.
@@ -240,13 +244,14 @@ local KINDS = {
     return at(w, { "any" }, "signal:" .. w.r.pick { 17, 23, 28 })
   end },
   { "eio", weight = 2, make = function(w)
-    return at(w, FILE, "EIO:" .. w.r.int(1, 1e6), w.r.pick { 1, 1, 2, 1000000 })
+    return at(w, FILE, "EIO:" .. w.r.int(1, 1e6), w.r.pick { 1, 1, 2, 1000000 }, nil, TIER)
   end, unreadable = true, causes = { WORDS.EIO } },
   { "failed_sync", weight = 2, make = function(w)
     return at(w, { "sync" }, "EIO:" .. w.r.int(1, 1e6), w.r.pick { 1, 1, 2, 1000000 })
   end, causes = { WORDS.EIO } },
   { "full", make = function(w)
-    return at(w, { "write", "space", "open", "mkdir" }, w.r.pick { "ENOSPC", "EDQUOT" }, w.r.pick { 1, 1, 5, 1000000 })
+    return at(w, { "write", "space", "open", "mkdir" }, w.r.pick { "ENOSPC", "EDQUOT" }, w.r.pick { 1, 1, 5, 1000000 },
+      nil, TIER)
   end, causes = { WORDS.ENOSPC, WORDS.EDQUOT } },
   { "refused", make = function(w)
     return at_one(w, { "open", "open", "mkdir", "rename" }, w.r.pick { "EMFILE", "EACCES", "EROFS" },
@@ -312,7 +317,8 @@ local SHARE = 8                                            -- number of consecut
 ---@param options {ranks: integer, steps: integer}
 ---@return table
 function draw.job(seed, options)
-  local r = random("job " .. math.floor((seed - 1) / SHARE))
+  local number = math.floor((seed - 1) / SHARE)
+  local r, scheduled = random(("job %d"):format(number)), random(("schedule %d"):format(number)).chance(0.5)
   local ranks = r.chance(0.35) and 1 or r.int(1, options.ranks)
   local config = { optimizer = { type = r.pick { "AdamW", "AdamW", "Adam", "SGD" }, params = { lr = 1e-3 } } }
   local steps = r.int(math.min(3, options.steps), options.steps)
@@ -333,6 +339,9 @@ function draw.job(seed, options)
     config.eviction = r.pick { "plan", "lru" }
     job.disk_threads = r.pick { 0, 1, 1, 2 }               -- 0: io_uring
   end
+  if scheduled then
+    config.scheduler = { type = "WarmupLR", params = { warmup_max_lr = 1e-3, warmup_num_steps = 20 } }
+  end
   return job
 end
 
@@ -345,7 +354,7 @@ local ON = 0.6                                             -- fraction of the ki
 ---@param profile ps.faults.Profile
 ---@return ps.faults.Plan
 function draw.plan(seed, job, profile)
-  local r = random("plan " .. seed)
+  local r = random(("plan %d"):format(seed))             -- .. would round seeds from 1e14 on
   local plan = { seed = seed, job = job, off = {}, events = {}, lives = r.pick { 1, 1, 2 },
     begins = r.pick { "new", "saved" } }
   local on, soft, late = {}, {}, false
@@ -407,7 +416,7 @@ function draw.golden(job)
   local golden = { ranks = job.ranks, family = job.family, steps = job.steps, every = job.steps + 1, keep = 1,
     rows = job.rows, accumulate = job.accumulate, async = false, shards = false, config = config }
   return table.concat({ job.ranks, job.family, job.steps, job.accumulate, config.optimizer.type,
-    config.bf16 and "bf16" or "fp32",
+    (config.bf16 and "bf16" or "fp32") .. (config.scheduler and " schedule" or ""),
     zero and ("zero%d:%s"):format(zero.stage, config.chunk_size or "") or "", pipeline and pipeline.schedule or "",
     config.tensor_parallel and "tp" or "" }, " "), golden
 end
@@ -423,6 +432,8 @@ function draw.describe(job)
   return table.concat(words, ", ")
 end
 
+draw.NO_EVENTS = "no faults"
+
 --- Describes the events in one line.
 ---@param plan ps.faults.Plan
 ---@return string
@@ -431,7 +442,7 @@ function draw.events(plan)
   for i, event in ipairs(plan.events) do
     words[i] = ("%d/%d:%s"):format(event.life, event.rank, event.text or event.kind)
   end
-  return #words > 0 and table.concat(words, " ") or "no faults"
+  return #words > 0 and table.concat(words, " ") or draw.NO_EVENTS
 end
 
 -- Maps the name of an action to its kind. An action with an errno belongs to the kind that allows the errno.

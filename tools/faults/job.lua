@@ -3,8 +3,8 @@
 -- write it. Arguments: a file with the settings (JSON, tools/faults/draw.lua), the run's folder, the log, and the
 -- number of this life. Each line of the log is one event of this rank:
 --   RANK LIFE resumed STEP SKIPPED     SKIPPED: number of checkpoints that could not be used
---   RANK LIFE step STEP HASHES ROWS    after the step: NAME=HASH of this rank's parameters and of its optimizer state,
---                                      and a hash of each row that it read
+--   RANK LIFE step STEP HASHES ROWS    after the step: NAME=HASH of this rank's parameters, of its optimizer state and
+--                                      of its next random numbers, and a hash of each row that it read
 --   RANK LIFE saved STEP               the checkpoint is said to be complete
 --   RANK LIFE end STEP
 --   RANK LIFE damaged FILE
@@ -47,12 +47,12 @@ local function bytes_of(t)
 end
 
 local function hashes_of(model, optimizer)
-  local list = {}
+  local list = { ("random%d=%s"):format(rank, hash(bytes_of(ps.rand { 4 }))) }
   for name, tensor in pairs(model:state_dict()) do list[#list + 1] = name .. "=" .. hash(bytes_of(tensor)) end
   for name, tensor in pairs(optimizer:state_dict(model).tensors) do
     list[#list + 1] = ("optimizer.%s=%s"):format(name, hash(bytes_of(tensor)))
   end
-  return #list > 0 and table.concat(list, ",") or "-"      -- a rank might have no shard of a small model
+  return table.concat(list, ",")
 end
 
 local function rows_of(x)
