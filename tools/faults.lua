@@ -3,13 +3,16 @@
 -- ended with the results of a run without faults, or with an error that names the cause.
 --   psluajit tools/faults.lua --seeds 1:100 [--ranks 2] [--steps 6] [--jobs 1] [--hours H] [--json] [--keep]
 --   psluajit tools/faults.lua --plans FILE      the plans of a file: a line of --json for each
---   psluajit tools/faults.lua --replay SEED
+--   psluajit tools/faults.lua --replay SEED    with the same --ranks and --steps as the run that printed the seed
 --   psluajit tools/faults.lua --seeds 1:100 --dry      only prints what these seeds draw
 -- --help shows the options, docs/reliability.md the table. It needs the program psluajit_faults next to psluajit:
 -- cmake --build build --target psluajit_faults.
 local argparse = require "argparse"
 local json = require "cjson"
+local lfs = require "lfs"
+local signal = require "posix.signal"
 local time = require "posix.time"
+local caller = require "ps.core.caller"
 local command_line = require "ps.core.command_line"
 local draw = require "tools.faults.draw"
 local run = require "tools.faults.run"
@@ -22,8 +25,8 @@ local whole, number = command_line.whole, command_line.number
 parser:option("--seeds", "A:B: the seeds from A to B"):convert(function(text)
   local first, last = text:match "^(%d+):(%d+)$"
   first, last = tonumber(first), tonumber(last)
-  if not first or first > last then
-    return nil, ("--seeds %s: it takes A:B, two whole numbers, A at most B"):format(text)
+  if not first or first > last or last >= 2 ^ 53 then
+    return nil, ("--seeds %s: it takes A:B, two whole numbers below 2^53, A at most B"):format(text)
   end
   return { first, last }
 end)
@@ -44,16 +47,29 @@ if not (options.seeds or options.replay or options.plans) or options.replay and 
   parser:error "give --seeds A:B, --plans FILE or --replay SEED"
 end
 
-local function fail(text, ...)
-  io.stderr:write("faults: " .. text:format(...) .. "\n")
-  os.exit(2)
+if options.dry and not options.seeds then parser:error "--dry needs --seeds A:B" end
+if options.plan and not options.replay then parser:error "--plan needs --replay SEED" end
+if options.json and options.replay then parser:error "--json needs --seeds A:B or --plans FILE" end
+
+local trials
+
+-- Ends all processes, removes the files of all trials unless they are `kept`, and ends the program.
+local function finish(code, kept)
+  run.stop()
+  if trials and not kept then run.remove(trials.root) end
+  os.exit(code)
 end
 
-if options.dry and not options.seeds then parser:error "--dry needs --seeds A:B" end
+local function fail(text, ...)
+  io.stderr:write("faults: " .. text:format(...) .. "\n")
+  finish(2)
+end
 
 local exe, no_program = run.program()
 if not exe then fail("%s", no_program) end
-local trials = trial.new(exe, options.patience)
+local problem
+trials, problem = trial.new(exe, options.patience)
+if not trials then fail("%s", problem) end
 
 -- -- output ---------------------------------------------------------------------------------------------------------
 local counts = { golden = 0, named = 0, WRONG = 0, faults = 0 }
@@ -73,7 +89,7 @@ local function line_of(plan)
     plan.begins == "saved" and ", from a checkpoint" or "", draw.events(plan))
 end
 
-local function report(plan, verdict, shrunk)
+local function report(plan, verdict, shrunk, kept)
   counts[verdict.outcome] = counts[verdict.outcome] + 1
   counts.faults = counts.faults + verdict.faults
   if options.json then
@@ -81,36 +97,51 @@ local function report(plan, verdict, shrunk)
       begins = plan.begins, events = draw.events(plan), off = plan.off, outcome = verdict.outcome, why = verdict.why,
       faults = verdict.faults, happened = verdict.happened, patience = plan.job.patience_s,
       ended_s = verdict.ended_s and math.floor(verdict.ended_s * 100 + 0.5) / 100,
-      shrunk = shrunk and draw.events(shrunk) })
+      shrunk = shrunk and draw.events(shrunk), kept = kept })
   else
     print(("%s  %d happened  %s%s"):format(line_of(plan), verdict.faults, verdict.outcome,
       verdict.why and ": " .. verdict.why or ""))
     if shrunk then print("    the shortest plan that fails: " .. draw.events(shrunk)) end
+    if kept then print("    kept: " .. kept) end
   end
   io.stdout:flush()
+end
+
+-- Prints a plan that is not run.
+local function list(plan)
+  print(options.json and json.encode { seed = plan.seed, job = draw.describe(plan.job),
+    settings = settings_of(plan.job), begins = plan.begins, events = draw.events(plan), off = plan.off }
+    or line_of(plan))
 end
 
 -- Runs the plan that `make` returns. A job that fails without faults is WRONG, too.
 local function one(seed, name, make)
   local plan, verdict, spec
-  local ok, problem = pcall(function()
+  local ok, why = pcall(function()
     plan = make()
     local _
     verdict, _, spec = trials:perform(plan, name)
   end)
   if not ok then
-    local alone = type(problem) == "table" and problem.alone
-    if not alone then error(problem, 0) end
+    local alone = type(why) == "table" and why.alone
+    if not alone then error(why, 0) end
     plan = plan or { seed = seed, job = draw.job(seed, options), begins = "new", events = {}, off = {}, lives = 0 }
     return report(plan, { outcome = "WRONG", why = alone, faults = 0 })
   end
   local kept = verdict.outcome == "WRONG" and options.keep
   if not kept then run.clean(spec.folder) end
-  report(plan, verdict, verdict.outcome == "WRONG" and not options.stop_at and trials:shrink(plan, name .. "s") or nil)
-  if kept then print("    kept: " .. spec.folder) end
+  report(plan, verdict, verdict.outcome == "WRONG" and not options.stop_at and trials:shrink(plan, name .. "s") or nil,
+    kept and spec.folder or nil)
 end
 
--- Runs functions as coroutines, `jobs` at a time. next() returns the next function, or nil.
+-- The name of the signal that ends the program, once it has arrived.
+local ended_by
+for _, name in ipairs { "SIGTERM", "SIGHUP" } do
+  local before = signal.signal(signal[name], function() ended_by = ended_by or name end)
+  if before == "SIG_IGN" then signal.signal(signal[name], signal.SIG_IGN) end          -- nohup
+end
+
+-- Runs functions as coroutines, `jobs` at a time. next_one() returns the next function, or nil.
 local function schedule(jobs, next_one)
   local running, more = {}, true
   repeat
@@ -120,10 +151,11 @@ local function schedule(jobs, next_one)
       if fn then running[#running + 1] = coroutine.create(fn) end
     end
     for i = #running, 1, -1 do
-      local ok, problem = coroutine.resume(running[i])
-      if not ok then fail("%s", type(problem) == "string" and problem or debug.traceback(running[i])) end
+      local ok, why = coroutine.resume(running[i])
+      if not ok then error(type(why) == "string" and why or debug.traceback(running[i]), 0) end
       if coroutine.status(running[i]) == "dead" then table.remove(running, i) end
     end
+    if ended_by then error(ended_by, 0) end
     if #running > 0 then time.nanosleep { tv_sec = 0, tv_nsec = 4000000 } end
   until #running == 0 and not more
 end
@@ -131,6 +163,7 @@ end
 -- -- plans that somebody wrote --------------------------------------------------------------------------------------
 local function with_events(plan, text)
   plan.events, plan.lives = {}, 1
+  if text == draw.NO_EVENTS then return plan end
   for word in text:gmatch "%S+" do
     local life, rank, event = word:match "^(%d+)/(%d+):(.+)$"
     local kind = event and draw.kind_of(event)
@@ -143,8 +176,9 @@ local function with_events(plan, text)
 end
 
 local function read_plans(path)
-  local plans, f = {}, io.open(path, "rb")
-  if not f then fail("cannot open %s", path) end
+  if lfs.attributes(path, "mode") == "directory" then fail("cannot read %s: it is a folder", path) end
+  local plans, f, why = {}, io.open(path, "rb")
+  if not f then fail("cannot open %s", why) end
   for line in f:lines() do
     local ok, row = pcall(json.decode, line)
     if not ok or type(row) ~= "table" or not (row.settings and row.events) then
@@ -200,16 +234,21 @@ local function next_one()
   local late = options.hours and run.now() - began < options.hours * 3600
   if seed > options.seeds[2] and not late then return nil end
   local this = seed
-  if options.dry then return function() print(line_of(trials:plan(this, options))) end end
+  if options.dry then return function() list(trials:plan(this, options)) end end
   return function() one(this, "seed" .. this, function() return trials:plan(this, options) end) end
 end
 
-schedule(options.replay and 1 or options.jobs, next_one)
+local ok, why = pcall(schedule, options.replay and 1 or options.jobs, next_one)
+if not ok then
+  if not (ended_by or caller.is_interrupt(why)) then fail("%s", why) end
+  io.stderr:write(("faults: ended by %s; %d golden, %d named, %d WRONG so far\n"):format(ended_by or "Ctrl-C",
+    counts.golden, counts.named, counts.WRONG))
+  finish(128 + signal[ended_by or "SIGINT"])
+end
 if not options.json and not options.replay and not options.dry then
   print(("%d %s in %.0f s: %d golden, %d named, %d WRONG; %d faults happened"):format(
     counts.golden + counts.named + counts.WRONG, options.plans and "plans" or "seeds", run.now() - began, counts.golden,
     counts.named, counts.WRONG, counts.faults))
   if trials.repeated > 0 then print(trials.repeated .. " were repeated with more patience: the machine was busy") end
 end
-if not (options.keep and counts.WRONG > 0) then os.execute(("rm -rf '%s'"):format(trials.root)) end
-os.exit(counts.WRONG > 0 and 1 or 0)
+finish(counts.WRONG > 0 and 1 or 0, options.keep and counts.WRONG > 0)

@@ -1,6 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- tools/faults.lua: fixed seeds, of which none may be wrong, and the checker itself, which must see what is wrong.
 -- PS_FULL=1 runs 100 seeds; PS_FAULT_SEEDS=A:B runs others.
+local json = require "cjson"
 local draw = require "tools.faults.draw"
 local judge = require "tools.faults.judge"
 local lfs = require "lfs"
@@ -44,6 +45,40 @@ describe("faults by seeds", function()
     local text, code = faults "--seeds 17:18 --dry --patience 2"
     assert.equal(0, code)
     assert.truthy(text:match "^17  [^\n]+ %[[^\n]+%]\n18  [^\n]+ %[[^\n]+%]\n$", text)
+    text, code = faults "--seeds 17:18 --dry --json --patience 2"
+    assert.equal(0, code)
+    local seeds = {}
+    for line in text:gmatch "[^\n]+" do seeds[#seeds + 1] = json.decode(line).seed end
+    assert.same({ 17, 18 }, seeds)
+  end)
+
+  -- Returns the output, the exit code, and the names in the folder of temporary files afterwards, if a command ends the
+  -- program with process id $p.
+  local function ended(command)
+    local folder = lib.folder()
+    local run = ("TMPDIR='%s' '%s' '%s/tools/faults.lua' --seeds 1:20 --jobs 2 --patience 2 >'%s/out' 2>&1 & p=$!; "
+      .. "%s; wait $p; echo $?"):format(folder, paths.exe, paths.root, folder, command:format(folder))
+    local p = assert(io.popen(("bash -c \"set -m; %s\" 2>/dev/null"):format((run:gsub("[$\"]", "\\%0")))))
+    local code = tonumber(p:read "*a")
+    p:close()
+    local names, f = {}, assert(io.open(folder .. "/out"))
+    local text = f:read "*a"
+    f:close()
+    for name in lfs.dir(folder) do if name:match "%w" and name ~= "out" then names[#names + 1] = name end end
+    lib.remove(folder)
+    return text, code, names
+  end
+
+  it("leave nothing when a signal ends them", function()
+    if missing then return pending(missing) end
+    for name, number in pairs { INT = 2, TERM = 15, HUP = 1 } do
+      local text, code, names = ended("for i in $(seq 600); do ls %s/psluajit-faults-*/golden* && break; sleep 0.1; "
+        .. "done >/dev/null 2>&1; sleep 1; kill -" .. name .. " $p")
+      assert.equal(128 + number, code, text)
+      assert.truthy(text:find(("faults: ended by %s; %%d+ golden"):format(name == "INT" and "Ctrl%-C"
+        or "SIG" .. name)), text)
+      assert.same({}, names)
+    end
   end)
 
   it("are refused by name", function()
@@ -51,10 +86,44 @@ describe("faults by seeds", function()
     assert.truthy(code ~= 0 and text:find("it takes A:B", 1, true), text)
     text, code = faults "--jobs 2"
     assert.truthy(code ~= 0 and text:find("give --seeds A:B, --plans FILE or --replay SEED", 1, true), text)
+    text, code = faults "--seeds 9007199254740993:9007199254740993"
+    assert.truthy(code ~= 0 and text:find("below 2^53", 1, true), text)
+    text, code = faults "--seeds 1:2 --plan 1/0:sync@0=EIO"
+    assert.truthy(code ~= 0 and text:find("--plan needs --replay SEED", 1, true), text)
+    text, code = faults "--replay 3 --json"
+    assert.truthy(code ~= 0 and text:find("--json needs --seeds A:B or --plans FILE", 1, true), text)
     text, code = faults "--replay 3 --dry"
     assert.truthy(code ~= 0 and text:find("--dry needs --seeds A:B", 1, true), text)
+    if missing then return end
     text, code = faults(("--plans '%s/README.md'"):format(paths.root))
-    assert.truthy(code ~= 0 and text:find("line 1: it is not an object of JSON", 1, true), text)
+    assert.truthy(code == 2 and text:find("line 1: it is not an object of JSON", 1, true), text)
+    text, code = faults(("--plans '%s'"):format(paths.root))
+    assert.truthy(code == 2 and text:find("it is a folder", 1, true), text)
+    text, code = faults("--plans /nowhere/plans")
+    assert.truthy(code == 2 and text:find("/nowhere/plans: No such file", 1, true), text)
+  end)
+
+  it("need a folder for temporary files that can be written", function()
+    if missing then return pending(missing) end
+    local p = assert(io.popen(("TMPDIR=/proc/nowhere '%s' '%s/tools/faults.lua' --seeds 1:1 2>&1; echo \"|$?\""):format(
+      paths.exe, paths.root)))
+    local text, code = p:read("*a"):match "^(.*)|(%d+)\n$"
+    p:close()
+    assert.equal("2", code)
+    assert.truthy(text:find("faults: cannot make a folder in /proc/nowhere (TMPDIR)", 1, true), text)
+  end)
+
+  it("are written and read again without events", function()
+    if missing then return pending(missing) end
+    local plan = lib.folder()
+    local f = assert(io.open(plan .. "/plans", "w"))
+    local job = draw.job(1, { ranks = 1, steps = 1 })
+    f:write(json.encode { seed = 1, settings = job, begins = "new", events = draw.NO_EVENTS }, "\n")
+    f:close()
+    local text, code = faults(("--patience 2 --plans '%s/plans'"):format(plan))
+    lib.remove(plan)
+    assert.equal(0, code, text)
+    assert.truthy(text:find("1 golden, 0 named, 0 WRONG", 1, true), text)
   end)
 end)
 
@@ -151,7 +220,7 @@ end)
 -- Tests the checker with logs and process ends that the spec invents.
 describe("the checker", function()
   local run = require "tools.faults.run"
-  local job = { ranks = 1, steps = 2, config = {} }
+  local job = { ranks = 1, steps = 2, keep = 2, config = {} }
   local folder, shm = lib.folder(), {}
   for _, name in ipairs(run.names "/dev/shm") do shm[name] = true end
   teardown(function() run.clean(folder) end)
@@ -166,13 +235,14 @@ describe("the checker", function()
     f:close()
   end
 
-  -- Judges one life with these lines of its log.
+  -- Judges one life with these lines of its log. saved: the steps of earlier checkpoints.
   local function judged(lines, process, events, happened, resumes, saved)
     write(".log", table.concat(lines, "\n") .. "\n")
     write(".faults", happened or "")
     process.rank, process.text, process.seconds = 0, process.text or "", 1
     local plan = { events = events or {}, job = job }
-    local state = { saved = saved or 0, seen = {}, faults = 0 }
+    local state = judge.state()
+    for _, step in ipairs(saved or {}) do state.complete[step] = true end
     local verdict = judge.life({ folder = folder, job = job }, plan, 1, { process }, golden(), state, resumes)
     return verdict.outcome, verdict.why or "", state, verdict.timed
   end
@@ -182,7 +252,7 @@ describe("the checker", function()
   it("accepts a run that went well", function()
     local outcome, _, state = judged(WELL, { code = 0 })
     assert.equal("golden", outcome)
-    assert.equal(1, state.saved)
+    assert.same({ [1] = true }, state.complete)
     assert.is_nil(judge.left({ folder = folder, job = job }, state, shm))
   end)
 
@@ -197,8 +267,8 @@ describe("the checker", function()
     assert.truthy(wrong { "0 1 step 1 w=a1 bb" }:find("other rows in step 1", 1, true))
     assert.truthy(wrong { "0 1 step 3 w=a1 aa" }:find("does not exist", 1, true))
     assert.truthy(wrong { "0 1 damaged latest" }:find("`latest` was damaged", 1, true))
-    assert.truthy(wrong({ "0 1 resumed 0 0" }, false, 1):find("continued from step 0", 1, true))
-    assert.truthy(wrong({ "0 1 resumed 1 1" }, true, 1):find("were damaged", 1, true))
+    assert.truthy(wrong({ "0 1 resumed 0 0" }, false, { 1 }):find("continued from step 0", 1, true))
+    assert.truthy(wrong({ "0 1 resumed 1 1" }, true, { 1 }):find("were damaged", 1, true))
     assert.truthy(wrong { "0 1 resumed 1 0", "1 1 resumed 0 0" }:find("another rank from step 1", 1, true))
     local _, _, state = judged({ "0 1 step 1 w=a1 aa" }, { code = 0 })
     assert.equal("rank 0 never reported step 2", judge.left({ folder = folder, job = job }, state, shm))
@@ -228,14 +298,30 @@ describe("the checker", function()
   end)
 
   it("accepts a skipped checkpoint only if a fault of the life made it unreadable", function()
-    local function skips(kind, text, process)
-      local lines = { "0 1 resumed 0 1", "0 1 step 1 w=a1 aa" }
+    local function skips(kind, text, process, number, saved)
+      local lines = { "0 1 resumed 0 " .. number, "0 1 step 1 w=a1 aa", "0 1 end 2" }
       local outcome, why = judged(lines, process, { { kind = kind, life = 1, rank = 0, text = text } },
-        ("0 9.5 event %s:0 x /x\n"):format(text), false, 1)
+        ("0 9.5 event %s:0 x /x\n"):format(text), false, saved)
       return outcome .. " " .. why
     end
-    assert.equal("WRONG 1 checkpoints were damaged", skips("kill", "any@900=kill", { signal = 9 }))
-    assert.equal("golden ", skips("flip", "read/save@3=flip", { code = 0 }))
+    assert.equal("WRONG 1 checkpoints were damaged", skips("kill", "any@900=kill", { signal = 9 }, 1, { 1 }))
+    assert.equal("golden ", skips("flip", "read/save@3=flip", { code = 0 }, 1, { 1 }))
+    -- keep is 2, so a checkpoint older than the two newest need not exist
+    assert.equal("golden ", skips("flip", "read/save@3=flip", { code = 0 }, 2, { 1, 2, 3 }))
+    assert.equal("WRONG rank 0 continued from step 0 and skipped 1 checkpoints, but that of step 1 was complete",
+      skips("flip", "read/save@3=flip", { code = 0 }, 1, { 1, 2 }))
+  end)
+
+  it("sees a process that succeeds before the end of its script", function()
+    local function ends(lines)
+      local outcome, why = judged(lines, { code = 0, text = "psluajit: oops\n" })
+      return outcome .. " " .. why
+    end
+    assert.equal("WRONG rank 0 ended with exit code 0, but before the end of its script: oops",
+      ends { "0 1 resumed 0 0", "0 1 step 1 w=a1 aa" })
+    assert.equal("WRONG rank 0 ended with exit code 0, but after step 1 of 2: oops",
+      ends { "0 1 resumed 0 0", "0 1 step 1 w=a1 aa", "0 1 end 1" })
+    assert.equal("golden ", ends(WELL))
   end)
 
   it("sees causes of a link that do not name a rank and an operation", function()
@@ -292,6 +378,11 @@ describe("the checker", function()
     assert.equal("left behind: run/step-00000001.tmp-1", judge.left({ folder = folder, job = job }, state, shm))
     state.saves = 0                                        -- no save has come after it, which would remove it
     assert.is_nil(judge.left({ folder = folder, job = job }, state, shm))
+    for i = 1, 3 do write(("/run/step-%08d.safetensors"):format(i), "") end
+    assert.is_nil(judge.left({ folder = folder, job = job }, state, shm))
+    os.remove(folder .. "/run/step-00000001.tmp-1")
+    state.saves = 1
+    assert.equal("run/ has 3 checkpoints, but keep is 2", judge.left({ folder = folder, job = job }, state, shm))
   end)
 end)
 

@@ -125,14 +125,23 @@ local function check_step(line, job, golden)
   if line[2] ~= want.rows then return ("rank %d read other rows in step %d"):format(line.rank, line.step) end
 end
 
+-- Returns the step of the nth newest of the kept checkpoints that were reported complete, or 0.
+local function complete(state, nth, keep)
+  local steps = {}
+  for step in pairs(state.complete) do steps[#steps + 1] = step end
+  table.sort(steps, function(a, b) return a > b end)
+  return nth <= keep and steps[nth] or 0
+end
+
 -- Checks where a life began. It must not begin before the last checkpoint that was reported complete, unless a fault of
--- this life made that checkpoint unreadable.
-local function check_begin(line, state, unreadable)
+-- this life made that checkpoint unreadable. If checkpoints were unreadable, it must begin at the newest of the others.
+local function check_begin(line, state, unreadable, keep)
   local skipped = tonumber(line[1]) or 0
   if skipped > 0 and not unreadable then return ("%d checkpoints were damaged"):format(skipped) end
-  if line.step < state.saved and skipped == 0 then
-    return ("rank %d continued from step %d, but the checkpoint of step %d was complete"):format(line.rank, line.step,
-      state.saved)
+  local newest = complete(state, skipped + 1, keep)
+  if line.step < newest then
+    return ("rank %d continued from step %d and skipped %d checkpoints, but that of step %d was complete"):format(
+      line.rank, line.step, skipped, newest)
   end
 end
 
@@ -148,7 +157,7 @@ local function check_log(log, job, life, golden, state, unreadable)
       elseif line.what == "damaged" then
         problem = "the file `latest` was damaged: it has neither its older bytes nor the new ones"
       elseif line.what == "resumed" then
-        problem = check_begin(line, state, unreadable)
+        problem = check_begin(line, state, unreadable, job.keep)
         first = first or line.step
         if line.step ~= first then
           problem = ("rank %d continued from step %d, another rank from step %d"):format(line.rank, line.step, first)
@@ -157,10 +166,10 @@ local function check_log(log, job, life, golden, state, unreadable)
       if problem then return problem end
     end
   end
-  state.saves = 0
+  state.saves = 0                                          -- number of checkpoints that this life saved
   for _, line in ipairs(log) do
     if line.life == life and line.what == "saved" then
-      state.saved, state.saves = math.max(state.saved, line.step), state.saves + 1
+      state.complete[line.step], state.saves = true, state.saves + 1
     end
   end
 end
@@ -197,8 +206,28 @@ end
 ---@field why? string
 ---@field timed? boolean     a WRONG that a faster machine might not have
 
---- Judges one life. `resumes` is true if it had no faults, so that it must succeed. `state` is { saved, seen, faults },
---- which the caller passes from life to life. At first it is { saved = 0, seen = {}, faults = 0 }.
+--- Returns what the judge knows before the first life, and then passes from life to life. complete: the steps of the
+--- checkpoints that were reported complete. seen: "RANK STEP" of steps that were reported. faults: number of faults.
+---@return {complete: table<integer, true>, seen: table<string, true>, faults: integer}
+function judge.state() return { complete = {}, seen = {}, faults = 0 } end
+
+-- Returns a problem if a rank said that it succeeded, but did not come to the end of its script.
+local function check_ends(log, job, life, processes)
+  local ended = {}
+  for _, line in ipairs(log) do
+    if line.life == life and line.what == "end" then ended[line.rank] = line.step end
+  end
+  local last = job.upto or job.steps
+  for _, process in ipairs(processes) do
+    if process.code == 0 and ended[process.rank] ~= last then
+      return ("rank %d ended with exit code 0, but %s: %s"):format(process.rank, ended[process.rank]
+        and ("after step %d of %d"):format(ended[process.rank], last) or "before the end of its script",
+        last_words(process.text))
+    end
+  end
+end
+
+--- Judges one life. `resumes` is true if it had no faults, so that it must succeed. `state` is that of judge.state.
 ---@param spec table
 ---@param plan ps.faults.Plan
 ---@param life integer
@@ -228,7 +257,9 @@ function judge.life(spec, plan, life, processes, golden, state, resumes)
   end
   local unreadable = false
   for _, kind in ipairs(all) do unreadable = unreadable or kind.unreadable or false end
-  local problem = check_log(run.log(spec.folder), spec.job, life, golden, state, unreadable)
+  local log = run.log(spec.folder)
+  local problem = check_log(log, spec.job, life, golden, state, unreadable)
+    or check_ends(log, spec.job, life, processes)
   if problem then return { outcome = "WRONG", why = problem } end
   if resumes and outcome ~= "golden" then return { outcome = "WRONG", why = "the resume ended: " .. why } end
   return { outcome = outcome, why = why }
@@ -256,13 +287,18 @@ function judge.left(spec, state, shm)
   for _, name in ipairs(run.names(spec.folder)) do
     if name ~= "run" and name ~= "rendezvous" and name ~= "monitor" then return "left behind: " .. name end
   end
+  local kept = 0
   for _, name in ipairs(run.names(spec.folder .. "/run")) do
+    kept = kept + (name:match "^step%-%d+$" and 1 or name:match "^step%-%d+%.safetensors$" and 1 or 0)
     local known = name == "latest" or name:match "^step%-%d+$" or name:match "^step%-%d+%.safetensors$"
     local killed = state.saves == 0 and (name:match "^step%-%d+%.tmp%-" or name:match "^step%-%d+%.safetensors%.tmp%-"
       or name:match "^latest%.tmp%-")
     if not known and not killed then
       return "left behind: run/" .. name
     end
+  end
+  if state.saves > 0 and kept > job.keep then
+    return ("run/ has %d checkpoints, but keep is %d"):format(kept, job.keep)
   end
 end
 

@@ -35,10 +35,14 @@ end
 run.read = read
 
 local function write(path, text)
-  local f = assert(io.open(path, "wb"))
-  f:write(text)
-  assert(f:close())
+  local f, why = io.open(path, "wb")
+  if not f then error(why, 0) end
+  local ok
+  ok, why = f:write(text)
+  local closed, later = f:close()
+  if not (ok and closed) then error(("%s: %s"):format(path, why or later), 0) end
 end
+run.write = write
 
 local OLDER_S = 300                                        -- longest time that one build takes
 
@@ -69,6 +73,8 @@ end
 ---@field starves? boolean    whether it lately lacked one
 ---@field starved_s number     how long it lacked a processor
 
+local running = {}                                         -- process ids of all lives that run
+
 -- Starts one rank.
 local function start(spec, life, rank, twin)
   local job = spec.job
@@ -84,6 +90,7 @@ local function start(spec, life, rank, twin)
   local pid = assert(unistd.fork())
   if pid > 0 then
     unistd.setpid("p", pid, pid)
+    running[pid] = true
     return { rank = rank, twin = twin, pid = pid, out = out, looked = run.now(), starved_s = 0,
       sample = { ran = 0, waited = 0, ready = true } }
   end
@@ -223,8 +230,18 @@ function run.life(spec, life, events)
       process.orphans = true
       signal.kill(-process.pid, signal.SIGKILL)
     end
+    running[process.pid] = nil
   end
   return processes
+end
+
+--- Ends the processes of all lives that run.
+function run.stop()
+  for pid in pairs(running) do
+    signal.kill(-pid, signal.SIGKILL)
+    wait.wait(pid)
+    running[pid] = nil
+  end
 end
 
 --- Returns the lines of the job's log as { rank, life, what, step, ... }.
@@ -276,6 +293,13 @@ function run.calls(folder)
   return all
 end
 
+-- Runs a command. os.execute would ignore Ctrl-C until the command ends.
+local function shell(text, ...) io.popen(text:format(...)):close() end
+
+--- Removes a folder and everything in it.
+---@param path string
+function run.remove(path) shell("rm -rf '%s'", path) end
+
 --- Creates the folder of a job and its settings. The logs are next to the folder, so that faults do not affect them.
 ---@param spec table
 function run.prepare(spec)
@@ -292,13 +316,11 @@ function run.settings(spec) write(spec.folder .. ".json", json.encode(spec.job))
 ---@param from string the first job's folder
 ---@param to string the other's
 function run.copy(from, to)
-  if lfs.attributes(from .. "/run", "mode") then os.execute(("cp -a '%s/run' '%s/run'"):format(from, to)) end
+  if lfs.attributes(from .. "/run", "mode") then shell("cp -a '%s/run' '%s/run'", from, to) end
 end
 
 ---@param folder string
-function run.clean(folder)
-  os.execute(("rm -rf '%s' '%s'.*"):format(folder, folder))
-end
+function run.clean(folder) shell("rm -rf '%s' '%s'.*", folder, folder) end
 
 --- Returns the names in a folder, without . and ..
 ---@param path string

@@ -2,7 +2,8 @@
 -- Runs plans: the lives of a job under faults, a last life without any, and the judgement. It first makes the runs
 -- without faults that a plan needs: the golden run of its job, and the job's profile. Functions that wait yield.
 local json = require "cjson"
-local lfs = require "lfs"
+local stdlib = require "posix.stdlib"
+local copied = require "ps.core.copied"
 local paths = require "ps.paths"
 local draw = require "tools.faults.draw"
 local judge = require "tools.faults.judge"
@@ -31,19 +32,22 @@ Trials.__index = Trials
 --- Makes the folder of all trials and the text that jobs train on.
 ---@param exe string the program psluajit_faults
 ---@param patience number by which times are longer than on a machine with nothing else to do
----@return ps.faults.Trials
+---@return ps.faults.Trials?
+---@return string? why the folder or its text cannot be written
 function trial.new(exe, patience)
-  local root = os.tmpname()
-  os.remove(root)
-  assert(lfs.mkdir(root))
+  local above = os.getenv "TMPDIR" or "/tmp"
+  local root, why = stdlib.mkdtemp(above .. "/psluajit-faults-XXXXXX")
+  if not root then return nil, ("cannot make a folder in %s (TMPDIR): %s"):format(above, why) end
   local text, state = {}, 1
   for i = 1, TEXT_BYTES do
     state = state * 48271 % 2147483647
     text[i] = string.char(32 + state % 95)
   end
-  local f = assert(io.open(root .. "/text", "wb"))
-  f:write(table.concat(text))
-  f:close()
+  local ok, problem = pcall(run.write, root .. "/text", table.concat(text))
+  if not ok then
+    run.remove(root)
+    return nil, ("cannot write %d bytes to %s/text: %s"):format(TEXT_BYTES, root, problem)
+  end
   local shm = {}
   for _, name in ipairs(run.names "/dev/shm") do shm[name] = true end
   return setmetatable({ root = root, exe = exe, shm = shm, patience = patience, least = patience, repeated = 0,
@@ -98,7 +102,7 @@ end
 
 --- Returns the profile of a job: `new` and `saved` are the numbers of calls of two lives without faults. The first life
 --- has half the steps, and the second continues from its checkpoint. Both must have the golden run's results. `folder`
---- has the checkpoints of the first life, of which `step` is the newest.
+--- has the checkpoints of the first life, whose steps are `complete`, the last of which `step` is the newest.
 ---@param job table
 ---@return ps.faults.Profile
 function Trials:profile(job)
@@ -110,7 +114,7 @@ function Trials:profile(job)
     local profile = { folder = spec.folder .. "s" }
     run.prepare { folder = profile.folder, job = settings }
     run.prepare(spec)
-    local state = { saved = 0, seen = {}, faults = 0 }
+    local state = judge.state()
     for life, begins in ipairs { "new", "saved" } do
       settings.upto = life == 1 and math.ceil(settings.steps / 2) or nil
       run.settings(spec)
@@ -122,7 +126,8 @@ function Trials:profile(job)
       profile[begins] = run.calls(spec.folder)
       if life == 1 then
         run.copy(spec.folder, profile.folder)
-        profile.step = state.saved
+        profile.complete, profile.step = copied(state.complete), 0
+        for step in pairs(state.complete) do profile.step = math.max(profile.step, step) end
       end
     end
     run.clean(spec.folder)
@@ -142,11 +147,11 @@ end
 -- Fills the folder of a plan with the checkpoints that life 1 begins with. Returns what the judge then knows.
 function Trials:begin(plan, spec)
   run.prepare(spec)
-  local state = { saved = 0, seen = {}, faults = 0 }
+  local state = judge.state()
   if plan.begins ~= "saved" then return state end
   local profile = self:profile(plan.job)
   run.copy(profile.folder, spec.folder)
-  state.saved = profile.step
+  state.complete = copied(profile.complete)
   for rank = 0, plan.job.ranks - 1 do
     for step = 1, profile.step do state.seen[rank .. " " .. step] = true end
   end
