@@ -2,6 +2,7 @@
 -- The doors of psluajit_faults (src/faults): failing, short, interrupted, slow and flipped calls, ends of the process
 -- and losses of power happen at the call that the plan names, and nowhere else. Actions of sockets, clocks and waits
 -- are only in the seeds (seeds_spec.lua). The program psluajit has none of it.
+local lfs = require "lfs"
 local check = require "spec.check_lib"
 local paths = require "ps.paths"
 local lib = require "spec.ranks_lib"
@@ -255,6 +256,23 @@ describe("a loss of power", function()
     for seed = 1, 4 do
       local old, new = contents(seed, 'os.rename(folder .. "/old", folder .. "/new") ffi.C.fsync(at)')
       assert.truthy(old == nil and new == ("a"):rep(3 * 4096))
+    end
+  end)
+
+  it("takes a new folder whose own folder was not synced, also if its path ends with a slash", function()
+    if missing then return pending(missing) end
+    local function there(seed, path, synced)
+      contents(seed, ([[
+        require("lfs").mkdir(folder .. "%s")
+        ffi.C.fsync(ffi.C.open(folder .. "%s", 65536))
+      ]]):format(path, synced))
+      return lfs.attributes(folder .. "/run/made", "mode") == "directory"
+    end
+    for _, path in ipairs { "/made", "/made/" } do
+      local lost = 0
+      for seed = 1, 12 do lost = lost + (there(seed, path, "/made") and 0 or 1) end
+      assert.truthy(lost > 2 and lost < 12, path .. lost)
+      for seed = 1, 4 do assert.truthy(there(seed, path, ""), path) end
     end
   end)
 end)

@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Defects that spec/faults/plant.lua plants in a copy of the source, one at a time, to see that seeds of
 -- tools/faults.lua find them. Each replaces one text of a file, which occurs there once (seeds_spec.lua checks that).
--- None changes a run without faults.
+-- None changes a run without faults, except those of what a checkpoint restores.
 return {
   { name = "a missing fsync of a checkpoint's file", file = "src/io/file.c",
     from = "do rc = should_fail() ? -1 : fsync(f->fd); while (rc < 0 && errno == EINTR);",
@@ -12,6 +12,31 @@ return {
   { name = "a missing fsync of the folder", file = "src/io/file.c",
     from = "do rc = should_fail() ? -1 : fsync(folder); while (rc < 0 && errno == EINTR);",
     to = "rc = 0; (void)folder;" },
+  { name = "a missing fsync of the folder in which a folder is made", file = "lua/ps/checkpoints/folder.lua",
+    from = "native.check(C.ps_file_fsync_dir(above))", to = "" },
+  { name = "an index that is not synced", file = "lua/ps/checkpoints/rank_files.lua",
+    from = "native.check(C.ps_file_write_atomic(folder .. INDEX, text, #text))", to = [[
+local f = assert(io.open(folder .. INDEX, "wb"))
+  assert(f:write(text))
+  assert(f:close())]] },
+  { name = "an error of a write of the disk tier that is ignored", file = "src/chunk/disk.c",
+    from = "    } else if (!idle_try || p->tries > MOST_TRIES)",
+    to = "    } else if (job->way == WRITE && res < 0 && res != -EINTR) p->left = 0;\n"
+      .. "    else if (!idle_try || p->tries > MOST_TRIES)" },
+  { name = "random numbers that are not restored", file = "lua/ps/checkpoints/restore.lua",
+    from = "random_state.set(own_rng(opened, group))", to = "own_rng(opened, group)" },
+  { name = "a schedule that is not restored", file = "lua/ps/checkpoints/restore.lua",
+    from = "if with.sched then with.sched:load_state_dict(state.sched) end", to = "" },
+  { name = "exit status 0 after an error", file = "src/main.c",
+    from = "return status || p.status ? EXIT_FAILURE : EXIT_SUCCESS;",
+    to = "return status ? EXIT_FAILURE : EXIT_SUCCESS;" },
+  { name = "older checkpoints that are not removed", file = "lua/ps/checkpoints/folder.lua",
+    from = "goes = kept > keep", to = "goes = kept < 0 and kept > keep" },
+  { name = "a leftover of a save that is not removed", file = "lua/ps/checkpoints/folder.lua",
+    from = 'return name:match("^step%-%d+%.tmp%-") or', to = "return" },
+  { name = "a damaged checkpoint that is replaced by the oldest", file = "lua/ps/checkpoints/restore.lua",
+    from = "    local opened, why = open(name, group",
+    to = "    if i > 1 then name = names[#names] end\n    local opened, why = open(name, group" },
   { name = "`latest` is written before its checkpoint has its name", file = "lua/ps/checkpoints/init.lua",
     from = [[
     if native.check(native.C.ps_file_swap_folder(job.temp, job.final)) == 1 then folder.remove(job.temp) end

@@ -147,6 +147,14 @@ void lost_sync(int fd)
 }
 
 /* -- names -------------------------------------------------------------------------------------------------------- */
+/* Copies a path to `out` [PATH_MAX], without slashes at its end. */
+static void copy_path(char *out, const char *path)
+{
+    int n = snprintf(out, PATH_MAX, "%s", path);
+    if (n >= PATH_MAX) n = PATH_MAX - 1;
+    while (n > 1 && out[n - 1] == '/') out[--n] = 0;
+}
+
 /* (locked) Appends a record of a change of names in the folder that contains `path`. */
 static change *append(int kind, const char *path, const char *to)
 {
@@ -159,9 +167,9 @@ static change *append(int kind, const char *path, const char *to)
     change *c = &changes[n_changes++];
     memset(c, 0, sizeof *c);
     c->kind = kind;
-    snprintf(c->path, sizeof c->path, "%s", path);
-    snprintf(c->to, sizeof c->to, "%s", to ? to : "");
-    snprintf(c->folder, sizeof c->folder, "%s", to ? to : path);
+    copy_path(c->path, path);
+    copy_path(c->to, to ? to : "");
+    copy_path(c->folder, to ? to : path);
     char *slash = strrchr(c->folder, '/');
     if (slash) *slash = 0;
     return c;
