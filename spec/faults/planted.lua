@@ -34,9 +34,6 @@ local f = assert(io.open(folder .. INDEX, "wb"))
     from = "goes = kept > keep", to = "goes = kept < 0 and kept > keep" },
   { name = "a leftover of a save that is not removed", file = "lua/ps/checkpoints/folder.lua",
     from = 'return name:match("^step%-%d+%.tmp%-") or', to = "return" },
-  { name = "a damaged checkpoint that is replaced by the oldest", file = "lua/ps/checkpoints/restore.lua",
-    from = "    local opened, why = open(name, group",
-    to = "    if i > 1 then name = names[#names] end\n    local opened, why = open(name, group" },
   { name = "`latest` is written before its checkpoint has its name", file = "lua/ps/checkpoints/init.lua",
     from = [[
     if native.check(native.C.ps_file_swap_folder(job.temp, job.final)) == 1 then folder.remove(job.temp) end

@@ -101,16 +101,15 @@ local function most_calls(door, where)
   return files + chunks + waits + (many and CALLS.send + CALLS.recv or 0)
 end
 
--- Returns the classes of files on which a life calls one of `doors` and that match `pattern`. The weight of the disk
--- tier's files is multiplied by `tier`.
-local function classes_of(calls, doors, pattern, tier)
+-- Returns the classes of files on which a life calls one of `doors` and that match `pattern`.
+local function classes_of(calls, doors, pattern)
   local list, sum = {}, 0
   for _, name in ipairs(NAMES) do
     local door, class = name:match "^(%l+)/(%l+)$"
     local n = calls[name] or 0
     if class == "chunk" then n = rounded(n) end
     if n > 0 and doors[door] and (not pattern or class:find(pattern)) then
-      sum = sum + WEIGHTS[name] * (class == "chunk" and tier or 1)
+      sum = sum + WEIGHTS[name]
       list[#list + 1] = { name = name, n = n, upto = sum }
     end
   end
@@ -131,6 +130,11 @@ local function set(list)
   return all
 end
 
+local function contains(list, name)
+  for _, other in ipairs(list) do if other == name then return true end end
+  return false
+end
+
 local FILE_DOORS = set { "open", "read", "write", "sync", "rename", "space", "remove", "mkdir", "map" }
 
 local function text_of(door, nth, count, action)
@@ -140,13 +144,13 @@ end
 -- Returns an event of PS_FAULT_PLAN at a call that the life makes, or nil if it makes none. `where` is { r, job, rank,
 -- calls (of the rank) } and `doors` is a list of names. A door of files stands for its classes, with their weights.
 -- Other doors have weight 4.
-local function at(where, doors, action, count, pattern, tier)
+local function at(where, doors, action, count, pattern)
   local r, others, files = where.r, {}, {}
   for _, door in ipairs(doors) do
     if FILE_DOORS[door] then files[door] = true
     elseif where.job.ranks > 1 or not (door == "send" or door == "recv") then others[#others + 1] = door end
   end
-  local list, sum = classes_of(where.calls, files, pattern, tier)
+  local list, sum = classes_of(where.calls, files, pattern)
   for _, door in ipairs(others) do
     local n = most_calls(door, where)
     if n > 0 then
@@ -168,9 +172,6 @@ local function at_one(where, doors, action, count)
   return at(where, { where.r.pick(doors) }, action, count) or at(where, doors, action, count)
 end
 
--- Factor of the weight of the disk tier's files for errors of files, so that about half of them occur there. All other
--- classes of files are those of checkpoints.
-local TIER = 4
 local FILE = { "read", "write", "sync", "rename", "open", "space", "mkdir", "remove", "map" }
 -- Where a process ends: at a call of a file, or at any. Power is lost more often at an fsync or a rename, and also
 -- after the process has ended. Then everything that the process reported must be true.
@@ -244,14 +245,13 @@ local KINDS = {
     return at(w, { "any" }, "signal:" .. w.r.pick { 17, 23, 28 })
   end },
   { "eio", weight = 2, make = function(w)
-    return at(w, FILE, "EIO:" .. w.r.int(1, 1e6), w.r.pick { 1, 1, 2, 1000000 }, nil, TIER)
+    return at(w, FILE, "EIO:" .. w.r.int(1, 1e6), w.r.pick { 1, 1, 2, 1000000 })
   end, unreadable = true, causes = { WORDS.EIO } },
   { "failed_sync", weight = 2, make = function(w)
     return at(w, { "sync" }, "EIO:" .. w.r.int(1, 1e6), w.r.pick { 1, 1, 2, 1000000 })
   end, causes = { WORDS.EIO } },
   { "full", make = function(w)
-    return at(w, { "write", "space", "open", "mkdir" }, w.r.pick { "ENOSPC", "EDQUOT" }, w.r.pick { 1, 1, 5, 1000000 },
-      nil, TIER)
+    return at(w, { "write", "space", "open", "mkdir" }, w.r.pick { "ENOSPC", "EDQUOT" }, w.r.pick { 1, 1, 5, 1000000 })
   end, causes = { WORDS.ENOSPC, WORDS.EDQUOT } },
   { "refused", make = function(w)
     return at_one(w, { "open", "open", "mkdir", "rename" }, w.r.pick { "EMFILE", "EACCES", "EROFS" },
@@ -348,6 +348,17 @@ end
 -- -- the faults -------------------------------------------------------------------------------------------------------
 local ON = 0.6                                             -- fraction of the kinds that a seed enables (swarm testing)
 
+local TIER_FAILS = 0.4                                     -- of seeds with a disk tier and this kind
+
+-- Returns an error of the disk tier and its kind. The kinds' own events seldom occur there, since most classes of files
+-- are those of checkpoints.
+local function tier_error(where)
+  local r = where.r
+  local kind, count = r.pick { "eio", "full" }, r.pick { 1, 1, 2, 1000000 }
+  if kind == "eio" then return kind, at(where, { "read", "write" }, "EIO:" .. r.int(1, 1e6), count, "^chunk$") end
+  return kind, at(where, { "write" }, r.pick { "ENOSPC", "EDQUOT" }, count, "^chunk$")
+end
+
 --- Draws the plan of a seed.
 ---@param seed integer
 ---@param job table of draw.job
@@ -385,6 +396,14 @@ function draw.plan(seed, job, profile)
       if add(life, r.pick(on)) then left = left - 1 end
       tries = tries + 1
     end
+  end
+  -- A generator of its own, so that the events above do not depend on this one.
+  local own = random(("tier %d"):format(seed))
+  local life, rank = own.int(1, plan.lives), own.int(0, job.ranks - 1)
+  local kind, event = tier_error { r = own, job = job, calls = profile[life > 1 and "saved" or plan.begins][rank] }
+  if event and own.chance(TIER_FAILS) and not contains(plan.off, kind) then
+    event.kind, event.life, event.rank = kind, life, rank
+    plan.events[#plan.events + 1] = event
   end
   return plan
 end
