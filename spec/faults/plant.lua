@@ -1,6 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Plants each defect of planted.lua in a copy of the source, builds psluajit_faults there, and runs seeds of
--- tools/faults.lua until one is WRONG. Prints a line per defect: the number of seeds that it took, and what was wrong.
+-- tools/faults.lua until one is WRONG. Prints a line per defect: the seed that was WRONG, the number of seeds that ran,
+-- and what was wrong.
 --   psluajit spec/faults/plant.lua [--seeds 1:400] [--jobs 2] [--patience 1] [--only WORD] [--folder DIR]
 -- The copy stays in --folder, so that the next run builds little. The exit status is 1 if a defect was not found.
 local argparse = require "argparse"
@@ -89,12 +90,12 @@ for _, row in ipairs(defects) do
     local out, code = shell("cd '%s' && build/psluajit tools/faults.lua --seeds %s --jobs %d --patience %g --stop-at 1",
       folder, options.seeds, options.jobs, options.patience)
     remove()
-    local seeds, why = 0, nil
+    local seeds, first, why = 0, nil, nil
     for line in out:gmatch "[^\n]+" do
       if line:match "^%d+  " then seeds = seeds + 1 end
-      why = why or line:match "^%d+  .*(%d+ happened  WRONG: .*)$"
+      if not why then first, why = line:match "^(%d+)  .*%d+ happened  WRONG: (.*)$" end
     end
-    if code == 1 and why then print(("%3d seeds: %s: %s"):format(seeds, row.name, why:match "WRONG: (.*)"))
+    if code == 1 and why then print(("seed %3s, %3d seeds: %s: %s"):format(first, seeds, row.name, why))
     else
       missed = missed + 1
       print(("missed by %d seeds: %s%s"):format(seeds, row.name, code > 1 and "\n" .. out or ""))

@@ -113,6 +113,19 @@ describe("faults by seeds", function()
     assert.truthy(text:find("faults: cannot make a folder in /proc/nowhere (TMPDIR)", 1, true), text)
   end)
 
+  it("run in any folder for temporary files, and leave nothing there", function()
+    if missing then return pending(missing) end
+    local folder = lib.folder()
+    assert(lfs.mkdir(folder .. "/it's"))
+    local p = assert(io.popen(("cd '%s' && TMPDIR=\"it's\" '%s' '%s/tools/faults.lua' --seeds 2:2 --patience 2 2>&1")
+      :format(folder, paths.exe, paths.root)))
+    local text = p:read "*a"
+    p:close()
+    assert.truthy(text:find(", 0 WRONG;", 1, true), text)
+    for name in lfs.dir(folder .. "/it's") do assert.truthy(name == "." or name == "..", name) end
+    lib.remove(folder)
+  end)
+
   it("are written and read again without events", function()
     if missing then return pending(missing) end
     local plan = lib.folder()

@@ -293,12 +293,16 @@ function run.calls(folder)
   return all
 end
 
--- Runs a command. os.execute would ignore Ctrl-C until the command ends.
-local function shell(text, ...) io.popen(text:format(...)):close() end
+-- Runs a command, in which %s stands for the paths. os.execute would ignore Ctrl-C until the command ends.
+local function shell(text, ...)
+  local words = { ... }
+  for i, word in ipairs(words) do words[i] = "'" .. word:gsub("'", "'\\''") .. "'" end
+  io.popen(text:format(unpack(words))):close()
+end
 
 --- Removes a folder and everything in it.
 ---@param path string
-function run.remove(path) shell("rm -rf '%s'", path) end
+function run.remove(path) shell("rm -rf %s", path) end
 
 --- Creates the folder of a job and its settings. The logs are next to the folder, so that faults do not affect them.
 ---@param spec table
@@ -316,11 +320,11 @@ function run.settings(spec) write(spec.folder .. ".json", json.encode(spec.job))
 ---@param from string the first job's folder
 ---@param to string the other's
 function run.copy(from, to)
-  if lfs.attributes(from .. "/run", "mode") then shell("cp -a '%s/run' '%s/run'", from, to) end
+  if lfs.attributes(from .. "/run", "mode") then shell("cp -a %s/run %s/run", from, to) end
 end
 
 ---@param folder string
-function run.clean(folder) shell("rm -rf '%s' '%s'.*", folder, folder) end
+function run.clean(folder) shell("rm -rf %s %s.*", folder, folder) end
 
 --- Returns the names in a folder, without . and ..
 ---@param path string

@@ -4,6 +4,7 @@
 local json = require "cjson"
 local stdlib = require "posix.stdlib"
 local copied = require "ps.core.copied"
+local resolved = require "ps.core.resolved"
 local paths = require "ps.paths"
 local draw = require "tools.faults.draw"
 local judge = require "tools.faults.judge"
@@ -35,7 +36,7 @@ Trials.__index = Trials
 ---@return ps.faults.Trials?
 ---@return string? why the folder or its text cannot be written
 function trial.new(exe, patience)
-  local above = os.getenv "TMPDIR" or "/tmp"
+  local above = resolved(os.getenv "TMPDIR" or "/tmp")     -- faults.h compares absolute paths
   local root, why = stdlib.mkdtemp(above .. "/psluajit-faults-XXXXXX")
   if not root then return nil, ("cannot make a folder in %s (TMPDIR): %s"):format(above, why) end
   local text, state = {}, 1
@@ -46,7 +47,7 @@ function trial.new(exe, patience)
   local ok, problem = pcall(run.write, root .. "/text", table.concat(text))
   if not ok then
     run.remove(root)
-    return nil, ("cannot write %d bytes to %s/text: %s"):format(TEXT_BYTES, root, problem)
+    return nil, ("cannot write %d bytes: %s"):format(TEXT_BYTES, problem)
   end
   local shm = {}
   for _, name in ipairs(run.names "/dev/shm") do shm[name] = true end
