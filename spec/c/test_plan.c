@@ -323,6 +323,21 @@ static void test_ahead(void)
     ps_plan_clear(&p);
 }
 
+/* A chunk larger than the read-ahead depth is fetched beside the others, at most one at a time. */
+static void test_large(void)
+{
+    ps_plan p;
+    clear(2, 5, 10, 2);
+    chunks[2].nbytes = chunks[4].nbytes = 30;
+    trace("a b c d e");
+    in.capacity[0] = 200;
+    in.ahead[0] = 20;
+    make(&p);
+    CHECK(move_is(&p, 0, 1, PS_MOVE_FETCH, 'b', 0, 1) && move_is(&p, 0, 2, PS_MOVE_FETCH, 'c', 0, 2) &&
+          move_is(&p, 0, 3, PS_MOVE_FETCH, 'd', 1, 3) && move_is(&p, 0, 4, PS_MOVE_FETCH, 'e', 3, 4));
+    ps_plan_clear(&p);
+}
+
 static void test_three_tiers(void)
 {
     ps_plan p;
@@ -615,6 +630,7 @@ int main(void)
 {
     test_known();
     test_ahead();
+    test_large();
     test_three_tiers();
     test_refused();
     test_extra();

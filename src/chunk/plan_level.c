@@ -3,9 +3,10 @@
  * events in the order in which they happen.
  *
  * Two cursors walk the stream. The take cursor allocates space for chunks, and the use cursor follows it. The space
- * taken between them is at most the read-ahead depth. A chunk with an event between the cursors is busy and stays.
- * Every other chunk here is a candidate for eviction, and its next event is after the take cursor. All state is that at
- * the take cursor. Therefore no prefix of the list of moves holds more than the tier's capacity. */
+ * taken between them is at most the read-ahead depth, and one chunk that is larger than this depth: otherwise each use
+ * of such a chunk would wait for the whole copy. A chunk with an event between the cursors is busy and stays. Every
+ * other chunk here is a candidate for eviction, and its next event is after the take cursor. All state is that at the
+ * take cursor. Therefore no prefix of the list of moves holds more than the tier's capacity. */
 #include <float.h>
 #include <string.h>
 #include "base/alloc.h"
@@ -47,7 +48,9 @@ typedef struct run {
     taking *takings;
     int32_t n_takings, oldest;
     int32_t take, use;            /* cursors: next event, next group */
-    int64_t used, leaving, waiting;   /* bytes of chunks here, of candidates, reserved for later uses */
+    int64_t used, leaving;        /* bytes of chunks here, of candidates */
+    int64_t waiting, large;       /* bytes reserved for later uses: of chunks up to the read-ahead depth, and larger */
+    int32_t large_over;           /* moment at which the use of the latest larger chunk ends */
     int32_t last_free;            /* 1 + index of the last move that frees memory, or 0 */
     double now;                   /* position of the use cursor */
 } run;
@@ -228,12 +231,16 @@ static int make_room(run *r, int64_t nbytes, int64_t limit, int32_t need, int32_
     return 1;
 }
 
+/* Returns the count to which a reservation for later uses is added. */
+static int64_t *waiting_of(run *r, int64_t nbytes) { return nbytes > r->l->ahead ? &r->large : &r->waiting; }
+
 /* Returns the first moment at which a fetch may reserve its memory. Before this moment, the fetches whose chunks are
- * not used yet would need more than `ahead` bytes. */
-static int32_t fetch_from(run *r, int64_t nbytes, int32_t moment)
+ * not used yet would need more than `ahead` bytes. A larger chunk waits for the use of the larger chunk before it.
+ * must: the chunk is used at `moment`. */
+static int32_t fetch_from(run *r, int64_t nbytes, int32_t moment, bool must)
 {
     int64_t total = (r->n_takings ? r->takings[r->n_takings - 1].until : 0) + nbytes;
-    if (nbytes > r->l->ahead) return moment;
+    if (nbytes > r->l->ahead) return must ? moment : r->large_over;
     if (total <= r->l->ahead) return 0;
     while (r->oldest < r->n_takings && r->takings[r->oldest].until < total - r->l->ahead) r->oldest++;
     int32_t over = r->oldest < r->n_takings ? r->takings[r->oldest].over : moment;
@@ -248,20 +255,23 @@ static int take_space(run *r, int32_t i, bool fetch, bool must)
     ps_level *l = r->l;
     track *t = &r->tracks[e->chunk];
     int32_t beyond = i < r->s->n ? 0 : l->n_moments, need = e->need + beyond;
-    if (!must && r->waiting + t->nbytes > l->ahead) return 0;
+    if (!must && (t->nbytes > l->ahead ? r->large > 0 : r->waiting + t->nbytes > l->ahead)) return 0;
     if (!must && l->capacity - r->used < t->nbytes && place_of(r, i) - r->now > REACH * (double)l->ahead) return 0;
     bool more = must && e->kind <= EV_WRITE && l->capacity - r->used + r->leaving < t->nbytes;
     int rc = make_room(r, t->nbytes, more ? limit_at(l, e->moment) : l->capacity, need, i);
     if (rc <= 0) return rc;
-    int32_t from = fetch_from(r, t->nbytes, e->moment + beyond);
+    int32_t from = fetch_from(r, t->nbytes, e->moment + beyond, must);
     if (r->used + t->nbytes > l->capacity) from = e->moment;         /* only this moment has the extra room */
     if (fetch) PS_TRY(emit(r, PS_MOVE_FETCH, e->chunk, from > t->below_from ? from : t->below_from, need, i));
     else if (l->n_moves > 0 && l->moves[l->n_moves - 1].need > need) l->moves[l->n_moves - 1].need = need;
     bool use = e->kind == EV_READ || e->kind == EV_WRITE;
     int64_t before = r->n_takings ? r->takings[r->n_takings - 1].until : 0;
-    r->takings[r->n_takings++] = (taking){ before + t->nbytes, e->moment + use + beyond };
+    int64_t counted = t->nbytes > l->ahead ? 0 : t->nbytes;
+    int32_t over = e->moment + use + beyond;
+    r->takings[r->n_takings++] = (taking){ before + counted, over };
+    if (counted == 0) r->large_over = over;
     r->took[i] = 1;
-    r->waiting += t->nbytes;
+    *waiting_of(r, t->nbytes) += t->nbytes;
     r->used += t->nbytes;
     if (r->used > l->peak) l->peak = r->used;
     l->at[e->chunk] |= AT_HERE;
@@ -398,7 +408,7 @@ static int pass_group(run *r, int32_t first, int32_t end)
         int32_t chunk = r->s->events[i].chunk;
         track *t = &r->tracks[chunk];
         uint8_t *at = &r->l->at[chunk];
-        if (r->took[i]) r->waiting -= t->nbytes;
+        if (r->took[i]) *waiting_of(r, t->nbytes) -= t->nbytes;
         if (t->group != r->use || t->slot >= 0 || !(*at & AT_HERE)) continue;
         if (*at & AT_ENDED) {
             /* Extra room must be free before the next moment. */
