@@ -5,6 +5,7 @@
  * comes back. */
 #include <dirent.h>
 #include <errno.h>
+#include <sys/resource.h>
 #include <unistd.h>
 #include "backend/backend.h"
 #include "check.h"
@@ -648,6 +649,46 @@ static void test_ended(void)
     for (int i = 0; i < 3; i++) ps_free(s[i]);
 }
 
+/* A slot is made of the memory of chunks of other sizes that left for it, so the system clears no pages again. */
+static void test_remade(void)
+{
+    enum { MIB = 1 << 20, N = 4, ROUNDS = 6 };
+    static const int64_t nbytes[N] = { 6 * MIB, 8 * MIB + 4096, 4 * MIB, 14 * MIB };   /* the last evicts two */
+    ps_chunks *cs;
+    ps_chunk_config c = with(CPU, policy_of("lru"), 0, 19 * MIB, 64 * MIB);
+    ps_storage *s[N];
+    void *p;
+    struct rusage before, after;
+    OK(ps_chunks_new(&under_way, DEVICES, devices, plain_mem, &c, folder, &cs));
+    for (int i = 0; i < N; i++) {
+        int32_t id;
+        OK(ps_chunk_new(cs, PS_KIND_PARAM, 0, i, PS_F32, nbytes[i], &id));
+        OK(ps_chunk_storage_new(cs, id, 0, nbytes[i], NULL, &s[i]));
+    }
+    for (int round = 0; round < ROUNDS; round++) {
+        if (round == 2) getrusage(RUSAGE_SELF, &before);
+        for (int i = 0; i < N; i++) {
+            ps_chunks_tick(cs);
+            if (!OK(ps_storage_pin(s[i], CPU, round ? PS_READ | PS_WRITE : PS_WRITE, &p))) continue;
+            bool same = true;
+            for (int64_t k = 0; k < nbytes[i]; k += 512) {
+                char *at = (char *)p + k;
+                same = same && (round == 0 || *at == (char)(i + round + k / 4096));
+                *at = (char)(i + round + 1 + k / 4096);
+            }
+            CHECK(same);
+            ps_storage_unpin(s[i], CPU);
+        }
+    }
+    getrusage(RUSAGE_SELF, &after);
+#if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
+    CHECK(after.ru_minflt - before.ru_minflt < 8 * (ROUNDS - 2));    /* 32 MiB are 16 huge pages, or 8,192 others */
+#endif
+    OK(ps_chunks_settle(cs));
+    ps_chunks_close(cs);
+    for (int i = 0; i < N; i++) ps_free(s[i]);
+}
+
 /* A plan is rejected if a tier cannot hold the other tensors, even if the plan moves no chunk there. */
 static void test_no_room_for_others(void)
 {
@@ -897,6 +938,7 @@ int main(void)
     test_leaves_without_a_plan("belady", 1);
     test_leaves_without_a_plan("plan", 1);
     test_ended();
+    test_remade();
     test_no_room_for_others();
     test_no_room_below();
     test_zeros_on_a_device();

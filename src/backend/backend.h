@@ -70,6 +70,11 @@ struct ps_backend {
      * memory until the pages are touched or committed again. */
     void (*region_discard)(ps_backend *be, void *p, size_t nbytes);
     size_t page_nbytes;               /* page size for these functions, a power of two; 0 means 4096 */
+    /* (optional) Moves memory between regions without a page fault or a copy: `nbytes` bytes from `from`, whose
+     * addresses are free afterwards, to `to`, which has no memory yet. All three are multiples of PS_MOVE_NBYTES.
+     * Returns the number of bytes that were moved, beginning with the first; fewer if the system refuses. PS_ENOMEM:
+     * `to` has lost addresses, and cannot be used or freed any more. */
+    int64_t (*region_move)(ps_backend *be, void *to, void *from, size_t nbytes);
     /* Returns the bytes that the system can still provide, INT64_MAX if unknown. A request for more is rejected,
      * before the system would kill the process. */
     int64_t (*bytes_available)(ps_backend *be);
@@ -144,10 +149,12 @@ int ps_backend_cuda_open(int local_rank, ps_backend **out);
 int ps_sim_configure(ps_backend *be, int64_t memory_nbytes, double h2d_bytes_per_s, double d2h_bytes_per_s,
                      double latency_s);
 
-/* host.c: regions of host memory, for ref, cpu and sim */
+/* host.c: regions of host memory, for ref, cpu and sim. A region of at least PS_MOVE_NBYTES begins at a multiple. */
+enum { PS_MOVE_NBYTES = 2 << 20 };
 int ps_host_region_new(ps_backend *be, size_t nbytes, void **out);
 void ps_host_region_free(ps_backend *be, void *p, size_t nbytes);
 void ps_host_region_discard(ps_backend *be, void *p, size_t nbytes);
+int64_t ps_host_region_move(ps_backend *be, void *to, void *from, size_t nbytes);
 int64_t ps_host_bytes_available(ps_backend *be);
 const char *ps_host_limited_by(void);   /* Returns a phrase for the limit that the system is nearest to, such as "of
                                          * its address space (ulimit -v)". */

@@ -2,6 +2,7 @@
  * Regions of host memory and the amount that is free, for all backends that use the machine's memory. Regions are
  * private anonymous mappings, whose address space costs nothing until it is touched. Large regions begin at a
  * huge page. */
+#define _GNU_SOURCE
 #include <errno.h>
 #include <fcntl.h>
 #include <limits.h>
@@ -15,7 +16,7 @@
 #include "base/alloc.h"
 #include "base/error.h"
 
-static const size_t huge = (size_t)2 << 20;
+static const size_t huge = PS_MOVE_NBYTES;
 
 static void (*region_goes)(void *p, size_t nbytes);     /* or NULL */
 
@@ -63,6 +64,24 @@ void ps_host_region_free(ps_backend *be, void *p, size_t nbytes)
 {
     if (region_goes) region_goes(p, mapped_bytes(nbytes));
     munmap(p, mapped_bytes(nbytes));
+}
+
+/* Moves one huge page at a time: mremap takes bytes of one mapping only, and a region to which memory was moved
+ * consists of several. The kernel checks the number of mappings before it changes anything. If it fails later, the
+ * addresses at `to` have lost their mapping. */
+int64_t ps_host_region_move(ps_backend *be, void *to, void *from, size_t nbytes)
+{
+    if (region_goes) region_goes(from, nbytes);
+    for (size_t at = 0; at < nbytes; at += huge) {
+        char *p = (char *)to + at;
+        if (mremap((char *)from + at, huge, huge, MREMAP_MAYMOVE | MREMAP_FIXED, p) == p) continue;
+        void *again = mmap(p, huge, PROT_READ | PROT_WRITE,
+                           MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED_NOREPLACE, -1, 0);
+        if (again != p && errno != EEXIST)
+            return ps_fail(PS_ENOMEM, "the system refuses addresses for memory that moves: %s", strerror(errno));
+        return (int64_t)at;
+    }
+    return (int64_t)nbytes;
 }
 
 /* -- how much is left ------------------------------------------------------------------------------------------- */

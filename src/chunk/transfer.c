@@ -122,6 +122,34 @@ static void *cache_take(tier *at, int64_t nbytes)
     return NULL;
 }
 
+/* Makes a region for a slot from memory that is kept for reuse, since the system would clear the pages of new memory,
+ * which can take longer than reading a chunk from the disk. Kept regions of another size lose their first bytes.
+ * lacking: bytes of kept memory that must go to make room for the slot. Sets *fresh to the region's bytes without
+ * memory. */
+static int region_remake(tier *at, int64_t nbytes, int64_t lacking, void **out, int64_t *fresh)
+{
+    PS_TRY(at->be->region_new(at->be, (size_t)nbytes, out));
+    int64_t done = 0, most = nbytes / PS_MOVE_NBYTES * PS_MOVE_NBYTES;
+    while (done < most && done < lacking && at->n_cache > 0) {
+        cached *last = &at->cache[at->n_cache - 1];
+        int64_t n = last->nbytes / PS_MOVE_NBYTES * PS_MOVE_NBYTES;
+        if (n > most - done) n = most - done;
+        int64_t moved = at->be->region_move(at->be, (char *)*out + done, last->p, (size_t)n);
+        if (moved < 0) return (int)moved;
+        done += moved;
+        last->p = (char *)last->p + moved;
+        last->nbytes -= moved;
+        at->cached_nbytes -= moved;
+        if (moved < n) break;                                    /* the system refuses */
+        if (last->nbytes >= PS_MOVE_NBYTES) continue;
+        if (last->nbytes > 0) region_free(at, last->p, last->nbytes);
+        at->cached_nbytes -= last->nbytes;
+        at->n_cache--;
+    }
+    *fresh = nbytes - done;
+    return 0;
+}
+
 static void cache_put(tier *at, void *p, int64_t nbytes)
 {
     if (!ps_try_grow(at->cache, at->cache_capacity, at->n_cache + 1)) {
@@ -203,12 +231,17 @@ int slot_take(ps_chunks *cs, chunk *c, int t)
     if (tier_room(cs, t) < c->nbytes && !trim(cs, t, c->nbytes)) return 1;
     void *p = cache_take(at, c->nbytes);
     if (!p) {
+        int64_t fresh = c->nbytes, lacking = c->nbytes - (tier_room(cs, t) - at->cached_nbytes);
+        if (at->be->region_move && lacking > 0) PS_TRY(region_remake(at, c->nbytes, lacking, &p, &fresh));
         cache_clear(cs, t, c->nbytes);
-        if (!system_has(at, c->nbytes)) {
+        if (!system_has(at, fresh)) {
             cache_clear(cs, t, INT64_MAX);
-            if (!system_has(at, c->nbytes)) return 1;
+            if (!system_has(at, fresh)) {
+                if (p) region_free(at, p, c->nbytes);
+                return 1;
+            }
         }
-        PS_TRY(at->be->region_new(at->be, (size_t)c->nbytes, &p));
+        if (!p) PS_TRY(at->be->region_new(at->be, (size_t)c->nbytes, &p));
     }
     c->slot[t] = p;
     c->arrived = ++cs->clock;

@@ -205,6 +205,7 @@ int ps_backend_cpu_open(ps_backend *ref, ps_backend **out)
     be->region_new = ps_host_region_new;
     be->region_free = ps_host_region_free;
     be->region_discard = ps_host_region_discard;
+    be->region_move = ps_host_region_move;
     be->bytes_available = ps_host_bytes_available;
     be->copy_in = be->copy_out = ps_cpu_copy;
     be->load = ps_cpu_load;

@@ -119,6 +119,7 @@ int ps_backend_ref_open(ps_backend **out)
     be->region_new = ps_host_region_new;
     be->region_free = ps_host_region_free;
     be->region_discard = ps_host_region_discard;
+    be->region_move = ps_host_region_move;
     be->bytes_available = ps_host_bytes_available;
     be->close = close_ref;
 #define REF_FILL_1(name)
