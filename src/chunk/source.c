@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Sources (source.h): the thread that reads parts of the user's files into chunks, and the chunks that have sources. */
+ * Sources (source.h): the threads that read parts of the user's files into chunks, and the chunks that have sources. */
 #define _GNU_SOURCE
 #include <errno.h>
 #include <string.h>
@@ -13,27 +13,39 @@
 #include "chunk/impl.h"
 #include "mem/mem.h"
 
-enum { BLOCK = 4 << 20 };       /* number of bytes that are read or copied at once */
+enum { BLOCK = 1 << 20 };       /* number of bytes that are read or copied at once; a block fits in a core's cache */
+enum { THREADS = 2 };           /* one copies a block while the other one waits for the disk */
 
 struct ps_source_job {
     const source_part *parts;
     int32_t n;
     char *dst;
     int64_t nbytes;
+    int32_t part, reading;      /* (lock) first part that is not wholly taken; number of threads that read */
+    int64_t at;                 /* (lock) bytes of that part that are taken */
     bool done;                  /* (lock) */
     ps_source_job *next;
 };
 
+/* Bytes that one thread reads: `nbytes` bytes of a part from `at`. */
+typedef struct piece { const source_part *part; int64_t at, nbytes; } piece;
+
+typedef struct reader {
+    struct ps_source *source;
+    pthread_t thread;
+    char *room, *staging;       /* [BLOCK] for reads past the page cache, in `room`; NULL if there is no memory */
+} reader;
+
 struct ps_source {
     pthread_mutex_t lock;
     pthread_cond_t work, ended;
-    pthread_t thread;
     bool stop;                  /* (lock) */
-    ps_source_job *first, *last;        /* (lock) queue of jobs that have not begun */
-    char *room, *staging;       /* [BLOCK] for reads past the page cache, in `room`; NULL if there is no memory */
+    ps_source_job *first, *last;        /* (lock) queue of jobs with parts that no thread has taken */
+    int n_readers;
+    reader readers[THREADS];
 };
 
-/* -- the thread --------------------------------------------------------------------------------------------------- */
+/* -- the threads --------------------------------------------------------------------------------------------------- */
 /* Advises the system about all pages that contain these n bytes. A loan maps whole pages of its own, so no other
  * bytes are affected. */
 static void advise(const char *bytes, int64_t n, int advice)
@@ -47,22 +59,23 @@ static void advise(const char *bytes, int64_t n, int advice)
 #define MADV_PAGEOUT 21         /* since Linux 5.4; older systems return an error */
 #endif
 
-/* Reads bytes of a file past the page cache. A tensor of a safetensors file begins at any offset, so the aligned range
- * around a block is read into `staging`, and the block is copied. Returns the number of bytes that were read, which is
- * less than nbytes if a read failed. */
-static int64_t read_direct(const source_part *p, char *dst, char *staging)
+/* Reads a piece past the page cache. A tensor of a safetensors file begins at any offset, so the aligned range around a
+ * block is read into `staging`, and the block is copied. Returns the number of bytes that were read, which is less than
+ * the piece has if a read failed. */
+static int64_t read_direct(const piece *x, char *dst, char *staging)
 {
-    for (int64_t at = 0, n; at < p->nbytes; at += n) {
-        int64_t from = (p->offset + at) / PS_DIRECT_ALIGN * PS_DIRECT_ALIGN;
-        int64_t skip = p->offset + at - from, rest = p->nbytes - at;
+    const source_part *p = x->part;
+    for (int64_t done = 0, n; done < x->nbytes; done += n) {
+        int64_t at = p->offset + x->at + done, from = at / PS_DIRECT_ALIGN * PS_DIRECT_ALIGN;
+        int64_t skip = at - from, rest = x->nbytes - done;
         int64_t want = (skip + rest + PS_DIRECT_ALIGN - 1) / PS_DIRECT_ALIGN * PS_DIRECT_ALIGN;
         ssize_t got;
         do got = pread(p->fd, staging, (size_t)(want < BLOCK ? want : BLOCK), from); while (got < 0 && errno == EINTR);
-        if (got <= skip) return at;
+        if (got <= skip) return done;
         n = got - skip < rest ? got - skip : rest;
-        memcpy(dst + at, staging + skip, (size_t)n);
+        memcpy(dst + done, staging + skip, (size_t)n);
     }
-    return p->nbytes;
+    return x->nbytes;
 }
 
 /* Copies bytes of a mapped file, and removes their pages from the process at once, so that they do not count as its
@@ -83,20 +96,37 @@ void source_copy(char *dst, const char *src, int64_t nbytes)
     advise(src, nbytes, MADV_DONTNEED);
 }
 
-/* Bytes that cannot be read past the page cache are copied from the mapped pages, which report truncated files. */
-static void read_part(const source_part *p, char *dst, char *staging)
+/* Reads a piece to `dst`. Bytes that cannot be read past the page cache are copied from the mapped pages, which report
+ * truncated files. */
+static void read_piece(const piece *x, char *dst, char *staging)
 {
-    int64_t n = p->fd >= 0 && staging ? read_direct(p, dst, staging) : 0;
-    if (n < p->nbytes) source_copy(dst + n, (const char *)p->loan.bytes + n, p->nbytes - n);
+    int64_t n = x->part->fd >= 0 && staging ? read_direct(x, dst, staging) : 0;
+    if (n < x->nbytes) source_copy(dst + n, (const char *)x->part->loan.bytes + x->at + n, x->nbytes - n);
 }
 
-static void run(const ps_source *s, const ps_source_job *job)
+/* Takes the next piece of a job: a block that is read past the page cache, whose end is aligned, or a whole part. */
+static piece take_piece(ps_source_job *job, bool direct)
+{
+    const source_part *p = &job->parts[job->part];
+    piece x = { p, job->at, p->nbytes - job->at };
+    int64_t block = BLOCK - (p->offset + job->at) % PS_DIRECT_ALIGN;
+    if (direct && p->fd >= 0 && x.nbytes > block) {
+        x.nbytes = block;
+        job->at += block;
+    } else {
+        job->part++;
+        job->at = 0;
+    }
+    return x;
+}
+
+/* Zeroes the bytes before, between and after the parts. */
+static void clear_gaps(const ps_source_job *job)
 {
     int64_t at = 0;
     for (int32_t i = 0; i < job->n; i++) {
         const source_part *p = &job->parts[i];
         memset(job->dst + at, 0, (size_t)(p->at - at));
-        read_part(p, job->dst + p->at, s->staging);
         at = p->at + p->nbytes;
     }
     memset(job->dst + at, 0, (size_t)(job->nbytes - at));
@@ -104,22 +134,41 @@ static void run(const ps_source *s, const ps_source_job *job)
 
 static void *source_thread(void *arg)
 {
-    ps_source *s = arg;
+    reader *self = arg;
+    ps_source *s = self->source;
     pthread_setname_np(pthread_self(), "ps-source");
     pthread_mutex_lock(&s->lock);
     for (;;) {
         while (!s->first && !s->stop) pthread_cond_wait(&s->work, &s->lock);
         ps_source_job *job = s->first;
         if (!job) break;
-        s->first = job->next;
+        bool begins = job->part == 0 && job->at == 0;
+        piece x = { NULL, 0, 0 };
+        if (job->n > 0) x = take_piece(job, self->staging != NULL);
+        if (job->part == job->n) s->first = job->next;
+        job->reading++;
         pthread_mutex_unlock(&s->lock);
-        run(s, job);
+        if (begins) clear_gaps(job);
+        if (x.part) read_piece(&x, job->dst + x.part->at + x.at, self->staging);
         pthread_mutex_lock(&s->lock);
+        if (--job->reading > 0 || job->part < job->n) continue;
         job->done = true;
         pthread_cond_broadcast(&s->ended);
     }
     pthread_mutex_unlock(&s->lock);
     return NULL;
+}
+
+/* Starts a thread. Returns 0 or an error number. */
+static int reader_start(ps_source *s)
+{
+    reader *r = &s->readers[s->n_readers];
+    *r = (reader){ .source = s, .room = ps_alloc(BLOCK + PS_DIRECT_ALIGN) };
+    if (r->room) r->staging = r->room + (PS_DIRECT_ALIGN - (uintptr_t)r->room % PS_DIRECT_ALIGN);
+    int rc = ps_thread_start(&r->thread, source_thread, r);
+    if (rc) ps_free(r->room);
+    else s->n_readers++;
+    return rc;
 }
 
 int ps_source_open(ps_source **out)
@@ -129,11 +178,9 @@ int ps_source_open(ps_source **out)
     pthread_mutex_init(&s->lock, NULL);
     pthread_cond_init(&s->work, NULL);
     pthread_cond_init(&s->ended, NULL);
-    s->room = ps_alloc(BLOCK + PS_DIRECT_ALIGN);
-    if (s->room) s->staging = s->room + (PS_DIRECT_ALIGN - (uintptr_t)s->room % PS_DIRECT_ALIGN);
-    int rc = ps_thread_start(&s->thread, source_thread, s);
-    if (rc) {
-        ps_free(s->room);
+    int rc = 0;
+    for (int i = 0; i < THREADS && rc == 0; i++) rc = reader_start(s);
+    if (s->n_readers == 0) {
         pthread_cond_destroy(&s->ended);
         pthread_cond_destroy(&s->work);
         pthread_mutex_destroy(&s->lock);
@@ -151,8 +198,10 @@ void ps_source_close(ps_source *s)
     s->stop = true;
     pthread_cond_broadcast(&s->work);
     pthread_mutex_unlock(&s->lock);
-    pthread_join(s->thread, NULL);
-    ps_free(s->room);
+    for (int i = 0; i < s->n_readers; i++) {
+        pthread_join(s->readers[i].thread, NULL);
+        ps_free(s->readers[i].room);
+    }
     pthread_cond_destroy(&s->ended);
     pthread_cond_destroy(&s->work);
     pthread_mutex_destroy(&s->lock);
@@ -169,7 +218,7 @@ int ps_source_read(ps_source *s, const source_part *parts, int32_t n, void *dst,
     if (s->first) s->last->next = job;
     else s->first = job;
     s->last = job;
-    pthread_cond_signal(&s->work);
+    pthread_cond_broadcast(&s->work);
     pthread_mutex_unlock(&s->lock);
     *out = job;
     return 0;

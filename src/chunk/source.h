@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * Sources: chunks whose contents are in a mapped file of the user, such as frozen weights in a safetensors file.
  * Such a chunk counts as being on the disk tier, but has no extent there. It is read from its source and never
- * written. The first write to the chunk ends the source. One thread reads sources: past the page cache if the file
+ * written. The first write to the chunk ends the source. Two threads read sources: past the page cache if the file
  * system allows it, and otherwise from the mapped pages. */
 #ifndef PS_SOURCE_H
 #define PS_SOURCE_H
@@ -17,7 +17,7 @@ typedef struct source_part {
     int64_t offset;                           /* of the bytes in that file */
 } source_part;
 
-typedef struct ps_source ps_source;           /* the thread */
+typedef struct ps_source ps_source;           /* the threads and their jobs */
 typedef struct ps_source_job ps_source_job;
 
 int ps_source_open(ps_source **out);
