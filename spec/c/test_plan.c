@@ -323,7 +323,7 @@ static void test_ahead(void)
     ps_plan_clear(&p);
 }
 
-/* A chunk larger than the read-ahead depth is fetched beside the others, at most one at a time. */
+/* A chunk larger than the read-ahead depth is fetched early, too, after the use of the larger chunk before it. */
 static void test_large(void)
 {
     ps_plan p;

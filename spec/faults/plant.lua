@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Plants each defect of planted.lua in a copy of the source, builds psluajit_faults there, and runs seeds of
 -- tools/faults.lua until one is WRONG. Prints a line per defect: the seed that was WRONG, the number of seeds that ran,
--- and what was wrong.
+-- and the reason of the seed's WRONG.
 --   psluajit spec/faults/plant.lua [--seeds 1:400] [--jobs 2] [--patience 1] [--only WORD] [--folder DIR]
 -- The copy stays in --folder, so that the next run builds little. The exit status is 1 if a defect was not found.
 local argparse = require "argparse"

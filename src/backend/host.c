@@ -67,8 +67,8 @@ void ps_host_region_free(ps_backend *be, void *p, size_t nbytes)
 }
 
 /* Moves one huge page at a time: mremap takes bytes of one mapping only, and a region to which memory was moved
- * consists of several. The kernel checks the number of mappings before it changes anything. If it fails later, the
- * addresses at `to` have lost their mapping. */
+ * consists of several. The kernel checks its limit on mappings first, and then changes nothing. If it fails
+ * later, the addresses at `to` have lost their mapping, so they are mapped again. */
 int64_t ps_host_region_move(ps_backend *be, void *to, void *from, size_t nbytes)
 {
     if (region_goes) region_goes(from, nbytes);

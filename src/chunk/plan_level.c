@@ -34,8 +34,8 @@ typedef struct track {
     int32_t class;
 } track;
 
-/* A reservation of memory for a chunk. until: bytes of this and all earlier reservations. over: moment at which its
- * use ends. */
+/* A reservation of memory for a chunk. until: bytes of this and all earlier reservations of chunks up to the read-ahead
+ * depth. over: moment at which its use ends. */
 typedef struct taking { int64_t until; int32_t over; } taking;
 
 typedef struct run {
@@ -231,8 +231,10 @@ static int make_room(run *r, int64_t nbytes, int64_t limit, int32_t need, int32_
     return 1;
 }
 
+static bool is_large(const run *r, int64_t nbytes) { return nbytes > r->l->ahead; }
+
 /* Returns the count to which a reservation for later uses is added. */
-static int64_t *waiting_of(run *r, int64_t nbytes) { return nbytes > r->l->ahead ? &r->large : &r->waiting; }
+static int64_t *waiting_of(run *r, int64_t nbytes) { return is_large(r, nbytes) ? &r->large : &r->waiting; }
 
 /* Returns the first moment at which a fetch may reserve its memory. Before this moment, the fetches whose chunks are
  * not used yet would need more than `ahead` bytes. A larger chunk waits for the use of the larger chunk before it.
@@ -240,7 +242,7 @@ static int64_t *waiting_of(run *r, int64_t nbytes) { return nbytes > r->l->ahead
 static int32_t fetch_from(run *r, int64_t nbytes, int32_t moment, bool must)
 {
     int64_t total = (r->n_takings ? r->takings[r->n_takings - 1].until : 0) + nbytes;
-    if (nbytes > r->l->ahead) return must ? moment : r->large_over;
+    if (is_large(r, nbytes)) return must ? moment : r->large_over;
     if (total <= r->l->ahead) return 0;
     while (r->oldest < r->n_takings && r->takings[r->oldest].until < total - r->l->ahead) r->oldest++;
     int32_t over = r->oldest < r->n_takings ? r->takings[r->oldest].over : moment;
@@ -255,7 +257,8 @@ static int take_space(run *r, int32_t i, bool fetch, bool must)
     ps_level *l = r->l;
     track *t = &r->tracks[e->chunk];
     int32_t beyond = i < r->s->n ? 0 : l->n_moments, need = e->need + beyond;
-    if (!must && (t->nbytes > l->ahead ? r->large > 0 : r->waiting + t->nbytes > l->ahead)) return 0;
+    bool large = is_large(r, t->nbytes);
+    if (!must && (large ? r->large > 0 : r->waiting + t->nbytes > l->ahead)) return 0;
     if (!must && l->capacity - r->used < t->nbytes && place_of(r, i) - r->now > REACH * (double)l->ahead) return 0;
     bool more = must && e->kind <= EV_WRITE && l->capacity - r->used + r->leaving < t->nbytes;
     int rc = make_room(r, t->nbytes, more ? limit_at(l, e->moment) : l->capacity, need, i);
@@ -266,10 +269,9 @@ static int take_space(run *r, int32_t i, bool fetch, bool must)
     else if (l->n_moves > 0 && l->moves[l->n_moves - 1].need > need) l->moves[l->n_moves - 1].need = need;
     bool use = e->kind == EV_READ || e->kind == EV_WRITE;
     int64_t before = r->n_takings ? r->takings[r->n_takings - 1].until : 0;
-    int64_t counted = t->nbytes > l->ahead ? 0 : t->nbytes;
     int32_t over = e->moment + use + beyond;
-    r->takings[r->n_takings++] = (taking){ before + counted, over };
-    if (counted == 0) r->large_over = over;
+    r->takings[r->n_takings++] = (taking){ large ? before : before + t->nbytes, over };
+    if (large) r->large_over = over;
     r->took[i] = 1;
     *waiting_of(r, t->nbytes) += t->nbytes;
     r->used += t->nbytes;

@@ -348,7 +348,7 @@ end
 -- -- the faults -------------------------------------------------------------------------------------------------------
 local ON = 0.6                                             -- fraction of the kinds that a seed enables (swarm testing)
 
-local TIER_FAILS = 0.4                                     -- of seeds with a disk tier and this kind
+local TIER_FAILS = 0.4        -- fraction of the seeds that enable this kind, if their job has a disk tier
 
 -- Returns an error of the disk tier and its kind. The kinds' own events seldom occur there, since most classes of files
 -- are those of checkpoints.

@@ -289,8 +289,9 @@ function judge.left(spec, state, shm)
   end
   local kept = 0
   for _, name in ipairs(run.names(spec.folder .. "/run")) do
-    kept = kept + (name:match "^step%-%d+$" and 1 or name:match "^step%-%d+%.safetensors$" and 1 or 0)
-    local known = name == "latest" or name:match "^step%-%d+$" or name:match "^step%-%d+%.safetensors$"
+    local checkpoint = name:match "^step%-%d+$" or name:match "^step%-%d+%.safetensors$"
+    local known = name == "latest" or checkpoint
+    if checkpoint then kept = kept + 1 end
     local killed = state.saves == 0 and (name:match "^step%-%d+%.tmp%-" or name:match "^step%-%d+%.safetensors%.tmp%-"
       or name:match "^latest%.tmp%-")
     if not known and not killed then

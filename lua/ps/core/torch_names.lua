@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Names that PyTorch has and psluajit lacks. An error about such a name says that psluajit lacks the function. It does
 -- not suggest a similar name, which would mean another function (foreign.lua). foreign_names.lua has formulas for some
--- of them. trace, fold and unfold exist in other tables, where they mean something else.
+-- of them. Other tables of psluajit have functions named trace, fold and unfold, which compute something else.
 return {
   -- functions and methods of tensors
   ops = [[
