@@ -108,7 +108,8 @@ local numel, flops = shape:num_parameters(), shape:flops_per_token(args.seq)
 -- optimizer states.
 local state = args.dtype == "fp32" and 8 or args.master == "remainder" and 4 or 6
 state = state + optimizers.states_most(kind.states)
-local need = args.limit or args.keep_quantized and numel * 0.53 + 2 ^ 30 or args.lora and 2 ^ 30
+local copied = args.keep_quantized and args.folder:find "%.gguf$" and 0.53 or 0          -- weights in another order
+local need = args.limit or args.lora and numel * copied + 2 ^ 30
   or numel * (state + 4) * 1.02 + 2 ^ 28
 local result = { family = args.folder == nil and args.family or nil, model = args.folder or args.model,
   lora = args.lora, optimizer = kind.name, master = args.master,

@@ -21,6 +21,7 @@ static const struct { const char *name; int64_t size; } entries[] = {
     ENTRY(ps_gguf_entry, as_it_is)
     ENTRY(ps_gguf_value, text)
     ENTRY(ps_loan, direct)
+    ENTRY(ps_lent_range, width)
     ENTRY(ps_loader_config, world_size)
     ENTRY(ps_loader_position, batch)
     ENTRY(ps_tok_ids, n)

@@ -199,7 +199,14 @@ typedef int (*ps_lender)(void *from, int64_t at, int64_t nbytes, ps_loan *out);
  * effect: the tensor is a view of part of a storage, or is not in host memory outside chunks, or its elements would
  * not be aligned to their size. PS_ESTATE: the tensor is in use. Also returns errors of the lender. */
 int ps_tensor_borrow(ps_tensor *t, ps_lender lend, void *from, int64_t at, int64_t nbytes);
-int ps_tensor_is_lent(const ps_tensor *t);    /* 1 if the bytes belong to the lender of ps_tensor_borrow */
+/* A range of a lender's bytes: `width` bytes of each block of a tensor. */
+typedef struct ps_lent_range { void *from; int64_t at, width; } ps_lent_range;
+enum { PS_BLOCK_WIDTH = 1 << 16 };
+/* Like ps_tensor_borrow, for a uint8 tensor of blocks: each has the next ranges[0].width bytes from ranges[0].at on,
+ * then the next ranges[1].width bytes from ranges[1].at on. Both are at most PS_BLOCK_WIDTH. If the tensor moves into a
+ * chunk that reads its bytes from a file, both ranges are read. The first other use copies the bytes to memory. */
+int ps_tensor_borrow_blocks(ps_tensor *t, ps_lender lend, const ps_lent_range *ranges);
+int ps_tensor_is_lent(const ps_tensor *t);    /* 1 if the bytes belong to a lender */
 int ps_tensor_read(const ps_tensor *t, void *dst, int64_t nbytes);
 /* Like ps_tensor_read, for contents that will be written to a file: after ps_machine_pretend, a tensor without
  * values yields zeros. Returns errors of ps_tensor_read. */

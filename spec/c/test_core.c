@@ -456,6 +456,65 @@ static void test_lent_overlaps(void)
     CHECK(loans == 0);
 }
 
+/* Blocks of 5 + 32 bytes, each part from a range of its own: the first use copies them. */
+static void test_lent_blocks(void)
+{
+    enum { HEAD = 5, BODY = 32, BLOCKS = 40000, ALL = (HEAD + BODY) * BLOCKS };
+    static uint8_t memory[ALL], out[ALL];
+    int64_t before = used();
+    ps_tensor *t, *floats = tensor(37);
+    for (int i = 0; i < ALL; i++) memory[i] = (uint8_t)((uint32_t)i * 2654435761u >> 24);
+    ps_lent_range ranges[2] = { { memory, BODY * BLOCKS, HEAD }, { memory, 0, BODY } }, wrong[2];
+    OK(ps_tensor_new(ctx, PS_U8, 0, 2, (int64_t[]){ BLOCKS / 4, (HEAD + BODY) * 4 }, &t));
+    int64_t with = used();
+    FAILS(ps_tensor_borrow_blocks(t, NULL, ranges), PS_EINVAL, "missing");
+    FAILS(ps_tensor_borrow_blocks(t, lend, NULL), PS_EINVAL, "missing");
+    FAILS(ps_tensor_borrow_blocks(NULL, lend, ranges), PS_EINVAL, "missing");
+    FAILS(ps_tensor_borrow_blocks(floats, lend, ranges), PS_EINVAL, "37 bytes do not fill a tensor of 148 bytes");
+    for (int i = 0; i < 4; i++) {
+        static const struct { int64_t at, width; int code; const char *word; } rows[4] = {
+            { 0, 0, PS_EINVAL, "blocks of 5 and 0" }, { 0, PS_BLOCK_WIDTH + 1, PS_EINVAL, "1 to 65536" },
+            { 0, 6, PS_EINVAL, "blocks of 11 bytes" }, { -1, BODY, PS_ERANGE, "nothing is lent" },
+        };
+        wrong[0] = ranges[0];
+        wrong[1] = (ps_lent_range){ memory, rows[i].at, rows[i].width };
+        FAILS(ps_tensor_borrow_blocks(t, lend, wrong), rows[i].code, rows[i].word);
+        CHECK(loans == 0);                                /* that of the first range has ended */
+    }
+    ps_test_fail_alloc(0, 1);
+    FAILS(ps_tensor_borrow_blocks(t, lend, ranges), PS_ENOMEM, "");
+    ps_test_fail_alloc(-1, 0);
+    CHECK(loans == 0);
+    for (int first = 0; first < 2; first++) {             /* the first use reads, or writes one byte */
+        OK(ps_tensor_borrow_blocks(t, lend, ranges));
+        CHECK(loans == 2 && ps_tensor_is_lent(t) && used() < with);
+        gone = 1;
+        FAILS(ps_tensor_read(t, out, ALL), PS_EIO, "the lender's bytes are gone");
+        gone = 0;
+        OK(ps_memory_set_limit(ctx, 0, before + 1000));
+        FAILS(ps_tensor_read(t, out, ALL), PS_ENOMEM, "");
+        OK(ps_memory_set_limit(ctx, 0, 0));
+        CHECK(loans == 2 && ps_tensor_is_lent(t));        /* it can be tried again */
+        if (first == 1) {
+            ps_tensor *row = slice(t, 0, 1);
+            OK(ps_tensor_write(row, memory, (HEAD + BODY) * 4));
+            ps_tensor_release(row);
+        }
+        OK(ps_tensor_read(t, out, ALL));
+        CHECK(loans == 0 && !ps_tensor_is_lent(t) && used() == with);
+        int n_wrong = 0;
+        for (int b = first * 4; b < BLOCKS; b++) {
+            n_wrong += memcmp(out + b * (HEAD + BODY), memory + BODY * BLOCKS + b * HEAD, HEAD) != 0;
+            n_wrong += memcmp(out + b * (HEAD + BODY) + HEAD, memory + b * BODY, BODY) != 0;
+        }
+        CHECK(n_wrong == 0 && (!first || memcmp(out, memory, (HEAD + BODY) * 4) == 0));
+    }
+    OK(ps_tensor_borrow_blocks(t, lend, ranges));
+    ps_tensor_release(t);                                 /* never used */
+    ps_tensor_release(floats);
+    CHECK(loans == 0 && used() <= before);
+}
+
 int main(void)
 {
     test_failing_new();
@@ -465,6 +524,7 @@ int main(void)
     test_set_data();
     test_lent();
     test_lent_overlaps();
+    test_lent_blocks();
     test_refusals();
     test_scopes();
     test_tape();

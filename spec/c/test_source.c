@@ -12,7 +12,8 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-enum { FILE_NBYTES = (9 << 20) + 1234, CHUNK = 24 << 20, PARTS = 7, PAGE = 4096 };
+enum { FILE_NBYTES = (9 << 20) + 1234, CHUNK = 28 << 20, PARTS = 7, PAGE = 4096 };
+enum { BLOCKS = 3, HEAD = 3, BODY = 32, N_BLOCKS = 100001 };      /* the part that consists of blocks */
 static char path[512];
 static uint64_t state = 88172645463325252u;
 
@@ -64,24 +65,46 @@ static int64_t cached(int fd)
     return n;
 }
 
+/* Returns the offset in the file of byte k of a part. */
+static int64_t place_of(const source_part *p, int64_t k)
+{
+    if (p->loans.n == 1) return p->file[0].offset + k;
+    int64_t block = k / (HEAD + BODY), rest = k % (HEAD + BODY);
+    return rest < HEAD ? p->file[0].offset + block * HEAD + rest : p->file[1].offset + block * BODY + rest - HEAD;
+}
+
 /* Reads parts of the file into a chunk with `fd` as the descriptor of direct reads. */
 static void read_parts(const ps_map *m, int fd)
 {
     ps_source *s;
     ps_source_job *job;
     source_part parts[PARTS];
-    ps_lent_map lent[PARTS];
+    ps_lent_map lent[PARTS + 1];
     uint8_t *chunk = malloc(CHUNK);
     int64_t at = draw(3000);
     int wrong = 0;
     if (!OK(ps_source_open(&s))) return;
     memset(chunk, 0xee, CHUNK);
     for (int i = 0; i < PARTS; i++) {                    /* the last one ends at the file's end */
-        int64_t nbytes = i == 1 ? 1 + draw(20) : i == 2 ? 5000000 + draw(100) : 1 + draw(3000000);
+        int64_t nbytes = i == 1 ? 1 + draw(20) : i == 2 ? 5000000 + draw(100) : i == BLOCKS ? BODY * N_BLOCKS
+                         : 1 + draw(3000000);
         int64_t offset = i < PARTS - 1 ? draw(FILE_NBYTES - nbytes) : FILE_NBYTES - nbytes;
         OK(ps_map_lend(m, offset, nbytes, &lent[i]));
-        parts[i] = (source_part){ .at = at, .nbytes = nbytes, .fd = fd, .offset = offset,
-                                  .loan = { .bytes = lent[i].bytes, .check = unchanged } };
+        parts[i] = (source_part){ .at = at, .nbytes = nbytes, .file[0] = { fd, offset },
+                                  .loans = { .loan[0] = { .bytes = lent[i].bytes, .check = unchanged }, .n = 1 } };
+        ps_loans *l = &parts[i].loans;
+        l->width[0] = nbytes;
+        if (i == BLOCKS) {                               /* blocks with bytes of two ranges */
+            int64_t heads = draw(FILE_NBYTES / 8);
+            OK(ps_map_lend(m, heads, HEAD * N_BLOCKS, &lent[PARTS]));
+            parts[i].nbytes = nbytes = (HEAD + BODY) * N_BLOCKS;
+            parts[i].file[1] = parts[i].file[0];
+            parts[i].file[0].offset = heads;
+            l->loan[1] = l->loan[0];
+            l->loan[0].bytes = lent[PARTS].bytes;
+            l->width[0] = HEAD, l->width[1] = BODY;
+            l->n = 2;
+        }
         at += nbytes + draw(5000);
     }
     CHECK(at <= CHUNK);
@@ -90,9 +113,10 @@ static void read_parts(const ps_map *m, int fd)
     at = 0;
     for (int i = 0; i < PARTS; i++) {
         for (; at < parts[i].at; at++) wrong += chunk[at] != 0;
-        for (int64_t k = 0; k < parts[i].nbytes; k++) wrong += chunk[at++] != byte_at(parts[i].offset + k);
+        for (int64_t k = 0; k < parts[i].nbytes; k++) wrong += chunk[at++] != byte_at(place_of(&parts[i], k));
         ps_map_unlend(&lent[i]);
     }
+    ps_map_unlend(&lent[PARTS]);
     for (; at < CHUNK; at++) wrong += chunk[at] != 0;
     CHECK(wrong == 0);
     ps_source_close(s);

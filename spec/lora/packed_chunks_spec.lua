@@ -73,7 +73,8 @@ end
 
 describe("packed weights in an engine", function()
   it("are in chunks, which have the bits of plain memory under any budget", function()
-    for _, row in ipairs { { "m.gguf", 8.0 * MIB, true }, { "m.gguf", 8.0 * MIB }, { "nf4", 3.8 * MIB } } do
+    for _, row in ipairs { { "m.gguf", 8.0 * MIB, true }, { "m.gguf", 8.0 * MIB }, { "nf4", 3.8 * MIB, true },
+      { "nf4", 3.8 * MIB } } do
       local file, nbytes, mmap = unpack(row)
       local want = losses(open(file, "plain", mmap))
       assert.same(want, losses(open(file, {}, mmap)))

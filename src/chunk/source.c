@@ -27,8 +27,12 @@ struct ps_source_job {
     ps_source_job *next;
 };
 
-/* Bytes that one thread reads: `nbytes` bytes of a part from `at`. */
+/* What one thread reads: all bytes of a part, `nbytes` bytes from `at` on of its only loan, or `nbytes` bytes of whole
+ * blocks of its two loans. */
 typedef struct piece { const source_part *part; int64_t at, nbytes; } piece;
+
+/* The bytes of one loan in a piece: `nbytes` bytes from `at` on. */
+typedef struct range { const source_part *part; int i; int64_t at, nbytes; } range;
 
 typedef struct reader {
     struct ps_source *source;
@@ -59,36 +63,43 @@ static void advise(const char *bytes, int64_t n, int advice)
 #define MADV_PAGEOUT 21         /* since Linux 5.4; older systems return an error */
 #endif
 
-/* Reads a piece past the page cache. A tensor of a safetensors file begins at any offset, so the aligned range around a
- * block is read into `staging`, and the block is copied. Returns the number of bytes that were read, which is less than
- * the piece has if a read failed. */
-static int64_t read_direct(const piece *x, char *dst, char *staging)
+/* Copies n bytes of a range, from its byte `done` on, to their places in the part at dst. */
+static void put(const range *x, int64_t done, char *dst, const char *src, int64_t n)
 {
-    const source_part *p = x->part;
+    ps_loans_copy(dst, &x->part->loans, x->i, x->at + done, src, n);
+}
+
+/* Reads a range past the page cache. A tensor of a safetensors file begins at any offset, so the aligned range around a
+ * block is read into `staging`, and the block is copied. Returns the number of bytes that were read, which is less than
+ * the range has if a read failed. */
+static int64_t read_direct(const range *x, char *dst, char *staging)
+{
+    int fd = x->part->file[x->i].fd;
     for (int64_t done = 0, n; done < x->nbytes; done += n) {
-        int64_t at = p->offset + x->at + done, from = at / PS_DIRECT_ALIGN * PS_DIRECT_ALIGN;
+        int64_t at = x->part->file[x->i].offset + x->at + done, from = at / PS_DIRECT_ALIGN * PS_DIRECT_ALIGN;
         int64_t skip = at - from, rest = x->nbytes - done;
         int64_t want = (skip + rest + PS_DIRECT_ALIGN - 1) / PS_DIRECT_ALIGN * PS_DIRECT_ALIGN;
         ssize_t got;
-        do got = pread(p->fd, staging, (size_t)(want < BLOCK ? want : BLOCK), from); while (got < 0 && errno == EINTR);
+        do got = pread(fd, staging, (size_t)(want < BLOCK ? want : BLOCK), from); while (got < 0 && errno == EINTR);
         if (got <= skip) return done;
         n = got - skip < rest ? got - skip : rest;
-        memcpy(dst + done, staging + skip, (size_t)n);
+        put(x, done, dst, staging + skip, n);
     }
     return x->nbytes;
 }
 
-/* Copies bytes of a mapped file, and removes their pages from the process at once, so that they do not count as its
- * memory. If the user owns the file, also removes them from the page cache, so that a large model does not push out
- * other files. */
-void source_copy(char *dst, const char *src, int64_t nbytes)
+/* Copies the bytes of a range, from its byte `begin` on, from the mapped file, and removes their pages from the process
+ * at once, so that they do not count as its memory. If the user owns the file, also removes them from the page cache,
+ * so that a large model does not push out other files. */
+static void copy_mapped(const range *x, int64_t begin, char *dst)
 {
-    int64_t page = sysconf(_SC_PAGESIZE);
+    const char *src = (const char *)x->part->loans.loan[x->i].bytes + x->at + begin;
+    int64_t page = sysconf(_SC_PAGESIZE), nbytes = x->nbytes - begin;
     advise(src, nbytes < BLOCK ? nbytes : BLOCK, MADV_WILLNEED);
     for (int64_t at = 0; at < nbytes; at += BLOCK) {
         int64_t n = nbytes - at < BLOCK ? nbytes - at : BLOCK, rest = nbytes - at - n;
         if (rest > 0) advise(src + at + n, rest < BLOCK ? rest : BLOCK, MADV_WILLNEED);
-        memcpy(dst + at, src + at, (size_t)n);
+        put(x, begin + at, dst, src + at, n);
         int64_t done = rest > 0 ? n - page : n;                            /* the next block shares the last page */
         advise(src + at, done, MADV_PAGEOUT);
         advise(src + at, done, MADV_DONTNEED);                             /* dirty pages were not paged out */
@@ -96,21 +107,42 @@ void source_copy(char *dst, const char *src, int64_t nbytes)
     advise(src, nbytes, MADV_DONTNEED);
 }
 
-/* Reads a piece to `dst`. Bytes that cannot be read past the page cache are copied from the mapped pages, which report
- * truncated files. */
-static void read_piece(const piece *x, char *dst, char *staging)
+void source_copy(char *dst, const char *src, int64_t nbytes)
 {
-    int64_t n = x->part->fd >= 0 && staging ? read_direct(x, dst, staging) : 0;
-    if (n < x->nbytes) source_copy(dst + n, (const char *)x->part->loan.bytes + x->at + n, x->nbytes - n);
+    source_part p = { .loans = { .loan = { { .bytes = (void *)src } }, .width = { nbytes }, .n = 1 } };
+    copy_mapped(&(range){ &p, 0, 0, nbytes }, 0, dst);
 }
 
-/* Takes the next piece of a job: a block that is read past the page cache, whose end is aligned, or a whole part. */
+/* Reads a piece of a part that begins at dst. Bytes that cannot be read past the page cache are copied from the mapped
+ * pages, which report truncated files. */
+static void read_piece(const piece *x, char *dst, char *staging)
+{
+    const ps_loans *loans = &x->part->loans;
+    int64_t block = loans->n == 2 ? loans->width[0] + loans->width[1] : 1;
+    for (int i = 0; i < loans->n; i++) {
+        int64_t width = loans->n == 2 ? loans->width[i] : 1;
+        range r = { x->part, i, x->at / block * width, x->nbytes / block * width };
+        int64_t n = x->part->file[i].fd >= 0 && staging ? read_direct(&r, dst, staging) : 0;
+        if (n < r.nbytes) copy_mapped(&r, n, dst);
+    }
+}
+
+/* Returns the bytes of the next piece of a part from `at` on, if the part has more: those of a block that is read past
+ * the page cache, whose end is aligned, or whole blocks of two loans, of which the aligned range fits in `staging`. */
+static int64_t piece_nbytes(const source_part *p, int64_t at)
+{
+    if (p->loans.n == 1) return BLOCK - (p->file[0].offset + at) % PS_DIRECT_ALIGN;
+    int64_t a = p->loans.width[0], b = p->loans.width[1];
+    return (BLOCK - 2 * PS_DIRECT_ALIGN) / (a > b ? a : b) * (a + b);
+}
+
+/* Takes the next piece of a job. */
 static piece take_piece(ps_source_job *job, bool direct)
 {
     const source_part *p = &job->parts[job->part];
     piece x = { p, job->at, p->nbytes - job->at };
-    int64_t block = BLOCK - (p->offset + job->at) % PS_DIRECT_ALIGN;
-    if (direct && p->fd >= 0 && x.nbytes > block) {
+    int64_t block = piece_nbytes(p, job->at);
+    if (direct && p->file[0].fd >= 0 && x.nbytes > block) {
         x.nbytes = block;
         job->at += block;
     } else {
@@ -149,7 +181,7 @@ static void *source_thread(void *arg)
         job->reading++;
         pthread_mutex_unlock(&s->lock);
         if (begins) clear_gaps(job);
-        if (x.part) read_piece(&x, job->dst + x.part->at + x.at, self->staging);
+        if (x.part) read_piece(&x, job->dst + x.part->at, self->staging);
         pthread_mutex_lock(&s->lock);
         if (--job->reading > 0 || job->part < job->n) continue;
         job->done = true;
@@ -210,7 +242,7 @@ void ps_source_close(ps_source *s)
 
 int ps_source_read(ps_source *s, const source_part *parts, int32_t n, void *dst, int64_t nbytes, ps_source_job **out)
 {
-    for (int32_t i = 0; i < n; i++) PS_TRY(parts[i].loan.check(parts[i].loan.lender));
+    for (int32_t i = 0; i < n; i++) PS_TRY(ps_loans_check(&parts[i].loans));
     ps_source_job *job = ps_alloc0(sizeof *job);
     if (!job) return ps_fail_nomem(sizeof *job);
     *job = (ps_source_job){ .parts = parts, .n = n, .dst = dst, .nbytes = nbytes };
@@ -237,7 +269,7 @@ int ps_source_wait(ps_source *s, ps_source_job *job, bool block)
 /* -- chunks with sources ------------------------------------------------------------------------------------------- */
 void source_drop(chunk *c)
 {
-    for (int32_t i = 0; i < c->n_source; i++) c->source[i].loan.end(c->source[i].loan.lender);
+    for (int32_t i = 0; i < c->n_source; i++) ps_loans_end(&c->source[i].loans);
     ps_free(c->source);
     c->source = NULL;
     c->n_source = c->source_capacity = 0;
@@ -259,15 +291,15 @@ static int32_t part_of(const chunk *c, const member *m)
     return -1;
 }
 
-/* Moves the loan of s to *out. s has borrowed bytes, or is in a chunk with a source. Returns false if that is not
+/* Moves the loans of s to *out. s has borrowed bytes, or is in a chunk with a source. Returns false if that is not
  * possible now. */
-static bool take_loan(ps_chunks *cs, ps_storage *s, ps_loan *out)
+static bool take_loans(ps_chunks *cs, ps_storage *s, ps_loans *out)
 {
-    if (!ps_storage_is_of(s, &cs->base)) return ps_storage_take_loan(s, out);
+    if (!ps_storage_is_of(s, &cs->base)) return ps_storage_take_loans(s, out);
     chunk *from = chunk_at(cs, ((member *)s->block)->chunk);
     int32_t i = part_of(from, s->block);
     if (i < 0 || from->transfer || from->pins > 0) return false;
-    *out = from->source[i].loan;
+    *out = from->source[i].loans;
     memmove(&from->source[i], &from->source[i + 1], (size_t)(--from->n_source - i) * sizeof *from->source);
     if (from->n_source == 0) from->valid &= (uint8_t)~(1u << (cs->n_tiers - 1));   /* higher tiers may have copies */
     return true;
@@ -278,9 +310,13 @@ int source_adopt(ps_chunks *cs, ps_storage *s, const member *m)
     chunk *c = chunk_at(cs, m->chunk);
     if (!takes_parts(cs, c)) return 0;
     PS_TRY(ps_grow(c->source, c->source_capacity, c->n_source + 1));
-    source_part part = { .at = m->offset, .nbytes = m->nbytes, .fd = -1 };
-    if (!take_loan(cs, s, &part.loan)) return 0;
-    if (part.loan.direct && !cs->tiers[0].be->pretends) part.fd = part.loan.direct(part.loan.lender, &part.offset);
+    source_part part = { .at = m->offset, .nbytes = m->nbytes };
+    if (!take_loans(cs, s, &part.loans)) return 0;
+    for (int i = 0; i < part.loans.n; i++) {
+        const ps_loan *loan = &part.loans.loan[i];
+        bool direct = loan->direct && !cs->tiers[0].be->pretends;
+        part.file[i].fd = direct ? loan->direct(loan->lender, &part.file[i].offset) : -1;
+    }
     int32_t at = c->n_source++;
     for (; at > 0 && c->source[at - 1].at > part.at; at--) c->source[at] = c->source[at - 1];
     c->source[at] = part;

@@ -7,14 +7,16 @@
 #define PS_SOURCE_H
 #include <stdbool.h>
 #include <stdint.h>
-#include "ps.h"
+#include "mem/mem.h"
 
-/* A range of a chunk whose bytes come from a loan. It begins at offset `at` of the chunk. */
+/* A range of a chunk whose bytes come from loans. It begins at offset `at` of the chunk. */
 typedef struct source_part {
     int64_t at, nbytes;
-    ps_loan loan;
-    int fd;                                   /* descriptor whose reads bypass the page cache, or -1 */
-    int64_t offset;                           /* of the bytes in that file */
+    ps_loans loans;
+    struct {
+        int fd;                               /* descriptor whose reads bypass the page cache, or -1 */
+        int64_t offset;                       /* of the bytes in that file */
+    } file[2];                                /* of each loan */
 } source_part;
 
 typedef struct ps_source ps_source;           /* the threads and their jobs */

@@ -4,7 +4,9 @@
  * memory also fills a second table (ps_mem). This layer knows no tensors and no ops. */
 #ifndef PS_MEM_H
 #define PS_MEM_H
+#include <string.h>
 #include "backend/backend.h"
+#include "base/error.h"
 
 typedef struct ps_mem ps_mem;
 typedef struct ps_keeper ps_keeper;
@@ -57,6 +59,36 @@ struct ps_storage {
 /* Called when a parameter moves from storage `old` to `s`. */
 static inline void ps_storage_follow(ps_storage *s, const ps_storage *old) { s->engine.watched = old->engine.watched; }
 
+/* The lenders of a storage's bytes. n = 1: loan[0] has all bytes. n = 2: the storage consists of blocks, each of which
+ * has width[0] bytes of loan[0], then width[1] bytes of loan[1]. With n = 1, width[0] is the size of the storage. */
+typedef struct ps_loans {
+    ps_loan loan[2];
+    int64_t width[2];
+    int n;
+} ps_loans;
+
+static inline int ps_loans_check(const ps_loans *loans)
+{
+    for (int i = 0; i < loans->n; i++) PS_TRY(loans->loan[i].check(loans->loan[i].lender));
+    return 0;
+}
+static inline void ps_loans_end(const ps_loans *loans)
+{
+    for (int i = 0; i < loans->n; i++) loans->loan[i].end(loans->loan[i].lender);
+}
+/* Copies nbytes bytes of loan i, from its byte `at` on, to their places in the storage's bytes at dst. src: those
+ * bytes. */
+static inline void ps_loans_copy(char *dst, const ps_loans *loans, int i, int64_t at, const char *src, int64_t nbytes)
+{
+    int64_t own = loans->width[i], block = loans->n == 2 ? loans->width[0] + loans->width[1] : own;
+    int64_t from = at % own;
+    dst += at / own * block + (i == 1 ? loans->width[0] : 0);
+    for (int64_t done = 0, n; done < nbytes; done += n, from = 0, dst += block) {
+        n = own - from < nbytes - done ? own - from : nbytes - done;
+        memcpy(dst + from, src + done, (size_t)n);
+    }
+}
+
 /* The keeper of a storage is the object that holds its bytes now: plain memory, a chunk, a shard, a lender, or the
  * host while activations are offloaded. */
 typedef struct ps_keeper_table {
@@ -68,7 +100,7 @@ typedef struct ps_keeper_table {
     int (*pin)(ps_keeper *keeper, ps_storage *s, int device, unsigned access, void **out);
     void (*unpin)(ps_keeper *keeper, ps_storage *s, int device);
     void (*note_line)(ps_storage *s, int32_t line);        /* (optional) implements ps_tensor_note_line */
-    bool (*take_loan)(ps_storage *s, ps_loan *out);     /* (optional) implements ps_storage_take_loan */
+    bool (*take_loans)(ps_storage *s, ps_loans *out);      /* (optional) implements ps_storage_take_loans */
 } ps_keeper_table;
 
 struct ps_keeper { const ps_keeper_table *table; };
@@ -109,14 +141,14 @@ static inline int ps_storage_pin(ps_storage *s, int device, unsigned access, voi
     return s->keeper->table->pin(s->keeper, s, device, access, out);
 }
 static inline void ps_storage_unpin(ps_storage *s, int device) { s->keeper->table->unpin(s->keeper, s, device); }
-/* Moves the loan out of a storage, which then has no bytes. Returns false if there is no loan, or if its bytes are
+/* Moves the loans out of a storage, which then has no bytes. Returns false if there are none, or if the bytes are
  * pinned or were written to. */
-static inline bool ps_storage_take_loan(ps_storage *s, ps_loan *out)
+static inline bool ps_storage_take_loans(ps_storage *s, ps_loans *out)
 {
-    return s->block && s->keeper->table->take_loan && s->keeper->table->take_loan(s, out);
+    return s->block && s->keeper->table->take_loans && s->keeper->table->take_loans(s, out);
 }
-/* Returns whether the bytes of a storage belong to a lender. */
-static inline bool ps_storage_is_lent(const ps_storage *s) { return s->block && s->keeper->table->take_loan; }
+/* Returns whether the bytes of a storage belong to lenders. */
+static inline bool ps_storage_is_lent(const ps_storage *s) { return s->block && s->keeper->table->take_loans; }
 static inline void ps_storage_free(ps_storage *s)
 {
     if (s->block) s->keeper->table->free(s->keeper, s);
@@ -130,9 +162,10 @@ int ps_mem_plain_add(ps_mem *mem, ps_backend *device);      /* adds a device aft
 void ps_mem_plain_undo(ps_mem *mem);                        /* removes the last device, which must be unused */
 bool ps_storage_is_plain(const ps_storage *s);
 
-/* lent.c: storages whose bytes belong to a lender. ps_storage_lend frees the previous bytes. The storage owns the
- * loan until its bytes are freed. */
-int ps_storage_lend(ps_storage *s, const ps_loan *loan);
+/* lent.c: storages whose bytes belong to lenders. ps_storage_lend frees the previous bytes. The storage owns the
+ * loans until its bytes are freed. The first pin of blocks (n = 2) copies them to memory of the previous keeper, which
+ * must be a manager, and ends the loans. */
+int ps_storage_lend(ps_storage *s, const ps_loans *loans);
 
 /* arena.c: divides regions of a backend into blocks. */
 typedef struct ps_arena ps_arena;

@@ -568,25 +568,66 @@ int ps_tensor_load(ps_tensor *t, ps_reader read, const void *from, int64_t at, i
     return rc;
 }
 
-int ps_tensor_borrow(ps_tensor *t, ps_lender lend, void *from, int64_t at, int64_t nbytes)
+/* Checks that t, of nbytes bytes, can borrow them. */
+static int check_borrower(const ps_tensor *t, int64_t nbytes)
 {
-    if (!lend) return ps_fail(PS_EINVAL, "ps_tensor_borrow: the lender is missing (NULL)");
     PS_TRY(check_whole(t, nbytes, "borrowing"));
-    ps_storage *s = t->storage;
+    const ps_storage *s = t->storage;
     const ps_backend *be = t->ctx->devices[t->device_];
     bool here = be->is_host && (ps_storage_is_plain(s) || ps_storage_is_lent(s));
     if (!here || ps_storage_is_of(s, t->ctx->dry.mem))
         return ps_fail(PS_EUNSUP, "only a tensor in plain host memory can use borrowed bytes");
     if (s->nbytes != nbytes) return ps_fail(PS_EUNSUP, "a part of another tensor cannot use borrowed bytes");
     if (s->pins > 0) return ps_fail(PS_ESTATE, "a tensor that is in use cannot change its bytes");
-    if (nbytes == 0) return 0;
-    ps_loan loan;
-    PS_TRY(lend(from, at, nbytes, &loan));
-    int rc = (uintptr_t)loan.bytes % (uintptr_t)ps_dtype_bytes(t->dtype_) == 0 ? ps_storage_lend(s, &loan)
-             : ps_fail(PS_EUNSUP, "the address of the borrowed bytes is not a multiple of the element size");
-    if (rc < 0) loan.end(loan.lender);
+    return 0;
+}
+
+/* Gives t the bytes of loans, which end if that fails. */
+static int borrow(ps_tensor *t, const ps_loans *loans)
+{
+    int rc = ps_storage_lend(t->storage, loans);
+    if (rc < 0) ps_loans_end(loans);
     else begin_write(t);
     return rc;
+}
+
+int ps_tensor_borrow(ps_tensor *t, ps_lender lend, void *from, int64_t at, int64_t nbytes)
+{
+    ps_loans loans = { .width = { nbytes }, .n = 1 };
+    if (!lend) return ps_fail(PS_EINVAL, "ps_tensor_borrow: the lender is missing (NULL)");
+    PS_TRY(check_borrower(t, nbytes));
+    if (nbytes == 0) return 0;
+    PS_TRY(lend(from, at, nbytes, &loans.loan[0]));
+    if ((uintptr_t)loans.loan[0].bytes % (uintptr_t)ps_dtype_bytes(t->dtype_) != 0) {
+        ps_loans_end(&loans);
+        return ps_fail(PS_EUNSUP, "the address of the borrowed bytes is not a multiple of the element size");
+    }
+    return borrow(t, &loans);
+}
+
+int ps_tensor_borrow_blocks(ps_tensor *t, ps_lender lend, const ps_lent_range *ranges)
+{
+    if (!t || !lend || !ranges) return ps_fail(PS_EINVAL, "ps_tensor_borrow_blocks: an argument is missing (NULL)");
+    int64_t width[2] = { ranges[0].width, ranges[1].width };
+    if (width[0] < 1 || width[1] < 1 || width[0] > PS_BLOCK_WIDTH || width[1] > PS_BLOCK_WIDTH)
+        return ps_fail(PS_EINVAL, "blocks of %lld and %lld borrowed bytes; each may have 1 to %d", (long long)width[0],
+                       (long long)width[1], PS_BLOCK_WIDTH);
+    int64_t nbytes = ps_tensor_nbytes(t), block = width[0] + width[1];
+    PS_TRY(check_borrower(t, nbytes));
+    if (t->dtype_ != PS_U8 || nbytes % block != 0)
+        return ps_fail(PS_EINVAL, "blocks of %lld bytes do not fill a tensor of %lld bytes of type %s",
+                       (long long)block, (long long)nbytes, ps_dtype_name(t->dtype_));
+    if (nbytes == 0) return 0;
+    ps_loans loans = { .width = { width[0], width[1] } };
+    for (int i = 0; i < 2; i++) {
+        int rc = lend(ranges[i].from, ranges[i].at, nbytes / block * width[i], &loans.loan[i]);
+        if (rc < 0) {
+            ps_loans_end(&loans);
+            return rc;
+        }
+        loans.n++;
+    }
+    return borrow(t, &loans);
 }
 
 int ps_tensor_is_lent(const ps_tensor *t) { return t && t->storage && ps_storage_is_lent(t->storage); }

@@ -209,6 +209,31 @@ local function borrow_rows(self, entry, tensor, first)
   return rc ~= C.PS_EUNSUP
 end
 
+---@class ps.BlockPart tensor whose bytes are a part of each block of another tensor
+---@field file ps.SafeTensors
+---@field name string
+---@field width integer bytes in each block
+
+--- Lets a uint8 tensor of blocks use the bytes of two tensors of files, which alternate in it. Returns false, without
+--- an effect, if the bytes must be read instead: a file was opened without mmap = true, or the tensor is on another
+--- device, in a chunk, or a part of another tensor.
+---@param tensor ps.Tensor
+---@param first ps.BlockPart
+---@param second ps.BlockPart
+---@return boolean done
+function safetensors.borrow_blocks(tensor, first, second)
+  local ranges = ffi.new "ps_lent_range[2]"
+  for i, part in ipairs { first, second } do
+    if getmetatable(part.file) ~= File or not part.file.mmap then return false end
+    if part.file.compares then part.file:verify(part.name) end
+    ranges[i - 1].from, ranges[i - 1].at = part.file.st, entry_of(part.file, part.name).at
+    ranges[i - 1].width = part.width
+  end
+  local rc = C.ps_tensor_borrow_blocks(tensor, C.ps_st_lend, ranges)
+  if rc ~= C.PS_EUNSUP then check(rc) end
+  return rc ~= C.PS_EUNSUP
+end
+
 -- Returns whether a rectangle consists of whole rows, so that its bytes are one range of the file.
 local function whole_rows(full, shape)
   for d = 2, #full do if full[d] ~= shape[d] then return false end end

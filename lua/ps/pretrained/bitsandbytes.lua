@@ -19,6 +19,7 @@ local scope = require "ps.core.scope"
 local nn_packed = require "ps.nn.packed"
 local settings = require "ps.pretrained.settings"
 local pieces = require "ps.io.pieces"
+local safetensors = require "ps.io.safetensors"
 local error = caller.error
 local C, check = native.C, native.check
 
@@ -373,6 +374,15 @@ local function bytes_of(values)
   return made
 end
 
+-- Lets a tensor use the blocks of a packed weight in its mapped files. Returns false if they must be read: scales in
+-- NF4 that have double quantization in the files are computed.
+local function borrow_blocks(name, weight, tensor)
+  local kind, half = weight.packed, BLOCK / 2
+  if weight.offset and kind ~= NF4_DOUBLE or C.ps_tensor_is_contiguous(tensor) == 0 then return false end
+  return safetensors.borrow_blocks(tensor, { file = weight.sides.absmax, name = name .. ".absmax",
+    width = kind.nbytes - half }, { file = weight.file, name = name, width = half })
+end
+
 -- Returns n rows of a weight as blocks of a type, uint8 [n, bytes of a row]. `map` has the values of nested_quant_map.
 local function blocks_of(name, weight, kind, map, first, n)
   local per_row = weight.columns / BLOCK
@@ -410,6 +420,7 @@ function Weights:read_part(name, tensor, offset)
   if weight.packed and not rectangles.same(whole, shape) then
     error(("%s: weight '%s' is packed, and only all of it can be read"):format(self.path, name))
   end
+  if weight.packed and borrow_blocks(name, weight, tensor) then return end
   local into, at = tensor:detach(), offset
   if weight.transposed and not weight.packed then into, at = into:transpose(0, 1), { offset[2], offset[1] } end
   local rows, columns = into:size(0), into:size(1)
