@@ -277,6 +277,23 @@ describe("model:save_gguf", function()
     end
   end)
 
+  it("without a tokenizer names none, as llama.cpp's converter does, and the number of ids", function()
+    local gpt2 = require("models.gpt2").new({ vocab_size = 40, n_positions = 64, n_embd = 32, n_layer = 1, n_head = 4 })
+    local again = folder .. "/again.gguf"
+    for name, model in pairs { llama = llama(), gpt2 = gpt2:eval() } do
+      model:save_gguf(path, { type = "f32" })
+      ps.from_pretrained(path, { quiet = true }):save_gguf(again, { type = "f32" })
+      for _, one in ipairs { path, again } do
+        local file = gguf.open(one)
+        assert.equal("none", (file:meta "tokenizer.ggml.model"))
+        assert.equal(40, (file:meta(name .. ".vocab_size")))
+        file:close()
+        same_logits(model, ps.from_pretrained(one, { quiet = true }))
+        check.fails(function() ps.tokenizer.from_pretrained(one) end, "tokenizer.ggml.model = none", "has no tokenizer")
+      end
+    end
+  end)
+
   it("writes an engine's masters, and refuses models that the format cannot express", function()
     local model = llama()
     local want = model:state_dict()["model.norm.weight"]:clone():keep()

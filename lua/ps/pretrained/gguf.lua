@@ -5,6 +5,7 @@ local caller = require "ps.core.caller"
 local companions = require "ps.pretrained.gguf_companions"
 local ffi = require "ffi"
 local io_gguf = require "ps.io.gguf"
+local gguf_tokenizer = require "ps.pretrained.gguf_tokenizer"
 local names = require "ps.pretrained.gguf_names"
 local rope = require "ps.pretrained.rope"
 local settings = require "ps.pretrained.settings"
@@ -188,7 +189,7 @@ local function model_fields(file)
   if arch.model_type == "gpt2" then
     fields.activation_function = "gelu_new"
   elseif arch.model_type == "bert" then
-    local kind = file:get("tokenizer.ggml.model", "string")
+    local kind = gguf_tokenizer.kind(file)
     if kind and kind ~= "bert" then
       refuse(file, "tokenizer.ggml.model", kind, "architecture bert is supported only with the tokenizer bert")
     end

@@ -83,7 +83,7 @@ local CLASSES = { gpt2 = "PreTrainedTokenizerFast", llama = "PreTrainedTokenizer
 ---@param to string
 function companions.write_tokenizer(from, to)
   io_gguf.with(from, function(file)
-    if file:meta "tokenizer.ggml.model" == nil then return end
+    if not gguf_tokenizer.kind(file) then return end
     local t = gguf_tokenizer.of(file)
     write(to .. "/tokenizer.json", tokenizer_json(t))
     local config = { tokenizer_class = CLASSES[t.kind], clean_up_tokenization_spaces = false }

@@ -239,9 +239,15 @@ function gguf.write(model, all, path, given, group)
   end)
   local found = #meta > plain
   for _, one in ipairs(options.certified and verify.entries() or {}) do meta[#meta + 1] = one end
-  if not found and not model.quiet and (not group or group:rank() == 0) then
-    io.stderr:write(("save_gguf: %s has no tokenizer, and llama.cpp does not run a file without one\n"):format(
-      model.source or "the model"))
+  if not found then                                          -- as llama.cpp's converter names such a model
+    meta[#meta + 1] = { "tokenizer.ggml.model", "string", "none" }
+    if arch_name ~= "llama" then
+      meta[#meta + 1] = { arch_name .. ".vocab_size", "uint32", model.config.vocab_size }
+    end
+    if not model.quiet and (not group or group:rank() == 0) then
+      io.stderr:write(("save_gguf: %s has no tokenizer, so programs can run the file on token ids only\n"):format(
+        model.source or "the model"))
+    end
   end
   local kept = {}
   for _, entry in ipairs(all) do if by_name[entry.name] then kept[#kept + 1] = entry end end

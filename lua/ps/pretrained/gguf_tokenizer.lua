@@ -179,12 +179,25 @@ end
 ---@field ids table<string, integer> the ids of special tokens
 ---@field template? string|table the chat template, or a list of templates with names
 
+local NONE = { none = true, no_vocab = true }              -- values of llama.cpp for a model of token ids only
+
+--- Returns the kind of an open file's tokenizer, or nil if the file has none.
+---@param file ps.Gguf
+---@return string?
+function tokenizer.kind(file)
+  local kind = file:get("tokenizer.ggml.model", "string")
+  return not NONE[kind] and kind or nil
+end
+
 --- Returns the tokenizer of an open file. Raises an error that names the kind or the rule if it is not supported.
 ---@param file ps.Gguf
 ---@return ps.gguf.Tokenizer
 function tokenizer.of(file)
   local kind = file:get("tokenizer.ggml.model", "string", true)
-  if not KINDS[kind] then
+  if NONE[kind] then
+    settings.refuse(file.path, "tokenizer.ggml.model", kind, "the file has no tokenizer; load one from the folder of "
+      .. "the original model")
+  elseif not KINDS[kind] then
     settings.refuse(file.path, "tokenizer.ggml.model", kind, settings.supported(KINDS))
   end
   local t = { kind = kind, tokens = file:get("tokenizer.ggml.tokens", "strings", true),

@@ -195,6 +195,7 @@ end
 local function copied(path)
   return io_gguf.with(path, function(file)
     local entries = {}
+    if not gguf_tokenizer.kind(file) then return entries end
     for _, key in ipairs(file:keys()) do
       if key:match "^tokenizer%." then
         local value, kind = file:meta(key)
