@@ -5,6 +5,8 @@
 -- peft), with gradient checkpointing. --peer-dtype fp32: its frozen weights are fp32, which PyTorch computes faster
 -- than bf16 on processors without AVX-512 (there a step in bf16 takes minutes). --peer-adapter: the type of PEFT's
 -- adapters; fp32, as ours, is PEFT's default.
+-- --folder DIR: the frozen model of a folder instead, also with weights in NF4, which stay packed in both programs (the
+-- Python also needs bitsandbytes). --targets LIST: only these layers have adapters, such as q_proj,v_proj.
 -- --quantize TYPE [--double-quant]: a second model of the same shape, with its weights packed by ps.quantize (QLoRA),
 -- trains alternately with the first one. The last line then also has packed_cpu_s and packed_over_bf16, the ratio of
 -- processor seconds.
@@ -28,6 +30,8 @@ local SHAPES = {
 
 local parser = argparse("bench/lora.lua", "Measures the training of an adapter.")
 parser:option("--model", "shape of the frozen model", "0.35b"):choices { "0.35b", "1.2b", "gpt2-xl" }
+parser:option("--folder", "a folder with the frozen model, instead of a shape")
+parser:option("--targets", "names of the layers with adapters, with commas between them (default: all linear layers)")
 whole(parser:option("--lora", "rank of the adapter", "16"), 1)
 whole(parser:option("--batch", "rows", "1"), 1)
 whole(parser:option("--seq", "positions", "512"), 2)
@@ -40,12 +44,19 @@ parser:option("--quantize", "also train over weights packed as this type: nf4, q
 parser:flag("--double-quant", "with --quantize nf4: the scales have 8 bits")
 parser:flag("--profile", "print the time of the kernels by op")
 local args = command_line.parse(parser)
+if args.folder and args.quantize then parser:error "--quantize is for a shape, not for --folder" end
+local targets
+for name in (args.targets or ""):gmatch "[^,]+" do
+  targets = targets or {}
+  targets[#targets + 1] = name
+end
 
 local function start_peer(shape)
   local words = { os.getenv "PS_TORCH_PYTHON" or "python3", paths.root .. "/bench/peers/lora_peft.py",
     cjson.encode(shape), "--rank", args.lora, "--batch", args.batch, "--seq", args.seq, "--threads", ps.threads(),
     "--adapter", args.peer_adapter, "--dtype", args.peer_dtype }
   if args.compile then words[#words + 1] = "--compile" end
+  if args.targets then words[#words + 1], words[#words + 2] = "--targets", args.targets end
   local peer = process.start(words)
   peer:answer()
   return peer
@@ -57,8 +68,15 @@ local function median(list)
 end
 
 ps.manual_seed(0)
-local shape = SHAPES[args.model]
+local shape = not args.folder and SHAPES[args.model] or nil
 local function make()
+  if args.folder then
+    local file = assert(io.open(args.folder .. "/config.json"))
+    local config = cjson.decode(file:read "*a")
+    file:close()
+    return ps.from_pretrained(args.folder, { dtype = "bf16", recompute = true, quiet = true,
+      keep_quantized = config.quantization_config ~= nil or nil })
+  end
   if not shape then return require("models.gpt2").new(args.model, { dtype = "bf16", recompute = true, dropout = 0 }) end
   return require("models.llama").new("tiny", { dtype = "bf16", recompute = true,
     hidden_size = shape.hidden_size, intermediate_size = shape.intermediate_size, head_dim = 64,
@@ -68,7 +86,7 @@ local function make()
 end
 -- Gives a model an adapter and an optimizer.
 local function adapted(model)
-  ps.lora.wrap(model, { r = args.lora, alpha = 2 * args.lora })
+  ps.lora.wrap(model, { r = args.lora, alpha = 2 * args.lora, targets = targets })
   return model:train(), ps.optim.AdamW(model, { lr = 1e-4 })
 end
 local model, optimizer = adapted(make())
@@ -78,7 +96,7 @@ if args.quantize then
     double_quant = args.double_quant or nil }))
 end
 local ids = ps.randint(0, model.config.vocab_size, { args.batch, args.seq }, { dtype = "int32" })
-local peer = args.peer and start_peer(shape or { gpt2 = args.model })
+local peer = args.peer and start_peer(shape or args.folder and { folder = args.folder } or { gpt2 = args.model })
 
 local function step(of, its_optimizer)
   local began, clock = ps.now(), os.clock()
@@ -111,7 +129,7 @@ for round = 1, args.rounds do
 end
 if args.profile then ps.profiler.report() end
 local tokens = args.batch * args.seq
-local out = { model = args.model, parameters = model:num_parameters(), lora = args.lora, batch = args.batch,
+local out = { model = not args.folder and args.model or nil, folder = args.folder, targets = targets, parameters = model:num_parameters(), lora = args.lora, batch = args.batch,
   seq = args.seq, tokens_per_s = tokens / median(ours.seconds), cpu_s = median(ours.cpu),
   peak_rss_mib = ps.peak_rss() / 2 ^ 20 }
 if peer then

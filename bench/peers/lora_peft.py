@@ -4,9 +4,10 @@ checkpointing and PyTorch's fused AdamW. It answers commands of its input, each 
 `step` (seconds, cpu: processor seconds, loss) and `memory` (peak_rss_mib).
 
     lora_peft.py SHAPE --rank R --batch N --seq N [--threads N] [--dtype bf16|fp32] [--adapter fp32|bf16]
-        [--compile]
+        [--targets NAMES] [--compile]
 
-SHAPE: the JSON of a LlamaConfig, or {"gpt2": "gpt2-xl"}.
+SHAPE: the JSON of a LlamaConfig, {"gpt2": "gpt2-xl"}, or {"folder": DIR}; weights in NF4 of a folder stay packed
+(bitsandbytes).
 """
 import argparse
 import json
@@ -26,6 +27,7 @@ p.add_argument("--seq", type=int, default=512)
 p.add_argument("--threads", type=int)
 p.add_argument("--dtype", default="bf16", choices=["bf16", "fp32"])
 p.add_argument("--adapter", default="fp32", choices=["fp32", "bf16"])
+p.add_argument("--targets", default="all-linear")
 p.add_argument("--compile", action="store_true")
 a = p.parse_args()
 if a.threads:
@@ -34,7 +36,10 @@ torch.manual_seed(0)
 shape = json.loads(a.shape)
 if a.dtype == "bf16":
     torch.set_default_dtype(torch.bfloat16)                  # weights are made in bf16, so that none exist in fp32
-if "gpt2" in shape:
+if "folder" in shape:
+    torch.set_default_dtype(torch.float32)
+    model = transformers.AutoModelForCausalLM.from_pretrained(shape["folder"], dtype=torch.bfloat16, device_map="cpu")
+elif "gpt2" in shape:
     config = transformers.GPT2Config(n_embd=1600, n_layer=48, n_head=25, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)
     model = transformers.GPT2LMHeadModel(config)
 else:
@@ -43,7 +48,8 @@ torch.set_default_dtype(torch.float32)
 model.config.use_cache = False
 model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 model = peft.get_peft_model(
-    model, peft.LoraConfig(r=a.rank, lora_alpha=2 * a.rank, target_modules="all-linear", task_type="CAUSAL_LM"),
+    model, peft.LoraConfig(r=a.rank, lora_alpha=2 * a.rank, task_type="CAUSAL_LM",
+                           target_modules=a.targets if a.targets == "all-linear" else a.targets.split(",")),
     autocast_adapter_dtype=a.adapter == "fp32").train()
 optimizer = torch.optim.AdamW([w for w in model.parameters() if w.requires_grad], lr=1e-4, fused=True)
 run = torch.compile(model) if a.compile else model
