@@ -176,6 +176,55 @@ for _, size in ipairs { 1, 2 } do
       ]])
     end)
 
+    it("clips gradients that the script has written after backward", function()
+      lib.check(folder, size, BEGIN .. LAYOUTS .. [[
+        each(function(name, config)
+          config.gradient_clipping = 0.1
+          local model, optimizer = open(config)
+          backward(model, optimizer, config)
+          ps.no_grad(function()
+            for _, p in ipairs(model:parameters()) do
+              if p:grad() ~= nil then p:grad():mul_(4) end
+            end
+          end)
+          local norm = optimizer:step().grad_norm
+          near(4 * AFTER.all[1], norm, name .. ": the norm", config.bf16 and 4e-2 or 4e-3)
+          check(model, "all", AFTER.all[1], name .. ": clipped", config.bf16 and 2e-3 or config.fp16 and 1e-3)
+          model:close()
+        end)
+      ]])
+    end)
+
+    it("refuses gradients that are written after their norm, which would be scaled by a factor of others", function()
+      lib.check(folder, size, BEGIN .. LAYOUTS .. [[
+        local function double(model)
+          ps.no_grad(function()
+            for _, p in ipairs(model:parameters()) do
+              if p:grad() ~= nil then p:grad():mul_(2) end
+            end
+          end)
+        end
+        each(function(name, config)
+          for _, limit in ipairs { 0.1, math.huge } do
+            config.gradient_clipping = limit == math.huge and 0.1 or nil
+            local model, optimizer = open(config)
+            backward(model, optimizer, config)
+            nn.clip_grad_norm(model, limit)
+            double(model)
+            fails(function() optimizer:step() end, "was written after its norm", "nn.clip_grad_norm(model, math.huge)")
+            model:close()
+          end
+          config.gradient_clipping = nil
+          local model, optimizer = open(config)
+          backward(model, optimizer, config)
+          nn.clip_grad_norm(model, math.huge)
+          double(model)
+          optimizer:step()                                     -- nothing is clipped, so nothing is wrong
+          model:close()
+        end)
+      ]])
+    end)
+
     it("and p:grad() and zero_grad are errors if backward has updated the parameters", function()
       lib.check(folder, size, BEGIN .. [[
         for _, stage in ipairs { 0, 3 } do

@@ -83,6 +83,7 @@ int engine_store(ps_engine *e, param_rec *r, bool slot, bool squares)
     r->square = 0;
     r->squared = squares;
     r->unread = squares && !e->step->dry ? 1 + which : 0;
+    r->version = all[0]->storage->version;
     if (!slot) return 0;
     return ps_tensor_set_grad(r->param, r->slot);
 }

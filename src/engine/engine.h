@@ -35,6 +35,7 @@ typedef struct param_rec {
     double square;                /* sum of squares of the stored gradient */
     double scale;                 /* factor for the gradient in this step's update */
     int32_t unread;               /* 1 + the index in `sums` from which `square` must still be read; 0 if read */
+    uint32_t version;             /* version of the gradient's storage when its squares were summed */
     bool final, squared, in_slot, updated;
     bool waits;                   /* several virtual stages use the parameter: final after all backwards */
     bool summed;                  /* PS_TP_PARTIAL: the gradient is summed over the ranks */

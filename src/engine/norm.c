@@ -59,6 +59,12 @@ static int of_all_stages(ps_engine *e)
     return e->pipe_ranks && !e->step->dry ? e->pipe_ranks->table->sum(e->pipe_ranks, e->by_number, e->n_numbers) : 0;
 }
 
+/* Returns whether the squares must be summed now: they were not in backward, or a script has written the gradient. */
+static bool needs_squares(const param_rec *r)
+{
+    return r->param->grad_ && (!r->squared || r->version != r->param->grad_->storage->version);
+}
+
 int ps_engine_sq_norm(ps_ctx *ctx, double *out)
 {
     ps_engine *e = NULL;
@@ -68,7 +74,7 @@ int ps_engine_sq_norm(ps_ctx *ctx, double *out)
     for (int32_t i = 0; i < e->n_params; i++) {
         param_rec *r = &e->params[i];
         if (r->first_use) continue;
-        if (r->param->grad_ && !r->squared) PS_TRY(engine_store(e, r, false, true));
+        if (needs_squares(r)) PS_TRY(engine_store(e, r, false, true));
         if (!r->param->grad_) r->square = 0, r->unread = 0;
     }
     PS_TRY(read_squares(e));

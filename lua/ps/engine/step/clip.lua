@@ -124,6 +124,7 @@ local function clip(engine, found, max_norm)
     step.give_up(engine)
     error(norm, 0)
   end
+  step.remember(engine)
   if max_norm == math.huge then return norm end
   local factor, factors = math.min(1, max_norm / (norm + step.CLIP_EPS)), step.factors(engine)
   for _, at in ipairs(list) do

@@ -29,8 +29,8 @@ return {
   -- functions that scripts call
   forward = forward.call, next = loops.next, backward = backward.backward, weight_of = backward.weight_of,
   score_of = backward.score_of,
-  norm = update.norm, unscale = update.unscale, clip = update.clip, CLIP_EPS = update.CLIP_EPS,
-  update = update.update, zero_grad = update.zero_grad,
+  norm = update.norm, remember = update.remember, unscale = update.unscale, clip = update.clip,
+  CLIP_EPS = update.CLIP_EPS, update = update.update, zero_grad = update.zero_grad,
   -- functions that reject calls
   check_whole = state.check_whole, check_settings = overlap.check_settings, check_gradients = update.check_gradients,
   -- functions that end a step before its update

@@ -34,6 +34,8 @@ local state = {}
 ---@field factors table<integer, number> factors on gradients by group of the optimizer (update.clip)
 ---@field norm number|nil norm of all gradients, without the loss scale, once it was computed
 ---@field clipped table<table, number> factors on gradients by row of engine.built (engine/step/clip.lua)
+---@field versions table<table, integer>|nil the gradients' numbers of writes, by row of engine.built, when a script had
+---  their norm computed
 ---@field total number sum of the weights of the micro-batches so far; after the last micro-batch, the sum over all
 ---  ranks
 ---@field unit number|false a power of two that losses are divided by (engine/step/weigh.lua)
@@ -56,7 +58,7 @@ local states = setmetatable({}, { __mode = "k" })
 function state.forget(s)
   s.key, s.measures, s.cleared, s.scale, s.settings, s.overlaps = false, false, false, nil, nil, false
   s.evaluates = false
-  s.total, s.unit, s.factors, s.norm, s.clipped = 0, false, {}, nil, {}
+  s.total, s.unit, s.factors, s.norm, s.clipped, s.versions = 0, false, {}, nil, {}, nil
   loss_weight.forget()
 end
 

@@ -1,6 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Handles gradients from the last backward of a step to its end: their norm, optimizer:step() and
 -- optimizer:zero_grad().
+local agree = require "ps.dist.agree"
 local caller = require "ps.core.caller"
 local hooks = require "ps.core.hooks"
 local native = require "ps.core.ffi"
@@ -12,7 +13,8 @@ local state = require "ps.engine.step.state"
 
 local step = {}
 
-local NORM, UPDATE = native.C.PS_ACT_NORM, native.C.PS_ACT_UPDATE
+local C = native.C
+local NORM, UPDATE = C.PS_ACT_NORM, C.PS_ACT_UPDATE
 --- added to the norm by which max_norm is divided, as in torch.nn.utils.clip_grad_norm_
 step.CLIP_EPS = 1e-6
 
@@ -25,6 +27,40 @@ function step.norm(engine)
   if s.total == 0 then return 0 end
   if s.norm == nil then s.norm = actions.timed(engine, NORM, nil, true) * engine.optimizer:grad_scale() end
   return s.norm
+end
+
+--- Remembers how often each gradient was written, when a script has their norm computed before optimizer:step().
+---@param engine ps.Engine
+function step.remember(engine)
+  local versions = {}
+  for _, row in ipairs(engine.built.list) do
+    local grad = C.ps_tensor_get_grad(row.param)
+    if grad ~= nil then versions[row] = C.ps_tensor_version(grad) end
+  end
+  state.of(engine).versions = versions
+end
+
+-- Raises an error on all ranks if a script has written a gradient after its norm was computed. The update would
+-- multiply the written values by a factor that was computed without them.
+local function check_unchanged(engine, s)
+  local max_norm, mine = engine.optimizer.max_norm, ""
+  local clips = next(s.clipped) or next(s.factors) or max_norm and max_norm < math.huge
+  if not (clips and s.versions) then return end
+  for _, row in ipairs(engine.built.list) do
+    local grad = C.ps_tensor_get_grad(row.param)
+    if grad ~= nil and s.versions[row] ~= C.ps_tensor_version(grad) then
+      mine = row.name
+      break
+    end
+  end
+  for _, name in ipairs(engine.ranks and agree.texts(engine.ranks.world, mine) or { mine }) do
+    if name ~= "" then
+      error(("optimizer:step(): the gradient of %s was written after its norm was computed, but clipping multiplies "
+        .. "gradients in optimizer:step(): write it before the norm is computed; or clip it in the script: measure "
+        .. "with nn.clip_grad_norm(model, math.huge), without gradient_clipping, and call p:grad():mul_(factor)")
+        :format(name), 0)
+    end
+  end
 end
 
 --- Returns the factor that undoes the loss scale and the sum over micro-batches and ranks on gradients in the update.
@@ -84,6 +120,7 @@ local function measure(engine, s)
 end
 
 local function update(engine, s)
+  if s.is.updating == 0 then check_unchanged(engine, s) end
   if s.scale == nil then
     -- Finds a rank that executes a different call. Not every group would notice it: sums of tied gradients, norms and
     -- owners use different groups.
@@ -129,6 +166,7 @@ function step.clip(engine, numbers, max_norm, eps)
     s.scale = scale
   end
   local norm = s.scale and opt:norm_of(numbers) * s.scale or opt.grad_norm
+  step.remember(engine)
   for _, number in ipairs(numbers) do s.factors[number] = s.scale and math.min(1, max_norm / (norm + eps)) or 1 end
   return norm
 end
