@@ -345,6 +345,30 @@ describe("a folder of checkpoints", function()
   end)
 end)
 
+describe("a load that leaves a part out", function()
+  it("says which part, if the script continues training", function()
+    local run = new()
+    local schedule = ps.sched.StepLR(run.optimizer, 2, 0.5)
+    local tokens = {}
+    for i = 1, 100 do tokens[i] = i end
+    ps.data.write_tokens(path("tokens.bin"), tokens)
+    local loader = ps.data.loader { file = path("tokens.bin"), batch = 2, seq = 4 }
+    checkpoints.save(folder, { model = run.model, optimizer = run.optimizer, sched = schedule, loader = loader,
+      step = 1 })
+    local function notes(parts)
+      parts.model = run.model
+      return select(2, said(function() checkpoints.load(folder, parts) end))
+    end
+    local text = notes { optimizer = run.optimizer }
+    assert.truthy(text:find("state of a schedule", 1, true) and text:find("pass sched = sched", 1, true), text)
+    assert.truthy(text:find("state of a loader", 1, true) and text:find("its batches begin anew", 1, true), text)
+    text = notes { optimizer = run.optimizer, sched = schedule }
+    assert.truthy(text:find("pass loader = loader", 1, true) and not text:find("schedule", 1, true), text)
+    assert.equal("", notes { optimizer = run.optimizer, sched = schedule, loader = loader })
+    assert.equal("", notes {})                              -- evaluates the model
+  end)
+end)
+
 describe("a save that fails", function()
   local MODES = { file = {}, folder = { shards = true }, ["file, async"] = { async = true },
     ["folder, async"] = { async = true, shards = true } }

@@ -373,6 +373,21 @@ local function say_source(opened, model)
     .. "weights are those of the checkpoint"):format(opened.path, was, is))
 end
 
+-- The parts that a run continues with, and what they do if their state is not loaded.
+local LEFT_OUT = { { "sched", "learning rates continue without it" }, { "loader", "its batches begin anew" } }
+
+-- Prints a note for each part whose state the checkpoint has, but which a script that continues training did not pass.
+local function say_left_out(opened, parts, with)
+  if not parts.optimizer then return end
+  for _, part in ipairs(LEFT_OUT) do
+    local name, effect = part[1], part[2]
+    if opened.state[name] and not with[name] then
+      say(("%s has the state of a %s, which checkpoints.load was not given, so %s: pass %s = %s next to the optimizer")
+        :format(opened.path, name == "sched" and "schedule" or name, effect, name, name))
+    end
+  end
+end
+
 --- Returns the information of checkpoint.info. Skips checkpoints that cannot be opened, as restore.load does, but
 --- without a message.
 ---@param path string
@@ -420,6 +435,7 @@ function restore.load(path, parts, with)
   opened.tensors:close()
   if not ok then error(problem, 0) end
   say_source(opened, parts.model)
+  say_left_out(opened, parts, with)
   local state = opened.state
   if parts.optimizer then loaded[parts.optimizer] = { step = state.step, updates = parts.optimizer.steps } end
   return { step = state.step, extra = state.extra, file = opened.path, skipped = skipped }, opened.run
