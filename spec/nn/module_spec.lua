@@ -32,6 +32,21 @@ describe("a module that has two names", function()
   end)
 end)
 
+describe("a class without forward", function()
+  it("is named by a call, whatever its arguments", function()
+    local None = nn.class "None"
+    fails(function() None()(ps.ones { 1 }) end, "None has no forward method: define function None:forward(...)")
+    fails(function() None()() end, "None has no forward method")
+  end)
+end)
+
+describe("a copy of a module", function()
+  it("is made by load_state_dict, as the error of PyTorch's calls says", function()
+    fails(function() Net():clone() end, "other:load_state_dict(model:state_dict())")
+    fails(function() ps.deepcopy(Net()) end, "other:load_state_dict(model:state_dict())")
+  end)
+end)
+
 describe("assigning to a module's field", function()
   local net
   before_each(function() net = Net() end)

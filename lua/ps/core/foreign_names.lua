@@ -24,6 +24,7 @@ local RECURRENT = "recurrent layers are left out: write a cell of nn.Linear, F.s
 local SOLVERS = "decompositions and solvers are left out: compute them outside and ps.load the result; there are "
   .. "ps.norm and ps.matmul"
 local SPARSE = "all tensors are dense: keep indices and values, and use t:index_add, t:scatter_add or nn.Embedding"
+local COPY = "make a second model by the same call, then other:load_state_dict(model:state_dict()) copies the values"
 local WORLD = "write ps.init_distributed(), ps.rank(), ps.world_size(), ps.synchronize(), ps.mesh.group \"world\""
 
 -- Texts that say what to write instead of a name, by the owner of the name and by the name.
@@ -38,7 +39,7 @@ return {
     fft = FOURIER, stft = FOURIER, istft = FOURIER, complex = COMPLEX, polar = COMPLEX, view_as_complex = COMPLEX,
     view_as_real = COMPLEX, complex64 = COMPLEX, linalg = SOLVERS, svd = SOLVERS, inverse = SOLVERS,
     cholesky = SOLVERS, sparse = SPARSE, sparse_coo_tensor = SPARSE, jit = "LuaJIT compiles scripts as they are",
-    onnx = "write model:save_pretrained(folder)",
+    onnx = "write model:save_pretrained(folder)", copy = COPY, deepcopy = COPY,
     utils = "write ps.data.loader { ... }, ps.recompute(fn, ...)",
     from_numpy = "write ps.tensor(list), or ps.load(path)", get_rng_state = "write ps.rng()",
     set_rng_state = "write ps.manual_seed(seed), or fields of ps.rng()", seed = "write ps.manual_seed(seed)",
@@ -159,6 +160,7 @@ return {
     get_parameter = "read the field: model.fc.weight", get_submodule = "read the field: model.layers[0].attn",
     get_input_embeddings = "read the field: model.wte", get_output_embeddings = "read the field: model.lm_head",
     set_submodule = "assign the field: model.fc = nn.Linear(4, 4)",
+    clone = COPY, deepcopy = COPY, copy = COPY,
     tie_weights = "assign one parameter to both fields when the module is made",
   },
   -- the model that ps.initialize returns

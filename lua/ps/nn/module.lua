@@ -156,6 +156,7 @@ end
 -- Calls a module. A function outermost(self, run, ...) of its class replaces a call from outside all modules; run(self,
 -- ...) performs the actual call.
 local function call(self, ...)
+  if self.forward == Module.forward then self:forward() end
   exact.arguments(self.forward, input_names, self, ...)
   if C.ps_module_now() ~= 0 then return entered(self, ...) end
   local outermost = self.outermost
@@ -242,7 +243,7 @@ function Module:init() end
 Module.extra_repr = function() return "" end
 --- Computes the module's result. Each class must define a forward; this one raises an error.
 function Module:forward()
-  error(self.class_name .. " has no forward method")
+  error(("%s has no forward method: define function %s:forward(...)"):format(self.class_name, self.class_name))
 end
 
 --- Marks a tensor as a parameter: it requires a gradient, outlives scopes, and is registered when assigned to a field

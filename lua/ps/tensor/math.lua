@@ -620,16 +620,23 @@ function T:div_(x)
 end
 --- Draws normally distributed numbers, in place, by the Box-Muller method from Philox counters (ps.manual_seed).
 ---@param mean? number (default 0)
----@param std? number (default 1)
+---@param std? number at least 0 (default 1)
 ---@return ps.Tensor self
 function T:normal_(mean, std)
+  if type(std) == "number" and (std < 0 or std ~= std) then
+    error("normal_: std is " .. std .. "; it must be at least 0")
+  end
   return alone(self, ops.normal_(self, mean or 0, std or 1, rng.seed, draw(self.numel_)))
 end
 --- Draws uniform numbers in [low, high), in place, from Philox counters (ps.manual_seed).
 ---@param low? number (default 0)
----@param high? number (default 1)
+---@param high? number at least low (default 1)
 ---@return ps.Tensor self
 function T:uniform_(low, high)
+  local from, to = low or 0, high or 1
+  if type(from) == "number" and type(to) == "number" and (from > to or from ~= from or to ~= to) then
+    error(("uniform_: the range [%g, %g) is empty: low must be at most high"):format(from, to))
+  end
   return alone(self, ops.uniform_(self, low or 0, high or 1, rng.seed, draw(self.numel_)))
 end
 
