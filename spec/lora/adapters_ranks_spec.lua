@@ -109,3 +109,93 @@ describe("adapters of", function()
     end)
   end
 end)
+
+-- Two adapters train different modules as a whole, and a third one has adapters in these modules.
+local SWITCHED = [[
+local ps = require "ps"
+local config, saved, out = loadstring("return " .. arg[1])(), loadstring("return " .. arg[2])(), arg[3]
+ps.init_distributed { seed = 3, quiet = true }
+local function make()
+  ps.manual_seed(3)
+  local m = require("models." .. saved.family).new("tiny", { dropout = 0, initializer_range = 0.1,
+    tie_word_embeddings = saved.tied or false })
+  ps.lora.wrap(m, { r = 2, init = false, name = "linear" })
+  ps.lora.wrap(m, { r = 2, init = false, name = "one", targets = saved.targets, modules_to_save = saved.one,
+    ensure_weight_tying = saved.tied })
+  return ps.lora.wrap(m, { r = 3, init = false, targets = saved.targets, name = "two", modules_to_save = saved.two })
+end
+config.plan_print = false
+config.optimizer = { type = "AdamW", params = { lr = 1e-2, weight_decay = 0 } }
+local model, optimizer = ps.initialize { quiet = true, model_func = make, config = config }
+local list, values = {}, {}
+for i = 1, 4 do
+  list[i] = {}
+  for t = 1, 8 do list[i][t] = (7 * i + t * t * 3) % 60 end
+end
+local x = ps.tensor(list, "int32")
+local function loss() return ps.no_grad(model, { input_ids = x, labels = x }).loss:item() end
+local function note() values[#values + 1] = ("%.9g"):format(loss()) end
+for _, name in ipairs { "two", "one", "linear" } do
+  model:set_adapter(name)
+  for _ = 1, 2 do
+    model:backward(model({ input_ids = x, labels = x }).loss)
+    optimizer:step()
+  end
+  note()
+  model:disable_adapter(note)
+end
+for _, name in ipairs { "one", "two" } do
+  model:set_adapter(name)
+  note()
+  model:save_pretrained(out .. name)
+end
+if ps.rank() == 0 then print("values " .. table.concat(values, " ") .. "|") end
+model:close()
+]]
+
+describe("modules that adapters train as a whole", function()
+  -- Returns the losses of a run: three adapters with the base model after each, then two adapters again.
+  local function losses(launch, config, saved, out)
+    local script = folder .. "/switched.lua"
+    check.write(script, SWITCHED)
+    local p = io.popen(("OMP_NUM_THREADS=1 timeout 300 '%s' %s '%s' '%s' '%s' '%s' 2>&1"):format(paths.exe, launch,
+      script, config, saved, out))
+    local text, list = p:read "*a", {}
+    p:close()
+    for word in assert(text:match "values ([^|]*)|", text):gmatch "%S+" do list[#list + 1] = tonumber(word) end
+    return list
+  end
+
+  for number, saved in ipairs {
+    [[{ family = "llama", targets = { "v_proj" }, one = { "lm_head", "q_proj" }, two = { "mlp", "model.norm" } }]],
+    [[{ family = "llama", targets = { "up_proj" }, one = { "embed_tokens", "down_proj" }, two = { "self_attn" } }]],
+    [[{ family = "gpt2", tied = true, targets = { "c_fc" }, one = { "wte", "attn.c_proj" }, two = { "ln_f" } }]],
+  } do
+    it("are those of the active adapter on two ranks, too: " .. saved, function()
+      local one = ("%s/one%d."):format(folder, number)
+      local want = losses("", "{}", saved, one)
+      assert.equal(want[2], want[4])
+      assert.equal(want[2], want[6])
+      for _, config in ipairs { "{ tensor_parallel = { size = 2 } }",
+        "{ tensor_parallel = { size = 2, sequence_parallel = false } }", "{ zero_optimization = { stage = 3 } }" } do
+        local two = ("%s/two%d."):format(folder, number)
+        local got = losses(("'%s/tools/launch.lua' --nproc-per-node 2"):format(paths.root), config, saved, two)
+        for i, value in ipairs(want) do
+          assert(math.abs(got[i] - value) < 2e-5 * value, ("%s, loss %d: %.8g, not %.8g"):format(config, i, got[i],
+            value))
+        end
+        for _, name in ipairs { "one", "two" } do
+          local a = ps.safetensors.open(one .. name .. "/adapter_model.safetensors")
+          local b = ps.safetensors.open(two .. name .. "/adapter_model.safetensors")
+          assert.same(a:names(), b:names())
+          for _, key in ipairs(a:names()) do
+            assert.is_nil(key:find "lora_.*linear", key)
+            assert((a:tensor(key) - b:tensor(key)):abs():amax():item() < 2e-3, key)
+          end
+          a:close()
+          b:close()
+        end
+      end
+    end)
+  end
+end)

@@ -264,6 +264,22 @@ function Adapters:tied_table()
   end
 end
 
+--- Cuts the inactive values of a parameter that tensor parallelism has cut.
+---@param path string the parameter's name in the model
+---@param cut fun(holder: ps.nn.Module, key: string) replaces a parameter by this rank's part
+function Adapters:cut_saved(path, cut)
+  for _, entry in ipairs(self.saved) do saved.cut(entry, path, cut) end
+end
+
+--- Moves the inactive values of a module to the module with which tensor parallelism has replaced it.
+---@param old ps.nn.Module
+---@param new ps.nn.Module
+function Adapters:replaced(old, new)
+  for _, entry in ipairs(self.saved) do
+    if entry.module == old then saved.move(entry, new) end
+  end
+end
+
 -- -- methods of the model ---------------------------------------------------------------------------------------------
 Adapters.methods = {}
 local methods = Adapters.methods

@@ -14,11 +14,13 @@ local saved = {}
 
 local Aside = nn_module.class("SavedTensors")
 
--- Returns a module's parameters by their names in it. Tensors in the child modules for inactive values are omitted.
+-- Returns a module's parameters by their names in it. Tensors in the child modules for inactive values, and those of
+-- adapters of inner layers, are omitted.
 local function own_parameters(module)
   local list = {}
   registry.walk(module, function(name, value, kind, owner, key)
-    if kind == "param" and not name:find "^original_module%." and not name:find "^modules_to_save%." then
+    if kind == "param" and not name:find "^original_module%." and not name:find "^modules_to_save%."
+      and not ("." .. name):find "%.lora_" then
       list[#list + 1] = { name = name, tensor = value, owner = owner, key = key }
     end
   end)
@@ -104,6 +106,37 @@ function saved.tensors(module, name)
   return list
 end
 
+local ASIDE = { "original_module", "modules_to_save" }
+
+--- Cuts the inactive values of a parameter that tensor parallelism has cut, or does nothing if an adapter does not train
+--- this parameter as part of the module.
+---@param entry {name: string, module: ps.nn.Module}
+---@param path string the parameter's name in the model
+---@param cut fun(holder: ps.nn.Module, key: string) replaces a parameter by this rank's part
+function saved.cut(entry, path, cut)
+  if path:sub(1, #entry.name + 1) ~= entry.name .. "." then return end
+  local key = flat(path:sub(#entry.name + 2))
+  local function cut_in(holder)
+    if registry.kind(holder, key) == "param" then cut(holder, key) end
+  end
+  if registry.kind(entry.module, "original_module") then cut_in(entry.module.original_module) end
+  if registry.kind(entry.module, "modules_to_save") then
+    for _, holder in registry.members(entry.module.modules_to_save) do cut_in(holder) end
+  end
+end
+
+--- Moves the inactive values of a module to the module that replaces it in the model.
+---@param entry {name: string, module: ps.nn.Module}
+---@param new ps.nn.Module
+function saved.move(entry, new)
+  local old = entry.module
+  for _, key in ipairs(ASIDE) do
+    if registry.kind(old, key) then nn_module.register(new, key, "module", old[key]) end
+  end
+  rawset(new, "saved_", old.saved_)
+  entry.module = new
+end
+
 --- Removes one adapter's values. The module then has the base model's values.
 ---@param module ps.nn.Module
 ---@param name string
@@ -126,7 +159,7 @@ end
 ---@param keep? boolean
 function saved.remove(module, keep)
   if not keep then saved.activate(module, false) end
-  for _, key in ipairs { "original_module", "modules_to_save" } do
+  for _, key in ipairs(ASIDE) do
     if registry.kind(module, key) then module[key] = nil end
   end
   rawset(module, "saved_", nil)

@@ -148,6 +148,18 @@ local function put(claim, module)
   else claim.owner[claim.key] = module end
 end
 
+-- Returns this rank's part of a whole parameter.
+function Cut:part_of(whole, given, name)
+  local part = self.parts[nn_module.address(whole)]
+  if part then return part end
+  local desc = { dim = given.dim, blocks = given.blocks, padded = given.padded, index = self.region.rank,
+    count = self.region.size, full_shape = whole:shape() }
+  part = deferred.cut(self.model, whole, shard.new(desc, name))
+  tensor_hooks.move(whole, part)
+  self.parts[nn_module.address(whole)] = part
+  return part
+end
+
 -- Copies the parameter `key` of the claim's module to `to`, as a shard if `given` describes one, else as a whole.
 function Cut:take(claim, to, key, given)
   local whole = claim.module[key]
@@ -158,17 +170,13 @@ function Cut:take(claim, to, key, given)
       .. "keep_quantized, or use ZeRO (zero_optimization) or a pipeline (pipeline) instead of tensor parallelism")
       :format(claim.path, blocks.name))
   end
-  local part = whole
-  if given then
-    part = self.parts[nn_module.address(whole)]
-    if not part then
-      given.index, given.count, given.full_shape = self.region.rank, self.region.size, whole:shape()
-      part = deferred.cut(self.model, whole, shard.new(given, claim.path .. "." .. key))
-      tensor_hooks.move(whole, part)
-      self.parts[nn_module.address(whole)] = part
-    end
-  end
-  to[key] = part
+  local name = claim.path .. "." .. key
+  to[key] = given and self:part_of(whole, given, name) or whole
+  local adapters = rawget(self.model, "adapters_")            -- of ps.lora
+  if not given or not adapters then return end
+  adapters:cut_saved(name, function(holder, inner)
+    registry.put(holder, inner, self:part_of(holder[inner], given, name))
+  end)
 end
 
 -- whether a weight is [out, in]; Linear's is [out, in], and Conv1D's is [in, out]
@@ -527,6 +535,8 @@ function tensor_parallel.cut(model, how)
       put(claim, new)
       local cut_into = rawget(claim.module, "cut_into")       -- function of a layer with an adapter (ps.lora)
       if cut_into then cut_into(claim.module, new, kind, claim, cut) end
+      local adapters = rawget(model, "adapters_")
+      if adapters then adapters:replaced(claim.module, new) end
     end)
   end
   of_kind("words", words)
