@@ -372,6 +372,15 @@ describe("an engine with an adapter", function()
     assert(adapted < 0.5 * whole, ("%d of %d"):format(adapted, whole))
   end)
 
+  it("leaves its adapter frozen next to a second one, after it was closed", function()
+    open {}
+    local module = model.module
+    model:close()
+    model = nil
+    ps.lora.wrap(module, { r = 2, name = "other" })
+    for name, p in module:named_parameters() do assert.equal(name:find "%.other%." ~= nil, p:needs_grad(), name) end
+  end)
+
   it("trains in bf16 with fp32 masters", function()
     local x = ids()
     local optimizer = open { bf16 = true, dora = true }

@@ -241,7 +241,7 @@ end
 function Adapters:train_only(name)
   for other in pairs(self.specs) do
     for _, tensor in self:tensors(other) do
-      if not nn_module.updated[registry.address(tensor)] and tensor:needs_grad() then tensor:requires_grad(false) end
+      if not nn_module.updated_by(tensor) and tensor:needs_grad() then tensor:requires_grad(false) end
     end
   end
   for _, tensor in (name and self:tensors(name) or function() end) do
@@ -339,6 +339,9 @@ function methods.merge_adapter(self)
   if tied then
     error(("merge_adapter: %s has an adapter, and its weight is also the head's, which the merge would also change; "
       .. "tools/merge_adapter.lua writes a folder whose head has a separate weight"):format(tied))
+  end
+  for _, entry in ipairs(adapters.layers) do  -- before any weight changes
+    if entry.module.lora_.active then layers.check_mergeable(entry.module, "merge_adapter") end
   end
   for _, entry in ipairs(adapters.layers) do layers.merge(entry.module) end
   adapters.merged = adapters.active

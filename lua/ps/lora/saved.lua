@@ -108,8 +108,8 @@ end
 
 local ASIDE = { "original_module", "modules_to_save" }
 
---- Cuts the inactive values of a parameter that tensor parallelism has cut, or does nothing if an adapter does not train
---- this parameter as part of the module.
+--- Cuts the inactive values of a parameter that tensor parallelism has cut. Does nothing for parameters outside the
+--- module.
 ---@param entry {name: string, module: ps.nn.Module}
 ---@param path string the parameter's name in the model
 ---@param cut fun(holder: ps.nn.Module, key: string) replaces a parameter by this rank's part

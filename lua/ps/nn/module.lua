@@ -35,6 +35,15 @@ local C = native.C
 -- true). updated: by address of a parameter that an engine updates, a {engine, name} that the engine keeps alive.
 local exports = { changes = 0, assigned = 0, optimizers = setmetatable({}, { __mode = "k" }),
   updated = setmetatable({}, { __mode = "v" }) }
+
+--- Returns the open engine that updates a parameter, and the parameter's name in it.
+---@param param ps.Tensor
+---@return {engine: ps.Engine, name: string}? by nil if there is none
+function exports.updated_by(param)
+  local by = exports.updated[registry.address(param)]
+  return by and not by.engine.closed and by or nil
+end
+
 local made_by_parameter = setmetatable({}, { __mode = "k" })
 
 ---@class ps.nn.Module

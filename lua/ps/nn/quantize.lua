@@ -5,6 +5,7 @@ local caller = require "ps.core.caller"
 local collector = require "ps.core.collector"
 local create = require "ps.tensor.create"
 local double_quant = require "ps.nn.double_quant"
+local handle = require "ps.nn.handle"
 local hooks = require "ps.core.hooks"
 local native = require "ps.core.ffi"
 local nn_module = require "ps.nn.module"
@@ -77,6 +78,21 @@ local function ends_with(name, list)
   return false
 end
 
+-- Raises an error for a model whose layers must not be replaced any more.
+local function check_bare(model)
+  for name, module in model:named_modules() do
+    if rawget(module, "lora_") then
+      error(("quantize: %s has an adapter, and its weight would not be packed; call ps.quantize before ps.lora.wrap")
+        :format(name))
+    end
+  end
+  for name, p in model:named_parameters() do
+    if nn_module.updated_by(p) then
+      error(("quantize: an engine trains this model (%s); pack it before ps.initialize, in model_func"):format(name))
+    end
+  end
+end
+
 local OPTIONS = { type = "string", skip = "table", int8_activations = "boolean", double_quant = "boolean" }
 
 -- Returns the name of the packed type for the options type and double_quant.
@@ -99,8 +115,10 @@ end
 ---@return ps.nn.Module model
 ---@return {name: string, type: string}[] layers the packed layers
 return function(model, options)
+  if handle.of(model) then error "quantize: ps.initialize made this model; pack the module before, in model_func" end
   if not nn_module.is_module(model) then error(("quantize takes a module, not a %s"):format(type(model))) end
   options = caller.options(options, "quantize", OPTIONS)
+  check_bare(model)
   local wanted, list = type_of(options.type, options.double_quant), {}
   scope.no_grad(function()
     for name, module in model:named_modules() do

@@ -246,8 +246,8 @@ local function check_taken(self)
   local taken = self.taken and not self.taken.engine.closed and self.taken.name
   for _, entry in ipairs(self.entries) do
     if taken then break end
-    local by = not self.of_engine and nn_module.updated[nn_module.address(entry.param)]
-    if by and not by.engine.closed then taken = by.name
+    local by = not self.of_engine and nn_module.updated_by(entry.param)
+    if by then taken = by.name
     elseif entry.param.managed ~= nil then
       taken = "a parameter of shape [" .. table.concat(entry.param:shape(), ", ") .. "]"
     end
