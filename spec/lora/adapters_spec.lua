@@ -306,6 +306,26 @@ describe("several adapters", function()
   end)
 end)
 
+describe("an adapter with trained biases", function()
+  it("is alone, and is not switched off, because the model has the biases once", function()
+    for _, bias in ipairs { "all", "lora_only" } do
+      local m = noise(ps.lora.wrap(made "gpt2", { r = 2, bias = bias }))
+      fails(function() m:disable_adapter(function() end) end, "bias")
+      fails(function() ps.lora.wrap(m, { r = 2, name = "other" }) end, "bias")
+      assert.equal("default", m:active_adapter())
+      ps.preference.wrap(m)
+      local pairs_of = { { prompt = { 5, 6, 7 }, chosen = { 10, 11 }, rejected = { 12 } } }
+      fails(function() m(ps.preference.batch(pairs_of)) end, "ps.preference.reference", "bias")
+      fails(function() m:unload_adapter() end, "merge = true", "bias")
+      local want = output(m, ids())
+      m:unload_adapter { merge = true }
+      assert(want:numel() > 0 and m.merge_adapter == nil)
+      ps.lora.wrap(m, { r = 2 })
+      fails(function() ps.lora.wrap(m, { r = 2, name = "other", bias = bias }) end, "bias")
+    end
+  end)
+end)
+
 describe("an engine with an adapter", function()
   local function open(options)
     local optimizer

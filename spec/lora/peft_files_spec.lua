@@ -117,6 +117,18 @@ describe("the file of an adapter", function()
     end
   end)
 
+  it("has the biases of modules that are trained as a whole once", function()
+    for _, saved in ipairs { { "ln_f" }, { "h.0.mlp", "ln_f" } } do
+      local m = noise(ps.lora.wrap(base "gpt2", { r = 1, targets = { "c_attn" }, bias = "all",
+        modules_to_save = saved }))
+      local want = output(m)
+      m:save_pretrained(at "a")
+      assert.equal(0, far(want, output(ps.from_pretrained(at "a", { quiet = true }))))
+      ps.lora.merge_folder(at "base", at "a", at "merged")
+      assert(far(want, output(ps.from_pretrained(at "merged", { quiet = true }))) < 1e-5)
+    end
+  end)
+
   it("is read back exactly, for each of several adapters", function()
     local m = noise(ps.lora.wrap(base "qwen3", { name = "one" }))
     local one = output(m)

@@ -154,6 +154,14 @@ local function add(model, name, spec)
     error(("lora: the adapter '%s' is merged; call model:unmerge_adapter() before another is added"):format(
       self.merged))
   end
+  for other, has in pairs(self and self.specs or {}) do
+    local biased = has.bias ~= "none" and other or spec.bias ~= "none" and name
+    if biased then
+      error(("lora: the adapter '%s' trains biases (bias = \"%s\"), which the model has only once, so that there can "
+        .. "be no other adapter; set bias = \"none\" for all adapters"):format(biased,
+        (biased == other and has or spec).bias))
+    end
+  end
   if self then self:activate(nil) end
   local found = targets.find(model, spec)
   if not spec.from_file then
@@ -203,7 +211,7 @@ end
 function Adapters:tensors(name)
   local spec, list = self.specs[name], {}
   local function put(path, tensor) list[#list + 1] = { path, tensor } end
-  local wrapped = {}
+  local wrapped, whole = {}, {}
   for _, entry in ipairs(self.layers) do
     local state = entry.module.lora_
     wrapped[entry.module] = true
@@ -216,6 +224,7 @@ function Adapters:tensors(name)
     end
   end
   for _, entry in ipairs(self.saved) do
+    whole[#whole + 1] = entry.name .. "."
     if entry.module.saved_.names[name] then
       for inner, tensor in pairs(saved.tensors(entry.module, name)) do put(entry.name .. "." .. inner, tensor) end
     end
@@ -223,8 +232,11 @@ function Adapters:tensors(name)
   if spec.bias ~= "none" then
     registry.walk(self.model, function(path, value, kind, owner, key)
       if kind ~= "param" or key ~= "bias" then return end
+      for _, prefix in ipairs(whole) do
+        if path:sub(1, #prefix) == prefix then return end
+      end
       if wrapped[owner] then put(path:gsub("bias$", "base_layer.bias"), value)
-      elseif spec.bias == "all" and not rawget(owner, "saved_") then put(path, value) end
+      elseif spec.bias == "all" then put(path, value) end
     end)
   end
   table.sort(list, function(a, b) return a[1] < b[1] end)
@@ -280,6 +292,16 @@ function Adapters:replaced(old, new)
   end
 end
 
+-- Raises an error for a call that needs the base model's biases if an adapter has trained them.
+local function check_biases(self, call, advice)
+  for name, spec in pairs(self.specs) do
+    if spec.bias ~= "none" then
+      error(("%s: the adapter '%s' trains biases (bias = \"%s\"), and the model no longer has the base model's; %s")
+        :format(call, name, spec.bias, advice))
+    end
+  end
+end
+
 -- -- methods of the model ---------------------------------------------------------------------------------------------
 Adapters.methods = {}
 local methods = Adapters.methods
@@ -324,6 +346,8 @@ function methods.disable_adapter(self, fn, ...)
   if adapters.merged then
     error(("disable_adapter: the adapter '%s' is merged; call model:unmerge_adapter() first"):format(adapters.merged))
   end
+  check_biases(adapters, "disable_adapter", "load the base model a second time, or set bias = \"none\"; for "
+    .. "preferences call ps.preference.reference before ps.lora.wrap")
   local name = adapters.active
   adapters:activate(nil)
   return restore(adapters, name, pcall(fn, ...))
@@ -366,6 +390,10 @@ methods.unmerge = methods.unmerge_adapter
 function methods.unload_adapter(self, options)
   local adapters = own(self, "unload_adapter")
   local merge = caller.options(options, "unload_adapter", { merge = "boolean" }).merge
+  if not merge then
+    check_biases(adapters, "unload_adapter", "load the base model again, or keep the adapter in the weights with "
+      .. "{ merge = true }")
+  end
   if merge then methods.merge_adapter(self) else methods.unmerge_adapter(self) end
   for _, entry in ipairs(adapters.layers) do layers.remove(entry.module) end
   for _, entry in ipairs(adapters.saved) do saved.remove(entry.module, merge) end
