@@ -139,6 +139,57 @@ describe("ps.preference", function()
     os.remove(path)
   end)
 
+  it("computes the reference without dropout, and keeps the modules' modes", function()
+    local want = ps.preference.reference(adapted "gpt2", PAIRS)
+    local function same(reference)
+      for i, row in ipairs(want) do
+        for k = 1, 2 do assert(math.abs(reference[i][k] - row[k]) < 1e-4, reference[i][k] - row[k]) end
+      end
+    end
+    for _, kind in ipairs { "module", "plain", "chunks" } do
+      local m = adapted("gpt2", { beta = 0.5 }, { dropout = 0.4 }):train()
+      m.transformer.h[1]:eval()
+      local optimizer
+      if kind ~= "module" then
+        model, optimizer = ps.initialize { quiet = true, model = m, config = { plan_print = false,
+          memory = kind == "plain" and "plain" or nil, optimizer = { type = "AdamW" } } }
+      end
+      local call = model or m
+      same(ps.preference.reference(call, PAIRS))
+      for _ = 1, 2 do
+        local out, reference = call(ps.preference.batch(PAIRS)), {}
+        local log_probs = out.log_probs:tolist()
+        local won, lost = out.chosen_rewards:tolist(), out.rejected_rewards:tolist()
+        for i = 1, #PAIRS do
+          reference[i] = { log_probs[2 * i - 1] - won[i] / 0.5, log_probs[2 * i] - lost[i] / 0.5 }
+        end
+        same(reference)
+        if model then
+          model:backward(out.loss)
+          optimizer:step()
+        end
+      end
+      for name, module in m:named_modules() do
+        assert.equal(name:find "%.h%.1" == nil, module.training, name)
+      end
+      if model then model:close() end
+      model = nil
+    end
+  end)
+
+  it("does not take a cache of another base model", function()
+    local folder = os.tmpname()
+    os.remove(folder)
+    local path = folder .. "/reference.safetensors"
+    base "llama":save_pretrained(folder .. "/one")
+    base("llama", { initializer_range = 0.2 }):save_pretrained(folder .. "/two")
+    local function load(name) return ps.preference.wrap(ps.from_pretrained(folder .. "/" .. name, { quiet = true })) end
+    local one = ps.preference.reference(load "one", PAIRS, { path = path })
+    assert.same(one, ps.preference.reference(load "one", PAIRS, { path = path }))
+    fails(function() ps.preference.reference(load "two", PAIRS, { path = path }) end, "another model", path)
+    os.execute("rm -r " .. folder)
+  end)
+
   it("still generates, and returns logits without labels", function()
     local m = adapted "gpt2"
     local plain = ps.lora.wrap(base "gpt2", { r = 3 })
@@ -163,6 +214,11 @@ describe("ps.preference", function()
     local out = whole(ps.preference.batch(PAIRS, { reference = reference }))
     assert(math.abs(out.loss:item() - math.log(2)) < 1e-5)
     fails(function() ps.preference.batch {} end, "empty")
+    fails(function() ps.preference.batch { PAIRS[1], { prompt = { 1 }, chosen = { 2 } } } end, "pair 2", "rejected")
+    fails(function() ps.preference.batch { { prompt = "a", chosen = "b", rejected = "c" } } end, "pair 1",
+      "ps.preference.encode")
+    fails(function() ps.preference.batch(PAIRS, { reference = { { 0, 0 } } }) end, "reference", "4 pairs", "1")
+    fails(function() ps.preference.batch({ PAIRS[1] }, { reference = { { 0 } } }) end, "reference", "pair 1")
   end)
 end)
 

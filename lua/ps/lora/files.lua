@@ -84,6 +84,14 @@ local function gguf_fingerprint(path)
   return hash(lines)
 end
 
+--- Returns a fingerprint of the weights of a folder or GGUF file, or nil if it has none.
+---@param path? string
+---@return string?
+function files.weights_fingerprint(path)
+  if path and gguf_file.is_path(path) then return gguf_fingerprint(path) end
+  return files.fingerprint(path)
+end
+
 -- -- reading ----------------------------------------------------------------------------------------------------------
 local function open_weights(path)
   for _, name in ipairs { WEIGHTS, OLD_WEIGHTS } do
@@ -453,8 +461,7 @@ end
 function adapters_of.Adapters:frozen_base()
   local path = rawget(self.model, "source")
   if self.merged or not path then return nil end
-  local fingerprint
-  if gguf_file.is_path(path) then fingerprint = gguf_fingerprint(path) else fingerprint = files.fingerprint(path) end
+  local fingerprint = files.weights_fingerprint(path)
   if not fingerprint then return nil end
   local lacks, names = {}, {}
   for _, name in ipairs((self.model.loaded or {}).missing or {}) do lacks[name] = true end

@@ -20,6 +20,7 @@ local parts = require "ps.nn.parts"
 local serialize = require "ps.io.serialize"
 local losses = require "ps.tensor.functional"
 local adapters_of = require "ps.lora.adapters"
+local files = require "ps.lora.files"
 local lfs = require "lfs"
 local C = native.C
 local error = caller.error
@@ -93,6 +94,20 @@ local function split(given)
   return rest, given.reference
 end
 
+local function restored(modes, ok, ...)
+  for module, mode in pairs(modes) do rawset(module, "training", mode) end
+  if not ok then error((...), 0) end
+  return ...
+end
+
+-- Calls fn(...) with the model in evaluation mode: dropout would make the reference random.
+local function without_dropout(model, fn, ...)
+  local modes = {}
+  for _, module in model:named_modules() do modes[module] = module.training end
+  model:eval()
+  return restored(modes, pcall(fn, ...))
+end
+
 -- Returns the log-probabilities of the base model for a batch.
 local function of_base(model, run, given)
   local adapters = adapters_of.of(model)
@@ -100,7 +115,7 @@ local function of_base(model, run, given)
     error("preference: the batch has no reference, and the model has no adapter to switch off: compute the reference "
       .. "once, before training (ps.preference.reference)")
   end
-  return scope.no_grad(model.disable_adapter, model, run, given)
+  return without_dropout(model, scope.no_grad, model.disable_adapter, model, run, given)
 end
 
 --- Makes calls of a causal model return a preference loss. The model then accepts batches of ps.preference.batch. It
@@ -243,6 +258,21 @@ end
 
 local BATCH = { pad = "whole", reference = "table" }
 
+-- Raises an error for a pair without lists of ids, or whose reference is not two numbers.
+local function check_pair(i, pair, reference)
+  for _, key in ipairs { "prompt", "chosen", "rejected" } do
+    local ids = type(pair) == "table" and pair[key] or nil
+    if type(ids) ~= "table" then
+      error(("preference.batch: %s of pair %d is %s; it must be a list of ids (ps.preference.encode makes a pair of "
+        .. "texts)"):format(key, i, ids == nil and "missing" or "a " .. type(ids)))
+    end
+  end
+  if reference and not (type(reference) == "table" and tonumber(reference[1]) and tonumber(reference[2])) then
+    error(("preference.batch: the reference of pair %d must be two numbers, the log-probabilities of its answers")
+      :format(i))
+  end
+end
+
 --- Returns a batch of pairs: input_ids, attention_mask and labels [2 P, T], padded at the end. Row 2 i is the chosen
 --- answer of pair i, and row 2 i + 1 is the rejected answer.
 ---@param list ps.preference.Pair[]
@@ -252,7 +282,11 @@ local BATCH = { pad = "whole", reference = "table" }
 function preference.batch(list, options)
   local given = caller.options(options, "preference.batch", BATCH)
   local rows, longest, reference = {}, 1, given.reference and {}
+  if reference and #given.reference ~= #list then
+    error(("preference.batch: the reference has %d rows for %d pairs"):format(#given.reference, #list))
+  end
   for i, pair in ipairs(list) do
+    check_pair(i, pair, reference and given.reference[i])
     for k, answer in ipairs { pair.chosen, pair.rejected } do
       local row = { ids = copied(pair.prompt), first = #pair.prompt }
       for _, id in ipairs(answer) do row.ids[#row.ids + 1] = id end
@@ -276,33 +310,33 @@ end
 -- -- a cache of the reference -----------------------------------------------------------------------------------------
 local REFERENCE = { batch = "whole", pad = "whole", path = "string" }
 
--- Returns a hash of all ids of the pairs.
-local function hash_of(list)
+-- Returns a hash of all ids of the pairs, and of the base model's weights if it was loaded from files.
+local function hash_of(list, model)
   local texts = {}
   for i, pair in ipairs(list) do
     texts[i] = table.concat(pair.prompt, " ") .. "|" .. table.concat(pair.chosen, " ") .. "|"
       .. table.concat(pair.rejected, " ")
   end
-  local text = table.concat(texts, "\n")
+  local text = table.concat(texts, "\n") .. "\n" .. (files.weights_fingerprint(rawget(model, "source")) or "")
   return bit.tohex(C.ps_xxh3(text, #text))
 end
 
 --- Returns the log-probabilities of all pairs under the current model, without its adapter if it has one. Pass them to
 --- ps.preference.batch. If `path` is given, the first call writes them to a safetensors file, and later calls read the
---- file. A file for other pairs is an error.
+--- file. A file for other pairs or another base model is an error. Dropout is off.
 ---@param model ps.nn.Module|ps.Engine a model that preference.wrap has changed
 ---@param list ps.preference.Pair[]
 ---@param options? {batch?: integer, pad?: integer, path?: string} batch: the number of pairs per call (default 4)
 ---@return number[][] reference {chosen, rejected} for each pair
 function preference.reference(model, list, options)
   local given = caller.options(options, "preference.reference", REFERENCE)
-  local hash, values = hash_of(list), {}
   local module = handle.module(model)
+  local hash, values = hash_of(list, module), {}
   if given.path and lfs.attributes(given.path, "mode") then
     local state = serialize.load(given.path)
     if not state["pairs." .. hash] then
-      error(("preference.reference: %s has the values of other pairs; remove the file, or name another one"):format(
-        given.path))
+      error(("preference.reference: %s has the values of other pairs, or of another model; remove the file, or "
+        .. "name another one"):format(given.path))
     end
     return state["pairs." .. hash]:tolist()
   end
@@ -318,7 +352,8 @@ function preference.reference(model, list, options)
       end)
     end
   end
-  if adapters_of.of(module) then module:disable_adapter(compute) else compute() end
+  if adapters_of.of(module) then without_dropout(module, module.disable_adapter, module, compute)
+  else without_dropout(module, compute) end
   if given.path then serialize.save({ ["pairs." .. hash] = create.tensor(values, "fp32") }, given.path) end
   return values
 end
