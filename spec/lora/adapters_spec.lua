@@ -238,7 +238,11 @@ describe("ps.lora.wrap", function()
       fails(function() ps.lora.wrap(m, { alpha = alpha }) end, "lora: alpha = ", "finite")
     end
     fails(function() ps.lora.wrap(m, { bias = "some" }) end, "bias")
-    fails(function() ps.lora.wrap(m, { name = "a.b" }) end, "a.b")
+    for _, name in ipairs { "a.b", "", "training", "_kind", "forward" } do
+      fails(function() ps.lora.wrap(m, { name = name }) end, ("'%s' cannot be the name"):format(name))
+    end
+    fails(function() ps.lora.wrap(m, { targets = "q_proj" }) end, "regular expression", [[{ "q_proj" }]])
+    fails(function() ps.lora.wrap(m, { targets = "((.*)*)*x" }) end, "((.*)*)*x", "too long")
     fails(function() ps.lora.wrap(m, { alpa = 3 }) end, "alpa", "alpha")
     local inner = require("ps.lora.targets").find(m, { targets = "all-linear" })
     local largest = 0

@@ -76,9 +76,9 @@ local function check_numbers(spec)
 end
 
 local function check_name(name)
-  if not name:find "^[%w_%-]+$" or nn_module.Module[name] ~= nil then
-    error(("lora: '%s' cannot be the name of an adapter; use letters, digits, _ and -, and not the name of a module's "
-      .. "method"):format(name))
+  if not name:find "^[%w%-][%w_%-]*$" or name == "training" or nn_module.Module[name] ~= nil then
+    error(("lora: '%s' cannot be the name of an adapter; use letters, digits, _ and -, no _ at the beginning, and not "
+      .. "the name of a module's field"):format(name))
   end
   return name
 end

@@ -6,12 +6,15 @@ local error = require("ps.core.caller").error
 
 local regex = {}
 
+local MOST = 1e6                                           -- repetitions that are tried for one text
+
 local CLASSES = { d = "%d", D = "%D", w = "[%w_]", W = "[^%w_]", s = "%s", S = "%S" }
 local ESCAPES = { n = "\n", t = "\t", r = "\r" }
 
 ---@class ps.lora.RegexParser
 ---@field text string
 ---@field at integer the position of the next character
+---@field tries integer repetitions that were tried for the current text
 local Parser = {}
 Parser.__index = Parser
 
@@ -114,8 +117,14 @@ function Parser:bounds()
   return tonumber(low), comma == "" and tonumber(low) or tonumber(high) or math.huge
 end
 
-local function repeated(one, low, high, lazy)
+-- The time of nested repetitions such as (a*)*b grows exponentially with the text, so the number of tries is limited.
+local function repeated(parser, one, low, high, lazy)
   local function more(s, i, k, n)
+    parser.tries = parser.tries + 1
+    if parser.tries > MOST then
+      error(("the pattern '%s' takes too long to match '%s'; write it without repetitions inside repetitions"):format(
+        parser.text, s))
+    end
     local function again()
       return n < high and one(s, i, function(j) return (j > i or n < low) and more(s, j, k, n + 1) end)
     end
@@ -135,7 +144,7 @@ function Parser:sequence()
   while self.at <= #self.text and self:peek() ~= "|" and self:peek() ~= ")" do
     local one = self:atom()
     local low, high = self:bounds()
-    if low then one = repeated(one, low, high, self:take "?") end
+    if low then one = repeated(self, one, low, high, self:take "?") end
     all = both(all, one)
   end
   return all
@@ -155,10 +164,13 @@ end
 ---@param text string the pattern
 ---@return fun(s: string): boolean
 function regex.compile(text)
-  local parser = setmetatable({ text = text, at = 1 }, Parser)
+  local parser = setmetatable({ text = text, at = 1, tries = 0 }, Parser)
   local matcher = parser:alternatives()
   if parser.at <= #text then parser:fail "a ) without its (" end
-  return function(s) return matcher(s, 1, function(i) return i == #s + 1 end) and true or false end
+  return function(s)
+    parser.tries = 0
+    return matcher(s, 1, function(i) return i == #s + 1 end) and true or false
+  end
 end
 
 return regex

@@ -64,6 +64,14 @@ local function refuse_missing(wanted, candidates)
       if not seen[word] then seen[word], words[#words + 1] = true, word end
     end
   end
+  if type(wanted) == "string" then
+    for _, name in ipairs(candidates) do
+      if targets.ends_with(name, { wanted }) then
+        error(("lora: targets = '%s' is a regular expression for whole names, and matches no layer; for the layers "
+          .. "whose names end with it write { \"%s\" }"):format(wanted, wanted))
+      end
+    end
+  end
   local hints, last = {}, {}
   for _, name in ipairs(list_of(wanted)) do
     local hint = nearest.find(name, words)
