@@ -8,6 +8,7 @@ local lfs = require "lfs"
 local paths = require "ps.paths"
 local json = require("cjson").new()
 local entropy = require "ps.core.entropy"
+local http_server = require "ps.core.http_server"
 local command_line = require "ps.core.command_line"
 
 local parser = argparse("psluajit dashboard", "Shows a run of ps.train.run as a live page on this machine.")
@@ -65,8 +66,7 @@ local function serve(log, page)
     stream:write_headers(h, false)
     stream:write_chunk(body, true)
   end
-  local function answer(_, stream)
-    local given = stream:get_headers()
+  local function answer(stream, given)
     local path, query = (given:get ":path"):match "^([^?]*)%??(.*)$"
     local value = {}
     for key, text in query:gmatch "([^&=]+)=([^&]*)" do value[key] = text end
@@ -83,7 +83,8 @@ local function serve(log, page)
     end
     reply(stream, "404", "text/plain", "there is no such page\n")
   end
-  local s, why = server.listen { host = "127.0.0.1", port = args.port, tls = false, onstream = answer,
+  local s, why = server.listen { host = "127.0.0.1", port = args.port, tls = false,
+    onstream = http_server.onstream(answer),
     onerror = function() end }                             -- a browser that disconnects is not an error
   if s then ok, why = s:listen() end
   if not s or not ok then error(("cannot listen on port %d: %s"):format(args.port, tostring(why)), 0) end
@@ -91,7 +92,7 @@ local function serve(log, page)
   hosts["127.0.0.1:" .. port], hosts["localhost:" .. port] = true, true
   print(("%s: http://127.0.0.1:%d/?token=%s"):format(log, port, token))
   io.stdout:flush()
-  s:loop()
+  http_server.loop(s, "dashboard")
 end
 
 local function main()

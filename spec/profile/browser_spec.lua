@@ -191,6 +191,21 @@ describe("the dashboard of a run", function()
     assert.equal("405", status("/?token=" .. token, nil, "POST"))
   end)
 
+  it("survives requests that are not HTTP", function()
+    local token = address:match "%?token=(%x+)$"
+    for _, line in ipairs { "Content-Length: -5", "Content-Length: x", "Transfer-Encoding: ," } do
+      local socket = require("cqueues.socket").connect("127.0.0.1", tonumber(address:match ":(%d+)/"))
+      socket:setmode("b", "b")
+      socket:settimeout(20)
+      socket:onerror(function(_, _, why) return why end)
+      socket:write(("GET / HTTP/1.1\r\nHost: x\r\n%s\r\n\r\n"):format(line))
+      socket:flush()
+      socket:read "*l"
+      socket:close()
+      assert.equal("200", status("/?token=" .. token))
+    end
+  end)
+
   it("reports a path that is not a run", function()
     local function said(words)
       local p = io.popen(("'%s' '%s/tools/dashboard.lua' %s 2>&1"):format(paths.exe, paths.root, words))

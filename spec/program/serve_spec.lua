@@ -220,6 +220,10 @@ describe("tools/serve.lua", function()
       assert.equal(param or json.null, problem.param)
     end
     bad(nil, "JSON object", "{")
+    bad(nil, "JSON object", "")
+    bad(nil, "UTF-8", '{"prompt": "a\255"}')
+    bad("top_k", "2147483647", { prompt = "a", top_k = 2 ^ 31 })
+    bad("stop", "up to 16 strings", { prompt = "a", stop = { a = "b" } })
     bad("prompt", "missing", {})
     bad("prompt", "258 tokens", { prompt = { 1, 258 } })
     bad("prompt", "empty", { prompt = "" })
@@ -234,6 +238,63 @@ describe("tools/serve.lua", function()
     bad("messages[0].content", "parts of type text", { messages = { image } }, "/v1/chat/completions")
     assert.equal("context_length_exceeded", refused("400", "positions", "/v1/completions", { prompt = ("a"):rep(70) })
       .code)
+  end)
+
+  it("survives requests that are not HTTP", function()
+    -- Returns the first line of the answer to bytes, or nil if there is none.
+    local function said(bytes)
+      local socket = require("cqueues.socket").connect("127.0.0.1", tonumber(address:match ":(%d+)$"))
+      socket:setmode("b", "b")
+      socket:settimeout(20)
+      socket:onerror(function(_, _, why) return why end)
+      socket:write(bytes)
+      socket:flush()
+      local line = socket:read "*l"
+      socket:close()
+      return line
+    end
+    local head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\n%s\r\n\r\n{}"
+    said(head:format "Content-Length: -5")
+    said(head:format("Authorization: Bearer " .. token .. "\r\nContent-Length: -5"))
+    said(head:format "Content-Length: x")
+    said(head:format "Transfer-Encoding: gzip")
+    said(head:format "Transfer-Encoding: ,")
+    said "\0\1\2\r\n\r\n"
+    reply "/v1/models"
+    reply("/v1/completions", { prompt = "a", max_tokens = 1 })
+  end)
+
+  it("ends a stream that its client does not read, so that others are answered", function()
+    local script = folder .. "/impatient.lua"
+    check.write(script, [[
+      local ps = require "ps"
+      local folder, token = arg[1], arg[2]
+      require("ps.serve").run(ps.from_pretrained(folder, { quiet = true }), ps.tokenizer.from_pretrained(folder),
+        { name = ("long"):rep(2 ^ 15), token = token, patience = 0.5, told = function(address)
+          print(address)
+          io.stdout:flush()
+        end })
+    ]])
+    local server = io.popen(("'%s' '%s' '%s' %s & echo $!; wait"):format(paths.exe, script, folder, token))
+    local other, at, here = server:read(), server:read(), address
+    address = at
+    local ok, why = pcall(function()
+      local socket = require("cqueues.socket").connect("127.0.0.1", tonumber(at:match ":(%d+)$"))
+      socket:setmode("b", "b")
+      local prompts = {}
+      for i = 1, 100 do prompts[i] = "a" end
+      local body = json.encode { prompt = prompts, n = 128, max_tokens = 60, stream = true }
+      socket:write(("POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer %s\r\ncontent-length: %d"
+        .. "\r\n\r\n%s"):format(token, #body, body))
+      assert(socket:flush())
+      require("cqueues").sleep(0.2)
+      reply("/v1/completions", { prompt = "a", max_tokens = 1 })
+      socket:close()
+    end)
+    address = here
+    os.execute("kill " .. other)
+    server:close()
+    if not ok then error(why, 0) end
   end)
 
   it("says in a line why it does not begin", function()

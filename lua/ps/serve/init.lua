@@ -6,13 +6,14 @@ local json = require("cjson").new()
 local answer = require "ps.serve.answer"
 local caller = require "ps.core.caller"
 local entropy = require "ps.core.entropy"
+local http_server = require "ps.core.http_server"
 local request = require "ps.serve.request"
 local error = caller.error
 
 local serve = {}
 
 local MOST = 8 * 2 ^ 20                                    -- largest body of a request, in bytes
-local PATIENCE = 30                                        -- time limit for reading a request's body, in seconds
+local PATIENCE = 30                                        -- default of the option `patience`
 
 -- Compares two texts in a time that does not depend on where they differ.
 local function same(a, b)
@@ -26,15 +27,16 @@ local function local_address(host) return host == "127.0.0.1" or host == "::1" o
 local STATUS = { ["401"] = "authentication_error", ["404"] = "not_found_error" }
 
 local OPTIONS = { name = "string", host = "string", port = "whole", token = "string", no_token = "boolean",
-  kv_cache = "string", told = "callable" }
+  kv_cache = "string", told = "callable", patience = "number" }
 
 --- Serves a model until the process ends.
 ---@param model ps.pretrained.Model
 ---@param tok ps.Tokenizer
 ---@param options {name: string, host?: string, port?: integer, token?: string, no_token?: boolean, kv_cache?:
---- "bf16"|"q8_0", told: fun(address: string, token: string?)} name: the model's name in the API. host: default
---- 127.0.0.1. port: default a free port. token: default a random token. no_token: requests need no token. kv_cache: as
---- in generate. told: called with the address and the token.
+--- "bf16"|"q8_0", told: fun(address: string, token: string?), patience?: number} name: the model's name in the API.
+--- host: default 127.0.0.1. port: default a free port. token: default a random token. no_token: requests need no token.
+--- kv_cache: as in generate. told: called with the address and the token. patience: the time limit for reading a
+--- request's body, and for writing an event of a stream, in seconds (default 30).
 function serve.run(model, tok, options)
   options = caller.options(options, "serve.run", OPTIONS)
   local ok, server = pcall(require, "http.server")
@@ -46,6 +48,7 @@ function serve.run(model, tok, options)
     error(("serve: without a token the server listens only on this machine, not on %s; pass a token"):format(host), 0)
   end
   if token == "" then error("serve: the token is empty; pass no_token for none", 0) end
+  local patience = options.patience or PATIENCE
   local hosts, turn, waiting, busy = {}, condition.new(), {}, false
 
   local function write_head(stream, status, kind, more)
@@ -83,7 +86,8 @@ function serve.run(model, tok, options)
   end
 
   local function compute(stream, chat)
-    local body, why = stream:get_body_chars(MOST + 1, PATIENCE)
+    local body, why = stream:get_body_chars(MOST + 1, patience)
+    if not body and not why then body = "" end
     if not body then return problem(stream, "400", "the body cannot be read: " .. tostring(why)) end
     if #body > MOST then return problem(stream, "413", ("a body has at most %d bytes"):format(MOST)) end
     local begun, gone, result = false, false, nil
@@ -93,7 +97,7 @@ function serve.run(model, tok, options)
         begun = true
         gone = not write_head(stream, "200", "text/event-stream")
       end
-      gone = gone or not stream:write_chunk("data: " .. answer.text(event) .. "\n\n", false)
+      gone = gone or not stream:write_chunk("data: " .. answer.text(event) .. "\n\n", false, patience)
       cqueues.sleep(0)                                     -- lets other connections be read and answered
       return not gone
     end
@@ -129,9 +133,7 @@ function serve.run(model, tok, options)
     ["/v1/chat/completions"] = { POST = function(stream) compute(stream, true) end },
   }
 
-  local function on_stream(_, stream)
-    local given = stream:get_headers()
-    if not given then return end
+  local function on_stream(stream, given)
     local path, method = (given:get ":path" or ""):match "^([^?]*)", given:get ":method"
     if token then
       local has = (given:get "authorization" or ""):match "^[Bb]earer (.*)$"
@@ -148,7 +150,8 @@ function serve.run(model, tok, options)
     route[method](stream)
   end
 
-  local s, why = server.listen { host = host, port = options.port or 0, tls = false, onstream = on_stream,
+  local s, why = server.listen { host = host, port = options.port or 0, tls = false,
+    onstream = http_server.onstream(on_stream),
     onerror = function() end }                             -- a client that disconnects is not an error
   if s then ok, why = s:listen() end
   if not s or not ok then
@@ -157,7 +160,7 @@ function serve.run(model, tok, options)
   local port = select(3, s:localname())
   for _, name in ipairs { "127.0.0.1", "localhost", "[::1]" } do hosts[name .. ":" .. port] = true end
   options.told(("http://%s:%d"):format(host:find(":", 1, true) and "[" .. host .. "]" or host, port), token)
-  s:loop()
+  http_server.loop(s, "serve")
 end
 
 return serve

@@ -2,6 +2,7 @@
 -- Requests of OpenAI's API: checks the fields of a completion or a conversation. A field that would change the answer
 -- and is not supported is refused by name.
 local json = require("cjson").new()
+local utf8 = require "ps.core.utf8"
 
 local request = {}
 
@@ -28,7 +29,7 @@ local function bad(key, text) refuse("400", ("%s %s"):format(key, text), key) en
 local function number(low, high)
   return function(value, key)
     if type(value) ~= "number" or not (value >= low and value <= high) then
-      bad(key, ("must be a number in [%g, %g]"):format(low, high))
+      bad(key, ("must be a number in [%.10g, %.10g]"):format(low, high))
     end
     return value
   end
@@ -51,7 +52,9 @@ end
 local function anything(value) return value end
 local function stops(value, key)
   if type(value) == "string" then value = { value } end
-  if type(value) ~= "table" or #value > MOST_STOPS then bad(key, ("must be up to %d strings"):format(MOST_STOPS)) end
+  if type(value) ~= "table" or #value > MOST_STOPS or next(value) ~= nil and #value == 0 then
+    bad(key, ("must be up to %d strings"):format(MOST_STOPS))
+  end
   for _, one in ipairs(value) do
     if type(one) ~= "string" or one == "" then bad(key, "must be strings that are not empty") end
   end
@@ -79,7 +82,7 @@ local function stream_options(value, key)
 end
 
 local COMMON = { model = text, max_tokens = whole(0, 2 ^ 31), temperature = number(0, 100), top_p = number(1e-9, 1),
-  top_k = whole(0, 2 ^ 31), min_p = number(0, 1), seed = whole(-2 ^ 53, 2 ^ 53), stop = stops, stream = boolean,
+  top_k = whole(0, 2 ^ 31 - 1), min_p = number(0, 1), seed = whole(-2 ^ 53, 2 ^ 53), stop = stops, stream = boolean,
   stream_options = stream_options, n = whole(1, MOST_CHOICES), user = anything, metadata = anything, store = anything,
   presence_penalty = only(0), frequency_penalty = only(0), logit_bias = only(json.null), service_tier = anything,
   safety_identifier = anything, prompt_cache_key = anything }
@@ -95,6 +98,7 @@ local CHAT = { messages = anything, logprobs = boolean, top_logprobs = whole(0, 
 ---@param chat boolean
 ---@return table
 function request.read(body, chat)
+  if not utf8.valid(body) then refuse("400", "the body must be JSON in UTF-8") end
   local ok, given = pcall(json.decode, body)
   if not ok or type(given) ~= "table" then refuse("400", "the body must be a JSON object") end
   local fields, own = {}, chat and CHAT or COMPLETION

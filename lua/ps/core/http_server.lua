@@ -1,0 +1,37 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Servers of lua-http 0.4 that survive every request.
+local http_server = {}
+
+-- Ends a stream and its connection without a reply.
+local function drop(stream)
+  local socket = stream.connection.socket
+  if socket then socket:shutdown() end
+  if stream.set_state then stream:set_state "closed" end   -- so that stream:shutdown() reads no body
+end
+
+--- Returns a function for lua-http's option `onstream`, which calls fn(stream, headers) for each request. A request
+--- whose Content-Length is not a number of bytes, or whose Transfer-Encoding is empty, ends its connection. lua-http
+--- would loop forever, or raise an error in the loop of the server.
+---@param fn fun(stream: table, headers: table)
+---@return fun(server: table, stream: table)
+function http_server.onstream(fn)
+  return function(_, stream)
+    local ok, given = pcall(stream.get_headers, stream)
+    local length = ok and given and given:get "content-length"
+    if not ok or not given or length and not length:find "^%d+$" then return drop(stream) end
+    fn(stream, given)
+  end
+end
+
+--- Runs a server until the process ends. An error outside of `onstream` ends its connection, not the server.
+---@param server table a server of lua-http that listens
+---@param who string the program's name, for notes on stderr
+function http_server.loop(server, who)
+  while true do
+    local ok, why = server:loop()
+    if ok then return end
+    io.stderr:write(("%s: a connection failed: %s\n"):format(who, tostring(why)))
+  end
+end
+
+return http_server
