@@ -193,12 +193,12 @@ describe("the dashboard of a run", function()
 
   it("survives requests that are not HTTP", function()
     local token = address:match "%?token=(%x+)$"
-    for _, line in ipairs { "Content-Length: -5", "Content-Length: x", "Transfer-Encoding: ," } do
+    for _, field in ipairs { "Content-Length: -5", "Content-Length: x", "Transfer-Encoding: ," } do
       local socket = require("cqueues.socket").connect("127.0.0.1", tonumber(address:match ":(%d+)/"))
       socket:setmode("b", "b")
       socket:settimeout(20)
       socket:onerror(function(_, _, why) return why end)
-      socket:write(("GET / HTTP/1.1\r\nHost: x\r\n%s\r\n\r\n"):format(line))
+      socket:write(("GET / HTTP/1.1\r\nHost: x\r\n%s\r\n\r\n"):format(field))
       socket:flush()
       socket:read "*l"
       socket:close()

@@ -240,7 +240,7 @@ describe("tools/serve.lua", function()
       .code)
   end)
 
-  it("survives requests that are not HTTP", function()
+  it("survives requests that are not HTTP, and clients that leave within a body", function()
     -- Returns the first line of the answer to bytes, or nil if there is none.
     local function said(bytes)
       local socket = require("cqueues.socket").connect("127.0.0.1", tonumber(address:match ":(%d+)$"))
@@ -260,6 +260,13 @@ describe("tools/serve.lua", function()
     said(head:format "Transfer-Encoding: gzip")
     said(head:format "Transfer-Encoding: ,")
     said "\0\1\2\r\n\r\n"
+    local half = require("cqueues.socket").connect("127.0.0.1", tonumber(address:match ":(%d+)$"))
+    half:setmode("b", "b")
+    half:write((head:format("Authorization: Bearer " .. token .. "\r\nContent-Length: 100")))
+    half:flush()
+    require("cqueues").sleep(0.2)
+    half:close()                                           -- within the body
+    require("cqueues").sleep(0.2)
     reply "/v1/models"
     reply("/v1/completions", { prompt = "a", max_tokens = 1 })
   end)

@@ -9,6 +9,19 @@ local function drop(stream)
   if stream.set_state then stream:set_state "closed" end   -- so that stream:shutdown() reads no body
 end
 
+-- Makes stream:shutdown(), which calls step until the body is read, end when a step reads nothing. lua-http would loop
+-- forever if the client closed the connection within the body.
+local function end_without_progress(stream)
+  if stream.connection.version >= 2 then return end
+  local step = stream.step
+  function stream:step(timeout)
+    local received, state = self.stats_recv, self.state
+    local ok, why, number = step(self, timeout)
+    if ok and self.stats_recv == received and self.state == state then return nil end
+    return ok, why, number
+  end
+end
+
 --- Returns a function for lua-http's option `onstream`, which calls fn(stream, headers) for each request. A request
 --- whose Content-Length is not a number of bytes, or whose Transfer-Encoding is empty, ends its connection. lua-http
 --- would loop forever, or raise an error in the loop of the server.
@@ -19,7 +32,9 @@ function http_server.onstream(fn)
     local ok, given = pcall(stream.get_headers, stream)
     local length = ok and given and given:get "content-length"
     if not ok or not given or length and not length:find "^%d+$" then return drop(stream) end
-    fn(stream, given)
+    local fine, why = pcall(fn, stream, given)
+    end_without_progress(stream)
+    if not fine then error(why, 0) end
   end
 end
 
