@@ -78,4 +78,5 @@ end
 try(train)
 try(model.save_pretrained, model, args.out)
 try(tok.save_pretrained, tok, args.out)
+print(("wrote %s; talk to it with psluajit chat.lua %s"):format(args.out, args.out))
 model:close()

@@ -185,7 +185,8 @@ local function reply(when)
   ps.print_rank(("%s:\n  %s"):format(when, tok:decode({ unpack(out, #ids + 1) }, { skip_special_tokens = true })))
   leave_if_interrupted()
 end
-ps.print_rank(("%s\n%d held-out rows; of the first:"):format(tostring(loader), #held_out))
+ps.print_rank(("%s\n%d held-out row%s; of the first:"):format(tostring(loader), #held_out,
+  #held_out == 1 and "" or "s"))
 try(reply, "before")
 if earlier and ps.rank() == 0 then os.remove(run .. "/latest") end     -- --resume continues the new run
 local result = try(train.run, { model = model, optimizer = optimizer, sched = schedule, loader = loader, steps = steps,

@@ -273,6 +273,8 @@ describe("pairs of texts", function()
       local first, last = text:match "loss ([%d.]+)", text:match ".*loss ([%d.]+)"
       assert(tonumber(last) < 0.95 * tonumber(first), text)
       assert.truthy(text:find "accuracy 1%.00", text)
+      assert.truthy(text:find(("\nwrote %s/out; talk to it with psluajit chat.lua %s/out\n"):format(folder, folder), 1,
+        true), text)
       ps.from_pretrained(folder .. "/out", { quiet = true })
     end
     local again, refused = check.shell(("'%s' '%s/examples/dpo.lua' --model %s --data %s/pairs.jsonl --out %s/out")
