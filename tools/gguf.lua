@@ -15,7 +15,9 @@ local argparse = require "argparse"
 local command_line = require "ps.core.command_line"
 local gguf = require "ps.io.gguf"
 local json = require("cjson").new()
+local lfs = require "lfs"
 local merge = require "ps.lora.merge_folder"
+local readable = require "ps.core.readable"
 local writable = require "ps.core.writable"
 local verify = require "ps.pretrained.gguf_verify"
 
@@ -38,6 +40,7 @@ for name, text in pairs { convert = "Writes a model in another format or type.",
   command:option("--type", "type of most tensors: " .. TYPES)
   command:option("--name", "the model's name in the file")
   command:option("--pre", "llama.cpp's name of the rule by which the tokenizer cuts texts")
+  command:flag("--force", "replace a model or an adapter in the folder --out; a file is always replaced")
   command:flag("--verify", "compare the file with the model, and store the result in its metadata")
 end
 local compared = parser:command("verify", "Compares a file with the model that it was made from.")
@@ -138,13 +141,17 @@ local function run_convert()
     if args.verify then error("--verify needs a file to write, --out NAME.gguf", 0) end
     if args.type then error("--type needs a file to write, --out NAME.gguf", 0) end
   end
-  local problem = writable[gguf.is_path(args.out) and "file" or "folder"](args.out)
+  local is_file = gguf.is_path(args.out)
+  local problem = writable[is_file and "file" or "folder"](args.out)
   if problem then error("--out: " .. problem, 0) end
+  if not is_file then ps.checkpoints.new_run(args.out, { force = args.force }) end
   if args.verify and args.adapter then
     error("--verify compares with the model without the adapter; merge the adapter first (tools/merge_adapter.lua)", 0)
   end
   merge.convert(args.model, args.out, { type = args.type, name = args.name, pre = args.pre, certified = args.verify,
     adapter = args.adapter, base = args.base, other_base = args.other_base })
+  print(("wrote %s%s"):format(args.out, is_file
+    and (" (%s)"):format(readable.bytes(lfs.attributes(args.out, "size"))) or ""))
   if not args.verify then return end
   local c = certificate(args.out, args.model, verify.TEXT)
   verify.note(args.out, c)

@@ -5,6 +5,7 @@ local check = require "spec.check_lib"
 local gpt2 = require "models.gpt2"
 local json = require "cjson"
 local paths = require "ps.paths"
+local readable = require "ps.core.readable"
 local tokens = require "spec.tokenizer_lib"
 
 local function run(options)
@@ -32,6 +33,8 @@ describe("tools/gguf.lua", function()
   it("converts a folder to a file, and the file to a folder", function()
     local out, code = run(("convert %s --out %s --type f32 --name Tiny"):format(folder, file))
     assert.equal(0, code, out)
+    local wrote = ("wrote %s (%s)\n"):format(file, readable.bytes(#check.read(file)))
+    assert.equal(wrote, out:sub(-#wrote))
     out, code = run(("info %s --json"):format(file))
     assert.equal(0, code, out)
     local info, meta, found = json.decode(out), {}, {}
@@ -49,6 +52,12 @@ describe("tools/gguf.lua", function()
     local back = folder .. "/back"
     out, code = run(("convert %s --out %s"):format(file, back))
     assert.equal(0, code, out)
+    assert.truthy(out:find("wrote " .. back .. "\n", 1, true), out)
+    local weights = check.read(back .. "/model.safetensors")
+    run(("convert %s --out %s --type q8_0"):format(folder, file))
+    out, code = run(("convert %s --out %s"):format(file, back))
+    assert.truthy(code == 1 and out:find(back .. " has a model, at ", 1, true) and out:find("--force", 1, true), out)
+    assert.truthy(check.read(back .. "/model.safetensors") == weights)
     local ids = ps.tensor({ { 1, 2, 3, 4 } }, "int32")
     local function logits(from)
       return ps.no_grad(function() return ps.from_pretrained(from, { quiet = true })({ input_ids = ids }).logits end)
