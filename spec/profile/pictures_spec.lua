@@ -10,6 +10,7 @@ local read = require "ps.profile.read"
 local profile_lib = require "spec.profile_lib"
 local ranks_lib = require "spec.ranks_lib"
 local check = require "spec.check_lib"
+local draw = require "ps.profile.draw"
 
 local folder
 setup(function() folder = ranks_lib.folder() end)
@@ -217,6 +218,12 @@ describe("tools/profile_visualizer.lua", function()
     assert.truthy(svg:find("peak 128 MiB at 0.25 ms", 1, true))
     for _, word in ipairs { "forward", "backward", "Adam", "total", "chunks", "other", "budget" } do
       assert.truthy(svg:find(">" .. word .. "<", 1, true), word)
+    end
+  end)
+
+  it("rounds the peak and its moment to four digits, or to whole numbers", function()
+    for number, want in pairs { [46.83125] = "46.83", [123456.7] = "123457", [0.25] = "0.25", [9999.96] = "10000" } do
+      assert.equal(want, draw.figure(number))
     end
   end)
 

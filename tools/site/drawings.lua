@@ -113,8 +113,8 @@ function drawings.step()
   end
   for moment = 1, 8 do c.text(x_of(moment) + width / 2, 252, tostring(moment), "middle", "#555") end
   c.text(left - 10, 252, "moment", "end", "#555")
-  c.text(20, 282, "A fetch begins while the op before computes. Between two uses a chunk leaves "
-    .. "if others need the room.")
+  c.text(20, 282, "A fetch runs while the previous op computes. Between two uses, a chunk is evicted if others "
+    .. "need the room.")
   return c.done()
 end
 

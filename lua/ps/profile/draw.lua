@@ -62,6 +62,11 @@ local function title_of(self, what)
     self.ranks > 1 and (", rank %d of %d"):format(self.rank, self.ranks) or "")
 end
 
+--- Returns a number for a title: with four significant digits, or whole if it has more digits before the point.
+---@param n number
+---@return string
+function draw.figure(n) return (n < 1000 and "%.4g" or "%.0f"):format(n) end
+
 --- Draws the memory of a tier over time: the total, chunks, and everything else, over bands of forward, backward and
 --- Adam.
 ---@param self ps.Profile
@@ -101,8 +106,8 @@ function draw.memory(self, tier, path)
     plots[#plots + 1] = ("%.9g with lines dt 2 lc rgb '#555555' title 'budget'"):format(tier.budget / MIB)
   end
   local function set(...) lines[#lines + 1] = "set " .. (...):format(select(2, ...)) end
-  set("title %s noenhanced", quote(("%s; peak %.6g MiB at %.6g ms"):format(title_of(self, tier.name .. " memory"),
-    most / MIB, ms(at))))
+  set("title %s noenhanced", quote(("%s; peak %s MiB at %s ms"):format(title_of(self, tier.name .. " memory"),
+    draw.figure(most / MIB), draw.figure(ms(at)))))
   set "xlabel 'time / ms'"
   set "ylabel 'memory / MiB'"
   set("xrange [0:%.9g]", math.max(ms(self.finish), 1e-6))
