@@ -94,8 +94,10 @@ local function run()
   if args.json then
     print(require("cjson").encode { tokens = shards.tokens, shards = shards.shards, bytes = bytes, seconds = seconds })
   else
-    print(("%d tokens of %d bytes in %d shard%s, %.1f s (%.1f MB/s)"):format(shards.tokens, bytes, shards.shards,
-      shards.shards == 1 and "" or "s", seconds, bytes / 1e6 / seconds))
+    local n = shards.shards
+    print(("%d tokens of %d bytes in %d shard%s, %.1f s (%.1f MB/s)%s%s"):format(shards.tokens, bytes, n,
+      n == 1 and "" or "s", seconds, bytes / 1e6 / seconds, n > 0 and ": " .. name_of(0) or "",
+      n > 1 and " to " .. name_of(n - 1) or ""))
   end
   tell_older(shards.shards)
 end

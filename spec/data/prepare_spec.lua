@@ -170,10 +170,13 @@ describe("tools/prepare.lua", function()
     local out = prepare("--shard-tokens 100 --out " .. folder .. "/o " .. a)
     local n = tonumber(out:match "in (%d+) shards")
     assert.truthy(n > 2 and not out:find "older", out)
+    assert.truthy(out:find(("MB/s): %s/o_000000.bin to %s/o_%06d.bin\n"):format(folder, folder, n - 1), 1, true), out)
     out = prepare("--shard-tokens 100000 --out " .. folder .. "/o " .. a)
     assert.truthy(out:find(("%s/o_000001.bin to %s/o_%06d.bin are of an older run"):format(folder, folder, n - 1), 1,
       true), out)
-    assert.truthy(out:find("in 1 shard,", 1, true), out)
+    assert.truthy(out:find("in 1 shard,", 1, true) and out:find("MB/s): " .. folder .. "/o_000000.bin\n", 1, true), out)
+    assert.matches("in 0 shards, [%d.]+ s %([%d.]+ MB/s%)\n$", prepare("--mark none --out " .. folder .. "/none "
+      .. write("empty.txt", "")))
   end)
 
   it("names the fault of a line", function()
