@@ -321,8 +321,9 @@ local function measured_steps(args, learn, windows)
   local steps = math.max(1, math.floor(math.max((left - settings.evals * evaluating) / step_s,
     (left - evaluating) / (step_s + evaluating / tenth(args)))))
   if steps >= 100 then steps = steps - steps % 10 end
-  print(("measured %d steps: %.3f s each on this machine, %.1f s for the held-out loss; %s minutes have room for %d "
-    .. "steps (to change that, use --steps)"):format(count, step_s, evaluating, args.minutes, steps))
+  print(("measured %d steps: %.3f s each on this machine, %.1f s for the held-out loss; %s minute%s for %d "
+    .. "steps (to change that, use --steps)"):format(count, step_s, evaluating, args.minutes,
+    args.minutes == 1 and " has room" or "s have room", steps))
   if steps < FEW then
     print(("%d steps teach a new model little: give more --minutes, or a smaller --model, --batch or --seq"):format(
       steps))
