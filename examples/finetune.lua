@@ -123,6 +123,7 @@ local function prepared()
   local date = args.date or args.resume and (checkpoints.info(run).extra or {}).date or os.date "%Y-%m-%d"
   most = most or 1024
   local tok, seq = ps.tokenizer.from_pretrained(folder), args.seq or math.min(1024, most)
+  if not tok:has_chat_template() then tok:chat_template() end          -- the error names the folder, and no row
   local note = endless(tok, rows, ps.data.format(rows), { date = date })
   if note then ps.print_rank("note: " .. note) end
   local loader, evaluation = loader_of(rows, tok, seq, date, true), loader_of(held_out, tok, seq, date, false)

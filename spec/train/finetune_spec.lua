@@ -305,7 +305,7 @@ describe("examples/finetune.lua", function()
       [("--data %s/turns.jsonl --out %s"):format(folder, to)] = "turns.jsonl:",
       [("--data %s --out %s --date yesterday"):format(data, to)] = "date = 'yesterday': it must be YYYY-MM-DD",
       [("--data %s --out %s --lora-dropout 0.1"):format(data, to)] = "--lora-dropout need --lora",
-      [("--data %s --out %s --model %s"):format(data, to, bare)] = bare .. " has no chat template",
+      [("--data %s --out %s --model %s"):format(data, to, bare)] = "finetune.lua: " .. bare .. " has no chat template",
     } do
       local out, code = run(words)
       assert.truthy(code == 1 and out:find(want, 1, true), out)
