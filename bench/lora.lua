@@ -129,7 +129,8 @@ for round = 1, args.rounds do
 end
 if args.profile then ps.profiler.report() end
 local tokens = args.batch * args.seq
-local out = { model = not args.folder and args.model or nil, folder = args.folder, targets = targets, parameters = model:num_parameters(), lora = args.lora, batch = args.batch,
+local out = { model = not args.folder and args.model or nil, folder = args.folder, targets = targets,
+  parameters = model:num_parameters(), lora = args.lora, batch = args.batch,
   seq = args.seq, tokens_per_s = tokens / median(ours.seconds), cpu_s = median(ours.cpu),
   peak_rss_mib = ps.peak_rss() / 2 ^ 20 }
 if peer then

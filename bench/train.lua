@@ -26,6 +26,8 @@ parser:option("--device", "device", "cpu")
 whole(parser:option("--gemm", "size of the square products that measure the peak (0: not measured)", "2048"), 0)
 parser:flag("--profile", "print the time of the kernels by op")
 parser:flag("--paired", "run products between the steps, for mfu_paired; not with --profile, which would include them")
+parser:option("--optimizer", "AdamW, or Muon for the matrices of the blocks and AdamW for the rest", "AdamW")
+  :choices { "AdamW", "Muon" }
 parser:flag("--recompute", "recompute blocks in backward")
 parser:flag("--keep", "keep outputs of norms and GELU for backward")
 local args = command_line.parse(parser)
@@ -65,7 +67,7 @@ ps.keep_cheap_outputs(args.keep or false)
 ps.set_default_device(args.device)
 local model = require("models." .. args.family).new(args.model,
   { dtype = args.dtype, device = args.device, recompute = args.recompute })
-local optimizer = ps.optim.AdamW(model, { lr = 3e-4 })
+local optimizer = ps.optim[args.optimizer](model, { lr = 3e-4 })
 local n_params = model:num_parameters()
 local vocab = model.config.vocab_size
 local x = ps.randint(0, vocab, { args.batch, args.seq }, { dtype = "int32" })

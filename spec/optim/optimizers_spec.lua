@@ -367,6 +367,19 @@ describe("groups of parameters", function()
       "AdamW: a parameter is listed twice")
   end)
 
+  it("of Muon for a module are its matrices and the rest, as in an engine; a list with a vector is refused", function()
+    local model = model_func()
+    local opt = ps.optim.Muon(model, { lr = 0.02 })
+    local list = {}
+    for i, entry in ipairs(opt.entries) do list[i] = entry.group.kind .. " " .. entry.name end
+    assert.same({ "Muon 0.weight", "Muon 2.weight", "Muon 4.weight", "AdamW 0.bias", "AdamW 2.bias", "AdamW 4.bias" },
+      list)
+    check.fails(function() ps.optim.Muon(model:parameters()) end, "Muon updates only matrices",
+      "parameter 2 of group 1 is [96]", "AdamW")
+    local matrix = nn.Linear(4, 4, { bias = false })
+    assert.equal(1, #ps.optim.Muon(matrix, { lr = 0.02 }).groups)     -- no other parameter
+  end)
+
   it("of an optimizer of ps.optim that an engine takes over keep their own optimizers", function()
     local model = model_func()
     local matrices, rest = {}, {}

@@ -33,11 +33,27 @@ function groups.split(kind)
   return { { match = inside, optimizer = kind }, { optimizer = made.rest } }
 end
 
+--- Returns the groups of a module's parameters for an optimizer of this kind: one, or those of groups.split.
+---@param kind ps.optimizers.Description
+---@param module ps.nn.Module
+---@return table[]
+function groups.of_module(kind, module)
+  local rows, list = groups.split(kind.name) or { {} }, {}
+  for i, row in ipairs(rows) do list[i] = { params = {}, param_names = {}, optimizer = row.optimizer } end
+  for name, p in module:named_parameters() do
+    local into = list[rows[1].match and not rows[1].match(name, p) and 2 or 1]
+    table.insert(into.params, p)
+    table.insert(into.param_names, name)
+  end
+  for i = #list, 2, -1 do if #list[i].params == 0 then table.remove(list, i) end end
+  return list
+end
+
 --- Raises an error if a group's optimizer cannot update a parameter.
 ---@param group table
 ---@param name string
 ---@param param ps.Tensor
----@param cut boolean whether each tensor-parallel rank has only a part of the parameter
+---@param cut? boolean whether each tensor-parallel rank has only a part of the parameter
 function groups.check_parameter(group, name, param, cut)
   local made, shape = optimizers.of_group(group), table.concat(param:shape(), ", ")
   if made.matrices and param:dim() ~= 2 then

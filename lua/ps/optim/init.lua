@@ -115,14 +115,7 @@ local function build(kind, params, options)
   for key, value in pairs(options) do
     if not OF_OPTIMIZER[key] then self.defaults[key] = value end
   end
-  if nn_module.is_module(params) then
-    local list = { params = {}, param_names = {} }
-    for name, p in params:named_parameters() do
-      table.insert(list.params, p)
-      table.insert(list.param_names, name)
-    end
-    params = { list }
-  end
+  if nn_module.is_module(params) then params = groups.of_module(kind, params) end
   groups.check_given(params, kind.name)
   local is_groups = type(params[1]) == "table"
   self.groups = {}
@@ -140,7 +133,9 @@ local function build(kind, params, options)
     if problem then error(("%s: %s"):format(what, problem)) end
     self.groups[number] = group
     for i, p in ipairs(caller.typed(group.params, "table", what .. ": params")) do
-      groups.check_trainable(p, group.param_names and group.param_names[i], i, what)
+      local name = group.param_names and group.param_names[i]
+      groups.check_trainable(p, name, i, what)
+      groups.check_parameter(group, name or ("parameter %d of group %d"):format(i, number), p)
       if seen[address(p)] then error(kind.name .. ": a parameter is listed twice; list each once") end
       seen[address(p)] = true
       self.entries[#self.entries + 1] = { param = p, group = group, t = 0,
@@ -538,7 +533,8 @@ function optim.Lion(params, options) return build(optimizers.of "Lion", params, 
 function optim.Lion8bit(params, options) return build(optimizers.of "Lion8bit", params, options) end
 
 --- Creates a Muon optimizer for matrices (Jordan et al. 2024), which is PyTorch's. Pass other parameters in groups with
---- another optimizer: { params = list, optimizer = "AdamW" }.
+--- another optimizer: { params = list, optimizer = "AdamW" }. For a module, Muon gets the matrices inside the model in
+--- group 1, and AdamW all other parameters in group 2.
 ---@param params ps.nn.Module|ps.Tensor[]|table[]
 ---@param options? {lr?: number, weight_decay?: number, momentum?: number, nesterov?: boolean, ns_coefficients?:
 ---  number[], eps?: number, ns_steps?: integer, adjust_lr_fn?: "original"|"match_rms_adamw"|"spectral_unclamped",
