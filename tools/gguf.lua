@@ -37,7 +37,8 @@ for name, text in pairs { convert = "Writes a model in another format or type.",
   command:option("--base", "if MODEL is an adapter: the folder or file of its base model")
   command:flag("--other-base", "take the adapter although it was trained on other weights")
   command:option("--out", "the file to write, NAME.gguf, or a folder"):count(1)
-  command:option("--type", "type of most tensors: " .. TYPES)
+  local kind = command:option("--type", "type of most tensors: " .. TYPES)
+  if name == "quantize" then kind:count(1) end
   command:option("--name", "the model's name in the file")
   command:option("--pre", "llama.cpp's name of the rule by which the tokenizer cuts texts")
   command:flag("--force", "replace a model or an adapter in the folder --out; a file is always replaced")

@@ -150,7 +150,8 @@ local sections = {
     { "lr", T.fp32, 1e-3, H, "learning rate" },
     { "betas", T.betas, { 0.9, 0.999 }, H, "decay of the averages in Adam, LAMB and Lion (default 0.9, 0.99 in Lion)" },
     { "eps", T.fp32, 1e-8, H, "addend to the root in Adam, LAMB and RMSprop, and smallest norm in Muon" },
-    { "weight_decay", T.fp32, 0, H, "weight decay (see type); SGD adds it to the gradient" },
+    { "weight_decay", T.fp32, 0, H, "weight decay (see type); SGD adds it to the gradient. Some types have another "
+      .. "default in ps.optim (0.01 in AdamW and LAMB)" },
     { "momentum", T.fp32, nil, H, "momentum of SGD and RMSprop (default 0, which needs no state) and of Muon (default "
       .. "0.95)" },
     { "alpha", T.ratio, nil, H, "decay of the average of squares in RMSprop (default 0.99)" },
