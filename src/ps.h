@@ -204,7 +204,8 @@ typedef struct ps_lent_range { void *from; int64_t at, width; } ps_lent_range;
 enum { PS_BLOCK_WIDTH = 1 << 16 };
 /* Like ps_tensor_borrow, for a uint8 tensor of blocks: each has the next ranges[0].width bytes from ranges[0].at on,
  * then the next ranges[1].width bytes from ranges[1].at on. Both are at most PS_BLOCK_WIDTH. If the tensor moves into a
- * chunk that reads its bytes from a file, both ranges are read. The first other use copies the bytes to memory. */
+ * chunk that reads its bytes from a file, both ranges are read. The first other use copies the bytes to memory.
+ * PS_EINVAL: a width is not allowed, or blocks do not fill the tensor. Also returns errors of ps_tensor_borrow. */
 int ps_tensor_borrow_blocks(ps_tensor *t, ps_lender lend, const ps_lent_range *ranges);
 int ps_tensor_is_lent(const ps_tensor *t);    /* 1 if the bytes belong to a lender */
 int ps_tensor_read(const ps_tensor *t, void *dst, int64_t nbytes);
