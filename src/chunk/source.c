@@ -27,8 +27,8 @@ struct ps_source_job {
     ps_source_job *next;
 };
 
-/* What one thread reads: all bytes of a part, `nbytes` bytes from `at` on of its only loan, or `nbytes` bytes of whole
- * blocks of its two loans. */
+/* A thread reads one piece at a time: `nbytes` bytes of a part, from `at` on. If the part has two loans, the piece
+ * consists of whole blocks. */
 typedef struct piece { const source_part *part; int64_t at, nbytes; } piece;
 
 /* The bytes of one loan in a piece: `nbytes` bytes from `at` on. */

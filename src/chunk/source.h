@@ -15,8 +15,8 @@ typedef struct source_part {
     ps_loans loans;
     struct {
         int fd;                               /* descriptor whose reads bypass the page cache, or -1 */
-        int64_t offset;                       /* of the bytes in that file */
-    } file[2];                                /* of each loan */
+        int64_t offset;                       /* offset of the bytes in the file */
+    } file[2];                                /* file[i] has the bytes of loans.loan[i] */
 } source_part;
 
 typedef struct ps_source ps_source;           /* the threads and their jobs */

@@ -373,7 +373,7 @@ local function say_source(opened, model)
     .. "weights are those of the checkpoint"):format(opened.path, was, is))
 end
 
--- The parts that a run continues with, and what they do if their state is not loaded.
+-- State that a continued run needs, and the effect if a script does not load it.
 local LEFT_OUT = { { "sched", "learning rates continue without it" }, { "loader", "its batches begin anew" } }
 
 -- Prints a note for each part whose state the checkpoint has, but which a script that continues training did not pass.

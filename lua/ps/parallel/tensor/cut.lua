@@ -172,7 +172,7 @@ function Cut:take(claim, to, key, given)
   end
   local name = claim.path .. "." .. key
   to[key] = given and self:part_of(whole, given, name) or whole
-  local adapters = rawget(self.model, "adapters_")            -- of ps.lora
+  local adapters = rawget(self.model, "adapters_")            -- ps.lora.wrap sets it
   if not given or not adapters then return end
   adapters:cut_saved(name, function(holder, inner)
     registry.put(holder, inner, self:part_of(holder[inner], given, name))
