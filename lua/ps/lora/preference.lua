@@ -16,6 +16,7 @@ local tensors = require "ps.tensor"
 local caller = require "ps.core.caller"
 local copied = require "ps.core.copied"
 local handle = require "ps.nn.handle"
+local nn_module = require "ps.nn.module"
 local parts = require "ps.nn.parts"
 local serialize = require "ps.io.serialize"
 local losses = require "ps.tensor.functional"
@@ -94,18 +95,17 @@ local function split(given)
   return rest, given.reference
 end
 
-local function restored(modes, ok, ...)
-  for module, mode in pairs(modes) do rawset(module, "training", mode) end
+local function restored(restore, ok, ...)
+  restore()
   if not ok then error((...), 0) end
   return ...
 end
 
 -- Calls fn(...) with the model in evaluation mode: dropout would make the reference random.
 local function without_dropout(model, fn, ...)
-  local modes = {}
-  for _, module in model:named_modules() do modes[module] = module.training end
+  local restore = nn_module.modes(handle.module(model))
   model:eval()
-  return restored(modes, pcall(fn, ...))
+  return restored(restore, pcall(fn, ...))
 end
 
 -- Returns the log-probabilities of the base model for a batch.
