@@ -582,6 +582,38 @@ static void test_too_small(void)
     for (int i = 0; i < 3; i++) ps_free(s[i]);
 }
 
+/* Two chunks are pinned on the device and have copies in host memory, which they fill. These copies make room for a
+ * chunk that comes from the disk, since its way leads through host memory. */
+static void test_copies_of_pinned_chunks(void)
+{
+    ps_chunks *cs;
+    ps_chunk_config c = with(SIM, policy_of("plan"), 0, 2 * 16384, 1 << 20);
+    ps_storage *s[3];
+    ps_chunk_info info;
+    void *p;
+    OK(ps_chunks_new(&under_way, DEVICES, devices, plain_mem, &c, folder, &cs));
+    for (int i = 0; i < 3; i++) {
+        int32_t id;
+        OK(ps_chunk_new(cs, PS_KIND_PARAM, 0, i, PS_F32, 16384, &id));
+        OK(ps_chunk_storage_new(cs, id, 0, 16384, NULL, &s[i]));
+        OK(ps_storage_pin(s[i], CPU, PS_WRITE, &p));
+        memset(p, 10 + i, 16384);
+        ps_storage_unpin(s[i], CPU);
+    }
+    OK(ps_chunks_settle(cs));
+    ps_chunk_get(cs, 0, &info);
+    CHECK(info.valid == 4);                                  /* bit 2 is the disk, bit 1 the host, bit 0 the device */
+    for (int i = 2; i >= 0; i--) {
+        OK(ps_storage_pin(s[i], SIM, PS_READ, &p));
+        CHECK(((char *)p)[0] == 10 + i && ((char *)p)[16383] == 10 + i);
+        ps_chunk_get(cs, i, &info);
+        CHECK(i == 0 || info.valid == 3);
+    }
+    for (int i = 0; i < 3; i++) ps_storage_unpin(s[i], SIM);
+    ps_chunks_close(cs);
+    for (int i = 0; i < 3; i++) ps_free(s[i]);
+}
+
 /* Without a plan, the policy's order also decides. Chunk 0 was created first and was used last. The next uses are
  * unknown, so a policy that used them would evict the chunk that was unused for the longest time. */
 static void test_leaves_without_a_plan(const char *policy, int leaves)
@@ -933,6 +965,7 @@ int main(void)
     test_wrong_use();
     test_many_members();
     test_too_small();
+    test_copies_of_pinned_chunks();
     test_leaves_without_a_plan("fifo", 0);
     test_leaves_without_a_plan("lru", 1);
     test_leaves_without_a_plan("belady", 1);

@@ -517,7 +517,7 @@ static bool only_up(const ps_chunks *cs, int t) { return t > 0 && t + 1 == cs->n
 /* Returns true if c's copy on tier t can be dropped, because tier t - 1 also has one. */
 static bool doubled(const chunk *c, int t, const chunk *keep)
 {
-    return !c->dead && c != keep && c->slot[t] && c->tier_pins[t] == 0 && !c->transfer && has_copy(c, t - 1);
+    return t > 0 && !c->dead && c != keep && c->slot[t] && c->tier_pins[t] == 0 && !c->transfer && has_copy(c, t - 1);
 }
 
 /* Returns true if c can leave tier t without a copy: a lower tier has its contents, or its slot here has none. */
@@ -540,7 +540,7 @@ static bool can_free(ps_chunks *cs, int t, int64_t nbytes, const chunk *keep)
     int64_t above = only_up(cs, t) ? tier_room(cs, t - 1) : 0;
     for (int32_t i = 0; i < cs->n_chunks && room < nbytes; i++) {
         const chunk *c = &cs->chunks[i];
-        if (only_up(cs, t) && doubled(c, t, keep)) {
+        if ((only_up(cs, t) || c->pins > 0) && doubled(c, t, keep)) {
             room += c->nbytes;
             continue;
         }
@@ -633,6 +633,10 @@ int make_room(ps_chunks *cs, int t, int64_t nbytes, const chunk *keep)
         if (rc < 0) return rc;
         if (rc == 1) break;
         if (!c->transfer && tier_room(cs, t) <= before) break;
+    }
+    for (int32_t i = 0; i < cs->n_chunks && tier_room(cs, t) + coming(cs, t) < nbytes; i++) {
+        chunk *c = chunk_at(cs, i);                       /* pick takes no chunk that is pinned on the tier above */
+        if (c->pins > 0 && doubled(c, t, keep)) slot_drop(cs, c, t);
     }
     while (tier_room(cs, t) < nbytes && cs->transfers) PS_TRY(transfers_poll(cs, true, NULL));
     return tier_room(cs, t) >= nbytes ? 0 : fail_no_room(cs, t, keep, nbytes);
