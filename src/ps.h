@@ -640,7 +640,8 @@ int ps_ggufw_add(ps_ggufw *w, const char *name, const char *type, int ndim, cons
 /* Writes the header. `meta` contains the bytes of all metadata entries in the form that files have.
  * Returns errors of ps_ggufw_new. */
 int ps_ggufw_begin(ps_ggufw *w, const void *meta, int64_t nbytes, int64_t entries);
-/* Appends the next values of a tensor. Returns errors of ps_ggufw_new. */
+/* Appends the next values of a tensor. Threads convert and write them, so an error of a value (the earliest one) or of
+ * the disk may be returned by a later append, or by the commit. Returns errors of ps_ggufw_new. */
 int ps_ggufw_append(ps_ggufw *w, const char *name, int dtype, const void *data, int64_t numel);
 /* Fsyncs the file, renames it to path, and fsyncs the folder. Returns errors of ps_ggufw_new. */
 int ps_ggufw_commit(ps_ggufw *w);

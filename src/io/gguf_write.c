@@ -1,16 +1,21 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * Writing GGUF. Tensors are declared first, in the order of the file. `begin` lays out the data, reserves the space
  * and writes the header, with the metadata that the caller has encoded. Each tensor is then appended in pieces, in
- * the order of Hugging Face's rows, and converted. Only a transposed matrix is kept in memory until it is complete.
- * The file gets its name at commit, when it is complete and on its disk. */
+ * the order of Hugging Face's rows. Threads convert and write the pieces, while the caller reads the next ones. Only a
+ * transposed matrix is kept in memory until it is complete. The file gets its name at commit, when it is complete and
+ * on its disk. */
 #include "io/gguf.h"
 #include "base/alloc.h"
 #include "base/half.h"
+#include "base/thread.h"
 #include <math.h>
+#include <omp.h>
+#include <pthread.h>
 #include <string.h>
 
-/* Numbers of values, multiples of every block size: those converted before a write, and those converted by a thread. */
+/* Numbers of values, multiples of every block size: those of a piece, and those converted together. */
 enum { RUN = 1 << 20, SLICE = 1 << 12 };
+enum { MAX_THREADS = 16, MAX_PIECES = 2 * MAX_THREADS };
 static const float LARGEST = 65504.0f * 7;     /* the scale of a block with larger values may not fit into fp16 */
 
 typedef struct ggufw_tensor {
@@ -19,13 +24,31 @@ typedef struct ggufw_tensor {
     float *whole;               /* for a transposed tensor: its values until all have been appended */
 } ggufw_tensor;
 
+typedef struct piece {
+    const ggufw_tensor *one;
+    int dtype;
+    int64_t at, n;              /* first value in the tensor, number of values */
+    int64_t serial;             /* position among all pieces */
+    uint8_t *data;              /* [RUN * 8]: the values in `dtype` */
+} piece;
+
 struct ps_ggufw {
     enum { DECLARING, WRITING, DONE } state;
     char *path;
     ps_tempfile file;
     ggufw_tensor *tensors;
     int count;
-    uint8_t *out;               /* [RUN * 8] */
+    /* The threads. They start at the first piece. The lock protects what follows. Each thread takes the oldest piece of
+     * `queue`, converts and writes it, and returns it to `spare`. */
+    pthread_t threads[MAX_THREADS];
+    int n_threads, n_pieces;
+    pthread_mutex_t lock;
+    pthread_cond_t queued, returned;
+    piece *queue[MAX_PIECES], *spare[MAX_PIECES], pieces[MAX_PIECES];
+    int n_queue, n_spare;
+    int64_t next_serial, failed;    /* failed: serial of the earliest piece with an error, or INT64_MAX */
+    ps_error_kept error;            /* error of that piece */
+    bool quit;
 };
 
 static int in_state(const ps_ggufw *w, int state, const char *what)
@@ -43,23 +66,34 @@ int ps_ggufw_new(const char *path, ps_ggufw **out)
     ps_ggufw *w = ps_alloc0(sizeof *w);
     if (!w) return ps_fail_nomem(sizeof *w);
     w->file = PS_TEMPFILE_NONE;
-    w->path = ps_strdup(path), w->out = ps_alloc(RUN * 8);
-    if (w->path && w->out) {
+    w->failed = INT64_MAX;
+    pthread_mutex_init(&w->lock, NULL);
+    pthread_cond_init(&w->queued, NULL);
+    pthread_cond_init(&w->returned, NULL);
+    if ((w->path = ps_strdup(path))) {
         *out = w;
         return 0;
     }
     ps_ggufw_free(w);
-    return ps_fail_nomem(RUN * 8);
+    return ps_fail_nomem(strlen(path) + 1);
 }
 
 void ps_ggufw_free(ps_ggufw *w)
 {
     if (!w) return;
+    pthread_mutex_lock(&w->lock);
+    w->quit = true;
+    pthread_cond_broadcast(&w->queued);
+    pthread_mutex_unlock(&w->lock);
+    for (int i = 0; i < w->n_threads; i++) pthread_join(w->threads[i], NULL);
+    for (int i = 0; i < w->n_pieces; i++) ps_free(w->pieces[i].data);
+    pthread_cond_destroy(&w->returned);
+    pthread_cond_destroy(&w->queued);
+    pthread_mutex_destroy(&w->lock);
     ps_tempfile_close(&w->file);
     for (int i = 0; i < w->count; i++) ps_free(w->tensors[i].t.name), ps_free(w->tensors[i].whole);
     ps_free(w->tensors);
     ps_free(w->path);
-    ps_free(w->out);
     ps_free(w);
 }
 
@@ -199,40 +233,106 @@ static int64_t row_of(const gguf_tensor *t)
     return t->ndim && !(t->heads && t->ndim == 1) ? t->shape[t->ndim - 1] : 1;
 }
 
-/* Writes n <= RUN values, from value `at` of the tensor on, in the order of the file's rows or, if the tensor has
+/* Converts a piece to `out` [RUN * 8] and writes it. The piece is in the order of the file's rows or, if the tensor has
  * heads, of Hugging Face's rows. */
-static int put_values(ps_ggufw *w, const ggufw_tensor *one, int dtype, const uint8_t *from, int64_t at, int64_t n)
+static int write_piece(ps_ggufw *w, const piece *p, uint8_t *out)
 {
-    const gguf_tensor *t = &one->t;
+    const gguf_tensor *t = &p->one->t;
     char shown[GGUF_NAME_SHOWN];
-    int64_t row = row_of(t), each = (int64_t)ps_dtype_size(dtype), bad = n;
-#pragma omp parallel for schedule(static) reduction(min : bad) if (n > 8 * SLICE)
-    for (int64_t i = 0; i < n; i += SLICE) {
+    int64_t row = row_of(t), each = (int64_t)ps_dtype_size(p->dtype);
+    for (int64_t i = 0; i < p->n; i += SLICE) {
         float x[SLICE];
-        int64_t m = n - i < SLICE ? n - i : SLICE;
-        to_floats(dtype, from + i * each, m, x);
-        int64_t first = first_bad(one, x, m);
-        if (first == m) encode(one, x, m, w->out + i / t->type->block * t->type->bytes);
-        else if (i + first < bad) bad = i + first;
+        int64_t m = p->n - i < SLICE ? p->n - i : SLICE;
+        to_floats(p->dtype, p->data + i * each, m, x);
+        int64_t bad = first_bad(p->one, x, m), at = p->at + i + bad;
+        if (bad < m)
+            return ps_fail(PS_ERANGE, "%s: tensor '%s' has the value %g (row %lld, column %lld), which %s cannot hold; "
+                           "write the file as bf16 or f32", w->path, gguf_shown(t->name, shown), (double)x[bad],
+                           (long long)(at / row), (long long)(at % row), t->type->name);
+        encode(p->one, x, m, out + i / t->type->block * t->type->bytes);
     }
-    if (bad < n) {
-        float value;
-        to_floats(dtype, from + bad * each, 1, &value);
-        return ps_fail(PS_ERANGE, "%s: tensor '%s' has the value %g (row %lld, column %lld), which %s cannot hold; "
-                       "write the file as bf16 or f32", w->path, gguf_shown(t->name, shown), (double)value,
-                       (long long)((at + bad) / row), (long long)((at + bad) % row), t->type->name);
-    }
-    for (int64_t i = 0, run; i < n; i += run) {
-        int64_t to = at + i;
-        run = n - i;
+    for (int64_t i = 0, run; i < p->n; i += run) {
+        int64_t to = p->at + i;
+        run = p->n - i;
         if (t->heads) {
             if (run > row - to % row) run = row - to % row;
             to = gguf_stored_row(t, to / row) * row + to % row;
         }
         PS_TRY(ps_tempfile_write(&w->file, t->begin + to / t->type->block * t->type->bytes,
-                                 w->out + i / t->type->block * t->type->bytes,
+                                 out + i / t->type->block * t->type->bytes,
                                  run / t->type->block * t->type->bytes));
     }
+    return 0;
+}
+
+/* -- threads ------------------------------------------------------------------------------------------------------ */
+static void *work(void *arg)
+{
+    ps_ggufw *w = arg;
+    uint8_t *out = ps_alloc(RUN * 8);
+    pthread_mutex_lock(&w->lock);
+    for (;;) {
+        while (!w->n_queue && !w->quit) pthread_cond_wait(&w->queued, &w->lock);
+        if (w->quit) break;
+        piece *p = w->queue[0];
+        memmove(w->queue, w->queue + 1, (size_t)--w->n_queue * sizeof *w->queue);
+        if (w->failed == INT64_MAX) {
+            pthread_mutex_unlock(&w->lock);
+            int rc = out ? write_piece(w, p, out) : ps_fail_nomem(RUN * 8);
+            pthread_mutex_lock(&w->lock);
+            if (rc < 0 && p->serial < w->failed) {
+                w->failed = p->serial;
+                ps_error_keep(&w->error);
+            }
+        }
+        w->spare[w->n_spare++] = p;
+        pthread_cond_signal(&w->returned);
+    }
+    pthread_mutex_unlock(&w->lock);
+    ps_free(out);
+    return NULL;
+}
+
+/* Starts one thread per processor, with two pieces each, so that the caller fills one while the other is written. */
+static int start_threads(ps_ggufw *w)
+{
+    int wanted = omp_get_max_threads(), err = 0;
+    if (wanted > MAX_THREADS) wanted = MAX_THREADS;
+    while (w->n_pieces < 2 * wanted) {
+        piece *p = &w->pieces[w->n_pieces];
+        if (!(p->data = ps_alloc(RUN * 8))) return ps_fail_nomem(RUN * 8);
+        w->spare[w->n_spare++] = p;
+        w->n_pieces++;
+    }
+    while (w->n_threads < wanted && (err = ps_thread_start(&w->threads[w->n_threads], work, w)) == 0) w->n_threads++;
+    return err ? ps_fail(PS_ENOMEM, "%s: cannot start a thread to write: %s", w->path, strerror(err)) : 0;
+}
+
+/* Waits until all pieces are written. Returns the error of the earliest piece that failed. */
+static int settle(ps_ggufw *w)
+{
+    pthread_mutex_lock(&w->lock);
+    while (w->n_spare < w->n_pieces) pthread_cond_wait(&w->returned, &w->lock);
+    pthread_mutex_unlock(&w->lock);
+    return w->failed == INT64_MAX ? 0 : ps_error_again(&w->error);
+}
+
+/* Gives the threads n <= RUN values, from value `at` of the tensor on. */
+static int put_values(ps_ggufw *w, const ggufw_tensor *one, int dtype, const uint8_t *from, int64_t at, int64_t n)
+{
+    if (w->n_threads == 0) PS_TRY(start_threads(w));
+    pthread_mutex_lock(&w->lock);
+    while (w->n_spare == 0) pthread_cond_wait(&w->returned, &w->lock);
+    bool failed = w->failed < INT64_MAX;
+    piece *p = failed ? NULL : w->spare[--w->n_spare];
+    pthread_mutex_unlock(&w->lock);
+    if (failed) return settle(w);
+    p->one = one, p->dtype = dtype, p->at = at, p->n = n, p->serial = w->next_serial++;
+    memcpy(p->data, from, (size_t)n * ps_dtype_size(dtype));
+    pthread_mutex_lock(&w->lock);
+    w->queue[w->n_queue++] = p;
+    pthread_cond_signal(&w->queued);
+    pthread_mutex_unlock(&w->lock);
     return 0;
 }
 
@@ -292,6 +392,7 @@ int ps_ggufw_commit(ps_ggufw *w)
 {
     char shown[GGUF_NAME_SHOWN];
     PS_TRY(in_state(w, WRITING, "commit"));
+    PS_TRY(settle(w));
     for (int i = 0; i < w->count; i++)
         if (w->tensors[i].done < w->tensors[i].numel)
             return ps_fail(PS_ESTATE, "%s: tensor '%s' got only %lld of its %lld values", w->path,

@@ -110,7 +110,8 @@ function writing.open(path, entries, tensors)
   error(problem, 0)
 end
 
---- Appends the next values of a tensor, converted to its type.
+--- Appends the next values of a tensor, converted to its type. An error of a value may be raised by a later append, or
+--- by the commit.
 ---@param name string
 ---@param dtype string dtype of the values
 ---@param data ffi.cdata*

@@ -5,6 +5,7 @@ local create = require "ps.tensor.create"
 local native = require "ps.core.ffi"
 local scope = require "ps.core.scope"
 local array = require "ps.core.array"
+local ffi = require "ffi"
 local rectangles = require "ps.core.rectangles"
 local error = require("ps.core.caller").error
 local C = native.C
@@ -13,6 +14,7 @@ local pieces = {}
 
 local PIECE = 2 ^ 21                                       -- bytes per piece
 local byte_array = array "uint8_t"
+local address = ffi.new "void *[1]"
 
 --- Raises an error if a tensor to read into does not have the shape of the file's tensor.
 ---@param path string
@@ -58,11 +60,17 @@ local function each(tensor, fn)
   end
 end
 
---- Copies a tensor's bytes in row-major order. put(buffer, nbytes) is called for each piece, in order.
+--- Passes a tensor's bytes in row-major order. put(bytes, nbytes) is called for each piece, in order. The bytes are the
+--- tensor's own if they are in plain host memory, and else a copy in the buffer.
 ---@param tensor ps.Tensor
 ---@param buffer ffi.cdata* see pieces.buffer
----@param put fun(buffer: ffi.cdata*, nbytes: integer)
+---@param put fun(bytes: ffi.cdata*, nbytes: integer)
 function pieces.read(tensor, buffer, put)
+  if C.ps_tensor_address(tensor, address) == 0 then
+    local bytes, nbytes = ffi.cast("uint8_t *", address[0]), tonumber(C.ps_tensor_nbytes(tensor))
+    for at = 0, nbytes - 1, PIECE do put(bytes + at, math.min(PIECE, nbytes - at)) end
+    return
+  end
   scope.scope(scope.no_grad, function()
     each(tensor:detach():contiguous(), function(part)
       local nbytes = C.ps_tensor_nbytes(part)

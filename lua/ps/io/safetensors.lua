@@ -201,12 +201,16 @@ function File:read_into(name, tensor)
   end
 end
 
--- Lets a tensor use the file's bytes of whole rows from `first` on. Returns false if it must be read instead.
-local function borrow_rows(self, entry, tensor, first)
-  local row = entry.nbytes / math.max(1, tonumber(entry.shape[0]))
-  local rc = C.ps_tensor_borrow(tensor, C.ps_st_lend, self.st, entry.at + first * row, tensor:nbytes())
-  if rc ~= C.PS_EUNSUP then check(rc) end
-  return rc ~= C.PS_EUNSUP
+-- Reads whole rows from `first` on into a contiguous tensor of the file's type, or lets it use the file's bytes if the
+-- file was opened with mmap = true. Returns false if the rows must be read in another way.
+local function take_rows(self, entry, tensor, first)
+  local at = entry.at + first * entry.nbytes / math.max(1, tonumber(entry.shape[0]))
+  if self.mmap then
+    local rc = C.ps_tensor_borrow(tensor, C.ps_st_lend, self.st, at, tensor:nbytes())
+    if rc ~= C.PS_EUNSUP then check(rc) return true end
+  end
+  native.retry(C.ps_tensor_load, tensor, C.ps_st_read, self.st, at, tensor:nbytes())
+  return true
 end
 
 ---@class ps.BlockPart tensor whose bytes are a part of each block of another tensor
@@ -255,8 +259,8 @@ function File:read_part(name, tensor, offset)
     return self:read_into(name, tensor)
   end
   if self.compares then self:verify(name) end
-  if self.mmap and dtype == tensor:dtype() and C.ps_tensor_is_contiguous(tensor) ~= 0
-    and whole_rows(self:shape(name), shape) and borrow_rows(self, entry, tensor, offset[1]) then
+  if dtype == tensor:dtype() and C.ps_tensor_is_contiguous(tensor) ~= 0 and whole_rows(self:shape(name), shape)
+    and take_rows(self, entry, tensor, offset[1]) then
     return tensor
   end
   local from, size = ffi.new("int64_t[8]", offset), ffi.new("int64_t[8]", shape)

@@ -32,9 +32,10 @@ local function readers(state, name)
     state:read_into(name, made)
     return made
   end, function(put)
-    rectangles.each(shape, pieces.elements(dtype), function(offset, size)
-      scope.scope(function()
-        local part = create.empty(size, where)
+    scope.scope(function()
+      local part
+      rectangles.each(shape, pieces.elements(dtype), function(offset, size)
+        if not part or not rectangles.same(part:shape(), size) then part = create.empty(size, where) end
         state:read_part(name, part, offset)
         put(part)
       end)
