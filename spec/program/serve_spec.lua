@@ -5,6 +5,7 @@ local answer = require "ps.serve.answer"
 local check = require "spec.check_lib"
 local gpt2 = require "models.gpt2"
 local http = require "http.request"
+local http_server = require "ps.core.http_server"
 local json = require "cjson"
 local paths = require "ps.paths"
 local tokens = require "spec.tokenizer_lib"
@@ -204,6 +205,55 @@ describe("tools/serve.lua", function()
     assert(queue:loop(60))
     assert.truthy(texts[1] and texts[1] == texts[2] and texts[1] == texts[3])
     reply "/v1/models"
+  end)
+
+  it("answers other requests while it computes a reply that is not a stream", function()
+    local cqueues = require "cqueues"
+    local queue, order = cqueues.new(), {}
+    queue:wrap(function()
+      reply("/v1/completions", { prompt = "abba", max_tokens = 50, n = 40 })
+      order[#order + 1] = "computed"
+    end)
+    queue:wrap(function()
+      for _ = 1, 3 do reply "/v1/models" end
+      order[#order + 1] = "asked"
+    end)
+    assert(queue:loop(60))
+    assert.same({ "asked", "computed" }, order)
+  end)
+
+  it("stops computing a reply when its client has left", function()
+    local socket = require "cqueues.socket"
+    local ours, theirs = socket.pair()
+    local stream = { connection = { socket = ours }, state = "idle" }
+    assert.falsy(http_server.left(stream))
+    theirs:write "x"
+    theirs:flush()
+    assert.falsy(http_server.left(stream))                 -- bytes of a next request
+    ours:read(1)
+    theirs:close()
+    assert.truthy(http_server.left(stream))
+    assert.truthy(http_server.left { connection = {} })
+    assert.truthy(http_server.left { connection = { socket = socket.pair() }, state = "closed" })
+    local request = { prompt = { 5, 6, 7, 8 }, max_tokens = 50, temperature = 0, ["n"] = 3 }
+    local asked = 0
+    local done = answer.completion(model, tok, "tiny", request, nil, function()
+      asked = asked + 1
+      return asked < 4
+    end)
+    assert.equal(4, asked)
+    assert.same({}, done.choices)
+    assert.equal(nil, done.usage)
+  end)
+
+  it("counts the characters before each token, not the bytes", function()
+    local got = reply("/v1/completions", { prompt = "é€a", max_tokens = 0, logprobs = 0, echo = true }).choices[1]
+    local text, row = "", got.logprobs
+    for i, piece in ipairs(row.tokens) do
+      assert.equal(select(2, text:gsub("[^\128-\191]", "")), row.text_offset[i])
+      text = text .. piece
+    end
+    assert.truthy(#row.tokens > 1)
   end)
 
   it("refuses requests without the token, and what it does not know", function()

@@ -1,6 +1,20 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Servers of lua-http 0.4 that survive every request.
+local ffi = require "ffi"
+
 local http_server = {}
+
+ffi.cdef "ssize_t recv(int socket, void *buffer, size_t nbytes, int flags);"
+local PEEK_NOW = 0x02 + 0x40                               -- MSG_PEEK and MSG_DONTWAIT
+local byte = ffi.new "uint8_t[1]"
+
+--- Returns whether a stream's client has closed the connection, or cancelled the stream.
+---@param stream table
+---@return boolean
+function http_server.left(stream)
+  local socket = stream.connection.socket
+  return not socket or stream.state == "closed" or ffi.C.recv(socket:pollfd(), byte, 1, PEEK_NOW) == 0
+end
 
 -- Ends a stream and its connection without a reply.
 local function drop(stream)

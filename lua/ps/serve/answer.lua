@@ -39,6 +39,9 @@ local function whole_characters(text, n)
   return n
 end
 
+-- Returns the number of characters of a text in UTF-8.
+local function characters(text) return select(2, text:gsub("[^\128-\191]", "")) end
+
 -- Returns two functions that pass on text which cannot be part of a stop string. add(piece) returns false after a stop
 -- string was found. finish() passes on the remaining text.
 local function cutter(stops, put)
@@ -92,7 +95,7 @@ local function completion_logprobs(model, tok, ids, first, top)
   for i = first, #ids do
     local k, piece = i - first + 1, piece_of(tok, ids[i])
     out.tokens[k], out.text_offset[k] = piece, offset
-    offset = offset + #piece
+    offset = offset + characters(piece)
     local row = rows[i]
     out.token_logprobs[k], out.top_logprobs[k] = json.null, json.null
     if row then
@@ -209,8 +212,9 @@ end
 ---@param name string the model's name
 ---@param fields table
 ---@param send? fun(event: table): boolean? sends an event of a stream, and returns false if the client has disconnected
+---@param alive? fun(): boolean called between tokens that are not streamed; returns false if the client has disconnected
 ---@return table? reply nil if the reply was streamed
-function answer.completion(model, tok, name, fields, send)
+function answer.completion(model, tok, name, fields, send, alive)
   local prompts = request.prompts(fields.prompt, tok, model.config.vocab_size)
   local reply, choices, texts = base("cmpl", "text_completion", name), {}, {}
   if send and (fields.echo or fields.logprobs) then
@@ -218,7 +222,7 @@ function answer.completion(model, tok, name, fields, send)
   end
   local function emit(index, text)
     texts[index] = (texts[index] or "") .. text
-    if not send then return true end
+    if not send then return not alive or alive() end
     reply.choices = { { index = index, text = text, logprobs = json.null, finish_reason = json.null } }
     return send(reply)
   end
@@ -247,15 +251,16 @@ end
 ---@param name string the model's name
 ---@param fields table
 ---@param send? fun(event: table): boolean? sends an event of a stream, and returns false if the client has disconnected
+---@param alive? fun(): boolean called between tokens that are not streamed; returns false if the client has disconnected
 ---@return table? reply nil if the reply was streamed
-function answer.chat(model, tok, name, fields, send)
+function answer.chat(model, tok, name, fields, send, alive)
   local prompts = { request.conversation(fields.messages, tok) }
   local reply, choices, texts = base("chatcmpl", send and "chat.completion.chunk" or "chat.completion", name), {}, {}
   if send and fields.logprobs then refuse("400", "logprobs is not supported with stream", "stream") end
   local begun = {}
   local function emit(index, text)
     texts[index] = (texts[index] or "") .. text
-    if not send then return true end
+    if not send then return not alive or alive() end
     reply.choices = { { index = index, finish_reason = json.null,
       delta = { role = not begun[index] and "assistant" or nil, content = text } } }
     begun[index] = true

@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- An HTTP server with OpenAI's API over a model (tools/serve.lua). Connections are coroutines of cqueues, which
--- lua-http runs. A request that computes waits for its turn, in order of arrival. Between tokens of a stream other
--- connections are read and answered, but none of them computes.
+-- lua-http runs. A request that computes waits for its turn, in order of arrival. Between its tokens other connections
+-- are read and answered, but none of them computes.
 local json = require("cjson").new()
 local answer = require "ps.serve.answer"
 local caller = require "ps.core.caller"
@@ -91,6 +91,12 @@ function serve.run(model, tok, options)
     if not body then return problem(stream, "400", "the body cannot be read: " .. tostring(why)) end
     if #body > MOST then return problem(stream, "413", ("a body has at most %d bytes"):format(MOST)) end
     local begun, gone, result = false, false, nil
+    -- Lets other connections be read and answered. Returns false if the client has left.
+    local function alive()
+      cqueues.sleep(0)
+      gone = gone or http_server.left(stream)
+      return not gone
+    end
     local function send(event)
       if gone then return false end
       if not begun then
@@ -98,17 +104,18 @@ function serve.run(model, tok, options)
         gone = not write_head(stream, "200", "text/event-stream")
       end
       gone = gone or not stream:write_chunk("data: " .. answer.text(event) .. "\n\n", false, patience)
-      cqueues.sleep(0)                                     -- lets other connections be read and answered
-      return not gone
+      return not gone and alive()
     end
     local fine, failed = in_turn(function()
+      if not alive() then return end
       local fields = request.read(body, chat)
       fields.kv_cache = options.kv_cache
       if fields.model and fields.model ~= options.name then
         request.refuse("404", ("there is no model '%s'; this server has '%s'"):format(fields.model, options.name),
           "model", "model_not_found")
       end
-      result = answer[chat and "chat" or "completion"](model, tok, options.name, fields, fields.stream and send or nil)
+      result = answer[chat and "chat" or "completion"](model, tok, options.name, fields, fields.stream and send or nil,
+        alive)
     end)
     if gone then return end
     if fine and result then return reply(stream, "200", result) end
