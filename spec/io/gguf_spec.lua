@@ -246,6 +246,46 @@ describe("a GGUF writer", function()
     end
   end)
 
+  it("writes the whole file or none when memory or the disk ends, also in the threads that write", function()
+    local C, place = native.C, folder .. "/faults"
+    local lfs = require "lfs"
+    assert(lfs.mkdir(place))
+    local n = 5 * 2 ^ 20                                   -- five pieces
+    local all = ffi.new("float[?]", n)
+    for i = 0, n - 1 do all[i] = (i * 7919 % 100003 - 50001) / 256 end
+    local function save()
+      local writer = writing.open(place .. "/a.gguf", {}, { { name = "a", type = "Q8_0", shape = { n / 2048, 2048 } } })
+      local ok, why = pcall(function()
+        for at = 0, n - 1, 2 ^ 20 do writer:append("a", "fp32", all + at, 2 ^ 20) end
+        writer:commit()
+      end)
+      writer:close()
+      if not ok then error(why, 0) end
+    end
+    save()
+    local whole = check.read(place .. "/a.gguf")
+    local function walk(fail, left, ...)
+      local failures, nth = 0, 0
+      repeat
+        os.remove(place .. "/a.gguf")
+        fail(nth, ...)
+        local ok, why = pcall(save)
+        local met = left() < 0
+        fail(-1, 0, 0)
+        if not ok then failures = failures + 1 end
+        assert.truthy(met or ok, why)
+        for name in lfs.dir(place) do
+          assert.truthy(name:match "^%.+$" or name == "a.gguf" and (ok or met), name)
+        end
+        if ok then assert.truthy(check.read(place .. "/a.gguf") == whole) end
+        nth = nth + 1
+      until not met
+      return failures
+    end
+    assert.truthy(walk(function(nth, count) C.ps_test_fail_alloc(nth, count) end, C.ps_test_fail_alloc_left, 1) >= 8)
+    assert.truthy(walk(C.ps_test_fail_file, C.ps_test_fail_file_left, 1, 28) >= 7)
+  end)
+
   it("rounds halves of Q8_0 away from zero", function()
     local x = ffi.new("float[32]", { 127, 0.5, 1.5, 2.5, -0.5, -1.5, -126.5, 0.49999997, -0.49999997, 63.5 })
     local writer = writing.open(path, {}, { { name = "a", type = "Q8_0", shape = { 32 } } })
