@@ -582,8 +582,8 @@ static void test_too_small(void)
     for (int i = 0; i < 3; i++) ps_free(s[i]);
 }
 
-/* Two chunks are pinned on the device and have copies in host memory, which they fill. These copies make room for a
- * chunk that comes from the disk, since its way leads through host memory. */
+/* Copies in host memory of chunks that are pinned on the device make room for a chunk that is read from the disk, which
+ * passes through host memory. */
 static void test_copies_of_pinned_chunks(void)
 {
     ps_chunks *cs;
@@ -612,6 +612,36 @@ static void test_copies_of_pinned_chunks(void)
     for (int i = 0; i < 3; i++) ps_storage_unpin(s[i], SIM);
     ps_chunks_close(cs);
     for (int i = 0; i < 3; i++) ps_free(s[i]);
+}
+
+/* The same when another chunk is in host memory only, and the disk tier has no room for it. */
+static void test_copies_of_pinned_chunks_over_a_full_disk(void)
+{
+    ps_chunks *cs;
+    ps_storage *s[3];
+    void *p[3];
+    for (int policy = 0; ps_policy_name(policy); policy++) {
+        ps_chunk_config c = with(SIM, policy, 0, 2 * 16384, 16384);
+        OK(ps_chunks_new(&under_way, DEVICES, devices, plain_mem, &c, folder, &cs));
+        for (int i = 0; i < 3; i++) {                        /* 0: on the disk; 1 and 2: in host memory */
+            int32_t id;
+            OK(ps_chunk_new(cs, PS_KIND_PARAM, 0, i, PS_F32, 16384, &id));
+            OK(ps_chunk_storage_new(cs, id, 0, 16384, NULL, &s[i]));
+            OK(ps_storage_pin(s[i], CPU, PS_WRITE, &p[i]));
+            memset(p[i], 10 + i, 16384);
+            ps_storage_unpin(s[i], CPU);
+        }
+        OK(ps_chunks_settle(cs));
+        OK(ps_storage_pin(s[1], SIM, PS_READ, &p[1]));
+        OK(ps_storage_pin(s[0], SIM, PS_READ, &p[0]));
+        for (int i = 0; i < 2; i++) CHECK(((char *)p[i])[0] == 10 + i && ((char *)p[i])[16383] == 10 + i);
+        for (int i = 0; i < 2; i++) ps_storage_unpin(s[i], SIM);
+        OK(ps_storage_pin(s[2], SIM, PS_READ, &p[2]));
+        CHECK(((char *)p[2])[0] == 12);
+        ps_storage_unpin(s[2], SIM);
+        ps_chunks_close(cs);
+        for (int i = 0; i < 3; i++) ps_free(s[i]);
+    }
 }
 
 /* Without a plan, the policy's order also decides. Chunk 0 was created first and was used last. The next uses are
@@ -966,6 +996,7 @@ int main(void)
     test_many_members();
     test_too_small();
     test_copies_of_pinned_chunks();
+    test_copies_of_pinned_chunks_over_a_full_disk();
     test_leaves_without_a_plan("fifo", 0);
     test_leaves_without_a_plan("lru", 1);
     test_leaves_without_a_plan("belady", 1);

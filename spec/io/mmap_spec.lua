@@ -129,6 +129,49 @@ describe("ps.load with mmap = true", function()
     same(got, a)
   end)
 
+  it("is an error when the file is written while such a tensor is copied to another file", function()
+    local pieces = require "ps.io.pieces"
+    local n = 2 ^ 21
+    local path = saved { a = ps.ones { n } }
+    os.execute(("touch -d 2001-02-03 '%s'"):format(path))
+    local got, count = ps.load(path, { mmap = true }).a, 0
+    check.fails_saying({ path, "was written to" }, function()
+      pieces.read(got, pieces.buffer(4 * n), function(_, nbytes)
+        count = count + nbytes
+        if count > nbytes then return end
+        local file = assert(io.open(path, "r+b"))
+        file:seek("end", -8)
+        file:write "\1\2\3\4\1\2\3\4"
+        file:close()
+      end)
+    end)
+    assert.truthy(count < 4 * n)
+  end)
+
+  it("reads whole rows of a file, with and without its checksums, as it reads all of it", function()
+    local want = ps.randn { 700, 301 }
+    for _, checksums in ipairs { true, false } do
+      local path = place() .. "/x.safetensors"
+      ps.safetensors.save(path, { before = ps.ones { 3 }, a = want, none = ps.zeros { 0, 4 } }, nil,
+        { checksums = checksums })
+      for _, mmap in ipairs { true, false } do
+        local file = ps.safetensors.open(path, { mmap = mmap })
+        for _, range in ipairs { { 0, 1 }, { 3, 690 }, { 699, 1 }, { 217, 219 } } do
+          local part = ps.empty { range[2], 301 }
+          file:read_part("a", part, { range[1], 0 })
+          same(want:narrow(0, range[1], range[2]), part)
+          local around = ps.zeros { range[2] + 2, 301 }
+          file:read_part("a", around:narrow(0, 1, range[2]), { range[1], 0 })
+          same(want:narrow(0, range[1], range[2]), around:narrow(0, 1, range[2]))
+          assert.equal(0, around:narrow(0, 0, 1):abs():max():item())
+          assert.equal(0, around:narrow(0, range[2] + 1, 1):abs():max():item())
+        end
+        file:read_part("none", ps.empty { 0, 4 }, { 0, 0 })
+        file:close()
+      end
+    end
+  end)
+
   it("refuses files of PyTorch's", function()
     local path = place() .. "/x.pt"
     ps.save({ a = ps.ones { 2 } }, path)

@@ -222,21 +222,25 @@ describe("tools/serve.lua", function()
     assert.same({ "asked", "computed" }, order)
   end)
 
-  it("stops computing a reply when its client has left", function()
+  it("stops computing a reply when its client has disconnected", function()
     local socket = require "cqueues.socket"
-    local ours, theirs = socket.pair()
+    local listening = assert(socket.listen("127.0.0.1", 0))
+    assert(listening:listen())
+    local client = socket.connect("127.0.0.1", (select(3, listening:localname())))
+    assert(client:connect())
+    local ours = assert(listening:accept())
     local stream = { connection = { socket = ours }, state = "idle" }
-    assert.falsy(http_server.left(stream))
-    theirs:write "x"
-    theirs:flush()
-    assert.falsy(http_server.left(stream))                 -- bytes of a next request
-    ours:read(1)
-    theirs:close()
-    assert.truthy(http_server.left(stream))
-    assert.truthy(http_server.left { connection = {} })
-    assert.truthy(http_server.left { connection = { socket = socket.pair() }, state = "closed" })
-    local request = { prompt = { 5, 6, 7, 8 }, max_tokens = 50, temperature = 0, ["n"] = 3 }
-    local asked = 0
+    assert.falsy(http_server.disconnected(stream))
+    ours:shutdown "r"                                      -- as lua-http does after "Connection: close"
+    assert.falsy(http_server.disconnected(stream))
+    stream.state = "closed"
+    assert.truthy(http_server.disconnected(stream))
+    stream.state = "idle"
+    client:close()
+    ours:read(1)                                           -- waits for the end
+    assert.truthy(http_server.disconnected(stream))
+    assert.truthy(http_server.disconnected { connection = {} })
+    local request, asked = { prompt = { 5, 6, 7, 8 }, max_tokens = 50, temperature = 0, n = 3 }, 0
     local done = answer.completion(model, tok, "tiny", request, nil, function()
       asked = asked + 1
       return asked < 4
@@ -244,6 +248,21 @@ describe("tools/serve.lua", function()
     assert.equal(4, asked)
     assert.same({}, done.choices)
     assert.equal(nil, done.usage)
+    asked, request.stop, request.n = 0, { ("\1"):rep(500) }, 1     -- no text is passed on before the end
+    answer.completion(model, tok, "tiny", request, nil, function()
+      asked = asked + 1
+      return true
+    end)
+    assert.equal(50, asked)
+  end)
+
+  it("answers requests after which the connection closes", function()
+    for _, stream in ipairs { false, true } do
+      local body = { prompt = "abba", max_tokens = 5, temperature = 0, stream = stream }
+      local status, text = ask("/v1/completions", body, { connection = "close" })
+      assert.equal("200", status, text)
+      assert.truthy(text:find(stream and "[DONE]" or '"choices"', 1, true), text)
+    end
   end)
 
   it("counts the characters before each token, not the bytes", function()

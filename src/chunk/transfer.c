@@ -621,25 +621,29 @@ int make_room(ps_chunks *cs, int t, int64_t nbytes, const chunk *keep)
     if (tier_room(cs, t) >= nbytes) return 0;
     if (!can_free(cs, t, nbytes, keep)) return fail_no_room(cs, t, keep, nbytes);
     if (only_up(cs, t)) PS_TRY(yield_up(cs, t, nbytes, keep));
+    ps_error_kept full = { 0 };                           /* the error of a lower tier without room */
     while (tier_room(cs, t) + coming(cs, t) < nbytes) {
         chunk *c = pick(cs, t, keep);
         if (!c) break;
         int64_t before = tier_room(cs, t);
         int rc = begin_evict(cs, c, t);
         if (rc == 1 && t + 1 < cs->n_tiers) {
-            PS_TRY(make_room(cs, t + 1, c->nbytes, c));
-            rc = begin_evict(cs, c, t);
+            rc = make_room(cs, t + 1, c->nbytes, c);
+            if (rc == 0) rc = begin_evict(cs, c, t);
         }
-        if (rc < 0) return rc;
-        if (rc == 1) break;
+        if (rc == PS_ENOMEM || rc == PS_ENOSPC) ps_error_keep(&full);
+        else if (rc < 0) return rc;
+        if (rc != 0) break;
         if (!c->transfer && tier_room(cs, t) <= before) break;
     }
+    /* pick skips chunks that are pinned. Their copies on this tier can be dropped if tier t - 1 also has them. */
     for (int32_t i = 0; i < cs->n_chunks && tier_room(cs, t) + coming(cs, t) < nbytes; i++) {
-        chunk *c = chunk_at(cs, i);                       /* pick takes no chunk that is pinned on the tier above */
+        chunk *c = chunk_at(cs, i);
         if (c->pins > 0 && doubled(c, t, keep)) slot_drop(cs, c, t);
     }
     while (tier_room(cs, t) < nbytes && cs->transfers) PS_TRY(transfers_poll(cs, true, NULL));
-    return tier_room(cs, t) >= nbytes ? 0 : fail_no_room(cs, t, keep, nbytes);
+    if (tier_room(cs, t) >= nbytes) return 0;
+    return full.code ? ps_error_again(&full) : fail_no_room(cs, t, keep, nbytes);
 }
 
 static int take_or_make(ps_chunks *cs, chunk *c, int t)

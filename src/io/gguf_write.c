@@ -38,15 +38,17 @@ struct ps_ggufw {
     ps_tempfile file;
     ggufw_tensor *tensors;
     int count;
-    /* The threads. They start at the first piece. The lock protects what follows. Each thread takes the oldest piece of
-     * `queue`, converts and writes it, and returns it to `spare`. */
+    /* The threads. They start at the first piece. Each thread removes the oldest piece from `queue`, converts and writes
+     * it, and returns it to `spare`. */
     pthread_t threads[MAX_THREADS];
+    piece pieces[MAX_PIECES];
     int n_threads, n_pieces;
-    pthread_mutex_t lock;
+    int64_t next_serial;
+    pthread_mutex_t lock;           /* protects the fields below */
     pthread_cond_t queued, returned;
-    piece *queue[MAX_PIECES], *spare[MAX_PIECES], pieces[MAX_PIECES];
+    piece *queue[MAX_PIECES], *spare[MAX_PIECES];
     int n_queue, n_spare;
-    int64_t next_serial, failed;    /* failed: serial of the earliest piece with an error, or INT64_MAX */
+    int64_t failed;                 /* serial of the earliest piece with an error, or INT64_MAX */
     ps_error_kept error;            /* error of that piece */
     bool quit;
 };
@@ -293,11 +295,15 @@ static void *work(void *arg)
     return NULL;
 }
 
-/* Starts one thread per processor, with two pieces each, so that the caller fills one while the other is written. */
+/* Starts as many threads as OpenMP would use, but at most one for each RUN values of the file. Each has two pieces, so
+ * that the caller fills one while the other is written. */
 static int start_threads(ps_ggufw *w)
 {
+    int64_t runs = 1;
     int wanted = omp_get_max_threads(), err = 0;
+    for (int i = 0; i < w->count; i++) runs += w->tensors[i].numel / RUN;
     if (wanted > MAX_THREADS) wanted = MAX_THREADS;
+    if (wanted > runs) wanted = (int)runs;
     while (w->n_pieces < 2 * wanted) {
         piece *p = &w->pieces[w->n_pieces];
         if (!(p->data = ps_alloc(RUN * 8))) return ps_fail_nomem(RUN * 8);
@@ -305,7 +311,8 @@ static int start_threads(ps_ggufw *w)
         w->n_pieces++;
     }
     while (w->n_threads < wanted && (err = ps_thread_start(&w->threads[w->n_threads], work, w)) == 0) w->n_threads++;
-    return err ? ps_fail(PS_ENOMEM, "%s: cannot start a thread to write: %s", w->path, strerror(err)) : 0;
+    if (w->n_threads > 0) return 0;
+    return ps_fail(PS_ENOMEM, "%s: cannot start a thread to write: %s", w->path, strerror(err));
 }
 
 /* Waits until all pieces are written. Returns the error of the earliest piece that failed. */
@@ -317,7 +324,7 @@ static int settle(ps_ggufw *w)
     return w->failed == INT64_MAX ? 0 : ps_error_again(&w->error);
 }
 
-/* Gives the threads n <= RUN values, from value `at` of the tensor on. */
+/* Queues n <= RUN values, from value `at` of the tensor on, for the threads. */
 static int put_values(ps_ggufw *w, const ggufw_tensor *one, int dtype, const uint8_t *from, int64_t at, int64_t n)
 {
     if (w->n_threads == 0) PS_TRY(start_threads(w));
@@ -353,6 +360,7 @@ static int write_swapped(ps_ggufw *w, ggufw_tensor *one)
     ps_free(run);
     ps_free(one->whole);
     one->whole = NULL;
+    if (rc < 0) one->done = 0;
     return rc;
 }
 

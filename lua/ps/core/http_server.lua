@@ -4,20 +4,25 @@ local ffi = require "ffi"
 
 local http_server = {}
 
-ffi.cdef "ssize_t recv(int socket, void *buffer, size_t nbytes, int flags);"
-local PEEK_NOW = 0x02 + 0x40                               -- MSG_PEEK and MSG_DONTWAIT
-local byte = ffi.new "uint8_t[1]"
+ffi.cdef "int getsockopt(int socket, int level, int name, void *value, unsigned *nbytes);"
+local IPPROTO_TCP, TCP_INFO, ESTABLISHED = 6, 11, 1
+local info, nbytes = ffi.new "uint8_t[256]", ffi.new "unsigned[1]"
 
---- Returns whether a stream's client has closed the connection, or cancelled the stream.
+--- Returns whether a stream's client has closed its side of the TCP connection, or cancelled the stream. The socket
+--- cannot be read for this: lua-http shuts its reading side down after a request with "Connection: close".
 ---@param stream table
 ---@return boolean
-function http_server.left(stream)
+function http_server.disconnected(stream)
   local socket = stream.connection.socket
-  return not socket or stream.state == "closed" or ffi.C.recv(socket:pollfd(), byte, 1, PEEK_NOW) == 0
+  if not socket or stream.state == "closed" then return true end
+  nbytes[0] = ffi.sizeof(info)
+  if ffi.C.getsockopt(socket:pollfd(), IPPROTO_TCP, TCP_INFO, info, nbytes) ~= 0 then return false end
+  return info[0] ~= ESTABLISHED                            -- the first byte is the state
 end
 
--- Ends a stream and its connection without a reply.
-local function drop(stream)
+--- Ends a stream and its connection without a reply.
+---@param stream table
+function http_server.drop(stream)
   local socket = stream.connection.socket
   if socket then socket:shutdown() end
   if stream.set_state then stream:set_state "closed" end   -- so that stream:shutdown() reads no body
@@ -45,7 +50,7 @@ function http_server.onstream(fn)
   return function(_, stream)
     local ok, given = pcall(stream.get_headers, stream)
     local length = ok and given and given:get "content-length"
-    if not ok or not given or length and not length:find "^%d+$" then return drop(stream) end
+    if not ok or not given or length and not length:find "^%d+$" then return http_server.drop(stream) end
     local fine, why = pcall(fn, stream, given)
     end_without_progress(stream)
     if not fine then error(why, 0) end

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Copies a tensor's bytes to and from a file, through a buffer of host memory whose size is bounded for any tensor.
--- Checks the shapes of tensors to read into.
+-- Passes a tensor's bytes to and from a file in pieces, through a buffer of bounded size if they are not in plain host
+-- memory. Checks the shapes of tensors to read into.
 local create = require "ps.tensor.create"
 local native = require "ps.core.ffi"
 local scope = require "ps.core.scope"
@@ -60,15 +60,18 @@ local function each(tensor, fn)
   end
 end
 
---- Passes a tensor's bytes in row-major order. put(bytes, nbytes) is called for each piece, in order. The bytes are the
---- tensor's own if they are in plain host memory, and else a copy in the buffer.
+--- Passes a tensor's bytes in row-major order. put(bytes, nbytes) is called for each piece, in order, and must neither
+--- keep nor change the bytes. They are the tensor's own if they are in plain host memory, and else a copy in the buffer.
 ---@param tensor ps.Tensor
 ---@param buffer ffi.cdata* see pieces.buffer
 ---@param put fun(bytes: ffi.cdata*, nbytes: integer)
 function pieces.read(tensor, buffer, put)
   if C.ps_tensor_address(tensor, address) == 0 then
-    local bytes, nbytes = ffi.cast("uint8_t *", address[0]), tonumber(C.ps_tensor_nbytes(tensor))
-    for at = 0, nbytes - 1, PIECE do put(bytes + at, math.min(PIECE, nbytes - at)) end
+    local nbytes = tonumber(C.ps_tensor_nbytes(tensor))
+    for at = 0, nbytes - 1, PIECE do
+      put(ffi.cast("uint8_t *", address[0]) + at, math.min(PIECE, nbytes - at))
+      native.check(C.ps_tensor_address(tensor, address))   -- also raises an error if a lender's bytes have changed
+    end
     return
   end
   scope.scope(scope.no_grad, function()

@@ -1,8 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- safetensors files. A whole tensor is read directly into its memory, a part of one through the memory map. With mmap =
--- true a tensor's bytes are those of the map itself, and nothing is read before its use. Files are written completely
--- or not at all (a temporary file, fsync, rename). If a file has checksums (as those of checkpoints do), they are
--- checked when the file is opened and when tensors are read.
+-- safetensors files. A whole tensor, or whole rows of one, are read directly into memory, another part through the memory
+-- map. With mmap = true a tensor's bytes are those of the map itself, and nothing is read before its use. Files are
+-- written completely or not at all (a temporary file, fsync, rename). If a file has checksums (as those of checkpoints
+-- do), they are checked when the file is opened and when tensors are read.
 local create = require "ps.tensor.create"
 local native = require "ps.core.ffi"
 local scope = require "ps.core.scope"
@@ -201,16 +201,15 @@ function File:read_into(name, tensor)
   end
 end
 
--- Reads whole rows from `first` on into a contiguous tensor of the file's type, or lets it use the file's bytes if the
--- file was opened with mmap = true. Returns false if the rows must be read in another way.
+-- Reads whole rows from `first` on into a contiguous tensor of the file's type. If the file was opened with mmap = true,
+-- the tensor uses the file's bytes where possible.
 local function take_rows(self, entry, tensor, first)
   local at = entry.at + first * entry.nbytes / math.max(1, tonumber(entry.shape[0]))
   if self.mmap then
     local rc = C.ps_tensor_borrow(tensor, C.ps_st_lend, self.st, at, tensor:nbytes())
-    if rc ~= C.PS_EUNSUP then check(rc) return true end
+    if rc ~= C.PS_EUNSUP then return check(rc) end  -- EUNSUP: on another device, or a part of a tensor, so read it
   end
   native.retry(C.ps_tensor_load, tensor, C.ps_st_read, self.st, at, tensor:nbytes())
-  return true
 end
 
 ---@class ps.BlockPart tensor whose bytes are a part of each block of another tensor
@@ -259,8 +258,8 @@ function File:read_part(name, tensor, offset)
     return self:read_into(name, tensor)
   end
   if self.compares then self:verify(name) end
-  if dtype == tensor:dtype() and C.ps_tensor_is_contiguous(tensor) ~= 0 and whole_rows(self:shape(name), shape)
-    and take_rows(self, entry, tensor, offset[1]) then
+  if dtype == tensor:dtype() and C.ps_tensor_is_contiguous(tensor) ~= 0 and whole_rows(self:shape(name), shape) then
+    take_rows(self, entry, tensor, offset[1])
     return tensor
   end
   local from, size = ffi.new("int64_t[8]", offset), ffi.new("int64_t[8]", shape)

@@ -134,9 +134,9 @@ local function chat_logprobs(model, tok, ids, first, top)
 end
 
 -- -- generation -------------------------------------------------------------------------------------------------------
--- Continues ids. put(text) receives the text without stop strings, and returns false to stop. Returns the new ids, and
--- "stop" or "length".
-local function continue(model, tok, ids, n, fields, seed, put)
+-- Continues ids. put(text) receives the text without stop strings, and returns false to stop; alive() is called after
+-- each token, and returns false to stop. Returns the new ids, and "stop" or "length".
+local function continue(model, tok, ids, n, fields, seed, put, alive)
   if n == 0 then return {}, "length" end
   local new, finish = {}, "length"
   local add, rest = cutter(fields.stop or {}, put)
@@ -145,7 +145,10 @@ local function continue(model, tok, ids, n, fields, seed, put)
   model:generate({ ids }, n, { temperature = fields.temperature or 1, top_p = fields.top_p, top_k = fields.top_k or 0,
     min_p = fields.min_p, seed = seed, tokenizer = tok, skip_special_tokens = true, num_beams = 1,
     kv_cache = fields.kv_cache,
-    on_token = function(id) new[#new + 1] = id end,
+    on_token = function(id)
+      new[#new + 1] = id
+      return alive()
+    end,
     on_text = function(text) return add(text) end })
   if rest() or #new < n or eos[new[#new]] then finish = "stop" end
   return new, finish
@@ -172,8 +175,9 @@ local function usage(prompts, completions)
 end
 
 -- Generates all choices of a request. emit(index, text) receives a piece of a choice's text, and returns false if the
--- client has disconnected. done(index, finish, ids, first) is called when a choice is complete.
-local function run(model, tok, prompts, n, fields, default, emit, done)
+-- client has disconnected; so does alive(), which is called after each token. done(index, finish, ids, first) is called
+-- when a choice is complete.
+local function run(model, tok, prompts, n, fields, default, emit, alive, done)
   local used, gone = { 0, 0 }, false
   local lengths = {}
   for i, prompt in ipairs(prompts) do lengths[i] = room(model, prompt, n, default) end
@@ -184,6 +188,9 @@ local function run(model, tok, prompts, n, fields, default, emit, done)
       local seed = fields.seed and (fields.seed + k - 1) % 2 ^ 53
       local new, finish = continue(model, tok, prompt, lengths[i], fields, seed, function(text)
         if emit(index, text) == false then gone = true end
+        return not gone
+      end, function()
+        if alive and not alive() then gone = true end
         return not gone
       end)
       if gone then return nil end
@@ -212,7 +219,7 @@ end
 ---@param name string the model's name
 ---@param fields table
 ---@param send? fun(event: table): boolean? sends an event of a stream, and returns false if the client has disconnected
----@param alive? fun(): boolean called between tokens that are not streamed; returns false if the client has disconnected
+---@param alive? fun(): boolean called after each token; returns false if the client has disconnected
 ---@return table? reply nil if the reply was streamed
 function answer.completion(model, tok, name, fields, send, alive)
   local prompts = request.prompts(fields.prompt, tok, model.config.vocab_size)
@@ -222,11 +229,12 @@ function answer.completion(model, tok, name, fields, send, alive)
   end
   local function emit(index, text)
     texts[index] = (texts[index] or "") .. text
-    if not send then return not alive or alive() end
+    if not send then return true end
     reply.choices = { { index = index, text = text, logprobs = json.null, finish_reason = json.null } }
     return send(reply)
   end
-  local used = run(model, tok, prompts, fields.max_tokens, fields, DEFAULT, emit, function(index, finish, ids, first)
+  local n = fields.max_tokens
+  local used = run(model, tok, prompts, n, fields, DEFAULT, emit, alive, function(index, finish, ids, first)
     local choice = { index = index, text = texts[index] or "", logprobs = json.null, finish_reason = finish }
     if send then
       choice.text, reply.choices = "", { choice }
@@ -251,7 +259,7 @@ end
 ---@param name string the model's name
 ---@param fields table
 ---@param send? fun(event: table): boolean? sends an event of a stream, and returns false if the client has disconnected
----@param alive? fun(): boolean called between tokens that are not streamed; returns false if the client has disconnected
+---@param alive? fun(): boolean called after each token; returns false if the client has disconnected
 ---@return table? reply nil if the reply was streamed
 function answer.chat(model, tok, name, fields, send, alive)
   local prompts = { request.conversation(fields.messages, tok) }
@@ -260,14 +268,14 @@ function answer.chat(model, tok, name, fields, send, alive)
   local begun = {}
   local function emit(index, text)
     texts[index] = (texts[index] or "") .. text
-    if not send then return not alive or alive() end
+    if not send then return true end
     reply.choices = { { index = index, finish_reason = json.null,
       delta = { role = not begun[index] and "assistant" or nil, content = text } } }
     begun[index] = true
     return send(reply)
   end
   local wanted = fields.max_completion_tokens or fields.max_tokens
-  local used = run(model, tok, prompts, wanted, fields, nil, emit, function(index, finish, ids, first)
+  local used = run(model, tok, prompts, wanted, fields, nil, emit, alive, function(index, finish, ids, first)
     local choice = { index = index, finish_reason = finish, logprobs = json.null }
     if send then
       choice.delta, choice.logprobs = begun[index] and {} or { role = "assistant", content = "" }, nil

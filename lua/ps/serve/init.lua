@@ -91,10 +91,10 @@ function serve.run(model, tok, options)
     if not body then return problem(stream, "400", "the body cannot be read: " .. tostring(why)) end
     if #body > MOST then return problem(stream, "413", ("a body has at most %d bytes"):format(MOST)) end
     local begun, gone, result = false, false, nil
-    -- Lets other connections be read and answered. Returns false if the client has left.
+    -- Lets other connections be read and answered. Returns false if the client has disconnected.
     local function alive()
       cqueues.sleep(0)
-      gone = gone or http_server.left(stream)
+      gone = gone or http_server.disconnected(stream)
       return not gone
     end
     local function send(event)
@@ -104,7 +104,7 @@ function serve.run(model, tok, options)
         gone = not write_head(stream, "200", "text/event-stream")
       end
       gone = gone or not stream:write_chunk("data: " .. answer.text(event) .. "\n\n", false, patience)
-      return not gone and alive()
+      return not gone
     end
     local fine, failed = in_turn(function()
       if not alive() then return end
@@ -117,7 +117,10 @@ function serve.run(model, tok, options)
       result = answer[chat and "chat" or "completion"](model, tok, options.name, fields, fields.stream and send or nil,
         alive)
     end)
-    if gone then return end
+    if gone then
+      if stream.connection.version < 2 then http_server.drop(stream) end
+      return
+    end
     if fine and result then return reply(stream, "200", result) end
     if fine then return stream:write_chunk("data: [DONE]\n\n", true) end
     local known = type(failed) == "table" and failed.serve
