@@ -38,8 +38,8 @@ struct ps_ggufw {
     ps_tempfile file;
     ggufw_tensor *tensors;
     int count;
-    /* The threads. They start at the first piece. Each thread removes the oldest piece from `queue`, converts and writes
-     * it, and returns it to `spare`. */
+    /* The threads. They start at the first piece. Each thread removes the oldest piece from `queue`, converts and
+     * writes it, and returns it to `spare`. */
     pthread_t threads[MAX_THREADS];
     piece pieces[MAX_PIECES];
     int n_threads, n_pieces;

@@ -61,7 +61,7 @@ local function each(tensor, fn)
 end
 
 --- Passes a tensor's bytes in row-major order. put(bytes, nbytes) is called for each piece, in order, and must neither
---- keep nor change the bytes. They are the tensor's own if they are in plain host memory, and else a copy in the buffer.
+--- keep nor change the bytes. They are the tensor's own if it is in plain host memory, and else a copy in the buffer.
 ---@param tensor ps.Tensor
 ---@param buffer ffi.cdata* see pieces.buffer
 ---@param put fun(bytes: ffi.cdata*, nbytes: integer)

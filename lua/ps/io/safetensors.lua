@@ -1,8 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- safetensors files. A whole tensor, or whole rows of one, are read directly into memory, another part through the memory
--- map. With mmap = true a tensor's bytes are those of the map itself, and nothing is read before its use. Files are
--- written completely or not at all (a temporary file, fsync, rename). If a file has checksums (as those of checkpoints
--- do), they are checked when the file is opened and when tensors are read.
+-- safetensors files. Whole tensors and whole rows are read directly into memory, other parts through the memory map.
+-- With mmap = true a tensor's bytes are those of the map itself, and nothing is read before its use. Files are written
+-- completely or not at all (a temporary file, fsync, rename). If a file has checksums (as those of checkpoints do),
+-- they are checked when the file is opened and when tensors are read.
 local create = require "ps.tensor.create"
 local native = require "ps.core.ffi"
 local scope = require "ps.core.scope"
@@ -201,8 +201,8 @@ function File:read_into(name, tensor)
   end
 end
 
--- Reads whole rows from `first` on into a contiguous tensor of the file's type. If the file was opened with mmap = true,
--- the tensor uses the file's bytes where possible.
+-- Reads whole rows from `first` on into a contiguous tensor of the file's type. If the file was opened with mmap =
+-- true, the tensor uses the file's bytes where possible.
 local function take_rows(self, entry, tensor, first)
   local at = entry.at + first * entry.nbytes / math.max(1, tonumber(entry.shape[0]))
   if self.mmap then
