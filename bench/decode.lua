@@ -1,12 +1,13 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Measures how fast a GGUF file's weights are read when tokens are generated one by one, beside the limits: the rate at
+-- Measures how fast a GGUF file's weights are read when tokens are generated one by one, and its limits: the rate at
 -- which memory is read, and the rate of the products of one row with weights that lie in the L2 caches.
 --   psluajit bench/decode.lua FILE.gguf [--dtype bf16] [--keep-quantized] [--int8-activations] [--json]
 -- Figures, each of the fastest of --rounds rounds:
 --   tokens_per_s           without the first token, which includes the prompt's
 --   bytes_per_token        stored bytes of the weights that a token multiplies: all but those of a table of tokens that
 --                          is only looked up
---   memory_bytes_per_s     reads of 512 MiB (ps_probe_bandwidth), four streams per thread, after each round
+--   memory_bytes_per_s     reads of 512 MiB (ps_probe_bandwidth), four streams per thread, on average over the time
+--                          that the round took, after each round
 --   kernel_bytes_per_s     stored bytes of weights over the time of products with a matrix of each type that fills half
 --                          of each thread's L2 cache
 --   memory_share, kernel_share, share    bytes_per_token * tokens_per_s over each limit, and over the smaller limit
@@ -101,11 +102,20 @@ for kind, nbytes in pairs(by_type) do
 end
 local model = ps.from_pretrained(args.file, { dtype = args.dtype, quiet = true,
   keep_quantized = args.keep_quantized, int8_activations = args.int8_activations })
-local memory, best, rate = 0, math.huge, ffi.new "double[1]"
+-- Returns the bytes per second at which memory is read, on average over some seconds.
+local function memory_rate(seconds)
+  local began, n, slowness, rate = ps.now(), 0, 0, ffi.new "double[1]"
+  repeat
+    ps.check(ps.C.ps_probe_bandwidth(2 ^ 29, 4, 0, 0, 1, rate))
+    n, slowness = n + 1, slowness + 1 / rate[0]
+  until ps.now() - began >= seconds
+  return n / slowness
+end
+
+local memory, best = 0, math.huge
 for _ = 1, args.rounds do
-  best = math.min(best, decode(model, { 5, 6, 7, 8 }))
-  ps.check(ps.C.ps_probe_bandwidth(2 ^ 29, 4, 0, 0, 5, rate))
-  memory = math.max(memory, rate[0])
+  local seconds = decode(model, { 5, 6, 7, 8 })
+  best, memory = math.min(best, seconds), math.max(memory, memory_rate(seconds))
 end
 result.bytes_per_token, result.memory_bytes_per_s, result.kernel_bytes_per_s = total, memory, total / kernel_s
 result.tokens_per_s = (args.tokens - 1) / best
