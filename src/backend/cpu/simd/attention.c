@@ -778,7 +778,8 @@ static int run(attn *a, ps_call *call, bool backward)
     int64_t per_head = (a->T + QUERIES - 1) / QUERIES, blocks = shared * per_head;
     bool one = !backward && is_one_query(a);
     if (heads == 0 || (a->T == 0 && !backward)) return 0;
-    if ((double)heads * (double)shared * (double)a->T * (double)a->S * (double)a->D < 16.0 * PS_PAR_MIN) threads = 1;
+    double least = one ? 2.0 * PS_PAR_MIN : 16.0 * PS_PAR_MIN;    /* one query: keys and values are converted, too */
+    if ((double)heads * (double)shared * (double)a->T * (double)a->S * (double)a->D < least) threads = 1;
     if (!backward && heads < threads) cuts = (threads + heads - 1) / heads;
     if (cuts > blocks) cuts = blocks > 0 ? blocks : 1;
     if (threads > heads * cuts) threads = heads * cuts;
