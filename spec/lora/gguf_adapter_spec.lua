@@ -218,6 +218,33 @@ describe("conversions one tensor at a time", function()
     assert.truthy(code == 1 and out:find("is for an adapter", 1, true), out)
   end)
 
+  it("leave no tokenizer or template of an older model in the folder", function()
+    base()
+    check.write(at "base/tokenizer.json", '{ "new": 1 }')
+    assert(require("lfs").mkdir(at "used"))
+    for _, name in ipairs { "tokenizer.json", "chat_template.jinja", "vocab.json", "mine.txt" } do
+      check.write(at("used/" .. name), "old")
+    end
+    merge.convert(at "base", at "used")
+    assert.equal('{ "new": 1 }', check.read(at "used/tokenizer.json"))
+    assert.is_nil(io.open(at "used/chat_template.jinja"))
+    assert.is_nil(io.open(at "used/vocab.json"))
+    assert.equal("old", check.read(at "used/mine.txt"))
+    os.remove(at "base/tokenizer.json")
+  end)
+
+  it("are not certified if logits are NaN", function()
+    local verify = require "ps.pretrained.gguf_verify"
+    local fine, bad = base(), base()
+    ps.no_grad(function() bad:state_dict()["model.norm.weight"]:mul_(0 / 0) end)
+    local list = { 1, 2, 3, 4, 5 }
+    for _, case in ipairs { { bad, fine, "the file's logits of tokens 1 to 4" },
+      { fine, bad, "the reference's logits" }, { bad, bad, "are not finite" } } do
+      fails(case[3], function() verify.compare(case[1], case[2], list, { 1, 0 }) end)
+    end
+    assert.truthy(verify.compare(fine, fine, list, { 1, 0 }).pass)
+  end)
+
   it("refuse to replace their input, and models without all their tensors", function()
     base():save_gguf(at "base.gguf", { type = "f32" })
     fails("would be replaced", function() merge.convert(at "base.gguf", at "base.gguf", { type = "f16" }) end)

@@ -256,6 +256,42 @@ describe("tools/serve.lua", function()
     assert.equal(50, asked)
   end)
 
+  it("answers HEAD without a body, and requests after it on the same connection", function()
+    local socket = require("cqueues.socket").connect("127.0.0.1", tonumber(address:match ":(%d+)$"))
+    socket:setmode("b", "b")
+    socket:settimeout(20)
+    local head = (" /v1/models HTTP/1.1\r\nhost: x\r\nauthorization: Bearer %s\r\n\r\n"):format(token)
+    assert(socket:write("HEAD" .. head .. "GET" .. head))
+    assert(socket:flush())
+    for _ = 1, 2 do
+      assert.equal("HTTP/1.1 200 OK", socket:read("*l"):sub(1, 15))
+      repeat local line = socket:read "*l" until line == "\r"
+    end
+    assert.equal("{", socket:read(1))
+    socket:close()
+  end)
+
+  it("ends at Ctrl-C, also within a computation", function()
+    local said = folder .. "/said_at_end"
+    local p = io.popen(("sh -c 'echo $$ >%s/pid; exec %s %s/tools/serve.lua %s --token abc' >'%s' 2>&1; echo $? >>'%s'")
+      :format(folder, paths.exe, paths.root, folder, said, said), "w")
+    local own
+    for _ = 1, 600 do
+      own = (check.read(said) or ""):match "(http://%S+)/v1"
+      if own then break end
+      os.execute "sleep 0.1"
+    end
+    local r = http.new_from_uri(own .. "/v1/completions")
+    r.headers:upsert("authorization", "Bearer abc")
+    r.headers:upsert(":method", "POST")
+    r:set_body(json.encode { prompt = "abba", max_tokens = 60, n = 100, stream = true })
+    local _, stream = assert(r:go(60))
+    assert(stream:get_next_chunk(60))
+    os.execute("kill -INT " .. check.read(folder .. "/pid"))
+    p:close()
+    assert.matches("130\n$", check.read(said))
+  end)
+
   it("answers requests after which the connection closes", function()
     for _, stream in ipairs { false, true } do
       local body = { prompt = "abba", max_tokens = 5, temperature = 0, stream = stream }
@@ -326,6 +362,7 @@ describe("tools/serve.lua", function()
     local head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\n%s\r\n\r\n{}"
     said(head:format "Content-Length: -5")
     said(head:format("Authorization: Bearer " .. token .. "\r\nContent-Length: -5"))
+    said(head:format("Authorization: Bearer " .. token .. "\r\nContent-Length: " .. ("9"):rep(22)))
     said(head:format "Content-Length: x")
     said(head:format "Transfer-Encoding: gzip")
     said(head:format "Transfer-Encoding: ,")

@@ -42,15 +42,17 @@ local function end_without_progress(stream)
 end
 
 --- Returns a function for lua-http's option `onstream`, which calls fn(stream, headers) for each request. A request
---- whose Content-Length is not a number of bytes, or whose Transfer-Encoding is empty, ends its connection. lua-http
---- would loop forever, or raise an error in the loop of the server.
+--- whose Content-Length is not a number of up to 15 digits, or whose Transfer-Encoding is empty, ends its connection.
+--- lua-http would loop forever, or raise an error in the loop of the server.
 ---@param fn fun(stream: table, headers: table)
 ---@return fun(server: table, stream: table)
 function http_server.onstream(fn)
   return function(_, stream)
     local ok, given = pcall(stream.get_headers, stream)
     local length = ok and given and given:get "content-length"
-    if not ok or not given or length and not length:find "^%d+$" then return http_server.drop(stream) end
+    if not ok or not given or length and not (length:find "^%d+$" and #length <= 15) then
+      return http_server.drop(stream)
+    end
     local fine, why = pcall(fn, stream, given)
     end_without_progress(stream)
     if not fine then error(why, 0) end

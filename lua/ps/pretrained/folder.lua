@@ -273,7 +273,15 @@ end
 --- Copies a model's companion files (tokenizer, generation settings) to a folder, unless the folder has them.
 ---@param from string
 ---@param to string
-function folder.copy_companions(from, to)
+---@param replace? boolean first removes those of the folder, which may be those of another model
+function folder.copy_companions(from, to, replace)
+  for _, name in ipairs(replace and COMPANIONS or {}) do
+    local path = to .. "/" .. name
+    local removed, why = os.remove(path)
+    if not removed and lfs.symlinkattributes(path, "mode") then
+      error(("the file of the older model cannot be removed: %s"):format(why), 0)
+    end
+  end
   local gguf = gguf_of(from)
   if gguf then return gguf.write_companions(from, to) end
   for _, name in ipairs(COMPANIONS) do

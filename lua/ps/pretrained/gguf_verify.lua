@@ -81,7 +81,13 @@ function verify.compare(model, reference, ids, limits)
       local y = create.tensor({ unpack(part, 2) }, { dtype = "int32" }):reshape(-1, 1)
       local a, b = log_probabilities(reference, x), log_probabilities(model, x)
       local each = (a:exp() * (a - b)):sum(-1)
-      n, kl = n + #part - 1, kl + each:sum():item()
+      local sum = each:sum():item()
+      if sum ~= sum or sum == math.huge then
+        local which = a:sum():isfinite():item() and "file" or "reference"
+        error(("verify: the %s's logits of tokens %d to %d are not finite, so nothing can be compared; look for NaN or "
+          .. "too large values in its weights"):format(which, first, last - 1), 0)
+      end
+      n, kl = n + #part - 1, kl + sum
       worst = math.max(worst, each:max():item())
       same = same + (a:argmax(-1) - b:argmax(-1)):eq(0):to("fp32"):sum():item()
       nll, nll_reference = nll - b:gather(-1, y):sum():item(), nll_reference - a:gather(-1, y):sum():item()

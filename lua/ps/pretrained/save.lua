@@ -360,7 +360,8 @@ local function write_all(path, files, config, group)
   end, function() remove_older(path, kept) end)
 end
 
---- Writes a folder from one process: weights, config.json and the companion files of another folder.
+--- Writes a folder from one process: weights, config.json and the companion files of another folder, which replace
+--- those of an older model.
 ---@param path string
 ---@param entries table[] entries in the form of save.entries, where `tensor` can be a function that creates the tensor
 ---@param config_of fun(dtype: string): string returns the text of config.json for a weight dtype
@@ -370,7 +371,7 @@ function save.folder(path, entries, config_of, more)
   make_folder((path:gsub("(.)/+$", "%1")))
   table.sort(entries, function(a, b) return a.name < b.name end)
   write_all(path, split(entries, most), config_of(save.dtype_of(entries)), nil)
-  if more.source then folder.copy_companions(more.source, path) end
+  if more.source then folder.copy_companions(more.source, path, true) end
 end
 
 --- Returns the group of ranks that share a model, or nil if each rank has the whole model.

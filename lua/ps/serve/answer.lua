@@ -77,6 +77,7 @@ local function logprobs_of(model, ids, top)
     for i = 1, #ids do next_ids[i] = { ids[i + 1] or 0 } end
     local own = all:gather(1, create.tensor(next_ids, "int64")):tolist()
     for i = 1, #ids - 1 do
+      if own[i][1] ~= own[i][1] then error(("the model's log-probability of token %d is NaN"):format(i + 1), 0) end
       local row = { logprob = math.max(own[i][1], LEAST), top = {} }
       for k = 1, top do row.top[k] = { id = indices[i][k], logprob = math.max(values[i][k], LEAST) } end
       rows[i + 1] = row

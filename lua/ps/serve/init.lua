@@ -24,7 +24,7 @@ end
 
 local function local_address(host) return host == "127.0.0.1" or host == "::1" or host == "localhost" end
 
-local STATUS = { ["401"] = "authentication_error", ["404"] = "not_found_error" }
+local STATUS = { ["401"] = "authentication_error", ["404"] = "not_found_error", ["500"] = "server_error" }
 
 local OPTIONS = { name = "string", host = "string", port = "whole", token = "string", no_token = "boolean",
   kv_cache = "string", told = "callable", patience = "number" }
@@ -51,6 +51,8 @@ function serve.run(model, tok, options)
   local patience = options.patience or PATIENCE
   local hosts, turn, waiting, busy = {}, condition.new(), {}, false
 
+  local bodiless = setmetatable({}, { __mode = "k" })      -- streams of HEAD requests
+
   local function write_head(stream, status, kind, more)
     local h = headers.new()
     h:append(":status", status)
@@ -58,13 +60,15 @@ function serve.run(model, tok, options)
     h:append("cache-control", "no-store")
     h:append("x-content-type-options", "nosniff")
     for key, value in pairs(more or {}) do h:append(key, value) end
-    return stream:write_headers(h, false)
+    return stream:write_headers(h, bodiless[stream] or false)
   end
   local function reply(stream, status, value, more)
     local body = answer.text(value)
     more = more or {}
     more["content-length"] = tostring(#body)
-    if write_head(stream, status, "application/json", more) then stream:write_chunk(body, true) end
+    if write_head(stream, status, "application/json", more) and not bodiless[stream] then
+      stream:write_chunk(body, true)
+    end
   end
   local function problem(stream, status, message, param, code)
     reply(stream, status, { error = { message = message, type = STATUS[status] or "invalid_request_error",
@@ -123,6 +127,10 @@ function serve.run(model, tok, options)
     end
     if fine and result then return reply(stream, "200", result) end
     if fine then return stream:write_chunk("data: [DONE]\n\n", true) end
+    if caller.is_interrupt(failed) then                    -- lua-http would pass the error to its own handler
+      io.stderr:write "serve: interrupted!\n"
+      os.exit(130)
+    end
     local known = type(failed) == "table" and failed.serve
     if not known then io.stderr:write("serve: " .. tostring(failed) .. "\n") end
     local message = known and failed.message or "the server failed: " .. tostring(failed)
@@ -145,6 +153,7 @@ function serve.run(model, tok, options)
 
   local function on_stream(stream, given)
     local path, method = (given:get ":path" or ""):match "^([^?]*)", given:get ":method"
+    if method == "HEAD" then bodiless[stream], method = true, "GET" end
     if token then
       local has = (given:get "authorization" or ""):match "^[Bb]earer (.*)$"
       if not has or not same(has, token) then
