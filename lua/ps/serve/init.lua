@@ -24,6 +24,13 @@ end
 
 local function local_address(host) return host == "127.0.0.1" or host == "::1" or host == "localhost" end
 
+-- Ends the process if a caught error is Ctrl-C.
+local function end_if_interrupted(problem)
+  if not caller.is_interrupt(problem) then return end
+  io.stderr:write "serve: interrupted!\n"
+  os.exit(130)
+end
+
 local STATUS = { ["401"] = "authentication_error", ["404"] = "not_found_error", ["500"] = "server_error" }
 
 local OPTIONS = { name = "string", host = "string", port = "whole", token = "string", no_token = "boolean",
@@ -127,10 +134,7 @@ function serve.run(model, tok, options)
     end
     if fine and result then return reply(stream, "200", result) end
     if fine then return stream:write_chunk("data: [DONE]\n\n", true) end
-    if caller.is_interrupt(failed) then                    -- lua-http would pass the error to its own handler
-      io.stderr:write "serve: interrupted!\n"
-      os.exit(130)
-    end
+    end_if_interrupted(failed)                             -- lua-http would pass the error to its own handler
     local known = type(failed) == "table" and failed.serve
     if not known then io.stderr:write("serve: " .. tostring(failed) .. "\n") end
     local message = known and failed.message or "the server failed: " .. tostring(failed)
@@ -179,7 +183,9 @@ function serve.run(model, tok, options)
   local port = select(3, s:localname())
   for _, name in ipairs { "127.0.0.1", "localhost", "[::1]" } do hosts[name .. ":" .. port] = true end
   options.told(("http://%s:%d"):format(host:find(":", 1, true) and "[" .. host .. "]" or host, port), token)
-  http_server.loop(s, "serve")
+  ok, why = pcall(http_server.loop, s, "serve")
+  end_if_interrupted(why)
+  if not ok then error(why, 0) end
 end
 
 return serve
