@@ -73,6 +73,8 @@ typedef struct ps_error_detail {
   int32_t other_rank, other_stripe;       /* the other rank and its stripe, if two ranks do not match */
   int64_t wanted, left;        /* bytes wanted at once, and bytes left for them. `left` is negative if the tier's
                                 * other contents alone exceed it. If `wanted` is -1, neither number is known. */
+  int32_t final;               /* 1 if the group of ranks has ended with this error, so that no repetition of the call
+                                * can succeed; otherwise 0 */
 } ps_error_detail;
 const ps_error_detail *ps_error_get_detail(void);   /* details of the last error, valid until this thread's next
                                                      * error */

@@ -648,6 +648,7 @@ local REPEATED = [[
     if rank == 1 and not ok then
       local why = tostring(y)
       assert(why:find "no memory" or why:find "made this allocation fail", ("allocation %d: %s"):format(nth, why))
+      assert(not why:find "failed before", why)               -- a product that cannot succeed is not repeated
       failed = failed + 1
     elseif ok then
       -- rank 0 finds the failure of rank 1 at its next call
@@ -682,7 +683,7 @@ describe("layers that are cut among ranks", function()
     assert.equal(137, out[1].code, out[1].text)
     assert.matches("reduction in a row layer, call 0 of rank 0, moving its bytes: rank 1 [^:]*died", out[0].text)
     out = lib.run(folder, 2, lib.begin(folder) .. FAILED, "OMP_WAIT_POLICY=passive")
-    assert.matches("^no memory", out[1].text)
+    assert.matches("no memory", out[1].text)
     -- The last allocation can belong to a product after all rows have arrived. Then rank 0 gets the error at its next
     -- call.
     assert.truthy(out[0].text:find "rank 1 [^:]*gave up: " or out[0].text:find "rank 1 [^:]*ended after gather",

@@ -5,7 +5,7 @@
 #include <stdio.h>
 #include <string.h>
 
-#define NO_DETAIL { PS_SUB_NONE, -1, -1, -1, -1, -1, -1, -1 }
+#define NO_DETAIL { PS_SUB_NONE, -1, -1, -1, -1, -1, -1, -1, 0 }
 
 static __thread ps_error_kept last = { .detail = NO_DETAIL };
 static __thread const char *running;      /* op that is running */
@@ -65,6 +65,12 @@ int ps_error_set_stripes(int rank, int stripe, int other_rank, int other_stripe)
     last.detail.sub = PS_SUB_STRIPES;
     last.detail.rank = rank, last.detail.stripe = stripe;
     last.detail.other_rank = other_rank, last.detail.other_stripe = other_stripe;
+    return last.code;
+}
+
+int ps_error_set_final(void)
+{
+    last.detail.final = 1;
     return last.code;
 }
 

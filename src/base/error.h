@@ -20,6 +20,7 @@ int ps_error_set_sub(int sub);
 int ps_error_set_room(int sub, int tier, int64_t wanted, int64_t left);
 int ps_error_set_rank(int rank);
 int ps_error_set_stripes(int rank, int stripe, int other_rank, int other_stripe);
+int ps_error_set_final(void);
 int ps_error_set_detail(const ps_error_detail *detail);     /* sets all details, for an error that is raised again */
 /* An error with all its details, to be raised again later or on another thread. */
 typedef struct ps_error_kept {

@@ -800,7 +800,9 @@ bool ps_watch_over(const ps_watch *w) { return w && atomic_load(&w->over); }
 
 int ps_watch_verdict(ps_watch *w)
 {
-    return ps_watch_over(w) ? ps_fail_rank(w->code, w->blamed, "%s", w->verdict) : 0;  /* needs no lock: final */
+    if (!ps_watch_over(w)) return 0;
+    ps_fail_rank(w->code, w->blamed, "%s", w->verdict);    /* needs no lock: a verdict does not change */
+    return ps_error_set_final();
 }
 
 int ps_watch_failed_before(ps_watch *w)

@@ -253,6 +253,7 @@ void hang_up(ps_comm *comm)
         ps_watch_complain(comm->watch, comm->place, PS_WATCH_GIVES_UP, ps_comm_world(comm, comm->rank), 0,
                           ps_error_message());
     close_connections(g);
+    ps_error_set_final();
 }
 
 void on_verdict(void *arg) { abort_waits(static_cast<World *>(arg)); }    /* on the watch's thread */
@@ -284,7 +285,7 @@ template <typename F> int guarded(Gloo *g, const int &peer, const char *const &w
     }
     g->leave();
     close_connections(g);
-    return rc;
+    return ps_error_set_final();
 }
 
 int begin(ps_comm *comm, int lane, const ps_comm_part *send, const ps_comm_part *recv)

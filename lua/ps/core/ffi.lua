@@ -124,6 +124,10 @@ local ctx = ffi.gc(ctx_out[0], C.ps_ctx_free)
 M.ctx = ctx
 
 local ENOMEM = C.PS_ENOMEM
+
+-- Returns whether a call that returned rc may succeed if it is repeated with more memory.
+local function repeatable(rc) return rc == ENOMEM and C.ps_error_get_detail().final == 0 end
+
 local release = C.ps_tensor_release
 
 --- Attaches the finalizer to a tensor header. Scripts hold a reference instead of a pointer, because LuaJIT would do
@@ -167,12 +171,12 @@ local collect = M.collect
 ---@return integer
 function M.retry(fn, ...)
   local rc = fn(...)
-  if rc == ENOMEM then
+  if repeatable(rc) then
     collect()
     collect()
     rc = fn(...)
   end
-  if rc == ENOMEM and M.give_room() then rc = fn(...) end
+  if repeatable(rc) and M.give_room() then rc = fn(...) end
   if rc < 0 then M.raise(rc) end
   return rc
 end
@@ -205,7 +209,7 @@ local function apply_again(op, n_in, ins, attrs, nbytes, held)
   collect()
   ffi.fill(outs, OUTS_NBYTES)
   local rc = C.ps_apply(ctx, op, n_in, ins, attrs, nbytes, outs)
-  if rc == ENOMEM and M.give_room() then rc = C.ps_apply(ctx, op, n_in, ins, attrs, nbytes, outs) end
+  if repeatable(rc) and M.give_room() then rc = C.ps_apply(ctx, op, n_in, ins, attrs, nbytes, outs) end
   for i = 0, n_in - 1 do if ins[i] ~= nil then release(ins[i]) end end
   if rc < 0 then
     let_go(held)
@@ -263,7 +267,7 @@ local function apply(op, n_in, ins, attrs, nbytes, n_out)
   ffi.fill(outs, OUTS_NBYTES)
   local rc = C.ps_apply(ctx, op, n_in, ins, attrs, nbytes, outs)
   if rc < 0 then
-    if rc ~= ENOMEM then refuse(rc, n_in, ins, held) end
+    if not repeatable(rc) then refuse(rc, n_in, ins, held) end
     apply_again(op, n_in, ins, attrs, nbytes, held)
   end
   let_go(held)
