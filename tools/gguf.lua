@@ -138,6 +138,7 @@ local function run_verify()
 end
 
 local function run_convert()
+  args.out = args.out:gsub("(.)/+$", "%1")
   if not gguf.is_path(args.out) then
     if args.verify then error("--verify needs a file to write, --out NAME.gguf", 0) end
     if args.type then error("--type needs a file to write, --out NAME.gguf", 0) end
@@ -149,6 +150,7 @@ local function run_convert()
   if args.verify and args.adapter then
     error("--verify compares with the model without the adapter; merge the adapter first (tools/merge_adapter.lua)", 0)
   end
+  if args.verify then ps.tokenizer.from_pretrained(args.model) end   -- an error is better before the file is written
   merge.convert(args.model, args.out, { type = args.type, name = args.name, pre = args.pre, certified = args.verify,
     adapter = args.adapter, base = args.base, other_base = args.other_base })
   print(("wrote %s%s"):format(args.out, is_file

@@ -4,6 +4,7 @@ local ps = require "ps"
 local check = require "spec.check_lib"
 local gpt2 = require "models.gpt2"
 local json = require "cjson"
+local lfs = require "lfs"
 local paths = require "ps.paths"
 local readable = require "ps.core.readable"
 local tokens = require "spec.tokenizer_lib"
@@ -121,5 +122,57 @@ describe("tools/gguf.lua", function()
     assert.truthy(code ~= 0 and out:find("--type", 1, true), out)
     out, code = run(("quantize %s --out %s --type q9"):format(folder, file))
     assert.truthy(code == 1 and out:find("q4_k_m", 1, true), out)
+  end)
+
+  it("compares with a reference that has fewer positions", function()
+    local shorter = tokens.gpt2 { { "a", "b" } }
+    ps.manual_seed(1)
+    gpt2.new("tiny", { vocab_size = 258, n_positions = 32 }):save_pretrained(shorter)
+    run(("convert %s --out %s --type f32"):format(folder, file))
+    local out, code = run(("verify %s --against %s --json"):format(file, shorter))
+    assert.equal(2, code, out)                             -- another model
+    assert.truthy(last_object(out).tokens > 1000, out)
+    tokens.remove(shorter)
+  end)
+
+  it("refuses to verify with files that do not say how texts are split, before anything is written", function()
+    local llama = tokens.gpt2 { { "a", "b" } }
+    require("models.llama").new("tiny", { vocab_size = 258 }):save_pretrained(llama)
+    local out, code = run(("convert %s --out %s/y.gguf --type f32 --verify"):format(llama, llama))
+    assert.equal(1, code, out)
+    assert.truthy(out:find("no tokenizer: " .. llama .. " has no tokenizer.json", 1, true), out)
+    assert.falsy(lfs.attributes(llama .. "/y.gguf"))
+    tokens.remove(llama)
+  end)
+
+  it("removes the temporary files of processes that were killed", function()
+    local out = folder .. "/out-1.gguf"
+    -- No process has the number 4194305, and process 1 always runs. A file that was written just now is in use.
+    local left = { [out .. ".tmp-4194305-0"] = 300, [out .. ".tmp-4194305-1"] = 0, [out .. ".tmp-1-0"] = 300,
+      [folder .. "/xout-1.gguf.tmp-4194305-0"] = 300 }
+    for name, age_s in pairs(left) do
+      check.write(name, "half")
+      assert(lfs.touch(name, os.time() - age_s))
+    end
+    run(("convert %s --out %s --type f32"):format(folder, out))
+    for name in pairs(left) do
+      assert.equal(name == out .. ".tmp-4194305-0" and "gone" or "file", lfs.attributes(name, "mode") or "gone", name)
+      os.remove(name)
+    end
+  end)
+
+  it("names a folder in which a save was interrupted", function()
+    local half = folder .. "/half"
+    local out, code = run(("convert %s --out %s/"):format(file, half))
+    assert.truthy(code == 0 and out:find("wrote " .. half .. "\n", 1, true), out)
+    for _, ending in ipairs { ".new", ".old" } do
+      assert(os.rename(half .. "/config.json", half .. "/config.json" .. ending))
+      out, code = run(("convert %s --out %s --type f32"):format(half, file))
+      assert.equal(1, code, out)
+      assert.truthy(out:find("ended while it replaced this model", 1, true) and out:find(ending, 1, true), out)
+      assert(os.rename(half .. "/config.json" .. ending, half .. "/config.json"))
+    end
+    out, code = run(("convert '' --out %s"):format(file))
+    assert.truthy(code == 1 and out:find("the name of the folder is empty", 1, true), out)
   end)
 end)

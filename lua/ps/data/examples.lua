@@ -15,6 +15,7 @@ local IGNORED = require("ps.data.batch").IGNORED
 local bit = require "bit"
 local cjson = require "cjson"
 local ffi = require "ffi"
+local leftovers = require "ps.core.leftovers"
 local lfs = require "lfs"
 local error = caller.error
 local C, check = native.C, native.check
@@ -313,22 +314,13 @@ end
 
 local STALE_S = 86400          -- age from which a part of a cache file whose process does not exist is removed
 
--- Removes the parts that killed processes left in a cache folder.
-local function remove_stale(folder)
-  for name in lfs.dir(folder) do
-    local pid, path = name:match "%.examples%.tmp%-(%d+)%-%d+$", folder .. "/" .. name
-    local written = pid and lfs.attributes(path, "modification")
-    if written and os.time() - written > STALE_S and lfs.attributes("/proc/" .. pid, "mode") == nil then
-      os.remove(path)
-    end
-  end
-end
-
 -- Returns the folder of cache files, or nil if there is none. `given` is the folder that the script chose.
 local function cache_folder(given)
   local folder = type(given) == "string" and given or unpacked.folder "examples"
   if folder == given then lfs.mkdir(given) end
-  if folder and lfs.attributes(folder, "mode") == "directory" then remove_stale(folder) end
+  if folder and lfs.attributes(folder, "mode") == "directory" then
+    leftovers.remove(folder, ".*%.examples", STALE_S)
+  end
   return folder
 end
 

@@ -2,6 +2,7 @@
 -- Writes GGUF files (src/io/gguf_write.c): metadata as a list of entries, then tensors by name, one piece at a time.
 local native = require "ps.core.ffi"
 local caller = require "ps.core.caller"
+local leftovers = require "ps.core.leftovers"
 local ffi = require "ffi"
 local C, check = native.C, native.check
 local error = caller.error
@@ -96,7 +97,8 @@ Writer.__index = Writer
 ---@return ps.gguf.Writer
 function writing.open(path, entries, tensors)
   local out, meta = ffi.new("ps_ggufw *[1]"), writing.entries(entries)
-  check(C.ps_ggufw_new(caller.typed(path, "string", "a GGUF file to write: the path"), out))
+  leftovers.of(caller.typed(path, "string", "a GGUF file to write: the path"))
+  check(C.ps_ggufw_new(path, out))
   local self = setmetatable({ w = ffi.gc(out[0], C.ps_ggufw_free) }, Writer)
   local ok, problem = pcall(function()
     for _, one in ipairs(tensors) do

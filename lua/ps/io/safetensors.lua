@@ -9,6 +9,7 @@ local scope = require "ps.core.scope"
 local array = require "ps.core.array"
 local shard_note = require "ps.io.shard_note"
 local caller = require "ps.core.caller"
+local leftovers = require "ps.core.leftovers"
 local ffi = require "ffi"
 local pieces = require "ps.io.pieces"
 local rectangles = require "ps.core.rectangles"
@@ -347,7 +348,8 @@ end
 -- Calls fn(writer) with a new writer. If fn fails, the writer is freed, which removes its temporary file.
 local function with_writer(path, fn)
   local out = ffi.new("ps_stw *[1]")
-  check(C.ps_stw_new(caller.typed(path, "string", "a safetensors file to write: the path"), out))
+  leftovers.of(caller.typed(path, "string", "a safetensors file to write: the path"))
+  check(C.ps_stw_new(path, out))
   local writer = ffi.gc(out[0], C.ps_stw_free)
   local ok, problem = pcall(fn, writer)
   if not ok then

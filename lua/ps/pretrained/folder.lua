@@ -69,7 +69,9 @@ end
 ---@param revision? string a branch, tag or commit (default "main")
 ---@return string path
 function folder.find(name, revision)
-  caller.typed(name, "string", "from_pretrained: the folder")
+  if caller.typed(name, "string", "from_pretrained: the folder") == "" then
+    error("from_pretrained: the name of the folder is empty")
+  end
   if is(name, "directory") then return name end
   if gguf_of(name) then return name end
   if is(name, "file") then
@@ -124,6 +126,11 @@ function folder.config(path)
       .. "folder) into a model")
   end
   folder.refuse_checkpoints(path)
+  local unread = path .. "/config.json"
+  if not is(unread, "file") and (is(unread .. ".new", "file") or is(unread .. ".old", "file")) then
+    error(("%s: a process ended while it replaced this model: there is no config.json, only config.json%s; save the "
+      .. "model again"):format(path, is(unread .. ".new", "file") and ".new" or ".old"))
+  end
   local fields = folder.read_json(path .. "/config.json")
   local named = fields.transformers_weights
   if named ~= nil and named ~= json.null then

@@ -70,8 +70,10 @@ end
 function verify.compare(model, reference, ids, limits)
   local n, kl, worst, same, nll, nll_reference = 0, 0, 0, 0, 0, 0
   if #ids < 2 then error("verify: the text has fewer than two tokens") end
-  local config = model.config
-  local window = math.min(WINDOW, config.max_position_embeddings or config.n_positions)
+  local window = WINDOW
+  for _, one in ipairs { model, reference } do
+    window = math.min(window, one.config.max_position_embeddings or one.config.n_positions)
+  end
   for first = 1, #ids - 1, window do
     local last = math.min(first + window, #ids)
     local part = {}

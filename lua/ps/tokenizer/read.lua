@@ -350,7 +350,12 @@ function read.open(path, options)
   local defaults = classes.defaults(class)
   if whole then return from_json(t, whole, config, defaults, is_named and class or nil, added) end
   if not defaults.model then
-    refuse(folder .. "/tokenizer_config.json", "tokenizer_class", class, "without tokenizer.json this is not supported")
+    if not is_null(config.tokenizer_class) then
+      refuse(folder .. "/tokenizer_config.json", "tokenizer_class", class,
+        "without tokenizer.json this is not supported")
+    end
+    error(("no tokenizer: %s has no tokenizer.json, and the other files of such a model do not say how texts are "
+      .. "split; save the tokenizer with transformers' AutoTokenizer, which writes tokenizer.json"):format(folder))
   end
   if defaults.model == "bpe" and vocab and merges then
     return from_vocab(t, class, defaults, config, added, vocab, merges)
