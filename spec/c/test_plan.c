@@ -323,7 +323,7 @@ static void test_ahead(void)
     ps_plan_clear(&p);
 }
 
-/* A chunk larger than the read-ahead depth is fetched early, too, after the use of the larger chunk before it. */
+/* Large chunks are fetched early, too: those of one moment together, after the use of the large ones before them. */
 static void test_large(void)
 {
     ps_plan p;
@@ -335,6 +335,25 @@ static void test_large(void)
     make(&p);
     CHECK(move_is(&p, 0, 1, PS_MOVE_FETCH, 'b', 0, 1) && move_is(&p, 0, 2, PS_MOVE_FETCH, 'c', 0, 2) &&
           move_is(&p, 0, 3, PS_MOVE_FETCH, 'd', 1, 3) && move_is(&p, 0, 4, PS_MOVE_FETCH, 'e', 3, 4));
+    ps_plan_clear(&p);
+
+    clear(2, 5, 10, 2);
+    for (int i = 2; i < 5; i++) chunks[i].nbytes = 30;
+    trace("c a b de");
+    in.capacity[0] = 200;
+    in.ahead[0] = 20;
+    make(&p);
+    CHECK(move_is(&p, 0, 1, PS_MOVE_FETCH, 'a', 0, 1) && move_is(&p, 0, 2, PS_MOVE_FETCH, 'b', 0, 2) &&
+          move_is(&p, 0, 3, PS_MOVE_FETCH, 'd', 1, 3) && move_is(&p, 0, 4, PS_MOVE_FETCH, 'e', 1, 3));
+    ps_plan_clear(&p);
+
+    clear(2, 9, 10, 2);                          /* larger than four chunks of mean size, but not than the depth */
+    chunks[7].nbytes = chunks[8].nbytes = 500;
+    trace("a b c d hi e f hi");
+    in.capacity[0] = 1100;
+    in.ahead[0] = 500;
+    make(&p);
+    CHECK(move_is(&p, 0, 4, PS_MOVE_FETCH, 'h', 0, 4) && move_is(&p, 0, 5, PS_MOVE_FETCH, 'i', 0, 4));
     ps_plan_clear(&p);
 }
 

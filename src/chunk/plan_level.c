@@ -3,8 +3,8 @@
  * events in the order in which they happen.
  *
  * Two cursors walk the stream. The take cursor allocates space for chunks, and the use cursor follows it. The space
- * taken between them is at most the read-ahead depth, and one chunk that is larger than this depth: otherwise each use
- * of such a chunk would wait for the whole copy. A chunk with an event between the cursors is busy and stays. Every
+ * taken between them is at most the read-ahead depth, and the large chunks of one moment: otherwise each use of such a
+ * chunk would wait for the whole copy. A chunk with an event between the cursors is busy and stays. Every
  * other chunk here is a candidate for eviction, and its next event is after the take cursor. All state is that at the
  * take cursor. Therefore no prefix of the list of moves holds more than the tier's capacity. */
 #include <float.h>
@@ -20,6 +20,9 @@ enum { CLASS_FREE = WEIGH_COUNT, CLASS_COUNT };
 /* Room is made only for uses at most REACH times the read-ahead depth away, in bytes that earlier uses need. Making
  * room sooner would evict chunks that are needed before. */
 enum { REACH = 3 };
+/* A chunk is large if it is larger than the read-ahead depth, or than OUTLIER chunks of mean size: for example a token
+ * table, whose weights and averages an update uses at one moment. */
+enum { OUTLIER = 4 };
 
 typedef struct track {
     double key, last, taken;      /* rank as a candidate; positions of its last event, of its arrival */
@@ -34,8 +37,8 @@ typedef struct track {
     int32_t class;
 } track;
 
-/* A reservation of memory for a chunk. until: bytes of this and all earlier reservations of chunks up to the read-ahead
- * depth. over: moment at which its use ends. */
+/* A reservation of memory for a chunk. until: bytes of this and all earlier reservations of chunks that are not large.
+ * over: moment at which its use ends. */
 typedef struct taking { int64_t until; int32_t over; } taking;
 
 typedef struct run {
@@ -49,8 +52,10 @@ typedef struct run {
     int32_t n_takings, oldest;
     int32_t take, use;            /* cursors: next event, next group */
     int64_t used, leaving;        /* bytes of chunks here, of candidates */
-    int64_t waiting, large;       /* bytes reserved for later uses: of chunks up to the read-ahead depth, and larger */
-    int32_t large_over;           /* moment at which the use of the latest larger chunk ends */
+    int64_t large_from;           /* size above which a chunk is large */
+    int64_t waiting, large;       /* bytes reserved for later uses: of other chunks, of large ones */
+    int32_t large_at, large_over; /* moment of the use of the latest large chunk; moment at which this use ends */
+    int32_t large_before;         /* large_over of the large chunks of an earlier moment */
     int32_t last_free;            /* 1 + index of the last move that frees memory, or 0 */
     double now;                   /* position of the use cursor */
 } run;
@@ -231,18 +236,18 @@ static int make_room(run *r, int64_t nbytes, int64_t limit, int32_t need, int32_
     return 1;
 }
 
-static bool is_large(const run *r, int64_t nbytes) { return nbytes > r->l->ahead; }
+static bool is_large(const run *r, int64_t nbytes) { return nbytes > r->large_from; }
 
 /* Returns the count to which a reservation for later uses is added. */
 static int64_t *waiting_of(run *r, int64_t nbytes) { return is_large(r, nbytes) ? &r->large : &r->waiting; }
 
 /* Returns the first moment at which a fetch may reserve its memory. Before this moment, the fetches whose chunks are
- * not used yet would need more than `ahead` bytes. A larger chunk waits for the use of the larger chunk before it.
- * must: the chunk is used at `moment`. */
+ * not used yet would need more than `ahead` bytes. A large chunk waits for the use of the large chunks of an earlier
+ * moment. must: the chunk is used at `moment`. */
 static int32_t fetch_from(run *r, int64_t nbytes, int32_t moment, bool must)
 {
     int64_t total = (r->n_takings ? r->takings[r->n_takings - 1].until : 0) + nbytes;
-    if (is_large(r, nbytes)) return must ? moment : r->large_over;
+    if (is_large(r, nbytes)) return must ? moment : r->large_before;
     if (total <= r->l->ahead) return 0;
     while (r->oldest < r->n_takings && r->takings[r->oldest].until < total - r->l->ahead) r->oldest++;
     int32_t over = r->oldest < r->n_takings ? r->takings[r->oldest].over : moment;
@@ -257,12 +262,13 @@ static int take_space(run *r, int32_t i, bool fetch, bool must)
     ps_level *l = r->l;
     track *t = &r->tracks[e->chunk];
     int32_t beyond = i < r->s->n ? 0 : l->n_moments, need = e->need + beyond;
-    bool large = is_large(r, t->nbytes);
-    if (!must && (large ? r->large > 0 : r->waiting + t->nbytes > l->ahead)) return 0;
-    if (!must && l->capacity - r->used < t->nbytes && place_of(r, i) - r->now > REACH * (double)l->ahead) return 0;
+    bool large = is_large(r, t->nbytes), joins = large && r->large > 0 && r->large_at == e->moment + beyond;
+    if (!must && (large ? r->large > 0 && !joins : r->waiting + t->nbytes > l->ahead)) return 0;
+    if (!must && !joins && l->capacity - r->used < t->nbytes && place_of(r, i) - r->now > REACH * (double)l->ahead) return 0;
     bool more = must && e->kind <= EV_WRITE && l->capacity - r->used + r->leaving < t->nbytes;
     int rc = make_room(r, t->nbytes, more ? limit_at(l, e->moment) : l->capacity, need, i);
     if (rc <= 0) return rc;
+    if (large && r->large_at != e->moment + beyond) r->large_at = e->moment + beyond, r->large_before = r->large_over;
     int32_t from = fetch_from(r, t->nbytes, e->moment + beyond, must);
     if (r->used + t->nbytes > l->capacity) from = e->moment;         /* only this moment has the extra room */
     if (fetch) PS_TRY(emit(r, PS_MOVE_FETCH, e->chunk, from > t->below_from ? from : t->below_from, need, i));
@@ -454,16 +460,20 @@ static int begin(run *r)
     for (int k = 0; k < CLASS_COUNT; k++) r->heap[k] = r->picked + n * (size_t)(k + 1);
     r->took = (uint8_t *)(r->picked + n * (CLASS_COUNT + 1));
     memset(r->took, 0, 2 * events);
+    int64_t total = 0;
     for (int32_t c = 0; c < s->n_chunks; c++) {
         int32_t last = s->last[c];
         double place = !l->cyclic || last < 0 ? -(double)(s->n_chunks - c) - s->total : s->when[last] - s->total;
         r->tracks[c] = (track){ .nbytes = l->chunks[c].nbytes, .next = s->first[c], .slot = -1, .group = -1,
                                 .last = place, .taken = place };
+        total += l->chunks[c].nbytes;
         if (!(l->at[c] & AT_HERE)) continue;
         r->used += l->chunks[c].nbytes;
         make_candidate(r, c);
     }
     l->peak = r->used;
+    r->large_from = s->n_chunks > 0 ? total / s->n_chunks * OUTLIER : l->ahead;
+    if (r->large_from > l->ahead) r->large_from = l->ahead;
     if (r->used <= l->capacity) return 0;
     int rc = make_room(r, 0, l->capacity, 0, 0);          /* the tier is smaller than in the previous step */
     if (rc != 0) return rc < 0 ? rc : 0;
@@ -528,7 +538,7 @@ static void smooth(ps_level *l)
 
 int ps_level_run(ps_level *l)
 {
-    run r = { .l = l, .s = l->stream };
+    run r = { .l = l, .s = l->stream, .large_at = -1 };
     l->bad_event = -1;
     l->n_moves = 0;
     l->fetched = l->evicted = 0;

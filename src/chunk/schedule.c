@@ -244,12 +244,13 @@ static void return_idle(ps_chunks *cs, const ps_trace *trace, int t)
 
 static int fill_request(ps_chunks *cs, const ps_trace *trace, request *r)
 {
-    int64_t n = 0, total = 0;
+    int64_t n = 0, total = 0, largest = 0;
     for (int32_t i = 0; i < cs->n_chunks; i++) {
         const chunk *c = &cs->chunks[i];
         if (c->dead || r->resident[i]) continue;
         r->chunks[i] = (ps_plan_chunk){ .nbytes = c->nbytes, .valid = c->valid };
         total += c->nbytes;
+        if (largest < c->nbytes) largest = c->nbytes;
         n++;
     }
     int32_t n_uses = 0;
@@ -273,7 +274,9 @@ static int fill_request(ps_chunks *cs, const ps_trace *trace, request *r)
         } else if (t + 1 < cs->n_tiers && !is_disk(cs, t + 1)) {
             ahead = r->in.capacity[t] / 2;   /* a forward uses the same chunks in half a backward's time */
         } else {
-            int64_t sets = n > 0 ? total / n * 6 : 0;    /* six chunks of mean size: two sets that Adam fetches */
+            /* six chunks of mean size, which are two sets that Adam fetches, or the largest chunk */
+            int64_t sets = n > 0 ? total / n * 6 : 0;
+            if (sets < largest) sets = largest;
             if (ahead > sets) ahead = sets;
         }
         r->in.ahead[t] = cs->config.prefetch ? ahead : 0;
