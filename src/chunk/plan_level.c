@@ -264,11 +264,12 @@ static int take_space(run *r, int32_t i, bool fetch, bool must)
     int32_t beyond = i < r->s->n ? 0 : l->n_moments, need = e->need + beyond;
     bool large = is_large(r, t->nbytes), joins = large && r->large > 0 && r->large_at == e->moment + beyond;
     if (!must && (large ? r->large > 0 && !joins : r->waiting + t->nbytes > l->ahead)) return 0;
-    if (!must && !joins && l->capacity - r->used < t->nbytes && place_of(r, i) - r->now > REACH * (double)l->ahead) return 0;
+    bool far = place_of(r, i) - r->now > REACH * (double)l->ahead;
+    if (!must && !joins && far && l->capacity - r->used < t->nbytes) return 0;
     bool more = must && e->kind <= EV_WRITE && l->capacity - r->used + r->leaving < t->nbytes;
     int rc = make_room(r, t->nbytes, more ? limit_at(l, e->moment) : l->capacity, need, i);
     if (rc <= 0) return rc;
-    if (large && r->large_at != e->moment + beyond) r->large_at = e->moment + beyond, r->large_before = r->large_over;
+    if (large && !joins) r->large_at = e->moment + beyond, r->large_before = r->large_over;
     int32_t from = fetch_from(r, t->nbytes, e->moment + beyond, must);
     if (r->used + t->nbytes > l->capacity) from = e->moment;         /* only this moment has the extra room */
     if (fetch) PS_TRY(emit(r, PS_MOVE_FETCH, e->chunk, from > t->below_from ? from : t->below_from, need, i));
