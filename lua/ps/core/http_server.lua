@@ -6,6 +6,7 @@ local http_server = {}
 
 ffi.cdef "int getsockopt(int socket, int level, int name, void *value, unsigned *nbytes);"
 local IPPROTO_TCP, TCP_INFO, ESTABLISHED = 6, 11, 1
+local MOST_DISCARDED, DISCARD_S = 2 ^ 24, 5                -- bytes and seconds that the rest of a body may take
 local info, nbytes = ffi.new "uint8_t[256]", ffi.new "unsigned[1]"
 
 --- Returns whether a stream's client has closed its side of the TCP connection, or cancelled the stream. The socket
@@ -20,12 +21,16 @@ function http_server.disconnected(stream)
   return info[0] ~= ESTABLISHED                            -- the first byte is the state
 end
 
---- Ends a stream and its connection without a reply.
+--- Ends a stream without a reply, or within its reply. Over HTTP/2 it is reset; over HTTP/1 its connection ends.
 ---@param stream table
 function http_server.drop(stream)
-  local socket = stream.connection.socket
-  if socket then socket:shutdown() end
-  if stream.set_state then stream:set_state "closed" end   -- so that stream:shutdown() reads no body
+  local connection, state = stream.connection, stream.state
+  if connection.version >= 2 then
+    if state == "closed" or state == "idle" then return end
+    if stream:rst_stream(require("http.h2_error").errors.CANCEL, 0) then return end
+  end                                                      -- the reset cannot be sent: the client reads nothing
+  if connection.socket then connection.socket:shutdown() end
+  if stream.state ~= "closed" then stream:set_state "closed" end  -- so that stream:shutdown() reads no body
 end
 
 -- Makes stream:shutdown(), which calls step until the body is read, end when a step reads nothing. lua-http would loop
@@ -41,19 +46,85 @@ local function end_without_progress(stream)
   end
 end
 
+-- Reads and discards the rest of a request's body after the reply, over HTTP/1. If the server closed a connection on
+-- which data still arrives, the client could lose the reply.
+local function discard_rest(stream)
+  if stream.connection.version >= 2 then return end
+  local now = require("cqueues").monotime
+  local left, deadline = MOST_DISCARDED, now() + DISCARD_S
+  while stream.state == "half closed (local)" and left > 0 and now() < deadline do
+    local chunk = stream:get_next_chunk(deadline - now())
+    if not chunk then return end
+    left = left - #chunk
+  end
+end
+
+-- Makes an HTTP/1 connection wait for both bytes of the line end after the headers. lua-http fails if they arrive one
+-- by one.
+local function wait_for_line_end(connection)
+  local errno, read_header = require "cqueues.errno", connection.read_header
+  function connection:read_header(timeout)
+    local ok, why, number = self.socket:fill(2, 0)         -- a header and the end of the headers have at least 2 bytes
+    if not ok then return nil, why or errno.strerror(errno.EPIPE), number or errno.EPIPE end
+    return read_header(self, timeout)
+  end
+end
+
+-- Makes a step of an HTTP/2 connection fail after the client has closed it. lua-http's loops, which wait for a frame,
+-- would run without a pause until their timeouts.
+local function fail_at_end(connection)
+  local errno, step = require "cqueues.errno", connection.step
+  function connection:step(timeout)
+    local ok, why, number = step(self, timeout)
+    if ok and self.socket:eof "r" and self.socket:pending() == 0 then
+      return nil, errno.strerror(errno.EPIPE), errno.EPIPE
+    end
+    return ok, why, number
+  end
+end
+
+-- Makes lua-http ignore data of an HTTP/2 stream that has been reset, as RFC 9113, 5.1, demands. The client sent it
+-- before it received the reset. lua-http would end the connection. The data counts for the connection's window.
+local function ignore_data_after_reset()
+  local h2_stream = require "http.h2_stream"
+  local handlers, DATA = h2_stream.frame_handlers, h2_stream.frame_types.DATA
+  local on_data = handlers[DATA]
+  handlers[DATA] = function(stream, flags, payload, deadline)
+    if stream.state ~= "closed" then return on_data(stream, flags, payload, deadline) end
+    if #payload > 0 then stream.connection:write_window_update(#payload, 0) end
+    return true
+  end
+end
+
+local mended = setmetatable({}, { __mode = "k" })          -- connections whose methods were replaced
+local ignores_data = false
+
+-- Replaces the methods of lua-http that fail.
+local function mend(connection)
+  if not ignores_data then
+    ignores_data = true
+    ignore_data_after_reset()
+  end
+  if mended[connection] then return end
+  mended[connection] = true
+  if connection.version < 2 then wait_for_line_end(connection) else fail_at_end(connection) end
+end
+
 --- Returns a function for lua-http's option `onstream`, which calls fn(stream, headers) for each request. A request
---- whose Content-Length is not a number of up to 15 digits, or whose Transfer-Encoding is empty, ends its connection.
---- lua-http would loop forever, or raise an error in the loop of the server.
+--- whose Content-Length is not a number of up to 15 digits, or whose Transfer-Encoding is empty, is ended without a
+--- reply. lua-http would loop forever, or raise an error in the loop of the server.
 ---@param fn fun(stream: table, headers: table)
 ---@return fun(server: table, stream: table)
 function http_server.onstream(fn)
   return function(_, stream)
+    mend(stream.connection)
     local ok, given = pcall(stream.get_headers, stream)
     local length = ok and given and given:get "content-length"
     if not ok or not given or length and not (length:find "^%d+$" and #length <= 15) then
       return http_server.drop(stream)
     end
     local fine, why = pcall(fn, stream, given)
+    if fine then discard_rest(stream) end
     end_without_progress(stream)
     if not fine then error(why, 0) end
   end

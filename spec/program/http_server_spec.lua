@@ -1,0 +1,148 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- lua/ps/core/http_server.lua: connections that lua-http alone would end, or never answer.
+local cqueues = require "cqueues"
+local http_server = require "ps.core.http_server"
+local server = require "http.server"
+local sockets = require "cqueues.socket"
+
+local TIME_LIMIT_S = 60
+
+-- Answers every request at once, without reading its body.
+local function reply(stream)
+  local headers = require("http.headers").new()
+  headers:append(":status", "200")
+  headers:append("content-length", "2")
+  stream:write_headers(headers, false)
+  stream:write_chunk("ok", true)
+end
+
+-- Calls fn(port) as a coroutine next to a server whose requests fn_of_server answers.
+local function with_server(fn_of_server, fn)
+  local queue = cqueues.new()
+  local s = assert(server.listen { host = "127.0.0.1", port = 0, tls = false, cq = queue,
+    onstream = http_server.onstream(fn_of_server), onerror = function() end })
+  assert(s:listen())
+  local done, ok, why = false, nil, nil
+  queue:wrap(function()
+    ok, why = pcall(fn, select(3, s:localname()))
+    done = true
+  end)
+  local deadline = cqueues.monotime() + TIME_LIMIT_S
+  while not done and cqueues.monotime() < deadline do assert(queue:step(1)) end
+  s:close()
+  assert(done, "no answer")
+  if not ok then error(why, 0) end
+end
+
+local function connected(port)
+  local socket = sockets.connect("127.0.0.1", port)
+  socket:setmode("b", "bn")
+  socket:settimeout(TIME_LIMIT_S)
+  socket:onerror(function(_, _, why) return why end)
+  return socket
+end
+
+local function http2(port)
+  return assert(require("http.client").connect({ host = "127.0.0.1", port = port, tls = false, version = 2 }))
+end
+
+local function post_headers(length)
+  local headers = require("http.headers").new()
+  headers:append(":method", "POST")
+  headers:append(":scheme", "http")
+  headers:append(":authority", "x")
+  headers:append(":path", "/")
+  headers:append("content-length", tostring(length))
+  return headers
+end
+
+describe("ps.core.http_server", function()
+  it("reads headers that arrive byte by byte", function()
+    with_server(reply, function(port)
+      local socket = connected(port)
+      for _ = 1, 2 do                                      -- the second request uses the same connection
+        for byte in ("GET / HTTP/1.1\r\nHost: x\r\nA: b\r\n c\r\n\r\n"):gmatch "." do
+          assert(socket:write(byte))
+          cqueues.sleep(0.005)
+        end
+        assert.equal("HTTP/1.1 200 OK\r", socket:read "*l")
+        repeat local line = socket:read "*l" until line == "\r"
+        assert.equal("ok", socket:read(2))
+      end
+      socket:close()
+    end)
+  end)
+
+  it("ends a connection that is closed within the headers", function()
+    local asked = 0
+    with_server(function(stream)
+      asked = asked + 1
+      reply(stream)
+    end, function(port)
+      for _, part in ipairs { "GET / HTTP/1.1\r\nHost: x\r\n", "GET / HTTP/1.1\r\nHost: x\r\n\r", "GET /" } do
+        local socket = connected(port)
+        assert(socket:write(part))
+        socket:shutdown "w"
+        assert.equal(nil, (socket:read "*l"))
+        socket:close()
+      end
+    end)
+    assert.equal(0, asked)
+  end)
+
+  it("ends only the stream if an HTTP/2 client still sends the body after the reply", function()
+    with_server(reply, function(port)
+      local connection, streams = http2(port), {}
+      for i = 1, 4 do
+        local stream = connection:new_stream()
+        streams[i] = stream
+        assert(stream:write_headers(post_headers(100000), false, TIME_LIMIT_S))
+        assert.equal("200", assert(stream:get_headers(TIME_LIMIT_S)):get ":status")
+        assert.equal("ok", assert(stream:get_body_as_string(TIME_LIMIT_S)))
+        if i > 2 then collectgarbage() end                 -- the server has forgotten the stream, too
+        -- The frames are sent as if the reset had not been received yet.
+        for _ = 1, 3 do
+          assert(connection:write_http2_frame(0, 0, stream.id, ("x"):rep(16384), TIME_LIMIT_S))
+        end
+      end
+      local stream = connection:new_stream()
+      assert(stream:write_headers(post_headers(2), false, TIME_LIMIT_S))
+      assert.equal("200", assert(stream:get_headers(TIME_LIMIT_S)):get ":status")
+      assert.equal(4, #streams)                            -- lua-http forgets streams that are collected
+      assert.equal(nil, connection.recv_goaway_lowest)
+      assert.equal(65535 + 4 * 3 * 16384, connection.peer_flow_credits)  -- the server has counted the data
+      connection:close()
+    end)
+  end)
+
+  it("lets an HTTP/1 client finish the body after the reply", function()
+    with_server(reply, function(port)
+      local socket, n = connected(port), 2 ^ 23
+      assert(socket:write(("POST / HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"):format(n)))
+      assert.equal("HTTP/1.1 200 OK\r", socket:read "*l")
+      for _ = 1, 8 do assert(socket:write(("x"):rep(n / 8))) end
+      assert(socket:write "GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+      repeat local line = assert(socket:read "*l") until line == "okHTTP/1.1 200 OK\r"
+      socket:close()
+    end)
+  end)
+
+  it("stops waiting for a body when its HTTP/2 client has left", function()
+    local why
+    local ended = require("cqueues.condition").new()
+    with_server(function(stream)
+      local _
+      _, why = stream:get_body_as_string(TIME_LIMIT_S)
+      ended:signal()
+    end, function(port)
+      local connection = http2(port)
+      local stream = connection:new_stream()
+      assert(stream:write_headers(post_headers(5), false, TIME_LIMIT_S))
+      assert(connection:flush(TIME_LIMIT_S))
+      cqueues.sleep(0.05)
+      connection.socket:shutdown()
+      assert.truthy(ended:wait(TIME_LIMIT_S))
+    end)
+    assert.matches("[Pp]ipe", tostring(why))
+  end)
+end)
