@@ -381,37 +381,83 @@ describe("tools/serve.lua", function()
     reply("/v1/completions", { prompt = "a", max_tokens = 1 })
   end)
 
-  it("ends a stream that its client does not read, so that others are answered", function()
-    local script = folder .. "/impatient.lua"
+  -- Calls fn(port) with a server whose events are large, and whose patience is given in seconds.
+  local function with_server(patience, fn)
+    local script = folder .. "/patience.lua"
     check.write(script, [[
       local ps = require "ps"
-      local folder, token = arg[1], arg[2]
+      local folder, token, patience = arg[1], arg[2], tonumber(arg[3])
       require("ps.serve").run(ps.from_pretrained(folder, { quiet = true }), ps.tokenizer.from_pretrained(folder),
-        { name = ("long"):rep(2 ^ 15), token = token, patience = 0.5, told = function(address)
+        { name = ("long"):rep(2 ^ 15), token = token, patience = patience, told = function(address)
           print(address)
           io.stdout:flush()
         end })
     ]])
-    local server = io.popen(("'%s' '%s' '%s' %s & echo $!; wait"):format(paths.exe, script, folder, token))
+    local server = io.popen(("'%s' '%s' '%s' %s %g & echo $!; wait"):format(paths.exe, script, folder, token, patience))
     local other, at, here = server:read(), server:read(), address
     address = at
-    local ok, why = pcall(function()
-      local socket = require("cqueues.socket").connect("127.0.0.1", tonumber(at:match ":(%d+)$"))
-      socket:setmode("b", "b")
+    local ok, why = pcall(fn, tonumber(at:match ":(%d+)$"))
+    address = here
+    os.execute("kill " .. other)
+    server:close()
+    if not ok then error(why, 0) end
+  end
+
+  -- Sends a request for a stream over HTTP/2, whose client at first permits no data. Returns its connection and stream.
+  local function ask_without_window(port, fields)
+    local socket = require("cqueues.socket").connect("127.0.0.1", port)
+    local connection = assert(require("http.h2_connection").new(socket, "client", { [4] = 0 }))
+    local stream, headers = connection:new_stream(), require("http.headers").new()
+    for _, one in ipairs { { ":method", "POST" }, { ":scheme", "http" }, { ":path", "/v1/completions" },
+      { ":authority", "x" }, { "authorization", "Bearer " .. token } } do headers:append(one[1], one[2]) end
+    assert(stream:write_headers(headers, false, 60))
+    assert(stream:write_chunk(json.encode(fields), true, 60))
+    return connection, stream
+  end
+
+  it("answers others while an HTTP/2 client permits no data, and that client when it does", function()
+    local fields = { prompt = "abba", max_tokens = 9, temperature = 0, stream = true }
+    local connection, stream = ask_without_window(tonumber(address:match ":(%d+)$"), fields)
+    assert.equal("200", assert(stream:get_headers(60)):get ":status")
+    local whole = reply("/v1/completions", { prompt = "abba", max_tokens = 9, temperature = 0 })
+    assert(stream:write_window_update(2 ^ 20, 60))
+    local pieces = {}
+    for i, one in ipairs(events(assert(stream:get_body_as_string(60)))) do pieces[i] = one.choices[1].text end
+    assert.equal(whole.choices[1].text, table.concat(pieces))
+    connection:close()
+  end)
+
+  it("ends a stream that its client does not read, without waiting for it", function()
+    with_server(3600, function(port)
       local prompts = {}
       for i = 1, 100 do prompts[i] = "a" end
-      local body = json.encode { prompt = prompts, n = 128, max_tokens = 60, stream = true }
+      local fields = { prompt = prompts, n = 128, max_tokens = 60, stream = true }
+      local body, socket = json.encode(fields), require("cqueues.socket").connect("127.0.0.1", port)
+      socket:setmode("b", "b")
       socket:write(("POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer %s\r\ncontent-length: %d"
         .. "\r\n\r\n%s"):format(token, #body, body))
       assert(socket:flush())
       require("cqueues").sleep(0.2)
       reply("/v1/completions", { prompt = "a", max_tokens = 1 })
       socket:close()
+      local connection, stream = ask_without_window(port, fields)
+      assert(stream:get_headers(60))
+      reply("/v1/completions", { prompt = "a", max_tokens = 1 })
+      local text, why = stream:get_body_as_string(60)
+      assert.equal(nil, text)
+      assert.matches("CANCEL", tostring(why))
+      connection:close()
     end)
-    address = here
-    os.execute("kill " .. other)
-    server:close()
-    if not ok then error(why, 0) end
+  end)
+
+  it("ends a stream whose client reads nothing for longer than the patience", function()
+    with_server(0.2, function(port)
+      local connection, stream = ask_without_window(port, { prompt = "a", max_tokens = 2, stream = true })
+      local text, why = stream:get_body_as_string(60)
+      assert.equal(nil, text)
+      assert.matches("CANCEL", tostring(why))
+      connection:close()
+    end)
   end)
 
   it("says in a line why it does not begin", function()

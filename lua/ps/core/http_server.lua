@@ -30,7 +30,8 @@ function http_server.drop(stream)
     if stream:rst_stream(require("http.h2_error").errors.CANCEL, 0) then return end
   end                                                      -- the reset cannot be sent: the client reads nothing
   if connection.socket then connection.socket:shutdown() end
-  if stream.state ~= "closed" then stream:set_state "closed" end  -- so that stream:shutdown() reads no body
+  if stream.state == "closed" or connection.pipeline and connection.pipeline:peek() ~= stream then return end
+  stream:set_state "closed"                                -- so that stream:shutdown() reads no body
 end
 
 -- Makes stream:shutdown(), which calls step until the body is read, end when a step reads nothing. lua-http would loop

@@ -14,6 +14,7 @@ local serve = {}
 
 local MOST = 8 * 2 ^ 20                                    -- largest body of a request, in bytes
 local PATIENCE = 30                                        -- default of the option `patience`
+local PIECE = 2 ^ 16                                       -- bytes of a reply that a client must read within patience
 
 -- Compares two texts in a time that does not depend on where they differ.
 local function same(a, b)
@@ -43,12 +44,12 @@ local OPTIONS = { name = "string", host = "string", port = "whole", token = "str
 --- "bf16"|"q8_0", told: fun(address: string, token: string?), patience?: number} name: the model's name in the API.
 --- host: default 127.0.0.1. port: default a free port. token: default a random token. no_token: requests need no token.
 --- kv_cache: as in generate. told: called with the address and the token. patience: the time limit for reading a
---- request's body, and for writing an event of a stream, in seconds (default 30).
+--- request's body, and for writing an event of a stream or 64 KiB of another reply, in seconds (default 30).
 function serve.run(model, tok, options)
   options = caller.options(options, "serve.run", OPTIONS)
   local ok, server = pcall(require, "http.server")
   if not ok then error("the server needs Debian's lua-http", 0) end
-  local headers, cqueues, condition = require "http.headers", require "cqueues", require "cqueues.condition"
+  local headers, condition, client = require "http.headers", require "cqueues.condition", require "ps.serve.client"
   local host = options.host or "127.0.0.1"
   local token = not options.no_token and (options.token or entropy.hex(16)) or nil
   if not token and not local_address(host) then
@@ -67,15 +68,19 @@ function serve.run(model, tok, options)
     h:append("cache-control", "no-store")
     h:append("x-content-type-options", "nosniff")
     for key, value in pairs(more or {}) do h:append(key, value) end
-    return stream:write_headers(h, bodiless[stream] or false)
+    local first = stream.connection.pipeline               -- over HTTP/1, replies are in the order of the requests
+    if first and first:peek() ~= stream and stream.state ~= "closed" then stream.pipeline_cond:wait() end
+    return stream:write_headers(h, bodiless[stream] or false, patience)
   end
   local function reply(stream, status, value, more)
     local body = answer.text(value)
     more = more or {}
     more["content-length"] = tostring(#body)
-    if write_head(stream, status, "application/json", more) and not bodiless[stream] then
-      stream:write_chunk(body, true)
+    local fine = write_head(stream, status, "application/json", more)
+    for at = 1, bodiless[stream] and 0 or #body, PIECE do
+      fine = fine and stream:write_chunk(body:sub(at, at + PIECE - 1), at + PIECE > #body, patience)
     end
+    if not fine then http_server.drop(stream) end
   end
   local function problem(stream, status, message, param, code)
     reply(stream, status, { error = { message = message, type = STATUS[status] or "invalid_request_error",
@@ -101,22 +106,10 @@ function serve.run(model, tok, options)
     if not body and not why then body = "" end
     if not body then return problem(stream, "400", "the body cannot be read: " .. tostring(why)) end
     if #body > MOST then return problem(stream, "413", ("a body has at most %d bytes"):format(MOST)) end
-    local begun, gone, result = false, false, nil
-    -- Lets other connections be read and answered. Returns false if the client has disconnected.
-    local function alive()
-      cqueues.sleep(0)
-      gone = gone or http_server.disconnected(stream)
-      return not gone
-    end
-    local function send(event)
-      if gone then return false end
-      if not begun then
-        begun = true
-        gone = not write_head(stream, "200", "text/event-stream")
-      end
-      gone = gone or not stream:write_chunk("data: " .. answer.text(event) .. "\n\n", false, patience)
-      return not gone
-    end
+    local result
+    local reader = client.new(stream, function() return write_head(stream, "200", "text/event-stream") end, patience)
+    local function alive() return reader:alive() end
+    local function send(event) return reader:put("data: " .. answer.text(event) .. "\n\n") end
     local fine, failed = in_turn(function()
       if not alive() then return end
       local fields = request.read(body, chat)
@@ -128,19 +121,16 @@ function serve.run(model, tok, options)
       result = answer[chat and "chat" or "completion"](model, tok, options.name, fields, fields.stream and send or nil,
         alive)
     end)
-    if gone then
-      if stream.connection.version < 2 then http_server.drop(stream) end
-      return
-    end
+    if not fine then end_if_interrupted(failed) end        -- lua-http would pass the error to its own handler
+    if reader.gone then return http_server.drop(stream) end
     if fine and result then return reply(stream, "200", result) end
-    if fine then return stream:write_chunk("data: [DONE]\n\n", true) end
-    end_if_interrupted(failed)                             -- lua-http would pass the error to its own handler
     local known = type(failed) == "table" and failed.serve
-    if not known then io.stderr:write("serve: " .. tostring(failed) .. "\n") end
+    if not fine and not known then io.stderr:write("serve: " .. tostring(failed) .. "\n") end
     local message = known and failed.message or "the server failed: " .. tostring(failed)
-    if begun then
-      local event = answer.text { error = { message = message, type = "server_error" } }
-      stream:write_chunk("data: " .. event .. "\n\n", true)
+    if fine or reader.begun then
+      reader:finish(fine and "data: [DONE]\n\n"
+        or "data: " .. answer.text { error = { message = message, type = "server_error" } } .. "\n\n")
+      if reader.gone then http_server.drop(stream) end
       return
     end
     problem(stream, known and failed.status or "500", message, known and failed.param, known and failed.code)

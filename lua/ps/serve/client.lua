@@ -1,0 +1,76 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- The client of a request that computes. The computation puts the events of a stream into a queue, and a coroutine
+-- writes them. So a client that reads slowly, or not at all, does not stop the computation or the requests after it.
+local cqueues = require "cqueues"
+local condition = require "cqueues.condition"
+local http_server = require "ps.core.http_server"
+
+local client = {}
+
+local MOST_HELD = 8 * 2 ^ 20  -- bytes of events that wait for the client. A client that reads so little is disconnected
+
+---@class ps.serve.Client
+---@field gone boolean whether the client has left, or is disconnected because it does not read
+---@field begun boolean whether the stream of events has begun
+local Client = {}
+Client.__index = Client
+
+--- Returns the client of a stream of lua-http.
+---@param stream table
+---@param begin fun(): boolean? writes the headers of a stream of events
+---@param patience number the time limit for writing an event, in seconds
+---@return ps.serve.Client
+function client.new(stream, begin, patience)
+  return setmetatable({ stream = stream, begin = begin, patience = patience, gone = false, begun = false,
+    events = {}, first = 1, last = 0, held = 0, complete = false, written = false, changed = condition.new() }, Client)
+end
+
+-- Writes the events until the last one. Returns false if the client does not read them.
+local function write_events(self)
+  if not self.begin() then return false end
+  while true do
+    while self.first > self.last do self.changed:wait() end
+    local text, ends = self.events[self.first], self.complete and self.first == self.last
+    if not self.stream:write_chunk(text, ends, self.patience) then return false end
+    self.events[self.first], self.first, self.held = nil, self.first + 1, self.held - #text
+    if ends then return true end
+  end
+end
+
+--- Adds an event to the queue. Returns false if the client is gone.
+---@param text string
+---@return boolean
+function Client:put(text)
+  if self.gone then return false end
+  self.last = self.last + 1
+  self.events[self.last], self.held = text, self.held + #text
+  if self.held > MOST_HELD then self.gone = true end
+  if not self.begun then
+    self.begun = true
+    cqueues.running():wrap(function()
+      local ok, fine = pcall(write_events, self)
+      if ok and fine then self.written = true else self.gone = true end
+      self.changed:signal()
+    end)
+  end
+  self.changed:signal()
+  return not self.gone
+end
+
+--- Adds the last event to the queue, and waits until all are written or the client is gone.
+---@param text string
+function Client:finish(text)
+  self.complete = true
+  self:put(text)
+  while not self.written and not self.gone do self.changed:wait() end
+end
+
+--- Lets other connections be read and answered. Returns false if the client is gone.
+---@return boolean
+function Client:alive()
+  cqueues.sleep(0)
+  self.gone = self.gone or http_server.disconnected(self.stream)
+  return not self.gone
+end
+
+return client
