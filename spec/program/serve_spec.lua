@@ -82,6 +82,9 @@ describe("tools/serve.lua", function()
     assert.equal("list", list.object)
     assert.equal("tiny", list.data[1].id)
     assert.equal("tiny", reply("/v1/models/tiny").id)
+    assert.equal("tiny", reply("/v1/models/%74in%79?x=y").id)
+    refused("404", "there is no /v1/models/a b", "/v1/models/a%20b")
+    refused("404", "there is no such path", "/v1/models/%ff")
   end)
 
   it("writes lists without elements as JSON arrays", function()
@@ -304,15 +307,43 @@ describe("tools/serve.lua", function()
     end
   end)
 
-  it("counts the characters before each token, not the bytes", function()
+  it("counts the characters before each token, not the bytes, and names the bytes of parts of characters", function()
     local prompt = "\195\169\226\130\172a"                -- characters of 2, 3 and 1 bytes
-    local got = reply("/v1/completions", { prompt = prompt, max_tokens = 0, logprobs = 0, echo = true }).choices[1]
-    local text, row = "", got.logprobs
-    for i, piece in ipairs(row.tokens) do
-      assert.equal(select(2, text:gsub("[^\128-\191]", "")), row.text_offset[i])
-      text = text .. piece
+    local got = reply("/v1/completions", { prompt = prompt, max_tokens = 0, logprobs = 20, echo = true }).choices[1]
+    local row = got.logprobs
+    assert.same({ [[bytes:\xc3]], [[bytes:\xa9]], [[bytes:\xe2]], [[bytes:\x82]], [[bytes:\xac]], "a" }, row.tokens)
+    assert.same({ 0, 0, 1, 1, 1, 2 }, row.text_offset)
+    for i = 2, 6 do
+      local n = 0
+      for name in pairs(row.top_logprobs[i]) do
+        n = n + 1
+        assert.falsy(name:find("\239\191\189", 1, true), name)
+      end
+      assert.truthy(n >= 20)
     end
-    assert.truthy(#row.tokens > 1)
+  end)
+
+  it("gives the bytes of tokens in conversations", function()
+    local fields = { messages = { { role = "user", content = "abba" } }, max_tokens = 20, logprobs = true,
+      top_logprobs = 20, seed = 1 }
+    local choice, halves = reply("/v1/chat/completions", fields).choices[1], 0
+    for _, one in ipairs(choice.logprobs.content) do
+      local names = {}
+      assert.equal(20, #one.top_logprobs)
+      table.insert(one.top_logprobs, one)
+      for _, other in ipairs(one.top_logprobs) do
+        local bytes = string.char(unpack(other.bytes))
+        if require("ps.core.utf8").valid(bytes) then assert.equal(bytes, other.token)
+        else
+          halves = halves + 1
+          assert.equal(1, #bytes)
+          assert.equal(([[\x%02x]]):format(bytes:byte()), other.token)
+        end
+        assert.truthy(other == one or not names[other.token], other.token)
+        names[other.token] = true
+      end
+    end
+    assert.truthy(halves > 0)
   end)
 
   it("refuses requests without the token, and what it does not know", function()
@@ -330,6 +361,10 @@ describe("tools/serve.lua", function()
     end
     bad(nil, "JSON object", "{")
     bad(nil, "JSON object", "")
+    bad(nil, "JSON object", "[]")
+    bad(nil, "JSON object", "[1]")
+    bad(nil, "JSON object", '"{}"')
+    bad("prompt", "missing", " \r\n\t{} ")
     bad(nil, "UTF-8", '{"prompt": "a\255"}')
     bad("top_k", "2147483647", { prompt = "a", top_k = 2 ^ 31 })
     bad("stop", "up to 16 strings", { prompt = "a", stop = { a = "b" } })

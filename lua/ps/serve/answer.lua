@@ -6,6 +6,7 @@ local copied = require "ps.core.copied"
 local request = require "ps.serve.request"
 local scope = require "ps.core.scope"
 local create = require "ps.tensor.create"
+local utf8 = require "ps.core.utf8"
 local refuse = request.refuse
 
 local answer = {}
@@ -86,24 +87,38 @@ local function logprobs_of(model, ids, top)
   return rows
 end
 
--- Returns a token's own text. Bytes of an incomplete character become U+FFFD.
-local function piece_of(tok, id) return tok:decode({ id }) end
+-- Returns a token's own bytes. They can depend on the token before it. For example, Llama 2's blank disappears at the
+-- beginning of a text. `before` is nil at the beginning.
+local function bytes_of(tok, before, id)
+  local head = before and tok:decode({ before }, { bytes = true }) or ""
+  local all = before and tok:decode({ before, id }, { bytes = true })
+  return all and all:sub(1, #head) == head and all:sub(#head + 1) or tok:decode({ id }, { bytes = true })
+end
+
+-- Returns how OpenAI's API shows a token. Bytes that are not whole characters are escaped, as in \xe2\x96. So tokens
+-- with different bytes have different names.
+local function name_of(bytes, mark)
+  if utf8.valid(bytes) then return bytes end
+  return mark .. bytes:gsub("[\128-\255]", function(one) return ("\\x%02x"):format(one:byte()) end)
+end
 
 -- Returns the object `logprobs` of a completion for ids first .. #ids. The text's first id has no log-probability.
 local function completion_logprobs(model, tok, ids, first, top)
   local rows = logprobs_of(model, ids, math.max(top, 1))
-  local out, offset = { tokens = {}, token_logprobs = {}, top_logprobs = {}, text_offset = {} }, 0
+  local out, begun = { tokens = {}, token_logprobs = {}, top_logprobs = {}, text_offset = {} }, 0
   for i = first, #ids do
-    local k, piece = i - first + 1, piece_of(tok, ids[i])
-    out.tokens[k], out.text_offset[k] = piece, offset
-    offset = offset + characters(piece)
+    local k, bytes = i - first + 1, bytes_of(tok, ids[i - 1], ids[i])
+    local piece = name_of(bytes, "bytes:")
+    -- The offset of the character that contains the token's first byte.
+    out.tokens[k], out.text_offset[k] = piece, begun - (bytes:find "^[\128-\191]" and begun > 0 and 1 or 0)
+    begun = begun + characters(bytes)
     local row = rows[i]
     out.token_logprobs[k], out.top_logprobs[k] = json.null, json.null
     if row then
       out.token_logprobs[k] = row.logprob
       local list = {}
       for _, one in ipairs(row.top) do
-        local name = piece_of(tok, one.id)
+        local name = name_of(bytes_of(tok, ids[i - 1], one.id), "bytes:")
         list[name] = math.max(list[name] or -math.huge, one.logprob)
       end
       list[piece] = math.max(list[piece] or -math.huge, row.logprob)
@@ -114,22 +129,18 @@ local function completion_logprobs(model, tok, ids, first, top)
   return out
 end
 
-local function bytes_of(text)
-  local list = {}
-  for i = 1, #text do list[i] = text:byte(i) end
-  return list
-end
-
 local function chat_logprobs(model, tok, ids, first, top)
   local rows, content = logprobs_of(model, ids, top), {}
+  local function entry(i, id, logprob)
+    local bytes, list = bytes_of(tok, ids[i - 1], id), {}
+    for k = 1, #bytes do list[k] = bytes:byte(k) end
+    return { token = name_of(bytes, ""), logprob = logprob, bytes = #list > 0 and list or EMPTY }
+  end
   for i = first, #ids do
-    local piece, list = piece_of(tok, ids[i]), {}
-    for k, one in ipairs(rows[i].top) do
-      local text = piece_of(tok, one.id)
-      list[k] = { token = text, logprob = one.logprob, bytes = bytes_of(text) }
-    end
-    content[#content + 1] = { token = piece, logprob = rows[i].logprob, bytes = bytes_of(piece),
-      top_logprobs = #list > 0 and list or EMPTY }
+    local one, list = entry(i, ids[i], rows[i].logprob), {}
+    for k, other in ipairs(rows[i].top) do list[k] = entry(i, other.id, other.logprob) end
+    one.top_logprobs = #list > 0 and list or EMPTY
+    content[#content + 1] = one
   end
   return { content = #content > 0 and content or EMPTY }
 end

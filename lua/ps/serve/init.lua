@@ -8,6 +8,7 @@ local caller = require "ps.core.caller"
 local entropy = require "ps.core.entropy"
 local http_server = require "ps.core.http_server"
 local request = require "ps.serve.request"
+local utf8 = require "ps.core.utf8"
 local error = caller.error
 
 local serve = {}
@@ -24,6 +25,9 @@ local function same(a, b)
 end
 
 local function local_address(host) return host == "127.0.0.1" or host == "::1" or host == "localhost" end
+
+-- Replaces each %XX of a path by its byte.
+local function decoded(path) return (path:gsub("%%(%x%x)", function(hex) return string.char(tonumber(hex, 16)) end)) end
 
 -- Ends the process if a caught error is Ctrl-C.
 local function end_if_interrupted(problem)
@@ -146,7 +150,7 @@ function serve.run(model, tok, options)
   }
 
   local function on_stream(stream, given)
-    local path, method = (given:get ":path" or ""):match "^([^?]*)", given:get ":method"
+    local path, method = decoded((given:get ":path" or ""):match "^([^?]*)"), given:get ":method"
     if method == "HEAD" then bodiless[stream], method = true, "GET" end
     if token then
       local has = (given:get "authorization" or ""):match "^[Bb]earer (.*)$"
@@ -158,7 +162,7 @@ function serve.run(model, tok, options)
       return problem(stream, "401", "without a token the server answers only to its own address")
     end
     local route = ROUTES[path]
-    if not route then return problem(stream, "404", ("there is no %s"):format(path)) end
+    if not route then return problem(stream, "404", "there is no " .. (utf8.valid(path) and path or "such path")) end
     if not route[method] then return problem(stream, "405", ("%s takes %s"):format(path, (next(route)))) end
     route[method](stream)
   end

@@ -100,7 +100,7 @@ local CHAT = { messages = anything, logprobs = boolean, top_logprobs = whole(0, 
 function request.read(body, chat)
   if not utf8.valid(body) then refuse("400", "the body must be JSON in UTF-8") end
   local ok, given = pcall(json.decode, body)
-  if not ok or type(given) ~= "table" then refuse("400", "the body must be a JSON object") end
+  if not ok or not body:find "^%s*{" then refuse("400", "the body must be a JSON object") end
   local fields, own = {}, chat and CHAT or COMPLETION
   for key, value in pairs(given) do
     local check = COMMON[key] or own[key]
