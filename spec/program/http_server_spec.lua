@@ -90,27 +90,49 @@ describe("ps.core.http_server", function()
     assert.equal(0, asked)
   end)
 
-  it("ends only the stream if an HTTP/2 client still sends the body after the reply", function()
+  -- Sends the headers of a request over HTTP/2, and checks the reply, which arrives before the body.
+  local function reply_before_body(connection, length)
+    local stream = connection:new_stream()
+    assert(stream:write_headers(post_headers(length), false, TIME_LIMIT_S))
+    assert.equal("200", assert(stream:get_headers(TIME_LIMIT_S)):get ":status")
+    assert.equal("ok", assert(stream:get_body_as_string(TIME_LIMIT_S)))
+    return stream
+  end
+
+  it("lets an HTTP/2 client finish the body after the reply", function()
+    with_server(reply, function(port)
+      local connection = http2(port)
+      for _ = 1, 2 do
+        local stream = reply_before_body(connection, 2 ^ 20)
+        assert(stream:write_chunk(("x"):rep(2 ^ 20), true, TIME_LIMIT_S))
+        assert.equal(nil, stream.rst_stream_error)
+      end
+      connection:close()
+    end)
+  end)
+
+  it("ends only the stream if an HTTP/2 client sends data after it was reset", function()
     with_server(reply, function(port)
       local connection, streams = http2(port), {}
-      for i = 1, 4 do
-        local stream = connection:new_stream()
-        streams[i] = stream
-        assert(stream:write_headers(post_headers(100000), false, TIME_LIMIT_S))
-        assert.equal("200", assert(stream:get_headers(TIME_LIMIT_S)):get ":status")
-        assert.equal("ok", assert(stream:get_body_as_string(TIME_LIMIT_S)))
-        if i > 2 then collectgarbage() end                 -- the server has forgotten the stream, too
-        -- The frames are sent as if the reset had not been received yet.
-        for _ = 1, 3 do
-          assert(connection:write_http2_frame(0, 0, stream.id, ("x"):rep(16384), TIME_LIMIT_S))
-        end
+      local function send(stream)
+        assert(connection:write_http2_frame(0, 0, stream.id, ("x"):rep(16384), TIME_LIMIT_S))
+        for _ = 1, 4 do connection:step(0) end             -- receives updates of the window, and the reset
       end
-      local stream = connection:new_stream()
-      assert(stream:write_headers(post_headers(2), false, TIME_LIMIT_S))
-      assert.equal("200", assert(stream:get_headers(TIME_LIMIT_S)):get ":status")
-      assert.equal(4, #streams)                            -- lua-http forgets streams that are collected
+      for i = 1, 2 do
+        local stream = reply_before_body(connection, 2 ^ 26)
+        streams[i] = stream                                -- lua-http forgets streams that are collected
+        repeat send(stream) until stream.state == "closed"
+        assert.equal(0, stream.rst_stream_error.code)
+        if i == 2 then collectgarbage() end                -- the server has forgotten the stream, too
+        local before = connection.peer_flow_credits
+        for _ = 1, 3 do send(stream) end                   -- as if the reset had not been received yet
+        local other = connection:new_stream()
+        assert(other:write_headers(post_headers(0), true, TIME_LIMIT_S))
+        assert.equal("ok", assert(other:get_body_as_string(TIME_LIMIT_S)))
+        assert.truthy(connection.peer_flow_credits >= before + 3 * 16384)  -- the server has counted the data
+      end
+      assert.equal(2, #streams)
       assert.equal(nil, connection.recv_goaway_lowest)
-      assert.equal(65535 + 4 * 3 * 16384, connection.peer_flow_credits)  -- the server has counted the data
       connection:close()
     end)
   end)

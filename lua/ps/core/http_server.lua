@@ -47,10 +47,10 @@ local function end_without_progress(stream)
   end
 end
 
--- Reads and discards the rest of a request's body after the reply, over HTTP/1. If the server closed a connection on
--- which data still arrives, the client could lose the reply.
+-- Reads and discards the rest of a request's body after the reply. If the server closed a connection on which data still
+-- arrives, the client could lose the reply. Some HTTP/2 clients, such as curl 7.88, discard the reply of a stream that is
+-- reset, also if the reset has no error code.
 local function discard_rest(stream)
-  if stream.connection.version >= 2 then return end
   local now = require("cqueues").monotime
   local left, deadline = MOST_DISCARDED, now() + DISCARD_S
   while stream.state == "half closed (local)" and left > 0 and now() < deadline do
