@@ -85,7 +85,7 @@ local function serve(log, page)
   end
   local s, why = server.listen { host = "127.0.0.1", port = args.port, tls = false,
     onstream = http_server.onstream(answer),
-    onerror = function() end }                             -- a browser that disconnects is not an error
+    onerror = http_server.onerror "dashboard" }
   if s then ok, why = s:listen() end
   if not s or not ok then error(("cannot listen on port %d: %s"):format(args.port, tostring(why)), 0) end
   local port = select(3, s:localname())

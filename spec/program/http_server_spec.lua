@@ -1,7 +1,9 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- lua/ps/core/http_server.lua: connections that lua-http alone would end, or never answer.
+local check = require "spec.check_lib"
 local cqueues = require "cqueues"
 local http_server = require "ps.core.http_server"
+local paths = require "ps.paths"
 local server = require "http.server"
 local sockets = require "cqueues.socket"
 
@@ -16,11 +18,12 @@ local function reply(stream)
   stream:write_chunk("ok", true)
 end
 
--- Calls fn(port) as a coroutine next to a server whose requests fn_of_server answers.
-local function with_server(fn_of_server, fn)
+-- Calls fn(port) as a coroutine next to a server whose requests fn_of_server answers. `wait`: seconds that lua-http
+-- waits for the next request.
+local function with_server(fn_of_server, fn, wait)
   local queue = cqueues.new()
   local s = assert(server.listen { host = "127.0.0.1", port = 0, tls = false, cq = queue,
-    onstream = http_server.onstream(fn_of_server), onerror = function() end })
+    onstream = http_server.onstream(fn_of_server), onerror = function() end, intra_stream_timeout = wait })
   assert(s:listen())
   local done, ok, why = false, nil, nil
   queue:wrap(function()
@@ -111,6 +114,36 @@ describe("ps.core.http_server", function()
     end)
   end)
 
+  it("reads further requests of a connection while one is answered for a long time", function()
+    local released = require("cqueues.condition").new()
+    with_server(function(stream, given)
+      if given:get "content-length" == "0" then released:signal()
+      else released:wait() end
+      reply(stream)
+    end, function(port)
+      local connection, streams = http2(port), {}
+      for i = 1, 0, -1 do
+        streams[#streams + 1] = connection:new_stream()
+        assert(streams[#streams]:write_headers(post_headers(i), i == 0, TIME_LIMIT_S))
+        cqueues.sleep(0.3)                                 -- longer than lua-http waits
+      end
+      for _, stream in ipairs(streams) do assert.equal("ok", assert(stream:get_body_as_string(TIME_LIMIT_S))) end
+    end, 0.05)
+  end)
+
+  it("waits for frames also after a write", function()
+    local wanted
+    with_server(function(stream)
+      reply(stream)
+      wanted = stream.connection:events()
+    end, function(port)
+      local stream = http2(port):new_stream()
+      assert(stream:write_headers(post_headers(0), true, TIME_LIMIT_S))
+      assert.equal("ok", assert(stream:get_body_as_string(TIME_LIMIT_S)))
+    end)
+    assert.matches("r", wanted)
+  end)
+
   it("ends only the stream if an HTTP/2 client sends data after it was reset", function()
     with_server(reply, function(port)
       local connection, streams = http2(port), {}
@@ -166,5 +199,37 @@ describe("ps.core.http_server", function()
       assert.truthy(ended:wait(TIME_LIMIT_S))
     end)
     assert.matches("[Pp]ipe", tostring(why))
+  end)
+
+  -- The error is Ctrl-C's. A signal would arrive at any place.
+  it("ends the process at Ctrl-C in a request, in the headers, in an event of a stream, and in lua-http", function()
+    local script = os.tmpname()
+    check.write(script, [[
+      local cqueues = require "cqueues"
+      local http_server = require "ps.core.http_server"
+      local where = arg[1]
+      local function interrupt() error("interrupted!", 0) end
+      if where == "headers" then require("http.h1_stream").methods.get_headers = interrupt end
+      if where == "step" then require("http.h1_connection").methods.get_next_incoming_stream = interrupt end
+      local s = require("http.server").listen { host = "127.0.0.1", port = 0, tls = false,
+        onerror = http_server.onerror "it", onstream = http_server.onstream(function(stream)
+          if where == "request" then interrupt() end
+          require("ps.serve.client").new(stream, interrupt, 60):finish "text"
+        end) }
+      assert(s:listen())
+      s.cq:wrap(function()
+        local socket = require("cqueues.socket").connect("127.0.0.1", (select(3, s:localname())))
+        socket:setmode("b", "bn")
+        socket:write "GET / HTTP/1.1\r\nHost: x\r\n\r\n"
+        cqueues.sleep(60)
+      end)
+      http_server.loop(s, "it")
+    ]])
+    for _, where in ipairs { "request", "headers", "event", "step" } do
+      local out, code = check.shell(("timeout 50 '%s' '%s' %s"):format(paths.exe, script, where))
+      assert.equal(130, code, where .. ": " .. out)
+      assert.matches("^%l+: interrupted!\n$", out)
+    end
+    os.remove(script)
   end)
 end)

@@ -1,5 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Servers of lua-http 0.4 that survive every request.
+local caller = require "ps.core.caller"
 local ffi = require "ffi"
 
 local http_server = {}
@@ -8,6 +9,23 @@ ffi.cdef "int getsockopt(int socket, int level, int name, void *value, unsigned 
 local IPPROTO_TCP, TCP_INFO, ESTABLISHED = 6, 11, 1
 local MOST_DISCARDED, DISCARD_S = 2 ^ 24, 5                -- bytes and seconds that the rest of a body may take
 local info, nbytes = ffi.new "uint8_t[256]", ffi.new "unsigned[1]"
+
+--- Ends the process if a caught error is Ctrl-C.
+---@param problem any
+---@param who string the program's name
+function http_server.end_if_interrupted(problem, who)
+  if not caller.is_interrupt(problem) then return end
+  io.stderr:write(who, ": interrupted!\n")
+  os.exit(130)
+end
+
+--- Returns a function for lua-http's option `onerror`. A client that disconnects is not an error, but Ctrl-C can end
+--- the code that answers a request.
+---@param who string the program's name
+---@return fun(server: table, context: table, op: string, why: any)
+function http_server.onerror(who)
+  return function(_, _, _, why) http_server.end_if_interrupted(why, who) end
+end
 
 --- Returns whether a stream's client has closed its side of the TCP connection, or cancelled the stream. The socket
 --- cannot be read for this: lua-http shuts its reading side down after a request with "Connection: close".
@@ -47,9 +65,9 @@ local function end_without_progress(stream)
   end
 end
 
--- Reads and discards the rest of a request's body after the reply. If the server closed a connection on which data still
--- arrives, the client could lose the reply. Some HTTP/2 clients, such as curl 7.88, discard the reply of a stream that is
--- reset, also if the reset has no error code.
+-- Reads and discards the rest of a request's body after the reply. If the server closed a connection on which data
+-- still arrives, the client could lose the reply. Some HTTP/2 clients, such as curl 7.88, discard the reply of a stream
+-- that is reset, also if the reset has no error code.
 local function discard_rest(stream)
   local now = require("cqueues").monotime
   local left, deadline = MOST_DISCARDED, now() + DISCARD_S
@@ -60,11 +78,11 @@ local function discard_rest(stream)
   end
 end
 
--- Makes an HTTP/1 connection wait for both bytes of the line end after the headers. lua-http fails if they arrive one
--- by one.
-local function wait_for_line_end(connection)
-  local errno, read_header = require "cqueues.errno", connection.read_header
-  function connection:read_header(timeout)
+-- Makes HTTP/1 connections wait for both bytes of the line end after the headers. lua-http fails if they arrive one by
+-- one.
+local function wait_for_line_end(connections)
+  local errno, read_header = require "cqueues.errno", connections.read_header
+  function connections:read_header(timeout)
     local ok, why, number = self.socket:fill(2, 0)         -- a header and the end of the headers have at least 2 bytes
     if not ok then return nil, why or errno.strerror(errno.EPIPE), number or errno.EPIPE end
     return read_header(self, timeout)
@@ -73,9 +91,9 @@ end
 
 -- Makes a step of an HTTP/2 connection fail after the client has closed it. lua-http's loops, which wait for a frame,
 -- would run without a pause until their timeouts.
-local function fail_at_end(connection)
-  local errno, step = require "cqueues.errno", connection.step
-  function connection:step(timeout)
+local function fail_at_end(connections)
+  local errno, step = require "cqueues.errno", connections.step
+  function connections:step(timeout)
     local ok, why, number = step(self, timeout)
     if ok and self.socket:eof "r" and self.socket:pending() == 0 then
       return nil, errno.strerror(errno.EPIPE), errno.EPIPE
@@ -84,11 +102,31 @@ local function fail_at_end(connection)
   end
 end
 
+-- Makes HTTP/2 connections wait for frames after each write. lua-http waits for the events that cqueues remembers of
+-- the last call, and after a write that succeeded there are none, so that nothing would wake it.
+local function wait_after_writes(connections)
+  local events = connections.events
+  function connections:events()
+    local wanted = events(self) or ""
+    return wanted:find("r", 1, true) and wanted or wanted .. "r"
+  end
+end
+
+-- Makes a server's connections wait for further requests while one is answered. lua-http stops after 10 seconds, so
+-- that it would also read no window updates and resets of the HTTP/2 streams that are being answered.
+local function wait_during_answers(connections, active)
+  local errno, next_stream = require "cqueues.errno", connections.get_next_incoming_stream
+  function connections:get_next_incoming_stream(timeout)
+    while true do
+      local stream, why, number = next_stream(self, timeout)
+      if stream or number ~= errno.ETIMEDOUT or not active(self) then return stream, why, number end
+    end
+  end
+end
+
 -- Makes lua-http ignore data of an HTTP/2 stream that has been reset, as RFC 9113, 5.1, demands. The client sent it
 -- before it received the reset. lua-http would end the connection. The data counts for the connection's window.
-local function ignore_data_after_reset()
-  local h2_stream = require "http.h2_stream"
-  local handlers, DATA = h2_stream.frame_handlers, h2_stream.frame_types.DATA
+local function ignore_data_after_reset(handlers, DATA)
   local on_data = handlers[DATA]
   handlers[DATA] = function(stream, flags, payload, deadline)
     if stream.state ~= "closed" then return on_data(stream, flags, payload, deadline) end
@@ -97,18 +135,20 @@ local function ignore_data_after_reset()
   end
 end
 
-local mended = setmetatable({}, { __mode = "k" })          -- connections whose methods were replaced
-local ignores_data = false
+local mended = false
 
--- Replaces the methods of lua-http that fail.
-local function mend(connection)
-  if not ignores_data then
-    ignores_data = true
-    ignore_data_after_reset()
-  end
-  if mended[connection] then return end
-  mended[connection] = true
-  if connection.version < 2 then wait_for_line_end(connection) else fail_at_end(connection) end
+--- Replaces the methods of lua-http that fail, for all its connections. `onstream` calls it.
+function http_server.mend()
+  if mended then return end
+  mended = true
+  local h1, h2 = require("http.h1_connection").methods, require("http.h2_connection").methods
+  local h2_stream = require "http.h2_stream"
+  wait_for_line_end(h1)
+  fail_at_end(h2)
+  wait_after_writes(h2)
+  wait_during_answers(h1, function(connection) return connection.pipeline:length() > 0 end)
+  wait_during_answers(h2, function(connection) return connection.n_active_streams > 0 end)
+  ignore_data_after_reset(h2_stream.frame_handlers, h2_stream.frame_types.DATA)
 end
 
 --- Returns a function for lua-http's option `onstream`, which calls fn(stream, headers) for each request. A request
@@ -117,9 +157,10 @@ end
 ---@param fn fun(stream: table, headers: table)
 ---@return fun(server: table, stream: table)
 function http_server.onstream(fn)
+  http_server.mend()
   return function(_, stream)
-    mend(stream.connection)
     local ok, given = pcall(stream.get_headers, stream)
+    if not ok and caller.is_interrupt(given) then error(given, 0) end
     local length = ok and given and given:get "content-length"
     if not ok or not given or length and not (length:find "^%d+$" and #length <= 15) then
       return http_server.drop(stream)
@@ -138,6 +179,7 @@ function http_server.loop(server, who)
   while true do
     local ok, why = server:loop()
     if ok then return end
+    http_server.end_if_interrupted(why, who)
     io.stderr:write(("%s: a connection failed: %s\n"):format(who, tostring(why)))
   end
 end

@@ -51,6 +51,7 @@ function Client:put(text)
       local ok, fine = pcall(write_events, self)
       if ok and fine then self.written = true else self.gone = true end
       self.changed:signal()
+      if not ok then http_server.end_if_interrupted(fine, "serve") end
     end)
   end
   self.changed:signal()
