@@ -17,7 +17,8 @@ setup(function()
   ps.manual_seed(1)
   gpt2.new("tiny", { vocab_size = 258, n_positions = 64, initializer_range = 0.3 }):save_pretrained(folder)
   check.write(folder .. "/chat_template.jinja", "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}"
-    .. "{% if add_generation_prompt %}assistant:{% endif %}")
+    .. "{% if add_generation_prompt %}assistant:{% endif %}"
+    .. "{% if messages[0].role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}")
   model, tok = ps.from_pretrained(folder, { quiet = true }), ps.tokenizer.from_pretrained(folder)
   local p = io.popen(("'%s' '%s/tools/serve.lua' '%s' --name tiny >'%s/said' 2>&1 & echo $!"):format(paths.exe,
     paths.root, folder, folder))
@@ -277,6 +278,27 @@ describe("tools/serve.lua", function()
     socket:close()
   end)
 
+  it("tells a client that waits with its body to continue", function()
+    local socket = require("cqueues.socket").connect("127.0.0.1", tonumber(address:match ":(%d+)$"))
+    socket:setmode("b", "bn")
+    socket:settimeout(60)
+    local head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer %s\r\nexpect: 100-continue\r\n"
+      .. "content-length: %d\r\n\r\n"
+    local body = json.encode { prompt = "a", max_tokens = 1 }
+    assert(socket:write(head:format("wrong", #body)))
+    assert.equal("HTTP/1.1 401 Unauthorized\r", socket:read "*l")
+    socket:close()
+    socket = require("cqueues.socket").connect("127.0.0.1", tonumber(address:match ":(%d+)$"))
+    socket:setmode("b", "bn")
+    socket:settimeout(60)
+    assert(socket:write(head:format(token, #body)))
+    assert.equal("HTTP/1.1 100 Continue\r", socket:read "*l")
+    assert.equal("\r", socket:read "*l")
+    assert(socket:write(body))
+    assert.equal("HTTP/1.1 200 OK\r", socket:read "*l")
+    socket:close()
+  end)
+
   it("ends at Ctrl-C, also within a computation", function()
     local said = folder .. "/said_at_end"
     local p = io.popen(("sh -c 'echo $$ >%s/pid; exec %s %s/tools/serve.lua %s --token abc' >'%s' 2>&1; echo $? >>'%s'")
@@ -380,6 +402,11 @@ describe("tools/serve.lua", function()
     bad("messages", "list of messages", {}, "/v1/chat/completions")
     local image = { role = "user", content = { { type = "image_url" } } }
     bad("messages[0].content", "parts of type text", { messages = { image } }, "/v1/chat/completions")
+    bad("top_logprobs", "needs logprobs", { messages = { { role = "user", content = "a" } }, top_logprobs = 1 },
+      "/v1/chat/completions")
+    local tools = { messages = { { role = "tool", content = "" } } }
+    local problem = refused("400", "no tools", "/v1/chat/completions", tools)
+    assert.falsy(problem.message:find("server.lua", 1, true), problem.message)
     assert.equal("context_length_exceeded", refused("400", "positions", "/v1/completions", { prompt = ("a"):rep(70) })
       .code)
   end)
@@ -442,6 +469,7 @@ describe("tools/serve.lua", function()
   local function ask_without_window(port, fields)
     local socket = require("cqueues.socket").connect("127.0.0.1", port)
     local connection = assert(require("http.h2_connection").new(socket, "client", { [4] = 0 }))
+    http_server.mend()
     local stream, headers = connection:new_stream(), require("http.headers").new()
     for _, one in ipairs { { ":method", "POST" }, { ":scheme", "http" }, { ":path", "/v1/completions" },
       { ":authority", "x" }, { "authorization", "Bearer " .. token } } do headers:append(one[1], one[2]) end
@@ -501,6 +529,9 @@ describe("tools/serve.lua", function()
     out, code = check.shell(("'%s' '%s/tools/serve.lua' '%s' --host 0.0.0.0 --no-token"):format(paths.exe, paths.root,
       folder))
     assert.truthy(code == 1 and out:find("pass a token", 1, true), out)
+    out, code = check.shell(("timeout 60 '%s' '%s/tools/serve.lua' '%s' --kv-cache q8_0"):format(paths.exe, paths.root,
+      folder))
+    assert.truthy(code == 1 and out:find("serve: generate: kv_cache = \"q8_0\" needs heads", 1, true), out)
   end)
 end)
 

@@ -29,13 +29,6 @@ local function local_address(host) return host == "127.0.0.1" or host == "::1" o
 -- Replaces each %XX of a path by its byte.
 local function decoded(path) return (path:gsub("%%(%x%x)", function(hex) return string.char(tonumber(hex, 16)) end)) end
 
--- Ends the process if a caught error is Ctrl-C.
-local function end_if_interrupted(problem)
-  if not caller.is_interrupt(problem) then return end
-  io.stderr:write "serve: interrupted!\n"
-  os.exit(130)
-end
-
 local STATUS = { ["401"] = "authentication_error", ["404"] = "not_found_error", ["500"] = "server_error" }
 
 local OPTIONS = { name = "string", host = "string", port = "whole", token = "string", no_token = "boolean",
@@ -60,6 +53,9 @@ function serve.run(model, tok, options)
     error(("serve: without a token the server listens only on this machine, not on %s; pass a token"):format(host), 0)
   end
   if token == "" then error("serve: the token is empty; pass no_token for none", 0) end
+  if options.kv_cache then                                 -- raises the error of a model that cannot have such caches
+    model:generate({ { 0 } }, 1, { temperature = 0, kv_cache = options.kv_cache })
+  end
   local patience = options.patience or PATIENCE
   local hosts, turn, waiting, busy = {}, condition.new(), {}, false
 
@@ -105,7 +101,10 @@ function serve.run(model, tok, options)
     return fine, why
   end
 
-  local function compute(stream, chat)
+  local function compute(stream, given, chat)
+    if (given:get "expect" or ""):lower() == "100-continue" and stream.peer_version ~= 1 then
+      stream:write_continue(patience)                      -- the client waits for this before it sends the body
+    end
     local body, why = stream:get_body_chars(MOST + 1, patience)
     if not body and not why then body = "" end
     if not body then return problem(stream, "400", "the body cannot be read: " .. tostring(why)) end
@@ -125,12 +124,12 @@ function serve.run(model, tok, options)
       result = answer[chat and "chat" or "completion"](model, tok, options.name, fields, fields.stream and send or nil,
         alive)
     end)
-    if not fine then end_if_interrupted(failed) end        -- lua-http would pass the error to its own handler
+    if not fine then http_server.end_if_interrupted(failed, "serve") end
     if reader.gone then return http_server.drop(stream) end
     if fine and result then return reply(stream, "200", result) end
     local known = type(failed) == "table" and failed.serve
-    if not fine and not known then io.stderr:write("serve: " .. tostring(failed) .. "\n") end
-    local message = known and failed.message or "the server failed: " .. tostring(failed)
+    if not fine and not known then io.stderr:write("serve: " .. request.reason(failed) .. "\n") end
+    local message = known and failed.message or "the server failed: " .. request.reason(failed)
     if fine or reader.begun then
       reader:finish(fine and "data: [DONE]\n\n"
         or "data: " .. answer.text { error = { message = message, type = "server_error" } } .. "\n\n")
@@ -145,8 +144,8 @@ function serve.run(model, tok, options)
   local ROUTES = {
     ["/v1/models"] = { GET = function(stream) reply(stream, "200", { object = "list", data = { model_row } }) end },
     ["/v1/models/" .. options.name] = { GET = function(stream) reply(stream, "200", model_row) end },
-    ["/v1/completions"] = { POST = function(stream) compute(stream, false) end },
-    ["/v1/chat/completions"] = { POST = function(stream) compute(stream, true) end },
+    ["/v1/completions"] = { POST = function(stream, given) compute(stream, given, false) end },
+    ["/v1/chat/completions"] = { POST = function(stream, given) compute(stream, given, true) end },
   }
 
   local function on_stream(stream, given)
@@ -164,12 +163,12 @@ function serve.run(model, tok, options)
     local route = ROUTES[path]
     if not route then return problem(stream, "404", "there is no " .. (utf8.valid(path) and path or "such path")) end
     if not route[method] then return problem(stream, "405", ("%s takes %s"):format(path, (next(route)))) end
-    route[method](stream)
+    route[method](stream, given)
   end
 
   local s, why = server.listen { host = host, port = options.port or 0, tls = false,
     onstream = http_server.onstream(on_stream),
-    onerror = function() end }                             -- a client that disconnects is not an error
+    onerror = http_server.onerror "serve" }
   if s then ok, why = s:listen() end
   if not s or not ok then
     error(("serve: cannot listen on %s, port %d: %s"):format(host, options.port or 0, tostring(why)), 0)
@@ -178,7 +177,7 @@ function serve.run(model, tok, options)
   for _, name in ipairs { "127.0.0.1", "localhost", "[::1]" } do hosts[name .. ":" .. port] = true end
   options.told(("http://%s:%d"):format(host:find(":", 1, true) and "[" .. host .. "]" or host, port), token)
   ok, why = pcall(http_server.loop, s, "serve")
-  end_if_interrupted(why)
+  http_server.end_if_interrupted(why, "serve")
   if not ok then error(why, 0) end
 end
 

@@ -2,6 +2,7 @@
 -- Requests of OpenAI's API: checks the fields of a completion or a conversation. A field that would change the answer
 -- and is not supported is refused by name.
 local json = require("cjson").new()
+local caller = require "ps.core.caller"
 local utf8 = require "ps.core.utf8"
 
 local request = {}
@@ -21,6 +22,14 @@ function request.refuse(status, message, param, code)
   error({ serve = true, status = status, message = message, param = param, code = code }, 0)
 end
 local refuse = request.refuse
+
+--- Returns the text of a caught error, without the position in lua-http that the error has for lack of a script.
+---@param problem any
+---@return string
+function request.reason(problem)
+  local reason, position = tostring(problem), caller.where() .. ": "
+  return reason:sub(1, #position) == position and reason:sub(#position + 1) or reason
+end
 
 local MOST_STOPS, MOST_CHOICES, MOST_LOGPROBS = 16, 128, 20
 
@@ -107,6 +116,7 @@ function request.read(body, chat)
     if not check then refuse("400", ("there is no field '%s'"):format(tostring(key)), tostring(key)) end
     if value ~= json.null then fields[key] = check(value, key) end
   end
+  if fields.top_logprobs and not fields.logprobs then bad("top_logprobs", "needs logprobs = true") end
   return fields
 end
 
@@ -173,7 +183,8 @@ function request.conversation(messages, tok)
       content = content_of(one.content, ("messages[%d].content"):format(i - 1)) }
   end
   local ok, ids = pcall(tok.apply_chat_template, tok, list, { add_generation_prompt = true })
-  if not ok then refuse("400", "the chat template: " .. tostring(ids), "messages") end
+  if not ok and caller.is_interrupt(ids) then error(ids, 0) end
+  if not ok then refuse("400", "the chat template: " .. request.reason(ids), "messages") end
   return ids
 end
 
