@@ -170,6 +170,53 @@ describe("ps.core.http_server", function()
     end)
   end)
 
+  -- Answers a request with two headers that contain its number.
+  local function numbered(stream, number)
+    local headers = require("http.headers").new()
+    headers:append(":status", "200")
+    headers:append("x-same", "same")
+    headers:append("etag", "number " .. number)
+    return stream:write_headers(headers, true, TIME_LIMIT_S)
+  end
+  local function check_numbered(connection, number)
+    local stream = connection:new_stream()
+    assert(stream:write_headers(post_headers(0), true, TIME_LIMIT_S))
+    local got = assert(stream:get_headers(TIME_LIMIT_S))
+    assert.equal("same", got:get "x-same")
+    assert.equal("number " .. number, got:get "etag")
+    assert.equal(3, got:len())
+  end
+
+  it("sends correct headers after an HTTP/2 client has cancelled a stream", function()
+    local asked = 0
+    with_server(function(stream)
+      asked = asked + 1
+      if asked > 1 then return numbered(stream, asked) end
+      assert.equal(nil, (stream:get_body_as_string(TIME_LIMIT_S)))
+      assert.equal(false, (pcall(numbered, stream, asked)))
+    end, function(port)
+      local connection = http2(port)
+      local cancelled = connection:new_stream()
+      assert(cancelled:write_headers(post_headers(5), false, TIME_LIMIT_S))
+      assert(cancelled:rst_stream("cancelled", 8, TIME_LIMIT_S))
+      for i = 2, 4 do check_numbered(connection, i) end
+      connection:close()
+    end)
+    assert.equal(4, asked)
+  end)
+
+  it("sends correct headers in many replies of an HTTP/2 connection", function()
+    local asked = 0
+    with_server(function(stream)
+      asked = asked + 1
+      numbered(stream, asked)
+    end, function(port)
+      local connection = http2(port)
+      for i = 1, 90 do check_numbered(connection, i) end
+      connection:close()
+    end)
+  end)
+
   it("lets an HTTP/1 client finish the body after the reply", function()
     with_server(reply, function(port)
       local socket, n = connected(port), 2 ^ 23

@@ -135,6 +135,18 @@ local function ignore_data_after_reset(handlers, DATA)
   end
 end
 
+-- Makes HTTP/2 connections encode headers without a table of earlier headers (HPACK's dynamic table). lua-http adds
+-- headers to its table even if they cannot be sent because the client has cancelled the stream. It also encodes index
+-- 127 wrongly, which a header of each reply reaches after 63 replies of different lengths. In both cases the client
+-- would read the headers of later replies wrongly, or end the connection.
+local function encode_without_table()
+  local contexts = getmetatable(require("http.hpack").new(0)).__index
+  function contexts:encode_headers(headers)
+    for name, value in headers:each() do self:add_header_never_indexed(name, value) end
+    return true
+  end
+end
+
 local mended = false
 
 --- Replaces the methods of lua-http that fail, for all its connections. `onstream` calls it.
@@ -149,6 +161,7 @@ function http_server.mend()
   wait_during_answers(h1, function(connection) return connection.pipeline:length() > 0 end)
   wait_during_answers(h2, function(connection) return connection.n_active_streams > 0 end)
   ignore_data_after_reset(h2_stream.frame_handlers, h2_stream.frame_types.DATA)
+  encode_without_table()
 end
 
 --- Returns a function for lua-http's option `onstream`, which calls fn(stream, headers) for each request. A request
