@@ -198,6 +198,23 @@ describe("an adapter that does not fit", function()
     fails(load, "no parameters", "base_model.model.other.lora_A.weight")
   end)
 
+  it("is refused if PEFT trained the head of a model whose head is tied", function()
+    local m = noise(ps.lora.wrap(base("gpt2", { tie_word_embeddings = true }), { r = 2 }))
+    m:save_pretrained(at "tied")
+    rewrite("tied", function(tensors)
+      tensors["base_model.model.lm_head.weight"] = m.transformer.wte.weight + 1
+    end)
+    local fresh = base("gpt2", { tie_word_embeddings = true })
+    ps.lora.load(fresh, at "tied")                         -- a copy, as of save_embedding_layers
+    change("tied", "modules_to_save", { "lm_head" })
+    fresh = base("gpt2", { tie_word_embeddings = true })
+    fails(function() ps.lora.load(fresh, at "tied") end, "lm_head.weight", "modules_to_save has 'lm_head'",
+      "ensure_weight_tying")
+    fails(function() ps.lora.merge_folder(at "base", at "tied", at "merged_tied") end, "modules_to_save has 'lm_head'")
+    change("tied", "ensure_weight_tying", true)
+    ps.lora.load(fresh, at "tied")
+  end)
+
   it("leaves the adapters of the model as they are", function()
     local function state(m)
       local list = {}

@@ -132,6 +132,16 @@ local function some(list)
   return table.concat(shown, ", ")
 end
 
+-- Returns the entry of modules_to_save for which PEFT trained a tensor that is tied in the model, or nil if the file's
+-- tensor is a copy of the token embedding.
+local function trained_apart(spec, own)
+  for _, wanted in ipairs(not spec.ensure_weight_tying and spec.modules_to_save or {}) do
+    for dot in own:gmatch "()%." do                        -- PEFT compares the ends of the names of modules
+      if own:sub(1, dot - 1):sub(-#wanted) == wanted then return wanted end
+    end
+  end
+end
+
 -- Returns the tensors to load as a list of {from = name in the file, tensor = destination}. The file must contain every
 -- tensor of the adapter. All other tensors in the file must be copies of the base model's tensors.
 local function plan(model, adapters, name, file, path)
@@ -143,7 +153,12 @@ local function plan(model, adapters, name, file, path)
     local table_of_base = base[own] or base[(own:gsub("%.base_layer%.", "."))]
     local tied = model.config and model.config.tie_word_embeddings and model.ties and model.ties[own]
     local tensor = wanted[own] or table_of_base or nil
-    if tensor ~= nil then
+    local apart = tied and trained_apart(adapters.specs[name], own)
+    if apart then
+      error(("%s: the adapter trains %s (modules_to_save has '%s') apart from the token embedding, but the model "
+        .. "shares their weight; train with ensure_weight_tying = true, or over a base model with "
+        .. "tie_word_embeddings = false"):format(path, own, apart), 0)
+    elseif tensor ~= nil then
       from[own] = given
       if not rectangles.same(file:shape(given), sharded.shape(tensor)) then
         wrong[#wrong + 1] = ("%s is [%s], but this model needs [%s]"):format(given, rectangles.text(file:shape(given)),
