@@ -248,6 +248,16 @@ describe("conversions one tensor at a time", function()
   it("refuse to replace their input, and models without all their tensors", function()
     base():save_gguf(at "base.gguf", { type = "f32" })
     fails("would be replaced", function() merge.convert(at "base.gguf", at "base.gguf", { type = "f16" }) end)
+    check.write(at "base-00002-of-00003.gguf", "a part of the input")
+    for _, from in ipairs { "base.gguf", "base" } do
+      fails("one of 3 parts", function() merge.convert(at(from), at "base-00002-of-00003.gguf", { type = "f16" }) end)
+    end
+    assert.equal("a part of the input", check.read(at "base-00002-of-00003.gguf"))
+    fails("one of 3 parts", function()
+      ps.lora.wrap(base(), {}):save_gguf(at "base-00002-of-00003.gguf", { adapter = true })
+    end)
+    base():save_gguf(at "base-00001-of-00001.gguf")
+    ps.from_pretrained(at "base-00001-of-00001.gguf", { quiet = true })
     local tensors = ps.load(at "base/model.safetensors")
     tensors["model.layers.1.mlp.up_proj.weight"] = nil
     ps.safetensors.save(at "base/model.safetensors", tensors)

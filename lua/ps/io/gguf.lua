@@ -139,6 +139,18 @@ function gguf.is_path(path) return path:match("%.gguf$") ~= nil end
 ---@return string[]
 function gguf.paths(path) return (parts_of(path)) or { path } end
 
+--- Raises an error if a path to write is the name of one of several parts. Files are written whole, so the file could
+--- not be opened by this name, and it could replace a part of the model that is read.
+---@param path string
+---@param call string
+function gguf.check_whole(path, call)
+  local paths = parts_of(path)
+  if paths and #paths ~= 1 then
+    error(("%s: %s is the name of one of %d parts, but the file is written whole; choose another name"):format(call,
+      path, #paths))
+  end
+end
+
 local function opened(self)
   if getmetatable(self) ~= File then error("call a file's methods with a colon: file:tensor(name)") end
   if not self.parts[1] then error(self.path .. ": this file was closed") end

@@ -96,6 +96,7 @@ end
 --- "bf16"; name: general.name; base: the fingerprint of the base model
 ---@param group? ps.Group
 function gguf.write(path, model, adapters, name, entries, options, group)
+  io_gguf.check_whole(path, "save_gguf")
   local kind = caller.one_of(options.type or "f32", TYPES, "save_gguf: type of an adapter")         -- "F32", ...
   local spec, arch, arch_name = adapters.specs[name], arch_of(model)
   check_spec(adapters, spec)

@@ -4,6 +4,7 @@
 local caller = require "ps.core.caller"
 local agree = require "ps.dist.agree"
 local native = require "ps.core.ffi"
+local io_gguf = require "ps.io.gguf"
 local names = require "ps.pretrained.gguf_names"
 local packed = require "ps.nn.packed"
 local rope = require "ps.pretrained.rope"
@@ -203,7 +204,7 @@ local OPTIONS = { type = "string", name = "string", pre = "string", certified = 
 
 -- Checks the options and the model. Returns the type, the architecture and the architecture's name.
 local function begin(model, path, options)
-  caller.typed(path, "string", "save_gguf: the path")
+  io_gguf.check_whole(caller.typed(path, "string", "save_gguf: the path"), "save_gguf")
   options = caller.options(options, "save_gguf", OPTIONS)
   local kind = options.type or "f16"
   caller.one_of(kind, TYPES, "save_gguf: type")
