@@ -159,6 +159,15 @@ describe("tools/gguf.lua", function()
       assert.equal(name == out .. ".tmp-4194305-0" and "gone" or "file", lfs.attributes(name, "mode") or "gone", name)
       os.remove(name)
     end
+    local link, beside = folder .. "/link.gguf", out .. ".tmp-4194305-0"    -- they are next to the file, not the link
+    assert(lfs.mkdir(folder .. "/linked"))
+    assert(lfs.link("../out-1.gguf", folder .. "/linked/link.gguf", true))
+    assert(lfs.link("linked/link.gguf", link, true))
+    check.write(beside, "half")
+    assert(lfs.touch(beside, os.time() - 300))
+    run(("convert %s --out %s --type f32"):format(folder, link))
+    assert.is_nil(lfs.attributes(beside, "mode"))
+    assert.equal("link", lfs.symlinkattributes(link, "mode"))
   end)
 
   it("names a folder in which a save was interrupted", function()

@@ -1,6 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Removes the temporary files NAME.tmp-PID-NUMBER that killed processes left. A process that runs removes its own
 -- (src/io/file.c).
+local native = require "ps.core.ffi"
 local lfs = require "lfs"
 
 local leftovers = {}
@@ -24,9 +25,14 @@ function leftovers.remove(folder, pattern, age_s)
   end
 end
 
---- Removes the temporary files that killed processes left while they wrote a file.
+local target = native.ffi.new "char[4096]"
+
+--- Removes the temporary files that killed processes left while they wrote a file. If the path is a link, they are next
+--- to the file to which it leads.
 ---@param path string the file
 function leftovers.of(path)
+  native.check(native.C.ps_file_target(path, target, native.ffi.sizeof(target)))
+  path = native.ffi.string(target)
   local folder, name = path:match "^(.*/)([^/]+)$"
   leftovers.remove(folder or ".", ((name or path):gsub("%p", "%%%0")))
 end
