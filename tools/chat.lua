@@ -87,8 +87,8 @@ local function reply(model, tok, ids, seed, stop)
     function rest() return table.concat(pieces) end
   end
   model:generate({ ids }, args.max_new, { temperature = args.temperature, top_k = args.top_k, top_p = args.top_p,
-    num_beams = 1, seed = seed, tokenizer = tok, on_text = add, skip_special_tokens = not args.special_tokens,
-    kv_cache = args.kv_cache })
+    num_beams = 1, num_return_sequences = 1, seed = seed, tokenizer = tok, on_text = add,
+    skip_special_tokens = not args.special_tokens, kv_cache = args.kv_cache })
   local text = rest()
   io.write("\n")
   return text

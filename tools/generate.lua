@@ -107,10 +107,11 @@ local function main()
   local options = { temperature = args.temperature, top_k = args.top_k, top_p = args.top_p, min_p = args.min_p,
     repetition_penalty = args.repetition_penalty, num_beams = args.num_beams or 1, seed = args.seed, tokenizer = tok,
     skip_special_tokens = not args.special_tokens, stop_strings = #args.stop > 0 and args.stop or nil,
-    kv_cache = args.kv_cache }
-  if args.num_beams and args.num_beams > 1 then options.num_return_sequences = args.num_samples
+    num_return_sequences = 1, kv_cache = args.kv_cache }
+  local beams = args.num_beams and args.num_beams > 1
+  if beams then options.num_return_sequences = args.num_samples
   elseif not args.temperature then options.do_sample = true end
-  for i = 1, options.num_return_sequences and 1 or args.num_samples do prompts[i] = prompt end
+  for i = 1, beams and 1 or args.num_samples do prompts[i] = prompt end
   if streams then
     local begun = false
     function options.on_text(piece)                        -- the first piece also prints the prompt

@@ -34,6 +34,11 @@ describe("tools/chat.lua", function()
       text, want = text .. reply .. "\n", want .. "User: Assistant:" .. reply .. "\n"
     end
     assert.equal(want .. "User: \n", out)
+    check.write(folder .. "/generation_config.json", '{ "num_return_sequences": 2 }')
+    assert.equal(out, (chat()))
+    local once = run("generate", folder, "--start ab")
+    os.remove(folder .. "/generation_config.json")
+    assert.equal(run("generate", folder, "--start ab"), once)
     out, code = chat "--max-new 0"
     assert.truthy(code ~= 0 and out:find("max%-new"), out)
     tokens.remove(folder)

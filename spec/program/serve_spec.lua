@@ -189,6 +189,26 @@ describe("tools/serve.lua", function()
     assert.equal(want, table.concat(pieces))
   end)
 
+  it("ends as generation_config.json says, and draws as the request says", function()
+    local other = folder .. "/other"
+    os.execute(("mkdir '%s' && cp '%s'/*.json '%s'/*.safetensors '%s'"):format(other, folder, folder, other))
+    local ids = tok:encode "abba"
+    local last = greedy(ids, 3)[#ids + 3]
+    check.write(other .. "/generation_config.json", json.encode { eos_token_id = last, do_sample = true, top_k = 1,
+      top_p = 1e-6, min_p = 1, num_return_sequences = 2 })
+    local own = ps.from_pretrained(other, { quiet = true })
+    local function choice(fields)
+      fields.prompt = "abba"
+      return answer.completion(own, tok, "tiny", fields).choices[1]
+    end
+    local got = choice { max_tokens = 3, temperature = 0 }   -- the last of max_tokens is also the end
+    assert.equal("stop", got.finish_reason)
+    assert.equal(text_of(greedy(ids, 3), #ids + 1), got.text)
+    assert.not_equal(choice({ max_tokens = 8, seed = 1 }).text, choice({ max_tokens = 8, seed = 2 }).text)
+    assert.equal(choice({ max_tokens = 8, seed = 1, top_p = 1e-6 }).text,
+      choice({ max_tokens = 8, seed = 2, top_p = 1e-6 }).text)
+  end)
+
   it("answers several clients, and continues when one closes its stream", function()
     local body = json.encode { prompt = "abba", max_tokens = 50, temperature = 0, stream = true }
     local socket = require("cqueues.socket").connect("127.0.0.1", tonumber(address:match ":(%d+)$"))

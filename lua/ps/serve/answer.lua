@@ -152,16 +152,16 @@ local function continue(model, tok, ids, n, fields, seed, put, alive)
   if n == 0 then return {}, "length" end
   local new, finish = {}, "length"
   local add, rest = cutter(fields.stop or {}, put)
-  local eos, ends = {}, model.config.eos_token_id
-  for _, id in ipairs(type(ends) == "table" and ends or { ends }) do eos[id] = true end
-  model:generate({ ids }, n, { temperature = fields.temperature or 1, top_p = fields.top_p, top_k = fields.top_k or 0,
-    min_p = fields.min_p, seed = seed, tokenizer = tok, skip_special_tokens = true, num_beams = 1,
-    kv_cache = fields.kv_cache,
+  model:generate({ ids }, n, { temperature = fields.temperature or 1, top_p = fields.top_p or 1,
+    top_k = fields.top_k or 0, min_p = fields.min_p or 0, seed = seed, tokenizer = tok, skip_special_tokens = true,
+    num_beams = 1, num_return_sequences = 1, kv_cache = fields.kv_cache,
     on_token = function(id)
       new[#new + 1] = id
       return alive()
     end,
     on_text = function(text) return add(text) end })
+  local eos, ends = {}, (rawget(model, "generation_config") or model.config).eos_token_id   -- as generate has read them
+  for _, id in ipairs(type(ends) == "table" and ends or { ends }) do eos[id] = true end
   if rest() or #new < n or eos[new[#new]] then finish = "stop" end
   return new, finish
 end
