@@ -50,6 +50,9 @@ describe("tools/gguf.lua", function()
     out, code = run(("info %s"):format(file))
     assert.equal(0, code, out)
     assert.truthy(out:find("general.architecture", 1, true) and out:find("token_embd.weight", 1, true), out)
+    run(("quantize %s --out %s/again.gguf --type q8_0"):format(file, folder))
+    out = run(("info %s/again.gguf"):format(folder))
+    assert.matches('general.name +"Tiny"', out)
     local back = folder .. "/back"
     out, code = run(("convert %s --out %s"):format(file, back))
     assert.equal(0, code, out)
@@ -143,6 +146,15 @@ describe("tools/gguf.lua", function()
     assert.truthy(out:find("no tokenizer: " .. llama .. " has no tokenizer.json", 1, true), out)
     assert.falsy(lfs.attributes(llama .. "/y.gguf"))
     tokens.remove(llama)
+  end)
+
+  it("refuses a BERT whose tokenizer is not WordPiece", function()
+    local bert = tokens.folder { ["tokenizer.json"] = json.encode { model = { type = "BPE", vocab = { a = 0, b = 1 },
+      merges = {} }, pre_tokenizer = { type = "ByteLevel" }, added_tokens = {} } }
+    require("models.bert").new("tiny", { vocab_size = 258, task = "base" }):save_pretrained(bert)
+    local out, code = run(("convert %s --out %s/y.gguf --type f32"):format(bert, bert))
+    assert.truthy(code == 1 and out:find("needs WordPiece", 1, true), out)
+    tokens.remove(bert)
   end)
 
   it("removes the temporary files of processes that were killed", function()

@@ -87,8 +87,8 @@ local function open_parts(self, paths)
     local out = ffi.new("ps_gguf_value")
     if at >= 0 then check(C.ps_gguf_meta_get(g, at, 0, out)) end
     if at < 0 or tonumber(out.whole) ~= k - 1 then
-      error(("%s: its split.no is %s; it must be %d"):format(paths[k], at < 0 and "missing" or tostring(out.whole),
-        k - 1))
+      error(("%s: its split.no is %s; it must be %d"):format(paths[k], at < 0 and "missing"
+        or tostring(tonumber(out.whole)), k - 1))
     end
     add_part(self, g)
   end

@@ -200,6 +200,28 @@ local function name_of(model, path)
   return table.concat(words, " ")
 end
 
+-- Keys of a file that do not describe its model but the file itself, or that save_gguf writes anyway.
+local OF_FILE = { architecture = true, type = true, size_label = true, file_type = true, quantization_version = true,
+  alignment = true }
+
+-- Returns the entries general.* of the model's GGUF file, such as its name and license, by key. There are none if the
+-- model is not from a GGUF file.
+local function described(model)
+  if not model.source or not io_gguf.is_path(model.source) then return {} end
+  return io_gguf.with(model.source, function(file)
+    local entries = {}
+    for _, key in ipairs(file:keys()) do
+      local short = key:match "^general%.(.*)$"
+      if short and not OF_FILE[short] then
+        local value, kind = file:meta(key)
+        entries[#entries + 1] = { key, kind, value }
+        entries[key] = value
+      end
+    end
+    return entries
+  end)
+end
+
 local OPTIONS = { type = "string", name = "string", pre = "string", certified = "boolean" }
 
 -- Checks the options and the model. Returns the type, the architecture and the architecture's name.
@@ -226,7 +248,11 @@ end
 function gguf.write(model, all, path, given, group)
   local options, kind, arch_name, arch = begin(model, path, given)
   local list, by_name, parameters = declared(model, arch, all, kind)
-  local meta, stretched = entries_of(model, arch_name, arch, kind, parameters, options.name or name_of(model, path))
+  local more
+  agree.run(group, function() more = described(model) end)
+  local meta, stretched = entries_of(model, arch_name, arch, kind, parameters,
+    options.name or more["general.name"] or name_of(model, path))
+  for _, one in ipairs(more) do if one[1] ~= "general.name" then meta[#meta + 1] = one end end
   local plain = #meta
   agree.run(group, function()
     local adds

@@ -246,6 +246,9 @@ function vocabulary.entries(source, fields, pre)
   if not all then return {} end
   local kind = type(all.model) == "table" and all.model.type
   if kind == "WordPiece" then return of_words(source, all, fields) end
+  if fields.model_type == "bert" then
+    settings.refuse(path, "model.type", tostring(kind), "a GGUF file of a BERT needs WordPiece")
+  end
   if kind ~= "BPE" then settings.refuse(path, "model.type", tostring(kind), "only BPE and WordPiece can be written") end
   if all.model.byte_fallback == true then return of_pieces(source, all, fields) end
   return of_bytes(path, source, all, fields, pre)
