@@ -114,10 +114,10 @@ static void test_extents(void)
     CHECK(a == 0 && b == 4 * BLOCK && c == 12 * BLOCK);
     ps_disk_extent_free(d, a, 4 * BLOCK);
     OK(ps_disk_extent_new(d, 6 * BLOCK, &e));
-    CHECK(e == 16 * BLOCK);                         /* does not fit into the first hole */
+    CHECK(e == 16 * BLOCK);                         /* does not fit into the first free extent */
     ps_disk_extent_free(d, b, 8 * BLOCK);
     OK(ps_disk_extent_new(d, 12 * BLOCK, &a));
-    CHECK(a == 0);                                  /* the two holes have been merged */
+    CHECK(a == 0);                                  /* the two free extents have been joined */
     FAILS(ps_disk_extent_new(d, 235 * BLOCK, &b), PS_ENOSPC, "memory.disk");
     CHECK(strstr(ps_error_message(), "in 1 pieces of at most 958464") != NULL);
     FAILS(ps_disk_extent_new(d, 100, &b), PS_EINVAL, "4096");
@@ -136,6 +136,7 @@ static void test_extents(void)
     int n_live = 0;
     bool right = true;
     memset(owner, 0, sizeof owner);
+    refuse_fallocate = true;                        /* so the file gets no holes */
     for (int turn = 0; turn < 20000 && right; turn++) {
         if (n_live && draw(100) < 48) {
             int i = (int)draw((uint64_t)n_live);
@@ -156,12 +157,76 @@ static void test_extents(void)
         live[n_live].at = want, live[n_live++].n = n;
     }
     CHECK(right);
+    refuse_fallocate = false;
     while (n_live--) ps_disk_extent_free(d, live[n_live].at * BLOCK, live[n_live].n * BLOCK);
     OK(ps_disk_extent_new(d, BLOCKS * BLOCK, &a));
     ps_disk_extent_free(d, a, BLOCKS * BLOCK);
     ps_disk_get_info(d, &info);
     CHECK(info.used == 0);
     ps_disk_close(d);
+}
+
+/* Returns the bytes that a file has on the disk. */
+static int64_t space_of(int fd)
+{
+    struct stat st;
+    return fd >= 0 && fstat(fd, &st) == 0 ? (int64_t)st.st_blocks * 512 : -1;
+}
+
+/* An extent is found whenever as many bytes are free, also in small pieces, and the file takes no more of the disk. */
+static void test_holes(void)
+{
+    enum { BLOCKS = 64, MOST = 64 * BLOCKS, TURNS = 4000 };
+    static uint8_t owner[MOST];
+    static struct { int64_t at, n; uint8_t mark; } live[BLOCKS];
+    uint8_t *memory = aligned_alloc(BLOCK, BLOCKS * BLOCK);
+    int n_live = 0, moved = 0;
+    int64_t used = 0;
+    ps_disk *d;
+    ps_disk_info info;
+    ps_disk_job *job;
+    memset(owner, 0, sizeof owner);
+    if (!memory || !OK(ps_disk_open(folder, BLOCKS * BLOCK, 1, &d))) return free(memory);
+    int fd = find_fd("(deleted)");
+    for (int turn = 0; turn < TURNS; turn++) {
+        int64_t n = 1 + (int64_t)draw(draw(4) ? 4 : 20), at = -1;
+        if (n_live && (draw(100) < 45 || used + n > BLOCKS)) {
+            int i = (int)draw((uint64_t)n_live);
+            OK(ps_disk_read(d, live[i].at * BLOCK, memory, live[i].n * BLOCK, NULL, &job));
+            OK(ps_disk_wait(d, job, true));
+            bool same = true;
+            for (int64_t k = 0; k < live[i].n * BLOCK; k++) same = same && memory[k] == live[i].mark;
+            CHECK(same);
+            ps_disk_extent_free(d, live[i].at * BLOCK, live[i].n * BLOCK);
+            memset(&owner[live[i].at], 0, (size_t)live[i].n);
+            used -= live[i].n;
+            live[i] = live[--n_live];
+            continue;
+        }
+        int rc = ps_disk_extent_new(d, n * BLOCK, &at);
+        if (rc < 0) {
+            CHECK(rc == PS_ENOSPC && used + n > BLOCKS);
+            continue;
+        }
+        moved += at >= BLOCKS * BLOCK;
+        at /= BLOCK;
+        CHECK(at >= 0 && at + n <= MOST);
+        for (int64_t k = at; k < at + n; k++) CHECK(!owner[k]);
+        memset(&owner[at], 1, (size_t)n);
+        uint8_t mark = (uint8_t)(1 + draw(255));
+        memset(memory, mark, (size_t)(n * BLOCK));
+        OK(ps_disk_write(d, at * BLOCK, memory, n * BLOCK, NULL, &job));
+        OK(ps_disk_wait(d, job, true));
+        live[n_live].at = at, live[n_live].n = n, live[n_live++].mark = mark;
+        used += n;
+        CHECK(space_of(fd) <= (BLOCKS + 1) * BLOCK);       /* a file system may add a block of its own */
+    }
+    CHECK(moved > TURNS / 100);
+    ps_disk_get_info(d, &info);
+    CHECK(info.capacity == BLOCKS * BLOCK && info.used == used * BLOCK);
+    while (n_live--) ps_disk_extent_free(d, live[n_live].at * BLOCK, live[n_live].n * BLOCK);
+    ps_disk_close(d);
+    free(memory);
 }
 
 /* -- opening ----------------------------------------------------------------------------------------------------- */
@@ -648,6 +713,7 @@ int main(void)
     alarm(300);                         /* ends a test that hangs */
     setenv("PS_LOG", "error", 0);      /* hides expected warnings about such file systems */
     test_extents();
+    test_holes();
     test_open();
     for (int i = 0; i < 3; i++) {
         test_arguments(threads[i]);

@@ -43,6 +43,9 @@ enum { PIECE = 4 << 20, DEPTH = 32, MOST_THREADS = 64, FALLBACK_THREADS = 4 };
  * millisecond first. */
 enum { MOST_TRIES = 1000, QUICK_TRIES = 8 };
 enum { READ, WRITE };
+/* With holes, a file can be FILE_OVER_SPACE times as long as its space on the disk, and SUMMED_OVER_SPACE times with
+ * checksums, whose array has entries for holes, too. */
+enum { FILE_OVER_SPACE = 64, SUMMED_OVER_SPACE = 2 };
 
 /* The first failure of a job. `err` is the errno of a piece or of the ring. It is 0 if the file ended early, or if a
  * write wrote no bytes. */
@@ -92,15 +95,16 @@ struct ps_disk {
     char *folder;
     int64_t capacity;
     bool direct, uring;
-    piece_sum *sums;            /* [capacity / PS_DIRECT_ALIGN] or NULL. Needs no lock: only one thread works on a
+    piece_sum *sums;            /* [reach / PS_DIRECT_ALIGN] or NULL. Needs no lock: only one thread works on a
                                  * piece, and the read of a chunk waits for its write. Unused pages of this array
                                  * take no memory */
-    /* Used only by the caller's thread. Free extents are sorted by offset and do not touch, so n allocated extents
-     * leave at most n + 1 free ones. The array grows when an extent is allocated, so that freeing never needs
-     * memory. */
-    extent *free_space;
-    int n_free, n_given, room;
+    /* Used only by the caller's thread. Free extents and holes are sorted by offset, and those of one list do not
+     * touch. So n allocated extents and m holes leave at most n + m + 1 free extents. The arrays grow when an extent is
+     * allocated, so that freeing never needs memory. A hole has no space on the disk: see make_piece. */
+    extent *free_space, *holes;
+    int n_free, n_given, room, n_holes, holes_room;
     int64_t used;
+    int64_t end, reach;         /* bytes of the file with its holes; how large it can become */
 
     pthread_mutex_t lock;
     pthread_cond_t work, ended;
@@ -496,6 +500,7 @@ static int make_file(ps_disk *d)
     struct rlimit most;
     if (statvfs(d->folder, &room) < 0 || statfs(d->folder, &kind) < 0)
         return fail_file(d, "cannot read the free space of", errno);
+    if (!getrlimit(RLIMIT_FSIZE, &most) && most.rlim_cur < (rlim_t)d->reach) d->reach = (int64_t)most.rlim_cur;
     int64_t bytes_free = (int64_t)((uint64_t)room.f_bavail * room.f_frsize);
     if (d->capacity > bytes_free)
         return ps_fail_room(PS_ENOSPC, PS_SUB_NONE, -1, d->capacity, bytes_free,
@@ -503,7 +508,7 @@ static int make_file(ps_disk *d)
                             "limit, free some space or choose another folder", (long long)d->capacity, d->folder,
                             (long long)bytes_free);
     /* A write past this limit would raise SIGXFSZ, which ends the process. */
-    if (!getrlimit(RLIMIT_FSIZE, &most) && most.rlim_cur != RLIM_INFINITY && (uint64_t)d->capacity > most.rlim_cur)
+    if (d->capacity > d->reach)
         return ps_fail(PS_ENOSPC, "disk tier: %lld bytes wanted in %s, but this process may only write files of %lld "
                        "bytes (ulimit -f); raise that limit, or lower memory.disk's limit", (long long)d->capacity,
                        d->folder, (long long)most.rlim_cur);
@@ -571,7 +576,8 @@ static int disk_new(int64_t nbytes, ps_disk **out)
     ps_disk *d = ps_alloc0(sizeof *d);
     if (!d) return ps_fail_nomem(sizeof *d);
     d->fd = d->wake = -1;
-    d->capacity = nbytes;
+    d->capacity = d->end = nbytes;
+    d->reach = nbytes <= INT64_MAX / FILE_OVER_SPACE ? FILE_OVER_SPACE * nbytes : nbytes;
     *out = d;
     return 0;
 }
@@ -605,7 +611,8 @@ int ps_disk_pretend(int64_t nbytes, ps_disk **out)
 int ps_disk_check_sums(ps_disk *d)
 {
     if (d->sums) return 0;
-    size_t nbytes = (size_t)(d->capacity / PS_DIRECT_ALIGN) * sizeof *d->sums;
+    if (d->reach / SUMMED_OVER_SPACE > d->capacity) d->reach = SUMMED_OVER_SPACE * d->capacity;
+    size_t nbytes = (size_t)(d->reach / PS_DIRECT_ALIGN) * sizeof *d->sums;
     d->sums = ps_alloc0(nbytes);
     return d->sums ? 0 : ps_fail_nomem(nbytes);
 }
@@ -636,29 +643,122 @@ void ps_disk_close(ps_disk *d)
     }
     ps_free(d->sums);
     ps_free(d->free_space);
+    ps_free(d->holes);
     ps_free(d->folder);
     ps_free(d);
 }
 
 /* -- extents ----------------------------------------------------------------------------------------------------- */
+static void remove_at(extent *list, int *n, int i)
+{
+    memmove(&list[i], &list[i + 1], (size_t)(--*n - i) * sizeof *list);
+}
+
+/* Inserts an extent into a sorted list that has room for it, and joins it with extents that it touches. */
+static void insert(extent *list, int *n, int64_t offset, int64_t nbytes)
+{
+    int i = 0;                  /* first extent after the inserted one */
+    while (i < *n && list[i].offset <= offset) i++;
+    bool joins_before = i > 0 && list[i - 1].offset + list[i - 1].nbytes == offset;
+    bool joins_after = i < *n && offset + nbytes == list[i].offset;
+    if (joins_before) {
+        list[i - 1].nbytes += nbytes + (joins_after ? list[i].nbytes : 0);
+        if (joins_after) remove_at(list, n, i);
+    } else if (joins_after) {
+        list[i] = (extent){ offset, nbytes + list[i].nbytes };
+    } else {
+        memmove(&list[i + 1], &list[i], (size_t)((*n)++ - i) * sizeof *list);
+        list[i] = (extent){ offset, nbytes };
+    }
+}
+
+/* Returns the index of the first extent of at least `nbytes`, or -1. */
+static int first_fit(const extent *list, int n, int64_t nbytes)
+{
+    for (int i = 0; i < n; i++)
+        if (list[i].nbytes >= nbytes) return i;
+    return -1;
+}
+
+/* Takes the first `nbytes` of extent i. */
+static int64_t take(extent *list, int *n, int i, int64_t nbytes)
+{
+    int64_t offset = list[i].offset;
+    list[i].offset += nbytes;
+    list[i].nbytes -= nbytes;
+    if (!list[i].nbytes) remove_at(list, n, i);
+    return offset;
+}
+
+/* Calls fallocate, except for a simulated disk. Returns 0 or an errno. */
+static int set_space(const ps_disk *d, int mode, int64_t offset, int64_t nbytes)
+{
+    int rc = 0;
+    if (d->fd < 0) return 0;
+    do rc = fallocate(d->fd, mode, offset, nbytes); while (rc < 0 && errno == EINTR);
+    return rc < 0 ? errno : 0;
+}
+
+/* Returns the space of free extents to the file system, the smallest first, `nbytes` in total. They become holes.
+ * Returns the bytes returned, which are fewer if the file system refuses. */
+static int64_t make_holes(ps_disk *d, int64_t nbytes)
+{
+    int64_t left = nbytes;
+    while (left > 0) {
+        int smallest = 0;
+        for (int i = 1; i < d->n_free; i++)
+            if (d->free_space[i].nbytes < d->free_space[smallest].nbytes) smallest = i;
+        int64_t part = d->free_space[smallest].nbytes < left ? d->free_space[smallest].nbytes : left;
+        if (set_space(d, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, d->free_space[smallest].offset, part)) break;
+        insert(d->holes, &d->n_holes, take(d->free_space, &d->n_free, smallest, part), part);
+        left -= part;
+    }
+    return nbytes - left;
+}
+
+/* Makes one free piece of `nbytes` from smaller ones, whose space moves to a hole of the file or to its end. The bytes
+ * that the file has on the disk do not change. Returns its offset, or -1 if the file system cannot do this. */
+static int64_t make_piece(ps_disk *d, int64_t nbytes)
+{
+    int hole = first_fit(d->holes, d->n_holes, nbytes);
+    int64_t offset = hole >= 0 ? d->holes[hole].offset : d->end;
+    if (hole < 0 && nbytes > d->reach - d->end) return -1;
+    int err = set_space(d, 0, offset, nbytes);
+    if (err && err != ENOSPC && err != EDQUOT) return -1;
+    if (hole >= 0) take(d->holes, &d->n_holes, hole, nbytes);
+    int64_t returned = make_holes(d, nbytes);
+    if (returned == nbytes && err) err = set_space(d, 0, offset, nbytes);
+    if (returned == nbytes && !err) {
+        if (hole < 0) d->end += nbytes;
+        return offset;
+    }
+    /* Either the file system makes no holes, or another program has taken their space, which the file then lacks. */
+    if (hole >= 0) insert(d->holes, &d->n_holes, offset, nbytes);
+    if (hole >= 0 && !err) (void)set_space(d, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, offset, nbytes);
+    if (hole < 0 && !err && d->fd >= 0 && ftruncate(d->fd, d->end) < 0) d->reach = d->end;
+    d->capacity -= returned;
+    return -1;
+}
+
 int ps_disk_extent_new(ps_disk *d, int64_t nbytes, int64_t *offset)
 {
     PS_TRY(check_range("an extent", nbytes));
-    int i = 0;
-    int64_t largest = 0;
-    for (; i < d->n_free && d->free_space[i].nbytes < nbytes; i++)
-        if (d->free_space[i].nbytes > largest) largest = d->free_space[i].nbytes;
-    if (i == d->n_free)
+    /* make_piece can add a hole for each free extent, and divides one. */
+    PS_TRY(ps_grow(d->holes, d->holes_room, d->n_holes + d->n_free + 2));
+    PS_TRY(ps_grow(d->free_space, d->room, d->n_given + d->n_holes + d->n_free + 3));
+    int i = first_fit(d->free_space, d->n_free, nbytes);
+    int64_t at = -1, free_nbytes = d->capacity - d->used, largest = 0;
+    if (i >= 0) at = take(d->free_space, &d->n_free, i, nbytes);
+    else if (free_nbytes >= nbytes) at = make_piece(d, nbytes);
+    if (at < 0) {
+        for (i = 0; i < d->n_free; i++)
+            if (d->free_space[i].nbytes > largest) largest = d->free_space[i].nbytes;
         return ps_fail_room(PS_ENOSPC, PS_SUB_NONE, -1, nbytes, largest,
                             "disk tier in %s: %lld bytes wanted in one piece; of %lld bytes %lld are free, in %d "
                             "pieces of at most %lld; raise memory.disk's limit", d->folder, (long long)nbytes,
                             (long long)d->capacity, (long long)(d->capacity - d->used), d->n_free, (long long)largest);
-    PS_TRY(ps_grow(d->free_space, d->room, d->n_given + 2));
-    extent *from = &d->free_space[i];
-    *offset = from->offset;
-    from->offset += nbytes;
-    from->nbytes -= nbytes;
-    if (!from->nbytes) memmove(from, from + 1, (size_t)(--d->n_free - i) * sizeof *from);
+    }
+    *offset = at;
     d->n_given++;
     d->used += nbytes;
     return 0;
@@ -668,8 +768,8 @@ void ps_disk_extent_free(ps_disk *d, int64_t offset, int64_t nbytes)
 {
     int i = 0;                  /* first free extent after the freed one */
     while (i < d->n_free && d->free_space[i].offset <= offset) i++;
-    extent *before = i ? &d->free_space[i - 1] : NULL, *after = i < d->n_free ? &d->free_space[i] : NULL;
-    if (offset < 0 || nbytes <= 0 || offset > d->capacity - nbytes || !d->n_given || d->n_free == d->room
+    const extent *before = i ? &d->free_space[i - 1] : NULL, *after = i < d->n_free ? &d->free_space[i] : NULL;
+    if (offset < 0 || nbytes <= 0 || offset > d->end - nbytes || !d->n_given || d->n_free == d->room
         || (before && before->offset + before->nbytes > offset) || (after && offset + nbytes > after->offset)) {
         ps_log(PS_LOG_ERROR, "disk tier: %lld bytes at %lld are to be freed, but they are not an extent",
                (long long)nbytes,
@@ -678,17 +778,7 @@ void ps_disk_extent_free(ps_disk *d, int64_t offset, int64_t nbytes)
     }
     d->n_given--;
     d->used -= nbytes;
-    bool joins_before = before && before->offset + before->nbytes == offset;
-    bool joins_after = after && offset + nbytes == after->offset;
-    if (joins_before) {
-        before->nbytes += nbytes + (joins_after ? after->nbytes : 0);
-        if (joins_after) memmove(after, after + 1, (size_t)(--d->n_free - i) * sizeof *after);
-    } else if (joins_after) {
-        *after = (extent){ offset, nbytes + after->nbytes };
-    } else {
-        memmove(&d->free_space[i + 1], &d->free_space[i], (size_t)(d->n_free++ - i) * sizeof *d->free_space);
-        d->free_space[i] = (extent){ offset, nbytes };
-    }
+    insert(d->free_space, &d->n_free, offset, nbytes);
 }
 
 /* -- the caller's side of jobs ----------------------------------------------------------------------------------- */
@@ -718,9 +808,9 @@ static int submit(ps_disk *d, int way, int64_t offset, uint8_t *mem, int64_t nby
     if (offset < 0 || offset % PS_DIRECT_ALIGN || !mem || (uintptr_t)mem % PS_DIRECT_ALIGN)
         return ps_fail(PS_EINVAL, "disk tier: a transfer at offset %lld, address %p; both must be multiples of %d",
                        (long long)offset, (void *)mem, PS_DIRECT_ALIGN);
-    if (nbytes > d->capacity || offset > d->capacity - nbytes)
+    if (nbytes > d->end || offset > d->end - nbytes)
         return ps_fail(PS_ERANGE, "disk tier in %s: %lld bytes at offset %lld are beyond its end at %lld bytes",
-                       d->folder, (long long)nbytes, (long long)offset, (long long)d->capacity);
+                       d->folder, (long long)nbytes, (long long)offset, (long long)d->end);
     ps_disk_job *job = ps_alloc0(sizeof *job);
     if (!job) return ps_fail_nomem(sizeof *job);
     job->way = way, job->offset = offset, job->mem = mem, job->nbytes = nbytes;

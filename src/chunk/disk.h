@@ -12,7 +12,7 @@ typedef struct ps_disk ps_disk;
 typedef struct ps_disk_job ps_disk_job;
 
 typedef struct ps_disk_info {
-    int64_t capacity, used;           /* bytes of the file, and of its extents */
+    int64_t capacity, used;           /* bytes of the file on the disk, and of its extents */
     int64_t bytes_read, bytes_written;
     double busy_s;                    /* seconds with at least one job under way */
     bool uring, direct;               /* whether io_uring is used; whether O_DIRECT is, not the page cache */
@@ -28,8 +28,9 @@ int ps_disk_check_sums(ps_disk *disk);
 int ps_disk_pretend(int64_t nbytes, ps_disk **out);
 /* Waits for the transfers under way, drops other jobs, and frees everything. */
 void ps_disk_close(ps_disk *disk);
-/* Allocates the first free extent that is large enough. The message of PS_ENOSPC contains the free bytes and the
- * number of free extents. */
+/* Allocates the first free extent that is large enough. If there is none, but enough bytes are free in total, moves the
+ * space of smaller extents to the file's end or into an earlier hole; the file then has holes. The message of PS_ENOSPC
+ * contains the free bytes and the number of free extents. */
 int ps_disk_extent_new(ps_disk *disk, int64_t nbytes, int64_t *offset);
 /* Frees an extent. The arguments are those of its allocation. */
 void ps_disk_extent_free(ps_disk *disk, int64_t offset, int64_t nbytes);
