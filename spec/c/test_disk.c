@@ -176,7 +176,8 @@ static int64_t space_of(int fd)
 /* An extent is found whenever as many bytes are free, also in small pieces, and the file takes no more of the disk. */
 static void test_holes(void)
 {
-    enum { BLOCKS = 64, MOST = 64 * BLOCKS, TURNS = 4000 };
+    enum { BLOCKS = 64, MOST = 64 * BLOCKS, TURNS = 4000,
+           OWN_BLOCKS = 8 };                       /* that the file system may need for its list of extents */
     static uint8_t owner[MOST];
     static struct { int64_t at, n; uint8_t mark; } live[BLOCKS];
     uint8_t *memory = aligned_alloc(BLOCK, BLOCKS * BLOCK);
@@ -188,6 +189,11 @@ static void test_holes(void)
     memset(owner, 0, sizeof owner);
     if (!memory || !OK(ps_disk_open(folder, BLOCKS * BLOCK, 1, &d))) return free(memory);
     int fd = find_fd("(deleted)");
+    if (fallocate(fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, 0, BLOCK) < 0) {
+        printf("skipped: the file system of %s has no holes: %s\n", folder, strerror(errno));
+        ps_disk_close(d);
+        return free(memory);
+    }
     for (int turn = 0; turn < TURNS; turn++) {
         int64_t n = 1 + (int64_t)draw(draw(4) ? 4 : 20), at = -1;
         if (n_live && (draw(100) < 45 || used + n > BLOCKS)) {
@@ -219,7 +225,7 @@ static void test_holes(void)
         OK(ps_disk_wait(d, job, true));
         live[n_live].at = at, live[n_live].n = n, live[n_live++].mark = mark;
         used += n;
-        CHECK(space_of(fd) <= (BLOCKS + 1) * BLOCK);       /* a file system may add a block of its own */
+        CHECK(space_of(fd) <= (BLOCKS + OWN_BLOCKS) * BLOCK);
     }
     CHECK(moved > TURNS / 100);
     ps_disk_get_info(d, &info);
