@@ -56,6 +56,12 @@ describe("the environment of a rank", function()
     assert.equal(29400, read(with(held, { TORCHELASTIC_USE_AGENT_STORE = "False" })).master_port)
     assert.equal(65534, read(with(held, { MASTER_PORT = "65535" })).master_port)
     assert.equal(31000, read(with(held, { PS_MASTER_PORT = "31000" })).master_port)
+    -- torchrun --standalone draws a port from those of outgoing connections
+    local alone = with(held, { LOCAL_WORLD_SIZE = "8", LOCAL_RANK = "5", MASTER_PORT = "45611" })
+    local port = read(alone).master_port
+    assert.truthy(port >= 10000 and port < 30000, port)
+    assert.equal(port, read(with(alone, { RANK = "0", LOCAL_RANK = "0" })).master_port)
+    assert.equal(45612, read(with(held, { MASTER_PORT = "45611" })).master_port)           -- several machines
     local moved = with(held, { PS_MASTER_PORT = "31000", PS_MASTER_ADDR = "other" })
     assert.equal("tcp://other:31000", read(moved).rendezvous)
   end)

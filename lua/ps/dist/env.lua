@@ -20,6 +20,7 @@ local env = {}
 ---@field rendezvous string?           "tcp://host:port" or "file:///path"; nil for one process
 
 local FIRST_PORT, PORTS = 10000, 20000       -- ports derived from a job's id, below the system's range
+local SYSTEM_PORT = 32768                    -- Linux gives ports from here on to outgoing connections
 local USUAL_PORT = 29500                     -- port if only MASTER_ADDR is set, as in DeepSpeed
 local MOST_HOSTS = 65536
 
@@ -307,17 +308,23 @@ local function check_rendezvous(name, value)
   return value
 end
 
+-- Returns the port for rank 0 if torchrun's agent uses `port` itself. torchrun --standalone draws a port from those of
+-- outgoing connections, so the next port can be in use.
+local function port_by_agent(port, one_node)
+  if one_node and port >= SYSTEM_PORT then return port_from(tostring(port)) end
+  return port < 65535 and port + 1 or port - 1
+end
+
 -- Derives master_addr, master_port and rendezvous from the values found.
 local function meet(get, found, ppid)
   local addr = host(get, "PS_MASTER_ADDR") or host(get, "MASTER_ADDR")
   local addr_given = addr ~= nil
   local own = number(get, "PS_MASTER_PORT", 1, 65535)
   local port = number(get, "MASTER_PORT", 1, 65535)
-  -- MASTER_PORT itself is used by torchrun's agent.
-  if port and found.agent_port then port = port < 65535 and port + 1 or port - 1 end
+  local one_node = machines_of(found) == 1
+  if port and found.agent_port then port = port_by_agent(port, one_node) end
   port = own or port
   if found.world_size == 1 then return addr, port, nil end
-  local one_node = machines_of(found) == 1
   if not addr and one_node then addr = "127.0.0.1" end
   if not addr and found.source ~= "torchrun" and found.source ~= "flags" then addr = slurm_first_host(get) end
   if not addr then
