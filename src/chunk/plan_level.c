@@ -4,9 +4,9 @@
  *
  * Two cursors walk the stream. The take cursor allocates space for chunks, and the use cursor follows it. The space
  * taken between them is at most the read-ahead depth, and the large chunks of one moment: otherwise each use of such a
- * chunk would wait for the whole copy. A chunk with an event between the cursors is busy and stays. Every
- * other chunk here is a candidate for eviction, and its next event is after the take cursor. All state is that at the
- * take cursor. Therefore no prefix of the list of moves holds more than the tier's capacity. */
+ * chunk would wait for the whole copy. A chunk with an event between the cursors is busy and stays. Every other chunk
+ * here is a candidate for eviction, and its next event is after the take cursor. All state is that at the take cursor.
+ * Therefore no prefix of the list of moves holds more than the tier's capacity. */
 #include <float.h>
 #include <string.h>
 #include "base/alloc.h"

@@ -274,8 +274,9 @@ static int fill_request(ps_chunks *cs, const ps_trace *trace, request *r)
         } else if (t + 1 < cs->n_tiers && !is_disk(cs, t + 1)) {
             ahead = r->in.capacity[t] / 2;   /* a forward uses the same chunks in half a backward's time */
         } else {
-            /* Six chunks of mean size, which are two sets that Adam fetches. If one chunk is far larger, two thirds of
-             * it: with this depth, a Llama of 8 B waits half as long, and more would move more bytes. */
+            /* Six chunks of mean size are two sets that Adam fetches. If one chunk is far larger, the depth is two
+             * thirds of it. 8 layers of a Llama of 8 B then wait half as long. With the whole chunk as the depth, the
+             * planned steps of all its 32 layers would move 9 % more bytes. */
             int64_t sets = n > 0 ? total / n * 6 : 0;
             if (sets < largest / 3 * 2) sets = largest / 3 * 2;
             if (ahead > sets) ahead = sets;

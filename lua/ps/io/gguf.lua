@@ -139,6 +139,21 @@ function gguf.is_path(path) return path:match("%.gguf$") ~= nil end
 ---@return string[]
 function gguf.paths(path) return (parts_of(path)) or { path } end
 
+--- Returns the metadata entries of a file whose keys match a pattern, in the file's order.
+---@param file ps.Gguf
+---@param pattern string
+---@return ps.gguf.Entry[]
+function gguf.entries(file, pattern)
+  local entries = {}
+  for _, key in ipairs(file:keys()) do
+    if key:match(pattern) then
+      local value, kind = file:meta(key)
+      entries[#entries + 1] = { key, kind, value }
+    end
+  end
+  return entries
+end
+
 --- Raises an error if a path to write is the name of one of several parts. Files are written whole, so the file could
 --- not be opened by this name, and it could replace a part of the model that is read.
 ---@param path string

@@ -200,26 +200,23 @@ local function name_of(model, path)
   return table.concat(words, " ")
 end
 
--- Keys of a file that do not describe its model but the file itself, or that save_gguf writes anyway.
-local OF_FILE = { architecture = true, type = true, size_label = true, file_type = true, quantization_version = true,
-  alignment = true }
+-- Keys that describe the file and not its model, or that save_gguf computes.
+local OF_FILE = {}
+for _, key in ipairs { "architecture", "type", "size_label", "file_type", "quantization_version", "alignment" } do
+  OF_FILE["general." .. key] = true
+end
 
--- Returns the entries general.* of the model's GGUF file, such as its name and license, by key. There are none if the
--- model is not from a GGUF file.
+-- Returns the model's name in its GGUF file, or nil, and the file's other entries general.*, such as the license. The
+-- list is empty if the model is not from a GGUF file.
 local function described(model)
-  if not model.source or not io_gguf.is_path(model.source) then return {} end
-  return io_gguf.with(model.source, function(file)
-    local entries = {}
-    for _, key in ipairs(file:keys()) do
-      local short = key:match "^general%.(.*)$"
-      if short and not OF_FILE[short] then
-        local value, kind = file:meta(key)
-        entries[#entries + 1] = { key, kind, value }
-        entries[key] = value
-      end
+  local name, entries = nil, {}
+  if not model.source or not io_gguf.is_path(model.source) then return name, entries end
+  for _, one in ipairs(io_gguf.with(model.source, function(file) return io_gguf.entries(file, "^general%.") end)) do
+    if one[1] == "general.name" then name = one[3]
+    elseif not OF_FILE[one[1]] then entries[#entries + 1] = one
     end
-    return entries
-  end)
+  end
+  return name, entries
 end
 
 local OPTIONS = { type = "string", name = "string", pre = "string", certified = "boolean" }
@@ -248,11 +245,11 @@ end
 function gguf.write(model, all, path, given, group)
   local options, kind, arch_name, arch = begin(model, path, given)
   local list, by_name, parameters = declared(model, arch, all, kind)
-  local more
-  agree.run(group, function() more = described(model) end)
+  local title, more
+  agree.run(group, function() title, more = described(model) end)
   local meta, stretched = entries_of(model, arch_name, arch, kind, parameters,
-    options.name or more["general.name"] or name_of(model, path))
-  for _, one in ipairs(more) do if one[1] ~= "general.name" then meta[#meta + 1] = one end end
+    options.name or title or name_of(model, path))
+  for _, one in ipairs(more) do meta[#meta + 1] = one end
   local plain = #meta
   agree.run(group, function()
     local adds

@@ -194,15 +194,7 @@ end
 -- Returns the tokenizer entries of a GGUF file, copied key by key.
 local function copied(path)
   return io_gguf.with(path, function(file)
-    local entries = {}
-    if not gguf_tokenizer.kind(file) then return entries end
-    for _, key in ipairs(file:keys()) do
-      if key:match "^tokenizer%." then
-        local value, kind = file:meta(key)
-        entries[#entries + 1] = { key, kind, value }
-      end
-    end
-    return entries
+    return gguf_tokenizer.kind(file) and io_gguf.entries(file, "^tokenizer%.") or {}
   end)
 end
 
