@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Ops that are one kernel on other devices and a chain of existing kernels on the cpu. Their bits are those of the
- * separate ops. */
+ * Ops that other devices run as one kernel. The cpu runs them as a chain of existing kernels, so that the result has
+ * the same bits as the separate ops. */
 #include <string.h>
 #include "backend/cpu/cpu.h"
 #include "base/error.h"
 
-/* All contexts of a process share these kernels. */
+/* The kernels of the cpu backend and of the fallback. All contexts of a process share them. */
 static ps_kernel kernels[2][PS_OP_COUNT];
 
 void ps_cpu_chain_open(const ps_kernel *own, const ps_kernel *fallback)
@@ -16,7 +16,8 @@ void ps_cpu_chain_open(const ps_kernel *own, const ps_kernel *fallback)
 
 static const ps_view absent = { .ndim = -1 };
 
-/* Runs one kernel of the chain: this backend's kernel or, if it does not support the types, the fallback's kernel. */
+/* Runs one kernel of the chain. Uses this backend's kernel, or the fallback's kernel if this backend does not support
+ * the types. */
 static int run(ps_call *call, int op, const void *attrs, int n_in, const ps_view *in, ps_view *out)
 {
     ps_call one = *call;
@@ -28,12 +29,12 @@ static int run(ps_call *call, int op, const void *attrs, int n_in, const ps_view
     return rc;
 }
 
-/* Computes db = (or +=) the sum of d [..., O] over all but the last dimension. */
+/* Sums d [..., O] over all dimensions except the last, and stores the sum in db or adds it to db. */
 static int sum_rows(ps_call *call, const ps_view *d, ps_view *db, int add)
 {
     ps_attrs_sum attrs = { .dims = (1u << (d->ndim - 1)) - 1, .accumulate = add };
     if (d->ndim > 1) return run(call, PS_OP_sum, &attrs, 1, d, db);
-    ps_attrs_axpy_ one = { .alpha = 1 };                     /* the sum has a single row */
+    ps_attrs_axpy_ one = { .alpha = 1 };                     /* d has a single row, so the sum is that row */
     ps_attrs_copy_ none = { 0 };
     ps_view in[2] = { *db, *d };
     return add ? run(call, PS_OP_axpy_, &one, 2, in, db) : run(call, PS_OP_copy_, &none, 2, in, db);
@@ -57,7 +58,8 @@ int ps_cpu_linear_grad(ps_call *call)
     return sum_rows(call, dy, &call->out[1], at->add_b);
 }
 
-/* Allocates v if it is absent, with the type and shape of `like` and a last dimension of size `last`. */
+/* Allocates v if the caller did not provide it. The new tensor has the type and shape of `like`, except that its last
+ * dimension has the size `last`. */
 static int make(ps_call *call, ps_view *v, const ps_view *like, int64_t last)
 {
     if (ps_has(v)) return 0;

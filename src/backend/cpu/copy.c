@@ -1,20 +1,21 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Copies bytes from the caller's memory or a file to tensors, and back. Large copies use all compute threads: loaded
- * weights go to memory that is touched for the first time, and the system clears such memory page by page. */
+ * Copies bytes from the caller's memory or a file to tensors, and back. Large copies use all compute threads. The
+ * reason is that loaded weights go to new memory. The system clears new memory page by page at the first access, and
+ * several threads do this faster. */
 #include "backend/cpu/cpu.h"
 #include <stdatomic.h>
 #include <string.h>
 #include "base/error.h"
 
-enum { PIECE = 2 << 20 };             /* size of a huge page; the system clears a huge page as a whole */
+enum { PIECE = 2 << 20 };             /* size of a huge page, which the system clears as a whole */
 
-/* Reads large data in pieces, on all threads. After an error, the remaining pieces are skipped. */
+/* Reads large data in pieces, on all threads. After an error, the function skips the remaining pieces. */
 int ps_cpu_load(ps_backend *be, void *dst, ps_reader read, const void *from, int64_t at, size_t nbytes)
 {
     int64_t pieces = (int64_t)(nbytes / PIECE);
     if (pieces < 2) return read(from, at, dst, (int64_t)nbytes);
-    size_t head = (size_t)(-(uintptr_t)dst % PIECE);         /* bytes before the first huge-page boundary, where
-                                                              * piece 1 begins */
+    size_t head = (size_t)(-(uintptr_t)dst % PIECE);         /* number of bytes before the first huge-page boundary;
+                                                                piece 1 begins at that boundary */
     ps_error_kept error = { .code = 0 };
     atomic_bool failed = false;
 #pragma omp parallel for schedule(dynamic)
@@ -35,8 +36,9 @@ static int read_memory(const void *from, int64_t at, void *dst, int64_t nbytes)
     return 0;
 }
 
-/* Uses one thread if source and destination overlap: with several threads, one could overwrite bytes that another
- * has not read yet. They can overlap if a tensor that borrows its bytes is written from the lender's memory. */
+/* Copies on one thread if source and destination overlap, because with several threads one thread could overwrite bytes
+ * that another thread has not read yet. An overlap is possible if a tensor borrows its bytes and is written from the
+ * lender's memory. */
 int ps_cpu_copy(ps_backend *be, void *dst, const void *src, size_t nbytes)
 {
     uintptr_t to = (uintptr_t)dst, from = (uintptr_t)src;

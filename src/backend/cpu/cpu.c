@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Opens the cpu backend: chooses the instruction set and fills the kernel table. Ops without a kernel here run on
- * ref. PS_CPU_ISA=sse2|avx2|avx512 selects a lower set. The vector kernels compute the same bits with each set. */
+ * Opens the cpu backend. This file chooses the instruction set and fills the kernel table. Ops without a kernel here
+ * run on ref. PS_CPU_ISA=sse2|avx2|avx512 selects a lower set. The vector kernels compute the same bits with each
+ * set. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -43,7 +44,7 @@ typedef struct isa {
 #define DECLARE_avx512(family) void ps_cpu_fill_##family##_avx512(ps_kernel *k);
 #define FILL_avx512(family) ps_cpu_fill_##family##_avx512(k);
 
-/* Instruction sets, from lowest to highest. "sse2" runs on every machine. */
+/* The instruction sets, from lowest to highest. "sse2" runs on every machine. */
 ISA(sse2)
 #if defined(__x86_64__)
 ISA(avx2)
@@ -57,9 +58,9 @@ static const isa sets[] = {
       ps_cpu_packed_dots_avx512, ps_cpu_unpack_avx512, ps_cpu_int8_dots_avx512, ps_cpu_round_int8_avx512 },
 };
 
-/* Returns the index of the best set. Checks for all instructions that the compiler may use under -march=x86-64-v3
- * and v4, and whether the system saves their registers. It looks f16c, movbe and lzcnt up in cpuid, because not
- * every compiler has names for them. */
+/* Returns the index of the best set that the machine supports. The function checks all instructions that the compiler
+ * may use with -march=x86-64-v3 and v4. It also checks that the system saves the registers of these sets. It looks up
+ * f16c, movbe and lzcnt in cpuid, because some compilers have no names for them. */
 static int best_set(void)
 {
     unsigned a, b, c, d, ext;
@@ -78,7 +79,8 @@ static const isa sets[] = { { "sse2", 16, fill_sse2, ps_cpu_loss_row_sse2, ps_cp
 static int best_set(void) { return 0; }
 #endif
 
-/* Sets *out to the instruction set that an environment variable names, or to the best set of this machine. */
+/* Sets *out to the instruction set that the environment variable names. If the variable is not set, sets *out to the
+ * best set of this machine. */
 static int choose_set(const char *variable, const isa **out)
 {
     const char *want = getenv(variable);
@@ -142,7 +144,7 @@ bool ps_cpu_has_set(const char *name)
 }
 
 /* -- scratch memory, for dry runs --------------------------------------------------------------------------------- */
-/* Returns true for ops whose kernels use workspace. These kernels support ps_call.dry. */
+/* Returns true if the op's kernel uses workspace. Such a kernel supports ps_call.dry. */
 bool ps_cpu_asks(int op)
 {
     switch (op) {
@@ -167,8 +169,8 @@ static void *count(ps_call *call, size_t nbytes)
     return (void *)(uintptr_t)4096;                          /* never accessed */
 }
 
-/* Returns the bytes of all the kernel's allocations together, because dispatch frees them only after the kernel has
- * returned. */
+/* Returns the total size in bytes of all allocations that the kernel makes. The sizes are added, because dispatch frees
+ * the allocations only after the kernel has returned. */
 static int64_t scratch_nbytes(ps_backend *be, const ps_call *call)
 {
     int64_t asked = 0;

@@ -1,11 +1,12 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The op lm_loss on the cpu: logits = x w^T + bias, cross entropy, dx, dw and db. It processes panels of rows, so
- * that only one panel of logits exists at a time. ps_cpu_loss_row replaces the logits by their gradient in place.
+ * The op lm_loss on the cpu. It computes logits = x w^T + bias, the cross entropy, and the gradients dx, dw and db. The
+ * rows of x are processed in panels, so that only one panel of logits exists at a time. ps_cpu_loss_row replaces the
+ * logits in place by their gradient.
  *
- * Rounding: logits and their gradients have the type of x, or fp32 if products of that type are computed in fp32
- * anyway. dw is summed over a panel's rows in fp32 and rounded to its type once per panel. db is summed over all
- * rows in fp32, in row order. Losses are added in double, in row order. The panels depend only on the shapes
- * (base/panels.h). */
+ * Rounding: The logits and their gradients have the type of x. They are fp32 instead if products of that type are
+ * computed in fp32 anyway. For each panel, dw is summed over the panel's rows in fp32 and rounded to the type of dw. db
+ * is summed over all rows in fp32, in row order. The losses are added in double, in row order. The division into panels
+ * depends only on the shapes (base/panels.h). */
 #include "backend/cpu/gemm.h"
 #include "base/error.h"
 #include "base/panels.h"
@@ -13,23 +14,24 @@
 
 enum {
     DB_COLUMNS = 1024,
-    DW_ROWS = 2048              /* rows of dw that are computed at a time, so that they stay in the cache (20 %
-                                 * faster with 50,257 words) */
+    DW_ROWS = 2048              /* number of rows of dw that are computed at a time, so that they stay in the cache (20
+                                   % faster with 50,257 words) */
 };
 
 typedef struct problem {
     ps_call *call;
     ps_gemm_space space;
     const ps_view *x, *w, *target;
-    const ps_view *dx, *dw, *db;                /* NULL if not wanted */
-    const ps_view *bias;        /* [V], or NULL */
-    int64_t N, V, C;            /* x [N, C], w [V, C], target [N] */
+    const ps_view *dx, *dw, *db;                /* NULL if the caller does not want it */
+    const ps_view *bias;        /* [V], or NULL if there is no bias */
+    int64_t N, V, C;            /* x is [N, C], w is [V, C], target is [N] */
     int64_t ignore;
-    int type;                   /* of logits */
+    int type;                   /* type of the logits */
     void *logits;               /* [panel rows, V] */
-    float *loss;                /* [N] */
-    int64_t hits;               /* number of rows in which the target's logit is the first of the largest */
-    float *db_sum;              /* [V], if db is wanted */
+    float *loss;                /* losses of the rows, [N] */
+    int64_t hits;               /* number of rows whose target has the largest logit and no earlier token has an equal
+                                   logit */
+    float *db_sum;              /* [V], allocated only if db is wanted */
 } problem;
 
 static int64_t target_at(const problem *p, int64_t i)
@@ -54,7 +56,7 @@ static int count_targets(const problem *p, int64_t *count)
     return 0;
 }
 
-/* Computes dw = (or +=) dlogits^T x, over rows [first, first + rows) of x. */
+/* Computes dlogits^T x over rows [first, first + rows) of x, and stores the product in dw or adds it to dw. */
 static int add_dw(problem *p, int64_t first, int64_t rows)
 {
     int64_t step = p->V < 2 * DW_ROWS ? p->V : DW_ROWS;
@@ -69,7 +71,7 @@ static int add_dw(problem *p, int64_t first, int64_t rows)
     return 0;
 }
 
-/* Adds the rows of a panel's dlogits to db_sum, in order. The columns are divided among the threads. */
+/* Adds the rows of a panel's dlogits to db_sum, in row order. The threads share out the columns. */
 static void add_db(const problem *p, int64_t rows)
 {
 #pragma omp parallel for schedule(static) if (rows * p->V > PS_PAR_MIN)
@@ -144,7 +146,7 @@ int ps_cpu_lm_loss(ps_call *call)
     if (p.db) ps_cpu_row_store(p.db->data, p.db_sum, p.V, p.db->dtype);
     double sum = 0;
     for (int64_t i = 0; i < p.N; i++) sum += p.loss[i];
-    bool mean = attrs->reduction == 1 && count > 0;          /* without rows the mean is 0 */
+    bool mean = attrs->reduction == 1 && count > 0;          /* the mean over no rows is 0 */
     *(float *)call->out[0].data = (float)(mean ? sum / (double)count : sum);
     if (attrs->want_hits && ps_has(&call->out[4])) {
         int64_t *hits = call->out[4].data;

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The ops matmul and linear on the cpu, which pass operands of any strides to onednn.c as matrices. If the strides
- * allow it, dimensions are merged and matrices are marked as transposed. Otherwise the operand is copied to
- * workspace. Types other than fp32, bf16 and fp16 are left to the fallback. */
+ * The ops matmul and linear on the cpu. They accept operands with any strides, and pass them to onednn.c as matrices.
+ * If the strides allow it, dimensions are merged and a matrix is marked as transposed. Otherwise the operand is copied
+ * to workspace. The fallback computes all types other than fp32, bf16 and fp16. */
 #include "backend/cpu/gemm.h"
 #include "backend/dims.h"
 #include "base/error.h"
@@ -9,7 +9,8 @@
 
 static bool multiplies(const ps_view *v) { return v->dtype == PS_F32 || v->dtype == PS_BF16 || v->dtype == PS_F16; }
 
-/* Returns true if oneDNN accepts the matrix: one stride is 1 and lines do not overlap. */
+/* Returns true if oneDNN accepts the matrix. One of its strides must be 1, and its lines must not overlap. Adjusts the
+ * stride of a dimension of size 1 if that makes the matrix acceptable. */
 static bool is_plain(ps_mat *m)
 {
     if (m->cols == 1 && m->stride_row >= 1) m->stride_col = 1;
@@ -39,7 +40,7 @@ static void pack(const ps_view *v, void *dst)
     }
 }
 
-/* Makes v contiguous by copying it to workspace. */
+/* Makes v contiguous. The elements are copied to workspace. */
 static int pack_view(ps_call *call, ps_view *v)
 {
     void *p = call->scratch(call, (size_t)(v->numel * ps_dtype_bytes(v->dtype)));
@@ -51,7 +52,7 @@ static int pack_view(ps_call *call, ps_view *v)
     return 0;
 }
 
-/* Describes v [..., cols] as the matrix [rows, cols], and copies it first if its strides require that. */
+/* Describes v [..., cols] as the matrix [rows, cols]. If the strides of v do not allow this, copies v first. */
 static int rows_matrix(ps_call *call, const ps_view *given, ps_mat *out)
 {
     ps_view v = *given;
@@ -80,7 +81,7 @@ int ps_cpu_linear(ps_call *call)
     if (y->numel == 0) return 0;
     ps_gemm_space space = { .call = call };
     ps_gemm g = { .batch = 1, .bias_dtype = PS_F32 };
-    if (x->numel == 0) {                                     /* the sums have no terms, so strides do not matter */
+    if (x->numel == 0) {                                     /* the sums have no terms, so the strides do not matter */
         g.a = (ps_mat){ x->data, x->dtype, product(x->shape, x->ndim - 1), 0, 1, 1 };
         g.b = (ps_mat){ w->data, w->dtype, 0, y->shape[y->ndim - 1], 1, 1 };
     } else {
@@ -116,7 +117,7 @@ static ps_mat last_two(const ps_view *v)
 
 static ps_mat turned(ps_mat m) { return (ps_mat){ m.data, m.dtype, m.cols, m.rows, m.stride_col, m.stride_row }; }
 
-/* Describes v as matrices for oneDNN, and makes v contiguous first if oneDNN cannot use it directly. */
+/* Describes v as matrices for oneDNN. If oneDNN cannot read v directly, makes v contiguous first. */
 static int operand(ps_call *call, ps_view *v, ps_mat *out)
 {
     *out = last_two(v);
@@ -126,7 +127,8 @@ static int operand(ps_call *call, ps_view *v, ps_mat *out)
     return is_plain(out) ? 0 : ps_fail(PS_EUNSUP, "a matrix of these strides");
 }
 
-/* If all batches share one b, makes one product of all rows, so that b is packed only once. */
+/* Merges the batch into one product if all products of the batch use the same b. The product then has the rows of all
+ * batches, and b is packed only once. */
 static bool merge_rows(ps_gemm *g, const batch_dims *bd)
 {
     if (bd->ndim != 1 || bd->step[1][0] != 0 || g->a.stride_col != 1 || g->dst.stride_col != 1) return false;
@@ -150,7 +152,7 @@ int ps_cpu_matmul(ps_call *call)
     ps_gemm g = { .batch = 1, .accumulate = attrs->accumulate };
     g.dst = last_two(y);
     if (!is_plain(&g.dst)) return PS_EUNSUP;
-    bool turn = g.dst.stride_col != 1;                       /* y^T = b^T a^T, which writes y by rows */
+    bool turn = g.dst.stride_col != 1;                       /* computes y^T = b^T a^T, which writes y by rows */
     if (va.numel == 0) {
         g.a = (ps_mat){ va.data, va.dtype, va.shape[va.ndim - 2], 0, 1, 1 };
         g.b = (ps_mat){ vb.data, vb.dtype, 0, vb.shape[vb.ndim - 1], 1, 1 };

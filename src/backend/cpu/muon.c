@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Muon and the optimizers that need sums over whole tensors. ref/update.c has the formulas and their sources. Sums
- * are in double: a row is summed from left to right, and rows are added in order, with any number of threads. */
+ * Muon, Adafactor and LAMB, the optimizers that need sums over whole tensors. ref/update.c has the formulas and their
+ * sources. Sums are computed in double. Each row is summed from left to right, and the sums of the rows are added in
+ * order. Hence the result does not depend on the number of threads. */
 #include <math.h>
 #include <string.h>
 #include "backend/cpu/gemm.h"
@@ -9,8 +10,8 @@
 #include "base/update.h"
 
 enum {
-    LEAF = 128,                       /* maximum number of rows of a diagonal block that is computed whole, though it
-                                       * is symmetric */
+    LEAF = 128,                       /* maximum number of rows of a diagonal block; such a block is symmetric but is
+                                         computed whole */
     TILE = 32,
 };
 
@@ -39,8 +40,8 @@ static void set_master(const ps_view *in, int64_t i, float p)
     else if (in[0].dtype == PS_F16) half[i] = ps_f32_to_f16(p);
     else ((float *)in[0].data)[i] = p;
 }
-/* Returns whether this file's kernels support these tensors: fp32 or half parameters, with fp32 masters or
- * remainders. */
+/* Returns true if this file's kernels support these tensors. The parameters must be fp32, bf16 or fp16, with fp32
+ * masters. A bf16 parameter can have a remainder instead of a master. */
 static bool known(const ps_view *in, int each)
 {
     bool low = in[1].dtype == PS_U8, half = in[0].dtype == PS_BF16 || in[0].dtype == PS_F16;
@@ -57,23 +58,26 @@ static double in_order(const double *x, int64_t n)
 }
 
 /* -- Muon ---------------------------------------------------------------------------------------------------------- */
-/* The state of Muon's iterations X' = (a I + b A + c A A) X with A = X X^T, computed as X' = q (X + P X) with
+/* The state of Muon's iteration X' = (a I + b A + c A A) X with A = X X^T. The iteration is computed as X' = q (X + P
+ * X) with
  *     E = A - s I,  P = ((b + 2 c s) E + c E E) / q,  q = a + b s + c s s.
- * In the last iterations A is near I. Then b A and c A A nearly cancel, which would amplify the products' rounding
- * errors. With s I near A, E and its rounding errors are small. Operands of half types have no shift: in the first
- * iterations A is small, and the rounding of A - s I would remove most of its digits. X is stored divided by
- * `scale`, the product of all q so far, so that the last product adds X itself. */
+ * The shift s reduces rounding errors. In the last iterations A is near I. Then b A and c A A nearly cancel, which
+ * would amplify the rounding errors of the products. If s I is near A, E is small, and so are its rounding errors.
+ * Operands of half types have no shift (s = 0). In the first iterations A is small, and rounding A - s I to a half type
+ * would remove most of the digits of A.
+ * X is stored divided by `scale`, the product of all q so far, so that the last product of an iteration adds X
+ * itself. */
 typedef struct matrices {
     ps_call *call;
     ps_gemm_space space;
-    int type;                         /* type of the products' operands */
-    int64_t R, C;                     /* sizes, R <= C */
-    void *x, *y, *gram, *poly;        /* x and y are [R, C], gram and poly are [R, R] */
-    float *sums;                      /* [R, C] fp32, in the memory of y if y is fp32 */
+    int type;                         /* type of the operands of the products */
+    int64_t R, C;                     /* sizes of X, with R <= C */
+    void *x, *y, *gram, *poly;        /* x and y are [R, C]; gram and poly are [R, R] */
+    float *sums;                      /* [R, C] in fp32; shares the memory of y if y is fp32 */
     double shift, q, scale;
 } matrices;
 
-/* The shift s for fp32 operands. For random matrices the errors are smallest with shifts from 0.6 to 0.7. */
+/* The shift s for fp32 operands. For random matrices, the errors are smallest with a shift from 0.6 to 0.7. */
 static const double SHIFT = 0.65;
 
 static int64_t size_of(const matrices *m) { return m->type == PS_F32 ? 4 : 2; }
@@ -88,8 +92,8 @@ static void store(const matrices *m, void *p, int64_t i, float value)
     else ((uint16_t *)p)[i] = ps_f32_to_bf16(value);
 }
 
-/* Computes rows i0 to i0 + rows, columns j0 to j0 + cols of dst [R, R] = a a^T. If `a` is not m->x, it is symmetric,
- * and a a is computed instead. K: columns of `a`. */
+/* Computes a block of dst [R, R] = a a^T. The block has rows i0 to i0 + rows and columns j0 to j0 + cols. If `a` is not
+ * m->x, it is symmetric, and the function computes a a instead. K is the number of columns of `a`. */
 static int block(matrices *m, float *dst, void *a, int64_t K, int64_t i0, int64_t rows, int64_t j0, int64_t cols)
 {
     bool turned = a == m->x;
@@ -100,7 +104,7 @@ static int block(matrices *m, float *dst, void *a, int64_t K, int64_t i0, int64_
     g.dst = (ps_mat){ dst + i0 * m->R + j0, PS_F32, rows, cols, m->R, 1 };
     return ps_cpu_gemm_run(&m->space, &g);
 }
-/* Computes the lower half of the diagonal block of rows [first, first + n), or the whole block if n <= LEAF. */
+/* Computes the lower half of the diagonal block of rows [first, first + n). If n <= LEAF, computes the whole block. */
 static int lower(matrices *m, float *dst, void *a, int64_t K, int64_t first, int64_t n)
 {
     if (n <= LEAF) return block(m, dst, a, K, first, n, first, n);
@@ -109,7 +113,8 @@ static int lower(matrices *m, float *dst, void *a, int64_t K, int64_t first, int
     PS_TRY(block(m, dst, a, K, first + top, n - top, first, top));
     return lower(m, dst, a, K, first + top, n - top);
 }
-/* Computes dst [R, R] = alpha sum + beta add + diagonal I. Reads only the lower half of `sum`; dst can be `sum`. */
+/* Computes the symmetric matrix dst [R, R] = alpha sum + beta add + diagonal I. Reads only the lower half of `sum`. dst
+ * may be the same matrix as `sum`. */
 static void mirror(const matrices *m, void *dst, const float *sum, float alpha, const void *add, float beta,
                    float diagonal)
 {
@@ -137,7 +142,7 @@ static void mirror(const matrices *m, void *dst, const float *sum, float alpha, 
         }
 }
 
-/* Multiplies x by its scale if the scale has become very large or small, before x leaves the range of its type. */
+/* Multiplies x by m->scale if the scale has become very large or very small. This keeps x in the range of its type. */
 static void rescale(matrices *m)
 {
     int64_t n = m->R * m->C;
@@ -169,11 +174,11 @@ static int iterate(matrices *m, const ps_attrs_muon_ *a)
     return 0;
 }
 
-/* Returns whether x holds the transposed parameter, so that R <= C. */
+/* Returns true if x contains the transposed parameter, so that R <= C. */
 static bool is_turned(const ps_view *in) { return in->shape[0] > in->shape[1]; }
 
-/* Updates the momentum, and writes the update to u [R, C]. by_row: sums of the update's squares, one for each row of
- * the parameter. */
+/* Updates the momentum of n rows, beginning at row `first`, and writes their update to u [R, C]. Stores in by_row, for
+ * each row of the parameter, the sum of the squares of the row's update. */
 static void begin_rows(const ps_attrs_muon_ *a, const ps_view *in, float *u, double *by_row, int64_t first, int64_t n)
 {
     int64_t rows = in->shape[0], cols = in->shape[1];
@@ -212,7 +217,7 @@ static void begin(matrices *m, const ps_attrs_muon_ *a, const ps_view *in, float
     for (int64_t i = 0; i < n; i++) store(m, m->x, i, u[i] * inv);
 }
 
-/* Multiplies rows [first, first + n) of the master by `keep`, and subtracts `rate` times x. */
+/* Multiplies rows [first, first + n) of the master by `keep`, and subtracts x times `rate` from them. */
 static void end_rows(const matrices *m, const ps_view *in, float keep, float rate, int64_t first, int64_t n)
 {
     int64_t rows = in->shape[0], cols = in->shape[1];
@@ -267,14 +272,15 @@ int ps_cpu_muon(ps_call *call)
 }
 
 /* -- Adafactor ----------------------------------------------------------------------------------------------------- */
-/* A tensor [batch, R, C] with its averages. A vector is [1, 1, C], and each of its elements has its own average. */
+/* A tensor [batch, R, C] with its averages. A vector has the shape [1, 1, C], and it has one average for each
+ * element. */
 typedef struct factored {
     const ps_attrs_adafactor_ *a;
     const ps_view *in;
     int64_t batch, R, C;
     bool matrix;
-    double *by_row;                   /* [batch R] row sums */
-    double *row_mean;                 /* [batch] */
+    double *by_row;                   /* sums of rows, [batch R] */
+    double *row_mean;                 /* for each matrix of the batch, the mean of its row averages, [batch] */
 } factored;
 
 static double squared(const factored *f, int64_t i)
@@ -282,7 +288,7 @@ static double squared(const factored *f, int64_t i)
     float g = grad_at(f->in, i) * (float)f->a->grad_scale;
     return (double)g * g + (f->a->hugging_face ? f->a->eps1 : 0);
 }
-/* Returns the update of an element in row `row`, before it is clipped. */
+/* Returns the update of the element in row `row` and column c, before the update is clipped. */
 static float factored_update(const factored *f, int64_t row, int64_t c)
 {
     const ps_attrs_adafactor_ *a = f->a;
@@ -338,7 +344,7 @@ static void adafactor(const factored *f)
     const ps_view *in = f->in;
     int64_t n_rows = f->batch * f->R, C = f->C;
     double take = pow((double)a->t, a->beta2_decay), n = (double)in->numel, rms = 0;
-    if (!a->hugging_face || a->scale_parameter) {            /* in the other case the rate does not depend on rms */
+    if (!a->hugging_face || a->scale_parameter) {            /* otherwise the rate does not depend on rms */
 #pragma omp parallel for schedule(static) if (n_rows * C > PS_PAR_MIN)
         for (int64_t r = 0; r < n_rows; r++) {
             f->by_row[r] = 0;

@@ -1,12 +1,16 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Matrix products by oneDNN, through the C APIs of 2.x and 3.x. Only the section "two APIs" depends on the version.
+ * Matrix products by oneDNN, through the C APIs of its versions 2.x and 3.x. Only the section "two APIs" depends on the
+ * version.
  *
- * A key describes a product: sizes, strides, types, options, threads. Its primitive and memory objects are created
- * once and kept in a bounded table; later calls only set pointers. oneDNN's scratchpad is the call's workspace. The
- * "gemm" implementations also allocate buffers for packed matrices (some MiB per thread) from the C library's heap
- * in each call, and no option replaces these buffers. The heap keeps their pages; ps_products_rehearse measures them
- * for the plan. If the machine has no fast instructions for a type (bf16, fp16), or oneDNN rejects a mixture of
- * types, the operands are converted to fp32 in panels of bounded size, and the result is rounded once.
+ * A key describes a product: its sizes, strides, types, options and number of threads. For each key, this file creates
+ * a primitive and memory objects once and keeps them in a bounded table. Later calls only set pointers.
+ *
+ * The call's workspace serves as oneDNN's scratchpad. oneDNN's "gemm" implementations allocate more memory. In each
+ * call they allocate buffers for packed matrices (some MiB per thread) from the C library's heap, and oneDNN has no
+ * option to provide these buffers. The heap keeps their pages. ps_products_rehearse measures these pages for the plan.
+ *
+ * Some operands are converted to fp32 in panels of bounded size. This happens if the machine has no fast instructions
+ * for a type (bf16, fp16), or if oneDNN rejects a mixture of types. The result is rounded once.
  *
  * One lock guards the table and the memory objects, so that contexts of different threads can call this file at the
  * same time. */
@@ -25,14 +29,17 @@
 #endif
 
 enum {
-    CACHE_SLOTS = 2048, CACHE_MAX = 1024,           /* entries of a hash table with open addressing, at most half
-                                                     * full */
-    PANEL_M = 1024, PANEL_N = 1024, PANEL_K = 2048, /* sizes of fp32 panels: 20 MiB in total */
-    DEPTH = 512,                                    /* terms per part of a sum that is computed in parts */
-    SHARED = 2048,                                  /* oneDNN splits sums with this many terms over threads */
-    SCRATCH_MAX = 64 << 20,                         /* implementations that need more memory are skipped */
-    GEMM_SCRATCH_MAX = 24 << 20                     /* limit for "gemm" implementations, which are only slightly
-                                                     * faster */
+    CACHE_SLOTS = 2048, CACHE_MAX = 1024,           /* size of a hash table with open addressing, and its maximum number
+                                                       of entries; at most half of the table is used */
+    PANEL_M = 1024, PANEL_N = 1024, PANEL_K = 2048, /* sizes of the fp32 panels, which together take 20 MiB */
+    DEPTH = 512,                                    /* number of terms in each part of a sum that is computed in
+                                                       parts */
+    SHARED = 2048,                                  /* oneDNN splits a sum with at least this number of terms over
+                                                       threads */
+    SCRATCH_MAX = 64 << 20,                         /* implementations that need more bytes of scratch memory are
+                                                       skipped */
+    GEMM_SCRATCH_MAX = 24 << 20                     /* the same limit for "gemm" implementations, which are only
+                                                       slightly faster */
 };
 
 static dnnl_engine_t engine;
@@ -87,14 +94,15 @@ static void desc_free(shape_desc *d) { (void)d; }
 static dnnl_status_t add_sum(dnnl_post_ops_t ops) { return dnnl_post_ops_append_sum(ops, 1.0f); }
 #endif
 
-/* Iterates over oneDNN's implementations, in its order of preference. */
+/* An iterator over oneDNN's implementations, in oneDNN's order of preference. */
 typedef struct impl_walk {
 #if DNNL_VERSION_MAJOR < 3
-    dnnl_matmul_desc_t op;                           /* the iterator reads it, so it must live as long */
+    dnnl_matmul_desc_t op;                           /* the iterator reads it, so it must exist as long as the
+                                                        iterator */
     dnnl_primitive_desc_iterator_t it;
 #endif
-    dnnl_primitive_desc_t pd;                        /* current implementation; the walk owns it until the caller
-                                                      * takes it */
+    dnnl_primitive_desc_t pd;                        /* the current implementation; the walk owns it until the caller
+                                                        takes it */
 } impl_walk;
 
 #if DNNL_VERSION_MAJOR >= 3
@@ -134,16 +142,18 @@ static void walk_end(impl_walk *w)
 #endif
 
 /* -- the table of primitives --------------------------------------------------------------------------------------- */
-typedef struct key {                                 /* no padding, because keys are compared and hashed as words */
+typedef struct key {                                 /* without padding, because keys are compared and hashed as
+                                                        words */
     int64_t m, n, k, batch, step_a, step_b, step_dst, ld_a, ld_b, ld_dst;
-    int32_t trans_a, trans_b, type_a, type_b, type_dst, type_bias;    /* type_bias: -1 without a bias */
+    int32_t trans_a, trans_b, type_a, type_b, type_dst, type_bias;    /* type_bias is -1 if there is no bias */
     int32_t residual, accumulate, threads, pad;
 } key;
 
 typedef struct entry {
     key key;
-    bool supported;                                  /* if false, products run in panels, or batches one by one */
-    int order;                                       /* index of the entry in the order of creation, from 0 */
+    bool supported;                                  /* if false, the product runs in panels, or the products of a batch
+                                                        run one by one */
+    int order;                                       /* number of entries that were created before this one */
     size_t scratch_nbytes;
     dnnl_primitive_t prim;
     dnnl_memory_t a, b, dst, bias, residual, scratch;
@@ -151,7 +161,7 @@ typedef struct entry {
 
 static entry *table[CACHE_SLOTS];
 static int table_count;
-static bool table_was_full;                          /* some entries were dropped */
+static bool table_was_full;                          /* true if some entries were dropped */
 
 static uint64_t key_hash(const key *k)
 {
@@ -189,7 +199,7 @@ static void descs_free(descs *d)
     desc_free(&d->bias);
 }
 
-/* Describes the operands: [rows, cols], or [batch or 1, rows, cols]. */
+/* Describes the operands. Their shape is [rows, cols] if the batch is 1, otherwise [batch or 1, rows, cols]. */
 static dnnl_status_t descs_new(const key *k, descs *d)
 {
     memset(d, 0, sizeof *d);
@@ -226,11 +236,11 @@ static size_t scratch_of(dnnl_primitive_desc_t pd)
     return dnnl_memory_desc_get_size(dnnl_primitive_desc_query_md(pd, dnnl_query_scratchpad_md, 0));
 }
 
-/* Returns whether oneDNN may use every instruction of a set. Newer sets contain the bits of older sets. */
+/* Returns true if oneDNN may use every instruction of a set. The bits of a newer set include the bits of older sets. */
 static bool has_isa(int set) { return ((int)dnnl_get_effective_cpu_isa() & set) == set; }
 
-/* Returns whether the processor is a Sapphire Rapids or a successor. Checks avx512fp16, which all of them have, and
- * not AMX, which virtual machines can hide. */
+/* Returns true if the processor is a Sapphire Rapids or a successor. The function checks for avx512fp16, which all
+ * these processors have. It does not check for AMX, because virtual machines can hide AMX. */
 static bool is_rapids(void)
 {
 #if defined(__x86_64__)
@@ -240,13 +250,14 @@ static bool is_rapids(void)
 #endif
 }
 
-/* Returns whether the result is so large that "gemm" packs both operands even on several threads. */
+/* Returns true if the result is so large that "gemm" packs both operands, even if it runs on several threads. */
 static bool packs_all(const key *k) { return 1.0 / (double)k->m + 1.0 / (double)k->n < 0.00196; }
 
-/* Returns whether "gemm" sums a product with a transposed b in the same order on every number of threads. On one
- * thread "gemm" packs operands that several threads read directly. It divides packed sums into equal blocks of at
- * most BLOCK terms, and other sums into blocks of BLOCK terms. It packs on every number of threads only if the
- * result is large and a stride is a multiple of EVEN (nocopy_checker_avx512 in gemm_driver.cpp). */
+/* Returns true if "gemm" sums a product with a transposed b in the same order for every number of threads. The order
+ * depends on packing. "gemm" divides packed sums into equal blocks of at most BLOCK terms, and other sums into blocks
+ * of BLOCK terms. On one thread "gemm" packs operands that several threads would read directly. It packs for every
+ * number of threads only if the result is large and a stride is a multiple of EVEN. Source: nocopy_checker_avx512 in
+ * gemm_driver.cpp. */
 static bool has_one_order(const key *k)
 {
     enum { BLOCK = 384, EVEN = 256 };
@@ -254,15 +265,16 @@ static bool has_one_order(const key *k)
     return k->k <= BLOCK || k->k % BLOCK == 0 || (packs_all(k) && even);
 }
 
-/* Returns whether a "gemm" implementation is faster than the "brgemm" implementation that oneDNN prefers.
- *   On Zen 4, if b is not transposed: for fp32 without a bias (up to 13 %, LM head) or with a residual (4 %), and for
- * large bf16 weight gradients with more columns than rows (5 %).
- *   On Sapphire Rapids and its successor, for fp32: for wide results with a transposed b (5 to 14 %), and for sums of
- * 512 and more terms with a bias (7 %; twice the speed for GPT-2's [1024, 768] x [768, 3072]). There are two
- * exceptions: a transposed b of LONG terms that "gemm" reads directly (6 % slower at [1024, 3072] x [768, 3072]^T),
- * and weight gradients with many rows, NARROW and SHORT (2 to 8 % slower in panels of the LM head).
- *   Small results of long sums keep oneDNN's choice. Both implementations split such sums over threads, "gemm" more
- * readily. */
+/* Returns true if a "gemm" implementation is faster than the "brgemm" implementation that oneDNN prefers.
+ *   On Zen 4, "gemm" is faster for these products with a b that is not transposed: fp32 products without a bias (up to
+ *   13 %, LM head) or with a residual (4 %), and large bf16 weight gradients with more columns than rows (5 %).
+ *   On Sapphire Rapids and its successor, "gemm" is faster for these fp32 products: wide results with a transposed b (5
+ *   to 14 %), and sums of at least 512 terms with a bias (7 %; twice the speed for GPT-2's [1024, 768] x [768, 3072]).
+ *   There are two exceptions. The first is a transposed b of LONG terms that "gemm" reads directly (6 % slower at
+ *   [1024, 3072] x [768, 3072]^T). The second is weight gradients with many rows that are NARROW and SHORT (2 to 8 %
+ *   slower in panels of the LM head).
+ *   For small results of long sums, the function keeps oneDNN's choice. Both implementations split such sums over
+ *   threads, and "gemm" splits more of them. */
 static bool prefers_gemm(const key *k)
 {
     enum { LONG = 3072, SHORT = 512, MANY = 1 << 20, NARROW = 1024 };
@@ -279,17 +291,17 @@ static bool prefers_gemm(const key *k)
     return plain && large && k->trans_a && k->n > k->m;
 }
 
-/* Returns whether "brgemm" would split this product's sums over threads, so that the bits depend on the thread
- * count. It splits sums of at least SHARED terms if `a` is transposed. In bf16 it does so only if the number of
- * terms is a power of two. */
+/* Returns true if "brgemm" would split the sums of this product over threads. The bits of the result would then depend
+ * on the number of threads. "brgemm" splits sums of at least SHARED terms if `a` is transposed. It splits bf16 sums
+ * only if the number of terms is also a power of two. */
 static bool shares_sums(const key *k)
 {
     if (!k->trans_a || k->batch > 1 || k->k < SHARED || !has_isa(dnnl_cpu_isa_avx512_core)) return false;
     return (k->type_a == PS_F32 || (k->k & (k->k - 1)) == 0) && !prefers_gemm(k);
 }
 
-/* Returns whether the machine has multiply instructions for this type. On AVX-512 machines without bf16
- * instructions, oneDNN emulates bf16 at a third of the speed of fp32 panels. */
+/* Returns true if the machine has multiply instructions for this type. On AVX-512 machines without bf16 instructions,
+ * oneDNN emulates bf16, which runs at a third of the speed of fp32 panels. */
 static bool has_instructions(int dtype)
 {
 #if defined(__x86_64__)
@@ -298,28 +310,32 @@ static bool has_instructions(int dtype)
     if (dtype == PS_F16) return has_isa(dnnl_cpu_isa_avx512_core_fp16);
 #endif
 #endif
-    return true;                                             /* if they are missing, oneDNN rejects the product */
+    return true;                                             /* if the instructions are missing, oneDNN rejects the
+                                                                product */
 }
 
-/* Returns whether fp32 panels are faster than bf16 instructions. On Sapphire Rapids bf16 is fast only with AMX: the
- * AVX-512 bf16 instruction reaches 0.6 of the fp32 rate (2048^3, one thread: bf16 83 GFLOP/s, fp32 143, panels 135).
- * Below the sizes in this function, the conversion costs more than it saves. */
+/* Returns true if fp32 panels are faster than bf16 instructions. On Sapphire Rapids, bf16 products are fast only with
+ * AMX. The AVX-512 bf16 instruction reaches 0.6 of the fp32 rate (2048^3 on one thread: bf16 83 GFLOP/s, fp32 143
+ * GFLOP/s, panels 135 GFLOP/s). For products smaller than the sizes in this function, the conversion costs more than it
+ * saves. */
 static bool prefers_panels(const key *k)
 {
     bool slow = k->type_a == PS_BF16 && is_rapids() && !has_isa(dnnl_cpu_isa_avx512_core_amx);
     return slow && k->m >= 64 && k->n >= 128 && k->k >= 128;
 }
 
-/* Returns whether a product of half types must use panels, because oneDNN would split its sums over threads. For
- * large products oneDNN splits rows and columns instead. With AMX, products of bf16 run three to four times as fast as
- * in panels, and the size of oneDNN's blocks of terms depends on the number of threads in any case. */
+/* Returns true if a product of bf16 or fp16 values must use panels, because oneDNN would split its sums over threads.
+ * For large products oneDNN splits rows and columns instead of sums. The function returns false for bf16 products with
+ * AMX, which run three to four times as fast as panels. With AMX, the size of oneDNN's blocks of terms depends on the
+ * number of threads in any case. */
 static bool half_shares(const key *k)
 {
     if (k->type_a == PS_BF16 && has_isa(dnnl_cpu_isa_avx512_core_amx)) return false;
     return k->type_a != PS_F32 && k->m * k->n <= 1 << 18 && shares_sums(k);
 }
 
-/* Moves the walk to the implementation to use. Returns false if oneDNN has only its reference loops. */
+/* Moves the walk to the implementation that will be used. Returns false if oneDNN has only its reference loops for the
+ * product. */
 static bool choose(impl_walk *w, const key *k, descs *d, dnnl_primitive_attr_t attr, dnnl_status_t *st)
 {
     const shape_desc *bias = k->type_bias >= 0 ? &d->bias : NULL;
@@ -371,7 +387,7 @@ static dnnl_status_t entry_fill(entry *e)
     return st == dnnl_unimplemented || st == dnnl_invalid_arguments ? dnnl_success : st;
 }
 
-/* Finds or creates the entry of a key. The entry is valid until the next call. The caller holds the lock. */
+/* Finds the entry of a key, or creates it. The entry is valid until the next call. The caller holds the lock. */
 static int entry_get(const key *k, entry **out)
 {
     uint64_t slot = key_hash(k) % CACHE_SLOTS;
@@ -408,11 +424,11 @@ static int grow(ps_gemm_space *space, void **p, size_t *have, size_t want)
     return *p ? 0 : PS_ENOMEM;                       /* scratch() has recorded the error */
 }
 
-/* Returns whether the matrix has several columns with a stride other than 1. */
+/* Returns true if the matrix has several columns, and its columns have a stride other than 1. */
 static int is_transposed(const ps_mat *m) { return m->cols > 1 && m->stride_col != 1; }
 
-/* Returns the leading dimension of a matrix, given which of its strides is 1. If a dimension of size 1 leaves it
- * undetermined, returns that of a dense matrix. */
+/* Returns the leading dimension of a matrix. `transposed` says which of its strides is 1. If a dimension of size 1
+ * leaves the leading dimension undetermined, returns the leading dimension of a dense matrix. */
 static int64_t leading(const ps_mat *m, int transposed)
 {
     int64_t outer = transposed ? m->cols : m->rows, inner = transposed ? m->rows : m->cols;
@@ -435,12 +451,14 @@ static void key_of(const ps_gemm *g, key *k)
     k->threads = omp_get_max_threads();
 }
 
-/* Returns how many terms a product sums at a time: all, DEPTH or SHARED / 2. It does not depend on the number of
- * threads, so the product's bits do not either. Sums are computed in parts in two cases. First, in a tall transposed
- * `a`, columns are a page or more apart. If the result is narrow, oneDNN reads these columns directly, and a long
- * sum does not fit the caches (fp32 weight gradients of 1024 x 256 over 2048 rows are 1.4 times as fast in parts).
- * Second, oneDNN would split the sums over threads. On two threads parts take 0.85 to 0.98 of the time for results
- * of 128 x 128 and more, and up to 1.9 of the time for 1,000 elements. */
+/* Returns the number of terms that a product sums at a time: all terms, DEPTH or SHARED / 2. The number does not depend
+ * on the number of threads, so the bits of the product do not depend on it either. The function chooses parts of a sum
+ * in two cases.
+ * In the first case, `a` is tall and transposed, and its columns are at least a page apart. If the result is narrow,
+ * oneDNN reads these columns directly, and a long sum does not fit the caches. Parts make fp32 weight gradients of 1024
+ * x 256 over 2048 rows 1.4 times as fast.
+ * In the second case, oneDNN would split the sums over threads. On two threads, parts take 0.85 to 0.98 of the time for
+ * results of at least 128 x 128, and up to 1.9 of the time for results of 1,000 elements. */
 static int64_t depth_of(const ps_gemm *g)
 {
     int64_t M = g->a.rows, K = g->a.cols, N = g->b.cols;
@@ -453,7 +471,8 @@ static int64_t depth_of(const ps_gemm *g)
     return shares_sums(&k) ? SHARED / 2 : K;
 }
 
-/* Runs an entry's primitive. The caller holds the lock. bias and residual are ignored if the entry's key has none. */
+/* Runs the primitive of an entry. The caller holds the lock. bias and residual are ignored if the entry's key has
+ * none. */
 static int execute(entry *e, const void *a, const void *b, void *dst, const void *bias, const void *residual,
                    void *work)
 {
@@ -478,7 +497,8 @@ static int execute(entry *e, const void *a, const void *b, void *dst, const void
     return st == dnnl_success ? 0 : fail_dnnl(st, "a matrix product");
 }
 
-/* Runs the product by one primitive. Returns 1 if it ran, 0 if oneDNN does not support it, or an error. */
+/* Runs the product by one primitive. Returns 1 if the primitive ran, 0 if oneDNN does not support the product, or an
+ * error. */
 static int run_direct(ps_gemm_space *space, const ps_gemm *g)
 {
     key k;
@@ -504,7 +524,7 @@ static const void *at(const void *p, int64_t i, int dtype) { return (const char 
 static void *moved(const ps_mat *m, int64_t elements) { return (void *)(uintptr_t)at(m->data, elements, m->dtype); }
 static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
-/* Like run_direct, but sums depth_of terms at a time. */
+/* Like run_direct, but sums only depth_of terms at a time. */
 static int run_deep(ps_gemm_space *space, const ps_gemm *g)
 {
     int64_t K = g->a.cols, depth = depth_of(g);
@@ -572,8 +592,8 @@ void ps_cpu_row_store(void *dst, const float *src, int64_t n, int dtype)
     }
 }
 
-/* Writes c + bias + residual (+ dst) to dst at (i0, j0). c: fp32 [rows, cols] with leading dimension ldc, or NULL,
- * which stands for zeros. */
+/* Writes c + bias + residual to the block of dst at (i0, j0). If `accumulate` is set, adds the old dst. c is fp32
+ * [rows, cols] with the leading dimension ldc. If c is NULL, its elements count as zeros. */
 static void finish(const ps_gemm *g, const float *c, int64_t ldc, int64_t i0, int64_t rows, int64_t j0, int64_t cols)
 {
 #pragma omp parallel for schedule(static) if (rows * cols > PS_PAR_MIN)
@@ -594,8 +614,8 @@ static void finish(const ps_gemm *g, const float *c, int64_t ldc, int64_t i0, in
     }
 }
 
-/* Returns the block of m at (i0, j0) as fp32: m's own memory if m is fp32, otherwise a dense copy in `panel` with
- * m's orientation. */
+/* Returns the block of m at (i0, j0) as fp32. If m is fp32, the result points to m's own memory. Otherwise it is a
+ * dense copy in `panel`, with the same orientation as m. */
 static ps_mat panel_of(const ps_mat *m, int64_t i0, int64_t rows, int64_t j0, int64_t cols, float *panel, int fresh)
 {
     const char *p = at(m->data, i0 * m->stride_row + j0 * m->stride_col, m->dtype);
@@ -610,7 +630,7 @@ static ps_mat panel_of(const ps_mat *m, int64_t i0, int64_t rows, int64_t j0, in
     return (ps_mat){ panel, PS_F32, rows, cols, t ? 1 : inner, t ? inner : 1 };
 }
 
-/* Computes one product in fp32 panels. Sums over all of K are in fp32 and are rounded once. */
+/* Computes one product in fp32 panels. Each sum over all K terms is kept in fp32 and rounded once. */
 static int run_panels(ps_gemm_space *space, const ps_gemm *g)
 {
     int64_t M = g->a.rows, K = g->a.cols, N = g->b.cols;
@@ -620,7 +640,7 @@ static int run_panels(ps_gemm_space *space, const ps_gemm *g)
     PS_TRY(grow(space, &space->panels, &space->panels_nbytes, (size_t)(na + nbp + mb * nb) * 4));
     float *pa = space->panels, *pb = pa + na, *pc = pb + nbp;
     bool dry = space->call->dry;
-    int64_t held_m = -1, held_k = -1;                /* position of the block of `a` in pa */
+    int64_t held_m = -1, held_k = -1;                /* position of the block of `a` that is in pa */
     for (int64_t n0 = 0; n0 < N; n0 += nb)
         for (int64_t m0 = 0; m0 < M; m0 += mb) {
             int64_t rows = least(mb, M - m0), cols = least(nb, N - n0);
@@ -642,8 +662,8 @@ static int run_panels(ps_gemm_space *space, const ps_gemm *g)
 }
 
 /* -- few rows ------------------------------------------------------------------------------------------------------ */
-/* Returns whether the product has few rows and a large matrix, so that reading the matrix takes most of the time.
- * oneDNN reaches only half of the memory bandwidth for such products. */
+/* Returns true if the product has few rows and a large matrix. Such a product spends most of its time on reading the
+ * matrix, and oneDNN reaches only half of the memory bandwidth for it. */
 static bool has_few_rows(const ps_gemm *g)
 {
     int64_t line = g->b.stride_col == 1 ? g->b.cols : g->b.rows;
@@ -651,8 +671,9 @@ static bool has_few_rows(const ps_gemm *g)
     return g->a.rows <= PS_FEW_ROWS && in_lines && line >= 64 && g->b.rows * g->b.cols >= 1 << 16;
 }
 
-/* Describes a product with one column, such as that of a matrix and a vector, as one of few rows: dst^T = b^T a^T. Only
- * one row has a bias or a residual. Returns other products unchanged. */
+/* Describes a product with one column, such as the product of a matrix and a vector, as a product with one row: dst^T =
+ * b^T a^T. Returns the product unchanged if it has several columns, or if it has several rows and a bias or a
+ * residual. */
 static ps_gemm one_column(const ps_gemm *g)
 {
     ps_gemm t = *g;
@@ -668,7 +689,7 @@ static ps_gemm one_column(const ps_gemm *g)
     return t;
 }
 
-/* Computes a product for which has_few_rows returns true. x, the partial sums and the sums are in workspace;
+/* Computes a product for which has_few_rows returns true. A copy of x, the partial sums and the sums are in workspace.
  * `finish` writes the sums to dst. */
 static int run_few_rows(ps_gemm_space *space, const ps_gemm *g)
 {
@@ -714,8 +735,8 @@ int ps_cpu_gemm_run(ps_gemm_space *space, const ps_gemm *g)
     if (has_few_rows(&few)) return run_few_rows(space, &few);
     ps_gemm other = *g;
     if (g->residual && M > 1 && g->ld_residual != g->dst.stride_row && !g->accumulate) {
-        /* oneDNN adds a residual only if it has dst's layout. This residual is copied to dst, and the product is
-         * added. */
+        /* oneDNN adds a residual only if it has the layout of dst. This residual has another layout, so it is copied to
+         * dst, and the product is added to dst. */
         for (int64_t i = 0; !space->call->dry && i < M; i++)
             memcpy(moved(&g->dst, i * g->dst.stride_row), at(g->residual, i * g->ld_residual, g->dst.dtype),
                    (size_t)(N * ps_dtype_bytes(g->dst.dtype)));
@@ -744,12 +765,12 @@ static size_t nbytes_of(dnnl_memory_t m)
     return m && dnnl_memory_get_memory_desc(m, &md) == dnnl_success ? dnnl_memory_desc_get_size(md) : 0;
 }
 
-enum { REHEARSED_NBYTES = 128 << 20 };       /* memory limit per product; several plans can run at once */
+enum { REHEARSED_NBYTES = 128 << 20 };       /* memory limit for each product; several plans can run at the same time */
 
 static size_t written_by(const entry *e) { return (nbytes_of(e->dst) + 4095) / 4096 * 4096 + e->scratch_nbytes; }
 
-/* Runs the product once, to make the heap allocate its buffers. Its inputs are untouched pages, which the system
- * maps to one zero page. The memory of the results is unmapped at the end. */
+/* Runs the product once, so that the heap allocates its buffers. The inputs are pages that were never written. The
+ * system maps all of them to one page of zeros. At the end, the function unmaps the memory of the results. */
 static int rehearse(entry *e)
 {
     size_t sizes[] = { nbytes_of(e->a), nbytes_of(e->b), nbytes_of(e->bias), nbytes_of(e->residual) }, zeros = 4096;
@@ -810,7 +831,7 @@ static void shut(void)
     engine = NULL;
 }
 
-/* Creates the engine, and asks it for a product of typical size for each type. */
+/* Creates the engine. For each type, asks the engine for a product of typical size. */
 static int start(void)
 {
     dnnl_status_t st = dnnl_engine_create(&engine, dnnl_cpu, 0);

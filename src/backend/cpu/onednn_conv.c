@@ -1,15 +1,15 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Convolution, its transpose and the gradient of its weight by oneDNN, in fp32, through the C APIs of 2.x and 3.x.
- * Only the section "two APIs" depends on the version.
+ * Convolution, transposed convolution and the gradient of the weight by oneDNN, in fp32, through the C APIs of its
+ * versions 2.x and 3.x. Only the section "two APIs" depends on the version.
  *
- * The bits do not depend on the number of threads: each primitive runs on one thread, and only the shape determines
- * how samples are divided into tasks. A task copies its samples into oneDNN's layout, computes, and copies the
- * result back; its memory fits a core's cache. The weight is copied into its layout once per call. For the weight's
- * gradient each task has its own sum, and the tasks' sums are added in the order of the samples. Half types are
- * converted to fp32, and results are rounded once.
+ * The bits of a result do not depend on the number of threads, because each primitive runs on one thread and only the
+ * shape determines how the samples are divided into tasks. A task copies its samples into oneDNN's layout, computes,
+ * and copies the result back. The memory of a task fits into the cache of a core. The weight is copied into oneDNN's
+ * layout once per call. For the weight's gradient, each task has its own sum, and the sums of the tasks are added in
+ * the order of the samples. bf16 and fp16 values are converted to fp32, and results are rounded once.
  *
- * Primitives are created once per shape and kept in a bounded table. All buffers are the call's workspace. One lock
- * guards the table and its memory objects; each call holds it to its end. */
+ * Primitives are created once per shape and kept in a bounded table. All buffers are in the call's workspace. One lock
+ * guards the table and its memory objects. Each call holds the lock until it returns. */
 #include "backend/cpu/gemm.h"
 #include "backend/image.h"
 #include "base/alloc.h"
@@ -20,14 +20,15 @@
 #include <string.h>
 
 enum {
-    SHAPES_MAX = 256,                                /* maximum number of entries of the table; it is emptied when
-                                                      * full */
-    TASK_FLOPS = 1 << 25,                            /* work per task, if there are enough samples */
-    TASKS_MIN = 4,                                   /* minimum number of tasks, even for few samples */
-    SUMS_MAX = 16,                                   /* maximum number of tasks for a weight's gradient; each task
-                                                      * has its own sum */
-    SUMS_NBYTES = 64 << 20,                          /* maximum bytes of all these sums together */
-    SCRATCH_MAX = 64 << 20                           /* implementations that need more memory are skipped */
+    SHAPES_MAX = 256,                                /* maximum number of entries of the table, which is emptied when it
+                                                        is full */
+    TASK_FLOPS = 1 << 25,                            /* number of operations per task, if there are enough samples */
+    TASKS_MIN = 4,                                   /* minimum number of tasks, even if this makes the tasks small */
+    SUMS_MAX = 16,                                   /* maximum number of tasks for the gradient of a weight; each task
+                                                        has its own sum */
+    SUMS_NBYTES = 64 << 20,                          /* maximum total size in bytes of the sums of all tasks */
+    SCRATCH_MAX = 64 << 20                           /* implementations that need more bytes of scratch memory are
+                                                        skipped */
 };
 
 /* -- two APIs ------------------------------------------------------------------------------------------------------ */
@@ -70,7 +71,7 @@ static int fail_dnnl(dnnl_status_t status, const char *what)
     return ps_fail(PS_EBACKEND, "oneDNN: %s failed with status %d", what, (int)status);
 }
 
-typedef struct key {                                 /* no padding, because keys are compared as bytes */
+typedef struct key {                                 /* without padding, because keys are compared as bytes */
     int64_t n;                                       /* number of samples in a task */
     ps_conv_shape s;                                 /* the shape, with s.n set to 0 */
     int64_t kind, bias;
@@ -78,10 +79,11 @@ typedef struct key {                                 /* no padding, because keys
 
 typedef struct sizes { dnnl_dims_t stride, dilation, before, after; } sizes;
 
-/* Iterates over oneDNN's implementations of a convolution, in its order of preference. */
+/* An iterator over oneDNN's implementations of a convolution, in oneDNN's order of preference. */
 typedef struct impl_walk {
 #if DNNL_VERSION_MAJOR < 3
-    dnnl_convolution_desc_t op;                      /* the iterator reads it, so it must live as long */
+    dnnl_convolution_desc_t op;                      /* the iterator reads it, so it must exist as long as the
+                                                        iterator */
     dnnl_primitive_desc_iterator_t it;
 #endif
     dnnl_primitive_desc_t pd;                        /* the current implementation */
@@ -141,13 +143,14 @@ static void walk_end(impl_walk *w)
 #endif
 
 /* -- the table of primitives --------------------------------------------------------------------------------------- */
-/* Memory objects of one thread. */
+/* The memory objects of one thread. */
 typedef struct slot { dnnl_memory_t plain[ROLES], laid[ROLES], bias, scratch; } slot;
 
 typedef struct entry {
     key key;
     bool supported;                                  /* false if oneDNN has only its plain loops for this shape */
-    desc plain[ROLES], laid[ROLES], scratch, bias;   /* plain: row-major layouts. laid: the primitive's layouts. */
+    desc plain[ROLES], laid[ROLES], scratch, bias;   /* plain: row-major layouts; laid: the layouts that the primitive
+                                                        needs */
     bool same[ROLES];
     dnnl_primitive_t prim, to_laid[ROLES], to_plain[ROLES];
     size_t laid_nbytes[ROLES], scratch_nbytes;
@@ -186,7 +189,8 @@ static void table_clear(void)
     table_count = 0;
 }
 
-/* Describes the operands. tags: the layout of x and y, of w without groups, and of w with groups. */
+/* Describes the operands. `tags` has the layout of x and y, the layout of w without groups, and the layout of w with
+ * groups. */
 static dnnl_status_t descs_new(const key *k, desc d[ROLES], const dnnl_format_tag_t tags[3])
 {
     const ps_conv_shape *s = &k->s;
@@ -210,8 +214,8 @@ static dnnl_status_t reorder_new(dnnl_primitive_t *out, const desc *from, const 
     return st;
 }
 
-/* Gets the layouts that the chosen implementation needs for its operands, and creates the copies between these
- * layouts and row-major memory. */
+/* Gets the layouts that the chosen implementation needs for its operands. Creates the copies between these layouts and
+ * row-major memory. */
 static dnnl_status_t take_layouts(entry *e, dnnl_primitive_desc_t pd)
 {
     static const dnnl_query_t queries[3][ROLES] = {
@@ -267,8 +271,8 @@ static dnnl_status_t entry_fill(entry *e)
     memset(any, 0, sizeof any);
     for (int i = 0; i < 2; i++) {
         z.stride[i] = s->stride[i], z.dilation[i] = s->dilation[i] - 1, z.before[i] = s->before[i];
-        /* The padding after the input that the last output needs. It is negative if the input's last elements are
-         * unused. */
+        /* The size of the padding after the input, so that the last output has all its inputs. It is negative if the
+         * last elements of the input are unused. */
         z.after[i] = (s->out[i] - 1) * s->stride[i] + (s->k[i] - 1) * s->dilation[i] + 1 - s->in[i] - s->before[i];
     }
     dnnl_dims_t channels = { s->o };
@@ -284,7 +288,7 @@ static dnnl_status_t entry_fill(entry *e)
     return st == dnnl_unimplemented || st == dnnl_invalid_arguments ? dnnl_success : st;
 }
 
-/* Makes memory objects for `n` threads. */
+/* Creates memory objects for `n` threads. */
 static dnnl_status_t slots_grow(entry *e, int n)
 {
     if (n <= e->n_slots) return dnnl_success;
@@ -305,7 +309,8 @@ static dnnl_status_t slots_grow(entry *e, int n)
     return dnnl_success;
 }
 
-/* Finds or creates the entry of a key, with memory objects for `threads` threads. A primitive runs on one thread. */
+/* Finds the entry of a key, or creates it. The entry has memory objects for `threads` threads. Each primitive runs on
+ * one thread. */
 static int entry_get(const key *k, int threads, entry **out)
 {
     entry *e = NULL;
@@ -333,19 +338,22 @@ static int entry_get(const key *k, int threads, entry **out)
 }
 
 /* -- one call ------------------------------------------------------------------------------------------------------ */
-/* A row-major operand of the call. each: elements per sample, or all elements of w. */
+/* A row-major operand of the call. `each` is the number of elements per sample. For w it is the number of all
+ * elements. */
 typedef struct operand { void *data; int dtype; int64_t each; } operand;
 
 typedef struct work {
     ps_call *call;
     direction kind;
     ps_conv_shape s;
-    operand of[ROLES], bias;                         /* bias.data can be NULL */
+    operand of[ROLES], bias;                         /* bias.data is NULL if there is no bias */
     int64_t per_task, tasks;
     int threads;
-    entry *whole, *rest;                             /* entries for tasks of per_task samples, and for the last task */
-    const float *late;                               /* bias of a transpose, which oneDNN cannot add, or NULL */
-    char *w_laid, *buffers, *sums;                   /* sums: one sum of the weight's gradient per task */
+    entry *whole, *rest;                             /* whole: the entry for tasks of per_task samples; rest: the entry
+                                                        for the last task */
+    const float *late;                               /* the bias of a transposed convolution, which oneDNN cannot add;
+                                                        otherwise NULL */
+    char *w_laid, *buffers, *sums;                   /* sums: one sum of the weight's gradient for each task */
     size_t thread_nbytes, sum_nbytes;
 } work;
 
@@ -383,7 +391,8 @@ static int prepare(work *w)
     return 0;
 }
 
-/* Returns the bytes of a thread's buffers: operands in oneDNN's layout, half types as fp32, and the scratchpad. */
+/* Returns the size in bytes of a thread's buffers. They contain operands in oneDNN's layout, bf16 and fp16 operands as
+ * fp32, and the scratchpad. */
 static size_t of_thread(const work *w, const entry *e)
 {
     size_t n = rounded(e->scratch_nbytes);
@@ -413,7 +422,7 @@ static void set(dnnl_memory_t m, const void *p, dnnl_status_t *st)
     if (*st == dnnl_success) *st = dnnl_memory_set_data_handle(m, (void *)(uintptr_t)p);
 }
 
-/* Converts the weight to oneDNN's layout, once per call. */
+/* Converts the weight to oneDNN's layout. This happens once per call. */
 static int lay_weight(work *w, float *plain)
 {
     entry *e = w->whole;
@@ -439,8 +448,8 @@ static const void *sample(const operand *o, int64_t i)
     return (const char *)o->data + i * o->each * ps_dtype_bytes(o->dtype);
 }
 
-/* Copies operand x or y into oneDNN's layout, or reserves memory for the result. *p: the thread's next free buffer
- * byte. */
+/* Copies operand x or y into oneDNN's layout. If the operand is the result, only reserves memory for it. *p points to
+ * the next free byte of the thread's buffer. */
 static void stage(const work *w, entry *e, slot *s, role r, int64_t task, char **p, bool is_result, dnnl_status_t *st)
 {
     const operand *o = &w->of[r];
@@ -461,7 +470,7 @@ static void stage(const work *w, entry *e, slot *s, role r, int64_t task, char *
     if (!is_result) copied(e->to_laid[r], s->plain[r], s->laid[r], st);
 }
 
-/* Copies the result out of oneDNN's layout, and converts it from fp32. */
+/* Copies the result from oneDNN's layout to row-major memory, and converts it from fp32 to its type. */
 static void unstage(const work *w, entry *e, slot *s, role r, int64_t task, dnnl_status_t *st)
 {
     const operand *o = &w->of[r];
@@ -469,8 +478,8 @@ static void unstage(const work *w, entry *e, slot *s, role r, int64_t task, dnnl
     if (!e->same[r]) copied(e->to_plain[r], s->laid[r], s->plain[r], st);
     if (*st == dnnl_success) *st = dnnl_memory_get_data_handle(s->plain[r], &plain);
     if (*st != dnnl_success) return;
-    int64_t n = samples_of(w, task), places = o->each / w->s.c;          /* places: positions in one channel of the
-                                                                          * transpose's result */
+    int64_t n = samples_of(w, task), places = o->each / w->s.c;          /* places: number of positions in one channel
+                                                                            of the result of a transposed convolution */
     for (int64_t i = 0; w->late && i < n * w->s.c; i++) {
         float *p = (float *)plain + i * places, more = w->late[i % w->s.c];
         for (int64_t k = 0; k < places; k++) p[k] += more;
@@ -491,7 +500,7 @@ static dnnl_status_t do_task(const work *w, int64_t task, int thread)
     slot *s = &e->slots[thread];
     role result = results[w->kind];
     char *p = w->buffers + (size_t)thread * w->thread_nbytes;
-    char *sum = w->sums + (size_t)task * w->sum_nbytes;               /* dw followed by db, used only for BACK_WEIGHT */
+    char *sum = w->sums + (size_t)task * w->sum_nbytes;               /* dw followed by db; used only for BACK_WEIGHT */
     set(s->scratch, p, &st);
     p += rounded(e->scratch_nbytes);
     stage(w, e, s, X, task, &p, result == X, &st);
@@ -511,7 +520,7 @@ static dnnl_status_t do_task(const work *w, int64_t task, int thread)
 static int do_tasks(work *w)
 {
     dnnl_status_t worst = dnnl_success;
-    /* oneDNN does not count a team of one thread as a parallel region, and would use all threads in it. */
+    /* oneDNN does not treat a team of one thread as a parallel region, and would use all threads in it. */
     int was = omp_get_max_threads();
     if (w->threads == 1) omp_set_num_threads(1);
 #pragma omp parallel for schedule(static) num_threads(w->threads) if (w->threads > 1)
@@ -534,7 +543,8 @@ static operand operand_of(const ps_view *v, bool by_samples)
     return (operand){ v->data, v->dtype, by_samples && v->shape[0] ? v->numel / v->shape[0] : v->numel };
 }
 
-/* Runs the convolution or its transpose. The caller holds the lock. Returns PS_EUNSUP only before any write. */
+/* Runs the convolution or the transposed convolution. The caller holds the lock. Returns PS_EUNSUP only if nothing has
+ * been written yet. */
 static int by_samples(work *w)
 {
     operand b = w->bias;
@@ -585,7 +595,7 @@ static int conv_by(ps_call *call, direction kind)
 int ps_cpu_conv(ps_call *call) { return conv_by(call, FORWARD); }
 int ps_cpu_conv_transpose(ps_call *call) { return conv_by(call, BACK_DATA); }
 
-/* Stores dst = (or +=) src [n], fp32. */
+/* Stores src [n], which is fp32, in dst, or adds src to dst. */
 static void put(const ps_view *dst, const float *src, bool add)
 {
     enum { PIECE = 1024 };
@@ -601,7 +611,7 @@ static void put(const ps_view *dst, const float *src, bool add)
     }
 }
 
-/* Adds the sums of all tasks to the first task's sum, in order. */
+/* Adds the sums of all tasks to the sum of the first task, in the order of the tasks. */
 static void add_sums(const work *w)
 {
     int64_t n = (int64_t)(w->sum_nbytes / 4);
@@ -620,7 +630,7 @@ static int weight_locked(work *w, const ps_view *dw, const ps_view *db)
     PS_TRY(prepare(w));
     entry *e = w->whole;
     if (!e->supported || !w->rest->supported) return PS_EUNSUP;
-    /* The tasks' sums can be added only if both entries store them in the same layout. */
+    /* The sums of the tasks can be added only if both entries store them in the same layout. */
     if (!dnnl_memory_desc_equal(ref_of(&e->laid[W]), ref_of(&w->rest->laid[W]))) return PS_EUNSUP;
     w->thread_nbytes = most((int64_t)of_thread(w, e), (int64_t)of_thread(w, w->rest));
     w->sum_nbytes = rounded(e->laid_nbytes[W]) + (w->bias.data ? rounded((size_t)w->s.o * 4) : 0);
@@ -629,7 +639,8 @@ static int weight_locked(work *w, const ps_view *dw, const ps_view *db)
     float *plain = asked(w, (size_t)dw->numel * 4);
     if (!w->buffers || !w->sums || !plain) return PS_ENOMEM;
     if (w->call->dry) return 0;
-    memset(w->sums, 0, w->sum_nbytes * (size_t)w->tasks);     /* add_sums also adds the padding between sums */
+    memset(w->sums, 0, w->sum_nbytes * (size_t)w->tasks);     /* add_sums also adds the padding between the sums, so it
+                                                                 must be initialized */
     PS_TRY(do_tasks(w));
     add_sums(w);
     const float *result = (const float *)w->sums;

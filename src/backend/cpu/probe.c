@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Measures, for benchmarks, how many bytes per second the compute threads move to and from memory. A pass reads and
- * writes several streams of fp32 in parallel, like an optimizer, with almost no arithmetic. Vectors have the
- * machine's largest size, and memory is allocated like the memory of tensors (huge pages if the system grants them). */
+ * Measures for benchmarks how many bytes per second the compute threads read from and write to memory. Like an
+ * optimizer, a pass reads and writes several streams of fp32 in parallel. Unlike an optimizer, it does almost no
+ * arithmetic. Vectors have the machine's largest size. Memory is allocated like the memory of tensors, with huge pages
+ * if the system grants them. */
 #include <omp.h>
 #include <stdbool.h>
 #include <string.h>
@@ -9,15 +10,15 @@
 #include "base/error.h"
 #include "ps_test.h"
 
-enum { STREAMS = 8, PASSES = 31, STEP = 16 };            /* one step processes 64 bytes of each stream */
+enum { STREAMS = 8, PASSES = 31, STEP = 16 };            /* a step processes 64 bytes of each stream */
 struct streams { int reads, writes; float *in[STREAMS], *out[STREAMS]; };
 typedef void (*walk_fn)(const struct streams *s, int64_t first, int64_t last);
 
-/* Copies streams: each written stream is one read stream plus a fraction of the sum of all read streams. A value is
- * read twice, the second time from the cache, so that only the sum needs a register for any number of streams. If no
- * stream is written, the sum is stored at the end, so that the compiler cannot remove the reads. The counts that
- * benchmarks request are constants. Vectors have the machine's own width, because GCC moves wider ones through
- * memory. */
+/* Copies streams. Each written value is a value of one read stream plus a fraction of the sum over all read streams. To
+ * compute this, the loop reads each value twice, the second time from the cache. Hence only the sum needs a register,
+ * for any number of streams. If no stream is written, the sum is stored at the end, so that the compiler cannot remove
+ * the reads. The numbers of streams that benchmarks request are compile-time constants. Vectors have the machine's own
+ * width, because GCC moves wider vectors through memory. */
 #define WALK(name, target, nbytes) \
     typedef float vf_##name __attribute__((vector_size(nbytes))); \
     static inline __attribute__((always_inline, target)) void counted_##name( \
@@ -101,13 +102,14 @@ int ps_probe_bandwidth(int64_t nbytes, int reads, int writes, int in_place, int 
     void *memory;
     PS_TRY(ps_host_region_new(NULL, size, &memory));
     struct streams s = { .reads = reads, .writes = writes };
-    for (int k = 0; k < count; k++) {                        /* gives all streams different offsets within a page */
+    for (int k = 0; k < count; k++) {                        /* gives each stream a different offset within a page */
         float *p = (float *)((char *)memory + (size_t)k * (stream + pad) / 64 * 64);
         if (k < reads) s.in[k] = p;
         else s.out[k - reads] = p;
     }
     if (in_place) memcpy(s.out, s.in, sizeof s.out);
-    memset(memory, 0x3d, size);                              /* about 0.046; processors can skip writing zeros */
+    memset(memory, 0x3d, size);                              /* the value is about 0.046; processors can skip the
+                                                                writing of zeros */
     double seconds[PASSES];
     walk_fn fn = walk_of(vector_nbytes);
     pass(&s, numel, fn);

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The op sample on the cpu. It returns the same tokens as ref, but sorts only the candidates that the options allow,
- * by the digits of their keys, and computes each weight once. */
+ * The op sample on the cpu. It returns the same tokens as ref. It is faster, because it sorts only the candidates that
+ * the options allow, sorts them by the digits of their keys, and computes each weight once. */
 #include <inttypes.h>
 #include <math.h>
 #include <omp.h>
@@ -12,10 +12,11 @@
 
 typedef struct candidate { uint32_t key; int32_t token; } candidate;
 
-enum { DIGIT = 11, DIGITS = 1 << DIGIT };             /* number of bits of the key that one sorting pass uses */
+enum { DIGIT = 11, DIGITS = 1 << DIGIT };             /* DIGIT is the number of bits of the key that one sorting pass
+                                                         uses */
 
-/* Returns a key that decreases as the logit increases. A stable sort by increasing key puts the largest logit first,
- * and keeps tokens with equal logits in their order. */
+/* Returns a key that decreases as the logit increases. A stable sort by increasing key puts the largest logit first.
+ * Tokens with equal logits keep their order. */
 static uint32_t key_of(float x)
 {
     x += 0.0f;                                        /* -0 counts as 0 */
@@ -40,7 +41,7 @@ static float load(const ps_view *x, int64_t i)
     return x->dtype == PS_BF16 ? ps_bf16_to_f32(h) : ps_f16_to_f32(h);
 }
 
-/* Sorts c [n] by increasing key; other [n] is scratch memory. */
+/* Sorts c [n] by increasing key. other [n] is scratch memory. */
 static void sort(candidate *c, candidate *other, int64_t n)
 {
     int64_t place[DIGITS];
@@ -61,7 +62,8 @@ static void sort(candidate *c, candidate *other, int64_t n)
     if (from != c) memcpy(c, from, (size_t)n * sizeof *c);
 }
 
-/* Fills c with at least the `most` largest logits of a row, in token order. Returns the number of entries. */
+/* Fills c with candidates of a row, in token order. The candidates include at least the `most` largest logits of the
+ * row. Returns the number of candidates. */
 static int64_t collect(const ps_view *x, int64_t first, int64_t V, int64_t most, candidate *c)
 {
     int64_t count[DIGITS] = { 0 }, sum = 0, n = 0;
@@ -78,7 +80,7 @@ static int64_t collect(const ps_view *x, int64_t first, int64_t V, int64_t most,
     return n;
 }
 
-/* Draws a token, like pick of ref. c [n] is sorted; w [n] is scratch memory. */
+/* Draws a token, as pick in ref/random.c does. c [n] is sorted. w [n] is scratch memory. */
 static int64_t pick(const candidate *c, double *w, int64_t n, const ps_attrs_sample *a, double u)
 {
     double total = 0, mass = 0, sum = 0, top = logit_of(c[0].key);
@@ -95,8 +97,8 @@ static int64_t pick(const candidate *c, double *w, int64_t n, const ps_attrs_sam
     return c[j].token;
 }
 
-/* Writes the token with the largest logit of each row to index. NaN, or a row without a finite largest logit, is an
- * error. */
+/* For each row, writes the token with the largest logit to index. Returns an error if a logit is NaN or a row has no
+ * finite largest logit. */
 static int largest(const ps_view *x, int64_t rows, int64_t V, int64_t *index)
 {
     for (int64_t r = 0; r < rows; r++) {

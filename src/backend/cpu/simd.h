@@ -1,13 +1,13 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Sixteen float lanes as a GCC vector on every machine: one register with AVX-512, two with AVX2, four with SSE.
- * Every kernel is compiled once per instruction set (PS_ISA) from the same source, with the same lanes, the same
- * order of sums and explicit fused multiply-adds, so that all sets compute the same bits. No kernel may rely on
- * contraction, because the build sets -ffp-contract=off. A row's last elements are loaded with padding, and computed
- * in the same order.
+ * Vectors of sixteen float lanes on every machine, as a GCC vector type. Such a vector is one register with AVX-512,
+ * two registers with AVX2, and four with SSE. Every kernel is compiled once per instruction set (PS_ISA) from the same
+ * source. All sets compute the same bits, because they use the same lanes, the same order of sums and explicit fused
+ * multiply-adds. No kernel may rely on contraction, because the build sets -ffp-contract=off. The last elements of a
+ * row are loaded with padding and computed in the same order.
  *
- * GCC handles vectors wider than a register badly (through memory, often lane by lane). A file that never combines
- * different lanes can define PS_ANY_LANES before it includes this header. It then gets eight lanes on AVX2 and four
- * on lower sets, and must use VL instead of 16. */
+ * GCC generates slow code for vectors that are wider than a register. It keeps them in memory and often computes lane
+ * by lane. A file that never combines different lanes can define PS_ANY_LANES before it includes this header. Vectors
+ * then have eight lanes on AVX2 and four lanes on lower sets, and the file must use VL instead of 16. */
 #ifndef PS_CPU_SIMD_H
 #define PS_CPU_SIMD_H
 #include <math.h>
@@ -35,8 +35,8 @@ enum { VL = PS_LANES };
 typedef float vf __attribute__((vector_size(PS_LANES * 4)));
 typedef int32_t vi __attribute__((vector_size(PS_LANES * 4)));
 typedef uint32_t vu __attribute__((vector_size(PS_LANES * 4)));
-typedef uint64_t vw __attribute__((vector_size(PS_LANES * 4)));    /* vector of 64-bit lanes, half as many as in
-                                                                    * other vectors */
+typedef uint64_t vw __attribute__((vector_size(PS_LANES * 4)));    /* vector of 64-bit lanes; it has half the number of
+                                                                      lanes of other vectors */
 typedef uint16_t vh __attribute__((vector_size(PS_LANES * 2)));
 typedef uint8_t vb __attribute__((vector_size(PS_LANES)));
 
@@ -53,16 +53,18 @@ typedef uint8_t vb __attribute__((vector_size(PS_LANES)));
 #define PS_LANE_NUMBERS { 0, 1, 2, 3 }
 #endif
 #if PS_LANES == 4 && defined(__SSE2__)
-#define PS_SSE2                                    /* one SSE register per vector, and no instruction of a newer set */
+#define PS_SSE2                                    /* a vector is one SSE register, and no instruction of a newer set is
+                                                      available */
 #endif
 SIMD vf vf_set(float x) { return (vf)PS_EACH_LANE(x); }
 SIMD vf vf_zero(void) { return (vf){ 0 }; }
 SIMD vi vi_set(int32_t x) { return (vi)PS_EACH_LANE(x); }
 
 #if defined(__SSE2__) && !defined(__FMA__)
-/* Computes a * b + c in fp64, so that rounding the result to fp32 equals rounding the exact sum. The product of two
- * floats is exact in fp64. An inexact sum is rounded to odd (Boldo and Melquiond, "Emulation of FMA and correctly
- * rounded sums: proved algorithms using rounding to odd", 2008); Knuth's TwoSum computes the error. */
+/* Computes a * b + c in fp64 and rounds it such that rounding the result to fp32 gives the same value as rounding the
+ * exact sum to fp32. The product of two floats is exact in fp64. If the sum is inexact, it is rounded to odd (Boldo and
+ * Melquiond, "Emulation of FMA and correctly rounded sums: proved algorithms using rounding to odd", 2008). Knuth's
+ * TwoSum computes the error of the sum. */
 SIMD __m128d vf_fma_odd(__m128d a, __m128d b, __m128d c)
 {
     const __m128i one = _mm_set1_epi64x(1);
@@ -70,10 +72,10 @@ SIMD __m128d vf_fma_odd(__m128d a, __m128d b, __m128d c)
     __m128d rest = _mm_add_pd(_mm_sub_pd(p, _mm_sub_pd(s, t)), _mm_sub_pd(c, t));
     __m128i inexact = _mm_castpd_si128(_mm_and_pd(_mm_cmpneq_pd(rest, _mm_setzero_pd()), _mm_cmpord_pd(rest, rest)));
     __m128i bits = _mm_castpd_si128(s), even = _mm_andnot_si128(bits, one);
-    __m128i apart = _mm_srli_epi64(_mm_xor_si128(bits, _mm_castpd_si128(rest)), 63);      /* 1 if the step must go
-                                                                                           * towards zero */
-    __m128i step = _mm_sub_epi64(even, _mm_add_epi64(apart, apart));                      /* 1 or -1 if the sum is
-                                                                                           * even, else 0 */
+    /* 1 if the step must go towards zero, otherwise 0 */
+    __m128i apart = _mm_srli_epi64(_mm_xor_si128(bits, _mm_castpd_si128(rest)), 63);
+    /* 1 or -1 if the sum is even, otherwise 0 */
+    __m128i step = _mm_sub_epi64(even, _mm_add_epi64(apart, apart));
     step = _mm_and_si128(step, _mm_sub_epi64(_mm_setzero_si128(), even));
     return _mm_castsi128_pd(_mm_add_epi64(bits, _mm_and_si128(step, inexact)));
 }
@@ -89,7 +91,7 @@ static __attribute__((noinline, unused)) __m128 vf_fma_sse2(__m128 a, __m128 b, 
 #else
 #define VF_FMA SIMD
 #endif
-VF_FMA vf vf_fma(vf a, vf b, vf c)                 /* a * b + c, rounded once */
+VF_FMA vf vf_fma(vf a, vf b, vf c)                 /* returns a * b + c, rounded once */
 {
 #if defined(__AVX512F__)
     return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
@@ -129,12 +131,13 @@ SIMD vf vf_sqrt(vf a)
     return a;
 #endif
 }
-SIMD vf vf_select(vi mask, vf a, vf b)             /* a where all bits of mask are set, b where it is 0 */
+SIMD vf vf_select(vi mask, vf a, vf b)             /* returns a in lanes where all bits of mask are set, and b in lanes
+                                                      where mask is 0 */
 {
     return (vf)((mask & (vi)a) | (~mask & (vi)b));
 }
-/* Return the larger and the smaller of two values, or b if one is NaN or both are zeros. So vf_max(vf_set(c), x)
- * keeps a NaN of x. */
+/* Return the larger and the smaller of two values. If one of them is NaN, or if both are zeros, they return b. Hence
+ * vf_max(vf_set(c), x) returns NaN if x is NaN. */
 SIMD vf vf_max(vf a, vf b)
 {
 #if defined(__AVX512F__)
@@ -161,7 +164,7 @@ SIMD vf vf_min(vf a, vf b)
 }
 SIMD vf vf_abs(vf a) { return (vf)((vi)a & vi_set(0x7fffffff)); }
 
-SIMD vf vf_copysign(vf a, vf sign)                 /* magnitude of a with the sign of `sign` */
+SIMD vf vf_copysign(vf a, vf sign)                 /* returns the magnitude of a with the sign of `sign` */
 {
     return (vf)(((vi)a & vi_set(0x7fffffff)) | ((vi)sign & vi_set(INT32_MIN)));
 }
@@ -180,9 +183,10 @@ SIMD int vi_any(vi mask)                           /* true if the mask of any la
     return (w[0] | w[1] | w[2] | w[3] | w[4] | w[5] | w[6] | w[7]) != 0;
 #endif
 }
-SIMD vb vi_to_bool(vi mask) { return __builtin_convertvector(mask & 1, vb); }   /* one byte per lane, 1 if set */
+/* one byte per lane, which is 1 if the mask is set */
+SIMD vb vi_to_bool(vi mask) { return __builtin_convertvector(mask & 1, vb); }
 
-/* Round to an integer: to nearest with ties to even, down, or up. */
+/* Round each lane to an integer: to the nearest integer with ties to even, down, or up. */
 #if defined(__AVX512F__)
 #define PS_VF_ROUND(name, mode, scalar) \
     SIMD vf name(vf a) { return (vf)_mm512_roundscale_ps((__m512)a, (mode) | _MM_FROUND_NO_EXC); }
@@ -211,7 +215,8 @@ PS_VF_ROUND(vf_floor, _MM_FROUND_TO_NEG_INF, floorf)
 PS_VF_ROUND(vf_ceil, _MM_FROUND_TO_POS_INF, ceilf)
 
 #if PS_LANES == 16
-/* Sums and maxima of all lanes by repeated halving, the order of all reductions. */
+/* Return the sum and the maximum of all lanes. They add the upper half of the lanes to the lower half until one lane is
+ * left. All reductions use this order. */
 SIMD float vf_hsum(vf a)
 {
     float x[VL];
@@ -234,7 +239,7 @@ SIMD float vf_hmax(vf a)
 SIMD vf vf_load(const float *p) { vf v; memcpy(&v, p, sizeof v); return v; }
 SIMD void vf_store(float *p, vf v) { memcpy(p, &v, sizeof v); }
 #if defined(PS_SSE2)
-/* Narrows each lane to its lower half. SSE2 can pack only signed numbers. */
+/* Returns the lower half of each lane. SSE2 can pack only signed numbers. */
 SIMD vh vu_narrow(vu u)
 {
     __m128i w = _mm_srai_epi32(_mm_slli_epi32((__m128i)u, 16), 16);
@@ -343,7 +348,8 @@ SIMD void vf_store_f16(uint16_t *p, vf v)
     for (int i = 0; i < VL; i++) p[i] = ps_f32_to_f16(v[i]);
 #endif
 }
-/* Load and store by type (PS_F32, PS_BF16, PS_F16), without a branch if dtype is a constant. i counts elements. */
+/* Load and store VL elements of a type (PS_F32, PS_BF16 or PS_F16). Without a branch if dtype is a constant. i is an
+ * index of elements, not bytes. */
 SIMD vf vf_get(const void *p, int64_t i, int dtype)
 {
     if (dtype == 0) return vf_load((const float *)p + i);
@@ -356,8 +362,8 @@ SIMD void vf_put(void *p, int64_t i, int dtype, vf v)
     else if (dtype == 1) vf_store_bf16((uint16_t *)p + i, v);
     else vf_store_f16((uint16_t *)p + i, v);
 }
-/* Load and store the first n <= VL elements. A load sets the other lanes to `pad`; a store does not change other
- * memory. */
+/* Load and store the first n elements, with n <= VL. A load sets the other lanes to `pad`. A store does not change
+ * other memory. */
 SIMD vf vf_get_n(const void *p, int64_t i, int dtype, int n, float pad)
 {
     if (n == VL) return vf_get(p, i, dtype);
@@ -381,8 +387,8 @@ SIMD void vf_put_n(void *p, int64_t i, int dtype, int n, vf v)
 }
 
 /* -- functions ----------------------------------------------------------------------------------------------------- */
-/* Splits x = n ln2 + r with |r| <= ln2 / 2 (Cody and Waite's reduction). Returns e^r by a polynomial, and the
- * integer n. */
+/* Splits x into n ln2 + r with |r| <= ln2 / 2 (Cody and Waite's reduction). Returns e^r, computed by a polynomial, and
+ * stores the integer n. */
 SIMD vf vf_exp_parts(vf x, vi *n)
 {
     vf shifted = vf_fma(x, vf_set(1.44269504f), vf_set(12582912.0f));       /* the rounded integer is in the low bits */
@@ -397,26 +403,29 @@ SIMD vf vf_exp_parts(vf x, vi *n)
     *n = (vi)((vu)shifted - 0x4b400000u);
     return vf_fma(p * r, r, r) + vf_set(1.0f);
 }
-/* Returns e^x within about 1 ulp, also for subnormal results; infinity above 88.7. NaN stays NaN. */
+/* Returns e^x with an error of about 1 ulp, also for subnormal results. Returns infinity if x is above 88.7, and NaN if
+ * x is NaN. */
 SIMD vf vf_exp(vf x)
 {
     vi n;
     vf p = vf_exp_parts(vf_max(vf_min(x, vf_set(88.8f)), vf_set(-104.0f)), &n);
-    vi h1 = n >> 1, h2 = n - h1;                    /* in two steps, so that neither factor overflows */
+    vi h1 = n >> 1, h2 = n - h1;                    /* multiplies by two factors, because a single one could overflow */
     vf y = p * (vf)((vu)(h1 + 127) << 23) * (vf)((vu)(h2 + 127) << 23);
     y = vf_select(x > vf_set(88.72283f), vf_set(INFINITY), y);
     return vf_select(x != x, x, y);
 }
-/* Like vf_exp, without special cases. The caller ensures that |x| <= 87. NaN stays NaN. */
+/* Like vf_exp, but without special cases. The caller ensures that |x| <= 87 or that x is NaN. Returns NaN if x is
+ * NaN. */
 SIMD vf vf_exp_core(vf x)
 {
     vi n;
     vf p = vf_exp_parts(x, &n);
     return p * (vf)((vu)(n + 127) << 23);
 }
-/* Returns 1 / (1 + e^-x), and 0 below -88.7. */
+/* Returns 1 / (1 + e^-x). Returns 0 if x is below -88.7. */
 SIMD vf vf_sigmoid(vf x) { return vf_set(1.0f) / (vf_set(1.0f) + vf_exp(-x)); }
-/* Returns the hyperbolic tangent within 2 ulp: an odd polynomial below 0.62, else 1 - 2 / (e^2x + 1). */
+/* Returns the hyperbolic tangent with an error of at most 2 ulp. Uses an odd polynomial if |x| is below 0.62, otherwise
+ * 1 - 2 / (e^2x + 1). */
 SIMD vf vf_tanh(vf x)
 {
     vf a = vf_min(vf_set(10.0f), vf_abs(x)), z = x * x;
@@ -428,8 +437,8 @@ SIMD vf vf_tanh(vf x)
     p = vf_fma(p, z, vf_set(-0.333332866f));
     return vf_copysign(vf_select(a < vf_set(0.62f), vf_fma(p * z, a, a), big), x);
 }
-/* Computes the two parts of erf. Returns an odd polynomial, accurate for |x| < 1. For other x, |erf| is 1 - *tail
- * with *tail = e^Q(|x|), where Q is within 2e-6 of log(erfc(|x|)). From |x| = 4 on, *tail is 0. */
+/* Computes the two parts of erf. Returns an odd polynomial that is accurate for |x| < 1. For other x, |erf(x)| is 1 -
+ * *tail, where *tail is e^Q(|x|) and Q is within 2e-6 of log(erfc(|x|)). If |x| >= 4, *tail is 0. */
 SIMD vf vf_erf_parts(vf x, vf *tail)
 {
     vf a = vf_min(vf_set(4.0f), vf_abs(x)), z = x * x;
@@ -452,22 +461,22 @@ SIMD vf vf_erf_parts(vf x, vf *tail)
     p = vf_fma(p, z, vf_set(0.128379166f));
     return vf_fma(p, x, x);
 }
-/* Returns erf(x) within 2 ulp. */
+/* Returns erf(x) with an error of at most 2 ulp. */
 SIMD vf vf_erf(vf x)
 {
     vf tail, small = vf_erf_parts(x, &tail), big = vf_copysign(vf_set(1.0f) - tail, x);
     return vf_select(vf_abs(x) < vf_set(1.0f), small, vf_select(x != x, x, big));
 }
-/* Returns the normal distribution function (1 + erf(x / sqrt(2))) / 2, without cancellation down to x = -5.65, and 0
- * below. */
+/* Returns the normal distribution function (1 + erf(x / sqrt(2))) / 2, without cancellation for x >= -5.65. Returns 0
+ * for smaller x. */
 SIMD vf vf_normal_cdf(vf x)
 {
     vf half = vf_set(0.5f), t = x * vf_set(0.707106781f), tail, small = vf_erf_parts(t, &tail);
     vf far = vf_select(t < vf_zero(), half * tail, vf_fma(vf_set(-0.5f), tail, vf_set(1.0f)));
     return vf_select(vf_abs(t) < vf_set(1.0f), vf_fma(half, small, half), vf_select(x != x, x, far));
 }
-/* Returns the natural logarithm within about 1 ulp, also for subnormals. Splits x = 2^e m with m in [sqrt(1/2),
- * sqrt(2)), and uses a polynomial in m - 1. */
+/* Returns the natural logarithm with an error of about 1 ulp, also for subnormal x. Splits x into 2^e m with m in
+ * [sqrt(1/2), sqrt(2)), and uses a polynomial in m - 1. */
 SIMD vf vf_log(vf x)
 {
     vi tiny = x < vf_set(0x1p-126f);
@@ -490,8 +499,8 @@ SIMD vf vf_log(vf x)
     y = vf_select(x < vf_zero(), vf_set(NAN), y);
     return vf_select((x != x) | (x == vf_set(INFINITY)), x, y);
 }
-/* Returns sin(x + quarters * pi / 2): the sine for quarters 0, the cosine for quarters 1. The caller ensures that
- * |x| <= 1e5. The error is within 2 ulp of max(|y|, 2^-20). */
+/* Returns sin(x + quarters * pi / 2), which is the sine for quarters = 0 and the cosine for quarters = 1. The caller
+ * ensures that |x| <= 1e5. The error of a result y is at most 2 ulp of max(|y|, 2^-20). */
 SIMD vf vf_sin_quarters(vf x, int quarters)
 {
     vf shifted = vf_fma(x, vf_set(0.636619772f), vf_set(12582912.0f));
@@ -511,14 +520,14 @@ SIMD vf vf_sin_quarters(vf x, int quarters)
     vf y = vf_select((q & 1) != 0, c, s);
     return (vf)((vu)y ^ ((vu)(q & 2) << 30));
 }
-/* -0 stays. */
+/* The sine of -0 is -0. */
 SIMD vf vf_sin(vf x) { return vf_select(x == vf_zero(), x, vf_sin_quarters(x, 0)); }
 SIMD vf vf_cos(vf x) { return vf_sin_quarters(x, 1); }
 
 /* -- random numbers: base/philox.h in VL lanes --------------------------------------------------------------------- */
 typedef struct vu4 { vu v[4]; } vu4;
 SIMD vu vu_set(uint32_t x) { return (vu)vi_set((int32_t)x); }
-SIMD vu vu_mulhi(vu a, uint32_t k)                 /* upper halves of the 64-bit products */
+SIMD vu vu_mulhi(vu a, uint32_t k)                 /* returns the upper halves of the 64-bit products */
 {
     const vw low = (vw){ 0 } + 0xffffffffu;
 #if defined(__AVX512F__)
@@ -552,8 +561,8 @@ SIMD vu4 vu_philox(uint64_t key, vu c0, vu c1, vu c2, vu c3)
     }
     return (vu4){ { c0, c1, c2, c3 } };
 }
-/* Like vu_philox for VL consecutive counters from `first` on, with carries out of its low half. All have the upper
- * half `hi`. */
+/* Like vu_philox, for VL consecutive counters. The lower 64 bits of the first counter are `first`, and a carry out of
+ * the lowest 32 bits is added to the next 32 bits. The upper 64 bits of all counters are `hi`. */
 SIMD vu4 vu_philox_run(uint64_t key, uint64_t first, uint64_t hi)
 {
     vu lane = PS_LANE_NUMBERS;
@@ -561,5 +570,5 @@ SIMD vu4 vu_philox_run(uint64_t key, uint64_t first, uint64_t hi)
     vu c1 = (uint32_t)(first >> 32) - (vu)(c0 < lane);
     return vu_philox(key, c0, c1, vu_set((uint32_t)hi), vu_set((uint32_t)(hi >> 32)));
 }
-SIMD vf vu_unit(vu u) { return __builtin_convertvector((vi)(u >> 8), vf) * vf_set(0x1p-24f); }     /* [0, 1) */
+SIMD vf vu_unit(vu u) { return __builtin_convertvector((vi)(u >> 8), vf) * vf_set(0x1p-24f); }     /* in [0, 1) */
 #endif

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The number of compute threads: the size of the OpenMP pool that kernels and oneDNN share. Builds with
- * ThreadSanitizer compute on one thread, because it does not see libgomp's barriers and would report every parallel
- * loop. */
+ * The number of compute threads, which is the size of the OpenMP pool that kernels and oneDNN share. A build with
+ * ThreadSanitizer computes on one thread, because ThreadSanitizer does not know libgomp's barriers and would report
+ * every parallel loop. */
 #include "backend/cpu/threads.h"
 #include <omp.h>
 #include <stdbool.h>
@@ -20,21 +20,25 @@ void ps_set_threads(int n) { omp_set_num_threads(n > 0 ? n : 1); }
 #endif
 int ps_threads(void) { return omp_get_max_threads(); }
 
-/* Returns the largest useful number of threads. More threads would only share processors, and libgomp ends the
- * process if it cannot create them. */
+/* Returns the largest number of threads that a user may set. A larger number would be useless, because the threads
+ * would only share processors. It would also be a risk, because libgomp ends the process if it cannot create the
+ * threads. */
 int ps_threads_most(void)
 {
     long processors = sysconf(_SC_NPROCESSORS_ONLN);
     return processors > 16 ? (int)processors * 4 : 64;
 }
 
-/* How long a waiting thread spins before it sleeps. libgomp's default of 300,000 spins takes several milliseconds.
- * If programs share a processor, the spinning thread keeps the processor from the thread that it waits for, and
- * steps take many times as long as on one thread. The wait must not be much shorter than a wake-up either: a small
- * model's parallel regions are a few microseconds apart, and a virtual machine needs tens of microseconds to wake a
- * thread, so two threads would be as slow as one. Between the ops of a generated token up to 100 us of Lua run: with
- * waits of 150 us a token takes 0.9 of its time with 50 us, and longer waits do not help further. A spin takes a few
- * nanoseconds on one processor and fifty on another, so its duration is measured. */
+/* The time for which a waiting thread spins before it sleeps.
+ * It must not be long. libgomp's default of 300,000 spins takes several milliseconds. If programs share a processor,
+ * the spinning thread keeps the processor from the thread that it waits for. Steps then take many times as long as on
+ * one thread.
+ * It must not be much shorter than the time to wake a thread either. The parallel regions of a small model are a few
+ * microseconds apart, and a virtual machine needs tens of microseconds to wake a thread. Two threads would then be as
+ * slow as one thread.
+ * When tokens are generated, up to 100 us of Lua run between two ops. With a wait of 150 us, a token takes 0.9 of the
+ * time that it takes with a wait of 50 us. Longer waits do not help further.
+ * The duration of a spin is measured, because it is a few nanoseconds on one processor and fifty on another. */
 #define SPIN_S 150e-6
 enum { MEASURED_TURNS = 256, TRIES = 5, LEAST_TURNS = 100, MOST_TURNS = 100000 };
 
@@ -55,8 +59,8 @@ static int turns(void)
     return n < LEAST_TURNS ? LEAST_TURNS : n > MOST_TURNS ? MOST_TURNS : (int)n;
 }
 
-/* Returns the first number of a comma-separated list (OpenMP uses lists for nested regions), or 0 if the text is not
- * a list of positive numbers. */
+/* Returns the first number of a comma-separated list, or 0 if the text is not a list of positive numbers. OpenMP uses
+ * lists for nested regions. */
 static unsigned long long first_number(const char *list)
 {
     unsigned long long first = 0;
@@ -72,14 +76,15 @@ static unsigned long long first_number(const char *list)
     }
 }
 
-/* A setting with which glibc keeps no small freed blocks for the thread that freed them. Kept blocks prevent
- * adjacent large blocks from merging into larger holes. oneDNN's buffers for a product would fit into none of the
- * holes, and the process would use more memory than it ever needs. */
+/* With this setting, glibc does not keep small freed blocks for the thread that freed them. Kept blocks prevent
+ * adjacent large blocks from merging into larger holes. oneDNN's buffers for a product would then not fit into any
+ * hole, and the process would use more memory than it needs at any time. */
 #define TUNABLES "GLIBC_TUNABLES"
 #define NO_CACHE "glibc.malloc.tcache_count=0"
 
-/* Makes this process's threads keep no freed blocks. Returns true if the process must restart for that. Once the
- * setting applies, it is removed from the environment, so that programs started by the process do not inherit it. */
+/* Makes glibc keep no freed blocks for the threads of this process. Returns true if the process must restart, because
+ * glibc reads the setting only at the start. Once the setting applies, the function removes it from the environment, so
+ * that programs started by the process do not inherit it. */
 static bool without_caches(void)
 {
     const char *had = getenv(TUNABLES);
@@ -107,7 +112,8 @@ void ps_threads_start(char **argv)
     bool again = false;
     if (wanted && n == 0) {
         fprintf(stderr, "psluajit: OMP_NUM_THREADS is '%s', not a number of threads; it is ignored\n", wanted);
-        again = unsetenv("OMP_NUM_THREADS") == 0;               /* libgomp would complain about it again */
+        again = unsetenv("OMP_NUM_THREADS") == 0;               /* otherwise libgomp would print a complaint about it
+                                                                   again */
     }
     if (n > (unsigned long long)ps_threads_most()) {
         fprintf(stderr, "psluajit: OMP_NUM_THREADS is %s; %d threads are the most on this machine's %ld processors\n",

@@ -1,12 +1,15 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The settings of the process's compute threads. ps_threads and ps_set_threads of ps.h read and set their number. */
+ * The settings of the process's compute threads. ps_threads and ps_set_threads in ps.h read and set the number of
+ * threads. */
 #ifndef PS_CPU_THREADS_H
 #define PS_CPU_THREADS_H
 
-/* Sets environment variables of OpenMP and the C library. Must be a program's first call. Waiting threads sleep
- * soon, unless OMP_WAIT_POLICY or GOMP_SPINCOUNT is set. OMP_NUM_THREADS is limited to ps_threads_most, and ignored
- * if it is not a number. The C library keeps no freed blocks per thread, unless GLIBC_TUNABLES has
- * glibc.malloc.tcache_count. The libraries read these variables before the program's first code runs. So if a
- * variable changed, the program is executed again in the same process (exec). */
+/* Sets environment variables of OpenMP and the C library. It must be a program's first call. The function makes these
+ * settings:
+ *   - Waiting threads sleep soon, unless OMP_WAIT_POLICY or GOMP_SPINCOUNT is set.
+ *   - OMP_NUM_THREADS is limited to ps_threads_most, and is ignored if it is not a number.
+ *   - The C library keeps no freed blocks per thread, unless GLIBC_TUNABLES contains glibc.malloc.tcache_count.
+ * The libraries read these variables before the program's first code runs. If a variable changed, the function
+ * therefore executes the program again in the same process (exec). */
 void ps_threads_start(char **argv);
 #endif
