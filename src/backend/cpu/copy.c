@@ -15,7 +15,7 @@ int ps_cpu_load(ps_backend *be, void *dst, ps_reader read, const void *from, int
     int64_t pieces = (int64_t)(nbytes / PIECE);
     if (pieces < 2) return read(from, at, dst, (int64_t)nbytes);
     size_t head = (size_t)(-(uintptr_t)dst % PIECE);         /* number of bytes before the first huge-page boundary;
-                                                                piece 1 begins at that boundary */
+                                                              * piece 1 begins at that boundary */
     ps_error_kept error = { .code = 0 };
     atomic_bool failed = false;
 #pragma omp parallel for schedule(dynamic)

@@ -52,7 +52,7 @@ int ps_cpu_conv_transpose(ps_call *call);
 int ps_cpu_conv_weight(ps_call *call);
 void ps_cpu_conv_close(void);                    /* frees cached primitives */
 bool ps_cpu_asks(int op);              /* true if the op's kernel uses scratch memory; the kernel then supports
-                                          ps_call.dry */
+                                        * ps_call.dry */
 /* Tells chain.c which kernels to use: this backend's own kernels, and the fallback's kernels for types that the own
  * kernels do not support. */
 void ps_cpu_chain_open(const ps_kernel *own, const ps_kernel *fallback);

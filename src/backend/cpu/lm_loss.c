@@ -15,7 +15,7 @@
 enum {
     DB_COLUMNS = 1024,
     DW_ROWS = 2048              /* number of rows of dw that are computed at a time, so that they stay in the cache (20
-                                   % faster with 50,257 words) */
+                                 * % faster with 50,257 words) */
 };
 
 typedef struct problem {
@@ -30,7 +30,7 @@ typedef struct problem {
     void *logits;               /* [panel rows, V] */
     float *loss;                /* losses of the rows, [N] */
     int64_t hits;               /* number of rows whose target has the largest logit and no earlier token has an equal
-                                   logit */
+                                 * logit */
     float *db_sum;              /* [V], allocated only if db is wanted */
 } problem;
 

@@ -11,7 +11,7 @@
 
 enum {
     LEAF = 128,                       /* maximum number of rows of a diagonal block; such a block is symmetric but is
-                                         computed whole */
+                                       * computed whole */
     TILE = 32,
 };
 

@@ -30,16 +30,16 @@
 
 enum {
     CACHE_SLOTS = 2048, CACHE_MAX = 1024,           /* size of a hash table with open addressing, and its maximum number
-                                                       of entries; at most half of the table is used */
+                                                     * of entries; at most half of the table is used */
     PANEL_M = 1024, PANEL_N = 1024, PANEL_K = 2048, /* sizes of the fp32 panels, which together take 20 MiB */
     DEPTH = 512,                                    /* number of terms in each part of a sum that is computed in
-                                                       parts */
+                                                     * parts */
     SHARED = 2048,                                  /* oneDNN splits a sum with at least this number of terms over
-                                                       threads */
+                                                     * threads */
     SCRATCH_MAX = 64 << 20,                         /* implementations that need more bytes of scratch memory are
-                                                       skipped */
+                                                     * skipped */
     GEMM_SCRATCH_MAX = 24 << 20                     /* the same limit for "gemm" implementations, which are only
-                                                       slightly faster */
+                                                     * slightly faster */
 };
 
 static dnnl_engine_t engine;
@@ -98,11 +98,11 @@ static dnnl_status_t add_sum(dnnl_post_ops_t ops) { return dnnl_post_ops_append_
 typedef struct impl_walk {
 #if DNNL_VERSION_MAJOR < 3
     dnnl_matmul_desc_t op;                           /* the iterator reads it, so it must exist as long as the
-                                                        iterator */
+                                                      * iterator */
     dnnl_primitive_desc_iterator_t it;
 #endif
     dnnl_primitive_desc_t pd;                        /* the current implementation; the walk owns it until the caller
-                                                        takes it */
+                                                      * takes it */
 } impl_walk;
 
 #if DNNL_VERSION_MAJOR >= 3
@@ -143,7 +143,7 @@ static void walk_end(impl_walk *w)
 
 /* -- the table of primitives --------------------------------------------------------------------------------------- */
 typedef struct key {                                 /* without padding, because keys are compared and hashed as
-                                                        words */
+                                                      * words */
     int64_t m, n, k, batch, step_a, step_b, step_dst, ld_a, ld_b, ld_dst;
     int32_t trans_a, trans_b, type_a, type_b, type_dst, type_bias;    /* type_bias is -1 if there is no bias */
     int32_t residual, accumulate, threads, pad;
@@ -152,7 +152,7 @@ typedef struct key {                                 /* without padding, because
 typedef struct entry {
     key key;
     bool supported;                                  /* if false, the product runs in panels, or the products of a batch
-                                                        run one by one */
+                                                      * run one by one */
     int order;                                       /* number of entries that were created before this one */
     size_t scratch_nbytes;
     dnnl_primitive_t prim;
@@ -311,7 +311,7 @@ static bool has_instructions(int dtype)
 #endif
 #endif
     return true;                                             /* if the instructions are missing, oneDNN rejects the
-                                                                product */
+                                                              * product */
 }
 
 /* Returns true if fp32 panels are faster than bf16 instructions. On Sapphire Rapids, bf16 products are fast only with

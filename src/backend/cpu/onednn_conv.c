@@ -21,14 +21,14 @@
 
 enum {
     SHAPES_MAX = 256,                                /* maximum number of entries of the table, which is emptied when it
-                                                        is full */
+                                                      * is full */
     TASK_FLOPS = 1 << 25,                            /* number of operations per task, if there are enough samples */
     TASKS_MIN = 4,                                   /* minimum number of tasks, even if this makes the tasks small */
     SUMS_MAX = 16,                                   /* maximum number of tasks for the gradient of a weight; each task
-                                                        has its own sum */
+                                                      * has its own sum */
     SUMS_NBYTES = 64 << 20,                          /* maximum total size in bytes of the sums of all tasks */
     SCRATCH_MAX = 64 << 20                           /* implementations that need more bytes of scratch memory are
-                                                        skipped */
+                                                      * skipped */
 };
 
 /* -- two APIs ------------------------------------------------------------------------------------------------------ */
@@ -83,7 +83,7 @@ typedef struct sizes { dnnl_dims_t stride, dilation, before, after; } sizes;
 typedef struct impl_walk {
 #if DNNL_VERSION_MAJOR < 3
     dnnl_convolution_desc_t op;                      /* the iterator reads it, so it must exist as long as the
-                                                        iterator */
+                                                      * iterator */
     dnnl_primitive_desc_iterator_t it;
 #endif
     dnnl_primitive_desc_t pd;                        /* the current implementation */
@@ -150,7 +150,7 @@ typedef struct entry {
     key key;
     bool supported;                                  /* false if oneDNN has only its plain loops for this shape */
     desc plain[ROLES], laid[ROLES], scratch, bias;   /* plain: row-major layouts; laid: the layouts that the primitive
-                                                        needs */
+                                                      * needs */
     bool same[ROLES];
     dnnl_primitive_t prim, to_laid[ROLES], to_plain[ROLES];
     size_t laid_nbytes[ROLES], scratch_nbytes;
@@ -350,9 +350,9 @@ typedef struct work {
     int64_t per_task, tasks;
     int threads;
     entry *whole, *rest;                             /* whole: the entry for tasks of per_task samples; rest: the entry
-                                                        for the last task */
+                                                      * for the last task */
     const float *late;                               /* the bias of a transposed convolution, which oneDNN cannot add;
-                                                        otherwise NULL */
+                                                      * otherwise NULL */
     char *w_laid, *buffers, *sums;                   /* sums: one sum of the weight's gradient for each task */
     size_t thread_nbytes, sum_nbytes;
 } work;
@@ -479,7 +479,7 @@ static void unstage(const work *w, entry *e, slot *s, role r, int64_t task, dnnl
     if (*st == dnnl_success) *st = dnnl_memory_get_data_handle(s->plain[r], &plain);
     if (*st != dnnl_success) return;
     int64_t n = samples_of(w, task), places = o->each / w->s.c;          /* places: number of positions in one channel
-                                                                            of the result of a transposed convolution */
+                                                                          * of the result of a transposed convolution */
     for (int64_t i = 0; w->late && i < n * w->s.c; i++) {
         float *p = (float *)plain + i * places, more = w->late[i % w->s.c];
         for (int64_t k = 0; k < places; k++) p[k] += more;
@@ -640,7 +640,7 @@ static int weight_locked(work *w, const ps_view *dw, const ps_view *db)
     if (!w->buffers || !w->sums || !plain) return PS_ENOMEM;
     if (w->call->dry) return 0;
     memset(w->sums, 0, w->sum_nbytes * (size_t)w->tasks);     /* add_sums also adds the padding between the sums, so it
-                                                                 must be initialized */
+                                                               * must be initialized */
     PS_TRY(do_tasks(w));
     add_sums(w);
     const float *result = (const float *)w->sums;

@@ -48,7 +48,7 @@ typedef struct product {
     const ps_view *x, *bias, *residual, *y;             /* bias and residual are NULL if absent */
     int64_t M;
     int64_t lines;                                      /* number of rows in a tile in forward, or number of columns in
-                                                           backward */
+                                                         * backward */
     int type;                                           /* type of the values in a tile */
     void *tile;
 } product;

@@ -109,7 +109,7 @@ int ps_probe_bandwidth(int64_t nbytes, int reads, int writes, int in_place, int 
     }
     if (in_place) memcpy(s.out, s.in, sizeof s.out);
     memset(memory, 0x3d, size);                              /* the value is about 0.046; processors can skip the
-                                                                writing of zeros */
+                                                              * writing of zeros */
     double seconds[PASSES];
     walk_fn fn = walk_of(vector_nbytes);
     pass(&s, numel, fn);

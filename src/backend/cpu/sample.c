@@ -13,7 +13,7 @@
 typedef struct candidate { uint32_t key; int32_t token; } candidate;
 
 enum { DIGIT = 11, DIGITS = 1 << DIGIT };             /* DIGIT is the number of bits of the key that one sorting pass
-                                                         uses */
+                                                       * uses */
 
 /* Returns a key that decreases as the logit increases. A stable sort by increasing key puts the largest logit first.
  * Tokens with equal logits keep their order. */

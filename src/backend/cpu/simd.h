@@ -36,7 +36,7 @@ typedef float vf __attribute__((vector_size(PS_LANES * 4)));
 typedef int32_t vi __attribute__((vector_size(PS_LANES * 4)));
 typedef uint32_t vu __attribute__((vector_size(PS_LANES * 4)));
 typedef uint64_t vw __attribute__((vector_size(PS_LANES * 4)));    /* vector of 64-bit lanes; it has half the number of
-                                                                      lanes of other vectors */
+                                                                    * lanes of other vectors */
 typedef uint16_t vh __attribute__((vector_size(PS_LANES * 2)));
 typedef uint8_t vb __attribute__((vector_size(PS_LANES)));
 
@@ -54,7 +54,7 @@ typedef uint8_t vb __attribute__((vector_size(PS_LANES)));
 #endif
 #if PS_LANES == 4 && defined(__SSE2__)
 #define PS_SSE2                                    /* a vector is one SSE register, and no instruction of a newer set is
-                                                      available */
+                                                    * available */
 #endif
 SIMD vf vf_set(float x) { return (vf)PS_EACH_LANE(x); }
 SIMD vf vf_zero(void) { return (vf){ 0 }; }
@@ -132,7 +132,7 @@ SIMD vf vf_sqrt(vf a)
 #endif
 }
 SIMD vf vf_select(vi mask, vf a, vf b)             /* returns a in lanes where all bits of mask are set, and b in lanes
-                                                      where mask is 0 */
+                                                    * where mask is 0 */
 {
     return (vf)((mask & (vi)a) | (~mask & (vi)b));
 }

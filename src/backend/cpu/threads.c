@@ -113,7 +113,7 @@ void ps_threads_start(char **argv)
     if (wanted && n == 0) {
         fprintf(stderr, "psluajit: OMP_NUM_THREADS is '%s', not a number of threads; it is ignored\n", wanted);
         again = unsetenv("OMP_NUM_THREADS") == 0;               /* otherwise libgomp would print a complaint about it
-                                                                   again */
+                                                                 * again */
     }
     if (n > (unsigned long long)ps_threads_most()) {
         fprintf(stderr, "psluajit: OMP_NUM_THREADS is %s; %d threads are the most on this machine's %ld processors\n",

@@ -1,15 +1,15 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Attention forward and backward without a T x S buffer: FlashAttention (Dao et al., NeurIPS 2022). A thread
- * converts K and V of one (sample, key head) to fp32 panels, and then multiplies blocks of QUERIES queries with
- * blocks of KEYS keys. Scores are stored transposed, as [key][query]: a vector lane is a query, so that softmax
- * needs no horizontal sums. Forward keeps a running maximum and sum per query, the online softmax of Milakov and
- * Gimelshein (2018). Backward computes the weights again from lse. Sums are fp32. Their order depends only on shapes
- * and segments, not on the thread count, the instruction set or addresses.
+ * Attention forward and backward without a buffer of T x S scores: FlashAttention (Dao et al., NeurIPS 2022). A thread
+ * converts K and V of one (sample, key head) to fp32 panels. It then multiplies blocks of QUERIES queries by blocks of
+ * KEYS keys. Scores are stored transposed, as [key][query]. A vector lane is a query, so softmax needs no horizontal
+ * sums. Forward keeps a running maximum and a running sum for each query (the online softmax of Milakov and Gimelshein,
+ * 2018). Backward computes the weights again from lse. Sums are in fp32. Their order depends only on shapes and
+ * segments. It does not depend on the number of threads, the instruction set or addresses.
  *
- * Invariants. Panels are [rows][Dp], where Dp is D rounded up to 16. They are zero in padding columns, in rows of
- * hidden keys, and in padding rows up to a multiple of 16. In a causal block, query c sees key r if c >= r + shift.
- * For keys g .. g + 7 (g is a multiple of 8), scores exist from query vector lead(g) on; earlier scores are neither
- * written nor read. */
+ * Invariants. Panels are [rows][Dp], where Dp is D rounded up to 16. A panel contains zeros in padding columns, in rows
+ * of hidden keys, and in padding rows up to a multiple of 16. In a causal block, query c sees key r if c >= r + shift.
+ * For the keys g to g + 7, where g is a multiple of 8, only query vectors lead(g) and higher have scores. The scores of
+ * lower query vectors are neither written nor read. */
 #include "backend/cpu/cpu.h"
 #include "backend/cpu/packed.h"
 #include "base/blocks.h"
@@ -17,64 +17,70 @@
 #include "base/error.h"
 #include <omp.h>
 
-enum { QUERIES = 64, KEYS = 64, QV = QUERIES / VL, Q8_NBYTES = 34 };   /* Q8_NBYTES: bytes per Q8_0 block */
-enum { READ = 5, WRITTEN = 3 };        /* number of tensors with heads that backward reads and writes; forward needs
+enum { QUERIES = 64, KEYS = 64, QV = QUERIES / VL, Q8_NBYTES = 34 };   /* Q8_NBYTES: size in bytes of a Q8_0 block */
+enum { READ = 5, WRITTEN = 3 };        /* numbers of tensors with heads that backward reads and writes; forward needs
                                         * fewer */
-#define NO_SCORE (-3e38f)             /* maximum score without keys; finite, so that differences are never NaN */
+#define NO_SCORE (-3e38f)             /* the maximum score if there are no keys; finite, so that differences are never
+                                       * NaN */
 #define LOG2E 1.44269504088896340736
 #define LN2 0.69314718055994530942
 
-/* Reasons for zero weights in a block. ALL_SEEN: none. HIDES: order, window, mask or padding. SEGMENTED: also
- * segments. */
+/* Why a block can contain weights that are zero. ALL_SEEN: it contains none. HIDES: because of order, window, mask or
+ * padding. SEGMENTED: also because of segments. */
 enum { ALL_SEEN, HIDES, SEGMENTED };
 
-/* One call. q, dq, y and dy are [B, H, T, D]; k, v, dk and dv are [B, G, S, D]; lse is [B, H, T]. mask is [B, S] or
- * [B|1, H|1, T|1, S], or int32 segments [B, T]. */
+/* One call. q, dq, y and dy are [B, H, T, D]. k, v, dk and dv are [B, G, S, D]. lse is [B, H, T]. mask is [B, S] or
+ * [B|1, H|1, T|1, S], or it contains int32 segments [B, T]. */
 typedef struct attn {
     ps_view q, k, v, mask, y, lse, dy, dq, dk, dv;
-    int64_t B, H, G, T, S, D, Dp, Sp, nvec;         /* Sp: S rounded up to ROWS; nvec = Dp / 16 */
-    int64_t window;                                 /* maximum number of keys that a query sees, 0 for no limit */
-    int64_t bias_step[3];                           /* the mask's strides along samples, heads and queries, 0 along a
-                                                     * repeated dimension */
-    float scale, scale2;                            /* factor of the scores, and this factor times log2 e */
-    bool causal, drop, biased, segmented;           /* biased: the mask has 4 dimensions. segmented: the mask has
-                                                     * segments. */
-    int32_t limit;                                  /* a weight is dropped if its 24 random bits are below the limit */
+    int64_t B, H, G, T, S, D, Dp, Sp, nvec;         /* Sp: S rounded up to ROWS; nvec: Dp / 16 */
+    int64_t window;                                 /* maximum number of keys that a query sees, or 0 for no limit */
+    int64_t bias_step[3];                           /* the mask's strides along samples, heads and queries; 0 along a
+                                                     * dimension of size 1 */
+    float scale, scale2;                            /* the factor of the scores, and this factor times log2 e */
+    bool causal, drop, biased, segmented;           /* biased: the mask has 4 dimensions; segmented: the mask contains
+                                                     * segments */
+    int32_t limit;                                  /* a weight is dropped if its 24 random bits, as a number, are below
+                                                     * the limit */
     float keep_scale;                               /* 1 / (1 - p) */
     uint64_t seed, sample, counter_hi;
-    int64_t first_head;                             /* first head of this rank, if the heads are split among ranks */
+    int64_t first_head;                             /* the first head of this rank if ranks share out the heads */
 } attn;
 
 /* Rows that are prefetched before they are loaded or stored. */
 typedef struct stream { const char *at; int64_t row_nbytes, used_nbytes, rows; } stream;
 
-/* A thread's memory. Forward does not use dk, dv, dy, dyt and dp; backward does not use sum. `out` is the block's y
- * or dq. */
+/* A thread's memory. Forward does not use dk, dv, dy, dyt and dp. Backward does not use sum. `out` is the block's y in
+ * forward and its dq in backward. */
 typedef struct work {
     float *k, *v, *dk, *dv;                         /* [Sp, Dp] */
     float *q, *dy, *out;                            /* [QUERIES, Dp] */
-    float *qt, *dyt;                                /* [Dp, QUERIES] q and dy transposed */
-    float *p, *dp;                                  /* [KEYS, QUERIES] p: scores, later weights. dp: their gradients. */
-    float *bias;                                    /* [QUERIES, KEYS] bias in base 2, if biased */
-    float *max, *sum, *factor;                      /* [QUERIES] in backward, max is lse in base 2, factor is delta */
-    uint32_t *keep;                                 /* [2, QUERIES] key r's dropout bit is bit r % 32 of word r / 32 */
-    uint8_t *hidden;                                /* [Sp] keys that no query sees */
-    int32_t *begin, *end;                           /* [T + QUERIES] if segmented: query i's segment has the keys
-                                                     * begin[i] .. end[i] - 1; neither array ever decreases */
-    bool any_hidden;                                /* whether any of the keys below S is hidden */
-    int64_t second;                                 /* second key that the mask shows, S if there is none */
-    stream ahead[READ + WRITTEN];                   /* rows that are prefetched gradually: those that this thread's
-                                                     * next head reads, and those that this block writes */
+    float *qt, *dyt;                                /* [Dp, QUERIES], q and dy transposed */
+    float *p, *dp;                                  /* [KEYS, QUERIES]; p: first scores, then weights; dp: gradients of
+                                                     * p */
+    float *bias;                                    /* [QUERIES, KEYS], the bias in base 2; used if biased */
+    float *max, *sum, *factor;                      /* [QUERIES]; in backward, max is lse in base 2 and factor is
+                                                     * delta */
+    uint32_t *keep;                                 /* [2, QUERIES]; the dropout bit of key r is bit r % 32 of word r /
+                                                     * 32 */
+    uint8_t *hidden;                                /* [Sp]; nonzero for keys that no query sees */
+    int32_t *begin, *end;                           /* [T + QUERIES] if segmented; the segment of query i has the keys
+                                                     * begin[i] to end[i] - 1; neither array decreases */
+    bool any_hidden;                                /* true if any key below S is hidden */
+    int64_t second;                                 /* the second key that the mask shows, or S if the mask shows fewer
+                                                     * than two keys */
+    stream ahead[READ + WRITTEN];                   /* rows that are prefetched gradually: the rows that the thread's
+                                                     * next head reads, and the rows that this block writes */
 } work;
 
-/* Queries i0 .. i0 + nq and keys j0 .. j0 + nk of head h of sample b. */
+/* A block has the queries [i0, i0 + nq) and the keys [j0, j0 + nk) of head h of sample b. */
 typedef struct block {
     int64_t b, h, i0, j0;
-    int nq, qv, nk;                                 /* qv = ceil(nq / 16); nk is rounded up to ROWS */
-    int shift;                                      /* if causal, see the top of the file; otherwise so low that all
-                                                     * keys are seen */
-    int until;                                      /* with a window, query c sees key r only if c < r + until;
-                                                     * otherwise so large that all keys are seen */
+    int nq, qv, nk;                                 /* qv: nq / 16 rounded up; nk is rounded up to a multiple of ROWS */
+    int shift;                                      /* described at the top of the file for causal blocks; otherwise a
+                                                     * low number, so that all keys are seen */
+    int until;                                      /* with a window, query c sees key r only if c < r + until; without
+                                                     * a window, a high number, so that all keys are seen */
     int masked;                                     /* ALL_SEEN, HIDES or SEGMENTED */
 } block;
 
@@ -95,7 +101,7 @@ SIMD void load_as(int dtype, const char *src, int64_t row_nbytes, int64_t n, int
         if (d < D) vf_store(dst + d, vf_get_n(src, d, dtype, (int)(D - d), 0.0f));
     }
 }
-/* Copies rows first .. first + n of head (b, h) to dst [n_pad, Dp], padded with zeros. */
+/* Copies rows [first, first + n) of head (b, h) to dst [n_pad, Dp], and fills the padding with zeros. */
 static void load_rows(const attn *a, const ps_view *x, int64_t b, int64_t h, int64_t first, int64_t n, int64_t n_pad,
                       float *dst)
 {
@@ -120,7 +126,7 @@ SIMD void store_as(int dtype, char *dst, int64_t row_nbytes, int64_t n, int64_t 
         if (d < D) vf_put_n(dst, d, dtype, (int)(D - d), vf_load(src + d) * f);
     }
 }
-/* Writes src [n, Dp] to rows first .. first + n of head (b, h). Row i is multiplied by factor[i * step]. */
+/* Writes src [n, Dp] to rows [first, first + n) of head (b, h). Row i is multiplied by factor[i * step]. */
 static void store_rows(const attn *a, const ps_view *x, int64_t b, int64_t h, int64_t first, int64_t n,
                        const float *src, const float *factor, int64_t step)
 {
@@ -132,8 +138,8 @@ static void store_rows(const attn *a, const ps_view *x, int64_t b, int64_t h, in
 }
 
 /* Returns a stream that prefetches rows of a head from main memory. The rows are far apart, so the hardware does not
- * predict them. A few are fetched at a time between products, which costs next to nothing (otherwise a tenth of the
- * time). Rows to be written are fetched during the block before they are written. */
+ * predict them. A few rows at a time are prefetched between products, which costs almost no time. Without prefetching,
+ * loading the rows takes a tenth of the time. Rows that a block writes are prefetched while the block is computed. */
 static stream rows_ahead(const ps_view *x, int64_t b, int64_t h, int64_t first, int64_t n)
 {
     int64_t size = ps_dtype_bytes(x->dtype);
@@ -168,8 +174,9 @@ static void hide_key(const attn *a, work *w, int64_t j)
     memset(w->k + j * a->Dp, 0, (size_t)a->Dp * sizeof *w->k);
     memset(w->v + j * a->Dp, 0, (size_t)a->Dp * sizeof *w->v);
 }
-/* Fills begin and end with the bounds of each position's segment, and hides the keys of padding. In a run of
- * padding, begin is the run's end and end is its begin: its positions see no key, and add no key to a block. */
+/* Fills begin and end with the bounds of each position's segment, and hides the keys of padding. For a run of padding,
+ * begin is the end of the run, and end is the beginning of the run. Hence the positions of the run see no key, and they
+ * add no key to a block. */
 static void load_segments(const attn *a, work *w, int64_t b)
 {
     const int32_t *id = (const int32_t *)a->mask.data + b * a->mask.stride[0];
@@ -186,7 +193,7 @@ static void load_segments(const attn *a, work *w, int64_t b)
     for (int64_t i = a->T; i < a->T + QUERIES; i++) w->begin[i] = w->end[i] = (int32_t)a->T;
 }
 
-/* Loads K and V of head (b, g) into their panels, with zeros in rows of hidden keys. */
+/* Loads K and V of head (b, g) into their panels. Rows of hidden keys become zeros. */
 static void load_keys(const attn *a, work *w, int64_t b, int64_t g)
 {
     load_rows(a, &a->k, b, g, 0, a->S, a->Sp, w->k);
@@ -208,7 +215,7 @@ static void load_keys(const attn *a, work *w, int64_t b, int64_t g)
         hide_key(a, w, j);
     }
 }
-/* Transposes the first qv vectors of queries of src [QUERIES, Dp] to dst [Dp, QUERIES]. */
+/* Transposes the first qv vectors of queries of src [QUERIES, Dp]. Writes the result to dst [Dp, QUERIES]. */
 static void transpose_panel(const attn *a, const float *src, int qv, float *dst)
 {
     for (int v = 0; v < qv; v++)
@@ -217,7 +224,7 @@ static void transpose_panel(const attn *a, const float *src, int qv, float *dst)
 }
 
 /* -- blocks ------------------------------------------------------------------------------------------------------- */
-/* Returns a key index that is above all keys that queries i0 .. i0 + nq see. */
+/* Returns an upper bound for the keys that queries [i0, i0 + nq) see. All these keys have a smaller index. */
 static int64_t keys_seen(const attn *a, const work *w, int64_t i0, int nq)
 {
     int64_t n = a->causal ? i0 + nq + a->S - a->T : a->S;
@@ -227,8 +234,8 @@ static int64_t keys_seen(const attn *a, const work *w, int64_t i0, int nq)
     }
     return n < 0 ? 0 : n < a->S ? n : a->S;
 }
-/* Returns the first key of the first block for the queries from i0 on. With segments, it is near the beginning of
- * the queries' first segment, since segments are often shorter than a block. */
+/* Returns the first key of the first block for queries that begin at i0. With segments, the block begins near the
+ * beginning of the first query's segment, because segments are often shorter than a block. */
 static int64_t first_block(const attn *a, const work *w, int64_t i0)
 {
     int64_t first = a->window > 0 ? i0 + a->S - a->T - a->window + 1 : 0, step = KEYS;
@@ -246,8 +253,8 @@ static block block_at(const attn *a, const work *w, int64_t b, int64_t h, int64_
     if (a->segmented && (w->begin[i0 + nq - 1] > j0 || w->end[i0] < j0 + k.nk)) k.masked = SEGMENTED;
     return k;
 }
-/* Converts a value of a 4-dimensional mask to the addend of a score, in base 2. Values of -1e30 and less hide the
- * key. */
+/* Converts a value of a 4-dimensional mask to the number that is added to a score, in base 2. A value of at most -1e30
+ * hides the key. */
 SIMD float bias_of(float x) { return x <= -1e30f ? -INFINITY : x * (float)LOG2E; }
 static void load_bias(const attn *a, const block *k, work *w)
 {
@@ -264,7 +271,7 @@ static void load_bias(const attn *a, const block *k, work *w)
         }
     }
 }
-/* Scales the scores, and adds the mask. */
+/* Scales the scores, and adds the mask to them. */
 static void add_bias(const attn *a, const block *k, work *w)
 {
     load_bias(a, k, w);
@@ -272,8 +279,8 @@ static void add_bias(const attn *a, const block *k, work *w)
         for (int r = 0; r < clamp(a->S - k->j0, 0, k->nk); r++)
             w->p[r * QUERIES + i] = fmaf(w->p[r * QUERIES + i], a->scale2, w->bias[i * KEYS + r]);
 }
-/* Computes s [key][query], the products of the rows of keys [.., Dp] and the queries' panel qt: scores from K and q,
- * dp from V and dy. */
+/* Computes s [key][query], the products of the rows of keys [.., Dp] and the panel qt of queries. The result is the
+ * scores if the operands are K and q, or dp if the operands are V and dy. */
 static void scores(const attn *a, const block *k, work *w, const float *keys, const float *qt, float *s)
 {
     for (int g = 0; g < k->nk; g += ROWS) {
@@ -283,7 +290,8 @@ static void scores(const attn *a, const block *k, work *w, const float *keys, co
                 QUERIES);
     }
 }
-/* Computes out [query, Dp] (+)= the transpose of s times the rows of keys: y from V, dq from K. */
+/* Computes the transpose of s times the rows of keys, and stores the product in out [query, Dp] or adds it to out.
+ * Computes y from V, and dq from K. */
 static void gather_keys(const attn *a, const block *k, work *w, int add, const float *s, const float *keys, float *out)
 {
     for (int i = 0; i < k->nq; i += ROWS) {
@@ -292,7 +300,7 @@ static void gather_keys(const attn *a, const block *k, work *w, int add, const f
         product(add, a->nvec, depth, s + i, 1, QUERIES, keys, a->Dp, out + i * a->Dp, a->Dp);
     }
 }
-/* Computes out [key, Dp] += s times the rows of queries: dv from dy, dk from q. */
+/* Adds s times the rows of queries to out [key, Dp]. Computes dv from dy, and dk from q. */
 static void gather_queries(const attn *a, const block *k, work *w, const float *s, const float *queries, float *out)
 {
     int nq = (int)round_up(k->nq, ROWS);
@@ -303,12 +311,13 @@ static void gather_queries(const attn *a, const block *k, work *w, const float *
                 out + g * a->Dp, a->Dp);
     }
 }
-/* Draws dropout bits of a block with segments. A segment counts as a separate sample, with as many queries and keys
- * as it has positions. A draw covers 64 elements, and serves all following queries whose keys in this block it
- * contains. */
+/* Draws dropout bits for a block with segments. A segment counts as a sample of its own. The number of its queries and
+ * the number of its keys are the number of its positions. A draw covers 64 elements. It serves all following queries
+ * whose keys in this block are among these elements. */
 static void draw_keep_of_segments(const attn *a, const block *k, work *w)
 {
-    uint64_t at = 0, bits = 0;                        /* bits: 64 elements of segment `drawn`, from element `at` on */
+    uint64_t at = 0, bits = 0;                        /* bits: 64 elements of segment `drawn`, starting at element
+                                                       * `at` */
     int32_t drawn = -1;
     for (int i = 0; i < k->nq; i++) {
         int32_t begin = w->begin[k->i0 + i], n = w->end[k->i0 + i] - begin;
@@ -327,16 +336,16 @@ static void draw_keep_of_segments(const attn *a, const block *k, work *w)
         w->keep[QUERIES + i] = (uint32_t)(mine >> 32);
     }
 }
-/* Draws dropout bits of a block. A draw covers 64 elements of the stream. Short rows are adjacent in it, so that a
- * draw serves all following queries whose keys in this block it contains. */
+/* Draws dropout bits for a block. A draw covers 64 elements of the stream. Short rows are adjacent in the stream. A
+ * draw therefore serves all following queries whose keys in this block are among its elements. */
 static void draw_keep(const attn *a, const block *k, work *w)
 {
     if (a->segmented) {
         draw_keep_of_segments(a, k, w);
         return;
     }
-    uint64_t n = (uint64_t)clamp(a->S - k->j0, 0, KEYS), at = 0, bits = 0;   /* bits: 64 elements, from element `at`
-                                                                              * on */
+    uint64_t n = (uint64_t)clamp(a->S - k->j0, 0, KEYS), at = 0, bits = 0;   /* bits: 64 elements, starting at element
+                                                                              * `at` */
     for (int i = 0; i < k->nq; i++) {
         uint64_t row = (uint64_t)((a->first_head + k->h) * a->T + k->i0 + i);
         uint64_t first = row * (uint64_t)a->S + (uint64_t)k->j0;
@@ -349,8 +358,8 @@ static void draw_keep(const attn *a, const block *k, work *w)
         w->keep[QUERIES + i] = (uint32_t)(mine >> 32);
     }
 }
-/* Returns a mask over queries c, c + 1, ...: all bits of a lane are set if its query sees key r. masked is the
- * constant HIDES or SEGMENTED. */
+/* Returns a mask for the queries c, c + 1, and so on. All bits of a lane are set if the lane's query sees key r.
+ * `masked` is the constant HIDES or SEGMENTED. */
 SIMD vni seen_by(const work *w, const block *k, int r, int c, int masked)
 {
     vni lane = vn_lanes(c), begin, end;
@@ -367,12 +376,12 @@ SIMD vni kept_by(const work *w, int r, int c)
     memcpy(&bits, w->keep + r / 32 * QUERIES + c, sizeof bits);
     return (vni)(bits << (31 - r % 32)) < 0;
 }
-/* Returns how many rows of scores exist for the queries from c on. */
+/* Returns the number of rows that contain scores of the vector that begins at query c. */
 SIMD int rows_of(const block *k, int c) { return clamp(round_up((c / VL + 1) * VL - k->shift, ROWS), 0, k->nk); }
 
 /* -- forward ------------------------------------------------------------------------------------------------------ */
-/* Turns a block's scores into weights relative to the new running maximum. The caller must multiply older sums by
- * factor. masked and drop are constants. */
+/* Turns the scores of a block into weights relative to the new running maximum. The caller must multiply older sums by
+ * `factor`. masked and drop are constants. */
 SIMD void softmax_block(const attn *a, const block *k, work *w, int masked, bool drop)
 {
     vn scale = vn_set(a->biased ? 1.0f : a->scale2), keep_scale = vn_set(a->keep_scale);
@@ -411,7 +420,7 @@ static void rescale_rows(const attn *a, const block *k, work *w)
         for (int64_t d = 0; d < a->Dp; d += VL) vf_store(row + d, vf_load(row + d) * f);
     }
 }
-/* Sets factor to the sums' reciprocals, and replaces the sums by lse. */
+/* Sets factor to the reciprocals of the sums, and replaces the sums by lse. */
 static void finish_sums(work *w)
 {
     for (int v = 0; v < QV; v++) {
@@ -422,14 +431,14 @@ static void finish_sums(work *w)
         vf_store(w->sum + v * VL, vf_select(none, vf_set(-INFINITY), lse));
     }
 }
-/* Stores y and lse of nq queries of head h. They are in out and sum from row `from` on. */
+/* Stores y and lse of nq queries of head h. The values are in out and sum, starting at row `from`. */
 static void store_queries(const attn *a, const work *w, int64_t b, int64_t h, int64_t i0, int nq, int from)
 {
     store_rows(a, &a->y, b, h, i0, nq, w->out + from * a->Dp, w->factor + from, 1);
     float *lse = (float *)a->lse.data + b * a->lse.stride[0] + h * a->lse.stride[1] + i0 * a->lse.stride[2];
     for (int i = 0; i < nq; i++) lse[i * a->lse.stride[2]] = w->sum[from + i];
 }
-/* Calls softmax_block with constant masked and drop. */
+/* Calls softmax_block with constants for masked and drop. */
 static void softmax_of(const attn *a, const block *k, work *w)
 {
     if (a->drop) {
@@ -466,16 +475,16 @@ static void forward_queries(const attn *a, work *w, int64_t b, int64_t h, int64_
 }
 
 /* -- forward of one query ----------------------------------------------------------------------------------------- */
-/* Returns whether each head has only one query, as when a model continues a text. Separate code handles this case,
- * because blocks would take as long as for 16 queries, and would pack all keys for one query. In this code, lanes
- * are keys or elements of the output. Sums have the same order as in blocks, so the bits do not depend on the number
- * of queries. */
+/* Returns true if each head has only one query. This is the case if a model continues a text token by token. Separate
+ * code handles this case, because blocks would take as long as for 16 queries, and would pack all keys for one query.
+ * In this code, a lane is a key or an element of the output. The order of sums is the same as in blocks, so the bits do
+ * not depend on the number of queries. */
 static bool is_one_query(const attn *a)
 {
     return a->T == 1 && a->S > 0 && !a->drop && !ps_has(&a->mask) && a->window <= 0;
 }
-/* Computes sum [16 * vectors] += terms [count] times rows [count, ld]: one row of a product, with as many partial
- * sums as in `tile`. */
+/* Computes one row of a product: adds terms [count] times rows [count, ld] to sum [16 * vectors]. It keeps the same
+ * number of partial sums as `tile`. */
 static void add_rows(int64_t vectors, int64_t count, const float *terms, const float *rows, int64_t ld, float *sum)
 {
     enum { MOST = 4 * LANES / VL };
@@ -483,7 +492,8 @@ static void add_rows(int64_t vectors, int64_t count, const float *terms, const f
         tile(1, MOST, 1, count, terms, 0, 1, rows, ld, sum, 0);
     for (; vectors > 0; vectors--, rows += VL, sum += VL) tile(1, 1, 1, count, terms, 0, 1, rows, ld, sum, 0);
 }
-/* Computes the scores of n keys of head (b, g), from key j0 on, in w->p [heads, KEYS]. w->k holds the queries. */
+/* Computes the scores of n keys of head (b, g), starting at key j0. Writes them to w->p [heads, KEYS]. w->k contains
+ * the queries. */
 static void scores_of_one(const attn *a, work *w, int64_t b, int64_t g, int64_t j0, int n, int heads)
 {
     int vectors = (n + VL - 1) / VL;
@@ -495,8 +505,8 @@ static void scores_of_one(const attn *a, work *w, int64_t b, int64_t g, int64_t 
             add_rows(vectors, clamp(a->D - d0, 0, VL), w->k + i * a->Dp + d0, w->qt, KEYS, w->p + i * KEYS);
     }
 }
-/* Turns the n scores in row i of w->p into weights relative to the new running maximum. Returns the factor by which
- * the caller must multiply older sums. */
+/* Turns the n scores in row i of w->p into weights relative to the new running maximum. Returns a factor. The caller
+ * must multiply older sums by it. */
 static float softmax_of_one(const attn *a, work *w, int n, int i)
 {
     vn scale = vn_set(a->scale2);
@@ -514,8 +524,8 @@ static float softmax_of_one(const attn *a, work *w, int n, int i)
     w->sum[i] = fmaf(w->sum[i], factor[0], sum[0] + sum[1]);
     return factor[0];
 }
-/* Adds weights times values to w->out [heads, Dp]. The weights are in w->p; the values are those of n keys from j0
- * on. */
+/* Adds the products of weights and values to w->out [heads, Dp]. The weights are in w->p. The values belong to n keys,
+ * starting at key j0. */
 static void weigh(const attn *a, work *w, int64_t b, int64_t g, int64_t j0, int n, int heads)
 {
     const float *rows = w->q;
@@ -528,11 +538,12 @@ static void weigh(const attn *a, work *w, int64_t b, int64_t g, int64_t j0, int 
         float *out = w->out + i * a->Dp;
         add_rows(a->nvec, n, w->p + i * KEYS, rows, ld, out);
         if (n % ROWS == 0) continue;
-        /* Turns -0 into 0, as blocks do: their sums end with zero weights of zero rows. */
+        /* Turns -0 into 0. Blocks do so as well, because their sums end with zero weights times zero rows. */
         for (int64_t d = 0; d < a->Dp; d += LANES) vn_store(out + d, vn_load(out + d) + vn_set(0));
     }
 }
-/* Computes the query of heads h, h + step, ..., which share key head g, so that each block of keys is loaded once. */
+/* Computes the query of the heads h, h + step, and so on. These heads share key head g, so each block of keys is loaded
+ * only once. */
 static __attribute__((noinline)) void forward_one(const attn *a, work *w, int64_t b, int64_t h, int64_t step, int heads,
                                                   int64_t g)
 {
@@ -552,8 +563,8 @@ static __attribute__((noinline)) void forward_one(const attn *a, work *w, int64_
     finish_sums(w);
     for (int i = 0; i < heads; i++) store_queries(a, w, b, h + i * step, 0, 1, i);
 }
-/* Calls forward_one for one of `cuts` interleaved parts of the heads that share key head g. The queries are in w->k,
- * which has at least as many rows as a tile. */
+/* The heads that share key head g are divided into `cuts` interleaved parts. Calls forward_one for one of these parts.
+ * The queries are in w->k, which has at least as many rows as a tile. */
 static void forward_one_group(const attn *a, work *w, int64_t b, int64_t g, int64_t cut, int64_t cuts)
 {
     int64_t shared = a->H / a->G, most = a->Sp < QUERIES ? a->Sp : QUERIES;
@@ -562,7 +573,8 @@ static void forward_one_group(const attn *a, work *w, int64_t b, int64_t g, int6
 }
 
 /* -- backward ----------------------------------------------------------------------------------------------------- */
-/* Returns the weights of key r for the queries from c on, before dropout. masked is a constant. */
+/* Returns the weights of key r before dropout, for the queries of the vector that begins at query c. masked is a
+ * constant. */
 SIMD vn weight_of(const attn *a, const block *k, const work *w, int r, int c, int masked)
 {
     vn lse = vn_load(w->max + c);
@@ -576,10 +588,11 @@ SIMD vn weight_gradient(const attn *a, const work *w, int r, int c, bool drop)
     return drop ? vn_and(kept_by(w, r, c), dp * vn_set(a->keep_scale)) : dp;
 }
 /* Turns the scores in p into weights after dropout, and dp into the gradient of the unscaled scores. masked and drop
- * are constants. alone: the block has all keys of its queries, in fp32. In this case the weights are divided by
- * their own sum, because for large scores the rounding of lse would affect all of a query's weights. And delta is
- * the sum of p * dp, because dy * y contains the rounding of y, which is not small relative to dp - delta if one
- * weight is nearly 1. */
+ * are constants.
+ * If `alone` is set, the block contains all keys of its queries, in fp32. In this case the weights are divided by their
+ * own sum, because for large scores the rounding of lse would affect all weights of a query. In addition, delta is the
+ * sum of p * dp, because dy * y contains the rounding of y. If one weight is nearly 1, this rounding is not small
+ * relative to dp - delta. */
 SIMD void softmax_block_backward(const attn *a, const block *k, work *w, int masked, bool drop, bool alone)
 {
     for (int c = 0; c < k->qv * VL; c += LANES) {
@@ -607,15 +620,15 @@ SIMD void softmax_block_backward(const attn *a, const block *k, work *w, int mas
         }
     }
 }
-/* Returns how many queries at the beginning of i0 .. i0 + nq see at most one key. The weight of a single key is 1
- * for any score, so the score's gradient must be exactly 0: Adam would turn the rounding error of dp - delta into a
- * step. */
+/* Returns the number of queries at the beginning of [i0, i0 + nq) that see at most one key. The weight of a single key
+ * is 1 for any score, so the gradient of the score must be exactly 0. Otherwise Adam would turn the rounding error of
+ * dp - delta into a step. */
 static int sure_queries(const attn *a, const work *w, int64_t i0, int nq)
 {
     if (w->second >= a->S || a->window == 1) return nq;
     return a->causal ? clamp(w->second - (a->S - a->T) - i0, 0, nq) : 0;
 }
-/* Sets factor[i] to delta of query i, the sum of dy * y over d. `out` is scratch memory. */
+/* Sets factor[i] to delta of query i, which is the sum of dy * y over d. `out` is scratch memory. */
 static void load_delta(const attn *a, work *w, int64_t b, int64_t h, int64_t i0, int nq)
 {
     float part[VL * VL], turned[VL * VL];
@@ -633,7 +646,8 @@ static void load_delta(const attn *a, work *w, int64_t b, int64_t h, int64_t i0,
         vf_store(w->factor + v * VL, delta);
     }
 }
-/* Sets max[i] to lse in base 2, or to +infinity for a query that saw no key, so that its weights become 0. */
+/* Sets max[i] to lse in base 2. If a query saw no key, sets max[i] to +infinity, so that the query's weights become
+ * 0. */
 static void load_lse(const attn *a, work *w, int64_t b, int64_t h, int64_t i0, int nq)
 {
     const float *lse = (const float *)a->lse.data + b * a->lse.stride[0] + h * a->lse.stride[1] + i0 * a->lse.stride[2];
@@ -642,8 +656,8 @@ static void load_lse(const attn *a, work *w, int64_t b, int64_t h, int64_t i0, i
         w->max[i] = x == -INFINITY ? INFINITY : x * (float)LOG2E;
     }
 }
-/* Clears dp of queries that see at most one key of their segment. sure_queries cannot count them, because a segment
- * can end within a block. */
+/* Sets dp to 0 for queries that see at most one key of their segment. sure_queries cannot count these queries, because
+ * a segment can end within a block. */
 static void clear_sure(const attn *a, work *w, const block *k)
 {
     for (int c = 0; c < k->nq; c++) {
@@ -718,8 +732,8 @@ static void backward_group(const attn *a, work *w, int64_t b, int64_t g)
 }
 
 /* -- a call ------------------------------------------------------------------------------------------------------- */
-/* Divides a thread's memory, which begins at `at`, among the fields of w. Returns its end, which is its size if `at`
- * is NULL. */
+/* Divides a thread's memory among the fields of w. The memory begins at `at`. Returns the end of the memory. If `at` is
+ * NULL, the end is the size in bytes. */
 static char *work_at(const attn *a, bool backward, char *at, work *w)
 {
     int64_t keys = a->Sp * a->Dp, queries = QUERIES * a->Dp, square = KEYS * QUERIES;
@@ -743,16 +757,16 @@ static bool float_view(const ps_view *x)
 {
     return x->dtype == PS_F32 || x->dtype == PS_BF16 || x->dtype == PS_F16;
 }
-/* Returns whether the kernels can read an operand: it is absent, or has a float type and rows of D adjacent
- * elements. */
+/* Returns true if the kernels can read an operand. The operand must be absent, or it must have a float type and rows of
+ * D adjacent elements. */
 static bool usable(const ps_view *x)
 {
     return !ps_has(x) || (float_view(x) && x->ndim == 4 && (x->stride[3] == 1 || x->shape[3] <= 1));
 }
-/* Returns whether k or v is usable. In forward, k and v can have rows of Q8_0. */
+/* Returns true if the kernels can read k or v. In forward, k and v can also have rows of Q8_0. */
 static bool usable_keys(const ps_view *x) { return (x->dtype == PS_U8 && x->stride[3] == 1) || usable(x); }
-/* Returns whether the mask is usable. With 2 dimensions it has bytes or int32 segments. With 4 dimensions it has
- * bytes or floats, and a contiguous last dimension. */
+/* Returns true if the kernels can read the mask. A mask with 2 dimensions contains bytes or int32 segments. A mask with
+ * 4 dimensions contains bytes or floats, and its last dimension is contiguous. */
 static bool mask_usable(attn *a)
 {
     const ps_view *m = &a->mask;
@@ -764,8 +778,8 @@ static bool mask_usable(attn *a)
     for (int d = 0; d < 3; d++) a->bias_step[d] = m->shape[d] == 1 ? 0 : m->stride[d];
     return (bytes || float_view(m)) && (m->stride[3] == 1 || m->shape[3] <= 1);
 }
-/* Divides the key heads among the threads. If there are too few, forward divides the queries that share a key head
- * into `cuts` interleaved parts. */
+/* Divides the key heads among the threads. If the number of key heads is too small, forward divides the queries that
+ * share a key head into `cuts` interleaved parts. */
 static int run(attn *a, ps_call *call, bool backward)
 {
     if (!usable(&a->q) || !usable_keys(&a->k) || !usable_keys(&a->v) || !usable(&a->y) || !usable(&a->dy) ||
@@ -778,7 +792,8 @@ static int run(attn *a, ps_call *call, bool backward)
     int64_t per_head = (a->T + QUERIES - 1) / QUERIES, blocks = shared * per_head;
     bool one = !backward && is_one_query(a);
     if (heads == 0 || (a->T == 0 && !backward)) return 0;
-    double least = one ? 2.0 * PS_PAR_MIN : 16.0 * PS_PAR_MIN;    /* one query: keys and values are converted, too */
+    double least = one ? 2.0 * PS_PAR_MIN : 16.0 * PS_PAR_MIN;    /* with one query, a call also converts keys and
+                                                                   * values */
     if ((double)heads * (double)shared * (double)a->T * (double)a->S * (double)a->D < least) threads = 1;
     if (!backward && heads < threads) cuts = (threads + heads - 1) / heads;
     if (cuts > blocks) cuts = blocks > 0 ? blocks : 1;
@@ -813,7 +828,7 @@ static int run(attn *a, ps_call *call, bool backward)
     return 0;
 }
 
-/* Sets the fields that the four attribute structs share. */
+/* Sets the fields that the four attribute structs have in common. */
 static attn attn_new(double scale, int causal, double p, uint64_t seed, uint64_t step, uint64_t sample, uint32_t op,
                      int first_head)
 {
@@ -844,7 +859,7 @@ static int attention_backward(ps_call *call)
     a.dq = call->out[0], a.dk = call->out[1], a.dv = call->out[2];
     return run(&a, call, true);
 }
-/* Returns part `part` of x [B, T, parts * heads * D] as [B, heads, T, D]. */
+/* x [B, T, parts * heads * D] consists of `parts` parts. Returns a view of one part as [B, heads, T, D]. */
 static ps_view head_view(const ps_view *x, int part, int parts, int64_t heads)
 {
     ps_view y = { .dtype = x->dtype, .ndim = 4 };

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * The arithmetic of attention.c: a register-blocked fp32 matrix product on small panels, 2^x and log2 of vectors,
- * transposition, and dropout bits. Every element of a product is one chain of fused multiply-adds in the order of
- * the depth, for every tile shape, so that all instruction sets compute the same bits. Pointers need no alignment. */
+ * transposition, and dropout bits. Every element of a product is one chain of fused multiply-adds in the order of the
+ * depth. This holds for every tile shape, so all instruction sets compute the same bits. Pointers need no alignment. */
 #ifndef PS_CPU_ATTENTION_TILE_H
 #define PS_CPU_ATTENTION_TILE_H
 #include "backend/cpu/simd.h"
@@ -9,7 +9,7 @@
 
 enum { ROWS = 8 };                /* the number of rows of every product is a multiple of ROWS */
 
-/* The machine's own vector of LANES floats. GCC would keep wider vectors in memory. */
+/* The machine's own vector, with LANES floats. GCC would keep wider vectors in memory. */
 #if defined(__AVX512F__)
 enum { LANES = 16, TILE_VECTORS = 4 };
 typedef vf vn;
@@ -40,7 +40,7 @@ SIMD vn vn_load(const float *p) { vn v; memcpy(&v, p, sizeof v); return v; }
 SIMD void vn_store(float *p, vn v) { memcpy(p, &v, sizeof v); }
 SIMD vn vn_and(vni mask, vn v) { return (vn)(mask & (vni)v); }
 SIMD vn vn_select(vni mask, vn a, vn b) { return (vn)((mask & (vni)a) | (~mask & (vni)b)); }
-SIMD vn vn_max(vn a, vn b)        /* the larger value; b if either value is NaN */
+SIMD vn vn_max(vn a, vn b)        /* returns the larger value, or b if either value is NaN */
 {
 #if defined(__AVX512F__)
     return vf_max(a, b);
@@ -52,7 +52,7 @@ SIMD vn vn_max(vn a, vn b)        /* the larger value; b if either value is NaN 
     return vn_select(a > b, a, b);
 #endif
 }
-/* returns first, first + 1, ... in the lanes */
+/* Returns first, first + 1, and so on in the lanes. */
 SIMD vni vn_lanes(int first)
 {
     const vi lane = { 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15 };
@@ -62,8 +62,9 @@ SIMD vni vn_lanes(int first)
 }
 
 /* -- c [rows, 16 * vectors] (+)= a [rows, depth] b [depth, 16 * vectors] ------------------------------------------ */
-/* Computes a tile of a product. Element (m, k) of a is at a[m * a_row + k * a_col]. Rows of b are ldb apart, rows of
- * c are ldc apart. `rows` and `vectors` are constants, so that rows * vectors sums stay in registers. */
+/* Computes a tile of a product. Element (m, k) of a is at a[m * a_row + k * a_col]. ldb and ldc are the distances
+ * between rows of b and between rows of c, in elements. `rows` and `vectors` are constants, so that rows * vectors sums
+ * stay in registers. */
 SIMD void tile(int rows, int vectors, int add, int64_t depth, const float *a, int64_t a_row, int64_t a_col,
                const float *b, int64_t ldb, float *c, int64_t ldc)
 {
@@ -90,8 +91,8 @@ SIMD void tile(int rows, int vectors, int add, int64_t depth, const float *a, in
         for (int v = 0; v < n; v++) vn_store(c + m * ldc + v * LANES, sum[m][v]);
 }
 
-/* Computes eight rows of a tile of width `vectors`: all at once if they fit in the registers, otherwise in two
- * halves. */
+/* Computes eight rows of a tile of width `vectors`. Computes all rows at once if their sums fit into the registers.
+ * Otherwise computes two halves, one after the other. */
 #define PS_TILE(vectors, rows_at_once)                                                                                 \
     static __attribute__((noinline)) void tile_##vectors(int add, int64_t depth, const float *a, int64_t a_row,        \
                                                          int64_t a_col, const float *b, int64_t ldb, float *c,         \
@@ -126,13 +127,13 @@ SIMD void product(int add, int64_t vectors, int64_t depth, const float *a, int64
 }
 
 /* -- functions ---------------------------------------------------------------------------------------------------- */
-/* Returns 2^x for softmax; x is at most slightly above 0. The error is 1 or 2 ulp, and the result is 0 below -125.
- * NaN stays NaN. */
+/* Returns 2^x for softmax, where x is at most slightly above 0. The error is 1 or 2 ulp. The result is 0 if x is below
+ * -125, and NaN if x is NaN. */
 SIMD vn vn_exp2_neg(vn x)
 {
     vn xc = vn_max(vn_set(-125.0f), x);
     vn shifted = xc + vn_set(12582912.0f);                                  /* the rounded integer is in the low bits */
-    vn f = xc - (shifted - vn_set(12582912.0f));                            /* exact, |f| <= 1/2 */
+    vn f = xc - (shifted - vn_set(12582912.0f));                            /* exact, with |f| <= 1/2 */
     vn p = vn_set(1.54531629e-4f);
     p = vn_fma(p, f, vn_set(1.33908634e-3f));
     p = vn_fma(p, f, vn_set(9.61808256e-3f));
@@ -143,8 +144,8 @@ SIMD vn vn_exp2_neg(vn x)
     vni y = (vni)((vnu)p + ((vnu)shifted << 23));                               /* adds the integer to the exponent */
     return vn_and(~(x < vn_set(-125.0f)), (vn)y);
 }
-/* Returns log2 x for normal x > 0. Splits x = 2^e m with m in [0.7, 1.42); log2 m = 2 / ln 2 atanh((m - 1) / (m +
- * 1)). */
+/* Returns log2 x for normal x > 0. Splits x into 2^e m with m in [0.7, 1.42), and computes log2 m as 2 / ln 2 atanh((m
+ * - 1) / (m + 1)). */
 SIMD vf vf_log2(vf x)
 {
     vi e = ((vi)x - vi_set(0x3f3504f3)) >> 23;
@@ -189,7 +190,8 @@ SIMD void transpose16(const float *src, int64_t ld_src, float *dst, int64_t ld_d
 
 /* -- dropout bits ------------------------------------------------------------------------------------------------- */
 typedef uint64_t vq __attribute__((vector_size(64)));
-SIMD vq vq_mul32(vq a, vq b)                      /* products of the low halves; a and b use only these halves */
+SIMD vq vq_mul32(vq a, vq b)                      /* returns the products of the low halves; a and b use only their low
+                                                   * halves */
 {
 #if defined(__AVX512F__)
     return (vq)_mm512_mul_epu32((__m512i)a, (__m512i)b);
@@ -206,8 +208,8 @@ SIMD void vu_mul_wide(vu a, uint32_t by, vu *low, vu *high)
     *high = (vu)((even >> 32) | (odd & ~half));
 }
 
-/* Computes Philox4x32-10 for the 16 counters (lo + lane, hi). The low half of lo must not wrap around. word[w][lane]
- * becomes word w of a lane's result. */
+/* Computes Philox4x32-10 for the 16 counters (lo + lane, hi). The low half of lo must not wrap around. Writes word w of
+ * a lane's result to word[w][lane]. */
 SIMD void philox16(uint64_t key, uint64_t lo, uint64_t hi, vu word[4])
 {
     const vu lane = { 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15 };
@@ -225,8 +227,8 @@ SIMD void philox16(uint64_t key, uint64_t lo, uint64_t hi, vu word[4])
     word[0] = c0, word[1] = c1, word[2] = c2, word[3] = c3;
 }
 
-/* Returns one bit for each of elements first .. first + 63 of a sample's stream (see dropout in ops.def). The bit is
- * set if the element is kept, that is, if its 24 random bits are not below `limit`. */
+/* Returns one bit for each of the elements [first, first + 64) of a sample's stream (see dropout in ops.def). The bit
+ * is set if the element is kept. An element is kept if its 24 random bits, as a number, are at least `limit`. */
 SIMD uint64_t keep_bits(uint64_t key, uint64_t stream, uint64_t hi, uint64_t first, int32_t limit)
 {
     uint64_t counter = first / 4, bits = 0, next = 0;

@@ -1,10 +1,11 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Batch norm and group norm for contiguous fp32, bf16 and fp16; compiled once per instruction set.
+ * Batch norm and group norm for contiguous fp32, bf16 and fp16 tensors. This file is compiled once per instruction set.
  *
- * A set is the elements that share one statistic. A thread copies a set to fp32 rows in its scratch buffer, computes
- * the sums, and writes the set. In group norm, rows are the set's channels. In batch norm, the set has one row: the
- * channel's positions in all samples. Rows are padded to whole blocks of 16 lanes, and summed in sixteen lanes of
- * doubles in a fixed order. So neither the thread count nor the instruction set changes a bit. */
+ * A set consists of all elements that share one mean and variance. A thread copies a set to fp32 rows in its scratch
+ * buffer, computes the sums, and writes the set. In group norm, the rows are the channels of the set. In batch norm,
+ * the set has one row, which contains the positions of the channel in all samples. Rows are padded to whole blocks of
+ * 16 lanes. They are summed in sixteen lanes of doubles, in a fixed order. Hence the bits depend neither on the number
+ * of threads nor on the instruction set. */
 #define PS_ANY_LANES
 #include "backend/cpu/simd/operand.h"
 #include "backend/cpu/gemm.h"
@@ -14,15 +15,17 @@ enum { LANES = 16 };
 
 struct norm {
     int dtype, groups, given;
-    int64_t N, C, S;                  /* x [N, C, S] */
-    int64_t sets, rows, n, np;        /* rows: rows per set; n, np: a row's elements without and with padding */
+    int64_t N, C, S;                  /* x is [N, C, S] */
+    int64_t sets, rows, n, np;        /* rows: number of rows in a set; n and np: number of elements in a row without
+                                       * and with padding */
     double eps;
     const void *x, *dy;
-    void *y, *dx;                     /* can be NULL in backward */
+    void *y, *dx;                     /* either can be NULL in backward */
     const float *w, *b;               /* [C], or NULL */
-    const float *mean_in, *var_in;    /* [sets] given moments, or in backward those of forward */
+    const float *mean_in, *var_in;    /* [sets]; means and variances that the caller gives, or in backward those of
+                                       * forward */
     float *mean, *var;                /* [sets] */
-    float *dw, *db;                   /* [N or 1, C] each set's sums for its channels */
+    float *dw, *db;                   /* [N or 1, C]; each set's sums for its channels */
 };
 
 static void set_sizes(struct norm *m, const ps_view *x, int groups)
@@ -40,7 +43,7 @@ static int64_t channel(const struct norm *m, int64_t set, int64_t row)
     return m->groups ? set % m->groups * m->rows + row : set;
 }
 
-/* Copies one set of v's elements to the rows of buf, padded with zeros. */
+/* Copies the elements of one set of v to the rows of buf, and pads the rows with zeros. */
 static void gather(const struct norm *m, int64_t set, const void *v, float *buf)
 {
     if (m->groups) {
@@ -83,7 +86,7 @@ static double sum_of(const vd *s)
     return sum[0];
 }
 
-/* Returns the sum of n elements; n is a multiple of LANES. */
+/* Returns the sum of n elements, where n is a multiple of LANES. */
 static double row_sum(const float *p, int64_t n)
 {
     vd s[PARTS] = { { 0 } };
@@ -92,7 +95,7 @@ static double row_sum(const float *p, int64_t n)
     return sum_of(s);
 }
 
-/* Returns the sum of p * q. p and q can be the same row. */
+/* Returns the sum of the products p * q. p and q can be the same row. */
 static double row_products(const float *p, const float *q, int64_t n)
 {
     vd s[PARTS] = { { 0 } };
@@ -104,7 +107,7 @@ static double row_products(const float *p, const float *q, int64_t n)
     return sum_of(s);
 }
 
-/* Computes p = p * a + b for a row of n elements, and sets its padding to 0. */
+/* Computes p = p * a + b for a row of n elements, and sets the row's padding to 0. */
 SIMD void row_affine(float *p, int64_t n, int64_t np, float a, float b)
 {
     vf by = vf_set(a), more = vf_set(b);
@@ -112,7 +115,7 @@ SIMD void row_affine(float *p, int64_t n, int64_t np, float a, float b)
     for (int64_t i = n; i < np; i++) p[i] = 0;
 }
 
-/* Subtracts a set's mean from its elements. Returns the mean and the variance. */
+/* Subtracts the mean of a set from its elements. Stores the mean and the variance. */
 static void center(const struct norm *m, float *buf, float *mean, float *var)
 {
     double sum = 0, squares = 0, count = (double)(m->rows * m->n);
@@ -149,8 +152,8 @@ static void forward_set(const struct norm *m, int64_t set, float *buf)
     scatter(m, set, buf, m->y);
 }
 
-/* With n = (x - mean) * rstd and g = dy * w: dx = rstd * (g - mean(g) - n * mean(g * n)), dw = sum of dy * n, db = sum
- * of dy. */
+/* With n = (x - mean) * rstd and g = dy * w, computes
+ *   dx = rstd * (g - mean(g) - n * mean(g * n)), dw = sum of dy * n, db = sum of dy. */
 static void backward_set(const struct norm *m, int64_t set, float *buf, float *dy)
 {
     float rstd = rstd_of(m, m->var_in[set]);
@@ -184,7 +187,7 @@ static void backward_set(const struct norm *m, int64_t set, float *buf, float *d
 static bool usable(const ps_view *v) { return !ps_has(v) || (is_lane_type(v->dtype) && view_flat(v)); }
 static bool narrow(const ps_view *v) { return !ps_has(v) || (v->dtype == PS_F32 && view_flat(v)); }
 
-/* Sets *out to v [C] in fp32, or to NULL if v is absent. */
+/* Sets *out to v [C] converted to fp32, or to NULL if v is absent. */
 static int weights(ps_call *call, const ps_view *v, const float **out)
 {
     *out = NULL;

@@ -1,13 +1,13 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Converts optimizer states to 8-bit codes and back, with vectors. Formulas and order of operations are those of
- * base/update.h. Files that define PS_ANY_LANES include this header after optim_list.h. */
+ * Converts optimizer states to 8-bit codes and back, with vectors. The formulas and the order of operations are those
+ * of base/update.h. A file that defines PS_ANY_LANES includes this header after optim_list.h. */
 #ifndef PS_CPU_SIMD_CODES_H
 #define PS_CPU_SIMD_CODES_H
 #include "base/update.h"
 
-enum { CODES_RUN = 32 };              /* number of elements that are quantised at a time, a multiple of VL */
+enum { CODES_RUN = 32 };              /* number of elements that are quantised at a time; a multiple of VL */
 
-/* Returns VL elements of a row of ps_codes, selected by index modulo 8. */
+/* Returns VL elements of a row of ps_codes. The index of each element is taken modulo 8. */
 SIMD vf codes_row(const float *row, vi index)
 {
 #if defined(__AVX512F__)
@@ -20,7 +20,7 @@ SIMD vf codes_row(const float *row, vi index)
     return x;
 #endif
 }
-/* Returns the values of VL codes. */
+/* Returns the values that VL codes represent. */
 SIMD vf codes_load(const ps_codes *c, const uint8_t *codes, bool has_sign)
 {
 #if defined(__AVX512F__)
@@ -38,7 +38,7 @@ SIMD vf codes_load(const ps_codes *c, const uint8_t *codes, bool has_sign)
     if (has_sign) base = (vf)((vi)base ^ ((vi)q & vi_set(INT32_MIN)));
     return vf_fma(codes_row(c->slope, index), q, base);
 }
-/* Returns the index of the value nearest to each magnitude. */
+/* Returns, for each magnitude, the index of the value that is nearest to it. */
 SIMD vi codes_number(const ps_codes *c, vf magnitude)
 {
     vi high = (vi)((vu)magnitude >> 16);
@@ -59,7 +59,7 @@ SIMD vi codes_nearest(const ps_codes *c, vf x, bool has_sign)
     vi number = codes_number(c, vf_abs(x)), sign = (vi)x >> 31;
     return ((number ^ sign) - sign) + vi_set(127);
 }
-/* Multiplies CODES_RUN numbers x by factor, and stores their codes. Stores a code of -1 as 0. */
+/* Multiplies the CODES_RUN numbers x by `factor`, and stores their codes. Stores a code of -1 as 0. */
 SIMD void codes_store(const ps_codes *c, uint8_t *codes, const float *x, float factor, bool has_sign)
 {
 #if PS_LANES == 8 && defined(__AVX2__)
@@ -85,15 +85,15 @@ SIMD void codes_store(const ps_codes *c, uint8_t *codes, const float *x, float f
 }
 
 /* -- blocks -------------------------------------------------------------------------------------------------------- */
-/* Updates each lane's largest magnitude, as the bits of an fp32 value: as an integer, a NaN is larger than every
- * number. */
+/* Updates the largest magnitude of each lane. A magnitude is represented by the bits of its fp32 value. Compared as
+ * integers, a NaN is larger than every number. */
 SIMD vi codes_most(vi most, vf x)
 {
     vi bits = (vi)x & vi_set(0x7fffffff), larger = bits > most;
     return (larger & bits) | (~larger & most);
 }
-/* Quantises a block of n <= PS_STATE_BLOCK numbers x [PS_STATE_BLOCK + CODES_RUN], and overwrites x from element n
- * on. `most` holds each lane's largest magnitude. */
+/* Quantises a block of n <= PS_STATE_BLOCK numbers x [PS_STATE_BLOCK + CODES_RUN]. Overwrites the elements of x after
+ * the first n. `most` contains the largest magnitude of each lane. */
 SIMD void codes_store_block(const ps_codes *c, float *x, int64_t n, vi most, uint8_t *codes, float *scale,
                             bool has_sign)
 {

@@ -1,14 +1,14 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The rules of base/divide.h in lanes of fp32, with the same bits. */
+ * The rules of base/divide.h for vectors of fp32 lanes. The results have the same bits. */
 #ifndef PS_CPU_DIVIDE_H
 #define PS_CPU_DIVIDE_H
 #include "backend/cpu/simd.h"
 #include "base/divide.h"
 
-/* Returns a mask of the lanes that divide_lanes divides itself. NaN is in no such lane. */
+/* Returns a mask of the lanes that divide_lanes computes itself. A lane with NaN is never among them. */
 SIMD vi is_near(vf q, vf b) { return (vf_abs(q) < vf_set(0x1p23f)) & (vf_abs(b) < vf_set(INFINITY)); }
 
-/* Divides all other lanes one by one, with the C library. */
+/* Computes all other lanes one by one, with the C library. */
 static __attribute__((noinline)) void far_lanes(int kind, vf *y, const vf *a, const vf *b)
 {
     vi near = is_near(*a / *b, *b);
@@ -16,9 +16,10 @@ static __attribute__((noinline)) void far_lanes(int kind, vf *y, const vf *a, co
         if (!near[i]) (*y)[i] = (float)ps_divide(kind, (*a)[i], (*b)[i]);
 }
 
-/* Divides lanes by the rounded quotient q. Let k be its integer part. Rounding can lift a quotient to the next
- * integer, so k can be too large by 1, but never too small. a - k b is a multiple of the last bit of a or b and smaller
- * than b, so an fma computes it exactly. If its sign differs from that of a, then k is too large. */
+/* Divides lanes. q is the rounded quotient, and k is the integer part of q. Rounding can raise a quotient to the next
+ * integer, so k can be too large by 1, but it is never too small. An fma computes a - k b exactly, because the
+ * difference is a multiple of the last bit of a or b, and smaller than b. If the sign of the difference differs from
+ * the sign of a, then k is too large. */
 SIMD vf divide_lanes(int kind, vf a, vf b)
 {
     vf q = a / b, zero = vf_zero(), one = vf_set(1.0f);

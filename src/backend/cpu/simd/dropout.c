@@ -1,13 +1,13 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Dropout for contiguous fp32, bf16 and fp16; compiled once per instruction set. A mask depends only on seed, step,
- * op, sample and element. */
+ * Dropout for contiguous fp32, bf16 and fp16 tensors. This file is compiled once per instruction set. A mask depends
+ * only on seed, step, op, sample and element. */
 #define PS_ANY_LANES
 #include "backend/cpu/simd/operand.h"
 
 enum { DROPOUT_BLOCK = 4096 };
 static bool usable(const ps_view *v) { return !ps_has(v) || (is_lane_type(v->dtype) && view_flat(v)); }
 
-/* Computes both halves of a * k in each lane. */
+/* Computes the upper and the lower half of a * k in each lane. */
 SIMD void mul_wide(vu a, uint32_t k, vu *hi, vu *lo)
 {
 #if defined(__AVX512F__)
@@ -32,7 +32,7 @@ SIMD void mul_wide(vu a, uint32_t k, vu *hi, vu *lo)
     }
 #endif
 }
-/* Transposes each group of four lanes of four vectors as a 4 x 4 matrix. */
+/* Transposes each group of four lanes of the four vectors, as a 4 x 4 matrix. */
 SIMD void transpose_groups(vu w[4])
 {
 #if defined(__AVX512F__)
@@ -62,7 +62,7 @@ SIMD void transpose_groups(vu w[4])
     memcpy(w, to, sizeof to);
 #endif
 }
-/* Computes Philox in each lane: turns the four words of a counter into four random words. */
+/* Computes Philox in each lane. It turns the four words of a counter into four random words. */
 SIMD void philox_lanes(uint64_t key, vu c0, vu c1, vu c2, vu c3, vu w[4])
 {
     uint32_t k0 = (uint32_t)key, k1 = (uint32_t)(key >> 32);
@@ -75,8 +75,8 @@ SIMD void philox_lanes(uint64_t key, vu c0, vu c1, vu c2, vu c3, vu w[4])
     }
     w[0] = c0, w[1] = c1, w[2] = c2, w[3] = c3;
 }
-/* Computes the random words of 4 VL elements in order, from element 4 * counter on. Lane 4 l + k computes counter VL
- * / 4 k + l, so that transposing groups of four lanes restores the order. */
+/* Computes the random words of 4 VL elements in order, starting at element 4 * counter. Lane 4 l + k computes counter
+ * VL / 4 k + l. Transposing the groups of four lanes therefore restores the order. */
 SIMD void philox_block(uint64_t key, uint32_t sample, uint32_t step, uint32_t op, uint32_t counter, vu w[4])
 {
     const vu lane = PS_LANE_NUMBERS, order = lane % 4 * (VL / 4) + lane / 4;
@@ -88,11 +88,11 @@ struct dropout {
     const void *x;
     void *y;
     const struct ps_attrs_dropout *attrs;
-    int32_t threshold;                /* an element is dropped if the upper 24 bits of its word are below this, which
-                                       * is exactly the case if bits * 2^-24 < (float)p */
+    int32_t threshold;                /* an element is dropped if the upper 24 bits of its word, as a number, are below
+                                       * this; this is the case exactly if bits * 2^-24 < (float)p */
     float scale;
 };
-/* Computes lanes from .. to of the vector y[i ..] from x and the lanes' random words. */
+/* Computes lanes [from, to) of the vector that begins at y[i], from x and the random words of the lanes. */
 SIMD void drop_some(const struct dropout *d, int64_t i, vu word, int from, int to, int dtype)
 {
     for (int lane = from; lane < to; lane++) {
@@ -142,8 +142,8 @@ SIMD void dropout_singles(const struct dropout *d, int64_t begin, int64_t end, i
                      (vf)(~drop & (vi)(vf_get_n(d->x, i, dtype, (int)(end - i), 0.0f) * scale)));
     }
 }
-/* Processes an x that consists of some rows of a larger tensor; `rows` has their indices in it. Each row has `width`
- * consecutive elements of one sample. */
+/* Processes a tensor x that consists of some rows of a larger tensor. `rows` contains the indices of these rows in the
+ * larger tensor. Each row has `width` consecutive elements of one sample. */
 static int dropout_rows(const struct dropout *d, const ps_view *rows, int64_t width, int dtype)
 {
     int64_t n = d->attrs->per_sample;
@@ -173,15 +173,15 @@ static int dropout(ps_call *call)
         return 0;
     }
     int64_t n = a->per_sample, last = a->first + x->numel, blocks = (n - 1) / DROPOUT_BLOCK + 1;
-    int64_t from = a->first / n, to = (last - 1) / n;                         /* first and last sample of which x has
-                                                                               * elements */
+    /* the first and the last sample that have elements in x */
+    int64_t from = a->first / n, to = (last - 1) / n;
     int64_t first_block = a->first % n / DROPOUT_BLOCK;
     int64_t last_block = (to - from) * blocks + (last - 1) % n / DROPOUT_BLOCK;
 #pragma omp parallel for schedule(static) if (x->numel >= PS_PAR_MIN / 4)
     for (int64_t b = first_block; b <= last_block; b++) {
         int64_t s = from + b / blocks, begin = b % blocks * DROPOUT_BLOCK, end = begin + DROPOUT_BLOCK;
-        int64_t least = a->first - s * n, most = last - s * n < n ? last - s * n : n;   /* range of the sample's
-                                                                                         * elements that x has */
+        /* the range of the sample's elements that are in x */
+        int64_t least = a->first - s * n, most = last - s * n < n ? last - s * n : n;
         if (begin < least) begin = least;
         if (end > most) end = most;
         if (begin < end) PS_BY_VEC(x->dtype, dropout_span, &d, (uint64_t)s, begin, end, -least);

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Elementwise arithmetic. Floats of up to 32 bits are computed in fp32 lanes; each op is one expression, compiled
- * for each storage type. fp64 and integers have plain loops for the few ops that benefit. ref computes all other
- * cases (PS_EUNSUP). elementwise_copy.c has copies, casts, fills and random numbers. */
+ * Elementwise arithmetic. Floats of up to 32 bits are computed in fp32 lanes. Each op is one expression, which is
+ * compiled for each storage type. fp64 and integers have plain loops for the few ops that benefit from them. For all
+ * other cases the kernels return PS_EUNSUP, and ref computes them. elementwise_copy.c has copies, casts, fills and
+ * random numbers. */
 #define PS_ANY_LANES
 #include "backend/cpu/simd/divide.h"
 #include "backend/cpu/simd/loop.h"
@@ -11,7 +12,8 @@ typedef struct consts { float a, b, c; } consts;
 static const consts no_consts;
 
 /* -- expressions --------------------------------------------------------------------------------------------------- */
-/* Computes lanes outside the range reduction of vf_sin and vf_cos one by one, with the C library. */
+/* Computes the lanes that are outside the range reduction of vf_sin and vf_cos. They are computed one by one, with the
+ * C library. */
 static __attribute__((noinline)) void large_lanes(vf *y, const vf *x, float (*f)(float))
 {
     for (int i = 0; i < VL; i++)
@@ -49,17 +51,17 @@ SIMD vf clamp_between(vf x, vf low, vf high)       /* returns x if x is NaN, or 
     return vf_select(y > high, high, y);
 }
 SIMD vf silu(vf x) { return vf_max(vf_set(-104.0f), x) * vf_sigmoid(x); }
-/* Multiplies dy by the derivative s + x s (1 - s), with 1 - s computed without cancellation. x is limited to values
- * at which the product is already 0, so that infinity is never multiplied by 0. */
+/* Multiplies dy by the derivative s + x s (1 - s), where s is the sigmoid of x. 1 - s is computed without cancellation.
+ * x is limited to values at which the product is already 0, so that infinity is never multiplied by 0. */
 SIMD vf silu_backward(vf x, vf dy)
 {
     vf c = vf_max(vf_set(-104.0f), vf_min(vf_set(104.0f), x)), e = vf_exp(-vf_abs(c));
     vf larger = vf_set(1.0f) / (vf_set(1.0f) + e), smaller = e * larger;             /* s and 1 - s, or vice versa */
     return dy * vf_fma(c * larger, smaller, vf_select(c < vf_zero(), smaller, larger));
 }
-/* GELU's tanh form is x * sigmoid(2u), with 2u = x (a + b x^2), a = 2 sqrt(2 / pi), b = 0.044715 a. At +-9.9 the
- * sigmoid is 0 or 1 to within 1e-36, and e^-2u is still a normal number. */
-SIMD vf gelu_tanh_exp(vf c, vf z)                  /* e^-2u */
+/* The tanh form of GELU is x * sigmoid(2u), with 2u = x (a + b x^2), a = 2 sqrt(2 / pi) and b = 0.044715 a. At x = 9.9
+ * and x = -9.9, the sigmoid equals 1 or 0 to within 1e-36, and e^-2u is still a normal number. */
+SIMD vf gelu_tanh_exp(vf c, vf z)                  /* returns e^-2u */
 {
     return vf_exp_core(c * vf_fma(z, vf_set(-0.0713548163f), vf_set(-1.59576912f)));
 }
@@ -67,24 +69,25 @@ SIMD vf gelu_tanh(vf x)
 {
     vf above = vf_max(vf_set(-9.9f), x), c = vf_min(vf_set(9.9f), above);
     vf s = vf_set(1.0f) / (vf_set(1.0f) + gelu_tanh_exp(c, c * c));
-    return above * vf_select(x > vf_set(-9.9f), s, vf_zero());      /* x <= -9.9 ? 0 : s would take two divisions */
+    return above * vf_select(x > vf_set(-9.9f), s, vf_zero());      /* the expression x <= -9.9 ? 0 : s would take two
+                                                                     * divisions */
 }
 SIMD vf gelu_tanh_backward(vf x, vf dy)
 {
     vf c = vf_max(vf_set(-9.9f), vf_min(vf_set(9.9f), x)), z = c * c, e = gelu_tanh_exp(c, z);
     vf s = vf_set(1.0f) / (vf_set(1.0f) + e);
-    vf inner = c * vf_fma(z, vf_set(0.214064449f), vf_set(1.59576912f));     /* x * d 2u / dx */
+    vf inner = c * vf_fma(z, vf_set(0.214064449f), vf_set(1.59576912f));     /* x times the derivative of 2u */
     return dy * vf_select(x <= vf_set(-9.9f), vf_zero(), vf_fma(s * (e * s), inner, s));
 }
 SIMD vf gelu_erf(vf x)
 {
     return vf_max(vf_set(-1e4f), x) * vf_normal_cdf(x);
 }
-/* Multiplies dy by Phi(x) + x phi(x), with phi(x) = exp(-x^2 / 2) / sqrt(2 pi). Below -5, Phi(x) is computed as
+/* Multiplies dy by Phi(x) + x phi(x), with phi(x) = exp(-x^2 / 2) / sqrt(2 pi). If x is below -5, Phi(x) is computed as
  * -phi(x) / x (1 - w + 3 w^2 - 15 w^3 + 105 w^4 ...) with w = x^-2 (Abramowitz and Stegun 26.2.12). */
 SIMD vf gelu_erf_backward(vf x, vf dy)
 {
-    vf c = vf_max(vf_set(-15.0f), vf_min(vf_set(15.0f), x));                          /* e^-112 is 0 */
+    vf c = vf_max(vf_set(-15.0f), vf_min(vf_set(15.0f), x));                          /* e^-112 counts as 0 */
     vf e = vf_exp(c * c * vf_set(-0.5f)), scaled = c * vf_set(0.398942280f);      /* e is multiplied last, because it
                                                                                    * can be subnormal */
     vf w = vf_set(1.0f) / (c * c), one = vf_set(1.0f), s = vf_fma(vf_set(105.0f), w, vf_set(-15.0f));
@@ -92,8 +95,8 @@ SIMD vf gelu_erf_backward(vf x, vf dy)
     return dy * vf_select(x < vf_set(-5.0f), scaled * s * e, vf_fma(scaled, e, vf_normal_cdf(x)));
 }
 
-/* Computes log(u) x / (u - 1), where u is 1 + x after rounding; x / (u - 1) corrects the rounding (Goldberg 1991,
- * theorem 4). */
+/* Computes log(1 + x) as log(u) x / (u - 1), where u is 1 + x after rounding. The factor x / (u - 1) corrects the
+ * rounding error of u (Goldberg 1991, theorem 4). */
 SIMD vf log1p_of(vf x)
 {
     vf u = vf_set(1.0f) + x, d = u - vf_set(1.0f);
@@ -101,7 +104,8 @@ SIMD vf log1p_of(vf x)
     y = vf_select(d == vf_zero(), x, y);
     return vf_select((x == vf_set(INFINITY)) | (x != x), x, y);
 }
-/* Computes (u - 1) x / log(u) for u = exp(x); x / log(u) corrects the rounding of u (Kahan). */
+/* Computes exp(x) - 1 as (u - 1) x / log(u), where u is exp(x) after rounding. The factor x / log(u) corrects the
+ * rounding error of u (Kahan). */
 SIMD vf expm1_of(vf x)
 {
     vf u = vf_exp(x), d = u - vf_set(1.0f);
@@ -124,7 +128,7 @@ SIMD vf nan_to_num_of(vf x, vf nan, vf high, vf low)
     vf y = vf_select(x == vf_set(INFINITY), high, vf_select(x == vf_set(-INFINITY), low, x));
     return vf_select(x != x, nan, y);
 }
-SIMD vf hard_gate(vf x)                            /* x limited to [-3, 3], plus 3 */
+SIMD vf hard_gate(vf x)                            /* returns x limited to [-3, 3], plus 3 */
 {
     return clamp_between(x, vf_set(-3.0f), vf_set(3.0f)) + vf_set(3.0f);
 }
@@ -198,7 +202,7 @@ SIMD vf lerp_far(vf a, vf b, vf rest) { return b - rest * (b - a); }
     BINARY_TYPE(name, expr, PS_F32) BINARY_TYPE(name, expr, PS_BF16) BINARY_TYPE(name, expr, PS_F16) \
     static const loop_fn name[3] = { name##_PS_F32, name##_PS_BF16, name##_PS_F16 };
 
-/* mask: all bits of a lane are set if the predicate is true. */
+/* In `mask`, all bits of a lane are set if the predicate is true. */
 #define PREDICATE_TYPE(name, in2, mask, T) \
     static void name##_##T(void *const *p, int64_t n, const void *arg) \
     { \
@@ -289,7 +293,8 @@ PREDICATE(p_isfinite, 1, vf_abs(x) < vf_set(INFINITY))
 PREDICATE(p_not, 1, x == vf_zero())
 
 /* -- fp64 and integers --------------------------------------------------------------------------------------------- */
-/* T: type in memory. W: type of the arithmetic (unsigned, so that overflow wraps around). R: type of the result. */
+/* T is the type in memory. W is the type of the arithmetic, which is unsigned, so that overflow wraps around. R is the
+ * type of the result. */
 #define SCALAR(name, T, W, R, in2, expr) \
     static void name(void *const *p, int64_t n, const void *arg) \
     { \
@@ -335,7 +340,8 @@ SCALAR_DIVISIONS(i32, int32_t, ps_divide_ints)
 SCALAR_DIVISIONS(i64, int64_t, ps_divide_ints)
 SCALAR_DIVISIONS(u8, uint8_t, ps_divide_ints)
 
-/* Each op's functions for the three lane types and for the four other types; NULL if this file has none. */
+/* The functions of each op: for the three lane types and for four other types. A function is NULL if this file does not
+ * have it. */
 typedef struct row { const loop_fn *lanes; loop_fn f64, i32, i64, u8; } row;
 static const row rows[PS_OP_COUNT] = {
     [PS_OP_affine] = { .lanes = u_affine }, [PS_OP_clamp] = { .lanes = u_clamp },
@@ -401,7 +407,7 @@ static bool same_types(const ps_call *call)
     return true;
 }
 
-/* Runs ops whose inputs and output have the same type. */
+/* Runs an op whose inputs and output have the same type. */
 static int arithmetic(ps_call *call)
 {
     loop_fn fn = choose(call->op, call->out[0].dtype);
@@ -416,7 +422,7 @@ static int predicate(ps_call *call)
     return apply(call, fn, &no_consts);
 }
 
-/* Runs one of three block functions: the one for the type of all operands. */
+/* Runs one of three block functions. The type of the operands, which all have the same type, selects the function. */
 static int lanes(ps_call *call, const loop_fn *fn, const consts *k)
 {
     int dtype = call->out[0].dtype;
@@ -424,7 +430,7 @@ static int lanes(ps_call *call, const loop_fn *fn, const consts *k)
     return apply(call, fn[dtype], k);
 }
 
-/* Functions for types without lanes. arg: the op's attributes. Integers wrap around. */
+/* Functions for types without lanes. `arg` points to the op's attributes. Integers wrap around. */
 static void affine_f64(void *const *p, int64_t n, const void *arg)
 {
     const ps_attrs_affine *at = arg;
@@ -530,7 +536,7 @@ static int act_mul(ps_call *call)
     return lanes(call, fn[((const ps_attrs_act_mul *)call->attrs)->act], &no_consts);
 }
 
-/* Computes dx = dy up act'(x) and dup = dy act(x) for n elements, a multiple of the vector size. */
+/* Computes dx = dy up act'(x) and dup = dy act(x) for n elements, where n is a multiple of the vector size. */
 #define ACT_MUL_BACKWARD_TYPE(name, act, slope, T) \
     static void name##_##T(void *const *p, int64_t n) \
     { \
@@ -549,7 +555,7 @@ ACT_MUL_BACKWARD(a_silu, silu, silu_backward)
 ACT_MUL_BACKWARD(a_gelu_erf, gelu_erf, gelu_erf_backward)
 ACT_MUL_BACKWARD(a_gelu_tanh, gelu_tanh, gelu_tanh_backward)
 
-/* Computes dx and dup from contiguous x, up and dy, the last elements in a buffer. */
+/* Computes dx and dup from contiguous x, up and dy. The last elements are computed in a buffer. */
 static int act_mul_backward(ps_call *call)
 {
     static const act_mul_fn *const all[] = { a_silu, a_gelu_erf, a_gelu_tanh };
@@ -580,8 +586,8 @@ static int scale_(ps_call *call)
     const ps_attrs_scale_ *at = call->attrs;
     const ps_view *x = &call->in[0];
     if (!is_lane_type(x->dtype)) return PS_EUNSUP;
-    return apply_to(x, call, u_affine[x->dtype], &(consts){ (float)at->alpha, -0.0f, 0 });       /* adding -0 does
-                                                                                                  * not change x */
+    /* adding -0 does not change x */
+    return apply_to(x, call, u_affine[x->dtype], &(consts){ (float)at->alpha, -0.0f, 0 });
 }
 
 static int scale_by_(ps_call *call)
@@ -594,7 +600,7 @@ static int scale_by_(ps_call *call)
     return apply_to(x, call, u_affine[x->dtype], &(consts){ (float)factor, -0.0f, 0 });
 }
 
-/* y += alpha x for each pair of lane types. */
+/* Computes y += alpha x, for each pair of lane types. */
 #define AXPY(TY, TX) \
     static void axpy_##TY##_##TX(void *const *p, int64_t n, const void *arg) \
     { \
@@ -621,7 +627,7 @@ static int axpy_(ps_call *call)
     return apply_to(&call->in[0], call, axpy_fn[ty][tx], &(consts){ .a = (float)at->alpha });
 }
 
-/* `where` copies bits, so only the size of an element matters. */
+/* `where` only copies elements, so only the size of an element matters. */
 #define WHERE(T) \
     static void where_##T(void *const *p, int64_t n, const void *arg) \
     { \

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Ops that fill a tensor: copies, casts, constants, ranges, random numbers, concatenation. Conversions compute the
- * same bits as ref: to floats, they round once (bf16 and fp16 through fp32); from float to integer, they truncate
- * and saturate, and turn NaN into 0; integers wrap around. */
+ * Ops that fill a tensor: copies, casts, constants, ranges, random numbers and concatenation. Conversions compute the
+ * same bits as ref. A conversion to a float type rounds once. If the type is bf16 or fp16, it converts through fp32. A
+ * conversion from float to integer truncates and saturates, and turns NaN into 0. Integers wrap around. */
 #define PS_ANY_LANES
 #include "backend/cpu/simd/loop.h"
 #include "base/error.h"
@@ -19,7 +19,7 @@ LANES_TO_LANES(PS_F32, PS_BF16) LANES_TO_LANES(PS_F32, PS_F16)
 LANES_TO_LANES(PS_BF16, PS_F32) LANES_TO_LANES(PS_BF16, PS_F16)
 LANES_TO_LANES(PS_F16, PS_F32) LANES_TO_LANES(PS_F16, PS_BF16)
 
-/* Conversion from and to types without lanes, through fp32, sixteen elements at a time. */
+/* Converts from and to types without lanes, through fp32. Sixteen elements are converted at a time. */
 #define OTHER_TO_LANES(TO, name, T, value) \
     static void TO##_from_##name(void *const *p, int64_t n, const void *arg) \
     { \
@@ -67,7 +67,7 @@ BOTH_WAYS(u8, uint8_t, v, saturate_u8(v))
 BOTH_WAYS(truth, uint8_t, v != 0, v != 0)
 BOTH_WAYS(f64, double, v, v)
 
-/* Conversion of elements one by one. */
+/* Converts elements one by one. */
 #define PLAIN(to, T, from, F, value) \
     static void to##_from_##from(void *const *p, int64_t n, const void *arg) \
     { \
@@ -90,7 +90,7 @@ PLAIN(f64, double, u8, uint8_t, v) PLAIN(f64, double, truth, uint8_t, v != 0)
 PLAIN(i32, int32_t, f64, double, saturate_i32(v)) PLAIN(i64, int64_t, f64, double, saturate_i64(v))
 PLAIN(u8, uint8_t, f64, double, saturate_u8(v)) PLAIN(truth, uint8_t, f64, double, v != 0)
 
-/* [to][from]; NULL for equal types, which are copied */
+/* convert_fn[to][from] is NULL for equal types, because their elements are copied. */
 static const loop_fn convert_fn[PS_DTYPE_COUNT][PS_DTYPE_COUNT] = {
 #define FROM_LANES(T) [PS_F32] = T##_from_PS_F32, [PS_BF16] = T##_from_PS_BF16, [PS_F16] = T##_from_PS_F16
 #define FROM_OTHERS(T) [PS_F64] = T##_from_f64, [PS_I32] = T##_from_i32, [PS_I64] = T##_from_i64, \
@@ -146,7 +146,7 @@ static int concat(ps_call *call)
 }
 
 /* -- constants and ranges ------------------------------------------------------------------------------------------ */
-/* arg: sixteen copies of the element. */
+/* `arg` points to sixteen copies of the element. */
 #define FILL(T) \
     static void fill_##T(void *const *p, int64_t n, const void *arg) \
     { \
@@ -177,7 +177,8 @@ static int fill_(ps_call *call)
     return PS_OK;
 }
 
-/* Stores the first n of sixteen elements from flat position i on, rounded or wrapped to the type. */
+/* Stores the first n of sixteen elements, starting at flat position i. The elements are rounded or wrapped to the
+ * type. */
 static void store_doubles(void *data, int dtype, int64_t i, int n, const double *v)
 {
     if (dtype == PS_F64) {
@@ -227,7 +228,8 @@ static int arange_(ps_call *call)
 }
 
 /* -- random numbers: element i belongs to counter offset + i ------------------------------------------------------- */
-/* A number that rounds up to `high` is replaced by `low`, so that the range is half-open in every type. */
+/* If rounding raises a number to `high`, the number is replaced by `low`. The range is therefore half-open in every
+ * type. */
 static int uniform_(ps_call *call)
 {
     const ps_attrs_uniform_ *a = call->attrs;
@@ -255,7 +257,7 @@ static int uniform_(ps_call *call)
     return PS_OK;
 }
 
-/* Uses Box and Muller's formula: sqrt(-2 log(1 - u1)) cos(2 pi u2). */
+/* Computes normal numbers by the formula of Box and Muller: sqrt(-2 log(1 - u1)) cos(2 pi u2). */
 static int normal_(ps_call *call)
 {
     const ps_attrs_normal_ *a = call->attrs;
@@ -275,7 +277,8 @@ static int normal_(ps_call *call)
     return PS_OK;
 }
 
-/* Computes low + floor(r * (high - low) / 2^64). r is the counter's first two words, low half first. */
+/* Computes low + floor(r * (high - low) / 2^64). r consists of the first two words of the counter's result, and the
+ * first word is the lower half. */
 static int randint_(ps_call *call)
 {
     const ps_attrs_randint_ *a = call->attrs;
@@ -296,7 +299,8 @@ static int randint_(ps_call *call)
     return PS_OK;
 }
 
-/* Sets u to 48 random bits for each of the elements from i to i + VL of n, as numbers in [0, 1). */
+/* Sets u to VL random numbers in [0, 1) with 48 random bits each, for the elements that start at i. n is the total
+ * number of elements. */
 SIMD void fine(double *u, uint64_t seed, uint64_t offset, int64_t i, int64_t n)
 {
     float upper[VL], lower[VL];
@@ -316,7 +320,7 @@ static void sort_few(struct keyed *all, int64_t n)
     }
 }
 
-/* The keys are uniform in [0, 1): about n buckets of equal width have few keys each. */
+/* The keys are uniform in [0, 1). They are put into about n buckets of equal width, so each bucket has few keys. */
 static int randperm_(ps_call *call)
 {
     const ps_attrs_randperm_ *a = call->attrs;

@@ -1,36 +1,38 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Products of a few rows with a large matrix, which a model computes when it continues a text token by token.
- * Each weight is read once and used once, so memory limits the speed. Threads divide the matrix into pieces. A sum
- * over a whole row of b belongs to one piece, and partial sums are those of pieces of a fixed size. So sums depend
+ * Products of a few rows with a large matrix. A model computes them when it continues a text token by token. Each
+ * weight is read once and used once, so memory limits the speed. Threads divide the matrix into pieces. If a sum runs
+ * over a whole row of b, one piece computes it. Partial sums belong to pieces of a fixed size. Hence sums depend
  * neither on the number of threads nor on the other rows. */
 #include "backend/cpu/gemm.h"
 #include "backend/cpu/simd.h"
 #include "backend/cpu/simd/streams.h"
 
 enum {
-    DEPTH = PS_FEW_DEPTH,                            /* rows of b [K, N] per piece; each piece has its own partial
-                                                      * sum */
-    WIDTH = 4096,                                    /* columns per piece, so that the sums of all rows stay in L1 */
+    DEPTH = PS_FEW_DEPTH,                            /* number of rows of b [K, N] in a piece; each piece has its own
+                                                      * partial sum */
+    WIDTH = 4096,                                    /* number of columns in a piece, chosen such that the sums of all
+                                                      * rows stay in L1 */
     SUMS = 512,                                      /* number of partial sums that a thread computes at a time */
-    LINES = 4                                        /* streams per piece; each reads one quarter of the piece */
+    LINES = 4                                        /* number of streams in a piece; each stream reads one quarter of
+                                                      * the piece */
 };
 
-/* Order of reads. Memory is faster with a few streams than with one, above all if each stream reads consecutive
- * lines over several pages, far from the other streams. So a piece of n lines is read as LINES quarters: step t
- * reads lines t + i * quarter(n), i = 0 .. lines_at(n, t) - 1. */
+/* The order of reads. Memory is faster with a few streams than with one stream. It is fastest if each stream reads
+ * consecutive lines over several pages and is far from the other streams. Hence a piece of n lines is read as LINES
+ * quarters. Step t reads the lines t + i * quarter(n) with i from 0 to lines_at(n, t) - 1. */
 static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
 static int64_t quarter(int64_t n) { return (n + LINES - 1) / LINES; }
 static int64_t lines_at(int64_t n, int64_t t) { return (n - t + quarter(n) - 1) / quarter(n); }
-/* Returns the distance from a line of step t to its stream's next line, which after the last step is in the next
- * piece. */
+/* Returns the distance from a line of step t to the next line of the same stream. After the last step, the next line is
+ * in the next piece. */
 static int64_t to_next(int64_t n, int64_t t) { return t + 1 < quarter(n) ? 1 : n - quarter(n) + 1; }
 
-/* Prefetches bytes of the next lines, because lines are too short for the processor to predict the next one. */
+/* Prefetches bytes of the next line of a stream. Lines are too short for the processor to predict the next line. */
 SIMD void ahead(const char *p) { __builtin_prefetch(p, 0, 3); }
 
-/* Runs body(.., T) with a constant T for the type of g->b. Used inside parallel regions: the compiler makes a
- * function of each region, in which an outer constant would be a variable. */
+/* Runs body(.., T), where T is a constant for the type of g->b. The macro must be used inside parallel regions, because
+ * the compiler turns each region into a function, and a constant from outside would be a variable there. */
 #define BY_TYPE(body, ...) \
     do { \
         if (g->b.dtype == PS_F32) body(__VA_ARGS__, 0); \
@@ -39,18 +41,19 @@ SIMD void ahead(const char *p) { __builtin_prefetch(p, 0, 3); }
     } while (0)
 
 /* -- b [K, N], rows of N neighbours -------------------------------------------------------------------------------- */
-/* Adds by[m][0] b + by[m][1] (b + ld) + ... to sum m, which is sum + m * apart [n]. The `lines` lines of b are ld
- * bytes apart and are added in this order. Each weight is read and converted to fp32 once for all M rows. next:
- * distance in bytes from a line to the line to prefetch, or 0 to prefetch nothing. */
+/* Adds by[m][0] b + by[m][1] (b + ld) + ... to the sum of row m, for all M rows. The sum of row m has n elements and
+ * begins at sum + m * apart. b has `lines` lines, which are ld bytes apart and are added in this order. Each weight is
+ * read and converted to fp32 only once for all M rows. `next` is the distance in bytes from a line to the line to
+ * prefetch, or 0 to prefetch nothing. */
 SIMD void add_lines(float *sum, int64_t apart, float by[][LINES], const char *b, int64_t ld, int64_t next, int64_t n,
                     int lines, int M, int T)
 {
 #ifdef __AVX512F__
     enum { MOST = 2, SEVERAL = 2 };
 #else
-    enum { MOST = 2, SEVERAL = 1 };                  /* sums of several rows use all registers */
+    enum { MOST = 2, SEVERAL = 1 };                  /* the sums of several rows use all registers */
 #endif
-    int of = M == 1 ? MOST : SEVERAL;                /* vectors of a line that are processed at a time */
+    int of = M == 1 ? MOST : SEVERAL;                /* number of vectors of a line that are processed at a time */
     int64_t size = T == 0 ? 4 : 2, j = 0;
     vf x[PS_FEW_ROWS][LINES];
 #pragma GCC unroll 4
@@ -114,7 +117,8 @@ SIMD void piece_of_rows(const ps_gemm *g, const float *x, float *part, int64_t k
     }
 }
 
-/* Sets c [i .. i + n) to the sum of the pieces' partial sums, in their order. stride: elements of a partial sum. */
+/* Sets c [i .. i + n) to the sum of the partial sums of all pieces, added in the order of the pieces. `stride` is the
+ * number of elements of a partial sum. */
 SIMD void add_parts(float *c, const float *part, int64_t i, int64_t n, int64_t pieces, int64_t stride)
 {
     for (int64_t j = i; j < i + n; j += VL) {
@@ -140,7 +144,7 @@ static void by_rows(const ps_gemm *g, const float *x, float *part, float *c)
 }
 
 /* -- b [N, K], rows of K neighbours (out_in) ----------------------------------------------------------------------- */
-/* Computes vf_hsum of four vectors in its order of additions. */
+/* Computes vf_hsum of four vectors. The additions have the order of vf_hsum. */
 SIMD void hsum4(float *out, vf a, vf b, vf c, vf d)
 {
 #define HALVES(x, y) \
@@ -157,8 +161,8 @@ SIMD void hsum4(float *out, vf a, vf b, vf c, vf d)
 #undef QUARTERS
 }
 
-/* Computes out [M, LINES] = x [M, K] times LINES lines of b, ld bytes apart. next: distance in bytes to the lines
- * that are read next. */
+/* Computes out [M, LINES] = x [M, K] times LINES lines of b. The lines are ld bytes apart. `next` is the distance in
+ * bytes to the lines that are read next. */
 SIMD void dots(float *out, const float *x, const char *b, int64_t ld, int64_t next, int64_t K, int M, int T)
 {
     int64_t size = T == 0 ? 4 : 2, k = 0;
@@ -226,7 +230,7 @@ SIMD void piece_of_columns(const ps_gemm *g, const float *x, float *c, int64_t n
     }
 }
 
-/* Each thread has one piece, so that its streams are as long as possible. */
+/* Computes c by columns of b. Each thread has one piece, so that its streams are as long as possible. */
 static void by_columns(const ps_gemm *g, const float *x, float *c)
 {
     int64_t step = ps_rows_of_thread(g->b.cols, LINES);

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The iterator of loop.h: merges dimensions, gathers strided operands into buffers, and pads the last vector. Also
- * copies between layouts: run by run if both operands have contiguous runs, tile by tile if one is the transpose of
- * the other. */
+ * The iterator of loop.h. It merges dimensions, gathers strided operands into buffers, and pads the last vector. This
+ * file also copies between layouts. A copy goes run by run if both operands have contiguous runs, and tile by tile if
+ * one operand is the transpose of the other. */
 #include "backend/cpu/simd/loop.h"
 
 /* -- set-up -------------------------------------------------------------------------------------------------------- */
@@ -23,7 +23,7 @@ static void swap_dims(loop *l, int a, int b)
     }
 }
 
-static bool mergeable(const loop *l, int d)        /* whether dimensions d and d + 1 can be merged */
+static bool mergeable(const loop *l, int d)        /* returns true if dimensions d and d + 1 can be merged */
 {
     for (int k = 0; k < l->n; k++)
         if (l->op[k].stride[d] != l->op[k].stride[d + 1] * l->shape[d + 1]) return false;
@@ -53,7 +53,7 @@ void loop_init(loop *l, const ps_view *out, int n_in, const ps_view *const *in)
     }
     for (int d = l->ndim - 1; d >= 0; d--)
         if (l->shape[d] == 1) remove_dim(l, d);
-    /* Processes an output that is a permuted view in the order of its memory. */
+    /* If the output is a permuted view, its elements are processed in the order of its memory. */
     for (int i = 1; i < l->ndim; i++)
         for (int d = i; d > 0 && l->op[0].stride[d - 1] < l->op[0].stride[d]; d--) swap_dims(l, d - 1, d);
     for (int d = l->ndim - 2; d >= 0; d--)
@@ -77,7 +77,8 @@ void loop_init(loop *l, const ps_view *out, int n_in, const ps_view *const *in)
 }
 
 /* -- gather and scatter -------------------------------------------------------------------------------------------- */
-/* Computes the multi-dimensional `index` of flat position `first`. Returns the operand's offset there, in elements. */
+/* Converts the flat position `first` to the multi-dimensional `index`. Returns the offset of the operand's element at
+ * this index, in elements. */
 static int64_t locate(const loop *l, const loop_operand *o, int64_t first, int64_t *index)
 {
     int64_t offset = 0;
@@ -89,8 +90,8 @@ static int64_t locate(const loop *l, const loop_operand *o, int64_t first, int64
     return offset;
 }
 
-/* Moves from the end of a run along the last dimension to the next run. Increments the index, and returns the next
- * run's offset. */
+/* Moves from the end of a run along the last dimension to the next run. Increments the index. Returns the offset of the
+ * next run. */
 static int64_t next_run(const loop *l, const loop_operand *o, int64_t *index, int64_t start)
 {
     for (int d = l->ndim - 2; d >= 0; d--) {
@@ -102,8 +103,8 @@ static int64_t next_run(const loop *l, const loop_operand *o, int64_t *index, in
     return start;
 }
 
-/* Fills nbytes with copies of the first element. Doubles the copied part each time, because memcpy is fast at any
- * optimisation level. */
+/* Fills `nbytes` bytes with copies of the first element. Each memcpy doubles the part that is filled, because memcpy is
+ * fast at any optimisation level. */
 static void repeat(char *dst, int64_t size, int64_t nbytes)
 {
     for (int64_t have = size; have < nbytes; have *= 2)
@@ -218,9 +219,10 @@ static bool all_flat(const loop *l)
     return true;
 }
 
-enum { LEAST_ROW = 128 };                    /* shorter rows are faster together */
+enum { LEAST_ROW = 128 };                    /* shorter rows are faster if they are processed together */
 
-/* Returns whether a loop has rows of a contiguous result, in which each input is contiguous or one element. */
+/* Returns true if the loop consists of rows of a contiguous result, and each input is contiguous within a row or a
+ * single element. */
 static bool has_rows(const loop *l)
 {
     int last = l->ndim - 1;
@@ -243,7 +245,8 @@ static void fill_buffer(char *buf, const char *element, int64_t size, int64_t n)
     for (int64_t i = 0; i < n; i += VL) vf_store((float *)buf + i, vf_set(one));
 }
 
-/* Processes up to LOOP_BLOCK elements of a row in place, except that inputs of one element are repeated in a buffer. */
+/* Processes up to LOOP_BLOCK elements of a row in place. Only inputs that have a single element are repeated in a
+ * buffer. */
 static void run_row(const loop *l, loop_fn fn, const void *arg, int64_t row, int64_t first, int64_t n)
 {
     char buf[LOOP_OPS][LOOP_BLOCK * 8] __attribute__((aligned(64)));
@@ -302,8 +305,8 @@ void loop_run(const loop *l, loop_fn fn, const void *arg)
 }
 
 /* -- copies -------------------------------------------------------------------------------------------------------- */
-/* Returns the dimension along which the input is contiguous, if the copy is a transpose: the output is contiguous
- * along its last dimension. Otherwise returns -1. */
+/* If the copy is a transpose, returns the dimension along which the input is contiguous. In a transpose, the output is
+ * contiguous along its last dimension. Returns -1 for other copies. */
 static int transposed_dim(const loop *l)
 {
     int last = l->ndim - 1;

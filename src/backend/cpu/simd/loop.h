@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The iterator of all elementwise and reducing kernels. A loop processes up to four operands of one shape in
- * row-major order, in blocks. A block function gets plain arrays of a multiple of 16 elements, whatever the strides:
- * parts of contiguous operands, and small buffers for others. An element's result does not depend on its position in
- * a block, so results depend neither on blocks nor on threads. */
+ * The iterator of all elementwise and reducing kernels. A loop processes up to four operands of one shape in row-major
+ * order, in blocks. The kernel provides a block function, which processes plain arrays. The size of the arrays is a
+ * multiple of 16 elements, for operands of any strides: the arrays are parts of contiguous operands, and small buffers
+ * for other operands. The result for an element does not depend on the element's position in a block. Hence results
+ * depend neither on the division into blocks nor on threads. */
 #ifndef PS_CPU_LOOP_H
 #define PS_CPU_LOOP_H
 #include "backend/cpu/cpu.h"
@@ -12,20 +13,21 @@ enum { LOOP_OPS = 4, LOOP_BLOCK = 1024, LOOP_FLAT_BLOCK = 8192 };
 
 typedef struct loop_operand {
     char *data;
-    int64_t size;                     /* bytes per element */
+    int64_t size;                     /* size of an element in bytes */
     int64_t stride[PS_MAX_DIMS];      /* strides in elements, one for each dimension of the loop */
-    bool flat;                        /* whether the whole operand is one row-major array of the loop's shape */
+    bool flat;                        /* true if the whole operand is one row-major array of the loop's shape */
 } loop_operand;
 
-/* A loop over elements. Dimensions of size 1 are dropped, and dimensions are merged if all operands allow it, so
- * ndim is often 1 (never 0). */
+/* A loop over elements. Dimensions of size 1 are dropped. Dimensions are merged if the strides of all operands allow
+ * it. Hence ndim is often 1. It is never 0. */
 typedef struct loop {
     int n, ndim;
     int64_t numel, shape[PS_MAX_DIMS];
     loop_operand op[LOOP_OPS];
 } loop;
 
-/* Processes n elements, a positive multiple of 16. p[0]: results. p[1..]: inputs. */
+/* Processes n elements, where n is a positive multiple of 16. p[0] points to the results. p[1] and the following
+ * pointers point to the inputs. */
 typedef void (*loop_fn)(void *const *p, int64_t n, const void *arg);
 
 #define loop_init PS_ISA_FN(ps_loop_init)
@@ -33,7 +35,7 @@ typedef void (*loop_fn)(void *const *p, int64_t n, const void *arg);
 #define loop_copy PS_ISA_FN(ps_loop_copy)
 #define loop_fill_copies PS_ISA_FN(ps_cpu_fill_copies)
 
-/* Sets up a loop over the shape of `out`, to which inputs are broadcast. */
+/* Sets up a loop over the shape of `out`. The inputs are broadcast to this shape. */
 void loop_init(loop *l, const ps_view *out, int n_in, const ps_view *const *in);
 void loop_run(const loop *l, loop_fn fn, const void *arg);
 /* Broadcasts src to dst. Both have elements of the same size. */

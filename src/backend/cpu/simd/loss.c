@@ -1,19 +1,19 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Softmax, log-softmax and cross-entropy over rows of fp32, bf16 or fp16; compiled once per instruction set. A row
- * is processed in blocks that fit the first-level cache. For each block, the kernel finds the maximum, and then
- * computes exponentials relative to the largest value so far, and their sum. If the largest value grows, the earlier
- * sum is scaled. Rows of up to KEEP elements keep their exponentials in fp32, so that each is computed once. A NaN
- * makes its row's results NaN. Rows are independent, and losses are added over rows in order in fp64, so no result
- * depends on the thread count. */
+ * Softmax, log-softmax and cross-entropy over rows of fp32, bf16 or fp16. This file is compiled once per instruction
+ * set. A row is processed in blocks that fit into the first-level cache. For each block, the kernel first finds the
+ * maximum. It then computes the exponentials relative to the largest value so far, and their sum. If the largest value
+ * grows, the earlier sum is scaled. A row of up to KEEP elements keeps its exponentials in fp32, so that each
+ * exponential is computed only once. If a row contains a NaN, its results are NaN. No result depends on the number of
+ * threads, because rows are independent, and losses are added in fp64 in the order of the rows. */
 #define PS_ANY_LANES                    /* sums always have sixteen lanes (operand.h) */
 #include "backend/cpu/simd/operand.h"
 
-enum { BLOCK = 2048, KEEP = 1 << 16 };   /* BLOCK: elements per block. KEEP: maximum size of a row whose exponentials
-                                          * are stored, which takes at most 256 KiB of stack */
+enum { BLOCK = 2048, KEEP = 1 << 16 };   /* BLOCK: number of elements in a block; KEEP: maximum size of a row whose
+                                          * exponentials are stored, which takes at most 256 KiB of stack */
 
-/* Computes e^x for x <= 0 (in fact below 88). Splits x = n ln2 + r, and uses a polynomial of degree 5 in r. The
- * relative error is below 2e-7 for x > -20, where most of a softmax's sum comes from. The result is 0 below -86. NaN
- * stays NaN. */
+/* Computes e^x for x <= 0. It also works for larger x below 88. Splits x into n ln2 + r, and uses a polynomial of
+ * degree 5 in r. The relative error is below 2e-7 for x > -20, and most of the sum of a softmax consists of terms in
+ * this range. The result is 0 if x is below -86, and NaN if x is NaN. */
 SIMD vf exp_below(vf x)
 {
     const vf magic = vf_set(12582912.0f);                     /* adding 1.5 * 2^23 rounds to an integer */
@@ -32,9 +32,10 @@ SIMD vf exp_below(vf x)
     return (vf)(~(x < vf_set(-86.0f)) & (vi)y);
 #endif
 }
-/* Finds the largest of n > 0 values, m. Compares floats as integers, so that the compiler can use vectors and half
- * types need no conversion: the order is the same if the lower bits of negative floats are inverted. NaN counts as
- * largest or smallest. Without the pragma, -O2 does not vectorise a loop of unknown length. */
+/* Finds the largest of n values, m, with n > 0. Floats are compared as integers, so that the compiler can use vectors,
+ * and so that bf16 and fp16 values need no conversion. The order of the integers is the order of the floats if the
+ * lower bits of negative floats are inverted. NaN counts as the largest or the smallest value. The pragma is needed
+ * because -O2 does not vectorise a loop of unknown length without it. */
 #define PS_BLOCK_MAX(type, mask) \
     const type *p = (const type *)x + first; \
     type m = (type)(p[0] ^ ((p[0] < 0 ? -1 : 0) & mask)); \
@@ -61,8 +62,8 @@ SIMD float block_max(const void *x, int64_t first, int64_t n, int dtype)
     return dtype == PS_F32 ? block_max_f32(x, first, n) : block_max_half(x, first, n, dtype);
 }
 
-/* Prefetches 2 PAIR elements of the next block. Otherwise memory would limit the speed of the search for its
- * maximum. */
+/* Prefetches 2 PAIR elements of the next block. Without this, memory would limit the speed of the search for the
+ * maximum of the next block. */
 SIMD void fetch_next(const void *x, int64_t i, int dtype)
 {
     __builtin_prefetch(ps_at(x, i + BLOCK, dtype));
@@ -71,8 +72,8 @@ SIMD void fetch_next(const void *x, int64_t i, int dtype)
     __builtin_prefetch(ps_at(x, i + BLOCK + PAIR / 2, dtype));
     __builtin_prefetch(ps_at(x, i + BLOCK + PAIR + PAIR / 2, dtype));
 }
-/* Returns the sum of e^(x - m) over n values. Stores the exponentials in `keep`, in the order of pairs, unless it is
- * NULL. For fp32, `keep` can be x. */
+/* Returns the sum of e^(x - m) over n values. If `keep` is not NULL, stores the exponentials there in the order of
+ * pairs. For fp32, `keep` can be x. */
 SIMD float block_exp(const void *x, int64_t first, int64_t n, float m, float *keep, int dtype)
 {
     vf s0[PARTS] = { { 0 } }, s1[PARTS] = { { 0 } }, s2[PARTS] = { { 0 } }, s3[PARTS] = { { 0 } }, mm = vf_set(m);
@@ -103,11 +104,13 @@ SIMD float block_exp(const void *x, int64_t first, int64_t n, float m, float *ke
 
 struct row {
     float max;                        /* largest element of the row, ignoring NaN */
-    float before;                     /* largest element before element `at` of scan_row, ignoring NaN */
+    float before;                     /* largest of the elements before element `at` of scan_row, ignoring NaN */
     double sum;                       /* sum of e^(x - max) */
-    float block_max[KEEP / BLOCK];    /* maximum to which a block's stored exponentials are relative */
+    float block_max[KEEP / BLOCK];    /* for each block, the maximum to which the block's stored exponentials are
+                                       * relative */
 };
-/* Scans a row. Also finds the largest element before element `at`, unless `at` is -1. */
+/* Scans a row. Finds its maximum and its sum. Also finds the largest of the elements before element `at`, unless `at`
+ * is -1. */
 SIMD void scan_row(struct row *w, const void *x, int64_t V, float *keep, int64_t at, int dtype)
 {
     float m = -INFINITY;
@@ -131,20 +134,21 @@ SIMD void scan_row(struct row *w, const void *x, int64_t V, float *keep, int64_t
     }
     w->max = m;
 }
-/* Returns true if `logit` is the first of the row's largest elements. scan_row must have run with `logit`'s
- * position. */
+/* Returns true if `logit` is the first of the largest elements of the row. The caller must have passed the position of
+ * `logit` to scan_row. */
 SIMD bool is_hit(const struct row *w, float logit)
 {
     return logit == w->max && w->before < logit && w->sum == w->sum && logit < INFINITY;
 }
-/* Returns the factor that makes block b's stored exponentials relative to the row's maximum. */
+/* Returns a factor for the stored exponentials of block b. Multiplied by it, they are relative to the maximum of the
+ * row. */
 static double block_factor(const struct row *w, int64_t b)
 {
     float base = w->block_max[b];
     return base == w->max ? 1.0 : base < w->max ? exp((double)base - w->max) : 0.0;
 }
 
-/* Computes y = factor * keep over a block. */
+/* Computes y = factor * keep for the elements [i, end), which are at most a pair of vectors. */
 SIMD void scale_pair(void *y, const float *keep, int64_t i, int64_t end, vf f, int dtype)
 {
     vp e[PARTS];
@@ -161,7 +165,7 @@ SIMD void block_scale(void *y, const float *keep, int64_t first, int64_t n, floa
     for (; i + PAIR <= last; i += PAIR) scale_pair(y, keep, i, i + PAIR, f, dtype);
     if (i < last) scale_pair(y, keep, i, last, f, dtype);
 }
-/* Computes y = e^(x - base) * factor over a row; y can be x. */
+/* Computes y = e^(x - base) * factor for the elements [i, end), which are at most a pair of vectors. y can be x. */
 SIMD void exp_pair(void *y, const void *x, int64_t i, int64_t end, vf m, vf f, int dtype)
 {
     vp e[PARTS];
@@ -178,8 +182,8 @@ SIMD void row_exp(void *y, const void *x, int64_t V, float base, float factor, i
     for (; i + PAIR <= V; i += PAIR) exp_pair(y, x, i, i + PAIR, m, f, dtype);
     if (i < V) exp_pair(y, x, i, V, m, f, dtype);
 }
-/* Computes y = softmax(x) * scale, and returns the row's log-sum-exp; y can be x. keep: memory for V floats, which
- * can be y for fp32, or NULL. If want >= 0, *at is element `want` of y in fp32, and *hit tells whether this element
+/* Computes y = softmax(x) * scale. y can be x. Returns the log-sum-exp of the row. `keep` is memory for V floats, or
+ * NULL. For fp32 it can be y. If want >= 0, sets *at to element `want` of y in fp32, and *hit to true if this element
  * is the first of the largest. */
 SIMD double softmax_row(void *y, const void *x, int64_t V, float *keep, float scale, int64_t want, float *at, bool *hit,
                         int dtype)
@@ -263,8 +267,8 @@ SIMD void log_softmax_body(void *y, const void *x, int64_t V, int dtype)
 {
     struct row w;
     scan_row(&w, x, V, NULL, -1, dtype);
-    vf m = vf_set(w.max), l = vf_set((float)log(w.sum));     /* subtracted in two steps, because x - max is exact
-                                                              * where that matters */
+    vf m = vf_set(w.max), l = vf_set((float)log(w.sum));     /* subtracted in two steps, because x - max is exact where
+                                                              * this matters */
     int64_t i = 0;
     for (; i + PAIR <= V; i += PAIR) log_pair(y, x, i, i + PAIR, m, l, dtype);
     if (i < V) log_pair(y, x, i, V, m, l, dtype);
@@ -292,7 +296,7 @@ static int by_row(ps_call *call, void (*row)(void *, const void *, int64_t, int)
 static int softmax(ps_call *call) { return by_row(call, softmax_any); }
 static int log_softmax(ps_call *call) { return by_row(call, log_softmax_any); }
 
-/* Computes dx = y * (dy - sum(y * dy)), or for log-softmax dx = dy - exp(y) * sum(dy). */
+/* Computes dx = y * (dy - sum(y * dy)), or dx = dy - exp(y) * sum(dy) for log-softmax. */
 SIMD void slope_sums(const void *y, const void *dy, int64_t i, int64_t end, vf *s0, vf *s1, int log_form, int dtype)
 {
     EACH_PART(j) {
@@ -354,7 +358,8 @@ static int softmax_backward(ps_call *call) { return backward(call, 0); }
 static int log_softmax_backward(ps_call *call) { return backward(call, 1); }
 
 /* -- cross-entropy ----------------------------------------------------------------------------------------------- */
-/* Returns the number of rows that are not ignored, or PS_ERANGE if a target is neither a class nor ignore_index. */
+/* Returns the number of rows that are not ignored. Returns PS_ERANGE if a target is neither a class nor
+ * ignore_index. */
 static int64_t count_targets(const ps_view *target, int64_t V, int64_t ignore_index)
 {
     int64_t count = 0;
@@ -368,7 +373,7 @@ static int64_t count_targets(const ps_view *target, int64_t V, int64_t ignore_in
     }
     return count;
 }
-/* A target of -1 means an ignored row, which is no hit. */
+/* A target of -1 means that the row is ignored. Such a row is not a hit. */
 SIMD void lse_row(const void *x, int64_t V, int64_t target, double *lse, bool *hit, int dtype)
 {
     struct row w;
@@ -407,7 +412,8 @@ static int cross_entropy(ps_call *call)
         if (a->reduction == 0) out[r] = (float)each[r];
         sum += each[r];
     }
-    if (a->reduction != 0) out[0] = (float)(a->reduction == 1 && count > 0 ? sum / (double)count : sum);   /* none: 0 */
+    /* 0 if all rows are ignored */
+    if (a->reduction != 0) out[0] = (float)(a->reduction == 1 && count > 0 ? sum / (double)count : sum);
     if (a->want_hits && ps_has(&call->out[2])) {
         int64_t *told = call->out[2].data;
         told[0] = hits, told[1] = count;
@@ -420,7 +426,8 @@ static double weight_of(const ps_view *weight, int64_t t)
     return ps_has(weight) ? (double)ps_get_one(weight->data, t, weight->dtype) : 1;
 }
 
-/* Returns the divisor of the mean: the sum of the weights of the targets that are not ignored, or 1 if it is 0. */
+/* Returns the divisor of the mean, which is the sum of the weights of all targets that are not ignored. If the sum is
+ * 0, returns 1. */
 static double divisor_of(const ps_view *target, const ps_view *weight, int64_t count, int64_t ignore)
 {
     double sum = 0;
@@ -510,7 +517,7 @@ static double dot_mass(const void *x, const float *mass, int64_t words, int dtyp
     for (int64_t v = 0; v < words; v++) sum += (double)mass[v] * (double)ps_get_one(x, v, dtype);
     return sum;
 }
-/* t: column of the target, -1 if it is not in this part */
+/* t is the column of the target, or -1 if the target is not in this part of the vocabulary. */
 SIMD void top_and_sum(const void *x, int64_t words, int64_t t, float *top, float *sum, int dtype)
 {
     struct row w;
@@ -542,14 +549,14 @@ static int logit_stats(ps_call *call)
     return 0;
 }
 
-/* Combines row r of all ranks' stats [t, kinds, N]. hit: whether the target's logit is the first of the largest
- * logits. */
+/* The combined statistics of a row, from the stats [t, kinds, N] of all ranks. `hit` is true if the target's logit is
+ * the first of the largest logits. */
 struct all_words { double top, sum, target, dot; bool hit; };
 static struct all_words of_all(const ps_view *stats, int64_t r)
 {
     int64_t kinds = stats->shape[1], N = stats->shape[2];
     struct all_words s = { -INFINITY, 0, 0, 0, false };
-    bool first = true;                                       /* no earlier rank has the largest logit */
+    bool first = true;                                       /* true if no earlier rank has the largest logit */
     for (int64_t i = 0; i < stats->shape[0]; i++) {
         const float *mine = (const float *)stats->data + i * kinds * N + r;
         s.top = mine[0] > s.top ? mine[0] : s.top;
@@ -567,7 +574,8 @@ static struct all_words of_all(const ps_view *stats, int64_t r)
     if (s.sum != s.sum) s.hit = false;
     return s;
 }
-/* Computes the gradient y of x; y can be x. t: column of the target, -1 if it is not in this part. */
+/* Computes the gradient y of x. y can be x. t is the column of the target, or -1 if the target is not in this part of
+ * the vocabulary. */
 SIMD void logit_row(void *y, const void *x, int64_t words, int64_t t, const struct all_words *s, const float *share,
                     const float *mass, int dtype)
 {

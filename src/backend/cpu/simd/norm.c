@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Layer norm and RMS norm for contiguous fp32, bf16 and fp16; compiled once per instruction set. All arithmetic is
- * in fp32. A row is summed in 4 x 16 lanes in a fixed order. The sums over rows (dw, db) are computed in blocks of
- * ROW_BLOCK rows, and the blocks' sums are added in order. So neither the thread count nor the instruction set
- * changes a bit. Weights are copied to fp32 rows, padded with zeros to whole pairs of vectors. */
+ * Layer norm and RMS norm for contiguous fp32, bf16 and fp16 tensors. This file is compiled once per instruction set.
+ * All arithmetic is in fp32. A row is summed in 4 x 16 lanes in a fixed order. The sums over rows (dw, db) are computed
+ * in blocks of ROW_BLOCK rows, and the sums of the blocks are added in order. Hence the bits depend neither on the
+ * number of threads nor on the instruction set. Weights are copied to fp32 rows, which are padded with zeros to whole
+ * pairs of vectors. */
 #define PS_ANY_LANES                    /* sums always have sixteen lanes (operand.h) */
 #include "backend/cpu/simd/operand.h"
 
@@ -12,12 +13,13 @@ struct norm {
     int dtype, rms, want_w;
     int64_t rows, C, Cp;              /* Cp: C rounded up to whole pairs of vectors */
     double eps;
-    const void *x, *dy, *add;         /* [rows, C] of dtype; add can be NULL, or equal to dx */
-    void *y, *dx;                     /* [rows, C] of dtype; dx can be NULL */
+    const void *x, *dy, *add;         /* [rows, C] of type dtype; add can be NULL, or the same memory as dx */
+    void *y, *dx;                     /* [rows, C] of type dtype; dx can be NULL */
     const float *w, *b;               /* [Cp] in the order of pairs; zeros follow the C elements */
     float *mean, *rstd;               /* [rows]; both can be NULL in forward; mean is NULL for RMS norm */
-    float *dw, *db;                   /* [blocks, Cp] partial sums in the order of pairs */
-    float exists[PAIR];               /* for a row's last pair: 1 where the row has an element, 0 after its end */
+    float *dw, *db;                   /* [blocks, Cp]; partial sums in the order of pairs */
+    float exists[PAIR];               /* for the last pair of a row: 1 for each element of the row, 0 after the end of
+                                       * the row */
 };
 
 SIMD float row_sum(const void *x, int64_t C, int dtype)
@@ -37,8 +39,8 @@ SIMD float row_sum(const void *x, int64_t C, int dtype)
     EACH_PART(j) s0[j] = (s0[j] + s1[j]) + (s2[j] + s3[j]);
     return sum_lanes(s0);
 }
-/* Returns the sum of (x - mean)^2. *rest is the sum of x - mean, the rounding error of the mean times C (Chan,
- * Golub, LeVeque, "Algorithms for computing the sample variance", 1983). */
+/* Returns the sum of (x - mean)^2. Sets *rest to the sum of x - mean, which is C times the rounding error of the mean
+ * (Chan, Golub, LeVeque, "Algorithms for computing the sample variance", 1983). */
 SIMD float row_squares(const struct norm *n, const void *x, float mean, float *rest, int dtype)
 {
     vf s0[PARTS] = { { 0 } }, s1[PARTS] = { { 0 } }, s2[PARTS] = { { 0 } }, s3[PARTS] = { { 0 } };
@@ -68,7 +70,7 @@ SIMD float row_squares(const struct norm *n, const void *x, float mean, float *r
     return sum_lanes(s0);
 }
 
-/* Computes elements i .. end of a row. `end` is i + PAIR, except at the end of a row. */
+/* Computes the elements [i, end) of a row. `end` is i + PAIR, except at the end of the row. */
 SIMD void out_block(const struct norm *n, void *y, const void *x, int64_t i, int64_t end, vf m, vf s, int dtype)
 {
     vp out[PARTS];
@@ -90,8 +92,8 @@ SIMD void forward_out(const struct norm *n, int64_t r, float mean, float rstd, i
     for (; i + PAIR <= C; i += PAIR) out_block(&at, y, x, i, i + PAIR, m, s, dtype);
     if (i < C) out_block(&at, y, x, i, C, m, s, dtype);
 }
-/* Computes up to GROUP rows. They pass through each stage together, so that one row's sums overlap another row's
- * final additions. */
+/* Computes up to GROUP rows. All rows complete a stage before the next stage begins, so that one row's sums overlap
+ * another row's final additions. */
 SIMD void forward_rows(const struct norm *n, int64_t first, int64_t last, int dtype)
 {
     float mean[GROUP] = { 0 }, rstd[GROUP];
@@ -114,7 +116,7 @@ SIMD void forward_rows(const struct norm *n, int64_t first, int64_t last, int dt
 }
 
 /* -- backward: with g = dy * w, dx = rstd * (g - mean(g) - xhat * mean(g * xhat)); RMS norm has no mean(g) ------- */
-/* A row in backward, with the values that all its elements share. */
+/* A row in backward, and the values that all its elements share. */
 struct slope { const void *x, *dy, *add; const float *w; float *dw, *db; vf mean, rstd; };
 SIMD struct slope slope_of(const struct norm *n, int64_t r, float *dw, float *db, int dtype)
 {
@@ -128,8 +130,8 @@ SIMD void sums_block(const struct slope *s, int64_t i, int64_t end, vf *g0, vf *
     EACH_PART(j) {
         vp u = vp_row_get(s->x, i, end, j, 0.0f, dtype), d = vp_row_get(s->dy, i, end, j, 0.0f, dtype);
         vp w = vp_load(s->w + i, j);
-        u.a = (u.a - s->mean) * s->rstd, u.b = (u.b - s->mean) * s->rstd;    /* u becomes xhat; after the row's end d
-                                                                              * is 0 */
+        u.a = (u.a - s->mean) * s->rstd, u.b = (u.b - s->mean) * s->rstd;    /* u becomes xhat; d is 0 after the end of
+                                                                              * the row */
         w.a *= d.a, w.b *= d.b;
         g0[j] += w.a, g1[j] += w.b;
         gx0[j] = vf_fma(w.a, u.a, gx0[j]), gx1[j] = vf_fma(w.b, u.b, gx1[j]);
@@ -143,7 +145,7 @@ SIMD void sums_block(const struct slope *s, int64_t i, int64_t end, vf *g0, vf *
         }
     }
 }
-/* First pass over a row: computes the means of g and g * xhat, and adds the row to dw and db. */
+/* The first pass over a row. Computes the means of g and of g * xhat, and adds the row to dw and db. */
 SIMD void backward_sums(const struct norm *n, int64_t r, float *dw, float *db, float *mean_g, float *mean_gx, int dtype)
 {
     int64_t C = n->C, i = 0;
@@ -195,7 +197,7 @@ SIMD void backward_rows(const struct norm *n, int64_t block, int dtype)
     }
 }
 
-/* Converts a row to fp32 in the order of pairs. A NaN becomes the canonical NaN (vp_put). */
+/* Converts a row to fp32, in the order of pairs. Each NaN becomes the canonical NaN (vp_put). */
 SIMD void pad_pairs(float *p, const void *v, int64_t C, int dtype)
 {
     vf nan = vf_set(NAN);
@@ -205,8 +207,8 @@ SIMD void pad_pairs(float *p, const void *v, int64_t C, int dtype)
             vp_store(p + i, j, (vp){ vf_select(u.a != u.a, nan, u.a), vf_select(u.b != u.b, nan, u.b) });
         }
 }
-/* Returns v as an fp32 row [Cp] in the order of pairs, filled with `value` if v is absent. Returns NULL if there is
- * no memory. */
+/* Returns v as an fp32 row [Cp] in the order of pairs. If v is absent, all elements of the row are `value`. Returns
+ * NULL if there is no memory. */
 static float *padded_row(ps_call *call, const ps_view *v, float value, const struct norm *n)
 {
     float *p = call->scratch(call, (size_t)n->Cp * sizeof *p);
@@ -255,7 +257,8 @@ static int norm_forward(ps_call *call, int rms, double eps)
     return 0;
 }
 
-/* Sets out [C] to the sum of the partial sums [blocks, Cp], in their order. Overwrites the first partial sum. */
+/* Sets out [C] to the sum of the partial sums [blocks, Cp], which are added in order. Overwrites the first partial
+ * sum. */
 static void sum_blocks(ps_view *out, float *part, int64_t blocks, const struct norm *n)
 {
     for (int64_t k = 1; k < blocks; k++)

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Access to operands for the row-wise and flat kernels (norm, dropout, loss, reduce, table, optim): reads one
- * element or pairs of sixteen lanes, and turns a run-time type into a constant. */
+ * Access to operands for the kernels that process rows or flat arrays (norm, dropout, loss, reduce, table, optim). The
+ * functions read and write one element or pairs of sixteen lanes. The macros turn a run-time type into a constant. */
 #ifndef PS_CPU_SIMD_OPERAND_H
 #define PS_CPU_SIMD_OPERAND_H
 #include <stdbool.h>
@@ -12,7 +12,7 @@ static inline int64_t ps_index_at(const ps_view *v, int64_t i)
 {
     return v->dtype == PS_I32 ? ((const int32_t *)v->data)[i] : ((const int64_t *)v->data)[i];
 }
-/* Returns PS_ERANGE if an index is outside [0, n). The message names the first. */
+/* Returns PS_ERANGE if an index is outside [0, n). The error message contains the first such index. */
 static inline int ps_check_indices(const ps_view *index, int64_t n)
 {
     uint64_t bad = 0;
@@ -33,10 +33,10 @@ static inline int ps_check_indices(const ps_view *index, int64_t n)
     }
     return 0;
 }
-/* Returns the size of the last dimension, 1 for a scalar. */
+/* Returns the size of the last dimension, or 1 for a scalar. */
 static inline int64_t ps_last_dim(const ps_view *v) { return v->ndim > 0 ? v->shape[v->ndim - 1] : 1; }
 
-/* Like vf_put and vf_get for one element of a lane type. */
+/* Like vf_put and vf_get, for one element of a lane type. */
 static inline void ps_put_one(void *p, int64_t i, int dtype, float v)
 {
     if (dtype == PS_F32) ((float *)p)[i] = v;
@@ -55,14 +55,16 @@ static inline void *ps_at(const void *p, int64_t i, int dtype)
     return (char *)(uintptr_t)p + i * (dtype == PS_F32 ? 4 : 2);
 }
 
-/* -- pairs of sixteen lanes: 32 elements -----------------------------------------------------------------------------
- * Rows are processed in blocks of PAIR elements: two vectors `a` and `b` of sixteen lanes each, whatever the
- * machine's vector size is. A block consists of PARTS pairs of vectors; part j has VL lanes of `a` and of `b`, from
- * lane j * VL on. A bf16 block is read as 16 words of two elements: `a` gets the even elements (the lower halves of
- * the words), `b` the odd ones. This costs half as much as widening in order. For other types `a` gets the first 16
- * elements, `b` the next 16. The order does not matter to kernels that treat all elements in the same way.
- * pair_place returns the position of a row's element i in an fp32 row of pairs. Sums have an accumulator for each
- * lane of `a` and `b`, so the order of additions does not depend on the vector size. */
+/* -- pairs of sixteen lanes: 32 elements ----------------------------------------------------------------------------
+ * Rows are processed in blocks of PAIR elements. A block has two vectors `a` and `b` of sixteen lanes each, for any
+ * vector size of the machine. A block consists of PARTS parts. Part j has VL lanes of `a` and the same VL lanes of `b`,
+ * starting at lane j * VL.
+ * A bf16 block is read as 16 words of two elements. `a` gets the even elements, which are the lower halves of the
+ * words. `b` gets the odd elements. This costs half as much as widening the elements in order. For other types, `a`
+ * gets the first 16 elements and `b` the next 16 elements. The order does not matter to kernels that treat all elements
+ * in the same way.
+ * pair_place returns the position of element i of a row in an fp32 row of pairs. Sums have an accumulator for each lane
+ * of `a` and `b`, so the order of additions does not depend on the vector size. */
 enum { PAIR = 32, PARTS = 16 / VL };
 typedef struct vp { vf a, b; } vp;
 #define EACH_PART(j) _Pragma("GCC unroll 4") for (int j = 0; j < PARTS; j++)
@@ -79,8 +81,9 @@ SIMD vp vp_get(const void *p, int64_t i, int j, int dtype)
     memcpy(&u, (const uint16_t *)p + i + 2 * VL * j, sizeof u);
     return (vp){ (vf)(u << 16), (vf)(u & 0xffff0000u) };
 }
-/* Stores part j. Rounds bf16 to nearest even without a check for NaN. A NaN whose upper bits are all ones and whose
- * lower bits are not all zeros would not stay NaN, but arithmetic on bf16 and on canonical NaNs never produces it. */
+/* Stores part j. bf16 values are rounded to nearest even without a check for NaN. This would turn some NaNs into
+ * numbers: those whose upper bits are all ones and whose lower bits are not all zeros. Arithmetic on bf16 values and on
+ * canonical NaNs never produces these NaNs. */
 SIMD void vp_put(void *p, int64_t i, int j, int dtype, vp v)
 {
     if (dtype != PS_BF16) {
@@ -94,8 +97,9 @@ SIMD void vp_put(void *p, int64_t i, int j, int dtype, vp v)
     a |= b;
     memcpy((uint16_t *)p + i + 2 * VL * j, &a, sizeof a);
 }
-/* Load and store the end of a row, n < 32 elements from i on. A load sets later elements to `pad`; a store does not
- * change memory after the row. Not inlined, because they run at most once per row. */
+/* Load and store the end of a row, which has n < 32 elements and starts at element i. A load sets later elements to
+ * `pad`. A store does not change memory after the row. The functions are not inlined, because they run at most once per
+ * row. */
 static __attribute__((noinline, unused)) void vp_tail_get(vp *v, const void *p, int64_t i, int j, int dtype, int64_t n,
                                                           float pad)
 {
@@ -110,7 +114,7 @@ static __attribute__((noinline, unused)) void vp_tail_put(void *p, int64_t i, in
     EACH_PART(j) vp_put(buf, 0, j, dtype, v[j]);
     memcpy(ps_at(p, i, dtype), buf, (size_t)(n * (dtype == PS_F32 ? 4 : 2)));
 }
-/* Returns part j of elements i .. i + 31 of a row of n elements, `pad` after the row's end. */
+/* Returns part j of the elements [i, i + 32) of a row of n elements. Elements after the end of the row are `pad`. */
 SIMD vp vp_row_get(const void *p, int64_t i, int64_t n, int j, float pad, int dtype)
 {
     if (i + PAIR <= n) return vp_get(p, i, j, dtype);
@@ -118,7 +122,7 @@ SIMD vp vp_row_get(const void *p, int64_t i, int64_t n, int j, float pad, int dt
     vp_tail_get(&v, p, i, j, dtype, n - i, pad);
     return v;
 }
-/* All parts. */
+/* Stores all parts. */
 SIMD void vp_row_put(void *p, int64_t i, int64_t n, const vp *v, int dtype)
 {
     if (i + PAIR <= n) {
@@ -132,14 +136,16 @@ SIMD void vp_row_put(void *p, int64_t i, int64_t n, const vp *v, int dtype)
 SIMD vp vp_load(const float *p, int j) { return (vp){ vf_load(p + j * VL), vf_load(p + 16 + j * VL) }; }
 SIMD void vp_store(float *p, int j, vp v) { vf_store(p + j * VL, v.a), vf_store(p + 16 + j * VL, v.b); }
 
-/* Returns the sum of sixteen lanes by repeated halving, the order of all sums. */
+/* Returns the sum of sixteen lanes. The upper half of the lanes is added to the lower half until one lane is left. All
+ * sums use this order. */
 SIMD float sum_lanes(const vf *given)
 {
     vf s[PARTS];
     EACH_PART(j) s[j] = given[j];
     if (PARTS == 4) s[0] += s[PARTS / 2], s[PARTS / 4] += s[PARTS - 1];
     if (PARTS >= 2) s[0] += s[PARTS == 4 ? 1 : PARTS - 1];
-#if defined(__SSE2__)                          /* explicit, because GCC's -O2 would add lane by lane, through memory */
+#if defined(__SSE2__)                          /* explicit, because GCC with -O2 would add lane by lane, through
+                                                * memory */
 #if defined(__AVX512F__)
     __m256 y = _mm256_add_ps(_mm512_castps512_ps256((__m512)s[0]), _mm512_extractf32x8_ps((__m512)s[0], 1));
     __m128 x = _mm_add_ps(_mm256_castps256_ps128(y), _mm256_extractf128_ps(y, 1));
@@ -159,7 +165,7 @@ SIMD float sum_lanes(const vf *given)
 #endif
 }
 
-/* Calls body(args..., T) with the constant T for a lane type. Bodies are always_inline. */
+/* Calls body(args..., T), where T is a constant for a lane type. Bodies are always_inline. */
 #define PS_BY_VEC(dtype, body, ...) \
     do { \
         if ((dtype) == PS_F32) body(__VA_ARGS__, PS_F32); \

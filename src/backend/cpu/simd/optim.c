@@ -1,10 +1,11 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Optimizers over lists of tensors in one pass over memory, sums of squares, and gradients that are stored together
- * with their sums of squares; compiled once per instruction set. ref/optim.c has the formulas and their sources.
- * Invariants: the update of an element depends only on that element. It uses explicit fused multiply-adds, IEEE
- * division and square root, and scalars that are computed once, and it keeps denormals. So the bits are the same for
- * every instruction set and thread count. An element is read before it is written, so operands can share memory
- * (master or grad with param). */
+ * Optimizers that process lists of tensors in one pass over memory, sums of squares, and gradients that are stored
+ * together with their sums of squares. This file is compiled once per instruction set. ref/optim.c has the formulas and
+ * their sources.
+ * Invariants: The update of an element depends only on that element. It uses explicit fused multiply-adds, IEEE
+ * division and square root, and scalars that are computed once. It keeps denormals. Hence the bits are the same for
+ * every instruction set and number of threads. An element is read before it is written, so operands can share memory
+ * (for example master or grad with param). */
 #define PS_ANY_LANES                    /* sums of squares always have SUMS lanes */
 #include "backend/cpu/simd/operand.h"
 #include "backend/cpu/simd/optim_list.h"
@@ -16,7 +17,8 @@ SIMD void adam_step(const struct adam *h, vf g, vf *p, vf *m, vf *v)
 {
     g = g * h->scale;
     if (h->has_l2) g = vf_fma(vf_set(h->l2), *p, g);
-    *p = *p * h->keep;                                       /* keep is 1 (exact) without decoupled decay */
+    *p = *p * h->keep;                                       /* without decoupled decay, keep is 1, and the product is
+                                                              * exact */
     *m = vf_fma(vf_set(h->b1), *m, g * h->omb1);
     *v = vf_fma(vf_set(h->b2), *v, (g * h->omb2) * g);
     vf denominator = vf_fma(vf_sqrt(*v), vf_set(h->inv_sqrt_bias2), vf_set(h->eps));
@@ -76,7 +78,7 @@ static int schedule_free(ps_call *call)
     return 0;
 }
 
-/* Moves the master towards `end`, which is passed in place of the gradient. */
+/* Moves the master towards `end`. The caller passes `end` in place of the gradient. */
 struct lerp { float weight; int near; };
 
 SIMD void lerp_at(const struct lerp *h, const struct item *it, int64_t i, int form, int end_dtype)
@@ -132,7 +134,7 @@ static int sgd(ps_call *call)
 }
 
 /* -- sums of squares --------------------------------------------------------------------------------------------- */
-/* Sums in fp64, one for each element of a group of 32, in vectors of the machine's width. */
+/* Sums in fp64, in vectors of the machine's width. A group of 32 elements has one sum for each element. */
 enum { SUMS = 32, VD = VL / 2 };
 typedef double vd __attribute__((vector_size(VD * 8)));
 
@@ -222,8 +224,8 @@ static void store_unit(const ps_view *dst, const ps_view *src, int64_t first, in
     else if (dst->dtype == PS_BF16) PS_BY_VEC(src->dtype, convert_unit, dst->data, PS_BF16, src->data, first, last);
     else PS_BY_VEC(src->dtype, convert_unit, dst->data, PS_F16, src->data, first, last);
 }
-/* Stores a gradient and its sum of squares, one unit at a time. The squares are those of the stored values, which
- * are still in the cache, and are added as in sq_norms. */
+/* Stores a gradient and its sum of squares, one unit at a time. The squares are computed from the stored values, which
+ * are still in the cache. They are added as in sq_norms. */
 static int grad_store(ps_call *call)
 {
     const ps_view *src = &call->in[0], *dst = &call->out[0], *sq = &call->out[1];

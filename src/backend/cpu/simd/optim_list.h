@@ -1,18 +1,18 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Lists of tensors as one range of units, and masters that are kept as remainders, for the optimizers (optim.c,
- * update.c). The range is divided among the threads, so that a list of small tensors costs one fork. Included after
- * operand.h. */
+ * Lists of tensors as one range of units, and masters that are kept as remainders, for the optimizers in optim.c and
+ * update.c. The whole range is divided among the threads, so that a list of small tensors needs only one parallel
+ * region. Include this header after operand.h. */
 #ifndef PS_CPU_OPTIM_LIST_H
 #define PS_CPU_OPTIM_LIST_H
 #include <omp.h>
 
 enum { UNIT = 4096 };
 
-/* One tensor of a list: param, master, grad and states. The pointer of an absent operand is NULL. */
+/* One tensor of a list: its param, master, grad and states. The pointer of an absent operand is NULL. */
 struct item {
     void *param;                      /* NULL if the parameter is its own master */
     float *master;
-    uint16_t *low;                    /* remainders; used instead of a master */
+    uint16_t *low;                    /* remainders, which are used instead of a master */
     void *state[PS_MAX_STATES];
     const void *grad;
     int64_t numel;
@@ -21,7 +21,7 @@ struct item {
 struct work {
     int n;
     struct item item[PS_MAX_IN];
-    int64_t unit[PS_MAX_IN + 1];      /* first unit of each tensor, then the total */
+    int64_t unit[PS_MAX_IN + 1];      /* first unit of each tensor, then the total number of units */
 };
 static inline void count_units(struct work *w)
 {
@@ -29,8 +29,8 @@ static inline void count_units(struct work *w)
     for (int i = 0; i < w->n; i++) w->unit[i + 1] = w->unit[i] + (w->item[i].numel + UNIT - 1) / UNIT;
 }
 
-/* Fills w from groups of `each` inputs: param, master, grad and states, of any types. Returns false if the kernels
- * do not support an operand. */
+/* Fills w from groups of `each` inputs. A group has a param, a master, a grad and states, of any types. Returns false
+ * if the kernels do not support an operand. */
 static inline bool collect_any(const ps_call *call, int each, struct work *w)
 {
     w->n = call->n_in / each;
@@ -50,7 +50,8 @@ static inline bool collect_any(const ps_call *call, int each, struct work *w)
     return true;
 }
 
-/* Like collect_any, but returns false unless each state has this type and the parameter's numel, or is the master. */
+/* Like collect_any, but also checks the states. Each state must be the master, or it must have the type `dtype` and the
+ * same number of elements as the parameter. Otherwise the function returns false. */
 static inline bool collect_alike(const ps_call *call, int each, int dtype, struct work *w)
 {
     for (int i = 0; i + each <= call->n_in; i += each)
@@ -60,8 +61,8 @@ static inline bool collect_alike(const ps_call *call, int each, int dtype, struc
     return collect_any(call, each, w);
 }
 
-/* Calls span(setting, item, first, last) on all threads, for pieces that begin at units and together cover all
- * elements. */
+/* Calls span(setting, item, first, last) on all threads. Each call processes a piece that begins at a unit. Together
+ * the pieces cover all elements. */
 typedef void (*span_fn)(const void *setting, const struct item *it, int64_t first, int64_t last);
 static inline void run_work(const struct work *w, const void *setting, span_fn span)
 {
@@ -89,8 +90,8 @@ SIMD void vu_store_low(uint16_t *p, vu u)                /* stores the lower hal
 #endif
     memcpy(p, &h, sizeof h);
 }
-/* Load and store elements i .. i + VL - 1 of the master. form: PS_REMAINDER, or the type of a parameter with an fp32
- * master. */
+/* Load and store elements [i, i + VL) of the master. `form` is PS_REMAINDER, or the type of the parameter if it has an
+ * fp32 master. */
 enum { PS_REMAINDER = 100 };
 SIMD vf master_get(const struct item *it, int64_t i, int form)
 {
@@ -111,7 +112,7 @@ SIMD void master_put(const struct item *it, int64_t i, vf p, int form)
     vu_store_low(it->low + i, m);
 }
 
-/* Calls body(..., form, grad_dtype), both constants. */
+/* Calls body(..., form, grad_dtype), where both arguments are constants. */
 #define PS_BY_FORM(it, body, ...) \
     do { \
         if ((it)->low) PS_BY_VEC((it)->grad_dtype, body, __VA_ARGS__, PS_REMAINDER); \
@@ -128,7 +129,7 @@ struct tail {
     float master[VL];
     uint16_t low[VL];
 };
-/* state_nbytes: bytes per element of two states, 0 for an absent state */
+/* state_nbytes is the size in bytes of an element of each of the two states, or 0 for an absent state. */
 static __attribute__((noinline, unused)) void tail_get(struct tail *t, const struct item *it, int64_t i, int n,
                                                        const int *state_nbytes)
 {
@@ -155,8 +156,9 @@ static __attribute__((noinline, unused)) void tail_put(const struct tail *t, con
     if (it->param) memcpy(ps_at(it->param, i, it->param_dtype), t->param, count * half);
 }
 
-/* Defines NAME_span, a span_fn whose setting is a struct NAME *h. It calls NAME_at for VL elements at a time, the
- * last ones in a copy. first_nbytes, second_nbytes: bytes per element of the two states, 0 for an absent state. */
+/* Defines NAME_span, a span_fn whose setting is a struct NAME *h. It calls NAME_at for VL elements at a time. For the
+ * last elements, it calls NAME_at on a copy. first_nbytes and second_nbytes are the sizes in bytes of an element of the
+ * two states, or 0 for an absent state. */
 #define PS_SPAN(name, first_nbytes, second_nbytes) \
     SIMD void name##_body(const struct name *h, const struct item *it, int64_t i, int64_t last, int form, \
                           int grad_dtype) \

@@ -1,14 +1,14 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Packed weights: conversion of the numbers of blocks to floats, and dot products with fp32. The numbers have the
- * bits of base/blocks.c. A sum has 16 lanes: number n of a row is added to lane n % 16, in the order of n, and the
- * lanes are added by repeated halving. So the bits depend neither on the instruction set nor on the number of rows
- * of x. */
+ * Packed weights: conversion of the numbers in blocks to floats, and dot products with fp32. The conversion computes
+ * the same bits as base/blocks.c. A sum has 16 lanes. Number n of a row is added to lane n % 16, in the order of n. At
+ * the end, the upper half of the lanes is added to the lower half until one lane is left. Hence the bits depend neither
+ * on the instruction set nor on the number of rows of x. */
 #define PS_ANY_LANES
 #include "backend/cpu/simd/packed_blocks.h"
 
-enum { PART = 32 };                                  /* values that share their scales */
+enum { PART = 32 };                                  /* number of values that share their scales */
 
-/* Load VL adjacent bytes as integers, unsigned or signed. */
+/* Load VL adjacent bytes as unsigned or signed integers. */
 SIMD vi load_u8(const uint8_t *p)
 {
 #if defined(__AVX512F__)
@@ -32,11 +32,12 @@ SIMD vi load_i8(const uint8_t *p)
 #endif
 }
 
-/* Scales of 32 values. A value is d times an integer plus or minus m; d[0] is for the first 16 values, d[1] for the
- * others. */
+/* The scales of 32 values. A value is d times an integer, plus or minus m. d[0] is for the first 16 values, d[1] for
+ * the other 16 values. */
 typedef struct scales { float d[2], m; uint32_t high; } scales;
 
-/* of_weight: the scales of a weight with double quantization, in which the block has a number. */
+/* `of_weight` contains the scales of a whole weight with double quantization. `number` is the number of the block in
+ * this weight. */
 SIMD scales scales_of(const uint8_t *s, int p, const float *of_weight, int64_t number, int T)
 {
     scales c = { { 0 }, 0, 0 };
@@ -61,7 +62,8 @@ SIMD scales scales_of(const uint8_t *s, int p, const float *of_weight, int64_t n
     return c;
 }
 
-/* Returns integers k .. k + VL - 1 of a block of type Q4_0 to Q5_1, without the fifth bit. s: the block's integers. */
+/* Returns the integers [k, k + VL) of a block of type Q4_0 to Q5_1, without their fifth bit. s points to the integers
+ * of the block. */
 SIMD vi nibbles(const uint8_t *s, int k)
 {
     vi q = load_u8(s + k % 16);
@@ -98,7 +100,7 @@ SIMD vf nf4_values(const uint8_t *s)                 /* reads VL / 2 bytes; the 
 #endif
 }
 
-/* Returns values k .. k + VL - 1 of part p of a block. */
+/* Returns the values [k, k + VL) of part p of a block. */
 SIMD vf values(const uint8_t *s, scales c, int p, int k, int T)
 {
     vf d = vf_set(c.d[k / 16]);
@@ -123,7 +125,7 @@ SIMD vf values(const uint8_t *s, scales c, int p, int k, int T)
     }
 }
 
-/* Runs body(.., T) with a constant T for the type. T is -1 if base/blocks.c must unpack the blocks. */
+/* Runs body(.., T), where T is a constant for the type. T is -1 if base/blocks.c must unpack the blocks. */
 #define BY_TYPE(type, body, ...) \
     do { \
         switch (type) { \
@@ -150,10 +152,11 @@ SIMD void unpack_block(const ps_blocks *b, const uint8_t *s, const float *of_wei
 }
 
 #if defined(__AVX512BW__)
-/* Returns whether a block of this type has at most 16 different values. */
+/* Returns true if a block of this type has at most 16 different values. */
 SIMD bool has_16_values(int T) { return T == PS_Q4_0 || T == PS_Q4_1 || T == PS_NF4 || T == PS_NF4_DOUBLE; }
 
-/* Like unpack_block, to bf16: rounds the 16 values of a block, and looks them up. */
+/* Like unpack_block, but unpacks to bf16. It rounds the 16 values that a block can contain, and looks each number up
+ * among them. */
 SIMD void unpack_16_values(const ps_blocks *b, const uint8_t *s, const float *of_weight, int64_t number, uint16_t *out,
                            int T)
 {
@@ -209,7 +212,7 @@ void PS_ISA_FN(ps_cpu_unpack)(int type, const uint8_t *blocks, int64_t n, const 
 }
 
 /* -- dot products -------------------------------------------------------------------------------------------------- */
-/* Computes out [LINES] = x [K] times rows n, n + apart, .. of the matrix. */
+/* Computes out [LINES] = x [K] times LINES rows of the matrix. The rows are n, n + apart, and so on. */
 SIMD void fused(float *out, const float *x, const ps_packed_matrix *m, int64_t n, int64_t apart, const ps_blocks *b,
                 int64_t blocks, int T)
 {
@@ -237,7 +240,7 @@ SIMD void fused(float *out, const float *x, const ps_packed_matrix *m, int64_t n
     for (int i = 0; i < LINES; i++) out[i] = sum_lanes(s[i]);
 }
 
-/* Like fused, for row n of the matrix and M rows of x. Unpacks each block once. */
+/* Like fused, but for one row n of the matrix and M rows of x. Each block is unpacked only once. */
 SIMD void several(float *out, const float *x, int64_t M, const ps_packed_matrix *m, int64_t n, const ps_blocks *b,
                   int64_t blocks, int T)
 {
@@ -263,8 +266,8 @@ SIMD void several(float *out, const float *x, int64_t M, const ps_packed_matrix 
 
 static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
-/* Computes the products with rows n0 .. n0 + most - 1 of the matrix. Reads the rows as LINES streams of consecutive
- * rows. */
+/* Computes the products with `most` rows of the matrix, starting at row n0. Reads the rows as LINES streams of
+ * consecutive rows. */
 SIMD void piece(const ps_packed_matrix *w, const ps_blocks *b, const float *x, int64_t M, float *c, int64_t n0,
                 int64_t most, int T)
 {

@@ -1,19 +1,20 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Reductions, running sums and topk. Sums are fp32 over blocks of a fixed size, and blocks are added in order (in
- * double along a row), so the bits depend neither on the number of threads nor on the instruction set. Kernels exist
- * for two layouts: rows (the reduced dimension is contiguous) and columns (the kept dimension is contiguous, as in a
- * bias gradient). Other layouts are first copied into rows. ref does the reductions of integers that this file does
- * not support. */
+ * Reductions, running sums and topk. Sums are computed in fp32 over blocks of a fixed size, and the sums of the blocks
+ * are added in order. Along a row, they are added in double. Hence the bits depend neither on the number of threads nor
+ * on the instruction set. Kernels exist for two layouts. In the layout of rows, the reduced dimension is contiguous. In
+ * the layout of columns, the kept dimension is contiguous, as in the gradient of a bias. Tensors of other layouts are
+ * first copied into rows. ref computes the reductions of integers that this file does not support. */
 #define PS_ANY_LANES                    /* a row's sums always have sixteen lanes (operand.h) */
 #include "backend/cpu/simd/operand.h"
 
 enum { ROW_BLOCK = 4096, COLUMN_ROWS = 64, COLUMN_GROUP = 8, PANEL = 64 };
-enum { LANES = 16, ABREAST = VL == 16 ? 4 : 8 };    /* LANES: sums per row. ABREAST: adjacent vectors of columns. */
+enum { LANES = 16, ABREAST = VL == 16 ? 4 : 8 };    /* LANES: number of sums in a row; ABREAST: number of adjacent
+                                                     * vectors of columns */
 typedef enum reducer { SUM, MAX, MIN } reducer;
 
-/* A reduction in the form of the kernels: `outer` kept dimensions of any strides, then n reduced elements, `stride`
- * apart, then `cols` contiguous kept elements. If cols is 1, it reduces rows with stride 1. The result is a
- * row-major [rows, cols]. */
+/* A reduction in the form that the kernels process. It has `outer` kept dimensions with any strides, then n reduced
+ * elements that are `stride` elements apart, then `cols` contiguous kept elements. If cols is 1, the reduction is one
+ * of rows, and the stride is 1. The result is row-major [rows, cols]. */
 typedef struct plan {
     const char *data;
     int dtype, outer;
@@ -23,8 +24,8 @@ typedef struct plan {
 /* -- the plan ------------------------------------------------------------------------------------------------------ */
 typedef struct dims { int n; int64_t shape[PS_MAX_DIMS], stride[PS_MAX_DIMS]; bool reduced[PS_MAX_DIMS]; } dims;
 
-/* Returns the dimensions of sizes other than 1, after merging adjacent dimensions that are both kept or both reduced
- * if their strides allow it. */
+/* Returns the dimensions of x whose size is not 1. Adjacent dimensions are merged if both are kept or both are reduced,
+ * and if their strides allow it. */
 static dims merged_dims(const ps_view *x, uint32_t bits)
 {
     dims m = { .n = 0 };
@@ -42,7 +43,7 @@ static dims merged_dims(const ps_view *x, uint32_t bits)
     return m;
 }
 
-/* Copies x to row-major workspace as [rows, n], kept dimensions first. */
+/* Copies x to workspace as a row-major [rows, n]. The kept dimensions become the first dimension. */
 static int copy_to_rows(ps_call *call, const ps_view *x, const dims *m, plan *p)
 {
     ps_view src = *x, dst;
@@ -65,7 +66,7 @@ static int copy_to_rows(ps_call *call, const ps_view *x, const dims *m, plan *p)
     return PS_OK;
 }
 
-/* Makes a plan; x must have elements. only_rows: the caller has no kernel for columns. */
+/* Makes a plan. x must have elements. Set only_rows if the caller has no kernel for columns. */
 static int plan_make(ps_call *call, const ps_view *x, uint32_t bits, bool only_rows, plan *p)
 {
     dims m = merged_dims(x, bits);
@@ -113,7 +114,8 @@ SIMD float combine_1(float a, float b, reducer op)
     if (a != a || b != b) return NAN;
     return op == MAX ? (a > b ? a : b) : (a < b ? a : b);
 }
-/* Reduces sixteen lanes to one by repeated halving. */
+/* Reduces sixteen lanes to one lane. The upper half of the lanes is combined with the lower half until one lane is
+ * left. */
 SIMD float horizontal(const vf *v, reducer op)
 {
     if (op == SUM) return sum_lanes(v);
@@ -124,11 +126,11 @@ SIMD float horizontal(const vf *v, reducer op)
     return x[0];
 }
 
-/* Reduces n contiguous elements to one, in four sums of sixteen lanes. */
+/* Reduces n contiguous elements to one. It keeps four sums of sixteen lanes. */
 SIMD float row_block(const void *x, int64_t n, reducer op, int T)
 {
     vf none = vf_set(neutral(op)), acc[4][PARTS];
-#pragma GCC unroll 4                               /* also at -O2, to keep the sums in registers */
+#pragma GCC unroll 4                               /* also needed with -O2, to keep the sums in registers */
     for (int k = 0; k < 4; k++) EACH_PART(j) acc[k][j] = none;
     int64_t i = 0;
     for (; i + 4 * LANES <= n; i += 4 * LANES)
@@ -145,8 +147,8 @@ SIMD float row_block(const void *x, int64_t n, reducer op, int T)
     return horizontal(acc[0], op);
 }
 
-/* Reduces n rows that are `stride` apart to one row, over `cols` <= PANEL columns. Adds them in groups of
- * COLUMN_GROUP, so that no sum adds many terms one by one. The error is below two ulp. */
+/* Reduces n rows to one row, over `cols` <= PANEL columns. The rows are `stride` elements apart. They are added in
+ * groups of COLUMN_GROUP, so that no sum adds many terms one by one. The error is below two ulp. */
 SIMD void column_block(const void *x, int64_t stride, int64_t n, int cols, float *out, reducer op, int T)
 {
     vf none = vf_set(neutral(op));
@@ -262,8 +264,8 @@ static int reduce_columns(ps_call *call, const plan *p, reducer op, float *resul
     return PS_OK;
 }
 
-/* Computes y = result / divisor, or y += result / divisor. Replaces every NaN by the canonical NaN: the NaN of a sum
- * of two NaNs depends on their order, which the compiler chooses. */
+/* Computes y = result / divisor, or adds result / divisor to y. Replaces every NaN by the canonical NaN, because the
+ * sum of two NaNs depends on their order, and the compiler chooses this order. */
 static void finish(const ps_view *y, const float *result, float divisor, bool accumulate)
 {
 #pragma omp parallel for schedule(static) if (y->numel >= PS_PAR_MIN)
@@ -326,7 +328,8 @@ static int int_sum(ps_call *call, uint32_t bits, bool accumulate)
     return PS_OK;
 }
 
-/* Reduces booleans: `all` requires all elements of a row to be true, otherwise one is enough. */
+/* Reduces booleans. If `all` is set, the result is true if all elements of a row are true. Otherwise it is true if at
+ * least one element is true. */
 static int bool_extreme(ps_call *call, uint32_t bits, bool all)
 {
     const ps_view *x = &call->in[0], *y = &call->out[0];
@@ -359,7 +362,8 @@ static int amax(ps_call *call) { return extreme(call, ((const ps_attrs_amax *)ca
 static int amin(ps_call *call) { return extreme(call, ((const ps_attrs_amin *)call->attrs)->dims, MIN); }
 
 /* -- positions ----------------------------------------------------------------------------------------------------- */
-/* Returns the first position of `best`, or the first NaN if it is NaN. */
+/* Returns the position of the first element that equals `best`. If `best` is NaN, returns the position of the first
+ * NaN. */
 SIMD int64_t first_equal(const void *x, int64_t n, float best, int T)
 {
     vf b = vf_set(best);
@@ -398,7 +402,7 @@ static int argmax(ps_call *call) { return arg_reduce(call, ((const ps_attrs_argm
 static int argmin(ps_call *call) { return arg_reduce(call, ((const ps_attrs_argmin *)call->attrs)->dim, MIN); }
 
 /* -- products ------------------------------------------------------------------------------------------------------ */
-/* Computes the product y of n rows of `inner` elements. half: memory for n / 2 rows. */
+/* Multiplies n rows of `inner` elements. The product y has `inner` elements. `half` is memory for n / 2 rows. */
 #define PROD(type) \
     static void prod_##type(const type *x, int64_t n, int64_t inner, type *half, type *y) \
     { \
@@ -443,7 +447,8 @@ static int prod(ps_call *call)
 }
 
 /* -- topk ---------------------------------------------------------------------------------------------------------- */
-/* Finds the k largest elements of a row in descending order, NaN first. Equal elements are in order of position. */
+/* Finds the k largest elements of a row, in descending order. NaN counts as the largest value. Equal elements keep the
+ * order of their positions. */
 static void topk_row(const char *x, int64_t n, int dtype, int k, float *value, int64_t *place)
 {
     int have = 0;
@@ -464,10 +469,10 @@ static void topk_row(const char *x, int64_t n, int dtype, int k, float *value, i
     }
 }
 
-enum { INSERTED = 64, SORT_BITS = 11 };            /* above this k, insertion is slower than sorting */
+enum { INSERTED = 64, SORT_BITS = 11 };            /* for k above INSERTED, insertion is slower than sorting */
 typedef struct sorted { uint32_t key; int32_t place; } sorted;
 
-/* Returns a key that decreases as the value increases: 0 for NaN, and the same for +0 and -0. */
+/* Returns a key that decreases as the value increases. The key of NaN is 0. +0 and -0 have the same key. */
 static inline uint32_t descending(float f)
 {
     uint32_t bits;
@@ -477,8 +482,8 @@ static inline uint32_t descending(float f)
     return bits >> 31 ? bits : ~bits & 0x7fffffffu;
 }
 
-/* Sorts a row in descending order. Equal elements stay in order. Returns a or b, the one that holds the result; both
- * have n entries. */
+/* Sorts a row in descending order. Equal elements keep their order. a and b have n entries each. Returns the one that
+ * contains the result. */
 static const sorted *sort_row(const char *x, int64_t n, int dtype, sorted *a, sorted *b)
 {
     enum { KEYS = 1 << SORT_BITS, PASSES = 3 };
@@ -493,7 +498,7 @@ static const sorted *sort_row(const char *x, int64_t n, int dtype, sorted *a, so
     }
     for (int k = 0; k < PASSES; k++) {
         int32_t sum = 0;
-        bool one = false;                          /* all keys have the same digit */
+        bool one = false;                          /* true if all keys have the same digit */
         for (int d = 0; d < KEYS; d++) {
             int32_t count = start[k][d];
             one = one || count == n;
@@ -539,7 +544,7 @@ static int topk_sorted(ps_call *call, const plan *p, int k)
 enum { WIDE_KEYS = 1 << SORT_BITS, WIDE_PASSES = 6 };
 typedef struct wide { uint64_t key; int64_t place; } wide;
 
-/* Returns a key that decreases as the element increases: 0 for NaN, and the same for +0 and -0. */
+/* Returns a key that decreases as the element increases. The key of NaN is 0. +0 and -0 have the same key. */
 static uint64_t wide_key(const void *x, int64_t i, int dtype)
 {
     if (dtype != PS_F64) {
@@ -554,7 +559,7 @@ static uint64_t wide_key(const void *x, int64_t i, int dtype)
     return bits >> 63 ? bits : ~bits & ~0ull >> 1;
 }
 
-/* Sorts a few entries by insertion. Equal keys stay in order. */
+/* Sorts a small number of entries by insertion. Entries with equal keys keep their order. */
 static void insert_wide(wide *a, int64_t n)
 {
     for (int64_t i = 1; i < n; i++) {
@@ -565,7 +570,8 @@ static void insert_wide(wide *a, int64_t n)
     }
 }
 
-/* Sorts n entries by key. Equal keys stay in order. Returns a or b, the one that holds the result. */
+/* Sorts n entries by key. Entries with equal keys keep their order. Returns a or b, depending on which one contains the
+ * result. */
 static wide *sort_wide(wide *a, wide *b, int64_t n)
 {
     if (n <= INSERTED) {
@@ -577,7 +583,7 @@ static wide *sort_wide(wide *a, wide *b, int64_t n)
         for (int k = 0; k < WIDE_PASSES; k++) start[k * WIDE_KEYS + (a[i].key >> (k * SORT_BITS) & (WIDE_KEYS - 1))]++;
     for (int k = 0; k < WIDE_PASSES; k++) {
         int32_t sum = 0, *own = start + k * WIDE_KEYS;
-        bool one = false;                          /* all keys have the same digit */
+        bool one = false;                          /* true if all keys have the same digit */
         for (int d = 0; d < WIDE_KEYS; d++) {
             int32_t count = own[d];
             one = one || count == n;
@@ -644,7 +650,7 @@ static int topk(ps_call *call)
 }
 
 /* -- running sums: in double, each result rounded once ------------------------------------------------------------- */
-/* Computes w <= VL adjacent columns of [n, cols]. */
+/* Computes the running sums of w <= VL adjacent columns of [n, cols]. */
 SIMD void cumsum_panel(const void *x, void *y, int64_t n, int64_t cols, int w, bool reverse, int T)
 {
     double acc[VL] = { 0 };
@@ -657,7 +663,7 @@ SIMD void cumsum_panel(const void *x, void *y, int64_t n, int64_t cols, int w, b
     }
 }
 
-/* Computes one contiguous row. */
+/* Computes the running sums of one contiguous row. */
 static void cumsum_row(const void *x, void *y, int64_t n, bool reverse, int dtype)
 {
     double acc = 0;
@@ -700,7 +706,7 @@ static int cumsum(ps_call *call)
 }
 
 /* -- running products: of floats in double, each result rounded once ---------------------------------------------- */
-/* Panels of w <= PROD_COLUMNS adjacent columns of [n, cols]. later: memory for n rows of w doubles. */
+/* Compute panels of w <= PROD_COLUMNS adjacent columns of [n, cols]. `later` is memory for n rows of w doubles. */
 enum { PROD_COLUMNS = 16 };
 #define CUMPROD(T, A) \
     static void cumprod_##T(const T *x, T *y, int64_t n, int64_t cols, int w) \
@@ -736,7 +742,8 @@ CUMPROD(uint64_t, uint64_t)
 CUMPROD_BACKWARD(float)
 CUMPROD_BACKWARD(double)
 
-/* Calls of cumprod and cumprod_backward: item i is a panel of `w` columns from element `at` on. */
+/* The work of cumprod and cumprod_backward. It is divided into items. Item i is a panel of `w` columns that starts at
+ * element `at`. */
 struct prod_panels { int64_t n, cols, panels, items; };
 static struct prod_panels prod_panels(const ps_view *x, int dim)
 {
@@ -835,7 +842,7 @@ static int var(ps_call *call)
 }
 
 /* -- median: the digits of the element at a rank, from the top, by counts of each digit ---------------------------- */
-/* Returns bits that have the order of the numbers. */
+/* Returns an integer for a number. The integers have the same order as the numbers. */
 static uint32_t ordered(float x)
 {
     uint32_t u;
@@ -877,7 +884,8 @@ static int median(ps_call *call)
         for (; k > 0 && all[k - 1] > one; k--) all[k] = all[k - 1];
         all[k] = one;
     }
-    uint32_t found = n <= FEW ? all[rank] : all[0];          /* with more than FEW left, all are equal */
+    uint32_t found = n <= FEW ? all[rank] : all[0];          /* if more than FEW elements are left, all of them are
+                                                              * equal */
     found = found >> 31 ? found & 0x7FFFFFFFu : ~found;
     memcpy(to, &found, sizeof found);
     return PS_OK;
@@ -894,7 +902,7 @@ static struct tables tables_of(const ps_view *x, const ps_view *y)
 
 SIMD vf some(const float *x, int64_t i, int n) { return n == VL ? vf_load(x + i) : vf_get_n(x, i, PS_F32, n, 0.0f); }
 
-/* Sets to[m] to the distance of x [D] to row m of y, which is transposed [D, M]. */
+/* Sets to[m] to the distance between x [D] and row m of y. y is transposed and has the shape [D, M]. */
 SIMD void distances(float *to, const float *x, const float *y, int64_t M, int64_t D)
 {
     for (int64_t m = 0; m < M; m += 4 * VL) {

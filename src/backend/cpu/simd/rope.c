@@ -1,9 +1,10 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Rotary position embedding: one pass over x, row by row in the order of memory. */
+ * Rotary position embedding. It is computed in one pass over x, row by row in the order of memory. */
 #define PS_ANY_LANES
 #include "backend/cpu/simd/loop.h"
 
-/* Rotates a row of D elements: the pair (d, d + half) by an angle with cosine c[d] and sine s[d] times sign. */
+/* Rotates a row of D elements. Each pair (d, d + half) is rotated by an angle. The cosine of the angle is c[d], and its
+ * sine is s[d] times sign. */
 SIMD void turn_row(int dtype, const char *x, char *y, const float *c, const float *s, float sign, int64_t half,
                    int64_t D)
 {

@@ -1,9 +1,10 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Lookups: embedding and its gradient, gather and scatter along a dimension, searches; compiled once per instruction
- * set.
- * Every index is checked before any output is written. The embedding's gradient sorts positions by index, sums the
- * rows of an index in fp32 in the order of their positions, and rounds once. One thread writes a destination row, so
- * there are no atomics, and the thread count does not change the result. */
+ * Lookups in tables: embedding and its gradient, gather and scatter along a dimension, and searches. This file is
+ * compiled once per instruction set.
+ * All indices are checked before any output is written. To compute the gradient of an embedding, the kernel sorts the
+ * positions by index. It then sums the rows of each index in fp32, in the order of their positions, and rounds once.
+ * Each destination row is written by one thread, so the kernel needs no atomics, and the result does not depend on the
+ * number of threads. */
 #define PS_ANY_LANES
 #include "backend/cpu/simd/operand.h"
 #if defined(__SSE2__)
@@ -12,7 +13,7 @@
 
 enum { COLUMNS = 512, RADIX_BITS = 11, ZERO_CHUNK = 1 << 18 };
 
-/* Returns true if w [V, C] has row v, counted from w's first row. */
+/* Returns true if w [V, C] has row v. v is counted from the first row of w. */
 static bool is_own(int64_t v, int64_t V) { return v >= 0 && v < V; }
 static bool index_usable(const ps_view *v) { return ps_is_index(v) && view_flat(v); }
 
@@ -21,7 +22,7 @@ static const void *index_from(const ps_view *index, int64_t at)
     return (const char *)index->data + at * ps_dtype_bytes(index->dtype);
 }
 
-/* Returns element i of an index tensor of type int64 (wide) or int32. */
+/* Returns element i of an index tensor. The tensor is int64 if `wide` is set, otherwise int32. */
 static inline int64_t number(const void *index, bool wide, int64_t i)
 {
     return wide ? ((const int64_t *)index)[i] : ((const int32_t *)index)[i];
@@ -36,7 +37,7 @@ static inline int64_t number(const void *index, bool wide, int64_t i)
         else PICK_N(type, false, step, move); \
     } while (0)
 
-/* Sets to[i] = from[index[i] * step + i * move] for n elements of `size` bytes. */
+/* Sets to[i] = from[index[i] * step + i * move] for n elements. Each element has `size` bytes. */
 static void pick(void *to, const void *from, const void *index, bool wide, int64_t n, int64_t step, int64_t move,
                  int64_t size)
 {
@@ -46,7 +47,7 @@ static void pick(void *to, const void *from, const void *index, bool wide, int64
     else PICK(uint64_t);
 }
 
-enum { PICKS = 4096 };                       /* elements that a thread reads at a time */
+enum { PICKS = 4096 };                       /* number of elements that a thread reads at a time */
 
 static int embedding(ps_call *call)
 {
@@ -81,8 +82,8 @@ static int embedding(ps_call *call)
 /* -- gradient of the embedding ----------------------------------------------------------------------------------- */
 typedef struct entry { int64_t row, position; } entry;
 
-/* Sorts n entries by row < rows, in passes over RADIX_BITS bits. Equal rows stay in order. Returns a or b, the one
- * that holds the result. */
+/* Sorts n entries by their row, which must be less than `rows`. Each pass sorts by RADIX_BITS bits. Entries with equal
+ * rows keep their order. Returns a or b, depending on which one contains the result. */
 static entry *sort_entries(entry *a, entry *b, int64_t n, int64_t rows)
 {
     for (int shift = 0; shift < 63 && (rows - 1) >> shift > 0; shift += RADIX_BITS) {
@@ -95,7 +96,7 @@ static entry *sort_entries(entry *a, entry *b, int64_t n, int64_t rows)
     }
     return a;
 }
-/* Writes zeros, past the caches if the machine can, because they are not read soon. */
+/* Writes zeros. If the machine can, it bypasses the caches, because the zeros are not read soon. */
 static void zero_bytes(char *p, size_t nbytes)
 {
 #if defined(__SSE2__)
@@ -118,7 +119,7 @@ struct table_grad {
     int64_t C;
     int dw_dtype, accumulate;
 };
-/* Sums columns [first, last) of entries [from, to), which have the same destination row. */
+/* Sums columns [first, last) of the entries [from, to). These entries have the same destination row. */
 SIMD void sum_entries(const struct table_grad *g, int64_t from, int64_t to, int64_t first, int64_t last, int dtype)
 {
     int64_t out = g->sorted[from].row * g->C;
@@ -155,7 +156,7 @@ static int embedding_backward(ps_call *call)
     int64_t rows = dw->shape[0];
     if (!call->dry) PS_TRY(ps_check_indices(index, a->total > 0 ? a->total : rows));
     entry *list = call->scratch(call, (size_t)(2 * n + 1) * sizeof *list);
-    int64_t *start = call->scratch(call, (size_t)(n + 1) * sizeof *start);   /* first entry of each distinct row */
+    int64_t *start = call->scratch(call, (size_t)(n + 1) * sizeof *start);   /* the first entry of each distinct row */
     if (!list || !start) return PS_ENOMEM;
     if (call->dry) return 0;
     int64_t used = 0;
@@ -184,7 +185,7 @@ static int embedding_backward(ps_call *call)
     return 0;
 }
 
-/* The op flat_index for one contiguous index tensor: adds the size to negative indices. */
+/* The op flat_index for one contiguous index tensor. It adds the size to negative indices. */
 static int flat_index(ps_call *call)
 {
     const struct ps_attrs_flat_index *a = call->attrs;
@@ -252,19 +253,20 @@ static int gather(ps_call *call)
     return 0;
 }
 
-/* Data of a scatter. A columns function processes columns [first, last) of one outer index o, for the elements of
- * `index` in order. */
+/* The data of a scatter. A columns function processes the columns [first, last) of one outer index o. It processes the
+ * elements of `index` in order. */
 struct scatter {
     struct along a;
     const void *index;                /* [outer, n] or [outer, n, inner] */
     bool wide;
     char *to;                         /* [outer, size, inner] */
     char *src;                        /* [outer, n, inner] */
-    int64_t size;                     /* bytes of an element */
+    int64_t size;                     /* size of an element in bytes */
     int dtype;
 };
 
-/* Returns the position in `to` of element j of outer index o, column c. */
+/* Returns the position in `to` of an element. The element has the outer index o, the index j in `index`, and the column
+ * c. */
 static inline int64_t place(const struct scatter *s, bool wide, int64_t o, int64_t j, int64_t c)
 {
     int64_t r = o * s->a.n + j;
@@ -303,7 +305,7 @@ static void add_columns(const struct scatter *s, int64_t o, int64_t first, int64
             *to = 0; \
         }
 
-/* Writes the elements of outer index o; used if inner is 1. */
+/* Writes the elements of outer index o. Used only if inner is 1. */
 #define PUT_ONE(type) \
     do { \
         type *to = (type *)s->to + o * s->a.size; \
@@ -327,8 +329,8 @@ static void put_columns(const struct scatter *s, int64_t o, int64_t first, int64
     else PUT_ALL(uint64_t);
 }
 
-/* The gradient of put_columns. Processes the index in reverse order: copies the value at an element's position to
- * src, and then sets the position to 0. */
+/* The gradient of put_columns. It processes the index in reverse order. For each element, it copies the value at the
+ * element's position to src, and then sets the position to 0. */
 static void take_columns(const struct scatter *s, int64_t o, int64_t first, int64_t last)
 {
     if (s->size == 2) TAKE_ALL(uint16_t)
@@ -338,7 +340,7 @@ static void take_columns(const struct scatter *s, int64_t o, int64_t first, int6
 
 enum { SCATTER_COLUMNS = 1024, COPY_CHUNK = 1 << 16 };
 
-/* Copies x to `to` if they differ, and calls fn for all outer indices and columns. */
+/* Copies x to `to` if they are different tensors. Then calls fn for all outer indices and columns. */
 static int run_scatter(struct scatter *s, const ps_view *x, int64_t work,
                        void (*fn)(const struct scatter *, int64_t, int64_t, int64_t))
 {
@@ -370,7 +372,7 @@ static int run_scatter(struct scatter *s, const ps_view *x, int64_t work,
     return 0;
 }
 
-/* Sets s for x, index, src and the result. Returns PS_EUNSUP or an error if they do not fit. */
+/* Initializes s from x, index, src and the result y. Returns PS_EUNSUP or an error if they do not fit together. */
 static int scatter_of(struct scatter *s, const ps_view *x, const ps_view *index, const ps_view *src, const ps_view *y,
                       int dim)
 {
@@ -382,7 +384,7 @@ static int scatter_of(struct scatter *s, const ps_view *x, const ps_view *index,
     return ps_check_indices(index, s->a.size);
 }
 
-/* Supports fp32 and integers. For other types ref rounds after each addition. */
+/* Supports fp32 and integers. ref computes the other types, for which it rounds after each addition. */
 static int scatter_add(ps_call *call)
 {
     const ps_view *x = &call->in[0], *src = &call->in[2];
@@ -401,7 +403,8 @@ static int scatter(ps_call *call)
     return run_scatter(&s, x, src->numel, put_columns);
 }
 
-/* Returns the larger or the smaller of two numbers, or NaN if either is NaN, as ref does. */
+/* Returns the larger number if `largest` is set, otherwise the smaller number. Returns NaN if either number is NaN, as
+ * ref does. */
 static inline float chosen(float a, float b, bool largest)
 {
     if (a != a || b != b) return NAN;
@@ -428,7 +431,7 @@ static void join_smallest(const struct scatter *s, int64_t o, int64_t first, int
     join_columns(s, o, first, last, false);
 }
 
-/* Supports the largest or smallest of fp32. */
+/* Supports the maximum and the minimum of fp32 values. */
 static int scatter_reduce(ps_call *call)
 {
     const ps_view *x = &call->in[0], *src = &call->in[2];
@@ -459,7 +462,7 @@ static int scatter_backward(ps_call *call)
 /* -- order --------------------------------------------------------------------------------------------------------- */
 #define REVERSE(type) for (int64_t i = 0; i < n; i++) ((type *)to)[i] = ((const type *)from)[n - 1 - i]
 
-/* Copies n pieces of `size` bytes in reverse order. */
+/* Copies n pieces in reverse order. Each piece has `size` bytes. */
 static void reverse(char *to, const char *from, int64_t n, int64_t size)
 {
     if (size == 1) REVERSE(uint8_t);
@@ -474,7 +477,7 @@ static int flip(ps_call *call)
     const ps_view *x = &call->in[0], *y = &call->out[0];
     uint32_t dims = ((const struct ps_attrs_flip *)call->attrs)->dims;
     int64_t size = ps_dtype_bytes(x->dtype);
-    int last = x->ndim - 1;                                  /* last reversed dimension */
+    int last = x->ndim - 1;                                  /* the last of the reversed dimensions */
     if (!view_flat(x) || !view_flat(y)) return PS_EUNSUP;
     if (x->numel == 0) return 0;
     for (; last >= 0 && !(dims >> last & 1); last--) size *= x->shape[last];
@@ -510,7 +513,8 @@ static int triangle(ps_call *call)
         int64_t edge = within(r % R + a->diagonal + !a->upper, C);
         const char *from = (const char *)x->data + r * C * size;
         char *to = (char *)y->data + r * C * size;
-        int64_t first = a->upper ? edge : 0, end = a->upper ? C : edge;         /* range of kept elements */
+        /* the range of the elements that are kept */
+        int64_t first = a->upper ? edge : 0, end = a->upper ? C : edge;
         memset(to, 0, (size_t)(first * size));
         memcpy(to + first * size, from + first * size, (size_t)((end - first) * size));
         memset(to + end * size, 0, (size_t)((C - end) * size));
@@ -519,7 +523,7 @@ static int triangle(ps_call *call)
 }
 
 /* -- search -------------------------------------------------------------------------------------------------------- */
-/* The steps have no branch that depends on values, which a processor could not predict. */
+/* A search has no branch that depends on values, because the processor could not predict it. */
 #define SEARCH(T) \
     static void search_##T(const T *seq, int64_t n, const T *values, int64_t *y, int64_t count, bool right) \
     { \
@@ -591,7 +595,7 @@ static int masked_scatter(ps_call *call)
     return 0;
 }
 
-/* x as [outer, n, inner] around the dimension of unfold, and y as [outer, count, inner, size]. */
+/* x as [outer, n, inner], where n is the size of the dimension of unfold, and y as [outer, count, inner, size]. */
 struct windows { int64_t outer, n, inner, count; };
 static struct windows windows_of(const ps_view *x, int dim, int64_t size, int64_t step)
 {
@@ -625,7 +629,7 @@ static int unfold(ps_call *call)
     return 0;
 }
 
-/* Supports fp32. For half types ref rounds only once. */
+/* Supports fp32. ref computes bf16 and fp16, for which it rounds only once. */
 static int unfold_backward(ps_call *call)
 {
     const struct ps_attrs_unfold_backward *a = call->attrs;
