@@ -1,27 +1,28 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Attention, one head at a time, with a whole row of weights in memory: y = dropout(softmax(scale q k^T)) v. The
- * packed ops make views of q, k and v in qkv [B, T, 3C]. Backward computes the weights again in double, and does not
- * read the saved y and lse, which may be rounded. */
+ * Attention: y = dropout(softmax(scale q k^T)) v. It is computed one head at a time, with a whole row of weights in
+ * memory. The packed ops make views of q, k and v in qkv [B, T, 3C]. Backward computes the weights again in double. It
+ * does not read the saved y and lse, because they may be rounded. */
 #include "ref.h"
 #include "base/blocks.h"
 
 struct attention {
-    ps_view q, k, v, mask;             /* q [B, H, T, D]; k, v [B, G, S, D]; mask [B, S] or [B|1, H|1, T|1, S] */
-    ps_view segments;                  /* int32 [B, T]; replaces the mask */
-    int64_t B, H, T, S, D, group;      /* group: number of heads that share keys (H / G) */
-    int64_t window;                    /* maximum number of keys that a query sees, 0 for no limit */
+    ps_view q, k, v, mask;             /* q is [B, H, T, D]; k and v are [B, G, S, D]; mask is [B, S] or [B|1, H|1, T|1,
+                                        * S] */
+    ps_view segments;                  /* int32 [B, T]; used instead of the mask */
+    int64_t B, H, T, S, D, group;      /* group: number of heads that share keys, H / G */
+    int64_t window;                    /* maximum number of keys that a query sees, or 0 for no limit */
     double scale, p;
     bool causal;
     uint64_t seed, step, sample;
     uint32_t op;
-    int64_t first_head;                /* first head of this rank, if ranks share the heads */
+    int64_t first_head;                /* the first head of this rank if ranks share out the heads */
 };
 
 #define ATTENTION_SET(t, a)                                                                           \
     ((t)->scale = (a)->scale, (t)->causal = (a)->causal != 0, (t)->p = (a)->p, (t)->seed = (a)->seed, \
      (t)->step = (a)->step, (t)->sample = (a)->sample, (t)->op = (a)->op, (t)->first_head = (a)->first_head)
 
-/* Sets t's mask or segments from the ops' input `mask`. */
+/* Sets the mask or the segments of t from the input `mask` of the ops. */
 static void set_mask(struct attention *t, const ps_view *mask)
 {
     t->mask = t->segments = *mask;
@@ -36,7 +37,7 @@ static void set_sizes(struct attention *t)
     t->group = t->k.shape[1] > 0 ? t->H / t->k.shape[1] : 1;
 }
 
-/* Returns the number that the mask adds to the score of key j; for a bool mask 0 or -infinity. */
+/* Returns the number that the mask adds to the score of key j. For a bool mask this is 0 or -infinity. */
 static double bias(const struct attention *t, int64_t b, int64_t h, int64_t i, int64_t j)
 {
     const ps_view *m = &t->mask;
@@ -48,8 +49,8 @@ static double bias(const struct attention *t, int64_t b, int64_t h, int64_t i, i
     return x <= -1e30 ? -INFINITY : x;
 }
 
-/* A segment's positions first .. last, around a position i. In padding, first = i and last = i - 1. Without
- * segments, all keys. */
+/* The first and the last position of the segment that contains a position i. In padding, first is i and last is i - 1.
+ * Without segments, a run has all keys. */
 struct run { int64_t first, last; };
 
 static struct run run_of(const struct attention *t, int64_t b, int64_t i)
@@ -66,7 +67,8 @@ static struct run run_of(const struct attention *t, int64_t b, int64_t i)
     return r;
 }
 
-/* Finds the keys first .. last that query i sees by causal order, window and segments. The mask can hide more keys. */
+/* Finds the first and the last key that query i sees by causal order, window and segments. The mask can hide keys
+ * between them. */
 static void keys_of(const struct attention *t, int64_t b, int64_t i, int64_t *first, int64_t *last)
 {
     int64_t at = i + t->S - t->T;
@@ -77,8 +79,8 @@ static void keys_of(const struct attention *t, int64_t b, int64_t i, int64_t *fi
     *last = r.last < *last ? r.last : *last;
 }
 
-/* Computes the weights w [S] of query i of head h before dropout, and returns the log-sum-exp. Weights of hidden
- * keys are 0. */
+/* Computes the weights w [S] of query i of head h before dropout. The weights of hidden keys are 0. Returns the
+ * log-sum-exp. */
 static double weigh(const struct attention *t, int64_t b, int64_t h, int64_t i, const double *q, const double *k,
                     double *w)
 {
@@ -104,7 +106,8 @@ static double weigh(const struct attention *t, int64_t b, int64_t h, int64_t i, 
     return top + log(sum);
 }
 
-/* Returns dropout's factor for weight (i, j). A segment counts as a separate sample; r has its positions. */
+/* Returns the factor of dropout for weight (i, j). A segment counts as a sample of its own, and r has the positions of
+ * the segment. */
 static double kept(const struct attention *t, int64_t b, int64_t h, int64_t i, int64_t j, struct run r)
 {
     if (t->p <= 0) return 1;
@@ -115,7 +118,7 @@ static double kept(const struct attention *t, int64_t b, int64_t h, int64_t i, i
     return ref_dropped(t->seed, t->step, t->op, sample, e, t->p) ? 0 : 1 / (1 - t->p);
 }
 
-/* Returns one head of a [B, H, rows, D] view. */
+/* Returns one head of a view [B, H, rows, D]. */
 static ps_view head(const ps_view *v, int64_t b, int64_t h)
 {
     return ref_matrix(v, b * v->stride[0] + h * v->stride[1]);
@@ -127,7 +130,7 @@ static void read_head(const ps_view *v, int64_t b, int64_t h, double *dst)
     ref_read(&m, dst);
 }
 
-/* Reads a head of k or v, which can have rows of Q8_0. */
+/* Reads a head of k or v. k and v can have rows of Q8_0. */
 static void read_keys(const ps_view *v, int64_t b, int64_t h, double *dst)
 {
     const ps_blocks *q8 = ps_blocks_of(PS_Q8_0);
@@ -151,11 +154,11 @@ static void put_head(const ps_view *v, int64_t b, int64_t h, const double *src)
     ref_put(&m, src, false);
 }
 
-/* y is [B, H, T, D] with any strides; lse is [B, H, T], contiguous or absent. */
+/* y is [B, H, T, D] with any strides. lse is [B, H, T], and it is contiguous or absent. */
 static int forward(ps_call *call, const struct attention *t, const ps_view *y, const ps_view *lse)
 {
     int64_t T = t->T, S = t->S, D = t->D;
-    double *q, *k, *v, *o, *w;                      /* q, o [T, D]; k, v [S, D]; w [S] */
+    double *q, *k, *v, *o, *w;                      /* q and o are [T, D]; k and v are [S, D]; w is [S] */
     PS_TRY(ref_scratch(call, T * D, &q));
     PS_TRY(ref_scratch(call, S * D, &k));
     PS_TRY(ref_scratch(call, S * D, &v));
@@ -172,7 +175,7 @@ static int forward(ps_call *call, const struct attention *t, const ps_view *y, c
                 struct run r = run_of(t, b, i);
                 if (ps_has(lse)) ref_store(lse, (b * t->H + h) * T + i, l);
                 for (int64_t j = 0; j < S; j++) {
-                    if (w[j] == 0) continue;        /* v of a hidden key can have any bits */
+                    if (w[j] == 0) continue;        /* v of a hidden key can contain any bits, such as NaN */
                     double w_j = w[j] * kept(t, b, h, i, j, r);
                     for (int64_t d = 0; d < D; d++) o[i * D + d] += w_j * v[j * D + d];
                 }
@@ -183,8 +186,9 @@ static int forward(ps_call *call, const struct attention *t, const ps_view *y, c
     return 0;
 }
 
-/* Computes the gradients of one head. With the dropout factor m: dw = m * (dy . v), ds = w * (dw - sum(w * dw)) *
- * scale, dq = ds k, dk = ds^T q, dv = (w * m)^T dy. `w` and `dw` are scratch memory [S]. */
+/* Computes the gradients of one head. m is the factor of dropout:
+ *     dw = m * (dy . v), ds = w * (dw - sum(w * dw)) * scale, dq = ds k, dk = ds^T q, dv = (w * m)^T dy.
+ * `w` and `dw` are scratch memory [S]. */
 static void head_backward(const struct attention *t, int64_t b, int64_t h, const double *q, const double *k,
                           const double *v, const double *dy, double *dq, double *dk, double *dv, double *w, double *dw)
 {
@@ -214,7 +218,7 @@ static void head_backward(const struct attention *t, int64_t b, int64_t h, const
     }
 }
 
-/* Computes dq, dk and dv. Each has any strides, and can be absent. */
+/* Computes dq, dk and dv. Each of them can have any strides, and can be absent. */
 static int backward(ps_call *call, const struct attention *t, const ps_view *dy_view, const ps_view *dq_view,
                     const ps_view *dk_view, const ps_view *dv_view)
 {
@@ -270,7 +274,8 @@ int ref_attention_backward(ps_call *call)
     return backward(call, &t, &call->in[0], &call->out[0], &call->out[1], &call->out[2]);
 }
 
-/* Returns part `part` of a contiguous x [B, T, parts * C] as [B, heads, T, C / heads]. */
+/* x [B, T, parts * C] is contiguous and consists of `parts` parts. Returns one part as a view [B, heads, T, C /
+ * heads]. */
 static ps_view packed_part(const ps_view *x, int parts, int part, int64_t heads)
 {
     int64_t B = x->shape[0], T = x->shape[1], width = x->shape[2], C = width / parts, D = C / heads;

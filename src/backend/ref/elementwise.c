@@ -33,7 +33,8 @@ int ref_arange_(ps_call *call)
     return 0;
 }
 
-/* Stores alpha * x + beta for an integer x: exact if both constants are whole, otherwise truncated. */
+/* Stores alpha * x + beta for an integer x. The result is exact if both constants are whole numbers. Otherwise it is
+ * truncated. */
 static void store_affine_int(const ps_view *y, int64_t at, int64_t x, double alpha, double beta)
 {
     if (is_whole(alpha) && is_whole(beta))
@@ -71,7 +72,8 @@ int ref_scale_by_(ps_call *call)
 typedef double (*binary_fn)(double a, double b);
 typedef int64_t (*binary_int_fn)(int64_t a, int64_t b);
 
-/* Computes an op of two inputs by on_int if both are integers and on_int is not NULL, otherwise by on_float. */
+/* Computes an op of two inputs. Calls on_int if both inputs are integers and on_int is not NULL. Otherwise calls
+ * on_float. */
 static int binary(ps_call *call, binary_fn on_float, binary_int_fn on_int)
 {
     const ps_view *out = &call->out[0];
@@ -92,7 +94,7 @@ static int binary(ps_call *call, binary_fn on_float, binary_int_fn on_int)
     static int64_t name##_int(int64_t a, int64_t b) { return (of_ints); }        \
     int ref_##name(ps_call *call) { return binary(call, name##_float, name##_int); }
 
-/* Integers wrap around, which C defines only for unsigned numbers. */
+/* The casts make integers wrap around. C defines this only for unsigned numbers. */
 BINARY(add, a + b, (int64_t)((uint64_t)a + (uint64_t)b))
 BINARY(sub, a - b, (int64_t)((uint64_t)a - (uint64_t)b))
 BINARY(mul, a * b, (int64_t)((uint64_t)a * (uint64_t)b))
@@ -247,7 +249,7 @@ int ref_huber(ps_call *call)
     return 0;
 }
 
-/* Returns the derivative of the function with number `of` in the op slope. */
+/* Returns the derivative of a function. `of` is the number of the function in the op slope. */
 static double slope_at(int of, double x, double delta)
 {
     double t, s;
@@ -255,7 +257,7 @@ static double slope_at(int of, double x, double delta)
     case 0: return fabs(x) < 3 ? 1.0 / 6 : 0;
     case 1: return x <= -3 ? 0 : x < 3 ? x / 3 + 0.5 : 1;
     case 2:
-        x = x < -700 ? -700 : x;                   /* below -700 the derivative is 0 */
+        x = x < -700 ? -700 : x;                   /* the derivative is 0 if x is below -700 */
         t = tanh(x > 20 ? x : log1p(exp(x))), s = 1 / (1 + exp(-x));
         return t + x * s * (1 - t * t);
     case 3: return 1 / (1 + exp(x));
@@ -295,7 +297,8 @@ int ref_softplus(ps_call *call)
     return 0;
 }
 
-/* If low > high, the result is high. NaN stays NaN. Integers are limited to the integers in [low, high]. */
+/* If low > high, the result is high. If x is NaN, the result is NaN. Integers are limited to the integers in [low,
+ * high]. */
 int ref_clamp(ps_call *call)
 {
     const ps_attrs_clamp *a = call->attrs;
@@ -333,7 +336,7 @@ static int unary_any(ps_call *call, double (*on_float)(double), int64_t (*on_int
 static int64_t abs_int(int64_t x) { return x < 0 ? (int64_t)(0 - (uint64_t)x) : x; }
 int ref_abs(ps_call *call) { return unary_any(call, fabs, abs_int); }
 
-static double sign_float(double x) { return (x > 0) - (x < 0); }       /* 0 for NaN, like in PyTorch */
+static double sign_float(double x) { return (x > 0) - (x < 0); }       /* 0 for NaN, as in PyTorch */
 static int64_t sign_int(int64_t x) { return (x > 0) - (x < 0); }
 int ref_sign(ps_call *call) { return unary_any(call, sign_float, sign_int); }
 
@@ -344,7 +347,7 @@ int ref_sign(ps_call *call) { return unary_any(call, sign_float, sign_int); }
 #define GELU_CUBIC 0.044715
 
 static double gelu_erf(double x) { return 0.5 * x * erfc(-x * SQRT_HALF); }
-/* Computes (1 + tanh u) / 2 as 1 / (1 + e^-2u), which does not cancel. */
+/* Computes (1 + tanh u) / 2 as 1 / (1 + e^-2u), which avoids cancellation. */
 static double gelu_gate(double x) { return 1 / (1 + exp(-2 * SQRT_2_OVER_PI * (x + GELU_CUBIC * x * x * x))); }
 double ref_gelu_tanh(double x) { return x * gelu_gate(x); }
 

@@ -4,8 +4,8 @@
 #include "backend/image.h"
 
 /* -- convolution --------------------------------------------------------------------------------------------------- */
-/* Calls `each` for every product of an element of x and an element of w that is a term of an element of y. Calls are
- * in the order of y's elements, and for one element of y in the order of w's. */
+/* Calls `each` for every product of an element of x and an element of w that is a term of an element of y. The calls
+ * are made in the order of the elements of y. For one element of y, they are made in the order of the elements of w. */
 typedef struct products { const ps_view *x, *w, *y; double *sum; } products;
 typedef void (*each_product)(const products *p, int64_t x, int64_t w, int64_t y);
 
@@ -175,7 +175,7 @@ int ref_max_pool_backward(ps_call *call)
 }
 
 /* -- norms over channels ------------------------------------------------------------------------------------------- */
-/* Returns the index of the statistic for element i of x [N, C, S]. */
+/* Returns the index of the mean and variance that element i of x [N, C, S] uses. */
 static int64_t set_of(int64_t i, int64_t C, int64_t S, int64_t groups)
 {
     int64_t c = i / S % C;
@@ -213,8 +213,10 @@ int ref_channel_norm(ps_call *call)
     return 0;
 }
 
-/* With n = (x - mean) * rstd and g = dy * w: dx = rstd * (g - mean(g) - n * mean(g * n)), where the means are over a
- * statistic's elements. If the statistics are given, dx = rstd * g. dw = sum of dy * n, db = sum of dy. */
+/* With n = (x - mean) * rstd and g = dy * w, computes
+ *   dx = rstd * (g - mean(g) - n * mean(g * n)), dw = sum of dy * n, db = sum of dy.
+ * The means are over all elements that share a mean and variance. If the caller gives the mean and variance, dx = rstd
+ * * g. */
 int ref_channel_norm_backward(ps_call *call)
 {
     const ps_attrs_channel_norm_backward *a = call->attrs;

@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Matrix products. Operands of any strides are read into row-major doubles and multiplied by the plain triple loop,
- * with sums over increasing k. The result is rounded once. */
+ * Matrix products. Operands with any strides are read into row-major doubles. The product is computed by three nested
+ * loops, and sums are over increasing k. The result is rounded once. */
 #include "ref.h"
 
-/* Computes y [M, N] += a [M, K] b [K, N], all row-major. */
+/* Adds a [M, K] b [K, N] to y [M, N]. All matrices are row-major. */
 static void multiply(int64_t M, int64_t N, int64_t K, const double *a, const double *b, double *y)
 {
     for (int64_t i = 0; i < M; i++)
@@ -11,7 +11,8 @@ static void multiply(int64_t M, int64_t N, int64_t K, const double *a, const dou
             for (int64_t j = 0; j < N; j++) y[i * N + j] += a[i * K + k] * b[k * N + j];
 }
 
-/* Returns the leading dimensions of v [..., R, C], broadcast to those of out. They locate the matrix of batch n. */
+/* Returns the leading dimensions of v [..., R, C], broadcast to the leading dimensions of `out`. Element n of the
+ * result is at the beginning of the matrix of batch n. */
 static ps_view batches(const ps_view *v, const ps_view *out)
 {
     ps_view lead = *v;
@@ -41,7 +42,7 @@ int ref_matmul(ps_call *call)
     return 0;
 }
 
-/* Returns v, or its transpose if `turn` is set. */
+/* Returns v, or the transpose of v if `turn` is set. */
 static ps_view turned(const ps_view *v, bool turn)
 {
     ps_view t = *v;

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * Layer norm and RMS norm over the last dimension C, forward and backward. `dx` can share the memory of the input
- * `add`: each element of add is read just before the same element of dx is written, and a row of dx needs only that
- * row of add. */
+ * `add`, because each element of `add` is read just before the same element of dx is written, and a row of dx needs
+ * only the same row of `add`. */
 #include "ref.h"
 
 int ref_layer_norm(ps_call *call)
@@ -31,14 +31,15 @@ int ref_layer_norm(ps_call *call)
     return 0;
 }
 
-/* With n = (x - mean) * rstd and g = dy * w:  dx = rstd * (g - mean(g) - n * mean(g * n)) + add,
- * dw = sum over rows of dy * n, db = sum over rows of dy. */
+/* With n = (x - mean) * rstd and g = dy * w, computes
+ *   dx = rstd * (g - mean(g) - n * mean(g * n)) + add,
+ *   dw = sum over rows of dy * n, db = sum over rows of dy. */
 int ref_layer_norm_backward(ps_call *call)
 {
     const ps_attrs_layer_norm_backward *a = call->attrs;
     const ps_view *dy = &call->in[0], *x = &call->in[1], *w = &call->in[2], *add = &call->in[5], *dx = &call->out[0];
     int64_t C = ref_last(x), rows = C > 0 ? x->numel / C : 0;
-    double *g, *n, *dw, *db;                        /* all [C] */
+    double *g, *n, *dw, *db;                        /* all are [C] */
     PS_TRY(ref_scratch(call, C, &g));
     PS_TRY(ref_scratch(call, C, &n));
     PS_TRY(ref_scratch(call, C, &dw));
@@ -83,13 +84,14 @@ int ref_rms_norm(ps_call *call)
     return 0;
 }
 
-/* With n = x * rstd and g = dy * w:  dx = rstd * (g - n * mean(g * n)) + add,  dw = sum over rows of dy * n. */
+/* With n = x * rstd and g = dy * w, computes
+ *   dx = rstd * (g - n * mean(g * n)) + add, dw = sum over rows of dy * n. */
 int ref_rms_norm_backward(ps_call *call)
 {
     const ps_attrs_rms_norm_backward *a = call->attrs;
     const ps_view *dy = &call->in[0], *x = &call->in[1], *w = &call->in[2], *add = &call->in[4], *dx = &call->out[0];
     int64_t C = ref_last(x), rows = C > 0 ? x->numel / C : 0;
-    double *g, *n, *dw;                             /* all [C] */
+    double *g, *n, *dw;                             /* all are [C] */
     PS_TRY(ref_scratch(call, C, &g));
     PS_TRY(ref_scratch(call, C, &n));
     PS_TRY(ref_scratch(call, C, &dw));

@@ -1,12 +1,13 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Optimizer steps over lists of tensors, and storing of gradients. The steps' order of operations is a contract:
- * other backends repeat it, with the same explicit fused multiply-adds, and compute the same bits. */
+ * Optimizer steps over lists of tensors, and the storing of gradients. The order of operations of each step is a
+ * contract. Other backends use the same order and the same explicit fused multiply-adds, so they compute the same
+ * bits. */
 #include "ref.h"
 #include "base/error.h"
 
 /* Adam (Kingma and Ba, ICLR 2015), or AdamW with decoupled decay (Loshchilov and Hutter, ICLR 2019), for one tensor
- * in fp32, unless its master is fp64. m is exp_avg, v is exp_avg_sq. Every constant is computed in double and
- * rounded once:
+ * whose master is not fp64. It is computed in fp32. m is exp_avg and v is exp_avg_sq. Every constant is computed in
+ * double and rounded once:
  *     c1 = 1 - beta1, c2 = 1 - beta2, keep = 1 - lr * wd, step = lr / bias1, inv = 1 / sqrt(bias2)
  *     g = grad * grad_scale
  *     not adamw and wd != 0:  g = fma(wd, p, g)
@@ -15,7 +16,7 @@
  *     v = fma(beta2, v, (c2 * g) * g)
  *     denom = fma(sqrt(v), inv, eps)
  *     p = fma(-step, m / denom, p)
- * p is the master. param is p, rounded to param's type. */
+ * p is the master. The parameter is p rounded to the type of the parameter. */
 static void adam_float(const ps_attrs_adam_ *a, const ps_view *in)
 {
     const ps_view *param = &in[0], *grad = &in[2], *m_view = &in[3], *v_view = &in[4];
@@ -37,7 +38,7 @@ static void adam_float(const ps_attrs_adam_ *a, const ps_view *in)
     }
 }
 
-/* Like adam_float, in double, for fp64 masters. */
+/* Like adam_float, but computed in double, for fp64 masters. */
 static void adam_double(const ps_attrs_adam_ *a, const ps_view *in)
 {
     const ps_view *param = &in[0], *master = &in[1], *grad = &in[2], *m_view = &in[3], *v_view = &in[4];
@@ -70,8 +71,9 @@ int ref_adam_(ps_call *call)
     return 0;
 }
 
-/* Schedule-free AdamW (Defazio et al. 2024, "The Road Less Scheduled") for one tensor, in fp32 like Adam, or in double
- * for an fp64 master. The master is y. The first update (t = 1) starts z with y:
+/* Schedule-free AdamW (Defazio et al. 2024, "The Road Less Scheduled") for one tensor. It is computed in fp32 like
+ * Adam, or in double for an fp64 master. The master is y, here p. The first update (t = 1) sets z to y before it
+ * begins:
  *     toward = lr * (beta1 * (1 - average) - 1), inv = 1 / sqrt(bias2)
  *     g = grad * grad_scale
  *     v = fma(beta2, v, (c2 * g) * g)
@@ -104,8 +106,8 @@ int ref_adam_schedule_free_(ps_call *call)
     return 0;
 }
 
-/* Moves masters toward `end`, in fp32, or in double for fp64 masters. Starts from the nearer of the two, like
- * PyTorch's lerp:
+/* Moves masters toward `end`. It is computed in fp32, or in double for fp64 masters. Like PyTorch's lerp, it starts
+ * from p or from `end`, whichever is nearer to the result:
  *     |weight| < 0.5:  p = fma(weight, end - p, p);  otherwise:  p = fma(weight - 1, end - p, end) */
 int ref_master_lerp_(ps_call *call)
 {
@@ -123,7 +125,8 @@ int ref_master_lerp_(ps_call *call)
     return 0;
 }
 
-/* SGD for one tensor, in fp32 like Adam, or in double for an fp64 master (R is the type, FMA its fused multiply-add):
+/* SGD for one tensor. It is computed in fp32 like Adam, or in double for an fp64 master. R is the type, and FMA is the
+ * fused multiply-add of this type:
  *     g = grad * grad_scale;  wd != 0: g = fma(wd, p, g)
  *     momentum != 0:  buf = first ? g : fma(momentum, buf, (1 - dampening) * g)
  *                     g = nesterov ? fma(momentum, buf, g) : buf
@@ -159,8 +162,8 @@ int ref_sgd_(ps_call *call)
     return 0;
 }
 
-/* Stores a gradient. Decides for every backend which types and memory are supported: cpu leaves all other cases to
- * this function. */
+/* Stores a gradient. This function decides for every backend which types and memory are supported, because the cpu
+ * backend leaves all cases that it does not handle to this function. */
 int ref_grad_store(ps_call *call)
 {
     const ps_view *src = &call->in[0], *dst = &call->out[0], *sq = &call->out[1];
@@ -176,7 +179,7 @@ int ref_grad_store(ps_call *call)
     if (!itself && from < to_end && to < from_end)
         return ps_fail(PS_EINVAL, "dst (%s) overlaps src (%s); pass src itself as dst, or a tensor that does not "
                        "overlap it", ps_dtype_name(dst->dtype), ps_dtype_name(src->dtype));
-    long double sum = 0;                                                /* sums like ref_sq_norms */
+    long double sum = 0;                                                /* summed as in ref_sq_norms */
     for (int64_t i = 0; i < src->numel; i++) {
         if (!itself) ref_store(dst, i, ref_load(src, i));
         double x = ref_load(dst, i);

@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Packed weights. Blocks are unpacked one by one (base/blocks.c), and multiplied by the plain triple loop. */
+ * Packed weights. Blocks are unpacked one by one (base/blocks.c). The products are computed by three nested loops. */
 #include <math.h>
 #include "ref.h"
 #include "base/blocks.h"
 
-/* Unpacks a contiguous w. */
+/* Unpacks w, which must be contiguous. */
 static int unpack(ps_call *call, const ps_view *w, const ps_view *scales, const ps_blocks *b, double **out)
 {
     const uint8_t *s = w->data;
@@ -42,7 +42,7 @@ int ref_pack(ps_call *call)
     return 0;
 }
 
-/* Rounds x to 8 bits as in base/blocks.h. */
+/* Rounds x to 8 bits as described in base/blocks.h. */
 static void round_int8(double *x, int64_t n)
 {
     for (int64_t i = 0; i < n; i += PS_INT8_PART) {

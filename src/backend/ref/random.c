@@ -1,10 +1,11 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Random numbers, dropout and sampling. Each element's number is computed by Philox from the element's own counter,
- * so results depend only on the seed and the position, and are the same for every type up to rounding. */
+ * Random numbers, dropout and sampling. Philox computes the number of each element from the element's own counter.
+ * Hence results depend only on the seed and the position. They are equal for all types, except for rounding. */
 #include <stdlib.h>
 #include "ref.h"
 
-/* A number that rounds up to `high` is replaced by `low`, so that the range is half-open in every type. */
+/* If rounding raises a number to `high`, the number is replaced by `low`. The range is therefore half-open in every
+ * type. */
 int ref_uniform_(ps_call *call)
 {
     const ps_attrs_uniform_ *a = call->attrs;
@@ -23,7 +24,7 @@ int ref_normal_(ps_call *call)
     const ps_view *x = &call->in[0];
     for (int64_t i = 0; i < x->numel; i++) {
         ps_philox draw = ps_philox4x32(a->seed, a->offset + (uint64_t)i, 0);
-        float u1 = 1 - ps_unit_f32(draw.v[0]);                      /* (0, 1] */
+        float u1 = 1 - ps_unit_f32(draw.v[0]);                      /* in (0, 1] */
         float r = sqrtf(-2 * logf(u1));
         float z = r * cosf(6.28318530717958647692f * ps_unit_f32(draw.v[1]));
         ref_store(x, i, (float)a->mean + (float)a->std * z);
@@ -31,7 +32,8 @@ int ref_normal_(ps_call *call)
     return 0;
 }
 
-/* Computes low + floor(r * (high - low) / 2^64). r is the counter's first two words, low half first. */
+/* Computes low + floor(r * (high - low) / 2^64). r consists of the first two words of the counter's result, and the
+ * first word is the lower half. */
 int ref_randint_(ps_call *call)
 {
     const ps_attrs_randint_ *a = call->attrs;
@@ -48,7 +50,7 @@ int ref_randint_(ps_call *call)
     return 0;
 }
 
-/* Returns 48 random bits for element i of n. */
+/* Returns 48 random bits for element i. n is the total number of elements. */
 static uint64_t fine(uint64_t seed, uint64_t offset, int64_t i, int64_t n)
 {
     uint64_t upper = ps_philox4x32(seed, offset + (uint64_t)i, 0).v[0] >> 8;
@@ -94,8 +96,8 @@ int ref_dropout(ps_call *call)
 {
     const ps_attrs_dropout *a = call->attrs;
     const ps_view *x = &call->in[0], *rows = &call->in[1], *y = &call->out[0];
-    int64_t width = ps_has(rows) && x->numel ? x->numel / rows->numel : 0;             /* 0 if x is one range of the
-                                                                                        * whole */
+    /* 0 if x is one range of the whole tensor */
+    int64_t width = ps_has(rows) && x->numel ? x->numel / rows->numel : 0;
     if (width) PS_TRY(ref_check_index(rows, INT64_MAX / width));
     for (int64_t i = 0; i < x->numel; i++) {
         int64_t g = width ? ref_load_int(rows, i / width) * width + i % width : a->first + i;
@@ -109,7 +111,7 @@ int ref_dropout(ps_call *call)
 /* -- sampling a token ------------------------------------------------------------------------------------------- */
 struct candidate { double logit; int64_t token; };
 
-/* Orders by descending logit, and equal logits by token. */
+/* Orders candidates by descending logit. Candidates with equal logits are ordered by token. */
 static int by_logit(const void *pa, const void *pb)
 {
     const struct candidate *a = pa, *b = pb;
@@ -131,9 +133,10 @@ static int check_logits(const ps_view *logits, int64_t rows, int64_t V)
     return 0;
 }
 
-/* Picks one of the candidates c [n], which are sorted in descending order and limited to top_k. Candidates less
- * likely than min_p times the first are excluded. u in [0, 1) selects from the shortest prefix whose mass reaches
- * top_p. */
+/* Picks one of the candidates c [n]. They are sorted in descending order, and their number is limited to top_k. A
+ * candidate is excluded if its weight is less than min_p times the weight of the first candidate. The function then
+ * considers the shortest prefix of the candidates whose mass reaches top_p. u in [0, 1) selects a candidate from this
+ * prefix. */
 static int64_t pick(const struct candidate *c, int64_t n, const ps_attrs_sample *a, double u)
 {
     double total = 0, mass = 0, sum = 0;

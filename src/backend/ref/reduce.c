@@ -1,11 +1,12 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Reductions, running sums, and the largest and smallest elements. Sums are over the input in row-major order, in
- * long double, so that sums of fp64 are accurate to the last bit. */
+ * Reductions, running sums, and the largest and smallest elements. A sum adds the elements of the input in row-major
+ * order, in long double, so that sums of fp64 are accurate to the last bit. */
 #include <stdlib.h>
 #include "ref.h"
 
-/* Returns a view that maps each element of x, counted row-major, to its element of the row-major result, which lacks
- * the reduced dimensions. dims: bit set, 0 for all dimensions. */
+/* Returns a view for the elements of x, counted in row-major order. It maps each element of x to the element of the
+ * result to which it contributes. The result is row-major and does not have the reduced dimensions. `dims` is a bit set
+ * of the reduced dimensions, or 0 for all dimensions. */
 static ps_view target_of(const ps_view *x, uint32_t dims)
 {
     ps_view t = *x;
@@ -64,8 +65,8 @@ int ref_mean(ps_call *call)
     return 0;
 }
 
-/* Returns whether element `a` of x precedes element `b`: NaN comes first, then the larger (sign 1) or smaller (sign
- * -1) value. */
+/* Returns true if element `a` of x precedes element `b`. NaN precedes all numbers. Otherwise the larger value precedes
+ * if sign is 1, and the smaller value precedes if sign is -1. */
 static bool beats(const ps_view *x, int64_t a, int64_t b, int sign)
 {
     if (!ps_dtype_is_float(x->dtype)) {
@@ -83,7 +84,8 @@ static int extreme(ps_call *call, uint32_t dims, int sign)
     if (x.numel == 0 && y.numel > 0)
         return ps_fail(PS_EINVAL, "the maximum or minimum of no elements does not exist; reduce a dimension that has "
                        "elements");
-    int64_t *best = call->scratch(call, (size_t)(y.numel + 1) * sizeof *best);   /* index in x, -1 if none yet */
+    /* index in x of the best element, or -1 if there is none yet */
+    int64_t *best = call->scratch(call, (size_t)(y.numel + 1) * sizeof *best);
     if (!best) return PS_ENOMEM;
     for (int64_t i = 0; i < y.numel; i++) best[i] = -1;
     for (int64_t i = 0; i < x.numel; i++) {
@@ -125,7 +127,8 @@ static int arg_extreme(ps_call *call, int dim, int sign)
 int ref_argmax(ps_call *call) { return arg_extreme(call, ((const ps_attrs_argmax *)call->attrs)->dim, 1); }
 int ref_argmin(ps_call *call) { return arg_extreme(call, ((const ps_attrs_argmin *)call->attrs)->dim, -1); }
 
-/* Returns a product of floats, rounded to fp64 (`wide`) or fp32. A product of two fp32 numbers is exact in double. */
+/* Returns a product of floats, rounded to fp64 if `wide` is set, otherwise to fp32. A product of two fp32 numbers is
+ * exact in double. */
 static double times(double a, double b, bool wide) { return wide ? a * b : (double)(float)(a * b); }
 
 int ref_prod(ps_call *call)
@@ -188,7 +191,7 @@ int ref_cumsum(ps_call *call)
     return 0;
 }
 
-/* A tensor as [outer, n, inner], with n along a dimension. Inputs and outputs are contiguous. */
+/* A tensor as [outer, n, inner], where n is the size of one dimension. Inputs and outputs are contiguous. */
 struct lanes { int64_t outer, n, inner; };
 static struct lanes lanes_of(const ps_view *x, int dim)
 {
@@ -240,10 +243,10 @@ int ref_cumprod_backward(ps_call *call)
     return 0;
 }
 
-/* An element of a lane and its position, for sorting. A float is in f, with i = 0; an integer is in i, with f = 0. */
+/* An element of a lane and its position, for sorting. A float is in f, and i is 0. An integer is in i, and f is 0. */
 struct ranked { double f; int64_t i, place; };
 
-/* Orders NaN first, then by descending value, and equal values by position. */
+/* Orders NaN first, and numbers by descending value. Equal values are ordered by position. */
 static int by_rank(const void *pa, const void *pb)
 {
     const struct ranked *a = pa, *b = pb;

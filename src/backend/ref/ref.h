@@ -1,11 +1,12 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Shared by the kernels of the `ref` backend: plain C, one thread, not optimised. Every other backend is compared
- * with these kernels, and uses them if it lacks a kernel, so they are written to be easy to read.
+ * Declarations for the kernels of the `ref` backend. The kernels are plain C, run on one thread and are not optimised.
+ * Every other backend is compared with these kernels, and uses them if it lacks a kernel of its own. Hence they are
+ * written to be easy to read.
  *
- * Elements of every type are read as doubles, computed in double, and rounded once when they are stored (to fp32,
- * and to bf16 and fp16 through fp32, like in PyTorch). Ops in which a double could lose digits of an integer use the
- * *_int functions, which are exact: copies, casts, gather, add, sub, mul, comparisons. No kernel writes an output
- * before all of its checks have passed. */
+ * Elements of every type are read as doubles, computed in double, and rounded once when they are stored. If the type is
+ * bf16 or fp16, they are rounded through fp32, as in PyTorch. A double could lose digits of an integer. Hence some ops
+ * use the *_int functions, which are exact: copies, casts, gather, add, sub, mul and comparisons. No kernel writes an
+ * output before all of its checks have passed. */
 #ifndef PS_REF_H
 #define PS_REF_H
 #include <inttypes.h>
@@ -16,8 +17,8 @@
 #include "base/half.h"
 #include "base/philox.h"
 
-/* Implements REF_KERNELS(X). REF_IS_VIEW(flags) is 1 if an op's first flag is VIEW, MOVE or RANKS, otherwise 0. Ops
- * with these flags have no kernel. */
+/* The implementation of REF_KERNELS(X). REF_IS_VIEW(flags) is 1 if the first flag of an op is VIEW, MOVE or RANKS,
+ * otherwise 0. Ops with these flags have no kernel. */
 #define REF_FLAG_VIEW ~, 1, ~
 #define REF_FLAG_MOVE ~, 1, ~
 #define REF_FLAG_RANKS ~, 1, ~
@@ -49,7 +50,7 @@ static inline double ref_load(const ps_view *v, int64_t at)
     }
 }
 
-/* Truncates and saturates. NaN becomes 0. */
+/* Truncates x to an integer in [low, high]. Numbers outside the range become low or high. NaN becomes 0. */
 static inline int64_t ref_to_int(double x, int64_t low, int64_t high)
 {
     if (x != x) return 0;
@@ -83,7 +84,7 @@ static inline void ref_store(const ps_view *v, int64_t at, double x)
     }
 }
 
-/* Integers that do not fit wrap around, as in C and PyTorch. */
+/* Integers that do not fit into the type wrap around, as in C and PyTorch. */
 static inline void ref_store_int(const ps_view *v, int64_t at, int64_t x)
 {
     switch (v->dtype) {
@@ -97,13 +98,13 @@ static inline void ref_store_int(const ps_view *v, int64_t at, int64_t x)
 }
 
 /* -- views (ref.c) ---------------------------------------------------------------------------------------------- */
-/* Broadcasts v to a shape by PyTorch's rules: shapes are aligned at the last dimension, and a dimension of size 1
- * repeats. The result is valid only for ref_at: dimensions that are row-major in memory are merged. */
+/* Broadcasts v to a shape by PyTorch's rules: the shapes are aligned at the last dimension, and a dimension of size 1
+ * repeats. Merges dimensions that are row-major in memory, so the result is valid only for ref_at. */
 ps_view ref_expand(const ps_view *v, int ndim, const int64_t *shape);
 static inline ps_view ref_like(const ps_view *v, const ps_view *out) { return ref_expand(v, out->ndim, out->shape); }
 static inline ps_view ref_flat(const ps_view *v) { return ref_expand(v, v->ndim, v->shape); }
 
-/* Returns the position of element i in row-major order. */
+/* Returns the position in memory of the element with row-major index i. */
 static inline int64_t ref_at(const ps_view *v, int64_t i)
 {
     int64_t at = 0;
@@ -114,23 +115,25 @@ static inline int64_t ref_at(const ps_view *v, int64_t i)
     return v->ndim > 0 ? at + i * v->stride[0] : 0;
 }
 
-/* Returns v, shifted by `at` elements. */
+/* Returns v with its data shifted by `at` elements. */
 static inline ps_view ref_shift(const ps_view *v, int64_t at)
 {
     ps_view s = *v;
     s.data = (char *)v->data + at * ps_dtype_bytes(v->dtype);
     return s;
 }
-ps_view ref_matrix(const ps_view *v, int64_t at);              /* view of the last two dimensions, from element `at`
-                                                                * on */
+ps_view ref_matrix(const ps_view *v, int64_t at);              /* view of the last two dimensions, starting at element
+                                                                * `at` */
 static inline int ref_dim(const ps_view *v, int dim) { return dim < 0 ? dim + v->ndim : dim; }
 ps_view ref_without_dim(const ps_view *v, int dim);            /* view at position 0 of `dim`, without this dimension */
 static inline int64_t ref_last(const ps_view *v) { return v->ndim > 0 ? v->shape[v->ndim - 1] : 1; }
 
-/* Copies src to dst, broadcast to its shape and converted to its type. Conversions between integers are exact. */
+/* Copies src to dst. src is broadcast to the shape of dst and converted to its type. Conversions between integer types
+ * are exact. */
 void ref_copy(const ps_view *dst, const ps_view *src);
 
-/* The value of a parameter, in fp32 or fp64. in[0] is the parameter, in[1] its master or its remainders (update.c). */
+/* Read and write the value of a parameter, in fp32 or fp64. in[0] is the parameter, and in[1] is its master or its
+ * remainders (update.c). */
 double ref_master_get(const ps_view *in, int64_t i);
 void ref_master_put(const ps_view *in, int64_t i, double p);
 
@@ -138,12 +141,12 @@ void ref_master_put(const ps_view *in, int64_t i, double p);
 int ref_check_index(const ps_view *index, int64_t n);
 
 /* -- working memory: row-major doubles -------------------------------------------------------------------------- */
-/* If call->scratch fails, it has set the error message, so kernels only return PS_ENOMEM. */
-int ref_scratch(ps_call *call, int64_t numel, double **out);    /* zeroed */
-void ref_read(const ps_view *v, double *dst);                   /* reads all of v */
-int ref_dense(ps_call *call, const ps_view *v, double **out);   /* reads all of v into scratch memory; *out is NULL
-                                                                 * if v is absent */
-/* Sets v to x, or adds x to v, rounded once. Does nothing if v is absent. */
+/* If call->scratch fails, it sets the error message. Kernels therefore only return PS_ENOMEM. */
+int ref_scratch(ps_call *call, int64_t numel, double **out);    /* the memory is zeroed */
+void ref_read(const ps_view *v, double *dst);                   /* reads all elements of v */
+int ref_dense(ps_call *call, const ps_view *v, double **out);   /* reads all elements of v into scratch memory; sets
+                                                                 * *out to NULL if v is absent */
+/* Sets v to x, or adds x to v if `add` is set. Rounds once. Does nothing if v is absent. */
 void ref_put(const ps_view *v, const double *x, bool add);
 
 /* -- GELU, the tanh approximation, and its derivative (elementwise.c) ---------------------------------------------- */
@@ -151,8 +154,8 @@ double ref_gelu_tanh(double x);
 double ref_gelu_tanh_slope(double x);
 
 /* -- dropout ---------------------------------------------------------------------------------------------------- */
-/* Returns whether element e of a sample is dropped. `sample` is its index in the whole batch. p is compared as a
- * float. */
+/* Returns true if element e of a sample is dropped. `sample` is the index of the sample in the whole batch. p is
+ * compared as a float. */
 static inline bool ref_dropped(uint64_t seed, uint64_t step, uint32_t op, uint64_t sample, uint64_t e, double p)
 {
     ps_philox r = ps_philox4x32(seed, sample << 32 | e / 4, step << 32 | op);

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Rows and elements that are selected by index, sums that are added back to them, and concatenation. Every index is
- * checked before any output is written; negative indices are errors. */
+ * Rows and elements that are selected by index, sums that are added back to them, and concatenation. All indices are
+ * checked before any output is written. Negative indices are errors. */
 #include "ref.h"
 
 int ref_check_index(const ps_view *index, int64_t n)
@@ -13,8 +13,8 @@ int ref_check_index(const ps_view *index, int64_t n)
     return 0;
 }
 
-/* Returns the row of w [V, C], which has the embedding's rows from `first` on, that an index selects, or -1 if
- * another shard has it. */
+/* Returns the row of w [V, C] that an index selects. w contains the rows of the embedding that start at row `first`.
+ * Returns -1 if another shard contains the row. */
 static int64_t own_row(const ps_view *index, int64_t i, int64_t first, int64_t V)
 {
     int64_t k = ref_load_int(index, i) - first;
@@ -36,8 +36,8 @@ int ref_embedding(ps_call *call)
     return 0;
 }
 
-/* Sorts positions by index, by a counting sort that keeps their order. A row of dw is one sum in double over rows of
- * dy, in row order, and is rounded once. */
+/* Sorts positions by index. The counting sort keeps the order of positions that have the same index. Each row of dw is
+ * one sum in double over rows of dy, in row order, and is rounded once. */
 int ref_embedding_backward(ps_call *call)
 {
     const ps_attrs_embedding_backward *a = call->attrs;
@@ -46,8 +46,8 @@ int ref_embedding_backward(ps_call *call)
     double *sum;
     PS_TRY(ref_check_index(index, a->total > 0 ? a->total : V));
     PS_TRY(ref_scratch(call, C, &sum));
-    int64_t *begin = call->scratch(call, (size_t)(V + 1) * sizeof *begin);    /* start of row v's positions in
-                                                                               * `order` */
+    /* begin[v] is the start in `order` of the positions that select row v */
+    int64_t *begin = call->scratch(call, (size_t)(V + 1) * sizeof *begin);
     int64_t *order = call->scratch(call, (size_t)(n + 1) * sizeof *order);
     if (!begin || !order) return PS_ENOMEM;
     memset(begin, 0, (size_t)(V + 1) * sizeof *begin);
@@ -60,7 +60,7 @@ int ref_embedding_backward(ps_call *call)
         int64_t v = own_row(index, r, a->first, V);
         if (v >= 0) order[begin[v]++] = r;
     }
-    /* begin[v] is now the end of row v's positions. */
+    /* begin[v] is now the end of the positions that select row v. */
     for (int64_t v = 0, k = 0; v < V; v++) {
         memset(sum, 0, (size_t)C * sizeof *sum);
         for (; k < begin[v]; k++)
@@ -71,7 +71,7 @@ int ref_embedding_backward(ps_call *call)
     return 0;
 }
 
-/* Returns the position in v of element i of y. v is broadcast to y's shape. */
+/* Returns the position in v of element i of y. v is broadcast to the shape of y. */
 static int64_t broadcast_at(const ps_view *v, const ps_view *y, int64_t i)
 {
     int64_t at = 0;
@@ -100,8 +100,9 @@ int ref_flat_index(ps_call *call)
     return 0;
 }
 
-/* Returns how many elements of x an element of `index` selects: 1, or, if `dim` is the index's last dimension, the
- * number of elements in x's dimensions after it. */
+/* Returns the number of elements of x that an element of `index` selects. The number is 1 if `index` has all dimensions
+ * of x. Otherwise `dim` is the last dimension of `index`, and the number is the number of elements in the dimensions of
+ * x after it. */
 static int64_t width_of(const ps_view *x, const ps_view *index)
 {
     int64_t width = 1;
@@ -109,7 +110,8 @@ static int64_t width_of(const ps_view *x, const ps_view *index)
     return width;
 }
 
-/* Returns the index in x of the i-th selected element: its coordinates, with coordinate dim taken from `index`. */
+/* Returns the position in x of the i-th selected element. It has the coordinates of that element, except that the
+ * coordinate of dimension `dim` is the value in `index`. */
 static int64_t picked(const ps_view *x, const ps_view *index, int dim, int64_t width, int64_t i)
 {
     int64_t at = 0, rest = i;
@@ -135,7 +137,7 @@ int ref_gather(ps_call *call)
     return 0;
 }
 
-/* Floats are summed in double and rounded once; integers are exact. */
+/* Floats are summed in double and rounded once. Sums of integers are exact. */
 int ref_scatter_add(ps_call *call)
 {
     const ps_attrs_scatter_add *a = call->attrs;
@@ -186,7 +188,7 @@ int ref_scatter(ps_call *call)
     return 0;
 }
 
-/* Processes the index in reverse order, so that an earlier element with the same position finds 0 there. */
+/* Processes the index in reverse order, so that an earlier element with the same position finds 0 at that position. */
 int ref_scatter_backward(ps_call *call)
 {
     const ps_view *dy = &call->in[0], *index = &call->in[1], *dx = &call->out[0], *dsrc = &call->out[1];
@@ -246,7 +248,7 @@ int ref_concat(ps_call *call)
     const ps_attrs_concat *a = call->attrs;
     const ps_view *y = &call->out[0];
     int dim = ref_dim(y, a->dim);
-    int64_t first = 0;                              /* along dim */
+    int64_t first = 0;                              /* first position along dim */
     for (int n = 0; n < call->n_in; n++) {
         const ps_view *x = &call->in[n];
         ps_view part = ref_shift(y, first * y->stride[dim]);
@@ -259,7 +261,8 @@ int ref_concat(ps_call *call)
 }
 
 /* -- search -------------------------------------------------------------------------------------------------------- */
-/* Returns whether an element of the sequence is beyond a value: it is larger, or without `right` equal. */
+/* Returns true if an element of the sequence is beyond a value. It is beyond the value if it is larger. If `right` is
+ * not set, it is also beyond the value if it is equal. */
 static bool is_beyond(const ps_view *seq, int64_t i, const ps_view *values, int64_t j, bool right)
 {
     if (!ps_dtype_is_float(seq->dtype)) {
@@ -304,7 +307,7 @@ int ref_masked_scatter(ps_call *call)
     return 0;
 }
 
-/* x as [outer, n, inner] around the dimension of unfold, and y as [outer, count, inner, size]. */
+/* x as [outer, n, inner], where n is the size of the dimension of unfold, and y as [outer, count, inner, size]. */
 struct windows { int64_t outer, n, inner, count; };
 static struct windows windows_of(const ps_view *x, int dim, int64_t size, int64_t step)
 {
@@ -367,7 +370,7 @@ int ref_triangle(ps_call *call)
     const ps_view *x = &call->in[0], *y = &call->out[0];
     int64_t C = x->shape[x->ndim - 1], R = x->shape[x->ndim - 2], size = ps_dtype_bytes(x->dtype);
     for (int64_t i = 0; i < x->numel; i++) {
-        int64_t right = i % C - i / C % R - a->diagonal;          /* columns to the right of the diagonal */
+        int64_t right = i % C - i / C % R - a->diagonal;          /* number of columns to the right of the diagonal */
         char *to = (char *)y->data + i * size;
         if (a->upper ? right < 0 : right > 0) memset(to, 0, (size_t)size);
         else memcpy(to, (const char *)x->data + i * size, (size_t)size);

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * Steps of the other optimizers over lists of tensors, and masters that are kept as remainders. As in optim.c, the
- * order of operations of elementwise steps in fp32 is a contract. Sums over a tensor (norms, means) are in double in
- * the order of elements, and other backends agree with them up to rounding. */
+ * order of operations is a contract for elementwise steps in fp32. Sums over a tensor (norms, means) are computed in
+ * double in the order of the elements. The sums of other backends are equal to them except for rounding. */
 #include "ref.h"
 #include "base/update.h"
 
@@ -13,7 +13,7 @@ static uint16_t low_at(const ps_view *low, int64_t i)
     return lo;
 }
 
-/* in: the parameter and its master, which is fp32 or fp64, or uint8 for remainders */
+/* in[0] is the parameter. in[1] is its fp32 or fp64 master. If in[1] has the type uint8, it contains the remainders. */
 double ref_master_get(const ps_view *in, int64_t i)
 {
     if (in[1].dtype != PS_U8) return ref_load(&in[1], i);
@@ -46,7 +46,8 @@ int ref_remainder_join(ps_call *call)
 }
 
 /* -- Lion ---------------------------------------------------------------------------------------------------------- */
-/* Lion (Chen et al. 2023, "Symbolic Discovery of Optimization Algorithms"), in fp32, or in double for fp64 masters:
+/* Lion (Chen et al. 2023, "Symbolic Discovery of Optimization Algorithms"). It is computed in fp32, or in double for
+ * fp64 masters:
  *     g = grad * grad_scale;  wd != 0: p = p * (1 - lr wd)
  *     u = fma(beta1, m, (1 - beta1) * g);  p = p - lr * sign(u);  m = fma(beta2, m, (1 - beta2) * g) */
 #define LION(name, R, FMA)                                                                                     \
@@ -73,7 +74,8 @@ int ref_lion_(ps_call *call)
 }
 
 /* -- RMSprop ------------------------------------------------------------------------------------------------------- */
-/* RMSprop (Tieleman and Hinton 2012, "Lecture 6.5"), with PyTorch's momentum, in fp32, or in double for fp64 masters:
+/* RMSprop (Tieleman and Hinton 2012, "Lecture 6.5") with PyTorch's momentum. It is computed in fp32, or in double for
+ * fp64 masters:
  *     g = grad * grad_scale;  wd != 0: g = fma(wd, p, g)
  *     v = fma(alpha, v, ((1 - alpha) * g) * g);  u = g / (sqrt(v) + eps)
  *     momentum != 0:  u = m = fma(momentum, m, u)
@@ -106,8 +108,8 @@ int ref_rmsprop_(ps_call *call)
 }
 
 /* -- AdamW with averages in bf16 ----------------------------------------------------------------------------------- */
-/* Rounds x down or up to bf16 at random, with probabilities by the distances: adds 16 random bits below the last
- * bit. */
+/* Rounds x to one of the two nearest bf16 values, at random. The nearer value is more likely: the probabilities are in
+ * proportion to the distances. To do this, it adds 16 random bits below the last bit of the bf16 value. */
 static uint16_t round_random(float x, uint32_t random)
 {
     uint32_t u = ps_f32_bits(x);
@@ -115,8 +117,8 @@ static uint16_t round_random(float x, uint32_t random)
     return (uint16_t)((u + (random & 0xffffu)) >> 16);
 }
 
-/* AdamW of optim.c with stochastic rounding. Element i uses word i % 64 / 16 of counter i / 64 * 16 + i % 16: the
- * lower half for exp_avg, the upper half for exp_avg_sq. */
+/* AdamW of optim.c with stochastic rounding. Element i uses word i % 64 / 16 of counter i / 64 * 16 + i % 16. The lower
+ * half of the word is for exp_avg, and the upper half is for exp_avg_sq. */
 static void adam_bf16(const ps_attrs_adam_bf16_ *a, const ps_view *in)
 {
     double bias1 = 1 - pow(a->beta1, (double)a->t), bias2 = 1 - pow(a->beta2, (double)a->t);
@@ -143,8 +145,8 @@ int ref_adam_bf16_(ps_call *call)
 }
 
 /* -- AdamW with averages in 8 bits --------------------------------------------------------------------------------- */
-/* Quantises a block. Its scale is the largest magnitude of up to PS_STATE_BLOCK elements. If an element is not
- * finite, all codes are 0. */
+/* Quantises a block of up to PS_STATE_BLOCK elements. The scale of the block is its largest magnitude. If an element is
+ * not finite, all codes are 0. */
 static void quantise(const ps_codes *c, const float *x, int64_t n, uint8_t *codes, float *scale, bool has_sign)
 {
     float most = 0;
@@ -183,7 +185,7 @@ static void adam8bit(const ps_attrs_adam8bit_ *a, const ps_view *in)
     }
 }
 
-/* Lion in fp32, with an 8-bit average. */
+/* Lion in fp32 with an 8-bit average. */
 static void lion8bit(const ps_attrs_lion8bit_ *a, const ps_view *in)
 {
     float lr = (float)a->lr, keep = (float)(1 - a->lr * a->weight_decay), scale = (float)a->grad_scale;
@@ -219,8 +221,8 @@ int ref_adam8bit_(ps_call *call)
 }
 
 /* -- LAMB ---------------------------------------------------------------------------------------------------------- */
-/* LAMB (You et al., ICLR 2020) as in timm. The update is Adam's update plus wd p, scaled by the ratio of the norm of
- * p to the norm of the update. */
+/* LAMB (You et al., ICLR 2020) as in timm. The update is Adam's update plus wd p. It is scaled by the norm of p divided
+ * by the norm of the update. */
 static double lamb_update(const ps_attrs_lamb_ *a, const ps_view *in, int64_t i, double m, double v)
 {
     double bias1 = a->bias_correction ? 1 - pow(a->beta1, (double)a->t) : 1;
@@ -253,13 +255,13 @@ int ref_lamb_(ps_call *call)
 }
 
 /* -- Adafactor ----------------------------------------------------------------------------------------------------- */
-/* A tensor [batch, R, C]. A vector is [1, 1, C], and each of its elements has its own average. */
+/* A tensor [batch, R, C]. A vector has the shape [1, 1, C], and it has one average for each element. */
 typedef struct factored {
     const ps_attrs_adafactor_ *a;
     const ps_view *in;
     int64_t batch, R, C;
     bool matrix;
-    double *row_mean;                 /* [batch] means of the row averages */
+    double *row_mean;                 /* [batch]; for each matrix of the batch, the mean of its row averages */
 } factored;
 
 static double squared(const factored *f, int64_t i)
@@ -268,7 +270,7 @@ static double squared(const factored *f, int64_t i)
     return g * g + (f->a->hugging_face ? f->a->eps1 : 0);
 }
 
-/* Returns the update of element i, before it is clipped. */
+/* Returns the update of element i, before the update is clipped. */
 static double factored_update(const factored *f, int64_t i)
 {
     const ps_attrs_adafactor_ *a = f->a;
@@ -281,7 +283,8 @@ static double factored_update(const factored *f, int64_t i)
     return g / sqrt(var);
 }
 
-/* Sets the averages to `keep` times themselves plus `take` times the mean of squares over C or R elements. */
+/* Updates the averages. The new average is `keep` times the old average plus `take` times the mean of the squares. The
+ * mean is over the C elements of a row or the R elements of a column. */
 static void factored_averages(const factored *f, double keep, double take)
 {
     const ps_view *rows = &f->in[3], *cols = &f->in[4];
@@ -303,7 +306,7 @@ static void factored_averages(const factored *f, double keep, double take)
     }
 }
 
-/* Adafactor (Shazeer and Stern 2018), in the form of PyTorch or of transformers. */
+/* Adafactor (Shazeer and Stern 2018), in the form of PyTorch or in the form of transformers. */
 static void adafactor(const factored *f)
 {
     const ps_attrs_adafactor_ *a = f->a;
@@ -335,8 +338,8 @@ int ref_adafactor_(ps_call *call)
 }
 
 /* -- Muon ---------------------------------------------------------------------------------------------------------- */
-/* Computes dst [R, C] = alpha a [R, K] b [K, C] + beta add [R, C]. If `turned` is set, b is [C, K] and is
- * transposed. */
+/* Computes dst [R, C] = alpha a [R, K] b [K, C] + beta add [R, C]. If `turned` is set, b is [C, K], and its transpose
+ * is used. */
 static void product(double *dst, double alpha, const double *a, const double *b, bool turned, double beta,
                     const double *add, int64_t R, int64_t K, int64_t C)
 {
