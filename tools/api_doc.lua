@@ -1,11 +1,13 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- psluajit tools/api_doc.lua [--check | --site FOLDER | --definitions FILE]: writes docs/api.md from the running
--- program. It walks the public tables. A function's text, parameters and results are the annotations above it; a text
--- may also be its op's row in ops.def. Every public function must have a text, a @param for each parameter, and a
--- @return when it gives a value. The tool names each function that lacks one and exits with 1. With --check it writes
--- nothing and exits with 1, too, when docs/api.md is out of date. With --site it writes the reference of the site
--- (tools/site.lua) into a folder: a page for each section, in which each function has its errors and a link to its
--- source. With --definitions it writes a file for editors (tools/definitions.lua).
+-- program. The tool walks the public tables. It takes a function's text, parameters and results from the annotations
+-- above the function. The text can also be the row of the function's op in ops.def. Every public function must have a
+-- text, a @param for each parameter, and a @return if it returns a value. The tool prints each function that lacks one
+-- of them, and then exits with 1.
+--   --check           writes nothing, and also exits with 1 if docs/api.md is out of date
+--   --site            writes the reference of the site (tools/site.lua) into a folder. Each section has a page. On it,
+--                     each function has its errors and a link to its source.
+--   --definitions     writes a file for editors (tools/definitions.lua)
 local ps = require "ps"
 local paths = require "ps.paths"
 local annotations = require "ps.prompt.annotations"
@@ -20,13 +22,14 @@ local definitions = arg[1] == "--definitions" and (arg[2] or error("--definition
 local site = arg[1] == "--site" and (arg[2] or error("--site needs a folder", 0))
 local LINE = 120
 
--- Internal functions, which docs/api.md does not list.
+-- Internal functions. docs/api.md does not list them.
 local INTERNAL = {}
 for name in ([[C ffi ctx check retry raise Error give_room op_info own dtype_code device_index device_name scope_begin
     scope_end collect collect_all functional F ops ps.nn.Module ps.Tensor.held
     along_last scalar_like dim_index scalar]]):gmatch("%S+") do INTERNAL[name] = true end
 
--- Bytecodes that return values from a function: RET, RET1, RETM and tail calls. RET0 returns none.
+-- Bytecodes that return values from a function: RET, RET1, RETM and tail calls. RET0 is missing, because it returns no
+-- value.
 local GIVES = { RET = true, RET1 = true, RETM = true, CALLT = true, CALLMT = true }
 
 local function gives_value(fn)
@@ -45,7 +48,7 @@ end
 local out = {}
 local function put(text, ...) out[#out + 1] = select("#", ...) > 0 and text:format(...) or text end
 
--- Appends an item of a list, wrapped to lines. Its text, if any, begins on a new line.
+-- Appends an item of a list. The item is wrapped to lines. If it has a text, the text begins on a new line.
 local function put_item(indent, head, text)
   wrap(out, head, LINE - 2, indent .. "  ", indent .. "- ")
   if text == "" then return end
@@ -69,7 +72,7 @@ local complaints = {}                  -- for example "t:sum: its parameter dims
 
 local function complain(call, text, ...) complaints[#complaints + 1] = call .. ": " .. text:format(...) end
 
--- Reports incomplete annotations of a function.
+-- Reports what is missing in the annotations of a function.
 local function check_described(call, about, names, text, gives)
   if text == "" then complain(call, "it has no text") end
   local known, there = {}, {}
@@ -87,7 +90,7 @@ local function check_described(call, about, names, text, gives)
   if gives and #about.returns == 0 then complain(call, "it returns a value and has no @return") end
 end
 
-local named = {}                       -- classes of tables that occur in the types of parameters and results
+local named = {}                       -- classes of tables that the types of parameters and results name
 -- Classes whose fields are internal to psluajit.
 local CLOSED = { ["ps.Engine"] = true, ["ps.Config"] = true, ["ps.nn.Region"] = true, ["ps.Rates"] = true }
 
@@ -101,8 +104,8 @@ local function note_classes(list)
   end
 end
 
--- Writes one function. `call` is how it is called ("ps.nn." or "t:"). A method's first parameter is omitted. `made` is
--- the class of the module that a call of a class creates.
+-- Writes one function. `call` is the prefix of a call ("ps.nn." or "t:"). The first parameter of a method is omitted.
+-- If the function is a class that scripts call to create a module, `made` is the class of this module.
 local function put_function(call, name, fn, method, made)
   local about, names = annotations.described(fn), annotations.parameter_names(fn)
   if method then
@@ -164,13 +167,14 @@ local function section(title, text)
   put ""
 end
 
--- Objects that functions return: the prefix of their methods, and a function that creates such an object.
+-- Objects that functions return. Each row has the prefix of the object's methods, and a function that creates the
+-- object.
 local OBJECTS = {
   tokenizer = { call = "tokenizer:", make = function() return ps.tokenizer.bytes() end },
   progress = { call = "display:", make = function() return ps.progress.new { total = 1, quiet = true } end },
 }
 
--- Writes the methods of tokens and loaders, which are opened from a file.
+-- Writes the methods of tokens and loaders. These objects are opened from a file.
 local function put_loader()
   local shard = os.tmpname()
   ps.data.write_tokens(shard, { 1, 2, 3, 4, 5 })
@@ -180,8 +184,8 @@ local function put_loader()
   os.remove(shard)
 end
 
--- Writes the methods of open tensor files: ps.safetensors.open, ps.safetensors.writer, and ps.load with `lazy` for a
--- .pt file.
+-- Writes the methods of open tensor files. ps.safetensors.open and ps.safetensors.writer return them. ps.load with
+-- `lazy` returns one for a .pt file.
 local function put_files()
   local path_ = os.tmpname()
   local one, entry = ps.zeros { 1 }, { name = "a", dtype = "fp32", shape = { 1 } }
@@ -218,7 +222,7 @@ local function put_ops()
   put ""
 end
 
--- Writes the fields of the tables that calls accept and return.
+-- Writes the fields of the tables that functions accept and return.
 local function put_classes()
   section("Fields", "Tables that the parameters and results above name by their class. A field with `?` may be absent.")
   local names = {}

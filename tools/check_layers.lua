@@ -1,11 +1,11 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- psluajit tools/check_layers.lua [ROOT [BUILD]]: checks which parts of the source may use which others
--- (ARCHITECTURE.md). Prints violations; exit code 1 if there are any. RULES checks the names in includes and requires,
--- and FLOORS the requires between the folders of lua/ps. With BUILD, a build folder, LINKS checks its object files:
--- every call counts, however the file got the declaration.
+-- psluajit tools/check_layers.lua [ROOT [BUILD]]: checks which parts of the source use which other parts
+-- (ARCHITECTURE.md). Prints violations, and exits with 1 if there are any. RULES checks the names in includes and
+-- requires. FLOORS checks the requires between the folders of lua/ps. If BUILD is given, LINKS checks the object files
+-- in this build folder. This check covers every call, no matter how the file got the declaration.
 
--- Rows of rules. Files whose path matches `of` can include or require only names that match one of the patterns. Only
--- the first row that matches a file applies.
+-- Rows of rules. A file whose path matches `of` can include or require only names that match one of the row's patterns.
+-- Only the first row that matches the file applies.
 local RULES = {
   { of = "src/base/", "base/", "ps%.h$", "ps_test%.h$" },
   { of = "src/backend/backend%.h$", "base/", "backend/wire%.h$" },
@@ -74,8 +74,9 @@ local RULES = {
   { of = "lua/ps/tensor/images%.lua", "ps%.core%.ffi$", "ps%.core%.scope$" },
   { of = "models/", "ps", "models%." },
 }
--- The layers of the library, from the lowest. Each row has a folder of lua/ps, and the lower folders whose files it can
--- require. A file can also require files of its own folder and the modules that the program itself provides (PROGRAM).
+-- The layers of the library, starting at the lowest layer. Each row has a folder of lua/ps, followed by the lower
+-- folders whose files it can require. A file can also require files of its own folder, and the modules that the program
+-- itself provides (PROGRAM).
 local FLOORS = {
   { "core" },
   { "optimizers", "core" },
@@ -115,7 +116,8 @@ local FLOORS = {
   { "launch", "core" },
   { "planning", "core", "optimizers", "dist", "data", "memory", "profile", "parallel/pipeline", "engine/step",
     "engine/plan", "engine" },
-  -- Modules that scripts require by name. They only return other modules, or tables that collect several folders.
+  -- Modules that scripts require by name. Each of them only returns another module, or a table that collects several
+  -- folders.
   { "", "core", "tensor", "dist", "io", "nn", "data", "optim", "memory", "profile", "parallel/tensor",
     "parallel/pipeline", "engine/step", "engine/state", "engine/plan", "engine", "inspect", "pretrained", "lora",
     "train", "prompt" },
@@ -125,8 +127,9 @@ local FLOORS = {
 local PROGRAM = { ["ps.paths"] = true, ["ps.cdef"] = true, ["ps.ops_generated"] = true,
   ["ps.keys"] = true }
 
--- Rows of rules. Objects of sources whose path matches `of` can use only symbols of their own folder and of sources
--- that match one of the patterns. Only the first row that matches applies, and every source matches one.
+-- Rows of rules. If the path of a source matches `of`, its object can use only symbols of its own folder and of sources
+-- that match one of the row's patterns. Only the first row that matches a source applies. Every source must match a
+-- row.
 local LINKS = {
   { of = "src/base/" },
   { of = "src/backend/registry%.c$", "src/base/", "src/backend/" },
@@ -165,7 +168,7 @@ local LINKS = {
   { of = "src/interrupt%.c$", "src/repl%.c$", "src/modules%.c$" },
   { of = "src/modules%.c$" },
 }
--- Libraries that only a few files can use: the prefix of a library's symbols, and the files.
+-- Libraries that only a few files can use. Each entry has the prefix of a library's symbols, and these files.
 local LIBRARIES = { dnnl_ = { "src/backend/cpu/onednn.c", "src/backend/cpu/onednn_conv.c" },
   io_uring_ = { "src/chunk/disk.c" }, crypto_ = { "src/rendezvous/proof.c" }, sodium_ = { "src/rendezvous/proof.c" },
   XXH = { "src/base/hash.c", "src/io/st_sum.c" } }
@@ -188,7 +191,7 @@ local function allowed(path, name)
   return true
 end
 
-local sources = {}                                         -- path -> text
+local sources = {}                                         -- text of each source, by path
 for path in assert(io.popen(("cd '%s' && find src lua models -name '*.[chl]*'"):format(root))):lines() do
   sources[path] = assert(io.open(root .. "/" .. path)):read("*a")
 end
@@ -200,7 +203,7 @@ local function folder_of(module)
   if sources[path .. "/init.lua"] then return (path:match "^lua/ps/(.*)$" or "") end
 end
 
-local floors = {}                                          -- folder -> set of folders
+local floors = {}                                          -- for each folder, the set of folders that it can require
 for at, row in ipairs(FLOORS) do
   floors[row[1]] = { [row[1]] = true, at = at }
   for i = 2, #row do
@@ -209,7 +212,7 @@ for at, row in ipairs(FLOORS) do
   end
 end
 local whole = sources["lua/ps/init.lua"] ~= nil            -- false outside psluajit's own source tree
-local lived = {}                                           -- folders that contain a file
+local lived = {}                                           -- folders that contain at least one file
 local function check_floor(path, name)
   local folder = path:match "^lua/ps/(.*)/[^/]*$" or ""
   lived[folder] = true
@@ -232,7 +235,7 @@ for path, text in pairs(sources) do
   if lua then text = text:gsub("%-%-[^\n]*", ""):gsub("'[^'\n]*'", "") end
   for name in ("\n" .. text):gmatch(lua and 'require[ (]+"([pm][^"]+)"' or '\n#include "([^"]+)"') do
     if library then check_floor(path, name) end
-    -- an include can name a file in the same folder
+    -- an include can also name a file in the same folder
     local beside = lua and name or (path:match("^src/(.*/)") or "") .. name
     if not allowed(path, name) and (name:find("/") or not allowed(path, beside)) then
       breach("%s names %s, which its layer may not", path, name)
@@ -245,10 +248,10 @@ end
 for _, rule in ipairs(RULES) do
   if whole and not fitted[rule] then breach("the rule of '%s' fits no file", rule.of) end
 end
---- Returns the symbols that the program's objects define and use. Objects whose source was moved or removed remain in a
---- build folder and are ignored.
+--- Returns the symbols that the program's objects define and use. Ignores objects whose source was moved or removed,
+--- because these objects remain in a build folder.
 ---@param folder string the build folder
----@return table<string, string> defined symbol -> source
+---@return table<string, string> defined source of each defined symbol
 ---@return {[1]: string, [2]: string}[] used pairs of source and symbol
 local function symbols(folder)
   local defined, used, exists = {}, {}, {}

@@ -1,18 +1,19 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Searches the chunk size for a model without allocating its weights (device meta), and shows the search and the
--- setting to use.
+-- Searches the best chunk size for a model. Shows the search and the setting to use. The weights are not allocated,
+-- because the model is on device meta.
 --   psluajit tools/chunk_size.lua --model gpt2-xl --host 6GiB
 --   psluajit tools/chunk_size.lua --model my_model.lua:build --config ds_config.json
--- A file given as --model returns a module, a function that makes one, or a table of such functions; a function is
--- called with { dtype =, device = "meta" }, which are also the defaults of new tensors meanwhile. The order of use is
--- taken to be that of registration. Exit code 1: no size is feasible.
+-- A file given as --model returns a module, a function that makes a module, or a table of such functions. The tool
+-- calls the function with { dtype =, device = "meta" }. During the call, these values are also the defaults of new
+-- tensors. The tool assumes that parameters are used in the order of their registration. The exit code is 1 if no size
+-- is feasible.
 local ps = require "ps"
 local argparse = require "argparse"
 local command_line = require "ps.core.command_line"
 local pack = require "ps.engine.layout.pack"
 local readable = require "ps.core.readable"
 
-local SHOWN = 5               -- number of sizes with similar scores that are shown in addition to powers of two
+local SHOWN = 5               -- number of sizes with similar scores that are shown in addition to the powers of two
 
 local function fail(message)
   io.stderr:write("chunk_size: " .. message .. "\n")
@@ -54,7 +55,7 @@ local function arguments()
   return command_line.parse(parser)
 end
 
--- Returns the free bytes of host memory, to which fractions in a configuration refer.
+-- Returns the number of free bytes of host memory. Fractions in a configuration refer to it.
 local function available()
   local f = io.open("/proc/meminfo", "rb")
   if not f then return nil end
@@ -63,7 +64,7 @@ local function available()
   return kib and tonumber(kib) * 1024
 end
 
--- Returns the settings of the configuration. Arguments override them.
+-- Returns the settings of the configuration. Arguments of the command take precedence over them.
 local function settings(args)
   local options = { uniform = args.uniform, sizes = args.sizes }
   local device, host, dtype, grad = args.device, args.host, args.dtype, nil
@@ -82,7 +83,7 @@ local function settings(args)
     options.capacity = capacity - (args.other or 0)
     if options.capacity <= 0 then fail("--other leaves no memory for chunks of " .. readable.bytes(capacity)) end
   end
-  if grad and dtype ~= "fp32" then                        -- accumulated gradients have separate chunks
+  if grad and dtype ~= "fp32" then                        -- accumulated gradients have chunks of their own
     options.state_bytes = pack.state_bytes({ dtype = dtype, trains = true }) + (grad == "fp32" and 4 or 2)
   end
   return options, dtype, device and "device" or "host"
@@ -152,8 +153,8 @@ local function alone(row)
   return n
 end
 
--- Returns the sizes to show: powers of two, the chosen size, and a few sizes with similar scores, or all sizes with
--- --all or --sizes.
+-- Returns the sizes to show: powers of two, the chosen size, and a few sizes with similar scores. With --all or
+-- --sizes, returns all sizes.
 local function selection(found, args)
   if args.all or args.sizes then return found.rows end
   local by_score, keep, shown = {}, { [found.chosen] = true }, {}

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- psluajit tools/config_doc.lua [FILE]: rewrites the tables of docs/config.md from lua/ps/config/schema.lua. With
--- --check it writes nothing, and exits with 1 if they are out of date.
+-- --check, the tool writes nothing, and exits with 1 if the tables are out of date.
 local doc = require "ps.config.doc"
 
 local only_check, path = false, (arg[0]:match("^(.*)/tools/") or ".") .. "/docs/config.md"

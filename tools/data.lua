@@ -1,9 +1,10 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Shows what a model reads of a file of conversations:
+-- Shows how a model reads a file of conversations:
 --   psluajit tools/data.lua show MODEL FILE --row 3      one example, trained tokens in colour or in [[ ]]
 --   psluajit tools/data.lua stats MODEL FILE             lengths, trained tokens, and rows that training cannot use
--- MODEL is a Hugging Face folder with a tokenizer and a chat template, or a name in its cache. ps.data.table
--- reads FILE: JSON lines with messages, conversations, prompt and completion, or instruction and output.
+-- MODEL is a Hugging Face folder with a tokenizer and a chat template, or a name in its cache. ps.data.table reads
+-- FILE. FILE contains JSON lines with messages, with conversations, with prompt and completion, or with instruction and
+-- output.
 local ps = require "ps"
 local argparse = require "argparse"
 local command_line = require "ps.core.command_line"
@@ -41,14 +42,14 @@ local function open()
   return tok, rows, form
 end
 
--- Returns a text for the terminal. Control characters in the data are shown as \x1b, so that the terminal does not
--- execute them.
+-- Returns a text that is safe to print on a terminal. Control characters in the data are shown in the form \x1b, so
+-- that the terminal does not execute them.
 local function printable(text)
   text = text:gsub("[%z\1-\8\11-\31\127]", function(c) return ("\\x%02x"):format(c:byte()) end)
   return (text:gsub("\194([\128-\159])", function(c) return ("\\x%02x"):format(c:byte()) end))
 end
 
--- Returns the ids and mask of a row, and the indices of its messages whose reasoning the template omits.
+-- Returns the ids and the mask of a row. Also returns the indices of the messages whose reasoning the template omits.
 local function example(tok, rows, form, i)
   local messages, tools = ps.data.conversation(rows, i, form)
   local how = { train_on = args.train_on, date = args.date, tools = tools }
@@ -63,7 +64,8 @@ local function shown()
   local colour = posix.isatty(1) == 1 and not os.getenv "NO_COLOR"
   local on, off = colour and "\27[32m" or "[[", colour and "\27[0m" or "]]"
   local out, at = {}, 1
-  while at <= #ids do                                      -- alternating runs of trained and untrained tokens
+  while at <= #ids do                                      -- each turn finds a run of trained tokens or a run of
+                                                           -- untrained tokens
     local last = at
     while last < #ids and mask[last + 1] == mask[at] do last = last + 1 end
     local run = {}

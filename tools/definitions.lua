@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Writes definitions into a folder of scripts, by which editors with LuaLS or EmmyLua complete and check calls of
--- psluajit: .luarc.json, if there is none, and the folder .psluajit, to which it points.
+-- Writes definitions into a folder of scripts. Editors with LuaLS or EmmyLua use them to complete and check calls of
+-- psluajit. The tool writes the folder .psluajit, and a file .luarc.json that points to it if there is no such file.
 --   psluajit definitions [DIR]
 local argparse = require "argparse"
 local command_line = require "ps.core.command_line"
@@ -44,7 +44,7 @@ if os.execute(("%s %s --definitions %s"):format(quoted(paths.exe), quoted(paths.
 end
 write(library .. "/ps/bmt.lua", "---@meta\n\n---@type ps.bmt\nlocal bmt\nreturn bmt\n")
 
--- The file of a model returns its family, whose function `new` is described here.
+-- The file of a model returns the model's family. Its function `new` is described here.
 for name in lfs.dir(paths.root .. "/models") do
   local model = name:match "^([%w_]+)%.lua$"
   if model and not model:find "_config$" then

@@ -3,9 +3,9 @@
 --   psluajit tools/evaluate.lua MODEL --data FILE
 --   psluajit tools/evaluate.lua MODEL --data FILE --json
 --   psluajit tools/launch.lua --nproc-per-node 2 tools/evaluate.lua MODEL --data FILE     -- divides the rows
--- MODEL is a Hugging Face folder with a causal model and its tokenizer, or a name in its cache. ps.data.table
--- reads FILE. The perplexity is computed for rows with `text` and for conversations, and the accuracy for
--- multiple-choice rows with `query`, `choices` and `gold`. With --task answers the model answers rows with `question`
+-- MODEL is a Hugging Face folder with a causal model and its tokenizer, or a name in its cache. ps.data.table reads
+-- FILE. The perplexity is computed for rows with `text` and for conversations. The accuracy is computed for
+-- multiple-choice rows with `query`, `choices` and `gold`. With --task answers, the model answers rows with `question`
 -- and `answers` (docs/evaluation.md).
 local ps = require "ps"
 local argparse = require "argparse"
@@ -85,7 +85,7 @@ local function main()
     end
   end
   if args.samples and not samples then error("--samples: perplexity has no results by row", 0) end
-  if args.samples and first then write_samples(samples) end          -- last, so that no result is lost if it fails
+  if args.samples and first then write_samples(samples) end          -- last, so that no result is lost if writing fails
 end
 
 command_line.try("evaluate", main)

@@ -1,12 +1,13 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Runs small jobs under faults that a seed draws, resumes them without faults, and checks from the outside that each
--- ended with the results of a run without faults, or with an error that names the cause.
+-- Runs small jobs under faults that a seed draws, and resumes them without faults. Checks from the outside how each job
+-- ended. It must have the results of a run without faults, or end with an error that names the cause.
 --   psluajit tools/faults.lua --seeds 1:100 [--ranks 2] [--steps 6] [--jobs 1] [--hours H] [--json] [--keep]
 --   psluajit tools/faults.lua --plans FILE      the plans of a file: a line of --json for each
 --   psluajit tools/faults.lua --replay SEED    with the same --ranks and --steps as the run that printed the seed
 --   psluajit tools/faults.lua --seeds 1:100 --dry      only prints what these seeds draw
--- --help shows the options, docs/reliability.md the table. It needs the program psluajit_faults next to psluajit:
--- cmake --build build --target psluajit_faults.
+-- --help shows the options. docs/reliability.md has the table of faults. The tool needs the program psluajit_faults
+-- next to psluajit:
+--   cmake --build build --target psluajit_faults
 local argparse = require "argparse"
 local json = require "cjson"
 local lfs = require "lfs"
@@ -53,7 +54,7 @@ if options.json and options.replay then parser:error "--json needs --seeds A:B o
 
 local trials
 
--- Ends all processes, removes the files of all trials unless they are `kept`, and ends the program.
+-- Ends all processes and the program. Removes the files of all trials, unless `kept` is set.
 local function finish(code, kept)
   run.stop()
   if trials and not kept then run.remove(trials.root) end
@@ -74,7 +75,7 @@ if not trials then fail("%s", problem) end
 -- -- output ---------------------------------------------------------------------------------------------------------
 local counts = { golden = 0, named = 0, WRONG = 0, faults = 0 }
 
--- Returns the settings that a plan's line of JSON has: those that were drawn.
+-- Returns the settings for the JSON line of a plan. These are the settings that were drawn.
 local function settings_of(job)
   local settings = {}
   for name, value in pairs(job) do
@@ -107,14 +108,14 @@ local function report(plan, verdict, shrunk, kept)
   io.stdout:flush()
 end
 
--- Prints a plan that is not run.
+-- Prints a plan without running it.
 local function list(plan)
   print(options.json and json.encode { seed = plan.seed, job = draw.describe(plan.job),
     settings = settings_of(plan.job), begins = plan.begins, events = draw.events(plan), off = plan.off }
     or line_of(plan))
 end
 
--- Runs the plan that `make` returns. A job that fails without faults is WRONG, too.
+-- Runs the plan that `make` returns. If the job fails without faults, the outcome is also WRONG.
 local function one(seed, name, make)
   local plan, verdict, spec
   local ok, why = pcall(function()
@@ -134,11 +135,12 @@ local function one(seed, name, make)
     kept and spec.folder or nil)
 end
 
--- The name of the signal that ends the program, once it has arrived.
+-- The name of the signal that ends the program. It is nil until the signal has arrived.
 local ended_by
 for _, name in ipairs { "SIGTERM", "SIGHUP" } do
   local before = signal.signal(signal[name], function() ended_by = ended_by or name end)
-  if before == "SIG_IGN" then signal.signal(signal[name], signal.SIG_IGN) end          -- nohup
+  -- nohup ignores SIGHUP, and the program must not change this
+  if before == "SIG_IGN" then signal.signal(signal[name], signal.SIG_IGN) end
 end
 
 -- Runs functions as coroutines, `jobs` at a time. next_one() returns the next function, or nil.

@@ -8,8 +8,8 @@
 --   psluajit tools/gguf.lua convert ... --out FILE --verify             then verify, and store the result in the file
 --   psluajit tools/gguf.lua quantize FILE --out FILE --type q4_k_m      a file with other types
 --   psluajit tools/gguf.lua verify FILE --against DIR|FILE [--text FILE] [--json]
--- verify runs both models over a text and compares the distributions of the next token. The exit code is 1 if
--- something failed, and 2 if a file does not pass.
+-- `verify` runs both models over a text and compares their distributions of the next token. The exit code is 1 if a
+-- command failed, and 2 if a file does not pass the comparison.
 local ps = require "ps"
 local argparse = require "argparse"
 local command_line = require "ps.core.command_line"
@@ -21,7 +21,7 @@ local readable = require "ps.core.readable"
 local writable = require "ps.core.writable"
 local verify = require "ps.pretrained.gguf_verify"
 
-local SHOWN = 8                                            -- number of array values that `info` prints
+local SHOWN = 8                                            -- maximum number of array values that `info` prints
 local TYPES = "f32, f16, bf16, q8_0, q6_k, q4_k_m or q4_0"
 
 local parser = argparse("psluajit gguf", "Reads, writes and compares GGUF files, the format of llama.cpp.")
@@ -59,7 +59,7 @@ local function shown(value)
   return (tostring(value):gsub("U?LL$", ""))
 end
 
--- Converts a number to one that JSON can represent.
+-- Converts a number to a value that JSON can represent.
 local function plain(value)
   if type(value) == "cdata" then return (tostring(value):gsub("U?LL$", "")) end
   if type(value) == "number" and (value ~= value or math.abs(value) == math.huge) then return tostring(value) end
@@ -150,7 +150,7 @@ local function run_convert()
   if args.verify and args.adapter then
     error("--verify compares with the model without the adapter; merge the adapter first (tools/merge_adapter.lua)", 0)
   end
-  if args.verify then ps.tokenizer.from_pretrained(args.model) end   -- an error is better before the file is written
+  if args.verify then ps.tokenizer.from_pretrained(args.model) end   -- raises an error before the file is written
   merge.convert(args.model, args.out, { type = args.type, name = args.name, pre = args.pre, certified = args.verify,
     adapter = args.adapter, base = args.base, other_base = args.other_base })
   print(("wrote %s%s"):format(args.out, is_file

@@ -1,9 +1,9 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Starts a script several times, as the ranks of one run, with torchrun's options and variables.
 --   psluajit tools/launch.lua --nproc-per-node 4 script.lua [arguments]
--- Each printed line begins with [rank]. If a rank fails, the launcher names it, ends all others, and starts all ranks
--- again, up to --max-restarts times; if --nproc-per-node is MIN:MAX, with one rank fewer each time. The exit code is
--- that of the first failure (128 + n for signal n). docs/distributed.md is the guide; --help shows the options.
+-- Each printed line begins with [rank]. If a rank fails, the launcher names it, ends all other ranks, and starts all
+-- ranks again, at most --max-restarts times. If --nproc-per-node is MIN:MAX, each restart has one rank fewer. The exit
+-- code is that of the first failure (128 + n for signal n). docs/distributed.md is the guide. --help shows the options.
 local paths = require "ps.paths"
 local nodes = require "ps.launch.nodes"
 local options = require "ps.launch.options"
@@ -14,7 +14,7 @@ local secret = require "ps.dist.secret"
 local warden = require "ps.launch.warden"
 local stat = require "posix.sys.stat"
 
-local SHOWN = 500             -- largest number of bytes in a line of a failure report
+local SHOWN = 500             -- maximum number of bytes in a line of a failure report
 
 local function fail(message)
   io.stderr:write("launch: " .. message .. "\n")
@@ -29,14 +29,14 @@ end
 
 -- -- what to start ----------------------------------------------------------------------------------------------------
 
--- Finds the script before any rank starts, so that a missing script is reported once.
+-- Finds the script before any rank starts, so that a missing script is reported only once.
 local function find_script(name)
   local path, why = scripts.find(name)
   return path or fail(why)
 end
 
--- Makes output line-buffered. Ranks write to pipes, for which the C library would buffer all output and lose the buffer
--- if the process dies. The script gets the same `arg` as without this code.
+-- Makes output line-buffered. Ranks write to pipes. The C library would buffer all output to a pipe, and the buffer
+-- would be lost if the process died. The code does not change the `arg` that the script gets.
 local BY_LINE = "io.stdout:setvbuf('line') arg[-1],arg[-2],arg[-3]=arg[-3],nil,nil"
 
 local function command_of(o, script, local_rank)
@@ -55,10 +55,11 @@ local function free_port()
   return number or fail("there is no free port: " .. why .. "; give --master-port")
 end
 
-local own_id = secret.random():sub(1, 16)      -- id of this launcher
+local own_id = secret.random():sub(1, 16)      -- the id of this launcher
 
--- Returns the name and secret of this attempt, which distinguish its ranks from those of other runs. Launchers on
--- several nodes have no way to agree on them, so with several nodes they come from the environment.
+-- Returns the name and the secret of this attempt. They distinguish its ranks from the ranks of other runs. Launchers
+-- on several nodes cannot agree on a name and a secret, so with several nodes the launcher takes them from the
+-- environment.
 local function identity(o, attempt)
   if o.nnodes > 1 then return { id = os.getenv("PS_RUN_ID") } end
   local id = os.getenv("PS_RUN_ID") or o.run_id ~= "none" and o.run_id or own_id
@@ -75,7 +76,7 @@ local function environment(o, nproc, local_rank, attempt, master_port, run)
     MASTER_PORT = text(master_port), TORCHELASTIC_RESTART_COUNT = text(attempt),
     TORCHELASTIC_MAX_RESTARTS = text(o.max_restarts), TORCHELASTIC_RUN_ID = o.run_id,
     PS_RUN_ID = run.id, PS_SECRET = run.secret,
-    -- no process listens on MASTER_PORT yet, but an outer launcher might have set the variable
+    -- No process listens on MASTER_PORT yet, but an outer launcher might have set the variable.
     TORCHELASTIC_USE_AGENT_STORE = false,
     OMP_NUM_THREADS = os.getenv("OMP_NUM_THREADS")
       or text(math.max(1, math.floor(options.cores() / nproc))),

@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Writes manual pages (psluajit.1, and psluajit-NAME.1 for each tool that `psluajit tools` lists) and completions for
--- bash and zsh into a folder. The options come from the argparse parsers of the tools, or, for tools without a parser,
--- from --help:
+-- Writes manual pages and completions for bash and zsh into a folder. The pages are psluajit.1, and psluajit-NAME.1 for
+-- each tool that `psluajit tools` lists. The options are taken from the argparse parsers of the tools. If a tool has no
+-- parser, they are taken from --help:
 --   psluajit tools/man.lua DIR
 local argparse = require "argparse"
 local lfs = require "lfs"
@@ -16,8 +16,8 @@ local SECTION = "General Commands Manual"
 local Parser = getmetatable(argparse "x").__index
 local CAPTURED = {}
 
--- Returns the argparse parser that a script creates, or nil if it creates none. The script is stopped when it calls
--- parse.
+-- Returns the argparse parser that a script creates, or nil if it creates none. To get the parser, the function runs
+-- the script and stops it when it calls parse.
 local function parser_of(path)
   local file = assert(io.open(path))
   local uses = file:read("*a"):find 'require "argparse"'
@@ -65,7 +65,7 @@ local function write(name, lines)
   assert(file:close())
 end
 
--- Returns a parser's options and arguments, each with its label and text.
+-- Returns the options and arguments of a parser. Each has a label and a text.
 local function elements(parser)
   local list = {}
   for _, element in ipairs(parser._arguments) do list[#list + 1] = element end
@@ -151,7 +151,8 @@ local function completion(tools, examples, parsers)
       end
     end
     if not parsers[tool.name] then
-      for word, rest in help_of(tool.name):gmatch "%f[%S](%-%-[%l%d-]+)([_=]?)" do     -- --x=N is given to the script
+      -- in --x=N, =N is passed to the script
+      for word, rest in help_of(tool.name):gmatch "%f[%S](%-%-[%l%d-]+)([_=]?)" do
         if rest == "" then words[#words + 1] = word end
       end
     end

@@ -1,11 +1,11 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Merges the shards of a checkpoint, one file per rank, into one file, with a few MB of memory.
+-- Merges the shards of a checkpoint into one file, with a few MB of memory. There is one shard per rank.
 -- lua/ps/checkpoints/merge.lua describes how values that are in several shards are merged.
 --   psluajit tools/merge.lua --pattern=checkpoint-*.pt --num=4        -- checkpoint-0.pt .. 3 -> checkpoint-merged.pt
 --   psluajit tools/merge.lua --pattern=model-*.pt --num=4 --out model.safetensors
 --   psluajit tools/merge.lua out/step-00000100 --out model.safetensors    -- a checkpoint's folder; "out": its newest
 --   psluajit tools/merge.lua saved                  -- a folder of save_parallelized or OSLO: saved/pytorch_model.bin
--- The exit code is 1 if it fails; it then leaves no file.
+-- The exit code is 1 if the tool fails. In this case it leaves no file.
 local ps = require "ps"
 local argparse = require "argparse"
 local command_line = require "ps.core.command_line"
@@ -15,7 +15,7 @@ local merge = require "ps.checkpoints.merge"
 local restore = require "ps.checkpoints.restore"
 local folder = require "ps.pretrained.folder"
 
-local NOTES = 20                                           -- largest number of differences that are printed
+local NOTES = 20                                           -- maximum number of differences that are printed
 
 local function say(text) io.stderr:write("merge: " .. text .. "\n") end
 
@@ -55,7 +55,8 @@ local function same_file(a, b)
   return x and y and x.dev == y.dev and x.ino == y.ino
 end
 
--- Returns the names of the shards. Raises an error if one is missing, or if there are shards with higher numbers.
+-- Returns the names of the shards. Raises an error if a shard is missing, or if there are shards with numbers of --num
+-- or higher.
 local function shards_of(args)
   local paths, missing = {}, {}
   for rank = 0, args.num - 1 do
@@ -77,7 +78,8 @@ local function shards_of(args)
   return paths
 end
 
--- Returns the folder of a checkpoint. For a folder of checkpoints, this is the newest one.
+-- Returns the folder of a checkpoint. If the path is a folder of checkpoints, returns the folder of the newest
+-- checkpoint.
 local function folder_of(path)
   local found = restore.candidates(path)[1]
   if not found then fail(restore.why_none(path)) end
@@ -85,14 +87,15 @@ local function folder_of(path)
   fail(lfs.attributes(found) and found .. " is a file, not the folder of a checkpoint" or found .. " does not exist")
 end
 
--- Returns the files that save_parallelized wrote to a folder, or nil if it is another kind of folder.
+-- Returns the files that save_parallelized wrote to a folder. Returns nil for another kind of folder.
 local function parallelized(path)
   local ok, found = pcall(folder.stages, path)
   if not ok then fail(tostring(found)) end
   return found
 end
 
--- Returns the tensors that are split across the files of save_parallelized, for merge.run, or nil if there are none.
+-- Returns the tensors that are split across the files of save_parallelized, in the form that merge.run needs. Returns
+-- nil if no tensor is split.
 local function pieces_of(files)
   local placement, path = folder.placed(files)
   for _, entry in pairs(placement and placement.pieces or {}) do

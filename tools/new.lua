@@ -1,9 +1,9 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Writes a small project to start from: a copy of a folder of templates/, which runs at once, and definitions for
--- editors (tools/definitions.lua).
+-- Writes a small project as a starting point. It is a copy of a folder of templates/, which runs without changes, and
+-- definitions for editors (tools/definitions.lua).
 --   psluajit new text DIR
--- Each folder of templates/ is a kind. Its README.md begins with "# TITLE" and a paragraph that describes the kind, and
--- has the commands to run.
+-- Each folder of templates/ is a kind of project. The README.md in the folder begins with "# TITLE" and a paragraph
+-- that describes the kind. It also contains the commands to run.
 local argparse = require "argparse"
 local command_line = require "ps.core.command_line"
 local lfs = require "lfs"
@@ -18,7 +18,7 @@ local function read(path)
   return text
 end
 
--- The kinds, sorted, and their titles.
+-- The kinds in sorted order, and their titles.
 local kinds, about = {}, {}
 for name in lfs.dir(root) do
   if name:match "^%w" then

@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Draws the pictures of the guides anew (`make pictures`), as SVG, in a folder, by default docs/pictures:
+-- Redraws the pictures of the guides (`make pictures`) as SVG. It writes them into a folder, by default docs/pictures:
 --   memory.svg   host memory over a step of a model whose state is larger than its budget
 --   chunks.svg   where each chunk of the same step is
 --   bytes.svg, tiers.svg, step.svg   how memory works
@@ -19,7 +19,7 @@ parser:argument("folder", "folder to write to", paths.root .. "/docs/pictures")
 local args = command_line.parse(parser)
 lfs.mkdir(args.folder)
 
--- A GPT-2 with 3.6 million parameters, whose state of 55.7 MiB is in 48 MiB of memory and a file.
+-- A GPT-2 with 3.6 million parameters. Its state of 55.7 MiB is in 48 MiB of memory and in a file.
 ps.manual_seed(1)
 local profile, disk = os.tmpname(), os.tmpname()
 os.remove(disk)
@@ -43,6 +43,7 @@ local function step()
 end
 
 for _ = 1, 2 do step() end                                 -- the second step is planned from the trace of the first
+                                                           -- step
 ps.profiler.start()
 for _ = 1, 2 do step() end
 ps.profiler.save(profile)

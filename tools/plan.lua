@@ -1,10 +1,10 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Reports the memory and time of a training script's first step without allocating that memory and without computing
--- (docs/planning.md).
+-- Reports the memory and the time of a training script's first step (docs/planning.md). The memory is not allocated,
+-- and nothing is computed.
 --   psluajit tools/plan.lua train.lua --steps 100
 --   psluajit --dry-run --hardware h200x8 --host 2TB train.lua --steps 100
--- The script runs to the end of its first optimizer:step(). Exit code: 0: it fits, 1: it fails for a reason other than
--- memory, 2: it does not fit.
+-- The script runs to the end of its first optimizer:step(). The exit code is 0 if the step fits, 1 if the script fails
+-- for a reason other than memory, and 2 if the step does not fit.
 local argparse = require "argparse"
 local cjson = require "cjson"
 local command_line = require "ps.core.command_line"
@@ -16,7 +16,7 @@ local types = require "ps.core.types"
 
 local DOES_NOT_FIT = 2
 
--- Splits the arguments. Options of this tool precede the script, and all later arguments belong to the script.
+-- Splits the arguments. Options of this tool precede the script. All arguments after the script belong to the script.
 local function split(words)
   local takes = { ["--hardware"] = true, ["--host"] = true, ["--ranks"] = true, ["--find"] = true,
     ["--limit"] = true }

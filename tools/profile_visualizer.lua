@@ -18,7 +18,7 @@ parser:flag("--html", "write one page with both figures for a browser; it needs 
 parser:option("--out", "file to write: .svg or .png, with --html .html")
 local args = command_line.parse(parser)
 
--- Accepts PatrickStar's --rm_warmup=True as well as a bare --rm_warmup.
+-- Accepts --rm_warmup with a value, as in PatrickStar's --rm_warmup=True, and also without a value.
 local function flag(given)
   if given == nil then return false end
   local word = (type(given) == "table" and given[1] or "true"):lower()

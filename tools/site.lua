@@ -1,9 +1,10 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Writes the pages of the site into a folder, for Sphinx (`make site`), or checks the HTML that Sphinx made of them:
+-- Writes the pages of the site into a folder, for Sphinx (`make site`). With --check, it checks the HTML that Sphinx
+-- made from these pages:
 --   psluajit tools/site.lua FOLDER
 --   psluajit tools/site.lua --check FOLDER
--- The pages are README.md, the guides of docs/, and the API reference. Links to source files lead to pages that the
--- site has of them.
+-- The pages are README.md, the guides of docs/, and the API reference. The site also has a page for each source file to
+-- which a page links.
 local argparse = require "argparse"
 local command_line = require "ps.core.command_line"
 local lfs = require "lfs"
@@ -15,7 +16,7 @@ parser:argument("folder", "where to write them, or the HTML to check")
 parser:flag("--check", "check that every link leads somewhere, and that no page loads anything from a network")
 local args = command_line.parse(parser)
 
--- The pages in the order of the site's menu. Pages of docs/ that are missing from the list follow in a separate group.
+-- The pages in the order of the site's menu. Pages of docs/ that are missing from this list follow in a separate group.
 local MENU = {
   { "Start", { "docs/first_hour", "docs/from_scratch", "docs/encoder", "docs/errors", "docs/gallery", "docs/benchmarks",
     "docs/reliability" } },
@@ -64,7 +65,7 @@ table.sort(more)
 for _, page in ipairs(more) do is_page[page] = true end
 if more[1] then MENU[#MENU + 1] = { "More", more } end
 
--- Creates the source pages of a file, or of a folder and its files.
+-- Creates the source page of a file, or the source pages of a folder and its files.
 local function add_source(path)
   sources[path] = true
   local full = paths.root .. "/" .. path
@@ -76,7 +77,7 @@ local function add_source(path)
   end
 end
 
--- Converts a link in a page of the repository to a link of the site.
+-- Converts a link in a page of the repository to a link on the site.
 local function link_of(page, text, target)
   if target:find "^%a+:" or target:find "^#" then return nil end
   local file, anchor = target:match "^([^#]*)(.*)$"
@@ -95,7 +96,7 @@ local function link_of(page, text, target)
   return ('<a href="%ssource/%s.html">%s</a>'):format(up, path, text)
 end
 
--- Replaces the links in a page's text with links of the site. Listings do not change.
+-- Replaces the links in the text of a page with links on the site. Listings do not change.
 local function with_links(page, text)
   local out, from, fence = {}, 1, false
   local function put(part)
@@ -111,7 +112,7 @@ local function with_links(page, text)
     end
   end
   put(text:sub(from))
-  -- Sphinx finds headings, but not anchors that a page defines by hand.
+  -- Sphinx knows the anchors of headings, but not the anchors that a page defines by hand.
   return (table.concat(out):gsub("%[([^%[%]]+)%]%(#([^%)%s]+)%)", function(words, anchor)
     if text:find(('<a name="%s">'):format(anchor), 1, true) then
       return ('<a href="#%s">%s</a>'):format(anchor, words)

@@ -1,35 +1,35 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- What a seed draws: the settings of a job, the faults of each of its lives, and the table of what a fault may lead to.
--- The same seed draws the same plan on every machine.
+-- Draws from a seed the settings of a job and the faults of each of its lives. Also contains the table of faults, which
+-- says how a life with each fault may end. The same seed draws the same plan on every machine.
 local C = require("ps.core.ffi").C
 
 local draw = {}
 
 ---@class ps.faults.Event
 ---@field kind string         the name of a row of KINDS
----@field life integer        the life, 1 or 2; the last life of a run has no faults
+---@field life integer        1 or 2; the last life of a run has no faults
 ---@field rank integer
----@field text? string        its text in PS_FAULT_PLAN, or nil if the runner makes the fault (late, twice)
----@field seconds? number     how late a rank starts
+---@field text? string        the event's text in PS_FAULT_PLAN, or nil if the runner makes the fault (late, twice)
+---@field seconds? number     how many seconds a rank starts late
 
 ---@class ps.faults.Plan
 ---@field seed integer
----@field job table           settings of tools/faults/job.lua
----@field begins "new"|"saved" with "saved", life 1 continues from a checkpoint of a run without faults
----@field off string[]        kinds that this seed switched off
+---@field job table           the settings for tools/faults/job.lua
+---@field begins "new"|"saved" "saved" if life 1 continues from a checkpoint of a run without faults
+---@field off string[]        the kinds of faults that this seed switched off
 ---@field events ps.faults.Event[]
 ---@field lives integer       number of lives with faults
 
--- The number of calls of each door and class of files (src/faults/faults.h), such as `write/save`, by rank, in a life
--- without faults.
+-- Numbers of calls in a life without faults, by rank. A key such as `write/save` names a door and a class of files
+-- (src/faults/faults.h).
 ---@alias ps.faults.Calls table<integer, table<string, integer>>
 
 ---@class ps.faults.Profile
----@field new ps.faults.Calls     calls of a life that begins without a checkpoint
----@field saved ps.faults.Calls   calls of a life that continues from a checkpoint
+---@field new ps.faults.Calls     calls in a life that begins without a checkpoint
+---@field saved ps.faults.Calls   calls in a life that continues from a checkpoint
 
--- Returns Lehmer's generator with Park and Miller's later multiplier. It is small, and no other code shares its state.
--- Successive seeds begin at unrelated states.
+-- Returns a random generator: Lehmer's generator with Park and Miller's later multiplier. It is small, and no other
+-- code shares its state. Successive seeds begin at unrelated states.
 local function random(text)
   local state = tonumber(C.ps_xxh3(text, #text) % 2147483646) + 1
   local function next_number()
@@ -41,17 +41,17 @@ local function random(text)
   function r.int(low, high) return low + math.floor(next_number() * (high - low + 1)) end
   function r.pick(list) return list[r.int(1, #list)] end
   function r.chance(p) return next_number() < p end
-  --- Returns a number from 0 to `most` whose logarithm is uniformly distributed, so that early calls are hit as often
-  --- as late ones.
+  --- Returns a number from 0 to `most`. The logarithm of the number is uniformly distributed, so that early calls are
+  --- hit as often as late calls.
   function r.early(most) return math.floor(math.exp(next_number() * math.log(most + 1))) - 1 end
   return r
 end
 
--- The number of calls of these doors that every life makes. The profile counts file calls exactly. The numbers of
+-- For these doors, a number of calls that every life makes. The profile counts only file calls exactly. The numbers of
 -- socket and thread calls differ between runs, and a plan must not depend on them (most_calls).
 local CALLS = { send = 250, recv = 450, alloc = 1600, clock = 3, ["end"] = 1 }
 
--- The words that follow a lost rank's number (and its place in brackets) in an error.
+-- The words that follow the number of a lost rank in an error. The number can be followed by its place in brackets.
 draw.LOST = { "[^\n]- died:", "[^\n]- failed", "[^\n]- gave up:", "[^\n]- is silent for", "[^\n]- did not ",
   "[^\n]- hung up", "[^\n]- ended", "[^\n]- left", "[^\n]- broke in ", "[^\n]- do not arrive", "[^\n]- has not come",
   " sent nothing within", " took nothing within", "[^\n]- does not answer", "[^\n]- could not connect to",
@@ -63,9 +63,9 @@ for i, verb in ipairs(draw.LOST) do LOST_RANK[i] = "rank %d+" .. verb end
 local WORDS = { EIO = "Input/output error", ENOSPC = "No space left on device", EDQUOT = "Disk quota exceeded",
   EMFILE = "Too many open files", EACCES = "Permission denied", EROFS = "Read%-only file system" }
 
--- The weight of each class of file calls when a plan is drawn, which does not depend on the class's number of calls.
--- Classes that are not listed, such as opening `other` files, have weight 0 because their number of calls differs
--- between runs.
+-- The weight of each class of file calls when a plan is drawn. It does not depend on the number of calls of the class.
+-- Classes that are not listed have weight 0, because their number of calls differs between runs. An example is opening
+-- `other` files.
 local WEIGHTS = { ["read/save"] = 4, ["write/save"] = 4, ["read/chunk"] = 4, ["write/chunk"] = 4, ["map/save"] = 3,
   ["sync/save"] = 2, ["sync/folder"] = 3, ["sync/latest"] = 4, ["sync/index"] = 1, ["rename/save"] = 3,
   ["rename/latest"] = 3, ["rename/index"] = 1, ["write/latest"] = 3, ["write/index"] = 1, ["read/latest"] = 2,
@@ -76,15 +76,16 @@ local NAMES = {}
 for name in pairs(WEIGHTS) do NAMES[#NAMES + 1] = name end
 table.sort(NAMES)
 
--- Rounds a number of calls down to two significant bits: reads ahead of the disk tier vary by a few calls.
+-- Rounds a number of calls down to two significant bits, because the number of reads ahead of the disk tier varies by a
+-- few calls.
 local function rounded(n)
   local unit = 1
   while n >= 4 * unit do unit = unit * 2 end
   return math.floor(n / unit) * unit
 end
 
--- Returns about how many calls of a door that is not one of files a life makes. It follows from the settings and from
--- the exact counts of file calls, so that it is the same in every run.
+-- Returns approximately how many calls of a door a life makes, for doors that are not doors of files. The number
+-- follows from the settings and from the exact numbers of file calls, so it is the same in every run.
 local function most_calls(door, where)
   local job, calls, many = where.job, where.calls, where.job.ranks > 1
   if door == "clock" and not job.config.csv_monitor then return 0 end
@@ -101,7 +102,7 @@ local function most_calls(door, where)
   return files + chunks + waits + (many and CALLS.send + CALLS.recv or 0)
 end
 
--- Returns the classes of files on which a life calls one of `doors` and that match `pattern`.
+-- Returns the classes of files that match `pattern` and on which a life calls one of `doors`.
 local function classes_of(calls, doors, pattern)
   local list, sum = {}, 0
   for _, name in ipairs(NAMES) do
@@ -116,7 +117,7 @@ local function classes_of(calls, doors, pattern)
   return list, sum
 end
 
--- Draws a call number below n: any, or one of the first, or one of the last.
+-- Draws a call number below n. It is any number, one of the first numbers, or one of the last.
 local function call_of(r, n)
   local how = r.next()
   if how < 0.6 then return r.int(0, n - 1) end
@@ -141,9 +142,9 @@ local function text_of(door, nth, count, action)
   return { text = ("%s@%d%s=%s"):format(door, nth, count and count > 1 and "+" .. count or "", action) }
 end
 
--- Returns an event of PS_FAULT_PLAN at a call that the life makes, or nil if it makes none. `where` is { r, job, rank,
--- calls (of the rank) } and `doors` is a list of names. A door of files stands for its classes, with their weights.
--- Other doors have weight 4.
+-- Returns an event of PS_FAULT_PLAN at a call that the life makes. Returns nil if the life makes no such call. `where`
+-- is { r, job, rank, calls (of the rank) } and `doors` is a list of names. A door of files stands for all its classes,
+-- and each class has its own weight. Other doors have weight 4.
 local function at(where, doors, action, count, pattern)
   local r, others, files = where.r, {}, {}
   for _, door in ipairs(doors) do
@@ -167,23 +168,23 @@ local function at(where, doors, action, count, pattern)
   end
 end
 
--- Returns an event as at() does. Draws the door first, so that a door which is listed twice is drawn twice as often.
+-- Returns an event like at(). It draws the door first, so that a door which is listed twice is drawn twice as often.
 local function at_one(where, doors, action, count)
   return at(where, { where.r.pick(doors) }, action, count) or at(where, doors, action, count)
 end
 
 local FILE = { "read", "write", "sync", "rename", "open", "space", "mkdir", "remove", "map" }
--- Where a process ends: at a call of a file, or at any. Power is lost more often at an fsync or a rename, and also
--- after the process has ended. Then everything that the process reported must be true.
+-- The doors at which a process ends: a door of files, or any door. Power is lost more often at an fsync or a rename,
+-- and also after the process has ended. In the last case, everything that the process reported must be true.
 local ENDS = { "any", "any", "any", "write", "sync", "rename", "open", "mkdir", "remove", "read", "map" }
 local POWER = { "end", "end", "sync", "sync", "rename" }
 for _, door in ipairs(ENDS) do POWER[#POWER + 1] = door end
--- The calls that make a checkpoint the newest one, and the first call after them. Between any two of them the folder
--- has a state that is valid only if the order of the calls is right.
+-- The calls that make a checkpoint the newest one, and the first call after them. Between two of these calls, the
+-- folder is valid only if the calls have the right order.
 local COMMITS = { "write/latest", "sync/latest", "sync/latest", "rename/latest", "rename/save", "rename/save",
   "sync/folder", "sync/folder", "rename/index", "remove/save" }
 
--- Returns an event that ends the process. Many of them fall into the moments at which a checkpoint is committed.
+-- Returns an event that ends the process. A large part of these events happens while a checkpoint is being committed.
 local function at_end(where, doors, action)
   local r, made = where.r, {}
   for _, name in ipairs(COMMITS) do if (where.calls[name] or 0) > 0 then made[#made + 1] = name end end
@@ -198,18 +199,24 @@ end
 
 local LINKS = { "send", "recv" }
 
--- Returns an event at a call that moves bytes. Half of them are reads.
+-- Returns an event at a call that moves bytes. Half of these events are at reads.
 local function at_move(where, action, count)
   local others = where.job.ranks > 1 and { "write", "send", "recv" } or { "write" }
   return at(where, { where.r.chance(0.5) and "read" or where.r.pick(others) }, action, count)
 end
 
--- The table. golden: a life with this fault ends as one without. Otherwise it may also end with an error that names the
--- cause: a text that fits one of `causes`, on the rank that had the fault. Other ranks name that rank, or repeat its
--- error. dies: signals by which the rank itself may end; says: what it prints before. everywhere: all ranks have the
--- fault. ranks: needs several ranks. unreadable: the life may skip a checkpoint that it could not read. link: the error
--- also names what the rank was doing. weight: how much more often it is drawn than others. make({ r, job, calls })
--- draws an event, or nil if the life has no such call.
+-- The table of faults. A row has these fields:
+--   golden      A life with this fault must end like a life without faults. If golden is not set, the life may also end
+--               with an error that names the cause. On the rank that had the fault, the error must contain a text that
+--               fits one of `causes`. Other ranks must name that rank or repeat its error.
+--   dies        signals by which the rank itself may end
+--   says        the text that the rank prints before it ends by such a signal
+--   everywhere  all ranks have the fault
+--   ranks       the fault needs several ranks
+--   unreadable  the life may skip a checkpoint that it could not read
+--   link        the error must also name the operation that the rank was performing
+--   weight      how much more often this fault is drawn than others
+--   make        make({ r, job, calls }) draws an event, or returns nil if the life has no such call
 local KINDS = {
   { "eintr", golden = true, weight = 2, make = function(w) return at_move(w, "EINTR", w.r.int(1, 3)) end },
   { "short", golden = true, weight = 2, make = function(w) return at_move(w, "short", w.r.int(1, 20)) end },
@@ -228,7 +235,7 @@ local KINDS = {
   { "hand_over", golden = true, make = function(w)
     return at(w, { "lock", "wait" }, ("delay:%.4f"):format(w.r.next() * 0.01), w.r.int(1, 30))
   end },
-  -- A thread that is late at 200 locks in a row. It finds lost wake-ups.
+  -- A thread that is late at 200 consecutive locks. This fault finds lost wake-ups.
   { "late_thread", golden = true, make = function(w)
     return at(w, { "lock", "wait", "wait" }, ("lag:%.4f"):format(0.0002 + w.r.next() * 0.004))
   end },
@@ -323,7 +330,7 @@ function draw.job(seed, options)
   local config = { optimizer = { type = r.pick { "AdamW", "AdamW", "Adam", "SGD" }, params = { lr = 1e-3 } } }
   local steps = r.int(math.min(3, options.steps), options.steps)
   local job = { ranks = ranks, family = r.pick(FAMILIES), steps = steps, keep = r.int(1, 3), rows = 4,
-    every = r.int(1, math.min(3, math.ceil(steps / 2))),     -- so that the first half of the steps has a checkpoint
+    every = r.int(1, math.min(3, math.ceil(steps / 2))),     -- a checkpoint falls into the first half of the steps
     accumulate = r.pick { 1, 1, 2 }, async = r.chance(0.5), shards = r.chance(0.5), config = config }
   mesh(r, ranks, config, job)
   if job.accumulate > 1 then config.gradient_accumulation_steps = job.accumulate end
@@ -337,7 +344,7 @@ function draw.job(seed, options)
     config.memory = { host = r.pick { "580KiB", "700KiB" }, disk = { limit = "4MiB", checksums = true } }
     config.chunk_size = r.pick { 2048, 4096 }
     config.eviction = r.pick { "plan", "lru" }
-    job.disk_threads = r.pick { 0, 1, 1, 2 }               -- 0: io_uring
+    job.disk_threads = r.pick { 0, 1, 1, 2 }               -- 0 means io_uring
   end
   if scheduled then
     config.scheduler = { type = "WarmupLR", params = { warmup_max_lr = 1e-3, warmup_num_steps = 20 } }
@@ -350,8 +357,8 @@ local ON = 0.6                                             -- fraction of the ki
 
 local TIER_FAILS = 0.4        -- fraction of the seeds that enable this kind, if their job has a disk tier
 
--- Returns an error of the disk tier and its kind. The kinds' own events seldom occur there, since most classes of files
--- are those of checkpoints.
+-- Returns an error of the disk tier, and the kind of the error. Without this function such errors would be rare,
+-- because most classes of files belong to checkpoints.
 local function tier_error(where)
   local r = where.r
   local kind, count = r.pick { "eio", "full" }, r.pick { 1, 1, 2, 1000000 }
@@ -361,11 +368,11 @@ end
 
 --- Draws the plan of a seed.
 ---@param seed integer
----@param job table of draw.job
+---@param job table the result of draw.job
 ---@param profile ps.faults.Profile
 ---@return ps.faults.Plan
 function draw.plan(seed, job, profile)
-  local r = random(("plan %d"):format(seed))             -- .. would round seeds from 1e14 on
+  local r = random(("plan %d"):format(seed))             -- the operator .. would round seeds of 1e14 and more
   local plan = { seed = seed, job = job, off = {}, events = {}, lives = r.pick { 1, 1, 2 },
     begins = r.pick { "new", "saved" } }
   local on, soft, late = {}, {}, false
@@ -390,14 +397,14 @@ function draw.plan(seed, job, profile)
     for _ = 1, #soft > 0 and r.int(1, 4) or 0 do add(life, r.pick(soft)) end
     -- Threads of the disk tier wait for each other at every chunk.
     if late and (job.disk_threads or 0) > 0 then add(life, KINDS.late_thread) end
-    -- A life that ends well has no steps left for the next one.
+    -- A life that completes the job has no steps left for the next life.
     local left, tries = #on > 0 and r.pick(life < plan.lives and { 1, 1, 2 } or { 0, 0, 1, 1, 1, 2, 3 }) or 0, 0
-    while left > 0 and tries < 10 do                      -- a life might have no call for a kind
+    while left > 0 and tries < 10 do                      -- a life might make no call that a kind needs
       if add(life, r.pick(on)) then left = left - 1 end
       tries = tries + 1
     end
   end
-  -- A generator of its own, so that the events above do not depend on this one.
+  -- This generator is separate, so that the events above do not depend on it.
   local own = random(("tier %d"):format(seed))
   local life, rank = own.int(1, plan.lives), own.int(0, job.ranks - 1)
   local kind, event = tier_error { r = own, job = job, calls = profile[life > 1 and "saved" or plan.begins][rank] }
@@ -420,9 +427,9 @@ function draw.text(plan, life)
   return table.concat(words, " ")
 end
 
---- Returns the settings that determine a job's results. Budgets, tiers and checkpoints change no bits, so jobs that
---- differ only in them share a golden run. The chunk size changes the order of sums in ZeRO levels 2 and 3 with
---- accumulation.
+--- Returns the settings that determine the results of a job. Budgets, tiers and checkpoints do not change the results.
+--- Jobs that differ only in these settings share a golden run. The chunk size is among the settings that are returned,
+--- because it changes the order of sums in ZeRO levels 2 and 3 with accumulation.
 ---@param job table
 ---@return string key
 ---@return table the settings of the golden run
@@ -464,7 +471,8 @@ function draw.events(plan)
   return #words > 0 and table.concat(words, " ") or draw.NO_EVENTS
 end
 
--- Maps the name of an action to its kind. An action with an errno belongs to the kind that allows the errno.
+-- Maps the name of an action to the action's kind. If the action has an errno, it belongs to the kind that allows this
+-- errno.
 local OF_ACTION = { EINTR = "eintr", short = "short", delay = "slow", drip = "drip", spurious = "spurious",
   reorder = "reorder", lag = "late_thread",
   jump = "jump", stop = "stop", ENOSPC = "full", EDQUOT = "full", EMFILE = "refused", EACCES = "refused",
@@ -472,7 +480,7 @@ local OF_ACTION = { EINTR = "eintr", short = "short", delay = "slow", drip = "dr
   ECONNREFUSED = "unreachable", ECONNABORTED = "unreachable", kill = "kill", signal = "signal", power = "power",
   power_all = "power_all", cut = "cut" }
 
---- Returns the kind of an event that a user wrote, or nil if there is none.
+--- Returns the kind of an event that a user wrote, or nil if no kind fits.
 ---@param text string
 ---@return string?
 function draw.kind_of(text)

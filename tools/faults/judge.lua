@@ -1,14 +1,14 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Decides from the outside what the lives of a run were: golden, named, or wrong. It reads what processes printed,
--- how they ended, the job's log and the faults that happened (tools/faults/run.lua), and the table of
--- tools/faults/draw.lua.
+-- Decides from the outside how the lives of a run ended: golden, named, or wrong. The judge reads the output of the
+-- processes, how they ended, the log of the job, and the faults that happened (tools/faults/run.lua). It compares them
+-- with the table of tools/faults/draw.lua.
 local draw = require "tools.faults.draw"
 local run = require "tools.faults.run"
 
 local judge = {}
 
--- Returns the kinds of the faults that happened since line `from` of the fault log and that can end a life, indexed by
--- rank.
+-- Returns the kinds of faults that can end a life, for the faults that have happened since line `from` of the fault
+-- log. The kinds are indexed by rank.
 local function happened(plan, life, list, from)
   local by_rank, all = {}, {}
   local function add(rank, kind)
@@ -37,7 +37,7 @@ local function happened(plan, life, list, from)
   return by_rank, all
 end
 
--- The words of errors for the operations that ranks perform.
+-- The words by which errors name the operations that ranks perform.
 local OPERATIONS = { "%l[%l_]+, call %d+ of rank", "stripe %d+, call %d+ of rank", "%l[%l ]+, call %d+:",
   "%(call %d+%)", "%l[%l_]+ %u of micro%-batch", "waiting [%d.]+ s for", "telling the other ranks",
   "joining the other ranks", "connecting to the watch", "connect to the others", "in forward", "in backward",
@@ -50,7 +50,8 @@ local function has_any(text, patterns)
   end
 end
 
--- Returns the line that names a cause which one of the kinds allows. A fault of a link must be named with an operation.
+-- Returns the line that names a cause. One of the kinds must allow the cause. If the fault is one of a link, the line
+-- must also name an operation.
 local function fits(text, kinds)
   for _, kind in ipairs(kinds) do
     local found = has_any(text, kind.causes or {})
@@ -58,18 +59,18 @@ local function fits(text, kinds)
   end
 end
 
--- Returns the line that contains the reason why a process ended: its last one that names the program.
+-- Returns the line that contains the reason why a process ended. It is the last line that names the program.
 local function last_words(text)
   local words = text:match "([^\n]+)\n*$" or ""
   for line in text:gmatch "psluajit[%w_]*: ([^\n]+)" do words = line end
   return (words:gsub("^%c*", ""):sub(1, 240))
 end
 
--- The words of errors that depend on how fast the machine is.
+-- The words of errors that depend on the speed of the machine.
 local TIMES = { "is silent for", "within [%d.]+ s", "waiting [%d.]+ s", "does not answer", "gave up" }
 
--- Returns how a process ended: nil if it succeeded, else "named" or "wrong" and the reason, and whether it could have
--- ended otherwise on a faster machine.
+-- Returns how a process ended. If it succeeded, returns nil. Otherwise returns "named" or "wrong", the reason, and true
+-- if the process could have ended in another way on a faster machine.
 local function ending(process, by_rank, all)
   local own = by_rank[process.rank] or {}
   local who = ("rank %d%s"):format(process.rank, process.twin and " (its twin)" or "")
@@ -87,7 +88,8 @@ local function ending(process, by_rank, all)
   end
   if process.code == 0 then return nil end
   local cause = fits(process.text, own) or fits(process.text, all)
-  -- A rank without a fault names the rank with the fault, and says what it was doing itself.
+  -- A rank without a fault must name the rank that had the fault. It must also name the operation that it was
+  -- performing itself.
   if not cause and #all > 0 and has_any(process.text, OPERATIONS) then
     for rank in pairs(by_rank) do
       for _, verb in ipairs(draw.LOST) do cause = cause or has_any(process.text, { "rank " .. rank .. verb }) end
@@ -98,8 +100,9 @@ local function ending(process, by_rank, all)
     last_words(process.text)), has_any(process.text, TIMES) ~= nil
 end
 
--- Returns the last of these times, if a process ended badly: the last fault, the continuation of a stopped rank, and
--- the first end of a process. All processes must end some seconds later.
+-- Returns when a life failed, or nil if no process failed. The time is the latest of three times: the last fault, the
+-- last continuation of a stopped rank, and the first end of a process. All processes must end within a few seconds
+-- after it.
 local function failed_at(processes, list)
   local first, last, failed = math.huge, 0, false
   for _, process in ipairs(processes) do
@@ -111,8 +114,9 @@ local function failed_at(processes, list)
   return failed and first < math.huge and math.max(first, last) or nil
 end
 
--- Checks that parameters have the golden run's values. The chunk size determines which rank has which parameters, so
--- all ranks' values are in one table, except that tensor parallelism gives each rank its own shard.
+-- Checks that parameters have the values of the golden run. The chunk size determines which rank has which parameters.
+-- Hence the values of all ranks are in one table. An exception is tensor parallelism, where each rank has its own shard
+-- of a parameter.
 local function check_step(line, job, golden)
   local want = golden[line.rank .. " " .. line.step]
   if not want then return ("rank %d reports step %d, which does not exist"):format(line.rank, line.step) end
@@ -125,7 +129,8 @@ local function check_step(line, job, golden)
   if line[2] ~= want.rows then return ("rank %d read other rows in step %d"):format(line.rank, line.step) end
 end
 
--- Returns the step of the nth newest of the kept checkpoints that were reported complete, or 0.
+-- Considers only the checkpoints that were reported complete and are kept. Returns the step of the nth newest of them,
+-- or 0 if there is no such checkpoint.
 local function complete(state, nth, keep)
   local steps = {}
   for step in pairs(state.complete) do steps[#steps + 1] = step end
@@ -133,8 +138,9 @@ local function complete(state, nth, keep)
   return nth <= keep and steps[nth] or 0
 end
 
--- Checks where a life began. It must not begin before the last checkpoint that was reported complete, unless a fault of
--- this life made that checkpoint unreadable. If checkpoints were unreadable, it must begin at the newest of the others.
+-- Checks the step at which a life began. It must not be before the last checkpoint that was reported complete, unless a
+-- fault of this life made this checkpoint unreadable. If checkpoints were unreadable, the life must begin at the newest
+-- of the other checkpoints.
 local function check_begin(line, state, unreadable, keep)
   local skipped = tonumber(line[1]) or 0
   if skipped > 0 and not unreadable then return ("%d checkpoints were damaged"):format(skipped) end
@@ -145,7 +151,8 @@ local function check_begin(line, state, unreadable, keep)
   end
 end
 
--- Compares the log of a life with the golden run's log. `state` contains the facts known from earlier lives.
+-- Compares the log of a life with the log of the golden run. `state` contains the facts that are known from earlier
+-- lives.
 local function check_log(log, job, life, golden, state, unreadable)
   local first
   for _, line in ipairs(log) do
@@ -174,8 +181,8 @@ local function check_log(log, job, life, golden, state, unreadable)
   end
 end
 
---- Returns the golden run's log: { values, rows } by "RANK STEP", and the values of all ranks by step. Values are
---- indexed by parameter. The run must have read each row once per epoch.
+--- Returns the log of the golden run. "RANK STEP" maps to { values, rows }, and a step maps to the values of all ranks.
+--- Values are indexed by the name of the parameter. The run must have read each row once per epoch.
 ---@param log table[]
 ---@param job table
 ---@return table
@@ -204,14 +211,15 @@ end
 ---@class ps.faults.Verdict
 ---@field outcome "golden"|"named"|"WRONG"
 ---@field why? string
----@field timed? boolean     a WRONG that a faster machine might not have
+---@field timed? boolean     true if the outcome is WRONG and could be different on a faster machine
 
---- Returns what the judge knows before the first life, and then passes from life to life. complete: the steps of the
---- checkpoints that were reported complete. seen: "RANK STEP" of steps that were reported. faults: number of faults.
+--- Returns the state of the judge before the first life. The judge passes it from life to life. complete: the steps of
+--- the checkpoints that were reported complete. seen: "RANK STEP" for each step that was reported. faults: the number
+--- of faults.
 ---@return {complete: table<integer, true>, seen: table<string, true>, faults: integer}
 function judge.state() return { complete = {}, seen = {}, faults = 0 } end
 
--- Returns a problem if a rank said that it succeeded, but did not come to the end of its script.
+-- Returns a problem if a rank reported success but did not reach the end of its script.
 local function check_ends(log, job, life, processes)
   local ended = {}
   for _, line in ipairs(log) do
@@ -227,7 +235,8 @@ local function check_ends(log, job, life, processes)
   end
 end
 
---- Judges one life. `resumes` is true if it had no faults, so that it must succeed. `state` is that of judge.state.
+--- Judges one life. `resumes` is true if the life had no faults and must therefore succeed. `state` is the table that
+--- judge.state returned.
 ---@param spec table
 ---@param plan ps.faults.Plan
 ---@param life integer
@@ -265,9 +274,9 @@ function judge.life(spec, plan, life, processes, golden, state, resumes)
   return { outcome = outcome, why = why }
 end
 
---- Checks for missing steps and leftover files after all lives. Returns what is wrong, or nil. The next save removes
---- what a killed save left, so leftovers of that kind are allowed if the last life saved nothing. `shm` has the names
---- that were in /dev/shm before.
+--- Checks for missing steps and leftover files after all lives. Returns what is wrong, or nil if nothing is wrong. If a
+--- save was killed, the next save removes its leftovers. Such leftovers are therefore allowed if the last life saved
+--- nothing. `shm` contains the names that were in /dev/shm before the run.
 ---@param spec table
 ---@param state table
 ---@param shm table<string, boolean>

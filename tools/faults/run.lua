@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Runs the lives of a job: starts its ranks, stops, continues and ends them, and returns what the outside saw.
--- Functions that wait yield, so that several jobs run at once.
+-- Runs the lives of a job. It starts the ranks, stops, continues and ends them, and returns what can be observed from
+-- the outside. Functions that wait yield, so that several jobs run at the same time.
 local ffi = require "ffi"
 local json = require "cjson"
 local lfs = require "lfs"
@@ -14,8 +14,8 @@ local paths = require "ps.paths"
 
 local run = {}
 
-local SHORT_S = 3                                          -- stops up to this long end before the heartbeat does
-local CONTINUED_S = 0.3                                    -- if the log does not say how long
+local SHORT_S = 3                                          -- stops of up to this duration end before the heartbeat does
+local CONTINUED_S = 0.3                                    -- duration of a stop if the log does not say it
 
 ffi.cdef "int prctl(int option, ...);"
 local PR_SET_PDEATHSIG = 1
@@ -44,9 +44,10 @@ local function write(path, text)
 end
 run.write = write
 
-local OLDER_S = 300                                        -- longest time that one build takes
+local OLDER_S = 300                                        -- the longest time that a build takes
 
---- Returns the path of psluajit_faults next to psluajit, or nil and the reason if there is none from the same build.
+--- Returns the path of psluajit_faults, which must be next to psluajit and from the same build. If there is no such
+--- program, returns nil and the reason.
 ---@return string?
 ---@return string? why
 function run.program()
@@ -62,18 +63,18 @@ end
 
 ---@class ps.faults.Process
 ---@field rank integer
----@field twin boolean        whether it is the second process of a rank
+---@field twin boolean        true if it is the second process of a rank
 ---@field pid integer
 ---@field out string          path of the process's output
 ---@field code? integer       exit code, or nil
 ---@field signal? integer     the signal that ended it, or nil
----@field hung? string        "calm" if it had to be killed, "busy" if that was because the machine was too busy
----@field over? number        when it ended, by run.now
----@field continued? number   when it was last continued after a stop
----@field starves? boolean    whether it lately lacked one
----@field starved_s number     how long it lacked a processor
+---@field hung? string        "calm" if it had to be killed; "busy" if it had to be killed because the machine was busy
+---@field over? number        time at which it ended, by run.now
+---@field continued? number   time at which it was last continued after a stop, by run.now
+---@field starves? boolean    true if it recently lacked a processor
+---@field starved_s number     for how many seconds it lacked a processor
 
-local running = {}                                         -- process ids of all lives that run
+local running = {}                                         -- ids of the processes of all lives that are running
 
 -- Starts one rank.
 local function start(spec, life, rank, twin)
@@ -107,8 +108,8 @@ local function start(spec, life, rank, twin)
   unistd._exit(127)
 end
 
---- Returns how long an event stop:SECONDS stops a rank: short stops are as short on any machine, and long ones are
---- longer than the heartbeat.
+--- Returns for how many seconds the event stop:SECONDS stops a rank. Short stops are equally short on every machine.
+--- Long stops are longer than the heartbeat.
 ---@param seconds number
 ---@param job table
 ---@return number
@@ -116,7 +117,7 @@ function run.stopped(seconds, job)
   return seconds > SHORT_S and seconds * (job.patience_s or 1) or seconds
 end
 
--- Returns how long a rank that has just stopped itself stays stopped.
+-- Returns for how many seconds a rank that has just stopped itself must stay stopped.
 local function stop_seconds(spec, rank)
   local seconds = CONTINUED_S
   local pattern = ("\n?%d [%%d.]+ event [^ ]*=stop:([%%d.]+) "):format(rank)
@@ -127,10 +128,12 @@ local function stop_seconds(spec, rank)
 end
 
 local LOOKS_S = 0.25
-local BUSY = 10                                            -- factor of the limit of a life in which one starves
+local BUSY = 10                                            -- factor of a life's time limit if one of its processes
+                                                           -- starves
 
--- A sample of a process's threads: seconds of processor time, seconds in which they were ready to run and had no
--- processor (which the system counts when they get one), and whether one is ready to run or waits for a disk.
+-- A sample of the threads of a process. ran: seconds of processor time. waited: seconds in which threads were ready to
+-- run and had no processor. The system counts these seconds when a thread gets a processor. ready: true if a thread is
+-- ready to run or waits for a disk.
 ---@alias ps.faults.Sample {ran: number, waited: number, ready: boolean}
 
 local function sample(pid)
@@ -144,17 +147,17 @@ local function sample(pid)
   return s
 end
 
---- Returns whether a process lacked a processor between two samples.
+--- Returns true if a process lacked a processor between two samples.
 ---@param before ps.faults.Sample
 ---@param after ps.faults.Sample
----@param seconds number between the samples
+---@param seconds number time between the samples
 ---@return boolean
 function run.starved(before, after, seconds)
   return after.waited - before.waited > 0.1 * seconds
     or before.ready and after.ready and after.ran - before.ran < 0.5 * seconds
 end
 
--- Records what happened to a process since the last call.
+-- Records the events of a process since the last call.
 local function look(process, spec)
   local now = run.now()
   if now >= process.looked + LOOKS_S then
@@ -185,14 +188,15 @@ end
 function run.life(spec, life, events)
   local job, began = spec.job, run.now()
   local starts, processes = {}, {}
-  local calm_s, looked = 0, began                          -- for how long no process starved
+  local calm_s, looked = 0, began                          -- calm_s: for how many seconds no process has starved
   for rank = 0, job.ranks - 1 do starts[#starts + 1] = { rank = rank, at = began } end
   for _, event in ipairs(events) do
     if event.kind == "late" then starts[event.rank + 1].at = began + event.seconds end
     if event.kind == "twice" then starts[#starts + 1] = { rank = event.rank, at = began, twin = true } end
   end
   os.remove(spec.folder .. "/rendezvous")
-  os.remove(spec.folder .. ".faults.power")                -- the power that the life before lost (src/faults/plan.c)
+  os.remove(spec.folder .. ".faults.power")                -- a record of the power that the previous life lost
+                                                           -- (src/faults/plan.c)
   repeat
     local left = 0
     for _, s in ipairs(starts) do
@@ -219,14 +223,16 @@ function run.life(spec, life, events)
     local now = run.now()
     calm_s, looked = calm_s + (starves and 0 or now - looked), now
     if left > 0 and left == stopped and #processes > left then
-      for _, process in ipairs(processes) do process.continues = process.continues and 0 end  -- the others have ended
+      -- the other processes have ended
+      for _, process in ipairs(processes) do process.continues = process.continues and 0 end
     end
     if left > 0 then coroutine.yield() end
   until left == 0
   for _, process in ipairs(processes) do
     process.text = read(process.out)
     process.seconds = process.over - began
-    if signal.kill(-process.pid, 0) == 0 then              -- a child process outlived it
+    if signal.kill(-process.pid, 0) == 0 then              -- a child process is still running after the process itself
+                                                           -- ended
       process.orphans = true
       signal.kill(-process.pid, signal.SIGKILL)
     end
@@ -244,7 +250,7 @@ function run.stop()
   end
 end
 
---- Returns the lines of the job's log as { rank, life, what, step, ... }.
+--- Returns the lines of the job's log, each as { rank, life, what, step, ... }.
 ---@param folder string
 ---@return table[]
 function run.log(folder)
@@ -258,9 +264,9 @@ function run.log(folder)
   return list
 end
 
---- Returns the faults that happened in all lives so far.
+--- Returns the faults that have happened in all lives.
 ---@param folder string
----@return {rank: integer, at: number, text: string}[] at: when, by run.now
+---@return {rank: integer, at: number, text: string}[] at: time of the fault, by run.now
 function run.happened(folder)
   local list = {}
   for rank, at, text in read(folder .. ".faults"):gmatch "(%d+) ([%d.]+) event ([^\n]*)\n" do
@@ -269,7 +275,7 @@ function run.happened(folder)
   return list
 end
 
---- Returns the paths that ranks made outside the job's folder and did not remove, except the job's log.
+--- Returns the paths that ranks created outside the job's folder and did not remove. The log of the job is excluded.
 ---@param folder string
 ---@return string[]
 function run.outside(folder)
@@ -280,7 +286,7 @@ function run.outside(folder)
   return list
 end
 
---- Returns the numbers of calls of the last life, which must have ended well.
+--- Returns the numbers of calls in the last life. The last life must have succeeded.
 ---@param folder string
 ---@return ps.faults.Calls
 function run.calls(folder)
@@ -293,7 +299,8 @@ function run.calls(folder)
   return all
 end
 
--- Runs a command, in which %s stands for the paths. os.execute would ignore Ctrl-C until the command ends.
+-- Runs a command. Each %s in the text is replaced by a path. os.execute is not used, because it would ignore Ctrl-C
+-- until the command ends.
 local function shell(text, ...)
   local words = { ... }
   for i, word in ipairs(words) do words[i] = "'" .. word:gsub("'", "'\\''") .. "'" end
@@ -304,7 +311,8 @@ end
 ---@param path string
 function run.remove(path) shell("rm -rf %s", path) end
 
---- Creates the folder of a job and its settings. The logs are next to the folder, so that faults do not affect them.
+--- Creates the folder of a job, and writes the job's settings. The logs are next to the folder and not in it, so that
+--- faults do not affect them.
 ---@param spec table
 function run.prepare(spec)
   run.clean(spec.folder)
@@ -312,13 +320,13 @@ function run.prepare(spec)
   run.settings(spec)
 end
 
---- Writes the settings of a job, which its next life reads.
+--- Writes the settings of a job. The next life of the job reads them.
 ---@param spec table
 function run.settings(spec) write(spec.folder .. ".json", json.encode(spec.job)) end
 
---- Copies the checkpoints of a job to another one's folder.
----@param from string the first job's folder
----@param to string the other's
+--- Copies the checkpoints of a job to the folder of another job.
+---@param from string folder of the first job
+---@param to string folder of the second job
 function run.copy(from, to)
   if lfs.attributes(from .. "/run", "mode") then shell("cp -a %s/run %s/run", from, to) end
 end

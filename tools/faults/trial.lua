@@ -1,6 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Runs plans: the lives of a job under faults, a last life without any, and the judgement. It first makes the runs
--- without faults that a plan needs: the golden run of its job, and the job's profile. Functions that wait yield.
+-- Runs plans. A plan consists of the lives of a job under faults, a last life without faults, and the judgement. First
+-- the runs without faults that a plan needs are made: the golden run of its job, and the job's profile. Functions that
+-- wait yield.
 local json = require "cjson"
 local stdlib = require "posix.stdlib"
 local copied = require "ps.core.copied"
@@ -10,14 +11,14 @@ local draw = require "tools.faults.draw"
 local judge = require "tools.faults.judge"
 local run = require "tools.faults.run"
 
--- A rank sends a beat each 0.6 s, is lost after 3 s of silence, and waits for others for 5 s at most. So all processes
--- of a failed life end within 10 s.
+-- A rank sends a heartbeat every 0.6 s. It counts as lost after 3 s of silence. Other ranks wait at most 5 s for it.
+-- Hence all processes of a failed life end within 10 s.
 local HEARTBEAT_S, TIMEOUT_S, ENDS_S, LIMIT_S = 3, 5, 10, 30
-local CALM = 10                                            -- least patience of runs without faults
--- A verdict that depends on time counts only if no process lacked a processor for longer than this. Otherwise the plan
--- is repeated with more patience.
+local CALM = 10                                            -- minimum patience for runs without faults
+-- A verdict that depends on time counts only if no process lacked a processor for longer than STARVED_S. Otherwise the
+-- plan is repeated with more patience.
 local STARVED_S, REPEATS, MORE, MOST = 0.5, 3, 3, 60
-local TEXT_BYTES = 6000                                    -- of the training text
+local TEXT_BYTES = 6000                                    -- size of the training text in bytes
 
 local trial = {}
 
@@ -25,16 +26,16 @@ local Trials = {}
 Trials.__index = Trials
 
 ---@class ps.faults.Trials
----@field root string         folder of all files of the trials
----@field patience number     factor of all limits of time, at least that of the caller
----@field repeated integer    number of plans that were repeated with more patience
----@field exe string          path of psluajit_faults
+---@field root string         the folder of all files of the trials
+---@field patience number     the factor of all time limits; at least the patience that the caller gave
+---@field repeated integer    the number of plans that were repeated with more patience
+---@field exe string          the path of psluajit_faults
 
 --- Makes the folder of all trials and the text that jobs train on.
----@param exe string the program psluajit_faults
----@param patience number by which times are longer than on a machine with nothing else to do
+---@param exe string path of the program psluajit_faults
+---@param patience number factor of all times, relative to a machine that does nothing else
 ---@return ps.faults.Trials?
----@return string? why the folder or its text cannot be written
+---@return string? why the reason why the folder or its text cannot be written
 function trial.new(exe, patience)
   local above = resolved(os.getenv "TMPDIR" or "/tmp")     -- faults.h compares absolute paths
   local root, why = stdlib.mkdtemp(above .. "/psluajit-faults-XXXXXX")
@@ -55,7 +56,7 @@ function trial.new(exe, patience)
     goldens = {}, profiles = {}, made = 0 }, Trials)
 end
 
--- Returns what run.life needs. patience: nil for runs without faults, which nothing judges by their time.
+-- Returns the table that run.life needs. patience is nil for runs without faults, because nothing judges their time.
 function Trials:spec(job, name, exe, patience)
   patience = patience or math.max(self.patience, CALM)
   job.text, job.limit_s = self.root .. "/text", math.ceil(LIMIT_S * (job.ranks > 1 and patience or self.least))
@@ -64,11 +65,12 @@ function Trials:spec(job, name, exe, patience)
   return { exe = exe, script = paths.root .. "/tools/faults/job.lua", job = job, folder = self.root .. "/" .. name }
 end
 
--- The error of a job that fails without faults. Its field `alone` is the text.
+-- The error for a job that fails without faults. Its field `alone` contains the text.
 local Failed = { __tostring = function(e) return e.alone end }
 local function fails_alone(text, ...) error(setmetatable({ alone = text:format(...) }, Failed), 0) end
 
--- Returns the value for a key. `fn` makes it once, and other callers that need it wait.
+-- Returns the value for a key. If there is no value yet, calls `fn` to make it. `fn` is called only once. Other callers
+-- that need the value wait.
 local function once(list, key, fn)
   while list[key] == "made" do coroutine.yield() end
   if not list[key] then
@@ -101,9 +103,10 @@ function Trials:golden(job)
   end)
 end
 
---- Returns the profile of a job: `new` and `saved` are the numbers of calls of two lives without faults. The first life
---- has half the steps, and the second continues from its checkpoint. Both must have the golden run's results. `folder`
---- has the checkpoints of the first life, whose steps are `complete`, the last of which `step` is the newest.
+--- Returns the profile of a job. `new` and `saved` are the numbers of calls in two lives without faults. The first life
+--- has half of the steps. The second life continues from the first life's checkpoint. Both lives must have the results
+--- of the golden run. `folder` contains the checkpoints of the first life. `complete` contains the steps of these
+--- checkpoints, and `step` is the newest of them.
 ---@param job table
 ---@return ps.faults.Profile
 function Trials:profile(job)
@@ -145,7 +148,7 @@ function Trials:plan(seed, options)
   return draw.plan(seed, job, self:profile(job))
 end
 
--- Fills the folder of a plan with the checkpoints that life 1 begins with. Returns what the judge then knows.
+-- Fills the folder of a plan with the checkpoints from which life 1 begins. Returns what the judge then knows.
 function Trials:begin(plan, spec)
   run.prepare(spec)
   local state = judge.state()
@@ -159,14 +162,14 @@ function Trials:begin(plan, spec)
   return state
 end
 
--- Runs a plan in a folder `name`, which stays.
+-- Runs a plan in a folder `name`. The folder is not removed.
 ---@param plan ps.faults.Plan
 ---@param name string
 ---@param patience number
----@return ps.faults.Verdict verdict with `faults`, the number that happened, and `ended_s`, the longest time between
--- a failure and the end of all processes, and `starved_s`, the longest time that one lacked a processor
----@return ps.faults.Process[][] processes of its lives
----@return table spec of run.life
+---@return ps.faults.Verdict verdict also has `faults`, the number of faults that happened, `ended_s`, the longest time
+-- between a failure and the end of all processes, and `starved_s`, the longest time that a process lacked a processor
+---@return ps.faults.Process[][] processes the processes of each life
+---@return table spec the table for run.life
 function Trials:attempt(plan, name, patience)
   local golden, all = self:golden(plan.job), {}
   local spec = self:spec(plan.job, name, self.exe, patience)
@@ -195,13 +198,13 @@ function Trials:attempt(plan, name, patience)
   return verdict, all, spec
 end
 
---- Runs a plan in a folder `name`, which stays. Repeats it with more patience if the machine was too busy for a
---- verdict.
+--- Runs a plan in a folder `name`. The folder is not removed. If the machine was too busy for a verdict, the plan is
+--- repeated with more patience.
 ---@param plan ps.faults.Plan
 ---@param name string
 ---@return ps.faults.Verdict verdict
----@return ps.faults.Process[][] processes of its lives
----@return table spec of run.life
+---@return ps.faults.Process[][] processes the processes of each life
+---@return table spec the table for run.life
 function Trials:perform(plan, name)
   for i = 0, REPEATS do
     local patience = self.patience
@@ -215,7 +218,7 @@ function Trials:perform(plan, name)
   end
 end
 
---- Returns the shortest plan that is still WRONG, by removing events one at a time.
+--- Returns the shortest plan that is still WRONG. It is found by removing events one at a time.
 ---@param plan ps.faults.Plan
 ---@param name string
 ---@return ps.faults.Plan

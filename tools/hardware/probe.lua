@@ -1,13 +1,13 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- psluajit tools/hardware/probe.lua [--device cuda] > tools/hardware/NAME.lua: measures this machine and prints its
--- table for plans (planning/hardware.lua). With --disk FOLDER it also measures the disk of that folder.
+-- table for plans (planning/hardware.lua). With --disk FOLDER, the tool also measures the disk of that folder.
 local ps = require "ps"
 local argparse = require "argparse"
 local command_line = require "ps.core.command_line"
 local speeds = require "ps.profile.speeds"
 local C = ps.C
 
-local DISK_NBYTES = 2 ^ 29      -- number of bytes with which the disk is measured
+local DISK_NBYTES = 2 ^ 29      -- number of bytes that are written and read to measure the disk
 local SIZES = { side = 2048, nbytes = 2 ^ 27, dtypes = { "bf16", "fp16", "fp32" } }
 
 local parser = argparse("psluajit hardware/probe.lua", "Measures this machine for plans.")
@@ -15,8 +15,8 @@ parser:option("--device", "cpu, or cuda for a GPU", "cpu")
 parser:option("--disk", "a folder whose disk is measured with a file of 1 GiB")
 local args = command_line.parse(parser)
 
--- Returns the bytes per second that the disk tier reads and writes in a folder, bypassing the page cache if the file
--- system allows it.
+-- Returns the number of bytes per second that the disk tier reads and writes in a folder. The disk tier bypasses the
+-- page cache if the file system allows it.
 local function disk(folder)
   local model = ps.initialize { quiet = true, model_func = function() return ps.nn.Linear(1, 1) end,
     config = { device = "cpu", plan_print = false, memory = { disk = { path = folder, limit = 2 * DISK_NBYTES } } } }

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Definitions for editors: the public functions as LuaLS and EmmyLua read them, without bodies. tools/api_doc.lua calls
--- put for each function, and text at the end.
+-- Definitions for editors. They describe the public functions in the form that LuaLS and EmmyLua read, without function
+-- bodies. tools/api_doc.lua calls put for each function, and text at the end.
 local annotations = require "ps.prompt.annotations"
 local wrap = require "ps.core.wrap"
 
@@ -8,8 +8,8 @@ local entry = {}
 
 local LINE = 120
 
--- The class of the objects for which a prefix in docs/api.md stands. Two prefixes occur in several sections, so their
--- classes also depend on the section (see `class_of`).
+-- Maps a prefix in docs/api.md to the class of the objects for which the prefix stands. Two prefixes occur in several
+-- sections, so their classes also depend on the section (see `class_of`).
 local CLASSES = { ["ps."] = "ps", ["t:"] = "ps.Tensor", ["F."] = "ps.functional", ["module:"] = "ps.nn.Module",
   ["scaler:"] = "ps.LossScaler", ["schedule:"] = "ps.Schedule", ["tokens:"] = "ps.Tokens", ["loader:"] = "ps.Loader",
   ["tokenizer:"] = "ps.Tokenizer", ["tok:"] = "ps.TextTokenizer", ["display:"] = "ps.Progress",
@@ -25,36 +25,38 @@ local OPERATORS = { "add", "sub", "mul", "div", "pow" }
 local functions, order, seen, made = {}, {}, {}, {}
 local section, shared = "", {}
 
---- Sets the section that contains the next functions.
+--- Sets the section to which the next functions belong.
 ---@param title string
 function entry.section(title) section = title end
 
--- Returns the class for a prefix, "nn." or "optimizer:", and whether its functions are methods.
+-- Returns the class for a prefix such as "nn." or "optimizer:". Also returns true if the functions with this prefix are
+-- methods.
 local function class_of(prefix)
   if prefix == "optimizer:" then
     return section == "The engine" and "ps.EngineOptimizer" or "ps.Optimizer", true
   elseif prefix == "model:" then return section == "The engine" and "ps.Engine" or "ps.pretrained.Model", true
   elseif prefix == "file:" then
-    return "ps.SafeTensors", true                          -- the second is ps.TorchFile, see put
+    return "ps.SafeTensors", true                          -- the second section with this prefix is ps.TorchFile, see
+                                                           -- put
   elseif CLASSES[prefix] then return CLASSES[prefix], prefix:find ":$" ~= nil end
   return "ps." .. prefix:gsub("%.$", ""), false
 end
 
 local KEYWORDS = { ["end"] = true, ["in"] = true, ["function"] = true, ["repeat"] = true, ["not"] = true }
 
--- Returns a tag on one line. A type can be followed by any text after "#".
+-- Returns a tag on one line. In a tag, any text after "#" can follow a type.
 local function tag(name, rest)
   return ("---@%s %s"):format(name, (rest:gsub("%s+", " "):gsub("[ #]+$", "")))
 end
 
---- Records methods of tensors that are also functions of `ps`.
+--- Records the methods of tensors that are also functions of `ps`.
 ---@param names string[]
 function entry.shared(names) shared = names end
 
 --- Records a function.
 ---@param prefix string for example "t:" or "ps.nn."
 ---@param name string
----@param names string[] the function's parameters
+---@param names string[] the names of the function's parameters
 ---@param about Described
 ---@param text string
 ---@param class? string the class of the objects that the function creates
@@ -98,11 +100,11 @@ local function fields_of(class)
   return lines
 end
 
--- Returns the variable for a class. For example, "ps.nn.init" is ps_nn_init.
+-- Returns the name of the variable for a class. For example, the variable for "ps.nn.init" is ps_nn_init.
 local function variable_of(class) return (class:gsub("%.", "_")) end
 
 --- Returns the text of the whole file.
----@param named table<string, DescribedClass> the classes that occur in types, and their fields
+---@param named table<string, DescribedClass> the classes that types name, and their fields
 ---@return string
 function entry.text(named)
   local out = { "---@meta", "-- Written by `psluajit definitions`; do not edit.", "" }
@@ -115,8 +117,8 @@ function entry.text(named)
     for _, line in ipairs(fields or {}) do put(line) end
   end
   local function fields_by_name(class) return named[class] and fields_of(named[class]) or {} end
-  -- Tables of functions are fields of other tables: ps.nn of ps, and ps.nn.init of ps.nn. ps.bmt is required
-  -- separately.
+  -- A table of functions is a field of another table. For example, ps.nn is a field of ps, and ps.nn.init is a field of
+  -- ps.nn. ps.bmt is an exception, because scripts require it separately.
   local tables = {}
   for _, class in ipairs(order) do
     local owner, field = class:match "^(.*)%.([%l_]+)$"
@@ -163,7 +165,8 @@ function entry.text(named)
       put ""
     end
   end
-  -- Classes whose fields are internal to psluajit, such as ps.Config, have only a name.
+  -- Some classes, such as ps.Config, have fields that are internal to psluajit. Only the name of such a class is
+  -- written.
   local bare = {}
   for _, line in ipairs(out) do
     for name in (line:match "^%-%-%-@[prf]%l+ (.*)$" or ""):gmatch "%f[%w_]ps%.[%w_.]*%u[%w_]*" do

@@ -28,7 +28,7 @@ local function canvas(width, height)
   return self
 end
 
---- Draws the bytes per parameter of a bf16 model with AdamW, to scale. Each unit of chunks has a row.
+--- Draws the number of bytes per parameter for a bf16 model with AdamW, to scale. Each unit of chunks has a row.
 ---@return string svg
 function drawings.bytes()
   local c = canvas(760, 250)
@@ -48,7 +48,7 @@ function drawings.bytes()
   return c.done()
 end
 
---- Draws the tiers, and the two directions between them.
+--- Draws the tiers, and the two directions in which chunks move between them.
 ---@return string svg
 function drawings.tiers()
   local c = canvas(760, 330)
@@ -77,14 +77,15 @@ function drawings.tiers()
   return c.done()
 end
 
--- Returns the moments at which forward (1 to 4) and backward (5 to 8) use each of four parameter chunks.
+-- Returns the moments at which forward and backward use each of four parameter chunks. Forward has the moments 1 to 4,
+-- and backward has the moments 5 to 8.
 local function course()
   local rows = {}
   for chunk = 1, 4 do rows[chunk] = { forward = chunk, backward = 9 - chunk } end
   return rows
 end
 
---- Draws a step over time: the chunk that each op uses, and the moves that a plan begins before the uses.
+--- Draws a step over time. Shows the chunk that each op uses, and the moves that a plan begins before these uses.
 ---@return string svg
 function drawings.step()
   local c = canvas(760, 300)

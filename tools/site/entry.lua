@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Entries of the site's API reference: a function's signature, types, results, errors, and a link to its source.
--- tools/api_doc.lua calls put for each function, and pages with the whole text.
+-- Entries of the site's API reference. An entry has a function's signature, types, results, errors, and a link to its
+-- source. tools/api_doc.lua calls put for each function. It then calls pages with the whole text.
 local exact = require "ps.core.exact"
 local lfs = require "lfs"
 local paths = require "ps.paths"
@@ -10,10 +10,10 @@ local entry = {}
 
 local LINE = 120
 local RAISING = { "%f[%w_]error%(", "%f[%w_]fail%(", "%f[%w_]refuse%(", "%f[%w_]raise%(", "%f[%w_]assert%(" }
-local LEAST = 12                                           -- shorter literals are names, not messages
+local LEAST = 12                                           -- literals with fewer bytes are names, not messages
 
-local files = {}                                           -- path -> lines of the file
-local linked = {}                                          -- path -> whether an entry links to it
+local files = {}                                           -- the lines of each file, by path
+local linked = {}                                          -- true for each path to which an entry links
 
 local function lines_of(path)
   if not files[path] then
@@ -24,8 +24,8 @@ local function lines_of(path)
   return files[path]
 end
 
--- Returns the message in the arguments "(...)" of a call, which consists of literals that `..` joins, or nil if there
--- is none.
+-- `text` is the arguments of a call, "(...)". Returns the message in them, or nil if there is none. The message
+-- consists of literals that are joined by `..`.
 local function words_of(text)
   local _, to, words = text:find '^[^"\n]-"([^"\n]*)"'
   if not to then return nil end
@@ -37,8 +37,8 @@ local function words_of(text)
   return words
 end
 
---- Returns the messages of errors that the text of a function raises. Variable parts are "...".
----@param source string the function's Lua text
+--- Returns the messages of the errors that a function raises. Variable parts of a message are "...".
+---@param source string the Lua text of the function
 ---@return string[]
 function entry.errors(source)
   local found, places, seen = {}, {}, {}
@@ -66,8 +66,8 @@ function entry.errors(source)
   return found
 end
 
--- Returns the location and the text of a function's definition, or nil if the build generated it from a row of
--- src/ops.def.
+-- Returns the location and the text of a function's definition. Returns nil if the build generated the function from a
+-- row of src/ops.def.
 local function written(fn)
   local info = debug.getinfo(exact.inner(fn), "S")
   local path = info.source:match "^@(.*)$"
@@ -81,7 +81,7 @@ end
 ---@param out string[]
 ---@param call string for example "ps.arange"
 ---@param fn function
----@param names string[] the function's parameters; a parameter such as "stop?" is optional
+---@param names string[] the names of the function's parameters; a name such as "stop?" marks an optional parameter
 ---@param about Described
 ---@param text string
 function entry.put(out, call, fn, names, about, text)
@@ -120,10 +120,10 @@ local function write(path, text)
   assert(file:close())
 end
 
---- Splits the reference at its sections into pages in a folder. api.md, which lists them, is next to the folder. A page
---- begins with its group's example, tools/site/examples/NAME.lua, if there is one.
+--- Splits the reference at its sections into pages, and writes the pages into a folder. api.md is next to this folder,
+--- and lists the pages. If a file tools/site/examples/NAME.lua exists, the page begins with this example.
 ---@param text string
----@param folder string for example "site/docs", which contains api.md and gets a folder api
+---@param folder string a folder such as "site/docs", which contains api.md and gets a folder api
 function entry.pages(text, folder)
   lfs.mkdir(folder .. "/api")
   local head, rest = text:match "^(.-\n)(## .*)$"

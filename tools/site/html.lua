@@ -1,15 +1,16 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Checks the HTML of the site: every link of a page leads to a page and an anchor that exist, and no page loads
--- anything from a network.
+-- Checks the HTML of the site. Every link must lead to a page and an anchor that exist. No page may load anything from
+-- a network.
 local lfs = require "lfs"
 
 local html = {}
 
--- Attributes from which a browser loads something without a click, by element. `link` loads depending on rel.
+-- Attributes from which a browser loads something without a click, by element. Whether `link` loads something depends
+-- on its rel.
 local LOADS = { img = "src", script = "src", iframe = "src", source = "src", video = "src", audio = "src",
   embed = "src", object = "data", input = "src", track = "src" }
 
---- Returns a path relative to a page's folder, without "." and "..".
+--- Returns a path without "." and "..". The given path is relative to the folder of a page.
 ---@param page string for example "docs/zero.md"
 ---@param target string for example "../src/ps.h"
 ---@return string
@@ -46,13 +47,13 @@ local function plain(text)
   return (text:gsub("%%(%x%x)", function(hex) return string.char(tonumber(hex, 16)) end))
 end
 
--- Returns whether an address refers to another machine, which is the case if it has a scheme other than data or begins
--- with "//".
+-- Returns true if an address refers to another machine. This is the case if it begins with "//", or if it has a scheme
+-- other than data.
 local function is_remote(address)
   return address:find "^//" ~= nil or address:find "^%a[%w+.-]*:" ~= nil and not address:find "^data:"
 end
 
--- Calls fn with the name and the attributes of each element. Comments and script text are skipped.
+-- Calls fn with the name and the attributes of each element. Skips comments and the text of scripts.
 local function elements(text, fn)
   text = text:gsub("<!%-%-.-%-%->", ""):gsub("(<script[^>]*>).-</script>", "%1"):gsub("(<style[^>]*>).-</style>", "%1")
   for name, rest in text:gmatch "<(%a%w*)(%f[%s>][^>]*)>" do
