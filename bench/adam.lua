@@ -1,14 +1,19 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Compares the speed of the fused AdamW op on the CPU with the bandwidth of memory, PyTorch and DeepSpeed.
+-- Compares the speed of the fused AdamW op on the CPU with the bandwidth of memory, with PyTorch and with DeepSpeed.
 --   psluajit bench/adam.lua --params 50e6 --rounds 9
--- The last line is one JSON object. gparams_per_s, gb_per_s: fp32, 28 bytes per parameter (it reads the parameter, the
--- gradient and two averages, and writes all but the gradient). probe_gb_per_s: the engine's walk over four streams,
--- three of which are written in place, with almost no arithmetic, measured alternately with the op; bandwidth_ratio:
--- the op's rate over the probe's. triad_gb_per_s: a = b + c * s on three arrays, 12 bytes per element (not counting
--- the line that is fetched before it is written). mixed_*: a bf16 gradient in the bf16 parameter's own memory, with an
--- fp32 master and averages, also 28 bytes; grad_bf16_*: a bf16 gradient of an fp32 parameter, 26 bytes. torch_*,
--- deepspeed_*: bench/peers/adam_torch.py with the Python of PS_TORCH_PYTHON or python3, absent if Python or its
--- packages are missing. All are medians.
+-- The last line is one JSON object. All figures are medians:
+--   gparams_per_s, gb_per_s   fp32, with 28 bytes per parameter. The op reads the parameter, the gradient and two
+--                             averages, and writes all of them except the gradient.
+--   probe_gb_per_s            the engine's walk over four streams, with almost no arithmetic. Three of the streams are
+--                             written in place. The probe and the op are measured alternately.
+--   bandwidth_ratio           the op's rate divided by the probe's rate
+--   triad_gb_per_s            a = b + c * s on three arrays, with 12 bytes per element. The line that is fetched before
+--                             it is written is not counted.
+--   mixed_*                   a bf16 gradient in the memory of its bf16 parameter, with an fp32 master and fp32
+--                             averages, also 28 bytes
+--   grad_bf16_*               a bf16 gradient of an fp32 parameter, 26 bytes
+--   torch_*, deepspeed_*      bench/peers/adam_torch.py with the Python of PS_TORCH_PYTHON or python3. They are absent
+--                             if Python or its packages are missing.
 local ps = require "ps"
 local ffi = require "ffi"
 local cjson = require "cjson"
@@ -42,8 +47,8 @@ local KINDS = {
   mixed = { bytes = 28, param = "bf16", grad = "param" },
 }
 
---- Returns the list of tensors for adam_: param, master, grad, m and v for each tensor. The tensors' sizes differ, as
---- in a model.
+--- Returns the list of tensors for adam_. Each tensor of the model has param, master, grad, m and v in the list. The
+--- sizes of the tensors differ, as in a model.
 local function state(kind)
   local list, left = {}, args.params
   for i = 1, args.tensors do
@@ -57,7 +62,8 @@ local function state(kind)
   return list
 end
 
---- Frees the tensors. Each is counted once, since a master or a gradient can be the parameter itself.
+--- Frees the tensors. Each tensor is counted only once, because a master or a gradient can be the same tensor as the
+--- parameter.
 local function release(list)
   local seen = {}
   for _, t in ipairs(list) do
@@ -67,7 +73,7 @@ local function release(list)
   end
 end
 
---- Runs some steps, and returns the seconds that each of them took.
+--- Runs n steps. Returns the time of each step in seconds.
 local function steps(list, n)
   local times = {}
   for i = 1, n do
@@ -78,7 +84,8 @@ local function steps(list, n)
   return times
 end
 
---- Returns medians over the rounds: seconds per step, the probe's GB/s, and their ratio in each round.
+--- Returns medians over the rounds: the seconds per step, the probe's rate in GB/s, and the ratio of the two rates in
+--- each round.
 local function measure(name)
   local kind = KINDS[name]
   local list = state(kind)

@@ -2,16 +2,25 @@
 -- Measures how fast BERT is fine-tuned to classify lines of natural length:
 --   psluajit bench/bert.lua --text corpus.txt --dtype bf16 --batch 32 --rounds 8 [--grouped] [--padded]
 --     [--peer bf16|amp|fp32 [--compile] [--packed]]
--- A batch has consecutive non-empty lines, padded to the longest; with --grouped lines of similar length. Each word or
--- punctuation mark is one token, since speed does not depend on the ids. The model has unpad = true; with --padded it
--- computes padding, too. Each round is a step on another batch. Before the rounds, a step on each batch warms up,
--- since both programs make kernels for each size. --peer: transformers runs the same batches alternately
--- (bench/peers/bert_torch.py with the Python of PS_TORCH_PYTHON or python3), with weights and Adam's state in bf16;
--- with amp in fp32, computed in bf16, as its Trainer does with bf16; or in fp32. --compile: compiled by PyTorch.
--- --packed: instead of padding, the peer gets several lines per row of tokens, hidden from each other by a mask. The
--- last line is one JSON object: seconds (of all rounds), step_s (median), tokens_per_s (without padding),
--- padded_share, mfu (6 FLOPs per parameter of the layers and per token, with --padded also per padding token, over
--- gemm_peak_gflops of the same run), peer_seconds, peer_step_s and peer_ratio (of all rounds' seconds).
+-- A batch consists of consecutive non-empty lines, which are padded to the longest line. With --grouped, the lines of a
+-- batch have similar lengths. Each word or punctuation mark is one token, because speed does not depend on the ids. The
+-- model has unpad = true. With --padded, it also computes padding. Each round is a step on another batch. Before the
+-- rounds, each batch has a warm-up step, because both programs make kernels for each size.
+--   --peer      transformers runs the same batches alternately (bench/peers/bert_torch.py with the Python of
+--               PS_TORCH_PYTHON or python3). With bf16, weights and Adam's state are bf16. With amp, they are fp32, and
+--               the computation is in bf16, as in the Trainer of transformers with bf16. With fp32, everything is fp32.
+--   --compile   PyTorch compiles the peer
+--   --packed    the peer gets no padding. It gets several lines in each row of tokens, and a mask hides the lines from
+--               each other.
+-- The last line is one JSON object with these figures:
+--   seconds         of all rounds
+--   step_s          the median
+--   tokens_per_s    without padding
+--   padded_share
+--   mfu             6 FLOPs per token and parameter of the layers, divided by gemm_peak_gflops of the same run. With
+--                   --padded, padding tokens are counted as well.
+--   peer_seconds, peer_step_s
+--   peer_ratio      of the seconds of all rounds
 local ps = require "ps"
 local argparse = require "argparse"
 local cjson = require "cjson"
@@ -37,7 +46,7 @@ if (args.compile or args.packed) and not args.peer then
   parser:error("--compile and --packed apply to the peer; they need --peer")
 end
 
--- Returns lists of ids for all batches. At the end of the text, reading restarts at its beginning.
+-- Returns lists of ids for all batches. At the end of the text, reading starts again at the beginning of the text.
 local function read(n)
   local rows, lines = {}, {}
   for line in io.lines(args.text) do
@@ -54,7 +63,7 @@ local function read(n)
   return rows
 end
 
--- Returns batches {input_ids, attention_mask: lists of lists, labels: list} of consecutive rows, or of rows sorted by
+-- Returns batches {input_ids, attention_mask: lists of lists, labels: list}. Their rows are consecutive, or sorted by
 -- length.
 local function batches()
   local rows, list = read(args.batch * args.rounds), {}
@@ -118,7 +127,7 @@ for _, batch in ipairs(list) do
   end
 end
 
--- Runs a step. Returns the seconds of forward, backward and optimizer, and the loss.
+-- Runs a step. Returns the seconds of forward, of backward and of the optimizer, and the loss.
 local function step(batch)
   local began = ps.now()
   optimizer:zero_grad()
@@ -139,7 +148,7 @@ end
 local times, theirs, tokens, places, peak = {}, {}, 0, 0, gemm_peak()
 if args.profile then ps.profiler.start() end
 for i, batch in ipairs(list) do
-  local other = i % 2 == 0 and step_of_peer(i)             -- the two programs take turns in running first
+  local other = i % 2 == 0 and step_of_peer(i)             -- the two programs alternate in running first
   local took, loss = step(batch)
   other = other or step_of_peer(i)
   times[i], theirs[i] = took[1] + took[2] + took[3], other

@@ -1,10 +1,11 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Computes a lower bound of the bytes that any policy moves in a step that repeats. It is a linear program over the
--- gaps between two uses of a chunk, solved by glpsol (Debian: glpk-utils). A variable in [0, 1] is the share of the
--- chunk that stays in memory during the gap. At each moment the shares that stay and the chunks in use must fit. The
--- share that does not stay costs a read, and, once between one write and the next, a write back. The model has sizes,
--- writes back and gaps over the end of the step. It ignores that chunks cannot be split, so the result is a lower
--- bound.
+-- Computes a lower bound of the bytes that any policy moves in a step that repeats. The bound is the solution of a
+-- linear program, which glpsol solves (Debian: glpk-utils). The program is over gaps. A gap is the time between two
+-- uses of a chunk. Each gap has a variable in [0, 1], which is the share of the chunk that stays in memory during the
+-- gap. At each moment, the shares that stay and the chunks in use must fit into the capacity. The share that does not
+-- stay must be read. Between two writes, it must also be written back once. The model includes the sizes of chunks,
+-- writing back, and gaps that extend over the end of the step. It ignores that chunks cannot be split, so the result is
+-- a lower bound.
 local ps = require "ps"
 local ffi, C = ps.ffi, ps.C
 
@@ -14,16 +15,16 @@ local bound = {}
 ---@field moment integer
 ---@field chunk integer
 ---@field write boolean
----@field ends? boolean         whether the chunk's contents are not needed after this use
+---@field ends? boolean         true if the chunk's contents are not needed after this use
 
 ---@class bound.trace
----@field sizes number[]        bytes of each chunk, indexed from 1
+---@field sizes number[]        the size of each chunk in bytes, indexed from 1
 ---@field uses bound.use[]      the uses of chunks, sorted by moment
----@field moments integer       number of moments, which are counted from 0
+---@field moments integer       the number of moments, which are counted from 0
 
---- Returns the trace of a step of the open engine, and the bytes that chunks can use on the first tier: its budget
---- without the tensors outside chunks, whose bytes are the third result.
----@param engine ps.Engine the engine's own table (ps.nn.handle)
+--- Returns the trace of a step of the open engine. Also returns the number of bytes that chunks can use on the first
+--- tier. This is the budget of the tier minus the size of the tensors outside chunks. The third result is that size.
+---@param engine ps.Engine the engine's own table, as returned by ps.nn.handle
 ---@return bound.trace trace
 ---@return number capacity
 ---@return number other
@@ -48,9 +49,9 @@ function bound.trace_of(engine)
   return trace, tonumber(tier.budget) - other, other
 end
 
---- Returns the gaps of a trace. A gap has the chunk, and in `first` and `last` the moments of two successive uses
---- (`last` can be in the next step). `stretch` is a number that all gaps between two writes share, or nil if the chunk
---- is never written.
+--- Returns the gaps of a trace. A gap has a chunk and the moments `first` and `last` of two successive uses of the
+--- chunk. `last` can be in the next step. `stretch` is a number that is the same for all gaps between two writes. It is
+--- nil if the chunk is never written.
 ---@param trace bound.trace
 ---@return table[] gaps
 ---@return integer stretches
@@ -76,7 +77,7 @@ local function gaps_of(trace)
         end
       end
       local next_use = uses[i + 1]
-      if not use.ends then                        -- if the contents end, the next use does not read them
+      if not use.ends then                        -- if the contents end here, the next use does not read them
         gaps[#gaps + 1] = { chunk = chunk, first = use.moment, stretch = current,
           last = next_use and next_use.moment or uses[1].moment + trace.moments }
       end
@@ -85,8 +86,8 @@ local function gaps_of(trace)
   return gaps, stretches
 end
 
---- Writes the linear program in CPLEX's format. Each capacity row is written as the difference to the previous moment,
---- so that each gap is in only two rows.
+--- Writes the linear program in CPLEX's format. The row for the capacity at a moment is written as the difference from
+--- the previous moment's row, so that each gap is in only two rows.
 ---@param trace bound.trace
 ---@param capacity number
 ---@param f file*
@@ -100,12 +101,12 @@ local function write_program(trace, capacity, f)
   local written = {}
   for i, gap in ipairs(gaps) do
     local size = trace.sizes[gap.chunk] / unit
-    f:write((" + %.9g d%d\n"):format(size, i))              -- d is the dropped fraction, 1 - kept
+    f:write((" + %.9g d%d\n"):format(size, i))              -- d is the fraction that does not stay, 1 - kept
     if gap.stretch and not written[gap.stretch] then
       written[gap.stretch] = true
       f:write((" + %.9g w%d\n"):format(size, gap.stretch))
     end
-    -- Returns the moments strictly between two uses, in which kept bytes count.
+    -- Returns the moments strictly between two uses. At these moments, the bytes that stay count.
     local function span(from, to)
       if from >= to then return end
       table.insert(rows[from], { i, size })
@@ -122,7 +123,7 @@ local function write_program(trace, capacity, f)
       right = right - (capacity - used[m - 1])
     end
     right = right / unit
-    for _, entry in ipairs(rows[m]) do                      -- adds size (1 - d), whose constant is on the other side
+    for _, entry in ipairs(rows[m]) do                      -- adds size (1 - d); its constant is on the other side
       terms[#terms + 1] = ("\n %s %.9g d%d"):format(entry[2] > 0 and "-" or "+", math.abs(entry[2]), entry[1])
       right = right - entry[2]
     end
@@ -139,13 +140,13 @@ local function write_program(trace, capacity, f)
   return unit
 end
 
---- Returns whether glpsol is installed.
+--- Returns true if glpsol is installed.
 ---@return boolean
 function bound.available()
   return os.execute("command -v glpsol >/dev/null 2>&1") == 0
 end
 
---- Returns the smallest number of bytes that a step moves, or nil and the reason if the solver finds none.
+--- Returns the smallest number of bytes that a step moves. Returns nil and the reason if the solver finds no solution.
 ---@param trace bound.trace
 ---@param capacity number
 ---@param seconds? integer time limit for the solver

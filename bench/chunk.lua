@@ -1,18 +1,19 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Measures the cost of chunks and the savings of the planner, in five sections (all of them, or those that --only
--- names):
---   state   bytes of state per parameter, waste included, in bf16, one micro-batch per step -> state_bytes_per_param
---           (the larger of gpt2 in the engine and gpt2-xl by its layout)
---   moved   bytes that steady steps of gpt2-medium in bf16 moved between host and disk, over the fewest that any
---           policy must move (bench/bound_lib.lua, for the same trace and budget) -> moved_over_optimum,
---           lru_over_optimum, fifo_over_optimum (the worst budget of each)
---   speed   plain memory's step time over that of chunks, if everything fits -> chunked_over_plain_speed (gpt2)
---   sim     a simulated device whose budget the model exceeds, with a bandwidth at which copies take as long as the
---           computation: step over max(compute, copies) -> sim_step_over_bound (four micro-batches per step), and
---           sim_one_micro_step_over_bound
+-- Measures the cost of chunks and the savings of the planner. There are five sections. All of them run, or only those
+-- that --only names:
+--   state   bytes of state per parameter, including waste, in bf16 with one micro-batch per step ->
+--           state_bytes_per_param. It is the larger value of gpt2 in the engine and gpt2-xl by its layout.
+--   moved   bytes that steady steps of gpt2-medium in bf16 moved between host and disk, divided by the smallest number
+--           that any policy must move (bench/bound_lib.lua, for the same trace and budget) -> moved_over_optimum,
+--           lru_over_optimum, fifo_over_optimum. Each is the value for its worst budget.
+--   speed   the step time of plain memory divided by the step time of chunks, if everything fits ->
+--           chunked_over_plain_speed (gpt2)
+--   sim     a simulated device with a budget that is smaller than the model. Its bandwidth is such that copies take as
+--           long as the computation. The figures are the step time divided by max(compute, copies) ->
+--           sim_step_over_bound (four micro-batches per step), and sim_one_micro_step_over_bound.
 --   exact   many small settings, compared with plain memory
--- The last line is one JSON object. `exact` is true only if every run of every section had plain memory's losses and
--- parameters, bit for bit.
+-- The last line is one JSON object. `exact` is true only if every run of every section had the same losses and
+-- parameters as plain memory, bit for bit.
 --   psluajit bench/chunk.lua [--only moved,speed] [--disk DIR]
 local argparse = require "argparse"
 local command_line = require "ps.core.command_line"
@@ -46,7 +47,7 @@ local result = { exact = true, exact_settings = 0 }
 
 local function say(text, ...) print(text:format(...)) end
 
---- Records the result of one setting, for the figure `exact`.
+--- Records the result of one setting for the figure `exact`.
 local function check_exact(what, same)
   result.exact_settings = result.exact_settings + 1
   if same then return end
@@ -54,14 +55,15 @@ local function check_exact(what, same)
   say("  NOT EXACT: %s", what)
 end
 
---- Returns a setting for bench/chunk_worker.lua: the shape of a run, and additional configuration keys.
+--- Returns a setting for bench/chunk_worker.lua. It consists of the shape of a run and additional configuration keys.
 local function with(run, config)
   return merged(run, { config = merged(BASE, run.config, config) })
 end
 
 local plain_prints = {}
 
---- Returns the losses and the hash of the parameters after `n` steps with plain memory. They are computed once.
+--- Returns the losses and the hash of the parameters after `n` steps with plain memory. They are computed only once for
+--- each run.
 local function plain_print(run, n)
   local key = cjson.encode { run.model, run.batch, run.seq, n, run.config or {}, run.options or {} }
   if not plain_prints[key] then
@@ -152,13 +154,13 @@ function sections.moved()
 end
 
 -- -- speed ----------------------------------------------------------------------------------------------------------
---- Returns the median step times of plain memory and chunks, measured alternately.
+--- Returns the median step time of plain memory and that of chunks. The two are measured alternately.
 local function race(name, run, rounds)
   local runs = { plain = lib.start(with(run, { memory = "plain" })), chunk = lib.start(with(run, {})) }
   local steps, order = { plain = {}, chunk = {} }, { "plain", "chunk" }
   for round = 1, rounds + 2 do
     for _, kind in ipairs(order) do steps[kind][round] = runs[kind]:ask "step" end
-    order[1], order[2] = order[2], order[1]                 -- the first run has colder caches
+    order[1], order[2] = order[2], order[1]                 -- alternates, because the first run has colder caches
   end
   check_exact(name .. ", everything fits",
     lib.fingerprint(steps.plain, runs.plain) == lib.fingerprint(steps.chunk, runs.chunk))
@@ -185,8 +187,9 @@ function sections.speed()
 end
 
 -- -- sim ------------------------------------------------------------------------------------------------------------
--- Runs one of two shapes: several micro-batches per step, with copies spread over the whole step, or one micro-batch
--- per step, in which gradients are evicted only during backward and parameters are fetched only after it.
+-- Runs one of two shapes. The first shape has several micro-batches per step, and copies are spread over the whole
+-- step. The second shape has one micro-batch per step. In this shape, gradients are evicted only during backward, and
+-- parameters are fetched only after it.
 local function sim_shape(accumulate, share)
   return { share = share, model = "gpt2", batch = 2, seq = 256,
     config = merged(BF16, { gradient_accumulation_steps = accumulate, data_types = { grad_accum_dtype = "bf16" } }),

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Runs bench/chunk_worker.lua, each run in a process of its own. So several runs exist at the same time and alternate
--- their steps, each has its own simulated device, and a run's memory is freed when it ends.
+-- Runs bench/chunk_worker.lua. Each run has a process of its own. Hence several runs can exist at the same time and
+-- alternate their steps. In addition, each run has its own simulated device, and its memory is freed when it ends.
 local cjson = require "cjson"
 local paths = require "ps.paths"
 local process = require "bench.process_lib"
@@ -27,14 +27,14 @@ function lib.median(list)
   return #sorted % 2 == 1 and sorted[middle + 0.5] or (sorted[middle] + sorted[middle + 1]) / 2
 end
 
---- Returns a list with one field of all entries.
+--- Returns a list of the values that all entries have for one key.
 function lib.pluck(list, key)
   local values = {}
   for i, entry in ipairs(list) do values[i] = entry[key] end
   return values
 end
 
---- Returns the result of a run as text: all losses and the hash of the parameters.
+--- Returns the result of a run as text. It consists of all losses and the hash of the parameters.
 ---@param steps table[]
 ---@param worker bench.Process
 ---@return string

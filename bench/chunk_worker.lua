@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- One training run in a process of its own, driven line by line by bench/chunk_lib.lua: the first line of its input is
--- the setting (JSON: model, options, config, batch, seq), each later one a command. An answer begins with
--- "@". Settings that differ only in memory have the same batches and the same initial parameters.
+-- One training run in a process of its own. bench/chunk_lib.lua controls it line by line. The first line of its input
+-- is the setting (JSON: model, options, config, batch, seq). Each later line is a command. An answer begins with "@".
+-- Settings that differ only in memory have the same batches and the same initial parameters.
 local ps = require "ps"
 local inner = require("ps.nn.handle").of
 local bound = require "bench.bound_lib"
@@ -16,7 +16,7 @@ end
 
 local setting = cjson.decode(io.read("*l"))
 local model, optimizer, micro
-local taken = 0                             -- steps
+local taken = 0                             -- number of steps that were run
 
 local function begin()
   local config = setting.config
@@ -35,8 +35,8 @@ end
 
 local stats, tier = ffi.new("ps_engine_stats"), ffi.new("ps_tier_info")
 
---- Returns the engine's counters since it was opened. Bytes are counted per level, from 1, which is the pair of a tier
---- and the next lower tier.
+--- Returns the engine's counters since it was opened. Bytes are counted separately for each level. A level is the pair
+--- of a tier and the next lower tier, and levels are numbered from 1.
 local function counters()
   local all = { up = {}, down = {}, wait_s = 0, waits = 0, unplanned = 0 }
   if C.ps_engine_is_open(ps.ctx) == 0 then return all end
@@ -52,8 +52,8 @@ end
 local commands = {}
 
 --- Runs one step. Returns the time in seconds, the losses as text with all digits, and the increase of the counters.
---- Inputs are copied to the device before the step and losses are copied back after it, since a script's copies wait
---- for copies of chunks.
+--- Inputs are copied to the device before the step, and losses are copied back after the step, because a script's
+--- copies wait for copies of chunks.
 function commands.step()
   local inputs, losses = {}, {}
   taken = taken + 1
@@ -85,7 +85,7 @@ function commands.step()
   return out
 end
 
---- Returns a hash over the bits of all parameters (the fp32 masters if there are any).
+--- Returns a hash over the bits of all parameters. If a parameter has an fp32 master, the master is hashed instead.
 function commands.hash()
   local state, names = model:state_dict(), {}
   for name in pairs(state) do names[#names + 1] = name end
@@ -103,7 +103,7 @@ function commands.hash()
   return { hash = tostring(h) }
 end
 
---- Returns the placement of Adam's updates and their predicted time.
+--- Returns how Adam's updates are divided between host and device, and their predicted time.
 function commands.split()
   local split = inner(model).plan.adam_split
   return { count = split.count, units = inner(model).built.units, seconds = split.seconds, link = split.link,
@@ -120,8 +120,8 @@ function commands.chunks()
   return { count = C.ps_engine_chunk_count(ps.ctx), nbytes = nbytes, used = used, numel = model:num_parameters() }
 end
 
---- Returns the trace of the last step for bench/bound_lib.lua, the bytes that chunks can use on the first tier, and the
---- bytes outside chunks there.
+--- Returns the trace of the last step for bench/bound_lib.lua. Also returns the number of bytes that chunks can use on
+--- the first tier, and the number of bytes that other tensors use on it.
 function commands.trace()
   local trace, capacity, other = bound.trace_of(inner(model))
   return { trace = trace, capacity = capacity, other = other }

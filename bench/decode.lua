@@ -1,16 +1,17 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Measures how fast a GGUF file's weights are read when tokens are generated one by one, and its limits: the rate at
--- which memory is read, and the rate of the products of one row with weights that lie in the L2 caches.
+-- Measures how fast the weights of a GGUF file are read when tokens are generated one by one. Also measures two limits:
+-- the rate at which memory is read, and the rate of products of one row with weights that are in the L2 caches.
 --   psluajit bench/decode.lua FILE.gguf [--dtype bf16] [--keep-quantized] [--int8-activations] [--json]
--- Figures, each of the fastest of --rounds rounds:
---   tokens_per_s           without the first token, which includes the prompt's
---   bytes_per_token        stored bytes of the weights that a token multiplies: all but those of a table of tokens that
---                          is only looked up
---   memory_bytes_per_s     reads of 512 MiB (ps_probe_bandwidth), four streams per thread, on average over the time
---                          that the round took, after each round
---   kernel_bytes_per_s     stored bytes of weights over the time of products with a matrix of each type that fills half
---                          of each thread's L2 cache
---   memory_share, kernel_share, share    bytes_per_token * tokens_per_s over each limit, and over the smaller limit
+-- Each figure is from the fastest of --rounds rounds:
+--   tokens_per_s           without the first token, because its time includes the time of the prompt
+--   bytes_per_token        stored size in bytes of the weights that a token multiplies. These are all weights except a
+--                          table of tokens that is only looked up.
+--   memory_bytes_per_s     reads of 512 MiB (ps_probe_bandwidth) with four streams per thread. They run after each
+--                          round, and the figure is the mean over as long a time as the round took.
+--   kernel_bytes_per_s     stored size in bytes of weights divided by the time of products. For each type, the products
+--                          are with a matrix that fills half of each thread's L2 cache.
+--   memory_share, kernel_share   bytes_per_token * tokens_per_s divided by each limit
+--   share                  the same divided by the smaller limit
 local argparse = require "argparse"
 local command_line = require "ps.core.command_line"
 local ffi = require "ffi"
@@ -30,7 +31,7 @@ local ps = require "ps"
 local io_gguf = require "ps.io.gguf"
 local nn = ps.nn
 
--- Returns the bytes of an L2 cache.
+-- Returns the size of an L2 cache in bytes.
 local function cache_nbytes()
   local file = io.open "/sys/devices/system/cpu/cpu0/cache/index2/size"
   local size = file and tonumber(file:read "*a":match "^(%d+)K")
@@ -38,8 +39,8 @@ local function cache_nbytes()
   return (size or 1024) * 1024
 end
 
--- Returns the stored bytes that a token multiplies, by the name of the type. A file without output.weight multiplies
--- its table of tokens.
+-- Returns the stored size in bytes of the weights that a token multiplies, by the name of the type. If a file has no
+-- output.weight, a token multiplies its table of tokens.
 local function stored(path)
   local by_type = {}
   io_gguf.with(path, function(file)
@@ -57,7 +58,8 @@ local function stored(path)
   return by_type
 end
 
--- Returns bytes of weights per second for products of a row with a matrix of the type, in the caches.
+-- Returns the rate of products of a row with a matrix of the type, in bytes of weights per second. The matrix is in the
+-- caches.
 local function kernel_rate(kind)
   local columns, wanted = 2048, cache_nbytes() / 2 * ps.threads()
   local plain = ({ F32 = "fp32", F16 = "fp16", BF16 = "bf16" })[kind] or not args.keep_quantized and kind
@@ -102,7 +104,7 @@ for kind, nbytes in pairs(by_type) do
 end
 local model = ps.from_pretrained(args.file, { dtype = args.dtype, quiet = true,
   keep_quantized = args.keep_quantized, int8_activations = args.int8_activations })
--- Returns the bytes per second at which memory is read, on average over some seconds.
+-- Returns the number of bytes per second at which memory is read. The rate is the mean over some seconds.
 local function memory_rate(seconds)
   local began, n, slowness, rate = ps.now(), 0, 0, ffi.new "double[1]"
   repeat

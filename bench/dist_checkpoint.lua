@@ -1,14 +1,17 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The section `checkpoint` of bench/dist.lua: every rank trains a small GPT-2 with AdamW (each rank holds the whole
--- model and saves its share) and saves `rounds` times in the background to --folder. Between these saves, all ranks
--- write the same number of bytes at once as plain files, with O_DIRECT and fsync; this measures the disk's rate. JSON,
--- medians of the rounds: step_s seconds per step while nothing is saved
---   stall_s              training waits in checkpoint.save and, on rank 0, for the commit between two steps
---   first_stall_s        at the first save, which allocates the memory for the copy
---   stall_percent        of the training time, with one save every 50 steps: stall_s / (50 step_s)
+-- The section `checkpoint` of bench/dist.lua. Every rank trains a small GPT-2 with AdamW and saves `rounds` times in
+-- the background to --folder. Each rank has the whole model and saves its share. To measure the rate of the disk, all
+-- ranks write plain files of the same size at the same time between these saves, with O_DIRECT and fsync. Prints JSON
+-- with medians of the rounds:
+--   step_s               seconds per step while nothing is saved
+--   stall_s              the time that training waits in checkpoint.save and, on rank 0, for the commit between two
+--                        steps
+--   first_stall_s        the same for the first save, which allocates the memory for the copy
+--   stall_percent        stall_s / (50 step_s), the share of the training time with one save every 50 steps
 --   slowed_s             additional time of all steps while the thread writes
---   write, disk          bytes per second of all ranks, and write_over_disk
---   sync_s               a save without async
+--   write, disk          bytes per second of all ranks, for saves and for plain files
+--   write_over_disk      the ratio of the two rates
+--   sync_s               the time of a save without async
 local ps = require "ps"
 local ffi = require "ffi"
 local gpt2 = require "models.gpt2"
@@ -24,7 +27,7 @@ ffi.cdef [[
   long pwrite(int fd, const void *from, unsigned long nbytes, long offset);
   int posix_memalign(void **out, unsigned long align, unsigned long nbytes);
 ]]
--- Linux open flags on x86-64.
+-- Flags of the Linux system call open on x86-64.
 local O_WRONLY, O_CREAT, O_TRUNC, O_DIRECT = 1, 64, 512, 16384
 local PIECE, WARM = 8 * 2 ^ 20, 4
 
@@ -33,14 +36,14 @@ local function median(list)
   return list[math.floor((#list + 1) / 2)]
 end
 
--- Returns the largest number on any rank.
+-- Returns the largest number of all ranks.
 local function largest(group, number)
   local all = ps.empty({ group:size() }, { dtype = "fp64" })
   group:all_gather(all, ps.tensor({ number }, { dtype = "fp64" }))
   return all:amax():item()
 end
 
--- Writes nbytes to a plain file in pieces, bypassing the page cache. Returns the time in seconds.
+-- Writes a plain file of `nbytes` bytes in pieces, bypassing the page cache. Returns the time in seconds.
 local function plain_write(path, nbytes, buffer)
   local start = ps.now()
   local fd = ffi.C.open(path, O_WRONLY + O_CREAT + O_TRUNC + O_DIRECT, ffi.cast("int", 420))
@@ -91,7 +94,7 @@ return function(group, options)
     parts.step = round
     local at = checkpoints.save(folder, parts)
     local stall, extra = ps.now() - start, 0
-    -- ends with the step after all files are complete, in which rank 0 commits
+    -- Ends with the step in which rank 0 commits. This is the step after all files are complete.
     repeat
       extra = extra + step() - step_s
     until not ps.any_rank(background.busy())

@@ -1,7 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- psluajit bench/dist.lua merge [--parameters 1.56e9] [--ranks 4] [--folder /tmp]
--- Writes the shards of a made-up model in bf16, merges them with tools/merge.lua in another process, and prints
--- the peak memory and the seconds of that process. It removes the shards and the result (2 x 2 bytes per parameter).
+-- Writes the shards of an invented model in bf16, and merges them with tools/merge.lua in another process. Prints the
+-- peak memory and the seconds of that process. Then removes the shards and the result, which have 2 bytes per parameter
+-- each.
 local ps = require "ps"
 local paths = require "ps.paths"
 local lfs = require "lfs"
@@ -15,7 +16,7 @@ whole(parser:option("--ranks", "shards", "4"), 1)
 parser:option("--folder", "where to write", "/tmp")
 local args = command_line.parse(parser)
 
-local ROW = 1600  -- tensors of GPT-2 XL; the largest is its embedding with 80 M elements
+local ROW = 1600  -- width of the tensors, as in GPT-2 XL; the largest tensor is its embedding with 80 M elements
 local folder = ("%s/psluajit-bench-merge"):format(args.folder)
 lfs.mkdir(folder)
 -- All blocks have the same values, but the file stores each block separately.

@@ -1,14 +1,16 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- psluajit bench/dist.lua zero [--model gpt2-medium] [--ranks 4] [--stage 3] [--tokens 64] [--steps 3] [--dtype bf16]
--- Measures the savings and costs of sharding on this machine: trains for a few steps in one process and in N
+-- Measures the savings and costs of sharding on this machine. It trains for a few steps in one process and in N
 -- processes, and prints one JSON line about both runs:
---   sent_over_theory     bytes of tensors that a rank sent in a step (mean over the ranks), over 3 x 2 bytes x
---                        parameters x (N-1)/N (bf16, stage 3: gathered forward and backward, gradients reduced; else 2
---                        x 2 bytes)
---   state_share          bytes of model state (all chunks that stay) of the rank with the most, over those of one
---                        process
---   peak_share           that rank's peak, gathered chunks and activations included, over that of one process
---   step_s, one_step_s   median seconds of a step; ranks_wait_s: the part of them spent waiting for other ranks
+--   sent_over_theory     bytes of tensors that a rank sent in a step (mean over the ranks), divided by 3 x 2 bytes x
+--                        parameters x (N-1)/N. The factor 3 is for stage 3 in bf16, where parameters are gathered in
+--                        forward and backward, and gradients are reduced. For other stages, the factor is 2.
+--   state_share          size of the model state in bytes (all chunks that stay) on the rank with the largest state,
+--                        divided by the size in one process
+--   peak_share           peak memory of that rank, including gathered chunks and activations, divided by the peak of
+--                        one process
+--   step_s, one_step_s   median seconds of a step with N processes and with one process
+--   ranks_wait_s         the part of step_s that ranks spend waiting for other ranks
 local ps = require "ps"
 local inner = require("ps.nn.handle").of
 local argparse = require "argparse"

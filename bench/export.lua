@@ -1,12 +1,12 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Measures the conversion of a folder to a GGUF file against the disk's rates. dd measures them before and after, on
--- the folder's own files and on a new file, with reads and writes that bypass the page cache (O_DIRECT); the means
--- count. The folder's files are not in the page cache when the conversion begins.
+-- Compares the time to convert a folder to a GGUF file with the rates of the disk. dd measures these rates before and
+-- after the conversion, on the folder's own files and on a new file. Its reads and writes bypass the page cache
+-- (O_DIRECT). The means of the rates count. The folder's files are not in the page cache when the conversion begins.
 --   psluajit bench/export.lua FOLDER --type q8_0 --out FILE.gguf
 -- The last line of the output is a JSON object:
---   seconds        time of the conversion, with the fsync of the file
+--   seconds        time of the conversion, including the fsync of the file
 --   bound_s        bytes read / read rate + bytes written / write rate
---   share          bound_s / seconds: the share of the disk's rate
+--   share          bound_s / seconds, the share of the disk's rate that the conversion reaches
 --   bytes_read, bytes_written, read_gb_per_s, write_gb_per_s, processor_s, peak_rss_mib, largest_tensor_mib
 local argparse = require "argparse"
 local cjson = require "cjson"
@@ -22,7 +22,8 @@ local args = command_line.parse(parser)
 local ps = require "ps"
 local merge_folder = require "ps.lora.merge_folder"
 local quote = require("bench.process_lib").quote
-local BLOCK, PROBED = 8 * 2 ^ 20, 2 ^ 31                   -- bytes of a read or write, and of all in a probe
+local BLOCK, PROBED = 8 * 2 ^ 20, 2 ^ 31                   -- number of bytes in a read or write; number of bytes in a
+                                                           -- probe
 
 local files, bytes_read, largest = {}, 0, 0
 for name in lfs.dir(args.folder) do
@@ -38,7 +39,7 @@ end
 table.sort(files)
 if #files == 0 then error(args.folder .. " has no safetensors files", 0) end
 
--- Runs dd. Returns bytes per second.
+-- Runs dd. Returns its rate in bytes per second.
 local function rate_of(options)
   local began = ps.now()
   assert(os.execute("dd bs=" .. BLOCK .. " status=none " .. options) == 0, "dd failed")

@@ -1,11 +1,16 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Fine-tunes a chat model and compares the loss of each step with that of transformers on the same ids and masks:
+-- Fine-tunes a chat model. Compares the loss of each step with that of transformers on the same ids and masks:
 --   PS_TORCH_PYTHON=PYTHON psluajit bench/finetune_losses.lua MODEL --data chats.jsonl [--steps 200]
--- A step has one batch of conversations, in the order of the file; no conversation is used twice. Without --data they
--- are sentences of the documents: the user gives the beginning, the assistant continues it. AdamW, no weight decay,
--- constant rate, fp32. The ids and masks are those of tokenizer:apply_chat_template; bench/peers/finetune_torch.py
--- trains with them. The last line is one JSON object: steps, first_loss, last_loss, largest (relative difference of a
--- step's losses), at (its step), seconds and peer_seconds. Exit status 1: largest is above --within.
+-- A step has one batch of conversations, in the order of the file. No conversation is used twice. Without --data, the
+-- conversations are made from sentences of the documents. The user writes the beginning of a sentence, and the
+-- assistant continues it. Training uses AdamW without weight decay, a constant rate and fp32.
+-- tokenizer:apply_chat_template makes the ids and masks, and bench/peers/finetune_torch.py trains with the same ids and
+-- masks. The last line is one JSON object:
+--   steps, first_loss, last_loss
+--   largest                    largest relative difference between the losses of a step
+--   at                         the step with the largest difference
+--   seconds, peer_seconds
+-- The exit status is 1 if `largest` is above --within.
 local ps = require "ps"
 local argparse = require "argparse"
 local cjson = require "cjson"
@@ -32,7 +37,8 @@ local function read(path)
   return text
 end
 
--- Creates conversations from sentences: the user writes the first half, and the assistant the second half.
+-- Creates conversations from sentences. The user writes the first half of a sentence, and the assistant writes the
+-- second half.
 local function sentences()
   local rows, seen = {}, {}
   local files = io.popen(("ls '%s'/docs/*.md '%s'/*.md"):format(paths.root, paths.root))
@@ -52,7 +58,7 @@ local function sentences()
   return rows
 end
 
--- Returns the ids and labels of each step, padded to the longest conversation of the step.
+-- Returns the ids and labels of each step. They are padded to the longest conversation of the step.
 local function batches_of(tok, rows)
   local pad, steps = tok.pad_token_id or tok.eos_token_id or 0, {}
   local n = args.steps * args.batch
@@ -89,7 +95,7 @@ local function batches_of(tok, rows)
   return steps
 end
 
--- Returns the losses of psluajit's steps.
+-- Returns the loss of each step in psluajit.
 local function trained(steps)
   local model = ps.from_pretrained(args.model, { dtype = "fp32", quiet = true }):train()
   return losses_lib.train(model, #steps, args.lr, function(i)

@@ -1,17 +1,25 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Measures the time from a program's start to the first logits of a model in a folder in Hugging Face's format.
+-- Measures the time from the start of a program to the first logits of a model. The model is a folder in Hugging Face's
+-- format.
 --   psluajit bench/first_logits.lua DIR [--make gpt2-xl] [--dtype bf16] [--ids "1 2"] [--rounds 3] [--mmap] [--cold]
 --     [--peer]
--- Each round starts a process that loads the folder, runs one row of ids, and reports logits. --make: writes the folder
--- first if it does not exist, with random weights of a preset of models/gpt2.lua in --dtype. --mmap: the weights stay
--- in the file (from_pretrained's mmap = true). --cold: the weights' file is dropped from the page cache before each run
--- (`dd iflag=nocache`). --peer: transformers does the same, alternating with psluajit
--- (bench/peers/first_logits_torch.py, with the Python of PS_TORCH_PYTHON or python3), and `dd` reads the file. Prints
--- one JSON line; seconds are medians of the rounds: file_bytes, seconds, peak_mib (VmHWM of our process),
--- over_model_mib (peak_mib minus the size of the file)
---   peer_seconds, peer_peak_mib, peer_ratio (the peer's seconds over ours), logits_error (largest difference over
---   largest logit)
---   read_bytes_per_s (dd's, through a buffer of 8 MiB), read_share (the file's bytes per second of our run over that)
+-- Each round starts a process that loads the folder, runs one row of ids, and reports logits.
+--   --make   writes the folder first if it does not exist. It has random weights in --dtype, for a preset of
+--            models/gpt2.lua.
+--   --mmap   the weights stay in the file (mmap = true of from_pretrained)
+--   --cold   the file of the weights is dropped from the page cache before each run (`dd iflag=nocache`)
+--   --peer   transformers does the same, alternating with psluajit (bench/peers/first_logits_torch.py, with the Python
+--            of PS_TORCH_PYTHON or python3), and `dd` reads the file
+-- Prints one JSON line. Seconds are medians of the rounds:
+--   file_bytes         size of the file in bytes
+--   seconds
+--   peak_mib           VmHWM of the process of psluajit
+--   over_model_mib     peak_mib minus the size of the file
+--   peer_seconds, peer_peak_mib
+--   peer_ratio         the peer's seconds divided by psluajit's seconds
+--   logits_error       largest difference of logits divided by the largest logit
+--   read_bytes_per_s   the rate of dd, through a buffer of 8 MiB
+--   read_share         the file's bytes per second in psluajit's run, divided by read_bytes_per_s
 local argparse = require "argparse"
 local json = require "cjson"
 local lfs = require "lfs"
@@ -33,7 +41,8 @@ parser:flag("--peer", "run transformers alternately with psluajit")
 parser:flag("--child", "(for this script) load, run, print the logits")
 local args = command_line.parse(parser)
 
-local TOLD, IDS = 64, {}                                   -- number of printed logits of the last id; the row of ids
+local TOLD, IDS = 64, {}                                   -- number of logits of the last id that are printed; the row
+                                                           -- of ids
 for id in args.ids:gmatch("%d+") do IDS[#IDS + 1] = tonumber(id) end
 
 if args.child then
@@ -59,14 +68,15 @@ local function make()
   if os.execute(("%s -e %s"):format(quoted(paths.exe), quoted(code))) ~= 0 then error("cannot write the folder", 0) end
 end
 
--- Drops the file's clean pages from the page cache. `dd` writes nothing, since its count is 0.
+-- Drops the clean pages of the file from the page cache. `dd` writes nothing, because its count is 0.
 local function drop()
   if os.execute(("sync %s && dd if=%s iflag=nocache count=0 2>/dev/null"):format(quoted(file), quoted(file))) ~= 0 then
     error("cannot drop " .. file .. " from the page cache", 0)
   end
 end
 
--- Runs a command whose last line is JSON. Returns the decoded line, and the seconds that passed until it arrived.
+-- Runs a command that prints a line of JSON at its end. Returns the decoded line, and the seconds until the line
+-- arrived.
 local function run(command)
   if args.cold then drop() end
   local began = now()
@@ -104,7 +114,7 @@ local peer = ("%s %s/bench/peers/first_logits_torch.py %s --dtype %s --threads %
   os.getenv "PS_TORCH_PYTHON" or "python3", quoted(paths.root), quoted(args.folder), args.dtype,
   require("ps").threads(), TOLD, table.concat(IDS, " "))
 
-if not args.cold then read_file() end  -- so that the first round also finds the file in the page cache
+if not args.cold then read_file() end  -- the first round then also finds the file in the page cache
 local seconds, reads, theirs = {}, {}, {}
 local result = { file_bytes = bytes, mmap = args.mmap or false, cold = args.cold or false, dtype = args.dtype }
 for round = 1, args.rounds do

@@ -1,18 +1,23 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- psluajit bench/generate.lua DIR --ids "1 2 3" --max-new 20 [--num-beams 3] [--json]: continues ids with the model of
 -- a folder in Hugging Face's format, greedily or by beams. Prints the ids of each sequence (prompt and continuation)
--- and tokens per second. --ids can be given several times, with prompts of different lengths. --json: one object with
--- ids, tokens_per_s and seconds. --rounds N: the fastest of N runs. If the folder is not supported, stderr begins with
--- a line `refused: FIELD = VALUE: why` and the exit status is 2. --keep-quantized: the weights of a GGUF file stay
--- packed, and are multiplied as they are.
+-- and the tokens per second. --ids can be given several times, with prompts of different lengths.
+--   --json             prints one object with ids, tokens_per_s and seconds
+--   --rounds N         uses the fastest of N runs
+--   --keep-quantized   the weights of a GGUF file stay packed, and are multiplied in this form
+-- If the folder is not supported, stderr begins with a line `refused: FIELD = VALUE: why`, and the exit status is 2.
 --
--- --peer: after each of our runs, another process continues the same prompts with transformers and measures reads of
--- memory (bench/peers/generate_torch.py, with the Python of PS_TORCH_PYTHON or python3). More figures, each of the
--- fastest run: peer_tokens_per_s; peer_ratio, ours over the peer's; sum_bytes_per_s, of PyTorch's sums of 512 MiB (one
--- stream per thread) for as long as our run took; streams_bytes_per_s, of the engine's reads of the same size with
--- four streams per thread (ps_probe_bandwidth); memory_bytes_per_s, the larger of the two; memory_share, the bytes of
--- weights that our run reads per second for one row, over memory_bytes_per_s; same_ids, whether both produced the same
--- ids.
+-- With --peer, another process runs after each run of psluajit. It continues the same prompts with transformers, and
+-- measures reads of memory (bench/peers/generate_torch.py, with the Python of PS_TORCH_PYTHON or python3). This adds
+-- more figures. Each is from the fastest run:
+--   peer_tokens_per_s
+--   peer_ratio            psluajit's rate divided by the peer's rate
+--   sum_bytes_per_s       PyTorch's sums of 512 MiB (one stream per thread), for as long as psluajit's run took
+--   streams_bytes_per_s   the engine's reads of the same size with four streams per thread (ps_probe_bandwidth)
+--   memory_bytes_per_s    the larger of these two rates
+--   memory_share          the bytes of weights that psluajit reads per second for one row, divided by
+--                         memory_bytes_per_s
+--   same_ids              true if both programs produced the same ids
 local ps = require "ps"
 local argparse = require "argparse"
 local ffi = require "ffi"
@@ -75,14 +80,14 @@ local function same(a, b)
   return true
 end
 
--- Returns the bytes per second at which the engine reads `nbytes` with four streams per thread.
+-- Returns the rate in bytes per second at which the engine reads `nbytes` bytes with four streams per thread.
 local function streams(nbytes)
   local out = ffi.new "double[1]"
   ps.check(ps.C.ps_probe_bandwidth(nbytes, 4, 0, 0, 5, out))
   return out[0]
 end
 
--- Adds the peer's figures to psluajit's figures.
+-- Adds the figures of the peer to the figures of psluajit.
 local function compare(result, model, theirs, rows)
   local item = ps.empty({ 1 }, { dtype = args.dtype }):nbytes()
   local weights = (model:num_parameters() - model:costs().looked_up) * item

@@ -1,9 +1,10 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Used by bench/golden.lua and spec/engine/golden_spec.lua: trains a model and measures the errors against golden
--- values (float64 losses, gradients of the first step, parameters after the last step). Golden values are a file of
--- spec/golden, with a seed in place of weights (spec/oracle/make_golden.py), or a folder with golden.json and
--- model.safetensors. A tensor's error is the larger of |l2 - l2*| / l2* and max |first8 - first8*| / rms.
--- `c_attn.bias` is reported separately: the true gradient of its key part is zero, so Adam moves it by rounding noise.
+-- Trains a model and measures its errors against golden values, for bench/golden.lua and spec/engine/golden_spec.lua.
+-- Golden values are float64 losses, the gradients of the first step, and the parameters after the last step. They are
+-- in a file of spec/golden, which has a seed in place of weights (spec/oracle/make_golden.py). They can also be in a
+-- folder with golden.json and model.safetensors.
+-- The error of a tensor is the larger of |l2 - l2*| / l2* and max |first8 - first8*| / rms. `c_attn.bias` is reported
+-- separately, because the true gradient of its key part is zero, so Adam moves it by rounding noise.
 local ps = require "ps"
 local inner = require("ps.nn.handle").of
 local cjson = require "cjson"
@@ -20,7 +21,7 @@ local function read_json(path)
   return cjson.decode(text)
 end
 
--- Returns Park and Miller's generator for numbers from 0 to 1, which spec/oracle/make_golden.py also uses.
+-- Returns Park and Miller's generator for numbers from 0 to 1. spec/oracle/make_golden.py uses the same generator.
 local function draw(seed)
   local x = seed * 7919 % 2147483647
   local function next_number()
@@ -47,7 +48,7 @@ local function write_weights(path, data)
   ps.safetensors.save(path, tensors)
 end
 
--- Returns the error of one tensor, or NaN if the tensor contains a NaN, which math.max would ignore.
+-- Returns the error of one tensor. Returns NaN if the tensor contains a NaN, because math.max would ignore it.
 local function tensor_error(t, want)
   t = t:to { dtype = "fp32", device = "cpu" }:detach():to("fp64")
   local l2 = t:norm():item()
@@ -60,14 +61,14 @@ local function tensor_error(t, want)
   return worst
 end
 
---- Returns the largest error over named tensors, the error of c_attn.bias, and the name of the tensor with the largest
---- error.
+--- Returns the largest error of the named tensors, the error of c_attn.bias, and the name of the tensor with the
+--- largest error.
 local function compare(tensors, wanted)
   local worst, apart, worst_name = 0, 0, ""
   for name, t in pairs(tensors) do
     local want = wanted[name] or wanted[(name:gsub("^transformer%.", ""))]
     if not want then error("the golden values have no " .. name, 0) end
-    local err = ps.scope(tensor_error, t, want)          -- frees its memory, since budgets are tight
+    local err = ps.scope(tensor_error, t, want)          -- frees the memory of tensor_error, because budgets are tight
     if err ~= err then err = math.huge end
     if name:match("c_attn%.bias$") then apart = math.max(apart, err)
     elseif err >= worst then worst, worst_name = err, name end
@@ -76,7 +77,7 @@ local function compare(tensors, wanted)
 end
 golden.compare = compare
 
--- Checks that the processes together have compared all tensors, however the tensors are divided.
+-- Checks that the processes together have compared all tensors, for any division of the tensors among them.
 local function must_cover(tensors, wanted, group)
   local mine, all = {}, {}
   for name in pairs(tensors) do mine[(name:gsub("^transformer%.", ""))] = 1 end
@@ -88,7 +89,7 @@ local function must_cover(tensors, wanted, group)
   if there:min():item() < 1 then error("some golden values were not compared with any tensor", 0) end
 end
 
--- Gathers the whole tensor from the shards of all ranks along tp. All these ranks call this function.
+-- Gathers the whole tensor from the shards of all ranks along tp. All these ranks must call this function.
 local function joined(p, t)
   local desc, group = shard.of(p), ps.mesh.group "tp"
   if not desc then return t end
@@ -101,7 +102,7 @@ local function joined(p, t)
   return shard.join(desc, parts)
 end
 
--- Gathers whole tensors, indexed by parameter names.
+-- Gathers whole tensors. They are indexed by the names of parameters.
 local function all_joined(module, tensors)
   local list = {}
   for name, p in module:named_parameters() do
@@ -111,8 +112,9 @@ local function all_joined(module, tensors)
   return list
 end
 
--- Returns the same interface for each kind of memory: forward(x, y), backward(loss), step(), and tables of the
--- parameters' gradients and fp32 values (masters if there are any) by name.
+-- Returns a run. Each kind of memory has the same interface: forward(x, y), backward(loss) and step(). There are also
+-- tables of the gradients and of the fp32 values of the parameters by name. The fp32 values are masters if there are
+-- any.
 local function plain_run(data, weights, options)
   local model = gpt2.new(data.config, { dtype = options.dtype, device = options.device, recompute = options.recompute })
   model:load_weights(weights)
@@ -138,7 +140,7 @@ end
 local function chunk_run(data, weights, options)
   local config = {
     device = options.device, chunk_size = options.chunk_size, eviction = options.eviction, plan_print = false,
-    overlap_optimizer = false,                         -- since gradients are read before the update
+    overlap_optimizer = false,                         -- because gradients are read before the update
     gradient_accumulation_steps = options.micro_batches, pipeline = options.pipeline,
     tensor_parallel = options.tensor and { size = options.tensor } or nil,
     optimizer = { type = "AdamW", params = data.settings },
@@ -166,12 +168,12 @@ local function chunk_run(data, weights, options)
     masters = function() return model:state_dict() end, close = function() model:close() end }
 end
 
--- Returns the gradient of a tied parameter that several stages have copies of. It is the sum of all copies' gradients,
--- which the step computes only before its norm or update. `grad` and the result are nil if this rank does not have
--- the parameter. All ranks of a pipeline call this function for each parameter.
+-- Returns the gradient of a tied parameter of which several stages have copies. It is the sum of the gradients of all
+-- copies. The step computes this sum only before its norm or its update. `grad` and the result are nil if this rank
+-- does not have the parameter. All ranks of a pipeline must call this function for each parameter.
 local function whole_gradient(run, name, p, grad)
   local users, ranks = run.stages.vstages_of[name], {}
-  -- sums along tp are computed after sums over tied copies
+  -- The sum along tp is computed after the sum over tied copies.
   if grad ~= nil and run.stages:copies() and shard.is_partial(p) then
     grad = ps.mesh.group "tp":all_reduce(grad:to("fp32"):to("cpu"):clone())
   end
@@ -183,7 +185,7 @@ local function whole_gradient(run, name, p, grad)
   return mine and sum or nil
 end
 
--- Returns this process's rows of a batch. The rows are divided as evenly as possible, in rank order.
+-- Returns this process's rows of a batch. The rows are divided as evenly as possible, in the order of the ranks.
 local function my_rows(rows, group)
   if not group then return rows end
   local size, rank, mine = group:size(), group:rank(), {}
@@ -216,9 +218,10 @@ local function train(data, run, device, result, note, group)
       note("gradients are not compared: those of a tied parameter are summed only within the update")
     elseif step == 1 then
       local grads, worst = {}
-      local scaled = group or run.adds_up            -- otherwise the factor is 1, and budgets are too small for copies
+      local scaled = group or run.adds_up            -- otherwise the factor is 1, and the budgets are too small for
+                                                     -- copies
       for name, p in run.module:named_parameters() do
-        local grad = p:grad()                              -- nil if another rank has it
+        local grad = p:grad()                              -- nil if another rank has the parameter
         if run.stages then grad = whole_gradient(run, name, p, grad) end
         if grad ~= nil then grads[name] = scaled and grad:to("fp32") * run.grad_scale() or grad end
       end
@@ -228,7 +231,7 @@ local function train(data, run, device, result, note, group)
       note("largest gradient error in " .. worst)
     end
     run.step()
-    -- the budgets are so small that even headers matter
+    -- The budgets are so small that even the headers of tensors matter.
     collectgarbage()
   end
 end
@@ -245,25 +248,25 @@ end
 ---@field device? string
 ---@field dtype? string
 ---@field recompute? boolean
----@field memory? "plain"|"chunk" "chunk" uses ps.initialize with the settings below
+---@field memory? "plain"|"chunk" "chunk" uses ps.initialize with the settings that follow
 ---@field host? string|integer budget of the host
 ---@field device_memory? string|integer budget of a device that is not the cpu
 ---@field disk? string folder of the disk tier
----@field chunk_size? integer elements
+---@field chunk_size? integer number of elements
 ---@field eviction? string
----@field group? ps.Group the processes that share each batch (memory chunk)
+---@field group? ps.Group the processes that share each batch (memory chunk only)
 ---@field zero_stage? integer
 ---@field pipeline? {stages: integer, schedule?: string, virtual_stages?: integer}
 ---@field tensor? integer number of ranks that share each layer
 ---@field micro_batches? integer number of micro-batches in a step
 ---@field note? fun(line: string)
 
---- Repeats the training run from which golden values were made.
+--- Repeats the training run that produced golden values.
 ---@param path string a file of spec/golden, or a folder with golden.json and model.safetensors
 ---@param options? golden.Options
 ---@return {device: string, dtype: string, memory: string, max_rel_loss_error: number, max_rel_grad_error: number,
---- max_rel_param_error: number, c_attn_bias_grad_error: number, c_attn_bias_param_error: number} The gradients' errors
---- are absent in a pipeline whose stages have several ranks each.
+--- max_rel_param_error: number, c_attn_bias_grad_error: number, c_attn_bias_param_error: number} The errors of
+--- gradients are absent in a pipeline whose stages have several ranks each.
 function golden.run(path, options)
   local all = { device = "cpu", dtype = "fp32", memory = "plain", micro_batches = 1 }
   for key, value in pairs(options or {}) do all[key] = value end
@@ -273,7 +276,7 @@ function golden.run(path, options)
   local o = data.optimizer
   data.settings = { lr = o.lr, betas = o.betas, eps = o.eps, weight_decay = o.weight_decay }
   local start = all.memory == "chunk" and chunk_run or plain_run
-  -- frees tensors of earlier runs, which would use up the budgets
+  -- Frees the tensors of earlier runs. Otherwise these tensors would use up the budgets.
   if all.memory == "chunk" then
     jit.flush()                                           -- discards compiled loops, which hold references to tensors
     for _ = 1, 2 do collectgarbage() end

@@ -1,15 +1,16 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Trains a GPT-2 in chunks whose state does not fit the device's budget, on random tokens, and prints the time of a
--- step.
+-- Trains a GPT-2 in chunks on random tokens, and prints the time of a step. The state of the model does not fit into
+-- the device's budget.
 --   psluajit bench/gpu_offload.lua --width 4096 --heads 32 --layers 25 --device-memory 24GiB --host 100GiB
 --     --resident 110GiB --recompute
 --   psluajit bench/gpu_offload.lua --width 4096 --heads 32 --layers 79 --largest --device-memory 110GiB --host 100GiB
 --     --batch 1 --recompute
--- The last line is one JSON object: step_s and tokens_per_s (median of the steps after the second), losses, bytes that
--- moved per step in each direction. --resident: first runs the same model with a budget in which nothing moves;
--- compute_s is its step, and over_bound is step_s over the larger of compute_s and the copies at the link's rates.
--- --largest: begins with --layers, and removes 3 % of the layers until the model fits; each step also prints a JSON
--- object.
+-- The last line is one JSON object. It has step_s and tokens_per_s (medians of the steps after the second), the losses,
+-- and the bytes that moved per step in each direction.
+--   --resident  first runs the same model with a budget in which nothing moves. compute_s is the step time of this run.
+--               over_bound is step_s divided by the larger of compute_s and the time of the copies at the link's rates.
+--   --largest   begins with --layers, and removes 3 % of the layers until the model fits. Each step also prints a JSON
+--               object.
 local ps = require "ps"
 local cjson = require "cjson"
 local argparse = require "argparse"
@@ -18,7 +19,7 @@ local whole = command_line.whole
 local gpt2 = require "models.gpt2"
 local C = ps.C
 
-io.stdout:setvbuf "line"                                -- if this process is killed, its output so far is used
+io.stdout:setvbuf "line"                                -- if this process is killed, the output up to then is not lost
 local parser = argparse("bench/gpu_offload.lua", "Measures training with host offload.")
 parser:option("--model", "preset of models/gpt2.lua", "gpt2-xl")
 whole(parser:option("--layers", "number of layers, instead of the preset's"), 1)
@@ -40,7 +41,7 @@ local function median(list)
   return list[math.floor(#list / 2) + 1]
 end
 
---- Returns the bytes copied so far to the device and from it.
+--- Returns the numbers of bytes that have been copied to the device and from the device.
 local function moved()
   local info = ps.ffi.new("ps_tier_info")
   ps.check(C.ps_engine_tier_get(ps.ctx, 1, info))
@@ -60,7 +61,7 @@ local function make(layers, device_memory)
   }
 end
 
---- Runs steps, and appends each step's figures to `all`.
+--- Runs steps. Appends the figures of each step to `all`.
 local function run(all, model, optimizer, steps)
   local vocab = model.config.vocab_size
   local where = { dtype = "int32", device = args.device }
@@ -83,15 +84,15 @@ local function run(all, model, optimizer, steps)
     print(("step %d loss %.5f: %.1f ms, %.3g GB up, %.3g GB down"):format(step, all.losses[step], s * 1e3,
       (up_now - up) / 1e9, (down_now - down) / 1e9))
     if all.losses[step] ~= all.losses[step] then error("the loss is not a number") end
-    if args.largest then  -- printed early, since the remaining runs can take too long
+    if args.largest then  -- printed early, because the remaining runs can take too long
       print(cjson.encode { what = "step", layers = all.layers, parameters = all.parameters, step_s = s })
     end
   end
   print(ps.memory())
 end
 
---- Trains a model with `layers` layers within a budget. Returns the figures of its steps, or nil and the reason of a
---- failure.
+--- Trains a model with `layers` layers within a budget. Returns the figures of its steps. If it fails, returns nil and
+--- the reason.
 local function train(layers, device_memory, steps)
   local made, model, optimizer = pcall(make, layers, device_memory)
   if not made then return nil, tostring(model) end

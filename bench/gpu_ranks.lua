@@ -1,10 +1,12 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- psluajit tools/launch.lua --nproc-per-node N bench/gpu_ranks.lua [--mib M] [--device D]: collectives on the memory of
--- N GPUs. Sums are compared with those of host memory, bit for bit. Then M MiB (256) of fp32 per rank are gathered and
--- all-reduced, alternately by the engine and by direct calls of the library. Rank 0 prints a JSON line. GB/s: the
--- fewest bytes that a rank must send, over the median time. A single rank (N = 1) sends nothing; it checks that NCCL
--- loads, connects and copies. p2p: messages between devices, as the stages of a pipeline send them; GB/s of M MiB in
--- MESSAGES consecutive messages, and microseconds per message of one number if each waits for the previous one.
+-- psluajit tools/launch.lua --nproc-per-node N bench/gpu_ranks.lua [--mib M] [--device D]: measures collectives on the
+-- memory of N GPUs. Sums are compared with those of host memory, bit for bit. Then M MiB (default 256) of fp32 per rank
+-- are gathered and all-reduced. The engine's calls and direct calls of the library alternate. Rank 0 prints a JSON
+-- line. A rate in GB/s is the smallest number of bytes that a rank must send, divided by the median time. With N = 1,
+-- the rank sends nothing, but the run checks that NCCL loads, connects and copies.
+-- p2p: messages between devices, as the stages of a pipeline send them. The figures are the rate in GB/s for M MiB in
+-- MESSAGES consecutive messages, and the microseconds per message of one number if each message waits for the previous
+-- one.
 package.path = (arg[0]:match("^(.*)/bench/") or ".") .. "/?.lua;" .. package.path
 local ps = require "ps"
 local json = require "cjson"
@@ -56,12 +58,13 @@ for turn = 1, 11 do
     -- calls return before their bytes have arrived
     ps.check(ps.C.ps_groups_settle())
     times[name] = times[name] or {}
-    if turn > 1 then table.insert(times[name], ps.now() - began) end     -- the first call establishes the connection
+    if turn > 1 then table.insert(times[name], ps.now() - began) end     -- the first call also establishes the
+                                                                         -- connection
   end
 end
 
--- Returns the seconds of forwards without computation in a pipeline of all ranks, both the median and the slowest
--- rank's. Each forward sends `numel` fp32 numbers to the next virtual stage.
+-- Returns the seconds of a forward without computation in a pipeline of all ranks. They are the median of several
+-- forwards on the slowest rank. Each forward sends `numel` fp32 numbers to the next virtual stage.
 local function forwards(virtual_stages, micro_batches, numel)
   local C, ffi = ps.C, ps.ffi
   local rows = require("ps.parallel.pipeline.table").table { schedule = "looped_bfs", stages = size,
@@ -83,14 +86,15 @@ local function forwards(virtual_stages, micro_batches, numel)
     repeat
       ps.check(C.ps_pipe_next(opened[0], event))
       if event.kind == C.PS_ACT_FORWARD then
-        local values = new()               -- the executor frees the tensor after it was sent
+        local values = new()               -- a new tensor, because the executor frees the tensor after it was sent
         given[0] = values
         ps.check(C.ps_pipe_done(opened[0], event.vstage < rows.vstages - 1 and 1 or 0, given))
       elseif event.kind == C.PS_ACT_YIELD then
         ps.check(C.ps_pipe_done(opened[0], 0, nil))
       end
     until event.kind == C.PS_ACT_NONE
-    if turn > 1 then table.insert(taken, ps.now() - began) end           -- the first call establishes the connection
+    if turn > 1 then table.insert(taken, ps.now() - began) end           -- the first call also establishes the
+                                                                         -- connection
   end
   C.ps_pipe_close(opened[0])
   table.sort(taken)

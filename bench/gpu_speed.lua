@@ -1,14 +1,16 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Measures rates of single operations on a device: matrix products, attention, copies. Prints one JSON object per line.
+-- Measures the rates of single operations on a device: matrix products, attention and copies. Prints one JSON object
+-- per line.
 --   psluajit bench/gpu_speed.lua --part matmul|attention|copies [--device cuda] [--dtype bf16] [--small]
--- A rate is the best of a few runs. Each run starts many operations in sequence and ends when it has read one element.
+-- A rate is the best of a few runs. Each run starts a large number of operations in sequence. It ends when it has read
+-- one element of the result.
 local ps = require "ps"
 local cjson = require "cjson"
 local argparse = require "argparse"
 local command_line = require "ps.core.command_line"
 local whole = command_line.whole
 
-io.stdout:setvbuf "line"                                -- if this process is killed, its output so far is used
+io.stdout:setvbuf "line"                                -- if this process is killed, the output up to then is not lost
 local parser = argparse("bench/gpu_speed.lua", "Measures rates of single operations.")
 parser:option("--part", "matmul, attention or copies"):count(1)
 parser:option("--device", "device", "cuda")
@@ -20,7 +22,8 @@ local on = { dtype = args.dtype, device = args.device }
 
 local function wait(t) return t:reshape(-1)[0]:item() end
 
---- Returns the seconds of one call of fn, which returns a tensor. It is the best of three runs of `n` calls.
+--- Returns the seconds that one call of fn takes. fn must return a tensor. The result is the best of three runs of `n`
+--- calls.
 local function seconds(n, fn)
   local best = math.huge
   wait(fn())
@@ -45,7 +48,8 @@ function parts.matmul()
   end
 end
 
---- Measures causal attention, forward and backward: 4 and 10 T^2 D operations per head, halved by the mask.
+--- Measures causal attention, forward and backward. Forward has 4 T^2 D operations per head, and backward has 10 T^2 D.
+--- The mask halves both numbers.
 function parts.attention()
   for _, D in ipairs { 64, 128 } do
     local B, H, T = 8192 / args.seq, 2048 / D, args.seq
@@ -69,8 +73,8 @@ function parts.attention()
   end
 end
 
---- Measures copies between pageable host memory and the device, like a script's own :to(). The engine's chunks are
---- pinned, and the offload part of gpu_check.sh measures them.
+--- Measures copies between pageable host memory and the device, like those of a script's own :to(). Chunks of the
+--- engine are in pinned memory instead. The offload part of gpu_check.sh measures their copies.
 function parts.copies()
   local n = args.small and 2 ^ 16 or 2 ^ 28
   local host, there = ps.zeros { n }, ps.zeros({ n }, { device = args.device })

@@ -1,24 +1,32 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- psluajit bench/hf.lua DIR [--train N] [--unpad] [--mmap] [--adapter ADIR | --lora R ...]: runs a Hugging Face folder
--- in evaluation mode (no dropout), in fp32. The class is the one that config.json names in architectures, and the
--- inputs are the tensors of DIR/inputs.safetensors (input_ids, labels, start_positions, end_positions, token_type_ids,
--- position_ids, attention_mask, with transformers' meaning). --unpad: the model has unpad = true. --mmap: weights stay
--- in the folder's files if possible. It writes DIR/outputs.safetensors: logits (start_logits, end_logits; a model
--- without a head: last_hidden_state, pooler_output), and with labels loss and grad.NAME, with the names and shapes of
--- the tensors in the folder's files.
--- --train N: N steps of AdamW (lr 1e-3, eps 1e-4, no decay) on the same batch; it also writes `losses` [N], and
--- DIR/trained, a folder that can be loaded. DIR may also be a GGUF file; the other files are then in its folder.
--- --adapter ADIR: with the adapter in a folder of PEFT's. --lora R [--rslora] [--dora] [--alpha A] [--targets LIST]:
--- with a new adapter (dropout 0) from the tensors lora.NAME of inputs.safetensors, where NAME is PEFT's name; the
--- others are initialized from the seed. LIST: names with commas between them, default all-linear. Then only the
--- adapter is trained, gradients are grad.NAME, and --train writes DIR/adapter, a folder of PEFT's.
--- Exit status 2, and a first line `refused: FIELD = VALUE: why` on stderr: the folder or batch is not supported.
+-- in evaluation mode (no dropout), in fp32. The class of the model is the one that config.json names in
+-- `architectures`. The inputs are the tensors of DIR/inputs.safetensors (input_ids, labels, start_positions,
+-- end_positions, token_type_ids, position_ids, attention_mask), and have the same meaning as in transformers. The
+-- outputs are written to DIR/outputs.safetensors. They are `logits`, or start_logits and end_logits. If the model has
+-- no head, they are last_hidden_state and pooler_output. If there are labels, `loss` and grad.NAME are also written.
+-- They have the names and shapes of the tensors in the folder's files. DIR may also be a GGUF file. The other files are
+-- then in the folder of this file.
+--   --unpad   the model has unpad = true
+--   --mmap    weights stay in the folder's files if possible
+--   --train N runs N steps of AdamW (lr 1e-3, eps 1e-4, no decay) on the same batch. Also writes `losses` [N], and
+--             DIR/trained, a folder that can be loaded.
+--   --adapter ADIR   uses the adapter in a folder of PEFT
+--   --lora R [--rslora] [--dora] [--alpha A] [--targets LIST]   uses a new adapter (dropout 0). It has the tensors
+--                                                               lora.NAME of inputs.safetensors, where NAME is PEFT's
+--                                                               name. The other tensors of the adapter are initialized
+--                                                               from the seed. LIST contains names that are separated
+--                                                               by commas. Its default is all-linear.
+-- With an adapter, only the adapter is trained, gradients are grad.NAME, and --train writes DIR/adapter, a folder of
+-- PEFT.
+-- If the folder or the batch is not supported, the exit status is 2, and stderr begins with a line `refused: FIELD =
+-- VALUE: why`.
 local ps = require "ps"
 local settings = require "ps.pretrained.settings"
 
 local LABELS = { labels = true, start_positions = true, end_positions = true }
 
--- Returns the tensors of a batch, and an adapter's tensors by PEFT's names.
+-- Returns the tensors of a batch. Also returns the tensors of an adapter by PEFT's names.
 local function inputs_of(path)
   local file, batch, lora = ps.safetensors.open(path), {}, {}
   for _, name in ipairs(file:names()) do
@@ -28,7 +36,7 @@ local function inputs_of(path)
   return batch, lora
 end
 
--- Returns the batch, with its labels or without them.
+-- Returns the batch with or without its labels.
 local function part(batch, labels)
   local chosen = {}
   for name, t in pairs(batch) do if labels or not LABELS[name] then chosen[name] = t end end
@@ -71,7 +79,7 @@ local function check_names(model, batch)
   end
 end
 
--- Adds the adapter that the options describe to the model. Returns whether there is one.
+-- Adds the adapter that the options describe to the model. Returns true if there is an adapter.
 local function adapt(model, args, given)
   if args.adapter and args.lora then error("--adapter and --lora exclude each other", 0) end
   if args.adapter then ps.lora.load(model, args.adapter) end

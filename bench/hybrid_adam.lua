@@ -1,14 +1,17 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Times steps of a model whose optimizer state does not fit the device, at several link rates of the simulated device
--- sim. Updates are split in several ways: all on the host; on the device the units that stay there (margin); given
--- shares of the units on the device; all on the device; and as planned. The runs of a link rate alternate their steps,
--- so other load on the machine affects all of them equally. Adam on the host is slowed down (PS_CPU_ISA=sse2): as with
--- an accelerator, the device updates faster than its host.
+-- Times the steps of a model whose optimizer state does not fit on the device. The device is the simulated device
+-- `sim`, with several rates of its link. Updates are divided between host and device in several ways: all on the host;
+-- on the device only the units that stay there (margin); given shares of the units on the device; all on the device;
+-- and as planned. The runs for one link rate alternate their steps, so that other load on the machine affects all of
+-- them equally. Adam on the host is slowed down (PS_CPU_ISA=sse2), because a real accelerator also updates faster than
+-- its host.
 --   psluajit bench/hybrid_adam.lua --links 0.25,0.5,1,2,4
--- Prints a row for each link rate: milliseconds per step (the shortest of each run, because of other load), and for the
--- planned split its units on the device. The last line is one JSON object. planned_over_best: the step time of the
--- planned split over the shortest of the others, at the worst link rate. exact: all runs of a link rate ended with
--- equal bits.
+-- Prints a row for each link rate. The row has the milliseconds per step of each run. This is the shortest step of the
+-- run, because of other load. For the planned division, the row also has the number of units on the device. The last
+-- line is one JSON object:
+--   planned_over_best   the step time of the planned division divided by the shortest step time of the other divisions,
+--                       at the worst link rate
+--   exact               true if, for each link rate, all runs ended with the same bits
 local argparse = require "argparse"
 local command_line = require "ps.core.command_line"
 local whole = command_line.whole
@@ -29,7 +32,7 @@ local args = command_line.parse(parser)
 
 local WARM = 3
 
---- The two extremes: no update uses the link, or all updates do.
+--- The two extremes. With SHUT, no update uses the link. With OPEN, all updates use it.
 local SHUT, OPEN = { up = 1, down = 1, at_once = 0 }, { host_adam = 1, device_adam = 1e15, up = 1e15, down = 1e15 }
 
 local function least(list) return math.min(unpack(list)) end

@@ -1,13 +1,13 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Counts instructions by line of C with valgrind's callgrind. The program must be built with -g; lines of inlined
--- functions are counted, too.
+-- Counts instructions for each line of C, with callgrind of valgrind. The program must be built with -g. Lines of
+-- inlined functions are also counted.
 local paths = require "ps.paths"
 
 local lib = {}
 
 ---@class bench.Instructions
----@field total integer instructions of the whole part
----@field by table<string, table<integer, integer>> file -> line -> the line's own instructions, without those of calls
+---@field total integer number of instructions in the whole part
+---@field by table<string, table<integer, integer>> file -> line -> instructions of the line itself, without calls
 
 --- Reads a file that callgrind wrote with --dump-line=yes --compress-strings=no --compress-pos=no.
 ---@param name string
@@ -33,8 +33,8 @@ function lib.read(name)
   return counts
 end
 
--- Returns the lines of a source file and its name below src/, or nil if it is not in src/. The argument is the name
--- that the compiler recorded.
+-- Returns the lines of a source file and the file's name below src/. Returns nil if the file is not in src/. The
+-- argument is the name that the compiler recorded.
 local function source(name)
   local below = ("/" .. name):match "^.*/src/(.*)$"
   local f = below and io.open(paths.root .. "/src/" .. below)
@@ -45,11 +45,11 @@ local function source(name)
   return lines, below
 end
 
---- Sums the instructions of the lines of src/ that a function accepts.
+--- Sums the instructions of those lines of src/ for which a function returns true.
 ---@param counts bench.Instructions
----@param takes fun(file: string, text: string): boolean receives the file's name below src/ and the line
+---@param takes fun(file: string, text: string): boolean gets the file's name below src/ and the text of the line
 ---@return integer taken
----@return integer all instructions of src/, or 0 if the program was not built with -g
+---@return integer all number of instructions in src/, or 0 if the program was not built with -g
 function lib.of(counts, takes)
   local taken, all = 0, 0
   for name, by_line in pairs(counts.by) do
@@ -62,9 +62,9 @@ function lib.of(counts, takes)
   return taken, all
 end
 
---- Runs a command under callgrind and counts instructions from its first call of one C function to the next call of
---- another. They are the instructions of one thread on a processor with AVX2, which valgrind emulates.
----@param command string quoted for a shell
+--- Runs a command under callgrind. Counts the instructions from the first call of one C function to the next call of
+--- another function. They are the instructions of one thread on a processor with AVX2, which valgrind emulates.
+---@param command string a command that is quoted for a shell
 ---@param from string the name of a C function
 ---@param to string
 ---@return bench.Instructions? counts nil if the command did not run
@@ -72,7 +72,7 @@ end
 function lib.count(command, from, to)
   if os.execute "command -v valgrind > /dev/null" ~= 0 then return nil, "valgrind is not installed" end
   local name, said = os.tmpname(), os.tmpname()
-  -- With these settings psluajit does not restart itself, which valgrind would not follow.
+  -- These settings prevent psluajit from restarting itself. valgrind would not follow the restart.
   local code = os.execute(("OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive GOMP_SPINCOUNT=100 "
     .. "GLIBC_TUNABLES=glibc.malloc.tcache_count=0 valgrind --tool=callgrind "
     .. "--dump-line=yes --compress-strings=no --compress-pos=no --zero-before=%s --dump-before=%s "

@@ -1,19 +1,21 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Whole training steps of a model whose state does not fit the host's budget: parameters and optimizer state stream
--- from a disk file. Prints the plan, each step, and one JSON line:
---   step_s         the last step
---   compute_s      the part without waits for copies
+-- Runs whole training steps of a model whose state does not fit into the host's budget. Parameters and optimizer state
+-- are streamed from a disk file. Prints the plan, each step, and one JSON line:
+--   step_s         time of the last step
+--   compute_s      the part of step_s without waits for copies
 --   processor_s    processor time of all threads
---   bound_s        max(compute_s, bytes read / read rate + bytes written / write rate), with rates measured in this
---                  run
---   step_over_bound, peak_rss_mib, bytes_moved (of the last step), disk_gb_per_s (moved / step_s), rates
---   state_bytes    of all chunks: parameters, masters and the optimizer's states
---   losses         of all steps
+--   bound_s        max(compute_s, bytes read / read rate + bytes written / write rate), with rates that are measured in
+--                  this run
+--   step_over_bound, peak_rss_mib, rates
+--   bytes_moved    number of bytes that the last step moved
+--   disk_gb_per_s  the bytes moved divided by step_s
+--   state_bytes    size in bytes of all chunks: parameters, masters and the optimizer's states
+--   losses         the losses of all steps
 --   making_s, making_processor_s   the time in which the model was made
---   planned_read, planned_written, planned_peak   the plan's bytes per step and its peak on the host
+--   planned_read, planned_written, planned_peak   the plan's bytes per step, and its peak on the host
 --   host_peak      the highest number of bytes that the engine had on the host
---   least_moved, moved_over_least  with --bound: the bytes that any policy moves (bench/bound_lib.lua)
---   hash           with --hash: of the bits of all trained parameters and masters after the last step
+--   least_moved, moved_over_least  with --bound: the bytes that any policy must move (bench/bound_lib.lua)
+--   hash           with --hash: a hash over the bits of all trained parameters and masters after the last step
 --   psluajit bench/larger_than_memory.lua --model gpt2-xl --host 6GiB --disk DIR --steps 2
 --   psluajit bench/larger_than_memory.lua --family llama --model llama-3-8b --optimizer AdamW8bit --master remainder \
 --     --host 20GiB --disk DIR --steps 3
@@ -61,7 +63,7 @@ local args = command_line.parse(parser)
 local ps = require "ps"
 local optimizers = require "ps.optimizers"
 local ffi, C = ps.ffi, ps.C
-local dry = C.ps_machine_pretended() ~= 0 -- psluajit --dry-run: there are no values and no disk
+local dry = C.ps_machine_pretended() ~= 0 -- true under psluajit --dry-run, where there are no values and no disk
 
 local found, family = pcall(require, "models." .. args.family)
 if not found then parser:error("--family: there is no models/" .. args.family .. ".lua") end
@@ -84,7 +86,7 @@ if args.family == "gpt2" then
 else
   options.num_hidden_layers, options.hidden_size, options.num_attention_heads = args.layers, args.width, args.heads
 end
--- Makes the model, with the adapter of --lora.
+-- Makes the model. With --lora, adds the adapter.
 local function make(device)
   if args.folder then
     local given = { dtype = "auto", recompute = options.recompute, device = device }
@@ -104,11 +106,12 @@ local function make(device)
 end
 local shape = make "meta"
 local numel, flops = shape:num_parameters(), shape:flops_per_token(args.seq)
--- Bytes per parameter: the weight, the gradient (in half types it uses the weight's memory), the master, and the
--- optimizer states.
+-- The number of bytes per parameter: the weight, the gradient, the master, and the optimizer states. A bf16 or fp16
+-- gradient uses the memory of its weight.
 local state = args.dtype == "fp32" and 8 or args.master == "remainder" and 4 or 6
 state = state + optimizers.states_most(kind.states)
-local copied = args.keep_quantized and args.folder:find "%.gguf$" and 0.53 or 0          -- weights in another order
+-- weights that are stored in another order
+local copied = args.keep_quantized and args.folder:find "%.gguf$" and 0.53 or 0
 local need = args.limit or args.lora and numel * copied + 2 ^ 30
   or numel * (state + 4) * 1.02 + 2 ^ 28
 local result = { family = args.folder == nil and args.family or nil, model = args.folder or args.model,
@@ -143,8 +146,8 @@ result.making_s, result.making_processor_s = ps.now() - began, os.clock() - cloc
 print(("initialised in %.1f s (processor %.1f), peak RSS %.0f MiB"):format(result.making_s, result.making_processor_s,
   ps.peak_rss() / 2 ^ 20))
 
--- Returns the number of bytes with which to measure the disk: 1 GiB, but at most the host's budget and half of the disk
--- tier's free bytes.
+-- Returns the number of bytes with which the disk is measured. It is 1 GiB, but at most the host's budget and at most
+-- half of the disk tier's free bytes.
 local function probe_nbytes()
   if args.no_disk then return 0 end
   local tiers = require("ps.memory.chunks").tiers()
@@ -169,7 +172,7 @@ local function counters()
     down = tonumber(tier.bytes_down), at = ps.now(), processor = os.clock() }
 end
 
--- Returns a hash of the bits of all trained parameters and masters, in the order of the model.
+-- Returns a hash over the bits of all trained parameters and masters, in the order of the model.
 local function hash_of(rows)
   local out, parts = ffi.new("uint64_t[2]"), {}
   for _, row in ipairs(rows) do

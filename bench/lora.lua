@@ -1,18 +1,21 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Measures how fast an adapter (LoRA) of a frozen Llama in bf16 is trained, with recompute:
 --   PS_TORCH_PYTHON=PYTHON psluajit bench/lora.lua [--model 0.35b|1.2b|gpt2-xl] [--rounds N] [--peer [--compile]]
--- --peer: PEFT trains the same shape alternately (bench/peers/lora_peft.py; the Python needs torch, transformers and
--- peft), with gradient checkpointing. --peer-dtype fp32: its frozen weights are fp32, which PyTorch computes faster
--- than bf16 on processors without AVX-512 (there a step in bf16 takes minutes). --peer-adapter: the type of PEFT's
--- adapters; fp32, as ours, is PEFT's default.
--- --folder DIR: the frozen model of a folder instead, also with weights in NF4, which stay packed in both programs (the
--- Python also needs bitsandbytes). --targets LIST: only these layers have adapters, such as q_proj,v_proj.
--- --quantize TYPE [--double-quant]: a second model of the same shape, with its weights packed by ps.quantize (QLoRA),
--- trains alternately with the first one. The last line then also has packed_cpu_s and packed_over_bf16, the ratio of
--- processor seconds.
--- The last line is one JSON object: tokens_per_s and cpu_s (medians of a step's rate and of its processor seconds),
--- peak_rss_mib, and with --peer peer_tokens_per_s, peer_cpu_s, peer_peak_rss_mib, speed_ratio (of processor seconds)
--- and memory_ratio. Weights are random. Processor seconds are fair also if other programs run.
+--   --peer              PEFT trains the same shape alternately, with gradient checkpointing (bench/peers/lora_peft.py).
+--                       The Python needs torch, transformers and peft.
+--   --peer-dtype fp32   the frozen weights of the peer are fp32. On processors without AVX-512, PyTorch computes fp32
+--                       faster than bf16, and a step in bf16 takes minutes.
+--   --peer-adapter      the type of PEFT's adapters; PEFT's default is fp32, which psluajit also uses
+--   --folder DIR        uses the frozen model of a folder instead. Its weights can also be NF4. They stay packed in
+--                       both programs. The Python then also needs bitsandbytes.
+--   --targets LIST      only these layers have adapters, such as q_proj,v_proj
+--   --quantize TYPE [--double-quant]   a second model of the same shape trains alternately with the first model. Its
+--                                      weights are packed by ps.quantize (QLoRA). The last line then also has
+--                                      packed_cpu_s and packed_over_bf16, the ratio of processor seconds.
+-- The last line is one JSON object. Its figures are tokens_per_s and cpu_s (medians of the rate and of the processor
+-- seconds of a step), peak_rss_mib, and with --peer peer_tokens_per_s, peer_cpu_s, peer_peak_rss_mib, speed_ratio (of
+-- processor seconds) and memory_ratio. Weights are random. Processor seconds allow a fair comparison even if other
+-- programs run.
 local ps = require "ps"
 local argparse = require "argparse"
 local cjson = require "cjson"
@@ -84,7 +87,7 @@ local function make()
     num_key_value_heads = shape.num_key_value_heads, vocab_size = shape.vocab_size,
     max_position_embeddings = shape.max_position_embeddings, tie_word_embeddings = true })
 end
--- Gives a model an adapter and an optimizer.
+-- Adds an adapter to a model, and makes an optimizer for it.
 local function adapted(model)
   ps.lora.wrap(model, { r = args.lora, alpha = 2 * args.lora, targets = targets })
   return model:train(), ps.optim.AdamW(model, { lr = 1e-4 })
@@ -112,14 +115,14 @@ local ours, theirs, packed = { seconds = {}, cpu = {} }, { seconds = {}, cpu = {
 local function put(list, answer)
   for key, values in pairs(list) do values[#values + 1] = answer[key] end
 end
-for _ = 1, 2 do                                            -- both make plans and kernels
+for _ = 1, 2 do                                            -- a warm-up, in which both programs make plans and kernels
   step(model, optimizer)
   if small then step(small, small_optimizer) end
   if peer then peer:ask "step" end
 end
 if args.profile then ps.profiler.start() end
 for round = 1, args.rounds do
-  local first = round % 2 == 0 and peer and peer:ask "step"  -- both alternate in running first
+  local first = round % 2 == 0 and peer and peer:ask "step"  -- the two programs alternate in running first
   local own = step(model, optimizer)
   put(ours, own)
   if small then put(packed, step(small, small_optimizer)) end

@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The training loop and the comparison of benches that compare losses with those of another program.
+-- The training loop and the comparison for benchmarks that compare losses with those of another program.
 local ps = require "ps"
 
 local lib = {}
@@ -25,7 +25,8 @@ function lib.train(model, steps, lr, loss_of)
   return losses
 end
 
---- Returns the largest relative difference between two lists of losses, and its step. It is NaN if one loss is NaN.
+--- Returns the largest relative difference between two lists of losses, and the step at which it occurs. The difference
+--- is NaN if a loss is NaN.
 ---@param ours number[]
 ---@param theirs number[]
 ---@return number largest

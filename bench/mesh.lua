@@ -1,28 +1,34 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- psluajit bench/mesh.lua [--steps 10] [--layouts 2,2,1;...] [--figures-only]: trains a small GPT-2 on meshes
--- of dp, pp and tp and compares with one rank (bench/mesh_lib.lua). It starts up to 8 ranks itself and prints one JSON
--- line:
---   layouts              for each: dp, pp, tp, zero, sgd; the largest relative errors of losses, of any tensor's
---                        gradient at the first step, and of the gradients' norm
---   dropout_masks_equal  true: dropout and attention zero the same elements on two ranks of tp as on one rank
---   tp2_parameter_ratio  GPT-2's parameters on one of two ranks, over all
---   sp_activation_ratio  bytes that a block keeps for backward on one of two ranks, over all; sp_activation_ratio_kept:
---                        with tp_keep_gathered; sp_activation_ratio_pieces: with tp_overlap_comm = 4
---   bytes_over_theory    bytes that a rank sends per layer and micro-batch over 10 (t - 1) / t times the bytes of B T C
---                        numbers; tp_pieces: with tp_overlap_comm = 4; tp_kept: with tp_keep_gathered over
---                        8 (t - 1) / t. dp: in a step of ZeRO's stage 1 over 2 (N - 1) / N times the bytes of all
---                        parameters; dp_zero_3: 3 (N - 1) / N.
---                        pp: messages of the first of two stages over the activations [B, T, C] at the cut
+-- psluajit bench/mesh.lua [--steps 10] [--layouts 2,2,1;...] [--figures-only]: trains a small GPT-2 on meshes of dp, pp
+-- and tp, and compares the results with those of one rank (bench/mesh_lib.lua). The script itself starts up to 8 ranks.
+-- It prints one JSON line:
+--   layouts              for each layout: dp, pp, tp, zero, sgd; the largest relative errors of the losses, of the
+--                        gradient of any tensor at the first step, and of the norm of the gradients
+--   dropout_masks_equal  true if dropout and attention zero the same elements on two ranks of tp as on one rank
+--   tp2_parameter_ratio  number of GPT-2's parameters on one of two ranks, divided by the number of all parameters
+--   sp_activation_ratio  number of bytes that a block keeps for backward on one of two ranks, divided by the number
+--                        on a single rank
+--   sp_activation_ratio_kept, sp_activation_ratio_pieces
+--                        the same with tp_keep_gathered, and with tp_overlap_comm = 4
+--   bytes_over_theory    bytes that a rank sends, divided by the theoretical number of bytes. tp: per layer and
+--                        micro-batch, where the theoretical number is 10 (t - 1) / t times the bytes of B T C numbers.
+--                        tp_pieces: the same with tp_overlap_comm = 4. tp_kept: with tp_keep_gathered, where the factor
+--                        is 8 (t - 1) / t. dp: in a step of ZeRO's stage 1, where the theoretical number is 2 (N - 1) /
+--                        N times the bytes of all parameters. dp_zero_3: the factor is 3 (N - 1) / N. pp: messages of
+--                        the first of two stages, divided by the bytes of the activations [B, T, C] between the stages.
 --   plan_175b_s, plan_175b_mib
---                        of bench/planner.lua: a plan of GPT-3's sizes on dp 4 x pp 8 x tp 8 ranks of other machines
+--                        figures of bench/planner.lua: a plan of GPT-3's sizes on dp 4 x pp 8 x tp 8 ranks of other
+--                        machines
 --   small_all_reduce_over_gloo, small_all_reduce_p99_over_gloo
---                        seconds of all-reduces of 4 KiB within a planned step of two ranks, over those of Gloo's own
---                        calls between them: medians and 99th percentiles; small_all_reduce_planned: the share of ours
---                        that followed the plan
---   overlap_ratio        seconds of a block's forward and backward on two ranks of one thread each, rows exchanged in
---                        4 pieces during products, over the longer of its computation alone and its exchanges
---                        alone, on links on which both take about as long (PS_SIM_LINK); overlap_ratio_composed:
---                        with exchanges before and after products; overlap_seconds: all four, medians
+--                        seconds of all-reduces of 4 KiB within a planned step of two ranks, divided by the seconds of
+--                        Gloo's own calls, which are made between them; medians and 99th percentiles
+--   small_all_reduce_planned   the share of these all-reduces that followed the plan
+--   overlap_ratio        seconds of forward and backward of a block on two ranks of one thread each. Rows are exchanged
+--                        in 4 pieces during products. The seconds are divided by the longer of two times: the time of
+--                        the block's computation alone, and the time of its exchanges alone. The links are such that
+--                        both times are nearly equal (PS_SIM_LINK).
+--   overlap_ratio_composed   the same with exchanges before and after products
+--   overlap_seconds      medians of all four times
 local ps = require "ps"
 local argparse = require "argparse"
 local cjson = require "cjson"
@@ -44,7 +50,7 @@ parser:flag("--overlap-only", "overlap_ratio alone")
 parser:option("--run", "(for this script) a rank's job, in JSON"):hidden(true)
 local args = command_line.parse(parser)
 
--- dp, pp, tp, ZeRO level, whether steps use SGD
+-- Each layout has dp, pp, tp, the ZeRO level, and true if its steps use SGD.
 local LAYOUTS = { { 2, 1, 1 }, { 1, 2, 1 }, { 1, 1, 2, 0, true }, { 2, 2, 1, 1 }, { 2, 1, 2, 2 }, { 1, 2, 2 },
   { 1, 1, 4 }, { 1, 4, 1 }, { 2, 2, 2, 1, true }, { 4, 1, 2, 3 }, { 1, 2, 4, 0, true }, { 2, 1, 4, 1 }, { 1, 4, 2 },
   { 1, 1, 8 } }
@@ -73,7 +79,8 @@ local function activations_of(model)
   return count.parts(model, { x, x, n = 2 })[2].activations
 end
 
--- Returns the bytes that this rank sends along tp in the first micro-batch of a step, for a given number of layers.
+-- Returns the number of bytes that this rank sends along tp in the first micro-batch of a step. The model has `layers`
+-- layers.
 local function sent(layers, how)
   ps.manual_seed(1)
   local model = ps.initialize { quiet = true, model_func = function()
@@ -86,7 +93,7 @@ local function sent(layers, how)
   for out in model:micro_batches(x, x) do
     if not bytes then
       local before = group:bytes_sent()
-      -- This micro-batch's forward ran before `before` was read, so a second forward is counted instead.
+      -- The forward of this micro-batch ran before `before` was read, so a second forward is counted instead.
       ps.no_grad(function() model.module:train(true)(x:narrow(0, 0, how.B), x:narrow(0, 0, how.B)) end)
       bytes = group:bytes_sent() - before
       before = group:bytes_sent()
@@ -106,9 +113,9 @@ local function over_theory(kept, pieces)
   return layer / ((kept and 8 or 10) / 2 * how.B * how.T * how.C * 4)
 end
 
--- Returns the bytes that a rank sends along dp in a step, divided by the bytes that a ZeRO level must send for P
--- numbers: 2 (N - 1) / N times P for the sums of gradients and the updated values. Level 3 sends the values once per
--- pass, so its factor is 3 (N - 1) / N.
+-- Returns the number of bytes that a rank sends along dp in a step, divided by the number that a ZeRO level must send
+-- for P numbers. That number is 2 (N - 1) / N times P for the sums of gradients and the updated values. Level 3 sends
+-- the values once in forward and once in backward, so its factor is 3 (N - 1) / N.
 local function data_parallel(stage)
   ps.manual_seed(1)
   local model, optimizer = ps.initialize { quiet = true, model_func = function()
@@ -116,7 +123,8 @@ local function data_parallel(stage)
       { dropout = 0 })
   end, config = { plan_print = false, optimizer = { type = "AdamW" }, zero_optimization = { stage = stage } } }
   local x, group, mine = ps.zeros({ 2, 64 }, { dtype = "int32" }), ps.mesh.group "dp", 0
-  for _ = 1, 2 do                                          -- in the first step, ranks compare their models
+  for _ = 1, 2 do                                          -- two steps, because ranks compare their models in the first
+                                                           -- one
     local before = group:bytes_sent()
     model:backward(model(x, x))
     optimizer:step()
@@ -124,12 +132,13 @@ local function data_parallel(stage)
   end
   local numel = numel_of(model.module)
   model:close()
-  local all = group:all_reduce(ps.tensor({ mine }, { dtype = "fp64" })):item() / group:size()     -- the mean over ranks
+  -- the mean over all ranks
+  local all = group:all_reduce(ps.tensor({ mine }, { dtype = "fp64" })):item() / group:size()
   return all / ((stage == 3 and 3 or 2) * (group:size() - 1) / group:size() * numel * 4)
 end
 
--- Returns the bytes of the messages that the first of two stages sends in a step of several micro-batches, divided by
--- the bytes of the activations [B, T, C] between the stages.
+-- Returns the size in bytes of the messages that the first of two stages sends in a step of several micro-batches. It
+-- is divided by the size of the activations [B, T, C] between the stages.
 local function pipeline()
   local m, B, T = 4, 8, MODEL.n_positions
   local model, optimizer = ps.initialize { quiet = true, model_func = function()
@@ -148,13 +157,13 @@ local function pipeline()
   return nbytes / (B * T * MODEL.n_embd * 4)
 end
 
--- Returns the dropout masks of a training forward as lists of 0 and 1, each with the position of its first number in
--- the whole mask. They are the masks of dropout over flat rows, and those of attention [B, H, T, T] for this rank's
--- heads.
+-- Returns the dropout masks of a training forward. Each mask is a list of 0 and 1, with the position of its first
+-- number in the whole mask. The masks are those of dropout over flat rows, and those of attention [B, H, T, T] for this
+-- rank's heads.
 local function masks(tp)
   local list, rng = {}, ps.rng()
   local dropout, packed = F.dropout, F.attention_packed
-  local function again(fn)  -- calls fn with the same random numbers as the following call
+  local function again(fn)  -- calls fn with the same random numbers as the next call
     local op = rng.op
     local mask = ps.no_grad(fn)
     rng.op = op
@@ -167,7 +176,8 @@ local function masks(tp)
   end
   function F.attention_packed(qkv, heads, options)
     local mask = again(function()
-      -- The value of position i is 1 in column i and 0 elsewhere, so the output equals the attention weights.
+      -- The value of position i is 1 in column i and 0 in all other columns, so the output equals the attention
+      -- weights.
       local B, T, D = qkv:size(0), qkv:size(1), qkv:size(2) / heads / 3
       local eye = ps.zeros { T, D }
       for i = 0, T - 1 do eye[{ i, i }] = 1 end
@@ -206,7 +216,7 @@ local function figures()
     bytes_over_theory = { tp = over_theory(false), tp_kept = over_theory(true), tp_pieces = over_theory(false, 4) } }
 end
 
--- Measures the time of a step whose forward makes small all-reduces, alternating with Gloo's all-reduces.
+-- Measures the time of a step whose forward makes small all-reduces. Its all-reduces alternate with Gloo's all-reduces.
 local function latency()
   local group, world, ours, gloo, forwards, planned = nil, nil, {}, {}, 0, 0
   local raw_in, raw_sum = ps.zeros { 1024 }, ps.zeros { 1024 }
@@ -248,7 +258,7 @@ local function latency()
     small_all_reduce_planned = planned / (#ours + 4) }
 end
 
--- Returns a group that has two ranks but contains only this one, so that a block's computation can be timed without
+-- Returns a group that has two ranks but contains only this one. It is used to time the computation of a block without
 -- exchanges. The other rank's rows are a copy of this rank's rows.
 local function nobody(group)
   local alone = setmetatable({}, { __index = group })
@@ -263,7 +273,7 @@ local function nobody(group)
   return alone
 end
 
--- Returns the seconds of a block's forward and backward, and of their parts. With how.link, they are measured
+-- Returns the seconds of forward and backward of a block, and of their parts. If how.link is set, they are measured
 -- alternately.
 local function overlap(how)
   local group, C, B, T = ps.mesh.group "tp", 1024, 4, 256
@@ -400,7 +410,7 @@ local function layout_rows()
   return rows
 end
 
--- Returns whether two ranks along tp zeroed the same elements as one rank, and any at all.
+-- Returns true if two ranks along tp zeroed the same elements as one rank, and if they zeroed at least one element.
 local function masks_equal()
   run(1, { what = "masks", tp = 1 })
   run(2, { what = "masks", tp = 2 })
@@ -409,7 +419,8 @@ local function masks_equal()
     local mine = read("masks2." .. rank)
     if #mine ~= #one then return false end
     for i, entry in ipairs(mine) do
-      local place                                                    -- position of element k (from 0) in the whole mask
+      local place                                                    -- position of element k (counted from 0) in the
+                                                                     -- whole mask
       if entry.head then
         local B, H, T, S = unpack(entry.shape)
         local all = one[i].shape[2]
@@ -430,7 +441,7 @@ local function masks_equal()
   return dropped > 0
 end
 
--- The link is so slow that the exchanges take as long as the computation measured before.
+-- The link is so slow that the exchanges take as long as the computation that was measured before.
 local function overlap_rows()
   run(2, { what = "overlap" })
   local free = read "overlap.0"
@@ -443,7 +454,7 @@ end
 
 local result = overlap_rows()
 if not args.overlap_only then
-  -- Runs in its own process, since plans fork, which a process with threads must not do.
+  -- bench/planner.lua runs in a process of its own, because plans fork, and a process with threads must not fork.
   local plan = assert(process_lib.last_json(("'%s' '%s/bench/planner.lua' --settings 0 --no-published"):format(
     paths.exe, paths.root)), "bench/planner.lua failed")
   result.plan_175b_s, result.plan_175b_mib = plan.plan_175b_s, plan.plan_175b_mib

@@ -1,11 +1,11 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Trains a small model on a mesh of ranks (dp, pp, tp), and compares it with the same training on one rank.
 -- bench/mesh.lua and spec/parallel/tensor_parallel_ranks_spec.lua use it. mesh_lib.rank runs on each rank and writes
--- files. mesh_lib.compare runs in another process, joins the tensors of the ranks and compares.
+-- files. mesh_lib.compare runs in another process, joins the tensors of the ranks and compares them.
 --
--- There are two runs. The first run is a single step of SGD without momentum, from which gradients are computed:
--- (value before - value after) / learning rate. This is correct wherever a layout stores its gradients. The second run
--- starts again from the initial values and has o.steps steps.
+-- There are two runs. The first run is a single step of SGD without momentum. Gradients are computed from it as (value
+-- before - value after) / learning rate. This is correct for every layout, no matter where the layout stores its
+-- gradients. The second run starts again from the initial values and has o.steps steps.
 local ps = require "ps"
 local inner = require("ps.nn.handle").of
 local cjson = require "cjson"
@@ -22,14 +22,14 @@ local lib = {}
 ---@field zero? integer
 ---@field family? string the model's family (default gpt2)
 ---@field options? table the model's options
----@field task? string if it is set, batches are named
+---@field task? string if it is set, batches have named tensors
 ---@field preset? string|table the model's preset (default tiny)
 ---@field rows? integer number of rows in a batch (default 4)
----@field positions? integer number of positions (default 16)
+---@field positions? integer number of positions in a row (default 16)
 ---@field words? integer number of token ids (default 256)
 ---@field micros? integer number of micro-batches (default 1)
 ---@field steps? integer number of steps in the second run (default 3), or 0 for no second run
----@field sgd? boolean whether the second run uses SGD with momentum instead of AdamW
+---@field sgd? boolean true if the second run uses SGD with momentum instead of AdamW
 ---@field clip? number norm to which gradients are clipped (default 1)
 ---@field config? table the configuration for ps.initialize
 
@@ -66,7 +66,7 @@ local function mean(value)
   return group:all_reduce(ps.tensor({ value }, { dtype = "fp64" })):item() / group:size()
 end
 
--- Runs a step on this rank's rows of the batch with index `number`. Returns the batch's loss.
+-- Runs a step on this rank's rows of batch `number`. Returns the loss of the batch.
 local function step(o, model, optimizer, number)
   ps.manual_seed(20 + number)
   local rows, T, words = o.rows or 4, o.positions or 16, o.words or 256
@@ -74,7 +74,7 @@ local function step(o, model, optimizer, number)
     { dtype = "int32" })
   local n = rows / mesh.size "dp"
   local first = mesh.rank "dp" * n
-  ps.rng().sample = first                          -- samples are numbered as on one rank
+  ps.rng().sample = first                          -- samples have the same numbers as on one rank
   local sum, count = 0, 0
   optimizer:zero_grad()
   x, y = x:narrow(0, first, n):contiguous(), y:narrow(0, first, n):contiguous()
@@ -108,9 +108,9 @@ local function save(o, model, name)
   assert(f:close())
 end
 
---- Trains on this rank. It writes files to o.folder whose names begin with o.name. They contain the values before the
---- first run (.begin), after it (.sgd) and after the second run (.end). Another file (.run) contains both runs' losses,
---- the second run's norms and the number of elements.
+--- Trains on this rank. Writes files to o.folder. Their names begin with o.name. The files contain the values before
+--- the first run (.begin), after the first run (.sgd) and after the second run (.end). Another file (.run) contains the
+--- losses of both runs, the norms of the second run, and the number of elements.
 ---@param o bench.Mesh
 function lib.rank(o)
   local model, optimizer = open(o, { type = "SGD", params = { lr = 100 } }, 0)
@@ -142,8 +142,8 @@ local function read_json(path)
   return value
 end
 
---- Returns the whole tensors that `size` ranks wrote under a name. Shards that several ranks have must be
---- bit-identical.
+--- Joins the tensors that `size` ranks wrote under a name. Returns the whole tensors. If several ranks have the same
+--- shard, their shards must be bit-identical.
 ---@param folder string
 ---@param name string
 ---@param size integer
@@ -190,7 +190,8 @@ local function largest(list, wanted)
   return worst
 end
 
---- Compares the results of several ranks with the results of one rank, which were written under another name.
+--- Compares the results of several ranks with the results of one rank. The results of one rank were written under the
+--- name `one`.
 ---@param folder string
 ---@param name string
 ---@param size integer number of ranks
@@ -213,8 +214,8 @@ function lib.compare(folder, name, size, one)
     local update = states.sgd[2][key]:to "fp64" - t:to "fp64"
     local norm = update:norm():item()
     local err = (sgd:to "fp64" - begin:to "fp64" - update):norm():item() / (norm > 0 and norm or 1)
-    -- The true gradient of a key bias is zero, since attention's softmax does not change if the same number is added to
-    -- all scores.
+    -- The true gradient of a key bias is zero, because the softmax of attention does not change if the same number is
+    -- added to all scores.
     local none = key:find "key%.bias$" or key:find "k_proj%.bias$"
     if err ~= err then err = math.huge end
     if not none and err > result.max_rel_grad_error then result.max_rel_grad_error, result.worst = err, key end

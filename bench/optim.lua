@@ -1,11 +1,11 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- psluajit bench/optim.lua IN.safetensors --optimizer NAME --params JSON --steps N [--chunk JSON] [--ranks R]
--- Updates parameters with given gradients, for comparisons with other programs. IN has fp32 tensors p.<name> and, for
--- each step from 0, gradients g.<name>.<step>. The results go into IN.out.safetensors: p.<name> after N steps and the
--- states as s.<name>.<state>.
--- Without --chunk and --ranks an optimizer of ps.optim performs the steps. --chunk: the engine performs them, with
--- this configuration (memory, bf16, chunk_size, ...). --ranks: R processes perform them. All have the same gradients,
--- and the engine averages these. Exit status 2: the request was refused; the error says why.
+-- Updates parameters with given gradients, for comparisons with other programs. IN contains fp32 tensors: the
+-- parameters p.<name>, and for each step, counted from 0, the gradients g.<name>.<step>. The results are written to
+-- IN.out.safetensors. They are the parameters p.<name> after N steps, and the states s.<name>.<state>.
+-- By default, an optimizer of ps.optim performs the steps. With --chunk, the engine performs them, with this
+-- configuration (memory, bf16, chunk_size, ...). With --ranks, R processes perform them. All processes have the same
+-- gradients, and the engine averages them. The exit status is 2 if the request was refused, and the error says why.
 local ps = require "ps"
 local argparse = require "argparse"
 local cjson = require "cjson"
@@ -69,8 +69,8 @@ local function plain()
   ps.safetensors.save(out_path, out)
 end
 
--- A model whose loss is the sum of its parameters times given numbers, which are then the gradients. A parameter is
--- called "<number>_<name>.value", so that rules that depend on names (as in Muon) see the name.
+-- A model whose loss is the sum of its parameters times given numbers. The gradients are then these numbers. A
+-- parameter is called "<number>_<name>.value", so that rules that depend on names (as in Muon) see its name.
 local Holder, Given = ps.nn.class "Holder", ps.nn.class "Given"
 function Holder:init(value) self.value = ps.nn.Parameter(value) end
 function Given:init(file, names)
@@ -114,7 +114,7 @@ local function engine()
   model:close()
 end
 
--- Merges the ranks' files into one file. Each file has the tensors that its rank owns.
+-- Merges the files of the ranks into one file. Each file contains the tensors that its rank owns.
 local function join()
   local all = {}
   for rank = 0, args.ranks - 1 do

@@ -1,13 +1,13 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- psluajit bench/packed.lua DIR IN.safetensors [--device NAME] [--one-by-one]: runs a Hugging Face folder in fp32 and
--- in evaluation mode (no dropout) on rows that hold several sequences each. IN.safetensors has input_ids [R, T] and
--- segment_ids [R, T], int32: neighbours with the same number are one sequence, 0 is padding. Positions begin again in
--- each sequence.
--- It writes IN.out.safetensors: losses [R, T], where losses[r, t] is position t's loss of predicting the token at t + 1
--- (0 at the last position of a sequence and at padding), and the gradients of their sum as grad.NAME, with the names
--- and shapes of the tensors in the folder's files.
--- --one-by-one: runs each sequence as a batch of its own instead, for comparisons.
--- Exit status 2, and a first line `refused: FIELD = VALUE: why` on stderr: the folder is not supported.
+-- in evaluation mode (no dropout) on rows that contain several sequences each. IN.safetensors has input_ids [R, T] and
+-- segment_ids [R, T], both int32. Adjacent positions with the same segment number are one sequence, and 0 is padding.
+-- Positions begin again in each sequence.
+-- The results are written to IN.out.safetensors. losses [R, T] contains at [r, t] the loss of position t for predicting
+-- the token at t + 1. It is 0 at the last position of a sequence and at padding. grad.NAME contains the gradients of
+-- the sum of all losses, with the names and shapes of the tensors in the folder's files.
+-- With --one-by-one, each sequence is run as a batch of its own, for comparisons.
+-- If the folder is not supported, the exit status is 2, and stderr begins with a line `refused: FIELD = VALUE: why`.
 local ps = require "ps"
 local same_shape = require("ps.nn.module").same_shape
 local F, IGNORED = ps.functional, require("ps.data.batch").IGNORED
@@ -21,7 +21,7 @@ local function ids_of(file, name, path)
   return t
 end
 
--- Returns the sequences in segments [R, T] as a list of {row, first, n}, counted from 0.
+-- Returns the sequences in segments [R, T] as a list of {row, first, n}. row and first are counted from 0.
 local function sequences(segments, path)
   local R, T, list = segments:size(0), segments:size(1), {}
   for row = 0, R - 1 do
@@ -41,8 +41,8 @@ local function sequences(segments, path)
   return list
 end
 
--- Returns the losses [R, T] of a batch, with gradients. The targets are the ids at the next position of the same
--- segment.
+-- Returns the losses [R, T] of a batch, with gradients. The target of a position is the id at the next position of the
+-- same segment.
 local function losses_of(model, batch)
   local ids, segments = batch.input_ids, batch.segment_ids
   local B, T = ids:size(0), ids:size(1)

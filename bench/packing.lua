@@ -1,14 +1,17 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- psluajit bench/packing.lua FOLDER [--steps N] [--batch N] [--seq N] [--preset NAME] [--loader]: measures packing and
--- the loader of a table, with the tokenizer and the chat template of a folder, on randomly drawn conversations of
--- natural lengths (log-normal, median about 90 tokens). It trains a model of 110 M parameters alternately on padded
--- batches (grouped by length) and on packed ones, and prints the tokens trained per second, the share of padding, and
--- packed over padded times (1 - that share), which should be at least 0.95. Then it prints the processor time of the
--- loader per step, in a first epoch (templates, tokenizing, cache) and in a second one (from the cache), as a share of
--- the step's; and with stream = true, the part of it that the script's own thread spends in a first epoch. --loader:
--- only the loader, with --step-seconds as the step's processor time. The last line is one JSON object: tokens_per_s and
--- padding of both kinds of batches, packed_over_padded, of_possible, and per step, in processor seconds, the loader's
--- first_epoch_s, second_epoch_s, stream_s and stream_own_s, and their shares of step_s.
+-- the loader of a table. It uses the tokenizer and the chat template of a folder, on randomly drawn conversations of
+-- natural lengths (log-normal, median about 90 tokens).
+-- It trains a model of 110 M parameters alternately on padded batches (grouped by length) and on packed batches. It
+-- prints the trained tokens per second, the share of padding, and the ratio packed / padded * (1 - share of padding),
+-- which should be at least 0.95.
+-- Then it prints the processor time of the loader per step, as a share of the step's processor time. In a first epoch,
+-- this includes templates, tokenizing and the cache. In a second epoch, the loader reads from the cache. It also prints
+-- which part of this time the script's own thread spends in a first epoch with stream = true. With --loader, only the
+-- loader is measured, and --step-seconds is the step's processor time.
+-- The last line is one JSON object. It has tokens_per_s and padding of both kinds of batches, packed_over_padded and
+-- of_possible. It also has the loader's first_epoch_s, second_epoch_s, stream_s and stream_own_s per step in processor
+-- seconds, and their shares of step_s.
 local ps = require "ps"
 local cjson = require "cjson"
 local line = require "ps.core.command_line"
@@ -69,14 +72,14 @@ local function loader(more)
   return ps.data.loader(options)
 end
 
--- Returns the processor seconds of this thread.
+-- Returns the processor time of this thread in seconds.
 local function own_clock()
   local t = posix.clock_gettime(posix.CLOCK_THREAD_CPUTIME_ID)
   return t.tv_sec + 1e-9 * t.tv_nsec
 end
 
--- Returns the processor seconds and tokens for an epoch of a loader, including the loader's construction. `own` has
--- the seconds of this thread.
+-- Returns the processor seconds and the number of tokens for an epoch of a loader. The time includes making the loader.
+-- `own` is the processor time of this thread in seconds.
 local function epoch(more)
   local from, own = os.clock(), own_clock()
   local one = loader(more)
@@ -87,9 +90,11 @@ local function epoch(more)
     own = (own_clock() - own) / batches }
 end
 
--- Prints the costs of the loader, and returns the fields of the result. `step`: processor seconds of a step.
+-- Prints the costs of the loader, and returns the fields of the result. `step` is the processor time of a step in
+-- seconds.
 local function loader_cost(step)
-  local cache = folder .. "/of-the-loader"                   -- an empty folder, since training has filled the other one
+  local cache = folder .. "/of-the-loader"                   -- an empty folder, because training has filled the other
+                                                             -- one
   local first, second = epoch { packing = true, cache = cache }, epoch { packing = true, cache = cache }
   local stream = epoch { packing = true, cache = cache .. "-stream", stream = true, window = args.window }
   for i, e in ipairs { first, second } do
@@ -118,7 +123,7 @@ end
 local model = require("models.llama").new(args.preset, { vocab_size = tok.vocab_size }):train()
 local optimizer = ps.optim.AdamW(model, { lr = 1e-4 })
 
--- Runs one step, and returns its processor seconds, trained tokens and fraction of padding.
+-- Runs one step. Returns its processor seconds, its number of trained tokens, and its fraction of padding.
 local function train(one)
   local batch, clock = one:next(), os.clock()
   local mask = batch.segment_ids or batch.attention_mask

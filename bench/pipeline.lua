@@ -1,22 +1,28 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- psluajit bench/pipeline.lua [--tick 0.025] [--rounds 2]: measures the cost of pipelines in addition to computation.
 -- Starts 4 ranks whose actions take a modelled time (p = 4, m = 8, forward = input = weight = 1 tick), and prints one
--- JSON line. For each schedule:
---   makespan         in ticks, by the executor's virtual clock, free links
+-- JSON line. The figures for each schedule are:
+--   makespan         in ticks, by the executor's virtual clock, with free links
 --   bubble           share of the makespan in which ranks are idle
---   bubble_links     the same with links; linked_as_simulated: each rank's times are the simulator's, exactly
---   bubble_wall      by the wall clock, where actions sleep (the best of --rounds)
---   in_flight        the most pairs of virtual stage and micro-batch that each rank held
---   cut_over_best    the cut's simulated makespan over that of the best of all cuts (GPT-2's 12 layers and head, 8
---                    virtual stages); makespan_over_equal: over equal numbers of layers, the head with the last ones;
---                    makespan_over_bound: over a lower bound for all cuts, usually set by the head
--- Of training (a small GPT-2 of 8 layers, untied, 5 steps, in bf16; not with --clock-only):
---   same_bits_schedules, same_bits_one_rank    parameters and averages are the same under all schedules, and in one
---                                              process; hashes: of each run
---   traffic_mib      MiB that all ranks move between memory and disk in a step in fp32 whose state is three times the
---                    ranks' budgets; bfs_traffic_ratio: looped_bfs over 1f1b and over interleaved
---   traffic_bound_mib    a lower bound of that for the same ops in the same memory (bench/bound_lib.lua; absent without
---                    glpsol)
+--   bubble_links     the same with links that take time
+--   linked_as_simulated   true if the times of each rank are exactly those of the simulator
+--   bubble_wall      the same by the wall clock, where actions sleep (the best of --rounds)
+--   in_flight        the largest number of pairs of virtual stage and micro-batch that each rank held
+--   cut_over_best    the cut's simulated makespan divided by the makespan of the best of all cuts (GPT-2's 12 layers
+--                    and head, 8 virtual stages)
+--   makespan_over_equal   the cut's makespan divided by the makespan with equal numbers of layers, where the last
+--                         layers also have the head
+--   makespan_over_bound   the cut's makespan divided by a lower bound for all cuts, which is usually set by the head
+-- The figures of training are for a small GPT-2 of 8 layers, untied, 5 steps, in bf16. They are absent with
+-- --clock-only:
+--   same_bits_schedules, same_bits_one_rank    true if parameters and averages are the same under all schedules, and in
+--                                              one process
+--   hashes           the hash of each run
+--   traffic_mib      MiB that all ranks move between memory and disk in a step in fp32. The state of the step is three
+--                    times the size of the ranks' budgets.
+--   bfs_traffic_ratio   the traffic of looped_bfs divided by that of 1f1b, and divided by that of interleaved
+--   traffic_bound_mib   a lower bound of the traffic for the same ops in the same memory (bench/bound_lib.lua). It is
+--                       absent without glpsol.
 local ps = require "ps"
 local engine_of = require("ps.nn.handle").of
 local argparse = require "argparse"
@@ -53,8 +59,8 @@ local function table_of(name, stages)
 end
 
 -- -- a rank ----------------------------------------------------------------------------------------------------------
--- Performs the actions of the row. Returns the times at which the first action began and the last one ended, and the
--- largest number of pairs held at a time.
+-- Performs the actions of a row. Returns the time at which the first action began, the time at which the last action
+-- ended, and the largest number of pairs that were held at a time.
 local function perform(x, t, tick)
   local event, none = ffi.new("ps_pipe_event"), tensor_array(1)
   local first, last, held, most = nil, 0, 0, 0
@@ -83,7 +89,8 @@ local function perform(x, t, tick)
   end
 end
 
--- Returns this rank's times by the virtual clock, and whether they all equal the simulator's.
+-- Returns the times of this rank by the virtual clock. Also returns true if all of them equal the times of the
+-- simulator.
 local function virtual(x, t, rank, link)
   local costs, times, spans = cost_array(t.vstages), times_array(1), ffi.new "const ps_pipe_span *[1]"
   local cost = { forward = 1, input = 1, weight = 1, nbytes = 4 }
@@ -133,7 +140,8 @@ end
 -- -- a rank that trains ----------------------------------------------------------------------------------------------
 local hash_out = ffi.new "uint64_t[1]"
 
--- Writes a line with the name and the hash of each tensor of the model and the optimizer on this rank.
+-- Writes a line for each tensor of the model and the optimizer on this rank. The line has the name and the hash of the
+-- tensor.
 local function write_hashes(path, model, optimizer)
   local f = assert(io.open(path, "w"))
   local function write(name, value)
@@ -149,13 +157,15 @@ local function write_hashes(path, model, optimizer)
   f:close()
 end
 
--- Trains in a third of the state's memory, and returns the bytes moved in the last step. A micro-batch's activations
--- are large enough (64 KiB) to be freed as soon as they are no longer needed, and not only when Lua collects garbage.
+-- Trains in memory of a third of the state's size. Returns the number of bytes that the last step moved. The
+-- activations of a micro-batch are large (64 KiB). Tensors of this size are freed as soon as they are no longer needed,
+-- and not only when Lua collects garbage.
 local POSITIONS = 64
 local TRAFFIC = { n_layer = 16, n_embd = 256, n_head = 4, n_positions = POSITIONS, tie_word_embeddings = false,
   dropout = 0 }
 
--- Writes a rank's figures: bytes moved, bytes held, bytes available for chunks, and the step's uses of chunks.
+-- Writes the figures of a rank: the bytes moved, the bytes held, the bytes available for chunks, and the step's uses of
+-- chunks.
 local function write_traffic(path, moved, model)
   local tier, info, nbytes = require("ps.memory.chunks").tiers()[1], ffi.new("ps_trace_info"), {}
   local id = select(2, next(engine_of(model).traces))
@@ -238,8 +248,8 @@ local function run()
   return rows
 end
 
--- Trains with a schedule, or in one process. Returns one hash over all hashes. If a tensor differs between two ranks,
--- both hashes are included.
+-- Trains with a schedule, or in one process. Returns one hash over the hashes of all tensors. If two ranks have
+-- different hashes of a tensor, both hashes are included.
 local function hash_of(name)
   local out, hashes, names = os.tmpname(), {}, {}
   local ranks = name == "one" and 1 or P
@@ -268,8 +278,8 @@ local function hash_of(name)
   return ("%016x of %d tensors"):format(hash_out[0], #names)
 end
 
--- Returns the figures that a rank wrote: bytes moved, bytes held, and the smallest number of bytes that must be moved
--- (nil if it is unknown).
+-- Returns the figures that a rank wrote: the bytes moved, the bytes held, and the smallest number of bytes that must be
+-- moved. The last figure is nil if it is unknown.
 local function read_traffic(path)
   local f, trace, number = assert(io.open(path)), { sizes = {}, uses = {} }, {}
   local moved, held, capacity, moments = f:read("*n", "*n", "*n", "*n")
@@ -285,8 +295,8 @@ local function read_traffic(path)
   return moved, held, bound.available() and bound.solve(trace, capacity) or nil
 end
 
--- Returns the MiB that all ranks move in a step, the MiB of their state, and the smallest number of MiB that must be
--- moved.
+-- Returns the number of MiB that all ranks move in a step, the number of MiB of their state, and the smallest number of
+-- MiB that must be moved.
 local function traffic_of(name)
   local out, moved, state, least = os.tmpname(), 0, 0, 0
   assert(lfs.mkdir(out .. ".disk"))
@@ -313,7 +323,7 @@ local function most(rows, i)
   return value
 end
 
--- Returns the fraction of all ranks' time in which they do not compute.
+-- Returns the fraction of the time of all ranks in which they do not compute.
 local function bubble(rows, last, busy)
   local makespan, sum = most(rows, last), 0
   for _, row in ipairs(rows) do sum = sum + row[busy] end
@@ -331,7 +341,7 @@ local function bubble_wall(rows)
 end
 
 -- -- cuts ------------------------------------------------------------------------------------------------------------
-local LAYER, HEAD = 12 * 768 ^ 2, 768 * 50257                  -- multiplications per token
+local LAYER, HEAD = 12 * 768 ^ 2, 768 * 50257                  -- number of multiplications per token
 
 local function makespan_of(t, parts, counts)
   local costs, at, times = cost_array(t.vstages), 0, ffi.new("ps_pipe_times")

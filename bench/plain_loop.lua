@@ -1,8 +1,9 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- A training loop over plain tensors, without ps.scope, an optimizer or a loader, and the same loop with a scope around
--- each iteration: milliseconds of processor time per step and peak memory, as a table in Markdown:
+-- Compares a training loop over plain tensors with the same loop with a scope around each iteration. The first loop
+-- uses no ps.scope, and neither loop uses an optimizer or a loader. Prints a Markdown table with the milliseconds of
+-- processor time per step and the peak memory:
 --   psluajit bench/plain_loop.lua [--rounds 3]
--- Each loop runs in a process of its own, in turn; a time is the best of the rounds.
+-- Each loop runs in a process of its own. The loops run in turn, and each time is the best of the rounds.
 local argparse = require "argparse"
 local cjson = require "cjson"
 local paths = require "ps.paths"
@@ -13,7 +14,8 @@ parser:option("--own", "measures one loop and prints its figures as JSON"):args(
 command_line.whole(parser:option("--rounds", "times that each loop runs", "3"), 1)
 local args = command_line.parse(parser)
 
-local SIZES = { { 64, 256, 300 }, { 128, 512, 100 }, { 256, 1024, 30 }, { 256, 4096, 8 } }        -- width, rows, steps
+-- width, rows, steps
+local SIZES = { { 64, 256, 300 }, { 128, 512, 100 }, { 256, 1024, 30 }, { 256, 4096, 8 } }
 
 local function measure(width, rows, steps, scoped)
   local ps = require "ps"

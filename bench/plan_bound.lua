@@ -1,9 +1,10 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Bytes that the planner's policies move in a step that repeats, against a lower bound for the same trace and budget
--- (bench/bound_lib.lua), on traces shaped like training steps. No tensors: only plans are made.
+-- Compares the number of bytes that the planner's policies move in a step that repeats with a lower bound for the same
+-- trace and budget (bench/bound_lib.lua). The traces are shaped like training steps. Only plans are made, and there are
+-- no tensors.
 --   psluajit bench/plan_bound.lua --chunks 64 --ahead 2
--- The last line is one JSON object: plan_over_bound, belady_over_bound, lru_over_bound, fifo_over_bound (the worst
--- case of each), plan_ms (a plan by `plan`: the median of the slowest case).
+-- The last line is one JSON object. plan_over_bound, belady_over_bound, lru_over_bound and fifo_over_bound are for the
+-- worst case of each policy. plan_ms is the time of a plan by the policy `plan`, the median of the slowest case.
 local ffi = require "ffi"
 local ps = require "ps"
 local cjson = require "cjson"
@@ -24,8 +25,8 @@ local MIB = 2 ^ 20
 local WARM_UP, ROUNDS = 8, 60
 local POLICIES = require "ps.config.policies"
 
---- Records a trace: chunk(bytes) creates a chunk, and op{...} adds a moment that uses chunks. A chunk that is written
---- is wrapped as { write = chunk }.
+--- Records a trace. chunk(bytes) creates a chunk. op{...} adds a moment that uses chunks. A chunk that is written is
+--- given as { write = chunk }.
 local function recorder()
   local trace = { sizes = {}, uses = {}, moments = 0 }
   function trace.chunk(nbytes)
@@ -42,7 +43,8 @@ local function recorder()
   return trace
 end
 
---- Returns a step for a model with `n` chunks of parameters and a tied embedding of `embedding` times a chunk's size.
+--- Returns a step for a model with `n` chunks of parameters. Its tied embedding is `embedding` times as large as a
+--- chunk.
 ---@param options { n: integer, embedding: number, half: boolean, adam: string, micro: integer }
 local function step(options)
   local trace = recorder()
@@ -98,9 +100,9 @@ local SHAPES = {
   { "fp32", step { n = n, embedding = 3, half = false, adam = "overlapped", micro = 1 } },
 }
 
---- Returns the bytes that a step moves after steps have become periodic, and the median milliseconds for planning. The
---- bytes are the mean of many steps, since the resident chunks can differ between steps. Each step is planned from the
---- tiers on which the previous step left the chunks.
+--- Returns the number of bytes that a step moves once steps have become periodic, and the median milliseconds for
+--- planning. The number of bytes is the mean of a large number of steps, because the resident chunks can differ between
+--- steps. Each step is planned from the tiers on which the previous step left the chunks.
 local function moved(trace, capacity, policy)
   local count = #trace.sizes
   local chunks = ffi.new("ps_plan_chunk[?]", count)

@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Plans bench/planner_case.lua on other machines, for bench/planner.lua and bench/mesh.lua.
+-- Plans bench/planner_case.lua on other machines. bench/planner.lua and bench/mesh.lua use it.
 local cjson = require "cjson"
 local C = require "ps.core.declared"
 local hardware = require "ps.planning.hardware"
@@ -25,10 +25,10 @@ function lib.with(case, changes)
   return copy
 end
 
---- Returns a plan request for a machine. If the machine has several GPUs, only rank 0 is run, and all state is sharded
---- over the ranks.
+--- Returns a request to plan a case on a machine. If the machine has several GPUs, only rank 0 is run, and all state is
+--- sharded over the ranks.
 ---@param name string the name of the hardware
----@param host number bytes of the machine's host memory
+---@param host number size of the machine's host memory in bytes
 ---@param case table
 ---@return ps.planning.Request
 function lib.on_hardware(name, host, case)
@@ -39,9 +39,10 @@ function lib.on_hardware(name, host, case)
     rates = there.rates, ranks = ranks, ranks_a_machine = ranks, kinds = ranks and { 0 } or nil }
 end
 
---- Plans GPT-3 on 32 machines with eight H200 each, dp 4 x pp 8 x tp 8, with 64 micro-batches, for each kind of rank.
+--- Plans GPT-3 on 32 machines with eight H200 each, on dp 4 x pp 8 x tp 8, with 64 micro-batches. The plan has one rank
+--- of each kind.
 ---@return {seconds: number, mib: number, result: ps.planning.Result} plan The seconds of the whole plan, and the
---- largest MiB of one of its processes. It is an error if this process has a psluajit context, since plans fork.
+--- largest MiB of one of its processes. This process must not have a psluajit context, because plans fork.
 function lib.plan_175b()
   local case = lib.with(lib.GPT3, { stages = 8, tp = 8, micros = 64, ranks = 256, stage = 1, device = "cuda" })
   local request = lib.on_hardware("h200x8", 2e12, case)

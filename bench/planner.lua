@@ -1,28 +1,32 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- psluajit bench/planner.lua [--seed N] [--settings N] [--rank-settings N] [--light] [--no-published]: compares
--- plans (tools/plan.lua) with training. It draws random settings of a GPT-2 and trains each. Prints a line for each,
--- and at the end one JSON line:
---   settings           for each: peak_error, the predicted peak over the measured one, minus 1, without tight budgets
---                      (sim, whose device has 8 GiB: its counter; cpu: the high-water mark of the process, minus the
---                      plan's line `process` without tiers, which is base_mib: the memory of the dry run and of its
---                      products); time_error, ln(predicted / measured) of the seconds of a step; counter_error: the
---                      same by the engine's own counter, for sim and cpu
---   ranks              of settings of two ranks with a thread each, cut into stages (pp) or layers (tp): time_error,
---                      counter_error
---   least_budget_right settings with a right least budget: ten steps in it end with the bits of a run without tight
---                      budgets, and the engine refuses 0.97 of it before step 1
+-- psluajit bench/planner.lua [--seed N] [--settings N] [--rank-settings N] [--light] [--no-published]: compares plans
+-- (tools/plan.lua) with training. It draws random settings of a GPT-2 and trains each of them. It prints a line for
+-- each setting, and at the end one JSON line:
+--   settings           for each setting: peak_error, time_error and counter_error. peak_error is the predicted peak
+--                      divided by the measured peak, minus 1, without tight budgets. On sim, whose device has 8 GiB,
+--                      the measured peak is its counter. On cpu, it is the high-water mark of the process minus
+--                      base_mib. base_mib is the plan's line `process` without tiers: the memory of the dry run and of
+--                      its products. time_error is ln(predicted / measured) of the seconds of a step. counter_error is
+--                      like peak_error, but measured by the engine's own counter, for sim and cpu.
+--   ranks              time_error and counter_error for settings of two ranks with one thread each. The model is cut
+--                      into stages (pp) or layers (tp).
+--   least_budget_right number of settings whose least budget is right. It is right if ten steps in this budget end with
+--                      the same bits as a run without tight budgets, and if the engine refuses 0.97 of this budget
+--                      before step 1.
 --   median_time_error, worst_time_error         of the absolute values
---   pairs_ordered      share of the pairs of settings whose times differ by more than 20 % that the plan orders
---                      correctly
+--   pairs_ordered      share of the pairs of settings that the plan orders correctly. Only pairs whose times differ by
+--                      more than 20 % count.
 --   dry_175b_s, dry_175b_mib                    a dry run of GPT-3's sizes on eight H200 with 2 TB
---   plan_175b_s, plan_175b_mib                  the same on dp 4 x pp 8 x tp 8, 32 of these machines, by kinds of
---                                               stage: the seconds of the whole plan, and the largest MiB of one of
---                                               its processes
---   profiler_cost      the cost of the record of events: event_ns, on and off of bench/profiler_cost.lua
---   published          the largest models that others published, in billions, and ours on the same machine, with
---                      the bytes that a rank holds (sums), and the tier that refuses one more layer (full_first)
--- Seconds are predicted from a probe in the same run: a GPT-2 of fixed sizes, whose ops yield seconds per operation or
--- per byte. No number is fitted to the settings. --light draws small settings, to test the bench itself.
+--   plan_175b_s, plan_175b_mib                  the same on 32 of these machines with dp 4 x pp 8 x tp 8, by kinds of
+--                                               stage: the seconds of the whole plan, and the largest MiB of one of its
+--                                               processes
+--   profiler_cost      the cost of recording events: event_ns, on and off of bench/profiler_cost.lua
+--   published          the largest models that others published, in billions of parameters, and the largest models of
+--                      psluajit on the same machine. Also the bytes that a rank holds (sums), and the tier that refuses
+--                      one more layer (full_first).
+-- Seconds are predicted from a probe in the same run. The probe is a GPT-2 of fixed sizes. Its ops yield seconds per
+-- operation or per byte. No number is fitted to the settings. --light draws small settings, to test the benchmark
+-- itself.
 local argparse = require "argparse"
 local cjson = require "cjson"
 local C = require "ps.core.declared"
@@ -48,7 +52,7 @@ local CASE, with, on_hardware = plan_lib.CASE, plan_lib.with, plan_lib.on_hardwa
 local STEPS, BELOW, APART = 10, 0.97, 1.2
 local DISK = os.getenv "TMPDIR" or "/tmp"
 
--- The simulated device gets more memory than its default of 1 GiB, so that its memory limits no setting.
+-- The simulated device gets more memory than its default of 1 GiB, so that its memory does not limit any setting.
 require("posix.stdlib").setenv("PS_SIM_MEMORY", "8GiB")
 
 local random = args.seed * 2654435761 % 2 ^ 31 + 1
@@ -70,7 +74,7 @@ local function output(command)
   return text, why
 end
 
--- Trains the case. Returns the run's output, or nil and its error.
+-- Trains the case. Returns the output of the run, or nil and its error.
 local function train(case)
   local text, why = output(("'%s' '%s' '%s'"):format(paths.exe, CASE, cjson.encode(case)))
   local ok, result = pcall(cjson.decode, text)
@@ -78,7 +82,7 @@ local function train(case)
   return nil, why
 end
 
--- Runs the case on several ranks with one thread each. Returns the ranks' outputs, beginning with rank 0.
+-- Runs the case on several ranks with one thread each. Returns the outputs of the ranks, in rank order.
 local function train_ranks(case)
   local text, why = output(("OMP_NUM_THREADS=1 '%s' '%s/tools/launch.lua' --nproc-per-node %d '%s' '%s'"):format(
     paths.exe, paths.root, case.ranks, CASE, cjson.encode(case)))
@@ -106,8 +110,8 @@ local function draw_case()
   return case
 end
 
--- Returns each op's seconds per operation (ops with operations) or per byte (other ops), computed from the ranks'
--- records.
+-- Returns the seconds of each op, computed from the records of the ranks. They are seconds per operation if the op has
+-- operations, otherwise seconds per byte.
 local function units_of(ranks)
   local sums, units, all = {}, {}, { flops = { 0, 0 }, bytes = { 0, 0 } }
   for _, got in ipairs(ranks) do
@@ -121,8 +125,8 @@ local function units_of(ranks)
   return { units = units, flops = all.flops[1] / all.flops[2], bytes = all.bytes[1] / all.bytes[2] }
 end
 
--- Returns the seconds per operation or byte for a GPT-2 of fixed size. It is measured before and after each setting,
--- since other programs share the machine.
+-- Returns the seconds per operation or per byte for a GPT-2 of fixed size. This is measured before and after each
+-- setting, because other programs share the machine.
 local function probe(device, precision)
   local light = args.light
   local case = { device = device, precision = precision, layers = 3, width = light and 192 or 640, heads = light and 3
@@ -133,7 +137,7 @@ local function probe(device, precision)
   return units_of { got }
 end
 
--- Returns the predicted seconds of ops, as the mean over several probes.
+-- Returns the predicted seconds of ops. They are the mean over several probes.
 local function predicted_seconds(ops, probes)
   local sum = 0
   for _, op in ipairs(ops) do
@@ -143,8 +147,8 @@ local function predicted_seconds(ops, probes)
   return sum
 end
 
--- Runs one setting. Returns the errors of the predicted peak and time, and whether the predicted least budget is
--- correct.
+-- Runs one setting. Returns the errors of the predicted peak and of the predicted time. Also returns whether the
+-- predicted least budget is right.
 local function look_at(case)
   local row = { name = ("%s %s L%d C%d T%d B%d V%d%s"):format(case.device, case.precision, case.layers, case.width,
     case.positions, case.rows, case.vocab, case.recompute and " recompute" or "") }
@@ -208,8 +212,8 @@ local function without_adam(ops)
   return rest, adam
 end
 
--- Returns the predicted seconds. For stages, this is the simulated time of their schedule, in which messages overlap
--- with computation, plus Adam.
+-- Returns the predicted seconds. If the model is cut into stages, they are the simulated time of the schedule, in which
+-- messages overlap with computation, plus the time of Adam.
 local function predicted_of_ranks(said, probes)
   if not said.cut then return predicted_seconds(said.ops, probes) end
   local by_stage, update = {}, 0
@@ -222,7 +226,7 @@ local function predicted_of_ranks(said, probes)
 end
 
 -- Runs one setting on two ranks with one thread each. Returns the error of the predicted seconds, and the error of the
--- predicted peak compared with the engine's counter.
+-- predicted peak relative to the engine's counter.
 local function look_at_ranks(axis)
   local case = draw_ranks(axis)
   local row = { name = ("%s 2 %s L%d C%d T%d B%d V%d"):format(axis, case.precision, case.layers, case.width,
@@ -271,7 +275,8 @@ local PUBLISHED = {
 
 local function gib(nbytes) return nbytes / 2 ^ 30 end
 
--- Returns the bytes that a rank holds for the largest model, as sums: its state, and the peak of each tier.
+-- Returns as text how the bytes that a rank holds for the largest model are composed: its state, and the peak of each
+-- tier.
 local function sums(result)
   local parts = { ("%.1f GiB of state per rank (%.2f bytes per parameter over all ranks)"):format(
     gib(result.state_bytes),
@@ -341,7 +346,8 @@ local function main()
   dry, out.plan_175b_s, out.plan_175b_mib = mesh.result, round(mesh.seconds), round(mesh.mib)
   print(("175 B on dp 4 x pp 8 x tp 8: %s, %.3g s, %s MiB"):format(dry.fits and "fits" or dry.error.message,
     out.plan_175b_s, tostring(out.plan_175b_mib)))
-  -- Runs in its own process, since plans fork and this process must not have a psluajit context.
+  -- bench/profiler_cost.lua runs in a process of its own, because plans fork, and this process must not have a psluajit
+  -- context.
   local cost = process_lib.last_json(("'%s' '%s/bench/profiler_cost.lua'"):format(paths.exe, paths.root))
   if not cost then error("bench/profiler_cost.lua printed no figures", 0) end
   out.profiler_cost = { event_ns = cost.event_ns, on = cost.on, off = cost.off }

@@ -1,7 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Runs other processes: a process whose output ends with a line of JSON, and a process that answers commands. The
--- latter gets a command per line of its input and answers by a line with "@" and JSON; all its other lines are
--- printed. So several programs can run at the same time and be measured alternately.
+-- Runs other processes. There are two kinds. The output of the first kind ends with a line of JSON. A process of the
+-- second kind answers commands. Each line of its input is a command, and it answers with a line that consists of "@"
+-- and JSON. All its other lines are printed. Several programs can thus run at the same time and be measured
+-- alternately.
 local cjson = require "cjson"
 
 local lib = {}
@@ -80,7 +81,8 @@ function Process:steps(n)
   return list
 end
 
---- Ends the process with a command, since processes that were started later keep its input open.
+--- Ends the process with a command. Closing its input is not enough, because processes that were started later keep its
+--- input open.
 function Process:close()
   self.input:write("quit\n")
   self.input:close()

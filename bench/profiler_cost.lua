@@ -1,20 +1,22 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- psluajit bench/profiler_cost.lua [--rounds N] [--steps N] [--count-steps N]: measures the cost of the record of
--- events (ps.profiler). Ends with one JSON line:
---   event_ns   nanoseconds per event, by a loop of calls of ps_module_enter and ps_module_leave, which read the clock
---              twice and add one event to a ring of the usual size: the smallest of --rounds rounds
---   op_ns      nanoseconds that the record adds to an op (its event, its operations and bytes, and a reading of the
---              memory in use), by a loop of an op that adds one element to another: the shortest round with the
---              record, minus the shortest round without it
---   on         the share that the record adds to a step of the model of examples/train_char.lua: the median of rounds
---              that time --steps steps with it and as many without it; both alternate in running first
---   off        the same if the record was not started, by instructions that callgrind counts in --count-steps steps of
---              one row, without LuaJIT's compiler: those of record.c, of record.h and of lines that call it or test a
---              time that it returned, over all instructions. They include more than the record, since these lines also
---              note the module and the present action for errors about memory. null if it was not counted, and then a
---              line says why; --count-steps 0 leaves it out
---   instructions, of_record    of such a step
---   step_ms, events            milliseconds of a step without the record, and number of events of a step
+-- psluajit bench/profiler_cost.lua [--rounds N] [--steps N] [--count-steps N]: measures the cost of recording events
+-- (ps.profiler). Ends with one JSON line:
+--   event_ns   nanoseconds per event, the smallest of --rounds rounds. Measured by a loop of calls of ps_module_enter
+--              and ps_module_leave, which read the clock twice and add one event to a ring of the usual size.
+--   op_ns      nanoseconds that recording adds to an op (its event, its operations and bytes, and a reading of the
+--              memory in use). Measured by a loop of an op that adds one element to another. The figure is the shortest
+--              round with recording minus the shortest round without it.
+--   on         the share that recording adds to a step of the model of examples/train_char.lua. A round times --steps
+--              steps with recording and the same number of steps without it, and these alternate in running first. The
+--              figure is the median of the rounds.
+--   off        the same share if recording was not started. It is a share of instructions, which callgrind counts in
+--              --count-steps steps of one row, without LuaJIT's compiler. It counts the instructions of record.c, of
+--              record.h and of lines that call them or test a time that they returned, and divides them by all
+--              instructions. The count includes more than recording, because these lines also note the module and the
+--              current action for errors about memory. If nothing was counted, the figure is null, and a line says why.
+--              --count-steps 0 skips it.
+--   instructions, of_record    of a step for `off`: all instructions, and those of recording
+--   step_ms, events            milliseconds of a step without recording, and number of events of a step
 local argparse = require "argparse"
 local command_line = require "ps.core.command_line"
 local whole = command_line.whole
@@ -61,12 +63,12 @@ local function event_seconds()
   return least / EVENTS
 end
 
--- Measures with and without the record, alternately. Returns the seconds of both for each round.
+-- Measures with and without recording, alternately. Returns the seconds of both for each round.
 local function in_turn(fn, n)
   local on, off = {}, {}
   local function one(times, record)
     if record then ps.profiler.start { events = EVENTS } end
-    fn(1)  -- a warm-up, since clearing the ring has filled the caches with other bytes
+    fn(1)  -- a warm-up, because clearing the ring has filled the caches with other bytes
     times[#times + 1] = seconds(fn, n)
     ps.profiler.stop()
   end
@@ -85,7 +87,7 @@ local function op_seconds()
   return (math.min(unpack(on)) - math.min(unpack(off))) / CALLS
 end
 
--- Trains train_char.lua's model for n steps on a constant batch.
+-- Trains the model of train_char.lua for n steps on a constant batch.
 local function trainer(rows)
   ps.manual_seed(1)
   local model = gpt2.new({ vocab_size = 256, n_positions = 64, n_layer = 4, n_head = 4, n_embd = 128 },
@@ -101,17 +103,18 @@ local function trainer(rows)
   end
 end
 
--- Returns the fraction that the record adds to a step, the seconds of a step without it, and the number of events in a
--- step with it.
+-- Returns the fraction that recording adds to a step, the seconds of a step without recording, and the number of events
+-- in a step with recording.
 local function step_cost(train)
   local on, off = in_turn(train, args.steps)
   for i = 1, #on do on[i] = on[i] / off[i] - 1 end
-  local dropped = ps.ffi.new "int64_t[1]"                    -- the last record covers the first step and these steps
+  local dropped = ps.ffi.new "int64_t[1]"                    -- the last recording covers the first step and these steps
   local events = tonumber(C.ps_record_count(dropped) + dropped[0]) / (args.steps + 1)
   return median(on), median(off) / args.steps, events
 end
 
--- Runs the steps that callgrind counts, between the calls of ps_record_stop and ps_record_is_on.
+-- Runs the steps that callgrind counts. The count begins with the call of ps_record_stop and ends with the call of
+-- ps_record_is_on.
 local function counted_steps()
   local train = trainer(1)
   train(1)
@@ -125,8 +128,8 @@ local function of_record(file, text)
     or text:find "%f[%w_]began%f[^%w_]" ~= nil
 end
 
--- Returns the instructions of a step, and the record's fraction of them, or nil and the reason if they were not
--- counted.
+-- Returns the number of instructions in a step, and the fraction of them that belongs to recording. Returns nil and the
+-- reason if they were not counted.
 local function counted()
   if args.count_steps == 0 then return nil, "left out" end
   local command = ("'%s' -joff '%s/bench/profiler_cost.lua' --only-steps --count-steps %d"):format(paths.exe,

@@ -1,15 +1,18 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Fine-tunes an adapter (LoRA) on conversations and compares ids, labels and the loss of each step with those of TRL's
--- SFTTrainer and PEFT:
+-- Fine-tunes an adapter (LoRA) on conversations. Compares the ids, the labels and the loss of each step with those of
+-- TRL's SFTTrainer and PEFT:
 --   PS_TORCH_PYTHON=PYTHON psluajit bench/sft_losses.lua MODEL [--tiny] [--steps 20]
--- MODEL: a folder with a tokenizer that has ChatML's tokens, such as SmolLM2's. --tiny: a small Llama with random
--- weights takes the place of MODEL's own weights. Both programs begin with the same new adapter and read the same file
--- of conversations. Both render it with the same template and train only the tokens of its generation blocks. They use
+-- MODEL is a folder with a tokenizer that has ChatML's tokens, such as SmolLM2's. With --tiny, a small Llama with
+-- random weights replaces the weights of MODEL. Both programs begin with the same new adapter and read the same file of
+-- conversations. Both render it with the same template and train only the tokens of its generation blocks. They use
 -- AdamW without decay, a constant rate, fp32 and no dropout. The Python needs trl, peft and datasets. The last line is
--- one JSON object: steps,
--- first_loss, last_loss, largest (relative difference of a step's losses), at (its step), rows_equal (the rows whose
--- ids and labels are equal), rows, seconds and peer_seconds. Exit status 1: the largest is above --within, or rows
--- differ.
+-- one JSON object:
+--   steps, first_loss, last_loss
+--   largest                    largest relative difference between the losses of a step
+--   at                         the step with the largest difference
+--   rows_equal                 number of rows whose ids and labels are equal
+--   rows, seconds, peer_seconds
+-- The exit status is 1 if `largest` is above --within or rows differ.
 local ps = require "ps"
 local argparse = require "argparse"
 local cjson = require "cjson"
@@ -39,14 +42,14 @@ local WORDS = {}
 for word in ("the a red green blue old new small large house tree river stone bird cat dog runs sleeps sings under "
   .. "over near and but quickly slowly today often never seven three"):gmatch "%S+" do WORDS[#WORDS + 1] = word end
 
--- A sentence of n words that follow from its number.
+-- Returns a sentence of n words. The words depend on the number of the sentence.
 local function sentence(i, n)
   local words = {}
   for k = 1, n do words[k] = WORDS[(i * 31 + k * k * 7 + k * i) % #WORDS + 1] end
   return table.concat(words, " ") .. "."
 end
 
--- Conversations of one to three turns, some of them with a system message.
+-- Returns conversations of one to three turns. Some of them have a system message.
 local function conversations(n)
   local rows = {}
   for i = 1, n do
@@ -67,7 +70,7 @@ local function write(path, text)
   file:close()
 end
 
--- A folder with the files of the model, other weights if --tiny, and the template.
+-- Makes a folder with the files of the model and the template. With --tiny, it has other weights.
 local function make_base(folder)
   lfs.mkdir(folder)
   local own = args.tiny and "^tokenizer" or "."
@@ -86,7 +89,7 @@ local function make_base(folder)
     num_hidden_layers = 3, pad_token_id = tok.pad_token_id or tok.eos_token_id or 0 }):save_pretrained(folder)
 end
 
--- Our losses and rows {ids, labels}, from the adapter of the folder.
+-- Returns the losses of psluajit and its rows {ids, labels}. Training starts with the adapter of the folder.
 local function trained(base, adapter, path)
   local model = ps.lora.load(ps.from_pretrained(base, { dtype = "fp32", quiet = true }), adapter):train()
   local loader = ps.data.loader { table = ps.data.table(path), tokenizer = ps.tokenizer.from_pretrained(base),

@@ -1,10 +1,11 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Runs commands whose last line is JSON, one after another in several rounds, and prints medians and ratios to the
--- first. The last line is one JSON object with both, which bench/record.lua records.
+-- Runs commands one after another in several rounds. The last line of each command's output must be JSON. Prints
+-- medians and their ratios to the first command's medians. The last line is one JSON object with both, which
+-- bench/record.lua records.
 --   psluajit bench/side_by_side.lua --key tokens_per_s --rounds 3 \
 --     'psluajit bench/train.lua' 'OMP_NUM_THREADS=2 python3 peer.py bench'
--- A ratio above 1 means that the first command is better: higher for rates (.._per_s), lower for keys that end in _s or
--- _mib.
+-- A ratio above 1 means that the first command is better. For rates (.._per_s), higher figures are better. For keys
+-- that end in _s or _mib, lower figures are better.
 local cjson = require "cjson"
 local argparse = require "argparse"
 local command_line = require "ps.core.command_line"

@@ -1,10 +1,10 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Measures the ops of docs/pytorch.md, forward and backward, in psluajit and PyTorch on one thread, and prints a table
--- in Markdown:
+-- Measures the ops of docs/pytorch.md, forward and backward, in psluajit and PyTorch on one thread. Prints a table in
+-- Markdown:
 --   PYTHON=$(tools/oracle.sh python) psluajit bench/small_ops.lua [--only NAME] [--rounds 3] [--json FILE] [--above 2]
--- Both run alternately, each in its own process (bench/peers/small_ops_torch.py). A figure is processor time of a call,
--- the best of the rounds. Each op has three sizes. bench/small_ops_lib.lua has the calls; a row of docs/pytorch.md that
--- has neither a call nor a reason there is an error.
+-- The two programs run alternately, each in its own process (bench/peers/small_ops_torch.py). A figure is the processor
+-- time of a call, the best of the rounds. Each op has three sizes. bench/small_ops_lib.lua has the calls. A row of
+-- docs/pytorch.md must have a call or a reason there, otherwise the benchmark raises an error.
 local cjson = require "cjson"
 local argparse = require "argparse"
 local paths = require "ps.paths"
@@ -19,9 +19,9 @@ command_line.number(parser:option("--above", "print only rows above this ratio",
 command_line.whole(parser:option("--rounds", "number of runs of each side", "3"), 1)
 local args = command_line.parse(parser)
 
-local SIZES = { 16, 1024, 65536 }                           -- elements, about
+local SIZES = { 16, 1024, 65536 }                           -- approximate numbers of elements
 
--- Returns a function that makes an input of n elements, by its kind. The peer has the same kinds.
+-- Returns functions by the kind of an input. Each makes an input of n elements. The peer has the same kinds.
 local function kinds(ps)
   local function square(n) return math.floor(math.sqrt(n)) end
   local function ints(shape, below) return ps.randint(0, below, shape) end
@@ -47,7 +47,7 @@ local function kinds(ps)
   }
 end
 
--- Returns the call of a case, with its inputs, as a function of no arguments.
+-- Returns the call of a case, together with its inputs, as a function without arguments.
 local function call_of(ps, case, n, backward)
   local make, names, values, grads = kinds(ps), {}, {}, {}
   for name, kind in case.inputs:gmatch "(%w+)=(%w+)" do
@@ -66,8 +66,8 @@ local function call_of(ps, case, n, backward)
   end
 end
 
--- Returns the seconds of a call in processor time, as the best of several runs, each of which takes about 1 ms. Each
--- call has a loop of its own, as in a script, because LuaJIT compiles a loop for the first function that it calls.
+-- Returns the processor time of a call in seconds. It is the best of several runs of about 1 ms each. Each call has a
+-- loop of its own, as in a script, because LuaJIT compiles a loop for the first function that the loop calls.
 local function seconds_of(call, ps)
   local loop = loadstring "local call, n = ... local y for _ = 1, n do y = call() end return y"
   local function run(n)
@@ -76,7 +76,8 @@ local function seconds_of(call, ps)
     return os.clock() - began
   end
   local n, warm = 1, 0
-  for _ = 1, 100 do                                         -- loads files, compiles traces, fills caches
+  for _ = 1, 100 do                                         -- a warm-up, which loads files, compiles traces and fills
+                                                            -- caches
     warm = warm + run(1)
     if warm > 10e-3 then break end
   end
@@ -87,7 +88,7 @@ local function seconds_of(call, ps)
   return best
 end
 
--- Returns the measurements as { case, backward, name }, in the table's order.
+-- Returns the measurements as { case, backward, name }, in the order of the table.
 local function measurements()
   local list = {}
   for _, case in ipairs(ops_table.cases) do

@@ -1,14 +1,16 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- psluajit bench/state.lua [--params 20e6] [--rounds 5] [--no-muon]
 -- Measures the state and the time of optimizers. The last line is one JSON object:
---   bytes_per_parameter  of all chunks, bf16, by "<optimizer> <master> <how>"; how: inside (updates inside backward),
---                        clip (one micro-batch, clipping), accumulate (two micro-batches)
---   update_over_probe    by "<optimizer> <master>": bytes per second of the update over those of the engine's probe, a
---                        walk over four fp32 streams, three of which are written in place; both alternate; medians
---   same_bits            by optimizer: whether three steps have the same bits in plain memory, in chunks, under two
+--   bytes_per_parameter  bytes of all chunks per parameter, in bf16, by "<optimizer> <master> <how>". how is inside
+--                        (updates inside backward), clip (one micro-batch, clipping) or accumulate (two micro-batches).
+--   update_over_probe    by "<optimizer> <master>": bytes per second of the update divided by those of the engine's
+--                        probe. The probe walks over four fp32 streams, three of which are written in place. Update and
+--                        probe alternate, and medians are used.
+--   same_bits            by optimizer: true if three steps have the same bits in plain memory, in chunks, under two
 --                        budgets and with a disk
---   muon_over_products   by type: seconds of the update of GPT-2 124M's matrices over those of its products alone,
---                        with symmetric products counted half, at the rate of a whole product of the same shapes
+--   muon_over_products   by type: seconds of the update of GPT-2 124M's matrices divided by the seconds of its products
+--                        alone. The latter are computed from the rate of a whole product of the same shapes, and
+--                        symmetric products are counted half.
 local ps = require "ps"
 local ffi = require "ffi"
 local argparse = require "argparse"
@@ -48,7 +50,7 @@ local function bytes_of(kind, master, how)
 end
 
 -- -- time -----------------------------------------------------------------------------------------------------------
--- Returns the tensors of an update, and the bytes that the update reads and writes.
+-- Returns the tensors of an update, and the number of bytes that the update reads and writes.
 local function operands(made, remainder, shape)
   local numel = 1
   for _, size in ipairs(shape) do numel = numel * size end

@@ -1,12 +1,12 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Tests whether connections of strangers to the port where ranks meet can disturb a run.
 --   psluajit bench/strangers.lua [--late S] [--rate N]
--- Two ranks on this machine train a tiny model twice, first alone. Then rank 1 starts `late` (60) seconds after rank
--- 0, and meanwhile `rate` (100) connections per second reach the port, of six kinds in turn: one that sends nothing,
--- one that sends random bytes, one that claims to be a rank of a larger world, one that claims to be rank 1, one that
--- stops within a message, and one that reports a fault with terminal escapes. Prints one JSON line: the seconds until
--- rank 1 joined, whether the losses have the same bits, the number of strangers, and whether any of their text was
--- printed.
+-- Two ranks on this machine train a tiny model twice. The first time, there are no strangers. The second time, rank 1
+-- starts `late` (60) seconds after rank 0. During this time, `rate` (100) connections per second reach the port. They
+-- are of six kinds in turn: one that sends nothing, one that sends random bytes, one that claims to be a rank of a
+-- larger world, one that claims to be rank 1, one that stops within a message, and one that reports a fault with
+-- terminal escapes. Prints one JSON line: the seconds until rank 1 joined, whether the losses have the same bits, the
+-- number of strangers, and whether any of their text was printed.
 local ffi = require "ffi"
 local paths = require "ps.paths"
 local command_line = require "ps.core.command_line"
@@ -47,7 +47,7 @@ end
 
 -- -- the strangers ----------------------------------------------------------------------------------------------------
 
--- Returns a message: 32-bit numbers in network byte order, followed by text.
+-- Returns a message. It consists of 32-bit numbers in network byte order, followed by text.
 local function message(numbers, text)
   local n = ffi.new("int32_t[?]", #numbers, numbers)
   return ffi.string(n, 4 * #numbers) .. (text or "")
@@ -59,10 +59,11 @@ local function noise(n)
   return table.concat(bytes)
 end
 
-local STORE, PROOF = 0x31565350, 0x31485350  -- src/rendezvous/store_protocol.h, proof.h
+local STORE, PROOF = 0x31565350, 0x31485350  -- from src/rendezvous/store_protocol.h and proof.h
 local HELLO, FAULT = 0, 3
 local function of_store(what, a, b, text) return message({ STORE, what, 0, #(text or ""), a, b }, text) end
--- Returns the message preceded by the greeting of a rank that knows the run's name but not its secret.
+-- Returns the message, preceded by a greeting. The greeting is that of a rank that knows the name of the run but not
+-- its secret.
 local function behind_proof(text)
   local name = os.getenv "PS_RUN_ID" or ""
   return message({ PROOF, 1 }, name .. ("\0"):rep(128 - #name) .. noise(32)) .. message({ PROOF, 0 }, noise(32)) .. text
@@ -89,7 +90,7 @@ local function flood(port)
   local ranks = require "ps.launch.supervisor"
   local held, came, tried, refused = {}, 0, 0, 0
   local start = ranks.now()
-  while came == 0 or refused < options.rate do             -- until no process has listened for a second
+  while came == 0 or refused < options.rate do             -- ends when no process has listened for one second
     if ranks.now() - start > options.late + 60 then break end
     for _ = 1, math.floor((ranks.now() - start) * options.rate) - tried do
       tried = tried + 1

@@ -1,9 +1,10 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- psluajit bench/table_open.lua [--mib N] [--folder FOLDER]: writes a file of JSON lines of N MiB and compares opening
--- it as a table, without and with its index, with `wc -l`, which reads the file once; then reads random rows. Both
--- take turns: with the file in the page cache (warm), and without (cold, after POSIX_FADV_DONTNEED). Opening should
--- take at most 1.2 times as long as wc, and a row 1 ms. Times are those of the fastest of the rounds. The last line is
--- one JSON object: warm and cold (wc_s, open_s and their ratio, over_wc), with_index_s, row_ms, rows and mib.
+-- psluajit bench/table_open.lua [--mib N] [--folder FOLDER]: writes a file of JSON lines of N MiB. Compares the time to
+-- open it as a table, without and with its index, with the time of `wc -l`, which reads the file once. Then reads
+-- random rows. The table and wc alternate. They are measured with the file in the page cache (warm), and without it
+-- (cold, after POSIX_FADV_DONTNEED). Opening should take at most 1.2 times as long as wc, and a row should take at most
+-- 1 ms. Times are those of the fastest round. The last line is one JSON object: warm and cold (wc_s, open_s and their
+-- ratio, over_wc), with_index_s, row_ms, rows and mib.
 local ps = require "ps"
 local cjson = require "cjson"
 local line = require "ps.core.command_line"

@@ -1,13 +1,15 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- psluajit bench/template.lua DIR_OR_JINJA MESSAGES.json: renders a conversation by the chat template of a folder, or
--- by a .jinja file, and prints the text without a newline of its own.
---   --add-generation-prompt   ends with the header of the model's next turn
+-- psluajit bench/template.lua DIR_OR_JINJA MESSAGES.json: renders a conversation with the chat template of a folder, or
+-- with a .jinja file. Prints the text without adding a newline.
+--   --add-generation-prompt   ends the text with the header of the model's next turn
 --   --tools TOOLS.json        functions that the model may call
---   --date YYYY-MM-DD         the date of templates that print it (default: today)
---   --mask assistant          prints a JSON list of [text, trained] pieces: which parts the model has to produce
--- bos_token, eos_token, unk_token and pad_token of a bare .jinja are <s>, </s>, <unk> and <pad>. Exit status 2, and
--- `refused: WHY` on stderr: a construct is not supported. 3, and only the template's message: the template raises an
--- error. 1: another error, such as a file that cannot be read.
+--   --date YYYY-MM-DD         the date for templates that print it (default: today)
+--   --mask assistant          prints a JSON list of pieces [text, trained]. `trained` is true for the parts that the
+--                             model has to produce.
+-- For a .jinja file without a folder, bos_token, eos_token, unk_token and pad_token are <s>, </s>, <unk> and <pad>. The
+-- exit status is 2, with `refused: WHY` on stderr, if the template uses a construct that is not supported. It is 3,
+-- with only the template's message on stderr, if the template raises an error. It is 1 for other errors, such as a file
+-- that cannot be read.
 local argparse = require "argparse"
 local command_line = require "ps.core.command_line"
 local cjson = require "cjson"

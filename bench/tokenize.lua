@@ -3,9 +3,9 @@
 --   psluajit bench/tokenize.lua DIR_OR_FILE < text            prints the ids of each line (without its end), separated
 --                                                             by blanks
 --   psluajit bench/tokenize.lua DIR_OR_FILE --decode < ids    prints the text of each line of ids
--- Ids are those of tok:encode: with the special tokens that the model needs around a text, unless --no-special-tokens
--- is given. --count encodes the whole text at once and prints the number of tokens, which bench/tokenize_speed.lua
--- times.
+-- The ids are those of tok:encode. They include the special tokens that the model needs around a text, unless
+-- --no-special-tokens is given. --count encodes the whole text at once and prints the number of tokens.
+-- bench/tokenize_speed.lua times this.
 local ps = require "ps"
 local argparse = require "argparse"
 local command_line = require "ps.core.command_line"
@@ -33,8 +33,8 @@ local function line_of(text)
   return tok:decode(ids, { skip_special_tokens = plain or false })
 end
 
--- Returns the lines of the input without their line ends. They can contain any bytes (io.lines would stop at a zero
--- byte).
+-- Returns the lines of the input without their line ends. Lines can contain any bytes. io.lines is not used, because it
+-- would stop at a zero byte.
 local function lines()
   local all, at = io.read "*a", 1
   return function()

@@ -1,12 +1,16 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Compares the speed of GPT-2's tokenizer with tiktoken. Each run is a new process that reads the files first:
+-- Compares the speed of GPT-2's tokenizer with tiktoken. Each run is a new process that first reads the files:
 --   psluajit bench/tokenize_speed.lua DIR --text corpus.txt --rounds 5
--- DIR has vocab.json or encoder.json, and merges.txt or vocab.bpe. Texts: that of --text, random UTF-8, one repeated
--- letter, and letters without blanks, 1 MiB each. Every round starts a process for each text and each program in turn;
--- figures are the best of the rounds, wall-clock seconds on one thread. The last line is one JSON object: NAME_s,
--- NAME_tiktoken_s, NAME_ratio (tiktoken's seconds over ours), and letter_rate, solid_rate: bytes per second of these
--- two texts over those of --text, each without the seconds of an empty text. The peer is
--- bench/peers/tokenize_tiktoken.py with the Python of PS_TORCH_PYTHON or python3, absent if tiktoken is not installed.
+-- DIR has vocab.json or encoder.json, and merges.txt or vocab.bpe. There are four texts of 1 MiB each: the text of
+-- --text, random UTF-8, one repeated letter, and letters without blanks. Every round starts a process for each text and
+-- each program in turn. The figures are the best of the rounds, in wall-clock seconds on one thread. The last line is
+-- one JSON object:
+--   NAME_s, NAME_tiktoken_s   seconds of psluajit and of tiktoken
+--   NAME_ratio                tiktoken's seconds divided by psluajit's seconds
+--   letter_rate, solid_rate   bytes per second of these two texts divided by those of --text. The seconds of an empty
+--                             text are subtracted from each.
+-- The peer is bench/peers/tokenize_tiktoken.py with the Python of PS_TORCH_PYTHON or python3. Its figures are absent if
+-- tiktoken is not installed.
 local ps = require "ps"
 local argparse = require "argparse"
 local cjson = require "cjson"

@@ -2,19 +2,24 @@
 -- Measures training speed on random tokens.
 --   psluajit bench/train.lua --model gpt2 --dtype bf16 --batch 4 --seq 256 --steps 6
 --   psluajit bench/train.lua --family llama --model llama-110m       (peer: bench/peers/llama_torch.py)
--- The last line is one JSON object: tokens_per_s, step_s and cpu_s (median of the steps after the second, and of their
--- processor seconds, which depend less on other programs), peak_rss_mib, losses, gemm_peak_gflops (2048^3, or --gemm,
--- in the same type on the same device, in the same run), mfu (6 N FLOPs per token over that peak). With --paired also
--- mfu_paired: a product runs before the third step and after each step from then on. mfu_paired is the median of each
--- step's rate over the mean rate of the two products next to it. A processor's rate can change within a second, and
--- then the best product and the median step ran at different rates.
+-- The last line is one JSON object:
+--   tokens_per_s, step_s, cpu_s   medians of the steps after the second. cpu_s is the processor seconds of a step,
+--                                 which depend less on other programs.
+--   peak_rss_mib, losses
+--   gemm_peak_gflops   the rate of a product of 2048^3, or of --gemm, in the same type on the same device, in the same
+--                      run
+--   mfu                6 N FLOPs per token, divided by that peak
+--   mfu_paired         only with --paired. A product runs before the third step, and after the third step and each
+--                      later step. The figure is the median over the steps of the step's rate divided by the mean rate
+--                      of the two products next to it. This is more accurate, because a processor's rate can change
+--                      within one second, and then the best product and the median step ran at different rates.
 local ps = require "ps"
 local cjson = require "cjson"
 local argparse = require "argparse"
 local command_line = require "ps.core.command_line"
 local whole = command_line.whole
 
-io.stdout:setvbuf "line"                                -- if this process is killed, its output so far is used
+io.stdout:setvbuf "line"                                -- if this process is killed, the output up to then is not lost
 local parser = argparse("bench/train.lua", "Measures training speed.")
 parser:option("--family", "models/FAMILY.lua, which has a causal language model", "gpt2")
 parser:option("--model", "preset of the family", "gpt2")
@@ -39,8 +44,8 @@ local function median(list)
   return list[math.floor(#list / 2) + 1]
 end
 
---- Returns the GFLOP/s of a square matrix product, the best of `tries`. On an asynchronous device it starts several
---- products and then waits.
+--- Returns the rate of a square matrix product in GFLOP/s. It is the best of `tries` tries. On an asynchronous device,
+--- each try starts several products and then waits.
 local function gemm_rate(tries)
   local n, best, count = args.gemm, 0, args.device == "cuda" and 10 or 1
   if n == 0 then return 0 end
