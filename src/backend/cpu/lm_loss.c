@@ -14,8 +14,8 @@
 
 enum {
     DB_COLUMNS = 1024,
-    DW_ROWS = 2048              /* number of rows of dw that are computed at a time, so that they stay in the cache (20
-                                 * % faster with 50,257 words) */
+    DW_ROWS = 2048              /* number of rows of dw that are computed at a time, so that they stay in the cache;
+                                 * with 50,257 words, this is 20 % faster */
 };
 
 typedef struct problem {

@@ -58,9 +58,8 @@ static double in_order(const double *x, int64_t n)
 }
 
 /* -- Muon ---------------------------------------------------------------------------------------------------------- */
-/* The state of Muon's iteration X' = (a I + b A + c A A) X with A = X X^T. The iteration is computed as X' = q (X + P
- * X) with
- *     E = A - s I,  P = ((b + 2 c s) E + c E E) / q,  q = a + b s + c s s.
+/* The state of Muon's iteration X' = (a I + b A + c A A) X with A = X X^T. The iteration is computed in this form:
+ *     X' = q (X + P X),  E = A - s I,  P = ((b + 2 c s) E + c E E) / q,  q = a + b s + c s s.
  * The shift s reduces rounding errors. In the last iterations A is near I. Then b A and c A A nearly cancel, which
  * would amplify the rounding errors of the products. If s I is near A, E is small, and so are its rounding errors.
  * Operands of half types have no shift (s = 0). In the first iterations A is small, and rounding A - s I to a half type

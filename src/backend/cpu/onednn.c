@@ -266,12 +266,12 @@ static bool has_one_order(const key *k)
 }
 
 /* Returns true if a "gemm" implementation is faster than the "brgemm" implementation that oneDNN prefers.
- *   On Zen 4, "gemm" is faster for these products with a b that is not transposed: fp32 products without a bias (up to
- *   13 %, LM head) or with a residual (4 %), and large bf16 weight gradients with more columns than rows (5 %).
+ *   On Zen 4, "gemm" is faster for these products if b is not transposed: fp32 products without a bias (up to 13 %, LM
+ *   head) or with a residual (4 %), and large bf16 weight gradients with more columns than rows (5 %).
  *   On Sapphire Rapids and its successor, "gemm" is faster for these fp32 products: wide results with a transposed b (5
- *   to 14 %), and sums of at least 512 terms with a bias (7 %; twice the speed for GPT-2's [1024, 768] x [768, 3072]).
- *   There are two exceptions. The first is a transposed b of LONG terms that "gemm" reads directly (6 % slower at
- *   [1024, 3072] x [768, 3072]^T). The second is weight gradients with many rows that are NARROW and SHORT (2 to 8 %
+ *   to 14 %), and sums of at least 512 terms, even with a bias (7 %; twice the speed for GPT-2's [1024, 768] x [768,
+ *   3072]). There are two exceptions. The first is a transposed b of LONG terms that "gemm" reads directly (6 % slower
+ *   at [1024, 3072] x [768, 3072]^T). The second is NARROW weight gradients with MANY elements and SHORT sums (2 to 8 %
  *   slower in panels of the LM head).
  *   For small results of long sums, the function keeps oneDNN's choice. Both implementations split such sums over
  *   threads, and "gemm" splits more of them. */

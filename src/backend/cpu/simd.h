@@ -61,10 +61,10 @@ SIMD vf vf_zero(void) { return (vf){ 0 }; }
 SIMD vi vi_set(int32_t x) { return (vi)PS_EACH_LANE(x); }
 
 #if defined(__SSE2__) && !defined(__FMA__)
-/* Computes a * b + c in fp64 and rounds it such that rounding the result to fp32 gives the same value as rounding the
- * exact sum to fp32. The product of two floats is exact in fp64. If the sum is inexact, it is rounded to odd (Boldo and
- * Melquiond, "Emulation of FMA and correctly rounded sums: proved algorithms using rounding to odd", 2008). Knuth's
- * TwoSum computes the error of the sum. */
+/* Computes a * b + c in fp64. The result is rounded in such a way that rounding it again to fp32 gives the same value
+ * as rounding the exact sum to fp32 directly. The product of two floats is exact in fp64. If the sum is inexact, it is
+ * rounded to odd (Boldo and Melquiond, "Emulation of FMA and correctly rounded sums: proved algorithms using rounding
+ * to odd", 2008). Knuth's TwoSum computes the error of the sum. */
 SIMD __m128d vf_fma_odd(__m128d a, __m128d b, __m128d c)
 {
     const __m128i one = _mm_set1_epi64x(1);
@@ -186,7 +186,7 @@ SIMD int vi_any(vi mask)                           /* true if the mask of any la
 /* one byte per lane, which is 1 if the mask is set */
 SIMD vb vi_to_bool(vi mask) { return __builtin_convertvector(mask & 1, vb); }
 
-/* Round each lane to an integer: to the nearest integer with ties to even, down, or up. */
+/* Round each lane to an integer. The three functions round to the nearest integer with ties to even, down, and up. */
 #if defined(__AVX512F__)
 #define PS_VF_ROUND(name, mode, scalar) \
     SIMD vf name(vf a) { return (vf)_mm512_roundscale_ps((__m512)a, (mode) | _MM_FROUND_NO_EXC); }
@@ -215,8 +215,8 @@ PS_VF_ROUND(vf_floor, _MM_FROUND_TO_NEG_INF, floorf)
 PS_VF_ROUND(vf_ceil, _MM_FROUND_TO_POS_INF, ceilf)
 
 #if PS_LANES == 16
-/* Return the sum and the maximum of all lanes. They add the upper half of the lanes to the lower half until one lane is
- * left. All reductions use this order. */
+/* Return the sum and the maximum of all lanes. They combine the upper half of the lanes with the lower half until one
+ * lane is left. All reductions use this order. */
 SIMD float vf_hsum(vf a)
 {
     float x[VL];
@@ -348,7 +348,7 @@ SIMD void vf_store_f16(uint16_t *p, vf v)
     for (int i = 0; i < VL; i++) p[i] = ps_f32_to_f16(v[i]);
 #endif
 }
-/* Load and store VL elements of a type (PS_F32, PS_BF16 or PS_F16). Without a branch if dtype is a constant. i is an
+/* Load and store VL elements of a type (PS_F32, PS_BF16 or PS_F16). There is no branch if dtype is a constant. i is an
  * index of elements, not bytes. */
 SIMD vf vf_get(const void *p, int64_t i, int dtype)
 {

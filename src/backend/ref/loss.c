@@ -250,7 +250,7 @@ int ref_lm_loss(ps_call *call)
     return 0;
 }
 
-/* -- a vocabulary that is split over ranks: logits of `words` words from word `first` on -------------------------- */
+/* -- a vocabulary that ranks share: a rank has the logits of `words` words, starting at word `first` --------------- */
 /* Returns the column of the target of row r, or -1 if the target is not one of this rank's words. */
 static int64_t column_of(const ps_view *target, int64_t r, int64_t first, int64_t words)
 {

@@ -139,7 +139,8 @@ static void store_rows(const attn *a, const ps_view *x, int64_t b, int64_t h, in
 
 /* Returns a stream that prefetches rows of a head from main memory. The rows are far apart, so the hardware does not
  * predict them. A few rows at a time are prefetched between products, which costs almost no time. Without prefetching,
- * loading the rows takes a tenth of the time. Rows that a block writes are prefetched while the block is computed. */
+ * loading the rows takes a tenth of the total time. Rows that a block writes are prefetched while the block is
+ * computed. */
 static stream rows_ahead(const ps_view *x, int64_t b, int64_t h, int64_t first, int64_t n)
 {
     int64_t size = ps_dtype_bytes(x->dtype);
@@ -224,7 +225,7 @@ static void transpose_panel(const attn *a, const float *src, int qv, float *dst)
 }
 
 /* -- blocks ------------------------------------------------------------------------------------------------------- */
-/* Returns an upper bound for the keys that queries [i0, i0 + nq) see. All these keys have a smaller index. */
+/* Returns a key index that is larger than the index of every key that queries [i0, i0 + nq) see. */
 static int64_t keys_seen(const attn *a, const work *w, int64_t i0, int nq)
 {
     int64_t n = a->causal ? i0 + nq + a->S - a->T : a->S;
@@ -311,9 +312,9 @@ static void gather_queries(const attn *a, const block *k, work *w, const float *
                 out + g * a->Dp, a->Dp);
     }
 }
-/* Draws dropout bits for a block with segments. A segment counts as a sample of its own. The number of its queries and
- * the number of its keys are the number of its positions. A draw covers 64 elements. It serves all following queries
- * whose keys in this block are among these elements. */
+/* Draws dropout bits for a block with segments. A segment counts as a sample of its own, with one query and one key for
+ * each of its positions. A draw covers 64 elements. It serves all following queries whose keys in this block are among
+ * these elements. */
 static void draw_keep_of_segments(const attn *a, const block *k, work *w)
 {
     uint64_t at = 0, bits = 0;                        /* bits: 64 elements of segment `drawn`, starting at element
@@ -337,7 +338,7 @@ static void draw_keep_of_segments(const attn *a, const block *k, work *w)
     }
 }
 /* Draws dropout bits for a block. A draw covers 64 elements of the stream. Short rows are adjacent in the stream. A
- * draw therefore serves all following queries whose keys in this block are among its elements. */
+ * draw therefore serves all following queries whose keys in this block are among the 64 elements. */
 static void draw_keep(const attn *a, const block *k, work *w)
 {
     if (a->segmented) {
@@ -542,8 +543,8 @@ static void weigh(const attn *a, work *w, int64_t b, int64_t g, int64_t j0, int 
         for (int64_t d = 0; d < a->Dp; d += LANES) vn_store(out + d, vn_load(out + d) + vn_set(0));
     }
 }
-/* Computes the query of the heads h, h + step, and so on. These heads share key head g, so each block of keys is loaded
- * only once. */
+/* Computes the output for the single query of each of the heads h, h + step, and so on. These heads share key head g,
+ * so each block of keys is loaded only once. */
 static __attribute__((noinline)) void forward_one(const attn *a, work *w, int64_t b, int64_t h, int64_t step, int heads,
                                                   int64_t g)
 {

@@ -144,8 +144,8 @@ SIMD vn vn_exp2_neg(vn x)
     vni y = (vni)((vnu)p + ((vnu)shifted << 23));                               /* adds the integer to the exponent */
     return vn_and(~(x < vn_set(-125.0f)), (vn)y);
 }
-/* Returns log2 x for normal x > 0. Splits x into 2^e m with m in [0.7, 1.42), and computes log2 m as 2 / ln 2 atanh((m
- * - 1) / (m + 1)). */
+/* Returns log2 x for normal x > 0. Splits x into 2^e m with m in [0.7, 1.42). With s = (m - 1) / (m + 1), log2 m is
+ * computed as 2 / ln 2 atanh(s). */
 SIMD vf vf_log2(vf x)
 {
     vi e = ((vi)x - vi_set(0x3f3504f3)) >> 23;

@@ -17,9 +17,9 @@ static __attribute__((noinline)) void far_lanes(int kind, vf *y, const vf *a, co
 }
 
 /* Divides lanes. q is the rounded quotient, and k is the integer part of q. Rounding can raise a quotient to the next
- * integer, so k can be too large by 1, but it is never too small. An fma computes a - k b exactly, because the
- * difference is a multiple of the last bit of a or b, and smaller than b. If the sign of the difference differs from
- * the sign of a, then k is too large. */
+ * integer, so k can be too large by 1, but it is never too small. An fma computes the difference a - k b exactly,
+ * because the difference is a multiple of the last bit of a or b, and smaller than b. If the sign of the difference
+ * differs from the sign of a, then k is too large. */
 SIMD vf divide_lanes(int kind, vf a, vf b)
 {
     vf q = a / b, zero = vf_zero(), one = vf_set(1.0f);

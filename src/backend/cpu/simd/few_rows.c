@@ -40,7 +40,7 @@ SIMD void ahead(const char *p) { __builtin_prefetch(p, 0, 3); }
         else body(__VA_ARGS__, 2); \
     } while (0)
 
-/* -- b [K, N], rows of N neighbours -------------------------------------------------------------------------------- */
+/* -- b [K, N], with N adjacent elements in each row ---------------------------------------------------------------- */
 /* Adds by[m][0] b + by[m][1] (b + ld) + ... to the sum of row m, for all M rows. The sum of row m has n elements and
  * begins at sum + m * apart. b has `lines` lines, which are ld bytes apart and are added in this order. Each weight is
  * read and converted to fp32 only once for all M rows. `next` is the distance in bytes from a line to the line to
@@ -117,8 +117,8 @@ SIMD void piece_of_rows(const ps_gemm *g, const float *x, float *part, int64_t k
     }
 }
 
-/* Sets c [i .. i + n) to the sum of the partial sums of all pieces, added in the order of the pieces. `stride` is the
- * number of elements of a partial sum. */
+/* Sets n elements of c, starting at c[i], to the sum of the partial sums of all pieces. The partial sums are added in
+ * the order of the pieces. `stride` is the number of elements of a partial sum. */
 SIMD void add_parts(float *c, const float *part, int64_t i, int64_t n, int64_t pieces, int64_t stride)
 {
     for (int64_t j = i; j < i + n; j += VL) {
@@ -143,7 +143,7 @@ static void by_rows(const ps_gemm *g, const float *x, float *part, float *c)
     }
 }
 
-/* -- b [N, K], rows of K neighbours (out_in) ----------------------------------------------------------------------- */
+/* -- b [N, K], with K adjacent elements in each row (out_in) ------------------------------------------------------- */
 /* Computes vf_hsum of four vectors. The additions have the order of vf_hsum. */
 SIMD void hsum4(float *out, vf a, vf b, vf c, vf d)
 {

@@ -173,8 +173,7 @@ SIMD void pool_plane(const ps_attrs_max_pool *a, const ps_view *x, const ps_view
             for (int64_t u = r.first; u < r.end; u += r.step)
                 for (int64_t v = c.first; v < c.end; v += c.step) {
                     float e = ps_get_one(in, u * W + v, dtype);
-                    bool more = (e > most) | (e != e);       /*  instead of ||, because a branch would be
-                                                              *  mispredicted */
+                    bool more = (e > most) | (e != e);       /* no ||, because a branch would be mispredicted */
                     most = more ? e : most, best = more ? u * W + v : best;
                 }
             ps_put_one(y->data, at, dtype, most);

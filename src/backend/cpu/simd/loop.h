@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * The iterator of all elementwise and reducing kernels. A loop processes up to four operands of one shape in row-major
- * order, in blocks. The kernel provides a block function, which processes plain arrays. The size of the arrays is a
- * multiple of 16 elements, for operands of any strides: the arrays are parts of contiguous operands, and small buffers
- * for other operands. The result for an element does not depend on the element's position in a block. Hence results
- * depend neither on the division into blocks nor on threads. */
+ * order, in blocks. The kernel provides a block function, which processes plain arrays. The size of each array is a
+ * multiple of 16 elements. If an operand is contiguous, its array is a part of the operand. Otherwise its array is a
+ * small buffer. The block function can thus ignore strides. The result for an element does not depend on the element's
+ * position in a block. Hence results depend neither on the division into blocks nor on threads. */
 #ifndef PS_CPU_LOOP_H
 #define PS_CPU_LOOP_H
 #include "backend/cpu/cpu.h"

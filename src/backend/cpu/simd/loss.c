@@ -412,7 +412,7 @@ static int cross_entropy(ps_call *call)
         if (a->reduction == 0) out[r] = (float)each[r];
         sum += each[r];
     }
-    /* 0 if all rows are ignored */
+    /* the mean is 0 if all rows are ignored */
     if (a->reduction != 0) out[0] = (float)(a->reduction == 1 && count > 0 ? sum / (double)count : sum);
     if (a->want_hits && ps_has(&call->out[2])) {
         int64_t *told = call->out[2].data;
@@ -510,7 +510,7 @@ static int cross_entropy_backward(ps_call *call)
     return 0;
 }
 
-/* -- a vocabulary that ranks share: logits of `words` words from word `first` on ---------------------------------- */
+/* -- a vocabulary that ranks share: a rank has the logits of `words` words, starting at word `first` --------------- */
 static double dot_mass(const void *x, const float *mass, int64_t words, int dtype)
 {
     double sum = 0;
