@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Measures the cost of chunks and the savings of the planner. There are five sections. All of them run, or only those
--- that --only names:
+-- that --only names. The names after -> are keys of the result:
 --   state   bytes of state per parameter, including waste, in bf16 with one micro-batch per step ->
 --           state_bytes_per_param. It is the larger value of gpt2 in the engine and gpt2-xl by its layout.
 --   moved   bytes that steady steps of gpt2-medium in bf16 moved between host and disk, divided by the smallest number

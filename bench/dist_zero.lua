@@ -3,8 +3,9 @@
 -- Measures the savings and costs of sharding on this machine. It trains for a few steps in one process and in N
 -- processes, and prints one JSON line about both runs:
 --   sent_over_theory     bytes of tensors that a rank sent in a step (mean over the ranks), divided by 3 x 2 bytes x
---                        parameters x (N-1)/N. The factor 3 is for stage 3 in bf16, where parameters are gathered in
---                        forward and backward, and gradients are reduced. For other stages, the factor is 2.
+--                        parameters x (N-1)/N. A bf16 value has 2 bytes. The factor 3 is for stage 3, where parameters
+--                        are gathered in forward and in backward, and gradients are reduced. For other stages, the
+--                        factor is 2.
 --   state_share          size of the model state in bytes (all chunks that stay) on the rank with the largest state,
 --                        divided by the size in one process
 --   peak_share           peak memory of that rank, including gathered chunks and activations, divided by the peak of

@@ -1,7 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Compares the time to convert a folder to a GGUF file with the rates of the disk. dd measures these rates before and
 -- after the conversion, on the folder's own files and on a new file. Its reads and writes bypass the page cache
--- (O_DIRECT). The means of the rates count. The folder's files are not in the page cache when the conversion begins.
+-- (O_DIRECT). The figures use the means of both measurements. The folder's files are not in the page cache when the
+-- conversion begins.
 --   psluajit bench/export.lua FOLDER --type q8_0 --out FILE.gguf
 -- The last line of the output is a JSON object:
 --   seconds        time of the conversion, including the fsync of the file

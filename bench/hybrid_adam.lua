@@ -6,9 +6,9 @@
 -- them equally. Adam on the host is slowed down (PS_CPU_ISA=sse2), because a real accelerator also updates faster than
 -- its host.
 --   psluajit bench/hybrid_adam.lua --links 0.25,0.5,1,2,4
--- Prints a row for each link rate. The row has the milliseconds per step of each run. This is the shortest step of the
--- run, because of other load. For the planned division, the row also has the number of units on the device. The last
--- line is one JSON object:
+-- Prints a row for each link rate. The row has the milliseconds of the shortest step of each run. The shortest step is
+-- used, because other load makes steps longer. For the planned division, the row also has the number of units on the
+-- device. The last line is one JSON object:
 --   planned_over_best   the step time of the planned division divided by the shortest step time of the other divisions,
 --                       at the worst link rate
 --   exact               true if, for each link rate, all runs ended with the same bits

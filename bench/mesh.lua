@@ -6,16 +6,18 @@
 --                        gradient of any tensor at the first step, and of the norm of the gradients
 --   dropout_masks_equal  true if dropout and attention zero the same elements on two ranks of tp as on one rank
 --   tp2_parameter_ratio  number of GPT-2's parameters on one of two ranks, divided by the number of all parameters
---   sp_activation_ratio  number of bytes that a block keeps for backward on one of two ranks, divided by the number
---                        on a single rank
+--   sp_activation_ratio  number of bytes that a block keeps for backward on one of two ranks, divided by the number on
+--                        a single rank
 --   sp_activation_ratio_kept, sp_activation_ratio_pieces
 --                        the same with tp_keep_gathered, and with tp_overlap_comm = 4
---   bytes_over_theory    bytes that a rank sends, divided by the theoretical number of bytes. tp: per layer and
---                        micro-batch, where the theoretical number is 10 (t - 1) / t times the bytes of B T C numbers.
---                        tp_pieces: the same with tp_overlap_comm = 4. tp_kept: with tp_keep_gathered, where the factor
---                        is 8 (t - 1) / t. dp: in a step of ZeRO's stage 1, where the theoretical number is 2 (N - 1) /
---                        N times the bytes of all parameters. dp_zero_3: the factor is 3 (N - 1) / N. pp: messages of
---                        the first of two stages, divided by the bytes of the activations [B, T, C] between the stages.
+--   bytes_over_theory    bytes that a rank sends, divided by the theoretical number of bytes
+--     tp                 per layer and micro-batch; in theory 10 (t - 1) / t times the bytes of B T C numbers
+--     tp_pieces          the same with tp_overlap_comm = 4
+--     tp_kept            the same with tp_keep_gathered; in theory the factor is 8 (t - 1) / t
+--     dp                 in a step of ZeRO's stage 1; in theory 2 (N - 1) / N times the bytes of all parameters
+--     dp_zero_3          the same for stage 3; in theory the factor is 3 (N - 1) / N
+--     pp                 messages of the first of two stages; in theory the bytes of the activations [B, T, C] between
+--                        the stages
 --   plan_175b_s, plan_175b_mib
 --                        figures of bench/planner.lua: a plan of GPT-3's sizes on dp 4 x pp 8 x tp 8 ranks of other
 --                        machines
@@ -347,7 +349,7 @@ if args.run then
   return rank_main(o)
 end
 
--- -- the process that starts them -------------------------------------------------------------------------------------
+-- -- the process that starts the ranks --------------------------------------------------------------------------------
 local folder = os.tmpname()
 os.remove(folder)
 assert(lfs.mkdir(folder))

@@ -3,9 +3,10 @@
 -- bench/mesh.lua and spec/parallel/tensor_parallel_ranks_spec.lua use it. mesh_lib.rank runs on each rank and writes
 -- files. mesh_lib.compare runs in another process, joins the tensors of the ranks and compares them.
 --
--- There are two runs. The first run is a single step of SGD without momentum. Gradients are computed from it as (value
--- before - value after) / learning rate. This is correct for every layout, no matter where the layout stores its
--- gradients. The second run starts again from the initial values and has o.steps steps.
+-- There are two runs. The first run is a single step of SGD without momentum. A gradient is computed from this step as
+--   (value before - value after) / learning rate
+-- This is correct for every layout, no matter where the layout stores its gradients. The second run starts again from
+-- the initial values and has o.steps steps.
 local ps = require "ps"
 local inner = require("ps.nn.handle").of
 local cjson = require "cjson"

@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Searches the best chunk size for a model. Shows the search and the setting to use. The weights are not allocated,
+-- Searches for the best chunk size of a model. Shows the search and the setting to use. The weights are not allocated,
 -- because the model is on device meta.
 --   psluajit tools/chunk_size.lua --model gpt2-xl --host 6GiB
 --   psluajit tools/chunk_size.lua --model my_model.lua:build --config ds_config.json

@@ -193,7 +193,7 @@ local function read_plans(path)
   return plans
 end
 
--- -- one seed, with everything it said ------------------------------------------------------------------------------
+-- -- one seed, with all its output ------------------------------------------------------------------------------------
 local function replay(seed)
   local plan = options.plan and with_events({ seed = seed, job = draw.job(seed, options), begins = "new", off = {} },
     options.plan) or trials:plan(seed, options)
@@ -215,7 +215,7 @@ local function replay(seed)
   report(plan, verdict)
 end
 
--- -- the list of all -------------------------------------------------------------------------------------------------
+-- -- the list of all plans --------------------------------------------------------------------------------------------
 local began = run.now()
 local plans, at = options.plans and read_plans(options.plans) or {}, 0
 local seed = options.seeds and options.seeds[1] - 1

@@ -6,8 +6,8 @@
 #include "base/blocks.h"
 
 struct attention {
-    ps_view q, k, v, mask;             /* q is [B, H, T, D]; k and v are [B, G, S, D]; mask is [B, S] or [B|1, H|1, T|1,
-                                        * S] */
+    ps_view q, k, v, mask;             /* q is [B, H, T, D]; k and v are [B, G, S, D];
+                                        * mask is [B, S] or [B|1, H|1, T|1, S] */
     ps_view segments;                  /* int32 [B, T]; used instead of the mask */
     int64_t B, H, T, S, D, group;      /* group: number of heads that share keys, H / G */
     int64_t window;                    /* maximum number of keys that a query sees, or 0 for no limit */
@@ -274,8 +274,7 @@ int ref_attention_backward(ps_call *call)
     return backward(call, &t, &call->in[0], &call->out[0], &call->out[1], &call->out[2]);
 }
 
-/* x [B, T, parts * C] is contiguous and consists of `parts` parts. Returns one part as a view [B, heads, T, C /
- * heads]. */
+/* x [B, T, parts * C] is contiguous and has `parts` parts. Returns one part as [B, heads, T, C / heads]. */
 static ps_view packed_part(const ps_view *x, int parts, int part, int64_t heads)
 {
     int64_t B = x->shape[0], T = x->shape[1], width = x->shape[2], C = width / parts, D = C / heads;

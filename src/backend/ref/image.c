@@ -215,8 +215,8 @@ int ref_channel_norm(ps_call *call)
 
 /* With n = (x - mean) * rstd and g = dy * w, computes
  *   dx = rstd * (g - mean(g) - n * mean(g * n)), dw = sum of dy * n, db = sum of dy.
- * The means are over all elements that share a mean and variance. If the caller gives the mean and variance, dx = rstd
- * * g. */
+ * The means are over all elements that share a mean and variance. If the caller gives these statistics, dx is rstd *
+ * g. */
 int ref_channel_norm_backward(ps_call *call)
 {
     const ps_attrs_channel_norm_backward *a = call->attrs;

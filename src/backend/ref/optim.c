@@ -72,8 +72,8 @@ int ref_adam_(ps_call *call)
 }
 
 /* Schedule-free AdamW (Defazio et al. 2024, "The Road Less Scheduled") for one tensor. It is computed in fp32 like
- * Adam, or in double for an fp64 master. The master is y, here p. The first update (t = 1) sets z to y before it
- * begins:
+ * Adam, or in double for an fp64 master. The master p is the paper's y. The first update (t = 1) begins by setting z to
+ * p. All updates then compute
  *     toward = lr * (beta1 * (1 - average) - 1), inv = 1 / sqrt(bias2)
  *     g = grad * grad_scale
  *     v = fma(beta2, v, (c2 * g) * g)

@@ -133,10 +133,10 @@ static int check_logits(const ps_view *logits, int64_t rows, int64_t V)
     return 0;
 }
 
-/* Picks one of the candidates c [n]. They are sorted in descending order, and their number is limited to top_k. A
- * candidate is excluded if its weight is less than min_p times the weight of the first candidate. The function then
- * considers the shortest prefix of the candidates whose mass reaches top_p. u in [0, 1) selects a candidate from this
- * prefix. */
+/* Picks one of the candidates c [n]. They are sorted in descending order, and their number is limited to top_k. The
+ * function considers the shortest prefix of the candidates whose mass reaches top_p. From this prefix, it excludes each
+ * candidate whose weight is less than min_p times the weight of the first candidate. u in [0, 1) selects one of the
+ * remaining candidates. */
 static int64_t pick(const struct candidate *c, int64_t n, const ps_attrs_sample *a, double u)
 {
     double total = 0, mass = 0, sum = 0;
