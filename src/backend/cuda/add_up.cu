@@ -1,11 +1,12 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The kernel of the wire (nccl.cpp): adds up the bytes of all ranks in the order of ranks, in fp32 (fp64 for fp64),
- * and rounds once. comm/comm.c computes the same bits in host memory. */
+ * The kernel of the wire (nccl.cpp), which adds up the values that all ranks contribute. It adds in the order of the
+ * ranks, in fp32 (fp64 for fp64 values), and rounds the sum once. comm/comm.c computes bit-identical sums in host
+ * memory. */
 #include "backend/cuda/device.h"
 #include "backend/cuda/nccl.h"
 
-/* at[r] is rank r's address of [numel] elements. The struct is passed by value: a kernel's arguments can have at
- * least 4 KiB. */
+/* The addresses of the operands: at[r] points to the [numel] elements of rank r. The struct is passed by value, which
+ * is possible because a kernel's arguments can be at least 4 KiB large. */
 struct addends { const void *at[PS_CUDA_MOST_RANKS]; };
 
 template <class T> KERNEL_UP_TO(THREADS) add_up(addends in, int n, int64_t packs, int64_t numel, T *to)

@@ -1,12 +1,15 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Attention forward of bf16 and fp16 on tensor cores, for heads of up to 256: FlashAttention-2 (Dao 2023), with the
- * online softmax of Milakov and Gimelshein (2018). A block has 128 queries, 32 for each of its four warps (64 and 16
- * for heads above 128), and iterates over tiles of keys. The keys and values of the next tile are copied while the
- * current tile is computed, so there is one barrier per tile. Scores are kept in registers. The running softmax is
- * fp32.
+ * Attention forward for bf16 and fp16 values on tensor cores, for heads of up to 256 columns. The algorithm is
+ * FlashAttention-2 (Dao 2023) with the online softmax of Milakov and Gimelshein (2018).
  *
- * The base of a row's exponentials follows the row's largest score, but only in steps of at least 2^8. A weight is
- * then at most 2^8 instead of 1, which costs no precision, and y is seldom scaled down. */
+ * A block has four warps and computes 128 queries, 32 per warp. For heads of more than 128 columns, it computes 64
+ * queries, 16 per warp. The block iterates over tiles of keys. It copies the keys and values of the next tile while it
+ * computes the current tile, so there is only one barrier per tile. Scores are kept in registers. The running softmax
+ * is computed in fp32.
+ *
+ * The exponentials of a row are relative to a base. The base follows the row's largest score, but it only changes in
+ * steps of at least a factor of 2^8. A weight is therefore at most 2^8 instead of 1. This costs no precision, and y
+ * rarely has to be scaled down. */
 #include "backend/cuda/attention_tiles.h"
 
 enum { WARPS = 4, BLOCK = 32 * WARPS };
@@ -15,8 +18,8 @@ template <int DP, bool LEAN> struct shape {
 };
 #define STEP_UP 8.0f
 
-/* Sets the scores of keys that a query does not see to -infinity. The warp's queries begin at i, the tile's keys at
- * `first`. */
+/* Sets the scores of keys that a query does not see to -infinity. The warp's first query is i, and the tile's first key
+ * is `first`. */
 template <int RT, int N, bool LEAN> DEV void hide(const attention &t, float (*s)[N][4], int64_t b, int i, int first)
 {
     int lane = threadIdx.x & 31, S = (int)t.S, off = (int)(t.S - t.T);
@@ -39,8 +42,8 @@ template <int RT, int N, bool LEAN> DEV void hide(const attention &t, float (*s)
         }
 }
 
-/* Turns the scores of 16 rows into weights. top: base of each row's exponentials, as an exponent of two. sum: this
- * lane's part of the sum of weights. shrink: set to the factors for the rows of o. */
+/* Turns the scores of 16 rows into weights. top: the base of each row's exponentials, as an exponent of two. sum: this
+ * lane's part of the sum of weights. shrink: output, the factors by which the rows of o must be multiplied. */
 template <int N, bool LEAN>
 DEV void soften(const attention &t, float (*s)[4], float *top, float *sum, float *shrink, float scale, int64_t b,
                 int64_t h, int i, int first)
@@ -76,10 +79,11 @@ KERNEL_UP_TO(BLOCK, 2) forward_kernel(const __grid_constant__ attention t)
     enum { RT = shape<DP, LEAN>::RT, ROWS = shape<DP, LEAN>::ROWS, KEYS = shape<DP, LEAN>::KEYS, N = KEYS / 8,
            KEPT = DP == 64 };
     PS_DYNAMIC_SHARED(shared);
-    uint16_t *q_tile = (uint16_t *)shared, *stages = q_tile + ROWS * DP;         /* two stages, each with a tile of K
-                                                                                  * and one of V */
+    uint16_t *q_tile = (uint16_t *)shared, *stages = q_tile + ROWS * DP;         /* two stages; each has a tile of K
+                                                                                  * and a tile of V */
     int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, h = blockIdx.y, b = blockIdx.z;
-    int q0 = (int)(gridDim.x - 1 - blockIdx.x) * ROWS, w0 = q0 + warp * 16 * RT;  /* begins with the longest rows */
+    int q0 = (int)(gridDim.x - 1 - blockIdx.x) * ROWS, w0 = q0 + warp * 16 * RT;  /* blocks start with the rows that
+                                                                                   * see the most keys */
     int n_q = (int)t.T, n_k = (int)t.S, off = n_k - n_q, D = (int)t.D, end = t.causal ? min(n_k, q0 + ROWS + off) : n_k;
     int seen_by_all = t.causal ? min(n_k, w0 + off + 1) : n_k, seen_by_any = t.causal ? w0 + 16 * RT + off : n_k;
     int begin = 0, seen_from = 0;
@@ -102,7 +106,7 @@ KERNEL_UP_TO(BLOCK, 2) forward_kernel(const __grid_constant__ attention t)
     keys.next(stages, t, begin, n_k, D, mask);
     for (int first = begin; first < end || first == begin; first += KEYS) {
         uint16_t *k = keys.place_of(stages, first), *v = k + KEYS * DP;
-        async_wait<0>(); /* this tile is complete, and no warp reads the previous one */
+        async_wait<0>(); /* this tile is complete, and no warp reads the previous tile any more */
         __syncthreads();
         if (first + KEYS < end) keys.next(stages, t, first + KEYS, n_k, D, mask);
         if (KEPT && first == begin) q.open(own);

@@ -1,15 +1,19 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Attention backward of bf16 and fp16 on tensor cores, for heads of up to 256, after FlashAttention-2 (Dao 2023).
- * Scores are computed again from the saved log-sum-exp, once for dq (rows are queries) and once for dk and dv (rows
- * are keys). So no atomics are needed, and the bits are the same each time. As in forward, the next tile is copied
- * while the current tile is computed.
+ * Attention backward for bf16 and fp16 values on tensor cores, for heads of up to 256 columns. The algorithm is
+ * FlashAttention-2 (Dao 2023).
  *
- * With w = exp2(scale q.k - lse), m the factor of dropout, d = dy.v: ds = w (m d - delta), dq = scale ds k, dk =
- * scale ds^T q, dv = (w m)^T dy. Rows that do not exist are zero, and add zeros. A hidden weight can have any value
- * before it is set to 0, because the log-sum-exp of a query that sees no key is -infinity.
+ * Scores are computed again from the saved log-sum-exp. This happens twice: once for dq, where rows are queries, and
+ * once for dk and dv, where rows are keys. No atomics are needed, so the results are bit-identical on every run. As in
+ * forward, the next tile is copied while the current tile is computed.
  *
- * Queries that see one key (sure_before) have dq 0. For dk and dv, their q and log-sum-exp are replaced by 0: the
- * weight is 2^0, which is correct, and the rounding error of ds adds 0 to dk. */
+ * Let w = exp2(scale q.k - lse), m the dropout factor, and d = dy.v. Then ds = w (m d - delta), dq = scale ds k, dk =
+ * scale ds^T q, and dv = (w m)^T dy. Rows after the end of a tensor are read as zeros, so they add zeros. The weight of
+ * a hidden key can have any value before it is set to 0, because the log-sum-exp of a query that sees no key is
+ * -infinity.
+ *
+ * A query that sees one key (sure_before) has a dq of 0. For dk and dv, its q and its log-sum-exp are replaced by 0.
+ * Its weight is then 2^0, which is correct, and the rounding error of its ds is multiplied by 0 and does not change
+ * dk. */
 #include "backend/cuda/attention_tiles.h"
 
 /* -- dq: rows are queries ------------------------------------------------------------------------------------------ */
@@ -17,8 +21,8 @@ template <int DP, bool LEAN> struct dq_shape {
     enum { RT = DP == 256 ? 1 : 2, BLOCK = 128, ROWS = BLOCK / 2 * RT, KEYS = (DP == 64 ? 64 : 32) / (LEAN ? 1 : 2) };
 };
 
-/* Turns the scores s [16 RT, 8 N] into their gradients ds. d is dy.v. Rows are queries from i on, columns are keys
- * from `first` on. */
+/* Turns the scores s [16 RT, 8 N] into their gradients ds. d has the products dy.v. The first row is query i, and the
+ * first column is key `first`. */
 template <int RT, int N, bool LEAN>
 DEV void slope_of_rows(const attention &t, float (*s)[N][4], float (*d)[N][4], float (*lse)[2], float (*delta)[2],
                        int64_t b, int64_t h, int i, int first, bool some_hidden)
@@ -63,7 +67,7 @@ DEV void slope_of_rows(const attention &t, float (*s)[N][4], float (*d)[N][4], f
     }
 }
 
-/* Clears dq of the queries from w0 on that see one key of their segment. */
+/* Sets dq to 0 for the queries that see one key of their segment. The warp's first query is w0. */
 template <int DP, int RT> DEV void clear_singles(const attention &t, float (*dq)[DP / 8][4], int64_t b, int w0)
 {
 #pragma unroll
@@ -84,7 +88,8 @@ KERNEL_UP_TO(Shape::BLOCK, 2) dq_kernel(const __grid_constant__ attention t)
     PS_DYNAMIC_SHARED(shared);
     uint16_t *q_tile = (uint16_t *)shared, *dy_tile = q_tile + ROWS * DP, *stages = dy_tile + ROWS * DP;
     int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, h = blockIdx.y, b = blockIdx.z;
-    int q0 = (int)(gridDim.x - 1 - blockIdx.x) * ROWS, w0 = q0 + warp * 16 * RT;  /* begins with the longest rows */
+    int q0 = (int)(gridDim.x - 1 - blockIdx.x) * ROWS, w0 = q0 + warp * 16 * RT;  /* blocks start with the rows that
+                                                                                   * see the most keys */
     int n_q = (int)t.T, n_k = (int)t.S, off = n_k - n_q, D = (int)t.D, end = t.causal ? min(n_k, q0 + ROWS + off) : n_k;
     int seen_by_all = t.causal ? min(n_k, w0 + off + 1) : n_k, seen_by_any = t.causal ? w0 + 16 * RT + off : n_k;
     int begin = 0, seen_from = 0;
@@ -113,7 +118,7 @@ KERNEL_UP_TO(Shape::BLOCK, 2) dq_kernel(const __grid_constant__ attention t)
     keys.next(stages, t, begin, n_k, D, mask);
     for (int first = begin; first < end || first == begin; first += KEYS) {
         uint16_t *k = keys.place_of(stages, first), *v = k + KEYS * DP;
-        async_wait<0>(); /* this tile is complete, and no warp reads the previous one */
+        async_wait<0>(); /* this tile is complete, and no warp reads the previous tile any more */
         __syncthreads();
         if (first + KEYS < end) keys.next(stages, t, first + KEYS, n_k, D, mask);
         if (first >= seen_by_any || w0 >= n_q || (!LEAN && first + KEYS <= seen_from)) continue;
@@ -135,9 +140,9 @@ KERNEL_UP_TO(Shape::BLOCK, 2) dq_kernel(const __grid_constant__ attention t)
 }
 
 /* -- dk, dv: rows are keys ----------------------------------------------------------------------------------------- */
-/* Shapes of the kernel for dk and dv, whose sums fill the registers. A warp has 32 keys for heads of 64, otherwise
- * 16. For heads of 128, registers also hold k and v. For heads of 256, a block has only W columns of dk and dv: two
- * blocks share the work of 64 keys. A tile of queries is processed in parts. */
+/* Shapes of the kernel for dk and dv, whose sums fill the registers. A warp has 32 keys for heads of 64 columns, and
+ * otherwise 16 keys. For heads of 128 columns, registers also hold k and v. For heads of 256 columns, a block computes
+ * only W columns of dk and dv, so two blocks share the work of 64 keys. A tile of queries is processed in parts. */
 template <int DP, bool LEAN> struct dkv_shape;
 template <bool LEAN> struct dkv_shape<64, LEAN> {
     enum { RT = 2, BLOCK = 128, BLOCKS = 2, QUERIES = 64, PART = LEAN ? 32 : 16, W = 64 };
@@ -152,8 +157,8 @@ template <bool LEAN> struct dkv_shape<256, LEAN> {
     typedef rows_shared<256, 1> rows;
 };
 
-/* Sets s [16 RT, 8 N] to 0 where key and query are in different segments. Rows are keys from j on, columns are
- * queries from `first` on. */
+/* Sets s [16 RT, 8 N] to 0 where key and query are in different segments. The first row is key j, and the first column
+ * is query `first`. */
 template <int RT, int N> DEV void hide_segments(const attention &t, float (*s)[N][4], int64_t b, int j, int first)
 {
     int lane = threadIdx.x & 31;
@@ -171,7 +176,7 @@ template <int RT, int N> DEV void hide_segments(const attention &t, float (*s)[N
         }
 }
 
-/* Sets d, in the layout of hide_segments' s, to 0 for queries that see one key of their segment. */
+/* Sets d to 0 for queries that see one key of their segment. d has the same layout as s in hide_segments. */
 template <int RT, int N> DEV void clear_slopes(const attention &t, float (*d)[N][4], int64_t b, int j, int first)
 {
     int lane = threadIdx.x & 31;
@@ -188,8 +193,8 @@ template <int RT, int N> DEV void clear_slopes(const attention &t, float (*d)[N]
         }
 }
 
-/* Turns s and d [16 RT, 8 N] into gradients: s becomes w m, d becomes ds. Rows are keys from j on, columns are
- * queries from `first` on, to which lse and delta belong. */
+/* Turns s and d [16 RT, 8 N] into gradients: s becomes w m, and d becomes ds. The first row is key j. The first column
+ * is query `first`, and lse and delta begin with the values of that query. */
 template <int RT, int N, bool LEAN>
 DEV void slope_of_columns(const attention &t, float (*s)[N][4], float (*d)[N][4], const float *lse, const float *delta,
                           int64_t b, int64_t h, int j, int first, bool some_hidden)
@@ -235,7 +240,8 @@ DEV void slope_of_columns(const attention &t, float (*s)[N][4], float (*d)[N][4]
     if (!LEAN && t.begin) clear_slopes<RT, N>(t, d, b, j, first);
 }
 
-/* Loads the log-sum-exp and delta of N queries from `first` on, like `reader` loads rows. */
+/* Loads the log-sum-exp and the delta of N queries, starting at query `first`. It works like `reader`, which loads
+ * rows. */
 template <int N> struct sums_reader {
     const float *from;
     __device__ __forceinline__ void open(const attention &t, int64_t b, int64_t h, int first)
@@ -258,8 +264,9 @@ KERNEL_UP_TO(Shape::BLOCK, Shape::BLOCKS) dkv_kernel(const __grid_constant__ att
     enum { PART = Shape::PART, N = PART / 8, W = Shape::W };
     PS_DYNAMIC_SHARED(shared);
     uint16_t *k_tile = (uint16_t *)shared, *v_tile = k_tile + ROWS * DP, *stages = v_tile + ROWS * DP;
-    float *sums = (float *)(stages + 4 * QUERIES * DP);                          /* two buffers [2, QUERIES] of lse
-                                                                                  * and delta */
+    float *sums = (float *)(stages + 4 * QUERIES * DP);                          /* two buffers [2, QUERIES]; each
+                                                                                  * has the values of lse and then of
+                                                                                  * delta */
     int warp = threadIdx.x >> 5, h = blockIdx.y, b = blockIdx.z, col = (int)blockIdx.x % (DP / W) * W;
     int k0 = (int)blockIdx.x / (DP / W) * ROWS, w0 = k0 + warp * 16 * RT;
     int n_q = (int)t.T, n_k = (int)t.S, off = n_k - n_q, D = (int)t.D, begin = 0, until = n_q, seen_from = 0;
@@ -276,7 +283,8 @@ KERNEL_UP_TO(Shape::BLOCK, Shape::BLOCKS) dkv_kernel(const __grid_constant__ att
     if (t.causal && k0 > off) begin = (k0 - off) / QUERIES * QUERIES;            /* earlier queries see none of these
                                                                                   * keys */
     int seen_by_any = n_q;
-    if (!LEAN && t.begin) {                          /* limits the loop to queries in the keys' segments */
+    if (!LEAN && t.begin) {                          /* limits the loop to tiles that have queries in the keys'
+                                                      * segments */
         span all = span_of(t, b, k0, ROWS, n_q), own = span_of(t, b, w0, 16 * RT, n_q);
         begin = max(begin, all.begin / QUERIES * QUERIES), until = all.end;
         seen_from = own.begin, seen_by_any = own.end;
@@ -322,7 +330,8 @@ KERNEL_UP_TO(Shape::BLOCK, Shape::BLOCKS) dkv_kernel(const __grid_constant__ att
             times<T, DP, RT, N, W>(dk, d, q + part * DP + col);
         }
     }
-    if (!LEAN) async_wait<0>();                      /* if all positions are padding, no tile waited */
+    if (!LEAN) async_wait<0>();                      /* if all positions are padding, no tile has waited for the
+                                                      * copies */
     if (t.dk.p) store_rows<T, DP, RT, LEAN, W>(t.dk, b, h, w0, n_k, col, D, dk, t.scale, own_k);
     if (t.dv.p) store_rows<T, DP, RT, LEAN, W>(t.dv, b, h, w0, n_k, col, D, dv, 1, own_v);
 }

@@ -1,14 +1,15 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Attention of bf16 and fp16 by warpgroup products (wgmma.h), for compute capability 9.0: heads of 64 and 128,
- * aligned rows, causal or not, without mask, segments and dropout. One tile's product overlaps another tile's
- * softmax, as in FlashAttention-3 (Shah et al. 2024). attention_flash.cu computes all other cases, and the forward
- * of heads of 64, for which it is faster. PS_CUDA_ATTENTION=wgmma or mma selects one kind of kernel for all cases.
- * This file is compiled only for sm_90a.
+ * Attention of bf16 and fp16 values by warpgroup products (wgmma.h), for devices of compute capability 9.0. The kernels
+ * support heads of 64 and 128 columns with aligned rows, causal or not, without mask, segments and dropout. The product
+ * of one tile overlaps the softmax of another tile, as in FlashAttention-3 (Shah et al. 2024). attention_flash.cu
+ * computes all other cases. It also computes the forward for heads of 64 columns, because it is faster there.
+ * PS_CUDA_ATTENTION=wgmma or mma selects one kind of kernel for all cases. This file is compiled only for sm_90a.
  *
- * A warpgroup has 64 rows of the block's tile. Scores and outputs are accumulators in registers. Thread `lane` of
- * warp w has columns 8 n + lane % 4 * 2 and the next: of row 16 w + lane / 4 in x[4 n] and x[4 n + 1], and of the
- * row 8 below in x[4 n + 2] and x[4 n + 3]. Operand A has the same layout, so one product's weights are the next
- * product's operand. Tiles of keys are copied asynchronously into two buffers each. */
+ * Each warpgroup has 64 rows of the block's tile. Scores and outputs are accumulators in registers. Thread `lane` of
+ * warp w has the columns 8 n + lane % 4 * 2 and 8 n + lane % 4 * 2 + 1 of two rows. x[4 n] and x[4 n + 1] belong to row
+ * 16 w + lane / 4. x[4 n + 2] and x[4 n + 3] belong to row 16 w + lane / 4 + 8. Operand A has the same layout, so the
+ * weights from one product are the operand of the next product. Keys have two buffers, and so have values: tiles are
+ * copied asynchronously to one buffer while the other is in use. */
 #include "backend/cuda/attention.h"
 #include "backend/cuda/wgmma.h"
 
@@ -16,11 +17,11 @@
 
 template <class T> DEV uint32_t two(float low, float high) { return two_down(T(), low, high); }
 
-/* A tile [ROWS, D] is D / 64 consecutive panels. */
+/* A tile [ROWS, D] consists of D / 64 consecutive panels. */
 template <int D, int ROWS> struct tile { enum { PANEL = ROWS * PANEL_ROW, NBYTES = D / PANEL_COLS * PANEL }; };
 
-/* Copies rows first .. first + ROWS of a head to a tile. Rows from `limit` on, and with FROM_LEAST rows before
- * `least`, become zero. The copies are asynchronous and not committed. */
+/* Copies ROWS rows of a head to a tile, starting at row `first`. Rows at or after `limit` become zero. With FROM_LEAST,
+ * rows before `least` become zero, too. The copies are asynchronous, and the caller commits them. */
 template <int D, int ROWS, int BLOCK, bool FROM_LEAST = false>
 DEV void load_tile(unsigned char *dst, const heads &x, int64_t b, int64_t h, int64_t first, int64_t limit,
                    int64_t least = 0)
@@ -38,7 +39,8 @@ DEV void load_tile(unsigned char *dst, const heads &x, int64_t b, int64_t h, int
     }
 }
 
-/* Computes c [64, N] = a b^T over D columns. a: this warpgroup's rows of a tile of A_ROWS rows. b: a tile of N rows. */
+/* Computes c [64, N] = a b^T. Each dot product runs over D columns. a is this warpgroup's part of a tile of A_ROWS
+ * rows. b is a tile of N rows. */
 template <class T, int D, int A_ROWS, int N> DEV void times_transposed(float *c, uint64_t a, uint64_t b)
 {
 #pragma unroll
@@ -56,7 +58,7 @@ template <class T, int D, int KEYS> DEV void times(float *o, const uint32_t *p, 
     for (int k = 0; k < KEYS; k += 16) wgmma_registers<T, D>(o, p + k / 4, descriptor_at(b, k * PANEL_ROW), true);
 }
 
-/* Rounds x [64, N] to halves, in the layout of operand A of the next product. */
+/* Rounds x [64, N] to bf16 or fp16 values, in the layout that operand A of the next product needs. */
 template <class T, int N> DEV void to_halves(uint32_t *p, const float *x)
 {
 #pragma unroll
@@ -69,8 +71,9 @@ template <int COUNT> DEV void clear(float *x)
     for (int i = 0; i < COUNT; i++) x[i] = 0;
 }
 
-/* Stores a warpgroup's 64 rows to a head, from row `first` on and below row `limit`. Each warp writes its 16 rows to
- * `own`, and reads them back 16 bytes at a time. `own` is 64 rows of a tile of A_ROWS rows that is no longer in use. */
+/* Stores the 64 rows of a warpgroup to a head, starting at row `first`. Rows at or after `limit` are not stored. Each
+ * warp writes its 16 rows to `own` and reads them back 16 bytes at a time. `own` is 64 rows of a tile of A_ROWS rows
+ * that is no longer in use. */
 template <class T, int D, int A_ROWS>
 DEV void store_rows(unsigned char *own, const heads &x, int64_t b, int64_t h, int64_t first, int64_t limit,
                     const float *o, float by0, float by1)
@@ -97,8 +100,8 @@ DEV void store_rows(unsigned char *own, const heads &x, int64_t b, int64_t h, in
 }
 
 /* -- forward ------------------------------------------------------------------------------------------------------- */
-/* The keys of the tile that begins at key `first`, as this thread's rows see them. last: last column that each row
- * sees. all: whether every row of the warp sees every column. w0: the warp's first row. */
+/* Describes which keys of a tile this thread's rows see. The tile's first key is `first`, and the warp's first row is
+ * w0. last: for each row, the last column that the row sees. all: whether every row of the warp sees every column. */
 template <int KEYS> struct sight {
     int last[2];
     bool all;
@@ -115,8 +118,8 @@ template <int KEYS> struct sight {
     }
 };
 
-/* Turns a tile's scores into weights 2^(scale (s - top)), and updates top and sum of this thread's two rows. Sets
- * `shrink` to the factor for earlier sums. scale > 0. */
+/* Turns a tile's scores into the weights 2^(scale (s - top)). Updates top and sum for this thread's two rows. Sets
+ * `shrink` to the factors by which earlier sums must be multiplied. `scale` must be above 0. */
 template <int KEYS>
 DEV void soften(float *s, float *top, float *sum, float *shrink, float scale, const sight<KEYS> &seen)
 {
@@ -162,7 +165,7 @@ template <int D> struct shape;
 template <> struct shape<64> { enum { GROUPS = 3, KEYS = 128 }; };
 template <> struct shape<128> { enum { GROUPS = 2, KEYS = 128 }; };
 
-/* Stores the outputs and log-sum-exp of a warpgroup's rows, from row `first` on. */
+/* Stores the outputs and the log-sum-exp of a warpgroup's rows, starting at row `first`. */
 template <class T, int D, int ROWS>
 DEV void put_out(const attention &t, unsigned char *own, int64_t b, int64_t h, int64_t first, const float *o,
                  const float *top, const float *sum)
@@ -192,10 +195,12 @@ KERNEL_UP_TO(128 * shape<D>::GROUPS, 1) forward_kernel(const __grid_constant__ a
     typedef tile<D, KEYS> key_tile;
     PS_DYNAMIC_SHARED(raw);
     unsigned char *q = raw + (-shared_address(raw) & (PANEL_ALIGN - 1)), *k = q + tile<D, ROWS>::NBYTES;
-    unsigned char *v = k + 2 * key_tile::NBYTES;                     /* k and v have two buffers each, used in turns */
+    unsigned char *v = k + 2 * key_tile::NBYTES;                     /* k and v each have two buffers, which are used
+                                                                      * in turn */
     int group = __shfl_sync(0xffffffffu, threadIdx.x >> 7, 0);
-    int64_t q0 = (int64_t)(gridDim.x - 1 - blockIdx.x) * ROWS, b = blockIdx.z;            /* begins with the longest
-                                                                                           * rows */
+    int64_t q0 = (int64_t)(gridDim.x - 1 - blockIdx.x) * ROWS, b = blockIdx.z;            /* blocks start with the
+                                                                                           * rows that see the most
+                                                                                           * keys */
     int64_t h = blockIdx.y, kh = h / t.group;
     int64_t w0 = q0 + group * 64 + (threadIdx.x >> 5 & 3) * 16, end = t.causal ? min(t.S, q0 + ROWS + t.S - t.T) : t.S;
     int tiles = end > 0 ? (int)((end + KEYS - 1) / KEYS) : 0;
@@ -225,8 +230,9 @@ KERNEL_UP_TO(128 * shape<D>::GROUPS, 1) forward_kernel(const __grid_constant__ a
         hold<KEYS / 2>(s);
         soften<KEYS>(s, top, sum, shrink, scale, sight<KEYS>::of(t, w0, 0));
     }
-    /* s: weights of tile j. o: output of the earlier tiles, whose product still runs. The wait for it is at the head
-     * of the loop, because ptxas would move it before the softmax if both were in one basic block. */
+    /* s: the weights of tile j. o: the output of the earlier tiles, whose product still runs. The wait for that product
+     * is at the beginning of the loop body. Otherwise it would be in the same basic block as the softmax, and ptxas
+     * would move it before the softmax. */
     for (int j = 0; j + 1 < tiles; j++) {
         int here = j & 1, there = here ^ 1;
         int64_t first = (int64_t)(j + 1) * KEYS;
@@ -236,7 +242,8 @@ KERNEL_UP_TO(128 * shape<D>::GROUPS, 1) forward_kernel(const __grid_constant__ a
         to_halves<T, KEYS>(p, s);
         async_wait<0>();                             /* the next tile's k and this tile's v are complete */
         async_fence();
-        __syncthreads();                             /* no warp reads this k and the last v any more */
+        __syncthreads();                             /* no warp reads this tile's k and the previous tile's v any
+                                                      * more */
         if (j + 2 < tiles) load_tile<D, KEYS, BLOCK>(k + here * key_tile::NBYTES, t.k, b, kh, first + KEYS, t.S);
         load_tile<D, KEYS, BLOCK>(v + there * key_tile::NBYTES, t.v, b, kh, first, t.S);
         async_commit();
@@ -271,13 +278,13 @@ KERNEL_UP_TO(128 * shape<D>::GROUPS, 1) forward_kernel(const __grid_constant__ a
 }
 
 /* -- backward ------------------------------------------------------------------------------------------------------ */
-/* With w = 2^(scale q.k - lse) and d = dy.v: ds = w (d - delta), dq = scale ds k, dk = scale ds^T q, dv = w^T dy.
- * Rows that do not exist are zero, have a log-sum-exp of 0, and add nothing. A hidden weight can have any value
- * before it is set to 0, because the log-sum-exp of a query that sees no key is -infinity. Queries that see one key
- * (sure_before) are treated as in attention_flash_backward.cu: dq is 0, and so are q and the log-sum-exp for dk and
- * dv. */
+/* Let w = 2^(scale q.k - lse) and d = dy.v. Then ds = w (d - delta), dq = scale ds k, dk = scale ds^T q, and dv = w^T
+ * dy. Rows after the end of a tensor are zero, have a log-sum-exp of 0, and add nothing. The weight of a hidden key can
+ * have any value before it is set to 0, because the log-sum-exp of a query that sees no key is -infinity. Queries that
+ * see one key (sure_before) are treated as in attention_flash_backward.cu: their dq is 0. For dk and dv, their q and
+ * their log-sum-exp are replaced by 0. */
 
-/* Reads delta and lse log2 e for this thread's two rows. w0: the warp's first query. */
+/* Reads delta and lse for this thread's two rows, and multiplies lse by log2 e. w0 is the warp's first query. */
 DEV void read_figures(const attention &t, int64_t b, int64_t h, int64_t w0, float *lse, float *delta)
 {
 #pragma unroll
@@ -288,8 +295,8 @@ DEV void read_figures(const attention &t, int64_t b, int64_t h, int64_t w0, floa
     }
 }
 
-/* Turns the scores s [64, KEYS] of a warpgroup's queries into their gradients ds. d is dy.v. lse and delta come from
- * read_figures. */
+/* Turns the scores s [64, KEYS] of a warpgroup's queries into their gradients ds. d has the products dy.v. read_figures
+ * has set lse and delta. */
 template <int KEYS>
 DEV void slope_of_rows(float *s, const float *d, const float *lse, const float *delta, float scale,
                        const sight<KEYS> &seen)
@@ -313,8 +320,8 @@ template <int D> static size_t dq_nbytes(void)
     return 2 * tile<D, 64 * dq_shape<D>::GROUPS>::NBYTES + 5 * tile<D, dq_shape<D>::KEYS>::NBYTES + PANEL_ALIGN;
 }
 
-/* Computes dq. Rows are queries. Keys have three buffers, because a tile is read for the second time while the next
- * tile is read for the first time. */
+/* Computes dq. Rows are queries. Keys have three buffers because each tile of keys is read twice: the second read of a
+ * tile happens while the next tile is read for the first time. */
 template <class T, int D>
 KERNEL_UP_TO(128 * dq_shape<D>::GROUPS, 1) dq_kernel(const __grid_constant__ attention t)
 {
@@ -324,8 +331,9 @@ KERNEL_UP_TO(128 * dq_shape<D>::GROUPS, 1) dq_kernel(const __grid_constant__ att
     unsigned char *q = raw + (-shared_address(raw) & (PANEL_ALIGN - 1)), *dy = q + tile<D, ROWS>::NBYTES;
     unsigned char *k = dy + tile<D, ROWS>::NBYTES, *v = k + 3 * key_tile::NBYTES;
     int group = __shfl_sync(0xffffffffu, threadIdx.x >> 7, 0);
-    int64_t q0 = (int64_t)(gridDim.x - 1 - blockIdx.x) * ROWS, b = blockIdx.z;            /* begins with the longest
-                                                                                           * rows */
+    int64_t q0 = (int64_t)(gridDim.x - 1 - blockIdx.x) * ROWS, b = blockIdx.z;            /* blocks start with the
+                                                                                           * rows that see the most
+                                                                                           * keys */
     int64_t h = blockIdx.y, kh = h / t.group;
     int64_t w0 = q0 + group * 64 + (threadIdx.x >> 5 & 3) * 16, end = t.causal ? min(t.S, q0 + ROWS + t.S - t.T) : t.S;
     int tiles = end > 0 ? (int)((end + KEYS - 1) / KEYS) : 0;
@@ -361,7 +369,8 @@ KERNEL_UP_TO(128 * dq_shape<D>::GROUPS, 1) dq_kernel(const __grid_constant__ att
         hold<KEYS / 2>(d);
         slope_of_rows<KEYS>(s, d, lse, delta, scale, sight<KEYS>::of(t, w0, 0));
     }
-    /* s: ds of tile j. dq: sum of the earlier tiles, whose product still runs, as in forward_kernel. */
+    /* s: the ds of tile j. dq: the sum over the earlier tiles. The product of the last of those tiles still runs, as in
+     * forward_kernel. */
     for (int j = 0; j + 1 < tiles; j++) {
         int64_t first = (int64_t)(j + 1) * KEYS;
         wgmma_wait<0>();
@@ -369,7 +378,8 @@ KERNEL_UP_TO(128 * dq_shape<D>::GROUPS, 1) dq_kernel(const __grid_constant__ att
         to_halves<T, KEYS>(ds, s);
         async_wait<0>();                             /* the next tile is complete */
         async_fence();
-        __syncthreads();                             /* no warp reads the last k and this v any more */
+        __syncthreads();                             /* no warp reads the previous tile's k and this tile's v any
+                                                      * more */
         if (j + 2 < tiles) {
             load_tile<D, KEYS, BLOCK>(k + (j + 2) % 3 * key_tile::NBYTES, t.k, b, kh, first + KEYS, t.S);
             load_tile<D, KEYS, BLOCK>(v + (j & 1) * key_tile::NBYTES, t.v, b, kh, first + KEYS, t.S);
@@ -409,8 +419,9 @@ KERNEL_UP_TO(128 * dq_shape<D>::GROUPS, 1) dq_kernel(const __grid_constant__ att
     store_rows<T, D, ROWS>(q + group * 64 * PANEL_ROW, t.dq, b, h, q0 + group * 64, t.T, dq, t.scale, t.scale);
 }
 
-/* Turns s and d [64, QUERIES] into w and ds, rounded to halves. Rows are a warpgroup's keys from j on, columns are
- * queries from `first` on, to which lse and delta [QUERIES] belong. w0: the warp's first key. */
+/* Turns s and d [64, QUERIES] into w and ds, and rounds both to bf16 or fp16. Rows are a warpgroup's keys, starting at
+ * key j. Columns are queries, starting at query `first`. lse and delta [QUERIES] belong to the columns. w0 is the
+ * warp's first key. */
 template <class T, int QUERIES>
 DEV void slope_of_columns(const attention &t, uint32_t *w, uint32_t *ds, float *s, const float *d, const float *lse,
                           const float *delta, float scale, int64_t w0, int64_t first)
@@ -437,8 +448,8 @@ DEV void slope_of_columns(const attention &t, uint32_t *w, uint32_t *ds, float *
 }
 
 enum { DKV_GROUPS = 2, DKV_BLOCK = 128 * DKV_GROUPS, DKV_ROWS = 64 * DKV_GROUPS, QUERIES = 64 };
-/* A tile of queries: q and dy, then their log-sum-exp and delta. There are three buffers: one in use by products,
- * one with the next tile, and one being loaded. */
+/* A tile of queries. It has q and dy, and then the log-sum-exp and delta of the queries. There are three buffers:
+ * products use the first one, the second one has the next tile, and the third one is being loaded. */
 template <int D> struct query_tile {
     enum { DY = tile<D, QUERIES>::NBYTES, LSE = 2 * DY, DELTA = LSE + QUERIES * 4, NBYTES = LSE + PANEL_ALIGN };
 };
@@ -462,7 +473,7 @@ template <int D> DEV void load_queries(unsigned char *to, const attention &t, in
     async_commit();
 }
 
-/* Computes dk and dv. Rows are keys. If heads share keys, each query head's sums go to separate memory
+/* Computes dk and dv. Rows are keys. If query heads share keys, the sums of each query head are stored separately
  * (run_grouped_backward). */
 template <class T, int D>
 KERNEL_UP_TO(DKV_BLOCK, 1) dkv_kernel(const __grid_constant__ attention t)
@@ -497,7 +508,7 @@ KERNEL_UP_TO(DKV_BLOCK, 1) dkv_kernel(const __grid_constant__ attention t)
         uint32_t at = j % 3 * place::NBYTES;
         async_wait<0>();                             /* this tile is complete */
         async_fence();
-        __syncthreads();                             /* no warp reads the tile before the last any more */
+        __syncthreads();                             /* no warp reads the tile before the previous one any more */
         if (j + 1 < tiles) load_queries<D>(queries + (j + 1) % 3 * place::NBYTES, t, b, h, first + QUERIES);
         wgmma_fence();
         times_transposed<T, D, DKV_ROWS, QUERIES>(s, own_k, descriptor_at(along, at));
@@ -525,10 +536,11 @@ KERNEL_UP_TO(DKV_BLOCK, 1) dkv_kernel(const __grid_constant__ attention t)
 }
 
 /* -- launching ----------------------------------------------------------------------------------------------------- */
-/* Launches a kernel with blocks of `groups` warpgroups for n rows. */
+/* Launches a kernel for n rows. Each block has `groups` warpgroups. */
 template <class F> static int start(F kernel, bool *allowed, int64_t n, int groups, size_t nbytes, const attention *t)
 {
-    if (!*allowed)                                   /* shared memory above 48 KiB must be requested once per kernel */
+    if (!*allowed)                                   /* CUDA requires a request, once per kernel, for shared memory
+                                                      * above 48 KiB */
         CU_TRY(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)nbytes));
     *allowed = true;
     PS_LAUNCH(kernel, dim3((unsigned)ps_cu_div_up(n, 64 * groups), (unsigned)t->H, (unsigned)t->B), 128 * groups,

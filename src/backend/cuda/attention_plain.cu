@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The attention ops, and kernels for every float type and size. A block computes one query (or key) and iterates
- * over the keys (or queries) in tiles, with an online softmax (Milakov and Gimelshein 2018). No buffer has size T x
- * S, and no atomics are used. bf16 and fp16 run in attention_flash.cu if it supports the operands.
+ * The attention ops, and kernels for every float type and size. A block computes one query (or key) and iterates over
+ * the keys (or queries) in tiles. The softmax is computed online (Milakov and Gimelshein 2018). No buffer has size T x
+ * S, and no atomics are used. bf16 and fp16 values are computed by attention_flash.cu if it supports the operands.
  *
- * Backward, with m the dropout factor: w = exp(scale q.k - lse), ds = w (m (dy . v) - delta) scale, delta = dy . y;
- * dq = ds k, dk = ds^T q, dv = (w m)^T dy. */
+ * Backward, with m the dropout factor: w = exp(scale q.k - lse), delta = dy . y, ds = w (m (dy . v) - delta) scale, dq
+ * = ds k, dk = ds^T q, dv = (w m)^T dy. */
 #include "backend/cuda/attention.h"
 
 enum { TILE = 128, PER_THREAD = 8, MOST_D = TILE * PER_THREAD };
@@ -18,7 +18,7 @@ template <class T, class A> DEV A dot(const T *x, const T *y, int64_t n)
     return s;
 }
 
-/* Returns the addend of a score from a mask of 4 dimensions. Values of -1e30 and less hide the key. */
+/* Returns the number that the mask of 4 dimensions adds to a score. Values of -1e30 and less hide the key. */
 template <class A> DEV A bias_of(const attention &t, int64_t b, int64_t h, int64_t i, int64_t j)
 {
     if (!t.bias) return 0;
@@ -29,8 +29,8 @@ template <class A> DEV A bias_of(const attention &t, int64_t b, int64_t h, int64
 }
 
 /* -- forward ------------------------------------------------------------------------------------------------------- */
-/* Computes query blockIdx.x of head blockIdx.y and sample blockIdx.z. Thread x computes columns x, x + TILE, ... of
- * D. */
+/* Computes the query blockIdx.x of head blockIdx.y and sample blockIdx.z. Thread x computes the columns x, x + TILE, x
+ * + 2 TILE, ... of D. */
 template <class T> static __global__ void forward_kernel(const __grid_constant__ attention t)
 {
     typedef typename type_info<T>::acc A;
@@ -51,7 +51,8 @@ template <class T> static __global__ void forward_kernel(const __grid_constant__
         if (seen) s += scale * dot<T, A>(q, (const T *)t.k.p + head_at(t.k, b, g, j), t.D);
         A new_top = block_max(s);
         new_top = new_top > top ? new_top : top;
-        if (new_top == -(A)INFINITY) continue;       /* no thread has seen a key, so all threads skip */
+        if (new_top == -(A)INFINITY) continue;       /* no thread of the block has seen a key yet, so all threads
+                                                      * skip */
         A w = seen ? exp(s - new_top) : (A)0, shrink = top == -(A)INFINITY ? (A)0 : exp(top - new_top);
         sum = sum * shrink + block_sum(w);
         top = new_top;
@@ -63,7 +64,7 @@ template <class T> static __global__ void forward_kernel(const __grid_constant__
             int64_t d = threadIdx.x + k * TILE;
             if (d >= t.D) break;
             A part = 0;
-            for (int c = 0; c < n; c++)              /* v of a hidden key can be NaN or infinite */
+            for (int c = 0; c < n; c++)              /* skips hidden keys, whose v can be NaN or infinite */
                 if (weight[c] != 0) part += weight[c] * up(((const T *)t.v.p)[head_at(t.v, b, g, first + c) + d]);
             o[k] = o[k] * shrink + part;
         }
@@ -78,8 +79,8 @@ template <class T> static __global__ void forward_kernel(const __grid_constant__
 }
 
 /* -- backward ------------------------------------------------------------------------------------------------------ */
-/* Computes delta. Each row has `lanes` threads of a warp, a power of two, which read 16 bytes at a time if rows are
- * aligned. */
+/* Computes delta. Each row is computed by `lanes` threads of a warp; `lanes` is a power of two. If rows are aligned,
+ * the threads read 16 bytes at a time. */
 template <class T> static __global__ void delta_kernel(const __grid_constant__ attention t, int lanes)
 {
     typedef typename type_info<T>::acc A;
@@ -101,7 +102,7 @@ template <class T> static __global__ void delta_kernel(const __grid_constant__ a
     if (lane == 0 && i < t.T) ((A *)t.delta)[(b * t.H + h) * t.T + i] = s;
 }
 
-/* Finds the second key that each sample's mask shows, with a block per sample. */
+/* Finds the second key that the mask of each sample shows. One block per sample. */
 static __global__ void sure_kernel(const __grid_constant__ attention t, int32_t *sure_of)
 {
     int64_t b = blockIdx.x, last = -1;
@@ -113,9 +114,9 @@ static __global__ void sure_kernel(const __grid_constant__ attention t, int32_t 
     if (threadIdx.x == 0) sure_of[b] = sure_before(t, last);
 }
 
-/* Finds the segments' bounds, with a block per sample. A run is a sequence of equal ids [T]. Each thread has a
- * section of the positions, and finds where the first and the last run begin in it. For runs that extend into other
- * sections it uses the results of their threads. */
+/* Finds the bounds of the segments, with one block per sample. A run is a sequence of equal ids [T]. Each thread has a
+ * section of the positions and finds where the first and the last run in the section begin. A run can extend into other
+ * sections. The thread then uses the results of the threads of those sections. */
 static __global__ void segments_kernel(const int32_t *id, int64_t id_b, int64_t id_step, int32_t *begin, int32_t *end,
                                        int64_t T)
 {
@@ -144,7 +145,7 @@ static __global__ void segments_kernel(const int32_t *id, int64_t id_b, int64_t 
     }
 }
 
-/* Computes w after dropout, and ds, for the pair (i, j). */
+/* Computes ds and the weight after dropout for query i and key j. */
 template <class T, class A>
 DEV void pair(const attention &t, int64_t b, int64_t h, int64_t i, int64_t j, A *w_out, A *ds_out)
 {
@@ -229,7 +230,8 @@ template <class T> static __global__ void dkv_kernel(const __grid_constant__ att
     }
 }
 
-/* Sums a contiguous src [B, H, S, D] over the heads that share keys, in order, to dst [B, H / group, S, D]. */
+/* Sums a contiguous src [B, H, S, D] over the query heads that share keys, in the order of the heads. The result is dst
+ * [B, H / group, S, D]. */
 template <class T> static __global__ void sum_heads_kernel(const __grid_constant__ attention t, heads dst, const T *src)
 {
     int64_t G = t.H / t.group, n = t.B * G * t.S * t.D;
@@ -308,7 +310,7 @@ template <class At> static void set_attributes(attention *t, const At *a)
     t->seed = a->seed, t->step = a->step, t->sample = a->sample, t->op = a->op, t->first_head = a->first_head;
 }
 
-/* Sets the mask or the segments in t, whose sizes must be set. */
+/* Sets the fields of t for the mask or for the segments. The sizes in t must already be set. */
 static int set_mask(ps_call *call, attention *t, const ps_view *mask)
 {
     if (!ps_has(mask)) return 0;
@@ -351,7 +353,7 @@ static void set_lse(attention *t, const ps_view *lse)
 static int check_sizes(attention *t)
 {
     t->scale = (float)t->scale_d;
-    if (t->window >= t->S) t->window = 0;            /* the window hides no key */
+    if (t->window >= t->S) t->window = 0;            /* a window of S keys or more hides no key */
     if (t->D > MOST_D || t->H > 65535 || t->B > 65535)
         return ps_fail(PS_EUNSUP, "cannot compute attention of %lld heads of size %lld, %lld samples on cuda: at most "
                        "65535 heads, size %d and 65535 samples are supported", (long long)t->H, (long long)t->D,
@@ -369,8 +371,8 @@ static int run_forward(attention *t, int dtype)
 
 static int run_backward(ps_call *call, attention *t, int dtype);
 
-/* Computes dk and dv of each query head in workspace, then sums them over the heads that share keys, like
- * FlashAttention-2. */
+/* Computes dk and dv of each query head in workspace, and then sums them over the heads that share keys.
+ * FlashAttention-2 does the same. */
 static int run_grouped_backward(ps_call *call, attention *t, int dtype)
 {
     attention each = *t;

@@ -1,10 +1,12 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Tiles of attention on tensor cores (mma.sync), for attention_flash.cu and attention_flash_backward.cu: rows of a
- * head in shared memory, their fragments, and products of a warp's rows with a tile.
+ * Tiles for attention on tensor cores (mma.sync), used by attention_flash.cu and attention_flash_backward.cu. A tile
+ * has rows of a head in shared memory. This file loads tiles, reads fragments from them, and multiplies a warp's rows
+ * by a tile.
  *
- * A tile has DP columns (64, 128 or 256), which are zero from D on. A chunk is 16 bytes of a row. Chunk c of row r
- * is at the position of chunk c ^ (r & 7), so that the eight rows that ldmatrix reads at once are in different banks
- * without padding. A warp has 16 * RT rows, so that one read of the other operand serves RT products.
+ * A tile has DP columns (64, 128 or 256). Columns at or after D are zero. A chunk is 16 bytes of a row. Chunk c of row
+ * r is stored where chunk c ^ (r & 7) would be without swizzling. The eight rows that ldmatrix reads at once are thus
+ * in different banks, without padding. A warp has 16 * RT rows, so one read of the other operand is used by RT
+ * products.
  *
  * LEAN kernels are for the common case: operands that can be read 16 bytes at a time (heads.aligned), no mask, no
  * dropout, and a scale above zero. The other kernels support all cases. Kernels count rows and keys in int. */
@@ -18,7 +20,7 @@ enum { MOST_ROWS = 1 << 29 };
 
 template <class T> DEV uint32_t two(float low, float high) { return two_down(T(), low, high); }
 
-/* Returns the position in a tile of chunk c of row r. */
+/* Returns the position in a tile of chunk c of row r, in elements. */
 template <int DP> DEV int place(int r, int c) { return r * DP + ((c ^ (r & 7)) << 3); }
 
 DEV const uint16_t *head_of(const heads &x, int64_t b, int64_t h)
@@ -26,14 +28,15 @@ DEV const uint16_t *head_of(const heads &x, int64_t b, int64_t h)
     return (const uint16_t *)x.p + b * x.b + h * x.h;
 }
 
-/* Loads consecutive tiles of N rows of a head, from row `first` on, with all THREADS threads of the block. A
- * thread's chunks are STEP rows apart. Zeros replace columns from D on, rows from `limit` on, rows that the mask
- * hides and, with FROM_LEAST, rows before `least`. The copies are asynchronous: commit them, wait for them, then use
- * a barrier. */
+/* Loads consecutive tiles of N rows of a head, starting at row `first`. All THREADS threads of the block take part. The
+ * chunks of one thread are STEP rows apart.
+ *
+ * Zeros replace columns at or after D, rows at or after `limit`, rows that the mask hides and, with FROM_LEAST, rows
+ * before `least`. The copies are asynchronous: commit them, wait for them, and then use a barrier. */
 template <int DP, int N, int THREADS, bool LEAN> struct reader {
     enum { CHUNKS = DP / 8, STEP = THREADS / CHUNKS };
     static_assert(N % STEP == 0, "each thread has as many chunks");
-    const uint16_t *from;                            /* address in the next tile, which begins with row `first` */
+    const uint16_t *from;                            /* address in the next tile; that tile begins with row `first` */
     __device__ __forceinline__ void open(const heads &x, int64_t b, int64_t h, int first)
     {
         int c = threadIdx.x % CHUNKS * 8, r = threadIdx.x / CHUNKS;
@@ -60,8 +63,8 @@ template <int DP, int N, int THREADS, bool LEAN> struct reader {
     }
 };
 
-/* Tiles of keys and of their values, which are stored after the keys. Shared memory has two buffers, so that the
- * next tile is loaded while one is read. */
+/* Tiles of keys and tiles of their values. The values are stored after the keys. Shared memory has two buffers, so that
+ * the next tile is loaded while the current tile is read. */
 template <int DP, int KEYS, int THREADS, bool LEAN> struct key_tiles {
     reader<DP, KEYS, THREADS, LEAN> k_rows, v_rows;
     __device__ __forceinline__ void open(const attention &t, int64_t b, int64_t h, int first)
@@ -84,8 +87,9 @@ template <int DP, int KEYS, int THREADS, bool LEAN> struct key_tiles {
 };
 
 /* -- fragments ---------------------------------------------------------------------------------------------------- */
-/* For ldmatrix: the byte offset in a tile of this lane's row of A [16, 16], of B [16, 16] for transposition, or of
- * B^T [16, 16]. `across` moves from there to column k. To move down, add whole rows. */
+/* These functions return addresses for ldmatrix, as byte offsets in a tile. The offset is that of this lane's row of A
+ * [16, 16], of B [16, 16] for transposition, or of B^T [16, 16]. `across` moves an offset to column k. To move down,
+ * the caller adds whole rows. */
 template <int DP> DEV int lane_of_a(void)
 {
     int lane = threadIdx.x & 31;
@@ -101,7 +105,7 @@ DEV const uint16_t *across(const uint16_t *tile, int lane, int k)
     return (const uint16_t *)((const char *)tile + (lane ^ (k % 64 * 2))) + k / 64 * 64;
 }
 
-/* The fragments of a warp's rows [16 RT, DP]. rows_shared reads them from shared memory each time; rows_kept keeps
+/* The fragments of a warp's rows [16 RT, DP]. rows_shared reads them from shared memory for each use. rows_kept keeps
  * them in registers. */
 template <int DP, int RT> struct rows_shared {
     const uint16_t *p;
@@ -130,16 +134,16 @@ template <bool KEPT, int DP, int RT> struct kept_if { typedef rows_shared<DP, RT
 template <int DP, int RT> struct kept_if<true, DP, RT> { typedef rows_kept<DP, RT> rows; };
 
 /* -- dropout ------------------------------------------------------------------------------------------------------- */
-/* Makes random numbers for four consecutive keys of a query, by one call of Philox. If the keys begin at a multiple
- * of four, each lane makes one call per fragment, and the lanes exchange the words. */
+/* Computes random numbers for four consecutive keys of a query, by one call of Philox. If the tile's first key is a
+ * multiple of four, each lane calls it once per fragment, and the lanes exchange the words. */
 DEV void draw(const attention &t, uint32_t *w, int64_t b, int64_t h, int i, int j)
 {
     uint64_t block = (uint64_t)(((t.first_head + h) * t.T + i) * t.S + j) / 4;
     ps_philox r = ps_philox4x32(t.seed, (t.sample + (uint64_t)b) << 32 | block, t.step << 32 | t.op);
     for (int k = 0; k < 4; k++) w[k] = r.v[k];
 }
-/* Draws the words of a fragment's elements. Rows are queries from i on, columns are keys from j on. Two lanes hold
- * four keys of two rows. */
+/* Draws the random words for the elements of a fragment. Rows are queries starting at query i, and columns are keys
+ * starting at key j. Each pair of lanes holds four keys for each of two rows. */
 DEV void draw_rows(const attention &t, uint32_t *w, int64_t b, int64_t h, int i, int j)
 {
     int lane = threadIdx.x & 31, odd = lane & 1;
@@ -149,8 +153,9 @@ DEV void draw_rows(const attention &t, uint32_t *w, int64_t b, int64_t h, int i,
     uint32_t y = __shfl_xor_sync(0xffffffffu, odd ? own[1] : own[3], 1);
     w[0] = odd ? x : own[0], w[1] = odd ? y : own[1], w[2] = odd ? own[2] : x, w[3] = odd ? own[3] : y;
 }
-/* Draws the words of a fragment's elements. Rows are keys from j on, columns are queries from i on. Four lanes
- * (rows) draw for four queries and keys, and transpose their words among themselves. */
+/* Draws the random words for the elements of a fragment. Rows are keys starting at key j, and columns are queries
+ * starting at query i. Each group of four lanes (rows) draws for four queries and four keys. The four lanes then
+ * transpose their words among themselves. */
 DEV void draw_columns(const attention &t, uint32_t *w, int64_t b, int64_t h, int i, int j)
 {
     int lane = threadIdx.x & 31, low = lane >> 2 & 1, high = lane >> 3 & 1;
@@ -163,8 +168,8 @@ DEV void draw_columns(const attention &t, uint32_t *w, int64_t b, int64_t h, int
     y = __shfl_xor_sync(0xffffffffu, high ? a[1] : a[3], 8);
     w[0] = high ? x : a[0], w[1] = high ? y : a[1], w[2] = high ? a[2] : x, w[3] = high ? a[3] : y;
 }
-/* Returns a bit mask: bit 4 n + e is set if element e of fragment n of [16, 8 N] is dropped. Rows are keys with
- * KEYS_DOWN, otherwise queries. */
+/* Returns which elements of [16, 8 N] are dropped: bit 4 n + e of the result is set if element e of fragment n is
+ * dropped. Rows are keys if KEYS_DOWN is set, otherwise queries. */
 template <int N, bool KEYS_DOWN> DEV uint32_t dropped_of(const attention &t, int64_t b, int64_t h, int i, int j)
 {
     static_assert(N <= 8, "bits");
@@ -225,8 +230,8 @@ DEV void times_transposed(float (*c)[N][4], const A &a, const uint16_t *b)
     }
 }
 
-/* Computes o [16 RT, W] += p b. p [16 RT, 8 N] has the layout of c in times_transposed. b [8 N, W] is W columns of a
- * tile with DP columns. */
+/* Computes o [16 RT, W] += p b. p [16 RT, 8 N] has the layout of c in times_transposed. b [8 N, W] consists of W
+ * columns of a tile that has DP columns. */
 template <class T, int DP, int RT, int N, int W>
 DEV void times(float (*o)[W / 8][4], float (*p)[N][4], const uint16_t *b)
 {
@@ -251,9 +256,9 @@ DEV void times(float (*o)[W / 8][4], float (*p)[N][4], const uint16_t *b)
 }
 
 /* -- results ------------------------------------------------------------------------------------------------------- */
-/* Stores a warp's o [16 RT, W] times `by` to a head: to rows from `first` on and below `limit`, and columns from col
- * on. With LEAN the rows pass through `own`, to be written 16 bytes at a time. `own` is rows of a tile in shared
- * memory that is no longer in use. */
+/* Multiplies a warp's o [16 RT, W] by `by` and stores it to a head. Row 0 of o is row `first` of the head, and column 0
+ * is column `col`. Rows at or after `limit` are not stored. With LEAN, the rows are first written to `own`, so that
+ * they can be stored 16 bytes at a time. `own` consists of rows of a tile in shared memory that is no longer in use. */
 template <class T, int DP, int RT, bool LEAN, int W>
 DEV void store_rows(const heads &x, int64_t b, int64_t h, int first, int limit, int col, int D, float (*o)[W / 8][4],
                     float by, uint16_t *own)
@@ -292,8 +297,8 @@ DEV void store_rows(const heads &x, int64_t b, int64_t h, int first, int limit, 
 }
 
 /* -- segments ------------------------------------------------------------------------------------------------------ */
-/* Returns the union of the segments of rows first .. first + n of T, or [0, limit) without segments. These rows see
- * no key outside it. */
+/* Returns the union of the segments of rows first .. first + n. Rows at or after T do not count. Without segments, the
+ * union is [0, limit). These rows see no key outside the union. */
 struct span { int begin, end; };
 DEV span span_of(const attention &t, int64_t b, int first, int n, int limit)
 {
@@ -305,7 +310,7 @@ DEV span span_of(const attention &t, int64_t b, int first, int n, int limit)
 }
 
 /* -- launching ----------------------------------------------------------------------------------------------------- */
-/* Requests shared memory above 48 KiB, which CUDA requires once per kernel. */
+/* Requests shared memory above 48 KiB. CUDA requires this request once per kernel. */
 template <class F> static int allow_shared(F kernel, size_t nbytes, bool *done)
 {
     if (*done) return 0;

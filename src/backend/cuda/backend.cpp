@@ -1,12 +1,12 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Opens the cuda backend, and has memory, streams, copies and errors; other files have the kernels. One thread calls
- * all functions and runs ahead of the device. It waits only in copy_out, in copy_wait, when memory is returned to
- * the driver, and in copy_in while 4 MiB of such copies are pending.
+ * Opens the cuda backend, and implements its memory, streams, copies and errors. The kernels are in other files. One
+ * thread calls all functions, and it runs ahead of the device. The thread waits in copy_out, in copy_wait, and when
+ * memory is returned to the driver. It also waits in copy_in while 4 MiB of copies by copy_in are pending.
  *
- * Order. Kernels, copy_in and copy_out share the stream `compute`, so dispatch can reuse a kernel's memory for the
- * next without waiting. A copy of copy_start runs on the stream of its direction, after all work that was queued on
- * `compute` when it was requested, because queued kernels may still use its buffers. The caller can use the buffers
- * again only after copy_wait. */
+ * Order: kernels, copy_in and copy_out share the stream `compute`. Dispatch can therefore reuse the memory of one
+ * kernel for the next kernel without waiting. copy_start has a stream for each direction. A copy of copy_start runs
+ * after all work that was already queued on `compute`, because queued kernels may still use the buffers of the copy.
+ * The caller can use those buffers again only after copy_wait. */
 #include "backend/cuda/nccl.h"
 #include "backend/cuda_rules.h"
 #include <atomic>
@@ -17,24 +17,24 @@
 #include <string.h>
 
 struct ps_copy {
-    ps_copy *next;                             /* in `spare` */
+    ps_copy *next;                             /* next entry of the list `spare` */
     cudaEvent_t done;
     ps_copy_times times;
     bool to_device;
 };
 
 enum { SLOTS = 16 };
-static const size_t slot_nbytes = (size_t)256 << 10;      /* size of the pieces in which copies pass through pinned
-                                                           * memory */
-static const int64_t memory_least = (int64_t)512 << 20;   /* free memory that a device needs to be opened */
-static const int64_t memory_spare = (int64_t)64 << 20;    /* left to the driver for modules, local memory and
+static const size_t slot_nbytes = (size_t)256 << 10;      /* size in bytes of the pieces in which copies pass through
+                                                           * pinned memory */
+static const int64_t memory_least = (int64_t)512 << 20;   /* free bytes that a device needs to be opened */
+static const int64_t memory_spare = (int64_t)64 << 20;    /* bytes left to the driver for modules, local memory and
                                                            * cuBLASLt */
 
 ps_cuda *ps_cu;
 static ps_copy *spare;
 static ps_kernel kernels[PS_OP_COUNT];
-/* Pinned memory for the pieces of copy_in, and for each slot the event at which its last copy ends. One more slot is
- * for small copies to the host. */
+/* Pinned memory for the pieces that copy_in copies. Each slot has an event that is recorded after the slot's last copy.
+ * One more slot is for small copies to the host. */
 static char *slots;
 static cudaEvent_t slot_free[SLOTS];
 static int slot_next;
@@ -54,9 +54,9 @@ static int say_broken(void)
     return ps_fail(PS_EBACKEND, "device cuda cannot be used any more in this process: %s", ps_cu->what_broke);
 }
 
-/* Waits for running copies after an error of a library or a rejected call. The device can still run work that was
- * queued earlier, and host memory that copies write to will be reused, because no caller waits for copies from then
- * on. */
+/* Waits for running copies after a library has failed or a call was rejected. The device can still run work that was
+ * queued earlier. That work can write to host memory which will be reused, because no caller waits for copies any
+ * more. */
 static void come_to_rest(void)
 {
     const cudaStream_t all[3] = { ps_cu->lane[0], ps_cu->lane[1], ps_cu->compute };
@@ -114,7 +114,7 @@ int ps_cuda_trapped(void)
 }
 
 static std::mutex lost_lock;
-static std::atomic<int> lost_code;             /* 0 if no bytes were lost, or the loss was reported */
+static std::atomic<int> lost_code;             /* 0 if no bytes were lost, or if the loss has been reported */
 static char lost_text[1000];
 
 void ps_cuda_lose(int code, const char *why)
@@ -145,7 +145,8 @@ int ps_cuda_move(void *dst, const void *src, size_t nbytes)
     return 0;
 }
 
-/* A kernel's workspace is found by running the kernel with a scratch function that allocates nothing. */
+/* The bytes of workspace that a kernel asked for. A kernel's workspace is measured by running the kernel with a scratch
+ * function that allocates nothing. */
 static int64_t asked;
 
 static void *count_scratch(ps_call *call, size_t nbytes)
@@ -154,7 +155,7 @@ static void *count_scratch(ps_call *call, size_t nbytes)
     return (void *)(uintptr_t)4096;
 }
 
-/* Returns the workspace of a call, or -1 if the kernel rejects the call. */
+/* Returns the size in bytes of the workspace of a call, or -1 if the kernel rejects the call. */
 static int64_t scratch_nbytes(ps_backend *be, const ps_call *call)
 {
     ps_call c = *call;
@@ -168,7 +169,8 @@ static int64_t scratch_nbytes(ps_backend *be, const ps_call *call)
 }
 
 #ifdef PS_EMULATE_CUDA
-/* Compares the workspace that kernels allocate with cuda_rules.c, from which simulated cards are planned. */
+/* Compares the workspace that kernels allocate with the prediction of cuda_rules.c. Plans for simulated cards use that
+ * prediction. */
 static int check_rules(ps_call *call)
 {
     int64_t by_rules = ps_cuda_rules_scratch(&ps_cu->card, call), by_kernel = scratch_nbytes(&ps_cu->base, call);
@@ -178,7 +180,7 @@ static int check_rules(ps_call *call)
 }
 #endif
 
-/* Runs the kernel of any op, after checking that the device works. Reports launch errors. */
+/* Checks that the device works, and then runs the kernel of any op. Reports launch errors. */
 static int run(ps_call *call)
 {
     if (ps_cu->broken) return say_broken();
@@ -196,9 +198,10 @@ static int run(ps_call *call)
 }
 
 /* -- memory -------------------------------------------------------------------------------------------------------- */
-/* Regions come from the device's own pool if it has one, as all but some virtual devices do. Freed memory stays in
- * the pool, in the order of `compute`, so chunks that replace each other in a step neither wait for the device nor
- * call the driver. Other streams do not use a freed region, because the host has waited for their copies. */
+/* Regions are allocated from the device's own memory pool. Only some virtual devices have no pool. Freed memory stays
+ * in the pool, in the order of `compute`. Chunks that replace each other in a step therefore neither wait for the
+ * device nor call the driver. Other streams do not use a freed region any more, because the host has waited for their
+ * copies. */
 static int64_t pool_spare(void)
 {
     uint64_t reserved = 0, used = 0;
@@ -212,7 +215,7 @@ static int64_t bytes_available(ps_backend *be)
 {
     size_t left = 0, total = 0;
     if (ps_cu->broken || ps_cuda_check(cudaMemGetInfo(&left, &total), "cudaMemGetInfo") < 0)
-        return INT64_MAX;                      /* unknown; the next allocation reports the failure */
+        return INT64_MAX;                      /* the free memory is unknown; the next allocation reports a failure */
     int64_t all = (int64_t)left + pool_spare();
     return all > memory_spare ? all - memory_spare : 0;
 }
@@ -229,7 +232,7 @@ static cudaError_t take_memory(size_t nbytes, void **out)
     if (!ps_cu->pool) return cudaMalloc(out, nbytes);
     cudaError_t e = cudaMallocAsync(out, nbytes, ps_cu->compute);
     if (e != cudaErrorMemoryAllocation) return e;
-    cudaGetLastError(); /* blocks of the pool can fragment free memory: release them and try again */
+    cudaGetLastError(); /* the pool's blocks can fragment the free memory: release them, then try again */
     if (wait_all() < 0) return cudaErrorUnknown;
     cudaMemPoolTrimTo(ps_cu->pool, 0);
     return cudaMallocAsync(out, nbytes, ps_cu->compute);
@@ -243,7 +246,7 @@ static int region_new(ps_backend *be, size_t nbytes, void **out)
     cudaError_t e = take_memory(nbytes ? nbytes : 1, out);
     if (ps_cu->broken) return say_broken();
     if (e == cudaErrorMemoryAllocation) {
-        cudaGetLastError();                    /* not permanent: the context still works */
+        cudaGetLastError();                    /* the error is not permanent: the context still works */
         return ps_fail(PS_ENOMEM, "cuda has no %.1f MiB of memory in one piece, %.1f MiB are free; use a smaller "
                        "batch, a smaller model or recompute", (double)nbytes / 1048576.0,
                        (double)bytes_available(be) / 1048576.0);
@@ -275,7 +278,7 @@ static int copy_in(ps_backend *be, void *dst, const void *src, size_t nbytes)
     return 0;
 }
 
-/* Copies in pieces, because one copy must not use memory of two pinned ranges, or of pinned and other memory. */
+/* Copies in pieces, because one copy must not use memory of two pinned ranges, or both pinned and unpinned memory. */
 static int move(cudaStream_t stream, bool to_device, void *dst, const void *src, size_t nbytes)
 {
     const char *host = (const char *)(to_device ? src : dst);
@@ -365,7 +368,7 @@ static int copy_wait(ps_backend *be, ps_copy *c, bool block)
 {
     cudaError_t e = ps_cu->broken ? cudaSuccess : block ? cudaEventSynchronize(c->done) : cudaEventQuery(c->done);
     if (e == cudaErrorNotReady) {
-        cudaGetLastError();                    /* clears the error; the next launch would report it */
+        cudaGetLastError();                    /* clears the error, which the next launch would report otherwise */
         return 0;
     }
     bool to_device = c->to_device;
@@ -374,8 +377,8 @@ static int copy_wait(ps_backend *be, ps_copy *c, bool block)
     if (ps_cu->broken) return say_broken();
     PS_TRY(rc);
     PS_TRY(ps_cuda_check(e, "a copy"));
-    if (!to_device) PS_TRY(ps_cuda_lost(false));           /* the error stays set: a waiting caller could otherwise
-                                                            * miss the copy */
+    if (!to_device) PS_TRY(ps_cuda_lost(false));           /* the error stays set, because a waiting caller could
+                                                            * otherwise miss the failed copy */
     return 1;
 }
 
@@ -408,7 +411,7 @@ static void close_cuda(ps_backend *be)
     ps_cu = NULL;
 }
 
-/* Selects one of the machine's devices for this process, by the variables of torchrun, Open MPI, PMI or Slurm. */
+/* Selects the device of this process from the environment variables of torchrun, Open MPI, PMI or Slurm. */
 static int device_number(int n, int local_rank)
 {
     static const char *const names[] = { "LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID",
@@ -451,7 +454,7 @@ static int choose_device(int local_rank)
     return 0;
 }
 
-/* Chooses the attention kernels for calls that both kinds support. */
+/* Chooses the attention kernels for calls that both kinds of kernel support. */
 static int choose_attention(void)
 {
     const char *text = getenv("PS_CUDA_ATTENTION");
@@ -467,7 +470,8 @@ static int choose_attention(void)
     return 0;
 }
 
-/* Finds the pool, and makes it keep its memory, so that nothing is returned to the driver during a step. */
+/* Finds the device's memory pool. Makes the pool keep freed memory, so that nothing is returned to the driver during a
+ * step. */
 static int find_pool(void)
 {
     int there = 0;
@@ -517,7 +521,7 @@ static void fill_kernels(void)
     for (int op = 0; op < PS_OP_COUNT; op++) ps_cu->base.kernel[op] = kernels[op] ? run : NULL;
 }
 
-/* The plug-in's entry point. `layout` is ps_cuda_layout() of the program's build. */
+/* The plug-in's entry point. `layout` is the value of ps_cuda_layout() in the program's build. */
 extern "C" __attribute__((visibility("default"))) int ps_cuda_plugin_open(
     const char *layout, const ps_cuda_program *program, int local_rank, ps_backend **out);
 int ps_cuda_plugin_open(const char *layout, const ps_cuda_program *program, int local_rank, ps_backend **out)

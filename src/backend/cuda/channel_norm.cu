@@ -1,17 +1,17 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Batch norm and group norm. A set is the elements that share one statistic. One block computes a set's statistics,
- * another the gradients of a channel's weights. The order of every sum is fixed. */
+ * Batch norm and group norm. A set is the elements that share one statistic. Each block computes the statistics of one
+ * set, or the weight gradients of one channel. The order of every sum is fixed. */
 #include "backend/cuda/device.h"
 
 struct norm_call {
-    const void *x, *dy, *w, *b, *mean, *var;         /* mean, var: given moments, or in backward those of forward */
+    const void *x, *dy, *w, *b, *mean, *var;         /* mean, var: given moments; in backward, the moments of forward */
     void *y, *mean_out, *var_out, *dx, *dw, *db;
-    int64_t N, C, S, sets, count;                    /* count: elements per set */
+    int64_t N, C, S, sets, count;                    /* count: number of elements per set */
     int groups, given, w_dtype, b_dtype, dw_dtype;
     double eps;
 };
 
-/* Returns the position of element i of a set, and sets *channel to its channel. */
+/* Returns the position of element i of a set. Sets *channel to the channel of that element. */
 DEV int64_t element_of(const norm_call &p, int64_t set, int64_t i, int64_t *channel)
 {
     if (p.groups) {
@@ -81,7 +81,7 @@ template <class T> static __global__ void channel_norm_dx_kernel(const __grid_co
     }
 }
 
-/* One block per channel. */
+/* Computes the weight gradients of one channel per block. */
 template <class T> static __global__ void channel_norm_dw_kernel(const __grid_constant__ norm_call p)
 {
     typedef typename type_info<T>::acc A;

@@ -1,14 +1,15 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Sums of a matrix's columns, for reduce.cu and for kernels that compute the matrix at the same time. Sums are in
- * fp64 and in a fixed order: rows in groups, groups in a block, then the parts of the matrix (combine_kernel). */
+ * Sums of a matrix's columns. They are used by reduce.cu and by kernels that compute the matrix in the same pass. Sums
+ * are computed in fp64 in a fixed order: first the rows of a group, then the groups of a block, then the parts of the
+ * matrix (combine_kernel). */
 #ifndef PS_CUDA_COLUMNS_H
 #define PS_CUDA_COLUMNS_H
 #include "backend/cuda/device.h"
 
 enum { SUM, MAX, MIN };                              /* the kind of reduction */
 
-/* Destination of a reduction: part s of kept element i goes to parts[s * kept + i], or to y if there is only one
- * part. */
+/* The destination of a reduction. If there is one part, the result of kept element i is written to y. Otherwise part s
+ * of kept element i is written to parts[s * kept + i]. */
 struct target { void *parts, *y; int y_type, op; bool accumulate; double divide; };
 
 DEV void finish(const target &t, int64_t i, double v)
@@ -27,11 +28,12 @@ template <class A> DEV void deliver(const target &t, int64_t kept, int64_t i, in
     else finish(t, i, v);
 }
 
-/* A block has COLUMN_THREADS packs of columns, and ROW_GROUPS groups of threads, which take AHEAD rows in turn. */
+/* A block has COLUMN_THREADS packs of columns and ROW_GROUPS groups of threads. The groups take turns, and each turn is
+ * AHEAD rows. */
 enum { COLUMN_THREADS = 128, ROW_GROUPS = 4 };
 
-/* Sums the rows of [rows, kept], for this block's packs of columns and part blockIdx.y of the rows. f.load(i, j)
- * reads the inputs of pack i of row j. f.finish(i, j, loaded) computes the pack<T> from them. */
+/* Sums the rows of a matrix [rows, kept]. The block sums its own packs of columns over part blockIdx.y of the rows.
+ * f.load(i, j) reads the inputs of pack i of row j. f.finish(i, j, loaded) computes the pack<T> from those inputs. */
 template <class T, int AHEAD, class F> DEV void sum_columns_of(const target &t, int64_t kept, int64_t rows, F f)
 {
     const int W = pack<T>::n;
@@ -66,12 +68,12 @@ template <class T, int AHEAD, class F> DEV void sum_columns_of(const target &t, 
     }
 }
 
-/* Returns the grid of a kernel that calls sum_columns_of, with COLUMN_THREADS * ROW_GROUPS threads per block. */
+/* Returns the grid for a kernel that calls sum_columns_of. Its blocks have COLUMN_THREADS * ROW_GROUPS threads. */
 static inline dim3 column_blocks(int64_t packs, int64_t parts)
 {
     return dim3((unsigned)ps_cu_div_up(packs, COLUMN_THREADS), (unsigned)parts);
 }
 
-/* Adds up the parts of sums in fp64 (reduce.cu). */
+/* Adds up the parts of fp64 sums (reduce.cu). */
 int ps_cuda_combine_sums(const target *t, int64_t kept, int64_t parts);
 #endif

@@ -1,12 +1,13 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Convolution, its transpose and the gradient of its weight: plain kernels without tensor cores. A thread computes
- * an element of the result, or, for the weight's gradient, a block does. The order of every sum is fixed. */
+ * Convolution, its transpose and the gradient of its weight, by plain kernels without tensor cores. Each thread
+ * computes one element of the result. For the gradient of the weight, each block computes one element. The order of
+ * every sum is fixed. */
 #include "backend/cuda/device.h"
 #include "backend/image.h"
 
 struct conv_call {
     ps_conv_shape s;
-    const void *x, *w, *y, *bias;                    /* of conv */
+    const void *x, *w, *y, *bias;                    /* the operands of conv */
     void *out, *out_b;
     int bias_dtype, dw_dtype, db_dtype, accumulate, add_b;
 };
@@ -38,8 +39,8 @@ template <class T> static __global__ void conv_kernel(const __grid_constant__ co
     }
 }
 
-/* Returns the position along dimension d of the output to which element `at` of x contributes through element `k` of
- * the kernel. Returns -1 if there is no such output. */
+/* Element `at` of x contributes to one output through element `k` of the kernel. Returns the position of that output
+ * along dimension d, or -1 if the output does not exist. */
 DEV int64_t met(const ps_conv_shape &s, int d, int64_t at, int64_t k)
 {
     int64_t i = at + s.before[d] - k * s.dilation[d];
@@ -68,7 +69,7 @@ template <class T> static __global__ void conv_transpose_kernel(const __grid_con
     }
 }
 
-/* One block for each element of dw, then one for each element of db. */
+/* Computes dw and then db. Each block computes one element. */
 template <class T> static __global__ void conv_weight_kernel(const __grid_constant__ conv_call p)
 {
     typedef typename type_info<T>::acc A;

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Copies between layouts and types, constants, concatenation. Bytes are unchanged if the types are equal. */
+ * Copies between layouts and types, constants, and concatenation. If both types are equal, a copy keeps all bits. */
 #include "backend/cuda/device.h"
 
 /* -- one type: elements of a size as unsigned integers ------------------------------------------------------------- */
@@ -118,7 +118,7 @@ static int concat(ps_call *call)
     const ps_attrs_concat *a = (const ps_attrs_concat *)call->attrs;
     const ps_view *y = &call->out[0];
     int dim = a->dim < 0 ? a->dim + y->ndim : a->dim;
-    int64_t first = 0;                               /* along dim */
+    int64_t first = 0;                               /* offset along dim */
     for (int n = 0; n < call->n_in; n++) {
         const ps_view *x = &call->in[n];
         ps_view part = *y;
@@ -219,7 +219,8 @@ static int fill_(ps_call *call)
     return 0;
 }
 
-/* Uses integer arithmetic for an integer tensor and whole constants. */
+/* Fills a tensor with start + i * step. With `exact`, the tensor has an integer type and both constants are whole
+ * numbers, so the kernel uses integer arithmetic. */
 static __global__ void arange_kernel(void *p, int dtype, int64_t n, double start, double step, bool exact)
 {
     for (int64_t i = FIRST_ELEMENT; i < n; i += ALL_THREADS) {

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * Declarations that the host code of the cuda backend shares: the device and its streams, errors, and operands of
- * kernels. ps_fail, ps_alloc and similar functions call the program through the table with which it opens the
- * plug-in (program.cpp). */
+ * kernels. ps_fail, ps_alloc and similar functions call the program. They do so through a table of functions, which the
+ * program passes when it opens the plug-in (program.cpp). */
 #ifndef PS_CUDA_H
 #define PS_CUDA_H
 #include <cuda_runtime.h>
@@ -13,33 +13,35 @@ extern "C" {
 #include "base/error.h"
 }
 
-/* Errors that kernels find in the values of their operands. Only the first is kept. The host checks for it when it
- * waits for the device. */
+/* Errors that kernels find in the values of their operands. Only the first error is kept. The host checks for an error
+ * when it waits for the device. */
 enum { TRAP_NONE, TRAP_INDEX, TRAP_TARGET, TRAP_NAN, TRAP_INFINITE };
 struct ps_trap {
     int kind, op;
     long long value, position, limit, ignore;
 };
 
-/* The one device. Kernels and copies run in the order of their stream; all kernels use `compute`. Once `broken` is
- * set, every call fails, because a context is unusable after a CUDA error. */
+/* The one device that this process uses. Kernels and copies run in the order of their stream, and all kernels use
+ * `compute`. Once `broken` is set, every call fails, because a context is unusable after a CUDA error. */
 enum { WGMMA_NEVER, WGMMA_WHERE_FASTER, WGMMA_ALWAYS };
 struct ps_cuda {
     ps_backend base;
-    cudaMemPool_t pool;                        /* pool of device memory, or NULL for plain allocations */
-    cudaStream_t compute, lane[2];             /* lane: [to_device] */
-    cudaEvent_t fence;                         /* event recorded on `compute` for a copy that must wait */
-    ps_trap *trap, *trap_host, *trap_device;   /* the trap in device memory, and the trap in host memory by its two
-                                                * addresses */
+    cudaMemPool_t pool;                        /* pool of device memory; NULL if memory is allocated without a pool */
+    cudaStream_t compute, lane[2];             /* lane: streams of copies, indexed by to_device */
+    cudaEvent_t fence;                         /* event that is recorded on `compute` for a copy that must wait */
+    /* trap: the trap in device memory. trap_host, trap_device: the host's and the device's address of the trap in
+     * host memory */
+    ps_trap *trap, *trap_host, *trap_device;
     int *trap_taken;                           /* set in device memory when a kernel traps */
     int number;                                /* device index within this process */
     ps_cuda_card card;
     int capability;                            /* compute capability of the device; 90 means 9.0 */
-    int wgmma;                                 /* which calls attention_hopper.cu computes */
+    int wgmma;                                 /* one of the WGMMA constants, selects the calls that
+                                                * attention_hopper.cu computes */
     int64_t shared;                            /* maximum dynamic shared memory per block, in bytes */
-    bool sync;                                 /* PS_CUDA_SYNC=1: wait for each op, so that errors name it */
+    bool sync;                                 /* PS_CUDA_SYNC=1: wait after each op, so that errors name the op */
     bool told;                                 /* PS_CUDA_SYNC=trace: also print each op's name before it runs */
-    bool dry;                                  /* kernels allocate workspace and launch nothing */
+    bool dry;                                  /* kernels allocate their workspace, but nothing is launched */
     bool broken;
     char what_broke[512];
     const char *last_op;                       /* name of the last launched op, or NULL */
@@ -50,27 +52,28 @@ extern const ps_cuda_program *ps_cuda_host;    /* the program's functions, set w
 /* Turns a CUDA error into an error of the engine, and marks the device as broken. Returns 0 for cudaSuccess. */
 int ps_cuda_check(cudaError_t e, const char *what);
 #define CU_TRY(call) PS_TRY(ps_cuda_check((call), #call))
-int ps_cuda_launched(void);                    /* called after a launch; returns 0 or an error */
-/* Marks the device as broken after an error of a library. */
+int ps_cuda_launched(void);                    /* called after each launch; returns 0 or the launch's error */
+/* Marks the device as broken after a library has failed. */
 int ps_cuda_broke(const char *fmt, ...) __attribute__((format(printf, 1, 2)));
-/* Returns the error for which a finished kernel trapped, or 0. Call it after waiting for the device. */
+/* Returns the error for which a finished kernel trapped, or 0. Call this function after waiting for the device. */
 int ps_cuda_trapped(void);
-/* ps_cuda_lose records that bytes which kernels expect did not arrive from another rank. ps_cuda_lost returns the
- * recorded error or 0; call it after waiting for the device. told: clears the error, because the caller reports it.
- * Any thread can call both. */
+/* ps_cuda_lose records an error: bytes which kernels expect did not arrive from another rank. ps_cuda_lost returns the
+ * recorded error or 0. Call ps_cuda_lost after waiting for the device. With `told`, it clears the error, because the
+ * caller reports the error. Any thread can call both functions. */
 void ps_cuda_lose(int code, const char *why);
 int ps_cuda_lost(bool told);
 
 const char *ps_cuda_op_name(int op);
-ps_kernel ps_cuda_kernel(int op);              /* for kernels that call other kernels */
-/* Writes zeros on the compute stream, unless the call is dry. */
+ps_kernel ps_cuda_kernel(int op);              /* for kernels that run the kernels of other ops */
+/* Writes zeros on the compute stream, unless the call is a dry run. */
 int ps_cuda_clear(void *p, size_t nbytes);
 int ps_cuda_move(void *dst, const void *src, size_t nbytes);
 
-/* Pins host memory if possible, so that copies run at the link's speed while the caller continues (pinned.cpp).
- * Other memory is copied more slowly. */
+/* Pins host memory if possible (pinned.cpp). Copies of pinned memory run at the link's speed while the caller
+ * continues. Copies of other memory are slower. */
 void ps_cuda_pin_host(const void *p, size_t nbytes);
-/* Returns how many bytes, at most nbytes, one copy can read from p on: all in one pinned range, or all not pinned. */
+/* Returns how many bytes one copy can read, starting at p. The result is at most nbytes. These bytes are either all in
+ * one pinned range or all unpinned. */
 size_t ps_cuda_pinned_run(const void *p, size_t nbytes);
 void ps_cuda_unpin_all(void);
 
@@ -81,7 +84,8 @@ int ps_cuda_time_read(ps_backend *be, bool wait, ps_record_event *out);
 struct ps_copy_times { cudaEvent_t from, to; };                     /* begin and end of a copy; NULL if times are not
                                                                      * recorded */
 int ps_cuda_copy_times(ps_copy_times *t, cudaStream_t lane, bool begins);
-int ps_cuda_copy_times_read(ps_copy_times *t, int64_t ns[2]);       /* reads times of a finished copy, 0 if unknown */
+int ps_cuda_copy_times_read(ps_copy_times *t, int64_t ns[2]);       /* reads the times of a finished copy; 0 if
+                                                                     * unknown */
 void ps_cuda_times_close(void);
 
 /* -- kernels, one table per file ----------------------------------------------------------------------------------- */
@@ -103,61 +107,68 @@ void ps_cuda_fill_conv(ps_kernel *k);
 void ps_cuda_fill_image(ps_kernel *k);
 void ps_cuda_fill_channel_norm(ps_kernel *k);
 
-/* -- used by several of them --------------------------------------------------------------------------------------- */
-/* Copies src to dst, broadcast to its shape and converted to its type, with any strides (copy.cu). */
+/* -- functions that several kernels use ---------------------------------------------------------------------------- */
+/* Copies src to dst (copy.cu). src is broadcast to dst's shape and converted to dst's type. Both can have any
+ * strides. */
 int ps_cuda_copy(const ps_view *dst, const ps_view *src);
-/* Matrix products of float types (gemm.cu). One of each matrix's two strides is 1. */
+/* Matrix products of float types (gemm.cu). Each matrix has two strides, and one of them is 1. */
 struct ps_cu_mat { void *data; int dtype; int64_t rows, cols, stride_row, stride_col; };
 struct ps_cu_gemm {
     ps_cu_mat a, b, dst;                       /* dst [M, N] = a [M, K] b [K, N]; dst.stride_col is 1 */
-    int64_t batch, step_a, step_b, step_dst;   /* in elements */
-    bool accumulate;                           /* dst += */
+    int64_t batch, step_a, step_b, step_dst;   /* strides between batches, in elements */
+    bool accumulate;                           /* add the product to dst */
     const void *bias;                          /* [N] of type bias_dtype, or NULL */
     int bias_dtype;
-    const void *residual;                      /* [M, N] of dst's type, with rows ld_residual apart, or NULL */
+    const void *residual;                      /* [M, N] of dst's type, with row stride ld_residual, or NULL */
     int64_t ld_residual;
-    int also;                                  /* extra output of ps_cuda_gemm_fused: PS_CU_GELU, PS_CU_SUM_A or
+    int also;                                  /* the extra output of ps_cuda_gemm_fused: PS_CU_GELU, PS_CU_SUM_A or
                                                 * PS_CU_SUM_B */
-    void *pre, *sums;                          /* extra outputs by `also`, of dst's type; pre is [M, N] */
+    void *pre, *sums;                          /* the extra outputs that `also` selects, of dst's type; pre is [M, N] */
 };
 enum {
-    PS_CU_GELU = 1,                            /* dst = gelu(a b + bias), tanh form; pre = a b + bias, if not NULL */
-    PS_CU_SUM_A,                               /* sums [M] = sum of a's columns */
-    PS_CU_SUM_B                                /* sums [N] = sum of b's rows */
+    PS_CU_GELU = 1,                            /* dst = gelu(a b + bias) in tanh form; pre = a b + bias unless pre is
+                                                * NULL */
+    PS_CU_SUM_A,                               /* sums [M] = the sum of a's columns */
+    PS_CU_SUM_B                                /* sums [N] = the sum of b's rows */
 };
 int ps_cuda_gemm(ps_call *call, const ps_cu_gemm *g);
-/* Computes g and the extra output g->also in one pass. If cuBLASLt cannot, sets *done to false and computes nothing. */
+/* Computes the product g and the extra output g->also in one pass. If cuBLASLt does not support this, the function sets
+ * *done to false and computes nothing. */
 int ps_cuda_gemm_fused(ps_call *call, const ps_cu_gemm *g, bool *done);
 int ps_cuda_gemm_open(void);
 void ps_cuda_gemm_close(void);
 const char *ps_cuda_gemm_describe(void);
-/* Replaces d [.., C] by d gelu'(pre), with GELU's tanh form, and sets db [C] to the sum of its rows, or adds the sum
- * to db (elementwise.cu). d and pre are contiguous. Supports fp32, bf16 and fp16, with rows of whole packs of 16
- * bytes and 16-byte aligned addresses. */
+/* Computes the gradient of GELU in its tanh form, and sums its columns (elementwise.cu). d [.., C] becomes d
+ * gelu'(pre). db [C] becomes the sum of the new rows of d; with `add`, that sum is added to db. d and pre are
+ * contiguous. The types fp32, bf16 and fp16 are supported. Addresses must be multiples of 16 bytes, and rows must be
+ * whole packs of 16 bytes. */
 int ps_cuda_gelu_slope_sums(ps_call *call, const ps_view *pre, const ps_view *d, const ps_view *db, bool add);
-/* Writes the number of targets [n] that are not `ignore` to *count on the device. Traps on targets outside [0, V)
+/* Writes to *count, on the device, how many of the targets [n] are not `ignore`. Traps on targets outside [0, V)
  * (rows.cu). */
 int ps_cuda_count_targets(int op, const ps_view *target, int64_t V, int64_t ignore, long long *count);
-/* Losses of rows of logits [V], and the gradient of the logits (rows.cu). */
+/* Losses of rows of logits [V], and the gradients of the logits (rows.cu). */
 struct ps_cu_ce {
     void *logits; int dtype; int64_t rows, V;
     int64_t ld;                                /* row stride of logits and of grad, in elements */
-    int64_t wide;                              /* at most ld; elements V to wide - 1 of each row of grad become 0 */
-    const void *target; int target_dtype; int64_t first, ignore;   /* targets; row i has target[first + i] */
-    void *grad; int grad_dtype;                /* has the shape of logits and can be logits; NULL if not wanted */
+    int64_t wide;                              /* at most ld; columns V to wide - 1 of grad are set to 0 */
+    const void *target; int target_dtype; int64_t first, ignore;   /* targets; row i has the target target[first + i] */
+    void *grad; int grad_dtype;                /* has the shape of logits and can share their memory; NULL if not
+                                                * wanted */
     double scale;
-    const long long *count;                    /* divisor of the gradient, or NULL */
-    const void *dloss; int dloss_dtype; bool dloss_per_row;        /* factor of the gradient, or NULL */
-    void *loss, *lse;                          /* outputs, row i at [first + i], fp32 (fp64 for fp64 logits), or NULL */
-    unsigned long long *hits;                  /* is increased by the number of rows whose first largest logit is the
-                                                * target's; or NULL */
+    const long long *count;                    /* the gradient is divided by *count, unless `count` is NULL */
+    const void *dloss; int dloss_dtype; bool dloss_per_row;        /* the gradient is multiplied by dloss, unless
+                                                                    * `dloss` is NULL */
+    void *loss, *lse;                          /* outputs in fp32 (fp64 for fp64 logits), or NULL; row i's is at
+                                                * [first + i] */
+    /* increased by the number of rows whose first largest logit is that of the target; or NULL */
+    unsigned long long *hits;
 };
 int ps_cuda_ce_rows(const ps_cu_ce *c);
-/* Prepares the output `hits` [2] of an op: sets element 0, which counts hits, to 0, and element 1 to *count. *hits
- * points to element 0, or is NULL if the output is not wanted. */
+/* Prepares the output `hits` [2] of an op. Element 0 counts hits and is set to 0. Element 1 is set to *count. Sets
+ * *hits to the address of element 0, or to NULL if the output is not wanted. */
 int ps_cuda_begin_hits(const ps_view *out, int want, const long long *count, unsigned long long **hits);
-/* Writes the sum of loss [n] (fp32 or fp64), in a fixed order, to out [1], in out's type. Divides it by *count
- * unless `count` is NULL. */
+/* Sums loss [n] (fp32 or fp64) in a fixed order, and divides the sum by *count unless `count` is NULL. Writes the
+ * result to out [1], in out's type. */
 int ps_cuda_loss_total(const void *loss, int dtype, int64_t n, const long long *count, const ps_view *out);
 
 #endif

@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Shared by the kernels of the cuda backend: element types, conversions, indexing, sums over warps and blocks. Host
- * functions (make_places) are plain C++. A plain C++ compiler can compile the files that include this header, with
- * spec/emulate/cuda_runtime.h; so kernels are tested without a GPU. All inline assembly is in this file, and is left
- * out in that case. */
+ * Definitions that the kernels of the cuda backend share: element types, conversions, indexing, and sums over warps and
+ * blocks. Host functions such as make_places are plain C++.
+ *
+ * Kernels are also tested without a GPU: a plain C++ compiler can compile the files that include this header, with
+ * spec/emulate/cuda_runtime.h. All inline assembly is in this file, and it is excluded from that build. */
 #ifndef PS_CUDA_DEVICE_H
 #define PS_CUDA_DEVICE_H
 #include "backend/cuda/cuda.h"
@@ -17,8 +18,9 @@
 #endif
 #define PS_LAUNCH(...) do { if (!ps_cu->dry) { PS_START(__VA_ARGS__); } } while (0)
 #define DEV static __device__ __forceinline__
-/* Declares a kernel. The first number is the maximum number of threads per block, for which the compiler makes
- * registers suffice. The second, if given, is the number of blocks that should fit on a multiprocessor. */
+/* Declares a kernel. The first number is the maximum number of threads per block. The compiler limits the registers per
+ * thread so that a block of that size can run. The second number is optional: it is the number of blocks that should
+ * fit on a multiprocessor. */
 #define KERNEL_UP_TO(...) static __global__ void __launch_bounds__(__VA_ARGS__)
 
 /* -- element types ------------------------------------------------------------------------------------------------- */
@@ -42,7 +44,7 @@ DEV float bf16_up(uint16_t h) { return __uint_as_float((unsigned)h << 16); }
 DEV float f16_up(uint16_t h) { return __half2float(__ushort_as_half(h)); }
 DEV uint16_t bf16_down(float f) { return __bfloat16_as_ushort(__float2bfloat16_rn(f)); }
 DEV uint16_t f16_down(float f) { return __half_as_ushort(__float2half_rn(f)); }
-/* Returns 2^x in one instruction, within 2 ulp; 0 below 2^-126. */
+/* Returns 2^x in one instruction, within 2 ulp. Returns 0 for x below -126. */
 DEV float exp2_fast(float x)
 {
     float y;
@@ -66,8 +68,8 @@ template <> struct down_to<f16> {
 };
 template <class T, class A> DEV T down(A x) { return down_to<T>::of(x); }
 
-/* Load and store one element of a type known only at run time, like ref: _f for fp32 arithmetic, _d for fp64, _i for
- * integers. */
+/* Load or store one element whose type is known only at run time. As in ref, the suffix names the arithmetic: _f for
+ * fp32, _d for fp64, and _i for integers. */
 DEV float load_f(const void *p, int dtype, int64_t i)
 {
     switch (dtype) {
@@ -90,7 +92,7 @@ DEV double load_d(const void *p, int dtype, int64_t i)
     default: return (double)load_f(p, dtype, i);
     }
 }
-/* Truncates and saturates. NaN becomes 0. */
+/* Truncates x to an integer and limits it to low .. high. NaN becomes 0. */
 DEV int64_t to_int(double x, int64_t low, int64_t high)
 {
     if (x != x) return 0;
@@ -133,7 +135,7 @@ DEV void store_d(void *p, int dtype, int64_t i, double x)
     else if (dtype <= PS_F16) store_f(p, dtype, i, (float)x);
     else store_int_type(p, dtype, i, x);
 }
-/* Integers that do not fit wrap around. */
+/* Integers that do not fit in the type wrap around. */
 DEV void store_i(void *p, int dtype, int64_t i, int64_t x)
 {
     switch (dtype) {
@@ -145,7 +147,7 @@ DEV void store_i(void *p, int dtype, int64_t i, int64_t x)
     default: store_d(p, dtype, i, (double)x); break;
     }
 }
-/* The functions above for one arithmetic type: float, double or int64_t. */
+/* The functions above as templates over the arithmetic type, which is float, double or int64_t. */
 template <class A> struct access;
 template <> struct access<float> {
     DEV float load(const void *p, int t, int64_t i) { return load_f(p, t, i); }
@@ -160,7 +162,8 @@ template <> struct access<int64_t> {
     DEV void store(void *p, int t, int64_t i, int64_t x) { store_i(p, t, i, x); }
 };
 
-/* Sixteen bytes that are accessed at once: 4, 8 or 8 elements. `p` must be aligned to 16 bytes. */
+/* A pack is 16 bytes that are accessed at once: 4 fp32, 8 bf16 or 8 fp16 elements. `p` must be a multiple of 16
+ * bytes. */
 template <class T> struct pack { enum { n = 16 / sizeof(T) }; T v[16 / sizeof(T)]; };
 template <class T> DEV pack<T> load_pack(const T *p)
 {
@@ -174,8 +177,8 @@ template <class T> DEV void store_pack(T *p, const pack<T> &v)
     u.v = v;
     *(uint4 *)p = u.raw;
 }
-/* Returns element k (a constant after unrolling) of 16 bytes that stay packed in four registers. Unpacked, each
- * element would take one. */
+/* Returns element k of 16 bytes that stay packed in four registers. Unpacked, each element would need one register. k
+ * must be a constant after unrolling. */
 template <class T> struct lane_of;
 template <> struct lane_of<float> {
     DEV float get(const uint4 &v, int k) { return __uint_as_float(k == 0 ? v.x : k == 1 ? v.y : k == 2 ? v.z : v.w); }
@@ -199,14 +202,15 @@ template <> struct lane_of<double> {
     }
 };
 template <class T> DEV typename type_info<T>::acc lane(const uint4 &v, int k) { return lane_of<T>::get(v, k); }
-/* Makes the compiler unpack v again at its next use: unpacked values would take too many registers. */
+/* Makes the compiler unpack v again at its next use. Otherwise it would keep the unpacked values, which need too many
+ * registers. */
 DEV void stay_packed(uint4 &v)
 {
 #ifndef PS_EMULATE_CUDA
     asm volatile("" : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w));
 #endif
 }
-/* Prefetches the L2 cache line of address p. */
+/* Prefetches the cache line at address p to the L2 cache. */
 DEV void prefetch_line(const void *p)
 {
 #ifndef PS_EMULATE_CUDA
@@ -216,8 +220,8 @@ DEV void prefetch_line(const void *p)
 static __host__ __device__ inline bool aligned16(const void *p) { return ((uintptr_t)p & 15) == 0; }
 
 /* -- indexing ------------------------------------------------------------------------------------------------------ */
-/* Positions of element i, counted row-major over a shape, in each of N operands. Dimensions of size 1 are dropped,
- * and dimensions that are row-major in all operands are merged. */
+/* Maps an element's index to its positions in N operands. Elements are counted row-major over a shape. Dimensions of
+ * size 1 are dropped, and dimensions that are row-major in all operands are merged. */
 template <int N> struct places {
     int ndim;
     int64_t numel;
@@ -226,7 +230,7 @@ template <int N> struct places {
 template <int N> static __host__ __device__ inline void locate(const places<N> &x, int64_t i, int64_t *at)
 {
     for (int k = 0; k < N; k++) at[k] = 0;
-    if (x.numel <= 0xffffffffll) {                   /* 32-bit division is several times faster */
+    if (x.numel <= 0xffffffffll) {                   /* 32-bit division is several times faster than 64-bit division */
         uint32_t rest = (uint32_t)i;
         for (int d = x.ndim - 1; d > 0; d--) {
             uint32_t size = (uint32_t)x.size[d], q = rest / size, r = rest - q * size;
@@ -246,7 +250,7 @@ template <int N> static __host__ __device__ inline void locate(const places<N> &
         for (int k = 0; k < N; k++) at[k] += i * x.stride[k][0];
 }
 
-/* Makes the places of views v[k], broadcast to the shape by PyTorch's rules. */
+/* Makes the places of the views v[k]. The views are broadcast to the shape by PyTorch's rules. */
 template <int N> static inline places<N> make_places(int ndim, const int64_t *shape, const ps_view *const *v)
 {
     places<N> x;
@@ -276,7 +280,8 @@ template <int N> static inline bool is_flat(const places<N> &x, int k)
 
 /* -- launching ----------------------------------------------------------------------------------------------------- */
 enum { THREADS = 256 };
-/* Returns the number of blocks for the work of n threads. The number is limited: kernels iterate over the rest. */
+/* Returns the number of blocks for n threads. The number has a limit, so each thread of a kernel must loop over its
+ * elements. */
 static inline dim3 blocks_for(int64_t n)
 {
     int64_t want = ps_cu_div_up(n, THREADS), most = (int64_t)ps_cu->card.sm_count * 32;
@@ -291,13 +296,13 @@ static inline dim3 blocks_for(int64_t n)
      : (dtype) == PS_BF16 ? fn<bf16>(__VA_ARGS__)                   \
      : (dtype) == PS_F16 ? fn<f16>(__VA_ARGS__) : fn<double>(__VA_ARGS__))
 
-/* Compute exp in two instructions within 2 + |1.2 x| ulp, and 1 / x within 2 ulp. For results that are rounded to
- * halves, and weights that are divided by their own sum. */
+/* quick_exp computes exp in two instructions within 2 + |1.2 x| ulp, and quick_inverse computes 1 / x within 2 ulp.
+ * They are used for results that are rounded to bf16 or fp16, and for weights that are divided by their own sum. */
 DEV float quick_exp(float x) { return __expf(x); }
 DEV double quick_exp(double x) { return exp(x); }
 DEV float quick_inverse(float x) { return __fdividef(1.0f, x); }
 
-/* -- sums over threads: fixed order, so the bits do not depend on anything ----------------------------------------- */
+/* -- sums over threads in a fixed order, so that results are always bit-identical ---------------------------------- */
 struct op_add { template <class A> DEV A of(A a, A b) { return a + b; } };
 struct op_max { template <class A> DEV A of(A a, A b) { return a > b ? a : b; } };
 
@@ -306,13 +311,13 @@ template <class Op, class A> DEV A warp_all(A v)
     for (int m = 16; m > 0; m >>= 1) v = Op::of(v, __shfl_xor_sync(0xffffffffu, v, m));
     return v;
 }
-/* Like warp_all for a block of at most 1024 threads in full warps. `empty`: value of a missing warp. */
+/* Like warp_all, for a block of full warps with at most 1024 threads. `empty` replaces the value of a missing warp. */
 template <class Op, class A> DEV A block_all(A v, A empty)
 {
     __shared__ A part[32];
     int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = (int)blockDim.x >> 5;
     v = warp_all<Op>(v);
-    __syncthreads();                                 /* threads may still read the previous call's `part` */
+    __syncthreads();                                 /* other threads may still read `part` of the previous call */
     if (lane == 0) part[warp] = v;
     __syncthreads();
     return warp_all<Op>(lane < warps ? part[lane] : empty);
@@ -320,8 +325,9 @@ template <class Op, class A> DEV A block_all(A v, A empty)
 template <class A> DEV A block_sum(A v) { return block_all<op_add>(v, (A)0); }
 template <class A> DEV A block_max(A v) { return block_all<op_max>(v, (A)-INFINITY); }
 
-/* -- rows: a block for each, which passes over it a few times ----------------------------------------------------*/
-/* Returns the number of threads for rows of n elements: at most 1024, and enough to hold a row at once if possible. */
+/* -- rows: each row has a block, which reads the row a few times --------------------------------------------------- */
+/* Returns the number of threads per block for rows of n elements. It is at most 1024. If possible, it is large enough
+ * for the block to hold a whole row at once. */
 static inline int threads_for(int64_t n) { return n <= 128 ? 32 : n <= 1024 ? 128 : n <= 8192 ? 256 : 1024; }
 static inline unsigned row_blocks(int64_t rows)
 {
@@ -342,8 +348,8 @@ template <class T, class F> DEV void each(const T *x, int64_t n, F f)
     for (int64_t j = packs * W + threadIdx.x; j < n; j += blockDim.x) f(j, up(x[j]));
 }
 
-/* Sets y[j] = f(j, x[j]) for the elements of `each`. y can be x, or an operand that f reads at j, because a thread
- * reads its elements before it writes them. */
+/* Sets y[j] = f(j, x[j]) for the elements that `each` visits. y can be x or an operand that f reads at j, because a
+ * thread reads its elements before it writes them. */
 template <class G, class T, class F> DEV void map_row(G *y, const T *x, int64_t n, F f)
 {
     const int W = pack<T>::n;
@@ -360,20 +366,23 @@ template <class G, class T, class F> DEV void map_row(G *y, const T *x, int64_t 
 }
 
 /* -- tensor cores: a warp's 16 x 8 += 16 x 16 by 16 x 8, in fragments as PTX lays them out (m16n8k16) -------------- */
-/* Fragments of matrices. With g = lane / 4 and t = lane % 4, a lane holds
+/* Fragments of matrices. With g = lane / 4 and t = lane % 4, a lane holds these elements (row, column):
  *   A [16, 16]: a[0] (g, 2t..), a[1] (g + 8, 2t..), a[2] (g, 2t + 8..), a[3] (g + 8, 2t + 8..), two columns each;
  *   B [16, 8]:  b[0] (2t.., g), b[1] (2t + 8.., g), two rows each;
  *   C [16, 8]:  c[0], c[1] (g, 2t..), c[2], c[3] (g + 8, 2t..).
- * two_down rounds two floats to halves, the first in the low bits. async_copy16 and async_copy4 copy 16 or 4 bytes
- * to shared memory; if there is nothing to copy, they write zeros and do not read src. A thread's copies since its
- * last async_commit form a group. async_wait<N> waits until all but the last N of the thread's groups have ended.
- * Other threads see the data after a barrier. */
+ *
+ * two_down rounds two floats to bf16 or fp16. The first result is in the low 16 bits.
+ *
+ * async_copy16 and async_copy4 copy 16 or 4 bytes to shared memory. If there is nothing to copy, they write zeros and
+ * do not read src. The copies that a thread starts between two calls of async_commit form a group. async_wait<N> waits
+ * until at most the last N groups of the thread are still running. Other threads see the data after a barrier. */
 #ifdef PS_EMULATE_CUDA
 DEV float half_up(bf16, uint32_t bits) { return bf16_up((uint16_t)bits); }
 DEV float half_up(f16, uint32_t bits) { return f16_up((uint16_t)bits); }
 template <class T> DEV void mma(float *c, const uint32_t *a, const uint32_t *b)
 {
-    float *slots = (float *)ps_emu_warp_slots();     /* 12 of each lane's 32 slots: the halves of a, then of b */
+    float *slots = (float *)ps_emu_warp_slots();     /* 12 of the 32 slots of each lane: the elements of a, then
+                                                      * those of b */
     int lane = threadIdx.x & 31, g = lane / 4, t = lane % 4;
     for (int k = 0; k < 12; k++) slots[32 * lane + k] = half_up(T(), (k < 8 ? a[k / 2] : b[k / 2 - 4]) >> k % 2 * 16);
     ps_emu_warp_barrier();
@@ -390,8 +399,8 @@ DEV void async_copy16(void *dst, const void *src, bool there) { ps_emu_async_cop
 DEV void async_copy4(void *dst, const void *src, bool there) { ps_emu_async_copy(dst, there ? src : NULL, 4); }
 DEV void async_commit(void) { ps_emu_async_commit(); }
 template <int N> DEV void async_wait(void) { ps_emu_async_wait(N); }
-/* Loads matrices. Lane 8 m + r passes the address of row r of matrix m, which has 16 bytes. Each lane gets columns
- * lane % 4 * 2 and the next of row lane / 4 of each matrix, or of its transpose. */
+/* Loads N matrices. Lane 8 m + r passes the address of row r of matrix m. A row has 16 bytes. Each lane gets two
+ * elements of each matrix, or of its transpose: those in row lane / 4 and columns lane % 4 * 2 and lane % 4 * 2 + 1. */
 template <int N, bool TRANSPOSED> DEV void ldmatrix(uint32_t *r, const uint16_t *p)
 {
     uint64_t *slots = ps_emu_warp_slots();
@@ -460,7 +469,8 @@ template <int N, bool TRANSPOSED> DEV void ldmatrix(uint32_t *r, const uint16_t 
 #endif
 
 /* -- four elements ------------------------------------------------------------------------------------------------- */
-/* Four adjacent elements in their memory format, for kernels that issue all loads before they use an element. */
+/* Four adjacent elements as they are stored in memory. Kernels use them to issue all loads before they use an
+ * element. */
 template <class T> struct four { typedef uint2 raw; };
 template <> struct four<float> { typedef float4 raw; };
 DEV void unpack(const float4 &v, float, float *x) { x[0] = v.x, x[1] = v.y, x[2] = v.z, x[3] = v.w; }

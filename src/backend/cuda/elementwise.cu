@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * Ops that compute each element of the output from one element of each input. One kernel supports any strides and
- * types, in fp32, fp64 or int64 arithmetic; it processes 16 bytes at a time if all tensors have one float type and
- * the same layout. The op is chosen at run time by a branch that is the same for all threads, except for the ops of
- * a transformer's step, which have separate kernels. Half types are rounded once per result. */
+ * types, in fp32, fp64 or int64 arithmetic. Another kernel processes 16 bytes at a time; it requires that all tensors
+ * have the same float type and the same layout. Kernels choose the op at run time, by a branch that is the same for all
+ * threads. The ops of a transformer's step have separate kernels instead. bf16 and fp16 results are rounded once. */
 #include "backend/cuda/columns.h"
 #include "base/divide.h"
 
@@ -14,13 +14,13 @@ struct settings { double alpha, beta, gamma; };
 #define INV_SQRT_2PI 0.39894228040143267794
 #define GELU_CUBIC 0.044715
 
-/* Computes 0.5 (1 + tanh(u)) as 1 / (1 + exp(-2u)), which is precise for small values. */
+/* Computes 0.5 (1 + tanh(u)) as 1 / (1 + exp(-2u)), because this form is precise for small values. */
 template <class A> DEV A gelu_tanh(A x)
 {
     A u = (A)SQRT_2_OVER_PI * (x + (A)GELU_CUBIC * x * x * x);
     return x / (1 + exp(-2 * u));
 }
-/* gelu_tanh for results that are rounded to halves. */
+/* A faster gelu_tanh for results that are rounded to bf16 or fp16. */
 DEV float gelu_tanh_quick(float x)
 {
     float u = (float)SQRT_2_OVER_PI * (x + (float)GELU_CUBIC * x * x * x);
@@ -57,14 +57,14 @@ template <class A> DEV A act_slope(int act, A x)
     return act == 0 ? silu_slope(x) : act == 1 ? gelu_erf_slope(x) : gelu_tanh_slope(x);
 }
 
-/* the largest number of a float type */
+/* The largest finite number of a float type. */
 #define LARGEST ((A)(sizeof(A) == 4 ? 3.402823466e38 : 1.7976931348623157e308))
 
 template <class A> DEV A hard_gate(A x) { return (x < -3 ? 0 : x > 3 ? 6 : x + 3) / 6; }
 template <class A> DEV A mish_gate(A x) { return tanh(x > 20 ? x : log1p(exp(x))); }
 template <class A> DEV A logsigmoid(A x) { return (x > 0 ? 0 : x) - log1p(exp(-fabs(x))); }
 
-/* Computes the derivative of function `of` of the op slope. */
+/* Computes the derivative of the function `of`, which is an attribute of the op slope. */
 template <class A> DEV A slope_at(int of, A x, A delta)
 {
     if (of == 0) return fabs(x) < 3 ? (A)(1.0 / 6) : 0;
@@ -75,7 +75,7 @@ template <class A> DEV A slope_at(int of, A x, A delta)
     return t + c / (1 + exp(-c)) * (1 - t * t);
 }
 
-/* Computes ops of floats. A is float or double, and selects the <math.h> functions. */
+/* Computes the ops on floats. A is float or double, and it selects the <math.h> functions. */
 template <class A> DEV A of_floats(int op, A a, A b, settings s)
 {
     switch (op) {
@@ -87,7 +87,7 @@ template <class A> DEV A of_floats(int op, A a, A b, settings s)
     case PS_OP_maximum: return a > b || a != a ? a : b;
     case PS_OP_minimum: return a < b || a != a ? a : b;
     case PS_OP_remainder: return (A)ps_divide(PS_REMAINDER, a, b);
-    case PS_OP_fmod: return fmod(a, b);                      /* exact in each type */
+    case PS_OP_fmod: return fmod(a, b);                      /* fmod is exact in each type */
     case PS_OP_floor_divide: return (A)ps_divide(PS_FLOOR_DIVIDE, a, b);
     case PS_OP_lerp: return fabs(s.alpha) < 0.5 ? a + (A)s.alpha * (b - a) : b - (A)(1 - s.alpha) * (b - a);
     case PS_OP_prelu: return a > 0 ? a : b * a;
@@ -144,7 +144,7 @@ template <class A> DEV A of_floats(int op, A a, A b, settings s)
     }
 }
 
-/* Computes ops of integers, which wrap around: sums are unsigned, because signed overflow is undefined. */
+/* Computes the ops on integers. Results wrap around. Sums are unsigned, because signed overflow is undefined. */
 DEV int64_t of_ints(int op, int64_t a, int64_t b, settings s)
 {
     switch (op) {
@@ -183,8 +183,8 @@ template <> struct compute<float> {
 template <> struct compute<double> {
     DEV double of(int op, double a, double b, settings s)
     {
-        if (op == PS_OP_affine) return __dadd_rn(__dmul_rn(s.alpha, a), s.beta);    /* integers are truncated
-                                                                                     * afterwards */
+        if (op == PS_OP_affine) return __dadd_rn(__dmul_rn(s.alpha, a), s.beta);    /* integers are truncated after
+                                                                                     * this */
         return of_floats(op, a, b, s);
     }
 };
@@ -207,7 +207,7 @@ template <class A> static __global__ void any_kernel(int op, settings s, operand
 }
 
 /* -- 16 bytes at a time: all operands of type T, in the same order in memory --------------------------------------- */
-/* OP >= 0: the op is known when the kernel is compiled. */
+/* If OP is not negative, the op is known when the kernel is compiled. */
 template <class T, int OP>
 DEV typename type_info<T>::acc flat_element(int op, typename type_info<T>::acc a, typename type_info<T>::acc b,
                                             settings s)
@@ -322,7 +322,7 @@ static bool has_int_form(int op)
 
 static bool whole(double x) { return x == trunc(x) && fabs(x) < 9223372036854775808.0; }
 
-/* Computes y = op(a, b), or op(a) if b is NULL. */
+/* Computes y = op(a, b). If b is NULL, computes y = op(a). */
 static int run(int op, settings s, const ps_view *y, const ps_view *a, const ps_view *b)
 {
     const ps_view *all[3] = { y, a, b ? b : a };
@@ -434,7 +434,7 @@ static int act_mul(ps_call *call)
     return run(call->op, s, &call->out[0], &call->in[0], &call->in[1]);
 }
 
-/* All operands are contiguous; dx and dup can be absent. */
+/* All operands are contiguous. dx and dup can be NULL. */
 template <class T>
 static __global__ void act_mul_backward_kernel(int act, const T *x, const T *up_, const T *dy, T *dx, T *dup, int64_t n,
                                                bool aligned)
@@ -492,7 +492,7 @@ static int axpy_(ps_call *call)
     return run(call->op, s, &call->in[0], &call->in[0], &call->in[1]);
 }
 
-/* The factor stays on the device, so nobody waits for it. */
+/* Multiplies x by a factor that stays on the device, so that the host does not wait for it. */
 template <class T> static __global__ void scale_by_kernel(T *x, int64_t n, bool aligned, double alpha, const void *by,
                                                           int by_type)
 {

@@ -1,8 +1,10 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Matrix products, by cuBLASLt if it has a kernel for the types and strides, otherwise by a plain tiled kernel of
- * this file. cuBLASLt's choice for a problem is kept, so later steps do not ask again. If it splits a sum, it must
- * add the parts in fp32 and in a fixed order: algorithms that reduce in place, or round parts to the output's type,
- * are excluded. */
+ * Matrix products. They are computed by cuBLASLt if it has a kernel for the types and strides, and otherwise by a plain
+ * tiled kernel in this file. The algorithm that cuBLASLt chooses for a problem is stored, so later steps do not ask
+ * again.
+ *
+ * If cuBLASLt splits a sum, it must add the parts in fp32 and in a fixed order. Algorithms that reduce in place, or
+ * that round the parts to the output's type, are excluded. */
 #include <cublasLt.h>
 #include <stdlib.h>
 #include "backend/cuda/device.h"
@@ -60,9 +62,9 @@ static const size_t workspace_nbytes = (size_t)32 << 20;
 static cublasLtHandle_t lt;
 static void *workspace;
 
-/* A product as cuBLASLt expects it. Its matrices are column-major, so y = a b is requested as y^T = b^T a^T: its A
- * is our b, its B is our a, and its m is our number of columns. The key has everything on which the choice of the
- * algorithm can depend. Keys are compared byte by byte. */
+/* A product in the form that cuBLASLt expects. Its matrices are column-major, so we request y^T = b^T a^T instead of y
+ * = a b. cuBLASLt's A is our b, its B is our a, and its m is our number of columns. The key has every property that can
+ * change the choice of the algorithm. Keys are compared byte by byte. */
 struct lt_key {
     int64_t m, n, k, lda, ldb, ldc, ldd, batch, step_a, step_b, step_d;
     int32_t type_a, type_b, type_d, turn_a, turn_b, epilogue, beta;
@@ -76,8 +78,8 @@ struct lt_entry {
     cublasLtMatmulAlgo_t algo;
 };
 enum { ENTRIES = 1024 };
-static lt_entry *entries;                            /* hash table with open addressing; cleared when it is three
-                                                      * quarters full */
+static lt_entry *entries;                            /* hash table with open addressing; it is cleared when three
+                                                      * quarters are in use */
 static int n_entries;
 
 static int lt_check(cublasStatus_t s, const char *what)
@@ -92,9 +94,9 @@ static cudaDataType_t data_type(int dtype)
     return dtype == PS_F32 ? CUDA_R_32F : dtype == PS_BF16 ? CUDA_R_16BF : dtype == PS_F16 ? CUDA_R_16F : CUDA_R_64F;
 }
 
-/* Returns the alignment of an address in bytes, at most 16. Whole tensors start at multiples of 256, but slices need
- * not. With a larger alignment in the key, a product of a slice could use another algorithm than a product of its
- * copy, and differ in the last bits. */
+/* Returns the alignment of an address in bytes, at most 16. Whole tensors start at multiples of 256 bytes, but slices
+ * need not. With a larger alignment in the key, the product of a slice could use another algorithm than the product of
+ * a copy of that slice. The two results could then differ in the last bits. */
 static int alignment(const void *p)
 {
     uintptr_t low = (uintptr_t)p & -(uintptr_t)p;    /* lowest set bit */
@@ -135,7 +137,8 @@ static cublasLtEpilogue_t epilogue_of(const ps_cu_gemm *g)
     }
 }
 
-/* Sets the product's pointers in its description: the library checks their alignment when it chooses an algorithm. */
+/* Sets the pointers of the product in its description, because the library checks their alignment when it chooses an
+ * algorithm. */
 static int set_pointers(const lt_entry *e, const ps_cu_gemm *g)
 {
     const void *vector = g->bias ? g->bias : g->sums;
@@ -170,7 +173,7 @@ static int describe(lt_entry *e, const ps_cu_gemm *g)
     return layout(&e->d, k->type_d, k->m, k->n, k->ldd, k->batch, k->step_d);
 }
 
-/* Requests the best algorithm. Sets e->none if there is none. */
+/* Asks cuBLASLt for its best algorithm. Sets e->none if cuBLASLt has no algorithm. */
 static int choose(lt_entry *e)
 {
     cublasLtMatmulPreference_t pref;
@@ -240,7 +243,7 @@ static int find(const lt_key *key, const ps_cu_gemm *g, lt_entry **out)
     return 0;
 }
 
-/* Returns whether one of the matrix's strides is 1 and its rows do not overlap. */
+/* Returns whether the matrix has a stride of 1 and rows that do not overlap. */
 static bool is_plain(ps_cu_mat *m)
 {
     if (m->rows == 1 && m->cols == 1) m->stride_row = m->stride_col = 1;
@@ -249,7 +252,7 @@ static bool is_plain(ps_cu_mat *m)
     return (m->stride_col == 1 && m->stride_row >= m->cols) || (m->stride_row == 1 && m->stride_col >= m->rows);
 }
 
-/* Describes the product for cuBLASLt. Returns false if cuBLASLt cannot compute it. */
+/* Describes the product for cuBLASLt. Returns false if cuBLASLt does not support the product. */
 static bool make_key(ps_cu_gemm *g, lt_key *k)
 {
     bool half = g->a.dtype == PS_BF16 || g->a.dtype == PS_F16;
@@ -274,7 +277,8 @@ static bool make_key(ps_cu_gemm *g, lt_key *k)
     return true;
 }
 
-/* Runs the product. If the library rejects its own choice of algorithm, sets e->none and computes nothing. */
+/* Runs the product. If the library rejects the algorithm that it chose, the function sets e->none and computes
+ * nothing. */
 static int run_lt(const ps_cu_gemm *g, lt_entry *e)
 {
     const void *c = g->residual ? g->residual : g->dst.data;
@@ -302,7 +306,7 @@ static int convert_bias(ps_call *call, ps_cu_gemm *g)
     return 0;
 }
 
-/* Finds or chooses cuBLASLt's algorithm for the product. */
+/* Finds the stored algorithm for the product, or asks cuBLASLt to choose one. */
 static int look_up(lt_key *key, const ps_cu_gemm *g, lt_entry **out)
 {
     if (g->bias || g->sums) key->align_vector = alignment(g->bias ? g->bias : g->sums);
@@ -332,7 +336,7 @@ int ps_cuda_gemm_fused(ps_call *call, const ps_cu_gemm *given, bool *done)
     lt_key key;
     lt_entry *e;
     *done = false;
-    if (ps_cu->dry) return 0;                        /* the unfused product needs as much memory */
+    if (ps_cu->dry) return 0;                        /* the unfused product needs the same amount of workspace */
     if (g.a.rows == 0 || g.b.cols == 0 || g.a.cols == 0 || g.batch != 1 || !make_key(&g, &key)) return 0;
     if (g.pre && (key.m % 8 != 0 || !aligned16(g.pre))) return 0;
     if (g.sums && !aligned16(g.sums)) return 0;

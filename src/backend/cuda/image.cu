@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Padding, resampling and max pooling. Each element of the result has a thread, which finds all elements that
- * contribute to it, so that the order of every sum is fixed. */
+ * Padding, resampling and max pooling. Each element of the result is computed by one thread. The thread finds all
+ * elements that contribute to its element, so the order of every sum is fixed. */
 #include "backend/cuda/device.h"
 #include "backend/image.h"
 
@@ -53,8 +53,8 @@ struct resample_call {
     int64_t numel, in[2], out[2];                    /* sizes of x and y */
 };
 
-/* Finds results [*first, *end) that include all results which depend on element j of a map from `in` to `out`
- * elements. */
+/* Sets [*first, *end) to a range that includes all results which depend on element j. The map goes from `in` elements
+ * to `out` results. */
 DEV void results_of(const ps_attrs_resample &a, int d, int64_t in, int64_t out, int64_t j, int64_t *first, int64_t *end)
 {
     int64_t before = a.padding[d], after = a.padding[d + 2];
@@ -78,7 +78,7 @@ DEV void results_of(const ps_attrs_resample &a, int d, int64_t in, int64_t out, 
     if (*end > out) *end = out;
 }
 
-/* Returns the weight of element j in result i. */
+/* Returns the weight with which element j contributes to the result. */
 DEV double weight_in(const ps_tap &t, int64_t j)
 {
     return j < t.first || j >= t.end ? 0 : j == t.end - 1 ? t.last : t.weight;
@@ -101,7 +101,7 @@ template <class T> static __global__ void resample_kernel(const __grid_constant_
     }
 }
 
-/* The transpose of resampling: x has the size of the map's results, y that of its input. */
+/* The transpose of resampling: x has the size of the map's results, and y has the size of the map's input. */
 template <class T> static __global__ void resample_back_kernel(const __grid_constant__ resample_call p)
 {
     typedef typename type_info<T>::acc A;
@@ -146,8 +146,8 @@ static int resample(ps_call *call)
 /* -- max pooling --------------------------------------------------------------------------------------------------- */
 struct pool_call {
     ps_attrs_max_pool a;                             /* in backward, `size` is the size of dx */
-    const void *x;                                   /* backward: dy */
-    void *y;                                         /* backward: dx */
+    const void *x;                                   /* in backward: dy */
+    void *y;                                         /* in backward: dx */
     int64_t *index;
     int64_t numel, in[2], out[2];                    /* sizes of x and of the windows */
 };
@@ -171,7 +171,8 @@ template <class T> static __global__ void max_pool_kernel(const __grid_constant_
     }
 }
 
-/* Finds windows [*first, *end) along dimension d that include all windows which can contain element `at`. */
+/* Sets [*first, *end) to a range of windows along dimension d. The range includes all windows that can contain element
+ * `at`. */
 DEV void windows_of(const pool_call &p, int d, int64_t at, int64_t *first, int64_t *end)
 {
     if (p.a.adaptive) {

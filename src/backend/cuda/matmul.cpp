@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The ops matmul, linear, mlp and their gradients, and lm_loss, which pass operands of any strides to gemm.cu as
- * matrices. If the strides allow it, dimensions are merged. Otherwise the operand is copied to contiguous workspace. */
+ * The ops matmul, linear, mlp, lm_loss and their gradients. They accept operands with any strides and pass them to
+ * gemm.cu as matrices. Dimensions are merged if the strides allow it. Otherwise the operand is first copied to
+ * contiguous workspace. */
 #include <string.h>
 #include "backend/cuda/cuda.h"
 #include "backend/dims.h"
@@ -26,7 +27,7 @@ static ps_cu_mat turned(const ps_cu_mat &m)
     return matrix(m.data, m.dtype, m.cols, m.rows, m.stride_col, m.stride_row);
 }
 
-/* Describes v [..., cols] as the matrix [rows, cols], and copies it first if its strides require that. */
+/* Describes v [..., cols] as the matrix [rows, cols]. If the strides of v do not allow this, v is copied first. */
 static int rows_matrix(ps_call *call, const ps_view *given, ps_cu_mat *out)
 {
     ps_view v = *given;
@@ -41,13 +42,13 @@ static int rows_matrix(ps_call *call, const ps_view *given, ps_cu_mat *out)
 }
 
 /* -- linear -------------------------------------------------------------------------------------------------------- */
-/* Describes the product y = x w, without bias or residual. With out_in, w is [O, I]. */
+/* Describes the product y = x w, without bias and residual. If out_in is set, w is [O, I]. */
 static int product_of(ps_call *call, const ps_view *x, const ps_view *w, bool out_in, const ps_view *y, ps_cu_gemm *g)
 {
     int64_t O = ps_cu_last(y);
     memset(g, 0, sizeof *g);
     g->batch = 1;
-    if (x->numel == 0) {                             /* the sums have no terms, so strides do not matter */
+    if (x->numel == 0) {                             /* the sums have no terms, so the strides do not matter */
         g->a = matrix(x->data, x->dtype, y->numel / O, 0, 1, 1);
         g->b = matrix(w->data, w->dtype, 0, O, 1, 1);
     } else {
@@ -93,8 +94,8 @@ static int linear(ps_call *call)
     return ps_cuda_gemm(call, &g);
 }
 
-/* -- products with more in the same pass, where cuBLASLt has that -------------------------------------------------- */
-/* Runs another op's kernel as part of this op. */
+/* -- products that compute more in the same pass, if cuBLASLt supports it ------------------------------------------ */
+/* Runs the kernel of another op as part of this op. */
 static int run_part(ps_call *call, int op, const void *attrs, int n_in, const ps_view *in, ps_view *out)
 {
     ps_call part = *call;
@@ -102,7 +103,7 @@ static int run_part(ps_call *call, int op, const void *attrs, int n_in, const ps
     return ps_cuda_kernel(op)(&part);
 }
 
-/* Computes db = (or +=) the sum of d's rows. */
+/* Sets db to the sum of d's rows. With `add`, adds the sum to db. */
 static int sum_rows(ps_call *call, const ps_view *d, ps_view *db, bool add)
 {
     ps_view rows = *d;
@@ -113,7 +114,8 @@ static int sum_rows(ps_call *call, const ps_view *d, ps_view *db, bool add)
     return run_part(call, PS_OP_sum, &attrs, 1, &rows, db);
 }
 
-/* Returns whether a product can write the vector db directly: nothing is added to it, and it has the result's type. */
+/* Returns whether a product can write the vector db directly. This is so if nothing is added to db, and if db has the
+ * result's type. */
 static bool may_write(const ps_view *db, bool add, const ps_view *result) { return !add && db->dtype == result->dtype; }
 
 static int linear_grad(ps_call *call)
@@ -123,7 +125,7 @@ static int linear_grad(ps_call *call)
     ps_view *db = &call->out[1];
     bool done = false;
     if (db->numel == 0) return 0;
-    if (x->numel == 0) {                             /* no rows, or no weights */
+    if (x->numel == 0) {                             /* x has no rows or no columns */
         if (dw->numel > 0 && !a->accumulate)
             PS_TRY(ps_cuda_clear(dw->data, (size_t)(dw->numel * ps_dtype_bytes(dw->dtype))));
     } else {
@@ -145,7 +147,7 @@ static int linear_grad(ps_call *call)
     return a->add_b ? 0 : ps_cuda_clear(db->data, (size_t)(db->numel * ps_dtype_bytes(db->dtype)));
 }
 
-/* Allocates workspace for a tensor like v, but with a last dimension of size `last`. */
+/* Allocates workspace for a tensor that has the shape of v except for the last dimension, whose size is `last`. */
 static int room_like(ps_call *call, const ps_view *v, int64_t last, ps_view *out)
 {
     *out = *v;
@@ -177,7 +179,7 @@ static int mlp(ps_call *call)
     }
     if (h.numel > 0 && !done) {
         ps_attrs_gelu gelu = { 1 };
-        ps_view *before = ps_has(&pre) ? &pre : &h;          /* computed in place, if no output keeps it */
+        ps_view *before = ps_has(&pre) ? &pre : &h;          /* computed in place if no output stores it */
         g.dst.data = before->data;
         PS_TRY(ps_cuda_gemm(call, &g));
         PS_TRY(run_part(call, PS_OP_gelu, &gelu, 1, before, &h));
@@ -189,7 +191,7 @@ static int mlp(ps_call *call)
     return ps_cuda_gemm(call, &g);
 }
 
-/* Returns whether ps_cuda_gelu_slope_sums supports d and pre. */
+/* Returns whether ps_cuda_gelu_slope_sums supports the operands d and pre. */
 static bool sums_beside_slope(const ps_view *pre, const ps_view *d)
 {
     int64_t cols = ps_cu_last(d), each = ps_dtype_bytes(d->dtype), stride;
@@ -198,8 +200,8 @@ static bool sums_beside_slope(const ps_view *pre, const ps_view *d)
            d->numel > 32 * cols && ((uintptr_t)d->data | (uintptr_t)pre->data) % 16 == 0;
 }
 
-/* Computes the product and GELU's gradient in two passes. cuBLASLt's epilogue for both (DGELU) takes more than twice
- * as long on an H200, and its tanh is off by 2e-5 in fp32. */
+/* Computes the product and the gradient of GELU in two passes. cuBLASLt has an epilogue that does both (DGELU). On an
+ * H200, that epilogue takes more than twice as long, and its tanh is off by 2e-5 in fp32. */
 static int linear_gelu_backward(ps_call *call)
 {
     const ps_attrs_linear_gelu_backward *a = (const ps_attrs_linear_gelu_backward *)call->attrs;
@@ -236,7 +238,7 @@ static int operand(ps_call *call, ps_view *v, ps_cu_mat *out)
     return 0;
 }
 
-/* If all batches share one b, makes one tall product of all rows. */
+/* If all batches share one b, replaces the batch of products by one product of all rows. */
 static bool merge_rows(ps_cu_gemm *g, const batch_dims *bd)
 {
     if (bd->ndim != 1 || bd->step[1][0] != 0 || g->a.stride_col != 1) return false;
@@ -247,7 +249,7 @@ static bool merge_rows(ps_cu_gemm *g, const batch_dims *bd)
     return true;
 }
 
-/* y is contiguous, because dispatch allocated it */
+/* y is contiguous, because dispatch allocated it. */
 static int matmul(ps_call *call)
 {
     ps_view va = call->in[0], vb = call->in[1];
@@ -268,8 +270,8 @@ static int matmul(ps_call *call)
     batch_dims bd = batch_of(all);
     if (va.numel == 0) memset(bd.step[0], 0, sizeof bd.step[0]), memset(bd.step[1], 0, sizeof bd.step[1]);
     else if (merge_rows(&g, &bd)) bd.ndim = 0;
-    int in = bd.ndim - 1;                                    /* the library iterates over the innermost batch
-                                                              * dimension */
+    int in = bd.ndim - 1;                                    /* the library iterates over the innermost dimension of
+                                                              * the batch */
     int64_t loops = 1;
     if (bd.ndim > 0) {
         g.batch = bd.n[in];
@@ -292,19 +294,20 @@ static int matmul(ps_call *call)
 }
 
 /* -- lm_loss ------------------------------------------------------------------------------------------------------- */
-/* One lm_loss: logits = x w^T + bias, the cross entropy, dx, dw and db. It runs in panels of rows, so that only one
- * panel of logits exists at a time. Logits are fp32. Their gradient has the type of x and its own memory. dw is
- * summed over panels in fp32 and rounded once. db is rounded once per panel.
+/* One call of lm_loss. It computes logits = x w^T + bias, the cross entropy, dx, dw and db. It processes panels of
+ * rows, so that only one panel of logits exists at a time. Logits are fp32. Their gradient has the type of x and its
+ * own memory. dw is summed over all panels in fp32 and rounded once. db is rounded once per panel.
  *
- * Products are fast if rows begin at multiples of 16 bytes and are multiples of 16 bytes long. So rows of logits begin
- * at multiples of 64 elements. A vocabulary that is not a multiple of 16 bytes (GPT-2's 50,257) is padded with words
- * of zeros in a copy of w, whose logits are ignored and have no gradient. */
+ * Products are fast if each row begins at a multiple of 16 bytes and its length is a multiple of 16 bytes. So each row
+ * of logits begins at a multiple of 64 elements. A row of logits whose length in bytes is not a multiple of 16 is
+ * padded (for example for GPT-2's vocabulary of 50,257). For that, w is copied and gets rows of zeros at its end. The
+ * logits of these rows are ignored and have no gradient. */
 struct lm_problem {
     int64_t N, V, C;                                         /* x [N, C], w [V, C] */
     ps_cu_lm size;
     int dtype;
     bool want_dx, want_dw, want_db;
-    void *logits, *grad, *loss, *w, *dw;                     /* w, dw [wide, C]; dw: memory for its sum */
+    void *logits, *grad, *loss, *w, *dw;                     /* w and dw are [wide, C]; dw is memory for its sum */
     void *bias;                                              /* [wide], or NULL */
     long long *count;
     unsigned long long *hits;                                /* or NULL */
@@ -325,7 +328,7 @@ static int lm_room(ps_call *call, lm_problem *p)
     return p->want_dw && !p->dw && s->dw_nbytes > 0 ? PS_ENOMEM : 0;
 }
 
-/* Sets *to to rows [V, C], or to a copy that is padded with zeros to `wide` rows. */
+/* Sets *to to the data of rows [V, C], or to a copy that is padded with zeros to `wide` rows. */
 static int fill_up(ps_call *call, const lm_problem *p, const ps_view *rows, int64_t C, void **to)
 {
     int64_t nbytes = p->V * C * ps_dtype_bytes(p->dtype), all = p->size.wide * C * ps_dtype_bytes(p->dtype);
@@ -337,7 +340,7 @@ static int fill_up(ps_call *call, const lm_problem *p, const ps_view *rows, int6
     return ps_cuda_clear((char *)*to + nbytes, (size_t)(all - nbytes));
 }
 
-/* Sets db to the sum of a panel's rows of dlogits, or adds the sum to db. */
+/* Sets db to the sum of a panel's rows of dlogits. With `add`, adds the sum to db. */
 static int add_db(ps_call *call, const lm_problem *p, int64_t rows, bool add)
 {
     ps_view d;

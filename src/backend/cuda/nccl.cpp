@@ -1,20 +1,23 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The wire of device cuda: moves bytes between the GPUs of several processes, over NCCL. The library is loaded when
+ * The wire of device cuda. It moves bytes between the GPUs of several processes, over NCCL. The library is loaded when
  * a group first uses memory of the device, so a machine without NCCL can still use its device.
  *
- * Only NCCL's sends and receives are used, one group per exchange, because NCCL's reductions add up in another order
- * and round every partial sum to the type that is sent. Communicators are non-blocking: each call returns at once
- * and is polled until it ends, so a peer that has died blocks no rank.
+ * The wire uses only NCCL's sends and receives, one group of them per exchange. NCCL's reductions are not used because
+ * they add in another order and round every partial sum to the type that is sent. Communicators are non-blocking: each
+ * call returns at once and is polled until it ends. A peer that has died therefore blocks no rank.
  *
- * Streams. `moving` has the exchanges, and `adding` has the sums and copies, which can thus overlap the next
- * exchange. Events order them: a sum runs after the exchange that it follows, and an exchange runs after the earlier
- * sums. Both streams begin after the work that `compute` had when the mark named by `after` was made. `compute`
- * waits for the end of a wire's work by an event (event_follow). All functions except `mark`, event_now and
- * event_follow can be called from threads other than the backend's thread; the device's index is the only field of
- * ps_cu that they use. An exchange that another rank never joins blocks `compute` until the communicator is aborted.
- * Results computed after that are invalid, and reads of memory report it (lost).
+ * Streams: exchanges run on the stream `moving`. Sums and copies run on the stream `adding`, so that they can overlap
+ * the next exchange. Events order the two streams: a sum runs after the exchange that it follows, and an exchange runs
+ * after the earlier sums. The argument `after` names a mark. Both streams wait for the work that `compute` had when
+ * that mark was made. `compute` waits for the end of a wire's work by an event (event_follow).
  *
- * The end. NCCL's threads serve peers on the same machine until those peers end, too, so both ways of ending a
+ * Threads: `mark`, event_now and event_follow must be called by the backend's thread. Any thread can call the other
+ * functions. They use only one field of ps_cu, the device's index.
+ *
+ * If another rank never joins an exchange, the exchange blocks `compute` until the communicator is aborted. Results
+ * that are computed after the abort are invalid, and reads of memory report this (lost).
+ *
+ * Ending: NCCL's threads serve the peers on the same machine until those peers end, too. So both ways of ending a
  * communicator may wait for other ranks. They run on a separate thread, which is abandoned after a few seconds. A
  * connection without errors is finalized first, because its last bytes may not have reached the network yet. */
 #include <atomic>
@@ -31,7 +34,7 @@
 
 static_assert(PS_WIRE_ID_NBYTES == sizeof(ncclUniqueId), "the number that ranks share is NCCL's");
 
-enum { VERSION_NEEDED = 21400 };               /* non-blocking communicators exist since 2.14 */
+enum { VERSION_NEEDED = 21400 };               /* NCCL has non-blocking communicators since 2.14 */
 
 static struct {
     void *lib;
@@ -58,14 +61,14 @@ enum { NOTHING = -1, CONNECTION = PS_WIRE_LANES };
 
 struct ps_wire {
     ncclComm_t comm;                           /* NULL in a world of one rank without NCCL, and after an abort */
-    int rank, size, number;                    /* number: device index, kept because a wire can be closed after the
-                                                * device */
+    /* number: the device's index, stored here because a wire can be closed after the device */
+    int rank, size, number;
     cudaStream_t moving, adding;
-    cudaEvent_t marks[PS_WIRE_MARKS];          /* events on `compute`, reused cyclically */
+    cudaEvent_t marks[PS_WIRE_MARKS];          /* events on `compute`, reused in turn */
     int next_mark;
-    cudaEvent_t ended[PS_WIRE_LANES + 1];      /* one per lane, and one for PS_WIRE_LOCAL */
-    int starting;                              /* lane whose exchange NCCL has not queued yet, or a value of the enum
-                                                * above */
+    cudaEvent_t ended[PS_WIRE_LANES + 1];      /* one event per lane, and one for PS_WIRE_LOCAL */
+    /* the lane whose exchange NCCL has not queued yet, or a value of the enum above */
+    int starting;
 };
 
 static int check(cudaError_t e, const char *what)
@@ -76,8 +79,8 @@ static int check(cudaError_t e, const char *what)
 }
 #define TRY_CUDA(call) PS_TRY(check((call), #call))
 
-/* Reports an error of NCCL. Its second text, if there is one, has more details. If the device failed, this is
- * reported as the cause of failed connections. */
+/* Reports an error of NCCL. NCCL can have a second text with more details, which is included. If the device has failed,
+ * the report names this failure as the cause of failed connections. */
 static int nccl_failed(const ps_wire *w, ncclResult_t r, const char *what)
 {
     cudaError_t e = w && w->ended[0] ? cudaEventQuery(w->ended[0]) : cudaSuccess;
@@ -125,7 +128,7 @@ static int load(ps_backend *be)
     return PS_EUNSUP;
 }
 
-/* Writes the device's name for other ranks: the host name and the PCI address. */
+/* Writes a name of the device that other ranks can compare: the host name and the PCI address. */
 static int device_name(ps_backend *be, char *name)
 {
     char host[64] = "", bus[24] = "";
@@ -146,12 +149,12 @@ static int new_id(ps_backend *be, char *id)
 }
 
 /* -- opening and closing ------------------------------------------------------------------------------------------- */
-/* Ends a communicator on a separate thread, and waits for the thread for at most `seconds`. */
+/* Ends a communicator on a separate thread. Waits for that thread for at most `seconds`. */
 static void end_comm(ncclComm_t comm, bool sound, double seconds)
 {
     typedef std::chrono::steady_clock clock;
     const auto until = clock::now() + std::chrono::milliseconds((int64_t)(seconds * 1e3));
-    std::atomic<int> *told = new (std::nothrow) std::atomic<int>(0);     /* deleted by the last of the two threads
+    std::atomic<int> *told = new (std::nothrow) std::atomic<int>(0);     /* deleted by the later of the two threads
                                                                           * that use it */
     if (!told) return;
     auto work = [comm, sound, until, told] {
@@ -166,7 +169,7 @@ static void end_comm(ncclComm_t comm, bool sound, double seconds)
     };
     try {
         std::thread(work).detach();
-    } catch (const std::system_error &) {      /* no thread could be started: the communicator is not ended */
+    } catch (const std::system_error &) {      /* no thread could be started, so the communicator is not ended */
         delete told;
         return;
     }
@@ -187,8 +190,8 @@ static void let_go(ps_wire *w, bool sound)
 static void lose(ps_backend *be, int code, const char *why) { ps_cuda_lose(code, why); }
 static int lost(ps_backend *be, bool told) { return ps_cuda_lost(told); }
 
-/* Waits for sums and copies, which use the callers' memory. Even after an error they run after the exchanges before
- * them have ended. */
+/* Waits for sums and copies, because they use the callers' memory. Even after an error, they run only after the
+ * exchanges before them have ended. */
 static void wait_for_local(const ps_wire *w, double seconds)
 {
     typedef std::chrono::steady_clock clock;
@@ -290,12 +293,13 @@ static int after(ps_wire *w, int i)
     return 0;
 }
 
-/* Ends a group of calls, even after a failure, and reports the first failure. */
+/* Ends a group of calls and reports the first failure. The group is ended even after a failure. */
 static int end_group(ps_wire *w, ncclResult_t sent, int lane, const char *what)
 {
     ncclResult_t ended = nccl.group_end(), r = went(sent) ? ended : sent, state = ncclSuccess;
-    if (!went(r) && nccl.state(w->comm, &state) == ncclSuccess && !went(state)) r = state;   /* the error of an
-                                                                                              * earlier exchange */
+    if (!went(r) && nccl.state(w->comm, &state) == ncclSuccess && !went(state)) r = state;   /* r becomes the error
+                                                                                              * of an earlier
+                                                                                              * exchange */
     if (!went(r)) return nccl_failed(w, r, what);
     w->starting = lane;
     return 0;
@@ -307,12 +311,13 @@ static int begin(ps_wire *w, int lane, const ps_comm_part *send, const ps_comm_p
     for (int r = 0; r < w->size; r++)
         if (r != w->rank && (send[r].nbytes || recv[r].nbytes)) none = false;
     cudaSetDevice(w->number);
-    TRY_CUDA(cudaStreamWaitEvent(w->moving, w->ended[PS_WIRE_LOCAL], 0));      /* `adding` is last in order, so this
-                                                                                * waits for everything */
+    TRY_CUDA(cudaStreamWaitEvent(w->moving, w->ended[PS_WIRE_LOCAL], 0));      /* `adding` is the last stream in the
+                                                                                * order, so this event comes after
+                                                                                * everything else */
     if (none || !w->comm) return check(cudaEventRecord(w->ended[lane], w->moving), "an exchange of nothing");
     ncclResult_t r = nccl.group_start();
     if (r != ncclSuccess) return nccl_failed(w, r, "an exchange");
-    for (int i = 1; went(r) && i < w->size; i++) {       /* begins with the next rank, to spread the load */
+    for (int i = 1; went(r) && i < w->size; i++) {       /* starts with the next rank, to distribute the load */
         int to = (w->rank + i) % w->size, from = (w->rank - i + w->size) % w->size;
         if (recv[from].nbytes)
             r = nccl.recv(recv[from].address, (size_t)recv[from].nbytes, ncclUint8, from, w->comm, w->moving);
@@ -359,7 +364,7 @@ static int ended(ps_wire *w, int lane)
 /* -- moments ------------------------------------------------------------------------------------------------------- */
 struct ps_wire_event {
     cudaEvent_t at;
-    int number; /* device index, kept because an event can be freed after the device closed */
+    int number; /* the device's index, stored here because an event can be freed after the device is closed */
 };
 
 static int event_new(ps_backend *be, ps_wire_event **out)
@@ -400,8 +405,9 @@ static int event_before(ps_wire *w, ps_wire_event *e)
 static int event_end(ps_wire *w, ps_wire_event *e)
 {
     cudaSetDevice(w->number);
-    TRY_CUDA(cudaStreamWaitEvent(w->moving, w->ended[PS_WIRE_LOCAL], 0));      /* `adding` is last in order, so this
-                                                                                * waits for everything */
+    TRY_CUDA(cudaStreamWaitEvent(w->moving, w->ended[PS_WIRE_LOCAL], 0));      /* `adding` is the last stream in the
+                                                                                * order, so this event comes after
+                                                                                * everything else */
     return check(cudaEventRecord(e->at, w->moving), "the end of what was begun");
 }
 

@@ -6,7 +6,7 @@
 
 enum { PS_CUDA_MOST_RANKS = 256 };
 
-/* Queues to[i] = sum of at[r][i] over r < n, for i < numel. `to` can be one of at[r]. */
+/* Queues a sum over ranks: to[i] = the sum of at[r][i] over r < n, for i < numel. `to` can be one of the at[r]. */
 int ps_cuda_add_up(cudaStream_t stream, int dtype, int n, char *const *at, int64_t numel, void *to);
 extern const ps_wire_table ps_cuda_nccl;
 #endif
