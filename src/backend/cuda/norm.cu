@@ -1,22 +1,22 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Layer norm and RMS norm over the last dimension C, in fp32 (fp64 for fp64). The gradients of w and b are summed
- * over rows in parts whose number depends only on the shape, and then over the parts in a fixed order. `dx` can
- * share the memory of `add` or dy, because a thread reads its elements of `add` and dy before it writes the same
- * elements of dx.
+ * Layer norm and RMS norm over the last dimension C, in fp32 (fp64 for fp64 operands). The gradients of w and b are
+ * sums over rows. Rows are first summed in parts whose number depends only on the shape. The parts are then added in a
+ * fixed order. `dx` can share the memory of `add` or dy, because a thread reads its elements of `add` and dy before it
+ * writes the same elements of dx.
  *
- * If rows are aligned and w and b have the rows' type, a thread has 16 bytes of columns (a "slice"), and a block
- * processes up to four rows at a time. All inputs are read once and then kept in registers, and the sums for w and b
- * are computed in the same pass as dx. Otherwise a block computes one row and reads it several times. */
+ * If rows are aligned, and w and b have the rows' type, a thread computes 16 bytes of columns (a "slice"). A block
+ * processes up to four rows at a time. Inputs are read once and kept in registers. The sums for w and b are computed in
+ * the same pass as dx. Otherwise a block computes one row and reads it several times. */
 #include "backend/cuda/device.h"
 
-/* Sums each of v[n] over a block of full warps. All threads get the results. */
+/* Sums each element of v[n] over a block of full warps. All threads get the sums. */
 template <int N, class A> DEV void block_sums(A *v)
 {
     __shared__ A part[32][N];
     int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = (int)blockDim.x >> 5;
 #pragma unroll
     for (int n = 0; n < N; n++) v[n] = warp_all<op_add>(v[n]);
-    __syncthreads();                                 /* threads may still read the previous call's `part` */
+    __syncthreads();                                 /* other threads may still read `part` of the previous call */
     if (lane == 0) {
 #pragma unroll
         for (int n = 0; n < N; n++) part[warp][n] = v[n];
@@ -42,11 +42,11 @@ template <class A> DEV A weight(const weights &w, int64_t c, A otherwise)
     return w.p ? access<A>::load(w.p, w.dtype, c) : otherwise;
 }
 
-/* Kernels of slices are compiled for at most FEW or MANY threads, and process FEW_ROWS or MANY_ROWS rows at a time,
- * as many as registers allow. */
+/* Kernels of slices are compiled for blocks of at most FEW or at most MANY threads. They process FEW_ROWS or MANY_ROWS
+ * rows at a time, which is as many as the registers allow. */
 enum { FEW = 256, FEW_ROWS = 4, MANY = 512, MANY_ROWS = 2 };
-/* Returns whether kernels of slices support rows of C elements: whole packs, at most one for each thread of a block.
- * fits returns whether a vector is aligned and has the rows' type. */
+/* has_slices returns whether kernels of slices support rows of C elements. They do if a row consists of whole packs, at
+ * most one for each thread of a block. fits returns whether a vector is aligned and has the rows' type. */
 template <class T> static bool has_slices(int64_t C) { return C % pack<T>::n == 0 && C / pack<T>::n <= MANY; }
 template <class T> static bool fits(const weights &w)
 {
@@ -113,7 +113,7 @@ norm_slices_kernel(T *y, const T *x, const T *w, const T *b, void *mean_out, voi
     }
 }
 
-/* With RMS, the mean is 0 and is not written. */
+/* The kernel for rows of any alignment. With RMS, the mean is 0 and is not written. */
 template <class T, bool RMS>
 KERNEL_UP_TO(1024, 1) norm_kernel(T *y, const T *x, weights w, weights b, void *mean_out, void *rstd_out, int64_t rows,
                                    int64_t C, double eps)
@@ -172,8 +172,8 @@ static int rms_norm(ps_call *call)
 }
 
 /* -- backward ------------------------------------------------------------------------------------------------------ */
-/* With n = (x - mean) * rstd and g = dy * w: dx = rstd * (g - mean(g) - n * mean(g * n)) + add. RMS norm has no
- * mean(g). */
+/* With n = (x - mean) * rstd and g = dy * w: dx = rstd * (g - mean(g) - n * mean(g * n)) + add. For RMS norm, the term
+ * mean(g) is omitted. */
 template <class T, bool RMS>
 KERNEL_UP_TO(1024, 1) dx_kernel(T *dx, const T *dy, const T *x, weights w, const void *mean_in, const void *rstd_in,
                                  const T *add, int64_t rows, int64_t C)
@@ -196,7 +196,8 @@ KERNEL_UP_TO(1024, 1) dx_kernel(T *dx, const T *dy, const T *x, weights w, const
     }
 }
 
-/* Writes parts [2][P][C]: the sums of dy * n and of dy over each part's rows. A block has 32 columns by 8 rows. */
+/* Writes parts [2][P][C]: for each part of the rows, the sums of dy * n and the sums of dy. A block has 32 columns and
+ * 8 rows of threads. */
 template <class T, bool RMS>
 static __global__ void dw_kernel(void *parts, const T *dy, const T *x, const void *mean_in, const void *rstd_in,
                                  int64_t rows, int64_t C)
@@ -216,13 +217,13 @@ static __global__ void dw_kernel(void *parts, const T *dy, const T *x, const voi
     shared[1][line][column] = db;
     __syncthreads();
     if (line > 1 || c >= C) return;
-    A sum = 0;                                       /* line 0 sums dw, and line 1 sums db */
+    A sum = 0;                                       /* line 0 sums the parts for dw, and line 1 those for db */
     for (int k = 0; k < 8; k++) sum += shared[line][k][column];
     ((A *)parts)[(line * P + blockIdx.y) * C + c] = sum;
 }
 
-/* Computes dx and, like dw_kernel, parts. dx, add and parts can be NULL. Block p processes rows p step .. (p + 1)
- * step - 1. */
+/* Computes dx and parts. `parts` has the same contents as in dw_kernel. dx, add and parts can be NULL. Block p
+ * processes the rows p step .. (p + 1) step - 1. */
 template <class T, bool RMS, int MOST, int ROWS>
 KERNEL_UP_TO(MOST, 512 / MOST) slices_backward_kernel(T *dx, const T *dy, const T *x, const T *w, const void *mean_in,
                                              const void *rstd_in, const T *add, void *parts, int64_t rows, int64_t C)
@@ -253,7 +254,7 @@ KERNEL_UP_TO(MOST, 512 / MOST) slices_backward_kernel(T *dx, const T *dy, const 
         for (int r = 0; r < ROWS; r++) {
             sums[r] = sums[ROWS + r] = 0;
 #pragma unroll
-            for (int k = 0; k < W; k++) {            /* missing elements have dy = 0 */
+            for (int k = 0; k < W; k++) {            /* missing elements have dy = 0, so they add 0 */
                 A n = (lane<T>(v[r], k) - mean[r]) * rstd[r], g = lane<T>(d[r], k);
                 dw[k] += g * n;
                 db[k] += g;
@@ -294,8 +295,8 @@ KERNEL_UP_TO(MOST, 512 / MOST) slices_backward_kernel(T *dx, const T *dy, const 
     }
 }
 
-/* Sums parts [2, P, C]: to dw if blockIdx.y is 0, to db if it is 1. A block has 32 columns; line l sums parts l, l +
- * LINES, ... */
+/* Sums the parts [2, P, C]. A block writes the sums to dw if blockIdx.y is 0, and to db if it is 1. A block has 32
+ * columns. Line l of its threads sums the parts l, l + LINES, l + 2 LINES, ... */
 enum { LINES = 32 };
 template <class A>
 KERNEL_UP_TO(32 * LINES, 1) dw_total_kernel(void *dw, int dw_type, void *db, int db_type, const A *parts, int64_t P,
@@ -311,7 +312,7 @@ KERNEL_UP_TO(32 * LINES, 1) dw_total_kernel(void *dw, int dw_type, void *db, int
         if (c < C) sum += from[p * C];
     shared[line][column] = sum;
     __syncthreads();
-    sum = warp_all<op_add>(shared[column][line]);    /* sums column `line`: one warp now has all lines of this column */
+    sum = warp_all<op_add>(shared[column][line]);    /* this warp sums column `line`: each lane has one line's sum */
     c = (int64_t)blockIdx.x * 32 + line;
     if (column != 0 || c >= C) return;
     if (blockIdx.y == 0 && dw) access<A>::store(dw, dw_type, c, sum);

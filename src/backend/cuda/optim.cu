@@ -1,9 +1,10 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Optimizers over lists of tensors in one launch, sums of squares, and gradients that are stored together with their
- * sums of squares. ref/optim.c has the formulas and their sources. The update of an element depends only on that
- * element. It uses explicit fused multiply-adds, IEEE division and square root, and constants that are computed once
- * on the host, so its bits are those of the cpu backend. An element is read before it is written, so operands can
- * share memory (master or grad with param). */
+ * Optimizers that update lists of tensors in one launch. This file also sums squares, and stores gradients together
+ * with their sums of squares. ref/optim.c has the formulas and their sources.
+ *
+ * The update of an element depends only on that element. The result is bit-identical to that of the cpu backend,
+ * because the kernels use explicit fused multiply-adds, IEEE division and square root, and constants that the host
+ * computes once. An element is read before it is written, so operands can share memory (master or grad with param). */
 #include "backend/cuda/optim.h"
 
 /* -- Adam ---------------------------------------------------------------------------------------------------------- */
@@ -13,14 +14,14 @@ DEV void adam_step(const adam_constants &h, float g, float *p, float *m, float *
 {
     g = __fmul_rn(g, h.scale);
     if (h.has_l2) g = __fmaf_rn(h.l2, *p, g);
-    *p = __fmul_rn(*p, h.keep);                      /* without decoupled decay, keep is exactly 1 */
+    *p = __fmul_rn(*p, h.keep);                      /* without decoupled weight decay, keep is exactly 1 */
     *m = __fmaf_rn(h.b1, *m, __fmul_rn(h.omb1, g));
     *v = __fmaf_rn(h.b2, *v, __fmul_rn(__fmul_rn(h.omb2, g), g));
     float denominator = __fmaf_rn(__fsqrt_rn(*v), h.inv, h.eps);
     *p = __fmaf_rn(-h.step, __fdiv_rn(*m, denominator), *p);
 }
 
-/* Like adam_step, for one element with an fp64 master. */
+/* Like adam_step, for one element whose master is fp64. */
 DEV void adam_double(const ps_attrs_adam_ &a, const item &it, int64_t i)
 {
     double c1 = 1 - a.beta1, c2 = 1 - a.beta2, wd = a.weight_decay;
@@ -40,7 +41,7 @@ DEV void adam_double(const ps_attrs_adam_ &a, const item &it, int64_t i)
     store_d(it.param, it.param_type, i, p);
 }
 
-/* For gradients of type G and masters of masters<P>, if all operands are aligned. */
+/* Adam for gradients of type G and masters of masters<P>. All operands must be aligned. */
 template <class G, class P> KERNEL_UP_TO(THREADS) adam_kernel(adam_constants h, const __grid_constant__ work w)
 {
     typedef typename four<G>::raw raw_g;
@@ -70,7 +71,7 @@ template <class G, class P> KERNEL_UP_TO(THREADS) adam_kernel(adam_constants h, 
     }
 }
 
-/* For any types and alignments. */
+/* Adam for any types and alignments. */
 static __global__ void adam_any_kernel(adam_constants h, ps_attrs_adam_ a, const __grid_constant__ work w)
 {
     for (int64_t unit = blockIdx.x; unit < w.units; unit += gridDim.x) {
@@ -160,7 +161,8 @@ static int sgd_(ps_call *call)
 }
 
 /* -- sums of squares, and gradients as they are stored ------------------------------------------------------------- */
-/* Sums the squares of src [numel] as stored, unit by unit, and copies src to dst unless dst is NULL. */
+/* Sums the squares of src [numel]. If dst is not NULL, src is also copied to dst, and the squares are those of the
+ * stored values. Each block sums one unit at a time. */
 struct squares_item { const void *src; void *dst; int64_t numel, first_unit; int src_type, dst_type; };
 struct squares_work {
     int n;
@@ -168,11 +170,11 @@ struct squares_work {
     squares_item it[PS_MAX_IN];
 };
 
-enum { SQUARES_UNIT = PS_CU_SQUARES_UNIT, SQUARES = SQUARES_UNIT / THREADS };       /* elements per block and per
-                                                                                     * thread */
+enum { SQUARES_UNIT = PS_CU_SQUARES_UNIT, SQUARES = SQUARES_UNIT / THREADS };       /* elements per block and
+                                                                                     * elements per thread */
 
-/* Returns the sum of squares of this thread's elements: groups of four from `first` on, one block's width apart. The
- * order of additions does not depend on the alignment. */
+/* Returns the sum of squares of this thread's elements. They are groups of four elements, starting at `first`. The
+ * distance between two groups is one block's width. The order of additions does not depend on the alignment. */
 template <class T> DEV double squares_of(const squares_item &it, int64_t first)
 {
     typedef typename four<T>::raw raw;
@@ -233,7 +235,7 @@ KERNEL_UP_TO(THREADS) squares_kernel(double *parts, const __grid_constant__ squa
     }
 }
 
-/* One block per tensor. */
+/* Adds up the parts of one tensor per block. */
 static __global__ void squares_total_kernel(double *out, const double *parts, const __grid_constant__ squares_work w)
 {
     int64_t first = w.it[blockIdx.x].first_unit;

@@ -1,17 +1,17 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Lists of tensors in one launch, masters, and arithmetic that the compiler cannot fuse, so that updates have the
- * bits of the cpu backend. Shared by optim.cu, update.cu and whole.cu. */
+ * Code that optim.cu, update.cu and whole.cu share: lists of tensors for one launch, masters, and arithmetic. The
+ * compiler cannot fuse this arithmetic, so updates are bit-identical to those of the cpu backend. */
 #ifndef PS_CUDA_OPTIM_H
 #define PS_CUDA_OPTIM_H
 #include "backend/cuda/device.h"
 
 enum { UNIT = 4 * THREADS, MOST_STATES = 4, MOST_ITEMS = PS_MAX_IN / 3 };
 
-/* One tensor of a list. The pointer of an absent state is NULL. */
+/* One tensor of a list. The pointers of absent states are NULL. */
 struct item {
     void *param, *master, *grad, *state[MOST_STATES];
     int64_t numel, first_unit;
-    int param_type, grad_type, master_type;          /* master_type is PS_U8 for remainders */
+    int param_type, grad_type, master_type;          /* master_type is PS_U8 if the master is stored as remainders */
     bool aligned;                                    /* whether all operands are aligned to 16 bytes */
 };
 struct work {
@@ -20,7 +20,8 @@ struct work {
     item it[MOST_ITEMS];
 };
 
-/* Collects the tensors of groups of `each` inputs: param, master, grad and states. `unit`: elements per unit. */
+/* Collects the tensors of a call. The inputs are groups of `each` tensors: param, master, grad and states. `unit` is
+ * the number of elements per unit. */
 static inline work collect(const ps_call *call, int each, int64_t unit)
 {
     work w;
@@ -73,7 +74,7 @@ template <> struct exact<double> {
 /* -- masters: fp32, fp64, or the lower halves of fp32 values whose upper halves are the bf16 parameter (half.h) ---- */
 DEV float remainder_join(uint16_t w, uint16_t lo) { return __uint_as_float(ps_remainder_join(w, lo)); }
 DEV uint16_t remainder_split(float p, uint16_t *lo) { return ps_remainder_split(__float_as_uint(p), lo); }
-/* Reads a remainder. Remainders are uint8 tensors, so their address can be odd. */
+/* Reads a remainder. Remainders are stored in uint8 tensors, so the address can be odd. */
 DEV uint16_t low_at(const void *low, int64_t i)
 {
     const uint8_t *b = (const uint8_t *)low + 2 * i;
@@ -103,7 +104,8 @@ template <class A> DEV void master_put(const item &it, int64_t i, A p)
     access<A>::store(it.param, it.param_type, i, p);
 }
 
-/* Load and store four adjacent elements of aligned operands. The masters are fp32 with parameters P, or remainders. */
+/* Load and store four adjacent elements of aligned operands. masters<P> has fp32 masters and parameters of type P.
+ * masters<remainders> has masters that are stored as remainders. */
 struct remainders;
 template <class P> struct masters {
     DEV void get(const item &it, int64_t i, float *p)

@@ -1,13 +1,14 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Packed weights: the blocks of base/blocks.h, whose formulas are repeated operation by operation, so that each
- * number has ref's bits. Up to PS_PACKED_ROWS rows of x are multiplied with the blocks themselves, in fp32. For more
- * rows, panels of the matrix are unpacked to the type of x, and cuBLASLt multiplies them. */
+ * Products with packed weights, which are stored in the blocks of base/blocks.h. The formulas of base/blocks.h are
+ * repeated here operation by operation, so each number is bit-identical to that of ref. If x has at most PS_PACKED_ROWS
+ * rows, the blocks are multiplied directly, in fp32. If x has more rows, panels of the matrix are unpacked to the type
+ * of x, and cuBLASLt multiplies the panels. */
 #include "backend/cuda/device.h"
 #include "base/blocks.h"
 
 enum { RUN = 8 };                                    /* values that a thread unpacks at a time */
 
-/* Sizes of a block type, and the values of NF4, as a kernel's parameter. */
+/* The sizes of a block type, and the values of NF4. The struct is passed to kernels by value. */
 struct packed_type {
     int type, block, bytes;
     float nf4[16];
@@ -43,21 +44,21 @@ DEV uint32_t u32_at(const uint8_t *s)
 {
     return (uint32_t)s[0] | (uint32_t)s[1] << 8 | (uint32_t)s[2] << 16 | (uint32_t)s[3] << 24;
 }
-/* Returns entry i of a table of 16 signed bytes. */
+/* Returns entry i of a table of 16 signed bytes, which are packed in two words. */
 DEV int entry(uint64_t low, uint64_t high, int i) { return (int8_t)((i < 8 ? low : high) >> (i % 8 * 8)); }
 DEV int iq4_value(int i) { return entry(0xf6eaddcfbfad9881ull, 0x7159453526190d01ull, i); }
 DEV int mxfp4_twice(int i) { return entry(0x0c08060403020100ull, 0xf4f8fafcfdfeff00ull, i); }
 DEV float times(float a, int b) { return __fmul_rn(a, (float)b); }
 
-/* Reads the scale and minimum of part p of 8 in Q4_K and Q5_K (ps_blocks_scale). */
+/* Reads the scale and the minimum of part p of the 8 parts of a block in Q4_K and Q5_K (ps_blocks_scale). */
 DEV void part_scale(const uint8_t *s, int p, int *scale, int *min)
 {
     *scale = p < 4 ? s[p] & 63 : (s[4 + p] & 15) | (s[p - 4] >> 6) << 4;
     *min = p < 4 ? s[4 + p] & 63 : s[4 + p] >> 4 | (s[p] >> 6) << 4;
 }
 
-/* Unpacks blocks of 32. Number k < 16 is in the low half of byte k, number 16 + k in its high half. A run of 8
- * numbers begins at a multiple of 8, so it is in one half of 8 bytes. */
+/* Unpacks a run of 8 numbers from a block of 32. Number k < 16 is in the low half of byte k, and number 16 + k is in
+ * the high half of byte k. A run begins at a multiple of 8, so its numbers are in the same half of 8 bytes. */
 DEV void unpack_32(int type, const uint8_t *s, int k, float *v)
 {
     int shift = k < 16 ? 0 : 4, at = k % 16;
@@ -90,7 +91,7 @@ DEV void unpack_q8_0(const uint8_t *s, int k, float *v)
     for (int j = 0; j < RUN; j++) v[j] = times(d, (int8_t)s[2 + k + j]);
 }
 
-/* Unpacks codes of NF4 for a scale. Number 2 k is in the high half of byte k. */
+/* Unpacks a run of NF4 codes and multiplies them by the scale `most`. Number 2 k is in the high half of byte k. */
 DEV void unpack_nf4(const float *table, float most, const uint8_t *codes, int k, float *v)
 {
 #pragma unroll
@@ -102,7 +103,8 @@ DEV float double_scale(const uint8_t *s, const float *scales, int64_t number)
     return __fadd_rn(__fmul_rn(scales[1 + s[0]], scales[PS_SCALES_HEAD + number / PS_SCALES_GROUP]), scales[0]);
 }
 
-/* Blocks of 256, as base/blocks.c describes them. All numbers of a run have the same scale. */
+/* Unpack a run of a block of 256 numbers. base/blocks.c describes these blocks. All numbers of a run have the same
+ * scale. */
 DEV void unpack_q2_k(const uint8_t *s, int n, float *v)
 {
     float d = half_at(s + 80), m = half_at(s + 82);
@@ -157,16 +159,17 @@ DEV void unpack_iq4_xs(const uint8_t *s, int n, float *v)
     for (int j = 0; j < RUN; j++) v[j] = times(by, iq4_value(s[8 + 16 * p + k % 16 + j] >> (k < 16 ? 0 : 4) & 15));
 }
 
-/* A part of a packed matrix: `rows` rows, row_nbytes apart, with per_row runs in each. */
+/* A part of a packed matrix. It has `rows` rows with a stride of row_nbytes bytes. Each row has per_row runs. */
 struct packed_part {
     packed_type t;
     const uint8_t *w;
     int64_t rows, row_nbytes, per_row;
-    const float *scales;                             /* scales of a weight in NF4_DOUBLE, else NULL */
-    int64_t first, row_blocks;                       /* number of the block at w in the weight, and blocks per row */
+    const float *scales;                             /* scales of a weight in NF4_DOUBLE; otherwise NULL */
+    int64_t first, row_blocks;                       /* first: number of the block at w, counted in the weight.
+                                                      * row_blocks: blocks per row */
 };
 
-/* Unpacks a run of 8 numbers of a row, counted from the row's first block in the part. */
+/* Unpacks a run of 8 numbers of a row. `run` is counted from the row's first block in the part. */
 DEV void unpack_run(const packed_part &p, int64_t row, int64_t run, float *v)
 {
     int each = p.t.block / RUN;
@@ -239,7 +242,7 @@ static int unpack_op(ps_call *call)
     return BY_FLOAT(y->dtype, run_unpack, y->data, p);
 }
 
-/* -- packing as Q8_0 (ps_pack_q8_0), a warp for each block --------------------------------------------------------- */
+/* -- packing as Q8_0 (ps_pack_q8_0), one warp per block ------------------------------------------------------------ */
 template <class T> KERNEL_UP_TO(THREADS) pack_kernel(uint8_t *to, const T *x, int64_t blocks)
 {
     int lane = threadIdx.x % 32;
@@ -268,8 +271,8 @@ static int pack_op(ps_call *call)
 }
 
 /* -- few rows ------------------------------------------------------------------------------------------------------ */
-/* Rounds parts of 32 elements to 8 bits as in base/blocks.h, and multiplies the integers by their scale. One warp
- * per part. */
+/* Rounds parts of 32 elements to 8 bits as in base/blocks.h, and multiplies the rounded integers by their scale. Each
+ * warp rounds one part. */
 template <class T> KERNEL_UP_TO(THREADS) round_kernel(typename type_info<T>::acc *to, const T *x, int64_t parts)
 {
     for (int64_t part = FIRST_ELEMENT / 32; part < parts; part += ALL_THREADS / 32) {
@@ -280,8 +283,8 @@ template <class T> KERNEL_UP_TO(THREADS) round_kernel(typename type_info<T>::acc
     }
 }
 
-/* Computes y [M, N] = x [M, K] w^T + bias [N] + residual [M, N] for a packed w [N, K]. X is the type of x: if it is
- * not T, x was rounded to 8 bits. */
+/* The operands of y [M, N] = x [M, K] w^T + bias [N] + residual [M, N] for a packed w [N, K]. X is the type of x. If X
+ * is not T, x was rounded to 8 bits. */
 template <class X, class T> struct few_call {
     packed_part w;
     const X *x;
@@ -292,7 +295,7 @@ template <class X, class T> struct few_call {
     int64_t N, K;
 };
 
-/* One warp per column of y. */
+/* Computes one column of y per warp. */
 template <class X, class T> KERNEL_UP_TO(THREADS) few_rows_kernel(const __grid_constant__ few_call<X, T> c)
 {
     typedef typename type_info<T>::acc A;
@@ -326,7 +329,7 @@ template <class X, class T> KERNEL_UP_TO(THREADS) few_rows_kernel(const __grid_c
 
 struct packed_product {
     ps_call *call;
-    const ps_view *x, *bias, *residual, *y;          /* bias and residual are NULL if absent */
+    const ps_view *x, *bias, *residual, *y;          /* bias and residual are NULL if they are absent */
     packed_part w;
     int64_t M, N, K;
 };
@@ -360,7 +363,8 @@ static ps_cu_mat matrix(void *data, int dtype, int64_t rows, int64_t cols, int64
     return m;
 }
 
-/* Computes y [M, N] = x [M, K] w^T + bias + residual, some columns of y for each panel of rows of w. */
+/* Computes y [M, N] = x [M, K] w^T + bias + residual. It unpacks one panel of rows of w at a time, and computes the
+ * columns of y that belong to those rows. */
 static int forward(const packed_product &p)
 {
     int64_t step = ps_cu_packed_rows(p.N, p.K, p.y->dtype);
@@ -386,7 +390,8 @@ static int forward(const packed_product &p)
     return 0;
 }
 
-/* Computes y [M, K] = x [M, N] w, some columns of y for each panel of columns of w, so that no sum is rounded twice. */
+/* Computes y [M, K] = x [M, N] w. It unpacks one panel of columns of w at a time, and computes the same columns of y.
+ * So each sum is complete after one product and is rounded once. */
 static int backward(const packed_product &p)
 {
     int64_t step = ps_cu_packed_cols(p.N, p.K, p.y->dtype);

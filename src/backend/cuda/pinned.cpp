@@ -1,9 +1,12 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Pins host memory at its first copy: the whole pages that the copy uses and that are not pinned yet, in ranges that
- * never overlap. Other memory is copied at a fraction of the link's rate. Budgets bound the pinned bytes; this file
- * also stops at seven eighths of the machine's memory. Blocks of an arena share pages at their ends, so a copy may
- * use several ranges. Before host.c returns pages to the system it calls the function of ps_host_region_watch, which
- * unpins them; otherwise the device would read pages that the process no longer has. */
+ * Pins host memory when it is copied for the first time. The whole pages that the copy uses, and that are not pinned
+ * yet, are pinned. Pinned ranges never overlap. A range can end within a copy, because blocks of an arena share pages
+ * at their ends, so a copy may use several ranges. Copies of unpinned memory reach only a fraction of the link's rate.
+ *
+ * Budgets limit the number of pinned bytes. In addition, this file pins at most seven eighths of the machine's memory.
+ *
+ * Before host.c returns pages to the system, it calls the function that ps_host_region_watch has set. That function
+ * unpins the pages. Otherwise the device would read pages that the process no longer has. */
 #include <unistd.h>
 #include "backend/cuda/cuda.h"
 
@@ -11,9 +14,10 @@ struct range {
     range *next;
     uintptr_t begin, end;
 };
-static range *ranges;                          /* by address */
+static range *ranges;                          /* sorted by address */
 static int64_t pinned;
-static bool full;                              /* the system refused to pin more, and no range was unpinned since */
+/* whether the system refused to pin more memory, and no range was unpinned since then */
+static bool full;
 
 static void let_go(uintptr_t begin, uintptr_t end)
 {
@@ -37,7 +41,7 @@ static void let_go(uintptr_t begin, uintptr_t end)
 
 static void host_memory_goes(void *p, size_t nbytes) { let_go((uintptr_t)p, (uintptr_t)p + nbytes); }
 
-/* Pins [begin, end), which no other range may overlap, and inserts it before *at. */
+/* Pins [begin, end) and inserts the range before *at. No other range may overlap it. */
 static bool add(range **at, uintptr_t begin, uintptr_t end)
 {
     int64_t most = (int64_t)sysconf(_SC_PHYS_PAGES) / 8 * 7 * (int64_t)sysconf(_SC_PAGESIZE);

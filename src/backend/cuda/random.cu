@@ -1,9 +1,10 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Random numbers, dropout and sampling. Philox computes each element's number from the element's counter, as on
- * every other device. */
+ * Random numbers, dropout and sampling. Each element has a counter, from which Philox computes the element's random
+ * number. All devices compute the same numbers. */
 #include "backend/cuda/device.h"
 
-/* A number that rounds up to `high` is replaced by `low`, so that the range is half-open in every type. */
+/* Draws from [low, high). A number that rounds up to `high` is replaced by `low`, so that `high` never occurs in any
+ * type. */
 static __global__ void uniform_kernel(void *p, int dtype, int64_t n, ps_attrs_uniform_ a)
 {
     for (int64_t i = FIRST_ELEMENT; i < n; i += ALL_THREADS) {
@@ -23,7 +24,7 @@ static __global__ void normal_kernel(void *p, int dtype, int64_t n, ps_attrs_nor
     }
 }
 
-/* Computes low + floor(r * (high - low) / 2^64). r is the counter's first two words. */
+/* Computes low + floor(r * (high - low) / 2^64). The first two words of the counter's output are r. */
 static __global__ void randint_kernel(void *p, int dtype, int64_t n, ps_attrs_randint_ a)
 {
     uint64_t range = (uint64_t)a.high - (uint64_t)a.low;
@@ -63,12 +64,12 @@ static int randint_(ps_call *call)
     return 0;
 }
 
-/* Returns the index of the counter for element g and three others. Counters and elements are counted over all
+/* Returns the index of the counter that element g shares with three others. Counters and elements are counted over all
  * samples. */
 static __host__ __device__ inline int64_t four_of(int64_t g, int64_t n) { return g / n * ((n + 3) / 4) + g % n / 4; }
 
-/* x and y have elements first .. last of samples of n elements. A thread processes the four elements of one counter,
- * and accesses them at once if they are `whole`. */
+/* Dropout of the elements first .. last. Samples have n elements. A thread processes the four elements of one counter.
+ * If `whole` is set, it loads and stores all four at once. */
 template <class T>
 static __global__ void dropout_kernel(T *y, const T *x, int64_t first, int64_t last, int64_t n, ps_attrs_dropout a,
                                       double keep, bool whole)
@@ -95,8 +96,9 @@ static __global__ void dropout_kernel(T *y, const T *x, int64_t first, int64_t l
     }
 }
 
-/* x and y consist of some rows of a larger tensor; `rows` has their indices in it. Each row has `width` elements of
- * one sample of n elements. A thread processes the elements of a row that share one counter. */
+/* Dropout of some rows of a larger tensor. `rows` has the index of each row in that tensor. Each row has `width`
+ * elements of one sample, and a sample has n elements. A thread processes the elements of a row that share one
+ * counter. */
 template <class T>
 static __global__ void dropout_rows_kernel(trap_to t, T *y, const T *x, const void *rows, int dtype, int64_t count,
                                            int64_t width, int64_t n, ps_attrs_dropout a, double keep)
@@ -153,9 +155,9 @@ static int dropout(ps_call *call)
 }
 
 /* -- sampling a token ---------------------------------------------------------------------------------------------- */
-/* Orders candidates by descending logit, and equal logits by ascending token: their keys descend in this order and
- * are all different. A key's high bits are the logit, changed to compare as an integer; its low bits come from the
- * token. */
+/* Maps candidates to keys that are all different. Their descending order is the order of the candidates: by descending
+ * logit, and among equal logits by ascending token. The high bits of a key are the logit, changed so that it can be
+ * compared as an integer. The low bits are computed from the token. */
 template <class A> struct logit_order;
 template <> struct logit_order<float> {
     typedef uint64_t key;
@@ -200,7 +202,7 @@ template <class T> struct logits_row {
     }
 };
 
-/* Returns the total weight of candidates with keys from `least` on. Weights below least_weight count as 0. */
+/* Returns the total weight of the candidates whose keys are at least `least`. Weights below least_weight count as 0. */
 template <class T> DEV double weight_of(const logits_row<T> &r, typename logits_row<T>::K least)
 {
     double sum = 0;
@@ -209,9 +211,10 @@ template <class T> DEV double weight_of(const logits_row<T> &r, typename logits_
     return block_sum(sum);
 }
 
-/* Finds the shortest prefix of candidates whose total weight (with COUNT: whose number) reaches `target`, or exceeds
- * it if `past` is set. Returns the prefix's smallest key, or the smallest key of all if rounding leaves the total
- * below the target. Each pass finds four bits of the key, from sums for each of their sixteen values. */
+/* Finds the shortest prefix of the candidates whose total weight reaches `target`, or exceeds it if `past` is set. With
+ * COUNT, each candidate has the weight 1. Returns the smallest key of the prefix. If rounding makes the total weight of
+ * all candidates smaller than the target, returns the smallest key of all. Each pass finds four bits of the key, from
+ * the sums of weights for the sixteen values of these bits. */
 template <bool COUNT, class T>
 DEV typename logits_row<T>::K choose_key(const logits_row<T> &r, typename logits_row<T>::K least, double target,
                                          bool past)
@@ -219,8 +222,8 @@ DEV typename logits_row<T>::K choose_key(const logits_row<T> &r, typename logits
     typedef typename logits_row<T>::K K;
     __shared__ int seen[16];
     K found = 0;
-    double before = 0;                                              /* weight of all keys above those that can still
-                                                                     * be the result */
+    double before = 0;                                              /* total weight of all keys above those that can
+                                                                     * still be the result */
     for (int shift = logit_order<typename logits_row<T>::A>::bits + r.token_bits - 4; shift >= 0; shift -= 4) {
         double sums[16];
         for (int b = 0; b < 16; b++) sums[b] = 0;
@@ -269,7 +272,7 @@ KERNEL_UP_TO(1024, 1) sample_kernel(trap_to t, int64_t *index, const T *logits, 
         }
         r.top = block_max(top);
         K least = 0;
-        if (r.top - r.top != 0) {                                   /* infinite */
+        if (r.top - r.top != 0) {                                   /* the largest logit is infinite */
             if (threadIdx.x == 0) trap(t, TRAP_INFINITE, PS_OP_sample, r.top > 0 ? 1 : -1, row, 0, 0);
             if (threadIdx.x == 0) index[row] = 0;
             continue;

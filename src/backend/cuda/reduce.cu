@@ -1,14 +1,16 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Reductions over any dimensions, the largest and smallest element, running sums, the k largest elements. Sums of
- * floats are in fp64, sums of integers in int64. The order of every sum is fixed, so results have the same bits each
- * time.
+ * Reductions over any dimensions, the positions of the largest and smallest element, running sums and products, and the
+ * k largest elements. Sums of floats are computed in fp64, and sums of integers in int64. The order of every sum is
+ * fixed, so results are bit-identical on every run.
  *
- * A reduction treats its input as [kept, reduced], with any strides. If kept elements are few, or reduced elements
- * are adjacent, the threads of a block share one kept element. If kept elements are adjacent, each thread has its
- * own. If this does not use the whole device, the reduced part is split, and a second kernel combines the results. */
+ * A reduction treats its input as [kept, reduced], with any strides. The threads of a block share one kept element if
+ * there are few kept elements, or if reduced elements are adjacent. If kept elements are adjacent, each thread has its
+ * own kept element. If these blocks do not use the whole device, the reduced dimension is split into parts, and a
+ * second kernel combines the results of the parts. */
 #include "backend/cuda/columns.h"
 
-/* Returns whether a precedes b. NaN precedes every number, and the larger number (MAX) or the smaller one the other. */
+/* Returns whether a precedes b. NaN precedes every number. For MAX the larger number precedes the smaller one, for MIN
+ * the smaller number precedes the larger one. */
 DEV bool beats(int op, double a, double b)
 {
     if (a != a) return b == b;
@@ -26,11 +28,11 @@ DEV int64_t combine(int op, int64_t a, int64_t b)
     if (op == SUM) return (int64_t)((uint64_t)a + (uint64_t)b);
     return beats(op, b, a) ? b : a;
 }
-/* Sets *v to the result of an empty part. */
+/* Sets *v to the result of a part without elements. */
 DEV void nothing(int op, double *v) { *v = op == SUM ? 0 : op == MAX ? -(double)INFINITY : (double)INFINITY; }
 DEV void nothing(int op, int64_t *v) { *v = op == SUM ? 0 : op == MAX ? INT64_MIN : INT64_MAX; }
 
-/* One block for each part of each kept element. */
+/* Each block computes one part of one kept element. */
 template <class A>
 static __global__ void together_kernel(target t, const void *x, int dtype, places<1> kept, places<1> reduced)
 {
@@ -57,7 +59,7 @@ static __global__ void together_kernel(target t, const void *x, int dtype, place
     }
 }
 
-/* One thread for each part of each kept element. */
+/* Each thread computes one part of one kept element. */
 template <class A>
 static __global__ void apart_kernel(target t, const void *x, int dtype, places<1> kept, places<1> reduced)
 {
@@ -76,7 +78,7 @@ static __global__ void apart_kernel(target t, const void *x, int dtype, places<1
     }
 }
 
-/* The columns of a matrix [rows, kept], with aligned rows that are ld apart. */
+/* The columns of a matrix [rows, kept] whose rows are aligned. The row stride is ld. */
 template <class T> struct plain_rows {
     const T *x;
     int64_t ld;
@@ -109,7 +111,7 @@ int ps_cuda_combine_sums(const target *t, int64_t kept, int64_t parts)
     return ps_cuda_launched();
 }
 
-/* Returns the reduced dimensions of x in order, or, if `reduced` is false, the other dimensions. */
+/* Returns the reduced dimensions of x in order. If `reduced` is false, returns the other dimensions instead. */
 static places<1> some_dims(const ps_view *x, uint32_t dims, bool reduced)
 {
     ps_view v = *x;
@@ -247,7 +249,7 @@ static int arg_extreme(ps_call *call, int op, int dim)
 static int argmax(ps_call *call) { return arg_extreme(call, MAX, ((const ps_attrs_argmax *)call->attrs)->dim); }
 static int argmin(ps_call *call) { return arg_extreme(call, MIN, ((const ps_attrs_argmin *)call->attrs)->dim); }
 
-/* -- running sums: a thread for each lane -------------------------------------------------------------------------- */
+/* -- running sums: one thread per lane ----------------------------------------------------------------------------- */
 template <class A>
 static __global__ void cumsum_kernel(void *y, int y_type, const void *x, int x_type, places<2> lanes, int64_t n,
                                      int64_t y_stride, int64_t x_stride, bool reverse)
@@ -287,7 +289,7 @@ static int cumsum(ps_call *call)
     return 0;
 }
 
-/* -- running products: a thread for each lane of [outer, n, inner] ------------------------------------------------- */
+/* -- running products: one thread per lane of [outer, n, inner] ---------------------------------------------------- */
 DEV double times(double a, double b) { return a * b; }
 DEV int64_t times(int64_t a, int64_t b) { return (int64_t)((uint64_t)a * (uint64_t)b); }
 
@@ -305,7 +307,7 @@ static __global__ void cumprod_kernel(void *y, int y_type, const void *x, int x_
     }
 }
 
-/* later: working memory of dx's shape */
+/* later: scratch memory that has the shape of dx */
 static __global__ void cumprod_backward_kernel(void *dx, const void *x, const void *dy, double *later, int dtype,
                                                int64_t lanes, int64_t n, int64_t inner)
 {
@@ -327,7 +329,7 @@ static __global__ void cumprod_backward_kernel(void *dx, const void *x, const vo
     }
 }
 
-/* Returns the sizes of x as [outer, n, inner], with n along `dim`. */
+/* Returns the sizes of x as [outer, n, inner]. n is the size of dimension `dim`. */
 struct in_lanes { int64_t lanes, n, inner; };
 static in_lanes lanes_along(const ps_view *x, int dim)
 {
@@ -362,8 +364,9 @@ static int cumprod_backward(ps_call *call)
     return 0;
 }
 
-/* -- the k largest of each lane: k searches for the best that comes after the last one ----------------------------- */
-/* Returns whether a precedes b in the results: NaN first, then by descending value, and equal values by position. */
+/* -- the k largest of each lane: k searches, each for the best element after the previous one ---------------------- */
+/* Returns whether a precedes b in the results. NaN precedes all numbers, and larger values precede smaller ones. Equal
+ * values are ordered by position. */
 template <class A> DEV bool ahead(A a, int64_t at_a, A b, int64_t at_b)
 {
     if (beats(MAX, a, b)) return true;

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Rotary position embedding. If all columns are rotated and rows are aligned, a thread rotates the pairs in 16 bytes
- * of each half of a row. Otherwise it rotates one pair, or copies one pair of the other columns. */
+ * Rotary position embedding. If all columns are rotated and rows are aligned, a thread rotates the pairs of 16 bytes in
+ * the first half of a row and the matching 16 bytes in the second half. Otherwise it rotates one pair, or copies two of
+ * the columns that are not rotated. */
 #include "backend/cuda/device.h"
 
 struct rope_call {
@@ -26,14 +27,14 @@ template <class T> static __global__ void rope_kernel(const __grid_constant__ ro
             y[d] = down<T>(first * c - second * s);
             y[d + p.half] = down<T>(second * c + first * s);
         } else {
-            int64_t at = 2 * d;                      /* columns 2 half .. D, two per thread */
+            int64_t at = 2 * d;                      /* columns at or after 2 half are copied, two per thread */
             y[at] = x[at];
             if (at + 1 < p.D) y[at + 1] = x[at + 1];
         }
     }
 }
 
-/* A thread processes 16 bytes of each half of a row. Sizes are below 2^32, so 32-bit divisions suffice. */
+/* A thread processes 16 bytes in each half of a row. All sizes are below 2^32, so 32-bit divisions suffice. */
 template <class T> static __global__ void rope_packs_kernel(const __grid_constant__ rope_call p)
 {
     typedef typename type_info<T>::acc A;
@@ -64,7 +65,8 @@ template <class T> static __global__ void rope_packs_kernel(const __grid_constan
     }
 }
 
-/* Returns whether all rows of x, y, cos and sin begin at multiples of 16 bytes, and consist of whole packs of pairs. */
+/* Returns whether all rows of x, y, cos and sin begin at multiples of 16 bytes, and whether the halves of a row consist
+ * of whole packs. */
 template <class T> static bool in_packs(const rope_call *p)
 {
     typedef typename type_info<T>::acc A;

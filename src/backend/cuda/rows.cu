@@ -1,11 +1,12 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Softmax over the last dimension and cross entropy, in fp32, or fp64 for fp64. A block computes a row, and reads it
- * several times (from cache). Cross entropy reads rows once if they are aligned and fit a block's shared memory.
- * Losses are added up in fp64 in the order of rows, in one block. */
+ * Softmax over the last dimension and cross entropy, in fp32 (fp64 for fp64 operands). A block computes a row and reads
+ * it several times; most of these reads hit the cache. Cross entropy reads each row only once if rows are aligned and
+ * fit in a block's shared memory. The losses are added in fp64 by one block, in the order of the rows. */
 #include "backend/cuda/device.h"
 
-/* Computes the terms of a row: its softmax is exp(x - top) / sum, its log-sum-exp top + log(sum). *before is set to
- * this thread's largest element of the first t, unless `before` is NULL. */
+/* Computes the maximum `top` and the sum of exponentials of a row. The row's softmax is exp(x - top) / sum, and its
+ * log-sum-exp is top + log(sum). Unless `before` is NULL, *before is set to the largest of this thread's elements among
+ * the first t elements. */
 template <class T, class A> DEV void sum_exp(const T *x, int64_t n, A *top_out, A *sum_out, int64_t t, A *before)
 {
     A top = -INFINITY, sum = 0;
@@ -20,8 +21,8 @@ template <class T, class A> DEV void sum_exp(const T *x, int64_t n, A *top_out, 
     *sum_out = block_sum(sum);
 }
 
-/* Returns whether x_t is the first largest element of its row. All threads of the block must call it with the same
- * x_t, top and sum. `before` comes from sum_exp. */
+/* Returns whether x_t is the first largest element of its row. All threads of the block must call the function with the
+ * same x_t, top and sum. sum_exp sets `before`. */
 template <class A> DEV bool is_hit(A x_t, A top, A sum, A before)
 {
     if (x_t != top || sum != sum || top == -(A)INFINITY) return false;
@@ -114,11 +115,12 @@ int ps_cuda_count_targets(int op, const ps_view *target, int64_t V, int64_t igno
 }
 
 /* -- cross entropy ------------------------------------------------------------------------------------------------- */
-/* A target outside [0, V) counts as ignored: count_kernel has trapped on it. */
+/* Returns whether a row does not count. A target outside [0, V) is ignored here, because count_kernel has trapped on
+ * it. */
 DEV bool is_ignored(const ps_cu_ce &c, int64_t t) { return t == c.ignore || t < 0 || t >= c.V; }
 
-/* Stores the loss and log-sum-exp of the row with target [at]; x_t is 0 for an ignored target. Only one thread calls
- * it. */
+/* Stores the loss and the log-sum-exp of the row with target [at]. For an ignored target, x_t is 0. Only one thread per
+ * row calls this function. */
 template <class A> DEV void deliver(const ps_cu_ce &c, int64_t at, bool ignored, A x_t, A top, A sum, bool hit)
 {
     if (hit) atomicAdd(c.hits, 1ull);
@@ -150,7 +152,7 @@ template <class T, class G> KERNEL_UP_TO(1024, 1) ce_kernel(const __grid_constan
         if (threadIdx.x == 0) deliver(c, at, ignored, x_t, top, sum, hit);
         if (!g) continue;
         A scale = grad_scale<A>(c, at), inverse = 1 / sum;
-        __syncthreads();                             /* g can be x: all threads have read x[t] */
+        __syncthreads();                             /* g can share the memory of x: now all threads have read x[t] */
         map_row(g, x, V, [&](int64_t j, A v) {
             A p = exp(v - top) * inverse;
             return ignored ? (A)0 : (p - (A)(j == t)) * scale;
@@ -159,8 +161,8 @@ template <class T, class G> KERNEL_UP_TO(1024, 1) ce_kernel(const __grid_constan
     }
 }
 
-/* Returns pack k of a row of n elements. Elements after its end are -inf, which changes neither the maximum nor the
- * sum. */
+/* Returns pack k of a row of n elements. Elements after the row's end are -infinity, which changes neither the maximum
+ * nor the sum. */
 template <class T> DEV uint4 pack_of_row(const T *x, int k, int n)
 {
     const int W = pack<T>::n;
@@ -175,10 +177,10 @@ template <class T> DEV uint4 pack_of_row(const T *x, int k, int n)
     return u.raw;
 }
 
-/* Like ce_kernel, for rows of whole packs. A block keeps the first `packs_kept` packs of its row in shared memory,
- * and reads the others again from the L2 cache. A thread reads the same packs both times, so that no thread waits
- * for another. The largest value and the sum are updated after every few packs. `before` is the thread's largest
- * element before the target. While a row's gradient is computed, the next row is fetched to the L2 cache. */
+/* Like ce_kernel, for rows of whole packs. A block keeps the first `packs_kept` packs of its row in shared memory. It
+ * reads the other packs again from the L2 cache. A thread reads the same packs both times, so no thread waits for
+ * another. The largest value and the sum are updated once per AT_ONCE packs. `before` is the largest of the thread's
+ * elements before the target. While the gradient of a row is computed, the next row is fetched to the L2 cache. */
 enum { KEPT_THREADS = 1024, AT_ONCE = 4, CACHE_LINE = 128 };
 template <class T> DEV void fetch_row(const T *x, int64_t V)
 {
@@ -218,7 +220,8 @@ KERNEL_UP_TO(KEPT_THREADS, 1) ce_kept_kernel(const __grid_constant__ ps_cu_ce c,
                 for (int e = 0; e < W; e++)
                     if (e < t_lane) before = lane<T>(v[q], e) > before ? lane<T>(v[q], e) : before;
             }
-            A base = most == -(A)INFINITY ? (A)0 : most;            /* lets a NaN reach the sum */
+            A base = most == -(A)INFINITY ? (A)0 : most;            /* a base that is not -infinity, so that a NaN
+                                                                     * reaches the sum */
             sum *= quick_exp(top - base);
             top = most;
 #pragma unroll
@@ -252,7 +255,8 @@ KERNEL_UP_TO(KEPT_THREADS, 1) ce_kept_kernel(const __grid_constant__ ps_cu_ce c,
     }
 }
 
-/* Returns whether ce_kept_kernel supports the rows: aligned, of whole packs, and with at least 256 logits. */
+/* Returns whether ce_kept_kernel supports the rows. They must be aligned, consist of whole packs, and have at least 256
+ * logits. */
 template <class T> static bool may_keep(const ps_cu_ce *c)
 {
     const int W = pack<T>::n;
@@ -267,7 +271,7 @@ template <class T, class G> static int run_ce_as(const ps_cu_ce *c)
         PS_LAUNCH(any, row_blocks(c->rows), threads_for(c->V), 0, ps_cu->compute, *c);
         return ps_cuda_launched();
     }
-    static bool ready;                               /* one for each type of kernel */
+    static bool ready;                               /* one variable for each type of kernel */
     auto kernel = ce_kept_kernel<T, G>;
     int64_t room = ps_cu->shared - 2048;             /* a block's sums also need shared memory */
     if (!ready && !ps_cu->dry) {
@@ -276,7 +280,7 @@ template <class T, class G> static int run_ce_as(const ps_cu_ce *c)
     }
     int64_t packs = ps_cu_div_up(c->V, pack<T>::n), packs_kept = packs * 16 <= room ? packs : room / 16;
     int64_t nbytes = packs_kept * 16, two = 2 * (nbytes + 2048) <= ps_cu->shared ? 2 : 1;
-    int64_t blocks = ps_cu->card.sm_count * two;     /* a multiprocessor runs up to 2048 threads at once */
+    int64_t blocks = ps_cu->card.sm_count * two;     /* a multiprocessor runs at most 2048 threads at the same time */
     PS_LAUNCH(kernel, (unsigned)(c->rows < blocks ? c->rows : blocks), KEPT_THREADS, (size_t)nbytes, ps_cu->compute,
               *c, (int)packs_kept);
     return ps_cuda_launched();
@@ -366,14 +370,14 @@ static int cross_entropy_backward(ps_call *call)
     return ps_cuda_ce_rows(&c);
 }
 
-/* -- a vocabulary that ranks share: logits of `words` words from word `first` on ----------------------------------- */
+/* -- a vocabulary that ranks share: this rank has the logits of `words` words, starting at word `first` ------------ */
 struct some_words {
     const void *logits, *target, *mass;              /* [rows, V], [rows], [V] or NULL */
     int target_dtype, ranks, kinds;                  /* kinds: values per row of stats */
-    int64_t rows, V, first, words, next;             /* next: distance between rows of `share` */
-    void *stats;                                     /* [kinds, rows] to write, or all ranks' [ranks, kinds, rows] */
+    int64_t rows, V, first, words, next;             /* next: row stride of `share` */
+    void *stats;                                     /* [kinds, rows] to write, or [ranks, kinds, rows] of all ranks */
     const void *share;                               /* [3, rows] */
-    double dloss;                                    /* multiplies grad */
+    double dloss;                                    /* factor of grad */
     void *loss, *grad;                               /* [rows]; [rows, V] or NULL */
     int32_t *hits;                                   /* [2, rows] or NULL */
 };

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The workspace of cuda's kernels, as functions of shapes and of a card's properties. The kernels use them, and
- * cuda_rules.c predicts with them the memory of cards that this machine does not have. Plain C and C++, without
- * CUDA. */
+ * The workspace of the cuda kernels, as functions of shapes and of a card's properties. The kernels use these
+ * functions, and cuda_rules.c uses them to predict the memory of cards that this machine does not have. The file is
+ * plain C and C++, without CUDA. */
 #ifndef PS_CUDA_RULES_H
 #define PS_CUDA_RULES_H
 #include "backend/backend.h"
@@ -10,7 +10,7 @@
 /* Properties of a card that the rules use. */
 typedef struct ps_cuda_card {
     int sm_count;
-    int64_t memory;                            /* bytes of the card's memory */
+    int64_t memory;                            /* size of the card's memory in bytes */
 } ps_cuda_card;
 
 static inline int64_t ps_cu_div_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -19,14 +19,15 @@ static inline int64_t ps_cu_last(const ps_view *v) { return v->ndim > 0 ? v->sha
 /* -- reductions (reduce.cu) ---------------------------------------------------------------------------------------- */
 enum { PS_CU_REDUCE_THREADS = 256 };
 
-/* The plan of a reduction. Several parts are combined in fp64 or int64 from [parts, kept]. */
+/* The plan of a reduction. If there are several parts, their results [parts, kept] are fp64 or int64 and are combined
+ * afterwards. */
 typedef struct ps_cu_reduction {
     int64_t kept, reduced, blocks, parts;
-    bool together;                             /* if set, a block computes each kept element and part; otherwise a
-                                                * thread does */
+    bool together;                             /* if set, each part of a kept element is computed by a block;
+                                                * otherwise by a thread */
 } ps_cu_reduction;
 
-/* Plans a reduction. dims: bit set of the reduced dimensions, 0 for all. */
+/* Plans a reduction. dims is the bit set of the reduced dimensions; 0 means all dimensions. */
 static inline ps_cu_reduction ps_cu_reduce(const ps_cuda_card *card, const ps_view *x, uint32_t dims)
 {
     ps_cu_reduction r = { 1, 1, 0, 1, false };
@@ -39,7 +40,7 @@ static inline ps_cu_reduction ps_cu_reduce(const ps_cuda_card *card, const ps_vi
     }
     r.together = r.reduced > 32 && (inner == 1 || r.kept < 64);
     r.blocks = r.together ? r.kept : ps_cu_div_up(r.kept, PS_CU_REDUCE_THREADS);
-    int64_t least = r.together ? 4 * PS_CU_REDUCE_THREADS : 16;  /* minimum of reduced elements per part */
+    int64_t least = r.together ? 4 * PS_CU_REDUCE_THREADS : 16;  /* minimum number of reduced elements per part */
     if (r.blocks > 0 && r.blocks < wanted) r.parts = wanted / r.blocks;
     if (r.parts > r.reduced / least) r.parts = r.reduced / least;
     r.parts = r.parts < 1 ? 1 : r.parts > 1024 ? 1024 : r.parts;
@@ -51,11 +52,12 @@ static inline int64_t ps_cu_reduce_nbytes(const ps_cu_reduction *r)
 }
 
 /* -- norms (norm.cu) ----------------------------------------------------------------------------------------------- */
-/* Maximum number of parts of a norm's gradient sum. With it, 132 multiprocessors run a whole number of rounds: each
- * runs ten blocks, five (768 bf16 columns) or two (1600) at a time. */
+/* The maximum number of parts in which the gradient of a norm's weights is summed. With this number, each of 132
+ * multiprocessors computes ten blocks. They run in whole rounds, because a multiprocessor runs five (768 bf16 columns)
+ * or two (1600 columns) of these blocks at a time. */
 enum { PS_CU_NORM_PARTS = 1320 };
 
-/* Returns the number of parts of rows for the gradient of a norm's weight. */
+/* Returns the number of parts into which rows are divided for the gradient of a norm's weights. */
 static inline int64_t ps_cu_norm_parts(int64_t rows)
 {
     int64_t parts = ps_cu_div_up(rows, 16);
@@ -63,18 +65,19 @@ static inline int64_t ps_cu_norm_parts(int64_t rows)
 }
 
 /* -- sums of squares (optim.cu) ------------------------------------------------------------------------------------ */
-enum { PS_CU_SQUARES_UNIT = 16 * 256 };        /* elements per block, whose sum is an fp64 */
+enum { PS_CU_SQUARES_UNIT = 16 * 256 };        /* elements per block; a block writes one fp64 sum */
 static inline int64_t ps_cu_squares_nbytes(int64_t units) { return (units + 1) * 8; }
 
 /* -- LAMB and Adafactor (whole.cu) --------------------------------------------------------------------------------- */
-/* units: units of PS_LAMB_UNIT elements (base/update.h) */
+/* units: number of units of PS_LAMB_UNIT elements (base/update.h). */
 static inline int64_t ps_cu_lamb_nbytes(int64_t units) { return (2 * units + 2) * 8; }
-/* rows: rows of all matrices of a tensor. batch: matrices. */
+/* rows: total number of rows of the matrices of a tensor. batch: number of its matrices. */
 static inline int64_t ps_cu_factored_nbytes(int64_t rows, int64_t batch) { return (rows + 2 + batch) * 8; }
 
 /* -- embeddings (table.cu) ----------------------------------------------------------------------------------------- */
-enum { PS_CU_HOT = 64 };                       /* a row with more positions is summed by a whole block */
-/* Returns the largest possible number of rows with more than PS_CU_HOT of n positions. */
+enum { PS_CU_HOT = 64 };                       /* a whole block sums a row that has more positions */
+/* Returns the largest possible number of hot rows for n positions. A row is hot if it has more than PS_CU_HOT
+ * positions. */
 static inline int64_t ps_cu_embedding_hot(int64_t n) { return n / (PS_CU_HOT + 1) + 1; }
 static inline int64_t ps_cu_embedding_nbytes(int64_t V, int64_t n)
 {
@@ -83,9 +86,11 @@ static inline int64_t ps_cu_embedding_nbytes(int64_t V, int64_t n)
 
 /* -- attention (attention_plain.cu) -------------------------------------------------------------------------------- */
 static inline int64_t ps_cu_delta_nbytes(int64_t rows, int dtype) { return (rows + 1) * (dtype == PS_F64 ? 8 : 4); }
-/* Returns the bytes of the segments' bounds of T positions in each of B samples. */
+/* Returns the size in bytes of the bounds of segments, for B samples of T positions each. */
 static inline int64_t ps_cu_segments_nbytes(int64_t B, int64_t T) { return (B * T + 1) * 8; }
-/* Returns the bytes of dk or dv for each query head, used if heads share keys. numel: elements of all these heads. */
+/* Returns the size in bytes of dk or dv with a separate result for each query head. It is used if query heads share
+ * keys. numel: number of elements of all these results. Returns whether a matrix can be used without a copy: one of its
+ * strides is 1, and its rows do not overlap. */
 static inline int64_t ps_cu_each_head_nbytes(int64_t numel, int dtype) { return (numel + 1) * ps_dtype_bytes(dtype); }
 
 /* -- matrix products (matmul.cpp, gemm.cu) ------------------------------------------------------------------------- */
@@ -95,29 +100,31 @@ static inline bool ps_cu_has_lines(int64_t rows, int64_t cols, int64_t stride_ro
     bool by_row = cols == 1 || stride_col == 1, by_col = rows == 1 || stride_row == 1;
     return (by_row && (rows == 1 || stride_row >= cols)) || (by_col && (cols == 1 || stride_col >= rows));
 }
-/* Returns whether v [..., cols] can be used as the matrix [rows, cols] without a copy, with row stride *stride. */
+/* Returns whether v [..., cols] can be used as the matrix [rows, cols] without a copy. Sets *stride to the row
+ * stride. */
 static inline bool ps_cu_is_rows(const ps_view *v, int64_t *stride)
 {
     int last = v->ndim - 1;
     return collapses(v, last, stride) &&
            ps_cu_has_lines(product(v->shape, last), v->shape[last], *stride, v->stride[last]);
 }
-/* Returns whether a residual [..., cols] can be read without a copy, with rows *ld apart. rows: the product's rows. */
+/* Returns whether a residual [..., cols] can be read without a copy. Sets *ld to the row stride. `rows` is the number
+ * of rows of the product. */
 static inline bool ps_cu_is_residual(const ps_view *v, int64_t rows, int64_t cols, int64_t *ld)
 {
     bool lines = collapses(v, v->ndim - 1, ld) && (cols == 1 || v->stride[v->ndim - 1] == 1);
     if (lines && rows == 1) *ld = cols;
     return lines && *ld >= cols;
 }
-/* Returns whether cuBLASLt can add the bias: it must have the output's type, and some kernels fail unless its
- * address is a multiple of 16. */
+/* Returns whether cuBLASLt can add the bias. The bias must have the output's type. Its address must be a multiple of 16
+ * bytes, because some kernels fail otherwise. */
 static inline bool ps_cu_takes_bias(const void *bias, int bias_dtype, int dtype)
 {
     return bias_dtype == dtype && (uintptr_t)bias % 16 == 0;
 }
 
 /* -- packed weights (packed.cu) ------------------------------------------------------------------------------------ */
-static inline int64_t ps_cu_packed_panel(int dtype)               /* values in a panel of unpacked weights */
+static inline int64_t ps_cu_packed_panel(int dtype)               /* number of values in a panel of unpacked weights */
 {
 #ifdef PS_CUDA_PANEL_NBYTES                                   /* tests set a small value */
     return PS_CUDA_PANEL_NBYTES / ps_dtype_bytes(dtype);
@@ -125,7 +132,7 @@ static inline int64_t ps_cu_packed_panel(int dtype)               /* values in a
     return ((int64_t)128 << 20) / ps_dtype_bytes(dtype);
 #endif
 }
-/* Rows and columns in a panel of a matrix [N, K]. A panel contains whole blocks. */
+/* Return the number of rows or of columns in a panel of a matrix [N, K]. A panel contains whole blocks. */
 static inline int64_t ps_cu_packed_rows(int64_t N, int64_t K, int dtype)
 {
     int64_t rows = ps_cu_packed_panel(dtype) / (K > 0 ? K : 1) / 64 * 64;
@@ -142,11 +149,12 @@ static inline int64_t ps_cu_packed_nbytes(int64_t rows, int64_t cols, int dtype)
 {
     return (rows * cols + 1) * ps_dtype_bytes(dtype);
 }
-/* Returns the bytes of an x of few rows that is rounded to 8 bits; the results are stored as fp32 or fp64. */
+/* Returns the size in bytes of an x that is rounded to 8 bits. Rounding is only used if x has few rows. The results are
+ * stored as fp32 or fp64. */
 static inline int64_t ps_cu_rounded_nbytes(int64_t numel, int dtype) { return (numel + 1) * (dtype == PS_F64 ? 8 : 4); }
 
 /* -- lm_loss (matmul.cpp) ------------------------------------------------------------------------------------------ */
-static inline int64_t ps_cu_panel_nbytes(const ps_cuda_card *card)             /* of logits */
+static inline int64_t ps_cu_panel_nbytes(const ps_cuda_card *card)             /* size of a panel of logits */
 {
 #ifdef PS_CUDA_PANEL_NBYTES                                   /* tests set a small value */
     return PS_CUDA_PANEL_NBYTES;
@@ -155,27 +163,28 @@ static inline int64_t ps_cu_panel_nbytes(const ps_cuda_card *card)             /
     return part < least ? least : part < most ? part : most;
 #endif
 }
-/* Returns the rows per panel, for N rows of V logits. */
+/* Returns the number of rows per panel, for N rows of V logits. */
 static inline int64_t ps_cu_panel_rows(const ps_cuda_card *card, int64_t N, int64_t V)
 {
     int64_t rows = ps_cu_panel_nbytes(card) / (V * 4) / 128 * 128;
     if (rows < 128) rows = 128;
     if (rows >= N) return N;
-    int64_t panels = ps_cu_div_up(N, rows);                  /* panels of nearly equal sizes */
+    int64_t panels = ps_cu_div_up(N, rows);                  /* makes the panels nearly equal in size */
     rows = ps_cu_div_up(ps_cu_div_up(N, panels), 128) * 128;
     return rows < N ? rows : N;
 }
 
-/* Shapes and memory of one lm_loss of x [N, C] and w [V, C]. */
+/* Shapes and memory of a call of lm_loss for x [N, C] and w [V, C]. */
 typedef struct ps_cu_lm {
-    int64_t rows, ld, wide;                    /* a panel is [rows, V] with rows ld apart; w has V rows, or is padded
-                                                * with zeros to `wide` */
-    int logits_dtype, dw_dtype;                /* dw_dtype: type in which dw is summed */
-    /* Bytes of separate memory, 0 if none is needed. grad: a panel's gradient. w, bias: padded copies. dw: its sum. */
+    /* A panel is [rows, V] with row stride ld. w has V rows, or is padded with zeros to `wide` rows. */
+    int64_t rows, ld, wide;
+    int logits_dtype, dw_dtype;                /* dw_dtype: the type in which dw is summed */
+    /* Sizes in bytes of separate memory, 0 for memory that is not needed. grad: the gradient of a panel. w, bias:
+     * padded copies. dw: the sum of dw. */
     int64_t loss_nbytes, logits_nbytes, grad_nbytes, dw_nbytes, w_nbytes, bias_nbytes;
 } ps_cu_lm;
 
-/* dtype: type of x and w. dw: type of dw, -1 if it is not wanted. grads: whether any gradient is wanted. */
+/* dtype: type of x and w. dw: type of dw, or -1 if dw is not wanted. grads: whether any gradient is wanted. */
 static inline ps_cu_lm ps_cu_lm_sizes(const ps_cuda_card *card, int64_t N, int64_t V, int64_t C, int dtype, int dw,
                                       bool grads, bool bias)
 {

@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * Gathers rows and elements by index, and adds to rows and elements by index. No value is summed by atomics, so sums
- * have the same bits each time. An index outside its range traps: the kernel reads and writes nothing for it, and
- * the host reports the error at its next check. */
+ * are bit-identical on every run. An index outside its range sets a trap. The kernel reads and writes nothing for that
+ * index, and the host reports the error at its next check. */
 #include "backend/cuda/device.h"
 
 /* -- embedding ----------------------------------------------------------------------------------------------------- */
-/* Indices of an embedding of `total` rows, of which this rank has the rows from `first` on. */
+/* The indices of an embedding that has `total` rows. This rank has some of the rows, starting at row `first`. */
 struct indices {
     const void *p;
     int dtype;
@@ -17,10 +17,10 @@ static indices indices_of(const ps_view *index, int64_t first, int64_t total)
     indices x = { index->data, index->dtype, first, total };
     return x;
 }
-/* Returns whether row k, counted from this rank's first row, is outside the whole embedding. */
+/* Returns whether row k is outside the whole embedding. k is counted from this rank's first row. */
 DEV bool is_none(const indices &x, int64_t k) { return k < -x.first || k >= x.total - x.first; }
 
-/* Copies rows of nbytes in units of U, one block per position. */
+/* Copies rows in units of type U. Each block copies the row of one position. */
 template <class U> DEV void clear_unit(U *y) { *y = 0; }
 DEV void clear_unit(uint4 *y) { *y = make_uint4(0, 0, 0, 0); }
 template <class U>
@@ -76,8 +76,8 @@ static __global__ void histogram_kernel(trap_to t, int *count, indices index, in
     }
 }
 
-/* Sets begin[v] and cursor[v] to the sum of count[0 .. v), and begin[V] to the sum of all. Sets hot [0 .. *n_hot) to
- * the rows with more than HOT positions. One block. */
+/* Sets begin[v] and cursor[v] to the sum of count[0 .. v), and begin[V] to the sum of all counts. Sets hot [0 ..
+ * *n_hot) to the rows with more than HOT positions. There is only one block. */
 enum { HOT = PS_CU_HOT };
 KERNEL_UP_TO(1024, 1) scan_kernel(int *begin, int *cursor, int *hot, int *n_hot, const int *count, int64_t V)
 {
@@ -114,7 +114,8 @@ KERNEL_UP_TO(1024, 1) scan_kernel(int *begin, int *cursor, int *hot, int *n_hot,
     *n_hot = hot_part[threadIdx.x];
 }
 
-/* Writes positions into their row's range, in any order; sort_kernel sorts them. */
+/* Writes each position into the range of its row. Positions are in any order within the range; sort_kernel sorts
+ * them. */
 static __global__ void place_kernel(int *mixed, int *cursor, indices index, int64_t n, int64_t V, int64_t padding)
 {
     for (int64_t i = FIRST_ELEMENT; i < n; i += ALL_THREADS) {
@@ -123,7 +124,7 @@ static __global__ void place_kernel(int *mixed, int *cursor, indices index, int6
     }
 }
 
-/* Finds the positions of row v in order, by reading all positions. A thread reads consecutive positions. */
+/* Finds the positions of row v in order, by reading all positions. Each thread reads consecutive positions. */
 enum { SORT_THREADS = 128, LOOKS = 8, FEW = 512 };
 DEV void find_positions(int *out, const indices &index, int64_t n, int64_t v)
 {
@@ -131,19 +132,20 @@ DEV void find_positions(int *out, const indices &index, int64_t n, int64_t v)
     int lane_id = threadIdx.x & 31, warp = threadIdx.x >> 5;
     for (int64_t first = 0; first < n; first += SORT_THREADS * LOOKS) {
         int64_t own = first + threadIdx.x * LOOKS;
-        unsigned here = 0;                           /* a bit for each of this thread's positions */
+        unsigned here = 0;                           /* one bit for each of this thread's positions */
 #pragma unroll
         for (int k = 0; k < LOOKS; k++)
             if (own + k < n && index[own + k] == v) here |= 1u << k;
         int count = 0, before = 0, all = 0;
 #pragma unroll
         for (int k = 0; k < LOOKS; k++) count += here >> k & 1;
-        int upto = count;                            /* positions found in this warp, up to this thread */
+        int upto = count;                            /* number of positions found in this warp, up to and including
+                                                      * this thread */
         for (int step = 1; step < 32; step *= 2) {
             int other = __shfl_sync(0xffffffffu, upto, lane_id >= step ? lane_id - step : 0);
             if (lane_id >= step) upto += other;
         }
-        __syncthreads();                             /* threads may still read the previous round's `found` */
+        __syncthreads();                             /* other threads may still read `found` of the previous round */
         if (lane_id == 31) found[warp] = upto;
         __syncthreads();
         for (int w = 0; w < SORT_THREADS / 32; w++) {
@@ -158,7 +160,8 @@ DEV void find_positions(int *out, const indices &index, int64_t n, int64_t v)
     }
 }
 
-/* One block per row. With few positions, a position's rank is the number of smaller positions. */
+/* Sorts the positions of one row per block. If a row has few positions, the rank of a position is the number of smaller
+ * positions. */
 KERNEL_UP_TO(SORT_THREADS)
 sort_kernel(int *sorted, const int *mixed, const int *begin, indices index, int64_t N, int64_t V)
 {
@@ -173,7 +176,8 @@ sort_kernel(int *sorted, const int *mixed, const int *begin, indices index, int6
     }
 }
 
-/* dw is [V, C], dy is [n, C]. A thread computes W columns: 16 bytes, or one column. */
+/* The operands of the sums of dw [V, C]. dy is [n, C]. A thread computes W columns, which are 16 bytes or one
+ * column. */
 struct sums_of {
     void *dw;
     int dw_type;
@@ -194,7 +198,7 @@ template <class T> struct columns<T, 1> {
     __device__ typename type_info<T>::acc at(int) const { return up(one); }
 };
 
-/* Computes sum[w] += dy[sorted[k]][c + w] for k = first, first + step, ... < end, in this order. */
+/* Computes sum[w] += dy[sorted[k]][c + w] for k = first, first + step, first + 2 step, ... below end, in this order. */
 template <class T, int W> DEV void add_rows(const sums_of &s, int first, int end, int step, int64_t c,
                                             typename type_info<T>::acc *sum)
 {
@@ -239,7 +243,7 @@ template <class T, int W> DEV void store_sums(const sums_of &s, int64_t v, int64
     }
 }
 
-/* One warp per row that is not hot. */
+/* Each warp computes a row that is not hot. */
 template <class T, int W> KERNEL_UP_TO(THREADS) embedding_sum_kernel(sums_of s)
 {
     typedef typename type_info<T>::acc A;
@@ -256,8 +260,8 @@ template <class T, int W> KERNEL_UP_TO(THREADS) embedding_sum_kernel(sums_of s)
     }
 }
 
-/* One block per 32 W columns of each hot row. Line l sums positions l, l + LINES, ..., and line 0 adds up the lines'
- * sums. */
+/* Each block computes 32 W columns of a hot row. Line l sums the positions l, l + LINES, l + 2 LINES, ... Line 0 then
+ * adds up the sums of all lines. */
 enum { LINES = 16 };
 template <class T, int W> KERNEL_UP_TO(32 * LINES) embedding_hot_kernel(sums_of s)
 {
@@ -319,7 +323,7 @@ static int embedding_backward(ps_call *call)
     int *count = room, *begin = count + V + 1, *cursor = begin + V + 1, *mixed = cursor + V + 1, *sorted = mixed + n;
     int *hot = sorted + n, *hot_count = count + V;
     indices x = indices_of(index, a->first, a->total > 0 ? a->total : V);
-    int64_t padding = a->padding_idx - a->first;     /* negative if another rank has the row */
+    int64_t padding = a->padding_idx - a->first;     /* negative if another rank has the padding row */
     PS_TRY(ps_cuda_clear(count, (size_t)V * sizeof *count));
     PS_LAUNCH(histogram_kernel, blocks_for(n), THREADS, 0, ps_cu->compute, traps(), count, x, n, V, padding);
     PS_LAUNCH(scan_kernel, 1, 1024, 0, ps_cu->compute, begin, cursor, hot, hot_count, (const int *)count, V);
@@ -377,10 +381,11 @@ static int flat_index(ps_call *call)
 }
 
 /* -- gather and scatter -------------------------------------------------------------------------------------------- */
-/* The elements of x that an index tensor selects, `width` per index: their sizes, and their strides in x. */
+/* The elements of x that an index tensor selects: their sizes, and their strides in x. Each index selects `width`
+ * elements. */
 struct shape { int ndim, dim; int64_t width, size[PS_MAX_DIMS], stride[PS_MAX_DIMS]; };
 
-/* Returns the position in x of selected element i, with coordinate dim replaced by k. */
+/* Returns the position in x of the selected element i, after its coordinate along `dim` is replaced by k. */
 DEV int64_t picked(const shape &s, int64_t i, int64_t k)
 {
     int64_t at = 0;
@@ -392,7 +397,8 @@ DEV int64_t picked(const shape &s, int64_t i, int64_t k)
     return at;
 }
 
-/* Returns the shape that `index` selects: its sizes, then the sizes of x after its last dimension. */
+/* Returns the shape of the elements that `index` selects. It has the sizes of `index`, and then those sizes of x that
+ * follow the last dimension of `index`. */
 static shape shape_of(const ps_view *x, const ps_view *index, int dim)
 {
     shape s;
@@ -440,9 +446,9 @@ static int gather(ps_call *call)
     }
 }
 
-/* Calls fn(i, k) for each element i of src, whose index is k. The elements along dim form a lane. One thread
- * processes a lane in order, or in reverse order with `back`. Elements that are added to the same element are in the
- * same lane. */
+/* Calls fn(i, k) for each element i of src; k is the index of that element. The elements along dim form a lane. One
+ * thread processes the elements of a lane in order, or in reverse order if `back` is set. All elements that are added
+ * to the same destination are in the same lane. */
 template <class F>
 DEV void for_lanes(trap_to t, int op, const void *index, int dtype, int64_t lanes, int64_t limit, const shape &s,
                    bool back, F fn)
@@ -459,7 +465,7 @@ DEV void for_lanes(trap_to t, int op, const void *index, int dtype, int64_t lane
     }
 }
 
-/* sum: a copy of x of type A */
+/* sum: a copy of x with elements of type A. */
 template <class A>
 static __global__ void scatter_add_kernel(trap_to t, A *sum, const void *src, int src_type, const void *index,
                                           int dtype, int64_t lanes, int64_t limit, shape s)
@@ -504,14 +510,14 @@ static __global__ void scatter_backward_kernel(trap_to t, U *dx, U *dsrc, const 
     });
 }
 
-/* Returns the number of lanes of the selected elements, 0 if there are none. */
+/* Returns the number of lanes of the selected elements. Returns 0 if there are none. */
 static int64_t lanes_of(const ps_view *index, const shape &s)
 {
     return index->numel == 0 ? 0 : index->numel * s.width / s.size[s.dim];
 }
 
-/* Combines a copy of x in workspace, as fp64 or int64, with src. reduce: operation of scatter_reduce, or -1 for the
- * sum. */
+/* Copies x to workspace as fp64 or int64, and combines the copy with src. reduce: operation of scatter_reduce, or -1
+ * for the sum. */
 static int joined_in_scratch(ps_call *call, int dim, int reduce)
 {
     const ps_view *x = &call->in[0], *index = &call->in[1], *src = &call->in[2], *y = &call->out[0];
@@ -608,7 +614,7 @@ static int scatter_backward(ps_call *call)
     }
 }
 
-/* -- search: a thread for each value ------------------------------------------------------------------------------- */
+/* -- search: one thread per value ---------------------------------------------------------------------------------- */
 template <class A>
 static __global__ void search_kernel(int64_t *y, const void *seq, const void *values, int dtype, int64_t n,
                                      int64_t each, int64_t count, bool right)

@@ -1,23 +1,27 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Times of kernels and copies by the device's clock, for the event record. Each time is measured between two events
- * of its stream, and is read after they have ended; a step does not wait for it. At the start of a record the
- * device's clock is aligned with the host's: the host waits for an event, whose time is between the host's times
- * before and after the wait (as for clocks of ranks, lua/ps/profile/clock.lua). */
+ * Times of kernels and copies by the device's clock, for the event record. Each time is measured between two events of
+ * its stream. It is read after both events have ended, so a step does not wait for it.
+ *
+ * When a record begins, the device's clock is aligned with the host's clock. The host waits for an event, and reads its
+ * own clock before and after the wait. The time of the event is assumed to be in the middle between these two times.
+ * lua/ps/profile/clock.lua aligns the clocks of ranks in the same way. */
 #include <string.h>
 #include "backend/cuda/cuda.h"
 
 struct timed { ps_record_event what; cudaEvent_t from, to; };
-static timed *queue;                           /* [room] ring buffer with `count` entries from `first` on, in the
-                                                * order of the stream */
+/* queue [room]: a ring buffer. It has `count` entries, starting at `first`, in the order of the stream. */
+static timed *queue;
 static int64_t first, count, room;
-static cudaEvent_t *spare, begun, anchor;      /* spare [n_spare]: free events. begun: event of the running op, or
-                                                * NULL */
-static int64_t n_spare, spare_room, anchor_ns; /* anchor_ns: the anchor's time by the host's clock */
+/* spare [n_spare]: events that are not in use. begun: event of the running op, or NULL. anchor: event whose time by
+ * the host's clock is known. */
+static cudaEvent_t *spare, begun, anchor;
+static int64_t n_spare, spare_room, anchor_ns; /* anchor_ns: time of the anchor by the host's clock */
 static int32_t aligned;                        /* record for which the clocks are aligned */
 
 enum { TRIES = 8 };
-static const int64_t near_ns = 20000;          /* a round trip this short is accepted */
-/* At larger distances a float's precision is worse than a quarter of a microsecond. */
+static const int64_t near_ns = 20000;          /* a round trip of at most this length is accepted */
+/* The distance from the anchor at which a new anchor is chosen. At larger distances, the precision of a float is worse
+ * than a quarter of a microsecond. */
 static const float far_ms = 2000;
 
 static int take(cudaEvent_t *out)
@@ -61,7 +65,7 @@ static void forget(void)
     begun = NULL;
 }
 
-/* Aligns the clocks once per record. Waits for all work that is queued on the device. */
+/* Aligns the clocks, once per record. Waits for all work that is queued on the device. */
 static int align(int32_t run)
 {
     int64_t shortest = INT64_MAX;
@@ -95,7 +99,7 @@ static int moment(cudaEvent_t e, int64_t *ns)
     return 0;
 }
 
-/* Makes `to` the anchor if the present one is far away. */
+/* Makes `to` the anchor if the current anchor is far away in time. Otherwise frees `to`. */
 static void move_anchor(cudaEvent_t to, int64_t ns)
 {
     if ((double)(ns - anchor_ns) < (double)far_ms * 1e6) return give(to);

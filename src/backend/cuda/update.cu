@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The optimizers that are not in optim.cu and whose update of an element depends only on that element or its block
- * of 8-bit codes, and masters that are kept as remainders. ref/update.c has the formulas and their sources. As in
- * optim.cu, operations, their order and their bits are those of the cpu backend. */
+ * Optimizers that are not in optim.cu, and masters that are stored as remainders. In these optimizers, the update of an
+ * element depends only on that element or on its block of 8-bit codes. ref/update.c has the formulas and their sources.
+ * As in optim.cu, the operations and their order are those of the cpu backend, so results are bit-identical to its
+ * results. */
 #include "backend/cuda/optim.h"
 #include "base/update.h"
 
@@ -59,7 +60,7 @@ struct schedule_free_rule {
         master_put(it, i, e::fma_((A)h.toward, u, e::fma_((A)h.average, e::add(z, -p), p)));
     }
 };
-/* `collect` reads the inputs param, master and end as parameter, master and gradient. */
+/* The inputs are param, master and end. `collect` stores `end` as the gradient. */
 struct lerp_rule {
     double weight;
     bool near_master;
@@ -70,7 +71,7 @@ struct lerp_rule {
     }
 };
 
-/* Updates each element by a rule, in double if the master is fp64. */
+/* Updates each element by a rule. The arithmetic is double if the master is fp64. */
 template <class Rule> KERNEL_UP_TO(THREADS) rule_kernel(Rule h, const __grid_constant__ work w)
 {
     for (int64_t unit = blockIdx.x; unit < w.units; unit += gridDim.x) {
@@ -137,7 +138,7 @@ DEV void adamw_step(const adamw_constants &h, float g, float *p, float *m, float
     *v = __fmaf_rn(h.b2, *v, __fmul_rn(__fmul_rn(h.c2, g), g));
     *p = __fmaf_rn(-h.step, __fdiv_rn(*m, __fmaf_rn(__fsqrt_rn(*v), h.inv, h.eps)), *p);
 }
-/* Rounds x up or down to bf16, decided by the lower half of `random`. */
+/* Rounds x to bf16, either up or down. The lower 16 bits of `random` decide which. */
 DEV uint16_t round_random(float x, uint32_t random)
 {
     uint32_t u = __float_as_uint(x);
@@ -145,7 +146,7 @@ DEV uint16_t round_random(float x, uint32_t random)
     return (uint16_t)((u + (random & 0xffffu)) >> 16);
 }
 
-/* A thread updates the four elements of a counter, which are 16 apart (ref/update.c). */
+/* A thread updates four elements that share a Philox counter. Their indices are 16 apart (ref/update.c). */
 KERNEL_UP_TO(THREADS) adam_bf16_kernel(adamw_constants h, const __grid_constant__ work w)
 {
     for (int64_t unit = blockIdx.x; unit < w.units; unit += gridDim.x) {
@@ -175,15 +176,15 @@ static int adam_bf16_(ps_call *call)
 }
 
 /* -- AdamW with averages in 8 bits --------------------------------------------------------------------------------- */
-/* Tables of both codes. The states are codes and scales of exp_avg and of exp_avg_sq. */
+/* The tables of both 8-bit codes. The optimizer states are the codes and the scales of exp_avg and of exp_avg_sq. */
 struct code_tables { ps_codes with_sign, plain; };
 
-/* Quantises a block. x [EACH] are this lane's elements: every 32nd of the block from `lane` on. Element k exists if
- * left > 32 k. */
+/* Quantises a block with one warp. x [EACH] has this lane's elements: every 32nd element of the block, starting at
+ * element `lane`. Element k of x exists if left > 32 k. */
 enum { EACH = PS_STATE_BLOCK / 32 };
 template <bool SIGN> DEV void quantise(const ps_codes *c, const float *x, int64_t left, uint8_t *codes, float *scale)
 {
-    int most = 0;                                    /* bits of the largest magnitude, which can be a NaN */
+    int most = 0;                                    /* the bit pattern of the largest magnitude, which can be a NaN */
 #pragma unroll
     for (int k = 0; k < EACH; k++)
         if (32 * k < left) most = max(most, (int)(__float_as_uint(x[k]) & 0x7fffffffu));
@@ -197,11 +198,12 @@ template <bool SIGN> DEV void quantise(const ps_codes *c, const float *x, int64_
     if (threadIdx.x % 32 == 0) *scale = largest;
 }
 
-/* One warp for each block of elements that share a scale. */
+/* Each warp updates a block of elements that share a scale. */
 KERNEL_UP_TO(THREADS) adam8bit_kernel(adamw_constants h, const __grid_constant__ code_tables given,
                                       const __grid_constant__ work w)
 {
-    __shared__ code_tables tables;                   /* shared memory, because lanes read different entries at once */
+    __shared__ code_tables tables;                   /* in shared memory, because lanes read different entries at
+                                                      * once */
     for (int i = threadIdx.x; i < (int)(sizeof tables / 4); i += blockDim.x)
         ((uint32_t *)&tables)[i] = ((const uint32_t *)&given)[i];
     __syncthreads();
@@ -223,7 +225,7 @@ KERNEL_UP_TO(THREADS) adam8bit_kernel(adamw_constants h, const __grid_constant__
             adamw_step(h, load_f(it.grad, it.grad_type, i), &p, &m[k], &v[k]);
             master_put(it, i, p);
         }
-        __syncwarp();                                /* all lanes have read the scales */
+        __syncwarp();                                /* now all lanes have read the scales */
         quantise<true>(&tables.with_sign, m, left, m_codes, m_scale);
         quantise<false>(&tables.plain, v, left, v_codes, v_scale);
     }
@@ -245,7 +247,7 @@ static int adam8bit_(ps_call *call)
 }
 
 /* -- remainders ---------------------------------------------------------------------------------------------------- */
-/* `collect` reads the inputs param, low and src as parameter, master and gradient. */
+/* The inputs are param, low and src. `collect` stores `low` as the master and `src` as the gradient. */
 static __global__ void remainder_split_kernel(const __grid_constant__ work w)
 {
     for (int64_t unit = blockIdx.x; unit < w.units; unit += gridDim.x) {

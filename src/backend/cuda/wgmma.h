@@ -1,29 +1,31 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * Warpgroup products of compute capability 9.0 (wgmma.mma_async, PTX ISA "Asynchronous Warpgroup Level Matrix
- * Multiply-Accumulate Instructions"): four warps multiply 64 rows at once, with operands in shared memory. Included
- * only by files that are compiled for sm_90a alone. On the emulator, spec/emulate/wgmma.cpp implements the same
- * calls.
+ * Multiply-Accumulate Instructions"). Four warps together multiply 64 rows at once, with operands in shared memory.
+ * Only files that are compiled for sm_90a alone include this header. On the emulator, spec/emulate/wgmma.cpp implements
+ * the same calls.
  *
- * Operands of 16-bit elements are stored in shared memory as panels of 64 columns, each at a multiple of 1024 bytes.
- * Row r of a panel is the 128 bytes from 128 r on. Its piece p of 16 bytes is at position p ^ (r & 7) (the 128-byte
- * swizzle). The layout can be read in two ways. As K-major, the product runs over columns, and a step is 16 columns
- * or 32 bytes. As MN-major, it runs over rows, and a step is 16 rows or 2048 bytes.
+ * Operands of 16-bit elements are stored in shared memory as panels of 64 columns. Each panel begins at a multiple of
+ * 1024 bytes. Row r of a panel is stored in the 128 bytes that start at 128 r. A row has eight pieces of 16 bytes.
+ * Piece p is at position p ^ (r & 7) of its row (the 128-byte swizzle).
  *
- * Rules for callers. A thread that writes shared memory calls async_fence before the barrier that precedes the
- * products. A group of products begins after wgmma_fence and ends with wgmma_commit. Until wgmma_wait reports that
- * the group has ended, its accumulators, its A in registers and its shared memory must not be touched. hold() after
- * wgmma_wait keeps the compiler from moving uses of accumulators before the wait. All threads of a warpgroup make
- * the same calls. */
+ * The layout can be read in two ways. As K-major, the product sums over columns, and a step is 16 columns or 32 bytes.
+ * As MN-major, the product sums over rows, and a step is 16 rows or 2048 bytes.
+ *
+ * Rules for callers: a thread that writes shared memory calls async_fence before the barrier that precedes the
+ * products. A group of products begins after wgmma_fence and ends with wgmma_commit. Until wgmma_wait reports that the
+ * group has ended, nothing may access its accumulators, its A in registers or its shared memory. The caller calls
+ * hold() after wgmma_wait, because the compiler could otherwise move uses of accumulators before the wait. All threads
+ * of a warpgroup make the same calls. */
 #ifndef PS_CUDA_WGMMA_H
 #define PS_CUDA_WGMMA_H
 #include "backend/cuda/device.h"
 
 enum { PANEL_COLS = 64, PANEL_ROW = 128, PANEL_ALIGN = 1024 };
 
-/* Makes the descriptor of a panel at `address` in the shared window. In units of 16 bytes, bits 0..13 are the
- * address, bits 16..29 the leading offset, and bits 32..45 the stride offset, the distance between groups of 8 rows.
- * Bits 62..63 are 1 for the 128-byte swizzle. The leading offset is the distance between panels if MN-major, and
- * ignored (1) if K-major. */
+/* Returns the descriptor of the panel at `address` in the shared window. Bits 0..13 are the address, and bits 16..29
+ * are the leading offset. Bits 32..45 are the stride offset, which is the distance between groups of 8 rows. These
+ * three are in units of 16 bytes. Bits 62..63 are 1 for the 128-byte swizzle. The leading offset is the distance
+ * between panels for MN-major operands. It is ignored (1) for K-major operands. */
 DEV uint64_t panel_descriptor(uint32_t address, uint32_t leading_nbytes)
 {
     return (uint64_t)(address >> 4) | (uint64_t)(leading_nbytes >> 4) << 16 |
@@ -34,8 +36,8 @@ DEV uint64_t descriptor_mn_major(uint32_t address, uint32_t panel_nbytes)
 {
     return panel_descriptor(address, panel_nbytes);
 }
-/* Returns the descriptor of an address nbytes higher. The low word does not overflow, because addresses have 18
- * bits. */
+/* Returns the descriptor of the address that is nbytes higher. The low word does not overflow, because addresses have
+ * 18 bits. */
 DEV uint64_t descriptor_at(uint64_t descriptor, uint32_t nbytes) { return descriptor + (nbytes >> 4); }
 
 #ifdef PS_EMULATE_CUDA
@@ -59,13 +61,13 @@ DEV uint32_t shared_address(const void *p) { return (uint32_t)__cvta_generic_to_
 DEV void async_fence(void) { asm volatile("fence.proxy.async.shared::cta;\n" : : : "memory"); }
 DEV void wgmma_fence(void) { asm volatile("wgmma.fence.sync.aligned;\n" : : : "memory"); }
 DEV void wgmma_commit(void) { asm volatile("wgmma.commit_group.sync.aligned;\n" : : : "memory"); }
-/* Waits until all but the last BUT groups have ended. */
+/* Waits until at most the last BUT groups are still running. */
 template <int BUT> DEV void wgmma_wait(void)
 {
     asm volatile("wgmma.wait_group.sync.aligned %0;\n" : : "n"(BUT) : "memory");
 }
-/* Tells the compiler that these registers change here, so that it does not move uses of a running product across
- * this point. */
+/* Tells the compiler that these registers change here. It then does not move uses of a running product across this
+ * point. */
 template <int COUNT> DEV void hold(float *d)
 {
 #pragma unroll
@@ -86,10 +88,12 @@ template <int COUNT> DEV void hold(float *d)
 #define OPERANDS_32(d, i) OPERANDS_8(d, i), OPERANDS_8(d, (i) + 8), OPERANDS_8(d, (i) + 16), OPERANDS_8(d, (i) + 24)
 #define OPERANDS_64(d, i) OPERANDS_32(d, i), OPERANDS_32(d, (i) + 32)
 
-/* Computes d [64, N] (+)= a b: m64nNk16. wgmma_shared: a [64, 16] and b [N, 16] are in shared memory, both K-major.
- * wgmma_registers: a [64, 16] is in four registers, in the layout of d's columns 16 k .. 16 k + 15; b [16, N] is in
- * shared memory, MN-major. add: predicate; if false, d is overwritten. The constants after the predicate are the
- * signs of a and b, and whether a and b (only b if a is in registers) are MN-major. */
+/* Compute d [64, N] = a b, or d += a b, by the instruction m64nNk16. With wgmma_shared, a [64, 16] and b [N, 16] are in
+ * shared memory and both are K-major. With wgmma_registers, a [64, 16] is in four registers, in the layout of the
+ * columns 16 k .. 16 k + 15 of d. Its b [16, N] is in shared memory and MN-major.
+ *
+ * If the predicate `add` is false, d is overwritten. The constants after the predicate are the signs of a and b, and
+ * then whether a and b are MN-major. If a is in registers, only b has the latter constant. */
 template <class T, int N> DEV void wgmma_shared(float *d, uint64_t a, uint64_t b, bool add);
 template <class T, int N> DEV void wgmma_registers(float *d, const uint32_t *a, uint64_t b, bool add);
 #define DEFINE_PRODUCTS(T, ptx, N, count, at0, at1, at2, at3, at4, at5)                                              \

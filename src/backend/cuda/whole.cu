@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * LAMB and Adafactor, whose updates depend on sums over the whole tensor. Operations, the order of each sum and the
- * bits are those of the cpu backend (cpu/muon.c): threads compute the terms, and one thread adds them up in double,
- * in the order of elements. */
+ * LAMB and Adafactor, whose updates depend on sums over the whole tensor. The operations and the order of each sum are
+ * those of the cpu backend (cpu/muon.c), so results are bit-identical to its results. Threads compute the terms of a
+ * sum. One thread adds up the terms in double, in the order of the elements. */
 #include "backend/cuda/optim.h"
 #include "base/update.h"
 
-/* Adds n threads' terms to *sum, in their order. Only thread 0 has the sum. */
+/* Adds the terms of n threads to *sum, in the order of the threads. Only thread 0 has the sum. */
 DEV void add_in_order(double term, int n, double *sum)
 {
     __shared__ double terms[THREADS];
@@ -17,7 +17,7 @@ DEV void add_in_order(double term, int n, double *sum)
 }
 DEV int least(int64_t a, int64_t b) { return (int)(a < b ? a : b); }
 
-/* Sets *out to the sum of x [n], added in order. */
+/* Sets *out to the sum of x [n]. The elements are added in order. */
 KERNEL_UP_TO(THREADS) in_order_kernel(double *out, const double *x, int64_t n)
 {
     double sum = 0;
@@ -41,8 +41,8 @@ template <class A> DEV A lamb_update(const lamb_constants &h, A p, A m, A v)
     return e::add(e::div(e::mul(m, (A)h.inv1), below), e::mul((A)h.wd, p));
 }
 
-/* Updates the averages, and writes sums [2, units]: the squares of p and of the update, summed per unit of
- * PS_LAMB_UNIT elements. */
+/* Updates the averages. Writes sums [2, units]: for each unit of PS_LAMB_UNIT elements, the sum of squares of p and the
+ * sum of squares of the update. */
 template <class A> KERNEL_UP_TO(THREADS) lamb_sums_kernel(lamb_constants h, item it, double *sums, int64_t units)
 {
     typedef exact<A> e;
@@ -69,7 +69,7 @@ template <class A> KERNEL_UP_TO(THREADS) lamb_sums_kernel(lamb_constants h, item
     }
 }
 
-/* totals: sums of squares of p and of the update, written by in_order_kernel */
+/* totals: sums of squares of p and of the update, which in_order_kernel has written. */
 template <class A> KERNEL_UP_TO(THREADS) lamb_kernel(lamb_constants h, item it, const double *totals)
 {
     typedef exact<A> e;
@@ -113,13 +113,14 @@ static int lamb_(ps_call *call)
 }
 
 /* -- Adafactor ----------------------------------------------------------------------------------------------------- */
-/* A tensor [batch, R, C] with its averages. A vector is [1, 1, C], and each of its elements has its own average. */
+/* A tensor [batch, R, C] with its averages. A vector is stored as [1, 1, C], and each of its elements has its own
+ * average. */
 struct factored {
     item it;
     int64_t batch, R, C;
     bool matrix, hugging_face;
     double scale, eps1, keep, take;
-    double *by_row, *row_mean;                       /* [batch R] row sums; [batch] their means */
+    double *by_row, *row_mean;                       /* [batch R] row sums; [batch] the means of the row sums */
 };
 enum { OF_MASTER, OF_UPDATE };
 
@@ -128,7 +129,7 @@ template <class A> DEV double squared(const factored &f, int64_t i)
     A g = exact<A>::mul(access<A>::load(f.it.grad, f.it.grad_type, i), (A)f.scale);
     return __dadd_rn(__dmul_rn((double)g, (double)g), f.hugging_face ? f.eps1 : 0);
 }
-/* Returns the update of an element in row `row`, before it is clipped. */
+/* Returns the update of an element of row `row`, before the update is clipped. */
 template <class A> DEV A factored_update(const factored &f, int64_t row, int64_t c)
 {
     typedef exact<A> e;
@@ -147,7 +148,7 @@ template <class A> DEV A factored_update(const factored &f, int64_t row, int64_t
     return e::div(e::mul(access<A>::load(f.it.grad, f.it.grad_type, row * f.C + c), (A)f.scale), e::root(var));
 }
 
-/* Sets by_row [batch R] to each row's sum of squares of the master or of the update. */
+/* Sets by_row [batch R] to the sum of squares of each row, either of the master or of the update. */
 template <class A, int OF> KERNEL_UP_TO(THREADS) row_squares_kernel(const __grid_constant__ factored f)
 {
     for (int64_t row = blockIdx.x; row < f.batch * f.R; row += gridDim.x) {
@@ -165,7 +166,7 @@ template <class A> DEV A averaged(const factored &f, A old, double mean)
 {
     return (A)__dadd_rn(__dmul_rn(f.keep, (double)old), __dmul_rn(f.take, mean));
 }
-/* Updates the averages of a matrix's rows, or of a vector's elements. */
+/* Updates the averages of the rows of a matrix, or of the elements of a vector. */
 template <class A> KERNEL_UP_TO(THREADS) row_averages_kernel(const __grid_constant__ factored f)
 {
     A *rows = (A *)f.it.state[0];
@@ -182,7 +183,7 @@ template <class A> KERNEL_UP_TO(THREADS) row_averages_kernel(const __grid_consta
         if (threadIdx.x == 0) rows[row] = averaged(f, rows[row], __ddiv_rn(sum, (double)f.C));
     }
 }
-/* Updates the averages of columns, one thread per column. */
+/* Updates the averages of columns. Each thread updates one column. */
 template <class A> KERNEL_UP_TO(THREADS) column_averages_kernel(const __grid_constant__ factored f)
 {
     A *cols = (A *)f.it.state[1];
@@ -194,7 +195,7 @@ template <class A> KERNEL_UP_TO(THREADS) column_averages_kernel(const __grid_con
         cols[k] = averaged(f, cols[k], __ddiv_rn(sum, (double)f.R));
     }
 }
-/* Computes row_mean [batch], one block per matrix. */
+/* Computes row_mean [batch]. Each block computes the mean of one matrix. */
 template <class A> KERNEL_UP_TO(THREADS) row_mean_kernel(const __grid_constant__ factored f)
 {
     const A *rows = (const A *)f.it.state[0];
@@ -207,7 +208,7 @@ template <class A> KERNEL_UP_TO(THREADS) row_mean_kernel(const __grid_constant__
         if (threadIdx.x == 0) f.row_mean[b] = __ddiv_rn(sum, (double)f.R);
     }
 }
-/* totals: sums of squares of the master and of the update, written by in_order_kernel */
+/* totals: sums of squares of the master and of the update, which in_order_kernel has written. */
 template <class A> KERNEL_UP_TO(THREADS) adafactor_kernel(const __grid_constant__ factored f, ps_attrs_adafactor_ a,
                                                           const double *totals)
 {
