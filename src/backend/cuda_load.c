@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Finds the cuda backend: a driver, a device, then the plug-in libps_cuda.so. So a machine without a GPU loses no
- * time, and each missing part has its own error. CUDA's headers are not needed: the four functions of the driver
- * that this file calls are declared below, as its ABI has them. The plug-in stays loaded, because its libraries do
- * not support unloading. */
+ * Loads the cuda backend. It looks for a driver first, then for a device, and then for the plug-in libps_cuda.so. In
+ * this order a machine without a GPU loses no time, and each missing part has its own error.
+ *
+ * CUDA's headers are not needed, because this file declares the four functions of the driver that it calls, as the
+ * driver's ABI defines them. The plug-in is never unloaded, because its libraries do not support that. */
 #include <dlfcn.h>
 #include <errno.h>
 #include <limits.h>
@@ -67,8 +68,8 @@ static int check_driver(void)
     return 0;
 }
 
-/* Finds the plug-in: PS_CUDA_PLUGIN, else libps_cuda.so in the program's folder, else, for an installed program, in
- * ../lib/psluajit. */
+/* Finds the plug-in. It is the file that PS_CUDA_PLUGIN names. Without this variable, it is libps_cuda.so in the
+ * program's folder or, for an installed program, in ../lib/psluajit. */
 static int plugin_path(char *path, size_t size)
 {
     static const char *const places[] = { "", "../lib/psluajit/" };
@@ -101,8 +102,8 @@ static const ps_cuda_program program = {
     .host_region_watch = ps_host_region_watch, .clock = ps_record_clock,
 };
 
-/* Reports a failed dlopen. The loader's message begins with the file that it cannot load: the plug-in itself, or a
- * library that the plug-in needs. */
+/* Reports a failed dlopen. The loader's message begins with the name of the file that it cannot load. That file is
+ * either the plug-in or a library that the plug-in needs. */
 static int cannot_load(const char *path, const char *why)
 {
     if (strncmp(why, path, strlen(path)) == 0) return ps_fail(PS_EUNSUP, "no device cuda: no library: %s", why);

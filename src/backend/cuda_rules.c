@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Computes the workspace that cuda's kernels request, also for a card that this machine does not have. It uses the
+ * Computes the workspace that the cuda kernels request, even for a card that this machine does not have. It uses the
  * functions of cuda/rules.h, which the kernels also call. The emulated plug-in compares the result with the kernels'
  * requests at every call. */
 #include "backend/cuda_rules.h"
@@ -16,7 +16,7 @@ static int64_t reduction(const ps_cuda_card *card, const ps_view *x, uint32_t di
     return r.kept == 0 ? 0 : up(ps_cu_reduce_nbytes(&r));
 }
 
-/* Returns the workspace for the sum of n rows of `cols` elements, ld elements apart. */
+/* Returns the size in bytes of the workspace for summing n rows of `cols` elements. The row stride is ld elements. */
 static int64_t row_sums(const ps_cuda_card *card, int64_t n, int64_t cols, int64_t ld)
 {
     ps_view rows;
@@ -32,14 +32,16 @@ static int64_t sums_of(const ps_cuda_card *card, const ps_view *d)
     return row_sums(card, d->numel / cols, cols, d->ndim == 2 ? d->stride[0] : cols);
 }
 
-/* Returns the workspace for a copy of v [..., cols], or 0 if v can be used as a matrix directly. */
+/* Returns the size in bytes of the workspace for a copy of v [..., cols]. Returns 0 if v can be used as a matrix
+ * directly. */
 static int64_t rows_copy(const ps_view *v)
 {
     int64_t stride;
     return ps_cu_is_rows(v, &stride) ? 0 : up(nbytes_of(v));
 }
 
-/* Returns the bytes for copies of the bias in gemm.cu, for a product [rows, inner] x [inner, cols]. */
+/* Returns the size in bytes of the copies of the bias that gemm.cu makes for a product [rows, inner] x [inner,
+ * cols]. */
 static int64_t bias_copy(const ps_view *bias, int64_t rows, int64_t inner, int64_t cols, int a, int b, int dst)
 {
     if (!bias || !ps_has(bias)) return 0;
@@ -57,7 +59,7 @@ static int64_t residual_copy(const ps_view *residual, int64_t rows, int64_t cols
     return !residual || !ps_has(residual) || ps_cu_is_residual(residual, rows, cols, &ld) ? 0 : up(nbytes_of(residual));
 }
 
-/* Returns the workspace for y = x w + bias + residual. bias and residual can be NULL or absent. */
+/* Returns the size in bytes of the workspace for y = x w + bias + residual. bias and residual can be NULL or absent. */
 static int64_t linear(const ps_view *x, const ps_view *w, const ps_view *bias, const ps_view *residual,
                       const ps_view *y)
 {
@@ -137,10 +139,11 @@ static int64_t heads_backward(int64_t B, int64_t H, int64_t T, int64_t S, int64_
     return nbytes + up(ps_cu_delta_nbytes(B * H * T, dtype)) + (mask ? up(B * 4) : 0);
 }
 
-/* Returns whether the mask is a bool mask [B, S], not segments or a mask of 4 dimensions. */
+/* Returns whether the mask is a bool mask [B, S]. The other kinds of mask are segments and masks of 4 dimensions. */
 static bool is_key_mask(const ps_view *mask) { return ps_has(mask) && mask->ndim != 4 && mask->dtype != PS_I32; }
 
-/* Returns the workspace for the segments' bounds, 0 if attention's input `mask` does not hold segments. */
+/* Returns the size in bytes of the workspace for the bounds of segments. Returns 0 if attention's input `mask` does not
+ * have segments. */
 static int64_t segments(const ps_view *mask)
 {
     if (!ps_has(mask) || mask->ndim != 2 || mask->dtype != PS_I32) return 0;

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Workspace that cuda's kernels need on a card, which can be a simulated one (cuda/rules.h). */
+ * The workspace that the cuda kernels need on a card. The card can be a simulated one (cuda/rules.h). */
 #ifndef PS_CUDA_RULES_SCRATCH_H
 #define PS_CUDA_RULES_SCRATCH_H
 #include "backend/cuda/rules.h"
@@ -7,7 +7,7 @@
 #ifdef __cplusplus
 extern "C"
 #endif
-/* Returns the bytes that the kernel of a call allocates. Each allocation is rounded up to a multiple of 64. Reads
- * only the operands' types, shapes, strides and address alignments. */
+/* Returns the number of bytes that the kernel of a call allocates. Each allocation is rounded up to a multiple of 64
+ * bytes. The function reads only the types, shapes, strides and address alignments of the operands. */
 int64_t ps_cuda_rules_scratch(const ps_cuda_card *card, const ps_call *call);
 #endif

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Maps dimensions of operands to dimensions of a matrix product. Backends in C and in C++ share this file. */
+ * Maps the dimensions of operands to the dimensions of a matrix product. C and C++ backends share this file. */
 #ifndef PS_BACKEND_DIMS_H
 #define PS_BACKEND_DIMS_H
 #include <string.h>
@@ -12,8 +12,8 @@ static inline int64_t product(const int64_t *n, int count)
     return p;
 }
 
-/* Returns whether dimensions 0 .. count-1 can be treated as one dimension, with stride *stride. Ignores dimensions
- * of size 1. */
+/* Returns whether the dimensions 0 .. count-1 can be treated as one dimension. Sets *stride to the stride of that
+ * dimension. Dimensions of size 1 are ignored. */
 static inline bool collapses(const ps_view *v, int count, int64_t *stride)
 {
     int64_t expect = -1, step = 0;
@@ -27,8 +27,8 @@ static inline bool collapses(const ps_view *v, int count, int64_t *stride)
     return true;
 }
 
-/* The batch dimensions of y = a b: all before the last two, except those of size 1. Adjacent dimensions are merged
- * if the strides of a, b and y (v) permit this. */
+/* The batch dimensions of y = a b. These are all dimensions before the last two, except those of size 1. Adjacent
+ * dimensions are merged if the strides of a, b and y permit it. v has the views of a, b and y. */
 typedef struct batch_dims { int ndim; int64_t n[PS_MAX_DIMS], step[3][PS_MAX_DIMS]; } batch_dims;
 
 static inline batch_dims batch_of(const ps_view *const v[3])
@@ -40,7 +40,8 @@ static inline batch_dims batch_of(const ps_view *const v[3])
         int64_t n = v[2]->shape[d], step[3];
         if (n == 1) continue;
         for (int t = 0; t < 3; t++) {
-            int own = d - (v[2]->ndim - v[t]->ndim);         /* operands are broadcast from the right */
+            int own = d - (v[2]->ndim - v[t]->ndim);         /* dimensions are aligned at the last one for
+                                                              * broadcasting */
             step[t] = own < 0 || v[t]->shape[own] == 1 ? 0 : v[t]->stride[own];
         }
         int p = out.ndim - 1;

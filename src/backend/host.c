@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Regions of host memory and the amount that is free, for all backends that use the machine's memory. Regions are
- * private anonymous mappings, whose address space costs nothing until it is touched. Large regions begin at a
- * huge page. */
+ * Regions of host memory, and the amount of memory that is free. All backends that use the machine's memory share this
+ * file. Regions are private anonymous mappings, whose address space costs nothing until it is touched. Large regions
+ * begin at a huge page. */
 #define _GNU_SOURCE
 #include <errno.h>
 #include <fcntl.h>
@@ -18,11 +18,12 @@
 
 static const size_t huge = PS_MOVE_NBYTES;
 
-static void (*region_goes)(void *p, size_t nbytes);     /* or NULL */
+static void (*region_goes)(void *p, size_t nbytes);     /* the function that ps_host_region_watch sets, or NULL */
 
 void ps_host_region_watch(void (*goes)(void *p, size_t nbytes)) { region_goes = goes; }
 
-/* Returns the bytes that a region of nbytes maps: whole pages, at least one; 0 on overflow. */
+/* Returns the number of bytes that a region of nbytes maps. It is a multiple of the page size, and at least one page.
+ * Returns 0 on overflow. */
 static size_t mapped_bytes(size_t nbytes)
 {
     size_t page = (size_t)sysconf(_SC_PAGESIZE);
@@ -40,12 +41,12 @@ int ps_host_region_new(ps_backend *be, size_t nbytes, void **out)
     char *p = mmap(NULL, size + spare, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (p == MAP_FAILED)
         return ps_fail(PS_ENOMEM, "the system refuses %zu bytes of memory: %s", nbytes, strerror(errno));
-    if (spare) {                        /* unmaps the space before and after the aligned section */
+    if (spare) {                        /* unmaps the space before and after the aligned part */
         size_t head = (huge - (uintptr_t)p % huge) % huge;
         if (head > 0) munmap(p, head);
         if (spare - head > 0) munmap(p + head + size, spare - head);
         p += head;
-        madvise(p, size, MADV_HUGEPAGE); /* only a hint: huge pages make access faster */
+        madvise(p, size, MADV_HUGEPAGE); /* this is only a hint: huge pages make access faster */
     }
     *out = p;
     return 0;
@@ -66,9 +67,11 @@ void ps_host_region_free(ps_backend *be, void *p, size_t nbytes)
     munmap(p, mapped_bytes(nbytes));
 }
 
-/* Moves one huge page at a time: mremap takes bytes of one mapping only, and a region to which memory was moved
- * consists of several. The kernel checks its limit on mappings first, and then changes nothing. If it fails
- * later, the addresses at `to` have lost their mapping, so they are mapped again. */
+/* Moves one huge page at a time, because mremap moves bytes of one mapping only. A region to which memory was moved
+ * consists of several mappings.
+ *
+ * The kernel first checks its limit on the number of mappings. If this check fails, nothing has changed. If mremap
+ * fails later, the addresses at `to` have lost their mapping, so they are mapped again. */
 int64_t ps_host_region_move(ps_backend *be, void *to, void *from, size_t nbytes)
 {
     if (region_goes) region_goes(from, nbytes);
@@ -84,8 +87,8 @@ int64_t ps_host_region_move(ps_backend *be, void *to, void *from, size_t nbytes)
     return (int64_t)nbytes;
 }
 
-/* -- how much is left ------------------------------------------------------------------------------------------- */
-/* Reads the beginning of a small file as text. Returns false if it is empty or cannot be read. */
+/* -- how much memory is left --------------------------------------------------------------------------------------- */
+/* Reads the beginning of a small file as text. Returns false if the file is empty or cannot be read. */
 static bool read_text(const char *path, char *text, size_t size)
 {
     int fd = open(path, O_RDONLY | O_CLOEXEC);
@@ -98,7 +101,8 @@ static bool read_text(const char *path, char *text, size_t size)
     return used > 0;
 }
 
-/* Returns the number after `key` at the beginning of a line, or `otherwise` if no line begins with it. */
+/* Returns the number that follows `key` at the beginning of a line. Returns `otherwise` if no line begins with
+ * `key`. */
 static int64_t line_value(const char *text, const char *key, int64_t otherwise)
 {
     size_t n = strlen(key);
@@ -120,9 +124,10 @@ static bool read_number(const char *dir, const char *name, int64_t *out)
 
 struct cgroup_names { const char *mount, *limit, *usage, *cache; };
 
-/* Returns the smallest amount of memory that the control group `path`, or a group above it, still allows. File pages
- * that were not used recently count as free, because the kernel drops them before it refuses memory. Groups that
- * cannot be read are skipped: a container sees only its own group. */
+/* Returns the number of bytes that the control group `path` still allows. A group above it can have a stricter limit,
+ * so the function returns the minimum over all of them. File pages that were not used recently count as free, because
+ * the kernel drops them before it refuses memory. Groups that cannot be read are skipped: a container sees only its own
+ * group. */
 static int64_t cgroup_room(const struct cgroup_names *names, const char *path)
 {
     char dir[PATH_MAX], file[PATH_MAX + 64], stat[8192];
@@ -135,7 +140,8 @@ static int64_t cgroup_room(const struct cgroup_names *names, const char *path)
         if (read_number(dir, names->limit, &limit) && read_number(dir, names->usage, &usage)) {
             snprintf(file, sizeof file, "%s/memory.stat", dir);
             if (read_text(file, stat, sizeof stat)) usage -= line_value(stat, names->cache, 0);
-            if (usage < 0) usage = 0;             /* the two counts were read at different times */
+            if (usage < 0) usage = 0;             /* usage can be negative because the two counts were read at
+                                                   * different times */
             int64_t room = limit > usage ? limit - usage : 0;
             least = room < least ? room : least;
         }
@@ -145,8 +151,8 @@ static int64_t cgroup_room(const struct cgroup_names *names, const char *path)
     }
 }
 
-/* Returns the smallest amount of memory that this process's control groups still allow. Lines of /proc/self/cgroup
- * are "0::PATH" in version 2 and "N:CONTROLLERS:PATH" in version 1. */
+/* Returns the number of bytes that this process's control groups still allow. The strictest group counts. Lines of
+ * /proc/self/cgroup are "0::PATH" in version 2 and "N:CONTROLLERS:PATH" in version 1. */
 static int64_t cgroups_room(void)
 {
     static const struct cgroup_names v2 = { "/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file " };
@@ -169,7 +175,7 @@ static int64_t cgroups_room(void)
     return least;
 }
 
-/* Returns the bytes of address space that RLIMIT_AS still allows. */
+/* Returns the number of bytes of address space that RLIMIT_AS still allows. */
 static int64_t address_room(void)
 {
     struct rlimit limit;
@@ -180,7 +186,7 @@ static int64_t address_room(void)
     return (int64_t)limit.rlim_cur > used ? (int64_t)limit.rlim_cur - used : 0;
 }
 
-/* Returns the memory that the strictest limit still allows, and sets *by to a phrase for this limit. */
+/* Returns the number of bytes that the strictest limit still allows. Sets *by to a phrase that names this limit. */
 static int64_t host_left(const char **by)
 {
     char text[8192];

@@ -1,13 +1,13 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The list of backends. Those that every machine has are opened at startup, in the order of the rows, which
- * determines the device indices. The others are opened when a script first uses them. `ref` is opened first, because
- * other backends fall back on its kernels. Only the context calls this file. */
+ * The list of backends. Backends that every machine has are opened at startup, in the order of the rows. This order
+ * determines the device indices. The other backends are opened when a script first uses them. `ref` is the first,
+ * because other backends use its kernels as a fallback. Only the context calls this file. */
 #include <stdio.h>
 #include <string.h>
 #include "backend/backend.h"
 #include "base/error.h"
 
-/* all: the backends that were opened so far, in order */
+/* all: the backends that are already open, in the order in which they were opened. */
 static int open_cpu(ps_backend *ref, ps_backend **all, ps_backend **out)
 {
     return ps_backend_cpu_open(ref, out);
@@ -29,10 +29,11 @@ static int open_sim(ps_backend *ref, ps_backend **all, ps_backend **out)
     return ps_backend_sim_open(ref, all[0], out);
 }
 
-/* This process's index on its machine, which selects one of several cards; -1 if the environment selects it. */
+/* This process's index on its machine, which selects one of several cards. If it is -1, the environment selects the
+ * card. */
 static int local_rank = -1;
 
-/* The simulated machine whose devices are opened instead of this machine's. */
+/* The simulated machine. If `pretends` is set, its devices are opened instead of those of the real machine. */
 static ps_machine machine;
 static bool pretends;
 
@@ -56,9 +57,10 @@ static int open_cuda(ps_backend *ref, ps_backend **all, ps_backend **out)
 static const struct row {
     const char *name;
     int (*open)(ps_backend *ref, ps_backend **all, ps_backend **out);
-    const char *where;            /* machines that have the backend, which is then opened at its first use. NULL: all
-                                   * machines have it, and it is opened at startup. */
-    const char *numbered;         /* answer to a request for a numbered device such as "NAME:0", or NULL */
+    /* A phrase for the machines that have the backend, which is opened at its first use. NULL: all machines have the
+     * backend, and it is opened at startup. */
+    const char *where;
+    const char *numbered;         /* error for a request for a numbered device such as "NAME:0", or NULL */
 } rows[] = {
     { .name = "cpu", .open = open_cpu },
     { .name = "ref", .open = take_ref },
@@ -70,7 +72,7 @@ static const struct row {
 };
 enum { ROWS = sizeof rows / sizeof rows[0] };
 
-/* Opens the devices of a simulated machine. Each owns a real backend. */
+/* Opens the devices of a simulated machine. Each of them owns a real backend. */
 static int open_pretended(ps_backend *ref, ps_backend **out, int max)
 {
     ps_backend *real[ROWS] = { NULL };
@@ -118,7 +120,7 @@ int ps_backends_open(ps_backend **out, int max)
     return n;
 }
 
-/* writes "cpu, ref, meta, sim and, with a GPU, cuda" */
+/* Writes a list such as "cpu, ref, meta, sim and, with a GPU, cuda". */
 static void list_names(char *text, size_t size)
 {
     size_t used = 0;
@@ -149,7 +151,7 @@ void ps_backends_pretend(const ps_machine *m)
     if (m) machine = *m;
 }
 
-/* The order does not matter: closing a backend does not use other backends. */
+/* Closes the backends in any order, because closing one does not use the others. */
 void ps_backends_close(ps_backend **all, int n)
 {
     for (int i = 0; i < n; i++)

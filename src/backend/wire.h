@@ -1,9 +1,11 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Functions that move bytes between this backend's memory and the memory of other processes' devices (NCCL): an
- * exchange, a sum and a copy. Each is begun and then polled. transport/wired.c builds a communicator on them, with
- * the waiting, the time-outs and the checks; transport/line.c sends messages with them. Only one thread uses a wire
- * at a time, which need not be the thread that runs kernels. The thread that runs kernels calls `mark` and the
- * functions whose comments say so. */
+ * Functions that move bytes between this backend's memory and the memory of devices in other processes (NCCL). They do
+ * exchanges, sums and copies. Each of these is begun by one call and then polled. transport/wired.c builds a
+ * communicator on these functions, and adds the waiting, the time-outs and the checks. transport/line.c sends messages
+ * with them.
+ *
+ * Only one thread at a time uses a wire. It need not be the thread that runs kernels. The thread that runs kernels
+ * calls `mark` and those functions whose comments say so. */
 #ifndef PS_WIRE_H
 #define PS_WIRE_H
 #include <stdbool.h>
@@ -19,63 +21,67 @@ enum { PS_WIRE_ID_NBYTES = 128, PS_WIRE_LANES = 2, PS_WIRE_LOCAL = PS_WIRE_LANES
 
 typedef struct ps_wire_table {
     const char *name;
-    /* Loads the library. Returns PS_EUNSUP if it cannot be loaded; the message has the reason. */
+    /* Loads the library. Returns PS_EUNSUP if the library cannot be loaded. The message has the reason. */
     int (*load)(struct ps_backend *be);
-    /* Writes a device name that is unique on the machine to name [PS_WIRE_NAME_NBYTES], padded with 0. */
+    /* Writes a device name that is unique on the machine to name [PS_WIRE_NAME_NBYTES], and fills the rest with
+     * zeros. */
     int (*device_name)(struct ps_backend *be, char *name);
     int most_ranks;
     int (*new_id)(struct ps_backend *be, char *id);   /* id is [PS_WIRE_ID_NBYTES]; one rank makes it, and all ranks
                                                        * pass it to `open` */
-    /* Begins to connect. With id NULL, makes a world of one rank, which needs no library. */
+    /* Begins to connect. If id is NULL, makes a world of one rank, which needs no library. */
     int (*open)(struct ps_backend *be, const char *id, int rank, int size, ps_wire **out);
-    /* Returns whether the next exchange can begin (1 or 0), or an error: `open` and the last exchange must have
-     * progressed far enough. */
+    /* Returns 1 if the next exchange can begin, 0 if not, or an error. The next exchange can begin after `open` and the
+     * previous exchange have progressed far enough. */
     int (*ready)(ps_wire *w);
-    /* Marks the end of the work that is queued on the device so far. The thread that queues the work must call it.
-     * The mark is valid until PS_WIRE_MARKS more marks were made; then it can stand for a later mark. */
+    /* Marks the end of the work that is currently queued on the device. The thread that queues the work must call this
+     * function. A mark is valid until PS_WIRE_MARKS more marks were made. After that, its number can mean a later
+     * mark. */
     int (*mark)(ps_wire *w);          /* returns the mark, >= 0, or an error */
-    /* Makes work that later begins on the wire run after all work before the mark. */
+    /* Orders work after a mark: work that begins later on the wire runs after all work before the mark. */
     int (*after)(ps_wire *w, int mark);
-    /* Like ps_comm_table.begin. Lanes count from 0. Exchanges run in the order of the calls, after all sums and
-     * copies that were begun earlier. */
+    /* Like ps_comm_table.begin. Lanes are counted from 0. Exchanges run in the order of the calls, and after all sums
+     * and copies that were begun earlier. */
     int (*begin)(ps_wire *w, int lane, const ps_comm_part *send, const ps_comm_part *recv);
-    /* Makes sums and copies that begin later run after the lane's last exchange, which must be ready. */
+    /* Orders sums and copies after an exchange: those that begin later run after the lane's last exchange. `ready` must
+     * have returned 1 for that exchange. */
     int (*follow)(ps_wire *w, int lane);
-    /* Begins to[i] = sum of at[r][i] over r < n. Terms are added in this order, in fp32 (fp64 for fp64), and the sum
-     * is rounded once. `to` can be one of at[r]. The sum waits only for exchanges that were passed to `follow`. */
+    /* Begins to compute to[i] = the sum of at[r][i] over r < n. The terms are added in this order, in fp32 (fp64 for
+     * fp64 values), and the sum is rounded once. `to` can be one of the at[r]. The sum waits only for exchanges that
+     * were passed to `follow`. */
     int (*sum)(ps_wire *w, int dtype, int n, char *const *at, int64_t numel, char *to);
     int (*copy)(ps_wire *w, void *to, const void *from, int64_t nbytes);
-    /* Returns whether a lane's last exchange has ended (1 or 0), or an error. For PS_WIRE_LOCAL, the last sum or
-     * copy. */
+    /* Returns 1 if the last exchange of the lane has ended, 0 if not, or an error. For the lane PS_WIRE_LOCAL, the
+     * result is about the last sum or copy. */
     int (*ended)(ps_wire *w, int lane);
-    /* Events are points in the device's work, which they order without a waiting thread. An event that was never set
+    /* Events are points in the device's work. They order work without making a thread wait. An event that was never set
      * counts as passed. */
     int (*event_new)(struct ps_backend *be, ps_wire_event **out);
     void (*event_free)(ps_wire_event *e);
-    /* event_now sets the event after all work that is queued on the device so far. event_follow makes all work that
-     * is queued later run after the event. The thread that runs kernels must call both. */
+    /* event_now sets the event after all work that is currently queued on the device. event_follow makes all work that
+     * is queued later run after the event. The thread that runs kernels must call both functions. */
     int (*event_now)(struct ps_backend *be, ps_wire_event *e);
     int (*event_follow)(struct ps_backend *be, ps_wire_event *e);
     int (*event_before)(ps_wire *w, ps_wire_event *e);       /* makes exchanges that begin later run after the event */
-    /* Sets the event after all exchanges, sums and copies. The last exchange must be ready. */
+    /* Sets the event after all exchanges, sums and copies. `ready` must have returned 1 for the last exchange. */
     int (*event_end)(ps_wire *w, ps_wire_event *e);
     int (*event_over)(ps_wire_event *e);                     /* returns 1 if the event has passed, 0 if not, or an
                                                               * error; any thread may call it */
     int (*memory)(ps_wire *w, int64_t nbytes, void **out);
     void (*memory_free)(ps_wire *w, void *p);
-    /* Ends all running work, including sums and copies, as far as this rank can. Afterwards nothing uses the
-     * callers' memory, and only events, memory_free and close can be called. These functions wait for other ranks
-     * for at most some seconds. */
+    /* Ends all running work, including sums and copies, as far as this rank can. Afterwards, nothing uses the callers'
+     * memory. Only events, memory_free and close can be called then. These functions wait for other ranks for at most a
+     * few seconds. */
     void (*abort)(ps_wire *w);
     void (*close)(ps_wire *w);
-    /* lose records an error of code PS_E*, before an abort after which kernels continue without bytes that they
-     * expect. The next read of the device's memory fails with this error. Only the first error is kept. lost returns
-     * that error, of any wire, or 0. told: the caller has reported the error to the script, so it is not reported
-     * again. Any thread can call both functions. */
+    /* lose records an error with a code PS_E*. It is called before an abort, if kernels continue after the abort
+     * without bytes that they expect. The next read of the device's memory fails with this error. Only the first error
+     * is kept. lost returns that error of any wire, or 0. told: the caller has reported the error to the script, so the
+     * error is not reported again. Any thread can call both functions. */
     void (*lose)(struct ps_backend *be, int code, const char *why);
     int (*lost)(struct ps_backend *be, bool told);
-    /* For benchmarks: begins the library's own all-gather or all-reduce of fp32. count: elements of `in`. Its end is
-     * reported like that of an exchange of lane 0. */
+    /* For benchmarks: begins the library's own all-gather or all-reduce of fp32 values. count: number of elements of
+     * `in`. The end is reported like the end of an exchange of lane 0. */
     int (*raw)(ps_wire *w, bool all_reduce, float *out, const float *in, int64_t count);
 } ps_wire_table;
 #endif

@@ -20,7 +20,7 @@ static int check_dropout(const ps_infer *f, double p, int32_t first_head)
     return p >= 0 && p < 1 ? 0 : ps_rule_fail(f, "dropout p = %g is not in [0, 1)", p);
 }
 
-/* Checks a mask: bool [B, S], or int32 [B, T] of segments, where T is S. */
+/* Checks a mask. It is either bool [B, S], or int32 [B, T] with segments. With segments, T must be S. */
 static int check_mask(const ps_infer *f, const ps_tensor *mask, int64_t batch, int64_t queries, int64_t keys)
 {
     bool segments = mask && mask->dtype_ == PS_I32 && mask->ndim == 2;
@@ -45,7 +45,8 @@ static int check_any_mask(const ps_infer *f, const ps_tensor *mask, const ps_ten
                         (long long)q->shape_[2], (long long)keys);
 }
 
-/* Returns whether k, whose type differs from q's, has the type and width of a cache: bf16, fp16, or rows of Q8_0. */
+/* Returns whether k has the type and the width of a cache: bf16 or fp16 elements, or rows of Q8_0 blocks. The caller
+ * has found that the type of k differs from that of q. */
 static bool is_cache_of(const ps_tensor *q, const ps_tensor *k)
 {
     const ps_blocks *b = ps_blocks_of(PS_Q8_0);
@@ -71,8 +72,8 @@ static int check_qkv(const ps_infer *f, const ps_tensor *const *in, int32_t caus
     return check_any_mask(f, in[3], q, k->shape_[2]);
 }
 
-/* Returns the meta of a tensor like t [B, H, T, D]. If the bytes of t are laid out as [B, T, H, D], the new tensor
- * has the same layout. */
+/* Returns the meta of a tensor that has the shape of t [B, H, T, D]. If t is stored as [B, T, H, D], so is the new
+ * tensor. */
 static ps_meta like_heads(const ps_tensor *t)
 {
     ps_meta m = ps_meta_like(t);
@@ -93,7 +94,7 @@ int infer_attention(ps_infer *f)
     int64_t heads = q->shape_[1], rows = q->shape_[2], width = q->shape_[3];
     ps_meta *y = &f->out[0];
     *y = ps_meta_like(q);
-    y->permuted = true;                                   /* bytes are laid out as [B, T, H, D] */
+    y->permuted = true;                                   /* stored as [B, T, H, D] */
     y->stride[0] = rows * heads * width;
     y->stride[1] = width;
     y->stride[2] = heads * width;
@@ -194,7 +195,8 @@ int infer_rope(ps_infer *f)
     return 0;
 }
 
-/* Rotates back. The matrix is orthogonal, up to the scale of cos and sin, which applies in both directions. */
+/* Rotates dy by the opposite angles. The matrix of a rotation is orthogonal, except for the scale of cos and sin, which
+ * applies in both directions. */
 int grad_rope(ps_grad *g)
 {
     ps_attrs_rope attrs = { .inverse = !((const ps_attrs_rope *)g->attrs)->inverse };

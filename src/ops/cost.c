@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The cost of an op (ps_op_cost): one rule for each family of rows of ops.def. FLOPs are those of matrix products and
- * of attention: two for each multiplication with its addition, no matter how the kernel computes them. PatrickStar and
- * Megatron-LM use the same count for their speeds. Elementwise work is bound by bytes and counts no FLOPs. */
+ * The cost of an op (ps_op_cost). There is one rule for each family of rows of ops.def. Only the FLOPs of matrix
+ * products and of attention are counted. They are two for each multiplication with its addition, no matter how the
+ * kernel computes them. PatrickStar and Megatron-LM count in the same way for their speeds. Elementwise work is bound
+ * by memory bandwidth and counts no FLOPs. */
 #include "base/error.h"
 #include "tensor/optable.h"
 
@@ -15,8 +16,8 @@
 #define DECLARE(name) void cost_##name(ps_cost *c);
 RULES(DECLARE)
 
-/* Returns the bytes of the elements of t. Each element is counted once, because an expanded dimension exists in
- * memory once. */
+/* Returns the size in bytes of the elements of t. Each element is counted once, because an expanded dimension exists in
+ * memory only once. */
 static int64_t nbytes(const ps_tensor *t)
 {
     if (!t) return 0;
@@ -46,14 +47,14 @@ void cost_matmul(ps_cost *c)                      /* a [..., M, K], b [..., K, N
     if (c->out[0]) c->flops += 2 * c->out[0]->numel_ * size(c->in[0], -1);
 }
 
-void cost_linear(ps_cost *c)                      /* x [..., I], w [I, O] or, with out_in, [O, I] */
+void cost_linear(ps_cost *c)                      /* x [..., I] w [I, O]; with out_in, w is [O, I] */
 {
     const ps_attrs_linear *a = c->attrs;
     cost_moves(c);
     c->flops += 2 * c->in[0]->numel_ * size(c->in[1], a->out_in ? 0 : 1);
 }
 
-void cost_linear_packed(ps_cost *c)               /* x [..., I] -> [..., O], or back */
+void cost_linear_packed(ps_cost *c)               /* x [..., I] -> [..., O], or the reverse */
 {
     cost_moves(c);
     c->flops += 2 * c->in[0]->numel_ * size(c->out[0], -1);
@@ -83,14 +84,16 @@ void cost_linear_gelu_backward(ps_cost *c)        /* dy [..., O], w [H, O] or [O
     c->flops += 2 * c->in[0]->numel_ * size(c->in[1], a->out_in ? 1 : 0);
 }
 
-void cost_lm_loss(ps_cost *c)                     /* x [..., C], w [V, C]: logits, and dx, dw if they are computed */
+void cost_lm_loss(ps_cost *c)                     /* x [..., C], w [V, C]: the logits, and dx and dw if they are
+                                                   * computed */
 {
     cost_moves(c);
     int products = 1 + (c->out[1] != NULL) + (c->out[2] != NULL);
     c->flops += 2 * c->in[0]->numel_ * size(c->in[1], 0) * products;
 }
 
-/* Products with exchanges: these ops also move rows from other ranks, and the addends to these rows. */
+/* Products with exchanges. In addition to the product, these ops move rows from other ranks and the terms that are
+ * added to these rows. */
 void cost_column_linear(ps_cost *c)               /* x [n, I] -> y [size n, O] */
 {
     const ps_attrs_column_linear *a = c->attrs;
@@ -120,7 +123,7 @@ void cost_column_linear_grad(ps_cost *c)          /* dy [size n, O], w, x?, full
     }
 }
 
-void cost_parallel_lm_loss(ps_cost *c)            /* x [N or N / size, C], w [V, C]: like lm_loss, with all N rows */
+void cost_parallel_lm_loss(ps_cost *c)            /* x [N or N / size, C], w [V, C]: like lm_loss, for all N rows */
 {
     const ps_attrs_parallel_lm_loss *a = c->attrs;
     cost_moves(c);
@@ -129,9 +132,9 @@ void cost_parallel_lm_loss(ps_cost *c)            /* x [N or N / size, C], w [V,
     c->flops += 2 * c->in[2]->numel_ * c->in[1]->numel_ * products;
 }
 
-/* -- convolutions: a product for each element of the kernel -------------------------------------------------------- */
-static int64_t of_kernel(const ps_tensor *w)      /* Returns the number of products that an element of the output
-                                                   * sums, for w [O, C / groups, ...]. */
+/* -- convolutions: one product for each element of the kernel ------------------------------------------------------ */
+/* Returns the number of products in the sum of an output element, for w [O, C / groups, ...]. */
+static int64_t of_kernel(const ps_tensor *w)
 {
     return w->shape_[0] > 0 ? w->numel_ / w->shape_[0] : 0;
 }
@@ -142,7 +145,7 @@ void cost_conv(ps_cost *c)                        /* x, w -> y */
     if (c->out[0]) c->flops += 2 * c->out[0]->numel_ * of_kernel(c->in[1]);
 }
 
-void cost_conv_transpose(ps_cost *c)              /* x (which has the channels of conv's output), w -> y */
+void cost_conv_transpose(ps_cost *c)              /* x (which has the channels of the conv's output), w -> y */
 {
     cost_moves(c);
     c->flops += 2 * c->in[0]->numel_ * of_kernel(c->in[1]);
@@ -157,23 +160,23 @@ void cost_conv_weight(ps_cost *c)                 /* x, dy -> dw */
 }
 
 /* -- attention ----------------------------------------------------------------------------------------------------- */
-/* Returns the number of query-key pairs of the queries at positions 0 to n - 1. A query sees the keys up to its own
- * position or, if `window` is not 0, only the last `window` of these keys. */
+/* Returns the number of pairs of a query and a key that it sees, for the queries at positions 0 to n - 1. A query sees
+ * the keys up to its own position. If `window` is not 0, it sees only the last `window` of these keys. */
 static int64_t pairs_up_to(int64_t n, int64_t window)
 {
     int64_t w = window > 0 && window < n ? window : n;
     return w * (w + 1) / 2 + (n - w) * w;
 }
 
-/* Returns the number of query-key pairs of one head that see each other. With a causal mask, query i is at position
- * keys - queries + i. */
+/* Returns the number of pairs of a query and a key that it sees, for one head. With a causal mask, query i is at
+ * position keys - queries + i. */
 static int64_t pairs(int64_t queries, int64_t keys, int causal, int64_t window)
 {
     if (!causal) return queries * keys;
     return pairs_up_to(keys, window) - pairs_up_to(keys - queries, window);
 }
 
-/* Returns the FLOPs for q [B, H, T, D] and k, v [B, G, S, D]. */
+/* Returns the number of FLOPs of attention for q [B, H, T, D] and k, v [B, G, S, D]. */
 static int64_t attention_flops(const ps_tensor *q, const ps_tensor *k, const ps_tensor *v,
                                const ps_attrs_attention *a)
 {
@@ -187,7 +190,7 @@ void cost_attention(ps_cost *c)
     c->flops += attention_flops(c->in[0], c->in[1], c->in[2], c->attrs);
 }
 
-/* Counts five products, while forward has two, because the scores are computed again. */
+/* Counts five products, because the scores are computed again. Forward has two products. */
 void cost_attention_backward(ps_cost *c)          /* dy q k v mask? y lse, with the attributes of attention */
 {
     cost_moves(c);
@@ -211,19 +214,20 @@ void cost_attention_packed_backward(ps_cost *c)   /* dy qkv mask? y lse, with th
     c->flops += packed_flops(c->in[1], c->attrs) / 2 * 5;
 }
 
-/* -- tables: only the rows that indices name ----------------------------------------------------------------------- */
+/* -- tables: only rows that indices name count --------------------------------------------------------------------- */
 void cost_embedding(ps_cost *c) { c->bytes += nbytes(c->in[1]) + 2 * nbytes(c->out[0]); }
 void cost_gather(ps_cost *c) { cost_embedding(c); }
 
-void cost_embedding_backward(ps_cost *c)          /* index dy -> dw: rows are accumulated; a new dw is first filled
-                                                   * with zeros */
+void cost_embedding_backward(ps_cost *c)          /* index dy -> dw: adds to rows; a new dw is first filled with
+                                                   * zeros */
 {
     const ps_attrs_embedding_backward *a = c->attrs;
     c->bytes += nbytes(c->in[0]) + 3 * nbytes(c->in[1]) + (a->accumulate ? 0 : nbytes(c->out[0]));
 }
 
 /* -- optimizers ---------------------------------------------------------------------------------------------------- */
-/* Inputs are in groups of `width`: param, master (or the param itself), grad, then states (or the master again). */
+/* The inputs are groups of `width` tensors: param, master (or the param itself), grad, and then states (or the master
+ * again). */
 static void update(ps_cost *c, int width)
 {
     for (int i = 0; i + width <= c->n_in; i += width) {
@@ -239,7 +243,7 @@ void cost_sgd(ps_cost *c) { update(c, 4); }
 void cost_adafactor(ps_cost *c) { update(c, 5); }
 void cost_update(ps_cost *c) { update(c, 7); }
 
-void cost_muon(ps_cost *c)                        /* counts half of each symmetric product */
+void cost_muon(ps_cost *c)                        /* for symmetric products, counts half */
 {
     const ps_attrs_muon_ *a = c->attrs;
     update(c, 4);

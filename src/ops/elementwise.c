@@ -27,8 +27,7 @@ int infer_slope(ps_infer *f);
 int infer_act_mul(ps_infer *f);
 int infer_act_mul_backward(ps_infer *f);
 
-/* -- shapes
- * --------------------------------------------------------------------------------------------------------------- */
+/* -- shapes -------------------------------------------------------------------------------------------------------- */
 int infer_binary(ps_infer *f)
 {
     f->out[0].dtype = f->in[0]->dtype_;
@@ -82,11 +81,12 @@ int infer_bernoulli(ps_infer *f)
     return 0;
 }
 
-/* The random words of a sample are generated four at a time, with a 32-bit counter. */
+/* The maximum number of elements of a sample. The random words of a sample are generated four at a time, with a counter
+ * of 32 bits. */
 static const int64_t MOST_OF_SAMPLE = (int64_t)1 << 34;
 
-/* Checks that x consists of the rows in `rows`, which are row numbers in the whole tensor, and that each sample of
- * the whole tensor consists of whole rows. */
+/* Checks the rows of x. `rows` has their row numbers in the whole tensor. Each sample of the whole tensor must consist
+ * of whole rows. */
 static int check_dropout_rows(const ps_infer *f, const ps_attrs_dropout *at)
 {
     const ps_tensor *x = f->in[0], *rows = f->in[1];
@@ -101,8 +101,8 @@ static int check_dropout_rows(const ps_infer *f, const ps_attrs_dropout *at)
                         "are %lld and %lld", (long long)at->first, (long long)at->per_sample);
 }
 
-/* The elements of x are elements `first` to first + numel - 1 of the whole tensor. If rows are given, x consists of
- * these rows of the whole tensor. All element numbers must fit into 64 bits. */
+/* x has the elements `first` to first + numel - 1 of the whole tensor. If rows are given, x has these rows of the whole
+ * tensor instead. All element numbers must fit into 64 bits. */
 int infer_dropout(ps_infer *f)
 {
     ps_attrs_dropout *at = f->attrs;
@@ -177,8 +177,7 @@ int infer_act_mul_backward(ps_infer *f)
     return check_act_mul(f, ((const ps_attrs_act_mul_backward *)f->attrs)->act);
 }
 
-/* -- gradients: two inputs
- * -------------------------------------------------------------------------------------------------- */
+/* -- gradients: two inputs ----------------------------------------------------------------------------------------- */
 static int give_summed(ps_grad *g, int i, ps_tensor *t)
 {
     ps_tensor *sum;
@@ -215,8 +214,8 @@ int grad_mul(ps_grad *g)
     return 0;
 }
 
-/* d(a/b): da = dy / b, db = -dy ((a / b) / b). In this order, if b is small, an intermediate value overflows only if
- * db does. */
+/* d(a/b): da = dy / b, db = -dy ((a / b) / b). If b is small, this order of the divisions makes an intermediate value
+ * overflow only if db does. */
 int grad_div(ps_grad *g)
 {
     ps_tensor *a, *b, *t;
@@ -249,7 +248,8 @@ static int select_dy(ps_grad *g, ps_tensor **out, ps_tensor *cond, bool where_tr
     return keep_where(g, out, cond, where_true, g->dout[0]);
 }
 
-/* d(a^b): da = dy b a^(b-1), 0 where b is 0 (a can be 0 there, or NaN); db = dy y log a, 0 where a is 0 and b >= 0. */
+/* d(a^b): da = dy b a^(b-1), or 0 where b is 0, because a can be 0 or NaN there. db = dy y log a, or 0 where a is 0 and
+ * b >= 0. */
 int grad_pow(ps_grad *g)
 {
     ps_tensor *a, *b, *y, *zero, *t, *u;
@@ -278,8 +278,8 @@ int grad_pow(ps_grad *g)
     return give_summed(g, 1, t);
 }
 
-/* The input that was not chosen gets no gradient. If the inputs are equal, each gets half of dy. If one is NaN, both
- * get dy. */
+/* Passes dy to the input that was chosen. The other input gets no gradient. If both inputs are equal, each gets half of
+ * dy. If one of them is NaN, both get dy. */
 static int pick(ps_grad *g, int weaker)
 {
     ps_tensor *a, *b, *tied, *half, *lost, *t, *all[PS_MAX_OUT];
@@ -301,7 +301,7 @@ static int pick(ps_grad *g, int weaker)
 int grad_maximum(ps_grad *g) { return pick(g, PS_OP_lt); }
 int grad_minimum(ps_grad *g) { return pick(g, PS_OP_gt); }
 
-/* Gives -dy times the quotient to the divisor. */
+/* Passes -dy times the quotient to the divisor. */
 static int give_quotient(ps_grad *g, ps_tensor *quotient)
 {
     ps_tensor *t;
@@ -347,7 +347,7 @@ int grad_lerp(ps_grad *g)
     return 0;
 }
 
-/* dx = dy, or w dy where x is not above 0; dw = 0, or x dy there. */
+/* dx = dy where x is above 0, and w dy elsewhere. dw = 0 where x is above 0, and x dy elsewhere. */
 int grad_prelu(ps_grad *g)
 {
     ps_tensor *in[2], *above, *zero, *t, *all[PS_MAX_OUT];
@@ -366,7 +366,7 @@ int grad_prelu(ps_grad *g)
     return 0;
 }
 
-/* dx = dy (sigmoid(x) - t), dt = -dy x */
+/* dx = dy (sigmoid(x) - t), dt = -dy x. */
 int grad_logit_entropy(ps_grad *g)
 {
     ps_tensor *x, *target, *t;
@@ -396,8 +396,7 @@ int grad_where(ps_grad *g)
     return 0;
 }
 
-/* -- gradients: one input
- * ------------------------------------------------------------------------------------------------------ */
+/* -- gradients: one input ------------------------------------------------------------------------------------------ */
 static int give_times_dy(ps_grad *g, ps_tensor *factor)
 {
     ps_tensor *t;
@@ -427,7 +426,7 @@ int grad_pow_scalar(ps_grad *g)
     return give_times_dy(g, t);
 }
 
-/* Passes dy strictly between the bounds, as PyTorch does. An infinite bound limits nothing. */
+/* Passes dy where x is strictly between the bounds, as in PyTorch. A bound that is infinite has no effect. */
 int grad_clamp(ps_grad *g)
 {
     const ps_attrs_clamp *at = g->attrs;
@@ -489,7 +488,7 @@ int grad_sqrt(ps_grad *g)
     return 0;
 }
 
-/* Halves dy instead of y^3, because for a large x the cube is close to the smallest number of fp16. */
+/* Halves dy instead of y^3. For a large x, y^3 is close to the smallest number of fp16. */
 int grad_rsqrt(ps_grad *g)
 {
     ps_tensor *y, *t, *half;
@@ -523,7 +522,7 @@ int grad_abs(ps_grad *g) { return times_function(g, PS_OP_sign, 1); }
 int grad_sin(ps_grad *g) { return times_function(g, PS_OP_cos, 1); }
 int grad_cos(ps_grad *g) { return times_function(g, PS_OP_sin, -1); }
 
-/* sign, floor, ceil and round are constant almost everywhere. */
+/* The gradient of sign, floor, ceil and round is 0, because they are constant almost everywhere. */
 int grad_zero(ps_grad *g)
 {
     ps_tensor *t;
@@ -567,8 +566,8 @@ int grad_relu(ps_grad *g)
     PS_TRY(ps_grad_out(g, 0, &y));
     PS_TRY(ps_scalar_like(g, &t, y, 0));
     PS_TRY(ps_run1(g, PS_OP_le, &t, y, t));
-    PS_TRY(select_dy(g, &t, t, false));                       /* NaN passes on the gradient, as it passes on the
-                                                               * value */
+    PS_TRY(select_dy(g, &t, t, false));                       /* where y is NaN, dy passes, as the NaN does in
+                                                               * forward */
     ps_grad_give(g, 0, t);
     return 0;
 }
@@ -609,7 +608,7 @@ int grad_nan_to_num(ps_grad *g)
     return 0;
 }
 
-/* Passes dy where x is above `from`, and `other` elsewhere. */
+/* Passes dy where x is above `from`, and `other` where it is not. */
 static int give_above(ps_grad *g, ps_tensor *x, double from, ps_tensor *other)
 {
     ps_tensor *t, *all[PS_MAX_OUT] = { NULL };
@@ -660,7 +659,7 @@ int grad_act_mul(ps_grad *g)
     return 0;
 }
 
-/* Drops the same elements from dy. */
+/* Drops the same elements of dy that forward dropped. */
 int grad_dropout(ps_grad *g)
 {
     ps_tensor *rows, *all[PS_MAX_OUT] = { NULL };

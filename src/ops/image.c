@@ -30,8 +30,7 @@ int infer_pad(ps_infer *f)
     return 0;
 }
 
-/* Pads the gradient by the negative widths: elements that were removed get 0, and the gradient of padding is
- * dropped. */
+/* Pads dy by the negative widths. Elements that forward removed get 0, and the gradient of the padding is dropped. */
 int grad_pad(ps_grad *g)
 {
     const ps_attrs_pad *a = g->attrs;
@@ -51,8 +50,8 @@ static int check_image(const ps_infer *f, const ps_tensor *x)
 
 static const char *along(int i) { return i == 0 ? "height" : "width"; }
 
-/* Checks that `out` windows of `kernel` elements are within `in` elements and their padding, and that all windows
- * begin before the padding at the end. */
+/* Checks `out` windows of `kernel` elements. They must be within the `in` elements and their padding, and each window
+ * must begin before the padding at the end. */
 static int check_windows(const ps_infer *f, int i, int64_t in, int64_t out, int64_t kernel, int64_t dilation,
                          int64_t stride, int64_t before, int64_t after)
 {
@@ -70,7 +69,8 @@ static int check_windows(const ps_infer *f, int i, int64_t in, int64_t out, int6
     return 0;
 }
 
-/* Checks that each window has an element that is not padding. With a dilation, a window can step over all elements. */
+/* Checks that each window has at least one element that is not padding. A window with a dilation can skip all
+ * elements. */
 static int check_elements(const ps_infer *f, int i, int64_t in, const ps_attrs_max_pool *a)
 {
     int64_t k = a->kernel[i], d = a->dilation[i], p = a->padding[i];

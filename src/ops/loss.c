@@ -30,7 +30,7 @@ static int softmax_like(ps_grad *g, int op)
 int grad_softmax(ps_grad *g) { return softmax_like(g, PS_OP_softmax_backward); }
 int grad_log_softmax(ps_grad *g) { return softmax_like(g, PS_OP_log_softmax_backward); }
 
-/* Checks the targets: integers, one for each row of `rows` [..., last]. */
+/* Checks the targets. They must be integers, one for each row of `rows` [..., last]. */
 static int check_targets(const ps_infer *f, const ps_tensor *rows, const ps_tensor *target)
 {
     if (rows->ndim < 1 || !ps_dtype_is_float(rows->dtype_)) return ps_rule_fail(f, "x must have float rows");
@@ -45,7 +45,7 @@ static int check_reduction(const ps_infer *f, int reduction)
     return reduction >= 0 && reduction <= 2 ? 0 : ps_rule_fail(f, "reduction is %d; it must be 0, 1 or 2", reduction);
 }
 
-/* Returns the meta of hits: the number of rows that are hits, and the number of rows that count. */
+/* Returns the meta of the output `hits`. It has the number of rows that are hits, and the number of rows that count. */
 static ps_meta hits_of(int want)
 {
     return want ? (ps_meta){ .dtype = PS_I64, .ndim = 1, .shape = { 2 } } : (ps_meta){ .ndim = -1 };
@@ -152,7 +152,8 @@ int infer_lm_loss(ps_infer *f)
                                                                                      * want_grad */
     if (f->needs && f->ahead) at->want_grad &= 1;
     at->dloss = 1;
-    /* A mean over many rows would underflow, so it is scaled. The scale is a power of two, so that no bit is lost. */
+    /* The gradient of a mean over many rows would underflow in fp16, so it is scaled. The scale is a power of two, so
+     * that scaling is exact. */
     if (x->dtype_ == PS_F16 && at->reduction == 1)
         while (at->dloss * 2 <= (double)f->in[2]->numel_) at->dloss *= 2;
     f->out[0] = (ps_meta){ .dtype = x->dtype_ == PS_F64 ? PS_F64 : PS_F32 };
@@ -166,10 +167,11 @@ int infer_lm_loss(ps_infer *f)
     return 0;
 }
 
-/* -- losses of a product, whose gradients are computed with them ------------------------------------------------- */
-/* Computes gradients that were left to backward by running the op again with the same panels, so that the bits are
- * the same. `inputs` are the indices of x, w and bias, in the order of their gradients. `want` is the field of attrs
- * with the gradients that forward computed. attrs requests no hits, because forward has counted them. */
+/* -- losses of a product, which compute their gradients in the same op --------------------------------------------- */
+/* Computes the gradients that forward did not compute, by running the op again. It uses the same panels, so the
+ * gradients are bit-identical. `inputs` are the indices of x, w and bias, in the order of their gradients. `want` is
+ * the field of attrs that says which gradients forward computed. attrs requests no hits, because forward has counted
+ * them. */
 static int panels_again(ps_grad *g, int op, const int inputs[3], void *attrs, int32_t *want, ps_tensor **all)
 {
     ps_tensor *in[8] = { NULL };
@@ -181,8 +183,9 @@ static int panels_again(ps_grad *g, int op, const int inputs[3], void *attrs, in
     return ps_run_list(g, op, attrs, all, g->n_in, in);
 }
 
-/* Passes on gradients that were computed together with the loss, for a loss gradient of 1 / alpha, a power of two.
- * They are scaled in place by a factor that the host does not need to know. `again` is the result of panels_again. */
+/* Passes on the gradients that were computed together with the loss. They were computed for a loss gradient of 1 /
+ * alpha, a power of two. They are scaled in place by a factor that stays on the device. `again` is the result of
+ * panels_again. */
 static int give_panels(ps_grad *g, const int inputs[3], double alpha, ps_tensor *const *again)
 {
     ps_attrs_scale_by_ attrs = { .alpha = alpha };
@@ -219,7 +222,7 @@ int grad_parallel_lm_loss(ps_grad *g)
     return give_panels(g, inputs, 1 / attrs.dloss, again);
 }
 
-/* -- of a vocabulary that ranks share out ------------------------------------------------------------------------ */
+/* -- losses of a vocabulary that ranks share ----------------------------------------------------------------------- */
 static int wide(const ps_tensor *x) { return x->dtype_ == PS_F64 ? PS_F64 : PS_F32; }
 
 /* Checks logits [N, V], target [N] and mass [V]. */

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Matrix products: shapes and gradients. Weight gradients are products of transposed views, which are added directly
- * into an existing gradient (a tied weight, a further micro-batch). */
+ * Matrix products: shapes and gradients. Gradients of weights are products of transposed views. If the weight already
+ * has a gradient (because of a tied weight or an earlier micro-batch), the product is added directly to that
+ * gradient. */
 #include <string.h>
 #include "base/error.h"
 #include "tensor/optable.h"
@@ -47,15 +48,16 @@ static int transpose(ps_grad *g, ps_tensor **out, ps_tensor *t)
     return 0;
 }
 
-/* Computes the product a b as the gradient of input i. If the product needs no further pass, adds it directly to an
- * existing gradient. */
+/* Computes the product a b, which is the gradient of input i. Adds the product directly to an existing gradient, if
+ * that needs no additional pass. */
 static int give_product(ps_grad *g, int i, ps_tensor *a, ps_tensor *b)
 {
     const ps_meta *m = ps_grad_in_meta(g, i);
     ps_attrs_matmul attrs = { 0 };
     ps_tensor *all[PS_MAX_OUT] = { NULL }, *sum;
     if (m->ndim == a->ndim && a->ndim == b->ndim) PS_TRY(ps_grad_dest(g, i, &all[0], &attrs.accumulate));
-    if (all[0] && m->ndim > 2) {                                /* a batch that was broadcast must be summed first */
+    if (all[0] && m->ndim > 2) {                                /* the gradient of a broadcast batch must be summed
+                                                                 * first */
         for (int d = 0; d < m->ndim - 2; d++)
             if (m->shape[d] != a->shape_[d] && m->shape[d] != b->shape_[d]) all[0] = NULL;
         if (!all[0]) attrs.accumulate = 0;
@@ -78,8 +80,8 @@ static int rows_of(ps_grad *g, ps_tensor **out, ps_tensor *t)
     return ps_reshape_to(g, out, t, 2, shape);
 }
 
-/* Computes db if one matrix b is multiplied with every matrix of a's batch, as one product over the rows of the
- * whole batch. In half types, separate products would be rounded before they are summed. */
+/* Computes db for a matrix b that is multiplied by every matrix of a's batch. One product over the rows of the whole
+ * batch computes it. With separate products, bf16 and fp16 results would be rounded before they are summed. */
 static int give_of_rows(ps_grad *g, ps_tensor *a)
 {
     const ps_meta *m = ps_grad_in_meta(g, 1);
@@ -95,8 +97,8 @@ static int give_of_rows(ps_grad *g, ps_tensor *a)
     return 0;
 }
 
-/* Computes da, in half types, if one matrix a is multiplied with every matrix of b's batch, as one product over the
- * columns of the whole batch. The reason is the same as in give_of_rows. */
+/* Computes da in bf16 or fp16 for a matrix a that is multiplied by every matrix of b's batch. One product over the
+ * columns of the whole batch computes it, for the same reason as in give_of_rows. */
 static int give_of_columns(ps_grad *g, ps_tensor *b)
 {
     const ps_meta *m = ps_grad_in_meta(g, 0);
@@ -217,7 +219,7 @@ int ps_give_weights(ps_grad *g, int iw, int ib, bool out_in, ps_tensor *x, ps_te
     return 0;
 }
 
-/* dx = dy w^T, dw = x^T dy (or its transpose), db = sum of dy over rows, dresidual = dy. */
+/* dx = dy w^T, dw = x^T dy (or its transpose), db = the sum of dy over rows, dresidual = dy. */
 int grad_linear(ps_grad *g)
 {
     const ps_attrs_linear *at = g->attrs;
@@ -283,7 +285,7 @@ int infer_linear_gelu_backward(ps_infer *f)
     return 0;
 }
 
-/* With h = gelu(pre), recomputed: dw2 = h^T dy, dpre = dy w2^T gelu'(pre), dw1 = x^T dpre, dx = dpre w1^T. */
+/* h = gelu(pre) is computed again. Then dw2 = h^T dy, dpre = dy w2^T gelu'(pre), dw1 = x^T dpre, and dx = dpre w1^T. */
 int grad_mlp(ps_grad *g)
 {
     const ps_attrs_mlp *at = g->attrs;
@@ -299,7 +301,7 @@ int grad_mlp(ps_grad *g)
     PS_TRY(ps_give_weights(g, 3, 4, at->out_in, h, dy));
     if (ps_grad_wants(g, 5)) ps_grad_give(g, 5, dy);
     if (!ps_grad_wants(g, 0) && !wants_1 && !ps_grad_wants(g, 2)) return 0;
-    if (!dpre) {                                       /* the gradient of the bias is computed together with it,
+    if (!dpre) {                                       /* it is computed together with the gradient of the bias,
                                                         * earlier than it is needed */
         ps_attrs_linear_gelu_backward back = { .out_in = at->out_in, .want_b = wants_b1 };
         PS_TRY(ps_grad_in(g, 3, &w));

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Weights of packed numbers: shapes, and the gradient of x. */
+ * Packed weights: shapes, and the gradient of x. */
 #include <string.h>
 #include "base/blocks.h"
 #include "base/error.h"
@@ -24,7 +24,7 @@ static int row_numel(ps_infer *f, const ps_tensor *w, int type, int64_t *out)
     return 0;
 }
 
-/* Checks the scales of w, whose rows have `numel` values. */
+/* Checks the scales of w. Each row of w has `numel` values. */
 static int check_scales(ps_infer *f, const ps_tensor *w, int type, const ps_tensor *scales, int64_t numel)
 {
     const ps_blocks *b = ps_blocks_of(type);

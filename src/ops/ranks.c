@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Ops of several ranks: shapes and gradients. For most of them every rank's loss counts: the gradient of x is that of
- * the sum of all ranks' losses, where each rank has its own dy. The ops of tensor parallelism (..._tp) have one loss,
- * which all ranks compute identically (Shoeybi et al. 2019, "Megatron-LM"). */
+ * Ops of several ranks: shapes and gradients. In most of these ops every rank has its own loss and its own dy. The
+ * gradient of x is then the gradient of the sum of all ranks' losses. The ops of tensor parallelism (..._tp) have one
+ * loss, which all ranks compute identically (Shoeybi et al. 2019, "Megatron-LM"). */
 #include "base/error.h"
 #include "tensor/optable.h"
 
@@ -20,7 +20,8 @@ int infer_column_linear_grad(ps_infer *f);
 int grad_column_linear(ps_grad *g);
 int grad_row_linear(ps_grad *g);
 
-typedef ps_attrs_all_reduce of_ranks;           /* attributes that all these ops have; ops with products have more */
+typedef ps_attrs_all_reduce of_ranks;           /* the attributes that all these ops have; ops with products have
+                                                 * more */
 
 static bool gathers(int op)
 {
@@ -78,7 +79,7 @@ int grad_counted_once(ps_grad *g)
     return 0;
 }
 
-/* Only the root's x was used, so only the root gets a gradient. */
+/* Only the x of the root was used, so only the root gets a gradient. */
 int grad_broadcast(ps_grad *g)
 {
     const of_ranks *at = g->attrs;
@@ -91,10 +92,10 @@ int grad_broadcast(ps_grad *g)
 }
 
 /* -- products with exchanges --------------------------------------------------------------------------------------- */
-/* column_linear and column_linear_grad begin with the attributes of row_linear. */
+/* The attributes of column_linear and column_linear_grad begin with those of row_linear. */
 typedef ps_attrs_row_linear with_product;
 
-/* Checks x [..., I] and w, which must have the same float type. With out_in, w is [O, I]. Sets *out to O. */
+/* Checks x [..., I] and w. They must have the same float type. With out_in, w is [O, I]. Sets *out to O. */
 static int check_product(const ps_infer *f, const ps_tensor *x, const ps_tensor *w, bool out_in, int64_t *out)
 {
     const with_product *at = f->attrs;
@@ -194,14 +195,15 @@ static int gathered(ps_grad *g, ps_tensor **out, ps_tensor *t)
     return 0;
 }
 
-/* The products of a column_linear call whose outputs have a gradient. Each product is given by the input indices of
- * its weight and its bias. */
+/* The products of a column_linear call whose outputs have a gradient. w and b are the input indices of each product's
+ * weight and bias. */
 typedef struct products {
     int n, w[PS_MAX_COLUMNS], b[PS_MAX_COLUMNS];
     ps_tensor *dy[PS_MAX_COLUMNS];
 } products;
 
-/* Computes dx and, during its exchanges, dw and db of the weights that need them. x or full: see grad_column_linear. */
+/* Computes dx. During the exchanges of dx, also computes dw and db of the weights that need them. `full` has the rows
+ * of x from all ranks. If it is NULL, the op gathers these rows from x. */
 static int give_all(ps_grad *g, const products *p, ps_tensor *x, ps_tensor *full)
 {
     const with_product *at = g->attrs;
@@ -233,7 +235,8 @@ static int give_all(ps_grad *g, const products *p, ps_tensor *x, ps_tensor *full
     return 0;
 }
 
-/* dx = this rank's rows of the sum of all dy w^T, dw = full^T dy (or its transpose), db = the sum of dy over rows. */
+/* dx = this rank's rows of the sum of dy w^T over all dy and ranks, dw = full^T dy (or its transpose), db = the sum of
+ * dy over rows. */
 int grad_column_linear(ps_grad *g)
 {
     const ps_attrs_column_linear *at = g->attrs;
@@ -254,7 +257,7 @@ int grad_column_linear(ps_grad *g)
     return 0;
 }
 
-/* With all ranks' rows of dy: dx = dy w^T, dw = x^T dy (or its transpose). */
+/* dx = dy w^T, dw = x^T dy (or its transpose). dy has the rows of all ranks. */
 int grad_row_linear(ps_grad *g)
 {
     const ps_attrs_row_linear *at = g->attrs;

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Reductions, running sums, top-k and the lists of norms: shapes and gradients. */
+ * Reductions, running sums, top-k and the norms of lists: shapes and gradients. */
 #include <string.h>
 #include "base/error.h"
 #include "tensor/optable.h"
@@ -24,8 +24,8 @@ int grad_cumprod(ps_grad *g);
 int grad_cdist(ps_grad *g);
 int grad_topk(ps_grad *g);
 
-/* Returns the shape of x without the dimensions in the bit set `dims`. With keepdim, these dimensions have size 1
- * instead. */
+/* Returns the shape of x without the dimensions in the bit set `dims`. With keepdim, these dimensions are kept with
+ * size 1 instead. */
 static ps_meta reduced_meta(const ps_tensor *x, uint32_t dims, bool keepdim, int dtype)
 {
     ps_meta m = { .dtype = dtype };
@@ -36,7 +36,7 @@ static ps_meta reduced_meta(const ps_tensor *x, uint32_t dims, bool keepdim, int
     return m;
 }
 
-/* All reductions begin with the fields of ps_attrs_mean: dims, keepdim. */
+/* The attributes of all reductions begin with the fields of ps_attrs_mean, which are dims and keepdim. */
 int infer_reduce(ps_infer *f)
 {
     ps_attrs_mean *at = f->attrs;
@@ -54,7 +54,7 @@ int infer_reduce(ps_infer *f)
     return 0;
 }
 
-/* Returns dy (or another result of the reduction) with the reduced dimensions restored as size 1. */
+/* Returns dy, or another result of the reduction, with its reduced dimensions restored as dimensions of size 1. */
 static int keep_dims(ps_grad *g, ps_tensor **out, ps_tensor *t)
 {
     const ps_attrs_mean *at = g->attrs;
@@ -88,7 +88,7 @@ int grad_mean(ps_grad *g)
     return give_expanded(g, t);
 }
 
-/* Elements that equal the result share its gradient. */
+/* The elements that equal the result share its gradient. */
 int grad_amax(ps_grad *g)
 {
     const ps_attrs_amax *at = g->attrs;
@@ -118,7 +118,7 @@ int infer_arg_reduce(ps_infer *f)
     return 0;
 }
 
-/* An empty dimension has the product 1. */
+/* The product over an empty dimension is 1. */
 int infer_prod(ps_infer *f)
 {
     ps_attrs_prod *at = f->attrs;
@@ -128,7 +128,7 @@ int infer_prod(ps_infer *f)
     return 0;
 }
 
-/* Also for cumprod, whose attributes begin with the same dimension. */
+/* This is also the rule of cumprod, because its attributes begin with the same dimension. */
 int infer_cumsum(ps_infer *f)
 {
     f->out[0] = ps_meta_like(f->in[0]);
@@ -231,7 +231,7 @@ int infer_topk(ps_infer *f)
     return 0;
 }
 
-/* Adds each value's gradient at the position from which the value was read. */
+/* Adds the gradient of each value at the position from which forward read the value. */
 int grad_topk(ps_grad *g)
 {
     const ps_meta *m = ps_grad_in_meta(g, 0);

@@ -29,8 +29,8 @@ static int check_index(const ps_infer *f, const ps_tensor *index)
     return index->dtype_ == PS_I32 || index->dtype_ == PS_I64 ? 0 : ps_rule_fail(f, "indices must be int32 or int64");
 }
 
-/* Checks an embedding shard: w has `rows` rows, from row `first` on, of an embedding of `total` rows (0: w is the
- * whole embedding). Rows after the embedding's end are padding. */
+/* Checks the shard of an embedding. w has `rows` rows of the embedding, starting at row `first`. The embedding has
+ * `total` rows, or 0 if w is the whole embedding. Rows of w after the end of the embedding are padding. */
 static int check_part(const ps_infer *f, int64_t first, int64_t total, int64_t rows)
 {
     if (first >= 0 && total >= 0 && first <= INT64_MAX - rows && (total > 0 || first == 0)) return 0;
@@ -106,8 +106,8 @@ int infer_flat_index(ps_infer *f)
     return 0;
 }
 
-/* Returns the shape of the elements that `index` selects in x along `dim`: the shape of index, followed by x's
- * dimensions after `dim` if index has no dimensions after `dim`. */
+/* Returns the shape of the elements that `index` selects in x along `dim`. It begins with the shape of index. If index
+ * has no dimensions after `dim`, those of x follow. */
 static ps_meta picked_of(const ps_tensor *x, const ps_tensor *index)
 {
     ps_meta m = ps_meta_like(index);
@@ -133,7 +133,7 @@ int infer_gather(ps_infer *f)
     return 0;
 }
 
-/* Checks an op that scatters. The attributes of all these ops begin with `dim`. */
+/* Checks an op that scatters. The attributes of all such ops begin with `dim`. */
 static int check_scatter(ps_infer *f)
 {
     PS_TRY(check_coordinates(f, &((ps_attrs_scatter *)f->attrs)->dim));

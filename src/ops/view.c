@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Views (no kernel), copies, casts and the in-place ops: shapes and gradients. */
+ * Views (which have no kernel), copies, casts and the in-place ops: shapes and gradients. */
 #include <string.h>
 #include "base/error.h"
 #include "tensor/optable.h"
@@ -32,8 +32,8 @@ int grad_concat(ps_grad *g);
 int grad_flip(ps_grad *g);
 int grad_triangle(ps_grad *g);
 
-/* Finds strides for `shape` over x's bytes by the rule of NumPy and PyTorch: a run of old dimensions that are
- * contiguous with each other can be divided differently. Returns false if a copy is needed. */
+/* Finds strides with which `shape` has the elements of x without a copy, by the rule of NumPy and PyTorch. A run of
+ * dimensions of x that are contiguous with each other can be divided differently. Returns false if a copy is needed. */
 static bool view_strides(const ps_tensor *x, ps_meta *m)
 {
     int64_t shape[PS_MAX_DIMS], stride[PS_MAX_DIMS];
@@ -54,7 +54,7 @@ static bool view_strides(const ps_tensor *x, ps_meta *m)
         for (int k = new_end - 1; k > new; k--) m->stride[k - 1] = m->stride[k] * m->shape[k];
         old = old_end, new = new_end;
     }
-    for (; new < m->ndim; new++) m->stride[new] = 1;          /* sizes of 1 at the end */
+    for (; new < m->ndim; new++) m->stride[new] = 1;          /* sizes of 1 at the end of the shape */
     return true;
 }
 
@@ -136,7 +136,8 @@ int infer_slice(ps_infer *f)
     if (at->step < 1 || at->start < 0 || at->stop < at->start || at->stop > size)
         return ps_rule_fail(f, "the range [%lld, %lld) with step %lld is not valid for dimension %d of size %lld",
                             (long long)at->start, (long long)at->stop, (long long)at->step, at->dim, (long long)size);
-    if (at->step > size) at->step = size > 0 ? size : 1;       /* selects the same elements, without overflow */
+    if (at->step > size) at->step = size > 0 ? size : 1;       /* a smaller step selects the same elements, and does
+                                                                * not overflow */
     f->out[0] = ps_tensor_meta(x);
     f->out[0].offset += at->start * x->stride_[at->dim];
     f->out[0].shape[at->dim] = (at->stop - at->start + at->step - 1) / at->step;
@@ -144,7 +145,7 @@ int infer_slice(ps_infer *f)
     return 0;
 }
 
-/* Makes zeros, and copies dy into the slice that was read. */
+/* Makes a tensor of zeros, and copies dy to the slice that forward read. */
 int grad_slice(ps_grad *g)
 {
     ps_tensor *dx, *out[PS_MAX_OUT] = { NULL };
@@ -310,7 +311,7 @@ int grad_concat(ps_grad *g)
         ps_tensor *out[PS_MAX_OUT] = { NULL };
         PS_TRY(ps_run(g, PS_OP_slice, &part, out, 1, g->dout[0]));
         ps_grad_give(g, i, out[0]);
-        g->temps[--g->n_temps] = NULL;                        /* released here, so that a long list does not fill the
+        g->temps[--g->n_temps] = NULL;                        /* released here, because a long list would fill the
                                                                * pool */
         ps_tensor_release(out[0]);
     }
@@ -326,8 +327,8 @@ int infer_flip(ps_infer *f)
     return 0;
 }
 
-/* A diagonal outside the matrix is moved to the matrix's border, so that sums of the diagonal and an index do not
- * overflow in the kernels. */
+/* A diagonal outside the matrix is moved to the border of the matrix. The kernels add the diagonal to an index, and
+ * this sum must not overflow. */
 int infer_triangle(ps_infer *f)
 {
     ps_attrs_triangle *at = f->attrs;

@@ -1,9 +1,10 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Backends for simulated devices, so that a script can run to the end of its first step as on a machine of any size
- * (tools/plan.lua). Dispatch asks such a backend for the workspace of each call and computes nothing, except ops on
- * a script's own values in host memory. Copies end at once and move nothing. A host's regions are address space
- * without pages, so that a tensor can store values that a script writes itself (a batch, a list of numbers). A
- * device's regions are only addresses. */
+ * Backends for simulated devices. With them, a script can run its whole first step as if on a machine of any size
+ * (tools/plan.lua). For each call, dispatch asks such a backend for the size of the workspace and computes nothing. The
+ * exception is ops on a script's own values in host memory, which are computed. Copies end at once and move nothing.
+ *
+ * The regions of a simulated host are address space without pages. A tensor there can still store values that a script
+ * writes itself (a batch, a list of numbers). The regions of other simulated devices are only addresses. */
 #include <stdio.h>
 #include <string.h>
 #include <sys/mman.h>
@@ -14,13 +15,13 @@
 
 typedef struct pretend_backend {
     ps_backend base;
-    ps_backend *real;              /* computes workspace sizes, unless `card` is a known GPU */
-    ps_cuda_card card;             /* properties of a known GPU; sm_count is 0 without one */
-    int64_t nbytes;                /* size of the simulated device's memory */
-    uintptr_t next;                /* address of the next region, for a device */
+    ps_backend *real;              /* the backend that computes workspace sizes, unless `card` is a known GPU */
+    ps_cuda_card card;             /* properties of a known GPU; sm_count is 0 for other devices */
+    int64_t nbytes;                /* size of the simulated device's memory in bytes */
+    uintptr_t next;                /* address of the next region of a device other than the host */
 } pretend_backend;
 
-/* No process can map memory at these addresses; those of `meta` are elsewhere. */
+/* No process can map memory at these addresses. The addresses of `meta` are in another range. */
 static const uintptr_t first_address = (uintptr_t)3 << (sizeof(uintptr_t) == 8 ? 60 : 28);
 
 static int region_new(ps_backend *be, size_t nbytes, void **out)
@@ -70,11 +71,12 @@ static void close_pretend(ps_backend *be)
     ps_free(p);
 }
 
-/* Without huge pages: a script writes few, small tensors at scattered addresses, and each would use one. */
+/* Allocates a region without huge pages. A script writes a few small tensors at scattered addresses, and each of them
+ * would use a huge page. */
 static int host_region_new(ps_backend *be, size_t nbytes, void **out)
 {
     PS_TRY(ps_host_region_new(be, nbytes, out));
-    madvise(*out, nbytes, MADV_NOHUGEPAGE);          /* only a hint */
+    madvise(*out, nbytes, MADV_NOHUGEPAGE);          /* this is only a hint */
     return 0;
 }
 
@@ -85,7 +87,8 @@ static void as_host(ps_backend *be)
     be->region_discard = ps_host_region_discard;
 }
 
-/* If the real device frees memory by the page, so does the simulated one, unless it is a GPU. Plans rely on this. */
+/* If the real device frees memory by the page, then so does the simulated one, unless it is a GPU. Plans rely on
+ * this. */
 static void as_device(ps_backend *be, const ps_backend *real, bool gpu)
 {
     be->region_new = region_new;

@@ -1,18 +1,18 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The `sim` backend, a simulated accelerator, with which all code for a device with separate memory can be run,
- * tested and timed. It has memory of a set size (regions of host memory that scripts cannot read in place), the cpu
+ * The `sim` backend, a simulated accelerator. It makes it possible to run, test and time all code for devices with
+ * separate memory. It has memory of a set size (regions of host memory that scripts cannot read in place), the cpu
  * backend's kernels, and a copy engine with a bandwidth model.
  *
- * The copy engine has two lanes, one to the device and one from it. Each lane is a plain thread that starts with its
- * first copy. A copy's time is fixed when it is requested: it begins when its lane is free and the copy that it
- * waits for has ended, and takes latency + nbytes / bandwidth. The thread moves the bytes in slices spread over that
- * time. The copy ends when the bytes are moved and the time is over. If the processor is too slow for this, the
- * thread is late, and catches up when it can. All other functions are called from one thread.
+ * The copy engine has two lanes, one to the device and one from it. Each lane is a plain thread, which starts with the
+ * lane's first copy. The times of a copy are fixed when it is requested. It begins when its lane is free and the copy
+ * that it waits for has ended. It takes latency + nbytes / bandwidth. The thread moves the bytes in slices that are
+ * spread over that time. The copy ends when the bytes are moved and the time is over. If the processor is too slow for
+ * this, the thread is late, and it catches up when it can. All other functions are called from one thread.
  *
- * Kernels run in the caller's thread, so the device is as fast as the host. With PS_SIM_ISA it uses the kernels of
- * another instruction set (with the names of PS_CPU_ISA), and is faster than its host if the cpu backend uses a
- * lower set. */
-#define _GNU_SOURCE                  /* pthread_setname_np */
+ * Kernels run in the caller's thread, so the device is as fast as the host. With PS_SIM_ISA (which has the same values
+ * as PS_CPU_ISA), it uses the kernels of another instruction set. The device is then faster than its host if the cpu
+ * backend uses a lower set. */
+#define _GNU_SOURCE                  /* for pthread_setname_np */
 #include <math.h>
 #include <pthread.h>
 #include <stdatomic.h>
@@ -23,7 +23,7 @@
 #include <sys/prctl.h>
 #include <time.h>
 #include <unistd.h>
-#if defined(__SSE2__) && !defined(__SANITIZE_THREAD__)   /* thread sanitizer does not see such stores */
+#if defined(__SSE2__) && !defined(__SANITIZE_THREAD__)   /* the thread sanitizer does not see such stores */
 #include <emmintrin.h>
 #define STREAMING 1
 #endif
@@ -35,10 +35,10 @@
 #include "base/thread.h"
 
 #define GIB ((int64_t)1 << 30)
-#define SLICE_S 0.002                /* modelled seconds per slice; shorter slices would wake up more often and slow
-                                      * down computing threads */
+/* Modelled seconds per slice. Shorter slices would wake up the thread more often and slow down computing threads. */
+#define SLICE_S 0.002
 #define SLICE_LEAST ((size_t)64 << 10)
-#define NAP_S 0.02                   /* how long a thread sleeps before it checks whether its copy was cancelled */
+#define NAP_S 0.02                   /* seconds that a thread sleeps before it checks whether its copy was cancelled */
 #define SPARE_BYTES ((int64_t)64 << 20)   /* bytes of the machine's memory that are left to other programs */
 
 typedef struct sim_backend sim_backend;
@@ -51,9 +51,10 @@ struct ps_copy {
     void *dst;
     const void *src;
     size_t nbytes;
-    int64_t number, after;           /* number: index in its lane, from 1. after: number of the copy in the other
-                                      * lane that must end first, or 0. */
-    double begin, end;               /* modelled times of the first and last byte; `begin` is after the latency */
+    /* number: index of the copy in its lane, counted from 1. after: number of the copy in the other lane that must
+     * end first, or 0. */
+    int64_t number, after;
+    double begin, end;               /* modelled times of the first and last byte; `begin` includes the latency */
 };
 
 typedef struct lane {
@@ -62,29 +63,29 @@ typedef struct lane {
     const char *thread_name;
     pthread_t thread;
     bool has_thread;
-    pthread_cond_t work;             /* signalled when a copy was queued, or the first copy can begin */
+    pthread_cond_t work;             /* signalled when a copy is queued, or when the first copy can begin */
     ps_copy *first, *last;           /* list of copies in order; the first copy is running */
-    int64_t asked, ended;            /* numbers of requested and of ended copies */
+    int64_t asked, ended;            /* number of copies that were requested, and number of copies that have ended */
     double bytes_per_s, free_at;     /* free_at: modelled end of the last requested copy */
 } lane;
 
 typedef struct region {
     struct region *next;
     char *base;
-    size_t size;                     /* bytes of address space */
-    int64_t committed;               /* bytes of committed memory, anywhere in the region */
+    size_t size;                     /* size in bytes of the address space */
+    int64_t committed;               /* number of committed bytes, anywhere in the region */
 } region;
 
 struct sim_backend {
     ps_backend base;
     region *regions;
-    int64_t memory, handed_out;      /* bytes */
+    int64_t memory, handed_out;      /* size of the memory, and number of bytes allocated from it */
     int64_t unchecked;               /* bytes allocated since the machine's free memory was last checked */
     double latency_s;
-    pthread_mutex_t lock;            /* guards all following fields, and whether lanes and copies are running */
+    pthread_mutex_t lock;            /* guards all fields below, and whether lanes and copies are running */
     pthread_cond_t ended;
     bool stop;
-    lane lanes[2];                   /* [to_device] */
+    lane lanes[2];                   /* indexed by to_device */
     ps_copy *live;
 };
 
@@ -104,7 +105,7 @@ static int64_t bytes_available(ps_backend *be)
     return sim->memory - sim->handed_out;
 }
 
-/* Returns the region that holds all of these bytes, or with `any` a region that holds at least one of them. */
+/* Returns the region that has all of these bytes. With `any`, returns a region that has at least one of them. */
 static region *find_region(const sim_backend *sim, const char *p, size_t nbytes, bool any)
 {
     for (region *r = sim->regions; r; r = r->next) {
@@ -172,8 +173,8 @@ static void region_discard(ps_backend *be, void *p, size_t nbytes)
     r->committed -= (int64_t)nbytes;
 }
 
-/* Cancels the copies of a region, or all copies, and waits until no thread uses their bytes. The caller holds the
- * lock. */
+/* Cancels the copies of a region, or all copies if `r` is NULL. Waits until no thread uses the memory of these copies.
+ * The caller holds the lock. */
 static void cancel_copies(sim_backend *sim, const region *r)
 {
     for (ps_copy *c = sim->live; c; c = c->live_next) {
@@ -191,8 +192,8 @@ static void cancel_copies(sim_backend *sim, const region *r)
     }
 }
 
-/* Frees a region when its arena is closed or trimmed. Copies that still use it end with an error: an earlier step
- * has failed. */
+/* Frees a region when its arena is closed or trimmed. If copies still use the region, an earlier step has failed, and
+ * the copies end with an error. */
 static void region_free(ps_backend *be, void *p, size_t nbytes)
 {
     sim_backend *sim = (sim_backend *)be;
@@ -235,8 +236,8 @@ static bool sleep_until(ps_copy *c, double t)
     return false;
 }
 
-/* Copies like memcpy, without evicting the caches of computing threads. Takes half the processor time of memcpy if
- * neither side is in a cache. */
+/* Copies like memcpy, but without evicting data from the caches of computing threads. If neither side is in a cache,
+ * this takes half the processor time of memcpy. */
 static void copy_past_caches(char *dst, const char *src, size_t n)
 {
 #ifdef STREAMING
@@ -299,7 +300,7 @@ static void *run_lane(void *arg)
         l->first = c->next;
         if (!l->first) l->last = NULL;
         l->ended = c->number;
-        c->ended = true;                           /* c now belongs to the thread that waits for it */
+        c->ended = true;                           /* now the thread that waits for c owns it */
         pthread_cond_broadcast(&sim->ended);
         pthread_cond_signal(&l->other->work);
     }
@@ -404,7 +405,7 @@ static int copy_out(ps_backend *be, void *host_dst, const void *src, size_t nbyt
 }
 
 /* -- opening, settings, closing ----------------------------------------------------------------------------------- */
-/* Cancels running copies, and frees copies that no thread has waited for. */
+/* Cancels running copies, and frees the copies that no caller has waited for. */
 static void close_sim(ps_backend *be)
 {
     sim_backend *sim = (sim_backend *)be;
@@ -448,7 +449,8 @@ int ps_sim_configure(ps_backend *be, int64_t memory_nbytes, double h2d_bytes_per
     return 0;
 }
 
-/* Parses a size such as "64MiB", "1.5G" or "1000000". K, M and G are powers of 1024, like KiB, MiB and GiB. */
+/* Parses a size in bytes such as "64MiB", "1.5G" or "1000000". K, M and G mean powers of 1024, like KiB, MiB and
+ * GiB. */
 static int parse_bytes(const char *text, int64_t *out)
 {
     static const struct { const char *unit; int log2; } units[] = {
@@ -468,7 +470,8 @@ static int parse_bytes(const char *text, int64_t *out)
                    text);
 }
 
-/* Sets *out to an environment variable's number times `unit`. Leaves it unchanged if the variable is not set. */
+/* Reads a number from an environment variable, and sets *out to the number times `unit`. Leaves *out unchanged if the
+ * variable is not set. */
 static int read_number(const char *name, double unit, double least, const char *what, double *out)
 {
     const char *text = getenv(name);
