@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Functions of the script with a backward of their own, as nodes of the tape. The walk stops at such a node. The
- * caller then reads the gradients of its outputs (ps_stop_gradient) and the saved tensors (ps_call_saved), and
- * passes the gradients of its arguments to ps_call_done. The node's inputs are the arguments, then the saved
- * tensors, which have no edge. */
+ * Functions of the script that have their own backward. They are nodes of the tape. The walk stops at such a node. The
+ * caller then reads the gradients of the function's outputs (ps_stop_gradient) and the saved tensors (ps_call_saved),
+ * and passes the gradients of the arguments to ps_call_done. The node's inputs are the arguments, followed by the saved
+ * tensors. Saved tensors have no edge. */
 #include <string.h>
 #include "base/alloc.h"
 #include "base/error.h"
@@ -25,7 +25,8 @@ static int check_outputs(const char *name, int n, ps_tensor *const *out)
     return given ? 0 : ps_fail(PS_EINVAL, "%s has no output that can get a gradient", name);
 }
 
-/* Saves a tensor. Of an output it saves another header; otherwise the node and the tensor would hold each other. */
+/* Saves a tensor in the node. For an output, it saves another header, because the node and the tensor would otherwise
+ * hold each other. */
 static int save(ps_node *node, int at, ps_tensor *t, int n_out, ps_tensor *const *out)
 {
     ps_tensor *kept = t;
@@ -59,7 +60,7 @@ int ps_call_new(ps_ctx *ctx, const char *name, int n_in, ps_tensor *const *in, i
     for (int i = 0; rc == 0 && i < n_saved; i++) rc = save(node, n_in + i, saved_[i], n_out, out);
     if (rc < 0) {
         ctx->tape.reaped.live--;
-        if (node) node->op = PS_OP_COUNT;                /* nobody has seen its id yet */
+        if (node) node->op = PS_OP_COUNT;                /* the caller has not seen the node's id yet */
         if (node) ps_node_release(node);
         return rc;
     }
@@ -93,7 +94,8 @@ int ps_call_saved(ps_ctx *ctx, int i, ps_tensor **out)
     return 0;
 }
 
-/* Checks the type of a gradient: the input's own type, or fp32 for an input of a half type. */
+/* Checks the type of the gradient of an input. It must have the input's type. For a bf16 or fp16 input it can also be
+ * fp32. */
 static int check_gradient(const ps_node *node, int i, const ps_tensor *grad, int device)
 {
     const ps_meta *want = &node->in_meta[i];

@@ -1,7 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The functions that a gradient rule calls (ps_grad, tensor/optable.h). With them a rule reads the inputs and
- * outputs of its node, finds the tensor for a gradient, runs ops and makes temporaries. Tensors that were not kept
- * are computed again. */
+ * The functions that a gradient rule calls (ps_grad, tensor/optable.h). They read the inputs and outputs of the rule's
+ * node, find the tensor for a gradient, run ops and make temporaries. Tensors that were not kept are computed again. */
 #include <stdarg.h>
 #include "base/error.h"
 #include "grad/tape.h"
@@ -75,7 +74,7 @@ int ps_grad_out(ps_grad *g, int i, ps_tensor **out)
 }
 
 /* -- places of gradients ------------------------------------------------------------------------------------------- */
-/* Returns true if input i is a leaf that is also another input. */
+/* Returns true if input i is a leaf, and the same leaf is also another input. */
 static bool comes_twice(const ps_grad *g, int i)
 {
     for (int k = 0; k < g->n_in; k++)
@@ -83,8 +82,8 @@ static bool comes_twice(const ps_grad *g, int i)
     return false;
 }
 
-/* Returns true if this header alone owns the bytes, apart from headers with PS_T_LATER. An undivided backward would
- * write sums into them. */
+/* Returns true if only this header owns the bytes. Headers with PS_T_LATER do not count as owners. In an undivided
+ * backward, sums would be written into these bytes. */
 static bool is_alone(const ps_tensor *t)
 {
     const ps_storage *s = t->storage;
@@ -98,8 +97,8 @@ static void replace(ps_tensor **held, ps_tensor *by)
     *held = by;
 }
 
-/* Makes *there, the sum so far of an output's gradients, safe to add to. If deferred weight gradients will read its
- * bytes, it is replaced by a copy. */
+/* Makes *there, which is the sum of an output's gradients so far, safe to add to. If deferred weight gradients will
+ * read its bytes, *there is replaced by a copy. */
 static int spare_later(ps_grad *g, ps_tensor **there)
 {
     static const ps_attrs_contiguous none;
@@ -111,14 +110,14 @@ static int spare_later(ps_grad *g, ps_tensor **there)
     return 0;
 }
 
-/* Makes a tensor for a deferred gradient: in fp32 or a wider type, and as precise as the sum to which it will be
- * added. */
+/* Makes a tensor for a deferred gradient. Its type is fp32 or wider, and as precise as the type of the sum to which the
+ * gradient will be added. */
 static int dest_for_later(ps_grad *g, int i, ps_tensor **out)
 {
     ps_meta m = *ps_grad_in_meta(g, i);
     if (ps_dtype_bytes(m.dtype) < 4) m.dtype = PS_F32;
     int k = 0;
-    while (!g->dout[k]) k++;                    /* at least one gradient arrived */
+    while (!g->dout[k]) k++;                    /* at least one output got a gradient */
     return ps_grad_new(g, g->dout[k]->device_, &m, out);
 }
 
@@ -143,7 +142,7 @@ int ps_grad_dest(ps_grad *g, int i, ps_tensor **out, int32_t *accumulate)
         *out = place;
         return 0;
     }
-    /* The gradients of a leaf that is an input twice are added when they are delivered, in the type of their sum. */
+    /* If a leaf is an input twice, its gradients are added when they are delivered, in the type of their sum. */
     ps_meta m = ps_tensor_meta(e->leaf);
     m.dtype = place ? place->dtype_ : tape_leaf_dtype(e->leaf);
     return m.dtype == e->leaf->dtype_ ? 0 : ps_grad_new(g, e->leaf->device_, &m, out);

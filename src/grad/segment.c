@@ -1,12 +1,12 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Two kinds of node without an op: recompute segments and boundaries.
+ * Two kinds of nodes without an op: recompute segments and boundaries.
  *
- * At a recompute segment (Chen et al. 2016) the walk stops, and the caller runs its function again.
+ * At a recompute segment (Chen et al. 2016) the walk stops, and the caller runs the segment's function again.
  * ps_backward_splice (walk.c) then passes the waiting gradients to the new outputs. The new nodes have the highest
  * numbers, so the walk continues through them as if there were no segment.
  *
- * A boundary has no inputs; its outputs are the tensors that a stage of a pipeline received. Their gradients are
- * summed in the node until ps_boundary_take returns them, to be sent to the previous stage. */
+ * A boundary has no inputs. Its outputs are the tensors that a stage of a pipeline received. Their gradients are summed
+ * in the node until ps_boundary_take returns them. They are then sent to the previous stage. */
 #include <string.h>
 #include "base/alloc.h"
 #include "base/error.h"
@@ -19,7 +19,7 @@ void tape_release_reads(ps_storage **list, int n)
     for (int i = 0; i < n; i++) ps_storage_release(list[i]);
 }
 
-/* Makes room for the id of one more segment in advance, so that segment_reap cannot fail. */
+/* Reserves memory for the id of one more segment, so that segment_reap cannot fail. */
 int reap_reserve(ps_ctx *ctx)
 {
     PS_TRY(ps_grow(ctx->tape.reaped.ids, ctx->tape.reaped.capacity, ctx->tape.reaped.n + ctx->tape.reaped.live + 1));
@@ -106,7 +106,7 @@ int ps_segment_new(ps_ctx *ctx, int n_in, ps_tensor *const *in, int n_out, ps_te
     int rc = tape_take_reads(ctx, node);
     if (rc < 0) {
         ctx->tape.reaped.live--;
-        node->op = PS_OP_COUNT;                          /* nobody has seen its id yet */
+        node->op = PS_OP_COUNT;                          /* the caller has not seen the node's id yet */
         ps_node_release(node);
         ps_segment_cancel(ctx);
         return rc;
@@ -177,7 +177,7 @@ int ps_boundary_take(ps_ctx *ctx, int n, ps_tensor *const *out, ps_tensor **grad
         gradients[i] = slot ? *slot : NULL;
         if (!gradients[i]) continue;
         *slot = NULL;
-        ps_scope_adopt(ctx, gradients[i]->storage);       /* lives as long as its header: no scope may drop it */
+        ps_scope_adopt(ctx, gradients[i]->storage);       /* it exists as long as its header, so no scope may drop it */
         ps_storage_unhold(gradients[i]->storage);
     }
     return 0;

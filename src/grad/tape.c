@@ -1,14 +1,14 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The tape: the record of the ops that a backward must go back through. This file makes nodes, frees them, and
- * counts those that a walk must still pass.
+ * The tape: the record of the ops through which a backward must pass. This file makes nodes, frees them, and counts the
+ * nodes that a walk must still pass.
  *
- * A node records one op: its attributes, the tensors that its gradient rule will read, and an edge for each input.
- * The edge leads to the node that made the input, or to the input itself if it is a leaf. The walk (walk.c) visits
- * nodes by descending sequence number: consumers before producers, with sums in one fixed order. It then releases
- * the node's saved tensors.
+ * A node records one op. It has the op's attributes, the tensors that the gradient rule will read, and an edge for each
+ * input. The edge leads to the node that made the input, or to the input itself if it is a leaf. The walk (walk.c)
+ * visits nodes by descending sequence number. So consumers are visited before producers, and sums have one fixed order.
+ * After a visit, the walk releases the node's saved tensors.
  *
- * Cheap outputs (layer norm, GELU) are not kept. Their consumer saves the producer, which computes them again
- * (rule.c). Some kinds of node have no op: segment.c, call.c and hook.c. */
+ * Cheap outputs (layer norm, GELU) are not kept. A consumer of a cheap output saves the producer's node, which computes
+ * the output again (rule.c). Some kinds of nodes have no op: see segment.c, call.c and hook.c. */
 #include <string.h>
 #include "base/alloc.h"
 #include "base/error.h"
@@ -53,8 +53,8 @@ static bool makes_one(const ps_node *node, int n, ps_tensor *const *of)
     return false;
 }
 
-/* A producer has a lower number than its consumers. So a search by descending number visits each node once, and can
- * leave out nodes below the lowest number in `from`. */
+/* A producer has a lower number than its consumers. A search by descending number therefore visits each node once. It
+ * can skip nodes below the lowest number in `from`. */
 int ps_tensor_made_from(const ps_tensor *t, int n, ps_tensor *const *from)
 {
     int64_t lowest = INT64_MAX;
@@ -93,7 +93,7 @@ static bool mark_found(const ps_node *node, int n, const int64_t *ops, int8_t *f
     return any;
 }
 
-/* Searches like ps_tensor_made_from, and marks in `found` every op that it meets. */
+/* Searches like ps_tensor_made_from, and marks every op that it finds in `found`. */
 int ps_tensor_made_by(const ps_tensor *t, int n, const int64_t *ops, int8_t *found)
 {
     int64_t lowest = INT64_MAX;
@@ -122,10 +122,10 @@ int ps_tensor_made_by(const ps_tensor *t, int n, const int64_t *ops, int8_t *fou
 }
 
 /* -- what a walk waits for ----------------------------------------------------------------------------------------- */
-/* Counts the nodes that a storage waits for. A parameter's gradient is complete, and its bytes are no longer read,
- * when the walk has passed all nodes that have an edge to the parameter, saved it or (segments) read it. Only nodes
- * that the walk can reach count: others live until Lua's collector frees them, at a time that differs between
- * ranks. */
+/* Changes the number of nodes for which a storage waits. The gradient of a parameter is complete, and its bytes are no
+ * longer read, when the walk has passed certain nodes: all those that have an edge to the parameter, have saved it, or
+ * (segments) have read it. Only nodes that the walk can reach are counted. Other nodes exist until Lua's collector
+ * frees them, and the time of that differs between ranks. */
 static void wait_for(ps_walk *w, ps_storage *s, int by, bool adds)
 {
     if (!s->engine.watched) return;
@@ -178,7 +178,7 @@ void tape_count_listed(ps_walk *w, ps_node *node)
         if (tape_is_later(&node->edges[i])) tape_count_from(w, tape_sum_node(&node->edges[i], &out));
 }
 
-/* Called before the node releases its saved tensors: the walk has passed it, or never will. */
+/* Called before the node releases its saved tensors. The walk has passed the node, or it never will. */
 void tape_uncount(ps_node *node)
 {
     ps_walk *w = node->ctx->tape.walk;
@@ -186,8 +186,9 @@ void tape_uncount(ps_node *node)
     node->walk = 0;
 }
 
-/* Reports complete gradients of parameters to the engine, after the walk has passed all nodes with that parameter.
- * The engine finds parameters without a report when the backward ends (engine_backward_done). */
+/* Reports the gradient of a parameter to the engine if it is complete, which is after the walk has passed all nodes
+ * that use the parameter. The engine finds parameters without a report when the backward ends
+ * (engine_backward_done). */
 int tape_leaf_final(ps_ctx *ctx, ps_tensor *leaf)
 {
     const ps_storage *s = leaf->storage;
@@ -242,9 +243,9 @@ static void release_edges(ps_node *node)
     }
 }
 
-/* Ends a node that a failed walk had not passed; no other walk may pass it. Releases its edges, and reports that a
- * segment's function is no longer needed. This cannot wait until the node is freed: the function's model may hold an
- * output that holds the node, and no collector finds this cycle. */
+/* Ends a node that a failed walk has not passed. No other walk may pass it. Releases the node's edges and, for a
+ * segment, reports that its function is no longer needed. This must not wait until the node is freed. The model of the
+ * function may hold an output that holds the node, and no collector finds such a cycle. */
 void tape_give_up(ps_node *node)
 {
     hooks_end(node);
@@ -253,7 +254,7 @@ void tape_give_up(ps_node *node)
         return;
     }
     node->passed = true;
-    if (node->listed) return;                                /* weights_of reads the node's edges */
+    if (node->listed) return;                                /* weights_of still reads the edges of a listed node */
     if (tape_is_callers(node) && node->segment >= 0) {
         segment_reap(node->ctx, node->segment);
         node->segment = -1;
@@ -261,7 +262,8 @@ void tape_give_up(ps_node *node)
     release_edges(node);
 }
 
-/* Frees nodes one after another, without recursion: chains of nodes can be very long. */
+/* Frees a node. Further nodes that lose their last reference are freed one after another, without recursion, because
+ * chains of nodes can be very long. */
 void ps_node_release(ps_node *node)
 {
     static __thread ps_node *pending;
@@ -336,8 +338,8 @@ void tape_add_edge(ps_node *node, int i, ps_tensor *t)
     }
 }
 
-/* Returns true if the tensor's producer can compute it again (no op has written into it) and it is large enough for
- * this. */
+/* Returns true if the tensor's producer can compute the tensor again, and the tensor is large enough for this. An op
+ * must not have written to it. */
 static bool is_cheap(const ps_tensor *t)
 {
     return t->node && !t->ctx->tape.keep_cheap && t->node->op >= 0 && t->node_out == 0 &&
@@ -345,8 +347,8 @@ static bool is_cheap(const ps_tensor *t)
            t->numel_ * ps_dtype_bytes(t->dtype_) >= PS_CHEAP_MIN_NBYTES && ps_tensor_is_contiguous(t);
 }
 
-/* Returns true if a node's rule reads input i. Some inputs are read only for the gradient of another input: an
- * activation, for example, is not read if the weight is frozen. Called after tape_add_edge for all inputs. */
+/* Returns true if a node's rule reads input i. Some inputs are read only for the gradient of another input. For
+ * example, an activation is not read if the weight is frozen. Called after tape_add_edge was called for all inputs. */
 static bool reads_input(const ps_node *node, const ps_opinfo *row, uint64_t keeps, int i)
 {
     if (!(keeps >> i & 1)) return false;
@@ -362,7 +364,7 @@ int ps_tape_prepare(ps_ctx *ctx, int op, int n_in, const void *attrs, int n_out,
     memcpy(node->attrs.bytes, attrs, (size_t)row->attrs_nbytes);
     for (int i = 0; i < n_out; i++) {
         if (!out[i] || !(row->saved_out >> i & 1)) continue;
-        ps_tensor *copy; /* otherwise node and tensor would hold each other */
+        ps_tensor *copy; /* otherwise the node and the tensor would hold each other */
         int rc = ps_tensor_detach(out[i], &copy);
         if (rc < 0) {
             ps_node_release(node);

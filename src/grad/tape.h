@@ -1,105 +1,110 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Shared by the files of the tape: tape.c (nodes), segment.c (nodes without an op), call.c (functions of the
- * script), hook.c (hooks of tensors), rule.c (what gradient rules call), walk.c (backward), target.c (gradients of
- * chosen tensors), weights.c (deferred weight gradients). */
+ * Declarations that the files of the tape share: tape.c (nodes), segment.c (nodes without an op), call.c (functions of
+ * the script), hook.c (hooks of tensors), rule.c (functions for gradient rules), walk.c (backward), target.c (gradients
+ * of chosen tensors) and weights.c (deferred weight gradients). */
 #ifndef PS_TAPE_H
 #define PS_TAPE_H
 #include "tensor/tensor.h"
 
-/* Values of ps_node.op for nodes without an op: a recompute segment; tensors that a pipeline stage received; the
- * delayed gradient of a parameter; a function of the script; a leaf with hooks. */
+/* Values of ps_node.op for nodes without an op. In this order: a recompute segment, tensors that a pipeline stage
+ * received, the delayed gradient of a parameter, a function of the script, and a leaf with hooks. */
 enum { SEGMENT = -1, BOUNDARY = -2, RELAY = -3, CALL = -4, LEAF = -5 };
 
 typedef struct edge {
     ps_node *node;                 /* node that computed this input, or NULL */
-    ps_tensor *leaf;               /* the input itself, if it is a leaf; both NULL if no gradient is wanted */
+    ps_tensor *leaf;               /* the input itself if it is a leaf; node and leaf are NULL if no gradient is
+                                    * wanted */
     int out;                       /* index of the input among the outputs of `node` */
 } edge;
 
 typedef struct saved {
     ps_tensor *t;                  /* held; NULL if the tensor is absent or cheap */
     uint32_t version;
-    ps_node *cheap;                /* node of a cheap op that recomputes the tensor as its output 0, or NULL */
+    ps_node *cheap;                /* node of the cheap op that recomputes the tensor as its output 0, or NULL */
 } saved;
 
 struct ps_node {
     int64_t refs, seq, segment;
     ps_ctx *ctx;
     int op, n_in, n_out;
-    int n_args;                    /* CALL: inputs that get a gradient; the rest of n_in are saved tensors */
-    int64_t hooks;                 /* id of the hooks on its outputs, 0 for none */
-    int64_t seen, target;          /* ids of the last walks that marked the node (target.c) or want a gradient of it */
-    bool leads;                    /* the node leads to a wanted gradient; valid if `seen` is the walk's id */
+    int n_args;                    /* CALL: number of inputs that get a gradient; the other inputs are saved tensors */
+    int64_t hooks;                 /* id of the hooks on the node's outputs, 0 for none */
+    int64_t seen, target;          /* seen: id of the last walk that marked the node. target: id of the last walk
+                                    * that wants a gradient of it (target.c) */
+    bool leads;                    /* whether the node leads to a wanted gradient; valid if `seen` is the walk's id */
     int32_t module;                /* module in which the op and its gradient rule run */
     bool passed, queued;
-    bool side;                     /* computed only from parameters, like the cast of a weight */
-    bool listed;                   /* passed by the walk, with its weight gradients deferred */
-    bool has_rule;                 /* the rule must still compute the deferred gradients; else they are in din */
-    bool claims;                   /* counts in `later` of the cheap nodes that it has saved */
-    int32_t later;                 /* number of nodes that need its output after the walk has passed it */
-    int64_t walk;                  /* id of the walk that counts it in `waits` of the storages it reads, or 0 */
+    bool side;                     /* whether it is computed only from parameters, like the cast of a weight */
+    bool listed;                   /* whether the walk has passed it with its weight gradients deferred */
+    /* Whether the rule must still compute the deferred gradients. Otherwise they are in din. */
+    bool has_rule;
+    bool claims;                   /* whether it is counted in `later` of the cheap nodes that it has saved */
+    int32_t later;                 /* number of nodes that will need its output after the walk has passed it */
+    /* Id of the walk that counts this node in `waits` of the storages that the node reads, or 0. */
+    int64_t walk;
     edge *edges;                   /* [n_in] */
     saved *saved_in, *saved_out;   /* [n_in], [n_out] */
     ps_meta *in_meta;              /* [n_in] */
     ps_tensor **dout;              /* [n_out], held */
-    ps_tensor **din;               /* [n_in] deferred gradients, held */
-    ps_tensor *kept;               /* held: what the rule's first phase keeps for the second (ps_grad_keep) */
+    ps_tensor **din;               /* [n_in] deferred gradients, which are held */
+    ps_tensor *kept;               /* tensor that the rule's first phase keeps for the second (ps_grad_keep), held */
     ps_tensor *holder;             /* gets a copy of the gradient of output holder_out; can be NULL */
     int holder_out;
     int64_t place;                 /* place of the call, recorded in anomaly mode */
-    ps_tensor *again;              /* the recomputed output of this cheap op */
-    ps_node *next_free;            /* next in a list of nodes to free or count */
-    ps_storage **reads;            /* segment: [n_reads] parameters that its function read */
+    ps_tensor *again;              /* the recomputed output of the node, whose op is cheap */
+    ps_node *next_free;            /* next node in a list of nodes to free or to count */
+    ps_storage **reads;            /* segment: [n_reads] parameters that the segment's function read */
     int n_reads;
     union { char bytes[1]; double align; } attrs;
 };
 
-/* Nodes whose weight gradients a walk deferred, in the order of the walk. */
+/* The nodes whose weight gradients a walk has deferred, in the order of the walk. */
 typedef struct weight_list {
     int32_t vstage, micro;
     bool used;
     ps_node **nodes;
     int32_t n, capacity;
-    int32_t at;                    /* index of the node that is due */
+    int32_t at;                    /* index of the node that is next */
 } weight_list;
 
-/* A tensor whose gradient was asked for. A walk with targets computes only their gradients, not those of all leaves. */
+/* A tensor whose gradient was requested. A walk with targets computes only the targets' gradients, not those of all
+ * leaves. */
 typedef struct target {
     ps_tensor *t;
-    ps_tensor *sum;                /* its gradient so far, held, or NULL */
+    ps_tensor *sum;                /* the sum of its gradients so far, held, or NULL */
 } target;
 
 struct ps_walk {
     ps_node **heap;                /* ordered by seq, largest first */
     int n, capacity;
-    ps_node *stopped;              /* node where the caller has work: a segment, a function or hooks */
-    bool at_hooks, hooks_ran;      /* that work is to run hooks; they have run */
-    bool keeps;                    /* another walk can pass the nodes again */
+    ps_node *stopped;              /* the node at which the caller has work: a segment, a function or hooks */
+    bool at_hooks, hooks_ran;      /* at_hooks: the work is to run hooks. hooks_ran: the hooks have run */
+    bool keeps;                    /* whether another walk can pass the nodes again */
     int64_t id;                    /* unique for each walk */
     bool active;
-    bool managed;                  /* the walk can reach a leaf that an engine manages */
-    int32_t put_off;               /* list for deferred weight gradients, -1 if none are deferred */
+    bool managed;                  /* whether the walk can reach a leaf that an engine manages */
+    int32_t put_off;               /* index of the list for deferred weight gradients, -1 if none are deferred */
     weight_list *lists;
     int32_t n_lists, lists_capacity;
-    int32_t processed;             /* list that ps_backward_weights processes, -1 for none */
+    int32_t processed;             /* index of the list that ps_backward_weights processes, -1 for none */
     target *targets;               /* [n_targets]; if empty, all leaves get their gradients */
     int32_t n_targets, targets_capacity;
-    bool seeks;                    /* the walk under way has targets */
+    bool seeks;                    /* whether the current walk has targets */
 };
 
-/* Returns true if gradients along this edge can be deferred: it leads to a leaf, or to a node computed only from
- * parameters. */
+/* Returns true if gradients along this edge can be deferred. This is so if the edge leads to a leaf, or to a node that
+ * is computed only from parameters. */
 static inline bool tape_is_later(const edge *e) { return e->leaf || (e->node && e->node->side); }
 
-/* Finds where gradients along an edge are summed: returns the node, and sets *out to the index of its output.
- * Returns NULL if they are added to the leaf itself. */
+/* Finds the place where gradients along an edge are summed. Returns the node, and sets *out to the index of the node's
+ * output. Returns NULL if the gradients are added to the leaf itself. */
 static inline ps_node *tape_sum_node(const edge *e, int *out)
 {
     *out = e->node ? e->out : 0;
     return e->node ? e->node : e->leaf ? e->leaf->hook : NULL;
 }
 
-/* Returns true if a walk stops for the caller at this node. */
+/* Returns true if a walk stops at this node because the caller has work there. */
 static inline bool tape_is_callers(const ps_node *node) { return node->op == SEGMENT || node->op == CALL; }
 
 /* Returns the type of a leaf's gradient. */
@@ -110,73 +115,82 @@ static inline int tape_leaf_dtype(const ps_tensor *leaf)
 
 /* -- tape.c */
 const char *tape_name(const ps_node *node);          /* name of the node's op, for errors */
-int tape_passed_already(const ps_node *node);        /* raises the error of a second backward */
+int tape_passed_already(const ps_node *node);        /* raises the error for a second backward through the node */
 ps_node *tape_node_new(ps_ctx *ctx, int op, int n_in, int n_out, int attrs_nbytes);
 void tape_add_edge(ps_node *node, int i, ps_tensor *t);      /* sets input i to t, or to absent if t is NULL */
-void tape_give_up(ps_node *node);                    /* a walk failed at or before the node; no walk may pass it now */
+void tape_give_up(ps_node *node);                    /* a walk failed before it passed the node, so no walk may pass
+                                                      * it any more */
 void tape_count_from(ps_walk *w, ps_node *node);     /* counts the nodes that the walk reaches from this one */
-void tape_count_listed(ps_walk *w, ps_node *node);   /* counts this node and those its weight gradients reach */
+void tape_count_listed(ps_walk *w, ps_node *node);   /* counts this node, and the nodes that its weight gradients
+                                                      * reach */
 void tape_uncount(ps_node *node);
-void tape_is_now(ps_tensor *t);                      /* ends PS_T_LATER: the header owns again; t can be NULL */
-void tape_let_go(ps_tensor **t);                     /* releases a held tensor, if any */
+void tape_is_now(ps_tensor *t);                      /* ends PS_T_LATER: the header counts as an owner again; t can
+                                                      * be NULL */
+void tape_let_go(ps_tensor **t);                     /* releases a held tensor; *t can be NULL */
 void tape_release_saved(ps_node *node);
 void tape_release_all(ps_node *node);                /* releases saved tensors and gradients */
 int tape_leaf_final(ps_ctx *ctx, ps_tensor *leaf);
 
 /* -- segment.c */
 void tape_release_reads(ps_storage **list, int n);
-int tape_take_reads(ps_ctx *ctx, ps_node *node);     /* gives the node the reads recorded since ps_segment_begin */
-int reap_reserve(ps_ctx *ctx);                       /* makes room for an id, so that segment_reap cannot fail */
-void segment_reap(ps_ctx *ctx, int64_t segment);     /* reports that the caller can drop this object */
+int tape_take_reads(ps_ctx *ctx, ps_node *node);     /* adds the reads that were recorded since ps_segment_begin to
+                                                      * the node */
+int reap_reserve(ps_ctx *ctx);                       /* reserves memory for an id, so that segment_reap cannot fail */
+void segment_reap(ps_ctx *ctx, int64_t segment);     /* reports that the caller can drop the object with this id */
 
 /* -- hook.c */
-void hooks_end(ps_node *node);                       /* ends the hooks of a node: they do not run again */
-int leaf_pass(ps_ctx *ctx, ps_walk *w, ps_node *node);       /* passes the sum of a LEAF node to its leaf */
+void hooks_end(ps_node *node);                       /* ends the hooks of a node, so that they do not run again */
+int leaf_pass(ps_ctx *ctx, ps_walk *w, ps_node *node);       /* passes the sum in a LEAF node to its leaf */
 void leaf_let_go(ps_node *node);                     /* the walk has passed a LEAF node, or never will */
 
 /* -- target.c */
-/* Marks the nodes that `node` leads to, and which of them lead to a target. */
+/* Marks the nodes to which `node` leads, and those among them that lead to a target. */
 int targets_mark(ps_walk *w, ps_node *node);
-bool targets_want(const ps_walk *w, const edge *e);  /* is a gradient along this edge wanted? */
-int targets_take(ps_walk *w, ps_node *node);         /* keeps the gradients of outputs that are targets */
-target *targets_leaf(ps_walk *w, const ps_tensor *leaf);     /* NULL if the leaf is not a target */
-void targets_close(ps_walk *w);                      /* ends the walk; the targets' gradients can be returned */
+bool targets_want(const ps_walk *w, const edge *e);  /* returns whether a gradient along this edge is wanted */
+int targets_take(ps_walk *w, ps_node *node);         /* keeps the gradients of those outputs that are targets */
+target *targets_leaf(ps_walk *w, const ps_tensor *leaf);     /* returns NULL if the leaf is not a target */
+void targets_close(ps_walk *w);                      /* ends the walk; the gradients of the targets can then be
+                                                      * returned */
 void targets_drop(ps_walk *w);                       /* releases targets and gradients */
 
 /* -- rule.c */
-int tape_check_version(const ps_node *node, const saved *s);     /* PS_ESTALE: changed since it was saved */
+int tape_check_version(const ps_node *node, const saved *s);     /* PS_ESTALE: the tensor has changed since it was
+                                                                  * saved */
 
 /* -- walk.c */
-/* Visits the node that is due. Returns 1 if the walk stopped there, with the caller's id in *stopped. */
+/* Visits the next node. Returns 1 if the walk stopped there. *stopped is then the caller's id. */
 int tape_visit(ps_ctx *ctx, ps_walk *w, int64_t *stopped);
 int tape_stop(ps_walk *w, ps_node *node, int64_t number, int64_t *stopped);
-bool tape_is_due(const ps_walk *w, int64_t seq);     /* is a node with a number above seq due? */
-/* Passes on, or defers, the gradients of a node's inputs; the walk has then passed the node. The gradients are held,
- * and NULL for inputs without one. `later`: some are deferred. `split`: the rule's second phase computes the
- * deferred ones. */
+bool tape_is_due(const ps_walk *w, int64_t seq);     /* returns whether a node with a number above seq is next */
+/* Passes on the gradients of a node's inputs, or defers them. The walk has then passed the node. The gradients are
+ * held, and NULL for inputs without a gradient. `later`: some gradients are deferred. `split`: the second phase of the
+ * rule computes the deferred gradients. */
 int tape_hand_on(ps_ctx *ctx, ps_walk *w, ps_node *node, ps_tensor **din, bool later, bool split);
-bool tape_puts_off(const ps_walk *w, const ps_node *node);   /* are gradients of some of its inputs deferred? */
+bool tape_puts_off(const ps_walk *w, const ps_node *node);   /* returns whether gradients of some of its inputs are
+                                                              * deferred */
 int tape_give_holder(ps_ctx *ctx, ps_node *node);
-int tape_add_to_leaf(ps_ctx *ctx, ps_tensor *leaf, ps_tensor *grad);     /* takes over grad, a held reference */
+int tape_add_to_leaf(ps_ctx *ctx, ps_tensor *leaf, ps_tensor *grad);     /* grad is a held reference, which the
+                                                                          * function owns */
 void tape_watch(ps_ctx *ctx, const ps_node *node);
-/* Passes grad, a reference that it takes over, to the node or leaf of input i. */
+/* Passes grad to the node or the leaf of input i. grad is a held reference, which the function owns. */
 int tape_deliver(ps_ctx *ctx, ps_walk *w, ps_node *node, int i, ps_tensor *grad);
 
 /* -- weights.c */
-/* Opens the list of an action INPUT when its walk begins. */
+/* Opens the list of an INPUT action when the walk of that action begins. */
 int weights_open(ps_ctx *ctx, ps_walk *w);
-/* Goes on with the list that is being processed; returns what ps_backward_weights returns. */
+/* Continues to process the current list. Returns the same values as ps_backward_weights. */
 int weights_go_on(ps_ctx *ctx, ps_walk *w, int64_t *stopped);
 void weights_close(ps_walk *w);                      /* empties the list that is being processed, if any */
-/* Lists a node that the walk has passed except for its deferred gradients: those of inputs with tape_is_later. They
- * are computed by the rule, which has not run (din is NULL), or by its second phase (`split`). Otherwise they are in
- * din (held), and are taken from there. Releases tensors that they do not need. */
+/* Lists a node that the walk has passed, except that some of its gradients are deferred. These are the gradients of
+ * inputs with tape_is_later. If din is NULL, the rule has not run, and the rule will compute them. With `split`, the
+ * second phase of the rule will compute them. Otherwise they are in din (held), and the function takes them from there.
+ * Releases tensors that the deferred gradients do not need. */
 int weights_put_off(ps_walk *w, ps_node *node, bool split, ps_tensor **din);
-/* Defers the gradient (held) of a root of the walk, or of a segment's output. `to` is a leaf, or computed only from
- * parameters. `seq` is the number that the walk has reached. */
+/* Defers the gradient (held) of a root of the walk, or of an output of a segment. `to` is a leaf, or it is computed
+ * only from parameters. `seq` is the number that the walk has reached. */
 int weights_relay(ps_walk *w, ps_tensor *to, ps_tensor *grad, int64_t seq);
-/* Releases saved tensors that are no longer needed. Called after a change of `listed`, `later` or `passed`. */
+/* Releases saved tensors that are no longer needed. Called after `listed`, `later` or `passed` has changed. */
 void weights_release(ps_node *node);
-void weights_unclaim(ps_node *cheap);                /* one node fewer will need the output of `cheap` */
+void weights_unclaim(ps_node *cheap);                /* one node less will need the output of `cheap` */
 void weights_drop(ps_walk *w);                       /* empties all lists */
 #endif

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Walks that compute the gradients of chosen tensors, the targets, and leave all leaves' own gradients alone. Such a
- * walk passes only nodes that lead to a target. To find them, a search by ascending number visits producers before
- * consumers. */
+ * Walks that compute the gradients of chosen tensors, the targets. They do not change the gradients of leaves. Such a
+ * walk passes only nodes that lead to a target. To find these nodes, a search by ascending number visits producers
+ * before consumers. */
 #include <stdlib.h>
 #include "base/alloc.h"
 #include "base/error.h"
@@ -29,7 +29,7 @@ static int by_number(const void *a, const void *b)
     return (x->seq > y->seq) - (x->seq < y->seq);
 }
 
-/* A segment's function may read any leaf. */
+/* Returns true if the node leads to a target. The function of a segment may read any leaf. */
 static bool leads(ps_walk *w, const ps_node *node)
 {
     for (int i = 0; node->op == SEGMENT && i < w->n_targets; i++) if (!w->targets[i].t->node) return true;

@@ -1,8 +1,10 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The backward walk: visits nodes of the tape by descending number, runs their gradient rules, and sums the results
- * at the nodes that made the inputs. It stops where its caller has work to do, and returns that node's number: at a
- * recompute segment (ps_backward_splice), a function of the script (ps_call_done) or hooks (ps_hooks_done).
- * ps_backward_next continues. */
+ * The backward walk. It visits nodes of the tape by descending number and runs their gradient rules. It sums the
+ * results at the nodes that made the inputs.
+ *
+ * The walk stops at nodes where its caller has work, and returns the number of that node. These nodes are recompute
+ * segments (ps_backward_splice), functions of the script (ps_call_done) and nodes with hooks (ps_hooks_done).
+ * ps_backward_next continues the walk. */
 #include <string.h>
 #include "base/alloc.h"
 #include "base/error.h"
@@ -51,8 +53,8 @@ static int cast_to(ps_ctx *ctx, ps_tensor *t, int dtype, ps_tensor **out)
     return run_one(ctx, PS_OP_cast, &attrs, 1, t, NULL, out);
 }
 
-/* The functions below own `grad`, a held reference, even if they fail. The scope of `grad` may have ended. */
-/* Used in a walk that has targets. */
+/* The functions below own `grad`, which is a held reference, even if they fail. The scope of `grad` may have ended. */
+/* Used only in walks that have targets. */
 static int add_to_target(ps_ctx *ctx, target *to, ps_tensor *grad)
 {
     ps_attrs_add none = { 0 };
@@ -168,7 +170,7 @@ int tape_deliver(ps_ctx *ctx, ps_walk *w, ps_node *node, int i, ps_tensor *grad)
     return add_to_node(ctx, w, sum, out, grad);
 }
 
-/* Whether the walk defers none, some or all of a node's gradients. */
+/* Says whether the walk defers none, some or all of the gradients of a node. */
 typedef enum parts { NONE_LATER, SOME_LATER, ALL_LATER } parts;
 
 static parts put_off(const ps_walk *w, const ps_node *node)
@@ -184,8 +186,8 @@ static parts put_off(const ps_walk *w, const ps_node *node)
 
 bool tape_puts_off(const ps_walk *w, const ps_node *node) { return put_off(w, node) != NONE_LATER; }
 
-/* Reports the leaves of a node that the walk has passed. During an INPUT action the engine only notes which virtual
- * stages use them. */
+/* Reports the leaves of a node that the walk has passed. During an INPUT action, the engine only records which virtual
+ * stages use these leaves. */
 static int leaves_final(ps_ctx *ctx, const ps_node *node)
 {
     if (ctx->tape.walk->seeks) return 0;
@@ -193,14 +195,15 @@ static int leaves_final(ps_ctx *ctx, const ps_node *node)
     return 0;
 }
 
-/* Tells anomaly mode whose gradient the next ops compute: that of a node's op, or none if `node` is NULL. */
+/* Tells anomaly mode whose gradient is computed next. It is that of the node's op. If `node` is NULL, no gradient is
+ * computed. */
 void tape_watch(ps_ctx *ctx, const ps_node *node)
 {
     if (node) ps_anomaly_in_backward(ctx, node->op, node->place, node->module);
     else ps_anomaly_in_backward(ctx, -1, 0, 0);
 }
 
-/* Copies an output's gradient to its holder. It must be a copy, because rules may add to the gradient itself. */
+/* Copies the gradient of an output to its holder. A copy is necessary, because rules may add to the gradient itself. */
 int tape_give_holder(ps_ctx *ctx, ps_node *node)
 {
     ps_tensor *grad = node->dout[node->holder_out], *copy = NULL;
@@ -220,7 +223,8 @@ int tape_hand_on(ps_ctx *ctx, ps_walk *w, ps_node *node, ps_tensor **din, bool l
     if (node->passed) hooks_end(node);
     if (later) {
         rc = weights_put_off(w, node, split, din);
-    } else {                                         /* before delivery, which checks whether a gradient is shared */
+    } else {                                         /* must happen before delivery, which checks whether a gradient
+                                                      * is shared */
         for (int i = 0; i < node->n_out; i++) tape_let_go(&node->dout[i]);
         if (w->keeps) tape_let_go(&node->again);
         else weights_release(node);
@@ -237,7 +241,7 @@ int tape_hand_on(ps_ctx *ctx, ps_walk *w, ps_node *node, ps_tensor **din, bool l
     return rc;
 }
 
-/* Runs one node's rule and passes its results to the nodes that made the inputs. */
+/* Runs the rule of one node. Passes the results to the nodes that made the inputs. */
 static int tape_pass(ps_ctx *ctx, ps_walk *w, ps_node *node)
 {
     if (node->holder) PS_TRY(tape_give_holder(ctx, node));
@@ -282,7 +286,7 @@ int tape_stop(ps_walk *w, ps_node *node, int64_t number, int64_t *stopped)
 
 bool tape_is_due(const ps_walk *w, int64_t seq) { return w->hooks_ran || (w->n > 0 && w->heap[0]->seq > seq); }
 
-/* Ends the walk at a node that leads to no target; another walk can still pass it. */
+/* Ends the walk at a node that leads to no target. Another walk can still pass the node. */
 static int leave_out(ps_node *node)
 {
     tape_uncount(node);
@@ -307,7 +311,7 @@ static int visit(ps_ctx *ctx, ps_walk *w, ps_node *node, bool hooks_ran, int64_t
     if (node->op == CALL) atomic_store_explicit(&ps_record_at.backward, 1, memory_order_relaxed);
     if (tape_is_callers(node)) return tape_stop(w, node, node->segment, stopped);
     if (node->op != BOUNDARY) return tape_pass(ctx, w, node);
-    node->passed = true;                              /* its gradients stay in it until they are returned */
+    node->passed = true;                              /* its gradients stay in the node until they are returned */
     hooks_end(node);
     return 0;
 }
@@ -364,7 +368,8 @@ static int give_to(ps_ctx *ctx, ps_walk *w, ps_tensor *to, ps_tensor *grad, int6
     return sum ? add_to_node(ctx, w, sum, out, grad) : tape_add_to_leaf(ctx, to, grad);
 }
 
-/* Passes the seeds, held references, to the nodes of the roots. After a failure the others are released. */
+/* Passes the seeds, which are held references, to the nodes of the roots. After a failure, the other seeds are
+ * released. */
 static int plant(ps_ctx *ctx, ps_walk *w, int n, ps_tensor *const *roots, ps_tensor *const *seeds)
 {
     int rc = 0;
@@ -411,8 +416,8 @@ int ps_backward_begin_n(ps_ctx *ctx, int n, ps_tensor *const *roots, ps_tensor *
         return ps_fail(PS_EINVAL, "backward cannot begin from %d tensors; pass 1 to %d", n, PS_MAX_ROOTS);
     for (int i = 0; i < n; i++) {
         if (!roots[i]) return ps_fail(PS_EINVAL, "backward needs a tensor to begin from");
-        if (!gradients || !gradients[i]) PS_TRY(ps_tensor_check_alive(roots[i]));     /* otherwise only its shape is
-                                                                                       * needed */
+        if (!gradients || !gradients[i]) PS_TRY(ps_tensor_check_alive(roots[i]));     /* otherwise only the root's
+                                                                                       * shape is needed */
         if (!ps_tape_wants(roots[i]))
             return ps_fail(PS_EINVAL, "backward from a tensor that depends on nothing that requires a gradient "
                            "(tensors computed within ps.no_grad require none)");
@@ -485,7 +490,7 @@ int ps_backward_splice(ps_ctx *ctx, int n, ps_tensor *const *out)
     return rc;
 }
 
-/* Called for a node that a walk had not passed yet when it failed. */
+/* Called for a node that a failed walk had not passed yet. */
 static void drop(ps_node *node)
 {
     tape_uncount(node);

@@ -1,14 +1,15 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Backward in two parts (Qi et al. 2023, "Zero Bubble Pipeline Parallelism"). The action INPUT computes the
- * gradients of activations and puts the nodes with parameters on a list. The action WEIGHT computes their gradients
- * from the list. Every parameter gets the additions of an undivided backward, in the same order:
+ * Backward in two parts (Qi et al. 2023, "Zero Bubble Pipeline Parallelism"). The action INPUT computes the gradients
+ * of activations, and puts nodes with parameters on a list. The action WEIGHT computes the gradients of these
+ * parameters from the list. Every parameter gets the same additions as in an undivided backward, in the same order:
  *
  * - A rule whose row has SPLIT runs twice, for different inputs. Any other rule runs once, and its gradients of
  *   parameters are kept (ps_node.din).
- * - Nodes computed only from parameters pass in the second part, between the nodes of the list, by descending number.
+ * - Nodes that are computed only from parameters are passed in the second part, in between the nodes of the list, by
+ *   descending number.
  * - A listed node reads its output's gradient later, through a header that does not count as an owner
- *   (ps_storage.tape.later). A sum that would overwrite these bytes gets a new tensor.
- * - A cheap node that a listed node saved keeps what it needs to compute its output again. */
+ *   (ps_storage.tape.later). A sum that would overwrite these bytes is written to a new tensor.
+ * - A cheap node that was saved by a listed node keeps everything that it needs to compute its output again. */
 #include <string.h>
 #include "base/error.h"
 #include "base/grow.h"
@@ -87,7 +88,7 @@ void weights_release(ps_node *node)
     if (!needed && node->passed) tape_release_saved(node);
 }
 
-/* Replaces *t (held) by another header of the same bytes that does not count as an owner. */
+/* Replaces *t (held) by another header of the same bytes. The new header does not count as an owner. */
 static int keep_for_later(ps_tensor **t)
 {
     ps_tensor *copy;
@@ -101,8 +102,9 @@ static int keep_for_later(ps_tensor **t)
     return 0;
 }
 
-/* Releases tensors that only the first phase needs. The second phase reads a parameter only if the op's row marks it
- * with + (ahead_in). A saved output that the rule returned as a gradient belongs to its receiver. */
+/* Releases tensors that only the first phase needs. The second phase reads a parameter only if the op's row marks the
+ * parameter with + (ahead_in). If the rule returned a saved output as a gradient, the output belongs to the receiver of
+ * that gradient. */
 static void release_first_phase(ps_node *node, ps_tensor *const *din)
 {
     const ps_opinfo *row = ps_op(node->op);
@@ -128,7 +130,8 @@ int weights_put_off(ps_walk *w, ps_node *node, bool split, ps_tensor **din)
         else if (rc == 0) rc = keep_for_later(&node->dout[i]);
     }
     if (din && split) release_first_phase(node, din);
-    if (!node->has_rule) weights_release(node);            /* its rule has run: only what other nodes need stays */
+    if (!node->has_rule) weights_release(node);            /* the rule has run, so only tensors that other nodes need
+                                                            * are kept */
     node->listed = true;
     weights_release(node);
     return rc;
@@ -153,7 +156,7 @@ int weights_relay(ps_walk *w, ps_tensor *to, ps_tensor *grad, int64_t seq)
 }
 
 /* -- the second part ---------------------------------------------------------------------------------------------- */
-/* Computes the deferred gradients of a listed node, unless din has them, and delivers them. */
+/* Computes the deferred gradients of a listed node, unless din has them. Delivers them. */
 static int weights_of(ps_ctx *ctx, ps_walk *w, ps_node *node)
 {
     ps_tensor *din[PS_MAX_IN] = { NULL };
@@ -186,7 +189,7 @@ static int weights_of(ps_ctx *ctx, ps_walk *w, ps_node *node)
     return rc;
 }
 
-/* Passes the nodes above `seq` that were computed only from parameters; an undivided backward passes them before
+/* Passes the nodes above `seq` that were computed only from parameters. An undivided backward would pass them before
  * `seq`. Returns 1 if the walk stopped at hooks. */
 static int pass_down_to(ps_ctx *ctx, ps_walk *w, int64_t seq, int64_t *stopped)
 {

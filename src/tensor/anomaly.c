@@ -1,22 +1,23 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Anomaly mode finds the first op that makes a NaN or an infinity: that op fails. An op makes a NaN if no input has
- * one, and an infinity if no input has a NaN or an infinity. An op with an attribute that is not finite makes
- * neither. So values that the script wrote, such as a mask of -inf, are passed on, not made. In backward, the node
- * whose gradient is computed is blamed.
+ * Anomaly mode finds the first op that makes a NaN or an infinity, and makes that op fail. An op makes a NaN if none of
+ * its inputs has a NaN. An op makes an infinity if none of its inputs has a NaN or an infinity. If an attribute of the
+ * op is not finite, the op makes neither. So values that the script wrote, such as a mask of -inf, do not count as
+ * made. In backward, the error names the node whose gradient is being computed.
  *
- * A scaled loss may overflow in backward; the loss scaler then skips the step. From ps_anomaly_scaled(1) to
- * ps_anomaly_scaled(0), the first infinity in backward and all that follows it are therefore ignored. */
+ * The gradients of a scaled loss may overflow in backward. The loss scaler then skips the step. ps_anomaly_scaled(1) is
+ * called before such a backward, and ps_anomaly_scaled(0) after it. In between, the first infinity in backward and all
+ * its consequences are ignored. */
 #include <math.h>
 #include <string.h>
 #include "base/error.h"
 #include "tensor/tensor.h"
 
-enum { BLOCK = 4096 };             /* elements of a tensor that is not contiguous, read at once */
+enum { BLOCK = 4096 };             /* number of elements of a non-contiguous tensor that are read at once */
 
 typedef struct kinds { bool nan, inf; } kinds;
 
-/* Finds the kinds of values among n elements, read as unsigned integers. exp: mask of the exponent. all: mask of all
- * bits except the sign. */
+/* Finds the kinds of values among n elements. The elements are read as unsigned integers. exp: mask of the exponent
+ * bits. all: mask of all bits except the sign. */
 #define LOOK(name, type)                                                                                              \
     static kinds name(const char *p, int64_t n, type exp, type all)                                                   \
     {                                                                                                                 \
@@ -52,7 +53,8 @@ static int look_strided(const ps_tensor *t, kinds *out)
     return 0;
 }
 
-/* Adds the kinds of a tensor's values to *out. A tensor of integers or without values adds nothing. */
+/* Adds the kinds of a tensor's values to *out. A tensor of integers adds nothing, and neither does one without
+ * values. */
 static int look(ps_tensor *t, kinds *out)
 {
     if (!t || !ps_dtype_is_float(t->dtype_) || t->numel_ == 0 || !ps_tensor_has_data(t)) return 0;
@@ -85,8 +87,8 @@ static int look_at_all(ps_ctx *ctx, int n, ps_tensor *const *list, kinds *out)
     return rc;
 }
 
-/* Returns true if an attribute is not finite. Attributes are doubles at multiples of 8 bytes, or integers, which
- * only above 9e18 look like such doubles. */
+/* Returns true if an attribute is not finite. Attributes are doubles at multiples of 8 bytes, or integers. An integer
+ * can be mistaken for a double that is not finite only if it is above 9e18. */
 static bool given_by_script(const ps_opinfo *row, const void *attrs)
 {
     for (int at = 0; at + 8 <= row->attrs_nbytes; at += 8) {

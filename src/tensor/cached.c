@@ -1,15 +1,16 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Attention with caches of the preceding keys and values, for a model that continues a text token by token. This is
- * not an op of its own: it makes the views for a step, and runs copy_, rope and attention on them as if the script
- * had called them. For one token of a small model, such calls of the script cost more than the products. */
+ * Attention with caches of the preceding keys and values, for a model that continues a text token by token. This is not
+ * an op. It makes the views that one step needs, and runs copy_, rope and attention on them, as if the script had
+ * called these ops. The reason is speed: for one token of a small model, such calls by the script take longer than the
+ * products. */
 #include "tensor/tensor.h"
 #include <math.h>
 #include "base/blocks.h"
 #include "base/error.h"
 
-enum { OWNED = 20 };                      /* enough for every kind of call */
+enum { OWNED = 20 };                      /* enough tensors for every kind of call */
 
-/* One call. B: samples, T: positions, D: columns per head. */
+/* One call. B: number of samples. T: number of positions. D: number of columns per head. */
 typedef struct cached {
     ps_ctx *ctx;
     const ps_cached_attention *how;
@@ -22,7 +23,7 @@ typedef struct cached {
 
 static ps_tensor *own(cached *c, ps_tensor *t) { return c->owned[c->n_owned++] = t; }
 
-/* Runs an op with one output; *out is lent. */
+/* Runs an op with one output and sets *out to the output, which is lent. */
 static int run(cached *c, int op, int n_in, ps_tensor *const *in, const void *attrs, int64_t nbytes, ps_tensor **out)
 {
     ps_tensor *all[PS_MAX_OUT] = { NULL };
@@ -31,8 +32,8 @@ static int run(cached *c, int op, int n_in, ps_tensor *const *in, const void *at
     return 0;
 }
 
-/* Sets *out, which is lent, to `count` heads of x from head `first` on, as [B, count, T, D]. x is contiguous, [B, T,
- * all D]. */
+/* Sets *out, which is lent, to `count` heads of x, starting at head `first`. x is contiguous [B, T, all D]. *out is [B,
+ * count, T, D]. */
 static int heads_of(cached *c, ps_tensor *x, int64_t first, int64_t count, int64_t all, ps_tensor **out)
 {
     int64_t row = all * c->D;
@@ -43,7 +44,8 @@ static int heads_of(cached *c, ps_tensor *x, int64_t first, int64_t count, int64
     return 0;
 }
 
-/* Sets *out, which is lent, to n positions of `count` heads of a cache, from position `from` and head `first` on. */
+/* Sets *out, which is lent, to a part of a cache. The part has `count` heads, starting at head `first`, and n
+ * positions, starting at position `from`. */
 static int part_of(cached *c, ps_tensor *cache, int64_t first, int64_t count, int64_t from, int64_t n, ps_tensor **out)
 {
     ps_meta m = ps_tensor_meta(cache);
@@ -58,7 +60,8 @@ static int part_of(cached *c, ps_tensor *cache, int64_t first, int64_t count, in
 /* Returns true if a cache has rows of Q8_0 blocks. */
 static bool is_packed(const ps_tensor *cache) { return cache->dtype_ == PS_U8; }
 
-/* Appends a tensor [B, n, T, D] to a cache after its first `at` positions, in the cache's type. */
+/* Writes a tensor [B, n, T, D] to a cache, after the cache's first `at` positions. Converts it to the type of the
+ * cache. */
 static int append(cached *c, ps_tensor *cache, ps_tensor *what)
 {
     ps_attrs_copy_ none = { 0 };
@@ -75,7 +78,7 @@ static int turn(cached *c, ps_tensor **x)
     return c->cos ? run(c, PS_OP_rope, 3, (ps_tensor *[]){ *x, c->cos, c->sin }, &attrs, sizeof attrs, x) : 0;
 }
 
-/* Views x as [B, T, ..] with the columns of `all` heads next to each other. Makes x contiguous if it is not. */
+/* Views x as [B, T, ..]. The columns of the `all` heads are next to each other. Makes x contiguous if it is not. */
 static int rows_of(cached *c, ps_tensor **x, int64_t all)
 {
     ps_attrs_contiguous none = { 0 };
@@ -122,7 +125,7 @@ static int check(cached *c)
     return c->values ? check_cache(c, c->values, how->groups) : 0;
 }
 
-/* Writes keys and values into the caches, and makes the queries for attention: *q [B, H, T, D]. */
+/* Writes keys and values to the caches. Computes the queries for attention, *q [B, H, T, D]. */
 static int write_caches(cached *c, ps_tensor **q)
 {
     int64_t H = c->how->heads, G = c->how->groups;
@@ -156,7 +159,8 @@ static int attend(cached *c, ps_tensor **out)
     if (attrs.scale == 0) attrs.scale = 1 / sqrt((double)c->D);
     PS_TRY(run(c, PS_OP_attention, 4, (ps_tensor *[]){ q, k, v, c->mask }, &attrs, sizeof attrs, &y));
     ps_meta m = { .dtype = y->dtype_, .ndim = 3, .shape = { c->B, c->T, c->how->heads * c->D } };
-    ps_meta_set_contiguous(&m);                              /* attention returns the layout [B, T, H, D] */
+    ps_meta_set_contiguous(&m);                              /* attention returns a tensor that is stored as [B, T,
+                                                              * H, D] */
     m.offset = y->offset;
     return ps_tensor_view(y, &m, out);
 }

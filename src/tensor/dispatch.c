@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The op path: the steps in which every op is performed. Ops, memory, devices and gradients meet only here.
+ * The op path: the steps in which every op is performed. Only this file combines ops, memory, devices and gradients.
  *   row -> check inputs -> common type, contiguity -> infer shapes -> outputs -> pin -> kernel -> unpin -> tape */
 #include "tensor/tensor.h"
 #include <stdio.h>
@@ -11,7 +11,7 @@
 
 typedef struct ps_scratch_list ps_scratch_list;
 
-/* The call of an op. owned: bit set of the inputs that the call made itself (casts, copies) and must release. */
+/* The call of an op. owned: bit set of inputs that the call made itself (casts, copies) and that it must release. */
 typedef struct apply {
     ps_ctx *ctx;
     const ps_opinfo *row;
@@ -23,9 +23,10 @@ typedef struct apply {
     ps_tensor *out[PS_MAX_OUT];
     uint32_t given;                       /* bit set of the outputs that the caller passed */
     ps_scratch_list *scratch;
-    bool ticked;                          /* the engine was notified that this op begins (op_begins) */
-    bool known;                           /* script's dry run: computed, as its inputs are known (is_known) */
-    ps_node *node;                        /* the tape's, until it is recorded; NULL without a gradient */
+    bool ticked;                          /* whether the engine was notified that this op begins (op_begins) */
+    bool known;                           /* in a script's dry run: whether the op is computed, because its inputs
+                                           * are known (is_known) */
+    ps_node *node;                        /* the node, until the tape records it; NULL without a gradient */
 } apply;
 
 struct ps_scratch_list { ps_scratch_list *next; void *handle; };
@@ -80,8 +81,8 @@ static int check_inputs(apply *a, const ps_tensor *const *out)
     return 0;
 }
 
-/* PyTorch's type promotion. The category decides first (bool < integer < float). Within a category, tensors with
- * dimensions come before tensors without. */
+/* PyTorch's type promotion. The category of a type decides first (bool < integer < float). Within a category, tensors
+ * with dimensions have priority over tensors without dimensions. */
 static int category(int dtype) { return ps_dtype_is_float(dtype) ? 2 : dtype == PS_BOOL ? 0 : 1; }
 
 static int wider(int a, int b)
@@ -91,7 +92,7 @@ static int wider(int a, int b)
     if (category(a) != category(b)) return category(a) > category(b) ? a : b;
     if (category(a) == 2) {
         if (a == PS_F64 || b == PS_F64) return PS_F64;
-        return PS_F32;                                       /* two different types among fp32, bf16, fp16 */
+        return PS_F32;                                       /* two different types out of fp32, bf16 and fp16 */
     }
     return int_rank[a] > int_rank[b] ? a : b;
 }
@@ -118,7 +119,7 @@ static int replace_input(apply *a, int i, int op, const void *attrs)
     return 0;
 }
 
-/* Rejects a write to parameters while the script is paused within a step, which would then use both old and new
+/* Rejects a write to parameters while the script is paused within a step. Otherwise the step would use both old and new
  * values. Between steps, such writes are allowed. */
 static int check_suspended(const apply *a)
 {
@@ -133,7 +134,8 @@ static int check_suspended(const apply *a)
     return 0;
 }
 
-/* Returns true if the bytes of two tensors may overlap: compares only the ranges from first to last element. */
+/* Returns true if two tensors may overlap in memory. Compares only the ranges from the first to the last element of
+ * each. */
 static bool may_overlap(const ps_tensor *a, const ps_tensor *b)
 {
     if (a->storage != b->storage || a->numel_ == 0 || b->numel_ == 0) return false;
@@ -144,7 +146,7 @@ static bool may_overlap(const ps_tensor *a, const ps_tensor *b)
     return a->offset <= last[1] && b->offset <= last[0];
 }
 
-/* Returns true if every element of a has the same bytes as the same element of b. */
+/* Returns true if every element of a is stored at the same address as the corresponding element of b. */
 static bool same_elements(const ps_tensor *a, const ps_tensor *b)
 {
     bool same = a->offset == b->offset && a->dtype_ == b->dtype_ && ps_same_shape(a, b);
@@ -152,8 +154,9 @@ static bool same_elements(const ps_tensor *a, const ps_tensor *b)
     return same;
 }
 
-/* Prepares an op that writes in place. An input that overlaps its destination is copied, so that the op never reads
- * its own results. Each element of the destination needs bytes of its own, except for fill_, which writes one value. */
+/* Prepares an op that writes in place. If an input overlaps the destination, the input is copied, so that the op never
+ * reads its own results. Each element of the destination must have its own memory. fill_ is an exception, because it
+ * writes only one value. */
 static int prepare_in_place(apply *a)
 {
     const ps_tensor *dst = a->in[0];
@@ -231,7 +234,7 @@ static int make_outputs(apply *a)
 }
 
 /* -- kernel -------------------------------------------------------------------------------------------------------- */
-/* Records the bytes of the op's device if they have changed. Tiers are recorded by the chunk manager. */
+/* Records the number of bytes in use on the op's device, if it has changed. The chunk manager records the tiers. */
 static void record_memory(const apply *a, int64_t now)
 {
     ps_memory_info info;
@@ -302,7 +305,7 @@ static void unpin(ps_tensor *t)
     if (t->ctx->dry.replay) ps_replay_unpin(t->ctx, t->storage, t->device_);
 }
 
-/* Allocates and frees the workspace that the kernel of a call would allocate. */
+/* Allocates and frees the workspace that the kernel of a call would allocate. The kernel does not run. */
 static int try_scratch(apply *a, ps_backend *be, const ps_call *call)
 {
     int64_t nbytes = be->scratch_nbytes ? be->scratch_nbytes(be, call) : 0;
@@ -316,7 +319,7 @@ static int try_scratch(apply *a, ps_backend *be, const ps_call *call)
 
 static int of_ranks(apply *a, ps_call *call);
 
-/* Allocates and frees the op's workspace, for the peak of a dry run. Also records an op of several ranks. */
+/* Allocates and frees the op's workspace, so that a dry run's peak includes it. Also records an op of several ranks. */
 static int dry_scratch(apply *a, ps_backend *be, ps_view *in, ps_view *out)
 {
     ps_call call = { .op = a->op, .n_in = a->n_in, .n_out = a->row->n_out, .in = in, .out = out,
@@ -327,7 +330,7 @@ static int dry_scratch(apply *a, ps_backend *be, ps_view *in, ps_view *out)
     return rc;
 }
 
-/* Performs an op with the flag MOVE, which copies bytes from one device to another. */
+/* Performs an op with the flag MOVE. Such an op copies contents from one device to another. */
 static int move_bytes(apply *a, const ps_view *in, const ps_view *out)
 {
     ps_backend *from = a->ctx->devices[a->device], *to = a->ctx->devices[a->out[0]->device_];
@@ -353,7 +356,7 @@ static int of_ranks(apply *a, ps_call *call)
     return a->ctx->ranks.perform(a->ctx, a->device, call);
 }
 
-/* Runs the first kernel of a device or of its fallbacks that supports the call. */
+/* Runs the kernel of the device or of the first of its fallbacks that supports the call. */
 static int run_chain(apply *a, ps_backend *be, ps_call *call)
 {
     int rc = PS_EUNSUP;
@@ -364,8 +367,8 @@ static int run_chain(apply *a, ps_backend *be, ps_call *call)
     return rc;
 }
 
-/* Adds a device's finished ops to the record, except those whose time the device does not know. wait: waits for all
- * first. */
+/* Adds the finished ops of a device to the record. Ops whose time the device does not know are left out. With `wait`,
+ * waits for all ops first. */
 static void take_times(ps_ctx *ctx, int device, bool wait)
 {
     ps_record_event e;
@@ -379,11 +382,11 @@ void ps_record_settle(ps_ctx *ctx)
     for (int i = 0; i < ctx->n_devices; i++) take_times(ctx, i, true);
 }
 
-/* Returns true if the device will report the times of work queued from now on. */
+/* Returns true if the device will report the times of the work that is queued from now on. */
 static bool time_begins(ps_backend *be) { return be->time_begin && be->time_begin(be, ps_record_run) == 0; }
 
-/* Adds an op, or a slice of one, to the record. timed: the device's clock times it, and it is added after it has
- * ended. */
+/* Adds an op, or a slice of an op, to the record. With `timed`, the device's clock times it, and it is added after it
+ * has ended. */
 static void record_work(const apply *a, ps_record_event *e, bool timed)
 {
     ps_backend *be = a->ctx->devices[a->device];
@@ -420,7 +423,7 @@ int ps_call_part(ps_call *whole, ps_call *part)
     if (part->dry) return try_scratch(a, be, part);
     int64_t began = ps_record_begin();
     bool timed = began && time_begins(be);
-    a->scratch = NULL;                                       /* the workspace of the whole call stays allocated */
+    a->scratch = NULL;                                       /* the whole call keeps its workspace */
     int rc = run_chain(a, be, part);
     a->scratch = kept;
     if (began) {
@@ -443,8 +446,9 @@ static void count_flops(const apply *a)
 
 enum { KNOWN_NBYTES = 64 << 20 };
 
-/* Returns true if a script's dry run knows the op's inputs: values in host memory that the script wrote, and numbers
- * from them. Such an op is computed unless its outputs are large. */
+/* Returns true if the op's inputs are known in a script's dry run. Known tensors are values in host memory that the
+ * script wrote, and numbers that were computed from such values. An op with known inputs is computed unless its outputs
+ * are large. */
 static bool is_known(const apply *a, const ps_backend *be)
 {
     if (!be->is_host || a->row->flags & (PS_OPF_MOVE | PS_OPF_RANKS)) return false;
@@ -516,7 +520,8 @@ static int check_in_place(apply *a, uint32_t needs)
                    a->row->name, needs & 1 ? "its tensor needs" : "its source needs");
 }
 
-/* Increments a version. In a dry run only the dry run's own tensors change; all others keep their values. */
+/* Increments the version of a storage. In a dry run, only the dry run's own tensors change, and all others keep their
+ * values and versions. */
 static void bump_version(const apply *a, ps_storage *s)
 {
     s->bytes.written = a->known;
@@ -530,14 +535,14 @@ static void bump_versions(apply *a)
         else if (a->known && a->out[i]) a->out[i]->storage->bytes.written = true;
     }
     if (!(a->row->flags & PS_OPF_INPLACE)) return;
-    int n = a->row->n_in < 0 ? a->n_in : 1;                  /* optimizers write into most of their inputs */
+    int n = a->row->n_in < 0 ? a->n_in : 1;                  /* optimizers write to most of their inputs */
     for (int i = 0; i < n; i++) bump_version(a, a->in[i]->storage);
 }
 
 static int apply_steps(apply *a)
 {
     PS_TRY(prepare_inputs(a));
-    ps_error_set_op(a->row->name);                           /* set again, because casts and copies have cleared it */
+    ps_error_set_op(a->row->name);                           /* set again, because casts and copies have changed it */
     uint32_t needs = a->row->grad || (a->row->flags & PS_OPF_INPLACE) ? ps_tape_needs(a->ctx, a->n_in, a->in) : 0;
     PS_TRY(check_in_place(a, needs));
     ps_infer f = { .op = a->op, .n_in = a->n_in, .in = (const ps_tensor *const *)a->in, .attrs = a->attrs.bytes,
@@ -580,7 +585,8 @@ int ps_apply_all(ps_ctx *ctx, int op, int n_in, ps_tensor *const *in, const void
     if (rc == 0) rc = apply_steps(&a);
     if (a.node) ps_node_release(a.node);
     if (rc < 0 && a.ticked && ctx->engine.hooks) ctx->engine.hooks->op_failed(ctx);
-    if (rc < 0) ctx->dry.calls.n = calls, ctx->dry.n_ops = ops;      /* the op may be repeated with more memory */
+    if (rc < 0) ctx->dry.calls.n = calls, ctx->dry.n_ops = ops;      /* the op may be repeated when more memory is
+                                                                      * available */
     for (int i = 0; i < n_in; i++)
         if (a.owned >> i & 1) ps_tensor_release(a.in[i]);
     for (int i = 0; i < a.row->n_out; i++) {

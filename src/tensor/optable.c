@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The op table: ops.def included with four macros. */
+ * The op table. It includes ops.def four times, with different macros. */
 #include "tensor/optable.h"
 #include <pthread.h>
 #include <string.h>
@@ -73,8 +73,8 @@ static void parse(ps_opinfo *op)
     }
 }
 
-/* Saved inputs (column `saved` of ops.def) that the gradient rule reads only for the gradient of another input, such
- * as a weight. They are not kept if that input is frozen. */
+/* Some saved inputs (column `saved` of ops.def) are read only to compute the gradient of another input, such as a
+ * weight. If that other input is frozen, they are not kept. */
 static const struct {
     int op;
     const char *input, *other;

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Records the effects of spans of micro-batches, and repeats them (replay.h). NOTED micro-batches in sequence must have
- * had equal effects. From then on the effects of micro-batches before the last do not depend on their number. */
+ * Records the effects of spans of micro-batches, and repeats them (replay.h). A replay is possible after NOTED
+ * consecutive micro-batches had equal effects. From then on, the effects of a micro-batch do not depend on how many
+ * micro-batches came before it. Only the last micro-batches can differ. */
 #include "tensor/replay.h"
 #include <stdlib.h>
 #include <string.h>
@@ -12,52 +13,53 @@ enum { MADE, GONE, OP, PIN, UNPIN, TAKE, GIVE };
 
 typedef struct effect {
     int32_t kind, device;
-    int32_t span, at;             /* GONE: the storage's index among those that `span` of the micro-batch made */
-    int64_t access;               /* for PIN */
-    int64_t nbytes;               /* for MADE and TAKE */
-    ps_storage *storage;          /* PIN, UNPIN: a storage that outlives the step, such as one in a chunk */
+    /* For GONE: the storage is number `at` of those that the span `span` of the micro-batch made. */
+    int32_t span, at;
+    int64_t access;               /* PIN only */
+    int64_t nbytes;               /* MADE and TAKE only */
+    ps_storage *storage;          /* PIN and UNPIN only: a storage that outlives the step, such as one in a chunk */
 } effect;
 _Static_assert(sizeof(effect) == 40, "no padding: effects are compared byte by byte");
 
 typedef struct place { int32_t span, at; } place;
-typedef struct made { ps_storage *storage; place at; bool ended; } made;            /* storage is NULL if it was
+typedef struct made { ps_storage *storage; place at; bool ended; } made;            /* storage: NULL after it was
                                                                                      * dropped */
 
 /* The effects of a span. */
 typedef struct noted {
     effect *effects;
     int32_t n, capacity, n_made;
-    place *ended;                 /* [n_ended] sorted: storages whose bytes wait for Lua's collector from here on */
+    place *ended;                 /* [n_ended], sorted: storages whose bytes begin to wait for Lua's collector here */
     int32_t n_ended, ended_capacity;
     ps_rank_calls calls;
     bool whole;
 } noted;
 
-typedef struct notes {            /* effects of one micro-batch */
+typedef struct notes {            /* the effects of one micro-batch */
     noted *spans;                 /* [n_spans] */
     made *made;                   /* [n_made] */
     int32_t n_made, capacity;
 } notes;
 
-/* Storages of a repeated span, without headers. */
+/* The storages of a repeated span. They have no tensor headers. */
 typedef struct twins { ps_storage *list; int32_t n, live; bool whole; } twins;
 
 typedef struct waiting { ps_storage bytes; int64_t number; } waiting;
 typedef struct taken { void *handle; int32_t device; } taken;
 
-enum { NOTED = PS_PIPE_PERFORMED - 1 };           /* number of performed micro-batches after the first */
+enum { NOTED = PS_PIPE_PERFORMED - 1 };           /* number of micro-batches that are performed after the first one */
 
 struct ps_replay {
     ps_ctx *ctx;
     int32_t n_spans, n_micros, first, end;
-    notes notes[NOTED];           /* effects of micro-batches first - NOTED to first - 1 */
-    int32_t span, micro;          /* span under way, -1 if there is none */
-    int32_t n_calls;              /* value of ctx->dry.calls at the begin of the span */
+    notes notes[NOTED];           /* effects of the micro-batches first - NOTED to first - 1 */
+    int32_t span, micro;          /* span: the current span, -1 outside spans */
+    int32_t n_calls;              /* value of ctx->dry.calls.n at the beginning of the span */
     bool differs;
     twins *twins;                 /* [n_micros x n_spans] */
     waiting *waiting;             /* [n_waiting] */
     int32_t n_waiting, waiting_capacity;
-    int64_t number, began;        /* number of the next storage, and of the first storage in this run */
+    int64_t number, began;        /* number of the next storage, and number of the first storage of this run */
     taken *scratch;               /* [n_scratch] used while a span is repeated */
     int32_t n_scratch, scratch_capacity;
 };
@@ -80,7 +82,7 @@ static void notes_drop(notes *of, int32_t n_spans)
     *of = (notes){ .spans = NULL };
 }
 
-/* Orders waiting bytes from the youngest to the oldest, in which they are freed. This order decides where the next
+/* Orders the waiting bytes from the youngest to the oldest. They are freed in this order. The order decides where later
  * bytes are placed, so it must not depend on the collector. */
 static int by_number(const void *a, const void *b)
 {
@@ -146,7 +148,7 @@ int ps_replay_begin(ps_ctx *ctx, int32_t micros, int32_t spans, int32_t first, i
 }
 
 /* -- noting -------------------------------------------------------------------------------------------------------- */
-/* Returns the record of a micro-batch, or NULL. */
+/* Returns the recorded effects of a micro-batch, or NULL. */
 static notes *notes_of(ps_replay *r, int32_t micro)
 {
     int32_t at = micro - (r->first - NOTED);
@@ -192,7 +194,8 @@ void ps_replay_made(ps_ctx *ctx, ps_storage *s)
     note(r, (effect){ .kind = MADE, .device = s->device, .nbytes = s->nbytes });
 }
 
-/* Records that a storage of a recorded micro-batch loses its bytes. late: they wait for Lua's collector. */
+/* Records that a storage of a recorded micro-batch loses its bytes. With `late`, the bytes first wait for Lua's
+ * collector. */
 static void note_gone(ps_replay *r, const ps_storage *s, bool late)
 {
     notes *of = &r->notes[s->replay.noted % NOTED];
@@ -200,7 +203,7 @@ static void note_gone(ps_replay *r, const ps_storage *s, bool late)
     m->storage = NULL;
     if (m->ended) return;
     noted *p = noting(r);
-    if (!p || notes_of(r, r->micro) != of) r->differs = true;         /* made in another micro-batch, or between two
+    if (!p || notes_of(r, r->micro) != of) r->differs = true;         /* made in another micro-batch, or outside of
                                                                        * micro-batches */
     else if (late) note_ended(r, p, m);
     else note(r, (effect){ .kind = GONE, .span = m->at.span, .at = m->at.at });
@@ -226,7 +229,8 @@ bool ps_replay_gone(ps_storage *s, bool released)
 
 void ps_replay_op(ps_ctx *ctx) { note(ctx->dry.replay, (effect){ .kind = OP }); }
 
-/* Returns true if the storage is outside plain memory, where storages never move and pins have no effect. */
+/* Returns true if the storage has a block outside plain memory. In plain memory, storages never move, so pins have no
+ * effect. */
 static bool is_elsewhere(const ps_storage *s) { return s->block && !ps_storage_is_plain(s); }
 
 void ps_replay_pin(ps_ctx *ctx, ps_storage *s, int device, unsigned access)
@@ -269,7 +273,8 @@ static int by_place(const void *a, const void *b)
     return x->at < y->at ? -1 : x->at > y->at ? 1 : 0;
 }
 
-/* Finds the storages of the micro-batch that only a script's header still holds. */
+/* Finds the storages of the micro-batch that only a script's header still holds. Their bytes wait for Lua's
+ * collector. */
 static void find_ended(ps_replay *r, notes *of, noted *p)
 {
     for (int32_t i = 0; i < of->n_made; i++) {

@@ -1,29 +1,31 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Replay makes dry runs of a pipeline short: only a few micro-batches are performed. What the last of them does to
- * memory, chunks and other ranks is recorded, and replayed for those that follow. The same storages are allocated
- * and freed in the same order, the same chunks pinned at the same moments, the same collectives recorded. A span is
- * a piece of a micro-batch's work in a row (pipe/exec_state.h); the spans of a micro-batch always run in the same
- * order.
+ * Replay makes dry runs of a pipeline short, because it performs only a few micro-batches. It records the effects of
+ * the last of them on memory, chunks and other ranks. For each following micro-batch it replays these effects: it
+ * allocates and frees the same storages in the same order, pins the same chunks at the same moments, and records the
+ * same collectives. A span is a part of a micro-batch's work that runs without interruption (pipe/exec_state.h). The
+ * spans of a micro-batch always run in the same order.
  *
- * Bytes of tensors for which a script had a header are kept until Lua's collector was called (ps_replay_collected).
- * They are then freed, the youngest first. So a dry run does not depend on when the collector frees them. Every dry
- * run of a pipeline does so, with or without replay, so that both have the same bytes at each moment. */
+ * If a script had a header of a tensor, the bytes of the tensor are kept until Lua's collector was called
+ * (ps_replay_collected). They are then freed, the youngest first. So a dry run does not depend on when the collector
+ * frees them. Every dry run of a pipeline does this, with or without replay, so that both have the same bytes at each
+ * moment. */
 #ifndef PS_TENSOR_REPLAY_H
 #define PS_TENSOR_REPLAY_H
 #include "tensor/tensor.h"
 
 typedef struct ps_replay ps_replay;
 
-/* Begins a dry row of `micros` micro-batches and `spans` spans, until ps_replay_end. Micro-batches [first, end) will
- * repeat micro-batch first - 1. Returns 0 or PS_ENOMEM. */
+/* Begins a dry row of `micros` micro-batches, each of which has `spans` spans. ps_replay_end ends the row. The
+ * micro-batches [first, end) will repeat micro-batch first - 1. Returns 0 or PS_ENOMEM. */
 int ps_replay_begin(ps_ctx *ctx, int32_t micros, int32_t spans, int32_t first, int32_t end);
 void ps_replay_end(ps_ctx *ctx);         /* frees the kept bytes; may be called at any time */
-void ps_replay_enter(ps_ctx *ctx, int32_t span, int32_t micro);     /* begins the span of the micro-batch */
-/* Ends the span. Returns PS_ESTATE if micro-batches differ, so that no replay is possible (ps_replay_differs). */
+void ps_replay_enter(ps_ctx *ctx, int32_t span, int32_t micro);     /* begins a span of a micro-batch */
+/* Ends the span. Returns PS_ESTATE if the micro-batches differ, because a replay is then impossible
+ * (ps_replay_differs). */
 int ps_replay_leave(ps_ctx *ctx);
 bool ps_replay_differs(const ps_ctx *ctx);
-/* Replays the span for another micro-batch. Returns PS_ESTATE if the span was not recorded, or an error of memory or
- * of a pin. */
+/* Replays the span for another micro-batch. Returns PS_ESTATE if the span was not recorded. It can also return an error
+ * of an allocation or of a pin. */
 int ps_replay_span(ps_ctx *ctx, int32_t span, int32_t micro);
 void ps_replay_collected(ps_ctx *ctx);   /* called when Lua's collector has run */
 
@@ -31,10 +33,10 @@ void ps_replay_collected(ps_ctx *ctx);   /* called when Lua's collector has run 
 void ps_replay_made(ps_ctx *ctx, ps_storage *s);
 /* Returns true if a dry run of a pipeline made the storage. */
 static inline bool ps_replay_has(const ps_storage *s) { return s->replay.of != NULL; }
-/* Sets whether a script may have a header of the storage, so that the bytes wait for Lua's collector. */
+/* Sets whether a script may have a header of the storage. If so, the storage's bytes wait for Lua's collector. */
 static inline void ps_replay_scripted(ps_storage *s, bool is) { s->replay.scripted = is; }
-/* Called before the bytes of the storage are freed. released: its last header was released. Returns true if the
- * bytes are kept; they then no longer belong to s. */
+/* Called before the bytes of the storage are freed. released: whether its last header was released. Returns true if the
+ * bytes are kept. They then no longer belong to s. */
 bool ps_replay_gone(ps_storage *s, bool released);
 void ps_replay_op(ps_ctx *ctx);          /* called before an op pins its operands */
 void ps_replay_pin(ps_ctx *ctx, ps_storage *s, int device, unsigned access);

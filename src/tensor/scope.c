@@ -1,12 +1,12 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The scope stack: at its end a scope drops the bytes of the storages that were made in it. A storage is in the list
- * of one scope, or of none after it was dropped. Kept storages move to the root scope, which never ends; those that
- * the caller names move to the parent. Small storages are made in the root. Bytes that the tape holds stay in the
- * root until the tape releases them.
+ * The scope stack. When a scope ends, it drops the bytes of the storages that were made in it. A storage is in the list
+ * of one scope, or of no scope after it was dropped. Kept storages move to the root scope, which never ends. At the end
+ * of a scope, the caller can also name storages that move to the parent scope. Small storages are made in the root
+ * scope. Bytes that the tape holds stay in the root scope until the tape releases them.
  *
- * Bytes that only a dead header in Lua refers to wait for Lua's collector. The context counts the bytes of all
- * storages with contents outside chunks. A collection shows how many of them are in use. The next one is due when a
- * quarter of this number has been added. */
+ * If only a dead header in Lua refers to some bytes, they wait for Lua's collector. The context counts the bytes of all
+ * storages that have contents outside chunks. A collection shows how many of these bytes are in use. The next
+ * collection is due when the bytes have grown by a quarter of that number. */
 #include "tensor/tensor.h"
 #include "base/alloc.h"
 #include "base/error.h"
@@ -35,7 +35,8 @@ static void unlink(ps_storage *s)
     s->scope.of = NULL;
 }
 
-enum { HEADERS_NBYTES = 512 };           /* approximate bytes of a storage, its tensor and Lua's object for it */
+enum { HEADERS_NBYTES = 512 };           /* approximate size in bytes of a storage, its tensor and Lua's object for
+                                          * the tensor */
 
 void ps_scope_uncount(ps_storage *s)
 {
@@ -60,7 +61,7 @@ void ps_scope_add(ps_ctx *ctx, ps_storage *s)
 {
     bool small = s->nbytes < PS_SCOPE_MIN_NBYTES, takes = !ctx->devices[s->device]->no_data && !ctx->step->dry;
     ps_scope *outer = &ctx->scope.root;
-    if (ctx->engine.suspended.on)                   /* tensors that are made in a pause do not outlive the pause */
+    if (ctx->engine.suspended.on)                   /* tensors that are made during a pause do not outlive the pause */
         for (outer = ctx->scope.now; outer->id != ctx->engine.suspended.scope;) outer = outer->parent;
     link_to(small ? outer : ctx->scope.now, s);
     if (!takes) return;
@@ -89,7 +90,7 @@ static void end_innermost(ps_ctx *ctx)
         unlink(s);
         if (!s->bytes.kept) ps_storage_drop(s);
         ps_storage_leave(ctx, s);
-        if (s->block) link_to(&ctx->scope.root, s);        /* kept, or still held by the tape */
+        if (s->block) link_to(&ctx->scope.root, s);        /* the storage is kept, or the tape still holds it */
         else ps_scope_uncount(s);
     }
     ctx->scope.now = scope->parent;
@@ -135,8 +136,9 @@ int ps_collect_due(ps_ctx *ctx)
 
 int64_t ps_collect_waiting(const ps_ctx *ctx) { return ctx->scope.nbytes - ctx->scope.left; }
 
-/* `used` falls by at most an eighth per collection. Collections come at different points of a training step, and the
- * point with most tensors in use should decide when the next is due. */
+/* Sets when the next collection is due. `used` falls by at most an eighth per collection. Collections happen at
+ * different points of a training step, and the point at which most tensors are in use should decide when the next one
+ * is due. */
 void ps_collected(ps_ctx *ctx, int64_t least)
 {
     int64_t left = ctx->scope.nbytes, used = ctx->scope.used - ctx->scope.used / 8;

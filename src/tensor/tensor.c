@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Contexts, storages and tensor headers. `refs` of a header counts its owners, `refs` of a storage its headers.
- * Bytes are freed with the last header, or when a scope has dropped them and no owner holds them (`holds`). */
+ * Contexts, storages and tensor headers. `refs` of a header counts its owners, and `refs` of a storage counts its
+ * headers. The bytes of a storage are freed with its last header. They are also freed earlier, if a scope has dropped
+ * them and no owner holds them (`holds`). */
 #include "tensor/tensor.h"
 #include <math.h>
 #include <stdio.h>
@@ -36,8 +37,8 @@ int ps_ctx_new(ps_ctx **out)
     return 0;
 }
 
-/* Adds a device to both memory managers. If only the first accepts it, its arena for the closed device stays empty,
- * so that freeing it does not call the device. */
+/* Adds a device to both memory managers. If only the first manager accepts the device, the device is closed, but its
+ * arena in that manager remains. The arena is empty, so freeing it does not call the device. */
 int ps_ctx_add_device(ps_ctx *ctx, ps_backend *be)
 {
     enum { MOST = sizeof ctx->devices / sizeof *ctx->devices };
@@ -93,7 +94,7 @@ void ps_ctx_free(ps_ctx *ctx)
     ps_dry_end(ctx);
     if (ctx->engine.hooks) ctx->engine.hooks->close(ctx);
     ctx->closed = 1;
-    while (ctx->scope.now) {                                 /* all bytes are freed now, even if headers are left */
+    while (ctx->scope.now) {                                 /* all bytes are freed now, even if headers remain */
         while (ctx->scope.now->first) {
             ps_storage *s = ctx->scope.now->first;
             ps_scope_unlink(s);
@@ -247,8 +248,8 @@ ps_meta ps_tensor_meta(const ps_tensor *t)
     return m;
 }
 
-/* Computes the elements of a shape and their bytes. PS_EINVAL: a size is negative, or the shape overflows the
- * address range. */
+/* Computes the number of elements of a shape and its size in bytes. Returns PS_EINVAL if a size is negative, or if the
+ * shape overflows the address range. */
 static int shape_numel(const ps_meta *m, int64_t *numel, int64_t *nbytes)
 {
     int64_t n = 1;
@@ -371,7 +372,7 @@ void ps_tensor_release(ps_tensor *t)
 {
     while (t && --t->refs == 0) {
         ps_tensor *grad = t->grad_;                       /* a gradient has no gradient of its own, so the recursion
-                                                           * ends soon */
+                                                           * ends */
         if (t->node) ps_node_release(t->node);
         if (t->hook) ps_hook_release(t->hook);
         ps_storage_release(t->storage);
@@ -510,7 +511,8 @@ static int copy_whole(const ps_tensor *t, void *host, int64_t nbytes, unsigned a
     return rc;
 }
 
-/* Returns true if bytes that a script writes are stored. A simulated device stores only host memory outside chunks. */
+/* Returns true if bytes that a script writes to t are stored. On a simulated device, only host memory outside chunks is
+ * stored. */
 static bool takes_bytes(const ps_tensor *t)
 {
     const ps_backend *be = t->ctx->devices[t->device_];
@@ -519,7 +521,7 @@ static bool takes_bytes(const ps_tensor *t)
 
 uint32_t ps_tensor_version(const ps_tensor *t) { return t->storage->version; }
 
-/* Prepares to write all of a tensor. Returns false if its values are not stored. */
+/* Prepares to write the whole tensor. Returns false if its values are not stored. */
 static bool begin_write(ps_tensor *t)
 {
     t->storage->version++;
@@ -537,7 +539,7 @@ int ps_tensor_write(ps_tensor *t, const void *src, int64_t nbytes)
 
 enum { LOADED_NBYTES = 8 << 20 };
 
-/* Loads bytes from a reader into a device's memory: host memory directly, other memory through a buffer. */
+/* Loads bytes from a reader into a device's memory. Host memory is loaded directly, other memory through a buffer. */
 static int load(ps_backend *be, char *to, ps_reader read, const void *from, int64_t at, int64_t nbytes)
 {
     if (be->load) return be->load(be, to, read, from, at, (size_t)nbytes);
@@ -568,7 +570,7 @@ int ps_tensor_load(ps_tensor *t, ps_reader read, const void *from, int64_t at, i
     return rc;
 }
 
-/* Checks that t, of nbytes bytes, can borrow them. */
+/* Checks that t can borrow nbytes bytes. */
 static int check_borrower(const ps_tensor *t, int64_t nbytes)
 {
     PS_TRY(check_whole(t, nbytes, "borrowing"));
@@ -582,7 +584,7 @@ static int check_borrower(const ps_tensor *t, int64_t nbytes)
     return 0;
 }
 
-/* Gives t the bytes of loans, which end if that fails. */
+/* Makes t use the bytes of loans. Ends the loans if that fails. */
 static int borrow(ps_tensor *t, const ps_loans *loans)
 {
     int rc = ps_storage_lend(t->storage, loans);
@@ -681,7 +683,8 @@ static double element_get(const char *p, int dtype)
     }
 }
 
-/* Rounds towards 0, like casts. A value out of range becomes the nearest value of the type, and NaN becomes 0. */
+/* Rounds towards 0, as casts do. A value outside the type's range becomes the nearest value of the type. NaN becomes
+ * 0. */
 static int64_t whole_within(double v, int64_t low, int64_t high)
 {
     if (v != v) return 0;
@@ -707,7 +710,8 @@ static void element_set(char *p, int dtype, double v)
     }
 }
 
-/* Copies elements [first, first + numel) of a host tensor, in row-major order, into `dst` or from `src`. */
+/* Copies the elements [first, first + numel) of a host tensor, in row-major order. They are copied to `dst`, or from
+ * `src` to the tensor. */
 static int walk_f64(const ps_tensor *t, int64_t first, int64_t numel, double *dst, const double *src)
 {
     PS_TRY(ps_tensor_check_alive(t));
@@ -759,7 +763,7 @@ int ps_tensor_read_scalar(const ps_tensor *t, double *out)
     if (t->numel_ != 1) return ps_fail(PS_EINVAL, "a single value was requested, but the tensor has %lld elements",
                                        (long long)t->numel_);
     ps_backend *be = t->ctx->devices[t->device_];
-    if (!ps_tensor_has_data(t)) {               /* a dry run has no values: any number will do */
+    if (!ps_tensor_has_data(t)) {               /* a dry run has no values, so any number will do */
         *out = 1;
         return 0;
     }

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Tensors, contexts, scopes and the op path, as the layers above mem/ see them. A context owns its devices, its
- * memory manager, the scope stack and the tape's walk. It is freed when it has been closed and no tensor header or
- * node is left. */
+ * Tensors, contexts, scopes and the op path, as the layers above mem/ see them. A context owns its devices, its memory
+ * manager, the scope stack and the tape's walk. It is freed after it has been closed, as soon as no tensor header and
+ * no node is left. */
 #ifndef PS_TENSOR_H
 #define PS_TENSOR_H
 #include "base/rank_call.h"
@@ -10,34 +10,38 @@
 #include "mem/mem.h"
 #include "tensor/optable.h"
 
-/* A scope: storages made in it lose their bytes at its end, unless they are kept. The root scope never ends. */
+/* A scope. Storages that are made in it lose their bytes when it ends, unless they are kept. The root scope never
+ * ends. */
 struct ps_scope {
     ps_scope *parent;
     int64_t id;
-    int modules;                  /* depth of modules at its beginning; its end leaves those entered since */
+    int modules;                  /* depth of modules when the scope began; its end leaves the modules entered since */
     ps_storage *first;
 };
 
 typedef struct ps_walk ps_walk;   /* grad/walk.c */
 
-/* The engine's hooks, the only way in which lower layers call an open engine. */
+/* The hooks of the engine. They are the only way in which lower layers call an open engine. */
 typedef struct ps_hooks {
-    void (*close)(ps_ctx *ctx);            /* the context is closed: the engine ends and removes its hooks */
-    /* op_begins is called before an op pins its operands, and op_failed if that op fails. The op may be tried again. */
+    void (*close)(ps_ctx *ctx);            /* called when the context is closed: the engine ends and removes its
+                                            * hooks */
+    /* op_begins is called before an op pins its operands. op_failed is called if that op fails. The op may then be
+     * repeated. */
     void (*op_begins)(ps_ctx *ctx);
     void (*op_failed)(ps_ctx *ctx);
-    /* Called when a walk begins that reaches leaves with `managed` set. */
+    /* Called when a walk begins that can reach leaves with `managed` set. */
     int (*walk_begin)(ps_ctx *ctx);
-    /* Called when a managed leaf gets its first gradient. Sets *out to the tensor for it (lent), or to NULL if the
-     * op must make one. */
+    /* Called when a managed leaf gets its first gradient. Sets *out to the tensor for the gradient (lent). Sets it to
+     * NULL if the op must make the tensor. */
     int (*grad_place)(ps_ctx *ctx, ps_tensor *leaf, ps_tensor **out);
-    /* Called when no remaining node or segment of the tape reads the leaf or adds to it. grad_ can be NULL. */
+    /* Called when no remaining node or segment of the tape reads the leaf or adds to its gradient. grad_ can be
+     * NULL. */
     int (*grad_final)(ps_ctx *ctx, ps_tensor *leaf);
 } ps_hooks;
 
 typedef struct ps_engine ps_engine;   /* engine/engine.c */
 
-/* Watched storages that a recompute segment has read so far in its first run. */
+/* The watched storages that a recompute segment has read so far in its first run. */
 typedef struct ps_reads {
     ps_storage **list;
     int32_t n, capacity;
@@ -46,174 +50,180 @@ typedef struct ps_reads {
 
 enum { PS_MAX_GROUPS = 64 };
 
-/* Work that runs while ops run, and can still write to tensors. close() ends it, before the bytes of an ending
- * context are freed. */
+/* Work that runs at the same time as ops and can still write to tensors. When the context ends, close() ends this work
+ * before the bytes of the context are freed. */
 typedef struct ps_guest {
     struct ps_guest *next, **link;          /* link is NULL if the guest is not in the list of a context */
     void (*close)(struct ps_guest *g);
 } ps_guest;
 
-/* Each layer's state is in the struct with the layer's name, and only this layer writes it
- * (spec/source/layers_spec.lua). Others read it, and change it by calling the owner's functions. */
+/* A context. The state of each layer is in the struct that has the layer's name. Only this layer writes it
+ * (spec/source/layers_spec.lua). Other layers read it, and change it by calling the owner's functions. */
 struct ps_ctx {
-    int64_t refs;                 /* 1 while open, plus 1 for each tensor header and each tape node */
+    int64_t refs;                 /* 1 while the context is open, plus 1 for each tensor header and each tape node */
     int closed;
     int n_devices;
     ps_backend *devices[8];
     ps_rng rng;                   /* also accessible to scripts (ps_rng_get) */
-    const ps_step *step;          /* step of the engine, or the idle step */
+    const ps_step *step;          /* the engine's step, or the idle step */
     ps_guest *guests;
     struct {
-        ps_mem *now;              /* manager of new memory: `plain`, the engine's chunks, or that of a dry run */
-        ps_mem *plain;            /* mem/plain.c on every device, set once */
+        ps_mem *now;              /* manager for new memory: `plain`, that of the engine's chunks, or that of a dry
+                                   * run */
+        ps_mem *plain;            /* the manager of mem/plain.c for all devices, set once */
     } mem;                        /* tensor/tensor.c */
     struct {
-        ps_mem *mem;              /* memory of dry runs, which only has addresses; NULL before the first */
-        ps_mem *real;             /* in a dry run: mem.now before it; else NULL */
+        ps_mem *mem;              /* memory of dry runs, which only has addresses; NULL before the first dry run */
+        ps_mem *real;             /* during a dry run: mem.now as it was before; otherwise NULL */
         ps_rank_calls calls;      /* calls between ranks in the current or last dry run */
-        /* [n_ops] ops of forward, with gradients enabled, in the current or last dry run; n_ops is -1 if memory
+        /* [n_ops]: forward ops with gradients enabled, in the current or last dry run; n_ops is -1 if an allocation
          * failed */
         uint16_t *ops;
         int32_t n_ops, ops_capacity;
-        struct ps_replay *replay;               /* set during a dry run of a pipeline (tensor/replay.h), else NULL */
+        struct ps_replay *replay;               /* set during a dry run of a pipeline (tensor/replay.h), otherwise
+                                                 * NULL */
         struct ps_replay *replay_kept;          /* the same object, which also exists between dry runs */
     } dry;                        /* tensor/tensor.c, tensor/replay.c */
     struct {
         ps_scope root, *now;      /* now: the innermost scope */
         int64_t next_id;
-        int64_t nbytes;           /* bytes with contents outside chunks, in use or waiting for Lua's collector */
+        int64_t nbytes;           /* bytes with contents outside chunks, which are in use or wait for Lua's collector */
         int64_t left;             /* nbytes after the last collection */
-        int64_t used;             /* the largest `left` of recent collections */
+        int64_t used;             /* the largest `left` of recent collections; falls slowly */
         int64_t collect_at;       /* a collection is due when nbytes reaches this value */
     } scope;                      /* tensor/scope.c */
     struct {
-        bool on;                  /* tensors that the tape saves are moved to the host */
+        bool on;                  /* whether tensors that the tape saves are moved to the host */
         ps_away *away;            /* NULL if offloading was never on */
     } offload;                    /* tensor/tensor.c */
-    struct { int32_t run; int64_t used[8]; } recorded;       /* bytes of each device in the record's last event */
+    struct { int32_t run; int64_t used[8]; } recorded;       /* bytes of each device in the last event of the record */
     struct {
         bool on, busy;            /* busy: anomaly mode is reading values, and its own ops are not checked */
-        bool scaled, overflowed;  /* the step's loss was scaled; this has caused infinities in backward */
+        bool scaled, overflowed;  /* the step's loss is scaled; the scale has caused infinities in backward */
         bool pardons;             /* the next op scales the loss */
-        bool had_nan, had_inf;    /* outputs of the running op had NaNs, infinities before it ran */
-        bool in_backward;         /* the gradient of op `of`, which was called at `of_place`, is being computed */
+        bool had_nan, had_inf;    /* outputs of the running op had NaNs or infinities before the op ran */
+        /* The gradient of the op `of` is being computed. This op was called at `of_place`. */
+        bool in_backward;
         int32_t of, of_module;
-        int64_t of_place, place;  /* places of the calls of `of` and of the next op: the caller's numbers */
+        int64_t of_place, place;  /* places of the calls of `of` and of the next op; a place is the caller's number */
         ps_anomaly_info found;
     } anomaly;                    /* tensor/anomaly.c */
     struct {
         bool grad_enabled;
-        bool keep_cheap;          /* outputs of CHEAP ops are kept for backward, not recomputed */
+        bool keep_cheap;          /* whether outputs of CHEAP ops are kept for backward instead of being recomputed */
         int64_t next_seq;         /* seq of the next node */
         ps_walk *walk;
         ps_reads reads;
         struct {
-            int64_t *ids;         /* [n] recompute segments whose nodes were freed */
-            int32_t n, live, capacity;            /* live: number of segments with nodes */
+            int64_t *ids;         /* [n] ids of recompute segments whose nodes were freed */
+            int32_t n, live, capacity;            /* live: number of segments that have nodes */
         } reaped;
     } tape;                       /* grad/ */
     struct {
         struct ps_group *groups[PS_MAX_GROUPS];   /* groups by index, or NULL (collectives/context.c) */
-        /* Performs an op of several ranks; NULL until a group is made. A dry call only allocates memory, and a dry
-         * run records it. */
+        /* Performs an op of several ranks. NULL until a group is made. A dry call only allocates memory. In a dry run,
+         * the call is also recorded. */
         int (*perform)(ps_ctx *ctx, int device, ps_call *call);
     } ranks;                      /* collectives/, groups.c */
     struct {
-        ps_engine *open;          /* or NULL */
-        const ps_hooks *hooks;    /* NULL if there is no engine */
+        ps_engine *open;          /* NULL if no engine is open */
+        const ps_hooks *hooks;    /* NULL if no engine is open */
         struct {
-            bool on;              /* the script is paused (ps_suspend); ps_resume restores the other fields */
+            bool on;              /* the script is paused (ps_suspend); ps_resume restores the fields below */
             bool grad, offload, reads;
             ps_rng rng;
-            int64_t scope;        /* scope of ops during the pause, in which older scopes cannot end */
+            int64_t scope;        /* scope of ops during the pause; older scopes cannot end then */
         } suspended;
     } engine;                     /* engine/ */
 };
 
-enum { PS_SCOPE_MIN_NBYTES = 64 << 10 };       /* smaller tensors (losses, means, indices) survive scopes */
+enum { PS_SCOPE_MIN_NBYTES = 64 << 10 };       /* smaller tensors (losses, means, indices) survive their scopes */
 
 /* -- tensor.c --------------------------------------------------------------------------------------------------- */
 void ps_ctx_release(ps_ctx *ctx);
-/* Raises PS_ESTATE: `what` is impossible until the paused script resumes. */
+/* Raises PS_ESTATE with the message that `what` is impossible until the paused script resumes. */
 int ps_fail_suspended(const char *what);
-void ps_guest_come(ps_ctx *ctx, ps_guest *g);                                /* adds a guest; the caller has set
-                                                                              * g->close */
-void ps_guest_leave(ps_guest *g);                                            /* removes a guest; may be called again */
+void ps_guest_come(ps_ctx *ctx, ps_guest *g);                                /* adds a guest whose `close` is set */
+void ps_guest_leave(ps_guest *g);                                            /* removes a guest; can be called again */
 int ps_ctx_add_device(ps_ctx *ctx, ps_backend *be);                          /* adds a device; owns `be` afterwards,
                                                                               * and closes it on failure */
 int ps_tensor_new_meta(ps_ctx *ctx, int device, const ps_meta *meta, ps_tensor **out);   /* makes a contiguous tensor
-                                                                                          * with a storage of its own */
+                                                                                          * that has its own storage */
 int ps_tensor_view(ps_tensor *base, const ps_meta *meta, ps_tensor **out);   /* makes a view of base's storage,
                                                                               * without history */
 int ps_tensor_check_alive(const ps_tensor *t);                               /* returns 0 or PS_ESTALE */
-void ps_storage_release(ps_storage *s);                                      /* releases the reference of a header,
-                                                                              * or of an entry of ps_reads */
+void ps_storage_release(ps_storage *s);                                      /* releases a reference of a header or
+                                                                              * of an entry of ps_reads */
 void ps_storage_hold(ps_storage *s);
 void ps_storage_unhold(ps_storage *s);
 void ps_storage_drop(ps_storage *s);                                         /* drops the storage at the end of its
                                                                               * scope */
-/* Called when the storage will not be read before backward. Moves it to the host while activations are offloaded. */
+/* Called when the storage will not be read before backward. If activations are offloaded, moves the storage to the
+ * host. */
 void ps_storage_leave(ps_ctx *ctx, ps_storage *s);
-/* Keeps a tensor for the tape: holds its storage, and adds a reference to its header. */
+/* Keeps a tensor for the tape: holds its storage and adds a reference to its header. */
 ps_tensor *ps_tensor_hold(ps_tensor *t);
 void ps_tensor_unhold(ps_tensor *t);
-/* Returns true if the caller may overwrite the bytes or pass them on: the tensor is contiguous and not kept, and
- * there is no other reference to its header, nor another header of its storage. */
+/* Returns true if the caller may overwrite the tensor's bytes or pass them on. The tensor must be contiguous and not
+ * kept. It must be the only header of its storage, with no other reference to it. */
 bool ps_tensor_exclusive(const ps_tensor *t);
 bool ps_meta_contiguous(const ps_meta *m);
-bool ps_tensor_has_data(const ps_tensor *t);  /* returns false on meta and for tensors of a dry run */
-/* Makes a contiguous tensor over a storage that has its bytes, and takes over the caller's reference to the storage. */
+bool ps_tensor_has_data(const ps_tensor *t);  /* returns false on meta and for the tensors of a dry run */
+/* Makes a contiguous tensor over a storage that already has its bytes. The tensor owns the caller's reference to the
+ * storage afterwards. */
 int ps_tensor_over(ps_ctx *ctx, ps_storage *s, const ps_meta *meta, int device, ps_tensor **out);
-/* Begins and ends the use of memory for a dry run. In between, ops infer shapes, allocate, pin and record, but
- * compute nothing (step->dry), and new storages have an address without contents. */
+/* Begin and end the use of memory for a dry run. In between, ops infer shapes, allocate, pin and record, but compute
+ * nothing (step->dry). New storages have an address, but no contents. */
 int ps_dry_begin(ps_ctx *ctx);
 void ps_dry_end(ps_ctx *ctx);
-/* Appends calls to the current dry run's list of calls. */
+/* Appends calls to the list of calls of the current dry run. */
 int ps_dry_note_calls(ps_ctx *ctx, const ps_rank_call *list, int32_t n);
-/* Appends an op to the current dry run's list of forward ops, if gradients are enabled. */
+/* Appends an op to the list of forward ops of the current dry run, if gradients are enabled. */
 void ps_dry_note_op(ps_ctx *ctx, int op);
-void ps_ctx_set_mem(ps_ctx *ctx, ps_mem *mem);    /* sets the manager of new memory; NULL means plain memory */
+void ps_ctx_set_mem(ps_ctx *ctx, ps_mem *mem);    /* sets the manager for new memory; NULL means plain memory */
 
 /* -- scope.c ----------------------------------------------------------------------------------------------------- */
 void ps_scope_add(ps_ctx *ctx, ps_storage *s); /* adds a new storage to the innermost scope */
 void ps_scope_unlink(ps_storage *s);
-/* Called when the storage no longer waits for Lua's collector: its bytes are gone or in a chunk. */
+/* Called when the storage no longer waits for Lua's collector, because its bytes are gone or in a chunk. */
 void ps_scope_uncount(ps_storage *s);
 void ps_scope_adopt(ps_ctx *ctx, ps_storage *s);                             /* moves s to the root scope, so that no
                                                                               * scope drops it */
 
 /* -- anomaly.c --------------------------------------------------------------------------------------------------- */
-/* Called before and after an op's kernel. given: bit set of the outputs that existed before. PS_ERANGE: the op made
- * a NaN or an infinity. */
+/* Called before and after an op's kernel. given: bit set of the outputs that existed before the op. ps_anomaly_after
+ * returns PS_ERANGE if the op made a NaN or an infinity. */
 int ps_anomaly_before(ps_ctx *ctx, const ps_opinfo *row, int n_in, ps_tensor *const *in, uint32_t given,
                       ps_tensor *const *out);
 int ps_anomaly_after(ps_ctx *ctx, const ps_opinfo *row, int op, int n_in, ps_tensor *const *in, const void *attrs,
                      ps_tensor *const *out);
-/* Sets the op whose gradient the following ops compute, and the place and module of its call. op: negative for none. */
+/* Sets the op whose gradient is computed next, and the place and module of the call of that op. A negative op means
+ * that no gradient is computed. */
 void ps_anomaly_in_backward(ps_ctx *ctx, int32_t op, int64_t place, int32_t module);
 
 /* -- dispatch.c -------------------------------------------------------------------------------------------------- */
-/* ps_apply that also returns outputs marked `~`. */
+/* Like ps_apply, but also returns the outputs that are marked `~`. */
 int ps_apply_all(ps_ctx *ctx, int op, int n_in, ps_tensor *const *in, const void *attrs, ps_tensor **out);
-/* For an op of several ranks: runs a kernel of the call's device on slices of the call's operands. A dry call only
- * allocates and frees workspace. Returns PS_ENOMEM, PS_EUNSUP, or an error of the kernel. */
+/* Runs a kernel of the call's device on slices of the call's operands. This is for ops of several ranks. A dry call
+ * only allocates and frees workspace. Returns PS_ENOMEM, PS_EUNSUP, or an error of the kernel. */
 int ps_call_part(ps_call *whole, ps_call *part);
 
-/* -- grad/tape.c: called by dispatch ------------------------------------------------------------------------------- */
-/* Returns the bit set of the inputs that take part in the gradient, or 0 while gradients are off. Inputs above 31
+/* -- grad/tape.c: functions that dispatch calls ------------------------------------------------------------------ */
+/* Returns the bit set of inputs through which gradients flow, or 0 while gradients are off. Inputs after number 31
  * share bit 31. */
 uint32_t ps_tape_needs(const ps_ctx *ctx, int n_in, ps_tensor *const *in);
 bool ps_tape_wants(const ps_tensor *t);
-/* Makes the node of an op whose outputs exist but have no values yet. It takes all memory that the tape needs for the
- * op, so that an op that has run is never repeated for lack of memory. Returns PS_ENOMEM. */
+/* Makes the node of an op whose outputs exist but have no values yet. This call allocates all memory that the tape
+ * needs for the op. So an op that has run never has to be repeated because the tape lacks memory. Returns PS_ENOMEM. */
 int ps_tape_prepare(ps_ctx *ctx, int op, int n_in, const void *attrs, int n_out, ps_tensor **out, ps_node **node);
-/* Connects a prepared node with the op's inputs and outputs after the op has run. Takes over the caller's reference. */
+/* Connects a prepared node with the op's inputs and outputs after the op has run. The caller's reference then belongs
+ * to the tape. */
 void ps_tape_record(ps_node *node, ps_tensor *const *in, ps_tensor **out);
 void ps_node_release(ps_node *node);
-void ps_hook_release(ps_node *node);   /* called when the leaf to which the node's hooks belong is freed */
+void ps_hook_release(ps_node *node);   /* called when a leaf with hooks is freed; `node` is the node of its hooks */
 void ps_reads_add(ps_ctx *ctx, ps_storage *s);
-bool ps_reads_set(ps_ctx *ctx, bool on);   /* switches the recording of reads on or off; returns the previous setting */
-void ps_tape_free(ps_ctx *ctx);            /* frees the tape's lists at the end of the context */
-void ps_walk_reset(ps_ctx *ctx);   /* abandons the walk under way and the deferred weight gradients */
+bool ps_reads_set(ps_ctx *ctx, bool on);   /* switches the recording of reads on or off; returns the previous state */
+void ps_tape_free(ps_ctx *ctx);            /* frees the tape's lists when the context ends */
+void ps_walk_reset(ps_ctx *ctx);   /* abandons the current walk and the deferred weight gradients */
 void ps_walk_end(ps_ctx *ctx);
 #endif
