@@ -7,7 +7,7 @@ local digits = require "examples.digits"
 local layout = require "examples.layout"
 local nn, F = ps.nn, ps.F
 
--- Returns clean images [n, 1, 16, 16], noise levels [n, 1, 1, 1], and noisy images.
+-- Returns clean images [n, 1, 16, 16], their noise levels [n, 1, 1, 1], and the noisy images.
 local function batch(n)
   local clean, level = digits.drawn(ps.randint(0, 10, { n }, { dtype = "int64" })), ps.rand { n, 1, 1, 1 }
   return { clean = clean, level = level, noisy = clean + level * ps.randn { n, 1, 16, 16 } }

@@ -1,12 +1,12 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Trains a chat model on preferences by DPO (or IPO): an adapter learns to prefer the chosen answers.
+-- Trains a chat model on preferences by DPO (or IPO). An adapter learns to prefer the chosen answers.
 --
 --   psluajit dpo.lua --model FOLDER --data pairs.jsonl --out adapter
 --
--- A line of the data is {"prompt": ..., "chosen": ..., "rejected": ...}, each a text or a list of messages, or only
--- chosen and rejected, two conversations with the same beginning. The reference is the model without its adapter; with
--- --cache FILE its log-probabilities are computed once. tools/chat.lua FOLDER --adapter OUT starts a conversation with
--- the result.
+-- A line of the data is {"prompt": ..., "chosen": ..., "rejected": ...}. Each of the three is a text or a list of
+-- messages. A line can also have only chosen and rejected, which are then two conversations with the same beginning.
+-- The reference is the model without its adapter. With --cache FILE, the log-probabilities of the reference are
+-- computed only once. tools/chat.lua FOLDER --adapter OUT starts a conversation with the result.
 local ps = require "ps"
 local line = require "ps.command_line"
 

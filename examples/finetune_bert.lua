@@ -1,15 +1,17 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Fine-tunes an encoder (BERT, RoBERTa) to classify sequences, prints its accuracy on held-out ones, and writes a
+-- Fine-tunes an encoder (BERT, RoBERTa) to classify sequences. Prints its accuracy on held-out sequences, and writes a
 -- folder that transformers loads.
 --
 --   psluajit finetune_bert.lua --model FOLDER --data train.jsonl --held-out dev.jsonl --out FOLDER
 --
--- A row of the data is {"text": "a fine film", "label": "good"}, or {"input_ids": [101, 7592, 102], "label": 1}, in a
--- file that ps.data.table reads: .jsonl, .json, .csv, .tsv. Texts need the tokenizer in the model's folder. Labels are
--- names or whole numbers. Each label of --data is a class, and config.json gets their names. Numbers that count from 0
--- are the classes themselves. Without --data the script generates sequences of two classes: whether token 7 comes
--- before token 9. Without --model it starts from a small BERT with random weights, which needs a higher learning rate
--- and more epochs than a pretrained one: --lr and --epochs have other defaults then.
+-- A row of the data is {"text": "a fine film", "label": "good"}, or {"input_ids": [101, 7592, 102], "label": 1}. The
+-- file must be one that ps.data.table reads: .jsonl, .json, .csv, .tsv. Texts need the tokenizer in the model's folder.
+-- Labels are names or whole numbers. Each label in --data is a class, and config.json gets the names of the classes. If
+-- labels are numbers that count from 0, they are the classes themselves.
+--
+-- Without --data, the script generates sequences of two classes. The class says whether token 7 occurs before token 9.
+-- Without --model, the script starts from a small BERT with random weights. Such a model needs a higher learning rate
+-- and more epochs than a pretrained one, so --lr and --epochs then have other defaults.
 local ps = require "ps"
 local argparse = require "argparse"
 local json = require "cjson"
@@ -63,7 +65,8 @@ local function read(path)
   return list
 end
 
--- Returns the labels of all rows as a sorted list. If all are whole numbers, as texts too, they are sorted as numbers.
+-- Returns the labels of all rows as a sorted list. If all labels are whole numbers, they are sorted as numbers. A whole
+-- number can also be written as a text.
 local function labels_of(rows)
   local seen, labels, numbers = {}, {}, true
   for _, row in ipairs(rows) do
@@ -81,7 +84,7 @@ local function labels_of(rows)
   return labels
 end
 
--- Replaces the labels of rows by classes, which count from 0.
+-- Replaces the labels of rows by the indices of their classes, counted from 0.
 local function number_labels(rows, labels)
   local class = {}
   for i, label in ipairs(labels) do class[label] = i - 1 end
@@ -121,7 +124,7 @@ if not held_out then
   for _ = 1, math.ceil(#rows / 10) do held_out[#held_out + 1] = table.remove(rows) end
 end
 
--- Numbers from 0 on need no names.
+-- If the labels are the numbers 0, 1, 2, ..., the classes need no names.
 local counted = true
 for i, label in ipairs(labels or {}) do counted = counted and label == tostring(i - 1) end
 local classes = labels and #labels or 2
@@ -141,8 +144,8 @@ if args.model then model = try(open)
 else model = bert.new("tiny", settings_of_model) end
 local pad = model.config.pad_token_id or 0
 
--- Texts become ids, truncated to the model's number of positions. Lines say how many were, and how many tokens the
--- vocabulary lacks.
+-- Turns texts into ids, truncated to the model's number of positions. Prints how many texts were truncated, and how
+-- many tokens are not in the vocabulary.
 local function encode()
   local tokenizer, cut, unknown, tokens, all = nil, 0, 0, 0, #rows + #held_out
   local most = model.config.max_position_embeddings - (model.config.model_type == "roberta" and pad + 1 or 0)
@@ -173,7 +176,7 @@ local function encode()
 end
 try(encode)
 
--- Returns rows first to last of a list as a batch, padded at the end to the longest row.
+-- Returns rows first to last of a list as a batch. Rows are padded at the end to the length of the longest row.
 local function batch_of(list, first, last)
   local longest, ids, mask, targets = 0, {}, {}, {}
   for i = first, last do longest = math.max(longest, #list[i].ids) end

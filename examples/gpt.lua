@@ -1,6 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Trains a GPT (Radford et al. 2019) with rotary positions to go on with rows of digits whose steps are equal, and
--- writes a picture: each row has three drawn digits that are given, and those that the model writes.
+-- Trains a GPT (Radford et al. 2019) with rotary positions to continue rows of digits. Adjacent digits of a row have a
+-- constant difference modulo 10. Writes a picture: each row has three given digits, and then the digits that the model
+-- writes.
 --   psluajit gpt.lua --layout chunks                                        also plain
 --   psluajit launch.lua --nproc-per-node 2 gpt.lua --layout pipeline        also zero, tensor (layout.lua)
 local ps = require "ps"
@@ -10,7 +11,8 @@ local nn, F = ps.nn, ps.F
 
 local LENGTH, GIVEN = 10, 3  -- number of digits in a row; number of digits in the prompt
 
--- Returns rows of digits [n, LENGTH], each an arithmetic sequence modulo 10, and the digit that follows each digit.
+-- Returns rows of digits [n, LENGTH], and for each digit the digit that follows it. Each row is an arithmetic sequence
+-- modulo 10.
 local function batch(n)
   local row = ps.randint(0, 10, { n, 1 }) + ps.randint(0, 10, { n, 1 }) * ps.arange(LENGTH + 1)
   row = row - (row:double() / 10):floor():long() * 10
@@ -70,7 +72,8 @@ ps.manual_seed(1)
 run:initialize(function() return GPT(32, 2, 4) end, batch(8))
 run:train(batch)
 local given = batch(6)
-for place = GIVEN, LENGTH - 1 do                             -- appends the likeliest digit, one position after another
+for place = GIVEN, LENGTH - 1 do                             -- appends the likeliest digit to each row, one position
+                                                             -- after another
   given.from:select(1, place):copy_(run:output(given, "logits"):argmax(-1):select(1, place - 1))
 end
 if ps.rank() == 0 then

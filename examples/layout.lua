@@ -1,17 +1,17 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Shared code of the examples that define a model: options, the layout that --layout names, the training loop.
+-- Code for the examples that define a model: options, the layout that --layout names, and the training loop.
 --   plain      one process, in plain memory             chunks     one process, in chunks (docs/memory.md)
 --   zero       two ranks, over which all state is sharded     pipeline   two ranks, each with a stage of the model
 --   tensor     two ranks, each with a part of each layer
--- The last three run under tools/launch.lua --nproc-per-node 2. Each step has two micro-batches, and with ZeRO each of
--- the two ranks has one of them, so that all layouts compute the same losses, even if the loss couples the rows of a
--- micro-batch.
+-- The last three run under tools/launch.lua --nproc-per-node 2. Each step has two micro-batches. With ZeRO, each of the
+-- two ranks has one of them. So all layouts compute the same losses, even if the loss depends on several rows of a
+-- micro-batch at once.
 local ps = require "ps"
 local argparse = require "argparse"
 local command_line = require "ps.command_line"
 local whole = command_line.whole
 
-local CUTS = 2                                     -- number of micro-batches in a step, over all data-parallel ranks
+local CUTS = 2                                     -- micro-batches per step, summed over data-parallel ranks
 local RANKS = { plain = 1, chunks = 1, zero = 2, pipeline = 2, tensor = 2 }
 
 local layout = {}
@@ -48,7 +48,7 @@ local SGD = { type = "SGD", params = { lr = 1024 } }
 
 --- Creates the engine for a model.
 ---@param model_func fun(): ps.nn.Module
----@param example table a batch, with which a pipeline measures the model's parts
+---@param example table a batch that a pipeline uses to measure the parts of the model
 function layout:initialize(model_func, example)
   local how = self.args.layout
   local adamw = { type = "AdamW", params = { lr = self.lr, weight_decay = 0.01 } }
@@ -60,7 +60,7 @@ function layout:initialize(model_func, example)
     tensor_parallel = how == "tensor" and { size = 2 } or nil } }
 end
 
---- Trains on named batches, which are equal on all ranks. Each data-parallel rank uses its own rows.
+--- Trains on batches of named tensors. All ranks get equal batches, and each data-parallel rank uses only its own rows.
 ---@param batch fun(rows: integer): table
 function layout:train(batch)
   local args, model, rank, ranks = self.args, self.model, ps.mesh.rank "dp", ps.mesh.size "dp"

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Trains an encoder and a decoder (Vaswani et al. 2017) to sort digits, and writes a picture: rows of drawn digits, and
--- below each the digits that the model writes. One table embeds the digits of both sides and is also the head.
+-- Trains an encoder and a decoder (Vaswani et al. 2017) to sort digits. One table embeds the digits of both sides and
+-- is also the head. Writes a picture with rows of drawn digits. Below each row are the digits that the model writes.
 --   psluajit seq2seq.lua --layout chunks                                    also plain
 --   psluajit launch.lua --nproc-per-node 2 seq2seq.lua --layout pipeline    also zero, tensor (layout.lua)
 local ps = require "ps"
@@ -10,8 +10,8 @@ local nn, F = ps.nn, ps.F
 
 local LENGTH, BEGIN = 8, 10                                  -- number of digits in a row; id of the start token
 
--- Returns digits [n, LENGTH], the sorted digits, and the sorted digits shifted by one position, which the decoder
--- reads.
+-- Returns digits [n, LENGTH], the sorted digits, and the input of the decoder. That input is the sorted digits, shifted
+-- by one position.
 local function batch(n)
   local from = ps.randint(0, 10, { n, LENGTH }, { dtype = "int64" })
   local to = from:sort(-1)
@@ -20,7 +20,7 @@ local function batch(n)
 end
 
 local Sorter = nn.class "Sorter"
-Sorter.tensor_parallel = { embed = "vocabulary" }            -- layers of nn define how ranks share them
+Sorter.tensor_parallel = { embed = "vocabulary" }            -- layers of ps.nn define how ranks share them
 
 function Sorter:init(width, layers, heads)
   local options = { dim_feedforward = 2 * width, dropout = 0, batch_first = true, norm_first = true }
@@ -62,7 +62,7 @@ run:train(batch)
 
 local given, rows = batch(4), {}
 given.into = ps.full({ 4, LENGTH }, BEGIN, { dtype = "int64" })
--- selects the likeliest digit, one position after another
+-- appends the likeliest digit, one position after another
 for place = 0, LENGTH - 1 do
   given.to = run:output(given, "logits"):narrow(2, 0, 10):argmax(-1)
   if place < LENGTH - 1 then given.into:select(1, place + 1):copy_(given.to:select(1, place)) end

@@ -1,6 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Trains a GPT-2 with its parameters, gradients and optimizer state in chunks, within given memory budgets. The
--- configuration is a DeepSpeed JSON file (ds_config.json next to this script); budgets come from the command line.
+-- Trains a GPT-2 whose parameters, gradients and optimizer states are in chunks, within given memory budgets. The
+-- configuration is a DeepSpeed JSON file (ds_config.json next to this script). The budgets are given on the command
+-- line.
 --
 --   psluajit train_chunked.lua --data my.txt
 --   psluajit train_chunked.lua --data my.txt --model gpt2-xl --vocab 50257 --host 6GiB --disk /var/tmp
@@ -8,7 +9,7 @@
 --   psluajit launch.lua --nproc-per-node 2 train_chunked.lua --data my.txt          several processes
 --
 -- The script prints the memory plan before the first step. After Ctrl-C, SIGTERM or SIGHUP it finishes the step, saves
--- and exits with code 0; --resume continues bit for bit. If a launcher restarts the ranks (--max-restarts), they resume
+-- and exits with code 0. --resume continues bit for bit. If a launcher restarts the ranks (--max-restarts), they resume
 -- automatically.
 local ps = require "ps"
 local argparse = require "argparse"
@@ -55,11 +56,11 @@ if not (config.gradient_accumulation_steps or config.train_batch_size) then conf
 
 local tokens = try(ps.data.tokens, args.data, { width = not args.data:match("%.bin$") and 1 or nil })
 
--- A restarted script resumes from the last checkpoint of its own run. It never resumes from a checkpoint that an
--- earlier run left in the folder, unless --resume is given. Under a launcher that names its runs, the file `begun`
--- therefore contains the name of the run that last started or resumed in the folder.
+-- A restarted script resumes from the last checkpoint of its own run. Unless --resume is given, it never resumes from a
+-- checkpoint that an earlier run left in the folder. Some launchers name their runs. The file `begun` then contains the
+-- name of the run that last started or resumed in the folder.
 local env, begun = require("ps.dist.env").read(), args.out .. "/begun"
-local launch = (env.run or ""):gsub("%.%d+$", "")              -- without the restart's number
+local launch = (env.run or ""):gsub("%.%d+$", "")              -- without the number of the restart
 local function began_here()
   local f = io.open(begun)
   local name = f and f:read("*l")
@@ -69,7 +70,7 @@ end
 local restarted = env.restart_count > 0 and (launch == "" or began_here())
 local earlier = not args.resume and not restarted
   and try(checkpoints.new_run, args.out, { resume = true, force = args.force })
--- Without such a launcher, the earlier run stays the newest in the folder until the new one begins.
+-- If the launcher does not name its runs, the earlier run remains the latest in the folder until the new run begins.
 local function forget() if earlier then os.remove(args.out .. "/latest") end end
 if launch ~= "" then forget() end
 

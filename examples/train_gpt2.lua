@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Trains a GPT-2 on text: a file, or the collection in Debian's package `fortunes`. Shows its progress, measures the
--- loss on held-out text, draws the loss curve, and saves checkpoints. At the end it generates a sample and writes the
--- model as a folder of Hugging Face, out/model, which tools/generate.lua and transformers read.
+-- loss on held-out text, draws the loss curve, and saves checkpoints. At the end, it generates a sample, and writes the
+-- model in the format of Hugging Face to the folder out/model. tools/generate.lua and transformers read this folder.
 --
 --   psluajit train_gpt2.lua                          a small byte-level model
 --   psluajit train_gpt2.lua --data my.txt --steps 2000 --out my_run
@@ -9,7 +9,7 @@
 --   psluajit train_gpt2.lua --out my_run --resume               continues with the options of that run
 --   psluajit train_gpt2.lua --data tokens.bin --vocab 50257 --model gpt2 --seq 1024 --batch 4 --device cuda
 --
--- After Ctrl-C, SIGTERM or SIGHUP the script saves and exits with code 130; --resume continues bit for bit.
+-- After Ctrl-C, SIGTERM or SIGHUP the script saves and exits with code 130. --resume continues bit for bit.
 local ps = require "ps"
 local argparse = require "argparse"
 local command_line = require "ps.command_line"
@@ -22,7 +22,7 @@ local types = require "ps.core.types"
 
 local settings = {
   fortunes = "/usr/share/games/fortunes",
-  held_out = 0.1,              -- fraction of each text file
+  held_out = 0.1,              -- fraction of each text file that is held out
   max_lr = 2e-3, min_lr = 1e-4, warmup = 60,
   betas = { 0.9, 0.95 }, weight_decay = 0.1, max_norm = 1.0, dropout = 0.0,
   evals = 8,                   -- number of held-out evaluations in a run, if they are cheap
@@ -36,12 +36,12 @@ local defaults = {
   lr = settings.max_lr, dropout = settings.dropout, vocab = 50257, seed = 1,
 }
 
--- Options that a checkpoint stores. --resume rejects other values of the options in FIXED, since they would make a
+-- Options that a checkpoint stores. --resume rejects other values of the options in FIXED, because these would make a
 -- different run. It accepts other values of the options in FREE and prints a note.
 local FIXED = { "model", "batch", "seq", "accumulate", "dtype", "lr", "dropout", "vocab", "seed" }
 local FREE = { "data", "device", "steps", "recompute", "eval_every", "eval_batches" }
 
--- Reads the command line without defaults, since --resume must know which options were given.
+-- Parses the command line without defaults, because --resume must know which options were given.
 local function arguments()
   local whole, number = command_line.whole, command_line.number
   local parser = argparse("psluajit train_gpt2.lua", "Trains a GPT-2 on text.")
@@ -78,7 +78,7 @@ end
 
 local function flag(name) return "--" .. name:gsub("_", "-") end
 
--- Returns the options of the run in args.out, including permitted changes, and the run's step.
+-- Returns the options of the run in args.out with the permitted changes, and the step of that run.
 local function resumed(args)
   local found, why = checkpoints.find(args.out)
   if not found then error(why .. "; to start a new run there, remove --resume", 0) end
@@ -132,7 +132,7 @@ local function fortune_files()
   return files
 end
 
--- Splits each text into a training text and a held-out text, at a line end if one is near.
+-- Splits each text into a training text and a held-out text. The split is at the end of a line if there is one nearby.
 local function split_texts(paths)
   local learned, held_out = {}, {}
   for _, path in ipairs(paths) do
@@ -145,7 +145,7 @@ local function split_texts(paths)
   return table.concat(learned), table.concat(held_out)
 end
 
--- Returns whether an existing shard contains this text, with one byte per token.
+-- Returns whether an existing shard contains exactly this text, with one byte per token.
 local function holds(path, text)
   local tokens, piece = ps.data.tokens(path), 2 ^ 20
   if tokens:count() ~= #text then return false end
@@ -159,13 +159,13 @@ local function holds(path, text)
   return true
 end
 
--- Shards that were written, but do not have their names yet, by name. An earlier run in the folder keeps its shards
--- until nothing can prevent the new run.
+-- Shards that were written but do not have their final names yet, indexed by these names. An earlier run in the folder
+-- keeps its shards until nothing can prevent the new run.
 local written = {}
 
 local function new_name(path) return (path:gsub("%.bin$", ".new.bin")) end
 
--- Gives new shards their names.
+-- Renames the new shards to their final names.
 local function commit_shards()
   for path in pairs(written) do
     local ok, why = os.rename(new_name(path), path)
@@ -176,8 +176,8 @@ end
 
 local function remove_new_shards() for path in pairs(written) do os.remove(new_name(path)) end end
 
--- Writes the shard for a text. A resumed run must keep its data, so it uses the existing shard, which must contain this
--- text.
+-- Writes the shard for a text. A resumed run must keep its data. It therefore uses the existing shard, which must
+-- contain the same text.
 local function write_shard(args, name, text, bytes)
   local path = args.out .. "/" .. name
   if args.resume and lfs.attributes(path) then
@@ -191,7 +191,7 @@ local function write_shard(args, name, text, bytes)
   return path
 end
 
--- Returns the shards of loader options, under the names that they have now.
+-- Returns the shards of loader options, under their current names.
 local function shards_now(given)
   local list = {}
   for i, shard in ipairs(given.shards) do list[i] = written[shard] and new_name(shard) or shard end
@@ -231,7 +231,8 @@ local function complete(args)
     if args[name] == nil then args[name] = value end
   end
   if args.dtype == "auto" then args.dtype = ps.fast_dtype(args.device) end
-  if not gpt2.presets[args.model] then gpt2.new(args.model) end       -- raises the error before any file is written
+  if not gpt2.presets[args.model] then gpt2.new(args.model) end       -- raises the error for an unknown model before
+                                                                      -- any file is written
   args.seq = args.seq or math.min(128, gpt2.presets[args.model].n_positions or 1024)
   args.eval_batches = args.eval_batches or math.ceil(settings.eval_rows / args.batch)
 end
@@ -244,13 +245,13 @@ end
 -- Returns an iterator over the held-out rows.
 local function windows_of(windows) return ps.data.windows(merge(windows, { shards = shards_now(windows) })) end
 
--- Creates the objects of a run, which checkpoints save and restore.
+-- Creates the objects of a run. Checkpoints save and restore these objects.
 local function assemble(args, learn)
   ps.manual_seed(args.seed)
   local dtype = args.dtype
   local model = gpt2.new(args.model, { dtype = dtype, device = args.device, vocab_size = learn.vocab,
     dropout = args.dropout, recompute = args.recompute,
-    n_positions = args.seq })                        -- more positions would stay untrained and spoil samples
+    n_positions = args.seq })                        -- additional positions would remain untrained and spoil samples
   local opt = optim.AdamW(optim.groups(model, settings.weight_decay), { lr = args.lr, betas = settings.betas })
   local schedule = sched.warmup_cosine { optimizer = opt, max_lr = args.lr,
     warmup = math.min(settings.warmup, args.steps), min_lr = math.min(args.lr, settings.min_lr), total = args.steps }
@@ -258,7 +259,7 @@ local function assemble(args, learn)
     scaler = dtype == "fp16" and optim.GradScaler() or nil }
 end
 
--- Returns the curves of a logged value for the training text and the held-out text.
+-- Returns two curves of a logged value: one for the training text and one for the held-out text.
 local function curves(history, name, held_out_name)
   local learned, held_out = { label = "training", points = {} }, { label = "held out", points = {} }
   for _, at in ipairs(history) do
@@ -289,17 +290,17 @@ local function report(args, result, text, folder)
     progress.count(result.tokens_per_s), progress.clock(result.seconds)))
 end
 
--- Returns the number of steps that take ten times as long as an evaluation of the held-out loss. A forward costs a
--- third of a training step with the same batch.
+-- Returns the number of training steps that take ten times as long as one evaluation of the held-out loss. A forward
+-- takes a third of the time of a training step with the same batch.
 local function tenth(args) return 10 * args.eval_batches / (3 * args.accumulate) end
 
 -- Returns the number of steps between evaluations of the held-out loss.
 local function eval_every(args) return math.ceil(math.max(1, args.steps / settings.evals, tenth(args))) end
 
-local FEW = 100                                            -- steps of a run that is too short to be of use
+local FEW = 100                                            -- a run with fewer steps is too short to be useful
 
--- Returns the number of steps that fit into args.minutes on this machine. It runs and discards a few steps and an
--- evaluation.
+-- Returns the number of steps that fit into args.minutes on this machine. To measure this, it runs and discards a few
+-- steps and an evaluation.
 local function measured_steps(args, learn, windows)
   local run, began, warm = assemble(args, learn), ps.now(), 3
   local function go(from, to)
@@ -317,7 +318,8 @@ local function measured_steps(args, learn, windows)
   local count = math.ceil(math.min(20, math.max(2, 2 / first)))
   local step_s = go(warm, warm + count) / count
   local left = 60 * args.minutes - (ps.now() - began)
-  -- The run evaluates the held-out loss at its end and `evals` times, or once in `tenth` steps if that is less often.
+  -- The run evaluates the held-out loss `evals` times and at its end. If one evaluation per `tenth` steps is less
+  -- often, the run does that instead.
   local steps = math.max(1, math.floor(math.max((left - settings.evals * evaluating) / step_s,
     (left - evaluating) / (step_s + evaluating / tenth(args)))))
   if steps >= 100 then steps = steps - steps % 10 end
@@ -352,7 +354,7 @@ local function main()
   local learn, held_out, tok = prepare(args)
   local windows = merge(held_out, { batch = args.batch, seq = args.seq, limit = args.eval_batches * args.batch,
     device = args.device })
-  windows_of(windows)       -- raises an error now, not after an hour, if there is too little held-out text
+  windows_of(windows)       -- raises an error now instead of after an hour, if there is too little held-out text
   if args.minutes then args.steps = measured_steps(args, learn, windows) end
   local run = assemble(args, learn)
   print(("%s: %s parameters, %s, %d rows of %d tokens per batch, on %s"):format(args.model,

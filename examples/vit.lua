@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Trains a small vision transformer (Dosovitskiy et al. 2021) to read drawn digits in noise, and writes a picture:
--- the digits, and below them the digits that the model reads.
+-- Trains a small vision transformer (Dosovitskiy et al. 2021) to read drawn digits in noise. Writes a picture with the
+-- digits, and below them the digits that the model reads.
 --   psluajit vit.lua --layout chunks                                        also plain
 --   psluajit launch.lua --nproc-per-node 2 vit.lua --layout pipeline        also zero, tensor (layout.lua)
 local ps = require "ps"

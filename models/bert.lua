@@ -2,15 +2,15 @@
 -- BERT, an encoder that reads in both directions, and its heads. Parameter names, layouts ([out, in]) and
 -- initialisation are those of Hugging Face's BertModel, BertForMaskedLM, BertForSequenceClassification,
 -- BertForTokenClassification and BertForQuestionAnswering. models/roberta.lua derives from the classes here.
--- Settings: bert_config.lua; what models share: ps/pretrained/.
+-- bert_config.lua has the settings. ps/pretrained/ has the code that all models share.
 --
 --   local bert = require "models.bert"
 --   local model = ps.from_pretrained("some/folder", { task = "sequence_classification", num_labels = 3 })
 --   local out = model { input_ids = ids, attention_mask = mask, labels = labels }     -- out.loss, out.logits
 --
--- With unpad = true (ps/pretrained/unpad.lua) padding is left out between the embeddings and the head: there x is
--- [S, C], the S rows of [B, T] that are not padding. `rows` int64 [S] are the numbers of these rows in [B, T]; `places`
--- int64 [B * T] maps each row of [B, T] to its row in [S].
+-- With unpad = true (ps/pretrained/unpad.lua), there is no padding between the embeddings and the head. x is then [S,
+-- C], with the S rows of [B, T] that are not padding. `rows` int64 [S] has the index of each of these rows in [B, T].
+-- `places` int64 [B * T] maps each row of [B, T] to its row in [S].
 --
 -- Sizes: B batch, T positions, C width, H heads, D = C / H, V vocabulary, K labels.
 local ps = require "ps"
@@ -32,7 +32,7 @@ local function dropped(drop, x, mask, rows)
   return drop(x, unpad.part(x, rows, shape_of(mask)))
 end
 
--- Returns layer(y) after dropout, plus x. Without dropout, the epilogue of the matrix product adds x.
+-- Returns x plus layer(y) after dropout. Without dropout, the epilogue of the matrix product adds x.
 local function project(layer, drop, y, x, mask, rows)
   if not drop:active() then return layer(y, x) end
   return x + dropped(drop, layer(y), mask, rows)
@@ -45,8 +45,8 @@ end
 -- -- the encoder ----------------------------------------------------------------------------------------------------
 local Embeddings = nn.class("BertEmbeddings")
 
--- where.padded: the position embedding has a padding row and is registered last, as in transformers' RoBERTa. The
--- random generator fills words, positions and token types in this order.
+-- where.padded: the position embedding has a row for padding. It is registered last, as in transformers' RoBERTa. The
+-- random generator initialises words, positions and token types in this order.
 function Embeddings:init(c, where)
   local function table_of(rows, padding)
     return nn.Embedding(rows, c.hidden_size, { std = where.std, dtype = where.dtype, device = where.device,
@@ -68,8 +68,8 @@ local function first_rows(rows, n, ids)
   return rows(ps.arange(0, n, 1, { dtype = "int64", device = ids:device() }):reshape(1, -1))
 end
 
--- Computes embeddings. ids are int [B, T]. types are int [B, T], or nil if all are 0. places are int [B or 1, T], or
--- nil for 0, 1, ... If `rows` is given, all three are [S], and places must be given.
+-- Computes the embeddings. ids are int [B, T]. types are int [B, T], or nil if all are 0. places are int [B or 1, T],
+-- or nil for 0, 1, ... If `rows` is given, all three are [S], and places must be given.
 function Embeddings:forward(ids, types, places, mask, rows)
   local x = self.word_embeddings(ids)                                   -- shape [B, T, C]
   local type_rows, place_rows = self.token_type_embeddings, self.position_embeddings
@@ -89,8 +89,8 @@ function SelfAttention:init(c, where)
   self.dropout = nn.Dropout(c.attention_probs_dropout_prob)
 end
 
--- Computes self-attention of x [B, T, C]. mask is nil, bool [B, T] where false hides a position as a key, or int32 [B,
--- T] with segments.
+-- Computes the self-attention of x [B, T, C]. mask is nil, bool [B, T] or int32 [B, T]. In a bool mask, false hides a
+-- position as a key. An int32 mask has segments.
 function SelfAttention:forward(x, mask, rows, places)
   local C, H = self.width, self.heads
   local q = self.query(x)
@@ -106,7 +106,8 @@ function SelfAttention:forward(x, mask, rows, places)
   return rows ~= nil and unpad.pack(y, rows) or y
 end
 
--- Linear layer, dropout, residual sum and norm. This module follows attention and the hidden layer.
+-- A linear layer, dropout, the residual sum and a norm. This module follows the attention, and it also follows the
+-- hidden layer.
 local Output = nn.class("BertOutput")
 Output.unscoped = true
 
@@ -132,7 +133,7 @@ function Attention:forward(x, mask, rows, places)
   return self.output(self.self(x, mask, rows, places), x, mask, rows)
 end
 
--- Linear layer and activation.
+-- A linear layer and an activation.
 local Intermediate = nn.class("BertIntermediate")
 Intermediate.unscoped = true
 
@@ -166,7 +167,7 @@ function Encoder:init(c, where)
   for _ = 1, c.num_hidden_layers do self.layer:append(Layer(c, where)) end
 end
 
--- Computes tanh(Linear(x at the first position)).
+-- Computes tanh(Linear(x)) for the x of the first position.
 local Pooler = nn.class("BertPooler")
 
 function Pooler:init(c, where) self.dense = nn.Linear(c.hidden_size, c.hidden_size, where) end
@@ -192,7 +193,7 @@ BertModel.base, BertModel.spare = "bert", { "^pooler%." }
 BertModel.inputs = INPUTS
 BertModel.body = { embeddings = true, encoder = true, pooler = true }
 
--- How ranks shard the layers (ps/parallel/tensor/cut.lua).
+-- How ranks share the layers (ps/parallel/tensor/cut.lua).
 local LAYER = "encoder.layer.*"
 BertModel.tensor_parallel = {
   ["embeddings.word_embeddings"] = "vocabulary", ["embeddings.LayerNorm"] = { "enter", flat = true },
@@ -219,7 +220,7 @@ function BertModel:init(config, given, pooling)
   rawset(self, "unpad", given and given.unpad or nil)
 end
 
--- Removes padding from a batch that was read. Ids, token types and positions become [S].
+-- Removes the padding from a batch that `read` has checked. Ids, token types and positions become [S].
 local function leave_out(batch, labels)
   local ids, shape = batch.input_ids, shape_of(batch.mask)
   batch.rows, batch.places = unpad.plan(heads.mask(batch.mask), labels)
@@ -231,10 +232,10 @@ local function leave_out(batch, labels)
   if types ~= nil then batch.token_type_ids = unpad.ids(types, batch.rows, shape) end
 end
 
--- Checks a batch (a table of named tensors) and returns the table that the parts read. It has the fields of the batch,
--- `mask` (bool [B, T], int32 [B, T] with segments, or nil), and position_ids if the family or segments define them.
--- With unpad and a mask, padding is removed (see leave_out). labels int [B, T] are the labels per token, if there are
--- any. A family whose positions depend on the ids has a method places(ids, segments).
+-- Checks a batch (a table of named tensors) and returns the table that the parts read. This table has the fields of the
+-- batch and `mask`, which is bool [B, T], int32 [B, T] with segments, or nil. It has position_ids if the family or
+-- segments define them. With unpad and a mask, padding is removed (see leave_out). labels int [B, T] are the labels per
+-- token, if there are any. A family whose positions depend on the ids has a method places(ids, segments).
 function BertModel:read(given, labels)
   local ids, c, who = given.input_ids, self.config, self.family.model_type
   heads.same_shapes(who, given, { "attention_mask", "token_type_ids", "position_ids" },
@@ -253,18 +254,18 @@ function BertModel:read(given, labels)
   return batch
 end
 
--- Returns x as [B, T, C]. If padding was removed, expands the encoder's [S, C].
+-- Returns x as [B, T, C]. If padding was removed, x is the encoder's [S, C], and the padding is inserted again.
 local function padded(x, batch)
   return batch.rows ~= nil and unpad.unpack(x, batch.places, shape_of(batch.mask)) or x
 end
 
--- Returns x as [B, 1 or T, C]. Index 0 is the first position, which heads for sequences read.
+-- Returns x as [B, 1 or T, C]. Heads for sequences read index 0, the first position.
 local function firsts(x, batch)
   return batch.rows ~= nil and unpad.first(x, batch.places, shape_of(batch.mask)) or x
 end
 
 -- Returns the parts: embeddings | encoder.layer.0 .. | `last`. The carry between parts is { x = [B, T, C] or [S, C] }.
--- `last` calls fn(x, batch) and uses `modules`.
+-- The part `last` calls fn(x, batch) and uses `modules`.
 local function list_parts(body, last, modules, fn)
   local list = { { name = "embeddings", modules = { body.embeddings }, forward = function(_, batch)
     return { x = body.embeddings(batch.input_ids, batch.token_type_ids, batch.position_ids, batch.mask, batch.rows) }
@@ -291,8 +292,8 @@ function BertModel:parts()
   end)
 end
 
---- Returns the last hidden states [B, T, C] (zeros at padding with unpad) and, if the model has a pooler, its output
---- [B, C] for the first position. `given` is a table of named tensors, or token ids [B, T].
+--- Returns the last hidden states [B, T, C]. With unpad, they are zero at padding. If the model has a pooler, also
+--- returns its output [B, C] for the first position. `given` is a table of named tensors, or token ids [B, T].
 ---@param given table|ps.Tensor
 ---@return {last_hidden_state: ps.Tensor, pooler_output: ps.Tensor?}
 function BertModel:forward(given) return parts.fold(self:parts(), self:batch_of(given)) end
@@ -305,7 +306,7 @@ function BertModel:costs()
     layers = c.num_hidden_layers, width = c.hidden_size, positions = c.max_position_embeddings }
 end
 
--- Returns a model's modules outside its body, and the body's pooler.
+-- Returns the modules of a model that are outside its body, and the pooler of the body.
 local function own_modules(model)
   local list = { model[model.prefix].pooler }
   for path, module in model:named_modules() do
@@ -314,7 +315,7 @@ local function own_modules(model)
   return list
 end
 
--- Linear layer, activation and norm that precede the logits of a masked language model.
+-- The linear layer, activation and norm before the logits of a masked language model.
 local Transform = nn.class("BertPredictionHeadTransform")
 
 function Transform:init(c, where)
@@ -328,9 +329,9 @@ function Transform:forward(x)
   return self.LayerNorm(self.gelu and F.gelu(y, self.gelu) or self.activation(y))
 end
 
---- Adds the vocabulary's parameters to the head of a masked language model. If tied, the weight is the token embedding,
---- and the module has only `bias` [V]. Otherwise the module has `decoder` with weight and bias, and, as in
---- transformers, an unused `bias`, which gets no gradient.
+--- Adds the parameters of the vocabulary to the head of a masked language model. If weights are tied, the token
+--- embedding is the weight, and the module has only `bias` [V]. Otherwise the module has `decoder` with weight and
+--- bias. As in transformers, it then also has an unused `bias`, which gets no gradient.
 ---@param module ps.nn.Module
 ---@param c table
 ---@param where table
@@ -342,28 +343,28 @@ local function vocabulary_head(module, c, where)
   module.decoder = nn.Linear(c.hidden_size, c.vocab_size, where)
 end
 
--- Returns the weight [V, C] and bias [V] of the model's head. `module` is a result of vocabulary_head.
+-- Returns the weight [V, C] and the bias [V] of the model's head. vocabulary_head has prepared `module`.
 local function vocabulary_of(model, module)
   if module.decoder then return parts.weight(module.decoder), module.decoder.bias end
   return model[model.prefix].embeddings.word_embeddings.weight, module.bias
 end
 
--- Returns the head for a vocabulary that ranks share: the head of a tied embedding, or the decoder. Otherwise returns
--- false or nil.
+-- Returns the head for a vocabulary that ranks share. It is the head of a tied embedding or the decoder. If the
+-- vocabulary is not shared, returns false or nil.
 local function parallel_head(module)
   local decoder = module.decoder
   return decoder and decoder.class_name == "ParallelLMHead" and decoder or rawget(module, "vocabulary")
 end
 
---- Defines the methods that all masked language models share. `path` is the name of the module with bias and decoder.
---- `head` returns this module. `transform` returns the vectors that the vocabulary's weight multiplies.
+--- Defines the methods that all masked language models share. `path` is the name of the module that has bias and
+--- decoder. `head` returns this module. `transform` returns the vectors that are multiplied by the vocabulary's weight.
 ---@param class table
 ---@param path string
 ---@param head fun(model: table): ps.nn.Module
 ---@param transform fun(model: table, x: ps.Tensor): ps.Tensor
 local function masked_lm(class, path, head, transform)
-  -- Returns { logits = [B, T, V] }. With labels int [B, T] (-100 is ignored), returns { loss = } and never holds all
-  -- logits.
+  -- Returns { logits = [B, T, V] }. With labels int [B, T] (-100 is ignored), returns { loss = }, and never holds all
+  -- logits in memory.
   class.labelled = { "labels" }
   class.tensor_parallel = { [path] = { "words", table = class.prefix .. ".embeddings.word_embeddings" },
     [path .. ".decoder"] = { "head", optional = true } }
@@ -405,9 +406,9 @@ end
 -- Returns the dropout before a classifier.
 local function classifier_dropout(c) return nn.Dropout(c.classifier_dropout or c.hidden_dropout_prob) end
 
--- Returns a class with a head on a body of class Body. build(self, c, where) creates the head. The class defines
--- finish(x, batch), which returns forward's result from the encoder's x [B, T, C]. class.labelled has the names of the
--- batch tensors that must have the shape of the ids.
+-- Returns a class that has a head on a body of class Body. build(self, c, where) creates the head. The class must
+-- define finish(x, batch), which returns the result of forward for the encoder's x [B, T, C]. class.labelled has the
+-- names of those tensors of a batch that must have the shape of the ids.
 local function derive(name, Body, pooling, build)
   local class = nn.class(name, Model)
   class.base, class.prefix, class.body, class.spare = Body.base, Body.base, Body.body, Body.spare
@@ -434,8 +435,8 @@ local function derive(name, Body, pooling, build)
       return self:finish(x, batch)
     end)
   end
-  --- Returns the head's outputs, and the loss if there are labels. `given` is a table of named tensors, or token ids
-  --- [B, T].
+  --- Returns the outputs of the head, and the loss if there are labels. `given` is a table of named tensors, or token
+  --- ids [B, T].
   ---@param given table|ps.Tensor
   ---@return table<string, ps.Tensor>
   function class:forward(given) return parts.fold(self:parts(), self:batch_of(given)) end
@@ -472,7 +473,7 @@ local function per_token(brand, Body)
     self.qa_outputs = nn.Linear(c.hidden_size, 2, where)
   end)
   ForAnswers.inputs = ANSWERED
-  -- Returns { start_logits, end_logits = [B, T], loss = }. start_positions and end_positions are int [B].
+  -- Returns { start_logits = [B, T], end_logits = [B, T], loss = }. start_positions and end_positions are int [B].
   function ForAnswers:finish(x, batch)
     return heads.answer(self.qa_outputs(x), batch.start_positions, batch.end_positions)
   end
@@ -523,7 +524,7 @@ local bert = pretrained.family {
   shorthands = { dropout = { "hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout" } },
   unpads = true,
 }
--- For models/roberta.lua.
+-- Functions and classes that models/roberta.lua uses.
 bert.pieces = { BertModel = BertModel, derive = derive, per_token = per_token, masked_lm = masked_lm,
   vocabulary_head = vocabulary_head, classifier_dropout = classifier_dropout, layer_norm = layer_norm, firsts = firsts,
   ONE_LABEL = ONE_LABEL }

@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Settings of BERT and RoBERTa by Hugging Face's names, as ps/pretrained/settings.lua checks them; the two differ in
--- defaults only. The settings that Hugging Face reads are those of configuration_bert.py, configuration_roberta.py and
--- their modeling files in transformers 5.23. Older versions also had position_embedding_type, with values other than
+-- Settings of BERT and RoBERTa by Hugging Face's names, for the checks of ps/pretrained/settings.lua. BERT and RoBERTa
+-- differ only in defaults. The settings are those that configuration_bert.py, configuration_roberta.py and their
+-- modeling files read in transformers 5.23. Older versions also had position_embedding_type, with values other than
 -- "absolute".
 local settings = require "ps.pretrained.settings"
 

@@ -1,9 +1,9 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Llama 2 and 3: a decoder with RMS norms before attention and before a gated MLP, rotary positions, and grouped-query
--- attention. Parameter names, layouts ([out, in]) and initialisation are those of Hugging Face's LlamaModel,
+-- Llama 2 and 3: a decoder with rotary positions and grouped-query attention. RMS norms precede attention and the gated
+-- MLP. Parameter names, layouts ([out, in]) and initialisation are those of Hugging Face's LlamaModel,
 -- LlamaForCausalLM, LlamaForSequenceClassification and LlamaForTokenClassification. Mistral, Qwen2 and Qwen3 are the
--- same model with the differences that their files (models/mistral.lua, ...) name. Settings: llama_config.lua; what
--- models share: ps/pretrained/.
+-- same model with a few differences, which their files (models/mistral.lua, ...) list. llama_config.lua has the
+-- settings. ps/pretrained/ has the code that all models share.
 --
 --   local model = ps.from_pretrained("some/folder", { dtype = "bf16" })
 --   local out = model { input_ids = ids, labels = ids }                      -- out.loss
@@ -45,7 +45,7 @@ end
 local Attention = nn.class("LlamaAttention")
 Attention.unscoped = true
 
--- `layer` is the index of the layer, from 0.
+-- `layer` is the index of the layer, counted from 0.
 function Attention:init(c, where, variant, layer)
   local C, D, H, G = c.hidden_size, head_width(c), c.num_attention_heads, key_heads(c)
   local bias, output_bias = variant.biases(c)
@@ -62,16 +62,18 @@ function Attention:init(c, where, variant, layer)
   self.window = variant.window and variant.window(c, layer)
 end
 
--- Reshapes [B, T, n D] to [B, n, T, D]. `normed` is the norm for each head, or nil.
+-- Reshapes y [B, T, n D] to [B, n, T, D]. `normed` is the norm that is applied to each head, or nil.
 local function split(self, y, n, normed)
   y = y:reshape(y:size(0), y:size(1), n, self.width)
   return (normed and normed(y) or y):permute(0, 2, 1, 3)
 end
 
 -- Computes attention. h [B, T, C] is x after the norm, and x [B, T, C] is the residual stream. `seen` has cos and sin
--- [B or 1, T, D / 2] and mask. mask is nil, bool [B, S] where false hides a position as a key, int32 [B, T] with
--- segments, or a mask of 4 dimensions, which replaces the causal mask. cache is {k, v [B, G, S, D]}, filled up to
--- position `at`, or nil.
+-- [B or 1, T, D / 2] and mask.
+--
+-- mask is nil, bool [B, S], int32 [B, T], or a mask of 4 dimensions. In a bool mask, false hides a position as a key.
+-- An int32 mask has segments. A mask of 4 dimensions replaces the causal mask. cache is nil or {k, v [B, G, S, D]}. It
+-- has keys and values for the positions before `at`.
 function Attention:forward(h, x, seen, cache, at)
   if cache then return self.o_proj(self:attend_cached(h, seen, cache, at), x) end
   local q = F.rope(split(self, self.q_proj(h), self.heads, self.q_norm), seen.cos, seen.sin)
@@ -108,7 +110,8 @@ function MLP:init(c, where, variant)
 end
 
 function MLP:forward(h, x)
-  return self.down_proj(self.gated(self.gate_proj(h), self.up_proj(h)), x)              -- inside: [B, T, hidden]
+  return self.down_proj(self.gated(self.gate_proj(h), self.up_proj(h)), x)              -- the product of gate and up is
+                                                                                        -- [B, T, hidden]
 end
 
 local Layer = nn.class("LlamaDecoderLayer")
@@ -149,7 +152,7 @@ function Body:init(config, given)
   if given and given.recompute then self:recompute_blocks() end
 end
 
--- How ranks shard the layers (ps/parallel/tensor/cut.lua).
+-- How ranks share the layers (ps/parallel/tensor/cut.lua).
 local ATTENTION, GATED = "layers.*.self_attn", "layers.*.mlp"
 Body.tensor_parallel = {
   ["embed_tokens"] = { "vocabulary", enter = true, flat = true }, ["layers"] = "inside",
@@ -163,7 +166,7 @@ Body.tensor_parallel = {
   ["norm"] = "leave",
 }
 
--- Returns a batch's mask as bool [B, T], or unchanged (bool or floats) if it has 4 dimensions.
+-- Returns the mask of a batch as bool [B, T]. A mask of 4 dimensions (bool or floats) is returned unchanged.
 local function mask_of(who, given)
   local mask = given.attention_mask
   if mask == nil or mask:dim() ~= 4 then
@@ -176,8 +179,8 @@ local function mask_of(who, given)
   return mask
 end
 
--- Checks a batch (a table of named tensors) and returns the table that the parts read. It has input_ids [B, T], and
--- cos, sin and mask for attention. The mask can contain segments.
+-- Checks a batch (a table of named tensors) and returns the table that the parts read. This table has input_ids [B, T],
+-- and cos, sin and mask for attention. The mask can have segments.
 local function read(self, given)
   local body, ids, who = self.model or self, given.input_ids, self.family.model_type
   heads.same_shapes(who, given, { "position_ids", "labels" }, { position_ids = true })
@@ -188,9 +191,9 @@ local function read(self, given)
   return { input_ids = ids, cos = cos, sin = sin, mask = segments or mask_of(who, given) }
 end
 
--- Returns the parts: embed_tokens | layers.0 .. | `last`. The carry between parts is { x = the residual stream [B, T,
--- C] }. `last` applies the last norm and calls fn(x, batch). `modules` are the other modules that it uses. If the batch
--- has caches (a generation step, see step_batch), fn gets only the last position, [B, 1, C].
+-- Returns the parts: embed_tokens | layers.0 .. | `last`. The carry between parts is { x = [B, T, C] }, the residual
+-- stream. The part `last` applies the last norm and calls fn(x, batch). `modules` are the other modules that it uses.
+-- In a generation step, the batch has caches (see step_batch), and fn gets only the last position, [B, 1, C].
 local function list_parts(self, last, modules, fn)
   local body = self.model or self
   local list = { { name = "embed_tokens", modules = { body.embed_tokens }, forward = function(_, batch)
@@ -224,7 +227,8 @@ function Body:forward(given) return parts.fold(self:parts(), self:batch_of(given
 
 function Body:vocabulary() return { { self.embed_tokens, "weight" } } end
 
--- `looked_up` counts the elements of embeddings that are only looked up. `width` is the total width of all query heads.
+-- `looked_up` is the number of elements of embeddings from which rows are only looked up. `width` is the total width of
+-- all query heads.
 function Body:costs()
   local c = self.config
   return { looked_up = c.vocab_size * c.hidden_size, layers = c.num_hidden_layers,
@@ -240,7 +244,7 @@ CausalLM.ties = { ["lm_head.weight"] = "model.embed_tokens.weight" }
 CausalLM.tensor_parallel = { ["model.norm"] = "inside", ["tied_head"] = { "head", optional = true },
   ["lm_head"] = { "head", optional = true } }
 
--- Starts init for all classes with a head.
+-- Does the first part of init for all classes with a head.
 local function begin(self, config, given)
   local c, where = self:begin(config, given)
   self.model = self.variant.Body(c, { dtype = where.dtype, device = where.device })
@@ -264,8 +268,8 @@ function CausalLM:init(config, given)
   finish(self, given)
 end
 
---- Returns the head, which computes logits [.., V] or their loss from the output [.., C] of the last norm. Its weight
---- is the head's own parameter or the token embedding.
+--- Returns the head. It computes logits [.., V], or the loss of these logits, from the output [.., C] of the last norm.
+--- Its weight is its own parameter or the token embedding.
 ---@return ps.nn.LMHead
 function CausalLM:head() return self.lm_head or self.tied_head end
 
@@ -284,7 +288,7 @@ end
 ---@return integer?
 function CausalLM:count_targets(given) return heads.count_targets(given) end -- luacheck: no self
 
---- Returns the table that the parts read, from forward's arguments.
+--- Returns the table that the parts read, given the arguments of forward.
 ---@param idx ps.Tensor|table
 ---@param targets? ps.Tensor
 ---@return table<string, ps.Tensor> batch
@@ -310,13 +314,15 @@ function CausalLM:parts()
 end
 
 --- Computes logits or the loss. idx is int [B, T]. Without targets, returns logits [B, T, V]. With targets int [B, T]
---- (-100 is ignored), returns the mean loss and never holds all logits. Target t belongs to position t. Alternatively,
---- idx is one table in transformers' form: { input_ids =, labels =, attention_mask =, position_ids = }. Then the result
---- is { loss = }, or { logits = } without labels, and the targets are the labels shifted by one position.
---- attention_mask is [B, T], or [B or 1, H or 1, T, T] of bool, or of floats that are added to the scores. A mask of 4
---- dimensions replaces the causal mask. With segment_ids int [B, T] (0 for padding), rows contain several sequences,
---- which do not see or predict each other. loss_weights fp32 [B, T] are weights of the labels for a weighted mean of
---- the loss.
+--- (-100 is ignored), returns the mean loss, and never holds all logits in memory. Target t belongs to position t.
+---
+--- Alternatively, idx is one table in transformers' form: { input_ids =, labels =, attention_mask =, position_ids = }.
+--- Then the result is { loss = }, or { logits = } without labels. The targets are the labels, shifted by one position.
+---
+--- attention_mask is [B, T], or [B or 1, H or 1, T, T]. A mask of 4 dimensions has bools, or floats that are added to
+--- the scores, and it replaces the causal mask. With segment_ids int [B, T] (0 for padding), rows contain several
+--- sequences, which do not see or predict each other. With loss_weights fp32 [B, T], the loss is the mean over labels
+--- with these weights.
 ---@param idx ps.Tensor|{input_ids: ps.Tensor, labels?: ps.Tensor, attention_mask?: ps.Tensor, position_ids?: ps.Tensor,
 --- segment_ids?: ps.Tensor, loss_weights?: ps.Tensor}
 ---@param targets? ps.Tensor
@@ -327,18 +333,19 @@ function CausalLM:forward(idx, targets)
   return targets ~= nil and out.loss or out.logits
 end
 
--- Returns no limit, since rotary embeddings continue past the positions of training, as in transformers.
+-- Returns no limit, because rotary embeddings also work for positions that training has not seen. transformers does the
+-- same.
 function CausalLM:positions() return math.huge end -- luacheck: no self
 
--- Returns {k, v [B, G, S, D]} for each layer on this rank.
+-- Returns one cache {k, v [B, G, S, D]} for each layer, with the heads of this rank.
 function CausalLM:new_caches(B, S, kind)
-  local attention = self.model.layers[0].self_attn                      -- has this rank's heads
+  local attention = self.model.layers[0].self_attn                      -- has the heads of this rank
   return heads.caches({ "k", "v" }, { B, attention.groups, S, attention.width }, self.model.layers, function(layer)
     return layer.input_layernorm.weight
   end, kind)
 end
 
--- See ps/pretrained/generate_rows.lua.
+-- Returns the batch of a generation step (ps/pretrained/generate_rows.lua).
 function CausalLM:step_batch(ids, step)
   local body = self.model
   local cos, sin = body.rope:angles(step.position_ids, ids:size(1), step.at, ids:device(), body.norm.weight:dtype())
@@ -404,10 +411,11 @@ for _, class in ipairs { ForSequence, ForTokens } do
     return batch
   end
 
-  --- Returns { logits =, loss = }. `given` is a table of named tensors, or token ids [B, T]. For sequences, logits are
-  --- [B, K], and labels are int [B] (one class per sequence), or float [B] or [B, K]. The logits come from the last
-  --- token that is not config.pad_token_id. For tokens, logits are [B, T, K], and labels are int [B, T] (-100 is
-  --- ignored).
+  --- Returns { logits =, loss = }. `given` is a table of named tensors, or token ids [B, T].
+  ---
+  --- For sequences, logits are [B, K], and labels are int [B] (one class per sequence), or float [B] or [B, K]. The
+  --- logits are those of the last token that is not config.pad_token_id. For tokens, logits are [B, T, K], and labels
+  --- are int [B, T] (-100 is ignored).
   ---@param given table|ps.Tensor
   ---@return {logits: ps.Tensor, loss: ps.Tensor?}
   function class:forward(given) return parts.fold(self:parts(), self:batch_of(given)) end
@@ -449,7 +457,7 @@ local LLAMA3 = { rope_type = "llama3", rope_theta = 500000, factor = 32, low_fre
 local family = llama.family({
   brand = "Llama",
   biases = function(c) return c.attention_bias, c.attention_bias, c.mlp_bias end,
-}, require("models.llama_config").llama, {                 -- missing fields have the configuration's defaults
+}, require("models.llama_config").llama, {                 -- missing fields have the defaults of llama_config.lua
   ["llama-2-7b"] = { max_position_embeddings = 4096, rms_norm_eps = 1e-5 },
   ["llama-3-8b"] = { vocab_size = 128256, intermediate_size = 14336, num_key_value_heads = 8,
     max_position_embeddings = 8192, rms_norm_eps = 1e-5, rope_parameters = { rope_theta = 500000 } },
@@ -461,10 +469,11 @@ local family = llama.family({
   ["llama-110m"] = { hidden_size = 768, intermediate_size = 2048, num_hidden_layers = 12, num_attention_heads = 12,
     max_position_embeddings = 1024, rms_norm_eps = 1e-5, tie_word_embeddings = true },
 })
-family.of = llama.family                                   -- used by the models that derive from this one
+family.of = llama.family                                   -- the models that derive from this one use it
 
---- Returns the number of keys in a Qwen layer's attention window, or nil if it has no window. Layers are counted from
---- 0. layer_types determines the layers with a window; without it, these are all layers from max_window_layers on.
+--- Returns the number of keys in the attention window of a Qwen layer, or nil if the layer has no window. Layers are
+--- counted from 0. layer_types says which layers have a window. Without layer_types, these are max_window_layers and
+--- all layers after it.
 ---@param c table
 ---@param layer integer
 ---@return integer?

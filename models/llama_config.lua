@@ -1,14 +1,14 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Settings of Llama, Mistral, Qwen2 and Qwen3 by Hugging Face's names, as ps/pretrained/settings.lua checks them. The
--- settings that Hugging Face reads are those of configuration_*.py, modeling_*.py and modeling_rope_utils.py in
--- transformers 5.23. Versions before 5 name the rotary settings rope_theta and rope_scaling.
+-- Settings of Llama, Mistral, Qwen2 and Qwen3 by Hugging Face's names, for the checks of ps/pretrained/settings.lua.
+-- The settings are those that configuration_*.py, modeling_*.py and modeling_rope_utils.py read in transformers 5.23.
+-- Versions before 5 name the rotary settings rope_theta and rope_scaling.
 local settings = require "ps.pretrained.settings"
 local rope = require "ps.pretrained.rope"
 local error = require("ps.caller").error
 
 local LAYERS = { full_attention = true, sliding_attention = true }
 
--- Checks the kind of each layer. layer_types can have more entries than the model has layers, since a script can
+-- Checks the kind of each layer. layer_types can have more entries than the model has layers, because a script can
 -- request fewer layers.
 local function check_layers(who, c)
   if not c.layer_types then return end
@@ -30,8 +30,9 @@ local function check_layers(who, c)
   c.layer_types = kept
 end
 
--- Lets a script's rotary settings override those of the file, under both of their names. A table replaces the table,
--- and rope_theta replaces rope_theta. A table without rope_theta keeps the file's rope_theta.
+-- Makes the rotary settings of a script override those of the file, under both of their names. A table replaces the
+-- file's table, and rope_theta replaces its rope_theta. If the script's table has no rope_theta, the file's rope_theta
+-- is kept.
 local function change(who)
   return function(given, changes)
     local kind, theta = changes.rope_scaling or changes.rope_parameters, changes.rope_theta
@@ -58,7 +59,7 @@ end
 local function check(who)
   return function(c)
     local groups = c.num_key_value_heads or c.num_attention_heads
-    c.num_key_value_heads = groups  -- written explicitly, since the default in Qwen's files is 32
+    c.num_key_value_heads = groups  -- set explicitly, because the default in Qwen's files is 32
     if c.num_attention_heads % groups ~= 0 then
       error(("%s: num_key_value_heads = %d does not divide num_attention_heads = %d"):format(who, groups,
         c.num_attention_heads))

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- RoBERTa: BERT's encoder (models/bert.lua) with other heads. Positions count from pad_token_id + 1 and skip padding.
--- Names and initialisation are those of Hugging Face's RobertaModel, RobertaForMaskedLM,
+-- RoBERTa. It has BERT's encoder (models/bert.lua) and other heads. Positions are counted from pad_token_id + 1, and
+-- padding is not counted. Names and initialisation are those of Hugging Face's RobertaModel, RobertaForMaskedLM,
 -- RobertaForSequenceClassification, RobertaForTokenClassification and RobertaForQuestionAnswering.
 local ps = require "ps"
 local nn = require "ps.nn"
@@ -22,8 +22,8 @@ function RobertaModel:init(config, given, pooling)
   end
 end
 
--- Returns the positions int64 [B, T] of ids [B, T]. In each row or segment, ids that are not padding count from
--- pad_token_id + 1, and padding has pad_token_id.
+-- Returns the positions int64 [B, T] of ids [B, T]. In each row or segment, the ids that are not padding are counted
+-- from pad_token_id + 1. The position of padding is pad_token_id.
 function RobertaModel:places(ids, segments)
   local pad = self.config.pad_token_id
   local counts = (segments ~= nil and segments:ne(0) or ids:ne(pad)):to("int64")
@@ -64,7 +64,7 @@ function ClassificationHead:init(c, where)
   self.out_proj = nn.Linear(c.hidden_size, c.num_labels, where)
 end
 
--- Maps the first position of x [B, 1 or T, C] to [B, K].
+-- Computes [B, K] from the first position of x [B, 1 or T, C].
 function ClassificationHead:forward(x)
   return heads.dropped(self.dropout, self.out_proj, heads.dropped(self.dropout, self.dense, x:select(1, 0)):tanh())
 end

@@ -1,10 +1,11 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The sizes of PatrickStar's benchmark (Fang et al. 2022) by their names: width, tokens per row, layers and heads.
+-- The model sizes of PatrickStar's benchmark (Fang et al. 2022), by name. A size has a width, tokens per row, layers
+-- and heads.
 local sizes = {}
 
 local BERT, GPT = "bert", "gpt2"
 
--- columns: name, kind, width, tokens per row, layers, heads
+-- The columns are: name, kind, width, tokens per row, layers, heads.
 local ROWS = {
   { "Bert", BERT, 768, 512, 6, 12 }, { "Bertlarge", BERT, 1024, 512, 24, 16 },
   { "GPT2small", GPT, 1536, 128, 24, 16 }, { "GPT2_1B", GPT, 2048, 1024, 20, 16 },
@@ -47,7 +48,8 @@ function sizes.names()
   return names
 end
 
---- Returns the size for a name. "WIDTH/SEQ/LAYERS/HEADS" or "WIDTH/SEQ/LAYERS/HEADS/VOCABULARY" is a GPT of this size.
+--- Returns the size for a name. The name can also be "WIDTH/SEQ/LAYERS/HEADS" or "WIDTH/SEQ/LAYERS/HEADS/VOCABULARY",
+--- for a GPT of that size.
 ---@param name string
 ---@return benchmark.Size
 function sizes.of(name)
@@ -67,7 +69,7 @@ function sizes.of(name)
   return size_of(name, GPT, numbers[1], numbers[2], numbers[3], numbers[4], numbers[5])
 end
 
---- Returns a GPT's number of parameters: 12 C^2 + 13 C per block, two embeddings and the last norm.
+--- Returns the number of parameters of a GPT: 12 C^2 + 13 C per block, two embeddings and the last norm.
 ---@param size benchmark.Size
 ---@return number
 function sizes.gpt_parameters(size)

@@ -1,7 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The largest models that fit machines which are not here: plans train.lua of PatrickStar's benchmark for each machine,
--- from the smallest size up to the first two that do not fit. It writes scale.csv, the table scale.md, and two plots:
--- scale.svg has the largest model of each machine, speed.svg the planned rates, as the figures of PatrickStar's README.
+-- Finds the largest models that fit machines which are not available here. For each machine, it plans train.lua of
+-- PatrickStar's benchmark for increasing sizes. It starts with the smallest size and ends when two sizes do not fit. It
+-- writes scale.csv, the table scale.md, and two plots. As in the figures of PatrickStar's README, scale.svg shows the
+-- largest model of each machine, and speed.svg shows the planned rates.
 --
 --   psluajit scale.lua --hardware v100-32,v100-32x4,v100-32x8 --host 240GB --out out/scale
 local argparse = require "argparse"
@@ -67,7 +68,8 @@ local function plan(machine, model)
   return result
 end
 
--- Returns the least and the greatest rate of all processes in TFLOP/s, counted as PatrickStar does (train.lua).
+-- Returns the lowest and the highest total rate of all processes in TFLOP/s. FLOPs are counted as in PatrickStar
+-- (train.lua).
 local function rates(machine, model, parameters, seconds)
   if not seconds then return nil end
   local processes = tonumber(machine:match "x(%d+)$") or 1
@@ -117,7 +119,7 @@ for _, row in ipairs(rows) do
 end
 write("scale.csv", table.concat(lines, "\n") .. "\n")
 
--- The table has a row per machine and a column per size. The rates are those of all processes, in TFLOP/s.
+-- The table has one row per machine and one column per size. A cell has the total rate of all processes, in TFLOP/s.
 local cells, used = {}, {}
 for _, row in ipairs(rows) do
   used[row.model] = true
@@ -134,7 +136,7 @@ for _, machine in ipairs(machines) do
 end
 write("scale.md", table.concat(markdown, "\n") .. "\n")
 
--- The plot has one bar per machine, whose length is the machine's largest model.
+-- This plot has one bar per machine. The length of the bar is the size of the machine's largest model.
 local WIDTH, LEFT, BAR = 620, 130, 34
 local most = 0
 for _, row in pairs(largest) do most = math.max(most, row.parameters) end
@@ -155,13 +157,14 @@ for i, machine in ipairs(machines) do
 end
 write("scale.svg", table.concat(svg, "\n") .. "\n</svg>\n")
 
--- The plot of rates has a group of bars per size, one bar per machine, from the least to the greatest planned rate.
+-- The plot of rates has a group of bars for each size, with one bar per machine. A bar extends from the lowest to the
+-- highest planned rate.
 local COLORS = { "#3385fe", "#e8b31a", "#4cb050", "#d04a4a", "#8a63d2", "#888888" }
 local GROUP, HEIGHT = math.max(100, 26 * #machines + 20), 300
 local top = 0
 for _, row in ipairs(rows) do top = math.max(top, row.rates and row.rates[2] or 0) end
 local round = 10 ^ math.floor(math.log(math.max(top, 1e-9)) / math.log(10))
-top = 4 * math.ceil(top / round * 5 / 4) * round / 5        -- four lines at round numbers
+top = 4 * math.ceil(top / round * 5 / 4) * round / 5        -- four grid lines at round numbers
 if top > 0 then
   svg = { ('<svg xmlns="http://www.w3.org/2000/svg" width="%d" height="%d" font-family="sans-serif" font-size="13">')
     :format(90 + #columns * GROUP, HEIGHT + 110), '<rect width="100%" height="100%" fill="white"/>',
