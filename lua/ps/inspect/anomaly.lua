@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Anomaly mode, as PyTorch's detect_anomaly: the first op that makes a NaN or an infinity raises an error that names
--- the op, the script's line that called it, and the module. src/tensor/anomaly.c checks the values, and this file
--- stores the script's lines.
+-- Anomaly mode, like PyTorch's detect_anomaly. The first op that makes a NaN or an infinity raises an error. The error
+-- names the op, the line of the script that called it, and the module. src/tensor/anomaly.c checks the values, and this
+-- file stores the lines of the script.
 local native = require "ps.core.ffi"
 local caller = require "ps.core.caller"
 local hooks = require "ps.core.hooks"
@@ -9,10 +9,10 @@ local ffi, C, ctx = native.ffi, native.C, native.ctx
 
 local anomaly = {}
 
-local places, numbers = {}, {}                      -- index -> line that called an op; line -> index
+local places, numbers = {}, {}                      -- places: index -> line that called an op; numbers: line -> index
 local found = ffi.new("ps_anomaly_info")
 
--- Passes the line that calls the next op to C, as an index.
+-- Passes the line that calls the next op to C, as an index into `places`.
 local function here()
   local line = caller.position()
   local number = numbers[line]
@@ -62,7 +62,7 @@ end
 
 local function restore(was, depth, ok, ...)
   anomaly.set_detect_anomaly(was)
-  C.ps_module_leave(depth)                          -- the error left inner modules without ending them
+  C.ps_module_leave(depth)                          -- leaves the inner modules that the error has not ended
   if not ok then error((...), 0) end
   return ...
 end

@@ -6,7 +6,7 @@
 --   local inspector = ps.inspect.inspect_tensor(function() model:backward(model(x, y)) end)
 --   print(ps.inspect.format_summary(inspector:get_summary()))     -- the tensors passed to ps.inspect.record_tensor
 --
--- All numbers are computed in fp64 (ps_tensor_stats). std divides by the number of elements minus one, as in PyTorch,
+-- All numbers are computed in fp64 (ps_tensor_stats). As in PyTorch, std divides by the number of elements minus one,
 -- and is NaN for a single element. Parameters and records of several ranks are combined, so all ranks must make the
 -- same calls.
 local native = require "ps.core.ffi"
@@ -57,9 +57,9 @@ local function join(a, b)
     pick(a[4], b[4], a[4] <= b[4]), pick(a[5], b[5], a[5] >= b[5]) }
 end
 
--- -- entries as text, which ranks send each other ---------------------------------------------------------------------
--- An entry has name, group, index, shape, value and grad (statistics), and part, which identifies the part of the
--- tensor if ranks have copies.
+-- -- entries as text, which ranks send to each other ------------------------------------------------------------------
+-- An entry has the fields name, group, index, shape, value and grad. value and grad are statistics. If ranks have
+-- copies of a part of the tensor, the field `part` identifies that part.
 local function write_numbers(list)
   local parts = {}
   for i, x in ipairs(list or {}) do parts[i] = ("%.17g"):format(x) end
@@ -99,8 +99,8 @@ local function read(text)
   return entries
 end
 
--- Returns the entries of all ranks, in the order of ranks. fn returns this rank's entries. An error on one rank is
--- raised on all ranks.
+-- Returns the entries of all ranks, in the order of the ranks. fn returns the entries of this rank. An error on one
+-- rank is raised on all ranks.
 local function of_ranks(fn)
   local group = require("ps.dist.mesh").group "world"
   if not group then return { fn() } end
@@ -117,7 +117,7 @@ local function row_of(e)
 end
 
 -- -- parameters -------------------------------------------------------------------------------------------------------
--- Converts a pattern with *, ? and [abc], [a-z], [!a], as in Python's fnmatch, to a Lua pattern.
+-- Converts a pattern to a Lua pattern. As in Python's fnmatch, the pattern can have *, ? and [abc], [a-z], [!a].
 local function matcher(pattern)
   local out, at = { "^" }, 1
   while at <= #pattern do
@@ -157,8 +157,8 @@ local function entry_of(it, at)
     value = value ~= nil and stats_of(value) or { 0, 0, 0, 0, 0 }, grad = grad }
 end
 
--- Returns a row for each parameter, made from all ranks' entries. Of several copies only the first is used, and parts
--- are combined.
+-- Returns one row for each parameter, from the entries of all ranks. Parts of a parameter are combined. If there are
+-- several copies of a part, only the first is used.
 local function put_together(all)
   local found, parts = {}, {}
   for _, entries in ipairs(all) do
@@ -233,14 +233,15 @@ Inspector.__index = Inspector
 
 local open = {}                                    -- inspectors whose scope has not ended, innermost last
 
--- The tensors that record_tensor made in the first run of a recompute segment. A second run computes them again.
+-- The tensors that record_tensor made in the first run of a recompute segment. The second run computes these tensors
+-- again.
 local made_in = setmetatable({}, { __mode = "k" })
 
--- the record's tensor that receives the gradient of a recorded tensor, by recorded tensor; an op's output has at most
--- one
+-- Maps a recorded tensor to the tensor of its record that receives its gradient. An op's output has at most one such
+-- tensor.
 local keeps = setmetatable({}, { __mode = "k" })
 
--- Makes a record receive the gradient of x. Returns an error code, or 0.
+-- Makes a record receive the gradient of x. Returns 0 or an error code.
 local function keep(x, record)
   local other = keeps[x]
   if other ~= nil then
@@ -330,14 +331,14 @@ function Inspector:close()
   for i = #open, 1, -1 do if open[i] == self then table.remove(open, i) end end
 end
 
--- Returns the open engine and its name for a recorded parameter, or nil if the record is not a parameter of an engine.
+-- Returns the open engine and the parameter's name if the record is a parameter of that engine. Otherwise returns nil.
 local function engine_of(record)
   local engine = record.leaf and require("ps.engine.setup").current()
   local name = engine and not engine.closed and require("ps.engine.state.values").name_of(engine, record.leaf)
   if name then return engine, name end
 end
 
--- Returns the gradient of a record, and the factor by which it is multiplied.
+-- Returns the gradient of a record, and the factor by which this gradient must be multiplied.
 local function grad_of(record)
   local engine = engine_of(record)
   if engine then return require("ps.engine.state.values").gradient(engine, record.leaf) end
@@ -374,7 +375,7 @@ function Inspector:get_summary()
     for _, e in ipairs(entries) do
       local key = ("%d\t%s\t%s"):format(e.index, e.name, e.group or "")
       local other, part = found[key], e.part and ("%s\t%d"):format(key, e.part)
-      if part and parts[part] then  -- a copy, for which only the owner may have the gradient
+      if part and parts[part] then  -- it is a copy, and only the part's owner may have the gradient
         other.grad = other.grad or e.grad
       elseif other then
         other.value = join(other.value, e.value)

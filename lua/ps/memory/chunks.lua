@@ -37,8 +37,8 @@ local function known(moment)
 end
 
 --- Returns all chunks.
----@return ps.view.Chunk[] list the chunks; its field `open` is true if an engine with chunks is open, since other ranks
----  may own all of its chunks
+---@return ps.view.Chunk[] list the chunks. Its field `open` is true if an engine with chunks is open. The list can then
+---  still be empty, because other ranks may own all of its chunks
 function look.chunks()
   local info, list, tiers = ffi.new("ps_chunk_info"), {}, look.tiers()
   list.open, tiers = tiers ~= nil, tiers or {}
@@ -58,9 +58,9 @@ function look.chunks()
   return list
 end
 
---- Returns the trace of a step: its trace indices in order, each with the chunks that it uses.
+--- Returns the trace of a step: its trace indices in order. Each index has the chunks that it uses.
 ---@param id integer
----@return ps.view.Moment[]? moments nil if newer traces have replaced it
+---@return ps.view.Moment[]? moments nil if newer traces have replaced this trace
 ---@return table<string, integer>? other peak of the bytes outside chunks, by tier
 function look.trace(id)
   local info, tiers, chunks, moments, other = ffi.new("ps_trace_info"), look.tiers(), {}, {}, {}

@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Reports what holds memory: the largest tensors of a device now, at its peak, or when memory last ran out, each with
--- the op and the module that made it and the script's line. Errors about memory list the tensors at the time of the
--- error.
+-- Reports which tensors use memory: the largest tensors of a device now, at its peak, or when memory last ran out. For
+-- each tensor, the report has the op and the module that made it, and the line of the script. Errors about memory list
+-- the tensors at the time of the error.
 local native = require "ps.core.ffi"
 local readable = require "ps.core.readable"
 local ffi, C = native.ffi, native.C
@@ -66,8 +66,8 @@ function holders.list(when, device)
   return list
 end
 
---- Returns the largest tensors at the time when memory last ran out, for the error. Returns nil if no tensor is as
---- large as a page.
+--- Returns the largest tensors at the time when memory last ran out, for the text of the error. Returns nil if no
+--- tensor is as large as a page.
 ---@return ps.Holder[]?
 function holders.refused()
   local list = holders.list("failed", -1)

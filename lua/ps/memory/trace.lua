@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The result of ps.trace(): the trace indices of a step as a list that scripts can index and that prints as a table of
--- at most 100 columns.
+-- The result of ps.trace(). It has the trace indices of a step as a list that scripts can index. The list prints as a
+-- table of at most 100 columns.
 local caller = require "ps.core.caller"
 local readable = require "ps.core.readable"
 local view = require "ps.memory.view"
@@ -9,7 +9,7 @@ local error = caller.error
 local trace = {}
 
 local WIDTH = 100
-local MOST = 40                -- largest number of rows of a trace that are printed without all = true
+local MOST = 40                -- largest number of rows that are printed without all = true
 local EDGE = 16                -- number of rows printed at each end of a longer trace
 
 ---@class ps.view.Use one use of a chunk
@@ -30,7 +30,7 @@ local EDGE = 16                -- number of rows printed at each end of a longer
 local EMPTY = "no trace: no step has been planned yet, or the model's forward reads values and its first step has " ..
   "not ended"
 
--- Returns the uses as text: "param 0 1*, grad 7-". Ids are grouped by kind, in the order of the uses.
+-- Returns the uses as a text such as "param 0 1*, grad 7-". Ids are grouped by kind, in the order of the uses.
 local function uses_text(uses)
   local kinds, ids = {}, {}
   for _, use in ipairs(uses) do
@@ -49,7 +49,8 @@ local function tiers_text(uses)
   return table.concat(names, "+")
 end
 
--- Returns one row for consecutive indices with the same action and uses: its first and last index, and its cells.
+-- Returns rows. A row combines consecutive indices that have the same action and uses. It has the first and the last
+-- index, and the cells.
 local function rows_of(moments)
   local rows = {}
   for _, m in ipairs(moments) do
@@ -133,7 +134,7 @@ local Trace = { __tostring = show, prints_rows = true }
 
 local OPTIONS = { all = "boolean", action = "string" }
 
--- Returns the chunks selected by an id or a tensor's name, as a set.
+-- Returns the chunks that an id or a tensor's name selects, as a set.
 local function asked(chunks, which)
   local found = view.chunks(chunks, which, "ps.trace")
   local set = {}

@@ -1,6 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The results of ps.chunks() and ps.memory(): lists that scripts can index and that print as tables of at most 100
--- columns. This file works on plain lists, does not change their rows, and does not depend on the engine.
+-- The results of ps.chunks() and ps.memory(). They are lists that scripts can index and that print as tables of at most
+-- 100 columns. The functions here work on plain lists and do not change the rows of these lists. They do not depend on
+-- the engine.
 local caller = require "ps.core.caller"
 local readable = require "ps.core.readable"
 local nearest = require "ps.core.nearest"
@@ -9,7 +10,7 @@ local error = caller.error
 local view = {}
 
 local WIDTH = 100
-local MOST = 40                -- largest number of rows of a list that are printed without all = true
+local MOST = 40                -- largest number of rows that are printed without all = true
 local EDGE = 16                -- number of rows printed at each end of a longer list
 local TIERS = { "device", "host", "disk" }
 local LEAST_NAMES = 12         -- smallest number of columns for names
@@ -35,7 +36,7 @@ local LEAST_NAMES = 12         -- smallest number of columns for names
 ---@field free integer
 ---@field peak integer
 
--- Returns the common prefix of two names, up to a dot: "h.0." of "h.0.ln_1.weight" and "h.0.mlp.c_fc.bias".
+-- Returns the common prefix of two names, up to a dot. For "h.0.ln_1.weight" and "h.0.mlp.c_fc.bias" it is "h.0.".
 local function common_part(a, b)
   local part = a:match("^(.*%.)") or ""
   while b:sub(1, #part) ~= part do part = part:sub(1, -2):match("^(.*%.)") or "" end
@@ -53,7 +54,7 @@ local function common_prefix(chunks)
   return (count or 0) > 1 and prefix or ""
 end
 
--- Returns a name in at most `width` columns. Omits its last components or shortens it if necessary.
+-- Returns a name in at most `width` columns. If necessary, omits its last components or shortens it.
 local function shorten(name, width)
   while #name > width do
     local shorter = name:match("^(.+)%.[^.]*$")
@@ -63,9 +64,9 @@ local function shorten(name, width)
   return name
 end
 
--- Returns names as text in at most `width` columns: "h.0.attn.c_attn.weight .. h.2.ln_1.bias (14)". If there is too
--- little room, the last name is printed without the prefix that it shares with the first, and both names are shortened:
--- "h.0.ln_1 .. mlp (12)".
+-- Returns names as a text of at most `width` columns, such as "h.0.attn.c_attn.weight .. h.2.ln_1.bias (14)". If this
+-- text is too long, the last name is printed without the prefix that it shares with the first name, and both names are
+-- shortened: "h.0.ln_1 .. mlp (12)".
 local function names_text(tensors, prefix, width)
   local function name(i) return tensors[i]:sub(#prefix + 1) end
   if #tensors == 0 then return "-" end
@@ -95,9 +96,9 @@ end
 
 local function percent(part, whole) return ("%.1f%%"):format(whole > 0 and 100 * part / whole or 0) end
 
--- Returns sums of bytes by key as text, such as "title: param 2.90 GiB, exp_avg 5.80 GiB", on as many lines as needed.
--- Keys appear in the order of `order`, or of their first appearance. each(chunk, add) calls add(key) for every key to
--- which the chunk counts.
+-- Returns sums of bytes by key as a text such as "title: param 2.90 GiB, exp_avg 5.80 GiB". The text has as many lines
+-- as it needs. Keys are in the order of `order`, or else in the order in which they first occur. each(chunk, add) calls
+-- add(key) for every key to which the chunk counts.
 local function sums(title, chunks, order, each)
   local names, total = order or {}, {}
   for _, chunk in ipairs(chunks) do
@@ -223,7 +224,7 @@ end
 
 local Chunk = { __tostring = show_chunk, prints_rows = true }
 
--- Returns the chunks' ids, which must be sorted, as text: "0 to 4, 20, 22 to 29".
+-- Returns the ids of chunks as a text such as "0 to 4, 20, 22 to 29". The ids must be sorted.
 local function ids_text(chunks)
   local parts, i = {}, 1
   while chunks[i] do
@@ -248,7 +249,7 @@ local function one_chunk(chunks, id, who)
   error(("%s: there is no chunk %g%s"):format(who, id, why))
 end
 
--- Returns the chunks that hold a tensor for which `is` returns true, and the names of these tensors.
+-- Returns the chunks that have a tensor for which `is` returns true. Also returns the names of these tensors.
 local function chunks_with(chunks, is)
   local list, names, known = {}, {}, {}
   for _, chunk in ipairs(chunks) do
@@ -264,9 +265,9 @@ local function chunks_with(chunks, is)
   return list, names
 end
 
--- Returns the chunks that hold a tensor. For a parameter, these are the chunks of its value, master, state and
--- gradient. `name` can be the end of a tensor's name if no other tensor's name has the same end. It can also be the
--- name of a module, because the printed tables contain both.
+-- Returns the chunks that have a tensor. For a parameter, these are the chunks of its value, its master, its states and
+-- its gradient. `name` can be the end of a tensor's name if no other tensor's name has the same end. It can also be the
+-- name of a module, because the printed tables show both kinds of names.
 local function holding(chunks, name, who)
   local function shown(list)
     list.all, list.filter = true, "with " .. name

@@ -1,5 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The results of ps.memory and ps.chunks: the memory in use on a device and its tiers, and the open engine's chunks.
+-- The functions ps.memory and ps.chunks. They return the memory in use on a device and its tiers, and the chunks of the
+-- open engine.
 local caller = require "ps.core.caller"
 local chunks = require "ps.memory.chunks"
 local holders = require "ps.memory.holders"

@@ -1,8 +1,10 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Monitors of an engine, modelled on DeepSpeed's: `tensorboard` writes event files, and `csv_monitor` a CSV file for
--- each tag, both below output_path/job_name, with DeepSpeed's names of events. An event's x is the number of samples on
--- which all ranks have trained: steps times train_batch_size. Rank 0 writes.
--- A resumed run appends: a new event file, which tells TensorBoard where it begins, and further rows of the CSV files.
+-- Monitors of an engine, modelled on DeepSpeed's. `tensorboard` writes event files, and `csv_monitor` writes a CSV file
+-- for each tag. Both write to the folder output_path/job_name, and their events have DeepSpeed's names. The x of an
+-- event is the number of samples on which all ranks have trained: steps times train_batch_size. Only rank 0 writes.
+--
+-- A resumed run appends to the files of the run. It adds rows to the CSV files. For TensorBoard it begins a new event
+-- file, which tells TensorBoard at which step the resumed run begins.
 local appended = require "ps.io.appended"
 local folder = require "ps.checkpoints.folder"
 local lfs = require "lfs"
@@ -37,7 +39,7 @@ end
 local Events = {}
 Events.__index = Events
 
-local files = 0  -- number of event files that this process has opened; it is part of their names
+local files = 0  -- number of event files that this process has opened; it is part of a file's name
 
 local function open_events(section)
   local seconds = now()
@@ -64,9 +66,9 @@ local function open_csv(section)
   return setmetatable({ folder = folder_of(section), files = {}, waiting = {} }, Csv)
 end
 
--- Appends text to a tag's file. If the file cannot be opened yet, the text is kept for later.
+-- Appends text to the file of a tag. If the file cannot be opened now, the text is kept until it can.
 function Csv:add(tag, text)
-  local path = ("%s/%s.csv"):format(self.folder, (tag:gsub("[/ ]", "_")))          -- DeepSpeed's name
+  local path = ("%s/%s.csv"):format(self.folder, (tag:gsub("[/ ]", "_")))          -- DeepSpeed's name for the file
   if not self.files[tag] then
     local ok, file = pcall(appended.open, path, "monitor's file", nil, true)
     if not ok then

@@ -1,10 +1,11 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Event files of TensorBoard: records in the framing of TFRecord, each a protocol buffer of the type Event
--- (tensorflow/core/util/event.proto, summary.proto, framing of tensorflow/core/lib/io/record_writer). A record is
---   uint64 length, uint32 masked CRC of these 8 bytes, the bytes, uint32 masked CRC of the bytes;    little-endian
--- The CRC is CRC-32C (Castagnoli). The masked CRC is the CRC rotated right by 15 bits, plus 0xa282ead8.
--- Fields written: Event.wall_time 1, step 2, file_version 3, summary 5, session_log 7; Summary.value 1; Value.tag 1,
--- simple_value 2; SessionLog.status 1.
+-- Event files of TensorBoard. They consist of records in the framing of TFRecord. Each record is a protocol buffer of
+-- the type Event (tensorflow/core/util/event.proto, summary.proto, framing of tensorflow/core/lib/io/record_writer). A
+-- record is little-endian and has these fields:
+--   uint64 length, uint32 masked CRC of these 8 bytes, the bytes, uint32 masked CRC of the bytes
+-- The CRC is CRC-32C (Castagnoli). The masked CRC is the CRC rotated right by 15 bits, plus 0xa282ead8. This file
+-- writes the following fields of the protocol buffers, which are listed with their numbers: Event.wall_time 1, step 2,
+-- file_version 3, summary 5, session_log 7; Summary.value 1; Value.tag 1, simple_value 2; SessionLog.status 1.
 local ffi = require "ffi"
 local band, bxor, bor, rshift, lshift, ror, tobit =
   bit.band, bit.bxor, bit.bor, bit.rshift, bit.lshift, bit.ror, bit.tobit
@@ -33,7 +34,7 @@ end
 
 local function masked(text) return uint32(tobit(ror(tfevents.crc32c(text), 15) + 0xa282ead8)) end
 
---- Frames data as a record.
+--- Frames data as a TFRecord.
 ---@param data string
 ---@return string
 function tfevents.record(data)
@@ -68,8 +69,8 @@ end
 ---@return string
 function tfevents.version(seconds) return event(seconds, nil, field(3, BYTES, "brain.Event:2")) end
 
---- Returns the record of a run that begins or continues at `step`. TensorBoard drops the events of earlier files from
---- this step on.
+--- Returns the record of a run that begins or continues at `step`. TensorBoard drops those events of earlier files that
+--- have this step or a later one.
 ---@param seconds number seconds since 1970
 ---@param step integer
 ---@return string

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Runs a function in its own process and returns its result. A run of a script can thus neither change nor end the
--- calling process, and keeps no memory.
+-- Runs a function in its own process and returns its result. The function can then neither change nor end the calling
+-- process, and all its memory is freed when its process ends.
 local cjson = require "cjson"
 local fcntl = require "posix.fcntl"
 local lfs = require "lfs"
@@ -44,9 +44,10 @@ local function check_alone()
 end
 
 --- Starts fn(give) in a separate process. give(value) passes a JSON value to the parent process and ends the child
---- process, whose standard output is discarded. Raises an error if this process has loaded "ps" or has threads.
+--- process. The standard output of the child process is discarded. Raises an error if this process has loaded "ps" or
+--- has threads.
 ---@param fn fun(give: fun(value: table))
----@param quiet boolean whether to discard its standard error, too
+---@param quiet boolean whether to also discard its standard error
 ---@return {pid: integer, fd: integer} running
 function child.begin(fn, quiet)
   check_alone()

@@ -1,12 +1,12 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Simulates a pipeline's step from the costs of its stages (src/pipe/simulate.c). Runs in its own process, since the
--- library makes a context.
+-- Simulates a pipeline's step from the costs of its stages (src/pipe/simulate.c). The simulation runs in its own
+-- process, because the library makes a context.
 local child = require "ps.planning.child"
 
 local course = {}
 
--- Simulates the step of a cut model (`cut`: ps.planning.Pipeline). `costs` are its virtual stages' costs
--- (ps.pipe.Cost).
+-- Simulates the step of a model that is cut into stages. `cut` is a ps.planning.Pipeline. `costs` has the costs of its
+-- virtual stages (ps.pipe.Cost).
 local function simulated(cut, costs, link)
   local got = child.run(function(give)
     local c = require("ps.parallel.pipeline.table").table({ schedule = cut.schedule, stages = cut.stages,
@@ -19,7 +19,8 @@ local function simulated(cut, costs, link)
   return got
 end
 
---- Returns the peak bytes of activations that each stage holds, according to its row of the schedule's table.
+--- Returns the peak bytes of activations that each stage keeps. They follow from the stage's row in the table of the
+--- schedule.
 ---@param cut ps.planning.Pipeline
 ---@return number[] by stage, from 1
 function course.held(cut)
@@ -28,8 +29,8 @@ function course.held(cut)
   return simulated(cut, costs).held
 end
 
---- Returns the fraction of the ranks' time in which they are idle. Actions take as long as their counted operations,
---- and transfers take no time.
+--- Returns the fraction of the ranks' time in which they are idle. It assumes that the time of an action is
+--- proportional to its counted operations, and that transfers take no time.
 ---@param cut ps.planning.Pipeline
 ---@return number
 function course.bubble(cut)
@@ -40,8 +41,8 @@ end
 
 --- Simulates the step in seconds.
 ---@param cut ps.planning.Pipeline
----@param by_stage number[] compute seconds per step of each stage, by stage from 1, which are divided among its actions
----  by operations
+---@param by_stage number[] compute seconds per step of each stage, indexed by stage from 1. They are divided among the
+---  actions of the stage in proportion to their operations
 ---@param recompute boolean whether backward repeats the forward
 ---@param rate number bytes per second from one stage to the next
 ---@return {makespan: number, bubble: number}

@@ -1,8 +1,9 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- One dry run of a script, in its own process. The script runs to the end of its first optimizer:step() on a simulated
--- machine (ps_machine_pretend), with the engine's own code and decisions. Ops allocate but do not compute, chunks move
--- without bytes, and the peaks of the tiers are those of a real first step. A trial with other budgets, batch rows or
--- model blocks sets them through the engine's hooks (ps/core/hooks.lua).
+-- machine (ps_machine_pretend). The code and the decisions of the engine are those of a real run. Ops allocate memory
+-- but do not compute, and chunks move without contents. The peaks of the tiers are therefore those of a real first
+-- step. A trial can have other budgets, batch rows or model blocks. It sets them through the engine's hooks
+-- (ps/core/hooks.lua).
 local hooks = require "ps.core.hooks"
 local known = require "ps.planning.known"
 local outside = require "ps.planning.outside"
@@ -28,13 +29,13 @@ local function change_settings(request, seen)
   end)
 end
 
--- Paces Lua's collector. Otherwise it would run at a different time in each run, and peaks would differ by the bytes of
--- small tensors that it has not yet freed.
+-- Makes Lua's collector run at fixed points. Otherwise it would run at a different time in each run. Peaks would then
+-- differ by the size of small tensors that the collector has not freed yet.
 local function collect_by_count()
   hooks.on("action", function(action, begins) require("ps.core.collector").pace_script(action, begins) end)
 end
 
--- Records the phase of the run in which each tier's peak last rose: {name -> phase}.
+-- Records for each tier the phase of the run in which its peak last rose: {name -> phase}.
 local function watch_peaks()
   local C, look = require "ps.core.declared", require "ps.memory.chunks"
   local PARTS = { [C.PS_ACT_FORWARD] = "forward of micro-batch %d", [C.PS_ACT_BACKWARD] = "backward of micro-batch %d",
@@ -55,8 +56,8 @@ local function watch_peaks()
   return when, note
 end
 
--- Counts the rows of the script's micro-batches. In a trial with another number of rows, changes the batches to this
--- number.
+-- Counts the rows of the script's micro-batches. In a trial with another number of rows, changes the batches to have
+-- that number.
 local function watch_rows(seen, rows)
   local batch = require "ps.data.batch"
   hooks.on("batch", function(engine, given)
@@ -68,7 +69,7 @@ local function watch_rows(seen, rows)
   end)
 end
 
--- Returns the longest list of modules in a module.
+-- Returns the longest list of modules inside a module.
 local function longest_list(module)
   local longest
   for _, m in module:named_modules() do
@@ -77,7 +78,8 @@ local function longest_list(module)
   return longest
 end
 
--- Counts the blocks of the script's model. In a trial with another number of blocks, later models get this number.
+-- Counts the blocks of the script's model. In a trial with another number of blocks, the models that are made later get
+-- that number.
 local function watch_blocks(seen, blocks)
   hooks.on("model", function(model_func)
     return function()
@@ -96,8 +98,8 @@ local function watch_blocks(seen, blocks)
   end)
 end
 
--- Counts operations and bytes of the first step's ops. Returns a function that, after the step has ended, returns a
--- list in the form of ps.profiler.stop. Ops of the engine's own dry runs are not recorded.
+-- Counts the operations and bytes of the first step's ops. Ops of the engine's own dry runs are not counted. Returns a
+-- function. When it is called after the step, that function returns a list in the form of ps.profiler.stop.
 local function watch_ops()
   local profiler, counting = require "ps.profile.profiler", false
   hooks.on("action", function()
@@ -115,7 +117,7 @@ local function watch_ops()
 end
 
 -- -- results ----------------------------------------------------------------------------------------------------------
--- Returns the number of parameters that each rank owns, or nil if ranks share no parameters.
+-- Returns the number of parameters that each rank owns. Returns nil if ranks do not share parameters.
 local function owned(engine)
   if engine.zero_stage == 0 then return nil end
   local list = {}
@@ -124,7 +126,7 @@ local function owned(engine)
   return list
 end
 
--- Returns the rank along dp, from 0, that owns the most parameters.
+-- Returns the index along dp, counted from 0, of the rank that owns the most parameters.
 local function owner(list)
   local most = 1
   for rank, numel in ipairs(list or {}) do if numel > list[most] then most = rank end end
@@ -133,8 +135,8 @@ end
 
 local function tp_of(engine) return engine.tensor_parallel and engine.tensor_parallel.group:size() or 1 end
 
--- Returns how the model is cut into stages, with its virtual stages' costs for the script's micro-batches. Returns nil
--- if the model is not cut.
+-- Returns how the model is cut into stages. The result has the costs of the virtual stages for the script's
+-- micro-batches. Returns nil if the model is not cut.
 ---@return ps.planning.Pipeline?
 local function cut_of(engine)
   local pipe, stages = engine.driver.pipe, engine.stages
@@ -165,8 +167,8 @@ local function cut_of(engine)
     micro_batches = micros, performed = pipe.performed, vstages = vstages, sent = sent * micros }
 end
 
--- Ends a run of a pipeline before its first step if another rank along dp owns more parameters. The result contains the
--- index of that rank, and the facts that hold for all ranks.
+-- Ends the run of a pipeline before its first step, if another rank along dp owns more parameters. The result then has
+-- the index of that rank, and the facts that hold for all ranks.
 local function seek_owner(give, seen)
   local off
   off = hooks.on("action", function()
@@ -179,9 +181,9 @@ local function seek_owner(give, seen)
   end)
 end
 
--- Counts the bytes that this rank sends along dp and tp from the first action of a step on. Groups with simulated ranks
--- count like any other group (ps_group_bytes_sent). Returns a function that, after the step has ended, returns the
--- bytes by axis, and the bytes along tp that are sent in pieces during products.
+-- Counts the bytes that this rank sends along dp and tp, starting with the first action of a step. Groups that have
+-- simulated ranks are counted like any other group (ps_group_bytes_sent). Returns a function to call after the step. It
+-- returns the bytes by axis, and the bytes along tp that are sent in pieces during products.
 local function watch_sent()
   local C, mesh, before, in_pieces = require "ps.core.declared", require "ps.dist.mesh", {}, 0
   local function sent(axis)
@@ -190,7 +192,8 @@ local function watch_sent()
   end
   hooks.on("action", function(action, begins)
     if not begins or action.kind ~= C.PS_ACT_FORWARD or action.micro > 0 or action.vstage > 0 then return end
-    for _, axis in ipairs { "dp", "tp" } do before[axis] = sent(axis) end   -- the call for the real step is the last
+    for _, axis in ipairs { "dp", "tp" } do before[axis] = sent(axis) end   -- the dry run calls this, too; the last
+                                                                            -- call is for the real step
     in_pieces = before.tp and mesh.group("tp"):bytes_in_pieces() or 0
   end)
   return function(cut)
@@ -204,8 +207,8 @@ local function of_engine(engine, seen, when, tiers, sent)
   local built, forecast, links = engine.built, engine.plan.forecast or nil, {}
   for i, tier in ipairs(tiers) do
     tier.when = when[tier.name]
-    -- The first step does not have all chunks, but later steps do. The forecast of the last tier includes room for all
-    -- chunks, which is allocated when they are evicted to it.
+    -- The first step does not have all chunks, but later steps do. The forecast of the last tier includes space for all
+    -- chunks. That space is allocated when chunks are evicted to the tier.
     local steady, last = forecast and forecast.tiers[i], i == #tiers and i > 1
     local rests = last and (forecast and forecast.evicted[i - 1] or 0) == 0
     if steady and steady.peak > tier.peak and not rests then
@@ -231,7 +234,7 @@ local function of_engine(engine, seen, when, tiers, sent)
     model_parameters = cut and engine.module:num_parameters() or nil, notes = seen.notes }
 end
 
--- Returns the peak of plain memory, for a run without an engine in chunks.
+-- Returns the peak of plain memory. This is for runs without an engine in chunks.
 local function of_devices(engine, seen)
   local devices, views, plain, device = require "ps.core.devices", require "ps.memory.views", {}, "cpu"
   for _, d in ipairs(devices.all()) do
@@ -242,7 +245,7 @@ local function of_devices(engine, seen)
   return { fits = true, plain = plain, device = device, rows = seen.rows, blocks = seen.blocks }
 end
 
--- Returns the error of a script as a table that contains the script's line.
+-- Returns an error of the script as a table. The table has the line of the script.
 local function explained(problem)
   local caller = require "ps.core.caller"
   local text = caller.at(tostring(problem))
@@ -256,14 +259,16 @@ local function explained(problem)
   return out
 end
 
-local REHEARSED, ROUNDS = 1e12, 8          -- number of operations, which take a few seconds
-local STEADY = 2 ^ 18                      -- bytes; the rounds end when one grows by less
+local REHEARSED, ROUNDS = 1e12, 8          -- REHEARSED: number of operations, which take a few seconds
+local STEADY = 2 ^ 18                      -- bytes; the rounds end when the process grows by less in one round
 
--- Returns the bytes that a real process has in addition to tensors, and that this process lacks: memory that oneDNN
--- keeps after products, and pages of files that only the parent process has touched. It performs products in rounds
--- until the process stops growing, since the heap is fragmented and a buffer may not fit at once. Returns nil if the
--- products would need too much time or memory, or if the system does not report its pages. The second result is the
--- elapsed time in seconds.
+-- Returns the size in bytes of the memory that a real process has in addition to tensors, and that this process lacks.
+-- It consists of memory that oneDNN keeps after products, and of pages of files that only the parent process has
+-- touched.
+--
+-- To measure it, the function performs products in rounds until the process stops growing. Several rounds are needed
+-- because the heap is fragmented, so a buffer may not fit at once. Returns nil if the products would need too much time
+-- or memory, or if the system does not report the pages of a process. The second result is the elapsed time in seconds.
 local function kept_by_products(C, pages_before)
   local pages, operations = require "ps.planning.pages", require("ffi").new "double[1]"
   local seconds = require("ps.core.process").now
@@ -282,7 +287,7 @@ local function kept_by_products(C, pages_before)
 end
 
 -- -- the run ----------------------------------------------------------------------------------------------------------
--- Sets the variables by which a launcher passes a rank to a process.
+-- Sets the environment variables with which a launcher passes the rank to a process.
 local function set_rank(request)
   local setenv = require("posix.stdlib").setenv
   if not request.ranks then return end
@@ -293,7 +298,7 @@ local function set_rank(request)
   end
 end
 
--- Rewords errors about ranks for a plan, since a plan of several ranks needs a script that joins them.
+-- Rewords errors about ranks for a plan: a plan of several ranks needs a script that joins the ranks.
 local function watch_joining(request)
   hooks.on("ranks_wanted", function(ranks)
     return ("plan this number of ranks, or a multiple, with --ranks %d and a script that calls ps.init_distributed() "
@@ -305,8 +310,8 @@ local function watch_joining(request)
   end)
 end
 
--- Records the text that the script writes to io.stderr, which explains why it ends. Returns a function that returns the
--- text after ": ".
+-- Records the text that the script writes to io.stderr, because this text explains why the script ends. Returns a
+-- function that returns the part of the text after ": ".
 local function keep_errors()
   local real, text = io.stderr, ""
   local methods = { write = function(self, ...)
@@ -358,7 +363,7 @@ function dry_run.perform(request, give)
     caller.error(("the script called os.exit(%s) before the end of its first optimizer:step()%s"):format(
       tostring(code), said()))
   end
-  -- The existing table is changed, since argparse keeps a reference to it.
+  -- The existing table is changed instead of replaced, because argparse keeps a reference to it.
   for i = -9, math.max(#arg, #request.args) do arg[i] = request.args[i] end       -- luacheck: ignore 122
   arg[0] = request.script                                                         -- luacheck: ignore 122
   local chunk, why = loadfile(request.script)

@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Machines for plans: each file in tools/hardware/ returns a ps.planning.Machine, or a family of machines: common
--- fields, and the differences by name in `variants`. A name with x and a number at its end ("h200x8") is a machine with
--- that many GPUs.
+-- Machines for plans. Each file in tools/hardware/ returns a ps.planning.Machine or a family of machines. A family has
+-- common fields, and the differences of each machine by name in `variants`. A name can end with x and a number
+-- ("h200x8"). The machine then has that number of GPUs.
 local lfs = require "lfs"
 local paths = require "ps.paths"
 
@@ -11,18 +11,18 @@ local hardware = {}
 ---@field text string
 ---@field source string source of the numbers
 ---@field gpu? {nbytes: number, sms?: integer, flops: table<string, number>, bandwidth: number, between: number} nbytes:
----  bytes of memory. sms: number of multiprocessors, on which the workspace of kernels depends. flops: operations per
----  second by dtype. bandwidth: bytes per second of the memory. between: bytes per second to the other GPUs in each
----  direction
+---  size of the memory in bytes. sms: number of multiprocessors, which determines the workspace of kernels. flops:
+---  operations per second by dtype. bandwidth: bytes per second of the memory. between: bytes per second to and from
+---  the other GPUs, in each direction
 ---@field taken? {what: string, nbytes: number, ranks?: boolean, source: string}[] parts of a GPU's memory that the
 ---  engine cannot use; with `ranks`, only if there are several ranks
 ---@field host {nbytes: number, flops?: table<string, number>, bandwidth?: number}
 ---@field links {up: number, down: number} bytes per second between host and GPU
----@field network? number bytes per second from a GPU to GPUs of other machines in each direction
+---@field network? number bytes per second between a GPU and the GPUs of other machines, in each direction
 ---@field disk? {read: number, write: number} bytes per second, or nil if they were not measured
 ---@field adam {host: number, device?: number} parameters per second
----@field efficiency table<string, number[]> lowest and highest fraction of these speeds that is reached, by name:
----  compute, links, between, disk
+---@field efficiency table<string, number[]> lowest and highest fraction of these speeds that is reached in practice, by
+---  name: compute, links, between, disk
 ---@field measured? boolean whether probe.lua measured them on the machine itself
 ---@field memory_alone? string the reason why a plan counts only its memory
 ---@field path string path of the table's file
@@ -31,7 +31,7 @@ local FOLDER = "/tools/hardware/"
 
 local function bytes_text(n) return ("%.0f MiB"):format(n / 2 ^ 20) end
 
--- Merges the fields of one table over those of another, also in nested tables.
+-- Merges one table over another. The fields of the former replace those of the latter, also in nested tables.
 local function over(base, other)
   local out = {}
   for key, value in pairs(base) do out[key] = value end
@@ -41,8 +41,8 @@ local function over(base, other)
   return out
 end
 
--- Returns all machines by name. If a file does not return a table, its entry is the error text, which is raised only if
--- this machine is used.
+-- Returns all machines by name. If a file does not return a table, its entry is the text of the error. The error is
+-- raised only if this machine is used.
 local function machines()
   local all = {}
   for file in lfs.dir(paths.root .. FOLDER) do
@@ -60,7 +60,7 @@ local function machines()
   return all
 end
 
--- text fields that every table must have
+-- Fields of type text that every table must have.
 local TEXTS = { "text", "source" }
 local NUMBERS = { "host.nbytes", "links.up", "links.down", "adam.host" }
 local OF_GPU = { "gpu.nbytes", "gpu.bandwidth", "gpu.between" }

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Plans a script: the memory and time of its first step on a machine, from dry runs (planning/trial.lua, search.lua).
--- This file makes no context of psluajit: runs have their own processes.
+-- Plans a script: finds the memory and the time of its first step on a machine, by dry runs (planning/trial.lua,
+-- search.lua). This file makes no context of psluajit, because each dry run has its own process.
 local caller = require "ps.core.caller"
 local child = require "ps.planning.child"
 local course = require "ps.planning.course"
@@ -18,13 +18,14 @@ local planning = {}
 ---@field hardware? string name of a machine (planning/hardware.lua), or nil for this machine
 ---@field host? number bytes of the machine's host memory
 ---@field ranks? integer number of processes (default: the hardware's number of GPUs)
----@field find? "budget"|"batch"|"model"|"all"|"nothing" goal of further dry runs: the smallest budgets and remedies,
----  the largest batch, or the largest model (default: all)
----@field limit? number seconds within which further dry runs may begin, or 0 for no limit (default 60); values that are
----  not found by then are reported as bounds
+---@field find? "budget"|"batch"|"model"|"all"|"nothing" what further dry runs look for: the smallest budgets and
+---  remedies, the largest batch, or the largest model (default: all)
+---@field limit? number seconds within which further dry runs may begin, or 0 for no limit (default 60). Values that are
+---  not found in this time are reported as bounds
 ---@field quiet? boolean whether to discard the engine's notes
 
--- Returns the speeds of this machine between its processor and the device sim, measured in a separate process.
+-- Returns the speeds of this machine, between its processor and the device sim. They are measured in a separate
+-- process.
 local function rates_here()
   local got = child.run(function(give)
     local r = require("ps.engine.plan.rates").measured("sim")
@@ -33,7 +34,8 @@ local function rates_here()
   return not got.error and got or nil
 end
 
--- Returns the tier in which a failed run ran short of memory, with its budget and the smallest budget that it needs.
+-- Returns the tier in which a failed run had too little memory, the budget of the tier, and the smallest budget that
+-- the run needs.
 local function shortage(request, result)
   local tier = result.error.tier or "host"
   local had = (result.budgets or {})[tier]
@@ -69,10 +71,10 @@ local function look_further(plan, request, result, what)
   if blocks then plan.largest_model = { blocks = blocks, parameters = parameters, is_bound = bound } end
 end
 
--- Returns the bytes of a process of the run if all its tiers except the disk are memory of this machine. The bytes are
--- the sum of the tiers, of the dry run's process (the same program and script without bytes of tensors), and of other
--- memory of a real process (result.kept), if it is known. Returns nil for a GPU, whose driver also allocates host
--- memory.
+-- Returns the size in bytes of a real process of the run. All its tiers except the disk must be memory of this machine.
+-- The size is the sum of three numbers: the tiers, the dry run's process (the same program and script without contents
+-- of tensors), and the other memory of a real process (result.kept) if it is known. Returns nil for a GPU, because its
+-- driver also allocates host memory.
 local function process_of(result)
   if result.device == "cuda" or not result.tiers then return nil end
   local sum, besides = 0, result.rss + (result.kept or 0)
@@ -84,8 +86,8 @@ local OPTIONS = { script = "string", args = "table", hardware = "string", find =
   host = "number", ranks = "whole", limit = "number" }
 local LIMIT_S = 60
 
---- Plans a script. Raises any error other than a shortage of memory (the script fails, reads a value, or has no step),
---- with the script's line.
+--- Plans a script. A shortage of memory is part of the result. Any other error is raised with the line of the script,
+--- for example if the script fails, reads a value, or has no step.
 ---@param options ps.planning.Options
 ---@return table plan the data that report.lines and --json print
 function planning.plan(options)

@@ -1,11 +1,12 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Results of one pipeline rank's dry run that are the same for all ranks: the costs of the model's parts, and the cut
--- of the model. Dry runs of other ranks use them (ps/core/hooks.lua) instead of counting again.
+-- Results of a dry run of one pipeline rank that are the same for all ranks: the costs of the parts of the model, and
+-- the cut of the model into stages. Dry runs of other ranks use these results (ps/core/hooks.lua) instead of counting
+-- again.
 local hooks = require "ps.core.hooks"
 
 local known = {}
 
--- numeric fields of a cost, which are passed as text since JSON would lose digits
+-- The numeric fields of a cost. They are passed as text, because JSON would lose digits.
 local NUMBERS = { "forward", "input", "weight", "numel", "nbytes", "activations", "dropouts", "first_dropout",
   "carry_nbytes" }
 
@@ -21,7 +22,8 @@ end
 
 local function as_text(number) return ("%.17g"):format(number) end
 
---- Returns the facts of an engine after the dry run of its step. Returns nil if its model is not cut into stages.
+--- Returns the facts of an engine after the dry run of its step. Returns nil if the engine's model is not cut into
+--- stages.
 ---@param engine ps.Engine
 ---@return table? value of JSON
 function known.of(engine)

@@ -1,8 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Protects the user's files from a dry run. Files that the script writes go to a separate folder, where the script can
--- read them under the same paths (ps_file_divert); the folder is removed after the run. Folders that the script makes
--- are noted, but not made. The script can start no program, and can remove and rename only files that it wrote. This
--- file is used only in the process of a dry run, which ends afterwards.
+-- Protects the user's files from a dry run. Files that the script writes are stored in a separate folder. The script
+-- can read them under their original paths (ps_file_divert). The folder is removed after the run. Folders that the
+-- script makes are recorded, but not made. The script cannot start programs, and it can remove and rename only files
+-- that it wrote. This file is used only in the process of a dry run. The process ends after the run.
 local ffi = require "ffi"
 local fcntl = require "posix.fcntl"
 local lfs = require "lfs"
@@ -15,14 +15,15 @@ local C = require "ps.core.declared"
 
 local outside = {}
 
-local COPIED = 2 ^ 20                      -- bytes per read when a file is copied before it is appended to
+local COPIED = 2 ^ 20                      -- number of bytes per read when a file is copied because the script appends
+                                           -- to it
 local there = ffi.new "char[4096]"         -- buffer for a path
 
 local function nothing() return true end
 local function zero() return 0 end
 
--- Returns the actual path of a file: the run's own copy, or the path itself if the script has not written a file of
--- this name.
+-- Returns the actual path of a file. This is the run's own copy, or the path itself if the script has not written a
+-- file with this name.
 local function at(path, writes)
   if type(path) ~= "string" then return path, false end
   local moved = C.ps_file_diverted(path, writes and 1 or 0, there, ffi.sizeof(there))
@@ -30,7 +31,7 @@ local function at(path, writes)
   return ffi.string(there), true
 end
 
--- Copies the user's file to the run's own file before it is appended to or modified.
+-- Copies the user's file to the run's own file, before the script appends to the file or modifies it.
 local function fill(open, path, own)
   local from = lfs.attributes(own) == nil and open(path, "rb")
   if not from then return end
@@ -48,7 +49,7 @@ local function close_io()
     local own, moved = at(path, writes)
     if moved and writes and not how:find "w" then
       fill(open, path, own)
-      -- raises an error, since there is no such file
+      -- the user's path raises the error, because there is no such file
       if how:find "r" and lfs.attributes(own) == nil then own = path end
     end
     return open(own, mode)
@@ -89,7 +90,7 @@ local function close_os(folder)
   unistd.unlink, stdio.rename = os.remove, os.rename
 end
 
--- Makes folders that the script created appear to exist and to be empty.
+-- Makes the folders that the script has created appear to exist and to be empty.
 local function close_folders()
   local made, attributes, dir, access = {}, lfs.attributes, lfs.dir, unistd.access
   local function name(path) return path:gsub("^%./", ""):gsub("/+$", "") end
@@ -154,7 +155,7 @@ function outside.remove(pid)
   lfs.rmdir(folder)
 end
 
---- Redirects this process's access to files that it could write.
+--- Redirects the access of this process to files that it could write.
 function outside.close()
   local folder = outside.folder(unistd.getpid())
   assert(lfs.mkdir(folder))

@@ -1,12 +1,12 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Memory of this process as the operating system sees it (/proc/self). A forked process does not have its parent's file
--- pages (the program, libraries) until it touches them itself, so a dry run's process is smaller than a process that
--- was started for the script. The sizes of both processes are counted from their pages.
+-- Memory of this process as the operating system sees it (/proc/self). A forked process does not have its parent's
+-- pages of files (the program, libraries) until it touches them itself. So the process of a dry run is smaller than a
+-- process that was started for the script. The sizes of both processes are counted from their pages.
 local pages = {}
 
-local PAGE = 4096                          -- bytes, on x86-64
-local PRESENT = 128                        -- the highest bit of a page's eight bytes in /proc/self/pagemap
-local LARGEST = 2 ^ 28  -- bytes of the largest mapping that counts; larger mappings are a script's data
+local PAGE = 4096                          -- page size in bytes on x86-64
+local PRESENT = 128                        -- the highest bit of the eight bytes of a page in /proc/self/pagemap
+local LARGEST = 2 ^ 28  -- size in bytes of the largest mapping that counts; larger ones are a script's data
 
 ---@class ps.planning.Pages consecutive pages that a process has in memory
 ---@field first number address of the first page
@@ -21,14 +21,14 @@ function pages.resident()
   return kib and tonumber(kib) * 1024
 end
 
--- Returns the system's entries for consecutive pages, 8 bytes each, or nil if there are none.
+-- Returns the system's entries for consecutive pages, with 8 bytes per page. Returns nil if there are none.
 local function read(map, first, count)
   local text = map:seek("set", first / PAGE * 8) and map:read(count * 8)
   return text and #text == count * 8 and text or nil
 end
 
---- Returns the pages of files that this process has in memory. A fork has them at the same addresses. Returns nil if
---- the system does not report them.
+--- Returns the pages of files that this process has in memory. A forked process has them at the same addresses. Returns
+--- nil if the system does not report them.
 ---@return ps.planning.Pages[]?
 function pages.of_files()
   local map, list = io.open("/proc/self/pagemap", "rb"), {}

@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Searches, by dry runs of a script, for the least budget, the largest batch and the largest model with which its first
--- step fits. Every answer comes from runs: the run with the reported value fitted, and the run with the next value did
--- not. If the time for all searches of a request (search.clock) is used up, the answer is a bound: the best value that
+-- Searches for the smallest budget, the largest batch and the largest model with which a script's first step fits. All
+-- answers come from dry runs: a run with the reported value has fitted, and a run with the next value has not. If the
+-- time for all searches of a request (search.clock) is used up, the answer is a bound, which is the best value that has
 -- fitted so far.
 local time = require "posix.time"
 local trial = require "ps.planning.trial"
@@ -9,14 +9,14 @@ local trial = require "ps.planning.trial"
 local search = {}
 
 local NEAR = 1.005             -- smallest budgets are found to within this factor
-local BELOW = 0.97             -- a run with this fraction of the smallest budget has failed
+local BELOW = 0.97             -- a run with this fraction of the reported smallest budget has failed
 local PAGE = 4096
 local MOST_BYTES = 2 ^ 50
 local MOST_ROWS = 2 ^ 20
 local MOST_BLOCKS = 2 ^ 12
-local GROWTH = 3               -- upper bound of the time ratio of two runs, one with twice the size of the other
+local GROWTH = 3               -- a run of twice the size takes at most this number of times as long
 
--- Returns a copy of a request with some fields changed. Dry runs of a search are quiet.
+-- Returns a copy of a request in which some fields are changed. Dry runs of a search are quiet.
 local function with(request, changes)
   local copy = { quiet = true }
   for key, value in pairs(request) do copy[key] = value end
@@ -44,8 +44,8 @@ local now = search.now
 ---@return ps.planning.Clock
 function search.clock(seconds, took) return { ends = now() + seconds, longest = took, over = false } end
 
--- Returns whether there is time for a run that takes `times` times as long as the longest run so far. Returns true if
--- there is no limit.
+-- Returns whether there is enough time for a run that takes `times` times as long as the longest run so far. Returns
+-- true if there is no limit.
 local function in_time(request, times)
   local clock = request.clock
   if not clock or now() + clock.longest * times <= clock.ends then return true end
@@ -65,7 +65,7 @@ end
 
 local function up_to_page(n) return math.ceil(n / PAGE) * PAGE end
 
--- Returns the budgets of a request, with one tier changed.
+-- Returns the budgets of a request. The budget of one tier is changed to nbytes.
 local function budgets_with(request, tier, nbytes)
   local budgets = {}
   for name, value in pairs(request.budgets or {}) do budgets[name] = value end
@@ -73,10 +73,10 @@ local function budgets_with(request, tier, nbytes)
   return budgets
 end
 
---- Returns the smallest budget of a tier with which the script fits, if the budgets of the other tiers are unchanged.
+--- Returns the smallest budget of a tier with which the script fits. The budgets of the other tiers are not changed.
 ---@param request ps.planning.Request
 ---@param tier string "device" or "host"
----@param from integer bytes at which to begin, which is the budget or a peak
+---@param from integer bytes at which the search begins, which is the current budget or a peak
 ---@return integer? bytes nil if there is none
 ---@return boolean? bound true if the time was used up, so that the smallest budget is at most the returned value
 function search.least_budget(request, tier, from)
@@ -98,14 +98,14 @@ function search.least_budget(request, tier, from)
     if below < PAGE then return high end
     if not in_time(request, 1) then return high, true end
     if not ok(below) then return high end
-    -- a larger budget does not always provide more room, so the search continues below
+    -- a larger budget does not always provide more space, so the search continues below
     low, high = 0, below
   end
 end
 
 -- Returns the largest integer up to `most` for which fn is true, or 0 if there is none. fn must be true up to some
--- number and false above it. `known` is a number, and `holds` is the value of fn for it. The second result is true if
--- the search ended early, at `most` or because the time was used up.
+-- number and false above it. `known` is a number for which fn is already known, and `holds` is the result. The second
+-- result is true if the search ended early, at `most` or because the time was used up.
 local function largest(request, fn, known, holds, most)
   local low, high = 0, known
   if holds then
@@ -137,8 +137,9 @@ function search.largest_batch(request, result)
     MOST_ROWS)
 end
 
---- Returns the largest number of blocks that fits in the model's longest list of modules, and the number of parameters
---- of the resulting model. Returns nil if the model has no such list, or if the script's own model does not fit.
+--- Returns the largest number of blocks in the model's longest list of modules with which the script fits. Also returns
+--- the number of parameters of that model. Returns nil if the model has no such list, or if the script's own model does
+--- not fit.
 ---@param request ps.planning.Request
 ---@param result ps.planning.Result result of the unchanged script
 ---@return integer? blocks
@@ -155,7 +156,7 @@ function search.largest_model(request, result)
   return blocks, parameters[blocks], bound
 end
 
--- Changes that may make a script fit, each as a description and the change.
+-- Changes that may make a script fit. Each entry has a description and the change.
 local CHANGES = {
   { "recompute = true in the configuration", { recompute = true } },
   { "a disk tier, memory.disk = { path = FOLDER }", { disk = true } },

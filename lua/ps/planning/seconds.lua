@@ -1,35 +1,42 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The seconds of a step, by parts, from the counts of a dry run and a machine's speeds. For a simulated machine each
--- time is a range, between the lowest and the highest fraction of the machine's speeds that is assumed to be reached
--- (`efficiency` in its table). Compute is the sum over ops (ps_op_cost as counted in the dry run, with recomputation)
--- of the longer of the times for operations and for bytes, plus the updates. For a pipeline, compute is the simulated
--- step of its stages, with the messages between them, plus the updates. Messages between ranks that share layers count
--- as compute, since compute waits for them; `beside` has the rows that are exchanged during products. Transfer is the
--- time for the bytes over each link, and communication the time for the bytes of the ranks along dp. The parts overlap
--- as far as the plan allows, so a step takes at least the longest part and at most the sum of all parts.
+-- Computes the seconds of a step and of its parts, from the counts of a dry run and the speeds of a machine. For a
+-- simulated machine, each time is a range. The range follows from the lowest and the highest fraction of the machine's
+-- speeds that is assumed to be reached (`efficiency` in the machine's table).
+--
+-- Compute: for each op (ps_op_cost as counted in the dry run, with recomputation), the time is that of its operations
+-- or that of its bytes, whichever is longer. Compute is the sum over all ops plus the updates. For a pipeline, it is
+-- the simulated step of the stages, with the messages between them, plus the updates. Messages between ranks that share
+-- layers count as compute, because compute waits for them. The function `beside` computes the time of rows that are
+-- exchanged during products.
+--
+-- Transfer is the time for the bytes over each link. Communication is the time for the bytes between the ranks along
+-- dp. The parts overlap as far as the plan allows. So a step takes at least the longest part, and at most the sum of
+-- all parts.
 local course = require "ps.planning.course"
 local optimizers = require "ps.optimizers"
 
 local seconds = {}
 
--- Returns {least, most} seconds for an amount at a speed. `efficiency` is the range of the fraction of the speed that
--- is reached.
+-- Returns the range {least, most} of seconds for an amount at a speed. `efficiency` is the range of the fraction of the
+-- speed that is reached.
 local function range(amount, speed, efficiency)
   return { amount / (speed * efficiency[2]), amount / (speed * efficiency[1]) }
 end
 
 local function add(a, b) return { a[1] + b[1], a[2] + b[2] } end
 local ZERO = { 0, 0 }
--- speeds of a disk without measured speeds: 1 byte per second, so that the missing speed is visible in the result
+-- The speeds of a disk that was not measured. They are 1 byte per second, so that the result shows that a speed is
+-- missing.
 local UNKNOWN = { read = 1, write = 1 }
 
--- ops whose rows may be exchanged in pieces (src/tensor_parallel/linear.c)
+-- Ops whose rows may be exchanged in pieces (src/tensor_parallel/linear.c).
 local ROWS = { column_linear = true, row_linear = true, column_linear_grad = true }
-local ADAM_NBYTES = 28                       -- bytes per parameter that Adam moves, for a table's rates (rates.c)
+local ADAM_NBYTES = 28                       -- bytes per parameter that Adam moves, assumed by a table's rates
+                                             -- (rates.c)
 
--- Returns, for the ops of a step, the seconds of all ops except updates and ops whose rows are exchanged in pieces; the
--- number of operations; the seconds of the ops whose rows are exchanged in pieces; and the bytes of the updates.
--- Returns nil if the table lacks a speed.
+-- Returns four results for the ops of a step. First, the seconds of all ops except updates and ops whose rows are
+-- exchanged in pieces. Second, the number of operations. Third, the seconds of the ops whose rows are exchanged in
+-- pieces. Fourth, the number of bytes of the updates. Returns nil if the table lacks a speed.
 local function of_ops(t, result, list, pieces)
   local place, e = result.device == "cuda" and t.gpu or t.host, t.efficiency
   local sum, rows, flops, updates = ZERO, ZERO, 0, 0
@@ -46,8 +53,9 @@ local function of_ops(t, result, list, pieces)
   return sum, flops, rows, updates
 end
 
--- Returns the seconds of the updates, which move `nbytes` bytes, in proportion to Adam's rate and bytes. If the plan
--- splits the updates, returns the longer of the host's and the device's time, since they work at the same time.
+-- Returns the seconds of the updates, which move `nbytes` bytes. They are in proportion to Adam's rate and bytes. If
+-- the plan splits the updates between host and device, returns the longer of the two times, because both work at the
+-- same time.
 local function of_updates(there, result, nbytes)
   local e = there.table.efficiency.memory
   local own = nbytes / ADAM_NBYTES
@@ -57,33 +65,36 @@ local function of_updates(there, result, nbytes)
   return { math.max(device[1], host[1]), math.max(device[2], host[2]) }
 end
 
--- Returns the time of products of P seconds whose rows are exchanged in X seconds, in n pieces. The products of a piece
--- begin after it has arrived (or the piece is sent after they have ended). This is a pipeline of two stages with n
--- steps of P / n and n steps of X / n: the first piece passes both stages in X / n + P / n, and each further piece
--- takes the longer of the two. The total is max(P, X) + min(P, X) / n. (A rank's own rows, a share of P, need not wait,
--- which shortens the total.)
+-- Returns the time of products that take P seconds if their rows are exchanged in n pieces. The exchange takes X
+-- seconds. The products of a piece begin after the piece has arrived (or the piece is sent after its products have
+-- ended). So the exchange and the products are a pipeline of two stages, with n steps of X / n and n steps of P / n.
+-- The first piece passes both stages in X / n + P / n, and each further piece takes the longer of the two. The total is
+-- max(P, X) + min(P, X) / n. In reality, a rank's own rows, which are a fraction of P, need not wait, so the total is
+-- smaller.
 local function beside(P, X, n)
   local out = {}
   for i = 1, 2 do out[i] = math.max(P[i], X[i]) + math.min(P[i], X[i]) / n end
   return out
 end
 
--- Returns the speed between ranks. If the ranks are on several machines, this is the speed of the network. Returns nil
--- if the table lacks the speed.
+-- Returns the speed of messages between ranks. If the ranks are on several machines, it is the speed of the network.
+-- Returns nil if the table lacks this speed.
 local function speed_between(t, apart)
   if apart then return t.network end
   return t.gpu and t.gpu.between or math.huge
 end
 
--- Returns whether the ranks of an axis are on several machines. Ranks count along tp first, then dp, then pp.
+-- Returns whether the ranks of an axis are on several machines. Ranks are numbered along tp first, then along dp, then
+-- along pp.
 local function apart(result, axis, here)
   local tp, dp, stages = result.tp or 1, result.world or 1, result.cut and result.cut.stages or 1
   if axis == "tp" then return tp > here end
   return tp * dp * (axis == "dp" and 1 or stages) > here
 end
 
--- Returns the seconds of a rank's ops, including its messages to ranks that share its layers; the number of operations;
--- and the seconds of its updates. `run` has the rank's ops, axes and pieces. Returns nil if the table lacks a speed.
+-- Returns three results for a rank. First, the seconds of its ops, including its messages to ranks that share its
+-- layers. Second, the number of operations. Third, the seconds of its updates. `run` has the rank's ops, axes and
+-- pieces. Returns nil if the table lacks a speed.
 local function of_rank(there, result, run, here)
   local t, pieces = there.table, run.pieces
   local ops, flops, rows, updates = of_ops(t, result, run.ops, pieces)
@@ -96,8 +107,8 @@ local function of_rank(there, result, run, here)
   return ops, flops, of_updates(there, result, updates)
 end
 
--- Returns the compute of a pipeline: {least, most} seconds of the simulated step, including the messages within layers
--- and the stages' updates, and the bubbles.
+-- Returns the compute time of a pipeline and its bubbles. The time is the range {least, most} of seconds of the
+-- simulated step. It includes the messages within layers and the updates of the stages.
 local function of_stages(there, result, here)
   local t, cut, least, most, flops, updates = there.table, result.cut, {}, {}, 0, ZERO
   for _, run in ipairs(result.runs) do
@@ -122,7 +133,8 @@ local function compute_of(there, result, here)
   return add(ops, updates), flops
 end
 
---- Returns the times of a result's step in seconds, as ranges. Returns nil if the table lacks a speed of its device.
+--- Returns the times of a step in seconds, as ranges. `result` is the step's dry run. Returns nil if the table lacks a
+--- speed of the result's device.
 ---@param there ps.planning.Hardware
 ---@param result ps.planning.Result
 ---@param here integer number of ranks on one machine

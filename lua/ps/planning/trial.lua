@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Dry runs of a script (planning/dry_run.lua), each in its own process, for the ranks that represent all ranks.
+-- Dry runs of a script (planning/dry_run.lua), each in its own process. Only ranks that represent all ranks are run.
 local child = require "ps.planning.child"
 local course = require "ps.planning.course"
 local dry_run = require "ps.planning.dry_run"
@@ -7,56 +7,58 @@ local outside = require "ps.planning.outside"
 
 local trial = {}
 
-local AT_ONCE = 4                          -- number of dry runs at the same time
+local AT_ONCE = 4                          -- number of dry runs that run at the same time
 
 ---@class ps.planning.Request
 ---@field script string path of the script
 ---@field args string[] arguments of the script
----@field machine {host_nbytes: integer, device_nbytes: integer} bytes of the machine's memory; a host_nbytes of 0 means
----  the memory of this machine, and a device_nbytes of 0 means no GPU
----@field rates? table speeds of the machine (ps.Rates), by KEYS
+---@field machine {host_nbytes: integer, device_nbytes: integer} sizes of the machine's memory in bytes. A host_nbytes
+---  of 0 means the memory of this machine, and a device_nbytes of 0 means that there is no GPU
+---@field rates? table speeds of the machine (ps.Rates), indexed by KEYS
 ---@field budgets? table<string, integer> bytes by tier ("device", "host", "disk"), instead of the configuration's
 ---@field rank? integer index of this rank among `ranks`; the other ranks are simulated; nil for one process
 ---@field ranks? integer
----@field alone? string name of the option with which one process is planned instead
----@field kinds? integer[] the ranks to run, one after the other, or nil for ranks that represent all ranks (trial.run)
+---@field alone? string name of the option that plans one process instead
+---@field kinds? integer[] the ranks to run one after the other, or nil for the ranks that represent all ranks
+---  (trial.run)
 ---@field ranks_a_machine? integer
 ---@field recompute? boolean whether backward recomputes the model's blocks
----@field disk? boolean whether there is a disk tier, which has room for everything
----@field rows? integer rows of each micro-batch, instead of the number in the script
----@field blocks? integer elements of the model's longest list of modules, instead of the number in the script
----@field seeks_owner? boolean whether a pipeline's run ends before its first step if another rank along dp owns more
+---@field disk? boolean whether there is a disk tier, which has space for everything
+---@field rows? integer number of rows of each micro-batch, instead of the script's number
+---@field blocks? integer number of elements of the model's longest list of modules, instead of the script's number
+---@field seeks_owner? boolean whether a pipeline's run ends before its first step, if another rank along dp owns more
 ---  parameters
 ---@field known? table facts from a run of another rank of the same mesh (planning/known.lua)
----@field pages? ps.planning.Pages[] pages of files of this process (planning/pages.lua). If it is set, the run performs
----  matrix products to measure the bytes that a process keeps for them (`kept`)
+---@field pages? ps.planning.Pages[] pages of files that this process has in memory (planning/pages.lua). If `pages` is
+---  set, the run also performs matrix products, to measure the memory that a process keeps for them (`kept`)
 ---@field quiet? boolean whether to discard the engine's notes
 
 ---@class ps.planning.Result
 ---@field fits boolean
 ---@field error? {message: string, name?: string, sub?: string, tier?: string, wanted?: number, left?: number}
 ---@field tiers? {name: string, budget: number, peak: number, other: number, when: string}[]
----@field links? {upper: string, lower: string, up: number, down: number}[] bytes per step, once steps repeat
+---@field links? {upper: string, lower: string, up: number, down: number}[] bytes per step between two tiers, in a step
+---  that repeats
 ---@field parameters? number
----@field model_parameters? number parameters of all stages together, if the model is cut
----@field state_bytes? number bytes of all chunks
----@field chunk_size? number elements
+---@field model_parameters? number total number of parameters of all stages, if the model is cut
+---@field state_bytes? number total size of all chunks in bytes
+---@field chunk_size? number number of elements of a chunk
 ---@field budgets? table<string, number> after a failed run: budgets in bytes by tier
----@field rows? number rows of a micro-batch
+---@field rows? number number of rows of a micro-batch
 ---@field blocks? number
 ---@field ops? {name: string, flops: number, bytes: number}[] costs of the step's ops
 ---@field rss? number peak bytes of the dry run's process
----@field kept? number bytes of a process of the run in addition to `rss` and its tiers, or nil if they are unknown
+---@field kept? number bytes that a real process has in addition to `rss` and its tiers, or nil if they are unknown
 ---@field kept_s? number seconds in which `kept` was measured
 ---@field plain? table<string, number> peak bytes by device, for a run without an engine
----@field owned? number[] number of parameters that each rank along dp owns, or nil if ranks share none
----@field owner? integer index along dp, from 0, of the rank that owns most parameters
+---@field owned? number[] number of parameters that each rank along dp owns, or nil if ranks share no parameters
+---@field owner? integer index along dp, counted from 0, of the rank that owns most parameters
 ---@field ended? boolean whether the run ended before its first step (seeks_owner)
 ---@field cut? ps.planning.Pipeline the cut of the model into stages
----@field axes? {dp?: number, pp?: number, tp?: number} bytes that a rank sends in a step along each axis; with several
----  ranks, the largest value
----@field pieces? {count: integer, nbytes: number} nbytes: bytes along tp that belong to rows exchanged during products.
----  count: number of pieces
+---@field axes? {dp?: number, pp?: number, tp?: number} bytes that a rank sends along each axis in a step. If several
+---  ranks were run, the largest number
+---@field pieces? {count: integer, nbytes: number} nbytes: bytes along tp of rows that are exchanged during products.
+---  count: number of pieces in which they are exchanged
 ---@field tp? integer number of ranks that share the same layers
 ---@field known? table facts that hold for all ranks of the mesh (planning/known.lua)
 ---@field kinds? integer[] the ranks that were run
@@ -71,15 +73,16 @@ local AT_ONCE = 4                          -- number of dry runs at the same tim
 ---@field micro_batches integer
 ---@field performed? integer number of micro-batches that the engine's dry run performed, or nil if no dry run has ended
 ---@field vstages {stage: integer, parts: integer, numel: number, forward: number, input: number, weight: number, held:
----  number, up: number, down: number}[] forward, input, weight: operations of a micro-batch. held: bytes that its
----  forward keeps for backward. up: bytes sent to the next virtual stage. down: bytes of gradients sent back
+---  number, up: number, down: number}[] forward, input, weight: number of operations of a micro-batch. held: bytes that
+---  the forward of a micro-batch keeps for backward. up: bytes that are sent to the next virtual stage. down: bytes of
+---  gradients that are sent back
 ---@field sent number bytes that this stage sends to other stages in a step
 
 ---@class ps.planning.Run
 ---@field rank integer
 ---@field stage? integer pipeline stage, from 0
 ---@field kind? "first"|"middle"|"before last"|"last"
----@field stands_for? integer[] the stages that need at most as much memory as this stage
+---@field stands_for? integer[] the stages that this run represents; they need at most as much memory as this stage
 ---@field tiers table[]
 ---@field links table[]
 ---@field axes table<string, number>
@@ -87,7 +90,7 @@ local AT_ONCE = 4                          -- number of dry runs at the same tim
 ---@field parameters number
 ---@field rss number
 
---- Starts a dry run, whose result trial.finish returns.
+--- Starts a dry run. trial.finish returns its result.
 ---@param request ps.planning.Request
 ---@return table running
 function trial.begin(request)
@@ -104,7 +107,7 @@ function trial.finish(running)
   return result
 end
 
--- Returns a copy of a request with some fields changed.
+-- Returns a copy of a request in which some fields are changed.
 local function with(request, changes)
   local copy = {}
   for key, value in pairs(request) do copy[key] = value end
@@ -114,8 +117,8 @@ end
 
 local function of_rank(request, rank) return with(request, { rank = request.ranks and rank or nil }) end
 
--- -- which ranks stand for all ----------------------------------------------------------------------------------------
--- Returns a text that is equal for two stages if they hold the same state and compute the same operations.
+-- -- ranks that represent all ranks -----------------------------------------------------------------------------------
+-- Returns a text that is equal for two stages if they have the same state and compute the same operations.
 local function likeness(cut, stage)
   local parts = {}
   for _, row in ipairs(cut.vstages) do
@@ -131,8 +134,8 @@ local function kind_of(stage, stages)
   return stage == 0 and "first" or stage == stages - 1 and "last" or stage == stages - 2 and "before last" or "middle"
 end
 
--- Returns the stages to run: the first, the second to last and the last stage, and, of middle stages that are equal,
--- the one with the most activations.
+-- Returns the stages to run. These are the first, the second to last and the last stage. Middle stages are grouped by
+-- equality. Of each group, the stage with the most activations is run.
 local function stages_of(cut)
   local held, list, middle = course.held(cut), {}, {}
   for stage = 0, cut.stages - 1 do
@@ -150,8 +153,9 @@ local function stages_of(cut)
   return list
 end
 
--- Returns the ranks along dp that represent all ranks: the first rank, and the first rank for each number of owned
--- parameters. The first rank along tp represents the other ranks along tp, whose parts of layers have the same sizes.
+-- Returns the ranks along dp that represent all ranks. These are the first rank, and the first rank for each number of
+-- owned parameters. The first rank along tp represents the other ranks along tp, because their parts of layers have the
+-- same sizes.
 local function owners(result)
   local list, seen = {}, {}
   for rank, numel in ipairs(result.owned or { 0 }) do
@@ -173,7 +177,8 @@ local function note(runs, rank, result, about)
   runs[#runs + 1] = run
 end
 
--- Merges the results of several ranks. Keeps the highest peak of each tier, and the most bytes of each link and axis.
+-- Merges the results of several ranks. Keeps the highest peak of each tier, and the largest number of bytes of each
+-- link and axis.
 local function joined(first, runs)
   local out, kept = {}, 0
   for key, value in pairs(first) do if key ~= "known" then out[key] = value end end
@@ -199,7 +204,8 @@ local function joined(first, runs)
   return out
 end
 
--- Runs ranks, several at the same time. Returns their results by rank. Ranks in `done` are not run again.
+-- Runs the ranks, several at the same time. Returns their results by rank. Ranks that have a result in `done` are not
+-- run again.
 local function run_ranks(request, ranks, done)
   local running, first = {}, 1
   local function finish_one()
@@ -214,7 +220,7 @@ local function run_ranks(request, ranks, done)
   return done
 end
 
--- Merges the results of several runs. If a run failed, returns the result of the first run that failed.
+-- Merges the results of several runs. If a run has failed, returns the result of the first failed run instead.
 local function one_of(ranks, done, about)
   local runs = {}
   for i, rank in ipairs(ranks) do
@@ -224,15 +230,16 @@ local function one_of(ranks, done, about)
   return joined(done[ranks[1]], runs)
 end
 
--- Returns the result of the ranks of a pipeline that represent all ranks. The rank that owns the most parameters of a
--- stage is known once one rank has laid out the stage. Until then, the rank that owns the most parameters of the first
--- stage is used.
+-- Returns the combined result of those ranks of a pipeline that represent all ranks. For each stage, the rank that owns
+-- the most parameters must be run. That rank is known only after one rank has laid out the stage. Until then, the rank
+-- that owns the most parameters of the first stage is used.
 local function run_stages(request, first)
   local copies, list, ranks, done = request.ranks / first.cut.stages, stages_of(first.cut), {}, {}
   if not first.ended then done[0] = first end
   request = with(request, { known = first.known })
   local seeking = with(request, { seeks_owner = true })
-  local function number(stage, owner) return stage * copies + owner * first.tp end     -- ranks count along tp first
+  local function number(stage, owner) return stage * copies + owner * first.tp end     -- ranks are numbered along tp
+                                                                                       -- first
   for i, about in ipairs(list) do ranks[i] = number(about.stage, first.owner) end
   run_ranks(seeking, ranks, done)
   for i, rank in ipairs(ranks) do
@@ -240,14 +247,15 @@ local function run_stages(request, first)
     ranks[i] = number(list[i].stage, done[rank].owner)
   end
   local result = one_of(ranks, run_ranks(request, ranks, done), list)
-  result.notes = first.notes                                -- later runs use the cut of the first one
+  result.notes = first.notes                                -- later runs use the cut of the first run
   return result
 end
 
---- Performs a dry run of a script. With `ranks`, runs only the ranks that represent all ranks, and the script fits only
---- if all these runs fit. The runs are for the first rank for each number of owned parameters. In a pipeline, they are
---- for the first, the second to last and the last stage, and, of equal middle stages, the stage with the most
---- activations. `kinds` of the request overrides this choice.
+--- Performs a dry run of a script. With `ranks`, runs only ranks that represent all ranks. The script fits only if all
+--- these runs fit. The ranks are the first one along dp, and the first one for each number of owned parameters. In a
+--- pipeline, they belong to the first, the second to last and the last stage, and to one stage of each group of equal
+--- middle stages. That stage is the one with the most activations. The field `kinds` of the request overrides this
+--- choice.
 ---@param request ps.planning.Request
 ---@return ps.planning.Result
 function trial.run(request)
@@ -259,7 +267,7 @@ function trial.run(request)
   return one_of(ranks, run_ranks(request, ranks, { [0] = first }))
 end
 
---- Returns whether a run failed for lack of memory, so that other budgets, rows or blocks may work.
+--- Returns whether a run has failed for lack of memory. Other budgets, rows or blocks may then work.
 ---@param result ps.planning.Result
 ---@return boolean
 function trial.is_short(result)

@@ -1,10 +1,11 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Aligns the clocks of ranks, for ps.profiler.save: computes the offset to add to this rank's clock so that it agrees
--- with rank 0's.
+-- Aligns the clocks of ranks, for ps.profiler.save. Computes the offset between the clock of this rank and that of rank
+-- 0. Adding the offset to this rank's time gives rank 0's time.
 --
--- Rank 0 sends its time to one rank after the other, several times. Rank 0 read the time between the rank's question
--- and the answer, so the error of the midpoint of these two is at most half of the round trip (Cristian 1989,
--- "Probabilistic clock synchronization"). The shortest round trip is used.
+-- Rank 0 sends its time to one rank after the other, several times. Each time, it reads its clock between the rank's
+-- question and the rank's receipt of the answer. The midpoint between question and receipt is used as the time of that
+-- read, so the error is at most half of the round trip (Cristian 1989, "Probabilistic clock synchronization"). The
+-- shortest round trip is used.
 local native = require "ps.core.ffi"
 local create = require "ps.tensor.create"
 local scope = require "ps.core.scope"
@@ -12,11 +13,11 @@ local C = native.C
 
 local clock = {}
 
-local TRIPS = 16  -- number of round trips; the first one waits for the previous ranks, and the shortest is used
+local TRIPS = 16  -- number of round trips; the first one also waits for the previous ranks
 local SECOND = 1000000000LL
 
--- Returns a time as a tensor [2] of whole seconds and nanoseconds, since fp64 cannot represent all nanoseconds of a
--- time exactly.
+-- Returns a time as a tensor [2] of whole seconds and nanoseconds. A single fp64 number could not represent a time to
+-- the nanosecond.
 local function told(ns)
   return create.tensor({ tonumber(ns / SECOND), tonumber(ns % SECOND) }, { dtype = "fp64", device = "cpu" })
 end
@@ -47,7 +48,7 @@ local function ask(group)
   return offset, (shortest + 1) / 2
 end
 
--- Returns the earliest of all ranks' times on rank 0's clock, or nil if no rank has a time.
+-- Returns the earliest of the times of all ranks, by rank 0's clock. Returns nil if no rank has a time.
 local function least(group, ns)
   local origin = group:broadcast(told(C.ps_record_clock()), 0)
   local zero = time_of(origin)

@@ -1,6 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Sums of the calls between ranks (src/comm/count.c), for a configuration's comms_logger, in the form of DeepSpeed's
--- table: ps.comms_logger.log_summary(), and its rows: ps.comms_logger.log_rows().
+-- Sums of the calls between ranks (src/comm/count.c), for the section comms_logger of a configuration. The sums have
+-- the form of DeepSpeed's table. ps.comms_logger.log_summary() prints the table, and ps.comms_logger.log_rows() returns
+-- its rows.
 local native = require "ps.core.ffi"
 local call_names = require "ps.core.call_names"
 local readable = require "ps.core.readable"
@@ -14,11 +15,11 @@ local comm = {}
 ---@field bytes number bytes of the whole tensor of each call
 ---@field ranks integer number of ranks of the group
 ---@field count integer
----@field seconds number total of all calls, each from its start on this rank, so that waits for other ranks are
----  included
+---@field seconds number total time of all calls. The time of a call begins at its start on this rank, so waits for
+---  other ranks are included
 ---@field algbw number bytes per second: bytes divided by seconds
 ---@field busbw number bytes per second over each link, as in NCCL's tests: algbw times 2 (n - 1) / n for an all-reduce
----  of n ranks, (n - 1) / n for a gather or a reduce-scatter, else algbw
+---  of n ranks, algbw times (n - 1) / n for a gather or a reduce-scatter, otherwise algbw
 
 -- Returns the indices of the recorded calls, by name.
 local function numbers()
@@ -41,7 +42,7 @@ function comm.begin(settings, prints)
   C.ps_calls_count(set, settings.verbose and prints and 1 or 0)
 end
 
---- Stops counting. The sums are kept until comm.begin.
+--- Stops counting. The sums are kept until the next comm.begin.
 function comm.stop() C.ps_calls_count(0, 0) end
 
 local function gbps(bytes_a_second) return ("%.2f"):format(bytes_a_second * 8e-9) end

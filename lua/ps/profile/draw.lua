@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Draws PatrickStar's two figures of a profile with gnuplot, as SVG or PNG: a tier's memory, and the place of each
--- chunk.
+-- Draws PatrickStar's two figures of a profile with gnuplot, as SVG or PNG. One figure shows the memory of a tier, and
+-- the other one the place of each chunk.
 local read = require "ps.profile.read"
 
 local draw = {}
@@ -10,8 +10,8 @@ local BANDS = { { "forward", "#2ca02c" }, { "backward", "#1f77b4" }, { "adam", "
 local ORDER = { device = 1, host = 2, disk = 3 }
 local TIERS = { device = "#e9616c", host = "#3385fe", disk = "#e6ab02" }      -- PatrickStar's red and blue
 
--- Returns a text quoted for gnuplot's script. A name from an untrusted file must not contain a line break, since the
--- next line would be a command.
+-- Returns a text quoted for a gnuplot script. A name from an untrusted file must not contain a line break, because
+-- gnuplot would run the next line as a command.
 local function quote(text)
   if text:find "%c" then
     error(("gnuplot cannot draw the name '%s', which has control characters"):format((text:gsub("%c", "?"))), 0)
@@ -19,12 +19,12 @@ local function quote(text)
   return "'" .. text:gsub("'", "''") .. "'"
 end
 
--- Runs a script of gnuplot that draws into `path`.
+-- Runs a gnuplot script that draws to the file `path`.
 local function gnuplot(path, lines, height)
   if os.execute("command -v gnuplot >/dev/null 2>&1") ~= 0 then
     error("gnuplot is not installed (Debian's gnuplot-nox); --html does not need it", 0)
   end
-  local f, why = io.open(path, "wb")  -- needed because gnuplot's own message would not state the reason
+  local f, why = io.open(path, "wb")  -- checked here, because gnuplot's own message would not give the reason
   if not f then error(("cannot write %s"):format(why), 0) end
   f:close()
   local svg = path:match "%.svg$"
@@ -49,7 +49,7 @@ local function gnuplot(path, lines, height)
   end
 end
 
--- Adds a named block of data to a script.
+-- Adds a named block of data to a gnuplot script.
 local function block(lines, name, rows)
   lines[#lines + 1] = ("$%s << EOD"):format(name)
   for _, row in ipairs(rows) do lines[#lines + 1] = row end
@@ -62,13 +62,14 @@ local function title_of(self, what)
     self.ranks > 1 and (", rank %d of %d"):format(self.rank, self.ranks) or "")
 end
 
---- Returns a number for a title: with four significant digits, or whole if it has more digits before the point.
+--- Returns a number for a title. It has four significant digits. If it has more than four digits before the point, it
+--- is rounded to a whole number.
 ---@param n number
 ---@return string
 function draw.figure(n) return (n < 1000 and "%.4g" or "%.0f"):format(n) end
 
---- Draws the memory of a tier over time: the total, chunks, and everything else, over bands of forward, backward and
---- Adam.
+--- Draws the memory of a tier over time: the total, the chunks, and everything else. The background has bands for
+--- forward, backward and Adam.
 ---@param self ps.Profile
 ---@param tier ps.profile.Tier
 ---@param path string ends in .svg or .png
@@ -96,7 +97,8 @@ function draw.memory(self, tier, path)
       tier.other[i] / MIB)
   end
   local n = #rows
-  rows[n + 1] = ("%.6f %s"):format(ms(self.finish), rows[n]:match " (.*)$")        -- extend the last values to the end
+  rows[n + 1] = ("%.6f %s"):format(ms(self.finish), rows[n]:match " (.*)$")        -- extends the last values to the end
+                                                                                   -- of the profile
   block(lines, "memory", rows)
   for column, name in ipairs { "total", "chunks", "other" } do
     plots[#plots + 1] = ("$memory using 1:%d with steps lw 2 lc rgb '%s' title '%s'"):format(column + 1,
@@ -118,8 +120,8 @@ function draw.memory(self, tier, path)
   gnuplot(path, lines, 600)
 end
 
---- Draws the tier of each chunk over time. Each chunk has a row, by kind from the bottom up, coloured by its fastest
---- tier.
+--- Draws the tier of each chunk over time. Each chunk has a row, whose colour shows the chunk's fastest tier. Rows are
+--- ordered by kind, from the bottom to the top.
 ---@param self ps.Profile
 ---@param path string ends in .svg or .png
 function draw.access(self, path)

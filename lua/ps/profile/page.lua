@@ -1,11 +1,13 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- A profile as one page for a browser: page.html with the profile's data in it. The page loads nothing else.
+-- Writes a profile as one page for a browser. The page is page.html with the profile's data inserted. It loads no other
+-- files.
 local json = require("cjson").new()
 local paths = require "ps.paths"
 
 local page = {}
 
--- Returns the JSON of a list, whose values `each` writes. cjson would write an empty list as an object.
+-- Returns the JSON of a list. `each` returns the JSON of a value. cjson cannot be used, because it would write an empty
+-- list as an object.
 local function list(values, each)
   local parts = {}
   for i, value in ipairs(values) do parts[i] = each(value) end
@@ -14,7 +16,7 @@ end
 
 local function number(value) return ("%.14g"):format(value) end
 
--- Returns the JSON of an object. The arguments are names and JSON texts, alternating.
+-- Returns the JSON of an object. The arguments alternate between names and JSON texts.
 local function object(...)
   local parts, given = {}, { ... }
   for i = 1, #given, 2 do parts[#parts + 1] = ('"%s":%s'):format(given[i], given[i + 1]) end
@@ -54,7 +56,7 @@ function page.write(self, path, tier)
   if not f then error("cannot read the page: " .. why, 0) end
   local before, after = f:read("*a"):match "^(.*)@DATA@(.*)$"
   f:close()
-  -- escaped, since a name could otherwise end the page's script
+  -- "<" is escaped, because a name could otherwise end the script of the page
   local data = data_of(self, tier):gsub("<", "\\u003c")
   f, why = io.open(path, "wb")
   if not f then error("cannot write " .. why, 0) end

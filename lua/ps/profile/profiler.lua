@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The record of events (src/base/record.h) for scripts: ops, modules, copies, disk accesses, collectives, waits, chunks
--- and the bytes of tiers, each with its time, step and phase.
+-- The record of events (src/base/record.h) for scripts. Events are ops, modules, copies, disk accesses, collectives,
+-- waits, chunks, and the bytes of tiers. Each event has its time, step and phase.
 --   ps.profiler.start(); ...; ps.profiler.stop(); ps.profiler.save("profile.json"); ps.profiler.report()
 local native = require "ps.core.ffi"
 local caller = require "ps.core.caller"
@@ -12,7 +12,7 @@ local ffi, C = native.ffi, native.C
 
 local profiler = {}
 
-local EVENTS = 2 ^ 18           -- number of events of 64 bytes each; a step of a small GPT-2 has a few thousand
+local EVENTS = 2 ^ 18           -- number of events, with 64 bytes each; a step of a small GPT-2 has a few thousand
 
 --- Begins to record. It can be called before ps.initialize. An earlier record is discarded.
 ---@param options? { events?: integer } events: capacity of the record, at 64 bytes per event (default 262144); if it is
@@ -71,7 +71,7 @@ end
 ---  dtype
 ---@field bytes number bytes per second that it reads and writes
 
--- Returns the limits that a script passed, with the dtype names that profiles use.
+-- Returns the limits that a script has passed, with the dtype names that profiles use.
 local function given(limits)
   local function above_0(x) return type(x) == "number" and x > 0 end
   local flops, ok = limits.flops, above_0(limits.bytes)
@@ -88,8 +88,8 @@ local function given(limits)
   return { flops = flops, bytes = limits.bytes }
 end
 
--- Returns the limits of the device of a profile's products, or of `device`. Returns nil and the reason if they cannot
--- be measured and were not requested explicitly.
+-- Returns the limits of `device`, or else of the device that computed the profile's products. If they cannot be
+-- measured and were not requested explicitly, returns nil and the reason.
 local function measured(profile, device, asked)
   local products = report.products(profile)
   asked = asked or device ~= nil

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Reads a profile (docs/profiling.md) for pictures: the bytes of each tier and the place of each chunk over time, and
--- the phases of the steps. Times are microseconds, as in the file.
+-- Reads a profile (docs/profiling.md) for pictures. The result has the bytes of each tier and the place of each chunk
+-- over time, and the phases of the steps. Times are in microseconds, as in the file.
 local json = require("cjson").new()
 local optimizers = require "ps.optimizers"
 local read_file = require "ps.core.read_file"
@@ -24,22 +24,24 @@ local read = {}
 ---@class ps.profile.Tier
 ---@field name string "device", "host" or "disk"; without chunks, the name of a device
 ---@field budget integer limit in bytes, or 0 if there is no limit
----@field times number[] times of changes
----@field held integer[] bytes of chunks from each of `times` on
----@field other integer[] bytes of everything else from each of `times` on
+---@field times number[] times at which a value changes
+---@field held integer[] bytes of chunks, starting at the time with the same index in `times`
+---@field other integer[] bytes of everything else, starting at the time with the same index in `times`
 
 ---@class ps.profile.Chunk
 ---@field id integer
----@field kind string kind of the chunk, or "gone" if it is unknown, as in files of earlier versions for chunks that no
----  longer existed
+---@field kind string kind of the chunk. It is "gone" if the kind is unknown, as in files of earlier versions, for
+---  chunks that no longer existed
 ---@field index integer index of the chunk, or its id if it no longer existed
 ---@field gone boolean whether it no longer existed when the profile was saved
 ---@field nbytes integer
 ---@field tensors string[]
----@field times number[] times of changes
----@field on (string|false)[] the fastest tier on which it has memory from each of `times` on, or false if there is none
+---@field times number[] times at which the tiers change
+---@field on (string|false)[] the fastest tier on which it has memory, starting at the time with the same index in
+---  `times`; false if it has no memory
 
--- Returns PatrickStar's order of sections, from the bottom up: FP16_PARAM, FP32_PARAM, VARIANCE, MOMENTUM.
+-- Returns the kinds in PatrickStar's order of sections, from the bottom to the top: FP16_PARAM, FP32_PARAM, VARIANCE,
+-- MOMENTUM.
 local function kinds_in_order()
   local list, states = { "param", "param_fp32" }, optimizers.state_names()
   for i = #states, 1, -1 do list[#list + 1] = states[i] end
@@ -51,16 +53,16 @@ local BANDS = { forward = "forward", backward = "backward", input = "backward", 
 local rank_of_kind = {}
 for i, kind in ipairs(kinds_in_order()) do rank_of_kind[kind] = i end
 
--- Returns the JSON in the file. The error says whether the file is not JSON, is truncated, or was written by another
--- program.
+-- Returns the JSON in the file as a table. The error says whether the file is not JSON, is truncated, or was written by
+-- another program.
 local function decoded(path)
   local text, why = read_file(path)
   if not text then error("cannot read " .. why, 0) end
   local ok, all = pcall(json.decode, text)
   if not ok then
     local what = tostring(all):match "^[^\n]*"
-    -- In a truncated file, the parser reports the end of the file, or the truncated word or escape, which is a few
-    -- characters before the end.
+    -- If a file is truncated, the parser reports the end of the file, or else the truncated word or escape. Such a word
+    -- begins at most a few characters before the end.
     local at_end = #text - (tonumber(what:match "character (%d+)") or 0) < 8 or what:find("end of string", 1, true)
     local cut = text == "" or text:find "^%s*{" and at_end
     error(("%s is not a profile: %s (%s)"):format(path, cut and "it is cut off after " .. #text .. " bytes"
@@ -76,7 +78,7 @@ local function decoded(path)
   return all
 end
 
--- Returns functions that check values. Their errors name the file and the location.
+-- Returns functions that check values. Their errors name the file and the place in it.
 local function checks(path)
   local function fail(what, value, wanted)
     error(("%s is damaged: %s is %s, not %s"):format(path, what, type(value) == "table" and "a table"
@@ -144,7 +146,7 @@ local function chunks_of(head, check)
   return list, by_id
 end
 
--- Returns the tiers that the head lists, in its order, followed by tiers that occur only in events.
+-- Returns the tiers in the order of the head's list. They are followed by tiers that occur only in events.
 local function tier_finder(head, check)
   local list, by_name = {}, {}
   local function find(name)
@@ -173,7 +175,7 @@ local function steps_of(head, check)
   return list
 end
 
--- Returns functions that add an event, by category: fn(event, args, what, ts).
+-- Returns the functions that add an event to the profile, by category: fn(event, args, what, ts).
 local function takers(self, find_tier, by_id, check)
   local take = {}
   function take.memory(event, args, what, ts)
@@ -182,7 +184,7 @@ local function takers(self, find_tier, by_id, check)
     local held, other = check.nbytes(args.chunks, what .. ".args.chunks"),
       check.nbytes(args.other, what .. ".args.other")
     local n = #tier.times
-    if tier.times[n] ~= ts then n = n + 1 end  -- if several changes have the same time, the last one is kept
+    if tier.times[n] ~= ts then n = n + 1 end  -- of several changes at the same time, the last one is kept
     tier.times[n], tier.held[n], tier.other[n] = ts, held, other
   end
   function take.action(event, _, what, ts)
@@ -250,8 +252,8 @@ function read.file(path)
   return self
 end
 
--- Removes the entries before `begin` from `times` and its parallel lists. The values at that time become the values at
--- `begin`.
+-- Removes the entries before the time `begin` from `times` and from its parallel lists. The values that are valid at
+-- `begin` are kept and begin at that time.
 local function drop_before(times, begin, ...)
   local first = 0
   while times[first + 1] and times[first + 1] <= begin do first = first + 1 end
@@ -263,7 +265,7 @@ local function drop_before(times, begin, ...)
   times[1] = begin
 end
 
---- Drops the first steps, which have no plan, and everything before them. Raises an error if no step has a plan.
+--- Drops the first steps, which have no plan, and all events before and in them. Raises an error if no step has a plan.
 ---@param self ps.Profile
 function read.drop_warmup(self)
   local last
@@ -287,7 +289,7 @@ function read.drop_warmup(self)
   self.steps, self.bands = steps, bands
 end
 
---- Returns the tier with PatrickStar's name GPU, CPU or DISK, or the fastest tier if no name is given. Raises an error
+--- Returns the tier with PatrickStar's name GPU, CPU or DISK. Without a name, returns the fastest tier. Raises an error
 --- if the profile lacks the tier.
 ---@param self ps.Profile
 ---@param name? string
@@ -303,7 +305,7 @@ function read.tier(self, name)
   error(("%s has no memory of type %s; it has %s"):format(self.path, name, table.concat(names, ", ")), 0)
 end
 
---- Returns the largest total of a tier, and the time at which it begins.
+--- Returns the largest total of a tier, and the time at which the total first has this value.
 ---@param tier ps.profile.Tier
 ---@return integer nbytes
 ---@return number time

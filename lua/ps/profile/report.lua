@@ -1,25 +1,25 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Sums over a profile (docs/profiling.md), live or from a file: time, FLOPS, bytes, waits and idle time by op or by
--- module, compared with the limits of the machine or with another profile.
+-- Sums over a profile (docs/profiling.md), which can be live or from a file. For each op or module, the sums are time,
+-- FLOPS, bytes, waits and idle time. They are compared with the limits of the machine or with another profile.
 local json = require("cjson").new()
 local caller = require "ps.core.caller"
 local readable = require "ps.core.readable"
 local read_file = require "ps.core.read_file"
 local error = caller.error
 
-local report = { OUTSIDE = "(no module)" }   -- OUTSIDE is the name of the row for ops outside modules
+local report = { OUTSIDE = "(no module)" }   -- OUTSIDE: name of the row for ops outside modules
 
 local VERSION = 1
-local UNKNOWN = "?"            -- dtype of a product in a file that does not name it
-local LEAST = 0.001            -- smallest share of the time for which an op has its own row
+local UNKNOWN = "?"            -- dtype of a product if the file does not name it
+local LEAST = 0.001            -- smallest share of the total time for which an op has its own row
 
--- fields that reports sum, by the category of their events
+-- The fields that reports sum, by the category of their events.
 local FIELDS = { op = { "flops", "bytes", "step" }, wait = { "step" }, module = { "step" } }
 
--- optional args that must be texts
+-- Optional arguments of events that must be texts.
 local TEXTS = { "dtype", "device", "module", "path" }
 
--- Raises an error if the events or steps of a file do not conform to docs/profiling.md.
+-- Raises an error if the events or the steps of a file do not conform to docs/profiling.md.
 local function check_fields(path, profile)
   local function numbers(t, what, names)
     if type(t) ~= "table" then error(("%s is damaged: %s is not an object"):format(path, what)) end
@@ -48,7 +48,7 @@ local function check_fields(path, profile)
   end
 end
 
---- Returns a profile's file as a table.
+--- Returns the file of a profile as a table.
 ---@param path string
 ---@return table
 function report.read(path)
@@ -83,8 +83,8 @@ end
 ---  unknown
 ---@field before? number seconds in the other profile
 
--- Returns the paths of a module and of all modules that contain it: "h.0.attn" -> "h.0.attn", "h.0", "h", "" (the
--- outermost module).
+-- Returns the paths of a module and of all modules that contain it. For "h.0.attn" these are "h.0.attn", "h.0", "h" and
+-- "" (the outermost module).
 local function around(path)
   local list = { path }
   while path ~= "" do
@@ -105,8 +105,8 @@ local function row_of(rows, name)
   return row
 end
 
--- Returns the total seconds of steps, and of ops and waits within steps. If there are no steps, returns the totals of
--- all events.
+-- Returns the total seconds of the steps, and the total seconds of ops and waits within steps. If there are no steps,
+-- returns the totals of all events.
 local function totals(profile)
   local events, steps = profile.traceEvents, profile.psluajit.steps
   local sum = { steps = math.max(1, #steps), wall = 0, ops = 0, waits = 0 }
@@ -140,8 +140,8 @@ local function add(row, e, n)
   if phase == "backward" or phase == "input" or phase == "weight" then row.backward = row.backward + seconds end
 end
 
--- Returns the rows of a profile, per step, sorted by time, longest first. Rows of modules are in the order of the
--- model.
+-- Returns the rows of a profile. The numbers in a row are per step. Rows of ops are sorted by time, longest first. Rows
+-- of modules are in the order of the model.
 local function rows_of(profile, by, n)
   local rows, stepped, order = {}, #profile.psluajit.steps > 0, {}
   for _, e in ipairs(profile.traceEvents) do
@@ -183,7 +183,7 @@ end
 
 local function number(x, format) return x and x > 0 and (format or "%.3f"):format(x) or "-" end
 
--- Returns the shortest possible time of a row's products in seconds, or nil if the rate of a dtype is unknown.
+-- Returns the shortest possible time of a row's products in seconds. Returns nil if the rate of a dtype is unknown.
 local function product_seconds(row, flops)
   if type(flops) == "number" then return row.flops / flops end
   local sum = 0
@@ -194,7 +194,7 @@ local function product_seconds(row, flops)
   return sum
 end
 
--- Returns the rates as text: "300.0 GFLOP/s in products", or the rates by dtype.
+-- Returns the rates as a text such as "300.0 GFLOP/s in products", or with the rates by dtype.
 local function rates_text(flops)
   if type(flops) == "number" then return ("%.1f GFLOP/s in products"):format(flops * 1e-9) end
   local list = {}
@@ -203,7 +203,7 @@ local function rates_text(flops)
   return table.concat(list, ", ")
 end
 
--- Returns the lines about the step as a whole.
+-- Returns the lines of a report about the step as a whole.
 local function summary(self)
   local lines = { ("per step: %.3f ms; ops %.3f, waits %.3f, idle (neither) %.3f; %.4g GFLOP, %.1f GFLOP/s; %d step%s")
     :format(self.wall * 1e3, self.ops * 1e3, self.waits * 1e3, self.idle * 1e3, self.flops * 1e-9,
@@ -260,7 +260,7 @@ end
 
 local Report = { __tostring = show }
 
---- Returns the lines below the table of a report, about the step as a whole.
+--- Returns the lines below the table of a report. They describe the step as a whole.
 ---@param rows ps.profiler.Row[] of report.of
 ---@return string
 function report.summary(rows) return summary(rows) end

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Measures the highest speeds of a device: operations per second in a large product, by type, and bytes per second that
--- a large copy reads and writes. The best of a few tries is used, by reports and by planning.
+-- a large copy reads and writes. Each speed is the best of a few tries. Reports and planning use these speeds.
 local caller = require "ps.core.caller"
 local copied = require "ps.core.copied"
 local create = require "ps.tensor.create"
@@ -25,7 +25,7 @@ function speeds.least(fn)
   return seconds
 end
 
---- Returns the speeds of a device. dtypes that it cannot multiply are absent.
+--- Returns the speeds of a device. Dtypes that the device cannot multiply are absent.
 ---@param device string
 ---@param sizes {side: integer, nbytes: integer, dtypes: string[]} side: side of the product's square matrices. nbytes:
 ---  size of the copy, which must exceed the caches of a processor
@@ -34,7 +34,7 @@ function speeds.of(device, sizes)
   local flops, bandwidth, side, nbytes = {}, nil, sizes.side, sizes.nbytes
   scope.no_grad(scope.scope, function()
     local one = create.zeros({ 1 }, { device = device })
-    local function wait() return one:sum():item() end       -- Waits until the device has finished all its work.
+    local function wait() return one:sum():item() end       -- waits until the device has finished all its work
     for _, dtype in ipairs(sizes.dtypes) do
       local a = create.ones({ side, side }, { device = device, dtype = dtype })
       local ok, seconds = pcall(speeds.least, function()
@@ -54,10 +54,10 @@ function speeds.of(device, sizes)
   return { flops = flops, bandwidth = bandwidth }
 end
 
--- A GPU completes the first sizes before the call returns, so sizes are doubled, at most DOUBLINGS times, until a
--- product and a copy take ENOUGH seconds.
+-- The sizes of the first product and copy. A GPU completes such small sizes before the call returns. So the sizes are
+-- doubled, at most DOUBLINGS times, until a product and a copy take ENOUGH seconds.
 local SIZES, ENOUGH, DOUBLINGS = { side = 1024, nbytes = 2 ^ 26 }, 5e-4, 3
-local known = {}                                           -- limits by device
+local known = {}                                           -- measured limits by device
 
 ---@param device string
 ---@param sizes {side: integer, nbytes: integer, dtypes: string[]}

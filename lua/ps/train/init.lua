@@ -1,14 +1,13 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- A training loop with accumulation, clipping, evaluation, a log, checkpoints and Ctrl-C.
+-- A training loop with accumulation, clipping, evaluation, a log, checkpoints and handling of Ctrl-C.
 --
 --   local result = train.run { model =, optimizer =, loader =, sched =, steps = 1000,
 --     eval = { every = 100, data = function() return ps.data.windows { ... } end },
 --     checkpoint = { folder = "out", every = 200 }, log = "out/log.csv" }
 --
--- An engine (ps.initialize) as the model brings its accumulation, clipping, loss scale and schedule along.
 -- If the model is an engine (ps.initialize), its accumulation, clipping, loss scale and schedule apply. `callbacks` are
--- called after steps, evaluations and checkpoints, and may end the run. The first Ctrl-C (or SIGTERM, or SIGHUP)
--- finishes the step, saves and returns with interrupted = true; the second Ctrl-C or SIGTERM ends the process.
+-- called after steps, evaluations and checkpoints, and can end the run. After the first Ctrl-C (or SIGTERM, or SIGHUP),
+-- the run finishes the step, saves and returns with interrupted = true. A second Ctrl-C or SIGTERM ends the process.
 local create = require "ps.tensor.create"
 local devices = require "ps.core.devices"
 local dist = require "ps.dist"
@@ -45,13 +44,13 @@ local function checked_loss(output)
   return loss
 end
 
--- Computes the loss of a batch with the model or with the script's own function.
+-- Computes the loss of a batch, by the model or by the script's own function.
 local function loss_of(model, given, own)
   if own then return checked_loss(own(model, unpack(given, 1, given.n))) end
   return checked_loss(model(unpack(given, 1, given.n)))
 end
 
--- Returns whether a model's steps call model:micro_batches, which uses the model's own loss.
+-- Returns whether the steps of a model call model:micro_batches. The loss is then the model's own.
 local function loops(model, own)
   local engine = handle.of(model)
   if engine and engine.driver.in_loops and own then
@@ -61,8 +60,9 @@ local function loops(model, own)
   return engine and engine.adds_up and not own
 end
 
--- `for loss, given, targets, score in losses_of(...)` iterates over the losses of a held-out batch, or of its
--- micro-batches. In a pipeline, `targets` and `score` are the values that the last stage sent to all ranks.
+-- `for loss, given, targets, score in losses_of(...)` iterates over the losses of a held-out batch. If the model works
+-- on micro-batches, it iterates over the micro-batches of the batch. In a pipeline, `targets` and `score` are values
+-- that the last stage sent to all ranks.
 local function losses_of(model, given, own)
   if loops(model, own) then
     local loop = model:micro_batches(unpack(given, 1, given.n))
@@ -81,9 +81,10 @@ local function losses_of(model, given, own)
   end
 end
 
--- Returns the weight of a held-out batch. It comes from the model's count_targets if it has this method, or else from
--- the ops of its loss. Otherwise it is the number of labels that are not -100, or the number of rows if there are no
--- targets to count. In a pipeline the ops are on the last stage, which sends `told` to all ranks.
+-- Returns the weight of a held-out batch. If the model has a method count_targets, this method returns the weight.
+-- Otherwise the ops of the model's loss count it. If they do not, the weight is the number of labels that are not -100.
+-- If there are no targets to count, the weight is the number of rows. In a pipeline, the ops run on the last stage,
+-- which sends `told` to all ranks.
 local function held_out_weight(model, loss, given, told)
   local found, first = told, given[1]
   if not told then
@@ -101,7 +102,7 @@ local function sums(group, ...)
 end
 
 -- Returns whether all ranks have a batch, and whether to stop. Each rank has some of the model's parts, so either all
--- ranks compute or none does.
+-- ranks compute or no rank does.
 local function agreed(group, has, stop, number)
   if not group then return has, stop end
   local all, stops = sums(group, has and 1 or 0, stop and 1 or 0)
@@ -114,8 +115,8 @@ local function agreed(group, has, stop, number)
   return has, false
 end
 
--- Returns the number of targets that the model predicted correctly. In a pipeline this is the number that the last
--- stage sent; otherwise it comes from the ops of the loss.
+-- Returns the number of targets that the model predicted correctly, and the number of targets. In a pipeline, the last
+-- stage has sent these numbers. Otherwise the ops of the loss have counted them.
 local function score_of(loss, told)
   if told ~= nil then return told and told.hits or 0, told and told.targets or 0 end
   local hits, targets = loss_weight.score(loss)
@@ -125,7 +126,7 @@ end
 -- Returns the fraction of correctly predicted targets, or nil if no target was counted.
 local function accuracy(hits, targets) return targets > 0 and hits / targets or nil end
 
--- Performs train.evaluate with the parameters as they are.
+-- Performs train.evaluate with the current values of the parameters.
 local function held_out(model, batches, options)
   local engine = handle.of(model)
   local restore, ranks = nn_module.modes(handle.module(model)), engine and engine.ranks or {}
@@ -214,8 +215,8 @@ Run.__index = Run
 
 local function interrupted() return C.ps_interrupts() > 0 end
 
--- Returns whether the run ends after this step, because a signal arrived or a callback requested it on any rank. Ranks
--- agree on this at the same points, so that all ranks save, evaluate or continue together. `now` marks such a point.
+-- Returns whether the run ends after this step. A signal or a callback on any rank can end the run. Ranks agree on this
+-- at the same points, so that all ranks save, evaluate or continue together. `now` marks such a point.
 function Run:stopping(now)
   local stop = self.asked or interrupted()
   if not self.world then return stop end
@@ -246,7 +247,8 @@ local function schedule_of(options)
   return options.sched or engine and engine.scheduler
 end
 
--- Moves the parameters to the values of training or of evaluation, which differ with a schedule-free optimizer.
+-- Switches the parameters to their values for training or to those for evaluation. The two differ only with a
+-- schedule-free optimizer.
 function Run:set_mode(train_mode)
   local optimizer = self.options.optimizer
   if not average.of(optimizer) then return end
@@ -258,7 +260,7 @@ function Run:evaluate(step)
   self:set_mode(false)
   local val, hit = train.evaluate(options.model, options.eval.data(), { loss = options.loss, stop = interrupted })
   self:set_mode(true)
-  self:stopping(true)                                    -- the error ends the run
+  self:stopping(true)                                    -- all ranks agree here whether the run ends
   if val then
     self.val_loss, self.val_accuracy = val, hit
     local sched = schedule_of(options)
@@ -277,7 +279,7 @@ function Run:record(line)
   if problem then self.display:warn(problem) end
 end
 
--- Calls the run's callback with a name.
+-- Calls the callback `name` of the run.
 function Run:tell_callbacks(name, line)
   local callback = self.options.callbacks and self.options.callbacks[name]
   if not callback then return end
@@ -290,7 +292,8 @@ function Run:tell_callbacks(name, line)
   end
 end
 
--- Prints once, after the first Ctrl-C, that a step of many batches will be completed first.
+-- Prints once, after the first Ctrl-C, that the current step will be completed first. Only steps of many batches need
+-- this message.
 function Run:tell(step, done, of)
   if self.told or not interrupted() then return end
   self.told = true
@@ -298,9 +301,9 @@ function Run:tell(step, done, of)
     .. "SIGTERM ends the run at once"):format(done, of, step))
 end
 
--- Returns the weight of a batch within its step. An engine computes the weight itself. Otherwise it is the batch's
--- number of targets that are not ignored, divided by the number of targets in the step's first batch, so it is 1 if no
--- target is ignored. If a step has only one batch, its weight is 1, or 0 if all targets are ignored.
+-- Returns the weight of a batch within its step. An engine computes the weight itself. Otherwise, the weight is the
+-- batch's number of targets that are not ignored, divided by the number of targets in the step's first batch. So it is
+-- 1 if no target is ignored. If a step has only one batch, its weight is 1, or 0 if all targets are ignored.
 function Run:weight(given, loss)
   local model = self.options.model
   local engine = handle.of(model)
@@ -314,8 +317,8 @@ function Run:weight(given, loss)
   return found.count / (self.places or 1)
 end
 
--- Returns an iterator for `for i, loss, given in` over the micro-batches of a step, and their number. The loop's body
--- must run backward for each loss before the next iteration.
+-- Returns an iterator over the micro-batches of a step, for a loop `for i, loss, given in`. Also returns their number.
+-- The body of the loop must run backward for each loss before the next iteration.
 function Run:turns()
   local options, count = self.options, self.options.accumulate or 1
   if loops(options.model, options.loss) then
@@ -334,8 +337,8 @@ function Run:turns()
   end
 end
 
--- Returns the number of tokens in a batch, which is the size of its first tensor of ids, or else the number of rows. In
--- a table, input_ids is the first tensor, followed by the others sorted by name.
+-- Returns the number of tokens in a batch. It is the size of the batch's first tensor of ids. If there is none, it is
+-- the number of rows. In a table, input_ids comes first. The other tensors follow, sorted by name.
 local function tokens_of(given)
   local first = given[1]
   if type(first) == "table" and not scope.is_tensor(first) then
@@ -349,18 +352,19 @@ local function tokens_of(given)
   return first:size(0) * first:size(1)
 end
 
--- Returns the number of tokens in a step on all ranks.
+-- Returns the total number of tokens of a step on all ranks.
 local function tokens_of_step(self, accumulate)
   local loader = self.options.loader
-  if loader.global_batch and loader.seq and not loader.rows then          -- rows of texts have different lengths
+  if loader.global_batch and loader.seq and not loader.rows then          -- not for rows of texts, because their
+                                                                          -- lengths differ
     return accumulate * loader.global_batch * loader.seq
   end
   return self.counted * mesh.size "dp"
 end
 
--- Runs forward and backward of one optimizer step. Returns the weighted mean of all ranks' losses (nil if all targets
--- are ignored), the sum of the weights, and the accuracy (nil if no op counts correct predictions). If a loss is not
--- finite, the run ends before the last backward, on all ranks.
+-- Runs forward and backward of one optimizer step. Returns three results. First, the weighted mean of all ranks'
+-- losses, or nil if all targets are ignored. Second, the sum of the weights. Third, the accuracy, or nil if no op
+-- counts correct predictions. If a loss is not finite, the run ends on all ranks before the last backward.
 function Run:gradients(step)
   local options = self.options
   local engine = handle.of(options.model)
@@ -389,8 +393,8 @@ function Run:gradients(step)
   return mean, weights, accuracy(hits, targets)
 end
 
--- Updates the parameters as the engine's configuration or this run's options define, and returns the result. If all
--- targets are ignored, nothing changes.
+-- Updates the parameters, and returns the result of the update. The engine's configuration or the options of this run
+-- define the update. If all targets are ignored, the parameters do not change.
 function Run:update(weights)
   local options = self.options
   if handle.of(options.model) then return options.optimizer:step() end
@@ -398,8 +402,8 @@ function Run:update(weights)
   return options.optimizer:step { max_norm = options.max_norm, scaler = options.scaler, grad_scale = 1 / weights }
 end
 
--- Runs one optimizer step, and then evaluation, the log and a checkpoint if they are due. `step` is the step's number,
--- from 1.
+-- Runs one optimizer step. If they are due, runs the evaluation, writes the log, and saves a checkpoint. `step` is the
+-- number of the step, counted from 1.
 function Run:step(step)
   local options, accumulate = self.options, self.options.accumulate or 1
   local began = C.ps_now()
@@ -455,19 +459,19 @@ local function loop(self)
   return step
 end
 
--- Options that are errors for an engine in train.run, and the configuration keys to use instead.
+-- Options of train.run that are errors for an engine. The values are the configuration keys to use instead.
 local SETTLED = { accumulate = "gradient_accumulation_steps", max_norm = "gradient_clipping", scaler = "fp16" }
 
 local RUN = { model = "table", optimizer = "table", loader = "table", steps = "whole", start = "whole",
   sched = "table", scaler = "table", accumulate = "whole", max_norm = "number", loss = "callable", eval = "table",
   checkpoint = "table", log = "string", quiet = "boolean", callbacks = "table" }
--- The callbacks' names.
+-- The names of the callbacks and their types.
 local CALLBACKS = { step = "callable", evaluate = "callable", save = "callable" }
 local EVAL = { every = "whole", data = "callable" }
 local CHECKPOINT = { folder = "string", every = "whole", keep = "whole", extra = "table", async = "boolean" }
 
--- Raises an error for a schedule that the run never advances. Prints a note if a schedule and the run end at different
--- steps.
+-- Raises an error for a schedule that the run would never advance. Prints a note if the schedule and the run end at
+-- different steps.
 local function check_schedule(options)
   local sched = schedule_of(options)
   if not sched then return end
@@ -478,7 +482,7 @@ local function check_schedule(options)
   if text and not options.quiet and dist.rank() == 0 then io.stderr:write("psluajit: ", text, "\n") end
 end
 
--- Returns the options, with the start of a run that continues a checkpoint.
+-- Returns the options of a run. If the run continues a checkpoint, their `start` is the step of the checkpoint.
 local function with_start(given)
   local step = loaded.continued(given.optimizer)
   if given.start or not step or step == 0 then return given end
@@ -532,7 +536,7 @@ local function checked(options)
   return setmetatable({ accumulate = engine.accumulate }, { __index = options })
 end
 
--- Opens the log, which the first rank writes. All ranks begin with the history that the log contains.
+-- Opens the log. The first rank writes it. All ranks begin with the history that is in the log.
 local function open_log(self, start)
   local text = agree.first(self.world, function()
     local lines = {}

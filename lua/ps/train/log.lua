@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The logs of ps.train.run: a CSV file, if the run has the option `log`, and a JSONL file, which every run with a
--- folder has. Both get a line for each step. A resumed run keeps the lines up to its start. The shortened file replaces
--- the old one only when it is complete, so that a crash loses no line.
+-- The logs of ps.train.run: a CSV file if the run has the option `log`, and a JSONL file for every run that has a
+-- folder. Both get one line per step. A resumed run keeps only the lines up to its start. The shortened file replaces
+-- the old file after it is complete, so that a crash loses no lines.
 local native = require "ps.core.ffi"
 local appended = require "ps.io.appended"
 local folder = require "ps.checkpoints.folder"
@@ -35,8 +35,8 @@ Log.__index = Log
 ---@field val_accuracy? number the accuracy of the evaluation
 ---@field skipped boolean whether the step was skipped because gradients overflowed
 
--- Returns a file's lines up to `step`. `step_of` returns a line's step. `renew` converts a line of an older version to
--- the current form.
+-- Returns the lines of a file up to `step`. `step_of` returns the step of a line. `renew` converts a line of an older
+-- version to the current form.
 local function lines_until(path, step, step_of, renew)
   local kept = {}
   if step == 0 then return kept end
@@ -51,26 +51,27 @@ local function lines_until(path, step, step_of, renew)
   return kept
 end
 
--- Opens one of the logs with its lines up to `step`, and returns these lines.
+-- Opens one of the logs and keeps its lines up to `step`. Returns these lines.
 local function open(path, what, step, header, step_of, renew)
   local kind, kept, first = lfs.attributes(path, "mode"), {}, nil
   if kind == nil or kind == "file" then
     kept = lines_until(path, step, step_of, renew)
     local text = header .. table.concat(kept)
     native.check(native.C.ps_file_write_atomic(path, text, #text))
-  else                                                     -- devices and pipes have no old lines
+  else                                                     -- devices and pipes have no earlier lines
     first = header
   end
   return appended.open(path, what, first), kept
 end
 
 local CSV_LINE = "^(%d+),([^,]*),[^,]*,[^,]*,[^,]*,([^,]*),([^,]*),([^,]*)\n$"
-local OLD_LINE = "^%d+,[^,]*,[^,]*,[^,]*,[^,]*,[^,]*\n$"      -- a line of a version that did not log accuracies
+local OLD_LINE = "^%d+,[^,]*,[^,]*,[^,]*,[^,]*,[^,]*\n$"      -- a line of an older version, which did not log
+                                                              -- accuracies
 
 local function widened(line) return line:match(OLD_LINE) and (line:gsub("\n$", ",,\n")) or line end
 
--- Returns the path of the JSONL file, which is next to the CSV file with the same name, or else in the folder of
--- checkpoints. Returns nil if the run has no folder.
+-- Returns the path of the JSONL file. The file is next to the CSV file and has the same name. Without a CSV file, it is
+-- in the folder of the checkpoints. Returns nil if the run has no folder.
 local function jsonl_path(csv, out)
   if csv then
     local kind = lfs.attributes(csv, "mode")
@@ -133,12 +134,13 @@ local function tiers_text()
   return list[1] and (',"tiers":{%s}'):format(table.concat(list, ",")) or ""
 end
 
--- seconds between two chunk maps in a log, since a map of thousands of chunks takes long
+-- Seconds between two chunk maps in a log. A map of thousands of chunks takes a long time, so not every line has one.
 local MAP_S = 5
 local LETTERS = { device = "d", host = "h", disk = "k" }
 
--- Returns `"map":{"param":"2d14h"}`, or "" without chunks. For each kind of chunk, the text lists runs of chunks, in
--- order, whose fastest tier is the device (d), the host (h) or the disk (k), or that are on no tier (n).
+-- Returns a text such as `"map":{"param":"2d14h"}`, or "" if there are no chunks. For each kind of chunk, the text has
+-- runs of consecutive chunks, with the number of chunks and a letter. The letter is the fastest tier of these chunks:
+-- device (d), host (h), disk (k), or no tier (n).
 local function map_text()
   local kinds, runs = {}, {}
   for _, chunk in ipairs(chunks.chunks()) do
@@ -180,10 +182,10 @@ local function json_line(self, line)
   return ('%s,"skipped":%s%s%s}\n'):format(table.concat(parts), tostring(line.skipped), tiers_text(), map)
 end
 
---- Appends a step's line.
+--- Appends the line of a step.
 ---@param line ps.TrainLine
----@return string? problem The reason when writing fails for the first time. nil while writing works, and for later
---- failures.
+---@return string? problem The reason, if writing fails for the first time. nil if writing works, and for later
+---  failures.
 function Log:write(line)
   local problem, other
   if self.csv then
@@ -196,7 +198,7 @@ function Log:write(line)
 end
 
 --- Closes the files.
----@return string? problem The number of lost lines, and the reason.
+---@return string? problem The number of lines that were lost, and the reason.
 function Log:close()
   local lost = {}
   for _, name in ipairs { "csv", "jsonl" } do

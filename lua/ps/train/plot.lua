@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Plots curves: as characters for a terminal, and as a PNG if gnuplot is installed.
+-- Plots curves as characters for a terminal. If gnuplot is installed, it also plots them as a PNG file.
 local caller = require "ps.core.caller"
 
 local plot = {}
@@ -24,7 +24,7 @@ end
 local TEXT = { width = "whole", height = "whole" }
 local PNG = { title = "string", x = "string", y = "string" }
 
---- Draws curves as text. Each column shows the mean of the points that fall into it.
+--- Draws curves as text. Each column shows the mean of the points in its range of x.
 ---@param curves ps.Curve[]
 ---@param options? {width?: integer, height?: integer}
 ---@return string

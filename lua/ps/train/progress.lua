@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Shows the progress of a run: a bar on a terminal, otherwise a plain line at intervals.
+-- Shows the progress of a run. On a terminal it shows a bar. Otherwise it prints plain lines at intervals.
 local native = require "ps.core.ffi"
 local caller = require "ps.core.caller"
 local exact = require "ps.core.exact"
