@@ -1,5 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- A training script that uses BMTrain's names (docs/bmtrain.md): a GPT on random tokens, different on each rank.
+-- A training script that uses BMTrain's names (docs/bmtrain.md). It trains a GPT on random tokens, which are different
+-- on each rank.
 --
 --   psluajit bmtrain.lua
 --   psluajit tools/launch.lua --nproc-per-node 2 examples/bmtrain.lua --zero-level 3 --save gpt.pt

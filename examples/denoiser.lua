@@ -1,5 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Trains a small convolutional network to remove noise from drawn digits, and writes a picture: noisy, denoised, clean.
+-- Trains a small convolutional network to remove noise from drawn digits. Writes a picture with the noisy, the denoised
+-- and the clean digits.
 --   psluajit denoiser.lua --layout chunks                                   also plain
 --   psluajit launch.lua --nproc-per-node 2 denoiser.lua --layout pipeline   also zero, tensor (layout.lua)
 local ps = require "ps"

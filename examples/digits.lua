@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Drawn digits for the examples, and pictures of images.
+-- Functions that draw digits for the examples, and that write images to files.
 local ps = require "ps"
 local F = ps.F
 

@@ -63,7 +63,7 @@ local function leave_if_interrupted()
   line.leave(130)
 end
 
--- Opens a table with at least one conversation. All rows must have the first row's form.
+-- Opens a table with at least one conversation. All rows must have the same form as the first row.
 local function conversations(path, option)
   local rows = ps.data.table(path)
   if #rows == 0 then error(("%s: %s has no rows"):format(option, path), 0) end

@@ -46,7 +46,7 @@ for key, value in pairs(args.model and settings.pretrained or settings.untrained
 end
 ps.manual_seed(args.seed)
 
--- Returns a list of {ids or text, label, place}. A label is a whole number or a text.
+-- Returns a list of rows {ids or text, label, place}. A label is a whole number or a text.
 local function read(path)
   local list, rows = {}, ps.data.table(path)
   for i, row in ipairs(rows) do
@@ -95,7 +95,7 @@ local function number_labels(rows, labels)
   end
 end
 
--- Returns n sequences of 4 to 12 tokens that contain a 7 and a 9. In class 1, the 7 comes first.
+-- Returns n sequences of 4 to 12 tokens. Each sequence has a 7 and a 9. In class 1, the 7 is before the 9.
 local function draw(n)
   local rows = {}
   local numbers = ps.randint(10, 100, { n, 16 }, { dtype = "int32" }):tolist()

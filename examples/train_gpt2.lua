@@ -25,7 +25,7 @@ local settings = {
   held_out = 0.1,              -- fraction of each text file that is held out
   max_lr = 2e-3, min_lr = 1e-4, warmup = 60,
   betas = { 0.9, 0.95 }, weight_decay = 0.1, max_norm = 1.0, dropout = 0.0,
-  evals = 8,                   -- number of held-out evaluations in a run, if they are cheap
+  evals = 8,                   -- number of held-out evaluations per run, if evaluations are cheap
   eval_rows = 192,             -- number of held-out rows per evaluation
   saves = 4,                   -- number of checkpoints per run
   sample = { tokens = 400, temperature = 0.8, top_k = 40, prompt = "\n" },
@@ -198,7 +198,8 @@ local function shards_now(given)
   return list
 end
 
--- Returns the loader options for training and for evaluation, and the tokenizer (nil for a token shard).
+-- Returns the options of the loaders for training and for evaluation, and the tokenizer. The tokenizer is nil for a
+-- token shard.
 local function prepare(args)
   if args.data and args.data:match("%.bin$") then
     local tokens = ps.data.tokens(args.data)

@@ -25,7 +25,7 @@ local F = ps.functional
 ---@class ps.Llama.Variant a family that derives from this file
 ---@field brand string prefix of its class names, such as "Llama"
 ---@field biases fun(c: table): boolean, boolean, boolean returns three booleans: whether q, k and v have biases,
---- whether o has, and whether the MLP has
+---  whether o has a bias, and whether the layers of the MLP have biases
 ---@field norms? boolean whether an RMS norm is applied to each head's queries and keys
 ---@field window? fun(c: table, layer: integer): integer? returns the number of keys that a query sees in a layer (from
 --- 0), or nil for all

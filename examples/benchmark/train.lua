@@ -13,7 +13,8 @@ local here = arg[0]:match "^(.*)/" or "."
 local sizes = dofile(here .. "/models.lua")
 local whole = command_line.whole
 
-local FLOPS = 2 * 4  -- FLOPs per parameter and token, counted as in PatrickStar: forward 2, recompute 2, backward 4
+local FLOPS = 2 * 4  -- FLOPs per parameter and token as PatrickStar counts them: 2 in forward, 2 in recompute, 4 in
+                     -- backward
 
 local parser = argparse("psluajit benchmark/train.lua", "Trains a model of PatrickStar's benchmark on random data.",
   "Models: " .. table.concat(sizes.names(), ", ") .. ", and WIDTH/SEQ/LAYERS/HEADS.")

@@ -121,7 +121,7 @@ int ps_tensor_made_by(const ps_tensor *t, int n, const int64_t *ops, int8_t *fou
     return rc;
 }
 
-/* -- what a walk waits for ----------------------------------------------------------------------------------------- */
+/* -- the nodes that a walk must still pass ------------------------------------------------------------------------- */
 /* Changes the number of nodes for which a storage waits. The gradient of a parameter is complete, and its bytes are no
  * longer read, when the walk has passed certain nodes: all those that have an edge to the parameter, have saved it, or
  * (segments) have read it. Only nodes that the walk can reach are counted. Other nodes exist until Lua's collector

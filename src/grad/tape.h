@@ -48,7 +48,7 @@ struct ps_node {
     ps_tensor **dout;              /* [n_out], held */
     ps_tensor **din;               /* [n_in] deferred gradients, which are held */
     ps_tensor *kept;               /* tensor that the rule's first phase keeps for the second (ps_grad_keep), held */
-    ps_tensor *holder;             /* gets a copy of the gradient of output holder_out; can be NULL */
+    ps_tensor *holder;             /* tensor that gets a copy of the gradient of output holder_out, or NULL */
     int holder_out;
     int64_t place;                 /* place of the call, recorded in anomaly mode */
     ps_tensor *again;              /* the recomputed output of the node, whose op is cheap */
@@ -117,7 +117,8 @@ static inline int tape_leaf_dtype(const ps_tensor *leaf)
 const char *tape_name(const ps_node *node);          /* name of the node's op, for errors */
 int tape_passed_already(const ps_node *node);        /* raises the error for a second backward through the node */
 ps_node *tape_node_new(ps_ctx *ctx, int op, int n_in, int n_out, int attrs_nbytes);
-void tape_add_edge(ps_node *node, int i, ps_tensor *t);      /* sets input i to t, or to absent if t is NULL */
+void tape_add_edge(ps_node *node, int i, ps_tensor *t);      /* sets input i of the node to t; NULL means that the
+                                                              * input is absent */
 void tape_give_up(ps_node *node);                    /* a walk failed before it passed the node, so no walk may pass
                                                       * it any more */
 void tape_count_from(ps_walk *w, ps_node *node);     /* counts the nodes that the walk reaches from this one */
@@ -141,7 +142,7 @@ void segment_reap(ps_ctx *ctx, int64_t segment);     /* reports that the caller 
 /* -- hook.c */
 void hooks_end(ps_node *node);                       /* ends the hooks of a node, so that they do not run again */
 int leaf_pass(ps_ctx *ctx, ps_walk *w, ps_node *node);       /* passes the sum in a LEAF node to its leaf */
-void leaf_let_go(ps_node *node);                     /* the walk has passed a LEAF node, or never will */
+void leaf_let_go(ps_node *node);                     /* called when the walk has passed a LEAF node, or never will */
 
 /* -- target.c */
 /* Marks the nodes to which `node` leads, and those among them that lead to a target. */

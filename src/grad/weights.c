@@ -67,7 +67,7 @@ void weights_drop(ps_walk *w)
     for (int32_t i = 0; i < w->n_lists; i++) clear(&w->lists[i]);
 }
 
-/* -- who needs what ----------------------------------------------------------------------------------------------- */
+/* -- saved tensors that are still needed --------------------------------------------------------------------------- */
 void weights_unclaim(ps_node *cheap)
 {
     cheap->later--;

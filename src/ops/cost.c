@@ -145,7 +145,7 @@ void cost_conv(ps_cost *c)                        /* x, w -> y */
     if (c->out[0]) c->flops += 2 * c->out[0]->numel_ * of_kernel(c->in[1]);
 }
 
-void cost_conv_transpose(ps_cost *c)              /* x (which has the channels of the conv's output), w -> y */
+void cost_conv_transpose(ps_cost *c)              /* x, w -> y; x has the channels of the conv's output */
 {
     cost_moves(c);
     c->flops += 2 * c->in[0]->numel_ * of_kernel(c->in[1]);

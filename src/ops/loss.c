@@ -88,7 +88,7 @@ int grad_cross_entropy(ps_grad *g)
     return 0;
 }
 
-/* Checks the weights of V classes, which may be absent. */
+/* Checks the weights of the V classes. The weights can be absent. */
 static int check_weight(const ps_infer *f, const ps_tensor *weight, int dtype, int64_t V)
 {
     return weight ? ps_rule_like(f, weight, "weight", dtype, 1, &V) : 0;

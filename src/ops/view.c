@@ -340,7 +340,7 @@ int infer_triangle(ps_infer *f)
     return 0;
 }
 
-/* Both ops are linear, and each is its own transpose. */
+/* Both ops are linear, and each of them is its own transpose. */
 static int same_of_gradient(ps_grad *g, int op)
 {
     ps_tensor *all[PS_MAX_OUT] = { NULL };

@@ -382,7 +382,7 @@ void ps_record_settle(ps_ctx *ctx)
     for (int i = 0; i < ctx->n_devices; i++) take_times(ctx, i, true);
 }
 
-/* Returns true if the device will report the times of the work that is queued from now on. */
+/* Returns true if the device will report the times of the work that is queued next. */
 static bool time_begins(ps_backend *be) { return be->time_begin && be->time_begin(be, ps_record_run) == 0; }
 
 /* Adds an op, or a slice of an op, to the record. With `timed`, the device's clock times it, and it is added after it

@@ -21,7 +21,7 @@ typedef struct ps_infer {
     void *attrs;
     uint32_t needs;                           /* bit set of inputs whose gradient will be needed */
     uint32_t given;                           /* bit set of outputs that the caller passed */
-    uint64_t copied;                          /* bit set of inputs that are copies made for this call */
+    uint64_t copied;                          /* bit set of inputs that are copies, which were made for this call */
     /* Set by ps_step_runs_ahead: gradients of embeddings [V, C] are computed in backward instead of in forward. */
     bool ahead;
     ps_meta *out;
@@ -61,7 +61,7 @@ int ps_grad_out(ps_grad *g, int i, ps_tensor **out);         /* a saved output, 
 /* Makes *t, a saved tensor, safe to change. *t becomes a copy if another walk can still use the graph. */
 int ps_grad_own(ps_grad *g, ps_tensor **t);
 const ps_meta *ps_grad_in_meta(const ps_grad *g, int i);
-void ps_grad_give(ps_grad *g, int i, ps_tensor *t);          /* passes t, which is lent, as the gradient of input i */
+void ps_grad_give(ps_grad *g, int i, ps_tensor *t);          /* passes t (lent) as the gradient of input i */
 /* Run an op on n_in inputs. ps_run has them as its last arguments. If an entry of out [PS_MAX_OUT] is not NULL, the op
  * writes to that tensor. */
 int ps_run(ps_grad *g, int op, const void *attrs, ps_tensor **out, int n_in, ...);

@@ -147,7 +147,7 @@ int ps_replay_begin(ps_ctx *ctx, int32_t micros, int32_t spans, int32_t first, i
     return ps_fail_nomem((size_t)micros * (size_t)spans * sizeof *r->twins);
 }
 
-/* -- noting -------------------------------------------------------------------------------------------------------- */
+/* -- recording effects --------------------------------------------------------------------------------------------- */
 /* Returns the recorded effects of a micro-batch, or NULL. */
 static notes *notes_of(ps_replay *r, int32_t micro)
 {
@@ -321,7 +321,7 @@ int ps_replay_leave(ps_ctx *ctx)
 
 bool ps_replay_differs(const ps_ctx *ctx) { return ctx->dry.replay && ctx->dry.replay->differs; }
 
-/* -- doing it again ------------------------------------------------------------------------------------------------ */
+/* -- repeating a span ---------------------------------------------------------------------------------------------- */
 static void drop_empty(twins *t)
 {
     if (!t->whole || t->live > 0) return;

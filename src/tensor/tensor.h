@@ -98,7 +98,7 @@ struct ps_ctx {
     } offload;                    /* tensor/tensor.c */
     struct { int32_t run; int64_t used[8]; } recorded;       /* bytes of each device in the last event of the record */
     struct {
-        bool on, busy;            /* busy: anomaly mode is reading values, and its own ops are not checked */
+        bool on, busy;            /* busy: anomaly mode is reading values, and the ops that it runs are not checked */
         bool scaled, overflowed;  /* the step's loss is scaled; the scale has caused infinities in backward */
         bool pardons;             /* the next op scales the loss */
         bool had_nan, had_inf;    /* outputs of the running op had NaNs or infinities before the op ran */
@@ -208,7 +208,7 @@ int ps_apply_all(ps_ctx *ctx, int op, int n_in, ps_tensor *const *in, const void
  * only allocates and frees workspace. Returns PS_ENOMEM, PS_EUNSUP, or an error of the kernel. */
 int ps_call_part(ps_call *whole, ps_call *part);
 
-/* -- grad/tape.c: functions that dispatch calls ------------------------------------------------------------------ */
+/* -- grad/tape.c: functions that dispatch.c uses ------------------------------------------------------------------- */
 /* Returns the bit set of inputs through which gradients flow, or 0 while gradients are off. Inputs after number 31
  * share bit 31. */
 uint32_t ps_tape_needs(const ps_ctx *ctx, int n_in, ps_tensor *const *in);

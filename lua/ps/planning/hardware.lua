@@ -15,7 +15,7 @@ local hardware = {}
 ---  operations per second by dtype. bandwidth: bytes per second of the memory. between: bytes per second to and from
 ---  the other GPUs, in each direction
 ---@field taken? {what: string, nbytes: number, ranks?: boolean, source: string}[] parts of a GPU's memory that the
----  engine cannot use; with `ranks`, only if there are several ranks
+---  engine cannot use. A part with `ranks` is unusable only if there are several ranks
 ---@field host {nbytes: number, flops?: table<string, number>, bandwidth?: number}
 ---@field links {up: number, down: number} bytes per second between host and GPU
 ---@field network? number bytes per second between a GPU and the GPUs of other machines, in each direction

@@ -71,10 +71,10 @@ local function look_further(plan, request, result, what)
   if blocks then plan.largest_model = { blocks = blocks, parameters = parameters, is_bound = bound } end
 end
 
--- Returns the size in bytes of a real process of the run. All its tiers except the disk must be memory of this machine.
--- The size is the sum of three numbers: the tiers, the dry run's process (the same program and script without contents
--- of tensors), and the other memory of a real process (result.kept) if it is known. Returns nil for a GPU, because its
--- driver also allocates host memory.
+-- Returns the size in bytes of a real process of the run. All tiers of the run except the disk must be memory of this
+-- machine. The size is the sum of three numbers. The first is the size of the tiers. The second is the size of the dry
+-- run's process, which has the same program and script without contents of tensors. The third is the other memory of a
+-- real process (result.kept), if it is known. Returns nil for a GPU, because its driver also allocates host memory.
 local function process_of(result)
   if result.device == "cuda" or not result.tiers then return nil end
   local sum, besides = 0, result.rss + (result.kept or 0)

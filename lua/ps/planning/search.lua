@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Searches for the smallest budget, the largest batch and the largest model with which a script's first step fits. All
--- answers come from dry runs: a run with the reported value has fitted, and a run with the next value has not. If the
--- time for all searches of a request (search.clock) is used up, the answer is a bound, which is the best value that has
+-- answers are results of dry runs: a run with the reported value has fitted, and a run with the next value has not. If
+-- the time for all searches of a request (search.clock) is used up, the answer is a bound: the best value that has
 -- fitted so far.
 local time = require "posix.time"
 local trial = require "ps.planning.trial"

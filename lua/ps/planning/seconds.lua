@@ -66,8 +66,10 @@ local function of_updates(there, result, nbytes)
 end
 
 -- Returns the time of products that take P seconds if their rows are exchanged in n pieces. The exchange takes X
--- seconds. The products of a piece begin after the piece has arrived (or the piece is sent after its products have
--- ended). So the exchange and the products are a pipeline of two stages, with n steps of X / n and n steps of P / n.
+-- seconds. The products of a piece begin after the piece has arrived. If the products compute the rows that are sent, a
+-- piece is sent after its products have ended.
+--
+-- In both cases the exchange and the products are a pipeline of two stages, with n steps of X / n and n steps of P / n.
 -- The first piece passes both stages in X / n + P / n, and each further piece takes the longer of the two. The total is
 -- max(P, X) + min(P, X) / n. In reality, a rank's own rows, which are a fraction of P, need not wait, so the total is
 -- smaller.

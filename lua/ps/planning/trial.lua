@@ -15,8 +15,9 @@ local AT_ONCE = 4                          -- number of dry runs that run at the
 ---@field machine {host_nbytes: integer, device_nbytes: integer} sizes of the machine's memory in bytes. A host_nbytes
 ---  of 0 means the memory of this machine, and a device_nbytes of 0 means that there is no GPU
 ---@field rates? table speeds of the machine (ps.Rates), indexed by KEYS
----@field budgets? table<string, integer> bytes by tier ("device", "host", "disk"), instead of the configuration's
----@field rank? integer index of this rank among `ranks`; the other ranks are simulated; nil for one process
+---@field budgets? table<string, integer> budgets in bytes by tier ("device", "host", "disk"), which replace those of
+---  the configuration
+---@field rank? integer index of this rank among `ranks`, or nil for one process. The other ranks are simulated
 ---@field ranks? integer
 ---@field alone? string name of the option that plans one process instead
 ---@field kinds? integer[] the ranks to run one after the other, or nil for the ranks that represent all ranks

@@ -2,10 +2,10 @@
 -- Aligns the clocks of ranks, for ps.profiler.save. Computes the offset between the clock of this rank and that of rank
 -- 0. Adding the offset to this rank's time gives rank 0's time.
 --
--- Rank 0 sends its time to one rank after the other, several times. Each time, it reads its clock between the rank's
--- question and the rank's receipt of the answer. The midpoint between question and receipt is used as the time of that
--- read, so the error is at most half of the round trip (Cristian 1989, "Probabilistic clock synchronization"). The
--- shortest round trip is used.
+-- The algorithm is that of Cristian 1989, "Probabilistic clock synchronization". A rank sends a question to rank 0, and
+-- rank 0 answers with its time. Rank 0 has read this time between the question and the arrival of the answer. The rank
+-- assumes that this happened at the midpoint, so the error is at most half of the round trip. Each rank asks several
+-- times, one rank after the other. The shortest round trip is used.
 local native = require "ps.core.ffi"
 local create = require "ps.tensor.create"
 local scope = require "ps.core.scope"
@@ -58,7 +58,7 @@ local function least(group, ns)
   return first < math.huge and zero + first or nil
 end
 
---- Aligns this rank's clock with that of rank 0. All ranks must call it.
+--- Aligns this rank's clock with that of rank 0. All ranks must call this function.
 ---@param group ps.Group
 ---@param first? ffi.cdata* int64_t with this rank's first event in nanoseconds of its own clock, or nil if it has none
 ---@return ffi.cdata* offset int64_t with the nanoseconds to add to this rank's clock

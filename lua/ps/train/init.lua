@@ -241,7 +241,7 @@ function Run:fail(step, loss)
     self.grad_norm and ("%.3g"):format(self.grad_norm) or "not measured", self.saved or "none"), 0)
 end
 
--- Returns the schedule of a run, which is its own or its engine's.
+-- Returns the schedule of a run. It is the run's own schedule or that of the engine.
 local function schedule_of(options)
   local engine = handle.of(options.model)
   return options.sched or engine and engine.scheduler
@@ -338,7 +338,8 @@ function Run:turns()
 end
 
 -- Returns the number of tokens in a batch. It is the size of the batch's first tensor of ids. If there is none, it is
--- the number of rows. In a table, input_ids comes first. The other tensors follow, sorted by name.
+-- the number of rows. In a table of tensors, input_ids is the first tensor. Without input_ids, the first name in
+-- alphabetical order is.
 local function tokens_of(given)
   local first = given[1]
   if type(first) == "table" and not scope.is_tensor(first) then

@@ -307,7 +307,7 @@ KERNEL_UP_TO(Shape::BLOCK, Shape::BLOCKS) dkv_kernel(const __grid_constant__ att
         stage = first / QUERIES & 1;
         uint16_t *q = stages + stage * 2 * QUERIES * DP, *dy = q + QUERIES * DP;
         const float *own_sums = sums + stage * 2 * QUERIES;
-        async_wait<0>(); /* this tile is complete, and no warp reads the previous one */
+        async_wait<0>(); /* this tile is complete, and no warp reads the previous tile any more */
         __syncthreads();
         if (first + QUERIES < until) {
             uint16_t *next = stages + (stage ^ 1) * 2 * QUERIES * DP;

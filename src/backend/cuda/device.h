@@ -335,7 +335,7 @@ static inline unsigned row_blocks(int64_t rows)
     return (unsigned)(rows < most ? rows : most);
 }
 
-/* Calls f(j, x[j]) for this thread's elements of a row [n], 16 bytes at a time if the row is aligned. */
+/* Calls f(j, x[j]) for this thread's elements of a row [n]. Reads 16 bytes at a time if the row is aligned. */
 template <class T, class F> DEV void each(const T *x, int64_t n, F f)
 {
     const int W = pack<T>::n;

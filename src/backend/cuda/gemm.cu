@@ -124,7 +124,8 @@ static int layout(cublasLtMatrixLayout_t *out, int dtype, int64_t rows, int64_t 
     return 0;
 }
 
-/* cuBLASLt sees our rows as columns: our b is its A, and our a is its B. */
+/* Returns the cuBLASLt epilogue that computes the extra output. cuBLASLt sees our rows as columns, so our b is its A
+ * and our a is its B. */
 static cublasLtEpilogue_t epilogue_of(const ps_cu_gemm *g)
 {
     switch (g->also) {

@@ -311,9 +311,8 @@ static int begin(ps_wire *w, int lane, const ps_comm_part *send, const ps_comm_p
     for (int r = 0; r < w->size; r++)
         if (r != w->rank && (send[r].nbytes || recv[r].nbytes)) none = false;
     cudaSetDevice(w->number);
-    TRY_CUDA(cudaStreamWaitEvent(w->moving, w->ended[PS_WIRE_LOCAL], 0));      /* `adding` is the last stream in the
-                                                                                * order, so this event comes after
-                                                                                * everything else */
+    TRY_CUDA(cudaStreamWaitEvent(w->moving, w->ended[PS_WIRE_LOCAL], 0));      /* `adding` is last in the order, so
+                                                                                * this waits for everything */
     if (none || !w->comm) return check(cudaEventRecord(w->ended[lane], w->moving), "an exchange of nothing");
     ncclResult_t r = nccl.group_start();
     if (r != ncclSuccess) return nccl_failed(w, r, "an exchange");
@@ -405,9 +404,8 @@ static int event_before(ps_wire *w, ps_wire_event *e)
 static int event_end(ps_wire *w, ps_wire_event *e)
 {
     cudaSetDevice(w->number);
-    TRY_CUDA(cudaStreamWaitEvent(w->moving, w->ended[PS_WIRE_LOCAL], 0));      /* `adding` is the last stream in the
-                                                                                * order, so this event comes after
-                                                                                * everything else */
+    TRY_CUDA(cudaStreamWaitEvent(w->moving, w->ended[PS_WIRE_LOCAL], 0));      /* `adding` is last in the order, so
+                                                                                * this waits for everything */
     return check(cudaEventRecord(e->at, w->moving), "the end of what was begun");
 }
 

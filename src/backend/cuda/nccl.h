@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Declarations of nccl.cpp, which moves bytes between GPUs of several processes, and of its kernel in add_up.cu. */
+ * Declarations of nccl.cpp and of its kernel in add_up.cu. nccl.cpp moves bytes between the GPUs of several
+ * processes. */
 #ifndef PS_CUDA_NCCL_H
 #define PS_CUDA_NCCL_H
 #include "backend/cuda/cuda.h"

@@ -50,7 +50,7 @@ DEV int iq4_value(int i) { return entry(0xf6eaddcfbfad9881ull, 0x7159453526190d0
 DEV int mxfp4_twice(int i) { return entry(0x0c08060403020100ull, 0xf4f8fafcfdfeff00ull, i); }
 DEV float times(float a, int b) { return __fmul_rn(a, (float)b); }
 
-/* Reads the scale and the minimum of part p of the 8 parts of a block in Q4_K and Q5_K (ps_blocks_scale). */
+/* Reads the scale and the minimum of one part of a block in Q4_K or Q5_K (ps_blocks_scale). A block has 8 parts. */
 DEV void part_scale(const uint8_t *s, int p, int *scale, int *min)
 {
     *scale = p < 4 ? s[p] & 63 : (s[4 + p] & 15) | (s[p - 4] >> 6) << 4;

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Rotary position embedding. If all columns are rotated and rows are aligned, a thread rotates the pairs of 16 bytes in
- * the first half of a row and the matching 16 bytes in the second half. Otherwise it rotates one pair, or copies two of
- * the columns that are not rotated. */
+ * Rotary position embedding. A pair consists of an element in the first half of a row and the corresponding element in
+ * the second half. If all columns are rotated and rows are aligned, a thread rotates the pairs in 16 bytes of each
+ * half. Otherwise a thread rotates one pair, or copies two of the columns that are not rotated. */
 #include "backend/cuda/device.h"
 
 struct rope_call {

@@ -419,7 +419,7 @@ template <class T> KERNEL_UP_TO(1024, 1) logit_loss_kernel(const __grid_constant
         }
         for (int i = 0; i < c.ranks; i++) {
             const A *said = stats + i * c.kinds * c.rows;
-            bool has = said[c.rows] < 0;                 /* whether this rank's first largest logit is the target's */
+            bool has = said[c.rows] < 0;                 /* whether the first largest logit of rank i is the target's */
             sum += (has ? -said[c.rows] : said[c.rows]) * exp(said[0] - top);
             if (said[0] == top && first) hit = has, first = false;
             target += said[2 * c.rows];

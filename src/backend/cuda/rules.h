@@ -71,7 +71,7 @@ static inline int64_t ps_cu_squares_nbytes(int64_t units) { return (units + 1) *
 /* -- LAMB and Adafactor (whole.cu) --------------------------------------------------------------------------------- */
 /* units: number of units of PS_LAMB_UNIT elements (base/update.h). */
 static inline int64_t ps_cu_lamb_nbytes(int64_t units) { return (2 * units + 2) * 8; }
-/* rows: total number of rows of the matrices of a tensor. batch: number of its matrices. */
+/* rows: number of rows, summed over the matrices of a tensor. batch: number of matrices. */
 static inline int64_t ps_cu_factored_nbytes(int64_t rows, int64_t batch) { return (rows + 2 + batch) * 8; }
 
 /* -- embeddings (table.cu) ----------------------------------------------------------------------------------------- */

@@ -66,7 +66,7 @@ static int embedding(ps_call *call)
     return run_embedding<uint8_t>(w, index, y, nbytes, a);
 }
 
-/* -- its gradient: positions are sorted by index, then each row of dw is one sum in the order of positions --------- */
+/* -- gradient of embedding: positions are sorted by index, and each row of dw is one sum in their order ------------ */
 static __global__ void histogram_kernel(trap_to t, int *count, indices index, int64_t n, int64_t V, int64_t padding)
 {
     for (int64_t i = FIRST_ELEMENT; i < n; i += ALL_THREADS) {

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * The `sim` backend, a simulated accelerator. It makes it possible to run, test and time all code for devices with
- * separate memory. It has memory of a set size (regions of host memory that scripts cannot read in place), the cpu
- * backend's kernels, and a copy engine with a bandwidth model.
+ * separate memory. Its memory has a set size and consists of regions of host memory. Scripts cannot read these regions
+ * in place. The backend has the kernels of the cpu backend, and a copy engine with a bandwidth model.
  *
  * The copy engine has two lanes, one to the device and one from it. Each lane is a plain thread, which starts with the
  * lane's first copy. The times of a copy are fixed when it is requested. It begins when its lane is free and the copy
@@ -10,7 +10,7 @@
  * this, the thread is late, and it catches up when it can. All other functions are called from one thread.
  *
  * Kernels run in the caller's thread, so the device is as fast as the host. With PS_SIM_ISA (which has the same values
- * as PS_CPU_ISA), it uses the kernels of another instruction set. The device is then faster than its host if the cpu
+ * as PS_CPU_ISA), the device uses the kernels of another instruction set. It is then faster than its host if the cpu
  * backend uses a lower set. */
 #define _GNU_SOURCE                  /* for pthread_setname_np */
 #include <math.h>
@@ -80,7 +80,7 @@ struct sim_backend {
     ps_backend base;
     region *regions;
     int64_t memory, handed_out;      /* size of the memory, and number of bytes allocated from it */
-    int64_t unchecked;               /* bytes allocated since the machine's free memory was last checked */
+    int64_t unchecked;               /* bytes that were allocated since the machine's free memory was last checked */
     double latency_s;
     pthread_mutex_t lock;            /* guards all fields below, and whether lanes and copies are running */
     pthread_cond_t ended;
