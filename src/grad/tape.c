@@ -125,7 +125,7 @@ int ps_tensor_made_by(const ps_tensor *t, int n, const int64_t *ops, int8_t *fou
 /* Changes the number of nodes for which a storage waits. The gradient of a parameter is complete, and its bytes are no
  * longer read, when the walk has passed certain nodes: all those that have an edge to the parameter, have saved it, or
  * (segments) have read it. Only nodes that the walk can reach are counted. Other nodes exist until Lua's collector
- * frees them, and the time of that differs between ranks. */
+ * frees them, which happens at different times on different ranks. */
 static void wait_for(ps_walk *w, ps_storage *s, int by, bool adds)
 {
     if (!s->engine.watched) return;

@@ -162,8 +162,8 @@ static int give_bias(ps_grad *g, ps_tensor *dy)
     return 0;
 }
 
-/* Computes and passes on the gradient of the weight, which is input 1. With with_b, also that of the bias. x is the
- * input of the conv that has this weight, and dy is the gradient of that conv's output. */
+/* Computes and passes on the gradient of the weight, which is input 1. If with_b is set, does the same for the bias. x
+ * is the input of the conv that has this weight, and dy is the gradient of that conv's output. */
 static int give_weight(ps_grad *g, ps_tensor *x, ps_tensor *dy, bool with_b)
 {
     const ps_meta *w = ps_grad_in_meta(g, 1);

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * Records the effects of spans of micro-batches, and repeats them (replay.h). A replay is possible after NOTED
- * consecutive micro-batches had equal effects. From then on, the effects of a micro-batch do not depend on how many
- * micro-batches came before it. Only the last micro-batches can differ. */
+ * consecutive micro-batches had equal effects. After that, all micro-batches except the last one have the same effects,
+ * no matter how many micro-batches there are. */
 #include "tensor/replay.h"
 #include <stdlib.h>
 #include <string.h>

@@ -237,8 +237,8 @@ local open = {}                                    -- inspectors whose scope has
 -- again.
 local made_in = setmetatable({}, { __mode = "k" })
 
--- Maps a recorded tensor to the tensor of its record that receives its gradient. An op's output has at most one such
--- tensor.
+-- Maps a recorded tensor to the tensor that receives its gradient. The latter belongs to a record. An op's output has
+-- at most one such tensor.
 local keeps = setmetatable({}, { __mode = "k" })
 
 -- Makes a record receive the gradient of x. Returns 0 or an error code.

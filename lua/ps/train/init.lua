@@ -338,8 +338,8 @@ function Run:turns()
 end
 
 -- Returns the number of tokens in a batch. It is the size of the batch's first tensor of ids. If there is none, it is
--- the number of rows. In a table of tensors, input_ids is the first tensor. Without input_ids, the first name in
--- alphabetical order is.
+-- the number of rows. In a table of tensors, the first tensor is input_ids, or else the tensor whose name is the first
+-- in alphabetical order.
 local function tokens_of(given)
   local first = given[1]
   if type(first) == "table" and not scope.is_tensor(first) then

@@ -24,7 +24,7 @@ static __global__ void normal_kernel(void *p, int dtype, int64_t n, ps_attrs_nor
     }
 }
 
-/* Computes low + floor(r * (high - low) / 2^64). The first two words of the counter's output are r. */
+/* Computes low + floor(r * (high - low) / 2^64). r is the first two words of the counter's output. */
 static __global__ void randint_kernel(void *p, int dtype, int64_t n, ps_attrs_randint_ a)
 {
     uint64_t range = (uint64_t)a.high - (uint64_t)a.low;

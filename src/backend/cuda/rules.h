@@ -89,12 +89,11 @@ static inline int64_t ps_cu_delta_nbytes(int64_t rows, int dtype) { return (rows
 /* Returns the size in bytes of the bounds of segments, for B samples of T positions each. */
 static inline int64_t ps_cu_segments_nbytes(int64_t B, int64_t T) { return (B * T + 1) * 8; }
 /* Returns the size in bytes of dk or dv with a separate result for each query head. It is used if query heads share
- * keys. numel: number of elements of all these results. Returns whether a matrix can be used without a copy: one of its
- * strides is 1, and its rows do not overlap. */
+ * keys. numel: number of elements of all these results. */
 static inline int64_t ps_cu_each_head_nbytes(int64_t numel, int dtype) { return (numel + 1) * ps_dtype_bytes(dtype); }
 
 /* -- matrix products (matmul.cpp, gemm.cu) ------------------------------------------------------------------------- */
-/* Returns whether a matrix needs no copy: one stride is 1, and its rows do not overlap. */
+/* Returns whether a matrix can be used without a copy: one of its strides is 1, and its rows do not overlap. */
 static inline bool ps_cu_has_lines(int64_t rows, int64_t cols, int64_t stride_row, int64_t stride_col)
 {
     bool by_row = cols == 1 || stride_col == 1, by_col = rows == 1 || stride_row == 1;
