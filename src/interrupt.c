@@ -1,9 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Ctrl-C while Lua runs. The handler sets a hook, which is the only change that a signal handler may make to a running
- * lua_State. The hook raises an error or pauses the script. To pause the script, the hook waits for the next
- * instruction of a function of the script itself, because psluajit's own functions may be in the middle of a change,
- * and opens a prompt there. lua/ps/prompt/pause.lua and src/engine/suspend.c handle the effects of a pause on tensors
- * and steps. */
+ * Ctrl-C while Lua runs. The signal handler sets a hook, because nothing else in a running lua_State may be changed
+ * by a signal handler. The hook raises an error or pauses the script. A pause opens a prompt. The hook opens it only
+ * at an instruction of one of the script's own functions, because psluajit's functions may be in the middle of a
+ * change. lua/ps/prompt/pause.lua and src/engine/suspend.c handle the effects of a pause on tensors and steps. */
 #include <lauxlib.h>
 #include <unistd.h>
 
@@ -12,8 +11,9 @@
 #include "repl.h"
 
 bool interrupt_pauses, interrupt_at_prompt;
-static volatile sig_atomic_t count;       /* number of times that Ctrl-C was pressed since the watch began, or since
-                                           * the last pause */
+static volatile sig_atomic_t count;       /* number of times that Ctrl-C was pressed since the watch began or since
+                                           * the
+                                           * last pause */
 static lua_State *running;
 
 static void stop_hook(lua_State *L, lua_Debug *ar)
@@ -27,7 +27,7 @@ static void stop_hook(lua_State *L, lua_Debug *ar)
 
 static void pause_hook(lua_State *L, lua_Debug *ar);
 
-/* Loops that LuaJIT compiled do not check hooks, so there must be another way to end the program. */
+/* Compiled loops do not check hooks. If the hook does not run, a further Ctrl-C ends the program. */
 static void on_interrupt(int sig)
 {
     static const char warning[] = "\nstill running compiled or native code; press Ctrl-C again to end psluajit\n";
@@ -51,7 +51,7 @@ void interrupt_begin(lua_State *L, interrupt_watch *was)
     was->running = running;
     running = L;
     count = 0;
-    /* A process that was started with Ctrl-C ignored (nohup, a background job) continues to ignore Ctrl-C. */
+    /* nohup and background jobs start a process that ignores Ctrl-C. The process must continue to ignore it. */
     was->catching = sigaction(SIGINT, NULL, &was->before) == 0 && was->before.sa_handler != SIG_IGN;
     if (was->catching) sigaction(SIGINT, &act, NULL);
 }
@@ -64,8 +64,8 @@ void interrupt_end(lua_State *L, const interrupt_watch *was)
 }
 
 /* -- pausing ------------------------------------------------------------------------------------------------------ */
-/* Calls a function of lua/ps/prompt/pause.lua, which has 1 result, with `nargs` arguments from the top of the stack.
- * After a failure the result is the message, as a string, and this function returns false. */
+/* Calls a function of lua/ps/prompt/pause.lua that returns one result. The `nargs` arguments are at the top of the
+ * stack. If the call fails, this function returns false, and the result is the error message as a string. */
 static bool call_pause(lua_State *L, const char *function, int nargs)
 {
     int base = lua_gettop(L) - nargs + 1;
@@ -84,9 +84,9 @@ static bool call_pause(lua_State *L, const char *function, int nargs)
 
 static int yields(lua_State *L) { return lua_yield(L, 0); }
 
-/* Makes hooks run again. While a hook runs, LuaJIT calls no other hook, so Ctrl-C could not stop a statement that is
- * typed in a pause. This state ends when a coroutine yields in a hook, so this code runs in a coroutine, which is
- * never resumed. */
+/* Allows hooks to run again. While a hook runs, LuaJIT calls no other hook, so Ctrl-C could not stop a statement that
+ * the user types during a pause. LuaJIT leaves this state when a coroutine yields in a hook. The pause therefore runs
+ * in a coroutine that yields and is never resumed. */
 static void let_hooks_run(lua_State *L)
 {
     lua_State *co = lua_newthread(L);
@@ -95,23 +95,24 @@ static void let_hooks_run(lua_State *L)
     lua_pop(L, 1);
 }
 
-/* The frame of a pause. Returns true if the script can be paused only later, else nothing. */
+/* Runs a pause, in a stack frame of its own. Returns true if the script cannot be paused now but later; otherwise
+ * returns nothing. */
 static int pause_here(lua_State *L)
 {
     struct sigaction before;
     lua_State *watched = running;
     bool going_on;
     if (!call_pause(L, "begin", 0)) return lua_error(L);
-    if (lua_isboolean(L, 1)) return 1;                     /* true means not now */
-    if (lua_isstring(L, 1)) {                              /* the reason why the script can never be paused; Ctrl-C
-                                                            * then stops it, as it does elsewhere */
+    if (lua_isboolean(L, 1)) return 1;                     /* true means that the script cannot be paused now */
+    if (lua_isstring(L, 1)) {                              /* The string is the reason why this script can never be
+                                                            * paused. Ctrl-C then stops it. */
         luaL_where(L, 1);
         lua_pushfstring(L, "%sinterrupted! (%s)", lua_tostring(L, -1), lua_tostring(L, 1));
         return lua_error(L);
     }
     sigaction(SIGINT, NULL, &before);
     let_hooks_run(L);
-    going_on = repl_run(L, NULL, true, REPL_PAUSED);       /* empties this frame's stack */
+    going_on = repl_run(L, NULL, true, REPL_PAUSED);       /* this empties the stack of this frame */
     sigaction(SIGINT, &before, NULL);
     running = watched;
     count = 0;
@@ -124,10 +125,11 @@ static int pause_here(lua_State *L)
 }
 
 static const char *source;                /* source of the function that was last passed to is_own */
-static bool source_is_own;                /* result of is_own for this function, kept because most instructions
-                                           * belong to the same function as the previous one */
+static bool source_is_own;                /* result of is_own for this source. It is kept because most instructions
+                                           * belong
+                                           * to the same function as the instruction before. */
 
-/* Returns true if the function that is running is psluajit's own. */
+/* Returns true if the running function belongs to psluajit. */
 static bool is_own(lua_State *L, lua_Debug *ar)
 {
     if (!lua_getinfo(L, "S", ar)) return true;

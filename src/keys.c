@@ -1,14 +1,14 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Checks of the keys of Lua tables, for the arguments of functions that run in a loop. LuaJIT compiles no loop over
- * `next`, but a compiled loop can call a C function. */
+ * Checks of the keys of Lua tables, for the arguments of functions that run in a loop. These checks are in C because
+ * LuaJIT does not compile a loop over `next`, while a compiled loop can call a C function. */
 #include "keys.h"
 #include <lauxlib.h>
 #include <math.h>
 #include <stdbool.h>
 #include <string.h>
 
-/* keys.stray(t): returns a key of a table that is not one of 1, 2, ... #t, or nil if there is none. Calls no
- * metamethods: of a list of modules it returns the name of a field. */
+/* keys.stray(t): returns a key of a table that is not one of 1, 2, ... #t, or nil if there is no such key. Calls no
+ * metamethods. If the table is a list of modules, it can therefore return the name of a field. */
 static int stray(lua_State *L)
 {
     luaL_checktype(L, 1, LUA_TTABLE);
@@ -24,7 +24,7 @@ static int stray(lua_State *L)
     return 1;
 }
 
-/* Returns whether the value at the top of the stack is of a kind: a Lua type, or "whole". */
+/* Returns whether the value at the top of the stack has the kind `kind`, which is a Lua type or "whole". */
 static bool fits(lua_State *L, const char *kind)
 {
     if (strcmp(kind, luaL_typename(L, -1)) == 0) return true;
@@ -33,8 +33,8 @@ static bool fits(lua_State *L, const char *kind)
     return value == floor(value) && !isinf(value);
 }
 
-/* keys.known(options, kinds): returns true if each option's name is in `kinds`, and its value is of the kind given
- * there. Returns false if this function does not know, as with kinds that only Lua can check. */
+/* keys.known(options, kinds): returns true if the name of each option is in `kinds` and its value has the kind given
+ * there. Returns false also if this function cannot decide, because only Lua can check some kinds. */
 static int known(lua_State *L)
 {
     luaL_checktype(L, 1, LUA_TTABLE);

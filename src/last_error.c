@@ -1,15 +1,18 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * The error that ends the program (last_error.h).
  *
- * Ranks of one machine agree through a record, a file in /tmp whose name is a hash of the launcher's process, of the
- * attempt and of the standard error. It lists the ranks that have failed, with hashes of their errors. A rank locks the
- * record, prints if no listed rank has its error, and adds itself: a rank that dies before it prints is not listed. If
- * a rank finds itself in the list, the list belongs to another run under the same launcher. The list then starts over,
+ * The ranks of one machine agree through a record, so that only one of them prints an error that they have in common.
+ * The record is a file in /tmp. Its name is a hash of the launcher's process, the attempt and the standard error. The
+ * record lists the ranks that have failed, with hashes of their errors.
+ *
+ * A rank that fails locks the record. If no listed rank has the same error, the rank prints it. Then the rank adds
+ * itself to the list. It does so only after printing, so that a rank which dies before it prints is not listed. If a
+ * rank finds itself in the list, the list belongs to another run under the same launcher. The list is then cleared,
  * and the rank prints.
  *
- * A rank that was told of another rank's failure (the watch's verdict) repeats the first line of that rank's error. It
- * prints this only if the other rank is not listed, since the other rank then runs on another machine, or was
- * killed. */
+ * A rank can also fail because the watch has notified it of another rank's failure. Its error then repeats the first
+ * line of the other rank's error. The rank prints this only if the other rank is not in the list. The other rank then
+ * runs on another machine or was killed. */
 #define _GNU_SOURCE
 #include <ctype.h>
 #include <dirent.h>
@@ -31,22 +34,23 @@
 
 static const char FOLDER[] = "/tmp";
 static const char PREFIX[] = "psluajit-error-";
-static const time_t STALE_S = 86400;       /* age in seconds at which a record that a job left behind is removed */
-static const long WAIT_NS = 1000000000, TRY_NS = 5000000;    /* the record's lock: longest wait, and time between
-                                                              * tries */
+static const time_t STALE_S = 86400;       /* age in seconds at which an abandoned record of a job is removed */
+/* Lock of the record: maximum wait, and time between two attempts. */
+static const long WAIT_NS = 1000000000, TRY_NS = 5000000;
 
 enum { MAX_RECORD = 65536, MAX_ENVIRONMENT = 1 << 20, MAX_ANCESTORS = 16 };
 
-/* Variables of launchers that start one process per rank and end with their job: the rank, and the ranks per
- * machine. */
+/* Launchers that start one process per rank and that end with their job. `rank` is the variable that contains the
+ * rank. `here` is the variable that contains the number of ranks on this machine. */
 static const struct launcher { const char *rank, *here; } LAUNCHERS[] = {
-    { "TORCHELASTIC_RUN_ID", "LOCAL_WORLD_SIZE" },     /* the rank itself is RANK, but other programs set that too */
+    { "TORCHELASTIC_RUN_ID", "LOCAL_WORLD_SIZE" },     /* torchrun: RANK contains the rank, but other programs set
+                                                        * RANK too */
     { "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE" },
     { "PMI_RANK", "MPI_LOCALNRANKS" },
     { "SLURM_PROCID", NULL },
 };
 
-/* Returns the launcher whose variables this process has, or NULL. */
+/* Returns the launcher that has set variables of this process, or NULL if there is none. */
 static const struct launcher *launcher_here(void)
 {
     for (size_t i = 0; i < sizeof LAUNCHERS / sizeof *LAUNCHERS; i++)
@@ -65,8 +69,8 @@ static void print(const char *name, const char *text)
 /* -- psluajit's own launcher --------------------------------------------------------------------------------------- */
 
 /* Returns whether standard error is the pipe on which a launcher (lua/ps/launch/supervisor.lua) reads this rank's
- * errors. PS_LAUNCHER_STDERR is the pipe's inode, because a process that inherits only the variable writes
- * elsewhere. */
+ * errors. PS_LAUNCHER_STDERR contains the inode of that pipe. The inode is compared because a process may inherit the
+ * variable but write its errors elsewhere. */
 static bool launcher_reads(void)
 {
     const char *text = getenv("PS_LAUNCHER_STDERR");
@@ -90,8 +94,8 @@ static void print_marked(const char *name, const char *text)
 
 /* -- other launchers ----------------------------------------------------------------------------------------------- */
 
-/* Reads a file of /proc into text[room], which it terminates. Returns the number of bytes, or -1 if the file cannot
- * be read. */
+/* Reads a file in /proc into text[room], and appends a 0. Returns the number of bytes, or -1 if the file cannot be
+ * read. */
 static ssize_t read_proc(const char *file, long pid, char *text, size_t room)
 {
     char path[64];
@@ -107,7 +111,8 @@ static ssize_t read_proc(const char *file, long pid, char *text, size_t room)
     return got < 0 ? -1 : (ssize_t)n;
 }
 
-/* Finds a process's parent, and the time of its start in ticks since the system's start. */
+/* Finds the parent of process `pid`, and the time at which process `pid` was started, in ticks since the system's
+ * start. */
 static bool parent_of(long pid, long *parent, unsigned long long *start)
 {
     char text[4096], *at;
@@ -116,8 +121,8 @@ static bool parent_of(long pid, long *parent, unsigned long long *start)
                   parent, start) == 2;
 }
 
-/* Returns true if a process was started with the variable. The environment of another user's process cannot be read;
- * such a process is not a rank's shell. */
+/* Returns true if a process was started with the variable. If the process belongs to another user, its environment
+ * cannot be read, and the result is false. That is correct, because such a process is not a rank's shell. */
 static bool has_variable(long pid, const char *name, char *buffer)
 {
     ssize_t n = read_proc("environ", pid, buffer, MAX_ENVIRONMENT);
@@ -127,8 +132,8 @@ static bool has_variable(long pid, const char *name, char *buffer)
     return false;
 }
 
-/* Finds the launcher: the nearest ancestor without the rank's variable. Shells between the launcher and this process
- * have the variable. */
+/* Finds the launcher. It is the nearest ancestor that does not have the rank's variable. Shells between the launcher
+ * and this process do have the variable. */
 static bool find_launcher(const char *rank_variable, long *pid, unsigned long long *start)
 {
     char *buffer = malloc(MAX_ENVIRONMENT);
@@ -144,8 +149,8 @@ static bool find_launcher(const char *rank_variable, long *pid, unsigned long lo
     return found;
 }
 
-/* Returns a hash of at most n bytes of the text, without addresses, which differ between processes. Returns 0 if
- * memory is exhausted. */
+/* Returns a hash of at most n bytes of the text. Addresses are left out, because they differ between processes.
+ * Returns 0 if there is no memory. */
 static uint64_t hash_words(const char *text, size_t n)
 {
     char *copy = malloc(n + 1), *to = copy;
@@ -163,13 +168,16 @@ static uint64_t hash_words(const char *text, size_t n)
     return hash ? hash : 1;
 }
 
-/* Hashes of the errors that a rank compares. */
+/* Hashes of the errors that a rank compares. A rank is notified if the watch has told it of another rank's
+ * failure. */
 typedef struct words {
-    uint64_t all;                          /* hash of the error, or only of the verdict if the rank was notified */
-    uint64_t first;                        /* hash of the first line, which other ranks get, or 0 if the rank was
+    uint64_t all;                          /* hash of the error; if the rank was notified, only of the verdict */
+    uint64_t first;                        /* hash of the error's first line, which other ranks receive; 0 if the rank
+                                            * was
                                             * notified */
-    uint64_t cause;                        /* hash of the first line of the error of which the rank was notified, or
-                                            * 0 */
+    uint64_t cause;                        /* hash of the first line of the other rank's error if the rank was
+                                            * notified;
+                                            * otherwise 0 */
 } words;
 
 static words words_of(const char *text)
@@ -183,7 +191,8 @@ static words words_of(const char *text)
                     cause ? hash_words(cause + strlen(FAILED), sizeof verdict) : 0 };
 }
 
-/* Finds the record's path and this process's rank. Returns false if no known launcher has started this process. */
+/* Finds the path of the record and the rank of this process. Returns false if no known launcher has started the
+ * process. */
 static bool find_record(char *path, size_t room, long *rank)
 {
     char key[1024], boot[64] = "";
@@ -203,7 +212,7 @@ static bool find_record(char *path, size_t room, long *rank)
     }
     if (!boot[0] || fstat(2, &file) || stat("/proc/self/ns/pid", &space)
         || !find_launcher(variable, &launcher, &start)) return false;
-    /* If the ranks' standard errors are separate files, the text is printed into each file. */
+    /* If each rank has a separate file as its standard error, the error is printed into each file. */
     bool own = S_ISREG(file.st_mode);
     snprintf(key, sizeof key, "%s %llu %ld %llu %.40s %.40s %llu %llu", boot, (unsigned long long)space.st_ino,
              launcher, start, variable, attempt ? attempt : "", own ? (unsigned long long)file.st_dev : 0,
@@ -224,8 +233,8 @@ static bool lock(int fd)
     return true;
 }
 
-/* Opens and locks the record. Sets *made to whether no rank has written to it. Returns -1 if it cannot be opened or
- * locked. */
+/* Opens and locks the record. Sets *made to true if no rank has written to the record yet. Returns -1 if the record
+ * cannot be opened or locked. */
 static int open_record(const char *path, bool *made)
 {
     struct stat file;
@@ -239,12 +248,12 @@ static int open_record(const char *path, bool *made)
         }
         *made = file.st_size == 0;
         if (file.st_nlink > 0) return fd;
-        close(fd);                               /* the last rank has removed it meanwhile */
+        close(fd);                               /* meanwhile the last rank has removed this file */
     }
     return -1;
 }
 
-/* Removes old records of jobs in which only some ranks failed. */
+/* Removes old records. A record remains if only some ranks of a job have failed. */
 static void sweep(void)
 {
     DIR *folder = opendir(FOLDER);
@@ -258,7 +267,7 @@ static void sweep(void)
     if (folder) closedir(folder);
 }
 
-/* Returns the number of ranks that the launcher has started on this machine, or 0 if unknown. */
+/* Returns the number of ranks that the launcher has started on this machine, or 0 if the number is unknown. */
 static long ranks_here(void)
 {
     const struct launcher *by = launcher_here();
@@ -266,10 +275,10 @@ static long ranks_here(void)
     return number ? atol(number) : 0;
 }
 
-static bool reported;                      /* this process, which can report two errors, has reported one */
+static bool reported;                      /* true if this process has reported an error; it can report two */
 
-/* Locks the record, and prints the text unless a listed rank has printed it. Returns false if nothing was printed or
- * recorded. */
+/* Locks the record and prints the text, unless a listed rank has already printed it. Returns false if nothing was
+ * printed or recorded. */
 static bool print_by_record(const char *path, long rank, const char *name, const char *text)
 {
     char *list = malloc(MAX_RECORD), line[64];

@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The error that ends the program, printed once per job and machine. */
+ * Prints the error that ends the program, once per job and machine. */
 #ifndef PS_LAST_ERROR_H
 #define PS_LAST_ERROR_H
 
-/* Prints "NAME: TEXT" on standard error. name can be NULL. Under psluajit's own launcher each line has a mark, and
+/* Prints "NAME: TEXT" on standard error. `name` can be NULL. Under psluajit's own launcher each line gets a mark, and
  * the launcher shows the error once. Under torchrun, Open MPI, MPICH and Slurm, a rank does not print a text that
- * another rank of its machine has printed on the same standard error. The rank waits at most one second to find out
- * whether another rank has printed it. If the rank cannot find out, it prints the text. */
+ * another rank on the same machine has already printed on the same standard error. The rank waits at most one second
+ * to find out whether this is so. If it cannot find out, it prints the text. */
 void last_error(const char *name, const char *text);
 #endif

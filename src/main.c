@@ -1,11 +1,13 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * psluajit, the program: a LuaJIT interpreter that behaves as `luajit` does (options, arg, exit codes, LUA_INIT) and
- * finds the Lua half of the engine. It owns the lua_State and closes it on every ordinary path, including os.exit, so
- * that finalizers run. This file handles one process and one thread.
+ * psluajit, the program. It is a LuaJIT interpreter that behaves like `luajit` (options, arg, exit codes, LUA_INIT)
+ * and that also finds the Lua half of the engine. The program owns the lua_State. It closes the state whenever the
+ * process ends in an ordinary way, including os.exit, so that finalizers run. This file deals with one process and
+ * one thread.
  *
- * The tree of Lua files (ROOT) is found by the path of the executable. It is the first of these folders that exists:
- * those named in `psluajit.root` next to the executable (relative to it, or absolute), the folder above the
- * executable's (build/ inside the tree), and the data folder of an installation. */
+ * The tree of Lua files is called ROOT. It is found by the path of the executable. ROOT is the first of the following
+ * folders that exists: a folder named in the file `psluajit.root` next to the executable (relative to that file or
+ * absolute); the folder above the executable's folder, which is the tree if the executable is in build/ in the tree;
+ * the data folder of an installation. */
 #include <errno.h>
 #include <fcntl.h>
 #include <lauxlib.h>
@@ -46,15 +48,15 @@ const char *ps_abi_hash(void) { return ps_cdef_hash; }
 struct program {
     int argc;
     char **argv;
-    const char *name;            /* program name, put before messages */
-    int script;                  /* index of the script in argv, argc if there is none */
+    const char *name;            /* program name, which precedes messages */
+    int script;                  /* index of the script in argv, or argc if there is no script */
     const char *wrong;           /* the option at which parse_options stopped */
     bool show_help, show_version, show_build, interactive, no_env, executes, bytecode, stdin_script;
-    bool dry_run;                /* --dry-run was given: the remaining arguments are passed to tools/plan.lua */
-    bool pauses;                 /* Ctrl-C pauses the script */
+    bool dry_run;                /* --dry-run was given; the remaining arguments are passed to tools/plan.lua */
+    bool pauses;                 /* true if Ctrl-C pauses the script */
     char exe[PATH_MAX];          /* path of the running binary, empty if unknown */
-    char gen[PATH_MAX];          /* folder of generated Lua in a build tree, empty if installed */
-    char root[PATH_MAX];         /* path of the tree, empty if none was found */
+    char gen[PATH_MAX];          /* folder of generated Lua files in a build tree, empty if installed */
+    char root[PATH_MAX];         /* path of ROOT, empty if it was not found */
     bool installed;
     int status;                  /* exit status */
 };
@@ -101,9 +103,11 @@ static void print_version(bool build)
 
 /* -- protected calls ----------------------------------------------------------------------------------------------- */
 
-/* Passes the message at index 1 through a function of lua/ps/core/caller.lua. "at": if the message begins with a
- * line of psluajit's own Lua files, replaces it by the line in the script. "trace": removes the frames of psluajit's
- * own files from a traceback. "described": turns an error that is not a string into a text. */
+/* Passes the message at index 1 through a function of lua/ps/core/caller.lua.
+ *   "at": if the message begins with a line of psluajit's own Lua files, that line is replaced by the line in the
+ *   script.
+ *   "trace": removes the frames of psluajit's own files from a traceback.
+ *   "described": turns an error that is not a string into a text. */
 static void by_caller(lua_State *L, const char *function)
 {
     luaL_findtable(L, LUA_REGISTRYINDEX, "_LOADED", 1);
@@ -116,9 +120,10 @@ static void by_caller(lua_State *L, const char *function)
     lua_settop(L, 1);
 }
 
-static bool keeps_locals;        /* a script runs, and a prompt will open at its error */
+static bool keeps_locals;        /* true if a script runs and a prompt will open when it fails */
 
-/* Records the script's variables while its frames exist (lua/ps/prompt/locals.lua). The error stays at index 1. */
+/* Records the script's variables (lua/ps/prompt/locals.lua) while the script's frames still exist. The error stays at
+ * index 1. */
 static void keep_locals(lua_State *L)
 {
     if (program_require(L, MODULE_LOCALS)) {
@@ -129,14 +134,14 @@ static void keep_locals(lua_State *L)
     lua_settop(L, 1);
 }
 
-/* The Lua function below all others on the stack, which calls its first argument with all its arguments. If LuaJIT
- * gives up a trace, it looks for a Lua function from the running one downwards for its trace event, to which
- * lua/ps/core/ffi.lua listens, and does not stop at the end of the stack. If a script or a statement ends in a tail
- * call of a C function, there is no other Lua function. */
+/* A Lua function that is below all others on the stack. It calls its first argument with all its arguments. It exists
+ * because LuaJIT searches the stack downwards for a Lua function when it abandons a trace. It needs this function for
+ * its trace event, to which lua/ps/core/ffi.lua listens. The search does not stop at the end of the stack. If a script
+ * or a statement ends in a tail call of a C function, the stack contains no other Lua function. */
 static const char floor_text[] = "(...)(...)", floor_name[] = "=(psluajit)";
 static const char floor_frame[] = "\n\t(psluajit):";
 
-/* Deletes the frames from the floor on from the traceback at the top of the stack. */
+/* Removes the floor's frame and all frames below it from the traceback at the top of the stack. */
 static void hide_floor(lua_State *L)
 {
     const char *text = lua_tostring(L, -1), *at = strstr(text, floor_frame);
@@ -145,8 +150,9 @@ static void hide_floor(lua_State *L)
     lua_remove(L, -2);
 }
 
-/* Deletes the floor's position from the message at the top of the stack. It stands there if the last statement of a
- * script is a tail call of a function that raises an error, since the script's own line is lost then. */
+/* Removes the floor's position from the message at the top of the stack. The message contains this position if the
+ * last statement of a script is a tail call of a function that raises an error, because the tail call removes the
+ * script's own line from the stack. */
 static void hide_floor_position(lua_State *L)
 {
     const char *text = lua_tostring(L, -1), *position = floor_frame + 2;
@@ -159,7 +165,7 @@ static void hide_floor_position(lua_State *L)
 
 const char no_text[] = "(error object is not a string)";
 
-/* Turns the error object into a message with a traceback. An object that cannot become a string is not changed. */
+/* Turns the error object into a message with a traceback. An object that has no text is not changed. */
 static int traceback(lua_State *L)
 {
     if (keeps_locals) keep_locals(L);
@@ -169,7 +175,7 @@ static int traceback(lua_State *L)
             lua_settop(L, 1);
         } else {
             lua_settop(L, 1);
-            program_require(L, MODULE_PRETTY);                     /* the script may never have loaded ps */
+            program_require(L, MODULE_PRETTY);                     /* needed if the script has not loaded ps */
             lua_settop(L, 1);
             by_caller(L, "described");
         }
@@ -198,7 +204,7 @@ int program_call(lua_State *L, int nargs, int nresults)
     return status;
 }
 
-/* Prints a failure, which ends the program, and pops its message. Ranks that wait for this one are notified. Returns
+/* Prints an error that ends the program, and pops its message. Notifies ranks that wait for this rank. Returns
  * `status`. */
 static int report(const struct program *p, lua_State *L, int status)
 {
@@ -212,7 +218,7 @@ static int report(const struct program *p, lua_State *L, int status)
     return status;
 }
 
-/* -- where things are -------------------------------------------------------------------------------------------- */
+/* -- paths ------------------------------------------------------------------------------------------------------- */
 
 static bool is_file(const char *path)
 {
@@ -220,14 +226,14 @@ static bool is_file(const char *path)
     return stat(path, &st) == 0 && !S_ISDIR(st.st_mode);
 }
 
-/* Joins two paths into out[PATH_MAX]. Returns false if the result is too long. */
+/* Joins two paths into out[PATH_MAX]. Returns false if the result does not fit. */
 static bool join(char *out, const char *folder, const char *name)
 {
     int n = snprintf(out, PATH_MAX, "%s/%s", folder, name);
     return n > 0 && n < PATH_MAX;
 }
 
-/* Uses `folder` as the tree if it is a tree. */
+/* Uses `folder` as ROOT if it is a tree of Lua files. */
 static bool take_root(struct program *p, const char *folder)
 {
     char probe[PATH_MAX];
@@ -260,8 +266,9 @@ static void find_paths(struct program *p)
     if (join(path, dir, PS_DATA_FROM_BIN) && take_root(p, path)) p->installed = true;
 }
 
-/* Implements require "ps.paths": { root, exe, gen, installed, version, pauses, interprets }. root and gen are nil if
- * they do not exist. pauses: Ctrl-C pauses the script. interprets: none of the script's functions is compiled. */
+/* Implements require "ps.paths", a table { root, exe, gen, installed, version, pauses, interprets }. root and gen are
+ * nil if they do not exist. pauses is true if Ctrl-C pauses the script. interprets is true if none of the script's
+ * functions is compiled. */
 static int load_paths(lua_State *L)
 {
     const struct program *p = lua_touserdata(L, lua_upvalueindex(1));
@@ -276,7 +283,7 @@ static int load_paths(lua_State *L)
     return 1;
 }
 
-/* Implements require "ps.cdef": { text, hash } of the C API with which this binary was built. */
+/* Implements require "ps.cdef", a table { text, hash } of the C API with which this binary was built. */
 static int load_cdef(lua_State *L)
 {
     lua_newtable(L);
@@ -285,7 +292,7 @@ static int load_cdef(lua_State *L)
     return 1;
 }
 
-/* Implements require "ps.ops_generated": the path of gen/ops.lua in a build tree, or of the installed copy. */
+/* Implements require "ps.ops_generated". Finds gen/ops.lua in a build tree, or the installed copy of that file. */
 static int load_ops(lua_State *L)
 {
     const struct program *p = lua_touserdata(L, lua_upvalueindex(1));
@@ -305,7 +312,8 @@ static void add_preload(lua_State *L, struct program *p, const char *name, lua_C
 }
 
 /* Sets package.path. The engine's own modules are first, so that a file in the current folder cannot replace them.
- * models, examples and tools are last, so that the user's files of the same name are found first. */
+ * The folders models, examples and tools are last, so that a user's file with the same name as one of their files is
+ * found first. */
 static void set_package_path(lua_State *L, const struct program *p)
 {
     const char *path;
@@ -319,7 +327,8 @@ static void set_package_path(lua_State *L, const struct program *p)
     lua_pop(L, 2);
 }
 
-/* The last of package.loaders: adds the nearest name to the error for a module that does not exist. */
+/* The last function of package.loaders. If a module does not exist, it adds the most similar module name to the
+ * error. */
 static int suggest_module(lua_State *L)
 {
     luaL_checkstring(L, 1);
@@ -339,8 +348,8 @@ static void add_suggestions(lua_State *L)
     lua_pop(L, 2);
 }
 
-/* Replaces some of Lua's functions before the script's first line: those for lists, which support lists of modules, and
- * those that make coroutines. */
+/* Replaces some of Lua's functions before the first line of the script runs. The new functions for lists also support
+ * lists of modules. The functions that make coroutines are replaced too. */
 static void load_replacements(lua_State *L)
 {
     int top = lua_gettop(L);
@@ -351,8 +360,8 @@ static void load_replacements(lua_State *L)
 
 static const char no_checkpoint[] = "its checkpoint could not be completed";
 
-/* Waits, before the process ends, for a checkpoint that is being written in the background. Returns false if writing
- * it failed. */
+/* Waits until a checkpoint that is being written in the background is complete. It is called before the process ends.
+ * Returns false if writing the checkpoint failed. */
 static bool finish_checkpoint(lua_State *L, bool failed)
 {
     bool ok = true;
@@ -372,8 +381,8 @@ static bool finish_checkpoint(lua_State *L, bool failed)
     return ok;
 }
 
-/* Waits, before a normal end, for the exchanges of devices with other ranks. If this fails, the other ranks and
- * stderr get the reason. */
+/* Waits, before a normal end, until the device exchanges with other ranks are finished. If an exchange failed, the
+ * reason is sent to the other ranks and printed on stderr. */
 static bool finish_exchanges(void)
 {
     char why[1000];
@@ -384,8 +393,8 @@ static bool finish_exchanges(void)
     return false;
 }
 
-/* Implements os.exit(code, close). close is true unless the caller passes false, so that finalizers run. Other ranks
- * are notified. */
+/* Implements os.exit(code, close). Unless the caller passes false, close is true, so that finalizers run. Notifies
+ * the other ranks. */
 static int os_exit(lua_State *L)
 {
     char why[64];
@@ -416,9 +425,9 @@ static void wrap_os_exit(lua_State *L)
 
 /* -- options ----------------------------------------------------------------------------------------------------- */
 
-/* LuaJIT's own options need its jit.* modules, which are Lua, so this code is Lua, too. It is called with the
- * option's letter and its text (-j, -O), or with "b" and the arguments of jit.bcsave. It uses tail calls, so that
- * messages contain no line of this text. */
+/* Lua code for LuaJIT's own options. It is in Lua because the options need LuaJIT's jit.* modules, which are in Lua.
+ * The arguments are the option's letter and text (-j, -O), or "b" and the arguments of jit.bcsave. The code uses tail
+ * calls, so that messages do not contain a line of this code. */
 static const char jit_options[] =
     "local kind, text = ...\n"
     "local function module(name)\n"
@@ -470,8 +479,8 @@ static int run_require(struct program *p, lua_State *L, const char *name)
     return report(p, L, program_call(L, 1, 0));
 }
 
-/* Separates options from the script, and sets p->script. Returns false if the options are not valid. An option's
- * text is the remainder of the option's word. If this is empty, the text is the next word (not for -O). */
+/* Separates the options from the script, and sets p->script. Returns false if an option is not valid. The text of an
+ * option is the rest of the option's word. If the rest is empty, the text is the next word, except for -O. */
 static bool parse_options(struct program *p)
 {
     int i;
@@ -508,7 +517,7 @@ static bool parse_options(struct program *p)
     return true;
 }
 
-/* Runs -e, -j, -l and -O in the order of the command line. Stops at the first failure. */
+/* Runs the options -e, -j, -l and -O in the order of the command line. Stops at the first failure. */
 static int run_options(struct program *p, lua_State *L)
 {
     for (int i = 1; i < p->script; i++) {
@@ -525,7 +534,7 @@ static int run_options(struct program *p, lua_State *L)
     return 0;
 }
 
-/* Runs -b: all other words of the command line belong to jit.bcsave. */
+/* Runs the option -b. All other words of the command line are passed to jit.bcsave. */
 static int run_bytecode(struct program *p, lua_State *L)
 {
     int first = 2;
@@ -547,8 +556,8 @@ static int run_init(struct program *p, lua_State *L)
 
 /* -- the script -------------------------------------------------------------------------------------------------- */
 
-/* Appends the nearest script's name (lua/ps/prompt/scripts.lua) to the message at the top, if a name is similar
- * enough. */
+/* Appends the name of the most similar script (lua/ps/prompt/scripts.lua) to the message at the top of the stack, if
+ * a name is similar enough. */
 static void add_nearest(lua_State *L, const char *name)
 {
     int message = lua_gettop(L);
@@ -567,8 +576,8 @@ static void add_nearest(lua_State *L, const char *name)
 
 static bool is_bare(const char *name) { return !strpbrk(name, "./"); }
 
-/* Pushes and returns the path of script `name` in one of psluajit's own folders. There, a name without a folder or an
- * extension means NAME.lua (`psluajit chat`). */
+/* Pushes and returns the path of script `name` in one of psluajit's own folders. In these folders, a name without a
+ * folder and without an extension means NAME.lua, as in `psluajit chat`. */
 enum { PLACES = 3 };
 static const char *push_own_path(const struct program *p, lua_State *L, const char *name, int place)
 {
@@ -576,9 +585,9 @@ static const char *push_own_path(const struct program *p, lua_State *L, const ch
     return lua_pushfstring(L, "%s%s%s%s", p->root, places[place], name, is_bare(name) ? ".lua" : "");
 }
 
-/* Finds the path to open for script `name`: the name itself if the file exists, else the first of ROOT/examples,
- * ROOT/tools and ROOT that contains it. A name that starts with / or . is not searched for. Pushes the path, or pushes
- * a message and returns false. */
+/* Finds the path of script `name`. If a file with this name exists, the path is the name itself. Otherwise it is in
+ * the first of the folders ROOT/examples, ROOT/tools and ROOT that contains the script. A name that starts with / or
+ * . is not searched for in these folders. Pushes the path, or pushes a message and returns false. */
 static bool push_script_path(const struct program *p, lua_State *L, const char *name)
 {
     int err;
@@ -605,7 +614,7 @@ static bool push_script_path(const struct program *p, lua_State *L, const char *
     return false;
 }
 
-/* Sets the global `arg`: the script is at 0, its arguments follow it, and the program and its options precede it. */
+/* Sets the global `arg`. The script has index 0. Its arguments follow it. The program and its options precede it. */
 static void set_arg(lua_State *L, const struct program *p, const char *script)
 {
     lua_createtable(L, p->argc - p->script, p->script);
@@ -616,7 +625,7 @@ static void set_arg(lua_State *L, const struct program *p, const char *script)
     lua_setglobal(L, "arg");
 }
 
-/* Returns whether Ctrl-C may pause a script. It pauses scripts on a terminal, but not psluajit's own tools. */
+/* Returns whether Ctrl-C may pause a script. Ctrl-C may pause scripts on a terminal, but not psluajit's own tools. */
 static bool may_pause(const struct program *p, const char *path)
 {
     char tools[PATH_MAX], real[PATH_MAX];
@@ -625,8 +634,8 @@ static bool may_pause(const struct program *p, const char *path)
     return strncmp(real, tools, strlen(tools)) != 0;
 }
 
-/* Adds to the syntax error at the top that psluajit has a script of its own with this name, if it has one. The user's
- * file "data" may contain data. */
+/* If psluajit has a script of its own with this name, adds that fact to the syntax error at the top of the stack. For
+ * example, the user's file "data" may contain data and not a script. */
 static void add_hidden(const struct program *p, lua_State *L)
 {
     const char *name = p->argv[p->script];
@@ -641,8 +650,8 @@ static void add_hidden(const struct program *p, lua_State *L)
     }
 }
 
-/* Runs the script. Sets *ran to true if the script was read and has run. If a prompt will open at its error, its
- * functions are interpreted, because compiled code would show old values of variables. */
+/* Runs the script. Sets *ran to true if the script was read and has run. If a prompt will open when the script fails,
+ * its functions are interpreted. Compiled code would show old values of variables at that prompt. */
 static int run_script(struct program *p, lua_State *L, const char *path, bool *ran)
 {
     int nargs = p->argc - p->script - 1, status = luaL_loadfile(L, path);
@@ -719,21 +728,22 @@ static int protected_main(lua_State *L)
     return 0;
 }
 
-/* Opens /dev/null for stdin, stdout and stderr if the program was started with them closed. Otherwise its own files
- * would get their descriptors, and output would be written into them. Returns false if no file can be opened. */
+/* Opens /dev/null in place of stdin, stdout and stderr if the program was started with these descriptors closed.
+ * Otherwise the program's own files would get these descriptors, and its output would be written into the files.
+ * Returns false if no file can be opened. */
 static bool open_stdio(void)
 {
     int fd;
     do {
         fd = open("/dev/null", O_RDWR);
-        if (fd < 0) fd = open("/", O_RDONLY);       /* /dev does not exist here; reads and writes of this descriptor
-                                                     * then fail, which is sufficient */
+        if (fd < 0) fd = open("/", O_RDONLY);       /* If /dev does not exist, reads and writes of this descriptor
+                                                     * fail, which is sufficient. */
     } while (fd >= 0 && fd <= STDERR_FILENO);
     if (fd >= 0) close(fd);
     return fd >= 0 || fcntl(STDERR_FILENO, F_GETFD) >= 0;
 }
 
-/* Called at exit, after finalizers have printed. If output was lost, the program fails. */
+/* Called at exit, after finalizers have printed. If output was lost, the program's exit status reports a failure. */
 static void check_stdout(void)
 {
     errno = 0;
@@ -744,7 +754,7 @@ static void check_stdout(void)
     _exit(EXIT_FAILURE);
 }
 
-/* Calls protected_main from the floor. */
+/* Calls protected_main with the floor below it on the stack. */
 static int on_floor(lua_State *L)
 {
     if (luaL_loadbuffer(L, floor_text, sizeof floor_text - 1, floor_name)) return lua_error(L);
@@ -754,7 +764,7 @@ static int on_floor(lua_State *L)
     return 0;
 }
 
-/* Returns the option that a wrong one was probably meant to be, as the end of an error. */
+/* Returns the option that the user probably meant by a wrong option, as the last part of an error message. */
 static const char *meant(const char *w)
 {
     if (strncmp(w, "--hardware", 10) == 0) return " without --dry-run before it";
@@ -765,7 +775,7 @@ static const char *meant(const char *w)
 
 int main(int argc, char **argv)
 {
-    /* Exists as long as the process, because Lua closures point to it. */
+    /* The struct is static because Lua closures point to it until the process ends. */
     static struct program p;
     lua_State *L;
     int status;

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* The program's own Lua modules, looked up by name. */
+/* The Lua modules that belong to the program, found by name. */
 #include <lauxlib.h>
 #include <stdio.h>
 #include "modules.h"

@@ -7,23 +7,23 @@
 #include <stddef.h>
 
 #define MODULE_CALLER "ps.core.caller"              /* The program uses at, trace and described. */
-#define MODULE_CHECKPOINTS "ps.checkpoints"         /* at_exit */
-#define MODULE_COMPLETE "ps.prompt.complete"        /* tab */
+#define MODULE_CHECKPOINTS "ps.checkpoints"         /* The program uses at_exit. */
+#define MODULE_COMPLETE "ps.prompt.complete"        /* The program uses tab. */
 #define MODULE_COROUTINES "ps.core.coroutines"
 #define MODULE_FFI "ps.core.ffi"                    /* The program uses ffi, C and ctx. */
-#define MODULE_HABITS "ps.prompt.habits"            /* hinted */
+#define MODULE_HABITS "ps.prompt.habits"            /* The program uses hinted. */
 #define MODULE_LISTS "ps.core.lists"
-#define MODULE_LOCALS "ps.prompt.locals"            /* keep_at_error, environment */
+#define MODULE_LOCALS "ps.prompt.locals"            /* The program uses keep_at_error and environment. */
 #define MODULE_PAUSE "ps.prompt.pause"              /* The program uses begin, finish and environment. */
 #define MODULE_PRETTY "ps.tensor.pretty"            /* The program uses format. The module loads MODULE_CALLER. */
-#define MODULE_SCRIPTS "ps.prompt.scripts"          /* instead */
+#define MODULE_SCRIPTS "ps.prompt.scripts"          /* The program uses instead. */
 
-/* Pushes a module of the list above. If the module cannot be loaded, pushes nothing and returns false. The reason is
- * then printed on standard error, unless the program runs without its Lua files. */
+/* Pushes a module of the list above. If the module cannot be loaded, pushes nothing, prints the reason on standard
+ * error, and returns false. The reason is not printed if the program runs without its Lua files. */
 bool program_require(lua_State *L, const char *module);
 
-/* Appends a hint (lua/ps/prompt/habits.lua) to the message at the top of the stack, if there is one. text [n] is the
- * text whose syntax is wrong, or NULL if the message names its file or is not about syntax. */
+/* Appends a hint (lua/ps/prompt/habits.lua), if there is one, to the message at the top of the stack. text [n] is the
+ * text whose syntax is wrong. It is NULL if the message is not about syntax, or if it already names its file. */
 void program_hint(lua_State *L, const char *text, size_t n);
 
 /* Sets whether the program runs with its Lua files. */

@@ -26,8 +26,8 @@ void ps_test_slow_io(double seconds);
  * after it. */
 void ps_test_fail_file(int64_t nth, int64_t count, int code);
 int64_t ps_test_fail_file_left(void);
-/* Waits until the next action of this kind and micro-batch has begun, then waits `seconds` more and raises the
- * signal. */
+/* Plants a signal. When the next action of this kind and micro-batch has begun, the process waits `seconds` seconds and
+ * then raises the signal. */
 void ps_test_signal(int kind, int micro, double seconds, int signal);
 /* Sets how long the end of a group waits until its peers have received its last message. A negative value restores
  * the default. A test can pass more seconds than it may take. It then detects an end that waits for a peer which

@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The prompt: reads statements, runs them, prints the values of expressions. It owns the line editor, the history and
- * the state between two lines of one statement. Lua code formats the values and finds the completions of TAB
- * (ps.pretty, ps.complete). Without these files the prompt still works, but without formatting and completion. Called
- * by main.c only. No error leaves repl_run.
+ * The prompt. It reads statements, runs them, and prints the values of expressions. This file owns the line editor,
+ * the history, and the state between two lines of one statement. Lua code (ps.pretty, ps.complete) formats values and
+ * finds the completions of TAB. Without these Lua files the prompt still works, but it does not format or complete.
+ * Only main.c calls this file. repl_run raises no error.
  *
- * A typed statement is interpreted, not compiled, because compiled loops do not see Ctrl-C. Functions that it defines
- * or calls are compiled as everywhere. */
+ * A statement that the user types is interpreted and not compiled, because compiled loops do not notice Ctrl-C.
+ * Functions that the statement defines or calls are compiled as usual. */
 #include <errno.h>
 #include <histedit.h>
 #include <langinfo.h>
@@ -30,16 +30,17 @@ enum { HISTORY_LINES = 2000 };
 
 struct repl {
     lua_State *L;
-    EditLine *el;                /* NULL if lines are read plainly */
+    EditLine *el;                /* NULL if lines are read without the line editor */
     History *history;
-    char history_path[PATH_MAX]; /* empty if no history is kept */
+    char history_path[PATH_MAX]; /* path of the history file, empty if no history is kept */
     char prompt[80];
-    char *line;                  /* buffer of getline, for plain reading */
+    char *line;                  /* buffer of getline, used without the line editor */
     size_t line_size;
     repl_mode mode;
     int environment;             /* environment of statements: a registry reference, or LUA_NOREF for the globals */
-    bool keeps;                  /* the loaded chunk ends by calling keep_locals, which is passed as its argument */
-    int pretty, complete;        /* registry references of format of ps.pretty and tab of ps.complete, or LUA_NOREF */
+    bool keeps;                  /* true if the loaded chunk ends with a call of keep_locals, which is its argument */
+    int pretty, complete;        /* registry references of the functions ps.pretty format and ps.complete tab, or
+                                  * LUA_NOREF */
 };
 
 /* -- signals at the prompt --------------------------------------------------------------------------------------- */
@@ -55,15 +56,15 @@ static void on_signal(int sig)
 
 static void catch_signal(int sig)
 {
-    struct sigaction act = { .sa_handler = on_signal };   /* no SA_RESTART, so that the signal interrupts reading */
+    struct sigaction act = { .sa_handler = on_signal };   /* no SA_RESTART: the signal must interrupt a read */
     sigemptyset(&act.sa_mask);
     sigaction(sig, &act, NULL);
 }
 
 /* -- reading a line ---------------------------------------------------------------------------------------------- */
 
-/* Reads one byte from the terminal. Returns 1, 0 at the end, or -1 if interrupted. Handles size changes and the
- * return to the foreground. */
+/* Reads one byte from the terminal. Returns 1 for a byte, 0 at the end of input, or -1 if the read was interrupted.
+ * Handles changes of the terminal's size, and the return of the process to the foreground. */
 static int get_byte(EditLine *el, unsigned char *out)
 {
     for (;;) {
@@ -84,7 +85,7 @@ static int get_byte(EditLine *el, unsigned char *out)
     }
 }
 
-/* Reads one character. Bytes that are not text in the terminal's encoding are returned one by one. */
+/* Reads one character. Bytes that are not text in the terminal's encoding are returned one at a time. */
 static int get_char(EditLine *el, wchar_t *out)
 {
     mbstate_t state;
@@ -110,7 +111,7 @@ static char *get_prompt(EditLine *el)
     return r->prompt;
 }
 
-/* Sets the prompt. The user's _PROMPT and _PROMPT2 are used, as in luajit. */
+/* Sets the prompt. As in luajit, the user can set the globals _PROMPT and _PROMPT2. */
 static void set_prompt(struct repl *r, bool first)
 {
     const char *text;
@@ -121,8 +122,8 @@ static void set_prompt(struct repl *r, bool first)
     lua_pop(r->L, 1);
 }
 
-/* Returns the next line with its newline, valid until the next call. Returns NULL at the end or, with `interrupted`
- * set, after Ctrl-C. */
+/* Returns the next line with its newline. The line is valid until the next call. Returns NULL at the end of input.
+ * After Ctrl-C, also returns NULL and sets `interrupted`. */
 static const char *read_line(struct repl *r, bool first)
 {
     ssize_t n;
@@ -135,7 +136,7 @@ static const char *read_line(struct repl *r, bool first)
         el_resize(r->el);
         catch_signal(SIGINT), catch_signal(SIGWINCH), catch_signal(SIGCONT);
         text = el_gets(r->el, &count);
-        signal(SIGWINCH, SIG_DFL), signal(SIGCONT, SIG_DFL);     /* a Ctrl-C before the statement runs ends nothing */
+        signal(SIGWINCH, SIG_DFL), signal(SIGCONT, SIG_DFL);     /* SIGINT stays caught until the statement runs */
         if (text && count > 0) return text;
         if (interrupted) fputs("^C\n", stdout);
         return NULL;
@@ -146,9 +147,9 @@ static const char *read_line(struct repl *r, bool first)
     return n > 0 ? r->line : NULL;
 }
 
-/* -- history: a plain file, one line each, appended to as lines are entered -------------------------------------- */
+/* -- history: a plain text file; each line is appended to it as soon as the user enters the line ----------------- */
 
-/* Makes the folders above the file `path`. A failure is detected when the file is opened. */
+/* Makes the folders above the file `path`. If this fails, opening the file will also fail and report it. */
 static void make_folders(char *path)
 {
     for (char *s = strchr(path + 1, '/'); s; s = strchr(s + 1, '/')) {
@@ -169,7 +170,8 @@ static void set_history_path(struct repl *r)
     else make_folders(r->history_path);
 }
 
-/* Reads the history. A file twice as long as the kept history is rewritten with its last lines. */
+/* Reads the history. If the file is twice as long as the history that is kept, it is rewritten with its last
+ * lines. */
 static void load_history(struct repl *r)
 {
     HistEvent ev;
@@ -190,7 +192,7 @@ static void load_history(struct repl *r)
     fclose(f);
 }
 
-/* Adds a text, which ends with a newline, to the history. */
+/* Adds a text to the history. The text ends with a newline. */
 static void remember(struct repl *r, const char *text)
 {
     HistEvent ev;
@@ -214,7 +216,8 @@ static int terminal_columns(void)
     return ioctl(STDOUT_FILENO, TIOCGWINSZ, &size) == 0 && size.ws_col ? size.ws_col : 80;
 }
 
-/* Calls complete.tab(text before the cursor, columns, environment) -> text to insert, text to show below. */
+/* Calls complete.tab(text before the cursor, columns, environment). It returns the text to insert and the text to
+ * show below the line. */
 static unsigned char on_tab(EditLine *el, int ch)
 {
     struct repl *r;
@@ -226,7 +229,8 @@ static unsigned char on_tab(EditLine *el, int ch)
     el_get(el, EL_CLIENTDATA, &r);
     L = r->L;
     top = lua_gettop(L);
-    if (strspn(info->buffer, " \t") >= (size_t)(info->cursor - info->buffer)) {   /* indentation, as in pasted code */
+    /* TAB before the first character inserts indentation, as when code is pasted. */
+    if (strspn(info->buffer, " \t") >= (size_t)(info->cursor - info->buffer)) {
         el_insertstr(el, "  ");
         return CC_REFRESH;
     }
@@ -295,7 +299,7 @@ static void close_editor(struct repl *r)
 
 /* -- evaluation -------------------------------------------------------------------------------------------------- */
 
-/* Returns whether the message at a stack index says that the text ended too early. */
+/* Returns whether the message at a stack index reports that the text ended too early. */
 static bool is_incomplete(lua_State *L, int status, int index)
 {
     static const char mark[] = "'<eof>'";
@@ -304,15 +308,15 @@ static bool is_incomplete(lua_State *L, int status, int index)
     return status == LUA_ERRSYNTAX && text && n >= m && strcmp(text + n - m, mark) == 0;
 }
 
-/* Called at the end of a statement: copies its local variables into the environment (the upvalue), so that the next
- * statement has them. This makes it possible to paste a script line by line. */
+/* Copies the local variables of a statement into the environment, which is the upvalue. It is called at the end of a
+ * statement, so that the next statement can use the variables. The user can therefore paste a script line by line. */
 static int keep_locals(lua_State *L)
 {
     lua_Debug caller;
     const char *name;
     if (!lua_getstack(L, 1, &caller)) return 0;
     for (int i = 1; (name = lua_getlocal(L, &caller, i)); i++) {
-        if (name[0] == '(') {                                      /* a value without a name */
+        if (name[0] == '(') {                                      /* the value has no name */
             lua_pop(L, 1);
             continue;
         }
@@ -323,8 +327,8 @@ static int keep_locals(lua_State *L)
     return 0;
 }
 
-/* Loads a statement of n bytes, followed by a call that keeps its locals. A statement that ends with `return` has no
- * such call. */
+/* Loads a statement of n bytes, followed by a call that keeps its local variables. If the statement ends with
+ * `return`, there is no such call. */
 static int load_statement(struct repl *r, const char *text, size_t n)
 {
     lua_State *L = r->L;
@@ -339,7 +343,8 @@ static int load_statement(struct repl *r, const char *text, size_t n)
     return 0;
 }
 
-/* Loads the text at the top of the stack, an expression or a statement; replaces it by a function or a message. */
+/* Loads the text at the top of the stack, which is an expression or a statement. Replaces the text by a function or
+ * by an error message. */
 static int load_text(struct repl *r)
 {
     lua_State *L = r->L;
@@ -353,7 +358,8 @@ static int load_text(struct repl *r)
     if (status && *s != '=') {
         int expression = status;
         status = load_statement(r, text, n);
-        if (status && is_incomplete(L, expression, -2)) status = expression, lua_pop(L, 1);  /* such as "1 +" */
+        if (status && is_incomplete(L, expression, -2)) status = expression, lua_pop(L, 1);  /* such as the text "1
+                                                                                              * +" */
         else lua_remove(L, -2);
     }
     lua_remove(L, -2);
@@ -367,7 +373,7 @@ static int load_text(struct repl *r)
 
 enum { ENDED = -1, CONTINUED = -2, ABORTED = -3 };
 
-/* Returns whether the line consists of only this word. */
+/* Returns whether the line consists only of this word. */
 static bool is_word(const char *line, const char *word)
 {
     size_t n = strlen(word);
@@ -375,16 +381,16 @@ static bool is_word(const char *line, const char *word)
     return strncmp(line, word, n) == 0 && line[n + strspn(line + n, " \t\r\n;")] == 0;
 }
 
-/* Returns the statement for which a line stands if the line is not a statement itself ("?" asks for help), or NULL
- * if it is a statement. */
+/* Returns the statement that a line abbreviates, such as "?" for help. Returns NULL if the line is a statement
+ * itself. */
 static const char *stands_for(const char *line)
 {
     if (is_word(line, "?") || is_word(line, "help")) return "help()";
     return NULL;
 }
 
-/* Returns whether a line leaves the prompt. Such a line is exit or quit, or a call of one of these names, unless the
- * user has given the name a value. */
+/* Returns whether a line ends the prompt. Such a line is "exit" or "quit", or a call of a function of this name. If
+ * the user has given the name a value, the line does not end the prompt. */
 static bool leaves(struct repl *r, const char *line)
 {
     static const char *const words[][2] = { { "exit", "exit()" }, { "quit", "quit()" } };
@@ -401,7 +407,8 @@ static bool leaves(struct repl *r, const char *line)
     return found;
 }
 
-/* Returns the line after the prompt that a listing shows before it, if it has one. No statement begins with ">". */
+/* Returns the line without the prompt that precedes it in listings, so that a listing can be pasted. No statement
+ * begins with ">". */
 static const char *without_prompt(const char *line, bool first)
 {
     size_t n = first ? 1 : 2;
@@ -409,13 +416,13 @@ static const char *without_prompt(const char *line, bool first)
     return strncmp(s, first ? "> " : ">> ", n + 1) == 0 ? s + n + 1 : line;
 }
 
-/* Reads lines until they make a statement, and loads it. Returns 0 with a function on the stack, an error status
- * with a message on the stack, or ENDED at the end of input. In a pause the words continue and abort are not
- * statements. */
+/* Reads lines until they form a statement, and loads the statement. Returns 0 with a function on the stack, an error
+ * status with a message on the stack, or ENDED at the end of input. In a pause, the words "continue" and "abort" are
+ * not statements. */
 static int read_statement(struct repl *r)
 {
     lua_State *L = r->L;
-    bool pasted = false;                     /* the statement's first line began with a prompt */
+    bool pasted = false;                     /* true if the first line of the statement began with a prompt */
     lua_settop(L, 0);
     for (;;) {
         bool first = lua_gettop(L) == 0;
@@ -461,7 +468,7 @@ static int read_statement(struct repl *r)
     }
 }
 
-/* Prints a message and its traceback, without the frames below the statement itself. */
+/* Prints a message and its traceback. Frames below the statement itself are left out. */
 static void print_error(lua_State *L)
 {
     static const char title[] = "\nstack traceback:";
@@ -472,11 +479,11 @@ static void print_error(lua_State *L)
     if (trace) {
         const char *statement = NULL;
         next = strstr(trace, "\n\t[C]: at 0x");
-        if (next) end = next;                                           /* the frame from which C called the
+        if (next) end = next;                                           /* frame from which C code called the
                                                                          * statement */
         for (next = trace; (next = strstr(next + 1, "\n\tstdin:"));) statement = next;
         if (statement && (next = strstr(statement, "in main chunk"))) end = next + strlen("in main chunk");
-        next = trace + strlen(title);                                  /* a single frame is not informative */
+        next = trace + strlen(title);                                  /* a traceback of one frame is not printed */
         if (end <= next || !memchr(next + 1, '\n', (size_t)(end - next - 1))) end = trace;
     }
     fflush(stdout);
@@ -485,12 +492,12 @@ static void print_error(lua_State *L)
     lua_pop(L, 1);
 }
 
-/* Prints the `count` values at the top of the stack, one per line. */
+/* Prints the `count` values at the top of the stack, one value per line. */
 static int print_values(struct repl *r, int count)
 {
     lua_State *L = r->L;
     int first = lua_gettop(L) - count + 1;
-    const char *wish = getenv("NO_COLOR");              /* no-color.org: set, and not empty */
+    const char *wish = getenv("NO_COLOR");              /* no-color.org: colors are off if it is set and not empty */
     bool no_color = wish && *wish;
     for (int i = first; i < first + count; i++) {
         if (r->pretty != LUA_NOREF) {
@@ -533,7 +540,7 @@ static void run_statement(struct repl *r)
 
 /* -- the loop ---------------------------------------------------------------------------------------------------- */
 
-/* Returns a reference to function `name` of module `module`, or LUA_NOREF if there is no such module. */
+/* Returns a registry reference to function `name` of module `module`, or LUA_NOREF if there is no such module. */
 static int find_function(lua_State *L, const char *module, const char *name)
 {
     int ref = LUA_NOREF, top = lua_gettop(L);
@@ -545,7 +552,7 @@ static int find_function(lua_State *L, const char *module, const char *name)
     return ref;
 }
 
-/* Makes `ps` and `help` globals and returns the banner's text about the device. */
+/* Makes `ps` and `help` globals, and returns the part of the banner that describes the device. */
 static const char start_text[] =
     "local ok, ps = pcall(require, 'ps')\n"
     "if not ok then return 'ps is not available: ' .. tostring(ps):match('^[^\\n]*') end\n"
@@ -571,7 +578,7 @@ static void print_banner(struct repl *r, const char *version, bool greets)
     lua_settop(L, 0);
 }
 
-/* Returns a reference to the environment of statements with a script's variables, or LUA_NOREF. */
+/* Returns a registry reference to an environment that contains a script's variables, or LUA_NOREF. */
 static int environment_of(lua_State *L, const char *module)
 {
     int ref = LUA_NOREF, make = find_function(L, module, "environment");
