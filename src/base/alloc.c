@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * malloc with a counter of requests (see alloc.h). The counter is atomic because loader threads allocate too. */
+ * malloc with a counter of requests (alloc.h). The counter is atomic because the threads of loaders allocate too. */
 #include "base/alloc.h"
 #include "base/grow.h"
 #include "ps_test.h"
@@ -7,7 +7,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* until_failure counts down the allocations before the first failure. Between 0 and -failures + 1, allocations fail. */
+/* until_failure counts down to the first failure. While it is between 0 and -failures + 1, allocations fail. */
 static atomic_llong until_failure = -1, failures;
 
 bool ps_alloc_should_fail(void)

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Unpacks blocks of packed numbers, with the same bits as ggml (NF4: as bitsandbytes): each value is computed by the
- * same operations, in fp32 and in the same order. d and m are fp16 scales of a block; qs and qh are the low and the
- * high bits of its numbers. */
+ * Unpacks blocks of packed numbers. The results have the same bits as those of ggml, or for NF4 those of
+ * bitsandbytes, because each value is computed by the same fp32 operations in the same order. d and m are fp16 scales
+ * of a block. qs are the low bits of its numbers, and qh are their high bits. */
 #include "base/blocks.h"
 #include "base/half.h"
 #include <math.h>
@@ -22,7 +22,8 @@ static uint32_t u32_at(const uint8_t *s)
     return u;
 }
 
-/* -- blocks of 32: number k is in the low half of byte k, number 16 + k in its high half --------------------------- */
+/* -- blocks of 32: number k is in the low half of byte k, and number 16 + k is in the high half of byte k
+ * ---------- */
 void ps_unpack_q4_0(const uint8_t *s, float *out)
 {
     float d = half_at(s);
@@ -67,20 +68,22 @@ void ps_unpack_q8_0(const uint8_t *s, float *out)
     for (int k = 0; k < 32; k++) out[k] = (float)(int8_t)s[2 + k] * d;
 }
 
-/* Rounds to the nearest integer, ties away from zero, as roundf does. |f| must be at most 128. The constant is the
- * largest float below 1/2, so that the sum rounds to an integer only if f is at least half of the way to it. */
+/* Rounds to the nearest integer, and rounds ties away from zero, as roundf does. |f| must be at most 128. The
+ * function adds a constant to |f| and drops the fraction. The constant is the largest float below 1/2. With 1/2
+ * itself, the sum would be rounded up for some fractions below 1/2. */
 static inline int32_t rounded(float f) { return (int32_t)(f + copysignf(0x1.fffffep-2f, f)); }
 
-/* The scale is rounded to fp16. If a value is not finite, or too large for the scale, the block unpacks to NaN or
- * infinity. */
+/* The scale is rounded to fp16. If a value is not finite or is too large for the scale, the block is unpacked to NaN
+ * or infinity. */
 void ps_pack_q8_0(const float *x, uint8_t *s)
 {
-    int32_t most = 0;                      /* the largest magnitude, as bits, which are in the same order */
+    int32_t most = 0;                      /* bit pattern of the largest magnitude; patterns are ordered like
+                                            * magnitudes */
     for (int k = 0; k < 32; k++) {
         int32_t m = (int32_t)(ps_f32_bits(x[k]) & 0x7fffffff);
         most = m > most ? m : most;
     }
-    bool odd = most >= 0x7f800000;         /* some value is not finite */
+    bool odd = most >= 0x7f800000;         /* true if some value is not finite */
     float d = ps_bits_f32((uint32_t)most) / 127, by = d ? 1.0f / d : 0.0f;
     uint16_t h = ps_f32_to_f16(odd ? NAN : d);
     memcpy(s, &h, 2);
@@ -99,7 +102,8 @@ void ps_unpack_iq4_nl(const uint8_t *s, float *out)
     }
 }
 
-/* The scale is a power of two in one byte. It is halved, because the values in the table are twice the e2m1 values. */
+/* The scale is one byte, which contains the exponent of a power of two. The code uses half the scale, because the
+ * values in its table are twice the e2m1 values. */
 void ps_unpack_mxfp4(const uint8_t *s, float *out)
 {
     static const int8_t twice[16] = { 0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12 };
@@ -110,9 +114,11 @@ void ps_unpack_mxfp4(const uint8_t *s, float *out)
     }
 }
 
-/* -- blocks of 256 with scales of their parts ---------------------------------------------------------------------- */
-/* A block consists of 16 bytes, each with the scale and minimum of 16 values, 64 bytes of values, d, and dmin. Each
- * 32 bytes of values contain 128 values: value 32 k + i is in bits 2 k and 2 k + 1 of byte i. */
+/* -- blocks of 256 numbers; the parts of a block have scales of their own
+ * ------------------------------------------ */
+/* A block consists of 16 bytes of scales, 64 bytes of values, d, and dmin. Each byte of scales contains the scale and
+ * the minimum of 16 values. Each group of 32 bytes of values contains 128 values: value 32 k + i is in bits 2 k and 2
+ * k + 1 of byte i. */
 void ps_unpack_q2_k(const uint8_t *s, float *out)
 {
     const uint8_t *qs = s + 16;
@@ -123,8 +129,8 @@ void ps_unpack_q2_k(const uint8_t *s, float *out)
     }
 }
 
-/* A block consists of 32 bytes of high bits, 64 bytes of low bits in the layout of Q2_K, 12 bytes with 16 scales of
- * 6 bits, and d. A high bit of 0 subtracts 4 from its value. */
+/* A block consists of 32 bytes of high bits, 64 bytes of low bits in the layout of Q2_K, 12 bytes that contain 16
+ * scales of 6 bits each, and d. If its high bit is 0, 4 is subtracted from a value. */
 void ps_unpack_q3_k(const uint8_t *s, float *out)
 {
     const uint8_t *qs = s + 32, *scales = s + 96;
@@ -137,8 +143,8 @@ void ps_unpack_q3_k(const uint8_t *s, float *out)
     }
 }
 
-/* A block consists of d, dmin, 12 bytes of scales, and 128 bytes of values. Each 32 bytes of values contain 64
- * values: the first 32 in the low halves of the bytes, the others in the high halves. */
+/* A block consists of d, dmin, 12 bytes of scales, and 128 bytes of values. Each group of 32 bytes of values contains
+ * 64 values. The first 32 values are in the low halves of the bytes, and the other 32 are in the high halves. */
 void ps_unpack_q4_k(const uint8_t *s, float *out)
 {
     const uint8_t *qs = s + 16;
@@ -152,7 +158,7 @@ void ps_unpack_q4_k(const uint8_t *s, float *out)
     }
 }
 
-/* Like Q4_K, but with 32 bytes of fifth bits before the values: bit p of byte k belongs to value k of part p. */
+/* Like Q4_K, with 32 bytes of fifth bits before the values. Bit p of byte k belongs to value k of part p. */
 void ps_unpack_q5_k(const uint8_t *s, float *out)
 {
     const uint8_t *qh = s + 16, *qs = s + 48;
@@ -168,9 +174,9 @@ void ps_unpack_q5_k(const uint8_t *s, float *out)
     }
 }
 
-/* A block consists of 128 bytes of low nibbles, 64 bytes of high bits, 16 scales of 8 bits, and d. Each half of a block
- * has 128 values: 64 bytes of nibbles, laid out as in Q4_K, and 32 bytes of high bits. The high bits of value 32 k + i
- * are bits 2 k and 2 k + 1 of byte i. */
+/* A block consists of 128 bytes of low nibbles, 64 bytes of high bits, 16 scales of 8 bits, and d. Each half of a
+ * block has 128 values. They are in 64 bytes of nibbles with the layout of Q4_K, and in 32 bytes of high bits. The
+ * high bits of value 32 k + i are bits 2 k and 2 k + 1 of byte i. */
 void ps_unpack_q6_k(const uint8_t *s, float *out)
 {
     const uint8_t *qh = s + 128, *scales = s + 192;
@@ -182,8 +188,8 @@ void ps_unpack_q6_k(const uint8_t *s, float *out)
     }
 }
 
-/* A block consists of d, a u16 with the high bits of 8 scales, 4 bytes with their low bits, and 128 bytes with 8
- * parts in the layout of IQ4_NL. */
+/* A block consists of d, a u16 that contains the high bits of 8 scales, 4 bytes that contain their low bits, and 128
+ * bytes of values. The values form 8 parts in the layout of IQ4_NL. */
 void ps_unpack_iq4_xs(const uint8_t *s, float *out)
 {
     float d = half_at(s);
@@ -200,8 +206,8 @@ void ps_unpack_iq4_xs(const uint8_t *s, float *out)
 }
 
 /* -- NF4 ----------------------------------------------------------------------------------------------------------- */
-/* A block has the absolute maximum in fp32 and 32 bytes. Value 2 k is in the high half of byte k, value 2 k + 1 in
- * its low half. */
+/* A block consists of the absolute maximum in fp32 and 32 bytes of values. Value 2 k is in the high half of byte k,
+ * and value 2 k + 1 is in its low half. */
 static void nf4_times(float most, const uint8_t *s, float *out)
 {
     for (int k = 0; k < 32; k++) {

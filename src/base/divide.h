@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The rules of remainder, fmod and floor_divide, for all backends. They are those of PyTorch, except that remainders
- * of floats are exact. */
+ * The rules of remainder, fmod and floor_divide, for all backends. They are the rules of PyTorch, except that
+ * remainders of floats are exact. */
 #ifndef PS_BASE_DIVIDE_H
 #define PS_BASE_DIVIDE_H
 #include <math.h>
@@ -8,7 +8,7 @@
 
 enum { PS_REMAINDER, PS_FMOD, PS_FLOOR_DIVIDE };
 
-/* Divides floats of any type, as doubles. The result must be rounded to their type. */
+/* Divides floats of any type. They are passed as doubles. The caller must round the result to their type. */
 PS_BOTH double ps_divide(int kind, double a, double b)
 {
     if (kind == PS_FLOOR_DIVIDE && b == 0) return a / b;
@@ -21,7 +21,8 @@ PS_BOTH double ps_divide(int kind, double a, double b)
     return q - floor(q) > 0.5 ? floor(q) + 1 : floor(q);
 }
 
-/* Divides integers, also by 0 and -1, without a trap. The remainder is then 0, and so is a quotient by 0. */
+/* Divides integers without a trap, also if the divisor is 0 or -1. For these divisors the remainder is 0. A quotient
+ * by 0 is also 0. */
 PS_BOTH int64_t ps_divide_ints(int kind, int64_t a, int64_t b)
 {
     if (b == 0) return 0;

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Sizes and names of element types, as ps.h declares them. */
+ * Sizes and names of the element types of ps.h. */
 #include "base/dtype.h"
 
 int64_t ps_dtype_size(int dtype) { return dtype >= 0 && dtype < PS_DTYPE_COUNT ? ps_dtype_bytes(dtype) : 0; }

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The last error of each thread. Each thread has one fixed buffer, so that reporting an error needs no memory. */
+ * The last error of each thread. Each thread has one buffer of fixed size, so that reporting an error needs no
+ * memory. */
 #include "base/error.h"
 #include <stdarg.h>
 #include <stdio.h>
@@ -8,7 +9,7 @@
 #define NO_DETAIL { PS_SUB_NONE, -1, -1, -1, -1, -1, -1, -1, 0 }
 
 static __thread ps_error_kept last = { .detail = NO_DETAIL };
-static __thread const char *running;      /* op that is running */
+static __thread const char *running;      /* name of the op that is running */
 
 static const struct { int code; const char *name; } names[] = {
 #define PS_ERROR(name, code, text) { code, #name },

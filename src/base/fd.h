@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Descriptors of the engine's own files. */
+ * File descriptors of the engine's own files. */
 #ifndef PS_BASE_FD_H
 #define PS_BASE_FD_H
 #include <errno.h>
@@ -7,11 +7,12 @@
 #include <stdbool.h>
 #include <unistd.h>
 
-/* Transfers past the page cache (O_DIRECT) have this alignment in bytes: offset, size and address. */
+/* Alignment in bytes of transfers that bypass the page cache (O_DIRECT). It applies to offset, size and address. */
 enum { PS_DIRECT_ALIGN = 4096 };
 
-/* Moves a descriptor of open() above 2. A script may have closed stdin, stdout or stderr, and a print would then
- * write into the file. For -1 it returns -1 and keeps errno. */
+/* Moves a descriptor from open() to a number above 2, and returns the new descriptor. A script may have closed stdin,
+ * stdout or stderr. A print would then write into a file that got the number of one of these streams. If the
+ * descriptor is -1, returns -1 and keeps errno. */
 static inline int ps_fd_above_stdio(int fd)
 {
     if (fd < 0 || fd > STDERR_FILENO) return fd;
@@ -21,8 +22,8 @@ static inline int ps_fd_above_stdio(int fd)
     return moved;
 }
 
-/* Returns whether a file that was opened with O_DIRECT can be read: some file systems open it and refuse the reads.
- * If not, sets errno. */
+/* Returns whether a file that was opened with O_DIRECT can be read. Some file systems allow the open but refuse the
+ * reads. If the file cannot be read, sets errno. */
 static inline bool ps_fd_reads_directly(int fd)
 {
     _Alignas(PS_DIRECT_ALIGN) char block[PS_DIRECT_ALIGN];

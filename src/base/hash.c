@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The only hash of contents: XXH3 with 64 bits, in the widest vectors of this processor. */
+ * The hash of all contents: 64-bit XXH3, computed with the widest vectors of this processor. No other hash is
+ * used. */
 #include <xxh_x86dispatch.h>
 #include "ps.h"
 

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Leveled log to stderr. PS_LOG=error|warn|info|debug (default warn) sets the lowest level that is shown. */
+ * Writes log messages to stderr. Each message has a level. PS_LOG=error|warn|info|debug sets the lowest level that is
+ * shown. The default is warn. */
 #ifndef PS_BASE_LOG_H
 #define PS_BASE_LOG_H
 enum ps_log_level { PS_LOG_ERROR, PS_LOG_WARN, PS_LOG_INFO, PS_LOG_DEBUG };

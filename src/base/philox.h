@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Philox4x32-10, the counter-based generator of Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC 2011).
- * Any element of any stream is computed from (key, counter) alone, whatever the order or the number of threads. */
+ * Philox4x32-10, the counter-based generator of random numbers of Salmon et al., "Parallel random numbers: as easy as
+ * 1, 2, 3" (SC 2011). Each element of each stream depends only on the key and the counter. It does not depend on the
+ * order of computation or on the number of threads. */
 #ifndef PS_BASE_PHILOX_H
 #define PS_BASE_PHILOX_H
 #include <stdint.h>
@@ -8,9 +9,10 @@
 
 typedef struct ps_philox { uint32_t v[4]; } ps_philox;
 
-/* Returns the sample number for the dropout of a segment of a packed row, relative to the row's own number, modulo
- * 2^32. begin: the segment's first position. The multiplier (2^32 divided by the golden ratio) spreads the numbers,
- * so that segments of nearby rows rarely share one. lua/ps/tensor/functional.lua computes the same numbers. */
+/* Returns the sample number for the dropout of a segment in a packed row. The number is relative to the row's own
+ * number, modulo 2^32. `begin` is the first position of the segment. The multiplier is 2^32 divided by the golden
+ * ratio. It spreads the numbers, so that segments of nearby rows rarely have the same number.
+ * lua/ps/tensor/functional.lua computes the same numbers. */
 PS_BOTH uint64_t ps_segment_sample(int64_t begin) { return (uint64_t)begin * 0x9E3779B1u; }
 
 PS_BOTH ps_philox ps_philox4x32(uint64_t key, uint64_t counter_lo, uint64_t counter_hi)
@@ -28,6 +30,6 @@ PS_BOTH ps_philox ps_philox4x32(uint64_t key, uint64_t counter_lo, uint64_t coun
     return drawn;
 }
 
-/* Converts 24 random bits to a float in [0, 1). */
+/* Converts 24 bits of a random number to a float in [0, 1). */
 PS_BOTH float ps_unit_f32(uint32_t u) { return (float)(u >> 8) * 0x1p-24f; }
 #endif

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Facts about the process for the script: time, memory, interrupts, the terminal. The signal handler is safe
- * wherever it interrupts the program: it only counts and, on the second signal, restores the signal's default
- * action. */
+ * Information about the process for the script: time, memory, interrupts and the terminal. The signal handler is safe
+ * at every point of the program, because it only counts signals. On the second signal it also restores the signal's
+ * default action. */
 #define _GNU_SOURCE
 #include "base/error.h"
 #include <errno.h>
@@ -23,8 +23,8 @@ double ps_now(void)
     return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 
-/* Reads the peak from /proc, because getrusage would also count the program before exec (a shell or another
- * interpreter). */
+/* Reads the peak from /proc. getrusage would also count the memory of the program that ran in this process before
+ * exec, such as a shell or another interpreter. */
 int64_t ps_rss_peak(void)
 {
     char text[4096];
@@ -45,17 +45,18 @@ static const int signals[] = { SIGINT, SIGTERM, SIGHUP };
 enum { N_SIGNALS = sizeof signals / sizeof *signals };
 static struct sigaction before[N_SIGNALS];
 static bool installed;
-static atomic_int count;                    /* lock-free, so that a signal handler can change it */
+static atomic_int count;                    /* number of signals; lock-free, so that a signal handler can change it */
 
 static void on_signal(int sig)
 {
-    /* A terminal that disconnects sends SIGHUP more than once. Together they count as one interrupt, which does not
-     * end the process by itself. */
+    /* A terminal that disconnects sends several SIGHUPs. They count as one interrupt, so they do not end the process
+     * by themselves. */
     if (sig == SIGHUP && atomic_load(&count) > 0) return;
     if (atomic_fetch_add(&count, 1) == 0) return;
     struct sigaction fallback = { .sa_handler = SIG_DFL };
     sigaction(sig, &fallback, NULL);
-    raise(sig);                             /* the signal is blocked here, so it ends the process on return */
+    raise(sig);                             /* the signal is blocked now; it ends the process when the handler
+                                             * returns */
 }
 
 int ps_interrupts_install(void)
@@ -67,7 +68,8 @@ int ps_interrupts_install(void)
     for (int i = 0; i < N_SIGNALS; i++) {
         if (sigaction(signals[i], NULL, &before[i]) < 0)
             return ps_fail(PS_EINVAL, "cannot read the handler of signal %d: %s", signals[i], strerror(errno));
-        /* A shell makes background jobs ignore Ctrl-C, and nohup makes them ignore SIGHUP. Keep these settings. */
+        /* A shell lets background jobs ignore Ctrl-C, and nohup lets its program ignore SIGHUP. Keep these
+         * settings. */
         if (before[i].sa_handler != SIG_IGN) sigaction(signals[i], &action, NULL);
     }
     installed = true;

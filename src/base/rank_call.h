@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * A collective call that a dry run would have made. collectives/context.c records such calls, the engine stores them
- * with the trace of the step, and comm/plan.c expects them in the step that repeats that trace. */
+ * A record of a collective call that a dry run would have made. collectives/context.c records these calls. The engine
+ * stores them with the trace of the step. comm/plan.c expects the same calls in a step that repeats the trace. */
 #ifndef PS_BASE_RANK_CALL_H
 #define PS_BASE_RANK_CALL_H
 #include <stdint.h>

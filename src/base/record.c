@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The ring of events. A writer reserves a number, fills its place and stores the number last, so that a reader
- * detects a place that is being overwritten. */
+ * The ring buffer of events. A writer reserves a number, then fills the place of that number, then stores the number
+ * there. A reader compares the number, and so detects a place that is being overwritten. */
 #include "base/record.h"
 #include <signal.h>
 #include <string.h>
@@ -14,7 +14,8 @@ atomic_bool ps_record_flag, ps_flops_flag, ps_record_silent;
 int64_t ps_flops_sum;
 int32_t ps_record_run;
 
-/* A ring that is too small is kept, because a thread that began before a restart may still write into it. */
+/* A ring of events. When a larger ring replaces it, the smaller ring is kept, because a thread that began to write
+ * before the replacement may still write into it. */
 typedef struct ring {
     struct ring *smaller;
     int64_t room;                              /* capacity in events */
@@ -22,18 +23,19 @@ typedef struct ring {
 } ring;
 static _Atomic(ring *) current;
 static _Atomic int64_t capacity, taken, started_ns;
-static ps_record_total totals[PS_OP_COUNT];    /* totals of the script's thread, which runs ops */
-static bool wanted, paused;                    /* wanted: recording is on; paused: a script is paused */
+static ps_record_total totals[PS_OP_COUNT];    /* totals of the script's thread, which runs the ops */
+static bool wanted, paused;                    /* wanted: recording is on. paused: a script is paused. */
 static int counting;                           /* number of callers that count FLOPs */
 static _Atomic int32_t steps;
-static _Atomic int64_t skew_ns;                /* clock error that a test has set */
+static _Atomic int64_t skew_ns;                /* error of the clock, set by a test */
 /* State of the step that this thread runs. It is per thread, because the threads of one process can be ranks. */
-static _Thread_local bool dry;                 /* a dry run is under way */
+static _Thread_local bool dry;                 /* true if a dry run is in progress */
 static _Thread_local struct { int64_t began; bool open, planned; } step;
 static _Thread_local struct { int64_t began; ps_action is; } action;
-static struct { int kind, micro, signal; double seconds; } planted;     /* ps_test_signal */
+static struct { int kind, micro, signal; double seconds; } planted;     /* signal of ps_test_signal */
 
-/* Modules whose calls are in progress, outermost first. Beyond DEEPEST only the depth is counted. */
+/* Modules whose calls are in progress, outermost first. If there are more than DEEPEST modules, only their number is
+ * counted. */
 enum { DEEPEST = 128 };
 static struct { int64_t began; int32_t id; } modules[DEEPEST];
 static int32_t depth;
@@ -69,7 +71,8 @@ int ps_record_start(int64_t events)
         larger->room = events;
         atomic_store(&current, r = larger);
     }
-    memset(r->events, 0, (size_t)events * sizeof *r->events);    /* touches the ring's pages before the first event */
+    memset(r->events, 0, (size_t)events * sizeof *r->events);    /* also makes the ring's pages exist before the first
+                                                                  * event */
     memset(totals, 0, sizeof totals);
     for (int32_t i = 0; i < depth && i < DEEPEST; i++) modules[i].began = 0;
     step.began = action.began = 0;

@@ -11,14 +11,15 @@ int ps_utf8(const uint8_t *s, size_t n)
     if (s[0] < 0xc2 || s[0] > 0xf4 || n < (size_t)len) return 0;
     for (int i = 1; i < len; i++)
         if ((s[i] & 0xc0) != 0x80) return 0;
-    if (s[0] == 0xe0 && s[1] < 0xa0) return 0;      /* overlong */
-    if (s[0] == 0xed && s[1] > 0x9f) return 0;      /* surrogates */
-    if (s[0] == 0xf0 && s[1] < 0x90) return 0;      /* overlong */
-    if (s[0] == 0xf4 && s[1] > 0x8f) return 0;      /* past U+10FFFF */
+    if (s[0] == 0xe0 && s[1] < 0xa0) return 0;      /* overlong encoding */
+    if (s[0] == 0xed && s[1] > 0x9f) return 0;      /* surrogate */
+    if (s[0] == 0xf0 && s[1] < 0x90) return 0;      /* overlong encoding */
+    if (s[0] == 0xf4 && s[1] > 0x8f) return 0;      /* greater than U+10FFFF */
     return len;
 }
 
-/* Returns true for a control character: C0, DEL, or C1 (U+0080 to U+009F; terminals treat U+009B as an escape). */
+/* Returns true for a control character. These are C0, DEL and C1 (U+0080 to U+009F). Terminals treat U+009B, which is
+ * in C1, as the begin of an escape sequence. */
 static bool is_control(const uint8_t *s) { return s[0] < 0x20 || s[0] == 0x7f || (s[0] == 0xc2 && s[1] < 0xa0); }
 
 const char *ps_text_shown(const char *from, char *to, size_t room)

@@ -10,7 +10,7 @@ int ps_thread_start(pthread_t *out, void *(*run)(void *), void *arg)
     sigset_t all, before;
     if (ps_alloc_should_fail()) return EAGAIN;
     sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);         /* a thread inherits the mask of the one that starts it */
+    pthread_sigmask(SIG_SETMASK, &all, &before);         /* a thread inherits the signal mask of its creator */
     int failed = pthread_create(out, NULL, run, arg);
     pthread_sigmask(SIG_SETMASK, &before, NULL);
     return failed;

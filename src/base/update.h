@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Numbers that the updates of optimizers share on all backends: 8-bit codes of states, and rates that follow from a
+ * Formulas that the updates of optimizers need on all backends: 8-bit codes of states, and rates that depend on a
  * parameter's shape or values. */
 #ifndef PS_BASE_UPDATE_H
 #define PS_BASE_UPDATE_H
@@ -9,36 +9,39 @@
 #include <stdint.h>
 #include "base/half.h"
 
-enum { PS_STATE_BLOCK = 256 };        /* elements that share a scale */
+enum { PS_STATE_BLOCK = 256 };        /* number of elements that have one common scale */
 enum { PS_LAMB_UNIT = 4096 };         /* number of elements whose squares LAMB sums at a time */
 
-/* -- 8-bit codes of states ----------------------------------------------------------------------------------------- */
-/* 8-bit codes for numbers in [-1, 1]: the dynamic map of bitsandbytes and torchao (Dettmers et al. 2022, "8-bit
- * Optimizers via Block-wise Quantization"). The map has 256 values, and the code of a value is its index in
- * ascending order. Any other number has the code of the nearest value. The map contains 0, 1 and seven decades.
- * Decade i divides [0.1, 1] into 2^i equal intervals (2^(i + 1) without signs); its values are the means of the
- * intervals, times 10^(i - 6). With signs, the map also contains their negatives.
+/* -- 8-bit codes of states
+ * ----------------------------------------------------------------------------------------- */
+/* 8-bit codes for numbers in [-1, 1]. They use the dynamic map of bitsandbytes and torchao (Dettmers et al. 2022,
+ * "8-bit Optimizers via Block-wise Quantization"). The map is a list of 256 values in ascending order. The code of a
+ * value is its index in the list. Any other number has the code of the nearest value. The map contains 0, 1 and seven
+ * decades. Decade i divides [0.1, 1] into 2^i equal intervals, or into 2^(i + 1) intervals if there are no signs. The
+ * values of the decade are the midpoints of the intervals, times 10^(i - 6). If there are signs, the map also
+ * contains the negatives of these values.
  *
- * Both conversions are arithmetic, so that vector code needs no table of 256 values. `number` counts the values from
- * 0 on: it is code - 127 with signs, and code without signs. Within a decade, a value is a linear function of its
- * number. The decade follows from q, which is 2 number with signs, and number + 1 without: its index is (exponent
- * field of q) % 8. The values differ from those of torchao by at most 5 units in the last place. The arrays have 16
- * elements, the second half equal to the first, because a vector has up to 16 lanes. */
+ * Both conversions are computed, so that vector code needs no table of 256 values. In the formulas, `number` is the
+ * number of a value, counted from 0. It is code - 127 with signs, and code without signs. Within a decade, a value is
+ * a linear function of its number. The decade is found from q, which is 2 number with signs and number + 1 without
+ * signs. The index of the decade is (exponent field of q) % 8. The values differ from those of torchao by at most 5
+ * units in the last place. The arrays have 16 elements because a vector has up to 16 lanes. The second half of each
+ * array is equal to the first half. */
 typedef struct ps_codes {
-    float slope[16], base[16];        /* value = slope q + base, base with the sign of q */
+    float slope[16], base[16];        /* value = slope q + base. The sign of base is the sign of q. */
     float bound[16];                  /* range j + 1 of magnitudes begins at bound[j] */
     float rate[16], shift[16];        /* number = first + min(whole part of (rate magnitude + shift), limit) */
     float limit[16];
     int32_t first[16];
 } ps_codes;
-/* The upper 16 bits of a magnitude are nearly linear in its logarithm. The index of the magnitude's range is
- * max(bits - LEAST, 0) SPREAD / 2^16, or one more. */
+/* The upper 16 bits of a magnitude's bit pattern are nearly linear in its logarithm. The index of the magnitude's
+ * range is therefore max(bits - LEAST, 0) SPREAD / 2^16, or one more than this. */
 enum { PS_CODES_LEAST = 0x34e0, PS_CODES_SPREAD = 154 };
 
 static inline void ps_codes_make(ps_codes *c, bool has_sign)
 {
     static const double power[7] = { 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1 };
-    double last = 0;                  /* the largest value before the decade */
+    double last = 0;                  /* largest value of the previous decade */
     for (int i = 0; i < 7; i++) {
         int parts = (has_sign ? 1 : 2) << i, first = has_sign ? parts : parts - 1, q = has_sign ? 2 * first : first + 1;
         double width = power[i] * 0.9 / parts, least = power[i] * 0.1 + width / 2;
@@ -49,16 +52,16 @@ static inline void ps_codes_make(ps_codes *c, bool has_sign)
         c->first[i] = first, c->limit[i] = (float)(parts - 1);
         last = power[i] - width / 2;
         if (i > 0) continue;
-        c->first[0] = 0, c->limit[0] = (float)parts;           /* 0 belongs to the lowest decade, which has the
-                                                                * numbers 0, 1 or 0, 1, 2; their midpoints are on a
-                                                                * line */
+        c->first[0] = 0, c->limit[0] = (float)parts;           /* 0 belongs to the lowest decade. The numbers of this
+                                                                * decade are 0 and 1, or 0, 1 and 2. The midpoints
+                                                                * between their values are on a line. */
         if (has_sign) c->slope[0] = (float)(least / 2), c->base[0] = 0;
         c->rate[0] = has_sign ? (float)(2 / least) : (float)(1 / (least / 2 + width / 2));
         c->shift[0] = has_sign ? 0 : (float)(1 - (double)c->rate[0] * (least / 2));
     }
     c->bound[6] = (float)((last + 1) / 2), c->bound[7] = INFINITY;
     c->rate[7] = c->shift[7] = c->limit[7] = 0, c->first[7] = has_sign ? 128 : 255;
-    /* 1 has q = 256. Without signs, 0 has q = 1 and the same index. */
+    /* The value 1 has q = 256. Without signs, the value 0 has q = 1, which has the same index. */
     c->slope[7] = has_sign ? 1.0f / 256 : 1.0f / 255, c->base[7] = has_sign ? 0 : -1.0f / 255;
     for (int i = 0; i < 8; i++) {
         c->slope[i + 8] = c->slope[i], c->base[i + 8] = c->base[i], c->bound[i + 8] = c->bound[i];
@@ -75,8 +78,8 @@ PS_BOTH float ps_codes_value(const ps_codes *c, int code, bool has_sign)
     return fmaf(c->slope[j], q, has_sign && q < 0 ? -c->base[j] : c->base[j]);
 }
 
-/* Returns the code of the value nearest to x. x must be greater than -1 - 2^-22 and less than 1 + 2^-22; without
- * signs it must be at least 0. With signs, the smallest value is -0.993, since -1 has no code. */
+/* Returns the code of the value nearest to x. x must be greater than -1 - 2^-22 and less than 1 + 2^-22. Without
+ * signs, x must also be at least 0. With signs, the smallest value is -0.993, because -1 has no code. */
 PS_BOTH int ps_codes_nearest(const ps_codes *c, float x, bool has_sign)
 {
     float magnitude = fabsf(x);
@@ -90,8 +93,8 @@ PS_BOTH int ps_codes_nearest(const ps_codes *c, float x, bool has_sign)
     return number < 0 ? 0 : number;
 }
 
-/* Returns the factor for the elements of a block before they are quantised. most: largest magnitude in the block,
- * finite. */
+/* Returns the factor by which the elements of a block are multiplied before they are quantised. `most` is the largest
+ * magnitude in the block. It must be finite. */
 PS_BOTH float ps_codes_factor(float most)
 {
     float factor = most > 0 ? 1 / most : 0;
@@ -106,8 +109,9 @@ static inline double ps_muon_ratio(int adjust, int64_t rows, int64_t cols)
     return sqrt(adjust == 0 && ratio < 1 ? 1 : ratio);
 }
 
-/* Returns Adafactor's step size. rms: root mean square of the parameter. hugging_face: the rule of transformers,
- * which has the three switches and uses lr only without relative_step. Otherwise PyTorch's rule. */
+/* Returns the step size of Adafactor. `rms` is the root mean square of the parameter. If `hugging_face` is true, the
+ * rule is that of transformers. It has the three switches, and uses lr only if relative_step is false. Otherwise the
+ * rule is PyTorch's. */
 PS_BOTH double ps_adafactor_rate(int64_t step, double lr, double eps2, double rms, bool hugging_face,
                                  bool scale_parameter, bool relative_step, bool warmup_init)
 {

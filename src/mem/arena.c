@@ -1,16 +1,17 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * A memory allocator that divides large regions of a backend into blocks. The algorithm is two-level segregated fit
- * (Masmano et al., "TLSF: a new dynamic memory allocator for real-time systems", ECRTS 2004). It finds a free block
- * in constant time, and merges free neighbours at once.
+ * A memory allocator that divides large regions of a backend into blocks. Its algorithm is two-level segregated fit
+ * (Masmano et al., "TLSF: a new dynamic memory allocator for real-time systems", ECRTS 2004). The algorithm finds a
+ * free block in constant time. When a block is freed, it is merged with its free neighbours immediately.
  *
- * Regions stay allocated during a run, because page faults would cost a third of a training step. If memory is
- * short, the arena returns the pages of free blocks to the system. Holes therefore use addresses but no budget.
- * Records of blocks are outside the regions, whose memory the CPU may be unable to access. Only one thread uses an
- * arena.
+ * Regions stay allocated during a run, because page faults would take a third of the time of a training step. If
+ * memory becomes short, the arena returns the pages of free blocks to the system. Holes between blocks therefore use
+ * addresses, but they use none of the budget. The records of blocks are outside the regions, because the CPU may be
+ * unable to access the memory of a region. Only one thread uses an arena.
  *
- * A block that does not fit into a shared region (some 960 MiB) has a region for itself, except if one region spans the
- * device. Otherwise small blocks would split it while it is free. The next large block, such as the gradient of another
- * token table, would then need new memory, and the pages of both would count against a budget. */
+ * A block of more than about 960 MiB does not fit into a shared region. It has a region of its own, unless one region
+ * spans the whole device. If such a block were in a shared region, small blocks would split it while it is free. The next large
+ * block, such as the gradient of another token table, would then need new memory, and the pages of both would count
+ * against a budget. */
 #include "mem/mem.h"
 #include "base/alloc.h"
 #include "base/error.h"
@@ -20,22 +21,26 @@
 
 enum {
     GRAIN_LOG2 = 8, GRAIN = 1 << GRAIN_LOG2,      /* sizes and addresses are multiples of 256 bytes */
-    SECOND_LOG2 = 4, SECOND = 1 << SECOND_LOG2,   /* 16 classes between powers of two */
-    FIRST = 48,                                   /* powers of two: enough for the largest tensor (2^56 bytes) */
+    SECOND_LOG2 = 4, SECOND = 1 << SECOND_LOG2,   /* number of classes between two powers of two: 16 */
+    FIRST = 48,                                   /* number of powers of two; enough for the largest tensor (2^56
+                                                   * bytes) */
 };
-#define REGION_BYTES ((size_t)1 << 30)            /* address space; costs memory only when touched */
-#define HUGE_BYTES ((size_t)2 << 20)              /* unit of region sizes */
-#define PAGE_BYTES ((size_t)4096)                 /* used if the backend sets no page size */
-#define MAP_PAGES ((size_t)1 << 22)               /* maximum for a region; larger regions get larger pages */
-#define CHECK_BYTES ((int64_t)64 << 20)           /* growth after which the system's free memory is checked again */
+#define REGION_BYTES ((size_t)1 << 30)            /* addresses of a shared region; uses memory only when touched */
+#define HUGE_BYTES ((size_t)2 << 20)              /* sizes of regions are multiples of this */
+#define PAGE_BYTES ((size_t)4096)                 /* page size if the backend sets none */
+#define MAP_PAGES ((size_t)1 << 22)               /* maximum number of pages in a region; a larger region has larger
+                                                   * pages */
+#define CHECK_BYTES ((int64_t)64 << 20)           /* after this growth, the free memory of the system is checked
+                                                   * again */
 
 typedef struct region {
     struct region *next;
     char *base;
-    size_t size, page;                            /* in bytes; a page is the smallest unit to return to the system */
+    size_t size, page;                            /* in bytes; page: smallest unit that can be returned to the
+                                                   * system */
     uint64_t *pages;                              /* one bit per page: 1 if the page has memory */
-    ps_block *first;                              /* block at base, which never changes */
-    bool alone;                                   /* holds one block at most, which is never split */
+    ps_block *first;                              /* block at the region's base; it never changes */
+    bool alone;                                   /* true if the region has only one block, which is never split */
 } region;
 
 struct ps_block {
@@ -45,10 +50,10 @@ struct ps_block {
     bool free;
     ps_block *left, *right;                       /* neighbours in the region */
     ps_block *prev, *next;                        /* neighbours in the free list */
-    ps_holder by;                                 /* user of the block, without nbytes */
+    ps_holder by;                                 /* the block's user; its nbytes is not used */
 };
 
-/* The largest blocks that were in use at one moment. */
+/* The largest blocks that were in use at one time. */
 typedef struct holders {
     int n;
     int64_t used;
@@ -61,17 +66,21 @@ struct ps_arena {
     uint64_t first_map;
     uint32_t second_map[FIRST];
     ps_block *bins[FIRST][SECOND];
-    ps_block *spare;                              /* records that can be reused */
-    int64_t growth;                               /* bytes of new memory since the last check */
-    int64_t held, hold_limit;                     /* bytes of pages that have memory, and their limit (0: none) */
-    int64_t busy, busy_peak;                      /* bytes of pages with a used block, and their peak */
+    ps_block *spare;                              /* list of records of blocks that can be reused */
+    int64_t growth;                               /* bytes of new memory since the system's memory was last checked */
+    int64_t held, hold_limit;                     /* bytes of pages that have memory, and their limit; 0 means no
+                                                   * limit */
+    int64_t busy, busy_peak;                      /* bytes of pages that contain part of a used block, and their
+                                                   * peak */
     ps_memory_info info;
-    bool rose;                                    /* more is used than at `peak`; the next free updates it */
+    bool rose;                                    /* true if more bytes are used than at the time of `peak`; the next
+                                                   * free
+                                                   * updates `peak` */
     holders peak, refused;
 };
 
-/* For AddressSanitizer, in host memory: it reports accesses to free memory, and to a block's bytes after those
- * requested. */
+/* Support for AddressSanitizer, in host memory. It then reports accesses to free memory, and accesses to those bytes
+ * of a block that were not requested. */
 #ifdef __SANITIZE_ADDRESS__
 #include <sanitizer/asan_interface.h>
 static bool seen(const ps_arena *arena) { return arena->be->is_host && !arena->be->no_data; }
@@ -91,8 +100,9 @@ static void allow(const ps_arena *arena, const char *p, size_t n) {}
 void *ps_block_address(const ps_block *block) { return block->address; }
 ps_memory_info *ps_arena_info(ps_arena *arena) { return &arena->info; }
 
-/* Computes the class of a size. `first` is the power of two below the size, in grains. `second` is the sixteenth of
- * the interval above that power. Below 16 grains `first` is 0, and each size has its own class. */
+/* Computes the class of a size. `first` is the index of the largest power of two, in grains, that is at most the size.
+ * The interval above that power is divided into sixteen parts. `second` is the index of the part that contains the
+ * size. If the size is less than 16 grains, `first` is 0, and each size has a class of its own. */
 static void class_of(size_t size, int *first, int *second)
 {
     size_t grains = size >> GRAIN_LOG2;
@@ -110,7 +120,7 @@ static void list_add(ps_arena *arena, ps_block *b)
 {
     int f, s;
     b->free = true;
-    if (b->region->alone) {                       /* take_alone finds it without a list */
+    if (b->region->alone) {                       /* take_alone finds this block without a list */
         b->size = b->region->size;
         return;
     }
@@ -135,7 +145,8 @@ static void list_remove(ps_arena *arena, ps_block *b)
         arena->first_map &= ~(1ull << f);
 }
 
-/* Returns the bytes of a region in which a free block of `size` is found: any block of the next class fits. */
+/* Returns the size of a region in which a free block of `size` bytes is found. The region is large enough for the
+ * next class, because every block of that class fits. */
 static size_t region_for(size_t size) { return size + size / SECOND + GRAIN; }
 static bool commits(const ps_arena *arena) { return arena->be->region_commit != NULL; }
 static bool is_alone(const ps_arena *arena, size_t size) { return !commits(arena) && region_for(size) > REGION_BYTES; }
@@ -155,9 +166,9 @@ static void record_free(ps_arena *arena, ps_block *b)
 
 static bool is_whole(const region *r) { return r->first->free && !r->first->right; }
 
-/* Takes the smallest whole free region of at least `size` as one block. From now on the region holds only one block. Of
- * equal regions, prefers one that held only one block before. The block has `size` bytes until it is free again.
- * Returns NULL if there is no such region. */
+/* Allocates a whole free region of at least `size` bytes as one block, and returns the block. From now on the region
+ * has only one block. The smallest region is used. Among equal regions, a region that had only one block before is
+ * preferred. The block has `size` bytes until it is free again. Returns NULL if there is no such region. */
 static ps_block *take_alone(ps_arena *arena, size_t size)
 {
     region *found = NULL;
@@ -171,19 +182,19 @@ static ps_block *take_alone(ps_arena *arena, size_t size)
     return found->first;
 }
 
-/* Takes a free block of at least `size` from its list. Returns NULL if there is none. */
+/* Removes a free block of at least `size` bytes from its list, and returns it. Returns NULL if there is none. */
 static ps_block *take(ps_arena *arena, size_t size)
 {
     int f, s;
     if (is_alone(arena, size)) return take_alone(arena, size);
-    class_of(size, &f, &s); /* its own class first: a training step repeats its sizes */
+    class_of(size, &f, &s); /* tries the size's own class first, because the sizes of a training step repeat */
     int tries = f < FIRST ? 16 : 0;
     for (ps_block *b = tries ? arena->bins[f][s] : NULL; b && tries--; b = b->next)
         if (b->size >= size) {
             list_remove(arena, b);
             return b;
         }
-    size_t rounded = size;                          /* up to the next class, in which every block fits */
+    size_t rounded = size;                          /* size rounded up to the next class, in which every block fits */
     if ((size >> GRAIN_LOG2) >= SECOND) {
         int log2 = 63 - __builtin_clzll(size >> GRAIN_LOG2);
         rounded += ((size_t)1 << (log2 - SECOND_LOG2 + GRAIN_LOG2)) - 1;
@@ -207,8 +218,8 @@ static double mib(size_t nbytes) { return (double)nbytes / 1048576.0; }
 
 static bool is_set(const region *r, size_t page) { return r->pages[page / 64] >> page % 64 & 1; }
 
-/* Returns the first page in [from, end) that has memory (set) or has none (!set). Returns `end` if there is no such
- * page. */
+/* Returns the first page in [from, end) that has memory, or if `set` is false, the first page that has none. Returns
+ * `end` if there is no such page. */
 static size_t find_page(const region *r, size_t from, size_t end, bool set)
 {
     size_t p = from;
@@ -219,8 +230,8 @@ static size_t find_page(const region *r, size_t from, size_t end, bool set)
     return p < end ? p : end;
 }
 
-/* Finds the next run of pages in [from, end) that have memory (set) or have none (!set). Returns its first page, or
- * `end`. Sets *after to the page after the run. */
+/* Finds the next run of pages in [from, end) that have memory, or if `set` is false, that have none. Returns the
+ * first page of the run, or `end` if there is no run. Sets *after to the page after the run. */
 static size_t next_run(const region *r, size_t from, size_t end, bool set, size_t *after)
 {
     size_t first = find_page(r, from, end, set);
@@ -242,7 +253,7 @@ static void mark(ps_arena *arena, region *r, size_t from, size_t end, bool set)
     if (commits(arena)) arena->info.reserved += set ? nbytes : -nbytes;
 }
 
-/* Returns the memory of pages [from, end) to the system. The result is true if there was any. */
+/* Returns the memory of the pages [from, end) to the system. The result is true if any of these pages had memory. */
 static bool discard(ps_arena *arena, region *r, size_t from, size_t end)
 {
     bool any = false;
@@ -304,7 +315,7 @@ bool ps_arena_trim(ps_arena *arena, bool holes)
             any = true;
             continue;
         }
-        if (r->alone && arena->be->region_discard)         /* the end of the region that its block leaves */
+        if (r->alone && arena->be->region_discard)         /* discards the end of the region, after its only block */
             any = discard(arena, r, (r->first->size + r->page - 1) / r->page, r->size / r->page) || any;
         for (ps_block *b = r->first; arena->be->region_discard && b; b = b->right) {
             if (!b->free || (b->right && !holes)) continue;
@@ -323,7 +334,7 @@ static int region_from_device(ps_arena *arena, size_t nbytes, void **base)
     return be->region_reserve ? be->region_reserve(be, nbytes, base) : be->region_new(be, nbytes, base);
 }
 
-/* Reserves addresses for a region, and allocates its page bitmap. */
+/* Reserves addresses for a region, and allocates the bitmap of its pages. */
 static int region_make(ps_arena *arena, size_t nbytes, region *r)
 {
     size_t page = arena->be->page_nbytes ? arena->be->page_nbytes : PAGE_BYTES;
@@ -338,7 +349,7 @@ static int region_make(ps_arena *arena, size_t nbytes, region *r)
     return rc;
 }
 
-/* Adds a region for a block of `size`. */
+/* Adds a region that is large enough for a block of `size` bytes. */
 static int grow(ps_arena *arena, size_t size)
 {
     bool alone = is_alone(arena, size);
@@ -351,8 +362,8 @@ static int grow(ps_arena *arena, size_t size)
     }
     size_t least = (size + HUGE_BYTES - 1) / HUGE_BYTES * HUGE_BYTES;
     size_t got = alone || least > REGION_BYTES ? least : REGION_BYTES;
-    if (commits(arena)) {                            /* one region for the whole device, so that no block ends at a
-                                                      * region's border */
+    if (commits(arena)) {                            /* One region spans the whole device, so that no block is limited
+                                                      * by the end of a region. */
         int64_t available = arena->be->bytes_available(arena->be);
         if (available > (int64_t)got) got = ((size_t)available + HUGE_BYTES - 1) / HUGE_BYTES * HUGE_BYTES;
     }
@@ -374,7 +385,8 @@ static int grow(ps_arena *arena, size_t size)
     return 0;
 }
 
-/* Fails if the system lacks the memory to grow. Without this check, the system would kill the process later. */
+/* Fails if the system has not enough memory for the growth. Without this check, the system would later kill the
+ * process. */
 static int check_growth(ps_arena *arena, int64_t more, size_t size)
 {
     if (arena->growth + more < CHECK_BYTES) {
@@ -391,20 +403,21 @@ static int check_growth(ps_arena *arena, int64_t more, size_t size)
     return 0;
 }
 
-/* Commits memory for those pages of [from, end) that have none. */
+/* Commits memory for those pages in [from, end) that have none. */
 static int make_memory(ps_arena *arena, region *r, size_t from, size_t end)
 {
     ps_backend *be = arena->be;
     for (size_t after, first = next_run(r, from, end, false, &after); first < end;
          first = next_run(r, after, end, false, &after)) {
-        size_t nbytes = (after - first) * r->page;   /* on failure, earlier runs stay committed and counted */
+        size_t nbytes = (after - first) * r->page;   /* after a failure, earlier runs stay committed and counted */
         if (commits(arena)) PS_TRY(be->region_commit(be, r->base + first * r->page, nbytes));
         mark(arena, r, first, after, true);
     }
     return 0;
 }
 
-/* Commits memory for `more` bytes of pages [from, end), if the system has as much. size: bytes of the block. */
+/* Commits memory for the pages [from, end) if the system has enough. `more` is the number of bytes that this adds.
+ * `size` is the size of the block in bytes. */
 static int grow_pages(ps_arena *arena, region *r, size_t from, size_t end, int64_t more, size_t size)
 {
     if (!commits(arena)) PS_TRY(check_growth(arena, more, size));
@@ -435,8 +448,8 @@ static int extend(ps_arena *arena, const ps_block *b, size_t size)
     return rc;
 }
 
-/* Returns the bytes of the pages that only block b uses. Free neighbours are merged, so on each side the nearest
- * used block is the first or the second neighbour. */
+/* Returns the size in bytes of the pages that only block b uses. Free neighbours are always merged, so the nearest
+ * used block on each side is the first or the second neighbour. */
 static int64_t own_pages(const ps_block *b)
 {
     const region *r = b->region;
@@ -448,7 +461,8 @@ static int64_t own_pages(const ps_block *b)
     return (int64_t)((end - from) * r->page);
 }
 
-/* -- who holds memory ---------------------------------------------------------------------------------------------- */
+/* -- users of memory
+ * ------------------------------------------------------------------------------------------------ */
 static void look(const ps_arena *arena, holders *out)
 {
     out->n = 0;
@@ -518,7 +532,7 @@ static int alloc(ps_arena *arena, int64_t nbytes, ps_block **out)
         list_add(arena, b);
         return rc < 0 ? rc : ps_fail_nomem(sizeof *rest);
     }
-    if (rest) {                                      /* allocates the low part; the high part stays free */
+    if (rest) {                                      /* the low part is allocated; the high part stays free */
         *rest = (ps_block){ .address = b->address + size, .size = b->size - size, .region = b->region, .left = b,
                             .right = b->right };
         if (rest->right) rest->right->left = rest;
@@ -586,7 +600,7 @@ int ps_arena_new(ps_backend *be, ps_arena **out)
 void ps_arena_delete(ps_arena *arena)
 {
     if (!arena) return;
-    while (arena->regions) {                         /* all blocks are free, so each is a whole region */
+    while (arena->regions) {                         /* all blocks are free, so each block is a whole region */
         region *r = arena->regions;
         arena->regions = r->next;
         region_drop(arena, r);

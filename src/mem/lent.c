@@ -1,18 +1,19 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Storages whose bytes belong to lenders, such as a mapped file. Each pin asks the lenders whether the bytes are
- * unchanged. No budget counts these bytes. */
+ * Storages whose bytes belong to lenders, such as a mapped file. Each pin calls the lenders to check that the bytes
+ * are unchanged. No budget counts these bytes. */
 #include "base/alloc.h"
 #include "base/error.h"
 #include "mem/mem.h"
 
 typedef struct lent {
-    ps_keeper keeper;             /* must be the first field; keeps one storage */
-    ps_keeper *before;            /* previous keeper, restored when the loans end */
+    ps_keeper keeper;             /* must be the first field; each of these keepers keeps one storage */
+    ps_keeper *before;            /* previous keeper, which is restored when the loans end */
     ps_loans loans;
-    bool written;                 /* a pin wrote to the bytes, so they may differ from the lender's */
+    bool written;                 /* true if a pin wrote to the bytes, so that they may differ from the lender's
+                                   * bytes */
 } lent;
 
-/* Gives a storage back to its previous keeper, without bytes. */
+/* Returns a storage to its previous keeper. The storage then has no bytes. */
 static void give_back(lent *l, ps_storage *s)
 {
     s->keeper = l->before;
@@ -27,7 +28,7 @@ static void lent_free(ps_keeper *keeper, ps_storage *s)
     ps_free(l);
 }
 
-/* Copies the blocks of two loans to memory of the previous keeper, and ends the loans. */
+/* Copies the blocks of two loans to memory that the previous keeper allocates, and ends the loans. */
 static int copy_blocks(lent *l, ps_storage *s)
 {
     void *bytes = NULL;
@@ -82,7 +83,7 @@ int ps_storage_lend(ps_storage *s, const ps_loans *loans)
 {
     lent *l = ps_alloc(sizeof *l);
     if (!l) return ps_fail_nomem(sizeof *l);
-    ps_storage_free(s);           /* an older loan restores its previous keeper */
+    ps_storage_free(s);           /* if the bytes were lent before, this restores the keeper before that loan */
     *l = (lent){ { &lent_keeper }, s->keeper, *loans, false };
     s->keeper = &l->keeper;
     s->block = l;

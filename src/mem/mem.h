@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Storages: blocks of bytes on a device. Code may access the bytes only between a pin and an unpin. Both call the
- * storage's keeper (ps_keeper), so the same program runs with plain memory and with chunks. A manager that allocates
- * memory also fills a second table (ps_mem). This layer knows no tensors and no ops. */
+ * Storages: blocks of bytes on a device. Code may access the bytes of a storage only between a pin and an unpin. Both
+ * call the storage's keeper (ps_keeper). Therefore the same program works with plain memory and with chunks. A
+ * manager that allocates memory also fills a second table (ps_mem). This layer does not know tensors or ops. */
 #ifndef PS_MEM_H
 #define PS_MEM_H
 #include <string.h>
@@ -14,40 +14,48 @@ typedef struct ps_scope ps_scope;
 
 enum { PS_READ = 1, PS_WRITE = 2 };
 
-/* Bytes on a device, which exist while `block` is set. Dropped bytes do not come back. Each higher layer keeps its
- * notes in the struct with its name, and only that layer writes them (spec/source/layers_spec.lua). */
+/* Bytes on a device. The bytes exist while `block` is set. Dropped bytes cannot be restored. Each higher layer has a
+ * nested struct for its own notes, and only that layer writes them (spec/source/layers_spec.lua). */
 struct ps_storage {
     ps_keeper *keeper;
-    void *block;                /* the keeper's record; NULL if there are no bytes (dropped, or nbytes is 0) */
+    void *block;                /* the keeper's record of the bytes; NULL if there are none (dropped, or nbytes is
+                                 * 0) */
     int64_t nbytes;
     int32_t device, pins;
     int32_t refs;               /* number of tensor headers */
-    int32_t holds;              /* number of owners that keep dropped bytes alive: the tape, gradients in transit */
-    uint32_t version;           /* number of writes so far, which the tape compares */
+    int32_t holds;              /* number of owners that keep dropped bytes alive, such as the tape or gradients in
+                                 * transit */
+    uint32_t version;           /* number of writes so far; the tape compares it */
     struct {
-        bool dropped : 1;       /* a scope has ended: the last unhold frees the bytes */
+        bool dropped : 1;       /* the scope has ended; the last unhold frees the bytes */
         bool kept : 1;          /* scopes never drop the bytes */
-        bool written : 1;       /* simulated device: a script wrote the bytes, so they have contents */
+        bool written : 1;       /* on a simulated device: a script wrote the bytes, so they have contents */
     } bytes;
     struct {
-        bool taken;             /* contains a parameter's gradient: only headers with PS_T_SLOT may be used */
-        bool watched;           /* belongs to a parameter; recompute segments record that they read it */
+        bool taken;             /* the bytes contain a parameter's gradient; only headers with PS_T_SLOT may be
+                                 * used */
+        bool watched;           /* the storage belongs to a parameter; recompute segments record that they read it */
     } engine;
     struct {
-        bool fetched;           /* an op needed it before backward: fetched from the host, not offloaded again */
+        bool fetched;           /* an op needed the bytes before backward. They were fetched from the host and will
+                                 * not
+                                 * be offloaded again. */
     } offload;
     struct {
         int64_t walk;           /* walk to which `waits` belongs */
-        int32_t waits;          /* parameter: number of nodes that read it and that the walk has not visited */
-        uint32_t later : 31;    /* number of headers with PS_T_LATER: deferred weight gradients will read the bytes,
-                                 * so no op may overwrite them */
-        uint32_t trained : 1;   /* a tensor here has required gradients: a paused script must not write it */
+        int32_t waits;          /* for a parameter: number of nodes that read it and that the walk has not visited
+                                 * yet */
+        uint32_t later : 31;    /* number of headers with PS_T_LATER. Deferred weight gradients will read the bytes,
+                                 * so no
+                                 * op may overwrite them. */
+        uint32_t trained : 1;   /* a tensor on these bytes has required gradients; a paused script must not write
+                                 * them */
     } tape;
     struct {
         struct ps_replay *of;   /* dry run of a pipeline that made the storage (tensor/replay.h), or NULL */
-        int64_t number;         /* index among the storages of the dry run */
-        int32_t noted;          /* position in the dry run, or -1 */
-        bool scripted;          /* a script may have held a tensor of this storage */
+        int64_t number;         /* index among the storages of that dry run */
+        int32_t noted;          /* position in that dry run, or -1 */
+        bool scripted;          /* a script may have had a tensor of this storage */
     } replay;
     struct {
         ps_scope *of;           /* scope that will drop the storage, or NULL */
@@ -56,11 +64,12 @@ struct ps_storage {
     } scope;
 };
 
-/* Called when a parameter moves from storage `old` to `s`. */
+/* Must be called when a parameter moves from the storage `old` to the storage `s`. */
 static inline void ps_storage_follow(ps_storage *s, const ps_storage *old) { s->engine.watched = old->engine.watched; }
 
-/* The lenders of a storage's bytes. n = 1: loan[0] has all bytes. n = 2: the storage consists of blocks, each of which
- * has width[0] bytes of loan[0], then width[1] bytes of loan[1]. With n = 1, width[0] is the size of the storage. */
+/* The lenders of a storage's bytes. If n is 1, loan[0] has all bytes, and width[0] is the size of the storage. If n
+ * is 2, the storage consists of blocks. Each block has width[0] bytes of loan[0], followed by width[1] bytes of
+ * loan[1]. */
 typedef struct ps_loans {
     ps_loan loan[2];
     int64_t width[2];
@@ -76,8 +85,8 @@ static inline void ps_loans_end(const ps_loans *loans)
 {
     for (int i = 0; i < loans->n; i++) loans->loan[i].end(loans->loan[i].lender);
 }
-/* Copies nbytes bytes of loan i, from its byte `at` on, to their places in the storage's bytes at dst. src: those
- * bytes. */
+/* Copies nbytes bytes of loan i, starting at its byte `at`, to their places in the storage. dst is the begin of the
+ * storage's bytes. src contains the bytes to copy. */
 static inline void ps_loans_copy(char *dst, const ps_loans *loans, int i, int64_t at, const char *src, int64_t nbytes)
 {
     int64_t own = loans->width[i], block = loans->n == 2 ? loans->width[0] + loans->width[1] : own;
@@ -89,14 +98,14 @@ static inline void ps_loans_copy(char *dst, const ps_loans *loans, int i, int64_
     }
 }
 
-/* The keeper of a storage is the object that holds its bytes now: plain memory, a chunk, a shard, a lender, or the
- * host while activations are offloaded. */
+/* The keeper of a storage is the object that has its bytes at the moment. It is plain memory, a chunk, a shard, a
+ * lender, or the host while activations are offloaded. */
 typedef struct ps_keeper_table {
     const char *name;
-    void (*free)(ps_keeper *keeper, ps_storage *s);        /* frees bytes that are not pinned, clears s->block */
-    /* Pins the bytes until unpin, and stores their address on `device` in *out. The memory is reused only after the
-     * work that was queued on the device's compute stream before the unpin (backend.h). After a failure nothing is
-     * pinned. Only storages in chunks can be pinned on a device other than s->device. */
+    void (*free)(ps_keeper *keeper, ps_storage *s);        /* frees bytes that are not pinned, and clears s->block */
+    /* Pins the bytes until the unpin, and stores their address on `device` in *out. The memory is not reused before
+     * all work that was queued on the device's compute stream until the unpin has run (backend.h). After a failure
+     * nothing is pinned. Only storages in chunks can be pinned on a device other than s->device. */
     int (*pin)(ps_keeper *keeper, ps_storage *s, int device, unsigned access, void **out);
     void (*unpin)(ps_keeper *keeper, ps_storage *s, int device);
     void (*note_line)(ps_storage *s, int32_t line);        /* (optional) implements ps_tensor_note_line */
@@ -105,7 +114,7 @@ typedef struct ps_keeper_table {
 
 struct ps_keeper { const ps_keeper_table *table; };
 
-/* A memory manager allocates the bytes of storages, and is their keeper. */
+/* A memory manager allocates the bytes of storages. It is also their keeper. */
 typedef struct ps_mem_table {
     /* Allocates s->nbytes > 0 on s->device, and sets s->block and s->keeper. */
     int (*alloc)(ps_mem *mem, ps_storage *s);
@@ -115,17 +124,22 @@ typedef struct ps_mem_table {
     int (*info)(ps_mem *mem, int device, ps_memory_info *out);
     int (*set_limit)(ps_mem *mem, int device, int64_t nbytes);
     void (*reset_peak)(ps_mem *mem, int device);
-    int64_t (*held)(ps_mem *mem, int device);              /* (optional) bytes obtained from the system, used or not */
-    /* (optional) Returns the bytes that a trim with `holes` would keep. If `peak` is not NULL, *peak gets the
-     * maximum since the last call with `peak`. */
+    int64_t (*held)(ps_mem *mem, int device);              /* (optional) returns the bytes that were allocated from
+                                                            * the
+                                                            * system, whether they are used or not */
+    /* (optional) Returns the bytes that a trim with `holes` would keep. If `peak` is not NULL, *peak is set to the
+     * maximum since the last call that had a `peak`. */
     int64_t (*busy)(ps_mem *mem, int device, int64_t *peak);
-    void (*set_hold_limit)(ps_mem *mem, int device, int64_t nbytes);    /* (optional) limits `held`; 0: no limit */
-    /* (optional) Returns unused bytes to the system: those after the last used byte and, with `holes`, those between
-     * used bytes. The system maps the pages again when they are touched. */
+    void (*set_hold_limit)(ps_mem *mem, int device, int64_t nbytes);    /* (optional) limits `held`; 0 means no
+                                                                         * limit */
+    /* (optional) Returns unused bytes to the system. These are the bytes after the last used byte. If `holes` is
+     * true, the unused bytes between used bytes are returned too. The system maps the pages again when they are
+     * touched. */
     void (*trim)(ps_mem *mem, int device, bool holes);
-    /* (plain memory only) implements ps_memory_holders */
+    /* (only for plain memory) Implements ps_memory_holders. */
     int (*holders)(ps_mem *mem, int device, int when, ps_holder *out, int64_t *used);
-    /* (plain memory only) Called after another manager that shares this device's budget has found no memory. */
+    /* (only for plain memory) Called after another manager has found no memory. Both managers share the device's
+     * budget. */
     void (*refused)(ps_mem *mem, int device);
     void (*close)(ps_mem *mem);
 } ps_mem_table;
@@ -135,14 +149,14 @@ struct ps_mem {
     const ps_mem_table *table;
 };
 
-/* Pins through the storage's current keeper. A pin can move the storage to another keeper. */
+/* Pins a storage through its current keeper. The pin can move the storage to another keeper. */
 static inline int ps_storage_pin(ps_storage *s, int device, unsigned access, void **out)
 {
     return s->keeper->table->pin(s->keeper, s, device, access, out);
 }
 static inline void ps_storage_unpin(ps_storage *s, int device) { s->keeper->table->unpin(s->keeper, s, device); }
-/* Moves the loans out of a storage, which then has no bytes. Returns false if there are none, or if the bytes are
- * pinned or were written to. */
+/* Moves the loans out of a storage. The storage then has no bytes. Returns false if the storage has no loans, or if
+ * the bytes are pinned or were written to. */
 static inline bool ps_storage_take_loans(ps_storage *s, ps_loans *out)
 {
     return s->block && s->keeper->table->take_loans && s->keeper->table->take_loans(s, out);
@@ -153,21 +167,23 @@ static inline void ps_storage_free(ps_storage *s)
 {
     if (s->block) s->keeper->table->free(s->keeper, s);
 }
-/* `mem` may be NULL. */
+/* Returns whether `mem` is the keeper of the storage. `mem` may be NULL. */
 static inline bool ps_storage_is_of(const ps_storage *s, const ps_mem *mem) { return mem && s->keeper == &mem->keeper; }
 
-/* plain.c: the reference implementation. A storage stays where it was allocated, in one arena per device. */
+/* plain.c is the reference implementation. A storage stays in the place where it was allocated. There is one arena
+ * per device. */
 int ps_mem_plain_new(int n_devices, ps_backend *const *devices, ps_mem **out);
-int ps_mem_plain_add(ps_mem *mem, ps_backend *device);      /* adds a device after the others */
+int ps_mem_plain_add(ps_mem *mem, ps_backend *device);      /* adds a device, after the existing ones */
 void ps_mem_plain_undo(ps_mem *mem);                        /* removes the last device, which must be unused */
 bool ps_storage_is_plain(const ps_storage *s);
 
-/* lent.c: storages whose bytes belong to lenders. ps_storage_lend frees the previous bytes. The storage owns the
- * loans until its bytes are freed. The first pin of blocks (n = 2) copies them to memory of the previous keeper, which
- * must be a manager, and ends the loans. */
+/* lent.c implements storages whose bytes belong to lenders. ps_storage_lend frees the previous bytes of the storage.
+ * The storage owns the loans until its bytes are freed. If the storage consists of blocks (n = 2), the first pin
+ * copies them to memory of the previous keeper and ends the loans. The previous keeper must then be a memory
+ * manager. */
 int ps_storage_lend(ps_storage *s, const ps_loans *loans);
 
-/* arena.c: divides regions of a backend into blocks. */
+/* arena.c divides the regions of a backend into blocks. */
 typedef struct ps_arena ps_arena;
 typedef struct ps_block ps_block;
 int ps_arena_new(ps_backend *be, ps_arena **out);
@@ -176,10 +192,10 @@ int ps_arena_alloc(ps_arena *arena, int64_t nbytes, ps_block **out);
 void ps_arena_free(ps_arena *arena, ps_block *block);
 void ps_arena_reset_peak(ps_arena *arena);
 int64_t ps_arena_held(const ps_arena *arena);
-int64_t ps_arena_busy(ps_arena *arena, int64_t *peak);      /* as ps_mem_table.busy */
+int64_t ps_arena_busy(ps_arena *arena, int64_t *peak);      /* like ps_mem_table.busy */
 void ps_arena_set_hold_limit(ps_arena *arena, int64_t nbytes);
-/* Returns memory to the system: unused regions, unused ends of regions and, with `holes`, all unused whole pages.
- * The result is true if there was any. */
+/* Returns memory to the system. It returns unused regions and the unused ends of regions. If `holes` is true, it
+ * returns all unused whole pages. The result is true if any memory was returned. */
 bool ps_arena_trim(ps_arena *arena, bool holes);
 void *ps_block_address(const ps_block *block);
 void ps_block_note(ps_block *block, int32_t line, bool scratch);

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The reference memory manager. A storage stays in its device's arena and never moves, so a pin only counts itself
- * and returns the address. */
+ * The reference memory manager. A storage stays in the arena of its device and never moves. A pin therefore only
+ * increments a counter and returns the address. */
 #include "base/alloc.h"
 #include "base/error.h"
 #include "mem/mem.h"
@@ -10,7 +10,7 @@ enum { MAX_DEVICES = 8 };
 typedef struct plain {
     ps_mem base;
     int n_devices;
-    int refused;                  /* device that last found no memory, or -1 */
+    int refused;                  /* device on which an allocation last failed, or -1 */
     ps_arena *arenas[MAX_DEVICES];
 } plain;
 
