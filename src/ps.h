@@ -224,16 +224,15 @@ typedef int (*ps_lender)(void *from, int64_t at, int64_t nbytes, ps_loan *out);
  * outside chunks, or if the tensor's elements would not be aligned to their size. Returns PS_ESTATE if the tensor is
  * in use. Also returns errors of the lender. */
 int ps_tensor_borrow(ps_tensor *t, ps_lender lend, void *from, int64_t at, int64_t nbytes);
-/* A range of a lender's bytes that provides `width` bytes to each block of a tensor. The range begins at offset
- * `at`. */
+/* A range of a lender's bytes, starting at offset `at`. Each block of a tensor gets `width` bytes of the range. */
 typedef struct ps_lent_range { void *from; int64_t at, width; } ps_lent_range;
 enum { PS_BLOCK_WIDTH = 1 << 16 };
-/* Like ps_tensor_borrow, for a uint8 tensor that consists of blocks. Each block consists of two parts. The first
- * parts of all blocks are consecutive pieces of ranges[0].width bytes, starting at offset ranges[0].at. The second
- * parts are consecutive pieces of ranges[1].width bytes, starting at offset ranges[1].at. Both widths are at most
- * PS_BLOCK_WIDTH. If the tensor moves into a chunk that reads its bytes from a file, both ranges are read. The first
- * use of any other kind copies the bytes to memory. Returns PS_EINVAL if a width is not allowed, or if the blocks do
- * not fill the tensor. Also returns errors of ps_tensor_borrow. */
+/* Like ps_tensor_borrow, for a uint8 tensor that consists of blocks. Each block has a first part of
+ * ranges[0].width bytes and a second part of ranges[1].width bytes. The first parts of all blocks follow each other in
+ * the lender's bytes, starting at offset ranges[0].at. The second parts do so, starting at offset ranges[1].at. Both
+ * widths are at most PS_BLOCK_WIDTH. If the tensor moves into a chunk that reads its bytes from a file, both ranges are
+ * read. Any other first use copies the bytes to memory. Returns PS_EINVAL if a width is not allowed, or if the blocks
+ * do not fill the tensor. Also returns errors of ps_tensor_borrow. */
 int ps_tensor_borrow_blocks(ps_tensor *t, ps_lender lend, const ps_lent_range *ranges);
 int ps_tensor_is_lent(const ps_tensor *t);    /* returns 1 if the tensor's bytes belong to a lender */
 int ps_tensor_read(const ps_tensor *t, void *dst, int64_t nbytes);
@@ -286,9 +285,9 @@ int ps_tensor_nonzero(ps_tensor *t, ps_tensor **out);
 int ps_apply(ps_ctx *ctx, int op, int n_in, ps_tensor *const *in, const void *attrs, int64_t attrs_nbytes,
              ps_tensor **out);
 /* Computes attention for T new positions. The keys and values of the `at` positions before them are in caches. The
- * function appends the T new keys and values to the caches and returns a result of shape [B, T, H D]. In the result,
- * each position sees itself and all earlier positions. The function runs the ops copy_, rope and attention on views,
- * and has no gradient.
+ * function appends the T new keys and values to the caches and returns a result of shape [B, T, H D]. Each new
+ * position sees itself and all earlier positions. The function runs the ops copy_, rope and attention on views, and
+ * has no gradient.
  *   Separate inputs: q is [B, T, H D]; k and v are [B, T, G D]. The three tensors may also have the shapes [B, T, H,
  *   D] and [B, T, G, D]. The caches `keys` and `values` are [B, G, S, D]. cos and sin are the tables of the op rope,
  *   or both are NULL.
@@ -306,8 +305,8 @@ int ps_attention_cached(ps_ctx *ctx, const ps_cached_attention *how, ps_tensor *
                         ps_tensor *keys, ps_tensor *values, ps_tensor *cos, ps_tensor *sin, ps_tensor *mask,
                         ps_tensor **out);
 /* The cost of an op.
- *   flops: number of multiplications and additions in matrix products and in attention. Attention counts only pairs
- *   of a query and a key that it sees. For other ops the number is 0.
+ *   flops: number of multiplications and additions in matrix products and in attention. For attention, only
+ *   pairs of a query and a key that the query sees are counted. For other ops the number is 0.
  *   bytes: number of bytes that the op reads or writes. Each byte is counted once. */
 typedef struct ps_op_cost_info { int64_t flops, bytes; } ps_op_cost_info;
 /* Computes the cost of an op with these operands. Only the types and shapes of the operands are read. attrs is as in

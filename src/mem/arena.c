@@ -9,9 +9,9 @@
  * unable to access the memory of a region. Only one thread uses an arena.
  *
  * A block of more than about 960 MiB does not fit into a shared region. It has a region of its own, unless one region
- * spans the whole device. If such a block were in a shared region, small blocks would split it while it is free. The next large
- * block, such as the gradient of another token table, would then need new memory, and the pages of both would count
- * against a budget. */
+ * spans the whole device. The reason is that small blocks would otherwise split its memory while it is free. The next
+ * large block, such as the gradient of another token table, would then need new memory, and the pages of both would
+ * count against a budget. */
 #include "mem/mem.h"
 #include "base/alloc.h"
 #include "base/error.h"
