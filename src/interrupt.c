@@ -12,8 +12,7 @@
 
 bool interrupt_pauses, interrupt_at_prompt;
 static volatile sig_atomic_t count;       /* number of times that Ctrl-C was pressed since the watch began or since
-                                           * the
-                                           * last pause */
+                                           * the last pause */
 static lua_State *running;
 
 static void stop_hook(lua_State *L, lua_Debug *ar)
@@ -126,8 +125,7 @@ static int pause_here(lua_State *L)
 
 static const char *source;                /* source of the function that was last passed to is_own */
 static bool source_is_own;                /* result of is_own for this source. It is kept because most instructions
-                                           * belong
-                                           * to the same function as the instruction before. */
+                                           * belong to the same function as the instruction before. */
 
 /* Returns true if the running function belongs to psluajit. */
 static bool is_own(lua_State *L, lua_Debug *ar)

@@ -168,16 +168,14 @@ static uint64_t hash_words(const char *text, size_t n)
     return hash ? hash : 1;
 }
 
-/* Hashes of the errors that a rank compares. A rank is notified if the watch has told it of another rank's
- * failure. */
+/* Hashes of the errors that a rank compares. A rank is notified if the watch has told it of another rank's failure. */
 typedef struct words {
     uint64_t all;                          /* hash of the error; if the rank was notified, only of the verdict */
     uint64_t first;                        /* hash of the error's first line, which other ranks receive; 0 if the rank
                                             * was
                                             * notified */
     uint64_t cause;                        /* hash of the first line of the other rank's error if the rank was
-                                            * notified;
-                                            * otherwise 0 */
+                                            * notified; otherwise 0 */
 } words;
 
 static words words_of(const char *text)

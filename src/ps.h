@@ -129,8 +129,7 @@ void ps_local_rank_set(int local_rank);
  *   reserved: memory that was allocated from the system.
  *   limit: maximum number of bytes that may be used, 0 if there is no limit. */
 typedef struct ps_memory_info { int64_t used, peak, reserved, limit; } ps_memory_info;
-int ps_memory_get(ps_ctx *ctx, int device, ps_memory_info *out);     /* Returns PS_EINVAL if there is no such
-                                                                      * device. */
+int ps_memory_get(ps_ctx *ctx, int device, ps_memory_info *out);     /* Returns PS_EINVAL if there is no such device. */
 int ps_memory_set_limit(ps_ctx *ctx, int device, int64_t nbytes);    /* Returns PS_EINVAL if there is no such device,
                                                                       * or if nbytes is negative. */
 void ps_memory_reset_peak(ps_ctx *ctx, int device);
@@ -227,12 +226,12 @@ int ps_tensor_borrow(ps_tensor *t, ps_lender lend, void *from, int64_t at, int64
 /* A range of a lender's bytes, starting at offset `at`. Each block of a tensor gets `width` bytes of the range. */
 typedef struct ps_lent_range { void *from; int64_t at, width; } ps_lent_range;
 enum { PS_BLOCK_WIDTH = 1 << 16 };
-/* Like ps_tensor_borrow, for a uint8 tensor that consists of blocks. Each block has a first part of
- * ranges[0].width bytes and a second part of ranges[1].width bytes. The first parts of all blocks follow each other in
- * the lender's bytes, starting at offset ranges[0].at. The second parts do so, starting at offset ranges[1].at. Both
- * widths are at most PS_BLOCK_WIDTH. If the tensor moves into a chunk that reads its bytes from a file, both ranges are
- * read. Any other first use copies the bytes to memory. Returns PS_EINVAL if a width is not allowed, or if the blocks
- * do not fill the tensor. Also returns errors of ps_tensor_borrow. */
+/* Like ps_tensor_borrow, for a uint8 tensor that consists of blocks. Each block has a first part of ranges[0].width
+ * bytes and a second part of ranges[1].width bytes. The first parts of all blocks follow each other in the lender's
+ * bytes, starting at offset ranges[0].at. The second parts do so, starting at offset ranges[1].at. Both widths are at
+ * most PS_BLOCK_WIDTH. If the tensor moves into a chunk that reads its bytes from a file, both ranges are read. Any
+ * other first use copies the bytes to memory. Returns PS_EINVAL if a width is not allowed, or if the blocks do not
+ * fill the tensor. Also returns errors of ps_tensor_borrow. */
 int ps_tensor_borrow_blocks(ps_tensor *t, ps_lender lend, const ps_lent_range *ranges);
 int ps_tensor_is_lent(const ps_tensor *t);    /* returns 1 if the tensor's bytes belong to a lender */
 int ps_tensor_read(const ps_tensor *t, void *dst, int64_t nbytes);
@@ -305,8 +304,8 @@ int ps_attention_cached(ps_ctx *ctx, const ps_cached_attention *how, ps_tensor *
                         ps_tensor *keys, ps_tensor *values, ps_tensor *cos, ps_tensor *sin, ps_tensor *mask,
                         ps_tensor **out);
 /* The cost of an op.
- *   flops: number of multiplications and additions in matrix products and in attention. For attention, only
- *   pairs of a query and a key that the query sees are counted. For other ops the number is 0.
+ *   flops: number of multiplications and additions in matrix products and in attention. For attention, only pairs of
+ *   a query and a key that the query sees are counted. For other ops the number is 0.
  *   bytes: number of bytes that the op reads or writes. Each byte is counted once. */
 typedef struct ps_op_cost_info { int64_t flops, bytes; } ps_op_cost_info;
 /* Computes the cost of an op with these operands. Only the types and shapes of the operands are read. attrs is as in
@@ -421,8 +420,7 @@ int ps_module_enter(int id);
 void ps_module_leave(int depth);
 int ps_module_now(void);                 /* returns the id of the running module, or 0 if there is none */
 
-/* -- scopes: the end of a scope drops the bytes of tensors that were made in the scope and not kept
- * ---------------- */
+/* -- scopes: the end of a scope drops the bytes of tensors that were made in the scope and not kept -------------- */
 int ps_scope_begin(ps_ctx *ctx, int64_t *id);               /* Can return PS_ENOMEM. */
 /* Ends the scope and all scopes within it. The tensors `keep` survive in the outer scope. Returns PS_ESTATE if the
  * scope is not open. */
@@ -565,8 +563,7 @@ void ps_segment_cancel(ps_ctx *ctx);
  * this segment. */
 int64_t ps_segment_reap(ps_ctx *ctx);
 
-/* -- random numbers: Philox (Salmon et al. 2011), with the seed as key
- * --------------------------------------------- */
+/* -- random numbers: Philox (Salmon et al. 2011), with the seed as key ------------------------------------------- */
 /* State of the random number generators. seed, step, op and sample select the random numbers of dropout. step is the
  * optimizer's step, op counts the dropouts within a forward, and sample is the index of the batch's first sample.
  * offset counts the numbers that ps.randn and similar functions have drawn. */
@@ -592,8 +589,7 @@ const char *ps_st_dtype_text(const ps_st *st, int i);       /* returns the type'
 int ps_st_meta_count(const ps_st *st);
 const char *ps_st_meta_key(const ps_st *st, int i);
 const char *ps_st_meta_value(const ps_st *st, int i);
-/* Returns the tensor's bytes. They are lent until the file is closed. Their number is nbytes of the tensor's
- * entry. */
+/* Returns the tensor's bytes. They are lent until the file is closed. Their number is nbytes of the tensor's entry. */
 const void *ps_st_data(const ps_st *st, int i);
 /* A ps_reader of the data of an open file. `from` is the ps_st. The function uses read calls, so the file occupies no
  * memory, and a truncation of the open file is an error. Returns PS_ERANGE if some of the bytes are outside the data,
@@ -611,8 +607,7 @@ int ps_st_copy(const ps_st *st, int i, const int64_t *offset, const int64_t *sha
  * the data. */
 int ps_st_lend(void *st, int64_t at, int64_t nbytes, ps_loan *out);
 void ps_st_drop(const ps_st *st, int i);                    /* frees the memory pages that contain tensor i's bytes,
-                                                             * once
-                                                             * these have been read */
+                                                             * once these have been read */
 /* Compares a tensor's bytes with their checksum. Returns 1 if they match and 0 if the file has no checksums. Returns
  * PS_EFORMAT if the bytes are damaged, PS_EIO if the file was truncated, or PS_ERANGE if there is no tensor i. */
 int ps_st_verify(const ps_st *st, int i);
@@ -657,8 +652,7 @@ typedef struct ps_gguf_value { /* an entry of the metadata, or one value of an a
                                 * uint32 int32 float32 bool string array uint64 int64 float64. `of` is the type of an
                                 * array's values; if the entry is not an array, it is equal to `type`. */
   int64_t n;                   /* number of values of an array, otherwise 1 */
-  int64_t whole;               /* an integer (a uint64 as the same bits), or a truth value; for a string, its
-                                * length */
+  int64_t whole;               /* an integer (a uint64 as the same bits), or a truth value; for a string, its length */
   double number;               /* the value of any number, as a double */
   const char *text;            /* a string without a final 0, lent until the file is closed */
 } ps_gguf_value;
@@ -679,7 +673,7 @@ int ps_gguf_meta_find(const ps_gguf *g, const char *key);   /* returns the index
  * truncated. */
 int ps_gguf_meta_get(const ps_gguf *g, int i, int64_t k, ps_gguf_value *out);
 /* Sets how tensor i is read. If `transposed` is 1, the two dimensions of a matrix are swapped. If `heads` is not 0,
- * the rows of each head are reordered, and `heads` is the number of heads. (The rows of a vector are its elements.)
+ * the rows of each head are reordered, and `heads` is the number of heads. The rows of a vector are its elements.
  * For its rotary embedding, llama.cpp stores the two rows of a pair next to each other. They are read half a head
  * apart, as in Hugging Face's files. Returns PS_EFORMAT if the tensor's shape does not fit, or PS_ERANGE if there is
  * no tensor i. */
@@ -744,8 +738,7 @@ int ps_saver_busy(ps_saver *s);                             /* returns 1 while t
  * returns an error of the file; later waits do not. *seconds is set to the time that the last file took. `seconds`
  * may be NULL. */
 int ps_saver_wait(ps_saver *s, double *seconds);
-void ps_saver_free(ps_saver *s);                            /* waits until the file is written, then frees the
-                                                             * saver */
+void ps_saver_free(ps_saver *s);                            /* waits until the file is written, then frees the saver */
 
 /* Computes a hash of a file's bytes from the XXH3 hashes of its blocks. Returns PS_EIO if the file cannot be read. */
 int ps_file_hash(const char *path, uint64_t *out);
@@ -797,19 +790,16 @@ void ps_tokw_free(ps_tokw *w);
 typedef struct ps_loader ps_loader;
 typedef struct ps_loader_config {
   int64_t batch, seq;        /* A batch of this rank has `batch` rows of `seq` tokens. Each target is the token after
-                              * its
-                              * input. */
+                              * its input. */
   int64_t vocab;             /* A token >= vocab is an error, whose message contains file and position. If vocab is
                               * 0, tokens are not checked. */
   int64_t first, last;       /* half-open range of the concatenated tokens that the loader uses. If last is 0, the
-                              * range
-                              * ends with the last token. */
+                              * range ends with the last token. */
   uint64_t seed;
   int32_t shuffle;           /* 1: each epoch visits every window once, in a random order and from a random offset */
   int32_t ahead;             /* number of batches that the background thread prepares in advance, >= 1 */
   int32_t rank, world_size;  /* A global batch has world_size * batch rows. This rank reads rows [rank, rank + 1) *
-                              * batch
-                              * of it. A world_size of 0 means 1. */
+                              * batch of it. A world_size of 0 means 1. */
 } ps_loader_config;
 /* Position of the next batch, which is the same on all ranks. */
 typedef struct ps_loader_position { int64_t epoch, batch; } ps_loader_position;
@@ -826,10 +816,8 @@ int ps_loader_get_position(ps_loader *l, ps_loader_position *out);      /* Retur
 /* Sets the next batch. Returns PS_ERANGE if there is no such batch. */
 int ps_loader_set_position(ps_loader *l, const ps_loader_position *position);
 
-/* -- tokenizers: texts to token ids and back (lua/ps/tokenizer/init.lua)
- * ----------------------------------------------
- * The functions return PS_ESTATE if a file or setting is added after ps_tok_ready, or if a text is passed before
- * it. */
+/* -- tokenizers: texts to token ids and back (lua/ps/tokenizer/init.lua) --------------------------------------------
+ * The functions return PS_ESTATE if a file or setting is added after ps_tok_ready, or if a text is passed before it. */
 typedef struct ps_tok ps_tok;            /* a tokenizer; only one thread at a time may use it */
 typedef struct ps_tok_ids {              /* ids of a text, lent until the next call on the tokenizer */
   const int32_t *ids;
@@ -891,8 +879,7 @@ int ps_tok_encode(ps_tok *t, const char *text, int64_t nbytes, int flags, ps_tok
 typedef struct ps_tok_lost {
   int64_t characters;
   int64_t places;                        /* number of runs of such characters within a word */
-  int64_t line;                          /* line of the first such character in JSON lines, from 1; 0 in other
-                                          * texts */
+  int64_t line;                          /* line of the first such character in JSON lines, from 1; 0 in other texts */
   int64_t example;                       /* for an encoder: number of the example of the first such character */
   uint32_t first;                        /* code point of the first such character */
 } ps_tok_lost;
@@ -919,8 +906,7 @@ typedef struct ps_tok_block {            /* progress in a file that is encoded i
  * file and the line. Also returns errors of ps_tok_encode. */
 int ps_tok_encode_block(ps_tok *t, ps_tok_block *block, const char *text, int64_t nbytes, ps_tok_ids *out);
 
-/* -- examples: tokenized rows of a table (lua/ps/data/examples.lua)
- * --------------------------------------------------
+/* -- examples: tokenized rows of a table (lua/ps/data/examples.lua) -------------------------------------------------
  * Only one thread at a time may use an object, unless a comment says otherwise. Examples and tokens count from 0. */
 typedef struct ps_examples ps_examples;
 /* Begins a list of examples. `path` is the file that contains the examples after ps_examples_finish. After that,
@@ -980,8 +966,7 @@ typedef struct ps_encoder_text {
   const int64_t *message, *role, *trained;
   int64_t n_message, n_role, n_trained;
   int32_t whole;                         /* 1 if all tokens of the text are trained, and the text is put between
-                                          * prefix
-                                          * and suffix */
+                                          * prefix and suffix */
   int32_t need;                          /* 1: at least one token must be trained. 2: in addition, at least one token
                                           * must not be trained. */
   double weight;
@@ -998,8 +983,7 @@ int ps_encoder_put(ps_encoder *c, const ps_encoder_text *text);
  * queue, or errors of ps_encoder_put. */
 int64_t ps_encoder_drain(ps_encoder *c);
 int ps_encoder_finish(ps_encoder *c);    /* waits for all texts; returns errors of ps_encoder_put */
-int64_t ps_encoder_failed(const ps_encoder *c);              /* returns the number of the example that failed, or
-                                                              * -1 */
+int64_t ps_encoder_failed(const ps_encoder *c);              /* returns the number of the example that failed, or -1 */
 /* Returns the characters that are missing from the stored examples. Returns PS_EINVAL if `out` is NULL. */
 int ps_encoder_lost(const ps_encoder *c, ps_tok_lost *out);
 void ps_encoder_free(ps_encoder *c);
@@ -1028,8 +1012,7 @@ typedef struct ps_rows_config {
 typedef struct ps_rows_info {
   int64_t rows, windows, examples, tokens;     /* examples: number of examples that rows contain */
   int64_t cut, dropped;                  /* number of examples that lost tokens, and of examples that were left out */
-  int64_t failed;                        /* with PS_LONG_ERROR: number of the example that is too long; otherwise
-                                          * -1 */
+  int64_t failed;                        /* with PS_LONG_ERROR: number of the example that is too long; otherwise -1 */
   int64_t taken, places;                 /* taken: number of places of the order whose examples were read. places:
                                           * number of all places. */
 } ps_rows_info;
@@ -1086,8 +1069,7 @@ typedef struct ps_batches_config {
  * or ps_batches_seek. */
 typedef struct ps_batch {
   int64_t epoch, first;                  /* first: first row of this rank */
-  int64_t next;                          /* first row of the next batch of all ranks; at the end, the number of
-                                          * rows */
+  int64_t next;                          /* first row of the next batch of all ranks; at the end, the number of rows */
   int64_t rows, length;
   const int32_t *ids, *labels, *mask, *positions;    /* positions is NULL without packing */
   const float *weights;                  /* NULL if batches have no weights */
@@ -1130,20 +1112,17 @@ typedef struct ps_action { int32_t kind, vstage, micro; } ps_action;
 /* Fields of a step that scripts can read at any time. */
 typedef struct ps_step_state {
   ps_action now, due;          /* now: the action in progress. due: the next action of the table. kind is PS_ACT_NONE
-                                * if
-                                * there is no such action. */
+                                * if there is no such action. */
   int32_t open;                /* 1 between the begin and the end of a step */
   int32_t micro, n_micro;      /* micro: number of finished actions BACKWARD and WEIGHT. n_micro: number of these
-                                * actions
-                                * in the table. */
+                                * actions in the table. */
   int32_t updating;            /* 1 if an action that updates parameters has begun; the step can then no longer be
                                 * abandoned */
   double weight;               /* sum of the weights of all micro-batches whose backward has run */
 } ps_step_state;
 typedef struct ps_step ps_step;
 int ps_step_new(ps_ctx *ctx, ps_step **out);   /* Can return PS_ENOMEM. */
-/* Frees the step. If an engine was opened with the step, the engine keeps the step alive until the engine is
- * closed. */
+/* Frees the step. If an engine was opened with the step, the engine keeps the step alive until the engine is closed. */
 void ps_step_free(ps_step *step);
 const ps_step_state *ps_step_look(const ps_step *step);     /* returns the fields, lent until the step is freed */
 enum { PS_TRACE_UNKNOWN = -1, PS_TRACE_NONE = -2 };
@@ -1169,12 +1148,10 @@ typedef struct ps_update_group {
                                     * ps_update_attrs sets */
   double scale;                /* factor on the gradients of this group, in addition to the action's factor */
   int32_t op;                  /* PS_OP_* of an update. Its inputs are param, master, grad and states, repeated for
-                                * each
-                                * parameter. */
+                                * each parameter. */
   int32_t n_states;            /* number of state tensors per parameter in the op's inputs */
   int32_t n_needed;            /* number of leading state tensors that a parameter must have. For each other state
-                                * tensor
-                                * that is missing, the master is passed instead. */
+                                * tensor that is missing, the master is passed instead. */
   int32_t pad;
 } ps_update_group;
 /* Sets the attributes of an update's op that differ between updates. They are the factor on gradients, and t or
@@ -1184,8 +1161,7 @@ int ps_update_attrs(int op, void *attrs, int64_t t, double grad_scale);
 /* Settings of an action. Fields that the action does not use are 0. */
 typedef struct ps_action_how {
   double weight;               /* for BACKWARD or INPUT: weight of the micro-batch. It is counted only once, not for
-                                * each
-                                * virtual stage. */
+                                * each virtual stage. */
   double scale;                /* for an update, or for a backward that updates: factor on gradients */
   int32_t slot;                /* for a last backward: 1 stores the final gradients of bf16 and fp16 parameters in the
                                 * place of these parameters */
@@ -1194,10 +1170,8 @@ typedef struct ps_action_how {
                                   * previous action. */
   int32_t n_groups;
   int32_t numbered;            /* for a forward: 1 if its dropouts count from first_op and its rows count from sample.
-                                * The
-                                * dropout masks are then the same as in a single process that runs all virtual stages
-                                * in
-                                * order. */
+                                * The dropout masks are then the same as in a single process that runs all virtual
+                                * stages in order. */
   uint64_t sample;
   uint32_t first_op, pad;
 } ps_action_how;
@@ -1306,8 +1280,7 @@ typedef struct ps_pipe_link {
   double latency;              /* time from the departure of a message's last byte to the arrival of that byte */
   double rate;                 /* bytes per unit of time; if it is 0, transfers take no time */
   int32_t depth, pad;          /* depth: number of messages that a link can queue while the receiver is not ready, 0
-                                * for
-                                * any number. If the queue is full, the sender waits. */
+                                * for any number. If the queue is full, the sender waits. */
 } ps_pipe_link;
 typedef struct ps_pipe_span { double begin, end; } ps_pipe_span;
 typedef struct ps_pipe_times {
@@ -1380,8 +1353,7 @@ typedef struct ps_chunk_config {
 typedef struct ps_chunk_info {
   int32_t kind, group, index, dtype;
   int32_t state, pins, n_tensors;
-  int32_t valid;               /* bit set of the tiers (indices of ps_tier_info) that have a valid copy of the
-                                * chunk */
+  int32_t valid;               /* bit set of the tiers (indices of ps_tier_info) that have a valid copy of the chunk */
   int64_t nbytes, used_nbytes;
   int64_t last_use, next_use;  /* trace indices in this step; -1 if there is no use or the index is unknown */
 } ps_chunk_info;
@@ -1458,8 +1430,7 @@ int ps_engine_shard(ps_ctx *ctx, ps_group *group, int stage, int once);
 /* A part is the contents of one chunk, as seen by all ranks. A stripe is a set of parts. It has at most one part per
  * rank. Parts and stripes are numbered from 0. */
 typedef struct ps_part_config {
-  int32_t owner, dtype;        /* owner: rank that owns the part. dtype: type in which the part's bytes are
-                                * reduced. */
+  int32_t owner, dtype;        /* owner: rank that owns the part. dtype: type in which the part's bytes are reduced. */
   int32_t chunk;               /* the part's chunk on this rank; -1 if there is none and the bytes are temporarily on
                                 * `device` */
   int32_t device, stripe;
@@ -1523,8 +1494,7 @@ typedef struct ps_param {
                                         * device */
   ps_tensor *grad;                     /* tensor for the gradient if it has a place of its own, otherwise NULL */
   int32_t group, unit;                 /* group: group of the optimizer. unit: index of the unit. Parameters of the
-                                        * same
-                                        * unit have their states in the same chunks. */
+                                        * same unit have their states in the same chunks. */
   int32_t vstage, number;              /* vstage: virtual stage whose backwards add to the gradient. number: index of
                                         * the parameter in the model. */
   int32_t tie, tp;                     /* PS_TIE_*, PS_TP_* */
@@ -1639,8 +1609,7 @@ int ps_engine_chunk_count(ps_ctx *ctx);
 int ps_engine_chunk_get(ps_ctx *ctx, int chunk, ps_chunk_info *out);
 const char *ps_engine_chunk_tensor(ps_ctx *ctx, int chunk, int i);
 int ps_engine_tensor_chunk(ps_ctx *ctx, const ps_tensor *t);     /* returns the tensor's chunk on this rank, or -1 */
-int ps_engine_holds(ps_ctx *ctx, const ps_tensor *t);            /* returns 1 if the tensor is in a chunk of any
-                                                                  * rank */
+int ps_engine_holds(ps_ctx *ctx, const ps_tensor *t);            /* returns 1 if the tensor is in a chunk of any rank */
 int ps_engine_tier_count(ps_ctx *ctx);
 int ps_engine_tier_get(ps_ctx *ctx, int tier, ps_tier_info *out);
 
@@ -1698,12 +1667,10 @@ enum { PS_PT_NONE, PS_PT_BOOL, PS_PT_INT, PS_PT_FLOAT, PS_PT_STRING, PS_PT_BYTES
        PS_PT_SET, PS_PT_DICT, PS_PT_TENSOR };
 typedef struct ps_pt_value {
   int32_t kind, count;         /* kind: PS_PT_*. count: number of items of a container. The items of a dict are its
-                                * keys
-                                * and values, alternately. */
+                                * keys and values, alternately. */
   int64_t integer;             /* value of a BOOL or INT; for a text, its number of bytes */
   double number;               /* value of a FLOAT */
-  const char *text;            /* text of a STRING, BYTES or NAME (such as "torch.float32"), lent, without a final
-                                * 0 */
+  const char *text;            /* text of a STRING, BYTES or NAME (such as "torch.float32"), lent, without a final 0 */
 } ps_pt_value;
 typedef struct ps_pt_tensor {
   int32_t dtype, ndim;         /* dtype: -1 for an unsupported type. Its name is in `type`. */
@@ -1716,15 +1683,13 @@ typedef struct ps_pt_tensor {
 } ps_pt_tensor;
 typedef struct ps_pt ps_pt;
 int ps_pt_open(const char *path, ps_pt **out);       /* maps the file and checks everything except the bytes of
-                                                      * tensors;
-                                                      * executes no code of the file */
+                                                      * tensors; executes no code of the file */
 void ps_pt_close(ps_pt *pt);
 int ps_pt_root(const ps_pt *pt);                     /* returns the id of the value that was saved */
 int ps_pt_get(const ps_pt *pt, int value, ps_pt_value *out);
 int ps_pt_item(const ps_pt *pt, int value, int i);   /* returns the id of item i of a container */
 int ps_pt_tensor_get(const ps_pt *pt, int value, ps_pt_tensor *out);
-int ps_pt_ready(const ps_pt *pt);                    /* Returns PS_EIO if the file was truncated after it was
-                                                      * opened. */
+int ps_pt_ready(const ps_pt *pt);                    /* Returns PS_EIO if the file was truncated after it was opened. */
 /* Compares a tensor's storage with its checksum, unless it was compared before. Returns PS_EFORMAT if the storage is
  * damaged. */
 int ps_pt_verify(ps_pt *pt, int value);
@@ -1773,18 +1738,14 @@ typedef struct ps_meeting {
                                 * no name */
   /* Secret that only the ranks know. The ranks prove that they know it, and never send it. If it is NULL or "", there
    * is no secret, and any process that knows the run's name is accepted as a rank. If there is no secret and the
-   * ranks
-   * meet by a file, rank 0 makes a secret and writes it to the file. Only this user can read the file. */
+   * ranks meet by a file, rank 0 makes a secret and writes it to the file. Only this user can read the file. */
   const char *secret;
   int32_t rank, size;
   int32_t machines, pad;       /* machines: 1 if all ranks are on this machine, 2 if they are on several machines, 0
-                                * if
-                                * this is unknown */
-  double timeout_s;            /* maximum time in seconds for which making the group, and every call below, can
-                                * wait */
+                                * if this is unknown */
+  double timeout_s;            /* maximum time in seconds for which making the group, and every call below, can wait */
   double heartbeat_s;          /* A rank that dies, or is silent for this number of seconds, is reported to all ranks
-                                * by
-                                * name. Their calls then fail. */
+                                * by name. Their calls then fail. */
 } ps_meeting;
 /* Makes a group of processes with Gloo. Returns PS_EUNSUP if this build has no Gloo. Returns PS_ETIME if not all
  * ranks connected in time. Returns PS_EIO if an address cannot be used or a connection broke. Returns PS_EFORMAT if
@@ -1813,8 +1774,7 @@ int64_t ps_group_bytes_sent(const ps_group *group);
 int64_t ps_group_bytes_in_pieces(const ps_group *group);
 /* The next functions let ranks agree on calls by a plan (ps_engine_plan_calls). All ranks call ps_group_plan_begin at
  * the same time, and pass `agreed` 1 if all ranks have the same nonzero hash. The ranks then compare only the index
- * of each planned call. Other calls are compared as usual. ps_group_plan_calls returns the number of planned
- * calls. */
+ * of each planned call. Other calls are compared as usual. ps_group_plan_calls returns the number of planned calls. */
 int32_t ps_group_plan_calls(const ps_group *group);
 /* Writes planned call i, from 0, as a text such as "all_reduce (call 3, fp32, 64 bytes)". Returns PS_ERANGE if there
  * is no such call. */
@@ -1862,8 +1822,7 @@ int ps_group_all_gather(ps_group *group, ps_tensor *out, ps_tensor *in);        
                                                                                   * order */
 int ps_group_broadcast(ps_group *group, ps_tensor *t, int root);
 int ps_group_barrier(ps_group *group);
-int ps_group_send(ps_group *group, ps_tensor *t, int peer);     /* the peer must call ps_group_recv at the same
-                                                                 * time */
+int ps_group_send(ps_group *group, ps_tensor *t, int peer);     /* the peer must call ps_group_recv at the same time */
 int ps_group_recv(ps_group *group, ps_tensor *t, int peer);
 
 /* -- pipelines: the executor performs one rank's row of a lowered table (src/pipe/exec.c) -------------------------
@@ -1905,11 +1864,9 @@ typedef struct ps_pipe_event {
   double seconds;              /* seconds that backwards, weight gradients and reductions took after the previous
                                 * event */
   double loss;                 /* for a YIELD: loss of the micro-batch */
-  double weight;               /* for a YIELD: weight from ps_pipe_weigh; -1 if the last virtual stage did not set
-                                * it */
+  double weight;               /* for a YIELD: weight from ps_pipe_weigh; -1 if the last virtual stage did not set it */
   double hits, targets;        /* for a YIELD: numbers from ps_pipe_score; both are 0 if the last virtual stage did
-                                * not
-                                * set them */
+                                * not set them */
 } ps_pipe_event;
 /* Opens the executor of this rank's row. The index of the row is the rank in the group. All ranks of the group call
  * this function with equal tables. The table, the group and the context may be closed before the executor. Returns
@@ -1949,8 +1906,7 @@ enum { PS_PIPE_PERFORMED = 3 };
 int ps_pipe_repeat(ps_pipe *x, int first, int end);
 /* Returns 1 if the last dry row failed because micro-batches had different effects. The call never fails. */
 int ps_pipe_differed(const ps_pipe *x);
-/* Reports that the caller's collector has run in a dry row. The executor then frees the bytes that waited for
- * this. */
+/* Reports that the caller's collector has run in a dry row. The executor then frees the bytes that waited for this. */
 void ps_pipe_collected(ps_pipe *x);
 /* Sets the settings (ps_step_next) of the last BACKWARD or WEIGHT of each virtual stage, and copies them. The call
  * must be made before the first of these actions. The weight in the settings is ignored; it is that of ps_pipe_mark.

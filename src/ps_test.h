@@ -42,8 +42,7 @@ void ps_test_record_skew(int64_t ns);
  * offset). Returns -1 after the last entry. */
 int64_t ps_abi_size(int i, const char **name);
 
-/* -- planning: makes the moves that a step needs, from the trace of one step; src/chunk/plan.h explains them
- * -------- */
+/* -- planning: makes the moves that a step needs, from the trace of one step; src/chunk/plan.h explains them ----- */
 typedef struct ps_plan_chunk {
   int64_t nbytes;
   uint8_t valid;               /* bit set of the tiers with a valid copy at the start. 0 means that the chunk has no
@@ -71,8 +70,7 @@ typedef struct ps_plan_input {
   int64_t capacity[3];         /* bytes for chunks on each tier. The last value is ignored, because the last tier has
                                 * space for all chunks. */
   const int64_t *extra[3];     /* [n_moments] or NULL: additional bytes of a tier between the op of a moment and the
-                                * next
-                                * op, for chunks of that op that exceed the capacity */
+                                * next op, for chunks of that op that exceed the capacity */
   int64_t ahead[3];            /* read-ahead depth: maximum bytes of a tier that fetched chunks occupy before their
                                 * use */
   int32_t policy;
@@ -92,8 +90,7 @@ typedef struct ps_plan {
  * After any other failure *bad_use is -1. */
 int ps_plan_make(const ps_plan_input *in, ps_plan *out, int32_t *bad_use);
 /* Makes the plan of a step that repeats. To do this, it makes a plan, then another one that starts from the final
- * state of the first, and so on until the final state equals the initial state. It stops after at most a few
- * rounds. */
+ * state of the first, and so on until the final state equals the initial state. It stops after at most a few rounds. */
 int ps_plan_steady(const ps_plan_input *in, ps_plan *out, int32_t *bad_use);
 void ps_plan_clear(ps_plan *plan);
 

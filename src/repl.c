@@ -170,8 +170,7 @@ static void set_history_path(struct repl *r)
     else make_folders(r->history_path);
 }
 
-/* Reads the history. If the file is twice as long as the history that is kept, it is rewritten with its last
- * lines. */
+/* Reads the history. If the file is twice as long as the history that is kept, it is rewritten with its last lines. */
 static void load_history(struct repl *r)
 {
     HistEvent ev;
@@ -358,8 +357,7 @@ static int load_text(struct repl *r)
     if (status && *s != '=') {
         int expression = status;
         status = load_statement(r, text, n);
-        if (status && is_incomplete(L, expression, -2)) status = expression, lua_pop(L, 1);  /* such as the text "1
-                                                                                              * +" */
+        if (status && is_incomplete(L, expression, -2)) status = expression, lua_pop(L, 1);  /* such as "1 +" */
         else lua_remove(L, -2);
     }
     lua_remove(L, -2);

@@ -14,8 +14,7 @@ extern const char no_text[];     /* text that is printed for an error that has n
 
 typedef enum repl_mode {
     REPL_ALONE,
-    REPL_AT_ERROR,               /* A script has failed. Statements can use its variables
-                                  * (lua/ps/prompt/locals.lua). */
+    REPL_AT_ERROR,               /* A script has failed. Statements can use its variables (lua/ps/prompt/locals.lua). */
     REPL_PAUSED                  /* A script is paused. Statements can use its variables (lua/ps/prompt/pause.lua). */
 } repl_mode;
 

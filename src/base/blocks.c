@@ -22,8 +22,7 @@ static uint32_t u32_at(const uint8_t *s)
     return u;
 }
 
-/* -- blocks of 32: number k is in the low half of byte k, and number 16 + k is in the high half of byte k
- * ---------- */
+/* -- blocks of 32: number k is in the low half of byte k, and number 16 + k is in the high half of byte k -------- */
 void ps_unpack_q4_0(const uint8_t *s, float *out)
 {
     float d = half_at(s);
@@ -114,8 +113,7 @@ void ps_unpack_mxfp4(const uint8_t *s, float *out)
     }
 }
 
-/* -- blocks of 256 numbers; the parts of a block have scales of their own
- * ------------------------------------------ */
+/* -- blocks of 256 numbers; the parts of a block have scales of their own ---------------------------------------- */
 /* A block consists of 16 bytes of scales, 64 bytes of values, d, and dmin. Each byte of scales contains the scale and
  * the minimum of 16 values. Each group of 32 bytes of values contains 128 values: value 32 k + i is in bits 2 k and 2
  * k + 1 of byte i. */

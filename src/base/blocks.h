@@ -31,8 +31,7 @@ static inline int ps_blocks_int8(int type)
 
 /* NF4 with double quantization. A block consists of an 8-bit code of its scale and 32 bytes of values. The blocks of
  * a weight are numbered in row-major order. The weight's fp32 scales begin with PS_SCALES_HEAD numbers, which are the
- * offset and the values of the 256 codes. After them there is one absolute maximum for each PS_SCALES_GROUP
- * blocks. */
+ * offset and the values of the 256 codes. After them there is one absolute maximum for each PS_SCALES_GROUP blocks. */
 enum { PS_SCALES_HEAD = 257, PS_SCALES_GROUP = 256 };
 /* Returns the scale of block `number` of a weight. Like bitsandbytes, it rounds the result of both operations to
  * fp32. */

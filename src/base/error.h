@@ -36,8 +36,7 @@ int ps_error_again(const ps_error_kept *error);     /* makes `error` this thread
 /* Fails because there is no memory for `nbytes` bytes of the engine's bookkeeping. Errors about tensor bytes name
  * their tier instead. */
 #define ps_fail_nomem(nbytes) ps_fail(PS_ENOMEM, "no memory for %zu bytes of bookkeeping", (size_t)(nbytes))
-/* Sets the op that later errors name, or no op if `name` is NULL. The caller must keep `name` valid while it is
- * set. */
+/* Sets the op that later errors name, or no op if `name` is NULL. The caller must keep `name` valid while it is set. */
 void ps_error_set_op(const char *name);
 const char *ps_error_running(void);                 /* returns the op that later errors name, or NULL */
 /* Puts a text, such as "loading FILE: ", before the message of the last error. The error's code and source line do

@@ -1,6 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The hash of all contents: 64-bit XXH3, computed with the widest vectors of this processor. No other hash is
- * used. */
+ * The hash of all contents: 64-bit XXH3, computed with the widest vectors of this processor. No other hash is used. */
 #include <xxh_x86dispatch.h>
 #include "ps.h"
 

@@ -68,8 +68,7 @@ int ps_interrupts_install(void)
     for (int i = 0; i < N_SIGNALS; i++) {
         if (sigaction(signals[i], NULL, &before[i]) < 0)
             return ps_fail(PS_EINVAL, "cannot read the handler of signal %d: %s", signals[i], strerror(errno));
-        /* A shell lets background jobs ignore Ctrl-C, and nohup lets its program ignore SIGHUP. Keep these
-         * settings. */
+        /* A shell lets background jobs ignore Ctrl-C, and nohup lets its program ignore SIGHUP. Keep these settings. */
         if (before[i].sa_handler != SIG_IGN) sigaction(signals[i], &action, NULL);
     }
     installed = true;

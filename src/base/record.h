@@ -23,8 +23,7 @@ extern atomic_bool ps_record_flag, ps_flops_flag;
 extern atomic_bool ps_record_silent;       /* true in a dry run and while the script is paused: nothing is counted */
 extern int64_t ps_flops_sum;               /* number of FLOPs counted by the script's thread, which runs the ops */
 extern int32_t ps_record_run;              /* number of times that recording was started. Code that records only
-                                            * changes
-                                            * also records the whole state once after each start. */
+                                            * changes also records the whole state once after each start. */
 
 static inline bool ps_record_on(void)
 {
@@ -49,8 +48,7 @@ static inline void ps_record_end(ps_record_event e)
 /* Must be called when the script pauses (`on` is true) and when it resumes. During a pause nothing is recorded or
  * counted. */
 void ps_record_pause(bool on);
-/* Begins a step. Later events get its number until the step ends. If `dry` is true, nothing is recorded in the
- * step. */
+/* Begins a step. Later events get its number until the step ends. If `dry` is true, nothing is recorded in the step. */
 void ps_record_step_begin(bool dry, bool planned);
 void ps_record_step_end(void);
 /* Begins an action. The kind PS_ACT_NONE means that the action has ended. */

@@ -12,8 +12,7 @@
 enum { PS_STATE_BLOCK = 256 };        /* number of elements that have one common scale */
 enum { PS_LAMB_UNIT = 4096 };         /* number of elements whose squares LAMB sums at a time */
 
-/* -- 8-bit codes of states
- * ----------------------------------------------------------------------------------------- */
+/* -- 8-bit codes of states --------------------------------------------------------------------------------------- */
 /* 8-bit codes for numbers in [-1, 1]. They use the dynamic map of bitsandbytes and torchao (Dettmers et al. 2022,
  * "8-bit Optimizers via Block-wise Quantization"). The map is a list of 256 values in ascending order. The code of a
  * value is its index in the list. Any other number has the code of the nearest value. The map contains 0, 1 and seven

@@ -36,8 +36,7 @@ enum {
 typedef struct region {
     struct region *next;
     char *base;
-    size_t size, page;                            /* in bytes; page: smallest unit that can be returned to the
-                                                   * system */
+    size_t size, page;                            /* in bytes; page: smallest unit that can be returned to the system */
     uint64_t *pages;                              /* one bit per page: 1 if the page has memory */
     ps_block *first;                              /* block at the region's base; it never changes */
     bool alone;                                   /* true if the region has only one block, which is never split */
@@ -70,12 +69,10 @@ struct ps_arena {
     int64_t growth;                               /* bytes of new memory since the system's memory was last checked */
     int64_t held, hold_limit;                     /* bytes of pages that have memory, and their limit; 0 means no
                                                    * limit */
-    int64_t busy, busy_peak;                      /* bytes of pages that contain part of a used block, and their
-                                                   * peak */
+    int64_t busy, busy_peak;                      /* bytes of pages that contain part of a used block, and their peak */
     ps_memory_info info;
     bool rose;                                    /* true if more bytes are used than at the time of `peak`; the next
-                                                   * free
-                                                   * updates `peak` */
+                                                   * free updates `peak` */
     holders peak, refused;
 };
 
@@ -461,8 +458,7 @@ static int64_t own_pages(const ps_block *b)
     return (int64_t)((end - from) * r->page);
 }
 
-/* -- users of memory
- * ------------------------------------------------------------------------------------------------ */
+/* -- users of memory --------------------------------------------------------------------------------------------- */
 static void look(const ps_arena *arena, holders *out)
 {
     out->n = 0;

@@ -18,8 +18,7 @@ enum { PS_READ = 1, PS_WRITE = 2 };
  * nested struct for its own notes, and only that layer writes them (spec/source/layers_spec.lua). */
 struct ps_storage {
     ps_keeper *keeper;
-    void *block;                /* the keeper's record of the bytes; NULL if there are none (dropped, or nbytes is
-                                 * 0) */
+    void *block;                /* the keeper's record of the bytes; NULL if there are none (dropped, or nbytes is 0) */
     int64_t nbytes;
     int32_t device, pins;
     int32_t refs;               /* number of tensor headers */
@@ -32,22 +31,19 @@ struct ps_storage {
         bool written : 1;       /* on a simulated device: a script wrote the bytes, so they have contents */
     } bytes;
     struct {
-        bool taken;             /* the bytes contain a parameter's gradient; only headers with PS_T_SLOT may be
-                                 * used */
+        bool taken;             /* the bytes contain a parameter's gradient; only headers with PS_T_SLOT may be used */
         bool watched;           /* the storage belongs to a parameter; recompute segments record that they read it */
     } engine;
     struct {
         bool fetched;           /* an op needed the bytes before backward. They were fetched from the host and will
-                                 * not
-                                 * be offloaded again. */
+                                 * not be offloaded again. */
     } offload;
     struct {
         int64_t walk;           /* walk to which `waits` belongs */
         int32_t waits;          /* for a parameter: number of nodes that read it and that the walk has not visited
                                  * yet */
         uint32_t later : 31;    /* number of headers with PS_T_LATER. Deferred weight gradients will read the bytes,
-                                 * so no
-                                 * op may overwrite them. */
+                                 * so no op may overwrite them. */
         uint32_t trained : 1;   /* a tensor on these bytes has required gradients; a paused script must not write
                                  * them */
     } tape;
@@ -125,13 +121,11 @@ typedef struct ps_mem_table {
     int (*set_limit)(ps_mem *mem, int device, int64_t nbytes);
     void (*reset_peak)(ps_mem *mem, int device);
     int64_t (*held)(ps_mem *mem, int device);              /* (optional) returns the bytes that were allocated from
-                                                            * the
-                                                            * system, whether they are used or not */
+                                                            * the system, whether they are used or not */
     /* (optional) Returns the bytes that a trim with `holes` would keep. If `peak` is not NULL, *peak is set to the
      * maximum since the last call that had a `peak`. */
     int64_t (*busy)(ps_mem *mem, int device, int64_t *peak);
-    void (*set_hold_limit)(ps_mem *mem, int device, int64_t nbytes);    /* (optional) limits `held`; 0 means no
-                                                                         * limit */
+    void (*set_hold_limit)(ps_mem *mem, int device, int64_t nbytes);    /* (optional) limits `held`; 0 means no limit */
     /* (optional) Returns unused bytes to the system. These are the bytes after the last used byte. If `holes` is
      * true, the unused bytes between used bytes are returned too. The system maps the pages again when they are
      * touched. */
