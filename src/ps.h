@@ -1058,7 +1058,7 @@ typedef struct ps_batches ps_batches;
 typedef struct ps_batches_config {
   int64_t batch;                         /* number of rows per rank */
   int64_t accumulate;                    /* number of batches in a step; they are padded to the same length */
-  int64_t multiple;                      /* lengths are multiples of this number; only seq need not be one */
+  int64_t multiple;                      /* lengths are multiples of this number, except for the length seq */
   int32_t rank, world_size;
   int32_t ahead;                         /* number of batches made in advance, at least 1 */
   int32_t to_seq, drop_last, fills;      /* fills: 1 adds rows of weight 0 to a last batch that is not full */
@@ -1421,7 +1421,7 @@ int ps_engine_tensor_at(ps_ctx *ctx, ps_tensor *t, int device, ps_tensor **out);
  *   1: each optimizer state has one owner.
  *   2: in addition, each gradient has one owner.
  *   3: in addition, each parameter has one owner.
- * `once` matters in stages 2 and 3 and if a step has several micro-batches. If it is 1, the gradients are reduced
+ * `once` has an effect in stages 2 and 3 if a step has several micro-batches. If it is 1, the gradients are reduced
  * once per step, and until then every rank keeps sums of its own. If it is 0, the gradients are reduced in each
  * backward. The engine holds a reference to the group. All ranks make the same calls. Returns PS_ESTATE if there are
  * already chunks, or PS_EINVAL if there is no such stage. */
