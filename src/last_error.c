@@ -168,7 +168,7 @@ static uint64_t hash_words(const char *text, size_t n)
     return hash ? hash : 1;
 }
 
-/* Hashes of the errors that a rank compares. A rank is notified if the watch has told it of another rank's failure. */
+/* Hashes of the errors that a rank compares. A rank is notified if the watch reports another rank's failure to it. */
 typedef struct words {
     uint64_t all;                          /* hash of the error; if the rank was notified, only of the verdict */
     uint64_t first;                        /* hash of the error's first line, which other ranks receive; 0 if the rank
