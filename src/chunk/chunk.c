@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Chunks, the storages in them, and pins. A pinned chunk has a valid copy on the tier where it is pinned, and does
- * not move. A write leaves exactly one valid copy. Only set_state changes the state of a tensor in a chunk. */
+ * This file implements chunks, the storages in them, and pins. A pinned chunk has a valid copy on the tier where it
+ * is pinned, and it does not move. After a write, exactly one copy is valid. Only set_state changes the state of a
+ * tensor in a chunk. */
 #include <stdio.h>
 #include <string.h>
 #include "base/alloc.h"
@@ -29,7 +30,7 @@ int ps_kind_state(const char *name)
         return ps_fail(PS_EINVAL, "state '%s' would be kind %d of chunks, but at most %d kinds are supported", name, n,
                        PS_KIND_COUNT);
     snprintf(kind_names[n], KIND_NAME, "%s", name);
-    n_kinds = n + 1;                             /* last: other threads read names below n_kinds */
+    n_kinds = n + 1;                             /* set last, because other threads read the names below n_kinds */
     return n;
 }
 
@@ -50,8 +51,11 @@ int ps_chunk_text(const ps_chunks *cs, const chunk *c, char *buf, size_t size)
 }
 
 /* -- states -------------------------------------------------------------------------------------------------------- */
-/* The states that may follow each state of a tensor, as bit sets. FREE: no contents. COMPUTE: pinned. HOLD: waits
- * for its next use. AFTER_FWD and AFTER_BWD: like HOLD, after a use in a forward or a backward. */
+/* For each state of a tensor, the set of states that may follow it, with one bit per state.
+ * FREE: the tensor has no contents.
+ * COMPUTE: the tensor is pinned.
+ * HOLD: the tensor waits for its next use.
+ * HOLD_AFTER_FWD, HOLD_AFTER_BWD: like HOLD, after a use in a forward or in a backward. */
 static const uint8_t legal[PS_TS_COUNT] = {
     [PS_TS_FREE] = 1 << PS_TS_COMPUTE | 1 << PS_TS_HOLD,
     [PS_TS_COMPUTE] = 1 << PS_TS_HOLD | 1 << PS_TS_HOLD_AFTER_FWD | 1 << PS_TS_HOLD_AFTER_BWD | 1 << PS_TS_FREE,
@@ -83,7 +87,7 @@ void ps_chunks_pass(ps_chunks *cs)
 {
     int kind = cs->step->is.now.kind;
     if (kind != PS_ACT_FORWARD && kind != PS_ACT_NONE) return;
-    for (int32_t i = 0; i < cs->n_chunks; i++) {         /* uses in the previous forward no longer count */
+    for (int32_t i = 0; i < cs->n_chunks; i++) {         /* a new pass forgets the uses of the previous pass */
         chunk *c = &cs->chunks[i];
         for (int32_t k = 0; k < c->n_members; k++)
             if (c->members[k]->state == PS_TS_HOLD_AFTER_FWD || c->members[k]->state == PS_TS_HOLD_AFTER_BWD)
@@ -100,7 +104,7 @@ static void only_valid(ps_chunks *cs, chunk *c, int t)
     source_drop(c);
 }
 
-/* For tests: evicts random chunks, often c among them, so that the address of c changes. */
+/* Used by tests. Evicts random chunks. c is often one of them, so that its address changes. */
 static int stress(ps_chunks *cs, chunk *c, int t)
 {
     if (c->pins > 0 || c->transfer || c->valid == 0) return 0;
@@ -119,14 +123,15 @@ static int stress(ps_chunks *cs, chunk *c, int t)
     return bring(cs, c, t);
 }
 
-/* Pins a chunk on tier t, and stores its address in *out. `contents` says that the caller also needs the contents. */
+/* Pins chunk c on tier t, and stores its address in *out. If `contents` is false, the caller does not need the
+ * contents of c, so they are not fetched. */
 static int chunk_pin(ps_chunks *cs, chunk *c, int t, unsigned access, bool contents, char **out)
 {
     if (t < 0) return ps_fail(PS_EINVAL, "a parameter in chunks was requested on a device that is not a tier of its "
                                          "engine");
     note_use(cs, c, t, access & PS_WRITE);
     if (cs->step->dry) {
-        *out = (char *)((uintptr_t)1 << 60);                 /* any address, because a dry run reads no bytes */
+        *out = (char *)((uintptr_t)1 << 60);                /* any address will do, because a dry run reads no bytes */
         return 0;
     }
     PS_TRY(advance(cs));
@@ -237,9 +242,9 @@ void ps_chunks_tick(ps_chunks *cs)
     if (ps_record_on()) record_tiers(cs);
 }
 
-/* -- what is not in chunks ---------------------------------------------------------------------------------------- */
-/* Limits tier t's arena to the bytes of the budget that chunks do not use. The limit is at least 1, because 0 means
- * none. */
+/* -- memory outside chunks ---------------------------------------------------------------------------------------- */
+/* Limits the arena of tier t to the part of the budget that chunks do not use. The limit is at least 1 byte, because
+ * 0 would mean no limit. */
 static void limit_arena(ps_chunks *cs, int t)
 {
     tier *at = &cs->tiers[t];
@@ -249,7 +254,7 @@ static void limit_arena(ps_chunks *cs, int t)
 }
 
 /* Calls `once`, which allocates from the plain manager. If there is no room, returns unused memory to the system and
- * tries again. If there is still none, moves chunks down and tries a last time. */
+ * calls `once` again. If there is still no room, moves chunks down and calls `once` a last time. */
 static int with_room(ps_chunks *cs, int device, int64_t nbytes, int (*once)(ps_chunks *, void *), void *arg)
 {
     int t = tier_of(cs, device);
@@ -264,7 +269,7 @@ static int with_room(ps_chunks *cs, int device, int64_t nbytes, int (*once)(ps_c
     if (rc != PS_ENOMEM) goto done;
     rc = transfers_poll(cs, false, NULL);
     int64_t planned = cs->tiers[t].planned_other;
-    cs->tiers[t].planned_other = 0;                       /* reserved for tensors such as this one */
+    cs->tiers[t].planned_other = 0;                      /* the plan reserved this memory for tensors outside chunks */
     if (rc == 0) rc = make_room(cs, t, nbytes + 4096, NULL);
     cs->tiers[t].planned_other = planned;
     if (rc < 0) goto done;
@@ -359,7 +364,7 @@ int ps_chunk_new(ps_chunks *cs, int kind, int group, int index, int dtype, int64
 
 static void chunk_bury(ps_chunks *cs, chunk *c)
 {
-    while (c->transfer) transfers_poll(cs, true, c);      /* ignores errors: the copy ends either way */
+    while (c->transfer) transfers_poll(cs, true, c);      /* ignores errors, because the copy ends in either case */
     for (int t = 0; t < cs->n_tiers; t++) if (c->slot[t]) slot_drop(cs, c, t);
     if (c->extent >= 0) ps_disk_extent_free(cs->disk, c->extent, c->nbytes);
     source_drop(c);
@@ -409,7 +414,7 @@ static void member_unlink(ps_chunks *cs, member *m, bool last_goes)
     if (c->n_members == 0 && last_goes && !cs->closing) chunk_bury(cs, c);
 }
 
-/* Checks that no member uses these bytes of the chunk. Makes room for one more member. */
+/* Checks that no member of the chunk uses these bytes, and makes room for one more member. */
 static int check_place(ps_chunks *cs, int32_t chunk_id, int64_t offset, int64_t nbytes)
 {
     if (chunk_id < 0 || chunk_id >= cs->n_chunks || cs->chunks[chunk_id].dead)
@@ -479,7 +484,8 @@ static int copy_into(ps_chunks *cs, ps_storage *s, ps_storage *to)
     if (rc == 0) {
         ps_backend *be = from_chunk ? NULL : cs->tiers[tier_of(cs, s->device)].be;
         if (cs->tiers[0].be->pretends) rc = 0;
-        else if (ps_storage_is_lent(s)) source_copy(dst, src, s->nbytes);    /* the loan ends after the copy */
+        /* drops the pages, because the loan ends now */
+        else if (ps_storage_is_lent(s)) source_copy(dst, src, s->nbytes);
         else if (be && be->copy_out) rc = be->copy_out(be, dst, src, (size_t)s->nbytes);
         else memcpy(dst, src, (size_t)s->nbytes);
         ps_storage_unpin(s, from_device);
@@ -501,7 +507,8 @@ int ps_chunk_adopt(ps_chunks *cs, ps_storage *s, int32_t chunk_id, int64_t offse
     if (!m) return PS_ENOMEM;
     to.block = m;
     member_link(chunk_at(cs, chunk_id), m);
-    int rc = stays || chunk_at(cs, chunk_id)->group < 0 ? source_adopt(cs, s, m) : 0;    /* group < 0: staging chunk */
+    /* a chunk with group < 0 is a staging chunk */
+    int rc = stays || chunk_at(cs, chunk_id)->group < 0 ? source_adopt(cs, s, m) : 0;
     if (rc == 0) rc = copy_into(cs, s, &to);
     if (rc < 0) {
         member_unlink(cs, m, false);
@@ -540,7 +547,7 @@ int32_t ps_storage_chunk(const ps_chunks *cs, const ps_storage *s)
     return ps_storage_is_of(s, &cs->base) && s->block ? ((const member *)s->block)->chunk : -1;
 }
 
-/* -- looking ------------------------------------------------------------------------------------------------------ */
+/* -- queries ------------------------------------------------------------------------------------------------------ */
 int ps_chunk_count(const ps_chunks *cs) { return cs->n_chunks; }
 
 void ps_chunk_get(const ps_chunks *cs, int32_t id, ps_chunk_info *out)
@@ -600,7 +607,7 @@ void ps_chunks_close(ps_chunks *cs)
     if (!cs) return;
     cs->closing = true;
     step_off(cs);
-    while (cs->transfers) transfers_poll(cs, true, NULL);        /* ignores errors: everything is freed now */
+    while (cs->transfers) transfers_poll(cs, true, NULL);        /* ignores errors, because everything is freed now */
     for (int32_t i = 0; i < cs->n_chunks; i++) {
         chunk *c = &cs->chunks[i];
         while (c->n_members > 0) {
@@ -685,7 +692,7 @@ int ps_chunks_new(const ps_step *step, int n_devices, ps_backend *const *devices
         }
         add_tier(cs, "disk", NULL, -1, c->budget[2]);
     }
-    for (int t = 0; t < cs->n_tiers; t++)                 /* other tensors' bytes count only while they are used */
+    for (int t = 0; t < cs->n_tiers; t++)                 /* unused memory of other tensors must not count */
         if (!is_disk(cs, t) && cs->tiers[t].budget) plain->table->trim(plain, cs->tiers[t].device, true);
     *out = cs;
     return 0;

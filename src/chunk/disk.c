@@ -1,14 +1,16 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The disk tier (disk.h): a nameless file, its extents, and the threads that transfer bytes.
+ * This file implements the disk tier (disk.h): a file without a name, its extents, and the threads that transfer
+ * bytes.
  *
  * A job is divided into pieces of PIECE bytes. Jobs that may begin wait in two queues, one for reads and one for
- * writes, and pieces are taken from both in turn. A piece belongs to one thread from take_piece to end_piece. The
- * io_uring thread keeps up to DEPTH pieces in the kernel, and polls an eventfd while it is idle. A plain thread has
- * one piece, and waits for `work` while it is idle.
+ * writes. Threads take pieces from the two queues in turn. A piece belongs to one thread from take_piece to
+ * end_piece. The io_uring thread keeps up to DEPTH pieces in the kernel, and polls an eventfd while it is idle. A
+ * plain thread has one piece at a time, and waits for `work` while it is idle.
  *
- * Fields after a (lock) change only under `lock`, and functions marked (lock) are called under it. An error belongs
- * to the thread that raises it, so a job stores the cause of its failure, and ps_disk_wait raises it for the caller.
- * Every job ends: a thread that must give up ends all jobs. */
+ * Fields after the comment (lock) change only while `lock` is held. Functions marked (lock) are called with `lock`
+ * held. An error belongs to the thread that raises it. A job therefore stores the cause of its failure, and
+ * ps_disk_wait raises the error in the caller's thread. Every job ends, because a thread that must give up ends all
+ * jobs. */
 #define _GNU_SOURCE
 #include "chunk/disk.h"
 #include "base/alloc.h"
@@ -39,72 +41,80 @@
 #include <unistd.h>
 
 enum { PIECE = 4 << 20, DEPTH = 32, MOST_THREADS = 64, FALLBACK_THREADS = 4 };
-/* An attempt that transfers no bytes is repeated at most MOST_TRIES times. After QUICK_TRIES attempts, each waits a
- * millisecond first. */
+/* An attempt that transfers no bytes is repeated at most MOST_TRIES times. After QUICK_TRIES attempts, the thread
+ * sleeps for one millisecond before each further attempt. */
 enum { MOST_TRIES = 1000, QUICK_TRIES = 8 };
 enum { READ, WRITE };
-/* With holes, a file can be FILE_OVER_SPACE times as long as its space on the disk, and SUMMED_OVER_SPACE times with
- * checksums, whose array has entries for holes, too. */
+/* The length of a file includes its holes. It can be up to FILE_OVER_SPACE times the space that the file has on the
+ * disk. With checksums the limit is SUMMED_OVER_SPACE, because the array of checksums has entries for holes, too. */
 enum { FILE_OVER_SPACE = 64, SUMMED_OVER_SPACE = 2 };
 
-/* The first failure of a job. `err` is the errno of a piece or of the ring. It is 0 if the file ended early, or if a
- * write wrote no bytes. */
+/* The cause of a job's first failure. `err` is the errno of a piece or of the ring. It is 0 if the file ended early,
+ * or if a write wrote no bytes. */
 typedef struct cause {
     int err;
     bool ring;
-    bool differs;               /* the bytes have another checksum than when they were written */
+    bool differs;               /* the checksum of the bytes has changed since they were written */
     int way;                    /* READ or WRITE */
-    int64_t offset, nbytes;     /* of the piece in the file */
+    int64_t offset, nbytes;     /* position and size of the piece in the file */
 } cause;
 
 struct ps_disk_job {
     int way;
-    int64_t offset, nbytes;     /* offset in the file */
+    int64_t offset, nbytes;     /* position in the file, size in bytes */
     int64_t began_ns;           /* start of its event in the record, or 0 */
     uint8_t *mem;
-    /* (lock) */
-    int64_t cut, moved;         /* bytes divided into pieces; bytes transferred */
+    /* (lock) protects the fields that follow. */
+    /* cut: number of bytes that have been divided into pieces
+     * moved: number of bytes that have been transferred */
+    int64_t cut, moved;
     int pieces;                 /* number of pieces that threads are transferring */
-    bool done, failed, inherited;   /* inherited: never began, because an earlier job failed with `cause` */
+    /* inherited: the job never began, because an earlier job failed with `cause` */
+    bool done, failed, inherited;
     cause cause;
-    ps_disk_job *dependents, *sibling;      /* first job that waits for this one; next job that waits for the same
-                                             * one */
-    ps_disk_job *next;                      /* in a queue of jobs that may begin */
-    ps_disk_job *newer, *older;             /* in the list of jobs that no caller has waited for */
+    /* dependents: first job that waits for this one
+     * sibling: next job that waits for the same job as this one */
+    ps_disk_job *dependents, *sibling;
+    ps_disk_job *next;                      /* next job in a queue of jobs that may begin */
+    ps_disk_job *newer, *older;             /* neighbors in the list of jobs that no caller has waited for */
 };
 
 typedef struct piece {
-    ps_disk_job *job;           /* NULL if there is no piece */
+    ps_disk_job *job;           /* NULL if this entry has no piece */
     uint8_t *mem;
-    int64_t offset, left;       /* of the piece's untransferred remainder */
-    int64_t len;                /* bytes of this attempt */
-    int64_t begin, nbytes;      /* of the whole piece in the file */
-    int64_t forced;             /* result that a test requested instead, or 0 */
+    int64_t offset, left;       /* position in the file and size of the remainder to transfer */
+    int64_t len;                /* number of bytes of this attempt */
+    int64_t begin, nbytes;      /* position in the file and size of the whole piece */
+    int64_t forced;             /* result that a test requested in place of a transfer, or 0 */
     double began;
-    int tries;                  /* attempts since the last progress */
+    int tries;                  /* number of attempts since the last progress */
     struct iovec iov;
 } piece;
 
-/* Checksum of a written piece, stored at the index of the piece's first block. */
+/* The checksum of a written piece. It is stored at the index of the piece's first block. */
 typedef struct piece_sum { uint64_t sum; int64_t nbytes; } piece_sum;
 typedef struct extent { int64_t offset, nbytes; } extent;
 typedef struct line { ps_disk_job *first, *last; } line;
 
 struct ps_disk {
-    int fd, wake;               /* wake: eventfd of the ring's thread, or -1 */
+    /* wake: eventfd that wakes the ring's thread, or -1 */
+    int fd, wake;
     char *folder;
     int64_t capacity;
     bool direct, uring;
-    piece_sum *sums;            /* [reach / PS_DIRECT_ALIGN] or NULL. Needs no lock: only one thread works on a
-                                 * piece, and the read of a chunk waits for its write. Unused pages of this array
-                                 * take no memory */
-    /* Used only by the caller's thread. Free extents and holes are sorted by offset, and those of one list do not
-     * touch. So n allocated extents and m holes leave at most n + m + 1 free extents. The arrays grow when an extent is
-     * allocated, so that freeing never needs memory. A hole has no space on the disk: see make_piece. */
+    /* sums: [reach / PS_DIRECT_ALIGN] checksums, or NULL. The array needs no lock, because only one thread works on a
+     * piece, and the read of a chunk waits for its write. Unused pages of the array take no memory. */
+    piece_sum *sums;
+    /* The fields up to `reach` are used only by the caller's thread. Free extents and holes are sorted by offset. Two
+     * free extents never touch each other, and neither do two holes. Therefore n allocated extents and m holes leave
+     * at most n + m + 1 free extents. The arrays grow when an extent is allocated, so that freeing an extent never
+     * needs memory. A hole has no space on the disk, see make_piece. */
     extent *free_space, *holes;
     int n_free, n_given, room, n_holes, holes_room;
     int64_t used;
-    int64_t end, reach;         /* bytes of the file with its holes; how large it can become */
+    /* end: length of the file in bytes, including its holes
+     * reach: maximum length of the file in bytes */
+    int64_t end, reach;
 
     pthread_mutex_t lock;
     pthread_cond_t work, ended;
@@ -112,20 +122,20 @@ struct ps_disk {
     pthread_t threads[MOST_THREADS];
     int n_threads;
     struct io_uring ring;       /* used only by the ring's thread */
-    /* (lock) */
+    /* (lock) protects the fields that follow. */
     bool stop;
-    cause dead;                 /* dead.ring: the ring's thread has given up */
-    line lines[2];              /* queues, by READ and WRITE */
-    int turn;                   /* queue to try first for the next piece */
-    ps_disk_job *jobs;          /* newest first */
-    int under_way;              /* jobs that have not ended */
+    cause dead;                 /* dead.ring is set if the ring's thread has given up */
+    line lines[2];              /* the two queues, indexed by READ and WRITE */
+    int turn;                   /* queue that is tried first for the next piece */
+    ps_disk_job *jobs;          /* list of all jobs, newest first */
+    int under_way;              /* number of jobs that have not ended */
     int64_t bytes[2];
     double busy_s, busy_since;
 };
 
-/* -- faults that tests ask for ----------------------------------------------------------------------------------- */
-/* As in base/alloc.c: each attempt decrements `until_failure`, and fails while the counter is between 0 and
- * -failures + 1. */
+/* -- faults that tests request ----------------------------------------------------------------------------------- */
+/* As in base/alloc.c, each attempt decrements `until_failure`. An attempt fails if the counter was between 0 and
+ * -failures + 1 before it was decremented. */
 static atomic_llong until_failure = -1, failures, slow_ns;
 static atomic_int failure_code;
 
@@ -154,7 +164,7 @@ static void nap(double seconds)
 }
 
 /* -- jobs and pieces --------------------------------------------------------------------------------------------- */
-/* (lock) */
+/* (lock) Appends a job to its queue. */
 static void enqueue(ps_disk *d, ps_disk_job *job)
 {
     line *l = &d->lines[job->way];
@@ -165,7 +175,8 @@ static void enqueue(ps_disk *d, ps_disk_job *job)
     pthread_cond_broadcast(&d->work);
 }
 
-/* (lock) Ends a job. The jobs that waited for it may now begin. If it failed, they fail and end, too. */
+/* (lock) Ends a job. The jobs that waited for it may now begin. If it failed, the jobs that waited for it fail and
+ * end, too. */
 static void end_job(ps_disk *d, ps_disk_job *job)
 {
     job->next = NULL;
@@ -192,7 +203,7 @@ static void end_job(ps_disk *d, ps_disk_job *job)
     pthread_cond_broadcast(&d->ended);
 }
 
-/* (lock) Takes the next piece. Returns false if there is none, or if the disk is being closed. */
+/* (lock) Takes the next piece from the queues. Returns false if there is no piece, or if the disk is being closed. */
 static bool take_piece(ps_disk *d, piece *p)
 {
     line *l = &d->lines[d->turn];
@@ -218,7 +229,7 @@ static void note_sum(ps_disk *d, const piece *p)
     d->sums[p->begin / PS_DIRECT_ALIGN] = (piece_sum){ ps_xxh3(memory_of(p), p->nbytes), p->nbytes };
 }
 
-/* Returns false if a piece that was read has another checksum than when it was written. */
+/* Returns false if the checksum of a piece that was read has changed since the piece was written. */
 static bool sum_fits(const ps_disk *d, const piece *p)
 {
     if (!d->sums || p->job->way != READ) return true;
@@ -239,7 +250,7 @@ static void begin(piece *p)
     else if (!p->len) p->forced = PS_DIRECT_ALIGN / 2;
 }
 
-/* (lock) Makes a job fail. No more of its pieces begin, and the job ends when those under way have ended. */
+/* (lock) Marks a job as failed. No more of its pieces begin. The job ends when its pieces in progress have ended. */
 static void fail_job(ps_disk *d, ps_disk_job *job, cause why)
 {
     line *l = &d->lines[job->way];
@@ -249,8 +260,9 @@ static void fail_job(ps_disk *d, ps_disk_job *job, cause why)
     if (l->first == job) l->first = job->next;      /* only the first job of a queue has pieces */
 }
 
-/* Accounts for an attempt that returned `res`, which is bytes or a negative errno. Returns true if the piece's
- * remainder must be tried again. Only whole blocks count, because a direct transfer cannot continue within a block. */
+/* Accounts for an attempt that returned `res`, which is a number of bytes or a negative errno. Returns true if the
+ * remainder of the piece must be tried again. Only whole blocks count, because a direct transfer cannot continue
+ * within a block. */
 static bool end_piece(ps_disk *d, piece *p, int64_t res)
 {
     ps_disk_job *job = p->job;
@@ -287,7 +299,7 @@ static void give_up(ps_disk *d, int err)
         if (job->done) continue;
         job->failed = true;
         job->cause = d->dead;
-        job->dependents = NULL;         /* the loop ends the dependents, too */
+        job->dependents = NULL;         /* the loop itself ends the dependents */
         end_job(d, job);
     }
     pthread_mutex_unlock(&d->lock);
@@ -320,7 +332,8 @@ static void *plain_thread(void *arg)
     }
 }
 
-/* Submits a piece. The ring always has a free entry: it has two per piece, and a piece has at most one request. */
+/* Submits a piece. The ring always has a free entry, because it has two entries per piece, and a piece has at most
+ * one request. */
 static void send_piece(ps_disk *d, piece *p)
 {
     struct io_uring_sqe *sqe = io_uring_get_sqe(&d->ring);
@@ -332,8 +345,8 @@ static void send_piece(ps_disk *d, piece *p)
     io_uring_sqe_set_data(sqe, p);
 }
 
-/* Handles completed requests, and returns their number. Sets *polled if the eventfd's was among them. Resends the
- * remainders of pieces only if `resend` is set. */
+/* Handles completed requests, and returns their number. Sets *polled if the request of the eventfd was one of them.
+ * Sends the remainders of pieces again only if `resend` is set. */
 static int reap(ps_disk *d, bool resend, bool *polled)
 {
     struct io_uring_cqe *cqe;
@@ -354,9 +367,10 @@ static int reap(ps_disk *d, bool resend, bool *polled)
     return n;
 }
 
-/* Called when the kernel rejects the ring. Requests that it has already accepted can still write to buffers, so this
- * waits for them, at most two seconds. Unsent requests never complete. One of them may be the eventfd's, which is
- * not a piece. So the wait also ends if fewer pieces are held than requests are unsent. */
+/* Called when the kernel rejects the ring. Requests that the kernel has already accepted can still write to buffers,
+ * so this function waits for them for at most two seconds. Unsent requests never complete. One of them may be the
+ * request of the eventfd, which has no piece. Therefore the wait also ends if the number of pieces in use is smaller
+ * than the number of unsent requests. */
 static void lose_ring(ps_disk *d, piece *pieces, int err)
 {
     bool polled;
@@ -369,9 +383,9 @@ static void lose_ring(ps_disk *d, piece *pieces, int err)
     give_up(d, err);
 }
 
-/* Assigns pieces to all unused entries and prepares their requests. Returns the number of pieces in use. If writes
- * need checksums, requests are submitted before the checksums are computed, so that the disk works meanwhile. Other
- * requests, and those that the kernel refuses, stay in the ring until the next submission. */
+/* Assigns a piece to each unused entry, and prepares the requests. Returns the number of pieces in use. If writes
+ * need checksums, the requests are submitted first and the checksums are computed afterwards, so that the disk works
+ * meanwhile. All other requests, and requests that the kernel refuses, stay in the ring until the next submission. */
 static int send_pieces(ps_disk *d, piece *pieces)
 {
     bool taken[DEPTH] = { false };
@@ -442,7 +456,7 @@ static int make_lock(ps_disk *d)
     return 0;
 }
 
-/* Starts the io_uring thread. Without io_uring, or if threads > 0, starts plain threads instead. */
+/* Starts the io_uring thread. If there is no io_uring, or if threads > 0, starts plain threads instead. */
 static int start(ps_disk *d, int threads)
 {
     PS_TRY(make_lock(d));
@@ -462,7 +476,7 @@ static int start(ps_disk *d, int threads)
 }
 
 /* -- the file ---------------------------------------------------------------------------------------------------- */
-/* Creates a file that no folder lists. If the file system cannot do this, creates a file and unlinks it. */
+/* Creates a file without a name. If the file system cannot do this, creates a file with a name and unlinks it. */
 static int open_nameless(const char *folder, int flags)
 {
     flags |= O_RDWR | O_CLOEXEC;
@@ -582,7 +596,7 @@ static int disk_new(int64_t nbytes, ps_disk **out)
     return 0;
 }
 
-/* Returns d in *out, or closes d if rc is an error. */
+/* Stores d in *out, or closes d if rc is an error. */
 static int opened(ps_disk *d, int rc, ps_disk **out)
 {
     if (rc < 0) ps_disk_close(d);
@@ -654,7 +668,7 @@ static void remove_at(extent *list, int *n, int i)
     memmove(&list[i], &list[i + 1], (size_t)(--*n - i) * sizeof *list);
 }
 
-/* Inserts an extent into a sorted list that has room for it, and joins it with extents that it touches. */
+/* Inserts an extent into a sorted list, and joins it with extents that it touches. The list must have room for it. */
 static void insert(extent *list, int *n, int64_t offset, int64_t nbytes)
 {
     int i = 0;                  /* first extent after the inserted one */
@@ -680,7 +694,7 @@ static int first_fit(const extent *list, int n, int64_t nbytes)
     return -1;
 }
 
-/* Takes the first `nbytes` of extent i. */
+/* Removes the first `nbytes` bytes from extent i, and returns their offset. */
 static int64_t take(extent *list, int *n, int i, int64_t nbytes)
 {
     int64_t offset = list[i].offset;
@@ -690,7 +704,7 @@ static int64_t take(extent *list, int *n, int i, int64_t nbytes)
     return offset;
 }
 
-/* Calls fallocate, except for a simulated disk. Returns 0 or an errno. */
+/* Calls fallocate, but does nothing for a simulated disk. Returns 0 or an errno. */
 static int set_space(const ps_disk *d, int mode, int64_t offset, int64_t nbytes)
 {
     int rc = 0;
@@ -699,8 +713,9 @@ static int set_space(const ps_disk *d, int mode, int64_t offset, int64_t nbytes)
     return rc < 0 ? errno : 0;
 }
 
-/* Returns the space of free extents to the file system, the smallest first, `nbytes` in total. They become holes.
- * Returns the bytes returned, which are fewer if the file system refuses. */
+/* Returns `nbytes` bytes of free space to the file system, taken from the smallest free extents first. This space
+ * becomes holes. Returns the number of bytes that were returned. It is smaller than `nbytes` if the file system
+ * refuses. */
 static int64_t make_holes(ps_disk *d, int64_t nbytes)
 {
     int64_t left = nbytes;
@@ -716,8 +731,9 @@ static int64_t make_holes(ps_disk *d, int64_t nbytes)
     return nbytes - left;
 }
 
-/* Makes one free piece of `nbytes` from smaller ones, whose space moves to a hole of the file or to its end. The bytes
- * that the file has on the disk do not change. Returns its offset, or -1 if the file system cannot do this. */
+/* Makes one free extent of `nbytes` bytes at the file's end or in a hole. Smaller free extents give up as much space
+ * and become holes, so the space that the file has on the disk does not change. Returns the offset of the new extent,
+ * or -1 if the file system cannot do this. */
 static int64_t make_piece(ps_disk *d, int64_t nbytes)
 {
     int hole = first_fit(d->holes, d->n_holes, nbytes);
@@ -732,7 +748,8 @@ static int64_t make_piece(ps_disk *d, int64_t nbytes)
         if (hole < 0) d->end += nbytes;
         return offset;
     }
-    /* Either the file system makes no holes, or another program has taken their space, which the file then lacks. */
+    /* Either the file system cannot make holes, or another program has taken their space. The file then lacks this
+     * space. */
     if (hole >= 0) insert(d->holes, &d->n_holes, offset, nbytes);
     if (hole >= 0 && !err) (void)set_space(d, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, offset, nbytes);
     if (hole < 0 && !err && d->fd >= 0 && ftruncate(d->fd, d->end) < 0) d->reach = d->end;
@@ -743,7 +760,7 @@ static int64_t make_piece(ps_disk *d, int64_t nbytes)
 int ps_disk_extent_new(ps_disk *d, int64_t nbytes, int64_t *offset)
 {
     PS_TRY(check_range("an extent", nbytes));
-    /* make_piece can add a hole for each free extent, and divides one. */
+    /* make_piece can add one hole for each free extent, and it can divide one extent or hole. */
     PS_TRY(ps_grow(d->holes, d->holes_room, d->n_holes + d->n_free + 2));
     PS_TRY(ps_grow(d->free_space, d->room, d->n_given + d->n_holes + d->n_free + 3));
     int i = first_fit(d->free_space, d->n_free, nbytes);
@@ -782,7 +799,7 @@ void ps_disk_extent_free(ps_disk *d, int64_t offset, int64_t nbytes)
 }
 
 /* -- the caller's side of jobs ----------------------------------------------------------------------------------- */
-/* Raises the cause of a job's failure. */
+/* Raises the error for the cause of a job's failure. */
 static int fail_cause(const ps_disk *d, const cause *why, const char *before)
 {
     if (why->ring)
@@ -879,14 +896,15 @@ void ps_disk_get_info(ps_disk *d, ps_disk_info *out)
 /* -- the disk's own rate ----------------------------------------------------------------------------------------- */
 enum { PROBE_THREADS = 8, PROBE_PIECE = 4 << 20 };
 
-/* Measures the rate of the disk itself, with which the rate of jobs is compared. PROBE_THREADS threads transfer an
- * extent from front to end, without using jobs. */
+/* A measurement of the rate of the disk itself, with which the rate of jobs is compared. PROBE_THREADS threads
+ * transfer an extent from its beginning to its end, without jobs. */
 typedef struct probe {
     int fd, way;
     int64_t offset, nbytes;
     uint8_t *buffers;           /* [PROBE_THREADS][PROBE_PIECE] */
     atomic_llong next;
-    atomic_int buffer, err;     /* err: errno of the first failure, -1 if the file ended early */
+    /* err: errno of the first failure, or -1 if the file ended early */
+    atomic_int buffer, err;
 } probe;
 
 static void *probe_thread(void *arg)
@@ -941,8 +959,9 @@ int ps_disk_probe(ps_disk *d, int64_t nbytes, double *read_bytes_per_s, double *
     size_t size = (size_t)PROBE_THREADS * PROBE_PIECE;
     uint8_t *block = ps_alloc(size + PROBE_PIECE);
     if (!block) return ps_fail_nomem(size + PROBE_PIECE);
-    /* The buffers use huge pages, as tensors do, because small pages can halve the disk's rate. They are filled
-     * first, so that no page faults are measured and the disk cannot skip zeros. */
+    /* The buffers use huge pages, as tensors do, because small pages can halve the disk's rate. The buffers are
+     * filled first for two reasons: the measurement must not include page faults, and the disk must not be able to
+     * skip zeros. */
     p.buffers = block + (-(uintptr_t)block & (PROBE_PIECE - 1));
     madvise(p.buffers, size, MADV_HUGEPAGE);
     memset(p.buffers, 0x5a, size);

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The entry points of the planner. A trace becomes a stream of events for each level, and the moves of level 0
- * (device and host) are events of level 1. The planner tries each tuning of the policy. It repeats a step until the
- * step ends in the state in which it began. plan_level.c plans one level. */
+ * This file has the entry points of the planner. For each level, the planner makes a stream of events. The events of
+ * level 0 (device and host) are made from the trace. The moves of level 0 are then events of level 1. The planner
+ * tries each tuning of the policy. It repeats a step until the step ends in the state in which it began. plan_level.c
+ * plans one level. */
 #include "chunk/plan.h"
 #include <string.h>
 #include "base/alloc.h"
@@ -14,10 +15,12 @@ typedef struct planner {
     const ps_plan_input *in;
     const ps_policy *policy;
     int levels;
-    ps_stream stream[PS_TIERS - 1];     /* by level; [1] is made again in each round */
+    /* The stream of each level. stream[1] is made again in each round. */
+    ps_stream stream[PS_TIERS - 1];
     ps_level level[PS_TIERS - 1];
     int tuning[PS_TIERS - 1];
-    uint8_t *valid, *before, *at[PS_TIERS - 1];   /* [n_chunks]; the first two are like ps_plan_chunk.valid */
+    /* [n_chunks] for each array. `valid` and `before` have the same meaning as ps_plan_chunk.valid. */
+    uint8_t *valid, *before, *at[PS_TIERS - 1];
 } planner;
 
 /* -- the input ---------------------------------------------------------------------------------------------------- */
@@ -54,7 +57,7 @@ static int stream_new(ps_stream *s, int32_t room, int32_t n_chunks)
     return (s->events = ps_alloc(want)) ? 0 : ps_fail_nomem(want);
 }
 
-/* Makes the events of tier 0, one per use. */
+/* Makes the events of level 0, one event per use. */
 static int stream_of_uses(planner *p)
 {
     const ps_plan_input *in = p->in;
@@ -70,8 +73,8 @@ static int stream_of_uses(planner *p)
     return ps_stream_link(s, in->chunks, in->cyclic);
 }
 
-/* -- the second level's stream ------------------------------------------------------------------------------------ */
-/* Appends those moves of level 0, from index *next on, that can begin before the uses of `moment`. */
+/* -- the stream of the second level ------------------------------------------------------------------------------- */
+/* Appends moves of level 0, starting at index *next, as long as they can begin before the uses of `moment`. */
 static void add_moves(const planner *p, ps_stream *s, int32_t *next, int32_t moment, int32_t *group)
 {
     static const int kinds[] = { [PS_MOVE_FETCH] = EV_SOURCE, [PS_MOVE_EVICT] = EV_DEST, [PS_MOVE_DROP] = EV_GONE };
@@ -83,11 +86,11 @@ static void add_moves(const planner *p, ps_stream *s, int32_t *next, int32_t mom
     }
 }
 
-/* Makes the events of tier 1. Their order within a moment is:
+/* Makes the events of level 1. Within a moment, the events are in this order:
  *   moves of level 0 that can begin before the moment
- *   copies that writes on tier 0 make stale
- *   uses on tier 1, whose chunks must be there together
- *   contents that end with uses on tier 0 */
+ *   writes on tier 0 that make the copies on lower tiers stale
+ *   uses on tier 1, whose chunks must all be there at the same time
+ *   uses on tier 0 after which nobody reads the contents */
 static int stream_of_moves(planner *p)
 {
     const ps_plan_input *in = p->in;
@@ -140,7 +143,7 @@ static void fill_at(planner *p, int l)
 }
 
 /* Simulates one step on the first `levels` levels, with the present tunings. p->valid has the state before the step,
- * and gets the state after it. */
+ * and receives the state after the step. */
 static int run_round(planner *p, int levels)
 {
     const ps_plan_input *in = p->in;
@@ -177,7 +180,7 @@ static void restart(planner *p)
     for (int32_t c = 0; c < p->in->n_chunks; c++) p->valid[c] = p->in->chunks[c].valid;
 }
 
-/* Repeats the step until it ends in the state in which it began, at most `rounds` times. */
+/* Repeats the step until it ends in the state in which it began, but at most `rounds` times. */
 static int run_rounds(planner *p, int levels, int rounds)
 {
     size_t n = (size_t)p->in->n_chunks;
@@ -188,7 +191,7 @@ static int run_rounds(planner *p, int levels, int rounds)
     return 0;
 }
 
-/* Computes the bytes that the repeated step moves with tunings t0 and t1. */
+/* Computes the number of bytes that the repeated step moves with tunings t0 on level 0 and t1 on level 1. */
 static int try_tunings(planner *p, int levels, int t0, int t1, int64_t *bytes)
 {
     p->tuning[0] = t0;
@@ -199,7 +202,7 @@ static int try_tunings(planner *p, int levels, int t0, int t1, int64_t *bytes)
     return 0;
 }
 
-/* Chooses the tunings that move the fewest bytes, one level after the other. The choice is never worse than the
+/* Chooses the tunings that move the fewest bytes, for one level after the other. The result is never worse than the
  * first tuning on both levels. */
 static int choose(planner *p)
 {
@@ -254,7 +257,8 @@ static int planner_open(planner *p, const ps_plan_input *in)
     return stream_of_uses(p);
 }
 
-/* Returns the use for which the plan failed. If a move of level 0 failed, this is the use that the move serves. */
+/* Returns the index of the use for which the plan failed. If a move of level 0 failed, this is the use that needs the
+ * move. */
 static int32_t bad_use_of(const planner *p)
 {
     for (int l = p->levels - 1; l >= 0; l--) {
@@ -268,7 +272,7 @@ static int32_t bad_use_of(const planner *p)
     return -1;
 }
 
-/* Plans a step on one tier. There are no moves, and each used chunk has contents on the tier afterwards. */
+/* Plans a step on a single tier. There are no moves. After the step, each used chunk has contents on the tier. */
 static void run_flat(planner *p)
 {
     for (int32_t i = 0; i < p->in->n_uses; i++) p->valid[p->in->uses[i].chunk] = 1;

@@ -1,12 +1,13 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Plans the moves of one level: a bounded tier, and the tier below as if it had no bound. The input is a stream of
- * events in the order in which they happen.
+ * This file plans the moves of one level, which has a tier with limited capacity and the tier below it. The tier
+ * below is treated as if it had no limit. The input is a stream of events in the order in which they happen.
  *
  * Two cursors walk the stream. The take cursor allocates space for chunks, and the use cursor follows it. The space
- * taken between them is at most the read-ahead depth, and the large chunks of one moment: otherwise each use of such a
- * chunk would wait for the whole copy. A chunk with an event between the cursors is busy and stays. Every other chunk
- * here is a candidate for eviction, and its next event is after the take cursor. All state is that at the take cursor.
- * Therefore no prefix of the list of moves holds more than the tier's capacity. */
+ * that is taken between the two cursors is limited to the read-ahead depth plus the large chunks of one moment. Large
+ * chunks are an exception because each use of a large chunk would otherwise wait for its whole copy. A chunk with an
+ * event between the cursors is busy and stays. Every other chunk on this tier is a candidate for eviction, and its
+ * next event is after the take cursor. All state describes the position of the take cursor. Therefore no prefix of
+ * the list of moves holds more bytes than the capacity of the tier. */
 #include <float.h>
 #include <string.h>
 #include "base/alloc.h"
@@ -14,31 +15,39 @@
 #include "base/grow.h"
 #include "chunk/plan_level.h"
 
-/* Candidates for eviction are in heaps: one per WEIGH_* of policy.h, and one for those whose eviction costs no copy.
- * The latter are evicted first. Weights decide between the tops of the other heaps. */
+/* The candidates for eviction are in heaps. There is one heap per WEIGH_* constant of policy.h, and one heap for
+ * candidates whose eviction costs no copy. Candidates of the last heap are evicted first. Among the tops of the other
+ * heaps, the weights decide. */
 enum { CLASS_FREE = WEIGH_COUNT, CLASS_COUNT };
-/* Room is made only for uses at most REACH times the read-ahead depth away, in bytes that earlier uses need. Making
- * room sooner would evict chunks that are needed before. */
+/* Room is made only for uses that are at most REACH times the read-ahead depth away. This distance is the number of
+ * bytes that earlier uses need. Making room sooner would evict chunks that are needed earlier. */
 enum { REACH = 3 };
-/* A chunk is large if it is larger than the read-ahead depth, or than OUTLIER chunks of mean size: for example a token
- * table, whose weights and averages an update uses at one moment. */
+/* A chunk is large if it is larger than the read-ahead depth, or larger than OUTLIER chunks of mean size. An example
+ * is a token table, because an update uses its weights and averages at one moment. */
 enum { OUTLIER = 4 };
 
 typedef struct track {
-    double key, last, taken;      /* rank as a candidate; positions of its last event, of its arrival */
+    /* key: rank as a candidate
+     * last: position of the chunk's last event
+     * taken: position of its arrival */
+    double key, last, taken;
     int64_t nbytes;
-    int32_t next;                 /* next event after the take cursor (as in ps_stream.next) */
-    int32_t group;                /* group of its last taken event, or -1 */
-    int32_t slot;                 /* index in its heap, -1 if not a candidate */
-    int32_t free_from;            /* first moment at which it may be evicted */
-    int32_t below_from;           /* first moment at which the copy below may be read */
-    int32_t fetched, written;     /* 1 + index of the move of this level, of the level above that brought it, or 0 */
-    int32_t above;                /* 1 + index of the last move above that read or wrote it here, or 0 */
+    int32_t next;                 /* next event after the take cursor (see ps_stream.next) */
+    int32_t group;                /* group of the last event that was taken, or -1 */
+    int32_t slot;                 /* index in its heap; -1 if it is not a candidate */
+    int32_t free_from;            /* first moment at which the chunk may be evicted */
+    int32_t below_from;           /* first moment at which the copy on the tier below may be read */
+    /* fetched: 1 + index of the move of this level that brought the chunk, or 0
+     * written: 1 + index of the move of the level above that brought the chunk, or 0 */
+    int32_t fetched, written;
+    /* above: 1 + index of the last move of the level above that read or wrote the chunk here, or 0 */
+    int32_t above;
     int32_t class;
 } track;
 
-/* A reservation of memory for a chunk. until: bytes of this and all earlier reservations of chunks that are not large.
- * over: moment at which its use ends. */
+/* A reservation of memory for a chunk.
+ * until: size in bytes of this and all earlier reservations, without large chunks
+ * over: moment at which the use of the chunk has ended */
 typedef struct taking { int64_t until; int32_t over; } taking;
 
 typedef struct run {
@@ -47,15 +56,22 @@ typedef struct run {
     track *tracks;
     int32_t *heap[CLASS_COUNT], size[CLASS_COUNT];
     int32_t *picked;
-    uint8_t *took;                /* [events of two rounds] 1: memory was reserved */
+    uint8_t *took;                /* [events of two rounds] 1 if the event reserved memory */
     taking *takings;
     int32_t n_takings, oldest;
-    int32_t take, use;            /* cursors: next event, next group */
-    int64_t used, leaving;        /* bytes of chunks here, of candidates */
+    int32_t take, use;            /* the cursors: index of the next event, number of the next group */
+    /* used: size in bytes of the chunks on this tier
+     * leaving: size in bytes of the candidates for eviction */
+    int64_t used, leaving;
     int64_t large_from;           /* size above which a chunk is large */
-    int64_t waiting, large;       /* bytes reserved for later uses: of other chunks, of large ones */
-    int32_t large_at, large_over; /* moment of the use of the latest large chunk; moment at which this use ends */
-    int32_t large_before;         /* large_over of the large chunks of an earlier moment */
+    /* waiting: bytes reserved for later uses of chunks that are not large
+     * large: bytes reserved for later uses of large chunks */
+    int64_t waiting, large;
+    /* large_at: moment of the use of the latest large chunk
+     * large_over: moment at which this use has ended */
+    int32_t large_at, large_over;
+    /* large_before: value of large_over for the large chunks of an earlier moment */
+    int32_t large_before;
     int32_t last_free;            /* 1 + index of the last move that frees memory, or 0 */
     double now;                   /* position of the use cursor */
 } run;
@@ -117,8 +133,8 @@ static void candidate_remove(run *r, int32_t chunk)
     heap_down(r, k, r->tracks[moved].slot);
 }
 
-/* Returns the class that a chunk would have if it were evicted now. Its later events determine the class. *next gets
- * the first event that needs the chunk here again. */
+/* Returns the class that a chunk would have if it were evicted now. The later events of the chunk determine the
+ * class. *next receives the first event that needs the chunk here again. */
 static int classify(const run *r, int32_t chunk, int32_t *next)
 {
     uint8_t at = r->l->at[chunk];
@@ -126,7 +142,8 @@ static int classify(const run *r, int32_t chunk, int32_t *next)
     bool lone = !(at & AT_BELOW);
     for (; e >= 0; e = after(r, e)) {
         int kind = event_at(r, e)->kind;
-        if (lone ? kind == EV_DOWN : kind == EV_DOWN_WRITE) break;      /* the event requires an eviction anyway */
+        /* the event requires an eviction in any case */
+        if (lone ? kind == EV_DOWN : kind == EV_DOWN_WRITE) break;
         if (!lone && (kind == EV_DOWN || kind == EV_GONE)) continue;    /* the copy below is enough */
         break;
     }
@@ -135,7 +152,7 @@ static int classify(const run *r, int32_t chunk, int32_t *next)
     bool this_round = e >= 0 && e < r->s->n;
     if (kind == EV_DOWN || kind == EV_DOWN_WRITE) return CLASS_FREE;
     if (this_round && (kind == EV_STALE || kind == EV_DEST || kind == EV_END))
-        return CLASS_FREE;                                /* nothing uses the contents before they end */
+        return CLASS_FREE;                                /* nothing uses the contents before they are replaced */
     if (lone && (at & AT_ABOVE) && (!this_round || kind == EV_GONE)) return WEIGH_TWIN;
     return lone ? WEIGH_DIRTY : WEIGH_CLEAN;
 }
@@ -193,7 +210,7 @@ static int emit(run *r, int kind, int32_t chunk, int32_t from, int32_t need, int
     return 0;
 }
 
-/* Emits the move that evicts a chunk, which is no longer in a heap. */
+/* Emits the move that evicts a chunk. The chunk must not be in a heap any more. */
 static int leave(run *r, int32_t chunk, int32_t need, int32_t event)
 {
     track *t = &r->tracks[chunk];
@@ -204,14 +221,14 @@ static int leave(run *r, int32_t chunk, int32_t need, int32_t event)
     return emit(r, ends ? PS_MOVE_DROP : PS_MOVE_EVICT, chunk, t->free_from < need ? t->free_from : need, need, event);
 }
 
-/* Returns the bytes that chunks may use at a moment. */
+/* Returns the number of bytes that chunks may use at a moment. */
 static int64_t limit_at(const ps_level *l, int32_t moment)
 {
     return l->capacity + (l->extra && moment < l->n_moments ? l->extra[moment] : 0);
 }
 
-/* Makes room for `nbytes` more within `limit`. Returns 1, or 0 if that is not possible now. Picks chunks by rank
- * until there is room, then puts back those that are not needed. */
+/* Makes room for `nbytes` more bytes within `limit`. Returns 1, or 0 if that is not possible now. Picks chunks by
+ * rank until there is enough room, and then puts back the chunks that did not have to be picked. */
 static int make_room(run *r, int64_t nbytes, int64_t limit, int32_t need, int32_t event)
 {
     int64_t room = limit - r->used;
@@ -238,12 +255,12 @@ static int make_room(run *r, int64_t nbytes, int64_t limit, int32_t need, int32_
 
 static bool is_large(const run *r, int64_t nbytes) { return nbytes > r->large_from; }
 
-/* Returns the count to which a reservation for later uses is added. */
+/* Returns the counter for reservations of this size: that of large chunks or that of all other chunks. */
 static int64_t *waiting_of(run *r, int64_t nbytes) { return is_large(r, nbytes) ? &r->large : &r->waiting; }
 
-/* Returns the first moment at which a fetch may reserve its memory. Before this moment, the fetches whose chunks are
- * not used yet would need more than `ahead` bytes. A large chunk waits for the use of the large chunks of an earlier
- * moment. must: the chunk is used at `moment`. */
+/* Returns the first moment at which a fetch may reserve its memory. Before this moment, all fetches whose chunks have
+ * not been used yet would together need more than `ahead` bytes. A large chunk must wait until the large chunks of an
+ * earlier moment have been used. must: the chunk is used at `moment`, so it cannot wait longer. */
 static int32_t fetch_from(run *r, int64_t nbytes, int32_t moment, bool must)
 {
     int64_t total = (r->n_takings ? r->takings[r->n_takings - 1].until : 0) + nbytes;
@@ -254,8 +271,8 @@ static int32_t fetch_from(run *r, int64_t nbytes, int32_t moment, bool must)
     return over < moment ? over : moment;
 }
 
-/* Reserves memory for the chunk of event i. If `fetch` is set, also fetches its contents. Returns 1, or 0 if that is
- * not possible now. If `must` is set, the event is due, so neither `ahead` nor REACH limits it. */
+/* Reserves memory for the chunk of event i. If `fetch` is set, also fetches the contents of the chunk. Returns 1, or
+ * 0 if that is not possible now. `must` means that the event is due. Neither `ahead` nor REACH limits such an event. */
 static int take_space(run *r, int32_t i, bool fetch, bool must)
 {
     const ps_event *e = event_at(r, i);
@@ -271,7 +288,7 @@ static int take_space(run *r, int32_t i, bool fetch, bool must)
     if (rc <= 0) return rc;
     if (large && !joins) r->large_at = e->moment + beyond, r->large_before = r->large_over;
     int32_t from = fetch_from(r, t->nbytes, e->moment + beyond, must);
-    if (r->used + t->nbytes > l->capacity) from = e->moment;         /* only this moment has the extra room */
+    if (r->used + t->nbytes > l->capacity) from = e->moment;         /* only this moment has extra room */
     if (fetch) PS_TRY(emit(r, PS_MOVE_FETCH, e->chunk, from > t->below_from ? from : t->below_from, need, i));
     else if (l->n_moves > 0 && l->moves[l->n_moves - 1].need > need) l->moves[l->n_moves - 1].need = need;
     bool use = e->kind == EV_READ || e->kind == EV_WRITE;
@@ -290,7 +307,8 @@ static int take_space(run *r, int32_t i, bool fetch, bool must)
 }
 
 /* -- events ------------------------------------------------------------------------------------------------------- */
-/* Called for a use of a chunk that is here. Makes the move that brings the chunk due in time. */
+/* Called when an event uses a chunk that is already here. Ensures that the move that brings the chunk is due in time
+ * for this use. */
 static void hurry(run *r, const ps_event *e)
 {
     const track *t = &r->tracks[e->chunk];
@@ -309,7 +327,7 @@ static int use_here(run *r, int32_t i, const ps_event *e, bool must)
         if (rc <= 0) return rc;
         if (blank) *at = AT_HERE;
     }
-    if (*at & AT_ENDED) *at = AT_HERE;                    /* new contents in the same memory */
+    if (*at & AT_ENDED) *at = AT_HERE;                    /* new contents replace the old ones in the same memory */
     if (e->kind == EV_WRITE) *at &= (uint8_t)~AT_BELOW;
     r->tracks[e->chunk].free_from = e->moment + 1;
     return 1;
@@ -329,7 +347,8 @@ static int use_below(run *r, int32_t i, const ps_event *e)
     return 1;
 }
 
-/* Handles an event of the level above: a move, or a write or an end of contents on its upper tier. */
+/* Handles an event of the level above. Such an event is a move, or a write or the end of contents on the upper tier
+ * of that level. */
 static int serve_above(run *r, int32_t i, const ps_event *e, bool must)
 {
     uint8_t *at = &r->l->at[e->chunk];
@@ -366,7 +385,7 @@ static int serve_above(run *r, int32_t i, const ps_event *e, bool must)
     return 1;
 }
 
-/* Records that the contents of e's chunk end with event e. */
+/* Records that the contents of a chunk end with event e. */
 static void note_end(run *r, const ps_event *e)
 {
     uint8_t *at = &r->l->at[e->chunk];
@@ -374,20 +393,20 @@ static void note_end(run *r, const ps_event *e)
     r->tracks[e->chunk].free_from = e->moment + 1;
 }
 
-/* Takes event i. Returns 1, or 0 if that is not possible now. */
+/* Processes event i at the take cursor. Returns 1, or 0 if that is not possible now. */
 static int take_event(run *r, int32_t i, bool must)
 {
     const ps_event *e = event_at(r, i);
     track *t = &r->tracks[e->chunk];
     uint8_t both = AT_HERE | AT_BELOW;
     if (e->kind == EV_DOWN && (r->l->at[e->chunk] & both) == both && !e->ends && !(r->l->at[e->chunk] & AT_ENDED)) {
-        t->next = r->s->next[i];                          /* reads the copy below: nothing changes here */
+        t->next = r->s->next[i];                          /* the event reads the copy below, so nothing changes here */
         return 1;
     }
     candidate_remove(r, e->chunk);
     int rc = e->kind <= EV_WRITE ? use_here(r, i, e, must) : e->kind <= EV_DOWN_WRITE ? use_below(r, i, e)
                                                                                      : serve_above(r, i, e, must);
-    if (rc <= 0) return rc;                               /* not here, so it was not a candidate */
+    if (rc <= 0) return rc;                               /* the chunk is not here, so it was not a candidate */
     t->next = r->s->next[i];
     t->group = e->group;
     t->last = r->s->when[i];
@@ -395,7 +414,7 @@ static int take_event(run *r, int32_t i, bool must)
     return 1;
 }
 
-/* Takes event i of the next round: only fetches its chunk early, if possible. */
+/* Processes event i of the next round. It only fetches the chunk of the event early, if that is possible. */
 static int take_beyond(run *r, int32_t i)
 {
     const ps_event *e = event_at(r, i);
@@ -404,13 +423,13 @@ static int take_beyond(run *r, int32_t i)
     if (!(at & (AT_HERE | AT_BELOW)) || (at & AT_ENDED)) return 0;
     if (e->kind == EV_SOURCE && (at & AT_ABOVE)) return 0;
     candidate_remove(r, e->chunk);
-    r->tracks[e->chunk].group = INT32_MAX;                /* stays until the step ends */
+    r->tracks[e->chunk].group = INT32_MAX;                /* the chunk stays until the step ends */
     if (at & AT_HERE) return 1;
     return take_space(r, i, true, false);
 }
 
-/* Called when the uses of a group have ended. Its memory no longer counts as waiting, and its chunks become
- * candidates for eviction. Chunks whose contents have ended are dropped at once. */
+/* Called when the uses of a group have ended. The memory of its chunks no longer counts as waiting, and the chunks
+ * become candidates for eviction. Chunks whose contents have ended are dropped at once. */
 static int pass_group(run *r, int32_t first, int32_t end)
 {
     for (int32_t i = first; i < end; i++) {
@@ -420,7 +439,7 @@ static int pass_group(run *r, int32_t first, int32_t end)
         if (r->took[i]) *waiting_of(r, t->nbytes) -= t->nbytes;
         if (t->group != r->use || t->slot >= 0 || !(*at & AT_HERE)) continue;
         if (*at & AT_ENDED) {
-            /* Extra room must be free before the next moment. */
+            /* The extra room must be free again before the next moment. */
             int32_t need = r->used > r->l->capacity ? t->free_from : 2 * r->l->n_moments;
             PS_TRY(emit(r, PS_MOVE_DROP, chunk, t->free_from, need, i));
             *at = AT_BLANK;
@@ -483,15 +502,15 @@ static int begin(run *r)
     return i < s->n ? fail_group(r, i) : 0;
 }
 
-/* Keeps the chunks that events [first, end) use. Called for a moment with extra room, because its op needs all these
- * chunks here until it has run. */
+/* Keeps the chunks that events [first, end) use on this tier. Called for a moment with extra room. The op of that
+ * moment needs all these chunks until it has run. */
 static void keep_group(run *r, int32_t first, int32_t end)
 {
     for (int32_t i = first; i < end; i++)
         if (r->s->events[i].kind <= EV_WRITE) candidate_remove(r, r->s->events[i].chunk);
 }
 
-/* Evicts the chunks that only fit in a moment's extra room, before the next moment begins. */
+/* Evicts chunks that fit only because of a moment's extra room. They must be gone before the next moment begins. */
 static int end_extra(run *r, int32_t moment, int32_t event)
 {
     if (limit_at(r->l, moment) <= r->l->capacity || r->used <= r->l->capacity || moment + 1 >= r->l->n_moments)
@@ -526,7 +545,7 @@ static int walk(run *r)
     return 0;
 }
 
-/* Adjusts the moments of moves to their order: `from` and `need` never fall along the list. */
+/* Adjusts the moments of moves to the order of the list, so that `from` and `need` never decrease along the list. */
 static void smooth(ps_level *l)
 {
     for (int32_t i = l->n_moves - 2; i >= 0; i--)
@@ -547,7 +566,7 @@ int ps_level_run(ps_level *l)
     if (rc == 0) rc = walk(&r);
     ps_free(r.tracks);
     if (rc == 0) smooth(l);
-    if (rc == 0 && l->above) smooth(l->above);            /* hurry() may have changed its moves */
+    if (rc == 0 && l->above) smooth(l->above);            /* hurry may have changed the moves of the level above */
     return rc;
 }
 

@@ -1,12 +1,13 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Eviction policies: which chunk leaves a full tier. A policy is a function that ranks a chunk, and a row of the
- * table. The row contains its name for the configuration, errors and docs/config.md. A rank must not depend on the
- * present time, because plan_level.c computes it only when a chunk stops being in use.
+ * Eviction policies decide which chunk leaves a full tier. A policy is a function that ranks chunks, and a row of the
+ * table below. The row has the policy's name for the configuration, for error messages and for docs/config.md. A rank
+ * must not depend on the present time, because plan_level.c computes it only once, when a chunk is no longer in use.
  *
- * A plan divides the time until a victim's next use by a weight, which depends on the copies that its eviction
- * costs. A tuning is one set of these weights. A policy that weighs costs has several tunings.
+ * A plan divides the time until the next use of a candidate by a weight. The weight depends on the copies that the
+ * eviction of the candidate costs. A tuning is one set of these weights. A policy that considers costs has several
+ * tunings.
  *
- * The rule to evict what is needed last is from L. A. Belady, A study of replacement algorithms for a
+ * The rule to evict the chunk that is needed last is from L. A. Belady, A study of replacement algorithms for a
  * virtual-storage computer, IBM Systems Journal 5 (2), 1966. */
 #include "chunk/policy.h"
 #include "base/error.h"
@@ -18,9 +19,10 @@ static double rank_lru(const ps_victim *v) { return -v->last; }
 static double rank_fifo(const ps_victim *v) { return -v->taken; }
 
 static const ps_tuning even = { { 1, 1, 1 } };
-/* The planner tries each of these. The first is belady's, so `plan` is never worse than belady. Evicting a dirty
- * chunk costs two copies, but its copy down is often due later anyway. Whether it should count depends on the trace.
- * With the last tuning, dirty chunks are evicted only if no clean ones are left. */
+/* The tunings of `plan`. The planner tries each of them. The first one is the tuning of `belady`, so `plan` is never
+ * worse than `belady`. Evicting a dirty chunk costs two copies, but its copy down is often necessary later anyway.
+ * Whether that copy should count depends on the trace. With the last tuning, dirty chunks are evicted only if no
+ * clean chunks are left. */
 static const ps_tuning tunings[] = { { { 1, 1, 1 } }, { { 1, 4, 0.5 } }, { { 1, 1e6, 0.5 } } };
 
 static const ps_policy policies[] = {

@@ -1,25 +1,27 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Residents: chunks that stay on tier 0 for whole steps, with no copy below. A plan assumes that the last tier has a
- * place for every chunk. If it has not, the chunks without a place become residents, and plans use a smaller tier 0
- * without them. So device and host (or host and disk) together hold the state, with no byte twice. Only chunks whose
- * uses are all on tier 0 can be residents. This includes optimizer state whose update runs there. */
+ * Residents are chunks that stay on tier 0 during whole steps, without a copy on a lower tier. A plan assumes that
+ * the last tier has a place for every chunk. If the last tier is too small, the chunks without a place become
+ * residents. Plans then do not contain these chunks, and use a tier 0 that is smaller by their size. In this way
+ * device and host (or host and disk) together hold the state, and no byte is held twice. Only a chunk whose uses are
+ * all on tier 0 can be a resident. This includes optimizer state that is updated there. */
 #include <stdlib.h>
 #include "base/alloc.h"
 #include "base/error.h"
 #include "chunk/impl.h"
 
-/* Number of chunks of the largest size for which the last tier must have extra room: one for a short-lived copy
- * through which the host reads a resident, and one for swapping two chunks. */
+/* The last tier must have extra room for this number of chunks of the largest size. One of them is a short-lived copy
+ * through which the host reads a resident. The other one allows two chunks to be swapped. */
 enum { SPARE = 2 };
 
 typedef struct candidate {
     int32_t chunk;
-    int32_t uses;                 /* uses in the trace, INT32_MAX if it is used below tier 0 */
+    /* uses: number of uses in the trace; INT32_MAX if the chunk is used below tier 0 */
+    int32_t uses;
     bool resident;
 } candidate;
 
-/* Sorts candidates by how useful it is to keep them on tier 0. Present residents come first, because they should not
- * move. The most used chunks follow, because each use would cost copies. */
+/* Sorts candidates by the benefit of keeping them on tier 0. Chunks that are residents now are first, because they
+ * should not move. They are followed by the chunks with the most uses, because each use would cost copies. */
 static int by_worth(const void *a, const void *b)
 {
     const candidate *x = a, *y = b;
@@ -28,7 +30,7 @@ static int by_worth(const void *a, const void *b)
     return x->chunk < y->chunk ? -1 : 1;
 }
 
-/* Returns the last tier's bytes for chunks in a step like `trace`. INT64_MAX means no limit. */
+/* Returns the number of bytes that the last tier has for chunks in a step like `trace`. INT64_MAX means no limit. */
 static int64_t last_tier_room(ps_chunks *cs, const ps_trace *trace)
 {
     int last = cs->n_tiers - 1;
@@ -39,7 +41,7 @@ static int64_t last_tier_room(ps_chunks *cs, const ps_trace *trace)
         return info.capacity;
     }
     if (budget == 0) return INT64_MAX;
-    if (tier_other(cs, last) > trace->other_peak[last])    /* first returns unused memory to the system */
+    if (tier_other(cs, last) > trace->other_peak[last])    /* the trim returns unused memory to the system */
         cs->plain->table->trim(cs->plain, cs->tiers[last].device, true);
     int64_t other = other_in_step(cs, trace, last);
     return budget > other ? budget - other : 0;
@@ -63,7 +65,8 @@ int residents_choose(ps_chunks *cs, const ps_trace *trace, uint8_t *resident, in
     *nbytes = 0;
     for (int32_t i = 0; i < cs->n_chunks; i++) {
         resident[i] = 0;
-        if (cs->chunks[i].dead || cs->chunks[i].n_source) continue;      /* a source needs no room on lower tiers */
+        /* A chunk with a source needs no room on lower tiers. */
+        if (cs->chunks[i].dead || cs->chunks[i].n_source) continue;
         all += cs->chunks[i].nbytes;
         if (cs->chunks[i].nbytes > largest) largest = cs->chunks[i].nbytes;
     }
@@ -103,13 +106,13 @@ int residents_choose(ps_chunks *cs, const ps_trace *trace, uint8_t *resident, in
 int residents_make(ps_chunks *cs, const uint8_t *resident)
 {
     for (int32_t i = 0; i < cs->n_chunks; i++) cs->chunks[i].resident = resident[i] != 0;
-    for (int pass = 0; pass < 2; pass++)                  /* first the chunks on tier 0, which need no room */
+    for (int pass = 0; pass < 2; pass++)          /* the first pass handles the chunks on tier 0, which need no room */
         for (int32_t i = 0; i < cs->n_chunks; i++) {
             chunk *c = chunk_at(cs, i);
             if (!c->resident || c->valid == 0 || c->pins > 0 || (pass == 0 && !has_copy(c, 0))) continue;
             int64_t fetched = cs->stats.unplanned;
             PS_TRY(bring(cs, c, 0));
-            cs->stats.unplanned = fetched;                /* these fetches do not repeat in each step */
+            cs->stats.unplanned = fetched;   /* does not count these fetches, because later steps do not repeat them */
             for (int t = 1; t < cs->n_tiers; t++) if (c->slot[t]) slot_drop(cs, c, t);
             c->valid = 1;
         }

@@ -1,22 +1,24 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Records the uses of chunks in a step, plans the next step from them, and performs the plan. Nothing depends on the
- * plan for its correctness. A move that does not fit the chunks' present places is skipped. A pin that the plan did
- * not serve fetches its chunk. */
+ * This file records the uses of chunks in a step, plans the next step from these uses, and performs the plan. A step
+ * is correct even if its plan is not. A move that does not match the present place of its chunk is skipped. If the
+ * plan has not fetched a chunk in time, the pin fetches it. */
 #include <string.h>
 #include "base/alloc.h"
 #include "base/error.h"
 #include "base/grow.h"
 #include "chunk/impl.h"
 
-/* Margin above the peak of tensors outside chunks, for plans in which ops use memory that these tensors leave free.
- * It is OTHER_PAGES pages plus peak / OTHER_SHARE, the latter at most OTHER_MOST bytes. It is needed because a real
- * arena is fragmented differently from that of a dry run. */
+/* The margin that stays free above the peak of tensors outside chunks. It applies to plans in which ops use memory
+ * that these tensors leave free. It is OTHER_PAGES pages plus a share of the peak, which is peak / OTHER_SHARE but at
+ * most OTHER_MOST bytes. The margin is necessary because a real arena is fragmented differently from the arena of a
+ * dry run. */
 enum { OTHER_PAGES = 2, OTHER_SHARE = 16, OTHER_MOST = 1 << 20 };
-/* Share of a budget that idle memory of other tensors may take before a plan returns it to the system. */
+/* A plan returns idle memory of other tensors to the system if that memory is more than 1 / IDLE_SHARE of the
+ * budget. */
 enum { IDLE_SHARE = 32 };
 
-/* -- noting ------------------------------------------------------------------------------------------------------- */
-static void stop_noting(ps_chunks *cs)                       /* harmless: pins still fetch their chunks */
+/* -- recording uses ----------------------------------------------------------------------------------------------- */
+static void stop_noting(ps_chunks *cs)                       /* harmless, because pins still fetch their chunks */
 {
     cs->noting = false;
     cs->record.n_uses = 0;
@@ -39,7 +41,7 @@ static void record_use(ps_chunks *cs, chunk *c, int t, bool write)
                                      .action = (int8_t)cs->step->is.now.kind };
 }
 
-/* Records the bytes of tensors outside chunks in the moment that has just ended. */
+/* Records the size in bytes of tensors outside chunks during the moment that has just ended. */
 static void note_others(ps_chunks *cs)
 {
     ps_trace *r = &cs->record;
@@ -53,12 +55,12 @@ static void note_others(ps_chunks *cs)
         if (busy < cs->before_pause[t]) busy = cs->before_pause[t];
         cs->before_pause[t] = 0;
         if (cs->now < 0) cs->before_step[t] = busy;
-        else r->spare[cs->now * PS_TIERS + t] = busy;        /* ps_chunks_trace_end subtracts it from the peak */
+        else r->spare[cs->now * PS_TIERS + t] = busy;      /* ps_chunks_trace_end subtracts this value from the peak */
     }
 }
 
-/* Sets the bytes that tiers leave for tensors outside chunks at this moment. Subtracts the extra bytes of the
- * moment's op, if any. */
+/* Sets the number of bytes that each tier leaves for tensors outside chunks at this moment. The number is smaller if
+ * the plan gives the op of this moment extra bytes for chunks. */
 static void plan_others(ps_chunks *cs)
 {
     const ps_trace *e = cs->expected;
@@ -82,7 +84,7 @@ void note_use(ps_chunks *cs, chunk *c, int t, bool write)
             int64_t other = cs->step->dry ? 0 : tier_other(cs, i);
             if (other > cs->record.other_peak[i]) cs->record.other_peak[i] = other;
         }
-        for (int32_t i = 0; i < cs->n_held; i++) {        /* held chunks cannot move at this moment */
+        for (int32_t i = 0; i < cs->n_held; i++) {       /* chunks pinned by ps_chunk_pin cannot move at this moment */
             chunk *x = chunk_at(cs, cs->held[i]);
             record_use(cs, x, x->held_tier, false);
             x->noted = cs->now;
@@ -120,7 +122,8 @@ const ps_trace *ps_chunks_trace_end(ps_chunks *cs)
     for (int t = 0; t < cs->n_tiers && r->n_uses > 0; t++) {
         if (is_disk(cs, t)) continue;
         int64_t *last = &r->spare[(r->n_moments - 1) * PS_TIERS + t];
-        if (*last < cs->before_step[t]) *last = cs->before_step[t];      /* lasts until the next step begins */
+        /* the last moment lasts until the next step begins */
+        if (*last < cs->before_step[t]) *last = cs->before_step[t];
         if (cs->step->dry) r->other_peak[t] = cs->step->dry->table->held(cs->step->dry, cs->tiers[t].device);
         for (int32_t m = 0; m < r->n_moments; m++) {
             int64_t *at = &r->spare[m * PS_TIERS + t];
@@ -143,16 +146,19 @@ int64_t next_use_of(const ps_chunks *cs, const chunk *c)
 typedef struct request {
     ps_plan_input in;
     ps_plan_chunk *chunks;        /* [n_chunks] */
-    uint8_t *resident;            /* [n_chunks] 1: not part of the plan */
-    ps_use *uses;                 /* [n_uses] uses of the trace, without residents */
-    int32_t *number;              /* [n_uses] their indices in the trace */
+    uint8_t *resident;            /* [n_chunks] 1 if the chunk is not part of the plan */
+    ps_use *uses;                 /* [n_uses] uses of the trace, without those of residents */
+    int32_t *number;              /* [n_uses] index of each use in the trace */
     int64_t resident_nbytes;
-    int64_t *extra[PS_TIERS];     /* as ps_plan_input.extra */
-    int64_t margin[PS_TIERS];     /* with `extra`: bytes that stay free above the peak of other tensors */
-    int64_t wanted, left;         /* for the first tier on which an op's chunks and the peak of other tensors do not
-                                   * fit together: bytes of the largest op's chunks, and the tier's capacity for
-                                   * chunks. Else 0 */
-    int32_t short_tier;           /* that tier */
+    int64_t *extra[PS_TIERS];     /* like ps_plan_input.extra */
+    /* margin: if `extra` is not NULL, the number of bytes that stay free above the peak of other tensors */
+    int64_t margin[PS_TIERS];
+    /* These fields are for the first tier on which the chunks of an op and the peak of other tensors do not fit
+     * together. They are 0 if there is no such tier.
+     * wanted: size in bytes of the chunks of the largest op
+     * left: capacity of the tier for chunks, in bytes */
+    int64_t wanted, left;
+    int32_t short_tier;           /* the number of that tier */
 } request;
 
 static void extra_free(int64_t *extra[PS_TIERS])
@@ -185,8 +191,8 @@ static int request_open(ps_chunks *cs, const ps_trace *trace, request *r)
 }
 
 /* Returns the margin above the peak of other tensors on tier t. Returns 0 if ops cannot use the memory that other
- * tensors leave free. This is the case if the trace has no bytes by moment, if the backend cannot return free
- * memory, or if the capacity is smaller than the margin. */
+ * tensors leave free. There are three such cases: the trace does not have the bytes of each moment, the backend
+ * cannot return free memory, or the capacity is smaller than the margin. */
 static int64_t margin_of(const ps_chunks *cs, const ps_trace *trace, int t, int64_t capacity)
 {
     const ps_backend *be = cs->tiers[t].be;
@@ -197,7 +203,7 @@ static int64_t margin_of(const ps_chunks *cs, const ps_trace *trace, int t, int6
     return margin <= capacity ? margin : 0;
 }
 
-/* Returns the most bytes of chunks that one op needs on tier t. */
+/* Returns the maximum size in bytes of the chunks that one op needs on tier t. */
 static int64_t widest_op(const ps_chunks *cs, const request *r, int t)
 {
     int64_t need = 0, most = 0;
@@ -210,9 +216,9 @@ static int64_t widest_op(const ps_chunks *cs, const request *r, int t)
     return most;
 }
 
-/* Finds room for ops whose chunks and the peak of other tensors do not fit on tier t together. Such an op may use
- * memory that other tensors leave free at its moment. Only these ops get it, because the arena must return the
- * memory and later map it again. */
+/* Finds room for ops whose chunks do not fit on tier t together with the peak of other tensors. At its moment, such
+ * an op may use memory that other tensors leave free. Only these ops get such memory, because the arena must first
+ * return it and later map it again. */
 static int fill_extra(ps_chunks *cs, const ps_trace *trace, request *r, int t)
 {
     int64_t need = widest_op(cs, r, t), capacity = r->in.capacity[t];
@@ -234,8 +240,9 @@ static int fill_extra(ps_chunks *cs, const ps_trace *trace, request *r, int t)
     return 0;
 }
 
-/* Returns memory to the system that other tensors used before the step, such as copies from making the model, if it
- * would take much from the chunks. Less is kept, since the step would have to map it again. */
+/* Returns memory of other tensors to the system if they used it before the step and it would take much space from the
+ * chunks. An example are the copies that were made while the model was created. A smaller amount is kept, because the
+ * step would have to map it again. */
 static void return_idle(ps_chunks *cs, const ps_trace *trace, int t)
 {
     if (tier_other(cs, t) - trace->other_peak[t] > cs->tiers[t].budget / IDLE_SHARE)
@@ -272,11 +279,12 @@ static int fill_request(ps_chunks *cs, const ps_trace *trace, request *r)
         if (cs->config.ahead[t]) {
             ahead = cs->config.ahead[t];
         } else if (t + 1 < cs->n_tiers && !is_disk(cs, t + 1)) {
-            ahead = r->in.capacity[t] / 2;   /* a forward uses the same chunks in half a backward's time */
+            ahead = r->in.capacity[t] / 2;   /* a forward uses the same chunks as a backward, in half the time */
         } else {
-            /* Six chunks of mean size are two sets that Adam fetches. If one chunk is far larger, the depth is two
-             * thirds of it. 8 layers of a Llama of 8 B then wait half as long. With the whole chunk as the depth, the
-             * planned steps of all its 32 layers would move 9 % more bytes. */
+            /* Six chunks of mean size are two sets of the chunks that an Adam update fetches. If one chunk is far
+             * larger than the mean, the depth is two thirds of that chunk. This halves the waiting time of 8 layers
+             * of a Llama of 8 B. If the depth were the whole chunk, the planned steps of all 32 layers of that model
+             * would move 9 % more bytes. */
             int64_t sets = n > 0 ? total / n * 6 : 0;
             if (sets < largest / 3 * 2) sets = largest / 3 * 2;
             if (ahead > sets) ahead = sets;
@@ -287,11 +295,12 @@ static int fill_request(ps_chunks *cs, const ps_trace *trace, request *r)
     return 0;
 }
 
-/* Returns the sub-code for an op whose chunks have no room. It differs if there are residents, because smaller
- * chunks then help more often. */
+/* Returns the sub-code of the error for an op whose chunks have no room. If there are residents, the sub-code
+ * differs, because smaller chunks then help more often. */
 static int op_sub(const request *r) { return r->resident_nbytes > 0 ? PS_SUB_OP_BESIDE_RESIDENTS : PS_SUB_OP_CHUNKS; }
 
-/* Raises the error for an op that fits on its tier, if the tier below has no room for chunks that move through it. */
+/* Raises the error for an op that fits on its tier, if the tier below has no room for the chunks that move through
+ * it. */
 static int below_failed(ps_chunks *cs, const ps_trace *trace, const request *r, const ps_use *u)
 {
     int t = u->tier + 1;
@@ -307,8 +316,7 @@ static int below_failed(ps_chunks *cs, const ps_trace *trace, const request *r, 
                         bytes_text(cs->tiers[t].budget).s, bytes_text(left).s, bytes_text(other).s, cs->tiers[t].name);
 }
 
-/* Raises the planner's error, with the names of tensors, chunks and tiers. bad: index of the use that was not
- * served. */
+/* Raises the error of the planner, with the names of tensors, chunks and tiers. bad: index of the use that failed. */
 static int plan_failed(ps_chunks *cs, const ps_trace *trace, const request *r, int32_t bad)
 {
     if (bad < 0 || bad >= r->in.n_uses) return PS_ENOMEM;
@@ -324,7 +332,8 @@ static int plan_failed(ps_chunks *cs, const ps_trace *trace, const request *r, i
     if (r->margin[u->tier] > 0) {
         int64_t spare = trace->spare[u->moment * PS_TIERS + u->tier];
         other += r->margin[u->tier];
-        if (at->budget - other - stay + spare < wanted) other -= spare;      /* else a chunk on its way has no room */
+        /* If this is not the case, the chunk has no room while it moves to its tier. */
+        if (at->budget - other - stay + spare < wanted) other -= spare;
     }
     int64_t left = at->budget - other - stay;
     char text[160], besides[120] = "";
@@ -341,7 +350,8 @@ static int plan_failed(ps_chunks *cs, const ps_trace *trace, const request *r, i
                         stay > 0 ? last_key(cs) : "");
 }
 
-/* Rejects residents that do not fit on tier 0 together with other tensors. The planner does not see residents. */
+/* Rejects a step whose residents do not fit on tier 0 together with other tensors. The planner cannot detect this,
+ * because it does not see residents. */
 static int check_residents(ps_chunks *cs, const ps_trace *trace, const request *r)
 {
     const tier *at = &cs->tiers[0];
@@ -394,7 +404,7 @@ static bool trace_fits(const ps_chunks *cs, const ps_trace *trace)
     return true;
 }
 
-/* Rejects a step whose chunks and other tensors need more than all budgets together. */
+/* Rejects a step whose chunks and other tensors together need more bytes than all budgets have. */
 static int check_total(ps_chunks *cs, const ps_trace *trace)
 {
     int64_t chunks = 0, room = 0, others = 0;
@@ -415,7 +425,7 @@ static int check_total(ps_chunks *cs, const ps_trace *trace)
                         cs->disk ? "" : ", set memory.disk");
 }
 
-/* Moves chunks down until the step's other tensors have room. */
+/* Moves chunks down until the other tensors of the step have room. */
 static int leave_room(ps_chunks *cs, const ps_trace *trace)
 {
     for (int t = cs->n_tiers - 1; t >= 0; t--) {
@@ -427,8 +437,8 @@ static int leave_room(ps_chunks *cs, const ps_trace *trace)
     return ps_chunks_settle(cs);
 }
 
-/* Rejects a step whose tensors outside chunks do not fit on a tier. Called last: if chunks are the reason, the
- * plan's error has more details. */
+/* Rejects a step whose tensors outside chunks do not fit on a tier. This check is last, because the planner's error
+ * has more details if chunks are the reason. */
 static int check_others(ps_chunks *cs, const ps_trace *trace)
 {
     for (int t = 0; t < cs->n_tiers; t++) {
@@ -478,11 +488,11 @@ void ps_chunks_step_end(ps_chunks *cs) { step_off(cs); }
 int ps_chunks_predict(ps_chunks *cs, const ps_trace *trace, ps_step_forecast *out)
 {
     if (!trace_fits(cs, trace)) return ps_fail(PS_ESTATE, "the trace is for chunks that no longer exist");
-    if (cs->n_tiers == 1) PS_TRY(check_total(cs, trace));   /* with one tier, no plan would find this */
+    if (cs->n_tiers == 1) PS_TRY(check_total(cs, trace));   /* if there is only one tier, no plan detects this */
     request r;
     ps_plan first, steady;
     int32_t bad = -1;
-    int64_t sources = 0;                                  /* bytes in sources, which need no space on the disk tier */
+    int64_t sources = 0;              /* size in bytes of chunks with a source, which need no space on the disk tier */
     for (int32_t i = 0; i < cs->n_chunks; i++)
         if (!cs->chunks[i].dead && cs->chunks[i].n_source) sources += cs->chunks[i].nbytes;
     *out = (ps_step_forecast){ .n_moments = trace->n_moments, .n_uses = trace->n_uses };
@@ -522,8 +532,8 @@ int ps_chunks_predict(ps_chunks *cs, const ps_trace *trace, ps_step_forecast *ou
 }
 
 /* -- a paused script ---------------------------------------------------------------------------------------------- */
-/* Returns the bytes by which the prompt of a paused script may exceed a tier's budget: 64 MiB, or a sixteenth of a
- * larger budget. */
+/* Returns the number of bytes by which the prompt of a paused script may exceed the budget of a tier. It is 64 MiB or
+ * a sixteenth of the budget, whichever is larger. */
 static int64_t reserve(int64_t budget) { return budget / 16 > 64 << 20 ? budget / 16 : 64 << 20; }
 
 void ps_chunks_suspend(ps_chunks *cs)
@@ -563,8 +573,8 @@ int ps_chunks_resume(ps_chunks *cs)
     return rc;
 }
 
-/* -- carrying out ------------------------------------------------------------------------------------------------- */
-/* Returns 0 if the move has begun or is not needed, and 1 if it cannot begin now. */
+/* -- performing the plan ------------------------------------------------------------------------------------------ */
+/* Returns 0 if the move has begun or is not necessary, and 1 if it cannot begin now. */
 static int begin_move(ps_chunks *cs, const ps_move *m)
 {
     chunk *c = chunk_at(cs, m->chunk);
@@ -574,21 +584,21 @@ static int begin_move(ps_chunks *cs, const ps_move *m)
     switch (m->kind) {
     case PS_MOVE_FETCH:
         if (has_copy(c, t)) return 0;
-        if (c->valid == 0) return 0;                     /* the pin creates the contents */
+        if (c->valid == 0) return 0;                     /* the pin will create the contents */
         if (has_copy(c, t + 1)) return begin_fetch(cs, c, t);
-        return m->need <= cs->now ? 0 : 1;               /* if due, skips it: the pin fetches c */
+        return m->need <= cs->now ? 0 : 1;               /* skips a move that is due, because the pin fetches c */
     case PS_MOVE_EVICT:
         return !c->slot[t] || c->pins > 0 ? 0 : begin_evict(cs, c, t);
     case PS_MOVE_DROP:
         if (!c->slot[t] || c->tier_pins[t] > 0) return 0;
         if (!has_copy(c, t) || (c->valid & ~(1u << t))) slot_drop(cs, c, t);
-        else return begin_evict(cs, c, t);               /* the last valid copy moves down instead */
+        else return begin_evict(cs, c, t);               /* moves the last valid copy down instead of dropping it */
         return 0;
     }
     return 0;
 }
 
-/* Begins the moves of level l in order, up to the first one that must wait. */
+/* Begins the moves of level l in their order, and stops at the first move that must wait. */
 static int advance_level(ps_chunks *cs, int l, bool *moved)
 {
     const ps_plan *p = &cs->plan;
@@ -625,25 +635,27 @@ int advance(ps_chunks *cs)
             PS_TRY(transfers_poll(cs, true, NULL));
             continue;
         }
-        for (int l = 0; l < PS_TIERS - 1; l++)           /* gives the plan up: from now on pins fetch */
+        for (int l = 0; l < PS_TIERS - 1; l++)           /* abandons the plan, so that pins fetch all chunks */
             cs->cursor[l] = cs->plan.n_moves[l];
     }
     return cs->n_back > 0 ? go_back(cs) : 0;
 }
 
-/* -- ahead of the plan ----------------------------------------------------------------------------------------------
- * A plan moves a chunk up only shortly before its next use. If there is room, two kinds of moves are made sooner. A
- * chunk that will next be used below moves down at once. A chunk that was updated below for the last time in this step
- * moves back up when no other chunk is moving up, so that the next step does not begin with all these copies. */
+/* -- ahead of the plan -------------------------------------------------------------------------------------------- */
+/* A plan moves a chunk up only shortly before its next use. If there is room, two kinds of moves are made earlier:
+ *   - A chunk whose next use is on the tier below moves down at once.
+ *   - A chunk that was updated below for the last time in this step moves back up when no other chunk is moving up.
+ *     Otherwise the next step would begin with all these copies. */
 static void leave_early(ps_chunks *cs, chunk *c, int t)
 {
     if (t + 1 >= cs->n_tiers || is_disk(cs, t + 1) || c->transfer || !has_copy(c, t)) return;
     if (cs->expected->uses[c->next_in_trace].tier <= t) return;
-    if (tier_room(cs, t + 1) >= cs->tiers[t].used) begin_evict(cs, c, t);      /* if this fails, the plan does it
-                                                                                * later */
+    /* If this eviction cannot begin, the plan evicts c later. */
+    if (tier_room(cs, t + 1) >= cs->tiers[t].used) begin_evict(cs, c, t);
 }
 
-/* Returns the fewest bytes that tier 0 will have free until the end of the plan, if only the plan's moves happen. */
+/* Returns the smallest number of bytes that tier 0 will have free until the end of the plan, if there are no other
+ * moves. */
 static int64_t room_to_stay(ps_chunks *cs)
 {
     int64_t room = tier_room(cs, 0), least;

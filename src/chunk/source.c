@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Sources (source.h): the threads that read parts of the user's files into chunks, and the chunks that have sources. */
+ * This file implements sources (source.h): the threads that read parts of the user's files into chunks, and the
+ * chunks that have sources. */
 #define _GNU_SOURCE
 #include <errno.h>
 #include <string.h>
@@ -13,45 +14,51 @@
 #include "chunk/impl.h"
 #include "mem/mem.h"
 
-enum { BLOCK = 1 << 20 };       /* number of bytes that are read or copied at once; a block fits in a core's cache */
-enum { THREADS = 2 };           /* one copies a block while the other one waits for the disk */
+/* The number of bytes that are read or copied at once. A block fits in a core's cache. */
+enum { BLOCK = 1 << 20 };
+enum { THREADS = 2 };           /* one thread copies a block while the other one waits for the disk */
 
 struct ps_source_job {
     const source_part *parts;
     int32_t n;
     char *dst;
     int64_t nbytes;
-    int32_t part, reading;      /* (lock) first part that is not wholly taken; number of threads that read */
-    int64_t at;                 /* (lock) bytes of that part that are taken */
-    bool done;                  /* (lock) */
+    /* (lock) protects the fields up to `done`.
+     * part: index of the first part that is not wholly taken
+     * reading: number of threads that are reading */
+    int32_t part, reading;
+    int64_t at;                 /* number of bytes of that part that are taken */
+    bool done;
     ps_source_job *next;
 };
 
-/* A thread reads one piece at a time: `nbytes` bytes of a part, from `at` on. If the part has two loans, the piece
- * consists of whole blocks. */
+/* A thread reads one piece at a time. A piece has `nbytes` bytes of a part, starting at byte `at` of the part. If the
+ * part has two loans, the piece consists of whole blocks. */
 typedef struct piece { const source_part *part; int64_t at, nbytes; } piece;
 
-/* The bytes of one loan in a piece: `nbytes` bytes from `at` on. */
+/* The bytes of one loan in a piece. The range has `nbytes` bytes, starting at byte `at` of the loan. */
 typedef struct range { const source_part *part; int i; int64_t at, nbytes; } range;
 
 typedef struct reader {
     struct ps_source *source;
     pthread_t thread;
-    char *room, *staging;       /* [BLOCK] for reads past the page cache, in `room`; NULL if there is no memory */
+    /* staging: [BLOCK] a buffer inside `room`, for reads that bypass the page cache; NULL if there is no memory for
+     * it */
+    char *room, *staging;
 } reader;
 
 struct ps_source {
     pthread_mutex_t lock;
     pthread_cond_t work, ended;
     bool stop;                  /* (lock) */
-    ps_source_job *first, *last;        /* (lock) queue of jobs with parts that no thread has taken */
+    ps_source_job *first, *last;        /* (lock) queue of the jobs that have parts that no thread has taken */
     int n_readers;
     reader readers[THREADS];
 };
 
 /* -- the threads --------------------------------------------------------------------------------------------------- */
-/* Advises the system about all pages that contain these n bytes. A loan maps whole pages of its own, so no other
- * bytes are affected. */
+/* Gives the system advice about all pages that contain these n bytes. A loan maps whole pages that no one else uses,
+ * so no other bytes are affected. */
 static void advise(const char *bytes, int64_t n, int advice)
 {
     uintptr_t page = (uintptr_t)sysconf(_SC_PAGESIZE), begin = (uintptr_t)bytes & ~(page - 1);
@@ -60,18 +67,18 @@ static void advise(const char *bytes, int64_t n, int advice)
 }
 
 #ifndef MADV_PAGEOUT
-#define MADV_PAGEOUT 21         /* since Linux 5.4; older systems return an error */
+#define MADV_PAGEOUT 21         /* exists since Linux 5.4; older systems return an error */
 #endif
 
-/* Copies n bytes of a range, from its byte `done` on, to their places in the part at dst. */
+/* Copies n bytes of a range to their places in the part at dst. The bytes start at byte `done` of the range. */
 static void put(const range *x, int64_t done, char *dst, const char *src, int64_t n)
 {
     ps_loans_copy(dst, &x->part->loans, x->i, x->at + done, src, n);
 }
 
-/* Reads a range past the page cache. A tensor of a safetensors file begins at any offset, so the aligned range around a
- * block is read into `staging`, and the block is copied. Returns the number of bytes that were read, which is less than
- * the range has if a read failed. */
+/* Reads a range with reads that bypass the page cache. The bytes of a tensor in a safetensors file can begin at any
+ * offset. Therefore the aligned range around a block is read into `staging`, and the block is copied from there.
+ * Returns the number of bytes that were read. It is smaller than the size of the range if a read failed. */
 static int64_t read_direct(const range *x, char *dst, char *staging)
 {
     int fd = x->part->file[x->i].fd;
@@ -88,9 +95,9 @@ static int64_t read_direct(const range *x, char *dst, char *staging)
     return x->nbytes;
 }
 
-/* Copies the bytes of a range, from its byte `begin` on, from the mapped file, and removes their pages from the process
- * at once, so that they do not count as its memory. If the user owns the file, also removes them from the page cache,
- * so that a large model does not push out other files. */
+/* Copies bytes of a range from the mapped file, starting at byte `begin` of the range. Removes their pages from the
+ * process at once, so that they do not count as memory of the process. If the user owns the file, also removes the
+ * pages from the page cache. Otherwise a large model would push other files out of the cache. */
 static void copy_mapped(const range *x, int64_t begin, char *dst)
 {
     const char *src = (const char *)x->part->loans.loan[x->i].bytes + x->at + begin;
@@ -102,7 +109,7 @@ static void copy_mapped(const range *x, int64_t begin, char *dst)
         put(x, begin + at, dst, src + at, n);
         int64_t done = rest > 0 ? n - page : n;                            /* the next block shares the last page */
         advise(src + at, done, MADV_PAGEOUT);
-        advise(src + at, done, MADV_DONTNEED);                             /* dirty pages were not paged out */
+        advise(src + at, done, MADV_DONTNEED);                             /* because MADV_PAGEOUT skips dirty pages */
     }
     advise(src, nbytes, MADV_DONTNEED);
 }
@@ -113,8 +120,8 @@ void source_copy(char *dst, const char *src, int64_t nbytes)
     copy_mapped(&(range){ &p, 0, 0, nbytes }, 0, dst);
 }
 
-/* Reads a piece of a part that begins at dst. Bytes that cannot be read past the page cache are copied from the mapped
- * pages, which report truncated files. */
+/* Reads a piece of a part that begins at dst. Bytes that cannot be read without the page cache are copied from the
+ * mapped pages, which also detect truncated files. */
 static void read_piece(const piece *x, char *dst, char *staging)
 {
     const ps_loans *loans = &x->part->loans;
@@ -127,8 +134,9 @@ static void read_piece(const piece *x, char *dst, char *staging)
     }
 }
 
-/* Returns the bytes of the next piece of a part from `at` on, if the part has more: those of a block that is read past
- * the page cache, whose end is aligned, or whole blocks of two loans, of which the aligned range fits in `staging`. */
+/* Returns the size in bytes of the next piece of a part, which starts at byte `at`. The part must have more bytes
+ * than this. For one loan, a piece is a block whose end is aligned in the file. For two loans, a piece has whole
+ * blocks of both loans, and the aligned range of each loan fits in `staging`. */
 static int64_t piece_nbytes(const source_part *p, int64_t at)
 {
     if (p->loans.n == 1) return BLOCK - (p->file[0].offset + at) % PS_DIRECT_ALIGN;
@@ -152,7 +160,7 @@ static piece take_piece(ps_source_job *job, bool direct)
     return x;
 }
 
-/* Zeroes the bytes before, between and after the parts. */
+/* Fills the bytes before, between and after the parts with zeros. */
 static void clear_gaps(const ps_source_job *job)
 {
     int64_t at = 0;
@@ -275,7 +283,7 @@ void source_drop(chunk *c)
     c->n_source = c->source_capacity = 0;
 }
 
-/* Returns true if c's source can get more parts: c has no contents outside the source. */
+/* Returns true if parts can be added to the source of c. This is the case if c has no contents outside its source. */
 static bool takes_parts(const ps_chunks *cs, const chunk *c)
 {
     if (!cs->disk || c->transfer || c->pins > 0 || c->extent >= 0) return false;
@@ -283,7 +291,7 @@ static bool takes_parts(const ps_chunks *cs, const chunk *c)
     return c->valid == (c->n_source ? 1u << (cs->n_tiers - 1) : 0);
 }
 
-/* Returns the index of the part of c's source that has exactly the bytes of m, or -1. */
+/* Returns the index of the part of c's source that has the same bytes as m, or -1. */
 static int32_t part_of(const chunk *c, const member *m)
 {
     for (int32_t i = 0; i < c->n_source; i++)
@@ -291,8 +299,8 @@ static int32_t part_of(const chunk *c, const member *m)
     return -1;
 }
 
-/* Moves the loans of s to *out. s has borrowed bytes, or is in a chunk with a source. Returns false if that is not
- * possible now. */
+/* Moves the loans of s to *out. s must have borrowed bytes, or be in a chunk that has a source. Returns false if that
+ * is not possible now. */
 static bool take_loans(ps_chunks *cs, ps_storage *s, ps_loans *out)
 {
     if (!ps_storage_is_of(s, &cs->base)) return ps_storage_take_loans(s, out);
@@ -301,7 +309,8 @@ static bool take_loans(ps_chunks *cs, ps_storage *s, ps_loans *out)
     if (i < 0 || from->transfer || from->pins > 0) return false;
     *out = from->source[i].loans;
     memmove(&from->source[i], &from->source[i + 1], (size_t)(--from->n_source - i) * sizeof *from->source);
-    if (from->n_source == 0) from->valid &= (uint8_t)~(1u << (cs->n_tiers - 1));   /* higher tiers may have copies */
+    /* Higher tiers may still have copies. */
+    if (from->n_source == 0) from->valid &= (uint8_t)~(1u << (cs->n_tiers - 1));
     return true;
 }
 

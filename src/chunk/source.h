@@ -1,33 +1,36 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Sources: chunks whose contents are in a mapped file of the user, such as frozen weights in a safetensors file.
- * Such a chunk counts as being on the disk tier, but has no extent there. It is read from its source and never
- * written. The first write to the chunk ends the source. Two threads read sources: past the page cache if the file
- * system allows it, and otherwise from the mapped pages. */
+ * A source provides the contents of a chunk from a mapped file of the user. An example is a chunk of frozen weights
+ * in a safetensors file. Such a chunk counts as being on the disk tier, but it has no extent there. It is read from
+ * its source and never written to it. The first write to the chunk ends the source. Two threads read sources. They
+ * bypass the page cache if the file system allows it, and read the mapped pages otherwise. */
 #ifndef PS_SOURCE_H
 #define PS_SOURCE_H
 #include <stdbool.h>
 #include <stdint.h>
 #include "mem/mem.h"
 
-/* A range of a chunk whose bytes come from loans. It begins at offset `at` of the chunk. */
+/* A range of a chunk whose bytes are borrowed through loans. The range begins at offset `at` of the chunk. */
 typedef struct source_part {
     int64_t at, nbytes;
     ps_loans loans;
     struct {
-        int fd;                               /* descriptor whose reads bypass the page cache, or -1 */
+        int fd;                               /* descriptor for reads that bypass the page cache, or -1 */
         int64_t offset;                       /* offset of the bytes in the file */
     } file[2];                                /* file[i] has the bytes of loans.loan[i] */
 } source_part;
 
-typedef struct ps_source ps_source;           /* the threads and their jobs */
+typedef struct ps_source ps_source;           /* the threads and their queue of jobs */
 typedef struct ps_source_job ps_source_job;
 
 int ps_source_open(ps_source **out);
-void ps_source_close(ps_source *source);      /* after all jobs were waited for; `source` may be NULL */
-/* Begins a job that fills `nbytes` at dst from parts. The parts are in order and do not overlap; bytes between them
- * become 0. parts and dst must stay valid until ps_source_wait. Fails if a lender's file has changed. */
+/* Must be called after all jobs were waited for. `source` may be NULL. */
+void ps_source_close(ps_source *source);
+/* Begins a job that fills `nbytes` bytes at dst from parts. The parts must be in order and must not overlap. The
+ * bytes between them become 0. `parts` and dst must stay valid until ps_source_wait. Fails if the file of a lender
+ * has changed. */
 int ps_source_read(ps_source *source, const source_part *parts, int32_t n, void *dst, int64_t nbytes,
                    ps_source_job **out);
-/* Returns 1 if the job has ended, and frees it. Returns 0 if it is still under way, only if block is false. */
+/* Returns 1 if the job has ended, and frees the job. Returns 0 if it is still in progress, which happens only if
+ * `block` is false. */
 int ps_source_wait(ps_source *source, ps_source_job *job, bool block);
 #endif

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Memory and copies of the chunk manager: allocates slots on each tier, copies between neighbouring tiers, and makes
- * room. A chunk has at most one copy under way. Slots and memory kept for reuse never exceed a tier's budget minus
- * its other tensors. A failed request may have moved chunks, but each still has its contents on some tier. */
+ * This file manages the memory and the copies of the chunk manager. It allocates slots on each tier, copies chunks
+ * between neighboring tiers, and makes room. A chunk has at most one copy in progress. Slots and memory that is kept
+ * for reuse never exceed the budget of a tier minus its other tensors. A request that fails may have moved chunks,
+ * but each chunk still has its contents on some tier. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -53,7 +54,7 @@ void record_tiers(ps_chunks *cs)
     }
 }
 
-/* Called after c got memory on tier t, freed it, or was copied there. */
+/* Called after c has got memory on tier t, has freed it, or was copied there. */
 static void record_chunk(ps_chunks *cs, const chunk *c, int what, int from, int t)
 {
     if (!ps_record_on()) return;
@@ -99,7 +100,8 @@ static void poison(void *p, int64_t nbytes) { memset(p, 0xA5, (size_t)nbytes); }
 
 static void region_free(tier *at, void *p, int64_t nbytes) { at->be->region_free(at->be, p, (size_t)nbytes); }
 
-/* Frees memory that is kept for reuse, until `until_room` bytes are free. INT64_MAX frees all of it. */
+/* Frees memory that is kept for reuse, until `until_room` bytes are free. If `until_room` is INT64_MAX, frees all of
+ * it. */
 void cache_clear(ps_chunks *cs, int t, int64_t until_room)
 {
     tier *at = &cs->tiers[t];
@@ -122,10 +124,10 @@ static void *cache_take(tier *at, int64_t nbytes)
     return NULL;
 }
 
-/* Makes a region for a slot from memory that is kept for reuse, since the system would clear the pages of new memory,
- * which can take longer than reading a chunk from the disk. Kept regions of another size lose their first bytes.
- * lacking: bytes of kept memory that must go to make room for the slot. Sets *fresh to the region's bytes without
- * memory. */
+/* Makes a region for a slot from memory that is kept for reuse. New memory would be slower, because the system clears
+ * its pages, which can take longer than reading a chunk from the disk. The kept regions have other sizes, and they
+ * lose their first bytes. lacking: number of bytes of kept memory that must be given up to make room for the slot.
+ * *fresh receives the number of bytes of the region that have no memory yet. */
 static int region_remake(tier *at, int64_t nbytes, int64_t lacking, void **out, int64_t *fresh)
 {
     PS_TRY(at->be->region_new(at->be, (size_t)nbytes, out));
@@ -140,7 +142,7 @@ static int region_remake(tier *at, int64_t nbytes, int64_t lacking, void **out, 
         last->p = (char *)last->p + moved;
         last->nbytes -= moved;
         at->cached_nbytes -= moved;
-        if (moved < n) break;                                    /* the system refuses */
+        if (moved < n) break;                                    /* the system refuses to move more pages */
         if (last->nbytes >= PS_MOVE_NBYTES) continue;
         if (last->nbytes > 0) region_free(at, last->p, last->nbytes);
         at->cached_nbytes -= last->nbytes;
@@ -169,7 +171,7 @@ void cache_forget(ps_chunks *cs, int64_t nbytes)
             region_free(&cs->tiers[t], p, nbytes);
 }
 
-/* Makes the plain manager return unused memory if that makes room for `nbytes`. Returns whether there is room. */
+/* Makes the plain manager return unused memory if that makes room for `nbytes` bytes. Returns true if there is room. */
 static bool trim(ps_chunks *cs, int t, int64_t nbytes)
 {
     const tier *at = &cs->tiers[t];
@@ -181,16 +183,16 @@ static bool trim(ps_chunks *cs, int t, int64_t nbytes)
     return tier_room(cs, t) >= nbytes;
 }
 
-/* Returns whether c's extent can be freed: its contents are stale, or `redundant` is set and a higher tier has them,
- * too. */
+/* Returns true if the extent of c can be freed. This is the case if its contents are stale. If `redundant` is set, it
+ * is also the case if a higher tier has the same contents. */
 static bool can_give_extent(const chunk *c, int disk, bool redundant)
 {
     if (c->dead || c->extent < 0 || c->transfer) return false;
     return !has_copy(c, disk) || (redundant && c->valid != 1u << disk);
 }
 
-/* Allocates an extent of the disk's file for c. If the file is full, frees stale extents, then those of chunks whose
- * contents are also on a higher tier. */
+/* Allocates an extent of the disk's file for c. If the file is full, first frees stale extents, and then the extents
+ * of chunks whose contents are also on a higher tier. */
 static int extent_take(ps_chunks *cs, chunk *c)
 {
     int disk = cs->n_tiers - 1, rc = ps_disk_extent_new(cs->disk, c->nbytes, &c->extent);
@@ -209,9 +211,9 @@ static int extent_take(ps_chunks *cs, chunk *c)
 
 enum { SPARE_NBYTES = 64 << 20, GRANT_NBYTES = SPARE_NBYTES / 4 };
 
-/* Returns whether the system has this much memory for tier t. On the host, spare memory must remain. Asking takes
- * longer than allocating a small slot, so one query serves several slots, which use at most a fraction of the spare
- * memory. */
+/* Returns true if the system has this number of bytes for tier t. On the host, some spare memory must remain free.
+ * Asking the system takes longer than allocating a small slot. Therefore one query serves several slots, and these
+ * use at most a fraction of the spare memory. */
 static bool system_has(tier *at, int64_t nbytes)
 {
     if (!at->be->is_host) return at->be->bytes_available(at->be) >= nbytes;
@@ -274,14 +276,14 @@ static transfer *transfer_new(ps_chunks *cs, chunk *c, int level, bool up)
     return x;
 }
 
-/* Starts to read a chunk from its source. The first such chunk creates the reading thread. */
+/* Starts to read a chunk from its source. The first call starts the threads that read sources. */
 static int read_source(ps_chunks *cs, const chunk *c, void *dst, ps_source_job **out)
 {
     if (!cs->source) PS_TRY(ps_source_open(&cs->source));
     return ps_source_read(cs->source, c->source, c->n_source, dst, c->nbytes, out);
 }
 
-/* Starts copy x, after copy `after` if it is not NULL. c has memory on both tiers. */
+/* Starts copy x. If `after` is not NULL, x begins after copy `after` has ended. c must have memory on both tiers. */
 static int transfer_start(ps_chunks *cs, transfer *x, ps_copy *after)
 {
     chunk *c = chunk_at(cs, x->chunk);
@@ -323,10 +325,10 @@ static int begin_behind(ps_chunks *cs, chunk *c, int level, bool up, ps_copy *af
 
 static int begin(ps_chunks *cs, chunk *c, int level, bool up) { return begin_behind(cs, c, level, up, NULL); }
 
-/* Begins to fetch c into the memory of a chunk that is still being evicted, so that both directions stay busy while
- * the caller computes. c is then that chunk's heir. The copy engine starts the fetch when the copy down has ended.
+/* Begins to fetch c into the memory of a chunk that is still being evicted. Both directions then stay busy while the
+ * caller computes. c is the heir of the evicted chunk. The copy engine starts the fetch when the copy down has ended.
  * transfers_poll then gives the memory to c, or leaves it to the evicted chunk if the copy down failed. Returns 1 if
- * no chunk of c's size is being evicted. */
+ * no chunk of the same size as c is being evicted. */
 static int begin_fetch_behind(ps_chunks *cs, chunk *c, int t)
 {
     transfer *x = cs->transfers;
@@ -369,7 +371,8 @@ int begin_evict(ps_chunks *cs, chunk *c, int t)
     return rc;
 }
 
-/* Completes a copy that ended with `rc`: updates slots and valid copies, which do not change while copies run. */
+/* Completes a copy that ended with result `rc`. Updates the slots and the valid copies, which do not change while
+ * copies run. */
 static void transfer_end(ps_chunks *cs, transfer *x, int rc)
 {
     chunk *c = chunk_at(cs, x->chunk);
@@ -378,7 +381,7 @@ static void transfer_end(ps_chunks *cs, transfer *x, int rc)
     c->transfer = NULL;
     if (heir) heir->transfer->behind = false;
     if (rc < 0) {
-        if (heir) heir->slot[t] = NULL;                   /* the evicted chunk keeps it; the heir's copy fails */
+        if (heir) heir->slot[t] = NULL;             /* the evicted chunk keeps the memory, and the heir's copy fails */
         if (x->up) slot_drop(cs, c, t);
         else if (!is_disk(cs, t + 1)) slot_drop(cs, c, t + 1);
         return;
@@ -389,7 +392,7 @@ static void transfer_end(ps_chunks *cs, transfer *x, int rc)
     } else {
         c->valid |= (uint8_t)(1u << (t + 1));
         cs->tiers[t].bytes_down += c->nbytes;
-        if (heir) {                                       /* the heir owns the memory, so `used` does not change */
+        if (heir) {                                       /* the heir now owns the memory, so `used` does not change */
             c->slot[t] = NULL;
             c->valid &= (uint8_t)~(1u << t);
         } else if (c->tier_pins[t] == 0 && !(c->resident && t == 0)) {
@@ -400,7 +403,7 @@ static void transfer_end(ps_chunks *cs, transfer *x, int rc)
     record_chunk(cs, c, PS_CHUNK_MOVE, from, to);
     ps_record_event e = { .kind = PS_REC_COPY, .name = !x->up, .begin_ns = x->began_ns, .id = c->id,
                           .bytes = c->nbytes, .from = (uint8_t)from, .to = (uint8_t)to };
-    const int64_t *ran = cs->tiers[t].be->copied_ns;     /* by the device's clock, if it has times */
+    const int64_t *ran = cs->tiers[t].be->copied_ns;     /* times by the device's clock, if it has any */
     if (x->copy && x->began_ns && ran[0]) e.begin_ns = ran[0], e.end_ns = ran[1];
     ps_record_end(e);
 }
@@ -463,7 +466,7 @@ int fail_no_room(ps_chunks *cs, int t, const chunk *c, int64_t nbytes)
                             "set memory.%s and memory.disk so that chunks can move out",
                             c ? "chunk " : "", c ? text : "a tensor", bytes_text(nbytes).s, at->name,
                             bytes_text(at->used).s, at->name);
-    if (!is_disk(cs, t) && tier_room(cs, t) >= nbytes)      /* the machine has no room */
+    if (!is_disk(cs, t) && tier_room(cs, t) >= nbytes)      /* the budget has room, but the machine has none */
         return ps_fail_room(PS_ENOMEM, PS_SUB_NONE, t, nbytes, at->be->bytes_available(at->be),
                             "%s%s: %s wanted on tier %s, whose budget of %s has room for it, but only %s "
                             "are left %s%s; free some memory, or set memory.%s lower, so that chunks move out earlier",
@@ -493,11 +496,11 @@ int fail_no_room(ps_chunks *cs, int t, const chunk *c, int64_t nbytes)
                         !last && below[0] && is_disk(cs, t + 1) ? ".limit" : "");
 }
 
-/* A moment after all known uses, small enough that a double still represents halves (pick adds 0.5). */
+/* A moment after all known uses. It is small enough that a double can still represent halves, because pick adds 0.5. */
 static const int64_t NO_USE_KNOWN = 1000000000000000;
 
-/* Returns the policy's rank of a chunk when there is no plan. Chunks whose next use is unknown are assumed to be
- * used after all others, the least recently used one last. */
+/* Returns the policy's rank of a chunk when there is no plan. Chunks whose next use is unknown are assumed to be used
+ * after all others. Among these, the least recently used chunk is assumed to be used last. */
 static double rank_of(ps_chunks *cs, const chunk *c)
 {
     int64_t next = next_use_of(cs, c);
@@ -520,14 +523,15 @@ static bool doubled(const chunk *c, int t, const chunk *keep)
     return t > 0 && !c->dead && c != keep && c->slot[t] && c->tier_pins[t] == 0 && !c->transfer && has_copy(c, t - 1);
 }
 
-/* Returns true if c can leave tier t without a copy: a lower tier has its contents, or its slot here has none. */
+/* Returns true if c can leave tier t without a copy. This is the case if a lower tier has its contents, or if its
+ * slot on tier t has no contents. */
 static bool has_lower(const ps_chunks *cs, const chunk *c, int t)
 {
     for (int lower = t + 1; lower < cs->n_tiers; lower++) if (has_copy(c, lower)) return true;
     return !has_copy(c, t);
 }
 
-/* Returns true if `nbytes` can be freed on tier t, by counting the chunks that could move to other tiers. */
+/* Returns true if `nbytes` bytes can be freed on tier t. Counts the chunks that could move to other tiers. */
 static bool can_free(ps_chunks *cs, int t, int64_t nbytes, const chunk *keep)
 {
     int64_t room = tier_room(cs, t), down = 0;
@@ -573,7 +577,7 @@ static chunk *pick(ps_chunks *cs, int t, const chunk *keep)
     return best;
 }
 
-/* Returns the bytes that copies under way will free on tier t. */
+/* Returns the number of bytes that copies in progress will free on tier t. */
 static int64_t coming(const ps_chunks *cs, int t)
 {
     int64_t sum = 0;
@@ -582,8 +586,8 @@ static int64_t coming(const ps_chunks *cs, int t)
     return sum;
 }
 
-/* Makes room on tier t, the last one. First drops copies that tier t - 1 also has, those of residents first. Then
- * moves chunks up, highest rank first, while there is room above. */
+/* Makes room on tier t, which is the last tier. First drops copies of chunks that tier t - 1 also has, starting with
+ * those of residents. Then moves chunks up while there is room above, starting with the highest rank. */
 static int yield_up(ps_chunks *cs, int t, int64_t nbytes, const chunk *keep)
 {
     for (int others = 0; others < 2; others++)
@@ -621,7 +625,7 @@ int make_room(ps_chunks *cs, int t, int64_t nbytes, const chunk *keep)
     if (tier_room(cs, t) >= nbytes) return 0;
     if (!can_free(cs, t, nbytes, keep)) return fail_no_room(cs, t, keep, nbytes);
     if (only_up(cs, t)) PS_TRY(yield_up(cs, t, nbytes, keep));
-    ps_error_kept full = { 0 };                           /* the error of a lower tier without room */
+    ps_error_kept full = { 0 };                           /* the error of a lower tier that has no room */
     while (tier_room(cs, t) + coming(cs, t) < nbytes) {
         chunk *c = pick(cs, t, keep);
         if (!c) break;
@@ -636,7 +640,7 @@ int make_room(ps_chunks *cs, int t, int64_t nbytes, const chunk *keep)
         if (rc != 0) break;
         if (!c->transfer && tier_room(cs, t) <= before) break;
     }
-    /* pick skips chunks that are pinned. Their copies on this tier can be dropped if tier t - 1 also has them. */
+    /* pick skips pinned chunks. Their copies on this tier can be dropped if tier t - 1 also has copies. */
     for (int32_t i = 0; i < cs->n_chunks && tier_room(cs, t) + coming(cs, t) < nbytes; i++) {
         chunk *c = chunk_at(cs, i);
         if (c->pins > 0 && doubled(c, t, keep)) slot_drop(cs, c, t);
@@ -656,7 +660,7 @@ static int take_or_make(ps_chunks *cs, chunk *c, int t)
     return rc == 1 ? fail_no_room(cs, t, c, c->nbytes) : rc;
 }
 
-/* Fills a slot with zeros. Uses the backend if the host may be unable to access the memory. */
+/* Fills a slot with zeros. Uses the backend if the host cannot access the memory. */
 static int clear_slot(const tier *at, char *p, int64_t nbytes)
 {
     static const char zeros[64 << 10];
@@ -681,7 +685,7 @@ int bring(ps_chunks *cs, chunk *c, int t)
             PS_TRY(transfers_poll(cs, true, c));
             continue;
         }
-        if (c->valid == 0) {                              /* no contents yet: reads as zeros */
+        if (c->valid == 0) {                              /* there are no contents yet, so the chunk reads as zeros */
             PS_TRY(take_or_make(cs, c, t));
             int rc = c->ended ? 0 : clear_slot(&cs->tiers[t], c->slot[t], c->nbytes);
             if (rc < 0) {
@@ -693,9 +697,9 @@ int bring(ps_chunks *cs, chunk *c, int t)
         }
         int from = 0;
         cs->stats.unplanned++;
-        while (!has_copy(c, from)) from++;                /* the fastest tier with the contents */
+        while (!has_copy(c, from)) from++;                /* finds the fastest tier that has the contents */
         int rc;
-        if (from < t) {                                   /* one tier at a time */
+        if (from < t) {                                   /* each copy moves the chunk by one tier */
             PS_TRY(take_or_make(cs, c, from + 1));
             rc = begin(cs, c, from, false);
         } else {
@@ -708,7 +712,8 @@ int bring(ps_chunks *cs, chunk *c, int t)
         if (rc < 0) return rc;
         PS_TRY(transfers_poll(cs, true, c));
     }
-    if (c->transfer) PS_TRY(transfers_poll(cs, true, c)); /* ends c's eviction, which is now pointless */
+    /* The eviction of c is now pointless. Waits until it has ended. */
+    if (c->transfer) PS_TRY(transfers_poll(cs, true, c));
     return has_copy(c, t) ? 0 : bring(cs, c, t);
 }
 
