@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Trains parameters that live in chunks: stores their gradients during backward, then updates them. The tape calls
- * this file through ps_hooks. It asks where to write a gradient, and reports when a gradient is complete. Results
- * equal those of the plain optimizer bit for bit. */
+ * This file trains parameters that are in chunks. It stores their gradients during backward, and then updates the
+ * parameters. The tape calls this file through ps_hooks. The tape asks where to write a gradient, and reports when a
+ * gradient is complete. The results are identical to those of the plain optimizer, bit for bit. */
 #include "engine/engine.h"
 #include <string.h>
 #include "base/alloc.h"
@@ -78,7 +78,8 @@ int engine_store(ps_engine *e, param_rec *r, bool slot, bool squares)
     if (squares) PS_TRY(square_place(e, r, which, &all[1]));
     int rc = engine_run(e->ctx, PS_OP_grad_store, &attrs, 1, &grad, all);
     if (all[1]) ps_tensor_release(all[1]);
-    if (slot) set_taken(r, true);                  /* even on failure: the op may have overwritten the value */
+    /* Marks the slot even if the op failed, because the op may have overwritten the value. */
+    if (slot) set_taken(r, true);
     PS_TRY(rc);
     r->square = 0;
     r->squared = squares;
@@ -90,11 +91,11 @@ int engine_store(ps_engine *e, param_rec *r, bool slot, bool squares)
 
 static int update_unit(ps_engine *e, int32_t unit);
 
-/* Number of complete units that wait for their update while backward runs. Meanwhile the oldest ones' gradients are
- * copied from the device. */
+/* While backward runs, up to this number of complete units wait for their update. Meanwhile the gradients of the oldest
+ * units are copied from the device. */
 enum { LAG = 2 };
 
-/* Updates the units whose gradients are complete, oldest first, except the last `keep` ones. */
+/* Updates the units whose gradients are complete, starting with the oldest, until only `keep` units are left. */
 static int update_pending(ps_engine *e, int32_t keep)
 {
     while (e->n_pending > keep) {
@@ -116,14 +117,15 @@ int engine_unit_ready(ps_engine *e, int32_t unit)
     return update_pending(e, e->device == e->host ? 0 : LAG);
 }
 
-/* Returns whether gradients are summed over the ranks after every micro-batch. Then only their owners keep the sums. */
+/* Returns true if gradients are summed over the ranks after every micro-batch. In this case only the owner of a
+ * parameter keeps the sum. */
 static bool reduces_every_time(const ps_engine *e)
 {
     return e->zero && e->zero->stage >= 2 && !e->zero->once && e->n_params > 0 && e->params[0].place;
 }
 
-/* Returns whether engine_store should also compute the sum of squares. This holds for the last backward of a step
- * with a norm, because no later backward adds to the gradients. */
+/* Returns true if engine_store should also compute the sum of squares. This is the case in the last backward of a
+ * step that has a norm, because no later backward adds to the gradients. */
 static bool squares_now(const ps_engine *e) { return e->step->measures && ps_step_is_last(e->step); }
 
 int engine_make_final(ps_engine *e, param_rec *r)
@@ -146,13 +148,13 @@ static int grad_final(ps_ctx *ctx, ps_tensor *leaf)
 {
     ps_engine *e = ctx->engine.open;
     param_rec *r = leaf->managed;
-    if (r->vstage != e->step->is.now.vstage) r->waits = true;      /* another virtual stage uses it, too */
+    if (r->vstage != e->step->is.now.vstage) r->waits = true;      /* another virtual stage also uses it */
     if (r->vstage != e->step->is.now.vstage || e->step->is.now.kind == PS_ACT_INPUT || !leaf->grad_) return 0;
     if (!ps_step_is_last(e->step) && !reduces_every_time(e)) return 0;
     return engine_make_final(e, r);
 }
 
-/* Marks the gradients of a virtual stage as not final. If vstage is -1, marks those of all virtual stages. */
+/* Marks the gradients of a virtual stage as not final. If vstage is -1, this applies to all virtual stages. */
 static void none_final(ps_engine *e, int32_t vstage)
 {
     for (int32_t i = 0; i < e->n_params; i++)
@@ -164,8 +166,8 @@ static void none_final(ps_engine *e, int32_t vstage)
     }
 }
 
-/* Called when the parameters' memory holds values again instead of gradients. All ranks may then read and gather
- * them. */
+/* Called when the memory of the parameters contains values again instead of gradients. All ranks may then read and
+ * gather the parameters. */
 static void values_back(ps_engine *e)
 {
     for (int32_t i = 0; i < e->n_params; i++) if (!e->params[i].owned) set_taken(&e->params[i], false);
@@ -200,8 +202,8 @@ int engine_within(const ps_engine *e, int kind, const char *what)
 
 /* -- updates ------------------------------------------------------------------------------------------------------ */
 
-/* Returns an error if the parameter has too few or too many optimizer states for the group's op. Without this check
- * a script could switch to settings that need other states. */
+/* Returns an error if the number of the parameter's optimizer states does not match the op of its group. Without this
+ * check, a script could switch to settings that need other states. */
 static int check_states(const ps_update_group *g, const param_rec *r)
 {
     if (r->n_states >= g->n_needed && r->n_states <= g->n_states) return 0;
@@ -211,7 +213,8 @@ static int check_states(const ps_update_group *g, const param_rec *r)
 
 static int per_call(const ps_update_group *g) { return PS_MAX_IN / (3 + g->n_states); }
 
-/* Updates parameters of one group with one op. All must have the same number of updates so far and the same scale. */
+/* Updates n parameters of one group with one op. All of them must have the same number of updates so far, and the
+ * same scale. */
 static int run_update(ps_engine *e, param_rec *const *list, int n, bool host)
 {
     ps_tensor *in[PS_MAX_IN], *moved[PS_MAX_IN] = { NULL }, *all[PS_MAX_OUT] = { NULL };
@@ -253,14 +256,15 @@ static int run_update(ps_engine *e, param_rec *const *list, int n, bool host)
     return rc;
 }
 
-/* Returns whether a parameter is updated on the host: its unit is placed there, or ops use the parameter there. */
+/* Returns true if a parameter is updated on the host. This is the case if its unit is placed there, or if ops use the
+ * parameter there. */
 static bool updates_on_host(const ps_engine *e, const unit_rec *u, const param_rec *r)
 {
     return r->host[0] && (!u->on_device || r->param->device_ == e->host);
 }
 
-/* Called after a unit's update. If no gradients are left, discards the contents of the unit's gradient chunk, so
- * that the chunk is not moved. */
+/* Called after the update of a unit. If no gradients of the unit are left, discards the contents of its gradient
+ * chunk. The chunk is then not moved. */
 static int gradients_end(ps_engine *e, int32_t unit)
 {
     int32_t chunk = e->units[unit].grad_chunk;
@@ -318,7 +322,8 @@ int ps_engine_update(ps_ctx *ctx)
     return 0;
 }
 
-/* Restores a parameter's value from its master. Until then its memory holds the gradient, or undefined bytes. */
+/* Restores a parameter's value from its master. Until then, the memory of the parameter contains the gradient or
+ * undefined bytes. */
 static int restore(ps_engine *e, param_rec *r)
 {
     bool host = r->host[0] != NULL;
@@ -331,7 +336,7 @@ static int restore(ps_engine *e, param_rec *r)
     return rc;
 }
 
-/* -- for ZeRO ------------------------------------------------------------------------------------------------------ */
+/* -- functions for ZeRO -------------------------------------------------------------------------------------------- */
 int engine_base_get(ps_ctx *ctx, engine_base *out)
 {
     ps_engine *e = NULL;
@@ -399,8 +404,10 @@ int engine_unit_reduced(ps_engine *e, int32_t unit)
     param_rec *r;
     bool mine = false;
     for (int32_t i = 0; (r = unit_param(e, unit, i)); i++) {
-        if (!r->owned) {                                  /* with a gradient: stays taken until values_back */
-            if (!r->param->grad_) set_taken(r, false);    /* without: the owner restores the value now */
+        /* If this parameter has a gradient, it stays marked as taken until values_back. Otherwise its owner restores
+         * the value now. */
+        if (!r->owned) {
+            if (!r->param->grad_) set_taken(r, false);
             PS_TRY(drop_grad(r));
             continue;
         }
@@ -411,7 +418,7 @@ int engine_unit_reduced(ps_engine *e, int32_t unit)
     return mine && ps_step_is_last(e->step) ? engine_unit_ready(e, unit) : 0;
 }
 
-/* -- giving gradients up ------------------------------------------------------------------------------------------ */
+/* -- discarding gradients ----------------------------------------------------------------------------------------- */
 int ps_engine_drop_grads(ps_ctx *ctx)
 {
     ps_engine *e = NULL;
@@ -422,7 +429,8 @@ int ps_engine_drop_grads(ps_ctx *ctx)
 int engine_drop_grads(ps_engine *e)
 {
     int result = 0;
-    if (e->zero) values_back(e);                         /* other ranks' parameters: their owners restore them */
+    /* Includes parameters of other ranks. Their owners restore the values. */
+    if (e->zero) values_back(e);
     for (int32_t i = 0; i < e->n_params; i++) {
         param_rec *r = &e->params[i];
         if (r->in_slot) {
@@ -498,7 +506,8 @@ static int take_param(ps_engine *e, param_rec *r, const ps_param *p)
     ps_tensor *own[] = { r->param, r->master, r->place };
     for (int k = 0; k < 3; k++) if (own[k]) ps_tensor_retain(own[k]);
     r->owned = r->master != NULL;
-    bool apart = r->master && r->master->dtype_ == PS_U8;     /* stores remainders, so it needs the value */
+    /* A master of this type contains only the remainders of the values, so the update also needs the values. */
+    bool apart = r->master && r->master->dtype_ == PS_U8;
     if (r->param->dtype_ != PS_F32 && p->tie != PS_TIE_USE && !apart) {
         PS_TRY(slot_view(r->param, &r->slot));
         PS_TRY(slot_view(r->host[0], &r->host_slot));
@@ -622,7 +631,7 @@ int ps_engine_params(ps_ctx *ctx, int n, const ps_param *params, int n_units, in
                        "stage", unit, other, vstage);
     }
     for (int u = 0; u < n_units; u++) e->first[u + 1] += e->first[u];
-    for (int i = 0; i < n; i++) {                         /* counting sort; new_step resets n_final */
+    for (int i = 0; i < n; i++) {                     /* a counting sort by unit; new_step resets n_final afterwards */
         int32_t u = e->params[i].unit;
         if (u >= 0) e->order[e->first[u] + e->units[u].n_final++] = i;
         if (e->params[i].tie != PS_TIE_USE) e->params[i].param->managed = &e->params[i];
@@ -633,7 +642,7 @@ int ps_engine_params(ps_ctx *ctx, int n, const ps_param *params, int n_units, in
     int rc = ties_find(e);
     if (rc == 0) rc = partial_make(e);
     if (rc < 0) release_params(e);
-    else ps_chunks_trim(e->chunks);                       /* the layout is complete: frees unused memory */
+    else ps_chunks_trim(e->chunks);                       /* frees unused memory, because the layout is complete */
     return rc;
 }
 
@@ -728,7 +737,7 @@ static void engine_free(ps_engine *e)
     ps_chunks_close(e->chunks);
     trace_free(e);
     ps_free(e);
-    step_give_back(step);                  /* last, because the calls above use the step */
+    step_give_back(step);                  /* must be last, because the calls above use the step */
 }
 
 void ps_engine_close(ps_ctx *ctx)

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Tells scripts about chunks, tiers, and time spent waiting for copies. */
+ * This file provides scripts with information about chunks, tiers, and the time spent waiting for copies. */
 #include "base/error.h"
 #include "engine/engine.h"
 

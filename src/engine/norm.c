@@ -1,19 +1,20 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The norm of all gradients. The squares of each parameter are summed first. These sums are then added in the order
- * of the model (ps_param.number), which does not depend on ranks or virtual stages. So a model that is split into
- * virtual stages has the same norm, bit for bit. */
+ * This file computes the norm of all gradients. It first sums the squares of each parameter. It then adds these sums
+ * in the order of the model (ps_param.number), which does not depend on ranks or virtual stages. A model that is
+ * split into virtual stages therefore has the same norm, bit for bit. */
 #include <string.h>
 #include "base/error.h"
 #include "engine/engine.h"
 
-/* Reads each device's sums of squares with one copy, so that the host waits for the device only once. */
+/* Reads the sums of squares of each device with one copy, so that the host waits for the device only once. */
 static int read_squares(ps_engine *e)
 {
     for (int which = 0; which < 2; which++) {
         bool any = false;
         for (int32_t i = 0; i < e->n_params; i++) any = any || e->params[i].unread == 1 + which;
         if (!any) continue;
-        if (ps_tensor_has_data(e->sums[which]))            /* a simulated machine has no data; its sums are zeros */
+        /* A simulated machine has no data. Its sums are zeros. */
+        if (ps_tensor_has_data(e->sums[which]))
             PS_TRY(ps_tensor_read(e->sums[which], e->squares, e->n_params * (int64_t)sizeof *e->squares));
         for (int32_t i = 0; i < e->n_params; i++) {
             param_rec *r = &e->params[i];
@@ -25,7 +26,7 @@ static int read_squares(ps_engine *e)
     return 0;
 }
 
-/* Gives every rank the sums of squares of all parameters. */
+/* Sends the sums of squares of all parameters to every rank. */
 static int share_squares(ps_engine *e)
 {
     if (!e->zero || e->step->dry) return 0;
@@ -35,11 +36,12 @@ static int share_squares(ps_engine *e)
     return 0;
 }
 
-/* Adds up the sums of squares of each parameter's shards on the tensor-parallel ranks. */
+/* For each parameter, adds the sums of squares of its shards on the tensor-parallel ranks. */
 static int add_pieces(ps_engine *e)
 {
     if (!e->tp) return 0;
-    if (e->step->dry) return e->tp->table->sum(e->tp, e->squares, e->n_params);        /* only recorded */
+    /* A dry run only records the call. */
+    if (e->step->dry) return e->tp->table->sum(e->tp, e->squares, e->n_params);
     for (int32_t i = 0; i < e->n_params; i++)
         e->squares[i] = e->params[i].tp == PS_TP_SPLIT || e->tp->rank == 0 ? e->params[i].square : 0;
     PS_TRY(e->tp->table->sum(e->tp, e->squares, e->n_params));
@@ -47,7 +49,7 @@ static int add_pieces(ps_engine *e)
     return 0;
 }
 
-/* Fills by_number with the sums of squares of all stages' parameters. Shared parameters are counted once. */
+/* Fills by_number with the sums of squares of the parameters of all stages. Shared parameters are counted once. */
 static int of_all_stages(ps_engine *e)
 {
     memset(e->by_number, 0, sizeof *e->by_number * (size_t)e->n_numbers);
@@ -59,7 +61,8 @@ static int of_all_stages(ps_engine *e)
     return e->pipe_ranks && !e->step->dry ? e->pipe_ranks->table->sum(e->pipe_ranks, e->by_number, e->n_numbers) : 0;
 }
 
-/* Returns whether the squares must be summed now: they were not in backward, or a script has written the gradient. */
+/* Returns true if the squares must be summed now. This is the case if backward has not summed them, or if a script
+ * has written to the gradient since then. */
 static bool needs_squares(const param_rec *r)
 {
     return r->param->grad_ && (!r->squared || r->version != r->param->grad_->storage->version);

@@ -1,16 +1,16 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Sums gradients over the tensor-parallel ranks. This concerns norm weights and biases (PS_TP_PARTIAL): each rank
- * applies them only to its own rows, so it has only an addend of the gradient.
+ * This file sums gradients over the tensor-parallel ranks. It handles weights of norms and biases (PS_TP_PARTIAL).
+ * Each rank applies these parameters only to its own rows, so each rank has only an addend of their gradient.
  *
- * All addends are copied to one fp32 tensor, summed in one exchange per step, and copied back. A half type is
- * therefore rounded only once, and all ranks get the same bits. The exchange follows the sum over the batch, and
- * comes before the norm and the update. If parameters wait for other virtual stages (ties.c), the exchange waits for
- * them, too. */
+ * All addends are copied to one fp32 tensor, summed in one exchange per step, and copied back. Therefore a gradient
+ * of a half type is rounded only once, and all ranks get identical bits. The exchange runs after the sum over the
+ * batch, and before the norm and the update. If parameters wait for other virtual stages (ties.c), the exchange waits
+ * for them, too. */
 #include "base/alloc.h"
 #include "base/error.h"
 #include "engine/engine.h"
 
-enum { ALIGNED = 16 };            /* in elements; an addend begins at a multiple of this */
+enum { ALIGNED = 16 };            /* each addend begins at a multiple of this number of elements */
 
 bool partial_waits(const param_rec *r) { return r->tp == PS_TP_PARTIAL && !r->summed; }
 
@@ -60,7 +60,7 @@ void partial_free(ps_engine *e)
     e->partial = (partial_rec){ .n = 0 };
 }
 
-/* Copies a gradient, which may be on the host even if the device computes (ps_engine_set_device). */
+/* Copies a gradient. The gradient may be on the host even if ops run on a device, because of ps_engine_set_device. */
 static int copy(ps_engine *e, ps_tensor *to, ps_tensor *from)
 {
     ps_tensor *moved = NULL, *all[PS_MAX_OUT] = { NULL };
@@ -86,8 +86,8 @@ static int fill(ps_engine *e)
     return ps_tensor_write(e->partial.marks, e->partial.values, k * (int64_t)sizeof *e->partial.values);
 }
 
-/* Checks, for each parameter, that either all ranks or none have a gradient. All ranks report the same first
- * difference. */
+/* Checks for each parameter that either all ranks or no rank have a gradient. All ranks report the same first
+ * parameter for which this is not true. */
 static int check_marks(ps_engine *e)
 {
     int32_t k = 0;
@@ -115,7 +115,7 @@ static int exchange(ps_engine *e)
 int partial_sum(ps_engine *e)
 {
     if (e->partial.n == 0) return 0;
-    if (!e->partial.exchanged) PS_TRY(exchange(e));       /* not again after a later failure */
+    if (!e->partial.exchanged) PS_TRY(exchange(e));       /* the exchange is not repeated if a later part fails */
     e->partial.exchanged = true;
     for (int32_t i = 0; i < e->n_params; i++) {
         param_rec *r = &e->params[i];

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Measures how fast this machine runs Adam and copies. The plan uses these rates to decide where Adam runs. A trial
- * runs the kernels and copies of a real step, but in memory of its own. Only lua/ps/engine/plan/rates.lua calls this
- * file, between steps. */
+ * This file measures how fast this machine runs Adam and how fast it copies. The plan uses these rates to decide
+ * where Adam runs. A trial runs the same kernels and copies as a real step, but in its own memory. Only
+ * lua/ps/engine/plan/rates.lua calls this file. It does so between steps. */
 #include <string.h>
 #include <time.h>
 #include "base/alloc.h"
@@ -13,14 +13,16 @@ static const int64_t most_numel = (int64_t)32 << 20, least_numel = 16 << 10;
 static const int64_t most_copy = (int64_t)4 << 20, least_copy = 64 << 10;
 static const double few_seconds = 0.004, poll_seconds = 20e-6;
 
-/* Memory of a trial on the device or on the host: `numel` bf16 parameters with fp32 masters and averages, and one
- * copy buffer per direction. The gradients share the memory of the parameters. */
+/* The memory of a trial on the device or on the host. It has `numel` bf16 parameters with fp32 masters and averages,
+ * and one copy buffer for each direction. The gradients share the memory of the parameters. */
 typedef struct side {
     ps_backend *be;
-    void *state, *buffer[2];          /* regions; buffer[to_device] */
+    /* state: memory region of the parameters, masters and averages
+     * buffer: [to_device] memory region of the copy buffer for each direction */
+    void *state, *buffer[2];
     size_t state_nbytes;
     char *stream[STREAMS];
-    int64_t numel, copy;              /* number of parameters; bytes of a copy buffer */
+    int64_t numel, copy;              /* number of parameters; size in bytes of a copy buffer */
 } side;
 
 static size_t stream_nbytes(int64_t numel, int k) { return (size_t)numel * (k == 0 ? 2 : 4); }
@@ -47,7 +49,7 @@ static ps_view view_of(void *data, int dtype, int64_t numel)
 
 static int update(const side *s, int64_t first, int64_t numel)
 {
-    static const int stream_of[5] = { 0, 1, 0, 2, 3 };       /* param, master, grad, m, v */
+    static const int stream_of[5] = { 0, 1, 0, 2, 3 };       /* index of the memory of param, master, grad, m and v */
     ps_attrs_adam_ attrs = { .adamw = 1, .lr = 1e-3, .beta1 = 0.9, .beta2 = 0.999, .eps = 1e-8, .weight_decay = 0.01,
                              .grad_scale = 1, .bias1 = 0.1, .bias2 = 0.001 };
     ps_view in[5];
@@ -93,10 +95,10 @@ static int side_new(side *s, ps_backend *be, int64_t numel, int64_t copy)
     return clear(s);
 }
 
-/* -- copies -------------------------------------------------------------------------------------------------------- */
+/* -- measuring copies ---------------------------------------------------------------------------------------------- */
 typedef struct lanes {
     const side *device, *host;
-    ps_copy *copy[2][COPIES];         /* [to_device] copies under way, oldest first */
+    ps_copy *copy[2][COPIES];         /* [to_device] copies in progress, oldest first */
     int begun[2], ended[2];
 } lanes;
 
@@ -111,13 +113,14 @@ static int lane_begin(lanes *l, int up, int n)
     return 0;
 }
 
-/* Frees the copies of one direction that have ended, or waits for all if `block`. Returns 1 if none is left, else 0. */
+/* Frees the copies of one direction that have ended. If `block` is set, waits for all copies of that direction.
+ * Returns 1 if no copy is left, and 0 otherwise. */
 static int lane_poll(lanes *l, int up, bool block)
 {
     while (l->ended[up] < l->begun[up]) {
         int rc = l->device->be->copy_wait(l->device->be, l->copy[up][l->ended[up]], block);
         if (rc == 0) return 0;
-        l->ended[up]++;                                      /* copy_wait has freed it, even on failure */
+        l->ended[up]++;                                      /* copy_wait has freed the copy even if it failed */
         if (rc < 0) return rc;
     }
     return 1;
@@ -139,8 +142,8 @@ static void rest(void)
     nanosleep(&t, NULL);
 }
 
-/* Measures the copy rates of both directions, in bytes per second, while both are busy. The first copies are not
- * counted, because they may have to pin memory. */
+/* Measures the copy rates of both directions while both are busy. The rates are in bytes per second. The first copies
+ * are not counted, because they may have to pin memory. */
 static int copies(lanes *l, double *up_rate, double *down_rate)
 {
     double seconds[2] = { 0 };
@@ -164,8 +167,8 @@ static int copies(lanes *l, double *up_rate, double *down_rate)
     return 0;
 }
 
-/* -- Adam ---------------------------------------------------------------------------------------------------------- */
-/* Measures the host's update rate, in parameters per second, while copies run in both directions. */
+/* -- measuring Adam ------------------------------------------------------------------------------------------------ */
+/* Measures the update rate of the host while copies run in both directions. The rate is in parameters per second. */
 static int host_adam(lanes *l, double *rate)
 {
     const side *s = l->host;
@@ -187,19 +190,20 @@ static int host_adam(lanes *l, double *rate)
             spent[k - 1] = x;
         }
     }
-    *rate = (double)slice / spent[SLICES / 4];               /* lower quartile: other programs slow rounds */
+    /* Uses the lower quartile, because other programs slow down some of the rounds. */
+    *rate = (double)slice / spent[SLICES / 4];
     return 0;
 }
 
-/* Waits for the device, by reading one float from it. */
+/* Waits for the device by reading one float from it. */
 static int settle(const side *s)
 {
     float word;
     return s->be->copy_out(s->be, &word, s->stream[1], sizeof word);
 }
 
-/* Measures the device's update rate, in parameters per second, and the fraction of the time in which the caller is
- * free. Returns both values of the best round. */
+/* Measures the update rate of the device in parameters per second. Also measures the fraction of the time in which
+ * the calling thread is free. Returns both values of the fastest round. */
 static int device_adam(const side *s, double *rate, double *at_once)
 {
     int passes = 1;
@@ -221,7 +225,7 @@ static int device_adam(const side *s, double *rate, double *at_once)
     return 0;
 }
 
-/* -- all of it ----------------------------------------------------------------------------------------------------- */
+/* -- measuring all rates ------------------------------------------------------------------------------------------- */
 static int64_t within(int64_t x, int64_t least, int64_t most) { return x < least ? least : x > most ? most : x; }
 
 static int measure(side *device, side *host, ps_rates *out)
@@ -254,7 +258,8 @@ int ps_rates_measure(ps_ctx *ctx, int device, int host, int64_t nbytes, ps_rates
         if (rc == 0) rc = measure(&d, &h, out);
         side_free(&d);
         side_free(&h);
-        nbytes /= 2;                                         /* if memory ran out, tries again with half of it */
+        /* If memory ran out, the next trial uses half as much. */
+        nbytes /= 2;
     } while (rc == PS_ENOMEM && nbytes >= 4 * least_copy);
     out->seconds = ps_now() - began;
     return rc;

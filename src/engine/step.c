@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Enforces the order of a training step: forward, backward, reduce, norm, update. A step has a table of such actions
- * (struct ps_step, base/step.h), and only this file changes it. A script that runs another action than the one due
- * gets an error. With an engine, the step also records which chunks its actions use (trace.c). Without chunks there
- * is no engine. */
+ * This file enforces the order of a training step: forward, backward, reduce, norm, update. A step has a table of
+ * these actions (struct ps_step in base/step.h). Only this file changes the table. A script gets an error if it runs
+ * an action that is not due. If there is an engine, the step also records which chunks its actions use (trace.c).
+ * Without chunks there is no engine. */
 #include <string.h>
 #include "base/error.h"
 #include "base/grow.h"
@@ -14,7 +14,7 @@ static const char *const names[PS_ACT_COUNT] = { "nothing", "forward", "backward
 
 enum { MAX_VSTAGES = 1 << 16 };
 
-/* How a script requests each action. Used in errors. */
+/* For each action, the call with which a script requests it. Errors contain this text. */
 static const char *const calls[PS_ACT_COUNT] = {
     "", " (model(...) with gradients; use ps.no_grad for an evaluation)", " (model:backward)", "",
     "", "", " (optimizer:step())", " (optimizer:step())" };
@@ -60,7 +60,7 @@ static void to_idle(ps_step *s)
 
 void step_leave(ps_engine *e)
 {
-    ps_step *s = (ps_step *)(uintptr_t)e->step;            /* const for all other files */
+    ps_step *s = (ps_step *)(uintptr_t)e->step;            /* the step is const in all other files */
     ps_dry_end(e->ctx);
     e->ctx->step = &ps_step_idle;
     s->dry = NULL;
@@ -109,8 +109,8 @@ static int out_of_order(const ps_step_config *c, int32_t at)
 }
 
 /* Checks that each virtual stage runs its WEIGHT actions in the order of its INPUT actions. Otherwise the order of
- * sums would depend on the table. Sets *ahead if the table defers weight gradients, or begins a forward of a virtual
- * stage before the backward of an earlier one. */
+ * sums would depend on the table. Sets *ahead in two cases: the table defers weight gradients, or a forward of a
+ * virtual stage begins before the backward of an earlier forward of that stage. */
 static int check_order(ps_step *s, const ps_step_config *c, bool *ahead)
 {
     *ahead = false;
@@ -183,7 +183,7 @@ static void dry_end(ps_step *s)
     s->dry = NULL;
 }
 
-/* Tells the chunk manager and ZeRO that an action begins, or that the step ends. */
+/* Notifies the chunk manager and ZeRO that an action begins, or that the step ends. */
 static void pass_began(ps_step *s)
 {
     ps_engine *e = s->engine;
@@ -284,15 +284,15 @@ static int add_norm(ps_step *s)
     return 0;
 }
 
-/* Returns whether a norm can be inserted: an update is due, none has freed a gradient yet, and the table has no
- * norm. */
+/* Returns true if a norm can be inserted into the table. Three conditions must hold: an update is due, no update has
+ * freed a gradient yet, and the table has no norm. */
 static bool takes_norm(const ps_step *s)
 {
     return due(s).kind == PS_ACT_UPDATE && s->actions[s->cursor - 1].kind != PS_ACT_NORM && !s->is.updating && !s->dry;
 }
 
 /* Finds the requested action in the table. A script may request the action that is due. It may also repeat the
- * forward whose backward is due, or skip the forward that is due. */
+ * forward whose backward is due. If a forward is due, the script may skip it and request its backward. */
 static int place_of(const ps_step *s, int kind, int32_t *at)
 {
     ps_action a = due(s);
@@ -335,7 +335,8 @@ static int check_how(const ps_step *s, int32_t at, const ps_action_how *how)
     return 0;
 }
 
-/* Returns how full the first tier is: 2 if less than an eighth is free, 1 if less than half is free, else 0. */
+/* Returns a measure of how full the first tier is: 2 if less than an eighth of it is free, 1 if less than half of it
+ * is free, and 0 otherwise. */
 static int crowded(const ps_step *s)
 {
     ps_tier_info tier;
@@ -345,10 +346,11 @@ static int crowded(const ps_step *s)
     return tier.free < tier.budget / 8 ? 2 : 1;
 }
 
-/* Returns whether Lua's collector should run now. Only the collector frees small tensors, and a walk cannot call it.
- * A plan reserves memory for the small tensors of PS_UNCOLLECTED micro-batches, so the collector runs that often
- * once the tier is half full. If the tier is nearly full, it runs every time, because kernels may need workspace
- * that a dry run did not see. A simulated machine needs no such workspace. */
+/* Returns 1 if Lua's garbage collector should run now. Only the collector frees small tensors, and a walk cannot call
+ * it. A plan reserves memory for the small tensors of PS_UNCOLLECTED micro-batches. Therefore, when the tier is half
+ * full, the collector runs once per PS_UNCOLLECTED micro-batches. If the tier is nearly full, the collector runs
+ * every time, because kernels may need workspace that a dry run did not detect. A simulated machine needs no such
+ * workspace. */
 int ps_step_collects(ps_step *s)
 {
     int level = crowded(s);
@@ -378,7 +380,7 @@ int ps_step_next(ps_step *s, int kind, const ps_action_how *how)
     }
     const ps_update_group *groups = how->groups;
     if (s->engine && groups) engine_set_groups(s->engine, groups);
-    if (kind != PS_ACT_REDUCE) s->how = *how;             /* a reduction keeps its backward's settings */
+    if (kind != PS_ACT_REDUCE) s->how = *how;             /* a reduction keeps the settings of its backward */
     s->how.groups = NULL;
     s->is.now = s->actions[at];
     if (s->engine && (walks(&s->is.now) || adds(&s->is.now))) ties_turn(s->engine, s->is.now.vstage);
@@ -395,7 +397,7 @@ int ps_step_next(ps_step *s, int kind, const ps_action_how *how)
     return 0;
 }
 
-/* Returns whether a later reduction of the table completes the sums of the present action. */
+/* Returns true if a later reduction of the table completes the sums of the present action. */
 static bool reduction_follows(const ps_step *s)
 {
     for (int32_t i = s->at + 1; i < s->n_actions; i++) {
@@ -416,7 +418,8 @@ int ps_step_done(ps_step *s)
     if (e && added) PS_TRY(engine_backward_done(e));
     if (e && (kind == PS_ACT_REDUCE || (added && !reduction_follows(s)))) PS_TRY(engine_gradients_whole(e));
     if (added) s->is.micro++;
-    if (s->first_walk[s->is.now.micro] == s->at) s->is.weight += s->how.weight;   /* once per micro-batch */
+    /* Adds the weight once per micro-batch. */
+    if (s->first_walk[s->is.now.micro] == s->at) s->is.weight += s->how.weight;
     action_over(s);
     if (s->at >= s->cursor) s->cursor = s->at + 1;
     s->is.due = due(s);

@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Parameters that several virtual stages share, such as an embedding that is also the head's weight. Each use has
- * its own sum, to which the backwards of its virtual stage add in the order of micro-batches. After all backwards,
- * the sums of this rank are added in the order of virtual stages, then those of all ranks in rank order. The result
- * is the final gradient. It is then summed over the ranks that train the same parameters. */
+ * This file handles parameters that several virtual stages share. An example is an embedding that is also the weight
+ * of the head. Each use of such a parameter has its own sum. The backwards of the use's virtual stage add to this sum
+ * in the order of micro-batches. After all backwards, the sums of this rank are added in the order of virtual stages.
+ * Then the sums of all ranks are added in rank order. The result is the final gradient, which is afterwards summed
+ * over the ranks that train the same parameters. */
 #include "base/error.h"
 #include "engine/engine.h"
 
@@ -19,7 +20,8 @@ static param_rec *first_use_of(ps_engine *e, const param_rec *r)
     return NULL;
 }
 
-/* Makes the gradient of this use the tensor's grad_. The gradient of the previous use moves to its `sum`. */
+/* Makes grad_ of the tensor point to the gradient of use r. The gradient of the use that grad_ pointed to moves to
+ * the `sum` of that use. */
 static void see_as(param_rec *r)
 {
     ps_tensor *t = r->param;
@@ -76,7 +78,7 @@ static int add_use(ps_engine *e, param_rec *use)
     return chunk >= 0 ? ps_chunk_end(e->chunks, chunk) : 0;      /* the chunk contains only this gradient */
 }
 
-/* Sums a gradient over all ranks that have a copy of the parameter. A rank without a gradient contributes zeros. */
+/* Sums a gradient over all ranks that have a copy of the parameter. A rank that has no gradient adds zeros. */
 static int add_copies(ps_engine *e, const param_rec *r)
 {
     if (!r->param->grad_) {

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Traces record which chunks a step uses, in order. They come from dry runs and from real steps. The engine keeps
- * traces by id, and plans the next similar step from one. */
+ * Traces record which chunks a step uses, in the order of their use. They are made by dry runs and by real steps. The
+ * engine keeps each trace under an id, and plans the next similar step from it. */
 #include <string.h>
 #include "base/error.h"
 #include "base/grow.h"
@@ -46,7 +46,7 @@ static int keep_calls(ps_rank_calls *to, const ps_rank_calls *from)
     return 0;
 }
 
-/* Keeps the forward ops of the last dry run, or none if memory is short. */
+/* Stores the forward ops of the last dry run in r. Stores none if there is not enough memory. */
 static void keep_ops(trace_rec *r, const ps_ctx *ctx)
 {
     int32_t n = ctx->dry.n_ops;
@@ -97,16 +97,16 @@ int trace_begin(ps_engine *e, int32_t id)
         gathers_end(e);
         return rc;
     }
-    if (r) r->used_at = ++e->clock;                          /* a use, so dry runs do not evict it */
+    if (r) r->used_at = ++e->clock;                  /* counts as a use, so that dry runs do not replace this record */
     e->step_trace = id;
     return 0;
 }
 
-/* Returns a reserve in bytes for memory that a dry run cannot predict: holes between tensors, and workspace that the
- * backend does not report (ps_backend.scratch_nbytes). */
+/* Returns the number of bytes to reserve for memory that a dry run cannot predict. This includes holes between
+ * tensors, and workspace that the backend does not report (ps_backend.scratch_nbytes). */
 static int64_t slack(int64_t budget) { return budget > 0 && budget < (64 << 20) ? budget / 512 : 128 << 10; }
 
-/* Returns the bytes that tensors outside chunks use now on a tier. */
+/* Returns the size in bytes of the tensors outside chunks on a tier at present. */
 static int64_t others_now(ps_engine *e, const ps_tier_info *tier)
 {
     ps_memory_info real;
@@ -115,7 +115,8 @@ static int64_t others_now(ps_engine *e, const ps_tier_info *tier)
     return real.used;
 }
 
-/* Predicts the peak of tensors outside chunks on each tier: bytes used now, plus the dry run's peak, plus a reserve. */
+/* Predicts the peak size in bytes of tensors outside chunks on each tier. The prediction is the sum of the bytes that
+ * are used now, the peak of the dry run, and a reserve. */
 static void dry_peaks(ps_engine *e, ps_trace *trace)
 {
     ps_ctx *ctx = e->ctx;
@@ -130,8 +131,8 @@ static void dry_peaks(ps_engine *e, ps_trace *trace)
     }
 }
 
-/* Raises the trace's peaks to those of the step that has just run, so that the next plan allows for them. If no plan
- * fits the higher peaks, keeps the old ones. */
+/* Raises the peaks of the trace to those of the step that has just run, so that the next plan leaves room for them.
+ * If no plan fits with the higher peaks, keeps the old peaks. */
 static void count_what_was_seen(ps_engine *e, ps_trace *trace, const ps_trace *seen)
 {
     int64_t expected[PS_TIERS];
@@ -196,7 +197,8 @@ int trace_end(ps_engine *e, int32_t *id)
         *id = was->id;
         return 0;
     }
-    keep_trace(e, now, gathers, was, id);                 /* on an error, the next step has no plan */
+    /* If this fails, the next step has no plan. */
+    keep_trace(e, now, gathers, was, id);
     return 0;
 }
 
