@@ -1,21 +1,27 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Keeps activations on the host until backward reads them (offload.h). An offloaded storage has a record in place of
- * its block, with bytes `here` on the device and `there` on the host. During a copy, and after a copy to the host
- * until the round is over, both have bytes. Otherwise only `there` has bytes. The first pin ends the record. */
+ * This file keeps activations on the host until backward reads them (offload.h). An offloaded storage has a record in
+ * place of its block. The record has two storages: `here` on the device and `there` on the host. Both have memory
+ * during a copy, and after a copy to the host until the round has ended. Otherwise only `there` has memory. The first
+ * pin ends the record. */
 #include "offload/offload.h"
 #include "base/alloc.h"
 #include "base/error.h"
 
-enum { AHEAD = 2 };               /* storages that a pin in backward fetches ahead */
+enum { AHEAD = 2 };               /* number of storages that a pin in backward fetches ahead */
 
 typedef struct record {
-    struct record *prev, *next;   /* sorted by round; the last one offloaded is first in its round */
+    /* The list is sorted by round. Within a round, the storage that was offloaded last is first. */
+    struct record *prev, *next;
     ps_storage *of;
-    ps_storage here, there;       /* on the device, on the host; no block: no bytes */
-    ps_copy *copy;                /* copy under way, or NULL; always NULL in dry runs */
+    /* here: storage on the device; without a block it has no memory
+     * there: storage on the host; without a block it has no memory */
+    ps_storage here, there;
+    ps_copy *copy;                /* copy in progress, or NULL; always NULL in dry runs */
     int64_t round;
-    int32_t vstage, micro;        /* forward that offloaded it */
-    bool coming, dry;             /* the last copy was to the device; made in a dry run */
+    int32_t vstage, micro;        /* the forward that offloaded the storage */
+    /* coming: the last copy was to the device
+     * dry: the record was made in a dry run */
+    bool coming, dry;
 } record;
 
 struct ps_away {
@@ -25,7 +31,9 @@ struct ps_away {
     ps_mem *const *mem;
     const ps_step *const *step;
     record *first, *last;
-    int64_t round, leaving;       /* present round; round whose storages may still have bytes on the device */
+    /* round: number of the present round
+     * leaving: number of the round whose storages may still have memory on the device */
+    int64_t round, leaving;
     bool backward;
 };
 
@@ -49,7 +57,7 @@ static void unlink_record(ps_away *a, record *r)
 }
 
 /* -- copies ------------------------------------------------------------------------------------------------------- */
-/* Starts a copy, which keeps both sides pinned until it has ended. */
+/* Starts a copy. The copy keeps both sides pinned until it has ended. */
 static int start(ps_away *a, record *r, bool coming)
 {
     void *here, *there;
@@ -68,7 +76,8 @@ static int start(ps_away *a, record *r, bool coming)
     return rc;
 }
 
-/* Waits for the record's copy, if any. Both sides keep their memory. After an error the destination is undefined. */
+/* Waits for the copy of the record, if there is one. Both sides keep their memory. After an error, the contents of
+ * the destination are undefined. */
 static int finish(ps_away *a, record *r)
 {
     if (!r->copy) return 0;
@@ -95,7 +104,7 @@ static int begin_return(ps_away *a, record *r)
     return rc;
 }
 
-/* Ends the offloading of a storage whose bytes are on the device. Frees the host's bytes and the record. */
+/* Ends the offloading of a storage whose bytes are on the device. Frees the memory on the host, and the record. */
 static void restore(ps_away *a, record *r)
 {
     drop(&r->there);
@@ -106,8 +115,8 @@ static void restore(ps_away *a, record *r)
     ps_free(r);
 }
 
-/* -- leaving ------------------------------------------------------------------------------------------------------ */
-/* Waits for the previous round's copies to the host, and frees the bytes on the device. */
+/* -- offloading --------------------------------------------------------------------------------------------------- */
+/* Waits for the copies to the host of the previous round, and frees the memory on the device. */
 static void end_leaving(ps_away *a)
 {
     for (record *r = a->last, *prev; r && (r->here.block || r->dry != is_dry(a)); r = prev) {
@@ -144,8 +153,9 @@ void ps_away_leave(ps_away *a, ps_storage *s)
     }
     s->keeper = &a->base;
     s->block = r;
-    r->prev = a->last;      /* r goes to the front of its round: scopes drop the youngest first, and backward needs
-                             * the youngest first */
+    /* r goes to the front of its round. A scope offloads its youngest storage first, and backward also needs the
+     * youngest storage first. Therefore the end of the list has the storages that backward needs next. */
+    r->prev = a->last;
     while (r->prev && r->prev->round == r->round) r->prev = r->prev->prev;
     r->next = r->prev ? r->prev->next : a->first;
     if (r->prev) r->prev->next = r;
@@ -155,8 +165,8 @@ void ps_away_leave(ps_away *a, ps_storage *s)
 }
 
 /* -- the table ---------------------------------------------------------------------------------------------------- */
-/* Fetches the last storages of the list, which backward needs next. Only those of the same forward as `of`, because
- * other backwards can be far away. */
+/* Fetches the last storages of the list, which backward needs next. Only fetches storages of the same forward as
+ * `of`, because the backwards of other forwards can be far in the future. */
 static void fetch_ahead(ps_away *a, const record *of)
 {
     int n = 0;
@@ -182,7 +192,7 @@ static int away_pin(ps_keeper *keeper, ps_storage *s, int device, unsigned acces
     if (rc == 0) {
         rc = finish(a, r);
         if (rc < 0 && r->coming) drop(&r->here);
-        else rc = 0;                             /* after a failed copy to the host, the device has the bytes */
+        else rc = 0;                             /* after a failed copy to the host, the device still has the bytes */
     }
     if (rc < 0) {
         ps_error_prefix("fetching %.1f MiB of activations from the host: ", (double)s->nbytes / 1048576.0);
@@ -192,7 +202,8 @@ static int away_pin(ps_keeper *keeper, ps_storage *s, int device, unsigned acces
     return ps_storage_pin(s, device, access, out);
 }
 
-/* Does nothing. Only a dry run unpins a storage that is still offloaded, and its pin did nothing. */
+/* Does nothing, because this is called only in a dry run for a storage that is still offloaded. The pin of that
+ * storage did nothing, either. */
 static void away_unpin(ps_keeper *keeper, ps_storage *s, int device) {}
 
 static void away_free(ps_keeper *keeper, ps_storage *s)

@@ -1,16 +1,18 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Tensor-parallel products with an exchange of rows before or after them: the ops column_linear, row_linear and
- * column_linear_grad. A rank's rows are sent in pieces, each on its own lane, and this thread multiplies while they
- * move (Wang et al. 2023, "Overlap Communication with Dependent Computation via Decomposition in Large Deep Learning
- * Models"). In a gather it multiplies its own rows first, then each piece that has arrived. In a reduction it
- * multiplies the other ranks' rows first, piece by piece, then its own.
+ * This file implements the ops column_linear, row_linear and column_linear_grad. They are tensor-parallel products
+ * that exchange rows with other ranks before or after the multiplication. The rows of a rank are sent in pieces. Each
+ * piece has its own lane, and this thread multiplies while the pieces are being sent (Wang et al. 2023, "Overlap
+ * Communication with Dependent Computation via Decomposition in Large Deep Learning Models"). In a gather, this
+ * thread multiplies its own rows first, and then each piece that has arrived. In a reduction, it multiplies the rows
+ * of the other ranks first, piece by piece, and then its own rows.
  *
- * Sums over ranks are in rank order, as in collective.c. Pieces affect only the order of sums within the products.
- * column_linear has several products of the same rows; their addends to dx are summed from the last to the first, as
- * the tape does for separate ops.
+ * Sums over ranks are in rank order, as in collective.c. The division into pieces affects only the order of sums
+ * within the products. column_linear has several products of the same rows. Their addends to dx are summed from the
+ * last product to the first, as the tape does for separate ops.
  *
- * With one piece, or if a device's library carries the rows, collectives run before or after whole products. Memory
- * is allocated before the ranks compare their calls, since only the allocation may fail on this rank alone. */
+ * If there is only one piece, or if a library of the device sends the rows, collectives run before or after whole
+ * products. Memory is allocated before the ranks compare their calls, because the allocation is the only part that
+ * may fail on a single rank. */
 #include "base/error.h"
 #include "tensor/tensor.h"
 #include "tensor_parallel/ops.h"
@@ -23,30 +25,34 @@ typedef struct work {
     place at;
     ps_call *call;
     const with_product *attrs;
-    int rank, size, failed;                     /* failed: error before it allocates memory, or 0 */
-    int32_t pieces;                             /* 1: whole */
-    int64_t n, each;                            /* rows of each rank, and of each piece (the last can be smaller) */
-    group_call *moving;                         /* [PS_COMM_LANES] exchanges under way, for the event record */
+    int rank, size, failed;                     /* failed: error of this rank before it allocates memory, or 0 */
+    int32_t pieces;                             /* 1 means that rows are not divided */
+    /* n: number of rows of each rank
+     * each: number of rows of each piece; the last piece can be smaller */
+    int64_t n, each;
+    /* moving: [PS_COMM_LANES] exchanges in progress, for the event record */
+    group_call *moving;
 } work;
 
 static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
 /* -- rows ---------------------------------------------------------------------------------------------------------- */
-/* Allocates `rows` rows with the features of v, until the call ends. */
+/* Allocates `rows` rows with the same features as v. The memory is freed when the call ends. */
 static int rows_new(work *w, const ps_view *v, int64_t rows, ps_view *out)
 {
     *out = rows_of(v, 0, rows);
     if (w->failed < 0) return w->failed;
     size_t nbytes = (size_t)(rows * row_nbytes(v));
     out->data = w->call->scratch(w->call, nbytes ? nbytes : 1);
-    return out->data ? 0 : PS_ENOMEM;           /* scratch() has recorded the error */
+    return out->data ? 0 : PS_ENOMEM;           /* scratch has recorded the error */
 }
 
-/* Return, for piece k of a rank's n rows, its first row and its number of rows. */
+/* These functions are for piece k of the n rows of a rank. They return the index of its first row and its number of
+ * rows. */
 static int64_t first_of(const work *w, int64_t k) { return least(k * w->each, w->n); }
 static int64_t rows_in(const work *w, int64_t k) { return first_of(w, k + 1) - first_of(w, k); }
 
-/* Returns the bytes of piece k of rank r's rows in v [size n, features]. */
+/* Returns the address and size of piece k of rank r's rows in v [size n, features]. */
 static ps_comm_part piece_of(const work *w, const ps_view *v, int r, int64_t k)
 {
     int64_t row = row_nbytes(v);
@@ -54,7 +60,8 @@ static ps_comm_part piece_of(const work *w, const ps_view *v, int r, int64_t k)
 }
 
 /* -- products ------------------------------------------------------------------------------------------------------ */
-/* Computes rows [first, first + rows) of y = linear(x, w, b), or only allocates the kernel's workspace (`dry`). */
+/* Computes rows [first, first + rows) of y = linear(x, w, b). If `dry` is set, only allocates the workspace of the
+ * kernel. */
 static int multiply(const work *w, const ps_view *x, const ps_view *weight, const ps_view *b, int out_in,
                     const ps_view *y, int64_t first, int64_t rows, bool dry)
 {
@@ -65,14 +72,15 @@ static int multiply(const work *w, const ps_view *x, const ps_view *weight, cons
     return ps_call_part(w->call, &part);
 }
 
-/* Return tensors of product i: weight, bias and output of column_linear, or dy and weight of column_linear_grad. */
+/* These functions return tensors of product i. For column_linear, they are its weight, bias and output. For
+ * column_linear_grad, they are its dy and weight. */
 static const ps_view *weight_of(const work *w, int i) { return &w->call->in[1 + 2 * i]; }
 static const ps_view *bias_of(const work *w, int i) { return &w->call->in[2 + 2 * i]; }
 static const ps_view *output_of(const work *w, int i) { return &w->call->out[i ? 1 + i : 0]; }
 static const ps_view *dy_of(const work *w, int i) { return &w->call->in[i ? 2 + 2 * i : 0]; }
 static const ps_view *dy_weight_of(const work *w, int i) { return &w->call->in[i ? 3 + 2 * i : 1]; }
 
-/* Computes dw from x [N, I] and dy [N, O] for each weight that needs a gradient, and db if it is wanted. */
+/* For each weight that needs a gradient, computes dw from x [N, I] and dy [N, O]. Also computes db if it is wanted. */
 static int multiply_weights(const work *w, const ps_view *x, bool dry)
 {
     const ps_attrs_column_linear_grad *at = w->call->attrs;
@@ -95,7 +103,7 @@ static int multiply_weights(const work *w, const ps_view *x, bool dry)
     return 0;
 }
 
-/* Computes rows [first, first + rows) of all outputs of column_linear from their inputs x [rows, I]. */
+/* Computes rows [first, first + rows) of all outputs of column_linear. x [rows, I] has the inputs for these rows. */
 static int multiply_columns(const work *w, const ps_view *x, int64_t first, int64_t rows, bool dry)
 {
     for (int i = 0; i < PS_MAX_COLUMNS; i++) {
@@ -116,8 +124,8 @@ static int add_rows(const work *w, const ps_view *sum, const ps_view *more, int6
     return ps_call_part(w->call, &part);
 }
 
-/* Computes rows [first, first + rows) of this rank's addend to dx, in `all` [size n, I]. more: memory for as many
- * rows, used if there are several products. */
+/* Computes rows [first, first + rows) of this rank's addend to dx. The result is written to the same rows of `all`
+ * [size n, I]. more: memory for the same number of rows, which is used if there are several products. */
 static int multiply_inputs(const work *w, int64_t first, int64_t rows, const ps_view *all, const ps_view *more,
                            bool dry)
 {
@@ -136,8 +144,9 @@ static int multiply_inputs(const work *w, int64_t first, int64_t rows, const ps_
 /* Returns the first row of piece k of the rank that is i positions after this rank. */
 static int64_t others_first(const work *w, int i, int64_t k) { return (w->rank + i) % w->size * w->n + first_of(w, k); }
 
-/* Finds for how many rows kernels need workspace: those of products that are not split and, with several pieces,
- * those of the first piece, which is the largest. Returns the number of entries in `rows`. */
+/* Writes to `rows` the numbers of rows for which kernels need workspace. One entry is for products that are not
+ * divided. If there are several pieces, another entry is for the first piece, which is the largest. Returns the
+ * number of entries. */
 static int tried_rows(const work *w, int64_t rows[2])
 {
     rows[0] = w->pieces == 1 ? w->size * w->n : w->n;
@@ -146,8 +155,8 @@ static int tried_rows(const work *w, int64_t rows[2])
 }
 
 /* -- exchanges ----------------------------------------------------------------------------------------------------- */
-/* Begins to move g->send and g->recv, which are rows of v, piece k of each rank. The event record shows a call of
- * OP_* until move_end. */
+/* Begins to send g->send and to receive g->recv, which are piece k of each rank's rows of v. Until move_end, the
+ * event record shows a call with the number `op`, which is one of OP_*. */
 static int move_begin(const work *w, int op, int lane, const ps_view *v, int64_t k)
 {
     w->moving[lane] = (group_call){ op, group_call_begin(), w->size * rows_in(w, k) * row_nbytes(v) };
@@ -161,8 +170,8 @@ static int move_end(const work *w, int lane)
     return rc;
 }
 
-/* Begins to gather piece k of the ranks' rows: sends it from own [n, features], and receives the others' rows into
- * all [size n, features]. */
+/* Begins to gather piece k of the rows of all ranks. Sends this piece from own [n, features]. Receives the pieces of
+ * the other ranks into all [size n, features]. */
 static int gather_begin(const work *w, int lane, int64_t k, const ps_view *own, const ps_view *all)
 {
     ps_group *g = w->g;
@@ -176,16 +185,16 @@ static int gather_begin(const work *w, int lane, int64_t k, const ps_view *own, 
     return move_begin(w, OP_COLUMN, lane, own, k);
 }
 
-/* Returns rank r's addend to piece k of this rank's rows: for this rank in `all` [size n, features], for others in
- * `addends` [(size - 1) n, features]. */
+/* Returns rank r's addend to piece k of this rank's rows. The addend of this rank is in `all` [size n, features].
+ * Addends of other ranks are in `addends` [(size - 1) n, features]. */
 static ps_comm_part addend(const work *w, const ps_view *all, const ps_view *addends, int r, int64_t k)
 {
     if (r == w->rank) return piece_of(w, all, r, k);
     return piece_of(w, addends, r - (r > w->rank), k);
 }
 
-/* Begins to exchange addends to piece k: sends each rank those in `all` to its rows, and receives those to this
- * rank's rows. */
+/* Begins to exchange addends to piece k. Sends to each rank the addends to its rows, which are in `all`. Receives the
+ * addends to the rows of this rank. */
 static int reduce_begin(const work *w, int64_t k, const ps_view *all, const ps_view *addends)
 {
     ps_group *g = w->g;
@@ -198,7 +207,7 @@ static int reduce_begin(const work *w, int64_t k, const ps_view *all, const ps_v
     return move_begin(w, w->call->op == PS_OP_row_linear ? OP_ROW : OP_COLUMN_GRAD, PS_COMM_PIECE + (int)k, all, k);
 }
 
-/* Sums this rank's rows into out [n, features], piece by piece as their addends arrive. */
+/* Sums the rows of this rank into out [n, features]. Sums each piece when its addends have arrived. */
 static int reduce_end(const work *w, const ps_view *all, const ps_view *addends, const ps_view *out)
 {
     ps_group *g = w->g;
@@ -211,8 +220,8 @@ static int reduce_end(const work *w, const ps_view *all, const ps_view *addends,
     return 0;
 }
 
-/* Performs a call that moves no bytes: records that it gathers each rank's x and sums `adds`. A step's dry run
- * records one call for all pieces. rc: result of this rank's preparation. */
+/* Performs a call that sends no bytes. Only records that the call gathers each rank's x and sums `adds`. The dry run
+ * of a step records one call for all pieces. rc: result of this rank's preparation. */
 static int without_bytes(const work *w, int op, const ps_view *x, const ps_view *adds, int rc)
 {
     const ps_view *some = adds ? adds : x;
@@ -223,13 +232,14 @@ static int without_bytes(const work *w, int op, const ps_view *x, const ps_view 
     return adds ? group_without_bytes(w->g, OP_REDUCE_SCATTER, w->at, adds->dtype, nbytes_of(adds), 0) : 0;
 }
 
-/* Ends a call on which the ranks agreed. If this rank failed between its exchanges, it closes the connections: the
- * other ranks must not wait for the rest. They get this error. */
+/* Ends a call on which the ranks have agreed. If this rank has failed between its exchanges, it closes its
+ * connections, because the other ranks must not wait for the remaining exchanges. The other ranks then get this
+ * error. */
 static int ended(const work *w, int op, int rc)
 {
     ps_comm *comm = w->g->at[w->at].comm;
     if (rc < 0) comm->table->hang_up(comm);
-    w->g->recorded.began_ns = 0;                /* not recorded, because its exchanges were */
+    w->g->recorded.began_ns = 0;                /* not recorded as a call, because its exchanges were recorded */
     return group_moved(w->g, op, w->at, rc);
 }
 
@@ -282,7 +292,7 @@ static int row_pieces(const work *w, const ps_view *x, const ps_view *all, const
     return reduce_end(w, all, addends, &w->call->out[0]);
 }
 
-/* Returns a view of a contiguous x [..., I] as [rows, I]. */
+/* Returns a view of a contiguous tensor x [..., I] with the shape [rows, I]. */
 static ps_view as_rows(const ps_view *x, int64_t rows)
 {
     int64_t features = x->shape[x->ndim - 1];
@@ -318,7 +328,8 @@ static bool gathers_x(const work *w)
     return ((const ps_attrs_column_linear_grad *)w->call->attrs)->want_w && !ps_has(&w->call->in[3]);
 }
 
-/* Computes both gradients: gathers x during the products of dx, and sums the rows of dx during those of dw. */
+/* Computes both gradients. Gathers x while the products for dx are computed, and sums the rows of dx while the
+ * products for dw are computed. */
 static int grad_pieces(const work *w, const ps_view *full, const ps_view *all, const ps_view *more,
                        const ps_view *addends)
 {
@@ -367,7 +378,7 @@ static int column_grad(work *w)
     return multiply_weights(w, &full, false);
 }
 
-/* -- all ----------------------------------------------------------------------------------------------------------- */
+/* -- entry point --------------------------------------------------------------------------------------------------- */
 static int carry_out(work *w)
 {
     switch (w->call->op) {

@@ -1,15 +1,16 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The op parallel_lm_loss: the cross entropy of logits x w^T + bias, where each rank computes the logits of its
- * words (Shoeybi et al. 2019, "Megatron-LM", section 3). As in lm_loss the rows are processed in panels, and a
- * panel's gradients are computed while its logits exist. So the op takes three products in all, and the memory of
- * one panel of logits.
+ * This file implements the op parallel_lm_loss. The op computes the cross entropy of logits x w^T + bias. Each rank
+ * computes only the logits of its own words (Shoeybi et al. 2019, "Megatron-LM", section 3). As in lm_loss, the rows
+ * are processed in panels, and the gradients of a panel are computed while its logits exist. The op therefore needs
+ * only three products, and the memory of the logits of one panel.
  *
- * For each panel the ranks exchange three or four numbers per row (logit_stats). If x has only this rank's rows, all
- * rows are gathered once before the panels, and dx is summed after them; backward makes no exchange.
+ * For each panel, the ranks exchange three or four numbers per row (logit_stats). If x has only the rows of this
+ * rank, the rows of all ranks are gathered once before the panels, and dx is summed over the ranks after the panels.
+ * Backward exchanges nothing.
  *
- * Panels (base/panels.h) depend only on shapes, which are the same on all ranks. dw is rounded to its type once per
- * panel. A failure of this rank alone is passed to its next call of the ranks, where all ranks then fail with that
- * error. */
+ * The panels (base/panels.h) depend only on shapes, which are the same on all ranks. dw is rounded to its type once
+ * per panel. If only this rank fails, the error is passed to the next call that it makes together with the other
+ * ranks. All ranks then fail with this error. */
 #include "base/error.h"
 #include "base/panels.h"
 #include "tensor/tensor.h"
@@ -21,11 +22,17 @@ typedef struct head {
     place at;
     ps_call *call;
     const ps_attrs_parallel_lm_loss *attrs;
-    ps_view x, dx;                              /* inputs and their gradients for all rows [N, C]; dx can be absent */
-    int wide;                                   /* dtype of losses and exchanged values */
-    int64_t N, V, C, rows, kinds;               /* rows per panel, and exchanged values per row */
-    int64_t first, words;                       /* first and number of this rank's words; later columns are padding */
-    void *logits, *mine, *all, *losses;         /* [rows, V], [kinds, rows], [size, kinds, rows], [N] */
+    /* x, dx: inputs and their gradients for all rows [N, C]; dx can be absent */
+    ps_view x, dx;
+    int wide;                                   /* dtype of the losses and of the exchanged values */
+    /* rows: number of rows per panel
+     * kinds: number of exchanged values per row */
+    int64_t N, V, C, rows, kinds;
+    /* first: index of the first word of this rank
+     * words: number of words of this rank; later columns are padding */
+    int64_t first, words;
+    /* Shapes: logits [rows, V], mine [kinds, rows], all [size, kinds, rows], losses [N]. */
+    void *logits, *mine, *all, *losses;
     void *hits;                                 /* int32 [2, rows], or NULL if hits are not wanted */
 } head;
 
@@ -49,7 +56,7 @@ static void *room(const head *h, int64_t n, int dtype)
     return h->call->scratch(h->call, (size_t)(nbytes > 0 ? nbytes : 1));
 }
 
-/* -- products and losses of a panel -------------------------------------------------------------------------------- */
+/* -- products and losses of one panel ------------------------------------------------------------------------------ */
 static int run(const head *h, bool dry, int op, const void *attrs, int n_in, const ps_view *in, int n_out, ps_view *out)
 {
     ps_call part = { .op = op, .n_in = n_in, .n_out = n_out, .in = in, .out = out, .attrs = attrs, .dry = dry };
@@ -64,7 +71,7 @@ static ps_view targets_of(const head *h, int64_t first, int64_t n)
     return vector(place_in(target, first), target->dtype, n);
 }
 
-/* Computes the logits of n rows, and the values of them that this rank sends to the others. */
+/* Computes the logits of n rows. Also computes from them the values that this rank sends to the others. */
 static int tell(const head *h, int64_t first, int64_t n, bool dry)
 {
     const ps_view *in = h->call->in;
@@ -77,7 +84,7 @@ static int tell(const head *h, int64_t first, int64_t n, bool dry)
     return run(h, dry, PS_OP_logit_stats, &attrs, 3, told, 1, &mine);
 }
 
-/* Adds the panel's dlogits^T x to dw, and overwrites dw for the first panel. Does the same for db. */
+/* Adds dlogits^T x of the panel to dw. For the first panel, overwrites dw instead. Does the same for db. */
 static int add_weights(const head *h, const ps_view *dlogits, const ps_view *x, bool add, bool dry)
 {
     ps_view *dw = &h->call->out[2], *db = &h->call->out[3];
@@ -97,7 +104,8 @@ static int add_hits(const head *h, const ps_view *hits, bool add, bool dry)
     return h->hits ? run(h, dry, PS_OP_sum, &sum, 1, hits, 1, &h->call->out[4]) : 0;
 }
 
-/* Computes the losses of n rows from the values of all ranks, and adds the rows' part of the gradients. */
+/* Computes the losses of n rows from the values of all ranks. Also adds the contribution of these rows to the
+ * gradients. */
 static int lose(const head *h, int64_t first, int64_t n, bool dry)
 {
     const ps_view *in = h->call->in, *share = &in[3];
@@ -122,7 +130,7 @@ static int lose(const head *h, int64_t first, int64_t n, bool dry)
     return add_weights(h, &logits, &x, first > 0, dry);
 }
 
-/* Sums the losses of all rows. Without rows, sets dw, db and the hits to 0. */
+/* Sums the losses of all rows. If there are no rows, sets dw, db and the hits to 0. */
 static int finish(const head *h, bool dry)
 {
     ps_attrs_sum sum = { .dims = 1 };
@@ -133,10 +141,10 @@ static int finish(const head *h, bool dry)
     return run(h, dry, PS_OP_sum, &sum, 1, &losses, 1, &out[0]);
 }
 
-/* -- all ----------------------------------------------------------------------------------------------------------- */
+/* -- the op -------------------------------------------------------------------------------------------------------- */
 static int64_t in_panel(const head *h, int64_t first) { return h->N - first < h->rows ? h->N - first : h->rows; }
 
-/* Allocates the memory of this call and the workspace of its largest products. */
+/* Allocates the memory of this call, and the workspace of its largest products. */
 static int take_room(head *h)
 {
     const ps_view *x = &h->call->in[0], *dx = &h->call->out[1];
@@ -151,7 +159,7 @@ static int take_room(head *h)
     if (hits) h->hits = room(h, 2 * h->rows, PS_I32);
     bool there = h->logits && h->mine && h->all && h->losses && (h->hits || !hits);
     if (parted) there = there && h->x.data && (h->dx.data || !ps_has(dx));
-    if (!there) return PS_ENOMEM;               /* scratch() has recorded the error */
+    if (!there) return PS_ENOMEM;               /* scratch has recorded the error */
     if (h->N > 0) {
         PS_TRY(tell(h, 0, h->rows, true));
         PS_TRY(lose(h, 0, h->rows, true));
@@ -172,7 +180,7 @@ static int without_bytes(const head *h)
                                nbytes_of(&h->dx), 0);
 }
 
-/* rc: result of this rank's preparation */
+/* Computes all panels, and then sums dx over the ranks. rc: result of this rank's preparation. */
 static int panels(const head *h, int rc)
 {
     ps_group *g = h->g;

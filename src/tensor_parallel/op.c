@@ -1,14 +1,14 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Collectives as ops: dispatch calls group_op for rows of ops.def with the flag RANKS. Inputs and outputs are
- * contiguous and on one device. Gradients are such ops, too (ops/ranks.c). linear.c and loss.c perform the ops with
- * products. */
+ * This file runs collectives as ops. Dispatch calls group_op for rows of ops.def with the flag RANKS. Inputs and
+ * outputs are contiguous and on one device. The gradients of these ops are also ops of this kind (ops/ranks.c).
+ * linear.c and loss.c perform the ops that contain products. */
 #include "base/error.h"
 #include "tensor/tensor.h"
 #include "tensor_parallel/ops.h"
 #include "tensor_parallel/rows.h"
 
-/* Finds the group that an op names, and checks rank and size. The attributes of these ops begin with those of
- * all_reduce. */
+/* Finds the group that an op names, and checks the rank and size that the op has. The attributes of all these ops
+ * begin with the attributes of all_reduce. */
 static int find_group(ps_ctx *ctx, const ps_attrs_all_reduce *at, ps_group **out)
 {
     ps_group *g = at->group >= 0 && at->group < PS_MAX_GROUPS ? ctx->ranks.groups[at->group] : NULL;
@@ -21,7 +21,7 @@ static int find_group(ps_ctx *ctx, const ps_attrs_all_reduce *at, ps_group **out
     return 0;
 }
 
-/* Returns the OP_* of an op, or -1 if the op also computes products. */
+/* Returns the OP_* number of an op, or -1 if the op also computes products. */
 static int call_of(int op)
 {
     switch (op) {
@@ -75,6 +75,6 @@ int group_op(ps_ctx *ctx, int device, ps_call *call)
     if (rc == 0) return 0;
     ps_error_kept why;
     ps_error_keep(&why);
-    group_catch_up(g, at, -1);             /* copies of the output must end before it is freed */
+    group_catch_up(g, at, -1);             /* copies of the output must end before the output is freed */
     return ps_error_again(&why);
 }

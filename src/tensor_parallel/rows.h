@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Views of the ops with products (linear.c, loss.c): rows of a contiguous matrix, and its transpose. */
+ * This header has views for the ops with products (linear.c, loss.c): rows of a contiguous matrix, and its
+ * transpose. */
 #ifndef PS_TENSOR_PARALLEL_ROWS_H
 #define PS_TENSOR_PARALLEL_ROWS_H
 #include "base/dtype.h"
@@ -9,7 +10,7 @@ static const ps_view absent = { .ndim = -1 };
 
 static inline int64_t nbytes_of(const ps_view *v) { return v->numel * ps_dtype_bytes(v->dtype); }
 
-/* Returns the bytes of one row of v [.., features]. */
+/* Returns the size in bytes of one row of v [.., features]. */
 static inline int64_t row_nbytes(const ps_view *v) { return v->shape[1] * ps_dtype_bytes(v->dtype); }
 
 /* Returns rows [first, first + rows) of v [.., features]. */

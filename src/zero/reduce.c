@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Sums gradients over the ranks (ZeRO). When all gradients of a stripe are final, they are summed while backward
- * continues. This rank then drops those that other ranks own. One stripe is reduced while the next one becomes
- * final. */
+ * This file sums gradients over the ranks (ZeRO). When all gradients of a stripe are final, the stripe is reduced
+ * while backward continues. Afterwards this rank drops the gradients that other ranks own. One stripe is being
+ * reduced while the gradients of the next stripe are computed. */
 #include "zero/zero.h"
 #include <string.h>
 #include "base/error.h"
@@ -15,7 +15,8 @@ int reduce_before_slot(ps_zero *base, int32_t unit)
     return base->stage > 0 ? ps_shard_grads(z->shard, z->units[unit].param_part) : 0;
 }
 
-/* Returns a hash of which parameters of the stripe have had gradients in this step. Sets *none if none has. */
+/* Returns a hash that depends on which parameters of the stripe have had a gradient in this step. Sets *none to true
+ * if no parameter has had one. */
 static uint64_t who_has(zero *z, int32_t stripe, bool *none)
 {
     uint64_t h = 0;
@@ -31,7 +32,7 @@ static uint64_t who_has(zero *z, int32_t stripe, bool *none)
     return h;
 }
 
-/* Completes the oldest reductions until at most `keep` are under way. */
+/* Completes reductions, oldest first, until at most `keep` of them are in progress. */
 static int end_oldest(zero *z, int32_t keep)
 {
     while (z->n_reducing > keep) {

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Memory of ZeRO: parts, the storages in them, pins, and stripes (shard.h). While a stripe is open, its parts can be
- * read on this rank. A part with gradients is neither gathered nor dropped. Ranks decide about exchanges only by
- * values that are the same on all ranks. */
+ * This file manages the memory of ZeRO: parts, the storages in them, pins, and stripes (shard.h). While a stripe is
+ * open, its parts can be read on this rank. A part that holds gradients is neither gathered nor dropped. A decision
+ * about an exchange depends only on values that are the same on all ranks. */
 #include "zero/shard.h"
 #include <string.h>
 #include "base/alloc.h"
@@ -14,27 +14,37 @@ enum { OPEN_UNPLANNED = 2 };
 typedef struct part {
     ps_part_config c;
     int32_t n_lent, pins;
-    bool used, grads, whole;      /* grads: it holds gradients. whole: its buffer holds gathered values, too */
-    ps_storage buffer;            /* its bytes if this rank has no chunk of it; `block` is NULL if absent */
+    /* grads: the part holds gradients
+     * whole: the buffer of the part also holds the gathered values */
+    bool used, grads, whole;
+    /* buffer: the bytes of the part if this rank has no chunk for it. Its `block` is NULL if there is no buffer. */
+    ps_storage buffer;
 } part;
 
 /* A storage in a part. ps_storage.block points to it. */
 typedef struct lent {
     struct lent *next, **link;
-    ps_storage *outer, *inner;    /* inner: storage of these bytes in this rank's chunk, or NULL */
+    /* inner: the storage of the same bytes in this rank's chunk, or NULL */
+    ps_storage *outer, *inner;
     int32_t part;
     int64_t offset;
 } lent;
 
 typedef struct stripe {
-    int32_t *parts;               /* [ranks] part of each rank, or -1 */
-    ps_comm_part *at;             /* [ranks] each part's address and size during a job, on its meeting_place */
-    void **staged;                /* [ranks] handle of stage_out's staging buffer for the part, or NULL */
+    int32_t *parts;               /* [ranks] index of each rank's part, or -1 */
+    /* at: [ranks] during a job, address and size of each part on its meeting_place */
+    ps_comm_part *at;
+    /* staged: [ranks] handle of the staging buffer that stage_out has made for the part, or NULL */
+    void **staged;
     ps_job *job;
-    bool open, stale;             /* stale: the last unpin closes the stripe */
-    bool gathering, reducing;     /* under way */
-    int32_t pins, pass, noted;    /* pass: last pass that used it. noted: its gather in `record`, or -1 */
-    int32_t uses, until;          /* reads in this pass so far; reads that it will have, -1 if unknown */
+    bool open, stale;             /* stale: the stripe must be closed at its last unpin */
+    bool gathering, reducing;     /* a gather is in progress; a reduction is in progress */
+    /* pass: last pass that used the stripe
+     * noted: index of the stripe's gather in `record`, or -1 */
+    int32_t pins, pass, noted;
+    /* uses: number of reads in this pass so far
+     * until: expected number of reads in this pass, or -1 if unknown */
+    int32_t uses, until;
     int64_t touched;
 } stripe;
 
@@ -46,17 +56,19 @@ struct ps_shard {
     ps_backend *const *devices;
     int device, host, rank, size;
     ps_group *group;
-    bool direct;                  /* bytes are sent from device to device */
+    bool direct;                  /* bytes are sent directly from device to device */
     part *parts;
     stripe *stripes;
     int32_t n_parts, parts_capacity, n_stripes, stripes_capacity;
     lent *first;
-    int32_t touched[PS_MAX_IN];   /* stripes that the latest op read; subtracted if the op fails */
+    /* touched: the stripes that the latest op has read. These reads are subtracted if the op fails. */
+    int32_t touched[PS_MAX_IN];
     int n_touched;
-    int32_t first_pass;           /* step->pass when the step began */
+    int32_t first_pass;           /* value of step->pass when the step began */
     int64_t clock;
     ps_gathers record;
-    const ps_gathers *expected;   /* gathers to repeat; NULL if unknown, or if the step differs */
+    /* expected: the gathers that this step should repeat; NULL if they are unknown, or if the step differs from them */
+    const ps_gathers *expected;
     int32_t next;                 /* index of the next gather in `expected` */
     bool noting, alone;
     double waited_s;
@@ -98,7 +110,8 @@ static int buffer_pin(part *p, int device, unsigned access, void **out)
 
 static void buffer_unpin(part *p, int device) { ps_storage_unpin(&p->buffer, device); }
 
-/* Copies a buffer from a device to the host, from where it is sent. Used if the group has not connected its devices. */
+/* Copies a buffer from its device to the host, from where it will be sent. Used if the group has not connected its
+ * devices. */
 static int stage_out(ps_shard *sh, stripe *st, int r, bool contents)
 {
     part *p = part_at(sh, st, r);
@@ -137,7 +150,7 @@ static int stage_in(ps_shard *sh, stripe *st, int r, bool contents)
 /* Returns the device on which a part's bytes are sent and received. */
 static int meeting_place(const ps_shard *sh, const part *p) { return sh->direct ? p->c.device : sh->host; }
 
-/* Pins rank r's part for a job, and fills st->at[r]. */
+/* Pins the part of rank r for a job, and fills st->at[r]. */
 static int hold(ps_shard *sh, stripe *st, int r, unsigned access)
 {
     part *p = part_at(sh, st, r);
@@ -153,7 +166,8 @@ static int hold(ps_shard *sh, stripe *st, int r, unsigned access)
     return 0;
 }
 
-/* Releases the pins of hold(). If `come` is set, bytes of other ranks have arrived and are copied to their parts. */
+/* Releases the pins of hold. If `come` is set, bytes of other ranks have arrived, and this function copies them to
+ * their parts. */
 static int let_go(ps_shard *sh, stripe *st, bool come)
 {
     int rc = 0;
@@ -174,7 +188,7 @@ static int let_go(ps_shard *sh, stripe *st, bool come)
     return rc;
 }
 
-/* Returns the kind of memory of a stripe, whose parts are all on one device. */
+/* Returns the kind of memory of a stripe. All parts of a stripe are on the same device. */
 static place place_of(const ps_shard *sh, const stripe *st)
 {
     for (int r = 0; r < sh->size; r++)
@@ -182,8 +196,8 @@ static place place_of(const ps_shard *sh, const stripe *st)
     return ON_HOST;
 }
 
-/* Starts a job on the stripe. If this rank cannot take part, the job sends its error to the other ranks, and job_end
- * returns it. */
+/* Starts a job on the stripe. If this rank cannot take part, the job sends the error of this rank to the other ranks.
+ * job_end then returns this error. */
 static int job_begin(ps_shard *sh, stripe *st, int op, int dtype, uint64_t check)
 {
     int rc = 0;
@@ -226,7 +240,7 @@ static int job_end(ps_shard *sh, stripe *st, bool come)
     return rc < 0 ? rc : back;
 }
 
-/* Waits for the stripe's job, if any, and ignores its result. */
+/* Waits for the job of the stripe, if it has one. Ignores the result of the job. */
 static void stripe_end_job(ps_shard *sh, stripe *st)
 {
     if (st->gathering || st->reducing) job_end(sh, st, false);
@@ -253,7 +267,7 @@ static int gather_begin(ps_shard *sh, stripe *st)
 static int gather_end(ps_shard *sh, stripe *st)
 {
     st->gathering = false;
-    for (int r = 0; r < sh->size; r++)                       /* the gather skipped parts that hold gradients */
+    for (int r = 0; r < sh->size; r++)                       /* the gather has skipped parts that hold gradients */
         if (st->at[r].nbytes > 0) part_at(sh, st, r)->whole = true;
     int rc = group_told(sh->group, job_end(sh, st, true));
     if (rc < 0) {
@@ -271,8 +285,8 @@ static bool keeps(const ps_shard *sh, const stripe *st)
     return false;
 }
 
-/* Closes the least recently used stripes until only OPEN_UNPLANNED are open. Called if there is no list of gathers,
- * before another stripe opens. */
+/* Closes the least recently used stripes until only OPEN_UNPLANNED stripes are open. If there is no list of gathers,
+ * this is called before another stripe is opened. */
 static void close_oldest(ps_shard *sh, const stripe *except)
 {
     for (;;) {
@@ -307,7 +321,7 @@ int64_t ps_shard_comes(const ps_shard *sh, int32_t number)
     return sum;
 }
 
-/* Returns the next stripe in the list of gathers, or -1. */
+/* Returns the stripe of the next gather in the list, or -1. */
 static int32_t coming(const ps_shard *sh)
 {
     return sh->expected && sh->next < sh->expected->n ? sh->expected->list[sh->next].stripe : -1;
@@ -319,7 +333,8 @@ static void note_gather(ps_shard *sh, stripe *st)
     st->noted = -1;
     if (!sh->noting) return;
     if (!ps_try_grow(record->list, record->capacity, record->n + 1)) {
-        sh->noting = false;                                  /* the next step has no list, and gathers at first reads */
+        /* The next step then has no list, so it gathers each stripe at its first read. */
+        sh->noting = false;
         record->n = 0;
         return;
     }
@@ -327,8 +342,8 @@ static void note_gather(ps_shard *sh, stripe *st)
     record->list[record->n++] = (ps_gather){ number_of(sh, st), pass_of_step(sh), 0 };
 }
 
-/* Begins the next gather of the list, before the read that needs it. If it cannot begin, every later read tries
- * again. */
+/* Begins the next gather of the list before the read that needs it. If the gather cannot begin now, every later read
+ * tries to begin it. */
 static int run_ahead(ps_shard *sh)
 {
     int32_t next = coming(sh);
@@ -337,14 +352,15 @@ static int run_ahead(ps_shard *sh)
     return ahead->open || ahead->gathering || ahead->reducing ? 0 : gather_begin(sh, ahead);
 }
 
-/* Drops the list of gathers, because the step differs from it. The last read of each stripe is then unknown. */
+/* Discards the list of gathers, because the step differs from it. The number of reads of each stripe is then
+ * unknown. */
 static void go_on_without(ps_shard *sh)
 {
     sh->expected = NULL;
     for (int32_t i = 0; i < sh->n_stripes; i++) sh->stripes[i].until = -1;
 }
 
-/* Handles the first use of the stripe in a pass. */
+/* Handles the first use of a stripe in a pass. */
 static int begin_pass(ps_shard *sh, stripe *st)
 {
     st->pass = sh->step->pass;
@@ -369,7 +385,8 @@ static int touch(ps_shard *sh, stripe *st)
     if (st->pass != sh->step->pass) {
         PS_TRY(begin_pass(sh, st));
     } else {
-        if (st->until >= 0 && st->uses >= st->until) go_on_without(sh);      /* the list has fewer uses */
+        /* Checks whether the list expects fewer uses. */
+        if (st->until >= 0 && st->uses >= st->until) go_on_without(sh);
         PS_TRY(open_stripe(sh, st));
     }
     PS_TRY(run_ahead(sh));
@@ -378,8 +395,8 @@ static int touch(ps_shard *sh, stripe *st)
     return 0;
 }
 
-/* Closes stripes that will not be read again. Waits for the next op to begin, because an op can fail after it has
- * unpinned. */
+/* Closes stripes that will not be read again. This happens only when the next op begins, because an op can fail after
+ * it has unpinned its inputs. */
 void ps_shard_tick(ps_shard *sh)
 {
     while (sh->n_touched > 0) {
@@ -391,8 +408,8 @@ void ps_shard_tick(ps_shard *sh)
     ps_chunks_tick(sh->chunks);
 }
 
-/* Subtracts the failed op's reads. If the op is tried again, it repeats them, and the counts must equal those of
- * other ranks. */
+/* Subtracts the reads of the failed op. If the op is tried again, it repeats these reads. Without the subtraction,
+ * the counts would then differ from those of other ranks. */
 void ps_shard_failed(ps_shard *sh)
 {
     while (sh->n_touched > 0) count_use(sh, &sh->stripes[sh->touched[--sh->n_touched]], -1);
@@ -429,7 +446,7 @@ void ps_shard_step_begin(ps_shard *sh, const ps_gathers *expected)
     sh->first_pass = sh->step->pass;
 }
 
-/* Returns a 52-bit hash plus 1, which a double represents exactly and which is never 0. */
+/* Returns a 52-bit hash plus 1. A double represents this number exactly, and it is never 0. */
 double ps_shard_expects(const ps_shard *sh)
 {
     if (!sh->expected) return 0;
@@ -439,7 +456,8 @@ double ps_shard_expects(const ps_shard *sh)
 
 void ps_shard_expect_none(ps_shard *sh) { sh->expected = NULL; }
 
-/* Omits gathers without a read. Stripes that only get gradients need no values. */
+/* Returns the recorded gathers, without those that had no read. A stripe that only receives gradients does not need
+ * its values. */
 const ps_gathers *ps_shard_step_end(ps_shard *sh)
 {
     int32_t n = 0;
@@ -458,7 +476,7 @@ int ps_shard_grads(ps_shard *sh, int32_t number)
     stripe *st = &sh->stripes[p->c.stripe];
     if (p->grads) return 0;
     if (p->c.reads && !st->open && !p->c.keeps) {
-        bool known = sh->expected != NULL;                   /* whether a read follows in this pass */
+        bool known = sh->expected != NULL;                   /* the list shows whether a read follows in this pass */
         bool follows = coming(sh) == p->c.stripe && sh->expected->list[sh->next].pass == pass_of_step(sh);
         if (follows || !known) {
             if (st->pass != sh->step->pass) PS_TRY(begin_pass(sh, st));
@@ -475,7 +493,7 @@ int ps_shard_reduce_begin(ps_shard *sh, int32_t number, bool everywhere, uint64_
 {
     const part *p = &sh->parts[number];
     stripe *st = &sh->stripes[p->c.stripe];
-    if (st->gathering) PS_TRY(gather_end(sh, st));           /* began early, and nothing read it */
+    if (st->gathering) PS_TRY(gather_end(sh, st));       /* this gather began early, and nothing has read the stripe */
     PS_TRY(job_begin(sh, st, everywhere ? OP_CHUNK_ALL_REDUCE : OP_CHUNK_REDUCE, p->c.dtype, check));
     st->reducing = true;
     return 0;
@@ -502,8 +520,8 @@ static int shard_pin(ps_keeper *keeper, ps_storage *s, int device, unsigned acce
     stripe *st = &sh->stripes[p->c.stripe];
     bool reads = p->c.reads && !(access & PS_WRITE);
     if (reads && !s->engine.taken && !sh->alone && (st->open || !p->grads)) PS_TRY(touch(sh, st));
-    if (p->c.reads && (access & PS_WRITE) && st->gathering) PS_TRY(gather_end(sh, st));  /* a gather writes to the
-                                                                                          * part, too */
+    /* A gather also writes to the part, so it must end first. */
+    if (p->c.reads && (access & PS_WRITE) && st->gathering) PS_TRY(gather_end(sh, st));
     if (l->inner) {
         PS_TRY(ps_storage_pin(l->inner, device, access, out));
     } else {
@@ -604,8 +622,8 @@ static lent *lent_new(ps_shard *sh, int32_t number, int64_t offset)
     return l;
 }
 
-/* Moves s into the part. If this rank has the part's chunk, s was in that chunk, and `inner` gets its position
- * there. */
+/* Moves s into the part. If this rank has the chunk of the part, s was in that chunk. `inner` then receives the
+ * position of s in the chunk. */
 static void lend(ps_shard *sh, lent *l, ps_storage *s, ps_storage *inner)
 {
     if (inner) {
@@ -633,7 +651,7 @@ static int check_place(const ps_shard *sh, int32_t number, int64_t offset, int64
     return 0;
 }
 
-/* Reads s: another rank needs the bytes, so this rank must take part in the gather. */
+/* Reads s, because another rank needs its bytes and every rank must take part in the gather. */
 static int read_along(ps_storage *s)
 {
     void *p;
@@ -705,8 +723,8 @@ static void take_back(ps_shard *sh, ps_storage *s, bool closing)
     *l->link = l->next;
     if (l->next) l->next->link = l->link;
     s->block = NULL;
-    if (p->n_lent == 1) stripe_end_job(sh, &sh->stripes[p->c.stripe]);    /* the last storage of the part frees the
-                                                                           * bytes that the job uses */
+    /* If s is the last storage of the part, freeing s frees the bytes that the job uses. */
+    if (p->n_lent == 1) stripe_end_job(sh, &sh->stripes[p->c.stripe]);
     inner_release(l->inner, closing);
     if (--p->n_lent == 0) part_end(sh, p);
     ps_free(l);
@@ -740,7 +758,7 @@ int32_t ps_shard_chunk(const ps_shard *sh, const ps_storage *s)
     return l ? sh->parts[l->part].c.chunk : ps_storage_chunk(sh->chunks, s);
 }
 
-/* -- the manager --------------------------------------------------------------------------------------------------- */
+/* -- the sharding layer -------------------------------------------------------------------------------------------- */
 static const ps_keeper_table shard_table = { .name = "shard", .free = shard_free, .pin = shard_pin,
                                              .unpin = shard_unpin };
 

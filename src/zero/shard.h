@@ -1,20 +1,22 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Sharding (ZeRO): each chunk belongs to one rank, and other ranks have its bytes only while they need them. This
- * layer wraps the chunk manager, which knows no ranks. It is the keeper of the storages in parts (ps_keeper, mem.h).
- * Bytes are sent from device to device if the group has connected the devices that ops use, else through host
- * memory.
+ * This header declares the sharding layer of ZeRO. Each chunk belongs to one rank. Other ranks have its bytes only
+ * while they need them. This layer wraps the chunk manager, which does not know about ranks. It is the keeper of the
+ * storages in parts (see ps_keeper in mem.h). If the group has connected the devices that ops use, bytes are sent
+ * from device to device. Otherwise they are sent through host memory.
  *
- * A part is the bytes of one chunk: in the chunk on its owner, in a temporary buffer on other ranks. A stripe is a
- * list of parts, at most one of each rank, which are gathered and reduced together, so that all ranks send at once.
- * A read gathers the part's stripe unless the stripe is open. After a write the owner keeps the result and other
- * ranks drop theirs, since every rank runs the same program.
+ * A part is the bytes of one chunk. On the owner they are in the chunk, and on other ranks they are in a temporary
+ * buffer. A stripe is a list of parts, with at most one part of each rank. The parts of a stripe are gathered and
+ * reduced together, so that all ranks send at the same time. A read of a part gathers its stripe, unless the stripe
+ * is open. After a write, the owner keeps the result. The other ranks drop their result, because every rank runs the
+ * same program.
  *
- * All ranks must gather and reduce the same stripes in the same order. The order therefore depends only on the uses
- * of parts, never on free memory or time. If an earlier step's list of gathers is known, the next gather begins
- * while the present stripe is used, and a stripe is dropped after its last use in a pass. Otherwise the two stripes
- * used last stay open, in addition to the one that is read.
+ * All ranks must gather and reduce the same stripes in the same order. Therefore the order depends only on the uses
+ * of parts, and never on free memory or on time. If the list of gathers of an earlier step is known, the next gather
+ * begins while the present stripe is in use, and a stripe is dropped after its last use in a pass. If the list is
+ * unknown, two stripes stay open in addition to the one that is being read. These are the stripes that were used
+ * last.
  *
- * Sources: Rajbhandari et al., ZeRO, SC 2020; for stripes of one chunk per rank, Fang et al., PatrickStar, 2022. */
+ * Sources: Rajbhandari et al., ZeRO, SC 2020. For stripes with one chunk per rank: Fang et al., PatrickStar, 2022. */
 #ifndef PS_SHARD_H
 #define PS_SHARD_H
 #include "chunk/chunk.h"
@@ -25,50 +27,59 @@ typedef struct ps_shard ps_shard;
 
 int ps_shard_new(ps_chunks *chunks, const ps_step *step, ps_backend *const *devices, int device, int host,
                  ps_group *group, ps_shard **out);
-/* Closes ZeRO, before the chunks are closed. Storages in parts lose their bytes. */
+/* Closes ZeRO. Must be called before the chunks are closed. The storages in parts lose their bytes. */
 void ps_shard_close(ps_shard *sh);
-/* Called when an op begins, and when the latest op has failed. A failed op's reads do not count. */
+/* ps_shard_tick is called when an op begins. ps_shard_failed is called when the latest op has failed. The reads of a
+ * failed op do not count. */
 void ps_shard_tick(ps_shard *sh);
 void ps_shard_failed(ps_shard *sh);
 ps_group *ps_shard_group(const ps_shard *sh);
 
 int ps_shard_part(ps_shard *sh, const ps_part_config *config, int32_t *part);
-/* Frees a part without storages; the caller then frees the chunk. For chunks that every rank keeps. Other parts are
- * freed with their last storage. */
+/* Frees a part that has no storages. The caller must then free the chunk. This function is for chunks that every rank
+ * keeps. Other parts are freed together with their last storage. */
 int ps_shard_part_drop(ps_shard *sh, int32_t part);
-/* Moves a storage and its bytes into the part, to `offset`. stays: as in ps_chunk_adopt, on the part's owner. */
+/* Moves a storage and its bytes to `offset` of a part. stays: has the same meaning as in ps_chunk_adopt, on the owner
+ * of the part. */
 int ps_shard_adopt(ps_shard *sh, ps_storage *s, int32_t part, int64_t offset, const char *name, bool stays);
-/* Makes a storage in a part. On the owner its bytes are zeros. */
+/* Makes a storage in a part. On the owner of the part, the bytes of the storage are zeros. */
 int ps_shard_storage_new(ps_shard *sh, int32_t part, int64_t offset, int64_t nbytes, const char *name,
                          ps_storage **out);
 void ps_shard_storage_undo(ps_shard *sh, ps_storage *s);
-/* Returns a storage with the bytes of s that needs no other ranks, or NULL if another rank owns the bytes. This is s
- * itself if s is not in a part. */
+/* Returns a storage that has the bytes of s and that can be used without other ranks. If s is not in a part, this is
+ * s itself. Returns NULL if another rank owns the bytes. */
 ps_storage *ps_shard_own(const ps_shard *sh, ps_storage *s);
 bool ps_shard_has(const ps_shard *sh, const ps_storage *s);
-int32_t ps_shard_chunk(const ps_shard *sh, const ps_storage *s);      /* the part's chunk on this rank, or -1 */
+/* Returns the chunk of s on this rank, or -1. */
+int32_t ps_shard_chunk(const ps_shard *sh, const ps_storage *s);
 
 /* -- steps -------------------------------------------------------------------------------------------------------- */
-/* Begins a pass with a new number. Closes the open stripes, except one that the next gather would fetch again. */
+/* Begins a pass with a new number. Closes the open stripes, except for a stripe that the next gather would fetch
+ * again. */
 void ps_shard_pass(ps_shard *sh);
-/* Closes all stripes and begins to record gathers. expected: gathers to repeat (lent), or NULL if unknown. */
+/* Closes all stripes, and begins to record gathers. expected: the gathers that the step should repeat, or NULL if
+ * they are unknown. They must stay valid until ps_shard_step_end. */
 void ps_shard_step_begin(ps_shard *sh, const ps_gathers *expected);
-double ps_shard_expects(const ps_shard *sh);              /* hash of the expected gathers, 0 if unknown */
+double ps_shard_expects(const ps_shard *sh);              /* hash of the expected gathers, or 0 if unknown */
 void ps_shard_expect_none(ps_shard *sh);
-const ps_gathers *ps_shard_step_end(ps_shard *sh);        /* recorded gathers, lent until the next begin */
-/* Called when values may have changed. Later uses gather again. Waits for jobs under way. */
+/* Returns the recorded gathers. They are valid until the next ps_shard_step_begin. */
+const ps_gathers *ps_shard_step_end(ps_shard *sh);
+/* Called when values may have changed. Later uses gather the values again. Waits for jobs in progress. */
 void ps_shard_forget(ps_shard *sh);
 
-/* Called before a gradient is written into the part, which then stays until its stripe has been reduced. */
+/* Called before a gradient is written into the part. The part then stays until its stripe has been reduced. */
 int ps_shard_grads(ps_shard *sh, int32_t part);
-/* Sum all ranks' versions of the part's stripe, during the computation between begin and end. Each part's owner gets
- * the sum, or every rank if `everywhere` is set. `check` must be the same on all ranks. At the end this rank drops
- * the parts of other owners. Gradients in the place of values are then sums, and storage->engine.taken still marks
- * them. */
+/* These functions sum the versions of all ranks of the part's stripe. The sum is computed concurrently with other
+ * work between begin and end. The owner of each part receives its sum. If `everywhere` is set, every rank receives
+ * it. `check` must be the same on all ranks. At the end, this rank drops the parts of other owners. If gradients are
+ * stored in place of values, they are then sums, and storage->engine.taken still marks them. */
 int ps_shard_reduce_begin(ps_shard *sh, int32_t part, bool everywhere, uint64_t check);
 int ps_shard_reduce_end(ps_shard *sh, int32_t part);
-/* While on, only this rank runs ops. They may read only bytes that this rank owns; nothing is gathered. */
+/* Switches a mode on or off in which only this rank runs ops, and nothing is gathered. In this mode, ops may read
+ * only bytes that this rank owns. */
 void ps_shard_alone(ps_shard *sh, bool on);
-int64_t ps_shard_comes(const ps_shard *sh, int32_t stripe);   /* bytes that a gather of the stripe receives */
-double ps_shard_waited(const ps_shard *sh);               /* seconds that this rank has waited for other ranks */
+/* Returns the number of bytes that a gather of the stripe receives. */
+int64_t ps_shard_comes(const ps_shard *sh, int32_t stripe);
+/* Returns the number of seconds that this rank has waited for other ranks. */
+double ps_shard_waited(const ps_shard *sh);
 #endif

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Internals of ZeRO, which no other folder includes. Its files:
+ * This header declares the internals of ZeRO. No other folder includes it. ZeRO has these files:
  *   zero.c     the table that the engine calls, and parts for scripts
  *   shard.c    memory of parts
  *   reduce.c   sums of gradients */
@@ -8,13 +8,14 @@
 #include "engine/zero_table.h"
 #include "zero/shard.h"
 
-/* The parts with a unit's values and gradients. grad_part is -1 if gradients are stored in the place of the values. */
+/* The parts that have the values and the gradients of a unit. grad_part is -1 if gradients are stored in place of the
+ * values. */
 typedef struct unit_parts { int32_t stripe, param_part, grad_part; } unit_parts;
 
-/* Units whose gradients are reduced together, at most one per rank. */
+/* The units whose gradients are reduced together. There is at most one unit per rank. */
 typedef struct stripe_units {
     int32_t n, n_final, vstage;
-    int32_t part;                 /* a part of the stripe during a reduction, else -1 */
+    int32_t part;                 /* during a reduction, a part of the stripe; otherwise -1 */
 } stripe_units;
 
 typedef struct zero {
@@ -22,12 +23,12 @@ typedef struct zero {
     ps_engine *e;
     ps_shard *shard;
     unit_parts *units;
-    stripe_units *stripes;        /* [n_units] room */
+    stripe_units *stripes;        /* [n_units], of which n_stripes are in use */
     int32_t *reducing;            /* [n_units] stripes that are being reduced, oldest first */
     int32_t n_units, n_stripes, n_reducing;
 } zero;
 
-/* -- reduce.c: functions of the table (ps_zero_table) */
+/* -- reduce.c: functions of ps_zero_table */
 int reduce_before_slot(ps_zero *z, int32_t unit);
 int reduce_unit_final(ps_zero *z, int32_t unit);
 int reduce_all_final(ps_zero *z);
