@@ -1,14 +1,14 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Connects the ranks' devices, by one collective call per group. If one rank cannot connect its device, none is
- * connected, and the group continues with host memory. If the device library fails while it connects, the group
- * ends. */
+ * This file connects the devices of the ranks, with one collective call per group. If one rank cannot connect its
+ * device, no device is connected, and the group continues with host memory. If the library of the device fails while
+ * it connects, the group ends. */
 #include <string.h>
 #include "base/alloc.h"
 #include "base/error.h"
 #include "collectives/collectives.h"
 #include "tensor/tensor.h"
 
-/* Returns 0 if this rank can connect the device, else the error that prevents it. */
+/* Returns 0 if this rank can connect the device. Otherwise returns the error that prevents it. */
 static int could(const ps_group *g, ps_backend *be)
 {
     if (g->by_host) return ps_fail(PS_EUNSUP, "the group was made with backend = \"gloo\", which sends host memory "
@@ -21,10 +21,10 @@ static int could(const ps_group *g, ps_backend *be)
         return ps_fail(PS_EUNSUP, "cannot connect %d ranks on device %s: at most %d are supported", g->comm->size,
                        be->name, be->wire->most_ranks);
     int rc = be->wire->load(be);
-    return rc == PS_EUNSUP && g->comm->size == 1 && !g->by_device ? 0 : rc;     /* one rank needs no library */
+    return rc == PS_EUNSUP && g->comm->size == 1 && !g->by_device ? 0 : rc;     /* a single rank needs no library */
 }
 
-/* Checks that no two ranks share a device. All ranks get the same result. */
+/* Checks that no two ranks use the same device. All ranks get the same result. */
 static int check_apart(ps_group *g, ps_backend *be)
 {
     int size = g->comm->size;
@@ -52,7 +52,7 @@ static int connect_wire(ps_group *g, ps_backend *be)
     PS_TRY(group_broadcast(g, ON_HOST, PS_U8, id, sizeof id, 0, rc));
     rc = ps_comm_wire(be, alone ? NULL : id, g->comm, &g->at[ON_DEVICE].comm);
     if (rc < 0) ps_error_prefix("connecting the devices of %d ranks: ", g->comm->size);
-    if (rc < 0) g->comm->table->hang_up(g->comm);      /* wakes ranks that wait for this one in the library */
+    if (rc < 0) g->comm->table->hang_up(g->comm);      /* wakes ranks that wait for this rank in the library */
     return rc;
 }
 

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Groups in a context. Ops find a group by its number in ctx->ranks.groups, until the group is closed. A dry run
- * records the step's calls between ranks in the context. */
+ * This file manages the groups of a context. Ops find a group by its number in ctx->ranks.groups, until the group is
+ * closed. A dry run records the calls between ranks of a step in the context. */
 #include "base/error.h"
 #include "collectives/collectives.h"
 #include "tensor/tensor.h"
@@ -10,7 +10,7 @@ static void enroll(ps_ctx *ctx, ps_group *g)
     for (int i = 0; i < PS_MAX_GROUPS && g->number < 0; i++) if (!ctx->ranks.groups[i]) g->number = i;
     if (g->number < 0) return;
     ctx->ranks.groups[g->number] = g;
-    ctx->refs++;                           /* closing the group clears its entry there */
+    ctx->refs++;                           /* closing the group clears its entry in the context */
     g->ctx = ctx;
 }
 

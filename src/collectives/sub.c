@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Divides a group along an axis of the mesh (ps.h). The new groups share the connections and the watch of the old
- * one, and an id distinguishes their messages. The id is higher than those of all earlier groups of these ranks, so
- * no two groups with two ranks in common have the same id. */
+ * This file divides a group along an axis of the mesh (ps.h). The new groups share the connections and the watch of
+ * the old group. Their messages are distinguished by an id. The id is higher than the ids of all earlier groups of
+ * these ranks. Therefore two groups that have two ranks in common never have the same id. */
 #include <stdatomic.h>
 #include <string.h>
 #include "base/alloc.h"
@@ -11,9 +11,11 @@
 
 static atomic_int next_id = 1;             /* next id in this process; the group of all ranks has id 0 */
 
-/* The group that one rank of the parent wants to make. */
+/* The group that one rank of the parent requests. */
 typedef struct wish {
-    int32_t id, n;                         /* first id that this rank has not used; number of ranks in the group */
+    /* id: first id that this rank has not used
+     * n: number of ranks in the requested group */
+    int32_t id, n;
     char axis[PS_AXIS_NBYTES];
     int32_t ranks[];                       /* [size of the parent], of which n are used */
 } wish;
@@ -70,7 +72,8 @@ static int compare(const ps_group *parent, const char *all)
     return 0;
 }
 
-/* Exchanges requests with all ranks of the parent. all: [size of the parent] requests, wish_nbytes each. */
+/* Exchanges the requests of all ranks of the parent. all: receives [size of the parent] requests of wish_nbytes bytes
+ * each. */
 static int tell(ps_group *parent, const wish *mine, char *all, int rc)
 {
     int64_t nbytes = (int64_t)wish_nbytes(parent);
@@ -80,7 +83,7 @@ static int tell(ps_group *parent, const wish *mine, char *all, int rc)
     return group_moved(parent, OP_SPLIT, ON_HOST, group_gather(parent, ON_HOST, parent->parts));
 }
 
-/* Returns an id for the new groups, which is higher than the ids of all groups on the parent's ranks. */
+/* Returns an id for the new groups. It is higher than the ids of all groups on the ranks of the parent. */
 static int agree_id(const ps_group *parent, const char *all)
 {
     int id = 0;
@@ -111,8 +114,8 @@ int ps_group_split(ps_group *parent, int n, const int32_t *ranks, const char *ax
         memcpy(mine->ranks, ranks, (size_t)n * sizeof *ranks);
     }
     rc = tell(parent, mine, all, rc);
-    if (rc == 0 && !parent->comm->pretends) rc = compare(parent, all);   /* simulated ranks send none */
-    if (rc < 0) {                          /* all ranks must raise the same error */
+    if (rc == 0 && !parent->comm->pretends) rc = compare(parent, all);   /* simulated ranks send no requests */
+    if (rc < 0) {                          /* this error is the same on all ranks */
         ps_free(all);
         return rc;
     }
@@ -120,7 +123,8 @@ int ps_group_split(ps_group *parent, int n, const int32_t *ranks, const char *ax
     ps_free(all);
     rc = parent->comm->table->cut(parent->comm, n, ranks, axis, id, &comm);
     if (rc == 0) rc = group_new(parent->ctx, comm, &g);
-    rc = group_agree_bytes(parent, OP_SPLIT, ON_HOST, 0, 0, 0, rc);     /* whether all ranks have made theirs */
+    /* Checks that all ranks have made their group. */
+    rc = group_agree_bytes(parent, OP_SPLIT, ON_HOST, 0, 0, 0, rc);
     if (rc < 0) {
         ps_group_close(g);
         return rc;

@@ -1,11 +1,12 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Groups of ranks and their collectives (ps.h, group.h). A call has three sections:
- *   1. This rank does everything that may fail on it alone: checks, pins, memory.
- *   2. The ranks compare their calls. A rank that failed in section 1 says so, and no other rank waits for it.
+ * This file implements groups of ranks and their collectives (ps.h, group.h). A call has three sections:
+ *   1. This rank does everything that may fail on this rank alone: checks, pins, memory.
+ *   2. The ranks compare their calls. If a rank failed in section 1, it sends its error, so no other rank waits for it.
  *   3. Bytes are sent.
- * If a call has at most GROUP_SMALL_NBYTES bytes, they are sent in section 2, and used after the calls have been
- * compared. Sums of host memory are computed here in rank order: in fp32, fp64 in fp64, integers exactly. They do
- * not depend on the library or on an element's position. */
+ * If a call has at most GROUP_SMALL_NBYTES bytes, they are already sent in section 2. They are used only after the
+ * calls have been compared. Sums of host memory are computed in this file, in rank order. fp64 values are summed in
+ * fp64, other floating-point values in fp32, and integers exactly. The sums do not depend on the library or on the
+ * position of an element. */
 #include "comm/inner.h"
 #include "base/alloc.h"
 #include "base/dtype.h"
@@ -22,7 +23,8 @@ static const char *const op_names[OP_COUNT] = {
 };
 
 enum { SUM_BLOCK = 1024, SMALL_OTHERS = 16 };
-/* Bytes of the memory for addends, by place. Devices get more, because the host has to begin each piece. */
+/* Size in bytes of the memory for addends, by kind of memory. Devices get more, because the host has to begin each
+ * piece. */
 static const int64_t stage_nbytes[PLACES] = { 8 << 20, 64 << 20 };
 
 const char *group_op_name(int op) { return op_names[op]; }
@@ -37,14 +39,14 @@ const char *group_call_name(const ps_group *g, int op, char text[GROUP_CALL_NBYT
 
 /* -- groups -------------------------------------------------------------------------------------------------------- */
 
-/* Returns whether calls may send all bytes of each rank to every other rank. With many ranks, sending shards costs
+/* Returns true if a call may send all bytes of each rank to every other rank. With many ranks, sending shards costs
  * less. */
 static bool has_small(const ps_comm *comm)
 {
     return comm->size > 1 && comm->size <= 1 + SMALL_OTHERS;
 }
 
-/* Returns true if device memory has a communicator of its own. */
+/* Returns true if device memory has its own communicator. */
 static bool has_wire(const ps_group *g) { return g->at[ON_DEVICE].comm && g->at[ON_DEVICE].comm != g->comm; }
 
 static void stage_free(transport *t)
@@ -65,7 +67,8 @@ void group_free(ps_group *g)
 {
     bool two = has_wire(g);
     for (int at = 0; at < PLACES; at++) stage_free(&g->at[at]);
-    g->comm->table->close(g->comm);        /* first: tells the other ranks that this rank has left */
+    /* This is the first close, because it notifies the other ranks that this rank has left. */
+    g->comm->table->close(g->comm);
     if (two) g->at[ON_DEVICE].comm->table->close(g->at[ON_DEVICE].comm);
     ps_free(g->pair_seq);
     ps_free(g->heard);
@@ -121,7 +124,7 @@ int ps_group_number(const ps_group *g) { return g->number; }
 int64_t ps_group_bytes_sent(const ps_group *g) { return g->bytes_sent; }
 int64_t ps_group_bytes_in_pieces(const ps_group *g) { return g->bytes_in_pieces; }
 
-/* -- agreeing ------------------------------------------------------------------------------------------------------ */
+/* -- comparing calls ----------------------------------------------------------------------------------------------- */
 
 static bool in_pieces(int op) { return op == OP_COLUMN || op == OP_ROW || op == OP_COLUMN_GRAD; }
 
@@ -177,7 +180,8 @@ static int exchange_headers(ps_group *g)
     return g->comm->table->finish(g->comm, PS_COMM_HEADER);
 }
 
-/* Prepares an exchange of headers with all ranks, or only with rank `peer` if peer >= 0. */
+/* Prepares an exchange of headers. If peer >= 0, the exchange is only with rank `peer`, and otherwise with all
+ * ranks. */
 static void parts_of_headers(ps_group *g, header *mine, int peer)
 {
     group_clear_parts(g);
@@ -188,9 +192,9 @@ static void parts_of_headers(ps_group *g, header *mine, int peer)
     }
 }
 
-/* Returns rc and its error, but only after all ranks have compared their headers, from which each rank finds the
- * same error. If this rank's script ended earlier, the other ranks would be notified, and some would raise that
- * notice instead of their own error. A failed wait changes nothing. */
+/* Returns rc and its error after all ranks have compared their headers. Each rank finds the same error in these
+ * headers. If the script of this rank ended earlier, the other ranks would be notified of its end. Some ranks would
+ * then raise this notice instead of the error. If waiting fails, the result is the same. */
 static int leave_together(ps_group *g, header *mine, int peer, int rc)
 {
     ps_error_kept error;
@@ -210,8 +214,8 @@ bool group_goes_small(const ps_group *g, int op, place at, int64_t nbytes)
     return (op == OP_ALL_REDUCE || op == OP_ALL_GATHER) && group_is_small(g, at, nbytes);
 }
 
-/* Begins to exchange small bytes with all ranks. If `all` is not set, only with ranks whose headers announce small
- * bytes. */
+/* Begins to exchange small bytes with all ranks. If `all` is not set, exchanges them only with ranks whose headers
+ * announce small bytes. */
 static int small_begin(ps_group *g, bool all)
 {
     int rank = g->comm->rank;
@@ -224,8 +228,9 @@ static int small_begin(ps_group *g, bool all)
     return g->comm->table->begin(g->comm, PS_COMM_DATA, g->send, g->recv);
 }
 
-/* Ends the exchange of small bytes. If this rank's call has none, it still exchanges bytes with the ranks that have
- * some. Otherwise their messages would reach the next call, because calls that differ do not end the group. */
+/* Ends the exchange of small bytes. If this rank's call has no small bytes, it still exchanges bytes with the ranks
+ * whose calls have some. Otherwise the messages of those ranks would be received by the next call, because the group
+ * continues after calls that differ. */
 static int small_end(ps_group *g, const header *mine)
 {
     bool any = mine->small;
@@ -244,8 +249,8 @@ static int not_agreed(const ps_group *g, const header *mine, const char *where, 
     return rc;
 }
 
-/* Closes the connections if the ranks' later messages cannot match. This is the case if a rank is in a send or recv,
- * or has made a different number of calls. */
+/* Closes the connections if later messages of the ranks cannot match. This is the case if a rank is in a send or
+ * recv, or if it has made a different number of calls. */
 static int check_together(ps_group *g, const header *mine)
 {
     for (int r = 0; r < g->comm->size; r++) {
@@ -277,8 +282,8 @@ static int check_same(const ps_group *g)
     return 0;
 }
 
-/* Performs section 2 of a call while a plan is open. Sets *over if the section is complete, that is, if any rank
- * makes the planned call. */
+/* Performs section 2 of a call while a plan is open. Sets *over to true if this completes the section. This is the
+ * case if at least one rank makes the planned call. */
 static int agree_planned(ps_group *g, header *mine, bool *over)
 {
     int planned = 0, rc = group_plan_exchange(g, mine, -1, &planned);
@@ -381,8 +386,8 @@ int group_move_begin(ps_group *g, place at, int lane)
     return comm->table->begin(comm, lane, g->send, g->recv);
 }
 
-/* Ends a move, so that later operations of the group find its bytes. On a device no thread waits: the device's own
- * order of work ensures this. */
+/* Ends a move, so that later operations of the group find its bytes. On a device, no thread waits here, because the
+ * device itself performs its work in order. */
 int group_move_end(ps_group *g, place at, int lane)
 {
     ps_comm *comm = g->at[at].comm;
@@ -468,7 +473,7 @@ static void narrow(int dtype, const float *from, char *to, int64_t n)
     }
 }
 
-/* Sums integers, which wrap around. */
+/* Sums integers. They wrap around if they overflow. */
 static void sum_integers(int dtype, int size, char *const *at, int64_t first, int64_t n, char *to)
 {
     for (int64_t i = first; i < first + n; i++) {
@@ -480,7 +485,8 @@ static void sum_integers(int dtype, int size, char *const *at, int64_t first, in
     }
 }
 
-/* Returns true if `a` is kept instead of `b`, which is from a later rank. Of several NaNs, the first is kept. */
+/* Is true if `a` must be kept instead of `b`, which is from a later rank. If there are several NaNs, the first one is
+ * kept. */
 #define STAYS(a, b, max) ((a) != (a) || ((max) ? (a) >= (b) : (a) <= (b)))
 #define EXTREME(type, read) \
     for (int64_t i = first; i < first + n; i++) { \
@@ -493,7 +499,7 @@ static void sum_integers(int dtype, int size, char *const *at, int64_t first, in
     }
 #define ITSELF(x) (x)
 
-/* Computes the maximum or minimum over all ranks. The result is the exact value of one rank. */
+/* Computes the maximum or minimum over all ranks. The result is exactly the value of one rank. */
 static void extreme(bool max, int dtype, int size, char *const *at, int64_t first, int64_t n, char *to)
 {
     switch (dtype) {
@@ -507,8 +513,8 @@ static void extreme(bool max, int dtype, int size, char *const *at, int64_t firs
     }
 }
 
-/* Sums elements first .. first + n - 1 of the ranks' addends at[0 .. size - 1], where n <= SUM_BLOCK. `to` may be
- * one of the addends. */
+/* Sums elements first .. first + n - 1 of the addends at[0 .. size - 1] of all ranks, where n <= SUM_BLOCK. `to` may
+ * be one of the addends. */
 static void sum_block(int dtype, int size, char *const *at, int64_t first, int64_t n, char *to)
 {
     float sum[SUM_BLOCK], next[SUM_BLOCK];
@@ -547,7 +553,7 @@ void group_sum_small(ps_group *g, int reduce, int dtype, int64_t nbytes, char *o
     sum_ranks(reduce, dtype, g->comm->size, g->addends, nbytes / ps_dtype_bytes(dtype), out);
 }
 
-/* Makes room for two pieces from every other rank: one arrives while the other is added. */
+/* Allocates memory for two pieces from every other rank. One piece arrives while the other piece is added. */
 int group_prepare_sum(ps_group *g, place at, int reduce, int dtype, int64_t part_nbytes, int64_t *piece_nbytes)
 {
     static const char *const names[] = { "sums", "max", "min" };
@@ -569,7 +575,7 @@ int group_prepare_sum(ps_group *g, place at, int reduce, int dtype, int64_t part
     if (*piece_nbytes > most) *piece_nbytes = most;
     int64_t want = 2 * *piece_nbytes * others;
     if (want <= t->stage_nbytes) return 0;
-    if (t->staging) PS_TRY(group_settle(g, at));             /* waits for the sums that use the old memory */
+    if (t->staging) PS_TRY(group_settle(g, at));             /* waits for sums that use the old memory */
     stage_free(t);
     if (t->comm->table->memory) {
         void *memory = NULL;
@@ -600,7 +606,7 @@ void group_count_parts(ps_group *g, const ps_comm_part *parts, bool reduces, boo
     }
 }
 
-/* A reduction under way. Shards are sent to their ranks in pieces. */
+/* A reduction in progress. Shards are sent to their ranks in pieces. */
 typedef struct reduction {
     place at;
     const ps_comm_part *parts;
@@ -615,7 +621,7 @@ static ps_comm_part piece_of(const reduction *d, int r, int64_t k)
 
 static int lane_of(int64_t k) { return k & 1 ? PS_COMM_DATA_2 : PS_COMM_DATA; }
 
-/* Returns where this rank has rank r's addend to piece k of this rank's shard. */
+/* Returns the address of rank r's addend to piece k of this rank's shard. */
 static char *addend(const ps_group *g, const reduction *d, int64_t k, int r)
 {
     int rank = g->comm->rank, others = g->comm->size - 1;
@@ -650,7 +656,8 @@ int group_reduce(ps_group *g, place at, int reduce, int dtype, const ps_comm_par
     int rank = g->comm->rank, size = g->comm->size;
     reduction d = { at, parts, piece_nbytes };
     int64_t n = 0;
-    for (int r = 0; r < size; r++) {                      /* the same number for all ranks, so some pieces are empty */
+    /* All ranks use the same number of pieces, so some pieces are empty. */
+    for (int r = 0; r < size; r++) {
         int64_t pieces = parts[r].nbytes == 0 ? 0 : (parts[r].nbytes + piece_nbytes - 1) / piece_nbytes;
         if (pieces > n) n = pieces;
     }

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Statistics of calls between ranks. Each call is an event of the record, and there are totals by call, group and
- * size for DeepSpeed's comms_logger. The time of a call includes the wait for other ranks. */
+ * This file keeps statistics of the calls between ranks. Each call is an event of the record. In addition, there are
+ * totals for each call, group and size, for DeepSpeed's comms_logger. The time of a call includes the time of waiting
+ * for other ranks. */
 #include <inttypes.h>
 #include <pthread.h>
 #include <stdio.h>
@@ -10,11 +11,12 @@
 #include "base/record.h"
 #include "comm/group.h"
 
-static _Atomic uint32_t counted;           /* bit set of the calls that are counted, or 0 */
+static _Atomic uint32_t counted;           /* set of the calls that are counted, one bit per call; 0 for none */
 static atomic_bool prints;
-static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;      /* guards all following fields */
-static ps_calls_total *sums;               /* one per kind of call, in the order of first calls */
-static int32_t *places;                    /* [wide] hash table of 1 + index of a sum, or 0; wide is a power of two */
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;      /* guards all fields that follow */
+static ps_calls_total *sums;               /* one entry per kind of call, in the order of their first calls */
+/* places: [wide] hash table with 1 + index of an entry of `sums`, or 0. `wide` is a power of two. */
+static int32_t *places;
 static int64_t n_sums, room, wide;
 
 _Static_assert(sizeof ((ps_calls_total *)0)->axis == PS_AXIS_NBYTES && OP_COUNT <= 32, "sums of calls");
@@ -63,7 +65,8 @@ static int64_t place_of(const ps_calls_total *key)
     return at;
 }
 
-/* Makes room for one more sum. At least half of the hash table stays empty. Returns false if there is no memory. */
+/* Makes room for one more entry of `sums`. At least half of the hash table stays empty. Returns false if there is no
+ * memory. */
 static bool make_room(void)
 {
     if (!ps_try_grow(sums, room, n_sums + 1)) return false;
@@ -78,7 +81,8 @@ static bool make_room(void)
     return true;
 }
 
-/* Adds a call to its sum. Omits the call if there is no memory, because missing statistics must not end a run. */
+/* Adds a call to its entry of `sums`. If there is no memory, the call is omitted, because missing statistics must not
+ * end a run. */
 static void add(const ps_calls_total *one)
 {
     pthread_mutex_lock(&lock);

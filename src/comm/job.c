@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Collectives on chunks that run concurrently with the computation. A thread of the group performs them in the order
- * of their start, which must be the same on all ranks. A failed job does not end the next ones; they fail if the
- * connections are closed. On a device the thread is done with a job when its bytes are under way. */
+ * This file runs collectives on chunks concurrently with the computation. A thread of the group performs them in the
+ * order of their start. This order must be the same on all ranks. If a job fails, the next jobs still run. They fail
+ * only if the connections are closed. On a device, the thread has finished a job when the bytes of the job are being
+ * sent. */
 #include <pthread.h>
 #include <stdio.h>
 #include <string.h>
@@ -16,11 +17,12 @@ enum { TEXT = 900 };
 struct ps_job {
     ps_job *next;
     place at;
-    int op, dtype, stripe, failed, rc, mark, point;        /* point: position after the job's bytes, or -1 */
+    /* point: position in the device's work queue after the bytes of the job, or -1 */
+    int op, dtype, stripe, failed, rc, mark, point;
     uint64_t check;
     bool done;
     ps_comm_part *parts;                   /* [size] stored after the struct */
-    char text[TEXT];                       /* message of its failure */
+    char text[TEXT];                       /* message of the job's failure */
     ps_error_detail detail;                /* ranks and stripes in that message */
 };
 
@@ -28,7 +30,9 @@ struct ps_jobs {
     pthread_t thread;
     pthread_mutex_t lock;
     pthread_cond_t more, fewer;
-    ps_job *first, *last, *spare;          /* first: runs now or next. spare: to reuse */
+    /* first: job that runs now or next
+     * spare: jobs that can be reused */
+    ps_job *first, *last, *spare;
     bool closing;
 };
 
@@ -129,7 +133,8 @@ static int jobs_open(ps_group *g)
 static ps_job *job_take(ps_group *g)
 {
     ps_jobs *q = g->jobs;
-    ps_job *job = q->spare;                /* for the thread that starts and waits for jobs */
+    /* Only the thread that starts jobs and waits for them uses the list `spare`. */
+    ps_job *job = q->spare;
     size_t parts = sizeof *job->parts * (size_t)g->comm->size;
     if (job) q->spare = job->next;
     else if (!(job = ps_alloc(sizeof *job + parts))) return NULL;

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * A table's memory, and the checks after which it is sealed. A sealed table has every action once, after the actions
- * of its row that it needs. Gradients are summed in the order of micro-batches, and ranks cannot deadlock. */
+ * This file allocates the memory of a table, and makes the checks after which a table is sealed. In a sealed table,
+ * every action occurs once, after the actions of its row that it needs. Gradients are summed in the order of
+ * micro-batches, and ranks cannot deadlock. */
 #include <string.h>
 #include "base/grow.h"
 #include "pipe/pipe.h"
@@ -9,7 +10,7 @@
 static int32_t *numbers(int64_t n)
 {
     int32_t *a = ps_alloc((size_t)n * sizeof *a);
-    if (a) memset(a, 0xff, (size_t)n * sizeof *a);          /* all -1 */
+    if (a) memset(a, 0xff, (size_t)n * sizeof *a);          /* sets all numbers to -1 */
     return a;
 }
 
@@ -67,7 +68,7 @@ int pipe_push(pipe_row *row, int kind, int32_t vstage, int32_t micro)
     return 0;
 }
 
-/* -- each action once, after those that it needs ------------------------------------------------------------------- */
+/* -- each action must occur once, after the actions that it needs -------------------------------------------------- */
 static int note_once(const ps_pipe_table *t, int32_t *place, int32_t at, int rank)
 {
     char text[PIPE_TEXT];
@@ -113,8 +114,8 @@ static int find_missing(const ps_pipe_table *t)
     return 0;
 }
 
-/* Checks that each virtual stage sums gradients in the order of micro-batches, and that each rank begins its
- * backwards in this order: the script's loop gets the micro-batches in it. */
+/* Checks that each virtual stage sums gradients in the order of micro-batches. Also checks that each rank begins its
+ * backwards in this order, because the loop of the script receives the micro-batches in this order. */
 static int check_order(const ps_pipe_table *t)
 {
     for (int32_t v = 0; v < t->spec.vstages; v++)
@@ -155,7 +156,7 @@ static void name_links(ps_pipe_table *t)
     }
 }
 
-/* Numbers the messages of each link. A link carries messages in the order in which the sender's row makes them. */
+/* Numbers the messages of each link. A link sends messages in the order in which the row of the sender makes them. */
 static int order_messages(ps_pipe_table *t)
 {
     int32_t *n[PIPE_DIRECTIONS] = { ps_alloc0((size_t)t->spec.vstages * sizeof(int32_t)),
@@ -196,7 +197,7 @@ int pipe_seal(ps_pipe_table *t)
     return rc;
 }
 
-/* -- questions ----------------------------------------------------------------------------------------------------- */
+/* -- queries ------------------------------------------------------------------------------------------------------- */
 const ps_pipe_spec *ps_pipe_table_spec(const ps_pipe_table *t) { return &t->spec; }
 
 static int check_rank(const ps_pipe_table *t, int rank)

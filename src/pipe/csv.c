@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Tables as text, in the form of PyTorch's torch.distributed.pipelining: a line for each rank and a cell for each
- * action, such as "2F0" for the forward of virtual stage 2, micro-batch 0. Empty cells, which are idle ticks in
- * PyTorch, are skipped: here an action begins when it has what it needs. */
+ * This file reads and writes tables as text in the format of PyTorch's torch.distributed.pipelining. Each line is a
+ * rank, and each cell is an action. An example is "2F0", which is the forward of virtual stage 2 for micro-batch 0.
+ * In PyTorch, empty cells are idle ticks. They are skipped here, because an action begins when everything that it
+ * needs is available. */
 #include <stdio.h>
 #include <string.h>
 #include "base/grow.h"
@@ -50,7 +51,7 @@ static int refuse(const reader *r, const char *from, const char *to, const char 
                    ps_text_shown(text, shown, sizeof shown), why);
 }
 
-/* Reads an integer below `limit`. It cannot overflow, because no limit exceeds 2^20. */
+/* Reads an integer that must be smaller than `limit`. The integer cannot overflow, because no limit exceeds 2^20. */
 static bool take_number(const char **at, const char *end, int32_t limit, int32_t *out)
 {
     int32_t value = 0;
@@ -119,8 +120,8 @@ static int make(reader *r, ps_pipe_table **out)
     ps_pipe_table *t;
     PS_TRY(pipe_new(&spec, r->n_vstages, &t));
     memcpy(t->rows, r->rows, (size_t)r->n * sizeof *t->rows);
-    memset(r->rows, 0, (size_t)r->n * sizeof *r->rows);                  /* so that only the table frees their
-                                                                          * actions */
+    /* The table now owns the actions, so only the table frees them. */
+    memset(r->rows, 0, (size_t)r->n * sizeof *r->rows);
     int rc = pipe_seal(t);
     if (rc < 0) return ps_error_prefix("%s: ", r->name), ps_pipe_table_free(t), rc;
     for (int32_t v = 0; v < t->spec.vstages; v++)

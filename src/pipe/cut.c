@@ -1,10 +1,12 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Cuts a model into virtual stages so that the simulated course of its schedule is short. The longest stage does not
- * decide this alone: shorter first and last stages make the bubble smaller, and all stages of a rank count.
+ * This file cuts a model into virtual stages. The simulated time of its schedule should be as short as possible. The
+ * longest stage is not the only factor. Shorter first and last stages make the bubble smaller, and the sum over all
+ * stages of a rank also matters.
  *
- * Iterated local search (Lourenco et al. 2003). A step moves one part from a virtual stage to another one, which
- * shifts all cuts between the two by one part. The best step is taken as long as it makes the cut better. Then some
- * cuts are shifted at random, and the search continues from there. The random numbers are the same in every call. */
+ * The method is iterated local search (Lourenco et al. 2003). A step moves one part from one virtual stage to
+ * another, which shifts all cuts between the two stages by one part. The best step is made as long as it improves the
+ * result. Then some cuts are shifted at random, and the search continues from the new split. The random numbers are
+ * the same in every call. */
 #include <string.h>
 #include "base/alloc.h"
 #include "base/error.h"
@@ -15,7 +17,8 @@ enum { MOST_TRIED = 20000, LEAST_TRIED = 500, ACTIONS_TRIED = 20000000, ROUNDS =
 
 typedef struct score {
     double makespan;
-    double unevenness;              /* sum of squares of the stages' times; decides between equal makespans */
+    /* unevenness: sum of the squares of the stages' times; decides between splits with equal makespans */
+    double unevenness;
 } score;
 
 typedef struct search {
@@ -23,9 +26,13 @@ typedef struct search {
     const ps_pipe_cost *parts;      /* [n] */
     int32_t n, vstages, tried, most;
     const ps_pipe_link *link;
-    ps_pipe_cost *costs;            /* [vstages] costs of the split under trial */
-    int32_t *begin;                 /* [vstages + 1] split under trial: first part of each stage; number of parts */
-    int32_t *here, *best;           /* [vstages + 1] the split to improve, and the best so far */
+    ps_pipe_cost *costs;            /* [vstages] costs of the split that is being tried */
+    /* begin: [vstages + 1] the split that is being tried: index of the first part of each stage, followed by the
+     * number of parts */
+    int32_t *begin;
+    /* here: [vstages + 1] the split that is being improved
+     * best: [vstages + 1] the best split so far */
+    int32_t *here, *best;
 } search;
 
 static double whole(const ps_pipe_cost *k) { return k->forward + k->input + k->weight; }
@@ -57,16 +64,16 @@ static int try_cut(search *s, score *out)
     return 0;
 }
 
-/* -- where the search begins --------------------------------------------------------------------------------------- */
+/* -- initial splits ------------------------------------------------------------------------------------------------ */
 static void cut_equally(search *s)
 {
     int32_t size = s->n / s->vstages, larger = s->n % s->vstages;
     for (int32_t v = 0; v <= s->vstages; v++) s->begin[v] = v * size + (v < larger ? v : larger);
 }
 
-/* Splits the model so that no virtual stage takes longer than `most`. Each stage gets as many parts as fit, but one
- * part is left for each later stage. A part that takes longer than `most` is a stage by itself. Returns false if
- * parts are left over. */
+/* Splits the model so that no virtual stage takes longer than `most`. Each stage gets as many parts as fit, but at
+ * least one part is kept for each later stage. A part that takes longer than `most` becomes a stage of its own.
+ * Returns false if parts remain. */
 static bool cut_within(search *s, double most)
 {
     int32_t at = 0;
@@ -95,11 +102,11 @@ static void cut_evenly(search *s)
     if (!cut_within(s, high)) cut_equally(s);
 }
 
-/* -- steps --------------------------------------------------------------------------------------------------------- */
+/* -- search steps -------------------------------------------------------------------------------------------------- */
 static size_t cut_nbytes(const search *s) { return ((size_t)s->vstages + 1) * sizeof *s->begin; }
 
-/* Shifts the boundaries before virtual stages from..to by `by` parts. Returns false if a virtual stage would become
- * empty. */
+/* Shifts the boundaries before virtual stages from..to by `by` parts. Returns false if this would make a virtual
+ * stage empty. */
 static bool shift(const search *s, int32_t *begin, int32_t from, int32_t to, int32_t by)
 {
     if (by < 0 ? begin[from] - 1 <= begin[from - 1] : begin[to] + 1 >= begin[to + 1]) return false;
@@ -107,7 +114,8 @@ static bool shift(const search *s, int32_t *begin, int32_t from, int32_t to, int
     return true;
 }
 
-/* Improves the split `here`: takes the best step until none improves the score. *at: the score of `here`. */
+/* Improves the split `here`. Makes the best step until no step improves the score. *at: score of `here`, which is
+ * updated. */
 static int descend(search *s, score *at)
 {
     for (bool moved = true; moved && s->tried < s->most;) {
@@ -128,7 +136,8 @@ static int descend(search *s, score *at)
     return 0;
 }
 
-/* Shifts boundaries of `here` at random: few in odd rounds, to search near the best split, and many in even rounds. */
+/* Shifts boundaries of `here` at random. Odd rounds shift few boundaries, to search near the best split. Even rounds
+ * shift many. */
 static void disturb(search *s, uint32_t round)
 {
     uint32_t n = round % 2 ? 2 + round % 4 : 4 * (uint32_t)s->vstages;
@@ -140,8 +149,9 @@ static void disturb(search *s, uint32_t round)
     }
 }
 
-/* Finds the best split by several descents. The first starts from the even split, the second from the better of its
- * result and the equal split. Later ones start from the best split so far, shifted at random. */
+/* Finds the best split by several descents. The first descent starts from the even split. The second descent starts
+ * from the result of the first or from the equal split, whichever is better. Each later descent starts from the best
+ * split so far, with some boundaries shifted at random. */
 static int look(search *s, ps_pipe_cut_times *out)
 {
     score best, found;
@@ -164,10 +174,10 @@ static int look(search *s, ps_pipe_cut_times *out)
     return 0;
 }
 
-/* -- the bound ----------------------------------------------------------------------------------------------------- */
-/* Returns a time that no split's makespan can go below, the larger of two. One is the time of all work, divided by
- * the number of stages. The other is that of the worst part: the forwards of all earlier parts for one micro-batch,
- * then its own work for all micro-batches. */
+/* -- the lower bound ----------------------------------------------------------------------------------------------- */
+/* Returns a lower bound for the makespan of every split, which is the larger of two times. One is the time of all
+ * work divided by the number of stages. The other is the time of the worst part. It is the time of the forwards of
+ * all earlier parts for one micro-batch, plus the time of all work of the part itself for all micro-batches. */
 static void find_bound(const ps_pipe_table *t, const ps_pipe_cost *parts, int32_t n, ps_pipe_cut_times *out)
 {
     bool back = !t->spec.forward_only;

@@ -1,11 +1,12 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The executor: performs one rank's row of a table. Forwards and yields are events that the caller handles. The
- * executor itself performs transfers, and as actions of the row's step backwards, weight gradients and reductions. A
- * walk stops at a recompute segment, and continues after the event in which the caller runs the segment again.
+ * This file implements the executor, which performs one rank's row of a table. The caller handles forwards and
+ * yields, which are events for it. The executor itself performs transfers. It also performs backwards, weight
+ * gradients and reductions, as actions of the row's step. A walk stops at a recompute segment. The caller then runs
+ * the segment again in an event, and the walk continues after this event.
  *
  * The executor owns the tensors that are sent between virtual stages. Each (virtual stage, micro-batch) pair has a
- * slot for them, from its forward to its backward. Tensors in slots are held, so that no scope of the script drops
- * them. */
+ * slot for these tensors, from its forward to its backward. Tensors in slots are held, so that no scope of the script
+ * drops them. */
 #include <string.h>
 #include "base/alloc.h"
 #include "base/error.h"
@@ -14,7 +15,7 @@
 #include "tensor/replay.h"
 #include "tensor/tensor.h"
 
-/* -- life ---------------------------------------------------------------------------------------------------------- */
+/* -- creation and end ---------------------------------------------------------------------------------------------- */
 static int find_host(const ps_ctx *ctx)
 {
     for (int d = 0; d < ctx->n_devices; d++) if (ctx->devices[d]->is_host) return d;
@@ -64,7 +65,7 @@ int pipe_open(ps_ctx *ctx, const ps_pipe_table *t, int rank, pipe_channel *chann
     x->ctx = ctx;
     ctx->refs++;
     x->t = t;
-    ((ps_pipe_table *)(uintptr_t)t)->refs++;                /* the caller may free the table first */
+    ((ps_pipe_table *)(uintptr_t)t)->refs++;                /* allows the caller to free the table first */
     x->rank = rank;
     x->host = find_host(ctx);
     for (size_t s = 0; s < v; s++) x->n_local += t->rank_of[s] == rank;
@@ -211,7 +212,7 @@ int ps_pipe_score(ps_pipe *x, int micro, double hits, double targets)
 }
 
 /* Makes the received tensors a boundary, where the tape begins to record. Does nothing if the sender needs no
- * gradient of any of them. */
+ * gradient for any of these tensors. */
 static int bound(ps_pipe *x, const ps_action *a)
 {
     slot *s = slot_of(x, a->vstage, a->micro);
@@ -230,14 +231,14 @@ static int bound(ps_pipe *x, const ps_action *a)
     return 0;
 }
 
-/* Tells the watch which action this rank begins. */
+/* Notifies the watch of the action that this rank begins. */
 static void tell(ps_pipe *x, const ps_action *a)
 {
     pipe_tag tag = { *pipe_kind_text(a->kind), -1, a->vstage, a->micro };
     if (!x->dry) x->channel->table->at(x->channel, &tag);
 }
 
-/* Returns an event of this kind, with the virtual stage and micro-batch of the due action. */
+/* Returns an event of this kind for the virtual stage and micro-batch of the due action. */
 static ps_pipe_event hand_out(ps_pipe *x, int32_t kind)
 {
     const ps_action *a = due(x);
@@ -245,7 +246,7 @@ static ps_pipe_event hand_out(ps_pipe *x, int32_t kind)
     return (ps_pipe_event){ .kind = kind, .vstage = a->vstage, .local = x->t->local_of[a->vstage], .micro = a->micro };
 }
 
-/* Returns in *out the event of an action that the caller performs. */
+/* Begins an action that the caller performs, and returns its event in *out. */
 static int begin_event(ps_pipe *x, const ps_action *a, ps_pipe_event *out)
 {
     ps_pipe_event e = hand_out(x, a->kind);
@@ -271,8 +272,8 @@ static int begin_event(ps_pipe *x, const ps_action *a, ps_pipe_event *out)
 static int finish(ps_pipe *x, ps_pipe_event *out)
 {
     while (x->n_sends > 0) PS_TRY(pipe_wait_for(x, x->sends[--x->n_sends], NULL));
-    PS_TRY(pipe_settle(x, true));                            /* an update must not begin while received bytes are in
-                                                              * transit */
+    /* An update must not begin while received bytes are still in transit. */
+    PS_TRY(pipe_settle(x, true));
     for (int32_t i = 0; i < x->n_local * x->t->spec.micro_batches; i++) pipe_let_slot_go(&x->slots[i]);
     if (!x->dry) x->channel->table->at(x->channel, NULL);
     x->open = false;
@@ -281,7 +282,7 @@ static int finish(ps_pipe *x, ps_pipe_event *out)
     return 0;
 }
 
-/* Ends the action under way and moves the cursor to the next one. */
+/* Ends the action in progress, and moves the cursor to the next action. */
 static void go_past(ps_pipe *x, const ps_action *a)
 {
     double begin = x->clock;
@@ -301,8 +302,8 @@ static int check_due(const ps_pipe *x, const ps_action *a)
 
 static bool goes_back(int kind) { return kind == PS_ACT_BACKWARD || kind == PS_ACT_INPUT; }
 
-/* Returns true if the virtual stage receives gradients or computes the loss. Stages with nothing to train in or
- * before them receive none. */
+/* Returns true if the virtual stage receives gradients or computes the loss. A stage receives no gradients if neither
+ * this stage nor an earlier one has anything to train. */
 static bool gets_gradients(const ps_pipe *x, const ps_action *a)
 {
     if (a->vstage == x->t->spec.vstages - 1) return true;
@@ -311,8 +312,8 @@ static bool gets_gradients(const ps_pipe *x, const ps_action *a)
     return false;
 }
 
-/* Walks backward from the outputs of a virtual stage, with the received gradients. Returns 1 if the walk stopped at
- * a segment. */
+/* Walks backward from the outputs of a virtual stage, with the received gradients. Returns 1 if the walk has stopped
+ * at a segment. */
 static int walk(ps_pipe *x, const ps_action *a, int64_t *segment)
 {
     ps_tensor *roots[PS_PIPE_CARRY];
@@ -327,11 +328,12 @@ static int walk(ps_pipe *x, const ps_action *a, int64_t *segment)
     const expected *e = expected_of(x, a->vstage, a->micro);
     for (int32_t i = 0; i < e->n; i++) if (e->carry[i].grad) roots[n++] = s->out.t[i];
     int rc = ps_backward_begin_n(x->ctx, n, roots, s->out_grad.t, NULL);
-    pipe_let_go(&s->out_grad);                               /* now only the walk holds them and can add in place */
+    pipe_let_go(&s->out_grad);                               /* only the walk holds them now, so it can add in place */
     return rc < 0 ? rc : ps_backward_next(x->ctx, segment);
 }
 
-/* Makes a gradient fit to be sent: a view, such as a slice of a concatenation's gradient, becomes a contiguous copy. */
+/* Makes a gradient contiguous, because only contiguous tensors can be sent. A view, such as a slice of the gradient
+ * of a concatenation, is replaced by a contiguous copy. */
 static int make_contiguous(ps_ctx *ctx, ps_tensor **t)
 {
     static const ps_attrs_contiguous none;
@@ -346,8 +348,8 @@ static int make_contiguous(ps_ctx *ctx, ps_tensor **t)
     return 0;
 }
 
-/* Takes the gradients of `in` from the boundary, and frees everything else in the slot. A previous virtual stage on
- * this rank gets them directly. */
+/* Takes the gradients of `in` from the boundary, and frees everything else in the slot. If the previous virtual stage
+ * is on this rank, it receives these gradients directly. */
 static int back_done(ps_pipe *x, const ps_action *a)
 {
     slot *s = slot_of(x, a->vstage, a->micro);
@@ -385,8 +387,8 @@ static int begin_action(ps_pipe *x, const ps_action *a)
     return ps_step_next(x->step, a->kind, &how);
 }
 
-/* Repeats the recorded effects of an earlier micro-batch for the step's present action. After an error the action is
- * still under way. */
+/* Repeats the recorded effects of an earlier micro-batch for the present action of the step. After an error, the
+ * action is still in progress. */
 static int do_again(ps_pipe *x, const ps_action *a)
 {
     PS_TRY(pipe_again(x, a, pipe_part_of(a->kind)));
@@ -400,8 +402,9 @@ static int forward_again(ps_pipe *x, const ps_action *a)
     return do_again(x, a);
 }
 
-/* Performs an action of the step. Returns 1 if its walk stopped at a segment: the caller handles it, and the next
- * call continues it. After an error the action is still under way, as after an error of ps_step_done. */
+/* Performs an action of the step. Returns 1 if its walk has stopped at a segment. The caller then handles the
+ * segment, and the next call continues the action. After an error, the action is still in progress, as after an error
+ * of ps_step_done. */
 static int perform(ps_pipe *x, const ps_action *a, int64_t *segment)
 {
     int rc = 0;
@@ -421,13 +424,13 @@ static int perform(ps_pipe *x, const ps_action *a, int64_t *segment)
     return notes ? pipe_leave(x) : 0;
 }
 
-/* Returns true if the executor performs actions of this kind itself, without an event. */
+/* Returns true if the executor itself performs actions of this kind, without an event. */
 static bool is_own(const ps_pipe *x, int kind)
 {
     return x->step && (goes_back(kind) || kind == PS_ACT_WEIGHT || kind == PS_ACT_REDUCE);
 }
 
-/* Returns true if Lua has work to do before the due action, so that it must first be returned as an event. */
+/* Returns true if Lua has work to do before the due action. The action must then first be returned as an event. */
 static bool is_told(ps_pipe *x, const ps_action *a, int32_t *collect)
 {
     if (x->told || x->stopped) return false;
@@ -435,8 +438,8 @@ static bool is_told(ps_pipe *x, const ps_action *a, int32_t *collect)
     return *collect || x->tells;
 }
 
-/* Begins or continues an action of the step. Returns 1 with an event if Lua has work to do, before the action or at
- * the segment where its walk stopped. */
+/* Begins or continues an action of the step. Returns 1 and an event if Lua has work to do before the action, or at
+ * the segment where its walk has stopped. */
 static int go_through(ps_pipe *x, const ps_action *a, ps_pipe_event *out)
 {
     int32_t collect = 0;
@@ -513,7 +516,7 @@ static int check_given(const ps_action *a, const expected *e, int n, ps_tensor *
     return 0;
 }
 
-/* Passes the tensors of `out`, detached from the tape, to the next virtual stage, which is on this rank. */
+/* Passes the tensors of `out`, detached from the tape, to the next virtual stage. That stage is on this rank. */
 static int hand_on(ps_pipe *x, const ps_action *a, const bundle *out)
 {
     bundle *to = &slot_of(x, a->vstage + 1, a->micro)->in;

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Messages between the executors of ranks: the tensors of a micro-batch, up in forward and their gradients down in
- * backward, and the losses. The receives of the next actions are posted before they are due. */
+ * This file sends messages between the executors of ranks. In forward, the tensors of a micro-batch are sent up. In
+ * backward, their gradients are sent down. The losses are sent to all ranks. The receives of the next actions are
+ * posted before these actions are due. */
 #include "base/error.h"
 #include "base/grow.h"
 #include "base/record.h"
@@ -27,8 +28,8 @@ static void let_out_go(slot *s)
     pipe_let_go(&s->out);
 }
 
-/* Frees the bytes of `out` after the send, unless the tape needs them: backward begins at `out`, but does not read
- * its bytes. Otherwise each activation between virtual stages would exist twice. */
+/* Frees the bytes of `out` after the send, unless the tape needs them. Backward begins at `out`, but it does not read
+ * the bytes of `out`. Without this, each activation between virtual stages would exist twice. */
 static void let_bytes_go(slot *s)
 {
     for (int32_t i = 0; i < s->out.n; i++) {
@@ -51,7 +52,7 @@ void pipe_let_slot_go(slot *s)
     s->bounded = false;
 }
 
-/* Adds a tensor to a bundle. Releases the caller's reference, even on failure. */
+/* Adds a tensor to a bundle. Releases the caller's reference, even if it fails. */
 int pipe_put(bundle *b, ps_tensor *t)
 {
     int rc = ps_tensor_check_alive(t);
@@ -60,7 +61,7 @@ int pipe_put(bundle *b, ps_tensor *t)
     return rc;
 }
 
-/* Returns the time of the virtual clock at which a message arrives if it is sent now. */
+/* Returns the arrival time of a message that is sent now, by the virtual clock. */
 static double arrival(ps_pipe *x, int direction, int32_t from, int32_t to)
 {
     double *free = &x->free[direction][pipe_link(x->t, from, to)];
@@ -78,8 +79,8 @@ static int32_t other_end(const ps_action *a)
     return a->kind == PS_ACT_SEND_F || a->kind == PS_ACT_RECV_B ? a->vstage + 1 : a->vstage - 1;
 }
 
-/* Finds the tensors that a transfer sends, and puts their indices into `carried`: in forward all that one virtual
- * stage passes to the next, in backward only those that get gradients. */
+/* Finds the tensors that a transfer sends, and writes their indices to `carried`. In forward, these are all tensors
+ * that one virtual stage passes to the next. In backward, they are only the tensors that get gradients. */
 static int32_t carried_of(const ps_pipe *x, const ps_action *a, int32_t carried[PS_PIPE_CARRY], const expected **of)
 {
     int32_t n = 0, other = other_end(a), giver = other < a->vstage ? other : a->vstage;
@@ -88,7 +89,8 @@ static int32_t carried_of(const ps_pipe *x, const ps_action *a, int32_t carried[
     return n;
 }
 
-/* Returns the tag of a message, which names the forward or backward that made it. Both ends compute the same tag. */
+/* Returns the tag of a message. The tag names the forward or backward that made the message. Both ends compute the
+ * same tag. */
 static pipe_tag tag_of(const ps_action *a, int32_t part)
 {
     return (pipe_tag){ goes_up(a) ? 'F' : 'B', (int16_t)part, pipe_is_receive(a) ? other_end(a) : a->vstage, a->micro };
@@ -105,14 +107,15 @@ static int to_device(ps_ctx *ctx, ps_tensor *t, int device, ps_tensor **out)
     return rc;
 }
 
-/* Returns the device from whose memory a tensor on `device` is sent, or into which it is received. */
+/* Returns the device from whose memory a tensor on `device` is sent, or into whose memory it is received. */
 static int meeting_place(const ps_pipe *x, int device)
 {
     const pipe_channel_table *w = x->channel->table;
     return w->carries && w->carries(x->channel, device) ? device : x->host;
 }
 
-/* Returns an error if messages between devices have failed. If `all` is set, first waits until they have arrived. */
+/* Returns an error if messages between devices have failed. If `all` is set, first waits until all of them have
+ * arrived. */
 int pipe_settle(ps_pipe *x, bool all)
 {
     if (x->dry || !x->channel->table->settle) return 0;
@@ -123,8 +126,8 @@ int pipe_settle(ps_pipe *x, bool all)
     return rc;
 }
 
-/* Begins a receive. Its tensor is allocated now, as the bytes can arrive at any time. what: NULL if the message has
- * no tensor. */
+/* Begins a receive. The tensor is allocated now, because its bytes can arrive at any time. what: description of the
+ * tensor, or NULL if the message has no tensor. */
 static int post(ps_pipe *x, int peer, int lane, const pipe_tag *tag, const ps_pipe_tensor *what)
 {
     incoming in = { NULL, NULL };
@@ -134,8 +137,8 @@ static int post(ps_pipe *x, int peer, int lane, const pipe_tag *tag, const ps_pi
         int device = x->dry ? what->device : meeting_place(x, what->device);
         ps_tensor *made;
         PS_TRY(ps_tensor_new(x->ctx, what->dtype, device, what->ndim, what->shape, &made));
-        ps_replay_scripted(made->storage, pipe_noting(x) && lane == PIPE_LANE_UP);   /* scripts can see only tensors
-                                                                                      * of a forward */
+        /* Scripts can see a received tensor only if it is an input of a forward. */
+        ps_replay_scripted(made->storage, pipe_noting(x) && lane == PIPE_LANE_UP);
         in.t = ps_tensor_hold(made);
         ps_tensor_release(made);
     }
@@ -158,7 +161,7 @@ static int post_action(ps_pipe *x, const ps_action *a)
     return 0;
 }
 
-/* Posts the receives of all actions before index `end`, in the row's order. */
+/* Posts the receives of all actions before index `end`, in the order of the row. */
 int pipe_post_before(ps_pipe *x, int32_t end)
 {
     for (; x->ahead < end; x->ahead++) {
@@ -176,7 +179,7 @@ int pipe_post_before(ps_pipe *x, int32_t end)
     return 0;
 }
 
-/* Returns the index of the next action after the due one that computes (pipe_is_compute). */
+/* Returns the index of the first action after the due one for which pipe_is_compute is true. */
 int32_t pipe_next_work(const ps_pipe *x)
 {
     int32_t at = x->cursor + 1;
@@ -226,7 +229,7 @@ int pipe_receive(ps_pipe *x, const ps_action *a)
     return pipe_leave(x);
 }
 
-/* Begins a send, after it has freed earlier sends that have ended. The end of the step waits for the others. */
+/* Begins a send. First frees earlier sends that have ended. Sends that remain are waited for at the end of the step. */
 static int begin_send(ps_pipe *x, int peer, int lane, const pipe_tag *tag, const pipe_note *note, ps_tensor *t)
 {
     const pipe_channel_table *w = x->channel->table;
@@ -275,10 +278,10 @@ static pipe_tag loss_tag(const ps_pipe *x, int32_t micro)
     return (pipe_tag){ 'L', -1, x->t->spec.vstages - 1, micro };
 }
 
-/* Returns the rank that computes the losses. */
+/* Returns the rank that computes the losses, which has the last virtual stage. */
 static int loser(const ps_pipe *x) { return x->t->rank_of[x->t->spec.vstages - 1]; }
 
-/* Posts the receives of all losses when the step begins, in the order in which they are computed. */
+/* Posts the receives of all losses, in the order in which the losses are computed. Called when the step begins. */
 int pipe_post_losses(ps_pipe *x)
 {
     const pipe_row *row = &x->t->rows[loser(x)];

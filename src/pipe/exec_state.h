@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The executor's state, and the functions of exec_dry.c and exec_messages.c. Only the executor's files include this. */
+ * This header declares the state of the executor, and the functions of exec_dry.c and exec_messages.c. Only the files
+ * of the executor include it. */
 #ifndef PS_PIPE_EXEC_STATE_H
 #define PS_PIPE_EXEC_STATE_H
 #include "base/error.h"
@@ -9,13 +10,17 @@
 typedef struct bundle { int32_t n; ps_tensor *t[PS_PIPE_CARRY]; } bundle;
 
 typedef struct slot {
-    bundle in;                      /* tensors that the forward received; a boundary if gradients go back */
-    bundle in_grad;                 /* gradients of `in`, from the end of the backward until they are sent */
+    /* in: tensors that the forward received. They are a boundary if gradients are sent back. */
+    bundle in;
+    /* in_grad: gradients of `in`, from the end of the backward until they are sent */
+    bundle in_grad;
     bundle out;                     /* tensors that the forward returned, or the loss */
     bundle out_grad;                /* gradients of `out`, from their arrival until the backward */
-    ps_tensor *root;                /* last virtual stage: the walk begins here (held); NULL: at the loss */
+    /* root: for the last virtual stage, the held tensor at which the walk begins; NULL if it begins at the loss */
+    ps_tensor *root;
     bool bounded;                   /* `in` is a boundary */
-    bool sent;                      /* `out` was sent; its bytes live while the channel or the tape holds them */
+    /* sent: `out` was sent. Its bytes exist as long as the channel or the tape holds them. */
+    bool sent;
 } slot;
 
 /* The tensors that a virtual stage passes to the next one in a micro-batch. */
@@ -24,8 +29,8 @@ typedef struct expected {
     ps_pipe_tensor *carry;          /* [n] */
 } expected;
 
-typedef struct incoming {           /* a receive that is under way */
-    ps_tensor *t;                   /* NULL for a message without a tensor */
+typedef struct incoming {           /* a receive in progress */
+    ps_tensor *t;                   /* NULL if the message has no tensor */
     void *request;
 } incoming;
 
@@ -34,37 +39,47 @@ struct ps_pipe {
     ps_ctx *ctx;
     const ps_pipe_table *t;
     pipe_channel *channel;
-    int rank, host;                 /* host: the device for messages whose own device the channel cannot send from */
+    /* host: the device for messages that the channel cannot send from the device of their tensor */
+    int rank, host;
     int32_t n_local;
-    slot *slots;                    /* [n_local x micro_batches] the slots of this rank's virtual stages */
-    expected *expected;             /* [vstages x micro_batches] the tensors that each virtual stage passes on */
-    pipe_note *losses;              /* [micro_batches] losses, received or computed here (ps_pipe_weigh,
-                                     * ps_pipe_score) */
-    double *weights;                /* [micro_batches] weights from ps_pipe_mark */
-    void **loss_requests;           /* [micro_batches] receives of losses under way, or NULL */
-    void **sends;                   /* [n_sends] sends under way */
+    /* slots: [n_local x micro_batches] slots of the virtual stages on this rank */
+    slot *slots;
+    /* expected: [vstages x micro_batches] tensors that each virtual stage passes to the next one */
+    expected *expected;
+    /* losses: [micro_batches] losses that were received or computed here (ps_pipe_weigh, ps_pipe_score) */
+    pipe_note *losses;
+    double *weights;                /* [micro_batches] weights set by ps_pipe_mark */
+    void **loss_requests;           /* [micro_batches] receives of losses in progress, or NULL */
+    void **sends;                   /* [n_sends] sends in progress */
     int32_t n_sends, sends_capacity;
-    incoming *posted;               /* [n_posted] receives for the next actions, by row; ended before first_posted */
+    /* posted: [n_posted] receives for the next actions, in the order of the row. Those before index first_posted have
+     * ended. */
+    incoming *posted;
     int32_t n_posted, posted_capacity, first_posted;
     bool open, dry, tells;
-    int32_t first_again, end_again; /* dry row: micro-batches [first_again, end_again) repeat the one before them */
-    bool differed;                  /* the last dry row found that they differ from it */
-    ps_step *step;                  /* holds the row's actions; NULL if the caller performs all */
-    ps_action_how last;             /* settings for the last BACKWARD or WEIGHT of each virtual stage */
-    ps_update_group *groups;        /* [last.n_groups] or NULL */
+    /* In the row of a dry run, micro-batches [first_again, end_again) repeat the micro-batch before them. */
+    int32_t first_again, end_again;
+    bool differed;                  /* the last dry row found that they differ from that micro-batch */
+    /* step: has the actions of the row; NULL if the caller performs all actions */
+    ps_step *step;
+    /* last: settings for the last BACKWARD or WEIGHT action of each virtual stage */
+    ps_action_how last;
+    ps_update_group *groups;        /* [last.n_groups], or NULL */
     int32_t groups_capacity;
     int32_t event;                  /* kind of the event that the caller is handling, or NONE */
-    bool told;                      /* the caller has handled it for the due action */
-    bool stopped;                   /* the walk of the due action stopped at a segment */
+    bool told;                      /* the caller has handled the event before the due action */
+    bool stopped;                   /* the walk of the due action has stopped at a segment */
     bool broken;                    /* the step failed */
-    double seconds;                 /* seconds that the executor's own actions took since the last event */
-    int32_t cursor;                 /* index of the action that is due or under way */
+    /* seconds: duration of the executor's own actions since the last event */
+    double seconds;
+    int32_t cursor;                 /* index of the action that is due or in progress */
     int32_t ahead;                  /* all receives before this index have been posted */
     bool has_clock;                 /* the virtual clock is on */
     ps_pipe_cost *costs;            /* [vstages] */
     ps_pipe_link link;
-    double clock, *free[PIPE_DIRECTIONS];       /* free: by link, [vstages] when its last message has been sent */
-    ps_pipe_span *spans;            /* [actions of the row] simulated times */
+    /* free: [vstages] for each link, the time when its last message has been sent */
+    double clock, *free[PIPE_DIRECTIONS];
+    ps_pipe_span *spans;            /* [actions of the row] simulated begin and end of each action */
 };
 
 static inline const pipe_row *row_of(const ps_pipe *x) { return &x->t->rows[x->rank]; }
@@ -80,29 +95,39 @@ static inline expected *expected_of(const ps_pipe *x, int32_t vstage, int32_t mi
 }
 
 /* -- exec_dry.c: rows of a dry run, in which micro-batches repeat earlier ones --------------------------------- */
-/* The sections of a micro-batch's work, which are recorded and repeated one by one (tensor/replay.h). */
+/* The sections of a micro-batch's work. Each section is recorded and repeated separately (tensor/replay.h). */
 enum { SPAN_POST_F, SPAN_RECV_F, SPAN_FORWARD, SPAN_SEND_F, SPAN_POST_B, SPAN_RECV_B, SPAN_BACKWARD, SPAN_SEND_B,
        SPAN_WEIGHT, SPANS };
-int pipe_part_of(int kind);                                      /* section to which actions of this kind belong */
-bool pipe_noting(const ps_pipe *x);                              /* true if ops are recorded, to be repeated */
-bool pipe_is_again(const ps_pipe *x, const ps_action *a);        /* true if the micro-batch repeats an earlier one */
+/* Returns the section to which actions of this kind belong. */
+int pipe_part_of(int kind);
+bool pipe_noting(const ps_pipe *x);                 /* returns true if ops are recorded so that they can be repeated */
+/* Returns true if the micro-batch of the action repeats an earlier one. */
+bool pipe_is_again(const ps_pipe *x, const ps_action *a);
 void pipe_enter(ps_pipe *x, const ps_action *a, int span);       /* begins a section */
-int pipe_leave(ps_pipe *x);                                      /* ends it */
+int pipe_leave(ps_pipe *x);                                      /* ends the section */
 int pipe_again(ps_pipe *x, const ps_action *a, int span);        /* repeats a section of an earlier micro-batch */
 
 /* -- exec_messages.c: tensors and losses that ranks send to each other ------------------------------------------- */
 void pipe_let_one_go(ps_tensor *t);                              /* releases a tensor, which may be NULL */
 void pipe_let_go(bundle *b);
 void pipe_let_slot_go(slot *s);
-int pipe_put(bundle *b, ps_tensor *t);       /* adds a tensor; takes its reference, even on failure */
-int pipe_settle(ps_pipe *x, bool all);       /* error if messages between devices failed; all: wait for them first */
-int pipe_post_before(ps_pipe *x, int32_t end);               /* posts the receives of all actions before index `end` */
-int32_t pipe_next_work(const ps_pipe *x);    /* index of the first action after the due one that computes */
-int pipe_wait_for(ps_pipe *x, void *request, pipe_note *note);   /* waits until the message has been received or sent */
+/* Adds a tensor to a bundle. Releases the caller's reference, even if it fails. */
+int pipe_put(bundle *b, ps_tensor *t);
+/* Returns an error if messages between devices have failed. If `all` is set, first waits for these messages. */
+int pipe_settle(ps_pipe *x, bool all);
+/* Posts the receives of all actions before index `end`. */
+int pipe_post_before(ps_pipe *x, int32_t end);
+/* Returns the index of the first action after the due one that computes. */
+int32_t pipe_next_work(const ps_pipe *x);
+/* Waits until the message has been received or sent. */
+int pipe_wait_for(ps_pipe *x, void *request, pipe_note *note);
 int pipe_receive(ps_pipe *x, const ps_action *a);
 int pipe_send(ps_pipe *x, const ps_action *a);
-int pipe_post_losses(ps_pipe *x);            /* posts the receives of all losses when the step begins */
-int pipe_give_loss(ps_pipe *x, int32_t micro, const bundle *out);        /* reads the loss that was computed here */
+/* Posts the receives of all losses. Called when the step begins. */
+int pipe_post_losses(ps_pipe *x);
+/* Reads the loss that was computed on this rank. */
+int pipe_give_loss(ps_pipe *x, int32_t micro, const bundle *out);
 int pipe_send_loss(ps_pipe *x, int32_t micro);
-int pipe_take_loss(ps_pipe *x, int32_t micro);                   /* waits for the loss from the rank that computes it */
+/* Waits for the loss from the rank that computes it. */
+int pipe_take_loss(ps_pipe *x, int32_t micro);
 #endif

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Reads and writes the division of a model into pipeline stages as text, in the form of Megatron-LM's
- * --pipeline-model-parallel-layout. */
+ * This file parses text that describes how a model is divided into pipeline stages. The format is that of
+ * Megatron-LM's --pipeline-model-parallel-layout. */
 #include <string.h>
 #include "base/grow.h"
 #include "base/text.h"
@@ -12,7 +12,8 @@ typedef struct reader {
     const char *text, *at;
     char *out;                      /* [n] letters and bars, with all repetitions expanded */
     int32_t n, capacity;
-    int32_t open[MOST_BRACKETS];    /* [n_open] where the contents of each open bracket begin in `out` */
+    /* open: [n_open] for each open bracket, the position in `out` where its contents begin */
+    int32_t open[MOST_BRACKETS];
     int32_t n_open;
 } reader;
 
@@ -32,7 +33,8 @@ static int push(reader *r, const char *from, int32_t n)
     return 0;
 }
 
-/* Reads a repetition after a letter, a bar or a bracket: for "*3", adds two copies of `out` from position `from`. */
+/* Reads a repetition after a letter, a bar or a bracket. For "*3", appends two copies of the characters of `out` that
+ * start at position `from`. */
 static int repeat(reader *r, int32_t from)
 {
     int32_t times = 0, size = r->n - from;
@@ -71,8 +73,8 @@ static int write_out(reader *r)
     return r->n_open ? refuse(r, "a bracket is not closed") : 0;
 }
 
-/* Checks the layout against the parts of the model. counts: [vstages] gets the number of parts in each virtual
- * stage; can be NULL. */
+/* Checks the layout against the parts of the model. counts: [vstages] receives the number of parts in each virtual
+ * stage; may be NULL. */
 static int count(const reader *r, const char *kinds, int32_t vstages, int32_t *counts)
 {
     int32_t n_parts = (int32_t)strlen(kinds), bars = 0, part = 0, first = 0;

@@ -1,31 +1,37 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Adds the actions between the forwards and backwards of a row: transfers, reductions, yields. A message is sent as
- * soon as it is made, and received immediately before the action that needs it, but in the order of its link.
- * Gradients of a virtual stage are reduced after its last backward.
+ * This file adds other actions between the forwards and backwards of a row: transfers, reductions and yields. A
+ * message is sent as soon as it is made. It is received immediately before the action that needs it, but never out of
+ * the order of its link. The gradients of a virtual stage are reduced after its last backward.
  *
- * YIELD i is where the script's loop gets micro-batch i. It is before the rank's first backward of micro-batch i,
- * and as late as possible for a loop whose body makes all ranks wait for each other. To place it, each row is cut
- * before that backward. Then cuts move towards the front until no action before a cut needs an action after a cut.
- * With a later YIELD a rank would wait for one that cannot reach its own YIELD. So actions after YIELD i wait only
- * for messages made after the loss of micro-batch i, and waiting for the loss costs no time. */
+ * YIELD i is the point at which the loop of the script receives micro-batch i. It is before the rank's first backward
+ * of micro-batch i. It is as late as possible for a loop whose body makes all ranks wait for each other. To place
+ * YIELD i, each row is cut before that backward. Then the cuts are moved towards the front until no action before a
+ * cut needs an action after a cut. If a YIELD were later, a rank could wait for another rank that cannot reach its
+ * own YIELD. For the same reason, actions after YIELD i wait only for messages that are made after the loss of
+ * micro-batch i. Waiting for this loss therefore costs no time. */
 #include <string.h>
 #include "base/grow.h"
 #include "pipe/pipe.h"
 
 typedef struct lowering {
     ps_pipe_table *t;
-    int32_t *cut;                   /* [stages] where each row is cut for the yield that is being placed */
-    int32_t *safe;                  /* [stages] the same for the yield before it */
-    int32_t *yields;                /* [stages x micro_batches] index of the action that follows each yield */
-    ps_pipe_span **spans;           /* evaluation: [stages] simulated times if each forward takes 1 */
-    int32_t *n_taken[PIPE_DIRECTIONS];      /* [n_vstages] by link: messages received by the rows written so far */
+    /* cut: [stages] position at which each row is cut for the yield that is being placed */
+    int32_t *cut;
+    int32_t *safe;                  /* [stages] the cuts of the previous yield */
+    /* yields: [stages x micro_batches] index of the action that follows each yield */
+    int32_t *yields;
+    /* spans: [stages] for an evaluation, the simulated times of each row if every forward takes 1 */
+    ps_pipe_span **spans;
+    /* n_taken: [n_vstages] for each link, the number of messages that the rows written so far receive */
+    int32_t *n_taken[PIPE_DIRECTIONS];
 } lowering;
 
 /* -- yields -------------------------------------------------------------------------------------------------------- */
 static bool is_back(const ps_action *a) { return a->kind == PS_ACT_BACKWARD || a->kind == PS_ACT_INPUT; }
 
-/* Returns the latest position of a yield for this rank alone. An evaluation has no backward: the rank of the last
- * virtual stage yields as soon as the output exists, and the others are at most 2 x stages micro-batches ahead. */
+/* Returns the latest position of a yield if only this rank is considered. An evaluation has no backward. In an
+ * evaluation, the rank of the last virtual stage yields as soon as the output exists. The other ranks may be at most
+ * 2 x stages micro-batches ahead. */
 static int32_t alone(const lowering *w, int rank, int32_t micro)
 {
     const ps_pipe_table *t = w->t;
@@ -42,7 +48,7 @@ static int32_t alone(const lowering *w, int rank, int32_t micro)
     return at;
 }
 
-/* Returns true if the action needs no message, or one that is made before the sender's cut. */
+/* Returns true if the action needs no message, or if its message is made before the cut of the sender's row. */
 static bool is_inside(const lowering *w, const ps_action *a)
 {
     const ps_pipe_table *t = w->t;

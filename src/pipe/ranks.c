@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The part of a pipeline that the engine calls: norms over all stages, and sums of the gradients of parameters that
- * have copies on several stages. */
+ * This file has the functions of a pipeline that the engine calls. They compute norms over all stages, and sum the
+ * gradients of parameters that have copies on several stages. */
 #include "base/alloc.h"
 #include "base/error.h"
 #include "collectives/collectives.h"
@@ -8,7 +8,7 @@
 
 typedef struct stages {
     ps_pipe_ranks base;
-    ps_group *all, *copies;       /* copies: NULL for none */
+    ps_group *all, *copies;       /* copies is NULL if this rank has no copies */
 } stages;
 
 static void close(ps_pipe_ranks *base)
@@ -27,8 +27,8 @@ static int sum(ps_pipe_ranks *base, double *values, int32_t n)
 
 static bool has_copies(const ps_pipe_ranks *base) { return ((const stages *)base)->copies != NULL; }
 
-/* Sums on the host, because stages can use the same embedding on different devices: one looks rows up on the host,
- * another multiplies by it on a device. */
+/* Sums a tensor over its copies in host memory, because stages can use the same embedding on different devices. For
+ * example, one stage looks up its rows on the host, and another stage multiplies by it on a device. */
 static int sum_on_host(ps_group *copies, ps_tensor *t, int host)
 {
     ps_tensor *there = NULL, *back = NULL, *out[PS_MAX_OUT] = { NULL };
@@ -45,7 +45,7 @@ static int sum_on_host(ps_group *copies, ps_tensor *t, int host)
 
 static int sum_copies(ps_pipe_ranks *base, ps_tensor *t)
 {
-    if (t->ctx->step->dry) {                      /* only records the pin: no bytes to send */
+    if (t->ctx->step->dry) {                      /* a dry run only records the pin, because it has no bytes to send */
         void *address;
         PS_TRY(ps_storage_pin(t->storage, t->device_, PS_READ | PS_WRITE, &address));
         ps_storage_unpin(t->storage, t->device_);

@@ -1,16 +1,19 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The schedules: in which order a rank performs its forwards and backwards. All except zb_v follow one rule with
- * three numbers (struct rule). A rank does some forwards first, then one forward and one backward in turn. If
- * backward is split, WEIGHT runs a number of backwards after INPUT.
+ * This file implements the schedules. A schedule is the order in which a rank performs its forwards and backwards. All
+ * schedules except zb_v follow one rule with three numbers (struct rule). A rank first performs some forwards, and then
+ * one forward and one backward in turn. If backward is split, a WEIGHT runs a fixed number of INPUTs after its INPUT.
  *
- *   gpipe        all forwards first (Huang et al. 2019)
- *   1f1b         rank r does stages - 1 - r forwards first (Narayanan et al. 2019, PipeDream-Flush)
- *   interleaved  each rank has several virtual stages and takes them in turn, a group of micro-batches at a time
- *                (Narayanan et al. 2021). Groups have `stages` micro-batches. Megatron asks for micro_batches that
- *                stages divides; here some groups are larger where it does not (PyTorch's rounds, made general)
- *   looped_bfs   the same with one group of all micro-batches, and all forwards first (Lamy-Poirier 2022)
- *   zb_h1        1f1b with a split backward; on rank r WEIGHT lags r micro-batches (Qi et al. 2023)
- *   zb_v         two virtual stages per rank, in order down the ranks and up again (Qi et al. 2023, section 6) */
+ *   gpipe        All forwards are first (Huang et al. 2019).
+ *   1f1b         Rank r first performs stages - 1 - r forwards (Narayanan et al. 2019, PipeDream-Flush).
+ *   interleaved  Each rank has several virtual stages, which it performs in turn, for one group of micro-batches at a
+ *                time (Narayanan et al. 2021). A group has `stages` micro-batches. Megatron requires that `stages`
+ *                divides micro_batches. If it does not, some groups are larger here. This is a generalization of
+ *                PyTorch's rounds.
+ *   looped_bfs   Like interleaved, but with a single group of all micro-batches and with all forwards first
+ *                (Lamy-Poirier 2022).
+ *   zb_h1        1f1b with a split backward. On rank r, a WEIGHT runs r micro-batches later (Qi et al. 2023).
+ *   zb_v         Each rank has two virtual stages. Their order goes down the ranks and then up again (Qi et al. 2023,
+ *                section 6). */
 #include <string.h>
 #include "base/alloc.h"
 #include "base/error.h"
@@ -33,15 +36,16 @@ int ps_pipe_schedule_find(const char *name, int *out)
 
 /* -- one rule ------------------------------------------------------------------------------------------------------ */
 typedef struct rule {
-    int32_t groups;                 /* number of groups of micro-batches; a rank completes them one by one */
+    /* groups: number of groups of micro-batches. A rank completes one group after the other. */
+    int32_t groups;
     int32_t first;                  /* number of forwards before the first backward */
-    int32_t lag;                    /* number of INPUTs between an INPUT and its WEIGHT, or -1 if backward is not
-                                     * split */
+    /* lag: number of INPUTs between an INPUT and its WEIGHT, or -1 if backward is not split */
+    int32_t lag;
 } rule;
 
-/* Finds a rank's k-th forward: the index of its virtual stage on the rank (*local) and its micro-batch (*micro).
- * Sizes of groups differ by at most one micro-batch, larger ones first. So `first`, computed for the first group, is
- * enough for all. */
+/* Finds the k-th forward of a rank. *local receives the index of its virtual stage on the rank, and *micro its
+ * micro-batch. The sizes of groups differ by at most one micro-batch, and larger groups are first. Therefore the
+ * number `first`, which is computed for the first group, is large enough for all groups. */
 static void nth(const ps_pipe_spec *s, int32_t groups, int32_t k, int32_t *local, int32_t *micro)
 {
     int32_t v = s->virtual_stages, size = s->micro_batches / groups, larger = s->micro_batches % groups;
@@ -91,11 +95,12 @@ static rule rule_of(const ps_pipe_spec *s, int rank)
 }
 
 /* -- zb_v ---------------------------------------------------------------------------------------------------------- */
-/* A rank's row while it is filled. down, up: the rank's virtual stages on the way down and on the way up. forward,
- * back, weight: numbers of forwards, INPUTs and WEIGHTs so far, by way (0: down, 1: up). */
+/* The row of a rank while it is being filled.
+ * down, up: the virtual stages of the rank on the way down and on the way up
+ * forward, back, weight: number of forwards, INPUTs and WEIGHTs so far, for each way (0: down, 1: up) */
 typedef struct vee { ps_pipe_table *t; int rank; int32_t down, up, forward[2], back[2], weight[2]; } vee;
 
-/* Pushes the next action of a kind, or nothing if there is no such micro-batch. */
+/* Appends the next action of a kind to the row. Appends nothing if there is no such micro-batch. */
 static int push_next(vee *z, int kind, int up)
 {
     int32_t *count = kind == PS_ACT_FORWARD ? z->forward : kind == PS_ACT_INPUT ? z->back : z->weight;
@@ -111,9 +116,9 @@ static int push_back_whole(vee *z, int up)
 }
 
 /* Fills a row as if each action took one tick. Forwards fill the time until the first loss has come back up the
- * ranks. Then each rank repeats the six actions of a micro-batch. While the last gradients go down, WEIGHTs fill the
- * time. The first rank begins with 2 x stages - 1 micro-batches; if the step has fewer, the actions of the missing
- * ones are left out. */
+ * ranks. Then each rank repeats the six actions of a micro-batch. At the end, WEIGHTs fill the time in which the last
+ * gradients are sent down. The first rank begins with 2 x stages - 1 micro-batches. If the step has fewer
+ * micro-batches, the actions of the missing ones are omitted. */
 static int fill_vee(ps_pipe_table *t, int rank)
 {
     int32_t p = t->spec.stages, m = t->spec.micro_batches > 2 * p - 1 ? t->spec.micro_batches : 2 * p - 1;
@@ -144,7 +149,7 @@ static int fill_vee(ps_pipe_table *t, int rank)
 }
 
 /* -- tables -------------------------------------------------------------------------------------------------------- */
-/* Returns the number of virtual stages per rank that a schedule requires, 0 for any number. */
+/* Returns the number of virtual stages per rank that a schedule requires. Returns 0 if any number is allowed. */
 static int32_t virtual_of(int schedule)
 {
     switch (schedule) {

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Finds by simulation how long a table takes with given costs. Each rank performs its row in order. An action begins
- * when the rank is free and the message that it needs has arrived. A link sends its messages one by one, in the
- * order in which they were made. */
+ * This file finds the time that a table takes with given costs, by simulation. Each rank performs its row in order.
+ * An action begins when the rank is free and the message that the action needs has arrived. A link sends its messages
+ * one by one, in the order in which they were made. */
 #include <math.h>
 #include <stdio.h>
 #include <string.h>
@@ -55,7 +55,7 @@ typedef struct run {
     pipe_course *c;
     const ps_pipe_cost *costs;              /* NULL if each cost is 1 */
     ps_pipe_link link;
-    int32_t first, n;                       /* start and length of `queue`, a ring buffer */
+    int32_t first, n;                       /* index of the first entry and length of `queue`, a ring buffer */
 } run;
 
 static void wake(run *u, int rank)
@@ -79,8 +79,8 @@ double pipe_cost_of(const ps_pipe_cost *costs, const ps_action *a)
     }
 }
 
-/* Receives the messages of the link up to the one that this action needs, and waits for each to arrive. Returns
- * false if that one has not been sent. */
+/* Receives the messages of the link, up to the message that this action needs. Waits until each of them has arrived.
+ * Returns false if the needed message has not been sent. */
 static bool take(run *u, int rank, const ps_action *a)
 {
     pipe_course *c = u->c;
@@ -89,7 +89,9 @@ static bool take(run *u, int rank, const ps_action *a)
     int32_t from;
     if (!pipe_takes(t, a, &d, &from)) return true;
     int32_t message = pipe_pair(t, from, a->micro), link = pipe_link(t, a->vstage, from);
-    if (link < 0) return c->whole[d][message] >= 0;     /* made by this rank; false: later in the row, a cycle */
+    /* This rank makes the message itself. If the message has not been made yet, its action is later in the row, which
+     * is a cycle. */
+    if (link < 0) return c->whole[d][message] >= 0;
     int32_t base = t->link_base[link], turn = t->turn[d][message];
     if (c->arrival[d][base + turn] < 0) return false;
     for (; c->n_taken[d][link] <= turn; c->n_taken[d][link]++) {
@@ -101,8 +103,8 @@ static bool take(run *u, int rank, const ps_action *a)
     return true;
 }
 
-/* Sends the message that an action made. Returns false if the link is full: `depth` of its messages have not been
- * received. */
+/* Sends the message that an action made. Returns false if the link is full. A link is full if `depth` of its messages
+ * have not been received yet. */
 static bool give(run *u, int rank, const ps_action *a)
 {
     pipe_course *c = u->c;
@@ -127,7 +129,7 @@ static bool give(run *u, int rank, const ps_action *a)
     return true;
 }
 
-/* Performs the actions of a rank's row until one has to wait. */
+/* Performs actions of a rank's row, until an action has to wait. */
 static void perform(run *u, int rank, ps_pipe_rank_times *times, ps_pipe_span *spans)
 {
     pipe_course *c = u->c;
@@ -150,8 +152,8 @@ static void perform(run *u, int rank, ps_pipe_rank_times *times, ps_pipe_span *s
     }
 }
 
-/* -- ranks that wait in a circle ----------------------------------------------------------------------------------- */
-/* Returns the rank that a rank waits for, and writes the reason to `why`. */
+/* -- ranks that wait in a cycle ------------------------------------------------------------------------------------ */
+/* Returns the rank for which a rank waits, and writes the reason to `why`. */
 static int waits_for(const run *u, int rank, char *why, size_t room)
 {
     const ps_pipe_table *t = u->c->t;
@@ -175,14 +177,14 @@ static int waits_for(const run *u, int rank, char *why, size_t room)
     return t->rank_of[other];
 }
 
-/* Raises the error for a cycle of waits. A rank that has not reached its end waits for another such rank, so these
- * waits lead into a cycle. */
+/* Raises the error for ranks that wait in a cycle. A rank that has not reached its end waits for another rank that
+ * has not reached its end. Following these waits therefore leads into a cycle. */
 static int circle(const run *u, int rank)
 {
     char text[600] = "", why[160];
     size_t n = 0;
-    for (int i = 0; i < u->c->t->spec.stages; i++) rank = waits_for(u, rank, why, sizeof why);   /* goes into the
-                                                                                                  * cycle */
+    /* After this loop, `rank` is in the cycle. */
+    for (int i = 0; i < u->c->t->spec.stages; i++) rank = waits_for(u, rank, why, sizeof why);
     int begin = rank;
     do {
         rank = waits_for(u, rank, why, sizeof why);
