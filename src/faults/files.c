@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Doors of files (faults.h). Streams of the C library (fopen, which LuaJIT's io uses) are made of the same doors. */
+ * This file implements the doors of files (faults.h). Streams of the C library use the same doors. The io library of
+ * LuaJIT uses such streams (fopen). */
 #define _GNU_SOURCE
 #include "faults/faults.h"
 #include <dlfcn.h>
@@ -44,9 +45,10 @@ void faults_flip(void *bytes, size_t nbytes, double which)
     ((uint8_t *)bytes)[bit / 8] ^= (uint8_t)(1u << bit % 8);
 }
 
-#define OPEN_FILE "/proc/self/fd/"      /* before the descriptor of an open file, which open() opens again */
+/* The path of an open file descriptor begins with this text. open() can open such a path again. */
+#define OPEN_FILE "/proc/self/fd/"
 
-/* Returns the absolute path, written to out [PATH_MAX], if it is below PS_FAULT_FOLDER. Returns NULL for other
+/* Writes the absolute path to out [PATH_MAX] and returns it, if it is below PS_FAULT_FOLDER. Returns NULL for other
  * paths. */
 static const char *ours(int folder, const char *path, char *out)
 {
@@ -66,7 +68,7 @@ static const char *ours(int folder, const char *path, char *out)
     return !strncmp(out, root, n) && (out[n] == '/' || !out[n]) ? out : NULL;
 }
 
-/* Logs the path of a file or folder that is about to be made outside PS_FAULT_FOLDER. The runner checks that it is
+/* Logs the path of a file or folder that will be created outside PS_FAULT_FOLDER. The test runner checks that it is
  * removed again. */
 static void outside(const char *path)
 {
@@ -79,7 +81,7 @@ static bool is_folder(const char *path)
     return stat(path, &st) == 0 && S_ISDIR(st.st_mode);
 }
 
-/* -- open, close -------------------------------------------------------------------------------------------------- */
+/* -- opening and closing ------------------------------------------------------------------------------------------ */
 static int fail(faults_hit hit)
 {
     errno = hit.err;
@@ -146,8 +148,8 @@ int close(int fd)
 }
 
 /* -- reading and writing ------------------------------------------------------------------------------------------ */
-/* Reads from a descriptor. offset -1 means the descriptor's own offset. interrupts: the kernel can return EINTR for
- * this call. */
+/* Reads from a descriptor. If `offset` is -1, reads at the descriptor's own offset. interrupts: true if the kernel
+ * can return EINTR for this call. */
 static ssize_t read_door(int fd, void *bytes, size_t nbytes, int64_t offset, bool interrupts)
 {
     unsigned can = (interrupts ? CAN_STOP : CAN_FAIL) | CAN(ACT_SHORT) | CAN(ACT_FLIP);
@@ -204,7 +206,7 @@ int fsync(int fd)
     faults_hit hit = faults_pass(DOOR_SYNC, CAN_STOP | CAN(ACT_FULL), faults_path_of(fd));
     if (hit.err && hit.err != EINTR) lost_failed_sync(fd, (uint64_t)hit.arg);
     if (hit.action) return fail(hit);
-    /* Does not sync the real file: a power failure is only simulated, so a record of the sync is enough. */
+    /* The real file is not synced. The loss of power is only simulated, so a record of the sync is enough. */
     lost_sync(fd);
     return 0;
 }
@@ -229,9 +231,9 @@ int fallocate(int fd, int mode, off_t offset, off_t nbytes)
     return (int)syscall(SYS_fallocate, fd, mode, offset, nbytes);
 }
 
-/* -- maps --------------------------------------------------------------------------------------------------------- */
-/* Replaces the pages of a private map by those of an empty file, beginning with one of the first ten. An access to
- * them raises SIGBUS, as if another process had truncated the file, or its disk had failed. */
+/* -- memory maps -------------------------------------------------------------------------------------------------- */
+/* Replaces pages of a private map by pages of an empty file, starting with a page among the first ten. An access to
+ * these pages raises SIGBUS. The same happens if another process truncates a file, or if its disk fails. */
 static void cut_map(char *p, size_t nbytes, int flags, double which)
 {
     size_t page = (size_t)sysconf(_SC_PAGESIZE), from = (size_t)which % 10 * page;
@@ -242,15 +244,15 @@ static void cut_map(char *p, size_t nbytes, int flags, double which)
     syscall(SYS_close, empty);
 }
 
-/* Returns whether an address is in oneDNN. Its code generator does not check its maps: a map that fails ends the
- * process with SIGSEGV. */
+/* Returns true if an address is in oneDNN. The code generator of oneDNN does not check its maps, so a map that fails
+ * ends the process with SIGSEGV. */
 static bool in_onednn(void *address)
 {
     Dl_info info;
     return dladdr(address, &info) && info.dli_fname && strstr(info.dli_fname, "/libdnnl.so");
 }
 
-/* Passes a map of a file to its door, and counts a map without a file as an allocation, unless oneDNN makes it. */
+/* Passes a map of a file to the door of maps. Counts a map without a file as an allocation, unless oneDNN makes it. */
 void *mmap(void *at, size_t nbytes, int prot, int flags, int fd, off_t offset)
 {
     bool anonymous = (flags & MAP_ANONYMOUS) != 0;
@@ -272,7 +274,7 @@ void *mmap(void *at, size_t nbytes, int prot, int flags, int fd, off_t offset)
     return p;
 }
 
-/* -- names -------------------------------------------------------------------------------------------------------- */
+/* -- names of files and folders ----------------------------------------------------------------------------------- */
 static int rename_door(int from_at, const char *from, int to_at, const char *to, unsigned flags)
 {
     char full_from[PATH_MAX], full_to[PATH_MAX];
@@ -333,13 +335,13 @@ int mkdir(const char *path, mode_t mode)
 }
 
 /* -- streams ------------------------------------------------------------------------------------------------------ */
-/* Reads for a stream. Never returns EINTR, because the kernel restarts calls on files that a signal interrupts. */
+/* Reads for a stream. Never returns EINTR, because the kernel restarts calls on files after a signal. */
 static ssize_t cookie_read(void *c, char *bytes, size_t nbytes)
 {
     return read_door((int)(intptr_t)c, bytes, nbytes, -1, false);
 }
-/* Writes for a stream. Returns 0 for an error, as the C library requires. The C library itself continues after short
- * writes. */
+/* Writes for a stream. Returns 0 for an error, as the C library requires. After a short write, the C library itself
+ * continues. */
 static ssize_t cookie_write(void *c, const char *bytes, size_t nbytes)
 {
     ssize_t done = 0;

@@ -1,11 +1,12 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Loss of power (faults.h). Before each change of a file, its present bytes are kept until fsync says that the new ones
- * are on the disk. Names are kept likewise until their folder is synced. When power is lost, each block of 4,096 bytes
- * that was not synced keeps its new bytes, gets its old bytes back, or gets the old bytes back in some of its sectors.
- * The last few changes of a folder's names are undone, as a file system with a journal would do.
+ * This file simulates a loss of power (faults.h). Before each change of a file, its present bytes are kept until an
+ * fsync confirms that the new bytes are on the disk. Names are kept in the same way until their folder is synced.
+ * When power is lost, there are three cases for each block of 4,096 bytes that was not synced. It keeps its new
+ * bytes, it gets its old bytes back, or it gets the old bytes back in some of its sectors. The last few changes of a
+ * folder's names are undone, as in a file system with a journal.
  *
- * Files of the disk tier have no name, so they are left out: nothing of them outlives the process. Each process undoes
- * its own changes. If all ranks lose power, each does so, with no order among them. */
+ * Files of the disk tier have no name. They are ignored, because their contents do not exist longer than the process.
+ * Each process undoes its own changes. If all ranks lose power, each rank does this, in no particular order. */
 #define _GNU_SOURCE
 #include "faults/faults.h"
 #include <errno.h>
@@ -22,20 +23,23 @@
 enum { BLOCK = 4096, SECTOR = 512, MOST_SAVED = 64 << 20 };
 
 typedef struct block { int64_t index; uint8_t old[BLOCK]; } block;
-/* A file that has bytes that are not synced. */
+/* A file with bytes that have not been synced. */
 typedef struct file {
     struct file *next;
     dev_t dev;
     ino_t ino;
-    int fd;                     /* a separate descriptor, for reading old bytes and writing them back */
+    /* fd: a separate descriptor, with which old bytes are read and written back */
+    int fd;
     int64_t old_size;
     block *blocks;
     int n, room;
 } file;
 typedef struct change {
     enum { CREATE, RENAME, EXCHANGE, REMOVE, REMOVE_FOLDER, MAKE_FOLDER } kind;
-    char folder[PATH_MAX], path[PATH_MAX], to[PATH_MAX];     /* folder: the folder in which the names change */
-    uint8_t *old;               /* bytes of the file that the change removes or replaces, or NULL */
+    /* folder: the folder whose names change */
+    char folder[PATH_MAX], path[PATH_MAX], to[PATH_MAX];
+    /* old: the bytes of the file that the change removes or replaces, or NULL */
+    uint8_t *old;
     int64_t old_size;
 } change;
 
@@ -57,8 +61,8 @@ static file **find(const struct stat *st)
     return at;
 }
 
-/* Returns the record of a file, and makes it if necessary. Returns NULL if fd is not a file, or if there is no
- * memory. */
+/* Returns the record of a file, which is made if necessary. Returns NULL if fd is not a regular file, or if there is
+ * no memory. */
 static file *record_of(int fd)
 {
     struct stat st;
@@ -155,7 +159,7 @@ static void copy_path(char *out, const char *path)
     while (n > 1 && out[n - 1] == '/') out[--n] = 0;
 }
 
-/* (locked) Appends a record of a change of names in the folder that contains `path`. */
+/* (locked) Appends a record of a change of names, in the folder that contains `path`. */
 static change *append(int kind, const char *path, const char *to)
 {
     if (n_changes == room_changes) {
@@ -175,7 +179,7 @@ static change *append(int kind, const char *path, const char *to)
     return c;
 }
 
-/* Stores the bytes of the file `path` in the change, if the file exists. */
+/* Stores the bytes of the file `path` in the change, if this file exists. */
 static void keep_bytes(change *c, const char *path)
 {
     int fd = c ? (int)syscall(SYS_openat, AT_FDCWD, path, O_RDONLY | O_CLOEXEC | O_NOFOLLOW, 0) : -1;
@@ -189,7 +193,7 @@ static void keep_bytes(change *c, const char *path)
     syscall(SYS_close, fd);
 }
 
-/* Replaces the folder `from` at the beginning of a path by `to`. */
+/* If a path begins with the folder `from`, replaces this part by `to`. */
 static void move_prefix(char *path, const char *from, const char *to)
 {
     char moved[PATH_MAX];
@@ -261,7 +265,7 @@ void lost_undone(void)
     faults_unlock();
 }
 
-/* -- the loss ----------------------------------------------------------------------------------------------------- */
+/* -- the loss of power -------------------------------------------------------------------------------------------- */
 static uint64_t draw(uint64_t *state)           /* splitmix64 (Steele, Lea, Flood: Fast splittable generators, 2014) */
 {
     uint64_t z = *state += 0x9e3779b97f4a7c15u;
@@ -297,18 +301,21 @@ static void undo(int i)
     else {
         unsigned flags = c->kind == EXCHANGE ? RENAME_EXCHANGE : 0;
         if (!flags && is_folder(c->to)) move_paths(i, c->to, c->path);
-        syscall(SYS_renameat2, AT_FDCWD, c->path, AT_FDCWD, c->to, 0);      /* fails unless the folder was made again */
+        /* This fails, unless the folder has been made again. */
+        syscall(SYS_renameat2, AT_FDCWD, c->path, AT_FDCWD, c->to, 0);
         syscall(SYS_renameat2, AT_FDCWD, c->to, AT_FDCWD, c->path, flags);
         if (!flags) restore(c, c->to);
     }
 }
 
-/* Undoes the last changes of each folder: of a third of the folders none, as if the file system had just written its
- * journal, of another third all, and of the others a random number. */
+/* Undoes the last changes of each folder. For a third of the folders, no change is undone, as if the file system had
+ * just written its journal. For another third, all changes are undone. For the rest, a random number of changes is
+ * undone. */
 static void lose_names(uint64_t *state)
 {
-    static char gone[64][PATH_MAX];             /* folders whose number of lost changes has been drawn */
-    static int left[64];                        /* [n_gone] number of changes that remain to be undone in each */
+    /* The folders for which the number of lost changes has been drawn. */
+    static char gone[64][PATH_MAX];
+    static int left[64];                      /* [n_gone] number of changes that must still be undone in each folder */
     int n_gone = 0;
     for (int i = 0; i < n_changes; i++) {
         int k = 0;
@@ -331,10 +338,10 @@ static void lose_names(uint64_t *state)
             }
 }
 
-/* Loses bytes of a file. Counts in `counts` the blocks that stayed, that were lost, and that were torn. */
+/* Loses bytes of a file. Adds the numbers of blocks that stayed, that were lost and that were torn to `counts`. */
 static void lose_file(const file *f, uint64_t *state, int counts[3])
 {
-    bool all = draw(state) % 3 == 0;            /* no block reached the disk, as is usual */
+    bool all = draw(state) % 3 == 0;            /* no block reached the disk, which is common */
     int64_t size = size_of(f->fd);
     for (int i = 0; i < f->n; i++) {
         block *b = &f->blocks[i];

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The plan (faults.h): its text, the counters of doors, and the actions that do not depend on the call. */
+ * This file implements the plan (faults.h). It has the text of the plan, the counters of the doors, and the actions
+ * that do not depend on the call. */
 #define _GNU_SOURCE
 #include "faults/faults.h"
 #include "base/thread.h"
@@ -23,7 +24,7 @@
 #include <unistd.h>
 
 enum { MOST_EVENTS = 64 };
-/* Classes of files and folders, which follow from their paths. An event can count only the calls of one class. */
+/* The classes of files and folders. The class follows from the path. An event can count only the calls of one class. */
 enum class { C_ALL, C_SAVE, C_INDEX, C_LATEST, C_FOLDER, C_CHUNK, C_LOG, C_OTHER, N_CLASSES };
 static const char *const classes[N_CLASSES] = { "", "save", "index", "latest", "folder", "chunk", "log", "other" };
 typedef struct event {
@@ -35,9 +36,10 @@ typedef struct event {
 static event events[MOST_EVENTS];
 static int n_events;
 static bool ready, wants_power;
-static unsigned watched;                        /* bit set of the doors that events watch */
-static _Atomic int64_t calls[N_DOORS][N_CLASSES], n_happened;      /* number of calls by door and class; C_ALL: all
-                                                                    * classes */
+static unsigned watched;                        /* set of the doors that events watch, one bit per door */
+/* calls: number of calls for each door and class. C_ALL counts all classes.
+ * n_happened: number of events that have happened */
+static _Atomic int64_t calls[N_DOORS][N_CLASSES], n_happened;
 static atomic_flag taken = ATOMIC_FLAG_INIT;
 static int rank, log_fd = -1;
 
@@ -93,7 +95,7 @@ static _Noreturn void refuse(const char *text)
     _exit(2);
 }
 
-/* Returns the class of a path. A checkpoint's files are below run/, and those of the disk tier have no name. */
+/* Returns the class of a path. The files of a checkpoint are below run/. Files of the disk tier have no name. */
 static int class_of(int door, const char *what)
 {
     struct stat st;
@@ -112,7 +114,7 @@ static int named(const char *name, const char *const *list, int n)
     return -1;
 }
 
-/* Sets the event's action from a text such as "EIO" or "delay:0.5". */
+/* Sets the action of an event from a text such as "EIO" or "delay:0.5". */
 static bool set_action(event *e, char *text)
 {
     char *colon = strchr(text, ':');
@@ -141,7 +143,7 @@ static void add(const char *text)
     event e = { .door = named(door, doors, N_DOORS), .class = slash ? named(slash + 1, classes, N_CLASSES) : C_ALL,
         .nth = nth, .count = count };
     if (e.door < 0 || e.class < 0 || nth < 0 || count < 1 || !set_action(&e, what)) refuse(text);
-    wants_power |= e.action == ACT_POWER_ALL;               /* an event of any rank cuts every rank's power */
+    wants_power |= e.action == ACT_POWER_ALL;              /* such an event of any rank cuts the power of every rank */
     if (who[0] != '*' && atoi(who) != rank) return;
     wants_power |= e.action == ACT_POWER || ((e.action == ACT_ERRNO || e.action == ACT_FULL) && e.door == DOOR_SYNC);
     watched |= 1u << e.door;
@@ -177,7 +179,7 @@ static const char *action_name(const event *e)
 }
 
 /* -- loss of power of all ranks ------------------------------------------------------------------------------------ */
-/* Seed in a file that all processes map. A thread of each process sleeps until the seed is not 0. */
+/* A seed in a file that all processes map. In each process, a thread sleeps until the seed is not 0. */
 static _Atomic uint32_t *all_power;
 
 static void *wait_for_power(void *arg)
@@ -260,7 +262,7 @@ faults_hit faults_pass(int door, unsigned can, const char *what)
     return hit.action ? hit : first;
 }
 
-/* Logs the numbers of calls. Tests choose plans from these numbers. */
+/* Logs the number of calls of each door. Tests choose their plans from these numbers. */
 __attribute__((destructor)) static void end(void)
 {
     char line[2048];

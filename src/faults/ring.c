@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The door of io_uring (faults.h). Each vectored read or write passes it when it is submitted. A request that fails or
- * reads a flipped bit becomes an empty one, whose result is replaced when it is completed. */
+ * This file implements the door of io_uring (faults.h). Each vectored read or write passes the door when it is
+ * submitted. A request that must fail, or whose bytes get a flipped bit, is replaced by an empty request. The result
+ * of the empty request is replaced when it is completed. */
 #define _GNU_SOURCE
 #include "faults/faults.h"
 #include <errno.h>
@@ -9,8 +10,8 @@
 #include <unistd.h>
 
 enum { MOST = 64 };
-/* Requests whose result an event replaces. They need no lock, because a ring belongs to one thread, and a process
- * has one disk tier. */
+/* The requests whose result an event replaces. They need no lock, because only one thread uses a ring, and a process
+ * has only one disk tier. */
 static struct { uint64_t user_data; int res; bool used; } replaced[MOST];
 static struct iovec shortened[MOST];
 static unsigned n_shortened;
@@ -27,7 +28,8 @@ static void replace(struct io_uring_sqe *sqe, int res)
     }
 }
 
-/* Passes a request to its door. last: the last request of the batch, which an event `reorder` swaps with this one. */
+/* Passes a request to its door. last: the last request of the batch. An event `reorder` swaps this request with the
+ * last one. */
 static void pass(struct io_uring_sqe *sqe, struct io_uring_sqe *last)
 {
     bool reads = sqe->opcode == IORING_OP_READV;

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Doors of sockets (faults.h): those of the store, the watch and the lines of psluajit, and those of Gloo. */
+ * This file implements the doors of sockets (faults.h). They are the sockets of the store, of the watch, of the lines
+ * of psluajit, and of Gloo. */
 #define _GNU_SOURCE
 #include "faults/faults.h"
 #include <errno.h>
@@ -11,8 +12,9 @@
 #include <unistd.h>
 
 enum { MOST = 4096 };
-/* States that events set for a descriptor. DRIPS: each call transfers at most 64 bytes. HALF_OPEN: bytes that are
- * sent are lost. */
+/* The states that events set for a descriptor.
+ * DRIPS: each call transfers at most 64 bytes
+ * HALF_OPEN: bytes that are sent are lost */
 enum { DRIPS = 1, HALF_OPEN = 2 };
 static atomic_uchar state[MOST];
 enum { CAN_SEND = CAN(ACT_ERRNO) | CAN(ACT_INTERRUPT) | CAN(ACT_SHORT) | CAN(ACT_RESET) | CAN(ACT_HALF_OPEN)
@@ -50,7 +52,7 @@ int connect(int fd, const struct sockaddr *address, socklen_t length)
     return (int)syscall(SYS_connect, fd, address, length);
 }
 
-/* Resets a connection: sends RST to the other side, and returns an error on this side. */
+/* Resets a connection. Sends RST to the other side, and returns an error on this side. */
 static ssize_t reset(int fd)
 {
     struct linger now = { 1, 0 };
@@ -61,8 +63,8 @@ static ssize_t reset(int fd)
     return -1;
 }
 
-/* Lets events act on a call. Returns true if the call must return *result at once. Otherwise sets *nbytes to the
- * number of bytes that the call may transfer. */
+/* Applies the events of the plan to a call. Returns true if the call must return *result at once. Otherwise sets
+ * *nbytes to the number of bytes that the call may transfer. */
 static bool struck(int door, int fd, size_t *nbytes, ssize_t *result)
 {
     unsigned can = CAN_SEND & ~(door == DOOR_RECV ? CAN(ACT_HALF_OPEN) : 0u);

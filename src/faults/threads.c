@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Doors of memory, clocks, sleeps and locks (faults.h). Requests for memory are those of the engine: the linker
- * redirects its malloc, calloc and realloc to the __wrap_ functions. */
+ * This file implements the doors of memory, clocks, sleeps and locks (faults.h). Only memory requests of the engine
+ * use a door. The linker redirects malloc, calloc and realloc of the engine to the functions __wrap_malloc,
+ * __wrap_calloc and __wrap_realloc. */
 #define _GNU_SOURCE
 #include "faults/faults.h"
 #include <dlfcn.h>
@@ -31,7 +32,7 @@ void *__wrap_calloc(size_t n, size_t nbytes) { return no_memory() ? NULL : __rea
 void *__wrap_realloc(void *p, size_t nbytes) { return no_memory() ? NULL : __real_realloc(p, nbytes); }
 
 /* -- clocks and sleeps -------------------------------------------------------------------------------------------- */
-/* seconds that the wall clock has jumped by; the monotonic clock cannot jump */
+/* The number of seconds by which the wall clock has jumped. The monotonic clock cannot jump. */
 static _Atomic int64_t jumped_s;
 
 int clock_gettime(clockid_t id, struct timespec *t)
@@ -76,8 +77,9 @@ int clock_nanosleep(clockid_t id, int flags, const struct timespec *t, struct ti
     return syscall(SYS_clock_nanosleep, id, flags, t, left) < 0 ? errno : 0;
 }
 
-/* -- hand-overs between threads ----------------------------------------------------------------------------------- */
-/* An event `lag` delays its thread at each of its next LAGS locks, so that other threads run between its steps. */
+/* -- switches between threads ------------------------------------------------------------------------------------- */
+/* An event `lag` delays its thread at each of its next LAGS locks. Other threads then run between the steps of this
+ * thread. */
 enum { LAGS = 200 };
 static _Thread_local int lags_left;
 static _Thread_local double lag_s;
@@ -100,8 +102,9 @@ int pthread_mutex_lock(pthread_mutex_t *m)
     return next(m);
 }
 
-/* Returns whether Gloo waits, itself or through the C++ library. Its Loop::unregisterDescriptor takes any end of its
- * wait for a turn of its thread, which then ends the process if it finds the closed pair. */
+/* Returns true if the caller of the wait is Gloo or the C++ library on behalf of Gloo. Loop::unregisterDescriptor of
+ * Gloo treats any end of its wait as a turn of its thread. That thread then ends the process if it finds the closed
+ * pair. */
 static bool gloo_waits(const void *caller)
 {
     Dl_info at;
@@ -109,7 +112,7 @@ static bool gloo_waits(const void *caller)
         && (strstr(at.dli_fname, "libgloo") || strstr(at.dli_fname, "libstdc++"));
 }
 
-/* Can end without a signal. POSIX allows this, so callers must check their condition again. */
+/* This wait can end without a signal. POSIX allows this, so callers must check their condition again. */
 int pthread_cond_wait(pthread_cond_t *c, pthread_mutex_t *m)
 {
     static int (*next)(pthread_cond_t *, pthread_mutex_t *);

@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Implements the messages of p2p.h. Headers use one slot, and the payloads of each lane another. Each neighbour has
- * two threads here: the listener receives headers and starts to receive payloads, and the sender waits for the end
- * of sends. The library's own thread moves the bytes.
+ * This file implements the messages of p2p.h. Headers use one slot, and the payloads of each lane use another slot.
+ * For each neighbor, this rank has two threads. The listener receives headers and starts to receive payloads. The
+ * sender waits until sends have ended. The transport library's own thread moves the bytes.
  *
- * Between devices a line (line.h) carries the payload, and the header contains the id with which the devices
- * connect. The receiver sends a BEGUN header back for each receive that it has begun on a line. */
+ * Between devices, a line (line.h) sends the payload. The header then contains the id with which the devices connect.
+ * For each receive that the receiver has begun on a line, it sends a BEGUN header back. */
 #include "p2p/p2p.h"
 #include <pthread.h>
 #include <stdio.h>
@@ -25,38 +25,45 @@ static const double FOR_EVER = 1e8;
 static const char *const lane_names[PS_P2P_LANES] = { "up", "down", "loss", "tied" };
 _Static_assert((int)HEADERS < (int)PS_COMM_SLOTS, "slots");
 
-/* Memory of a payload. BEGUN marks a notice without a payload: the other end of a line has begun one more receive. */
+/* The kinds of memory of a payload. BEGUN marks a notice without a payload. It says that the other end of a line has
+ * begun one more receive. */
 enum { HOST, DEVICE, BEGUN };
 
 /* The header that precedes a payload. */
 typedef struct wire {
     uint32_t magic;
     int32_t lane;
-    uint64_t seq;                          /* index of the message in its lane, from this sender to this receiver */
+    /* seq: index of the message among the messages of its lane from this sender to this receiver */
+    uint64_t seq;
     int32_t kind, part, vstage, micro;
     int32_t dtype, n_dims;
     int64_t shape[PS_MAX_DIMS];
     ps_p2p_note note;
-    int32_t place, reserved;               /* HOST, DEVICE or BEGUN */
-    char id[PS_WIRE_ID_NBYTES];            /* DEVICE: id for opening the line */
+    int32_t place, reserved;               /* place: HOST, DEVICE or BEGUN */
+    char id[PS_WIRE_ID_NBYTES];            /* for DEVICE, the id for opening the line */
 } wire;
 _Static_assert(sizeof(wire) == 152 + PS_WIRE_ID_NBYTES, "the header of a message has no padding");
 
 enum { POSTED, ARRIVING, DONE, FAILED };
 
 struct ps_p2p_request {
-    ps_p2p_request *next, *made;           /* next in a list (channel, neighbour or spare); next of all requests */
+    /* next: next request in a list (of a channel, of a neighbor, or of spare requests)
+     * made: next request in the list of all requests */
+    ps_p2p_request *next, *made;
     ps_p2p *p2p;
-    bool used;                             /* begun, and not yet waited for */
-    int peer, lane, state;                 /* the lock guards `state`; a send is only POSTED or DONE */
+    bool used;                             /* the request has begun and has not been waited for yet */
+    /* state: guarded by the lock. A send is only POSTED or DONE. */
+    int peer, lane, state;
     bool out;
-    wire head;                             /* receive: the expected header, later with the received note */
-    ps_tensor *t;                          /* tensor, held and pinned, or NULL */
+    /* head: for a receive, the expected header, and later also the received note */
+    wire head;
+    ps_tensor *t;                          /* the tensor, which is held and pinned, or NULL */
     void *bytes;
-    int64_t nbytes, began_ns;              /* began_ns: as in group_call */
+    int64_t nbytes, began_ns;              /* began_ns: see group_call */
     ps_comm_post *head_post, *body_post;
-    ps_line *line;                         /* carries the bytes of a device; a receive gets it with its header */
-    ps_line_message message;               /* its message on the line */
+    /* line: the line that sends the bytes of a device. A receive gets its line together with its header. */
+    ps_line *line;
+    ps_line_message message;               /* the message of this request on the line */
 };
 
 typedef struct letter { struct letter *next; wire head; } letter;
@@ -64,39 +71,50 @@ typedef struct letter { struct letter *next; wire head; } letter;
 typedef struct channel {
     uint64_t sent, heard;
     ps_p2p_request *first, *last;          /* receives that wait for their headers */
-    letter *in, *in_last;                  /* headers that wait for a receive; empty if `first` is not */
+    /* in: headers that wait for a receive; empty if `first` is not NULL */
+    letter *in, *in_last;
 } channel;
 
 typedef struct neighbour {
     ps_p2p *p2p;
     int rank;
-    bool listens, delivers;                /* the listener and the sender were started */
-    bool deaf, mute;                       /* the listener (deaf) or the sender (mute) no longer uses requests */
+    /* listens: the listener was started
+     * delivers: the sender was started */
+    bool listens, delivers;
+    /* deaf: the listener no longer uses requests
+     * mute: the sender no longer uses requests */
+    bool deaf, mute;
     pthread_t listener, sender;
     ps_comm_post *waits;                   /* the listener's receive of the next header, or NULL */
     wire next;
-    ps_p2p_request *out, *out_last;        /* sends under way; the sender waits for the first one */
-    ps_error_kept why, why_mute;           /* errors that ended the listener and the sender */
+    /* out: sends in progress. The sender waits for the first one. */
+    ps_p2p_request *out, *out_last;
+    /* why: error that ended the listener
+     * why_mute: error that ended the sender */
+    ps_error_kept why, why_mute;
     channel lanes[PS_P2P_LANES];
-    ps_line *lines[2][PS_P2P_LANES];       /* [out] made with the first message */
+    ps_line *lines[2][PS_P2P_LANES];       /* [out] Each line is made with its first message. */
 } neighbour;
 
 struct ps_p2p {
-    ps_group *group;                       /* a separate group of the caller's ranks */
+    ps_group *group;                       /* a separate group of the same ranks */
     ps_comm *comm;
-    pthread_mutex_t lock;                  /* guards all following fields except `spare`, `made` and `bytes_sent` */
-    pthread_cond_t news, work;             /* news: a request or a thread has changed; work: a sender has messages */
+    /* The lock guards all fields that follow, except `spare`, `made` and `bytes_sent`. */
+    pthread_mutex_t lock;
+    /* news: signals that a request or a thread has changed
+     * work: signals that a sender has messages */
+    pthread_cond_t news, work;
     bool closing;
-    ps_error_kept failed;                  /* first error that this rank found */
+    ps_error_kept failed;                  /* first error that this rank has found */
     letter *spare_letters;
     neighbour *peers;                           /* [size] */
     ps_p2p_request *spare, *made;
     int64_t bytes_sent;
-    ps_backend *be;                        /* backend whose memory is sent over lines, or NULL */
+    ps_backend *be;                        /* backend whose memory is sent on lines, or NULL */
     int device;                            /* index of this backend */
 };
 
-/* -- words --------------------------------------------------------------------------------------------------------- */
+/* -- texts --------------------------------------------------------------------------------------------------------- */
 
 enum { TEXT = 200, ACTION = PS_LINE_NAME };
 
@@ -147,7 +165,7 @@ static void leave(ps_p2p *p) { ps_watch_leave(p->comm->watch, p->comm->place); }
 
 /* -- failures ------------------------------------------------------------------------------------------------------ */
 
-/* Ends the run: all ranks get this thread's error. */
+/* Ends the run. All ranks get the error of this thread. */
 static int give_up(ps_p2p *p, int rc)
 {
     ps_error_kept why;
@@ -161,9 +179,9 @@ static int give_up(ps_p2p *p, int rc)
     return rc;
 }
 
-/* Turns a failed call with a peer into this rank's error, in which the watch names the rank that caused it. rc is
- * this thread's error: PS_ETIME, PS_EIO, or a fault of this rank. Returns an error that this rank found earlier
- * instead. */
+/* Turns a failed call with a peer into the error of this rank. In this error, the watch names the rank that caused
+ * the failure. rc is the error of this thread: PS_ETIME, PS_EIO, or a fault of this rank. If this rank has found an
+ * error earlier, returns that error instead. */
 static int blame(ps_p2p *p, int peer, int rc)
 {
     ps_error_kept why;
@@ -171,7 +189,8 @@ static int blame(ps_p2p *p, int peer, int rc)
     pthread_mutex_lock(&p->lock);
     int first = p->failed.code ? ps_error_again(&p->failed) : 0;
     pthread_mutex_unlock(&p->lock);
-    if (first) p->comm->table->hang_up(p->comm);       /* its own thread may not have done so yet */
+    /* The thread that found this error may not have hung up yet. */
+    if (first) p->comm->table->hang_up(p->comm);
     if (first) return first;
     if (rc != PS_ETIME && rc != PS_EIO) return rc == PS_ESTATE ? rc : give_up(p, rc);
     int world = group_world(p->group, peer), what = rc == PS_ETIME ? PS_WATCH_TIME_OUT : PS_WATCH_LOST;
@@ -183,7 +202,8 @@ static int blame(ps_p2p *p, int peer, int rc)
     return give_up(p, rc);
 }
 
-/* Returns the error that woke a wait: a verdict, or a communicator of these ranks that closed its connections. */
+/* Returns the error that woke a wait. It is a verdict, or the error of a communicator of these ranks that has closed
+ * its connections. */
 static int woken(ps_p2p *p)
 {
     PS_TRY(ps_watch_verdict(p->comm->watch));
@@ -200,7 +220,7 @@ static int end_of(ps_p2p *p, ps_comm_post *post, double seconds)
 
 /* -- lines --------------------------------------------------------------------------------------------------------- */
 
-/* Tells the sender that a receive on the line has begun. Called by the line's thread. */
+/* Notifies the sender that a receive on the line has begun. Called by the thread of the line. */
 static int tell_begun(void *arg, int peer, int lane)
 {
     ps_p2p *p = arg;
@@ -214,7 +234,7 @@ static int tell_begun(void *arg, int peer, int lane)
 
 static int blame_line(void *arg, int peer, int rc) { return blame(arg, peer, rc); }
 
-/* Finds or makes the line of a lane. The lock is held. */
+/* Finds the line of a lane, or makes it. The caller must hold the lock. */
 static int find_line(ps_p2p *p, int peer, int lane, bool out, const char *id, ps_line **found)
 {
     ps_line **l = &p->peers[peer].lines[out][lane];
@@ -225,9 +245,9 @@ static int find_line(ps_p2p *p, int peer, int lane, bool out, const char *id, ps
     return 0;
 }
 
-/* -- headers that come; the lock is held --------------------------------------------------------------------------- */
+/* -- arriving headers; the caller holds the lock ------------------------------------------------------------------- */
 
-/* Checks that a received header is the expected one, then begins to receive the payload. */
+/* Checks that a received header is the expected one, and begins to receive the payload. */
 static int take(ps_p2p_request *q, const wire *got)
 {
     ps_p2p *p = q->p2p;
@@ -253,7 +273,7 @@ static int take(ps_p2p_request *q, const wire *got)
     return 0;
 }
 
-/* Matches the receives of a lane with its headers, in order. */
+/* Matches the receives of a lane with its headers, in the order of both. */
 static int match(ps_p2p *p, channel *l)
 {
     int rc = 0;
@@ -297,7 +317,7 @@ static int arrive(neighbour *from, const wire *h)
     return match(p, l);
 }
 
-/* The listener's thread: receives the headers of one peer. */
+/* The thread of the listener. It receives the headers of one peer. */
 static void *listen(void *arg)
 {
     neighbour *from = arg;
@@ -323,12 +343,12 @@ static void *listen(void *arg)
     from->deaf = true;
     pthread_cond_broadcast(&p->news);
     pthread_mutex_unlock(&p->lock);
-    /* Ends the run, except for errors that another call reports. */
+    /* Ends the run, unless another call reports the error. */
     if (rc < 0 && rc != PS_EIO && rc != PS_ETIME && rc != PS_ESTATE) give_up(p, rc);
     return NULL;
 }
 
-/* The sender's thread: waits until the sends to one peer have ended. */
+/* The thread of the sender. It waits until the sends to one peer have ended. */
 static void *deliver(void *arg)
 {
     neighbour *to = arg;
@@ -408,7 +428,7 @@ static void request_end(ps_p2p_request *q)
         p->comm->table->drop(q->head_post);
         p->comm->table->drop(q->body_post);
     }
-    /* A closed context has no pins. */
+    /* A context that was closed has no pins. */
     if (q->bytes && !q->t->ctx->closed) ps_storage_unpin(q->t->storage, q->t->device_);
     if (q->t) ps_tensor_unhold(q->t);
     q->used = false;
@@ -471,7 +491,7 @@ static void prefix(const ps_p2p_request *q)
     prefix_of(q->p2p, q->out, action, q->peer);
 }
 
-/* Ends a request whose message could not begin. Returns the error. */
+/* Ends a request whose message could not begin, and returns its error. */
 static int refused(ps_p2p_request *q, int rc)
 {
     ps_p2p *p = q->p2p;
@@ -483,7 +503,8 @@ static int refused(ps_p2p_request *q, int rc)
     return rc;
 }
 
-/* Begins a message with a simulated rank. It holds its tensor until the wait, but sends no bytes. */
+/* Begins a message with a simulated rank. The message holds its tensor until it has been waited for, but it sends no
+ * bytes. */
 static int pretended(ps_p2p_request *q, ps_p2p_request **out)
 {
     q->state = DONE;
@@ -492,13 +513,13 @@ static int pretended(ps_p2p_request *q, ps_p2p_request **out)
     return 0;
 }
 
-/* Finds or makes the line for a send from a device, and writes the line's id to the header. */
+/* Finds or makes the line for a send from a device, and writes the id of the line to the header. */
 static int send_begin(ps_p2p_request *q)
 {
     ps_p2p *p = q->p2p;
     char id[PS_WIRE_ID_NBYTES] = { 0 };
     if (!p->peers[q->peer].lines[true][q->lane]) PS_TRY(p->be->wire->new_id(p->be, id));
-    PS_TRY(start_listening(&p->peers[q->peer]));                   /* receives the line's BEGUN notices */
+    PS_TRY(start_listening(&p->peers[q->peer]));              /* the listener receives the BEGUN notices of the line */
     pthread_mutex_lock(&p->lock);
     int rc = find_line(p, q->peer, q->lane, true, id, &q->line);
     if (rc == 0) memcpy(q->head.id, ps_line_id(q->line), sizeof q->head.id);
@@ -527,7 +548,8 @@ int ps_p2p_send(ps_p2p *p, int peer, int lane, const ps_p2p_tag *tag, const ps_p
     rc = table->post(p->comm, HEADERS, peer, true, &q->head, sizeof q->head, &q->head_post);
     if (rc == 0 && q->nbytes > 0 && q->head.place == HOST)
         rc = table->post(p->comm, lane, peer, true, q->bytes, q->nbytes, &q->body_post);
-    if (rc < 0) return refused(q, rc);     /* ends the run: perhaps only the header was sent */
+    /* This ends the run, because possibly only the header was sent. */
+    if (rc < 0) return refused(q, rc);
     to->lanes[lane].sent++;
     p->bytes_sent += q->nbytes;
     pthread_mutex_lock(&p->lock);
@@ -566,7 +588,8 @@ int ps_p2p_recv(ps_p2p *p, int peer, int lane, const ps_p2p_tag *tag, ps_tensor 
 
 /* -- waiting ------------------------------------------------------------------------------------------------------- */
 
-/* Waits for news until ps_now() reaches `until`. Returns false if it already has. The lock is held. */
+/* Waits for news until ps_now() reaches `until`. Returns false if that time has already passed. The caller must hold
+ * the lock. */
 static bool wait_for_news(ps_p2p *p, double until)
 {
     double left = until - ps_now();
@@ -580,8 +603,8 @@ static bool wait_for_news(ps_p2p *p, double until)
     return true;
 }
 
-/* Waits until come(arg) returns true. Fails if over(arg) returns an error, or after `until`. `heads` says that the
- * peer's script must still send a header. The lock is not held. */
+/* Waits until come(arg) returns true. Fails if over(arg) returns an error, or when the time `until` has passed.
+ * `heads` means that the script of the peer must still send a header. The caller must not hold the lock. */
 static int until_come(ps_p2p *p, double until, bool (*come)(const void *), const ps_error_kept *(*over)(const void *),
                       const void *arg, bool heads)
 {
@@ -620,8 +643,8 @@ static const ps_error_kept *is_deaf(const void *next)
     return from->deaf ? &from->why : NULL;
 }
 
-/* Returns the error that stops a message, or NULL. A send from a device also fails if the peer is deaf, because its
- * listener receives the notices of the line. */
+/* Returns the error that stops a message, or NULL. A send from a device also fails if the listener of the peer has
+ * ended, because that listener receives the notices of the line. */
 static const ps_error_kept *is_over(const void *request)
 {
     const ps_p2p_request *q = request;
@@ -646,7 +669,8 @@ static void let_go(ps_p2p_request *q)
     neighbour *with = &p->peers[q->peer];
     pthread_mutex_lock(&p->lock);
     for (;;) {
-        bool line_rests = !q->line || ps_line_rests(q->line);    /* each time, because the listener can set q->line */
+        /* This is computed in each turn, because the listener can set q->line. */
+        bool line_rests = !q->line || ps_line_rests(q->line);
         bool thread_rests = q->out ? q->state == DONE || with->mute : q->line || has_come(q) || with->deaf;
         if (line_rests && thread_rests) break;
         if (q->line) ps_line_stop(q->line);
@@ -694,8 +718,8 @@ int ps_p2p_test(ps_p2p_request *q)
 
 bool ps_p2p_carries(const ps_p2p *p, int device) { return p->be && device == p->device; }
 
-/* Returns a line on which this rank receives: one that failed, else one with bytes under way, else NULL. The lock is
- * held. */
+/* Returns a line on which this rank receives. This is a line that has failed, or otherwise a line with bytes in
+ * transit. Returns NULL if there is no such line. The caller must hold the lock. */
 static const ps_line *busy_line(const ps_p2p *p, int *peer)
 {
     const ps_line *busy = NULL;
@@ -709,7 +733,7 @@ static const ps_line *busy_line(const ps_p2p *p, int *peer)
     return busy;
 }
 
-/* Returns the error of a line that failed, or 0. If `waits` is set, first waits until all messages have arrived. */
+/* Returns the error of a line that has failed, or 0. If `waits` is set, first waits until all messages have arrived. */
 static int look_at_lines(ps_p2p *p, bool waits)
 {
     double until = ps_now() + p->comm->timeout_s;
@@ -761,7 +785,7 @@ int ps_p2p_next(ps_p2p *p, int peer, int lane, ps_p2p_header *out)
     return 0;
 }
 
-/* -- the whole ----------------------------------------------------------------------------------------------------- */
+/* -- all messages -------------------------------------------------------------------------------------------------- */
 
 void ps_p2p_at(ps_p2p *p, const ps_p2p_tag *tag)
 {
@@ -787,7 +811,7 @@ int ps_p2p_rank(const ps_p2p *p) { return p->comm->rank; }
 int ps_p2p_size(const ps_p2p *p) { return p->comm->size; }
 int64_t ps_p2p_bytes_sent(const ps_p2p *p) { return p->bytes_sent; }
 
-/* Makes a group of the same ranks, with its own slots and its own index in the watch. */
+/* Makes a group of the same ranks. The new group has its own slots, and its own index in the watch. */
 static int same_ranks(ps_group *group, ps_group **out)
 {
     int n = ps_group_size(group);
@@ -849,7 +873,7 @@ void ps_p2p_close(ps_p2p *p)
     pthread_mutex_lock(&p->lock);
     p->closing = true;
     for (int r = 0; r < size; r++) {
-        const ps_p2p_request *q = p->peers[r].out;         /* abandoned, because nobody waited for it */
+        const ps_p2p_request *q = p->peers[r].out;         /* abandoned, because nobody has waited for it */
         if (q) p->comm->table->wake(q->head_post);
         if (q && q->body_post) p->comm->table->wake(q->body_post);
         if (p->peers[r].waits) p->comm->table->wake(p->peers[r].waits);

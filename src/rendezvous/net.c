@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * TCP sockets for the store and the watch (net.h). */
+ * This file implements TCP sockets for the store and the watch (net.h). */
 #define _GNU_SOURCE
 #include "rendezvous/net.h"
 #include "base/error.h"
@@ -52,8 +52,8 @@ static bool is_localhost(const char *host)
     return n == own || (n > own + 1 && host[n - own - 1] == '.');
 }
 
-/* Calls getaddrinfo for stream sockets. flags: AI_PASSIVE or 0. For "localhost", asks for loopback addresses
- * directly: RFC 6761 requires these even if the system does not know the name. */
+/* Calls getaddrinfo for stream sockets. For "localhost", directly requests loopback addresses, because RFC 6761
+ * requires these even if the system does not know the name. flags: AI_PASSIVE or 0. */
 static int look_up(const char *host, int port, int flags, struct addrinfo **list)
 {
     char service[16];
@@ -63,7 +63,7 @@ static int look_up(const char *host, int port, int flags, struct addrinfo **list
     return getaddrinfo(local ? NULL : host, service, &hints, list);
 }
 
-/* Tries once to connect to one address. Returns 0 if nothing answers there now. */
+/* Tries once to connect to one address. Returns 0 if nobody answers at this address now. */
 static int try_connect(const struct addrinfo *at, double until)
 {
     int fd = socket(at->ai_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0), error = 0, on = 1;
@@ -88,7 +88,7 @@ int ps_net_reach(const char *host, int port, double until)
     if (look_up(host, port, 0, &list) != 0) return 0;
     int fd = 0;
     for (a = list; a && !fd; a = a->ai_next) {
-        double most = ps_now() + ONE_OF_MANY_S;             /* if there are several, some may be unreachable */
+        double most = ps_now() + ONE_OF_MANY_S;           /* if there are several addresses, some may be unreachable */
         fd = try_connect(a, a->ai_next && most < until ? most : until);
     }
     freeaddrinfo(list);
@@ -127,7 +127,8 @@ static int try_listen(const struct addrinfo *at)
     int fd = socket(at->ai_family, SOCK_STREAM | SOCK_CLOEXEC, 0), on = 1, off = 0;
     if (fd < 0) return -1;
     setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
-    if (at->ai_family == AF_INET6) setsockopt(fd, IPPROTO_IPV6, IPV6_V6ONLY, &off, sizeof off);   /* also IPv4 */
+    /* also listens for IPv4 */
+    if (at->ai_family == AF_INET6) setsockopt(fd, IPPROTO_IPV6, IPV6_V6ONLY, &off, sizeof off);
     if (bind(fd, at->ai_addr, at->ai_addrlen) == 0 && listen(fd, 1024) == 0) return fd;
     int why = errno;
     close(fd);

@@ -1,32 +1,34 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * TCP sockets for the store and the watch, closed on exec. No call blocks beyond its deadline `until`, in seconds of
- * ps_now(). */
+ * This header declares TCP sockets for the store and the watch. The sockets are closed on exec. No call blocks longer
+ * than until its deadline `until`, which is a time of ps_now() in seconds. */
 #ifndef PS_RENDEZVOUS_NET_H
 #define PS_RENDEZVOUS_NET_H
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 
-/* Listens at one address of this machine. "0.0.0.0" and "::" mean all addresses, and port 0 any free port. */
+/* Listens at one address of this machine. "0.0.0.0" and "::" mean all addresses. Port 0 means any free port. */
 int ps_net_listen(const char *host, int port, int *out_fd, int *out_port);
-bool ps_net_is_loopback(const char *host);                     /* whether only this machine can reach `host` */
-/* Tries once to connect. Returns a non-blocking file descriptor, or 0 if nothing answers there now. PS_EIO: this
+/* Returns true if only this machine can reach `host`. */
+bool ps_net_is_loopback(const char *host);
+/* Tries once to connect. Returns a non-blocking file descriptor, or 0 if nobody answers now. Returns PS_EIO if this
  * process cannot open a socket. */
 int ps_net_reach(const char *host, int port, double until);
-bool ps_net_knows(const char *host);                           /* whether the name has an address here */
-bool ps_net_no_files(int why);                                 /* whether errno `why` means too many open files */
-/* Waits until the socket is ready for `events` (POLLIN or POLLOUT). Returns 1 on success, 0 if the time is over, or -1
- * if the socket failed. */
+bool ps_net_knows(const char *host);                           /* returns true if the name has an address here */
+bool ps_net_no_files(int why);                              /* returns true if errno `why` means too many open files */
+/* Waits until the socket is ready for `events` (POLLIN or POLLOUT). Returns 1 on success, 0 if the deadline has
+ * passed, or -1 if the socket has failed. */
 int ps_net_ready(int fd, short events, double until);
-/* Sends or receives as many bytes as possible without waiting, and returns their number, which can be 0. Returns -1
- * if the other end closed the connection or the socket failed. */
+/* Sends or receives as many bytes as possible without waiting. Returns their number, which can be 0. Returns -1 if
+ * the other end has closed the connection, or if the socket has failed. */
 int64_t ps_net_some(int fd, void *bytes, size_t nbytes, bool out);
-/* Sends or receives exactly nbytes. Returns 1 on success, 0 if the time is over, or -1 if the other end closed the
- * connection or the socket failed. */
+/* Sends or receives exactly nbytes bytes. Returns 1 on success, 0 if the deadline has passed, or -1 if the other end
+ * has closed the connection or the socket has failed. */
 int ps_net_transfer(int fd, void *bytes, size_t nbytes, bool out, double until);
-/* Returns how many seconds a closing end waits, at most, until its last message is received: `usual`, or the value
- * from ps_test_linger. */
+/* Returns the maximum time in seconds for which a closing end waits until its last message has been received. This is
+ * `usual`, or the value set by ps_test_linger. */
 double ps_net_linger_s(double usual);
-/* Writes the numeric address of the other end (peer) or of this end to `text`. */
+/* Writes a numeric address to `text`. If `peer` is set, it is the address of the other end, and otherwise that of
+ * this end. */
 int ps_net_address(int fd, bool peer, char *text, size_t room);
 #endif

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The handshake of proof.h. Only this file uses libsodium. */
+ * This file implements the handshake of proof.h. Only this file uses libsodium. */
 #define _GNU_SOURCE
 #include "rendezvous/proof.h"
 #include "base/error.h"
@@ -61,8 +61,8 @@ static void say_hello(ps_proof_hello *h, const ps_run *run)
     randombytes_buf(h->random, sizeof h->random);
 }
 
-/* Computes the hash by which one side proves that it knows the key. The hash includes the side's role, so that
- * sending it back proves nothing. */
+/* Computes the hash by which one side proves that it knows the key. The hash includes the role of that side.
+ * Therefore a peer that only sends the hash back proves nothing. */
 static void prove(const ps_run *run, const char role[8], const ps_proof_hello *open, const ps_proof_hello *offer,
                   uint8_t out[PS_PROOF_BYTES])
 {
@@ -86,7 +86,8 @@ static bool proves(const ps_run *run, const char role[8], const ps_proof_hello *
 
 static bool same_run(const ps_run *run, const ps_proof_hello *h) { return !memcmp(h->run, run->name, sizeof h->run); }
 
-/* Returns the name of a peer's run in a form that is safe to print, because the peer has proved nothing yet. */
+/* Returns the name of a peer's run in a form that is safe to print. This is necessary because the peer has not proved
+ * anything yet. */
 static const char *theirs(const ps_proof_hello *h, char out[PS_RUN_NAME + 32])
 {
     char name[PS_RUN_NAME + 1];
@@ -94,7 +95,7 @@ static const char *theirs(const ps_proof_hello *h, char out[PS_RUN_NAME + 32])
     return ps_run_shown(name, out);
 }
 
-/* Describes how the other end's secret differs from this end's, for errors. */
+/* Describes for an error how the secret of the other end differs from the secret of this end. */
 static const char *unlike(bool mine, bool other)
 {
     if (mine == other) return "has another secret";
@@ -126,7 +127,8 @@ int ps_proof_ask(int fd, const ps_run *run, double until, const char *what)
     say_hello(&open, run);
     PS_TRY(transfer(fd, &open, sizeof open, true, until, what));
     PS_TRY(transfer(fd, &offer.magic, sizeof offer.magic, false, until, what));
-    if (offer.magic != PS_PROOF_MAGIC) return foreign(what);      /* first, because another protocol may send less */
+    /* This check is first, because the message of another protocol may be shorter. */
+    if (offer.magic != PS_PROOF_MAGIC) return foreign(what);
     PS_TRY(transfer(fd, &offer.secret, sizeof offer - sizeof offer.magic, false, until, what));
     if (!same_run(run, &offer))
         return ps_fail(PS_ESTATE, "%s: %s answers there, but this rank belongs to %s; two runs use one address, or the "
@@ -143,13 +145,13 @@ int ps_proof_ask(int fd, const ps_run *run, double until, const char *what)
 
 /* -- the server ---------------------------------------------------------------------------------------------------- */
 
-/* Sends all bytes without waiting, for which a new connection has room. Returns false on failure. */
+/* Sends all bytes without waiting. A new connection has room for them. Returns false if this fails. */
 static bool send_all(int fd, void *bytes, size_t nbytes)
 {
     return ps_net_some(fd, bytes, nbytes, true) == (int64_t)nbytes;
 }
 
-/* Receives more of a message without waiting. Returns PS_PROOF_DONE when it is complete. */
+/* Receives more bytes of a message without waiting. Returns PS_PROOF_DONE when the message is complete. */
 static int receive(ps_proof *p, int fd, void *message, uint32_t nbytes)
 {
     while (p->got < nbytes) {

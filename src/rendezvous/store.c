@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The server of the store (store.h): one thread, one poll loop, sockets that never block. A client is a stranger
- * until it has proved to belong to the run and has sent its rank, for which it has STRANGER_S seconds. Of more than
- * MAX_STRANGERS strangers, the oldest is dropped. All sizes are checked before the bytes are read. A client that
- * sends anything wrong loses its connection, and no other client notices. */
+ * This file implements the server of the store (store.h). It has one thread, one poll loop, and sockets that never
+ * block. A client is a stranger until it has proved that it belongs to the run and has sent its rank. It has
+ * STRANGER_S seconds for this. If there are more than MAX_STRANGERS strangers, the oldest one is dropped. All sizes
+ * are checked before the bytes are read. A client that sends anything wrong loses its connection. Other clients are
+ * not affected. */
 #define _GNU_SOURCE
 #include "rendezvous/store.h"
 #include "base/alloc.h"
@@ -29,23 +30,28 @@ static const double STRANGER_S = 10;
 typedef struct entry {
     struct entry *next;
     uint32_t key_nbytes, value_nbytes;
-    char bytes[];                          /* key, then value */
+    char bytes[];                          /* the key, followed by the value */
 } entry;
 
 typedef struct client {
     struct client *next;
-    int fd, rank;                          /* rank: -1 for a stranger */
+    int fd, rank;                          /* rank is -1 for a stranger */
     bool proved;                           /* the client has proved that it belongs to this run */
     ps_proof proof;
-    bool waits;                            /* for the key in `in`, or for all ranks */
-    bool missed;                           /* its last wait ended without the key */
-    bool done, told, gone;                 /* done: sent BYE or FAULT. told: got the fault. gone: to be closed */
-    bool no_memory;                        /* to be closed because there is no memory for its request or answer */
-    double deadline;                       /* when its wait ends, or when it is closed as a stranger (ps_now) */
+    bool waits;                            /* it waits for the key in `in`, or for all ranks */
+    bool missed;                           /* its last wait has ended without the key */
+    /* done: it has sent BYE or FAULT
+     * told: it has received the fault
+     * gone: it must be closed */
+    bool done, told, gone;
+    /* no_memory: it must be closed, because there is no memory for its request or answer */
+    bool no_memory;
+    /* deadline: time (ps_now) when its wait ends, or when it is closed because it is still a stranger */
+    double deadline;
     ps_store_request request;
-    uint32_t got;                          /* bytes of this request received so far */
-    char *in;                              /* key, then value */
-    char *out;                             /* answer being sent, or NULL */
+    uint32_t got;                          /* number of bytes of this request received so far */
+    char *in;                              /* the key, followed by the value */
+    char *out;                             /* the answer that is being sent, or NULL */
     uint32_t out_nbytes, out_sent;
 } client;
 
@@ -54,17 +60,19 @@ struct ps_store_server {
     char host[NI_MAXHOST];
     ps_run run;
     pthread_t thread;
-    client *clients;                       /* newest first */
+    client *clients;                       /* list of all clients, newest first */
     int n_strangers;
-    char turned_away[300];                 /* for errors: the last client that failed the proof, or "" */
+    /* turned_away: text for errors about the last client that failed the proof, or "" */
+    char turned_away[300];
     entry *entries;
     int64_t total;
     struct pollfd *polls;
     int8_t *seen;                          /* [size] 1 if the rank has sent HELLO */
     atomic_int n_seen;
-    atomic_int n_untold;                   /* connected ranks that have not received the fault */
+    atomic_int n_untold;                   /* number of connected ranks that have not received the fault */
     atomic_bool faulty;                    /* a fault has been set */
-    atomic_bool no_files;                  /* a client was not accepted: too many open files */
+    /* no_files: a client was not accepted because too many files were open */
+    atomic_bool no_files;
     char fault[PS_STORE_TEXT];             /* the first fault, or "" */
     int fault_code;
 };
@@ -114,7 +122,7 @@ static void answer_fault(const ps_store_server *s, client *c)
     answer_text(c, s->fault_code, s->fault);
 }
 
-/* Sets the first fault, which then answers all waiting clients and every later request. */
+/* Sets the first fault. The fault is then the answer to all waiting clients, and to every later request. */
 static void set_fault(ps_store_server *s, int code, const char *text)
 {
     if (s->fault[0]) return;
@@ -133,9 +141,9 @@ static entry *find(const ps_store_server *s, const char *key, uint32_t nbytes)
     return NULL;
 }
 
-enum { MISSING_NAMED = 16, MISSING_TEXT = MISSING_NAMED * 12 + 32 };      /* for `missing` */
+enum { MISSING_NAMED = 16, MISSING_TEXT = MISSING_NAMED * 12 + 32 };      /* for the function `missing` */
 
-/* Lists ranks that have not connected: names the first 16, and counts the others. text: [MISSING_TEXT]. */
+/* Lists the ranks that have not connected. Names the first 16 of them, and counts the others. text: [MISSING_TEXT]. */
 static void missing(const ps_store_server *s, char *text)
 {
     int n = 0;
@@ -246,7 +254,7 @@ static void serve(ps_store_server *s, client *c)
     else c->waits = true;
 }
 
-/* Allocates memory for the request's key and value, and a final 0. */
+/* Allocates memory for the key and the value of the request, and for a final 0. */
 static bool next_body(client *c)
 {
     ps_free(c->in);
@@ -255,7 +263,7 @@ static bool next_body(client *c)
     return c->in != NULL;
 }
 
-/* Continues a client's proof. Returns true if it is complete. Sets `gone` if the client must be closed. */
+/* Continues the proof of a client. Returns true if the proof is complete. Sets `gone` if the client must be closed. */
 static bool is_ours(ps_store_server *s, client *c)
 {
     char why[PS_PROOF_TEXT], from[64];
@@ -299,7 +307,8 @@ static void receive(ps_store_server *s, client *c)
     }
 }
 
-/* Closes the oldest stranger that has proved nothing, else the oldest stranger. Returns false if there is none. */
+/* Closes a stranger: the oldest one that has proved nothing, or otherwise the oldest one. Returns false if there are
+ * no strangers. */
 static bool drop_stranger(ps_store_server *s)
 {
     client **oldest = NULL;
@@ -320,7 +329,7 @@ static void admit(ps_store_server *s)
         if (fd < 0 && ps_net_no_files(errno)) {
             atomic_store(&s->no_files, true);
             if (drop_stranger(s)) continue;
-            poll(NULL, 0, 10);             /* 10 ms, so that the loop does not spin */
+            poll(NULL, 0, 10);             /* sleeps 10 ms, so that the loop does not spin */
         }
         if (fd < 0) return;
         if (s->n_strangers == MAX_STRANGERS) drop_stranger(s);
@@ -343,8 +352,8 @@ const char *ps_store_lacks(const ps_store_server *s)
     return atomic_load(&s->no_files) ? "; rank 0 has as many files open as it may (ulimit -n)" : "";
 }
 
-/* Writes the error of a wait for a key that no rank has set. Names the lowest rank that is connected and does not wait,
- * because the key may be its task. text: [PS_STORE_TEXT]. */
+/* Writes the error of a wait for a key that no rank has set. Names the lowest rank that is connected and does not
+ * wait, because it may be the rank that should set the key. text: [PS_STORE_TEXT]. */
 static void not_set(const ps_store_server *s, const client *waiting, char *text)
 {
     int idle = INT_MAX;
@@ -414,9 +423,10 @@ static void *serve_all(void *arg)
             if (!news) continue;
             if (c->out) flush(c);
             if (!c->waits) receive(s, c);
-            else if (news & (POLLERR | POLLHUP | POLLRDHUP)) c->gone = true;       /* it sends nothing */
+            /* A client that waits for an answer sends nothing. */
+            else if (news & (POLLERR | POLLHUP | POLLRDHUP)) c->gone = true;
         }
-        if (s->polls[1].revents) admit(s); /* last, because it changes the list */
+        if (s->polls[1].revents) admit(s); /* must be last, because it changes the list */
         sweep(s);
     }
 }

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * A rank's side of the store (store.h). Every wait is a poll with a time limit. */
+ * This file implements a rank's side of the store (store.h). Every wait is a poll with a time limit. */
 #define _GNU_SOURCE
 #include "base/alloc.h"
 #include "base/error.h"
@@ -16,9 +16,11 @@
 #include <time.h>
 #include <unistd.h>
 
-static const double SLACK_S = 2;           /* how late the server's answer to a time-out may be */
-static const double LONG_S = 10;           /* seconds after which a waiting rank prints a note */
-static const double ANSWER_S = 10;         /* longest wait for the server's proof, before another try */
+/* The maximum number of seconds by which the server's answer to a time-out may be late. */
+static const double SLACK_S = 2;
+static const double LONG_S = 10;           /* number of seconds after which a waiting rank prints a note */
+/* The maximum number of seconds to wait for the server's proof, before another try. */
+static const double ANSWER_S = 10;
 
 struct ps_store {
     int fd, rank;
@@ -50,7 +52,7 @@ static int ask(ps_store *s, ps_store_request q, const char *key, const void *val
     return transfer(s, (void *)(uintptr_t)value, q.value_nbytes, true, until, what);
 }
 
-/* Receives an answer: at most `room` bytes of a value, or the server's error. */
+/* Receives an answer. This is a value of at most `room` bytes, or the error of the server. */
 static int hear(ps_store *s, void *value, int64_t room, int64_t *nbytes, double until, const char *what)
 {
     ps_store_answer a;
@@ -76,7 +78,7 @@ void ps_store_pause(void)
     nanosleep(&t, NULL);
 }
 
-/* Performs the proof over a new connection and sends HELLO. On success the store owns fd, else fd is closed. */
+/* Performs the proof on a new connection, and sends HELLO. On success, the store owns fd. Otherwise fd is closed. */
 static int introduce(int fd, const ps_store_rank *me, double until, ps_store **out)
 {
     static const char *const what = "joining the other ranks";
@@ -152,8 +154,8 @@ int ps_store_connect(const char *host, int port, const ps_store_rank *me, ps_sto
     }
 }
 
-/* Sends a request that is answered when other ranks have done their part, or after timeout_s. in_all: seconds that
- * the error names. */
+/* Sends a request that is answered when other ranks have done their part, or after timeout_s. in_all: number of
+ * seconds that the error names. */
 static int ask_to_wait(ps_store *s, ps_store_request q, const char *key, double timeout_s, double in_all, void *value,
                        int64_t room, int64_t *nbytes)
 {

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The two ways in which ranks meet (ps_store_join of store.h): at a host and port, or through a file that all ranks
- * can read, to which rank 0 writes the address of its store. The file of an earlier run has a dead address, so ranks
- * read it again until rank 0 answers. */
+ * This file implements the two ways in which ranks meet (ps_store_join of store.h). They meet at a host and port, or
+ * through a file that all ranks can read. Rank 0 writes the address of its store to this file. The file of an earlier
+ * run has an address at which nobody answers. Therefore ranks read the file again until rank 0 answers. */
 #define _GNU_SOURCE
 #include "base/error.h"
 #include "rendezvous/net.h"
@@ -39,7 +39,7 @@ static int split(char *text, char **host, int *port, const char *whole)
     return 0;
 }
 
-/* Writes this machine's first address that other machines can probably reach. */
+/* Writes the first address of this machine that other machines can probably reach. */
 static void own_address(char *text, size_t room)
 {
     struct ifaddrs *list = NULL;
@@ -54,20 +54,21 @@ static void own_address(char *text, size_t room)
     freeifaddrs(list);
 }
 
-/* -- by a file ----------------------------------------------------------------------------------------------------- */
+/* -- meeting through a file ---------------------------------------------------------------------------------------- */
 
-/* The file that rank 0 writes: "HOST:PORT\n" and, if rank 0 made the secret, "secret TEXT\n". */
+/* The contents of the file that rank 0 writes. They are "HOST:PORT\n", followed by "secret TEXT\n" if rank 0 has made
+ * the secret. */
 typedef struct note {
     char text[LINE], *host;
-    const char *secret;                    /* "": none */
+    const char *secret;                    /* "" if there is no secret */
     int port;
 } note;
 
-/* Writes the text to a file without a name, then names it `path`, so that a killed process leaves no file. Returns
- * false if the file system cannot do this, for example NFS. */
+/* Writes the text to a file without a name, and then gives it the name `path`. Therefore a process that is killed
+ * leaves no file. Returns false if the file system, for example NFS, cannot do this. */
 static bool write_nameless(const char *path, const char *text, size_t nbytes)
 {
-    enum { TRIES = 100 };                  /* other processes may make `path` */
+    enum { TRIES = 100 };                  /* other processes may create `path` meanwhile */
     char folder[PATH_MAX], own[64];
     const char *slash = strrchr(path, '/');
     int n = slash ? snprintf(folder, sizeof folder, "%.*s", (int)(slash - path + 1), path)
@@ -85,7 +86,8 @@ static bool write_nameless(const char *path, const char *text, size_t nbytes)
     return named;
 }
 
-/* Writes the file so that a reader finds all of it or none, with a rename if necessary. Only this user can read it. */
+/* Writes the file so that a reader finds all of it or nothing. Uses a rename if necessary. Only this user can read
+ * the file. */
 static int write_note(const char *path, const char *text, size_t nbytes)
 {
     if (write_nameless(path, text, nbytes)) return 0;
@@ -103,8 +105,9 @@ static int write_note(const char *path, const char *text, size_t nbytes)
     return ps_fail(PS_EIO, "rank 0 cannot write its address to %s: %s", path, strerror(why));
 }
 
-/* Returns NULL if the file is complete, else the reason why it is not. Rejects another user's file with a secret,
- * because that user could pretend to be rank 0. (NFS may show root's files as those of `nobody`.) */
+/* Returns NULL if the file is complete, and otherwise the reason why it is not. Rejects a file with a secret that
+ * another user owns, because that user could pretend to be rank 0. The user `nobody` is accepted, because NFS may
+ * show files of root as files of `nobody`. */
 static const char *read_note(const char *path, note *n)
 {
     enum { NOBODY = 65534 };
@@ -174,10 +177,10 @@ static int find_by(const char *path, const ps_meeting *m, ps_run *run, ps_store 
     }
 }
 
-/* -- by an address ------------------------------------------------------------------------------------------------- */
+/* -- meeting at an address ----------------------------------------------------------------------------------------- */
 
-/* Raises the error for a rank 0 that cannot serve. Says so if another run, or another rank 0 of this run, serves
- * there. */
+/* Raises the error for a rank 0 that cannot serve. If another run, or another rank 0 of this run, serves at this
+ * address, the error says so. */
 static int taken(const char *host, int port, const ps_run *run, int rc)
 {
     char why[PS_STORE_TEXT], name[PS_RUN_NAME + 32];

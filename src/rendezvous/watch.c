@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Threads and connections of the watch (watch.h). Rank 0 has a connection to each rank, and the others have one to
- * rank 0. Only the watch's thread uses connections. Callers store messages in fields that the lock guards, and wake
- * the thread. Sockets never block, and all sizes are checked before the bytes are read. A peer that sends anything
- * wrong loses its connection. */
+ * This file has the threads and connections of the watch (watch.h). Rank 0 has a connection to each rank, and every
+ * other rank has a connection to rank 0. Only the thread of the watch uses connections. Callers store their messages
+ * in fields that the lock guards, and wake this thread. Sockets never block, and all sizes are checked before the
+ * bytes are read. A peer that sends anything wrong loses its connection. */
 #define _GNU_SOURCE
 #include "rendezvous/watch_inner.h"
 #include "base/alloc.h"
@@ -24,22 +24,26 @@
 #include <time.h>
 #include <unistd.h>
 
-/* All times are in seconds. */
-static const double BEAT_S = 1;            /* between beats; shorter if the allowed silence is short */
-static const double LINGER_S = 1;          /* longest wait of a closing process for its last message */
-static const double AGAIN_S = 0.05;        /* time between tries to connect */
-static const double SLACK_S = 3;           /* longest time from the end of the silence to the verdict */
-static const double STRANGER_S = 10;       /* for a new connection to send its rank */
-static const double TELL_S = 1e-4;         /* shortest time between PLACE messages, per rank of the group */
+/* All times below are in seconds. */
+/* Time between two beats. It is shorter if the allowed silence is short. */
+static const double BEAT_S = 1;
+/* Maximum time for which a closing process waits until its last message is received. */
+static const double LINGER_S = 1;
+static const double AGAIN_S = 0.05;        /* time between two tries to connect */
+/* Maximum time from the end of the allowed silence to the verdict. */
+static const double SLACK_S = 3;
+static const double STRANGER_S = 10;       /* time that a new connection has to send its rank */
+/* Minimum time between two PLACE messages, for each rank of the group. */
+static const double TELL_S = 1e-4;
 
 enum { MAGIC = 0x31575350 /* "PSW1" */, MAX_STRANGERS = 64, MAX_EVENTS = 64 };
 static const char *const ADDRESS_KEY = "watch";
 
 static pthread_mutex_t all_lock = PTHREAD_MUTEX_INITIALIZER;
-/* Last verdict about another rank in a watch that is closed now, or "". A group that fails while it is made is
- * closed before its error is printed. all_lock guards it. */
+/* The last verdict about another rank in a watch that is now closed, or "". A group that fails while it is made is
+ * closed before its error is printed. all_lock guards this text. */
 static char closed_verdict[PS_WATCH_TEXT];
-static ps_watch *all;                      /* list of this process's watches */
+static ps_watch *all;                      /* list of the watches of this process */
 
 static void wake(ps_watch *w) { while (write(w->wake[1], "", 1) < 0 && errno == EINTR) { } }
 
@@ -57,7 +61,7 @@ const watch_place *watch_find(const watch_places *places, uint64_t key)
     return NULL;
 }
 
-/* -- connections; in the thread ------------------------------------------------------------------------------------ */
+/* -- connections, which only the thread uses ----------------------------------------------------------------------- */
 
 static watch_peer *peer_new(ps_watch *w, int fd, int rank)
 {
@@ -73,7 +77,7 @@ static watch_peer *peer_new(ps_watch *w, int fd, int rank)
     return NULL;
 }
 
-/* Closes a file. First removes it from the epoll set, because a child process may have it, too. */
+/* Closes a file. First removes it from the epoll set, because a child process may have the same file open. */
 static void forget(ps_watch *w, int *fd)
 {
     if (*fd < 0) return;
@@ -88,7 +92,7 @@ static void flush(ps_watch *w, watch_peer *p)
     if (p->fd < 0) return;
     while (sent < p->out_nbytes) {
         int64_t n = ps_net_some(p->fd, p->out + sent, p->out_nbytes - sent, true);
-        if (n <= 0) break;                 /* the next read reports a failure */
+        if (n <= 0) break;                 /* the next read will report the failure */
         sent += (uint32_t)n;
     }
     memmove(p->out, p->out + sent, p->out_nbytes - sent);
@@ -115,7 +119,7 @@ static void post_all(ps_watch *w, watch_message m, const char *text)
     for (int r = 0; r < w->size; r++) post(w, w->peers[r], m, text);
 }
 
-/* Sends a beat: one message per place. */
+/* Sends a beat, which has one message for each place. */
 static void post_places(ps_watch *w, watch_peer *p)
 {
     watch_places own;
@@ -128,15 +132,15 @@ static void post_places(ps_watch *w, watch_peer *p)
                                         .places = n-- }, NULL);
 }
 
-/* Returns true while earlier bytes to this peer wait. The watch then skips beats and pokes. It never skips other
- * messages, which are few, so that the buffer has room for them. */
+/* Returns true while earlier bytes to this peer have not been sent. The watch then skips beats and pokes. It never
+ * skips other messages. There are so few of these that the buffer has room for them. */
 static bool is_behind(const watch_peer *p) { return !p || p->fd < 0 || p->out_nbytes > 0; }
 
 static void beat_to(ps_watch *w, watch_peer *p) { if (!is_behind(p)) post_places(w, p); }
 
-/* Returns the pipe to this rank's launcher (lua/ps/launch/supervisor.lua), which gets the rank that this group
- * blames. PS_LAUNCHER_PIPE is "descriptor:inode". The inode is checked, because a process may inherit only the
- * variable. */
+/* Returns the pipe to the launcher of this rank (lua/ps/launch/supervisor.lua). The launcher receives the rank that
+ * this group blames. PS_LAUNCHER_PIPE has the form "descriptor:inode". The inode is checked, because a process may
+ * have inherited only the environment variable. */
 static int launcher_pipe(void)
 {
     const char *text = getenv("PS_LAUNCHER_PIPE");
@@ -147,8 +151,8 @@ static int launcher_pipe(void)
     return S_ISFIFO(file.st_mode) && file.st_ino == inode ? fd : -1;
 }
 
-/* Tells the launcher which rank is to blame for this rank's end. The launcher empties the pipe, so the write does
- * not block. */
+/* Sends the launcher the rank that is to blame for the end of this rank. The launcher empties the pipe, so the write
+ * does not block. */
 static void tell_launcher(const ps_watch *w)
 {
     char line[48];
@@ -190,14 +194,14 @@ static void judge(ps_watch *w)
     if (!watch_judge(w, ps_now())) no_answer(w);
 }
 
-/* Returns whether a complaint replaces an earlier one; only one is judged, for all ranks. Any other kind replaces
- * one about a lost connection, because the rank that closed it has a better reason. */
+/* Returns true if a complaint replaces an earlier one. Only one complaint is judged, for all ranks. A complaint about
+ * a lost connection is replaced by any other kind, because the rank that closed the connection has a better reason. */
 static bool replaces(const watch_complaint *c, const watch_complaint *earlier)
 {
     return c->on && (!earlier->on || (earlier->what == PS_WATCH_LOST && c->what != PS_WATCH_LOST));
 }
 
-/* Handles a complaint. Rank 0 asks all ranks for their progress, and other ranks pass the complaint to rank 0. */
+/* Handles a complaint. Rank 0 requests the progress of all ranks. Other ranks send the complaint to rank 0. */
 static void complained(ps_watch *w, const watch_complaint *c)
 {
     if (!replaces(c, &w->pending)) return;
@@ -216,13 +220,13 @@ static void complained(ps_watch *w, const watch_complaint *c)
     judge(w);
 }
 
-/* Handles the first message of a connection after its proof. Returns false if it cannot come from a rank of this
- * group. */
+/* Handles the first message of a connection after its proof. Returns false if no rank of this group can have sent the
+ * message. */
 static bool hello(ps_watch *w, watch_peer *p, const watch_message *m, const char *text)
 {
     if (m->kind != WATCH_HELLO || m->rank < 1 || m->rank >= w->size || w->peers[m->rank])
         return false;
-    bool over = atomic_load(&w->over);     /* the verdict came before this rank */
+    bool over = atomic_load(&w->over);     /* the verdict was made before this rank connected */
     p->rank = m->rank;
     snprintf(p->host, sizeof p->host, "%.*s", WATCH_HOST - 1, text);
     for (watch_peer **at = &w->strangers; *at; at = &(*at)->next)
@@ -242,7 +246,8 @@ static bool hello(ps_watch *w, watch_peer *p, const watch_message *m, const char
     return true;
 }
 
-/* Handles a peer's BYE. If code < 0, it carries the peer's verdict, which this rank may not have received. */
+/* Handles the BYE of a peer. If code < 0, the message contains the verdict of the peer, which this rank may not have
+ * received. */
 static void bye(ps_watch *w, watch_peer *p, int code, int blamed, const char *text)
 {
     p->left = true;
@@ -251,7 +256,7 @@ static void bye(ps_watch *w, watch_peer *p, int code, int blamed, const char *te
     judge(w);
 }
 
-/* Stores a place that a rank sent. If there are too many, keeps the ones used last. */
+/* Stores a place that a rank has sent. If there are too many places, keeps those that were used last. */
 static watch_place note_place(watch_places *places, watch_place at)
 {
     int to = 0;
@@ -267,7 +272,7 @@ static watch_place note_place(watch_places *places, watch_place at)
     return at;
 }
 
-/* Handles a peer's message. Returns false if it cannot come from a rank of this group. */
+/* Handles a message of a peer. Returns false if no rank of this group can have sent the message. */
 static bool understand(ps_watch *w, watch_peer *p, const watch_message *m, const char *text)
 {
     if (p->rank < 0) return hello(w, p, m, text);
@@ -300,8 +305,8 @@ static bool understand(ps_watch *w, watch_peer *p, const watch_message *m, const
     return true;
 }
 
-/* Reads the bytes that have arrived. Returns false if the connection has ended, or if they cannot come from a rank
- * of this group. */
+/* Reads the bytes that have arrived. Returns false if the connection has ended, or if no rank of this group can have
+ * sent these bytes. */
 static bool receive(ps_watch *w, watch_peer *p)
 {
     char why[PS_PROOF_TEXT];
@@ -333,11 +338,12 @@ static bool receive(ps_watch *w, watch_peer *p)
     return true;
 }
 
-/* Closes the oldest stranger that has proved nothing, else the oldest stranger. sweep_strangers frees it. */
+/* Closes a stranger: the oldest one that has proved nothing, or otherwise the oldest one. sweep_strangers frees it
+ * later. */
 static void drop_stranger(ps_watch *w)
 {
     watch_peer *oldest = NULL;
-    for (watch_peer *p = w->strangers; p; p = p->next)     /* newest first */
+    for (watch_peer *p = w->strangers; p; p = p->next)     /* the list begins with the newest stranger */
         if (p->fd >= 0 && (!oldest || oldest->proved || !p->proved)) oldest = p;
     if (oldest) forget(w, &oldest->fd);
 }
@@ -364,7 +370,8 @@ static void admit(ps_watch *w)
     w->n_strangers++;
 }
 
-/* Frees strangers whose connections have ended, or that have not sent their rank within STRANGER_S. */
+/* Frees strangers whose connections have ended, and strangers that have not sent their rank within STRANGER_S
+ * seconds. */
 static void sweep_strangers(ps_watch *w, double now)
 {
     for (watch_peer **at = &w->strangers; *at;) {
@@ -388,8 +395,8 @@ static void lost(ps_watch *w, watch_peer *p)
 
 /* -- the thread ---------------------------------------------------------------------------------------------------- */
 
-/* Does not count `seconds` as silence of the peers: this thread did not run then, because the machine slept or the
- * process was stopped. */
+/* Does not count `seconds` seconds as silence of the peers. This thread did not run during that time, because the
+ * machine slept or the process was stopped. */
 static void forgive(ps_watch *w, double seconds)
 {
     double now = ps_now();
@@ -410,15 +417,15 @@ static void beat(ps_watch *w, double now)
     w->beat_at = now + w->beat_s;
 }
 
-/* Sends the place that a caller wants to be sent at once. If another was sent a moment ago, only returns the time at
- * which this one may be sent. Returns 0 if nothing is left to send. */
+/* Sends the place that a caller wants to send at once. If another place was sent a moment ago, only returns the time
+ * at which this place may be sent. Returns 0 if there is nothing left to send. */
 static double tell(ps_watch *w, double now)
 {
     double due = w->told_at + TELL_S * w->size;
     watch_message m = { .kind = WATCH_PLACE, .places = 1 };
     pthread_mutex_lock(&w->lock);
     int place = w->moved;
-    bool known = place >= 0 && w->places.known[place];            /* unknown: its group is closed */
+    bool known = place >= 0 && w->places.known[place];            /* if it is not known, its group is closed */
     if (known) m.at = w->places.at[place];
     if (now >= due) w->moved = -1;
     pthread_mutex_unlock(&w->lock);
@@ -429,7 +436,7 @@ static double tell(ps_watch *w, double now)
     return 0;
 }
 
-/* Handles the requests of this process's callers. Returns true if the watch must end. */
+/* Handles the requests of callers in this process. Returns true if the watch must end. */
 static bool mailbox(ps_watch *w)
 {
     char words[PS_WATCH_TEXT];
@@ -463,7 +470,7 @@ static void events(ps_watch *w, int wait_ms)
             while (read(w->wake[0], bytes, sizeof bytes) > 0) { }
         } else if ((void *)p == w) {
             if (w->listener >= 0) admit(w);
-            stranger = true;               /* admit may have closed one */
+            stranger = true;               /* admit may have closed a stranger */
         } else {
             stranger = stranger || p->rank < 0;
             if (p->fd >= 0 && (list[i].events & EPOLLOUT)) flush(w, p);
@@ -473,7 +480,8 @@ static void events(ps_watch *w, int wait_ms)
     if (stranger) sweep_strangers(w, ps_now());
 }
 
-/* Sends BYE, and waits at most LINGER_S until the peers have it. Closing at once could lose earlier messages. */
+/* Sends BYE, and waits until the peers have received it, but at most LINGER_S seconds. If the connection were closed
+ * at once, earlier messages could be lost. */
 static void leave(ps_watch *w)
 {
     bool over = atomic_load(&w->over);
@@ -524,8 +532,8 @@ static void *run(void *arg)
 
 /* -- making a watch ------------------------------------------------------------------------------------------------ */
 
-/* Makes rank 0 listen. The watch's key is derived from the run's key and random bits, which only ranks that the
- * store has accepted can read. */
+/* Makes rank 0 listen. The key of the watch is derived from the key of the run and from random bits. Only ranks that
+ * the store has accepted can read these bits. */
 static int serve(ps_watch *w, ps_store *store, const ps_watch_options *o)
 {
     char text[128], token[2 * PS_PROOF_BYTES + 1];
@@ -540,7 +548,7 @@ static int serve(ps_watch *w, ps_store *store, const ps_watch_options *o)
     return ps_store_set(store, ADDRESS_KEY, text, n);
 }
 
-/* Sends HELLO over a proved connection, and receives rank 0's WELCOME. */
+/* Sends HELLO on a proved connection, and receives the WELCOME of rank 0. */
 static int introduce(ps_watch *w, watch_peer *p, double until)
 {
     watch_message m = { .magic = MAGIC, .kind = WATCH_HELLO, .rank = w->rank, .seconds = w->silence_s,
@@ -562,8 +570,8 @@ static int introduce(ps_watch *w, watch_peer *p, double until)
     return 0;
 }
 
-/* Connects to rank 0's watch and performs the proof. Tries again if rank 0 hangs up, because it has too many
- * strangers. */
+/* Connects to the watch of rank 0, and performs the proof. If rank 0 hangs up because it has too many strangers,
+ * tries again. */
 static int reach(const ps_watch *w, const char *host, int port, double timeout_s, int *out)
 {
     double until = ps_now() + timeout_s;
@@ -681,9 +689,9 @@ int ps_watch_start(ps_store *store, const ps_watch_options *o, ps_watch **out)
     return 0;
 }
 
-/* -- callers ------------------------------------------------------------------------------------------------------- */
+/* -- functions for callers ----------------------------------------------------------------------------------------- */
 
-/* Returns whether the group ended because another rank failed. */
+/* Returns true if the group has ended because another rank failed. */
 static bool blames_other(const ps_watch *w) { return ps_watch_over(w) && w->blamed >= 0 && w->blamed != w->rank; }
 
 void ps_watch_close(ps_watch *w)
@@ -697,7 +705,7 @@ void ps_watch_close(ps_watch *w)
             break;
         }
     pthread_mutex_unlock(&all_lock);
-    if (getpid() == w->pid) {              /* a forked process has no such thread */
+    if (getpid() == w->pid) {              /* a forked process does not have this thread */
         pthread_mutex_lock(&w->lock);
         w->farewell = WATCH_LEAVES;
         pthread_mutex_unlock(&w->lock);
@@ -801,7 +809,7 @@ bool ps_watch_over(const ps_watch *w) { return w && atomic_load(&w->over); }
 int ps_watch_verdict(ps_watch *w)
 {
     if (!ps_watch_over(w)) return 0;
-    ps_fail_rank(w->code, w->blamed, "%s", w->verdict);    /* needs no lock: a verdict does not change */
+    ps_fail_rank(w->code, w->blamed, "%s", w->verdict);    /* needs no lock, because a verdict does not change */
     return ps_error_set_final();
 }
 
@@ -812,7 +820,8 @@ int ps_watch_failed_before(ps_watch *w)
                         "it%s%s%s", over ? " (" : "", over ? w->verdict : "", over ? ")" : "");
 }
 
-/* Waits at most `seconds` until `stop` returns true. The lock is held; it guards what `stop` reads. */
+/* Waits until `stop` returns true, but at most `seconds` seconds. The caller must hold the lock, which guards the
+ * values that `stop` reads. */
 static void wait_for(ps_watch *w, double seconds, bool (*stop)(const ps_watch *))
 {
     double until = ps_now() + seconds;
@@ -832,7 +841,8 @@ static bool farewell_said(const ps_watch *w)
     return w->farewell_done >= w->farewell || (w->farewell == WATCH_FAILED && atomic_load(&w->over));
 }
 
-/* Reports a complaint and waits for the verdict. If op is NULL, it is about the call that this rank is in. */
+/* Reports a complaint, and waits for the verdict. If `op` is NULL, the complaint is about the call that this rank is
+ * in. */
 static int complain(ps_watch *w, int place, const char *op, uint64_t call, int what, int peer, double seconds,
                     const char *text)
 {
@@ -849,10 +859,11 @@ static int complain(ps_watch *w, int place, const char *op, uint64_t call, int w
     watch_complaint c = { .on = at.inside || what == PS_WATCH_GIVES_UP, .what = what, .from = w->rank, .peer = peer,
                           .seconds = seconds, .at = at };
     snprintf(c.text, sizeof c.text, "%s", text);
-    if (replaces(&c, &w->asks)) w->asks = c;               /* else another thread's complaint is judged */
+    if (replaces(&c, &w->asks)) w->asks = c;               /* otherwise the complaint of another thread is judged */
     w->unanswered = w->farewell_done == WATCH_GONE;
     wake(w);
-    /* Outside calls, while the group is made, no rank judges a complaint. But a verdict on a dead rank may arrive. */
+    /* While the group is made, this rank is in no call, and no rank judges a complaint. But a verdict about a dead
+     * rank may arrive. */
     if (what != PS_WATCH_GIVES_UP) wait_for(w, c.on ? w->silence_s + SLACK_S : SLACK_S, answered);
     pthread_mutex_unlock(&w->lock);
     return what == PS_WATCH_GIVES_UP ? 0 : ps_watch_verdict(w);

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Shared by watch.c (threads and connections) and watch_judge.c (finds the rank to blame and writes the verdict). */
+ * This header is shared by watch.c and watch_judge.c. watch.c has the threads and connections. watch_judge.c finds
+ * the rank to blame, and writes the verdict. */
 #ifndef PS_RENDEZVOUS_WATCH_INNER_H
 #define PS_RENDEZVOUS_WATCH_INNER_H
 #include "rendezvous/proof.h"
@@ -11,18 +12,25 @@
 
 enum { WATCH_HOST = 64, WATCH_OP = 40, WATCH_AXIS = 16, WATCH_IN = 1024, WATCH_OUT = 16384 };
 
-/* A rank's progress in the calls of one group. It is sent between ranks, so it has no padding. */
+/* The progress of a rank in the calls of one group. It is sent between ranks, so it must have no padding. */
 typedef struct watch_place {
-    uint64_t key;                          /* of the group, 0 for the group of all ranks */
-    uint64_t turn;                         /* rises with each enter and leave; highest in the latest place */
-    uint64_t moved;                        /* like `turn`, and also rises with each message */
-    uint64_t calls;                        /* number of collectives begun */
-    uint64_t call, last_call;              /* number of the present or last call; of the last finished one */
-    int64_t under_way;                     /* messages sent minus received; summed over the ranks: under way */
-    int32_t peer;                          /* other rank of a send or recv, else -1 */
-    int16_t inside, waits;                 /* 0 or 1: is in a call; the call blocks the script */
+    uint64_t key;                          /* key of the group; 0 for the group of all ranks */
+    /* turn: incremented by each enter and leave of any place. It is highest in the place that was used last. */
+    uint64_t turn;
+    uint64_t moved;                        /* like `turn`, but also incremented by each message */
+    uint64_t calls;                        /* number of collectives that the rank has begun */
+    /* call: number of the present call, or of the last call if the rank is in no call
+     * last_call: number of the last finished call */
+    uint64_t call, last_call;
+    /* under_way: number of messages sent minus number of messages received. The sum over all ranks is the number of
+     * messages in transit. */
+    int64_t under_way;
+    int32_t peer;                          /* other rank of a send or recv; otherwise -1 */
+    /* inside: 1 if the rank is in a call; otherwise 0
+     * waits: 1 if the call blocks the script; otherwise 0 */
+    int16_t inside, waits;
     char op[WATCH_OP], last_op[WATCH_OP];  /* names of `call` and `last_call`, or "" */
-    char axis[WATCH_AXIS];                 /* name of the group, "" for all ranks */
+    char axis[WATCH_AXIS];                 /* name of the group; "" for the group of all ranks */
 } watch_place;
 
 /* All places of a rank. */
@@ -31,32 +39,42 @@ typedef struct watch_places {
     watch_place at[PS_WATCH_PLACES];
 } watch_places;
 
-/* A message between ranks is this header, then `nbytes` of text. */
+/* A message between ranks. It consists of this header and `nbytes` bytes of text. */
 typedef struct watch_message {
     uint32_t magic;
-    int32_t kind, rank, code;              /* VERDICT, BYE: code of a verdict. BEAT: index of rank 0's last beat. */
-    int32_t what, peer;                    /* as in ps_watch_complain; VERDICT, BYE: peer is the blamed rank. POKE: what
-                                            * is its number. BEAT: that of the last poke */
-    double seconds;                        /* COMPLAIN: as there. HELLO, WELCOME: the allowed silence */
-    watch_place at;                        /* a place of the sender. COMPLAIN: that of the call */
+    /* code: for VERDICT and BYE, the code of a verdict; for BEAT, the index of the last beat of rank 0 */
+    int32_t kind, rank, code;
+    /* what: see ps_watch_complain; for POKE, the number of the poke; for BEAT, the number of the last poke
+     * peer: see ps_watch_complain; for VERDICT and BYE, the blamed rank */
+    int32_t what, peer;
+    /* seconds: for COMPLAIN, see ps_watch_complain; for HELLO and WELCOME, the allowed silence */
+    double seconds;
+    /* at: a place of the sender; for COMPLAIN, the place of the call */
+    watch_place at;
     uint32_t nbytes;
-    int32_t places;                        /* messages with places of the sender, from this one on; 0: no `at` */
+    /* places: number of messages with places of the sender, counted from this message to the last one; 0 if `at` is
+     * unused */
+    int32_t places;
 } watch_message;
 _Static_assert(sizeof(watch_message) == 32 + 160 + 8, "a message between ranks has no padding");
 _Static_assert(sizeof(watch_message) + PS_WATCH_TEXT <= WATCH_IN, "a message fits");
 
-/* A beat carries all places of the sender, a PLACE carries one and is sent between beats. */
+/* A beat consists of one message for each place of the sender. A PLACE has a single place, and is sent between
+ * beats. */
 enum { WATCH_HELLO, WATCH_WELCOME, WATCH_BEAT, WATCH_POKE, WATCH_COMPLAIN, WATCH_FAIL, WATCH_VERDICT, WATCH_BYE,
        WATCH_PLACE, WATCH_KINDS };
 
-/* A connection, and the state of the rank at its other end. */
+/* A connection, and the state of the rank at the other end. */
 typedef struct watch_peer {
-    struct watch_peer *next;               /* in the list of strangers, which have not sent their rank yet */
+    /* next: next in the list of strangers. A stranger has not sent its rank yet. */
+    struct watch_peer *next;
     int fd, rank;                          /* fd is -1 if closed; rank is -1 for a stranger */
     bool proved;                           /* the peer has proved that it belongs to this group */
-    bool left, fresh;                      /* left: it sent BYE. fresh: its places answer the last poke */
+    /* left: the peer has sent BYE
+     * fresh: the places of the peer are its answer to the last poke */
+    bool left, fresh;
     ps_proof proof;
-    double heard_at;                       /* time (ps_now) of its last message */
+    double heard_at;                       /* time (ps_now) of the last message from the peer */
     watch_places places;
     char host[WATCH_HOST];
     uint32_t in_nbytes, out_nbytes;
@@ -67,17 +85,22 @@ typedef struct watch_complaint {
     bool on;
     int what, from, peer;
     double seconds, since;
-    watch_place at;                        /* the complaining rank's place that it is about */
+    /* at: the place of the complaining rank that the complaint is about */
+    watch_place at;
     char text[PS_WATCH_TEXT];
 } watch_complaint;
 
-/* How long a rank has made no progress, as rank 0 knows it. */
+/* The time for which a rank has made no progress, as far as rank 0 knows. */
 typedef struct watch_rest {
-    uint64_t moved;                        /* highest `moved` of its places */
-    int32_t since;                         /* first beat that rank 0 sent after it had received `moved` */
-    int32_t heard;                         /* rank 0's last beat that the rank had received when it sent its places */
-    bool rests;                            /* no progress since an earlier moment (watch_circle) */
-    bool held;                             /* rests, and its script waits for a rank that is also held */
+    uint64_t moved;                        /* highest value of `moved` in the rank's places */
+    /* since: index of the first beat that rank 0 sent after it had received `moved` */
+    int32_t since;
+    /* heard: index of the last beat of rank 0 that the rank had received when it sent its places */
+    int32_t heard;
+    /* rests: the rank has made no progress since an earlier moment (see watch_circle) */
+    bool rests;
+    /* held: the rank rests, and its script waits for a rank that is also held */
+    bool held;
 } watch_rest;
 
 enum { WATCH_STAYS, WATCH_FAILED, WATCH_LEAVES, WATCH_GONE };
@@ -85,55 +108,73 @@ enum { WATCH_STAYS, WATCH_FAILED, WATCH_LEAVES, WATCH_GONE };
 struct ps_watch {
     int rank, size;
     double silence_s, beat_s;
-    ps_run run;                            /* the run, with this group's own key */
+    ps_run run;                            /* the run, with the separate key of this group */
     void (*on_verdict)(void *arg);
     void *arg;
     char host[WATCH_HOST];
-    int launcher;                          /* pipe to this rank's launcher (ps_watch_start), or -1 */
-    pid_t pid;                             /* process of the thread, which forked processes do not have */
+    /* launcher: pipe to the launcher of this rank (see launcher_pipe), or -1 */
+    int launcher;
+    /* pid: process that has the thread. A forked process does not have the thread. */
+    pid_t pid;
     pthread_t thread;
     int wake[2];
 
-    /* Only the watch's thread uses the following fields. */
-    int epoll, listener;                   /* listener: rank 0's until all ranks have connected, else -1 */
+    /* Only the thread of the watch uses the fields up to `leaving`. */
+    /* listener: on rank 0, the listening socket until all ranks have connected; otherwise -1 */
+    int epoll, listener;
     int n_come, n_strangers;
-    watch_peer **peers;                    /* [size] on rank 0, NULL if not connected; elsewhere only rank 0 */
+    /* peers: on rank 0 [size], NULL for ranks that are not connected; on other ranks, only peers[0] */
+    watch_peer **peers;
     watch_peer *strangers;
-    watch_complaint pending;               /* rank 0: complaint to judge. Others: complaint sent to rank 0 */
-    watch_rest *rests;                     /* [size] used on rank 0 */
-    int32_t n_beats;                       /* rank 0's last beat received here */
-    int32_t n_pokes;                       /* number of rank 0's last poke; beats with an earlier one are stale */
+    /* pending: on rank 0, the complaint to judge; on other ranks, the complaint that was sent to rank 0 */
+    watch_complaint pending;
+    watch_rest *rests;                     /* [size] used only on rank 0 */
+    int32_t n_beats;                       /* index of the last beat of rank 0 that this rank knows */
+    /* n_pokes: number of the last poke of rank 0. A beat with an earlier number is stale. */
+    int32_t n_pokes;
     double beat_at;                        /* time (ps_now) of the next beat */
     double told_at;                        /* time (ps_now) of the last PLACE */
-    bool leaving;                          /* BYE is sent: a lost connection no longer means a death */
+    /* leaving: BYE has been sent, so a lost connection no longer means a death */
+    bool leaving;
 
-    /* Shared. */
-    atomic_int over, told;                 /* over: there is a verdict. told: by ps_watch_first_to_tell */
-    pthread_mutex_t lock;                  /* guards the following fields except `next` */
+    /* Several threads use the fields that follow. */
+    /* over: there is a verdict
+     * told: set by ps_watch_first_to_tell */
+    atomic_int over, told;
+    /* The lock guards the fields that follow, except `next`. */
+    pthread_mutex_t lock;
     pthread_cond_t news;
     watch_places places;
-    int moved;                             /* place that must be sent at once, or -1 */
+    int moved;                             /* index of the place that must be sent at once, or -1 */
     uint64_t turn;
-    watch_complaint asks;                  /* a caller's complaint; `on` until the thread handles it */
+    /* asks: the complaint of a caller. `on` is set until the thread handles it. */
+    watch_complaint asks;
     bool unanswered;                       /* the last complaint will get no verdict */
-    int farewell, farewell_done;           /* WATCH_*: requested by this process; completed by the thread */
-    char last_words[PS_WATCH_TEXT];        /* text of WATCH_FAILED */
-    int code, blamed;                      /* of the verdict; blamed: rank, or -1 if no single rank is */
+    /* farewell: the WATCH_* constant that this process has requested
+     * farewell_done: the WATCH_* constant that the thread has completed */
+    int farewell, farewell_done;
+    char last_words[PS_WATCH_TEXT];        /* the text for WATCH_FAILED */
+    /* code: code of the verdict
+     * blamed: the blamed rank, or -1 if no single rank is to blame */
+    int code, blamed;
     char verdict[PS_WATCH_TEXT];
-    struct ps_watch *next;                 /* in the list of this process's watches; all_lock guards it */
+    /* next: next in the list of the watches of this process. all_lock guards it. */
+    struct ps_watch *next;
 };
 
-/* Makes the verdict, unless there is one, and passes it to this process and, on rank 0, to all ranks. blamed: as in
- * ps_watch. Called by the watch's thread. */
+/* Makes the verdict, unless there is one already. Notifies this process and, on rank 0, also all ranks. Called by the
+ * thread of the watch. blamed: see ps_watch. */
 void watch_decide(ps_watch *w, int code, int blamed, const char *fmt, ...) __attribute__((format(printf, 4, 5)));
 void watch_own_places(ps_watch *w, watch_places *out);
-const watch_place *watch_find(const watch_places *places, uint64_t key);    /* or NULL */
+const watch_place *watch_find(const watch_places *places, uint64_t key);    /* returns NULL if there is none */
 
-/* -- watch_judge.c: called by the watch's thread */
-void watch_died(ps_watch *w, const watch_peer *p);                  /* its connection ended without BYE */
+/* -- watch_judge.c: called by the thread of the watch */
+/* Called when the connection of a peer has ended without BYE. */
+void watch_died(ps_watch *w, const watch_peer *p);
 void watch_silent(ps_watch *w, const watch_peer *p, double now);
 void watch_failed(ps_watch *w, int rank, const char *host, const char *text);
-/* Judges the pending complaint if enough is known. Returns false if there will never be a verdict. */
+/* Judges the pending complaint, if enough is known. Returns false if there will never be a verdict. */
 bool watch_judge(ps_watch *w, double now);
-void watch_circle(ps_watch *w);            /* rank 0, before each beat: finds ranks that wait in a cycle */
+/* Called on rank 0 before each beat. Finds ranks that wait in a cycle. */
+void watch_circle(ps_watch *w);
 #endif

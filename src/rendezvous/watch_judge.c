@@ -1,14 +1,15 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The verdicts of the watch: finds the rank to blame, and writes the text. Runs on the watch's thread. */
+ * This file makes the verdicts of the watch. It finds the rank to blame, and writes the text of the verdict. It runs
+ * on the thread of the watch. */
 #include "rendezvous/watch_inner.h"
 #include "base/error.h"
 #include <stdio.h>
 #include <string.h>
 
-/* Seconds between a broken connection and its verdict. The reason, such as the peer's message or death, may become
- * known later. */
+/* The time in seconds between a broken connection and its verdict. During this time the reason, such as a message or
+ * the death of the peer, may become known. */
 static const double GRACE_S = 1.5;
-static const double POKE_S = 1;            /* time in which ranks report their progress */
+static const double POKE_S = 1;            /* time in seconds that ranks have to report their progress */
 
 enum { MAX_NAMED = 4, PLACE_TEXT = 240 };
 
@@ -19,7 +20,7 @@ static const char *host_of(const ps_watch *w, int rank)
     return p && p->host[0] ? p->host : "host unknown";
 }
 
-/* Writes a call's name and number, such as "all_reduce (call 3)" or "all_reduce of tp (call 3)". */
+/* Writes the name and number of a call, such as "all_reduce (call 3)" or "all_reduce of tp (call 3)". */
 static void numbered(const watch_place *at, const char *op, uint64_t call, char *text, size_t room)
 {
     int n = snprintf(text, room, "%s%s%s", op, at->axis[0] ? " of " : "", at->axis);
@@ -27,8 +28,8 @@ static void numbered(const watch_place *at, const char *op, uint64_t call, char 
         snprintf(text + n, room - (size_t)n, " (call %llu)", (unsigned long long)call);
 }
 
-/* Writes the call that a rank is in, such as "send with rank 2", "send of pp with rank 2", or the text of
- * `numbered`. */
+/* Writes the call that a rank is in. For a send or recv, this is a text such as "send with rank 2" or "send of pp
+ * with rank 2". For other calls, it is the text of `numbered`. */
 static void call_text(const watch_place *at, char *text, size_t room)
 {
     if (at->peer < 0) numbered(at, at->op, at->call, text, room);
@@ -40,8 +41,8 @@ static void last_call_text(const watch_place *at, char *text, size_t room)
     numbered(at, at->last_op, at->last_call, text, room);
 }
 
-/* Returns the place that best describes a rank: the latest one inside a call, else the latest one with a finished
- * collective. Returns NULL if the rank has made no call. */
+/* Returns the place that best describes a rank. This is the latest place that is inside a call, or otherwise the
+ * latest place with a finished collective. Returns NULL if the rank has made no call. */
 static const watch_place *latest(const watch_places *places)
 {
     const watch_place *best = NULL;
@@ -53,8 +54,8 @@ static const watch_place *latest(const watch_places *places)
     return best;
 }
 
-/* Writes where a rank is: "in all_reduce (call 3)", "after all_reduce (call 3)" or "before its first call". Lists
- * all calls that it is in, because calls of several groups can run at the same time. */
+/* Writes the position of a rank: "in all_reduce (call 3)", "after all_reduce (call 3)" or "before its first call".
+ * Lists all calls that the rank is in, because calls of several groups can run at the same time. */
 static void place_text(const watch_places *places, char *text, size_t room)
 {
     const watch_place *first = latest(places);
@@ -78,7 +79,7 @@ static void place_text(const watch_places *places, char *text, size_t room)
     }
 }
 
-/* Returns whether a rank is in a call of another group than that of place `i`. */
+/* Returns true if a rank is in a call of a group other than the group of place `i`. */
 static bool is_elsewhere(const watch_places *places, int i)
 {
     bool found = false;
@@ -87,9 +88,9 @@ static bool is_elsewhere(const watch_places *places, int i)
     return found;
 }
 
-/* Writes where rank p was last known to be. That is the place in its last message, or a collective that this rank
- * has finished since, which rank p must have begun. Rank p is then assumed to be in it, unless it is in a call of
- * another group. */
+/* Writes the last known position of rank p. This is the place in its last message. If this rank has since finished a
+ * collective, rank p must have begun this collective. Rank p is then assumed to be in the collective, unless it is in
+ * a call of another group. */
 static void last_known(ps_watch *w, const watch_peer *p, char *text, size_t room)
 {
     watch_places own, theirs = p->places;
@@ -137,8 +138,8 @@ static void ended(ps_watch *w, const watch_peer *p, const watch_complaint *c)
                  "rank %d (%s) waits for it in %s", p->rank, p->host, place, c->from, host_of(w, c->from), call);
 }
 
-/* Returns whether rank `r` keeps the complaining rank waiting: it is in the same group and has not begun the call.
- * If its place is unknown, only the complaint's peer does. */
+/* Returns true if rank `r` keeps the complaining rank waiting. This is the case if it is in the same group and has
+ * not begun the call. If the place of rank `r` is unknown, this is the case only for the peer of the complaint. */
 static bool is_missing(const watch_places *places, int r, const watch_complaint *c)
 {
     const watch_place *p = watch_find(places, c->at.key);
@@ -169,7 +170,7 @@ static int add_missing(const ps_watch *w, const watch_peer *p, const watch_compl
                     c->seconds, place);
 }
 
-/* Makes the verdict on a call that took too long. It lists the ranks that have not begun the call. */
+/* Makes the verdict about a call that has taken too long. The verdict lists the ranks that have not begun the call. */
 static void timed_out(ps_watch *w, const watch_complaint *c, double now)
 {
     char text[PS_WATCH_TEXT - 100], call[96];
@@ -215,14 +216,16 @@ static void broke(ps_watch *w, const watch_complaint *c)
 
 /* -- cycles
  *
- * Ranks that deadlock in calls of different groups would wait until the time-out. Rank 0 finds them earlier, from the
- * places that beats carry. Its information about two ranks can be from different times, so it examines one moment in
- * the past, at which it sent an earlier beat. A rank had its present place at that moment if it sent this place before
- * it, and again after receiving that beat. A rank whose script waits begins no other call, so a cycle of such ranks
- * never ends. */
-enum { EARLIER = 2 };                      /* the beat that is examined, counted back from the next one */
+ * Ranks that deadlock in calls of different groups would wait until the time-out. Rank 0 finds such ranks earlier,
+ * from the places that beats contain. The information that rank 0 has about two ranks can be from different times.
+ * Therefore rank 0 examines one moment in the past, at which it sent an earlier beat. A rank had its present place at
+ * that moment if two conditions hold: it sent this place before that moment, and it sent the same place again after
+ * it had received that beat. A rank whose script waits begins no other call. Therefore a cycle of such ranks never
+ * ends. */
+/* The beat that is examined, counted backward from the next beat. */
+enum { EARLIER = 2 };
 
-/* Returns the call in which a rank's script waits, or NULL. */
+/* Returns the place of the call in which the script of a rank waits, or NULL. */
 static const watch_place *waiting(const watch_places *places)
 {
     for (int i = 0; i < PS_WATCH_PLACES; i++)
@@ -238,14 +241,15 @@ static uint64_t last_move(const watch_places *places)
     return moved;
 }
 
-/* Returns a rank's places, or NULL if it has not connected or has left. own: rank 0's places. */
+/* Returns the places of a rank. Returns NULL if the rank has not connected or has left. own: the places of rank 0. */
 static const watch_places *places_of(const ps_watch *w, const watch_places *own, int rank)
 {
     const watch_peer *p = w->peers[rank];
     return rank == 0 ? own : p && !p->left ? &p->places : NULL;
 }
 
-/* Returns whether a group has no message under way. This is known only if all ranks rest; else returns false. */
+/* Returns true if no message of a group is in transit. This is known only if all ranks rest. If it is not known,
+ * returns false. */
 static bool is_quiet(const ps_watch *w, const watch_places *own, uint64_t key)
 {
     int64_t under_way = 0;
@@ -258,8 +262,8 @@ static bool is_quiet(const ps_watch *w, const watch_places *own, uint64_t key)
     return under_way == 0;
 }
 
-/* Returns a waiting rank that keeps rank `rank` waiting, or -1. It is in the group of the call that `rank` waits in,
- * but in no call of that group, or it must send a message. */
+/* Returns a waiting rank that keeps rank `rank` waiting, or -1. Such a rank is in the group of the call in which
+ * `rank` waits, but it is in no call of that group. For a message, it is the rank that must send the message. */
 static int held_by(const ps_watch *w, const watch_places *own, int rank)
 {
     const watch_place *at = waiting(places_of(w, own, rank));
@@ -305,8 +309,8 @@ void watch_circle(ps_watch *w)
         rest->held = rest->rests && waiting(places);
         n += rest->held;
     }
-    for (int before = n + 1; n > 0 && n < before;) {       /* removes ranks whose wait can end; the others form
-                                                            * cycles */
+    /* Removes ranks whose wait can end. The remaining ranks form cycles. */
+    for (int before = n + 1; n > 0 && n < before;) {
         before = n;
         for (int r = 0; r < w->size; r++)
             if (w->rests[r].held && held_by(w, &own, r) < 0) w->rests[r].held = false, n--;
@@ -316,8 +320,8 @@ void watch_circle(ps_watch *w)
 
 /* -- complaints */
 
-/* Judges a complaint on a rank other than 0, which acts only if rank 0 has left. Returns false if there will be no
- * verdict. */
+/* Judges a complaint on a rank other than 0. Such a rank makes a verdict only if rank 0 has left. Returns false if
+ * there will be no verdict. */
 static bool judge_rank_0(ps_watch *w)
 {
     const watch_peer *p = w->peers[0];

@@ -1,14 +1,14 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Gloo's TCP transport as a table of transport.h. This is the only C++ file outside backend/cuda, and no exception
- * leaves it. An exchange uses one of Gloo's unbound buffers per peer and direction, so that a failure names its
- * rank.
+ * This file implements the table of transport.h with Gloo's TCP transport. It is the only C++ file outside
+ * backend/cuda, and no exception leaves it. An exchange uses one of Gloo's unbound buffers for each peer and
+ * direction. Therefore a failure names its rank.
  *
- * Gloo's thread accesses the caller's bytes while their buffer exists, never after its destructor. So a call returns
- * an error only after the communicator has freed all its buffers. Freeing the bytes earlier would end the process,
- * because a failed write in Gloo's thread throws there.
+ * Gloo's thread accesses the bytes of the caller while their buffer exists, and never after its destructor. Therefore
+ * a call returns an error only after the communicator has freed all its buffers. If the bytes were freed earlier, a
+ * write in Gloo's thread could fail and throw there, which would end the process.
  *
- * Only benches use Gloo's collectives. Their order of sums depends on an element's position, and a wrong size ends
- * the process. */
+ * Only benchmarks use Gloo's collectives. The order of their sums depends on the position of an element, and a wrong
+ * size ends the process. */
 #include <algorithm>
 #include <atomic>
 #include <chrono>
@@ -45,7 +45,7 @@ using std::chrono::milliseconds;
 
 struct store_failed : std::runtime_error { using std::runtime_error::runtime_error; };
 
-/* The store as Gloo sees it. After a failure this thread's error has the engine's message. */
+/* The store in the form that Gloo uses. After a failure, the error of this thread has the engine's message. */
 class Store : public gloo::rendezvous::Store {
 public:
     Store(ps_store *store, double timeout_s) : store_(store), timeout_s_(timeout_s) { }
@@ -60,7 +60,7 @@ public:
         int64_t nbytes = 0;
         code = ps_store_get(store_, key.c_str(), timeout_s_, value.data(), int64_t(value.size()), &nbytes);
         if (code < 0) {
-            /* The key for a rank's address is the rank's number. */
+            /* The key for the address of a rank is the number of the rank. */
             if (code == PS_ETIME && key.find_first_not_of("0123456789") == std::string::npos) {
                 ps_error_prefix("rank %s did not send the address at which it listens: ", key.c_str());
                 ps_error_set_rank(std::atoi(key.c_str()));
@@ -97,7 +97,8 @@ struct ps_comm_post {
 
 namespace {
 
-/* The connections of all ranks. All communicators that were cut from the one of all ranks share them. */
+/* The connections of all ranks. The communicator of all ranks shares them with all communicators that were cut from
+ * it. */
 struct World {
     ~World()
     {
@@ -106,10 +107,11 @@ struct World {
     }
     std::shared_ptr<gloo::rendezvous::Context> context;
     ps_watch *watch = nullptr;
-    ps_link *link = nullptr;               /* simulated link, or NULL */
+    ps_link *link = nullptr;               /* the simulated link, or NULL */
     std::atomic<bool> hung_up{ false };
     std::mutex lock;                       /* guards `users`, their lanes and their posts */
-    std::condition_variable left;          /* the last thread has left a communicator's lanes */
+    /* Signals that the last thread has left the lanes of a communicator. */
+    std::condition_variable left;
     std::vector<Gloo *> users;
 };
 
@@ -126,7 +128,7 @@ struct Gloo {
         std::lock_guard<std::mutex> guard(world->lock);
         world->users.erase(std::find(world->users.begin(), world->users.end(), this));
     }
-    /* Counts a thread that uses the lanes. Returns false if the connections are closed or being closed. */
+    /* Counts a thread that uses the lanes. Returns false if the connections are closed or are being closed. */
     bool enter()
     {
         std::lock_guard<std::mutex> guard(world->lock);
@@ -138,8 +140,9 @@ struct Gloo {
         std::lock_guard<std::mutex> guard(world->lock);
         if (--threads == 0) world->left.notify_all();
     }
-    /* Ends everything that this communicator has under way, after all threads have left its lanes. Its callers then
-     * own their memory again. A buffer's destructor waits until Gloo's thread no longer uses its bytes. */
+    /* Waits until all threads have left the lanes of this communicator, and then ends everything that it has in
+     * progress. Its callers then own their memory again. The destructor of a buffer waits until Gloo's thread no
+     * longer uses the bytes of the buffer. */
     void let_go()
     {
         std::unique_lock<std::mutex> guard(world->lock);
@@ -150,35 +153,37 @@ struct Gloo {
             lane.out.clear();
         }
     }
-    ps_comm comm;                          /* must be first: the table's functions get its address */
+    ps_comm comm;                          /* must be first, because the functions of the table get its address */
     std::shared_ptr<World> world;
-    int32_t id = 0;                        /* of its slots; two communicators with two ranks in common have different
-                                            * ids */
-    std::vector<int32_t> ranks;            /* comm.ranks */
-    struct { std::vector<Buffer> in, out; } lanes[PS_COMM_LANES];   /* [size] each, while under way */
-    int threads = 0;                       /* threads that use the lanes */
+    /* id: the id of its slots. Two communicators that have two ranks in common have different ids. */
+    int32_t id = 0;
+    std::vector<int32_t> ranks;            /* the memory of comm.ranks */
+    /* lanes: [size] buffers of each lane while an exchange is in progress */
+    struct { std::vector<Buffer> in, out; } lanes[PS_COMM_LANES];
+    int threads = 0;                       /* number of threads that use the lanes */
     std::vector<ps_comm_post *> posts;
 };
 
-enum { SLOTS = 32 };                       /* per communicator; 1 .. LANES are its lanes */
+/* The number of slots per communicator. Slots 1 to LANES are its lanes. */
+enum { SLOTS = 32 };
 static_assert(1 + PS_COMM_LANES + PS_COMM_SLOTS <= SLOTS, "a communicator's slots");
 
 Gloo *self(ps_comm *comm) { return reinterpret_cast<Gloo *>(comm); }
 
-/* Gloo waits five times its time-out for a connection. */
+/* Gloo waits for a connection for five times its time-out. */
 milliseconds connect_timeout(double timeout_s) { return milliseconds(1 + int64_t(timeout_s * 1e3 / 5)); }
 
-/* Returns Gloo's message without its prefix, which is a position in Gloo's source. */
+/* Returns a message of Gloo without its prefix, which is a position in Gloo's source. */
 const char *plain(const char *text)
 {
     const char *end = text[0] == '[' ? std::strstr(text, "] ") : nullptr;
     return end ? end + 2 : text;
 }
 
-/* Returns whether Gloo's message reports a time-out: "Timed out ..." or "Connect timeout ...". */
+/* Returns true if a message of Gloo reports a time-out: "Timed out ..." or "Connect timeout ...". */
 bool late(const char *text) { return std::strstr(text, "imed out") || std::strstr(text, "imeout"); }
 
-/* Raises the error of a failure with a peer. Asks the watch first, because another rank may be to blame. */
+/* Raises the error of a failure with a peer. First asks the watch, because another rank may be to blame. */
 int peer_failed(const Gloo *g, int peer, const char *what, const char *text)
 {
     int rc = ps_watch_complain(g->comm.watch, g->comm.place, late(text) ? PS_WATCH_TIME_OUT : PS_WATCH_LOST, peer,
@@ -193,7 +198,7 @@ int peer_failed(const Gloo *g, int peer, const char *what, const char *text)
                         peer, plain(text));
 }
 
-/* Sends a message that has passed the simulated link. If the connection is gone, the thread that waits for the
+/* Sends a message that has passed the simulated link. If the connection is closed, the thread that waits for the
  * message gets the error. */
 void send_now(void *message, int peer, uint64_t slot)
 {
@@ -203,7 +208,7 @@ void send_now(void *message, int peer, uint64_t slot)
     }
 }
 
-/* Sends a buffer's bytes to a rank of the world. */
+/* Sends the bytes of a buffer to a rank of the world. */
 void put(World *world, const Buffer &buffer, int peer, uint64_t slot, int64_t nbytes)
 {
     if (!world->link) buffer->send(peer, slot);
@@ -231,15 +236,15 @@ void abort_waits(World *world)
     }
 }
 
-/* Closes the connections of all communicators, aborts the waits of their threads, and ends everything that this one
- * has under way. Does not wait for another thread that already closes them. */
+/* Closes the connections of all communicators, and aborts the waits of their threads. Also ends everything that this
+ * communicator has in progress. If another thread is already closing the connections, does not wait for it. */
 void close_connections(Gloo *g)
 {
     World *world = g->world.get();
     if (!world->hung_up.exchange(true)) {
         try {
             world->context->closeConnections();
-        } catch (...) {                    /* already closed */
+        } catch (...) {                    /* the connections are already closed */
         }
         abort_waits(world);
     }
@@ -256,11 +261,12 @@ void hang_up(ps_comm *comm)
     ps_error_set_final();
 }
 
-void on_verdict(void *arg) { abort_waits(static_cast<World *>(arg)); }    /* on the watch's thread */
+/* This function runs on the thread of the watch. */
+void on_verdict(void *arg) { abort_waits(static_cast<World *>(arg)); }
 
-/* Runs `call` and turns its failure into an error. `call` keeps `peer` and `what` up to date: the world rank that it
- * deals with, and words for a failure with that rank. It returns false if its wait was aborted by a verdict, or
- * because another communicator hung up. */
+/* Runs `call`, and turns its failure into an error. While it runs, `call` updates `peer` and `what`. `peer` is the
+ * world rank with which `call` communicates. `what` is the text for a failure with that rank. `call` returns false if
+ * its wait was aborted by a verdict, or because another communicator has hung up. */
 template <typename F> int guarded(Gloo *g, const int &peer, const char *const &what, const F &call)
 {
     int rc = 0;
@@ -300,8 +306,8 @@ int begin(ps_comm *comm, int lane, const ps_comm_part *send, const ps_comm_part 
         if (ps_watch_over(comm->watch) || g->world->hung_up) return false;
         in.resize(size_t(comm->size));
         out.resize(size_t(comm->size));
-        for (int i = 1; i < comm->size; i++) {              /* begins with a neighbour, so each rank with a different
-                                                             * peer */
+        /* The loop begins with a neighbor, so that each rank begins with a different peer. */
+        for (int i = 1; i < comm->size; i++) {
             const int r = (comm->rank - i + comm->size) % comm->size;
             peer = ps_comm_world(comm, r);
             if (recv[r].nbytes == 0) continue;
@@ -353,11 +359,11 @@ void close_comm(ps_comm *comm)
 {
     try {
         delete self(comm);
-    } catch (...) {                        /* a failed close is ignored */
+    } catch (...) {                        /* a failure of the close is ignored */
     }
 }
 
-/* Gloo's own collectives, for benches. Nothing here checks that the ranks' sizes are equal. */
+/* Runs one of Gloo's own collectives, for benchmarks. Nothing checks that the sizes of all ranks are equal. */
 template <typename F> int raw(const F &call)
 {
     try {
@@ -392,7 +398,7 @@ int raw_all_reduce(ps_comm *comm, float *out, float *in, int64_t count)
     });
 }
 
-/* -- messages one by one ------------------------------------------------------------------------------------------- */
+/* -- single messages ----------------------------------------------------------------------------------------------- */
 
 int post(ps_comm *comm, int slot, int peer, bool out, void *bytes, int64_t nbytes, ps_comm_post **made)
 {
@@ -474,13 +480,13 @@ int cut(ps_comm *comm, int n, const int32_t *ranks, const char *axis, int32_t id
 const ps_comm_table table = { "gloo", begin, finish, hang_up, close_comm, cut, post, post_wait, post_wake, post_drop,
                               nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr,
                               nullptr, nullptr, raw_all_gather, raw_all_reduce };
-/* The table of communicators that were cut. It lacks Gloo's own collectives, which need all ranks. */
+/* The table of communicators that were cut. It does not have Gloo's own collectives, because these need all ranks. */
 const ps_comm_table part_table = { "gloo", begin, finish, hang_up, close_comm, cut, post, post_wait, post_wake,
                                    post_drop, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr,
                                    nullptr, nullptr, nullptr, nullptr, nullptr, nullptr };
 
-/* Makes the device at this machine's address for other ranks. This is the address by which it reached rank 0, or
- * that of the interface in GLOO_SOCKET_IFNAME. */
+/* Makes the device, at the address that this machine has for other ranks. This is the address from which it reached
+ * rank 0, or the address of the interface in GLOO_SOCKET_IFNAME. */
 std::shared_ptr<gloo::transport::Device> make_device(const ps_store *store)
 {
     gloo::transport::tcp::attr attr;
@@ -490,7 +496,8 @@ std::shared_ptr<gloo::transport::Device> make_device(const ps_store *store)
     return gloo::transport::tcp::CreateDevice(attr);
 }
 
-/* Makes the proof that rank `from` sends to rank `to` on a new connection: a hash with the group's key. */
+/* Makes the proof that rank `from` sends to rank `to` on a new connection. The proof is a hash with the key of the
+ * group. */
 void introduction(const ps_run &group, int from, int to, uint8_t bytes[PS_PROOF_BYTES])
 {
     ps_run made;
@@ -500,7 +507,8 @@ void introduction(const ps_run &group, int from, int to, uint8_t bytes[PS_PROOF_
     std::memcpy(bytes, made.key, PS_PROOF_BYTES);
 }
 
-/* Makes the group's key from the run's key and random bits, which only ranks that the store has accepted can read. */
+/* Makes the key of the group from the key of the run and from random bits. Only ranks that the store has accepted can
+ * read these bits. */
 int group_key(ps_store *store, const ps_watch_options &options, double timeout_s, ps_run *out)
 {
     static const char *const key = "group";
@@ -515,8 +523,8 @@ int group_key(ps_store *store, const ps_watch_options &options, double timeout_s
     return 0;
 }
 
-/* Exchanges proofs with all ranks, because a Gloo port accepts any first connection as the rank that it waits for.
- * After this no rank needs the store. */
+/* Exchanges proofs with all ranks. This is necessary because a Gloo port accepts any first connection as the rank for
+ * which it waits. After this function, no rank needs the store. */
 int greet(Gloo *g, const ps_run &group)
 {
     const int rank = g->comm.rank;
@@ -572,7 +580,7 @@ int connect(ps_store *store, const ps_watch_options &options, double timeout_s, 
         *out = &g.release()->comm;
         return 0;
     } catch (const store_failed &) {
-        return view.code;                                   /* the error is already raised */
+        return view.code;                                   /* the error has already been raised */
     } catch (const std::bad_alloc &) {
         return ps_fail(PS_ENOMEM, "no memory for a Gloo group of %d ranks", size);
     } catch (const std::exception &e) {
@@ -586,7 +594,8 @@ int connect(ps_store *store, const ps_watch_options &options, double timeout_s, 
     }
 }
 
-/* Ignores SIGPIPE, so that a dead peer causes an error instead of ending this process. Keeps a handler that was set. */
+/* Ignores SIGPIPE, so that a dead peer causes an error and does not end this process. Keeps a handler that has
+ * already been set. */
 void ignore_sigpipe()
 {
     struct sigaction now;

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The thread of a line (line.h): connects, begins messages in order, and polls those under way. It also checks the
- * watch, because a device's library does not name a rank that died. After a verdict, a failure or a time-out it
- * aborts the communicator, so that the device can continue. Later results of the device are invalid, and the owner's
- * next call fails. */
+ * This file implements the thread of a line (line.h). The thread connects the devices, begins messages in order, and
+ * polls the messages in progress. It also checks the watch, because the library of a device does not name a rank that
+ * has died. After a verdict, a failure or a time-out, the thread aborts the communicator, so that the device can
+ * continue. Results that the device computes after that are invalid, and the next call of the owner fails. */
 #include "transport/line.h"
 #include <string.h>
 #include <time.h>
@@ -24,12 +24,13 @@ struct ps_line {
     pthread_cond_t more;
     bool closing, stopped, failed, rests;
     ps_error_kept why;
-    ps_line_message *first, *last;         /* not begun */
-    int64_t allowed, begun, over;          /* message counts; over: known to have ended */
+    ps_line_message *first, *last;         /* messages that have not begun */
+    /* allowed, begun, over: numbers of messages that may begin, that have begun, and that are known to have ended */
+    int64_t allowed, begun, over;
     char at[PS_LINE_NAME];                 /* name of the oldest message that has not ended */
 };
 
-/* Returns the error that the thread must stop with, or 0. */
+/* Returns the error with which the thread must stop, or 0. */
 static int given_up(ps_line *l)
 {
     PS_TRY(ps_watch_verdict(l->o.host->watch));
@@ -46,7 +47,7 @@ static void nap(int64_t turn)
     nanosleep(&t, NULL);
 }
 
-/* Raises the error for a connection on which nothing arrives, although both ranks began long ago. */
+/* Raises the error for a connection on which nothing arrives, although both ranks have begun long ago. */
 static int late(const ps_line *l, const char *what)
 {
     return ps_fail(PS_EIO, "%s over %s took longer than %g s (init_distributed's timeout sets the seconds)", what,
@@ -65,7 +66,7 @@ static int until_ready(ps_line *l, const char *what)
     }
 }
 
-/* Connects the two devices. The sender is rank 0 of the wire, and the receiver rank 1. */
+/* Connects the two devices. The sender is rank 0 of the wire, and the receiver is rank 1. */
 static int connect_wire(ps_line *l)
 {
     PS_TRY(l->table->open(l->o.be, l->id, l->out ? 0 : 1, 2, &l->wire));
@@ -84,13 +85,14 @@ static int begin(ps_line *l, ps_line_message *m)
     return l->table->event_end(l->wire, m->end);
 }
 
-/* If no message is under way, copies the name of `next`, which begins next, to `at`. The lock is held. */
+/* If no message is in progress, copies the name of `next` to `at`. `next` is the message that begins next. The caller
+ * must hold the lock. */
 static void come_to(ps_line *l, const ps_line_message *next)
 {
     if (next && l->over == l->begun) memcpy(l->at, next->name, sizeof l->at);
 }
 
-/* Begins the first message of the queue. The lock is held before and after. */
+/* Begins the first message of the queue. The lock is held when the function begins and when it returns. */
 static int begin_first(ps_line *l)
 {
     ps_line_message *m = l->first;
@@ -106,7 +108,8 @@ static int begin_first(ps_line *l)
     return 0;
 }
 
-/* Checks whether the last message begun has ended, and with it all earlier ones. The lock is held before and after. */
+/* Checks whether the last message that has begun has ended. All earlier messages have then also ended. The lock is
+ * held when the function begins and when it returns. */
 static int look(ps_line *l, double until, int64_t turn)
 {
     int64_t begun = l->begun;
@@ -122,7 +125,7 @@ static int look(ps_line *l, double until, int64_t turn)
     return 0;
 }
 
-/* Runs the line until it fails or is closed. The lock is held before and after. */
+/* Runs the line until it fails or is closed. The lock is held when the function begins and when it returns. */
 static int carry(ps_line *l)
 {
     int64_t turn = 0;
@@ -144,7 +147,7 @@ static int carry(ps_line *l)
     return 0;
 }
 
-/* Makes the line fail. The owner gets the error before the device continues. */
+/* Makes the line fail. The owner gets the error before the device can continue. */
 static void fail(ps_line *l, int rc)
 {
     bool mine;

@@ -1,12 +1,12 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * A one-way line of messages between the devices of two ranks (line.c), for p2p.c. The bytes are sent over a
- * communicator of these two ranks, on its own stream, in the order of ps_line_put. No thread that runs kernels waits
- * for bytes, because events order them against its work.
+ * This header declares a one-way line of messages between the devices of two ranks (line.c). It is used by p2p.c. The
+ * bytes are sent by a communicator of these two ranks, which has its own stream, in the order of the ps_line_put
+ * calls. A thread that runs kernels never waits for bytes, because events order the bytes and its work on the device.
  *
- * Lines cannot deadlock. A receive is queued on the device after its message's header has arrived, so all work that
- * the send depends on is already queued on the sender's device. A send is queued after the receiver has reported
- * that its receive is queued (ps_line_allow). So everything queued on a device ends without another call by any
- * script, and lines need no common order. */
+ * Lines cannot deadlock, for the following reason. A receive is queued on the device after the header of its message
+ * has arrived. Therefore all work that the send depends on is already queued on the device of the sender. A send is
+ * queued after the receiver has reported that its receive is queued (ps_line_allow). Therefore everything that is
+ * queued on a device ends without another call of any script, and lines need no common order. */
 #ifndef PS_TRANSPORT_LINE_H
 #define PS_TRANSPORT_LINE_H
 #include <pthread.h>
@@ -20,41 +20,52 @@ enum { PS_LINE_NAME = 40 };
 
 typedef struct ps_line_message {
     struct ps_line_message *next;
-    void *bytes;                           /* device memory, valid until `end` */
+    void *bytes;                           /* device memory, which must stay valid until `end` */
     int64_t nbytes;
-    ps_wire_event *ready, *end;            /* ready: the bytes may be sent, or written to. It owns both events */
-    bool begun;                            /* in the device's queue, and `end` is set */
-    char name[PS_LINE_NAME];               /* name for errors, such as "F of micro-batch 3, stage 1" */
+    /* ready: the event after which the bytes may be sent, or may be overwritten. The message owns both events. */
+    ps_wire_event *ready, *end;
+    bool begun;                            /* the message is in the queue of the device, and `end` is set */
+    /* name: the name for errors, such as "F of micro-batch 3, stage 1" */
+    char name[PS_LINE_NAME];
 } ps_line_message;
 
-/* The part of its owner that the line needs. It calls tell and blame without holding the lock. */
+/* The part of its owner that the line needs. The line does not hold the lock when it calls tell and blame. */
 typedef struct ps_line_owner {
-    ps_comm *host;                         /* host communicator, for its watch and time-out */
+    /* host: communicator of the host, for its watch and its time-out */
+    ps_comm *host;
     struct ps_backend *be;                 /* the device */
-    pthread_mutex_t *lock;                 /* guards the owner's state and the line */
-    pthread_cond_t *news;                  /* a message has begun, all have ended, or the line failed */
-    const ps_error_kept *failed;           /* owner's error; the line stops if its code is not 0 */
+    pthread_mutex_t *lock;                 /* guards the state of the owner, and the line */
+    /* news: signals that a message has begun, that all messages have ended, or that the line has failed */
+    pthread_cond_t *news;
+    /* failed: error of the owner. The line stops if its code is not 0. */
+    const ps_error_kept *failed;
     void *arg;
-    int (*tell)(void *arg, int peer, int lane);              /* tells the sender that a receive has begun */
-    int (*blame)(void *arg, int peer, int rc);               /* ends the run with this thread's error */
+    int (*tell)(void *arg, int peer, int lane);              /* notifies the sender that a receive has begun */
+    int (*blame)(void *arg, int peer, int rc);               /* ends the run with the error of this thread */
 } ps_line_owner;
 
-/* Starts the line's thread, which connects. Both ranks pass the same id, from the table's new_id. The lock is held.
- * PS_ENOMEM. */
+/* Starts the thread of the line, which connects the devices. Both ranks must pass the same id, which new_id of the
+ * table has made. The caller must hold the lock. Returns PS_ENOMEM if there is no memory. */
 int ps_line_open(const ps_line_owner *owner, const char *id, int peer, int lane, bool out, ps_line **out_line);
 const char *ps_line_id(const ps_line *line);
-/* Makes the message's events if it has none, and sets `ready`. Called by the thread that runs kernels. */
+/* Makes the events of the message if it has none, and sets `ready`. Called by the thread that runs kernels. */
 int ps_line_message_prepare(struct ps_backend *be, ps_line_message *m);
 void ps_line_message_free(struct ps_backend *be, ps_line_message *m);
 
-/* The caller of these functions holds the lock. */
+/* The caller of the functions up to ps_line_rests must hold the lock. */
 void ps_line_put(ps_line *line, ps_line_message *m);
 void ps_line_allow(ps_line *line);         /* the receiver is ready for one more message */
-void ps_line_stop(ps_line *line);          /* nobody waits for the line's messages any more */
-bool ps_line_is_still(const ps_line *line);                  /* whether all messages begun have ended */
-const ps_error_kept *ps_line_failed(const ps_line *line);    /* the line's error, or NULL */
-const char *ps_line_at(const ps_line *line);                 /* name of the oldest message, or of the failed one */
-bool ps_line_rests(const ps_line *line);   /* after a failure: nothing uses the messages any more */
+/* Called when nobody waits for the messages of the line any more. */
+void ps_line_stop(ps_line *line);
+/* Returns true if all messages that have begun have ended. */
+bool ps_line_is_still(const ps_line *line);
+/* Returns the error of the line, or NULL. */
+const ps_error_kept *ps_line_failed(const ps_line *line);
+/* Returns the name of the oldest message in progress, or of the message that failed. */
+const char *ps_line_at(const ps_line *line);
+/* Returns true if nothing uses the messages any more after a failure. */
+bool ps_line_rests(const ps_line *line);
 
-void ps_line_close(ps_line *line);         /* called without the lock; does nothing for NULL */
+/* Closes the line. The caller must not hold the lock. Does nothing if `line` is NULL. */
+void ps_line_close(ps_line *line);
 #endif

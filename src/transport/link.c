@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The simulated link (link.h): a queue of messages with the times at which they have passed the link, and a thread
- * that sleeps until the next such time. */
+ * This file implements the simulated link (link.h). It has a queue of messages, sorted by the time at which each
+ * message has passed the link. A thread sleeps until the next of these times. */
 #include "transport/link.h"
 #include <math.h>
 #include <pthread.h>
@@ -17,13 +17,14 @@ typedef struct waiting { void *message; int peer; uint64_t slot; double due; } w
 
 struct ps_link {
     ps_link_send send;
-    double rate;                           /* bytes per second */
+    double rate;                           /* in bytes per second */
     pthread_t thread;
-    pthread_mutex_t lock;                  /* guards the fields below, also while a message is sent */
+    /* The lock guards the fields that follow. It is also held while a message is sent. */
+    pthread_mutex_t lock;
     pthread_cond_t more;
     bool closing;
-    double free;                           /* when the last queued message will have passed */
-    waiting *queue;                        /* [n] sorted by `due` */
+    double free;                           /* time at which the last queued message will have passed */
+    waiting *queue;                        /* [n] messages, sorted by `due` */
     int32_t n, capacity;
 };
 

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * A simulated link, for benches and tests. If PS_SIM_LINK (bytes per second) is set in the environment, this process
- * sends its messages one after the other, each after the time that its bytes need at this rate. The link uses no
- * processor time. */
+ * This header declares a simulated link, for benchmarks and tests. PS_SIM_LINK is an environment variable that has
+ * the rate of the link in bytes per second. If it is set, this process sends its messages one after the other. Each
+ * message is sent after the time that its bytes need at this rate. The link uses no processor time. */
 #ifndef PS_TRANSPORT_LINK_H
 #define PS_TRANSPORT_LINK_H
 #include <stdint.h>
@@ -11,17 +11,18 @@ extern "C" {
 #endif
 
 typedef struct ps_link ps_link;
-/* Sends a message that has passed the link. Runs on the link's thread, and must not wait for any caller of the link. */
+/* Sends a message that has passed the link. This function runs on the thread of the link, and must not wait for a
+ * caller of the link. */
 typedef void (*ps_link_send)(void *message, int peer, uint64_t slot);
 
-/* Opens the link, or sets *out to NULL if PS_SIM_LINK is not set. PS_EINVAL: PS_SIM_LINK is not a number of bytes.
- * PS_ENOMEM. */
+/* Opens the link. Sets *out to NULL if PS_SIM_LINK is not set. Returns PS_EINVAL if PS_SIM_LINK is not a number of
+ * bytes, or PS_ENOMEM if there is no memory. */
 int ps_link_open(ps_link_send send, ps_link **out);
-/* Queues a message. PS_ENOMEM: it was not queued. */
+/* Queues a message. If there is no memory, returns PS_ENOMEM and the message is not queued. */
 int ps_link_put(ps_link *link, void *message, int peer, uint64_t slot, int64_t nbytes);
-/* Removes a message that has not passed the link, so that it is not sent. Does nothing if `link` is NULL. */
+/* Removes a message that has not passed the link yet, so that it is not sent. Does nothing if `link` is NULL. */
 void ps_link_drop(ps_link *link, const void *message);
-void ps_link_close(ps_link *link);         /* does nothing for NULL */
+void ps_link_close(ps_link *link);         /* does nothing if `link` is NULL */
 
 #ifdef __cplusplus
 }

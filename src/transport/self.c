@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Communicators of one process, which move no bytes: a world of one rank, and a rank whose other ranks are simulated
- * (a dry run of a script). Also has the error of a build without Gloo. */
+ * This file implements communicators of a single process, which send no bytes. One kind is for a world of one rank.
+ * The other kind is for a rank whose other ranks are simulated, in a dry run of a script. The file also has the error
+ * of a build without Gloo. */
 #include "base/alloc.h"
 #include "base/error.h"
 #include "transport/transport.h"
@@ -30,7 +31,8 @@ int ps_comm_self(ps_comm **out)
     return 0;
 }
 
-/* Receives from each simulated rank the bytes that this rank sends to it, because all make the same calls. */
+/* Receives from each simulated rank the same bytes that this rank sends to it. This is correct because all ranks make
+ * the same calls. */
 static int pretend_begin(ps_comm *comm, int lane, const ps_comm_part *send, const ps_comm_part *recv)
 {
     for (int r = 0; r < comm->size; r++)
@@ -55,7 +57,7 @@ static int pretend_cut(ps_comm *comm, int n, const int32_t *ranks, const char *a
 static const ps_comm_table pretend_table = { .name = "nobody", .begin = pretend_begin, .finish = self_finish,
                                             .hang_up = self_hang_up, .close = self_close, .cut = pretend_cut };
 
-/* Makes a simulated communicator. A subgroup's world ranks are stored after the struct. */
+/* Makes a simulated communicator. If it is a subgroup, its world ranks are stored after the struct. */
 static int pretend_new(int rank, int size, ps_comm **out)
 {
     size_t nbytes = sizeof(ps_comm) + (size_t)size * sizeof(int32_t);

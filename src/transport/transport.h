@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Interface of a library that sends bytes between ranks: an exchange and, for device memory, a sum. comm/comm.c does
- * all other work for every library alike: it chooses the bytes, orders the sums, and checks that ranks agree. */
+ * This header is the interface of a library that sends bytes between ranks. A library provides an exchange, and a sum
+ * for device memory. comm/comm.c does all other work in the same way for every library. It chooses the bytes, orders
+ * the sums, and checks that the ranks agree. */
 #ifndef PS_TRANSPORT_H
 #define PS_TRANSPORT_H
 #include <stdbool.h>
@@ -12,60 +13,65 @@ extern "C" {
 #endif
 
 typedef struct ps_comm ps_comm;
-typedef struct ps_comm_post ps_comm_post;  /* a message that is under way */
+typedef struct ps_comm_post ps_comm_post;  /* a message in progress */
 
 struct ps_watch;
 
-/* A lane can have one exchange under way. Its messages between two ranks arrive in the order of their sends. Lanes
- * from PIECE on carry pieces of a product; communicators of devices do not have them. */
+/* The lanes. Each lane can have one exchange in progress. The messages of a lane between two ranks arrive in the
+ * order of their sends. Lanes PS_COMM_PIECE and above are for the pieces of a product. Communicators of devices do
+ * not have these lanes. */
 enum { PS_COMM_HEADER, PS_COMM_DATA, PS_COMM_DATA_2, PS_COMM_PLANNED, PS_COMM_PIECE,
        PS_COMM_LANES = PS_COMM_PIECE + PS_MAX_PIECES };
-enum { PS_COMM_SLOTS = 8 };                /* slots for `post` */
-enum { PS_AXIS_NBYTES = 16 };              /* with the final 0 */
+enum { PS_COMM_SLOTS = 8 };                /* number of slots for `post` */
+enum { PS_AXIS_NBYTES = 16 };              /* size in bytes, with the final 0 */
 
 typedef struct ps_comm_table {
     const char *name;
-    /* Begins an exchange on a free lane: sends send[r] to each other rank r, and receives into recv[r]. A size of 0
-     * sends no message. Both arrays are [size] and are read before the call returns. The bytes must stay in place
-     * until `finish`. Both ends must pass the same sizes. */
+    /* begin: Begins an exchange on a free lane. Sends send[r] to each other rank r, and receives into recv[r]. A size
+     * of 0 sends no message. Both arrays are [size] and are read before the call returns. The bytes must stay in
+     * place until `finish`. Both ends must pass the same sizes. */
     int (*begin)(ps_comm *comm, int lane, const ps_comm_part *send, const ps_comm_part *recv);
-    /* Waits at most timeout_s for the end of the exchange. If begin or finish fails, all exchanges end and the
-     * connections are closed, which the other ranks detect. PS_ETIME, PS_EIO: the message names the rank. */
+    /* finish: Waits for the end of the exchange, but at most timeout_s. If begin or finish fails, all exchanges end
+     * and the connections are closed, which the other ranks detect. Returns PS_ETIME or PS_EIO on failure. The
+     * message then names the rank. */
     int (*finish)(ps_comm *comm, int lane);
-    /* Closes the connections, so that every later exchange fails. The other ranks get this thread's error. */
+    /* hang_up: Closes the connections, so that every later exchange fails. The other ranks get the error of this
+     * thread. */
     void (*hang_up)(ps_comm *comm);
     void (*close)(ps_comm *comm);
-    /* (NULL for a communicator of a device) Makes a communicator of `n` of these ranks over the same connections,
-     * which another thread may use. ranks: [n] ranks of this one, in the new order. id: equal on all `n` ranks; no
-     * two of them may share another communicator with this id. If either communicator fails, both end. They may be
-     * closed in any order. */
+    /* cut: (NULL for a communicator of a device) Makes a communicator of `n` of these ranks over the same connections.
+     * Another thread may use the new communicator. If either of the two communicators fails, both end. They may be
+     * closed in any order.
+     * ranks: [n] ranks of this communicator, in the new order
+     * id: must be equal on all `n` ranks; no two of them may share another communicator with the same id */
     int (*cut)(ps_comm *comm, int n, const int32_t *ranks, const char *axis, int32_t id, ps_comm **out);
-    /* (NULL if the library has no such calls) Single messages, independent of exchanges, from any thread. post
-     * begins to send the bytes to rank `peer`, or to receive them. The bytes must stay in place until `drop`.
-     * Messages of a slot between two ranks arrive in the order of their sends. Both ends must pass the same size. */
+    /* post: (NULL if the library has no such calls) post, wait, wake and drop are for single messages, which are
+     * independent of exchanges. Any thread may call them. post begins to send the bytes to rank `peer`, or to receive
+     * them from it. The bytes must stay in place until `drop`. The messages of a slot between two ranks arrive in the
+     * order of their sends. Both ends must pass the same size. */
     int (*post)(ps_comm *comm, int slot, int peer, bool out, void *bytes, int64_t nbytes, ps_comm_post **made);
-    /* Waits for a message. Returns 1 if it has ended. Returns 0 if something else woke the wait: `wake`, a verdict,
-     * or a communicator that closed. PS_ETIME, PS_EIO: the library's error, of which other ranks are not notified.
-     * Only one thread may wait for a message, and only once. */
+    /* wait: Waits for a message. Returns 1 if the message has ended. Returns 0 if the wait was woken by `wake`, by a
+     * verdict, or by a communicator that has closed. Returns PS_ETIME or PS_EIO for an error of the library. Other
+     * ranks are not notified of this error. Only one thread may wait for a message, and only once. */
     int (*wait)(ps_comm_post *post, double seconds);
     void (*wake)(ps_comm_post *post);
-    void (*drop)(ps_comm_post *post);      /* does nothing for NULL */
-    /* (NULL if bytes are in host memory) Further calls for device memory. mark, after and follow are those of
-     * ps_wire_table. sum and copy return when they have begun; later exchanges run after them. settle waits for the
-     * end of everything that was begun.
+    void (*drop)(ps_comm_post *post);      /* does nothing if `post` is NULL */
+    /* (NULL if bytes are in host memory) These are further calls for device memory. mark, after and follow are those
+     * of ps_wire_table. sum and copy return when they have begun. Later exchanges run after them. settle waits for
+     * the end of everything that was begun.
      *
-     * hand_over: the caller stops watching the bytes of a call `op`, and a thread of the communicator watches them
-     * from now on. Returns a point (>= 0) after everything that was begun, or an error.
+     * hand_over: The caller stops watching the bytes of a call `op`, and a thread of the communicator watches them
+     * instead. Returns a point (>= 0) that is after everything that was begun, or an error.
      *
-     * catch_up: makes all work that is queued on the device from now on wait for the point, or for a later one. -1
-     * is the present point, and is valid even after a failure. Called by the thread that runs kernels.
+     * catch_up: Makes all work that is queued on the device after this call wait for the point, or for a later point.
+     * -1 is the present point, which is valid even after a failure. Called by the thread that runs kernels.
      *
-     * If bytes that no thread waits for fail, the next call here, the next read of the device's memory, or
-     * ps_groups_settle raises the error. told: called if the script gets another error instead. After a failed job,
-     * the function that passes the job's result to the script calls it.
+     * told: If bytes that no thread waits for are lost, an error is raised by the next call of this table, by the
+     * next read of the device's memory, or by ps_groups_settle. told is called if the script gets another error
+     * instead. After a job has failed, the function that passes the result of the job to the script calls it.
      *
-     * leave: called before the host communicator is closed. Ends everything under way within some seconds.
-     * Afterwards no thread uses the host communicator, and only memory_free and close may be called. */
+     * leave: Called before the communicator of the host is closed. Ends everything in progress within some seconds.
+     * Afterwards no thread uses the communicator of the host, and only memory_free and close may be called. */
     int (*mark)(ps_comm *comm);
     int (*after)(ps_comm *comm, int mark);
     int (*follow)(ps_comm *comm, int lane);
@@ -74,11 +80,12 @@ typedef struct ps_comm_table {
     int (*catch_up)(ps_comm *comm, int point);
     void (*told)(ps_comm *comm);
     void (*leave)(ps_comm *comm);
-    int (*sum)(ps_comm *comm, int dtype, int n, char *const *at, int64_t numel, char *to);   /* as in ps_wire_table */
+    int (*sum)(ps_comm *comm, int dtype, int n, char *const *at, int64_t numel, char *to);   /* see ps_wire_table */
     int (*copy)(ps_comm *comm, void *to, const void *from, int64_t nbytes);
     int (*memory)(ps_comm *comm, int64_t nbytes, void **out);
     void (*memory_free)(ps_comm *comm, void *p);
-    /* (optional) The library's own fp32 collectives, for comparisons in benchmarks. count: elements of `in`. */
+    /* (optional) The fp32 collectives of the library itself, for comparisons in benchmarks. count: number of elements
+     * of `in`. */
     int (*raw_all_gather)(ps_comm *comm, float *out, float *in, int64_t count);
     int (*raw_all_reduce)(ps_comm *comm, float *out, float *in, int64_t count);
 } ps_comm_table;
@@ -88,22 +95,25 @@ struct ps_comm {
     int rank, size;
     double timeout_s;
     struct ps_watch *watch;                /* the watch over all ranks, or NULL */
-    int place;                             /* index of this communicator's place in the watch (rendezvous/watch.h) */
-    const int32_t *ranks;                  /* [size] world ranks; NULL if each rank is its world rank */
-    char axis[PS_AXIS_NBYTES];             /* name for errors, "" if it has all ranks */
-    bool pretends;                         /* the other ranks are simulated, with this rank's bytes */
+    /* place: index of this communicator's place in the watch (rendezvous/watch.h) */
+    int place;
+    /* ranks: [size] the world rank of each rank; NULL if each rank is equal to its world rank */
+    const int32_t *ranks;
+    char axis[PS_AXIS_NBYTES];             /* name for errors; "" if it has all ranks */
+    bool pretends;                         /* the other ranks are simulated, and have the same bytes as this rank */
 };
 
-/* Returns the world rank of the communicator's rank `r`. Errors name world ranks. */
+/* Returns the world rank of rank `r` of the communicator. Errors contain world ranks. */
 static inline int ps_comm_world(const ps_comm *comm, int r) { return comm->ranks ? comm->ranks[r] : r; }
 
 int ps_comm_self(ps_comm **out);           /* makes a world of one rank */
-int ps_comm_pretend(int rank, int size, ps_comm **out);      /* `size` ranks, of which only `rank` is real */
-/* Makes the world of all ranks over Gloo's TCP transport. PS_EUNSUP: a build without Gloo. */
+/* Makes a communicator of `size` ranks, of which only `rank` is real. */
+int ps_comm_pretend(int rank, int size, ps_comm **out);
+/* Makes the world of all ranks over Gloo's TCP transport. Returns PS_EUNSUP in a build without Gloo. */
 int ps_comm_gloo(const ps_meeting *meeting, ps_comm **out);
 
-/* Makes a communicator for device memory between the ranks of `host`, which must outlive it and gets its failures.
- * id: equal on all ranks, or NULL if `host` is a world of one. */
+/* Makes a communicator for device memory between the ranks of `host`. `host` must exist longer than the new
+ * communicator, and receives its failures. id: must be equal on all ranks, or NULL if `host` is a world of one rank. */
 int ps_comm_wire(struct ps_backend *be, const char *id, ps_comm *host, ps_comm **out);
 
 #ifdef __cplusplus

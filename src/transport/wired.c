@@ -1,14 +1,14 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * A communicator for device memory. A backend's wire (backend/wire.h) queues work on the device, which orders it:
- * within a call, and before kernels that are queued after the call (catch_up). So a call returns when its work is
- * queued.
+ * This file implements a communicator for device memory. The wire of a backend (backend/wire.h) queues work on the
+ * device. The device performs this work in order, within a call, and before kernels that are queued after the call
+ * (catch_up). Therefore a call returns when its work is queued.
  *
- * The communicator's thread then monitors the calls under way (hand_over). It checks the time-out and the watch,
- * because the device's library does not name a rank that dies or stalls. A failure ends the whole group. The
- * communicator is aborted, so that the device can continue. Before that the backend gets the error, and its next
- * read fails, so that nobody uses results computed after the abort.
+ * The thread of the communicator then monitors the calls in progress (hand_over). It checks the time-out and the
+ * watch, because the library of the device does not name a rank that dies or stalls. A failure ends the whole group.
+ * The communicator is aborted, so that the device can continue. Before that, the backend gets the error, and its next
+ * read fails. Therefore nobody uses results that were computed after the abort.
  *
- * The job thread and the communicator's thread find failures, and the script's thread reports them (told). Reads of
+ * The job thread and the thread of the communicator find failures. The script's thread reports them (told). Reads of
  * the device's memory fail until a call has raised the failure. */
 #include "transport/transport.h"
 #include <limits.h>
@@ -24,11 +24,13 @@
 #include "base/thread.h"
 #include "rendezvous/watch.h"
 
-enum { TURNS_AT_ONCE = 200 };              /* polls without a pause; small exchanges end within them */
-enum { CALLS = 64 };                 /* most points under way; further calls share the last one */
+/* The number of polls without a pause. Small exchanges end within these polls. */
+enum { TURNS_AT_ONCE = 200 };
+/* The maximum number of points in progress. Further calls share the last point. */
+enum { CALLS = 64 };
 enum { CALL_TEXT = 40, CALM_S = 5 };
 
-/* A call under way. If `n` calls share one end, this is the first of them. */
+/* A call in progress. If `n` calls share one end, this is the first of them. */
 typedef struct underway {
     ps_wire_event *end;
     uint64_t call;
@@ -37,30 +39,31 @@ typedef struct underway {
 } underway;
 
 typedef struct wired {
-    ps_comm comm;                          /* must be first: the table's functions get its address */
+    ps_comm comm;                          /* must be first, because the functions of the table get its address */
     ps_comm *host;
     ps_backend *be;
     const ps_wire_table *table;
     ps_wire *wire;
-    pthread_mutex_t lock;                  /* guards the wire and the following fields */
+    pthread_mutex_t lock;                  /* guards the wire and the fields that follow */
     pthread_cond_t more;
     pthread_t thread;
     bool looks, closing;                   /* looks: the thread is running */
-    underway calls[CALLS + 1];             /* ring buffer of points, and one for immediate use */
+    /* calls: a ring buffer of points, followed by one point for immediate use */
+    underway calls[CALLS + 1];
     int first, n;
     bool hung_up;
-    struct wired *next;                    /* in `all` */
+    struct wired *next;                    /* next in the list `all` */
 } wired;
 
 static pthread_mutex_t all_lock = PTHREAD_MUTEX_INITIALIZER;
-static wired *all;                         /* list of this process's communicators */
-static pthread_mutex_t telling = PTHREAD_MUTEX_INITIALIZER;   /* guards errors of lost bytes, and who reports a
-                                                               * failure */
+static wired *all;                         /* list of the communicators of this process */
+/* This lock guards the errors of lost bytes, and the decision which thread reports a failure. */
+static pthread_mutex_t telling = PTHREAD_MUTEX_INITIALIZER;
 
 static wired *self(ps_comm *comm) { return (wired *)comm; }
 
-/* Performs a call of the wire under the lock, and returns its result. Returns GONE without the call if everything
- * under way was abandoned. Only the end of the wire takes long. */
+/* Performs a call of the wire with the lock held, and returns its result. If everything in progress has been
+ * abandoned, returns GONE without making the call. No call takes long, except for the end of the wire. */
 enum { GONE = INT_MIN };
 #define ON_WIRE(w, call) (pthread_mutex_lock(&(w)->lock), unlocked((w), (w)->hung_up ? GONE : (call)))
 static int unlocked(wired *w, int rc)
@@ -81,9 +84,9 @@ static void rest(int64_t turn)
     else nap(20000);
 }
 
-/* -- calls under way ----------------------------------------------------------------------------------------------- */
-/* Drops calls that have ended. Returns the oldest call under way, or NULL. If `sure` is set, asks the device's
- * library several times, because it reports an end late. The lock is held. */
+/* -- calls in progress --------------------------------------------------------------------------------------------- */
+/* Drops calls that have ended. Returns the oldest call in progress, or NULL. If `sure` is set, queries the library of
+ * the device several times, because the library reports an end late. The caller must hold the lock. */
 static underway *oldest(wired *w, bool sure)
 {
     while (w->n > 0) {
@@ -97,7 +100,7 @@ static underway *oldest(wired *w, bool sure)
     return NULL;
 }
 
-/* Returns the error of the wire, or 0. The lock is held. */
+/* Returns the error of the wire, or 0. The caller must hold the lock. */
 static int sound(wired *w)
 {
     for (int lane = 0; lane < PS_WIRE_LANES; lane++) {
@@ -108,8 +111,8 @@ static int sound(wired *w)
 }
 
 /* -- failures ------------------------------------------------------------------------------------------------------ */
-/* Ends everything under way with rc, this thread's error. Only the first failure of a group is reported as a loss of
- * bytes, because it ends all groups of these ranks' connections. */
+/* Ends everything in progress with the error rc of this thread. Only the first failure of a group is reported as a
+ * loss of bytes. This is sufficient because it ends all groups that use the connections of these ranks. */
 static void give_up(wired *w, int rc)
 {
     char why[1000];
@@ -125,8 +128,8 @@ static void give_up(wired *w, int rc)
     pthread_mutex_unlock(&w->lock);
 }
 
-/* Finds the call that failed: the oldest one under way. Returns false if there is none; then it is the call that
- * this rank is in. */
+/* Finds the call that has failed, which is the oldest call in progress. Returns false if no call is in progress. The
+ * failed call is then the call that this rank is in. */
 static bool failed_call(wired *w, underway *out)
 {
     pthread_mutex_lock(&w->lock);
@@ -136,9 +139,10 @@ static bool failed_call(wired *w, underway *out)
     return first != NULL;
 }
 
-/* Handles a failure of the wire with this thread's error. First the watch finds the rank that caused it, then this
- * rank ends everything under way. Other ranks are notified only of faults of this rank, through the watch, because
- * the group's other thread may be in a call over the host's connections. */
+/* Handles a failure of the wire. The error is the error of this thread. First the watch finds the rank that caused
+ * the failure. Then this rank ends everything in progress. Other ranks are notified only of faults of this rank. They
+ * are notified through the watch, because the other thread of the group may be in a call on the connections of the
+ * host. */
 static int failed(wired *w, int rc)
 {
     ps_watch *watch = w->host->watch;
@@ -164,7 +168,7 @@ static int failed(wired *w, int rc)
     return ps_error_again(&error);
 }
 
-/* Ends everything under way on this rank, because there is a verdict. */
+/* Ends everything in progress on this rank, because there is a verdict. */
 static int given_up(wired *w)
 {
     int rc = ps_watch_verdict(w->host->watch);
@@ -178,7 +182,8 @@ static int late(const wired *w, const char *what)
                    ps_comm_world(&w->comm, w->comm.rank), what, w->table->name, w->host->timeout_s);
 }
 
-/* Returns whether the script should get this thread's error. It should not if it already has one for this failure. */
+/* Returns true if the script should get the error of this thread. It should not get it if it already has an error for
+ * the same failure. */
 static bool told(wired *w)
 {
     ps_error_kept error;
@@ -190,7 +195,8 @@ static bool told(wired *w)
     return first || lost;
 }
 
-/* Returns the error of an abandoned communicator. Until the script has been told, this is the loss of bytes. */
+/* Returns the error of an abandoned communicator. Until the failure has been reported to the script, this is the loss
+ * of bytes. */
 static int gone(wired *w)
 {
     int rc = w->table->lost(w->be, false);
@@ -199,11 +205,11 @@ static int gone(wired *w)
 
 static bool works(wired *w) { return ON_WIRE(w, 0) == 0; }
 
-/* Turns the result of ON_WIRE into the group's result. A failed wire makes the group fail. */
+/* Turns the result of ON_WIRE into the result of the group. If the wire has failed, makes the group fail. */
 static int result(wired *w, int rc) { return rc == GONE ? gone(w) : rc < 0 ? failed(w, rc) : rc; }
 
 /* -- the thread ---------------------------------------------------------------------------------------------------- */
-/* Handles a failure that the thread found. The lock is held before and after. */
+/* Handles a failure that the thread has found. The lock is held when the function begins and when it returns. */
 static void say_why(wired *w, int rc)
 {
     pthread_mutex_unlock(&w->lock);
@@ -212,7 +218,7 @@ static void say_why(wired *w, int rc)
     pthread_mutex_lock(&w->lock);
 }
 
-/* The communicator's thread: watches the calls, oldest first, until they have ended. */
+/* The thread of the communicator. It watches the calls until they have ended, beginning with the oldest call. */
 static void *look(void *arg)
 {
     wired *w = arg;
@@ -258,7 +264,7 @@ static int prepare(wired *w)
 /* -- waiting ------------------------------------------------------------------------------------------------------- */
 enum { UNTIL_READY = -1 };
 
-/* Waits until the wire is ready for more work (UNTIL_READY), or until its work in `lane` has ended. */
+/* Waits until the wire is ready for more work (UNTIL_READY), or until the work in `lane` has ended. */
 static int wait_until(wired *w, int lane, const char *what)
 {
     double until = ps_now() + w->host->timeout_s;
@@ -271,7 +277,8 @@ static int wait_until(wired *w, int lane, const char *what)
     }
 }
 
-/* Waits for the calls that were handed over. The wait ends, because the thread fails calls that take too long. */
+/* Waits for the calls that were handed over. This wait always ends, because the thread makes calls fail that take too
+ * long. */
 static int wait_for_calls(wired *w)
 {
     for (int64_t turn = 0;; turn++) {
@@ -310,7 +317,8 @@ static int follow(ps_comm *comm, int lane)
     return result(w, ON_WIRE(w, w->table->follow(w->wire, lane - PS_COMM_DATA)));
 }
 
-/* Waits for the exchanges first, because a sum after a failed exchange would never end. */
+/* Waits for all exchanges, sums and copies. Exchanges are first, because a sum after a failed exchange would never
+ * end. */
 static int wait_for_all(wired *w)
 {
     for (int lane = 0; lane < PS_WIRE_LANES; lane++) PS_TRY(wait_until(w, lane, "an exchange"));
@@ -327,8 +335,8 @@ static int settle(ps_comm *comm)
     return rc;
 }
 
-/* Records a call and returns its point. If CALLS points are under way, it shares the last of them. In a world of one
- * rank there is nothing to watch. The lock is held. */
+/* Records a call, and returns its point. If CALLS points are in progress, the call shares the last of them. In a
+ * world of one rank, the call is not watched. The caller must hold the lock. */
 static int note(wired *w, const char *op, uint64_t call)
 {
     bool shares = w->n == CALLS;
@@ -361,7 +369,7 @@ static int catch_up(ps_comm *comm, int point)
     return unlocked(w, rc < 0 ? rc : w->table->event_follow(w->be, end));
 }
 
-/* Called when the ranks disagreed on a call, which does not end the communicator. */
+/* Called when the ranks have disagreed on a call. This does not end the communicator. */
 static void is_told(ps_comm *comm)
 {
     wired *w = self(comm);
@@ -388,7 +396,7 @@ static int memory(ps_comm *comm, int64_t nbytes, void **out)
 
 static void memory_free(ps_comm *comm, void *p) { self(comm)->table->memory_free(self(comm)->wire, p); }
 
-/* Closes the connections. The script gets this thread's error. */
+/* Closes the connections. The script gets the error of this thread. */
 static void hang_up(ps_comm *comm)
 {
     wired *w = self(comm);
@@ -400,7 +408,7 @@ static void hang_up(ps_comm *comm)
     ps_error_again(&error);
 }
 
-/* Ends the calls under way. Without this, a device that waits for absent ranks would block the host. */
+/* Ends the calls in progress. Otherwise a device that waits for absent ranks would block the host. */
 static void end_calls(wired *w)
 {
     double until = ps_now() + CALM_S;
