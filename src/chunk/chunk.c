@@ -484,7 +484,7 @@ static int copy_into(ps_chunks *cs, ps_storage *s, ps_storage *to)
     if (rc == 0) {
         ps_backend *be = from_chunk ? NULL : cs->tiers[tier_of(cs, s->device)].be;
         if (cs->tiers[0].be->pretends) rc = 0;
-        /* drops the pages, because the loan ends now */
+        /* The loan ends now. source_copy also drops the pages of the mapped file. */
         else if (ps_storage_is_lent(s)) source_copy(dst, src, s->nbytes);
         else if (be && be->copy_out) rc = be->copy_out(be, dst, src, (size_t)s->nbytes);
         else memcpy(dst, src, (size_t)s->nbytes);
@@ -507,7 +507,7 @@ int ps_chunk_adopt(ps_chunks *cs, ps_storage *s, int32_t chunk_id, int64_t offse
     if (!m) return PS_ENOMEM;
     to.block = m;
     member_link(chunk_at(cs, chunk_id), m);
-    /* a chunk with group < 0 is a staging chunk */
+    /* A chunk with group < 0 is a staging chunk. */
     int rc = stays || chunk_at(cs, chunk_id)->group < 0 ? source_adopt(cs, s, m) : 0;
     if (rc == 0) rc = copy_into(cs, s, &to);
     if (rc < 0) {
@@ -692,7 +692,7 @@ int ps_chunks_new(const ps_step *step, int n_devices, ps_backend *const *devices
         }
         add_tier(cs, "disk", NULL, -1, c->budget[2]);
     }
-    for (int t = 0; t < cs->n_tiers; t++)                 /* unused memory of other tensors must not count */
+    for (int t = 0; t < cs->n_tiers; t++)                 /* unused memory would count against the budget */
         if (!is_disk(cs, t) && cs->tiers[t].budget) plain->table->trim(plain, cs->tiers[t].device, true);
     *out = cs;
     return 0;

@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The chunk manager trains models that are larger than the memory of the device. Parameters, gradients and optimizer
- * states are in large chunks, which move between device memory, host memory and a disk file. Each of these tiers has
- * a budget. All other tensors stay with the plain manager, but they count against the same budgets. The chunk manager
- * implements the tables of mem.h. The rest of the engine therefore uses it like plain.c.
+ * The chunk manager makes it possible to train models that are larger than the memory of the device. Parameters,
+ * gradients and optimizer states are in large chunks, which move between device memory, host memory and a disk file.
+ * Each of these tiers has a budget. All other tensors stay with the plain manager, but they count against the same
+ * budgets. The chunk manager implements the tables of mem.h. The rest of the engine therefore uses it in the same way
+ * as plain.c.
  *
  * A moment is the number of an op that touches a chunk, counted from the start of a step. A trace is the list of all
  * uses of chunks in a step. plan.c computes the moves of a step from a trace, and the manager performs these moves

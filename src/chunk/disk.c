@@ -7,10 +7,9 @@
  * end_piece. The io_uring thread keeps up to DEPTH pieces in the kernel, and polls an eventfd while it is idle. A
  * plain thread has one piece at a time, and waits for `work` while it is idle.
  *
- * Fields after the comment (lock) change only while `lock` is held. Functions marked (lock) are called with `lock`
- * held. An error belongs to the thread that raises it. A job therefore stores the cause of its failure, and
- * ps_disk_wait raises the error in the caller's thread. Every job ends, because a thread that must give up ends all
- * jobs. */
+ * Fields that `lock` guards change only while it is held. Functions marked (lock) are called with `lock` held. An
+ * error belongs to the thread that raises it. A job therefore stores the cause of its failure, and ps_disk_wait
+ * raises the error in the caller's thread. Every job ends, because a thread that must give up ends all jobs. */
 #define _GNU_SOURCE
 #include "chunk/disk.h"
 #include "base/alloc.h"
@@ -64,7 +63,7 @@ struct ps_disk_job {
     int64_t offset, nbytes;     /* position in the file, size in bytes */
     int64_t began_ns;           /* start of its event in the record, or 0 */
     uint8_t *mem;
-    /* (lock) protects the fields that follow. */
+    /* The lock guards the fields that follow. */
     /* cut: number of bytes that have been divided into pieces
      * moved: number of bytes that have been transferred */
     int64_t cut, moved;
@@ -122,7 +121,7 @@ struct ps_disk {
     pthread_t threads[MOST_THREADS];
     int n_threads;
     struct io_uring ring;       /* used only by the ring's thread */
-    /* (lock) protects the fields that follow. */
+    /* The lock guards the fields that follow. */
     bool stop;
     cause dead;                 /* dead.ring is set if the ring's thread has given up */
     line lines[2];              /* the two queues, indexed by READ and WRITE */
@@ -713,8 +712,8 @@ static int set_space(const ps_disk *d, int mode, int64_t offset, int64_t nbytes)
     return rc < 0 ? errno : 0;
 }
 
-/* Returns `nbytes` bytes of free space to the file system, taken from the smallest free extents first. This space
- * becomes holes. Returns the number of bytes that were returned. It is smaller than `nbytes` if the file system
+/* Gives `nbytes` bytes of free space back to the file system, taken from the smallest free extents first. This space
+ * becomes holes. Returns the number of bytes that were given back. It is smaller than `nbytes` if the file system
  * refuses. */
 static int64_t make_holes(ps_disk *d, int64_t nbytes)
 {
@@ -760,7 +759,7 @@ static int64_t make_piece(ps_disk *d, int64_t nbytes)
 int ps_disk_extent_new(ps_disk *d, int64_t nbytes, int64_t *offset)
 {
     PS_TRY(check_range("an extent", nbytes));
-    /* make_piece can add one hole for each free extent, and it can divide one extent or hole. */
+    /* make_piece can turn each free extent into a hole, and it can divide one free extent. */
     PS_TRY(ps_grow(d->holes, d->holes_room, d->n_holes + d->n_free + 2));
     PS_TRY(ps_grow(d->free_space, d->room, d->n_given + d->n_holes + d->n_free + 3));
     int i = first_fit(d->free_space, d->n_free, nbytes);

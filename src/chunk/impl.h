@@ -151,11 +151,11 @@ static inline byte_text bytes_text(int64_t n)
 
 /* -- chunk.c */
 int ps_chunk_text(const ps_chunks *cs, const chunk *c, char *buf, size_t size);   /* "param[3] (h.0.w and 11 more)" */
-int tier_of(const ps_chunks *cs, int device);                                     /* returns -1 if it is not a tier */
+int tier_of(const ps_chunks *cs, int device);                              /* returns -1 if the device is not a tier */
 
 /* -- chunk/transfer.c */
 int64_t tier_other(ps_chunks *cs, int t);             /* bytes of all tensors outside chunks on tier t */
-/* Returns the bytes that a trim cannot return to the system (ps_mem_table.busy). */
+/* Returns the number of bytes that a trim cannot return to the system (see ps_mem_table.busy). */
 int64_t tier_busy(ps_chunks *cs, int t, int64_t *peak);
 /* Returns the peak size in bytes of tensors outside chunks in a step like `trace`, or their size now if it is
  * larger. */

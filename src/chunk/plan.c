@@ -19,7 +19,7 @@ typedef struct planner {
     ps_stream stream[PS_TIERS - 1];
     ps_level level[PS_TIERS - 1];
     int tuning[PS_TIERS - 1];
-    /* [n_chunks] for each array. `valid` and `before` have the same meaning as ps_plan_chunk.valid. */
+    /* Each of these arrays is [n_chunks]. `valid` and `before` have the same meaning as ps_plan_chunk.valid. */
     uint8_t *valid, *before, *at[PS_TIERS - 1];
 } planner;
 

@@ -6,8 +6,8 @@
  * that is taken between the two cursors is limited to the read-ahead depth plus the large chunks of one moment. Large
  * chunks are an exception because each use of a large chunk would otherwise wait for its whole copy. A chunk with an
  * event between the cursors is busy and stays. Every other chunk on this tier is a candidate for eviction, and its
- * next event is after the take cursor. All state describes the position of the take cursor. Therefore no prefix of
- * the list of moves holds more bytes than the capacity of the tier. */
+ * next event is after the take cursor. All state is the state at the take cursor. Therefore no prefix of the list of
+ * moves holds more bytes than the capacity of the tier. */
 #include <float.h>
 #include <string.h>
 #include "base/alloc.h"
@@ -142,7 +142,7 @@ static int classify(const run *r, int32_t chunk, int32_t *next)
     bool lone = !(at & AT_BELOW);
     for (; e >= 0; e = after(r, e)) {
         int kind = event_at(r, e)->kind;
-        /* the event requires an eviction in any case */
+        /* The event requires an eviction in any case. */
         if (lone ? kind == EV_DOWN : kind == EV_DOWN_WRITE) break;
         if (!lone && (kind == EV_DOWN || kind == EV_GONE)) continue;    /* the copy below is enough */
         break;

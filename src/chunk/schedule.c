@@ -122,7 +122,7 @@ const ps_trace *ps_chunks_trace_end(ps_chunks *cs)
     for (int t = 0; t < cs->n_tiers && r->n_uses > 0; t++) {
         if (is_disk(cs, t)) continue;
         int64_t *last = &r->spare[(r->n_moments - 1) * PS_TIERS + t];
-        /* the last moment lasts until the next step begins */
+        /* The last moment lasts until the next step begins. */
         if (*last < cs->before_step[t]) *last = cs->before_step[t];
         if (cs->step->dry) r->other_peak[t] = cs->step->dry->table->held(cs->step->dry, cs->tiers[t].device);
         for (int32_t m = 0; m < r->n_moments; m++) {
@@ -240,9 +240,9 @@ static int fill_extra(ps_chunks *cs, const ps_trace *trace, request *r, int t)
     return 0;
 }
 
-/* Returns memory of other tensors to the system if they used it before the step and it would take much space from the
- * chunks. An example are the copies that were made while the model was created. A smaller amount is kept, because the
- * step would have to map it again. */
+/* Returns memory of other tensors to the system, if they used it before the step and it would take much space from
+ * the chunks. For example, copies that were made while the model was created used such memory. A smaller amount is
+ * kept, because the step would have to map it again. */
 static void return_idle(ps_chunks *cs, const ps_trace *trace, int t)
 {
     if (tier_other(cs, t) - trace->other_peak[t] > cs->tiers[t].budget / IDLE_SHARE)
@@ -332,7 +332,8 @@ static int plan_failed(ps_chunks *cs, const ps_trace *trace, const request *r, i
     if (r->margin[u->tier] > 0) {
         int64_t spare = trace->spare[u->moment * PS_TIERS + u->tier];
         other += r->margin[u->tier];
-        /* If this is not the case, the chunk has no room while it moves to its tier. */
+        /* If the op would fit with `spare`, the reason for the failure is a chunk that moves through this tier and
+         * has no room. */
         if (at->budget - other - stay + spare < wanted) other -= spare;
     }
     int64_t left = at->budget - other - stay;

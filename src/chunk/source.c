@@ -23,7 +23,7 @@ struct ps_source_job {
     int32_t n;
     char *dst;
     int64_t nbytes;
-    /* (lock) protects the fields up to `done`.
+    /* The lock guards the fields up to `done`.
      * part: index of the first part that is not wholly taken
      * reading: number of threads that are reading */
     int32_t part, reading;
@@ -50,8 +50,9 @@ typedef struct reader {
 struct ps_source {
     pthread_mutex_t lock;
     pthread_cond_t work, ended;
-    bool stop;                  /* (lock) */
-    ps_source_job *first, *last;        /* (lock) queue of the jobs that have parts that no thread has taken */
+    bool stop;                  /* guarded by the lock */
+    /* first, last: the queue of the jobs that have parts that no thread has taken. The lock guards it. */
+    ps_source_job *first, *last;
     int n_readers;
     reader readers[THREADS];
 };
@@ -120,8 +121,8 @@ void source_copy(char *dst, const char *src, int64_t nbytes)
     copy_mapped(&(range){ &p, 0, 0, nbytes }, 0, dst);
 }
 
-/* Reads a piece of a part that begins at dst. Bytes that cannot be read without the page cache are copied from the
- * mapped pages, which also detect truncated files. */
+/* Reads a piece of a part that begins at dst. If bytes cannot be read with the page cache bypassed, they are copied
+ * from the mapped pages. The mapped pages also detect truncated files. */
 static void read_piece(const piece *x, char *dst, char *staging)
 {
     const ps_loans *loans = &x->part->loans;

@@ -429,7 +429,7 @@ int ps_engine_drop_grads(ps_ctx *ctx)
 int engine_drop_grads(ps_engine *e)
 {
     int result = 0;
-    /* Includes parameters of other ranks. Their owners restore the values. */
+    /* This also includes parameters of other ranks. Their owners restore the values. */
     if (e->zero) values_back(e);
     for (int32_t i = 0; i < e->n_params; i++) {
         param_rec *r = &e->params[i];

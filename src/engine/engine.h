@@ -29,7 +29,8 @@ typedef struct param_rec {
     /* place: tensor for the gradient in a gradient chunk, or NULL
      * host_place: a view of `place` on the host */
     ps_tensor *place, *host_place;
-    /* slot: a view of the memory of `param` that contains the gradient; NULL if the value must not be overwritten */
+    /* slot: a view of the memory of `param` that contains the gradient; NULL if the value must not be overwritten
+     * host_slot: the same view on the host, or NULL */
     ps_tensor *slot, *host_slot;
     /* addend: for PS_TP_PARTIAL, the section of partial_rec.sums for this gradient, in the shape of `param`;
      * otherwise NULL */

@@ -26,7 +26,7 @@ static int read_squares(ps_engine *e)
     return 0;
 }
 
-/* Sends the sums of squares of all parameters to every rank. */
+/* Makes the sums of squares of all parameters known to every rank. */
 static int share_squares(ps_engine *e)
 {
     if (!e->zero || e->step->dry) return 0;

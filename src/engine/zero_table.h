@@ -48,7 +48,7 @@ typedef struct ps_zero_table {
     /* Resets the number of final units in the stripe of the unit. */
     void (*unit_not_final)(ps_zero *z, int32_t unit);
     /* Sums values [n] over the ranks. Each rank passes the values that it owns, and 0 for all other values. At ZeRO
-     * stage 0 every rank owns all values, so the values do not change. */
+     * stage 0 every rank owns all values, so this call does not change them. */
     int (*sum_owned)(ps_zero *z, double *values, int32_t n);
     /* Called when values may have changed. Later reads gather again, and reductions in progress are discarded. */
     void (*forget)(ps_zero *z);

@@ -116,7 +116,7 @@ static void restore(ps_away *a, record *r)
 }
 
 /* -- offloading --------------------------------------------------------------------------------------------------- */
-/* Waits for the copies to the host of the previous round, and frees the memory on the device. */
+/* Waits for the copies of the previous round to the host, and frees the memory of that round on the device. */
 static void end_leaving(ps_away *a)
 {
     for (record *r = a->last, *prev; r && (r->here.block || r->dry != is_dry(a)); r = prev) {

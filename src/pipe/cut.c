@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * This file cuts a model into virtual stages. The simulated time of its schedule should be as short as possible. The
- * longest stage is not the only factor. Shorter first and last stages make the bubble smaller, and the sum over all
- * stages of a rank also matters.
+ * This file cuts a model into virtual stages so that the simulated time of its schedule is short. The longest stage
+ * is not the only factor. Shorter first and last stages make the bubble smaller, and the sum over all stages of a
+ * rank also matters.
  *
  * The method is iterated local search (Lourenco et al. 2003). A step moves one part from one virtual stage to
  * another, which shifts all cuts between the two stages by one part. The best step is made as long as it improves the

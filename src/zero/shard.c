@@ -385,7 +385,7 @@ static int touch(ps_shard *sh, stripe *st)
     if (st->pass != sh->step->pass) {
         PS_TRY(begin_pass(sh, st));
     } else {
-        /* Checks whether the list expects fewer uses. */
+        /* If this is true, the list expects fewer uses. */
         if (st->until >= 0 && st->uses >= st->until) go_on_without(sh);
         PS_TRY(open_stripe(sh, st));
     }
