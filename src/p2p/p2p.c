@@ -548,7 +548,7 @@ int ps_p2p_send(ps_p2p *p, int peer, int lane, const ps_p2p_tag *tag, const ps_p
     rc = table->post(p->comm, HEADERS, peer, true, &q->head, sizeof q->head, &q->head_post);
     if (rc == 0 && q->nbytes > 0 && q->head.place == HOST)
         rc = table->post(p->comm, lane, peer, true, q->bytes, q->nbytes, &q->body_post);
-    /* This ends the run, because possibly only the header was sent. */
+    /* An error here ends the run, because possibly only the header was sent. */
     if (rc < 0) return refused(q, rc);
     to->lanes[lane].sent++;
     p->bytes_sent += q->nbytes;

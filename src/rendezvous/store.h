@@ -38,8 +38,8 @@ typedef struct ps_store_rank {
     const ps_run *run;
     double timeout_s;                      /* for connecting, and for each later call */
 } ps_store_rank;
-/* Connects to the store of this run. Repeats this until the time is over. If another server answers (FOREIGN, below),
- * waits PS_STORE_FOREIGN_S seconds for it to end, and then fails. */
+/* Connects to the store of this run. Tries again until the time is over. If another server answers (FOREIGN, below),
+ * waits PS_STORE_FOREIGN_S seconds for the other server to end, and then fails. */
 int ps_store_connect(const char *host, int port, const ps_store_rank *me, ps_store **out);
 /* Tries to connect once, until ps_now() reaches `until`. Returns a negative error, or one of these values:
  *   REACHED       the store is in *out
@@ -68,7 +68,8 @@ int ps_store_get(ps_store *store, const char *key, double timeout_s, void *value
 /* Raises the fault of the server as the error of this thread. Returns 0 if there is no fault within PS_STORE_FAULT_S
  * seconds. */
 int ps_store_ask_fault(ps_store *store);
-/* This wait is needed because a rank that has closed a connection may be about to report a fault. */
+/* The number of seconds that ps_store_ask_fault waits for a fault. The wait is needed because a rank that has closed a
+ * connection may be about to report a fault. */
 #define PS_STORE_FAULT_S 0.3
 /* Sends a fault to all ranks, and ignores errors. */
 void ps_store_fault(ps_store *store, const char *text);
