@@ -1,10 +1,12 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Batches of rows, made ahead of the step: a background thread makes the rows of each epoch (rows.c) and copies them
- * into a ring of batches. A batch is a function of (examples, settings, epoch, row), so `ahead` does not change any
- * batch, and batches continue exactly at a position.
+ * Prepares batches of rows before a training step asks for them. A background thread makes the rows of each epoch
+ * (rows.c) and copies them into a ring of batches. A batch depends only on the examples, the settings, the epoch and
+ * the row at which the batch begins. Therefore the size of the ring (`ahead`) does not change any batch, and a run that
+ * resumes at a position gets the same batches.
  *
- * Threads: the maker owns the slot it fills, and nobody else touches that slot. The caller owns the oldest ready slot
- * until its next call. Everything marked (lock) changes under `lock` only. */
+ * Threads: the background thread owns the slot that it fills, and no other thread touches that slot. The caller owns
+ * the oldest ready slot until the caller's next call. The fields below the mark (lock) may change only while `lock` is
+ * held. */
 #define _GNU_SOURCE
 #include "base/alloc.h"
 #include "base/thread.h"
@@ -16,44 +18,45 @@ enum { STEPS = 8 };                     /* number of different padded lengths be
 
 typedef struct slot {
     ps_batch batch;
-    bool ends;                          /* the slot has no batch, but marks the end of an epoch */
+    bool ends;                          /* true if the slot marks the end of an epoch and contains no batch */
     void *memory;
-    int64_t room;                       /* size of the memory in bytes */
+    int64_t room;                       /* size of `memory` in bytes */
 } slot;
 
-/* The position of the next batch of all ranks, given by its first row. base: the row from which steps of
- * `accumulate` batches are counted. */
+/* The position of the next batch, counted over all ranks. `row` is the batch's first row. `base` is the row at which
+ * the count of steps begins. A step has `accumulate` batches. */
 typedef struct place { int64_t epoch, row, base; } place;
 
 struct ps_batches {
     ps_batches_config c;
-    ps_rows_config rows_config;         /* settings, whose lists are copies */
+    ps_rows_config rows_config;         /* the settings; its lists are copies that this struct owns */
     ps_examples *examples;              /* retained */
     int64_t global_batch;               /* rows of a batch on all ranks */
     int64_t step;                       /* rows of a step on all ranks */
     slot *ring;                         /* [ahead + 1] */
     pthread_mutex_t lock;
-    pthread_cond_t ready;               /* signalled when a slot or an epoch was made, or making failed */
-    pthread_cond_t wanted;              /* signalled when a slot is free, the position was set, or the thread must
-                                         * end */
+    pthread_cond_t ready;               /* signalled when a slot or an epoch's rows are made, or when making them
+                                         * fails */
+    pthread_cond_t wanted;              /* signalled when a slot is free, when the position is set, and when the thread
+                                         * must end */
     pthread_t thread;
     bool has_thread;
     /* (lock) */
-    int head, count;                    /* slots that are ready: head, head + 1, ... modulo ahead + 1 */
-    bool lent;                          /* the caller is using the oldest slot */
+    int head, count;                    /* number of ready slots; they are head, head + 1, ... modulo ahead + 1 */
+    bool lent;                          /* true while the caller uses the oldest slot */
     bool stop;
-    uint32_t generation;                /* number of calls of ps_batches_seek; a batch that was begun before a call
+    uint32_t generation;                /* number of calls of ps_batches_seek; a batch that was begun before such a call
                                          * is discarded */
-    place making;                       /* position of the batch that the thread makes next */
+    place making;                       /* position of the batch that the thread will make next */
     ps_rows *rows;                      /* rows of epoch `epoch`, retained */
     int64_t epoch;
     int64_t arranging;                  /* epoch whose rows the thread is making, or -1 */
-    ps_error_kept failed;               /* error of the batch at `making`; the call that returns it clears it */
+    ps_error_kept failed;               /* error of the batch at `making`; returning it to the caller clears it */
 };
 
 /* -- a batch ------------------------------------------------------------------------------------------------------- */
-/* Returns the length in tokens to which rows are padded if the longest row has `longest` tokens. The result is a
- * multiple of a step that grows with the length, so that only a few different lengths occur. */
+/* Returns the length, in tokens, to which the rows of a batch are padded. `longest` is the length of the longest row.
+ * The result is a multiple of a step that grows with the length. This way only a few different lengths occur. */
 static int64_t padded(const ps_batches *b, int64_t longest)
 {
     int64_t seq = b->rows_config.seq, step = b->c.multiple;
@@ -64,8 +67,8 @@ static int64_t padded(const ps_batches *b, int64_t longest)
     return n > 1 ? n : 1;
 }
 
-/* Finds this rank's first row of the batch at p, and the number of its rows. If the last batch is incomplete and is
- * not filled up, the ranks divide it as evenly as possible. */
+/* Finds this rank's first row in the batch at p, and the number of this rank's rows. An incomplete last batch that is
+ * not filled up is divided among the ranks as evenly as possible. */
 static void own_rows(const ps_batches *b, place p, int64_t total, int64_t *first, int64_t *n)
 {
     int64_t there = total - p.row < b->global_batch ? total - p.row : b->global_batch;
@@ -77,7 +80,7 @@ static void own_rows(const ps_batches *b, place p, int64_t total, int64_t *first
     *n = there * (b->c.rank + 1) / b->c.world_size - from;
 }
 
-/* Allocates memory for a slot's arrays of rows * length values. */
+/* Allocates a slot's arrays. Each array has rows * length values. */
 static int make_room(const ps_batches *b, slot *s, ps_rows_batch *fill)
 {
     int64_t size, nbytes;
@@ -117,8 +120,8 @@ static int make_batch(const ps_batches *b, const ps_rows *rows, int64_t total, p
     return 0;
 }
 
-/* Returns whether the thread can make the batch at `making`: its rows are there, and so are those that decide its
- * length and its end. The caller holds the lock. */
+/* Returns whether the thread can make the batch at `making`. The rows of the batch must exist, and so must the rows
+ * that decide the batch's length and whether the epoch ends. The caller holds the lock. */
 static bool has_rows(const ps_batches *b)
 {
     place p = b->making;
@@ -129,7 +132,8 @@ static bool has_rows(const ps_batches *b)
 }
 
 /* -- the background thread --------------------------------------------------------------------------------------- */
-/* Makes the rows of an epoch, and keeps them. The caller holds the lock; it is released while the rows are made. */
+/* Makes the rows of an epoch and stores them in b->rows. The caller holds the lock. The lock is released while the rows
+ * are made. */
 static int arrange(ps_batches *b, int64_t epoch)
 {
     ps_rows_config c = b->rows_config;
@@ -151,8 +155,8 @@ static int arrange(ps_batches *b, int64_t epoch)
     return rc;
 }
 
-/* Makes the next batch, or marks the end of the epoch. The caller holds the lock. If the position is set while a
- * batch is being made, the batch is discarded. */
+/* Makes the next batch, or marks the end of the epoch. The caller holds the lock. If ps_batches_seek is called while
+ * the batch is being made, the batch is discarded. */
 static void make_next(ps_batches *b)
 {
     uint32_t generation = b->generation;
@@ -267,7 +271,7 @@ int ps_batches_next(ps_batches *b, ps_batch *out)
         b->count--;
         pthread_cond_signal(&b->wanted);
     }
-    pthread_cond_signal(&b->wanted);                     /* rows may have grown */
+    pthread_cond_signal(&b->wanted);                     /* there may be more rows than before */
     while (!b->count && !b->failed.code && has_rows(b)) pthread_cond_wait(&b->ready, &b->lock);
     int rc;
     if (!b->count && !b->failed.code) {
@@ -277,7 +281,7 @@ int ps_batches_next(ps_batches *b, ps_batch *out)
         *out = s->batch;
         b->lent = true;
         rc = !s->ends;
-    } else {                            /* the batches before the bad one were returned first */
+    } else {                            /* all batches before the failed batch were returned first */
         rc = ps_error_again(&b->failed);
         b->failed.code = 0;
     }

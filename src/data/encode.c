@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Encodes texts to examples on several threads. The script's thread puts texts into a ring of jobs, and other threads
- * encode them. The script's thread stores the results in order when it needs the place of the oldest job, when it asks
- * for those that are done (ps_encoder_drain), or at the end. */
+ * Encodes texts into examples on several threads. The script's thread puts texts into a ring of jobs, and other threads
+ * encode them. The script's thread also stores the results, in the order of the texts. It stores results when the ring
+ * is full, when it calls ps_encoder_drain, and at the end. */
 #include "base/alloc.h"
 #include "base/thread.h"
 #include "data/examples.h"
@@ -11,20 +11,20 @@
 enum { MOST_ENCODERS = 64, PER_THREAD = 32 };
 enum { FREE, WAITS, DONE };
 
-typedef struct span { int64_t begin, end; } span;      /* half-open range of bytes of a text */
+typedef struct span { int64_t begin, end; } span;      /* a range of bytes of a text; `end` is exclusive */
 
 typedef struct job {
     int state;
-    int64_t index;                      /* index of the text among those that were put */
-    int64_t number;                     /* number of its example */
+    int64_t index;                      /* index of the text in the order in which texts were put */
+    int64_t number;                     /* number of the text's example */
     tok_bytes text;
-    span *message, *role, *trained;     /* [n_message], [n_role], [n_trained] ranges in `spans` */
+    span *message, *role, *trained;     /* byte ranges, stored in `spans`: [n_message], [n_role], [n_trained] */
     span *spans;
     int64_t n_message, n_role, n_trained, spans_room;
     int32_t whole, need;
     double weight;
-    ps_tok_lost lost;                   /* characters that its ids leave out */
-    tok_ints ids, ends, labels;         /* ends: end of each id's bytes, exclusive */
+    ps_tok_lost lost;                   /* the characters of the text for which there are no ids */
+    tok_ints ids, ends, labels;         /* ends: the end of each id's bytes, exclusive */
     int rc;
     ps_error_kept error;
 } job;
@@ -34,12 +34,11 @@ struct ps_encoder {
     ps_examples *examples;
     int32_t *special, *prefix, *suffix;
     int64_t n_special, n_prefix, n_suffix;
-    int flags;                          /* flags of ps_tok_encode, for whole texts */
+    int flags;                          /* flags of ps_tok_encode for texts that are encoded as a whole */
     int threads, started, ring;
-    int64_t put, taken, stored;         /* numbers of texts that were put, taken and stored; job i % ring belongs to
-                                         * text i */
-    ps_tok_lost lost;                   /* characters that the stored examples leave out */
-    int64_t failed;                     /* number of the example that failed, or -1 */
+    int64_t put, taken, stored;         /* number of texts that were put, taken and stored; text i uses job i % ring */
+    ps_tok_lost lost;                   /* the characters of the stored examples for which there are no ids */
+    int64_t failed;                     /* number of the example that failed, or -1 if none failed */
     job *jobs;
     bool stop;
     pthread_t thread[MOST_ENCODERS];
@@ -61,9 +60,9 @@ static bool is_special(const ps_encoder *c, int32_t id)
 
 static bool overlap(span a, span b) { return a.begin < b.end && b.begin < a.end; }
 
-/* Returns whether the template wrote a special token: none of the token's bytes is from a message, and a role that
- * overlaps the token is completely inside it. conversations.lua (`written`) implements the same rule, and
- * spec/data/packing_spec.lua compares the two. */
+/* Returns whether the template, and not a message, wrote a special token. The template wrote it if none of the token's
+ * bytes is from a message and if every role that overlaps the token is completely inside it. conversations.lua
+ * (`written`) implements the same rule. spec/data/packing_spec.lua compares the two implementations. */
 static bool is_own(const job *j, span token)
 {
     for (int64_t i = 0; i < j->n_message && j->message[i].begin < token.end; i++)
@@ -75,7 +74,7 @@ static bool is_own(const job *j, span token)
     return true;
 }
 
-/* Appends the ids of bytes begin .. end of the job's text. */
+/* Appends the ids of bytes [begin, end) of the job's text. */
 static int append(const ps_encoder *c, tok_state *st, job *j, int64_t begin, int64_t end, int flags)
 {
     if (begin >= end) return 0;
@@ -88,8 +87,9 @@ static int append(const ps_encoder *c, tok_state *st, job *j, int64_t begin, int
     return 0;
 }
 
-/* Encodes special tokens that a message spells as ordinary text: the text between the template's own special tokens
- * is encoded without special tokens. st contains the ids and offsets of the whole text. */
+/* Encodes special tokens in messages as ordinary text, so that a message cannot forge a special token. The text between
+ * two special tokens of the template is encoded without special tokens. `st` contains the ids and offsets of the whole
+ * text. */
 static int without_forged(const ps_encoder *c, tok_state *st, job *j)
 {
     size_t n = st->ids.n;
@@ -113,7 +113,8 @@ static int without_forged(const ps_encoder *c, tok_state *st, job *j)
     return rc;
 }
 
-/* Sets labels. A token that crosses a border of a trained range is trained if its last byte is inside the range. */
+/* Sets the labels. If a token is partly inside a trained range, the token is trained only if its last byte is inside
+ * the range. */
 static int label(job *j)
 {
     int64_t part = 0, trained = 0;
@@ -163,7 +164,7 @@ static void run(const ps_encoder *c, tok_state *st, job *j)
     st->lost = (ps_tok_lost){ 0 };
     j->rc = encode(c, st, j);
     j->lost = st->lost, j->lost.example = j->number;
-    if (j->rc < 0) ps_error_keep(&j->error);             /* the error message belongs to this thread */
+    if (j->rc < 0) ps_error_keep(&j->error);             /* an error message belongs to the thread that failed */
 }
 
 static void *work(void *arg)
@@ -186,7 +187,8 @@ static void *work(void *arg)
     return NULL;
 }
 
-/* Adds the characters that an example leaves out. The first one is that of the first example in the table. */
+/* Adds the lost characters of another example to `to`. The first lost character that is reported is the one of the
+ * first example in the table. */
 static void add_lost(ps_tok_lost *to, const ps_tok_lost *more)
 {
     ps_tok_lost sum = *more;
@@ -195,8 +197,8 @@ static void add_lost(ps_tok_lost *to, const ps_tok_lost *more)
     if (earlier) *to = sum;
 }
 
-/* Stores the oldest text's example. A text that failed remains the oldest one, so later calls return its error and not
- * that of a later text. */
+/* Stores the example of the oldest text. If a text failed, it remains the oldest text. This way later calls return its
+ * error again and not the error of a later text. */
 static int store(ps_encoder *c)
 {
     job *j = &c->jobs[c->stored % c->ring];

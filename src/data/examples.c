@@ -1,24 +1,25 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Examples as token ids, one after the other: in memory, or in a file that is written block by block while they are
- * added, and mapped afterwards. A token is 4 bytes, whose highest bit says that the token is not trained; examples with
- * labels or weights of their own have 12 bytes per token.
+ * Stores examples as token ids, one example after the other. They are in memory or in a file. The file is written block
+ * by block while examples are added, and is mapped when it is complete. A token has a record of 4 bytes. The highest
+ * bit of the record says that the token is not trained. If examples have labels or weights of their own, the record has
+ * 12 bytes.
  *
- * The file: head, records padded to 8 bytes, starts [count + 1], weights [count]. The file gets its name when
- * it is complete. */
+ * The file contains a head, the records (padded to a multiple of 8 bytes), the starts [count + 1] and the weights
+ * [count]. The file gets its final name when it is complete. */
 #include "data/examples.h"
 #include "base/alloc.h"
 #include <string.h>
 
-enum { BLOCK = 3 << 18 };               /* bytes of a block, a multiple of both record sizes */
+enum { BLOCK = 3 << 18 };               /* size of a block in bytes, a multiple of both record sizes */
 static const char MAGIC[8] = "PSEXAMP1";
 
-typedef struct head {                   /* The head of a file. It is little-endian, like every machine that this
-                                         * program supports. */
+typedef struct head {                   /* The head of a file, in little-endian byte order. All supported machines are
+                                         * little-endian. */
     char magic[8];
     uint64_t key[2];
     int64_t count, tokens, wide;
-    uint64_t hash;                      /* hash of records, starts and weights */
-    uint64_t sum;                       /* XXH3 of the preceding bytes */
+    uint64_t hash;                      /* hash of the records, the starts and the weights */
+    uint64_t sum;                       /* XXH3 of all bytes of the head before this field */
 } head;
 
 static int64_t padded(int64_t nbytes) { return (nbytes + 7) / 8 * 8; }
@@ -146,7 +147,7 @@ int ps_examples_gather(ps_examples *e, const ps_examples *from)
 }
 
 /* -- the file ------------------------------------------------------------------------------------------------------ */
-/* Sets pointers into the mapped file, whose head is valid. */
+/* Sets the pointers into the mapped file. The file's head must be valid. */
 static void point(ps_examples *e)
 {
     int64_t nbytes = padded(e->tokens * record_nbytes(e));
@@ -196,7 +197,8 @@ int ps_examples_finish(ps_examples *e)
     return 0;
 }
 
-/* Returns the hash of the records, starts and weights in a mapped file, as ps_examples_finish computes it. */
+/* Returns the hash of the records, starts and weights in a mapped file. ps_examples_finish computes the same hash when
+ * it writes the file. */
 static uint64_t hash_of(const ps_examples *e)
 {
     uint64_t hash = 0;

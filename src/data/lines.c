@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The lines of a text file of any size, by number. Opening reads the file once and records where every 64th row begins.
- * With a file of these marks, the next opening is immediate. A row is a line that is not blank. Bytes are read by read
- * calls, so that the file uses no memory, and a truncated or changed file is an error. */
+ * Gives access by number to the lines of a text file of any size. A row is a line that is not blank. Opening a file
+ * reads it once and records where every 64th row begins. These marks can be saved in a file of their own, and the next
+ * opening then reads only the marks. Rows are read by read calls and not through a map. Therefore the text file uses no
+ * memory, and a truncated or changed file causes an error and not a signal. */
 #include "base/alloc.h"
 #include "io/file.h"
 #include "ps.h"
@@ -13,18 +14,18 @@ enum { EACH = 64, BLOCK = 1 << 20, STEP = 1 << 14 };
 static const char MAGIC[8] = "PSLINES3";
 
 typedef struct mark {
-    int64_t at;             /* offset of the row's first byte in the file */
-    int64_t number;         /* line number, from 1, counting empty lines */
+    int64_t at;             /* offset in the file of the row's first byte */
+    int64_t number;         /* the row's line number; it begins at 1 and counts blank lines */
 } mark;
 
-typedef struct head {       /* The head of a file of marks. It is little-endian, like every machine that this program
-                             * supports. */
+typedef struct head {       /* The head of a file of marks, in little-endian byte order. All supported machines are
+                             * little-endian. */
     char magic[8];
     int64_t nbytes, written, changed, count, nmarks;
     uint64_t sum;           /* checksum of the fields above and of the marks (sum_of) */
 } head;
 
-/* Returns the checksum of a file of marks: XXH3 of the marks and of all other fields of the head. */
+/* Returns the XXH3 checksum of a file of marks. It covers the marks and all fields of the head except `sum`. */
 static uint64_t sum_of(const head *h, const mark *marks)
 {
     uint64_t both[2] = { ps_xxh3(h, offsetof(head, sum)), ps_xxh3(marks, h->nmarks * (int64_t)sizeof *marks) };
@@ -34,10 +35,10 @@ static uint64_t sum_of(const head *h, const mark *marks)
 struct ps_lines {
     ps_map map;
     int64_t count, nmarks, room;
-    mark *marks;            /* [room] marks of rows 0, EACH, 2 EACH, ... */
-    char *row;              /* [row_room] buffer with the bytes around the last row that was read */
+    mark *marks;            /* [room] the marks of rows 0, EACH, 2 * EACH, ... */
+    char *row;              /* [row_room] buffer that contains the last row that was read, and some bytes around it */
     int64_t row_room;
-    bool scanned;           /* the marks were made by reading the file */
+    bool scanned;           /* true if the marks were made by reading the text file */
 };
 
 static int note(ps_lines *l, int64_t at, int64_t number)
@@ -54,7 +55,7 @@ static int note(ps_lines *l, int64_t at, int64_t number)
     return 0;
 }
 
-/* Returns whether a line's bytes, without its newline, are only spaces, tabs and carriage returns. */
+/* Returns whether a line, without its newline, contains only spaces, tabs and carriage returns. */
 static bool is_blank(const char *line, int64_t nbytes)
 {
     int64_t i = 0;
@@ -62,7 +63,7 @@ static bool is_blank(const char *line, int64_t nbytes)
     return i == nbytes;
 }
 
-/* Returns the offset of the text's first byte, after a byte order mark. */
+/* Returns the offset of the first byte of the text. A byte order mark before the text is skipped. */
 static int64_t text_begin(const ps_lines *l)
 {
     char bom[3];
@@ -82,8 +83,8 @@ static int scan(ps_lines *l)
 {
     char *block = ps_alloc(BLOCK);
     if (!block) return ps_fail_nomem(BLOCK);
-    int64_t begin = text_begin(l), number = 1;      /* current line: offset of its first byte, and its number */
-    bool blank = true;                              /* all bytes of the current line in earlier blocks are blank */
+    int64_t begin = text_begin(l), number = 1;      /* offset of the current line's first byte, and the line's number */
+    bool blank = true;                              /* true if the current line has only blanks in earlier blocks */
     int rc = 0;
     for (int64_t at = begin; at < l->map.nbytes && rc >= 0; at += BLOCK) {
         int64_t n = l->map.nbytes - at < BLOCK ? l->map.nbytes - at : BLOCK;
@@ -100,14 +101,14 @@ static int scan(ps_lines *l)
         }
         blank = blank && is_blank(p, end - p);
     }
-    if (rc >= 0 && !blank) rc = note(l, begin, number);     /* a last line without a newline */
+    if (rc >= 0 && !blank) rc = note(l, begin, number);     /* the last line has no newline */
     ps_free(block);
     l->scanned = true;
     return rc;
 }
 
-/* Reads the marks from `index` if they belong to this file, and returns 1. Otherwise leaves the marks empty and
- * returns 0; the file is then scanned. */
+/* Reads the marks from the file `index`. Returns 1 if they belong to this text file. Otherwise leaves the marks empty
+ * and returns 0, and the caller scans the text file. */
 static int read_marks(ps_lines *l, const char *index)
 {
     ps_map map;
@@ -183,7 +184,7 @@ int ps_lines_save(const ps_lines *l, const char *index)
     return rc;
 }
 
-/* Makes room for n bytes of a row. */
+/* Makes room for n bytes in the row's buffer. */
 static int make_room(ps_lines *l, int64_t n)
 {
     if (n <= l->row_room) return 0;
@@ -206,20 +207,21 @@ int ps_lines_read(ps_lines *l, int64_t i, const char **text, int64_t *nbytes, in
     PS_TRY(unchanged(l));
     mark from = l->marks[i / EACH];
     int64_t wanted = i % EACH, at = from.at, line = from.number;
-    int64_t held = 0, begin = 0;                    /* bytes in l->row, from `at` on; index at which the current line
-                                                     * begins */
+    /* held: number of bytes in l->row; the first one is at offset `at` of the file. begin: index in l->row at which the
+     * current line begins. */
+    int64_t held = 0, begin = 0;
     for (int64_t looked = 0;;) {
         char *newline = held > looked ? memchr(l->row + looked, '\n', (size_t)(held - looked)) : NULL;
         bool at_end = at + held == l->map.nbytes;
         if (!newline && !at_end) {
-            if (begin) {                            /* the line moves to the front */
+            if (begin) {                            /* move the line to the start of the buffer */
                 memmove(l->row, l->row + begin, (size_t)(held - begin));
                 at += begin;
                 held -= begin;
                 begin = 0;
             }
             looked = held;
-            int64_t n = held < STEP ? STEP : held;  /* long lines are read in steps of doubling size */
+            int64_t n = held < STEP ? STEP : held;  /* double the size of each read, for long lines */
             if (n > l->map.nbytes - at - held) n = l->map.nbytes - at - held;
             PS_TRY(make_room(l, held + n));
             PS_TRY(ps_map_read(&l->map, at + held, l->row + held, n));

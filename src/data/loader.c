@@ -1,17 +1,19 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The loader: a background thread that copies batches from token shards and keeps a ring of them ready.
+ * The loader of token shards. A background thread copies batches from the shards and keeps a ring of batches ready.
  *
- * The tokens are the shards' concatenation within [first, last). An epoch is `windows` windows of seq + 1 tokens at
- * stride seq (a target is the next token, so neighbours share one). A shuffled epoch begins at a random offset in [0,
- * seq) and takes its windows in the order of a keyed bijection. Both depend on (seed, epoch) only. So a batch is a
- * function of (config, epoch, batch). There is no other state: a loader resumes exactly at a position, and `ahead` does
- * not change any batch.
+ * The loader reads the tokens [first, last) of the concatenated shards. It divides them into windows. A window has
+ * seq + 1 tokens, and consecutive windows begin seq tokens apart. They share one token, because the target of each
+ * token is the token after it. An epoch has `windows` windows. If epochs are shuffled, an epoch begins at a random
+ * offset in [0, seq), and a keyed bijection determines their order. The offset and the bijection depend only on the
+ * seed and the epoch. So a batch depends only on (config, epoch, batch). A loader has no other state. Therefore it
+ * resumes exactly at a position, and `ahead` does not change any batch.
  *
- * With several ranks, batches and positions equal those of one process whose batches have batch * world_size rows. Each
- * rank makes only its own rows of these batches, independent of the other ranks.
+ * If there are several ranks, their batches and positions equal those of one process whose batches have
+ * batch * world_size rows. Each rank makes only its own rows of these batches, and does not depend on other ranks.
  *
- * Threads: the maker owns the slot it fills, and nobody else touches that slot. The caller owns the oldest ready slot.
- * Counters and everything marked (lock) change under `lock` only. All memory is allocated in ps_loader_new. */
+ * Threads: the background thread owns the slot that it fills, and no other thread touches that slot. The caller owns
+ * the oldest ready slot. The counters and the fields below the mark (lock) may change only while `lock` is held. All
+ * memory is allocated in ps_loader_new. */
 #define _GNU_SOURCE
 #include "data/tokens.h"
 #include "base/alloc.h"
@@ -30,23 +32,23 @@ struct ps_loader {
     int n;
     ps_tokens **shards;         /* [n], retained */
     int64_t *starts;            /* [n + 1] index of each shard's first token in the concatenation */
-    int64_t windows, batches;   /* windows and batches per epoch, equal in all epochs and on all ranks */
-    int64_t global_batch;       /* rows of a batch on all ranks */
+    int64_t windows, batches;   /* number of windows and batches per epoch, equal in all epochs and on all ranks */
+    int64_t global_batch;       /* number of rows of a batch on all ranks together */
     int half_bits;              /* the bijection works on 2 * half_bits bits, the fewest that can hold `windows` */
     int32_t *ring;              /* [ahead][batch][seq + 1] */
     int64_t slot_numel;
     pthread_mutex_t lock;
-    pthread_cond_t ready;       /* signalled when a slot was filled, or filling failed */
-    pthread_cond_t wanted;      /* signalled when a slot is free, the position was set, or the loader ends */
+    pthread_cond_t ready;       /* signalled when a slot is filled, or when filling a slot fails */
+    pthread_cond_t wanted;      /* signalled when a slot is free, when the position is set, and when the loader ends */
     pthread_t thread;
     bool has_lock, has_thread;
     /* (lock) */
-    int head, count;            /* slots that are ready: head, head + 1, ... modulo ahead */
+    int head, count;            /* number of ready slots; they are head, head + 1, ... modulo ahead */
     bool stop;
-    uint32_t generation;        /* number of calls of set_position; a batch that was begun before a call is discarded */
-    ps_loader_position next;    /* position of the batch that the caller gets next */
-    ps_loader_position making;  /* position of the batch that the maker makes next */
-    ps_error_kept failed;       /* error of the batch at `making`; the maker then waits until the position is set */
+    uint32_t generation;        /* number of calls of set_position; a batch begun before such a call is discarded */
+    ps_loader_position next;    /* position of the batch that the caller will get next */
+    ps_loader_position making;  /* position of the batch that the thread will make next */
+    ps_error_kept failed;       /* error of the batch at `making`; the thread then waits for a new position */
 };
 
 /* -- which window ------------------------------------------------------------------------------------------------ */
@@ -63,7 +65,8 @@ static int64_t epoch_offset(const ps_loader *l, int64_t epoch)
     return (int64_t)((unsigned __int128)u * (uint64_t)l->c.seq >> 64);
 }
 
-/* Applies a bijection of [0, windows): a Feistel network on a power of four, repeated while the result is outside. */
+/* Applies a bijection of [0, windows) to `index`. It is a Feistel network on a domain whose size is a power of four.
+ * The network is applied again while the result is not below `windows`. */
 static int64_t shuffled(const ps_loader *l, int64_t epoch, int64_t index)
 {
     uint64_t mask = (UINT64_C(1) << l->half_bits) - 1, v = (uint64_t)index;
@@ -79,10 +82,10 @@ static int64_t shuffled(const ps_loader *l, int64_t epoch, int64_t index)
     return (int64_t)v;
 }
 
-/* Copies tokens [at, at + n) of the concatenation. */
+/* Copies tokens [at, at + n) of the concatenated shards to dst. */
 static int copy_tokens(const ps_loader *l, int64_t at, int64_t n, int32_t *dst)
 {
-    int low = 0, high = l->n - 1;           /* the last shard that begins at or before `at` */
+    int low = 0, high = l->n - 1;           /* search for the last shard that begins at or before `at` */
     while (low < high) {
         int mid = low + (high - low + 1) / 2;
         if (l->starts[mid] <= at) low = mid;
@@ -167,7 +170,7 @@ static int check_config(int n, ps_tokens *const *shards, const ps_loader_config 
     return 0;
 }
 
-/* Determines the range and the size of an epoch. `there` is the number of tokens in all shards. */
+/* Determines the range of tokens and the size of an epoch. `there` is the number of tokens in all shards. */
 static int plan(ps_loader *l, int64_t there)
 {
     ps_loader_config *c = &l->c;
@@ -175,7 +178,7 @@ static int plan(ps_loader *l, int64_t there)
     if (c->first < 0 || c->last < c->first || c->last > there)
         return ps_fail(PS_ERANGE, "a loader cannot read tokens [%lld, %lld): its files have %lld tokens",
                        (long long)c->first, (long long)c->last, (long long)there);
-    /* A shuffled epoch can begin up to seq - 1 tokens later and must still have all its windows. */
+    /* A shuffled epoch may begin up to seq - 1 tokens later. It must have all its windows in that case, too. */
     int64_t range = c->last - c->first, spare = c->shuffle ? c->seq : 1, need, slots, bytes;
     char ranks[48] = "";
     if (c->world_size > 1) snprintf(ranks, sizeof ranks, " on each of %d ranks", c->world_size);
@@ -191,8 +194,8 @@ static int plan(ps_loader *l, int64_t there)
     l->batches = l->windows / l->global_batch;
     l->half_bits = 1;
     while (l->windows > INT64_C(1) << (2 * l->half_bits)) l->half_bits++;
-    l->slot_numel = c->batch * (c->seq + 1);        /* at most 2 * need, since `need` never exceeds the amount of
-                                                     * data */
+    /* slot_numel is at most 2 * need and therefore cannot overflow, because `need` is at most the number of tokens. */
+    l->slot_numel = c->batch * (c->seq + 1);
     if (__builtin_mul_overflow(l->slot_numel, c->ahead, &slots) || __builtin_mul_overflow(slots, 4, &bytes))
         return ps_fail(PS_EINVAL, "a loader cannot prepare %d batches of %lld x %lld tokens ahead: they are too large; "
                        "lower ahead", c->ahead, (long long)c->batch, (long long)c->seq);
@@ -268,7 +271,7 @@ int ps_loader_next(ps_loader *l, int32_t *x, int32_t *y)
         return 0;
     }
     while (!l->count && !l->failed.code) pthread_cond_wait(&l->ready, &l->lock);
-    if (!l->count) {            /* the batches before the bad one were returned first */
+    if (!l->count) {            /* all batches before the failed batch were returned first */
         int rc = ps_error_again(&l->failed);
         pthread_mutex_unlock(&l->lock);
         return rc;
@@ -289,8 +292,8 @@ int ps_loader_next(ps_loader *l, int32_t *x, int32_t *y)
     return 1;
 }
 
-/* At the end of an epoch the position is (epoch, batches). The next call of ps_loader_next then returns 0, and after
- * it the next epoch begins. */
+/* At the end of an epoch the position is (epoch, batches). The next call of ps_loader_next returns 0 then, and the call
+ * after it returns the first batch of the next epoch. */
 int ps_loader_get_position(ps_loader *l, ps_loader_position *out)
 {
     PS_NEED(l);

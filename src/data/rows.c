@@ -1,38 +1,40 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The rows of an epoch: which examples they contain, in which order. Stride scheduling (Waldspurger and Weihl 1995)
- * selects the source of each example by weight: the examples of a source are due at times that are 1 / weight apart.
- * Within windows of the order, examples are packed by best fit, or sorted by length. A row depends only on the
- * examples, the settings and the epoch, not on batches or ranks. */
+ * Determines the rows of an epoch: the examples of each row, and the order of the rows. Sources have weights, and
+ * stride scheduling (Waldspurger and Weihl 1995) selects the source of each example. In this algorithm the examples of
+ * a source are due at times that are 1 / weight apart. The order of the examples is divided into windows. The examples
+ * of a window are packed by best fit or sorted by length. A row depends only on the examples, the settings and the
+ * epoch. It does not depend on batches or ranks. */
 #include "base/alloc.h"
 #include "base/philox.h"
 #include "data/examples.h"
 #include <stdlib.h>
 #include <string.h>
 
-enum { GROUP = 64 };                    /* number of rows of similar length that stay together when rows are grouped
-                                         * by length */
+enum { GROUP = 64 };                    /* number of rows of similar length that stay together when rows are grouped by
+                                         * length */
 
-typedef struct item { int32_t example; int64_t first, n; } item;     /* n tokens of an example, from token `first` on */
+typedef struct item { int32_t example; int64_t first, n; } item;     /* n tokens of an example, starting at `first` */
 
 struct ps_rows {
-    _Atomic int more;                   /* number of owners in addition to the first */
+    _Atomic int more;                   /* number of owners minus one */
     ps_examples *examples;              /* retained */
     bool packing;
     int64_t n_items, n_windows;
-    _Atomic int64_t n_rows;             /* a thread that makes batches reads these rows while others are added */
+    /* n_rows is atomic because a thread that makes batches reads rows while others are added. */
+    _Atomic int64_t n_rows;
     _Atomic bool complete;
-    ps_rows_config config;              /* without its lists */
-    int32_t *order;                     /* [places] examples, in order; freed when the rows are complete */
-    int64_t places, taken;              /* taken: places whose examples are in items, or left out */
-    int64_t arranged;                   /* items of complete windows */
+    ps_rows_config config;              /* the settings, without their lists */
+    int32_t *order;                     /* [places] the examples' numbers in order; freed when the rows are complete */
+    int64_t places, taken;              /* taken: number of places whose examples were made into items or left out */
+    int64_t arranged;                   /* number of items for which rows were made */
     item *items;
     int64_t *row;                       /* [n_rows + 1] index of each row's first item */
-    int64_t *windows;                   /* [n_windows + 1] index of each window's first row; script's thread */
+    int64_t *windows;                   /* [n_windows + 1] index of each window's first row; for the script's thread */
     ps_rows_info info;
 };
 
 /* -- order --------------------------------------------------------------------------------------------------------- */
-/* Returns a random number below n from a stream. */
+/* Returns random number i of the stream `stream`. It is at least 0 and less than n. */
 static int64_t draw(uint64_t seed, uint64_t stream, int64_t i, int64_t n)
 {
     ps_philox r = ps_philox4x32(seed, (uint64_t)i, stream);
@@ -40,7 +42,6 @@ static int64_t draw(uint64_t seed, uint64_t stream, int64_t i, int64_t n)
     return (int64_t)((unsigned __int128)x * (uint64_t)n >> 64);
 }
 
-/* Shuffles by the algorithm of Fisher and Yates. */
 static void shuffle(int32_t *order, int64_t n, uint64_t seed, uint64_t stream)
 {
     for (int64_t i = n - 1; i > 0; i--) {
@@ -104,7 +105,7 @@ static int take_all(const ps_rows_config *c, source *s, int64_t *taken, list *or
     return 0;
 }
 
-/* Makes the order of the epoch's examples. */
+/* Determines the order of the epoch's examples, and appends their numbers to `order`. */
 static int order_of(const ps_examples *e, const ps_rows_config *c, list *order)
 {
     source *s = ps_alloc0((size_t)c->n_sources * sizeof *s);
@@ -124,7 +125,8 @@ static int order_of(const ps_examples *e, const ps_rows_config *c, list *order)
 }
 
 /* -- lengths ------------------------------------------------------------------------------------------------------- */
-/* Returns the number of tokens of item `it` that a model must predict: its trained tokens, except the first token. */
+/* Returns the number of tokens of item `it` that a model must predict. These are the trained tokens except the item's
+ * first token. */
 static int64_t targets_of(const ps_examples *e, const item *it)
 {
     int64_t n = 0;
@@ -133,7 +135,8 @@ static int64_t targets_of(const ps_examples *e, const item *it)
     return n;
 }
 
-/* Truncates an example that is too long. Sets *keep to whether a row contains the example. */
+/* Truncates an example that is longer than a row, or leaves it out. Sets *keep to whether the example becomes part of a
+ * row. */
 static int cut(ps_rows *r, const ps_rows_config *c, int32_t example, item *it, bool *keep)
 {
     const ps_examples *e = r->examples;
@@ -153,7 +156,7 @@ static int cut(ps_rows *r, const ps_rows_config *c, int32_t example, item *it, b
     return 0;
 }
 
-/* Makes the items of the next examples in the order that are there. */
+/* Makes items of the next examples in the order. Stops at the first example that has not been put yet. */
 static int take_items(ps_rows *r)
 {
     const ps_examples *e = r->examples;
@@ -168,8 +171,8 @@ static int take_items(ps_rows *r)
 /* -- packing ------------------------------------------------------------------------------------------------------- */
 typedef struct bin { int64_t left, earliest; int32_t next; } bin;    /* next: next bin with the same free room, or -1 */
 
-/* Bins, grouped by their free room. Each amount of room has a stack of bins, and a bit that is set if the stack is
- * not empty. */
+/* The bins, grouped by their free room. There is a stack of bins for each amount of room. A bit in `there` is set if
+ * the stack for that amount is not empty. */
 typedef struct bins { bin *all; int64_t n; int32_t *top; uint64_t *there; int64_t seq; } bins;
 
 static void stack_push(bins *b, int32_t i)
@@ -180,7 +183,8 @@ static void stack_push(bins *b, int32_t i)
     b->there[left / 64] |= (uint64_t)1 << left % 64;
 }
 
-/* Pops a bin with the least room of at least n, or returns -1 if there is none. */
+/* Removes and returns a bin that has at least n tokens of free room, and as little more as possible. Returns -1 if
+ * there is none. */
 static int32_t stack_pop(bins *b, int64_t n)
 {
     int64_t word = n / 64, words = b->seq / 64 + 1;
@@ -194,8 +198,7 @@ static int32_t stack_pop(bins *b, int64_t n)
     return i;
 }
 
-typedef struct place { int64_t n, at; int32_t row; } place;          /* an item of a window: its length, index and
-                                                                      * bin */
+typedef struct place { int64_t n, at; int32_t row; } place;          /* an item's length, index in its window, bin */
 
 static int longer_first(const void *a, const void *b)
 {
@@ -210,8 +213,9 @@ static int by_row(const void *a, const void *b)
     return x->at < y->at ? -1 : 1;
 }
 
-/* Packs the n items of a window, the longest first, each into the fullest bin in which it fits. Rows are in the
- * order of their earliest items, and the items of a row keep their order. */
+/* Packs the n items of a window into rows. It takes the items from the longest to the shortest, and puts each into the
+ * fullest bin that still has room for it. Each bin becomes a row. The rows are in the order of their earliest items,
+ * and the items of a row keep their order. */
 static int64_t pack_window(bins *b, item *items, int64_t n, place *places, item *sorted, int64_t *row)
 {
     b->n = 0;
@@ -241,7 +245,7 @@ static int64_t pack_window(bins *b, item *items, int64_t n, place *places, item 
     return rows;
 }
 
-/* Sorts the items of a window by length and shuffles groups of them. */
+/* Sorts the items of a window by length, and shuffles groups of GROUP items. */
 static void group_window(const ps_rows_config *c, item *items, int64_t n, int64_t window, place *places, item *sorted)
 {
     int64_t groups = (n + GROUP - 1) / GROUP, to = 0;
@@ -259,7 +263,7 @@ static void group_window(const ps_rows_config *c, item *items, int64_t n, int64_
     memcpy(items, sorted, (size_t)n * sizeof *items);
 }
 
-/* Memory for the items of a window. */
+/* Scratch memory for the items of one window. */
 typedef struct desk { bins bins; place *places; item *sorted; } desk;
 
 static void desk_free(desk *d)
@@ -284,8 +288,9 @@ static int desk_new(const ps_rows_config *c, int64_t most, desk *d)
     return ps_fail_nomem((size_t)(most + 1) * (sizeof *d->places + sizeof *d->sorted + sizeof *d->bins.all));
 }
 
-/* Makes rows of n items from `first` on, which are a window or, without packing and grouping, a part of one. A row's
- * end is written before n_rows says that the row is there. */
+/* Makes rows of n items, starting at item `first`. The items are a whole window or, without packing and grouping, part
+ * of a window. The end of each row is written before n_rows is increased, because another thread may read all rows
+ * below n_rows. */
 static void add_rows(ps_rows *r, desk *d, int64_t first, int64_t n)
 {
     const ps_rows_config *c = &r->config;
@@ -297,7 +302,7 @@ static void add_rows(ps_rows *r, desk *d, int64_t first, int64_t n)
     r->n_rows = at + rows;
 }
 
-/* Makes the rows of all items whose window is complete, or of all items. */
+/* Makes the rows of all items whose window is complete. If all examples were taken, makes the rows of all items. */
 static int arrange(ps_rows *r)
 {
     const ps_rows_config *c = &r->config;
@@ -342,11 +347,11 @@ static int check(const ps_examples *e, const ps_rows_config *c)
                    (long long)e->count);
 }
 
-/* Adds the rows of the examples that are there. */
+/* Adds the rows of the examples that were put since the last call. */
 static int grow(ps_rows *r)
 {
     if (r->complete) return 0;
-    int rc = take_items(r), arranged = arrange(r);      /* rows before an example that is too long are there */
+    int rc = take_items(r), arranged = arrange(r);      /* rows before an example that is too long are also made */
     r->info.examples = r->n_items, r->info.rows = r->n_rows, r->info.windows = r->n_windows, r->info.taken = r->taken;
     PS_TRY(rc);
     PS_TRY(arranged);
@@ -357,7 +362,7 @@ static int grow(ps_rows *r)
     return 0;
 }
 
-/* Makes rows that contain no example yet. */
+/* Makes a ps_rows that has an order but no rows yet. */
 static int begin(ps_examples *e, const ps_rows_config *c, ps_rows **out)
 {
     PS_TRY(check(e, c));
@@ -430,7 +435,7 @@ int ps_rows_window(const ps_rows *r, int64_t row, int64_t *window, int64_t *with
     if (row < 0 || row > r->n_rows)
         return ps_fail(PS_ERANGE, "there is no row %lld: there are %lld rows", (long long)row, (long long)r->n_rows);
     int64_t low = 0, high = r->n_windows;
-    while (low < high) {                             /* the last window that begins at or before this row */
+    while (low < high) {                             /* search for the last window that begins at or before this row */
         int64_t middle = (low + high + 1) / 2;
         if (r->windows[middle] <= row) low = middle;
         else high = middle - 1;
@@ -468,7 +473,7 @@ int64_t ps_rows_longest(const ps_rows *r, int64_t first, int64_t n)
     return most;
 }
 
-/* Copies an item into a row of a batch, from position `at` on. If `filler` is true, the item's weight is 0. */
+/* Copies an item into a row of a batch, starting at position `at`. If `filler` is true, the item's weight is 0. */
 static void put_item(const ps_examples *e, const item *it, int32_t segment, bool filler, const ps_rows_batch *b,
                      int64_t at, bool packed)
 {

@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Scattered examples: examples that are put by number, in any order, and that stay where they are. Rows that grow
- * (rows.c) and their batches read those that are there while the script's thread puts others. */
+ * Scattered examples: examples that are put by number, in any order. Their records never move. So rows that grow
+ * (rows.c) and their batches can read the examples that were put, while the script's thread puts other examples. */
 #include "base/alloc.h"
 #include "base/grow.h"
 #include "data/examples.h"
 
-enum { POOL = 1 << 20 };                /* bytes of a pool, unless an example is larger */
+enum { POOL = 1 << 20 };                /* size of a pool in bytes; a larger example gets a pool of its own size */
 
 int ps_examples_scattered(int64_t count, int wide, ps_examples **out)
 {
@@ -28,7 +28,7 @@ int ps_examples_scattered(int64_t count, int wide, ps_examples **out)
     return 0;
 }
 
-/* Returns memory for records in a pool. */
+/* Reserves nbytes bytes for records in the last pool, or in a new pool if the last one is full. */
 static int reserve(ps_examples *e, int64_t nbytes, uint8_t **out)
 {
     if (e->n_pools == 0 || e->in_pool + nbytes > e->pool_nbytes) {

@@ -1,15 +1,15 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Normalizes text for BERT (Devlin et al. 2018, tokenization.py). The order of the steps and the classes of characters
- * are those of the package tokenizers. Control characters are removed, Chinese characters become words of their own,
- * accents are removed, and letters become lower case. White space and punctuation separate words. */
+ * Normalizes text for BERT (Devlin et al. 2018, tokenization.py). It removes control characters, makes each Chinese
+ * character a word of its own, removes accents, and changes letters to lower case. White space and punctuation separate
+ * words. The order of the steps and the classes of characters are those of the package tokenizers. */
 #include "data/tok.h"
 #include "data/tok_unicode.h"
 #include "base/text.h"
 #include <stdlib.h>
 #include <utf8proc.h>
 
-typedef struct letter { uint32_t c; int32_t class, begin, end; } letter;    /* class: canonical combining class */
-enum { PENDING = 64 };              /* maximum number of successive marks that are ordered together; longer runs are
+typedef struct letter { uint32_t c; int32_t class, begin, end; } letter;    /* class: the canonical combining class */
+enum { PENDING = 64 };              /* maximum number of successive marks that are sorted together; a longer run is
                                      * divided */
 
 static const tok_range *range_of(const tok_range *ranges, size_t n, uint32_t c)
@@ -24,7 +24,7 @@ static const tok_range *range_of(const tok_range *ranges, size_t n, uint32_t c)
 }
 #define IN(ranges, c) (range_of(ranges, sizeof(ranges) / sizeof *(ranges), c) != NULL)
 
-static bool is_space(uint32_t c)    /* White_Space */
+static bool is_space(uint32_t c)    /* the Unicode property White_Space */
 {
     if (c < 0x80) return c == ' ' || (c >= 9 && c <= 13);
     return c == 0x85 || c == 0xa0 || c == 0x1680 || (c >= 0x2000 && c <= 0x200a) || c == 0x2028 || c == 0x2029 ||
@@ -48,7 +48,7 @@ static int emit(const ps_tok *t, tok_text *out, uint32_t c, int32_t begin, int32
 {
     uint8_t bytes[4];
     if (t->lower_case) {
-        if (c == 0x130) {           /* the only letter whose lower case has two characters */
+        if (c == 0x130) {           /* the only letter whose lower-case form has two code points */
             PS_TRY(tok_text_add(out, "i", 1, begin, end));
             c = 0x307;
         } else {
@@ -59,7 +59,7 @@ static int emit(const ps_tok *t, tok_text *out, uint32_t c, int32_t begin, int32
     return tok_text_add(out, bytes, (size_t)tok_utf8_put(c, bytes), begin, end);
 }
 
-/* Sorts marks into canonical order, then removes accents. */
+/* Sorts the pending marks into canonical order, removes accents, and writes the other characters to `out`. */
 static int flush(const ps_tok *t, tok_text *out, letter *l, int *n)
 {
     for (int i = 1; i < *n; i++)

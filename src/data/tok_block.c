@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Encodes long texts and JSON lines to ids on several threads. A text is split only at positions that no word of a
- * known pattern crosses: after the end of a line, between two ASCII characters that are not blanks. So the ids are
- * those of the whole text. If a word, a normalizer or an added token can cross such a position, the text is not
- * split. */
+ * Encodes long texts and JSON lines to ids on several threads. The ids must be the same as for the whole text.
+ * Therefore a text is split only at the end of a line, between two ASCII characters that are not blanks. No word of a
+ * known pattern crosses such a position. If a word, a normalizer or an added token could cross such a position, the
+ * text is not split. */
 #define _GNU_SOURCE
 #include "data/tok.h"
 #include "base/alloc.h"
@@ -19,8 +19,9 @@ typedef struct part {
     const ps_tok_block *block;
     const uint8_t *s;
     size_t n;
-    bool continued;             /* the text continues an earlier section */
-    int64_t lines;              /* number of lines that were read, including a line that failed; 1 for a text */
+    bool continued;             /* true if the text continues an earlier section */
+    int64_t lines;              /* number of lines that were read, including a line that failed; 1 if there is no
+                                 * `field` */
     tok_state state;
     int rc;
     ps_error_kept error;
@@ -28,7 +29,7 @@ typedef struct part {
     bool started;
 } part;
 
-/* Returns the first position at or after `from` where a text can be split, or n if there is none. */
+/* Returns the first position at or after `from` where a text may be split, or n if there is none. */
 static size_t cut_after(const uint8_t *s, size_t n, size_t from)
 {
     for (size_t i = from < 2 ? 2 : from; i < n; i++) {
@@ -40,7 +41,7 @@ static size_t cut_after(const uint8_t *s, size_t n, size_t from)
     return n;
 }
 
-/* Returns the last position before n where a text can be split, or 0 if there is none. */
+/* Returns the last position before n where a text may be split, or 0 if there is none. */
 static size_t cut_before(const uint8_t *s, size_t n)
 {
     for (size_t i = n; i > 2; i--)
@@ -49,8 +50,8 @@ static size_t cut_before(const uint8_t *s, size_t n)
     return 0;
 }
 
-/* Returns true if a text has the same ids whether it is encoded in sections or as a whole. PLAIN means that the
- * text is not searched for special tokens. */
+/* Returns whether a text that is encoded in sections gets the same ids as a text that is encoded as a whole. If `flags`
+ * contains PLAIN, special tokens are not searched in the text. */
 static bool may_cut(const ps_tok *t, int flags)
 {
     if (t->model == TOK_BPE && (!t->n_splits || !t->cuts || t->metaspace)) return false;
@@ -59,8 +60,8 @@ static bool may_cut(const ps_tok *t, int flags)
         const tok_added *a = &t->added[i];
         if (flags & PS_TOK_PLAIN && a->flags & PS_TOK_SPECIAL) continue;
         if (a->flags & PS_TOK_LSTRIP || memchr(a->s, '\n', a->n)) return false;
-        if (t->model == TOK_WORDPIECE && memchr(a->s, ' ', a->n)) return false;      /* the blank may become the end
-                                                                                      * of a line */
+        /* A blank in the token may become the end of a line. */
+        if (t->model == TOK_WORDPIECE && memchr(a->s, ' ', a->n)) return false;
     }
     return true;
 }
@@ -72,7 +73,7 @@ static size_t line_after(const uint8_t *s, size_t n, size_t from)
 }
 
 /* -- JSON lines --------------------------------------------------------------------------------------------------- */
-/* Finds the document of a line, the string with the key `field`, and stores it in j->text. */
+/* Finds the document of a line and stores it in j->text. The document is the string with the key `field`. */
 static int document(tok_json *j, const char *field)
 {
     size_t n = strlen(field);
@@ -103,9 +104,9 @@ static int json_lines(part *p)
         next = line_after(p->s, p->n, at);
         p->lines++;
         j.first = j.at = p->s + at, j.end = p->s + next;
-        j.at += ps_bom(j.at, j.end - j.at);         /* position in a file's first line */
+        j.at += ps_bom(j.at, j.end - j.at);         /* a byte order mark is allowed in a file's first line */
         while (j.at < j.end && (*j.at <= ' ')) j.at++;
-        if (j.at == j.end) continue;                /* an empty line */
+        if (j.at == j.end) continue;                /* skip an empty line */
         rc = document(&j, p->block->field);
         if (rc == PS_EFORMAT) ps_error_prefix("a line must be an object whose '%s' is a string: ", p->block->field);
         if (rc == 0 && p->block->mark >= 0) rc = tok_ints_add(&p->state.ids, p->block->mark);
@@ -122,11 +123,11 @@ static void *work(void *arg)
     part *p = arg;
     p->state.continued = p->continued;
     p->rc = p->block->field ? json_lines(p) : tok_encode(p->t, &p->state, p->s, p->n, p->block->flags);
-    if (p->rc < 0) ps_error_keep(&p->error);         /* the message belongs to this thread */
+    if (p->rc < 0) ps_error_keep(&p->error);         /* an error message belongs to the thread that failed */
     return NULL;
 }
 
-/* Divides [0, n) into `count` parts of about the same size. Returns the number of parts. */
+/* Divides [0, n) into at most `count` parts of about the same size. Returns the number of parts. */
 static int divide(part *parts, int count, const uint8_t *s, size_t n, bool lines)
 {
     size_t at = 0;
@@ -147,7 +148,7 @@ static int run(ps_tok *t, ps_tok_block *block, part *parts, int n)
         if (!block->field) parts[i].continued = i || block->line, parts[i].lines = 1;
         parts[i].started = i + 1 < n && ps_thread_start(&parts[i].thread, work, &parts[i]) == 0;
     }
-    /* this thread encodes the last part, and the parts for which no thread was started */
+    /* This thread encodes the last part, and also the parts for which no thread was started. */
     for (int i = n - 1; i >= 0; i--) if (!parts[i].started) work(&parts[i]);
     int failed = -1;
     for (int i = 0; i < n; i++) if (parts[i].started) pthread_join(parts[i].thread, NULL);
@@ -165,7 +166,7 @@ static int run(ps_tok *t, ps_tok_block *block, part *parts, int n)
     tok_ints *ids = &t->state.ids;
     for (int i = 0; i < n; i++) {
         ps_tok_lost *lost = &parts[i].state.lost;
-        if (lost->line) lost->line += block->line;      /* it was counted within the part */
+        if (lost->line) lost->line += block->line;      /* the line was counted from the part's beginning */
         tok_lost_add(&t->state.lost, lost);
         block->line += parts[i].lines;
     }

@@ -1,9 +1,12 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Byte-pair encoding of words (Sennrich et al. 2016). Of all neighbours that a merge can join, those with the lowest
- * rank become one token, the leftmost first, until none is left. Three methods compute the same ids. A short word
- * searches all its pairs each time. A long word keeps its pairs in lists by rank, which a tree of bits finds, so that
- * the time is proportional to the length. If the merges are not ordered (tok_merges.ordered), the pairs are in a heap.
- * A cache keeps the results of short words. */
+ * Byte-pair encoding of words (Sennrich et al. 2016). Encoding a word repeatedly joins two neighbouring tokens into
+ * one. It always joins the pair whose merge has the lowest rank, and the leftmost of equal pairs. It ends when no merge
+ * applies.
+ *
+ * Three methods compute the same ids. For a short word, all pairs are searched each time. For a long word, the pairs
+ * are in one list per rank, and a tree of bits finds the lowest rank that has a pair. So the time is proportional to
+ * the length of the word. If the merges are not ordered (tok_merges.ordered), the pairs of a long word are in a heap. A
+ * cache stores the ids of short words. */
 #include "data/tok.h"
 #include "base/alloc.h"
 #include "base/text.h"
@@ -12,29 +15,30 @@
 
 enum { SHORT = 32, LEVELS = 4, CACHE_BITS = 15, CACHED_BYTES = 16, CACHED_IDS = 10, NO_RANK = INT32_MAX, PART = 2048 };
 
-typedef struct symbol { int32_t id, from, to; } symbol;             /* byte range of the word */
+typedef struct symbol { int32_t id, from, to; } symbol;             /* from, to: the range of bytes in the word */
 typedef struct symbols { symbol *at; int32_t n, room; } symbols;
 typedef struct pair { int32_t rank, id; } pair;
-/* n_bytes is 0 if the entry is free */
+/* One entry of the cache. n_bytes is 0 if the entry is free. */
 typedef struct cached { uint64_t key[2]; uint8_t n_bytes, n_ids; int32_t ids[CACHED_IDS]; } cached;
-/* a pair in the list of its rank, given by its left symbol */
+/* An entry of a rank's list. `at` is the left symbol of a pair. */
 typedef struct waiting { int32_t at, next; } waiting;
 
 struct tok_bpe {
     cached *cache;              /* [1 << CACHE_BITS] */
-    bool dropped;               /* a character of the word was omitted */
-    int32_t room;               /* capacity of the four lists, in symbols of a long word */
+    bool dropped;               /* true if a character of the word was omitted */
+    int32_t room;               /* capacity of the next four arrays: the maximum number of symbols of a long word */
     symbol *sym;
-    int32_t *prev, *next;       /* -1: none */
+    int32_t *prev, *next;       /* index of the neighbour, or -1 */
     int32_t *sorted;
-    symbols done, patch, pairs; /* for a long word: its tokens; tokens of a seam that is being corrected; tokens of
-                                 * two neighbours */
-    waiting *pool;              /* entries of the lists by rank; unused entries are in the list `spare` */
+    /* For a long word: its tokens; the new tokens around a seam that is corrected; the tokens of two neighbours. */
+    symbols done, patch, pairs;
+    waiting *pool;              /* entries of the lists by rank; free entries are in the list `spare` */
     int32_t n_pool, room_pool, spare;
     int32_t *head, *tail;       /* [merges.count] -1 if the list is empty; all lists are empty between words */
-    uint64_t *bits[LEVELS];     /* level 0: a bit for each rank whose list is not empty; higher levels: a bit for
-                                 * each nonzero word of the level below */
-    uint64_t *heap;             /* entries rank << 32 | left symbol */
+    /* In level 0, a bit is set for each rank whose list is not empty. In a higher level, a bit is set for each word of
+     * the level below that is not 0. */
+    uint64_t *bits[LEVELS];
+    uint64_t *heap;             /* an entry is rank << 32 | left symbol */
     int32_t n_heap, room_heap;
 };
 
@@ -47,8 +51,9 @@ static inline pair find(const tok_merges *m, int32_t a, int32_t b)
 }
 
 /* -- a word's first symbols -------------------------------------------------------------------------------------- */
-/* Makes the symbols of a word whose tokens spell characters. A character without a token becomes the tokens of its
- * bytes, or the unknown token, or is omitted. An incomplete character is treated as bytes. */
+/* Makes the symbols of a word whose tokens spell characters. If a character has no token, it becomes the tokens of its
+ * bytes or the unknown token, or it is omitted. The bytes of an incomplete character are treated as single
+ * characters. */
 static int32_t begin_characters(const ps_tok *t, tok_bpe *b, tok_span word, symbol *sym)
 {
     int32_t n = 0;
@@ -71,8 +76,8 @@ static int32_t begin_characters(const ps_tok *t, tok_bpe *b, tok_span word, symb
     return n;
 }
 
-/* Makes the symbols of a word and returns their number. `sym` has room for one symbol per byte. A byte without a
- * token becomes the unknown token, or is omitted. */
+/* Makes the symbols of a word and returns their number. `sym` has room for one symbol per byte. A byte without a token
+ * becomes the unknown token or is omitted. */
 static int32_t begin_word(const ps_tok *t, tok_bpe *b, tok_span word, symbol *sym)
 {
     int32_t n = 0;
@@ -86,7 +91,7 @@ static int32_t begin_word(const ps_tok *t, tok_bpe *b, tok_span word, symbol *sy
     return n;
 }
 
-/* Returns whether the vocabulary has tokens for a character of `len` bytes, or for its bytes. */
+/* Returns whether the vocabulary has a token for a character of `len` bytes, or tokens for its bytes. */
 static bool can_spell(const ps_tok *t, const uint8_t *s, size_t len)
 {
     if (!t->byte_level && tok_vocab_find(&t->vocab, s, len) >= 0) return true;
@@ -95,7 +100,7 @@ static bool can_spell(const ps_tok *t, const uint8_t *s, size_t len)
     return all;
 }
 
-/* Counts the characters of a word that were omitted. Called only if there are any. */
+/* Counts the characters of a word that were omitted. It is called only for words with omitted characters. */
 static void count_lost(const ps_tok *t, tok_state *st, tok_span word)
 {
     ps_tok_lost lost = { 0 };
@@ -111,7 +116,8 @@ static void count_lost(const ps_tok *t, tok_state *st, tok_span word)
     tok_lost_add(&st->lost, &lost);
 }
 
-/* Appends a token's id, and the range of the original text that it covers, in whole characters. */
+/* Appends a token's id. If offsets were requested, also appends the range of the original text that the token covers.
+ * The range is extended to whole characters. */
 static int put(const ps_tok *t, tok_state *st, tok_span word, const symbol *s)
 {
     if (!st->mapped) return tok_ints_add(&st->ids, s->id);
@@ -124,7 +130,7 @@ static int put(const ps_tok *t, tok_state *st, tok_span word, const symbol *s)
     while (from > 0 && (word.s[from] & 0xc0) == 0x80) from--;
     while (to < word.n && (word.s[to] & 0xc0) == 0x80) to++;
     int32_t begin = tok_begin(&word, from), end = tok_end(&word, to - 1);
-    if (t->trim_offsets) {              /* as the package tokenizers does (process_offsets) */
+    if (t->trim_offsets) {              /* like process_offsets of the package tokenizers */
         bool kept = t->keep_first && (!st->ids.n || !begin);
         if (lead && !kept) begin = inner < end ? inner : end;
         if (trail) end = outer > begin ? outer : begin;
@@ -203,8 +209,8 @@ static void clear_bit(tok_bpe *b, uint32_t r)
         if (b->bits[level][r >> 6] &= ~(1ull << (r & 63))) return;
 }
 
-/* Returns the lowest rank whose list is not empty, or -1 if there is none. Level 3 is one word, because 64^4 is more
- * than the largest possible number of ranks. */
+/* Returns the lowest rank whose list is not empty, or -1 if all lists are empty. Level 3 is a single word, because 64^4
+ * is more than the largest possible number of ranks. */
 static int32_t lowest(const tok_bpe *b)
 {
     uint32_t r = 0;
@@ -235,7 +241,8 @@ static int wait_in_list(tok_bpe *b, const tok_merges *m, int32_t at)
     return 0;
 }
 
-/* Returns the token into which the pair at `at` merges if the pair still has this rank, else -1. */
+/* Returns the token into which the pair at `at` merges. Returns -1 if the pair no longer exists or its rank is no
+ * longer `rank`. */
 static int32_t still_there(const tok_bpe *b, const tok_merges *m, int32_t at, int32_t rank)
 {
     int32_t right = b->next[at];
@@ -264,7 +271,8 @@ static int ascending(const void *a, const void *b)
     return x < y ? -1 : x > y;
 }
 
-/* Sorts a list. If three equal symbols follow each other, two pairs overlap, and the leftmost pair must be first. */
+/* Sorts a rank's list by position. The order matters for three equal symbols in succession: they contain two
+ * overlapping pairs, and the leftmost pair must be merged first. */
 static int sort_list(tok_bpe *b, int32_t rank)
 {
     int32_t n = 0, last = -1;
@@ -281,8 +289,8 @@ static int sort_list(tok_bpe *b, int32_t rank)
     return 0;
 }
 
-/* Merges by lists. A merge of one rank only makes pairs of higher ranks (tok_merges.ordered), so a rank's list is
- * complete when it is processed. */
+/* Merges a long word with the lists. A merge makes only pairs that have higher ranks (tok_merges.ordered). So a rank's
+ * list is complete when it is processed. */
 static int merge_by_lists(tok_bpe *b, const tok_merges *m, int32_t n)
 {
     for (int32_t i = 0; i + 1 < n; i++) PS_TRY(wait_in_list(b, m, i));
@@ -302,7 +310,7 @@ static int merge_by_lists(tok_bpe *b, const tok_merges *m, int32_t n)
     return 0;
 }
 
-/* Empties the lists that an error has left, so that the next word begins without them. */
+/* Empties the lists after an error, because the lists must be empty when the next word begins. */
 static void drop_lists(tok_bpe *b)
 {
     for (int32_t r; (r = lowest(b)) >= 0;) {
@@ -370,7 +378,7 @@ static int add_symbol(symbols *list, symbol one)
     return 0;
 }
 
-/* Appends to `out` the tokens of bytes [from, to) of a word. */
+/* Merges bytes [from, to) of a word, and appends their tokens to `out`. */
 static int merge_part(const ps_tok *t, tok_bpe *b, tok_span word, size_t from, size_t to, symbols *out)
 {
     symbol few[SHORT];
@@ -394,11 +402,11 @@ static int merge_part(const ps_tok *t, tok_bpe *b, tok_span word, size_t from, s
 
 /* -- very long words, in parts that fit a cache of the processor ---------------------------------------------------
  *
- * Merging the parts separately gives the same tokens as merging the whole word if no merge crosses a seam. Until the
- * first merge that crosses a seam, the two tokens at the seam are merged as if they were the whole word. The
- * crossing merge would therefore also occur if only these two tokens were merged. So the tokens equal those of the
- * whole word if every two neighbours, merged without other tokens, stay two tokens. Neighbours within a part always
- * stay two tokens. */
+ * A very long word is cut into parts, and each part is merged separately. The border of two parts is called a seam. The
+ * tokens are those of the whole word if no merge of the whole word crosses a seam. The following test finds that out.
+ * Until the first merge crosses a seam, the bytes of the two tokens at the seam are merged as if they were the whole
+ * word. The crossing merge would therefore also occur if only these bytes were merged. So it is enough that every two
+ * neighbours stay two tokens when only their bytes are merged. Neighbours within a part always stay two tokens. */
 static int stay_two(const ps_tok *t, tok_bpe *b, tok_span word, symbol x, symbol y)
 {
     b->pairs.n = 0;
@@ -406,8 +414,8 @@ static int stay_two(const ps_tok *t, tok_bpe *b, tok_span word, symbol x, symbol
     return b->pairs.n == 2 && b->pairs.at[0].id == x.id && b->pairs.at[1].id == y.id;
 }
 
-/* Changes the tokens around the seam before token `seam` to the tokens that merging the whole word gives. Returns 1,
- * or 0 if too many tokens would change. */
+/* Changes the tokens around the seam before token `seam` to the tokens that merging the whole word would make. Returns
+ * 1, or 0 if too many tokens would change. */
 static int mend(const ps_tok *t, tok_bpe *b, tok_span word, int32_t seam)
 {
     symbols *all = &b->done, *patch = &b->patch;
@@ -453,7 +461,7 @@ static int long_word(const ps_tok *t, tok_state *st, tok_span word)
 }
 
 /* -- words ------------------------------------------------------------------------------------------------------- */
-/* Makes a key from all bytes and the length of a word of 1 to 16 bytes. */
+/* Makes a key for the cache from a word of 1 to 16 bytes. The key and the word's length together identify the word. */
 static void key_of(const uint8_t *s, size_t n, uint64_t key[2])
 {
     uint32_t a, b;
@@ -489,7 +497,7 @@ static int short_word(const ps_tok *t, tok_state *st, tok_span word, size_t *n_i
     return 0;
 }
 
-/* Returns the token that is the whole word, spelled in letters, or -1 if there is none. */
+/* Returns the token that spells the whole word, or -1 if there is none. */
 static int32_t find_word(const ps_tok *t, tok_span word)
 {
     uint8_t s[1024];
@@ -527,7 +535,7 @@ int tok_bpe_word(const ps_tok *t, tok_state *st, tok_span word)
         return 0;
     }
     PS_TRY(short_word(t, st, word, &n_ids));
-    if (st->bpe->dropped) {                     /* not cached, so that it is counted each time */
+    if (st->bpe->dropped) {                     /* not cached, so that its lost characters are counted each time */
         count_lost(t, st, word);
         return 0;
     }

@@ -1,12 +1,12 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The JSON of vocabularies and JSON lines: a reader that goes through a text and keeps only the last string that it
- * read. If the caller requests a number, it must be an integer. Skipped values are only checked as far as is necessary
- * to find their end. */
+ * A reader for the JSON of vocabularies and of JSON lines. It scans a text once and keeps only the last string that it
+ * read. If the caller asks for a number, the number must be an integer. Values that the caller skips are checked only
+ * as far as is necessary to find their end. */
 #include "data/tok.h"
 #include "base/text.h"
 #include <string.h>
 
-enum { DEPTH = 512 };               /* greatest depth of skipped values */
+enum { DEPTH = 512 };               /* maximum nesting of skipped values */
 
 int tok_json_bad(const tok_json *j, const char *what)
 {
@@ -111,7 +111,7 @@ int tok_json_whole(tok_json *j, int64_t *out)
     return 0;
 }
 
-/* Skips a number or true, false, null. */
+/* Skips a number, or true, false or null. */
 static int skip_word(tok_json *j)
 {
     const uint8_t *from = j->at;
@@ -123,7 +123,7 @@ int tok_json_skip(tok_json *j)
 {
     char close[DEPTH];
     int depth = 0;
-    do {                                    /* one value, or the beginning of a value with items */
+    do {                                    /* skip one value, or the beginning of a list or object */
         blanks(j);
         if (j->at >= j->end) return tok_json_bad(j, "the text ends inside a value");
         bool open = *j->at == '{' || *j->at == '[';
@@ -132,7 +132,7 @@ int tok_json_skip(tok_json *j)
             close[depth++] = *j->at++ == '{' ? '}' : ']';
         } else if (*j->at == '"') PS_TRY(tok_json_string(j));
         else PS_TRY(skip_word(j));
-        bool fresh = open;                  /* no item of this object or list was read yet */
+        bool fresh = open;                  /* true if no item of this object or list was read yet */
         while (depth && tok_json_accept(j, close[depth - 1])) depth--, fresh = false;
         if (!depth) break;
         if (!fresh) PS_TRY(tok_json_expect(j, ','));

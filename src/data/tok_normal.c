@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The normalizers of a BPE's tokenizer.json, which change a text before it is split into words: canonical composition
- * (NFC, Unicode Standard Annex 15, by utf8proc), a text that is prepended, and a text that replaces another. */
+ * The normalizers in a BPE's tokenizer.json. They change a text before it is split into words. There are three:
+ * canonical composition (NFC, Unicode Standard Annex 15, by utf8proc), prepending a text, and replacing a text by
+ * another. */
 #define _GNU_SOURCE
 #include "data/tok.h"
 #include "base/alloc.h"
@@ -8,11 +9,12 @@
 #include <string.h>
 #include <utf8proc.h>
 
-enum { SEGMENT = 256 };             /* bytes of a segment that is composed at once; longer segments are divided */
+enum { SEGMENT = 256 };             /* maximum bytes of a segment that is composed at once; longer ones are divided */
 
 /* -- NFC ---------------------------------------------------------------------------------------------------------- */
-/* Returns true for characters of class 0 whose position depends on the character before them: those that can be
- * composed with it, and those that are decomposed into marks (U+0F73, U+0F75, U+0F81). */
+/* Returns whether a character depends on the character before it although its combining class is 0. Some of these
+ * characters can be composed with the character before them. The others (U+0F73, U+0F75, U+0F81) are decomposed into
+ * marks. */
 static bool joins_back(uint32_t c)
 {
     static const uint32_t list[] = {
@@ -24,18 +26,18 @@ static bool joins_back(uint32_t c)
     return false;
 }
 
-/* Returns true if the text from c on and the text before c are normalized independently of each other. */
+/* Returns true if the text before c and the text that starts with c can be normalized separately. */
 static bool begins_anew(uint32_t c)
 {
     return c < 0x300 || (utf8proc_get_property((int32_t)c)->combining_class == 0 && !joins_back(c));
 }
 
-/* A character of the segment. `change` is its origin as the package tokenizers counts it. 0 means the next character
- * of the text. 1 means that the character has no origin of its own. -n means the next character and the n characters
- * after it. */
+/* A character of the segment. `change` says which characters of the text it was made from, as the package tokenizers
+ * counts them. 0: the next character of the text. 1: no character of its own. -n: the next character and the n
+ * characters after it. */
 typedef struct { int32_t c, change, class; } piece;
 
-/* Decomposes bytes [from, to), and puts marks into the order of their classes. */
+/* Decomposes bytes [from, to) into `list`, and sorts marks by their combining classes. */
 static int take_apart(piece list[SEGMENT * 4], int64_t *n, tok_span text, size_t from, size_t to)
 {
     *n = 0;
@@ -57,18 +59,18 @@ static int take_apart(piece list[SEGMENT * 4], int64_t *n, tok_span text, size_t
     return 0;
 }
 
-/* Returns the character into which `a` and `b` are composed, or -1 if there is none. */
+/* Returns the composition of `a` and `b`, or -1 if there is none. */
 static int32_t joined(int32_t a, int32_t b)
 {
     int32_t pair[2] = { a, b };
     return utf8proc_normalize_utf32(pair, 2, UTF8PROC_STABLE | UTF8PROC_COMPOSE) == 1 ? pair[0] : -1;
 }
 
-/* Composes characters where possible. Returns the number of characters left. */
+/* Composes characters where possible. Returns the number of characters that remain. */
 static int64_t join(piece *list, int64_t n)
 {
     int64_t kept = 0, starter = -1;
-    int32_t last = -1;                  /* class of the last character kept after the starter, -1 if there is none */
+    int32_t last = -1;                  /* class of the last character kept after the starter, or -1 */
     for (int64_t k = 0; k < n; k++) {
         piece p = list[k];
         if (starter >= 0 && last < p.class) {                  /* no character between them prevents the composition */
@@ -86,15 +88,16 @@ static int64_t join(piece *list, int64_t n)
     return kept;
 }
 
-/* Composes bytes [from, to), on which other characters have no effect. Each character gets the position that the
- * package tokenizers gives it: a new character gets the position of the last character that was used. */
+/* Composes bytes [from, to). Characters outside this range have no effect on them. Each character gets the position
+ * that the package tokenizers gives it. A character without an origin gets the position of the last character that was
+ * used. */
 static int compose(tok_text *out, tok_span text, size_t from, size_t to)
 {
     piece list[SEGMENT * 4];
     int64_t n;
     PS_TRY(take_apart(list, &n, text, from, to));
     n = join(list, n);
-    size_t used = from, next = from;    /* start of the last character that was used, and of the next one */
+    size_t used = from, next = from;    /* begin of the last character that was used, and of the next one */
     for (int64_t k = 0; k < n; k++) {
         int64_t takes = 1 - list[k].change;
         size_t begin = takes > 0 && next < to ? next : used, end = begin + (size_t)ps_utf8(text.s + begin, to - begin);
@@ -115,8 +118,8 @@ static int nfc(tok_text *out, tok_span text)
         size_t len = (size_t)ps_utf8(text.s + i, text.n - i);
         uint32_t c = tok_code_point(text.s + i, (int)len);
         next = i + len;
-        while (next < text.n && text.s[next] >= 0xcc && next - i < SEGMENT - 4) {     /* no character below U+0300 is
-                                                                                       * composed */
+        /* No character below U+0300 is composed with the character before it. */
+        while (next < text.n && text.s[next] >= 0xcc && next - i < SEGMENT - 4) {
             size_t more = (size_t)ps_utf8(text.s + next, text.n - next);
             if (begins_anew(tok_code_point(text.s + next, (int)more))) break;
             next += more;
@@ -137,7 +140,7 @@ static int copy(tok_text *out, tok_span text, size_t from, size_t to)
     return 0;
 }
 
-/* The prepended text gets the origin of the first character. */
+/* Puts step->to before the text. It gets the origin of the text's first character. */
 static int prepend(tok_text *out, tok_span text, const tok_step *step)
 {
     size_t first = (size_t)ps_utf8(text.s, text.n);

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The regular expressions that split text into words. PCRE2, which only this file uses, implements them. Matches have
- * limits, so that a hostile pattern ends with an error. */
+ * The regular expressions that split text into words. They are implemented with PCRE2, which only this file uses.
+ * Matching has limits, so that a hostile pattern causes an error. */
 #define PCRE2_CODE_UNIT_WIDTH 8
 #include "data/tok.h"
 #include "data/tok_unicode.h"
@@ -11,7 +11,7 @@
 
 enum { STEPS = 10000000, DEPTH = 1000000, HEAP_KIB = 65536, STACK_BYTES = 1 << 20 };
 
-struct tok_regex { pcre2_code *code; bool compiled; };     /* compiled: to machine code */
+struct tok_regex { pcre2_code *code; bool compiled; };     /* compiled: true if it has machine code */
 struct tok_matcher { pcre2_match_data *data; pcre2_match_context *context; pcre2_jit_stack *stack; };
 
 int tok_regex_new(const char *pattern, size_t n, tok_regex **out)
@@ -86,7 +86,7 @@ int tok_regex_find(const tok_regex *r, tok_matcher *m, const uint8_t *s, size_t 
     if (rc == PCRE2_ERROR_NOMATCH) return 0;
     if (rc < 0) return failed(rc, from);
     const PCRE2_SIZE *place = pcre2_get_ovector_pointer(m->data);
-    if (place[0] > place[1] || place[0] < from)      /* caused by \K in a look-around */
+    if (place[0] > place[1] || place[0] < from)      /* \K in a look-around can cause this */
         return ps_fail(PS_EFORMAT, "the tokenizer's pattern has a match that ends before it begins, at byte %zu of the "
                        "text", from);
     *begin = place[0], *end = place[1];

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Vocabularies and merges: tables of tokens by text and by id, of merges by pair, and the files that fill them. */
+ * Vocabularies and merges. Tokens can be found by text and by id, and merges by their pair of tokens. This file also
+ * reads the files that contain vocabularies and merges. */
 #define _GNU_SOURCE
 #include "data/tok.h"
 #include "base/alloc.h"
@@ -7,8 +8,9 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* Hashes bytes to 64 bits, eight bytes at a time, by multiplying and folding. The hash is not safe against chosen
- * keys. Its tables belong to one vocabulary, so a file whose keys all collide only makes its own loading slow. */
+/* Hashes bytes to 64 bits by multiplying and folding, eight bytes at a time. The hash is not safe against keys that an
+ * attacker chooses. That is acceptable, because each table belongs to one vocabulary. A file whose keys all collide
+ * only makes its own loading slow. */
 uint64_t tok_hash(const uint8_t *s, size_t n)
 {
     uint64_t h = n * 0x9e3779b97f4a7c15u, w;
@@ -31,7 +33,7 @@ static bool is_token(const tok_vocab *v, int32_t id, const uint8_t *s, size_t n)
     return (size_t)v->entry[id].n == n && !memcmp(tok_name(v, id), s, n);
 }
 
-/* Returns the slot of a token, or the free slot where it belongs. */
+/* Returns the slot of a token. If the token does not exist, returns the free slot where it belongs. */
 static uint32_t slot_of(const tok_vocab *v, const uint8_t *s, size_t n)
 {
     uint32_t mask = v->slots - 1, i = (uint32_t)tok_hash(s, n) & mask;
@@ -92,7 +94,7 @@ int tok_vocab_add(tok_vocab *v, const char *path, const uint8_t *s, size_t n, in
                        (long long)id);
     if (v->text.n + n > UINT32_MAX) return ps_fail(PS_EFORMAT, "%s: all tokens together have more than 4 GiB", path);
     if (v->used * 2 >= v->slots) PS_TRY(grow_slots(v));
-    PS_TRY(tok_bytes_more(&v->text, n + 1));        /* 1 more, so that the empty token also has an address */
+    PS_TRY(tok_bytes_more(&v->text, n + 1));        /* 1 more, so that the empty token has an address, too */
     PS_TRY(grow_entries(v, (int32_t)id));
     uint32_t at = (uint32_t)v->text.n, slot = slot_of(v, s, n);
     PS_TRY(tok_bytes_add(&v->text, s, n));
@@ -102,7 +104,7 @@ int tok_vocab_add(tok_vocab *v, const char *path, const uint8_t *s, size_t n, in
     return 0;
 }
 
-/* Changes the id of an existing token to `id`. Its old id then has no token. */
+/* Gives the token with id `there` the new id `id`. The old id then has no token. */
 static int move_token(tok_vocab *v, int32_t there, int32_t id)
 {
     tok_entry e = v->entry[there];
@@ -158,11 +160,11 @@ int tok_merges_add(tok_merges *m, const tok_vocab *v, const char *path, int64_t 
     return push_merge(m, path, l, r, id);
 }
 
-/* Determines whether every token that a merge joins is made by merges of lower rank. Merging then never returns to a
- * lower rank, and a word is finished in one pass over the ranks. */
+/* Determines whether the merges are ordered: all merges that make a token have lower ranks than the merges that join
+ * it. Merging then never returns to a lower rank, and one pass over the ranks is enough for a word. */
 static int find_order(tok_merges *m, const tok_vocab *v)
 {
-    int32_t *made = ps_alloc((size_t)(v->count + 1) * sizeof *made);        /* last merge that makes a token */
+    int32_t *made = ps_alloc((size_t)(v->count + 1) * sizeof *made);        /* last merge that makes each token */
     if (!made) return ps_fail_nomem((size_t)(v->count + 1) * sizeof *made);
     for (int32_t i = 0; i < v->count; i++) made[i] = -1;
     for (int32_t r = 0; r < m->count; r++) made[m->id[r]] = r;
@@ -219,7 +221,7 @@ int tok_merges_ready(tok_merges *m, const tok_vocab *v)
         uint64_t key = (uint64_t)m->left[r] << 32 | (uint32_t)m->right[r];
         uint32_t i = (uint32_t)((key * 0x9e3779b97f4a7c15u) >> 32) & (slots - 1);
         while (m->slot[i].rank >= 0 && m->slot[i].key != key) i = (i + 1) & (slots - 1);
-        /* if a pair occurs twice, the later rank counts */
+        /* If a pair occurs twice, the later rank applies. */
         m->slot[i] = (tok_pair){ key, m->token_rank ? m->token_rank[m->id[r]] : m->by_token ? m->id[r] : r,
                                    m->id[r] };
     }
@@ -252,14 +254,14 @@ static int vocab_object(ps_tok *t, tok_json *j)
 int tok_read_vocab_json(ps_tok *t, const ps_map *map)
 {
     tok_json j = { map->path, map->bytes, map->bytes, map->bytes + map->nbytes, { 0 } };
-    int rc = tok_bytes_more(&j.text, 1);    /* 1, so that the empty string also has an address */
+    int rc = tok_bytes_more(&j.text, 1);    /* 1, so that the empty string has an address, too */
     if (rc == 0) rc = vocab_object(t, &j);
     if (rc == 0) rc = tok_json_end(&j);
     tok_bytes_free(&j.text);
     return rc;
 }
 
-/* Reads the next line, without its end. Returns false if there is none. */
+/* Reads the next line, without its line end. Returns false if there is no line left. */
 static bool line(const uint8_t **at, const uint8_t *end, const uint8_t **s, size_t *n)
 {
     if (*at >= end) return false;
@@ -270,7 +272,8 @@ static bool line(const uint8_t **at, const uint8_t *end, const uint8_t **s, size
     return true;
 }
 
-/* If a line occurs twice (even an empty line), its token gets the number of the last occurrence, as in transformers. */
+/* If a line occurs twice, its token gets the number of the last occurrence, as in transformers. This includes empty
+ * lines. */
 int tok_read_vocab_txt(ps_tok *t, const ps_map *map)
 {
     const uint8_t *at = map->bytes, *end = at + map->nbytes, *s;
@@ -304,7 +307,7 @@ int tok_read_merges(ps_tok *t, const ps_map *map)
     return 0;
 }
 
-/* -- tiktoken: a line is a token's bytes in base64, a blank, its rank --------------------------------------------- */
+/* -- tiktoken: a line contains a token's bytes in base64, a blank, and the token's rank -------------------------- */
 static int base64_value(uint8_t c)
 {
     if (c >= 'A' && c <= 'Z') return c - 'A';
@@ -313,8 +316,8 @@ static int base64_value(uint8_t c)
     return c == '+' ? 62 : c == '/' ? 63 : -1;
 }
 
-/* Decodes the base64 text s [n], and appends the bytes to `out`, spelled in GPT-2's letters. *good is false if s is
- * not base64. */
+/* Decodes the base64 text s [n], and appends the bytes to `out`, spelled in GPT-2's letters. Sets *good to whether s is
+ * valid base64. */
 static int spell_base64(tok_bytes *out, const uint8_t *s, size_t n, bool *good)
 {
     uint32_t bits = 0;
@@ -335,8 +338,8 @@ static int spell_base64(tok_bytes *out, const uint8_t *s, size_t n, bool *good)
     return 0;
 }
 
-/* Finds all pairs of tokens that together are a token. Looking up a section of a token takes time proportional to
- * its length, so a section is looked up only if there are tokens of its length. A long token has few such sections. */
+/* Finds all pairs of tokens whose concatenation is a token. Looking up a part of a token takes time proportional to the
+ * part's length. So a part is looked up only if some token has the same length. A long token has few such parts. */
 static int pairs_of_tokens(ps_tok *t, const char *path)
 {
     const tok_vocab *v = &t->vocab;
@@ -347,7 +350,7 @@ static int pairs_of_tokens(ps_tok *t, const char *path)
         int32_t n = v->entry[id].n;
         const uint8_t *s = n > 0 ? tok_name(v, id) : NULL;
         for (int32_t i = 1; i < n; i++) {
-            if (!length[i] || !length[n - i] || (s[i] & 0xc0) == 0x80) continue;     /* 0x80: inside a letter */
+            if (!length[i] || !length[n - i] || (s[i] & 0xc0) == 0x80) continue;     /* 0x80: inside a character */
             if (tok_vocab_find(v, s, (size_t)i) < 0 || tok_vocab_find(v, s + i, (size_t)(n - i)) < 0) continue;
             PS_TRY(tok_merges_add(&t->merges, v, path, id + 1, s, (size_t)i, s + i, (size_t)(n - i)));
         }
@@ -386,7 +389,7 @@ int tok_read_tiktoken(ps_tok *t, const ps_map *map)
 }
 
 /* -- tokenizer.json ------------------------------------------------------------------------------------------------ */
-/* Reads the merges. A merge is "left right" or, since 2024, ["left", "right"]. */
+/* Reads the merges. A merge is "left right" or, in files since 2024, ["left", "right"]. */
 static int merges_list(ps_tok *t, tok_json *j)
 {
     tok_bytes left = { 0 };
@@ -413,8 +416,8 @@ static int merges_list(ps_tok *t, tok_json *j)
     return rc;
 }
 
-/* The positions of the model's vocabulary and merges. `end` is NULL if the model does not contain the list, or
- * contains a value of another kind. */
+/* The position of the model's vocabulary or merges. `end` is NULL if the model has no such list, or if the list's key
+ * has a value of another type. */
 typedef struct found { const uint8_t *begin, *end; } found;
 
 static int find_model(tok_json *j, found *vocab, found *merges)
@@ -461,7 +464,7 @@ static int rest_of(tok_bytes *rest, const tok_json *j, const found *parts)
 int tok_read_tokenizer_json(ps_tok *t, const ps_map *map)
 {
     tok_json j = { map->path, map->bytes, map->bytes, map->bytes + map->nbytes, { 0 } };
-    found parts[2] = { { 0 } };             /* vocabulary, merges */
+    found parts[2] = { { 0 } };             /* the vocabulary and the merges */
     int rc = tok_bytes_more(&j.text, 1);
     if (rc == 0) rc = find_parts(&j, &parts[0], &parts[1]);
     if (rc == 0) rc = rest_of(&t->rest, &j, parts);

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Implements the tokenizers of ps.h: makes them from files, and turns texts into ids and ids into text. A text is first
- * split at those added tokens that are matched as written. The sections between them are normalized (WordPiece), split
- * at the added tokens that are matched after normalization, and then split into words. */
+ * Implements the tokenizers of ps.h. It makes tokenizers from files, and turns texts into ids and ids into text. A text
+ * is encoded in four steps. It is split at the added tokens that are matched in the original text. The sections between
+ * them are normalized. The normalized sections are split at the added tokens that are matched after normalization. The
+ * sections that remain are split into words. */
 #define _GNU_SOURCE
 #include "data/tok.h"
 #include "base/alloc.h"
@@ -217,12 +218,12 @@ int ps_tok_add(ps_tok *t, const char *token, int64_t nbytes, int64_t id, int fla
     return 0;
 }
 
-/* Returns GPT-2's letter for a byte (bytes_to_unicode): a printable byte is its own letter, and the other bytes have
- * letters from U+0100 on. */
+/* Returns GPT-2's letter for a byte (bytes_to_unicode). A printable byte is its own letter. The letters of the other
+ * bytes are the code points starting at U+0100. */
 uint32_t tok_letter_of(int byte)
 {
     static const uint8_t from[] = { 0, 127, 173, 255 }, to[] = { 33, 161, 174 };
-    uint32_t before = 0;            /* number of lower bytes that have other letters */
+    uint32_t before = 0;            /* number of lower bytes that are not their own letter */
     for (int i = 0; i < 3; i++) {
         if (byte >= to[i] && byte < from[i + 1]) return (uint32_t)byte;
         before += (uint32_t)((byte < to[i] ? byte : to[i]) - (byte < from[i] ? byte : from[i]));
@@ -256,7 +257,7 @@ static int longest_first(const void *a, const void *b)
     return x->id < y->id ? -1 : x->id > y->id;
 }
 
-/* Normalizes the added tokens that are searched in normalized text. */
+/* Normalizes the spellings of the added tokens that are searched in normalized text. */
 static int plain_added(ps_tok *t)
 {
     for (int i = 0; i < t->n_added; i++) {
@@ -299,7 +300,7 @@ int ps_tok_ready(ps_tok *t)
     return 0;
 }
 
-/* -- what it holds ------------------------------------------------------------------------------------------------- */
+/* -- contents ------------------------------------------------------------------------------------------------------ */
 int64_t ps_tok_count(const ps_tok *t) { return t ? t->vocab.count : 0; }
 
 int32_t ps_tok_find(const ps_tok *t, const char *token, int64_t nbytes)
@@ -360,8 +361,8 @@ const tok_added *tok_added_find(const ps_tok *t, const uint8_t *s, size_t n, boo
     return NULL;
 }
 
-/* Splits a text into words by pattern `k` and the patterns after it. Words are both the matches and the text between
- * the matches. */
+/* Splits a text into words by pattern `k` and the patterns after it. A match is a word, and so is the text between two
+ * matches. */
 static int words_of(const ps_tok *t, tok_state *st, tok_span text, int k)
 {
     const uint8_t *seen;
@@ -373,7 +374,7 @@ static int words_of(const ps_tok *t, tok_state *st, tok_span text, int k)
         int rc = tok_regex_find(t->split[k], st->matcher, seen, text.n, from, &begin, &end);
         PS_TRY(rc);
         if (!rc) break;
-        if (end == begin) {                             /* an empty match does not split */
+        if (end == begin) {                             /* an empty match does not split the text */
             from = end < text.n ? end + (size_t)ps_utf8(seen + end, text.n - end) : text.n;
             continue;
         }
@@ -384,7 +385,8 @@ static int words_of(const ps_tok *t, tok_state *st, tok_span text, int k)
     return text.n > done ? words_of(t, st, tok_slice(text, done, text.n), k + 1) : 0;
 }
 
-/* Replaces blanks by U+2581, and adds one at the front if there is none, like transformers' Metaspace. */
+/* Replaces blanks by U+2581, and puts a U+2581 before the text if it does not begin with one, like transformers'
+ * Metaspace. */
 static int metaspace(const ps_tok *t, tok_state *st, tok_span *text)
 {
     static const tok_step steps[] = { { TOK_REPLACE, (uint8_t *)" ", 1, (uint8_t *)"\xe2\x96\x81", 3 },
@@ -417,8 +419,8 @@ static int word_part(const ps_tok *t, tok_state *st, tok_span text)
     return t->model == TOK_BPE ? bpe_part(t, st, text) : tok_bert_words(t, st, text);
 }
 
-/* Splits at added tokens of one kind, and passes each section between them to `part`. As in the package tokenizers,
- * blanks that belong to a token can also be part of the next one. */
+/* Splits a text at the added tokens of one kind, and calls `part` for each section between them. A blank that belongs
+ * to a token can also be part of the next token, as in the package tokenizers. */
 static int cut_added(const ps_tok *t, tok_state *st, tok_span text, bool normalized, bool plain,
                      int (*part)(const ps_tok *, tok_state *, tok_span, bool))
 {
@@ -445,7 +447,7 @@ static int plain_part(const ps_tok *t, tok_state *st, tok_span text, bool plain)
     return cut_added(t, st, text, true, plain, last_part);
 }
 
-/* Writes the text to st->repaired, with U+FFFD in place of invalid UTF-8. */
+/* Writes the text to st->repaired. U+FFFD replaces invalid UTF-8. */
 static int repair(tok_state *st, const uint8_t *s, size_t n)
 {
     tok_text *out = &st->repaired;
@@ -510,14 +512,15 @@ static const tok_added *added_of(const ps_tok *t, int32_t id)
     return NULL;
 }
 
-/* Finds the bytes that each token represents. A token that is not spelled in GPT-2's letters represents itself. */
+/* Finds the bytes that each token represents. A token that is not spelled in GPT-2's letters represents its own
+ * text. */
 static int find_raw(ps_tok *t)
 {
     int16_t byte_of[512];
     for (int i = 0; i < 512; i++) byte_of[i] = -1;
     for (int byte = 0; byte < 256; byte++) byte_of[tok_letter_of(byte)] = (int16_t)byte;
     t->raw.n = 0;
-    PS_TRY(tok_bytes_more(&t->raw, t->vocab.text.n + 1));       /* raw is never longer than the text */
+    PS_TRY(tok_bytes_more(&t->raw, t->vocab.text.n + 1));       /* raw is never longer than the text of all tokens */
     tok_entry *entry = ps_alloc((size_t)t->vocab.count * sizeof *entry);
     if (!entry) return ps_fail_nomem((size_t)t->vocab.count * sizeof *entry);
     for (int32_t id = 0; id < t->vocab.count; id++) {
@@ -527,8 +530,8 @@ static int find_raw(ps_tok *t)
         for (int32_t i = 0, len; i < n; i += len) {
             len = ps_utf8(s + i, (size_t)(n - i));
             uint32_t c = tok_code_point(s + i, len);
-            if (c >= 512 || byte_of[c] < 0) {                   /* the letter is not in the alphabet, so the whole
-                                                                 * token represents itself */
+            /* GPT-2's alphabet does not contain this character, so the whole token represents its own text. */
+            if (c >= 512 || byte_of[c] < 0) {
                 memcpy(t->raw.at + first, s, (size_t)n);
                 t->raw.n = first + (size_t)n;
                 break;
@@ -542,7 +545,7 @@ static int find_raw(ps_tok *t)
     return 0;
 }
 
-/* Replaces each `from` after byte `first` by `to`, which is not longer. */
+/* Replaces each `from` after byte `first` by `to`. `to` must not be longer than `from`. */
 static void shorten(tok_bytes *b, size_t first, const char *from, const char *to)
 {
     size_t n_from = strlen(from), n_to = strlen(to);
@@ -553,8 +556,9 @@ static void shorten(tok_bytes *b, size_t first, const char *from, const char *to
     }
 }
 
-/* For WordPiece: puts blanks between tokens, joins "##" to the token before it, and removes the blanks before
- * punctuation and short forms, in the order of the package tokenizers. */
+/* Appends a token of WordPiece. It puts a blank between tokens, joins a token that begins with "##" to the token before
+ * it, and removes the blanks before punctuation and short forms. The replacements are in the order of the package
+ * tokenizers. */
 static int add_piece(tok_bytes *out, const uint8_t *s, size_t n, bool first)
 {
     static const char *const short_of[][2] = { { " .", "." }, { " ?", "?" }, { " !", "!" }, { " ,", "," },
@@ -578,7 +582,7 @@ static int repair_decoded(tok_state *st)
     return tok_bytes_add(&st->decoded, st->repaired.s.at, st->repaired.s.n);
 }
 
-/* Returns the byte of a token <0xXX>, or -1 for another token. */
+/* Returns the byte that a token <0xXX> represents, or -1 if the token has another form. */
 static int byte_of_token(const uint8_t *s, size_t n)
 {
     int value = 0;
@@ -592,7 +596,8 @@ static int byte_of_token(const uint8_t *s, size_t n)
     return value;
 }
 
-/* Ends a run of tokens <0xXX> that began at `from`. If their bytes together are not UTF-8, each becomes U+FFFD. */
+/* Ends a run of tokens <0xXX> whose bytes begin at `from`. If the bytes of the run are not valid UTF-8, each byte
+ * becomes U+FFFD. If `as_they_are` is true, the bytes are not changed. */
 static int end_bytes(tok_state *st, size_t from, bool as_they_are)
 {
     size_t n = st->decoded.n - from;
@@ -602,7 +607,8 @@ static int end_bytes(tok_state *st, size_t from, bool as_they_are)
     return 0;
 }
 
-/* Decodes tokens that spell characters: U+2581 is a blank, <0xXX> is a byte, and the first blank may be removed. */
+/* Decodes tokens that spell characters. U+2581 becomes a blank, and <0xXX> becomes a byte. If t->strip_first is set, a
+ * blank at the beginning is removed. */
 static int decode_characters(const ps_tok *t, tok_state *st, const int32_t *ids, int64_t n, int flags)
 {
     size_t run = SIZE_MAX;
@@ -610,7 +616,7 @@ static int decode_characters(const ps_tok *t, tok_state *st, const int32_t *ids,
         PS_TRY(check_id(t, ids[i]));
         const tok_added *a = added_of(t, ids[i]);
         if (a && flags & PS_TOK_SKIP && a->flags & PS_TOK_SPECIAL) continue;
-        const uint8_t *s = a ? a->s : tok_name(&t->vocab, ids[i]);       /* an added token, as texts spell it */
+        const uint8_t *s = a ? a->s : tok_name(&t->vocab, ids[i]);       /* an added token, as it is spelled in texts */
         size_t len = a ? a->n : (size_t)t->vocab.entry[ids[i]].n;
         int byte = byte_of_token(s, len);
         if (byte >= 0) {
@@ -649,7 +655,7 @@ int ps_tok_decode(ps_tok *t, const int32_t *ids, int64_t n, int flags, const cha
         PS_TRY(check_id(t, ids[i]));
         const tok_added *a = t->byte_level && t->raw_entry[ids[i]].n >= 0 ? NULL : added_of(t, ids[i]);
         if (a && flags & PS_TOK_SKIP && a->flags & PS_TOK_SPECIAL) continue;
-        bool made_plain = a && !t->byte_level;              /* an added token, as texts spell it */
+        bool made_plain = a && !t->byte_level;              /* an added token, as it is spelled in texts */
         const uint8_t *s = made_plain ? a->s : tok_name(&t->vocab, ids[i]);
         size_t len = made_plain ? a->n : (size_t)t->vocab.entry[ids[i]].n;
         if (!t->byte_level) PS_TRY(add_piece(&st->decoded, s, len, first));

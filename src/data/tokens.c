@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Token shards. It reads llm.c's .bin files (256 int32: magic, version, count; then the tokens), raw tokens and plain
- * text, all through a map. It writes llm.c's files. Formats are little-endian, like every machine on which psluajit
- * runs. */
+ * Token shards. This file reads llm.c's .bin files, raw tokens and plain text through a map, and writes llm.c's files.
+ * A .bin file has a header of 256 int32 (magic, version, count), and then the tokens. All formats are little-endian,
+ * like all machines on which psluajit runs. */
 #include "data/tokens.h"
 #include "base/alloc.h"
 #include <stdio.h>
@@ -17,7 +17,7 @@ static int32_t header_word(const ps_tokens *s, int i)
     return v;
 }
 
-/* Reads a header whose magic number stands for tokens of `width` bytes. */
+/* Reads the header of a file whose magic number says that a token has `width` bytes. */
 static int read_header(ps_tokens *s, int width, int wanted)
 {
     const char *path = s->map.path;
@@ -48,9 +48,9 @@ static int read_header(ps_tokens *s, int width, int wanted)
 static int read_layout(ps_tokens *s, int width)
 {
     int32_t magic = s->map.nbytes >= 4 ? header_word(s, 0) : 0;
-    /* A file of width 1 is text, whatever its first bytes are. Raw tokens cannot begin like a header. Read as u32
-     * tokens, a magic number is larger than every vocabulary (20,240,801). Read as u16 tokens, it is 55,432 followed
-     * by 308, while GPT-2's ids end at 50,256. */
+    /* A file of width 1 is text, whatever its first bytes are. Raw tokens cannot begin like a header, because no
+     * vocabulary is large enough. As a u32 token, the magic number would be 20,240,801. As u16 tokens, it would be
+     * 55,432 followed by 308, while GPT-2's ids end at 50,256. */
     if (width != 1 && magic == MAGIC_U16) return read_header(s, 2, width);
     if (width != 1 && magic == MAGIC_U32) return read_header(s, 4, width);
     if (width == 0)
@@ -68,7 +68,7 @@ static int read_layout(ps_tokens *s, int width)
     return 0;
 }
 
-/* Opens the file in `map`. Becomes the owner of `map`, even on failure. */
+/* Opens the file in `map`. Becomes the owner of `map`, even if it fails. */
 static int open_map(ps_map *map, int width, ps_tokens **out)
 {
     ps_tokens *s = ps_alloc0(sizeof *s);
@@ -160,7 +160,7 @@ int ps_tokens_read(const ps_tokens *s, int64_t first, int64_t n, int32_t *dst)
                        (long long)n, (long long)first, (long long)s->count);
     if (!n) return 0;
     PS_NEED(dst);
-    if (s->width == 4)          /* dst is written only if all tokens are valid, so they are checked first */
+    if (s->width == 4)          /* all tokens are checked first, so that dst is not changed if one is invalid */
         for (int64_t i = 0; i < n; i++)
             if (token_at(s, first + i) > INT32_MAX)
                 return ps_fail(PS_ERANGE, "%s: token %lld is %u, which does not fit in 31 bits", s->map.path,
@@ -174,10 +174,10 @@ struct ps_tokw {
     char *path;
     ps_tempfile file;
     int width;
-    bool broken;                /* a write has failed, so the file lacks appended tokens */
-    int64_t count;              /* tokens so far, including those in the buffer */
-    int64_t flushed;            /* bytes of tokens in the file */
-    int used;                   /* bytes in the buffer */
+    bool broken;                /* true if a write failed; then the file lacks appended tokens */
+    int64_t count;              /* number of tokens that were appended, including those in the buffer */
+    int64_t flushed;            /* size in bytes of the tokens in the file */
+    int used;                   /* number of used bytes in the buffer */
     uint8_t buffer[BUFFER_BYTES];
 };
 
@@ -229,7 +229,7 @@ static int check_append(const ps_tokw *w, int64_t n)
     return 0;
 }
 
-/* Checks all ids before it appends the first one. */
+/* Checks all ids before it appends the first one, so that a failed call appends none. */
 int ps_tokw_append(ps_tokw *w, const int32_t *ids, int64_t n)
 {
     PS_NEED(w);
