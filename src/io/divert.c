@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Files that a script writes during a dry run (tools/plan.lua). A dry run must leave no trace, but a script may read
- * files that it has written, such as the shards of a text. They are therefore written to a separate folder and read
- * from there, under the hash of their path. */
+ * Diverts the files that a script writes during a dry run (tools/plan.lua). A dry run must not change the user's files.
+ * But a script may read a file that it has written before, such as a shard of tokens. Therefore such files are written
+ * to a separate folder and read from there. The name of a diverted file is the hash of its path. */
 #include <limits.h>
 #include <stdio.h>
 #include <string.h>
@@ -9,7 +9,7 @@
 #include "base/alloc.h"
 #include "io/file.h"
 
-static char *diverted_to;                   /* folder of diverted files, or NULL if files are not diverted */
+static char *diverted_to;                   /* folder of the diverted files, or NULL if files are not diverted */
 static size_t length_of_it;
 
 int ps_file_divert(const char *folder)
@@ -25,15 +25,16 @@ int ps_file_divert(const char *folder)
     return 0;
 }
 
-/* Returns true for a path that is not diverted: a device, one of the system's own files, or a file in the folder. */
+/* Returns true if files with this path are not diverted. These are devices, the system's own files, and files that are
+ * already in the folder of diverted files. */
 static bool stays(const char *path)
 {
     return strncmp(path, "/dev/", 5) == 0 || strncmp(path, "/proc/", 6) == 0 ||
            (strncmp(path, diverted_to, length_of_it) == 0 && path[length_of_it] == '/');
 }
 
-/* Makes the absolute path, without empty components and ".", so that each file has one name. Returns false if it is
- * too long. */
+/* Writes the absolute path to `out`, without empty components and without ".". This way each file has only one name.
+ * Returns false if the path is too long. */
 static bool whole_path(const char *path, char out[PATH_MAX])
 {
     size_t n = 0;
@@ -41,7 +42,7 @@ static bool whole_path(const char *path, char out[PATH_MAX])
     if (path[0] != '/') {
         if (!getcwd(out, PATH_MAX)) return false;
         n = strlen(out);
-        if (n == 1) n = 0;                  /* for "/" */
+        if (n == 1) n = 0;                  /* the current folder is "/" */
     }
     while (*path) {
         size_t part = strcspn(path, "/");

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Maps and atomic replacement of files (file.h): all calls of src/io to the operating system. Invariant: the file at
- * the final path is always, even after a crash, either the old one or the complete new one. */
+ * Maps files and replaces files atomically (file.h). All calls from src/io to the operating system are in this file.
+ * Invariant: the file at the final path is always either the old file or the complete new file, even after a crash. */
 #define _GNU_SOURCE
 #include "io/file.h"
 #include "base/alloc.h"
@@ -27,7 +27,7 @@ static int64_t time_of(const struct stat *st) { return nanoseconds(st->st_mtim);
 
 static int map_file(ps_map *m)
 {
-    /* O_NONBLOCK: if the path is a pipe, open must not wait for a writer, so that the check below can reject it. */
+    /* O_NONBLOCK: if the path is a pipe, open must not wait for a writer. The check below then rejects the pipe. */
     char other[PATH_MAX];
     int diverted = ps_file_diverted(m->path, 0, other, sizeof other);
     PS_TRY(diverted);
@@ -147,7 +147,7 @@ int ps_map_direct(ps_map *m)
     if (m->asked_direct) return m->direct;
     m->asked_direct = true, m->direct = -1;
     if (m->fd < 0) return -1;
-    snprintf(path, sizeof path, "/proc/self/fd/%d", m->fd);      /* the mapped file, even if its name has another now */
+    snprintf(path, sizeof path, "/proc/self/fd/%d", m->fd);      /* the mapped file, even if another now has its name */
     do m->direct = ps_fd_above_stdio(open(path, O_RDONLY | O_DIRECT | O_CLOEXEC));
     while (m->direct < 0 && errno == EINTR);
     int err = m->direct < 0 ? errno : 0;
@@ -190,7 +190,7 @@ void ps_map_drop(const ps_map *m, const void *begin, int64_t nbytes)
 
 void ps_map_close(ps_map *m)
 {
-    if (!m->path) return;                   /* zeroed, or already closed */
+    if (!m->path) return;                   /* the map is zeroed, or was closed before */
     if (m->fd >= 0) {
         if (m->bytes && m->nbytes) {
             ps_map_fault_remove(m->bytes);
@@ -208,7 +208,8 @@ void ps_copy_strided(const void *data, int64_t each, int ndim, const int64_t *sh
 {
     if (numel <= 0) return;
     int64_t at[PS_MAX_DIMS] = { 0 }, from = 0, run = 1;
-    int outer = ndim;           /* dimensions [outer, ndim) are contiguous, so one memcpy copies `run` elements */
+    /* Dimensions [outer, ndim) are contiguous, so one memcpy copies `run` elements. */
+    int outer = ndim;
     while (outer > 0 && (shape[outer - 1] == 1 || stride[outer - 1] == run)) run *= shape[--outer];
     int64_t row = first / run, inside = first % run;
     for (int d = outer - 1; d >= 0; d--) {
@@ -243,7 +244,7 @@ void ps_test_fail_file(int64_t nth, int64_t count, int code)
 
 int64_t ps_test_fail_file_left(void) { return atomic_load(&until_failure); }
 
-/* Returns true, with errno set, if a test wants this operation to fail. */
+/* Returns true and sets errno if a test asked for this operation to fail. */
 static bool should_fail(void)
 {
     int64_t most = atomic_load(&failures);
@@ -255,7 +256,7 @@ static bool should_fail(void)
 }
 
 /* -- temporary files --------------------------------------------------------------------------------------------- */
-/* Writes the folder of `path` to `out` [PATH_MAX]. */
+/* Writes the path of the folder that contains `path` to `out` [PATH_MAX]. */
 static void folder_of(const char *path, char *out)
 {
     const char *slash = strrchr(path, '/');
@@ -265,7 +266,8 @@ static void folder_of(const char *path, char *out)
     else snprintf(out, PATH_MAX, "%.*s", (int)n, path);
 }
 
-/* Reports a failed write of `nbytes` to f, with errno's text and, if the disk is full, the free bytes. */
+/* Reports that a write of `nbytes` bytes to f failed. The message contains the text of errno. If the disk is full, it
+ * also contains the number of free bytes. */
 static int write_failed(const ps_tempfile *f, int err, int64_t nbytes)
 {
     struct statvfs vfs;
@@ -283,7 +285,7 @@ static int check_limit(const ps_tempfile *f, int64_t end)
                    "(ulimit -f)", f->path, (long long)end, (long long)f->limit);
 }
 
-enum { PIECE = 8 << 20 };       /* bytes written at once */
+enum { PIECE = 8 << 20 };       /* maximum number of bytes per write call */
 
 /* Returns the last component of a path. */
 static const char *name_of(const char *path)
@@ -353,8 +355,8 @@ static int create_temp(ps_tempfile *f, const char *path)
         return no_temp(f, err);
     }
     f->temp = temp;
-    /* Errors are ignored: a process may be allowed to replace another user's file but not to set the mode of the new
-     * file. */
+    /* Errors are ignored, because a process may be allowed to replace another user's file but not to set the mode of
+     * the new file. */
     if (exists) (void)fchmod(f->fd, st.st_mode & 0777);
     return 0;
 }
@@ -383,7 +385,7 @@ int ps_tempfile_reserve(ps_tempfile *f, int64_t nbytes)
         if (rc == 0) return 0;
         if (errno != EOPNOTSUPP && errno != ENOSYS) return write_failed(f, errno, nbytes);
     }
-    /* This file system cannot reserve space, so at least the free space is checked. */
+    /* This file system cannot reserve space. The next lines at least compare the size with the free space. */
     struct statvfs vfs;
     if (!f->sparse && fstatvfs(f->fd, &vfs) == 0 && vfs.f_blocks && vfs.f_bavail < (uint64_t)nbytes / vfs.f_frsize)
         return write_failed(f, ENOSPC, nbytes);
@@ -391,7 +393,8 @@ int ps_tempfile_reserve(ps_tempfile *f, int64_t nbytes)
     return rc < 0 ? write_failed(f, errno, nbytes) : 0;
 }
 
-/* Makes a hole in a sparse file if the bytes are zeros. Returns false if the bytes must be written. */
+/* If the file is sparse and the bytes are zeros, makes a hole instead of writing them, and returns true. Returns false
+ * if the bytes must be written. */
 static bool left_out(ps_tempfile *f, int64_t offset, const char *p, int64_t nbytes)
 {
     struct stat st;
@@ -410,7 +413,8 @@ int ps_tempfile_write(ps_tempfile *f, int64_t offset, const void *data, int64_t 
         ssize_t n = should_fail() ? -1 : pwrite(f->fd, from, piece, offset);
         if (n < 0 && errno == EINTR) continue;
         if (n <= 0) return write_failed(f, n < 0 ? errno : EIO, nbytes);
-        /* Starts to write the piece to the disk while the next one is prepared. The fsync of commit reports errors. */
+        /* Starts to write this piece to the disk while the next piece is prepared. If this fails, the fsync of commit
+         * reports the error. */
         if (n >= PIECE / 8) (void)sync_file_range(f->fd, offset, n, SYNC_FILE_RANGE_WRITE);
         from += n, offset += n, nbytes -= n;
     }
@@ -434,25 +438,26 @@ int ps_tempfile_stream(ps_tempfile *f, int64_t offset, const void *data, int64_t
             close(fd);
             return write_failed(f, err, nbytes);
         }
-        if (n <= 0 || n % PS_DIRECT_ALIGN) break;   /* this file system does not support the operation, so the
-                                                     * remaining data is written through the cache */
+        /* This file system does not support direct writes, so the rest is written through the cache. */
+        if (n <= 0 || n % PS_DIRECT_ALIGN) break;
         from += n, offset += n, nbytes -= n;
     }
     if (fd >= 0) close(fd);
     return ps_tempfile_write(f, offset, from, nbytes);
 }
 
-/* Syncs a folder. `folder` is the descriptor of the open folder, and `path` is the folder's name. */
+/* Syncs a folder. `folder` is an open descriptor of the folder, and `path` is the name for error messages. */
 static int sync_folder(int folder, const char *path)
 {
     int rc;
     do rc = should_fail() ? -1 : fsync(folder); while (rc < 0 && errno == EINTR);
-    /* EINVAL: this file system cannot sync folders, so its renames cannot be made more durable. */
+    /* EINVAL: this file system cannot sync folders. There is no other way to make its renames durable. */
     if (rc < 0 && errno != EINVAL) return ps_fail(PS_EIO, "cannot sync the folder %s: %s", path, strerror(errno));
     return 0;
 }
 
-/* Never uses the folder's name: once the file has its final name, another process may rename the folder. */
+/* Uses the folder's descriptor and not its name, because another process may rename the folder once the file has its
+ * final name. */
 int ps_tempfile_commit(ps_tempfile *f)
 {
     char folder[PATH_MAX];
@@ -503,9 +508,9 @@ int ps_file_write_atomic(const char *path, const void *data, int64_t nbytes)
     return rc;
 }
 
-/* Exchanges names by three renames, for a file system that cannot exchange two at once (NFS). Between the first two,
- * no file has the name `path`. After a crash at that moment the old file has the name `aside`, where
- * lua/ps/checkpoints/folder.lua finds it. */
+/* Swaps two names by three renames, for file systems that cannot swap names atomically (NFS). Between the first and the
+ * second rename, no file has the name `path`. If the process crashes at that moment, the old file has the name `aside`.
+ * lua/ps/checkpoints/folder.lua finds it there. */
 static int swap_by_renames(const char *from, const char *path, const char *aside)
 {
     if (rename(path, aside) < 0) return -1;

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Reading GGUF, the format of llama.cpp: maps a file, checks its header (gguf_header.c), and lends its contents or
- * reads them as values of one dtype. Blocks are unpacked by base/blocks.c. */
+ * Reads GGUF, the format of llama.cpp. It maps a file and checks its header (gguf_header.c). Then it lends the file's
+ * contents or reads them as values of one dtype. base/blocks.c unpacks the blocks. */
 #define _GNU_SOURCE
 #include "io/gguf.h"
 #include "base/alloc.h"
@@ -41,7 +41,7 @@ int gguf_type_by_name(const char *name)
 }
 
 /* -- opening ------------------------------------------------------------------------------------------------------- */
-/* Opens the file in `map`. Becomes the owner of `map`, even on failure. */
+/* Opens the file in `map`. Becomes the owner of `map`, even if it fails. */
 static int open_map(ps_map *map, ps_gguf **out)
 {
     ps_gguf *g = ps_alloc0(sizeof *g);
@@ -127,7 +127,7 @@ static int64_t whole_of(int type, const uint8_t *s)
     case GGUF_I16: memcpy(&i16, s, 2); return i16;
     case GGUF_U32: memcpy(&u32, s, 4); return u32;
     case GGUF_I32: memcpy(&i32, s, 4); return i32;
-    default: memcpy(&i64, s, 8); return i64;        /* a uint64 is returned as its bits */
+    default: memcpy(&i64, s, 8); return i64;        /* a uint64 is returned as an int64 with the same bits */
     }
 }
 
@@ -190,7 +190,7 @@ static int no_tensor(const ps_gguf *g, int i)
     return ps_fail(PS_ERANGE, "%s: tensor %d was requested, but the file has %d", g->map.path, i, g->count);
 }
 
-/* Writes a tensor's shape in the order in which it is read. */
+/* Writes a tensor's shape to `shape`, with the dimensions in the order in which callers read them. */
 static void shape_of(const gguf_tensor *t, int64_t shape[GGUF_MAX_DIMS])
 {
     for (int d = 0; d < t->ndim; d++) shape[d] = t->shape[t->transposed ? t->ndim - 1 - d : d];
@@ -235,8 +235,9 @@ int ps_gguf_layout(ps_gguf *g, int i, int64_t heads, int transposed)
     return 0;
 }
 
-/* Returns the index of the stored row that contains row j. The file stores a head's D rows in pairs: (0, D / 2),
- * (1, D / 2 + 1), and so on. In Hugging Face's rotary embedding the rows of a pair are half a head apart. */
+/* Returns the index of the stored row that contains row j. Let D be the number of rows of a head. The file stores these
+ * rows in pairs: (0, D / 2), (1, D / 2 + 1), and so on. In the order of Hugging Face's rotary embedding, the two rows
+ * of a pair are D / 2 rows apart. */
 int64_t gguf_stored_row(const gguf_tensor *t, int64_t j)
 {
     if (!t->heads) return j;
@@ -244,7 +245,7 @@ int64_t gguf_stored_row(const gguf_tensor *t, int64_t j)
     return j - r + (r < D / 2 ? 2 * r : 2 * (r - D / 2) + 1);
 }
 
-/* Unpacks n elements of a row, from element `from` on, to values of the type's dtype. */
+/* Unpacks n elements of a row, starting at element `from`. The results are values of the type's dtype. */
 static void unpack_row(const gguf_type *type, const uint8_t *row, int64_t from, int64_t n, uint8_t *out)
 {
     if (!type->unpack) {
@@ -260,8 +261,8 @@ static void unpack_row(const gguf_type *type, const uint8_t *row, int64_t from, 
     }
 }
 
-/* Copies a rectangle of a matrix that is read with its dimensions swapped. The rectangle's columns are sections of
- * stored rows. */
+/* Copies a rectangle of a matrix whose dimensions are swapped on reading. A column of the rectangle is a section of a
+ * stored row. */
 static int copy_swapped(const ps_gguf *g, const gguf_tensor *t, const int64_t *offset, const int64_t *shape,
                         int64_t first, uint8_t *dst, int64_t numel)
 {
@@ -282,13 +283,13 @@ static int copy_swapped(const ps_gguf *g, const gguf_tensor *t, const int64_t *o
     return 0;
 }
 
-/* Copies a rectangle row by row. A tensor of one dimension whose elements are permuted has rows of one element. */
+/* Copies a rectangle row by row. If a tensor of one dimension has permuted elements, each element is a row. */
 static void copy_rows(const ps_gguf *g, const gguf_tensor *t, const int64_t *offset, const int64_t *shape,
                       int64_t first, uint8_t *dst, int64_t numel)
 {
     bool single = t->heads && t->ndim == 1;
-    int leading = single ? 1 : t->ndim - 1;                 /* dimensions that count rows, -1 for a scalar, which has
-                                                             * no row */
+    /* The number of dimensions that count rows. A scalar has no row, so it would have -1. */
+    int leading = single ? 1 : t->ndim - 1;
     if (leading < 0) leading = 0;
     int64_t row = single || !t->ndim ? 1 : t->shape[t->ndim - 1], wide = single || !t->ndim ? 1 : shape[t->ndim - 1];
     int64_t from = single || !t->ndim ? 0 : offset[t->ndim - 1];
@@ -398,7 +399,7 @@ int ps_gguf_read(const void *from, int64_t at, void *dst, int64_t nbytes)
 typedef struct loan {
     ps_gguf *g;
     ps_lent_map map;
-    int64_t at;                 /* offset of the bytes in the file */
+    int64_t at;                 /* offset in the file of the first byte that is lent */
 } loan;
 
 static int loan_check(void *lender) { return ps_map_unchanged(&((const loan *)lender)->g->map); }

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The header of a GGUF file. The input is treated as hostile: every count is compared with the bytes that are left
- * before memory is allocated for it, and every length before its bytes are read. The header is read twice, first to
- * check it and to count strings and names, then to fill the tables. */
+ * Reads the header of a GGUF file. The input is treated as hostile. Every count is compared with the number of bytes
+ * that are left before memory is allocated for it. Every length is compared with that number before its bytes are read.
+ * The header is read twice. The first pass checks it and counts the strings and names. The second pass fills the
+ * tables. */
 #define _GNU_SOURCE
 #include "io/gguf.h"
 #include "base/alloc.h"
@@ -13,12 +14,12 @@
 
 typedef struct walk {
     ps_gguf *g;
-    const uint8_t *at, *end;    /* end: end of the map */
-    const char *what;           /* kind of the item that is being read, for messages: "metadata entry", "tensor" */
-    int64_t index;              /* its number */
-    const char *key;            /* name of the item, if it is known */
+    const uint8_t *at, *end;    /* end: the end of the map */
+    const char *what;           /* kind of the item that is being read, for errors: "metadata entry" or "tensor" */
+    int64_t index;              /* number of that item */
+    const char *key;            /* name of that item, if it is known */
     size_t key_n;
-    size_t text_n, strings_n;   /* so far */
+    size_t text_n, strings_n;   /* size in bytes of the names, and number of strings that were read so far */
     bool fills;                 /* true in the second pass */
 } walk;
 
@@ -27,8 +28,8 @@ const char *gguf_shown(const char *name, char out[GGUF_NAME_SHOWN])
     return ps_text_shown(name, out, GGUF_NAME_SHOWN);
 }
 
-/* Raises an error. The message always contains the file, the byte, the entry or tensor (if the fault is in an entry
- * or tensor) and the fault. */
+/* Raises an error. The message contains the file, the byte and the fault. If the fault is in an entry or a tensor, it
+ * also contains that entry or tensor. */
 static int bad(const walk *w, const char *fmt, ...) __attribute__((format(printf, 2, 3)));
 static int bad(const walk *w, const char *fmt, ...)
 {
@@ -65,7 +66,7 @@ static int read_u64(walk *w, uint64_t *out)
     return 0;
 }
 
-/* Reads a string of any bytes, which stays in the map. */
+/* Reads a string. It may contain any bytes. It is not copied, so *s points into the map. */
 static int read_string(walk *w, const uint8_t **s, size_t *n)
 {
     uint64_t length = 0;
@@ -77,8 +78,8 @@ static int read_string(walk *w, const uint8_t **s, size_t *n)
     return 0;
 }
 
-/* Reads a key or a name, which must be UTF-8 without a zero and not empty. In the second pass, sets *out to a copy
- * with a final 0. In the first pass, sets it to NULL. */
+/* Reads a key or a name. It must be UTF-8, must not be empty, and must not contain a zero byte. In the second pass,
+ * sets *out to a copy with a final 0. In the first pass, sets *out to NULL. */
 static int read_name(walk *w, char **out)
 {
     const uint8_t *s;
@@ -157,8 +158,7 @@ static int read_meta(walk *w, gguf_meta *m)
 }
 
 /* -- tensors ------------------------------------------------------------------------------------------------------- */
-/* Returns the size of a tensor in bytes. If the file does not contain all of these bytes, records an error and
- * returns -1. */
+/* Returns the size of a tensor in bytes. If not all of these bytes are in the file, reports an error and returns -1. */
 static int64_t size_of(const walk *w, const gguf_tensor *t)
 {
     int64_t rows = 1, row = 1, nbytes;
@@ -196,7 +196,7 @@ static int read_tensor(walk *w, gguf_tensor *t)
     if (offset > INT64_MAX / 2)
         return bad(w, "its bytes begin at byte %llu of the data; the offset must be less than 2^62",
                    (unsigned long long)offset);
-    t->begin = (int64_t)offset;                 /* relative to the start of the data until all tensors are read */
+    t->begin = (int64_t)offset;                 /* becomes an offset in the map when all tensors have been read */
     return 0;
 }
 
@@ -300,8 +300,8 @@ static int read_counts(walk *w)
         return bad(w, "the file has version %u; this psluajit reads only versions 2 and 3", version);
     PS_TRY(read_u64(w, &count));
     PS_TRY(read_u64(w, &meta_count));
-    if (count > left(w) / 24 || count > INT32_MAX)      /* minimum size of a tensor's description and, below, of a
-                                                         * metadata entry */
+    /* 24 is the minimum size in bytes of a tensor's description. 13, below, is the minimum size of a metadata entry. */
+    if (count > left(w) / 24 || count > INT32_MAX)
         return bad(w, "the header announces %llu tensors, but the file has only %zu more bytes",
                    (unsigned long long)count, left(w));
     if (meta_count > left(w) / 13 || meta_count > INT32_MAX)

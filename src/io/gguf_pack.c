@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Packs values into blocks of GGUF. Each block has the bytes that ggml's reference quantiser gives without an
- * importance matrix: the same operations in fp32, in the same order. The values are finite and small enough for fp16
- * scales (gguf_write.c checks them). */
+ * Packs values into GGUF's blocks. A block's bytes equal those of ggml's reference quantiser without an importance
+ * matrix. Therefore this file performs the same operations in fp32 in the same order. The values must be finite, and
+ * small enough for scales in fp16. gguf_write.c checks this. */
 #include "io/gguf.h"
 #include "base/blocks.h"
 #include "base/error.h"
@@ -18,7 +18,7 @@ static void put_half(uint8_t *s, float f)
 
 static float rounded_half(float f) { return ps_f16_to_f32(ps_f32_to_f16(f)); }
 
-/* Rounds to the nearest integer, ties to even; |f| must be below 2^22. */
+/* Rounds to the nearest integer, and to the even one if two are equally near. |f| must be below 2^22. */
 static int nearest(float f)
 {
     float shifted = f + 12582912.0f;
@@ -29,7 +29,8 @@ static int nearest(float f)
 
 static int clamp(int x, int low, int high) { return x < low ? low : x > high ? high : x; }
 
-/* Returns the value with the largest magnitude, with its sign. If several have it, returns the first. */
+/* Returns the value with the largest magnitude, including its sign. If several values have this magnitude, returns the
+ * first. */
 static float largest(const float *x, int n)
 {
     float most = 0, value = 0;
@@ -104,7 +105,8 @@ static void pack_q5_1(const float *x, uint8_t *s)
 enum { PART = 16, HALF_RANGE = 32 };
 static const float TINY = 1e-15f;
 
-/* Computes the sums of x l w and l l w, with w = x^2, over the integers l to which the factor rounds the values x. */
+/* Rounds factor * x to an integer l for each value x. Sets *lx to the sum of w * x * l and *ll to the sum of w * l * l,
+ * where w = x^2. */
 static void weigh(const float *x, float factor, float *lx, float *ll)
 {
     *lx = *ll = 0;
@@ -116,8 +118,9 @@ static void weigh(const float *x, float factor, float *lx, float *ll)
     }
 }
 
-/* Quantises 16 values to integers from -32 to 31. Finds the way to round, among 19, with the least error, weighted by
- * the squares of the values, and returns its scale. The scale is 0 if all values are zero. */
+/* Quantises 16 values to integers from -32 to 31, and returns their scale. Tries 19 factors for the rounding and uses
+ * the one with the smallest error. The errors are weighted by the squares of the values. The scale is 0 if all values
+ * are 0. */
 static float scale_of_part(const float *x, uint8_t *q)
 {
     float max = largest(x, PART), lx, ll, used;
@@ -181,8 +184,8 @@ static float error_of(const float *x, const float *w, const uint8_t *q, line l)
     return sum;
 }
 
-/* Computes the least squares line through the values and the integers to which the factor rounds them. Returns false
- * if there is no such line. */
+/* Rounds the values to integers, using `factor`. Then computes the line that maps these integers to the values with the
+ * least squares error. Returns false if there is no such line. */
 static bool fit(const float *x, const float *w, float min, float factor, float sum_w, float sum_x, uint8_t *q,
                 line *out)
 {
@@ -201,7 +204,7 @@ static bool fit(const float *x, const float *w, float min, float factor, float s
     return true;
 }
 
-/* Quantises 32 values to integers from 0 to 15. Returns the scale and the minimum, which is at most 0. */
+/* Quantises 32 values to integers from 0 to 15. Returns their scale and their minimum. The minimum is at most 0. */
 static line line_of_part(const float *x, const float *w, uint8_t *q)
 {
     uint8_t other[32];
@@ -263,7 +266,7 @@ static void pack_q4_k(const float *x, uint8_t *s)
     for (int n = 0; n < 256; n++) s[16 + n / 64 * 32 + n % 32] |= (uint8_t)(q[n] << (n % 64 / 32 * 4));
 }
 
-/* Returns the index of the NF4 value that is nearest to x. If two are equally near, returns the lower index. */
+/* Returns the index of the NF4 value that is nearest to x. If two values are equally near, returns the lower index. */
 static uint8_t nf4_of(float x)
 {
     int i = 0;

@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Writing GGUF. Tensors are declared first, in the order of the file. `begin` lays out the data, reserves the space
- * and writes the header, with the metadata that the caller has encoded. Each tensor is then appended in pieces, in
- * the order of Hugging Face's rows. Threads convert and write the pieces, while the caller reads the next ones. Only a
- * transposed matrix is kept in memory until it is complete. The file gets its name at commit, when it is complete and
- * on its disk. */
+ * Writes GGUF. The caller first declares the tensors, in the order of the file. `begin` determines the positions of the
+ * data, reserves the space, and writes the header with the metadata that the caller has encoded. Then the caller
+ * appends each tensor in pieces, with the rows in Hugging Face's order. Threads convert and write the pieces while the
+ * caller reads the next ones. Only a transposed matrix is kept in memory until it is complete. The file gets its name
+ * at commit, when it is complete and on the disk. */
 #include "io/gguf.h"
 #include "base/alloc.h"
 #include "base/half.h"
@@ -13,23 +13,24 @@
 #include <pthread.h>
 #include <string.h>
 
-/* Numbers of values, multiples of every block size: those of a piece, and those converted together. */
+/* RUN: number of values of a piece. SLICE: number of values that are converted at once. Both are multiples of all block
+ * sizes. */
 enum { RUN = 1 << 20, SLICE = 1 << 12 };
 enum { MAX_THREADS = 16, MAX_PIECES = 2 * MAX_THREADS };
-static const float LARGEST = 65504.0f * 7;     /* the scale of a block with larger values may not fit into fp16 */
+static const float LARGEST = 65504.0f * 7;     /* the scale of a block with a larger value may not fit into fp16 */
 
 typedef struct ggufw_tensor {
-    gguf_tensor t;              /* begin: offset in the file, once the data is laid out */
-    int64_t numel, done;        /* values */
-    float *whole;               /* for a transposed tensor: its values until all have been appended */
+    gguf_tensor t;              /* begin: offset in the file, set by ps_ggufw_begin */
+    int64_t numel, done;        /* numel: number of values; done: number of values that were appended */
+    float *whole;               /* for a transposed tensor: its values, until all have been appended */
 } ggufw_tensor;
 
 typedef struct piece {
     const ggufw_tensor *one;
     int dtype;
-    int64_t at, n;              /* first value in the tensor, number of values */
-    int64_t serial;             /* position among all pieces */
-    uint8_t *data;              /* [RUN * 8]: the values in `dtype` */
+    int64_t at, n;              /* index in the tensor of the first value; number of values */
+    int64_t serial;             /* number of the piece among all pieces */
+    uint8_t *data;              /* [RUN * 8] bytes of the values, which have type `dtype` */
 } piece;
 
 struct ps_ggufw {
@@ -38,8 +39,8 @@ struct ps_ggufw {
     ps_tempfile file;
     ggufw_tensor *tensors;
     int count;
-    /* The threads. They start at the first piece. Each thread removes the oldest piece from `queue`, converts and
-     * writes it, and returns it to `spare`. */
+    /* The threads. They are started with the first piece. Each thread repeatedly removes the oldest piece from `queue`,
+     * converts and writes it, and puts it into `spare`. */
     pthread_t threads[MAX_THREADS];
     piece pieces[MAX_PIECES];
     int n_threads, n_pieces;
@@ -48,8 +49,8 @@ struct ps_ggufw {
     pthread_cond_t queued, returned;
     piece *queue[MAX_PIECES], *spare[MAX_PIECES];
     int n_queue, n_spare;
-    int64_t failed;                 /* serial of the earliest piece with an error, or INT64_MAX */
-    ps_error_kept error;            /* error of that piece */
+    int64_t failed;                 /* serial of the earliest piece that failed, or INT64_MAX */
+    ps_error_kept error;            /* error of the piece `failed` */
     bool quit;
 };
 
@@ -185,7 +186,7 @@ int ps_ggufw_begin(ps_ggufw *w, const void *meta, int64_t nbytes, int64_t entrie
 
 static bool is_float(int dtype) { return dtype == PS_F32 || dtype == PS_F64 || dtype == PS_BF16 || dtype == PS_F16; }
 
-/* Converts n values of a dtype, which is_float accepts, to fp32. */
+/* Converts n values to fp32. is_float(dtype) must be true. */
 static void to_floats(int dtype, const uint8_t *from, int64_t n, float *to)
 {
     uint16_t half;
@@ -201,9 +202,9 @@ static void to_floats(int dtype, const uint8_t *from, int64_t n, float *to)
 
 static uint32_t magnitude(float f) { return ps_f32_bits(f) & 0x7fffffff; }
 
-/* Returns the index of the first value that the tensor's type cannot hold, or n. Types of blocks hold no infinity or
- * NaN, and F16 holds no finite value that rounds to infinity. Magnitudes are compared as bits, which are in the same
- * order. */
+/* Returns the index of the first value that the tensor's type cannot represent, or n if there is none. A type of blocks
+ * cannot represent infinity and NaN. F16 cannot represent finite values that would round to infinity. The comparisons
+ * use the values' bits as integers, which have the same order as the magnitudes. */
 static int64_t first_bad(const ggufw_tensor *one, const float *x, int64_t n)
 {
     bool packs = one->t.type->block > 1;
@@ -215,7 +216,7 @@ static int64_t first_bad(const ggufw_tensor *one, const float *x, int64_t n)
     return n;
 }
 
-/* Writes n values in the tensor's type to `out`. */
+/* Converts n values to the tensor's type and writes them to `out`. */
 static void encode(const ggufw_tensor *one, const float *x, int64_t n, uint8_t *out)
 {
     const gguf_type *type = one->t.type;
@@ -229,14 +230,15 @@ static void encode(const ggufw_tensor *one, const float *x, int64_t n, uint8_t *
     }
 }
 
-/* Returns the number of values in a row that is stored as a whole. The halves of a head's bias are single values. */
+/* Returns the number of values in a row. A row is stored as a unit. If a bias is divided into heads, each of its values
+ * is a row. */
 static int64_t row_of(const gguf_tensor *t)
 {
     return t->ndim && !(t->heads && t->ndim == 1) ? t->shape[t->ndim - 1] : 1;
 }
 
-/* Converts a piece to `out` [RUN * 8] and writes it. The piece is in the order of the file's rows or, if the tensor has
- * heads, of Hugging Face's rows. */
+/* Converts a piece to `out` [RUN * 8] and writes it to the file. If the tensor has heads, the rows of the piece are in
+ * Hugging Face's order. Otherwise they are in the order of the file. */
 static int write_piece(ps_ggufw *w, const piece *p, uint8_t *out)
 {
     const gguf_tensor *t = &p->one->t;
@@ -295,8 +297,8 @@ static void *work(void *arg)
     return NULL;
 }
 
-/* Starts as many threads as OpenMP would use, but at most one for each RUN values of the file. Each has two pieces, so
- * that the caller fills one while the other is written. */
+/* Starts as many threads as OpenMP would use, but at most one for each RUN values of the file. There are two pieces per
+ * thread, so that the caller can fill one while the other is written. */
 static int start_threads(ps_ggufw *w)
 {
     int64_t runs = 1;
@@ -315,7 +317,7 @@ static int start_threads(ps_ggufw *w)
     return ps_fail(PS_ENOMEM, "%s: cannot start a thread to write: %s", w->path, strerror(err));
 }
 
-/* Waits until all pieces are written. Returns the error of the earliest piece that failed. */
+/* Waits until all pieces are written. Returns the error of the earliest piece that failed, or 0. */
 static int settle(ps_ggufw *w)
 {
     pthread_mutex_lock(&w->lock);
@@ -324,7 +326,7 @@ static int settle(ps_ggufw *w)
     return w->failed == INT64_MAX ? 0 : ps_error_again(&w->error);
 }
 
-/* Queues n <= RUN values, from value `at` of the tensor on, for the threads. */
+/* Queues n values for the threads. They are the tensor's values starting at index `at`. n must be at most RUN. */
 static int put_values(ps_ggufw *w, const ggufw_tensor *one, int dtype, const uint8_t *from, int64_t at, int64_t n)
 {
     if (w->n_threads == 0) PS_TRY(start_threads(w));
@@ -343,8 +345,8 @@ static int put_values(ps_ggufw *w, const ggufw_tensor *one, int dtype, const uin
     return 0;
 }
 
-/* Writes a matrix with swapped dimensions when all its values have been appended. A group of rows is copied at once,
- * so that values which are adjacent in memory are read together. */
+/* Writes a matrix with swapped dimensions after all its values have been appended. It copies a group of rows at once,
+ * so that it reads values together that are adjacent in memory. */
 static int write_swapped(ps_ggufw *w, ggufw_tensor *one)
 {
     int64_t rows = one->t.shape[0], row = one->t.shape[1], group = row < RUN ? RUN / row : 1;

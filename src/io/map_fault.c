@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The handler of SIGBUS, which names the mapped file whose page cannot be read (map_fault.h). It only calls write
- * and sigaction. It reads the table of maps without a lock, since a map is not removed while a thread reads its
- * bytes. */
+ * The handler of SIGBUS (map_fault.h). It prints the name of the mapped file whose page cannot be read. It calls only
+ * write and sigaction. It reads the table of maps without a lock. This is safe, because no thread removes a map while
+ * another thread reads its bytes. */
 #define _GNU_SOURCE
 #include "io/map_fault.h"
 #include <signal.h>
@@ -13,12 +13,12 @@
 
 enum { MOST_MAPS = 256, MOST_PATH = 240 };
 
-/* An entry is in use as soon as `pages` is set, and valid as soon as `named` is set. */
+/* An entry is in use if `pages` is not 0. It is valid if `named` is true. */
 static struct {
-    _Atomic uintptr_t pages;    /* 0: free */
+    _Atomic uintptr_t pages;    /* address of the map, or 0 if the entry is free */
     _Atomic int64_t nbytes;
     atomic_bool named;
-    char path[MOST_PATH];       /* the path, or its last characters if it is longer */
+    char path[MOST_PATH];       /* the path, or the end of a path that is too long */
 } maps[MOST_MAPS];
 static const char *program;
 
@@ -85,8 +85,8 @@ static void on_fault(int sig, siginfo_t *info, void *context)
     add(&t, "\n");
     if (t.n == sizeof t.bytes) t.bytes[t.n - 1] = '\n';
     (void)!write(STDERR_FILENO, t.bytes, t.n);
-    /* The handler was reset (SA_RESETHAND), so on return the same access ends the process. A signal that another
-     * process sent does not repeat, so it is raised here. */
+    /* The handler was reset (SA_RESETHAND). So after the return the same access raises SIGBUS again, and the process
+     * ends. A signal that another process sent is not raised again by itself, so it is raised here. */
     if (info->si_code <= 0) raise(sig);
 }
 

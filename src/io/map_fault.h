@@ -1,16 +1,16 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Handles SIGBUS, which the kernel sends when a page of a map cannot be read: the file was truncated, or its disk
- * failed. The program prints the file's path, and ends by the signal. */
+ * Handles SIGBUS. The kernel sends this signal when a page of a map cannot be read, because the file was truncated or
+ * its disk failed. The handler prints the file's path, and then the signal ends the program. */
 #ifndef PS_IO_MAP_FAULT_H
 #define PS_IO_MAP_FAULT_H
 #include <stdint.h>
 
-/* Installs the handler. `name` is printed before the message and must outlive the process. Only main calls this
- * function, once. */
+/* Installs the handler. The message begins with `name`, which must never be freed. Only main calls this function, and
+ * only once. */
 void ps_map_fault_install(const char *name);
 
-/* These functions record that a map was made, and that it was removed. If many maps exist, the message about a later
- * map has no path. */
+/* Record that a map was made or removed. There is room for a limited number of maps. If the table is full, the message
+ * about a later map contains no path. */
 void ps_map_fault_add(const void *pages, int64_t nbytes, const char *path);
 void ps_map_fault_remove(const void *pages);
 #endif

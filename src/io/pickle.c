@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The pickle machine: a stack, marks, a memo, and one function per family of opcodes. It knows protocol 2, which
- * PyTorch writes, and the binary opcodes of 1, 3, 4 and 5, but no opcode that makes objects of classes. The input is
- * treated as hostile. */
+ * The pickle machine. It has a stack, marks, a memo, and one function per family of opcodes. It implements protocol 2,
+ * which PyTorch writes, and the binary opcodes of protocols 1, 3, 4 and 5. It implements no opcode that makes objects
+ * of classes. The input is treated as hostile. */
 #include "io/pickle.h"
 #include "base/alloc.h"
 #include "base/grow.h"
@@ -16,10 +16,10 @@
 typedef struct machine {
     pk *p;
     const uint8_t *at, *end;
-    int32_t *stack, *memo;          /* ids of values; memo: -1 for an empty entry */
+    int32_t *stack, *memo;          /* ids of values; an empty entry of `memo` is -1 */
     int64_t n, stack_room, memo_n, memo_used;
-    int64_t floor;                  /* position of the last mark, or 0; values below this position are not popped */
-    int64_t *marks;                 /* [n_marks] previous values of `floor` */
+    int64_t floor;                  /* number of values below the last mark, or 0; these values cannot be popped */
+    int64_t *marks;                 /* [n_marks] the previous values of `floor` */
     int64_t n_marks, marks_room;
     bool stopped;
 } machine;
@@ -80,7 +80,7 @@ bool pk_is_text(const pk *p, const pk_value *v, const char *text)
 
 static bool has_items(const pk_value *v) { return v->kind >= PS_PT_LIST && v->kind <= PS_PT_DICT; }
 
-/* Moves the top `n` ids of the stack to the end of the items of value `to`. */
+/* Removes the top `n` ids from the stack and appends them to the items of value `to`. */
 static int take_items(machine *m, int32_t to, int64_t n)
 {
     pk_value *v = &m->p->values[to];
@@ -101,7 +101,7 @@ static int take_items(machine *m, int32_t to, int64_t n)
 /* -- the stack --------------------------------------------------------------------------------------------------- */
 static int push_id(machine *m, int32_t id)
 {
-    if (id < 0) return id;                  /* the function that should have made the value has recorded the error */
+    if (id < 0) return id;                  /* the function that could not make the value has reported the error */
     if (m->n == PK_MAX_VALUES) return bad(m, "the stack has more than %d values", PK_MAX_VALUES);
     PS_TRY(ps_grow(m->stack, m->stack_room, m->n + 1));
     m->stack[m->n++] = id;
@@ -128,7 +128,7 @@ static int push_mark(machine *m)
     return 0;
 }
 
-/* Removes the last mark. Sets `n` to the number of values above it, which stay on the stack. */
+/* Removes the last mark. Sets *n to the number of values above the mark. These values stay on the stack. */
 static int pop_mark(machine *m, int64_t *n)
 {
     if (!m->n_marks) return bad(m, "a mark is missing");
@@ -151,7 +151,7 @@ static int number(machine *m, int nbytes, uint64_t *out)
     return 0;
 }
 
-/* Reads a text whose length is written in `width` bytes. */
+/* Reads a text that begins with its length. The length has `width` bytes. */
 static int push_text(machine *m, int kind, int width)
 {
     uint64_t n;
@@ -164,9 +164,10 @@ static int push_text(machine *m, int kind, int width)
 
 static pk_value integer(int64_t i) { return (pk_value){ .kind = PS_PT_INT, .u.integer = i }; }
 
-enum { MOST_DIGITS = 309 };     /* digits of the largest double */
+enum { MOST_DIGITS = 309 };     /* number of digits of the largest double */
 
-/* Pushes the double nearest to an integer that does not fit into 64 bits. `text` is decimal, or hexadecimal with 0x. */
+/* Pushes the double that is nearest to an integer that does not fit into 64 bits. `text` is the integer in decimal, or
+ * in hexadecimal after 0x. */
 static int push_large(machine *m, const char *text)
 {
     double value = strtod(text, NULL);
@@ -174,7 +175,7 @@ static int push_large(machine *m, const char *text)
     return push(m, (pk_value){ .kind = PS_PT_FLOAT, .u.number = value });
 }
 
-/* Reads a two's complement integer of any length. If it does not fit into 64 bits, it becomes the nearest double. */
+/* Reads a two's complement integer of any length. If it does not fit into 64 bits, pushes the nearest double. */
 static int push_long(machine *m, int width)
 {
     uint64_t n;
@@ -192,7 +193,8 @@ static int push_long(machine *m, int width)
     }
     char text[2 * 129 + 4] = "-0x", *to = text + 3;
     if (n > 129) return bad(m, "an integer of %llu bytes is too long", (unsigned long long)n);
-    bool carry = negative;      /* the magnitude of a negative number: all bits inverted, plus 1 */
+    /* The magnitude of a negative number is the number with all bits inverted, plus 1. */
+    bool carry = negative;
     uint8_t magnitude[129];
     for (uint64_t i = 0; i < n; i++) {
         magnitude[i] = negative ? (uint8_t)(~p[i] + carry) : p[i];
@@ -212,7 +214,7 @@ static int push_double(machine *m)
     return push(m, v);
 }
 
-/* Reads up to the end of the line. */
+/* Reads the text up to the end of the line. */
 static int line(machine *m, const uint8_t **text, int64_t *n)
 {
     const uint8_t *newline = memchr(m->at, '\n', (size_t)(m->end - m->at));
@@ -222,7 +224,7 @@ static int line(machine *m, const uint8_t **text, int64_t *n)
     return 0;
 }
 
-/* Protocol 1 writes booleans ("I01") and large integers ("L12345L") in decimal. */
+/* Reads a boolean or an integer that protocol 1 wrote in decimal ("I01", "L12345L"). */
 static int push_decimal(machine *m, bool is_long)
 {
     const uint8_t *text = NULL;
@@ -265,7 +267,7 @@ static int get(machine *m, uint64_t i)
 }
 
 /* -- containers -------------------------------------------------------------------------------------------------- */
-/* Makes a container of the top n values. */
+/* Replaces the top n values by a container of these values. */
 static int push_items(machine *m, int kind, int64_t n)
 {
     PS_TRY(need_stack(m, n));
@@ -283,7 +285,7 @@ static int push_marked(machine *m, int kind)
     return push_items(m, kind, n);
 }
 
-/* Adds the top n values to the container below them on the stack, which must be of kind `kind`. */
+/* Adds the top n values to the container that is below them on the stack. The container must be of kind `kind`. */
 static int add_items(machine *m, int kind, int64_t n)
 {
     static const char *const names[] = { "list", "tuple", "set", "dict" };
@@ -334,8 +336,8 @@ static int call(machine *m)
     return push_id(m, pt_call(m->p, function, args));
 }
 
-/* Handles the state of an object. Only an OrderedDict may have state (the _metadata of a state dict), which is
- * dropped. */
+/* Removes the state of an object from the stack and ignores it. Only an OrderedDict may have state (the _metadata of a
+ * state dict). */
 static int build(machine *m)
 {
     PS_TRY(need_stack(m, 2));
@@ -395,8 +397,8 @@ static int step(machine *m, int op)
     case 0x80:
         PS_TRY(number(m, 1, &n));
         return n <= 5 ? 0 : bad(m, "protocol %d of pickle is not supported", (int)n);
-    case 0x95: return number(m, 8, &n);                     /* the length of a frame, which only readers of streams
-                                                             * need */
+    /* This is the length of a frame. Only programs that read a pickle from a stream need it. */
+    case 0x95: return number(m, 8, &n);
     case '.': m->stopped = true; return need_stack(m, 1);
     case 'K': PS_TRY(number(m, 1, &n)); return push(m, integer((int64_t)n));
     case 'M': PS_TRY(number(m, 2, &n)); return push(m, integer((int64_t)n));
@@ -423,7 +425,7 @@ static int step(machine *m, int op)
 /* -- the finished tree ------------------------------------------------------------------------------------------- */
 enum { UNSEEN, ON_PATH = 0xffff };
 
-/* Returns the depth of the tree below `id`. heights [count] caches depths. */
+/* Returns the depth of the tree below the value `id`. heights [count] stores the depths that are already known. */
 static int height(const pk *p, uint16_t *heights, int32_t id, int depth)
 {
     const pk_value *v = &p->values[id];

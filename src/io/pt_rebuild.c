@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The names, calls and outside references that a .pt file's pickle may use. Nothing is looked up elsewhere and nothing
- * is executed: a call is a row of this file that builds a value. */
+ * The names, calls and outside references that a .pt file's pickle may use. There are no others. Nothing is executed: a
+ * call selects a row of this file's table, and C code builds the value. */
 #include "io/torch_pt.h"
 #include "base/alloc.h"
 #include <stdio.h>
@@ -56,7 +56,7 @@ const char *pt_name_text(const pk_value *global)
 }
 
 /* -- names ------------------------------------------------------------------------------------------------------- */
-/* Returns true if "module.name" is `text`. */
+/* Returns whether `text` equals "module.name". */
 static bool names_it(const char *text, const uint8_t *module, int64_t module_n, const uint8_t *name, int64_t name_n)
 {
     return (int64_t)strlen(text) == module_n + 1 + name_n && !memcmp(text, module, (size_t)module_n) &&
@@ -86,7 +86,7 @@ int32_t pt_global(pk *p, const uint8_t *module, int64_t module_n, const uint8_t 
 }
 
 /* -- storages ---------------------------------------------------------------------------------------------------- */
-/* Arguments: ("storage", type, key, device, number of elements). */
+/* `id` is a tuple ("storage", type, key, device, number of elements). */
 int32_t pt_persistent(pk *p, int32_t id)
 {
     const pk_value *v = p->values, *args = &v[id];
@@ -172,7 +172,7 @@ int pt_tensor_of(const pk *p, int32_t id, ps_pt_tensor *out)
     return 0;
 }
 
-/* Arguments: (storage, offset, shape, strides[, requires_grad, hooks[, dtype][, {"conj", "neg"}]]). */
+/* `args` is a tuple (storage, offset, shape, strides[, requires_grad, hooks[, dtype][, {"conj", "neg"}]]). */
 static int32_t new_tensor(pk *p, int what, int32_t args)
 {
     const pk_value *v = p->values, *a = &v[args];
@@ -201,8 +201,9 @@ static int32_t wrong_args(const pk *p, int32_t function)
     return pk_bad(p, "data.pkl calls '%s' in a form that is not supported", pt_name_text(&p->values[function]));
 }
 
-/* Makes a byte string from text in which each byte is a character below 256. All results share one buffer of the
- * pickle's size. Valid files cannot exceed this size, because text is never shorter than its bytes. */
+/* Makes a byte string from a text of characters below 256. Each character becomes one byte. All byte strings share one
+ * buffer of the pickle's size. A valid file cannot exceed this size, because a text is never shorter than its byte
+ * string. */
 static int32_t new_bytes(pk *p, const pk_value *text)
 {
     uint32_t n = text->u.text.nbytes, used = 0;
@@ -222,7 +223,7 @@ static int32_t new_bytes(pk *p, const pk_value *text)
     return pk_new(p, v);
 }
 
-/* Performs function(args...) for functions that do not make tensors. */
+/* Performs the call function(args...) for functions that do not make tensors. */
 static int32_t call_plain(pk *p, int32_t function, const pk_value *args)
 {
     pk_value *v = p->values;
@@ -251,8 +252,8 @@ int32_t pt_call(pk *p, int32_t function, int32_t args)
 {
     const pk_value *v = p->values, *a = &v[args];
     int what = v[function].count;
-    if (what == PT_FROM_TYPE) {             /* arguments (function, class, its args, attributes): a tensor with
-                                             * attributes */
+    /* The arguments are (function, class, its args, attributes). They describe a tensor with attributes. */
+    if (what == PT_FROM_TYPE) {
         if (a->count < 3 || v[a->u.items[0]].kind != PK_GLOBAL || v[a->u.items[1]].kind != PK_GLOBAL ||
             v[a->u.items[1]].count != PT_CLASS || v[a->u.items[2]].kind != PS_PT_TUPLE)
             return wrong_args(p, function);
@@ -260,7 +261,7 @@ int32_t pt_call(pk *p, int32_t function, int32_t args)
         what = v[function].count, a = &v[args];
     }
     if (what >= PT_TENSOR_V1 && what <= PT_TENSOR_V3) return new_tensor(p, what, args);
-    if (what == PT_PARAMETER) {             /* arguments (tensor, requires_grad, hooks[, attributes]) */
+    if (what == PT_PARAMETER) {             /* arguments: (tensor, requires_grad, hooks[, attributes]) */
         if (!a->count || v[a->u.items[0]].kind != PS_PT_TENSOR) return wrong_args(p, function);
         return a->u.items[0];
     }

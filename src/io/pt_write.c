@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Writing PyTorch's .pt files, for torch.load(weights_only=True). (PyTorch 1.13 reads them only without floats.)
- * Storages and the value are declared first (a container, then its items), so that `begin` knows the whole file and
- * reserves its space. Then the bytes of each storage are passed in pieces. The writer keeps data.pkl in memory (some
- * hundred bytes per tensor), but no tensor bytes. The file gets its name at commit, when it is complete and on its
- * disk. */
+ * Writes PyTorch's .pt files for torch.load(weights_only=True). PyTorch 1.13 can read them only if they contain no
+ * floats. The caller first declares the storages and the value. A container is declared before its items. Then `begin`
+ * knows the size of the whole file and reserves its space. After `begin` the caller passes the bytes of each storage in
+ * pieces. The writer keeps data.pkl in memory (some hundred bytes per tensor). It does not keep tensor bytes. The file
+ * gets its name at commit, when it is complete and on the disk. */
 #include "io/torch_pt.h"
 #include "base/alloc.h"
 #include "base/grow.h"
@@ -14,11 +14,11 @@
 #include <stdlib.h>
 #include <string.h>
 
-typedef struct frame { int32_t kind, left, number; } frame;   /* an open container: number of missing items, and its
-                                                               * index in the memo */
+/* An open container. left: number of missing items. number: the container's index in the memo. */
+typedef struct frame { int32_t kind, left, number; } frame;
 typedef struct ptw_storage { int32_t dtype; int entry; int64_t numel; } ptw_storage;
-enum { W_STORAGE, W_CPU, W_REBUILD, W_ORDERED_DICT, W_TYPES, N_WORDS = W_TYPES + PS_DTYPE_COUNT };  /* words that all
-                                                                                                     * tensors use */
+/* The words that all tensors use. A word is written once and then referred to by its index in the memo. */
+enum { W_STORAGE, W_CPU, W_REBUILD, W_ORDERED_DICT, W_TYPES, N_WORDS = W_TYPES + PS_DTYPE_COUNT };
 
 struct ps_ptw {
     enum { DECLARING, WRITING, DONE } state;
@@ -29,8 +29,8 @@ struct ps_ptw {
     int64_t n, room;
     frame open[PK_MAX_DEPTH];
     int depth;
-    int words[N_WORDS];         /* 1 + a word's index in the memo, or 0 if the word was not written yet */
-    int memo;                   /* number of memo entries that words and containers use */
+    int words[N_WORDS];         /* a word's index in the memo plus 1, or 0 if the word was not written yet */
+    int memo;                   /* number of memo entries in use, for words and containers */
     ptw_storage *storages;
     int count, storages_room;
 };
@@ -84,14 +84,14 @@ static int put_text(ps_ptw *w, const char *text, int64_t n)
     return put(w, text, n);
 }
 
-/* Stores the last written value in memo entry i (q, r), or writes the value of entry i again (h, j). */
+/* Stores the last written value in memo entry i (opcodes q and r), or writes the value of entry i again (h and j). */
 static int put_memo(ps_ptw *w, bool takes, int i)
 {
     return i < 256 ? put_number(w, takes ? 'q' : 'h', (uint64_t)i, 1)
                    : put_number(w, takes ? 'r' : 'j', (uint64_t)i, 4);
 }
 
-/* Writes word i, or only its index in the memo if the word was written before. */
+/* Writes word i. If the word was written before, writes only its index in the memo. */
 static int put_word(ps_ptw *w, int i)
 {
     if (w->words[i]) return put_memo(w, false, w->words[i] - 1);
@@ -108,7 +108,7 @@ static int put_word(ps_ptw *w, int i)
     return put_memo(w, true, w->memo - 1);
 }
 
-/* Writes a byte string as text of characters below 256, which readers convert back to bytes. */
+/* Writes a byte string as a text of characters below 256. Readers convert the text back to bytes. */
 static int put_bytes(ps_ptw *w, const uint8_t *bytes, int64_t n)
 {
     int64_t length = n;
@@ -161,7 +161,7 @@ int ps_ptw_storage(ps_ptw *w, int dtype, int64_t numel)
     return w->count++;
 }
 
-/* Begins a value, and counts it as an item of its container. */
+/* Begins a value. Returns an error if a value of this kind is not allowed here. */
 static int begin_value(ps_ptw *w, bool may_be_key)
 {
     PS_TRY(check_state(w, DECLARING));
@@ -177,7 +177,7 @@ static int begin_value(ps_ptw *w, bool may_be_key)
     return 0;
 }
 
-/* Ends a value, and closes the containers that it completes. */
+/* Ends a value, and counts it as an item of its container. Closes all containers that are complete. */
 static int end_value(ps_ptw *w)
 {
     while (w->depth) {
@@ -198,7 +198,7 @@ static int open_container(ps_ptw *w, const ps_pt_value *v)
     if (w->depth == PK_MAX_DEPTH)
         return ps_fail(PS_EINVAL, "writing %s: values are nested more than %d deep", w->path, PK_MAX_DEPTH);
     int number = w->memo++;
-    bool whole = v->kind != PS_PT_TUPLE || !v->count;       /* the container exists before its items do */
+    bool whole = v->kind != PS_PT_TUPLE || !v->count;       /* true if the container exists before its items */
     if (whole) {
         PS_TRY(put_op(w, dict ? '}' : v->kind == PS_PT_TUPLE ? ')' : ']'));
         PS_TRY(put_memo(w, true, number));
@@ -302,7 +302,7 @@ int ps_ptw_tensor(ps_ptw *w, const ps_pt_tensor *t)
     PS_TRY(put_int(w, t->offset));
     PS_TRY(put_dims(w, t->ndim, t->shape));
     PS_TRY(put_dims(w, t->ndim, t->stride));
-    PS_TRY(put_op(w, '\x89'));                      /* requires_grad false: state is plain data */
+    PS_TRY(put_op(w, '\x89'));                      /* requires_grad is false, because state is plain data */
     PS_TRY(put_word(w, W_ORDERED_DICT));           /* no hooks */
     PS_TRY(put(w, ")RtR", 4));
     return end_value(w);

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Reading safetensors: opens and maps a file, checks its header (st_header.c), and lends its contents or reads them. */
+ * Reads safetensors. It opens and maps a file and checks its header (st_header.c). Then it lends the contents or reads
+ * them. */
 #define _GNU_SOURCE
 #include "io/safetensors.h"
 #include "base/alloc.h"
@@ -29,7 +30,7 @@ const st_type *st_type_by_dtype(int dtype)
     return NULL;
 }
 
-/* Opens the file in `map`. Becomes the owner of `map`, even on failure. */
+/* Opens the file in `map`. Becomes the owner of `map`, even if it fails. */
 static int open_map(ps_map *map, ps_st **out)
 {
     ps_st *st = ps_alloc0(sizeof *st);
@@ -133,9 +134,9 @@ const char *ps_st_meta_value(const ps_st *st, int i)
     return st && i >= 0 && i < st->meta_count ? st->meta[i].value : NULL;
 }
 
-/* Returns NULL on failure, with an error. The pointer has the same alignment as the data in the file. Every call
- * checks the file's size again. A truncation between this call and the reading of the bytes still kills the reader,
- * as for all maps, but not in ps_st_read. */
+/* Returns NULL and an error on failure. The pointer has the same alignment as the data in the file. Every call checks
+ * the file's size again. If the file is truncated after this call, reading the bytes still ends the process, as for all
+ * maps. ps_st_read does not have this problem. */
 const void *ps_st_data(const ps_st *st, int i)
 {
     const st_tensor *t = tensor_at(st, i);
@@ -165,7 +166,7 @@ int ps_st_read(const void *from, int64_t at, void *dst, int64_t nbytes)
 typedef struct loan {
     ps_st *st;
     ps_lent_map map;
-    int64_t at;             /* offset of the bytes in the file */
+    int64_t at;             /* offset in the file of the first byte that is lent */
 } loan;
 
 static int loan_check(void *lender) { return ps_map_unchanged(&((const loan *)lender)->st->map); }

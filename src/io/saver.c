@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Writes a safetensors file in a separate thread, from bytes that the caller has copied and does not change
- * meanwhile. The thread calls only src/io, and blocks all signals. Its error is kept for the thread that waits. A
- * saver has one owner, which makes all calls. */
+ * Writes a safetensors file in a separate thread. The bytes are a copy that the caller does not change while the thread
+ * runs. The thread calls only src/io, and all signals are blocked in it. Its error is kept for the thread that waits
+ * for it. A saver has one owner, and only the owner may call its functions. */
 #define _GNU_SOURCE
 #include "io/file.h"
 #include "base/alloc.h"
@@ -13,12 +13,12 @@
 
 struct ps_saver {
     pthread_t thread;
-    bool running;               /* there is a thread to join */
-    atomic_bool busy;           /* the thread is working; it sets the fields below before it clears this flag */
+    bool running;               /* true if there is a thread to join */
+    atomic_bool busy;           /* true while the thread works; it sets the fields below before it clears this flag */
     ps_stw *writer;
-    const void *data;           /* [nbytes], lent */
+    const void *data;           /* [nbytes] owned by the caller */
     int64_t nbytes;
-    ps_error_kept error;        /* error of the last save, until a caller has waited for it */
+    ps_error_kept error;        /* error of the last save; it is kept until a caller waits for the save */
     double seconds;
 };
 

@@ -1,8 +1,10 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The header of a safetensors file: a strict parser for the little JSON that the format allows, and every check of
- * its contents. The input is treated as hostile. There is no recursion: the grammar has three levels, each a loop.
+ * Parses the header of a safetensors file and checks its contents. The parser accepts only the subset of JSON that the
+ * format allows. The input is treated as hostile. There is no recursion, because the grammar has three levels. Each
+ * level is a loop.
  *   header   = { (name : tensor | "__metadata__" : ({ (string : string)* } | null))* }
- *   tensor   = { "dtype" : string, "shape" : [ints], "data_offsets" : [int, int] }     in any order, each once */
+ *   tensor   = { "dtype" : string, "shape" : [ints], "data_offsets" : [int, int] }
+ * The entries of a tensor may have any order, and each occurs exactly once. */
 #define _GNU_SOURCE
 #include "io/safetensors.h"
 #include "base/alloc.h"
@@ -15,9 +17,9 @@
 
 typedef struct parser {
     ps_st *st;
-    const uint8_t *at, *end;    /* end: end of the header */
+    const uint8_t *at, *end;    /* end: the end of the header */
     char *text;                 /* next free position in st->text */
-    const char *tensor;         /* tensor that is being read, for messages */
+    const char *tensor;         /* name of the tensor that is being read, for error messages */
     bool has_meta;
 } parser;
 
@@ -35,8 +37,8 @@ int64_t st_numel(int ndim, const int64_t *shape)
 }
 
 /* -- errors ------------------------------------------------------------------------------------------------------ */
-/* Raises an error. The message always contains the file, the byte in the file, the tensor (if the fault is in a
- * tensor) and the fault. */
+/* Raises an error. The message contains the file, the byte in the file and the fault. If the fault is in a tensor, it
+ * also contains that tensor. */
 static int bad(const parser *p, const char *fmt, ...) __attribute__((format(printf, 2, 3)));
 static int bad(const parser *p, const char *fmt, ...)
 {
@@ -52,7 +54,7 @@ static int bad(const parser *p, const char *fmt, ...)
     return ps_fail(PS_EFORMAT, "%s: header, byte %lld of the file: %s", p->st->map.path, place, what);
 }
 
-/* Raises an error about a whole tensor or file, without a position in the header. */
+/* Raises an error about a whole tensor or a whole file. The message contains no position in the header. */
 static int bad_file(const ps_st *st, const char *fmt, ...) __attribute__((format(printf, 2, 3)));
 static int bad_file(const ps_st *st, const char *fmt, ...)
 {
@@ -70,7 +72,7 @@ static void skip_space(parser *p)
     while (p->at < p->end && (*p->at == ' ' || *p->at == '\t' || *p->at == '\n' || *p->at == '\r')) p->at++;
 }
 
-/* Returns the next character as messages show it. */
+/* Returns the next character in the form for error messages. */
 static const char *next_shown(const parser *p, char out[16])
 {
     if (p->at >= p->end) return "the end of the header";
@@ -94,7 +96,8 @@ static int expect(parser *p, char c)
     return bad(p, "'%c' expected, %s found", c, next_shown(p, next));
 }
 
-/* Called after an item of a list. Returns 1 if another item follows, and 0 at `close`. */
+/* Reads the separator after an item of a list or object. Returns 1 if another item follows, and 0 if the separator is
+ * `close`. */
 static int more(parser *p, char close)
 {
     char next[16];
@@ -117,7 +120,7 @@ static int hex4(parser *p, uint32_t *out)
     return 0;
 }
 
-/* Reads the character of a \u escape (or of the two that form a surrogate pair), as UTF-8. */
+/* Reads a \u escape, or two that form a surrogate pair, and writes the character as UTF-8. */
 static int unicode_escape(parser *p)
 {
     uint32_t c, low;
@@ -143,8 +146,8 @@ static int unicode_escape(parser *p)
     return 0;
 }
 
-/* Reads a string and decodes it to st->text with a final zero. st->text has enough room: the decoded text is not
- * longer than the string, and the zero is shorter than the string's two quotes. */
+/* Reads a string and writes the decoded text to st->text, with a final 0. There is always enough room: the decoded text
+ * is not longer than the string, and the final 0 is shorter than the string's two quotes. */
 static int string(parser *p, const char **out)
 {
     static const char plain[] = "\"\\/bfnrt", meant[] = "\"\\/\b\f\n\r\t";
@@ -216,7 +219,7 @@ static int offsets(parser *p, st_tensor *t)
     return expect(p, ']');
 }
 
-/* Reads the three entries of a tensor, in any order, each exactly once. */
+/* Reads the three entries of a tensor. They may have any order, but each must occur exactly once. */
 static int tensor_fields(parser *p, st_tensor *t)
 {
     enum { DTYPE = 1, SHAPE = 2, OFFSETS = 4 };
@@ -283,8 +286,8 @@ static int metadata(parser *p)
     if (p->has_meta) return bad(p, "'__metadata__' occurs twice");
     p->has_meta = true;
     skip_space(p);
-    if (p->end - p->at >= 4 && !memcmp(p->at, "null", 4)) {           /* the reference implementation treats null as
-                                                                       * absent */
+    /* The reference implementation treats null like a missing entry. */
+    if (p->end - p->at >= 4 && !memcmp(p->at, "null", 4)) {
         p->at += 4;
         return 0;
     }
@@ -326,7 +329,8 @@ static int order_by_key(const void *a, const void *b)
     return strcmp(((const st_meta *)a)->key, ((const st_meta *)b)->key);
 }
 
-/* Sorts all tensors, and checks them together: names, holes, overlaps, the end. */
+/* Sorts all tensors and checks them together. Names must differ, and the byte ranges must not overlap, must not have
+ * gaps, and must end at the end of the data. */
 static int check_all(ps_st *st)
 {
     char shown[ST_NAME_SHOWN], other[ST_NAME_SHOWN];

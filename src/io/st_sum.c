@@ -1,11 +1,12 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Checksums of safetensors files, which cover every byte: XXH3 with 64 bits, of each tensor's bytes and of the
- * header. They are in the header's metadata under "xxh3_64", the first key of a file with checksums. The first 16
- * hexadecimal digits are for the header (all bytes before the data, with these digits as zeros). After them come 16
- * digits for each tensor, in the order of the data, with spaces between.
+ * Checksums of safetensors files. They are XXH3 hashes of 64 bits. There is one for each tensor's bytes and one for the
+ * header, so together they cover every byte of the file. They are in the header's metadata under "xxh3_64". This key is
+ * the first one in a file with checksums. The first 16 hexadecimal digits are the header's checksum. It covers all
+ * bytes before the data, with these 16 digits replaced by zeros. Then 16 digits follow for each tensor, in the order of
+ * the data. Spaces separate the checksums.
  *
- * The header's checksum is compared when a file is opened, and a tensor's by ps_st_verify. If another program
- * rewrote the file, there are no checksums at that place, and none are compared. */
+ * The header's checksum is compared when a file is opened. A tensor's checksum is compared by ps_st_verify. If another
+ * program has rewritten the file, there are no checksums at that place, and nothing is compared. */
 #define XXH_STATIC_LINKING_ONLY                     /* for the size of XXH3_state_t */
 #include "io/safetensors.h"
 #include "base/alloc.h"
@@ -13,10 +14,11 @@
 #include <string.h>
 #include <xxh_x86dispatch.h>
 
-enum { BLOCK = 256 << 10, PIECE = 32 * BLOCK };     /* PIECE: bytes of a map that are read at once */
+enum { BLOCK = 256 << 10, PIECE = 32 * BLOCK };     /* PIECE: maximum number of bytes of a map that are read at once */
 
 struct st_sum {
-    void *whole;                /* allocation that contains `state`, which xxHash requires to be 64-aligned */
+    /* The allocation that contains `state`. xxHash requires that `state` is aligned to 64 bytes. */
+    void *whole;
     XXH3_state_t *state;
 };
 
@@ -84,7 +86,8 @@ int st_check_header(const ps_st *st)
                    "again, or use an older one", st->map.path, digits, saved);
 }
 
-/* Sets *out to the text of the checksums, which must have one for each tensor, or to NULL if the file has none. */
+/* Sets *out to the text of the checksums, or to NULL if the file has none. Returns PS_EFORMAT if there is not one
+ * checksum for each tensor. */
 static int sums_of(const ps_st *st, const char **out)
 {
     *out = NULL;
@@ -97,7 +100,7 @@ static int sums_of(const ps_st *st, const char **out)
     return 0;
 }
 
-/* blocks: gets the hash of each block. */
+/* Computes the checksum of a tensor's bytes in the map, and writes the hash of each block to `blocks`. */
 static int sum_of_map(const ps_st *st, const st_tensor *t, uint64_t *blocks, uint64_t *out)
 {
     st_sum *s = st_sum_new();
@@ -145,7 +148,7 @@ int ps_st_verify(const ps_st *st, int i)
                    "copy the file again, or use an older one", st->map.path, st_shown(t->name, shown), digits, saved);
 }
 
-/* Returns the index of the tensor that contains byte `at` of the data, or -1. */
+/* Returns the index of the tensor that contains byte `at` of the data, or -1 if there is none. */
 static int tensor_of(const ps_st *st, int64_t at)
 {
     int low = 0, high = st->count - 1;
@@ -158,8 +161,8 @@ static int tensor_of(const ps_st *st, int64_t at)
     return -1;
 }
 
-/* Compares block `k` of a tensor's bytes with its hash. The block is in `bytes`, or must be read again if `bytes` is
- * NULL. In this case *buffer gets the block; the caller frees it. */
+/* Compares block `k` of a tensor's bytes with its hash. `bytes` points to the block. If it is NULL, the block is read
+ * again into *buffer, which the caller frees. */
 static int check_block(const ps_st *st, const st_tensor *t, int64_t k, const uint8_t *bytes, uint8_t **buffer)
 {
     char shown[ST_NAME_SHOWN];
@@ -175,7 +178,7 @@ static int check_block(const ps_st *st, const st_tensor *t, int64_t k, const uin
                    st_shown(t->name, shown), (long long)(k * BLOCK));
 }
 
-/* Checks a part of block k. The given bytes are [from, end) of the data. */
+/* Checks the part of block k that was read. `bytes` are bytes [from, end) of the data. */
 static int check_part(const ps_st *st, const st_tensor *t, int64_t k, int64_t from, int64_t end, const uint8_t *bytes,
                       uint8_t **buffer)
 {

@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Writing safetensors. Tensors are declared first, so that `begin` knows the whole file: it lays out the data
- * (element size descending, then name), reserves the space and writes the header. Each tensor is then written, in
- * any order, whole or in pieces. Checksums (st_sum.c) are computed meanwhile, and commit writes the header again
- * with them. The file gets its name at commit, when it is complete and on its disk. */
+ * Writes safetensors. The caller first declares all tensors, so that `begin` knows the size of the whole file. `begin`
+ * sorts the tensors by descending element size and then by name, reserves the space, and writes the header. Then the
+ * caller writes the tensors in any order, whole or in pieces. Meanwhile the checksums (st_sum.c) are computed. Commit
+ * writes the header again, with the checksums. The file gets its name at commit, when it is complete and on the
+ * disk. */
 #include "io/safetensors.h"
 #include "base/alloc.h"
 #include "base/grow.h"
@@ -12,7 +13,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* A growing text. `failed` is set when an allocation fails. */
+/* A text that grows. `failed` is set if an allocation fails. */
 typedef struct text { char *p; size_t n, room; bool failed; } text;
 
 typedef struct stw_tensor {
@@ -20,10 +21,10 @@ typedef struct stw_tensor {
     const st_type *type;
     int ndim;
     int64_t shape[PS_MAX_DIMS];
-    int64_t nbytes, begin;      /* begin: offset from the start of the data */
-    int64_t written;            /* bytes written so far */
-    st_sum *sum;                /* checksum of the bytes so far */
-    uint64_t checksum;          /* checksum of all bytes */
+    int64_t nbytes, begin;      /* begin: offset in bytes from the start of the data */
+    int64_t written;            /* number of bytes that were written */
+    st_sum *sum;                /* checksum of the bytes that were written */
+    uint64_t checksum;          /* checksum of all bytes, when all were written */
 } stw_tensor;
 typedef struct stw_meta { char *key, *value; } stw_meta;
 
@@ -31,13 +32,13 @@ struct ps_stw {
     enum { DECLARING, WRITING, DONE } state;
     char *path;
     ps_tempfile file;
-    stw_tensor *tensors;        /* [count] tensors, in the file's order after begin */
-    stw_tensor **by_name;       /* [count] tensors by name, after begin */
+    stw_tensor *tensors;        /* [count] in the order of the file, after begin */
+    stw_tensor **by_name;       /* [count] in the order of their names, after begin */
     stw_meta *meta;
     int count, room, meta_count, meta_room;
     bool sums;
-    text header;                /* with checksums: header, kept from begin to commit */
-    int64_t data_start;         /* offset in the file, a multiple of 64; with checksums, of 4096 */
+    text header;                /* with checksums: the header, which is kept from begin to commit */
+    int64_t data_start;         /* offset in the file; a multiple of 64, or of 4096 with checksums */
     int64_t data_nbytes;
 };
 
@@ -191,7 +192,7 @@ static int name_order(const void *a, const void *b)
     return strcmp((*(stw_tensor *const *)a)->name, (*(stw_tensor *const *)b)->name);
 }
 
-/* Orders the tensors, rejects duplicate names, and assigns offsets. */
+/* Sorts the tensors, rejects duplicate names, and assigns the offsets. */
 static int lay_out(ps_stw *w, int64_t *data_nbytes)
 {
     char shown[ST_NAME_SHOWN];
@@ -215,8 +216,8 @@ static int lay_out(ps_stw *w, int64_t *data_nbytes)
     return 0;
 }
 
-/* Writes the header's length and the JSON, padded so that the data begins at a multiple of 64 bytes and every tensor
- * is aligned in a map. Checksums are still zeros. */
+/* Writes the header's length and the JSON to `t`. The JSON is padded so that the data begins at a multiple of 64 bytes
+ * and every tensor is aligned in a map. The digits of the checksums are zeros. */
 static int print_header(const ps_stw *w, text *t)
 {
     bool has_format = false;
@@ -236,7 +237,7 @@ static int print_header(const ps_stw *w, text *t)
         put(t, ":", 1);
         put_string(t, w->meta[i].value);
     }
-    if (!has_format) {          /* without this entry transformers rejects the file */
+    if (!has_format) {          /* transformers rejects a file without this entry */
         if (w->meta_count || w->sums) put(t, ",", 1);
         put(t, "\"format\":\"pt\"", 13);
     }
@@ -361,7 +362,7 @@ int ps_stw_write_all(ps_stw *w, const void *data, int64_t nbytes)
     return 0;
 }
 
-/* Writes the header again, with the checksums. */
+/* Writes the header again, now with the checksums. */
 static int finish_header(ps_stw *w)
 {
     uint64_t sum;

@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Reading PyTorch's .pt files: opens and maps a file, checks the archive (zip.c) and the pickle (pickle.c), and lends
- * their contents. It needs memory for the archive's directory, for a copy of data.pkl, and about as much again for its
- * values. For a state dict this is some hundred bytes per tensor. Tensor bytes are not read until they are requested.
- * They are then copied directly from the map, one tensor at a time, and ps_pt_drop frees their pages. */
+ * Reads PyTorch's .pt files. It opens and maps a file, checks the archive (zip.c) and the pickle (pickle.c), and lends
+ * their contents. It needs memory for the archive's directory, for a copy of data.pkl, and for the values, which have
+ * about the size of data.pkl. For a state dict this is some hundred bytes per tensor. The bytes of a tensor are not
+ * read until they are requested. They are then copied directly from the map, one tensor at a time. ps_pt_drop frees the
+ * pages. */
 #define _GNU_SOURCE
 #include "io/torch_pt.h"
 #include "base/alloc.h"
@@ -13,13 +14,13 @@
 #define CONVERT "; in PyTorch: torch.save(torch.load(\"%s\", map_location=\"cpu\"), \"new.pt\")"
 
 /* -- opening ----------------------------------------------------------------------------------------------------- */
-/* Recognizes files of other formats, which would otherwise be reported as damaged archives. */
+/* Recognizes other file formats, to report them as such. Otherwise they would be reported as damaged archives. */
 static int check_format(const ps_map *map)
 {
     static const uint8_t magic[] = { 0x8a, 0x0a, 0x6c, 0xfc, 0x9c, 0x46, 0xf9, 0x20, 0x6a, 0xa8, 0x50, 0x19 };
     const uint8_t *b = map->bytes;
     int64_t n = map->nbytes;
-    int frame = n > 3 && b[1] >= 4 && b[2] == 0x95 ? 9 : 0;          /* protocol 4 begins with a frame's length */
+    int frame = n > 3 && b[1] >= 4 && b[2] == 0x95 ? 9 : 0;          /* protocol 4 begins with the length of a frame */
     if (n > 9 && b[8] == '{' && !memcmp(b + 4, "\0\0\0\0", 4))
         return ps_fail(PS_EFORMAT, "%s: this is a safetensors file; rename it to .safetensors", map->path);
     if (n >= 16 + frame && b[0] == 0x80 && !memcmp(b + 2 + frame, magic, sizeof magic))
@@ -35,7 +36,7 @@ static int check_format(const ps_map *map)
     return 0;
 }
 
-/* Writes the name of the folder inside the archive to pt->prefix, and finds the index of data.pkl. */
+/* Finds the index of data.pkl, and writes the name of its folder in the archive to pt->prefix. */
 static int find_pickle(ps_pt *pt, int *pickle)
 {
     for (int i = 0; i < pt->archive.count; i++) {
@@ -50,7 +51,7 @@ static int find_pickle(ps_pt *pt, int *pickle)
                    pt->archive.map.path);
 }
 
-/* Returns the index of "prefix/name", or -1. */
+/* Returns the index of the entry "prefix/name", or -1 if there is none. */
 static int find_beside(const ps_pt *pt, const char *name)
 {
     size_t n = strlen(pt->prefix);
@@ -87,7 +88,7 @@ static int read_archive(ps_pt *pt)
     return pk_read(p);
 }
 
-/* Opens the file in `map`. Becomes the owner of `map`, even on failure. */
+/* Opens the file in `map`. Becomes the owner of `map`, even if it fails. */
 static int open_map(ps_map *map, ps_pt **out)
 {
     ps_pt *pt = ps_alloc0(sizeof *pt);

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Reading ZIP archives of stored entries. This file only reads the directory at the end of the archive and the short
- * header of each entry. The input is treated as hostile until it is checked. */
+ * Reads ZIP archives of entries that are not compressed. This file reads only the directory at the end of the archive
+ * and the short header of each entry. The input is treated as hostile until it is checked. */
 #include "io/zip.h"
 #include "base/alloc.h"
 #include <pthread.h>
@@ -14,10 +14,10 @@
 
 enum { END_SIZE = 22, LOCATOR_SIZE = 20, END64_SIZE = 56, ENTRY_SIZE = 46, LOCAL_SIZE = 30, MAX_COMMENT = 65535 };
 #define VERIFY_PIECE ((int64_t)32 << 20)
-#define MAX_DIRECTORY ((int64_t)256 << 20)      /* maximum number of bytes of a directory; enough for about four
-                                                 * million storages */
+/* Maximum size of a directory in bytes. This is enough for about four million storages. */
+#define MAX_DIRECTORY ((int64_t)256 << 20)
 
-/* -- checksum: by tables, sixteen bytes per step, or by carry-less products if the processor has them */
+/* -- checksum: with tables, sixteen bytes per step, or with carry-less products if the processor has them */
 enum { CRC_STEP = 16, FOLD_STEP = 64 };
 static uint32_t table[CRC_STEP][256];       /* [t][b] checksum of byte b followed by t zero bytes */
 
@@ -45,7 +45,7 @@ static uint32_t load32(const uint8_t *p)
     return p[0] | (uint32_t)p[1] << 8 | (uint32_t)p[2] << 16 | (uint32_t)p[3] << 24;
 }
 
-/* Returns the register after these bytes. The checksum is the complement of the register, both before and after. */
+/* Returns the register after n more bytes. The register before and after is the complement of the checksum. */
 static uint32_t crc_by_table(uint32_t c, const uint8_t *p, int64_t n)
 {
     for (; n >= CRC_STEP; p += CRC_STEP, n -= CRC_STEP) {
@@ -60,16 +60,16 @@ static uint32_t crc_by_table(uint32_t c, const uint8_t *p, int64_t n)
 }
 
 #ifdef __x86_64__
-/* Moves x 16 bytes ahead in the message (64 bytes with the other factors), and adds the bytes there. For a distance
- * of d bits the factors are x^(d + 31) and x^(d - 33) modulo the polynomial, reflected. */
+/* Moves x ahead in the message by 16 bytes, or by 64 bytes with the other factors, and adds the bytes at that position.
+ * For a distance of d bits the factors are x^(d + 31) and x^(d - 33) modulo the polynomial, reflected. */
 __attribute__((target("pclmul,sse4.1"))) static inline __m128i fold(__m128i x, __m128i factors, __m128i there)
 {
     return _mm_xor_si128(there, _mm_xor_si128(_mm_clmulepi64_si128(x, factors, 0x00),
                                               _mm_clmulepi64_si128(x, factors, 0x11)));
 }
 
-/* n is a positive multiple of FOLD_STEP. Four lanes fold the bytes. The remainder is sixteen bytes that give the
- * register the same value as the whole message. */
+/* Computes the register after n bytes. n must be a positive multiple of FOLD_STEP. Four lanes fold the message into
+ * sixteen bytes. These sixteen bytes lead to the same register as the whole message. */
 __attribute__((target("pclmul,sse4.1"))) static uint32_t crc_by_products(uint32_t c, const uint8_t *p, int64_t n)
 {
     const __m128i by64 = _mm_set_epi64x(0x1c6e41596, 0x154442bd4), by16 = _mm_set_epi64x(0xccaa009e, 0x1751997d0);
@@ -117,7 +117,7 @@ static bool has_mark(const uint8_t *p, int a, int b) { return p[0] == 'P' && p[1
 
 typedef struct directory { int64_t begin, nbytes; uint64_t count; } directory;
 
-/* Finds the record at the end of the file. A comment may follow the record. Returns -1 if there is no record. */
+/* Returns the offset of the record at the end of the file, or -1 if there is none. A comment may follow the record. */
 static int64_t find_end(const zip *z)
 {
     const uint8_t *bytes = z->map.bytes;
@@ -126,7 +126,7 @@ static int64_t find_end(const zip *z)
     return -1;
 }
 
-/* Reads from the ZIP64 record the values that did not fit into the old record. `end` is the offset of the old
+/* Reads the values that did not fit into the old record from the ZIP64 record. `end` is the offset of the old
  * record. */
 static int read_end64(const zip *z, int64_t end, uint64_t *count, uint64_t *nbytes, uint64_t *begin, int64_t *limit)
 {
@@ -159,7 +159,7 @@ static int find_directory(const zip *z, directory *d)
     return 0;
 }
 
-/* Replaces sizes and offsets that mean "see ZIP64" by the wide values in the extra fields [n]. */
+/* Replaces sizes and offsets whose value means "see ZIP64". Their real values are in the extra fields [n]. */
 static int read_wide(const zip *z, const char *name, const uint8_t *extra, int64_t n, uint64_t *const fields[3])
 {
     if (*fields[0] != 0xffffffff && *fields[1] != 0xffffffff && *fields[2] != 0xffffffff) return 0;
@@ -182,7 +182,7 @@ static int read_wide(const zip *z, const char *name, const uint8_t *extra, int64
     return bad(z, "entry '%.100s' has no 64-bit sizes", name);
 }
 
-/* Checks one entry of the directory against the file and the entry's own header. */
+/* Compares one entry of the directory with the file and with the entry's own header. */
 static int place_entry(zip *z, const directory *d, const uint8_t *p, zip_entry *e)
 {
     uint64_t packed = load(p + 20, 4), nbytes = load(p + 24, 4), header = load(p + 42, 4);
@@ -231,7 +231,8 @@ int zip_open(zip *z)
         if (length > end - p) return bad(z, "its directory ends early");
         if (memchr(p + ENTRY_SIZE, 0, (size_t)name_length)) return bad(z, "a name contains a zero byte");
         zip_entry *e = &z->entries[z->count];
-        e->name = names;                    /* each entry is longer than its name and 0, so the names fit */
+        /* A directory entry is longer than its name and the final 0, so all names fit. */
+        e->name = names;
         memcpy(names, p + ENTRY_SIZE, (size_t)name_length);
         names[name_length] = 0;
         names += name_length + 1;

@@ -1,19 +1,20 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * ZIP archives as PyTorch uses them: every entry is stored, and none is compressed. Included by src/io only.
+ * ZIP archives as PyTorch writes them. No entry is compressed. Only src/io includes this header.
  *
- * An opened zip has only checked entries: every entry's bytes lie inside the file, before the directory, and no name
- * occurs twice. Sizes and positions may be 64 bits wide (ZIP64), both in reading and in writing. */
+ * An opened zip contains only checked entries. The bytes of every entry are inside the file and before the directory,
+ * and all names differ. Sizes and offsets may have 64 bits (ZIP64), in reading and in writing. */
 #ifndef PS_IO_ZIP_H
 #define PS_IO_ZIP_H
 #include "io/file.h"
 #include <stdbool.h>
 
-uint32_t zip_crc32(uint32_t crc, const void *data, int64_t nbytes);    /* crc: 0, or the checksum of the preceding
-                                                                        * bytes */
+/* Returns the checksum of the bytes before `data` and of `data` together. `crc` is the checksum of the bytes before,
+ * or 0. */
+uint32_t zip_crc32(uint32_t crc, const void *data, int64_t nbytes);
 
 typedef struct zip_entry {
-    const char *name;       /* in zip.names */
-    int64_t begin, nbytes;  /* offset and size of the entry's data in the file */
+    const char *name;       /* points into zip.names */
+    int64_t begin, nbytes;  /* offset in the file and size of the entry's data in bytes */
     uint32_t crc;
     bool verified;
 } zip_entry;
@@ -21,24 +22,25 @@ typedef struct zip_entry {
 typedef struct zip {
     ps_map map;
     char *names;
-    zip_entry *entries;     /* [count] in the order of names */
+    zip_entry *entries;     /* [count] in the order of their names */
     int count;
-    bool has_checksums;     /* false if the writer computed no checksums and stored 0 for each entry (an option of
-                             * PyTorch) */
+    /* False if the writer did not compute checksums and stored 0 for each entry, which is an option of PyTorch. */
+    bool has_checksums;
 } zip;
-/* Reads and checks the directory of z->map. The other fields are initially zero. On failure the caller closes z. */
+/* Reads and checks the directory of z->map. The other fields of z must be zero. If this fails, the caller closes z. */
 int zip_open(zip *z);
 void zip_close(zip *z);
-int zip_find(const zip *z, const char *name);       /* index of the entry, or -1 */
-/* Compares an entry's bytes with its checksum, once, if the archive has checksums. Returns PS_EFORMAT if they
- * differ. */
+int zip_find(const zip *z, const char *name);       /* returns the entry's index, or -1 */
+/* Compares an entry's bytes with its checksum, if the archive has checksums and this was not done before. Returns
+ * PS_EFORMAT if they differ. */
 int zip_verify(zip *z, int i);
 
-/* A writer: add all entries, call begin (which needs the whole size), write each entry, then call commit. */
+/* A writer. Call zipw_add for all entries, zipw_begin, zipw_write for the bytes of each entry, and then zipw_commit.
+ * All sizes must be known at zipw_begin. */
 typedef struct zipw_entry {
     char *name;             /* owned */
     int64_t nbytes, written;
-    int64_t header, begin;  /* offsets in the file; begin is a multiple of 64 */
+    int64_t header, begin;  /* offsets in the file; `begin` is a multiple of 64 */
     uint32_t crc;
 } zipw_entry;
 typedef struct zipw {
@@ -46,12 +48,13 @@ typedef struct zipw {
     zipw_entry *entries;
     int count, room;
     int64_t directory, directory_nbytes, nbytes;
-    int64_t wide_from;      /* numbers from this value on are written as ZIP64; 0xffffffff, or less in tests */
+    /* Numbers of at least this value are written as ZIP64. It is 0xffffffff, or less in tests. */
+    int64_t wide_from;
 } zipw;
 void zipw_init(zipw *w);
-int zipw_add(zipw *w, const char *name, int64_t nbytes);            /* returns the entry's index, from 0 */
+int zipw_add(zipw *w, const char *name, int64_t nbytes);            /* returns the entry's index, which counts from 0 */
 int zipw_begin(zipw *w, const char *path);                          /* reserves space for the whole file */
 int zipw_write(zipw *w, int i, const void *data, int64_t nbytes);   /* writes the next bytes of entry i */
 int zipw_commit(zipw *w);
-void zipw_close(zipw *w);                                           /* closes the file; without a commit, removes it */
+void zipw_close(zipw *w);                                           /* closes the file; removes an uncommitted file */
 #endif

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Writing ZIP archives of stored entries. All sizes are known before the first byte is written, and so is every
- * position. An entry's header is written after its last byte, when its checksum is known. Data begins at multiples of
- * 64 bytes, padded with an extra field as in PyTorch. Equal contents result in equal bytes, because no clock is
- * read. */
+ * Writes ZIP archives of entries that are not compressed. All sizes are known before the first byte is written, so all
+ * positions are known, too. An entry's header is written after the entry's last byte, when its checksum is known. The
+ * data of each entry begins at a multiple of 64 bytes. As in PyTorch, an extra field contains the padding. No clock is
+ * read, so equal contents result in equal files. */
 #include "io/zip.h"
 #include "base/alloc.h"
 #include "base/grow.h"
@@ -47,8 +47,7 @@ static uint8_t *store_mark(uint8_t *p, int a, int b)
 {
     return store(p, 'P' | 'K' << 8 | (uint64_t)a << 16 | (uint64_t)b << 24, 4);
 }
-/* Stores a size or offset in its narrow field. If the value is in the ZIP64 record, sets all bits of the field
- * instead. */
+/* Stores a size or an offset in its narrow field. If the value is in the ZIP64 record, stores all ones instead. */
 static uint8_t *store_narrow(const zipw *w, uint8_t *p, int64_t n)
 {
     return store(p, wide(w, n) ? 0xffffffff : (uint64_t)n, 4);
@@ -62,7 +61,7 @@ static int lay_out(zipw *w)
         e->header = at;
         int64_t before = LOCAL_SIZE + (int64_t)strlen(e->name) + local_wide_size(w, e) + 4 + ALIGN;
         if (__builtin_add_overflow(at, before, &at)) return ps_fail(PS_EINVAL, "an archive would be too large");
-        at -= at % ALIGN;           /* this leaves 1 to 64 bytes of padding */
+        at -= at % ALIGN;           /* this leaves 1 to 64 bytes for padding */
         e->begin = at;
         if (__builtin_add_overflow(at, e->nbytes, &at)) return ps_fail(PS_EINVAL, "an archive would be too large");
     }
@@ -74,12 +73,12 @@ static int lay_out(zipw *w)
     return 0;
 }
 
-/* Stores the fields that a local header and a directory entry share, from the flags to the length of the extra
- * field. */
+/* Stores the fields that a local header and a directory entry have in common. The first one is the flags, and the last
+ * one is the length of the extra field. */
 static uint8_t *store_common(const zipw *w, uint8_t *p, const zipw_entry *e, int needs, int extra)
 {
     p = store(store(p, (uint64_t)needs, 2), UTF8_NAMES, 2);
-    p = store(store(store(p, 0, 2), 0, 2), FIRST_OF_1980, 2);   /* stored; time; date */
+    p = store(store(store(p, 0, 2), 0, 2), FIRST_OF_1980, 2);   /* method (not compressed), time, date */
     p = store_narrow(w, store_narrow(w, store(p, e->crc, 4), e->nbytes), e->nbytes);
     return store(store(p, strlen(e->name), 2), (uint64_t)extra, 2);
 }
