@@ -14,8 +14,8 @@ enum { PK_MAX_NBYTES = 256 << 20, PK_MAX_VALUES = 1 << 24, PK_MAX_DEPTH = 200, P
 /* Kinds of values in addition to PS_PT_* of ps.h.
  * PK_GLOBAL: a name that is allowed. `count` is the name's row in pt_rebuild.c, and u.integer is the type that the name
  * refers to.
- * PK_STORAGE: bytes in the archive. tuple.args is the value that describes the storage, tuple.entry is the entry's index
- * in the zip, and `count` is the type.
+ * PK_STORAGE: bytes in the archive. tuple.args is the value that describes the storage, tuple.entry is the entry's
+ * index in the zip, and `count` is the type.
  * A PS_PT_TENSOR of ps.h also uses the fields: tuple.args is the tuple of arguments, and `count` is the function that
  * gets these arguments. */
 enum { PK_GLOBAL = 100, PK_STORAGE };
