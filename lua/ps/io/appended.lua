@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- A file that a run appends to: its log, or the events of a monitor. Bytes that cannot be written stay in memory and
--- are tried again at each later write, since a full disk should not end a run.
+-- A file to which a run appends: its log, or the events of a monitor. A full disk should not end a run. Therefore bytes
+-- that cannot be written stay in memory, and each later write tries to write them again.
 local fcntl = require "posix.fcntl"
 local unistd = require "posix.unistd"
 local EINTR = require("posix.errno").EINTR
@@ -9,9 +9,9 @@ local appended = {}
 
 ---@class ps.Appended
 ---@field path string
----@field private what string kind of the file for messages, such as "log"
+---@field private what string kind of the file for error messages, such as "log"
 ---@field private fd integer
----@field private unwritten string bytes that are not yet in the file
+---@field private unwritten string the bytes that are not in the file yet
 ---@field private problem string? the error of the last write, if it failed
 local Appended = {}
 Appended.__index = Appended
@@ -30,11 +30,11 @@ local function flush(self)
   end
 end
 
---- Opens a file at its end, and writes its first bytes. Raises an error if the file cannot be written.
+--- Opens a file at its end and writes `first` to it. Raises an error if the file cannot be written.
 ---@param path string
----@param what string kind of the file for messages, such as "log"
----@param first? string
----@param create? boolean whether to create a missing file
+---@param what string kind of the file for error messages, such as "log"
+---@param first? string bytes that are written at once
+---@param create? boolean true: creates the file if it does not exist
 ---@return ps.Appended
 function appended.open(path, what, first, create)
   local self = setmetatable({ path = path, what = what, unwritten = first or "" }, Appended)
@@ -50,9 +50,10 @@ function appended.open(path, what, first, create)
   return self
 end
 
---- Adds lines or bytes.
+--- Appends text to the file. If a write fails, the text is kept for the next write.
 ---@param text string
----@return string? problem the error of the first write that fails; nil on success, and for further consecutive failures
+---@return string? problem the error, if this write failed and the write before it did not; the same error is not
+--- returned again
 function Appended:write(text)
   local failed = self.problem ~= nil
   self.unwritten = self.unwritten .. text
@@ -64,11 +65,11 @@ function Appended:write(text)
 end
 
 --- Closes the file. A second call does nothing.
----@return string? problem the bytes that were lost, and the reason
+---@return string? problem how many lines or bytes were lost, and why; nil if none were lost
 function Appended:close()
   if not self.fd then return nil end
   flush(self)
-  local closed, why = unistd.close(self.fd)                -- NFS and quotas may report only now that there is no space
+  local closed, why = unistd.close(self.fd)                -- NFS and quotas may report a full disk only now
   self.fd = nil
   if self.unwritten == "" and closed then return nil end
   local _, lines = self.unwritten:gsub("\n", "")

@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- GGUF, the files of llama.cpp: reads their metadata and tensors (src/io/gguf.c). A file in parts, as llama.cpp's
--- gguf-split writes them (NAME-00001-of-00003.gguf), is opened by the path of any part. Tensors have the names of the
--- file, unless `present` gives them other names.
+-- Reads the metadata and the tensors of GGUF files, the files of llama.cpp (src/io/gguf.c). llama.cpp's gguf-split
+-- divides a file into parts (NAME-00001-of-00003.gguf). Such a file is opened by the path of any of its parts. Tensors
+-- have the names that they have in the file, unless `present` gives them other names.
 local create = require "ps.tensor.create"
 local native = require "ps.core.ffi"
 local scope = require "ps.core.scope"
@@ -19,22 +19,22 @@ local gguf = {}
 local VALUES = { [0] = "uint8", "int8", "uint16", "int16", "uint32", "int32", "float32", "bool", "string", "array",
   "uint64", "int64", "float64" }
 local STRING, ARRAY, BOOL, UINT64, FLOAT32, FLOAT64 = 8, 9, 7, 10, 6, 12
-local EXACT = 2 ^ 53                                       -- Lua represents whole numbers up to this one exactly
+local EXACT = 2 ^ 53                                       -- Lua represents whole numbers up to this limit exactly
 
 ---@class ps.Gguf an open file, or all parts of a file that was split
 ---@field path string path of the first part
----@field private mmap boolean whether tensors use the mapped bytes of the file, if possible
+---@field private mmap boolean true if tensors use the mapped bytes of the file where possible
 ---@field private parts ffi.cdata*[] the open parts
----@field private home table<string, {g: ffi.cdata*, i: integer, heads?: integer, packed?: boolean}> location of a
----  tensor, by the name under which it is read
----@field private order string[] names under which tensors are read, in file order
+---@field private home table<string, {g: ffi.cdata*, i: integer, heads?: integer, packed?: boolean}> where each tensor
+---  is, by the name under which it is read
+---@field private order string[] the names under which tensors are read, in file order
 local File = {}
 File.__index = File
 
 local OPEN = { mmap = "boolean" }
 
--- Returns the paths of a file's parts, and the index of the given part, from 0. Returns nil if the path is not the name
--- of a part.
+-- Returns the paths of a file's parts, and the index of the given part, which counts from 0. Returns nil if the path is
+-- not the name of a part.
 local function parts_of(path)
   local stem, number, count = path:match("^(.*)%-(%d%d%d%d%d)%-of%-(%d%d%d%d%d)%.gguf$")
   if not stem then return nil end
@@ -49,7 +49,7 @@ local function open_part(path)
   return ffi.gc(out[0], C.ps_gguf_close)
 end
 
--- Returns a value of the metadata for Lua. Whole numbers above 2^53 are cdata.
+-- Converts a metadata value to a Lua value. Whole numbers above 2^53 become cdata.
 local function value_of(out)
   local of = out.of
   if of == STRING then return ffi.string(out.text, out.whole) end
@@ -59,7 +59,7 @@ local function value_of(out)
   return of == UINT64 and ffi.cast("uint64_t", out.whole) or out.whole
 end
 
--- Adds a part's tensors under their own names.
+-- Adds the tensors of a part, under the names that they have in the file.
 local function add_part(self, g)
   self.parts[#self.parts + 1] = g
   for i = 0, C.ps_gguf_count(g) - 1 do
@@ -70,7 +70,7 @@ local function add_part(self, g)
   end
 end
 
--- Opens the other parts of a file that was split, and checks that they belong together.
+-- Opens the other parts of a file that was split, and checks that all parts belong together.
 local function open_parts(self, paths)
   local count, total = self:meta "split.count" or 1, self:meta "split.tensors.count"
   if paths and count ~= #paths then
@@ -99,7 +99,7 @@ local function open_parts(self, paths)
 end
 
 --- Opens a file and checks its whole header.
----@param path string path of the file, or of any part of a file that was split
+---@param path string path of the file or, if the file was split, of any of its parts
 ---@param options? {mmap?: boolean} mmap = true: see ps.load
 ---@return ps.Gguf
 function gguf.open(path, options)
@@ -117,7 +117,7 @@ function gguf.open(path, options)
   error(problem, 0)
 end
 
---- Opens a file, calls fn with it, and closes the file, even after an error.
+--- Opens a file, calls fn with it, and closes it. The file is closed even if fn raises an error.
 ---@param path string
 ---@param fn fun(file: ps.Gguf): any
 ---@return any result of fn
@@ -129,17 +129,17 @@ function gguf.with(path, fn)
   return result
 end
 
---- Returns whether a path names a GGUF file.
+--- Returns whether a path is the name of a GGUF file.
 ---@param path string
 ---@return boolean
 function gguf.is_path(path) return path:match("%.gguf$") ~= nil end
 
---- Returns the paths of a file, or of all parts of a file that was split.
+--- Returns the path of a file in a list. If the path is the name of a part, returns the paths of all parts.
 ---@param path string
 ---@return string[]
 function gguf.paths(path) return (parts_of(path)) or { path } end
 
---- Returns the metadata entries of a file whose keys match a pattern, in the file's order.
+--- Returns those metadata entries of a file whose keys match a pattern. They are in the order of the file.
 ---@param file ps.Gguf
 ---@param pattern string
 ---@return ps.gguf.Entry[]
@@ -154,10 +154,11 @@ function gguf.entries(file, pattern)
   return entries
 end
 
---- Raises an error if a path to write is the name of one of several parts. Files are written whole, so the file could
---- not be opened by this name, and it could replace a part of the model that is read.
+--- Raises an error if a file is to be written to a path that is the name of one of several parts. Files are written
+--- whole, so the new file could not be opened by such a name. It could also replace a part of the model that is being
+--- read.
 ---@param path string
----@param call string
+---@param call string name of the calling function, for the error
 function gguf.check_whole(path, call)
   local paths = parts_of(path)
   if paths and #paths ~= 1 then
@@ -181,8 +182,8 @@ function File:keys()
   return keys
 end
 
--- Returns the types and the value count of a metadata entry, and the part and index that hold it. Returns nil if there
--- is no such entry.
+-- Returns the types and the number of values of a metadata entry, and the part and the index in the part where the
+-- entry is. Returns nil if there is no such entry.
 local function meta_of(self, key)
   local g, out = opened(self), ffi.new("ps_gguf_value")
   local i = C.ps_gguf_meta_find(g, key)
@@ -191,11 +192,11 @@ local function meta_of(self, key)
   return out, g, i
 end
 
---- Returns a value of the metadata, which is a number, string or boolean, or a list for an array. Returns nil if there
---- is no such entry.
+--- Returns a metadata value: a number, a string, a boolean, or a list if the value is an array. Returns nil if there is
+--- no such entry.
 ---@param key string
 ---@return any value
----@return string? type such as "uint32"; for an array, the type of its values
+---@return string? type the value's type, such as "uint32"; for an array, the type of its values
 ---@return boolean? is_array
 function File:meta(key)
   local out, g, i = meta_of(self, key)
@@ -213,7 +214,7 @@ function File:meta(key)
   return list, kind, true
 end
 
---- Returns the number of values in an array of the metadata, or nil if there is no such entry.
+--- Returns the number of values of an array in the metadata, or nil if there is no such entry.
 ---@param key string
 ---@return integer?
 function File:meta_length(key)
@@ -221,8 +222,8 @@ function File:meta_length(key)
   return out and tonumber(out.n) or nil
 end
 
---- Returns a value of the metadata that must be of a kind. If there is no such entry, returns nil, or raises an error
---- if `needed` is true.
+--- Returns a metadata value, and raises an error if it is not of the given kind. If there is no such entry, raises an
+--- error if `needed` is true, and otherwise returns nil.
 ---@param key string
 ---@param kind "number"|"whole"|"string"|"boolean"|"strings"|"numbers"
 ---@param needed? boolean
@@ -260,9 +261,9 @@ local function entry_of(self, name)
   return entry, home
 end
 
---- Renames a tensor, and sets how it is read (ps_gguf_layout in src/ps.h).
+--- Renames a tensor and sets how it is read (see ps_gguf_layout in src/ps.h).
 ---@param raw string the tensor's name in the file
----@param name string? new name, or nil to omit the tensor from names()
+---@param name string? the new name; nil excludes the tensor from names()
 ---@param layout? {heads?: integer, transposed?: boolean}
 function File:present(raw, name, layout)
   local home = home_of(self, raw)
@@ -282,7 +283,7 @@ function File:present(raw, name, layout)
   end
 end
 
---- Returns the names in file order.
+--- Returns the names of the tensors in file order.
 ---@return string[]
 function File:names()
   opened(self)
@@ -297,12 +298,12 @@ function File:has(name)
   return self.home[name] ~= nil
 end
 
---- Makes later reads return a matrix of blocks unconverted, as uint8 [rows, bytes of a row]. Its rows are in the order
---- of `present`, and its dimensions are not swapped.
+--- Makes later reads of a matrix of blocks return its blocks unchanged, as a uint8 tensor [rows, bytes of a row]. The
+--- rows are in the order set by `present`. The dimensions are not swapped.
 ---@param name string
 function File:keep_packed(name) home_of(self, name).packed = true end
 
---- Returns the shape of a tensor, beginning with the outermost dimension.
+--- Returns the shape of a tensor, with the outermost dimension first.
 ---@param name string
 ---@return integer[]
 function File:shape(name)
@@ -316,13 +317,13 @@ function File:shape(name)
   return shape
 end
 
---- Returns the type of a tensor in the file, such as "F32" or "Q4_0".
+--- Returns a tensor's type in the file, such as "F32" or "Q4_0".
 ---@param name string
 ---@return string
 function File:type(name) return ffi.string(C.ps_gguf_type_name((entry_of(self, name)).type)) end
 
---- Returns the dtype of the values that are read, which is fp32 for blocks. If the type is not supported, returns nil
---- and the type's name.
+--- Returns the dtype of a tensor's values after reading. It is fp32 if the tensor has blocks. If the type is not
+--- supported, returns nil and the name of the type.
 ---@param name string
 ---@return string? dtype
 ---@return string? other
@@ -343,21 +344,22 @@ end
 ---@param name string
 function File:check(name) known_dtype(self, name) end
 
---- Returns the size of a tensor in the file, in bytes.
+--- Returns a tensor's size in the file in bytes.
 ---@param name string
 ---@return integer
 function File:nbytes(name) return tonumber((entry_of(self, name)).nbytes) end
 
--- Fills a contiguous tensor of the entry's dtype. The bytes of the file must be the tensor's values.
+-- Fills a contiguous tensor of the entry's dtype. The entry must be stored as plain values of this dtype.
 local function fill(self, entry, home, tensor)
   if self.mmap then
     local rc = C.ps_tensor_borrow(tensor, C.ps_gguf_lend, home.g, entry.at, entry.nbytes)
-    if rc ~= C.PS_EUNSUP then return check(rc) end  -- EUNSUP: on another device, or a part of a tensor, so read it
+    -- EUNSUP: the tensor is on another device or is a part of a tensor, so the bytes are read.
+    if rc ~= C.PS_EUNSUP then return check(rc) end
   end
   native.retry(C.ps_tensor_load, tensor, C.ps_gguf_read, home.g, entry.at, entry.nbytes)
 end
 
---- Returns up to n bytes from the middle of a tensor, as the file has them.
+--- Returns up to n bytes from the middle of a tensor, as they are in the file.
 ---@param name string
 ---@param n integer
 ---@return string
@@ -372,7 +374,7 @@ function File:middle(name, n)
   return ffi.string(buffer, n)
 end
 
---- Returns a new tensor with the values of `name`. It outlives scopes.
+--- Returns a new tensor with the values of `name`. The tensor is not freed at the end of a scope.
 ---@param name string
 ---@param device? string
 ---@return ps.Tensor
@@ -382,7 +384,7 @@ function File:tensor(name, device)
   return tensor:keep()
 end
 
---- Reads the values of `name` into a tensor of the same shape, and converts the type if it differs.
+--- Reads the values of `name` into a tensor of the same shape. If the tensor has another dtype, converts the values.
 ---@param name string
 ---@param tensor ps.Tensor
 function File:read_into(name, tensor)
@@ -397,11 +399,11 @@ function File:read_into(name, tensor)
   self:read_part(name, tensor, rectangles.zeros(shape))
 end
 
---- Reads a rectangle of `name` into a tensor of its shape, and converts the type if it differs. Only the blocks of the
---- rectangle are read.
+--- Reads a rectangle of `name` into a tensor of the rectangle's shape. If the tensor has another dtype, converts the
+--- values. Reads only the blocks that contain a part of the rectangle.
 ---@param name string
 ---@param tensor ps.Tensor
----@param offset integer[] offset of the rectangle
+---@param offset integer[] position of the rectangle's first element in `name`
 function File:read_part(name, tensor, offset)
   local entry, home = entry_of(self, name)
   local dtype, shape = known_dtype(self, name), tensor:shape()
@@ -422,8 +424,8 @@ function File:read_part(name, tensor, offset)
   if entry.nbytes > 0 then C.ps_gguf_drop(home.g, home.i) end
 end
 
---- Closes the file. Tensors that were read from it remain valid. The map remains as long as tensors have their bytes in
---- it.
+--- Closes the file. Tensors that were read from it remain valid. If tensors use bytes of the mapped file, the map
+--- remains until they are freed.
 function File:close()
   if getmetatable(self) ~= File then opened(self) end
   for _, g in ipairs(self.parts) do C.ps_gguf_close(ffi.gc(g, nil)) end

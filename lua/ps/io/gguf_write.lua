@@ -1,5 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Writes GGUF files (src/io/gguf_write.c): metadata as a list of entries, then tensors by name, one piece at a time.
+-- Writes GGUF files (src/io/gguf_write.c). The metadata is passed as a list of entries. Then the tensors are passed by
+-- name, one piece at a time.
 local native = require "ps.core.ffi"
 local caller = require "ps.core.caller"
 local leftovers = require "ps.core.leftovers"
@@ -32,10 +33,10 @@ end
 
 ---@class ps.gguf.Entry an entry of the metadata
 ---@field [1] string the key
----@field [2] string the type: "uint32", "string", ...; for an array, the type of its values
----@field [3] any the value; a list is an array
+---@field [2] string the type, such as "uint32" or "string"; for an array, the type of its values
+---@field [3] any the value; an array is a list
 
---- Returns entries as bytes in the form of a file.
+--- Returns the bytes that represent the entries in a file.
 ---@param entries ps.gguf.Entry[]
 ---@return string
 function writing.entries(entries)
@@ -56,7 +57,8 @@ function writing.entries(entries)
   return table.concat(parts)
 end
 
---- Overwrites the value of an entry in a file. The file must have the entry, with a number of the same type.
+--- Overwrites the value of an entry in a file. The file must have an entry with the same key, and its value must be a
+--- number of the same type.
 ---@param path string
 ---@param entry ps.gguf.Entry
 function writing.replace(path, entry)
@@ -80,8 +82,8 @@ end
 
 ---@class ps.gguf.Declared a tensor that will be written
 ---@field name string name in the file
----@field type string "F32", "Q4_0", ...
----@field shape integer[] in the order in which values are appended
+---@field type string such as "F32" or "Q4_0"
+---@field shape integer[] shape of the values in the order in which they are appended
 ---@field heads? integer see ps_gguf_layout in src/ps.h
 ---@field transposed? boolean
 
@@ -90,7 +92,8 @@ end
 local Writer = {}
 Writer.__index = Writer
 
---- Begins a file, which replaces an older file only at commit. The writer must be closed in any case.
+--- Begins a file. If there is an older file with this name, it is replaced only by commit. The caller must close the
+--- writer in any case.
 ---@param path string
 ---@param entries ps.gguf.Entry[]
 ---@param tensors ps.gguf.Declared[]
@@ -112,8 +115,8 @@ function writing.open(path, entries, tensors)
   error(problem, 0)
 end
 
---- Appends the next values of a tensor, converted to its type. An error of a value may be raised by a later append, or
---- by the commit.
+--- Appends the next values of a tensor and converts them to the tensor's type. If a value cannot be written, the error
+--- may be raised by a later call of append or by commit.
 ---@param name string
 ---@param dtype string dtype of the values
 ---@param data ffi.cdata*
@@ -122,10 +125,10 @@ function Writer:append(name, dtype, data, numel)
   check(C.ps_ggufw_append(self.w, name, native.dtype_code(dtype), data, numel))
 end
 
---- Completes the file after all tensors: flushes it to disk and renames it to its final name.
+--- Completes the file after all tensors were appended. Flushes it to the disk and renames it to its final name.
 function Writer:commit() check(C.ps_ggufw_commit(self.w)) end
 
---- Closes the writer. Without commit, its file is removed.
+--- Closes the writer. If commit was not called, this removes the file.
 function Writer:close()
   if self.w then C.ps_ggufw_free(ffi.gc(self.w, nil)) end
   self.w = nil

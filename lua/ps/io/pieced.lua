@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Tensors whose pieces are in several open files, with the methods of one file. A read gets from each file only the
--- part that it needs.
+-- Tensors that are divided into pieces in several open files. The object has the same methods as one open file. A read
+-- reads from each file only the part that it needs.
 local caller = require "ps.core.caller"
 local create = require "ps.tensor.create"
 local native = require "ps.core.ffi"
@@ -8,10 +8,10 @@ local pieces = require "ps.io.pieces"
 local rectangles = require "ps.core.rectangles"
 local error = caller.error
 
----@class ps.PieceInFile: ps.Rectangle rectangle of the whole tensor
+---@class ps.PieceInFile: ps.Rectangle the piece's rectangle of the whole tensor
 ---@field from table the open file (ps.SafeTensors, ps.TorchFile)
----@field name name of the tensor in the file that contains the piece
----@field at? integer[] offset of the piece in that tensor (default: its first element)
+---@field name name of the tensor in the file `from` that contains the piece
+---@field at? integer[] position of the piece in that tensor (default: its first element)
 
 ---@class ps.PiecedTensor
 ---@field shape integer[] shape of the whole tensor
@@ -19,12 +19,12 @@ local error = caller.error
 ---@field pieces ps.PieceInFile[]
 
 ---@class ps.Pieced
----@field path string for messages
+---@field path string for error messages
 ---@field tensors table<string, ps.PiecedTensor>
 local Pieced = {}
 Pieced.__index = Pieced
 
---- Returns the names, in order.
+--- Returns the names of the tensors, sorted.
 ---@return string[]
 function Pieced:names()
   return caller.sorted_names(self.tensors)
@@ -55,13 +55,13 @@ function Pieced:nbytes(name)
   return rectangles.numel(entry.shape) * tonumber(native.C.ps_dtype_size(native.dtype_code(entry.dtype)))
 end
 
---- Raises an error if a piece is missing or has a type that is not supported.
+--- Raises an error if a piece is missing or if its type is not supported.
 ---@param name string
 function Pieced:check(name)
   for _, piece in ipairs(entry_of(self, name).pieces) do piece.from:check(piece.name) end
 end
 
---- Compares the bytes of all pieces with their checksums.
+--- Compares the bytes of all pieces of a tensor with their checksums.
 ---@param name string
 ---@return boolean has false if a piece has no checksum
 function Pieced:verify(name)
@@ -70,10 +70,11 @@ function Pieced:verify(name)
   return all
 end
 
---- Reads a rectangle of a tensor into a tensor of the rectangle's shape, and converts the type if it differs.
+--- Reads a rectangle of `name` into a tensor of the rectangle's shape. If the tensor has another dtype, converts the
+--- values.
 ---@param name string
 ---@param tensor ps.Tensor
----@param offset integer[] offset of the rectangle
+---@param offset integer[] position of the rectangle's first element in `name`
 function Pieced:read_part(name, tensor, offset)
   local entry, wanted = entry_of(self, name), { offset = offset, shape = tensor:shape() }
   pieces.check_part(self.path, name, entry.shape, wanted.shape, offset)
@@ -87,7 +88,7 @@ function Pieced:read_part(name, tensor, offset)
   end
 end
 
---- Reads the values of `name` into a tensor of the same shape, and converts the type if it differs.
+--- Reads the values of `name` into a tensor of the same shape. If the tensor has another dtype, converts the values.
 ---@param name string
 ---@param tensor ps.Tensor
 function Pieced:read_into(name, tensor)
@@ -98,7 +99,7 @@ function Pieced:read_into(name, tensor)
   self:read_part(name, tensor, rectangles.zeros(entry.shape))
 end
 
---- Returns a new tensor with the values of `name`. It outlives scopes.
+--- Returns a new tensor with the values of `name`. The tensor is not freed at the end of a scope.
 ---@param name string
 ---@param device? string
 ---@return ps.Tensor

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Passes a tensor's bytes to and from a file in pieces, through a buffer of bounded size if they are not in plain host
--- memory. Checks the shapes of tensors to read into.
+-- Copies the bytes of tensors to and from files in pieces. Bytes that are not in plain host memory are copied through a
+-- buffer of limited size. This module also checks the shapes of the tensors into which a file is read.
 local create = require "ps.tensor.create"
 local native = require "ps.core.ffi"
 local scope = require "ps.core.scope"
@@ -12,15 +12,15 @@ local C = native.C
 
 local pieces = {}
 
-local PIECE = 2 ^ 21                                       -- bytes per piece
+local PIECE = 2 ^ 21                                       -- size of a piece in bytes
 local byte_array = array "uint8_t"
 local address = ffi.new "void *[1]"
 
---- Raises an error if a tensor to read into does not have the shape of the file's tensor.
+--- Raises an error if the tensor into which `name` is read does not have the shape of the file's tensor.
 ---@param path string
----@param name string of the file's tensor
----@param shape integer[] of the file's tensor
----@param given integer[] shape of the tensor to read into
+---@param name string name of the file's tensor
+---@param shape integer[] shape of the file's tensor
+---@param given integer[] shape of the tensor into which it is read
 function pieces.check_whole(path, name, shape, given)
   if rectangles.same(shape, given) then return end
   error(("%s: tensor '%s' has shape [%s], but the tensor to read into has [%s]"):format(path, name,
@@ -29,28 +29,28 @@ end
 
 --- Raises an error if a rectangle is not inside the file's tensor.
 ---@param path string
----@param name string of the file's tensor
----@param shape integer[] of the file's tensor
+---@param name string name of the file's tensor
+---@param shape integer[] shape of the file's tensor
 ---@param part integer[] shape of the rectangle
----@param offset integer[] offset of the rectangle
+---@param offset integer[] position of the rectangle's first element
 function pieces.check_part(path, name, shape, part, offset)
   if rectangles.inside(shape, offset, part) then return end
   error(("%s: tensor '%s' has shape [%s], which has no part of shape [%s] at [%s]"):format(path, name,
     rectangles.text(shape), rectangles.text(part), rectangles.text(offset)))
 end
 
---- Returns the buffer for tensors of up to `nbytes` bytes.
+--- Returns a buffer for copying tensors of up to `nbytes` bytes.
 ---@param nbytes integer
 ---@return ffi.cdata*
 function pieces.buffer(nbytes) return byte_array(math.max(1, math.min(nbytes, PIECE))) end
 
---- Returns the number of elements of a dtype that fit into a piece.
+--- Returns how many elements of a dtype fit into one piece.
 ---@param dtype string
 ---@return integer
 function pieces.elements(dtype) return PIECE / tonumber(C.ps_dtype_size(native.dtype_code(dtype))) end
 
--- Calls fn(part, first, n) for runs of n elements of a contiguous tensor, from `first` on. `part` is the run as a
--- tensor.
+-- Divides a contiguous tensor into runs of elements that fit into a piece. Calls fn(part, first, n) for each run. The
+-- run begins at element `first` and has n elements. `part` is the run as a tensor.
 local function each(tensor, fn)
   local flat = tensor:detach():reshape(-1)
   local numel, step = flat:numel(), PIECE / tonumber(C.ps_dtype_size(flat.dtype_))
@@ -60,8 +60,9 @@ local function each(tensor, fn)
   end
 end
 
---- Passes a tensor's bytes in row-major order. put(bytes, nbytes) is called for each piece, in order, and must neither
---- keep nor change the bytes. They are the tensor's own if it is in plain host memory, and else a copy in the buffer.
+--- Passes the bytes of a tensor to `put`, in row-major order. Calls put(bytes, nbytes) for one piece after the other.
+--- `put` must not keep or change the bytes. If the tensor is in plain host memory, they are the tensor's own bytes.
+--- Otherwise they are a copy in `buffer`.
 ---@param tensor ps.Tensor
 ---@param buffer ffi.cdata* see pieces.buffer
 ---@param put fun(bytes: ffi.cdata*, nbytes: integer)
@@ -70,7 +71,7 @@ function pieces.read(tensor, buffer, put)
     local nbytes = tonumber(C.ps_tensor_nbytes(tensor))
     for at = 0, nbytes - 1, PIECE do
       put(ffi.cast("uint8_t *", address[0]) + at, math.min(PIECE, nbytes - at))
-      native.check(C.ps_tensor_address(tensor, address))   -- also raises an error if a lender's bytes have changed
+      native.check(C.ps_tensor_address(tensor, address))   -- also raises an error if the lender's file was changed
     end
     return
   end
@@ -83,7 +84,8 @@ function pieces.read(tensor, buffer, put)
   end)
 end
 
---- Fills a contiguous tensor. get(buffer, first, n) copies n elements, from `first` on, into the buffer.
+--- Fills a contiguous tensor. Calls get(buffer, first, n), which copies n elements to the buffer, starting at element
+--- `first`.
 ---@param tensor ps.Tensor
 ---@param get fun(buffer: ffi.cdata*, first: integer, n: integer)
 function pieces.write(tensor, get)
@@ -96,9 +98,9 @@ function pieces.write(tensor, get)
   end)
 end
 
---- Fills any tensor with values of a dtype. get(buffer, first, n) copies n elements of this dtype, from `first` on in
---- the tensor's row-major order, into the buffer. It needs memory for one additional piece, or for two if the tensor is
---- not contiguous or has another dtype.
+--- Fills any tensor with values of a dtype. Calls get(buffer, first, n), which copies n elements of this dtype to the
+--- buffer, starting at element `first` in row-major order. This needs memory for one additional piece. If the tensor is
+--- not contiguous or has another dtype, it needs memory for two.
 ---@param tensor ps.Tensor
 ---@param dtype string
 ---@param get fun(buffer: ffi.cdata*, first: integer, n: integer)

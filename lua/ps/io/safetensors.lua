@@ -1,8 +1,9 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- safetensors files. Whole tensors and whole rows are read directly into memory, other parts through the memory map.
--- With mmap = true a tensor's bytes are those of the map itself, and nothing is read before its use. Files are written
--- completely or not at all (a temporary file, fsync, rename). If a file has checksums (as those of checkpoints do),
--- they are checked when the file is opened and when tensors are read.
+-- Reads and writes safetensors files. Whole tensors and whole rows are read directly into memory. Other parts are read
+-- through the memory map. With mmap = true, tensors use the bytes of the map itself, and a byte is read from the disk
+-- only when it is used. A file is written completely or not at all, by means of a temporary file, fsync and rename.
+-- Some files have checksums, such as those of checkpoints. The checksums are compared when the file is opened and when
+-- tensors are read.
 local create = require "ps.tensor.create"
 local native = require "ps.core.ffi"
 local scope = require "ps.core.scope"
@@ -25,9 +26,9 @@ for i = 0, C.PS_DTYPE_COUNT - 1 do DTYPE[ffi.string(C.ps_dtype_name(i))] = i end
 ---@class ps.SafeTensors an open file
 ---@field path string
 ---@field metadata table<string, string>
----@field private compares boolean whether tensors are compared with their checksums
----@field private mmap boolean whether tensors have their bytes in the mapped file, if possible
----@field private compared table<integer, boolean> whether a tensor was compared, by index
+---@field private compares boolean true if tensors are compared with their checksums
+---@field private mmap boolean true if tensors use the bytes of the mapped file where possible
+---@field private compared table<integer, boolean> by tensor index: false if a compared tensor has no checksum
 local File = {}
 File.__index = File
 
@@ -35,8 +36,8 @@ local OPEN, SAVE = { verify = "boolean", mmap = "boolean" }, { checksums = "bool
 
 --- Opens a file and checks its whole header.
 ---@param path string
----@param options? {verify?: boolean, mmap?: boolean} verify = false: tensors are read without comparing their
----  checksums. mmap = true: see ps.load
+---@param options? {verify?: boolean, mmap?: boolean} verify = false: the checksums of tensors are not compared.
+---  mmap = true: see ps.load
 ---@return ps.SafeTensors
 function safetensors.open(path, options)
   options = caller.options(options, "ps.safetensors.open", OPEN)
@@ -65,7 +66,8 @@ local function entry_of(self, name)
   return entry, i
 end
 
---- Returns the descriptions of tensors that are shards of tensor parallelism, by name. ps.save writes them.
+--- Returns descriptions of those tensors that are shards of tensor parallelism, by the names of the tensors. ps.save
+--- writes these descriptions.
 ---@return table<string, ps.nn.Shard>
 function File:shards()
   opened(self)
@@ -73,7 +75,7 @@ function File:shards()
   return self.shards_of
 end
 
---- Returns the names in file order.
+--- Returns the names of the tensors in file order.
 ---@return string[]
 function File:names()
   local names, st = {}, opened(self)
@@ -98,7 +100,8 @@ function File:shape(name)
   return shape
 end
 
---- Returns the dtype of a tensor. If its type is not supported, returns nil and the type's name in the file.
+--- Returns the dtype of a tensor. If the tensor's type is not supported, returns nil and the name of the type in the
+--- file.
 ---@param name string
 ---@return string? dtype
 ---@return string? other
@@ -118,8 +121,8 @@ end
 ---@param name string
 function File:check(name) known_dtype(self, name) end
 
---- Compares a tensor's bytes with their checksum, once. If the tensor is damaged, raises an error that names the tensor
---- and the file.
+--- Compares a tensor's bytes with the tensor's checksum. Does so only at the first call for a tensor. If the tensor is
+--- damaged, raises an error that contains the names of the tensor and the file.
 ---@param name string
 ---@return boolean has false if the file has no checksums
 function File:verify(name)
@@ -128,7 +131,7 @@ function File:verify(name)
   return self.compared[i]
 end
 
---- Returns a tensor's checksum in the file as 16 hexadecimal digits, or nil if it has none.
+--- Returns the checksum that the file has for a tensor, as 16 hexadecimal digits. Returns nil if it has none.
 ---@param name string
 ---@return string?
 function File:checksum(name)
@@ -142,8 +145,8 @@ end
 ---@return integer
 function File:nbytes(name) return tonumber((entry_of(self, name)).nbytes) end
 
--- Fills a contiguous tensor of the file's type with all values of `name`. ps_st_read compares the bytes with those that
--- `verify` compared with the checksum, since the disk may return other bytes the second time.
+-- Fills a contiguous tensor of the file's type with all values of `name`. The disk may return other bytes when it is
+-- read again. Therefore ps_st_read compares the bytes that it reads with those whose checksum `verify` compared.
 local function fill(self, name, entry, tensor)
   if self.compares then self:verify(name) end
   if self.mmap then
@@ -153,12 +156,14 @@ local function fill(self, name, entry, tensor)
   native.retry(C.ps_tensor_load, tensor, C.ps_st_read, self.st, entry.at, entry.nbytes)
 end
 
--- integer types that tensors do not support: their C type, and the next larger type, which holds all their values
+-- Integer types that tensors do not support. For each: its C type, and the next larger type that tensors support. The
+-- larger type can represent all its values.
 local WIDER = { I8 = { "int8_t", "int32" }, I16 = { "int16_t", "int32" }, U16 = { "uint16_t", "int32" },
   U32 = { "uint32_t", "int64" } }
 local wide_array = { int32 = array "int32_t", int64 = array "int64_t" }
 
--- Returns all values of `name`, converted from an integer type that tensors do not support to a wider type.
+-- Returns a new tensor with all values of `name`. They are converted from an integer type that tensors do not support
+-- to a larger type.
 local function widened(self, name, wider, device)
   local st = opened(self)
   local _, i = entry_of(self, name)
@@ -180,14 +185,14 @@ local function new_tensor(self, name, device)
   return tensor
 end
 
---- Returns a new tensor with the values of `name`. It outlives scopes. Integers of an unsupported type are converted to
---- the next larger type: int32 for I8, I16 and U16, and int64 for U32.
+--- Returns a new tensor with the values of `name`. The tensor is not freed at the end of a scope. Integers of a type
+--- that tensors do not support are converted to the next larger type: I8, I16 and U16 to int32, and U32 to int64.
 ---@param name string
 ---@param device? string
 ---@return ps.Tensor
 function File:tensor(name, device) return new_tensor(self, name, device):keep() end
 
---- Reads the values of `name` into a tensor of the same shape, and converts the type if it differs.
+--- Reads the values of `name` into a tensor of the same shape. If the tensor has another dtype, converts the values.
 ---@param name string
 ---@param tensor ps.Tensor
 function File:read_into(name, tensor)
@@ -202,8 +207,8 @@ function File:read_into(name, tensor)
   end
 end
 
--- Reads whole rows from `first` on into a contiguous tensor of the file's type. If the file was opened with mmap =
--- true, the tensor uses the file's bytes where possible.
+-- Reads whole rows, starting at row `first`, into a contiguous tensor of the file's type. If the file was opened with
+-- mmap = true, the tensor uses the file's bytes where possible.
 local function take_rows(self, entry, tensor, first)
   local at = entry.at + first * entry.nbytes / math.max(1, tonumber(entry.shape[0]))
   if self.mmap then
@@ -216,11 +221,11 @@ end
 ---@class ps.BlockPart tensor whose bytes are a part of each block of another tensor
 ---@field file ps.SafeTensors
 ---@field name string
----@field width integer bytes in each block
+---@field width integer number of its bytes in each block
 
---- Lets a uint8 tensor of blocks use the bytes of two tensors of files, which alternate in it. Returns false, without
---- an effect, if the bytes must be read instead: a file was opened without mmap = true, or the tensor is on another
---- device, in a chunk, or a part of another tensor.
+--- Makes a uint8 tensor of blocks use the bytes of two tensors in mapped files. The bytes of the two tensors alternate
+--- in the blocks. Returns false and changes nothing if the bytes must be read instead. This is so if a file was opened
+--- without mmap = true, or if the tensor is on another device, in a chunk, or a part of another tensor.
 ---@param tensor ps.Tensor
 ---@param first ps.BlockPart
 ---@param second ps.BlockPart
@@ -238,17 +243,18 @@ function safetensors.borrow_blocks(tensor, first, second)
   return rc ~= C.PS_EUNSUP
 end
 
--- Returns whether a rectangle consists of whole rows, so that its bytes are one range of the file.
+-- Returns whether a rectangle consists of whole rows. In this case its bytes are one range of the file.
 local function whole_rows(full, shape)
   for d = 2, #full do if full[d] ~= shape[d] then return false end end
   return #full > 0
 end
 
---- Reads a rectangle of `name` into a tensor of its shape, and converts the type if it differs. Only the rectangle is
---- read. If the file has checksums, all of `name` is read once to compare them.
+--- Reads a rectangle of `name` into a tensor of the rectangle's shape. If the tensor has another dtype, converts the
+--- values. Reads only the rectangle. But if the file has checksums, the first call reads all of `name` to compare its
+--- checksum.
 ---@param name string
 ---@param tensor ps.Tensor
----@param offset integer[] offset of the rectangle
+---@param offset integer[] position of the rectangle's first element in `name`
 ---@return ps.Tensor tensor
 function File:read_part(name, tensor, offset)
   local entry, i = entry_of(self, name)
@@ -270,8 +276,8 @@ function File:read_part(name, tensor, offset)
   if entry.nbytes > 0 then C.ps_st_drop(self.st, i) end
 end
 
---- Closes the file. Tensors that were read from it remain valid. The map remains as long as tensors have their bytes in
---- it.
+--- Closes the file. Tensors that were read from it remain valid. If tensors use bytes of the mapped file, the map
+--- remains until they are freed.
 function File:close()
   if getmetatable(self) ~= File then opened(self) end
   if self.st then
@@ -285,7 +291,7 @@ end
 ---@field dtype string
 ---@field shape integer[]
 
----@class ps.LaterTensor a tensor that is made when it is written, so that only one such tensor is in memory
+---@class ps.LaterTensor a tensor that is made only when it is written; only one such tensor is in memory at a time
 ---@field shape integer[]
 ---@field dtype string
 ---@field make fun(): ps.Tensor
@@ -306,7 +312,7 @@ local function declare(writer, entries, metadata, checksums)
   check(C.ps_stw_begin(writer))
 end
 
--- Returns tensors by name as a list of entries, sorted by name.
+-- Returns a list of entries for tensors by name. The list is sorted by name.
 local function entries_of(tensors)
   local entries = {}
   for name, t in pairs(caller.typed(tensors, "table", "ps.safetensors.save: the tensors by name")) do
@@ -322,9 +328,9 @@ local function entries_of(tensors)
   return entries
 end
 
--- Removes repeated entries of tensors that have several names. Such a tensor is written once, under the first name in
--- order. For each further name, the metadata contains the first name, as in the package safetensors. Returns new
--- metadata if there are such tensors.
+-- Makes a tensor that has several names occur only once. The entry with the first name in order remains. For each other
+-- name, the metadata gets the first name as its value, as in the package safetensors. Returns the remaining entries and
+-- the metadata, which is a new table if such tensors exist.
 local function once(entries, metadata)
   local list, first, all = {}, {}, nil
   for _, entry in ipairs(entries) do
@@ -345,7 +351,8 @@ local function once(entries, metadata)
   return list, all or metadata
 end
 
--- Calls fn(writer) with a new writer. If fn fails, the writer is freed, which removes its temporary file.
+-- Calls fn(writer) with a new writer, and returns the writer. If fn fails, frees the writer, which removes its
+-- temporary file.
 local function with_writer(path, fn)
   local out = ffi.new("ps_stw *[1]")
   leftovers.of(caller.typed(path, "string", "a safetensors file to write: the path"))
@@ -364,12 +371,12 @@ end
 local Writer = {}
 Writer.__index = Writer
 
---- Begins a file with these entries, which replaces an older file only at commit. The writer must be closed in any
---- case.
+--- Begins a file with these entries. If there is an older file with this name, it is replaced only by commit. The
+--- caller must close the writer in any case.
 ---@param path string
 ---@param entries ps.SafeTensorsEntry[]
 ---@param metadata? table<string, string>
----@param checksums? boolean whether to write a checksum for each tensor
+---@param checksums? boolean true: writes a checksum for each tensor
 ---@return ps.SafeTensorsWriter
 function safetensors.writer(path, entries, metadata, checksums)
   caller.typed(entries, "table", "ps.safetensors.writer: the list of tensors")
@@ -382,21 +389,22 @@ end
 ---@param nbytes integer
 function Writer:append(name, data, nbytes) check(C.ps_stw_append(self.w, name, data, nbytes)) end
 
---- Completes the file after all tensors: flushes it to disk and renames it to its final name.
+--- Completes the file after all tensors were appended. Flushes it to the disk and renames it to its final name.
 function Writer:commit() check(C.ps_stw_commit(self.w)) end
 
---- Closes the writer. Without commit, its file is removed.
+--- Closes the writer. If commit was not called, this removes the file.
 function Writer:close()
   if self.w then C.ps_stw_free(ffi.gc(self.w, nil)) end
   self.w = nil
 end
 
---- Writes tensors to a file, sorted by name, one piece at a time. An older file is replaced only when the new file is
---- complete on disk. A tensor that has several names (a tied weight) is written once, under the first name in order.
+--- Writes tensors to a file. They are sorted by name and written one piece at a time. An older file is replaced only
+--- when the new file is complete on the disk. If a tensor has several names, such as a tied weight, it is written once,
+--- under the first name in order.
 ---@param path string
 ---@param tensors table<string, ps.Tensor|ps.LaterTensor>
 ---@param metadata? table<string, string>
----@param options? {checksums?: boolean} checksums: whether to write a checksum for each tensor
+---@param options? {checksums?: boolean} checksums = true: writes a checksum for each tensor
 function safetensors.save(path, tensors, metadata, options)
   local checksums = caller.options(options, "ps.safetensors.save", SAVE).checksums
   if metadata ~= nil then caller.typed(metadata, "table", "ps.safetensors.save: the metadata") end
@@ -431,12 +439,13 @@ local function copy_out(entry, to)
   end)
 end
 
---- Copies tensors to memory in the layout of a file, for ps_saver_start. Afterwards the file's disk space is reserved.
+--- Copies tensors to memory, arranged as the data of a file. ps_saver_start can then write them. The file's disk space
+--- is reserved when this function returns.
 ---@param path string
 ---@param tensors table<string, ps.Tensor|ps.LaterTensor>
 ---@param metadata table<string, string>
----@param room fun(nbytes: integer): ffi.cdata* returns the memory
----@return ffi.cdata* writer ps_stw, owned by the caller
+---@param room fun(nbytes: integer): ffi.cdata* returns memory of nbytes bytes
+---@return ffi.cdata* writer a ps_stw, owned by the caller
 ---@return ffi.cdata* data
 function safetensors.copy(path, tensors, metadata, room)
   caller.callable(room, "ps.safetensors.copy, after the metadata,")

@@ -1,16 +1,17 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- ps.save and ps.load: values in PyTorch's .pt files (any nesting of tables, numbers, strings, booleans and tensors) or
--- name -> tensor in safetensors files.
+-- ps.save and ps.load. A .pt file, PyTorch's format, contains any nesting of tables, numbers, strings, booleans and
+-- tensors. A safetensors file contains tensors by name.
 --
 --   ps.save({ model = model:state_dict(), step = 10 }, "run.pt")
 --   local state = ps.load "run.pt"                        -- tables and tensors on "cpu"
 --   model:load_state_dict(ps.load("run.pt", { lazy = true }):at "model")       -- one tensor at a time
 --
--- How values are converted: sequences 1 .. n are lists, other tables dicts with string or integer keys (an empty one is
--- a dict; serialize.list {} makes it a list). Whole numbers are ints, others floats; ints from 2^53 on are int64_t.
--- Tuples and sets are read as lists; None is an absent key, and in a list serialize.none. A tensor that occurs twice
--- stays one tensor. Other views of one storage become separate tensors, but one that repeats its elements (expand)
--- stays small, in the file and in memory. A table that occurs twice stays one table. requires_grad is not saved.
+-- Values are converted as follows. A table with the keys 1 .. n is a list. Any other table is a dict, whose keys are
+-- strings or integers. An empty table is a dict unless it was made by serialize.list {}. A whole number is an int, and
+-- any other number is a float. An int of 2^53 or more in magnitude is read as int64_t. Tuples and sets are read as
+-- lists. A dict's key whose value is None is absent. None in a list is serialize.none. A tensor or a table that occurs
+-- twice is stored once and read as one object. Other views of the same storage become separate tensors. If a view
+-- repeats its elements (expand), it needs little space in the file and in memory, too. requires_grad is not saved.
 local scope = require "ps.core.scope"
 local caller = require "ps.core.caller"
 local encode = require "ps.core.encode"
@@ -24,11 +25,11 @@ local error = caller.error
 
 local serialize = { none = torch_pt.none, keys = torch_pt.keys }
 
---- Marks a table, usually an empty one, to be saved as a list.
+--- Marks a table to be saved as a list. This is needed only for an empty table.
 ---@param t table
 ---@return table t
 function serialize.list(t) return torch_pt.mark("list", caller.typed(t, "table", "ps.serialize.list: its argument")) end
---- Marks a table, usually one with keys 1 .. n, to be saved as a dict.
+--- Marks a table to be saved as a dict. This is needed only for a table with the keys 1 .. n.
 ---@param t table
 ---@return table t
 function serialize.dict(t) return torch_pt.mark("dict", caller.typed(t, "table", "ps.serialize.dict: its argument")) end
@@ -50,9 +51,9 @@ local function check_flat(path, value)
   end
 end
 
---- Writes a value to a file. An older file is replaced only when the new file is complete on disk. Tensors are written
---- one at a time.
----@param value any for .safetensors: table<string, ps.Tensor>
+--- Writes a value to a file. An older file is replaced only when the new file is complete on the disk. Tensors are
+--- written one at a time.
+---@param value any for .safetensors a table<string, ps.Tensor>
 ---@param path string *.pt, *.pth, *.bin, *.ckpt or *.safetensors
 function serialize.save(value, path)
   if type(path) ~= "string" then error("ps.save(value, path): the path must be a string, not a " .. type(path)) end
@@ -71,10 +72,11 @@ function serialize.save(value, path)
   end
 end
 
---- Returns the format of a file, derived from its contents: "safetensors" or "pt". "pt" includes PyTorch's archives,
---- and pickles, about which the reader raises an error. Returns nil for any other file, or if there is no file. Byte 9
---- of a safetensors file, after the length of its header, is the header's "{". Bytes 5 to 8 are 0, because the length
---- is below 2^32. The length may begin like an archive or a pickle.
+--- Returns the format of a file, which it determines from the file's first bytes: "safetensors" or "pt". "pt" means an
+--- archive of PyTorch, or a pickle. If the file is a pickle, the reader raises an error. Returns nil for any other
+--- file, and if there is no file. A safetensors file begins with the length of its header in 8 bytes. Byte 9 is the
+--- header's "{". Bytes 5 to 8 are 0, because the length is below 2^32. They are checked first because the length may
+--- begin like an archive or a pickle.
 ---@param path string
 ---@return "pt"|"safetensors"|nil
 function serialize.format(path)
@@ -88,15 +90,16 @@ end
 
 local OPTIONS = { lazy = "boolean", verify = "boolean", device = "string", mmap = "boolean" }
 
---- Reads a file: a .pt file completely as tables, a safetensors file as a table from name to tensor. With lazy = true
---- it reads no tensors and returns the open file, a ps.TorchFile or ps.SafeTensors, from which Module:load_state_dict
---- streams. With mmap = true, tensors on the cpu have their bytes in the mapped safetensors file. Its pages are loaded
---- when they are used, the system may evict them, processes share them, and they count towards no budget. Writes to
---- such a tensor stay in memory and do not change the file. If another program writes to the file, using the tensors
---- raises an error. Replacing the file by another file is safe.
+--- Reads a file. A .pt file is returned as its value, and a safetensors file as a table of tensors by name. With
+--- lazy = true, no tensor is read. The open file is returned, a ps.TorchFile or a ps.SafeTensors.
+--- Module:load_state_dict reads such a file one tensor at a time. With mmap = true, tensors on the cpu use the bytes of
+--- the mapped safetensors file. The file's pages are loaded when they are used. The system may evict them, several
+--- processes share them, and they do not count towards any budget. Writes to such a tensor stay in memory and do not
+--- change the file. If another program writes to the file, using the tensors raises an error. If the file is replaced
+--- by another file, the tensors are not affected.
 ---@param path string
 ---@param options? {lazy?: boolean, device?: string, verify?: boolean, mmap?: boolean} device: device of the tensors
----  (default "cpu"); verify = false: checksums are not compared
+---  (default "cpu"). verify = false: checksums are not compared.
 ---@return any
 function serialize.load(path, options)
   if type(path) ~= "string" then error("ps.load(path): the path must be a string, not a " .. type(path)) end
@@ -114,7 +117,7 @@ function serialize.load(path, options)
     if format == "pt" then value = file:value(options.device)
     else
       for _, name in ipairs(file:names()) do value[name] = file:tensor(name, options.device or "cpu") end
-      for name, first in pairs(file.metadata) do            -- add further names of a tensor (ps.safetensors.save)
+      for name, first in pairs(file.metadata) do            -- add the other names of a tensor (ps.safetensors.save)
         if value[name] == nil then value[name] = value[first] end
       end
     end

@@ -1,13 +1,14 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The note in a file of ps.save about which of its tensors are shards of tensor parallelism (ps.tensor.shard), by their
--- places in the saved value ("wte.weight", "model.wte.weight", "list[1]").
+-- A note in the files of ps.save. It says which tensors of the file are shards of tensor parallelism (ps.tensor.shard).
+-- The tensors are identified by their paths in the saved value, such as "wte.weight", "model.wte.weight" or "list[1]".
 local json = require("cjson").new()
 local scope = require "ps.core.scope"
 local shard = require "ps.tensor.shard"
 
 local shard_note = {}
 
---- Returns the raw descriptions in a note, by path. A damaged note, or a note of another kind, has none.
+--- Returns the descriptions in a note by path, without checking them. Returns an empty table if the note is damaged or
+--- of another kind.
 ---@param text? string
 ---@return table<string, any>
 function shard_note.entries(text)
@@ -15,7 +16,7 @@ function shard_note.entries(text)
   return ok and type(note) == "table" and type(note.shards) == "table" and note.shards or {}
 end
 
---- Returns the shards that a note describes, by path, without invalid descriptions.
+--- Returns the shards that a note describes, by path. Descriptions that are not valid are omitted.
 ---@param text? string
 ---@return table<string, ps.nn.Shard>
 function shard_note.read(text)
@@ -27,15 +28,15 @@ function shard_note.read(text)
   return found
 end
 
---- Attaches the description of its shard to each tensor in a value.
+--- Sets the shard description of each tensor in a value.
 ---@param value any
----@param shards table<string, ps.nn.Shard> descriptions by path
----@param place? string path of the value
+---@param shards table<string, ps.nn.Shard> the descriptions by path
+---@param place? string path of `value` (default: the whole value)
 function shard_note.mark(value, shards, place)
   if next(shards) == nil then return end
   if scope.is_tensor(value) then
     local desc = shards[place or ""]
-    if desc then pcall(shard.set, value, desc) end         -- fails for a tensor of another shape
+    if desc then pcall(shard.set, value, desc) end         -- fails if the tensor has another shape
   elseif type(value) == "table" then
     for key, item in pairs(value) do
       local inside = place and ("%s.%s"):format(place, tostring(key)) or tostring(key)

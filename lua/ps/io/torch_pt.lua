@@ -1,9 +1,11 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Reads PyTorch's .pt files; torch_pt_write.lua writes them. An open file reads its values and tensors one at a time.
--- Nothing in a file is ever executed. Memory: an open file needs a few hundred bytes per tensor. The bytes of a tensor
--- are copied from the memory map directly into the tensor that is read, or, if the tensor is strided, through a small
--- buffer. A tensor that repeats its elements with strides of 0 takes only the memory of its bytes in the file: it is
--- expanded, as in PyTorch.
+-- Reads PyTorch's .pt files. torch_pt_write.lua writes them. An open file reads its values and tensors one at a time.
+-- Nothing in a file is ever executed.
+--
+-- Memory: an open file needs a few hundred bytes per tensor. A tensor's bytes are copied from the memory map directly
+-- to the new tensor. If the tensor in the file is strided, they are copied through a small buffer. If a tensor repeats
+-- its elements by strides of 0, the new tensor is expanded, as in PyTorch. It therefore needs only as much memory as
+-- its bytes in the file.
 local create = require "ps.tensor.create"
 local native = require "ps.core.ffi"
 local scope = require "ps.core.scope"
@@ -16,31 +18,31 @@ local error = caller.error
 
 local torch_pt = {}
 
-local EXACT_BELOW = 2 ^ 53                                 -- whole numbers below this are exact as doubles
+local EXACT_BELOW = 2 ^ 53                                 -- a double represents whole numbers below this limit exactly
 
---- Represents None inside lists, and is written as None. In a dict, a key whose value is None is absent.
+--- Represents None in lists, and is written as None. If a dict has a key whose value is None, the key is absent.
 torch_pt.none = setmetatable({}, { __tostring = function() return "none" end })
 
--- the kind of a table, as in the file or as marked: { kind = "list" or "dict", keys = keys in order }
+-- The kinds of tables that were read from a file or marked: { kind = "list" or "dict", keys = the keys in order }.
 local marks = setmetatable({}, { __mode = "k" })
 
---- Marks a table as a list or dict if its keys are ambiguous. This is so for an empty table (a dict unless marked), and
---- for a dict with the keys 1 .. n.
+--- Marks a table as a list or a dict. This is needed if the keys do not determine the kind. There are two such cases:
+--- an empty table, which is a dict unless marked, and a dict with the keys 1 .. n.
 ---@param kind "list"|"dict"
 ---@param value table
----@param keys? any[] a dict's keys in order
+---@param keys? any[] the keys of a dict in order
 ---@return table value
 function torch_pt.mark(kind, value, keys)
   marks[value] = { kind = kind, keys = keys }
   return value
 end
 
---- Returns "list" or "dict" if the table was read from a file or marked, else nil.
+--- Returns "list" or "dict" if the table was read from a file or marked. Otherwise returns nil.
 ---@param value table
 ---@return string?
 function torch_pt.kind(value) return marks[value] and marks[value].kind end
 
---- Returns the keys of a table that was read from a file, in the file's order. Returns nil for other tables.
+--- Returns the keys of a table that was read from a file, in the order of the file. Returns nil for other tables.
 ---@param value table
 ---@return any[]?
 function torch_pt.keys(value) return marks[value] and marks[value].keys end
@@ -54,7 +56,7 @@ File.__index = File
 
 local value_out, tensor_out = ffi.new("ps_pt_value"), ffi.new("ps_pt_tensor")
 local note_out = ffi.new("const char *[1]")
-local KIND = {}                                            -- PS_PT_* by name
+local KIND = {}                                            -- the values of PS_PT_* by name
 for _, name in ipairs { "NONE", "BOOL", "INT", "FLOAT", "STRING", "BYTES", "NAME", "LIST", "TUPLE", "SET", "DICT",
                         "TENSOR" } do
   KIND[name] = C["PS_PT_" .. name]
@@ -69,11 +71,11 @@ end
 local function whole(n)
   local number = tonumber(n)
   if number > -EXACT_BELOW and number < EXACT_BELOW then return number end
-  return n + 0LL                                           -- exact as an int64_t
+  return n + 0LL                                           -- int64_t represents it exactly
 end
 
--- Returns a value without items as a Lua value and its kind. For other values, returns nil, the kind, and the number of
--- items.
+-- Returns a value that has no items as a Lua value, and its kind. For other values, returns nil, the kind, and the
+-- number of items.
 local function plain(pt, id)
   check(C.ps_pt_get(pt, id, value_out))
   local v = value_out
@@ -95,7 +97,8 @@ local function key_of(self, pt, id)
   return key
 end
 
--- Returns the dict's keys, each once, and a table from key to value. For a duplicate key, the last value is used.
+-- Returns the list of a dict's keys and a table from key to value. If the file has a key twice, the list contains it
+-- once, and the last value is used.
 local function dict_items(self, pt, id, count)
   local keys, values = {}, {}
   for i = 0, count - 2, 2 do
@@ -131,7 +134,8 @@ local function is_dense(t)
   return true
 end
 
--- Fills a contiguous tensor of the file's type and of the sizes of `t`. Dense tensors are filled directly from the map.
+-- Fills a contiguous tensor of the file's type. Its shape must be the shape in `t`. If the elements in the file are
+-- dense, they are copied directly from the map.
 local function fill(self, pt, id, t, tensor)
   if self.file.verify then check(C.ps_pt_verify(pt, id)) end
   local nbytes = C.ps_tensor_nbytes(tensor)
@@ -145,9 +149,9 @@ local function fill(self, pt, id, t, tensor)
   C.ps_pt_drop(pt, id)
 end
 
--- A tensor whose strides let elements share bytes is a view in PyTorch. Strides of 0 result in a view here, too
--- (expand). Other such tensors become tensors with all their elements. A file of a few bytes can declare any number of
--- them, so their total size is limited.
+-- Limits the total size of tensors whose elements overlap. In PyTorch such a tensor is a view. If its strides are 0, it
+-- becomes a view here, too (expand). Otherwise it becomes a tensor with a copy of each element. A file of a few bytes
+-- could therefore declare tensors of any size.
 local MOST_SHARED = 2 ^ 28
 
 local function check_shared(self, t, nbytes, label, made)
@@ -162,10 +166,11 @@ local function check_shared(self, t, nbytes, label, made)
   end
 end
 
--- Reads a tensor. `made` contains the tensors and the number of bytes that this call has read (see build).
+-- Reads a tensor. `made` contains the tensors that were already made in this call of `build`, and the total size of
+-- those whose elements overlap.
 local function new_tensor(self, pt, id, label, made)
   local t = ffi.new("ps_pt_tensor", entry_at(self, pt, id, label))
-  local shape, once, repeats = {}, {}, false               -- `once` are the sizes without repetitions
+  local shape, once, repeats = {}, {}, false               -- `once`: the sizes without repetitions
   local nbytes = tonumber(C.ps_dtype_size(t.dtype))
   for d = 0, t.ndim - 1 do
     shape[d + 1] = tonumber(t.shape[d])
@@ -179,7 +184,7 @@ local function new_tensor(self, pt, id, label, made)
   return repeats and scope.no_grad(tensor.expand, tensor, shape) or tensor
 end
 
--- Returns a key that is equal for two entries of a file that are the same tensor. They become one tensor, so that tied
+-- Returns a key that identifies a tensor of the file. Two entries with the same key become one tensor, so that tied
 -- weights stay tied.
 local function identity(pt, id)
   check(C.ps_pt_tensor_get(pt, id, tensor_out))
@@ -191,7 +196,7 @@ local function identity(pt, id)
   return table.concat(parts, ":")
 end
 
--- Returns a value with all its items. A value that occurs several times in the file becomes one Lua value.
+-- Returns a value with all its items. If the file contains the value several times, it becomes one Lua value.
 local function build(self, pt, id, label, made)
   if made[id] ~= nil then return made[id] end
   local value, kind, count = plain(pt, id)
@@ -223,7 +228,7 @@ end
 
 local OPEN = { verify = "boolean" }
 
---- Opens a file and checks all of it except the tensors' bytes, which are checked when they are read.
+--- Opens a file and checks it, except for the bytes of tensors. These are checked when they are read.
 ---@param path string
 ---@param options? { verify: boolean? } verify = false: checksums are not compared
 ---@return ps.TorchFile
@@ -235,7 +240,7 @@ function torch_pt.open(path, options)
   return setmetatable({ path = path, place = "", file = file, id = C.ps_pt_root(out[0]) }, File)
 end
 
--- Returns this dict's keys and items. Raises an error for other values.
+-- Returns the keys and the items of this dict. Raises an error if the value is not a dict.
 local function items_of(self)
   local pt = opened(self)
   if not self.order then
@@ -253,13 +258,13 @@ local function kind_of(pt, id)
   return value_out.kind
 end
 
---- Returns the file's whole value as Lua tables, numbers, strings, booleans and tensors.
+--- Returns the whole value as Lua tables, numbers, strings, booleans and tensors.
 ---@param device? string device of the tensors (default "cpu")
 ---@return any
 function File:value(device) return build(self, opened(self), self.id, self.place, { device = device }) end
 
---- Returns the descriptions of tensors that are shards of tensor parallelism, by their paths below this dict. ps.save
---- writes them.
+--- Returns descriptions of those tensors that are shards of tensor parallelism, by their paths in this dict. ps.save
+--- writes these descriptions.
 ---@return table<string, ps.nn.Shard>
 function File:shards()
   local nbytes = check(C.ps_pt_note(opened(self), note_out))
@@ -271,7 +276,7 @@ function File:shards()
   return below
 end
 
---- Returns the keys of this dict, in the file's order.
+--- Returns the keys of this dict in the order of the file.
 ---@return any[]
 function File:keys() return (items_of(self)) end
 
@@ -283,7 +288,7 @@ function File:holds(key)
   return items[key] ~= nil
 end
 
---- Returns the whole value of a key, or nil if there is no such key.
+--- Returns the value of a key with all its items, or nil if there is no such key.
 ---@param key any
 ---@param device? string device of the tensors in it (default "cpu")
 ---@return any
@@ -294,8 +299,8 @@ function File:get(key, device)
   return build(self, self.file.pt, items[key], place, { device = device })
 end
 
---- Returns a dict inside this one as a file object: file:at("model"), file:at("a", "b"). Closing one of these objects
---- closes all.
+--- Returns a dict in this dict as a file object. For example, file:at("a", "b") is the dict "b" in the dict "a". If one
+--- of these objects is closed, all are closed.
 ---@param key any
 ---@param ... any
 ---@return ps.TorchFile
@@ -310,7 +315,7 @@ function File:at(key, ...)
   return inner
 end
 
---- Returns the names of this dict's tensors, in the file's order.
+--- Returns the names of the tensors in this dict, in the order of the file.
 ---@return string[]
 function File:names()
   local order, items = items_of(self)
@@ -352,7 +357,7 @@ function File:shape(name)
   return shape_at(pt, id)
 end
 
---- Returns the dtype of a tensor. If its type is not supported, returns nil and PyTorch's name.
+--- Returns the dtype of a tensor. If the tensor's type is not supported, returns nil and PyTorch's name of the type.
 ---@param name string
 ---@return string? dtype
 ---@return string? other
@@ -370,7 +375,7 @@ function File:check(name)
   entry_at(self, pt, id, name)
 end
 
---- Returns a new tensor with the values of `name`. It outlives scopes.
+--- Returns a new tensor with the values of `name`. The tensor is not freed at the end of a scope.
 ---@param name string
 ---@param device? string
 ---@return ps.Tensor
@@ -379,7 +384,7 @@ function File:tensor(name, device)
   return new_tensor(self, pt, id, name, { device = device }):keep()
 end
 
---- Reads the values of `name` into a tensor of the same shape, and converts the type if it differs.
+--- Reads the values of `name` into a tensor of the same shape. If the tensor has another dtype, converts the values.
 ---@param name string
 ---@param tensor ps.Tensor
 function File:read_into(name, tensor)
@@ -401,8 +406,8 @@ function File:read_into(name, tensor)
   end
 end
 
---- Reads a rectangle of `name` into a tensor of its shape, and converts the type if it differs. Only the rectangle is
---- read. To compare the checksum, all of `name` is read once.
+--- Reads a rectangle of `name` into a tensor of the rectangle's shape. If the tensor has another dtype, converts the
+--- values. Reads only the rectangle. But the first call reads all of `name` to compare its checksum.
 ---@param name string
 ---@param tensor ps.Tensor
 ---@param offset integer[] offset of the rectangle

@@ -1,8 +1,9 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Writes PyTorch's .pt files. The whole value is declared first, which gives the file its size; then each tensor's
--- bytes follow. Memory: a small buffer and a few hundred bytes per tensor. A table that occurs twice in the value is
--- stored once, and so are the elements of an expanded tensor, as in PyTorch. A text next to the value says which
--- parameters are shards (ps.tensor.shard), so that no reader takes one rank's part for another's.
+-- Writes PyTorch's .pt files. First the whole value is declared, which determines the size of the file. Then the bytes
+-- of the tensors are written. This needs memory for a small buffer and a few hundred bytes per tensor. If a table
+-- occurs twice in the value, it is stored once. The elements of an expanded tensor are stored once, too, as in PyTorch.
+-- A text in the archive says which parameters are shards (ps.tensor.shard). This way a reader does not use the shard of
+-- one rank as that of another rank.
 local native = require "ps.core.ffi"
 local scope = require "ps.core.scope"
 local ffi = require "ffi"
@@ -14,14 +15,14 @@ local torch_pt = require "ps.io.torch_pt"
 local utf8 = require "ps.core.utf8"
 local C, check = native.C, native.check
 
-local MAX_DEPTH = 200  -- the limit in src/io/pickle.h; an error raised here can name the path
-local EXACT_BELOW = 2 ^ 53                                 -- whole numbers below this are exact as doubles
+local MAX_DEPTH = 200  -- the limit in src/io/pickle.h; checked here because this error can contain the path
+local EXACT_BELOW = 2 ^ 53                                 -- a double represents whole numbers below this limit exactly
 
 local function refuse(label, what)
   error(("cannot save %s: %s"):format(label == "" and "this value" or "'" .. label .. "'", what), 0)
 end
 
--- Writes a container. Returns its index in the file.
+-- Writes a container, or a value without items. Returns the container's number in the file.
 local function put(writer, kind, fields)
   fields = fields or {}
   fields.kind = kind
@@ -42,14 +43,14 @@ end
 
 local int64_t, uint64_t = ffi.typeof("int64_t"), ffi.typeof("uint64_t")
 
--- Declares a tensor's bytes once, even if the tensor occurs several times.
+-- Writes a tensor. If it occurs several times, its bytes are declared only once.
 local function put_tensor(state, t, label)
   if not t:alive() then refuse(label, "this tensor's bytes were freed: the scope that made it has ended") end
   local shape = t:shape()
   local same = ("%s:%d:%s:%s:%s"):format(tostring(ffi.cast("void *", t.storage)), t.dtype_, tostring(t.offset),
     table.concat(shape, ","), table.concat(t:stride(), ","))
   local entry = ffi.new("ps_pt_tensor", { ndim = #shape })
-  local stride, once = 1, t                                -- `once` is the tensor without the repetitions of expand
+  local stride, once = 1, t                                -- `once`: the tensor without the repetitions of expand
   for d = #shape - 1, 0, -1 do
     entry.shape[d], entry.stride[d] = shape[d + 1], stride
     if t.stride_[d] == 0 and shape[d + 1] > 1 and t.numel_ > 0 then
@@ -67,8 +68,8 @@ local function put_tensor(state, t, label)
   check(C.ps_ptw_tensor(state.writer, entry))
 end
 
--- Returns keys in an order that is the same in every run: the file's order if the table was read from a file, else
--- sorted.
+-- Returns the keys of a table in an order that is the same in every run. If the table was read from a file, this is the
+-- order of the file, followed by new keys. Otherwise the keys are sorted.
 local function ordered_keys(t)
   local keys, known = {}, {}
   for _, key in ipairs(torch_pt.keys(t) or {}) do
@@ -89,7 +90,7 @@ local function is_list(t)
   if kind == "dict" or next(t) == nil then return kind == "list" end
   local n = 0
   for _ in pairs(t) do n = n + 1 end
-  for i = 1, n do if t[i] == nil then return false end end   -- #t alone may be n even if the table has holes
+  for i = 1, n do if t[i] == nil then return false end end   -- #t may be n although the table has holes
   return true
 end
 
@@ -120,7 +121,7 @@ local function put_dict(state, t, label, depth)
   return height
 end
 
--- Writes a table. `height` is the depth of nested tables in a table, including the table itself.
+-- Writes a table and returns its height. The height of a table is the depth of its nesting, including the table itself.
 local function put_table(state, t, label, depth)
   local meta, height = getmetatable(t), state.height
   if meta and meta.ps_module then refuse(label, "a module; save its state_dict()") end
@@ -175,8 +176,8 @@ local function write(writer, value)
   check(C.ps_ptw_commit(writer))
 end
 
---- Writes a value. An older file is replaced only when the new file is complete on disk. A tensor that occurs twice is
---- written once.
+--- Writes a value to a file. An older file is replaced only when the new file is complete on the disk. A tensor that
+--- occurs twice is written once.
 ---@param path string
 ---@param value any a tensor, number, string or boolean, or a table of such values
 local function save(path, value)
@@ -184,7 +185,7 @@ local function save(path, value)
   check(C.ps_ptw_new(path, out))
   local writer = ffi.gc(out[0], C.ps_ptw_free)
   local ok, problem = pcall(write, writer, value)
-  C.ps_ptw_free(ffi.gc(writer, nil))                       -- freed at once, because this removes the temporary file
+  C.ps_ptw_free(ffi.gc(writer, nil))                       -- free it now, because this removes the temporary file
   if not ok then error(problem, 0) end
 end
 
