@@ -25,11 +25,11 @@ local error = caller.error
 
 local serialize = { none = torch_pt.none, keys = torch_pt.keys }
 
---- Marks a table to be saved as a list. This is needed only for an empty table.
+--- Marks a table to be saved as a list. This is usually needed only for an empty table.
 ---@param t table
 ---@return table t
 function serialize.list(t) return torch_pt.mark("list", caller.typed(t, "table", "ps.serialize.list: its argument")) end
---- Marks a table to be saved as a dict. This is needed only for a table with the keys 1 .. n.
+--- Marks a table to be saved as a dict. This is usually needed only for a table with the keys 1 .. n.
 ---@param t table
 ---@return table t
 function serialize.dict(t) return torch_pt.mark("dict", caller.typed(t, "table", "ps.serialize.dict: its argument")) end

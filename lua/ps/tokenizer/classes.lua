@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Defaults of transformers' tokenizer classes that a tokenizer's files do not contain: special tokens, and settings of
--- tokenizer_config.json that override those of tokenizer.json.
+-- Defaults of transformers' tokenizer classes. A tokenizer's files do not contain these defaults. They are special
+-- tokens, and settings of tokenizer_config.json that override settings of tokenizer.json.
 local json = require "cjson"
 
 local classes = {}
@@ -18,21 +18,21 @@ local CLASS_OF = { gpt2 = "GPT2Tokenizer", roberta = "RobertaTokenizer", bert = 
   distilbert = "BertTokenizer", electra = "BertTokenizer", qwen2 = "Qwen2Tokenizer", qwen3 = "Qwen2Tokenizer",
   llama = "PreTrainedTokenizer", mistral = "PreTrainedTokenizer" }
 
---- Returns a class's defaults: the special tokens by name, the field `model` (the kind of model for a folder without
---- tokenizer.json), and padding_side.
+--- Returns the defaults of a class: special tokens by name, padding_side, and the field `model`. `model` is the kind of
+--- model if a folder has no tokenizer.json.
 ---@param name string
 ---@return table<string, string>
 function classes.defaults(name) return CLASSES[name] or {} end
 
---- Returns the tokenizer class for a config.json's model_type.
+--- Returns the name of the tokenizer class for the model_type in a config.json.
 ---@param model_type any
 ---@return string? name
 function classes.of(model_type) return CLASS_OF[model_type] end
 
--- Returns whether the file sets a boolean setting. null does not count.
+-- Returns whether the file sets a boolean setting to true or false. null is not a setting.
 local function given(config, key) return type(config[key]) == "boolean" end
 
--- The names in tokenizer_config.json for the fields of BertNormalizer.
+-- For each setting in tokenizer_config.json, the field of BertNormalizer that it overrides.
 local NORMALIZER = { do_lower_case = "lowercase", strip_accents = "strip_accents",
   tokenize_chinese_chars = "handle_chinese_chars" }
 
@@ -51,7 +51,7 @@ local function of_bytes(description, config)
   end
 end
 
--- Returns whether a step, or one step of a sequence, is ByteLevel.
+-- Returns whether a step is ByteLevel, or is a sequence that contains ByteLevel.
 local function by_bytes(node)
   if type(node) ~= "table" then return false end
   if node.type == "ByteLevel" then return true end
@@ -61,11 +61,12 @@ local function by_bytes(node)
   return false
 end
 
-local BLANK = "\226\150\129"                              -- the character that represents a blank in Llama's tokens
+local BLANK = "\226\150\129"                              -- the character for a blank in Llama's tokens
 
--- Sets the steps of Llama's class. It uses the vocabulary and the merges of tokenizer.json, but not its normalizer and
--- pre-tokenizer. A text that begins with a blank gets no second blank. A byte-level tokenizer belongs to another class,
--- whatever class the file names.
+-- Sets the normalizer, the pre-tokenizer and the decoder of Llama's class. This class uses the vocabulary and the
+-- merges of tokenizer.json, but not its normalizer and pre-tokenizer. It does not put a blank before a text that begins
+-- with one. A byte-level tokenizer is not changed, because it belongs to another class, even if the file names this
+-- one.
 local function of_llama(description, config)
   if by_bytes(description.pre_tokenizer) then return end
   local prefix = config.add_prefix_space ~= false
@@ -81,7 +82,8 @@ end
 local APPLY = { BertTokenizer = of_bert, DistilBertTokenizer = of_bert, ElectraTokenizer = of_bert,
   GPT2Tokenizer = of_bytes, RobertaTokenizer = of_bytes, LlamaTokenizer = of_llama }
 
---- Overrides parts of tokenizer.json's description with settings of tokenizer_config.json that the class uses instead.
+--- Changes a description from tokenizer.json. Some classes use settings of tokenizer_config.json instead of settings of
+--- the description. These settings are copied to the description.
 ---@param description table
 ---@param class string
 ---@param config table
@@ -89,11 +91,11 @@ function classes.apply(description, class, config)
   if APPLY[class] then APPLY[class](description, config) end
 end
 
--- Replacements with which transformers removes blanks when it decodes WordPiece, in this order.
+-- The replacements by which transformers removes blanks when it decodes WordPiece. They are made in this order.
 local TOGETHER = { { " %.", "." }, { " %?", "?" }, { " !", "!" }, { " ,", "," }, { " ' ", "'" }, { " n't", "n't" },
   { " 'm", "'m" }, { " 's", "'s" }, { " 've", "'ve" }, { " 're", "'re" } }
 
---- Removes blanks before punctuation and contractions, for clean_up_tokenization_spaces.
+--- Removes blanks before punctuation and contractions. This implements clean_up_tokenization_spaces.
 ---@param text string
 ---@return string
 function classes.clean_up(text)

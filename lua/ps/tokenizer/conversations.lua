@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The methods of a tokenizer for conversations: the folder's chat template, the text and ids of a conversation, and
--- which ids the model has to produce.
+-- The methods of a tokenizer for conversations. They return the folder's chat template, the text and the ids of a
+-- conversation, and a mask of the ids that the model has to produce.
 local native = require "ps.core.ffi"
 local caller = require "ps.core.caller"
 local chat = require "ps.chat"
@@ -21,7 +21,8 @@ local function read(path)
   return text
 end
 
--- Selects a template from a list with names: "tool_use" if there are tools, else "default".
+-- Selects a template from a list of templates with names. It is "tool_use" if there are tools and the list has it, and
+-- otherwise "default".
 local function chosen(list, path, with_tools)
   local named = {}
   for _, one in ipairs(list) do
@@ -34,11 +35,11 @@ local function chosen(list, path, with_tools)
     or error(path .. ": chat_template: there is no template named 'default'")
 end
 
--- Returns the file of the folder's template, and the template, which is a text or a list of several. Returns nil if
--- there is none.
+-- Returns the path of the file that has the folder's template, and the template. The template is a text or a list of
+-- several templates. It is nil if the folder has none.
 local function found(self)
   local source = rawget(self, "source")
-  local own = rawget(self, "template")                     -- the template of a GGUF file
+  local own = rawget(self, "template")                     -- a GGUF file contains its own template
   if own then return source, own end
   local home = lfs.attributes(source, "mode") == "directory" and source or source:match "^(.*)/[^/]*$" or "."
   local path = home .. "/chat_template.jinja"
@@ -53,7 +54,7 @@ end
 ---@return boolean
 function conversations:has_chat_template() return select(2, found(self)) ~= nil end
 
--- Returns the text and the file of the folder's template.
+-- Returns the text of the folder's template, and the path of the file that has it.
 local function source_of(self, with_tools)
   local path, template = found(self)
   if type(template) == "table" then return chosen(template, path, with_tools), path end
@@ -62,8 +63,9 @@ local function source_of(self, with_tools)
     .. "write one of them (in Lua, apply_chat_template also takes the option chat_template)"):format(path))
 end
 
---- Returns the chat template of the tokenizer's folder: chat_template.jinja, or chat_template in tokenizer_config.json.
----@param options? {tools?: boolean} tools: selects the template for tools if there are several
+--- Returns the chat template of the tokenizer's folder. It is in chat_template.jinja or in the field chat_template of
+--- tokenizer_config.json.
+---@param options? {tools?: boolean} tools = true: selects the template for tools if there are several templates
 ---@return ps.chat.Template
 function conversations:chat_template(options)
   options = caller.options(options, "tokenizer:chat_template", { tools = "boolean" })
@@ -78,7 +80,8 @@ function conversations:special_tokens()
   return tokens
 end
 
--- Encodes a part of a text, and appends the ids and the first and last byte of each to lists.
+-- Encodes bytes first to last of a text. Appends the ids to `ids`, and the first and the last byte of each token to
+-- `bytes`.
 local function append(self, text, first, last, flags, ids, bytes)
   local part = text:sub(first, last)
   if part == "" then return end
@@ -91,16 +94,16 @@ local function append(self, text, first, last, flags, ids, bytes)
   end
 end
 
--- Returns the first and last byte of a special token, without the adjacent space that the token includes (lstrip,
--- rstrip).
+-- Returns the first and the last byte of a special token. With lstrip or rstrip, a token includes adjacent space. That
+-- space is not part of the returned range.
 local function own_bytes(text, token, place)
   local at = text:sub(place[1], place[2]):find(token, 1, true)
   if not at then return place end
   return { place[1] + at - 1, place[1] + at + #token - 2 }
 end
 
--- Returns a function that returns which of `parts` a range of the text overlaps, or nil. `parts` and the calls must be
--- in the text's order.
+-- Returns a function of a range of the text. It returns the part among `parts` that the range overlaps, or nil. `parts`
+-- must be in the order of the text, and so must the ranges in successive calls.
 local function overlaps(parts)
   local k = 1
   return function(first, last)
@@ -109,8 +112,9 @@ local function overlaps(parts)
   end
 end
 
--- Returns whether the template wrote each special token, which means that no byte of the token comes from a message, a
--- tool or a document. A token can contain a role, as in '<|' + role + '|>', if templates expect that role.
+-- Returns for each special token whether the template wrote it, and whether it wrote all of them. The template wrote a
+-- token if no byte of the token is from a message, a tool or a document. A token may contain a role if templates expect
+-- that role, as in '<|' + role + '|>'.
 local function written(rendered, ids, places, special)
   local message, role, own, all = overlaps(rendered.message), overlaps(rendered.roles), {}, true
   for i, id in ipairs(ids) do
@@ -124,8 +128,8 @@ local function written(rendered, ids, places, special)
   return own, all
 end
 
--- Encodes a rendered conversation. Only special tokens that the template writes become their ids. If a message, a tool,
--- a document or a role contains a special token's text, it is encoded as text.
+-- Encodes a rendered conversation. Only special tokens that the template wrote become their ids. If a message, a tool,
+-- a document or a role contains the text of a special token, that text is encoded as ordinary text.
 local function ids_of(self, rendered)
   local text, special = rendered.text, rawget(self, "special_ids")
   local whole, raw, places = {}, {}, {}
@@ -138,7 +142,7 @@ local function ids_of(self, rendered)
     if own[i] then
       local before = places[i - 1]
       if before and before[2] < raw[i - 1][2] and special[whole[i - 1]] and not own[i - 1] then
-        -- the space that the previous token had included is text again
+        -- The space after the previous token is part of the text again, because that token is not special here.
         local alone, part = {}, {}
         append(self, text, before[2] + 1, raw[i][2], 0, alone, part)
         if alone[#alone] == id then raw[i] = part[#part] end
@@ -151,8 +155,8 @@ local function ids_of(self, rendered)
   return ids, bytes
 end
 
--- Returns 1 for each id that the model has to produce, else 0. A token that crosses the border of a span gets 1 if it
--- ends within the span.
+-- Returns a list with 1 for each id that the model has to produce, and 0 for the others. A token that is only partly in
+-- a span gets 1 if its last byte is in the span.
 local function mask_of(bytes, spans)
   local mask, at = {}, 1
   for i, place in ipairs(bytes) do
@@ -164,8 +168,8 @@ end
 
 local RENDER = { train_on = "string|function", date = "string", tools = "table|string" }
 
---- Renders a conversation with the folder's chat template. Also returns the bytes that come from messages (`message`)
---- and those that the model has to produce (`spans`).
+--- Renders a conversation with the folder's chat template. The result also has the byte ranges that are from messages
+--- (`message`) and the byte ranges that the model has to produce (`spans`).
 ---@param messages table|string the messages (see apply_chat_template)
 ---@param options? {train_on?: string|fun(i: integer, role: string): boolean, date?: string, tools?: table|string}
 ---@return ps.chat.Rendered
@@ -179,19 +183,20 @@ local APPLY = { tokenize = "boolean", add_generation_prompt = "boolean", continu
   tools = "table|string", documents = "table|string", date = "string", variables = "table", chat_template = "string",
   train_on = "string|function" }
 
---- Renders and encodes a conversation with the folder's chat template, like transformers. All special tokens come from
---- the template: none is added, and a special token's text in a message stays text.
----@param messages table|string a list of messages {role =, content =, ...}, or a JSON text, whose key order is kept
+--- Renders a conversation with the folder's chat template and encodes the result, like transformers. All special tokens
+--- are from the template. No special token is added, and the text of a special token in a message remains ordinary
+--- text.
+---@param messages table|string a list of messages {role =, content =, ...}, or a JSON text, whose order of keys is kept
 ---@param options? {tokenize?: boolean, add_generation_prompt?: boolean, continue_final_message?: boolean, tools?:
 --- table|string, documents?: table|string, date?: string, variables?: table<string, any>, chat_template?: string,
---- train_on?: string|fun(i: integer, role: string): boolean} tokenize: false returns the text (default true).
---- add_generation_prompt: ends with the header of the model's next turn. continue_final_message: ends within the last
---- message. tools: JSON schemas of functions. date: "YYYY-MM-DD" for templates that print the date. variables:
---- additional variables for the template, such as enable_thinking. chat_template: a Jinja text in place of the folder's
---- template. train_on: "assistant", "last", "all" or a function of a message's index and role; with train_on, a mask is
---- also returned.
----@return integer[]|string the ids, or the text
----@return integer[]? mask only with train_on: 1 for each id that the model has to produce, else 0
+--- train_on?: string|fun(i: integer, role: string): boolean} tokenize = false: returns the text (default true).
+--- add_generation_prompt = true: the text ends with the header of the model's next turn. continue_final_message = true:
+--- the text ends within the last message. tools: JSON schemas of functions. date: "YYYY-MM-DD", for templates that
+--- print the date. variables: additional variables for the template, such as enable_thinking. chat_template: the text
+--- of a Jinja template that is used instead of the folder's template. train_on: "assistant", "last", "all" or a
+--- function of a message's index and role. If train_on is given, a mask is also returned.
+---@return integer[]|string the ids; the text if tokenize = false
+---@return integer[]? mask only with train_on: 1 for each id that the model has to produce, and 0 for the others
 function conversations:apply_chat_template(messages, options)
   options = caller.options(options, "tokenizer:apply_chat_template", APPLY)
   if type(messages) ~= "string" then caller.typed(messages, "table", "apply_chat_template: the messages") end
@@ -211,7 +216,7 @@ function conversations:apply_chat_template(messages, options)
     local ids = ids_of(self, { text = template:render(messages, given), message = {}, roles = {} })
     given.continue_final_message = nil
     local whole = template:trained(messages, given, "all")
-    for _, parts in ipairs { whole.message, whole.roles } do   -- the positions of parts in a shortened text are unknown
+    for _, parts in ipairs { whole.message, whole.roles } do   -- the shortened text has unknown positions of parts
       for _, part in ipairs(parts) do
         for _, id in ipairs(self:encode(whole.text:sub(part[1], part[2]), { add_special_tokens = false })) do
           if rawget(self, "special_ids")[id] then

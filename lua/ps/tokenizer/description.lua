@@ -1,6 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Makes the engine's tokenizer from a description in the form of tokenizer.json (normalizer, pre_tokenizer, model,
--- post_processor, decoder, added_tokens). Unsupported parts of a description are refused by name.
+-- Makes the engine's tokenizer from a description. The description has the form of tokenizer.json (normalizer,
+-- pre_tokenizer, model, post_processor, decoder, added_tokens). If a part of it is not supported, the error names that
+-- part.
 local native = require "ps.core.ffi"
 local caller = require "ps.core.caller"
 local object = require "ps.tokenizer.object"
@@ -14,10 +15,10 @@ local description = {}
 
 local function set(t, name, value) check(C.ps_tok_set(t.handle, name, value == true and 1 or value or 0)) end
 
---- Adds a step that splits words with a regular expression.
+--- Adds a regular expression that splits texts into words.
 ---@param t table the tokenizer
----@param field string the field's name, for errors
----@param given string
+---@param field string name of the field, for errors
+---@param given string the regular expression
 ---@param dialect? "onig"|"rust" the expression's dialect (default: PCRE2's)
 function description.split(t, field, given, dialect)
   local text = dialect and patterns.of(t.path, field, given, dialect) or given
@@ -30,7 +31,7 @@ end
 --- Returns the id of a token that must be in the vocabulary.
 ---@param t table the tokenizer
 ---@param token any
----@param what string the token's name in errors
+---@param what string name of the token's role, for errors
 ---@return integer
 function description.id_of(t, token, what)
   local id = type(token) == "string" and C.ps_tok_find(t.handle, token, #token) or -1
@@ -57,7 +58,7 @@ local MODELS = {
   end,
 }
 
-local BLANK = "\u{2581}"                                    -- SentencePiece's character for a blank
+local BLANK = "\u{2581}"                                    -- the character for a blank in SentencePiece
 
 local NORMALIZERS
 NORMALIZERS = {
@@ -128,8 +129,8 @@ SPLITS = {
       if before and one.type == "ByteLevel" and one.add_prefix_space == true then
         refuse(t.path, "add_prefix_space", true, "this is not supported after another pre-tokenizer")
       end
-      -- Raises an error for an unsupported order: after ByteLevel, bytes are letters; blanks are prepended once; words
-      -- of BERT and others are not split further.
+      -- Raises an error if the order is not supported. After ByteLevel, the text consists of letters that represent
+      -- bytes. A blank may be prepended only once. Words of BERT and of other kinds are not split further.
       if one.type == "Sequence" or before and (one.type ~= "Split" and one.type ~= "ByteLevel" or before == "ByteLevel")
         or i < #node.pretokenizers and one.type == "BertPreTokenizer" then
         refuse(t.path, name, one.type, "it is not supported at this position")
@@ -157,7 +158,7 @@ SPLITS = {
   end,
 }
 
--- Checks that a value, such as an id or a token type, is a whole number of at least 0.
+-- Returns a value, such as an id or a token type. Raises an error if it is not a whole number of at least 0.
 local function whole_number(t, field, value)
   if type(value) ~= "number" or value < 0 or value >= 2 ^ 31 or value % 1 ~= 0 then
     refuse(t.path, field, value, "it must be a whole number of at least 0")
@@ -165,12 +166,13 @@ local function whole_number(t, field, value)
   return value
 end
 
--- Returns the id in { token, id }, the form in BertProcessing and RobertaProcessing.
+-- Returns the id in a pair { token, id }. BertProcessing and RobertaProcessing contain such pairs.
 local function second(t, field, value)
   return whole_number(t, field .. "[1]", listed(t.path, field, value)[2])
 end
 
--- Returns the tokens and texts of a template: a list of { id = } and { text = 1 or 2 }, each with its token type.
+-- Returns the tokens and texts of a template as a list. An entry is { id = } for a token, or { text = 1 or 2 } for a
+-- text. Each entry also has its token type, `kind`.
 local function template(t, list, where)
   local out = {}
   for _, piece in ipairs(listed(t.path, where, list, true)) do
@@ -190,7 +192,7 @@ local function template(t, list, where)
   return out
 end
 
--- Excludes a token's blanks from its offsets.
+-- Sets whether the offsets of a token include the token's blanks.
 local function trim(t, node)
   set(t, "trim_offsets", node.trim_offsets ~= false)
   set(t, "keep_first", node.add_prefix_space ~= false)
@@ -248,7 +250,8 @@ local DECODERS = {
     if not t.byte_level then refuse(t.path, "decoder.type", "ByteLevel", "its pre_tokenizer is not ByteLevel") end
   end,
   WordPiece = function(t, node) fields(t.path, "decoder", node, { prefix = { "##" }, cleanup = { true } }) end,
-  -- Llama 2's decoder: replaces blanks and bytes, joins the tokens, and optionally removes a leading blank.
+  -- Llama 2's decoder. It replaces the characters for blanks and the tokens for bytes, and joins the tokens. It may
+  -- also remove a blank at the beginning.
   Sequence = function(t, node)
     fields(t.path, "decoder", node, { decoders = "table" })
     local kinds = {}
@@ -272,7 +275,7 @@ local DECODERS = {
   end,
 }
 
--- Calls the function in `kinds` for the type of a part of a description.
+-- Applies one part of a description. The part's type selects the function in `kinds` that is called.
 local function part(t, all, name, kinds)
   local node = all[name]
   if is_null(node) then return end
@@ -282,11 +285,11 @@ local function part(t, all, name, kinds)
   kind(t, node)
 end
 
---- Adds a token that is matched in texts.
+--- Adds a token that is searched in texts.
 ---@param t table the tokenizer
 ---@param content any
 ---@param id any
----@param options table the fields of added_tokens: special, lstrip, rstrip, normalized
+---@param options table fields as in added_tokens: special, lstrip, rstrip, normalized
 function description.add_token(t, content, id, options)
   if type(content) ~= "string" or type(id) ~= "number" then
     refuse(t.path, "added_tokens", { content = content, id = id }, "a token has a content and an id")
@@ -304,7 +307,7 @@ function description.add_token(t, content, id, options)
   end
 end
 
---- Creates an engine's tokenizer with an empty vocabulary.
+--- Creates a tokenizer of the engine with an empty vocabulary.
 ---@param model "bpe"|"wordpiece"
 ---@return ffi.cdata*
 function description.new_handle(model)
@@ -313,15 +316,15 @@ function description.new_handle(model)
   return ffi.gc(out[0], C.ps_tok_free)
 end
 
--- Converts tokenizer.json's "Left" to tokenizer_config.json's "left".
+-- Converts a direction in tokenizer.json, such as "Left", to one in tokenizer_config.json, such as "left".
 local function side_of(node) return type(node.direction) == "string" and node.direction:lower() or nil end
 
---- Returns whether a kind of model is supported.
+--- Returns whether a kind of model, such as "BPE", is supported.
 ---@param kind any
 ---@return boolean
 function description.has_model(kind) return MODELS[kind] ~= nil end
 
---- Applies a description to a tokenizer whose vocabulary has been read.
+--- Applies a description to a tokenizer. The tokenizer's vocabulary must have been read before.
 ---@param t table the tokenizer
 ---@param all table the description
 ---@return {max_length: any, pad_token: any, truncation_side: any, padding_side: any}

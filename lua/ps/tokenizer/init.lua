@@ -1,7 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Tokenizers: objects with vocab_size, :encode(text) -> ids and :decode(ids) -> text. The byte tokenizer is in this
--- file; those of Hugging Face's files are in tokenizer/text.lua. A tokenizer may also have :append, which writes text
--- to a shard without a table.
+-- Tokenizers. A tokenizer is an object with the field vocab_size and the methods :encode(text), which returns ids, and
+-- :decode(ids), which returns a text. It may also have the method :append, which writes a text's tokens directly to a
+-- shard, without a Lua table. The byte tokenizer is in this file. Tokenizers of Hugging Face's files are in
+-- tokenizer/text.lua.
 local native = require "ps.core.ffi"
 local caller = require "ps.core.caller"
 local ffi = require "ffi"
@@ -26,19 +27,23 @@ Bytes.__index = Bytes
 ---@return ps.Tokenizer
 function tokenizer.bytes() return setmetatable({}, Bytes) end
 
---- Returns the tokenizer of a Hugging Face folder, or of one of its files. The files are tokenizer.json (byte-level
---- BPE, BPE over characters with byte_fallback as in Llama 2, WordPiece), or vocab.json or encoder.json with merges.txt
---- or vocab.bpe (GPT-2, RoBERTa), or vocab.txt (BERT). Settings are read from tokenizer_config.json and its companions.
---- As in transformers' classes, if they name the class, their add_prefix_space, do_lower_case, strip_accents and
---- tokenize_chinese_chars override tokenizer.json. Their special tokens and their added_tokens_decoder are added to
---- those of tokenizer.json. An unsupported setting raises an error that names it. The argument can also be a .tiktoken
---- file with the ranks of an encoding. If it is neither a folder nor a file, the name is looked up in Hugging Face's
---- cache, as in ps.from_pretrained.
+--- Returns the tokenizer of a Hugging Face folder, or of one of its files. Three kinds of files are supported.
+--- tokenizer.json contains byte-level BPE, BPE over characters with byte_fallback (as in Llama 2), or WordPiece.
+--- vocab.json (or encoder.json) with merges.txt (or vocab.bpe) contains the BPE of GPT-2 and RoBERTa. vocab.txt
+--- contains the WordPiece of BERT.
+---
+--- Settings are read from tokenizer_config.json and its companions. If these files name the tokenizer's class, some of
+--- their settings override tokenizer.json, as in transformers: add_prefix_space, do_lower_case, strip_accents and
+--- tokenize_chinese_chars. The special tokens and the added_tokens_decoder of these files are added to those of
+--- tokenizer.json. A setting that is not supported raises an error that names it.
+---
+--- The argument can also be a .tiktoken file, which contains the ranks of an encoding. If it is neither a folder nor a
+--- file, it is the name of a model in Hugging Face's cache, as in ps.from_pretrained.
 ---@param path string
----@param options? {encoding?: string, pattern?: string, special_tokens?: table<string, integer>} for a .tiktoken file:
---- the encoding is "cl100k_base", "gpt2", "llama3" (whose file is called tokenizer.model), "o200k_base" or "qwen"
---- (default: determined by the file's name). Instead of it, `pattern` is a regular expression that splits texts into
---- words, and `special_tokens` are special tokens with their ids.
+---@param options? {encoding?: string, pattern?: string, special_tokens?: table<string, integer>} for a .tiktoken file.
+--- encoding: "cl100k_base", "gpt2", "llama3" (whose file is called tokenizer.model), "o200k_base" or "qwen" (default:
+--- determined by the file's name). pattern: a regular expression that splits texts into words, instead of an encoding.
+--- special_tokens: the special tokens with their ids, instead of those of an encoding.
 ---@return ps.TextTokenizer
 function tokenizer.from_pretrained(path, options)
   caller.typed(path, "string", "tokenizer.from_pretrained: the folder")
@@ -49,8 +54,8 @@ end
 
 --- Returns the token ids of a text as a Lua list.
 ---@param text string
----@param options? {add_special_tokens?: boolean, split_special_tokens?: boolean} the options of other tokenizers, which
---- have no effect: there are no special tokens
+---@param options? {add_special_tokens?: boolean, split_special_tokens?: boolean} the options of other tokenizers. They
+--- have no effect, because there are no special tokens.
 ---@return integer[]
 function Bytes:encode(text, options) -- luacheck: ignore 212
   caller.typed(text, "string", "encode: the text")
@@ -60,7 +65,7 @@ function Bytes:encode(text, options) -- luacheck: ignore 212
   return ids
 end
 
---- Returns the token ids of a text as an int32 buffer, for long texts.
+--- Returns the token ids of a text as an int32 buffer. Use it for long texts.
 ---@param text string
 ---@return ffi.cdata* ids int32_t[n]
 ---@return integer n
@@ -71,11 +76,11 @@ function Bytes:encode_buffer(text) -- luacheck: ignore 212
   return ids, #text
 end
 
---- Decodes a list, tensor or int32 buffer of ids. A buffer needs its length.
+--- Decodes a list, a tensor or an int32 buffer of ids. For a buffer, n must be given.
 ---@param ids integer[]|ps.Tensor|ffi.cdata*
----@param options? {skip_special_tokens?: boolean, bytes?: boolean, n?: integer}|integer the options of other
---- tokenizers. n, or a number in place of the options, is the buffer's length. There are no special tokens, and the
---- text is always the bytes.
+---@param options? {skip_special_tokens?: boolean, bytes?: boolean, n?: integer}|integer n: number of ids in a buffer. A
+--- number in place of the table is n. The other options are those of other tokenizers. They have no effect, because
+--- there are no special tokens and the returned text is always the bytes.
 ---@return string
 function Bytes:decode(ids, options) -- luacheck: ignore 212
   local n = options
@@ -93,7 +98,7 @@ function Bytes:decode(ids, options) -- luacheck: ignore 212
   return ffi.string(bytes, n)
 end
 
---- Appends the text's tokens to an open shard.
+--- Appends the tokens of a text to an open shard.
 ---@param writer ffi.cdata* ps_tokw
 ---@param text string
 function Bytes:append(writer, text) -- luacheck: ignore 212
@@ -108,8 +113,9 @@ local TOKENIZER_JSON = [[
 "model":{"type":"BPE","merges":[],"vocab":%s}}
 ]]
 
---- Writes the tokenizer to a folder as Hugging Face's files: byte-level BPE without merges, whose ids are the bytes. So
---- tokenizer.from_pretrained and transformers can read it. Creates the folder if it does not exist.
+--- Writes the tokenizer to a folder, in the form of Hugging Face's files. They describe a byte-level BPE without
+--- merges, whose ids are the bytes. tokenizer.from_pretrained and transformers can read them. The folder is created if
+--- it does not exist.
 ---@param path string
 function Bytes:save_pretrained(path) -- luacheck: ignore 212
   caller.typed(path, "string", "tokenizer:save_pretrained: the folder")

@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The letters by which byte-level BPE writes bytes in a vocabulary (GPT-2's bytes_to_unicode): letters[byte] is one
--- code point in UTF-8. Printable bytes are the code points of their own numbers. The others follow from U+0100 on, in
--- order.
+-- The letters that represent bytes in the vocabularies of byte-level BPE (bytes_to_unicode in GPT-2). letters[byte] is
+-- one code point in UTF-8. A printable byte is represented by the code point with the byte's value. The other bytes, in
+-- their order, are represented by the code points starting at U+0100.
 local letters, others = {}, 0
 for byte = 0, 255 do
   local code = byte

@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- JSON objects in a tokenizer's files. Errors about them name the file, the field and the value.
+-- Reads and checks JSON objects in a tokenizer's files. Errors contain the file, the field and the value.
 local caller = require "ps.core.caller"
 local json = require "cjson"
 local lfs = require "lfs"
@@ -11,7 +11,7 @@ local object = {}
 
 --- Decodes a text that contains a JSON object or list.
 ---@param text string
----@param path string the path of the text's file, for errors
+---@param path string path of the file that contains the text, for errors
 ---@return table
 function object.decode(text, path)
   local ok, value = pcall(json.decode, text)
@@ -21,9 +21,9 @@ function object.decode(text, path)
   return value
 end
 
---- Reads the JSON object in a file.
+--- Reads a file that contains a JSON object.
 ---@param path string
----@return table? value nil if there is no such file
+---@return table? value nil if the file does not exist
 function object.of_file(path)
   if lfs.attributes(path, "mode") ~= "file" then return nil end
   local text, why = read_file(path)
@@ -36,7 +36,7 @@ end
 ---@return boolean
 function object.is_null(value) return value == nil or value == json.null end
 
--- Returns a value in the form for errors.
+-- Returns a value as text for an error, shortened.
 local function shown(value)
   if value == json.null then return "null" end
   local ok, text = pcall(json.encode, value)
@@ -44,7 +44,7 @@ local function shown(value)
   return #text > 60 and text:sub(1, 57) .. "..." or text
 end
 
---- Raises an error for a field's value.
+--- Raises an error that contains a file, a field and the field's value.
 ---@param path string
 ---@param field string
 ---@param value any
@@ -53,12 +53,12 @@ function object.refuse(path, field, value, why)
   error(("%s: %s = %s: %s"):format(path, field, shown(value), why))
 end
 
---- Checks that a field of a file is a list or an object, and returns it. For an optional field that is null, returns
---- {}.
+--- Returns the value of a field, which must be a list or an object. Otherwise raises an error. If the field may be
+--- missing and is null, returns {}.
 ---@param path string
 ---@param field string
 ---@param value any
----@param may_lack? boolean
+---@param may_lack? boolean true: the field may be missing
 ---@return table
 function object.listed(path, field, value, may_lack)
   if may_lack and object.is_null(value) then return {} end
@@ -66,12 +66,11 @@ function object.listed(path, field, value, may_lack)
   return value
 end
 
---- Raises an error if an object has an unknown field or a value of the wrong type. `known` has the Lua type of each
---- field's value, "any", or a list of allowed values. null is always allowed.
+--- Raises an error if an object has an unknown field or a value of the wrong type. null is always allowed.
 ---@param path string
----@param where string the object's path in the file
+---@param where string path of the object in the file
 ---@param node any
----@param known table<string, string|any[]>
+---@param known table<string, string|any[]> for each field: the Lua type of its value, "any", or a list of values
 function object.fields(path, where, node, known)
   if type(node) ~= "table" then object.refuse(path, where, node, "it must be an object") end
   for name, value in pairs(node) do

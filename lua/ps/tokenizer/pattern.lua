@@ -1,12 +1,14 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Translates the regular expressions in tokenizers' files (Oniguruma's in tokenizer.json, Rust's in tiktoken's
--- encodings) for PCRE2. Expressions to which PCRE2 gives another meaning are refused.
+-- Translates the regular expressions in tokenizers' files for PCRE2. Those in tokenizer.json have the dialect of
+-- Oniguruma, and those in tiktoken's encodings the dialect of Rust. An expression with another meaning in PCRE2 causes
+-- an error.
 local object = require "ps.tokenizer.object"
 local refuse = object.refuse
 
 local pattern = {}
 
---- GPT-2's words: contractions, letters, digits, other characters, and blanks. The last blank belongs to the next word.
+--- The pattern of GPT-2. Its words are contractions, letters, digits, other characters, and blanks. The last of several
+--- blanks belongs to the next word.
 pattern.GPT2 = [['(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s+(?!\S)|\s+]]
 pattern.CL100K = [['(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$]]
   .. [[|\s*[\r\n]|\s+(?!\S)|\s]]
@@ -18,7 +20,7 @@ pattern.O200K = [[[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm
   .. [[|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*]] .. SHORT
   .. [=[|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+]=]
 
--- Patterns with which no match crosses a line end between two non-blank ASCII characters.
+-- Patterns whose matches never contain a line end that is between two ASCII characters that are not blanks.
 local LINES = { [pattern.GPT2] = true, [pattern.CL100K] = true, [pattern.LLAMA3] = true, [pattern.QWEN] = true,
   [pattern.O200K] = true, [ [['s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+]] ] = true,
   [ [['(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+]] ] = true,
@@ -26,19 +28,19 @@ local LINES = { [pattern.GPT2] = true, [pattern.CL100K] = true, [pattern.LLAMA3]
   [ [=[(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*]=]
     .. [=[|\s*[\r\n]+|\s+(?!\S)|\s+]=] ] = true }
 
---- Returns whether every text can be split at a line end between two non-blank ASCII characters.
+--- Returns whether texts can be split at every line end that is between two ASCII characters that are not blanks.
 ---@param text string
 ---@return boolean
 function pattern.is_of_lines(text) return LINES[text] == true end
 
--- Escapes that have another meaning in PCRE2, or that match another set of characters.
+-- Escapes that have another meaning in PCRE2 or match other characters there, and their names for errors.
 local OTHER = { w = "words", W = "words", b = "words' ends", B = "words' ends", h = "hexadecimal digits",
   H = "hexadecimal digits", X = "characters of several code points", K = "what is kept", y = "ends of characters",
   Y = "ends of characters", Q = "quotes", E = "quotes", C = "bytes" }
 
 --- Converts a regular expression to PCRE2's dialect.
----@param path string the file, for errors
----@param field string the field's name, for errors
+---@param path string path of the file, for errors
+---@param field string name of the field, for errors
 ---@param text string
 ---@param dialect "onig"|"rust"
 ---@return string

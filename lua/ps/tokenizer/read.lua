@@ -1,6 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Reads tokenizers' files in Hugging Face's forms. All forms are converted to one description, that of tokenizer.json,
--- from which the engine's tokenizer is made (tokenizer/description.lua). C reads vocabularies and merges.
+-- Reads tokenizers' files in the forms that Hugging Face uses. All forms are converted to one description, which has
+-- the form of tokenizer.json. tokenizer/description.lua makes the engine's tokenizer from it. C code reads vocabularies
+-- and merges.
 local native = require "ps.core.ffi"
 local caller = require "ps.core.caller"
 local classes = require "ps.tokenizer.classes"
@@ -26,21 +27,22 @@ local NO_LIMIT = 1e18              -- transformers writes a larger number if the
 -- -- folders ----------------------------------------------------------------------------------------------------------
 local NAMES = { "bos", "eos", "unk", "sep", "pad", "cls", "mask" }
 
--- Returns a token's text from "[SEP]" or { content = "[SEP]", ... }, or nil for null.
+-- Returns the text of a token, which is "[SEP]" or { content = "[SEP]", ... } in a file. Returns nil for null. In the
+-- second form, also returns the table.
 local function content_of(value)
   if is_null(value) then return nil end
   if type(value) == "table" then return value.content, value end
   return value
 end
 
--- Returns the path of the first of several file names that exists in a folder.
+-- Returns the path of the first of the given files that exists in a folder, or nil if none exists.
 local function first_file(folder, ...)
   for _, name in ipairs { ... } do
     if lfs.attributes(folder .. "/" .. name, "mode") == "file" then return folder .. "/" .. name end
   end
 end
 
--- Returns the combined fields of tokenizer_config.json and its older companions.
+-- Returns the fields of tokenizer_config.json together with those of older files, and the list of added tokens by id.
 local function settings_of(folder)
   local config = object.of_file(folder .. "/tokenizer_config.json") or {}
   local map = object.of_file(folder .. "/special_tokens_map.json") or {}
@@ -70,7 +72,7 @@ local function settings_of(folder)
   return config, added
 end
 
--- Returns the tokenizer's class, and whether the files name it.
+-- Returns the name of the tokenizer's class, and whether the files name the class.
 local function class_of(folder, config, has_words)
   local name = config.tokenizer_class
   if not is_null(name) and type(name) ~= "string" then
@@ -84,7 +86,7 @@ local function class_of(folder, config, has_words)
   return (name:gsub("Fast$", "")), true
 end
 
--- Returns a tokenizer description for a folder without tokenizer.json.
+-- Returns a description for a folder that has no tokenizer.json.
 local function describe(t, class, defaults, config)
   if defaults.model == "wordpiece" then
     local strip = config.strip_accents
@@ -115,7 +117,8 @@ local function describe(t, class, defaults, config)
   return all
 end
 
--- Sets the named special tokens from the settings or from the class's defaults, if the vocabulary contains them.
+-- Sets the special tokens that have names, such as eos_token. They are from the settings or the class's defaults. A
+-- default that is not in the vocabulary is omitted.
 local function name_tokens(t, config, defaults)
   t.special = {}
   for _, name in ipairs(NAMES) do
@@ -130,8 +133,9 @@ local function name_tokens(t, config, defaults)
   end
 end
 
--- Makes special tokens match in texts. Those in added_tokens already match. With `given`, applies only to the tokens
--- that the settings name, without the class's defaults.
+-- Adds the special tokens that have names, so that they are searched in texts. Tokens in added_tokens were added
+-- before. If `given` is set, it is the settings, and only tokens in the settings are added, without the class's
+-- defaults.
 local function add_named(t, class, given)
   for name, one in pairs(t.special) do
     local known = t.added[one[2]]
@@ -145,8 +149,9 @@ local function add_named(t, class, given)
   end
 end
 
--- Adds the tokens that the settings define in addition to those of tokenizer.json: first added_tokens_decoder, which
--- takes precedence, and then lists of additional special tokens. A new token in a list gets the next id.
+-- Adds tokens that are in the settings but not in tokenizer.json. Those in added_tokens_decoder are added first and
+-- take precedence. Then the tokens in the lists of additional special tokens are added. A new token in a list gets the
+-- next free id.
 local function add_more(t, path, config, added)
   for _, one in ipairs(added) do
     if type(one.content) ~= "string" then refuse(path, "added_tokens_decoder", one.node, "a token has a content") end
@@ -201,10 +206,10 @@ local function finish(t, config, defaults, limits)
   return t
 end
 
--- Opens a tokenizer.json. `class` is the class that the files name, or nil.
+-- Reads a tokenizer.json. `class` is the name of the class if the files name it, or nil.
 local function from_json(t, path, config, defaults, class, added)
   local rest, n = ffi.new("const char *[1]"), ffi.new("int64_t[1]")
-  -- The kind of model is known only after the file is read, and reading it needs a tokenizer.
+  -- The file is read by a tokenizer, but the tokenizer's kind of model is known only after the file was read.
   t.path = path
   local function load(model)
     t.handle, t.model = description.new_handle(model), model
@@ -256,8 +261,8 @@ local function from_vocab(t, class, defaults, config, added, vocab, merges)
 end
 
 -- -- tiktoken ---------------------------------------------------------------------------------------------------------
--- Encodings that are defined in the code of tiktoken, Qwen and Llama 3: the pattern that splits texts, and the special
--- tokens.
+-- Encodings that are defined in the code of tiktoken, Qwen and Llama 3. Each has a pattern that splits texts, and
+-- special tokens.
 local OF_GPT2 = { pattern = pattern.GPT2, special = { ["<|endoftext|>"] = 50256 } }
 local ENCODINGS = {
   gpt2 = OF_GPT2, r50k_base = OF_GPT2, p50k_base = OF_GPT2,
@@ -270,8 +275,8 @@ local ENCODINGS = {
     ["<|start_header_id|>"] = 128006, ["<|end_header_id|>"] = 128007, ["<|eot_id|>"] = 128009 } },
 }
 
--- Reads a .tiktoken file. The encoding is given by name, or follows from the file's name, or is defined by a pattern
--- and special tokens.
+-- Reads a .tiktoken file. There are three ways to choose the encoding: its name, the name of the file, or a pattern
+-- with special tokens.
 local function from_tiktoken(t, path, given)
   local stem = path:match("([^/]*)%.tiktoken$")
   local encoding = ENCODINGS[given.encoding or stem]
@@ -293,7 +298,7 @@ local function from_tiktoken(t, path, given)
 end
 
 -- -- GGUF -------------------------------------------------------------------------------------------------------------
--- Fills a tokenizer's vocabulary and its merges or scores from a GGUF file's metadata.
+-- Fills a tokenizer's vocabulary, and its merges or scores, from the metadata of a GGUF file.
 local function fill(t, given)
   for i, token in ipairs(given.tokens) do check(C.ps_tok_token(t.handle, token, #token, i - 1)) end
   for i, merge in ipairs(given.merges or {}) do
@@ -319,11 +324,11 @@ end
 
 local RANKS = { encoding = "string", pattern = "string", special_tokens = "table" }
 
---- Reads the files of a folder, or one file. Returns {handle, model, path, special, single, pair, type_ids,
---- padding_side, truncation_side, model_max_length}.
+--- Reads a tokenizer from a folder or from one of a folder's files. Returns {handle, model, path, special, single,
+--- pair, type_ids, padding_side, truncation_side, model_max_length}.
 ---@param path string
----@param options? {encoding?: string, pattern?: string, special_tokens?: table<string, integer>} options for a
---- .tiktoken file
+---@param options? {encoding?: string, pattern?: string, special_tokens?: table<string, integer>} only for a .tiktoken
+--- file
 ---@return table
 function read.open(path, options)
   options = caller.options(options, "tokenizer.from_pretrained", RANKS)

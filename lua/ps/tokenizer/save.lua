@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Writes a tokenizer's files to another folder: copies of its source files, and a tokenizer_config.json with the
--- settings that a script has changed (special tokens, sides, the limit).
+-- Writes a tokenizer's files to another folder. They are copies of the source files, and a tokenizer_config.json with
+-- the settings that a script has changed: special tokens, padding_side, truncation_side and model_max_length.
 local native = require "ps.core.ffi"
 local caller = require "ps.core.caller"
 local companions = require "ps.pretrained.gguf_companions"
@@ -14,7 +14,7 @@ local C, check = native.C, native.check
 
 local save = {}
 
--- Files in a tokenizer's folder that belong to the model.
+-- Files in a tokenizer's folder that belong to the model and are not copied.
 local OTHERS = { ["generation_config.json"] = true, ["preprocessor_config.json"] = true }
 
 local function read(path)
@@ -25,8 +25,8 @@ end
 
 local function write(path, text) check(C.ps_file_write_atomic(path, text, #text)) end
 
--- Reads a JSON object and changes some fields. Empty tables are omitted, since Lua cannot tell whether they were lists
--- or objects.
+-- Reads a JSON object from a file, changes some fields, and returns the JSON text. Empty tables are omitted, because
+-- Lua cannot tell whether they were lists or objects in the file.
 local function patched(path, changes)
   local fields = lfs.attributes(path, "mode") == "file" and folder.read_json(path) or {}
   for key, value in pairs(fields) do
@@ -42,19 +42,19 @@ local function make_folder(path)
   if not made then error(("tokenizer:save_pretrained: %s: %s"):format(path, why)) end
 end
 
---- Writes files to a folder, which is created if it does not exist.
+--- Writes files to a folder. The folder is created if it does not exist.
 ---@param to string
----@param files table<string, string> the texts by the files' names
+---@param files table<string, string> contents by file name
 function save.write(to, files)
   make_folder(to)
   for name, text in pairs(files) do write(to .. "/" .. name, text) end
 end
 
---- Copies a tokenizer's files to a folder, which is created if it does not exist.
+--- Copies a tokenizer's files to a folder. The folder is created if it does not exist.
 ---@param source string the folder from which the tokenizer was read, or one of its files
 ---@param to string
----@param tokens table<string, any> special tokens that a script has set: "pad_token" -> a text or json.null
----@param plain table<string, any> other settings
+---@param tokens table<string, any> special tokens that a script has set: from "pad_token" to a text or json.null
+---@param plain table<string, any> other settings that a script has set
 function save.run(source, to, tokens, plain)
   caller.typed(to, "string", "tokenizer:save_pretrained: the folder")
   local from = lfs.attributes(source, "mode") == "directory" and source or source:match("^(.*)/[^/]*$") or "."
@@ -68,7 +68,7 @@ function save.run(source, to, tokens, plain)
     end
   end
   local name = source ~= from and not is_gguf and source:match("[^/]*$")
-  -- a file with a non-standard name
+  -- The source is a file whose name is not one of the standard names.
   if name and not folder.is_companion(name) and not name:match("%.tiktoken$") then
     write(to .. (name:match("%.txt$") and "/vocab.txt" or "/tokenizer.json"), read(source))
   end

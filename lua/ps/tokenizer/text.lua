@@ -1,6 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Tokenizers of Hugging Face's files for scripts: batches of texts to tensors, single texts to ids and back. C converts
--- texts to ids (src/data/tokenizer.c); this file adds special tokens, the tokens around texts, truncation and padding.
+-- The tokenizers of Hugging Face's files, as scripts use them. They convert batches of texts to tensors, and single
+-- texts to ids and back. C code converts texts to ids (src/data/tokenizer.c). This file adds special tokens around
+-- texts, truncation and padding.
 local create = require "ps.tensor.create"
 local native = require "ps.core.ffi"
 local array = require "ps.core.array"
@@ -22,13 +23,13 @@ local int_array = array "int32_t"
 local text = {}
 
 ---@class ps.TextTokenizer: ps.Tokenizer
----@field vocab_size integer 1 + the largest id, including added tokens
----@field model_max_length integer? the length to which texts are truncated if max_length is not given
+---@field vocab_size integer the largest id plus 1, including added tokens
+---@field model_max_length integer? length in tokens to which texts are truncated if max_length is not given
 ---@field padding_side "right"|"left"
 ---@field truncation_side "right"|"left"
 ---@field pad_token string? the pad token. There are also bos_token, eos_token, unk_token, sep_token, cls_token and
---- mask_token; each can be set to any token of the vocabulary
----@field pad_token_id integer? the pad token's id. The other special tokens also have ids
+--- mask_token. Each can be set to any token of the vocabulary.
+---@field pad_token_id integer? the id of the pad token. Each of the other special tokens also has such a field.
 local Tokenizer = {}
 
 local NAMES = { "bos", "eos", "unk", "sep", "pad", "cls", "mask" }
@@ -96,8 +97,8 @@ function text.open(path, options)
     plain = plain, lost = ffi.new "ps_tok_lost", told_lost = false }, META)
 end
 
---- Writes the tokenizer's files to a folder for from_pretrained and transformers. They are copies of the source files,
---- with the changed settings in tokenizer_config.json.
+--- Writes the tokenizer's files to a folder, for from_pretrained and transformers. They are copies of the source files.
+--- Settings that were changed are written to tokenizer_config.json.
 ---@param path string
 function Tokenizer:save_pretrained(path)
   local tokens, plain = {}, {}
@@ -114,14 +115,15 @@ end
 
 for name, method in pairs(conversations) do Tokenizer[name] = method end
 
--- Encodes a text. Returns {ids, offsets, n}, which are valid until the next call.
+-- Encodes a text. Returns a struct with ids, offsets and n, which is valid until the next call.
 local function run(self, one, flags)
   check(C.ps_tok_encode(self.handle, one, #one, flags, self.out))
   if not self.told_lost then lost.tell(self, "a text") end
   return self.out
 end
 
--- Returns whether special tokens in a text are plain text, according to the call, or else to tokenizer_config.json.
+-- Returns the flag for encoding special tokens in a text as ordinary text. `splits` says whether to do so. If it is
+-- nil, tokenizer_config.json decides.
 local function plain_flag(self, splits)
   if splits == nil then splits = rawget(self, "splits_special") end
   return splits and C.PS_TOK_PLAIN or 0
@@ -130,7 +132,7 @@ end
 -- -- one text -------------------------------------------------------------------------------------------------------
 local ENCODE = { add_special_tokens = "boolean", split_special_tokens = "boolean" }
 
---- Returns the token ids of a text as an int32 buffer, for long texts. No special tokens are added.
+--- Returns the token ids of a text as an int32 buffer. Use it for long texts. No special tokens are added.
 ---@param one string
 ---@param options? {split_special_tokens?: boolean}
 ---@return ffi.cdata* ids int32_t[n]
@@ -145,11 +147,11 @@ function Tokenizer:encode_buffer(one, options)
   return ids, n
 end
 
---- Returns the token ids of a text as a Lua list, with the special tokens that the model needs. Malformed UTF-8 becomes
---- U+FFFD.
+--- Returns the token ids of a text as a Lua list. The special tokens that the model needs are added around the text.
+--- Malformed UTF-8 becomes U+FFFD.
 ---@param one string
----@param options? {add_special_tokens?: boolean, split_special_tokens?: boolean} add_special_tokens: default true.
---- split_special_tokens: treats special tokens in the text as plain text.
+---@param options? {add_special_tokens?: boolean, split_special_tokens?: boolean} add_special_tokens = false: adds no
+--- special tokens (default true). split_special_tokens = true: encodes special tokens in the text as ordinary text.
 ---@return integer[]
 function Tokenizer:encode(one, options)
   caller.typed(one, "string", "encode: the text")
@@ -167,7 +169,7 @@ function Tokenizer:encode(one, options)
   return ids
 end
 
---- Returns the ids that `encode` returns as decimal numbers separated by blanks.
+--- Returns the ids of `encode` as a text: decimal numbers that are separated by blanks.
 ---@param one string
 ---@param options? {add_special_tokens?: boolean, split_special_tokens?: boolean} the options of encode
 ---@return string
@@ -186,7 +188,7 @@ function Tokenizer:encode_line(one, options)
   return table.concat(parts, " ")
 end
 
---- Appends the text's tokens to an open shard. No special tokens are added.
+--- Appends the tokens of a text to an open shard. No special tokens are added.
 ---@param writer ffi.cdata* ps_tokw
 ---@param one string
 function Tokenizer:append(writer, one)
@@ -199,8 +201,9 @@ function Tokenizer:append(writer, one)
   check(C.ps_tokw_append(writer, out.ids, out.n))
 end
 
--- Adds characters that a block leaves out to a sum. The first one's place is its line, or its byte if the block is text
--- that begins at byte `from` of the file, or "" if a normalizer has changed the text.
+-- Adds the characters that were lost in a block to the sum `all`. For the first lost character, also stores its place.
+-- This is its line in the file, or its byte if the block is text that begins at byte `from` of the file. The place is
+-- "" if it is unknown because a normalizer has changed the text.
 local function add_lost(all, found, whole, from)
   if not all.first then
     local at = whole and whole:find(characters.utf8(tonumber(found.first)), 1, true)
@@ -212,17 +215,17 @@ local function add_lost(all, found, whole, from)
 end
 
 local FILE = { field = "string", mark = "whole|boolean", threads = "whole", block = "whole" }
-local BLOCK = 2 ^ 24               -- bytes per read
+local BLOCK = 2 ^ 24               -- number of bytes per read
 
---- Calls a function with the token ids of a file of any size, in order, piece by piece. No special tokens are added,
---- and special tokens in the file are plain text. The ids are the same as if the file were encoded at once, regardless
---- of pieces and threads.
+--- Encodes a file of any size, and calls a function with the token ids piece by piece, in order. The ids are the same
+--- as if the file were encoded at once. They do not depend on the sizes of pieces or the number of threads. No special
+--- tokens are added, and special tokens in the file are encoded as ordinary text.
 ---@param path string
----@param give fun(ids: ffi.cdata*, n: integer) called with an int32 buffer, which is valid only during the call
----@param options? {field?: string, mark?: integer|false, threads?: integer, block?: integer} field: the file is JSON
---- lines, and this field of each line is a document. mark: an id that precedes each document. threads: default 1.
---- block: bytes per read.
----@return integer bytes The file's size in bytes.
+---@param give fun(ids: ffi.cdata*, n: integer) gets an int32 buffer, which is valid only during the call
+---@param options? {field?: string, mark?: integer|false, threads?: integer, block?: integer} field: the file contains
+--- JSON lines, and this field of each line is a document. mark: an id that is put before each document. threads: number
+--- of threads (default 1). block: number of bytes per read.
+---@return integer bytes size of the file in bytes
 function Tokenizer:encode_file(path, give, options)
   caller.typed(path, "string", "tokenizer:encode_file: the path")
   caller.callable(give, "tokenizer:encode_file")
@@ -260,7 +263,7 @@ function Tokenizer:encode_file(path, give, options)
 end
 
 -- -- ids to text ----------------------------------------------------------------------------------------------------
--- Converts ids to an int32 buffer, and returns it with their number.
+-- Converts ids to an int32 buffer. Returns the buffer and the number of ids.
 local function buffer_of(ids, n)
   if type(ids) == "cdata" and not n then ids = ids:reshape(ids:numel()):tolist() end
   if n then return ids, n end
@@ -278,10 +281,10 @@ end
 local BATCH_DECODE = { skip_special_tokens = "boolean", bytes = "boolean" }
 local DECODE = { skip_special_tokens = "boolean", bytes = "boolean", n = "whole" }
 
---- Decodes a list, tensor or int32 buffer of ids. A buffer needs its length.
+--- Decodes a list, a tensor or an int32 buffer of ids. For a buffer, n must be given.
 ---@param ids integer[]|integer|ps.Tensor|ffi.cdata*
----@param options? {skip_special_tokens?: boolean, bytes?: boolean, n?: integer}|integer bytes: returns the tokens'
---- bytes unchanged; otherwise invalid UTF-8 becomes U+FFFD. n: the number of ids in a buffer.
+---@param options? {skip_special_tokens?: boolean, bytes?: boolean, n?: integer}|integer bytes = true: returns the bytes
+--- of the tokens unchanged; otherwise invalid UTF-8 becomes U+FFFD. n: number of ids in a buffer.
 ---@return string
 function Tokenizer:decode(ids, options)
   if type(options) == "number" then options = { n = options } end
@@ -293,7 +296,7 @@ function Tokenizer:decode(ids, options)
   return rawget(self, "cleans_up") and not options.bytes and classes.clean_up(spelt) or spelt
 end
 
---- Decodes a list of lists, or a tensor's rows.
+--- Decodes each list in a list, or each row of a tensor.
 ---@param rows integer[][]|ps.Tensor [rows, tokens]
 ---@param options? {skip_special_tokens?: boolean, bytes?: boolean}
 ---@return string[]
@@ -307,7 +310,7 @@ function Tokenizer:batch_decode(rows, options)
   return texts
 end
 
---- Returns the token with an id, as the vocabulary spells it.
+--- Returns the token with an id, in the spelling of the vocabulary.
 ---@param id integer
 ---@return string
 function Tokenizer:id_to_token(id)
@@ -315,7 +318,7 @@ function Tokenizer:id_to_token(id)
   return ffi.string(self.bytes[0], self.nbytes[0])
 end
 
---- Returns the id of a token, spelled as in the vocabulary, or nil if there is no such token.
+--- Returns the id of a token, or nil if there is no such token. The token has the spelling of the vocabulary.
 ---@param token string
 ---@return integer?
 function Tokenizer:token_to_id(token)
@@ -329,8 +332,8 @@ local CALL = { text_pair = "string|table", padding = "boolean|string", truncatio
   pad_to_multiple_of = "whole", offsets = "boolean", add_special_tokens = "boolean", split_special_tokens = "boolean",
   token_type_ids = "boolean" }
 
--- Encodes a text and returns a copy of its tokens: {ids, offsets, n, first}. `first` is the first token after
--- truncation.
+-- Encodes a text and returns a copy of its tokens, {ids, offsets, n, first}. `first` is the index of the first token
+-- that remains after truncation.
 local function tokens_of(self, one, flags)
   local out = run(self, one, flags)
   local n = tonumber(out.n)
@@ -348,8 +351,8 @@ local function shorten(self, kept, n)
   kept.n = n
 end
 
--- Truncates one or two texts so that they are `limit` tokens long together with `extra` tokens. If there are two,
--- tokens are first removed from the longer text.
+-- Truncates one or two texts so that they have at most `limit` tokens together with `extra` special tokens. If there
+-- are two texts, tokens are first removed from the longer one.
 local function truncate(self, way, parts, extra, limit)
   local room = limit - extra
   if room < 0 then error(("max_length is %d, fewer than the %d special tokens around a text"):format(limit, extra)) end
@@ -363,7 +366,7 @@ local function truncate(self, way, parts, extra, limit)
     return shorten(self, one, one.n - over)
   end
   local short = math.min(a.n, b.n)
-  if 2 * short >= room then                                -- in this case both texts are truncated
+  if 2 * short >= room then                                -- both texts must be truncated
     local n = a.n > b.n and math.ceil(room / 2) or math.floor(room / 2)
     if a.n == b.n then n = math.floor(room / 2) end
     shorten(self, a, math.min(a.n, n))
@@ -390,7 +393,7 @@ local function way_of(truncation)
   return caller.one_of(truncation, WAYS, "tokenizer: truncation")
 end
 
--- Returns the length to which rows are padded, or nil if they are not padded.
+-- Returns the length to which rows are padded. If rows are not padded, returns their common length.
 local function width_of(self, asked, rows)
   local padding, longest = asked.padding, 0
   for _, row in ipairs(rows) do longest = math.max(longest, row.n) end
@@ -422,12 +425,12 @@ local function width_of(self, asked, rows)
   return longest
 end
 
--- Writes a value n times.
+-- Writes a value n times, starting at index `at`.
 local function fill(target, at, n, value)
   if n > 0 then ffi.copy(target + at, int_array(n, value), 4 * n) end
 end
 
--- Writes the tokens of a row, beginning at index `at`.
+-- Writes the tokens of a row, starting at index `at`.
 local function put(row, at, ids, types, offsets)
   for _, piece in ipairs(row.pieces) do
     local part, n = row.parts[piece.text], 1
@@ -479,17 +482,17 @@ local function rows_of(self, texts, asked)
   return rows
 end
 
---- Encodes texts to tensors on the cpu: `tok(texts, options)`. All rows have the same length, so texts of different
---- lengths need padding.
+--- Encodes texts to tensors on the cpu: `tok(texts, options)`. All rows have the same length. Therefore texts of
+--- different lengths must be padded.
 ---@param texts string|string[] the texts; a single text becomes a batch of one
 ---@param options? {text_pair?: string|string[], padding?: boolean|"longest"|"max_length"|"do_not_pad", truncation?:
 --- boolean|"longest_first"|"only_first"|"only_second"|"do_not_truncate", max_length?: integer, pad_to_multiple_of?:
 --- integer, offsets?: boolean, add_special_tokens?: boolean, split_special_tokens?: boolean, token_type_ids?: boolean}
---- The options are those of transformers. offsets: returns the tokens' byte positions in their texts. token_type_ids:
---- returns token types (default: if the model uses them).
+--- The options are those of transformers. offsets = true: also returns the byte range of each token in its text.
+--- token_type_ids: whether to return token types (default: true if the model uses them).
 ---@return {input_ids: ps.Tensor, attention_mask: ps.Tensor, token_type_ids: ps.Tensor?, offsets: ps.Tensor?} int32
---- [texts, tokens]; offsets are [texts, tokens, 2] and half-open, so that text:sub(begin + 1, end) is the token's text.
---- Special tokens and padding have 0, 0.
+--- tensors [texts, tokens]. offsets is [texts, tokens, 2]. Its ranges are half-open, so text:sub(begin + 1, end) is the
+--- token's text. The range of special tokens and padding is 0, 0.
 function Tokenizer:batch(texts, options)
   options = caller.options(options, "tokenizer", CALL)
   local rows = rows_of(self, texts, options)
