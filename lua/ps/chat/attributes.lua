@@ -1,6 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Attributes and items of the values of a chat template, as Jinja's sandbox looks them up: `a.b` is an attribute, else
--- an item; `a["b"]` an item, else an attribute. Methods that change a value do not exist here.
+-- Looks up attributes and items of the values of a chat template, like Jinja's sandbox. `a.b` is the attribute b or, if
+-- there is none, the item "b". `a["b"]` is the item "b" or, if there is none, the attribute b. Methods that change a
+-- value do not exist.
 local text = require "ps.chat.text"
 local values = require "ps.chat.values"
 local methods = require "ps.chat.methods"
@@ -10,11 +11,11 @@ local attributes = {}
 
 ---@class ps.chat.Loop the variable `loop`
 ---@field items any[]
----@field i integer the current iteration, from 1
+---@field i integer number of the current iteration, which counts from 1
 local Loop = { kind = "loop" }
 Loop.__index = Loop
 
---- Returns the variable `loop` of a loop over items.
+--- Returns the variable `loop` for a loop over items.
 ---@param items any[]
 ---@return ps.chat.Loop
 function attributes.loop(items) return setmetatable({ items = items, i = 0 }, Loop) end
@@ -46,7 +47,7 @@ local LOOP = {
   end,
 }
 
--- Returns an attribute of a value, or nil if the value has no attribute with that name.
+-- Returns an attribute of a value, or nil if the value has no such attribute.
 local function own(v, name)
   local class = getmetatable(v)
   if class == Loop then return LOOP[name] and LOOP[name](v) end
@@ -61,7 +62,7 @@ local function own(v, name)
   return bound
 end
 
--- Returns the item under a key of a value, or nil if there is none.
+-- Returns the item of a value that has the given key, or nil if there is none.
 local function held(v, key)
   local class = getmetatable(v)
   if class == values.Dict then return values.get(v, key) end
@@ -80,7 +81,8 @@ end
 local NAMES = { str = "str object", dict = "dict object", list = "list object", tuple = "tuple object",
   int = "int object", float = "float object", bool = "bool object", NoneType = "None" }
 
--- Returns the undefined value for a missing attribute. For a message, its error contains the message's number.
+-- Returns the undefined value that represents a missing attribute. Using it raises an error. If `v` is a message, the
+-- error contains the message's number.
 local function missing(v, name)
   local what = NAMES[values.kind(v)] or values.kind(v) .. " object"
   local said = ("'%s' has no attribute '%s'"):format(what, name)
@@ -113,7 +115,7 @@ function attributes.item(v, key)
   return found
 end
 
--- Checks a bound of a slice, and returns NONE or a whole number.
+-- Returns a bound of a slice, which must be a whole number or None. Returns nil for None.
 local function bound(v)
   if v == values.NONE then return nil end
   local x, is_float = values.number(v)
@@ -123,7 +125,7 @@ local function bound(v)
   return x
 end
 
---- Returns `v[first:last:step]`, as Python does.
+--- Returns `v[first:last:step]`, with the same rules as Python.
 ---@param v any
 ---@param first any
 ---@param last any

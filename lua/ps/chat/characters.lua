@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Code points and their classes, by utf8proc.
+-- Code points and their classes. utf8proc determines the classes.
 local ffi = require "ffi"
 
 ffi.cdef [[
@@ -36,13 +36,13 @@ function characters.utf8(c)
   return char(0xf0 + floor(c / 262144), 0x80 + floor(c / 4096) % 64, 0x80 + floor(c / 64) % 64, 0x80 + c % 64)
 end
 
---- Returns the Unicode category of a character as utf8proc's number: 1 Lu, 2 Ll, 3 Lt, 4 Lm, 5 Lo, 9 Nd, 10 Nl, 11 No,
---- 23 Zs, 24 Zl, 25 Zp, 26 Cc, 27 Cf, 28 Cs, 29 Co, 0 unassigned.
+--- Returns the Unicode category of a character, in the numbers of utf8proc: 1 Lu, 2 Ll, 3 Lt, 4 Lm, 5 Lo, 9 Nd, 10 Nl,
+--- 11 No, 23 Zs, 24 Zl, 25 Zp, 26 Cc, 27 Cf, 28 Cs, 29 Co, 0 unassigned.
 ---@param c string
 ---@return integer
 function characters.category(c) return C.utf8proc_category(characters.point(c)) end
 
---- Returns whether Python prints a character unescaped in a repr.
+--- Returns whether Python's repr prints a character without an escape sequence.
 ---@param c string
 ---@return boolean
 function characters.is_printable(c)

@@ -1,6 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Lua tables as values of a chat template and back. Lua's tables have no order of keys, no 1.0 next to 1, and no {}
--- next to []. A table that `plain` made from JSON keeps this information, even inside another table of a script.
+-- Converts Lua tables to values of a chat template and back. Lua's tables do not keep the order of keys, and do not
+-- distinguish 1.0 from 1 and {} from []. If `plain` made a table from JSON, this information about the table is stored.
+-- It is used even if a script puts the table into another table.
 local values = require "ps.chat.values"
 local text = require "ps.chat.text"
 local utf8 = require "ps.core.utf8"
@@ -14,11 +15,11 @@ local convert = {}
 local DEPTH = 200
 local LARGEST = 2 ^ 53
 
----@class ps.chat.Shape the information about a JSON value that its Lua table cannot represent
+---@class ps.chat.Shape the information about a JSON value that is lost in its Lua table
 ---@field list boolean
 ---@field keys? string[] the keys in the order of the JSON text
----@field numbers? table<any, {[1]: number, [2]: table}> key -> the Lua number and its exact value (a float, or a number
---- over 2^53)
+---@field numbers? table<any, {[1]: number, [2]: table}> by key: the Lua number and its exact value, which is a float or
+--- a number over 2^53
 
 ---@type table<table, ps.chat.Shape>
 local shapes = setmetatable({}, { __mode = "k" })
@@ -43,8 +44,8 @@ local function list_of(t, shape, where, depth)
   return values.list(list)
 end
 
--- Returns the keys of an object: first the keys from its JSON that it still has, in their order, then all other keys in
--- alphabetical order.
+-- Returns the keys of an object. The keys of its JSON text come first, in the order of that text, without keys that
+-- were removed from the table. The other keys follow in alphabetical order.
 local function keys_of(t, shape, where)
   local keys, known, rest = {}, {}, {}
   for _, key in ipairs(shape and shape.keys or {}) do
@@ -100,15 +101,15 @@ function value_of(v, where, depth, numbers, key)
   return (list and list_of or dict_of)(v, shape, where, depth)
 end
 
---- Converts a Lua value to a template value. The keys of a table have the order of its JSON text, or alphabetical order
---- if it was not made from JSON. An empty table becomes a list unless it was a JSON object.
+--- Converts a Lua value to a template value. If a table was made from JSON, its keys have the order of the JSON text.
+--- Otherwise they are in alphabetical order. An empty table becomes a list unless it was an object in JSON.
 ---@param v any
----@param where string the value's origin, for errors
+---@param where string name of the value, for errors
 ---@return any
 function convert.value(v, where) return value_of(v, where, 1) end
 
---- Converts a template value to Lua tables, in which None is cjson.null. `value` converts the result back to the
---- original.
+--- Converts a template value to Lua tables. None becomes cjson.null. `value` can convert the result back to the
+--- original value.
 ---@param v any
 ---@return any
 function convert.plain(v)
@@ -140,7 +141,7 @@ function convert.plain(v)
   return t
 end
 
---- Returns a deep copy of a table, with the same information about its JSON.
+--- Returns a deep copy of a table. The information about its JSON is copied, too.
 ---@param t table
 ---@return table
 function convert.copied(t)

@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Compiles the nodes of a chat template to Lua functions. The function of an expression gets a scope and returns a
--- value; that of a statement gets a scope and an output. Scopes are Jinja's: an iteration of a loop, a macro and a
--- block whose output is captured have one, `if` has none.
+-- Compiles the nodes of a chat template to Lua functions. The function of an expression takes a scope and returns a
+-- value. The function of a statement takes a scope and an output. As in Jinja, each iteration of a loop, each call of a
+-- macro, and each block whose output is captured has a scope of its own. `if` does not have one.
 local text = require "ps.chat.text"
 local values = require "ps.chat.values"
 local operators = require "ps.chat.operators"
@@ -13,21 +13,21 @@ local raise, truth, work, charge = values.raise, values.truth, text.work, text.c
 
 local evaluate = {}
 
-local DEPTH = 100                                          -- deepest nesting of macro calls
-local LEVELS = 300                                         -- deepest nesting of expressions, including chains
+local DEPTH = 100                                          -- maximum nesting of macro calls
+local LEVELS = 300                                         -- maximum nesting of expressions, including chains
 
 ---@class ps.chat.State the state of one rendering
 ---@field depth integer
----@field track boolean whether pieces are marked with messages
----@field doing? table the node of the last filter, test or call
----@field owners table<integer, table> message index -> mark of the text that the template writes while it processes
---- that message
+---@field track boolean true: the pieces of the output are marked with their messages
+---@field doing? table the node of the filter, test or call that was begun last
+---@field owners table<integer, table> by message index: the marks of the text that the template writes while it
+--- processes that message
 
 ---@class ps.chat.Scope
 ---@field vars table<string, any>
 ---@field parent? ps.chat.Scope
 ---@field state ps.chat.State
----@field owner? integer the message that the current loop iteration or macro call processes
+---@field owner? integer index of the message that the current iteration or macro call processes
 
 local function child(scope)
   return { vars = {}, parent = scope, state = scope.state, owner = scope.owner, turn = scope.turn }
@@ -42,14 +42,15 @@ local function lookup(scope, name)
   return values.undefined(("'%s' is undefined"):format(name))
 end
 
--- Assigns a value to a name in a scope. If a loop iteration or a macro assigns a message to a name, the template
--- processes that message from then on.
+-- Assigns a value to a name in a scope. If the scope belongs to a loop iteration or a macro call, and the value is a
+-- message, the template processes this message from now on.
 local function assign(scope, name, value)
   scope.vars[name] = value
   if scope.turn and getmetatable(value) == values.Dict and value.message then scope.owner = value.message end
 end
 
--- Returns a copy of a mark to which the message that the template is processing is added.
+-- Returns a mark that also has the message that the template is processing. If the mark already has one, returns the
+-- mark.
 local function owned(state, mark, owner)
   local known = state.owners[owner]
   if not known then
@@ -71,7 +72,7 @@ local function emit(scope, out, piece)
   out[#out + 1] = piece
 end
 
-local expression, body                                     -- below
+local expression, body                                     -- defined below
 
 -- Compiles a list of nodes to a list of functions.
 local function all(nodes)
@@ -232,7 +233,8 @@ function EXPRESSIONS.call(node)
   end
 end
 
--- Compiles the name of a filter or a test. An unknown name is an error of the template unless a condition guards it.
+-- Returns the function of a filter or a test. If the name is unknown, raises an error for the template. But if the node
+-- is `soft`, because a condition guards it, the error is raised only when the function is called.
 local function named(set, what, node)
   local fn = set[node.name]
   if fn then return fn end
@@ -262,7 +264,7 @@ function EXPRESSIONS.test(node)
   end
 end
 
--- Compiles the value that a filter block passes to its filter.
+-- Compiles the value to which a filter block applies its filter.
 function EXPRESSIONS.given(node)
   return function() return node.value end
 end
@@ -291,7 +293,7 @@ function STATEMENTS.print(node)
   return function(scope, out) emit(scope, out, values.str(value(scope))) end
 end
 
--- Compiles an assignment target to a function that assigns a value to it.
+-- Compiles the target of an assignment to a function that assigns a value to it.
 local function setter(target)
   if target.kind == "name" then
     return function(scope, value) assign(scope, target.name, value) end
@@ -321,14 +323,14 @@ function STATEMENTS.set(node)
   return function(scope) set(scope, value(scope)) end
 end
 
--- Captures output: runs a body in a new scope, and returns the pieces of its output.
+-- Runs a body in a scope and returns its output as a string.
 local function caught(run, scope)
   local out = {}
   run(scope, out)
   return text.concat(out)
 end
 
--- Compiles a block's filters to a function that applies them to the block's output.
+-- Compiles the filters of a block to a function that applies them to the output of the block.
 local function block_filter(node)
   local innermost = node
   while innermost.value do innermost = innermost.value end
@@ -399,7 +401,7 @@ end
 STATEMENTS["break"] = function() return function() return "break" end end
 STATEMENTS.continue = function() return function() return "continue" end end
 
--- Returns whether any of the nodes uses a name.
+-- Returns whether a node or any part of it uses a name.
 local function uses(node, name)
   if node.kind == "name" and node.name == name then return true end
   for _, part in pairs(node) do
@@ -408,7 +410,7 @@ local function uses(node, name)
   return false
 end
 
--- Compiles a macro to a value that a template can call.
+-- Compiles a macro to a function that returns a callable value.
 local function macro(node, name)
   local names, defaults, run = node.names, {}, body(node.body)
   for i, default in pairs(node.defaults) do defaults[i] = expression(default) end
@@ -484,7 +486,7 @@ function STATEMENTS.with(node)
   end
 end
 
--- Compiles a generation block, which marks its bytes as the assistant's.
+-- Compiles a generation block. The block's output is marked as text that the model has to produce.
 function STATEMENTS.generation(node)
   local run = body(node.body)
   return function(scope, out)
@@ -510,7 +512,7 @@ function body(nodes)
   end
 end
 
---- Compiles a parsed template to a function that renders the template with variables.
+--- Compiles a parsed template to a function. The function renders the template with variables.
 ---@param nodes table[]
 ---@return fun(variables: table<string, any>, track: boolean): string|ps.chat.Text
 function evaluate.compile(nodes)
@@ -523,7 +525,7 @@ function evaluate.compile(nodes)
     if ok then return result end
     if type(result) == "table" then error(result, 0) end
     if result:find("stack overflow", 1, true) then raise "expressions and macros are nested too deeply" end
-    local node = state.doing                               -- a filter, test or method does not check its arguments
+    local node = state.doing                               -- it may fail if it does not check its arguments
     if not node then error(result, 0) end
     return raise("line %d: '%s' got values that it does not support", node.line,
       node.name or node.value.name or node.value.kind)

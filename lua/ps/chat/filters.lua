@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Jinja's filters, and `tojson` in transformers' form: functions of a value, a list of positional arguments, the named
--- arguments, and the scope.
+-- Jinja's filters. `tojson` has the form that transformers gives it. A filter is a function of a value, a list of the
+-- positional arguments, the named arguments, and the scope.
 local text = require "ps.chat.text"
 local characters = require "ps.chat.characters"
 local values = require "ps.chat.values"
@@ -28,7 +28,7 @@ function filters.upper(v) return letters.upper(values.str(v)) end
 function filters.capitalize(v) return letters.capitalize(values.str(v)) end
 
 function filters.title(v)
-  local fresh = true                                       -- a word begins after a space or one of ( [ { < -
+  local fresh = true                                       -- a word begins: true after a space or ( [ { < -
   return text.map(values.str(v), function(s)
     return (s:gsub(characters.PATTERN, function(c)
       local was = fresh
@@ -67,7 +67,7 @@ function filters.tojson(v, args, named)
     comma = comma, colon = colon, sort_keys = truth_argument(args, named, 4, "sort_keys", false) })
 end
 
--- Returns a function that returns the item of a value to which `attribute` refers. An example is "a.b.0".
+-- Returns a function that picks an item of a value. `attribute` is the path of the item, such as "a.b.0".
 local function picker(attribute)
   if attribute == nil or attribute == NONE then return function(v) return v end end
   local path = {}
@@ -139,7 +139,7 @@ function filters.indent(v, args, named)
   return text.join(all, "\n")
 end
 
--- Sorts a list's items by a key. The sort is stable.
+-- Sorts the items of a list by a key. Items with equal keys keep their order.
 local function sorted(items, key, descending)
   local keyed = {}
   for i, item in ipairs(items) do
@@ -156,7 +156,7 @@ local function sorted(items, key, descending)
   return values.list(all)
 end
 
--- Returns a key function. It converts strings to lower case unless `with_case` is true.
+-- Returns a function that computes the key of an item. Strings are converted to lower case unless `with_case` is true.
 local function folded(pick, with_case)
   return function(item)
     local v = pick(item)
@@ -348,8 +348,8 @@ function filters.attr(v, args)
   return attributes.attribute(v, string_argument(args, {}, 1, "name") or raise "attr needs a name")
 end
 
--- Filters that treat Markup like any string. All other filters would have to return Markup, which is not supported, so
--- they raise an error for it.
+-- Filters that treat Markup like other strings. All other filters would have to return Markup, which is not supported.
+-- They raise an error for Markup.
 local PLAIN = { safe = true, string = true, length = true, count = true, tojson = true, default = true, d = true,
   escape = true, e = true }
 for name, filter in pairs(filters) do

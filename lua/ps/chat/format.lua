@@ -1,14 +1,14 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Python's two ways to format: "%s" % value and "{}".format(value).
+-- Implements Python's two ways to format values: "%s" % value and "{}".format(value).
 local text = require "ps.chat.text"
 local values = require "ps.chat.values"
 local raise = values.raise
 
 local format = {}
 
-local WIDEST = 10000                                       -- largest width of a field
+local WIDEST = 10000                                       -- maximum width of a field
 
--- Pads a text to the width of a field.
+-- Pads a text with `fill` to the width of a field.
 local function padded(piece, width, align, fill)
   if width > WIDEST then raise("a field of %d characters: the limit is %d", width, WIDEST) end
   local missing = width - text.length(piece)
@@ -18,7 +18,7 @@ local function padded(piece, width, align, fill)
 end
 format.padded = padded
 
--- Formats a number with a C conversion: d, x, X, o, e, f, g and so on.
+-- Formats a number with a conversion of C's printf: d, x, X, o, e, f, g and so on.
 local function converted(v, conversion, flags, precision)
   local x, is_float = values.number(v)
   if not x then raise("a number is required for format '%s', not %s", conversion, values.kind(v)) end
@@ -105,7 +105,7 @@ local function grouped(digits, separator)
   return whole .. rest
 end
 
--- Formats a value with the specification after a field's colon.
+-- Formats a value. `spec` is the specification after the colon in a field.
 local function specified(v, spec)
   if spec == "" then return values.str(v) end
   local fill, align, rest = spec:match "^([^\128-\191][\128-\191]*)([<>^=])(.*)$"
@@ -140,8 +140,8 @@ local function specified(v, spec)
   return padded(piece, tonumber(width) or 0, align, fill)
 end
 
---- Implements Python's str.format. A field is a number, a name, or empty. Attributes and subscripts in fields are
---- errors.
+--- Implements Python's str.format. A field may be a number, a name or empty. Attributes and subscripts in a field raise
+--- an error.
 ---@param pattern string|ps.chat.Text
 ---@param args any[]
 ---@param named table<string, any>
@@ -185,9 +185,9 @@ function format.braces(pattern, args, named)
   return text.concat(pieces)
 end
 
---- Implements Python's datetime.strftime for a day at noon, or for another time.
+--- Implements Python's datetime.strftime. `when` is noon of a day, or another time.
 ---@param pattern string
----@param when integer seconds since 1970, which are formatted in local time like os.date
+---@param when integer seconds since 1970; they are formatted in local time, like os.date
 ---@return string
 function format.date(pattern, when)
   return (pattern:gsub("%%(-?)(%a)", function(bare, c)

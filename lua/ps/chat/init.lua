@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Chat templates: a model folder's own Jinja template turns a conversation into text, as transformers'
--- apply_chat_template does. `trained` also says which bytes the model has to produce.
+-- Chat templates. A model's folder contains a Jinja template that turns a conversation into text, as transformers'
+-- apply_chat_template does. `trained` also returns which bytes of the text the model has to produce.
 local text = require "ps.chat.text"
 local values = require "ps.chat.values"
 local json = require "ps.chat.json"
@@ -25,10 +25,10 @@ local Template = {}
 Template.__index = Template
 
 ---@class ps.chat.RenderOptions
----@field add_generation_prompt? boolean whether the text ends with the header of the model's next turn
----@field continue_final_message? boolean whether the text ends within the last message, which the model continues
----@field tools? table|string JSON schemas of the functions that the model can call: a list of tables, or JSON
----@field documents? table|string documents for retrieval templates: a list of tables, or JSON
+---@field add_generation_prompt? boolean true: the text ends with the header of the model's next turn
+---@field continue_final_message? boolean true: the text ends within the last message, which the model continues
+---@field tools? table|string JSON schemas of the functions that the model can call, as a list of tables or as JSON
+---@field documents? table|string documents for templates that use retrieval, as a list of tables or as JSON
 ---@field date? string "YYYY-MM-DD", for templates that print the date (default: today)
 ---@field tokens? table<string, string> the special tokens: bos_token, eos_token and so on
 ---@field variables? table<string, any> additional variables for the template, such as enable_thinking
@@ -38,7 +38,7 @@ local RENDER = { add_generation_prompt = "boolean", continue_final_message = "bo
 
 local function checked_options(options, call) return caller.options(options, call, RENDER) end
 
--- The fields that can contain a message's reasoning. The first field is the standard one.
+-- The fields of a message that may contain its reasoning. The first one is the standard field.
 local REASONING = { "reasoning_content", "thinking", "reasoning" }
 local REASONS = { reasoning_content = true, thinking = true, reasoning = true }
 
@@ -50,12 +50,12 @@ local function value_of(v, where)
   return error(("%s: not JSON: %s"):format(where, type(value) == "table" and value.json or tostring(value)))
 end
 
--- Roles whose names can be part of a special token, as in '<|' + role + '|>'.
+-- Roles that templates expect. Their names may be part of a special token, as in '<|' + role + '|>'.
 local ROLES = { system = true, developer = true, user = true, assistant = true, tool = true, ["function"] = true,
   model = true, ipython = true, observation = true, environment = true, tool_response = true, ipynb = true }
 local ROLE_NAMES = caller.sorted_names(ROLES)
 
--- Sets a mark on all strings in a value.
+-- Returns a copy of a value in which all strings have a mark.
 local function marked(v, mark)
   if type(v) == "string" then return text.marked(v, mark) end
   local class = getmetatable(v)
@@ -71,7 +71,7 @@ local function marked(v, mark)
   return v
 end
 
--- Checks that messages are a list of objects.
+-- Raises an error if messages are not a list of objects.
 local function check_messages(messages)
   if getmetatable(messages) ~= values.List then error "messages: it must be a list of messages" end
   if #messages == 0 then error "messages: the conversation has no message" end
@@ -82,7 +82,8 @@ local function check_messages(messages)
   end
 end
 
--- Returns the messages for a template: without null fields, and with the reasoning under its standard name.
+-- Returns the messages in the form for a template. Null fields are removed, and the reasoning also has its standard
+-- name.
 local function messages_of(messages, track)
   check_messages(messages)
   local all = {}
@@ -115,9 +116,9 @@ local function messages_of(messages, track)
   return values.list(all)
 end
 
---- Returns noon of a day in seconds since 1970, or the current time if there is no date. A date in another form is an
---- error.
----@param date? string YYYY-MM-DD
+--- Returns noon of a day in seconds since 1970. Without a date, returns the current time. Raises an error if the date
+--- has another form or does not exist.
+---@param date? string the day as YYYY-MM-DD
 ---@return integer
 function chat.moment(date)
   if date == nil then return os.time() end
@@ -148,7 +149,7 @@ local function range(args)
   return values.list(items)
 end
 
--- Returns the key-value pairs of a call's arguments, as in Python's dict(...).
+-- Returns a dict with the pairs in the arguments of a call, like Python's dict(...).
 local function pairs_of(args, named)
   local dict = values.dict()
   if args[1] ~= nil then
@@ -169,7 +170,7 @@ local function pairs_of(args, named)
   return dict
 end
 
--- Returns the functions that every template can call.
+-- Returns the functions that all templates can call.
 local function globals(when)
   return {
     range = values.callable("range", range),
@@ -211,15 +212,15 @@ local function variables_of(messages, options, track)
   return vars
 end
 
--- Raises the error of a template as a ps.Error "NAME: MESSAGE" that names the script's line. Its field `raised` is the
--- template's message.
+-- Raises an error of a template as a ps.Error. Its text is "NAME: MESSAGE" and contains the line of the script. Its
+-- field `raised` is the message from the template.
 local function raise(name, message)
   local _, said = pcall(error, ("%s: %s"):format(name, message))
   _G.error(setmetatable({ code = native.C.PS_EINVAL, name = "EINVAL", msg = said, where = "", raised = message },
     native.Error), 0)
 end
 
--- Renders a template, and converts its errors to psluajit's errors.
+-- Renders a template. Converts errors of the template to errors of psluajit.
 local function render(template, vars, track)
   local ok, result = pcall(template.run, vars, track)
   if ok then return result end
@@ -234,8 +235,8 @@ end
 
 local TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 
--- Appends a tag to the last message's content. continue_final_message truncates the text at this tag. Returns the
--- tagged content.
+-- Appends a tag to the content of the last message, for continue_final_message. The rendered text is later truncated at
+-- this tag. Returns the content without the tag.
 local function tagged(messages)
   local last = messages[#messages]
   local content = values.get(last, "content")
@@ -254,8 +255,8 @@ local function tagged(messages)
   return error "continue_final_message: the last message has no text to continue"
 end
 
---- Renders a conversation as text, like transformers' apply_chat_template.
----@param messages table|string a list of messages {role =, content =, ...}, or a JSON text, whose key order is kept
+--- Renders a conversation as text, like apply_chat_template of transformers.
+---@param messages table|string a list of messages {role =, content =, ...}, or a JSON text, whose order of keys is kept
 ---@param options? ps.chat.RenderOptions
 ---@return string
 function Template:render(messages, options)
@@ -280,13 +281,14 @@ function Template:render(messages, options)
   return text.flat(text.strip(all:sub(1, at - 1), nil, false, true))
 end
 
---- Returns whether the template uses the date, so that its text can change from day to day.
+--- Returns whether the template uses the date. In this case its text may change from day to day.
 ---@return boolean
 function Template:reads_date() return self.source:find("strftime_now", 1, true) ~= nil end
 
--- Returns the header of the assistant's turn, or "" if there is none. It is the text that a template writes for
--- add_generation_prompt after the user's last message, or that it always writes at the end, or that it writes before
--- the content of an answer.
+-- Returns the header of the assistant's turn, or "" if there is none. There are three ways to find it, tried in this
+-- order. It is the text that the template adds for add_generation_prompt after the user's last message. Or it is the
+-- text that the template always writes at the end. Or it is the text that the template writes before the content of an
+-- answer.
 local function generation_prompt(self, messages, options)
   local upto
   for i = #messages, 1, -1 do
@@ -300,7 +302,7 @@ local function generation_prompt(self, messages, options)
     return dict
   end
   local shown = values.list(upto and values.copied(messages, 1, upto)
-    or { said "user" })                                    -- the header is the same for any message of the user
+    or { said "user" })                                    -- the header is the same after all messages of the user
   local function text_of(prompt)
     local vars = variables_of(shown, options, false)
     vars.add_generation_prompt = prompt
@@ -318,10 +320,10 @@ local function generation_prompt(self, messages, options)
   return answered and mask.header(rendered, #shown) or ""
 end
 
---- Names that `train_on` can have.
+--- The names that `train_on` may have.
 chat.TRAIN_ON = { assistant = true, last = true, all = true }
 
--- Returns the messages' roles.
+-- Returns the roles of the messages.
 local function roles_of(messages)
   check_messages(messages)
   local roles = {}
@@ -332,8 +334,9 @@ local function roles_of(messages)
   return roles
 end
 
--- Raises an error for a role that is probably misspelt: neither standard nor in the template, but close to a standard
--- role. Without the error, the template would write the role, and the message would not be trained.
+-- Raises an error if a role is probably misspelt. Such a role is not a standard role and does not occur in the
+-- template, but its name is close to that of a standard role. Without this error, the template would write the role,
+-- and the message would not be trained.
 local function check_roles(self, roles)
   for i, role in ipairs(roles) do
     local meant = not ROLES[role] and not self.source:find(role, 1, true) and nearest.find(role, ROLE_NAMES)
@@ -343,7 +346,8 @@ local function check_roles(self, roles)
   end
 end
 
--- Returns the messages with `weight` 0 (OpenAI's files for fine-tuning), by index, or nil if there are none.
+-- Returns a table in which the indices of messages with weight = 0 are true, or nil if there are none. `weight` is a
+-- field in OpenAI's files for fine-tuning.
 local function unweighted(messages)
   local list
   for i, message in ipairs(messages) do
@@ -360,8 +364,8 @@ local function unweighted(messages)
   return list
 end
 
--- Returns the indices of the messages to train on. `roles` are the roles of the messages, `without` has messages that
--- are not trained.
+-- Returns the indices of the messages to train on. `roles` are the roles of all messages. The messages in `without` are
+-- not trained.
 local function wanted_of(roles, train_on, without)
   local wanted = {}
   for i, role in ipairs(roles) do
@@ -376,19 +380,19 @@ end
 ---@class ps.chat.Rendered
 ---@field text string
 ---@field spans {[1]: integer, [2]: integer}[] first and last byte of each piece that the model has to produce
----@field message {[1]: integer, [2]: integer}[] first and last byte of each piece that comes from a message, a tool or
---- a document
----@field roles {[1]: integer, [2]: integer, known: boolean}[] first and last byte of each role; `known` says whether
+---@field message {[1]: integer, [2]: integer}[] first and last byte of each piece that is from a message, a tool or a
+--- document
+---@field roles {[1]: integer, [2]: integer, known: boolean}[] first and last byte of each role; known is true if
 --- templates expect the role
----@field dropped integer[] indices of the messages whose reasoning the template omits
+---@field dropped integer[] indices of the messages whose reasoning is not in the text
 
---- Renders a conversation, and returns its text with the bytes that the model has to produce. In each turn of the
---- assistant, these bytes are the text (reasoning, channels, calls, content) after the header, including the token that
---- ends the turn.
+--- Renders a conversation. Returns its text, and the bytes that the model has to produce. In each turn of the
+--- assistant, these are the bytes after the header, up to and including the token that ends the turn. They include
+--- reasoning, channels, calls and content.
 ---@param messages table|string the messages, as for render
 ---@param options? ps.chat.RenderOptions
 ---@param train_on? "assistant"|"last"|"all"|fun(i: integer, role: string): boolean selects the messages to train on
---- (default "assistant"); with all but "all", a message with weight = 0 is not trained
+--- (default "assistant"). A message with weight = 0 is trained only with "all".
 ---@return ps.chat.Rendered
 function Template:trained(messages, options, train_on)
   options, train_on = checked_options(options, "template:trained"), train_on or "assistant"
@@ -432,10 +436,10 @@ end
 
 local compiled = setmetatable({}, { __mode = "v" })
 
---- Compiles a Jinja text to a template. Raises an error that names the construct and its line if a construct is not
---- supported.
+--- Compiles a Jinja text to a template. If the text uses a construct that is not supported, raises an error with the
+--- construct and its line.
 ---@param source string
----@param name? string the name of the template's file, for errors
+---@param name? string name of the template's file, for errors
 ---@return ps.chat.Template
 function chat.template(source, name)
   caller.typed(source, "string", "the chat template")

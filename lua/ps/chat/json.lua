@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- JSON to and from the values of a chat template. Unlike cjson it keeps the order of keys, distinguishes 1 from 1.0
--- and {} from [], keeps whole numbers of any size, and writes the same text as Python's json.dumps.
+-- Converts JSON to values of a chat template and back. Unlike cjson, this keeps the order of keys, distinguishes 1 from
+-- 1.0 and {} from [], and keeps whole numbers of any size. It writes the same text as Python's json.dumps.
 local text = require "ps.chat.text"
 local values = require "ps.chat.values"
 local characters = require "ps.chat.characters"
@@ -8,13 +8,14 @@ local utf8 = require "ps.core.utf8"
 
 local json = {}
 
-local DEPTH = 200                                          -- deepest nesting of lists
+local DEPTH = 200                                          -- maximum nesting of lists and objects
 local LARGEST = 2 ^ 53
 local ESCAPES = { ['"'] = '"', ["\\"] = "\\", ["/"] = "/", b = "\b", f = "\f", n = "\n", r = "\r", t = "\t" }
 local WORDS = { ["true"] = true, ["false"] = false, null = values.NONE }
 
--- Creates the error value for byte `at` of a text. Its field `json` has the line and the byte's position in the line,
--- and `in_line` has the position only. `repeated` is true if an object has a key twice.
+-- Creates the value of an error at byte `at` of a text. Its field `json` is a message with the line and the position in
+-- the line. Its field `in_line` is a message with only the position in the line. `repeated` is true if an object has a
+-- key twice.
 local function problem_at(s, at, why, ...)
   local before = s:sub(1, at - 1)
   local _, n = before:gsub("\n", "")
@@ -22,7 +23,7 @@ local function problem_at(s, at, why, ...)
   return { json = ("line %d, "):format(n + 1) .. in_line, in_line = in_line }
 end
 
--- Raises an error about byte `at` of a text.
+-- Raises an error at byte `at` of a text.
 local function fail(...) error(problem_at(...), 0) end
 
 local read
@@ -124,7 +125,7 @@ function read(s, at, depth)
   return read_number(s, at)
 end
 
---- Decodes a JSON text. An error is a table whose field `json` is a message with the line.
+--- Decodes a JSON text. An error is a table. Its field `json` is a message with the line.
 ---@param s string
 ---@return any
 function json.decode(s)
@@ -210,10 +211,10 @@ local function write(v, options, pieces, depth)
   end
 end
 
---- Encodes a value as JSON, in the same form as Python's json.dumps.
+--- Encodes a value as JSON. The text is the same as that of Python's json.dumps.
 ---@param v any
 ---@param options? {ensure_ascii?: boolean, indent?: string, comma?: string, colon?: string, sort_keys?: boolean}
---- indent: the text that indents one level; without it the JSON is on one line
+--- indent: the text by which each level is indented; without it the JSON is a single line
 ---@return string|ps.chat.Text
 function json.encode(v, options)
   options = options or {}

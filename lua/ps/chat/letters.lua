@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Small and capital letters and classes of characters of all scripts, by the rules of Python's string methods.
+-- Small letters, capital letters and classes of characters in all scripts, with the rules of Python's string methods.
 local text = require "ps.chat.text"
 local characters = require "ps.chat.characters"
 
@@ -7,7 +7,7 @@ local letters = {}
 
 local CHARACTER, utf8, category = characters.PATTERN, characters.utf8, characters.category
 
--- Characters whose upper-case form has several characters. Each entry has the code point and the code points of the
+-- Characters whose upper-case form has several characters. A row is the code point and the code points of its
 -- upper-case form.
 local LONG = {}
 for _, row in ipairs { { 0xdf, 0x53, 0x53 }, { 0x149, 0x2bc, 0x4e }, { 0x1f0, 0x4a, 0x30c }, { 0x390, 0x3aa, 0x301 },
@@ -18,7 +18,7 @@ for _, row in ipairs { { 0xdf, 0x53, 0x53 }, { 0x149, 0x2bc, 0x4e }, { 0x1f0, 0x
   for i = 2, #row do capitals[i - 1] = utf8(row[i]) end
   LONG[utf8(row[1])] = table.concat(capitals)
 end
-local LONG_I = utf8(0x130)                            -- its lower-case form has two characters: i and a dot
+local LONG_I = utf8(0x130)                            -- its lower-case form has two characters: i and a dot above
 local SIGMA, SMALL_SIGMA, LAST_SIGMA = utf8(0x3a3), utf8(0x3c3), utf8(0x3c2)
 
 local function upper_of(c) return LONG[c] or characters.upper(c) end
@@ -97,7 +97,8 @@ function letters.capitalize(v)
     letters.lower(text.sub(v, #first + 1, #text.flat(v))) }
 end
 
---- Implements Python's str.title: capitalizes each word's first letter. Any character that is not a letter ends a word.
+--- Implements Python's str.title. It capitalizes the first letter of each word. A word ends at any character that is
+--- not a letter.
 ---@param v string|ps.chat.Text
 ---@return string|ps.chat.Text
 function letters.title(v)
@@ -112,7 +113,7 @@ function letters.title(v)
   end)
 end
 
---- Returns whether a string is not empty and all of its characters pass a test.
+--- Returns whether a string is not empty and all its characters pass a test.
 ---@param v string|ps.chat.Text
 ---@param passes fun(c: string): boolean
 ---@return boolean

@@ -1,21 +1,21 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Cuts a chat template into tokens, with the settings that transformers gives Jinja: trim_blocks (removes the newline
--- after a block) and lstrip_blocks (removes spaces between the start of a line and a block).
+-- Divides a chat template into tokens. It uses two settings of Jinja that transformers uses, too. trim_blocks removes
+-- the newline after a block. lstrip_blocks removes the spaces between the start of a line and a block.
 local characters = require "ps.chat.characters"
 local text = require "ps.chat.text"
 
 local lexer = {}
 
 ---@class ps.chat.Token
----@field type string "data", "begin" and "end" for a block, "open" and "close" for a printed value, "name", "string",
+---@field type string "data"; "begin" and "end" of a block; "open" and "close" of a printed value; "name", "string",
 --- "number", "float", "op", "eof"
 ---@field value any
 ---@field line integer
 
---- Raises an error about the template's text.
+--- Raises an error about a line of the template.
 ---@param line integer
 ---@param message string
----@param ... any the arguments of the message's format
+---@param ... any arguments for the format in `message`
 function lexer.fail(line, message, ...)
   error({ template = ("line %d: "):format(line) .. message:format(...) }, 0)
 end
@@ -28,7 +28,7 @@ local SIMPLE = { n = "\n", t = "\t", r = "\r", a = "\a", b = "\b", f = "\f", v =
   ['"'] = '"', ["\n"] = "" }
 local HEX = { x = 2, u = 4, U = 8 }
 
--- Replaces Python's escape sequences in a string.
+-- Replaces the escape sequences of Python in a string.
 local function unescape(s, line)
   local parts, at = {}, 1
   while true do
@@ -57,7 +57,7 @@ local function unescape(s, line)
   return table.concat(parts)
 end
 
--- Skips the characters at a position that match Python's \s.
+-- Returns the position after the characters that match Python's \s, starting at position `at`.
 local function spaces(s, at)
   while true do
     local c = s:match("^[^\128-\191][\128-\191]*", at)
@@ -70,7 +70,7 @@ end
 ---@return ps.chat.Token[]
 function lexer.tokens(source)
   local s = source:gsub("\r\n", "\n"):gsub("\r", "\n"):gsub("\n$", "")
-  -- fresh: whether `at` is at the start of the text, or just after a removed newline
+  -- fresh: true if `at` is at the start of the text or just after a removed newline
   local tokens, at, line, fresh = {}, 1, 1, true
   local function advance(to)
     local _, n = s:sub(at, to - 1):gsub("\n", "")
@@ -78,8 +78,8 @@ function lexer.tokens(source)
   end
   local function add(kind, value) tokens[#tokens + 1] = { type = kind, value = value, line = line } end
 
-  -- Adds the template text before a tag. `sign` is the tag's "-", "+" or "". `block` is false if the tag prints a
-  -- value.
+  -- Adds the template's text before a tag. `sign` is "-", "+" or "", as written in the tag. `block` is false if the tag
+  -- prints a value.
   local function data(to, sign, block)
     local part = s:sub(at, to - 1)
     if sign == "-" then part = text.strip(part, nil, false, true)
@@ -92,7 +92,7 @@ function lexer.tokens(source)
     advance(to)
   end
 
-  -- Handles the end of a tag. Removes the following text that the tag's sign and the settings remove.
+  -- Processes the end of a tag. Skips the text after it that the tag's sign or the settings remove.
   local function finish(to, sign, block)
     local after = to
     if sign == "-" then after = spaces(s, to)

@@ -1,24 +1,25 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Finds the bytes of a rendered conversation that the model has to produce. If the template marks them by generation
--- blocks, these blocks decide. Otherwise the source of each byte decides: a turn of the assistant is the text that the
--- template writes while it processes that message. Its header, which the template also writes as the generation
--- prompt, is given to the model. The rest, up to the token that ends the turn, is the model's.
+-- blocks, they are the bytes of these blocks. Otherwise they are determined by the source of each byte. A turn of the
+-- assistant is the text that the template writes while it processes the assistant's message. The turn begins with a
+-- header. The template writes the same header as the generation prompt, so the model does not produce it. The model
+-- produces the rest of the turn, up to and including the token that ends the turn.
 local text = require "ps.chat.text"
 
 local mask = {}
 
 ---@class ps.chat.Turn
----@field first integer the turn's first byte
----@field last integer the turn's last byte
----@field from integer the first byte that comes from the message, or nil if there is none
----@field upto integer the last byte that comes from the message, or 0 if there is none
----@field parts {[1]: integer, [2]: integer}[] the turn's bytes without the bytes of other messages' turns
----@field over? boolean whether another message's turn has begun
----@field stranger? integer a message whose bytes the template writes within this turn
+---@field first integer first byte of the turn
+---@field last integer last byte of the turn
+---@field from integer first byte that is from the message, or nil if there is none
+---@field upto integer last byte that is from the message, or 0 if there is none
+---@field parts {[1]: integer, [2]: integer}[] ranges of the turn's bytes, without the turns of other messages in it
+---@field over? boolean true if the turn of another message has begun
+---@field stranger? integer index of another message whose bytes the template writes in this turn
 
--- Returns the turns of a rendering, indexed by message. A turn is the text that the template wrote while it processed
--- the message. If no loop or macro processed the message, the turn consists of the bytes that come from the message. A
--- turn ends where another message's turn begins.
+-- Returns the turns of a rendering by message index. A turn is the text that the template wrote while it processed the
+-- message. If no loop and no macro processed the message, the turn is the bytes that are from the message. A turn ends
+-- when the turn of another message begins.
 ---@return table<integer, ps.chat.Turn>
 local function turns_of(rendered)
   local owned, turns, open = {}, {}, {}                    -- open: the turns that have begun and have not ended
@@ -39,7 +40,7 @@ local function turns_of(rendered)
   return turns
 end
 
--- Returns the first byte after all turns, or nil if the text ends with a turn.
+-- Returns the position of the first byte after all turns, or nil if the text ends with a turn.
 local function tail_of(rendered)
   local tail
   text.each(rendered, function(first, _, mark)
@@ -48,17 +49,19 @@ local function tail_of(rendered)
   return tail
 end
 
--- Returns the longest prefix of a generation prompt, of at most n bytes, that does not end within a word.
+-- Returns the length of the longest prefix of a generation prompt that has at most n bytes and does not end within a
+-- word.
 local function whole_words(prompt, n)
   while n > 0 and not prompt:find("^[%s>%]:]", n) do n = n - 1 end
   return n
 end
 
--- Returns the position of a turn's first byte after its header. The header is the generation prompt, or the longest
--- prefix of the prompt that occurs before the message's own bytes; the last occurrence counts. Bytes of the header can
--- precede the turn. A turn without a header, for example after a tool's results, begins with the message's own bytes.
+-- Returns the position of the first byte of a turn after its header. The header is the last occurrence of the
+-- generation prompt before the bytes that are from the message. If the whole prompt does not occur there, the header is
+-- the longest prefix of the prompt that does. The header may begin before the turn. A turn may have no header, for
+-- example after the results of a tool. Such a turn begins with the bytes that are from the message.
 local function after_header(s, turn, prompt)
-  local stop = (turn.from or turn.last + 1) - 1            -- last byte that can belong to a header
+  local stop = (turn.from or turn.last + 1) - 1            -- the header ends here or earlier
   local n = #prompt
   while n > 0 do
     local head = prompt:sub(1, n)
@@ -70,11 +73,12 @@ local function after_header(s, turn, prompt)
   return prompt ~= "" and turn.from or turn.first
 end
 
--- Returns the bytes of a turn that precede the message's own bytes.
+-- Returns the bytes of a turn before those that are from the message.
 local function header_of(s, turn) return s:sub(turn.first, (turn.from or turn.last + 1) - 1) end
 
--- Returns the text that ends turn i and precedes the header of the next turn, or nil if there is none. The length of
--- the next turn's header is known from a turn of the same role that follows another role.
+-- Returns the text between turn i and the header of the next turn, or nil if there is none. This text ends turn i. The
+-- length of the header is not known at this place. It is taken from another turn of the same role that follows another
+-- role.
 local function closing(s, turns, roles, i)
   local turn, after = turns[i], nil
   for k, other in pairs(turns) do if other.first == turn.last + 1 then after = k end end
@@ -91,9 +95,10 @@ local function closing(s, turns, roles, i)
   return n > 0 and all:sub(n + 1) == header and all:sub(1, n):match "^(.*%S)" or nil
 end
 
--- Returns the last byte of the token that ends a turn. This is the last byte of the turn's text that is not a space. If
--- the turn has no text after the message's own bytes, it is the end of the end token that follows directly, or of the
--- text that the next turn writes for the token, or of the text that the template writes at the end.
+-- Returns the position of the last byte of the token that ends a turn. If the template wrote text after the bytes that
+-- are from the message, it is the last byte of the turn that is not a space. Otherwise the token is not in the turn.
+-- Then it is the end token that follows the turn directly, or the text `closed_by` in the next turn, or the text at the
+-- end of the rendering.
 local function turn_end(s, turn, end_token, tail, closed_by)
   local last = turn.last
   while last > turn.upto and s:find("^%s", last) do last = last - 1 end
@@ -109,22 +114,22 @@ local function turn_end(s, turn, end_token, tail, closed_by)
   return math.max(last, turn.last)
 end
 
--- Appends bytes to spans, or extends the last span.
+-- Appends a range of bytes to the spans. If it is adjacent to the last span, extends that span.
 local function add(spans, first, last)
   if last < first then return end
   if #spans > 0 and spans[#spans][2] == first - 1 then spans[#spans][2] = last
   else spans[#spans + 1] = { first, last } end
 end
 
---- Returns the bytes to train as a sorted list of {first, last}.
+--- Returns the bytes to train as a sorted list of ranges {first, last}.
 ---@param rendered string|ps.chat.Text a rendering with marks
----@param wanted integer[] the messages whose bytes are trained
+---@param wanted integer[] indices of the messages to train on
 ---@param prompt string the text that the template writes for add_generation_prompt
 ---@param end_token? string
 ---@param roles string[] the roles of all messages
 ---@return {[1]: integer, [2]: integer}[]? spans nil if a turn contains bytes of another message
----@return integer? turn the message of that turn
----@return integer? stranger the other message
+---@return integer? turn index of the message of such a turn
+---@return integer? stranger index of the other message
 function mask.spans(rendered, wanted, prompt, end_token, roles)
   local s, spans, tail = text.flat(rendered), {}, tail_of(rendered)
   local turns = turns_of(rendered)
@@ -144,7 +149,7 @@ end
 
 --- Returns the bytes of generation blocks, or nil if the rendering has none.
 ---@param rendered string|ps.chat.Text
----@param wanted? integer[] only returns the bytes that the template writes for these messages
+---@param wanted? integer[] restricts the result to bytes that the template writes for the messages with these indices
 ---@return {[1]: integer, [2]: integer}[]?
 function mask.generated(rendered, wanted)
   local spans, of = {}, {}
@@ -155,9 +160,10 @@ function mask.generated(rendered, wanted)
   return spans[1] and spans
 end
 
---- Returns the text that a template writes for a message before the message's own bytes, or "" if it is only space.
+--- Returns the text that a template writes for a message before the bytes that are from the message. Returns "" if
+--- there is only space.
 ---@param rendered string|ps.chat.Text
----@param i integer the message
+---@param i integer index of the message
 ---@return string
 function mask.header(rendered, i)
   local turn = turns_of(rendered)[i]
@@ -180,7 +186,7 @@ end
 function mask.prompt(with, without)
   local n = 0
   while n < #without and with:byte(n + 1) == without:byte(n + 1) do n = n + 1 end
-  -- the template writes another ending instead, such as an end token
+  -- without add_generation_prompt, the template writes another ending, such as an end token
   if n < #without then n = whole_words(with, n) end
   return with:sub(n + 1)
 end

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Methods of strings, lists and dicts in a chat template, with Python's meaning. A method is a function of the value,
--- a list of positional arguments and the named arguments.
+-- The methods of strings, lists and dicts in a chat template. They have the same meaning as in Python. A method is a
+-- function of the value, a list of the positional arguments, and the named arguments.
 local text = require "ps.chat.text"
 local characters = require "ps.chat.characters"
 local values = require "ps.chat.values"
@@ -28,7 +28,7 @@ local function split(from_right)
 end
 str.split, str.rsplit = split(false), split(true)
 
--- Line separators that have several bytes.
+-- Line separators with several bytes, and their sizes in bytes.
 local WIDE = { ["\194\133"] = 2, ["\226\128\168"] = 3, ["\226\128\169"] = 3 }
 
 function str.splitlines(v, args, named)
@@ -56,7 +56,7 @@ function str.replace(v, args, named)
   return text.replace(v, old, new, whole_argument(args, named, 3, "count", -1))
 end
 
--- Implements startswith and endswith, whose argument is a string or a tuple of strings.
+-- Implements startswith and endswith. The argument is a string or a tuple of strings.
 local function affix(name, fits)
   return function(v, args)
     local s, what = text.flat(v), args[1]
@@ -115,7 +115,7 @@ function str.islower(v)
   return text.flat(letters.lower(s)) == s and text.flat(letters.upper(s)) ~= s
 end
 
--- Returns the position of a piece in code points, or nil if it does not occur.
+-- Returns the position of a piece in a string, in code points, or nil if the string does not contain it.
 local function find(v, args, from_right)
   local s, piece = text.flat(v), args[1]
   if not text.is(piece) then raise("must be str, not %s", values.kind(piece == nil and values.NONE or piece)) end
@@ -155,7 +155,7 @@ local function partition(from_right)
     local separator = string_argument(args, named, 1, "sep") or raise "partition() takes exactly one argument"
     if separator == "" then raise "empty separator" end
     local parts = text.split(v, separator, 1, from_right)
-    if #parts == 2 then                                    -- the separator, with the marks from the string
+    if #parts == 2 then                                    -- the separator with its marks in the string
       local n = #text.flat(parts[1])
       return values.tuple { parts[1], text.sub(v, n + 1, n + #separator), parts[2] }
     end
@@ -234,7 +234,7 @@ function dict.copy(v)
   return copy
 end
 
--- Methods that change a value. They are errors, as in Jinja's immutable sandbox.
+-- Methods that change a value. They raise an error, as in Jinja's immutable sandbox.
 local function refused(name)
   return function()
     return raise("access to attribute '%s' is unsafe: values cannot be changed in a chat template", name)

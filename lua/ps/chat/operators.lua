@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Python's operators over the values of a chat template, by their sign.
+-- Python's operators for the values of a chat template. The key is the operator's sign.
 local text = require "ps.chat.text"
 local values = require "ps.chat.values"
 local format = require "ps.chat.format"
@@ -9,7 +9,7 @@ local operators = {}
 
 local LARGEST = 2 ^ 53
 
--- Converts a number to a value: a whole number, or a float.
+-- Converts a number to a template value, which is a whole number or a float.
 local function result(x, is_float)
   if is_float then return values.float(x) end
   if math.abs(x) > LARGEST then values.refuse "a whole number over 2^53" end
@@ -22,7 +22,7 @@ local function unsupported(op, a, b)
   return raise("unsupported operand type(s) for %s: '%s' and '%s'", op, kind(a), kind(b))
 end
 
--- Creates a binary operator on numbers.
+-- Creates a binary operator for numbers.
 local function arithmetic(op, fn)
   return function(a, b)
     local x, xf = number(a)

@@ -1,18 +1,18 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Parses the part of Jinja that chat templates use. A node is a table: its kind, its line and its parts. A construct
--- outside that part is an error that names the construct and its line.
+-- Parses the subset of Jinja that chat templates use. A node is a table with its kind, its line and its parts. A
+-- construct outside this subset raises an error with the construct and its line.
 local lexer = require "ps.chat.lexer"
 local values = require "ps.chat.values"
 local fail = lexer.fail
 
 ---@class ps.chat.Parser
 ---@field tokens ps.chat.Token[]
----@field at integer the index of the next token
+---@field at integer index of the next token
 ---@field depth integer depth of nested expressions and statements
 local Parser = {}
 Parser.__index = Parser
 
-local DEPTH = 150                                          -- deepest nesting of expressions and statements
+local DEPTH = 150                                          -- maximum nesting of expressions and statements
 local REFUSED = { block = true, extends = true, include = true, import = true, from = true, autoescape = true,
   ["do"] = true, trans = true, pluralize = true, debug = true }
 local CONSTANTS = { ["true"] = true, True = true, ["false"] = false, False = false, none = values.NONE,
@@ -38,7 +38,7 @@ function Parser:skip(kind, value)
   return true
 end
 
--- Returns a token in the form for errors.
+-- Returns a token as text for an error.
 local function shown(token)
   if token.type == "eof" then return "the end of the template" end
   if token.type == "end" then return "'%}'" elseif token.type == "close" then return "'}}'" end
@@ -79,7 +79,7 @@ function Parser:conditional()
   return node
 end
 
--- Returns a parser for left-associative operators of one precedence.
+-- Returns a function that parses left-associative operators of one precedence.
 local function left(operators, inner, kind)
   return function(self)
     local node = self[inner](self)
@@ -218,7 +218,7 @@ function Parser:subscript()
   return parts[1] or fail(line, "an empty subscript")
 end
 
--- Parses the arguments of a call after its "(".
+-- Parses the arguments of a call. The "(" was read before.
 function Parser:arguments()
   local args = { positional = {}, named = {} }
   while not self:is("op", ")") do
@@ -259,7 +259,8 @@ function Parser:postfix(node)
   end
 end
 
--- Parses the filter after a "|". If `soft` is true, an unknown name is an error only when the filter runs.
+-- Parses a filter. The "|" was read before. If self.soft is true, an unknown name is an error only when the filter is
+-- called.
 function Parser:filter(node)
   local token = self:expect "name"
   local filter = { kind = "filter", line = token.line, name = token.value, value = node, soft = self.soft }
@@ -299,8 +300,8 @@ function Parser:filters(node)
   end
 end
 
--- Parses the target of `set` or `for`: a name, several names between commas, or, if `namespaces` is true, a field of a
--- namespace.
+-- Parses the target of `set` or `for`. It is a name, several names between commas or, if `namespaces` is true, a field
+-- of a namespace.
 function Parser:target(namespaces)
   local line, names, several = self:peek().line, {}, false
   local parens = self:skip("op", "(")
@@ -359,7 +360,7 @@ STATEMENTS["if"] = function(self, line)
   return node
 end
 
--- Parses the parameters of a macro after its "(".
+-- Parses the parameters of a macro. The "(" was read before.
 function Parser:parameters(node)
   node.names, node.defaults = {}, {}
   while not self:is("op", ")") do
@@ -440,10 +441,10 @@ STATEMENTS.print = function(self, line)
   return { kind = "print", line = line, value = self:tuple(true) }
 end
 
--- Parses statements up to a block whose name is in `ends`, and consumes that name. Also consumes the block's "%}",
--- except for `else` and `elif`.
+-- Parses statements up to a block whose name is in `ends`, and reads that name. Also reads the "%}" of the block,
+-- unless the name is `else` or `elif`.
 ---@return table[] nodes
----@return string? word nil at the end of the template
+---@return string? word name of the block, or nil at the end of the template
 function Parser:body(ends)
   local nodes, start = {}, self:peek().line
   local soft = self.soft

@@ -1,11 +1,12 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Strings of a chat template that know where each byte comes from. A plain Lua string comes from the template. A Text
--- is a string in segments, each with a mark: a message, or a mark that a caller made. Every function here accepts both
--- kinds, and returns a plain string if no byte has a mark. Positions are bytes unless a name says code points.
+-- Strings of a chat template that record the origin of each byte. A plain Lua string is from the template. A Text is a
+-- string in segments, and each segment has a mark. The mark says from which message the segment is, or it was made by a
+-- caller. All functions in this file accept both kinds. They return a plain string if no byte has a mark. Positions are
+-- in bytes unless the function's description says code points.
 local text = {}
 
--- Limits that keep a template from using up the memory: the bytes of a string, the bytes of a string whose characters
--- are listed, and the number of parts into which a string is split.
+-- Limits that keep a template from using all memory: the size of a string in bytes, the size in bytes of a string whose
+-- characters are listed, and the number of parts into which a string is split.
 text.LARGEST = 64 * 1024 * 1024
 local LISTED, PARTS = 16 * 1024 * 1024, 1000000
 
@@ -13,13 +14,13 @@ local function too_much(what, n, most)
   error({ chat_template = ("%s: %d; the limit is %d"):format(what, n, most) }, 0)
 end
 
--- The limit for the work of a rendering, in steps. Each statement, iteration of a loop, call, and item of a list that
--- is read or compared counts as one step, and so does every run of BYTES bytes of a string. Only one rendering runs at
--- a time.
+-- The limit for the work of a rendering, in steps. One step is counted for each statement, each iteration of a loop,
+-- each call, and each item of a list that is read or compared. One step is also counted for each BYTES bytes of a
+-- string. Only one rendering runs at a time.
 local STEPS, BYTES = 20e6, 32
-local steps = -math.huge                                   -- outside of a rendering, steps are not limited
+local steps = -math.huge                                   -- steps are not limited outside of a rendering
 
---- Calls fn(...) as a rendering, whose work is counted.
+--- Calls fn(...) and counts the steps of its work, like those of a rendering.
 ---@param fn fun(...): any
 ---@param ... any
 ---@return boolean ok
@@ -31,8 +32,8 @@ function text.counted(fn, ...)
   return ok, result
 end
 
---- Counts work. Too much work is an error of the template.
----@param n number number of steps
+--- Counts steps of work. If there are too many, raises an error of the template.
+---@param n number
 function text.work(n)
   steps = steps + n
   if steps > STEPS then
@@ -41,7 +42,7 @@ function text.work(n)
 end
 local work = text.work
 
---- Counts the work of reading a value, which is the number of its bytes or items.
+--- Counts the work of reading a value: one step, and one step for each item or for each BYTES bytes.
 ---@param value any
 function text.charge(value)
   local n = 0
@@ -51,11 +52,11 @@ function text.charge(value)
 end
 
 ---@class ps.chat.Text
----@field s string the bytes
----@field to integer[] last byte of each segment
----@field mark table[]|false[] the origin of each segment, or false if the template wrote it
----@field safe? boolean whether the filter `safe` created the string; as in Jinja, a string that is appended to it is
---- escaped for HTML
+---@field s string the bytes of the string
+---@field to integer[] position of each segment's last byte
+---@field mark table[]|false[] mark of each segment, which says its origin; false if the template wrote the segment
+---@field safe? boolean true if the filter `safe` created the string. As in Jinja, other strings are escaped for HTML
+--- when they are appended to it.
 local Text = {}
 Text.__index = Text
 
@@ -70,12 +71,12 @@ for last = 128, 138 do SPACES["\226\128" .. string.char(last)] = true end
 ---@return boolean
 function text.is(value) return type(value) == "string" or getmetatable(value) == Text end
 
---- Returns the bytes without marks.
+--- Returns the bytes of a string without the marks.
 ---@param value string|ps.chat.Text
 ---@return string
 function text.flat(value) return type(value) == "string" and value or value.s end
 
---- Returns a string whose bytes all have the given mark.
+--- Returns a string in which all bytes have the given mark.
 ---@param s string
 ---@param mark table
 ---@return string|ps.chat.Text
@@ -84,7 +85,7 @@ function text.marked(s, mark)
   return setmetatable({ s = s, to = { #s }, mark = { mark } }, Text)
 end
 
---- Returns a copy of a mark with one more field.
+--- Returns a copy of a mark with one additional field.
 ---@param mark table|false
 ---@param field string
 ---@param value any
@@ -95,7 +96,7 @@ function text.mark(mark, field, value)
   return new
 end
 
---- Converts a string to Jinja's Markup.
+--- Converts a string to Markup, Jinja's type for strings that are not escaped.
 ---@param value string|ps.chat.Text
 ---@return ps.chat.Text
 function text.markup(value)
@@ -113,7 +114,7 @@ function text.is_markup(value) return getmetatable(value) == Text and value.safe
 
 local ENTITIES = { ["&"] = "&amp;", ["<"] = "&lt;", [">"] = "&gt;", ['"'] = "&#34;", ["'"] = "&#39;" }
 
---- Escapes the five special characters of HTML. Markup is returned unchanged.
+--- Escapes the five special characters of HTML. Returns Markup unchanged.
 ---@param value string|ps.chat.Text
 ---@return string|ps.chat.Text
 function text.escaped(value)
@@ -121,7 +122,7 @@ function text.escaped(value)
   return text.map(value, function(s) return (s:gsub("[&<>\"']", ENTITIES)) end)
 end
 
---- Calls fn(first, last, mark) for each segment.
+--- Calls fn(first, last, mark) for each segment of a string. `first` and `last` are the positions of its bytes.
 ---@param value string|ps.chat.Text
 ---@param fn fun(first: integer, last: integer, mark: table|false)
 function text.each(value, fn)
@@ -171,7 +172,7 @@ function text.rep(value, n)
   return text.concat(pieces)
 end
 
---- Returns the same bytes with other marks.
+--- Returns a string with the same bytes. change(mark) determines the new mark of each segment.
 ---@param value string|ps.chat.Text
 ---@param change fun(mark: table|false): table|false
 ---@return string|ps.chat.Text
@@ -185,7 +186,7 @@ function text.remark(value, change)
   return setmetatable({ s = text.flat(value), to = to, mark = marks }, Text)
 end
 
---- Returns bytes `first` to `last`.
+--- Returns bytes `first` to `last` of a string.
 ---@param value string|ps.chat.Text
 ---@param first integer
 ---@param last integer
@@ -208,8 +209,8 @@ function text.sub(value, first, last)
   return setmetatable({ s = s, to = to, mark = marks }, Text)
 end
 
---- Applies a function to the bytes of each segment, and joins the results. The function must not keep state between
---- segments.
+--- Applies a function to the bytes of each segment, and joins the results. The function is called once per segment, so
+--- its result must not depend on the bytes of other segments.
 ---@param value string|ps.chat.Text
 ---@param fn fun(s: string): string
 ---@return string|ps.chat.Text
@@ -224,7 +225,7 @@ function text.map(value, fn)
   return text.concat(pieces)
 end
 
---- Returns the position of each code point's first byte, followed by the position after the last byte.
+--- Returns the positions of the first bytes of all code points, and then the position after the last byte.
 ---@param s string valid UTF-8
 ---@return integer[]
 function text.points(s)
@@ -247,7 +248,8 @@ function text.length(value)
   return n
 end
 
---- Returns the code points from `first` up to and excluding `last`, counted from 0, with a step that is not 0.
+--- Returns every `step`-th code point, starting at `first` and ending before `last`. Code points are counted from 0.
+--- `step` must not be 0.
 ---@param value string|ps.chat.Text
 ---@param first integer
 ---@param last integer
@@ -277,7 +279,7 @@ end
 
 --- Removes the code points of a set from the ends of a string, like Python's str.strip.
 ---@param value string|ps.chat.Text
----@param chars? string the set (default: Python's spaces)
+---@param chars? string the code points of the set (default: Python's spaces)
 ---@param left boolean
 ---@param right boolean
 ---@return string|ps.chat.Text
@@ -303,10 +305,10 @@ end
 ---@return boolean
 function text.is_space(c) return SPACES[c] == true end
 
---- Splits a string at separators, like Python's str.split and rsplit.
+--- Splits a string at separators, like str.split and str.rsplit of Python.
 ---@param value string|ps.chat.Text
----@param separator? string the separator; if it is nil, runs of spaces separate the parts, and empty parts are omitted
----@param limit integer the largest number of splits, or -1 for no limit
+---@param separator? string the separator. If it is nil, runs of spaces separate the parts, and empty parts are omitted.
+---@param limit integer maximum number of splits, or -1 for no limit
 ---@param from_right? boolean
 ---@return (string|ps.chat.Text)[]
 function text.split(value, separator, limit, from_right)
@@ -319,7 +321,7 @@ function text.split(value, separator, limit, from_right)
       cuts[#cuts + 1], at = { first, last }, last + 1
       if #cuts > PARTS then too_much("parts of a split string", #cuts, PARTS) end
     end
-    if from_right and limit >= 0 then                      -- search from the right, since separators can overlap
+    if from_right and limit >= 0 then                      -- separators may overlap, so search again from the right
       cuts = {}
       local till = #s
       while #cuts < limit do
@@ -356,11 +358,11 @@ function text.split(value, separator, limit, from_right)
   return parts
 end
 
---- Replaces every `old` with `new`, like Python's str.replace.
+--- Replaces every occurrence of `old` by `new`, like Python's str.replace.
 ---@param value string|ps.chat.Text
 ---@param old string
 ---@param new string|ps.chat.Text
----@param limit integer the largest number of replacements, or -1 for no limit
+---@param limit integer maximum number of replacements, or -1 for no limit
 ---@return string|ps.chat.Text
 function text.replace(value, old, new, limit)
   local s, pieces, done = text.flat(value), {}, 0

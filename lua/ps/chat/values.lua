@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The values of a chat template, with Python's meaning. Booleans are Lua's, whole numbers are Lua numbers, strings are
--- those of text.lua. This file has a class for each other kind. Whole numbers over 2^53 keep their digits and can only
--- be printed and compared.
+-- The values of a chat template. They have the same meaning as in Python. Booleans are Lua's booleans, whole numbers
+-- are Lua numbers, and strings are those of text.lua. This file has a class for each other kind of value. Whole numbers
+-- over 2^53 keep all their digits. They can be printed and compared, but not used in arithmetic.
 local text = require "ps.chat.text"
 local characters = require "ps.chat.characters"
 
@@ -10,15 +10,15 @@ local values = {}
 local NONE = setmetatable({}, { __tostring = function() return "None" end })
 values.NONE = NONE
 
----@class ps.chat.List items from 1
+---@class ps.chat.List items with the indices 1, 2, ...
 local List = { kind = "list" }
----@class ps.chat.Tuple items from 1
+---@class ps.chat.Tuple items with the indices 1, 2, ...
 local Tuple = { kind = "tuple" }
----@class ps.chat.Iterator items from 1 for a loop, which subscripts cannot read
----@field kind string the name of its class in Python
----@field sized boolean whether the iterator has a length
+---@class ps.chat.Iterator items for a loop, with the indices 1, 2, ...; subscripts cannot read them
+---@field kind string name of its class in Python
+---@field sized boolean true if the iterator has a length
 local Iterator = {}
----@class ps.chat.Dict keys in order of insertion
+---@class ps.chat.Dict keys in the order of insertion
 ---@field keys any[]
 ---@field map table<string|number|boolean, any>
 local Dict = { kind = "dict" }
@@ -29,7 +29,7 @@ local Float = { kind = "float" }
 ---@field digits string
 local Big = { kind = "int" }
 ---@class ps.chat.Undefined
----@field message string the error that using the value raises
+---@field message string the error that is raised when the value is used
 local Undefined = { kind = "undefined" }
 ---@class ps.chat.Namespace
 ---@field map table<string, any>
@@ -74,7 +74,7 @@ function values.big(digits) return setmetatable({ digits = digits }, Big) end
 function values.dict() return setmetatable({ keys = {}, map = {} }, Dict) end
 ---@return ps.chat.Namespace
 function values.namespace() return setmetatable({ map = {} }, Namespace) end
----@param message string the error that using the value raises
+---@param message string the error that is raised when the value is used
 ---@return ps.chat.Undefined
 function values.undefined(message) return setmetatable({ message = message }, Undefined) end
 ---@param name string
@@ -82,9 +82,9 @@ function values.undefined(message) return setmetatable({ message = message }, Un
 ---@return ps.chat.Callable
 function values.callable(name, call) return setmetatable({ name = name, call = call }, Callable) end
 
---- Raises an error with Python's message or a template's own message. A template cannot catch it.
+--- Raises an error with the message of Python or of the template. A template cannot catch this error.
 ---@param message string
----@param ... any the arguments of the message's format
+---@param ... any arguments for the format in `message`
 function values.raise(message, ...)
   if select("#", ...) > 0 then message = message:format(...) end
   error({ chat_template = message }, 0)
@@ -93,13 +93,13 @@ local raise = values.raise
 
 --- Raises an error for a feature of Jinja or Python that is not supported.
 ---@param message string
----@param ... any the arguments of the message's format
+---@param ... any arguments for the format in `message`
 function values.refuse(message, ...)
   if select("#", ...) > 0 then message = message:format(...) end
   error({ unsupported = message }, 0)
 end
 
---- Returns a value. Raises an error if it is undefined.
+--- Returns a value, and raises an error if it is undefined.
 ---@generic V
 ---@param v V
 ---@return V
@@ -121,7 +121,7 @@ function values.kind(v)
 end
 local kind = values.kind
 
---- Returns items `first` to `last` of a list in a new Lua table. The list can be long.
+--- Returns items `first` to `last` of a list in a new Lua table. Unlike unpack, it accepts lists of any length.
 ---@param items any[]
 ---@param first? integer the first item (default 1)
 ---@param last? integer the last item (default: the number of items)
@@ -132,12 +132,12 @@ function values.copied(items, first, last)
   return copy
 end
 
---- Returns an argument of a filter or method, given by position or by name.
+--- Returns an argument of a filter or method. The call passes it by position or by name.
 ---@param args any[]
 ---@param named table<string, any>
 ---@param i integer
 ---@param name string
----@param default any the result if the call has no such argument
+---@param default any the result if the call does not pass the argument
 ---@return any
 function values.argument(args, named, i, name, default)
   local v = args[i]
@@ -146,13 +146,13 @@ function values.argument(args, named, i, name, default)
   return v
 end
 
---- Returns the bytes of a filter's or method's argument, which must be a string.
+--- Returns the bytes of an argument of a filter or method. The argument must be a string.
 ---@param args any[]
 ---@param named table<string, any>
 ---@param i integer
 ---@param name string
 ---@param default? string
----@return string? s nil if the argument is missing or None
+---@return string? s `default` if the argument is missing or None
 function values.string_argument(args, named, i, name, default)
   local v = values.argument(args, named, i, name, default)
   if v == nil or v == NONE then return default end
@@ -160,13 +160,13 @@ function values.string_argument(args, named, i, name, default)
   return text.flat(v)
 end
 
---- Returns the value of a filter's or method's argument, which must be a whole number.
+--- Returns an argument of a filter or method. The argument must be a whole number.
 ---@param args any[]
 ---@param named table<string, any>
 ---@param i integer
 ---@param name string
 ---@param default? integer
----@return integer? x nil if the argument is missing or None
+---@return integer? x `default` if the argument is missing or None
 function values.whole_argument(args, named, i, name, default)
   local v = values.argument(args, named, i, name, default)
   if v == nil or v == NONE then return default end
@@ -177,7 +177,8 @@ function values.whole_argument(args, named, i, name, default)
   return v
 end
 
---- Returns a value as a number if arithmetic accepts it. Accepts numbers, and booleans, which count as 0 or 1.
+--- Returns a number as a Lua number, and a boolean as 0 or 1. Returns nil for other values, which arithmetic does not
+--- accept.
 ---@param v any
 ---@return number? x
 ---@return boolean is_float
@@ -188,7 +189,8 @@ function values.number(v)
   return nil, false
 end
 
---- Returns the Lua key under which a dict stores a key. Strings are stored by their bytes, and numbers by their value.
+--- Returns the Lua key for a key of a dict. For a string it is derived from the bytes without marks, and for a number
+--- it is the number.
 ---@param key any
 ---@return string|number
 local function place(key)
@@ -263,7 +265,7 @@ function values.equal(a, b)
   return class == Big and a.digits == b.digits
 end
 
--- Compares whole numbers over 2^53 by sign, length and digits.
+-- Returns whether a < b, for whole numbers over 2^53. Compares their signs, lengths and digits.
 local function big_less(a, b)
   local function parts(v)
     local digits = type(v) == "number" and ("%d"):format(v) or v.digits
@@ -277,7 +279,7 @@ local function big_less(a, b)
   return da ~= db and (da < db) ~= na
 end
 
---- Implements Python's < for numbers, strings and lists. `operator` is used in the error.
+--- Implements Python's < for numbers, strings and lists. `operator` is the operator's sign in the error.
 ---@param a any
 ---@param b any
 ---@param operator? string
@@ -300,7 +302,8 @@ function values.less(a, b, operator)
   return raise("'%s' not supported between instances of '%s' and '%s'", operator or "<", kind(a), kind(b))
 end
 
--- Implements Python's repr for a float: the fewest digits that read back as the same float.
+-- Implements Python's repr for a float. The text has the smallest number of digits that represents this float exactly
+-- when it is read.
 local function float_text(x)
   if x ~= x then return "nan" end
   if x == math.huge then return "inf" elseif x == -math.huge then return "-inf" end
@@ -326,7 +329,7 @@ end
 values.float_text = float_text
 
 local SHORT = { ["\n"] = "\\n", ["\r"] = "\\r", ["\t"] = "\\t", ["\\"] = "\\\\" }
--- Returns the escape sequence for a character that Python does not print in a repr.
+-- Returns the escape sequence of a character that Python does not print in a repr, or nil for other characters.
 local function escape_of(c)
   if characters.is_printable(c) then return nil end
   local point = characters.point(c)
@@ -346,7 +349,7 @@ local function quoted(v)
   end), quote }
 end
 
-local DEPTH = 200                                          -- deepest nesting of lists
+local DEPTH = 200                                          -- maximum nesting of lists
 
 local function repr(v, pieces, depth)
   if depth > DEPTH then raise "maximum recursion depth exceeded: a list is nested over 200 levels deep" end
@@ -387,7 +390,7 @@ function values.repr(v)
   return text.concat(pieces)
 end
 
---- Implements Python's str, which is the text that a template prints for a value.
+--- Implements Python's str. The result is the text that a template prints for a value.
 ---@param v any
 ---@return string|ps.chat.Text
 function values.str(v)
@@ -406,7 +409,7 @@ end
 
 --- Returns the items that a loop iterates over.
 ---@param v any
----@return any[] items from 1
+---@return any[] items the items, with the indices 1, 2, ...
 function values.items(v)
   local class = getmetatable(v)
   if class == List or class == Tuple or class == Iterator then return v end
