@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Batches, the arguments of models, and the outputs of models. A batch is positional (inputs x and targets y, where
--- y[i] is the target of x[i]), or one table with names: { input_ids =, labels =, ... }. A named output has its loss as
--- `loss`.
+-- Batches, arguments of models, and outputs of models. A batch is positional or named. A positional batch has inputs x
+-- and targets y, and y[i] is the target of x[i]. A named batch is one table: { input_ids =, labels =, ... }. A named
+-- output has its loss in the field `loss`.
 local create = require "ps.tensor.create"
 local devices = require "ps.core.devices"
 local native = require "ps.core.ffi"
@@ -11,26 +11,27 @@ local caller = require "ps.core.caller"
 
 local batch = {}
 
---- The value of ignored targets, as in PyTorch and transformers.
+--- The label of targets that are ignored, as in PyTorch and transformers.
 batch.IGNORED = -100
 
-local DEPTH = 6                    -- number of nested table levels that are searched
+local DEPTH = 6                    -- number of levels of nested tables in which tensors are searched
 
--- A model's output for a named batch can also be used as a loop with one iteration: `for out in model(batch) do`.
+-- The output of a model for a named batch. It can also be used as a loop with one iteration: `for out in model(batch)
+-- do`.
 local turned = setmetatable({}, { __mode = "k" })
 local Output = { __call = function(out)
   turned[out] = not turned[out] or nil
   if turned[out] then return out end
 end }
 
--- A pipeline's output for a named batch, on a rank that does not have the output tensors.
+-- The output of a pipeline for a named batch, on a rank that does not have the output tensors.
 local Partial = { __call = Output.__call, __index = function(_, name)
   if type(name) ~= "string" then return nil end
   caller.error(("out.%s: in a pipeline only the last stage has more than out.loss; { gather = true } sends the tensors "
     .. "to all ranks, as in model:micro_batches(batch, { gather = true })"):format(name))
 end }
 
--- The output of a call without targets, whose loss is computed when a script reads it.
+-- The output of a call without targets. Its loss is computed when a script reads it.
 local pending = setmetatable({}, { __mode = "k" })
 local Later = { __call = Output.__call, __index = function(out, name)
   local make = name == "loss" and pending[out]
@@ -41,14 +42,16 @@ local Later = { __call = Output.__call, __index = function(out, name)
   return value
 end }
 
--- Returns whether a value is a plain table of a script, which can contain tensors, and not a module or another object.
+-- Returns whether a value is a plain table of a script. Such a table may contain tensors. Modules and other objects are
+-- not plain tables.
 local function is_plain_table(value)
   local mt = type(value) == "table" and getmetatable(value)
   return mt == nil or mt == Output or mt == Partial or mt == Later
 end
 
---- Returns the arguments of a model's call, and their count n. A single table with a list of tensors is unpacked. A nil
---- after the table is ignored, since it is the y of `for x, y in loader do` if an iteration returns one table.
+--- Returns the arguments of a model's call and their number n. If the only argument is a list, its items become the
+--- arguments. A nil after the list is ignored, because it is the y of `for x, y in loader do` if an iteration returns
+--- one table.
 ---@return any[] given
 function batch.spread(...)
   local given = { n = select("#", ...), ... }
@@ -76,9 +79,9 @@ local function moved(value, device, name, depth)
   return copy
 end
 
---- Returns the same arguments with all tensors moved to a device, including tensors in tables. Tensors that are already
---- there are not copied.
----@param given any[] the arguments, and their count n
+--- Returns the same arguments with all tensors on a device. This includes tensors in tables. Tensors that are on this
+--- device already are not copied.
+---@param given any[] the arguments and their number n
 ---@param device integer
 ---@param name string
 ---@return any[]
@@ -110,9 +113,9 @@ local function describe(parts, value, depth)
   end
 end
 
---- Returns a text with the names, shapes and types of the tensors, and with the other values. Together they determine
---- which ops run.
----@param given any[] the arguments, and their count n
+--- Returns a text that determines which ops run. It contains the names, shapes and dtypes of the tensors, and the other
+--- values.
+---@param given any[] the arguments and their number n
 ---@return string
 function batch.signature(given)
   local parts = {}
@@ -122,12 +125,12 @@ end
 
 local hash_out = native.ffi.new("uint64_t[1]")
 
---- Appends the hashes of the tensors in a value, in order, to check that ranks have the same batch. The host waits for
---- tensors on a device.
+--- Appends the hashes of the tensors in a value, in order. They are compared to check that ranks have the same batch.
+--- The host waits for tensors on a device.
 ---@param said string[]
 ---@param value any
 function batch.add_hashes(said, value)
-  if not devices.computes then return end  -- in a script's dry run, the other ranks have no rows
+  if not devices.computes then return end  -- in a script's dry run the other ranks have no rows
   if scope.is_tensor(value) then
     native.check(native.C.ps_tensor_hash(value:to("cpu"):contiguous(), hash_out))
     said[#said + 1] = tostring(hash_out[0])
@@ -143,8 +146,8 @@ local function are_classes(t)
   return dtype == "int32" or dtype == "int64"
 end
 
--- Returns the targets: the y of (x, y), which has the shape of x, or the labels of a named batch. Returns nil if there
--- are none.
+-- Returns the targets of a batch, or nil if it has none. They are the y of a positional batch, if it has the shape of
+-- x, or the labels of a named batch.
 local function find(given)
   local x, y = given[1], given[2]
   if is_plain_table(x) then return are_classes(x.labels) and x.labels or nil end
@@ -152,14 +155,15 @@ local function find(given)
 end
 
 ---@class ps.Targets
----@field count number the number of targets that count
----@field places number the number of all targets, including ignored targets
----@field explicit? boolean whether the model's count_targets returned the count
+---@field count number number of targets that are not ignored
+---@field places number number of all targets, including the ignored ones
+---@field explicit? boolean true if the model's count_targets returned the count
 
--- Returns the result of fn(...) without gradients, or nil if fn reads values that are unknown in a script's dry run.
+-- Returns the result of fn(...), which runs without gradients. Returns nil if fn reads values that are not known in a
+-- script's dry run.
 local function known(fn, ...) return devices.known(scope.no_grad, fn, ...) end
 
--- Returns the metatable for targets that are counted when `count` is first read.
+-- Returns a metatable for targets. The targets are counted when the field `count` is read for the first time.
 local function later(counted)
   return { __index = function(found, name)
     if name ~= "count" then return nil end
@@ -168,13 +172,16 @@ local function later(counted)
   end }
 end
 
---- Returns the number of a batch's targets that are not -100. A model whose loss is the mean over other targets has a
---- method count_targets(...). It receives the model's arguments and returns the number of its targets, or nil for the
---- default. transformers' models need this method: they shift their labels, so a row's first label does not count. The
---- result is nil if there are no targets to count. Targets on a device are counted when `count` is read, and the host
---- waits for them. If the targets were computed by ops in a script's dry run, all of them count.
+--- Counts the targets of a batch whose label is not -100. Returns nil if there are no targets.
+---
+--- If the loss of a model is the mean over other targets, the model has a method count_targets(...). It gets the
+--- model's arguments and returns the number of its targets, or nil for the default count. The models of transformers
+--- need this method: they shift their labels, so the first label of a row does not count.
+---
+--- Targets on a device are counted when `count` is read, and then the host waits for them. If ops in a script's dry run
+--- computed the targets, all targets count.
 ---@param model ps.nn.Module
----@param given any[] the arguments, and their count n
+---@param given any[] the arguments and their number n
 ---@return ps.Targets?
 function batch.targets(model, given)
   local labels = find(given)
@@ -201,8 +208,9 @@ end
 local function is_named(given) return given.n == 1 and is_plain_table(given[1]) end
 batch.is_named = is_named
 
--- Returns a copy in which fn(tensor, rule, name) replaces each tensor. The rule is "rows" if a tensor has one row per
--- sample, "rows or one" if all samples can share one row, and nil if it has no rows.
+-- Returns a copy of a value in which the result of fn(tensor, rule, name) replaces each tensor. The rule is "rows" if a
+-- tensor has one row per sample. It is "rows or one" if all samples may share one row. It is nil if the tensor has no
+-- rows.
 local function with_tensors(value, rule, name, fn, depth)
   if scope.is_tensor(value) then return fn(value, rule, name) end
   if depth == 0 or not is_plain_table(value) then return value end
@@ -211,8 +219,8 @@ local function with_tensors(value, rule, name, fn, depth)
   return copy
 end
 
--- Returns a copy of a batch made by with_tensors. For a named batch, the model's table split_inputs (name -> rule) has
--- the rules. Without this table, and in a positional batch, every tensor has rows.
+-- Returns a copy of a batch that was made by with_tensors. For a named batch, the model's table split_inputs contains
+-- the rule for each name. If the model has no such table, or if the batch is positional, all tensors have rows.
 local function with_rules(model, given, fn)
   if not is_named(given) then
     local copy = { n = given.n }
@@ -228,10 +236,10 @@ local function with_rules(model, given, fn)
   return { n = 1, copy }
 end
 
---- Returns the number of rows (samples) of a batch, which is the first dimension of the tensors that have one row per
---- sample. Raises an error if they differ.
+--- Returns the number of rows of a batch. A row is a sample. The number is the first dimension of the tensors that have
+--- one row per sample. Raises an error if these tensors have different numbers of rows.
 ---@param model ps.nn.Module
----@param given any[] the arguments, and their count n
+---@param given any[] the arguments and their number n
 ---@return integer rows
 function batch.rows(model, given)
   local rows, of
@@ -250,9 +258,10 @@ function batch.rows(model, given)
   return rows
 end
 
---- Returns `count` of a batch's `rows` rows, beginning at row `first` (from 0), as views.
+--- Returns `count` rows of a batch with `rows` rows, starting at row `first`, which counts from 0. The tensors are
+--- views.
 ---@param model ps.nn.Module
----@param given any[] the arguments, and their count n
+---@param given any[] the arguments and their number n
 ---@param rows integer
 ---@param first integer
 ---@param count integer
@@ -265,9 +274,10 @@ function batch.narrow(model, given, rows, first, count)
   end)
 end
 
---- Returns a batch with another number of rows and undefined values. It is for dry runs, in which only shapes matter.
+--- Returns a batch with another number of rows. The values are undefined. It is for dry runs, in which only shapes
+--- matter.
 ---@param model ps.nn.Module
----@param given any[] the arguments, and their count n
+---@param given any[] the arguments and their number n
 ---@param rows integer
 ---@return any[]
 function batch.resized(model, given, rows)
@@ -282,9 +292,9 @@ function batch.resized(model, given, rows)
 end
 
 -- -- outputs --------------------------------------------------------------------------------------------------------
---- Returns the tensor from which backward starts: the model's output itself, its `loss`, or the first item of a list.
---- For other tables it is the first tensor in the order of names, which is the same on all ranks. Returns nil if there
---- is none.
+--- Returns the tensor from which backward starts, or nil if there is none. It is the model's output itself, the field
+--- `loss`, or the first item of a list. In other tables it is the first tensor in the order of names, which is the same
+--- on all ranks.
 ---@param output any
 ---@return ps.Tensor?
 function batch.loss(output)
@@ -297,19 +307,20 @@ function batch.loss(output)
   end
 end
 
---- Makes a plain table usable as a loop with one iteration. Other values are not changed.
+--- Makes a plain table usable as a loop with one iteration. Does not change other values.
 ---@param result any
 ---@param ... any
----@return any ... the arguments
+---@return any ... result and the arguments after it
 function batch.turning(result, ...)
   if is_plain_table(result) and getmetatable(result) ~= Later then setmetatable(result, Output) end
   return result, ...
 end
 
---- Returns a model's results by name. A tensor of one element becomes `loss`, and any other tensor becomes `logits`.
---- The results are also at indices 1, 2, ... Plain tables and other objects are returned unchanged.
+--- Returns the results of a model by name. If the first result is a tensor, it is named `loss` if it has one element,
+--- and `logits` otherwise. The results are also at the indices 1, 2, ... Plain tables and other objects are returned
+--- unchanged.
 ---@param result any
----@param ... any the model's further results
+---@param ... any the other results of the model
 ---@return table
 function batch.output(result, ...)
   if not scope.is_tensor(result) then return (batch.turning(result)) end
@@ -318,12 +329,12 @@ function batch.output(result, ...)
   return setmetatable(out, Output)
 end
 
---- Returns an output whose other tensors are on other ranks. Reading such a tensor is an error that says so.
+--- Returns an output of which only some tensors are on this rank. Reading a tensor of another rank raises an error.
 ---@param out table<string, ps.Tensor>
 ---@return table out
 function batch.partial(out) return setmetatable(out, Partial) end
 
---- Returns an output whose loss is computed, without gradients, when a script reads it.
+--- Returns an output whose loss is computed when a script reads it. It is computed without gradients.
 ---@param out table
 ---@param make fun(): ps.Tensor
 ---@return table out
@@ -333,15 +344,16 @@ function batch.later(out, make)
   return setmetatable(out, Later)
 end
 
---- Returns whether a batch has targets: `labels` in a named batch, or else a second argument.
----@param given any[] the arguments, and their count n
+--- Returns whether a batch has targets. These are `labels` in a named batch, and the second argument in a positional
+--- batch.
+---@param given any[] the arguments and their number n
 ---@return boolean
 function batch.has_targets(given)
   if batch.is_named(given) then return given[1].labels ~= nil end
   return given.n > 1
 end
 
---- Returns the tensors in an output.
+--- Returns the list of the tensors in an output.
 ---@param output any
 ---@return ps.Tensor[]
 function batch.tensors(output)

@@ -1,13 +1,14 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Files of values that are separated by commas (RFC 4180) or tabs. The first row has the names of the fields. A value
--- in double quotes may contain separators and ends of lines; "" inside it is one quote. All values are texts.
+-- Reads files of values that are separated by commas (RFC 4180) or tabs. The first row contains the names of the
+-- fields. A value in double quotes may contain separators and line ends. Two double quotes in such a value mean one.
+-- All values are texts.
 local array = require "ps.core.array"
 local caller = require "ps.core.caller"
 local error = caller.error
 local place_array = array "double"
 
--- Returns the end of the record that begins at a byte position: the record's last byte and the next record's first
--- byte.
+-- Finds the end of the record that begins at byte `at`. Returns the position of the record's last byte and the position
+-- of the next record's first byte.
 local function record_end(text, at, separator)
   local special = '[\n"]'
   local from = at
@@ -16,7 +17,7 @@ local function record_end(text, at, separator)
     if not stop then return #text, #text + 1 end
     if text:byte(stop) == 10 then return stop - 1, stop + 1 end
     local before = text:sub(stop - 1, stop - 1)
-    if stop == at or before == separator then              -- an opening quote at the start of a value
+    if stop == at or before == separator then              -- a quote at the start of a value opens it
       local close = stop
       repeat
         close = text:find('"', close + 1, true)
@@ -26,7 +27,7 @@ local function record_end(text, at, separator)
       until not doubled
       from = close + 1
     else
-      from = stop + 1                                      -- a doubled quote within a value
+      from = stop + 1                                      -- the second one of two double quotes in a value
     end
   end
 end
@@ -60,7 +61,7 @@ local function values_of(record, separator)
   end
 end
 
--- Returns where records begin and end, and their line numbers. Empty records are skipped.
+-- Returns the first byte, the last byte and the line number of each record. Empty records are omitted.
 local function scan(path, text, separator)
   local room, n, places = 1024, 0, place_array(3 * 1024)
   local at, line = 1, 1
@@ -86,9 +87,9 @@ local function scan(path, text, separator)
   return places, n
 end
 
---- Returns the rows of a file's text.
----@param path string the file's path, for errors
----@param text string valid UTF-8
+--- Returns the rows of a file.
+---@param path string path of the file, for errors
+---@param text string contents of the file, which must be valid UTF-8
 ---@param separator string "," or "\t"
 ---@return {n: integer, name: string, get: fun(i: integer): table, place: fun(i: integer): string}
 return function(path, text, separator)

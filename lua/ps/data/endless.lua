@@ -1,8 +1,9 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Answers without an end: a model that is trained on them does not learn to stop.
+-- Warns about answers that have no end token. A model that is trained on them does not learn to stop.
 local formats = require "ps.data.formats"
 
---- Returns a note if the chat template ends the last answer of the first conversation with an ordinary token, or nil.
+--- Returns a note if the chat template ends the last answer of the first conversation with an ordinary token. Otherwise
+--- returns nil.
 ---@param tokenizer ps.Tokenizer
 ---@param rows ps.DataTable
 ---@param form string the form of the rows

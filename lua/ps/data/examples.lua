@@ -1,7 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The examples of a loader: rows of texts, of conversations or of ids, as token ids with labels. Lua reads a row and
--- runs the chat template; threads encode the text meanwhile (src/data/encode.c). Examples of files go into a cache
--- file, which the next loader of the same files, tokenizer and options maps.
+-- The examples of a loader. They are rows of texts, of conversations or of ids that were converted to token ids with
+-- labels. Lua reads a row and runs the chat template. Meanwhile threads encode the texts of earlier rows
+-- (src/data/encode.c). Examples from files are stored in a cache file. The next loader with the same files, tokenizer
+-- and options maps it.
 local native = require "ps.core.ffi"
 local array = require "ps.core.array"
 local caller = require "ps.core.caller"
@@ -24,19 +25,20 @@ local span_array = array "int64_t"
 
 local examples = {}
 
-local VERSION = 3                                          -- format version of a cache file
+local VERSION = 3                                          -- version of the format of cache files
 local MOST_THREADS = 8
 
--- The most texts that a stream queues, which limits their memory. It does not determine which rows are read ahead
--- (ps.data.stream): a row that is due while the queue is full waits for the oldest text.
+-- The maximum number of texts that a stream queues. It limits the memory that these texts need. If a row is due while
+-- the queue is full, the script waits for the oldest text. QUEUE does not determine which rows are read ahead
+-- (ps.data.stream).
 local QUEUE = 1024
 
 ---@class ps.Examples
 ---@field handle ffi.cdata*
 ---@field count integer
----@field cached boolean whether the examples were read from a cache file
+---@field cached boolean true if the examples were read from a cache file
 ---@field hash string hash of all tokens
----@field key? string hash of the data, the tokenizer and the options, or nil if the data has none
+---@field key? string hash of the data, the tokenizer and the options, or nil if the data has no key
 
 -- -- encoding -------------------------------------------------------------------------------------------------------
 local function free_later(out, free) return ffi.gc(out[0], free) end
@@ -47,7 +49,7 @@ local function ids_of(list)
   return buffer
 end
 
--- Returns the ids that the tokenizer adds before and after a whole text.
+-- Returns the ids that the tokenizer puts before and after a whole text.
 local function around(tokenizer)
   local before, after = {}, {}
   local list = before
@@ -57,7 +59,7 @@ local function around(tokenizer)
   return before, after
 end
 
--- Converts a list of first and last bytes (counted from 1) to half-open byte ranges (counted from 0).
+-- Converts a list of {first byte, last byte}, which count from 1, to half-open byte ranges, which count from 0.
 local function spans_of(self, list)
   local n = list and #list or 0
   if n == 0 then return nil, 0 end
@@ -67,7 +69,7 @@ local function spans_of(self, list)
   return spans, n
 end
 
--- Raises an error for a cache file that cannot be written.
+-- Raises an error if the problem is that a cache file cannot be written.
 local function unwritable(problem)
   if problem.name ~= "ENOSPC" and problem.name ~= "EIO" then return end
   error(("ps.data.loader: the token cache: %s; free space, choose another folder (cache = \"folder\"), or keep "
@@ -77,13 +79,13 @@ end
 local Encoder = {}
 Encoder.__index = Encoder
 
--- Returns an encoder whose texts become examples of `handle`. place(i) returns the file and line of example i, for
--- errors.
+-- Returns an encoder. The texts that are put into it become examples of `handle`. place(i) returns the file and line of
+-- example i, for errors.
 local function encoder_of(tokenizer, handle, place, queue)
   local special, before, after = {}, around(tokenizer)
   for id in pairs(rawget(tokenizer, "special_ids")) do special[#special + 1] = id end
   table.sort(special)
-  local lists = { ids_of(special), ids_of(before), ids_of(after) }       -- alive until the call copies them
+  local lists = { ids_of(special), ids_of(before), ids_of(after) }       -- kept alive until the call copies them
   local config = ffi.new("ps_encoder_config", { threads = math.max(1, math.min(MOST_THREADS, C.ps_threads())),
     special = lists[1], n_special = #special, prefix = lists[2], n_prefix = #before, suffix = lists[3],
     n_suffix = #after, flags = rawget(tokenizer, "splits_special") and C.PS_TOK_PLAIN or 0, queue = queue or 0 })
@@ -93,7 +95,7 @@ local function encoder_of(tokenizer, handle, place, queue)
     kept = {}, name = rawget(tokenizer, "name") }, Encoder)
 end
 
--- Raises the error of a failed C call. The error contains the file and line of the example that caused it.
+-- Raises the error of a call of C that failed. The error contains the file and line of the example that caused it.
 function Encoder:checked(rc)
   if rc >= 0 then return end
   local failed = tonumber(C.ps_encoder_failed(self.handle))
@@ -103,8 +105,8 @@ function Encoder:checked(rc)
   error(("ps.data.loader: %s: %s"):format(self.place(failed + 1), tostring(problem)))
 end
 
--- Returns the pieces of a text that are encoded without special tokens, in order: messages, and roles that templates do
--- not expect. The second result has the roles that templates expect.
+-- Returns two lists of pieces of a text. The first list has the pieces that are encoded without special tokens, in
+-- order: messages, and roles that templates do not expect. The second list has the roles that templates expect.
 local function foreign_of(rendered)
   local foreign, known, mixed = {}, {}, false
   for i, part in ipairs(rendered.message or {}) do foreign[i] = part end
@@ -115,8 +117,8 @@ local function foreign_of(rendered)
   return foreign, known
 end
 
--- Encodes `rendered`, a result {text =, message =, roles =, spans =} of tokenizer:render_chat, as example i. If `spans`
--- is nil, the whole text is trained.
+-- Encodes `rendered` as example i. `rendered` is a result {text =, message =, roles =, spans =} of
+-- tokenizer:render_chat. If `spans` is nil, the whole text is trained.
 function Encoder:put(i, rendered, need, weight)
   local text = self.text
   self.kept = {}
@@ -132,8 +134,8 @@ end
 
 function Encoder:wait() self:checked(C.ps_encoder_finish(self.handle)) end
 
---- Ends the threads. If the vocabulary could not spell some characters, prints how many, on one rank, since all ranks
---- encode all texts.
+--- Ends the threads. If the vocabulary could not spell some characters, prints their number. Only one rank prints it,
+--- because all ranks encode all texts.
 function Encoder:close()
   local found = ffi.new "ps_tok_lost"
   check(C.ps_encoder_lost(self.handle, found))
@@ -142,7 +144,7 @@ function Encoder:close()
 end
 
 -- -- rows -----------------------------------------------------------------------------------------------------------
--- Sums of weights and their inverses are fp32.
+-- The limits of weights. Sums of weights and their inverses must fit into fp32.
 local LEAST_WEIGHT, MOST_WEIGHT = 1e-12, 1e12
 local WEIGHTS = "a weight must be 0, or a number of 1e-12 to 1e12"
 
@@ -172,7 +174,7 @@ local function add(handle, i, ids, labels, weights, weight)
   check(C.ps_examples_put(handle, i - 1, ids_of(ids), label_list, weight_list, n, weight))
 end
 
--- Checks row i, which contains ids, and appends it.
+-- Checks row i, which contains ids, and puts it.
 local function add_ids(handle, rows, i, row, tokenizer, weight)
   local ids, labels = formats.ids_of(rows, i, row, tokenizer.vocab_size)
   local trained = not labels
@@ -195,7 +197,7 @@ local function add_ids(handle, rows, i, row, tokenizer, weight)
   add(handle, i, ids, labels, weights, weight)
 end
 
--- Makes labels from a mask, for tokenizers that ps.tokenizer did not create.
+-- Makes labels from a mask. This is for tokenizers that were not made by ps.tokenizer.
 local function labels_of(ids, mask, place, train_on)
   local labels, trained = {}, 0
   for k, id in ipairs(ids) do
@@ -209,19 +211,19 @@ local function labels_of(ids, mask, place, train_on)
   return labels
 end
 
--- Returns a function add(i), which puts example i of a table, and the encoder whose threads finish it, or nil. `form`
--- is the form of the table's rows.
+-- Returns a function add(i), which puts example i of a table. Also returns the encoder whose threads complete the
+-- example, or nil if there is none. `form` is the form of the table's rows.
 local function adder(handle, rows, tokenizer, form, given, queue)
   local function place(i) return rows:place(i) end
   local own = rawget(tokenizer, "handle") ~= nil
-  local threaded = own and not rawget(tokenizer, "special_strips")       -- unsupported by encode.c
+  local threaded = own and not rawget(tokenizer, "special_strips")       -- encode.c does not support these strips
   local encoder = own and form ~= "ids" and encoder_of(tokenizer, handle, place, queue) or nil
   local train_on, field = given.train_on or "assistant", given.weight_field
   local need = train_on == "assistant" and 2 or 1
   local keys = (form == "ids" or form == "text") and { "text", "input_ids", "labels", "loss_weights", field } or {}
   return function(i)
     local row = formats.check(rows, i, form)
-    formats.check_keys(rows, i, keys)                      -- those of conversations are checked when they are read
+    formats.check_keys(rows, i, keys)                      -- keys of conversations are checked when they are read
     local weight = field and weight_of(row, field, rows, i) or 1
     if form == "ids" then add_ids(handle, rows, i, row, tokenizer, weight)
     elseif form == "text" then
@@ -249,13 +251,13 @@ local function adder(handle, rows, tokenizer, form, given, queue)
   end, encoder
 end
 
--- Puts all rows of a table with add_row, whose encoder may be nil.
+-- Puts all rows of a table by calling add_row(i). `encoder` is the encoder that add_row uses, or nil.
 local function add_all(rows, add_row, encoder)
   local ok, problem = xpcall(function() for i = 1, #rows do add_row(i) end end, scope.trace)
   if encoder then
     local encoded, earlier = xpcall(encoder.wait, scope.trace, encoder)
     encoder:close()
-    if not encoded then error(earlier, 0) end              -- its row comes before the row of `problem`
+    if not encoded then error(earlier, 0) end              -- its row is before the row of `problem`
   end
   if not ok then error(problem, 0) end
 end
@@ -270,7 +272,7 @@ local function hash_of(list)
   return key
 end
 
--- Returns the hash of a tokenizer's files, or nil if it has none.
+-- Returns the hashes of a tokenizer's files as a text, or nil if it has no files.
 local function tokenizer_key(tokenizer)
   local source = rawget(tokenizer, "source")
   if not source or rawget(tokenizer, "handle") == nil then return nil end
@@ -295,26 +297,27 @@ local function tokenizer_key(tokenizer)
   return table.concat(list, " ")
 end
 
--- Returns whether the folder's chat template uses the date.
+-- Returns whether the chat template in the tokenizer's folder uses the date.
 local function reads_date(tokenizer, form)
   if form == "ids" or form == "text" then return false end
   return tokenizer:chat_template():reads_date() or tokenizer:chat_template({ tools = true }):reads_date()
 end
 
--- Returns the key that identifies the data of a cache file, or nil if a part of the data has no key, such as a
--- function.
+-- Returns the key that identifies the data in a cache file. Returns nil if a part of the data has no key. A function,
+-- for example, has none.
 local function key_of(rows, tokenizer, form, given)
   if type(given.train_on) == "function" then return nil end
   local tok = tokenizer_key(tokenizer)
-  local files = tok and rows:key()                         -- this reads the files
+  local files = tok and rows:key()                         -- this call reads the files
   if not files then return nil end
   return hash_of { VERSION, files, tok, form, given.train_on or "assistant",
     reads_date(tokenizer, form) and given.date or "", given.weight_field or "" }
 end
 
-local STALE_S = 86400          -- age from which a part of a cache file whose process does not exist is removed
+-- The age in seconds at which an incomplete cache file is removed if its process no longer exists.
+local STALE_S = 86400
 
--- Returns the folder of cache files, or nil if there is none. `given` is the folder that the script chose.
+-- Returns the folder of cache files, or nil if there is none. `given` is the folder if the script chose one.
 local function cache_folder(given)
   local folder = type(given) == "string" and given or unpacked.folder "examples"
   if folder == given then lfs.mkdir(given) end
@@ -324,16 +327,16 @@ local function cache_folder(given)
   return folder
 end
 
--- Maps the cache file. Returns nil if there is no file for this data.
+-- Maps a cache file. Returns nil if there is no cache file for this data.
 local function mapped(path, key)
   local out = ffi.new("ps_examples *[1]")
   if lfs.attributes(path, "mode") ~= "file" or C.ps_examples_open(path, key, out) < 0 then return nil end
   return free_later(out, C.ps_examples_free)
 end
 
--- Creates examples with fn(handle), in a file if there is a path. fn must not leave an encoder that uses the handle.
--- `given` is true if the script chose the folder. If the file cannot be created, this is an error if `given` is true;
--- otherwise the examples are in memory.
+-- Creates examples by calling fn(handle). If there is a path, they are stored in a file. `given` is true if the script
+-- chose the folder. If the file cannot be created, this is an error if `given` is true. Otherwise the examples are kept
+-- in memory. When fn returns, no encoder may use the handle.
 local function made(path, key, wide, fn, given)
   local out = ffi.new("ps_examples *[1]")
   local rc = C.ps_examples_new(path, key, wide and 1 or 0, out)
@@ -348,7 +351,7 @@ local function made(path, key, wide, fn, given)
     check(C.ps_examples_finish(handle))
   end, scope.trace)
   if ok then return handle end
-  C.ps_examples_free(ffi.gc(handle, nil))                  -- removes the incomplete file now
+  C.ps_examples_free(ffi.gc(handle, nil))                  -- this removes the incomplete file now
   unwritable(problem)
   error(problem, 0)
 end
@@ -361,24 +364,24 @@ local function finished(handle, cached, key)
 end
 
 -- -- streams --------------------------------------------------------------------------------------------------------
----@class ps.ExampleSource examples that are put one by one, in any order, while a loader uses those that are there
+---@class ps.ExampleSource examples that are put one by one, in any order, while a loader already uses them
 ---@field handle ffi.cdata*
 ---@field count integer
 ---@field key? string as in ps.Examples
 ---@field is_stream boolean true
 ---@field add fun(i: integer) puts example i
----@field gathered fun(): ps.Examples returns all examples, in the order of the table, after all were put
+---@field gathered fun(): ps.Examples returns all examples in the order of the table, after all of them were put
 local Source = {}
 Source.__index = Source
 
---- Stores the examples that are encoded. With `wait`, waits for all that were put.
+--- Stores the examples whose texts were encoded. If `wait` is true, waits until all examples that were put are encoded.
 ---@param wait boolean
 function Source:drain(wait)
   local encoder = self.encoder
   if encoder then encoder:checked((wait and C.ps_encoder_finish or C.ps_encoder_drain)(encoder.handle)) end
 end
 
---- Ends the threads that encode, after all examples were put.
+--- Ends the threads that encode. All examples must have been put before.
 function Source:close()
   if self.encoder then self.encoder:close() end
   self.encoder = nil
@@ -393,12 +396,13 @@ local function source_of(rows, tokenizer, form, given, key, gather)
     add = add_row, gathered = function() return gather(handle) end }, Source)
 end
 
---- Returns the examples of a table. They are read from the cache if it contains them. If several ranks start together,
---- each of them writes a file. The last file replaces the others, whose bytes are the same.
+--- Returns the examples of a table. If the cache contains them, they are read from the cache. If several ranks start at
+--- the same time, each rank writes a cache file. Each file replaces the one before it. This is harmless, because their
+--- contents are the same.
 ---@param rows ps.DataTable
 ---@param tokenizer ps.Tokenizer
 ---@param given {train_on?: string|function, date?: string, weight_field?: string, cache?: boolean|string, stream?:
---- boolean} cache: a folder, or false for no cache. stream: returns a source unless the cache contains the examples
+--- boolean} cache: a folder, or false for no cache. stream = true: returns a source, unless the cache has the examples.
 ---@return ps.Examples|ps.ExampleSource
 function examples.of_table(rows, tokenizer, given)
   if #rows == 0 then error(("ps.data.loader: the table has no rows: %s"):format(tostring(rows))) end
@@ -408,8 +412,8 @@ function examples.of_table(rows, tokenizer, given)
     error(("ps.data.loader: rows in the form '%s' are for preference training, which needs pairs; this loader does not "
       .. "read them"):format(form))
   end
-  if given.date ~= nil then chat.moment(given.date) end     -- checks the date even if the cache has the tokens
-  given = setmetatable({ date = given.date or os.date "%Y-%m-%d" }, { __index = given })  -- all rows use the same date
+  if given.date ~= nil then chat.moment(given.date) end     -- check the date even if the cache has the tokens
+  given = setmetatable({ date = given.date or os.date "%Y-%m-%d" }, { __index = given })  -- the same for all rows
   local key = given.cache ~= false and key_of(rows, tokenizer, form, given)
   local folder = key and cache_folder(given.cache)
   local path = folder and ("%s/%s.examples"):format(folder, bit.tohex(key[0])) or ""
@@ -425,14 +429,14 @@ function examples.of_table(rows, tokenizer, given)
       if ok then return all end
       if path == "" then error(all, 0) end
       note(("psluajit: %s\nThe tokens stay in memory, and the next run tokenizes again.\n"):format(tostring(all)))
-      path = ""                                            -- training continues, since all tokens are there
+      path = ""                                            -- training continues, because all tokens are in memory
       return make(gather)
     end)
   end
   return make(function(new) add_all(rows, adder(new, rows, tokenizer, form, given)) end)
 end
 
---- Returns the examples for a list of texts.
+--- Returns the examples of a list of texts.
 ---@param texts string[]
 ---@param tokenizer ps.Tokenizer
 ---@return ps.Examples

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The files of tables of examples: JSON lines, JSON lists, SQuAD's JSON, CSV, TSV and text, packed by gzip or not.
--- Files of lines stay on the disk: only the place of every 64th row is in memory.
+-- Reads the files of tables of examples: JSON lines, JSON lists, SQuAD's JSON, CSV, TSV and text. Each may be
+-- compressed by gzip. A file of lines is not read into memory. Only the position of every 64th row is in memory.
 local native = require "ps.core.ffi"
 local caller = require "ps.core.caller"
 local csv = require "ps.data.csv"
@@ -16,16 +16,16 @@ local C, check = native.C, native.check
 
 local files = {}
 
----@class ps.data.Node rows of a file, or of a list
+---@class ps.data.Node rows of a file or of a list
 ---@field n integer
 ---@field name string
----@field get fun(i: integer): table returns row i, from 1
+---@field get fun(i: integer): table returns row i, which counts from 1
 ---@field place fun(i: integer): string returns the file and line of row i, for errors
 ---@field text? fun(i: integer): string returns the JSON text of row i
----@field key? fun(): string? returns a key of the rows' content, for caches
----@field shared? boolean whether the rows are the script's own tables
+---@field key? fun(): string? returns a key that identifies the contents of the rows, for caches
+---@field shared? boolean true if the rows are the script's own tables
 
--- Decodes a JSON text, which must be an object.
+-- Decodes a JSON text. It must be an object.
 local function decoded(text, place)
   if not utf8.valid(text) then error(place .. ": not valid UTF-8") end
   local ok, row = pcall(cjson.decode, text)
@@ -36,7 +36,7 @@ local function decoded(text, place)
   return row
 end
 
--- Raises an error that names the first line of a file's text which is not valid UTF-8.
+-- Raises an error if a file is not valid UTF-8. The error contains the first line that is not valid.
 local function check_utf8(text, path)
   if utf8.valid(text) then return end
   local number = 0
@@ -47,9 +47,10 @@ local function check_utf8(text, path)
   error(("%s:%d: not valid UTF-8"):format(path, number))
 end
 
-local INDEXED = 16 * 1024 * 1024                           -- size in bytes from which a file gets an index
+local INDEXED = 16 * 1024 * 1024                           -- files of at least this size in bytes get an index
 
--- Returns whether `index` is an index file or does not exist. The user's own files are never replaced.
+-- Returns whether an index may be written to the path `index`. It may if the file does not exist or is an index. This
+-- way a file of the user is never replaced.
 local function may_write(index)
   local file = io.open(index, "rb")
   if not file then return true end
@@ -58,8 +59,8 @@ local function may_write(index)
   return magic == "PSLINES"
 end
 
--- Opens a file of lines. Its index is stored next to the file, or in the cache folder if the file's folder is not
--- writable.
+-- Opens a file of lines. Its index is in the same folder. If that folder is not writable, the index is in the cache
+-- folder.
 local function open_lines(path)
   local out, index = ffi.new("ps_lines *[1]"), path .. ".rows"
   local elsewhere = lfs.attributes(index, "mode") ~= "file" and unpacked.place("lines", path, ".rows")
@@ -105,7 +106,7 @@ end
 
 --- Returns the rows of a list.
 ---@param list table[]
----@param name string the list's name, for errors
+---@param name string name of the list, for errors
 ---@return ps.data.Node
 function files.list(list, name)
   local node = { n = #list, name = name, shared = true }
@@ -120,7 +121,7 @@ local function whole_file(path)
   return text
 end
 
--- Iterates over a list in a SQuAD file. Raises an error if the value is not a list of objects.
+-- Returns an iterator over a list in a SQuAD file. Raises an error if the value is not a list of objects.
 local function objects(value, where)
   if type(value) ~= "table" or #value == 0 and next(value) ~= nil then error(where .. " must be a list of objects") end
   for i, one in ipairs(value) do
@@ -129,7 +130,8 @@ local function objects(value, where)
   return ipairs(value)
 end
 
--- Opens a SQuAD file: one object, whose articles have paragraphs with questions. Each question becomes a row.
+-- Opens a SQuAD file. It is one object. It contains articles, which contain paragraphs, which contain questions. Each
+-- question becomes a row.
 local function of_squad(text, path)
   check_utf8(text, path)
   local ok, all = pcall(cjson.decode, text)
@@ -162,7 +164,7 @@ local function of_squad(text, path)
   return files.list(rows, path)
 end
 
--- Returns the position after the JSON value that begins at a byte position, or nil if the value has no end.
+-- Returns the position after the JSON value that begins at byte `at`. Returns nil if the value has no end.
 local function value_end(text, at)
   local depth = 0
   repeat
@@ -187,7 +189,7 @@ local function value_end(text, at)
   return at
 end
 
--- Opens a JSON file that contains one list. It records where each item begins and ends. An item is decoded when it is
+-- Opens a JSON file that contains one list. Only the positions of the items are stored. An item is decoded when it is
 -- read.
 local function of_json(text, path)
   local function bad(at, why)
@@ -218,7 +220,7 @@ local READ = ".jsonl, .ndjson, .json, .txt, .csv, .tsv, each also with .gz"
 local UNREAD = { zst = "unpack it with zstd -d", zip = "unpack it with unzip", parquet = "write it as JSON lines",
   arrow = "write it as JSON lines" }
 
--- Returns the kind of a file according to its extension, or nil if the extension is not supported.
+-- Returns the kind of a file, which its extension determines. Returns nil if the extension is not supported.
 local function kind_of(path) return KINDS[path:gsub("%.gz$", ""):match "%.([^./]*)$" or ""] end
 
 local function opened(path, given)
@@ -251,15 +253,16 @@ end
 ---@return ps.data.Node
 function files.open(path, options)
   local node = opened(path, options)
-  -- The key for caches has the hash of the bytes that were opened, since another file can have their path by now.
+  -- The key for caches contains the hash of the bytes that were opened, because the path may now belong to another
+  -- file.
   function node.key()
     return ("%s %s %s"):format(kind_of(path), options.text or "line", bit.tohex(node.hash()))
   end
   return node
 end
 
---- Returns the files for a path: the file itself, the files of a folder with a known extension, or the files that match
---- a pattern.
+--- Returns the list of the files for a path. If the path is a folder, these are its files with a supported extension.
+--- If the path is a pattern, these are the files that match it. Otherwise it is the file itself.
 ---@param path string
 ---@return string[]
 function files.find(path)

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Recognises the form of examples by their fields, and converts rows to conversations. The forms have TRL's names. The
--- forms of Alpaca and ShareGPT are those of their data sets.
+-- Recognises the form of examples by their fields, and converts rows to conversations. The forms have the names that
+-- TRL uses. The forms "alpaca" and "sharegpt" are those of the data sets Alpaca and ShareGPT.
 local caller = require "ps.core.caller"
 local convert = require "ps.chat.convert"
 local json = require "ps.chat.json"
@@ -14,7 +14,7 @@ local formats = {}
 
 local IGNORED = require("ps.data.batch").IGNORED
 
--- Forms of rows, and the fields that a row of each form must have. The first form that matches is used.
+-- The forms of rows, and the fields that a row of each form must have. The first form that fits a row is used.
 local FORMS = {
   { "messages", "messages" },
   { "sharegpt", "conversations" },
@@ -31,7 +31,7 @@ local FORMS = {
 local NAMES = {}
 for _, form in ipairs(FORMS) do NAMES[form[1]] = true end
 
--- Returns the form that matches a row's fields, or nil if there is none.
+-- Returns the form of a row, or nil if no form fits. has(name) says whether the row has a field.
 local function form_of(has)
   for _, form in ipairs(FORMS) do
     local fits = true
@@ -47,23 +47,23 @@ local function checked(rows, call)
   return rows
 end
 
--- Returns a row of a table as template values. Keys keep the file's order if the file has one. `read` is the row, if it
--- was read already.
+-- Returns row i of a table as a template value. If the file has an order of keys, the keys are in this order. `read` is
+-- the row if it was read before.
 local function row_of(rows, i, read)
   local source = rows:json(i)
   if not source then return convert.value(read or rows[i], rows:place(i)) end
   local ok, row = pcall(json.decode, source)
   if not ok then
     local known = type(row) == "table"
-    local one_line = known and row.in_line and not source:find("\n", 1, true)     -- the place has the file's line
+    local one_line = known and row.in_line and not source:find("\n", 1, true)     -- the place already contains the line
     error(("%s: not JSON: %s"):format(rows:place(i), one_line and row.in_line or known and row.json or tostring(row)))
   end
   if getmetatable(row) ~= values.Dict then error(rows:place(i) .. ": each row must be a JSON object") end
   return row
 end
 
---- Raises an error if row i is JSON in which a key occurs twice. Only rows that spell one of the given keys twice are
---- decoded.
+--- Raises an error if row i is JSON in which one of the given keys occurs twice. A row is decoded only if its text
+--- contains such a key twice.
 ---@param rows ps.DataTable
 ---@param i integer
 ---@param keys string[]
@@ -79,7 +79,7 @@ function formats.check_keys(rows, i, keys)
   end
 end
 
--- Returns the names of a row's fields, for errors.
+-- Returns the names of the fields of a row, for errors.
 local function names_of(row)
   local names = {}
   for name, value in pairs(row) do names[#names + 1] = tostring(name) .. (value == null and " (null)" or "") end
@@ -87,10 +87,10 @@ local function names_of(row)
   return table.concat(names, ", ")
 end
 
---- Checks that row i has a known form.
+--- Returns row i and its form. Raises an error if the row has no known form.
 ---@param rows ps.DataTable
 ---@param i integer
----@param first? string the form of the first row, which the row must have
+---@param first? string form of the first row, which this row must have, too
 ---@return table row
 ---@return string form
 function formats.check(rows, i, first)
@@ -109,11 +109,11 @@ function formats.check(rows, i, first)
   return row, form
 end
 
---- Returns the form of a table's rows: "messages", "sharegpt", "preference", "unpaired preference", "prompt and
---- completion", "alpaca", "squad", "ids" or "text". All rows must have the same form. The error for a row of another
---- form contains its file and line.
+--- Returns the form of the rows of a table: "messages", "sharegpt", "preference", "unpaired preference", "prompt and
+--- completion", "alpaca", "squad", "ids" or "text". All rows must have the same form. If a row has another form, raises
+--- an error with the row's file and line.
 ---@param rows ps.DataTable
----@param options? {check?: integer} check: the number of rows to check, from the first row on (default: all rows)
+---@param options? {check?: integer} check: number of rows to check, starting at the first row (default: all rows)
 ---@return string
 function formats.recognise(rows, options)
   checked(rows, "ps.data.format")
@@ -139,8 +139,8 @@ local SHAREGPT = { system = "system", human = "user", user = "user", gpt = "assi
   chatgpt = "assistant", bing = "assistant", bard = "assistant", tool = "tool", observation = "tool",
   function_call = "assistant" }
 
--- Functions that convert a row to a conversation. get(name, kinds) returns a field whose value must be of one of the
--- kinds.
+-- Functions that convert a row to a conversation. They call get(name, kinds), which returns a field. It raises an error
+-- if the field's value is not of one of the given kinds.
 local CONVERSATIONS = {}
 
 function CONVERSATIONS.messages(get) return get("messages", "list") end
@@ -163,7 +163,7 @@ function CONVERSATIONS.sharegpt(get, fail)
   return values.list(messages)
 end
 
--- Appends a list of messages, or a text as a message with a role.
+-- Appends a part to a list of messages. The part is a list of messages, or the text of a message.
 local function append(messages, role, part)
   if text.is(part) then messages[#messages + 1] = message(role, part)
   else for _, one in ipairs(part) do messages[#messages + 1] = one end end
@@ -182,8 +182,8 @@ function CONVERSATIONS.alpaca(get)
   return values.list { message("user", asked), message("assistant", get("output", "str")) }
 end
 
--- Converts a SQuAD row: the user's message is the paragraph and the question, and the answer is the first correct
--- answer.
+-- Converts a SQuAD row. The message of the user is the paragraph and the question. The message of the assistant is the
+-- first correct answer.
 function CONVERSATIONS.squad(get, fail)
   local answers = get("answers", "dict list")
   if getmetatable(answers) == values.Dict then answers = values.get(answers, "text") or values.list {} end
@@ -193,7 +193,7 @@ function CONVERSATIONS.squad(get, fail)
     message("assistant", answer) }
 end
 
--- Checks that every message is an object with a role.
+-- Raises an error if a message is not an object with a role.
 local function check_messages(messages, fail)
   if #messages == 0 then fail "the conversation has no message" end
   for i, one in ipairs(messages) do
@@ -207,7 +207,7 @@ local function check_messages(messages, fail)
   end
 end
 
--- Returns the results of a call, or raises its error, after the row's place.
+-- Returns the results of a call. If the call failed, raises its error with the file and line of row i.
 local function at_place(rows, i, ok, ...)
   if ok then return ... end
   local problem, where = tostring((...)), caller.position()
@@ -215,31 +215,33 @@ local function at_place(rows, i, ok, ...)
   error(("%s: %s"):format(rows:place(i), problem))
 end
 
---- Calls fn(...), such as a chat template, for a row. If it fails, the error names the row's file and line.
+--- Calls fn(...) for row i and returns its results. If fn fails, the error contains the row's file and line.
 ---@param rows ps.DataTable
 ---@param i integer
 ---@param fn function
 ---@return any ... the results of fn
 function formats.of_row(rows, i, fn, ...) return at_place(rows, i, pcall(fn, ...)) end
 
---- Returns a row as a conversation, which is a list of messages for tokenizer:apply_chat_template. Rows in the forms
---- "messages", "sharegpt", "prompt and completion", "alpaca" and "squad" are conversations. Keys keep the file's order.
+--- Returns a row as a conversation, which is a list of messages for tokenizer:apply_chat_template. Rows of the forms
+--- "messages", "sharegpt", "prompt and completion", "alpaca" and "squad" are conversations. Keys have the order of the
+--- file.
 ---@param rows ps.DataTable
----@param i integer the row, from 1
----@param form? string a result of ps.data.format (default: the form of the row)
+---@param i integer number of the row, which counts from 1
+---@param form? string form of the row, as returned by ps.data.format (default: determined by the row's fields)
 ---@return table messages
----@return table? tools the row's field `tools`
+---@return table? tools the field `tools` of the row
 function formats.conversation(rows, i, form)
   checked(rows, "ps.data.conversation")
   if form ~= nil then caller.one_of(form, NAMES, "ps.data.conversation: the form") end
   return formats.conversation_of(rows, i, form)
 end
 
---- Like formats.conversation, for a row that was read before, so that functions of `map` run once for a row.
+--- Like formats.conversation, but for a row that was read before. This way the functions of `map` are called only once
+--- for a row.
 ---@param rows ps.DataTable
 ---@param i integer
 ---@param form? string
----@param read? table the row, a result of rows[i]
+---@param read? table the row, as returned by rows[i]
 ---@return table messages
 ---@return table? tools
 function formats.conversation_of(rows, i, form, read)
@@ -275,7 +277,7 @@ function formats.conversation_of(rows, i, form, read)
   return messages, tools
 end
 
--- Returns a row's field as a list of whole numbers, or nil if the row does not have it.
+-- Returns a field of a row as a list of whole numbers, or nil if the row does not have the field.
 local function whole_numbers(row, name, fail)
   local list = row[name]
   if list == nil or list == null then return nil end
@@ -288,17 +290,17 @@ local function whole_numbers(row, name, fail)
   return list
 end
 
---- Returns the ids and labels of a row in the form "ids". A label is a token id, or -100 for an id that is not trained.
+--- Returns the ids and the labels of a row of the form "ids". A label is a token id, or -100 if the id is not trained.
 ---@param rows ps.DataTable
----@param i integer the row, from 1
----@param vocab_size? integer all ids must be smaller
+---@param i integer number of the row, which counts from 1
+---@param vocab_size? integer all ids must be less than this
 ---@return integer[] input_ids
----@return integer[]? labels one label per id, or nil if the row has none
+---@return integer[]? labels one label per id, or nil if the row has no labels
 function formats.ids(rows, i, vocab_size)
   return formats.ids_of(rows, i, checked(rows, "ps.data.ids")[i], vocab_size)
 end
 
---- Like formats.ids, for a row that was read before.
+--- Like formats.ids, but for a row that was read before.
 ---@param rows ps.DataTable
 ---@param i integer
 ---@param row table
@@ -325,12 +327,12 @@ function formats.ids_of(rows, i, row, vocab_size)
   return ids, labels
 end
 
---- Returns the messages of a row that precede the assistant's last turn, as a prompt for the model.
+--- Returns the messages of a row before the last turn of the assistant. They are a prompt for the model.
 ---@param rows ps.DataTable
----@param i integer the row, from 1
----@param form? string a result of ps.data.format (default: the form of the row)
+---@param i integer number of the row, which counts from 1
+---@param form? string form of the row, as returned by ps.data.format (default: determined by the row's fields)
 ---@return table messages
----@return table? tools the row's field `tools`
+---@return table? tools the field `tools` of the row
 function formats.prompt(rows, i, form)
   local messages, tools = formats.conversation(rows, i, form)
   for k = #messages, 1, -1 do

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Token shards (memory-mapped), text to shards, the shuffling loader, and the sequential reader for evaluation. A
--- loader reads shards in C, or a list of texts (text_rows.lua).
+-- Token shards, which are mapped into memory; writing texts to shards; the loader, which shuffles; and a reader that
+-- reads windows in order, for evaluation. A loader reads shards in C. A loader of texts is in text_rows.lua.
 local create = require "ps.tensor.create"
 local devices = require "ps.core.devices"
 local native = require "ps.core.ffi"
@@ -39,10 +39,11 @@ end
 
 local TOKENS = { width = "whole" }
 
---- Maps a token file. llm.c's header contains the token width; for files without this header, `width` is the number of
---- bytes per token. A .bin file without header and width is an error. Any other file is text with one token per byte.
+--- Maps a token file. If the file has the header of llm.c, the header contains the number of bytes per token. If it has
+--- no header, `width` is the number of bytes per token. A .bin file without a header and without `width` is an error.
+--- Any other file is text, and each byte is a token.
 ---@param path string
----@param options? {width?: 1|2|4} bytes per token
+---@param options? {width?: 1|2|4} width: number of bytes per token
 ---@return ps.Tokens
 function data.tokens(path, options)
   caller.typed(path, "string", "ps.data.tokens: the path")
@@ -57,7 +58,7 @@ end
 ---@return integer
 function Tokens:count() return tonumber(C.ps_tokens_count(self.handle)) end
 
---- Copies n tokens, beginning at token `first` (from 0), to an int32 buffer.
+--- Copies n tokens to an int32 buffer, starting at token `first`, which counts from 0.
 ---@param first integer
 ---@param n integer
 ---@return ffi.cdata* ids int32_t[n]
@@ -77,7 +78,7 @@ local function write_shard(path, width, fill)
   local writer = ffi.gc(out[0], C.ps_tokw_free)
   local ok, problem = pcall(fill, writer)
   if ok then ok, problem = pcall(check, C.ps_tokw_commit(writer)) end
-  C.ps_tokw_free(ffi.gc(writer, nil))                      -- frees the writer now, which removes the temporary file
+  C.ps_tokw_free(ffi.gc(writer, nil))                      -- free it now, because this removes the temporary file
   if not ok then error(problem, 0) end
 end
 
@@ -85,8 +86,9 @@ local WRITTEN = { width = "whole", n = "whole" }
 
 --- Writes token ids to a shard with llm.c's header.
 ---@param path string
----@param ids integer[]|ffi.cdata* a Lua list, or an int32 buffer with `n`
----@param options? {width?: 2|4, n?: integer} width: bytes per token (default 2)
+---@param ids integer[]|ffi.cdata* a Lua list, or an int32 buffer (n must then be given)
+---@param options? {width?: 2|4, n?: integer} width: number of bytes per token (default 2). n: number of ids in a
+--- buffer.
 function data.write_tokens(path, ids, options)
   options = caller.options(options, "ps.data.write_tokens", WRITTEN)
   caller.typed(path, "string", "ps.data.write_tokens: the path")
@@ -124,7 +126,7 @@ function data.encode_text(text, shard_path, tokenizer)
   write_shard(shard_path, width, function(writer) append(writer, tokenizer, text) end)
 end
 
--- Raises an error for a file that gzip compressed, whose bytes are no text.
+-- Raises an error if a file was compressed by gzip, because its bytes are not text.
 local function check_text(path)
   local file, why = io.open(path, "rb")
   if not file then error("cannot open the text file: " .. why) end
@@ -136,7 +138,7 @@ local function check_text(path)
   end
 end
 
---- Writes the tokens of a text file to a shard. The text is split at line ends, so the file can have any size.
+--- Writes the tokens of a text file to a shard. The file may have any size, because its text is split at line ends.
 ---@param text_path string
 ---@param shard_path string
 ---@param tokenizer ps.Tokenizer
@@ -146,7 +148,7 @@ function data.encode_file(text_path, shard_path, tokenizer)
   caller.typed(tokenizer, "table", "ps.data.encode_file: the tokenizer")
   check_text(text_path)
   local width = tokenizer.vocab_size > 65536 and 4 or 2
-  if tokenizer.encode_file then                            -- the tokenizer decides where a text can be split
+  if tokenizer.encode_file then                            -- the tokenizer decides where the text is split
     write_shard(shard_path, width, function(writer)
       tokenizer:encode_file(text_path, function(ids, n) check(C.ps_tokw_append(writer, ids, n)) end)
     end)
@@ -165,7 +167,8 @@ function data.encode_file(text_path, shard_path, tokenizer)
   if not ok then error(problem, 0) end
 end
 
--- Returns the shards of options.shards (paths or ps.Tokens) or options.file as a list of ps.Tokens.
+-- Returns a list of ps.Tokens. They are the shards in options.shards, each a path or a ps.Tokens, or the file
+-- options.file.
 local function shards_of(options)
   local given = options.shards or { options.file }
   if type(given) ~= "table" or getmetatable(given) == Tokens then given = { given } end
@@ -178,8 +181,8 @@ local function shards_of(options)
   return shards
 end
 
--- Returns the half-open range of tokens to use, given by first and last or by split = { from, to } as fractions of all
--- tokens.
+-- Returns the half-open range of tokens to use. The options give it by first and last, or by split = { from, to } as
+-- fractions of all tokens.
 local function range_of(options, shards)
   local total = 0
   for _, shard in ipairs(shards) do total = total + shard:count() end
@@ -196,7 +199,7 @@ local function batch_tensor(ids, rows, seq, device)
   return tensor
 end
 
--- Returns the next batch of texts, or nil at the end of an epoch. The next call begins the next epoch.
+-- Returns the next batch of texts. Returns nil at the end of an epoch. The call after that begins the next epoch.
 local function give_rows(self)
   return text_rows.next(self, random.state())
 end
@@ -205,12 +208,12 @@ local function give(self, x, y, rows, seq)
   return batch_tensor(x, rows, seq, self.device), batch_tensor(y, rows, seq, self.device)
 end
 
--- For each group of ranks, the first loader that has returned a batch and whose rank is that of the group.
+-- By group of all ranks: the first loader that returned a batch and that uses the ranks of the mesh.
 local read_by = setmetatable({}, { __mode = "k" })
 local SAMPLE = 1024                      -- number of tokens compared at the beginning and at the end of a shard
 
---- Returns a text that must be equal on all ranks. It describes the loader's tokens, the range's beginning and the
---- order. Returns nil before a loader that uses the mesh's ranks has returned a batch.
+--- Returns a text that must be equal on all ranks. It describes the tokens of the loader, the beginning of its range,
+--- and the order. Returns nil if no loader that uses the ranks of the mesh has returned a batch.
 ---@param group ps.Group the group of all ranks
 ---@return string?
 function data.read_by(group)
@@ -240,13 +243,13 @@ function data.read_by(group)
 end
 
 ---@class ps.Loader
----@field batch integer number of rows that this rank gets
----@field rank integer this rank, from 0
+---@field batch integer number of rows of a batch on this rank
+---@field rank integer this rank, which counts from 0
 ---@field world_size integer
----@field global_batch integer number of rows on all ranks: batch * world_size
+---@field global_batch integer number of rows of a batch on all ranks together: batch * world_size
 ---@field seq integer
----@field batches integer number of full batches per epoch, equal on all ranks; `#loader` is 0, since LuaJIT does not
---- call __len for tables
+---@field batches integer number of full batches per epoch, equal on all ranks. `#loader` is 0, because LuaJIT does not
+--- call __len for tables.
 local Loader = require("ps.core.foreign").stand({}, "loader")
 Loader.__index = Loader
 function Loader:__tostring()
@@ -264,7 +267,8 @@ function Loader:__tostring()
     at.batch, at.epoch)
 end
 
--- The class of loaders with stream = true. Some of their fields exist after all rows are tokenized.
+-- The class of loaders with stream = true. Reading one of these fields tokenizes the remaining rows first, because only
+-- all rows determine the field.
 local OF_ALL = { batches = true, texts = true }
 local Streaming = { __tostring = Loader.__tostring, __call = function(self) return Loader.__call(self) end }
 function Streaming.__index(self, key)
@@ -272,7 +276,7 @@ function Streaming.__index(self, key)
   return OF_ALL[key] and rawget(self, key) or Loader[key]
 end
 
--- Options that both loaders and windows accept.
+-- Options of loaders and of windows.
 local SOURCE = { shards = "string|table", file = "string|table", width = "whole", batch = "whole", seq = "whole",
   first = "whole", last = "whole", split = "table", device = "string" }
 
@@ -285,13 +289,13 @@ local LOADER = and_also { shuffle = "boolean", seed = "whole", vocab = "whole", 
   drop_last = "boolean", too_long = "string", train_on = "string|function", date = "string", packing = "boolean",
   group_by_length = "boolean", pad_to_multiple_of = "whole", window = "whole", accumulate = "whole",
   loss_weights = "string", cache = "boolean|string", stream = "boolean" }
--- Options that only loaders of texts accept, and those that only loaders of tables accept.
+-- Options that are only for loaders of texts and of tables (OF_TEXTS), and options that are only for loaders of tables.
 local OF_TEXTS = { "tokenizer", "padding", "drop_last", "too_long", "packing", "group_by_length", "pad_to_multiple_of",
   "window", "accumulate" }
 local OF_TABLES = { "train_on", "date", "loss_weights", "cache", "stream" }
 local WINDOWS = and_also { limit = "whole" }
 
--- Returns an option that must fit into an int32 in C.
+-- Returns an option. C stores it as int32, so its magnitude must be less than 2^31.
 local function small(options, name, default)
   local value = options[name]
   if value == nil then return default end
@@ -301,32 +305,38 @@ local function small(options, name, default)
   return value
 end
 
---- Returns a loader of batches x [batch, seq] and the following tokens y [batch, seq], which a background thread
---- prepares in advance. With several ranks, `batch` is the number of rows per rank. Together the ranks get the batches
---- that one process would get with batch * world_size. Rank r gets the rows from r * batch on. Ranks that share a
---- model's stages or layers get the same rows. For texts, a batch is one table { input_ids, attention_mask, labels },
---- int32 [batch, tokens], for models with named inputs. Each text becomes a row with the tokenizer's special tokens. A
---- text of more than seq tokens is truncated at the end, and `tostring(loader)` contains the number of truncated texts.
---- Rows are padded at the end with the tokenizer's pad token (or else its end token, or else 0) and with labels of
---- -100. A table of examples (ps.data.table) produces the same kind of batches. The tokenizer's chat template converts
---- conversations to ids, and tokens that the model must not produce have the label -100.
+--- Returns a loader of batches. A batch is x [batch, seq] and y [batch, seq]. y contains the token after each token of
+--- x. A background thread prepares batches in advance.
+---
+--- If there are several ranks, `batch` is the number of rows per rank. Together the ranks get the same batches as one
+--- process with batches of batch * world_size rows. Rank r gets `batch` of these rows, starting at row r * batch. Ranks
+--- that hold different stages or layers of one copy of the model get the same rows.
+---
+--- For texts, a batch is one table { input_ids, attention_mask, labels } of int32 tensors [batch, tokens], for models
+--- with named inputs. Each text becomes a row, with the special tokens of the tokenizer. A text of more than seq tokens
+--- is truncated at its end. `tostring(loader)` contains the number of truncated texts. Rows are padded at their end with
+--- the tokenizer's pad token, or with its end token if it has no pad token, or with 0. The label of padding is -100.
+---
+--- For a table of examples (ps.data.table), batches are of the same kind. The chat template of the tokenizer converts
+--- conversations to ids. Tokens that the model must not produce have the label -100.
 ---@param options {shards?: (string|ps.Tokens)[], file?: string, width?: integer, batch: integer, seq: integer, first?:
 --- integer, last?: integer, split?: number[], shuffle?: boolean, seed?: integer, vocab?: integer, ahead?: integer,
 --- rank?: integer, world_size?: integer, device?: string, texts?: string[], tokenizer?: ps.Tokenizer, padding?:
 --- "longest"|"max_length", drop_last?: boolean, table?: ps.DataTable, too_long?: "right"|"left"|"drop"|"error",
 --- train_on?: string|fun(i: integer, role: string): boolean, date?: string, packing?: boolean, group_by_length?:
 --- boolean, pad_to_multiple_of?: integer, window?: integer, accumulate?: integer, loss_weights?: string, cache?:
---- boolean|string, stream?: boolean} shuffle: whether the order is random (default true). split: { 0, 0.9 } uses the
---- first nine tenths. vocab: the vocabulary size; larger ids are errors. ahead: the number of batches prepared in
---- advance (default 2). rank and world_size: default to the ranks along dp of ps.init_distributed, or else to one
---- process. device: the device of the tensors; an engine accepts any device. texts: a list of texts in place of shards;
---- it needs a tokenizer. padding: pads to the longest row of the batch (default), or to seq. drop_last: skips a last
---- batch that is not full (default true for texts and false for a table). With false, the last batch of texts is
---- smaller, and the last batch of a table is filled with rows of weight 0. table: a table of examples in place of
---- texts. too_long: the treatment of examples of more than seq tokens (default "right", which removes the last tokens
---- and skips an example without a trained token). train_on and date: as in tokenizer:apply_chat_template (default
---- "assistant"). stream: whether rows are tokenized in the first epoch, ahead of the batches that need them, and not
---- all before the first batch (default false). docs/data.md describes the other options.
+--- boolean|string, stream?: boolean} shuffle: whether the order is random (default true). split: { 0, 0.9 } selects the
+--- first nine tenths of the tokens. vocab: size of the vocabulary; a larger id is an error. ahead: number of batches
+--- that are prepared in advance (default 2). rank and world_size: default to the rank and size of the axis dp of
+--- ps.init_distributed, or to one process. device: device of the tensors; an engine accepts any device. texts: a list
+--- of texts, instead of shards; a tokenizer is needed, too. padding: rows are padded to the longest row of the batch
+--- (default) or to seq. drop_last: whether an incomplete last batch is skipped (default true for texts and false for a
+--- table). If it is false, the last batch of texts is smaller, and the last batch of a table is filled with rows of
+--- weight 0. table: a table of examples, instead of texts. too_long: what happens to an example of more than seq tokens
+--- (default "right": the last tokens are removed, and the example is skipped if no trained token remains). train_on and
+--- date: as in tokenizer:apply_chat_template (train_on is "assistant" by default). stream: whether rows are tokenized
+--- during the first epoch, ahead of the batches that need them, instead of before the first batch (default false).
+--- docs/data.md describes the other options.
 ---@return ps.Loader
 function data.loader(options)
   options = caller.options(options, "ps.data.loader", LOADER)
@@ -381,7 +391,7 @@ function data.loader(options)
   return setmetatable(self, Loader)
 end
 
--- Returns the next batch, or nothing at the end of an epoch.
+-- Returns the next batch. Returns nil at the end of an epoch.
 local function turn(self)
   if self.of_mesh and mesh.is_open() and mesh.group "dp" ~= self.group then
     error("the loader was made before the processes joined a group or were divided into stages, and would read " ..
@@ -405,43 +415,44 @@ local function turn(self)
   return give(self, self.x, self.y, self.batch, self.seq)
 end
 
---- Returns the next batch. After the last batch of an epoch, the next epoch begins.
----@return ps.Tensor|table x int32 [batch, seq], or the whole batch for texts
----@return ps.Tensor? y int32 [batch, seq], for each token of x, the token that follows it
+--- Returns the next batch. After the last batch of an epoch it returns the first batch of the next epoch.
+---@return ps.Tensor|table x int32 [batch, seq]; for texts, the whole batch
+---@return ps.Tensor? y int32 [batch, seq], the token after each token of x
 function Loader:next()
   local x, y = turn(self)
   if x == nil then x, y = turn(self) end
   return x, y
 end
 
---- `for batch in loader do` iterates over the remaining batches of the current epoch as tables {x, y}, which an
---- engine's model accepts directly.
----@return ps.Tensor[]|table? batch The batch, or nil at the end of the epoch.
+--- `for batch in loader do` iterates over the remaining batches of the current epoch. Each batch is a table {x, y},
+--- which the model of an engine accepts as its argument.
+---@return ps.Tensor[]|table? batch nil at the end of the epoch
 function Loader:__call()
   local x, y = turn(self)
   if x ~= nil then return self.rows and x or { x, y } end
 end
 
 --- `for x, y in loader:epoch() do` iterates over the remaining batches of the current epoch.
----@return fun(): ps.Tensor|table?, ps.Tensor? x and y, both int32 [batch, seq], or the whole batch for texts
+---@return fun(): ps.Tensor|table?, ps.Tensor? x and y, both int32 [batch, seq]; for texts, the whole batch
 function Loader:epoch()
   return function() return turn(self) end
 end
 
---- Returns the number of batches per epoch, which is also `loader.batches`.
+--- Returns the number of batches per epoch. `loader.batches` is the same number.
 ---@return integer
 function Loader:size() return self.batches end
 
---- Returns the position of the next batch. `batch` counts the batches of all ranks together, from 0 in each epoch.
----@return {epoch: integer, batch: integer, window?: integer, row?: integer} A loader of texts or of a table also
---- returns window and row, which determine its position.
+--- Returns the position of the next batch. `batch` is the number of batches of all ranks together since the begin of
+--- the epoch.
+---@return {epoch: integer, batch: integer, window?: integer, row?: integer} a loader of texts or of a table also
+--- returns window and row, which are its exact position
 function Loader:position()
   if self.rows then return text_rows.position(self) end
   check(C.ps_loader_get_position(self.handle, self.at))
   return { epoch = tonumber(self.at.epoch), batch = tonumber(self.at.batch) }
 end
 
---- Continues at a position that Loader:position returned.
+--- Makes the loader continue at a position that Loader:position returned.
 ---@param position {epoch: integer, batch?: integer, window?: integer, row?: integer}
 function Loader:seek(position)
   caller.typed(position, "table", "loader:seek: the position")
@@ -456,13 +467,13 @@ function Loader:seek(position)
   check(C.ps_loader_set_position(self.handle, at))
 end
 
--- Fields that must be equal for a position to refer to the same samples.
+-- Fields that must be equal. Otherwise a position refers to other samples.
 local IDENTITY = { "seq", "shuffle", "seed", "first", "last", "texts", "drop_last", "window", "packing",
   "group_by_length", "too_long", "mixture" }
 
---- Returns the position of all ranks, which is equal on every rank. Any number of ranks can resume from it (see
+--- Returns the position of all ranks together. It is equal on all ranks. Any number of ranks can resume from it (see
 --- load_state_dict).
----@return table state `batch` is the global batch
+---@return table state its field `batch` is the number of rows of a batch on all ranks
 function Loader:state_dict()
   local state = { position = self:position(), batch = self.global_batch, batches = self.batches }
   for _, key in ipairs(IDENTITY) do state[key] = self[key] end
@@ -470,16 +481,16 @@ function Loader:state_dict()
   return state
 end
 
--- Converts a saved position to batches of this loader. A position at the end of an epoch stays at the end of the epoch.
--- Within an epoch, the samples used so far must be a whole number of this loader's batches, since otherwise some
--- samples would be repeated or skipped.
+-- Converts a saved position to a position of this loader, which may have another batch size. The end of an epoch
+-- remains the end of the epoch. Within an epoch, the number of used samples must be a multiple of this loader's batch
+-- size. Otherwise some samples would be repeated or skipped.
 local function position_here(self, state)
   local at, here = state.position, self.global_batch
   if type(at) ~= "table" or type(state.batch) ~= "number" or not tonumber(at.epoch)
     or not tonumber(at.batch or at.window) then
     error("this is not the state of a loader: its position or batch is missing")
   end
-  if at.window ~= nil then return at end  -- the position is a row and does not depend on the batch size
+  if at.window ~= nil then return at end  -- the position is a row, which does not depend on the batch size
   if state.batch == here then return at end
   if at.batch == state.batches then return { epoch = at.epoch, batch = self.batches } end
   local given = at.batch * state.batch
@@ -494,9 +505,9 @@ local function position_here(self, state)
   return { epoch = at.epoch, batch = given / here }
 end
 
---- Continues at the position of a saved loader. The number of ranks can differ. The global batch (batch * world_size)
---- can differ at the end of an epoch, or if it divides the number of samples used so far. Otherwise a difference is an
---- error.
+--- Makes the loader continue at the position of a saved loader. The number of ranks may differ. The global batch
+--- (batch * world_size) may differ if the position is the end of an epoch, or if the global batch divides the number of
+--- samples used in the epoch. Any other difference is an error.
 ---@param state table
 function Loader:load_state_dict(state)
   caller.typed(state, "table", "the saved state of a loader")
@@ -510,11 +521,11 @@ function Loader:load_state_dict(state)
   self:seek(position_here(self, state))
 end
 
---- `for x, y in ps.data.windows { file =, batch =, seq = } do` iterates over all windows of `seq` tokens once, in
---- order, for evaluation. The last batch can have fewer rows.
+--- `for x, y in ps.data.windows { file =, batch =, seq = } do` iterates once over all windows of `seq` tokens, in
+--- order, for evaluation. The last batch may have fewer rows.
 ---@param options {shards?: (string|ps.Tokens)[], file?: string, width?: integer, batch: integer, seq: integer, first?:
---- integer, last?: integer, split?: number[], limit?: integer, device?: string} limit: the largest number of windows,
---- which are spread evenly over the range
+--- integer, last?: integer, split?: number[], limit?: integer, device?: string} limit: maximum number of windows, which
+--- are spread evenly over the range
 ---@return fun(): ps.Tensor?, ps.Tensor? x and y, both int32 [rows, seq]
 function data.windows(options)
   options = caller.options(options, "ps.data.windows", WINDOWS)

@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Makes a loader from a Lua iterator: ps.data.iterate(make). make(epoch) returns an iterator over the batches of an
--- epoch. The loader counts the batches that it has returned, so that its position can be saved. Loading a position
--- makes the iterator of that epoch and drops the batches before the position.
+-- Makes a loader from Lua iterators: ps.data.iterate(make). make(epoch) returns an iterator over the batches of an
+-- epoch. The loader counts the batches that it has returned, so that its position can be saved. When a position is
+-- loaded, the loader makes the iterator of that epoch and skips the batches before the position.
 local caller = require "ps.core.caller"
 local scope = require "ps.core.scope"
 local error = caller.error
@@ -9,19 +9,19 @@ local error = caller.error
 local iterator = {}
 
 ---@class ps.data.Iterated a loader over a Lua iterator
----@field at {epoch: integer, batch: integer} the position of the next batch, both numbers from 0
+---@field at {epoch: integer, batch: integer} position of the next batch; both numbers count from 0
 local Iterated = {}
 Iterated.__index = Iterated
 
 local OPTIONS = { seeks = "boolean" }
 local CALL = "ps.data.iterate"
 
---- Returns a loader whose batches come from a Lua iterator, for loops and for ps.train.run. Each rank has its own
---- iterator, which must return this rank's rows.
----@param make fun(epoch: integer, from: integer): fun(): any returns an iterator over the batches of an epoch, counted
---- from 0. A batch is a table of named tensors, or x, y. The same epoch must produce the same batches
----@param options? {seeks?: boolean} seeks: if true, the iterator begins at batch `from`, which is above 0 after a
---- position was loaded. Otherwise the iterator begins at batch 0, and the loader skips the batches before the position.
+--- Returns a loader whose batches are made by a Lua iterator. It is for loops and for ps.train.run. Each rank has an
+--- iterator of its own, which must return the rows of this rank.
+---@param make fun(epoch: integer, from: integer): fun(): any returns an iterator over the batches of an epoch; epochs
+--- count from 0. A batch is a table of named tensors, or x, y. An epoch must always have the same batches.
+---@param options? {seeks?: boolean} seeks = true: the iterator begins at batch `from`. This is above 0 after a position
+--- was loaded. seeks = false: the iterator begins at batch 0, and the loader skips the batches before the position.
 ---@return ps.data.Iterated
 function iterator.of(make, options)
   options = caller.options(options, CALL, OPTIONS)
@@ -29,7 +29,7 @@ function iterator.of(make, options)
   return setmetatable({ make = make, seeks = options.seeks == true, at = { epoch = 0, batch = 0 } }, Iterated)
 end
 
--- Raises an error for a batch that is not a table with tensors and does not begin with a tensor.
+-- Raises an error if a batch neither begins with a tensor nor is a table that contains tensors.
 local function check(self, batch)
   if scope.is_tensor(batch) then return end
   local found = false
@@ -39,7 +39,7 @@ local function check(self, batch)
     self.at.epoch, type(batch) == "table" and "a table without tensors" or "a " .. type(batch)))
 end
 
--- Returns the iterator of the current epoch, positioned at the current batch.
+-- Returns the iterator of the current epoch. Its next batch is the current batch.
 local function opened(self)
   local at = self.at
   local turn = self.make(at.epoch, self.seeks and at.batch or 0)
@@ -66,7 +66,7 @@ local function given(self, batch, ...)
   return batch, ...
 end
 
--- Returns the next batch of the epoch, or nil at its end.
+-- Returns the next batch of the epoch, or nil at the end of the epoch.
 local function step(self)
   self.turn = self.turn or opened(self)
   return given(self, self.turn())
@@ -84,7 +84,7 @@ local function or_next_epoch(self, batch, ...)
   return first_of_epoch(self, step(self))
 end
 
---- Returns the next batch. After the last batch of an epoch, the next epoch begins.
+--- Returns the next batch. After the last batch of an epoch it returns the first batch of the next epoch.
 ---@return any ... a table of named tensors, or x, y
 function Iterated:next() return or_next_epoch(self, step(self)) end
 
@@ -92,11 +92,11 @@ function Iterated:next() return or_next_epoch(self, step(self)) end
 ---@return fun(): any
 function Iterated:epoch() return function() return step(self) end end
 
---- Returns the position of the next batch, both numbers from 0.
+--- Returns the position of the next batch. Both numbers count from 0.
 ---@return {epoch: integer, batch: integer}
 function Iterated:state_dict() return { epoch = self.at.epoch, batch = self.at.batch } end
 
---- Continues at a position that state_dict returned.
+--- Makes the loader continue at a position that state_dict returned.
 ---@param state {epoch: integer, batch: integer}
 function Iterated:load_state_dict(state)
   caller.typed(state, "table", CALL .. ": the position")

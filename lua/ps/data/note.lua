@@ -1,9 +1,9 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Notes about data. All ranks read all rows, so their notes are equal, and only rank 0 prints them.
+-- Prints notes about data. All ranks read all rows, so they have the same notes. Therefore only rank 0 prints them.
 local mesh = require "ps.dist.mesh"
 
---- Prints a note on standard error, on rank 0.
----@param text string a line
+--- On rank 0, prints a note to standard error.
+---@param text string a line, with its line end
 return function(text)
   local env = mesh.env()
   if not env or env.rank == 0 then io.stderr:write(text) end

@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Permutations that are computed, not stored: a Feistel network over the smallest even number of bits that holds n,
--- and a value of n or more is permuted again until it is below n (cycle walking; Black and Rogaway, "Ciphers with
--- arbitrary finite domains", 2002).
+-- Permutations that are computed and not stored. A Feistel network permutes the numbers that fit into 2 * k bits, where
+-- k is the smallest number with 4^k >= n. A result of n or more is permuted again until it is less than n. This method
+-- is called cycle walking (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002).
 local native = require "ps.core.ffi"
 local array = require "ps.core.array"
 local bit = require "bit"
@@ -12,7 +12,7 @@ local permutation = {}
 
 local ROUNDS = 6
 
---- Returns a function that maps i, from 1 to n, to its position in an order that depends only on n and the seed.
+--- Returns a function that maps i, from 1 to n, to its position in an order. The order depends only on n and the seed.
 ---@param n integer
 ---@param seed integer
 ---@return fun(i: integer): integer

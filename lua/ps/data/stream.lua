@@ -1,7 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- The first epoch of a loader that tokenizes while it trains. Before each batch, Lua reads the rows that later batches
--- need and runs their template; threads encode the texts during the step (src/data/encode.c). Rows of the epoch grow as
--- their examples arrive (src/data/rows.c), and batches are those of a loader that tokenizes before the first step.
+-- need and renders their templates. Threads encode the texts during the step (src/data/encode.c). The rows of the epoch
+-- grow when new examples are complete (src/data/rows.c). The batches are the same as those of a loader that tokenizes
+-- before the first step.
 local native = require "ps.core.ffi"
 local ffi = require "ffi"
 local array = require "ps.core.array"
@@ -11,21 +12,21 @@ local byte_array = array "uint8_t"
 
 ---@class ps.Stream
 ---@field handle ffi.cdata* ps_rows of the first epoch
----@field places integer number of examples in the first epoch, with those that will be left out
+---@field places integer number of examples in the first epoch, including those that will be left out
 ---@field info ffi.cdata* ps_rows_info
 ---@field private source ps.ExampleSource
----@field private put integer number of places of the order whose examples were put
----@field private problem? any error of the next example in the order
+---@field private put integer number of examples that were put, in the order of the epoch
+---@field private problem? any error of the next example in the order of the epoch
 local Stream = {}
 Stream.__index = Stream
 
 local stream = {}
 
---- Begins the rows of the first epoch.
+--- Begins to make the rows of the first epoch.
 ---@param source ps.ExampleSource its examples are scattered
 ---@param config ffi.cdata* ps_rows_config
----@param pace {batch: integer, lead: integer, window: integer} batch: rows of a batch on all ranks. lead: number of
---- rows to prepare in advance. window: number of examples that are packed or grouped together, or 0
+---@param pace {batch: integer, lead: integer, window: integer} batch: number of rows of a batch on all ranks. lead:
+--- number of rows to prepare in advance. window: number of examples that are packed or grouped together, or 0.
 ---@param refuse fun(handle: ffi.cdata*, failed: integer) raises the error of an example that is too long
 ---@return ps.Stream
 function stream.new(source, config, pace, refuse)
@@ -38,12 +39,12 @@ function stream.new(source, config, pace, refuse)
   return self
 end
 
--- Keeps the first error. The callers report errors in the order of the examples.
+-- Stores an error if none was stored before. The callers report errors in the order of the examples.
 function Stream:fail(problem)
   if self.problem == nil then self.problem = problem end
 end
 
--- Adds the rows whose examples are there.
+-- Adds the rows of the examples that are encoded.
 function Stream:grow()
   local ok, problem, _ = pcall(check, C.ps_rows_grow(self.handle, self.info))
   if ok then return end
@@ -51,7 +52,7 @@ function Stream:grow()
   self:fail(problem)
 end
 
--- Puts example i, unless it was put. Returns false if it fails.
+-- Puts example i if it was not put before. Returns false if this fails.
 function Stream:add(i)
   if self.there[i] ~= 0 then return true end
   local ok, problem = xpcall(self.source.add, scope.trace, i + 1)
@@ -59,12 +60,13 @@ function Stream:add(i)
     self.there[i] = 1
     return true
   end
-  self:drain(true)                                         -- an earlier example's error comes first
+  self:drain(true)                                         -- the error of an earlier example is reported first
   self:fail(problem)
   return false
 end
 
--- Puts the examples of the order up to place `last`. An error is kept until a batch needs the example.
+-- Puts the examples of the epoch up to the one at place `last` in the order. If one fails, its error is stored until a
+-- batch needs the example.
 function Stream:feed(last)
   last = math.min(last, self.places)
   while self.put < last and self.problem == nil do
@@ -75,14 +77,15 @@ function Stream:feed(last)
   end
 end
 
--- Stores the examples that are encoded; with `wait`, all that were put.
+-- Stores the examples whose texts were encoded. If `wait` is true, waits until all examples that were put are encoded.
 function Stream:drain(wait)
   local ok, problem = pcall(self.source.drain, self.source, wait)
-  self:grow()                                              -- an example before the failed one may be too long
+  self:grow()                                              -- an example before the one that failed may be too long
   if not ok then self:fail(problem) end
 end
 
--- Returns the place of the order up to which examples are needed for the next window, or for `lead` rows.
+-- Returns up to which place of the order examples are needed. They are needed for the next window or, without windows,
+-- for `lead` rows after `row`.
 function Stream:due(row)
   local info, pace = self.info, self.pace
   local taken = tonumber(info.taken)
@@ -90,9 +93,9 @@ function Stream:due(row)
   return taken + math.max(1, row + pace.lead - tonumber(info.rows))
 end
 
---- Puts a part of the examples that batches after this one need. The parts of a window are equal, so that its examples
---- are there when the batches reach it.
----@param row integer first row of the next batch
+--- Puts some of the examples that later batches need. If there are windows, the examples of a window are put in equal
+--- parts, one part before each batch. This way they are complete when the batches reach the window.
+---@param row integer index of the next batch's first row
 function Stream:ahead(row)
   if self.problem ~= nil then return end
   self:drain(false)
@@ -104,7 +107,8 @@ function Stream:ahead(row)
   self:feed(due)
 end
 
---- Adds rows that the batch at `row` needs, and waits for them. Raises the error of the next example, if it has one.
+--- Adds rows that the batch at `row` needs, and waits until they are complete. If the next example has an error, raises
+--- that error.
 ---@param row integer
 ---@return boolean more false if the rows are complete
 function Stream:more(row)
@@ -116,13 +120,13 @@ function Stream:more(row)
   return true
 end
 
---- Puts all examples, and returns them in the order of the table. The rows of the first epoch are then complete.
+--- Puts all examples, and returns them in the order of the table. After this the rows of the first epoch are complete.
 ---@return ps.Examples
 function Stream:finish()
   self:feed(math.huge)
   self:drain(true)
   if self.info.taken < self.info.places then error(self.problem, 0) end
-  for i = 0, self.source.count - 1 do                      -- a mixture may leave examples out of the first epoch
+  for i = 0, self.source.count - 1 do                      -- a mixture may have left examples out of the first epoch
     if not self:add(i) then break end
   end
   self:drain(true)

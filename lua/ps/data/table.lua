@@ -1,6 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Tables of examples: files (files.lua), or lists of a script, read row by row. A table is a small cdata, so that #
--- counts its rows; a view of another one computes a row when the row is read.
+-- Tables of examples. Their rows are in files (files.lua) or in lists of a script, and are read one by one. A table is
+-- a small cdata, because # then returns the number of its rows. A view computes a row of another table when the row is
+-- read.
 local convert = require "ps.chat.convert"
 local json = require "ps.chat.json"
 local values = require "ps.chat.values"
@@ -20,21 +21,21 @@ local tables = {}
 
 ffi.cdef "typedef struct ps_data_table { int32_t id; } ps_data_table;"
 
--- Nodes of tables. A node is { n =, get =, text =, place =, name = }: get(i) returns row i from 1, text(i) returns its
--- JSON or nil, and place(i) returns its file and line for errors. `shared` is true if the rows are the script's own
--- tables.
+-- The nodes of tables. A node is { n =, get =, text =, place =, name = }. get(i) returns row i, which counts from 1.
+-- text(i) returns the JSON text of row i, or nil. place(i) returns the file and line of row i, for errors. `shared` is
+-- true if the rows are the script's own tables.
 local nodes, last = {}, 0
 
 ---@class ps.DataTable
 local Table = {}
 
-local new                                                  -- creates the table of a node; defined below
+local new                                                  -- returns the table of a node; defined below
 
 local function node_of(self) return nodes[self.id] or error "the table is closed" end
 
 -- -- sources --------------------------------------------------------------------------------------------------------
--- Returns row i in the form for a script's function. The keys of a JSON row keep their order. A table that the script
--- created is copied.
+-- Returns row i for a function of the script. If the row is JSON, its keys keep their order. If it is a table that the
+-- script made, it is copied.
 local function for_script(node, i)
   local source = node.text and node.text(i)
   if source then
@@ -43,11 +44,11 @@ local function for_script(node, i)
     local repeated = not ok and type(row) == "table" and row.repeated
     if repeated then error(("%s: not JSON: %s"):format(node.place(i), row.in_line or row.json)) end
   end
-  local row = node.get(i)                                  -- raises an error for a bad row
+  local row = node.get(i)                                  -- raises an error if the row is not valid
   return node.shared and convert.copied(row) or row
 end
 
--- Concatenates several tables.
+-- Returns a node with the rows of several nodes, one after the other.
 local function joined(parts, name)
   local starts, n = {}, 0
   for i, part in ipairs(parts) do starts[i], n = n, n + part.n end
@@ -84,13 +85,13 @@ local function joined(parts, name)
   return node
 end
 
--- Removes the rows that cannot be read, and prints their count.
+-- Returns a node without the rows that cannot be read, and prints the number of these rows.
 local function without_bad(node)
   local kept, bad, first = {}, 0, nil
   for i = 1, node.n do
     local ok, problem = pcall(node.get, i)
     if ok and node.text then
-      ok, problem = pcall(json.decode, node.text(i))       -- this parser also detects duplicate keys
+      ok, problem = pcall(json.decode, node.text(i))       -- this parser also finds keys that occur twice
       if not ok then
         problem = ("%s: not JSON: %s"):format(node.place(i), type(problem) == "table" and problem.json
           or tostring(problem))
@@ -109,14 +110,15 @@ end
 
 local OPTIONS = { on_error = "string", text = "string" }
 
---- Returns a table of examples. Each row is a Lua table. `#t` is the number of rows, `t[i]` is row i from 1, and ipairs
---- iterates over the rows. The first call for a file reads it once. A file of 16 MiB or more then gets an index,
---- FILE.rows next to it or in the cache folder, with which later calls open it immediately.
+--- Returns a table of examples. Each row is a Lua table. `#t` is the number of rows, `t[i]` is row i, which counts from
+--- 1, and ipairs iterates over the rows. The first call for a file reads the whole file. If the file has 16 MiB or
+--- more, this call also writes an index. Later calls read the index instead of the file. The index is FILE.rows in the
+--- same folder, or a file in the cache folder.
 ---@param source string|table|fun(i: integer): table? a path (.jsonl, .ndjson, .json, .txt, .csv, .tsv, each also with
---- .gz), a folder of such files, a pattern with * or ?; a list of paths or of rows; or a function that returns row i,
---- and nil after the last row
----@param options? {on_error?: "skip"|"raise", text?: "line"|"file"} on_error: "skip" omits rows that are not JSON, and
---- prints their count. text: whether each line or the whole file of a .txt is a row {text =} (default "line").
+--- .gz), a folder of such files, or a pattern with * or ?; a list of paths or of rows; or a function that returns row
+--- i, and returns nil after the last row
+---@param options? {on_error?: "skip"|"raise", text?: "line"|"file"} on_error: "skip" omits the rows that are not JSON
+--- and prints their number. text: whether a row {text =} is a line or the whole file, for .txt (default "line").
 ---@return ps.DataTable
 function tables.open(source, options)
   options = caller.options(options, "ps.data.table", OPTIONS)
@@ -151,7 +153,8 @@ function tables.open(source, options)
 end
 
 -- -- views ----------------------------------------------------------------------------------------------------------
--- Returns the node of a table from which a view is made. Raises an error for a mixture, which has no views.
+-- Returns the node of a table, to make a view of the table. Raises an error if the table is a mixture, because a
+-- mixture has no views.
 local function whole(self, what)
   local node = node_of(self)
   if node.mix then
@@ -160,8 +163,8 @@ local function whole(self, what)
   return node
 end
 
--- Returns a view whose row i is row at(i) of another table. `what` identifies the view in caches, and is nil if the
--- view has no key.
+-- Returns a view. Row i of the view is row at(i) of another table. `what` identifies the view in the keys of caches. It
+-- is nil if the view has no key.
 local function view(node, n, at, what)
   local key = node.key and what and function()
     local own = node.key()
@@ -172,7 +175,7 @@ local function view(node, n, at, what)
     place = function(i) return node.place(at(i)) end }
 end
 
--- Returns fn(...) for row i. If fn fails with a text, the error names the row.
+-- Returns the result of fn(...) for row i. If fn raises a text as an error, the file and line of the row are added.
 local function of_script(what, node, i, fn, ...)
   local ok, result = xpcall(fn, scope.trace, ...)
   if ok then return result end
@@ -180,8 +183,8 @@ local function of_script(what, node, i, fn, ...)
   return error(result, 0)
 end
 
---- Returns a table whose row i is fn(row, i) of this table's row i. fn is called when a row is read, and can change the
---- row. The parts of a row that fn does not change keep JSON's order of keys, 1.0 and {}.
+--- Returns a table whose row i is the result of fn(row, i) for row i of this table. fn is called when the row is read.
+--- It may change the row. The parts of a row that fn does not change keep their order of keys, 1.0 and {} as in JSON.
 ---@param fn fun(row: table, i: integer): table
 ---@return ps.DataTable
 function Table:map(fn)
@@ -197,7 +200,7 @@ function Table:map(fn)
   end }
 end
 
---- Returns a table of the rows for which fn(row, i) is true. All rows are read once.
+--- Returns a table of those rows for which fn(row, i) returns true. Reads all rows once.
 ---@param fn fun(row: table, i: integer): any
 ---@return ps.DataTable
 function Table:filter(fn)
@@ -210,8 +213,8 @@ function Table:filter(fn)
   return view(node, #kept, function(i) return kept[i] end)
 end
 
---- Returns a table of the same rows in another order, which depends only on the seed. The order is computed when a row
---- is read, so no list of indices is in memory.
+--- Returns a table of the same rows in another order. The order depends only on the seed. It is computed when a row is
+--- read, so no list of indices is needed.
 ---@param seed integer
 ---@return ps.DataTable
 function Table:shuffle(seed)
@@ -220,7 +223,7 @@ function Table:shuffle(seed)
   return view(node, node.n, permutation.new(node.n, seed), ("shuffle %s"):format(tostring(seed)))
 end
 
---- Returns the first n rows, or all if there are fewer.
+--- Returns a table of the first n rows, or of all rows if there are fewer.
 ---@param n integer
 ---@return ps.DataTable
 function Table:take(n)
@@ -229,7 +232,7 @@ function Table:take(n)
   return view(node, n, function(i) return i end, ("take %d"):format(n))
 end
 
---- Returns all rows except the first n.
+--- Returns a table of all rows except the first n.
 ---@param n integer
 ---@return ps.DataTable
 function Table:skip(n)
@@ -238,8 +241,9 @@ function Table:skip(n)
   return view(node, node.n - n, function(i) return i + n end, ("skip %d"):format(n))
 end
 
---- Returns two tables: the first rows, as a fraction of all rows, and the remaining rows.
----@param share number in (0, 1)
+--- Returns two tables. The first one has the given fraction of the rows, from the beginning. The second one has the
+--- other rows.
+---@param share number fraction of the rows, in (0, 1)
 ---@return ps.DataTable first
 ---@return ps.DataTable rest
 function Table:split(share)
@@ -249,7 +253,7 @@ function Table:split(share)
   return self:take(n), self:skip(n)
 end
 
---- Returns a table with this table's rows, followed by the rows of other tables.
+--- Returns a table with the rows of this table, followed by the rows of other tables.
 ---@param ... ps.DataTable
 ---@return ps.DataTable
 function Table:concat(...)
@@ -263,8 +267,8 @@ function Table:concat(...)
   return new(joined(parts, parts[1].name))
 end
 
---- Returns the rows with the given indices.
----@param numbers integer[] the indices, from 1
+--- Returns a table of the rows with the given indices.
+---@param numbers integer[] indices of the rows, which count from 1
 ---@return ps.DataTable
 function Table:select(numbers)
   local node, kept = whole(self, "select"), {}
@@ -279,15 +283,15 @@ function Table:select(numbers)
   return view(node, #kept, function(i) return kept[i] end, "select " .. bit.tohex(C.ps_xxh3(listed, #listed)))
 end
 
---- Returns a key for the rows' content, for caches. It covers the files and the views. Returns nil if something has no
---- key, such as a function.
+--- Returns a key that identifies the contents of the rows, for caches. It covers the files and the views. Returns nil
+--- if a part of the table has no key. A function, for example, has none.
 ---@return string?
 function Table:key()
   local node = node_of(self)
   return node.key and node.key()
 end
 
--- Returns the tables of ps.data.mix with their weights, or nil if this table is not a mixture.
+-- Returns the tables of a mixture with their weights, or nil if this table is not a mixture.
 function Table:mixture() return node_of(self).mix end
 
 local function checked(node, i)
@@ -297,9 +301,9 @@ local function checked(node, i)
   return i
 end
 
---- Returns row i as JSON, with the keys in the file's order. Returns nil unless the row comes unchanged from a file of
---- JSON lines.
----@param i integer the row, from 1
+--- Returns the JSON text of row i, with the keys in the order of the file. Returns nil if the row is not an unchanged
+--- row of a JSON file.
+---@param i integer number of the row, which counts from 1
 ---@return string?
 function Table:json(i)
   local node = node_of(self)
@@ -307,8 +311,8 @@ function Table:json(i)
   return node.text and node.text(i)
 end
 
---- Returns the file and line of row i, for messages.
----@param i integer the row, from 1
+--- Returns the file and line of row i, for error messages.
+---@param i integer number of the row, which counts from 1
 ---@return string
 function Table:place(i)
   local node = node_of(self)
@@ -335,7 +339,8 @@ local handle = ffi.metatype("ps_data_table", {
 
 local MOST_REPEATS = 1000
 
--- Raises an error if an epoch that ends when every table has ended once would be absurdly long.
+-- Raises an error if an epoch would be very much longer than all tables together. This is for an epoch that ends when
+-- every table has ended once.
 local function check_repeats(mix)
   local rows, all, longest, slowest = 0, 0, 0, 1
   for i, n in ipairs(mix.counts) do
@@ -348,13 +353,13 @@ local function check_repeats(mix)
     :format(longest * all, MOST_REPEATS, rows, slowest, mix.weights[slowest], all))
 end
 
---- Returns a mixture, which a loader reads by weights. Its rows are those of the first table, then those of the second,
---- and so on. The weights decide from which table a loader reads its next row, so the proportions hold everywhere in an
---- epoch. Each table is shuffled separately.
----@param parts {[1]: ps.DataTable, [2]: number}[] the tables with their weights, which are above 0 and can have any sum
----@param options? {exhausted?: "leave"|"repeat"|"stop"} the treatment of a table that has no more rows. "leave"
---- (default) continues with the other tables, so that each row is read once per epoch. "repeat" restarts the table
---- until every table has ended once. "stop" ends the epoch.
+--- Returns a mixture of tables. A loader reads a mixture by weights: the weights determine from which table it reads
+--- the next row. Therefore the tables have the same proportions in all parts of an epoch. Each table is shuffled
+--- separately. The rows of a mixture are the rows of the first table, then the rows of the second table, and so on.
+---@param parts {[1]: ps.DataTable, [2]: number}[] the tables with their weights; a weight is above 0
+---@param options? {exhausted?: "leave"|"repeat"|"stop"} what happens when a table has no more rows. "leave" (default):
+--- the epoch continues with the other tables, so each row is read once per epoch. "repeat": the table starts again, until
+--- every table has ended once. "stop": the epoch ends.
 ---@return ps.DataTable
 function tables.mix(parts, options)
   options = caller.options(options, "ps.data.mix", { exhausted = "string" })
@@ -394,7 +399,7 @@ function new(node)
   return handle(last)
 end
 
--- Makes ipairs and pairs iterate over a table: 1, first row; 2, second row; and so on.
+-- Makes ipairs and pairs iterate over the rows of a table: 1, first row; 2, second row; and so on.
 lists.of_cdata(handle, function(self)
   local node = node_of(self)
   return function(_, i)

@@ -1,8 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Rows of texts or of a table of examples for ps.data.loader: their order in each epoch, and batches of them. A row is
--- an example, padded at its end, or several packed examples. Which examples a row has depends on the examples, the
--- settings and the epoch (src/data/rows.c), not on batches and ranks, so that a position among rows continues with any
--- number of them. A thread makes batches ahead of their use (src/data/batches.c).
+-- The rows of a ps.data.loader of texts or of a table of examples: their order in each epoch, and the batches. A row is
+-- one example, padded at its end, or several packed examples. Which examples are in a row depends on the examples, the
+-- settings and the epoch (src/data/rows.c). It does not depend on batches and ranks. Therefore a run can resume at a
+-- position of a row with any number of ranks. A thread makes batches before they are used (src/data/batches.c).
 local create = require "ps.tensor.create"
 local native = require "ps.core.ffi"
 local array = require "ps.core.array"
@@ -16,14 +16,16 @@ local C, check = native.C, native.check
 local count_array, weight_array = array "int64_t", array "double"
 
 ---@class ps.TextRows
----@field count integer number of examples in the first epoch; with a stream, this and the next two after rows.complete
----@field seq integer the largest number of tokens in a row
----@field cut integer number of examples that were longer and were truncated
----@field dropped integer number of omitted examples: longer than seq, or without a trained token after truncation
+---@field count integer number of examples in the first epoch. With a stream, this and the next two fields are set by
+--- rows.complete.
+---@field seq integer maximum number of tokens in a row
+---@field cut integer number of examples that were truncated because they were longer than seq
+---@field dropped integer number of examples that were left out: longer than seq, or without a trained token after
+--- truncation
 ---@field private examples ps.Examples|ps.ExampleSource
----@field private stream? ps.Stream the rows of the first epoch, while its examples are being tokenized
----@field private batches? ffi.cdata* ps_batches, whose thread makes batches in advance
----@field private weights? "token"|"example" the kind of loss_weights in a batch, or nil if it has none
+---@field private stream? ps.Stream the rows of the first epoch while its examples are being tokenized
+---@field private batches? ffi.cdata* a ps_batches, whose thread makes batches in advance
+---@field private weights? "token"|"example" kind of the loss_weights in a batch, or nil if a batch has none
 local Rows = {}
 Rows.__index = Rows
 
@@ -36,7 +38,7 @@ rows.WINDOW = 4096                       -- number of consecutive examples that 
 rows.AHEAD = 2                           -- number of batches that the thread makes in advance
 
 -- -- an epoch -------------------------------------------------------------------------------------------------------
--- Raises the error of an example that is too long.
+-- Raises the error that an example is too long.
 local function refuse(self, handle, failed)
   local n = ffi.new "int64_t[1]"
   check(C.ps_examples_read(handle, failed, nil, nil, 0, n))
@@ -44,7 +46,7 @@ local function refuse(self, handle, failed)
     self.seq))
 end
 
--- Creates the rows of an epoch, unless the thread that makes batches has them.
+-- Returns the rows of an epoch. If the thread that makes batches already has them, they are not made again.
 local function make(self, epoch)
   local info, out = ffi.new "ps_rows_info", ffi.new "ps_rows *[1]"
   local rc
@@ -60,7 +62,7 @@ local function make(self, epoch)
     dropped = tonumber(info.dropped) }
 end
 
---- Returns the rows of an epoch, which are created by the first call for that epoch.
+--- Returns the rows of an epoch. They are made by the first call for the epoch.
 ---@param epoch integer
 ---@return {rows: integer, examples: integer, tokens: integer, handle: ffi.cdata*}
 function Rows:epoch(epoch)
@@ -68,7 +70,7 @@ function Rows:epoch(epoch)
   return self.now
 end
 
---- Returns the window that contains a row, and the row's index in the window, from 0.
+--- Returns the window that contains a row, and the index of the row in this window, which counts from 0.
 ---@param epoch integer
 ---@param row integer
 ---@return integer window
@@ -80,7 +82,7 @@ function Rows:window(epoch, row)
   return tonumber(out[0]), tonumber(out[1])
 end
 
---- Returns the row at an index in a window.
+--- Returns the row that has an index in a window.
 ---@param epoch integer
 ---@param window integer
 ---@param within integer
@@ -95,9 +97,10 @@ function Rows:at(epoch, window, within)
   return row
 end
 
---- Returns the numbers, from 1, of the examples in n rows of an epoch, beginning at row `first`, for tests and reports.
+--- Returns the numbers of the examples in n rows of an epoch, starting at row `first`. The numbers count from 1. This
+--- is for tests and reports.
 ---@param epoch integer
----@param first integer the first row, from 0
+---@param first integer index of the first row, which counts from 0
 ---@param n integer
 ---@return integer[]
 function Rows:numbers(epoch, first, n)
@@ -117,7 +120,7 @@ local function tensor_of(values, n, length, dtype, device)
   return t
 end
 
--- Creates the tensors of a batch from its arrays in C.
+-- Makes the tensors of a batch from the arrays of a ps_batch.
 local function tensors(self, given, device)
   local n, length = tonumber(given.rows), tonumber(given.length)
   local lists = { input_ids = given.ids, labels = given.labels }
@@ -130,7 +133,7 @@ local function tensors(self, given, device)
 end
 
 -- -- options --------------------------------------------------------------------------------------------------------
--- Options that only a loader of shards accepts.
+-- Options that are only for a loader of shards.
 local OF_SHARDS = { "shards", "file", "width", "first", "last", "split", "vocab" }
 local WEIGHTS = { token = 1, example = 1 }
 
@@ -160,7 +163,8 @@ local function read(self, given, tokenizer)
   end
 end
 
--- Raises an error if a loader has too few rows for a batch, or for a last batch with rows on all ranks.
+-- Raises an error if a loader has too few rows for one batch. Also raises an error if the last batch would have too few
+-- rows for all ranks.
 local function check_size(self, given, drop, n)
   local global, what = self.global_batch, given.table and "rows" or "texts"
   local rest = n % global
@@ -176,7 +180,7 @@ local function check_size(self, given, drop, n)
   end
 end
 
--- Creates the batches, from the beginning of epoch 0 on.
+-- Creates the ps_batches. Its first batch is the first one of epoch 0.
 local function batches_of(self, settings)
   local own, out = self.rows, ffi.new "ps_batches *[1]"
   local first = own.stream and own.stream.handle or own:epoch(0).handle
@@ -184,7 +188,7 @@ local function batches_of(self, settings)
   return ffi.gc(out[0], C.ps_batches_free)
 end
 
--- Sets the fields that all examples determine.
+-- Sets the fields that are known only when all examples are tokenized.
 local function set_totals(self, given, drop)
   local own = self.rows
   local first = own:epoch(0)
@@ -198,7 +202,8 @@ local function set_totals(self, given, drop)
   self.texts = own.examples.hash
 end
 
---- Tokenizes the remaining examples of a stream, and sets the fields that all examples determine.
+--- Tokenizes the remaining examples of a stream. Then sets the fields that are known only when all examples are
+--- tokenized.
 ---@param self table the loader
 function rows.complete(self)
   local own = self.rows
@@ -212,8 +217,8 @@ function rows.complete(self)
   if own.problem ~= nil then error(own.problem, 0) end
 end
 
---- Sets the fields of a loader of texts or of a table of examples.
----@param self table the loader, with global_batch and world_size
+--- Sets the fields of a loader of texts, or of a table of examples.
+---@param self table the loader; its fields global_batch and world_size are already set
 ---@param options table the options of ps.data.loader
 ---@return table self
 function rows.fill(self, options)
@@ -253,7 +258,7 @@ function rows.fill(self, options)
       window = whole and (options.window or rows.WINDOW) or 0 }, function(...) refuse(own, ...) end)
     check_size(self, options, drop, own.stream.places)
   else own.set_totals() end
-  -- All ranks compare this text, whether the examples of a rank came from the cache or not.
+  -- All ranks compare this text. It must be equal even if only some ranks read the examples from the cache.
   self.source = options.stream and (own.examples.key or "without a key") or nil
   self.table_rows = options.table and #options.table
   self.window, self.packing = options.window or rows.WINDOW, own.packing
@@ -278,9 +283,9 @@ function rows.count(self, epoch)
   self.batches = self.drop_last and math.floor(n) or math.ceil(n)
 end
 
---- Returns the next batch, or nil at the end of an epoch. The next call begins the next epoch.
+--- Returns the next batch. Returns nil at the end of an epoch. The call after that begins the next epoch.
 ---@param self table the loader
----@param rng table the random state; its field sample is set
+---@param rng table the random state, whose field `sample` this function sets
 ---@return table<string, ps.Tensor>? batch all int32 [n, length]; rows after the last row of a table have weight 0
 function rows.next(self, rng)
   local own = self.rows
@@ -306,7 +311,8 @@ function rows.next(self, rng)
   return batch
 end
 
---- Returns the position of the next batch: the epoch, the window, the row in the window, and the index of the batch.
+--- Returns the position of the next batch. It consists of the epoch, the window, the index of the row in the window,
+--- and the index of the batch.
 ---@param self table
 ---@return {epoch: integer, window: integer, row: integer, batch: integer}
 function rows.position(self)
@@ -315,7 +321,7 @@ function rows.position(self)
   return { epoch = at.epoch, window = window, row = row, batch = math.ceil(at.row / self.global_batch) }
 end
 
---- Moves to a position, which is a window and a row, or a batch.
+--- Makes the loader continue at a position, which is given by a window and a row, or by a batch.
 ---@param self table
 ---@param position {epoch: integer, window?: integer, row?: integer, batch?: integer}
 function rows.seek(self, position)
