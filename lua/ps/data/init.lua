@@ -314,8 +314,9 @@ end
 ---
 --- For texts, a batch is one table { input_ids, attention_mask, labels } of int32 tensors [batch, tokens], for models
 --- with named inputs. Each text becomes a row, with the special tokens of the tokenizer. A text of more than seq tokens
---- is truncated at its end. `tostring(loader)` contains the number of truncated texts. Rows are padded at their end with
---- the tokenizer's pad token, or with its end token if it has no pad token, or with 0. The label of padding is -100.
+--- is truncated at its end. `tostring(loader)` contains the number of truncated texts. Rows are padded at their end
+--- with the tokenizer's pad token, or with its end token if it has no pad token, or with 0. The label of padding is
+--- -100.
 ---
 --- For a table of examples (ps.data.table), batches are of the same kind. The chat template of the tokenizer converts
 --- conversations to ids. Tokens that the model must not produce have the label -100.

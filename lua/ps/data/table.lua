@@ -358,8 +358,8 @@ end
 --- separately. The rows of a mixture are the rows of the first table, then the rows of the second table, and so on.
 ---@param parts {[1]: ps.DataTable, [2]: number}[] the tables with their weights; a weight is above 0
 ---@param options? {exhausted?: "leave"|"repeat"|"stop"} what happens when a table has no more rows. "leave" (default):
---- the epoch continues with the other tables, so each row is read once per epoch. "repeat": the table starts again, until
---- every table has ended once. "stop": the epoch ends.
+--- the epoch continues with the other tables, so each row is read once per epoch. "repeat": the table starts again,
+--- until every table has ended once. "stop": the epoch ends.
 ---@return ps.DataTable
 function tables.mix(parts, options)
   options = caller.options(options, "ps.data.mix", { exhausted = "string" })
