@@ -1,6 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Evaluation of language models: perplexity of texts and of conversations, multiple choice by log-probabilities, and
--- answers that the model generates. Windows, sums and measures are those of lm-eval, so that numbers can be compared.
+-- Evaluates language models. There are three tasks: the perplexity of texts and of conversations, multiple choice by
+-- log-probabilities, and answers that the model generates. Windows, sums and measures are those of lm-eval, so that the
+-- numbers can be compared.
 local agree = require "ps.dist.agree"
 local caller = require "ps.core.caller"
 local characters = require "ps.chat.characters"
@@ -24,21 +25,21 @@ local evaluate = { accuracy = metrics.accuracy, f1 = metrics.f1, exact_match = m
 
 ---@class ps.evaluate.Options
 ---@field data ps.DataTable|string|table the rows, or a source for ps.data.table
----@field task? "perplexity"|"choices"|"answers" the task (default: "choices" if the first row has choices, else
+---@field task? "perplexity"|"choices"|"answers" the task (default: "choices" if the first row has choices, otherwise
 --- "perplexity")
----@field max_length? integer number of tokens in a window (default: the model's positions, at most 2048)
+---@field max_length? integer number of tokens in a window (default: number of the model's positions, at most 2048)
 ---@field stride? integer number of tokens that a window predicts (default: max_length, so that windows do not overlap)
----@field batch? integer number of windows, or of pairs of question and choice, per batch (default 8)
----@field limit? integer number of rows to evaluate, from the first row on
----@field train_on? "assistant"|"last"|"all" the turns of a conversation to evaluate (default "assistant")
+---@field batch? integer number of windows per batch, or number of pairs of a question and a choice (default 8)
+---@field limit? integer number of rows to evaluate, starting at the first row (default: all rows)
+---@field train_on? "assistant"|"last"|"all" which turns of a conversation are evaluated (default "assistant")
 ---@field date? string "YYYY-MM-DD", for chat templates that print the date
----@field chat? boolean whether to pose a question of "answers" as a user's message (default: if the folder has a chat
---- template)
----@field max_new? integer largest number of tokens in an answer, for "answers" (default 32)
----@field device? string device of the model's inputs (default: the device of its first parameter)
----@field divide? boolean whether all ranks call this function and divide the rows, for a model without an engine; with
---- an engine, the ranks of its data-parallel axis always divide the rows
----@field progress? fun(done: integer, total: integer) a function that is called after each batch
+---@field chat? boolean for "answers": true asks a question as a message of the user (default: true if the folder has a
+--- chat template)
+---@field max_new? integer for "answers": maximum number of tokens in an answer (default 32)
+---@field device? string device of the model's inputs (default: device of the model's first parameter)
+---@field divide? boolean true: all ranks call this function and divide the rows. This is for a model without an engine.
+--- With an engine, the ranks of its data-parallel axis always divide the rows.
+---@field progress? fun(done: integer, total: integer) is called after each batch
 
 local OPTIONS = { data = "any", task = "string", max_length = "whole", stride = "whole", batch = "whole",
   limit = "whole", train_on = "string|function", date = "string", chat = "boolean", max_new = "whole",
@@ -46,7 +47,7 @@ local OPTIONS = { data = "any", task = "string", max_length = "whole", stride = 
 local LENGTH = 2048
 local IGNORED = require("ps.data.batch").IGNORED
 
--- Returns the largest number of tokens that a model accepts, or nil if its configuration has no limit.
+-- Returns the maximum number of tokens that a model accepts, or nil if its configuration has no limit.
 local function positions(model)
   local config = (handle.module(model) or model).config or {}
   local most = config.max_position_embeddings or config.n_positions
@@ -58,7 +59,7 @@ local function device_of(model)
   return first and first:device()
 end
 
--- Counts words like lm-eval: the number of runs of space plus one.
+-- Counts words in the same way as lm-eval: the number of runs of space, plus one.
 local function words_in(s)
   local n, inside = 1, false
   for c in s:gmatch(characters.PATTERN) do
@@ -71,14 +72,14 @@ end
 
 local TASKS = {}
 
--- Returns the group of ranks that divide the rows, or nil if this process evaluates all rows.
+-- Returns the group of the ranks that divide the rows. Returns nil if this process evaluates all rows.
 local function group_of(model, divide)
   if handle.of(model) then return mesh.group "dp" end
   return divide and mesh.group "world" or nil
 end
 
--- Returns the windows of all rows and the rows' form, and for texts also the number of words, of bytes, and of tokens
--- that nothing precedes, which the model cannot predict.
+-- Returns the windows of all rows, and the form of the rows. For texts, also returns the number of words, the number of
+-- bytes, and the number of tokens that the model cannot predict because no token precedes them.
 local function windows_of(tok, rows, n, options)
   local windows, words, bytes, unpredicted = {}, 0, 0, 0
   local form = formats.recognise(rows)
@@ -102,7 +103,7 @@ local function windows_of(tok, rows, n, options)
         mask = {}
         for k, label in ipairs(labels) do mask[k] = label ~= IGNORED and 1 or 0 end
       end
-      prefix = table.remove(ids, 1)                        -- no logits predict the first token
+      prefix = table.remove(ids, 1)                        -- there are no logits for the first token
       if mask then table.remove(mask, 1) end
     end
     likelihood.windows(windows, prefix, ids, most, stride, mask)
@@ -125,7 +126,7 @@ function TASKS.perplexity(model, tok, rows, n, options)
     done = done + 1
     if x then return x, y end
   end)
-  if group and not handle.of(model) then                   -- train.evaluate sums over ranks only with an engine
+  if group and not handle.of(model) then                   -- train.evaluate sums over ranks only if there is an engine
     local sums = group:all_reduce(create.tensor({ (loss or 0) * counted, (accuracy or 0) * counted },
       { dtype = "fp64" })):tolist()
     loss, accuracy = sums[1] / tokens, sums[2] / tokens
@@ -142,14 +143,14 @@ function TASKS.perplexity(model, tok, rows, n, options)
   return result
 end
 
--- Returns the index of the largest number in a list. If several numbers are equal, returns the first index.
+-- Returns the index of the largest number in a list. If several numbers are the largest, returns the first index.
 local function largest(list)
   local at = 1
   for i, x in ipairs(list) do if x > list[at] then at = i end end
   return at
 end
 
--- Returns the standard error of the mean of n values that are 0 or 1.
+-- Returns the standard error of a mean of n values, each of which is 0 or 1.
 local function error_of(mean, n) return n > 1 and math.sqrt(mean * (1 - mean) / (n - 1)) or nil end
 
 function TASKS.choices(model, tok, rows, n, options)
@@ -193,8 +194,8 @@ function TASKS.choices(model, tok, rows, n, options)
     acc_norm_stderr = error_of(right_norm / n, n), samples = samples }
 end
 
--- Returns the ids of row i's prompt (a question, or a conversation without its last answer), and the list of correct
--- answers.
+-- Returns the ids of the prompt of row i, and the list of correct answers. The prompt is a question, or a conversation
+-- without its last answer.
 local function asked(tok, rows, i, chat, date)
   local row = rows[i]
   if row.messages or row.conversations then
@@ -213,7 +214,7 @@ local function asked(tok, rows, i, chat, date)
     { add_generation_prompt = true, date = date }), answers
 end
 
--- Gathers the samples from all ranks, each of which has some of them.
+-- Gathers the samples from all ranks. Each rank has some of the samples before the call, and all of them after it.
 local function gather_samples(group, samples, n)
   if not group then return end
   local mine = {}
@@ -227,7 +228,7 @@ function TASKS.answers(model, tok, rows, n, options)
   local chat = options.chat
   if chat == nil then chat = tok.has_chat_template and tok:has_chat_template() end
   local exact, f1, samples = 0, 0, {}
-  -- Ranks of an engine decode together, so each of them computes all rows.
+  -- The ranks of an engine decode together. Therefore each of them computes all rows.
   local group = not handle.of(model) and group_of(model, options.divide) or nil
   local rank, ranks = group and group:rank() or 0, group and group:size() or 1
   likelihood.still(model, function()
@@ -246,7 +247,7 @@ function TASKS.answers(model, tok, rows, n, options)
     f1 = f1 / n, samples = samples }
 end
 
--- Checks the options. Returns them with their defaults, and the rows.
+-- Checks the options. Returns the options with their defaults, and the rows.
 local function checked(model, tok, options, call)
   caller.typed(model, "table", call .. ": the model")
   caller.typed(tok, "table", call .. ": the tokenizer")
@@ -273,7 +274,7 @@ local function checked(model, tok, options, call)
   return full, rows
 end
 
--- Runs the task with checked options.
+-- Runs a task. The options were checked before.
 local function run(model, tokenizer, full, rows)
   local task = full.task or (rows_of.has_choices(rows[1]) and "choices" or "perplexity")
   caller.one_of(task, TASKS, "ps.evaluate.run: task")
@@ -282,16 +283,24 @@ local function run(model, tokenizer, full, rows)
   return TASKS[task](model, tokenizer, rows, #rows, full)
 end
 
---- Evaluates a causal language model on rows. "perplexity" evaluates texts, conversations (the tokens that the
---- assistant has to produce according to the chat template) or ids. It returns { tokens, loss (mean per token),
---- accuracy (fraction of tokens that are the likeliest), token_perplexity }, and for texts also { words, bytes,
---- word_perplexity, byte_perplexity, bits_per_byte }. If the tokenizer has neither bos_token nor eos_token, the first
---- token of each text is not predicted, and `unpredicted` is the number of these tokens. "choices" evaluates rows with
---- query, choices and gold. It returns { acc, acc_norm, samples }. acc compares the choices by the sum of the
---- log-probabilities of each choice after a space, and acc_norm by that sum per character. "answers" evaluates rows
---- with a question and answers, or conversations. The model answers by greedy decoding. It returns { exact_match, f1,
---- samples }, computed as in SQuAD's script. With an engine of several ranks, all ranks call this function, divide the
---- rows, and get the same result. `divide` does the same for a model that each rank has in full.
+--- Evaluates a causal language model on rows. There are three tasks.
+---
+--- "perplexity" evaluates texts, conversations or ids. In a conversation it evaluates the tokens that the assistant has
+--- to produce according to the chat template. Returns { tokens, loss, accuracy, token_perplexity }. loss is the mean
+--- per token, and accuracy is the fraction of tokens to which the model gives the highest probability. For texts, it
+--- also returns { words, bytes, word_perplexity, byte_perplexity, bits_per_byte }. If the tokenizer has neither
+--- bos_token nor eos_token, the first token of each text is not predicted, and `unpredicted` is the number of these
+--- tokens.
+---
+--- "choices" evaluates rows with query, choices and gold. Returns { acc, acc_norm, samples }. For acc, the score of a
+--- choice is the sum of the log-probabilities of its tokens after a space. For acc_norm, the score is this sum divided
+--- by the number of characters.
+---
+--- "answers" evaluates rows with a question and answers, or conversations. The model answers by greedy decoding.
+--- Returns { exact_match, f1, samples }, computed as in SQuAD's script.
+---
+--- With an engine of several ranks, all ranks call this function, divide the rows, and get the same result. With
+--- `divide`, ranks without an engine do the same. Each of them must have the whole model.
 ---@param model ps.nn.Module|ps.Engine
 ---@param tokenizer ps.TextTokenizer
 ---@param options ps.evaluate.Options
@@ -301,11 +310,11 @@ function evaluate.run(model, tokenizer, options)
   return run(model, tokenizer, full, rows)
 end
 
--- The measures that a result's line shows, in order.
+-- The measures in the line of a result, in order.
 local SHOWN = { "token_perplexity", "word_perplexity", "byte_perplexity", "accuracy", "acc", "acc_norm", "exact_match",
   "f1" }
 
---- Formats a result's measures as one line of text.
+--- Returns the measures of a result as one line of text.
 ---@param result table a result of evaluate.run
 ---@return string
 function evaluate.line(result)
@@ -316,13 +325,13 @@ function evaluate.line(result)
   return table.concat(parts, ", ")
 end
 
---- Returns a callback for ps.train.run { callbacks = { step = ... } } that evaluates the model every `every` steps. The
---- data is opened once.
+--- Returns a callback for ps.train.run { callbacks = { step = ... } }. It evaluates the model every `every` steps. The
+--- data is opened only once, by this call.
 ---@param every integer number of steps
 ---@param model ps.nn.Module|ps.Engine
 ---@param tokenizer ps.TextTokenizer
 ---@param options ps.evaluate.Options
----@param report? fun(result: table, line: table): string? receives the result and the step's line, and can return
+---@param report? fun(result: table, line: table): string? gets the result and the line of the step, and may return
 --- "stop" to end the run (default: rank 0 prints a line)
 ---@return fun(line: table): string?
 function evaluate.callback(every, model, tokenizer, options, report)

@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Log-probabilities of texts by a causal model: windows over long texts for perplexity, and sums over continuations of
--- contexts. Windows and the border between context and continuation are those of lm-eval (EleutherAI's evaluation
--- harness), so that its numbers can be compared.
+-- Computes log-probabilities of texts with a causal model. It computes them for windows over long texts, for
+-- perplexity, and as sums over continuations of contexts. The windows, and the border between a context and its
+-- continuation, are those of lm-eval (EleutherAI's evaluation harness), so that the numbers can be compared.
 local array = require "ps.core.array"
 local caller = require "ps.core.caller"
 local create = require "ps.tensor.create"
@@ -17,22 +17,22 @@ local int_array = array "int32_t"
 local likelihood = {}
 
 local IGNORED = require("ps.data.batch").IGNORED
--- largest number of logits in a batch of continuations: 256 MiB in fp32
+-- The maximum number of logits in a batch of continuations. They need 256 MiB in fp32.
 local LOGITS = 2 ^ 26
 
 ---@class ps.evaluate.Window inputs[t] predicts targets[t]
 ---@field inputs integer[]
----@field targets integer[] the targets; -100 is ignored
+---@field targets integer[] -100 is ignored
 ---@field count integer number of targets that are not ignored
 
---- Returns the token that precedes the first token of a text: the tokenizer's bos_token, or else its eos_token. Returns
---- nil if the tokenizer has neither.
+--- Returns the id of the token that is put before the first token of a text. It is the tokenizer's bos_token, or its
+--- eos_token if it has no bos_token, or nil if it has neither.
 ---@param tok ps.TextTokenizer
 ---@return integer?
 function likelihood.prefix(tok) return tok.bos_token_id or tok.eos_token_id end
 
---- Returns the ids of a text with the special tokens that the tokenizer adds, unless the text itself begins with the
---- token that precedes texts.
+--- Returns the ids of a text. The tokenizer adds its special tokens, unless the text already begins with the token that
+--- is put before texts.
 ---@param tok ps.TextTokenizer
 ---@param s string
 ---@return integer[]
@@ -41,18 +41,18 @@ function likelihood.encode(tok, s)
   return tok:encode(s, { add_special_tokens = not (first and s:sub(1, #first) == first) })
 end
 
---- Appends the windows of a text. Each token is predicted once. A window predicts `stride` tokens (by default all of
---- its tokens, so that windows do not overlap). The last window is filled with the tokens that precede its predicted
---- tokens.
+--- Appends the windows of a text to a list. Each token is predicted once. The first window predicts `most` tokens, and
+--- each later window predicts the next `stride` tokens. A window that predicts fewer than `most` tokens also contains
+--- the tokens before them. If `stride` equals `most`, only the last window does.
 ---@param windows ps.evaluate.Window[]
----@param prefix integer the token that precedes the first token
+---@param prefix integer the token before the first token
 ---@param ids integer[]
 ---@param most integer number of tokens in a window
----@param stride integer number of tokens that a window predicts, at most `most`
----@param counts? integer[] 1 for each token that is scored, else 0 (default: all tokens are scored)
+---@param stride integer number of tokens that each window after the first one predicts, at most `most`
+---@param counts? integer[] 1 for each token that is scored, and 0 for the others (default: all tokens are scored)
 function likelihood.windows(windows, prefix, ids, most, stride, counts)
   local done, all = 0, { prefix }
-  for i, id in ipairs(ids) do all[i + 1] = id end         -- all[i] precedes ids[i]
+  for i, id in ipairs(ids) do all[i + 1] = id end         -- all[i] is the token before ids[i]
   while done < #ids do
     local n = math.min(#ids - done, done == 0 and most or stride)
     local last = done + n
@@ -69,7 +69,7 @@ function likelihood.windows(windows, prefix, ids, most, stride, counts)
   end
 end
 
--- Creates an int32 tensor [n, longest] from n lists. Shorter lists are padded with a value.
+-- Makes an int32 tensor [n, longest] of n lists. Shorter lists are padded with the value `pad`.
 local function padded(lists, pad, device)
   local longest = 1
   for _, list in ipairs(lists) do longest = math.max(longest, #list) end
@@ -82,16 +82,17 @@ local function padded(lists, pad, device)
   return out
 end
 
---- Returns an iterator over batches x, y of windows for ps.train.evaluate.
+--- Returns an iterator over batches x, y of windows, for ps.train.evaluate. Rank r gets every ranks-th window, starting
+--- at window r. All ranks get the same number of batches.
 ---@param windows ps.evaluate.Window[]
 ---@param rows integer number of windows per batch
 ---@param pad integer
 ---@param rank integer
----@param ranks integer number of ranks; each gets every ranks-th window, and all get the same number of batches
+---@param ranks integer number of ranks
 ---@param device? string
 ---@return fun(): ps.Tensor?, ps.Tensor?
 ---@return integer batches
----@return integer counted number of this rank's targets that are not ignored
+---@return integer counted number of targets of this rank that are not ignored
 function likelihood.batches(windows, rows, pad, rank, ranks, device)
   local at, n, counted = 0, math.ceil(math.ceil(#windows / ranks) / rows), 0
   for i = 1 + rank, #windows, ranks do counted = counted + windows[i].count end
@@ -108,9 +109,10 @@ function likelihood.batches(windows, rows, pad, rank, ranks, device)
   end, n, counted
 end
 
---- Returns the ids of a context and of its continuation. As in lm-eval, space at the end of the context belongs to the
---- continuation. The text is encoded as a whole, and the context has as many ids as it has alone. A context without ids
---- is the token that precedes texts, or nil if the tokenizer has none.
+--- Returns the ids of a context and the ids of its continuation. As in lm-eval, space at the end of the context belongs
+--- to the continuation. Both are encoded together. The context has as many of these ids as it has when it is encoded
+--- alone. If this number is 0, the context is the token that is put before texts, or nil if the tokenizer has no such
+--- token.
 ---@param tok ps.TextTokenizer
 ---@param context string
 ---@param continuation string
@@ -132,7 +134,7 @@ function likelihood.pair(tok, context, continuation)
   return prefix and { prefix }, rest
 end
 
---- Calls fn with the model in evaluation mode and without gradients, and restores the model's mode afterwards.
+--- Calls fn with the model in evaluation mode and without gradients. Restores the mode of the model after the call.
 ---@param model ps.nn.Module|ps.Engine
 ---@param fn fun(): any
 ---@return any
@@ -145,7 +147,7 @@ function likelihood.still(model, fn)
   return result
 end
 
--- Returns the inputs and targets of a pair. Only the last `most` inputs are kept.
+-- Returns the inputs and the targets of a pair. Keeps only the last `most` inputs.
 local function row_of(context, continuation, most)
   local ids = {}
   for _, list in ipairs { context, continuation } do for _, id in ipairs(list) do ids[#ids + 1] = id end end
@@ -158,7 +160,7 @@ local function row_of(context, continuation, most)
   return row
 end
 
--- Computes a model's logits for ids.
+-- Computes the logits of a model for ids.
 local function logits_of(model, ids)
   local out = model(ids)
   if type(out) == "table" and not scope.is_tensor(out) then out = out.logits or out[1] end
@@ -168,7 +170,8 @@ local function logits_of(model, ids)
   return out
 end
 
--- Computes the sums of a batch of rows: sums[r] belongs to row r. The second result is the vocabulary size.
+-- Computes the sums of log-probabilities for a batch of rows. sums[r] is the sum for row r. Also returns the size of
+-- the vocabulary.
 local function sums_of(model, rows, how)
   local inputs, targets, sums = {}, {}, {}
   for r, row in ipairs(rows) do inputs[r], targets[r] = row.inputs, row.targets end
@@ -182,7 +185,8 @@ local function sums_of(model, rows, how)
   return sums, logits:size(2)
 end
 
--- Returns the indices of the rows in each batch. Long rows come first, so that short rows share a batch.
+-- Divides rows into batches. Returns the list of row indices for each batch. The rows are sorted from the longest to
+-- the shortest, so that rows of similar length are in the same batch.
 local function batches_of(rows, how, vocabulary)
   local order, batches, at = {}, {}, 1
   for i in ipairs(rows) do order[i] = i end
@@ -199,14 +203,14 @@ local function batches_of(rows, how, vocabulary)
   return batches
 end
 
---- Returns the sum of the log-probabilities of each continuation, given its context.
+--- Returns, for each pair, the sum of the log-probabilities of the continuation, given the context.
 ---@param model ps.nn.Module|ps.Engine
----@param pairs_ {[1]: integer[], [2]: integer[]}[] the ids of each context and its continuation, which has
---- at most `most` ids
+---@param pairs_ {[1]: integer[], [2]: integer[]}[] the ids of each context and the ids of its continuation. A
+--- continuation has at most `most` ids.
 ---@param options {rows: integer, most: integer, pad: integer, device?: string, vocabulary?: integer, group?: ps.Group,
---- tick?: fun(n: integer)} rows: largest number of pairs per batch. most: largest number of inputs in a row.
---- vocabulary: number of logits (default: that of the first row). group: the ranks that divide the batches; all compute
---- equally many batches. tick: called with the number of pairs that are finished.
+--- tick?: fun(n: integer)} rows: maximum number of pairs in a batch. most: maximum number of inputs in a row.
+--- vocabulary: number of logits per token (default: that of the first row). group: the ranks that divide the batches.
+--- All of them compute the same number of batches. tick: is called with the number of pairs that are finished.
 ---@return number[] sums
 function likelihood.sums(model, pairs_, options)
   local rows, sums = {}, {}
@@ -222,7 +226,7 @@ function likelihood.sums(model, pairs_, options)
     for k = 1, ranks do done = done + #(batches[round * ranks + k] or {}) end
     local own = batches[round * ranks + rank + 1]
     local batch = {}
-    for r, i in ipairs(own or batches[1]) do batch[r] = rows[i] end  -- a rank without a batch repeats the first batch
+    for r, i in ipairs(own or batches[1]) do batch[r] = rows[i] end  -- a rank without a batch repeats the first one
     local got = sums_of(model, batch, options)
     for r, i in ipairs(own or {}) do sums[i] = got[r] end
     if options.tick then options.tick(done) end

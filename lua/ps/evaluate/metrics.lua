@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Measures of answers: accuracy and F1 of classes, and exact match and F1 of texts as SQuAD's own script has them
--- (Rajpurkar et al. 2016).
+-- Measures of answers. For classes, these are accuracy and F1. For texts, these are exact match and F1 as in SQuAD's
+-- own script (Rajpurkar et al. 2016).
 local caller = require "ps.core.caller"
 local characters = require "ps.chat.characters"
 local letters = require "ps.chat.letters"
@@ -18,7 +18,7 @@ local function checked(predictions, labels, call)
   if #labels == 0 then error(call .. ": there are no predictions") end
 end
 
---- Returns the fraction of predictions that equal their label.
+--- Returns the fraction of predictions that equal their labels.
 ---@param predictions any[]
 ---@param labels any[]
 ---@return number
@@ -32,23 +32,25 @@ end
 local AVERAGE = { binary = true, macro = true, micro = true }
 local F1 = { average = "string", positive = "any" }
 
--- Returns F1 from counts of true positives, false positives and false negatives, or 0 if all are 0.
+-- Returns F1, computed from the numbers of true positives, false positives and false negatives. Returns 0 if there are
+-- no true positives.
 local function f1_of(tp, fp, fn)
   return tp > 0 and 2 * tp / (2 * tp + fp + fn) or 0
 end
 
---- Returns the F1 score of predicted classes, which is the harmonic mean of precision and recall.
+--- Returns the F1 score of predicted classes. It is the harmonic mean of precision and recall.
 ---@param predictions any[]
 ---@param labels any[]
----@param options? {average?: "binary"|"macro"|"micro", positive?: any} average: "binary" (default) scores the class
---- `positive` (default 1), "macro" is the mean over all classes that occur, and "micro" counts all decisions together
+---@param options? {average?: "binary"|"macro"|"micro", positive?: any} average: "binary" (default) is the score of the
+--- class `positive` (default 1). "macro" is the mean of the scores of all classes. "micro" is the score of all
+--- decisions counted together.
 ---@return number
 function metrics.f1(predictions, labels, options)
   options = caller.options(options, "ps.evaluate.f1", F1)
   checked(predictions, labels, "ps.evaluate.f1")
   local average = options.average or "binary"
   caller.one_of(average, AVERAGE, "ps.evaluate.f1: average")
-  -- each wrong prediction is both a false positive and a false negative
+  -- Each wrong prediction is a false positive of one class and a false negative of another class.
   if average == "micro" then return metrics.accuracy(predictions, labels) end
   local classes, counts = {}, {}
   local function of(class)
@@ -75,7 +77,7 @@ end
 
 local ARTICLES = { a = true, an = true, the = true }
 
--- Replaces the articles among the words of a text, which are runs of letters and numbers, by spaces.
+-- Replaces the articles in a text by spaces. A word is a run of letters and numbers.
 local function without_articles(s)
   local parts, word = {}, {}
   local function finish()
@@ -101,7 +103,7 @@ local function normalized(answer)
   return words
 end
 
--- Returns the largest value of fn(words of the prediction, words of a reference) over all references.
+-- Computes fn(words of the prediction, words of a reference) for all references, and returns the largest result.
 local function best(prediction, references, call, fn)
   caller.typed(prediction, "string", call .. ": the prediction")
   if type(references) == "string" then references = { references } end
@@ -113,7 +115,8 @@ local function best(prediction, references, call, fn)
   return most
 end
 
---- Returns 1 if a text equals one of the references, else 0. Case, punctuation, articles and space are ignored.
+--- Returns 1 if a text equals one of the references, and 0 otherwise. Case, punctuation, articles and space are
+--- ignored.
 ---@param prediction string
 ---@param references string|string[]
 ---@return integer
@@ -123,8 +126,8 @@ function metrics.exact_match(prediction, references)
   end)
 end
 
---- Returns the F1 score of a text's words for a reference, or the largest score if there are several references. It
---- ignores the same things as exact_match.
+--- Returns the F1 score of the words of a text, compared with a reference. If there are several references, returns the
+--- largest score. Case, punctuation, articles and space are ignored, as in exact_match.
 ---@param prediction string
 ---@param references string|string[]
 ---@return number

@@ -1,11 +1,12 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Rows of evaluations: questions with choices, and questions with answers, under the names of common data sets.
+-- Reads the rows of evaluations. These are questions with choices and questions with answers. The fields have the names
+-- that are used in common data sets.
 local caller = require "ps.core.caller"
 local error = caller.error
 
 local rows = {}
 
--- Fields that can contain the text before an answer, in order of preference.
+-- Fields that may contain the text before an answer. The first one that a row has is used.
 local CONTEXT = { "query", "context", "question", "ctx", "prompt", "instruction", "input" }
 local CHOICES = { "choices", "endings", "options" }
 local GOLD = { "gold", "answer", "label", "answerKey", "target" }
@@ -24,7 +25,7 @@ end
 ---@return boolean
 function rows.has_choices(row) return field(row, CHOICES) ~= nil end
 
--- Returns the texts of choices, and their labels. Choices are a list of texts, or { text =, label = } as in ARC.
+-- Returns the texts of the choices and their labels. The row has a list of texts, or { text =, label = } as in ARC.
 local function choices_of(row, place)
   local list, name = field(row, CHOICES)
   local labels
@@ -41,8 +42,8 @@ local function choices_of(row, place)
   return list, labels
 end
 
--- Returns the index of the correct choice, from 1. A row gives it as an index from 0, a letter, a label or the text
--- itself.
+-- Returns the index of the correct choice, which counts from 1. The row specifies it by an index that counts from 0, by
+-- a letter, by a label, or by the text of the choice.
 local function gold_of(row, list, labels, place)
   local gold, name = field(row, GOLD)
   if gold == nil then error(("%s: the correct choice is missing; give it in the field '%s'"):format(place,
@@ -62,7 +63,8 @@ local function gold_of(row, list, labels, place)
   return i
 end
 
--- Returns the text before the choices: the field query, or a context and a question, or the only other field.
+-- Returns the text before the choices. It is the field `query`, or a context and a question, or the only field that may
+-- contain such a text.
 local function context_of(row, place)
   if type(row.query) == "string" then return row.query, "query" end
   local context, question = row.context, row.question
@@ -78,11 +80,11 @@ local function context_of(row, place)
   return first, name
 end
 
---- Returns a row's context, its choices, and the index of the correct choice, from 1. The context is the field query;
---- or context and question, joined by an empty line; or the only one of context, question, ctx, prompt, instruction and
---- input.
+--- Returns the context of a row, its choices, and the index of the correct choice, which counts from 1. The context is
+--- the field `query`. If there is none, it is the fields `context` and `question`, with an empty line between them.
+--- Otherwise it is the only field among context, question, ctx, prompt, instruction and input.
 ---@param row table
----@param place string the row's file and line, for errors
+---@param place string file and line of the row, for errors
 ---@return string context
 ---@return string[] choices
 ---@return integer gold
@@ -95,16 +97,16 @@ function rows.choices(row, place)
   return context, list, gold_of(row, list, labels, place)
 end
 
---- Returns the answers to a question. A row gives them as a text, a list of texts, or SQuAD's { text = }.
+--- Returns the answers to a question. The row has a text, a list of texts, or { text = } as in SQuAD.
 ---@param row table
----@param place string the row's file and line, for errors
+---@param place string file and line of the row, for errors
 ---@return string[]
 function rows.answers(row, place)
   local answers, name = field(row, ANSWERS)
   if type(answers) == "table" and answers.text then answers = answers.text end
   if type(answers) == "string" then answers = { answers } end
   if type(answers) == "table" and row.answers and #answers == 0 and next(answers) == nil then
-    answers = { "" }                                       -- a SQuAD question that has no answer
+    answers = { "" }                                       -- a question of SQuAD that has no answer
   end
   if type(answers) ~= "table" or #answers == 0 then
     error(("%s: %s"):format(place, name and ("the field '%s' is neither a text nor a list of texts"):format(name)
@@ -118,7 +120,7 @@ end
 
 --- Returns the question of a row.
 ---@param row table
----@param place string the row's file and line, for errors
+---@param place string file and line of the row, for errors
 ---@return string
 function rows.question(row, place)
   local context, name = field(row, { "question", "query", "prompt", "instruction", "input", "context" })

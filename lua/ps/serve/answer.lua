@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Answers of a model to requests of OpenAI's API (ps/serve/request.lua), as tables that become JSON, or as the events
--- of a stream. Only one answer may be computed at a time.
+-- Makes the answers of a model to requests of OpenAI's API (ps/serve/request.lua). An answer is a table that becomes
+-- JSON, or the events of a stream. Only one answer may be computed at a time.
 local json = require("cjson").new()
 local copied = require "ps.core.copied"
 local request = require "ps.serve.request"
@@ -11,10 +11,10 @@ local refuse = request.refuse
 
 local answer = {}
 
--- A placeholder for an empty array. Debian's lua-cjson writes an empty table as an object, so answer.text replaces this
--- string.
+-- A placeholder for an empty array. The lua-cjson of Debian writes an empty table as an object. Therefore answer.text
+-- replaces this string by an empty array.
 local EMPTY = ("empty array %d %d"):format(os.time(), math.random(2 ^ 30))
-local LEAST = -9999                                        -- log-probability of an impossible token
+local LEAST = -9999                                        -- log-probability that is reported for impossible tokens
 
 --- Encodes an answer as JSON.
 ---@param value table
@@ -24,7 +24,7 @@ function answer.text(value) return (json.encode(value):gsub('"' .. EMPTY .. '"',
 local DEFAULT = 16  -- default number of tokens in a completion, as in OpenAI's API
 
 -- -- text -------------------------------------------------------------------------------------------------------------
--- Returns the position and the end of the first stop string in a text, or nil if there is none.
+-- Returns the first and the last byte of the first stop string in a text, or nil if there is none.
 local function first_stop(text, stops)
   local at, last
   for _, one in ipairs(stops) do
@@ -34,17 +34,18 @@ local function first_stop(text, stops)
   return at, last
 end
 
--- Returns the length of the text before byte n + 1, without an incomplete character at its end.
+-- Returns the length in bytes of the first n bytes of a text, without an incomplete character at their end.
 local function whole_characters(text, n)
   while n > 0 and text:byte(n + 1) and text:byte(n + 1) >= 0x80 and text:byte(n + 1) < 0xc0 do n = n - 1 end
   return n
 end
 
--- Returns the number of characters of a text in UTF-8.
+-- Returns the number of characters in a text, which is UTF-8.
 local function characters(text) return select(2, text:gsub("[^\128-\191]", "")) end
 
--- Returns two functions that pass on text which cannot be part of a stop string. add(piece) returns false after a stop
--- string was found. finish() passes on the remaining text.
+-- Returns two functions that pass a text to `put` without the stop strings. add(piece) holds bytes back that may be the
+-- beginning of a stop string. It returns false after a stop string was found. finish() passes the bytes that were held
+-- back.
 local function cutter(stops, put)
   local held, most, ended = "", 0, false
   for _, one in ipairs(stops) do most = math.max(most, #one) end
@@ -63,7 +64,8 @@ local function cutter(stops, put)
 end
 
 -- -- log-probabilities ------------------------------------------------------------------------------------------------
--- Returns, for each id after the first, its log-probability and the `top` likeliest tokens as {id, logprob}.
+-- Returns a list with an entry for each id except the first one. An entry has the log-probability of the id, and the
+-- `top` likeliest tokens as {id, logprob}.
 local function logprobs_of(model, ids, top)
   local rows = {}
   scope.no_grad(scope.scope, function()
@@ -87,29 +89,30 @@ local function logprobs_of(model, ids, top)
   return rows
 end
 
--- Returns a token's own bytes. They can depend on the token before it. For example, Llama 2's blank disappears at the
--- beginning of a text. `before` is nil at the beginning.
+-- Returns the bytes of a token. They may depend on the token before it. For example, the blank of a token of Llama 2 is
+-- removed at the beginning of a text. `before` is the token before it, or nil at the beginning.
 local function bytes_of(tok, before, id)
   local head = before and tok:decode({ before }, { bytes = true }) or ""
   local all = before and tok:decode({ before, id }, { bytes = true })
   return all and all:sub(1, #head) == head and all:sub(#head + 1) or tok:decode({ id }, { bytes = true })
 end
 
--- Returns how OpenAI's API shows a token. Bytes that are not whole characters are escaped, as in \xe2\x96. So tokens
--- with different bytes have different names.
+-- Returns the name of a token in OpenAI's API. If its bytes are not whole characters, they are escaped, as in \xe2\x96.
+-- This way tokens with different bytes have different names.
 local function name_of(bytes, mark)
   if utf8.valid(bytes) then return bytes end
   return mark .. bytes:gsub("[\128-\255]", function(one) return ("\\x%02x"):format(one:byte()) end)
 end
 
--- Returns the object `logprobs` of a completion for ids first .. #ids. The text's first id has no log-probability.
+-- Returns the object `logprobs` of a completion, for the ids from `first` to #ids. There is no log-probability for the
+-- first id of the text.
 local function completion_logprobs(model, tok, ids, first, top)
   local rows = logprobs_of(model, ids, math.max(top, 1))
   local out, begun = { tokens = {}, token_logprobs = {}, top_logprobs = {}, text_offset = {} }, 0
   for i = first, #ids do
     local k, bytes = i - first + 1, bytes_of(tok, ids[i - 1], ids[i])
     local piece = name_of(bytes, "bytes:")
-    -- The offset of the character that contains the token's first byte.
+    -- This is the offset of the character that contains the first byte of the token.
     out.tokens[k], out.text_offset[k] = piece, begun - (bytes:find "^[\128-\191]" and begun > 0 and 1 or 0)
     begun = begun + characters(bytes)
     local row = rows[i]
@@ -146,8 +149,8 @@ local function chat_logprobs(model, tok, ids, first, top)
 end
 
 -- -- generation -------------------------------------------------------------------------------------------------------
--- Continues ids. put(text) receives the text without stop strings, and returns false to stop; alive() is called after
--- each token, and returns false to stop. Returns the new ids, and "stop" or "length".
+-- Generates up to n ids after `ids`. Calls put(text) with the text without the stop strings, and alive() after each
+-- token. If one of them returns false, the generation ends. Returns the new ids, and "stop" or "length".
 local function continue(model, tok, ids, n, fields, seed, put, alive)
   if n == 0 then return {}, "length" end
   local new, finish = {}, "length"
@@ -160,7 +163,7 @@ local function continue(model, tok, ids, n, fields, seed, put, alive)
       return alive()
     end,
     on_text = function(text) return add(text) end })
-  local eos, ends = {}, (rawget(model, "generation_config") or model.config).eos_token_id   -- as generate has read them
+  local eos, ends = {}, (rawget(model, "generation_config") or model.config).eos_token_id   -- as read by generate
   for _, id in ipairs(type(ends) == "table" and ends or { ends }) do eos[id] = true end
   if rest() or #new < n or eos[new[#new]] then finish = "stop" end
   return new, finish
@@ -186,9 +189,9 @@ local function usage(prompts, completions)
   return { prompt_tokens = prompts, completion_tokens = completions, total_tokens = prompts + completions }
 end
 
--- Generates all choices of a request. emit(index, text) receives a piece of a choice's text, and returns false if the
--- client has disconnected; so does alive(), which is called after each token. done(index, finish, ids, first) is called
--- when a choice is complete.
+-- Generates all choices of a request. Calls emit(index, text) with a piece of the text of a choice, alive() after each
+-- token, and done(index, finish, ids, first) when a choice is complete. emit and alive return false if the client has
+-- disconnected.
 local function run(model, tok, prompts, n, fields, default, emit, alive, done)
   local used, gone = { 0, 0 }, false
   local lengths = {}
@@ -215,7 +218,8 @@ local function run(model, tok, prompts, n, fields, default, emit, alive, done)
   return usage(used[1], used[2])
 end
 
--- Completes a reply. Completes a stream with the event that contains the usage.
+-- Completes a reply and returns it. If the reply is a stream, it is not returned. Instead the event that contains the
+-- usage is sent if the request asked for it.
 local function finished(reply, choices, used, fields, send)
   reply.choices, reply.usage = choices, used
   if not send then return reply end
@@ -228,10 +232,10 @@ end
 --- Answers a completion request.
 ---@param model ps.pretrained.Model
 ---@param tok ps.Tokenizer
----@param name string the model's name
+---@param name string name of the model
 ---@param fields table
----@param send? fun(event: table): boolean? sends an event of a stream, and returns false if the client has disconnected
----@param alive? fun(): boolean called after each token; returns false if the client has disconnected
+---@param send? fun(event: table): boolean? sends an event of a stream; returns false if the client has disconnected
+---@param alive? fun(): boolean is called after each token; returns false if the client has disconnected
 ---@return table? reply nil if the reply was streamed
 function answer.completion(model, tok, name, fields, send, alive)
   local prompts = request.prompts(fields.prompt, tok, model.config.vocab_size)
@@ -268,10 +272,10 @@ end
 --- Answers a chat request.
 ---@param model ps.pretrained.Model
 ---@param tok ps.Tokenizer
----@param name string the model's name
+---@param name string name of the model
 ---@param fields table
----@param send? fun(event: table): boolean? sends an event of a stream, and returns false if the client has disconnected
----@param alive? fun(): boolean called after each token; returns false if the client has disconnected
+---@param send? fun(event: table): boolean? sends an event of a stream; returns false if the client has disconnected
+---@param alive? fun(): boolean is called after each token; returns false if the client has disconnected
 ---@return table? reply nil if the reply was streamed
 function answer.chat(model, tok, name, fields, send, alive)
   local prompts = { request.conversation(fields.messages, tok) }

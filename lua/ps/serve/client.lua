@@ -1,31 +1,34 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- The client of a request that computes. The computation puts the events of a stream into a queue, and a coroutine
--- writes them. So a client that reads slowly, or not at all, does not stop the computation or the requests after it.
+-- writes them to the client. Therefore a client that reads slowly or not at all does not delay the computation and
+-- later requests.
 local cqueues = require "cqueues"
 local condition = require "cqueues.condition"
 local http_server = require "ps.core.http_server"
 
 local client = {}
 
-local MOST_HELD = 8 * 2 ^ 20  -- bytes of events that wait for the client. A client that reads so little is disconnected
+-- The maximum size in bytes of the events in the queue. If a client reads too little, so that the queue grows larger,
+-- it is disconnected.
+local MOST_HELD = 8 * 2 ^ 20
 
 ---@class ps.serve.Client
----@field gone boolean whether the client has left, or is disconnected because it does not read
----@field begun boolean whether the stream of events has begun
+---@field gone boolean true if the client has disconnected, or was disconnected because it does not read
+---@field begun boolean true if the stream of events has begun
 local Client = {}
 Client.__index = Client
 
 --- Returns the client of a stream of lua-http.
 ---@param stream table
 ---@param begin fun(): boolean? writes the headers of a stream of events
----@param patience number the time limit for writing an event, in seconds
+---@param patience number time limit in seconds for writing an event
 ---@return ps.serve.Client
 function client.new(stream, begin, patience)
   return setmetatable({ stream = stream, begin = begin, patience = patience, gone = false, begun = false,
     events = {}, first = 1, last = 0, held = 0, complete = false, written = false, changed = condition.new() }, Client)
 end
 
--- Writes the events until the last one. Returns false if the client does not read them.
+-- Writes events up to and including the last one. Returns false if the client does not read them.
 local function write_events(self)
   if not self.begin() then return false end
   while true do
@@ -58,7 +61,7 @@ function Client:put(text)
   return not self.gone
 end
 
---- Adds the last event to the queue, and waits until all are written or the client is gone.
+--- Adds the last event to the queue. Waits until all events are written or the client is gone.
 ---@param text string
 function Client:finish(text)
   self.complete = true
@@ -66,7 +69,8 @@ function Client:finish(text)
   while not self.written and not self.gone do self.changed:wait() end
 end
 
---- Lets other connections be read and answered. Returns false if the client is gone.
+--- Runs the coroutines of other connections, which read requests and write replies. Returns false if the client is
+--- gone.
 ---@return boolean
 function Client:alive()
   cqueues.sleep(0)

@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- An HTTP server with OpenAI's API over a model (tools/serve.lua). Connections are coroutines of cqueues, which
--- lua-http runs. A request that computes waits for its turn, in order of arrival. Between its tokens other connections
--- are read and answered, but none of them computes.
+-- An HTTP server that provides OpenAI's API for a model (tools/serve.lua). Each connection is a coroutine of cqueues,
+-- which lua-http runs. Requests that need the model are computed one after the other, in the order of their arrival.
+-- After each token, other connections can read requests and write replies, but they cannot compute.
 local json = require("cjson").new()
 local answer = require "ps.serve.answer"
 local caller = require "ps.core.caller"
@@ -13,11 +13,12 @@ local error = caller.error
 
 local serve = {}
 
-local MOST = 8 * 2 ^ 20                                    -- largest body of a request, in bytes
-local PATIENCE = 30                                        -- default of the option `patience`
-local PIECE = 2 ^ 16                                       -- bytes of a reply that a client must read within patience
+local MOST = 8 * 2 ^ 20                                    -- maximum size of a request's body in bytes
+local PATIENCE = 30                                        -- default of the option `patience` in seconds
+-- The size in bytes of a piece of a reply. A client must read each piece within `patience`.
+local PIECE = 2 ^ 16
 
--- Compares two texts in a time that does not depend on where they differ.
+-- Returns whether two texts are equal. The time does not depend on the position of the first difference.
 local function same(a, b)
   local off = bit.bxor(#a, #b)
   for i = 1, #a do off = bit.bor(off, bit.bxor(a:byte(i), b:byte((i - 1) % math.max(#b, 1) + 1) or 0)) end
@@ -26,7 +27,7 @@ end
 
 local function local_address(host) return host == "127.0.0.1" or host == "::1" or host == "localhost" end
 
--- Replaces each %XX of a path by its byte.
+-- Replaces each %XX in a path by the byte that it represents.
 local function decoded(path) return (path:gsub("%%(%x%x)", function(hex) return string.char(tonumber(hex, 16)) end)) end
 
 local STATUS = { ["401"] = "authentication_error", ["404"] = "not_found_error", ["500"] = "server_error" }
@@ -38,10 +39,11 @@ local OPTIONS = { name = "string", host = "string", port = "whole", token = "str
 ---@param model ps.pretrained.Model
 ---@param tok ps.Tokenizer
 ---@param options {name: string, host?: string, port?: integer, token?: string, no_token?: boolean, kv_cache?:
---- "bf16"|"q8_0", told: fun(address: string, token: string?), patience?: number} name: the model's name in the API.
---- host: default 127.0.0.1. port: default a free port. token: default a random token. no_token: requests need no token.
---- kv_cache: as in generate. told: called with the address and the token. patience: the time limit for reading a
---- request's body, and for writing an event of a stream or 64 KiB of another reply, in seconds (default 30).
+--- "bf16"|"q8_0", told: fun(address: string, token: string?), patience?: number} name: name of the model in the API.
+--- host: default 127.0.0.1. port: default a free port. token: default a random token. no_token = true: requests need no
+--- token. kv_cache: as in generate. told: is called with the address and the token. patience: time limit in seconds for
+--- reading the body of a request, for writing an event of a stream, and for writing 64 KiB of another reply (default
+--- 30).
 function serve.run(model, tok, options)
   options = caller.options(options, "serve.run", OPTIONS)
   local ok, server = pcall(require, "http.server")
@@ -53,13 +55,13 @@ function serve.run(model, tok, options)
     error(("serve: without a token the server listens only on this machine, not on %s; pass a token"):format(host), 0)
   end
   if token == "" then error("serve: the token is empty; pass no_token for none", 0) end
-  if options.kv_cache then                                 -- raises the error of a model that cannot have such caches
+  if options.kv_cache then                                 -- raises an error if the model does not support such caches
     model:generate({ { 0 } }, 1, { temperature = 0, kv_cache = options.kv_cache })
   end
   local patience = options.patience or PATIENCE
   local hosts, turn, waiting, busy = {}, condition.new(), {}, false
 
-  local bodiless = setmetatable({}, { __mode = "k" })      -- streams of HEAD requests
+  local bodiless = setmetatable({}, { __mode = "k" })      -- streams of HEAD requests, whose replies have no body
 
   local function write_head(stream, status, kind, more)
     local h = headers.new()
@@ -68,7 +70,7 @@ function serve.run(model, tok, options)
     h:append("cache-control", "no-store")
     h:append("x-content-type-options", "nosniff")
     for key, value in pairs(more or {}) do h:append(key, value) end
-    local first = stream.connection.pipeline               -- over HTTP/1, replies are in the order of the requests
+    local first = stream.connection.pipeline               -- in HTTP/1, replies have the order of the requests
     if first and first:peek() ~= stream and stream.state ~= "closed" then stream.pipeline_cond:wait() end
     return stream:write_headers(h, bodiless[stream] or false, patience)
   end
@@ -88,7 +90,7 @@ function serve.run(model, tok, options)
       status == "401" and { ["www-authenticate"] = "Bearer" } or nil)
   end
 
-  -- Calls fn when no other request is being computed.
+  -- Waits until no other request is being computed, and then calls fn.
   local function in_turn(fn)
     local me = {}
     waiting[#waiting + 1] = me
@@ -157,7 +159,8 @@ function serve.run(model, tok, options)
         return problem(stream, "401", "the request needs the header Authorization: Bearer TOKEN, with the token that "
           .. "tools/serve.lua printed", nil, "invalid_api_key")
       end
-    elseif not hosts[given:get ":authority"] then  -- another site's name that was made to resolve to this machine
+    elseif not hosts[given:get ":authority"] then
+      -- The name may belong to another site that made it resolve to this machine.
       return problem(stream, "401", "without a token the server answers only to its own address")
     end
     local route = ROUTES[path]

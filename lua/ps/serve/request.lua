@@ -1,19 +1,19 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Requests of OpenAI's API: checks the fields of a completion or a conversation. A field that would change the answer
--- and is not supported is refused by name.
+-- Checks requests of OpenAI's API: the fields of a completion or of a conversation. If a field would change the answer
+-- and is not supported, the error names it.
 local json = require("cjson").new()
 local caller = require "ps.core.caller"
 local utf8 = require "ps.core.utf8"
 
 local request = {}
 
----@class ps.serve.Problem the error object of a reply
+---@class ps.serve.Problem the error object in a reply
 ---@field status string the HTTP status
 ---@field message string
 ---@field param? string
 ---@field code? string
 
---- Raises an error that becomes a reply.
+--- Raises an error that is sent as the reply.
 ---@param status string
 ---@param message string
 ---@param param? string
@@ -23,7 +23,8 @@ function request.refuse(status, message, param, code)
 end
 local refuse = request.refuse
 
---- Returns the text of a caught error, without the position in lua-http that the error has for lack of a script.
+--- Returns the text of an error that was caught, without its position in the code. No line of a script is involved, so
+--- the position would be in lua-http.
 ---@param problem any
 ---@return string
 function request.reason(problem)
@@ -69,7 +70,7 @@ local function stops(value, key)
   end
   return value
 end
--- Returns a check for a field that supports only the given values.
+-- Returns a function that checks a field. Only the given values are supported.
 local function only(...)
   local allowed = { ... }
   return function(value, key)
@@ -102,7 +103,7 @@ local CHAT = { messages = anything, logprobs = boolean, top_logprobs = whole(0, 
   tool_choice = only("none"), functions = only(json.null), reasoning_effort = only("none"), modalities = anything,
   parallel_tool_calls = anything }
 
---- Checks and returns the fields of a request's body.
+--- Returns the fields in the body of a request, after checking them.
 ---@param body string
 ---@param chat boolean
 ---@return table
@@ -126,10 +127,10 @@ local function is_ids(value)
   return true
 end
 
---- Returns the prompts of a completion, each a list of ids.
----@param prompt any a string, a list of ids, or a list of either
+--- Returns the prompts of a completion. Each prompt is a list of ids.
+---@param prompt any a string, a list of ids, or a list of strings and lists of ids
 ---@param tok ps.Tokenizer
----@param words integer the vocabulary size
+---@param words integer size of the vocabulary
 ---@return integer[][]
 function request.prompts(prompt, tok, words)
   if prompt == nil then bad("prompt", "is missing") end
@@ -150,7 +151,7 @@ end
 
 local PARTS = "must be a string, or a list of parts of type text"
 
--- Returns the text of a message's content.
+-- Returns the text in the content of a message.
 local function content_of(value, key)
   if type(value) == "string" then return value end
   if type(value) ~= "table" then bad(key, PARTS) end
@@ -162,7 +163,7 @@ local function content_of(value, key)
   return table.concat(pieces)
 end
 
---- Returns the ids of a conversation, rendered with the model's chat template.
+--- Renders a conversation with the model's chat template, and returns its ids.
 ---@param messages any
 ---@param tok ps.Tokenizer
 ---@return integer[]
